@@ -1,0 +1,44 @@
+# make venv | test | train | check | clean. PYTHON chooses the interpreter, ARGS goes to the command.
+
+PYTHON ?= python3
+VENV := .venv
+STAMP := $(VENV)/.installed
+TYPECHECK := build/typecheck
+
+.PHONY: venv test train check clean
+.DELETE_ON_ERROR:
+
+venv: $(STAMP)
+
+# The pins and this project, editable. setuptools comes first, pinned like the rest, because the
+# editable build uses it in place (pip's isolated builds do not read constraints).
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; \
+	  sys.exit(None if sys.version_info >= (3, 10) else f"Python >= 3.10 is needed, $(PYTHON) is {v}")'
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	  --no-build-isolation -e '.[dev]'
+	touch $@
+
+test: venv
+	@status=0; $(VENV)/bin/pytest $(ARGS) || status=$$?; \
+	if [ $$status -eq 0 ]; then echo "make test: all tests passed"; \
+	else echo "make test: FAILED (pytest exit status $$status)"; fi; exit $$status
+
+train: venv
+	$(VENV)/bin/warpweave train $(ARGS)
+
+# Type checkers do not follow setuptools' package-dir mapping, so mypy reads a tree of links in which
+# the four folders stand where they are imported.
+check: venv
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	@rm -rf $(TYPECHECK) && mkdir -p $(TYPECHECK)/warpweave
+	@cd $(TYPECHECK)/warpweave && ln -s ../../../warpweave/*.py . && \
+	  ln -s ../../../kernels ../../../parallel ../../../layers .
+	cd $(TYPECHECK) && MYPYPATH=. ../../$(VENV)/bin/mypy --config-file ../../pyproject.toml -p warpweave
+	@echo "make check: lint, format and types are clean"
+
+clean:
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache *.egg-info

@@ -1,0 +1,101 @@
+"""Which implementation runs: Triton or torch, decided per call from the tensors, never silently.
+
+    impl=None      Triton on CUDA (and ROCm) tensors, torch on every other device
+    impl="torch"   plain torch, anywhere
+    impl="triton"  the Triton kernel: on CUDA tensors, or on CPU tensors when Triton interprets
+                   (TRITON_INTERPRET=1 in the environment before anything imports a kernel)
+
+What cannot run raises `ValueError` and says why. Nothing here looks at a GPU or starts a driver.
+
+Kernel files take Triton from here (``from warpweave.kernels.dispatch import choose, tl, triton``), so
+that they can be imported, and their torch paths used, where Triton does not exist (macOS, Windows).
+A launcher wraps its launch in ``with torch.cuda.device_of(x):`` (free on CPU tensors), because Triton
+launches on the current device whatever the device of its arguments.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+
+import torch
+
+HAS_TRITON: bool = importlib.util.find_spec("triton") is not None
+
+if HAS_TRITON:
+    import triton
+    import triton.language as tl
+
+    INTERPRET: bool = bool(triton.knobs.runtime.interpret)
+    """True if kernels run in Triton's interpreter; fixed when Triton is imported."""
+else:
+    INTERPRET = False
+
+    class _NoTriton:
+        """Stands in for `triton` and `tl`: decorators and annotations pass, nothing can be launched."""
+
+        def __getattr__(self, name: str) -> _NoTriton:
+            return self
+
+        def __call__(self, fn=None, *_args, **_options):
+            return fn if callable(fn) and not isinstance(fn, _NoTriton) else self
+
+    triton = tl = _NoTriton()
+
+
+def choose(impl: str | None, *tensors: torch.Tensor | None) -> str:
+    """Return "triton" or "torch" for a call on `tensors` (None among them is skipped).
+
+    Raises ValueError if `impl` is no known name, if the tensors are on more than one device, or if
+    the Triton kernel was asked for (or is the default) where it cannot run.
+    """
+    if impl not in (None, "triton", "torch"):
+        raise ValueError(f'impl must be None, "triton" or "torch", got {impl!r}')
+    device = None
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if device is None:
+            device = tensor.device
+        elif tensor.device != device:
+            raise ValueError(f"all tensors must be on one device, got {device} and {tensor.device}")
+    if device is None:
+        raise ValueError("choose needs at least one tensor")
+    if impl == "torch" or (impl is None and device.type != "cuda"):
+        return "torch"
+    if not HAS_TRITON:
+        raise ValueError(
+            f'Triton is not installed, so tensors on {device} need impl="torch"; got impl={impl!r}'
+        )
+    if device.type == "cuda" or (device.type == "cpu" and INTERPRET):
+        return "triton"
+    if device.type == "cpu":
+        raise ValueError(
+            'impl="triton" on CPU tensors needs Triton\'s interpreter: set TRITON_INTERPRET=1 before '
+            'importing warpweave, or pass impl="torch"'
+        )
+    raise ValueError(f'impl="triton" needs CUDA tensors (or CPU under TRITON_INTERPRET=1), got {device}')
+
+
+@cache
+def capability(device: torch.device) -> int:
+    """The compute capability of a CUDA device as major * 10 + minor (80, 90, 100); 0 elsewhere.
+
+    Launchers choose tiles by it.
+    """
+    if device.type != "cuda" or torch.version.hip is not None:
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return major * 10 + minor
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """How many programs run at once: the multiprocessors of a GPU; 4 elsewhere (the interpreter
+    runs programs one after another, so few and large ones are fast).
+
+    Kernels that leave one partial result per program launch a small multiple of it.
+    """
+    if device.type != "cuda":
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,196 @@
+"""Dropout whose mask is a function of global indices, so every layout of the same run drops the same.
+
+    word[t, e] = philox4x32-10(counter = (token lo, token hi, e // 4, site), key = (seed lo, seed hi))[e % 4]
+    y = x / (1 - p) where word >= round(p * 2^32), else 0
+
+x, y: [T, E]; tokens[T] are the global indices (batch index * sequence length + position) of the local rows,
+whatever the sharding of T; `site` numbers the place in the network (and, in training, the step's seed the
+step). E is whole: a shard of E would need a column offset, which nothing here shards.
+
+Saved for backward: tokens; Triton draws the mask again, which is cheaper than a read from memory. The torch
+path keeps the mask (one byte per element), because drawing it is what costs on a CPU. The masks of both are
+the same bits. Dropped elements are exact zeros, even of infinite x.
+
+Sources: Srivastava et al. 2014; Salmon et al. 2011 (Random123). Limits: 0 <= seed < 2^63, 0 <= site < 2^32.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from warpweave.kernels.dispatch import choose, tl, triton
+from warpweave.kernels.numeric import to_dtype, upcast
+
+_LOW = 0xFFFFFFFF
+
+
+def _threshold(p: float) -> int:
+    return round(p * 2**32)
+
+
+# ---------------------------------------------------------------- Triton
+
+
+@triton.jit
+def _dropout_kernel(
+    x_ptr,
+    tokens_ptr,
+    y_ptr,
+    seed,
+    site,
+    rows,
+    stride_x,
+    E: tl.constexpr,
+    THRESHOLD: tl.constexpr,
+    SCALE: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    # 1. Four words for every token and group of four columns.
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    token = tl.load(tokens_ptr + row, row < rows, 0)[:, None]
+    group = (tl.program_id(1) * GROUPS + tl.arange(0, GROUPS))[None, :]
+    zero = tl.zeros((ROWS, GROUPS), tl.uint32)
+    c0 = zero + (token & 0xFFFFFFFF).to(tl.uint32)
+    c1 = zero + ((token >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    c3 = zero + tl.cast(site, tl.uint32)
+    w0, w1, w2, w3 = tl.philox(seed, c0, c1, zero + group.to(tl.uint32), c3)
+
+    # 2. Side by side: columns 4g, 4g + 1, 4g + 2, 4g + 3.
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(ROWS, 4 * GROUPS)
+    keep = words.to(tl.int64) >= THRESHOLD
+
+    # 3. Scale what stays.
+    col = (tl.program_id(1) * 4 * GROUPS + tl.arange(0, 4 * GROUPS))[None, :]
+    live = (row[:, None] < rows) & (col < E)
+    x = upcast(tl.load(x_ptr + row[:, None] * stride_x + col, live, 0.0))
+    y = tl.where(keep, x * SCALE, 0.0)
+    tl.store(y_ptr + row[:, None] * E + col, to_dtype(y, y_ptr.dtype.element_ty), live)
+
+
+def dropout_fwd(
+    x: torch.Tensor, p: float, *, seed: int, site: int, tokens: torch.Tensor
+) -> torch.Tensor:
+    """The Triton launch, forward and backward alike: x or dy in, y or dx out, nothing checked."""
+    T, E = x.shape
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if y.numel() == 0:
+        return y
+    x = x if x.stride(1) == 1 else x.contiguous()
+    groups = min(512, triton.next_power_of_2(triton.cdiv(E, 4)))
+    rows = 512 // groups
+    with torch.cuda.device_of(x):
+        _dropout_kernel[(triton.cdiv(T, rows), triton.cdiv(E, 4 * groups))](
+            x,
+            tokens.contiguous(),
+            y,
+            seed,
+            site,
+            T,
+            x.stride(0),
+            E,
+            _threshold(p),
+            1 / (1 - p),
+            rows,
+            groups,
+            num_warps=4,
+        )
+    return y
+
+
+@torch.library.custom_op("warpweave::dropout", mutates_args=())
+def _dropout_op(
+    x: torch.Tensor, tokens: torch.Tensor, p: float, seed: int, site: int
+) -> torch.Tensor:
+    return dropout_fwd(x, p, seed=seed, site=site, tokens=tokens)
+
+
+@_dropout_op.register_fake
+def _(x, tokens, p, seed, site):
+    return x.new_empty(x.shape)
+
+
+def _save(ctx, inputs, output) -> None:
+    _, tokens, *ctx.draw = inputs
+    ctx.save_for_backward(tokens)
+
+
+def _backward(ctx, dy):
+    return _dropout_op(dy, *ctx.saved_tensors, *ctx.draw), None, None, None, None
+
+
+_dropout_op.register_autograd(_backward, setup_context=_save)
+
+
+# ---------------------------------------------------------------- torch
+
+
+@torch.library.custom_op("warpweave::dropped", mutates_args=())
+def _dropped(tokens: torch.Tensor, E: int, p: float, seed: int, site: int) -> torch.Tensor:
+    """bool[T, E], true where dropout drops. An operator, so that compilers need not trace the rounds.
+
+    Products of 32-bit words wrap in int64 with all their 64 bits right. Words 0 and 2 are kept clean to
+    32 bits, because they are multiplied; 1 and 3 are products whose upper half is cut off later. A few
+    rows at a time, in place, so that the six buffers stay in cache.
+    """
+    groups = torch.arange((E + 3) // 4, device=tokens.device)
+    dropped = torch.empty(len(tokens), len(groups), 4, dtype=torch.bool, device=tokens.device)
+    rows = max(1, 2**14 // max(1, len(groups)))
+    shift, clean = torch.bitwise_right_shift, torch.bitwise_and
+    for start in range(0, len(tokens), rows):
+        token = tokens[start : start + rows, None]
+        c0, c1, c2, c3 = token & _LOW, (token >> 32) & _LOW, groups, torch.full_like(token, site)
+        key0, key1 = seed & _LOW, seed >> 32
+        for i in range(10):
+            p0, p1 = c0 * 0xD2511F53 if i < 3 else c0.mul_(0xD2511F53), c2 * 0xCD9E8D57
+            if i < 3:  # broadcasting still grows the words
+                c0, c2 = ((p1 >> 32) ^ (c1 ^ key0)) & _LOW, ((p0 >> 32) ^ (c3 ^ key1)) & _LOW
+            else:
+                c0 = shift(p1, 32).bitwise_xor_(c1).bitwise_xor_(key0).bitwise_and_(_LOW)
+                c2 = shift(p0, 32, out=c2).bitwise_xor_(c3).bitwise_xor_(key1).bitwise_and_(_LOW)
+            c1, c3 = p1, p0
+            key0, key1 = (key0 + 0x9E3779B9) & _LOW, (key1 + 0xBB67AE85) & _LOW
+        words = (c0, clean(c1, _LOW), c2, clean(c3, _LOW))
+        for j, word in enumerate(words):
+            torch.lt(word, _threshold(p), out=dropped[start : start + rows, :, j])
+    return dropped.view(len(tokens), -1)[:, :E].contiguous()
+
+
+@_dropped.register_fake
+def _(tokens, E, p, seed, site):
+    return tokens.new_empty(len(tokens), E, dtype=torch.bool)
+
+
+# ---------------------------------------------------------------- public
+
+
+def dropout(
+    x: torch.Tensor,
+    p: float,
+    *,
+    seed: int,
+    site: int,
+    tokens: torch.Tensor,
+    impl: str | None = None,
+) -> torch.Tensor:
+    """x[T, E] (any sharding of T) with each element zeroed with probability p, the rest over 1 - p.
+
+    The mask depends on `seed`, `site`, the global indices `tokens`[T] (int64) and the column alone.
+    Differentiable in x. Raises ValueError unless 0 <= p < 1, on shapes or integers out of range, or if
+    `impl` cannot run. Srivastava et al. 2014.
+    """
+    impl = choose(impl, x, tokens)
+    if not 0 <= p < 1:
+        raise ValueError(f"need 0 <= p < 1, got {p}")
+    if x.ndim != 2 or tokens.shape != x.shape[:1] or tokens.dtype != torch.int64:
+        raise ValueError(
+            f"need x[T, E] and int64 tokens[T], got {[*x.shape]} and {tokens.dtype} {[*tokens.shape]}"
+        )
+    if not (0 <= seed < 2**63 and 0 <= site < 2**32):
+        raise ValueError(f"need 0 <= seed < 2**63 and 0 <= site < 2**32, got {seed} and {site}")
+    if p == 0:
+        return x
+    if impl == "triton":
+        return _dropout_op(x, tokens, p, seed, site)
+    dropped = _dropped(tokens, x.shape[1], p, seed, site)
+    return (x * (1 / (1 - p))).masked_fill(dropped, 0)

@@ -1,0 +1,126 @@
+"""Self-attention with heads cut over the tensor axis and tokens over the context axis."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from warpweave.kernels.rope import apply_rope, rope_table
+from warpweave.layers.context import TokenContext
+from warpweave.layers.linear import ColumnParallelLinear, RowParallelLinear
+from warpweave.parallel.context import context_attention
+from warpweave.parallel.layout import SequenceLayout
+from warpweave.parallel.mesh import ConnectedMesh, single
+
+
+class Attention(nn.Module):
+    """Multi-head or grouped-query self-attention: qkv projection, rotary, attention, projection.
+
+    ``qkv.weight`` has shape ((heads + 2 * kv_heads) * head_dim, E), grouped by KV head: for each KV
+    head the rows of its query heads, then of its key, then of its value. So that a plain cut of the
+    rows gives every tensor rank whole groups.
+
+    Args:
+        embed_dim, num_heads, dropout-free, bias, device, dtype: as ``nn.MultiheadAttention``.
+        num_kv_heads: KV heads, by default num_heads.
+        causal: a query sees keys at its own and earlier positions.
+        rope_theta: base of the rotary embedding; None for none.
+        mesh: the connected mesh; None is one device.
+        sequence_parallel: input and output are x[T/tp, E], rows cut over the tensor axis.
+        out_init: standard deviation of a keyed initialisation of the output projection.
+        impl: "triton", "torch" or None, as for the kernels.
+
+    Raises:
+        ValueError: heads do not divide embed_dim, KV heads do not divide heads, or the tensor axis
+            does not divide the KV heads.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        num_kv_heads: int | None = None,
+        causal: bool = True,
+        rope_theta: float | None = None,
+        mesh: ConnectedMesh | None = None,
+        sequence_parallel: bool = False,
+        out_init: float = 0.02,
+        impl: str | None = None,
+    ) -> None:
+        super().__init__()
+        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.mesh = mesh if mesh is not None else single()
+        tp = self.mesh.size("tp")
+        if embed_dim % num_heads:
+            raise ValueError(f"embed_dim = {embed_dim} does not divide by num_heads = {num_heads}")
+        if num_heads % kv_heads:
+            raise ValueError(
+                f"num_heads = {num_heads} does not divide by num_kv_heads = {kv_heads}"
+            )
+        if kv_heads % tp:
+            raise ValueError(
+                f"num_kv_heads = {kv_heads} does not divide by the tensor axis tp = {tp}"
+            )
+        self.head_dim, self.group = embed_dim // num_heads, num_heads // kv_heads
+        self.causal, self.rope_theta, self.impl = causal, rope_theta, impl
+        where = {"device": device, "dtype": dtype, "mesh": mesh}
+        self.qkv = ColumnParallelLinear(
+            embed_dim,
+            kv_heads * (self.group + 2) * self.head_dim,
+            bias,
+            sequence_parallel=sequence_parallel,
+            **where,
+        )
+        self.out = RowParallelLinear(
+            num_heads * self.head_dim,
+            embed_dim,
+            bias,
+            sequence_parallel=sequence_parallel,
+            init=out_init,
+            **where,
+        )
+
+    def forward(self, x: Tensor, context: TokenContext | None = None) -> Tensor:
+        """x[B, S, E] -> y[B, S, E]; with `context`, x[T, E] or x[T/tp, E] -> the same shape.
+
+        Without `context` the sequence is whole and starts at position 0.
+        """
+        batch = context.batch if context is not None else x.shape[0]
+        qkv = self.qkv(x)
+        qkv = qkv.view(batch, -1, qkv.shape[-1] // (self.group + 2) // self.head_dim,
+                       self.group + 2, self.head_dim)  # fmt: skip
+        q = qkv[:, :, :, : self.group].flatten(2, 3)
+        k, v = qkv[:, :, :, self.group], qkv[:, :, :, self.group + 1]
+        rope = self._rope(q, context)
+        if rope is not None:
+            q, k = (apply_rope(t, *rope, impl=self.impl) for t in (q, k))
+        layout = context.layout if context is not None else None
+        if layout is None:
+            layout = SequenceLayout(q.shape[1], 1)
+        o = context_attention(
+            q,
+            k,
+            v,
+            layout=layout,
+            group=self.mesh.group("cp"),
+            causal=self.causal,
+            impl=self.impl,
+        )
+        o = o.flatten(2)
+        return self.out(o if context is None else o.flatten(0, 1))
+
+    def _rope(self, q: Tensor, context: TokenContext | None) -> tuple[Tensor, Tensor] | None:
+        if self.rope_theta is None:
+            return None
+        if context is not None:
+            if context.rope is None:
+                raise ValueError(
+                    "this attention layer has a rotary embedding: context.rope is None"
+                )
+            return context.rope
+        positions = torch.arange(q.shape[1], device=q.device)
+        return rope_table(positions, self.head_dim, theta=self.rope_theta)

@@ -1,0 +1,94 @@
+"""Token and position embeddings."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from warpweave.parallel.mesh import ConnectedMesh, single
+from warpweave.parallel.shard import ParamRecord
+from warpweave.parallel.tensor import vocab_parallel_embedding
+
+
+class VocabParallelEmbedding(nn.Module):
+    """``nn.Embedding`` whose rows (vocabulary) are cut over the tensor axis.
+
+    weight[ceil(V/tp), E]; rows past V on the last ranks are padding and stay zero.
+
+    Args:
+        num_embeddings, embedding_dim, device, dtype: as ``nn.Embedding``.
+        mesh: the connected mesh; None is one device.
+        sequence_parallel: return y[T/tp, E], cut over the tensor axis (ids must then be 1-D).
+        init: standard deviation by which a keyed initialisation (``GPT``) draws the weight.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        mesh: ConnectedMesh | None = None,
+        sequence_parallel: bool = False,
+        init: float = 0.02,
+    ) -> None:
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.mesh = mesh if mesh is not None else single()
+        self.sequence_parallel = sequence_parallel
+        record = ParamRecord(
+            "weight", (num_embeddings, embedding_dim), 0, self.mesh.size("tp"), init=init
+        )
+        self.records = {"weight": record}
+        self.weight = nn.Parameter(torch.empty(record.local_shape, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw as ``nn.Embedding`` does (standard normal), whole, and keep this rank's rows."""
+        if not self.weight.is_meta:
+            full = torch.empty(self.records["weight"].shape).normal_()
+            self.weight.copy_(self.records["weight"].slice(full, self.mesh.index("tp")))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids int64 [...] -> y[..., E] (or ids[T] -> y[T/tp, E] with sequence parallelism)."""
+        return vocab_parallel_embedding(
+            ids,
+            self.weight,
+            group=self.mesh.group("tp"),
+            vocab_size=self.num_embeddings,
+            sequence_parallel=self.sequence_parallel,
+        )
+
+
+class PositionEmbedding(nn.Module):
+    """Learned absolute positions: weight[seq_len, E], held whole by every tensor rank.
+
+    Args:
+        seq_len, embedding_dim: shape of the table.
+        partial: tensor ranks look up the positions of different tokens (sequence parallelism), so
+            that the table's gradient is a partial sum over the tensor axis.
+        init: standard deviation of a keyed initialisation.
+    """
+
+    def __init__(
+        self,
+        seq_len: int,
+        embedding_dim: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        partial: bool = False,
+        init: float = 0.02,
+    ) -> None:
+        super().__init__()
+        shape = (seq_len, embedding_dim)
+        self.records = {"weight": ParamRecord("weight", shape, partial=partial, init=init)}
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        if not self.weight.is_meta:
+            nn.init.normal_(self.weight, std=init)
+
+    def forward(self, positions: Tensor) -> Tensor:
+        """positions int64 [T] -> y[T, E]."""
+        return nn.functional.embedding(positions, self.weight)

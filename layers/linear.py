@@ -1,0 +1,178 @@
+"""Column- and row-parallel linear layers (Shoeybi et al. 2019, arXiv:1909.08053).
+
+On one device (``mesh=None``) both are ``nn.Linear``.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from warpweave.parallel.collectives import gather, scatter
+from warpweave.parallel.mesh import ConnectedMesh, single
+from warpweave.parallel.shard import ParamRecord
+from warpweave.parallel.tensor import column_parallel_linear, row_parallel_linear
+
+
+def _check_divides(what: str, size: int, parts: int) -> None:
+    if size % parts:
+        raise ValueError(f"{what} = {size} does not divide by the tensor axis tp = {parts}")
+
+
+class _ParallelLinear(nn.Module):
+    """What both layers share: the parameters, their records and ``nn.Linear``'s initialisation."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+        mesh: ConnectedMesh | None,
+        sequence_parallel: bool,
+        init: float,
+        shard_dim: int,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.mesh = mesh if mesh is not None else single()
+        self.sequence_parallel = sequence_parallel
+        tp = self.mesh.size("tp")
+        cut = "in_features" if shard_dim else "out_features"
+        _check_divides(cut, in_features if shard_dim else out_features, tp)
+        weight = ParamRecord("weight", (out_features, in_features), shard_dim, tp, init=init)
+        self.records = {"weight": weight}
+        self.weight = nn.Parameter(torch.empty(weight.local_shape, device=device, dtype=dtype))
+        if bias:
+            # A row-parallel bias is added after the sum over ranks; with sequence parallelism each
+            # rank adds it to its own tokens, so that its gradient is a partial sum.
+            whole = shard_dim == 1
+            self.records["bias"] = ParamRecord(
+                "bias",
+                (out_features,),
+                None if whole else 0,
+                tp,
+                partial=whole and sequence_parallel and tp > 1,
+                init="zeros",
+                decay=False,
+            )
+            shape = self.records["bias"].local_shape
+            self.bias = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        else:
+            self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw as ``nn.Linear`` does, from torch's global generator.
+
+        Every rank draws the whole weight and keeps its shard: with the same ``torch.manual_seed``
+        on all ranks the layer is the one that a single device would have.
+        """
+        if self.weight.is_meta:
+            return
+        index = self.mesh.index("tp")
+        full = torch.empty(self.records["weight"].shape)
+        nn.init.kaiming_uniform_(full, a=math.sqrt(5))
+        self.weight.copy_(self.records["weight"].slice(full, index))
+        if self.bias is not None:
+            bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
+            full = torch.empty(self.out_features).uniform_(-bound, bound)
+            self.bias.copy_(self.records["bias"].slice(full, index))
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, tp={self.mesh.size('tp')}, "
+            f"sequence_parallel={self.sequence_parallel}"
+        )
+
+
+class ColumnParallelLinear(_ParallelLinear):
+    """A linear layer whose output features are cut over the tensor axis: ``y = x W^T + b``.
+
+    weight[out/tp, in], bias[out/tp]. Arguments as ``nn.Linear``, then:
+
+    Args:
+        mesh: the connected mesh; None is one device.
+        sequence_parallel: the input is x[T/tp, in], its rows cut over the tensor axis, and is
+            gathered here; otherwise it is x[..., in], the same on every tensor rank.
+        gather_output: return y[..., out] whole on every rank instead of y[..., out/tp].
+        init: standard deviation by which a keyed initialisation (``GPT``) draws the weight.
+
+    Raises:
+        ValueError: out_features does not divide by tp.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        mesh: ConnectedMesh | None = None,
+        sequence_parallel: bool = False,
+        gather_output: bool = False,
+        init: float = 0.02,
+    ) -> None:
+        super().__init__(
+            in_features, out_features, bias, device, dtype, mesh, sequence_parallel, init, 0
+        )
+        self.gather_output = gather_output
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x[..., in] (or x[T/tp, in] with sequence parallelism) -> y[..., out/tp]."""
+        group = self.mesh.group("tp")
+        y = column_parallel_linear(
+            x, self.weight, self.bias, group=group, sequence_parallel=self.sequence_parallel
+        )
+        return gather(y, group, dim=-1) if self.gather_output else y
+
+
+class RowParallelLinear(_ParallelLinear):
+    """A linear layer whose input features are cut over the tensor axis: ``y = sum x_r W_r^T + b``.
+
+    weight[out, in/tp], bias[out], added once. Arguments as ``nn.Linear``, then:
+
+    Args:
+        mesh: the connected mesh; None is one device.
+        sequence_parallel: the output is y[T/tp, out], summed and cut over the tensor axis;
+            otherwise y[..., out], summed and the same on every tensor rank.
+        input_is_parallel: the input is already x[..., in/tp]; otherwise it is whole, cut here.
+        init: standard deviation by which a keyed initialisation (``GPT``) draws the weight.
+
+    Raises:
+        ValueError: in_features does not divide by tp.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        mesh: ConnectedMesh | None = None,
+        sequence_parallel: bool = False,
+        input_is_parallel: bool = True,
+        init: float = 0.02,
+    ) -> None:
+        super().__init__(
+            in_features, out_features, bias, device, dtype, mesh, sequence_parallel, init, 1
+        )
+        self.input_is_parallel = input_is_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x[..., in/tp] -> y[..., out] (or y[T/tp, out] with sequence parallelism)."""
+        group = self.mesh.group("tp")
+        if not self.input_is_parallel:
+            x = scatter(x, group, dim=-1)
+        return row_parallel_linear(
+            x, self.weight, self.bias, group=group, sequence_parallel=self.sequence_parallel
+        )

@@ -1,0 +1,105 @@
+"""RMSNorm and LayerNorm with the residual add fused in."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from warpweave.kernels.norm import layer_norm, rms_norm
+from warpweave.parallel.mesh import ConnectedMesh, single
+from warpweave.parallel.shard import ParamRecord
+
+
+class _Norm(nn.Module):
+    """The parameters of both norms: whole on every tensor rank."""
+
+    def __init__(
+        self,
+        normalized_shape: int,
+        eps: float,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+        mesh: ConnectedMesh | None,
+        sequence_parallel: bool,
+        impl: str | None,
+    ) -> None:
+        super().__init__()
+        mesh = mesh if mesh is not None else single()
+        self.normalized_shape, self.eps, self.impl = (normalized_shape,), eps, impl
+        # With sequence parallelism each tensor rank normalises its own tokens, so that the
+        # gradients of weight and bias are partial sums.
+        self._partial = sequence_parallel and mesh.size("tp") > 1
+        self.records: dict[str, ParamRecord] = {}
+        self.weight = self._parameter("weight", "ones", device, dtype)
+
+    def _parameter(
+        self, name: str, init: str, device: torch.device | str | None, dtype: torch.dtype | None
+    ) -> nn.Parameter:
+        self.records[name] = ParamRecord(
+            name, self.normalized_shape, partial=self._partial, init=init, decay=False
+        )
+        fill = torch.ones if init == "ones" else torch.zeros
+        return nn.Parameter(fill(self.normalized_shape, device=device, dtype=dtype))
+
+    def extra_repr(self) -> str:
+        return f"{self.normalized_shape[0]}, eps={self.eps}"
+
+
+class RMSNorm(_Norm):
+    """``nn.RMSNorm`` over the last dim (Zhang & Sennrich 2019, arXiv:1910.07467).
+
+    Args:
+        normalized_shape, eps, device, dtype: as ``nn.RMSNorm`` over one dim; eps is 1e-6.
+        mesh, sequence_parallel: set when tensor ranks hold different tokens.
+        impl: "triton", "torch" or None, as for the kernels.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int,
+        eps: float = 1e-6,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        mesh: ConnectedMesh | None = None,
+        sequence_parallel: bool = False,
+        impl: str | None = None,
+    ) -> None:
+        super().__init__(normalized_shape, eps, device, dtype, mesh, sequence_parallel, impl)
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """x[..., E] -> y[..., E]; with `residual`, (norm(x + residual), x + residual)."""
+        return rms_norm(x, self.weight, self.eps, residual=residual, impl=self.impl)
+
+
+class LayerNorm(_Norm):
+    """``nn.LayerNorm`` over the last dim (Ba et al. 2016, arXiv:1607.06450).
+
+    Args:
+        normalized_shape, eps, device, dtype: as ``nn.LayerNorm`` over one dim.
+        bias: add a bias.
+        mesh, sequence_parallel: set when tensor ranks hold different tokens.
+        impl: "triton", "torch" or None, as for the kernels.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int,
+        eps: float = 1e-5,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        bias: bool = True,
+        mesh: ConnectedMesh | None = None,
+        sequence_parallel: bool = False,
+        impl: str | None = None,
+    ) -> None:
+        super().__init__(normalized_shape, eps, device, dtype, mesh, sequence_parallel, impl)
+        if bias:
+            self.bias = self._parameter("bias", "zeros", device, dtype)
+        else:
+            self.register_parameter("bias", None)
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """x[..., E] -> y[..., E]; with `residual`, (norm(x + residual), x + residual)."""
+        return layer_norm(x, self.weight, self.bias, self.eps, residual=residual, impl=self.impl)

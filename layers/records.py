@@ -1,0 +1,26 @@
+"""From a module to the records of all its parameters."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from warpweave.parallel.shard import ParamRecord
+
+
+def collect_records(module: nn.Module, prefix: str = "") -> dict[str, ParamRecord]:
+    """Full name -> record of every parameter of `module`.
+
+    A layer of this package keeps ``self.records``, from its own parameters' short names to records.
+    Names follow ``named_parameters`` with `prefix` in front. A parameter without a record (of a
+    foreign module) gets one that says: held whole by every tensor rank, decays if it is a matrix.
+    """
+    records: dict[str, ParamRecord] = {}
+    for path, child in module.named_modules(prefix=prefix):
+        own = getattr(child, "records", {})
+        for short, param in child.named_parameters(recurse=False):
+            name = f"{path}.{short}" if path else short
+            record = own.get(short)
+            if record is None:
+                record = ParamRecord(short, tuple(param.shape), decay=param.ndim >= 2)
+            records[name] = record.renamed(name)
+    return records

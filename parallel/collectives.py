@@ -1,0 +1,371 @@
+"""Collectives over one group: six differentiable ones in three dual pairs, and bare ones in flight.
+
+Along one mesh axis a tensor is Replicated (R: one value, its gradient a pending sum), Invariant (I:
+one value, one gradient), Sharded (S(d): slices of dim d) or Partial (P: a pending sum, its gradient
+replicated). A differentiable collective changes that type; its gradient is the collective that goes
+back between the gradients' types::
+
+    function          type       forward             gradient            dual
+    copy_to           I -> R     x                   all-reduce          reduce_from
+    reduce_from       P -> I     all-reduce          dy                  copy_to
+    scatter           I -> S(d)  own slice           all-gather          gather
+    gather            S(d) -> I  all-gather          own slice           scatter
+    all_gather        S(d) -> R  all-gather          reduce-scatter      reduce_scatter
+    reduce_scatter    P -> S(d)  reduce-scatter      all-gather          all_gather
+
+``gather`` and ``all_gather`` move the same bytes forward; they differ in who will use the result.
+What every rank goes on to use identically is I (``gather``: each rank's gradient is complete
+already), what ranks use for different purposes is R (``all_gather``: their gradients are terms of a
+sum).
+
+Forward results are bit-equal on all ranks of the group wherever the type is R or I. Gathers and
+slices are exact; sums over ranks are re-associated. A sum of bf16 or fp16 terms is carried in fp32
+and rounded once at the end. Dim 0 is gathered and scattered without a local copy; another dim costs
+one.
+
+``group=None`` is an axis of size 1: no process group is needed and the functions return `x` itself.
+
+The pairs are those of Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053; sequence parallelism,
+Korthikanti et al. 2022, arXiv:2205.05198); the types are those of spmd_types, whose checker reads
+the ``spmd_typecheck`` rules below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# torch 2.13 renamed both; the old names are the only ones before it and warn after it.
+all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which terms of `dtype` are summed over ranks: fp32 for bf16 and fp16."""
+    return torch.float32 if dtype in _LOW_PRECISION else dtype
+
+
+def group_size(group: dist.ProcessGroup | None) -> int:
+    """Number of ranks of `group`; 1 for None."""
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def group_rank(group: dist.ProcessGroup | None) -> int:
+    """This process's rank in `group`; 0 for None."""
+    return 0 if group is None else dist.get_rank(group)
+
+
+# ---------------------------------------------------------------- in flight, without gradients
+
+
+class Pending:
+    """A collective in flight; ``wait()`` returns its result (on CUDA in stream order, no sync)."""
+
+    def __init__(self, work: dist.Work | None, finish: Callable[[], torch.Tensor]) -> None:
+        self._work = work
+        self._finish = (
+            finish  # holds the buffers, so none is freed while a transfer reads or writes it
+        )
+
+    def wait(self) -> torch.Tensor:
+        """Let the caller's stream (on CPU, the caller) wait for the collective; its result."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._finish()
+
+
+def start_all_reduce_(x: torch.Tensor, group: dist.ProcessGroup | None) -> Pending:
+    """Start summing `x` over the ranks of `group`, in place and in the dtype of `x`.
+
+    Args:
+        x: contiguous, the same shape and dtype on every rank; until ``wait()`` nobody may touch it.
+        group: the ranks to sum over; None leaves `x` as it is.
+
+    Returns:
+        A ``Pending`` whose result is `x`, holding the sum.
+
+    Raises:
+        ValueError: `x` is not contiguous.
+    """
+    if group is None:
+        return Pending(None, lambda: x)
+    if not x.is_contiguous():
+        raise ValueError(
+            f"an in-place all-reduce needs a contiguous tensor, got strides {x.stride()}"
+        )
+    return Pending(dist.all_reduce(x, group=group, async_op=True), lambda: x)
+
+
+def start_all_gather(x: torch.Tensor, group: dist.ProcessGroup | None, dim: int = 0) -> Pending:
+    """Start joining the slices `x` of all ranks of `group` along `dim`, in rank order.
+
+    Args:
+        x: x[..., n/R, ...] at `dim`, the same shape and dtype on every rank; not to be written to
+            before ``wait()``.
+        group: the R ranks; None gives back `x`.
+        dim: 0 needs no local copy, another dim one copy of the result.
+
+    Returns:
+        A ``Pending`` whose result is x[..., n, ...], contiguous.
+
+    Raises:
+        ValueError: `x` has no such dim.
+    """
+    dim = _normal_dim(x, dim)
+    if group is None:
+        return Pending(None, lambda: x)
+    ranks = dist.get_world_size(group)
+    x = x.contiguous()
+    out = x.new_empty((ranks * x.shape[0], *x.shape[1:]))
+    work = all_gather_into(out, x, group=group, async_op=True)
+    if dim == 0:
+        return Pending(work, lambda: (x, out)[1])
+
+    def finish() -> torch.Tensor:
+        stacked = out.unflatten(0, (ranks, x.shape[0]))
+        return stacked.movedim(0, dim).flatten(dim, dim + 1)
+
+    return Pending(work, finish)
+
+
+def start_reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup | None, dim: int = 0) -> Pending:
+    """Start summing `x` over the ranks of `group`, each rank keeping its own slice of `dim`.
+
+    The sum is made in the dtype of `x`: pass fp32 where terms in low precision are to be added.
+
+    Args:
+        x: x[..., n, ...] at `dim`, the same shape and dtype on every rank; not to be written to
+            before ``wait()``.
+        group: the R ranks; None gives back `x`.
+        dim: 0 needs no local copy, another dim one copy of `x`.
+
+    Returns:
+        A ``Pending`` whose result is x[..., n/R, ...], contiguous.
+
+    Raises:
+        ValueError: `x` has no such dim, or R does not divide its size.
+    """
+    dim = _normal_dim(x, dim)
+    if group is None:
+        return Pending(None, lambda: x)
+    ranks = dist.get_world_size(group)
+    size = _slice_size(x, dim, group)
+    if dim == 0:
+        terms = x.contiguous()
+        out = x.new_empty((size, *x.shape[1:]))
+    else:
+        terms = x.unflatten(dim, (ranks, size)).movedim(dim, 0).contiguous()
+        out = x.new_empty(terms.shape[1:])
+        terms = terms.flatten(0, 1)
+    work = reduce_scatter_into(out, terms, group=group, async_op=True)
+    return Pending(work, lambda: (terms, out)[1])
+
+
+def own_slice(x: torch.Tensor, group: dist.ProcessGroup | None, dim: int = 0) -> torch.Tensor:
+    """This rank's slice x[..., n/R, ...] of the replicated x[..., n, ...] along `dim`, as a view.
+
+    Raises ``ValueError`` when `x` has no such dim or the R ranks of `group` do not divide its size.
+    """
+    dim = _normal_dim(x, dim)
+    if group is None:
+        return x
+    size = _slice_size(x, dim, group)
+    return x.narrow(dim, dist.get_rank(group) * size, size)
+
+
+def _normal_dim(x: torch.Tensor, dim: int) -> int:
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(f"dim {dim} does not exist in a tensor of shape {tuple(x.shape)}")
+    return dim % x.dim()
+
+
+def _slice_size(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> int:
+    ranks = dist.get_world_size(group)
+    if x.shape[dim] % ranks:
+        raise ValueError(
+            f"rank {dist.get_rank(group)} of {ranks}: dim {dim} of shape {tuple(x.shape)} is not "
+            f"divisible by the {ranks} ranks of the group"
+        )
+    return x.shape[dim] // ranks
+
+
+def _summed(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The sum of `x` over the ranks: a new tensor of the same dtype, summed in ``sum_dtype``."""
+    terms = x.to(sum_dtype(x.dtype), memory_format=torch.contiguous_format, copy=True)
+    return start_all_reduce_(terms, group).wait().to(x.dtype)
+
+
+def _summed_slice(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
+    return start_reduce_scatter(x.to(sum_dtype(x.dtype)), group, dim).wait().to(x.dtype)
+
+
+# ---------------------------------------------------------------- differentiable
+
+
+class _CopyTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _summed(dy, ctx.group), None
+
+    @staticmethod
+    def spmd_typecheck(*, x, group):
+        from spmd_types import I, R, rules
+
+        return rules.convert(x, group, src=I, dst=R)
+
+
+class _ReduceFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        return _summed(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return dy, None
+
+    @staticmethod
+    def spmd_typecheck(*, x, group):
+        from spmd_types import I, P, rules
+
+        return rules.all_reduce(x, group, src=P, dst=I)
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
+        ctx.group, ctx.dim = group, dim
+        return own_slice(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return start_all_gather(dy, ctx.group, ctx.dim).wait(), None, None
+
+    @staticmethod
+    def spmd_typecheck(*, x, group, dim):
+        from spmd_types import I, S, rules
+
+        return rules.convert(x, group, src=I, dst=S(dim))
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
+        ctx.group, ctx.dim = group, dim
+        return start_all_gather(x, group, dim).wait()
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return own_slice(dy, ctx.group, ctx.dim), None, None
+
+    @staticmethod
+    def spmd_typecheck(*, x, group, dim):
+        from spmd_types import I, S, rules
+
+        return rules.all_gather(x, group, src=S(dim), dst=I)
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
+        ctx.group, ctx.dim = group, dim
+        return start_all_gather(x, group, dim).wait()
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _summed_slice(dy, ctx.group, ctx.dim), None, None
+
+    @staticmethod
+    def spmd_typecheck(*, x, group, dim):
+        from spmd_types import R, S, rules
+
+        return rules.all_gather(x, group, src=S(dim), dst=R)
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
+        ctx.group, ctx.dim = group, dim
+        return _summed_slice(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return start_all_gather(dy, ctx.group, ctx.dim).wait(), None, None
+
+    @staticmethod
+    def spmd_typecheck(*, x, group, dim):
+        from spmd_types import P, S, rules
+
+        return rules.reduce_scatter(x, group, src=P, dst=S(dim))
+
+
+def copy_to(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Hand the invariant `x` to work that differs per rank of `group`.
+
+    Forward:  y{R} = x{I}, a view.
+    Gradient: dx{I} = all-reduce(dy{P}), the sum over the ranks, re-associated.
+    """
+    return x if group is None else _CopyTo.apply(x, group)
+
+
+def reduce_from(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Sum the partial results `x` of the ranks of `group`; every rank gets the sum.
+
+    Forward:  y{I} = all-reduce(x{P}), re-associated; a new tensor.
+    Gradient: dx{R} = dy{I}, exact.
+    """
+    return x if group is None else _ReduceFrom.apply(x, group)
+
+
+def scatter(x: torch.Tensor, group: dist.ProcessGroup | None, dim: int = 0) -> torch.Tensor:
+    """Keep this rank's slice of the invariant `x` along `dim`.
+
+    Forward:  y[n/R]{S(dim)} = own slice of x[n]{I}, a view; no communication.
+    Gradient: dx[n]{I} = all-gather(dy[n/R]{S(dim)}), exact.
+
+    Raises ``ValueError`` when `x` has no such dim or the R ranks do not divide its size.
+    """
+    return x if group is None else _Scatter.apply(x, group, _normal_dim(x, dim))
+
+
+def gather(x: torch.Tensor, group: dist.ProcessGroup | None, dim: int = 0) -> torch.Tensor:
+    """Join the slices of all ranks along `dim` into a tensor that every rank then uses identically.
+
+    Forward:  y[n]{I} = all-gather(x[n/R]{S(dim)}), exact.
+    Gradient: dx[n/R]{S(dim)} = own slice of dy[n]{I}, a view; no communication.
+
+    Raises ``ValueError`` when `x` has no such dim.
+    """
+    return x if group is None else _Gather.apply(x, group, _normal_dim(x, dim))
+
+
+def all_gather(x: torch.Tensor, group: dist.ProcessGroup | None, dim: int = 0) -> torch.Tensor:
+    """Join the slices of all ranks along `dim` for work that differs per rank.
+
+    Forward:  y[n]{R} = all-gather(x[n/R]{S(dim)}), exact.
+    Gradient: dx[n/R]{S(dim)} = reduce-scatter(dy[n]{P}), re-associated.
+
+    Raises ``ValueError`` when `x` has no such dim.
+    """
+    return x if group is None else _AllGather.apply(x, group, _normal_dim(x, dim))
+
+
+def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup | None, dim: int = 0) -> torch.Tensor:
+    """Sum the partial results of the ranks; every rank keeps its slice of the sum along `dim`.
+
+    Forward:  y[n/R]{S(dim)} = reduce-scatter(x[n]{P}), re-associated.
+    Gradient: dx[n]{R} = all-gather(dy[n/R]{S(dim)}), exact.
+
+    Raises ``ValueError`` when `x` has no such dim or the R ranks do not divide its size.
+    """
+    return x if group is None else _ReduceScatter.apply(x, group, _normal_dim(x, dim))

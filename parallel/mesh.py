@@ -1,0 +1,141 @@
+"""The mesh: how many ranks each axis has, where a rank stands, and the groups it talks to.
+
+Axes, outermost first: ``pp`` (pipeline stages), ``dp`` (data replicas), ``cp`` (sequence shards of
+context parallelism), ``tp`` (tensor shards). Tensor ranks are neighbours, because they talk most.
+Two derived axes: ``data`` = dp x cp, the ranks over which gradients are summed and ZeRO shards lie
+(ranks of both hold the same parameters and different tokens), and ``world``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+AXES = ("pp", "dp", "cp", "tp")
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Sizes of the four axes; pure arithmetic, no process group.
+
+    Raises:
+        ValueError: an axis is not a positive integer.
+    """
+
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+    pp: int = 1
+
+    def __post_init__(self) -> None:
+        for axis in AXES:
+            size = getattr(self, axis)
+            if not isinstance(size, int) or size < 1:
+                raise ValueError(f"mesh axis {axis} must be a positive integer, got {size!r}")
+
+    @property
+    def world(self) -> int:
+        """Number of ranks, dp * cp * tp * pp."""
+        return self.dp * self.cp * self.tp * self.pp
+
+    @property
+    def data(self) -> int:
+        """Number of ranks that hold the same parameters and different tokens, dp * cp."""
+        return self.dp * self.cp
+
+    def size(self, axis: str) -> int:
+        """Ranks along `axis`, which may be one of the four or "data" or "world"."""
+        return int(getattr(self, axis))
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Axis name -> coordinate of `rank`; the inverse of `rank_at`."""
+        if not 0 <= rank < self.world:
+            raise ValueError(f"rank {rank} is outside the mesh of {self.world} ranks")
+        coordinates = {}
+        for axis in reversed(AXES):
+            rank, coordinates[axis] = divmod(rank, getattr(self, axis))
+        return {axis: coordinates[axis] for axis in AXES}
+
+    def rank_at(self, *, dp: int = 0, cp: int = 0, tp: int = 0, pp: int = 0) -> int:
+        """The rank at the given coordinates."""
+        return ((pp * self.dp + dp) * self.cp + cp) * self.tp + tp
+
+    def describe(self, rank: int) -> str:
+        """ "rank 5 (pp=1, tp=1)": the rank and its coordinates on every axis longer than one."""
+        at = self.coordinates(rank)
+        inside = ", ".join(f"{axis}={at[axis]}" for axis in AXES if getattr(self, axis) > 1)
+        return f"rank {rank} ({inside})" if inside else f"rank {rank}"
+
+    def connect(self, device_type: str = "cpu") -> ConnectedMesh:
+        """Join the mesh: make this rank's process groups.
+
+        Collective over the default process group, which must exist when the mesh has several ranks.
+
+        Raises:
+            ValueError: the mesh does not have as many ranks as the default process group.
+        """
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        if ranks != self.world:
+            raise ValueError(
+                f"mesh dp={self.dp} x cp={self.cp} x tp={self.tp} x pp={self.pp} needs "
+                f"{self.world} ranks, but {ranks} {'is' if ranks == 1 else 'are'} running"
+            )
+        if self.world == 1:
+            return ConnectedMesh(self, 0, dict.fromkeys((*AXES, "data", "world")), None)
+        device_mesh = init_device_mesh(
+            device_type, tuple(getattr(self, axis) for axis in AXES), mesh_dim_names=AXES
+        )
+        groups: dict[str, ProcessGroup | None] = {
+            axis: device_mesh.get_group(axis) if self.size(axis) > 1 else None for axis in AXES
+        }
+        if self.dp > 1 and self.cp > 1:
+            groups["data"] = device_mesh["dp", "cp"]._flatten("data").get_group()
+        else:
+            groups["data"] = groups["dp"] or groups["cp"]
+        groups["world"] = dist.group.WORLD
+        return ConnectedMesh(self, dist.get_rank(), groups, device_mesh)
+
+
+@dataclass(frozen=True)
+class ConnectedMesh:
+    """A mesh seen from one of its ranks, with this rank's process groups.
+
+    Attributes:
+        sizes: the mesh.
+        rank: this rank in the default process group.
+        groups: axis name -> process group, None where the axis has one rank.
+        device_mesh: the torch DeviceMesh over (pp, dp, cp, tp), None for a single rank.
+    """
+
+    sizes: Mesh
+    rank: int
+    groups: dict[str, ProcessGroup | None]
+    device_mesh: DeviceMesh | None
+
+    def group(self, axis: str) -> ProcessGroup | None:
+        """The group along `axis` ("pp" "dp" "cp" "tp" "data" "world"), None if it has one rank."""
+        return self.groups[axis]
+
+    def size(self, axis: str) -> int:
+        """Ranks along `axis`."""
+        return self.sizes.size(axis)
+
+    def index(self, axis: str) -> int:
+        """This rank's coordinate along `axis`."""
+        at = self.sizes.coordinates(self.rank)
+        if axis == "data":
+            return at["dp"] * self.sizes.cp + at["cp"]
+        return self.rank if axis == "world" else at[axis]
+
+    @property
+    def coords(self) -> dict[str, int]:
+        """Axis name -> this rank's coordinate."""
+        return self.sizes.coordinates(self.rank)
+
+
+def single() -> ConnectedMesh:
+    """The mesh of one device; needs no process group."""
+    return ConnectedMesh(Mesh(), 0, dict.fromkeys((*AXES, "data", "world")), None)

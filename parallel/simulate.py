@@ -1,0 +1,171 @@
+"""What a schedule costs: the timeline that its lists give under a time per action and per message.
+
+The simulator reads the same lists that the executor runs, and waits for the same `deps`. A rank
+does one action at a time; sends cost the sender nothing and arrive `comm` later. It reports both
+`span` (first start to last end over all ranks, what a step with a global clip or barrier takes)
+and `width` (each rank's own window), since "zero bubble" holds for the second only (zero-bubble,
+arXiv:2401.10241).
+
+Memory is counted at F (+1) and at B or W (-1), as almost nothing is freed between I and W.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from warpweave.parallel.schedule import (
+    COMPUTE,
+    TIE,
+    UPDATE,
+    Action,
+    B,
+    F,
+    I,
+    Schedule,
+    W,
+    deps,
+    gives,
+    lowered,
+    order,
+    placement,
+    tied_stages,
+)
+
+Cost = Mapping[str, float] | Callable[[Action], float]
+
+
+class Cell(NamedTuple):
+    """One action in time."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A simulated step. Times are in the unit of `cost`; per-rank figures are in rank order."""
+
+    cells: tuple[tuple[Cell, ...], ...]  # per rank, in the order of its list
+    activations: tuple[float, ...]  # peak, in micro-batches of the rank's whole share of the model
+    versions: tuple[int, ...]  # peak number of weight versions alive
+
+    @property
+    def span(self) -> float:
+        """From the first start to the last end over all ranks."""
+        ends = [cell.end for row in self.cells for cell in row]
+        starts = [cell.start for row in self.cells for cell in row]
+        return max(ends) - min(starts)
+
+    @property
+    def width(self) -> tuple[float, ...]:
+        """Each rank's own window, from its first start to its last end."""
+        return tuple(row[-1].end - row[0].start if row else 0 for row in self.cells)
+
+    @property
+    def busy(self) -> tuple[float, ...]:
+        """Time in which each rank works."""
+        return tuple(sum(cell.end - cell.start for cell in row) for row in self.cells)
+
+    @property
+    def idle(self) -> tuple[float, ...]:
+        """Time of the span in which each rank does not work."""
+        return tuple(self.span - busy for busy in self.busy)
+
+    @property
+    def bubble(self) -> float:
+        """Idle part of the ranks' time, 0 to 1: (p-1)/(m+p-1) for GPipe and 1F1B without `comm`."""
+        return sum(self.idle) / (self.span * len(self.cells))
+
+    def draw(self, tick: float = 1.0) -> str:
+        """A Gantt chart: a line per rank, a column per `tick`; ``.`` idle, ``-`` the same cell on.
+
+        Cells name op and micro-batch, and the stage too where ranks hold several. Compute only.
+        """
+        several = any(len({c.action.stage for c in row}) > 1 for row in self.cells)
+        begin = min(cell.start for row in self.cells for cell in row)
+        columns = round(self.span / tick)
+        grid = [["."] * columns for _ in self.cells]
+        for line, row in zip(grid, self.cells):
+            for action, start, end in row:
+                if action.op not in COMPUTE:
+                    continue
+                first, stop = round((start - begin) / tick), round((end - begin) / tick)
+                line[first:stop] = ["-"] * (stop - first)
+                name = f"{action.op}{action.mb}"
+                line[first] = f"{action.stage}{name}" if several else name
+        wide = max(len(cell) for line in grid for cell in line)
+        return "\n".join(" ".join(cell.ljust(wide) for cell in line).rstrip() for line in grid)
+
+
+def simulate(lists: Schedule, cost: Cost, comm: float = 0) -> Timeline:
+    """Run `lists` on paper. `cost` is seconds per op (a B left out costs I + W) or of any `Action`.
+
+    `comm` is the time of one message between ranks; lists may be lowered or not, with the same
+    result. Ops that `cost` does not name take no time. A receive or TIE that waits counts as
+    idle. Raises ``ValueError`` with what each rank waits for when the lists deadlock.
+    """
+    rank_of = placement(lists)
+    places = rank_of if lowered(lists) else None
+    price = cost if callable(cost) else _price(cost)
+    cells: list[list[Cell]] = [[] for _ in lists]
+    happened: dict[Action, float] = {}
+    tied = len(tied_stages(rank_of)) == 2
+    met: float | None = None
+    for rank, index in order(lists):
+        action = lists[rank][index]
+        start = cells[rank][-1].end if cells[rank] else 0
+        for event in deps(action, len(rank_of), places):
+            hop = comm if rank_of[event.stage] != rank else 0
+            start = max(start, happened[event] + hop)
+        if action.op == TIE and tied:  # `order` puts the two that meet next to each other
+            if met is None:
+                peer = cells[rank_of[len(rank_of) - 1 - action.stage]]
+                met = start = max(start, peer[-1].end if peer else 0) + comm
+            else:
+                start, met = met, None
+        end = start + price(action)
+        cells[rank].append(Cell(action, start, end))
+        happened.update(dict.fromkeys(gives(action), end))
+    return Timeline(
+        cells=tuple(map(tuple, cells)),
+        activations=tuple(map(_peak_activations, lists)),
+        versions=tuple(map(_peak_versions, lists)),
+    )
+
+
+def _price(cost: Mapping[str, float]) -> Callable[[Action], float]:
+    table = dict(cost)
+    if B not in table:
+        table[B] = table.get(I, 0) + table.get(W, 0)
+    return lambda action: table.get(action.op, 0)
+
+
+def _peak_activations(actions: list[Action]) -> float:
+    stages = len({a.stage for a in actions})
+    live = peak = 0
+    for a in actions:
+        live += (a.op == F) - (a.op in (B, W))
+        peak = max(peak, live)
+    return peak / stages if stages else 0.0
+
+
+def _peak_versions(actions: list[Action]) -> int:
+    """Versions of one stage's weights that are newest, held by a graph, or still to be read."""
+    peak = 0
+    for stage in {a.stage for a in actions}:
+        own = [a for a in actions if a.stage == stage]
+        newest, held = 0, {}
+        last_read = {a.ver: index for index, a in enumerate(own) if a.op == F}
+        for index, a in enumerate(own):
+            if a.op == UPDATE:
+                newest = a.ver
+            if a.op == F:
+                held[a.mb] = a.ver
+            waiting = {v for v, last in last_read.items() if index < last and v <= newest}
+            peak = max(peak, len({newest, *held.values()} | waiting))
+            if a.op in (B, I):
+                del held[a.mb]
+    return peak

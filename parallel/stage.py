@@ -1,0 +1,205 @@
+"""A pipeline stage: a chain of segments whose autograd graph is cut at every boundary.
+
+A segment is a callable with the units (flat parameter buffers) it reads, usually one transformer
+block. Because the graph ends at each boundary, the stage decides itself what happens between two
+segments, in plain sight and without hooks: gather the next segment's parameters while this one
+computes, free them, keep or recompute activations, start a unit's gradient reduction while earlier
+segments are still in their backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from warpweave.kernels.wgrad import WeightGradients, collect
+from warpweave.parallel.zero import Unit
+
+# (x, batch) -> y; x is None for the first segment of the first stage.
+SegmentFn = Callable[[Tensor | None, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One link of the chain.
+
+    Attributes:
+        name: for messages.
+        fn: computes the output from the input and the micro-batch's data.
+        units: the units whose parameters `fn` reads.
+        recompute: keep only the input in the forward pass and run `fn` again in the backward pass
+            (full activation checkpointing, Chen et al. 2016, arXiv:1604.06174).
+    """
+
+    name: str
+    fn: SegmentFn
+    units: tuple[Unit, ...]
+    recompute: bool = False
+
+
+@dataclass
+class _Flight:
+    """What one micro-batch keeps between its forward and its backward pass."""
+
+    inputs: list[Tensor | None] = field(default_factory=list)
+    outputs: list[Tensor | None] = field(default_factory=list)
+    owed: WeightGradients = field(default_factory=WeightGradients)
+
+
+class ChainStage:
+    """Runs one stage's forward and backward passes, one micro-batch at a time.
+
+    Args:
+        segments: the chain, in forward order.
+        last: this is the last stage, whose final segment returns the loss, 0-dim and already
+            divided by the global number of valid tokens.
+    """
+
+    def __init__(self, segments: Sequence[Segment], *, last: bool) -> None:
+        self.segments = tuple(segments)
+        self.last = last
+        self.units = list(dict.fromkeys(unit for s in self.segments for unit in s.units))
+        # A unit's gradient is complete once the first segment that reads it has run backward.
+        self._completes: list[list[Unit]] = [[] for _ in self.segments]
+        for unit in self.units:
+            first = next(k for k, s in enumerate(self.segments) if unit in s.units)
+            self._completes[first].append(unit)
+        self._flights: dict[int, _Flight] = {}
+        self._batches: Sequence[Any] = ()
+        self._backwards_left = 0
+        self._seed: Tensor | None = None
+        self._reducing: list[Unit] = []
+        self.losses: list[Tensor] = []
+
+    def begin(self, batches: Sequence[Any], seed: Tensor | None = None) -> None:
+        """Start a step: `batches[mb]` is what the segments get as micro-batch `mb`'s data.
+
+        `seed` is the gradient of the loss with itself, 0-dim: the loss scale, by default 1.
+        """
+        self._batches, self._backwards_left, self._seed = batches, len(batches), seed
+        self._flights.clear()
+        self.losses = []
+
+    # ------------------------------------------------------------------ forward
+
+    def forward(self, mb: int, x: Tensor | None) -> Tensor | None:
+        """Run the chain on micro-batch `mb`; returns the activation for the next stage.
+
+        The last stage appends its loss to `losses` and returns None.
+        """
+        flight = self._flights[mb] = _Flight()
+        for k, segment in enumerate(self.segments):
+            self._enter(k, k + 1)
+            entry = None if x is None else x.detach().requires_grad_()
+            with torch.set_grad_enabled(not segment.recompute):
+                y = segment.fn(entry, self._batches[mb])
+            flight.inputs.append(entry)
+            flight.outputs.append(None if segment.recompute else y)
+            x = y.detach()
+            if k + 1 < len(self.segments):  # the last one is needed first in the backward pass
+                self._leave(k, k + 1)
+        if self.last:
+            self.losses.append(x)
+            return None
+        return x
+
+    @torch.no_grad()
+    def evaluate(self, x: Tensor | None, batch: Any, final: SegmentFn | None = None) -> Tensor:
+        """Run the chain without keeping anything; `final` may stand in for the last segment."""
+        for k, segment in enumerate(self.segments):
+            self._enter(k, k + 1)
+            replaced = final is not None and k + 1 == len(self.segments)
+            x = final(x, batch) if replaced and final is not None else segment.fn(x, batch)
+            self._leave(k, k + 1)
+        assert x is not None
+        return x
+
+    # ------------------------------------------------------------------ backward
+
+    def backward(self, mb: int, dy: Tensor | None) -> Tensor | None:
+        """Backward of micro-batch `mb`: all gradients; returns the gradient of the stage's input.
+
+        `dy` is the gradient of the stage's output, None on the last stage.
+        """
+        return self._backward(mb, dy, deferred=False)
+
+    def backward_input(self, mb: int, dy: Tensor | None) -> Tensor | None:
+        """As `backward`, but the weight gradients of the linear layers are left to do."""
+        return self._backward(mb, dy, deferred=True)
+
+    def backward_weight(self, mb: int) -> None:
+        """The weight gradients that `backward_input` left to do."""
+        flight = self._flights.pop(mb)
+        for unit in self.units:
+            unit.open_grads()
+        flight.owed.run()
+        self._backwards_left -= 1
+        for k in reversed(range(len(self.segments))):
+            self._reduce_completed(k)
+
+    def _backward(self, mb: int, dy: Tensor | None, *, deferred: bool) -> Tensor | None:
+        flight = self._flights[mb] if deferred else self._flights.pop(mb)
+        if not deferred:
+            self._backwards_left -= 1
+        gradient = self._seed if self.last else dy
+        for k in reversed(range(len(self.segments))):
+            segment = self.segments[k]
+            self._enter(k, k - 1)
+            entry, y = flight.inputs.pop(), flight.outputs.pop()
+            if y is None:
+                with torch.enable_grad():
+                    y = segment.fn(entry, self._batches[mb])
+            for unit in segment.units:
+                unit.open_grads()
+            if deferred:
+                with collect(flight.owed):
+                    torch.autograd.backward(y, gradient)
+            else:
+                torch.autograd.backward(y, gradient)
+            gradient = None if entry is None else entry.grad
+            del y
+            self._leave(k, k - 1)
+            if not deferred:
+                self._reduce_completed(k)
+        return gradient
+
+    # ------------------------------------------------------------------ parameters and gradients
+
+    def _enter(self, k: int, following: int) -> None:
+        """Have segment k's parameters; start gathering those of the segment that comes next."""
+        for unit in self.segments[k].units:
+            unit.unshard()
+        for unit in self.segments[k].units:
+            unit.wait()
+        if 0 <= following < len(self.segments):
+            for unit in self.segments[following].units:
+                unit.unshard()
+
+    def _leave(self, k: int, following: int) -> None:
+        """Free segment k's parameters, unless the segment that comes next reads them too."""
+        kept = self.segments[following].units if 0 <= following < len(self.segments) else ()
+        for unit in self.segments[k].units:
+            if unit not in kept:
+                unit.reshard()
+
+    def _reduce_completed(self, k: int) -> None:
+        """Start reducing the units whose gradients segment k completed, if it is time to.
+
+        Sharded gradients are reduced after every micro-batch, whole ones after the last. At most
+        two units' reductions are in flight, so that their full buffers do not pile up.
+        """
+        for unit in self._completes[k]:
+            if unit.placement.grad or self._backwards_left == 0:
+                unit.reduce()
+                self._reducing.append(unit)
+                if len(self._reducing) > 2 and unit.placement.grad:
+                    self._reducing.pop(0).finish_reduce()
+
+    def reduce(self) -> None:
+        """Wait until every reduction that was started has ended."""
+        while self._reducing:
+            self._reducing.pop(0).finish_reduce()

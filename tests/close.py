@@ -1,0 +1,41 @@
+"""How tests compare numbers: norm-wise in float64, or by an error budget in low precision."""
+
+from __future__ import annotations
+
+import torch
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """max|actual - expected| / max|expected| in float64; exact zeros compare equal, NaN is infinite."""
+    if actual.shape != expected.shape:
+        raise AssertionError(f"shapes differ: {tuple(actual.shape)} and {tuple(expected.shape)}")
+    if actual.numel() == 0:
+        return 0.0
+    a, b = actual.detach().double(), expected.detach().double()
+    same = (a == b) | (a.isneginf() & b.isneginf()) | (a.isposinf() & b.isposinf())
+    difference = torch.where(same, 0.0, (a - b).abs())
+    scale = b[b.isfinite()].abs().max().item() if b.isfinite().any() else 0.0
+    error = difference.max().item()
+    if error != error:
+        return float("inf")
+    return error / scale if scale > 0 else error
+
+
+def assert_close_f64(actual: torch.Tensor, expected: torch.Tensor, rtol: float = 1e-11) -> None:
+    """Assert that `actual` equals `expected` up to `rtol` of the largest expected magnitude."""
+    error = relative_error(actual, expected)
+    assert error <= rtol, f"relative error {error:.3e} > {rtol:.1e}"
+
+
+def assert_error_budget(
+    actual: torch.Tensor, same_dtype: torch.Tensor, truth: torch.Tensor, factor: float = 2.0
+) -> None:
+    """Assert error(actual) <= factor * error(same_dtype) + eps, both against the float64 `truth`.
+
+    `same_dtype` is plain torch in the dtype under test; eps is that dtype's machine epsilon, so an
+    exact torch result does not make the budget zero.
+    """
+    eps = torch.finfo(same_dtype.dtype).eps
+    budget = factor * relative_error(same_dtype, truth) + eps
+    error = relative_error(actual, truth)
+    assert error <= budget, f"relative error {error:.3e} > budget {budget:.3e}"

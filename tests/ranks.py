@@ -1,0 +1,108 @@
+"""Run a function on several gloo ranks in tenths of a second: children of a preloaded forkserver.
+
+``run_ranks(4, fn, *args)`` calls ``fn(rank, *args)`` in four processes whose default process group is
+already connected over loopback, and returns the four results. The first rank to fail decides the
+exception, with its own traceback; the others are stopped.
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from typing import Any
+
+_PRELOAD = [
+    "torch",
+    "torch.distributed",
+    "torch.distributed.device_mesh",
+    "torch.testing._comparison",
+    "torch._dynamo",
+    "triton",
+    "triton.language",
+    "conftest",
+    "ranks",
+    "close",
+]
+
+
+def _context() -> mp.context.ForkServerContext:
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    return context
+
+
+def _child(
+    rank: int, world: int, store: str, timeout: float, fn: Callable[..., Any], args: tuple, pipe: Any
+) -> None:
+    import datetime
+
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=world,
+            timeout=datetime.timedelta(seconds=timeout),
+        )
+        result = fn(rank, *args)
+        pipe.send((True, result))
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+        pipe.close()
+        os._exit(1)  # peers must see the connection drop at once, not after interpreter shutdown
+    pipe.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+    """Call ``fn(rank, *args)`` on `world` connected gloo ranks and return their results in rank order.
+
+    Raises ``AssertionError`` with the traceback of the first rank that failed, and ``TimeoutError``
+    naming the silent ranks when `timeout` seconds pass.
+    """
+    context = _context()
+    with tempfile.TemporaryDirectory() as folder:
+        store = os.path.join(folder, "store")
+        pipes, processes = {}, []
+        for rank in range(world):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_child, args=(rank, world, store, timeout, fn, args, theirs), daemon=True
+            )
+            process.start()
+            theirs.close()
+            pipes[ours] = rank
+            processes.append(process)
+        results: dict[int, Any] = {}
+        deadline = time.monotonic() + timeout
+        try:
+            while pipes:
+                ready = wait(list(pipes), timeout=max(0.0, deadline - time.monotonic()))
+                if not ready:
+                    raise TimeoutError(f"ranks {sorted(pipes.values())} silent for {timeout} s")
+                for pipe in ready:
+                    rank = pipes.pop(pipe)
+                    try:
+                        ok, value = pipe.recv()
+                    except EOFError:
+                        ok, value = False, f"the process died, exit code {processes[rank].exitcode}"
+                    if not ok:
+                        raise AssertionError(f"rank {rank} of {world} failed:\n{value}")
+                    results[rank] = value
+        finally:
+            for process in processes:
+                if len(results) < world:
+                    process.kill()
+                process.join(10)
+        return [results[rank] for rank in range(world)]

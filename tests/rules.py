@@ -1,0 +1,45 @@
+"""``rulecheck`` for our Functions: does the typing rule describe, rank by rank, what forward
+computes?
+
+spmd_types 0.3.1 draws the random terms of a Partial with torch's stateless generator, which torch
+2.13 has for CUDA only; here they come from an ordinary seeded generator.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
+
+import spmd_types.rulecheck
+import torch
+
+
+def _noise(like: torch.Tensor, *key: object) -> torch.Tensor:
+    if not like.is_floating_point():
+        raise spmd_types.rulecheck.RuleCheckError("an integer tensor has no Partial terms")
+    seed = int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8], "little")
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(like.shape, generator=generator, dtype=like.dtype)
+
+
+def rulecheck(
+    function: type,
+    args: Sequence[Any],
+    placements: Any = None,
+    *,
+    mesh: Any = None,
+    rtol: float = 1e-12,
+) -> spmd_types.rulecheck.RuleCheckReport | None:
+    """Check ``function.spmd_typecheck`` against ``function.forward`` on simulated ranks, without
+    processes.
+
+    `args` are global tensors (float64, so `rtol` can be sharp); a string that names a mesh axis
+    stands for its group. Without `placements` all of them are tried and the report lists what was
+    accepted; without `mesh` the axis has two ranks.
+    """
+    with mock.patch.object(spmd_types.rulecheck, "_seeded_noise", _noise):
+        return spmd_types.rulecheck.rulecheck(
+            function, args, placements, mesh=mesh, rtol=rtol, atol=rtol, local_tensor_mode=True
+        )

@@ -1,0 +1,227 @@
+"""AdamW over flat shards against torch.optim.AdamW and the textbook formula in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from close import assert_close_f64, assert_error_budget, relative_error
+
+from warpweave.kernels import reference
+from warpweave.kernels.adamw import adamw_step, sum_of_squares
+
+IMPLS = pytest.mark.parametrize("impl", ["triton", "torch"])
+RATES = {"lr": 0.013, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+
+
+def _start(n: int, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
+    state = {"master": torch.randn(n), "m": torch.zeros(n), "v": torch.zeros(n)}
+    return {k: x.to(dtype) for k, x in state.items()} | {"step": torch.zeros(())}
+
+
+def _textbook(state, grads, scale=1.0, **rates) -> dict[str, torch.Tensor]:
+    state = {k: x.double() for k, x in state.items()}
+    rates = {**RATES, **rates}
+    for step, grad in enumerate(grads, 1):
+        new = reference.adamw_step(
+            state["master"], grad.double(), state["m"], state["v"],
+            step=step, grad_scale=scale, **rates,
+        )  # fmt: skip
+        state = dict(zip(("master", "m", "v"), new))
+    return state
+
+
+@IMPLS
+@pytest.mark.parametrize("n", [1, 7, 1024, 2500])
+def test_steps_equal_the_textbook_in_float64(n, impl):
+    state = _start(n)
+    grads = [torch.randn(n, dtype=torch.float64) for _ in range(4)]
+    truth = _textbook(state, grads, scale=0.37)
+    scale = torch.tensor(0.37, dtype=torch.float64)
+    for grad in grads:
+        before = grad.clone()
+        adamw_step(grad=grad, grad_scale=scale, impl=impl, **state, **RATES)
+        assert torch.equal(grad, before)
+    assert state["step"] == 4
+    for name, expected in truth.items():
+        assert_close_f64(state[name], expected, 1e-13)
+
+
+@pytest.mark.parametrize("amount", [{}, {"weight_decay": 0.0}, {"beta1": 0.0}, {"eps": 1e-2}])
+@IMPLS
+def test_steps_equal_torch_optim(amount, impl):
+    rates = {**RATES, **amount}
+    state = _start(37)
+    twin = state["master"].clone().requires_grad_(True)
+    optimizer = torch.optim.AdamW(
+        [twin],
+        lr=rates["lr"],
+        betas=(rates["beta1"], rates["beta2"]),
+        eps=rates["eps"],
+        weight_decay=rates["weight_decay"],
+    )
+    for _ in range(3):
+        grad = torch.randn(37, dtype=torch.float64)
+        adamw_step(grad=grad, impl=impl, **state, **rates)
+        twin.grad = grad
+        optimizer.step()
+        assert_close_f64(state["master"], twin, 1e-13)
+
+
+def test_a_million_and_three_elements_in_chunks():
+    n = 1_000_003
+    state = _start(n, torch.float32)
+    param = torch.empty(n, dtype=torch.bfloat16)
+    grads = [torch.randn(n) for _ in range(2)]
+    truth = _textbook(state, grads, scale=0.5)
+    for grad in grads:
+        adamw_step(grad=grad, grad_scale=torch.tensor(0.5), param=param, **state, **RATES)
+    for name, expected in truth.items():
+        assert_close_f64(state[name], expected, 1e-6)
+    assert torch.equal(param, state["master"].bfloat16())
+
+
+@IMPLS
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+def test_float32_stays_within_the_error_budget_and_the_copy_is_exact(low, impl):
+    n = 777
+    state, twin = _start(n, torch.float32), None
+    twin = state["master"].clone().requires_grad_(True)
+    optimizer = torch.optim.AdamW([twin], lr=RATES["lr"], betas=(0.9, 0.95), weight_decay=0.1)
+    param = torch.zeros(n, dtype=low)
+    grads = [torch.randn(n).to(low) for _ in range(3)]  # a low precision gradient is read as it is
+    truth = _textbook(state, grads)
+    for grad in grads:
+        adamw_step(grad=grad, param=param, impl=impl, **state, **RATES)
+        twin.grad = grad.float()
+        optimizer.step()
+        assert torch.equal(param, state["master"].to(low))
+    assert_error_budget(state["master"], twin.detach(), truth["master"])
+
+
+@IMPLS
+@pytest.mark.parametrize("skip", [1.0, 3.0, True, float("inf")])
+def test_a_skipped_step_leaves_everything_untouched(skip, impl):
+    state = _start(11)
+    adamw_step(grad=torch.randn(11, dtype=torch.float64), impl=impl, **state, **RATES)
+    param = torch.randn(11).half()  # no copy of master: it must keep even that
+    before = {k: x.clone() for k, x in (state | {"param": param}).items()}
+    grad = torch.full((11,), float("nan"), dtype=torch.float64)
+    scale = torch.tensor(float("inf"))
+    adamw_step(
+        grad=grad,
+        param=param,
+        skip=torch.tensor(skip),
+        grad_scale=scale,
+        impl=impl,
+        **state,
+        **RATES,
+    )
+    for name, x in (state | {"param": param}).items():
+        assert torch.equal(x, before[name]), name
+    adamw_step(grad=before["m"], skip=torch.tensor(0.0), impl=impl, **state, **RATES)
+    assert state["step"] == 2
+    assert not torch.equal(state["master"], before["master"])
+
+
+@IMPLS
+def test_shards_of_a_buffer_step_as_the_whole_does(impl):
+    whole, grad = _start(1500), torch.randn(1500, dtype=torch.float64)
+    pieces = [{k: x[a:b].clone() for k, x in whole.items() if x.ndim} for a, b in _CUTS]
+    adamw_step(grad=grad, impl=impl, **whole, **RATES)
+    for (a, b), piece in zip(_CUTS, pieces):
+        adamw_step(grad=grad[a:b], step=torch.zeros(()), impl=impl, **piece, **RATES)
+    joined = torch.cat([p["master"] for p in pieces])
+    if impl == "triton":
+        assert torch.equal(joined, whole["master"])
+    assert_close_f64(joined, whole["master"], 1e-15)
+
+
+_CUTS = [(0, 3), (3, 3), (3, 1100), (1100, 1500)]
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        {"lr": 0.013 * (1 + 1e-9)},  # what a learning rate rounded to float32 would do
+        {"beta2": 0.9500001},
+        {"eps": 1.001e-8},
+        {"weight_decay": 0.1000001},
+        {"scale": 1.0000001},
+    ],
+)
+def test_the_comparison_sees_planted_faults(fault):
+    state, grads = _start(50), [torch.randn(50, dtype=torch.float64) * 1e-6 for _ in range(3)]
+    right, wrong = _textbook(state, grads), _textbook(state, grads, **fault)
+    assert max(relative_error(wrong[k], right[k]) for k in right) > 1e-12
+
+
+@IMPLS
+def test_operators_pass_opcheck_and_compile_whole(impl):
+    state = _start(9, torch.float32)
+    grad, param = torch.randn(9), torch.zeros(9, dtype=torch.bfloat16)
+    zero, half = torch.tensor(0.0), torch.tensor(0.5)
+    arguments = (state["master"], grad, state["m"], state["v"], state["step"])
+    torch.library.opcheck(
+        torch.ops.warpweave.adamw_step.default,
+        (*arguments, param, half, zero, *RATES.values(), impl),
+    )
+    torch.library.opcheck(torch.ops.warpweave.sum_of_squares.default, (grad, impl))
+
+    def update(grad, **state):
+        scale = 1 / (1 + sum_of_squares(grad, impl=impl).sqrt())
+        adamw_step(grad=grad, grad_scale=scale, impl=impl, **state, **RATES)
+
+    compiled = torch.compile(update, fullgraph=True, backend="aot_eager")
+    twin = {k: x.clone() for k, x in state.items()}
+    update(grad, **state)
+    compiled(grad, **twin)
+    assert all(torch.equal(state[k], twin[k]) for k in state)
+
+
+# ------------------------------------------------------------------- sum of squares
+
+
+@pytest.mark.parametrize(
+    ("impl", "n"),
+    [("triton", n) for n in (0, 1, 65537)] + [("torch", n) for n in (0, 1, 1_000_003)],
+)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_sum_of_squares_is_accurate_and_repeats(dtype, n, impl):
+    x = (torch.randn(n, dtype=torch.float64) + 2).to(dtype)
+    x[-1:] = 100.0
+    y = sum_of_squares(x, impl=impl)
+    assert y.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert y.ndim == 0
+    assert_close_f64(y, x.double().square().sum(), 1e-13 if dtype == torch.float64 else 2e-7)
+    assert torch.equal(y, sum_of_squares(x, impl=impl))
+    if n > 1:  # the last element, in a tile of its own, is not lost
+        assert relative_error(sum_of_squares(x[:-1], impl=impl), y) > 1e-3
+
+
+@pytest.mark.filterwarnings("ignore:overflow")
+@IMPLS
+@pytest.mark.parametrize("bad", [float("inf"), float("nan"), 1e30])
+def test_sum_of_squares_tells_of_what_is_not_finite(bad, impl):
+    x = torch.ones(2000)
+    x[1999] = bad
+    assert not sum_of_squares(x, impl=impl).isfinite()
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"grad": torch.zeros(5)}, r"grad .*\[6\].*\[5\]"),
+        ({"m": torch.zeros(2, 3)}, "m must be flat"),
+        ({"v": torch.zeros(12)[::2]}, r"strides \(2,\)"),
+        ({"m": torch.zeros(6, dtype=torch.float64)}, "m has dtype torch.float64"),
+        ({"master": torch.zeros(6).half()}, "master must be float32"),
+        ({"step": torch.zeros(1)}, "step must be a 0-dim"),
+        ({"step": torch.tensor(1)}, "step must be a float"),
+        ({"beta2": 1.0}, "betas 0.9, 1.0"),
+        ({"grad": torch.zeros(6, dtype=torch.int32)}, "int32"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, match):
+    arguments = {**_start(6, torch.float32), "grad": torch.zeros(6), **RATES, **change}
+    with pytest.raises(ValueError, match=match):
+        adamw_step(**arguments)

@@ -1,0 +1,358 @@
+"""Attention on both paths against the float64 reference: any runs, head dims, groups and strides."""
+
+import dataclasses
+import math
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from close import assert_close_f64, assert_error_budget, relative_error
+
+from warpweave.kernels import attention as module
+from warpweave.kernels import reference
+from warpweave.kernels.attention import (
+    attention,
+    attention_bwd,
+    attention_delta,
+    attention_fwd,
+)
+from warpweave.kernels.merge import merge_
+
+F64 = torch.float64
+ZIGZAG = ((10, 20), (70, 17))  # 37 rows
+
+
+def _inputs(B=1, Sq=37, Sk=37, Hq=2, Hkv=1, D=16, dtype=F64):
+    shapes = ((B, Sq, Hq, D), (B, Sk, Hkv, D), (B, Sk, Hkv, D))
+    return [torch.randn(s, dtype=F64).to(dtype).requires_grad_() for s in shapes]
+
+
+def _with_grads(fn, inputs, do, dlse=None, **options):
+    """(o, lse, dq, dk, dv) of the scalar sum(o do) + sum(lse dlse over rows that see a key)."""
+    o, lse = fn(*inputs, **options)
+    loss = (o * do).sum()
+    if dlse is not None:
+        loss = loss + (lse.masked_fill(lse.isneginf(), 0.0) * dlse).sum()
+    return o, lse, *torch.autograd.grad(loss, inputs)
+
+
+def _check(impl, sizes, with_dlse=True, **options):
+    inputs = _inputs(**sizes)
+    do, dlse = torch.randn_like(inputs[0]), None
+    if with_dlse:
+        dlse = torch.randn(*do.shape[:1], do.shape[2], do.shape[1], dtype=F64)
+    want = _with_grads(reference.attention, inputs, do, dlse, **options)
+    got = _with_grads(attention, inputs, do, dlse, **options, return_lse=True, impl=impl)
+    for g, w in zip(got, want):
+        assert not g.isnan().any()
+        assert_close_f64(g, w, 1e-12)
+    return got
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize(
+    ("sizes", "causal"),
+    [
+        ({"Sq": 67, "Sk": 67, "Hq": 3, "Hkv": 1, "D": 40}, True),  # prime, several tiles
+        ({"Sq": 67, "Sk": 41, "Hq": 2, "Hkv": 2, "D": 59}, False),
+        ({"Sq": 13, "Sk": 70, "Hq": 2, "Hkv": 1, "D": 64}, True),  # keys that nobody sees
+        ({"Sq": 1, "Sk": 1, "Hq": 3, "Hkv": 3, "D": 80}, True),
+        ({"B": 3, "Sq": 5, "Sk": 3, "Hq": 4, "Hkv": 2, "D": 96}, True),
+        ({"Sq": 9, "Sk": 33, "Hq": 1, "Hkv": 1, "D": 128}, False),
+        ({"Sq": 33, "Sk": 33, "Hq": 2, "Hkv": 1, "D": 256}, True),
+        ({"Sq": 4, "Sk": 4, "Hq": 1, "Hkv": 1, "D": 1}, True),
+    ],
+)
+def test_output_lse_and_gradients_equal_the_reference(impl, sizes, causal) -> None:
+    _check(impl, sizes, causal=causal)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize(
+    ("q_runs", "k_runs"),
+    [
+        (ZIGZAG, ZIGZAG),
+        (ZIGZAG, ((0, 10), (87, 20))),  # a ring hop from a lower rank
+        (ZIGZAG, ((30, 20), (50, 20))),  # and from a higher one; neighbours join
+        (ZIGZAG, ((0, 97),)),  # all keys gathered
+        (ZIGZAG, ((15, 40), (20, 9))),  # runs that overlap the queries' own anyhow
+        (((70, 17), (10, 20)), ((15, 60), (0, 15))),  # descending
+        (((50, 37),), ((0, 0), (20, 60))),
+    ],
+)
+def test_any_pair_of_runs_equals_the_reference(impl, q_runs, k_runs) -> None:
+    sizes = {"Sk": sum(n for _, n in k_runs)}
+    _check(impl, sizes, q_runs=q_runs, k_runs=k_runs)
+    if impl == "torch":
+        _check(impl, {**sizes, "B": 2}, with_dlse=False, q_runs=q_runs, k_runs=k_runs)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_rows_that_see_no_key_are_zero_with_lse_minus_infinity_and_no_gradient(impl) -> None:
+    o, lse, dq, *_ = _check(impl, {"Sk": 20}, q_runs=ZIGZAG, k_runs=((16, 20),))
+    assert lse[..., :6].isneginf().all()
+    assert lse[..., 6:].isfinite().all()
+    assert not o[:, :6].any()
+    assert not dq[:, :6].any()
+    o, lse, *grads = _check(impl, {"Sk": 20}, q_runs=ZIGZAG, k_runs=((90, 20),))
+    assert lse.isneginf().all()
+    assert not any(x.any() for x in (o, *grads))
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("empty", [{"B": 0}, {"Sq": 0}, {"Sk": 0}, {"Sq": 0, "Sk": 0}])
+def test_empty_batches_and_sequences_work(impl, empty) -> None:
+    _check(impl, {"Sq": 3, "Sk": 4, **empty}, causal=False)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_strided_inputs_and_gradients_are_read_right(impl) -> None:
+    packed = torch.randn(2, 3, 11, 40, 4, dtype=F64).permute(0, 2, 4, 1, 3)  # [B, S, H, 3, D]
+    q, k, v = packed[:, ::2, :, 0, 3:19], packed[:, :, ::2, 1, :16], packed[:, :, 2:, 2, 7:23]
+    assert all(not x.is_contiguous() for x in (q, k, v))
+    k = torch.empty(2, 16, 11, 2, dtype=F64).permute(0, 2, 3, 1).copy_(k)
+    assert k.stride(-1) != 1
+    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+    do = torch.randn(2, 4, 16, 6, dtype=F64).permute(0, 3, 1, 2)
+    dlse = torch.randn(6, 2, 4, dtype=F64).permute(1, 2, 0)
+    for d in (do, torch.ones((), dtype=F64).expand(do.shape)):
+        want = _with_grads(reference.attention, inputs, d, dlse)
+        got = _with_grads(attention, inputs, d, dlse, return_lse=True, impl=impl)
+        for g, w in zip(got, want):
+            assert_close_f64(g, w, 1e-13)
+
+
+def _eager(q, k, v):
+    """Causal attention in plain torch, every intermediate in the inputs' dtype."""
+    group = q.shape[2] // k.shape[2]
+    k, v = (x.repeat_interleave(group, 2) for x in (k, v))
+    s = torch.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[3] ** -0.5
+    s = s.masked_fill(torch.ones(s.shape[2:], dtype=torch.bool).triu(1), -float("inf"))
+    return torch.einsum("bhqk,bkhd->bqhd", s.softmax(-1), v), s.logsumexp(-1)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_low_precision_errs_no_more_than_twice_what_plain_torch_does(impl, dtype) -> None:
+    low = _inputs(Sq=70, Sk=70, D=48, dtype=dtype)
+    exact = [x.detach().double().requires_grad_() for x in low]
+    do = torch.randn_like(low[0])
+    truth = _with_grads(reference.attention, exact, do.double())
+    same = _with_grads(_eager, low, do)
+    got = _with_grads(attention, low, do, return_lse=True, impl=impl)
+    assert [x.dtype for x in got] == [dtype, torch.float32, dtype, dtype, dtype]
+    for g, s, t in zip(got, same, truth):
+        assert_error_budget(g, s, t)
+    shifted = reference.attention(*exact, q_runs=((1, 70),))[0]  # a mask that is off by one
+    with pytest.raises(AssertionError, match="budget"):
+        assert_error_budget(shifted, same[0], truth[0])
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_blocks_of_keys_with_the_final_lse_add_up_to_the_whole(impl) -> None:
+    """Ring attention in one process, with float32 partials of float16 inputs."""
+    q, k, v = (x.detach() for x in _inputs(Sk=60, dtype=torch.float16))
+    do = torch.randn_like(q)
+    hops = [(slice(0, 25), ((0, 25),)), (slice(25, 37), ((80, 12),)), (slice(37, 60), ((25, 23),))]
+    k_runs = ((0, 25), (80, 12), (25, 23))
+    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    # reference.positions takes any number of runs, the kernels at most two
+    want = _with_grads(
+        reference.attention, exact, do.double(), q_runs=ZIGZAG, k_runs=k_runs, scale=0.3
+    )
+    options = {"q_runs": ZIGZAG, "scale": 0.3, "impl": impl}
+    o = torch.zeros(q.shape)
+    lse = torch.full((1, 2, 37), -float("inf"))
+    for rows, runs in hops:
+        out = attention_fwd(
+            q, k[:, rows], v[:, rows], **options, k_runs=runs, out_dtype=torch.float32
+        )
+        merge_(o, lse, *out)
+    assert_close_f64(o, want[0], 1e-3)
+    assert_close_f64(lse, want[1], 1e-6)
+    delta, options["grad_dtype"] = attention_delta(o, do, impl=impl), torch.float32
+    for final in (None, o):
+        dq = torch.zeros(q.shape)
+        dkdv = []
+        for rows, runs in hops:
+            dq_part, *rest = attention_bwd(
+                do, q, k[:, rows], v[:, rows], lse, delta, o=final, **options, k_runs=runs
+            )
+            assert dq_part.dtype == torch.float32
+            dq += dq_part
+            dkdv.append(rest)
+        dk, dv = (torch.cat(parts, 1) for parts in zip(*dkdv))
+        for g, w in zip((dq, dk, dv), want[2:]):
+            assert_close_f64(g, w, 1e-3)
+
+
+def test_the_blocks_of_the_torch_path_cover_what_is_visible_exactly_once() -> None:
+    draw = random.Random(0)
+    for _ in range(300):
+        q_runs, k_runs = ([(draw.randrange(12), draw.randrange(6)) for _ in "ab"] for _ in "qk")
+        q_pos, k_pos = (reference.positions(r, 0) for r in (q_runs, k_runs))
+        seen = torch.zeros(len(q_pos), len(k_pos), dtype=torch.int64)
+        flat = [tuple(n for run in runs for n in run) for runs in (q_runs, k_runs)]
+        for block in module._blocks(*flat, True):
+            part = seen[block.q, block.k]
+            part += torch.ones_like(part).tril() if block.causal else 1
+        assert torch.equal(seen, (q_pos[:, None] >= k_pos[None, :]).long()), (q_runs, k_runs)
+
+
+def test_a_zigzag_hop_is_one_call_of_flash_attention() -> None:
+    low, own, high = (4, 4, 24, 4), (8, 4, 20, 4), (12, 4, 16, 4)
+    assert [len(module._blocks(own, k_runs, True)) for k_runs in (low, high)] == [1, 1]
+    q, k, v = _inputs(Sq=8, Sk=8)
+    assert module._check(q, k, v, True, None, ((8, 4), (20, 4)), ((8, 4), (20, 4)))[1] == (
+        (0, 8, 0, 0)  # the rank's own keys: plain causal
+    )
+
+
+def test_gradients_through_output_and_lse_pass_gradcheck_in_the_interpreter() -> None:
+    inputs = _inputs(Sq=4, Sk=5, D=3)
+    options = {"q_runs": ((2, 2), (7, 2)), "k_runs": ((1, 3), (6, 2))}
+    for impl in ("triton", "torch"):
+
+        def f(*x, impl=impl):
+            return attention(*x, **options, return_lse=True, impl=impl)
+
+        assert torch.autograd.gradcheck(f, inputs, fast_mode=True)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_planted_faults_are_far_outside_the_tolerance(impl) -> None:
+    q, k, v = (x.detach() for x in _inputs())
+    do, dlse = torch.randn_like(q), torch.randn(1, 2, 37, dtype=F64)
+    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+    o, lse, *want = _with_grads(reference.attention, inputs, do, dlse)
+    faults = {
+        "mask off by one": attention(q, k, v, q_runs=((1, 37),), impl=impl),
+        "mask shifted the other way": attention(q, k, v, k_runs=((1, 37),), impl=impl),
+        "no mask": attention(q, k, v, causal=False, impl=impl),
+        "scale forgotten": attention(q, k, v, scale=1.0, impl=impl),
+    }
+    for name, fault in faults.items():
+        assert relative_error(fault, o) > 1e-2, name
+    delta = attention_delta(o, do, dlse, impl=impl)
+    for name, wrong_lse, wrong_delta in (
+        ("lse in log2", lse / math.log(2), delta),
+        ("no delta", lse, torch.zeros_like(delta)),
+        ("dlse forgotten", lse, attention_delta(o, do, impl=impl)),
+        ("dlse with the wrong sign", lse, attention_delta(o, do, -dlse, impl=impl)),
+    ):
+        dq, dk, _ = attention_bwd(do, q, k, v, wrong_lse, wrong_delta, impl=impl)
+        assert relative_error(dq, want[0]) > 1e-2, name
+        assert relative_error(dk, want[1]) > 1e-2, name
+    got = attention_bwd(do, q, k, v, lse, delta, impl=impl)
+    assert all(relative_error(g, w) < 1e-13 for g, w in zip(got, want))
+
+
+def test_offsets_beyond_32_bits_reach_the_right_elements(monkeypatch) -> None:
+    """Row, head and batch strides of 2**30 and more, in memory that is reserved but never touched;
+    the interpreter is told to raise on an int32 overflow."""
+    from triton.runtime import interpreter
+
+    checked = dataclasses.replace(interpreter.interpreter_builder.options, debug=True)
+    monkeypatch.setattr(interpreter.interpreter_builder, "options", checked)
+    memory, far = torch.empty(2**31 + 2**24, dtype=torch.float16), 2**30
+    for sizes, stride in (
+        ((1, 3, 1, 16), (0, far, 0, 1)),
+        ((1, 2, 3, 16), (0, 64, far, 1)),
+        ((3, 2, 1, 16), (far, 64, 0, 1)),
+    ):
+        views = [memory.as_strided(sizes, stride, 16 * n) for n in range(4)]
+        near = [torch.randn(sizes).half() for _ in views]
+        for view, x in zip(views, near):
+            view.copy_(x)
+        *inputs, do = views
+        o, lse = attention_fwd(*inputs, impl="triton")
+        delta = attention_delta(o, do, impl="triton")
+        got = o, *attention_bwd(do, *inputs, lse, delta, impl="triton")
+        *inputs, do = near
+        o, lse = attention_fwd(*inputs, impl="triton")
+        want = o, *attention_bwd(do, *inputs, lse, delta, impl="triton")
+        assert all(torch.equal(g, w) for g, w in zip(got, want))
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_the_custom_op_passes_opcheck(impl) -> None:
+    inputs = _inputs(Sq=4, Sk=4, D=4)
+    runs = [1, 2, 5, 2]
+    torch.library.opcheck(
+        torch.ops.warpweave.attention.default, (*inputs, True, None, runs, runs, impl)
+    )
+
+
+def test_it_compiles_into_one_graph_with_gradients() -> None:
+    def loss(q, k, v):
+        o, lse = attention(q, k, v, return_lse=True)
+        return (o.square().sum() + attention(q, k, v, causal=False).sum() + lse.sum()).sin()
+
+    inputs = _inputs()
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    want, got = loss(*inputs), compiled(*inputs)
+    assert torch.equal(got, want)
+    for g, w in zip(torch.autograd.grad(got, inputs), torch.autograd.grad(want, inputs)):
+        assert_close_f64(g, w, 1e-14)
+
+
+def test_it_is_torchs_attention_and_follows_autocast() -> None:
+    q, k, v = _inputs(Hq=4, Hkv=4, dtype=torch.float32)
+    want = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True)
+    assert torch.equal(attention(q, k, v), want.transpose(1, 2))
+    with torch.autocast("cpu", torch.bfloat16):
+        o = attention(q, k.bfloat16(), v)
+        assert o.dtype == torch.bfloat16
+        assert attention(*(x.double() for x in (q, k, v))).dtype == F64
+    (dq,) = torch.autograd.grad(o.sum(), q)
+    assert dq.dtype == torch.float32
+
+
+def test_tiles_are_chosen_by_capability_element_size_and_head_dim(monkeypatch) -> None:
+    monkeypatch.setattr(module, "INTERPRET", False)
+    for arch, dtype, D, row in (
+        (86, torch.float16, 40, (80, 2, 64)),
+        (90, torch.bfloat16, 65, (90, 2, 128)),
+        (90, torch.float32, 256, (80, 4, 256)),
+        (120, torch.float16, 128, (100, 2, 128)),
+        (75, torch.float16, 128, (0, 0, 256)),
+    ):
+        monkeypatch.setattr(module, "capability", lambda device, arch=arch: arch)
+        assert module._tiles(torch.empty(1, 1, 1, D, dtype=dtype)) == module.TILES[row]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": (1, 8, 3, 4)}, r"3 heads of q must be a multiple of the 2 heads"),
+        ({"q": (1, 8, 4, 257), "k": (1, 8, 2, 257), "v": (1, 8, 2, 257)}, r"1\.\.256, got 257"),
+        ({"v": (1, 9, 2, 4)}, r"one shape .*\(1, 8, 2, 4\) and \(1, 9, 2, 4\)"),
+        ({"q": (8, 4, 4)}, r"q must be \[B, S, H, D\], got shape \(8, 4, 4\)"),
+        ({"dtype": torch.float16}, r"one floating dtype, got torch.float32, torch.float16"),
+        ({"device": "meta"}, r"one device, got cpu and meta"),
+        ({"q_runs": ((0, 5), (9, 2))}, r"q_runs .* must add up to the 8 rows"),
+        ({"k_runs": ((0, 2), (3, 3), (9, 3))}, r"k_runs must be at most two"),
+        ({"k_runs": ((-1, 8),)}, r"start >= 0"),
+        ({"scale": 0.0}, r"scale must be positive and finite, got 0\.0"),
+        ({"impl": "cuda"}, r'impl must be None, "triton" or "torch"'),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_its_values(change, message) -> None:
+    shapes = {"q": (1, 8, 4, 4), "k": (1, 8, 2, 4), "v": (1, 8, 2, 4)}
+    options = {k: v for k, v in change.items() if k in ("q_runs", "k_runs", "scale", "impl")}
+    q, k, v = (torch.zeros(change.get(n, s)) for n, s in shapes.items())
+    k = k.to(change.get("dtype", k.dtype)).to(change.get("device", "cpu"))
+    with pytest.raises(ValueError, match=message):
+        attention_fwd(q, k, v, **options)
+
+
+def test_backward_refuses_statistics_that_do_not_fit() -> None:
+    q, k, v = (x.detach() for x in _inputs(Sq=4, Sk=4))
+    o, lse = attention_fwd(q, k, v)
+    with pytest.raises(ValueError, match="needs delta or o"):
+        attention_bwd(q, q, k, v, lse, None)
+    with pytest.raises(ValueError, match=r"lse must be torch.float64 .* got torch.float32"):
+        attention_bwd(q, q, k, v, lse.float(), None, o=o)
+    with pytest.raises(ValueError, match=r"dlse must have the shape \(1, 2, 4\)"):
+        attention_delta(o, o, lse[..., :3])

@@ -1,0 +1,623 @@
+"""Checkpoints under fire: flipped bits are found, crashes lose no good step, nothing runs."""
+
+import json
+import os
+import pickle
+import random
+import resource
+import shutil
+import signal
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from warpweave.checkpoint import (
+    CheckpointError,
+    CheckpointWarning,
+    config_digest,
+    latest,
+    open_checkpoint,
+    open_latest,
+    save_checkpoint,
+)
+
+CONFIG = {"width": 64, "layers": 3, "eps": 1e-6, "tied": True}
+STATE = {"step": 7, "seed": 12345678901234567890, "loss_scale": 0.1 + 0.2, "note": None}
+
+
+def weights(seed: int = 0) -> dict[str, torch.Tensor]:
+    """Every dtype a trainer has, odd shapes, no elements, no dimensions, and views."""
+    g = torch.Generator().manual_seed(seed)
+    base = torch.randn(13, 7, generator=g)
+    return {
+        "blocks.0.weight": base,
+        "blocks.0.transposed": base.t(),
+        "blocks.0.rows": base[3:5],
+        "tied": base,
+        "half": base.to(torch.bfloat16),
+        "double": base.double() / 3,
+        "step": torch.tensor(7.0),
+        "empty": torch.empty(0, 5),
+        "rng": torch.randint(0, 256, (101,), generator=g, dtype=torch.uint8),
+        "ids": torch.arange(17),
+    }
+
+
+def save(folder: Path, step: int = 7, seed: int = 0, **options) -> Path:
+    return save_checkpoint(
+        folder, step, weights(seed).items(), config=CONFIG, state=STATE, **options
+    )
+
+
+def rewrite(step: Path, change, *, name: str = "manifest.json") -> None:
+    """Change the manifest and make its digest right again, as a forger would."""
+    import hashlib
+
+    manifest = json.loads((step / name).read_text())
+    change(manifest)
+    data = json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode()
+    (step / name).write_bytes(data)
+    (step / "manifest.sha256").write_text(hashlib.sha256(data).hexdigest())
+
+
+def one_line(error: pytest.ExceptionInfo) -> str:
+    message = str(error.value)
+    assert "\n" not in message
+    return message
+
+
+# ---- round trip ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shard_bytes", [1, 400, 1 << 30])
+def test_what_was_saved_comes_back_bit_for_bit(tmp_path: Path, shard_bytes: int) -> None:
+    path = save(tmp_path, shard_bytes=shard_bytes, mesh={"dp": 2})
+    reader = open_checkpoint(path)
+    expected = weights()
+    assert path == tmp_path / "step_00000007"
+    assert reader.names == sorted(expected)
+    for name, tensor in expected.items():
+        assert reader.shape(name) == tuple(tensor.shape)
+        assert reader.dtype(name) == tensor.dtype
+        assert torch.equal(reader.tensor(name), tensor), name
+    assert (reader.step, reader.config, reader.state, reader.mesh) == (7, CONFIG, STATE, {"dp": 2})
+    shards = len(list(path.glob("*.safetensors")))
+    assert shards == {1: 10, 400: 7, 1 << 30: 1}[shard_bytes]
+
+
+def test_a_rank_reads_only_its_slice_and_owns_it(tmp_path: Path) -> None:
+    reader = open_checkpoint(save(tmp_path))
+    part = reader.tensor("blocks.0.weight", (slice(4, 9), slice(1, 3)))
+    assert torch.equal(part, weights()["blocks.0.weight"][4:9, 1:3])
+    assert part.untyped_storage().nbytes() == 5 * 2 * 4
+    with pytest.raises(CheckpointError, match="holds no tensor 'nobody'"):
+        reader.tensor("nobody")
+
+
+def test_files_are_private_whatever_the_umask(tmp_path: Path) -> None:
+    old = os.umask(0)
+    try:
+        path = save(tmp_path / "runs" / "a")
+    finally:
+        os.umask(old)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(file.stat().st_mode) for file in path.iterdir()} == {0o600}
+    assert stat.S_IMODE((path.parent / "latest").stat().st_mode) == 0o600
+
+
+def test_a_wrong_config_is_refused_listing_the_fields(tmp_path: Path) -> None:
+    reader = open_checkpoint(save(tmp_path))
+    reader.require_config(CONFIG)
+    with pytest.raises(
+        CheckpointError, match=r"layers: saved 3, now 4; new: saved 'nothing', now 1"
+    ):
+        reader.require_config({**CONFIG, "layers": 4, "new": 1})
+    assert config_digest({"a": 1, "b": 2}) == config_digest({"b": 2, "a": 1})
+
+
+@pytest.mark.parametrize(
+    ("tensors", "options", "says"),
+    [
+        ([("a", torch.ones(2)), ("a", torch.ones(2))], {}, "'a' was given twice"),
+        ([("__metadata__", torch.ones(2))], {}, "cannot be a tensor's name"),
+        ([("a", torch.ones(2, dtype=torch.complex64))], {}, "complex64"),
+        ([("a", torch.ones(2, device="meta"))], {}, "meta"),
+        ([], {"state": {"loss": float("nan")}}, r"state\.loss is nan"),
+        ([], {"state": {"shape": {1, 2}}}, r"state\.shape is a set"),
+        ([], {"config": {1: 2}}, "config: key 1 must be a string"),
+        ([], {"keep": 0}, "keep >= 1"),
+    ],
+)
+def test_what_cannot_be_saved_is_refused_and_leaves_nothing(
+    tmp_path: Path, tensors, options, says: str
+) -> None:
+    with pytest.raises(CheckpointError, match=says) as error:
+        save_checkpoint(tmp_path, 1, tensors, **{"config": {}, "state": {}, **options})
+    one_line(error)
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- which steps stay ----------------------------------------------------------------------------
+
+
+def test_the_newest_k_stay_and_foreign_files_are_never_touched(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    for step in (1, 2):
+        save(tmp_path, step)
+    (tmp_path / "step_00000001" / "plot.png").write_text("mine too")
+    save(tmp_path, 3)
+    with pytest.warns(CheckpointWarning, match="step_00000001 holds what saving did not write"):
+        save(tmp_path, 4, keep=2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "latest", "notes.txt", "step_00000001", "step_00000003", "step_00000004",
+    ]  # fmt: skip
+    assert (tmp_path / "step_00000001" / "plot.png").read_text() == "mine too"
+
+
+def test_keeping_one_never_drops_the_step_just_written(tmp_path: Path) -> None:
+    save(tmp_path, 9)
+    save(tmp_path, 4, keep=1)  # a run that went back to an earlier step
+    assert [p.name for p in tmp_path.glob("step_*")] == ["step_00000004"]
+    assert latest(tmp_path) == tmp_path / "step_00000004"
+
+
+def test_latest_follows_the_pointer_and_does_without_it(tmp_path: Path) -> None:
+    assert latest(tmp_path) is None
+    assert latest(tmp_path / "absent") is None
+    assert open_latest(tmp_path) is None
+    save(tmp_path, 9)
+    save(tmp_path, 4)
+    assert latest(tmp_path).name == "step_00000004"
+    (tmp_path / "latest").write_text("step_00000004 " + "0" * 64)
+    assert latest(tmp_path).name == "step_00000009"
+    (tmp_path / "latest").unlink()
+    assert latest(tmp_path).name == "step_00000009"
+
+
+def test_a_step_saved_again_is_replaced_and_a_crash_between_its_two_renames_mended(
+    tmp_path: Path,
+) -> None:
+    save(tmp_path, 7, seed=0)
+    save(tmp_path, 7, seed=1)
+    assert torch.equal(open_latest(tmp_path).tensor("rng"), weights(1)["rng"])
+    aside = tmp_path / ("step_00000007.old-" + "ab" * 8)
+    os.rename(tmp_path / "step_00000007", aside)
+    assert latest(tmp_path) == aside
+    assert open_latest(tmp_path).step == 7
+    save(tmp_path, 8)
+    assert sorted(p.name for p in tmp_path.glob("step_*")) == ["step_00000007", "step_00000008"]
+
+
+def test_a_folder_in_the_way_that_is_no_checkpoint_stays(tmp_path: Path) -> None:
+    (tmp_path / "step_00000007").mkdir()
+    (tmp_path / "step_00000007" / "thesis.tex").write_text("years of work")
+    with pytest.raises(CheckpointError, match="move it away"):
+        save(tmp_path)
+    assert (tmp_path / "step_00000007" / "thesis.tex").read_text() == "years of work"
+
+
+# ---- damage --------------------------------------------------------------------------------------
+
+
+def test_a_hundred_random_bit_flips_are_all_found(tmp_path: Path) -> None:
+    path = save(tmp_path, shard_bytes=400)
+    files = sorted(path.iterdir())
+    sizes = [file.stat().st_size for file in files]
+    draw = random.Random(0)
+    hit = set()
+    for trial in range(100):
+        # Every file in turn, so that manifest, digest, headers and data all get their share.
+        file = files[trial % len(files)]
+        hit.add(file.name)
+        offset, bit = draw.randrange(sizes[trial % len(files)]), draw.randrange(8)
+        good = file.read_bytes()
+        bad = bytearray(good)
+        bad[offset] ^= 1 << bit
+        file.write_bytes(bad)
+        with pytest.raises(CheckpointError) as error:
+            open_checkpoint(path)
+        assert str(path) in one_line(error), (file, offset, bit)
+        file.write_bytes(good)
+    assert len(hit) == len(files) == 9
+    open_checkpoint(path)
+
+
+def test_each_missing_or_truncated_file_is_named_with_its_sizes(tmp_path: Path) -> None:
+    path = save(tmp_path, shard_bytes=400)
+    for file in sorted(path.iterdir()):
+        good = file.read_bytes()
+        file.write_bytes(good[:-1])
+        with pytest.raises(CheckpointError, match=file.name.split(".")[0]) as error:
+            open_checkpoint(path)
+        if file.suffix == ".safetensors":
+            assert f"{len(good) - 1} bytes, the manifest says {len(good)}" in one_line(error)
+        file.unlink()
+        with pytest.raises(CheckpointError, match=file.name) as error:
+            open_checkpoint(path)
+        one_line(error)
+        file.write_bytes(good)
+    open_checkpoint(path)
+
+
+def test_a_file_swapped_after_verification_is_noticed(tmp_path: Path) -> None:
+    path = save(tmp_path)
+    reader = open_checkpoint(path)
+    shard = next(path.glob("*.safetensors"))
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.unlink()
+    shard.write_bytes(data)
+    with pytest.raises(CheckpointError, match="changed after it was verified"):
+        reader.tensor("rng")
+
+
+def test_the_next_older_good_step_is_opened_with_a_warning_naming_the_bad_file(
+    tmp_path: Path,
+) -> None:
+    save(tmp_path, 1)
+    shard = next(save(tmp_path, 2).glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-3])
+    with pytest.warns(CheckpointWarning, match=r"step_00000002/rank00000-00000.safetensors has"):
+        reader = open_latest(tmp_path)
+    assert reader is not None
+    assert reader.step == 1
+    with pytest.raises(CheckpointError, match="step_00000002"):
+        open_latest(tmp_path, fallback=False)
+    (tmp_path / "step_00000001" / "manifest.json").unlink()
+    with (
+        pytest.warns(CheckpointWarning),
+        pytest.raises(CheckpointError, match="2 steps, none is good"),
+    ):
+        open_latest(tmp_path)
+
+
+# ---- hostility -----------------------------------------------------------------------------------
+
+
+def test_links_and_foreign_files_are_refused(tmp_path: Path) -> None:
+    path = save(tmp_path)
+    (path / "extra.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"extra.safetensors does not belong"):
+        open_checkpoint(path)
+    (path / "extra.safetensors").unlink()
+    for file in sorted(path.iterdir()):
+        away = tmp_path / "away"
+        shutil.move(file, away)
+        file.symlink_to(away)
+        with pytest.raises(CheckpointError, match="links are refused"):
+            open_checkpoint(path)
+        file.unlink()
+        shutil.move(away, file)
+    os.mkfifo(path / "pipe")
+    with pytest.raises(CheckpointError, match="pipe does not belong"):
+        open_checkpoint(path)
+    (path / "pipe").unlink()
+    (tmp_path / "link").symlink_to(path)
+    with pytest.raises(CheckpointError, match="links are refused"):
+        open_checkpoint(tmp_path / "link")
+    open_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../secret.safetensors",
+        "/etc/passwd",
+        "a/b.safetensors",
+        "..",
+        ".hidden.safetensors",
+        "a\0b",
+    ],
+)
+def test_a_file_name_cannot_leave_the_folder(tmp_path: Path, name: str) -> None:
+    path = save(tmp_path)
+    shutil.copy(next(path.glob("*.safetensors")), tmp_path / "secret.safetensors")
+
+    def change(manifest: dict) -> None:
+        manifest["files"] = {name: next(iter(manifest["files"].values()))}
+        for entry in manifest["tensors"].values():
+            entry["file"] = name
+
+    rewrite(path, change)
+    with pytest.raises(CheckpointError, match="is not of the form") as error:
+        open_checkpoint(path)
+    one_line(error)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda m: m.update(schema=2), "schema 2, this version reads schema 1"),
+        (lambda m: m.update(format="other"), "not a checkpoint"),
+        (lambda m: m.update(surprise=1), "surprise"),
+        (lambda m: m.pop("state"), "state"),
+        (lambda m: m.update(step=8), "says step 8"),
+        (lambda m: m.update(step=True), "step True"),
+        (lambda m: m["config"].update(width=65), "config_sha256"),
+        (lambda m: m["tensors"]["rng"].update(shape=[-1]), "bad file"),
+        (lambda m: m["tensors"]["rng"].update(dtype="object"), "bad file"),
+        (lambda m: m["tensors"]["rng"].update(file="rank00009-00000.safetensors"), "bad file"),
+        (lambda m: m["tensors"]["rng"].update(shape=[100]), "'rng' is"),
+        (lambda m: m["tensors"]["rng"].update(dtype="int8"), "'rng' is"),
+        (lambda m: m["tensors"].pop("rng"), r"do not both hold \['rng'\]"),
+        (lambda m: m["tensors"].update(more=m["tensors"]["rng"]), r"do not both hold \['more'\]"),
+    ],
+)
+def test_a_forged_manifest_with_a_right_digest_is_still_checked(
+    tmp_path: Path, change, says: str
+) -> None:
+    path = save(tmp_path)
+    rewrite(path, change)
+    with pytest.raises(CheckpointError, match=says) as error:
+        open_checkpoint(path)
+    one_line(error)
+
+
+@pytest.mark.parametrize(
+    "text", ['{"format": 1, "format": 2}', '{"step": NaN}', "[" * 100_000, "\xff", "[]", ""]
+)
+def test_a_manifest_that_is_no_strict_json_is_refused(tmp_path: Path, text: str) -> None:
+    import hashlib
+
+    path = save(tmp_path)
+    data = text.encode("latin-1")
+    (path / "manifest.json").write_bytes(data)
+    (path / "manifest.sha256").write_text(hashlib.sha256(data).hexdigest())
+    with pytest.raises(CheckpointError, match=r"manifest.json: (not JSON|not a checkpoint)"):
+        open_checkpoint(path)
+
+
+class Evil:
+    """Unpickled, it makes a file: the canary that must stay absent."""
+
+    def __init__(self, canary: Path) -> None:
+        self.canary = canary
+
+    def __reduce__(self):
+        return (os.mkdir, (str(self.canary),))
+
+
+def test_a_pickle_in_any_place_runs_nothing(tmp_path: Path) -> None:
+    path = save(tmp_path)
+    canary = tmp_path / "canary"
+    evil = pickle.dumps(Evil(canary))
+    for file in sorted(path.iterdir()):
+        good = file.read_bytes()
+        file.write_bytes(evil)
+        if file.suffix == ".safetensors":  # with the manifest forged to agree
+
+            def change(manifest: dict, name: str = file.name) -> None:
+                import hashlib
+
+                digest = hashlib.sha256(evil).hexdigest()
+                manifest["files"][name] = {"bytes": len(evil), "sha256": digest}
+
+            rewrite(path, change)
+        with pytest.raises(CheckpointError):
+            open_checkpoint(path)
+        file.write_bytes(good)
+        assert not canary.exists()
+    pickle.loads(evil)
+    assert canary.exists()  # the canary does sing when somebody unpickles
+
+
+def header(entries: object) -> bytes:
+    data = json.dumps(entries).encode() if not isinstance(entries, bytes) else entries
+    return len(data).to_bytes(8, "little") + data
+
+
+def entry(begin: int, end: int, dtype: str = "U8") -> dict:
+    return {"dtype": dtype, "shape": [4], "data_offsets": [begin, end]}
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        ((1 << 63).to_bytes(8, "little") + b"{}", "a header of 9223372036854775808 bytes"),
+        (b"\x01", "a header of 1 bytes"),
+        (header({"a": entry(0, 4), "b": entry(2, 6)}) + b"\0" * 8, "'b' is"),
+        (header({"a": entry(0, 4), "b": entry(6, 10)}) + b"\0" * 10, "'b' is"),
+        (header({"a": entry(0, 4), "b": entry(4, 1 << 62)}) + b"\0" * 8, "'b' is"),
+        (header({"a": entry(0, 4), "b": entry(4, 8)}) + b"\0" * 9, "bytes, its header"),
+        (header({"a": entry(0, 4), "b": entry(4, 8)}) + b"\0" * 7, "bytes, its header"),
+        (header({"a": entry(0, 4, "F32"), "b": entry(4, 8)}) + b"\0" * 8, "'a' is"),
+        (header({"a": entry(0, 4)}) + b"\0" * 4, r"do not both hold \['b'\]"),
+        (header({"a": entry(0, 4), "b": entry(4, 8), "__metadata__": {}}) + b"\0" * 8, "header"),
+        ((10**8).to_bytes(8, "little") + b"{" + b" " * 10**6, "a header of 100000000 bytes"),
+        (header(b"{" + b" " * 10**6 + b"}"), "a header of 1000002 bytes for 2 tensors"),
+        (header([1, 2]) + b"\0" * 8, "bad safetensors header"),
+        (header({"a": {"dtype": "U8", "shape": 4, "data_offsets": 7}}), "bad safetensors header"),
+        (header(b"[" * 4000), "bad safetensors header"),
+        (header(b'{"a": 1, "a": 2}'), "bad safetensors header"),
+    ],
+)
+def test_a_hostile_safetensors_header_is_refused_at_once(
+    tmp_path: Path, data: bytes, says: str
+) -> None:
+    import hashlib
+
+    pair = {name: torch.zeros(4, dtype=torch.uint8) for name in "ab"}
+    path = save_checkpoint(tmp_path, 1, pair.items(), config={}, state={})
+    shard = next(path.glob("*.safetensors"))
+    shard.write_bytes(data)
+
+    def change(manifest: dict) -> None:
+        digest = hashlib.sha256(data).hexdigest()
+        manifest["files"][shard.name] = {"bytes": len(data), "sha256": digest}
+
+    rewrite(path, change)
+    begin = time.perf_counter()
+    with pytest.raises(CheckpointError, match=says) as error:
+        open_checkpoint(path)
+    assert time.perf_counter() - begin < 0.5
+    assert len(one_line(error)) < 1000
+
+
+# ---- crashes -------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_is_one_clear_error_and_older_steps_are_intact(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    drained = []
+
+    def big() -> Iterator[tuple[str, torch.Tensor]]:
+        for name in ("small", "big", "later"):
+            yield name, torch.ones((1 << 18) + 1 if name == "big" else 5)
+            drained.append(name)
+
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"after 1048576 of \d+ bytes") as error:
+            save_checkpoint(tmp_path, 2, big(), config={}, state={}, shard_bytes=100)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    assert str(tmp_path / "step_00000002") in one_line(error)
+    assert "earlier checkpoints are intact" in str(error.value)
+    assert drained == ["small", "big", "later"]  # peers may wait in its collectives
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_00000001"]
+    assert open_latest(tmp_path).step == 1
+
+
+def test_an_error_of_the_iterable_itself_leaves_no_trace(tmp_path: Path) -> None:
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "a", torch.ones(2)
+        raise ArithmeticError("planted")
+
+    with pytest.raises(ArithmeticError, match="planted"):
+        save_checkpoint(tmp_path, 2, broken(), config={}, state={})
+    assert list(tmp_path.iterdir()) == []
+
+
+def _save_for_ever(folder: str) -> None:
+    for step in range(1, 10_000):
+        tensors = {f"t{i}": torch.full((50,), float(step)) for i in range(8)}
+        save_checkpoint(
+            folder, step % 5 + 1, tensors.items(), config={}, state={"round": step},
+            shard_bytes=100, keep=2,
+        )  # fmt: skip
+
+
+def test_kill_9_at_any_instant_leaves_the_last_good_step(tmp_path: Path) -> None:
+    context = ranks._context()
+    draw = random.Random(1)
+    seen_partial = 0
+    last = 0
+    for trial in range(12):
+        folder = tmp_path / str(trial % 2)
+        process = context.Process(target=_save_for_ever, args=(str(folder),))
+        process.start()
+        deadline = time.monotonic() + 30
+        while latest(folder) is None and time.monotonic() < deadline:
+            time.sleep(0.002)
+        time.sleep(draw.uniform(0.0, 0.12))
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        process.close()
+        seen_partial += any(".tmp-" in p.name or ".old-" in p.name for p in folder.iterdir())
+        reader = open_latest(folder)  # a warning would be an error here: no visible step is bad
+        assert reader is not None
+        values = {reader.tensor(name).unique().item() for name in reader.names}
+        assert values == {reader.state["round"]}, "never a mixture of two steps"
+        last += reader.state["round"]
+    assert seen_partial > 0, "no kill came in the middle of a save, so nothing was tried"
+    save(tmp_path / "0")
+    assert not [p for p in (tmp_path / "0").iterdir() if "." in p.name]
+
+
+# ---- ranks ---------------------------------------------------------------------------------------
+
+
+def _mine(rank: int, world: int) -> dict[str, torch.Tensor]:
+    return {name: t for i, (name, t) in enumerate(weights().items()) if i % world == rank}
+
+
+def _save_and_read(rank: int, folder: str) -> tuple:
+    group = dist.group.WORLD
+    world = dist.get_world_size()
+
+    def gathering() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in _mine(rank, world).items():
+            dist.all_reduce(torch.ones(1))  # as a real one does: collectives between the tensors
+            yield name, tensor
+        if len(_mine(rank, world)) < len(_mine(0, world)):
+            dist.all_reduce(torch.ones(1))
+
+    config = {"a": 1} if rank == 0 else {}
+    path = save_checkpoint(
+        folder, 5, gathering(), config=config, state={}, group=group, shard_bytes=200
+    )
+    reader = open_latest(folder, group=group)
+    assert reader is not None
+    same = all(torch.equal(reader.tensor(n), t) for n, t in weights().items())
+    return path.name, reader.names == sorted(weights()), same, reader.config
+
+
+def test_ranks_write_their_own_files_of_one_checkpoint(tmp_path: Path) -> None:
+    results = run_ranks(3, _save_and_read, str(tmp_path))
+    assert results == [("step_00000005", True, True, {"a": 1})] * 3
+    writers = {p.name[:9] for p in (tmp_path / "step_00000005").glob("*.safetensors")}
+    assert writers == {"rank00000", "rank00001", "rank00002"}
+    reader = open_checkpoint(tmp_path / "step_00000005")  # and one process reads what three wrote
+    assert all(torch.equal(reader.tensor(name), t) for name, t in weights().items())
+
+
+def _fail_together(rank: int, folder: str, fault: str) -> str:
+    group = dist.group.WORLD
+    tensors = {f"t{rank}": torch.ones(1 << 10)}
+    if fault == "twice":
+        tensors = {"t": torch.ones(3)}
+    elif fault == "full" and rank == 1:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 10, resource.RLIM_INFINITY))
+    elif fault == "closed":
+        folder = folder + "/latest/below"  # a file is in the way
+    try:
+        save_checkpoint(folder, 6, tensors.items(), config={}, state={}, group=group)
+    except CheckpointError as error:
+        return str(error)
+    return "saved"
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [("twice", "'t' was given twice, to ranks 0 and 1"), ("full", "rank 1: cannot write"),
+     ("closed", "Not a directory")],
+)  # fmt: skip
+def test_one_rank_that_fails_is_everyones_error(tmp_path: Path, fault: str, says: str) -> None:
+    save(tmp_path, 5)
+    messages = run_ranks(2, _fail_together, str(tmp_path), fault)
+    assert messages[0] == messages[1]
+    assert says in messages[0]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_00000005"]
+
+
+def _open_damaged(rank: int, folder: str) -> str:
+    try:
+        open_checkpoint(folder, group=dist.group.WORLD)
+    except CheckpointError as error:
+        return str(error)
+    return "opened"
+
+
+def test_damage_in_any_file_is_every_ranks_error_though_the_hashing_is_shared(
+    tmp_path: Path,
+) -> None:
+    path = save(tmp_path, shard_bytes=400)
+    shard = sorted(path.glob("*.safetensors"))[3]
+    data = bytearray(shard.read_bytes())
+    data[-2] ^= 4
+    shard.write_bytes(data)
+    messages = run_ranks(2, _open_damaged, str(path))
+    assert messages[0] == messages[1]
+    assert f"{shard} is damaged" in messages[0]

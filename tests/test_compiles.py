@@ -1,0 +1,38 @@
+"""Every kernel, compiled for GPUs that are not there: no spills, shared memory fits, tensor cores used."""
+
+import pytest
+from compile_targets import SHARED_LIMIT, TARGETS, Report, compile_targets
+
+
+@pytest.fixture(scope="module")
+def reports() -> dict[str, list[Report]]:
+    return compile_targets()
+
+
+def _failures(reports: list[Report]) -> list[str]:
+    """One line for each thing that is wrong with a kernel."""
+    wrong = []
+    for r in reports:
+        where = f"{r.target} {r.case} ({r.kernel})"
+        if r.stack:
+            wrong.append(f"{where}: {r.registers} registers and {r.stack} bytes of stack")
+        if r.shared > SHARED_LIMIT[r.target]:
+            wrong.append(f"{where}: {r.shared} bytes of shared memory > {SHARED_LIMIT[r.target]}")
+        if r.tensor_cores and not r.instructions["tensor_core"]:
+            wrong.append(f"{where}: no tensor-core instruction")
+        if r.instructions["float64"]:
+            wrong.append(f"{where}: {r.instructions['float64']} float64 instructions")
+    return wrong
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_kernel_fits_the_target(reports, target) -> None:
+    faulty = [r for r in reports[target] if r.case.startswith("planted")]
+    assert not _failures([r for r in reports[target] if r not in faulty])
+    assert all(_failures([r]) for r in faulty), faulty
+    assert len(faulty) == 3
+
+
+def test_memory_bound_kernels_load_128_bits_at_a_time(reports) -> None:
+    for report in (r for rs in reports.values() for r in rs if "norm" in r.case):
+        assert report.instructions["load_128_bit"] >= 3, report

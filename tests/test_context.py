@@ -1,0 +1,314 @@
+"""Every strategy of context-parallel attention equals one device, says what is wrong, and types."""
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from close import assert_close_f64, relative_error
+from ranks import run_ranks
+from rules import rulecheck
+from spmd_types import P, R, S, assert_type
+from spmd_types._mesh import set_current_mesh
+from spmd_types.checker import typecheck
+from spmd_types.rulecheck import RuleCheckError
+from spmd_types.types import SpmdTypeError
+from test_ring import NAMES, Case, whole_attention
+from torch.distributed._local_tensor import LocalTensor, maybe_disable_local_tensor_mode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from warpweave.kernels.attention import attention_fwd
+from warpweave.parallel import context, ring
+from warpweave.parallel.context import choose_strategy, context_attention
+from warpweave.parallel.layout import SequenceLayout
+
+STRATEGIES = ["ring", "gather", "auto"]
+Tensors = tuple[torch.Tensor, ...]
+
+
+def _run(case: Case, rank: int, strategy: str, **options) -> Tensors:
+    """This rank's o, lse, dq, dk, dv."""
+    inputs, cotangents = case.shard(rank)
+    inputs = [x.clone().requires_grad_() for x in inputs]
+    options |= {"layout": case.layout, "group": dist.group.WORLD, "causal": case.causal}
+    out = context_attention(*inputs, **options, strategy=strategy, return_lse=True)
+    return *(x.detach() for x in out), *torch.autograd.grad(out, inputs, cotangents)
+
+
+def _errors(case: Case, rank: int, strategy: str) -> dict[str, float]:
+    got = zip(NAMES, _run(case, rank, strategy), case.truth())
+    dims = {"lse": 2}
+    return {n: relative_error(a, case.layout.shard(b, rank, dims.get(n, 1))) for n, a, b in got}
+
+
+# ------------------------------------------------------------------ 1. exactness on ranks
+
+
+def _cases(world: int) -> list[Case]:
+    zigzag = Case(SequenceLayout(10 * world, world), kv_heads=1)
+    plain = replace(zigzag, layout=replace(zigzag.layout, kind="contiguous"), kv_heads=4)
+    return [zigzag, plain, replace(zigzag, causal=False, kv_heads=2)]
+
+
+def _every_strategy(rank: int, world: int) -> None:
+    for case in _cases(world):
+        for strategy in STRATEGIES:
+            errors = _errors(case, rank, strategy)
+            assert max(errors.values()) <= 1e-11, f"{strategy} {case}: {errors}"
+        inputs = case.shard(rank)[0]
+        options = {"layout": case.layout, "group": dist.group.WORLD, "causal": case.causal}
+        scaled = context_attention(*inputs, **options, scale=0.5)
+        q, k, v = case.draw()[0]
+        whole = whole_attention(q * 0.5 * math.sqrt(case.dim), k, v, case.causal)[0]
+        assert_close_f64(scaled, case.layout.shard(whole, rank, 1))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_every_strategy_equals_whole_attention(world: int) -> None:
+    run_ranks(world, _every_strategy, world)
+
+
+def test_without_a_group_it_is_plain_attention() -> None:
+    case = Case(SequenceLayout(7, 1))
+    q, k, v = case.draw()[0]
+    o, lse = context_attention(q, k, v, layout=case.layout, group=None, return_lse=True)
+    for got, expected in zip((o, lse), whole_attention(q, k, v, True)):
+        assert_close_f64(got, expected)
+
+
+def _low_precision(rank: int) -> None:
+    """bf16 partial sums stay fp32 on their way, so the strategies differ by one final rounding."""
+    case = Case(SequenceLayout(32, 2), dtype=torch.bfloat16)
+    for name, a, b in zip(NAMES, _run(case, rank, "ring"), _run(case, rank, "gather")):
+        assert a.dtype == b.dtype == (torch.float32 if name == "lse" else torch.bfloat16)
+        assert relative_error(a, b) <= 2**-8, name
+    inputs = [x.float() for x in case.shard(rank)[0]]
+    options = {"layout": case.layout, "group": dist.group.WORLD, "strategy": "ring"}
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = context_attention(*inputs, **options)
+    assert torch.equal(cast, context_attention(*(x.bfloat16() for x in inputs), **options))
+
+
+def test_bf16_and_autocast_on_two_ranks() -> None:
+    run_ranks(2, _low_precision)
+
+
+# ------------------------------------------------------------------ 2. planted faults in "gather"
+
+
+def _unsorted(layout: SequenceLayout, shards: list[torch.Tensor], dim: int) -> torch.Tensor:
+    return torch.cat(list(shards), dim)
+
+
+def _not_summed(dk: torch.Tensor, dv: torch.Tensor, layout: SequenceLayout, group) -> Tensors:
+    rank = dist.get_rank(group)
+    return layout.shard(dk, rank, 1), layout.shard(dv, rank, 1)
+
+
+FAULTS: dict[str, tuple[Callable, set[str]]] = {
+    "no fault": (nullcontext, set()),
+    "K‖V stay in rank order": (
+        lambda: mock.patch.object(SequenceLayout, "unshard", _unsorted),
+        set(NAMES),
+    ),
+    "dK‖dV are not summed over ranks": (
+        lambda: mock.patch.object(context, "_reduce_scatter", _not_summed),
+        {"dk", "dv"},
+    ),
+    "the gradient through lse is dropped": (
+        lambda: mock.patch.object(
+            context, "attention_delta", lambda o, do, dlse, impl: _delta(o, do)
+        ),
+        {"dq", "dk"},
+    ),
+}
+_delta = context.attention_delta
+
+
+def _gather_with_faults(rank: int) -> None:
+    case = Case(SequenceLayout(24, 3))
+    for fault, (plant, wrong) in FAULTS.items():
+        with plant():
+            errors = _errors(case, rank, "gather")
+        assert {n for n, error in errors.items() if error > 1e-3} == wrong, f"{fault}: {errors}"
+        assert all(error <= 1e-11 for n, error in errors.items() if n not in wrong), fault
+
+
+def test_planted_faults_show_exactly_where_they_should() -> None:
+    run_ranks(3, _gather_with_faults)
+
+
+# ------------------------------------------------------------------ 3. choice and errors
+
+
+def test_auto_gathers_while_the_whole_kv_is_no_larger_than_q_and_o() -> None:
+    assert [choose_strategy(parts, 32, 32) for parts in (2, 3)] == ["gather", "ring"]
+    assert [choose_strategy(parts, 32, 8) for parts in (5, 6)] == ["gather", "ring"]
+    assert [choose_strategy(parts, 64, 8) for parts in (9, 10)] == ["gather", "ring"]
+
+
+def _refused(rank: int) -> None:
+    layout, q, kv = SequenceLayout(16, 2), torch.zeros(2, 8, 4, 8), torch.zeros(2, 8, 2, 8)
+    wrong = [
+        ((q, kv, kv), {"layout": SequenceLayout(16, 4)}, "has 4 parts but the group has 2 ranks"),
+        ((q, kv, kv), {"strategy": "ulysses"}, "strategy must be one of .* got 'ulysses'"),
+        ((q[0], kv[0], kv[0]), {}, r"must have 4 dims .* q\[8, 4, 8\]"),
+        ((q, kv, kv[:, :, :1]), {}, r"k and v must have one shape, .* v\[2, 8, 1, 8\]"),
+        ((q[:1], kv, kv), {}, r"agree in B, S/cp and D, got q\[1, 8, 4, 8\], k\[2, 8, 2, 8\]"),
+        ((q[..., :3, :], kv, kv), {}, r"Hq must be a multiple of Hkv, got q\[2, 8, 3, 8\]"),
+        ((q[:, :7], kv[:, :7], kv[:, :7]), {}, r"puts 8 tokens on each rank, got q\[2, 7, 4, 8\]"),
+        ((q, kv.double(), kv), {}, "one dtype, got torch.float32, torch.float64, torch.float32"),
+        ((q, kv.to("meta"), kv), {}, "one device, got cpu, meta, cpu"),
+    ]
+    sent = AssertionError("something was sent")
+    with (
+        mock.patch.object(dist, "batch_isend_irecv", side_effect=sent),
+        mock.patch.object(context, "start_all_gather", side_effect=sent),
+    ):
+        for tensors, options, message in wrong:
+            options = {"layout": layout, "group": dist.group.WORLD} | options
+            with pytest.raises(ValueError, match=rf"cp rank {rank} of 2: .*{message}"):
+                context_attention(*tensors, **options)
+        with pytest.raises(AssertionError, match="something was sent"):
+            context_attention(q, kv, kv, layout=layout, group=dist.group.WORLD)
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_sent() -> None:
+    run_ranks(2, _refused)
+
+
+# ------------------------------------------------------------------ 4. types
+#
+# torch's LocalTensorMode keeps all ranks in one process, where P2P cannot run and a kernel cannot
+# be told another mask per rank. The ring therefore runs by `run_in_process` (test_ring.py has that
+# process groups give the same bits); of "gather" everything runs but the kernel, which is mapped.
+
+
+class _LocalRing(ring._RingAttention):
+    """`_RingAttention` on LocalTensors; a world of one has the shards of all ranks in a row."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, layout, group, causal, scale, overlap, impl):
+        options = {"layout": layout, "causal": causal, "scale": scale, "impl": impl}
+        inputs = [x._local_tensors for x in (q, k, v)]
+        with maybe_disable_local_tensor_mode():
+            if len(inputs[0]) == 1:
+                whole = [layout.unshard(x[0].chunk(layout.parts, 1), 1) for x in inputs]
+                o, lse = whole_attention(*whole, causal)
+                ranks = range(layout.parts)
+                o = torch.cat([layout.shard(o, rank, 1) for rank in ranks], 1)
+                lse = torch.cat([layout.shard(lse, rank, 2) for rank in ranks], 2)
+                return LocalTensor({0: o}), LocalTensor({0: lse})
+            outputs, lanes = (
+                {},
+                len(inputs[0]) // layout.parts,
+            )  # a lane: one rank of the axes below
+            for lane in range(lanes):
+                members = range(lane, len(inputs[0]), lanes)
+                results = ring.run_in_process(
+                    [
+                        ring.ring_forward(cp, *(x[rank] for x in inputs), **options)
+                        for cp, rank in enumerate(members)
+                    ]
+                )
+                outputs |= dict(zip(members, results))
+            ordered = sorted(outputs)
+            return tuple(LocalTensor({r: outputs[r][i] for r in ordered}) for i in range(2))
+
+
+class _LocalLayout:
+    """A contiguous layout for as many ranks as there are, whose `runs` answers for all of them."""
+
+    def __init__(self, seq_len: int) -> None:
+        self._seq_len = seq_len
+
+    parts = property(lambda self: dist.get_world_size())
+    unshard = property(lambda self: SequenceLayout(self._seq_len, self.parts, "contiguous").unshard)
+
+    def runs(self, rank: torch.SymInt) -> list:
+        layout = SequenceLayout(self._seq_len, self.parts, "contiguous")
+        return [layout.runs(rank) for rank in range(self.parts)]
+
+
+def _mapped_kernel(q, k, v, *, q_runs: list, **options):
+    inputs = [x._local_tensors for x in (q, k, v)]
+    with maybe_disable_local_tensor_mode():
+        outputs = {
+            rank: attention_fwd(*(x[rank] for x in inputs), q_runs=q_runs[rank], **options)
+            for rank in sorted(inputs[0])
+        }
+    return tuple(LocalTensor({rank: out[i] for rank, out in outputs.items()}) for i in range(2))
+
+
+def _qkv(batch: int = 3, seq: int = 8, heads: int = 4, kv_heads: int = 2) -> Tensors:
+    shapes = [(batch, seq, heads, 5), (batch, seq, kv_heads, 5), (batch, seq, kv_heads, 5)]
+    return tuple(torch.randn(shape, dtype=torch.float64) for shape in shapes)
+
+
+SHARDED = {name: {"cp": S(1)} for name in "qkv"}
+
+
+@pytest.mark.parametrize("kind", ["zigzag", "contiguous"])
+def test_the_ring_has_the_type_it_states(kind: str) -> None:
+    def args(parts: int) -> tuple:
+        return (*_qkv(), SequenceLayout(8, parts, kind), "cp", True, None, True, None)
+
+    assert rulecheck(_LocalRing, args(2)).checked == [SHARDED]
+    rulecheck(_LocalRing, args(4), SHARDED, mesh={"cp": 4})
+    heads = {name: {"cp": S(1), "tp": S(2)} for name in "qkv"}
+    rulecheck(_LocalRing, args(2), heads, mesh={"cp": 2, "tp": 2})
+    values = {"q": {"cp": S(1), "tp": R}, "k": {"cp": S(1), "tp": R}, "v": {"cp": S(1), "tp": P}}
+    rulecheck(_LocalRing, args(2), {k: values[k] for k in "qkv"}, mesh={"cp": 2, "tp": 2})
+
+
+def test_gather_has_the_type_it_states() -> None:
+    args = (*_qkv(), _LocalLayout(8), "cp", True, None, None)
+    with mock.patch.object(context, "attention_fwd", _mapped_kernel):
+        assert rulecheck(context._GatherAttention, args).checked == [SHARDED]
+        rulecheck(context._GatherAttention, args, SHARDED, mesh={"cp": 4})
+
+
+def test_a_wrong_rule_is_found() -> None:
+    class _KeepsRows(_LocalRing):
+        """Attends to its own keys only, with the same rule."""
+
+        @staticmethod
+        def forward(ctx, q, k, v, layout, group, causal, scale, overlap, impl):
+            return whole_attention(q, k, v, causal)
+
+    args = (*_qkv(), SequenceLayout(8, 2), "cp", False, None, True, None)
+    with pytest.raises(RuleCheckError, match="differs from the reference"):
+        rulecheck(_KeepsRows, args)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "gather"])
+def test_types_on_a_mesh_of_1024_ranks(strategy: str) -> None:
+    """On fake groups: sharded q, k, v give sharded o and lse; replicated k is refused."""
+    sizes = {"dp": 16, "cp": 8, "tp": 8}
+    dist.init_process_group("fake", rank=0, world_size=1024, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        placed = {"dp": S(0), "cp": S(1), "tp": S(2)}
+        options = {"group": mesh.get_group("cp"), "strategy": strategy, "return_lse": True}
+        with set_current_mesh(mesh):
+            q, k, v = (x.requires_grad_() for x in _qkv(1, 2, 4, 1))
+            for x in (q, k, v):
+                assert_type(x, placed)
+            with typecheck(local=False):
+                o, lse = context_attention(q, k, v, layout=SequenceLayout(16, 8), **options)
+                assert_type(o, placed)
+                assert_type(lse, {"dp": S(0), "tp": S(1), "cp": S(2)})
+            same = k.detach().clone()
+            assert_type(same, placed | {"cp": R})
+            with (
+                typecheck(local=False),
+                pytest.raises(SpmdTypeError, match="mismatch on axis mesh_cp"),
+            ):
+                context_attention(q, same, v, layout=SequenceLayout(16, 8), **options)
+    finally:
+        dist.destroy_process_group()

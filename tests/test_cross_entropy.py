@@ -1,0 +1,291 @@
+"""Cross entropy, whole and in vocabulary shards, against the reference and torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from close import assert_close_f64, assert_error_budget, relative_error
+
+from warpweave.kernels import reference
+from warpweave.kernels.cross_entropy import (
+    cross_entropy,
+    cross_entropy_bwd,
+    cross_entropy_fwd,
+    token_losses,
+)
+
+IMPLS = pytest.mark.parametrize("impl", ["triton", "torch"])
+
+
+def _case(N: int, V: int, dtype: torch.dtype = torch.float64, vocab: int | None = None):
+    logits = (torch.randn(N, V, dtype=torch.float64) * 3).to(dtype)
+    labels = torch.randint(vocab or V, (N,))
+    labels[:: 3 if N > 1 else 2] = -100
+    labels[-1] = (vocab or V) - 1
+    return logits, labels
+
+
+def _loss_and_gradient(fn, logits, dlosses):
+    logits = logits.clone().requires_grad_(True)
+    losses = fn(logits)
+    return losses.detach(), torch.autograd.grad(losses, logits, dlosses.to(losses.dtype))[0]
+
+
+@IMPLS
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize(
+    ("N", "V"), [(1, 1), (1, 7), (23, 53), (130, 17), (5, 4099), (3, 9001), (67, 256)]
+)
+def test_losses_and_gradients_equal_the_reference_in_float64(N, V, smoothing, impl):
+    logits, labels = _case(N, V)
+    dlosses = torch.randn(N, dtype=torch.float64)
+    options = {"label_smoothing": smoothing}
+    ours = _loss_and_gradient(
+        lambda z: cross_entropy(z, labels, reduction="none", impl=impl, **options), logits, dlosses
+    )
+    truth = _loss_and_gradient(
+        lambda z: reference.cross_entropy(z, labels, **options), logits, dlosses
+    )
+    for a, b in zip(ours, truth):
+        assert a.dtype == torch.float64
+        assert_close_f64(a, b, 1e-13)
+    assert ours[1][labels == -100].abs().max() == 0 if N > 1 else True
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_the_reference_equals_torch(smoothing):
+    logits, labels = _case(23, 53)
+    expected = torch.nn.functional.cross_entropy(
+        logits, labels, reduction="none", label_smoothing=smoothing
+    )
+    ours = reference.cross_entropy(logits, labels, label_smoothing=smoothing)
+    assert_close_f64(ours, expected, 1e-14)
+
+
+@IMPLS
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_reductions_equal_torch(reduction, impl):
+    logits, labels = _case(29, 31)
+    options = {"reduction": reduction, "ignore_index": 3, "label_smoothing": 0.05}
+    labels[labels == -100] = 3
+    one = torch.ones((), dtype=torch.float64)
+    ours = _loss_and_gradient(lambda z: cross_entropy(z, labels, impl=impl, **options), logits, one)
+    truth = _loss_and_gradient(
+        lambda z: torch.nn.functional.cross_entropy(z, labels, **options), logits, one
+    )
+    for a, b in zip(ours, truth):
+        assert_close_f64(a, b, 1e-13)
+
+
+@IMPLS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_low_precision_stays_within_the_error_budget(dtype, impl):
+    logits, labels = _case(19, 301, dtype)
+    dlosses = torch.rand(19, dtype=torch.float64)
+    ours = _loss_and_gradient(
+        lambda z: cross_entropy(z, labels, reduction="none", impl=impl), logits, dlosses
+    )
+    same = _loss_and_gradient(
+        lambda z: torch.nn.functional.cross_entropy(z, labels, reduction="none"), logits, dlosses
+    )
+    truth = _loss_and_gradient(
+        lambda z: reference.cross_entropy(z, labels), logits.double(), dlosses
+    )
+    assert ours[0].dtype == torch.float32
+    assert ours[1].dtype == dtype
+    assert_close_f64(ours[0], truth[0], 1e-6)  # computed in float32 whatever the logits are
+    assert_error_budget(ours[1], same[1], truth[1])
+
+
+@IMPLS
+def test_gradcheck(impl):
+    logits, labels = _case(5, 11)
+    for smoothing in (0.0, 0.3):
+        assert torch.autograd.gradcheck(
+            lambda z, s=smoothing: cross_entropy(z, labels, label_smoothing=s, impl=impl),
+            logits.requires_grad_(True),
+        )
+
+
+# ------------------------------------------------------------------- vocabulary shards
+
+
+def _sharded(logits, labels, dlosses, shards, vocab, impl, smoothing=0.0, fault=None):
+    """What tensor parallelism does, in one process: halves per shard, combined by hand."""
+    width = logits.shape[1] // shards
+    parts = list(logits.split(width, 1))
+    starts = [i * width for i in range(shards)]
+    where = [{"vocab_start": s, "vocab_size": vocab, "impl": impl} for s in starts]
+    if fault == "padding takes part":
+        where = [{**w, "vocab_size": logits.shape[1]} for w in where]
+    each = [cross_entropy_fwd(z, labels, **w) for z, w in zip(parts, where)]
+    lse = torch.logsumexp(torch.stack([e[0] for e in each]), 0)
+    target, total = (torch.stack([e[i] for e in each]).sum(0) for i in (1, 2))
+    if fault == "local lse":
+        lse = each[0][0]
+    size = width if fault == "local vocabulary" else vocab
+    losses = token_losses(lse, target, total, labels, vocab_size=size, label_smoothing=smoothing)
+    grads = [
+        cross_entropy_bwd(dlosses, z, labels, lse, label_smoothing=smoothing, **w)
+        for z, w in zip(parts, where)
+    ]
+    return losses, torch.cat(grads, 1)
+
+
+def _sharded_errors(shards, width, vocab, impl, smoothing, fault=None):
+    logits, labels = _case(13, shards * width, vocab=vocab)
+    dlosses = torch.randn(13, dtype=torch.float64)
+    ours = _sharded(logits, labels, dlosses, shards, vocab, impl, smoothing, fault)
+    truth = _loss_and_gradient(
+        lambda z: reference.cross_entropy(z, labels, vocab_size=vocab, label_smoothing=smoothing),
+        logits,
+        dlosses,
+    )
+    return [relative_error(a, b) for a, b in zip(ours, truth)], ours[1]
+
+
+# 41 of 4 x 12: the last shard holds 5 columns of the vocabulary; 33 of 4 x 11: it holds none.
+@IMPLS
+@pytest.mark.parametrize(("shards", "width", "vocab"), [(2, 8, 16), (4, 12, 41), (4, 11, 33)])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_shards_with_padding_equal_the_whole(shards, width, vocab, smoothing, impl):
+    errors, dlogits = _sharded_errors(shards, width, vocab, impl, smoothing)
+    assert max(errors) < 1e-13
+    assert dlogits[:, vocab:].abs().sum() == 0
+
+
+@IMPLS
+@pytest.mark.parametrize("fault", ["padding takes part", "local vocabulary", "local lse"])
+def test_planted_faults_are_seen(fault, impl):
+    errors, _ = _sharded_errors(4, 12, 41, impl, 0.1, fault)
+    assert max(errors) > 1e-3
+
+
+@IMPLS
+def test_padding_columns_of_the_whole_take_no_part(impl):
+    logits, labels = _case(9, 40, vocab=37)
+    logits[:, 37:] = float("nan")
+    ones = torch.ones(9, dtype=torch.float64)
+    losses, dlogits = _loss_and_gradient(
+        lambda z: cross_entropy(z, labels, vocab_size=37, reduction="none", impl=impl), logits, ones
+    )
+    truth = _loss_and_gradient(lambda z: reference.cross_entropy(z, labels), logits[:, :37], ones)
+    assert_close_f64(losses, truth[0], 1e-13)
+    assert_close_f64(dlogits[:, :37], truth[1], 1e-13)
+    assert dlogits[:, 37:].abs().sum() == 0
+
+
+# ------------------------------------------------------------------- edges
+
+
+@IMPLS
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_a_batch_without_any_label_loses_zero(reduction, impl):
+    logits, labels = _case(6, 10, torch.float32)
+    labels[:] = -100
+    logits[2] = float("inf")  # and what is ignored may be anything
+    logits[3] = float("nan")
+    shape = (6,) if reduction == "none" else ()
+    loss, gradient = _loss_and_gradient(
+        lambda z: cross_entropy(z, labels, reduction=reduction, impl=impl),
+        logits,
+        torch.ones(shape),
+    )
+    assert torch.equal(loss, torch.zeros(shape))
+    assert torch.equal(gradient, torch.zeros(6, 10))
+
+
+@IMPLS
+def test_empty_batches_and_strided_logits(impl):
+    assert cross_entropy(torch.randn(0, 9), torch.zeros(0, dtype=torch.int64), impl=impl) == 0
+    logits, labels = _case(12, 34)
+    ones = torch.ones(12, dtype=torch.float64)
+    truth = _loss_and_gradient(lambda z: reference.cross_entropy(z, labels), logits, ones)
+    wide = torch.zeros(12, 50, dtype=torch.float64)
+    wide[:, 5:39] = logits
+    for view in (wide[:, 5:39], logits.T.contiguous().T):
+        lse, target, _ = cross_entropy_fwd(view, labels, want_sum=False, impl=impl)
+        losses = token_losses(lse, target, None, labels, vocab_size=34)
+        assert_close_f64(losses, truth[0], 1e-13)
+        assert_close_f64(cross_entropy_bwd(ones, view, labels, lse, impl=impl), truth[1], 1e-13)
+
+
+@IMPLS
+def test_masked_and_huge_logits_are_exact(impl):
+    """A whole block of -inf before the first finite logit, and no overflow at 1e4."""
+    logits, labels = _case(4, 5000, torch.float32)
+    logits[:, :4500] = -float("inf")
+    logits[1] += 1e4
+    logits[2] -= 1e4
+    labels[:] = 4777
+    ones = torch.ones(4, dtype=torch.float64)
+    loss, gradient = _loss_and_gradient(
+        lambda z: cross_entropy(z, labels, reduction="none", impl=impl), logits, ones
+    )
+    truth = _loss_and_gradient(lambda z: reference.cross_entropy(z, labels), logits.double(), ones)
+    assert_close_f64(loss[[0, 3]], truth[0][[0, 3]], 1e-6)
+    assert_close_f64(loss, truth[0], 1e-3)  # float32 has steps of 1e-3 at 1e4
+    assert_close_f64(gradient, truth[1], 2e-3)
+
+
+@IMPLS
+def test_the_running_maximum_may_grow_in_every_block(impl):
+    logits, labels = _case(4, 13000)
+    logits += torch.linspace(0, 60, 13000, dtype=torch.float64)
+    lse, target, total = cross_entropy_fwd(logits, labels, impl=impl)
+    used = labels != -100
+    assert_close_f64(lse[used], logits.logsumexp(1)[used], 1e-14)
+    assert_close_f64(total[used], logits.sum(1)[used], 1e-13)
+    picked = logits.gather(1, labels.clamp(min=0)[:, None])[:, 0]
+    assert torch.equal(target[used], picked[used])
+    for x in (lse, target, total):
+        assert x[~used].tolist() == [0.0]
+
+
+@IMPLS
+@pytest.mark.parametrize("label", [10, -1, -99, 2**40])
+def test_labels_outside_the_vocabulary_are_refused_on_cpu(label, impl):
+    labels = torch.tensor([1, label, -100])
+    with pytest.raises(ValueError, match=str(label)):
+        cross_entropy(torch.randn(3, 10), labels, impl=impl)
+    with pytest.raises(ValueError, match=r"\[0, 10\)"):
+        cross_entropy_fwd(torch.randn(3, 16), labels, vocab_size=10, impl=impl)
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda z, t: cross_entropy(z[0], t), r"\[10\]"),
+        (lambda z, t: cross_entropy(z, t[:2]), r"\[2\]"),
+        (lambda z, t: cross_entropy(z, t.int()), "int32"),
+        (lambda z, t: cross_entropy(z, t, reduction="avg"), "avg"),
+        (lambda z, t: cross_entropy(z, t, label_smoothing=1.5), "1.5"),
+        (lambda z, t: cross_entropy_fwd(z, t, vocab_start=-1), "-1"),
+        (lambda z, t: cross_entropy_bwd(z[:, 0], z, t, z[0]), r"\[10\]"),
+    ],
+)
+def test_what_does_not_fit_is_refused(call, match):
+    with pytest.raises(ValueError, match=match):
+        call(torch.randn(3, 10), torch.zeros(3, dtype=torch.int64))
+
+
+# Dynamo itself instantiates autograd.Function when it traces one, and torch warns about that.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@IMPLS
+def test_operators_pass_opcheck_and_compile_whole(impl):
+    logits, labels = _case(6, 21, torch.float32, vocab=19)
+    ops = torch.ops.warpweave
+    torch.library.opcheck(ops.cross_entropy_fwd.default, (logits, labels, 0, 19, -100, True, impl))
+    lse = logits.logsumexp(1)
+    arguments = (torch.ones(6), logits, labels, lse, 0, 19, -100, 0.1, impl)
+    torch.library.opcheck(ops.cross_entropy_bwd.default, arguments)
+
+    def loss(z):
+        return cross_entropy(z * 2, labels, label_smoothing=0.1, impl=impl)
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    one = torch.ones(())
+    for a, b in zip(
+        _loss_and_gradient(compiled, logits, one), _loss_and_gradient(loss, logits, one)
+    ):
+        assert_close_f64(a, b, 1e-6)

@@ -1,0 +1,353 @@
+"""Data: samples depend on (seed, step, number) alone; splits share no file; errors name files."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from warpweave.data import IGNORE, DataError, JsonTokenizer, open_dataset, write_token_file
+
+
+def folder_of(path: Path, count: int = 10, size: int = 300) -> Path:
+    """Files whose every byte tells which file it is in."""
+    path.mkdir()
+    for i in range(count):
+        (path / f"{i:02d}.txt").write_bytes(bytes([65 + i]) * size)
+    return path
+
+
+def one_line(error: pytest.ExceptionInfo) -> str:
+    message = str(error.value)
+    assert "\n" not in message
+    return message
+
+
+# ---- samples -------------------------------------------------------------------------------------
+
+
+def test_any_split_of_a_batch_over_ranks_is_the_same_batch(tmp_path: Path) -> None:
+    source = folder_of(tmp_path / "text")
+    data = open_dataset(source, seq_len=31, seed=5)
+    tokens, labels = data.batch(17, range(8))
+    assert tokens.shape == labels.shape == (8, 31)
+    assert tokens.dtype == labels.dtype == torch.int64
+    for ranks in (1, 2, 4, 8):
+        parts = [
+            open_dataset(source, seq_len=31, seed=5).batch(17, range(r, 8, ranks))
+            for r in range(ranks)
+        ]
+        for r, (part_tokens, part_labels) in enumerate(parts):
+            assert torch.equal(part_tokens, tokens[r::ranks])
+            assert torch.equal(part_labels, labels[r::ranks])
+    resumed = open_dataset(source, seq_len=31, seed=5).batch(17, range(8))
+    assert torch.equal(resumed[0], tokens)
+
+
+def test_seed_step_and_number_each_change_the_sample() -> None:
+    sets = [open_dataset(seq_len=16, seed=seed) for seed in (0, 1)]
+    seen = {
+        tuple(data.batch(step, [number])[0][0].tolist())
+        for data in sets
+        for step in (0, 1, 2)
+        for number in (0, 1, 2)
+    }
+    assert len(seen) == 18
+
+
+def test_offsets_are_uniform_and_reach_both_ends(tmp_path: Path) -> None:
+    write_token_file(tmp_path / "a.bin", np.arange(20), vocab_size=20)
+    data = open_dataset(tmp_path / "a.bin", seq_len=9, split="all")
+    first = data.batch(3, range(11_000))[0][:, 0]
+    counts = torch.bincount(first, minlength=12)
+    assert counts[11] == 0  # the last window begins at 10: tokens 10..18, labels 11..19
+    expected = 1000.0
+    chi_squared = ((counts[:11] - expected) ** 2 / expected).sum().item()
+    assert chi_squared < 29.6  # 10 degrees of freedom, p = 0.001
+
+
+def test_labels_are_the_next_tokens_but_where_another_file_begins(tmp_path: Path) -> None:
+    data = open_dataset(folder_of(tmp_path / "text", 4, 7), seq_len=20, split="all")
+    joined = b"A" * 7 + b"B" * 7 + b"C" * 7 + b"D" * 7
+    assert bytes(data.tokens) == joined
+    tokens, labels = data.batch(0, range(50))
+    crossings = 0
+    for row_tokens, row_labels in zip(tokens.tolist(), labels.tolist(), strict=True):
+        for token, following, label in zip(
+            row_tokens, row_tokens[1:] + [None], row_labels, strict=True
+        ):
+            if label == IGNORE:
+                crossings += 1
+                assert following is None or following == token + 1
+            else:
+                assert label == token  # inside a file all bytes are equal
+                assert following is None or following == label
+    ends = (tokens[:, :-1] != tokens[:, 1:]).sum().item()
+    assert ends <= crossings <= ends + 50
+    assert crossings > 50
+
+
+def test_evaluation_samples_are_fixed_disjoint_and_spread_over_the_text(tmp_path: Path) -> None:
+    write_token_file(tmp_path / "a.bin", np.arange(1000), vocab_size=1000)
+    one = open_dataset(tmp_path / "a.bin", seq_len=9, seed=1, split="all")
+    two = open_dataset(tmp_path / "a.bin", seq_len=9, seed=2, split="all")
+    tokens, labels = one.fixed_batch(range(100), count=100)
+    assert torch.equal(tokens, two.fixed_batch(range(100), count=100)[0])
+    assert torch.equal(one.fixed_batch([7, 3], count=100)[1], labels[[7, 3]])
+    assert (tokens[0, 0], labels[-1, -1]) == (0, 999)
+    assert tokens.unique().numel() == tokens.numel()
+    with pytest.raises(DataError, match=r"\[0, 4\)"):
+        one.fixed_batch([4], count=4)
+    exact = open_dataset(tmp_path / "a.bin", seq_len=999, split="all")
+    assert exact.fixed_batch([0], count=1)[0].shape == exact.batch(0, [0])[0].shape == (1, 999)
+
+
+# ---- splits --------------------------------------------------------------------------------------
+
+
+def test_train_and_validation_share_no_file_and_lose_none(tmp_path: Path) -> None:
+    source = folder_of(tmp_path / "text", 20)
+    train = open_dataset(source, seq_len=8, validation_fraction=0.2)
+    validation = open_dataset(source, seq_len=8, split="validation", validation_fraction=0.2)
+    everything = open_dataset(source, seq_len=8, split="all")
+    files = [set(bytes(d.tokens)) for d in (train, validation, everything)]
+    assert not files[0] & files[1]
+    assert files[0] | files[1] == files[2]
+    assert len(files[1]) == 4
+    moved = tmp_path / "elsewhere"
+    source.rename(moved)  # the paths count from the folder
+    again = open_dataset(moved, seq_len=8, split="validation", validation_fraction=0.2)
+    assert bytes(again.tokens) == bytes(validation.tokens)
+    assert again.fingerprint == validation.fingerprint != train.fingerprint
+
+
+def test_one_file_is_cut_near_its_end(tmp_path: Path) -> None:
+    file = tmp_path / "a.txt"
+    file.write_bytes(bytes(range(100)))
+    train = open_dataset(file, seq_len=4, validation_fraction=0.1)
+    validation = open_dataset(file, seq_len=4, split="validation", validation_fraction=0.1)
+    assert bytes(train.tokens) == bytes(range(90))
+    assert bytes(validation.tokens) == bytes(range(90, 100))
+
+
+def test_the_default_text_is_the_standard_library() -> None:
+    train = open_dataset(seq_len=64)
+    validation = open_dataset(seq_len=64, split="validation")
+    assert train.vocab_size == 256
+    assert len(train) > 3_000_000
+    assert 0.01 < len(validation) / len(train) < 0.3
+    text = bytes(train.tokens)
+    assert b"def __init__(self" in text
+    assert b"build_time_vars = {" not in text  # generated, with the build machine's paths
+    assert "self" in train.decode(train.tokens[:200_000].tolist())
+
+
+def test_folders_are_read_in_order_by_pattern_without_hidden_files(tmp_path: Path) -> None:
+    source = tmp_path / "text"
+    (source / "b").mkdir(parents=True)
+    (source / ".git").mkdir()
+    (source / "b" / "x.md").write_bytes(b"second")
+    (source / "a.md").write_bytes(b"first ")
+    (source / "c.png").write_bytes(b"\x89")
+    (source / ".hidden.md").write_bytes(b"no")
+    (source / ".git" / "x.md").write_bytes(b"no")
+    (source / "loop").symlink_to(source)
+    data = open_dataset(source, seq_len=3, split="all", pattern="*.md")
+    assert bytes(data.tokens) == b"first second"
+
+
+# ---- tokenizers ----------------------------------------------------------------------------------
+
+
+def tokenizer_file(path: Path) -> Path:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    vocabulary = {**alphabet, "th": 256, "the": 257}
+    tokenizer.model = models.BPE(vocabulary, [("t", "h"), ("th", "e")])
+    tokenizer.save(str(path))
+    return path
+
+
+def test_a_tokenizer_file_gives_its_own_ids_and_text_back(tmp_path: Path) -> None:
+    tokenizer = tokenizer_file(tmp_path / "tokenizer.json")
+    text = "the thé 漢字 other\n" * 20
+    (tmp_path / "text.txt").write_text(text, encoding="utf-8")
+    data = open_dataset(tmp_path / "text.txt", seq_len=5, split="all", tokenizer=tokenizer)
+    assert data.vocab_size == 258
+    assert data.tokens.dtype == np.uint16
+    assert (data.tokens == 257).sum() == 40
+    assert data.decode(data.tokens.tolist()) == text
+
+
+def test_a_cut_never_parts_a_character(tmp_path: Path) -> None:
+    tokenizer = tokenizer_file(tmp_path / "tokenizer.json")
+    for extra in range(4):
+        file = tmp_path / f"{extra}.txt"
+        file.write_text("x" * extra + "漢" * 50, encoding="utf-8")
+        parts = [
+            open_dataset(file, seq_len=4, split=split, tokenizer=tokenizer)
+            for split in ("train", "validation")
+        ]
+        whole = "".join(part.decode(part.tokens.tolist()) for part in parts)
+        assert whole == file.read_text(encoding="utf-8")
+
+
+def test_text_that_is_no_utf8_is_refused_with_the_byte_or_taken_as_bytes(tmp_path: Path) -> None:
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9 au lait")
+    assert len(open_dataset(tmp_path / "latin.txt", seq_len=4, split="all")) == 12
+    tokenizer = tokenizer_file(tmp_path / "tokenizer.json")
+    with pytest.raises(DataError, match=r"latin.txt is not UTF-8: byte 0xe9 at offset 3") as error:
+        open_dataset(tmp_path / "latin.txt", seq_len=4, split="all", tokenizer=tokenizer)
+    one_line(error)
+
+
+def test_the_cache_gives_the_same_data_and_notices_damage(tmp_path: Path) -> None:
+    tokenizer, source = tokenizer_file(tmp_path / "tokenizer.json"), folder_of(tmp_path / "text")
+    options = {"seq_len": 9, "tokenizer": tokenizer}
+    cache = tmp_path / "cache"
+    plain = open_dataset(source, **options)
+    for _ in range(2):
+        cached = open_dataset(source, cache=cache, **options)
+        assert np.array_equal(cached.tokens, plain.tokens)
+        assert np.array_equal(cached.starts, plain.starts)
+    assert isinstance(cached.tokens, np.memmap)
+    assert {file.stat().st_mode & 0o777 for file in cache.iterdir()} == {0o600}
+    for file in source.iterdir():
+        file.write_bytes(b"changed " * 40)
+    changed = open_dataset(source, cache=cache, **options)
+    assert "changed" in changed.decode(changed.tokens.tolist())
+    for file in cache.glob("*.bin"):
+        data = bytearray(file.read_bytes())
+        data[3] ^= 1
+        file.write_bytes(data)
+    with pytest.raises(DataError, match=r"\.bin is damaged") as error:
+        open_dataset(source, cache=cache, **options)
+    one_line(error)
+
+
+def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path) -> None:
+    (tmp_path / "t.json").write_text('{"model": 1}')
+    with pytest.raises(DataError, match=r"t.json is not a tokenizers JSON file") as error:
+        JsonTokenizer(tmp_path / "t.json")
+    one_line(error)
+
+
+# ---- token files ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(256, "u1"), (50257, "<u2"), (70_000, "<u4")])
+def test_token_files_come_back_memory_mapped(tmp_path: Path, vocab_size: int, dtype: str) -> None:
+    tokens = np.random.default_rng(0).integers(0, vocab_size, 5000)
+    write_token_file(tmp_path / "a.bin", tokens, vocab_size=vocab_size)
+    np.save(tmp_path / "b.npy", tokens.astype(dtype))
+    assert (tmp_path / "a.bin").read_bytes() == tokens.astype(dtype).tobytes()
+    a = open_dataset(tmp_path / "a.bin", seq_len=9)
+    b = open_dataset(tmp_path / "b.npy", seq_len=9)
+    assert isinstance(a.tokens, np.memmap)
+    assert isinstance(b.tokens, np.memmap)
+    assert a.vocab_size == vocab_size
+    assert b.vocab_size == tokens.max() + 1
+    assert torch.equal(a.batch(1, range(4))[0], b.batch(1, range(4))[0])
+    assert len(open_dataset(tmp_path / "a.bin", seq_len=9, split="validation")) == 250
+
+
+def test_what_no_token_file_can_hold_is_not_written(tmp_path: Path) -> None:
+    for tokens in (np.array([5]), np.array([-1]), np.array([0.5]), np.array([], dtype=int)):
+        with pytest.raises(DataError, match="must"):
+            write_token_file(tmp_path / "a.bin", tokens, vocab_size=5)
+    with pytest.raises(DataError, match=r"named .bin"):
+        write_token_file(tmp_path / "a.txt", np.array([1]), vocab_size=5)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_token_beyond_the_vocabulary_is_an_error_before_it_reaches_a_kernel(
+    tmp_path: Path,
+) -> None:
+    write_token_file(tmp_path / "a.bin", np.arange(100), vocab_size=100)
+    sidecar = tmp_path / "a.bin.json"
+    sidecar.write_text(sidecar.read_text().replace('"vocab_size": 100', '"vocab_size": 50'))
+    with pytest.raises(DataError, match=r"token 99 is not below self.vocab_size=50"):
+        open_dataset(tmp_path / "a.bin", seq_len=98, split="all").batch(0, range(9))
+
+
+class _Canary:
+    touched = False
+
+    def __reduce__(self):
+        return (setattr, (_Canary, "touched", True))
+
+
+def test_an_npy_file_is_never_unpickled(tmp_path: Path) -> None:
+    np.save(tmp_path / "evil.npy", np.array([_Canary()], dtype=object), allow_pickle=True)
+    with pytest.raises(DataError, match=r"evil.npy .* is no array of numbers") as error:
+        open_dataset(tmp_path / "evil.npy", seq_len=4)
+    one_line(error)
+    assert not _Canary.touched
+    np.load(tmp_path / "evil.npy", allow_pickle=True)
+    assert _Canary.touched  # the canary does sing
+
+
+def sidecar(**changes) -> str:
+    header = {"format": "warpweave-tokens", "version": 1, "dtype": "uint16", "tokens": 4}
+    return json.dumps({**header, "vocab_size": 9, **changes})
+
+
+@pytest.mark.parametrize(
+    ("files", "source", "says"),
+    [
+        ({}, "absent", "absent does not exist"),
+        ({"d/x": b""}, "d", "its train split has 0 tokens, one sample needs seq_len \\+ 1 = 9"),
+        ({"d/.x": b"hidden"}, "d", "holds no file that matches"),
+        ({"a.txt": b"12345678"}, "a.txt", "a.txt: its train split has 7 tokens"),
+        ({"a.bin": b"12345678"}, "a.bin", "a.bin.json is missing"),
+        ({"a.bin": b"1234567", "a.bin.json": sidecar()}, "a.bin", "7 bytes.* 4 tokens.* 8 bytes"),
+        ({"a.bin": b"", "a.bin.json": "{"}, "a.bin", "is not JSON"),
+        ({"a.bin": b"", "a.bin.json": "[]"}, "a.bin", "must hold a JSON object"),
+        ({"a.bin": b"", "a.bin.json": sidecar(version=2)}, "a.bin", '"version": 1'),
+        ({"a.bin": b"", "a.bin.json": sidecar(dtype="O")}, "a.bin", "must give dtype"),
+        ({"a.bin": b"", "a.bin.json": sidecar(tokens=True)}, "a.bin", "must give dtype"),
+        ({"a.npy": b"junk"}, "a.npy", "a.npy .4 bytes. is no array"),
+        ({"a.npy": b""}, "a.npy", "a.npy .0 bytes. is no array"),
+    ],
+)
+def test_a_bad_source_is_one_line_with_the_path_and_the_sizes(
+    tmp_path: Path, files: dict, source: str, says: str
+) -> None:
+    for name, content in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(DataError, match=says) as error:
+        open_dataset(tmp_path / source, seq_len=8)
+    assert str(tmp_path) in one_line(error)
+
+
+def test_an_npy_of_another_kind_or_that_its_sidecar_denies_is_refused(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.zeros((3, 4), dtype=np.uint16))
+    with pytest.raises(DataError, match=r"holds uint16\[3, 4\]"):
+        open_dataset(tmp_path / "a.npy", seq_len=1)
+    np.save(tmp_path / "a.npy", np.zeros(5, dtype=np.float32))
+    with pytest.raises(DataError, match=r"holds float32\[5\]"):
+        open_dataset(tmp_path / "a.npy", seq_len=1)
+    np.save(tmp_path / "a.npy", np.zeros(5, dtype=np.uint16))
+    (tmp_path / "a.npy.json").write_text(sidecar())
+    with pytest.raises(DataError, match=r"'tokens': 5.*a.npy.json says"):
+        open_dataset(tmp_path / "a.npy", seq_len=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"seq_len": 0}, "seq_len must be at least 1"),
+        ({"seq_len": 4, "split": "test"}, "split must be"),
+        ({"seq_len": 4, "validation_fraction": 1.0}, r"must lie in \(0, 1\)"),
+    ],
+)
+def test_bad_options_are_refused(options: dict, says: str) -> None:
+    with pytest.raises(DataError, match=says):
+        open_dataset(**options)

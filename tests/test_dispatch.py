@@ -1,0 +1,80 @@
+"""Which implementation is chosen, and that what cannot run says so."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from warpweave.kernels import dispatch
+from warpweave.kernels.dispatch import choose
+
+
+class _On:
+    """All that `choose` may look at: a tensor's device."""
+
+    def __init__(self, device: str) -> None:
+        self.device = torch.device(device)
+
+
+def test_default_is_triton_on_cuda_and_torch_elsewhere() -> None:
+    assert choose(None, _On("cuda:0"), None, _On("cuda:0")) == "triton"
+    assert choose(None, torch.empty(1)) == "torch"
+    assert choose(None, torch.empty(1, device="meta")) == "torch"
+    assert choose(None, _On("mps")) == "torch"
+
+
+def test_explicit_choice_is_honoured() -> None:
+    assert choose("torch", _On("cuda:0")) == "torch"
+    assert choose("torch", torch.empty(1)) == "torch"
+    assert choose("triton", torch.empty(1)) == "triton"  # interpreted
+
+
+def test_unknown_names_mixed_devices_and_no_tensor_raise() -> None:
+    with pytest.raises(ValueError, match=r"impl must be None.*'cuda'"):
+        choose("cuda", torch.empty(1))
+    with pytest.raises(ValueError, match="one device, got cuda:0 and cuda:1"):
+        choose(None, _On("cuda:0"), _On("cuda:1"))
+    with pytest.raises(ValueError, match="at least one tensor"):
+        choose(None, None)
+    with pytest.raises(ValueError, match="got meta"):
+        choose("triton", torch.empty(1, device="meta"))
+
+
+def test_triton_on_cpu_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "INTERPRET", False)
+    with pytest.raises(ValueError, match="TRITON_INTERPRET=1"):
+        choose("triton", torch.empty(1))
+    assert choose(None, _On("cuda:0")) == "triton"
+
+
+def test_cuda_without_triton_raises_instead_of_falling_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "HAS_TRITON", False)
+    with pytest.raises(ValueError, match="Triton is not installed"):
+        choose(None, _On("cuda:0"))
+    with pytest.raises(ValueError, match="Triton is not installed"):
+        choose("triton", torch.empty(1))
+
+
+_WITHOUT_TRITON = """
+import importlib.util, sys
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *a: None if name == "triton" else found(name, *a)
+import torch
+from warpweave.kernels import activation, dispatch, dropout, norm, numeric, rope
+assert not dispatch.HAS_TRITON and "triton" not in sys.modules
+x = torch.randn(3, 8, requires_grad=True)
+y, _ = norm.rms_norm(x, torch.ones(8), residual=x)
+y = dropout.dropout(y, 0.5, seed=1, site=2, tokens=torch.arange(3))
+cos, sin = rope.rope_table(torch.arange(3), 4)
+y = rope.apply_rope(y.view(1, 3, 2, 4), cos, sin)
+activation.swiglu(activation.gelu(y)).sum().backward()
+assert x.grad is not None
+"""
+
+
+def test_the_torch_path_works_where_triton_is_not_installed() -> None:
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", _WITHOUT_TRITON], capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,108 @@
+"""Sequence layouts: each position once, balanced causal work, labels shifted before sharding."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from warpweave.parallel.layout import SequenceLayout, shift_labels
+
+KINDS = ["zigzag", "contiguous"]
+
+
+def _pairs(layout: SequenceLayout, q_rank: int, k_rank: int) -> int:
+    """Visible (query, key) pairs of one rank's queries with one rank's keys under a causal mask."""
+    q, k = layout.positions(q_rank), layout.positions(k_rank)
+    return int((k[None, :] <= q[:, None]).sum())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("parts", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("chunk", [1, 3, 5])
+def test_every_position_is_on_exactly_one_rank(kind: str, parts: int, chunk: int) -> None:
+    layout = SequenceLayout(2 * parts * chunk, parts, kind)
+    positions = [layout.positions(rank) for rank in range(parts)]
+    assert torch.cat(positions).sort().values.tolist() == list(range(layout.seq_len))
+    for rank, local in enumerate(positions):
+        assert local.dtype == torch.int64
+        assert len(local) == layout.local_len == 2 * chunk
+        assert (local.diff() > 0).all()
+        runs = layout.runs(rank)
+        assert len(runs) <= 2
+        assert [p for start, length in runs for p in range(start, start + length)] == local.tolist()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("shape", "dim"), [((2, 24, 3), 1), ((24,), 0), ((5, 24), -1)])
+def test_unshard_undoes_shard(kind: str, shape: tuple[int, ...], dim: int) -> None:
+    layout = SequenceLayout(24, 4, kind)
+    x = torch.randn(shape)
+    shards = [layout.shard(x, rank, dim) for rank in range(4)]
+    for rank, shard in enumerate(shards):
+        assert torch.equal(shard, x.index_select(dim, layout.positions(rank)))
+    assert torch.equal(layout.unshard(shards, dim), x)
+    assert not torch.equal(layout.unshard(shards[::-1], dim), x)
+
+
+def test_zigzag_gives_each_rank_the_two_mirrored_chunks() -> None:
+    layout = SequenceLayout(12, 3)
+    assert [layout.runs(rank) for rank in range(3)] == [
+        ((0, 2), (10, 2)),
+        ((2, 2), (8, 2)),
+        ((4, 4),),
+    ]
+
+
+@pytest.mark.parametrize("parts", [2, 3, 4, 8])
+def test_zigzag_balances_causal_work_and_contiguous_does_not(parts: int) -> None:
+    layout = SequenceLayout(6 * parts, parts)
+    ranks = range(parts)
+    assert len({sum(_pairs(layout, q, k) for k in ranks) for q in ranks}) == 1
+    for hop in range(parts):  # a ring waits for its busiest rank in every hop
+        assert len({_pairs(layout, q, (q - hop) % parts) for q in ranks}) == 1
+    plain = SequenceLayout(6 * parts, parts, "contiguous")
+    work = [sum(_pairs(plain, q, k) for k in ranks) for q in ranks]
+    assert max(work) > 2 * min(work)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_labels_are_shifted_over_the_whole_sequence(kind: str) -> None:
+    tokens = torch.arange(100, 112).expand(2, 12)
+    layout = SequenceLayout(12, 3, kind)
+    labels = shift_labels(tokens)
+    for rank in range(3):
+        local = layout.shard(labels, rank, 1)[0].tolist()
+        assert local == [101 + p if p < 11 else -100 for p in layout.positions(rank).tolist()]
+        # The mistake this prevents: shifting the shard pairs a run's last token with a stranger.
+        mistake = shift_labels(layout.shard(tokens, rank, 1))[0].tolist()
+        assert (mistake == local) == (kind == "contiguous" and rank == 2)
+    assert shift_labels(tokens.T, dim=0, ignore_index=-1)[:, 0].tolist() == [*range(101, 112), -1]
+
+
+def test_one_part_takes_any_length() -> None:
+    for kind in KINDS:
+        assert SequenceLayout(7, 1, kind).runs(0) == ((0, 7),)
+
+
+def test_errors_name_the_numbers() -> None:
+    with pytest.raises(
+        ValueError, match=r"zigzag .* 2 \* parts = 8, got seq_len=20, parts=4; pad by 4"
+    ):
+        SequenceLayout(20, 4)
+    with pytest.raises(ValueError, match=r"contiguous .* parts = 4, got seq_len=18, parts=4"):
+        SequenceLayout(18, 4, "contiguous")
+    with pytest.raises(ValueError, match=r"kind must be .* got 'striped'"):
+        SequenceLayout(16, 4, "striped")
+    with pytest.raises(ValueError, match="seq_len=0"):
+        SequenceLayout(0, 4)
+    layout = SequenceLayout(16, 4)
+    with pytest.raises(ValueError, match=r"rank must be in \[0, 4\), got 4"):
+        layout.runs(4)
+    with pytest.raises(ValueError, match="whole sequence, 16, got 15"):
+        layout.shard(torch.zeros(2, 15), 0, 1)
+    with pytest.raises(ValueError, match="one shard per rank, 4, got 3"):
+        layout.unshard([torch.zeros(4)] * 3, 0)
+    with pytest.raises(ValueError, match="dim 0 of shard 2 must have 4 rows, got 5"):
+        layout.unshard([torch.zeros(4), torch.zeros(4), torch.zeros(5), torch.zeros(3)], 0)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        layout.parts = 2

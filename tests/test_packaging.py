@@ -1,0 +1,152 @@
+"""Packaging: wheel and editable install import alike; no source is loaded under two names."""
+
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+RUNGS = ("kernels", "parallel", "layers", "warpweave")
+
+PROBE = """
+import pathlib, sys
+import warpweave, warpweave.kernels.norm, warpweave.parallel.mesh, warpweave.layers
+from warpweave.kernels.norm import rms_norm
+import torch
+assert torch.equal(rms_norm(torch.ones(3), torch.ones(3), 0.0), torch.ones(3))
+files = {}
+for name, module in list(sys.modules.items()):
+    file = getattr(module, "__file__", None)
+    if name.split(".")[0] in ("warpweave", "kernels", "parallel", "layers") and file:
+        files.setdefault(pathlib.Path(file).resolve(), []).append(name)
+twice = {file: names for file, names in files.items() if len(names) > 1}
+assert not twice, twice
+import kernels
+assert kernels.OWNER == "somebody else", kernels.__file__
+print(pathlib.Path(warpweave.kernels.norm.__file__).resolve())
+"""
+
+
+def run(*command: object, cwd: Path) -> str:
+    """stdout of a command; its whole output in the assertion when it fails."""
+    result = subprocess.run(
+        [str(part) for part in command], cwd=cwd, capture_output=True, text=True, timeout=100
+    )
+    assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
+    return result.stdout
+
+
+def pip(*arguments: object, cwd: Path) -> str:
+    return run(sys.executable, "-P", "-m", "pip", "--no-input", "-q", *arguments, cwd=cwd)
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sources alone, because builds write beside them."""
+    folder = tmp_path_factory.mktemp("sources")
+    for rung in RUNGS:
+        shutil.copytree(ROOT / rung, folder / rung, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A working folder where `kernels` is another project's package, as PyPI's is."""
+    folder = tmp_path_factory.mktemp("elsewhere")
+    (folder / "kernels").mkdir()
+    (folder / "kernels" / "__init__.py").write_text('OWNER = "somebody else"\n')
+    return folder
+
+
+def clean_environment(folder: Path) -> Path:
+    """The python of a new venv that sees this one's libraries, but not this one's warpweave.
+
+    A folder named in a .pth file is searched, but the .pth files inside it (which make the editable
+    install of the project) are not read.
+    """
+    run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder.parent)
+    python = folder / "bin" / "python"
+    site = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder)
+    libraries = sysconfig.get_path("purelib")
+    (Path(site.strip()) / "libraries.pth").write_text(libraries + "\n")
+    return python
+
+
+def test_a_wheel_holds_every_source_file_once_and_works(
+    copy: Path, elsewhere: Path, tmp_path: Path
+) -> None:
+    options = ("--no-deps", "--no-build-isolation", "--no-cache-dir")
+    pip("wheel", *options, "-w", tmp_path / "dist", copy, cwd=tmp_path)
+    [wheel] = (tmp_path / "dist").iterdir()
+    packed = sorted(n for n in zipfile.ZipFile(wheel).namelist() if n.endswith(".py"))
+    expected = sorted(
+        ("" if rung == "warpweave" else "warpweave/") + path.relative_to(copy).as_posix()
+        for rung in RUNGS
+        for path in (copy / rung).rglob("*.py")
+    )
+    assert packed == expected
+    python = clean_environment(tmp_path / "venv")
+    pip("--python", python, "install", "--no-deps", wheel, cwd=tmp_path)
+    where = run(python, "-c", PROBE, cwd=elsewhere).strip()
+    assert where.startswith(str((tmp_path / "venv").resolve()))
+
+
+def test_an_editable_install_works_and_a_bare_rung_says_what_to_do(
+    copy: Path, elsewhere: Path, tmp_path: Path
+) -> None:
+    python = clean_environment(tmp_path / "venv")
+    options = ("--no-deps", "--no-build-isolation", "--no-cache-dir")
+    pip("--python", python, "install", *options, "-e", copy, cwd=tmp_path)
+    where = run(python, "-c", PROBE, cwd=elsewhere).strip()
+    assert where == str((copy / "kernels" / "norm.py").resolve())
+    for rung in RUNGS[:3]:
+        result = subprocess.run(
+            [python, "-c", f"import {rung}"], cwd=copy, capture_output=True, text=True, timeout=60
+        )
+        assert result.returncode == 1
+        assert f"ImportError: this folder is the package 'warpweave.{rung}'" in result.stderr
+        assert "python -P" in result.stderr
+
+
+def test_no_source_file_is_loaded_under_two_names_here() -> None:
+    import warpweave.kernels
+    import warpweave.layers
+    import warpweave.parallel  # noqa: F401
+
+    names: dict[Path, list[str]] = {}
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        path = Path(file).resolve() if isinstance(file, str) else None
+        if path is not None and path.parent in {ROOT / rung for rung in RUNGS}:
+            names.setdefault(path, []).append(name)
+    assert len(names) >= 4
+    assert not {path: found for path, found in names.items() if len(found) > 1}
+
+
+def test_the_pins_agree_with_each_other() -> None:
+    """Every exact version of pyproject.toml is the one of constraints.txt; no index is named."""
+    import re
+
+    lines = [
+        line
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if line and not line.startswith("#")
+    ]
+    pins = {}
+    for line in lines:
+        match = re.fullmatch(r'([\w.-]+)==([\w.]+)(; python_version >= "3\.11")?', line)
+        assert match, f"no plain pin: {line!r}"
+        name = match[1].lower().replace("_", "-")
+        assert name not in pins, f"{name} is pinned twice"
+        pins[name] = match[2]
+    exact = re.findall(r'"([\w.-]+)==([\w.]+)', (ROOT / "pyproject.toml").read_text())
+    assert exact
+    assert {n.lower().replace("_", "-"): v for n, v in exact}.items() <= pins.items()
+    assert (pins["torch"], pins["triton"]) == ("2.13.0", "3.7.1")
+    assert tuple(map(int, pins["numpy"].split(".")))[:2] < (2, 4)

@@ -1,0 +1,378 @@
+"""plain_gpt against transformers' GPT-2 and Llama, torch's AdamW and published philox vectors."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from close import assert_close_f64, relative_error
+
+from warpweave import plain_gpt
+from warpweave.plain_gpt import (
+    PlainConfig,
+    generate,
+    philox,
+    plain_adamw_step,
+    plain_gpt_logits,
+    plain_gpt_loss,
+    plain_init,
+    plain_shapes,
+)
+
+GPT2 = PlainConfig(
+    vocab_size=53, seq_len=19, layers=2, width=24, heads=3, kv_heads=3, hidden=40, norm_eps=1e-5
+)
+LLAMA = PlainConfig(
+    vocab_size=47,
+    seq_len=17,
+    layers=2,
+    width=48,
+    heads=6,
+    kv_heads=2,
+    hidden=37,
+    positions="rope",
+    norm="rms",
+    act="swiglu",
+    bias=False,
+    tied=False,
+    norm_eps=1e-6,
+    rope_theta=500.0,
+)
+
+
+def _batch(config: PlainConfig, B: int = 3, S: int = 13) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(config.vocab_size, (B, S))
+    labels = torch.randint(config.vocab_size, (B, S))
+    labels[0, 3:7] = -100
+    labels[1] = -100
+    return tokens, labels
+
+
+def _random(config: PlainConfig, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
+    """Parameters with nothing at its initial value, so that a bias in the wrong place shows."""
+    return {
+        name: torch.randn(shape, dtype=dtype) * 0.3 + (1.0 if name.endswith("norm.weight") else 0.0)
+        for name, shape in plain_shapes(config).items()
+    }
+
+
+def _gradients(loss: torch.Tensor, params: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return dict(zip(params, torch.autograd.grad(loss, list(params.values()))))
+
+
+# ------------------------------------------------------------------- against transformers
+
+
+def _from_gpt2(state: dict[str, torch.Tensor], config: PlainConfig) -> dict[str, torch.Tensor]:
+    """transformers keeps (in, out) matrices and q, k, v as three blocks of columns."""
+
+    def qkv(x: torch.Tensor) -> torch.Tensor:  # (..., 3E) -> (3E, ...)
+        x = x.T if x.ndim == 2 else x
+        x = x.reshape(3, config.heads, config.head_dim, *x.shape[1:])
+        return x.transpose(0, 1).reshape(3 * config.width, *x.shape[3:])
+
+    out = {
+        "embedding.weight": state["transformer.wte.weight"],
+        "positions.weight": state["transformer.wpe.weight"],
+    }
+    for i in range(config.layers):
+        h = f"transformer.h.{i}"
+        for kind in ("weight", "bias"):
+            out[f"blocks.{i}.attention_norm.{kind}"] = state[f"{h}.ln_1.{kind}"]
+            out[f"blocks.{i}.attention.qkv.{kind}"] = qkv(state[f"{h}.attn.c_attn.{kind}"])
+            out[f"blocks.{i}.mlp_norm.{kind}"] = state[f"{h}.ln_2.{kind}"]
+            for ours, theirs in (
+                ("attention.out", "attn.c_proj"),
+                ("mlp.up", "mlp.c_fc"),
+                ("mlp.down", "mlp.c_proj"),
+            ):
+                x = state[f"{h}.{theirs}.{kind}"]
+                out[f"blocks.{i}.{ours}.{kind}"] = x.T if x.ndim == 2 else x
+    for kind in ("weight", "bias"):
+        out[f"final_norm.{kind}"] = state[f"transformer.ln_f.{kind}"]
+    return out
+
+
+def _from_llama(state: dict[str, torch.Tensor], config: PlainConfig) -> dict[str, torch.Tensor]:
+    G, D, E = config.heads // config.kv_heads, config.head_dim, config.width
+    out = {
+        "embedding.weight": state["model.embed_tokens.weight"],
+        "final_norm.weight": state["model.norm.weight"],
+        "head.weight": state["lm_head.weight"],
+    }
+    for i in range(config.layers):
+        h = f"model.layers.{i}"
+        q, k, v = (
+            state[f"{h}.self_attn.{p}_proj.weight"].view(config.kv_heads, -1, D, E) for p in "qkv"
+        )
+        assert q.shape[1] == G
+        gate, up = (state[f"{h}.mlp.{p}_proj.weight"] for p in ("gate", "up"))
+        out |= {
+            f"blocks.{i}.attention_norm.weight": state[f"{h}.input_layernorm.weight"],
+            f"blocks.{i}.attention.qkv.weight": torch.cat([q, k, v], 1).reshape(-1, E),
+            f"blocks.{i}.attention.out.weight": state[f"{h}.self_attn.o_proj.weight"],
+            f"blocks.{i}.mlp_norm.weight": state[f"{h}.post_attention_layernorm.weight"],
+            f"blocks.{i}.mlp.up.weight": torch.stack([gate, up], 1).reshape(-1, E),
+            f"blocks.{i}.mlp.down.weight": state[f"{h}.mlp.down_proj.weight"],
+        }
+    return out
+
+
+def _hugging_face(style: str) -> tuple[PlainConfig, torch.nn.Module]:
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+    if style == "gpt2":
+        c = GPT2
+        model = GPT2LMHeadModel(
+            GPT2Config(
+                vocab_size=c.vocab_size,
+                n_positions=c.seq_len,
+                n_embd=c.width,
+                n_layer=c.layers,
+                n_head=c.heads,
+                n_inner=c.hidden,
+                attn_implementation="eager",
+                bos_token_id=0,
+                eos_token_id=0,
+            )
+        )
+    else:
+        c = LLAMA
+        model = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=c.vocab_size,
+                max_position_embeddings=c.seq_len,
+                hidden_size=c.width,
+                intermediate_size=c.hidden,
+                num_hidden_layers=c.layers,
+                num_attention_heads=c.heads,
+                num_key_value_heads=c.kv_heads,
+                rms_norm_eps=c.norm_eps,
+                rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
+                attn_implementation="eager",
+                bos_token_id=0,
+                eos_token_id=0,
+            )
+        )
+    model = model.double().eval()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(torch.randn_like(param) * 0.3)
+    return c, model
+
+
+def _compare(style: str, config: PlainConfig) -> tuple[float, float]:
+    """The relative errors of the logits and of the worst gradient against transformers."""
+    _, model = _hugging_face(style)
+    convert = _from_gpt2 if style == "gpt2" else _from_llama
+    theirs = dict(model.named_parameters())
+    params = {
+        k: v.detach().clone().requires_grad_(True) for k, v in convert(theirs, config).items()
+    }
+    assert {k: tuple(v.shape) for k, v in params.items()} == plain_shapes(config)
+    tokens, labels = _batch(config)
+
+    logits = model(tokens).logits
+    expected = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), reduction="sum"
+    )
+    expected.backward()
+    loss, valid = plain_gpt_loss(params, tokens, labels, config)
+    assert valid == int((labels != -100).sum()) == 22
+    gradients = _gradients(loss, params)
+    true_gradients = convert({k: p.grad for k, p in theirs.items()}, config)
+    worst = max(relative_error(gradients[k], true_gradients[k]) for k in params)
+    outputs = plain_gpt_logits(params, tokens, config)
+    return max(relative_error(outputs, logits), relative_error(loss, expected)), worst
+
+
+# transformers rounds Llama's rotary table and its RMS norm to float32, so its error is float32's.
+@pytest.mark.parametrize(("style", "rtol"), [("gpt2", 1e-12), ("llama", 2e-6)])
+def test_logits_loss_and_every_gradient_equal_those_of_transformers(style, rtol):
+    config = GPT2 if style == "gpt2" else LLAMA
+    logits, gradient = _compare(style, config)
+    assert logits <= rtol
+    assert gradient <= 10 * rtol
+
+
+@pytest.mark.parametrize(
+    ("style", "fault"),
+    [
+        ("gpt2", {"norm_eps": 1e-3}),
+        ("llama", {"rope_theta": 499.0}),
+        ("llama", {"norm_eps": 1e-4}),
+    ],
+)
+def test_a_slightly_different_style_is_seen(style, fault):
+    config = dataclasses.replace(GPT2 if style == "gpt2" else LLAMA, **fault)
+    logits, gradient = _compare(style, config)
+    assert logits > 1e-5
+    assert gradient > 1e-5
+
+
+def test_greedy_generation_equals_transformers():
+    config, model = _hugging_face("gpt2")
+    params = _from_gpt2({k: v.detach() for k, v in model.named_parameters()}, config)
+    prompt = torch.randint(config.vocab_size, (2, 5))
+    expected = model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=6,
+        min_new_tokens=6,
+        do_sample=False,
+        pad_token_id=0,
+        eos_token_id=None,
+    )
+    assert torch.equal(generate(params, config, prompt, 6, temperature=0.0), expected)
+
+
+def test_sampling_repeats_with_its_generator_and_slides_past_the_longest_sequence():
+    params, prompt = _random(LLAMA), torch.zeros(2, 4, dtype=torch.int64)
+    first, second = (
+        generate(params, LLAMA, prompt, 20, 0.8, torch.Generator().manual_seed(3)) for _ in "ab"
+    )
+    assert first.shape == (2, 24)
+    assert torch.equal(first, second)
+
+
+# ------------------------------------------------------------------- dropout
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "expected"),
+    [  # the known answers that come with Random123, philox4x32 with 10 rounds
+        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        (
+            (0xFFFFFFFF,) * 4,
+            (0xFFFFFFFF,) * 2,
+            (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD),
+        ),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ],
+)
+def test_philox_gives_the_published_vectors(counter, key, expected):
+    words = philox(np.array(counter, dtype=np.uint64), key)
+    assert tuple(int(w) for w in words) == expected
+
+
+def test_dropout_keeps_by_the_word_of_its_global_index():
+    p, seed, site = 0.3, (7 << 32) + 5, 4
+    token = (3 << 32) + 11  # past 32 bits: the second counter word takes part
+    x = torch.ones(1, 1, 10, dtype=torch.float64)
+    y = plain_gpt._dropout(x, p, seed, site, torch.tensor([[token]]))
+    for e in range(10):
+        word = philox(np.array([11, 3, e // 4, site], dtype=np.uint64), (5, 7))[e % 4]
+        assert y[0, 0, e] == (1 / 0.7 if int(word) >= round(p * 2**32) else 0.0)
+
+
+def test_dropout_drops_the_asked_share_and_keeps_the_mean():
+    x = torch.ones(4, 50, 100, dtype=torch.float64)
+    y = plain_gpt._dropout(x, 0.25, 1, 0, torch.arange(200).view(4, 50))
+    assert abs((y == 0).double().mean() - 0.25) < 0.02  # 6 standard deviations
+    assert abs(y.mean() - 1) < 0.03
+
+
+def test_dropout_is_a_function_of_sample_ids_not_of_the_batch():
+    config = dataclasses.replace(GPT2, dropout=0.4)
+    params = _random(config)
+    tokens, labels = _batch(config)
+    ids = torch.tensor([5, 2, 9])
+    loss, _ = plain_gpt_loss(params, tokens, labels, config, seed=1, sample_ids=ids)
+    order = torch.tensor([2, 0, 1])
+    moved, _ = plain_gpt_loss(
+        params, tokens[order], labels[order], config, seed=1, sample_ids=ids[order]
+    )
+    assert_close_f64(moved, loss, 1e-13)
+    others = [
+        plain_gpt_loss(params, tokens, labels, config, seed=1)[0],
+        plain_gpt_loss(params, tokens, labels, config, seed=2, sample_ids=ids)[0],
+        plain_gpt_loss(params, tokens, labels, config, dropout=0.0, sample_ids=ids)[0],
+    ]
+    assert all(relative_error(other, loss) > 1e-3 for other in others)
+
+
+# ------------------------------------------------------------------- optimizer and initialisation
+
+
+def test_adamw_with_clipping_equals_torch_over_steps():
+    config = GPT2
+    params = _random(config)
+    twins = {k: v.clone().requires_grad_(True) for k, v in params.items()}
+    decay = [p for k, p in twins.items() if p.ndim >= 2]
+    rest = [p for k, p in twins.items() if p.ndim < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": decay, "weight_decay": 0.2}, {"params": rest, "weight_decay": 0.0}],
+        lr=0.01,
+        betas=(0.8, 0.9),
+        eps=1e-6,
+    )
+    state: dict[str, dict[str, torch.Tensor]] = {}
+    for step in range(1, 5):
+        grads = {k: torch.randn_like(v) for k, v in params.items()}
+        for k, twin in twins.items():
+            twin.grad = grads[k].clone()
+        expected = torch.nn.utils.clip_grad_norm_(list(twins.values()), 2.5)
+        optimizer.step()
+        norm = plain_adamw_step(
+            params, grads, state, step, lr=0.01, beta1=0.8, beta2=0.9, eps=1e-6,
+            weight_decay=0.2, clip=2.5,
+        )  # fmt: skip
+        assert_close_f64(norm, expected, 1e-13)
+    for k in params:
+        assert_close_f64(params[k], twins[k], 1e-12)
+
+
+def test_initial_parameters_depend_on_seed_and_name_alone():
+    params = plain_init(LLAMA, seed=3)
+    deeper = plain_init(dataclasses.replace(LLAMA, kv_heads=3, layers=3), seed=3)
+    other = plain_init(LLAMA, seed=4)
+    name = "blocks.1.mlp.up.weight"
+    assert torch.equal(params[name], deeper[name])
+    assert not torch.equal(params[name], other[name])
+    assert not torch.equal(params[name], params["blocks.0.mlp.up.weight"])
+    double = plain_init(LLAMA, seed=3, dtype=torch.float64)
+    assert all(torch.equal(double[k], params[k].double()) for k in params)
+
+
+def test_initial_parameters_have_their_standard_deviation():
+    params = plain_init(dataclasses.replace(GPT2, width=96, layers=8), seed=0)
+    assert list(params) == list(plain_shapes(dataclasses.replace(GPT2, width=96, layers=8)))
+    assert abs(params["blocks.2.attention.qkv.weight"].std() - 0.02) < 0.0005
+    assert abs(params["blocks.2.attention.out.weight"].std() - 0.005) < 0.0002
+    assert params["blocks.2.mlp_norm.weight"].unique().tolist() == [1.0]
+    assert params["blocks.2.mlp.down.bias"].unique().tolist() == [0.0]
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [{"heads": 5}, {"kv_heads": 2}, {"norm": "batch"}, {"dropout": 1.0}],
+)
+def test_impossible_configurations_are_refused(fault):
+    with pytest.raises(ValueError, match=next(iter(fault))):
+        dataclasses.replace(GPT2, **fault)
+
+
+def test_too_long_a_sequence_is_refused():
+    with pytest.raises(ValueError, match="20 > 19"):
+        plain_gpt_logits(_random(GPT2), torch.zeros(1, 20, dtype=torch.int64), GPT2)
+
+
+def test_it_imports_nothing_of_ours():
+    import ast
+    import inspect
+
+    tree = ast.parse(inspect.getsource(plain_gpt))
+    modules = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0
+            modules.add((node.module or "").split(".")[0])
+    assert modules == {"__future__", "dataclasses", "hashlib", "math", "numpy", "torch"}

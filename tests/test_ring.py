@@ -1,0 +1,389 @@
+"""Ring attention: exact on every layout and mask, counted messages, and faults that must show.
+
+Most tests run all ranks of a ring in this process (`run_in_process`); the same schedules then run
+on gloo ranks, where messages are counted and both executors and both overlap modes must agree.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from close import assert_close_f64, relative_error
+from ranks import run_ranks
+
+from warpweave.kernels.attention import attention_delta
+from warpweave.parallel import ring
+from warpweave.parallel.layout import SequenceLayout
+
+NAMES = ("o", "lse", "dq", "dk", "dv")
+Tensors = tuple[torch.Tensor, ...]
+
+
+def whole_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Tensors:
+    """(o, lse) on one device, written out: no kernel, no layout, no merge."""
+    s = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(q.shape[2] // k.shape[2], 2))
+    s = s / math.sqrt(q.shape[3])
+    if causal:
+        rows = torch.arange(q.shape[1])
+        s = s.masked_fill(rows[None, :] > rows[:, None], -math.inf)
+    p = s.softmax(-1)
+    v = v.repeat_interleave(q.shape[2] // k.shape[2], 2)
+    return torch.einsum("bhqk,bkhd->bqhd", p, v), s.logsumexp(-1)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention problem with its cotangents, the same on every rank that draws it."""
+
+    layout: SequenceLayout
+    causal: bool = True
+    heads: int = 4
+    kv_heads: int = 1
+    batch: int = 2
+    dim: int = 8
+    dtype: torch.dtype = torch.float64
+
+    def draw(self) -> tuple[Tensors, Tensors]:
+        """(q, k, v) and (do, dlse) of the whole sequence."""
+        generator = torch.Generator().manual_seed(self.layout.seq_len)
+        lead = (self.batch, self.layout.seq_len)
+        shapes = [(*lead, self.heads, self.dim)] + [(*lead, self.kv_heads, self.dim)] * 2
+        shapes += [(*lead, self.heads, self.dim), (self.batch, self.heads, self.layout.seq_len)]
+        q, k, v, do, dlse = (
+            torch.randn(shape, generator=generator, dtype=torch.float64).to(self.dtype)
+            for shape in shapes
+        )
+        dlse = dlse.to(torch.float64 if self.dtype == torch.float64 else torch.float32)
+        return (q, k, v), (do, dlse)
+
+    def truth(self, do_mask: torch.Tensor | None = None) -> Tensors:
+        """o, lse, dq, dk, dv in float64 from autograd on one device."""
+        inputs, (do, dlse) = self.draw()
+        inputs = [x.double().requires_grad_() for x in inputs]
+        if do_mask is not None:
+            do, dlse = do * do_mask[None, :, None, None], dlse * do_mask
+        o, lse = whole_attention(*inputs, self.causal)
+        grads = torch.autograd.grad((o, lse), inputs, (do.double(), dlse.double()))
+        return o.detach(), lse.detach(), *grads
+
+    def shard(self, rank: int) -> tuple[Tensors, Tensors]:
+        inputs, (do, dlse) = self.draw()
+        shard = self.layout.shard
+        return tuple(shard(x, rank, 1) for x in inputs), (shard(do, rank, 1), shard(dlse, rank, 2))
+
+    def unshard(self, results: list[Tensors]) -> Tensors:
+        """The whole o, lse, dq, dk, dv from those of every rank."""
+        dims = (1, 2, 1, 1, 1)
+        return tuple(self.layout.unshard(parts, d) for parts, d in zip(zip(*results), dims))
+
+
+def emulate(
+    case: Case,
+    *,
+    overlap: bool = True,
+    do_mask: torch.Tensor | None = None,
+    impl: str | None = None,
+) -> Tensors:
+    """The whole o, lse, dq, dk, dv of a ring whose ranks all run in this process."""
+    ranks = range(case.layout.parts)
+    shards = [case.shard(rank) for rank in ranks]
+    options = {"layout": case.layout, "causal": case.causal, "scale": None, "impl": impl}
+    forward = ring.run_in_process(
+        [ring.ring_forward(rank, *shards[rank][0], **options) for rank in ranks], overlap=overlap
+    )
+    backward = []
+    for rank, (o, lse, kv) in enumerate(forward):
+        (q, _, _), (do, dlse) = shards[rank]
+        if do_mask is not None:
+            mine = case.layout.shard(do_mask, rank, 0)
+            do, dlse = do * mine[None, :, None, None], dlse * mine
+        delta = attention_delta(o, do, dlse)
+        backward.append(ring.ring_backward(rank, do, q, kv, lse, delta, **options))
+    grads = ring.run_in_process(backward, overlap=overlap)
+    return case.unshard([(o, lse, *g) for (o, lse, _), g in zip(forward, grads)])
+
+
+def assert_equal_to_whole(case: Case, got: Tensors, rtol: float = 1e-11) -> None:
+    errors = {n: relative_error(a, b) for n, a, b in zip(NAMES, got, case.truth())}
+    assert max(errors.values()) <= rtol, f"{case}: {errors}"
+
+
+# ------------------------------------------------------------------ 1. exactness
+
+
+@pytest.mark.parametrize("kind", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("kv_heads", [4, 1])
+@pytest.mark.parametrize(("parts", "chunk"), [(1, 3), (2, 5), (3, 3), (4, 7), (8, 1)])
+def test_ring_equals_whole_attention(
+    kind: str, causal: bool, kv_heads: int, parts: int, chunk: int
+) -> None:
+    layout = SequenceLayout(2 * parts * chunk, parts, kind)
+    case = Case(layout, causal=causal, kv_heads=kv_heads)
+    assert_equal_to_whole(case, emulate(case))
+
+
+def test_ring_of_triton_kernels_equals_whole_attention() -> None:
+    case = Case(SequenceLayout(20, 2), heads=2, batch=1, dim=16)
+    assert_equal_to_whole(case, emulate(case, impl="triton"))
+
+
+@pytest.mark.parametrize("kind", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("parts", [2, 3, 4])
+def test_delivery_at_the_start_or_at_the_wait_gives_equal_bits(kind: str, parts: int) -> None:
+    """So no buffer is read or written while a message is under way in it."""
+    case = Case(SequenceLayout(6 * parts, parts, kind), dtype=torch.float32)
+    assert all(map(torch.equal, emulate(case), emulate(case, overlap=False)))
+
+
+@pytest.mark.parametrize("kind", ["zigzag", "contiguous"])
+def test_dk_and_dv_of_a_loss_on_one_rank_reach_every_rank(kind: str) -> None:
+    """Only rank 3's outputs have a gradient, so every other dk and dv is a remote signal alone."""
+    layout = SequenceLayout(24, 4, kind)
+    case = Case(layout)
+    mask = torch.zeros(24, dtype=torch.float64)
+    mask[layout.positions(3)] = 1
+    got = emulate(case, do_mask=mask)
+    for name, actual, expected in zip(NAMES, got, case.truth(mask)):
+        for rank in range(4):
+            mine = layout.shard(actual, rank, 2 if name == "lse" else 1)
+            assert_close_f64(mine, layout.shard(expected, rank, 2 if name == "lse" else 1))
+            if name in ("dk", "dv"):
+                assert mine.abs().max() > 1e-3
+
+
+# ------------------------------------------------------------------ 2. error against rank count
+
+
+def _errors(case: Case) -> list[float]:
+    """Relative RMS error of o, lse, dq, dk, dv."""
+    return [float((a.double() - b).norm() / b.norm()) for a, b in zip(emulate(case), case.truth())]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_error_does_not_grow_with_ranks(dtype: torch.dtype) -> None:
+    def errors(parts: int) -> list[float]:
+        layout = SequenceLayout(128, parts)
+        return _errors(Case(layout, heads=2, kv_heads=1, batch=1, dim=16, dtype=dtype))
+
+    # lse is fp32 in both. In bf16 the final rounding is the error, and all there may be.
+    alone, fp32 = errors(1), dtype == torch.float32
+    limits = [2.0, 2.0, 2.0, 2.0, 2.0] if fp32 else [1.1, 2.0, 1.1, 1.1, 1.1]
+    for parts in (4, 16):
+        ratios = [e / a for e, a in zip(errors(parts), alone)]
+        assert all(r <= limit for r, limit in zip(ratios, limits)), f"{parts} ranks: {ratios}"
+    with mock.patch.object(ring, "merge_", _merge_in_bf16):  # what the gate is there for
+        assert errors(16)[0] > limits[0] * alone[0]
+
+
+def _merge_in_bf16(o: torch.Tensor, lse: torch.Tensor, *other: torch.Tensor) -> Tensors:
+    o, lse = _merge(o, lse, *other)
+    return o.bfloat16().float(), lse
+
+
+_merge = ring.merge_
+
+
+# ------------------------------------------------------------------ 3. planted faults
+
+
+_bwd, _fwd, _Hop = ring.attention_bwd, ring.attention_fwd, ring.Hop
+
+
+def _other_way(send: torch.Tensor, recv: torch.Tensor, step: int) -> ring.Hop:
+    return _Hop(send, recv, -step)
+
+
+def _stale_kv(parts: int) -> Callable:
+    """An `attention_bwd` that uses each rank's K and V of its first hop in every hop."""
+    first: dict[int, Tensors] = {}  # by the address of the rank's q
+
+    def bwd(do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *a, **options):
+        k, v = first.setdefault(q.data_ptr(), (k.clone(), v.clone()))
+        return _bwd(do, q, k, v, *a, **options)
+
+    return bwd
+
+
+def _last_gradient_stays(parts: int) -> Callable:
+    """A `Hop` whose receiver never sees the backward's last message."""
+    sent = []
+
+    def hop(send: torch.Tensor, recv: torch.Tensor, step: int) -> ring.Hop:
+        sent.extend([0] * (step == -1))  # the ranks take their hops in lockstep
+        return _Hop(send, recv.clone() if len(sent) > parts * (parts - 1) else recv, step)
+
+    return hop
+
+
+def _local_positions(kernel: Callable) -> Callable:
+    return lambda *a, **options: kernel(*a, **{**options, "q_runs": None, "k_runs": None})
+
+
+FAULTS = {
+    "messages go the other way": lambda parts: {"Hop": _other_way},
+    "backward uses the K and V of the first hop": lambda parts: {"attention_bwd": _stale_kv(parts)},
+    "the last dK‖dV is not sent home": lambda parts: {"Hop": _last_gradient_stays(parts)},
+    "forward masks by local positions": lambda parts: {"attention_fwd": _local_positions(_fwd)},
+    "backward masks by local positions": lambda parts: {"attention_bwd": _local_positions(_bwd)},
+    "a visible hop is skipped": lambda parts: {"_visible": lambda q, k, causal: q == k},
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("kind", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("parts", [3, 4])
+def test_planted_fault_shows(fault: str, kind: str, parts: int) -> None:
+    case = Case(SequenceLayout(6 * parts, parts, kind))
+    assert_equal_to_whole(case, emulate(case))
+    with (
+        mock.patch.multiple(ring, **FAULTS[fault](parts)),
+        pytest.raises(AssertionError, match="Case"),
+    ):
+        assert_equal_to_whole(case, emulate(case), rtol=1e-2)
+
+
+def test_a_rank_that_leaves_the_ring_early_is_an_error() -> None:
+    layout = SequenceLayout(8, 2)
+    q = torch.randn(1, 4, 1, 8)
+    options = {"layout": layout, "causal": True, "scale": None}
+    good = ring.ring_forward(0, q, q, q, **options)
+    with pytest.raises(RuntimeError, match="1 of 2 ranks"):
+        ring.run_in_process([good, (x for x in ())])
+
+
+# ------------------------------------------------------------------ 4. on gloo ranks
+
+
+class _Wire:
+    """Counts the messages and bytes this rank sends."""
+
+    def __init__(self) -> None:
+        self.sent: list[int] = []
+
+    def batch_isend_irecv(self, ops: list[dist.P2POp]) -> list[dist.Work]:
+        assert [op.op for op in ops] == [dist.isend, dist.irecv]
+        self.sent.append(ops[0].tensor.numel() * ops[0].tensor.element_size())
+        return _batch_isend_irecv(ops)
+
+
+_batch_isend_irecv = dist.batch_isend_irecv
+
+
+def _run(case: Case, rank: int, overlap: bool) -> tuple[Tensors, list[int], list[int]]:
+    """This rank's o, lse, dq, dk, dv and the bytes of its forward and backward messages."""
+    inputs, cotangents = case.shard(rank)
+    inputs = [x.clone().requires_grad_() for x in inputs]
+    options = {"layout": case.layout, "group": dist.group.WORLD, "causal": case.causal}
+    wire = _Wire()
+    with mock.patch.object(dist, "batch_isend_irecv", wire.batch_isend_irecv):
+        o, lse = ring.ring_attention(*inputs, **options, overlap=overlap)
+        forward = len(wire.sent)
+        grads = torch.autograd.grad((o, lse), inputs, cotangents)
+    return (o.detach(), lse.detach(), *grads), wire.sent[:forward], wire.sent[forward:]
+
+
+def _ring_on_ranks(rank: int, cases: list[Case]) -> None:
+    for case in cases:
+        parts = case.layout.parts
+        results, forward, backward = _run(case, rank, overlap=True)
+        blocking, *same = _run(case, rank, overlap=False)
+        assert all(map(torch.equal, results, blocking))
+        assert same == [forward, backward]
+        for name, got, whole, emulated in zip(NAMES, results, case.truth(), emulate(case)):
+            dim = 2 if name == "lse" else 1
+            mine = case.layout.shard(whole, rank, dim)
+            assert_close_f64(got, mine, 1e-11 if case.dtype == torch.float64 else 1e-2)
+            if parts > 1:
+                assert torch.equal(got, case.layout.shard(emulated, rank, dim)), (case, name)
+        # Forward: P-1 times K‖V. Backward: P messages that hold P-1 times K‖V and P-1 times dK‖dV.
+        elements = 2 * case.batch * case.layout.local_len * case.kv_heads * case.dim
+        kv, dkv = elements * case.dtype.itemsize, elements * (8 if case.dtype.itemsize == 8 else 4)
+        assert forward == [kv] * (parts - 1)
+        middle = [kv + dkv] * (parts - 2)
+        assert backward == ([kv, *middle, dkv] if parts > 1 else [])
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+def test_ring_on_gloo_ranks(world: int) -> None:
+    """Both executors and both overlap modes agree in every bit, and the messages are as stated."""
+    zigzag = Case(SequenceLayout(6 * world, world))
+    cases = [zigzag]
+    if world < 8:
+        plain = replace(zigzag, layout=replace(zigzag.layout, kind="contiguous"), kv_heads=4)
+        cases += [plain, replace(plain, causal=False), replace(zigzag, dtype=torch.bfloat16)]
+    run_ranks(world, _ring_on_ranks, cases)
+
+
+def _order_of_events(rank: int, layout: SequenceLayout, overlap: bool) -> tuple[str, str]:
+    """What this rank did in forward and backward: (p)ost a message, compute a (t)ile, (w)ait."""
+    events: list[str] = []
+
+    def kernel(fn: Callable) -> Callable:
+        return lambda *a, **options: (events.append("t"), fn(*a, **options))[1]
+
+    class _Work:
+        def __init__(self, works: list[dist.Work]) -> None:
+            events.append("p")
+            self._works = works
+
+        def wait(self) -> None:
+            events.append("w")
+            for work in self._works:
+                work.wait()
+
+    with (
+        mock.patch.object(dist, "batch_isend_irecv", lambda o: [_Work(_batch_isend_irecv(o))]),
+        mock.patch.multiple(ring, attention_fwd=kernel(_fwd), attention_bwd=kernel(_bwd)),
+    ):
+        inputs = [x.clone().requires_grad_() for x in Case(layout).shard(rank)[0]]
+        options = {"layout": layout, "group": dist.group.WORLD, "overlap": overlap}
+        o, _ = ring.ring_attention(*inputs, **options)
+        forward = len(events)
+        o.sum().backward()
+    return "".join(events[:forward]), "".join(events[forward:])
+
+
+def test_messages_are_under_way_while_tiles_are_computed() -> None:
+    """And the blocking twin waits first; blocks that the mask hides are passed on, not computed."""
+    zigzag, contiguous = SequenceLayout(18, 3), SequenceLayout(18, 3, "contiguous")
+    assert run_ranks(3, _order_of_events, zigzag, True) == [("ptwptwt", "ptw" * 3)] * 3
+    assert run_ranks(3, _order_of_events, zigzag, False) == [("pwtpwtt", "pwt" * 3)] * 3
+    assert run_ranks(3, _order_of_events, contiguous, True) == [
+        ("ptwpw", "pwpwptw"),
+        ("ptwptw", "pwptwptw"),
+        ("ptwptwt", "ptwptwptw"),
+    ]
+
+
+def _loss_through_one_output(rank: int, case: Case) -> None:
+    """Losses of o alone, of lse alone, and one that no rank but the last takes part in."""
+    (do, dlse), last = case.shard(rank)[1], rank == case.layout.parts - 1
+    _, (all_do, all_dlse) = case.draw()
+    keep = torch.zeros(case.layout.seq_len, dtype=torch.float64)
+    keep[case.layout.positions(case.layout.parts - 1)] = 1
+    for use in ("o", "lse", "remote o"):
+        whole = [x.requires_grad_() for x in case.draw()[0]]
+        o, lse = whole_attention(*whole, case.causal)
+        inputs = [x.clone().requires_grad_() for x in case.shard(rank)[0]]
+        options = {"layout": case.layout, "group": dist.group.WORLD, "causal": case.causal}
+        my_o, my_lse = ring.ring_attention(*inputs, **options)
+        if use == "lse":
+            expected, loss = (lse * all_dlse).sum(), (my_lse * dlse).sum()
+        elif use == "o":
+            expected, loss = (o * all_do).sum(), (my_o * do).sum()
+        else:
+            expected = (o * all_do * keep[None, :, None, None]).sum()
+            loss = (my_o * do * float(last)).sum()
+        loss.backward()
+        for mine, x in zip(inputs, torch.autograd.grad(expected, whole, allow_unused=True)):
+            expected_mine = torch.zeros_like(mine) if x is None else case.layout.shard(x, rank, 1)
+            assert_close_f64(mine.grad, expected_mine)
+
+
+def test_gradients_through_o_or_lse_alone_and_from_one_rank() -> None:
+    run_ranks(3, _loss_through_one_output, Case(SequenceLayout(18, 3), kv_heads=2))

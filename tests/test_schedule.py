@@ -1,0 +1,396 @@
+"""Schedules as drawings, against torch's generators, and every rule of the validator by its violation."""
+
+import pytest
+import torch.distributed.pipelining.schedules as theirs
+from warpweave.parallel.schedule import (
+    Action,
+    acknowledged,
+    deps,
+    from_csv,
+    gives,
+    gpipe,
+    link,
+    links,
+    one_f_one_b,
+    order,
+    placement,
+    split_backward,
+    to_csv,
+    validate,
+    with_comm,
+    with_reduce,
+    with_tie,
+    with_unshard,
+    with_update,
+)
+from warpweave.parallel.simulate import simulate
+
+GENERATORS = [gpipe, one_f_one_b]
+
+
+def lists_of(*rows: str):
+    return [[from_csv(cell)[0][0] for cell in row.split()] for row in rows]
+
+
+def drawing(lists) -> list[str]:
+    return simulate(lists, {"F": 1, "B": 1, "I": 1, "W": 1}).draw().splitlines()
+
+
+def full(lists):
+    """Everything a synchronous ZeRO-3 step with tied weights does."""
+    return with_comm(with_update(with_tie(with_reduce(with_unshard(lists)))))
+
+
+# fmt: off
+def test_gpipe_is_all_forwards_then_all_backwards() -> None:
+    assert drawing(gpipe(3, 4)) == [
+        "F0 F1 F2 F3 .  .  .  .  B0 B1 B2 B3",
+        ".  F0 F1 F2 F3 .  .  B0 B1 B2 B3 .",
+        ".  .  F0 F1 F2 F3 B0 B1 B2 B3 .  .",
+    ]
+
+
+def test_1f1b_alternates_after_a_warm_up_that_shrinks_by_one_per_stage() -> None:
+    assert drawing(one_f_one_b(4, 5)) == [
+        "F0 F1 F2 F3 .  .  .  B0 F4 B1 .  B2 .  B3 .  B4",
+        ".  F0 F1 F2 .  .  B0 F3 B1 F4 B2 .  B3 .  B4 .",
+        ".  .  F0 F1 .  B0 F2 B1 F3 B2 F4 B3 .  B4 .  .",
+        ".  .  .  F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 .  .  .",
+    ]
+
+
+def test_1f1b_with_fewer_micro_batches_than_stages() -> None:
+    assert drawing(one_f_one_b(4, 2)) == [
+        "F0 F1 .  .  .  .  .  B0 .  B1",
+        ".  F0 F1 .  .  .  B0 .  B1 .",
+        ".  .  F0 F1 .  B0 .  B1 .  .",
+        ".  .  .  F0 B0 F1 B1 .  .  .",
+    ]
+
+
+def test_naive_model_parallelism_is_gpipe_with_one_micro_batch() -> None:
+    assert drawing(gpipe(3, 1)) == [
+        "F0 .  .  .  .  B0",
+        ".  F0 .  .  B0 .",
+        ".  .  F0 B0 .  .",
+    ]
+
+
+def test_a_backward_twice_as_long_is_drawn_twice_as_wide() -> None:
+    assert simulate(one_f_one_b(2, 2), {"F": 1, "B": 2}).draw().splitlines() == [
+        "F0 F1 .  .  B0 -  .  B1 -",
+        ".  F0 B0 -  F1 B1 -  .  .",
+    ]
+
+
+def test_split_backward_lets_w_fill_the_bubbles() -> None:
+    assert drawing(split_backward(one_f_one_b(2, 3), lag=1)) == [
+        "F0 F1 .  I0 F2 I1 W0 .  I2 W1 W2",
+        ".  F0 I0 F1 I1 W0 F2 I2 W1 W2 .",
+    ]
+# fmt: on
+
+
+def test_gradient_accumulation_is_gpipe_with_one_stage() -> None:
+    assert gpipe(1, 2) == lists_of("0F0 0F1 0B0 0B1")
+    assert one_f_one_b(1, 2) == lists_of("0F0 0B0 0F1 0B1")
+
+
+@pytest.mark.parametrize("generate", GENERATORS)
+@pytest.mark.parametrize(("p", "m"), [(0, 1), (2, 0)])
+def test_too_few_stages_or_micro_batches(generate, p, m) -> None:
+    with pytest.raises(ValueError, match=rf"needs p >= 1 .*m >= 1 .*got p={p} m={m}"):
+        generate(p, m)
+
+
+def torch_order(schedule, p: int, m: int):
+    made = schedule.__new__(schedule)
+    made._num_stages, made._n_microbatches = p, m
+    return made._get_pipeline_order()
+
+
+def as_ours(rows) -> list[list[Action]]:
+    """torch's actions through the interchange text; idle slots and REDUCE_GRAD left out."""
+    text = "\n".join(",".join("" if a is None else str(a) for a in rows[r]) for r in sorted(rows))
+    return [[a for a in row if a.op != "REDUCE"] for row in from_csv(text)]
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 2), (2, 5), (4, 4), (4, 9)])
+def test_equal_to_torchs_generators_where_those_are_right(p: int, m: int) -> None:
+    assert as_ours(torch_order(theirs.ScheduleGPipe, p, m)) == gpipe(p, m)
+    torchs = as_ours(torch_order(theirs.Schedule1F1B, p, m))
+    assert torchs[:-1] == one_f_one_b(p, m)[:-1]
+    # torch lists its last rank from micro-batch 1 on (2.13); its runtime does not use that list
+    assert [a._replace(mb=a.mb - (a.op == "F")) for a in torchs[-1]] == one_f_one_b(p, m)[-1]
+    with pytest.raises(ValueError, match=f"stage {p - 1} micro-batch 0 has 0 F"):
+        validate(torchs, microbatches=m)
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 5), (4, 8)])
+def test_torchs_zero_bubble_is_1f1b_without_its_w(p: int, m: int) -> None:
+    rows = {}
+    for rank in range(p):
+        made = theirs.ScheduleInterleavedZeroBubble.__new__(theirs.ScheduleInterleavedZeroBubble)
+        made.n_local_stages, made.pp_group_size, made._n_microbatches = 1, p, m
+        made.microbatches_per_round, made.number_of_rounds = p, 1
+        rows[rank] = made._calculate_single_rank_operations(rank)
+    torchs = [[a for a in row if a.op != "W"] for row in as_ours(rows)]
+    ours = [[a for a in row if a.op != "W"] for row in split_backward(one_f_one_b(p, m))]
+    assert torchs == ours
+
+
+def test_torch_reads_our_text_and_we_read_torchs() -> None:
+    ours = with_comm(with_reduce(with_unshard(split_backward(one_f_one_b(3, 4)))))
+    text = to_csv(ours)
+    parsed = [
+        [theirs._Action.from_str(cell) for cell in row.split(",")] for row in text.splitlines()
+    ]
+    assert [",".join(map(str, row)) for row in parsed] == text.splitlines()
+    assert from_csv(text) == ours
+
+
+def test_torch_lowers_to_the_same_sends_and_receives() -> None:
+    compute = one_f_one_b(3, 4)
+    parsed = {
+        rank: [theirs._Action.from_str(str(a)) for a in actions]
+        for rank, actions in enumerate(compute)
+    }
+    torchs = theirs._add_send_recv(parsed, lambda stage: stage, 3)
+    for rank, actions in enumerate(with_comm(compute)):
+        assert sorted(map(str, torchs[rank])) == sorted(map(str, actions))
+
+
+def test_text_keeps_versions_and_refuses_nonsense() -> None:
+    lists = [[Action("F", 0, 3, 2), Action("UPDATE", 0, ver=3), Action("TIE", 0)]]
+    assert to_csv(lists) == "0F3@2,0UPDATE@3,0TIE\n"
+    assert from_csv(to_csv(lists)) == lists
+    with pytest.raises(ValueError, match="cell '0X1' is not"):
+        from_csv("0F0,0X1")
+
+
+def test_deps_of_compute_and_lowered_actions() -> None:
+    assert deps(Action("F", 1, 2, 3), 3) == (Action("UPDATE", 1, ver=3), Action("F", 0, 2))
+    assert deps(Action("B", 1, 2), 3, [0, 1, 2]) == (Action("F", 1, 2), Action("RECV_B", 1, 2))
+    assert deps(Action("B", 1, 2), 3, [0, 1, 1]) == (Action("F", 1, 2), Action("I", 2, 2))
+    assert deps(Action("RECV_B", 1, 2), 3, [0, 1, 2]) == (Action("SEND_B", 2, 2),)
+    assert gives(Action("B", 1, 2, 5)) == (Action("I", 1, 2), Action("W", 1, 2))
+    with pytest.raises(ValueError, match="unknown op 'G'"):
+        deps(Action("G", 0, 0), 1)
+
+
+# --------------------------------------------------------------------------------------- passes
+
+
+def test_with_comm_sends_where_data_exists_and_receives_where_it_is_used() -> None:
+    assert with_comm(one_f_one_b(2, 2)) == lists_of(
+        "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1",
+        "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1",
+    )
+    with pytest.raises(ValueError, match="sends and receives already"):
+        with_comm(with_comm(gpipe(2, 1)))
+
+
+def test_with_comm_is_silent_between_neighbours_on_one_rank() -> None:
+    vee = lists_of("0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0")
+    assert placement(vee) == [0, 1, 1, 0]
+    assert with_comm(vee) == lists_of(
+        "0F0 0SEND_F0 3RECV_F0 3F0 3B0 3SEND_B0 0RECV_B0 0B0",
+        "1RECV_F0 1F0 2F0 2SEND_F0 2RECV_B0 2B0 1B0 1SEND_B0",
+    )
+    validate(full(vee))
+    assert with_tie(vee) == lists_of("0F0 3F0 3B0 0B0 0TIE", "1F0 2F0 2B0 1B0")
+
+
+def test_links_are_shared_by_both_ends_and_separate_by_payload() -> None:
+    lists = with_tie(with_comm(gpipe(3, 1)))
+    assert link(Action("SEND_F", 0, 0), [0, 1, 2]) == link(Action("RECV_F", 1, 0), [0, 1, 2])
+    assert [tuple(wire) for wire in links(lists)] == [
+        ("B", 1, 0), ("B", 2, 1), ("F", 0, 1), ("F", 1, 2), ("TIE", 0, 2), ("TIE", 2, 0),
+    ]  # fmt: skip
+
+
+def test_with_reduce_once_or_after_each_micro_batch() -> None:
+    assert with_reduce(gpipe(1, 2)) == lists_of("0F0 0F1 0B0 0B1 0REDUCE")
+    assert with_reduce(gpipe(1, 2), each=True) == lists_of("0F0 0F1 0B0 0REDUCE 0B1 0REDUCE")
+    split = split_backward(gpipe(1, 2), lag=1)
+    assert with_reduce(split) == lists_of("0F0 0F1 0I0 0I1 0W0 0W1 0REDUCE")
+
+
+def test_with_unshard_windows() -> None:
+    step = gpipe(1, 2)
+    assert with_unshard(step) == lists_of("0UNSHARD 0F0 0F1 0B0 0B1 0RESHARD")
+    assert with_unshard(step, window=0) == lists_of(
+        "0UNSHARD 0F0 0RESHARD 0UNSHARD 0F1 0RESHARD 0UNSHARD 0B0 0RESHARD 0UNSHARD 0B1 0RESHARD"
+    )
+    three = lists_of("0F0 1F0 2F0 2B0 1B0 0B0")
+    assert with_unshard(three, window=2) == lists_of(
+        "0UNSHARD 0F0 1UNSHARD 1F0 0RESHARD 2UNSHARD 2F0 2B0 2RESHARD 1B0 1RESHARD "
+        "0UNSHARD 0B0 0RESHARD"
+    )
+    for window in (None, 0, 1, 2, 3):
+        validate(with_unshard(three, window=window))
+    with pytest.raises(ValueError, match="window must be None or >= 0"):
+        with_unshard(step, window=-1)
+
+
+def test_passes_leave_their_input_alone_and_refuse_the_wrong_order() -> None:
+    lists = one_f_one_b(3, 4)
+    before = [list(actions) for actions in lists]
+    full(split_backward(lists))
+    assert lists == before
+    with pytest.raises(ValueError, match="with_tie: rank 0 has UPDATE already"):
+        with_tie(with_update(lists))
+    with pytest.raises(ValueError, match="lag must be >= 0, got -1"):
+        split_backward(lists, lag=-1)
+
+
+# ----------------------------------------------------------------------------------- validation
+
+
+@pytest.mark.parametrize("generate", GENERATORS)
+@pytest.mark.parametrize(("p", "m"), [(1, 1), (1, 3), (2, 1), (2, 3), (3, 2), (4, 7)])
+def test_what_we_generate_is_valid(generate, p: int, m: int) -> None:
+    lists = generate(p, m)
+    limit = m if generate is gpipe else min(m, p)
+    validate(lists, microbatches=m, in_flight=limit)
+    for lag in (0, 1, m + 1):
+        validate(full(split_backward(lists, lag=lag)), microbatches=m)
+    if limit > 1:
+        with pytest.raises(ValueError, match=f"makes {limit} micro-batches in flight"):
+            validate(lists, in_flight=limit - 1)
+
+
+def test_asynchronous_lists_fit_the_versions() -> None:
+    two = lists_of(
+        "0F0 0F1 0B0 0UPDATE@1 0F2 0B1 0UPDATE@2 0F3@1 0B2 0UPDATE@3 0B3@1 0UPDATE@4",
+        "1F0 1B0 1UPDATE@1 1F1@1 1B1@1 1UPDATE@2 1F2@2 1B2@2 1UPDATE@3 1F3@3 1B3@3 1UPDATE@4",
+    )
+    with pytest.raises(ValueError, match="0UPDATE@2 applies the gradient of 0B1, 1 versions old"):
+        validate(two)
+    with pytest.raises(ValueError, match="0UPDATE@3 applies the gradient of 0B2, 2 versions old"):
+        validate(two, staleness=1)
+    validate(two, staleness=2)
+
+
+def edit(lists, old: str, *new: str):
+    """`lists` with the action written `old` replaced by the actions `new`."""
+    result = [
+        [b for a in row for b in ([a] if str(a) != old else lists_of(" ".join(new))[0])]
+        for row in lists
+    ]
+    assert result != lists
+    return result
+
+
+def swap(lists, one: str, two: str):
+    return edit(edit(edit(lists, one, "99F0"), two, one), "99F0", two)
+
+
+ZERO = full(one_f_one_b(3, 2))
+SPLIT = with_comm(with_update(split_backward(one_f_one_b(2, 2))))
+
+
+@pytest.mark.parametrize(
+    ("lists", "message"),
+    [
+        (edit(gpipe(3, 2), "1F1"), "stage 1 micro-batch 1 has 0 F, 1 B, 0 I and 0 W"),
+        (edit(gpipe(3, 2), "1B1"), "stage 1 micro-batch 1 has 1 F, 0 B, 0 I and 0 W"),
+        (edit(gpipe(3, 2), "1B0", "1B0", "1B0"), "stage 1 micro-batch 0 has 1 F, 2 B"),
+        (edit(SPLIT, "0W1"), "stage 0 micro-batch 1 has 1 F, 0 B, 1 I and 0 W"),
+        (swap(SPLIT, "0I0", "0W0"), "0W0 comes before 0I0"),
+        (swap(gpipe(2, 2), "1F1", "1B1"), "1B1 comes before 1F1"),
+        (edit(gpipe(2, 2), "1F1", "0F1"), "stage 0 is on ranks 0 and 1"),
+        (gpipe(4, 1)[:2] + gpipe(4, 1)[3:], r"stages must be 0 to 2, found \[0, 1, 3\]"),
+        (edit(SPLIT, "0W1", "0UPDATE@1", "0W1"), "0UPDATE@1 while W is owed for micro-batches"),
+        (swap(ZERO, "0B1", "0UPDATE@1"), "the gradient of 0B1 comes after the last UPDATE"),
+        (edit(ZERO, "1UPDATE@1"), r"stages 0 to 2 make \[1, 0, 1\] updates"),
+        (edit(ZERO, "1UPDATE@1", "1UPDATE@2"), "1UPDATE@2 produces version 2 after version 0"),
+        (edit(gpipe(2, 1), "1F0", "1F0@1"), "1B0 runs on version 0, its F read version 1"),
+        (edit(edit(gpipe(2, 1), "1F0", "1F0@1"), "1B0", "1B0@1"), "1F0@1 reads version 1"),
+        (edit(ZERO, "0SEND_F1"), "0SEND_F1 occurs 0 times, needs 1"),
+        (edit(ZERO, "1RECV_F1", "1RECV_F1", "1RECV_F1"), "1RECV_F1 occurs 2 times, needs 1"),
+        (edit(ZERO, "2B0", "2B0", "2SEND_F0"), "2SEND_F0 crosses from stage 2 to 3"),
+        (edit(ZERO, "1REDUCE"), "stage 1: gradients of 1B0 1B1 are not reduced before UPDATE"),
+        (swap(ZERO, "1B1", "1REDUCE"), "stage 1: gradients of 1B1 are not reduced before UPDATE"),
+        (swap(ZERO, "0TIE", "0REDUCE"), "stage 0: gradients of 0B0 0B1 are not reduced before TIE"),
+        (edit(ZERO, "2TIE"), "stage 2: gradients of 2B0 2B1 are not tied before UPDATE"),
+        (edit(ZERO, "1REDUCE", "1REDUCE", "1TIE"), r"1TIE: only stages \[0, 2\] have a TIE"),
+        (edit(ZERO, "1UNSHARD"), "1F0 reads parameters that are not gathered"),
+        (edit(ZERO, "1RESHARD"), "1UPDATE@1 while the parameters of stage 1 are gathered"),
+        (edit(ZERO, "1F1", "99UNSHARD", "1F1"), "stages must be 0 to 3"),
+        (edit(ZERO, "1F1", "1UNSHARD", "1F1"), "1UNSHARD while the parameters of stage 1"),
+        (edit(with_unshard(gpipe(1, 1)), "0RESHARD"), "stage 0 is left gathered at the end"),
+        (edit(gpipe(2, 1), "1B0", "1B0", "1F7"), "micro-batch 1 has 0 F|1F7"),
+        (edit(ZERO, "1REDUCE", "1REDUCE0"), "its micro-batch must be -1"),
+        (swap(gpipe(2, 2), "0F0", "0B0"), "0B0 comes before 0F0"),
+    ],
+)  # fmt: skip
+def test_each_rule_by_its_violation(lists, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        validate(lists)
+    assert "\n" not in str(error.value)
+
+
+def test_a_given_number_of_micro_batches_is_checked() -> None:
+    with pytest.raises(ValueError, match="stage 0 micro-batch 2 has 0 F"):
+        validate(gpipe(2, 2), microbatches=3)
+    with pytest.raises(ValueError, match="1F1: micro-batch 1 is not one of 1|0F1"):
+        validate(gpipe(2, 2), microbatches=1)
+
+
+def test_receives_in_another_order_than_sends() -> None:
+    lists = with_comm(gpipe(2, 2))
+    lists = swap(swap(lists, "1RECV_F0", "1RECV_F1"), "1F0", "1F1")
+    with pytest.raises(
+        ValueError,
+        match="F from rank 0 to 1: message 0 is sent as 0SEND_F0 and received as 0SEND_F1",
+    ):
+        validate(lists)
+
+
+def test_deadlocks_name_what_each_rank_waits_for() -> None:
+    lists = swap(gpipe(2, 1), "0F0", "0B0")
+    with pytest.raises(
+        ValueError, match="rank 0 at 0B0 waits for 0F0 and 1I0; rank 1 at 1F0 waits"
+    ):
+        order(lists)
+
+
+def test_blocking_sends_suit_gpipe_and_deadlock_1f1b() -> None:
+    validate(with_comm(gpipe(4, 8)), rendezvous=True)
+    validate(with_comm(one_f_one_b(4, 8)))
+    with pytest.raises(ValueError, match="deadlock under rendezvous: rank 0 at 0SEND_F"):
+        validate(with_comm(one_f_one_b(4, 8)), rendezvous=True)
+
+
+def test_ties_meet() -> None:
+    early = with_comm(with_tie(gpipe(3, 1)))
+    early[0] = [early[0][-1], *early[0][:-1]]  # rank 0 wants to tie before it has sent anything
+    with pytest.raises(ValueError, match="rank 0 at 0TIE waits for 2TIE"):
+        order(early)
+
+
+def test_acknowledged_sends_follow_from_the_messages_that_answer_them() -> None:
+    known = acknowledged(with_comm(one_f_one_b(2, 3)))
+    text = {str(a): " ".join(map(str, sends)) for a, sends in known.items()}
+    assert text == {
+        "0RECV_B0": "0SEND_F0",
+        "0RECV_B1": "0SEND_F1",
+        "0RECV_B2": "0SEND_F2",
+        "1RECV_F0": "",
+        "1RECV_F1": "",
+        "1RECV_F2": "1SEND_B0",
+    }
+
+
+def test_few_sends_are_ever_kept() -> None:
+    p, m = 4, 32
+    lists = with_comm(one_f_one_b(p, m))
+    known = acknowledged(lists)
+    for rank, actions in enumerate(lists):
+        kept = peak = 0
+        for a in actions:
+            kept += a.op in ("SEND_F", "SEND_B")
+            peak = max(peak, kept)
+            kept -= len(known.get(a, ()))
+        assert peak <= 2 * (p - rank) + 1, (rank, peak)

@@ -1,0 +1,132 @@
+"""The simulator against the closed formulas of the papers, exactly, in rational numbers."""
+
+from fractions import Fraction
+
+import pytest
+from warpweave.parallel.schedule import (
+    Action,
+    from_csv,
+    gpipe,
+    one_f_one_b,
+    split_backward,
+    validate,
+    with_comm,
+    with_reduce,
+    with_tie,
+    with_unshard,
+    with_update,
+)
+from warpweave.parallel.simulate import simulate
+
+SIZES = [(1, 1), (1, 5), (2, 1), (2, 2), (3, 7), (4, 2), (4, 4), (4, 16), (8, 8), (8, 32)]
+COSTS = [{"F": Fraction(1), "B": Fraction(2)}, {"F": Fraction(3, 7), "B": Fraction(1, 2)}]
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+@pytest.mark.parametrize("cost", COSTS)
+@pytest.mark.parametrize("generate", [gpipe, one_f_one_b])
+def test_idle_time_and_bubble(generate, cost, p: int, m: int) -> None:
+    line = simulate(generate(p, m), cost, comm=Fraction(0))
+    each = cost["F"] + cost["B"]
+    assert line.span == (m + p - 1) * each
+    assert line.idle == ((p - 1) * each,) * p
+    assert line.busy == (m * each,) * p
+    assert line.bubble == Fraction(p - 1, m + p - 1)
+    # a rank's window starts with its first F, s·F late, and ends s·B before rank 0 does
+    assert line.width == tuple(line.span - s * each for s in range(p))
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+def test_peak_activations(p: int, m: int) -> None:
+    assert simulate(gpipe(p, m), {"F": 1}).activations == (m,) * p
+    assert simulate(one_f_one_b(p, m), {"F": 1}).activations == tuple(
+        min(m, p - s) for s in range(p)
+    )
+
+
+def test_weights_deferred_keep_their_activations() -> None:
+    lists = split_backward(one_f_one_b(2, 4), lag=1)
+    assert simulate(lists, {"F": 1, "I": 1, "W": 1}).activations == (3, 2)
+
+
+def test_deferring_w_shortens_the_critical_path_to_f_and_i() -> None:
+    """With all W at the end, fill and drain cost F + I per stage instead of F + I + W (m = 1)."""
+    p = 4
+    whole = simulate(gpipe(p, 1), {"F": 1, "I": 1, "W": 1})
+    split = simulate(split_backward(gpipe(p, 1)), {"F": 1, "I": 1, "W": 1})
+    assert whole.span == p * 3
+    assert split.span == p * 2 + 1
+
+
+@pytest.mark.parametrize("generate", [gpipe, one_f_one_b])
+@pytest.mark.parametrize(("p", "m"), [(1, 3), (2, 3), (4, 8)])
+def test_lowered_lists_cost_the_same(generate, p: int, m: int) -> None:
+    cost, comm = {"F": Fraction(1), "I": Fraction(8, 7), "W": Fraction(6, 7)}, Fraction(1, 10)
+    for lists in (generate(p, m), split_backward(generate(p, m), lag=1)):
+        plain, sent = simulate(lists, cost, comm), simulate(with_comm(lists), cost, comm)
+        assert sent.span == plain.span
+        assert sent.busy == plain.busy
+        assert sent.activations == plain.activations
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 1), (2, 4), (4, 1), (4, 8)])
+def test_gpipe_pays_for_each_hop_once_down_and_once_up(p: int, m: int) -> None:
+    comm = Fraction(1, 10)
+    line = simulate(gpipe(p, m), {"F": 1, "B": 2}, comm)
+    assert line.span == (m + p - 1) * 3 + 2 * (p - 1) * comm
+
+
+def test_the_papers_costs_for_1f1b() -> None:
+    """p=4, m=16, F : I : W = 1 : 1.14 : 0.86 gives 18.75 % over the ideal, as the note derives."""
+    line = simulate(one_f_one_b(4, 16), {"F": 1, "I": 1.14, "W": 0.86})
+    assert line.span / (16 * 3.0) - 1 == pytest.approx(3 / 16)
+
+
+def test_collectives_take_the_time_they_are_given() -> None:
+    lists = with_update(with_tie(with_reduce(with_unshard(one_f_one_b(3, 4)))))
+    free = simulate(lists, {"F": 1, "B": 2})
+    assert free.span == (4 + 2) * 3
+    paid = simulate(lists, {"F": 1, "B": 2, "REDUCE": 5, "TIE": 2, "UPDATE": 1})
+    assert paid.span == free.span + 5 + 2 + 1
+    tie = {cell.action.stage: cell for row in paid.cells for cell in row if cell.action.op == "TIE"}
+    assert tie[0].start == tie[2].start == free.span + 5
+    gathered = simulate(lists, lambda a: {"F": 1, "B": 2, "UNSHARD": 4}.get(a.op, 0))
+    assert gathered.span == free.span + 4  # all ranks gather at the same time
+
+
+def test_versions_of_synchronous_and_asynchronous_lists() -> None:
+    assert simulate(with_update(one_f_one_b(3, 4)), {"F": 1}).versions == (1, 1, 1)
+    p, n = 4, 9  # PipeDream: an update after each micro-batch, whose B runs on what its F read
+    rows = []
+    for s in range(p):
+        row, behind = [], p - 1 - s
+        for k in range(n + behind):
+            if k < n:
+                row.append(Action("F", s, k, max(0, k - behind)))
+            if k >= behind:
+                i = k - behind
+                row += [Action("B", s, i, max(0, i - behind)), Action("UPDATE", s, ver=i + 1)]
+        rows.append(row)
+    validate(rows, staleness=p - 1)
+    assert simulate(rows, {"F": 1, "B": 1}).versions == (4, 3, 2, 1)
+    assert simulate(rows, {"F": 1, "B": 1}).activations == (4, 3, 2, 1)
+    double = "0F0 0F1 0B0 0B1 0UPDATE@1 0F2 0F3 0B2 0B3 0UPDATE@2 0F4@1 0B4@1 0UPDATE@3"
+    assert simulate([from_csv(double.replace(" ", ","))[0]], {"F": 1}).versions == (2,)
+
+
+def test_several_stages_on_a_rank_share_it() -> None:
+    vee = [from_csv(row.replace(" ", ","))[0] for row in ("0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0")]
+    line = simulate(vee, {"F": 1, "B": 1}, comm=1)
+    assert line.activations == (1.0, 1.0)
+    assert line.span == 8 + 4
+    assert line.draw().splitlines() == [
+        "0F0 .   .   .   .   3F0 3B0 .   .   .   .   0B0",
+        ".   .   1F0 2F0 .   .   .   .   2B0 1B0 .   .",
+    ]
+
+
+def test_a_deadlock_is_reported() -> None:
+    lists = gpipe(2, 1)
+    lists[0].reverse()
+    with pytest.raises(ValueError, match="deadlock: rank 0 at 0B0 waits for 0F0 and 1I0"):
+        simulate(lists, {"F": 1})

@@ -1,0 +1,33 @@
+"""The command line: ``warpweave train`` and ``warpweave prove``."""
+
+from __future__ import annotations
+
+import sys
+
+_USAGE = """usage: warpweave COMMAND [OPTIONS]
+
+commands:
+  train   train a GPT on text, on any mesh (warpweave train --help)
+  prove   show that a mesh computes what one plain device computes (warpweave prove --help)
+
+The last line that a command prints is one JSON object with its result."""
+
+
+def main() -> None:
+    """Entry point of the ``warpweave`` command."""
+    command, rest = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("", [])
+    if command == "train":
+        from warpweave.train import main as run
+    elif command == "prove":
+        from warpweave.prove import main as run
+    elif command in ("", "-h", "--help"):
+        print(_USAGE)
+        return
+    else:
+        print(f"warpweave: unknown command {command!r}\n\n{_USAGE}", file=sys.stderr)
+        sys.exit(2)
+    run(rest)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,364 @@
+"""The engine: one training step of a GPT on any mesh, from the schedule's list of actions.
+
+It puts the pieces together and adds no algorithm: the model's segments over ZeRO units (`gpt`),
+the chain they run in (`parallel.stage`), the schedule and its executor (`parallel.schedule`,
+`parallel.pipeline`), the sharded optimizer (`parallel.zero`). The trainer and `prove` drive it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from warpweave.gpt import GPT, GPTConfig, MicroBatch
+from warpweave.parallel import schedule as schedules
+from warpweave.parallel.collectives import gather
+from warpweave.parallel.mesh import ConnectedMesh
+from warpweave.parallel.pipeline import Distributed, Like, execute
+from warpweave.parallel.shard import ParamRecord
+from warpweave.parallel.stage import ChainStage, Segment
+from warpweave.parallel.zero import LossScale, Unit, ZeroAdamW
+
+SCHEDULES: dict[str, Callable[[int, int], schedules.Schedule]] = {
+    "gpipe": schedules.gpipe,
+    "1f1b": schedules.one_f_one_b,
+}
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step reports, still on the device: 0-dim tensors, the same on every rank.
+
+    Attributes:
+        loss: mean loss over all valid tokens of the global batch, before the update.
+        norm: global gradient norm before clipping.
+        interrupts: number of ranks that were asked to stop.
+    """
+
+    loss: Tensor
+    norm: Tensor
+    interrupts: Tensor
+
+    def all(self) -> Tensor:
+        """[loss, norm, interrupts] as one tensor, for one transfer to the host."""
+        return torch.stack([self.loss, self.norm.to(self.loss), self.interrupts.to(self.loss)])
+
+
+class _EngineStage(ChainStage):
+    """The chain with what happens to gradients once a step: reduce, tie, update."""
+
+    def __init__(
+        self,
+        segments: list[Segment],
+        mesh: ConnectedMesh,
+        optimizer: ZeroAdamW,
+        message: Like,
+        last: bool,
+    ) -> None:
+        super().__init__(segments, last=last)
+        self.mesh, self.optimizer, self.message = mesh, optimizer, message
+        self.lr: float | None = 0.0
+        self.norm: Tensor | None = None
+
+    def reduce(self) -> None:
+        """Finish the sums over the data group, then sum what is partial over the tensor axis."""
+        super().reduce()
+        self.optimizer.sum_partials()
+
+    def input_like(self, mb: int) -> Like:
+        """A pipeline message: one micro-batch's residual stream."""
+        return self.message
+
+    def unshard(self) -> None:
+        """Nothing: the chain gathers unit by unit, just ahead of use."""
+
+    def reshard(self) -> None:
+        """Nothing, likewise."""
+
+    def tie(self) -> Tensor | None:
+        """The reduced gradient of the tied embedding, to which the other end's is added.
+
+        Both ends cut the embedding's unit alike, so this rank's slice matches its peer's.
+        """
+        return next((unit.reduced for unit in self.units if unit.tied), None)
+
+    def update(self) -> None:
+        """The optimizer step; with `lr` None only the norm is computed and gradients are kept."""
+        self.norm = self.optimizer.norm() if self.lr is None else self.optimizer.step(self.lr)
+
+
+class Engine:
+    """A GPT being trained on this rank's part of a mesh.
+
+    Args:
+        config: the model.
+        mesh: the connected mesh.
+        microbatches: micro-batches per step and data replica.
+        micro_batch_size: sequences in each.
+        zero: ZeRO stage over the data group (dp x cp).
+        schedule: "gpipe" or "1f1b".
+        sequence_parallel, recompute, layout, impl: as ``GPT``.
+        dtype: of the parameters; float32, float64, bfloat16 or float16 (with dynamic loss scale).
+        device: where everything lives.
+        seed: of the initialisation and the dropout.
+        betas, eps, weight_decay, clip: AdamW's.
+        timeout: seconds that a pipeline message may take.
+
+    Raises:
+        ValueError: one line naming what does not fit, before anything is sent.
+    """
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        mesh: ConnectedMesh,
+        *,
+        microbatches: int = 1,
+        micro_batch_size: int = 1,
+        zero: int = 0,
+        schedule: str = "1f1b",
+        sequence_parallel: bool = True,
+        recompute: str = "none",
+        layout: str = "zigzag",
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        seed: int = 0,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+        clip: float | None = 1.0,
+        impl: str | None = None,
+        timeout: float = 300.0,
+    ) -> None:
+        if schedule not in SCHEDULES:
+            raise ValueError(f"schedule must be one of {sorted(SCHEDULES)}, got {schedule!r}")
+        if microbatches < 1 or micro_batch_size < 1:
+            raise ValueError(
+                f"microbatches and micro_batch_size must be at least 1, got {microbatches} and "
+                f"{micro_batch_size}"
+            )
+        self.config, self.mesh, self.seed = config, mesh, seed
+        self.microbatches, self.micro_batch_size = microbatches, micro_batch_size
+        self.device = torch.device(device)
+        self.gpt = GPT(
+            config,
+            mesh=mesh,
+            sequence_parallel=sequence_parallel,
+            recompute=recompute,
+            layout=layout,
+            device="meta",
+            dtype=dtype,
+            impl=impl,
+        )
+        rows = micro_batch_size * config.seq_len // mesh.size("cp")
+        own = self.gpt.own_rows(rows)
+        self.dtype = dtype
+        segments = self.gpt.segments(zero=zero, device=self.device)
+        self.units: list[Unit] = list(dict.fromkeys(u for s in segments for u in s.units))
+        scale = LossScale().to(self.device) if dtype == torch.float16 else None
+        self.optimizer = ZeroAdamW(
+            self.units,
+            mesh,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            clip=clip,
+            loss_scale=scale,
+        )
+        self.message: Like = ((own.stop - own.start, config.width), dtype, self.device)
+        self.stage = _EngineStage(segments, mesh, self.optimizer, self.message, self.gpt.last)
+        self.schedule = self._plan(schedule)
+        self.transport = Distributed(
+            self.schedule, mesh.group("pp"), device=self.device, timeout=timeout
+        )
+        self.load("param", lambda record: record.draw(seed))
+
+    def _plan(self, name: str) -> schedules.Schedule:
+        lists = schedules.with_reduce(
+            schedules.with_comm(SCHEDULES[name](self.mesh.size("pp"), self.microbatches))
+        )
+        if self.config.tied:
+            lists = schedules.with_tie(lists)
+        lists = schedules.with_update(lists)
+        schedules.validate(lists, microbatches=self.microbatches)
+        return lists
+
+    # ------------------------------------------------------------------ training
+
+    def step(
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        sample_ids: Tensor,
+        *,
+        lr: float | None,
+        key: int = 0,
+        interrupted: bool = False,
+    ) -> StepResult:
+        """One optimizer step on this data replica's part of the global batch.
+
+        Args:
+            tokens, labels: int64 [microbatches, micro_batch_size, S], whole sequences; the same on
+                all ranks of a data replica.
+            sample_ids: int64 [microbatches, micro_batch_size], numbers in the global batch.
+            lr: learning rate; None leaves weights and gradients as they are after the reduction.
+            key: dropout key of this step.
+            interrupted: this rank was asked to stop; all ranks learn how many were.
+        """
+        expected = (self.microbatches, self.micro_batch_size, self.config.seq_len)
+        if tuple(tokens.shape) != expected or labels.shape != tokens.shape:
+            raise ValueError(
+                f"tokens and labels must have shape {expected}, got {tuple(tokens.shape)} and "
+                f"{tuple(labels.shape)}"
+            )
+        valid = (labels != -100).sum().to(torch.float64)
+        if self.mesh.group("dp") is not None:
+            dist.all_reduce(valid, group=self.mesh.group("dp"))
+        batches = self._micro_batches(tokens, labels, sample_ids, valid.clamp(min=1), key)
+        self.gpt.train()
+        scale = self.optimizer.loss_scale
+        self.stage.lr = lr
+        self.stage.begin(batches, scale.value if scale is not None else None)
+        execute(self.schedule, {self.mesh.index("pp"): self.stage}, self.transport)
+        assert self.stage.norm is not None
+        loss, interrupts = self._global_loss(interrupted)
+        return StepResult(loss, self.stage.norm, interrupts)
+
+    def _micro_batches(
+        self, tokens: Tensor, labels: Tensor, sample_ids: Tensor, valid: Tensor, key: int
+    ) -> list[MicroBatch]:
+        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+        return [
+            self.gpt.micro_batch(t, y, valid.to(wide), sample_ids=ids, seed=key)
+            for t, y, ids in zip(tokens, labels, sample_ids, strict=True)
+        ]
+
+    def _global_loss(self, interrupted: bool = False) -> tuple[Tensor, Tensor]:
+        """(mean loss, number of interrupted ranks), summed over the mesh in one message."""
+        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+        sums = torch.zeros(2, dtype=wide, device=self.device)
+        if self.gpt.last and self.mesh.index("tp") == 0:  # tensor ranks hold the same share
+            sums[0] = torch.stack(self.stage.losses).sum()
+        if interrupted:
+            sums[1] = 1.0
+        self.finite = sums[0].isfinite()
+        if self.mesh.group("world") is not None:
+            dist.all_reduce(sums, group=self.mesh.group("world"))
+        return sums[0], sums[1]
+
+    def not_finite_ranks(self) -> list[int]:
+        """The ranks whose own loss share or gradients were not finite in the last step; collective.
+
+        The loss decides where it is to blame; gradients are named when every loss was finite.
+        """
+        flags = torch.stack([~self.finite, ~self.optimizer.finite.bool()]).to(torch.int32)
+        every = [flags]
+        if self.mesh.group("world") is not None:
+            every = [torch.empty_like(flags) for _ in range(self.mesh.size("world"))]
+            dist.all_gather(every, flags)
+        table = torch.stack(every).tolist()
+        by_loss = [rank for rank, (loss, _) in enumerate(table) if loss]
+        return by_loss or [rank for rank, (_, gradient) in enumerate(table) if gradient]
+
+    # ------------------------------------------------------------------ without training
+
+    def evaluate(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """Mean loss of [n, micro_batch_size, S] sequences per data replica, no dropout, 0-dim.
+
+        Every data replica may bring other sequences; the mean is over all valid tokens of all.
+        """
+        valid = (labels != -100).sum().to(torch.float64)
+        if self.mesh.group("dp") is not None:
+            dist.all_reduce(valid, group=self.mesh.group("dp"))
+        ids = torch.zeros(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
+        self.gpt.eval()
+        self.stage.losses = [
+            y
+            for batch in self._micro_batches(tokens, labels, ids, valid.clamp(min=1), 0)
+            if (y := self._forward(batch)) is not None
+        ]
+        return self._global_loss()[0]
+
+    def _forward(
+        self, batch: MicroBatch, final: Callable[[Tensor | None, MicroBatch], Tensor] | None = None
+    ) -> Tensor | None:
+        """One micro-batch through all stages; the last stage returns its loss (or `final`'s)."""
+        stage, x = self.mesh.index("pp"), None
+        if not self.gpt.first:
+            shape, dtype, device = self.message
+            x = torch.empty(tuple(shape), dtype=dtype, device=device)
+            dist.recv(x, group_src=stage - 1, group=self.mesh.group("pp"))
+        y = self.stage.evaluate(x, batch, final)
+        if self.gpt.last:
+            return y
+        dist.send(y.contiguous(), group_dst=stage + 1, group=self.mesh.group("pp"))
+        return None
+
+    @torch.no_grad()
+    def generate(
+        self, prompt: Tensor, length: int, *, temperature: float = 0.8, seed: int = 0
+    ) -> Tensor:
+        """Continue `prompt` (int64 [n]) by `length` sampled tokens; the same on every rank.
+
+        The whole window is run again for every token, through all stages: simple, and right on
+        every mesh. A window longer than the model's sequence drops its oldest tokens.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        self.gpt.eval()
+        tokens, size = prompt.tolist(), self.config.seq_len
+        if not tokens:
+            raise ValueError("generate needs a prompt of at least one token")
+        ones = torch.ones((), device=self.device)
+        for _ in range(length):
+            window = tokens[-size:]
+            padded = torch.tensor(window + [0] * (size - len(window)), device=self.device)
+            padded = padded.expand(self.micro_batch_size, size)
+            batch = self.gpt.micro_batch(padded, torch.full_like(padded, -100), ones)
+            logits = self._forward(batch, self.gpt.logits)
+            tokens.append(self._sample(logits, len(window) - 1, temperature, generator))
+        return torch.tensor(tokens)
+
+    def _sample(
+        self, logits: Tensor | None, at: int, temperature: float, generator: torch.Generator
+    ) -> int:
+        """Sample the token after position `at`; the rank that holds it tells the rest."""
+        layout, sizes = self.gpt.layout, self.mesh.sizes
+        owner = next(
+            r
+            for r in range(layout.parts)
+            if any(start <= at < start + size for start, size in layout.runs(r))
+        )
+        choice = torch.zeros(1, dtype=torch.int64, device=self.device)
+        if logits is not None and self.mesh.index("cp") == owner:
+            row = layout.positions(owner).tolist().index(at)
+            full = gather(logits[row], self.mesh.group("tp"), dim=-1)[: self.config.vocab_size]
+            chances = torch.softmax(full.float().cpu() / temperature, -1)
+            choice = torch.multinomial(chances, 1, generator=generator).to(self.device)
+        if self.mesh.group("world") is not None:
+            dist.broadcast(choice, sizes.rank_at(dp=0, cp=owner, tp=0, pp=sizes.pp - 1))
+        return int(choice)
+
+    # ------------------------------------------------------------------ state in and out
+
+    def load(self, kind: str, value: Callable[[ParamRecord], Tensor]) -> None:
+        """Set "param", "exp_avg" or "exp_avg_sq" from logical tensors, on any mesh."""
+        for unit in self.units:
+            unit.write(kind, value)
+
+    def read(self, kind: str) -> Iterator[tuple[ParamRecord, Tensor, bool]]:
+        """Yield (record, logical tensor, mine) of this stage's state, "grad" included.
+
+        Collective over the data and tensor ranks of the stage. `mine` is True on exactly one rank
+        of the whole mesh for each tensor: the one that writes it into a checkpoint.
+        """
+        tp, ranks = self.mesh.size("tp"), self.mesh.size("data") * self.mesh.size("tp")
+        me = self.mesh.index("data") * tp + self.mesh.index("tp")
+        count = 0
+        for unit in self.units:
+            for record, tensor in unit.read(kind):
+                yield record, tensor, unit.owner and count % ranks == me
+                count += 1

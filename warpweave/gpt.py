@@ -1,0 +1,438 @@
+"""The GPT reference model: GPT-2, Llama and what lies between, cut over any mesh.
+
+``GPT(config)`` on one device is an ordinary module. ``GPT(config, mesh=...)`` is this rank's part:
+its pipeline stage's blocks, with heads, hidden units and vocabulary cut over the tensor axis.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from warpweave.kernels.dropout import dropout
+from warpweave.kernels.rope import rope_table
+from warpweave.layers.block import TransformerBlock
+from warpweave.layers.context import TokenContext
+from warpweave.layers.embedding import PositionEmbedding, VocabParallelEmbedding
+from warpweave.layers.loss import VocabParallelCrossEntropy
+from warpweave.layers.norm import LayerNorm, RMSNorm
+from warpweave.layers.records import collect_records
+from warpweave.parallel.layout import SequenceLayout
+from warpweave.parallel.mesh import ConnectedMesh, Mesh, single
+from warpweave.parallel.shard import ParamRecord
+from warpweave.parallel.stage import Segment
+from warpweave.parallel.tensor import column_parallel_linear
+from warpweave.parallel.zero import Unit
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """Sizes and style of a GPT. The defaults are GPT-2's style.
+
+    Attributes:
+        vocab_size, seq_len: vocabulary and longest sequence.
+        layers, width, heads: blocks, model width E, query heads.
+        kv_heads: KV heads, by default `heads`.
+        hidden: MLP width F, by default 4 * width.
+        positions: "learned" or "rope" (base `rope_theta`).
+        norm: "layer" or "rms", with `norm_eps`.
+        activation: "gelu" (tanh) or "swiglu".
+        bias: linear layers and LayerNorm have biases.
+        tied: the head's weight is the embedding's.
+        dropout: after the embedding and on both branches of every block.
+    """
+
+    vocab_size: int
+    seq_len: int
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int | None = None
+    hidden: int | None = None
+    positions: str = "learned"
+    norm: str = "layer"
+    activation: str = "gelu"
+    bias: bool = True
+    tied: bool = True
+    norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "seq_len", "layers", "width", "heads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name, allowed in (
+            ("positions", ("learned", "rope")),
+            ("norm", ("layer", "rms")),
+            ("activation", ("gelu", "swiglu")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}")
+        if self.width % self.heads:
+            raise ValueError(f"width = {self.width} does not divide by heads = {self.heads}")
+        if self.heads % self.num_kv_heads:
+            raise ValueError(
+                f"heads = {self.heads} does not divide by kv_heads = {self.num_kv_heads}"
+            )
+        if self.positions == "rope" and (self.width // self.heads) % 2:
+            raise ValueError(f"rope needs an even head size, got {self.width // self.heads}")
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads."""
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def num_hidden(self) -> int:
+        """MLP width F."""
+        return 4 * self.width if self.hidden is None else self.hidden
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head, D."""
+        return self.width // self.heads
+
+    def check(self, mesh: Mesh, *, zigzag: bool = True) -> None:
+        """Raise a one-line ``ValueError`` if this model cannot be cut over `mesh`."""
+        if self.num_kv_heads % mesh.tp:
+            raise ValueError(f"kv_heads = {self.num_kv_heads} does not divide by tp = {mesh.tp}")
+        if self.num_hidden % mesh.tp:
+            raise ValueError(f"hidden = {self.num_hidden} does not divide by tp = {mesh.tp}")
+        if mesh.pp > self.layers:
+            raise ValueError(f"pp = {mesh.pp} stages need as many layers, got {self.layers}")
+        SequenceLayout(self.seq_len, mesh.cp, "zigzag" if zigzag else "contiguous")
+
+
+def _llama(layers: int, width: int, heads: int, kv_heads: int, hidden: int) -> GPTConfig:
+    return GPTConfig(
+        128256,
+        8192,
+        layers,
+        width,
+        heads,
+        kv_heads,
+        hidden,
+        positions="rope",
+        norm="rms",
+        activation="swiglu",
+        bias=False,
+        tied=False,
+        rope_theta=500000.0,
+    )
+
+
+PRESETS = {
+    "toy": GPTConfig(256, 128, 2, 128, 4),
+    "small": GPTConfig(256, 128, 4, 128, 4),
+    "toy-llama": GPTConfig(
+        256,
+        128,
+        2,
+        128,
+        4,
+        2,
+        352,
+        positions="rope",
+        norm="rms",
+        activation="swiglu",
+        bias=False,
+        tied=False,
+    ),
+    "gpt2": GPTConfig(50257, 1024, 12, 768, 12),
+    "gpt2-medium": GPTConfig(50257, 1024, 24, 1024, 16),
+    "gpt2-large": GPTConfig(50257, 1024, 36, 1280, 20),
+    "gpt2-xl": GPTConfig(50257, 1024, 48, 1600, 25),
+    "llama-1b": _llama(16, 2048, 32, 8, 8192),
+    "llama-8b": _llama(32, 4096, 32, 8, 14336),
+    "llama-70b": _llama(80, 8192, 64, 8, 28672),
+}
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One micro-batch on one rank.
+
+    Attributes:
+        tokens, labels: int64 [T], this context rank's tokens, samples one after the other.
+        positions: int64, the position of each row of the residual stream ([T], or [T/tp] with
+            sequence parallelism).
+        context: what the blocks need.
+        normaliser: global number of valid tokens of the whole step, 0-dim.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    positions: Tensor
+    context: TokenContext
+    normaliser: Tensor
+
+
+class GPT(nn.Module):
+    """A GPT, or one rank's part of it.
+
+    Parameters have the same full names on every mesh (``blocks.7.mlp.up.weight`` is block 7 on
+    whichever stage it lies), and their initial values depend on `seed` and the name alone.
+
+    Args:
+        config: sizes and style.
+        mesh: the connected mesh; None is one device. This rank's stage is its ``pp`` coordinate.
+        sequence_parallel: with tp > 1, cut the residual stream's rows over the tensor axis.
+        recompute: "none" keeps activations; "selective" recomputes the MLP's hidden activations;
+            "full" keeps each block's input only (applied by `segments`).
+        layout: how the context axis cuts the sequence, "zigzag" or "contiguous".
+        seed: of the initialisation.
+        device, dtype: of the parameters; on "meta" nothing is drawn.
+        impl: "triton", "torch" or None, as for the kernels.
+
+    Raises:
+        ValueError: the model cannot be cut over the mesh.
+    """
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        *,
+        mesh: ConnectedMesh | None = None,
+        sequence_parallel: bool = False,
+        recompute: str = "none",
+        layout: str = "zigzag",
+        seed: int = 0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        impl: str | None = None,
+    ) -> None:
+        super().__init__()
+        if recompute not in ("none", "selective", "full"):
+            raise ValueError(f"recompute must be none, selective or full, got {recompute!r}")
+        mesh = mesh if mesh is not None else single()
+        config.check(mesh.sizes, zigzag=layout == "zigzag")
+        self.config, self.mesh, self.recompute, self.impl = config, mesh, recompute, impl
+        self.sequence_parallel = sequence_parallel and mesh.size("tp") > 1
+        self.layout = SequenceLayout(config.seq_len, mesh.size("cp"), layout)
+        stage, stages = mesh.index("pp"), mesh.size("pp")
+        self.first, self.last = stage == 0, stage == stages - 1
+        where = {"device": device, "dtype": dtype}
+        cut = {"mesh": mesh, "sequence_parallel": self.sequence_parallel}
+
+        if self.first or (self.last and config.tied):
+            self.embedding = VocabParallelEmbedding(config.vocab_size, config.width, **where, **cut)
+        if self.first and config.positions == "learned":
+            self.positions = PositionEmbedding(
+                config.seq_len, config.width, **where, partial=self.sequence_parallel
+            )
+        self.blocks = nn.ModuleDict(
+            {str(i): self._block(i, where | cut) for i in self.layers_of(stage)}
+        )
+        if self.last:
+            norm = RMSNorm if config.norm == "rms" else LayerNorm
+            extra = {} if config.norm == "rms" else {"bias": config.bias}
+            self.final_norm = norm(
+                config.width, config.norm_eps, **where, **cut, **extra, impl=impl
+            )
+            if not config.tied:
+                self.head = VocabParallelEmbedding(config.vocab_size, config.width, **where, **cut)
+            self.loss = VocabParallelCrossEntropy(config.vocab_size, mesh=mesh)
+        self.initialise(seed)
+
+    def _block(self, i: int, where: dict) -> TransformerBlock:
+        c = self.config
+        return TransformerBlock(
+            c.width,
+            c.heads,
+            c.num_hidden,
+            num_kv_heads=c.num_kv_heads,
+            norm=c.norm,
+            norm_eps=c.norm_eps,
+            activation=c.activation,
+            bias=c.bias,
+            rope_theta=c.rope_theta if c.positions == "rope" else None,
+            dropout=c.dropout,
+            site=1 + 2 * i,
+            selective=self.recompute == "selective",
+            out_init=0.02 / math.sqrt(2 * c.layers),
+            impl=self.impl,
+            **where,
+        )
+
+    def layers_of(self, stage: int) -> range:
+        """The blocks that lie on pipeline stage `stage`, as even as can be."""
+        layers, stages = self.config.layers, self.mesh.size("pp")
+        return range(layers * stage // stages, layers * (stage + 1) // stages)
+
+    def parameter_records(self) -> dict[str, ParamRecord]:
+        """Full name -> record of every parameter of this stage."""
+        return collect_records(self)
+
+    @torch.no_grad()
+    def initialise(self, seed: int) -> None:
+        """Draw every parameter from (seed, name); nothing happens on the meta device."""
+        records = self.parameter_records()
+        for name, param in self.named_parameters():
+            if not param.is_meta:
+                full = records[name].draw(seed)
+                param.copy_(records[name].slice(full, self.mesh.index("tp")))
+
+    # ------------------------------------------------------------------ forward
+
+    def micro_batch(
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        normaliser: Tensor,
+        *,
+        sample_ids: Tensor | None = None,
+        seed: int = 0,
+    ) -> MicroBatch:
+        """This rank's view of a micro-batch of whole sequences.
+
+        Args:
+            tokens, labels: int64 [B, S]; labels are already the next tokens, -100 has no loss.
+            normaliser: global number of valid tokens of the step, 0-dim.
+            sample_ids: int64 [B], each sample's number in the global batch; keys the dropout.
+            seed: dropout key of this step.
+
+        Raises:
+            ValueError: S is not the model's sequence length while it is cut over the context axis,
+                is longer than it, or the tensor axis does not divide the micro-batch's tokens.
+        """
+        batch, length = tokens.shape
+        layout = self.layout
+        if layout.parts == 1:
+            if length > self.config.seq_len:
+                raise ValueError(f"sequence of {length} tokens, the model's is {layout.seq_len}")
+            layout = SequenceLayout(length, 1)
+        index, device = self.mesh.index("cp"), tokens.device
+        local = layout.positions(index, device)
+        tokens, labels = (layout.shard(t, index, 1).reshape(-1) for t in (tokens, labels))
+        rows = self.own_rows(len(tokens))
+        token_ids = None
+        if self.config.dropout:
+            if sample_ids is None:
+                sample_ids = torch.arange(batch, device=device)
+            token_ids = (sample_ids[:, None] * self.config.seq_len + local).flatten()[rows]
+        rope = None
+        if self.config.positions == "rope":
+            dtype = self._dtype()
+            wide = torch.float64 if dtype == torch.float64 else torch.float32
+            rope = rope_table(local, self.config.head_dim, theta=self.config.rope_theta, dtype=wide)
+        return MicroBatch(
+            tokens,
+            labels,
+            local.repeat(batch)[rows],
+            TokenContext(batch, layout, rope, seed, token_ids),
+            normaliser,
+        )
+
+    def _dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype
+
+    def own_rows(self, tokens: int) -> slice:
+        """The rows of the residual stream that this tensor rank holds."""
+        if not self.sequence_parallel:
+            return slice(0, tokens)
+        tp, index = self.mesh.size("tp"), self.mesh.index("tp")
+        if tokens % tp:
+            raise ValueError(
+                f"sequence parallelism cuts the {tokens} tokens of a micro-batch over tp = {tp}, "
+                "which does not divide them"
+            )
+        return slice(index * tokens // tp, (index + 1) * tokens // tp)
+
+    def embed(self, _: Tensor | None, batch: MicroBatch) -> Tensor:
+        """Token (and position) embedding -> x[T, E], or x[T/tp, E]."""
+        x = self.embedding(batch.tokens)
+        if self.config.positions == "learned":
+            x = x + self.positions(batch.positions)
+        if self.config.dropout and self.training:
+            x = dropout(
+                x,
+                self.config.dropout,
+                seed=batch.context.seed,
+                site=0,
+                tokens=batch.context.token_ids,
+                impl=self.impl,
+            )
+        return x
+
+    def logits(self, x: Tensor | None, batch: MicroBatch) -> Tensor:
+        """Final norm and head: x[T, E] or x[T/tp, E] -> logits[T, ceil(V/tp)]."""
+        weight = self.embedding.weight if self.config.tied else self.head.weight
+        return column_parallel_linear(
+            self.final_norm(x),
+            weight,
+            group=self.mesh.group("tp"),
+            sequence_parallel=self.sequence_parallel,
+        )
+
+    def head_loss(self, x: Tensor | None, batch: MicroBatch) -> Tensor:
+        """Final norm, head and loss -> 0-dim, this context rank's share of the global mean."""
+        return self.loss(self.logits(x, batch), batch.labels, batch.normaliser)
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Whole model without pipeline: tokens int64 [B, S] -> logits or mean loss.
+
+        Returns logits[B, S/cp, ceil(V/tp)], or with `labels` int64 [B, S] this rank's share of the
+        loss averaged over the valid tokens of the given batch (0-dim).
+        """
+        if not (self.first and self.last):
+            raise ValueError("forward needs the whole model: the mesh has several pipeline stages")
+        targets = labels if labels is not None else torch.full_like(tokens, -100)
+        valid = (targets != -100).sum().clamp(min=1)
+        batch = self.micro_batch(tokens, targets, valid)
+        x = self.embed(None, batch)
+        for block in self.blocks.values():
+            x = block(x, batch.context)
+        if labels is not None:
+            return self.head_loss(x, batch)
+        return self.logits(x, batch).unflatten(0, (tokens.shape[0], -1))
+
+    # ------------------------------------------------------------------ the cut into segments
+
+    def segments(self, *, zero: int = 0, device: torch.device | str = "cpu") -> list[Segment]:
+        """This stage as a chain of segments over ZeRO units, one block each.
+
+        A tied embedding is a unit of its own, so that the two stages that hold it cut it alike. The
+        parameters' storage moves into the units' flat buffers, their values with it.
+        """
+        records = self.parameter_records()
+        params = dict(self.named_parameters())
+
+        def unit(name: str, prefixes: tuple[str, ...], tied: bool = False) -> Unit:
+            chosen = [(records[n], p) for n, p in params.items() if n.startswith(prefixes)]
+            owner = self.first or not tied
+            return Unit(name, chosen, self.mesh, zero=zero, device=device, tied=tied, owner=owner)
+
+        segments: list[Segment] = []
+        tied = self.config.tied
+        shared = None
+        if tied and (self.first or self.last):
+            shared = unit("embedding", ("embedding.",), tied=self.mesh.size("pp") > 1)
+        if self.first:
+            if shared is not None:
+                units = (shared,)
+                if self.config.positions == "learned":
+                    units = (shared, unit("positions", ("positions.",)))
+            else:
+                units = (unit("embedding", ("embedding.", "positions.")),)
+            segments.append(Segment("embedding", self.embed, units))
+        full = self.recompute == "full"
+        for i, block in self.blocks.items():
+
+            def run(x: Tensor | None, batch: MicroBatch, block: nn.Module = block) -> Tensor:
+                return block(x, batch.context)
+
+            segments.append(
+                Segment(f"block {i}", run, (unit(f"block {i}", (f"blocks.{i}.",)),), full)
+            )
+        if self.last:
+            units = (unit("head", ("final_norm.", "head.")),)
+            segments.append(
+                Segment("head", self.head_loss, (shared, *units) if shared is not None else units)
+            )
+        return segments

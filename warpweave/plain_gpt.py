@@ -1,0 +1,348 @@
+"""A GPT in torch alone, written as plainly as can be: the truth every layout is compared with.
+
+This file imports nothing of warpweave and shares no code with it, not even the random numbers of
+dropout. It computes in the dtype of its parameters (float64 for sharp proofs), autograd does the
+gradients, and every step is one visible line of algebra.
+
+A model is a dict from parameter name to tensor; the names and shapes are those of `plain_shapes`:
+
+    embedding.weight (V, E)            positions.weight (max S, E)     only learned positions
+    blocks.{i}.attention_norm.weight (E)
+    blocks.{i}.attention.qkv.weight (Hkv * (G + 2) * D, E)    each KV head: its G query heads, k, v
+    blocks.{i}.attention.out.weight (E, H * D)
+    blocks.{i}.mlp_norm.weight (E)
+    blocks.{i}.mlp.up.weight (F, E), for swiglu (2F, E): rows gate, up, gate, up, ...
+    blocks.{i}.mlp.down.weight (E, F)
+    final_norm.weight (E)              head.weight (V, E)              only untied
+
+and, with biases, `.bias` of the rows' size beside each of them but embedding, positions and head
+(an RMS norm has none). The architectures are GPT-2 (Radford et al. 2019), Llama (Touvron et al.
+2023, arXiv:2302.13971) and everything between them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+IGNORED = -100  # the label of a token that has no loss
+
+
+@dataclass(frozen=True)
+class PlainConfig:
+    """Sizes and style of a GPT; the defaults are the style of GPT-2."""
+
+    vocab_size: int
+    seq_len: int  # longest sequence; also what numbers the tokens for dropout
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    hidden: int
+    positions: str = "learned"  # or "rope"
+    norm: str = "layer"  # or "rms"
+    act: str = "gelu"  # or "swiglu"
+    bias: bool = True
+    tied: bool = True
+    norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field, allowed in (
+            ("positions", ("learned", "rope")),
+            ("norm", ("layer", "rms")),
+            ("act", ("gelu", "swiglu")),
+        ):
+            if getattr(self, field) not in allowed:
+                raise ValueError(f"{field} must be one of {allowed}, got {getattr(self, field)!r}")
+        if self.width % self.heads or self.heads % self.kv_heads:
+            raise ValueError(
+                f"heads must divide width and kv_heads must divide heads, got width={self.width}, "
+                f"heads={self.heads}, kv_heads={self.kv_heads}"
+            )
+        if self.positions == "rope" and self.head_dim % 2:
+            raise ValueError(f"rope needs an even head size, got {self.head_dim}")
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
+
+    @property
+    def head_dim(self) -> int:
+        return self.width // self.heads
+
+
+def plain_shapes(config: PlainConfig) -> dict[str, tuple[int, ...]]:
+    """Every parameter's name and logical shape, in the order in which the model uses them."""
+    E, F, D = config.width, config.hidden, config.head_dim
+    group = config.heads // config.kv_heads
+    shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (config.vocab_size, E)}
+    if config.positions == "learned":
+        shapes["positions.weight"] = (config.seq_len, E)
+
+    def norm(name: str) -> None:
+        shapes[f"{name}.weight"] = (E,)
+        if config.bias and config.norm == "layer":
+            shapes[f"{name}.bias"] = (E,)
+
+    def linear(name: str, rows: int, columns: int) -> None:
+        shapes[f"{name}.weight"] = (rows, columns)
+        if config.bias:
+            shapes[f"{name}.bias"] = (rows,)
+
+    for i in range(config.layers):
+        norm(f"blocks.{i}.attention_norm")
+        linear(f"blocks.{i}.attention.qkv", config.kv_heads * (group + 2) * D, E)
+        linear(f"blocks.{i}.attention.out", E, config.heads * D)
+        norm(f"blocks.{i}.mlp_norm")
+        linear(f"blocks.{i}.mlp.up", 2 * F if config.act == "swiglu" else F, E)
+        linear(f"blocks.{i}.mlp.down", E, F)
+    norm("final_norm")
+    if not config.tied:
+        shapes["head.weight"] = (config.vocab_size, E)
+    return shapes
+
+
+def plain_init(
+    config: PlainConfig, seed: int, dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
+    """Fresh parameters: each drawn from (seed, its name) alone in float32, then cast to `dtype`.
+
+    Matrices have standard deviation 0.02, the two projections back into the residual stream
+    0.02 / sqrt(2 * layers) as in GPT-2; norm weights are 1 and biases 0.
+    """
+    params = {}
+    for name, shape in plain_shapes(config).items():
+        if name.endswith(".bias"):
+            params[name] = torch.zeros(shape, dtype=dtype)
+        elif len(shape) == 1:
+            params[name] = torch.ones(shape, dtype=dtype)
+        else:
+            digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+            key = int.from_bytes(digest[:8], "big") & (2**63 - 1)
+            residual = name.endswith((".attention.out.weight", ".mlp.down.weight"))
+            std = 0.02 / math.sqrt(2 * config.layers) if residual else 0.02
+            draw = torch.randn(shape, generator=torch.Generator().manual_seed(key))
+            params[name] = (draw * std).to(dtype)
+    return params
+
+
+def philox(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
+    """Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
+
+    counter[..., 4] are 32-bit words held in uint64, key is two 32-bit words; returns four random
+    32-bit words per counter, in the same form.
+    """
+    low = np.uint64(0xFFFFFFFF)
+    half = np.uint64(32)
+    c0, c1, c2, c3 = (counter[..., i].astype(np.uint64) for i in range(4))
+    k0, k1 = key
+    for _ in range(10):
+        first = c0 * np.uint64(0xD2511F53)  # below 2**64: both factors are below 2**32
+        second = c2 * np.uint64(0xCD9E8D57)
+        c0, c1, c2, c3 = (
+            (second >> half) ^ c1 ^ np.uint64(k0),
+            second & low,
+            (first >> half) ^ c3 ^ np.uint64(k1),
+            first & low,
+        )
+        k0 = (k0 + 0x9E3779B9) % 2**32
+        k1 = (k1 + 0xBB67AE85) % 2**32
+    return np.stack([c0, c1, c2, c3], axis=-1)
+
+
+def _dropout(x: Tensor, p: float, seed: int, site: int, tokens: Tensor) -> Tensor:
+    """Zero x[B, S, E] with probability p, drawn from (seed, site, tokens[B, S], e) alone."""
+    if p == 0.0:
+        return x
+    index = tokens.cpu().numpy().astype(np.uint64)
+    quads = (x.shape[-1] + 3) // 4
+    counter = np.zeros((*index.shape, quads, 4), dtype=np.uint64)
+    counter[..., 0] = (index & np.uint64(0xFFFFFFFF))[..., None]
+    counter[..., 1] = (index >> np.uint64(32))[..., None]
+    counter[..., 2] = np.arange(quads, dtype=np.uint64)
+    counter[..., 3] = site
+    words = philox(counter, (seed % 2**32, (seed >> 32) % 2**32))
+    words = words.reshape(*index.shape, quads * 4)[..., : x.shape[-1]]
+    keep = torch.from_numpy(words >= round(p * 2**32)).to(x.device)
+    return torch.where(keep, x / (1.0 - p), 0.0)
+
+
+def _norm(x: Tensor, params: dict[str, Tensor], name: str, config: PlainConfig) -> Tensor:
+    if config.norm == "layer":
+        x = x - x.mean(-1, keepdim=True)
+    x = x / torch.sqrt((x * x).mean(-1, keepdim=True) + config.norm_eps)
+    x = x * params[f"{name}.weight"]
+    return x + params[f"{name}.bias"] if f"{name}.bias" in params else x
+
+
+def _linear(x: Tensor, params: dict[str, Tensor], name: str) -> Tensor:
+    y = x @ params[f"{name}.weight"].T
+    return y + params[f"{name}.bias"] if f"{name}.bias" in params else y
+
+
+def _rotate(x: Tensor, config: PlainConfig) -> Tensor:
+    """Rotary embedding of x[B, S, H, D]: element j turns with element j + D/2 (Llama's pairing)."""
+    half = x.shape[-1] // 2
+    exponent = torch.arange(half, dtype=torch.float64, device=x.device) / half
+    position = torch.arange(x.shape[1], dtype=torch.float64, device=x.device)
+    angle = position[:, None] * config.rope_theta**-exponent
+    cos, sin = (f(angle).to(x.dtype)[None, :, None, :] for f in (torch.cos, torch.sin))
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+
+def _attention(x: Tensor, params: dict[str, Tensor], name: str, config: PlainConfig) -> Tensor:
+    B, S, _ = x.shape
+    group = config.heads // config.kv_heads
+    qkv = _linear(x, params, f"{name}.qkv").view(B, S, config.kv_heads, group + 2, config.head_dim)
+    q = qkv[..., :group, :].reshape(B, S, config.heads, config.head_dim)
+    k, v = qkv[..., group, :], qkv[..., group + 1, :]
+    if config.positions == "rope":
+        q, k = _rotate(q, config), _rotate(k, config)
+    k = k.repeat_interleave(group, dim=2)
+    v = v.repeat_interleave(group, dim=2)
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(config.head_dim)
+    future = torch.ones(S, S, dtype=torch.bool, device=x.device).triu(1)
+    weights = torch.softmax(scores.masked_fill(future, -math.inf), dim=-1)
+    out = torch.einsum("bhqk,bkhd->bqhd", weights, v).reshape(B, S, config.width)
+    return _linear(out, params, f"{name}.out")
+
+
+def _mlp(x: Tensor, params: dict[str, Tensor], name: str, config: PlainConfig) -> Tensor:
+    x = _linear(x, params, f"{name}.up")
+    if config.act == "gelu":
+        x = 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)))
+    else:
+        gate, up = x[..., 0::2], x[..., 1::2]
+        x = gate * torch.sigmoid(gate) * up
+    return _linear(x, params, f"{name}.down")
+
+
+def plain_gpt_logits(
+    params: dict[str, Tensor],
+    tokens: Tensor,
+    config: PlainConfig,
+    *,
+    dropout: float | None = None,
+    seed: int = 0,
+    sample_ids: Tensor | None = None,
+) -> Tensor:
+    """The logits[B, S, V] of tokens[B, S] (int64) under next-token prediction.
+
+    `dropout` is config.dropout unless given. Its draws are keyed by `seed` (a run passes another
+    one each step), by the site (0 after the embedding, 1 + 2i and 2 + 2i after block i's attention
+    and MLP) and by the token's number sample_id * config.seq_len + position; sample_ids[B] is
+    0, 1, ... unless given.
+    """
+    B, S = tokens.shape
+    limit = config.seq_len
+    if limit < S:
+        raise ValueError(f"the sequence is longer than config.seq_len: {S} > {limit}")
+    p = config.dropout if dropout is None else dropout
+    if sample_ids is None:
+        sample_ids = torch.arange(B, device=tokens.device)
+    number = sample_ids[:, None] * config.seq_len + torch.arange(S, device=tokens.device)
+
+    x = params["embedding.weight"][tokens]
+    if config.positions == "learned":
+        x = x + params["positions.weight"][:S]
+    x = _dropout(x, p, seed, 0, number)
+    for i in range(config.layers):
+        y = _norm(x, params, f"blocks.{i}.attention_norm", config)
+        y = _attention(y, params, f"blocks.{i}.attention", config)
+        x = x + _dropout(y, p, seed, 1 + 2 * i, number)
+        y = _norm(x, params, f"blocks.{i}.mlp_norm", config)
+        y = _mlp(y, params, f"blocks.{i}.mlp", config)
+        x = x + _dropout(y, p, seed, 2 + 2 * i, number)
+    x = _norm(x, params, "final_norm", config)
+    return x @ params["embedding.weight" if config.tied else "head.weight"].T
+
+
+def plain_gpt_loss(
+    params: dict[str, Tensor],
+    tokens: Tensor,
+    labels: Tensor,
+    config: PlainConfig,
+    *,
+    dropout: float | None = None,
+    seed: int = 0,
+    sample_ids: Tensor | None = None,
+) -> tuple[Tensor, int]:
+    """The sum of the token losses (0-dim, the parameters' dtype) and the number of valid tokens.
+
+    labels[B, S] are int64; -100 marks a token that has no loss. Dropout as in `plain_gpt_logits`.
+    """
+    logits = plain_gpt_logits(
+        params, tokens, config, dropout=dropout, seed=seed, sample_ids=sample_ids
+    )
+    valid = labels != IGNORED
+    chosen = torch.log_softmax(logits, dim=-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    return -torch.where(valid, chosen, 0.0).sum(), int(valid.sum())
+
+
+@torch.no_grad()
+def plain_adamw_step(
+    params: dict[str, Tensor],
+    grads: dict[str, Tensor],
+    state: dict[str, dict[str, Tensor]],
+    step: int,
+    *,
+    lr: float,
+    beta1: float = 0.9,
+    beta2: float = 0.95,
+    eps: float = 1e-8,
+    weight_decay: float = 0.1,
+    clip: float | None = None,
+) -> Tensor:
+    """One AdamW step (Loshchilov and Hutter 2019, arXiv:1711.05101), in place; returns the norm.
+
+    `state` maps each name to its moments {"m", "v"}; start with {}. `step` counts from 1. The norm
+    is that of all gradients together before clipping; clipping multiplies every gradient with
+    min(1, clip / (norm + 1e-6)), as torch does. Decay is lr * weight_decay on matrices only:
+    names that end in .weight with two dimensions or more, so embeddings yes, norms and biases no.
+    """
+    norm = torch.sqrt(sum((g * g).sum() for g in grads.values()))
+    scale = 1.0 if clip is None else min(1.0, clip / (norm.item() + 1e-6))
+    for name, param in params.items():
+        if name not in state:
+            state[name] = {"m": torch.zeros_like(param), "v": torch.zeros_like(param)}
+        m, v = state[name]["m"], state[name]["v"]
+        g = grads[name] * scale
+        if name.endswith(".weight") and param.ndim >= 2:
+            param.mul_(1.0 - lr * weight_decay)
+        m.copy_(beta1 * m + (1.0 - beta1) * g)
+        v.copy_(beta2 * v + (1.0 - beta2) * g * g)
+        m_hat = m / (1.0 - beta1**step)
+        v_hat = v / (1.0 - beta2**step)
+        param.sub_(lr * m_hat / (torch.sqrt(v_hat) + eps))
+    return norm
+
+
+@torch.no_grad()
+def generate(
+    params: dict[str, Tensor],
+    config: PlainConfig,
+    prompt: Tensor,
+    n: int,
+    temperature: float = 1.0,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """prompt[B, S] continued by n tokens: [B, S + n]; temperature 0 takes the likeliest token.
+
+    No cache: every token runs the whole model on the last config.seq_len tokens, without dropout.
+    """
+    tokens = prompt
+    for _ in range(n):
+        logits = plain_gpt_logits(params, tokens[:, -config.seq_len :], config, dropout=0.0)[:, -1]
+        if temperature == 0.0:
+            following = logits.argmax(-1, keepdim=True)
+        else:
+            chances = torch.softmax(logits / temperature, dim=-1)
+            following = torch.multinomial(chances, 1, generator=generator)
+        tokens = torch.cat([tokens, following], dim=1)
+    return tokens

@@ -1,0 +1,388 @@
+"""Show that a layout computes what one plain device computes.
+
+``warpweave prove --all --world 4`` trains a tiny GPT for a few steps on every mesh of 1, 2 and 4
+ranks, times every ZeRO stage, schedule and model style, with real gloo processes, and compares the
+loss of every step, every gathered gradient, the gradient norm and the weights after the last step
+with `plain_gpt`, a model that shares no code with the rest of the library.
+
+The batch is made to be nasty: numbers of valid tokens differ between ranks, some ranks have none at
+all, the vocabulary and the layers do not divide evenly, dropout is on and clipping is active.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+import tyro
+from torch import Tensor
+
+from warpweave.engine import Engine
+from warpweave.gpt import GPTConfig
+from warpweave.launch import join, launch, under_torchrun
+from warpweave.parallel.mesh import ConnectedMesh, Mesh
+from warpweave.plain_gpt import PlainConfig, plain_adamw_step, plain_gpt_loss, plain_init
+
+SAMPLES, SEQ_LEN, VOCAB, STEPS, SEED = 8, 16, 37, 3, 5
+ADAMW = {"eps": 1e-4, "weight_decay": 0.1}
+CLIP, LR, DROPOUT = 0.5, 0.01, 0.1
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
+# Largest relative error allowed. float64 leaves no room for anything but the order of sums.
+LIMITS = {"fp64": 1e-11, "fp32": 2e-4}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way to train: a mesh and everything that must not change the numbers."""
+
+    mesh: Mesh
+    sequence_parallel: bool = False
+    zero: int = 0
+    schedule: str = "1f1b"
+    style: str = "gpt2"
+    tied: bool = True
+    recompute: str = "none"
+    dtype: str = "fp64"
+
+    def __str__(self) -> str:
+        m = self.mesh
+        axes = " ".join(f"{a}={getattr(m, a)}" for a in ("dp", "tp", "cp", "pp"))
+        sp = "sp" if self.sequence_parallel else "--"
+        tied = "tied" if self.tied else "untied"
+        return (
+            f"{axes} {sp} zero={self.zero} {self.schedule:5} {self.style:5} {tied:6} "
+            f"{self.recompute:9} {self.dtype}"
+        )
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Largest relative errors of a layout; `where` names the worst gradient or weight."""
+
+    loss: float
+    grad: float
+    norm: float
+    weight: float
+    where: str
+
+    @property
+    def worst(self) -> float:
+        """The largest of the four."""
+        return max(self.loss, self.grad, self.norm, self.weight)
+
+
+def model_config(layout: Layout) -> GPTConfig:
+    """The tiny model: prime vocabulary, layers that do not divide by the stages."""
+    pp = layout.mesh.pp
+    common = {
+        "vocab_size": VOCAB,
+        "seq_len": SEQ_LEN,
+        "layers": pp + 1 if pp > 1 else 2,
+        "width": 32,
+        "heads": 8,
+        "hidden": 40,
+        "tied": layout.tied,
+        "dropout": DROPOUT,
+    }
+    if layout.style == "gpt2":
+        return GPTConfig(**common)
+    return GPTConfig(
+        **common,
+        kv_heads=max(2, layout.mesh.tp),
+        positions="rope",
+        norm="rms",
+        activation="swiglu",
+        bias=False,
+    )
+
+
+@lru_cache(maxsize=8)
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    """Tokens and labels [SAMPLES, SEQ_LEN] of a step, with holes where ranks have nothing to do."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    tokens = torch.randint(0, VOCAB, (SAMPLES, SEQ_LEN), generator=generator)
+    labels = torch.randint(0, VOCAB, (SAMPLES, SEQ_LEN), generator=generator)
+    drop = torch.rand(SAMPLES, SEQ_LEN, generator=generator)
+    labels[drop < torch.linspace(0.0, 0.8, SAMPLES)[:, None]] = -100
+    chunk = SEQ_LEN // 8
+    if step == 0:  # samples 2 and 3 have no loss: the second of four data ranks has none
+        labels[2:4] = -100
+    elif step == 1:  # what the first of two (or four) zigzag context ranks holds has no loss
+        labels[:, : 2 * chunk] = -100
+        labels[:, 6 * chunk :] = -100
+    else:  # likewise contiguous halves, and one whole half of the samples
+        labels[:, 4 * chunk :] = -100
+        labels[4:] = -100
+    return tokens, labels
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What the plain model computes, in float64."""
+
+    losses: list[float]
+    norms: list[float]
+    grads: list[dict[str, Tensor]]
+    weights: dict[str, Tensor]
+
+
+@lru_cache(maxsize=16)
+def truth(config: GPTConfig) -> Truth:
+    """Train the plain model on one device for STEPS steps in float64."""
+    plain = PlainConfig(
+        vocab_size=config.vocab_size,
+        seq_len=config.seq_len,
+        layers=config.layers,
+        width=config.width,
+        heads=config.heads,
+        kv_heads=config.num_kv_heads,
+        hidden=config.num_hidden,
+        positions=config.positions,
+        norm=config.norm,
+        act=config.activation,
+        bias=config.bias,
+        tied=config.tied,
+        norm_eps=config.norm_eps,
+        rope_theta=config.rope_theta,
+        dropout=config.dropout,
+    )
+    params = plain_init(plain, SEED, torch.float64)
+    state: dict[str, dict[str, Tensor]] = {}
+    losses, norms, history = [], [], []
+    for step in range(STEPS):
+        tokens, labels = batch(step)
+        for param in params.values():
+            param.requires_grad_()
+        total, valid = plain_gpt_loss(
+            params,
+            tokens,
+            labels,
+            plain,
+            seed=step,
+            sample_ids=torch.arange(step * SAMPLES, (step + 1) * SAMPLES),
+        )
+        loss = total / valid
+        grads = dict(zip(params, torch.autograd.grad(loss, list(params.values()))))
+        params = {name: p.detach() for name, p in params.items()}
+        norm = plain_adamw_step(params, grads, state, step + 1, lr=LR, clip=CLIP, **ADAMW)
+        losses.append(loss.item())
+        norms.append(float(norm))
+        history.append(grads)
+    return Truth(losses, norms, history, params)
+
+
+def _relative(actual: Tensor, expected: Tensor) -> float:
+    """max|actual - expected| / max|expected|; infinite for other shapes or NaN."""
+    if actual.shape != expected.shape:
+        return float("inf")
+    difference = (actual.double() - expected).abs().max().item()
+    scale = expected.abs().max().item()
+    error = difference / scale if scale else difference
+    return error if error == error else float("inf")
+
+
+def prove_layout(layout: Layout, mesh: ConnectedMesh, timeout: float = 60.0) -> Errors:
+    """Train under `layout` and measure its errors; collective, the same result on every rank."""
+    config = model_config(layout)
+    expected = truth(config)
+    dp = layout.mesh.dp
+    microbatches = min(2, SAMPLES // dp)
+    engine = Engine(
+        config,
+        mesh,
+        microbatches=microbatches,
+        micro_batch_size=SAMPLES // dp // microbatches,
+        zero=layout.zero,
+        schedule=layout.schedule,
+        sequence_parallel=layout.sequence_parallel,
+        recompute=layout.recompute,
+        dtype=DTYPES[layout.dtype],
+        seed=SEED,
+        clip=CLIP,
+        timeout=timeout,
+        **ADAMW,
+    )
+    shape = (dp, microbatches, -1)
+    mine = mesh.index("dp")
+    loss = grad = norm = weight = 0.0
+    where = ""
+    for step in range(STEPS):
+        tokens, labels = (x.view(*shape, SEQ_LEN)[mine] for x in batch(step))
+        ids = torch.arange(step * SAMPLES, (step + 1) * SAMPLES).view(shape)[mine]
+        result = engine.step(tokens, labels, ids, lr=None, key=step)
+        loss = max(loss, abs(float(result.loss) / expected.losses[step] - 1))
+        norm = max(norm, abs(float(result.norm) / expected.norms[step] - 1))
+        for record, tensor, _ in engine.read("grad"):
+            error = _relative(tensor, expected.grads[step][record.name])
+            if error > grad:
+                grad, where = error, f"gradient of {record.name} at step {step}"
+        engine.optimizer.step(LR)
+    for record, tensor, _ in engine.read("param"):
+        error = _relative(tensor, expected.weights[record.name])
+        if error > max(weight, grad):
+            where = f"{record.name} after step {STEPS - 1}"
+        weight = max(weight, error)
+    errors = torch.tensor([loss, grad, norm, weight], dtype=torch.float64)
+    if mesh.group("world") is not None:
+        dist.all_reduce(errors, dist.ReduceOp.MAX)
+    return Errors(*(e if e == e else float("inf") for e in errors.tolist()), where)
+
+
+def meshes(world: int) -> Iterator[Mesh]:
+    """Every mesh of `world` ranks."""
+    sizes = [n for n in range(1, world + 1) if world % n == 0]
+    for dp, tp, cp, pp in itertools.product(sizes, repeat=4):
+        if dp * tp * cp * pp == world:
+            yield Mesh(dp=dp, tp=tp, cp=cp, pp=pp)
+
+
+def _fits(mesh: Mesh) -> bool:
+    """The tiny model's sequence and batch can be cut over `mesh`."""
+    return SEQ_LEN % (2 * mesh.cp) == 0 and SAMPLES % mesh.dp == 0 and 8 % mesh.tp == 0
+
+
+def table(world: int, *, min_axes: int = 0) -> list[Layout]:
+    """Every legal layout of exactly `world` ranks: mesh x SP x ZeRO x schedule x style and tie.
+
+    ZeRO stages differ only where there is a data axis, schedules only where there are stages; the
+    rest is left out as the same run twice. `min_axes` keeps meshes with that many axes above 1.
+    """
+    layouts = []
+    for mesh in meshes(world):
+        axes = sum(getattr(mesh, a) > 1 for a in ("dp", "tp", "cp", "pp"))
+        if not _fits(mesh) or axes < min_axes:
+            continue
+        for sp in (False, True) if mesh.tp > 1 else (False,):
+            for zero in range(4) if mesh.data > 1 else (0,):
+                for schedule in ("gpipe", "1f1b") if mesh.pp > 1 else ("1f1b",):
+                    for style, tied in itertools.product(("gpt2", "llama"), (True, False)):
+                        recompute = ("none", "selective", "full")[len(layouts) % 3]
+                        layouts.append(Layout(mesh, sp, zero, schedule, style, tied, recompute))
+    return layouts
+
+
+@dataclass(frozen=True)
+class ProveConfig:
+    """Which layouts to prove."""
+
+    all: bool = False
+    """Every mesh of up to `world` ranks instead of the one given by the axes."""
+    world: int = 4
+    """With --all: largest number of ranks. 8 proves the meshes that use three or four axes."""
+    dp: int = 1
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    zero: Literal[0, 1, 2, 3] = 0
+    schedule: Literal["gpipe", "1f1b"] = "1f1b"
+    sequence_parallel: bool = True
+    style: Literal["gpt2", "llama"] = "gpt2"
+    tied: bool = True
+    recompute: Literal["none", "selective", "full"] = "none"
+    dtype: Literal["fp64", "fp32", "both"] = "both"
+    timeout: float = 60.0
+    """Seconds that any exchange between ranks may take."""
+
+    def layouts(self) -> list[Layout]:
+        """The layouts to prove, smallest worlds first."""
+        if self.all:
+            worlds = [w for w in (1, 2, 4) if w <= self.world]
+            chosen = [layout for w in worlds for layout in table(w)] if self.world <= 4 else []
+            if self.world > 4:
+                chosen = table(self.world, min_axes=3)
+        else:
+            mesh = Mesh(dp=self.dp, tp=self.tp, cp=self.cp, pp=self.pp)
+            sp = self.sequence_parallel and mesh.tp > 1
+            chosen = [
+                Layout(mesh, sp, self.zero, self.schedule, self.style, self.tied, self.recompute)
+            ]
+            if not _fits(mesh):
+                raise ValueError(
+                    f"the proof's model has {SAMPLES} samples, {SEQ_LEN} tokens and 8 heads: they "
+                    f"do not divide over dp = {mesh.dp}, 2 * cp = {2 * mesh.cp}, tp = {mesh.tp}"
+                )
+        dtypes = ("fp64", "fp32") if self.dtype == "both" else (self.dtype,)
+        return [dataclasses.replace(layout, dtype=d) for layout in chosen for d in dtypes]
+
+
+def prove_rank(layouts: list[Layout], timeout: float, path: str) -> None:
+    """Prove `layouts`, all of one world size, as one rank; rank 0 writes the errors to `path`."""
+    session = join(Mesh(dp=layouts[0].mesh.world), timeout=timeout, backend="gloo")
+    torch.set_num_threads(1)
+    rows = []
+    connected: dict[Mesh, ConnectedMesh] = {}
+    for layout in layouts:
+        if layout.mesh not in connected:
+            connected[layout.mesh] = layout.mesh.connect()
+        errors = prove_layout(layout, connected[layout.mesh], timeout)
+        rows.append(dataclasses.asdict(errors))
+        if session.rank == 0:
+            ok = "ok" if errors.worst <= LIMITS[layout.dtype] else f"WRONG: {errors.where}"
+            print(
+                f"{layout}  loss {errors.loss:.1e}  grads {errors.grad:.1e}  "
+                f"norm {errors.norm:.1e}  weights {errors.weight:.1e}  {ok}",
+                flush=True,
+            )
+    if session.rank == 0:
+        with open(path, "w") as file:
+            json.dump(rows, file)
+    session.close()
+
+
+def main(argv: list[str] | None = None) -> None:
+    """The command ``warpweave prove``."""
+    import tempfile
+
+    config = tyro.cli(ProveConfig, prog="warpweave prove", description=__doc__, args=argv)
+    try:
+        layouts = config.layouts()
+        for layout in layouts:
+            model_config(layout).check(layout.mesh)
+    except ValueError as error:
+        print(f"warpweave: {error}", file=sys.stderr)
+        sys.exit(2)
+    if under_torchrun():
+        print("warpweave: prove starts its own ranks, run it without torchrun", file=sys.stderr)
+        sys.exit(2)
+    began = time.perf_counter()
+    results: list[tuple[Layout, float]] = []
+    for world in sorted({layout.mesh.world for layout in layouts}):
+        chosen = [layout for layout in layouts if layout.mesh.world == world]
+        with tempfile.NamedTemporaryFile("r", suffix=".json") as file:
+            if world == 1:
+                prove_rank(chosen, config.timeout, file.name)
+            else:
+                launch(prove_rank, (chosen, config.timeout, file.name), Mesh(dp=world))
+            rows = json.load(file)
+        results += [
+            (layout, max(row[k] for k in ("loss", "grad", "norm", "weight")))
+            for layout, row in zip(chosen, rows, strict=True)
+        ]
+    worst = {
+        dtype: max((error for layout, error in results if layout.dtype == dtype), default=None)
+        for dtype in DTYPES
+    }
+    passed = all(error <= LIMITS[layout.dtype] for layout, error in results)
+    summary = {
+        "layouts": len(results),
+        "worst": worst["fp64"] if worst["fp64"] is not None else worst["fp32"],
+        "worst_by_dtype": {k: v for k, v in worst.items() if v is not None},
+        "limits": {k: LIMITS[k] for k, v in worst.items() if v is not None},
+        "seconds": round(time.perf_counter() - began, 1),
+        "passed": passed,
+    }
+    print(json.dumps(summary))
+    sys.exit(0 if passed else 1)
+
+
+if __name__ == "__main__":
+    main()
