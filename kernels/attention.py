@@ -356,19 +356,13 @@ def _dkdv_steps(dk, dv, k, v, k_pos, q_ptr, do_ptr, lse_ptr, delta_ptr, q_step, 
 
         # 2. p and ds, transposed: [keys, queries].
         zero = tl.zeros((k.shape[0], BLOCK_M), dk.dtype)
-        p = tl.exp2(dot(k, tl.trans(q), zero) * SCALE2 - _log2_units(lse)[None, :])
+        p = tl.exp2(dot(k, tl.trans(q), zero) * SCALE2 - (lse * _LOG2E)[None, :])
         if MASK and CAUSAL:
             p = tl.where(k_pos[:, None] <= position + i[None, :], p, 0.0)
         dv = dot(to_dtype(p, do.dtype), do, dv)
         ds = p * (dot(v, tl.trans(do), zero) - delta[None, :])
         dk = dot(to_dtype(ds, q.dtype), q, dk)
     return dk, dv
-
-
-@triton.jit
-def _log2_units(lse):
-    """lse in units of log2; a row that sees no key gets +inf, so that its p is 0 and never NaN."""
-    return tl.where(lse == -float("inf"), float("inf"), lse * _LOG2E)
 
 
 @triton.jit(do_not_specialize=["q_runs", "k_runs"])
@@ -469,7 +463,7 @@ def _attention_dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr
     i = tl.arange(0, BLOCK_M)
     q = _load(q_ptr, q_stride[1], rows, BLOCK_M, D, BLOCK_D, True)
     do = _load(do_ptr, do_stride[1], rows, BLOCK_M, D, BLOCK_D, True)
-    lse = _log2_units(tl.load(lse_ptr + at + i, i < rows, float("inf")))
+    lse = tl.load(lse_ptr + at + i, i < rows, float("inf")) * _LOG2E
     delta = tl.load(delta_ptr + at + i, i < rows, 0.0)
     dq = tl.zeros((BLOCK_M, BLOCK_D), lse_ptr.dtype.element_ty)
 

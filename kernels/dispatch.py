@@ -74,7 +74,9 @@ def choose(impl: str | None, *tensors: torch.Tensor | None) -> str:
             'impl="triton" on CPU tensors needs Triton\'s interpreter: set TRITON_INTERPRET=1 before '
             'importing warpweave, or pass impl="torch"'
         )
-    raise ValueError(f'impl="triton" needs CUDA tensors (or CPU under TRITON_INTERPRET=1), got {device}')
+    raise ValueError(
+        f'impl="triton" needs CUDA tensors (or CPU under TRITON_INTERPRET=1), got {device}'
+    )
 
 
 @cache

@@ -153,7 +153,7 @@ def _dropped(tokens: torch.Tensor, E: int, p: float, seed: int, site: int) -> to
         words = (c0, clean(c1, _LOW), c2, clean(c3, _LOW))
         for j, word in enumerate(words):
             torch.lt(word, _threshold(p), out=dropped[start : start + rows, :, j])
-    return dropped.view(len(tokens), -1)[:, :E].contiguous()
+    return dropped.flatten(1)[:, :E].contiguous()
 
 
 @_dropped.register_fake

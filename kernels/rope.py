@@ -93,18 +93,19 @@ def rope_fwd(
     impl = choose(impl, x, cos, sin)
     _check(x, cos, sin)
     B, S, H, D = x.shape
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if y.numel() == 0:
-        return y
+    if x.numel() == 0:
+        return torch.empty_like(x)
     if impl == "torch":
         wide = compute_dtype(x)
         xw = x.to(wide).unflatten(-1, (2, D // 2))
         c, s = cos.to(wide)[:, None, None], sin.to(wide)[:, None]
-        yw = xw * c
+        yw = torch.empty(xw.shape, dtype=wide, device=x.device)
+        torch.mul(xw, c, out=yw)
         yw[..., 0, :].addcmul_(xw[..., 1, :], s, value=1 if conjugate else -1)
         yw[..., 1, :].addcmul_(xw[..., 0, :], s, value=-1 if conjugate else 1)
         return yw.flatten(-2).to(x.dtype)
 
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     x = x if x.stride(-1) == 1 else x.contiguous()
     block = triton.next_power_of_2(D // 2)
     rows = max(1, 1024 // block)

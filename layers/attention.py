@@ -89,10 +89,10 @@ class Attention(nn.Module):
 
         Without `context` the sequence is whole and starts at position 0.
         """
-        batch = context.batch if context is not None else x.shape[0]
         qkv = self.qkv(x)
-        qkv = qkv.view(batch, -1, qkv.shape[-1] // (self.group + 2) // self.head_dim,
-                       self.group + 2, self.head_dim)  # fmt: skip
+        if context is not None:
+            qkv = qkv.unflatten(0, (context.batch, -1))
+        qkv = qkv.unflatten(-1, (-1, self.group + 2, self.head_dim))
         q = qkv[:, :, :, : self.group].flatten(2, 3)
         k, v = qkv[:, :, :, self.group], qkv[:, :, :, self.group + 1]
         rope = self._rope(q, context)

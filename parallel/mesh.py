@@ -60,7 +60,10 @@ class Mesh:
         return {axis: coordinates[axis] for axis in AXES}
 
     def rank_at(self, *, dp: int = 0, cp: int = 0, tp: int = 0, pp: int = 0) -> int:
-        """The rank at the given coordinates."""
+        """The rank at the given coordinates; raises ValueError for one outside its axis."""
+        for axis, at in (("pp", pp), ("dp", dp), ("cp", cp), ("tp", tp)):
+            if not 0 <= at < getattr(self, axis):
+                raise ValueError(f"{axis} = {at} is outside the mesh's {getattr(self, axis)}")
         return ((pp * self.dp + dp) * self.cp + cp) * self.tp + tp
 
     def describe(self, rank: int) -> str:

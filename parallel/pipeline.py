@@ -37,6 +37,7 @@ from warpweave.parallel.schedule import (
     TIE,
     UNSHARD,
     UPDATE,
+    WHOLE,
     Action,
     B,
     F,
@@ -161,40 +162,35 @@ def _run(
             raise RuntimeError(f"rank {rank}: {action} returned None, stage {stage} waits for data")
         held[kind, stage, mb] = value.detach()
 
-    def take(kind: str, stage: int, mb: int, action: Action) -> Tensor:
-        if (kind, stage, mb) not in held:
-            raise RuntimeError(f"rank {rank}: {action} finds its data used already")
-        return held.pop((kind, stage, mb))
-
     for action in lists[rank]:
         op, s, i, ver = action
         for needed in deps(action, len(rank_of), rank_of):
             if rank_of[needed.stage] == rank and needed not in done:
                 raise RuntimeError(f"rank {rank}: {action} comes before {needed}")
+        if i != WHOLE and done.intersection(gives(action)):
+            raise RuntimeError(f"rank {rank}: {action} occurs twice")
         if ver and op != UPDATE:
             raise ValueError(
                 f"rank {rank}: {action} reads weights of version {ver}, stages hold one"
             )
         stage = stages[s]
         if op == F:
-            y = stage.forward(i, take(F, s, i, action) if s > 0 else None)
+            y = stage.forward(i, held.pop((F, s, i)) if s > 0 else None)
             if s < last:
                 keep(F, s + 1, i, y, action)
         elif op in (B, I):
             run = stage.backward if op == B else stage.backward_input
-            dx = run(i, take(B, s, i, action) if s < last else None)
+            dx = run(i, held.pop((B, s, i)) if s < last else None)
             if s > 0:
                 keep(B, s - 1, i, dx, action)
             if op == I:
                 owed.add((s, i))
         elif op == W:
-            if (s, i) not in owed:
-                raise RuntimeError(f"rank {rank}: {action} has been done already")
             stage.backward_weight(i)
             owed.remove((s, i))
         elif op in SENDS:
             kind, peer = (F, s + 1) if op == SEND_F else (B, s - 1)
-            transport.send(link(action, rank_of), action, take(kind, peer, i, action))
+            transport.send(link(action, rank_of), action, held.pop((kind, peer, i)))
         elif op == RECV_F:
             held[F, s, i] = yield Receive(link(action, rank_of), action, transport.like(s, i))
         elif op == RECV_B:

@@ -10,7 +10,7 @@ To add a kernel, append a `Case` in `cases` below:
     Case("attention fwd bf16 D=128", lambda: attention_fwd(q, k, v, ...), tensor_cores=True)
 
 with `m(*shape, dtype=torch.bfloat16)` for a tensor. `tensor_cores=True` asserts mma/wgmma/tcgen05
-instructions; `targets=("sm_90", "sm_100")` restricts a case. In `cases`, import the kernels' modules inside
+instructions; `float64=True` permits float64 ones, which otherwise are a constant that widened a kernel; `targets=("sm_90", "sm_100")` restricts a case. In `cases`, import the kernels' modules inside
 the function (they must be imported after the driver is faked). For the launcher's sake
   * `dispatch.choose` answers "triton" for meta tensors,
   * `dispatch.capability` and `dispatch.processors` answer for the target, so ask them, not torch.cuda,
@@ -58,6 +58,7 @@ class Case:
     name: str
     call: Callable[[], object]
     tensor_cores: bool = False
+    float64: bool = False
     targets: tuple[str, ...] = TARGETS
 
 
@@ -69,6 +70,7 @@ class Report:
     case: str
     kernel: str
     tensor_cores: bool
+    float64: bool
     num_warps: int
     registers: int
     stack: int
@@ -83,10 +85,10 @@ def m(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 def cases() -> list[Case]:
     """Every case; called in the subprocess only."""
-    from warpweave.kernels import adamw, attention, cross_entropy, norm
+    from warpweave.kernels import activation, adamw, attention, cross_entropy, dropout, norm, rope
 
     T, fp32 = 8192, torch.float32
-    f, b, f2, x = m(1, dtype=fp32), m(1), m(128, 64, dtype=fp32), m(T, 4096)
+    f, b, f2, h = m(1, dtype=fp32), m(1), m(128, 64, dtype=fp32), m(T, 4096)
     tokens = m(T, dtype=torch.int64)
     found = [
         Case("planted spill", lambda: _planted_kernel[(1,)](f, f, 16384, False, num_warps=1)),
@@ -97,12 +99,12 @@ def cases() -> list[Case]:
             tensor_cores=True,
         ),
         Case("rope", lambda: rope.rope_fwd(m(2, 128, 8, 128), f2, f2)),
-        Case("gelu tanh fwd", lambda: activation.gelu_fwd(x)),
-        Case("gelu tanh bwd", lambda: activation.gelu_bwd(x, x)),
-        Case("gelu erf bwd", lambda: activation.gelu_bwd(x, x, approximate="none")),
-        Case("swiglu fwd", lambda: activation.swiglu_fwd(x)),
-        Case("swiglu bwd", lambda: activation.swiglu_bwd(m(T, 2048), x)),
-        Case("dropout", lambda: dropout.dropout_fwd(x, 0.1, seed=7, site=3, tokens=tokens)),
+        Case("gelu tanh fwd", lambda: activation.gelu_fwd(h)),
+        Case("gelu tanh bwd", lambda: activation.gelu_bwd(h, h)),
+        Case("gelu erf bwd", lambda: activation.gelu_bwd(h, h, approximate="none")),
+        Case("swiglu fwd", lambda: activation.swiglu_fwd(h)),
+        Case("swiglu bwd", lambda: activation.swiglu_bwd(m(T, 2048), h)),
+        Case("dropout", lambda: dropout.dropout_fwd(h, 0.1, seed=7, site=3, tokens=tokens)),
     ]
     for E in (768, 8192):
         x, w, row = m(T, E), m(E), m(T, dtype=fp32)
@@ -133,7 +135,7 @@ def cases() -> list[Case]:
             ),
         ]
     q, row = m(2, 4096, 16, 128), m(2, 16, 4096, dtype=fp32)
-    found.append(Case("attention delta", lambda: attention.attention_delta(q, q, row)))
+    found.append(Case("attention delta", lambda q=q, row=row: attention.attention_delta(q, q, row)))
     for V, dtype in [(256, torch.bfloat16), (50257, torch.bfloat16), (128256, fp32)]:
         z, t, row = m(T, V, dtype=dtype), m(T, dtype=torch.int64), m(T, dtype=fp32)
         name = f"V={V} {dtype}".replace("torch.", "")
@@ -158,10 +160,12 @@ def cases() -> list[Case]:
                 lambda flat=flat, low=low, one=one: adamw._adamw_triton(
                     flat, low, flat, flat, low, one, one, one, 1e-3, 0.9, 0.95, 1e-8, 0.1
                 ),
+                float64=True,  # the scalars of a step
             ),
             Case(
                 f"sum_of_squares {dtype}".replace("torch.", ""),
                 lambda flat=flat: adamw._sum_of_squares_triton(flat),
+                float64=dtype == torch.float64,
             ),
         ]
     return found
@@ -252,6 +256,7 @@ def _compile_here(target: str, only: str) -> list[Report]:
                     case=case.name,
                     kernel=name,
                     tensor_cores=case.tensor_cores,
+                    float64=case.float64,
                     num_warps=kernel.metadata.num_warps,
                     registers=usage["REG"],
                     stack=usage["STACK"] + usage["LOCAL"],

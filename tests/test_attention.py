@@ -1,4 +1,4 @@
-"""Attention on both paths against the float64 reference: any runs, head dims, groups and strides."""
+"""Attention on both paths against the float64 reference: any runs, head dim, group and strides."""
 
 import dataclasses
 import math
@@ -107,20 +107,44 @@ def test_empty_batches_and_sequences_work(impl, empty) -> None:
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
-def test_strided_inputs_and_gradients_are_read_right(impl) -> None:
-    packed = torch.randn(2, 3, 11, 40, 4, dtype=F64).permute(0, 2, 4, 1, 3)  # [B, S, H, 3, D]
+@pytest.mark.parametrize("unit", [True, False])
+def test_strided_inputs_and_gradients_are_read_right(impl, unit) -> None:
+    packed = torch.randn(2, 4, 3, 11, 40, dtype=F64).permute(0, 3, 1, 2, 4)  # [B, S, H, 3, D]
     q, k, v = packed[:, ::2, :, 0, 3:19], packed[:, :, ::2, 1, :16], packed[:, :, 2:, 2, 7:23]
-    assert all(not x.is_contiguous() for x in (q, k, v))
-    k = torch.empty(2, 16, 11, 2, dtype=F64).permute(0, 2, 3, 1).copy_(k)
-    assert k.stride(-1) != 1
+    assert len({x.stride() for x in (q, k, v)}) == 3
+    if not unit:
+        k = torch.empty(2, 16, 11, 2, dtype=F64).permute(0, 2, 3, 1).copy_(k)
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-    do = torch.randn(2, 4, 16, 6, dtype=F64).permute(0, 3, 1, 2)
+    do = torch.randn(2, 4, 6, 16, dtype=F64).permute(0, 2, 1, 3)
     dlse = torch.randn(6, 2, 4, dtype=F64).permute(1, 2, 0)
-    for d in (do, torch.ones((), dtype=F64).expand(do.shape)):
-        want = _with_grads(reference.attention, inputs, d, dlse)
-        got = _with_grads(attention, inputs, d, dlse, return_lse=True, impl=impl)
-        for g, w in zip(got, want):
-            assert_close_f64(g, w, 1e-13)
+    if not unit:
+        do = torch.ones((), dtype=F64).expand(do.shape)
+    want = _with_grads(reference.attention, inputs, do, dlse)
+    got = _with_grads(attention, inputs, do, dlse, return_lse=True, impl=impl)
+    for g, w in zip(got, want):
+        assert_close_f64(g, w, 1e-13)
+
+
+def test_tiles_that_are_wholly_masked_are_never_read() -> None:
+    """NaN in the keys that no tile of queries needs, and in the queries that no tile of keys does,
+    would come through as 0 * NaN. Tiles are 64 queries by 32 keys, and 32 by 64 for dk and dv."""
+    q, k, v = (x.detach() for x in _inputs(Sq=128, Sk=128))
+    q_runs, k_runs = ((0, 64), (200, 64)), ((100, 64), (232, 64))
+    do = torch.randn_like(q)
+    options = {"q_runs": q_runs, "k_runs": k_runs, "impl": "triton"}
+    o, lse = attention_fwd(q, k, v, **options)
+    want = o, *attention_bwd(do, q, k, v, lse, attention_delta(o, do), **options)
+    unread_keys, unread_queries = slice(96, 128), slice(0, 64)
+    k[:, unread_keys], v[:, unread_keys] = math.nan, math.nan
+    o, lse = attention_fwd(q, k, v, **options)
+    dq, _, _ = attention_bwd(do, q, k, v, lse, attention_delta(o, do), **options)
+    assert torch.equal(o, want[0])
+    assert torch.equal(dq, want[1])
+    k[:, unread_keys], v[:, unread_keys] = 0.0, 0.0
+    q[:, unread_queries], do[:, unread_queries] = math.nan, math.nan
+    _, dk, dv = attention_bwd(do, q, k, v, lse, attention_delta(o, do), **options)
+    assert torch.equal(dk[:, :96], want[2][:, :96])
+    assert torch.equal(dv[:, :96], want[3][:, :96])
 
 
 def _eager(q, k, v):
@@ -249,15 +273,15 @@ def test_planted_faults_are_far_outside_the_tolerance(impl) -> None:
 
 
 def test_offsets_beyond_32_bits_reach_the_right_elements(monkeypatch) -> None:
-    """Row, head and batch strides of 2**30 and more, in memory that is reserved but never touched;
+    """Row, head and batch offsets of 2**31 and more, in memory that is reserved but never touched;
     the interpreter is told to raise on an int32 overflow."""
     from triton.runtime import interpreter
 
     checked = dataclasses.replace(interpreter.interpreter_builder.options, debug=True)
     monkeypatch.setattr(interpreter.interpreter_builder, "options", checked)
-    memory, far = torch.empty(2**31 + 2**24, dtype=torch.float16), 2**30
+    memory, far = torch.empty(2**31 + 2**28, dtype=torch.float16), 2**30
     for sizes, stride in (
-        ((1, 3, 1, 16), (0, far, 0, 1)),
+        ((1, 70, 1, 16), (0, 2**25, 0, 1)),  # in the second tile
         ((1, 2, 3, 16), (0, 64, far, 1)),
         ((3, 2, 1, 16), (far, 64, 0, 1)),
     ):

@@ -20,7 +20,7 @@ def _failures(reports: list[Report]) -> list[str]:
             wrong.append(f"{where}: {r.shared} bytes of shared memory > {SHARED_LIMIT[r.target]}")
         if r.tensor_cores and not r.instructions["tensor_core"]:
             wrong.append(f"{where}: no tensor-core instruction")
-        if r.instructions["float64"]:
+        if r.instructions["float64"] and not r.float64:
             wrong.append(f"{where}: {r.instructions['float64']} float64 instructions")
     return wrong
 
@@ -33,6 +33,12 @@ def test_every_kernel_fits_the_target(reports, target) -> None:
     assert len(faulty) == 3
 
 
-def test_memory_bound_kernels_load_128_bits_at_a_time(reports) -> None:
-    for report in (r for rs in reports.values() for r in rs if "norm" in r.case):
-        assert report.instructions["load_128_bit"] >= 3, report
+def test_elementwise_kernels_load_128_bits_at_a_time(reports) -> None:
+    """Most of their loads: those of x; a row's statistics and labels are single values."""
+    names = ("norm", "rope", "gelu", "swiglu", "dropout")
+    found = [
+        r for rs in reports.values() for r in rs if r.case.startswith(names) or "norm" in r.case
+    ]
+    assert len(found) >= 15 * len(TARGETS)
+    for r in found:
+        assert 2 * r.instructions["load_128_bit"] > r.instructions["load"], r

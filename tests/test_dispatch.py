@@ -48,7 +48,9 @@ def test_triton_on_cpu_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch) ->
     assert choose(None, _On("cuda:0")) == "triton"
 
 
-def test_cuda_without_triton_raises_instead_of_falling_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_without_triton_raises_instead_of_falling_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(dispatch, "HAS_TRITON", False)
     with pytest.raises(ValueError, match="Triton is not installed"):
         choose(None, _On("cuda:0"))

@@ -10,14 +10,14 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNGS = ("kernels", "parallel", "layers", "warpweave")  # lowest first
-BOTTOM = {f"warpweave.kernels.{n}" for n in ("reference", "cost", "dispatch", "numeric", "wgrad")}
-    f"warpweave.kernels.{name}" for name in ("reference", "cost", "dispatch", "numeric", "wgrad")
-}
+_BOTTOM = ("reference", "cost", "dispatch", "numeric", "wgrad")
+BOTTOM = {f"warpweave.kernels.{name}" for name in _BOTTOM}
 STDLIB_ONLY = {"warpweave.parallel.schedule", "warpweave.parallel.simulate"}
 ALONE = {"warpweave.plain_gpt"}
 LOWER_DEPENDENCIES = {"torch", "triton", "numpy", "einops", "spmd_types"}
 TOP_DEPENDENCIES = LOWER_DEPENDENCIES | {
-    "safetensors", "tyro", "tokenizers", "tqdm", "rich", "matplotlib", "tensorboard", "transformers",
+    "safetensors", "tyro", "tokenizers", "tqdm", "rich", "matplotlib", "tensorboard",
+    "transformers",
 }  # fmt: skip
 FORBIDDEN_MODULES = (
     "pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve",

@@ -156,7 +156,9 @@ def test_the_operator_is_well_formed() -> None:
     torch.library.opcheck(op, (x, w, None, None, 1e-5, False))
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own
+@pytest.mark.filterwarnings(
+    "ignore:.*should not be instantiated:DeprecationWarning"
+)  # Dynamo's own
 @pytest.mark.parametrize("impl", IMPLS)
 def test_it_compiles_without_breaks(impl) -> None:
     x, w, _, r = _inputs((5, 12), torch.float32, False, True)

@@ -56,13 +56,17 @@ def _dot_kernel(a_ptr, b_ptr, c_ptr, N: tl.constexpr):
     ("dtype", "rtol"),
     [(torch.bfloat16, 1e-6), (torch.float16, 1e-6), (torch.float32, 1e-6), (torch.float64, 1e-14)],
 )
-def test_dot_multiplies_every_dtype_and_accumulates_in_full(dtype: torch.dtype, rtol: float) -> None:
+def test_dot_multiplies_every_dtype_and_accumulates_in_full(
+    dtype: torch.dtype, rtol: float
+) -> None:
     a, b = torch.randn(2, 32, 32, dtype=torch.float64).to(dtype)
     c = torch.empty(32, 32, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
     _dot_kernel[(1,)](a, b, c, 32)
     truth = a.double() @ b.double()
     assert_close_f64(c, truth, rtol)
-    assert relative_error(truth.half(), truth) > rtol  # the tolerance would see a float16 accumulator
+    assert (
+        relative_error(truth.half(), truth) > rtol
+    )  # the tolerance would see a float16 accumulator
 
 
 @triton.jit

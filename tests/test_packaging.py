@@ -41,7 +41,9 @@ def run(*command: object, cwd: Path) -> str:
 
 
 def pip(*arguments: object, cwd: Path) -> str:
-    return run(sys.executable, "-P", "-m", "pip", "--no-input", "-q", *arguments, cwd=cwd)
+    return run(
+        sys.executable, "-P", "-m", "pip", "--no-input", "-q", "--isolated", *arguments, cwd=cwd
+    )
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +83,7 @@ def clean_environment(folder: Path) -> Path:
 def test_a_wheel_holds_every_source_file_once_and_works(
     copy: Path, elsewhere: Path, tmp_path: Path
 ) -> None:
-    options = ("--no-deps", "--no-build-isolation", "--no-cache-dir")
+    options = ("--no-index", "--no-deps", "--no-build-isolation", "--no-cache-dir")
     pip("wheel", *options, "-w", tmp_path / "dist", copy, cwd=tmp_path)
     [wheel] = (tmp_path / "dist").iterdir()
     packed = sorted(n for n in zipfile.ZipFile(wheel).namelist() if n.endswith(".py"))
@@ -92,7 +94,7 @@ def test_a_wheel_holds_every_source_file_once_and_works(
     )
     assert packed == expected
     python = clean_environment(tmp_path / "venv")
-    pip("--python", python, "install", "--no-deps", wheel, cwd=tmp_path)
+    pip("--python", python, "install", "--no-index", "--no-deps", wheel, cwd=tmp_path)
     where = run(python, "-c", PROBE, cwd=elsewhere).strip()
     assert where.startswith(str((tmp_path / "venv").resolve()))
 
@@ -101,7 +103,7 @@ def test_an_editable_install_works_and_a_bare_rung_says_what_to_do(
     copy: Path, elsewhere: Path, tmp_path: Path
 ) -> None:
     python = clean_environment(tmp_path / "venv")
-    options = ("--no-deps", "--no-build-isolation", "--no-cache-dir")
+    options = ("--no-index", "--no-deps", "--no-build-isolation", "--no-cache-dir")
     pip("--python", python, "install", *options, "-e", copy, cwd=tmp_path)
     where = run(python, "-c", PROBE, cwd=elsewhere).strip()
     assert where == str((copy / "kernels" / "norm.py").resolve())

@@ -1,7 +1,8 @@
-"""Schedules as drawings, against torch's generators, and every rule of the validator by its violation."""
+"""Schedules as drawings and against torch's, every rule of the validator by its violation."""
 
 import pytest
 import torch.distributed.pipelining.schedules as theirs
+
 from warpweave.parallel.schedule import (
     Action,
     acknowledged,
@@ -320,7 +321,7 @@ SPLIT = with_comm(with_update(split_backward(one_f_one_b(2, 2))))
         (edit(ZERO, "1F1", "99UNSHARD", "1F1"), "stages must be 0 to 3"),
         (edit(ZERO, "1F1", "1UNSHARD", "1F1"), "1UNSHARD while the parameters of stage 1"),
         (edit(with_unshard(gpipe(1, 1)), "0RESHARD"), "stage 0 is left gathered at the end"),
-        (edit(gpipe(2, 1), "1B0", "1B0", "1F7"), "micro-batch 1 has 0 F|1F7"),
+        (edit(gpipe(2, 1), "1B0", "1B0", "1F7"), "stage 0 micro-batch 1 has 0 F, 0 B"),
         (edit(ZERO, "1REDUCE", "1REDUCE0"), "its micro-batch must be -1"),
         (swap(gpipe(2, 2), "0F0", "0B0"), "0B0 comes before 0F0"),
     ],
@@ -334,7 +335,7 @@ def test_each_rule_by_its_violation(lists, message: str) -> None:
 def test_a_given_number_of_micro_batches_is_checked() -> None:
     with pytest.raises(ValueError, match="stage 0 micro-batch 2 has 0 F"):
         validate(gpipe(2, 2), microbatches=3)
-    with pytest.raises(ValueError, match="1F1: micro-batch 1 is not one of 1|0F1"):
+    with pytest.raises(ValueError, match="0F1: micro-batch 1 is not one of 1"):
         validate(gpipe(2, 2), microbatches=1)
 
 

@@ -3,6 +3,7 @@
 from fractions import Fraction
 
 import pytest
+
 from warpweave.parallel.schedule import (
     Action,
     from_csv,

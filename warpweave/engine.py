@@ -292,7 +292,7 @@ class Engine:
             shape, dtype, device = self.message
             x = torch.empty(tuple(shape), dtype=dtype, device=device)
             dist.recv(x, group_src=stage - 1, group=self.mesh.group("pp"))
-        y = self.stage.evaluate(x, batch, final)
+        y = self.stage.evaluate(x, batch, final if self.gpt.last else None)
         if self.gpt.last:
             return y
         dist.send(y.contiguous(), group_dst=stage + 1, group=self.mesh.group("pp"))

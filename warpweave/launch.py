@@ -34,9 +34,11 @@ def under_torchrun() -> bool:
 
 
 def launch(entry: Callable[..., None], args: tuple, mesh: Mesh) -> None:
-    """Run ``entry(*args)`` on every rank of `mesh` on this machine; exits non-zero if one fails.
+    """Run ``entry(*args, port)`` on every rank of `mesh` on this machine.
 
-    `entry` must be importable (a module-level function). No restarts: a run is resumed from its
+    `port` is where this process keeps the ranks' store, for `join`; the store outlives any rank, so
+    that the survivors can ask it who is missing. Exits non-zero if a rank fails. `entry` must be
+    importable (a module-level function). No restarts: a run is resumed from its
     last checkpoint by the same command with ``--resume``.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -44,8 +46,20 @@ def launch(entry: Callable[..., None], args: tuple, mesh: Mesh) -> None:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    # torch would open the ranks' store on all interfaces; so the ranks open it, on loopback.
+    # A rank's failure is told in one line (`Session.explain`), not in every peer's C++ stack.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
+    # torch would open a store for the ranks on all interfaces; ours is on loopback.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    listener = _loopback_listener(0)
+    port = listener.getsockname()[1]
+    store = dist.TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
     folder = tempfile.mkdtemp(prefix="warpweave-")
     config = LaunchConfig(
         min_nodes=1,
@@ -62,7 +76,7 @@ def launch(entry: Callable[..., None], args: tuple, mesh: Mesh) -> None:
     )
     sys.stdout.flush()
     try:
-        elastic_launch(config, entry)(*args)
+        elastic_launch(config, entry)(*args, port)
     except ChildFailedError as error:
         for rank, failure in sorted(error.failures.items()):
             if failure.exitcode < 0:
@@ -75,6 +89,16 @@ def launch(entry: Callable[..., None], args: tuple, mesh: Mesh) -> None:
         sys.exit(130)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        del store
+
+
+def _loopback_listener(port: int) -> socket.socket:
+    """A socket that listens on 127.0.0.1 only; port 0 takes a free one."""
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind(("127.0.0.1", port))
+    listener.listen(128)
+    return listener
 
 
 def _say(message: str) -> None:
@@ -107,43 +131,41 @@ class Session:
     def explain(self, error: BaseException) -> str | None:
         """Turn `error` into one line that names the rank at fault; None if another rank says it.
 
-        Every rank that saw an error reports it and waits a moment for the others. A rank that
-        reports an error of its own is the cause; otherwise the ranks that stay silent are.
+        A rank with an error of its own is the cause and says so. A rank that only lost its peers
+        waits a moment for reports; the ranks that stay silent are the ones at fault.
         """
         text = f"{type(error).__name__}: {' '.join(str(error).split())}"
         if self.store is None:
             return text
-        own = not _is_connection_error(error)
         try:
-            self.store.set(f"failed/{self.rank}", json.dumps([own, text]))
-            reports = self._reports()
-        except Exception:
-            if self.rank == 0:
-                return text
-            return f"rank 0 is gone with the store it kept; {self.mesh.describe(self.rank)}: {text}"
-        causes = {r: line for r, (is_own, line) in reports.items() if is_own}
-        silent = [r for r in range(self.world) if r not in reports]
-        if self.rank != min(reports):
-            return None
-        if causes:
-            rank = min(causes)
-            return f"{self.mesh.describe(rank)} failed: {causes[rank]}"
-        if silent:
+            if not _is_connection_error(error):  # this rank is (one of) the cause
+                first = self.store.add("causes", 1) == 1
+                self.store.set(f"failed/{self.rank}", text)
+                return f"{self.mesh.describe(self.rank)} failed: {text}" if first else None
+            self.store.set(f"failed/{self.rank}", text)
+            reported = self._reported()
+            if self.store.add("causes", 0) > 0 or self.rank != min(reported):
+                return None
+            silent = [r for r in range(self.world) if r not in reported]
+            if not silent:
+                return f"{self.mesh.describe(self.rank)}: {text}"
             return "; ".join(self._last_word(r) for r in silent)
-        return f"{self.mesh.describe(self.rank)}: {text}"
+        except RuntimeError:  # the store is gone too, there is no one left to ask
+            return f"{self.mesh.describe(self.rank)}: {text}"
 
-    def _reports(self) -> dict[int, tuple[bool, str]]:
-        """What the ranks that saw an error say, after waiting for all of them for a moment."""
+    def _reported(self) -> set[int]:
+        """The ranks that saw an error, after waiting a moment for all of them."""
         assert self.store is not None
-        reports: dict[int, tuple[bool, str]] = {}
+        reported: set[int] = set()
         deadline = time.monotonic() + _GRACE
-        while len(reports) < self.world and time.monotonic() < deadline:
-            for rank in range(self.world):
-                if rank not in reports and self.store.check([f"failed/{rank}"]):
-                    own, line = json.loads(self.store.get(f"failed/{rank}"))
-                    reports[rank] = (own, line)
+        while len(reported) < self.world and time.monotonic() < deadline:
+            for rank in set(range(self.world)) - reported:
+                if self.store.check([f"failed/{rank}"]):
+                    reported.add(rank)
+            if self.store.add("causes", 0) > 0:
+                break
             time.sleep(0.05)
-        return reports
+        return reported
 
     def _last_word(self, rank: int) -> str:
         assert self.store is not None
@@ -172,11 +194,17 @@ def _is_connection_error(error: BaseException) -> bool:
     )
 
 
-def join(mesh: Mesh, *, timeout: float = 300.0, backend: str | None = None) -> Session:
+def join(
+    mesh: Mesh,
+    *,
+    timeout: float = 300.0,
+    backend: str | None = None,
+    port: int | None = None,
+) -> Session:
     """Connect this process to the others, as the launcher's environment says.
 
     With one rank and no launcher there is nothing to connect. `backend` is "gloo", "nccl", or None
-    for NCCL where every local rank has a GPU of its own.
+    for NCCL where every local rank has a GPU of its own. `port` is what `launch` passes on.
 
     Raises:
         ValueError: the mesh does not have as many ranks as were started.
@@ -202,7 +230,7 @@ def join(mesh: Mesh, *, timeout: float = 300.0, backend: str | None = None) -> S
             f"mesh dp={mesh.dp} x cp={mesh.cp} x tp={mesh.tp} x pp={mesh.pp} needs {mesh.world} "
             f"ranks, but {world} were started"
         )
-    store = _store(rank, world, local_world, timedelta(seconds=timeout))
+    store = _store(rank, world, local_world, timedelta(seconds=timeout), port)
     dist.init_process_group(
         backend,
         store=store,
@@ -214,24 +242,24 @@ def join(mesh: Mesh, *, timeout: float = 300.0, backend: str | None = None) -> S
     return Session(device, rank, world, store, timeout, mesh)
 
 
-def _store(rank: int, world: int, local_world: int, timeout: timedelta) -> dist.Store:
-    """The ranks' store: the launcher's if it keeps one, otherwise rank 0's.
+def _store(
+    rank: int, world: int, local_world: int, timeout: timedelta, port: int | None
+) -> dist.Store:
+    """The ranks' store: that of `launch`, else torchrun's if it keeps one, else rank 0's own.
 
     Keys are scoped by the launcher's attempt, because restarted gloo workers would otherwise read
     the addresses of the dead attempt and hang.
     """
     env = os.environ
-    address, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
-    hosts = rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    descriptor = None
     if world == local_world:
         env.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-        if hosts:
-            listener = socket.socket()
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(("127.0.0.1", port))
-            listener.listen(128)
-            address, descriptor = "127.0.0.1", listener.detach()
-    options: dict[str, Any] = {} if descriptor is None else {"master_listen_fd": descriptor}
+    if port is not None:
+        return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
+    address, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
+    hosts = rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    options: dict[str, Any] = {}
+    if hosts and world == local_world:
+        address = "127.0.0.1"
+        options["master_listen_fd"] = _loopback_listener(port).detach()
     store = dist.TCPStore(address, port, world, is_master=hosts, timeout=timeout, **options)
     return dist.PrefixStore(f"attempt_{env.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)

@@ -314,9 +314,9 @@ class ProveConfig:
         return [dataclasses.replace(layout, dtype=d) for layout in chosen for d in dtypes]
 
 
-def prove_rank(layouts: list[Layout], timeout: float, path: str) -> None:
+def prove_rank(layouts: list[Layout], timeout: float, path: str, port: int | None = None) -> None:
     """Prove `layouts`, all of one world size, as one rank; rank 0 writes the errors to `path`."""
-    session = join(Mesh(dp=layouts[0].mesh.world), timeout=timeout, backend="gloo")
+    session = join(Mesh(dp=layouts[0].mesh.world), timeout=timeout, backend="gloo", port=port)
     torch.set_num_threads(1)
     rows = []
     connected: dict[Mesh, ConnectedMesh] = {}

@@ -12,6 +12,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -223,6 +224,7 @@ class Trainer:
 
     def run(self) -> dict[str, Any]:
         """Train to the last step (or an interrupt), save, evaluate, sample; the result's fields."""
+        tqdm.set_lock(threading.RLock())  # its default lock is one of processes, and leaks
         bar = tqdm(
             total=self.config.steps,
             initial=self.step,
@@ -526,9 +528,9 @@ class _Metrics:
             self.board.close()
 
 
-def train_rank(config: TrainConfig) -> None:
+def train_rank(config: TrainConfig, port: int | None = None) -> None:
     """Train as one rank of a launched (or single) job; rank 0 prints the result's JSON line."""
-    session = join(config.mesh, timeout=config.timeout)
+    session = join(config.mesh, timeout=config.timeout, port=port)
     try:
         trainer = Trainer(config, session)
         result = trainer.run()

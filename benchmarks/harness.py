@@ -1,0 +1,268 @@
+"""What every benchmark shares: equal outputs first, then interleaved timing, a table and JSON.
+
+A benchmark compares *variants* (ours and named baselines) that do the same work. `interleave` runs
+them in turn, A B A B ..., so that whatever else the machine does hits all of them alike; every
+ratio is the median over rounds of the ratio within a round. Nothing is timed before
+`assert_equal` has compared what the variants compute.
+
+A report is a table, then one line of JSON; `Report.finish` also writes it to
+``benchmarks/results/<device>/<script>.json``. It describes the device in general words, and names
+no host.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How many times as fast a row is as a baseline: quantiles over rounds of their time ratio."""
+
+    median: float
+    p20: float
+    p80: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """One variant at one shape.
+
+    Attributes:
+        name: the variant.
+        shape: sizes, in words.
+        dtype: what it computes in.
+        ms, p20, p80: milliseconds per step: median and quantiles over rounds, the slowest rank's.
+        tokens_per_s: tokens of all ranks, at the median.
+        ratios: baseline -> how many times as fast as it this row is.
+    """
+
+    name: str
+    shape: str
+    dtype: str
+    ms: float
+    p20: float
+    p80: float
+    tokens_per_s: float
+    ratios: dict[str, Ratio]
+
+
+@dataclass(frozen=True)
+class Check:
+    """An equality that held before anything was timed: the largest relative error and its limit."""
+
+    name: str
+    error: float
+    limit: float
+
+
+@dataclass
+class Report:
+    """All rows of a script, and what they were measured on.
+
+    Attributes:
+        script: file name of the benchmark without its ending.
+        claim: the one sentence that the benchmark supports or refutes.
+        header: device, versions, commit and command.
+    """
+
+    script: str
+    claim: str
+    header: dict[str, Any]
+    checks: list[Check] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+
+    def add(
+        self, times: Mapping[str, Sequence[float]], baselines: Sequence[str], *, shape: str,
+        dtype: str, tokens: int,
+    ) -> None:  # fmt: skip
+        """Rows for every variant in `times` (ms per round), compared with each of `baselines`."""
+        for name, ms in times.items():
+            median, low, high = _quantiles(ms)
+            ratios = {
+                other: Ratio(*_quantiles([b / a for a, b in zip(ms, times[other], strict=True)]))
+                for other in baselines
+                if other in times and other != name and name not in baselines
+            }
+            rate = tokens / median * 1000
+            self.rows.append(Row(name, shape, dtype, median, low, high, rate, ratios))
+
+    def finish(self, folder: Path | None) -> None:
+        """Print the table and the JSON line; write it under `folder`, unless that is None."""
+        print(self.claim)
+        print(", ".join(f"{key} {value}" for key, value in self.header.items()))
+        for check in self.checks:
+            print(f"equal: {check.name}: {check.error:.1e} (limit {check.limit:.0e})")
+        print(f"{'variant':34} {'shape':44} {'ms':>8} {'p20':>8} {'p80':>8} {'tokens/s':>9}  x")
+        for row in self.rows:
+            ratios = ", ".join(
+                f"{r.median:.3f} ({r.p20:.3f} to {r.p80:.3f}) x {name}"
+                for name, r in row.ratios.items()
+            )
+            print(
+                f"{row.name:34} {row.shape:44} {row.ms:8.1f} {row.p20:8.1f} {row.p80:8.1f} "
+                f"{row.tokens_per_s:9.0f}  {ratios}"
+            )
+        line = json.dumps(dataclasses.asdict(self))
+        if folder is not None:
+            path = folder / self.header["kind"] / f"{self.script}.json"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+        print(line, flush=True)
+
+
+def _quantiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """Median, 20 % and 80 % quantile."""
+    t = torch.tensor(values, dtype=torch.float64)
+    return t.median().item(), t.quantile(0.2).item(), t.quantile(0.8).item()
+
+
+def parser(claim: str) -> argparse.ArgumentParser:
+    """The options that all benchmarks have."""
+    options = argparse.ArgumentParser(description=claim)
+    options.add_argument("--quick", action="store_true", help="tiny shapes: outputs only")
+    options.add_argument("--rounds", type=int, help="timed rounds per variant")
+    options.add_argument(
+        "--results", type=Path, help="folder for the JSON; by default benchmarks/results, and with "
+        "--quick none",
+    )  # fmt: skip
+    return options
+
+
+def results_folder(options: argparse.Namespace) -> Path | None:
+    """Where the report goes: a quick run leaves no result behind unless it was told where."""
+    if options.results is not None or options.quick:
+        return options.results
+    return ROOT / "benchmarks" / "results"
+
+
+def header(**extra: Any) -> dict[str, Any]:
+    """Device in general words, versions, commit and command; `extra` is added."""
+
+    def git(*args: str) -> str:
+        command = ["git", "-C", str(ROOT), *args]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+    triton = None
+    try:
+        import triton as module
+
+        triton = module.__version__
+    except ImportError:
+        pass
+    cores = os.cpu_count()
+    return {
+        "kind": "cpu",
+        "device": f"CPU with {cores} cores, {torch.backends.cpu.get_cpu_capability()}",
+        "cpu_count": cores,
+        "torch": torch.__version__,
+        "triton": triton,
+        "commit": git("rev-parse", "--short=12", "HEAD") or None,
+        "dirty": bool(git("status", "--porcelain", "--", ".", ":!benchmarks/results")),
+        "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "load_before": round(os.getloadavg()[0], 2),
+        **extra,
+    }
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """max|actual - expected| / max|expected|; infinite for other shapes or for NaN."""
+    if actual.shape != expected.shape:
+        return float("inf")
+    difference = (actual.double() - expected.double()).abs().max().item()
+    error = difference / (expected.double().abs().max().item() or 1.0)
+    return error if error == error else float("inf")
+
+
+def assert_equal(name: str, pairs: Mapping[str, tuple[Tensor, Tensor]], limit: float) -> Check:
+    """Every (actual, expected) of `pairs` agrees to `limit`; raises ``AssertionError`` naming one."""
+    errors = {key: relative_error(*pair) for key, pair in pairs.items()}
+    worst = max(errors, key=lambda key: errors[key])
+    if not errors[worst] <= limit:
+        raise AssertionError(f"{name}: {worst} differs by {errors[worst]:.1e}, limit {limit:.0e}")
+    return Check(name, errors[worst], limit)
+
+
+def interleave(
+    variants: Mapping[str, Callable[[], object]], *, rounds: int, warmup: int = 2
+) -> dict[str, list[float]]:
+    """Milliseconds per call of every variant, one list entry per round.
+
+    Each round calls every variant once, starting one further along each time, so that none always
+    follows the same one. With several ranks (a process group exists) a barrier stands before each
+    call and the slowest rank's time counts.
+    """
+    names = list(variants)
+    ranks = dist.is_initialized() and dist.get_world_size() > 1
+    for _ in range(warmup):
+        for name in names:
+            variants[name]()
+    times: dict[str, list[float]] = {name: [] for name in names}
+    gc.collect()
+    gc.disable()
+    try:
+        for k in range(rounds):
+            for name in names[k % len(names) :] + names[: k % len(names)]:
+                if ranks:
+                    dist.barrier()
+                began = time.perf_counter()
+                variants[name]()
+                times[name].append((time.perf_counter() - began) * 1000)
+    finally:
+        gc.enable()
+    if ranks:
+        table = torch.tensor([times[name] for name in names], dtype=torch.float64)
+        dist.all_reduce(table, dist.ReduceOp.MAX)
+        times = dict(zip(names, table.tolist(), strict=True))
+    return times
+
+
+def run_ranks(world: int, entry: Callable[..., Any], *args: Any) -> Any:
+    """``entry(*args)`` on `world` connected gloo ranks of one thread each; returns rank 0's result.
+
+    Ranks are processes on this machine that meet in a file and listen on loopback only. `entry` is
+    importable, its result picklable. Raises torch's ``ProcessRaisedException`` if a rank fails.
+    """
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "warpweave.engine"])
+    results = context.SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(
+            _rank, (world, os.path.join(folder, "store"), results, entry, args), nprocs=world,
+            start_method="forkserver",
+        )  # fmt: skip
+    return results.get()
+
+
+def _rank(rank: int, world: int, store: str, results: Any, entry: Callable, args: tuple) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world,
+        timeout=timedelta(seconds=60),
+    )  # fmt: skip
+    result = entry(*args)
+    if rank == 0:
+        results.put(result)
+    dist.barrier()
+    dist.destroy_process_group()

@@ -1,0 +1,144 @@
+"""Dropout: the generator's published vectors, one mask for every layout and implementation."""
+
+import pytest
+import torch
+from close import assert_close_f64
+
+from warpweave.kernels import dropout as module
+from warpweave.kernels import reference
+from warpweave.kernels.dropout import dropout
+
+IMPLS = ("torch", "triton")
+impls = pytest.mark.parametrize("impl", IMPLS)
+SEED = 2**40 + 12345
+
+
+def test_the_reference_generator_gives_the_published_vectors() -> None:
+    """Random123's kat_vectors, philox4x32 with 10 rounds."""
+    ones = 0xFFFFFFFF
+    pi = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0)
+    assert reference.philox((0,) * 4, (0, 0)) == (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
+    assert reference.philox((ones,) * 4, (ones,) * 2) == (
+        0x408F276D,
+        0x41C83B0E,
+        0xA20BC7C6,
+        0x6D5451FD,
+    )
+    assert reference.philox(*pi) == (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)
+    as_tensors = [torch.tensor(word) for word in pi[0]]
+    assert tuple(int(w) for w in reference.philox(as_tensors, pi[1])) == reference.philox(*pi)
+
+
+@impls
+@pytest.mark.parametrize("shape", [(1, 1), (37, 67), (3, 2050), (130, 8), (0, 5)], ids=str)
+def test_every_implementation_gives_the_bits_of_the_reference(shape, impl) -> None:
+    x = torch.randn(shape)
+    tokens = torch.arange(shape[0]) * 7919 * 2**28  # beyond 32 bits
+    for p, site in ((0.1, 0), (0.5, 2**32 - 1)):
+        arguments = {"seed": SEED, "site": site, "tokens": tokens}
+        truth = reference.dropout(x, p, **arguments)
+        assert torch.equal(dropout(x, p, **arguments, impl=impl), truth)
+
+
+def test_the_torch_path_is_right_across_its_chunks() -> None:
+    tokens = torch.arange(700) + 5
+    dropped = module._dropped(tokens, 101, 0.3, SEED, 9)  # 26 groups: 630 rows at a time
+    kept = reference.dropout(torch.ones(700, 101), 0.3, seed=SEED, site=9, tokens=tokens) != 0
+    assert torch.equal(dropped, ~kept)
+
+
+@impls
+def test_every_key_changes_the_mask(impl) -> None:
+    x, tokens = torch.ones(64, 67), torch.arange(64)
+
+    def mask(seed=SEED, site=3, shift=0):
+        return dropout(x, 0.5, seed=seed, site=site, tokens=tokens + shift, impl=impl) != 0
+
+    base = mask()
+    others = [mask(seed=SEED + 1), mask(seed=SEED + 2**32), mask(site=4), mask(shift=2**32)]
+    for other in others:
+        assert 0.4 < (other != base).float().mean() < 0.6
+    assert torch.equal(mask(shift=1)[:-1], base[1:])
+
+
+@impls
+def test_any_sharding_of_the_tokens_drops_the_same(impl) -> None:
+    x, tokens = torch.randn(40, 33), torch.randperm(40) + 2**33
+    arguments = {"seed": 1, "site": 2, "impl": impl}
+    whole = dropout(x, 0.2, tokens=tokens, **arguments)
+    parts = [dropout(x[i::3], 0.2, tokens=tokens[i::3], **arguments) for i in range(3)]
+    for i, part in enumerate(parts):
+        assert torch.equal(part, whole[i::3])
+
+
+def test_the_rate_is_p_and_columns_are_independent() -> None:
+    n, p = 4000, 0.3
+    kept = dropout(torch.ones(n, 64), p, seed=0, site=0, tokens=torch.arange(n)) != 0
+    rates = kept.double().mean(0)
+    assert (rates - (1 - p)).abs().max() < 5 * (p * (1 - p) / n) ** 0.5
+    assert torch.corrcoef(kept.double().T).fill_diagonal_(0).abs().max() < 6 / n**0.5
+
+
+@impls
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_kept_values_and_gradients_are_scaled_and_dropped_ones_are_zero(dtype, impl) -> None:
+    x = torch.randn(37, 66).to(dtype)[:, ::2].requires_grad_()
+    dy = torch.randn(37, 33).to(dtype)
+    y = dropout(x, 0.25, seed=5, site=1, tokens=torch.arange(37), impl=impl)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    kept = y != 0
+    assert 0.6 < kept.double().mean() < 0.9
+    scale = 1 / 0.75
+    assert torch.equal(y, torch.where(kept, x * scale, 0))
+    assert torch.equal(dx, torch.where(kept, dy * scale, 0))
+
+
+@impls
+def test_dropping_infinity_gives_zero_and_p_zero_is_the_identity(impl) -> None:
+    x = torch.full((50, 8), float("inf"))
+    y = dropout(x, 0.5, seed=5, site=1, tokens=torch.arange(50), impl=impl)
+    assert not y.isnan().any()
+    assert (y == 0).any()
+    assert dropout(x, 0.0, seed=5, site=1, tokens=torch.arange(50), impl=impl) is x
+
+
+@impls
+def test_gradcheck(impl) -> None:
+    x, tokens = torch.randn(3, 5, dtype=torch.float64, requires_grad=True), torch.arange(3)
+    assert torch.autograd.gradcheck(
+        lambda x: dropout(x, 0.5, seed=1, site=1, tokens=tokens, impl=impl), x
+    )
+    y = dropout(x, 0.5, seed=1, site=1, tokens=tokens, impl=impl)
+    assert_close_f64(y, reference.dropout(x, 0.5, seed=1, site=1, tokens=tokens), 1e-15)
+
+
+@impls
+def test_what_is_out_of_range_raises(impl) -> None:
+    x, tokens = torch.randn(3, 5), torch.arange(3)
+    for p in (1.0, -0.1, float("nan")):
+        with pytest.raises(ValueError, match="0 <= p < 1"):
+            dropout(x, p, seed=0, site=0, tokens=tokens, impl=impl)
+    for bad in (tokens[:2], tokens.int()):
+        with pytest.raises(ValueError, match="int64 tokens"):
+            dropout(x, 0.1, seed=0, site=0, tokens=bad, impl=impl)
+    for seed, site in ((-1, 0), (2**63, 0), (0, 2**32)):
+        with pytest.raises(ValueError, match="seed < "):
+            dropout(x, 0.1, seed=seed, site=site, tokens=tokens, impl=impl)
+
+
+def test_the_operators_are_well_formed() -> None:
+    x, tokens = torch.randn(3, 5, requires_grad=True), torch.arange(3)
+    torch.library.opcheck(torch.ops.warpweave.dropout.default, (x, tokens, 0.1, SEED, 2))
+    torch.library.opcheck(torch.ops.warpweave.dropped.default, (tokens, 5, 0.1, SEED, 2))
+
+
+@impls
+def test_it_compiles_without_breaks(impl) -> None:
+    x, tokens = torch.randn(3, 5, requires_grad=True), torch.arange(3)
+
+    def loss(x):
+        return dropout(x, 0.5, seed=SEED, site=2, tokens=tokens, impl=impl).square().sum()
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    a, b = (torch.autograd.grad(f(x), x)[0] for f in (compiled, loss))
+    assert torch.equal(a, b)

@@ -1,0 +1,120 @@
+"""The mesh against brute force: every coordinate, every group of every small mesh."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from warpweave.parallel.mesh import AXES, ConnectedMesh, Mesh, single
+
+VARIES = {axis: (axis,) for axis in AXES} | {"data": ("dp", "cp"), "world": AXES}
+
+
+def _meshes(world: int) -> list[Mesh]:
+    sizes = [n for n in range(1, world + 1) if world % n == 0]
+    every = itertools.product(sizes, repeat=4)
+    return [Mesh(*four) for four in every if torch.Size(four).numel() == world]
+
+
+def _members(mesh: Mesh, rank: int, axis: str) -> list[int]:
+    """The ranks that differ from `rank` only along `axis`, by looking at all of them."""
+    here = mesh.coordinates(rank)
+    fixed = [a for a in AXES if a not in VARIES[axis]]
+    return [
+        r for r in range(mesh.world) if all(mesh.coordinates(r)[a] == here[a] for a in fixed)
+    ]
+
+
+@pytest.mark.parametrize("world", range(1, 25))
+def test_coordinates_and_rank_at_are_inverse_on_every_mesh(world):
+    for mesh in _meshes(world):
+        assert mesh.world == world
+        seen = set()
+        for rank in range(world):
+            at = mesh.coordinates(rank)
+            assert all(0 <= at[axis] < getattr(mesh, axis) for axis in AXES)
+            assert mesh.rank_at(**at) == rank
+            seen.add(tuple(at.values()))
+        assert len(seen) == world
+
+
+def test_tensor_ranks_are_neighbours_and_stages_are_outermost():
+    mesh = Mesh(dp=3, cp=2, tp=4, pp=2)
+    order = itertools.product(range(2), range(3), range(2), range(4))
+    for rank, (pp, dp, cp, tp) in enumerate(order):
+        assert mesh.coordinates(rank) == {"pp": pp, "dp": dp, "cp": cp, "tp": tp}
+    assert mesh.data == 6
+    assert [mesh.size(axis) for axis in (*AXES, "data", "world")] == [2, 3, 2, 4, 6, 48]
+
+
+def _check_groups(rank: int, meshes: list[Mesh]) -> None:
+    for sizes in meshes:
+        mesh = sizes.connect()
+        assert (mesh.rank, mesh.coords) == (rank, sizes.coordinates(rank))
+        for axis in VARIES:
+            members, group = _members(sizes, rank, axis), mesh.group(axis)
+            assert mesh.size(axis) == len(members), (sizes, axis)
+            assert mesh.index(axis) == members.index(rank), (sizes, axis)
+            if len(members) == 1:
+                assert group is None, (sizes, axis)
+                continue
+            assert dist.get_process_group_ranks(group) == members, (sizes, axis)
+            total = torch.tensor(2.0**rank)
+            dist.all_reduce(total, group=group)
+            assert total == sum(2.0**r for r in members), (sizes, axis)
+
+
+def test_groups_hold_exactly_the_right_ranks_on_every_mesh_of_four():
+    run_ranks(4, _check_groups, _meshes(4))
+
+
+def test_groups_hold_exactly_the_right_ranks_on_meshes_of_eight():
+    three = [Mesh(2, 2, 2, 1), Mesh(2, 2, 1, 2), Mesh(2, 1, 2, 2), Mesh(1, 2, 2, 2)]
+    run_ranks(8, _check_groups, [*three, Mesh(4, 2), Mesh(2, 4), Mesh(tp=4, pp=2), Mesh(dp=8)])
+
+
+def test_one_device_needs_no_process_group_and_has_none():
+    for mesh in (single(), Mesh().connect()):
+        assert mesh.sizes == Mesh()
+        assert mesh.device_mesh is None
+        assert all(mesh.group(axis) is None and mesh.index(axis) == 0 for axis in VARIES)
+
+
+@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("size", [0, -2, 1.5, "2", None])
+def test_an_axis_that_is_no_positive_integer_is_refused_by_name(axis, size):
+    with pytest.raises(ValueError, match=f"axis {axis} must be a positive integer, got "):
+        Mesh(**{axis: size})
+
+
+def test_ranks_and_coordinates_outside_the_mesh_are_refused():
+    mesh = Mesh(dp=2, tp=3)
+    for rank in (-1, 6):
+        with pytest.raises(ValueError, match=f"rank {rank} is outside the mesh of 6 ranks"):
+            mesh.coordinates(rank)
+    for at in ({"tp": 3}, {"dp": -1}, {"cp": 1}):
+        (axis,) = at
+        with pytest.raises(ValueError, match=f"{axis} = {at[axis]} is outside"):
+            mesh.rank_at(**at)
+
+
+def test_a_mesh_of_another_size_than_the_ranks_running_is_refused():
+    with pytest.raises(ValueError, match=r"dp=2 x cp=1 x tp=3 x pp=1 needs 6 ranks, but 1 is run"):
+        Mesh(dp=2, tp=3).connect()
+
+
+def test_a_rank_is_described_by_the_axes_that_exist():
+    assert Mesh().describe(0) == "rank 0"
+    assert Mesh(dp=2, tp=2, pp=2).describe(5) == "rank 5 (pp=1, dp=0, tp=1)"
+
+
+def test_meshes_are_values():
+    assert Mesh(dp=2) == Mesh(dp=2)
+    assert len({Mesh(dp=2), Mesh(dp=2), Mesh(cp=2)}) == 2
+    with pytest.raises(AttributeError):
+        Mesh().dp = 2
+    assert ConnectedMesh(Mesh(cp=2, dp=3), 5, {}, None).index("data") == 5

@@ -1,0 +1,398 @@
+"""One executor on virtual and on real ranks: gradients bit for bit those of one device.
+
+The truth is plain autograd over the whole model, gradients accumulated micro-batch by micro-batch.
+Comparisons are ``torch.equal`` in fp32: a pipeline does the same operations in the same order.
+"""
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import Tensor, nn
+
+from warpweave.kernels.wgrad import wgrad
+from warpweave.parallel.pipeline import Distributed, InProcess, ModuleStage, execute
+from warpweave.parallel.schedule import (
+    Action,
+    from_csv,
+    gpipe,
+    one_f_one_b,
+    placement,
+    split_backward,
+    with_comm,
+    with_reduce,
+    with_tie,
+    with_unshard,
+    with_update,
+)
+
+WIDTH, TOKENS, DEPTH = 6, 5, 4
+CPU = torch.device("cpu")
+
+
+class _Linear(torch.autograd.Function):
+    """x @ w.T whose weight gradient can be deferred, as in the Triton layers; counts backwards."""
+
+    calls = 0
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor | None]:
+        _Linear.calls += 1
+        x, weight = ctx.saved_tensors
+        return dy @ weight, wgrad(weight, lambda: dy.T @ x)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.nn.functional.gelu(_Linear.apply(self.norm(x), self.weight))
+
+
+def model() -> list[Block]:
+    torch.manual_seed(3)
+    return [Block() for _ in range(DEPTH)]
+
+
+def data(m: int, replica: int = 0) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(11 + replica)
+    x = torch.randn(m, TOKENS, WIDTH, generator=draw)
+    return x, torch.randn(m, TOKENS, WIDTH, generator=draw)
+
+
+def loss_of(m: int, target: Tensor) -> Callable[[int, Tensor], Tensor]:
+    """Sum over tokens over the number in all micro-batches: normalised once, here alone."""
+    return lambda mb, y: ((y - target[mb]) ** 2).sum() / (m * TOKENS)
+
+
+def gradients(modules) -> list[Tensor]:
+    return [p.grad for module in modules for p in module.parameters()]
+
+
+def truth(m: int, replica: int = 0) -> tuple[list[Tensor], list[Tensor]]:
+    """Gradients and losses of one device."""
+    blocks, (x, target) = model(), data(m, replica)
+    loss, losses = loss_of(m, target), []
+    for mb in range(m):
+        value = loss(mb, nn.Sequential(*blocks)(x[mb]))
+        value.backward()
+        losses.append(value.detach())
+    return gradients(blocks), losses
+
+
+def build(
+    stages: int, m: int, mine=None, *, replica: int = 0, loss=None, **options
+) -> dict[int, ModuleStage]:
+    """The model as contiguous stages, those numbered in `mine` (all by default)."""
+    blocks, (x, target) = model(), data(m, replica)
+    bounds = [DEPTH * s // stages for s in range(stages + 1)]
+    result = {}
+    for s in range(stages) if mine is None else mine:
+        result[s] = ModuleStage(
+            nn.Sequential(*blocks[bounds[s] : bounds[s + 1]]),
+            inputs=(lambda mb: x[mb]) if s == 0 else None,
+            like=None if s == 0 else ((TOKENS, WIDTH), torch.float32, CPU),
+            loss=(loss or loss_of(m, target)) if s == stages - 1 else None,
+            **options,
+        )
+    return result
+
+
+def grads_of(stages: dict[int, ModuleStage]) -> list[Tensor]:
+    return gradients(stages[s].module for s in sorted(stages))
+
+
+def equal(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b))
+
+
+def lists_of(*rows: str):
+    return [from_csv(row.replace(" ", ","))[0] for row in rows]
+
+
+def vee(m: int):
+    """Two ranks, four stages in a V: every kind of link at once. GPipe order, as a stand-in."""
+    down, up = [range(m)] * 2
+    return [
+        [Action(op, s, i) for op, s in (("F", near), ("F", far)) for i in down]
+        + [Action(op, s, i) for op, s in (("B", far), ("B", near)) for i in up]
+        for near, far in ((0, 3), (1, 2))
+    ]
+
+
+SCHEDULES = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "1f1b split": lambda p, m: split_backward(one_f_one_b(p, m), lag=1),
+    "gpipe split late": lambda p, m: split_backward(gpipe(p, m), lag=m),
+}
+
+
+def lowered(name: str, p: int, m: int):
+    return with_comm(with_reduce(with_unshard(SCHEDULES[name](p, m), window=0), each=False))
+
+
+# ------------------------------------------------------------------------------- virtual ranks
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("p", [1, 2, 3, 4])
+@pytest.mark.parametrize("m", [1, 2, 5])
+def test_virtual_ranks_equal_one_device_bit_for_bit(name: str, p: int, m: int) -> None:
+    expected, losses = truth(m)
+    stages = build(p, m)
+    _Linear.calls = 0
+    execute(lowered(name, p, m), stages, InProcess())
+    assert equal(grads_of(stages), expected)
+    assert [stages[p - 1].losses[mb] for mb in range(m)] == losses
+    assert _Linear.calls == DEPTH * m  # once per layer and micro-batch, split or not
+
+
+def test_a_v_shaped_placement_equals_one_device() -> None:
+    stages = build(4, 3)
+    execute(with_comm(vee(3)), stages, InProcess())
+    assert equal(grads_of(stages), truth(3)[0])
+
+
+def test_accumulation_goes_on_over_passes_and_update_clears_it() -> None:
+    lists, m = with_comm(with_update(one_f_one_b(2, 3))), 3
+    stages = build(2, m)
+    for stage in stages.values():
+        stage.optimizer = torch.optim.SGD(stage.module.parameters(), lr=0.5)
+    before = [p.detach().clone() for s in stages.values() for p in s.module.parameters()]
+    execute(lists, stages, InProcess())
+    after = [p.detach() for s in stages.values() for p in s.module.parameters()]
+    moved = [b - 0.5 * g for b, g in zip(before, truth(m)[0])]
+    assert all(torch.allclose(a, b, rtol=1e-6) for a, b in zip(after, moved))
+    assert grads_of(stages) == [None] * len(after)
+
+
+@pytest.mark.parametrize("where", ["two ranks", "one rank"])
+def test_tied_gradients_are_summed_once_on_both_ends(where: str) -> None:
+    m = 2
+    separate = truth(m)[0]
+    stages = build(4, m)
+    for s in (0, 3):
+        stages[s].tied = stages[s].module[0].weight
+    lists = vee(m) if where == "one rank" else one_f_one_b(4, m)
+    execute(with_comm(with_tie(lists)), stages, InProcess())
+    found = grads_of(stages)
+    weight = [k for k, (name, _) in enumerate(nn.Sequential(*model()).named_parameters())
+              if name in ("0.weight", "3.weight")]  # fmt: skip
+    first, last = weight
+    assert torch.equal(found[first], separate[first] + separate[last])
+    assert torch.equal(found[last], found[first])
+    others = [k for k in range(len(found)) if k not in weight]
+    assert equal([found[k] for k in others], [separate[k] for k in others])
+
+
+# ----------------------------------------------------------------------------- planted faults
+
+
+def test_a_gradient_scaled_by_micro_batches_is_seen() -> None:
+    m = 5
+    _, target = data(m)
+    right = loss_of(m, target)
+    stages = build(2, m, loss=lambda mb, y: right(mb, y) / m)
+    execute(lowered("1f1b", 2, m), stages, InProcess())
+    assert not equal(grads_of(stages), truth(m)[0])
+
+
+def edit(lists, old: str, *new: str):
+    new_actions = [a for cell in new for a in lists_of(cell)[0]]
+    result = [[b for a in row for b in ([a] if str(a) != old else new_actions)] for row in lists]
+    assert result != lists
+    return result
+
+
+def swap(lists, one: str, two: str):
+    return edit(edit(edit(lists, one, "99F0"), two, one), "99F0", two)
+
+
+STEP = with_comm(one_f_one_b(2, 2))
+SPLIT = with_comm(with_update(split_backward(one_f_one_b(2, 2), lag=1)))
+
+
+@pytest.mark.parametrize(
+    ("lists", "message"),
+    [
+        (edit(STEP, "0SEND_F1"), "deadlock: rank 0 waits for 0RECV_B1 from rank 1; rank 1 waits"),
+        (edit(STEP, "0F1"), "rank 0: 0SEND_F1 comes before 0F1"),
+        (edit(STEP, "1RECV_F1"), "rank 1: 1F1 comes before 1RECV_F1"),
+        (edit(STEP, "1B1"), "rank 1: 1SEND_B1 comes before 1I1"),
+        (edit(STEP, "1SEND_B1"), r"rank 1: the list ends with unused .*\[\('B', 0, 1\)\]"),
+        (edit(edit(STEP, "1B1"), "1SEND_B1"), "deadlock: rank 0 waits for 0RECV_B1 from rank 1"),
+        (edit(edit(STEP, "0RECV_B1"), "0B1"), "sent and never received: 1SEND_B1"),
+        (swap(STEP, "0SEND_F0", "0SEND_F1"), "rank 0: 0SEND_F1 comes before 0F1"),
+        (
+            swap(swap(STEP, "0SEND_F0", "0SEND_F1"), "0F0", "0F1"),
+            "link F from rank 0 to 1: 1RECV_F0 finds 0SEND_F1",
+        ),
+        (swap(STEP, "0RECV_B0", "0RECV_B1"), "from rank 1 to 0: 0RECV_B1 finds 1SEND_B0"),
+        (edit(STEP, "0F1", "0F1", "0F1"), "rank 0: 0F1 occurs twice"),
+        (edit(STEP, "1F1", "1F1", "1F1"), "rank 1: 1F1 occurs twice"),
+        (edit(SPLIT, "1W1"), r"rank 1: 1UPDATE@1 while W is owed for micro-batches \[1\]"),
+        (edit(SPLIT, "1W1", "1W1", "1W1"), "rank 1: 1W1 occurs twice"),
+        (swap(SPLIT, "1W1", "1UPDATE@1"), r"1UPDATE@1 while W is owed for micro-batches \[1\]"),
+        (edit(edit(SPLIT, "1W1"), "1UPDATE@1"), r"the list ends while W is owed for .*\(1, 1\)"),
+    ],
+)  # fmt: skip
+def test_wrong_lists_are_found_while_running(lists, message: str) -> None:
+    stages = build(2, 2)
+    for stage in stages.values():
+        stage.optimizer = torch.optim.SGD(stage.module.parameters(), lr=0.0)
+    with pytest.raises(RuntimeError, match=message) as error:
+        execute(lists, stages, InProcess())
+    assert "\n" not in str(error.value)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match="2 ranks and no SEND or RECV"):
+        execute(gpipe(2, 2), build(2, 2), InProcess())
+    with pytest.raises(ValueError, match=r"ranks \[0, 1\] run stages \[0, 1\], got \[1\]"):
+        execute(STEP, build(2, 2, [1]), InProcess())
+    stages = build(2, 2)
+    stages[1]._like = ((TOKENS, 7), torch.float32, CPU)
+    with pytest.raises(ValueError, match=r"1RECV_F0: got shape \(5, 6\) .*agreed were \(5, 7\)"):
+        execute(STEP, stages, InProcess())
+    lists = [[Action("UPDATE", 0, ver=1), Action("F", 0, 0, 1)]]
+    stages = build(1, 1)
+    stages[0].optimizer = torch.optim.SGD(stages[0].module.parameters(), lr=0.0)
+    with pytest.raises(ValueError, match="0F0@1 reads weights of version 1, stages hold one"):
+        execute(lists, stages, InProcess())
+    with pytest.raises(ValueError, match="the schedule has 2 ranks, the pipeline group 1"):
+        Distributed(STEP, None)
+    with pytest.raises(ValueError, match="either inputs"):
+        ModuleStage(nn.Linear(2, 2))
+
+
+def test_a_single_rank_needs_no_process_group() -> None:
+    lists = gpipe(1, 3)
+    stages = build(1, 3)
+    execute(lists, stages, Distributed(lists, None))
+    assert equal(grads_of(stages), truth(3)[0])
+
+
+# ---------------------------------------------------------------------------------- real ranks
+
+
+def _mine(lists, rank: int) -> list[int]:
+    return [s for s, r in enumerate(placement(lists)) if r == rank]
+
+
+def _real(rank: int, p: int) -> dict[str, list[Tensor]]:
+    result = {}
+    for name in SCHEDULES:
+        for m in (1, 5):
+            lists = lowered(name, p, m)
+            transport = Distributed(lists, dist.group.WORLD, timeout=20)
+            stages = build(p, m, _mine(lists, rank))
+            _Linear.calls = 0
+            execute(lists, stages, transport)
+            assert not transport._sending
+            assert _Linear.calls == m * len(list(stages[rank].module))
+            result[f"{name} {m}"] = grads_of(stages)
+            again = build(p, m, [rank])  # the same transport serves the next step
+            execute(lists, again, transport)
+            assert equal(grads_of(again), grads_of(stages))
+    return result
+
+
+@pytest.mark.parametrize("p", [2, 3, 4])
+def test_real_ranks_equal_one_device_bit_for_bit(p: int) -> None:
+    ranks = run_ranks(p, _real, p)
+    for name in SCHEDULES:
+        for m in (1, 5):
+            found = [g for rank in ranks for g in rank[f"{name} {m}"]]
+            assert equal(found, truth(m)[0]), (name, m)
+
+
+def _vee_and_tie(rank: int) -> tuple[list[Tensor], list[Tensor]]:
+    lists = with_comm(vee(3))
+    stages = build(4, 3, _mine(lists, rank))
+    execute(lists, stages, Distributed(lists, dist.group.WORLD, timeout=20))
+    tied = with_comm(with_tie(one_f_one_b(2, 3)))
+    ends = build(2, 3, [rank])
+    ends[rank].tied = ends[rank].module[0].weight
+    execute(tied, ends, Distributed(tied, dist.group.WORLD, timeout=20))
+    return grads_of(stages), ends[rank].tied.grad
+
+
+def test_real_ranks_in_a_v_and_with_tied_weights() -> None:
+    (near, tie_0), (far, tie_1) = run_ranks(2, _vee_and_tie)
+    expected = truth(3)[0]
+    each = len(expected) // DEPTH  # stages 0 and 3 are on rank 0
+    assert equal(near[:each] + far + near[each:], expected)
+    names = [name for name, _ in nn.Sequential(*model()).named_parameters()]
+    total = expected[names.index("0.weight")] + expected[names.index("2.weight")]
+    assert torch.equal(tie_0, total)
+    assert torch.equal(tie_1, total)
+
+
+def _two_by_two(rank: int) -> list[Tensor]:
+    """pp = 2 outermost, dp = 2: two pipelines side by side, REDUCE over the replicas."""
+    stage, replica = divmod(rank, 2)
+    down = [dist.new_group([r, r + 2]) for r in range(2)][replica]
+    across = [dist.new_group([2 * s, 2 * s + 1]) for s in range(2)][stage]
+    lists = with_comm(with_reduce(one_f_one_b(2, 3)))
+    stages = build(2, 3, [stage], replica=replica, group=across)
+    execute(lists, stages, Distributed(lists, down, timeout=20))
+    return grads_of(stages)
+
+
+def test_pipelines_side_by_side_reduce_their_gradients() -> None:
+    ranks = run_ranks(4, _two_by_two)
+    expected = [a + b for a, b in zip(truth(3, 0)[0], truth(3, 1)[0])]
+    for replica in range(2):
+        assert equal(ranks[replica] + ranks[2 + replica], expected)
+
+
+def _errors(rank: int) -> list[str]:
+    found = []
+
+    def note(run: Callable[[], object]) -> None:
+        try:
+            run()
+            found.append("no error")
+        except (ValueError, RuntimeError) as error:
+            found.append(str(error))
+
+    other = with_comm(gpipe(2, 2)) if rank else STEP
+    note(lambda: Distributed(other, dist.group.WORLD, timeout=20))
+    transport = Distributed(STEP, dist.group.WORLD, timeout=1)
+    note(lambda: execute(with_comm(gpipe(2, 2)), build(2, 2, [rank]), transport))
+    stages = build(2, 2, [rank])
+    transport.open(STEP, stages)  # both agree on shapes, then rank 0 never starts
+    if rank == 0:
+        time.sleep(2)
+    else:
+        note(lambda: execute(STEP, stages, transport))
+    dist.barrier()
+    transport = Distributed(STEP, dist.group.WORLD, timeout=1)
+    stages = build(2, 2, [rank])
+    if rank == 0:
+        stages[0].module.append(nn.Linear(WIDTH, 7))
+    note(lambda: execute(STEP, stages, transport))
+    return found
+
+
+def test_errors_of_real_ranks_name_rank_action_and_numbers() -> None:
+    zero, one = run_ranks(2, _errors)
+    for found in (zero, one):
+        assert "the ranks of the pipeline group hold different schedules" in found[0]
+        assert f"rank {int(found is one)}: this transport was built for another" in found[1]
+        assert not any("\n" in text for text in found)
+    assert one[2].startswith("rank 1: 1RECV_F0 from rank 0 failed within 1 s")
+    assert "0SEND_F0: got shape (5, 7) torch.float32, agreed were (5, 6) torch.float32" in zero[2]
+    assert one[3].startswith("rank 1: 1RECV_F0 from rank 0 failed within 1 s")

@@ -1,0 +1,111 @@
+"""One record per parameter: the cut loses nothing, the draw does not depend on the cut."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from warpweave.gpt import GPT, GPTConfig
+from warpweave.parallel.mesh import AXES, ConnectedMesh, Mesh
+from warpweave.parallel.shard import ParamRecord
+from warpweave.plain_gpt import PlainConfig, plain_init
+
+LLAMA = {"positions": "rope", "norm": "rms", "bias": False, "tied": False}
+SIZES = {"vocab_size": 37, "seq_len": 8, "layers": 3, "width": 16, "heads": 4, "hidden": 20}
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("shape", [(37, 3), (6, 5, 2), (1, 4), (3,)])
+def test_slices_padded_with_zeros_assemble_to_the_whole(shape, parts):
+    full = torch.randn(shape, dtype=torch.float64)
+    for dim in range(len(shape)):
+        record = ParamRecord("w", shape, dim, parts)
+        slices = [record.slice(full, index) for index in range(parts)]
+        assert {tuple(s.shape) for s in slices} == {record.local_shape}
+        assert torch.equal(record.assemble(slices), full)
+
+
+@pytest.mark.parametrize("parts", [2, 3, 4, 7])
+def test_every_rank_holds_its_own_rows_and_zeros_past_the_end(parts):
+    full = torch.arange(1.0, 14.0)[:, None].expand(13, 2)
+    record = ParamRecord("w", (13, 2), 0, parts)
+    rows = -(-13 // parts)
+    for index in range(parts):
+        expected = [i + 1.0 if i < 13 else 0.0 for i in range(index * rows, (index + 1) * rows)]
+        assert record.slice(full, index)[:, 0].tolist() == expected
+
+
+def test_an_unsharded_parameter_is_the_same_on_every_rank():
+    full = torch.randn(5, 3)
+    for record in (ParamRecord("w", (5, 3)), ParamRecord("w", (5, 3), None, 4)):
+        assert not record.sharded
+        assert record.local_shape == (5, 3)
+        assert all(torch.equal(record.slice(full, index), full) for index in range(4))
+        assert torch.equal(record.assemble([full] * 4), full)
+    assert not ParamRecord("w", (5, 3), 0, 1).sharded
+    assert ParamRecord("w", (5, 3), 0, 2).sharded
+
+
+def test_the_draw_depends_on_the_seed_and_the_name_alone():
+    record = ParamRecord("blocks.3.up.weight", (37, 5), 0, 2)
+    first = record.draw(7)
+    torch.manual_seed(99)
+    before = torch.get_rng_state()
+    other_cut = dataclasses.replace(record, shard_dim=1, parts=5, partial=True, tied=(0, 3))
+    assert torch.equal(other_cut.draw(7), first)
+    assert torch.equal(torch.get_rng_state(), before), "the draw touched the global generator"
+    assert not torch.equal(record.draw(8), first)
+    assert not torch.equal(record.renamed("blocks.4.up.weight").draw(7), first)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_every_dtype_starts_from_the_same_numbers(dtype):
+    for init in (0.02, 1.0, "ones", "zeros"):
+        record = ParamRecord("w", (11, 3), init=init)
+        drawn = record.draw(1, dtype=dtype)
+        assert drawn.dtype == dtype
+        assert torch.equal(drawn, record.draw(1).to(dtype))
+
+
+def test_the_draw_has_the_standard_deviation_it_names():
+    drawn = ParamRecord("w", (400, 500), init=0.3).draw(0)
+    assert abs(drawn.std().item() / 0.3 - 1) < 0.01
+    assert abs(drawn.mean().item()) < 0.003
+    assert ParamRecord("w", (3,), init="ones").draw(0).tolist() == [1.0] * 3
+    assert ParamRecord("w", (3,), init="zeros").draw(0).tolist() == [0.0] * 3
+
+
+def _place(sizes: Mesh, rank: int) -> ConnectedMesh:
+    """A rank's place without its process groups: enough to build a model."""
+    return ConnectedMesh(sizes, rank, dict.fromkeys((*AXES, "data", "world")), None)
+
+
+@pytest.mark.parametrize("style", [{}, LLAMA], ids=["gpt2", "llama"])
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(tp=2), Mesh(pp=3), Mesh(tp=4, pp=2)], ids=str)
+def test_every_mesh_starts_from_the_plain_models_parameters(mesh, style):
+    activation = {"activation": "swiglu"} if style else {}
+    expected = plain_init(
+        PlainConfig(**SIZES, kv_heads=4, **style, act=activation.get("activation", "gelu")), 3
+    )
+    shards: dict[str, dict[tuple[int, int], torch.Tensor]] = {}
+    records: dict[str, ParamRecord] = {}
+    for rank in range(mesh.world):
+        model = GPT(GPTConfig(**SIZES, **style, **activation), mesh=_place(mesh, rank), seed=3)
+        records |= model.parameter_records()
+        at = mesh.coordinates(rank)
+        for name, param in model.named_parameters():
+            shards.setdefault(name, {})[at["pp"], at["tp"]] = param.detach()
+    assert sorted(shards) == sorted(expected)
+    for name, held in shards.items():
+        for stage in {pp for pp, _ in held}:  # the tied embedding lies on two stages
+            whole = records[name].assemble([held[stage, tp] for tp in range(mesh.tp)])
+            assert torch.equal(whole, expected[name]), (name, stage)
+
+
+def test_a_tensor_of_another_shape_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"parameter w has logical shape \(5, 3\), got \(3, 5\)"):
+        ParamRecord("w", (5, 3), 0, 2).slice(torch.zeros(3, 5), 0)
+    with pytest.raises(ValueError, match="parameter w is not sharded"):
+        _ = ParamRecord("w", (5, 3)).rows
