@@ -1,14 +1,16 @@
 """GELU and SwiGLU.
 
-    gelu(x)   = x * Phi(x)                                          approximate="none", by the error function
-              ~ x * sigmoid(2 c (x + 0.044715 x^3)), c = sqrt(2/pi)       "tanh": 1 + tanh(u) = 2 sigmoid(2u)
+    gelu(x)   = x * Phi(x)                                  approximate="none", by erf
+              ~ x * sigmoid(2 c (x + 0.044715 x^3))         "tanh", c = sqrt(2/pi):
+                                                            1 + tanh(u) = 2 sigmoid(2 u)
     swiglu(x) = silu(gate) * up,   gate = x[..., 0::2], up = x[..., 1::2]
 
-SwiGLU's gate and up are interleaved, x[..., 2F]: the fused projection's weight is (F, 2, E), so that each
-slice of hidden units (x[T, 2F/tp]) holds matching gates and ups, and one pair is one load here.
+SwiGLU's gate and up are interleaved, x[..., 2F]: the fused projection's weight is (F, 2, E), so
+that each slice of hidden units (x[T, 2F/tp]) holds matching gates and ups, and one pair is one load
+here.
 
-Saved for backward: the pre-activation x alone; everything else is recomputed from it. Computed in float32
-(float64 for float64 x), cast at the store.
+Saved for backward: the pre-activation x alone; everything else is recomputed from it. Computed in
+float32 (float64 for float64 x), cast at the store.
 
 Sources: Hendrycks and Gimpel 2016 (arXiv:1606.08415); Shazeer 2020 (arXiv:2002.05202).
 Limits: a non-contiguous x is copied by the Triton path.
@@ -31,7 +33,8 @@ _BLOCK = 2048  # elements of x per program: 16 per thread of 4 warps
 
 @triton.jit
 def _sigmoids(x):
-    """sigmoid(x) and sigmoid(-x): not 1 - sigmoid(x), which cancels where GELU's slope multiplies it by x^3.
+    """sigmoid(x) and sigmoid(-x): not 1 - sigmoid(x), which cancels where GELU's slope multiplies
+    it by x^3.
 
     Nothing overflows on the way to zero (NumPy, which interprets, would warn).
     """
@@ -254,6 +257,13 @@ class _SwiGLU(torch.autograd.Function):
     def backward(ctx, dy):
         return swiglu_bwd(dy, *ctx.saved_tensors, impl="torch")
 
+    @staticmethod
+    def spmd_typecheck(*, x):
+        from spmd_types import rules
+
+        # Pairs lie side by side: a shard of the output is the output of a shard.
+        return rules.einsum("...f->...f", x)
+
 
 # ---------------------------------------------------------------- public
 
@@ -270,7 +280,8 @@ def gelu(x: torch.Tensor, *, approximate: str = "tanh", impl: str | None = None)
 
 
 def swiglu(gate_up: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
-    """silu(gate) * up: y[..., F] (F may be sharded) of interleaved gate_up[..., 2F]; differentiable.
+    """silu(gate) * up: y[..., F] (F may be sharded) of interleaved gate_up[..., 2F];
+    differentiable.
 
     Raises ValueError if the last dim is odd, or if `impl` cannot run.
     """

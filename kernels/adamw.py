@@ -159,10 +159,7 @@ def _adamw_triton(
         )
 
 
-@torch.library.custom_op(
-    "warpweave::adamw_step", mutates_args=("master", "m", "v", "step", "param")
-)
-def _adamw_step_op(
+def _adamw_step(
     master: torch.Tensor,
     grad: torch.Tensor,
     m: torch.Tensor,
@@ -188,6 +185,11 @@ def _adamw_step_op(
         _adamw_triton(
             master, grad, m, v, param, step, grad_scale, skip, lr, beta1, beta2, eps, weight_decay
         )
+
+
+_adamw_step_op = torch.library.custom_op(
+    "warpweave::adamw_step", mutates_args=("master", "m", "v", "step", "param")
+)(_adamw_step)
 
 
 @torch.no_grad()
@@ -238,7 +240,10 @@ def adamw_step(
             f"need 0 <= beta < 1 and lr, eps, weight_decay >= 0, got betas {beta1}, {beta2}, "
             f"lr {lr}, eps {eps}, weight_decay {weight_decay}"
         )
-    _adamw_step_op(
+    # torch's own operators need no wrapper, whose call costs more than ten thousand weights do.
+    direct = impl == "torch" and not torch.compiler.is_compiling()
+    update = _adamw_step if direct else _adamw_step_op
+    update(
         master, grad, m, v, step, param, grad_scale, skip, lr, beta1, beta2, eps, weight_decay, impl
     )
 
@@ -268,8 +273,7 @@ def _sum_of_squares_triton(flat: torch.Tensor) -> torch.Tensor:
     return partial.sum()
 
 
-@torch.library.custom_op("warpweave::sum_of_squares", mutates_args=())
-def _sum_of_squares_op(flat: torch.Tensor, impl: str) -> torch.Tensor:
+def _sum_of_squares(flat: torch.Tensor, impl: str) -> torch.Tensor:
     n, dtype = flat.numel(), compute_dtype(flat)
     if impl == "torch":
         # Short rows first: one long fp32 sum is off by 1e-3 at 10^7 elements.
@@ -278,6 +282,11 @@ def _sum_of_squares_op(flat: torch.Tensor, impl: str) -> torch.Tensor:
         rest = torch.linalg.vector_norm(flat[whole:], dtype=dtype)
         return (norms.double().square().sum() + rest.double().square()).to(dtype)
     return _sum_of_squares_triton(flat)
+
+
+_sum_of_squares_op = torch.library.custom_op("warpweave::sum_of_squares", mutates_args=())(
+    _sum_of_squares
+)
 
 
 @_sum_of_squares_op.register_fake
@@ -298,4 +307,5 @@ def sum_of_squares(flat: torch.Tensor, *, impl: str | None = None) -> torch.Tens
             f"need a flat contiguous float tensor, got {[*flat.shape]} {flat.dtype} with strides "
             f"{flat.stride()}"
         )
-    return _sum_of_squares_op(flat, impl)
+    direct = impl == "torch" and not torch.compiler.is_compiling()
+    return (_sum_of_squares if direct else _sum_of_squares_op)(flat, impl)

@@ -63,7 +63,7 @@ TILES: dict[tuple[int, int, int], tuple[Tile, Tile, Tile]] = {
     (0, 0, 256): (Tile(64, 32, 4, 1), Tile(32, 64, 4, 1), Tile(64, 32, 4, 1)),
     (80, 2, 64): (Tile(128, 64, 4, 3), Tile(32, 128, 8, 2), Tile(64, 64, 4, 2)),
     (80, 2, 128): (Tile(128, 64, 8, 3), Tile(32, 64, 8, 2), Tile(64, 64, 8, 2)),
-    (80, 2, 256): (Tile(64, 32, 8, 2), Tile(32, 32, 8, 2), Tile(64, 32, 8, 1)),
+    (80, 2, 256): (Tile(64, 32, 8, 2), Tile(32, 32, 8, 1), Tile(64, 32, 8, 1)),
     (80, 4, 64): (Tile(64, 32, 8, 2), Tile(32, 32, 8, 1), Tile(32, 32, 4, 1)),
     (80, 4, 128): (Tile(32, 16, 4, 2), Tile(32, 32, 8, 1), Tile(32, 16, 8, 1)),
     (80, 4, 256): (Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
@@ -87,6 +87,11 @@ def _tiles(q: torch.Tensor) -> tuple[Tile, Tile, Tile]:
         return TILES[0, 0, MAX_HEAD_DIM]
     arch, head_dim = max(fitting)
     return TILES[arch, q.element_size(), -head_dim]
+
+
+# Start positions change from one ring hop to the next: they are plain arguments (Triton specialises
+# the elements of a tuple whatever one says), so that no hop compiles a kernel of its own.
+_POSITIONS = ["q_start0", "q_start1", "k_start0", "k_start1"]
 
 
 # ---------------------------------------------------------------- device helpers
@@ -209,13 +214,17 @@ def _fwd_steps(acc, l, m, q, q_pos, k_ptr, v_ptr, k_step, v_step, k_runs,
     return acc, l, m
 
 
-@triton.jit(do_not_specialize=["q_runs", "k_runs"])
+@triton.jit(do_not_specialize=_POSITIONS)
 def _attention_fwd_kernel(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,
-                          q_stride, k_stride, v_stride, o_stride, q_runs, k_runs, heads, group,
+                          q_stride, k_stride, v_stride, o_stride,
+                          q_start0, q_len0, q_start1, q_len1, k_start0, k_len0, k_start1, k_len1,
+                          heads, group,
                           SCALE: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr,
                           BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                           BLOCK_D: tl.constexpr):  # fmt: skip
     # 1. One tile of queries of one head.
+    q_runs = (q_start0, q_len0, q_start1, q_len1)
+    k_runs = (k_start0, k_len0, k_start1, k_len1)
     tile, head, batch = _program(q_runs, heads, BLOCK_M, True)
     row, position, rows = _tile(tile, q_runs, BLOCK_M)
     q_ptr += batch * q_stride[0] + row * q_stride[1] + head.to(tl.int64) * q_stride[2]
@@ -278,7 +287,7 @@ def attention_fwd(
         with torch.cuda.device_of(q):
             _attention_fwd_kernel[grid](
                 q, k, v, o, lse, q.stride()[:3], k.stride()[:3], v.stride()[:3], o.stride()[:3],
-                q_runs, k_runs, H, H // k.shape[2], scale, causal, D, tile.q, tile.k, _padded(D),
+                *q_runs, *k_runs, H, H // k.shape[2], scale, causal, D, tile.q, tile.k, _padded(D),
                 num_warps=tile.warps, num_stages=tile.stages)  # fmt: skip
     return o, lse
 
@@ -365,14 +374,17 @@ def _dkdv_steps(dk, dv, k, v, k_pos, q_ptr, do_ptr, lse_ptr, delta_ptr, q_step, 
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["q_runs", "k_runs"])
+@triton.jit(do_not_specialize=_POSITIONS)
 def _attention_dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
                            q_stride, k_stride, v_stride, do_stride, dk_stride, dv_stride,
-                           q_runs, k_runs, kv_heads, group,
+                           q_start0, q_len0, q_start1, q_len1, k_start0, k_len0, k_start1, k_len1,
+                           kv_heads, group,
                            SCALE: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr,
                            BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                            BLOCK_D: tl.constexpr):  # fmt: skip
     # 1. One tile of keys of one key-value head.
+    q_runs = (q_start0, q_len0, q_start1, q_len1)
+    k_runs = (k_start0, k_len0, k_start1, k_len1)
     tile, kv_head, batch = _program(k_runs, kv_heads, BLOCK_N, False)
     row, position, rows = _tile(tile, k_runs, BLOCK_N)
     kv_head = kv_head.to(tl.int64)
@@ -444,14 +456,17 @@ def _dq_steps(dq, q, do, lse, delta, q_pos, k_ptr, v_ptr, k_step, v_step, k_runs
     return dq
 
 
-@triton.jit(do_not_specialize=["q_runs", "k_runs"])
+@triton.jit(do_not_specialize=_POSITIONS)
 def _attention_dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr,
                          q_stride, k_stride, v_stride, do_stride, dq_stride,
-                         q_runs, k_runs, heads, group,
+                         q_start0, q_len0, q_start1, q_len1, k_start0, k_len0, k_start1, k_len1,
+                         heads, group,
                          SCALE: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr,
                          BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                          BLOCK_D: tl.constexpr):  # fmt: skip
     # 1. One tile of queries of one head; rows past its end get lse = inf, hence p = 0.
+    q_runs = (q_start0, q_len0, q_start1, q_len1)
+    k_runs = (k_start0, k_len0, k_start1, k_len1)
     tile, head, batch = _program(q_runs, heads, BLOCK_M, True)
     row, position, rows = _tile(tile, q_runs, BLOCK_M)
     q_ptr += batch * q_stride[0] + row * q_stride[1] + head.to(tl.int64) * q_stride[2]
@@ -522,13 +537,13 @@ def attention_bwd(
             tile = for_dkdv
             _attention_dkdv_kernel[(_count(k_runs, tile.k) * Hkv * B,)](
                 *inputs, dk, dv, *strides, dk.stride()[:3], dv.stride()[:3],
-                q_runs, k_runs, Hkv, H // Hkv, scale, causal, D, tile.q, tile.k, _padded(D),
+                *q_runs, *k_runs, Hkv, H // Hkv, scale, causal, D, tile.q, tile.k, _padded(D),
                 num_warps=tile.warps, num_stages=tile.stages)  # fmt: skip
         if dq.numel():
             tile = for_dq
             _attention_dq_kernel[(_count(q_runs, tile.q) * H * B,)](
                 *inputs, dq, *strides, dq.stride()[:3],
-                q_runs, k_runs, H, H // Hkv, scale, causal, D, tile.q, tile.k, _padded(D),
+                *q_runs, *k_runs, H, H // Hkv, scale, causal, D, tile.q, tile.k, _padded(D),
                 num_warps=tile.warps, num_stages=tile.stages)  # fmt: skip
     return dq, dk, dv
 

@@ -1,8 +1,9 @@
 """FLOPs and minimal bytes of every op: benchmarks, MFU and `warpweave plan` use the same numbers.
 
-FLOPs count a multiply-add as two, a division, exponential or root as one. Bytes are what a perfectly fused
-kernel must move: every input read once, every output written once, nothing else. Both are exact integers of
-the shapes, whatever an implementation does; achieved TFLOP/s and GB/s divide them by measured time.
+FLOPs count a multiply-add as two, a division, exponential or root as one. Bytes are what a
+perfectly fused kernel must move: every input read once, every output written once, nothing else.
+Both are exact integers of the shapes, whatever an implementation does; achieved TFLOP/s and GB/s
+divide them by measured time.
 
 `size` is the bytes of an element (2 for bfloat16). Statistics (rstd, mean, lse) are float32.
 """
@@ -54,7 +55,8 @@ def attention(
     backward: bool = False,
     size: int = 2,
 ) -> Cost:
-    """The field's convention: 4 B H Sq Sk D forward, half of it when causal, backward 2.5 times forward.
+    """The field's convention: 4 B H Sq Sk D forward, half of it when causal, backward 2.5 times
+    forward.
 
     (Forward has two products, backward five: S again, dP, dV, dQ, dK. Softmax is not counted.)
     Forward moves q, k, v, o and lse; backward those and do, dq, dk, dv.
@@ -77,8 +79,9 @@ def norm(
 ) -> Cost:
     """RMSNorm, or with `layer` LayerNorm and its bias, of x[rows, E].
 
-    Forward per element: square, add, two multiplies; LayerNorm also sums, centres and shifts. Backward:
-    n, g, g n and its sum, n c, subtract, scale, dw's two; LayerNorm also centres, sums g, subtracts, db.
+    Forward per element: square, add, two multiplies; LayerNorm also sums, centres and shifts.
+    Backward: n, g, g n and its sum, n c, subtract, scale, dw's two; LayerNorm also centres, sums g,
+    subtracts, db.
     """
     per_element = ((13 if layer else 9) if backward else (7 if layer else 4)) + residual
     if backward:  # reads dy, s [, ds]; writes dx
@@ -110,7 +113,8 @@ def dropout(rows: int, E: int, *, size: int = 2) -> Cost:
 
 
 def cross_entropy(N: int, V: int, *, backward: bool = False, size: int = 2) -> Cost:
-    """Loss of logits[N, V]: max, subtract, exp, add each; backward: subtract, exp, subtract, scale."""
+    """Loss of logits[N, V]: max, subtract, exp, add each; backward: subtract, exp, subtract,
+    scale."""
     rows = N * (8 + 4)  # a label, and lse or the loss's gradient
     return Cost(4 * N * V, (2 if backward else 1) * N * V * size + rows + 4 * N)
 
@@ -154,14 +158,16 @@ def gpt_step(
     gated: bool,
     causal: bool = True,
 ) -> int:
-    """Model FLOPs of one training step on `tokens` tokens in sequences of `seq_len`; the MFU numerator.
+    """Model FLOPs of one training step on `tokens` tokens in sequences of `seq_len`; the MFU
+    numerator.
 
         3 * tokens * (2 * gpt_weights + layers * 4 * seq_len * heads * head_dim [/ 2 if causal])
 
-    Forward once, backward twice; what is recomputed (attention's scores, checkpointed layers) does not
-    count, and neither do elementwise ops. MFU = gpt_step / (step seconds * devices * peak FLOP/s).
-    PaLM's formula (Chowdhery et al. 2022, arXiv:2204.02311, appendix B; 6 N + 12 L H Q T per token) does
-    not halve causal attention: pass causal=False to compare with figures made by it.
+    Forward once, backward twice; what is recomputed (attention's scores, checkpointed layers) does
+    not count, and neither do elementwise ops. MFU = gpt_step / (step seconds * devices * peak
+    FLOP/s). PaLM's formula (Chowdhery et al. 2022, arXiv:2204.02311, appendix B; 6 N + 12 L H Q T
+    per token) does not halve causal attention: pass causal=False to compare with figures made by
+    it.
     """
     weights = gpt_weights(
         layers=layers,

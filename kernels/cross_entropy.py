@@ -444,6 +444,12 @@ class _CrossEntropy(torch.autograd.Function):
         dlogits = cross_entropy_bwd(dloss, *ctx.saved_tensors, **ctx.options, impl=ctx.impl)
         return dlogits, None, None, None, None, None
 
+    @staticmethod
+    def spmd_typecheck(*, logits, labels):
+        from spmd_types import rules
+
+        return rules.einsum("n_,n->n", logits, labels)  # vocabulary whole
+
 
 def cross_entropy(
     logits: torch.Tensor,

@@ -7,10 +7,10 @@
 
 What cannot run raises `ValueError` and says why. Nothing here looks at a GPU or starts a driver.
 
-Kernel files take Triton from here (``from warpweave.kernels.dispatch import choose, tl, triton``), so
-that they can be imported, and their torch paths used, where Triton does not exist (macOS, Windows).
-A launcher wraps its launch in ``with torch.cuda.device_of(x):`` (free on CPU tensors), because Triton
-launches on the current device whatever the device of its arguments.
+Kernel files take Triton from here (``from warpweave.kernels.dispatch import choose, tl, triton``),
+so that they can be imported, and their torch paths used, where Triton does not exist (macOS,
+Windows). A launcher wraps its launch in ``with torch.cuda.device_of(x):`` (free on CPU tensors),
+because Triton launches on the current device whatever the device of its arguments.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ else:
     INTERPRET = False
 
     class _NoTriton:
-        """Stands in for `triton` and `tl`: decorators and annotations pass, nothing can be launched."""
+        """Stands in for `triton` and `tl`: decorators and annotations pass, nothing can be
+        launched."""
 
         def __getattr__(self, name: str) -> _NoTriton:
             return self
@@ -71,8 +72,8 @@ def choose(impl: str | None, *tensors: torch.Tensor | None) -> str:
         return "triton"
     if device.type == "cpu":
         raise ValueError(
-            'impl="triton" on CPU tensors needs Triton\'s interpreter: set TRITON_INTERPRET=1 before '
-            'importing warpweave, or pass impl="torch"'
+            'impl="triton" on CPU tensors needs Triton\'s interpreter: set TRITON_INTERPRET=1 '
+            'before importing warpweave, or pass impl="torch"'
         )
     raise ValueError(
         f'impl="triton" needs CUDA tensors (or CPU under TRITON_INTERPRET=1), got {device}'

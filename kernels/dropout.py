@@ -1,17 +1,20 @@
-"""Dropout whose mask is a function of global indices, so every layout of the same run drops the same.
+"""Dropout whose mask is a function of global indices, so every layout of the same run drops the
+same.
 
-    word[t, e] = philox4x32-10(counter = (token lo, token hi, e // 4, site), key = (seed lo, seed hi))[e % 4]
-    y = x / (1 - p) where word >= round(p * 2^32), else 0
+    word[t, e] = philox4x32-10(counter = (token lo, token hi, e // 4, site), key = (seed lo, seed
+    hi))[e % 4] y = x / (1 - p) where word >= round(p * 2^32), else 0
 
-x, y: [T, E]; tokens[T] are the global indices (batch index * sequence length + position) of the local rows,
-whatever the sharding of T; `site` numbers the place in the network (and, in training, the step's seed the
-step). E is whole: a shard of E would need a column offset, which nothing here shards.
+x, y: [T, E]; tokens[T] are the global indices (batch index * sequence length + position) of the
+local rows, whatever the sharding of T; `site` numbers the place in the network (and, in training,
+the step's seed the step). E is whole: a shard of E would need a column offset, which nothing here
+shards.
 
-Saved for backward: tokens; Triton draws the mask again, which is cheaper than a read from memory. The torch
-path keeps the mask (one byte per element), because drawing it is what costs on a CPU. The masks of both are
-the same bits. Dropped elements are exact zeros, even of infinite x.
+Saved for backward: tokens; Triton draws the mask again, which is cheaper than a read from memory.
+The torch path keeps the mask (one byte per element), because drawing it is what costs on a CPU. The
+masks of both are the same bits. Dropped elements are exact zeros, even of infinite x.
 
-Sources: Srivastava et al. 2014; Salmon et al. 2011 (Random123). Limits: 0 <= seed < 2^63, 0 <= site < 2^32.
+Sources: Srivastava et al. 2014; Salmon et al. 2011 (Random123). Limits: 0 <= seed < 2^63, 0 <= site
+< 2^32.
 """
 
 from __future__ import annotations
@@ -127,11 +130,12 @@ _dropout_op.register_autograd(_backward, setup_context=_save)
 
 @torch.library.custom_op("warpweave::dropped", mutates_args=())
 def _dropped(tokens: torch.Tensor, E: int, p: float, seed: int, site: int) -> torch.Tensor:
-    """bool[T, E], true where dropout drops. An operator, so that compilers need not trace the rounds.
+    """bool[T, E], true where dropout drops. An operator, so that compilers need not trace the
+    rounds.
 
-    Products of 32-bit words wrap in int64 with all their 64 bits right. Words 0 and 2 are kept clean to
-    32 bits, because they are multiplied; 1 and 3 are products whose upper half is cut off later. A few
-    rows at a time, in place, so that the six buffers stay in cache.
+    Products of 32-bit words wrap in int64 with all their 64 bits right. Words 0 and 2 are kept
+    clean to 32 bits, because they are multiplied; 1 and 3 are products whose upper half is cut off
+    later. A few rows at a time, in place, so that the six buffers stay in cache.
     """
     groups = torch.arange((E + 3) // 4, device=tokens.device)
     dropped = torch.empty(len(tokens), len(groups), 4, dtype=torch.bool, device=tokens.device)
@@ -176,15 +180,15 @@ def dropout(
     """x[T, E] (any sharding of T) with each element zeroed with probability p, the rest over 1 - p.
 
     The mask depends on `seed`, `site`, the global indices `tokens`[T] (int64) and the column alone.
-    Differentiable in x. Raises ValueError unless 0 <= p < 1, on shapes or integers out of range, or if
-    `impl` cannot run. Srivastava et al. 2014.
+    Differentiable in x. Raises ValueError unless 0 <= p < 1, on shapes or integers out of range, or
+    if `impl` cannot run. Srivastava et al. 2014.
     """
     impl = choose(impl, x, tokens)
     if not 0 <= p < 1:
         raise ValueError(f"need 0 <= p < 1, got {p}")
     if x.ndim != 2 or tokens.shape != x.shape[:1] or tokens.dtype != torch.int64:
         raise ValueError(
-            f"need x[T, E] and int64 tokens[T], got {[*x.shape]} and {tokens.dtype} {[*tokens.shape]}"
+            f"need x[T, E] and int64 tokens[T], got {[*x.shape]}, {tokens.dtype} {[*tokens.shape]}"
         )
     if not (0 <= seed < 2**63 and 0 <= site < 2**32):
         raise ValueError(f"need 0 <= seed < 2**63 and 0 <= site < 2**32, got {seed} and {site}")

@@ -1,23 +1,25 @@
 """RMSNorm and LayerNorm with the residual addition fused in.
 
-    s = x + residual                      (s = x without one; s is returned, it is the next residual)
-    RMSNorm    y = s * rstd * w           rstd = 1 / sqrt(mean(s^2) + eps)
+    s = x + residual                             s = x without one; returned: the next residual
+    RMSNorm    y = s * rstd * w                  rstd = 1 / sqrt(mean(s^2) + eps)
     LayerNorm  y = (s - mean) * rstd * w + b     rstd = 1 / sqrt(mean((s - mean)^2) + eps)
 
-x, residual, y, s: [..., E]; w, b: [E]; mean, rstd: [rows]. Statistics are over dim -1, so any sharding of
-the other dims (x[T/tp, E] of sequence parallelism) is exact; dw and db are then partial over that axis.
+x, residual, y, s: [..., E]; w, b: [E]; mean, rstd: [rows]. Statistics are over dim -1, so any
+sharding of the other dims (x[T/tp, E] of sequence parallelism) is exact; dw and db are then partial
+over that axis.
 
 Backward, with n = (s - mean) * rstd and g = dy * w:
 
-    ds_total = ds + rstd * (g - n * mean(g * n) [- mean(g), LayerNorm])      dx = dresidual = ds_total
-    dw = sum_rows(dy * n)                                                     db = sum_rows(dy)
+    dx = dresidual = ds + rstd * (g - n * mean(g * n) [- mean(g) in LayerNorm])
+    dw = sum_rows(dy * n)                        db = sum_rows(dy)
 
-Saved for backward: s (which the network keeps anyway as its residual stream), w, and per row rstd and mean:
-n is recomputed, because re-reading s costs what reading a saved n would, and saves its memory.
+Saved for backward: s (which the network keeps anyway as its residual stream), w, and per row rstd
+and mean: n is recomputed, because re-reading s costs what reading a saved n would, and saves its
+memory.
 
-Computed in float32 (float64 for float64 inputs), cast at the store; s is rounded to its dtype before it
-is normalised, so forward and backward see the same s. dw and db are deterministic: every program adds
-the rows it owns in order and the partial sums are added by torch, without atomics.
+Computed in float32 (float64 for float64 inputs), cast at the store; s is rounded to its dtype
+before it is normalised, so forward and backward see the same s. dw and db are deterministic: every
+program adds the rows it owns in order and the partial sums are added by torch, without atomics.
 
 Sources: Ba et al. 2016 (arXiv:1607.06450); Zhang and Sennrich 2019 (arXiv:1910.07467).
 Limits: the Triton path holds a row in registers, and the backward one also its share
@@ -87,7 +89,8 @@ def _norm_fwd_kernel(
 
 
 def _tile(E: int) -> tuple[int, int, int]:
-    """ROWS, BLOCK_E and num_warps: 16 elements per thread, several rows per program if rows are short."""
+    """ROWS, BLOCK_E and num_warps: 16 elements per thread, several rows per program if rows are
+    short."""
     block = triton.next_power_of_2(E)
     rows = max(1, 2048 // block)
     return rows, block, max(4, rows * block // 512)
@@ -161,7 +164,8 @@ def _norm_fwd(x, weight, bias, eps: float, residual, layer: bool, impl: str | No
 
 
 def rms_norm_fwd(x, weight, eps: float = 1e-6, *, residual=None, impl: str | None = None):
-    """(y, s, rstd): the forward half of `rms_norm`; rstd[...] fp32 (fp64); s is x itself without residual."""
+    """(y, s, rstd): the forward half of `rms_norm`; rstd[...] fp32 (fp64); s is x itself without
+    residual."""
     y, s, _, rstd = _norm_fwd(x, weight, None, eps, residual, False, impl)
     return y, s, rstd
 
@@ -193,7 +197,7 @@ def _norm_bwd_kernel(
     ROWS: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    # 1. This program owns tiles pid, pid + programs, ...; its share of dw and db stays in registers.
+    # 1. This program owns tiles pid, pid + programs, ...; its share of dw and db is in registers.
     col = tl.arange(0, BLOCK_E)[None, :]
     weight = upcast(tl.load(weight_ptr + col, col < E, 0.0))
     dw = tl.zeros((ROWS, BLOCK_E), dw_ptr.dtype.element_ty)
@@ -244,7 +248,7 @@ def _norm_bwd(dy, s, weight, mean, rstd, ds, bias: bool, impl: str | None):
         return torch.empty_like(s), dw, torch.zeros_like(dw) if bias else None
     dy2, s2, r2 = _rows(dy), _rows(s), rstd.reshape(-1)
     if impl == "torch":
-        # torch's fused LayerNorm backward with mean 0 is RMSNorm's, but for the mean of g it subtracts.
+        # torch's fused LayerNorm backward with mean 0 is RMSNorm's, but for subtracting g's mean.
         dy2, w = dy2.to(wide), weight.to(wide)
         dx, dw, db = torch.ops.aten.native_layer_norm_backward(
             dy2,
@@ -294,7 +298,8 @@ def _norm_bwd(dy, s, weight, mean, rstd, ds, bias: bool, impl: str | None):
 
 
 def rms_norm_bwd(dy, s, weight, rstd, *, ds=None, impl: str | None = None):
-    """(dx, dw): the backward half of `rms_norm`; ds is the gradient of the returned sum, if it has one.
+    """(dx, dw): the backward half of `rms_norm`; ds is the gradient of the returned sum, if it has
+    one.
 
     dx, in the dtype of s, is the gradient of x and of the residual alike.
     """
@@ -313,10 +318,12 @@ def layer_norm_bwd(
 
 
 def _empty(x: torch.Tensor) -> torch.Tensor:
-    """An operator's outputs cannot be None and cannot be its inputs: this stands for absent ones."""
+    """An operator's outputs cannot be None and cannot be its inputs: this stands for absent
+    ones."""
     return x.new_empty(0)
 
 
+# Flags are int: DTensor caches rules and shapes by tensors and ints, and both depend on the flags.
 @torch.library.custom_op("warpweave::norm_fwd", mutates_args=())
 def _norm_fwd_op(
     x: torch.Tensor,
@@ -324,9 +331,9 @@ def _norm_fwd_op(
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
     eps: float,
-    layer: bool,
+    layer: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    y, s, mean, rstd = _norm_fwd(x, weight, bias, eps, residual, layer, "triton")
+    y, s, mean, rstd = _norm_fwd(x, weight, bias, eps, residual, bool(layer), "triton")
     return y, _empty(x) if residual is None else s, mean if layer else _empty(rstd), rstd
 
 
@@ -348,9 +355,9 @@ def _norm_bwd_op(
     weight: torch.Tensor,
     mean: torch.Tensor | None,
     rstd: torch.Tensor,
-    bias: bool,
+    bias: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    dx, dw, db = _norm_bwd(dy, s, weight, mean, rstd, ds, bias, "triton")
+    dx, dw, db = _norm_bwd(dy, s, weight, mean, rstd, ds, bool(bias), "triton")
     return dx, dw, db if bias else _empty(dw)
 
 
@@ -398,6 +405,12 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx, dy):
         return *rms_norm_bwd(dy, *ctx.saved_tensors, impl="torch"), None
 
+    @staticmethod
+    def spmd_typecheck(*, s, weight):
+        from spmd_types import rules
+
+        return rules.einsum("..._,_->..._", s, weight)  # rows may be cut, E not
+
 
 # ---------------------------------------------------------------- public
 
@@ -412,8 +425,9 @@ def rms_norm(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """RMSNorm of x[..., E] (any sharding but of E) by weight[E]; differentiable.
 
-    With `residual` (like x, possibly of another float dtype) it normalises s = x + residual and returns
-    (y, s); gradients flow through both. y has the dtype of x, s the wider of the two dtypes.
+    With `residual` (like x, possibly of another float dtype) it normalises s = x + residual and
+    returns (y, s); gradients flow through both. y has the dtype of x, s the wider of the two
+    dtypes.
 
     Raises ValueError on shapes that do not fit, or if `impl` cannot run (see `dispatch.choose`).
     Zhang and Sennrich 2019 (arXiv:1910.07467).

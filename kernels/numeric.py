@@ -1,10 +1,11 @@
 """Device helpers that make one kernel source right on a GPU and in Triton's interpreter.
 
-The interpreter keeps bfloat16 as bare 16-bit patterns: arithmetic and `tl.dot` on them return garbage
-and a float32 -> bfloat16 cast truncates (Triton 3.4 to 3.9, triton#11584). So a kernel
+The interpreter keeps bfloat16 as bare 16-bit patterns: arithmetic and `tl.dot` on them return
+garbage and a float32 -> bfloat16 cast truncates (Triton 3.4 to 3.9, triton#11584). So a kernel
   * loads through `upcast` (float32, or float64 for float64 tensors) before any arithmetic,
   * multiplies matrices through `dot`,
-  * casts through `to_dtype`, also right before `tl.store` (the store's implicit cast truncates too).
+  * casts through `to_dtype`, also right before `tl.store` (the store's implicit cast truncates
+    too).
 On a GPU `dot` is `tl.dot` and `to_dtype` is `.to`: the branches below are decided at compile time.
 """
 
@@ -20,7 +21,8 @@ _INTERPRET = tl.constexpr(dispatch.INTERPRET)
 def dot(a, b, acc, PRECISION: tl.constexpr = "ieee"):
     """acc + a @ b; `acc` is float32 (float64 for float64 operands), a and b have one dtype.
 
-    PRECISION matters for float32 operands on a GPU only: "ieee" (exact products), "tf32" or "tf32x3".
+    PRECISION matters for float32 operands on a GPU only: "ieee" (exact products), "tf32" or
+    "tf32x3".
     """
     if _INTERPRET:
         return tl.dot(a.to(acc.dtype), b.to(acc.dtype), acc, out_dtype=acc.dtype)
@@ -34,11 +36,11 @@ def to_dtype(x, DTYPE: tl.constexpr):
 
     For a store: ``tl.store(p, to_dtype(v, p.dtype.element_ty), mask)``.
     """
-    if _INTERPRET and DTYPE == tl.bfloat16 and x.dtype != tl.bfloat16:
+    if _INTERPRET and tl.bfloat16 == DTYPE and x.dtype != tl.bfloat16:
         value = x.to(tl.float32)
         bits = value.to(tl.int32, bitcast=True)
         nearest_even = bits + 0x7FFF + ((bits >> 16) & 1)
-        # Rounding could carry a NaN's payload into infinity or zero: keep it, with its quiet bit set.
+        # Rounding could carry a NaN's payload into infinity or zero: keep it, quiet bit set.
         bits = tl.where(value != value, bits | 0x400000, nearest_even) >> 16
         return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)  # a cast would flush subnormals
     else:

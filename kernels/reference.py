@@ -15,11 +15,14 @@ def compute_dtype(x: torch.Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-# ---------------------------------------------------------------- normalisation (rms_norm, layer_norm)
+# ---------------------------------------------------------------- normalisation
 
 
 def rms_norm(x, weight, eps=1e-6, *, residual=None):
-    """s / sqrt(mean(s^2) + eps) * weight over dim -1, s = x + residual; (y, s) with a residual, else y."""
+    """s / sqrt(mean(s^2) + eps) * weight over dim -1, s = x + residual.
+
+    Returns (y, s) with a residual, else y.
+    """
     s = x if residual is None else x + residual
     wide = s.to(compute_dtype(x))
     y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.to(wide.dtype)
@@ -53,7 +56,7 @@ def apply_rope(x, cos, sin):
 
 
 def gelu(x, *, approximate="tanh"):
-    """x * Phi(x), Phi by erf ("none") or by (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) / 2 ("tanh")."""
+    """x * Phi(x), Phi by erf ("none") or (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) / 2 ("tanh")."""
     wide = x.to(compute_dtype(x))
     if approximate == "none":
         phi = (1 + torch.erf(wide / 2**0.5)) / 2
@@ -75,7 +78,7 @@ def swiglu(gate_up):
 def philox(counter, key):
     """philox4x32-10 of Salmon et al. 2011: four words from four counter words and two key words.
 
-    Words are Python ints or int64 tensors below 2^32; products wrap in int64, their 64 bits are right.
+    Words are ints or int64 tensors below 2^32; products wrap in int64 with all 64 bits right.
     """
     low = 0xFFFFFFFF
     (c0, c1, c2, c3), (k0, k1) = counter, key
@@ -88,7 +91,10 @@ def philox(counter, key):
 
 
 def dropout(x, p, *, seed, site, tokens):
-    """x[T, E] / (1 - p) where philox(tokens[t] lo, hi, e // 4, site; seed lo, hi)[e % 4] >= p * 2^32."""
+    """x[T, E] / (1 - p) where the word of [t, e] is at least p * 2^32, else 0.
+
+    The word is philox((token lo, token hi, e // 4, site), (seed lo, seed hi))[e % 4].
+    """
     low, column = 0xFFFFFFFF, torch.arange(x.shape[1], device=x.device)
     token = tokens[:, None].expand(x.shape)
     counter = (token & low, (token >> 32) & low, (column // 4).expand(x.shape), site)

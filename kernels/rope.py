@@ -3,12 +3,12 @@
     with x = (x1, x2), the two halves of a head:    y1 = x1 cos - x2 sin      y2 = x2 cos + x1 sin
     angle[s, i] = position[s] * theta^(-2i / D)     i < D / 2
 
-x, y: [B, S, H, D]; cos, sin: [S, D/2] hold the angles of the *global* positions of the local rows, so any
-sharding of S (zigzag context parallelism) or of H (tensor parallelism) is exact.
+x, y: [B, S, H, D]; cos, sin: [S, D/2] hold the angles of the *global* positions of the local rows,
+so any sharding of S (zigzag context parallelism) or of H (tensor parallelism) is exact.
 
-Backward is the rotation by the opposite angle, run by the same kernel; nothing but the table is saved.
-Computed in float32 (float64 for float64 x), cast at the store. The table is built in float64: at position
-10^6 a float32 angle is already wrong by 0.03 radians.
+Backward is the rotation by the opposite angle, run by the same kernel; nothing but the table is
+saved. Computed in float32 (float64 for float64 x), cast at the store. The table is built in
+float64: at position 10^6 a float32 angle is already wrong by 0.03 radians.
 
 Source: Su et al. 2021 (arXiv:2104.09864). Limits: even D, last dim of x contiguous or copied.
 """
@@ -89,7 +89,8 @@ def rope_fwd(
     conjugate: bool = False,
     impl: str | None = None,
 ) -> torch.Tensor:
-    """x[B, S, H, D] rotated by the table's angles, or by their opposites if `conjugate` (the backward)."""
+    """x[B, S, H, D] rotated by the table's angles, or by their opposites if `conjugate` (the
+    backward)."""
     impl = choose(impl, x, cos, sin)
     _check(x, cos, sin)
     B, S, H, D = x.shape
@@ -173,14 +174,20 @@ class _Rope(torch.autograd.Function):
     def backward(ctx, dy):
         return rope_fwd(dy, *ctx.saved_tensors, conjugate=True, impl="torch"), None, None
 
+    @staticmethod
+    def spmd_typecheck(*, x, cos, sin):
+        from spmd_types import rules
+
+        return rules.einsum("bsh_,s_,s_->bsh_", x, cos, sin)
+
 
 def apply_rope(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, impl: str | None = None
 ) -> torch.Tensor:
     """x[B, S, H, D] (S and H may be sharded) rotated by `rope_table`'s cos and sin[S, D/2].
 
-    Differentiable in x; the result is contiguous and has the dtype of x. Raises ValueError on shapes that
-    do not fit, or if `impl` cannot run. Su et al. 2021 (arXiv:2104.09864).
+    Differentiable in x; the result is contiguous and has the dtype of x. Raises ValueError on
+    shapes that do not fit, or if `impl` cannot run. Su et al. 2021 (arXiv:2104.09864).
     """
     if choose(impl, x, cos, sin) == "triton":
         _check(x, cos, sin)

@@ -1,13 +1,14 @@
 """Weight gradients, now or later: an ambient collector that a pipeline schedule can fill and run.
 
-A linear layer's backward owes two products: the gradient of its input, which the previous stage waits
-for, and the gradient of its weight, which nobody waits for. Zero-bubble schedules (Qi et al. 2023,
-arXiv:2401.10241) run the second one later. torch's own input/weight split runs the whole backward of a
-custom ``autograd.Function`` twice (pytorch#174017), so the Functions of this project hand the second
-product over themselves: ``return dx, wgrad(weight, lambda: dy.T @ x)``.
+A linear layer's backward owes two products: the gradient of its input, which the previous stage
+waits for, and the gradient of its weight, which nobody waits for. Zero-bubble schedules (Qi et al.
+2023, arXiv:2401.10241) run the second one later. torch's own input/weight split runs the whole
+backward of a custom ``autograd.Function`` twice (pytorch#174017), so the Functions of this project
+hand the second product over themselves: ``return dx, wgrad(weight, lambda: dy.T @ x)``.
 
-Without a collector the gradient is computed and returned, and autograd (hooks, DDP, FSDP2) sees nothing
-unusual. With one, the closure is kept and ``None`` is returned; ``WeightGradients.run`` computes it.
+Without a collector the gradient is computed and returned, and autograd (hooks, DDP, FSDP2) sees
+nothing unusual. With one, the closure is kept and ``None`` is returned; ``WeightGradients.run``
+computes it.
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ def collect(store: WeightGradients) -> Iterator[WeightGradients]:
 def wgrad(weight: torch.Tensor, fn: Callable[[], torch.Tensor]) -> torch.Tensor | None:
     """Return ``fn()``, or keep it and return None while a collector is active.
 
-    `weight` must be the leaf parameter itself (not a view), because its ``.grad`` is where a deferred
-    gradient is added.
+    `weight` must be the leaf parameter itself (not a view), because its ``.grad`` is where a
+    deferred gradient is added.
     """
     store = _active.get()
     if store is None:

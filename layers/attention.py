@@ -93,8 +93,9 @@ class Attention(nn.Module):
         if context is not None:
             qkv = qkv.unflatten(0, (context.batch, -1))
         qkv = qkv.unflatten(-1, (-1, self.group + 2, self.head_dim))
-        q = qkv[:, :, :, : self.group].flatten(2, 3)
-        k, v = qkv[:, :, :, self.group], qkv[:, :, :, self.group + 1]
+        # One split: its backward writes each gradient once, three slices would add three buffers.
+        q, k, v = qkv.split((self.group, 1, 1), dim=3)
+        q, k, v = q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
         rope = self._rope(q, context)
         if rope is not None:
             q, k = (apply_rope(t, *rope, impl=self.impl) for t in (q, k))

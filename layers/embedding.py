@@ -26,9 +26,9 @@ class VocabParallelEmbedding(nn.Module):
         self,
         num_embeddings: int,
         embedding_dim: int,
+        *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        *,
         mesh: ConnectedMesh | None = None,
         sequence_parallel: bool = False,
         init: float = 0.02,
@@ -48,7 +48,7 @@ class VocabParallelEmbedding(nn.Module):
     def reset_parameters(self) -> None:
         """Draw as ``nn.Embedding`` does (standard normal), whole, and keep this rank's rows."""
         if not self.weight.is_meta:
-            full = torch.empty(self.records["weight"].shape).normal_()
+            full = self.weight.new_empty(self.records["weight"].shape).normal_()
             self.weight.copy_(self.records["weight"].slice(full, self.mesh.index("tp")))
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -59,6 +59,12 @@ class VocabParallelEmbedding(nn.Module):
             group=self.mesh.group("tp"),
             vocab_size=self.num_embeddings,
             sequence_parallel=self.sequence_parallel,
+        )
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.num_embeddings}, {self.embedding_dim}, tp={self.mesh.size('tp')}, "
+            f"sequence_parallel={self.sequence_parallel}"
         )
 
 
@@ -76,9 +82,9 @@ class PositionEmbedding(nn.Module):
         self,
         seq_len: int,
         embedding_dim: int,
+        *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        *,
         partial: bool = False,
         init: float = 0.02,
     ) -> None:
@@ -86,9 +92,16 @@ class PositionEmbedding(nn.Module):
         shape = (seq_len, embedding_dim)
         self.records = {"weight": ParamRecord("weight", shape, partial=partial, init=init)}
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw with the layer's standard deviation from torch's global generator."""
         if not self.weight.is_meta:
-            nn.init.normal_(self.weight, std=init)
+            nn.init.normal_(self.weight, std=float(self.records["weight"].init))
 
     def forward(self, positions: Tensor) -> Tensor:
         """positions int64 [T] -> y[T, E]."""
         return nn.functional.embedding(positions, self.weight)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, {self.weight.shape[1]}"

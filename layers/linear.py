@@ -75,12 +75,12 @@ class _ParallelLinear(nn.Module):
         if self.weight.is_meta:
             return
         index = self.mesh.index("tp")
-        full = torch.empty(self.records["weight"].shape)
+        full = self.weight.new_empty(self.records["weight"].shape)  # its dtype and device draw
         nn.init.kaiming_uniform_(full, a=math.sqrt(5))
         self.weight.copy_(self.records["weight"].slice(full, index))
         if self.bias is not None:
             bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
-            full = torch.empty(self.out_features).uniform_(-bound, bound)
+            full = self.bias.new_empty(self.out_features).uniform_(-bound, bound)
             self.bias.copy_(self.records["bias"].slice(full, index))
 
     def extra_repr(self) -> str:

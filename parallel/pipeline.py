@@ -477,7 +477,7 @@ class Distributed:
         if self._group is not None:
             words = words.to(self._device)
             dist.all_reduce(words, group=self._group)
-        table = {}
+        table: dict[tuple[int, int], Like] = {}
         for s, row in enumerate(words.tolist()):
             for i, (dtype, dims, *shape) in enumerate(row):
                 table[s, i] = (tuple(shape[:dims]), _DTYPES[dtype], self._device)

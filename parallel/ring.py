@@ -291,5 +291,6 @@ def ring_attention(
     ``warpweave.parallel.context.context_attention`` refuses bad ones before anything is sent.
     """
     if group is None or dist.get_world_size(group) == 1:
-        return attention(q, k, v, causal=causal, scale=scale, return_lse=True, impl=impl)
+        o, lse = attention(q, k, v, causal=causal, scale=scale, return_lse=True, impl=impl)
+        return o, lse
     return _RingAttention.apply(q, k, v, layout, group, causal, scale, overlap, impl)

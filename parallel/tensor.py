@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from warpweave.kernels.cross_entropy import cross_entropy_bwd, cross_entropy_fwd, token_losses
+from warpweave.kernels.gemm import gemm
 from warpweave.kernels.wgrad import wgrad
 from warpweave.parallel.collectives import (
     Pending,
@@ -43,13 +44,9 @@ from warpweave.parallel.collectives import (
 # ---------------------------------------------------------------- products
 
 
-def _product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """a[M, K] @ b[K, N] in `dtype`; with float32, 16-bit operands keep the fp32 accumulators."""
-    if a.dtype == dtype:
-        return a @ b
-    if a.is_cuda:
-        return torch.mm(a, b, out_dtype=dtype)
-    return a.to(dtype) @ b.to(dtype)
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x[..., K] weight[N, K]^T + bias[N]."""
+    return gemm(_rows(x), weight.t(), bias).view(*x.shape[:-1], weight.shape[0])
 
 
 def _grad_dtype(parameter: torch.Tensor) -> torch.dtype:
@@ -62,7 +59,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 def _weight_gradient(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """dW[N, K] = sum over tokens of dy[T, N]^T x[T, K]."""
-    return _product(_rows(dy).t(), _rows(x), _grad_dtype(weight))
+    return gemm(_rows(dy).t(), _rows(x), out_dtype=_grad_dtype(weight))
 
 
 def _bias_gradient(dy: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -106,7 +103,7 @@ class _ColumnParallelLinear(torch.autograd.Function):
             # The shard is kept and gathered again in the backward: 1/R of the memory.
             ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, bias)
             whole = start_all_gather(x, group).wait() if sequence_parallel else x
-            return F.linear(whole, weight.to(dtype), bias if bias is None else bias.to(dtype))
+            return _linear(whole, weight.to(dtype), bias if bias is None else bias.to(dtype))
 
     @staticmethod
     @once_differentiable
@@ -118,7 +115,7 @@ class _ColumnParallelLinear(torch.autograd.Function):
 
         def start_input_gradient() -> Pending:
             terms = sum_dtype(dy.dtype) if group is not None else dy.dtype
-            partial = _product(_rows(dy), weight.to(dy.dtype), terms)
+            partial = gemm(_rows(dy), weight.to(dy.dtype), out_dtype=terms)
             return _landed(sums(partial.view(*dy.shape[:-1], weight.shape[1]), group), overlap)
 
         # Popped when it runs: a weight gradient that is deferred then keeps no dx alive.
@@ -210,8 +207,9 @@ class _RowParallelLinear(torch.autograd.Function):
             x, w = x.to(dtype), weight.to(dtype)
             ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, bias)
             if group is None:
-                return F.linear(x, w, bias if bias is None else bias.to(dtype))
-            partial = _product(_rows(x), w.t(), sum_dtype(dtype)).view(*x.shape[:-1], len(w))
+                return _linear(x, w, bias if bias is None else bias.to(dtype))
+            partial = gemm(_rows(x), w.t(), out_dtype=sum_dtype(dtype))
+            partial = partial.view(*x.shape[:-1], len(w))
             sums = start_reduce_scatter if sequence_parallel else start_all_reduce_
             y = sums(partial, group).wait()
             if bias is not None:
@@ -232,7 +230,7 @@ class _RowParallelLinear(torch.autograd.Function):
                 db = wgrad(bias, lambda: _bias_gradient(dy, bias))
             whole = dy if gathering is None else gathering.wait()
             if ctx.needs_input_grad[0]:
-                dx = _product(_rows(whole), weight.to(dy.dtype), dy.dtype)
+                dx = gemm(_rows(whole), weight.to(dy.dtype))
                 dx = dx.view(*whole.shape[:-1], weight.shape[1]).to(ctx.x_dtype)
             if ctx.needs_input_grad[1]:
                 dw = wgrad(weight, lambda: _weight_gradient(whole, x, weight))

@@ -209,7 +209,7 @@ class Unit:
         if self._gather is not None:
             self._gather.wait()
             self._gather = None
-        self._materialised = True
+            self._materialised = True
 
     def reshard(self) -> None:
         """Free the gathered parameters of a stage-3 unit; their own slice stays."""
@@ -321,6 +321,7 @@ class Unit:
             whole[offset : offset + local.numel()] = local.reshape(-1).to(whole)
         buffer.copy_(whole[self.region])
         if kind == "param":
+            self.wait()  # a gather in flight would put the old values back
             if self.shard is not None:
                 self.shard.copy_(whole[self.own])
                 self._materialised = True

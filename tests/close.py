@@ -6,7 +6,7 @@ import torch
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """max|actual - expected| / max|expected| in float64; exact zeros compare equal, NaN is infinite."""
+    """max|actual - expected| / max|expected| in float64; equal infinities agree, NaN never does."""
     if actual.shape != expected.shape:
         raise AssertionError(f"shapes differ: {tuple(actual.shape)} and {tuple(expected.shape)}")
     if actual.numel() == 0:

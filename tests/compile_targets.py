@@ -1,22 +1,25 @@
 """Compile the kernels for GPUs that are not there, and report what the compiler made of them.
 
-A case is a call of an ordinary launcher on meta tensors. In a subprocess without TRITON_INTERPRET, under
-a driver that only names a target, every kernel the call launches goes through Triton's real launch path
-(argument specialisation, tile table, num_warps) down to the cubin, and nothing runs. So what is checked
-is exactly what a GPU would be sent.
+A case is a call of an ordinary launcher on meta tensors. In a subprocess without TRITON_INTERPRET,
+under a driver that only names a target, every kernel the call launches goes through Triton's real
+launch path (argument specialisation, tile table, num_warps) down to the cubin, and nothing runs. So
+what is checked is exactly what a GPU would be sent.
 
 To add a kernel, append a `Case` in `cases` below:
 
     Case("attention fwd bf16 D=128", lambda: attention_fwd(q, k, v, ...), tensor_cores=True)
 
 with `m(*shape, dtype=torch.bfloat16)` for a tensor. `tensor_cores=True` asserts mma/wgmma/tcgen05
-instructions; `float64=True` permits float64 ones, which otherwise are a constant that widened a kernel; `targets=("sm_90", "sm_100")` restricts a case. In `cases`, import the kernels' modules inside
-the function (they must be imported after the driver is faked). For the launcher's sake
+instructions; `float64=True` permits float64 ones, which otherwise are a constant that widened a
+kernel; `targets=("sm_90", "sm_100")` restricts a case. In `cases`, import the kernels' modules
+inside the function (they must be imported after the driver is faked). For the launcher's sake
   * `dispatch.choose` answers "triton" for meta tensors,
-  * `dispatch.capability` and `dispatch.processors` answer for the target, so ask them, not torch.cuda,
+  * `dispatch.capability` and `dispatch.processors` answer for the target, so ask them, not
+    torch.cuda,
   * values of tensors do not exist (`.item()`, `.tolist()` fail).
 To look at one's own kernels:  python -P tests/compile_targets.py sm_90 attention
-`test_compiles.py` asserts: no spills, shared memory within the target's limit, tensor cores where claimed.
+`test_compiles.py` asserts: no spills, shared memory within the target's limit, tensor cores where
+claimed.
 """
 
 from __future__ import annotations
@@ -64,7 +67,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Report:
-    """What the compiler made of one kernel of one case; `stack` is in bytes and holds the spills."""
+    """What the compiler made of one kernel of one case; `stack` is in bytes and holds the
+    spills."""
 
     target: str
     case: str
@@ -173,7 +177,8 @@ def cases() -> list[Case]:
 
 @triton.jit
 def _planted_kernel(x_ptr, y_ptr, N: tl.constexpr, DOT: tl.constexpr):
-    """What the checks must catch: a row that no warp can hold, a product whose tiles are too large."""
+    """What the checks must catch: a row that no warp can hold, a product whose tiles are too
+    large."""
     if DOT:
         k, i = tl.arange(0, N), tl.arange(0, 128)
         a = tl.load(x_ptr + i[:, None] * N + k[None, :])
@@ -301,6 +306,6 @@ if __name__ == "__main__":
     else:
         for _r in _reports:
             print(
-                f"{_r.case:40} {_r.kernel:32} warps {_r.num_warps:2} regs {_r.registers:3} stack {_r.stack:4} "
-                f"shared {_r.shared:6} {_r.instructions}"
+                f"{_r.case:40} {_r.kernel:32} warps {_r.num_warps:2} regs {_r.registers:3} "
+                f"stack {_r.stack:4} shared {_r.shared:6} {_r.instructions}"
             )

@@ -1,14 +1,15 @@
 """Run a function on several gloo ranks in tenths of a second: children of a preloaded forkserver.
 
-``run_ranks(4, fn, *args)`` calls ``fn(rank, *args)`` in four processes whose default process group is
-already connected over loopback, and returns the four results. The first rank to fail decides the
-exception, with its own traceback; the others are stopped.
+``run_ranks(4, fn, *args)`` calls ``fn(rank, *args)`` in four processes whose default process group
+is already connected over loopback, and returns the four results. The first rank to fail decides
+the exception, with its own traceback; the others are stopped.
 """
 
 from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import pickle
 import tempfile
 import time
 import traceback
@@ -37,7 +38,13 @@ def _context() -> mp.context.ForkServerContext:
 
 
 def _child(
-    rank: int, world: int, store: str, timeout: float, fn: Callable[..., Any], args: tuple, pipe: Any
+    rank: int,
+    world: int,
+    store: str,
+    timeout: float,
+    fn: Callable[..., Any],
+    args: tuple,
+    pipe: Any,
 ) -> None:
     import datetime
 
@@ -55,9 +62,10 @@ def _child(
             timeout=datetime.timedelta(seconds=timeout),
         )
         result = fn(rank, *args)
-        pipe.send((True, result))
+        # Not pipe.send: that shares tensors by handles, which die with this process.
+        pipe.send_bytes(pickle.dumps((True, result)))
     except BaseException:
-        pipe.send((False, traceback.format_exc()))
+        pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
         pipe.close()
         os._exit(1)  # peers must see the connection drop at once, not after interpreter shutdown
     pipe.close()
@@ -66,7 +74,7 @@ def _child(
 
 
 def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
-    """Call ``fn(rank, *args)`` on `world` connected gloo ranks and return their results in rank order.
+    """Call ``fn(rank, *args)`` on `world` connected gloo ranks; their results in rank order.
 
     Raises ``AssertionError`` with the traceback of the first rank that failed, and ``TimeoutError``
     naming the silent ranks when `timeout` seconds pass.
@@ -94,7 +102,7 @@ def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 6
                 for pipe in ready:
                     rank = pipes.pop(pipe)
                     try:
-                        ok, value = pipe.recv()
+                        ok, value = pickle.loads(pipe.recv_bytes())
                     except EOFError:
                         ok, value = False, f"the process died, exit code {processes[rank].exitcode}"
                     if not ok:

@@ -24,9 +24,7 @@ def _members(mesh: Mesh, rank: int, axis: str) -> list[int]:
     """The ranks that differ from `rank` only along `axis`, by looking at all of them."""
     here = mesh.coordinates(rank)
     fixed = [a for a in AXES if a not in VARIES[axis]]
-    return [
-        r for r in range(mesh.world) if all(mesh.coordinates(r)[a] == here[a] for a in fixed)
-    ]
+    return [r for r in range(mesh.world) if all(mesh.coordinates(r)[a] == here[a] for a in fixed)]
 
 
 @pytest.mark.parametrize("world", range(1, 25))

@@ -48,6 +48,7 @@ FORMAT, SCHEMA = "warpweave-checkpoint", 1
 _MANIFEST, _DIGEST, _LATEST = "manifest.json", "manifest.sha256", "latest"
 _STEP = re.compile(r"step_(\d{8,18})")
 _ASIDE = re.compile(r"step_(\d{8,18})\.(tmp|old)-[0-9a-f]{16}")
+_POINTER = re.compile(r"latest\.tmp-[0-9a-f]{16}")
 _SHARD = re.compile(r"rank\d{5,9}-\d{5,9}\.safetensors")
 _MANIFEST_KEYS = frozenset(
     ("format", "schema", "step", "config", "config_sha256", "state", "mesh", "files", "tensors")
@@ -187,6 +188,8 @@ def _begin(folder: Path, name: str) -> Path:
     for path in sorted(folder.iterdir()):
         match = _ASIDE.fullmatch(path.name)
         if match is None:
+            if _POINTER.fullmatch(path.name):
+                path.unlink()
             continue
         home = folder / f"step_{match[1]}"
         if match[2] == "old" and not os.path.lexists(home):

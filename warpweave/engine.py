@@ -215,11 +215,16 @@ class Engine:
                 f"tokens and labels must have shape {expected}, got {tuple(tokens.shape)} and "
                 f"{tuple(labels.shape)}"
             )
+        if tuple(sample_ids.shape) != expected[:2]:
+            raise ValueError(
+                f"sample_ids must have shape {expected[:2]}, got {tuple(sample_ids.shape)}"
+            )
         valid = (labels != -100).sum().to(torch.float64)
         if self.mesh.group("dp") is not None:
             dist.all_reduce(valid, group=self.mesh.group("dp"))
         batches = self._micro_batches(tokens, labels, sample_ids, valid.clamp(min=1), key)
-        self.gpt.train()
+        if not self.gpt.training:  # it walks over all modules
+            self.gpt.train()
         scale = self.optimizer.loss_scale
         self.stage.lr = lr
         self.stage.begin(batches, scale.value if scale is not None else None)
@@ -271,6 +276,12 @@ class Engine:
 
         Every data replica may bring other sequences; the mean is over all valid tokens of all.
         """
+        size, length = self.micro_batch_size, self.config.seq_len
+        if tuple(tokens.shape[1:]) != (size, length) or labels.shape != tokens.shape:
+            raise ValueError(
+                f"tokens and labels must have shape [n, {size}, {length}], got "
+                f"{tuple(tokens.shape)} and {tuple(labels.shape)}"
+            )
         valid = (labels != -100).sum().to(torch.float64)
         if self.mesh.group("dp") is not None:
             dist.all_reduce(valid, group=self.mesh.group("dp"))
@@ -305,8 +316,11 @@ class Engine:
         """Continue `prompt` (int64 [n]) by `length` sampled tokens; the same on every rank.
 
         The whole window is run again for every token, through all stages: simple, and right on
-        every mesh. A window longer than the model's sequence drops its oldest tokens.
+        every mesh. A window longer than the model's sequence drops its oldest tokens. Temperature 0
+        takes the likeliest token.
         """
+        if temperature < 0:
+            raise ValueError(f"temperature must not be negative, got {temperature}")
         generator = torch.Generator().manual_seed(seed)
         self.gpt.eval()
         tokens, size = prompt.tolist(), self.config.seq_len
@@ -319,13 +333,17 @@ class Engine:
             padded = padded.expand(self.micro_batch_size, size)
             batch = self.gpt.micro_batch(padded, torch.full_like(padded, -100), ones)
             logits = self._forward(batch, self.gpt.logits)
-            tokens.append(self._sample(logits, len(window) - 1, temperature, generator))
+            # Drawn on every rank, so that it is the same whichever of them holds the position.
+            draw = torch.empty(self.config.vocab_size, dtype=torch.float64)
+            noise = -draw.exponential_(generator=generator).log()
+            tokens.append(self._sample(logits, len(window) - 1, temperature * noise))
         return torch.tensor(tokens)
 
-    def _sample(
-        self, logits: Tensor | None, at: int, temperature: float, generator: torch.Generator
-    ) -> int:
-        """Sample the token after position `at`; the rank that holds it tells the rest."""
+    def _sample(self, logits: Tensor | None, at: int, noise: Tensor) -> int:
+        """The token after position `at`; the rank that holds it tells the rest.
+
+        The largest of logits plus Gumbel noise times temperature is a draw from their softmax.
+        """
         layout, sizes = self.gpt.layout, self.mesh.sizes
         owner = next(
             r
@@ -336,8 +354,7 @@ class Engine:
         if logits is not None and self.mesh.index("cp") == owner:
             row = layout.positions(owner).tolist().index(at)
             full = gather(logits[row], self.mesh.group("tp"), dim=-1)[: self.config.vocab_size]
-            chances = torch.softmax(full.float().cpu() / temperature, -1)
-            choice = torch.multinomial(chances, 1, generator=generator).to(self.device)
+            choice = (full.double().cpu() + noise).argmax().view(1).to(self.device)
         if self.mesh.group("world") is not None:
             dist.broadcast(choice, sizes.rank_at(dp=0, cp=owner, tp=0, pp=sizes.pp - 1))
         return int(choice)

@@ -415,7 +415,7 @@ class GPT(nn.Module):
             shared = unit("embedding", ("embedding.",), tied=self.mesh.size("pp") > 1)
         if self.first:
             if shared is not None:
-                units = (shared,)
+                units: tuple[Unit, ...] = (shared,)
                 if self.config.positions == "learned":
                     units = (shared, unit("positions", ("positions.",)))
             else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import multiprocessing
 import os
 import shutil
 import signal
@@ -15,7 +16,8 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -41,13 +43,14 @@ def launch(entry: Callable[..., None], args: tuple, mesh: Mesh) -> None:
     importable (a module-level function). No restarts: a run is resumed from its
     last checkpoint by the same command with ``--resume``.
     """
-    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for name in ("agent.server.api", "agent.server.local_elastic_agent", "multiprocessing.api"):
+        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     # A rank's failure is told in one line (`Session.explain`), not in every peer's C++ stack.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "10")  # seconds, for a rank that hangs
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     # torch would open a store for the ranks on all interfaces; ours is on loopback.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -73,8 +76,19 @@ def launch(entry: Callable[..., None], args: tuple, mesh: Mesh) -> None:
         monitor_interval=0.1,
         start_method="spawn",
         local_addr="127.0.0.1",
+        signals_to_handle="SIGQUIT",  # the rest is handled below: ranks may take time to save
     )
     sys.stdout.flush()
+    asked: list[int] = []
+
+    def pass_on(number: int, _: Any) -> None:
+        """Ask the ranks to stop; they finish their step, save and exit."""
+        asked.append(number)
+        for child in multiprocessing.active_children():
+            if child.pid is not None and len(asked) == 1:
+                os.kill(child.pid, signal.SIGTERM)
+
+    before = {n: signal.signal(n, pass_on) for n in (signal.SIGINT, signal.SIGTERM)}
     try:
         elastic_launch(config, entry)(*args, port)
     except ChildFailedError as error:
@@ -82,14 +96,16 @@ def launch(entry: Callable[..., None], args: tuple, mesh: Mesh) -> None:
             if failure.exitcode < 0:
                 name = signal.Signals(-failure.exitcode).name
                 if name != "SIGTERM":  # that is how the launcher stops the survivors
-                    _say(f"{mesh.describe(rank)} was killed by {name}")
+                    say(f"{mesh.describe(rank)} was killed by {name}")
         codes = [f.exitcode for f in error.failures.values() if f.exitcode > 0]
         sys.exit(codes[0] if codes else 1)
-    except (SignalException, KeyboardInterrupt):
-        sys.exit(130)
     finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
         shutil.rmtree(folder, ignore_errors=True)
         del store
+    if asked:
+        sys.exit(128 + asked[0])
 
 
 def _loopback_listener(port: int) -> socket.socket:
@@ -101,8 +117,9 @@ def _loopback_listener(port: int) -> socket.socket:
     return listener
 
 
-def _say(message: str) -> None:
-    print(f"warpweave: {message}", file=sys.stderr, flush=True)
+def say(message: str) -> None:
+    """One line on stderr, below whatever progress bar is there."""
+    print(f"\nwarpweave: {message}", file=sys.stderr, flush=True)
 
 
 @dataclass
@@ -182,6 +199,22 @@ class Session:
         """Leave the process group."""
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+@contextmanager
+def reported(session: Session) -> Iterator[None]:
+    """End this process on an error, after one rank has said in one line which rank is at fault.
+
+    Not by the interpreter's usual way out: a process group cannot be left in order once a peer is
+    gone.
+    """
+    try:
+        yield
+    except BaseException as error:
+        line = session.explain(error)
+        if line is not None:
+            say(line)
+        os._exit(1)
 
 
 def _is_connection_error(error: BaseException) -> bool:

@@ -5,6 +5,9 @@ ranks, times every ZeRO stage, schedule and model style, with real gloo processe
 loss of every step, every gathered gradient, the gradient norm and the weights after the last step
 with `plain_gpt`, a model that shares no code with the rest of the library.
 
+``warpweave prove --typecheck --model llama-70b --dp 32 --cp 4 --tp 8 --pp 8`` needs no ranks: it
+follows the types of one rank's program per stage (`warpweave.typecheck`), on any mesh, in seconds.
+
 The batch is made to be nasty: numbers of valid tokens differ between ranks, some ranks have none at
 all, the vocabulary and the layers do not divide evenly, dropout is on and clipping is active.
 """
@@ -27,8 +30,8 @@ import tyro
 from torch import Tensor
 
 from warpweave.engine import Engine
-from warpweave.gpt import GPTConfig
-from warpweave.launch import join, launch, under_torchrun
+from warpweave.gpt import PRESETS, GPTConfig
+from warpweave.launch import join, launch, reported, under_torchrun
 from warpweave.parallel.mesh import ConnectedMesh, Mesh
 from warpweave.plain_gpt import PlainConfig, plain_adamw_step, plain_gpt_loss, plain_init
 
@@ -234,7 +237,8 @@ def prove_layout(layout: Layout, mesh: ConnectedMesh, timeout: float = 60.0) -> 
     errors = torch.tensor([loss, grad, norm, weight], dtype=torch.float64)
     if mesh.group("world") is not None:
         dist.all_reduce(errors, dist.ReduceOp.MAX)
-    return Errors(*(e if e == e else float("inf") for e in errors.tolist()), where)
+    loss, grad, norm, weight = (e if e == e else float("inf") for e in errors.tolist())
+    return Errors(loss, grad, norm, weight, where)
 
 
 def meshes(world: int) -> Iterator[Mesh]:
@@ -291,6 +295,10 @@ class ProveConfig:
     dtype: Literal["fp64", "fp32", "both"] = "both"
     timeout: float = 60.0
     """Seconds that any exchange between ranks may take."""
+    typecheck: bool = False
+    """Run no ranks: check the program's types on a mesh of any size (`warpweave.typecheck`)."""
+    model: str | None = None
+    """With --typecheck: a preset of `warpweave.gpt` instead of the proof's tiny model."""
 
     def layouts(self) -> list[Layout]:
         """The layouts to prove, smallest worlds first."""
@@ -316,26 +324,67 @@ class ProveConfig:
 
 def prove_rank(layouts: list[Layout], timeout: float, path: str, port: int | None = None) -> None:
     """Prove `layouts`, all of one world size, as one rank; rank 0 writes the errors to `path`."""
-    session = join(Mesh(dp=layouts[0].mesh.world), timeout=timeout, backend="gloo", port=port)
+    world = layouts[0].mesh.world
+    session = join(Mesh(dp=world), timeout=timeout, backend="gloo", port=port)
     torch.set_num_threads(1)
     rows = []
     connected: dict[Mesh, ConnectedMesh] = {}
-    for layout in layouts:
-        if layout.mesh not in connected:
-            connected[layout.mesh] = layout.mesh.connect()
-        errors = prove_layout(layout, connected[layout.mesh], timeout)
-        rows.append(dataclasses.asdict(errors))
+    with reported(session):
+        for number, layout in enumerate(layouts):
+            session.beat(number, str(layout))
+            if layout.mesh not in connected:
+                connected[layout.mesh] = layout.mesh.connect()
+            errors = prove_layout(layout, connected[layout.mesh], timeout)
+            rows.append(dataclasses.asdict(errors))
+            if session.rank == 0:
+                ok = "ok" if errors.worst <= LIMITS[layout.dtype] else f"WRONG: {errors.where}"
+                print(
+                    f"{layout}  loss {errors.loss:.1e}  grads {errors.grad:.1e}  "
+                    f"norm {errors.norm:.1e}  weights {errors.weight:.1e}  {ok}",
+                    flush=True,
+                )
         if session.rank == 0:
-            ok = "ok" if errors.worst <= LIMITS[layout.dtype] else f"WRONG: {errors.where}"
-            print(
-                f"{layout}  loss {errors.loss:.1e}  grads {errors.grad:.1e}  "
-                f"norm {errors.norm:.1e}  weights {errors.weight:.1e}  {ok}",
-                flush=True,
-            )
-    if session.rank == 0:
-        with open(path, "w") as file:
-            json.dump(rows, file)
-    session.close()
+            with open(path, "w") as file:
+                json.dump(rows, file)
+        session.close()
+
+
+def _typecheck(config: ProveConfig) -> None:
+    """The command ``warpweave prove --typecheck``."""
+    from warpweave.typecheck import typecheck
+
+    mesh = Mesh(dp=config.dp, tp=config.tp, cp=config.cp, pp=config.pp)
+    sp = config.sequence_parallel and mesh.tp > 1
+    if config.model is not None:
+        if config.model not in PRESETS:
+            raise ValueError(f"model must be one of {', '.join(PRESETS)}, got {config.model!r}")
+        model = dataclasses.replace(PRESETS[config.model], dropout=DROPOUT)
+    else:  # grown until every axis divides it: sizes cost nothing here
+        tiny = model_config(Layout(Mesh(pp=mesh.pp), style=config.style, tied=config.tied))
+        model = dataclasses.replace(
+            tiny,
+            seq_len=SEQ_LEN * mesh.cp * mesh.tp,
+            width=tiny.width * mesh.tp,
+            heads=tiny.heads * mesh.tp,
+            kv_heads=tiny.num_kv_heads * mesh.tp,
+            hidden=tiny.num_hidden * mesh.tp,
+        )
+    began, stage, problem = time.perf_counter(), 0, None
+    try:
+        for stage in range(mesh.pp):
+            only = range(stage, stage + 1)
+            typecheck(model, mesh, stages=only, sequence_parallel=sp, recompute=config.recompute)
+            print(f"stage {stage} of {mesh.pp}: ok", flush=True)
+    except TypeError as error:
+        problem = str(error)
+    summary = {
+        "typechecked": mesh.pp if problem is None else stage,
+        "ranks": mesh.world,
+        "seconds": round(time.perf_counter() - began, 1),
+        "passed": problem is None,
+    }
+    print(json.dumps(summary if problem is None else summary | {"error": problem}))
+    sys.exit(0 if problem is None else 1)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -344,10 +393,12 @@ def main(argv: list[str] | None = None) -> None:
 
     config = tyro.cli(ProveConfig, prog="warpweave prove", description=__doc__, args=argv)
     try:
+        if config.typecheck:
+            _typecheck(config)
         layouts = config.layouts()
         for layout in layouts:
             model_config(layout).check(layout.mesh)
-    except ValueError as error:
+    except (ValueError, ImportError) as error:
         print(f"warpweave: {error}", file=sys.stderr)
         sys.exit(2)
     if under_torchrun():

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import resource
 import signal
 import sys
@@ -29,9 +28,10 @@ from warpweave.checkpoint import CheckpointError, CheckpointReader, open_latest,
 from warpweave.data import Dataset, open_dataset
 from warpweave.engine import Engine
 from warpweave.gpt import PRESETS, GPTConfig
-from warpweave.kernels.cost import gpt_flops_per_token, peak_flops
-from warpweave.launch import Session, join, launch, under_torchrun
+from warpweave.kernels.cost import gpt_step
+from warpweave.launch import Session, join, launch, reported, under_torchrun
 from warpweave.parallel.mesh import Mesh
+from warpweave.parallel.shard import ParamRecord
 
 DTYPES = {
     "fp32": torch.float32,
@@ -39,6 +39,9 @@ DTYPES = {
     "fp16": torch.float16,
     "fp64": torch.float64,
 }
+
+# Dense 16-bit FLOP/s of NVIDIA's data sheets, by a part of the device's name.
+PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 
 
 class TrainingStopped(RuntimeError):
@@ -165,17 +168,22 @@ def learning_rate(config: TrainConfig, step: int) -> float:
 
 
 class _Interrupt:
-    """Ctrl-C or SIGTERM asks for a stop after the current step; a second one stops at once."""
+    """Ctrl-C or SIGTERM asks for a stop after the current step; Ctrl-C again stops at once.
+
+    One Ctrl-C can arrive twice, from the terminal and from the launcher.
+    """
 
     def __init__(self) -> None:
         self.asked = False
+        self._when = 0.0
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._handle)
 
     def _handle(self, number: int, _: Any) -> None:
-        if self.asked and number == signal.SIGINT:
+        if self.asked and number == signal.SIGINT and time.monotonic() > self._when + 2.0:
             raise KeyboardInterrupt
-        self.asked = True
+        if not self.asked:
+            self.asked, self._when = True, time.monotonic()
 
 
 class Trainer:
@@ -307,21 +315,25 @@ class Trainer:
         )
 
     def _utilisation(self, tokens_per_second: float) -> dict[str, float]:
-        """Model FLOP/s utilisation, on GPUs whose peak is known (formula in ``kernels.cost``)."""
+        """Model FLOP/s utilisation on a GPU of known peak, by ``kernels.cost.gpt_step``."""
         if self.session.device.type != "cuda":
             return {}
-        peak = peak_flops(torch.cuda.get_device_name(), self.config.dtype)
-        if peak is None:
+        name, half = torch.cuda.get_device_name(), self.config.dtype in ("bf16", "fp16")
+        peak = next((p for part, p in PEAK_FLOPS.items() if part in name), None)
+        if peak is None or not half:
             return {}
-        flops = gpt_flops_per_token(
-            layers=self.model.layers,
-            width=self.model.width,
-            heads=self.model.heads,
-            kv_heads=self.model.num_kv_heads,
-            hidden=self.model.num_hidden,
-            vocab=self.model.vocab_size,
-            seq_len=self.model.seq_len,
-            gated=self.model.activation == "swiglu",
+        m = self.model
+        flops = gpt_step(
+            tokens=1,
+            seq_len=m.seq_len,
+            layers=m.layers,
+            width=m.width,
+            heads=m.heads,
+            kv_heads=m.num_kv_heads,
+            head_dim=m.head_dim,
+            hidden=m.num_hidden,
+            vocab=m.vocab_size,
+            gated=m.activation == "swiglu",
         )
         return {"mfu": round(tokens_per_second * flops / (peak * self.session.world), 4)}
 
@@ -387,9 +399,11 @@ class Trainer:
         reader.require_config(dataclasses.asdict(self.model))
         self._check_data(reader)
         for kind, prefix in (("param", ""), ("exp_avg", "exp_avg/"), ("exp_avg_sq", "exp_avg_sq/")):
-            self.engine.load(
-                kind, lambda record, prefix=prefix: reader.tensor(prefix + record.name)
-            )
+
+            def saved(record: ParamRecord, prefix: str = prefix) -> Tensor:
+                return reader.tensor(prefix + record.name)
+
+            self.engine.load(kind, saved)
         self.engine.optimizer.load_state(reader.state["optimizer"])
         self.step = reader.step
         self.checkpoint = reader.path
@@ -531,18 +545,15 @@ class _Metrics:
 def train_rank(config: TrainConfig, port: int | None = None) -> None:
     """Train as one rank of a launched (or single) job; rank 0 prints the result's JSON line."""
     session = join(config.mesh, timeout=config.timeout, port=port)
-    try:
+    with reported(session):
         trainer = Trainer(config, session)
         result = trainer.run()
         session.beat(trainer.step, "closing")
         session.close()
-    except BaseException as error:
-        line = session.explain(error)
-        if line is not None:
-            print(f"warpweave: {line}", file=sys.stderr, flush=True)
-        os._exit(1)  # the process group cannot be left in order once a peer is gone
     if session.rank == 0:
         print(json.dumps(result), flush=True)
+    if session.world == 1 and result["interrupted"]:
+        sys.exit(130)
 
 
 def main(argv: list[str] | None = None) -> None:

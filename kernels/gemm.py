@@ -1,0 +1,64 @@
+"""Matrix products in plain torch, by the faster of the two libraries that it has for a CPU.
+
+    y[M, N] = a[M, K] b[K, N] + bias[N]
+
+On a CPU torch multiplies float32 matrices with MKL, which takes its AVX2 kernels on CPUs that are
+not Intel's, AVX-512 or not. oneDNN, which torch ships too and uses for bfloat16, generates AVX-512
+code for both: on AMD Zen 5 it takes half the time. A call of it costs about ten microseconds more,
+so small products stay with MKL, and so do CPUs without AVX-512, where there is nothing to gain.
+
+Sums are made in float32 (float64 for float64) by either library; they differ in the order of terms.
+Not differentiable: the callers are the two halves of autograd Functions.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+_SMALL = 1 << 20  # M * N * K below which MKL's cheaper call wins
+_THIN = 32  # and so does a product with a side this short
+
+
+@cache
+def _has_onednn() -> bool:
+    """oneDNN can be called for float32, and has more to offer than MKL."""
+    return (
+        torch.backends.mkldnn.is_available()
+        and torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    )
+
+
+def _onednn(a: torch.Tensor, bt: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """a[M, K] bt[N, K]^T + bias; the first operand is copied unless its rows are contiguous."""
+    linear = torch.ops.mkldnn._linear_pointwise
+    if bias is None and not a.is_contiguous() and bt.shape[0] < a.shape[0]:
+        return linear(bt, a, None, "none", [], "").t().contiguous()  # copies less
+    return linear(a, bt, bias, "none", [], "")
+
+
+def gemm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """a[M, K] b[K, N] + bias[N] in `out_dtype`, by default the dtype of `a`.
+
+    a and b have one dtype and any strides. With 16-bit a and b and out_dtype float32, the result is
+    the accumulators, unrounded. Raises what torch raises on shapes that do not fit.
+    """
+    dtype = a.dtype if out_dtype is None else out_dtype
+    if a.dtype != dtype:
+        if a.is_cuda:
+            y = torch.mm(a, b, out_dtype=dtype)
+            return y if bias is None else y.add_(bias)
+        a, b = a.to(dtype), b.to(dtype)
+    if a.dtype == torch.float32 and a.device.type == "cpu" and _has_onednn():
+        m, k, n = *a.shape, b.shape[-1]
+        if m * n * k >= _SMALL and min(m, n, k) >= _THIN and b.shape == (k, n):
+            return _onednn(a, b.t(), bias)
+    return a @ b if bias is None else torch.addmm(bias, a, b)

@@ -1,0 +1,234 @@
+"""The engine: one run whatever the mesh, low precision trains, wrong shapes are refused early."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from warpweave.engine import Engine
+from warpweave.gpt import GPTConfig
+from warpweave.parallel.mesh import AXES, ConnectedMesh, Mesh, single
+from warpweave.plain_gpt import PlainConfig, plain_gpt_logits, plain_gpt_loss, plain_init
+
+SAMPLES, SEQ_LEN, VOCAB = 8, 16, 37
+SIZES = {"vocab_size": VOCAB, "seq_len": SEQ_LEN, "layers": 3, "width": 16, "heads": 4}
+CONFIG = GPTConfig(**SIZES, hidden=20, dropout=0.1)
+LLAMA = GPTConfig(**SIZES, kv_heads=2, hidden=24, positions="rope", norm="rms",
+                  activation="swiglu", bias=False, tied=False, dropout=0.1)  # fmt: skip
+MESHES = {  # mesh, sequence parallelism, ZeRO stage, schedule, recomputation
+    "tp2pp2": (Mesh(tp=2, pp=2), True, 0, "1f1b", "full"),
+    "cp2dp2": (Mesh(cp=2, dp=2), False, 3, "1f1b", "none"),
+    "cp2pp2": (Mesh(cp=2, pp=2), False, 2, "gpipe", "selective"),
+}
+
+
+def _engine(config: GPTConfig, mesh, **options) -> Engine:
+    dp = mesh.size("dp")
+    sizes = {"microbatches": 2, "micro_batch_size": SAMPLES // dp // 2}
+    return Engine(config, mesh, **(sizes | {"dtype": torch.float64, "seed": 3} | options))
+
+
+def _data(key: int, mesh, count: int = 2) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """This replica's (tokens, labels, sample ids); every sample has another number of labels."""
+    generator = torch.Generator().manual_seed(key)
+    tokens, labels = torch.randint(0, VOCAB, (2, SAMPLES, SEQ_LEN), generator=generator)
+    labels[torch.rand(SAMPLES, SEQ_LEN, generator=generator)
+           < torch.linspace(0, 1, SAMPLES)[:, None]] = -100  # fmt: skip
+    parts = (mesh.size("dp"), count, -1, SEQ_LEN)
+    ids = torch.arange(SAMPLES).view(parts[:3]) + SAMPLES * key
+    mine = mesh.index("dp")
+    return tokens.view(parts)[mine], labels.view(parts)[mine], ids[mine]
+
+
+def _story(engine: Engine, mesh) -> dict:
+    """Three steps, an evaluation before and after, and two texts, one past the window's end."""
+    held_out = _data(99, mesh)[:2]
+    before = float(engine.evaluate(*held_out))
+    results = [engine.step(*_data(key, mesh), lr=0.02, key=key) for key in range(3)]
+    texts = [
+        engine.generate(torch.tensor(prompt), n, temperature=t, seed=5).tolist()
+        for prompt, n, t in (([1], 6, 0.8), (list(range(12)), 7, 1.5))
+    ]
+    after = float(engine.evaluate(*held_out))
+    losses = [[float(x) for x in (r.loss, r.norm)] for r in results]
+    return {"numbers": [before, after, *sum(losses, [])], "texts": texts}
+
+
+def _on_mesh(rank: int, names: list[str]) -> list[dict]:
+    stories = []
+    for name in names:
+        sizes, sp, zero, schedule, recompute = MESHES[name]
+        mesh = sizes.connect()
+        config = LLAMA if sizes.pp > 1 and sizes.cp > 1 else CONFIG
+        options = {"zero": zero, "schedule": schedule, "recompute": recompute}
+        stories.append(_story(_engine(config, mesh, sequence_parallel=sp, **options), mesh))
+    return stories
+
+
+def test_loss_evaluation_and_generated_text_agree_on_every_mesh():
+    alone = {config: _story(_engine(config, single()), single()) for config in (CONFIG, LLAMA)}
+    ranks = run_ranks(4, _on_mesh, list(MESHES))
+    for stories in ranks:
+        for name, story in zip(MESHES, stories, strict=True):
+            expected = alone[LLAMA if name == "cp2pp2" else CONFIG]
+            assert story["numbers"] == pytest.approx(expected["numbers"], rel=1e-12), name
+            assert story["texts"] == expected["texts"], name
+
+
+def test_evaluation_is_the_plain_models_loss_without_dropout():
+    plain = PlainConfig(**SIZES, kv_heads=4, hidden=20, dropout=0.1)
+    tokens, labels, _ = _data(1, single())
+    params = plain_init(plain, 3, torch.float64)
+    total, valid = plain_gpt_loss(
+        params, tokens.flatten(0, 1), labels.flatten(0, 1), plain, dropout=0.0
+    )
+    engine = _engine(CONFIG, single())
+    assert float(engine.evaluate(tokens, labels)) == pytest.approx(float(total / valid), rel=1e-13)
+    assert float(engine.evaluate(tokens, torch.full_like(labels, -100))) == 0.0
+
+
+def test_generation_at_temperature_zero_takes_the_plain_models_likeliest_token():
+    plain = PlainConfig(**SIZES, kv_heads=4, hidden=20)
+    params = plain_init(plain, 3, torch.float64)
+    text = [4, 7]
+    for _ in range(20):  # past the end of the window
+        window = torch.tensor(text[-SEQ_LEN:])[None]
+        text.append(int(plain_gpt_logits(params, window, plain)[0, -1].argmax()))
+    engine = _engine(CONFIG, single())
+    assert engine.generate(torch.tensor([4, 7]), 20, temperature=0.0).tolist() == text
+
+
+def test_sampling_follows_the_models_chances_and_the_seed():
+    engine = _engine(GPTConfig(5, 4, 1, 8, 2), single())
+    engine.load("param", lambda r: r.draw(0, dtype=torch.float64) * 4)
+    batch = engine.gpt.micro_batch(torch.zeros(1, 4, dtype=torch.int64),
+                                   torch.full((1, 4), -100), torch.ones(()))  # fmt: skip
+    logits = engine.stage.evaluate(None, batch, engine.gpt.logits)[0]
+    prompt = torch.tensor([0])
+    drawn = [int(engine.generate(prompt, 1, temperature=2.0, seed=s)[1]) for s in range(600)]
+    shares = torch.bincount(torch.tensor(drawn), minlength=5) / 600
+    chances = torch.softmax(logits / 2, -1)
+    assert chances.max() < 0.9
+    assert (shares - chances).abs().max() < 0.07  # more than three standard deviations
+    first, again = (engine.generate(prompt, 9, seed=1).tolist() for _ in range(2))
+    assert first == again
+
+
+# -------------------------------------------------------------------------- low precision
+
+
+def _falls(rank: int) -> list[tuple[str, list[float], float]]:
+    mesh, found = Mesh(dp=2).connect(), []
+    for dtype, zero in ((torch.bfloat16, 2), (torch.float16, 3), (torch.float16, 1)):
+        engine = _engine(GPTConfig(**SIZES), mesh, dtype=dtype, zero=zero)
+        tokens, labels, ids = _data(0, mesh)
+        losses = [float(engine.step(tokens, labels, ids, lr=0.02).loss) for _ in range(15)]
+        found.append((str(dtype), losses, float(engine.optimizer.count)))
+        assert {unit.flat.dtype for unit in engine.units} == {dtype}
+        assert {unit.master.dtype for unit in engine.units} == {torch.float32}
+    return found
+
+
+def test_bf16_and_fp16_train_on_two_ranks():
+    for first, second in zip(*run_ranks(2, _falls), strict=True):
+        assert first == second
+        _, losses, count = first
+        assert count == 15
+        assert all(b < a for a, b in zip(losses, losses[1:]))
+        assert losses[-1] < 0.7 * losses[0]
+
+
+def test_an_fp16_overflow_skips_the_step_and_halves_the_scale():
+    engine = _engine(GPTConfig(**SIZES), single(), dtype=torch.float16)
+    engine.optimizer.loss_scale.value.fill_(2.0**40)
+    before = [unit.master.clone() for unit in engine.units]
+    result = engine.step(*_data(0, single()), lr=0.01)
+    assert result.loss.isfinite()
+    assert not result.norm.isfinite()
+    assert all(torch.equal(a, unit.master) for a, unit in zip(before, engine.units))
+    assert engine.optimizer.loss_scale.value <= 2.0**24
+    assert engine.not_finite_ranks() == [0]
+
+
+# -------------------------------------------------------------------------- one-line refusals
+
+
+def _place(**sizes: int) -> ConnectedMesh:
+    """Rank 0 of a mesh without process groups: whatever is refused is refused before a message."""
+    return ConnectedMesh(Mesh(**sizes), 0, dict.fromkeys((*AXES, "data", "world")), None)
+
+
+REFUSED = {
+    "schedule must be one of": (CONFIG, _place(), {"schedule": "2f1b"}),
+    "zero must be one of 0, 1, 2, 3, got 7": (CONFIG, _place(), {"zero": 7}),
+    "microbatches and micro_batch_size must be": (CONFIG, _place(), {"microbatches": 0}),
+    "recompute must be none, selective or full, got 'all'": (CONFIG, _place(), {"recompute": "all"}),
+    "kind must be one of": (CONFIG, _place(), {"layout": "striped"}),
+    "kv_heads = 4 does not divide by tp = 3": (CONFIG, _place(tp=3), {}),
+    "kv_heads = 2 does not divide by tp = 4": (LLAMA, _place(tp=4), {}),
+    "hidden = 21 does not divide by tp = 2": (GPTConfig(**SIZES, hidden=21), _place(tp=2), {}),
+    "pp = 4 stages need as many layers, got 3": (CONFIG, _place(pp=4), {}),
+    "multiple of 2 . parts = 6, got seq_len=16": (CONFIG, _place(cp=3), {}),
+    "17 tokens of a micro-batch over tp = 2": (
+        GPTConfig(37, 17, 3, 16, 4), _place(tp=2), {"micro_batch_size": 1}
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_does_not_fit_is_refused_in_one_line_before_anything_is_sent(message):
+    config, mesh, options = REFUSED[message]
+    with pytest.raises(ValueError, match=message) as caught:
+        _engine(config, mesh, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_batch_of_another_shape_is_refused():
+    engine = _engine(CONFIG, single())
+    tokens, labels, ids = _data(0, single())
+    for wrong in (tokens[:1], tokens[:, :3], tokens[..., :-1], tokens[0]):
+        with pytest.raises(ValueError, match=r"must have shape \(2, 4, 16\), got"):
+            engine.step(wrong, wrong, ids, lr=0.1)
+    with pytest.raises(ValueError, match=r"must have shape \(2, 4, 16\), got"):
+        engine.step(tokens, labels[..., :-1], ids, lr=0.1)
+    with pytest.raises(ValueError, match=r"sample_ids must have shape \(2, 4\), got \(2, 3\)"):
+        engine.step(tokens, labels, ids[:, :3], lr=0.1)
+    with pytest.raises(ValueError, match=r"must have shape \[n, 4, 16\], got"):
+        engine.evaluate(tokens[:, :3], labels[:, :3])
+    with pytest.raises(ValueError, match="a prompt of at least one token"):
+        engine.generate(torch.tensor([], dtype=torch.int64), 3)
+    with pytest.raises(ValueError, match=r"temperature must not be negative, got -1"):
+        engine.generate(torch.tensor([1]), 3, temperature=-1.0)
+
+
+def test_a_step_without_a_rate_keeps_weights_and_gradients():
+    engine = _engine(CONFIG, single())
+    before = [unit.flat.clone() for unit in engine.units]
+    result = engine.step(*_data(0, single()), lr=None)
+    assert all(torch.equal(a, unit.flat) for a, unit in zip(before, engine.units))
+    squares = sum(float((g * g).sum()) for _, g, _ in engine.read("grad"))
+    assert squares**0.5 == pytest.approx(float(result.norm), rel=1e-13)
+
+
+def test_interrupts_are_counted_and_results_travel_as_one_tensor():
+    engine = _engine(CONFIG, single())
+    for interrupted in (False, True):
+        result = engine.step(*_data(0, single()), lr=0.0, interrupted=interrupted)
+        assert result.all().tolist() == [result.loss, result.norm, float(interrupted)]
+
+
+def _written(rank: int) -> list[list[str]]:
+    names = []
+    for sizes in (Mesh(tp=2, pp=2), Mesh(dp=2, pp=2), Mesh(dp=2, cp=2)):
+        engine = _engine(CONFIG, sizes.connect(), zero=3)
+        names.append([record.name for record, _, mine in engine.read("param") if mine])
+    return names
+
+
+def test_every_tensor_of_a_checkpoint_belongs_to_exactly_one_rank():
+    model = _engine(CONFIG, single())
+    every = sorted(record.name for record, _, _ in model.read("param"))
+    for ranks in zip(*run_ranks(4, _written), strict=True):
+        assert sorted(name for names in ranks for name in names) == every
+        assert all(ranks), "a rank writes nothing"

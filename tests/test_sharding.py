@@ -1,0 +1,144 @@
+"""Our operators on DTensors: for every rule of `kernels/sharding.py`, outputs and gradients of two
+ranks are those of the whole tensors, and the outputs lie where the rule says."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+
+import torch
+from close import assert_close_f64
+from ranks import run_ranks
+from torch import Tensor
+
+from warpweave.kernels import activation, attention, cross_entropy, dropout, norm, rope
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64)
+
+
+def cases() -> dict[str, tuple[Callable, list, list, list]]:
+    """name -> (function, its arguments, the dim that each is cut along or None, the outputs')."""
+    tokens = torch.arange(6) * 7
+    x, w, b, r = draw(4, 6, 5), draw(5), draw(5), draw(4, 6, 5)
+    q, k, v = draw(2, 3, 4, 8), draw(2, 3, 2, 8), draw(2, 3, 2, 8)
+    cos, sin = draw(4, 4), draw(4, 4)
+    z, labels = draw(6, 7), torch.tensor([0, 6, -100, 3, 2, 1])
+
+    def rms(x, w, r=None):
+        return norm.rms_norm(x, w, residual=r, impl="triton")
+
+    def layer(x, w, b=None, r=None):
+        return norm.layer_norm(x, w, b, residual=r, impl="triton")
+
+    def attend(q, k, v):
+        return attention.attention(q, k, v, return_lse=True, impl="torch")
+
+    def attend_only(q, k, v):
+        return attention.attention(q, k, v, impl="torch")
+
+    def rotate(x, cos, sin):
+        return rope.apply_rope(x, cos, sin, impl="triton")
+
+    def drop(x, tokens, impl="triton"):
+        return dropout.dropout(x, 0.5, seed=3, site=1, tokens=tokens, impl=impl)
+
+    def loss(z, labels, smoothing=0.0):
+        return cross_entropy.cross_entropy(
+            z, labels, label_smoothing=smoothing, reduction="none", impl="torch"
+        )
+
+    t = draw(2, 4, 2, 8)
+    return {
+        "rms_norm rows": (rms, [x, w], [0, None], [0]),
+        "rms_norm dim 1, residual": (rms, [x, w, r], [1, None, 1], [1, 1]),
+        "layer_norm rows": (layer, [x, w, b], [0, None, None], [0]),
+        "layer_norm dim 1, no bias, residual": (
+            lambda x, w, r: layer(x, w, None, r), [x, w, r], [1, None, 1], [1, 1],
+        ),
+        "norm whole": (layer, [x, w, b, r], [None] * 4, [None, None]),
+        "attention batch": (attend, [q, k, v], [0, 0, 0], [0, 0]),
+        "attention heads": (attend, [q, k, v], [2, 2, 2], [2, 1]),
+        "attention heads, no lse": (attend_only, [q, k, v], [2, 2, 2], [2]),
+        "rope batch": (rotate, [t, cos, sin], [0, None, None], [0]),
+        "rope sequence": (rotate, [t, cos, sin], [1, 0, 0], [1]),
+        "rope heads": (rotate, [t, cos, sin], [2, None, None], [2]),
+        "gelu last": (lambda x: activation.gelu(x, impl="triton"), [r.mT], [2], [2]),
+        "swiglu rows": (lambda x: activation.swiglu(x, impl="triton"), [t], [0], [0]),
+        "swiglu pairs": (lambda x: activation.swiglu(x, impl="triton"), [t], [3], [3]),
+        "dropout tokens": (drop, [z, tokens], [0, 0], [0]),
+        "dropout tokens, torch": (lambda *a: drop(*a, impl="torch"), [z, tokens], [0, 0], [0]),
+        "cross_entropy rows": (loss, [z, labels], [0, 0], [0]),
+        "cross_entropy rows, smoothing": (lambda *a: loss(*a, 0.1), [z, labels], [0, 0], [0]),
+    }  # fmt: skip
+
+
+BROKEN = {"rope sequence", "attention batch"}
+
+
+def check(rank: int, broken: bool = False) -> list[str]:
+    """Run every case; the names of those that did not hold, with what went wrong."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    from warpweave.kernels import sharding
+
+    chosen = cases()
+    if broken:
+        # The angles of all positions for some; a sequence that is cut where nothing is sent.
+        sharding._rope = lambda *a: [([Shard(2)], [Shard(2), Shard(1), Shard(1), None])]
+        sharding._attention = lambda *a: [([Shard(1), Shard(2)], [Shard(1)] * 3 + [None] * 5)]
+        chosen = {name: case for name, case in chosen.items() if name in BROKEN}
+    sharding.register_shardings()
+    mesh = init_device_mesh("cpu", (2,))
+
+    def where(dim: int | None):
+        return [Replicate()] if dim is None else [Shard(dim)]
+
+    wrong = []
+    for name, (function, args, dims, out_dims) in chosen.items():
+        whole = [a.clone().requires_grad_(a.is_floating_point()) for a in args]
+        parts = [
+            distribute_tensor(a, mesh, where(d)).requires_grad_(a.is_floating_point())
+            for a, d in zip(args, dims, strict=True)
+        ]
+        try:
+            expected, actual = function(*whole), function(*parts)
+            if isinstance(expected, Tensor):
+                expected, actual = (expected,), (actual,)
+            placed = [list(y.placements) for y in actual]
+            assert placed == [where(d) for d in out_dims], placed
+            grads = [torch.randn_like(y) for y in expected]
+            torch.autograd.backward(expected, grads)
+            torch.autograd.backward(
+                actual,
+                [distribute_tensor(g, mesh, where(d)) for g, d in zip(grads, out_dims)],
+            )
+            for y, truth in zip(actual, expected, strict=True):
+                assert_close_f64(y.full_tensor().detach(), truth.detach(), 1e-12)
+            for a, truth in zip(parts, whole, strict=True):
+                if truth.grad is not None:
+                    assert_close_f64(a.grad.full_tensor(), truth.grad, 1e-12)
+        except (AssertionError, RuntimeError, ValueError) as error:
+            wrong.append(f"{name}: {type(error).__name__} {error}"[:500])
+    return wrong
+
+
+def test_every_rule_describes_what_the_operator_computes() -> None:
+    for wrong in run_ranks(2, check):
+        assert wrong == []
+
+
+def test_a_wrong_rule_is_seen() -> None:
+    for wrong in run_ranks(2, check, True):
+        assert {line.split(":")[0] for line in wrong} == BROKEN
+
+
+def test_dtensor_and_the_type_checker_are_not_imported_without_need() -> None:
+    code = (
+        "import sys, warpweave.gpt, warpweave.engine; "
+        "assert not {'torch.distributed.tensor', 'spmd_types'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=60)

@@ -1,0 +1,338 @@
+"""The chain of segments: cut graphs equal one graph bit for bit, and collectives come in time."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+
+from warpweave.gpt import GPT, GPTConfig
+from warpweave.kernels.wgrad import wgrad
+from warpweave.layers.records import collect_records
+from warpweave.parallel.mesh import Mesh, single
+from warpweave.parallel.stage import ChainStage, Segment
+from warpweave.parallel.zero import Unit
+
+WIDTH, MICRO_BATCHES = 7, 3
+
+
+class _Linear(torch.autograd.Function):
+    """A linear layer that may defer its weight gradient, and counts its backward passes."""
+
+    passes = 0
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        _Linear.passes += 1
+        return dy @ weight, wgrad(weight, lambda: dy.T @ x)
+
+
+class _Layer(nn.Module):
+    """tanh(x W^T + b): a weight that may be deferred and a bias that may not."""
+
+    def __init__(self, seed: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=dtype) / 3)
+        self.bias = nn.Parameter(torch.randn(WIDTH, dtype=dtype))
+
+    def forward(self, x):
+        return torch.tanh(_Linear.apply(x, self.weight) + self.bias)
+
+
+def _layers(count: int, dtype: torch.dtype = torch.float32) -> list[_Layer]:
+    return [_Layer(k, dtype) for k in range(count)]
+
+
+def _unit(k: int, layer: nn.Module, mesh, stage: int = 0) -> Unit:
+    records = {n: r.renamed(f"{k}.{n}") for n, r in collect_records(layer).items()}
+    return Unit(f"{k}", [(records[n], p) for n, p in layer.named_parameters()], mesh, zero=stage)
+
+
+def _chain(layers, mesh=None, *, stage: int = 0, recompute: bool = False, trace=None) -> ChainStage:
+    """The layers as segments; the first takes the batch itself, the last returns the loss."""
+    trace = trace if trace is not None else (lambda k: None)
+
+    def segment(k: int, layer: nn.Module) -> Segment:
+        last = k == len(layers) - 1
+
+        def fn(x, batch):
+            trace(k)
+            y = layer(batch if x is None else x)
+            return (y * y).sum() if last else y
+
+        return Segment(f"{k}", fn, (_unit(k, layer, mesh or single(), stage),), recompute)
+
+    return ChainStage([segment(k, layer) for k, layer in enumerate(layers)], last=True)
+
+
+def _batches(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(
+        MICRO_BATCHES, 5, WIDTH, generator=torch.Generator().manual_seed(9), dtype=dtype
+    )
+
+
+def _go(chain: ChainStage, batches, order: str = "FB", seed=None) -> None:
+    """F, B, I and W of every micro-batch; "FI W" means all F and I first, then all W."""
+    chain.begin(batches, seed)
+    does = {
+        "F": lambda mb: chain.forward(mb, None),
+        "B": lambda mb: chain.backward(mb, None),
+        "I": lambda mb: chain.backward_input(mb, None),
+        "W": chain.backward_weight,
+    }
+    for phase in order.split():
+        for mb, op in itertools.product(range(len(batches)), phase):
+            does[op](mb)
+    chain.reduce()
+
+
+def _run(chain: ChainStage, *args, **options) -> list[torch.Tensor]:
+    """The same, and the gradients."""
+    _go(chain, *args, **options)
+    return [p.grad.clone() for unit in chain.units for _, p in unit.params]
+
+
+def _one_graph(layers, batches) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Losses and gradients of plain autograd, accumulated over the micro-batches."""
+    losses = []
+    for x in batches:
+        for layer in layers:
+            x = layer(x)
+        losses.append((x * x).sum())
+        losses[-1].backward()
+    grads = [p.grad for layer in layers for p in (layer.weight, layer.bias)]
+    return [loss.detach() for loss in losses], grads
+
+
+@pytest.mark.parametrize("order", ["FB", "F B"])
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_backward_through_cut_segments_equals_one_autograd_graph_bit_for_bit(
+    dtype, recompute, order
+):
+    losses, grads = _one_graph(_layers(4, dtype), _batches(dtype))
+    chain = _chain(_layers(4, dtype), recompute=recompute)
+    found = _run(chain, _batches(dtype), order)
+    assert all(torch.equal(a, b) for a, b in zip(found, grads, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(chain.losses, losses, strict=True))
+
+
+@pytest.mark.parametrize("order", ["FIW", "FI W", "F I W"])
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+def test_deferred_weight_gradients_equal_immediate_ones_and_every_backward_runs_once(
+    order, recompute
+):
+    expected = _run(_chain(_layers(4)), _batches())
+    chain = _chain(_layers(4), recompute=recompute)
+    _Linear.passes = 0
+    found = _run(chain, _batches(), order)
+    assert _Linear.passes == 4 * MICRO_BATCHES
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_weight_gradients_wait_for_backward_weight():
+    chain = _chain(_layers(3))
+    chain.begin(_batches())
+    chain.forward(0, None)
+    chain.backward_input(0, None)
+    grads = {r.name: p.grad for unit in chain.units for r, p in unit.params}
+    assert all((grads[f"{k}.weight"] == 0).all() for k in range(3))
+    assert all((grads[f"{k}.bias"] != 0).any() for k in range(3))
+    chain.backward_weight(0)
+    assert all((grads[f"{k}.weight"] != 0).any() for k in range(3))
+
+
+def test_a_middle_stage_passes_activations_and_gradients_on():
+    layers, x = _layers(2, torch.float64), _batches(torch.float64)[0]
+    dy = torch.randn_like(x)
+    entry = x.clone().requires_grad_()
+    y = layers[1](layers[0](entry))
+    y.backward(dy)
+    parts = [Segment(f"{k}", lambda x, _, m=m: m(x), (_unit(k, m, single()),))
+             for k, m in enumerate(_layers(2, torch.float64))]  # fmt: skip
+    chain = ChainStage(parts, last=False)
+    chain.begin([None])
+    assert torch.equal(chain.forward(0, x), y.detach())
+    assert torch.equal(chain.backward(0, dy), entry.grad)
+    assert torch.equal(chain.evaluate(x, None), y.detach())
+    assert chain.losses == []
+
+
+def test_the_loss_scale_multiplies_every_gradient_and_not_the_loss():
+    plain, scaled = _chain(_layers(3)), _chain(_layers(3))
+    expected = _run(plain, _batches())
+    found = _run(scaled, _batches(), seed=torch.tensor(1024.0))
+    assert all(torch.equal(a, b * 1024) for a, b in zip(found, expected, strict=True))
+    assert torch.equal(torch.stack(plain.losses), torch.stack(scaled.losses))
+
+
+CONFIGS = {
+    "gpt2": GPTConfig(23, 8, 2, 16, 4, dropout=0.3),
+    "llama": GPTConfig(23, 8, 2, 16, 4, 2, 24, "rope", "rms", "swiglu", False, False, dropout=0.3),
+}
+
+
+def _gpt_grads(config: GPTConfig, recompute: str) -> dict[str, torch.Tensor]:
+    model = GPT(config, recompute=recompute, dtype=torch.float32)
+    chain = ChainStage(model.segments(), last=True)
+    tokens = torch.randint(0, 23, (2, 3, 9), generator=torch.Generator().manual_seed(4))
+    batches = [
+        model.micro_batch(t[:, :-1], t[:, 1:], torch.tensor(48.0), sample_ids=ids, seed=11)
+        for t, ids in zip(tokens, torch.arange(6).view(2, 3))
+    ]
+    _run(chain, batches)
+    return {r.name: p.grad for unit in chain.units for r, p in unit.params}
+
+
+@pytest.mark.parametrize("style", CONFIGS)
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recomputation_changes_no_bit_of_a_gpts_gradients_with_dropout(recompute, style):
+    expected = _gpt_grads(CONFIGS[style], "none")
+    found = _gpt_grads(CONFIGS[style], recompute)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_unit_that_two_segments_read_gets_both_gradients():
+    layers = _layers(2, torch.float64)
+    x = _batches(torch.float64)[0]
+    loss = (layers[0](layers[1](layers[0](x))) ** 2).sum()
+    expected = torch.autograd.grad(loss, [p for m in layers for p in (m.weight, m.bias)])
+    units = [_unit(k, layer, single()) for k, layer in enumerate(layers)]
+    fns = (lambda x, b: layers[0](b), lambda x, b: layers[1](x),
+           lambda x, b: (layers[0](x) ** 2).sum())  # fmt: skip
+    order = (units[0], units[1], units[0])
+    chain = ChainStage([Segment("s", f, (u,)) for f, u in zip(fns, order)], last=True)
+    assert chain.units == units
+    for a, b in zip(_run(chain, [x]), expected, strict=True):
+        assert (a - b).abs().max() <= 1e-14 * b.abs().max()
+
+
+# -------------------------------------------------------------------------- collectives in time
+
+
+class _Trace:
+    """What happens, in order: (event, segment). Patches this process's collectives."""
+
+    def __init__(self, mesh, stage: int, layers: int = 5, **options) -> None:
+        self.events: list[tuple[str, int]] = []
+        self.present: list[tuple[int, set[int]]] = []
+        self.chain = _chain(_layers(layers), mesh, stage=stage, trace=self._compute, **options)
+        self.backward: list[tuple[int, int, int]] = []  # segment, in flight, gradients open
+        for k, layer in enumerate(self.chain.segments):
+            (unit,) = layer.units
+            unit.unshard = self._noted("gather", k, unit.unshard, lambda u=unit: u._gather)
+            unit.reduce = self._noted("reduce", k, unit.reduce, lambda: None)
+            weight = next(p for r, p in unit.params if r.name.endswith("weight"))
+            weight.register_hook(lambda g, k=k: self._backward(k))
+
+    def _noted(self, event: str, k: int, fn, state):
+        def run():
+            before = state()
+            fn()
+            if event != "gather" or state() is not before:
+                self.events.append((event, k))
+
+        return run
+
+    def _compute(self, k: int) -> None:
+        self.events.append(("compute", k))
+        sizes = [unit.flat.untyped_storage().size() for unit in self.chain.units]
+        self.present.append((k, {j for j, size in enumerate(sizes) if size}))
+
+    def _backward(self, k: int) -> None:
+        units = self.chain.units
+        self.events.append(("backward", k))
+        flying = sum(unit._scatter is not None for unit in units)
+        opened = sum(unit.grad.untyped_storage().size() > 0 for unit in units)
+        self.backward.append((k, flying, opened))
+
+
+def _in_flight(rank: int) -> None:
+    for sizes, stage in ((Mesh(dp=2), 2), (Mesh(cp=2), 3)):
+        for order in ("FB", "F B"):
+            trace = _Trace(sizes.connect(), stage, layers=6)
+            _go(trace.chain, _batches(), order)
+            assert len(trace.backward) == 6 * MICRO_BATCHES
+            assert max(flying for _, flying, _ in trace.backward) == 2, trace.backward
+            assert max(opened for _, _, opened in trace.backward) == 3, trace.backward
+            assert all(unit._scatter is None for unit in trace.chain.units)
+
+
+def test_at_most_two_reductions_are_in_flight_while_a_segment_runs_backward():
+    run_ranks(2, _in_flight)
+
+
+def _prefetch(rank: int) -> None:
+    last = 4
+    trace = _Trace(Mesh(dp=2).connect(), 3)
+    _go(trace.chain, _batches()[:2])
+    once = [("gather", 0)]
+    for k in range(last):
+        once += [("gather", k + 1), ("compute", k)]
+    once += [("compute", last)]  # whose parameters stay for the backward pass
+    for k in reversed(range(last + 1)):
+        once += [("gather", k - 1)] * (k > 0) + [("backward", k), ("reduce", k)]
+    assert trace.events == once * 2, trace.events
+
+
+def _freed(rank: int) -> None:
+    last = 4
+    for recompute in (False, True):
+        trace = _Trace(Mesh(dp=2).connect(), 3, recompute=recompute)
+        _go(trace.chain, _batches()[:1])
+        forward = [(k, {k, min(k + 1, last)}) for k in range(last + 1)]
+        again = [(k, {k, max(k - 1, 0)}) for k in reversed(range(last + 1))]
+        assert trace.present == forward + again * recompute, trace.present
+        for unit in trace.chain.units:
+            assert unit.flat.untyped_storage().size() == unit.grad.untyped_storage().size() == 0
+        trace.present.clear()
+        trace.chain.evaluate(None, _batches()[0])
+        assert trace.present == forward
+        assert all(unit.flat.untyped_storage().size() == 0 for unit in trace.chain.units)
+
+
+def _early_reduction(rank: int) -> None:
+    """Stages 0 and 1 reduce once, a unit at a time while earlier segments still run backward."""
+    for stage in (0, 1):
+        trace = _Trace(Mesh(dp=2).connect(), stage, layers=3)
+        _go(trace.chain, _batches())
+        tail = [(event, k) for k in (2, 1, 0) for event in ("backward", "reduce")]
+        assert trace.events[-6:] == tail
+        assert sum(event == "reduce" for event, _ in trace.events) == 3
+
+
+def _same_bits(rank: int) -> None:
+    """Every stage, recomputed or deferred, sums the same gradients to the same bits on 2 ranks."""
+    mesh, batches = Mesh(dp=2).connect(), _batches() + rank
+    expected = None
+    for stage, recompute, order in itertools.product(range(4), (False, True), ("FB", "FI W")):
+        chain = _chain(_layers(4), mesh, stage=stage, recompute=recompute)
+        _go(chain, batches, order)
+        grads = {r.name: g.clone() for unit in chain.units for r, g in unit.read("grad")}
+        expected = expected or grads
+        for name, grad in grads.items():
+            # Stages 2 and 3 add micro-batches after the sum over ranks, 0 and 1 before it.
+            error = (grad - expected[name]).abs().max() / expected[name].abs().max()
+            assert error <= (2e-6 if stage >= 2 else 0), (stage, recompute, order, name, error)
+
+
+def _timely(rank: int) -> None:
+    _prefetch(rank)
+    _freed(rank)
+    _early_reduction(rank)
+    _same_bits(rank)
+
+
+def test_gathers_start_ahead_parameters_are_freed_and_reductions_start_early():
+    run_ranks(2, _timely)

@@ -1,0 +1,399 @@
+"""The GPT composes on meshes of up to thousands of ranks, and not with one collective less.
+
+Positive: both styles, sequence parallelism on and off, every stage, up to 5,120 ranks. Planted
+faults: for every place where the GPT relies on a collective or on a record's flag, the program
+without it is refused, and the error names the line that goes wrong.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import re
+import sys
+from collections.abc import Callable
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from rules import rulecheck
+from spmd_types import rules
+from spmd_types.rulecheck import RuleCheckError
+
+import warpweave.gpt
+import warpweave.layers.attention
+import warpweave.layers.block
+import warpweave.layers.embedding
+import warpweave.layers.linear
+import warpweave.layers.loss
+from warpweave import prove
+from warpweave.gpt import GPT, PRESETS, GPTConfig
+from warpweave.kernels import activation, cross_entropy, norm, rope
+from warpweave.kernels.attention import attention
+from warpweave.layers.attention import Attention
+from warpweave.layers.block import TransformerBlock
+from warpweave.layers.embedding import PositionEmbedding, VocabParallelEmbedding
+from warpweave.layers.linear import ColumnParallelLinear, RowParallelLinear
+from warpweave.layers.loss import VocabParallelCrossEntropy
+from warpweave.layers.norm import LayerNorm, RMSNorm
+from warpweave.parallel import collectives, tensor
+from warpweave.parallel.mesh import Mesh
+from warpweave.typecheck import typecheck
+
+GPT2 = GPTConfig(50, 32, 2, 64, 8, dropout=0.1)
+LLAMA = GPTConfig(
+    50, 32, 2, 64, 16, 8, 96, positions="rope", norm="rms", activation="swiglu", bias=False,
+    tied=False, dropout=0.1,
+)  # fmt: skip
+STYLES = {"gpt2": GPT2, "llama": LLAMA}
+ONE_LAYER = {name: dataclasses.replace(config, layers=1) for name, config in STYLES.items()}
+
+# ---------------------------------------------------------------- what holds
+
+
+@pytest.mark.parametrize("sp", [False, True])
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        Mesh(dp=64, cp=2, tp=8),  # 1,024 ranks; K and V are gathered
+        Mesh(dp=16, cp=4, tp=8, pp=2),  # 1,024; the ring, for gpt2
+        Mesh(tp=8),
+    ],
+    ids=str,
+)
+def test_the_gpt_typechecks(mesh: Mesh, style: str, sp: bool) -> None:
+    typecheck(STYLES[style], mesh, sequence_parallel=sp, recompute="selective" if sp else "none")
+
+
+@pytest.mark.parametrize("mesh", [Mesh(dp=512, cp=2), Mesh(dp=1024), Mesh(cp=4, pp=2)], ids=str)
+def test_the_gpt_typechecks_without_a_tensor_axis(mesh: Mesh) -> None:
+    typecheck(LLAMA, mesh)
+
+
+def test_stages_of_the_largest_model_typecheck_in_full_size() -> None:
+    mesh = Mesh(dp=4, cp=4, tp=8, pp=40)  # 5,120 ranks
+    typecheck(PRESETS["llama-70b"], mesh, stages=range(0, 40, 13), sequence_parallel=True)
+
+
+def test_no_memory_is_needed() -> None:
+    huge = dataclasses.replace(PRESETS["llama-70b"], layers=1, hidden=2**26)  # 6 TB in float32
+    typecheck(huge, Mesh(dp=2))
+
+
+# ---------------------------------------------------------------- planted faults
+
+
+def plain_row(x, w, b=None, *, group, sequence_parallel=False):
+    """Row-parallel without its sum."""
+    y = F.linear(x, w)
+    y = collectives.own_slice(y, group) if sequence_parallel else y
+    return y if b is None else y + b
+
+
+def row_bias_on_every_rank(x, w, b=None, *, group, sequence_parallel=False):
+    y = F.linear(x, w, b)
+    sums = collectives.reduce_scatter if sequence_parallel else collectives.reduce_from
+    return sums(y, group)
+
+
+def row_summed_twice(x, w, b=None, *, group, sequence_parallel=False):
+    y = tensor.row_parallel_linear(x, w, b, group=group)
+    return collectives.reduce_from(y, group)
+
+
+def plain_column(x, w, b=None, *, group, sequence_parallel=False):
+    """Column-parallel without the sum of dx."""
+    if sequence_parallel:
+        x = collectives.gather(x, group)
+    return F.linear(x, w, b)
+
+
+def column_without_gather(x, w, b=None, *, group, sequence_parallel=False):
+    return tensor.column_parallel_linear(x, w, b, group=group)
+
+
+def plain_embedding(ids, w, *, group, vocab_size, sequence_parallel=False):
+    """Vocabulary-parallel lookup without its sum."""
+    local, elsewhere = tensor._local_ids(ids, w.shape[0], group)
+    y = F.embedding(local, w).masked_fill(elsewhere[:, None], 0)
+    return collectives.own_slice(y, group) if sequence_parallel else y
+
+
+def local_loss(logits, labels, *, group, vocab_size, label_smoothing):
+    """Cross entropy over this rank's columns alone."""
+    return F.cross_entropy(logits, labels.clamp(max=logits.shape[1] - 1), reduction="none")
+
+
+def local_mean(self, logits, labels, normaliser):
+    """Each context rank divides by its own number of tokens."""
+    losses = tensor.vocab_parallel_cross_entropy(
+        logits, labels, group=self.mesh.group("tp"), vocab_size=self.vocab_size
+    )
+    return torch.sum(losses) / (labels != -100).sum()
+
+
+def local_attention(q, k, v, *, layout, group, causal, impl):
+    return attention(q, k, v, causal=causal)
+
+
+def attention_of_gathered_keys(q, k, v, *, layout, group, causal, impl):
+    """K and V gathered for work that is taken to be the same on every rank: no sum of dK, dV."""
+    k, v = (collectives.gather(x, group, dim=1) for x in (k, v))
+    return attention(q, k, v, causal=causal)
+
+
+def local_angles(self, q, context):
+    positions = torch.arange(q.shape[1])
+    return rope.rope_table(positions, self.head_dim, theta=self.rope_theta)
+
+
+def local_dropout(x, p, *, seed, site, tokens, impl):
+    from warpweave.kernels.dropout import dropout
+
+    return dropout(x, p, seed=seed, site=site, tokens=torch.arange(len(x)), impl=impl)
+
+
+def flipped(ending: str) -> Callable:
+    """Records in which the `partial` flag of parameters with this ending is wrong."""
+    original = GPT.parameter_records
+
+    def records(self):
+        return {
+            name: dataclasses.replace(r, partial=not r.partial) if name.endswith(ending) else r
+            for name, r in original(self).items()
+        }
+
+    return records
+
+
+LINEAR, EMBEDDING = warpweave.layers.linear, warpweave.layers.embedding
+LAYER, LOSS = warpweave.layers.attention, warpweave.layers.loss
+# what is replaced, by what; styles; with sequence parallelism or not; the function that is named
+FAULTS = {
+    "row: no sum": (
+        (LINEAR, "row_parallel_linear", plain_row), "llama", False, TransformerBlock.forward),
+    "row: no sum, biases": (
+        (LINEAR, "row_parallel_linear", plain_row), "gpt2", False, RowParallelLinear.forward),
+    "row: no reduce-scatter": (
+        (LINEAR, "row_parallel_linear", plain_row), "gpt2", True, RowParallelLinear.forward),
+    "row: bias on every rank": (
+        (LINEAR, "row_parallel_linear", row_bias_on_every_rank), "gpt2", False,
+        RowParallelLinear.forward),
+    "row: summed twice": (
+        (LINEAR, "row_parallel_linear", row_summed_twice), "llama", False,
+        RowParallelLinear.forward),
+    "column: no sum of dx": (
+        (LINEAR, "column_parallel_linear", plain_column), "gpt2", False,
+        ColumnParallelLinear.forward),
+    "column: no reduce-scatter of dx": (
+        (LINEAR, "column_parallel_linear", plain_column), "llama", True,
+        ColumnParallelLinear.forward),
+    "column: no gather": (
+        (LINEAR, "column_parallel_linear", column_without_gather), "gpt2", True,
+        ColumnParallelLinear.forward),
+    "head: no sum of dx": (
+        (warpweave.gpt, "column_parallel_linear", plain_column), "gpt2", False, GPT.logits),
+    "head: no gather": (
+        (warpweave.gpt, "column_parallel_linear", column_without_gather), "llama", True,
+        GPT.logits),
+    "embedding: no sum": (
+        (EMBEDDING, "vocab_parallel_embedding", plain_embedding), "gpt2", False,
+        VocabParallelEmbedding.forward),
+    "embedding: no reduce-scatter": (
+        (EMBEDDING, "vocab_parallel_embedding", plain_embedding), "llama", True,
+        VocabParallelEmbedding.forward),
+    "loss: local vocabulary": (
+        (LOSS, "vocab_parallel_cross_entropy", local_loss), "gpt2", False,
+        VocabParallelCrossEntropy.forward),
+    "loss: local mean": (
+        (VocabParallelCrossEntropy, "forward", local_mean), "gpt2", False, GPT.head_loss),
+    "attention: local": (
+        (LAYER, "context_attention", local_attention), "gpt2", False, Attention.forward),
+    "attention: no sum of dK, dV": (
+        (LAYER, "context_attention", attention_of_gathered_keys), "gpt2", True,
+        Attention.forward),
+    "rope: local positions": (
+        (Attention, "_rope", local_angles), "llama", False, Attention.forward),
+    "dropout: local tokens": (
+        (warpweave.layers.block, "dropout", local_dropout), "gpt2", False,
+        TransformerBlock._drop),
+    "flag: LayerNorm weight, sp": (
+        (GPT, "parameter_records", flipped("attention_norm.weight")), "gpt2", True,
+        LayerNorm.forward),
+    "flag: LayerNorm bias": (
+        (GPT, "parameter_records", flipped("attention_norm.bias")), "gpt2", False,
+        LayerNorm.forward),
+    "flag: RMSNorm weight, sp": (
+        (GPT, "parameter_records", flipped("final_norm.weight")), "llama", True, RMSNorm.forward),
+    "flag: RMSNorm weight": (
+        (GPT, "parameter_records", flipped("mlp_norm.weight")), "llama", False, RMSNorm.forward),
+    "flag: positions, sp": (
+        (GPT, "parameter_records", flipped("positions.weight")), "gpt2", True,
+        PositionEmbedding.forward),
+    "flag: positions": (
+        (GPT, "parameter_records", flipped("positions.weight")), "gpt2", False, GPT.embed),
+    "flag: row bias, sp": (
+        (GPT, "parameter_records", flipped("out.bias")), "gpt2", True, RowParallelLinear.forward),
+    "flag: row bias": (
+        (GPT, "parameter_records", flipped("out.bias")), "gpt2", False,
+        RowParallelLinear.forward),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_one_collective_or_flag_less_is_refused_at_its_line(fault: str) -> None:
+    (place, name, replacement), style, sp, where = FAULTS[fault]
+    with (
+        mock.patch.object(place, name, replacement),
+        pytest.raises(TypeError, match=r"stage 0 of Mesh") as error,
+    ):
+        typecheck(ONE_LAYER[style], Mesh(dp=64, cp=2, tp=8), sequence_parallel=sp)
+    lines, start = inspect.getsourcelines(where)
+    found = re.findall(rf"{re.escape(inspect.getsourcefile(where))}:(\d+)", str(error.value))
+    assert any(start <= int(line) < start + len(lines) for line in found), error.value
+    assert not dist.is_initialized()
+
+
+def test_what_a_stage_hands_on_is_held_to_what_the_next_one_takes() -> None:
+    """A later stage's own fault, and an output of another type than the stream's."""
+    mesh, gathered = Mesh(tp=2, pp=2), []
+
+    class Gathered(TransformerBlock):
+        def forward(self, x, context=None):
+            gathered.append(True)
+            return collectives.gather(super().forward(x, context), self.attention.mesh.group("tp"))
+
+    with (
+        mock.patch.object(warpweave.gpt, "TransformerBlock", Gathered),
+        pytest.raises(TypeError, match="between the stage and its neighbours"),
+    ):
+        typecheck(GPT2, mesh, sequence_parallel=True)
+    assert gathered
+    with (
+        mock.patch.object(warpweave.layers.linear, "row_parallel_linear", plain_row),
+        pytest.raises(TypeError, match="stage 1 of Mesh"),
+    ):
+        typecheck(GPT2, mesh, stages=range(1, 2))
+
+
+# ---------------------------------------------------------------- rules of the local Functions
+
+T64 = {"dtype": torch.float64}
+LOCAL = {
+    norm._RMSNorm: lambda: (torch.randn(4, 6, 8, **T64), torch.randn(8, **T64), 1e-5),
+    rope._Rope: lambda: (torch.randn(2, 4, 6, 8, **T64), torch.randn(4, 4), torch.randn(4, 4)),
+    activation._SwiGLU: lambda: (torch.randn(4, 6, 8, **T64),),
+    cross_entropy._CrossEntropy: lambda: (
+        torch.randn(4, 6, **T64), torch.tensor([0, -100, 3, 5]), 6, -100, 0.1, None,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("function", LOCAL, ids=lambda f: f.__name__)
+def test_typing_rules_of_local_functions_hold(function: type) -> None:
+    report = rulecheck(function, LOCAL[function]())
+    assert len(report.checked) > 1
+    assert report.rejected
+
+
+def test_every_local_function_has_a_rule() -> None:
+    functions = {
+        f
+        for name, module in list(sys.modules.items())
+        if name.startswith("warpweave.kernels.")
+        for _, f in inspect.getmembers(module, inspect.isclass)
+        if issubclass(f, torch.autograd.Function)
+    }
+    assert functions == set(LOCAL)
+
+
+class _Halves(activation._SwiGLU):
+    """Gates first, then ups: a shard of the input holds no matching pairs."""
+
+    @staticmethod
+    def forward(ctx, x):
+        gate, up = x.chunk(2, -1)
+        return F.silu(gate) * up
+
+
+class _NormOfShards(norm._RMSNorm):
+    """As if a shard of E could be normalised alone."""
+
+    @staticmethod
+    def spmd_typecheck(*, s, weight):
+        return rules.einsum("...e,e->...e", s, weight)
+
+
+class _LossOfShards(cross_entropy._CrossEntropy):
+    """As if losses over shards of the vocabulary added up."""
+
+    @staticmethod
+    def spmd_typecheck(*, logits, labels):
+        return rules.einsum("nv,n->n", logits, labels)
+
+
+@pytest.mark.parametrize("wrong", [_Halves, _NormOfShards, _LossOfShards])
+def test_a_wrong_typing_rule_is_seen(wrong: type) -> None:
+    with pytest.raises(RuleCheckError):
+        rulecheck(wrong, LOCAL[wrong.__base__]())
+
+
+# ---------------------------------------------------------------- for users
+
+
+def test_nothing_is_left_behind() -> None:
+    with (
+        mock.patch.object(warpweave.layers.linear, "row_parallel_linear", plain_row),
+        pytest.raises(TypeError),
+    ):
+        typecheck(ONE_LAYER["llama"], Mesh(dp=3, tp=8))
+    assert not dist.is_initialized()
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        x = torch.ones(2)
+        dist.all_reduce(x)
+        assert x.tolist() == [1, 1]
+        with pytest.raises(RuntimeError, match="process group of its own"):
+            typecheck(GPT2, Mesh(tp=2))
+    finally:
+        dist.destroy_process_group()
+    test_typing_rules_of_local_functions_hold(activation._SwiGLU)
+    typecheck(ONE_LAYER["gpt2"], Mesh(dp=3, tp=2))
+
+
+def test_what_cannot_be_cut_and_what_is_missing_is_said_in_one_line() -> None:
+    with pytest.raises(ValueError, match="kv_heads = 8 does not divide by tp = 3"):
+        typecheck(GPT2, Mesh(tp=3))
+    with (
+        mock.patch.dict(sys.modules, {"spmd_types.types": None}),
+        pytest.raises(ImportError, match=r"pip install 'warpweave\[dev\]'"),
+    ):
+        typecheck(GPT2, Mesh(tp=2))
+
+
+def prove_typecheck(capsys: pytest.CaptureFixture, *options: str) -> tuple[int, dict]:
+    with pytest.raises(SystemExit) as exit:
+        prove.main(["--typecheck", *options])
+    return exit.value.code, json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_the_command_line(capsys: pytest.CaptureFixture) -> None:
+    options = ("--style", "llama", "--dp", "8", "--tp", "16", "--pp", "2")
+    code, result = prove_typecheck(capsys, *options)
+    assert code == 0
+    assert result.pop("seconds") < 60
+    assert result == {"typechecked": 2, "ranks": 256, "passed": True}
+    with mock.patch.object(warpweave.layers.linear, "row_parallel_linear", plain_row):
+        code, result = prove_typecheck(capsys, *options)
+    assert code == 1
+    assert result["passed"] is False
+    assert result["typechecked"] == 0
+    assert "block.py:" in result["error"]
+    with pytest.raises(SystemExit) as exit:
+        prove.main(["--typecheck", "--model", "gpt5"])
+    assert exit.value.code == 2
+    assert "model must be one of toy, small" in capsys.readouterr().err

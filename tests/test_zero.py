@@ -1,0 +1,554 @@
+"""ZeRO stages 0 to 3 against a textbook AdamW on whole float64 tensors, and against torch's own."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from close import relative_error
+from ranks import run_ranks
+from torch import nn
+
+from warpweave.layers.records import collect_records
+from warpweave.parallel import zero
+from warpweave.parallel.mesh import Mesh, single
+from warpweave.parallel.shard import ParamRecord
+from warpweave.parallel.stage import ChainStage, Segment
+from warpweave.parallel.zero import LossScale, Unit, ZeroAdamW
+
+KINDS = ("param", "exp_avg", "exp_avg_sq")
+ADAMW = {"betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.2}
+LR, CLIP, STEPS, MICRO_BATCHES = 0.03, 2.0, 3, 3
+# name, shape, shard_dim, partial, decay: sizes that nothing divides; 7 and 13 are padded on tp = 2
+SPEC = {
+    "block": [
+        ("up", (7, 5), 0, False, True),
+        ("up_bias", (7,), 0, False, False),
+        ("down", (5, 13), 1, False, True),
+        ("down_bias", (5,), None, True, False),
+        ("norm", (5,), None, True, False),
+        ("scale", (11, 3), None, False, True),
+        ("offset", (3,), None, False, False),
+        ("table", (3, 41), None, True, True),
+    ],
+    "tiny": [("one", (1,), None, False, True)],
+    "embedding": [("embedding", (37, 3), 0, False, True)],  # tied where there are two stages
+}
+
+
+def _draw(shape, *key: int) -> torch.Tensor:
+    seed = sum(k * 101**i for i, k in enumerate(key))
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def _start(name: str, shape) -> torch.Tensor:
+    """Exactly representable in bf16 and fp16, so that every dtype starts alike."""
+    return _draw(shape, len(name), 7).to(torch.bfloat16).double().clamp(-100, 100)
+
+
+# -------------------------------------------------------------------------- the textbook
+
+
+def _terms(name: str, shape, step: int, data: int, mb: int, end: int) -> torch.Tensor:
+    """What data rank `data` adds to the gradient in micro-batch `mb` at pipeline end `end`.
+
+    In bf16 steps of a fixed grid, so that float32 sums are exact and every order gives one result.
+    """
+    return _draw(shape, len(name), step, data, mb, end).mul(64).round().div(64)
+
+
+def _textbook(data: int, ends: int) -> tuple[list[float], dict[str, dict[str, torch.Tensor]]]:
+    """Norms and final state of AdamW with a global clip on whole tensors, all in float64."""
+    spec = [row for rows in SPEC.values() for row in rows]
+    state = {kind: {row[0]: torch.zeros(row[1], dtype=torch.float64) for row in spec}
+             for kind in KINDS}  # fmt: skip
+    state["param"] = {row[0]: _start(*row[:2]) for row in spec}
+    norms, (beta1, beta2) = [], ADAMW["betas"]
+    for step in range(1, STEPS + 1):
+        grads = {}
+        for name, shape, *_ in spec:
+            count = ends if name == "embedding" else 1
+            every = [(d, i, e) for d in range(data) for i in range(MICRO_BATCHES)
+                     for e in range(count)]  # fmt: skip
+            grads[name] = sum(_terms(name, shape, step, *at) for at in every)
+        norms.append(math.sqrt(sum(float((g * g).sum()) for g in grads.values())))
+        for name, _, _, _, decays in spec:
+            g = grads[name] * min(1.0, CLIP / (norms[-1] + 1e-6))
+            w, m, v = (state[kind][name] for kind in KINDS)
+            w *= 1 - LR * ADAMW["weight_decay"] * decays
+            m.mul_(beta1).add_((1 - beta1) * g)
+            v.mul_(beta2).add_((1 - beta2) * g * g)
+            w -= LR * (m / (1 - beta1**step)) / ((v / (1 - beta2**step)).sqrt() + ADAMW["eps"])
+    return norms, state
+
+
+# -------------------------------------------------------------------------- ours
+
+
+def _units(mesh, stage: int, dtype=torch.float64) -> list[Unit]:
+    units = []
+    tp, index, last = mesh.size("tp"), mesh.index("tp"), mesh.index("pp") > 0
+    for unit, rows in SPEC.items():
+        if last and unit != "embedding":  # the last stage holds the tied embedding alone
+            continue
+        params = []
+        for name, shape, dim, partial, decay in rows:
+            record = ParamRecord(name, shape, dim, tp, partial=partial and tp > 1, decay=decay)
+            params.append(
+                (record, nn.Parameter(record.slice(_start(name, shape), index).to(dtype)))
+            )
+        tied = unit == "embedding" and mesh.size("pp") > 1
+        units.append(Unit(unit, params, mesh, zero=stage, tied=tied, owner=not last))
+    return units
+
+
+def _local(record: ParamRecord, mesh, step: int, mb: int) -> torch.Tensor:
+    """This rank's gradient of one micro-batch: its rows, or its share of a partial sum."""
+    at = (step, mesh.index("data"), mb, mesh.index("pp"))
+    whole = _terms(record.name, record.shape, *at)
+    tp, index = mesh.size("tp"), mesh.index("tp")
+    if record.partial:
+        share = _draw(record.shape, 5, step, mb).mul(64).round().div(64)
+        return share if index == 0 else (whole - share if index == 1 else torch.zeros_like(whole))
+    return record.slice(whole, index) if tp > 1 else whole
+
+
+def _accumulate(unit: Unit, mesh, step: int, scale: float = 1.0, poison: int | None = None) -> None:
+    for mb in range(MICRO_BATCHES):
+        unit.unshard()
+        unit.wait()
+        unit.open_grads()
+        for record, param in unit.params:
+            param.grad.add_(_local(record, mesh, step, mb) * scale)
+        if poison == mb:
+            unit.params[-1][1].grad.view(-1)[0] = float("inf")
+        unit.reshard()
+        if unit.placement.grad or mb == MICRO_BATCHES - 1:
+            unit.reduce()
+    unit.finish_reduce()
+
+
+def _tie(unit: Unit, mesh) -> None:
+    if unit.tied:
+        dist.all_reduce(unit.reduced, group=mesh.group("pp"))
+
+
+def _step(units, optimizer, mesh, step: int, scale: float = 1.0) -> torch.Tensor:
+    for unit in units:
+        _accumulate(unit, mesh, step, scale)
+        _tie(unit, mesh)
+    optimizer.sum_partials()
+    return optimizer.step(LR)
+
+
+def _read(units) -> dict[str, dict[str, torch.Tensor]]:
+    return {kind: {r.name: t.clone() for u in units for r, t in u.read(kind)} for kind in KINDS}
+
+
+def _train(mesh, stage: int, dtype=torch.float64):
+    units = _units(mesh, stage, dtype)
+    optimizer = ZeroAdamW(units, mesh, clip=CLIP, **ADAMW)
+    norms = [float(_step(units, optimizer, mesh, step)) for step in range(1, STEPS + 1)]
+    state = _read(units)
+    return norms, state, units
+
+
+def _check(mesh, stages) -> None:
+    norms, state = _textbook(mesh.size("data"), mesh.size("pp"))
+    for stage in stages:
+        ours, ours_state, units = _train(mesh, stage)
+        for actual, expected in zip(ours, norms, strict=True):
+            assert abs(actual / expected - 1) < 1e-13, (mesh.sizes, stage)
+        for kind in KINDS:
+            for name, tensor in ours_state[kind].items():
+                error = relative_error(tensor, state[kind][name])
+                assert error < 1e-12, (mesh.sizes, stage, kind, name, error)
+        for unit in units:
+            unit.unshard()
+            unit.wait()
+            for record, param in unit.params:  # what the next forward pass computes with
+                whole = record.slice(state["param"][record.name], mesh.index("tp"))
+                assert relative_error(param.detach(), whole) < 1e-12, (mesh.sizes, stage, record)
+
+
+def _check_meshes(rank: int, meshes: list[Mesh]) -> None:
+    for sizes in meshes:
+        mesh = sizes.connect()
+        _check(mesh, range(4) if mesh.size("data") > 1 else (0,))
+
+
+MESHES = {
+    2: [Mesh(dp=2), Mesh(cp=2), Mesh(tp=2), Mesh(pp=2)],
+    3: [Mesh(dp=3), Mesh(tp=3)],
+    4: [Mesh(dp=4), Mesh(dp=2, cp=2), Mesh(dp=2, tp=2), Mesh(cp=2, pp=2), Mesh(tp=2, pp=2)],
+}
+
+
+def test_one_device_equals_textbook_adamw_with_a_global_clip():
+    _check(single(), (0, 3))
+
+
+@pytest.mark.parametrize("world", MESHES)
+def test_every_stage_on_every_mesh_equals_textbook_adamw_with_a_global_clip(world):
+    run_ranks(world, _check_meshes, MESHES[world])
+
+
+# -------------------------------------------------------------------------- low precision
+
+
+def _masters(rank: int) -> None:
+    mesh = Mesh(dp=2).connect()
+    for stage in range(4):
+        high, low = (_train(mesh, stage, dtype) for dtype in (torch.float32, torch.bfloat16))
+        assert high[0] == low[0]
+        for kind in KINDS:
+            for name, tensor in low[1][kind].items():
+                assert tensor.dtype == torch.float32
+                assert torch.equal(tensor, high[1][kind][name]), (stage, kind, name)
+        for unit in low[2]:
+            assert unit.flat.dtype == torch.bfloat16
+            unit.unshard()
+            unit.wait()
+            for record, param in unit.params:
+                assert torch.equal(param, low[1]["param"][record.name].bfloat16()), (stage, record)
+
+
+def test_bf16_parameters_have_the_fp32_masters_of_an_fp32_run():
+    run_ranks(2, _masters)
+
+
+def _snapshot(units, optimizer) -> list[torch.Tensor]:
+    state = [u.state(kind) for u in units for kind in KINDS]
+    homes = [u.shard if u.shard is not None else u.flat for u in units]
+    counts = [optimizer.count, *(t for steps in optimizer.steps for t in steps)]
+    return [t.clone() for t in (*state, *homes, *counts)]
+
+
+def _overflow(rank: int) -> None:
+    mesh = Mesh(dp=3).connect()
+    for stage in range(4):
+        units, clean = _units(mesh, stage, torch.float16), _units(mesh, stage, torch.float16)
+        scale = LossScale(1024.0, interval=3)
+        optimizer = ZeroAdamW(units, mesh, clip=CLIP, loss_scale=scale, **ADAMW)
+        plain = ZeroAdamW(clean, mesh, clip=CLIP, **ADAMW)
+        for step, (bad, value) in enumerate(
+            [(None, 1024), (1, 512), (2, 256), (None, 256), (None, 256), (None, 512)], 1
+        ):
+            before = _snapshot(units, optimizer)
+            for unit in units:  # one element overflows, so that it lies in one rank's slice
+                at = 0 if rank == bad and unit.name == "block" else None
+                _accumulate(unit, mesh, step, scale.value.item(), at)
+            norm = optimizer.step(LR)
+            for unit in units:
+                unit.wait()
+            same = [torch.equal(a, b) for a, b in zip(before, _snapshot(units, optimizer))]
+            assert scale.value == value, (stage, step, scale.value)
+            assert norm.isfinite() == (bad is None)
+            if bad is not None:
+                assert all(same), f"stage {stage}: a skipped step wrote"
+                continue
+            assert not any(same[: len(KINDS)])
+            assert norm == _step(clean, plain, mesh, step), "the scale shows in the norm"
+            for unit in clean:
+                unit.wait()
+            for a, b in zip(_snapshot(units, optimizer), _snapshot(clean, plain), strict=True):
+                assert torch.equal(a, b), (stage, step)
+        assert optimizer.count == 4
+
+
+def test_an_overflow_on_one_rank_makes_every_rank_skip_and_halves_the_scale():
+    run_ranks(3, _overflow)
+
+
+def test_the_loss_scale_stays_between_one_and_two_to_the_24():
+    scale = LossScale(2.0, interval=1)
+    for _ in range(5):
+        scale.update(torch.tensor(1.0))
+    assert scale.value == 1
+    for _ in range(30):
+        scale.update(torch.tensor(0.0))
+    assert scale.value == 2**24
+
+
+# -------------------------------------------------------------------------- the norm
+
+
+def _norms(rank: int, meshes: list[Mesh]) -> list[float]:
+    """The norm of gradients that are 1 everywhere, on every mesh and stage."""
+    found = []
+    for mesh in (sizes.connect() for sizes in meshes):
+        for stage in range(4) if mesh.size("data") > 1 else (0,):
+            units = _units(mesh, stage)
+            optimizer = ZeroAdamW(units, mesh)
+            for unit in units:
+                unit.open_grads()
+                for record, param in unit.params:
+                    shares = mesh.size("data") * (mesh.size("tp") if record.partial else 1)
+                    shares *= 2 if unit.tied else 1
+                    ones = torch.ones(record.shape, dtype=torch.float64)
+                    param.grad.add_(record.slice(ones, mesh.index("tp")) / shares)
+                unit.reduce()
+                unit.finish_reduce()
+                _tie(unit, mesh)
+            optimizer.sum_partials()
+            found.append(float(optimizer.norm()))
+    return found
+
+
+def test_the_norm_counts_every_parameter_once_however_often_it_is_held():
+    meshes = [Mesh(tp=4), Mesh(tp=2, pp=2), Mesh(dp=2, pp=2), Mesh(dp=2, tp=2), Mesh(cp=4)]
+    count = sum(math.prod(row[1]) for rows in SPEC.values() for row in rows)
+    for norms in run_ranks(4, _norms, meshes):
+        assert len(norms) == 1 + 1 + 3 * 4
+        assert norms == pytest.approx([math.sqrt(count)] * len(norms), rel=1e-14)
+
+
+# -------------------------------------------------------------------------- memory and traffic
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().size()
+
+
+def _memory(rank: int) -> None:
+    mesh = Mesh(dp=4).connect()
+    for stage in range(4):
+        for unit in _units(mesh, stage, torch.bfloat16):
+            n, parts = unit.size, (1 if stage == 0 else 4)
+            assert n % (4 * 32) == 0
+            for state in (unit.master, unit.exp_avg, unit.exp_avg_sq):
+                assert _bytes(state) == 4 * n // parts, stage
+            assert _bytes(unit.reduced) == 4 * n // parts
+            closed = 0 if stage == 3 else 2 * n
+            assert _bytes(unit.flat) == closed, stage
+            assert _bytes(unit.grad) == (0 if stage >= 2 else 4 * n), stage
+            unit.unshard()
+            unit.wait()
+            unit.open_grads()
+            assert (_bytes(unit.flat), _bytes(unit.grad)) == (2 * n, 4 * n)
+            unit.reshard()
+            unit.reduce()
+            unit.finish_reduce()
+            assert _bytes(unit.flat) == closed, stage
+            assert _bytes(unit.grad) == (0 if stage >= 2 else 4 * n), stage
+            assert unit.shard is None or _bytes(unit.shard) == 2 * n // 4
+
+
+def test_sharded_states_are_a_quarter_on_four_ranks_and_the_rest_is_really_freed():
+    run_ranks(4, _memory)
+
+
+class _Traffic:
+    """Counts what each collective of `zero` moves: name -> list of bytes of the whole buffer."""
+
+    def __init__(self) -> None:
+        self.calls: dict[str, list[int]] = {}
+        for place, name, whole in (
+            (zero, "all_gather_into", 0),
+            (zero, "reduce_scatter_into", 1),
+            (dist, "all_reduce", 0),
+        ):
+            setattr(place, name, self._counted(name, getattr(place, name), whole))
+
+    def _counted(self, name: str, fn, whole: int):
+        def run(*args, **kwargs):
+            self.calls.setdefault(name, []).append(args[whole].nbytes)
+            return fn(*args, **kwargs)
+
+        return run
+
+
+def _chain(mesh, stage: int, dtype, layers: int = 3, width: int = 8):
+    """A chain of linear layers as ZeRO units, with its optimizer."""
+    segments = []
+    for k in range(layers):
+        torch.manual_seed(k)
+        linear = nn.Linear(width, width, dtype=dtype)
+        records = {n: r.renamed(f"{k}.{n}") for n, r in collect_records(linear).items()}
+        params = [(records[n], p) for n, p in linear.named_parameters()]
+        unit = Unit(f"linear {k}", params, mesh, zero=stage)
+        last = k == layers - 1
+        segments.append(Segment(unit.name, _layer(linear, last), (unit,)))
+    chain = ChainStage(segments, last=True)
+    return chain, ZeroAdamW(chain.units, mesh, clip=CLIP, **ADAMW)
+
+
+def _layer(linear: nn.Linear, last: bool):
+    def fn(x, batch):
+        y = torch.tanh(linear(batch if x is None else x))
+        return (y * y).sum() if last else y
+
+    return fn
+
+
+def _chain_step(chain: ChainStage, optimizer: ZeroAdamW, batches) -> torch.Tensor:
+    chain.begin(batches)
+    for mb in range(len(batches)):
+        chain.forward(mb, None)
+        chain.backward(mb, None)
+    chain.reduce()
+    return optimizer.step(LR)
+
+
+def _traffic(rank: int) -> None:
+    mesh, layers, m = Mesh(dp=2).connect(), 4, 3
+    traffic = _Traffic()
+    for stage in range(4):
+        chain, optimizer = _chain(mesh, stage, torch.bfloat16, layers)
+        params, grads = (nbytes * chain.units[0].size for nbytes in (2, 4))
+        for _ in range(2):
+            traffic.calls.clear()
+            _chain_step(chain, optimizer, torch.ones(m, 2, 8, dtype=torch.bfloat16))
+            gathers = {0: 0, 1: layers, 2: layers, 3: m * (2 * layers - 1)}[stage]
+            scatters = {0: 0, 1: layers, 2: m * layers, 3: m * layers}[stage]
+            expected = {"all_reduce": [4] if stage else [grads] * layers + [4]}
+            if stage:
+                expected["all_gather_into"] = [params] * gathers
+                expected["reduce_scatter_into"] = [grads] * scatters
+            assert traffic.calls == expected, stage
+        for unit in chain.units:
+            unit.wait()
+
+
+def test_every_stage_makes_exactly_the_collectives_of_its_formula_and_no_byte_more():
+    run_ranks(2, _traffic)
+
+
+# -------------------------------------------------------------------------- state in and out
+
+
+def _save(rank: int, sizes: Mesh, stage: int):
+    mesh = sizes.connect()
+    units = _units(mesh, stage)
+    optimizer = ZeroAdamW(units, mesh, clip=CLIP, **ADAMW)
+    for step in (1, 2):
+        norm = _step(units, optimizer, mesh, step)
+    return _read(units), optimizer.state(), float(norm)
+
+
+def _resume(rank: int, sizes: Mesh, stage: int, state, counts, steps):
+    """Load into a fresh optimizer, check that it reads back as it was, then do the given steps."""
+    mesh = sizes.connect()
+    units = _units(mesh, stage)
+    for unit in units:
+        unit.unshard()  # a gather in flight must not bring old values back
+        unit.publish()
+    optimizer = ZeroAdamW(units, mesh, clip=CLIP, **ADAMW)
+    for kind in KINDS:
+        for unit in units:
+            unit.write(kind, lambda record, kind=kind: state[kind][record.name])
+    optimizer.load_state(counts)
+    back = _read(units)
+    assert all(torch.equal(back[k][n], state[k][n]) for k in KINDS for n in state[k])
+    for unit in units:
+        unit.unshard()
+        unit.wait()
+        for record, param in unit.params:
+            mine = record.slice(state["param"][record.name], mesh.index("tp"))
+            assert torch.equal(param.detach(), mine), record
+        unit.reshard()
+    for step in steps:
+        _step(units, optimizer, mesh, step)
+    return _read(units), optimizer.state(), 0.0
+
+
+def test_state_moves_from_four_ranks_to_two_to_three_and_goes_on_as_if_nothing_had_happened():
+    state, counts, norm = run_ranks(4, _save, Mesh(dp=4), 3)[3]
+    assert counts == {"count": 2.0}
+    assert norm == pytest.approx(_textbook(4, 1)[0][1], rel=1e-13)
+    for world, sizes, stage in ((2, Mesh(tp=2), 0), (2, Mesh(dp=2), 1), (3, Mesh(cp=3), 2)):
+        for moved, *_ in run_ranks(world, _resume, sizes, stage, state, counts, ()):
+            assert all(torch.equal(moved[k][n], state[k][n]) for k in KINDS for n in state[k])
+    truth = _textbook(4, 1)[1]
+    for resumed, counts_now, _ in run_ranks(4, _resume, Mesh(dp=4), 3, moved, counts, (3,)):
+        assert counts_now == {"count": 3.0}
+        for kind in KINDS:
+            for name, tensor in resumed[kind].items():
+                assert relative_error(tensor, truth[kind][name]) < 1e-12, (kind, name)
+
+
+def test_the_loss_scale_is_part_of_the_state():
+    unit = _units(single(), 0, torch.float16)[0]
+    first, second = (ZeroAdamW([unit], single(), loss_scale=LossScale(s)) for s in (64.0, 2.0))
+    first.loss_scale.update(torch.tensor(0.0))
+    first.count.fill_(5)
+    second.load_state(first.state())
+    assert second.state() == {"count": 5.0, "loss_scale": 64.0, "good_steps": 1.0}
+    assert all(t == 5 for steps in second.steps for t in steps)
+
+
+# -------------------------------------------------------------------------- torch's own
+
+
+def _modules(layers: int = 3, width: int = 8) -> nn.Sequential:
+    chain = []
+    for k in range(layers):
+        torch.manual_seed(k)
+        chain += [nn.Linear(width, width, dtype=torch.float64), nn.Tanh()]
+    return nn.Sequential(*chain)
+
+
+def _groups(model: nn.Module) -> list[dict]:
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    decay = ADAMW["weight_decay"]
+    return [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
+
+
+def _torch_steps(model: nn.Module, optimizer, data: torch.Tensor, sharded: bool):
+    norms = []
+    for batches in data:
+        for x in batches:
+            (model(x) ** 2).sum().backward()
+        if not sharded:
+            for param in model.parameters():
+                dist.all_reduce(param.grad)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        norms.append(float(norm.full_tensor() if sharded else norm))
+        optimizer.step()
+        optimizer.zero_grad()
+    full = [p.full_tensor() if sharded else p for p in model.parameters()]
+    return norms, [p.detach() for p in full]
+
+
+def _oracles(rank: int) -> None:
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    mesh = Mesh(dp=2).connect()
+    data = _draw((STEPS, 2, 5, 8), rank)  # two micro-batches of five rows a step
+    rates = {"lr": LR, "betas": ADAMW["betas"], "eps": ADAMW["eps"]}
+    fsdp = _modules()
+    for layer in (*fsdp[::2], fsdp):
+        fully_shard(layer, mesh=mesh.device_mesh["dp"]).set_gradient_divide_factor(1.0)
+    expected = _torch_steps(fsdp, torch.optim.AdamW(_groups(fsdp), **rates), data, True)
+    replicas = _modules()
+    redundant = ZeroRedundancyOptimizer(_groups(replicas), torch.optim.AdamW, **rates)
+    second = _torch_steps(replicas, redundant, data, False)
+    for norms, params in (expected, second):
+        for stage in range(4):
+            chain, optimizer = _chain(mesh, stage, torch.float64)
+            ours = [float(_chain_step(chain, optimizer, batches)) for batches in data]
+            assert ours == pytest.approx(norms, rel=1e-13), stage
+            read = {r.name: t for unit in chain.units for r, t in unit.read("param")}
+            names = [f"{k}.{n}" for k in range(3) for n in ("weight", "bias")]
+            for name, param in zip(names, params, strict=True):
+                assert relative_error(read[name], param) < 1e-12, (stage, name)
+
+
+def test_all_stages_equal_torchs_fsdp2_and_its_zero_redundancy_optimizer():
+    run_ranks(2, _oracles)
+
+
+def test_wrong_stages_dtypes_and_shapes_are_refused_in_one_line():
+    weight = nn.Parameter(torch.zeros(3, 2))
+    record = ParamRecord("w", (3, 2))
+    with pytest.raises(ValueError, match="zero must be one of 0, 1, 2, 3, got 4"):
+        Unit("u", [(record, weight)], single(), zero=4)
+    half = (ParamRecord("h", (2,)), nn.Parameter(torch.zeros(2, dtype=torch.float16)))
+    with pytest.raises(ValueError, match=r"unit u mixes parameter dtypes .*float16.*float32"):
+        Unit("u", [(record, weight), half], single())
+    with pytest.raises(ValueError, match=r"w has shape \(3, 2\), its record says \(2, 3\)"):
+        Unit("u", [(ParamRecord("w", (2, 3)), weight)], single())

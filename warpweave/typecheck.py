@@ -1,0 +1,164 @@
+"""Does a GPT compose on a mesh, of thousands of ranks if need be, that nobody has at hand?
+
+``typecheck(config, Mesh(dp=128, cp=4, tp=8, pp=4))`` runs forward and backward of one rank of each
+pipeline stage on tensors without data and a process group without peers, while spmd_types follows
+what each tensor is on every axis: Replicate, Invariant, Shard or Partial. A missing, doubled or
+wrong collective is a type error at the line where its result is used.
+
+Taken on trust: tokens are cut over dp and cp, parameters are what their `ParamRecord` says (and the
+trainer sums their gradients accordingly), stages hand the residual stream on, and a distributed
+Function does what its typing rule says (tested against its numbers). Values are not seen.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from warpweave.gpt import GPT, GPTConfig, MicroBatch
+from warpweave.parallel.mesh import ConnectedMesh, Mesh
+
+
+def typecheck(
+    config: GPTConfig,
+    mesh: Mesh,
+    *,
+    stages: range | None = None,
+    sequence_parallel: bool = False,
+    recompute: str = "none",
+    layout: str = "zigzag",
+) -> None:
+    """Check the GPT on every axis of `mesh`, stage by stage (all, or `stages`); None if it holds.
+
+    Raises:
+        TypeError: it does not; the message names the stage, the file and the line.
+        ValueError: the model cannot be cut over the mesh at all.
+        ImportError: spmd_types, of the development extra, is not installed.
+        RuntimeError: a process group exists (a pretended one is made here).
+    """
+    config.check(mesh, zigzag=layout == "zigzag")
+    try:
+        from spmd_types.types import SpmdTypeError
+    except ImportError:
+        raise ImportError("typecheck needs spmd_types: pip install 'warpweave[dev]'") from None
+    if dist.is_initialized():
+        raise RuntimeError("typecheck makes a process group of its own: destroy the existing one")
+    options = {"sequence_parallel": sequence_parallel, "recompute": recompute, "layout": layout}
+    for stage in stages if stages is not None else range(mesh.pp):
+        if mesh.data * mesh.tp == 1:
+            continue  # a stage on one device has nothing to go wrong between ranks
+        try:
+            with _pretend(mesh, stage) as connected, torch._subclasses.FakeTensorMode():
+                model = GPT(config, mesh=connected, **options)
+                # Flattened (B, S) with S cut is a plain shard of the rows for one sample only.
+                tokens = torch.zeros(2 if mesh.cp == 1 else 1, config.seq_len, dtype=torch.int64)
+                _run(model, model.micro_batch(tokens, tokens.clone(), torch.tensor(1.0)))
+        except SpmdTypeError as error:
+            raise TypeError(f"stage {stage} of {mesh}: {_places(error)}") from error
+
+
+def _run(model: GPT, batch: MicroBatch) -> None:
+    """Forward and, on the last stage, backward under the checker."""
+    import spmd_types as spmd
+    from spmd_types.checker import typecheck as checking
+
+    mesh, x = model.mesh, None
+    tp_rows = spmd.S(0) if model.sequence_parallel else spmd.I
+    stream = {"dp": spmd.V, "cp": spmd.S(0), "tp": tp_rows}
+    _annotate(model, batch)
+    if not model.first:
+        x = torch.zeros(len(batch.positions), model.config.width, requires_grad=True)
+        _typed(mesh, x, **stream)
+    with checking(local=False):
+        if model.first:
+            x = model.embed(None, batch)
+        for block in model.blocks.values():
+            x = block(x, batch.context)
+        _typed(mesh, x, **stream)  # what the next stage takes on trust
+        if model.last:
+            loss = model.head_loss(x, batch)
+            _typed(mesh, loss, dp=spmd.V, cp=spmd.P, tp=spmd.I)
+            if mesh.size("dp") > 1:  # each data rank's share of one sum
+                loss = spmd.reinterpret(loss, mesh.group("dp"), src=spmd.V, dst=spmd.P)
+            loss.backward()
+
+
+def _annotate(model: GPT, batch: MicroBatch) -> None:
+    """Say what parameters and data are on each axis before anything runs."""
+    from spmd_types import I, R, S, V
+
+    mesh, rows = model.mesh, S(0) if model.sequence_parallel else R
+    records = model.parameter_records()
+    for name, param in model.named_parameters():
+        record = records[name]
+        # R: the gradient is a partial sum that the trainer adds up; I: it is equal on every rank.
+        tp = S(record.shard_dim) if record.sharded else R if record.partial else I
+        _typed(mesh, param, dp=R, cp=R, tp=tp)
+    _typed(mesh, batch.tokens, dp=V, cp=S(0), tp=R)
+    _typed(mesh, batch.labels, dp=V, cp=S(0), tp=R)
+    _typed(mesh, batch.positions, dp=R, cp=S(0), tp=rows)
+    _typed(mesh, batch.normaliser, dp=R, cp=R, tp=R)
+    for table in batch.context.rope or ():
+        _typed(mesh, table, dp=R, cp=S(0), tp=R)
+    if batch.context.token_ids is not None:
+        _typed(mesh, batch.context.token_ids, dp=V, cp=S(0), tp=rows)
+
+
+def _typed(mesh: ConnectedMesh, tensor: Tensor, **types: object) -> Tensor:
+    """Declare or, if it has a type already, assert `tensor`'s type; axes outermost first."""
+    import spmd_types as spmd
+
+    types = {axis: t for axis, t in types.items() if mesh.size(axis) > 1}
+    cut = [tuple(a for a, t in types.items() if t == spmd.S(d)) for d in range(tensor.ndim)]
+    other = {a: t for a, t in types.items() if not any(a in axes for axes in cut)}
+    spec = spmd.PartitionSpec(*[axes or None for axes in cut]) if any(cut) else None
+    return spmd.assert_type(tensor, other, spec)
+
+
+@contextmanager
+def _pretend(sizes: Mesh, stage: int) -> Iterator[ConnectedMesh]:
+    """The mesh as the first rank of `stage` sees it, on a process group without peers."""
+    import spmd_types as spmd
+    from spmd_types._mesh_axis import _reset
+    from spmd_types.checker import typecheck as checking
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from warpweave.kernels.sharding import register_shardings
+
+    register_shardings()
+    rank = sizes.rank_at(pp=stage)
+    dist.init_process_group("fake", rank=rank, world_size=sizes.world, store=FakeStore())
+    try:
+        connected = sizes.connect()
+        # A stage is a program of its own. dp ranks share nothing but sums, so that "differs" will
+        # do; what cp and tp ranks hold is parts of whole tensors, and which part is followed.
+        axes = connected.device_mesh["dp", "cp", "tp"]
+        with spmd.set_current_mesh(axes, local_axes=("dp",) if sizes.dp > 1 else ()):
+            # One operation while tensors still have data: when it first meets an axis, the checker
+            # makes (and keeps) a mesh of that size from a tensor whose values it reads.
+            probe = _typed(connected, torch.zeros(1, 1), dp=spmd.V, cp=spmd.S(0), tp=spmd.S(1))
+            with checking(local=False):
+                probe.clone()
+            yield connected
+    finally:
+        dist.destroy_process_group()
+        _reset()  # axes are remembered by their ranks: the next mesh is another one
+
+
+def _places(error: Exception) -> str:
+    """ "file:line in function, from file:line ...: message", innermost first, without libraries."""
+    import spmd_types
+
+    libraries = (*(os.path.dirname(m.__file__) for m in (torch, spmd_types)), __file__)
+    where = ", from ".join(
+        f"{frame.filename}:{frame.lineno} in {frame.name}"
+        for frame in reversed(traceback.extract_tb(error.__traceback__))
+        if not frame.filename.startswith(libraries) and frame.name != "spmd_typecheck"
+    )
+    return f"{where or 'between the stage and its neighbours'}: {str(error).splitlines()[0]}"
