@@ -195,7 +195,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 
 def assert_equal(name: str, pairs: Mapping[str, tuple[Tensor, Tensor]], limit: float) -> Check:
-    """Every (actual, expected) of `pairs` agrees to `limit`; raises ``AssertionError`` naming one."""
+    """Every (actual, expected) of `pairs` agrees to `limit`, or ``AssertionError`` names one."""
     errors = {key: relative_error(*pair) for key, pair in pairs.items()}
     worst = max(errors, key=lambda key: errors[key])
     if not errors[worst] <= limit:

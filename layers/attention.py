@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.rope import apply_rope, rope_table
 from warpweave.layers.context import TokenContext
 from warpweave.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -21,7 +22,10 @@ class Attention(nn.Module):
     rows gives every tensor rank whole groups.
 
     Args:
-        embed_dim, num_heads, dropout-free, bias, device, dtype: as ``nn.MultiheadAttention``.
+        embed_dim, num_heads: as ``nn.MultiheadAttention``, whose probabilities' dropout there is
+            none of.
+        bias: both projections have one.
+        device, dtype: of the parameters.
         num_kv_heads: KV heads, by default num_heads.
         causal: a query sees keys at its own and earlier positions.
         rope_theta: base of the rotary embedding; None for none.
@@ -31,18 +35,18 @@ class Attention(nn.Module):
         impl: "triton", "torch" or None, as for the kernels.
 
     Raises:
-        ValueError: heads do not divide embed_dim, KV heads do not divide heads, or the tensor axis
-            does not divide the KV heads.
+        ValueError: heads do not divide embed_dim, KV heads do not divide heads, the tensor axis
+            does not divide the KV heads, or a rotary embedding needs an even head size.
     """
 
     def __init__(
         self,
         embed_dim: int,
         num_heads: int,
+        *,
         bias: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        *,
         num_kv_heads: int | None = None,
         causal: bool = True,
         rope_theta: float | None = None,
@@ -55,6 +59,8 @@ class Attention(nn.Module):
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.mesh = mesh if mesh is not None else single()
         tp = self.mesh.size("tp")
+        if num_heads < 1 or kv_heads < 1:
+            raise ValueError(f"need at least one head, got {num_heads} and {kv_heads} KV heads")
         if embed_dim % num_heads:
             raise ValueError(f"embed_dim = {embed_dim} does not divide by num_heads = {num_heads}")
         if num_heads % kv_heads:
@@ -65,7 +71,10 @@ class Attention(nn.Module):
             raise ValueError(
                 f"num_kv_heads = {kv_heads} does not divide by the tensor axis tp = {tp}"
             )
+        if rope_theta is not None and embed_dim // num_heads % 2:
+            raise ValueError(f"rope needs an even head size, got {embed_dim // num_heads}")
         self.head_dim, self.group = embed_dim // num_heads, num_heads // kv_heads
+        self.num_heads = num_heads
         self.causal, self.rope_theta, self.impl = causal, rope_theta, impl
         where = {"device": device, "dtype": dtype, "mesh": mesh}
         self.qkv = ColumnParallelLinear(
@@ -88,7 +97,13 @@ class Attention(nn.Module):
         """x[B, S, E] -> y[B, S, E]; with `context`, x[T, E] or x[T/tp, E] -> the same shape.
 
         Without `context` the sequence is whole and starts at position 0.
+
+        Raises:
+            ValueError: x has no batch though there is no `context`, or a rotary embedding finds no
+                table in it.
         """
+        if context is None and x.dim() != 3:
+            raise ValueError(f"without a context attention needs x[B, S, E], got {[*x.shape]}")
         qkv = self.qkv(x)
         if context is not None:
             qkv = qkv.unflatten(0, (context.batch, -1))
@@ -124,4 +139,12 @@ class Attention(nn.Module):
                 )
             return context.rope
         positions = torch.arange(q.shape[1], device=q.device)
-        return rope_table(positions, self.head_dim, theta=self.rope_theta)
+        wide = compute_dtype(q)
+        return rope_table(positions, self.head_dim, theta=self.rope_theta, dtype=wide)
+
+    def extra_repr(self) -> str:
+        kv_heads = self.num_heads // self.group
+        return (
+            f"embed_dim={self.num_heads * self.head_dim}, num_heads={self.num_heads}, "
+            f"num_kv_heads={kv_heads}, causal={self.causal}, rope_theta={self.rope_theta}"
+        )

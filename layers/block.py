@@ -76,7 +76,7 @@ class TransformerBlock(nn.Module):
         self.attention = Attention(
             embed_dim,
             num_heads,
-            bias,
+            bias=bias,
             num_kv_heads=num_kv_heads,
             causal=causal,
             rope_theta=rope_theta,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from numbers import Integral
+
 import torch
 from torch import Tensor, nn
 
@@ -15,7 +18,7 @@ class _Norm(nn.Module):
 
     def __init__(
         self,
-        normalized_shape: int,
+        normalized_shape: int | Sequence[int],
         eps: float,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
@@ -25,12 +28,17 @@ class _Norm(nn.Module):
     ) -> None:
         super().__init__()
         mesh = mesh if mesh is not None else single()
-        self.normalized_shape, self.eps, self.impl = (normalized_shape,), eps, impl
+        if isinstance(normalized_shape, Integral):
+            normalized_shape = (normalized_shape,)
+        if len(normalized_shape) != 1:
+            raise ValueError(f"normalized_shape must be one dim, got {tuple(normalized_shape)}")
+        self.normalized_shape, self.eps, self.impl = tuple(normalized_shape), eps, impl
         # With sequence parallelism each tensor rank normalises its own tokens, so that the
         # gradients of weight and bias are partial sums.
         self._partial = sequence_parallel and mesh.size("tp") > 1
         self.records: dict[str, ParamRecord] = {}
         self.weight = self._parameter("weight", "ones", device, dtype)
+        self.register_parameter("bias", None)
 
     def _parameter(
         self, name: str, init: str, device: torch.device | str | None, dtype: torch.dtype | None
@@ -41,8 +49,14 @@ class _Norm(nn.Module):
         fill = torch.ones if init == "ones" else torch.zeros
         return nn.Parameter(fill(self.normalized_shape, device=device, dtype=dtype))
 
+    def reset_parameters(self) -> None:
+        """Weight 1 and bias 0."""
+        nn.init.ones_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
     def extra_repr(self) -> str:
-        return f"{self.normalized_shape[0]}, eps={self.eps}"
+        return f"{self.normalized_shape}, eps={self.eps}, bias={self.bias is not None}"
 
 
 class RMSNorm(_Norm):
@@ -50,17 +64,18 @@ class RMSNorm(_Norm):
 
     Args:
         normalized_shape, eps, device, dtype: as ``nn.RMSNorm`` over one dim; eps is 1e-6.
-        mesh, sequence_parallel: set when tensor ranks hold different tokens.
+        mesh, sequence_parallel: set when tensor ranks hold different tokens, or other heads of a
+            norm over each head: the gradients are then partial sums.
         impl: "triton", "torch" or None, as for the kernels.
     """
 
     def __init__(
         self,
-        normalized_shape: int,
+        normalized_shape: int | Sequence[int],
         eps: float = 1e-6,
+        *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        *,
         mesh: ConnectedMesh | None = None,
         sequence_parallel: bool = False,
         impl: str | None = None,
@@ -78,17 +93,18 @@ class LayerNorm(_Norm):
     Args:
         normalized_shape, eps, device, dtype: as ``nn.LayerNorm`` over one dim.
         bias: add a bias.
-        mesh, sequence_parallel: set when tensor ranks hold different tokens.
+        mesh, sequence_parallel: set when tensor ranks hold different tokens, or other heads of a
+            norm over each head: the gradients are then partial sums.
         impl: "triton", "torch" or None, as for the kernels.
     """
 
     def __init__(
         self,
-        normalized_shape: int,
+        normalized_shape: int | Sequence[int],
         eps: float = 1e-5,
+        *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        *,
         bias: bool = True,
         mesh: ConnectedMesh | None = None,
         sequence_parallel: bool = False,
@@ -97,8 +113,6 @@ class LayerNorm(_Norm):
         super().__init__(normalized_shape, eps, device, dtype, mesh, sequence_parallel, impl)
         if bias:
             self.bias = self._parameter("bias", "zeros", device, dtype)
-        else:
-            self.register_parameter("bias", None)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """x[..., E] -> y[..., E]; with `residual`, (norm(x + residual), x + residual)."""

@@ -133,6 +133,10 @@ class ConnectedMesh:
             return at["dp"] * self.sizes.cp + at["cp"]
         return self.rank if axis == "world" else at[axis]
 
+    def __deepcopy__(self, memo: dict) -> ConnectedMesh:
+        """Itself: copies of a module talk to the same groups, which cannot be copied."""
+        return self
+
     @property
     def coords(self) -> dict[str, int]:
         """Axis name -> this rank's coordinate."""

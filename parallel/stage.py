@@ -135,8 +135,10 @@ class ChainStage:
         """The weight gradients that `backward_input` left to do."""
         flight = self._flights.pop(mb)
         for unit in self.units:
-            unit.open_grads()
+            unit.lend_grads()
         flight.owed.run()
+        for unit in self.units:
+            unit.collect_grads()
         self._backwards_left -= 1
         for k in reversed(range(len(self.segments))):
             self._reduce_completed(k)
@@ -154,12 +156,14 @@ class ChainStage:
                 with torch.enable_grad():
                     y = segment.fn(entry, self._batches[mb])
             for unit in segment.units:
-                unit.open_grads()
+                unit.lend_grads()
             if deferred:
                 with collect(flight.owed):
                     torch.autograd.backward(y, gradient)
             else:
                 torch.autograd.backward(y, gradient)
+            for unit in segment.units:
+                unit.collect_grads()
             gradient = None if entry is None else entry.grad
             del y
             self._leave(k, k - 1)

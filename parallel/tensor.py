@@ -15,7 +15,9 @@ Sums over ranks are re-associated, everything else is exact: with one rank less,
 In bf16 and fp16 the terms of such a sum are fp32 (the GEMM's accumulators), rounded once after the
 sum. Gradients of weights are made in ``weight.grad_dtype``: fp32 if the parameter says so. They go
 through ``wgrad``, so that a pipeline schedule can have them made later; the collectives that they
-need are then called at that time, and every rank of the group must make them in the same order.
+need are then called at that time, and every rank of the group must make them in the same order. The
+Functions keep the parameters themselves besides what they save: a saved tensor may come back as a
+copy (checkpointing detaches it), which knows no grad_dtype and whose .grad nobody reads.
 
 Under autocast the linear layers compute in its dtype; weights stay as they are. ``torch.compile``
 traces them with group=None only, as torch's own ops: a compiled backward defers no weight gradient.
@@ -50,6 +52,8 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
 
 
 def _grad_dtype(parameter: torch.Tensor) -> torch.dtype:
+    if not parameter.is_leaf:  # computed from others (a weight norm, an adapter): it has no say
+        return parameter.dtype
     return parameter.grad_dtype or parameter.dtype  # None means that any dtype will do
 
 
@@ -97,18 +101,19 @@ class _ColumnParallelLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, group, sequence_parallel, overlap, dtype):
         ctx.group, ctx.sequence_parallel, ctx.overlap = group, sequence_parallel, overlap
-        ctx.x_dtype = x.dtype
+        ctx.x_dtype, ctx.parameters = x.dtype, (weight, bias)
         with _FullPrecision(x):
             x = x.to(dtype)
             # The shard is kept and gathered again in the backward: 1/R of the memory.
-            ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, bias)
+            ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
             whole = start_all_gather(x, group).wait() if sequence_parallel else x
             return _linear(whole, weight.to(dtype), bias if bias is None else bias.to(dtype))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        x, weight, bias = ctx.saved_tensors
+        x, weight = ctx.saved_tensors
+        leaf, bias = ctx.parameters
         group, overlap = ctx.group, ctx.overlap
         gathers = ctx.sequence_parallel and group is not None
         sums = start_reduce_scatter if gathers else start_all_reduce_
@@ -127,10 +132,10 @@ class _ColumnParallelLinear(torch.autograd.Function):
             if todo:
                 flying.append(todo.pop()())  # the GEMM of dx hides the gather of x,
             full = x if whole is None else whole.wait()
-            return _weight_gradient(dy, full, weight)  # and the GEMM of dW hides the sum of dx
+            return _weight_gradient(dy, full, leaf)  # and the GEMM of dW hides the sum of dx
 
         with _FullPrecision(dy):
-            dw = wgrad(weight, weight_gradient) if ctx.needs_input_grad[1] else None
+            dw = wgrad(leaf, weight_gradient) if ctx.needs_input_grad[1] else None
             if todo:
                 flying.append(todo.pop()())
             db = None
@@ -202,10 +207,10 @@ class _RowParallelLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, group, sequence_parallel, overlap, dtype):
         ctx.group, ctx.sequence_parallel, ctx.overlap = group, sequence_parallel, overlap
-        ctx.x_dtype = x.dtype
+        ctx.x_dtype, ctx.parameters = x.dtype, (weight, bias)
         with _FullPrecision(x):
             x, w = x.to(dtype), weight.to(dtype)
-            ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, bias)
+            ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
             if group is None:
                 return _linear(x, w, bias if bias is None else bias.to(dtype))
             partial = gemm(_rows(x), w.t(), out_dtype=sum_dtype(dtype))
@@ -219,7 +224,8 @@ class _RowParallelLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        x, weight, bias = ctx.saved_tensors
+        x, weight = ctx.saved_tensors
+        leaf, bias = ctx.parameters
         gathers = ctx.sequence_parallel and ctx.group is not None
         dx = dw = db = None
         with _FullPrecision(dy):
@@ -233,7 +239,7 @@ class _RowParallelLinear(torch.autograd.Function):
                 dx = gemm(_rows(whole), weight.to(dy.dtype))
                 dx = dx.view(*whole.shape[:-1], weight.shape[1]).to(ctx.x_dtype)
             if ctx.needs_input_grad[1]:
-                dw = wgrad(weight, lambda: _weight_gradient(whole, x, weight))
+                dw = wgrad(leaf, lambda: _weight_gradient(whole, x, leaf))
         return dx, dw, db, None, None, None, None
 
     @staticmethod
@@ -331,7 +337,8 @@ class _VocabParallelEmbedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx, ids, weight, group, vocab_size, sequence_parallel):
         ctx.group, ctx.sequence_parallel = group, sequence_parallel
-        ctx.save_for_backward(ids, weight)
+        ctx.parameter = weight
+        ctx.save_for_backward(ids)
         torch._assert_async(
             ((ids >= 0) & (ids < vocab_size)).all(),
             f"vocab_parallel_embedding: an id lies outside [0, {vocab_size})",
@@ -347,7 +354,7 @@ class _VocabParallelEmbedding(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        ids, weight = ctx.saved_tensors
+        (ids,), weight = ctx.saved_tensors, ctx.parameter
         group, gathers = ctx.group, ctx.sequence_parallel
 
         def weight_gradient() -> torch.Tensor:

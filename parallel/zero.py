@@ -149,6 +149,7 @@ class Unit:
         low, high, n = self.dtype, self.master_dtype, self.slice_size
         self.flat = torch.zeros(self.size, dtype=low, device=device)
         self.grad = torch.zeros(self.size, dtype=high, device=device)
+        self._grad_views: list[Tensor] = []
         for record, param in self.params:
             offset = self.offsets[record.name]
             shape = record.local_shape
@@ -167,6 +168,7 @@ class Unit:
             param.data = self.flat[offset : offset + size].view(shape)
             param.grad_dtype = high
             param.grad = self.grad[offset : offset + size].view(shape)
+            self._grad_views.append(param.grad)
         # The persistent slice of a sharded parameter; the flat buffer is freed between uses.
         self.shard = torch.zeros(n, dtype=low, device=device) if self.placement.param else None
         state_size = n if self.placement.optim else self.size
@@ -184,6 +186,10 @@ class Unit:
         self._gather: dist.Work | None = None
         self._scatter: tuple[dist.Work, Tensor] | None = None
         self._materialised = True
+        self._stale = (
+            False  # the gradient buffer holds nothing yet: to be overwritten, not added to
+        )
+        self._reduced_stale = True  # likewise the reduced slice
         if self.placement.grad:
             self._free(self.grad)
 
@@ -227,13 +233,47 @@ class Unit:
     # ------------------------------------------------------------------ gradients
 
     def open_grads(self) -> None:
-        """Before a backward pass: make sure there is a zeroed buffer to accumulate into."""
-        if not self.placement.grad:
-            return
-        self.finish_reduce()  # it reads the buffer
-        if self.grad.untyped_storage().size() == 0:
-            self._fill(self.grad)
+        """Before a backward pass: every ``.grad`` is a view of a buffer that may be added to."""
+        self._allocate_grads()
+        if self._stale:
             self.grad.zero_()
+            self._stale = False
+
+    def lend_grads(self) -> None:
+        """As `open_grads`, for a backward pass that `collect_grads` will follow.
+
+        The first gradients of a step then need no zeros to be added to: ``.grad`` is None, autograd
+        puts there what the backward pass has made, and `collect_grads` copies it to its place.
+        """
+        self._allocate_grads()
+        if self._stale:
+            for _, param in self.params:
+                param.grad = None
+
+    def collect_grads(self) -> None:
+        """After the backward pass: every ``.grad`` is a view of the flat buffer again."""
+        if not self._stale:
+            return
+        end = 0
+        for (record, param), view in zip(self.params, self._grad_views, strict=True):
+            offset = self.offsets[record.name]
+            self.grad[end:offset].zero_()  # the gap after the parameter before
+            end = offset + view.numel()
+            if param.grad is None:  # owed by a deferred weight gradient, or not reached
+                view.zero_()
+            else:
+                view.copy_(param.grad)
+            param.grad = view
+        self.grad[end:].zero_()
+        self._stale = False
+
+    def _allocate_grads(self) -> None:
+        """Have the gradient buffer, which a reduction may still be reading."""
+        if self.placement.grad:
+            self.finish_reduce()
+            if self.grad.untyped_storage().size() == 0:
+                self._fill(self.grad)
+                self._stale = True
 
     def reduce(self) -> None:
         """Start summing the accumulated gradients over the data group; `finish_reduce` ends it."""
@@ -244,7 +284,7 @@ class Unit:
             self._scatter = (work, self.grad)
             return
         self.finish_reduce()  # at most one reduction in flight per unit
-        out = torch.empty_like(self.reduced)
+        out = self.reduced if self._reduced_stale else torch.empty_like(self.reduced)
         work = reduce_scatter_into(out, self.grad, group=self.group, async_op=True)
         self._scatter = (work, out)
 
@@ -255,16 +295,17 @@ class Unit:
         work, out = self._scatter
         self._scatter = None
         work.wait()
-        if out is not self.grad:
+        if out is not self.grad and out is not self.reduced:
             self.reduced.add_(out)
+        self._reduced_stale = False
         if self.placement.grad:
             self._free(self.grad)
 
     def zero_grad(self) -> None:
-        """After the optimizer step: forget the gradients."""
-        self.reduced.zero_()
-        if not self.placement.grad and self.reduced is not self.grad:
-            self.grad.zero_()
+        """After the optimizer step: forget the gradients; the next ones overwrite them."""
+        self._reduced_stale = True
+        if not self.placement.grad:
+            self._stale = True
 
     def own_ranges(self, region: slice) -> Iterator[tuple[Range, slice]]:
         """Each range that meets `region` of the flat buffer, and where in `region` it lies."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from ranks import run_ranks
@@ -51,8 +53,8 @@ def _story(engine: Engine, mesh) -> dict:
         for prompt, n, t in (([1], 6, 0.8), (list(range(12)), 7, 1.5))
     ]
     after = float(engine.evaluate(*held_out))
-    losses = [[float(x) for x in (r.loss, r.norm)] for r in results]
-    return {"numbers": [before, after, *sum(losses, [])], "texts": texts}
+    reported = [float(x) for r in results for x in (r.loss, r.norm)]
+    return {"numbers": [before, after, *reported], "texts": texts}
 
 
 def _on_mesh(rank: int, names: list[str]) -> list[dict]:
@@ -135,7 +137,7 @@ def test_bf16_and_fp16_train_on_two_ranks():
         assert first == second
         _, losses, count = first
         assert count == 15
-        assert all(b < a for a, b in zip(losses, losses[1:]))
+        assert all(b < a for a, b in itertools.pairwise(losses))
         assert losses[-1] < 0.7 * losses[0]
 
 
@@ -163,7 +165,7 @@ REFUSED = {
     "schedule must be one of": (CONFIG, _place(), {"schedule": "2f1b"}),
     "zero must be one of 0, 1, 2, 3, got 7": (CONFIG, _place(), {"zero": 7}),
     "microbatches and micro_batch_size must be": (CONFIG, _place(), {"microbatches": 0}),
-    "recompute must be none, selective or full, got 'all'": (CONFIG, _place(), {"recompute": "all"}),
+    "recompute must be none, selective or full": (CONFIG, _place(), {"recompute": "all"}),
     "kind must be one of": (CONFIG, _place(), {"layout": "striped"}),
     "kv_heads = 4 does not divide by tp = 3": (CONFIG, _place(tp=3), {}),
     "kv_heads = 2 does not divide by tp = 4": (LLAMA, _place(tp=4), {}),

@@ -65,6 +65,10 @@ class GPTConfig:
         for name in ("vocab_size", "seq_len", "layers", "width", "heads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.num_kv_heads < 1 or self.num_hidden < 1:
+            raise ValueError(
+                f"kv_heads and hidden must be at least 1, got {self.kv_heads} and {self.hidden}"
+            )
         for name, allowed in (
             ("positions", ("learned", "rope")),
             ("norm", ("layer", "rms")),

@@ -193,6 +193,12 @@ def _relative(actual: Tensor, expected: Tensor) -> float:
     return error if error == error else float("inf")
 
 
+def _ratio(actual: float, expected: float) -> float:
+    """|actual / expected - 1|, infinite for NaN, which `max` would pass over."""
+    error = abs(actual / expected - 1)
+    return error if error == error else float("inf")
+
+
 def prove_layout(layout: Layout, mesh: ConnectedMesh, timeout: float = 60.0) -> Errors:
     """Train under `layout` and measure its errors; collective, the same result on every rank."""
     config = model_config(layout)
@@ -222,8 +228,8 @@ def prove_layout(layout: Layout, mesh: ConnectedMesh, timeout: float = 60.0) -> 
         tokens, labels = (x.view(*shape, SEQ_LEN)[mine] for x in batch(step))
         ids = torch.arange(step * SAMPLES, (step + 1) * SAMPLES).view(shape)[mine]
         result = engine.step(tokens, labels, ids, lr=None, key=step)
-        loss = max(loss, abs(float(result.loss) / expected.losses[step] - 1))
-        norm = max(norm, abs(float(result.norm) / expected.norms[step] - 1))
+        loss = max(loss, _ratio(float(result.loss), expected.losses[step]))
+        norm = max(norm, _ratio(float(result.norm), expected.norms[step]))
         for record, tensor, _ in engine.read("grad"):
             error = _relative(tensor, expected.grads[step][record.name])
             if error > grad:

@@ -1,0 +1,80 @@
+"""A layer on tensor ranks against the same layer on one device: its birth, output and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from close import assert_close_f64
+from torch import Tensor, nn
+
+from warpweave.layers.records import collect_records
+from warpweave.parallel.mesh import ConnectedMesh
+
+RTOL = 1e-12
+
+
+def draw(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Normal numbers that every rank draws alike."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def own(x: Tensor, dim: int | None, mesh: ConnectedMesh) -> Tensor:
+    """This tensor rank's share of `x` as a leaf, cut along `dim` or (None) whole."""
+    part = x.detach()
+    if dim is not None:
+        part = part.chunk(mesh.size("tp"), dim)[mesh.index("tp")]
+    return part.clone().requires_grad_(part.is_floating_point())
+
+
+def backward(y: Tensor, dy: Tensor, module: nn.Module) -> dict[str, Tensor]:
+    """Every parameter's gradient from the gradient `dy` of `y`."""
+    y.backward(dy)
+    return {name: p.grad for name, p in module.named_parameters()}
+
+
+def same_birth(one: nn.Module, mine: nn.Module, mesh: ConnectedMesh) -> None:
+    """Assert that `mine` was born as this rank's slices of `one`, then give both other values."""
+    records, index = collect_records(mine), mesh.index("tp")
+    whole = dict(one.named_parameters())
+    assert set(whole) == {name for name, _ in mine.named_parameters()} == set(records)
+    for i, (name, p) in enumerate(mine.named_parameters()):
+        assert torch.equal(p, records[name].slice(whole[name], index)), name
+        with torch.no_grad():  # so that nothing stays at 0 or 1
+            whole[name].copy_(draw(50 + i, *whole[name].shape) / 2)
+            p.copy_(records[name].slice(whole[name], index))
+
+
+def check_layer(
+    make: Callable[[ConnectedMesh | None], nn.Module],
+    x: Tensor,
+    mesh: ConnectedMesh,
+    *,
+    cut_in: int | None = None,
+    cut_out: int | None = None,
+    run: Callable[[nn.Module, Tensor], Tensor] = lambda module, x: module(x),
+) -> None:
+    """Assert that make(mesh) on this rank's share of `x` is its share of make(None) on `x`.
+
+    Birth under one manual_seed is compared bitwise; output and all gradients, of parameters whose
+    record says "partial" after their sum over the ranks, within RTOL in float64.
+    """
+    torch.manual_seed(7)
+    one = make(None)
+    torch.manual_seed(7)
+    mine = make(mesh)
+    same_birth(one, mine, mesh)
+    x_one, x_mine = own(x, None, mesh), own(x, cut_in, mesh)
+    y_one, y_mine = run(one, x_one), run(mine, x_mine)
+    assert_close_f64(y_mine, own(y_one, cut_out, mesh), RTOL)
+    dy = draw(9, *y_one.shape)
+    expected = backward(y_one, dy, one)
+    grads = backward(y_mine, own(dy, cut_out, mesh).detach(), mine)
+    if x.is_floating_point():
+        assert_close_f64(x_mine.grad, own(x_one.grad, cut_in, mesh), RTOL)
+    for name, record in collect_records(mine).items():
+        if record.partial:
+            dist.all_reduce(grads[name])
+        assert_close_f64(grads[name], record.slice(expected[name], mesh.index("tp")), RTOL)

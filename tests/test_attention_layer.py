@@ -1,0 +1,192 @@
+"""The attention layer: nn.MultiheadAttention on one device, heads cut over tensor ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from close import assert_close_f64
+from ranks import run_ranks
+from sharded import RTOL, check_layer, draw, own
+from torch import Tensor, nn
+
+from warpweave.kernels.rope import rope_table
+from warpweave.layers.attention import Attention
+from warpweave.layers.context import TokenContext
+from warpweave.parallel.layout import SequenceLayout
+from warpweave.parallel.mesh import ConnectedMesh, Mesh
+
+F64 = {"dtype": torch.float64}
+
+
+def _grouped(stacked: Tensor, heads: int) -> Tensor:
+    """torch's rows (all q, all k, all v) in our order: q, k, v of head 0, then of head 1, ..."""
+    return stacked.unflatten(0, (3, heads, -1)).transpose(0, 1).flatten(0, 2)
+
+
+def _from_torch(theirs: nn.MultiheadAttention) -> dict[str, Tensor]:
+    state = theirs.state_dict()
+    converted = {"qkv.weight": _grouped(state["in_proj_weight"], theirs.num_heads)}
+    if "in_proj_bias" in state:
+        converted["qkv.bias"] = _grouped(state["in_proj_bias"], theirs.num_heads)
+    names = ("weight", "bias") if "out_proj.bias" in state else ("weight",)
+    return converted | {f"out.{name}": state[f"out_proj.{name}"] for name in names}
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+def test_it_computes_and_differentiates_as_multihead_attention(causal, bias):
+    theirs = nn.MultiheadAttention(15, 3, bias=bias, batch_first=True, **F64)
+    ours = Attention(15, 3, bias=bias, causal=causal, **F64)
+    with torch.no_grad():
+        for i, p in enumerate(theirs.parameters()):
+            p.copy_(draw(20 + i, *p.shape))
+    ours.load_state_dict(_from_torch(theirs), strict=True)
+    mask = nn.Transformer.generate_square_subsequent_mask(7, **F64) if causal else None
+    x, x_ours = (draw(1, 2, 7, 30)[..., ::2].requires_grad_() for _ in range(2))  # with gaps
+    y, _ = theirs(x, x, x, attn_mask=mask, need_weights=False)
+    y.backward(draw(2, 2, 7, 15))
+    y_ours = ours(x_ours)
+    y_ours.backward(draw(2, 2, 7, 15))
+    assert_close_f64(y_ours, y, RTOL)
+    assert_close_f64(x_ours.grad, x.grad, RTOL)
+    assert_close_f64(ours.qkv.weight.grad, _grouped(theirs.in_proj_weight.grad, 3), RTOL)
+    assert_close_f64(ours.out.weight.grad, theirs.out_proj.weight.grad, RTOL)
+    if bias:
+        assert_close_f64(ours.qkv.bias.grad, _grouped(theirs.in_proj_bias.grad, 3), RTOL)
+        assert_close_f64(ours.out.bias.grad, theirs.out_proj.bias.grad, RTOL)
+
+
+def _truth(layer: Attention, x: Tensor, theta: float | None) -> Tensor:
+    """Grouped-query causal attention, one head at a time."""
+    rows = layer.qkv(x).unflatten(-1, (-1, layer.group + 2, layer.head_dim))
+    S, half, out = x.shape[1], layer.head_dim // 2, []
+    future = torch.ones(S, S, dtype=torch.bool).triu(1)
+
+    def turn(t: Tensor) -> Tensor:  # as complex numbers
+        if theta is None:
+            return t
+        angle = torch.arange(S, **F64)[:, None] * theta ** (-torch.arange(half, **F64) / half)
+        z = torch.complex(t[..., :half], t[..., half:]) * torch.polar(torch.ones_like(angle), angle)
+        return torch.cat((z.real, z.imag), -1)
+
+    for kv in range(rows.shape[2]):
+        k, v = turn(rows[:, :, kv, -2]), rows[:, :, kv, -1]
+        for g in range(layer.group):
+            scores = turn(rows[:, :, kv, g]) @ k.mT / layer.head_dim**0.5
+            out.append(scores.masked_fill(future, -torch.inf).softmax(-1) @ v)
+    return layer.out(torch.cat(out, -1))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (6, 1), (4, 4)])
+@pytest.mark.parametrize("theta", [None, 100.0])
+def test_grouped_heads_and_rotary_embedding_follow_the_formula(heads, kv_heads, theta):
+    layer = Attention(12 * heads // 2, heads, num_kv_heads=kv_heads, rope_theta=theta, **F64)
+    x = draw(1, 2, 7, 12 * heads // 2)
+    assert_close_f64(layer(x), _truth(layer, x, theta), RTOL)  # a float32 table would be 1e-7 off
+    assert layer.qkv.weight.shape[0] == (heads + 2 * kv_heads) * 6
+
+
+def test_flattened_tokens_with_a_context_are_the_batch_without():
+    layer = Attention(12, 2, rope_theta=100.0, **F64)
+    x = draw(1, 3, 5, 12)
+    rope = rope_table(torch.arange(5), 6, theta=100.0, dtype=torch.float64)
+    for layout in (None, SequenceLayout(5, 1)):
+        y = layer(x.flatten(0, 1), TokenContext(3, layout, rope))
+        assert torch.equal(y.unflatten(0, (3, 5)), layer(x))
+
+
+def test_an_empty_batch_has_empty_output_and_zero_gradients():
+    layer = Attention(12, 2, num_kv_heads=1, rope_theta=100.0)
+    y = layer(torch.zeros(0, 5, 12))
+    assert y.shape == (0, 5, 12)
+    y.sum().backward()
+    assert all(not p.grad.any() for p in layer.parameters())
+
+
+def test_a_token_sees_no_later_one_but_all_earlier_ones():
+    layer = Attention(12, 2, **F64)
+    x = draw(1, 1, 5, 12).requires_grad_()
+    layer(x)[0, 2].sum().backward()
+    assert x.grad[0].any(-1).tolist() == [True, True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("heads", "options", "message"),
+    [
+        (5, {}, "embed_dim = 12 does not divide by num_heads = 5"),
+        (6, {"num_kv_heads": 4}, "num_heads = 6 does not divide by num_kv_heads = 4"),
+        (6, {"num_kv_heads": 0}, "need at least one head, got 6 and 0 KV heads"),
+        (0, {}, "need at least one head, got 0 and 0 KV heads"),
+        (4, {"rope_theta": 1e4}, "rope needs an even head size, got 3"),
+        (6, {"num_kv_heads": 3, "mesh": ConnectedMesh(Mesh(tp=2), 0, {"tp": None}, None)},
+         "num_kv_heads = 3 does not divide by the tensor axis tp = 2"),
+    ],
+)  # fmt: skip
+def test_heads_that_do_not_fit_are_refused_by_their_numbers(heads, options, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        Attention(12, heads, **options)
+
+
+def test_inputs_without_batch_or_rotary_table_are_refused():
+    layer = Attention(12, 2, rope_theta=100.0)
+    with pytest.raises(ValueError, match=r"^without a context attention needs x\[B, S, E\], got"):
+        layer(torch.zeros(5, 12))
+    with pytest.raises(ValueError, match=r"context.rope is None$"):
+        layer(torch.zeros(5, 12), TokenContext(1))
+
+
+def test_dropout_of_multihead_attention_is_not_taken_for_bias():
+    with pytest.raises(TypeError, match="positional"):
+        Attention(12, 2, 0.1)
+
+
+def test_its_description_names_heads_mask_and_rotary_base():
+    assert Attention(12, 6, num_kv_heads=2, rope_theta=100.0).extra_repr() == (
+        "embed_dim=12, num_heads=6, num_kv_heads=2, causal=True, rope_theta=100.0"
+    )
+
+
+def _on_ranks(rank: int, tp: int) -> None:
+    mesh = Mesh(tp=tp).connect()
+    rope = rope_table(torch.arange(6), 2, theta=100.0, dtype=torch.float64)
+    for group, bias, theta in ((1, True, None), (2, False, 100.0), (3, True, 100.0)):
+        heads = tp * group * (2 if tp == 2 else 1)  # two KV heads or one a rank
+        options = {"num_kv_heads": heads // group, "bias": bias, "rope_theta": theta}
+
+        def make(mesh, sp=False, heads=heads, options=options):
+            cut = {"mesh": mesh, "sequence_parallel": sp}
+            return Attention(2 * heads, heads, **F64, **cut, **options)
+
+        x = draw(1, 2, 6, 2 * heads)
+        context = TokenContext(2, rope=rope if theta else None)
+        check_layer(make, x, mesh)
+        check_layer(make, x.transpose(0, 1), mesh)
+        check_layer(make, x[:0], mesh)
+        check_layer(
+            lambda mesh, make=make: make(mesh, True),
+            x.flatten(0, 1), mesh, cut_in=0, cut_out=0, run=lambda m, x, c=context: m(x, c),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("tp", [2, 3, 4])
+def test_heads_cut_over_tensor_ranks_equal_one_device(tp):
+    run_ranks(tp, _on_ranks, tp)
+
+
+def _on_context_ranks(rank: int) -> None:
+    mesh = Mesh(cp=2).connect()
+    torch.manual_seed(7)
+    layer = Attention(12, 6, num_kv_heads=2, mesh=mesh, rope_theta=100.0, **F64)
+    alone = Attention(12, 6, num_kv_heads=2, rope_theta=100.0, **F64)
+    alone.load_state_dict(layer.state_dict())
+    x, layout = draw(1, 2, 8, 12), SequenceLayout(8, 2)
+    rope = rope_table(layout.positions(rank), 2, theta=100.0, dtype=torch.float64)
+    mine = layout.shard(x, rank, 1).flatten(0, 1)
+    y = layer(mine, TokenContext(2, layout, rope)).unflatten(0, (2, 4))
+    assert_close_f64(y, layout.shard(alone(x), rank, 1), RTOL)
+    with pytest.raises(ValueError, match="the layout has 1 parts but the group has 2 ranks"):
+        layer(own(x, None, mesh))  # a cut sequence needs a context
+
+
+def test_a_sequence_cut_over_context_ranks_is_attended_whole():
+    run_ranks(2, _on_context_ranks)

@@ -1,0 +1,108 @@
+"""The loss layer: sums of token losses over a normaliser known beforehand, vocabulary cut or not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from close import assert_close_f64
+from ranks import run_ranks
+from sharded import RTOL, draw
+
+from warpweave.layers.loss import VocabParallelCrossEntropy
+from warpweave.parallel.mesh import ConnectedMesh, Mesh
+from warpweave.parallel.shard import ParamRecord
+
+
+def _problem(vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
+    logits = draw(1, 11, vocab) * 3
+    labels = torch.arange(11) % vocab
+    labels[::4] = -100
+    return logits, labels
+
+
+def _expected(vocab: int, smoothing: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """torch's loss, divided by 17, and its gradient."""
+    logits, labels = _problem(vocab)
+    logits.requires_grad_()
+    loss = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing) / 17
+    loss.backward()
+    return loss.detach(), logits.grad
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("normaliser", [17, torch.tensor(17)])
+def test_it_is_the_summed_cross_entropy_over_the_normaliser(smoothing, normaliser):
+    logits, labels = _problem(13)
+    loss = VocabParallelCrossEntropy(13, label_smoothing=smoothing)(
+        logits.requires_grad_(), labels, normaliser
+    )
+    loss.backward()
+    truth, gradient = _expected(13, smoothing)
+    assert loss.shape == ()
+    assert_close_f64(loss, truth, RTOL)
+    assert_close_f64(logits.grad, gradient, RTOL)
+
+
+def test_micro_batches_that_share_a_normaliser_add_up_to_the_whole():
+    logits, labels = _problem(13)
+    layer, valid = VocabParallelCrossEntropy(13), (labels != -100).sum()
+    parts = sum(layer(logits[i : i + 3], labels[i : i + 3], valid) for i in range(0, 11, 3))
+    assert_close_f64(parts, F.cross_entropy(logits, labels), RTOL)
+
+
+def test_no_valid_token_and_no_token_have_loss_zero():
+    layer, logits = VocabParallelCrossEntropy(13), draw(1, 3, 13).requires_grad_()
+    layer(logits, torch.full((3,), -100), 1).backward()
+    assert not logits.grad.any()
+    assert layer(logits[:0], torch.zeros(0, dtype=torch.int64), 1) == 0
+
+
+def test_logits_of_bf16_are_summed_in_float32():
+    logits, labels = _problem(13)
+    low = logits.bfloat16()
+    loss = VocabParallelCrossEntropy(13)(low, labels, 1)
+    assert loss.dtype == torch.float32
+    assert_close_f64(loss, F.cross_entropy(low.double(), labels, reduction="sum"), 1e-6)
+
+
+def test_it_owns_no_parameters():
+    assert not list(VocabParallelCrossEntropy(13).parameters())
+
+
+def test_gathered_or_short_logits_and_wrong_smoothing_are_refused():
+    layer = VocabParallelCrossEntropy(13)
+    with pytest.raises(ValueError, match=r"12 logits columns on each of 1 tensor ranks are not"):
+        layer(torch.zeros(2, 12), torch.zeros(2, dtype=torch.int64), 1)
+    with pytest.raises(ValueError, match=r"label_smoothing must lie in \[0, 1\), got 1.5"):
+        VocabParallelCrossEntropy(13, label_smoothing=1.5)(
+            torch.zeros(2, 13), torch.zeros(2, dtype=torch.int64), 1
+        )
+
+
+def _check(mesh: ConnectedMesh, vocab: int, smoothing: float, padding: float) -> None:
+    logits, labels = _problem(vocab)
+    tp, index = mesh.size("tp"), mesh.index("tp")
+    cut = ParamRecord("", tuple(logits.shape), 1, tp)
+    mine = cut.slice(logits, index).clone()
+    columns = mine.shape[1] * index + torch.arange(mine.shape[1])
+    mine[:, columns >= vocab] = padding
+    layer = VocabParallelCrossEntropy(vocab, label_smoothing=smoothing, mesh=mesh)
+    loss = layer(mine.requires_grad_(), labels, 17)
+    loss.backward()
+    truth, gradient = _expected(vocab, smoothing)
+    assert_close_f64(loss, truth, RTOL)
+    assert_close_f64(mine.grad, cut.slice(gradient, index), RTOL)
+
+
+def _on_ranks(rank: int, tp: int) -> None:
+    mesh = Mesh(tp=tp).connect()
+    for vocab in (5, 13, 12):  # with 5 on 4 ranks one holds padding alone
+        for smoothing in (0.0, 0.2):
+            for padding in (0.0, 1e4):
+                _check(mesh, vocab, smoothing, padding)
+
+
+@pytest.mark.parametrize("tp", [2, 3, 4])
+def test_prime_vocabularies_equal_one_device_whatever_lies_in_the_padding(tp):
+    run_ranks(tp, _on_ranks, tp)

@@ -1,0 +1,84 @@
+"""The MLP: plain torch on one device, hidden units cut over tensor ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from close import assert_close_f64
+from ranks import run_ranks
+from sharded import check_layer, draw
+
+from warpweave.layers.mlp import MLP
+from warpweave.parallel.mesh import ConnectedMesh, Mesh
+
+STYLES = [("gelu", True), ("gelu", False), ("swiglu", True), ("swiglu", False)]
+EACH = pytest.mark.parametrize(("activation", "bias"), STYLES)
+
+
+def _truth(mlp: MLP, x: torch.Tensor) -> torch.Tensor:
+    h = F.linear(x, mlp.up.weight, mlp.up.bias)
+    if mlp.activation == "swiglu":
+        h = F.silu(h[..., 0::2]) * h[..., 1::2]
+    else:
+        h = F.gelu(h, approximate="tanh")
+    return F.linear(h, mlp.down.weight, mlp.down.bias)
+
+
+@EACH
+def test_it_is_down_of_activation_of_up(activation, bias):
+    mlp = MLP(7, 11, activation, bias, dtype=torch.float64)
+    wide = draw(1, 3, 4, 14)
+    for x in (wide[0, :, :7], wide[..., ::2], wide[:0, :, :7]):  # 2-D, 3-D with gaps, empty
+        results = []
+        for fn in (mlp, lambda x: _truth(mlp, x)):
+            leaf = x.detach().requires_grad_()
+            mlp.zero_grad()
+            y = fn(leaf)
+            y.backward(draw(2, *y.shape))
+            results.append([y, leaf.grad, *(p.grad for p in mlp.parameters())])
+        for a, b in zip(*results, strict=True):
+            assert_close_f64(a, b, 1e-12)
+
+
+@EACH
+def test_its_weights_have_one_row_for_every_gate_and_unit(activation, bias):
+    rows = 22 if activation == "swiglu" else 11
+    expected = {"up.weight": (rows, 7), "down.weight": (7, 11)}
+    if bias:
+        expected |= {"up.bias": (rows,), "down.bias": (7,)}
+    shapes = {name: tuple(p.shape) for name, p in MLP(7, 11, activation, bias).named_parameters()}
+    assert shapes == expected
+
+
+def test_an_unknown_activation_is_refused():
+    with pytest.raises(ValueError, match=r"^activation must be 'gelu' or 'swiglu', got 'relu'$"):
+        MLP(4, 8, "relu")
+
+
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_hidden_units_that_the_tensor_axis_does_not_divide_are_refused(activation):
+    # 2 * 9 rows of swiglu do divide by 6, but a rank would hold half a pair.
+    mesh = ConnectedMesh(Mesh(tp=6), 0, {"tp": None}, None)
+    with pytest.raises(ValueError, match=r"^hidden_dim = 9 does not divide by .* tp = 6$"):
+        MLP(4, 9, activation, mesh=mesh)
+
+
+def _on_ranks(rank: int, tp: int) -> None:
+    mesh = Mesh(tp=tp).connect()
+    flat, batch = draw(1, 12, 5), draw(2, 2, 3, 5)
+    for activation, bias in STYLES:
+
+        def make(mesh, sp=False, activation=activation, bias=bias):
+            options = {"dtype": torch.float64, "mesh": mesh, "sequence_parallel": sp}
+            return MLP(5, 12, activation, bias, **options)
+
+        check_layer(make, batch, mesh)
+        check_layer(make, batch[:0], mesh)
+        check_layer(make, batch.transpose(0, 1), mesh)
+        check_layer(lambda mesh, make=make: make(mesh, True), flat, mesh, cut_in=0, cut_out=0)
+
+
+@pytest.mark.parametrize("tp", [2, 3, 4])
+def test_both_activations_equal_one_device_on_tensor_ranks(tp):
+    run_ranks(tp, _on_ranks, tp)

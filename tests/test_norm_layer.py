@@ -1,0 +1,141 @@
+"""RMSNorm and LayerNorm: torch's on one device, whole on every tensor rank."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from close import assert_close_f64, assert_error_budget
+from ranks import run_ranks
+from sharded import check_layer, draw
+from torch import nn
+
+from warpweave.layers.norm import LayerNorm, RMSNorm
+from warpweave.parallel.mesh import Mesh
+
+E = 13
+PAIRS = {
+    "rms": (lambda **o: nn.RMSNorm(E, 1e-6, **o), lambda **o: RMSNorm(E, **o)),
+    "layer": (lambda **o: nn.LayerNorm(E, **o), lambda **o: LayerNorm(E, **o)),
+    "no bias": (
+        lambda **o: nn.LayerNorm(E, bias=False, **o),
+        lambda **o: LayerNorm(E, bias=False, **o),
+    ),
+}
+EACH = pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS.keys())
+
+
+def _loaded(pair, dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
+    """torch's norm with weights unlike 1 and 0, and ours with the same state."""
+    theirs, ours = (make(dtype=dtype) for make in pair)
+    with torch.no_grad():
+        for i, p in enumerate(theirs.parameters()):
+            p.copy_(draw(20 + i, E))
+    ours.load_state_dict(theirs.state_dict(), strict=True)
+    return theirs, ours
+
+
+@EACH
+def test_it_has_the_parameters_of_its_torch_namesake_at_birth(pair):
+    theirs, ours = (make().state_dict() for make in pair)
+    assert list(ours) == list(theirs)
+    assert all(torch.equal(t, theirs[name]) for name, t in ours.items())
+
+
+@EACH
+def test_it_computes_and_differentiates_as_its_torch_namesake(pair):
+    theirs, ours = _loaded(pair, torch.float64)
+    wide = draw(1, 3, 4, 2 * E)
+    for x in (wide[0, 0, :E], wide[0, :, :E], wide[..., ::2], wide[:0, :, :E]):
+        results = []
+        for norm in (theirs, ours):
+            leaf = x.detach().requires_grad_()
+            norm.zero_grad()
+            y = norm(leaf)
+            y.backward(draw(2, *y.shape))
+            results.append([y, leaf.grad, *(p.grad for p in norm.parameters())])
+        for a, b in zip(*results, strict=True):
+            assert_close_f64(b, a, 1e-12)
+
+
+@EACH
+def test_it_is_as_exact_as_its_torch_namesake_in_bf16(pair):
+    theirs, ours = _loaded(pair, torch.bfloat16)
+    x = draw(1, 64, E, dtype=torch.bfloat16)
+    truth = theirs.double()(x.double())
+    assert_error_budget(ours(x), theirs.bfloat16()(x), truth)
+
+
+@EACH
+def test_the_residual_is_added_before_and_handed_on(pair):
+    theirs, ours = _loaded(pair, torch.float64)
+    results = []
+    for fused in (False, True):
+        x, residual = draw(1, 5, E).requires_grad_(), draw(2, 5, E).requires_grad_()
+        y, s = ours(x, residual) if fused else (theirs(x + residual), x + residual)
+        torch.autograd.backward([y, s], [draw(3, 5, E), draw(4, 5, E)])
+        results.append((y, s, x.grad, residual.grad))
+    for a, b in zip(*results, strict=True):
+        assert_close_f64(b, a, 1e-12)
+
+
+def test_the_shape_may_be_a_number_or_a_sequence_of_one():
+    for shape in (E, (E,), [E], torch.Size([E])):
+        assert LayerNorm(shape).normalized_shape == nn.LayerNorm(shape).normalized_shape
+        assert RMSNorm(shape).weight.shape == (E,)
+    with pytest.raises(ValueError, match=r"^normalized_shape must be one dim, got \(3, 13\)$"):
+        LayerNorm((3, E))
+
+
+@pytest.mark.parametrize("names", [(nn.LayerNorm, LayerNorm), (nn.RMSNorm, RMSNorm)])
+def test_positional_arguments_are_the_first_of_its_torch_namesake(names):
+    theirs, ours = (list(inspect.signature(c).parameters.values()) for c in names)
+    taken = [p.name for p in ours if p.kind is not p.KEYWORD_ONLY]
+    assert taken == [p.name for p in theirs][: len(taken)] == ["normalized_shape", "eps"]
+    with pytest.raises(TypeError, match="positional"):
+        names[1](E, 1e-5, False)  # elementwise_affine, not a device
+
+
+def test_an_input_of_another_width_is_refused():
+    with pytest.raises(ValueError, match=r"12.*13|13.*12"):
+        LayerNorm(E)(torch.zeros(3, 12))
+
+
+def test_meta_then_to_empty_then_reset_is_a_fresh_layer():
+    for layer in (RMSNorm(E, device="meta"), LayerNorm(E, device="meta")):
+        layer.to_empty(device="cpu")
+        with torch.no_grad():
+            for p in layer.parameters():
+                p.fill_(7)
+        layer.reset_parameters()
+        values = [(name, set(p.tolist())) for name, p in layer.named_parameters()]
+        assert values == [("weight", {1.0}), ("bias", {0.0})][: len(values)]
+
+
+def test_descriptions_name_width_epsilon_and_bias():
+    assert repr(LayerNorm(E, bias=False)) == "LayerNorm((13,), eps=1e-05, bias=False)"
+    assert RMSNorm([E], 1e-3).extra_repr().startswith("(13,), eps=0.001")
+
+
+def _on_ranks(rank: int, tp: int) -> None:
+    mesh = Mesh(tp=tp).connect()
+    x, options = draw(1, 12, E), {"dtype": torch.float64}
+
+    def fused(norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat(norm(x, x.sin()), dim=-1)
+
+    for make in (ours for _, ours in PAIRS.values()):
+        for run in (lambda norm, x: norm(x), fused):
+            check_layer(lambda m, make=make: make(mesh=m, **options), x, mesh, run=run)
+            check_layer(
+                lambda m, make=make: make(mesh=m, sequence_parallel=True, **options),
+                x, mesh, cut_in=0, cut_out=0, run=run,
+            )  # fmt: skip
+    with pytest.raises(AssertionError, match="relative error"):  # gradients left partial
+        check_layer(lambda m: RMSNorm(E, mesh=m, **options), x, mesh, cut_in=0, cut_out=0)
+
+
+@pytest.mark.parametrize("tp", [2, 3])
+def test_tensor_ranks_that_hold_different_tokens_sum_the_gradients(tp):
+    run_ranks(tp, _on_ranks, tp)

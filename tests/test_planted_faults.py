@@ -1,0 +1,711 @@
+"""Every fault that broke composition in a real framework turns a guard red here.
+
+The 22 faults were all real: the docstring of each plant says in which framework. A plant patches
+the function of the library that would carry the fault; the guard (`prove_layout` on the smallest
+layout where the fault can show, or a check of one operation) must be green without it and red with
+it, by more than rounding. A guard that stays green is a hole in the proof.
+
+Two plants stand in for faults that cannot occur literally. 6: no model here has a norm over single
+heads yet, so a block of our layers that has one is trained. 22: a CPU has no streams, so the
+reduction reads the gradient that it would have found there, the one before the last backward pass.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from close import relative_error
+from ranks import run_ranks
+from torch import nn
+
+from warpweave import engine, gpt, prove
+from warpweave.kernels.adamw import sum_of_squares
+from warpweave.layers import block, linear
+from warpweave.layers.embedding import PositionEmbedding
+from warpweave.layers.linear import ColumnParallelLinear, RowParallelLinear
+from warpweave.layers.loss import VocabParallelCrossEntropy
+from warpweave.layers.norm import RMSNorm, _Norm
+from warpweave.parallel import context, ring, schedule, tensor
+from warpweave.parallel.collectives import gather
+from warpweave.parallel.mesh import ConnectedMesh, Mesh, single
+from warpweave.parallel.shard import ParamRecord
+from warpweave.parallel.stage import ChainStage
+from warpweave.parallel.zero import Range, Unit, ZeroAdamW
+from warpweave.prove import LIMITS, Layout, prove_layout
+
+LIMIT = LIMITS["fp64"]
+NOTICED = LIMITS["fp32"]  # what a planted fault must exceed: so the fp32 proof sees it, too
+TIMEOUT = 20.0
+
+Guard = Callable[[ConnectedMesh], float]  # relative error, the same on every rank
+Patch = tuple[object, str, object]  # place, attribute, replacement
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A planted fault: its number in the list, the patches that plant it, and who must notice."""
+
+    number: int
+    plant: Callable[[ConnectedMesh], list[Patch]]
+    mesh: Mesh
+    guard: Layout | Guard
+    refused: str | None  # the fault is noticed by a ValueError with these words
+
+
+FAULTS: dict[str, Fault] = {}
+
+
+def fault(number: int, guard: Layout | Guard, mesh: Mesh | None = None, refused: str | None = None):
+    """Register a plant under its number and name; a `Layout` is its own mesh."""
+
+    def register(plant):
+        place = guard.mesh if isinstance(guard, Layout) else mesh
+        FAULTS[f"{number:02} {plant.__name__}"] = Fault(number, plant, place, guard, refused)
+        return plant
+
+    return register
+
+
+DP, TP, CP, PP = (Layout(Mesh(**{axis: 2})) for axis in ("dp", "tp", "cp", "pp"))
+SP = Layout(Mesh(tp=2), sequence_parallel=True)
+RING = Layout(Mesh(cp=4))  # the smallest axis on which "auto" chooses the ring
+
+
+# ------------------------------------------------------------------ guards of their own
+
+
+def _everywhere(error: float) -> float:
+    """The largest error of all ranks."""
+    worst = torch.tensor(error, dtype=torch.float64)
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    return float(worst)
+
+
+def smoothed_loss(mesh: ConnectedMesh) -> float:
+    """Losses and gradients of the vocab-parallel loss with label smoothing, against torch."""
+    tokens, vocab, rows = 6, 7, 4
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(tokens, 2 * rows, generator=generator, dtype=torch.float64)
+    labels = torch.tensor([6, 0, -100, 3, 4, 2])
+    weights = torch.randn(tokens, generator=generator, dtype=torch.float64)
+    mine = slice(rows * mesh.index("tp"), rows * (mesh.index("tp") + 1))
+    logits = whole[:, mine].clone().requires_grad_()
+    losses = tensor.vocab_parallel_cross_entropy(
+        logits, labels, group=mesh.group("tp"), vocab_size=vocab, label_smoothing=0.3
+    )
+    (losses * weights).sum().backward()
+    whole.requires_grad_()
+    expected = F.cross_entropy(whole[:, :vocab], labels, label_smoothing=0.3, reduction="none")
+    (expected * weights).sum().backward()
+    return _everywhere(
+        max(relative_error(losses, expected), relative_error(logits.grad, whole.grad[:, mine]))
+    )
+
+
+class _NormOverHeads(nn.Module):
+    """x -> heads -> a norm over each head -> x. Tensor ranks hold other heads, not other tokens."""
+
+    def __init__(self, mesh: ConnectedMesh) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        where = {"dtype": torch.float64, "mesh": mesh}
+        self.up = ColumnParallelLinear(8, 24, **where)
+        self.norm = RMSNorm(6, sequence_parallel=True, **where)
+        self.down = RowParallelLinear(24, 8, **where)
+
+    def forward(self, x):
+        return self.down(self.norm(self.up(x).unflatten(-1, (-1, 6))).flatten(-2))
+
+
+def _trained(mesh: ConnectedMesh) -> dict[str, torch.Tensor]:
+    """Gradients and weights of three Adam steps on a block with a norm over heads."""
+    model = _NormOverHeads(mesh)
+    records = gpt.collect_records(model)
+    unit = Unit("heads", [(records[n], p) for n, p in model.named_parameters()], mesh)
+    optimizer = ZeroAdamW([unit], mesh)
+    generator = torch.Generator().manual_seed(1)
+    x, dy = torch.randn(2, 5, 8, generator=generator, dtype=torch.float64)
+    found = {}
+    for step in range(3):
+        unit.open_grads()
+        model(x).backward(dy)
+        optimizer.sum_partials()
+        found |= {f"{step} d{r.name}": t.clone() for r, t in unit.read("grad")}
+        optimizer.step(0.01)
+    return found | {r.name: t for r, t in unit.read("param")}
+
+
+def norm_over_heads(mesh: ConnectedMesh) -> float:
+    """The same on tensor ranks as on one device; a copy that drifts shows on its own rank."""
+    expected, found = _trained(single()), _trained(mesh)
+    return _everywhere(max(relative_error(found[name], expected[name]) for name in expected))
+
+
+def one_token(mesh: ConnectedMesh) -> float:
+    """The proof on batches of which one single token has a loss."""
+    right = prove.batch
+
+    def batch(step):
+        tokens = right(step)[0]
+        kept = (torch.arange(prove.SAMPLES) == 1)[:, None] & (torch.arange(prove.SEQ_LEN) == 9)
+        return tokens, torch.where(kept, tokens, -100)
+
+    with mock.patch.object(prove, "batch", batch):
+        prove.truth.cache_clear()
+        error = prove_layout(CP, mesh, TIMEOUT).worst
+    prove.truth.cache_clear()
+    return error
+
+
+def overflow_on_one_rank(mesh: ConnectedMesh) -> float:
+    """How far weights move in a step in which one slice of one rank's gradients is infinite."""
+    model = engine.Engine(
+        prove.model_config(DP), mesh, microbatches=2, micro_batch_size=2, zero=1, clip=prove.CLIP
+    )
+    tokens, labels = (t.view(2, 2, 2, -1)[mesh.index("dp")] for t in prove.batch(0))
+    model.step(tokens, labels, torch.arange(8).view(2, 2, 2)[mesh.index("dp")], lr=None)
+    before = {record.name: t.clone() for record, t, _ in model.read("param")}
+    if mesh.rank == 1:
+        model.units[1].reduced[3] = float("inf")
+    model.optimizer.step(prove.LR)
+    for unit in model.units:
+        unit.wait()
+    pairs = [(t, before[record.name]) for record, t, _ in model.read("param")]
+    return _everywhere(max(relative_error(after, weight) for after, weight in pairs))
+
+
+def deferred_weights(mesh: ConnectedMesh) -> float:
+    """The proof with every backward pass split in two, as zero-bubble schedules do."""
+
+    def split(p, m):
+        return schedule.split_backward(schedule.one_f_one_b(p, m), lag=1)
+
+    with mock.patch.dict(engine.SCHEDULES, split=split):
+        return prove_layout(Layout(Mesh(dp=2), schedule="split"), mesh, TIMEOUT).worst
+
+
+# ------------------------------------------------------------------ 1-4: loss, recomputation
+
+
+@fault(1, smoothed_loss, Mesh(tp=2))
+def smoothing_over_the_local_vocabulary(mesh):
+    """Megatron-LM #737 and #7452 finding 1: every rank smooths over its own shard."""
+    right_fwd, right, own = tensor.cross_entropy_fwd, tensor.token_losses, []
+
+    def fwd(logits, labels, **options):
+        lse, target, total = right_fwd(logits, labels, **options)
+        own[:] = [total.clone(), logits.shape[1]]
+        return lse, target, total
+
+    def losses(lse, target, total, labels, *, vocab_size, **options):
+        return right(lse, target, own[0], labels, vocab_size=own[1], **options)
+
+    return [(tensor, "cross_entropy_fwd", fwd), (tensor, "token_losses", losses)]
+
+
+def _gathered_logits():
+    right = gpt.GPT.logits
+
+    def logits(self, x, batch):
+        return gather(right(self, x, batch), self.mesh.group("tp"), dim=-1)
+
+    return gpt.GPT, "logits", logits
+
+
+@fault(2, TP, refused="a rank takes its shard, not the whole")
+def gathered_logits(mesh):
+    """Megatron-LM #7452 finding 2: whole logits are given to the vocab-parallel loss."""
+    return [_gathered_logits()]
+
+
+@fault(2, TP)
+def gathered_logits_unchecked(mesh):
+    """The same with our check of the shard's width taken away: the numbers must tell."""
+    return [_gathered_logits(), (tensor, "_check_vocabulary", lambda *a: None)]
+
+
+@fault(3, DP)
+def mean_of_means(mesh):
+    """Megatron-LM #7452 finding 3, PR #7513, #673, #906: each rank divides by its own tokens."""
+    right = engine.Engine._micro_batches
+
+    def micro_batches(self, tokens, labels, ids, valid, key):
+        own = (labels != -100).sum().clamp(min=1) * self.mesh.size("dp")
+        return right(self, tokens, labels, ids, own, key)
+
+    return [(engine.Engine, "_micro_batches", micro_batches)]
+
+
+@fault(4, Layout(Mesh(dp=2, tp=2), sequence_parallel=True, recompute="full"))
+def recomputation_gathers_over_data_ranks(mesh):
+    """Megatron-LM #7452 finding 4: recomputation gathers the tokens over another group."""
+    right, right_gather = block.TransformerBlock.forward, tensor.start_all_gather
+
+    def elsewhere(x, group, dim=0):
+        return right_gather(x, mesh.group("dp"), dim)
+
+    def forward(self, x, context=None):
+        if not torch.is_grad_enabled():  # the first time, without a graph
+            return right(self, x, context)
+        with mock.patch.object(tensor, "start_all_gather", elsewhere):
+            return right(self, x, context)
+
+    return [(block.TransformerBlock, "forward", forward)]
+
+
+# ------------------------------------------------------------------ 5-7: norm, partial sums
+
+
+def _counts(change):
+    """`Unit.counted_grads` of a unit whose attributes `change` sets for the time of the call."""
+    right = Unit.counted_grads
+
+    def counted_grads(self):
+        with ExitStack() as stack:
+            for name, value in change(self).items():
+                stack.enter_context(mock.patch.object(self, name, value))
+            return right(self)
+
+    return [(Unit, "counted_grads", counted_grads)]
+
+
+def _sharded(unit, value):
+    return tuple(dataclasses.replace(r, sharded=value) for r in unit.ranges)
+
+
+@fault(5, TP)
+def norm_counts_tensor_replicas(mesh):
+    """Megatron-LM #7452 finding 8, ROCm TransformerEngine PR #715: once for every tensor rank."""
+    return _counts(lambda unit: {"ranges": _sharded(unit, True)})
+
+
+@fault(5, TP)
+def norm_misses_sharded_parameters(mesh):
+    """torchtitan #596: the other tensor ranks' shards are left out."""
+    return _counts(lambda unit: {"ranges": _sharded(unit, False)})
+
+
+@fault(5, DP)
+def norm_counts_data_replicas(mesh):
+    """The same over data ranks, which all hold the whole gradient with ZeRO 0."""
+    return _counts(lambda unit: {"own": unit.region})
+
+
+def _complete_norms(mesh):
+    right = _Norm._parameter
+
+    def parameter(self, *args):
+        self._partial = False
+        return right(self, *args)
+
+    return [(_Norm, "_parameter", parameter)]
+
+
+@fault(6, norm_over_heads, Mesh(tp=2))
+def norm_over_heads_not_summed(mesh):
+    """Megatron-LM #7452 finding 11: no sum over tensor ranks without sequence parallelism."""
+    return _complete_norms(mesh)
+
+
+@fault(7, SP)
+def layer_norm_not_summed(mesh):
+    """Megatron-LM #1446: LayerNorm's gradients under sequence parallelism stay partial."""
+    return _complete_norms(mesh)
+
+
+@fault(7, SP)
+def row_bias_not_summed(mesh):
+    """Megatron-LM #1446, the biases behind a reduce-scatter."""
+    right = RowParallelLinear.__init__
+
+    def init(self, *args, **options):
+        right(self, *args, **options)
+        self.records["bias"] = dataclasses.replace(self.records["bias"], partial=False)
+
+    return [(RowParallelLinear, "__init__", init)]
+
+
+@fault(7, SP)
+def position_table_not_summed(mesh):
+    """The same for the learned positions, of which each rank looks up its own tokens'."""
+    right = PositionEmbedding.__init__
+
+    def init(self, *args, partial, **options):
+        right(self, *args, **options)
+
+    return [(PositionEmbedding, "__init__", init)]
+
+
+# ------------------------------------------------------------------ 8-10: stages, data ranks
+
+
+@fault(8, PP)
+def layers_named_by_place_on_the_stage(mesh):
+    """Megatron-LM #7452 finding 12: another pp reads other layers' tensors without an error."""
+    right = gpt.GPT.parameter_records
+
+    def parameter_records(self):
+        records, first = right(self), self.layers_of(self.mesh.index("pp")).start
+        for name in records:
+            if name.startswith("blocks."):
+                _, i, rest = name.split(".", 2)
+                records[name] = records[name].renamed(f"blocks.{int(i) - first}.{rest}")
+        return records
+
+    return [(gpt.GPT, "parameter_records", parameter_records)]
+
+
+@fault(9, PP)
+def gradients_divided_by_micro_batches(mesh):
+    """picotron: the loss is a mean already, and is divided by the micro-batches once more."""
+    right = ChainStage.begin
+
+    def begin(self, batches, seed=None):
+        right(self, batches, torch.tensor(1 / len(batches), dtype=torch.float64))
+
+    return [(ChainStage, "begin", begin)]
+
+
+@fault(9, PP)
+def gradients_divided_by_tokens_again(mesh):
+    """torchtitan #2972: the pipeline scales gradients by the global tokens a second time."""
+    right = engine._EngineStage.reduce
+
+    def reduce(self):
+        right(self)
+        for unit in self.units:
+            unit.reduced.div_(self._batches[0].normaliser)
+
+    return [(engine._EngineStage, "reduce", reduce)]
+
+
+@fault(10, CP)
+def no_sum_over_context_ranks(mesh):
+    """picotron: gradients are summed over dp alone, so not at all when dp = 1."""
+    right = Unit.__init__
+
+    def init(self, name, params, mesh, **options):
+        right(self, name, params, mesh, **options)
+        self.group = mesh.group("dp")
+
+    return [(Unit, "__init__", init)]
+
+
+# ------------------------------------------------------------------ 11-12: attention
+
+
+@fault(11, RING)
+def ring_backward_keeps_the_first_keys(mesh):
+    """diffusers #14265: every hop of the backward uses the K and V of the first."""
+    right_ring, right, first = ring.ring_backward, ring.attention_bwd, []
+
+    def ring_backward(rank, do, q, kv, *args, **options):
+        first[:] = kv.clone()
+        return right_ring(rank, do, q, kv, *args, **options)
+
+    def attention_bwd(do, q, k, v, *args, **options):
+        return right(do, q, *first, *args, **options)
+
+    return [(ring, "ring_backward", ring_backward), (ring, "attention_bwd", attention_bwd)]
+
+
+@fault(12, CP)
+def gathered_keys_get_no_gradient_from_others(mesh):
+    """Megatron-LM #1464, #1465: dk and dv of the own queries only; the forward is right."""
+
+    def reduce_scatter(dk, dv, layout, group):
+        return tuple(layout.shard(x, dist.get_rank(group), 1) for x in (dk, dv))
+
+    return [(context, "_reduce_scatter", reduce_scatter)]
+
+
+@fault(12, RING)
+def ring_backward_with_the_lse_of_one_hop(mesh):
+    """The same in the ring: each tile is normalised by its own softmax, not by the whole one."""
+    right = ring.attention_bwd
+
+    def attention_bwd(do, q, k, v, lse, *args, causal, scale, q_runs, k_runs, **options):
+        mask = {"causal": causal, "scale": scale, "q_runs": q_runs, "k_runs": k_runs}
+        own = ring.attention_fwd(q, k, v, **mask)[1]
+        return right(do, q, k, v, own, *args, **mask, **options)
+
+    return [(ring, "attention_bwd", attention_bwd)]
+
+
+# ------------------------------------------------------------------ 13-14: dropout, masks
+
+
+def _drops(change):
+    """Both places that draw dropout, with their options changed."""
+    right = gpt.dropout
+
+    def dropout(x, p, **options):
+        return right(x, p, **(options | change(**options)))
+
+    return [(gpt, "dropout", dropout), (block, "dropout", dropout)]
+
+
+@fault(13, SP)
+def one_mask_for_all_tensor_ranks(mesh):
+    """Megatron-LM #1256: ranks that hold other tokens drop the same elements."""
+    return _drops(lambda tokens, **_: {"tokens": tokens - mesh.index("tp") * len(tokens)})
+
+
+@fault(13, TP)
+def own_stream_for_replicated_tokens(mesh):
+    """Megatron-LM #1256, the reverse: ranks that hold the same tokens drop other elements."""
+    return _drops(lambda seed, **_: {"seed": seed + 1000 * mesh.index("tp")})
+
+
+def _losses(mean):
+    """The loss layer with another mean: `mean(losses, own valid tokens, normaliser, mesh)`."""
+    right = VocabParallelCrossEntropy.forward
+
+    def forward(self, logits, labels, normaliser):
+        total = right(self, logits, labels, 1.0)
+        return mean(total, (labels != -100).sum(), normaliser, self.mesh)
+
+    return [(VocabParallelCrossEntropy, "forward", forward)]
+
+
+@fault(14, CP)
+def masked_rank_makes_nan(mesh):
+    """Megatron-LM #1764: the mean over a rank's own tokens, 0 / 0 where it has none."""
+    return _losses(lambda total, own, normaliser, mesh: total / own * (own / normaliser))
+
+
+@fault(14, one_token, Mesh(cp=2))
+def one_token_counts_half(mesh):
+    """Megatron-LM PR #7513: the mean of the context ranks' means, of which one is empty."""
+    return _losses(lambda total, own, _, mesh: total / own.clamp(min=1) / mesh.size("cp"))
+
+
+# ------------------------------------------------------------------ 15: the tied embedding
+
+
+@fault(15, PP)
+def tied_gradients_not_summed(mesh):
+    """Megatron-LM #1447: each end of the pipeline goes on with its own part."""
+    return [(engine._EngineStage, "tie", lambda self: None)]
+
+
+@fault(15, PP)
+def tied_gradient_counted_twice(mesh):
+    """torchtitan #1524: the global norm has the shared weight of both stages."""
+    return _counts(lambda unit: {"owner": True})
+
+
+@fault(15, Layout(Mesh(dp=2, pp=2), zero=1))
+def tied_embedding_cut_differently(mesh):
+    """Megatron-LM #1447: under ZeRO-1 the ends add slices that hold other rows."""
+    right, shift = Unit._lay_out, 32
+
+    def lay_out(self):
+        right(self)
+        if self.tied and not self.owner:
+            assert self.ranges[-1].stop + shift <= self.size, "the shift must not change sizes"
+            self.offsets = {name: at + shift for name, at in self.offsets.items()}
+            (r,) = self.ranges
+            self.ranges = (Range(0, r.stop + shift, r.decay, r.sharded, r.partial),)
+
+    return [(Unit, "_lay_out", lay_out)]
+
+
+# ------------------------------------------------------------------ 16-19: tensor ranks
+
+
+@fault(16, TP)
+def partial_gradient_leaves_the_loss(mesh):
+    """torchtitan PR #3412: one shard's gradient of the head's input goes on as if whole."""
+    return [(gpt, "column_parallel_linear", lambda x, weight, **_: F.linear(x, weight))]
+
+
+@fault(16, SP)
+def partial_gradient_leaves_the_loss_in_slices(mesh):
+    """The same under sequence parallelism: a slice of it where its sum is to be scattered."""
+
+    def head(x, weight, *, group, **_):
+        return F.linear(gather(x, group), weight)
+
+    return [(gpt, "column_parallel_linear", head)]
+
+
+@fault(17, TP)
+def every_rank_loads_the_first_qkv(mesh):
+    """picotron #32: the attention shards are cut with rank 0's index on every rank."""
+    right = ParamRecord.slice
+
+    def cut(self, full, index):
+        return right(self, full, 0 if ".qkv." in self.name else index)
+
+    return [(ParamRecord, "slice", cut)]
+
+
+@fault(18, TP)
+def row_bias_once_per_rank(mesh):
+    """torchtitan's planted control in test_distributed_linear: added before the sum over ranks."""
+    right = linear.row_parallel_linear
+
+    def row_parallel_linear(x, weight, bias=None, *, group, **options):
+        y = right(x, weight, bias, group=group, **options)
+        return y + (mesh.size("tp") - 1) * bias.detach()
+
+    return [(linear, "row_parallel_linear", row_parallel_linear)]
+
+
+@fault(19, TP)
+def padding_takes_part_in_the_softmax(mesh):
+    """Megatron-LM #1754: the padding rows of the vocabulary have probability, too."""
+
+    def padded(right):
+        def half(*args, vocab_size, **options):
+            return right(*args, vocab_size=vocab_size + vocab_size % 2, **options)
+
+        return half
+
+    names = ("cross_entropy_fwd", "cross_entropy_bwd")
+    return [(tensor, name, padded(getattr(tensor, name))) for name in names]
+
+
+# ------------------------------------------------------------------ 20-22: the step
+
+
+@fault(20, overflow_on_one_rank, Mesh(dp=2))
+def only_the_rank_that_overflows_skips(mesh):
+    """The found-inf rules of Megatron-LM and nanotron, broken: the flag is not shared."""
+
+    def norm(self):
+        own = torch.stack([sum_of_squares(g) for u in self.units for g in u.counted_grads()]).sum()
+        total = own.nan_to_num(posinf=0.0)
+        dist.all_reduce(total)
+        return torch.where(own.isfinite(), total, own).sqrt()
+
+    return [(ZeroAdamW, "norm", norm)]
+
+
+@fault(21, deferred_weights, Mesh(dp=2))
+def deferred_weights_miss_the_reduction(mesh):
+    """pytorch #144530: gradients are reduced after the input's part of the backward pass."""
+
+    def backward_input(self, mb, dy):
+        dx = self._backward(mb, dy, deferred=True)
+        self._backwards_left -= 1
+        for k in reversed(range(len(self.segments))):
+            self._reduce_completed(k)
+        ChainStage.reduce(self)
+        return dx
+
+    def backward_weight(self, mb):
+        self._flights.pop(mb).owed.run()
+
+    return [
+        (ChainStage, "backward_input", backward_input),
+        (ChainStage, "backward_weight", backward_weight),
+    ]
+
+
+@fault(22, Layout(Mesh(dp=2), zero=1))
+def reduction_overtakes_its_producer(mesh):
+    """DeepSpeed PR #7898: it waits on the wrong stream and reads what was there before."""
+    right_backward, right, before = ChainStage.backward, Unit.reduce, {}
+
+    def backward(self, mb, dy):
+        before.update((unit, unit.grad.clone()) for unit in self.units)
+        return right_backward(self, mb, dy)
+
+    def reduce(self):
+        self.grad.copy_(before[self])
+        right(self)
+
+    return [(ChainStage, "backward", backward), (Unit, "reduce", reduce)]
+
+
+@fault(0, DP)
+def nothing(mesh):
+    """No fault at all, after all the others: tests the judgement, and that no plant stays."""
+    return []
+
+
+# ------------------------------------------------------------------ with and without
+
+
+@dataclass(frozen=True)
+class Found:
+    """A guard's error without the fault and with it; `words` when it was refused."""
+
+    without: float
+    planted: float
+    words: str = ""
+
+
+def _error(guard: Layout | Guard, mesh: ConnectedMesh) -> float:
+    if isinstance(guard, Layout):
+        return prove_layout(guard, mesh, TIMEOUT).worst
+    return guard(mesh)
+
+
+def _measure(rank: int, world: int) -> dict[str, Found]:
+    """Every fault of meshes of `world` ranks, planted and pulled out one after the other."""
+    chosen = {name: f for name, f in FAULTS.items() if f.mesh.world == world}
+    meshes = {sizes: sizes.connect() for sizes in dict.fromkeys(f.mesh for f in chosen.values())}
+    guards = {f.guard: meshes[f.mesh] for f in chosen.values()}
+    without = {guard: _error(guard, mesh) for guard, mesh in guards.items()}
+    found = {}
+    for name, f in chosen.items():
+        mesh, words = meshes[f.mesh], ""
+        with ExitStack() as planted:
+            for place, attribute, value in f.plant(mesh):
+                planted.enter_context(mock.patch.object(place, attribute, value))
+            try:
+                error = _error(f.guard, mesh)
+            except ValueError as problem:  # anything else is no fault but a mistake in its plant
+                if f.refused is None:
+                    raise
+                error, words = float("inf"), str(problem)
+        found[name] = Found(without[f.guard], error, words)
+    return found
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, list[Found]]:
+    """Name of the fault -> what every rank of its world found."""
+    results: dict[str, list[Found]] = {}
+    for world in sorted({f.mesh.world for f in FAULTS.values()}):
+        for ranks in run_ranks(world, _measure, world, timeout=120):
+            for name, one in ranks.items():
+                results.setdefault(name, []).append(one)
+    return results
+
+
+def _judge(name: str, ranks: list[Found]) -> None:
+    """Green without the fault and red with it, on every rank."""
+    f = FAULTS[name]
+    for rank, one in enumerate(ranks):
+        assert one.without <= LIMIT, f"fault {name}: rank {rank} is red without it: {one}"
+        assert one.planted > NOTICED, f"fault {name} is not noticed on rank {rank}: {one}"
+        assert (f.refused or "") in one.words, f"fault {name}: rank {rank} says {one.words!r}"
+
+
+@pytest.mark.parametrize("name", [name for name, f in FAULTS.items() if f.number])
+def test_a_planted_fault_turns_its_guard_red(name, found):
+    assert len(found[name]) == FAULTS[name].mesh.world
+    _judge(name, found[name])
+
+
+def test_a_fault_that_is_not_noticed_fails_with_its_number(found):
+    with pytest.raises(AssertionError, match="fault 00 nothing is not noticed on rank 0"):
+        _judge("00 nothing", found["00 nothing"])
+    assert all(one.planted <= LIMIT for one in found["00 nothing"]), "a fault was not pulled out"
+
+
+def test_all_22_faults_are_planted():
+    assert {f.number for f in FAULTS.values()} == set(range(23))
+    assert all(f.plant.__doc__ for f in FAULTS.values())
