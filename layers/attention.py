@@ -9,7 +9,7 @@ from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.rope import apply_rope, rope_table
 from warpweave.layers.context import TokenContext
 from warpweave.layers.linear import ColumnParallelLinear, RowParallelLinear
-from warpweave.parallel.context import context_attention
+from warpweave.parallel.context import Strategy, context_attention
 from warpweave.parallel.layout import SequenceLayout
 from warpweave.parallel.mesh import ConnectedMesh, single
 
@@ -31,6 +31,8 @@ class Attention(nn.Module):
         rope_theta: base of the rotary embedding; None for none.
         mesh: the connected mesh; None is one device.
         sequence_parallel: input and output are x[T/tp, E], rows cut over the tensor axis.
+        strategy: how keys and values reach the other ranks of the context axis: "ring", "gather" or
+            "auto", see ``parallel.context``.
         out_init: standard deviation of a keyed initialisation of the output projection.
         impl: "triton", "torch" or None, as for the kernels.
 
@@ -52,6 +54,7 @@ class Attention(nn.Module):
         rope_theta: float | None = None,
         mesh: ConnectedMesh | None = None,
         sequence_parallel: bool = False,
+        strategy: Strategy = "auto",
         out_init: float = 0.02,
         impl: str | None = None,
     ) -> None:
@@ -76,6 +79,7 @@ class Attention(nn.Module):
         self.head_dim, self.group = embed_dim // num_heads, num_heads // kv_heads
         self.num_heads = num_heads
         self.causal, self.rope_theta, self.impl = causal, rope_theta, impl
+        self.strategy = strategy
         where = {"device": device, "dtype": dtype, "mesh": mesh}
         self.qkv = ColumnParallelLinear(
             embed_dim,
@@ -124,6 +128,7 @@ class Attention(nn.Module):
             layout=layout,
             group=self.mesh.group("cp"),
             causal=self.causal,
+            strategy=self.strategy,
             impl=self.impl,
         )
         o = o.flatten(2)

@@ -11,6 +11,7 @@ from warpweave.layers.attention import Attention
 from warpweave.layers.context import TokenContext
 from warpweave.layers.mlp import MLP
 from warpweave.layers.norm import LayerNorm, RMSNorm
+from warpweave.parallel.context import Strategy
 from warpweave.parallel.mesh import ConnectedMesh
 
 
@@ -23,7 +24,7 @@ class TransformerBlock(nn.Module):
         norm: "layer" or "rms"; norm_eps its epsilon.
         activation: "gelu" or "swiglu".
         bias: linear layers and LayerNorm have biases.
-        causal, rope_theta: as ``Attention``.
+        causal, rope_theta, strategy: as ``Attention``.
         dropout: probability on both branches, keyed by global token ids (needs a context).
         site: number of the first of the block's two dropout sites.
         selective: recompute the MLP's hidden activations (norm, up projection, activation) in the
@@ -52,6 +53,7 @@ class TransformerBlock(nn.Module):
         dtype: torch.dtype | None = None,
         mesh: ConnectedMesh | None = None,
         sequence_parallel: bool = False,
+        strategy: Strategy = "auto",
         out_init: float = 0.02,
         impl: str | None = None,
     ) -> None:
@@ -80,6 +82,7 @@ class TransformerBlock(nn.Module):
             num_kv_heads=num_kv_heads,
             causal=causal,
             rope_theta=rope_theta,
+            strategy=strategy,
             out_init=out_init,
             **where,
         )

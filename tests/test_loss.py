@@ -1,4 +1,4 @@
-"""The loss layer: sums of token losses over a normaliser known beforehand, vocabulary cut or not."""
+"""The loss layer: sums of token losses over a known normaliser, the vocabulary cut or whole."""
 
 from __future__ import annotations
 

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from warpweave.gpt import GPT, GPTConfig, MicroBatch
 from warpweave.parallel import schedule as schedules
-from warpweave.parallel.collectives import gather
+from warpweave.parallel.collectives import Pending, gather, start_all_reduce_
+from warpweave.parallel.context import Strategy
 from warpweave.parallel.mesh import ConnectedMesh
 from warpweave.parallel.pipeline import Distributed, Like, execute
 from warpweave.parallel.shard import ParamRecord
@@ -63,6 +64,8 @@ class _EngineStage(ChainStage):
         self.mesh, self.optimizer, self.message = mesh, optimizer, message
         self.lr: float | None = 0.0
         self.norm: Tensor | None = None
+        self.start_loss: Callable[[], Pending]
+        self.global_loss: Pending
 
     def reduce(self) -> None:
         """Finish the sums over the data group, then sum what is partial over the tensor axis."""
@@ -87,7 +90,11 @@ class _EngineStage(ChainStage):
         return next((unit.reduced for unit in self.units if unit.tied), None)
 
     def update(self) -> None:
-        """The optimizer step; with `lr` None only the norm is computed and gradients are kept."""
+        """The optimizer step; with `lr` None only the norm is computed and gradients are kept.
+
+        The step's loss travels meanwhile.
+        """
+        self.global_loss = self.start_loss()
         self.norm = self.optimizer.norm() if self.lr is None else self.optimizer.step(self.lr)
 
 
@@ -101,7 +108,7 @@ class Engine:
         micro_batch_size: sequences in each.
         zero: ZeRO stage over the data group (dp x cp).
         schedule: "gpipe" or "1f1b".
-        sequence_parallel, recompute, layout, impl: as ``GPT``.
+        sequence_parallel, recompute, layout, strategy, impl: as ``GPT``.
         dtype: of the parameters; float32, float64, bfloat16 or float16 (with dynamic loss scale).
         device: where everything lives.
         seed: of the initialisation and the dropout.
@@ -124,6 +131,7 @@ class Engine:
         sequence_parallel: bool = True,
         recompute: str = "none",
         layout: str = "zigzag",
+        strategy: Strategy = "auto",
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         seed: int = 0,
@@ -150,6 +158,7 @@ class Engine:
             sequence_parallel=sequence_parallel,
             recompute=recompute,
             layout=layout,
+            strategy=strategy,
             device="meta",
             dtype=dtype,
             impl=impl,
@@ -228,9 +237,10 @@ class Engine:
         scale = self.optimizer.loss_scale
         self.stage.lr = lr
         self.stage.begin(batches, scale.value if scale is not None else None)
+        self.stage.start_loss = lambda: self._start_global_loss(interrupted)
         execute(self.schedule, {self.mesh.index("pp"): self.stage}, self.transport)
         assert self.stage.norm is not None
-        loss, interrupts = self._global_loss(interrupted)
+        loss, interrupts = self.stage.global_loss.wait()
         return StepResult(loss, self.stage.norm, interrupts)
 
     def _micro_batches(
@@ -242,8 +252,8 @@ class Engine:
             for t, y, ids in zip(tokens, labels, sample_ids, strict=True)
         ]
 
-    def _global_loss(self, interrupted: bool = False) -> tuple[Tensor, Tensor]:
-        """(mean loss, number of interrupted ranks), summed over the mesh in one message."""
+    def _start_global_loss(self, interrupted: bool = False) -> Pending:
+        """Start summing [mean loss, number of interrupted ranks] over the mesh, in one message."""
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
         sums = torch.zeros(2, dtype=wide, device=self.device)
         if self.gpt.last and self.mesh.index("tp") == 0:  # tensor ranks hold the same share
@@ -251,9 +261,7 @@ class Engine:
         if interrupted:
             sums[1] = 1.0
         self.finite = sums[0].isfinite()
-        if self.mesh.group("world") is not None:
-            dist.all_reduce(sums, group=self.mesh.group("world"))
-        return sums[0], sums[1]
+        return start_all_reduce_(sums, self.mesh.group("world"))
 
     def not_finite_ranks(self) -> list[int]:
         """The ranks whose own loss share or gradients were not finite in the last step; collective.
@@ -292,7 +300,7 @@ class Engine:
             for batch in self._micro_batches(tokens, labels, ids, valid.clamp(min=1), 0)
             if (y := self._forward(batch)) is not None
         ]
-        return self._global_loss()[0]
+        return self._start_global_loss().wait()[0]
 
     def _forward(
         self, batch: MicroBatch, final: Callable[[Tensor | None, MicroBatch], Tensor] | None = None

@@ -20,6 +20,7 @@ from warpweave.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from warpweave.layers.loss import VocabParallelCrossEntropy
 from warpweave.layers.norm import LayerNorm, RMSNorm
 from warpweave.layers.records import collect_records
+from warpweave.parallel.context import Strategy
 from warpweave.parallel.layout import SequenceLayout
 from warpweave.parallel.mesh import ConnectedMesh, Mesh, single
 from warpweave.parallel.shard import ParamRecord
@@ -190,6 +191,7 @@ class GPT(nn.Module):
         recompute: "none" keeps activations; "selective" recomputes the MLP's hidden activations;
             "full" keeps each block's input only (applied by `segments`).
         layout: how the context axis cuts the sequence, "zigzag" or "contiguous".
+        strategy: how attention crosses the context axis: "ring", "gather" or "auto".
         seed: of the initialisation.
         device, dtype: of the parameters; on "meta" nothing is drawn.
         impl: "triton", "torch" or None, as for the kernels.
@@ -206,6 +208,7 @@ class GPT(nn.Module):
         sequence_parallel: bool = False,
         recompute: str = "none",
         layout: str = "zigzag",
+        strategy: Strategy = "auto",
         seed: int = 0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -217,6 +220,7 @@ class GPT(nn.Module):
         mesh = mesh if mesh is not None else single()
         config.check(mesh.sizes, zigzag=layout == "zigzag")
         self.config, self.mesh, self.recompute, self.impl = config, mesh, recompute, impl
+        self.strategy: Strategy = strategy
         self.sequence_parallel = sequence_parallel and mesh.size("tp") > 1
         self.layout = SequenceLayout(config.seq_len, mesh.size("cp"), layout)
         stage, stages = mesh.index("pp"), mesh.size("pp")
@@ -258,6 +262,7 @@ class GPT(nn.Module):
             rope_theta=c.rope_theta if c.positions == "rope" else None,
             dropout=c.dropout,
             site=1 + 2 * i,
+            strategy=self.strategy,
             selective=self.recompute == "selective",
             out_init=0.02 / math.sqrt(2 * c.layers),
             impl=self.impl,

@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ from torch import Tensor
 from warpweave.engine import Engine
 from warpweave.gpt import PRESETS, GPTConfig
 from warpweave.launch import join, launch, reported, under_torchrun
+from warpweave.parallel.context import Strategy
 from warpweave.parallel.mesh import ConnectedMesh, Mesh
 from warpweave.plain_gpt import PlainConfig, plain_adamw_step, plain_gpt_loss, plain_init
 
@@ -54,6 +55,7 @@ class Layout:
     style: str = "gpt2"
     tied: bool = True
     recompute: str = "none"
+    strategy: Strategy = "auto"
     dtype: str = "fp64"
 
     def __str__(self) -> str:
@@ -63,7 +65,7 @@ class Layout:
         tied = "tied" if self.tied else "untied"
         return (
             f"{axes} {sp} zero={self.zero} {self.schedule:5} {self.style:5} {tied:6} "
-            f"{self.recompute:9} {self.dtype}"
+            f"{self.recompute:9} {self.strategy:6} {self.dtype}"
         )
 
 
@@ -214,6 +216,7 @@ def prove_layout(layout: Layout, mesh: ConnectedMesh, timeout: float = 60.0) -> 
         schedule=layout.schedule,
         sequence_parallel=layout.sequence_parallel,
         recompute=layout.recompute,
+        strategy=layout.strategy,
         dtype=DTYPES[layout.dtype],
         seed=SEED,
         clip=CLIP,
@@ -261,22 +264,29 @@ def _fits(mesh: Mesh) -> bool:
 
 
 def table(world: int, *, min_axes: int = 0) -> list[Layout]:
-    """Every legal layout of exactly `world` ranks: mesh x SP x ZeRO x schedule x style and tie.
+    """Every legal layout of exactly `world` ranks.
 
-    ZeRO stages differ only where there is a data axis, schedules only where there are stages; the
-    rest is left out as the same run twice. `min_axes` keeps meshes with that many axes above 1.
+    Mesh x SP x ZeRO x schedule x context strategy x style x tie, where a choice makes a difference:
+    SP needs tensor ranks, ZeRO data ranks, a strategy context ranks. Recomputation takes turns.
+    `min_axes` keeps the meshes that have at least so many axes above 1.
     """
-    layouts = []
+    layouts: list[Layout] = []
     for mesh in meshes(world):
         axes = sum(getattr(mesh, a) > 1 for a in ("dp", "tp", "cp", "pp"))
         if not _fits(mesh) or axes < min_axes:
             continue
-        for sp in (False, True) if mesh.tp > 1 else (False,):
-            for zero in range(4) if mesh.data > 1 else (0,):
-                for schedule in ("gpipe", "1f1b") if mesh.pp > 1 else ("1f1b",):
-                    for style, tied in itertools.product(("gpt2", "llama"), (True, False)):
-                        recompute = ("none", "selective", "full")[len(layouts) % 3]
-                        layouts.append(Layout(mesh, sp, zero, schedule, style, tied, recompute))
+        for sp, zero, schedule, strategy, style, tied in itertools.product(
+            (False, True) if mesh.tp > 1 else (False,),
+            range(4) if mesh.data > 1 else (0,),
+            ("gpipe", "1f1b"),
+            ("ring", "gather") if mesh.cp > 1 else ("auto",),
+            ("gpt2", "llama"),
+            (True, False),
+        ):
+            recompute = ("none", "selective", "full")[len(layouts) % 3]
+            layouts.append(
+                Layout(mesh, sp, zero, schedule, style, tied, recompute, cast(Strategy, strategy))
+            )
     return layouts
 
 
@@ -298,6 +308,7 @@ class ProveConfig:
     style: Literal["gpt2", "llama"] = "gpt2"
     tied: bool = True
     recompute: Literal["none", "selective", "full"] = "none"
+    strategy: Literal["auto", "ring", "gather"] = "auto"
     dtype: Literal["fp64", "fp32", "both"] = "both"
     timeout: float = 60.0
     """Seconds that any exchange between ranks may take."""
@@ -317,7 +328,16 @@ class ProveConfig:
             mesh = Mesh(dp=self.dp, tp=self.tp, cp=self.cp, pp=self.pp)
             sp = self.sequence_parallel and mesh.tp > 1
             chosen = [
-                Layout(mesh, sp, self.zero, self.schedule, self.style, self.tied, self.recompute)
+                Layout(
+                    mesh,
+                    sp,
+                    self.zero,
+                    self.schedule,
+                    self.style,
+                    self.tied,
+                    self.recompute,
+                    self.strategy,
+                )
             ]
             if not _fits(mesh):
                 raise ValueError(

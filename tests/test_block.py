@@ -1,0 +1,305 @@
+"""The block: torch's own on one device, cut over tensor ranks, and an ordinary module."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+
+import pytest
+import torch
+import torch.nn.functional as F
+from close import assert_close_f64, assert_error_budget
+from ranks import run_ranks
+from sharded import RTOL, check_layer, draw
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from warpweave.kernels.rope import rope_table
+from warpweave.layers.block import TransformerBlock
+from warpweave.layers.context import TokenContext
+from warpweave.parallel.mesh import Mesh
+
+F64 = {"dtype": torch.float64}
+E, HEADS, HIDDEN = 12, 6, 10
+GPT2 = {}
+LLAMA = {"num_kv_heads": 2, "norm": "rms", "activation": "swiglu", "bias": False,
+         "rope_theta": 100.0}  # fmt: skip
+STYLES = pytest.mark.parametrize("style", [GPT2, LLAMA], ids=["gpt2", "llama"])
+# Dynamo instantiates every autograd Function that it traces.
+DYNAMO = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+
+
+def _block(style: dict, **options) -> TransformerBlock:
+    block = TransformerBlock(E, HEADS, HIDDEN, **(F64 | style | options))
+    with torch.no_grad():
+        for i, p in enumerate(block.parameters()):
+            p.copy_(draw(60 + i, *p.shape) / 2)
+    return block
+
+
+def _results(block: nn.Module, x: Tensor, run=None) -> list[Tensor]:
+    """Output and all gradients; earlier gradients are forgotten."""
+    block.zero_grad()
+    leaf = x.detach().requires_grad_()
+    y = (run or block)(leaf)
+    y.backward(draw(9, *y.shape, dtype=y.dtype))
+    return [y.detach(), leaf.grad, *(p.grad.clone() for p in block.parameters())]
+
+
+def _bitwise(a: list[Tensor], b: list[Tensor]) -> None:
+    assert all(torch.equal(s, t) for s, t in zip(a, b, strict=True))
+
+
+def _close(a: list[Tensor], b: list[Tensor]) -> None:
+    for s, t in zip(a, b, strict=True):
+        assert_close_f64(s, t, RTOL)
+
+
+def _twin_of_torch(dtype: torch.dtype) -> tuple[nn.TransformerEncoderLayer, TransformerBlock]:
+    theirs = nn.TransformerEncoderLayer(
+        E, HEADS, HIDDEN, 0.0, lambda x: F.gelu(x, approximate="tanh"),
+        batch_first=True, norm_first=True, dtype=dtype,
+    )  # fmt: skip
+    with torch.no_grad():
+        for i, p in enumerate(theirs.parameters()):
+            p.copy_(draw(30 + i, *p.shape) / 2)
+
+    def grouped(rows: Tensor) -> Tensor:
+        return rows.unflatten(0, (3, HEADS, -1)).transpose(0, 1).flatten(0, 2)
+
+    names = {"norm1": "attention_norm", "self_attn.out_proj": "attention.out", "norm2": "mlp_norm",
+             "linear1": "mlp.up", "linear2": "mlp.down"}  # fmt: skip
+    state = {}
+    for kind in ("weight", "bias"):
+        state |= {f"{our}.{kind}": theirs.state_dict()[f"{n}.{kind}"] for n, our in names.items()}
+        state[f"attention.qkv.{kind}"] = grouped(getattr(theirs.self_attn, f"in_proj_{kind}").data)
+    ours = TransformerBlock(E, HEADS, HIDDEN, dtype=dtype)
+    ours.load_state_dict(state, strict=True)
+    return theirs, ours
+
+
+def _encoder(theirs: nn.Module, x: Tensor) -> Tensor:
+    mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=x.dtype)
+    return theirs(x, src_mask=mask)
+
+
+def test_it_computes_as_torchs_encoder_layer_with_the_norm_first():
+    theirs, ours = _twin_of_torch(torch.float64)
+    wide = draw(1, 2, 7, 2 * E)
+    for x in (wide[..., ::2], wide[:1, :1, :E], wide[..., :E].transpose(0, 1)):
+        expected = _results(theirs, x, lambda x: _encoder(theirs, x))
+        _close(_results(ours, x)[:2], expected[:2])
+        assert_close_f64(ours.mlp.up.weight.grad, theirs.linear1.weight.grad, RTOL)
+        assert_close_f64(ours.attention_norm.bias.grad, theirs.norm1.bias.grad, RTOL)
+
+
+def test_autocast_is_as_exact_as_with_torchs_encoder_layer():
+    theirs, ours = _twin_of_torch(torch.float32)
+    x = draw(1, 4, 7, E, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = _results(theirs, x, lambda x: _encoder(theirs, x))
+        mine = _results(ours, x)
+    theirs.double()
+    truth = _results(theirs, x.double(), lambda x: _encoder(theirs, x))
+    for a, b, t in list(zip(mine, expected, truth))[:2]:
+        assert a.dtype == torch.float32
+        assert_error_budget(a.bfloat16(), b.bfloat16(), t)
+    assert all(p.grad.dtype == torch.float32 for p in ours.parameters())
+
+
+@STYLES
+def test_an_empty_batch_has_empty_output_and_zero_gradients(style):
+    y, dx, *grads = _results(_block(style), torch.zeros(0, 5, E, **F64))
+    assert y.shape == dx.shape == (0, 5, E)
+    assert not any(g.any() for g in grads)
+
+
+# ------------------------------------------------------------------- recomputation and dropout
+
+
+def _context(dropout_key: int = 3) -> TokenContext:
+    """Two samples of six tokens, whose numbers in the global batch are not 0, 1, ..."""
+    rope = rope_table(torch.arange(6), E // HEADS, theta=100.0, dtype=torch.float64)
+    return TokenContext(2, None, rope, dropout_key, torch.arange(12) * 7 + 2**33)
+
+
+@STYLES
+def test_recomputing_the_hidden_activations_changes_no_bit_but_keeps_less(style):
+    results, kept = [], []
+    for selective in (False, True):
+        block = _block(style, selective=selective, dropout=0.3)
+
+        def keep(t: Tensor) -> Tensor:
+            kept[-1] += t.numel()
+            return t
+
+        kept.append(0)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            y = block(draw(1, 12, E), _context())
+        del y
+        results.append(_results(block, draw(1, 12, E), lambda x, b=block: b(x, _context())))
+    _bitwise(*results)
+    assert kept[1] < kept[0]
+
+
+@STYLES
+def test_checkpointing_the_whole_block_changes_no_bit(style):
+    block = _block(style, dropout=0.3)
+    x = draw(1, 12, E)
+    again = _results(block, x, lambda x: checkpoint(block, x, _context(), use_reentrant=False))
+    _bitwise(again, _results(block, x, lambda x: block(x, _context())))
+
+
+def test_dropout_is_keyed_by_seed_and_token_and_only_while_training():
+    block, x = _block(GPT2, dropout=0.3), draw(1, 12, E)
+    one, same, other = (block(x, _context(key)) for key in (3, 3, 4))
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
+    block.eval()
+    assert torch.equal(block(x, _context()), _block(GPT2)(x, _context()))
+    block.train()
+    assert torch.equal(block(x, _context()), one)
+
+
+def test_both_branches_are_dropped_by_masks_of_their_own():
+    block, x = _block(GPT2, dropout=0.5, site=5), torch.zeros(12, E, **F64)
+    with torch.no_grad():
+        for linear in (block.attention.out, block.mlp.down):
+            linear.weight.zero_()
+            linear.bias.copy_(torch.ones(E) if linear is block.mlp.down else 3 * torch.ones(E))
+    values = block(x, _context())  # 6 where attention's mask keeps, plus 2 where the MLP's does
+    assert set(values.unique().tolist()) == {0.0, 2.0, 6.0, 8.0}
+
+
+@pytest.mark.parametrize("context", [None, TokenContext(2)])
+def test_dropout_without_token_ids_is_refused(context):
+    x = draw(1, 2, 6, E) if context is None else draw(1, 12, E)
+    with pytest.raises(
+        ValueError, match=r"^dropout = 0.1 is keyed .* context.token_ids is missing$"
+    ):
+        _block(GPT2, dropout=0.1)(x, context)
+
+
+def test_an_unknown_norm_is_refused():
+    with pytest.raises(ValueError, match=r"^norm must be 'layer' or 'rms', got 'batch'$"):
+        _block({"norm": "batch"})
+
+
+# ------------------------------------------------------------------- an ordinary module
+
+
+@DYNAMO
+@pytest.mark.parametrize(
+    "style", [GPT2, LLAMA, GPT2 | {"selective": True}], ids=["gpt2", "llama", "selective"]
+)
+def test_it_compiles_without_a_graph_break(style):
+    block, x = _block(style, dropout=0.3), draw(1, 12, E)
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    mine = _results(block, x, lambda x: compiled(x, _context()))
+    _close(mine, _results(block, x, lambda x: block(x, _context())))
+
+
+@STYLES
+def test_copies_and_loaded_states_compute_the_same(style):
+    block, x = _block(style), draw(1, 2, 6, E)
+    expected = _results(block, x)
+    twin = copy.deepcopy(block)
+    late = TransformerBlock(E, HEADS, HIDDEN, **F64, **style, device="meta").to_empty(device="cpu")
+    late.load_state_dict(block.state_dict(), strict=True)
+    _bitwise(_results(late, x), expected)
+    with torch.no_grad():
+        for p in block.parameters():
+            p.zero_()
+    _bitwise(_results(twin, x), expected)
+
+
+@STYLES
+def test_every_module_inside_can_be_drawn_again_after_meta(style):
+    torch.manual_seed(5)
+    expected = TransformerBlock(E, HEADS, HIDDEN, **style)
+    late = TransformerBlock(E, HEADS, HIDDEN, **style, device="meta").to_empty(device="cpu")
+    torch.manual_seed(5)
+    for module in late.modules():
+        if any(True for _ in module.parameters(recurse=False)):
+            module.reset_parameters()
+    _bitwise(list(late.parameters()), list(expected.parameters()))
+
+
+def test_halves_of_a_batch_accumulate_to_the_gradient_of_the_whole():
+    block, x = _block(LLAMA), draw(1, 4, 6, E)
+    block(x).square().sum().backward()
+    whole = [p.grad for p in block.parameters()]
+    block.zero_grad()
+    for half in x.chunk(2):
+        block(half).square().sum().backward()
+    _close([p.grad for p in block.parameters()], whole)
+
+
+def test_the_arguments_after_the_sizes_are_keywords():
+    parameters = list(inspect.signature(TransformerBlock).parameters.values())
+    assert [p.name for p in parameters[:3]] == ["embed_dim", "num_heads", "hidden_dim"]
+    assert all(p.kind is p.KEYWORD_ONLY for p in parameters[3:])
+
+
+# ------------------------------------------------------------------- several ranks
+
+
+def _on_tensor_ranks(rank: int, tp: int) -> None:
+    mesh = Mesh(tp=tp).connect()
+    x = draw(1, 12, E)
+    gpt2, llama = {"dropout": 0.3}, LLAMA | {"num_kv_heads": 6, "selective": True}
+    for style in (gpt2, llama) if tp < 4 else ({"num_kv_heads": 4},):
+        heads, hidden = (12, 12) if tp == 4 else (HEADS, 6)
+
+        def make(mesh, sp=False, style=style, heads=heads, hidden=hidden):
+            options = {"mesh": mesh, "sequence_parallel": sp}
+            return TransformerBlock(E, heads, hidden, **F64, **options, **style)
+
+        def run(block, x):
+            whole = _context()
+            n, index = len(x), block.attention.mesh.index("tp")  # 0 on one device
+            ids = whole.token_ids if n == 12 else whole.token_ids[index * n : (index + 1) * n]
+            return block(x, TokenContext(2, None, whole.rope, whole.seed, ids))
+
+        check_layer(make, x, mesh, run=run)
+        check_layer(lambda mesh, make=make: make(mesh, True), x, mesh, cut_in=0, cut_out=0, run=run)
+
+
+@pytest.mark.parametrize("tp", [2, 3, 4])
+def test_it_equals_one_device_on_tensor_ranks_dropout_included(tp):
+    run_ranks(tp, _on_tensor_ranks, tp)
+
+
+def _train(block: nn.Module, x: Tensor) -> list[Tensor]:
+    """Parameters and losses of three steps; the second accumulates two backward passes."""
+    # A large eps: keys' biases have no gradient but rounding, which Adam would blow up.
+    optimizer, losses = torch.optim.AdamW(block.parameters(), lr=0.01, eps=0.01), []
+    for key in (0, 1, 2):
+        for half in x.chunk(2) if key == 1 else (x,):
+            loss = (block(half) - 0.5).square().mean()
+            loss.backward()
+            losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    parameters = [p.detach() for p in block.parameters()]
+    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in parameters]
+    return [torch.stack(losses), *whole]
+
+
+def _on_data_ranks(rank: int) -> None:
+    x = draw(1, 4, 6, E)
+    for style in (GPT2, LLAMA | {"selective": True}):
+        alone = _block(style)
+        order = x.unflatten(0, (2, 2)).transpose(0, 1).flatten(0, 1)  # halves are rank by rank
+        losses, *expected = _train(alone, order)
+        for wrap in (DistributedDataParallel, fully_shard):
+            wrapped = wrap(_block(style))
+            mine, *parameters = _train(wrapped, x.chunk(2)[rank])
+            torch.distributed.all_reduce(mine)
+            _close([mine / 2, *parameters], [losses, *expected])
+
+
+def test_ddp_and_fsdp2_train_it_as_one_device_does():
+    run_ranks(2, _on_data_ranks)
