@@ -9,6 +9,7 @@ Two derived axes: ``data`` = dp x cp, the ranks over which gradients are summed 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -72,10 +73,14 @@ class Mesh:
         inside = ", ".join(f"{axis}={at[axis]}" for axis in AXES if getattr(self, axis) > 1)
         return f"rank {rank} ({inside})" if inside else f"rank {rank}"
 
-    def connect(self, device_type: str = "cpu") -> ConnectedMesh:
+    def connect(
+        self, device_type: str = "cpu", *, timeout: timedelta | None = None
+    ) -> ConnectedMesh:
         """Join the mesh: make this rank's process groups.
 
         Collective over the default process group, which must exist when the mesh has several ranks.
+        `timeout` bounds every collective of the groups made here; None is torch's default (half an
+        hour on gloo, whatever the default group's is).
 
         Raises:
             ValueError: the mesh does not have as many ranks as the default process group.
@@ -98,6 +103,9 @@ class Mesh:
             groups["data"] = device_mesh["dp", "cp"]._flatten("data").get_group()
         else:
             groups["data"] = groups["dp"] or groups["cp"]
+        if timeout is not None:
+            for group in {id(g): g for g in groups.values() if g is not None}.values():
+                dist.distributed_c10d._set_pg_timeout(timeout, group)
         groups["world"] = dist.group.WORLD
         return ConnectedMesh(self, dist.get_rank(), groups, device_mesh)
 

@@ -43,7 +43,7 @@ def _results(block: nn.Module, x: Tensor, run=None) -> list[Tensor]:
     """Output and all gradients; earlier gradients are forgotten."""
     block.zero_grad()
     leaf = x.detach().requires_grad_()
-    y = (run or block)(leaf)
+    y = block(leaf) if run is None else run(leaf)
     y.backward(draw(9, *y.shape, dtype=y.dtype))
     return [y.detach(), leaf.grad, *(p.grad.clone() for p in block.parameters())]
 

@@ -114,7 +114,9 @@ class GPTConfig:
         SequenceLayout(self.seq_len, mesh.cp, "zigzag" if zigzag else "contiguous")
 
 
-def _llama(layers: int, width: int, heads: int, kv_heads: int, hidden: int) -> GPTConfig:
+def _llama(
+    layers: int, width: int, heads: int, kv_heads: int, hidden: int, tied: bool = False
+) -> GPTConfig:
     return GPTConfig(
         128256,
         8192,
@@ -127,7 +129,7 @@ def _llama(layers: int, width: int, heads: int, kv_heads: int, hidden: int) -> G
         norm="rms",
         activation="swiglu",
         bias=False,
-        tied=False,
+        tied=tied,
         rope_theta=500000.0,
     )
 
@@ -153,7 +155,7 @@ PRESETS = {
     "gpt2-medium": GPTConfig(50257, 1024, 24, 1024, 16),
     "gpt2-large": GPTConfig(50257, 1024, 36, 1280, 20),
     "gpt2-xl": GPTConfig(50257, 1024, 48, 1600, 25),
-    "llama-1b": _llama(16, 2048, 32, 8, 8192),
+    "llama-1b": _llama(16, 2048, 32, 8, 8192, tied=True),
     "llama-8b": _llama(32, 4096, 32, 8, 14336),
     "llama-70b": _llama(80, 8192, 64, 8, 28672),
 }

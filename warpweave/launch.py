@@ -1,7 +1,11 @@
 """Ranks: started by torchrun's launcher, connected, and able to say which of them failed.
 
-On one machine every socket listens on loopback only. Under ``torchrun`` (one machine or several)
-the launcher has opened its store already and we join it.
+On one machine every socket of ours listens on loopback only. Under ``torchrun`` (one machine or
+several) the launcher has opened its store already, on every interface, and we join it.
+
+Ctrl-C and SIGTERM: `launch` passes the first one on, once, as SIGTERM; ranks finish their step and
+save. A second one kills them. Ranks start with both signals blocked and `join` lets them in, so
+that a signal during the seconds of imports is neither lost nor a traceback from every rank.
 """
 
 from __future__ import annotations
@@ -15,11 +19,14 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from typing import Any
 
 import torch
@@ -28,6 +35,8 @@ import torch.distributed as dist
 from warpweave.parallel.mesh import Mesh
 
 _GRACE = 3.0  # seconds in which ranks that saw an error wait for the others' reports
+_LINGER = _GRACE + 2.0  # seconds after a rank's failure in which the others must have ended
+_STOPS = (signal.SIGINT, signal.SIGTERM)
 
 
 def under_torchrun() -> bool:
@@ -35,13 +44,16 @@ def under_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def launch(entry: Callable[..., None], args: tuple, mesh: Mesh) -> None:
-    """Run ``entry(*args, port)`` on every rank of `mesh` on this machine.
+def launch(entry: Callable[..., Any], args: tuple, mesh: Mesh) -> Any:
+    """Run ``entry(*args, port)`` on every rank of `mesh` on this machine; rank 0's result.
 
     `port` is where this process keeps the ranks' store, for `join`; the store outlives any rank, so
-    that the survivors can ask it who is missing. Exits non-zero if a rank fails. `entry` must be
-    importable (a module-level function). No restarts: a run is resumed from its
-    last checkpoint by the same command with ``--resume``.
+    that the survivors can ask it who is missing. `entry` must be importable (a module-level
+    function). No restarts: a run is resumed from its last checkpoint by the same command with
+    ``--resume``. Must be called from the main thread.
+
+    Exits with a rank's exit code (1 for one that was killed) if a rank fails, 128 + the signal's
+    number if ranks had to be stopped; no rank outlives this call.
     """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -50,7 +62,6 @@ def launch(entry: Callable[..., None], args: tuple, mesh: Mesh) -> None:
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     # A rank's failure is told in one line (`Session.explain`), not in every peer's C++ stack.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "10")  # seconds, for a rank that hangs
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     # torch would open a store for the ranks on all interfaces; ours is on loopback.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -76,36 +87,87 @@ def launch(entry: Callable[..., None], args: tuple, mesh: Mesh) -> None:
         monitor_interval=0.1,
         start_method="spawn",
         local_addr="127.0.0.1",
-        signals_to_handle="SIGQUIT",  # the rest is handled below: ranks may take time to save
     )
     sys.stdout.flush()
+    values: dict[int, Any] = {}
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        # Children inherit the mask of the thread that starts them.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
+        try:
+            values.update(elastic_launch(config, entry)(*args, port))
+        except BaseException as error:
+            errors.append(error)
+
     asked: list[int] = []
-
-    def pass_on(number: int, _: Any) -> None:
-        """Ask the ranks to stop; they finish their step, save and exit."""
-        asked.append(number)
-        for child in multiprocessing.active_children():
-            if child.pid is not None and len(asked) == 1:
-                os.kill(child.pid, signal.SIGTERM)
-
-    before = {n: signal.signal(n, pass_on) for n in (signal.SIGINT, signal.SIGTERM)}
+    before = {n: signal.signal(n, lambda number, _: asked.append(number)) for n in _STOPS}
+    resource_tracker.ensure_running()  # it would unblock the signals in the thread that starts it
+    launcher = threading.Thread(target=run, name="launcher", daemon=True)
     try:
-        elastic_launch(config, entry)(*args, port)
-    except ChildFailedError as error:
-        for rank, failure in sorted(error.failures.items()):
-            if failure.exitcode < 0:
-                name = signal.Signals(-failure.exitcode).name
-                if name != "SIGTERM":  # that is how the launcher stops the survivors
-                    say(f"{mesh.describe(rank)} was killed by {name}")
-        codes = [f.exitcode for f in error.failures.values() if f.exitcode > 0]
-        sys.exit(codes[0] if codes else 1)
+        launcher.start()
+        _watch(launcher, mesh.world, asked)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
         shutil.rmtree(folder, ignore_errors=True)
-        del store
+    if errors and isinstance(errors[0], ChildFailedError):
+        _exit_for(errors[0], mesh, store, asked)
+    elif errors:
+        raise errors[0]
     if asked:
         sys.exit(128 + asked[0])
+    return values[0]
+
+
+def _watch(launcher: threading.Thread, world: int, asked: list[int]) -> None:
+    """Until the launcher's thread ends: pass signals on, and stop ranks that outlive a failure.
+
+    torch's launcher would give a rank that hangs 30 seconds.
+    """
+    children: list[Any] = []
+    passed_on, failed_at = False, None
+    while launcher.is_alive():
+        launcher.join(0.1)
+        if len(children) < world:
+            children = multiprocessing.active_children()
+            continue
+        if asked and not passed_on:
+            passed_on = True
+            for child in children:
+                child.terminate()
+        if failed_at is None and any(_failed(child) for child in children):
+            failed_at = time.monotonic()
+        late = failed_at is not None and time.monotonic() > failed_at + _LINGER
+        if late or len(asked) > 1:
+            for child in children:
+                child.kill()
+
+
+def _failed(child: Any) -> bool:
+    """True if a child process has ended badly; leaves it for the launcher's thread to collect."""
+    if not hasattr(os, "waitid"):  # some macOS: torch's own 30 seconds apply
+        return False
+    try:
+        end = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # it has been collected
+        return child.exitcode not in (None, 0)
+    return end is not None and (end.si_code != os.CLD_EXITED or end.si_status != 0)
+
+
+def _exit_for(error: Any, mesh: Mesh, store: dist.Store, asked: list[int]) -> None:
+    """Say what the ranks could not say themselves, and exit."""
+    rank, failure = min(error.failures.items())
+    if asked and failure.exitcode < 0:
+        if len(asked) > 1:
+            say("stopped at once, without saving")
+        sys.exit(128 + asked[0])
+    if failure.exitcode < 0:
+        name = signal.Signals(-failure.exitcode).name
+        say(f"{mesh.describe(rank)} was killed by {name}{_last_seen(store, rank)}")
+    elif store.check(["verdict"]):
+        say(store.get("verdict").decode())
+    sys.exit(failure.exitcode if failure.exitcode > 0 else 1)
 
 
 def _loopback_listener(port: int) -> socket.socket:
@@ -122,6 +184,14 @@ def say(message: str) -> None:
     print(f"\nwarpweave: {message}", file=sys.stderr, flush=True)
 
 
+def _last_seen(store: dist.Store, rank: int) -> str:
+    """ ", last seen at step 3 (saving), 0.4 s ago", from the rank's last `Session.beat`."""
+    if not store.check([f"beat/{rank}"]):
+        return " before its first step"
+    step, phase, then = json.loads(store.get(f"beat/{rank}"))
+    return f", last seen at step {step} ({phase}), {time.time() - then:.1f} s ago"
+
+
 @dataclass
 class Session:
     """One rank's connection to the others.
@@ -131,6 +201,9 @@ class Session:
         rank, world: in the default process group.
         store: the key-value store that the ranks share; None for a single process.
         timeout: seconds that any collective may take.
+        mesh: sizes, for the names of ranks in messages.
+        where: the device and backend in words, with the reason if there are GPUs but it is none.
+        launched: `launch` started this rank and speaks for ranks that have fallen silent.
     """
 
     device: torch.device
@@ -139,36 +212,55 @@ class Session:
     store: dist.Store | None
     timeout: float
     mesh: Mesh
+    where: str = "cpu"
+    launched: bool = False
+    _renewals: int = 0
 
     def beat(self, step: int, phase: str) -> None:
         """Leave word of where this rank is, for the others to read if it falls silent."""
         if self.store is not None:
             self.store.set(f"beat/{self.rank}", json.dumps([step, phase, time.time()]))
 
-    def explain(self, error: BaseException) -> str | None:
-        """Turn `error` into one line that names the rank at fault; None if another rank says it.
+    def explain(self, error: BaseException, common: tuple[type, ...] = ()) -> str | None:
+        """Turn `error` into one line that names the rank at fault; None if another says it.
 
-        A rank with an error of its own is the cause and says so. A rank that only lost its peers
-        waits a moment for reports; the ranks that stay silent are the ones at fault.
+        Errors of the types in `common` are raised by all ranks alike, and name who is to blame
+        themselves. A rank with an error of its own is the cause and says so. A rank that only lost
+        its peers waits a moment for reports; the ranks that stay silent are the ones at fault.
         """
-        text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        words = " ".join(str(error).split())
+        text = words if isinstance(error, (ValueError, *common)) else type(error).__name__
+        if text is not words and words:
+            text = f"{text}: {words}"
         if self.store is None:
             return text
+        name = self.mesh.describe(self.rank)
         try:
             if not _is_connection_error(error):  # this rank is (one of) the cause
                 first = self.store.add("causes", 1) == 1
                 self.store.set(f"failed/{self.rank}", text)
-                return f"{self.mesh.describe(self.rank)} failed: {text}" if first else None
+                if not first:
+                    return None
+                return text if isinstance(error, common) else f"{name} failed: {text}"
             self.store.set(f"failed/{self.rank}", text)
             reported = self._reported()
             if self.store.add("causes", 0) > 0 or self.rank != min(reported):
                 return None
             silent = [r for r in range(self.world) if r not in reported]
-            if not silent:
-                return f"{self.mesh.describe(self.rank)}: {text}"
-            return "; ".join(self._last_word(r) for r in silent)
+            verdict = f"{name}: {text}"
+            if silent:
+                verdict = "; ".join(
+                    f"no word from {self.mesh.describe(r)}: it died or hangs"
+                    f"{_last_seen(self.store, r)}"
+                    for r in silent
+                )
+            if not self.launched:
+                return verdict
+            self.store.set("verdict", verdict)
+            return None
         except RuntimeError:  # the store is gone too, there is no one left to ask
-            return f"{self.mesh.describe(self.rank)}: {text}"
+            keeper = "the process that started the ranks" if self.launched else "the launcher"
+            return f"{name} stops: {keeper} is gone"
 
     def _reported(self) -> set[int]:
         """The ranks that saw an error, after waiting a moment for all of them."""
@@ -184,15 +276,22 @@ class Session:
             time.sleep(0.05)
         return reported
 
-    def _last_word(self, rank: int) -> str:
-        assert self.store is not None
-        name = self.mesh.describe(rank)
-        if not self.store.check([f"beat/{rank}"]):
-            return f"no word from {name}: it died or hangs, before its first step"
-        step, phase, then = json.loads(self.store.get(f"beat/{rank}"))
-        return (
-            f"no word from {name}: it died or hangs, last seen at step {step} ({phase}), "
-            f"{time.time() - then:.1f} s ago"
+    def renew(self) -> None:
+        """Replace the process groups by a fresh default one, on gloo; collective.
+
+        Every group keeps threads and sockets, and torch reuses the names of groups that were
+        destroyed one by one; a process that builds many engines starts over instead.
+        """
+        if self.store is None:
+            return
+        dist.destroy_process_group()
+        self._renewals += 1
+        dist.init_process_group(
+            "gloo",
+            store=dist.PrefixStore(f"renewal_{self._renewals}", self.store),
+            rank=self.rank,
+            world_size=self.world,
+            timeout=timedelta(seconds=self.timeout),
         )
 
     def close(self) -> None:
@@ -202,25 +301,38 @@ class Session:
 
 
 @contextmanager
-def reported(session: Session) -> Iterator[None]:
-    """End this process on an error, after one rank has said in one line which rank is at fault.
+def reported(session: Session, common: tuple[type, ...] = ()) -> Iterator[None]:
+    """End this process with 1 on an error, after one rank has said in one line who is at fault.
 
-    Not by the interpreter's usual way out: a process group cannot be left in order once a peer is
-    gone.
+    Errors that are bugs rather than refusals come with their traceback, once; `common` is that of
+    `Session.explain`. KeyboardInterrupt ends it with 130. Not by the interpreter's usual way out: a
+    process group cannot be left in order once a peer is gone.
     """
     try:
         yield
+    except KeyboardInterrupt:
+        say("stopped at once, without saving")
+        _end(130)
     except BaseException as error:
-        line = session.explain(error)
+        line = session.explain(error, common)
         if line is not None:
+            refusals = (ValueError, OSError, MemoryError, torch.OutOfMemoryError, *common)
+            if not isinstance(error, refusals) and not _is_connection_error(error):
+                traceback.print_exception(error)
             say(line)
-        os._exit(1)
+        _end(1)
+
+
+def _end(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _is_connection_error(error: BaseException) -> bool:
     """True for what torch.distributed raises when a peer is gone or late."""
     return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError)
+        type(error) is RuntimeError
         and any(
             word in str(error) for word in ("gloo", "NCCL", "Connection", "Timed out", "timeout")
         )
@@ -237,26 +349,32 @@ def join(
     """Connect this process to the others, as the launcher's environment says.
 
     With one rank and no launcher there is nothing to connect. `backend` is "gloo", "nccl", or None
-    for NCCL where every local rank has a GPU of its own. `port` is what `launch` passes on.
+    for NCCL where every local rank has a GPU of its own. `port` is what `launch` passes on. On the
+    CPU the local ranks share the cores, whatever OMP_NUM_THREADS says (torchrun sets it to 1).
 
     Raises:
         ValueError: the mesh does not have as many ranks as were started.
     """
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)  # see `launch`
     env = os.environ
     local_world = int(env.get("LOCAL_WORLD_SIZE", "1"))
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if backend is None:
         backend = "nccl" if gpus >= local_world else "gloo"
-    device = torch.device("cpu")
+    device, where = torch.device("cpu"), "cpu"
     if backend == "nccl":
         device = torch.device("cuda", int(env.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
+        where = torch.cuda.get_device_name(device)
     else:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world))
+        cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+        torch.set_num_threads(max(1, cores // local_world))
+        if gpus:
+            where = f"cpu, as {gpus} GPUs are too few for {local_world} ranks"
     if not under_torchrun():
         if mesh.world != 1:
             raise ValueError(f"the mesh needs {mesh.world} ranks, but 1 process is running")
-        return Session(device, 0, 1, None, timeout, mesh)
+        return Session(device, 0, 1, None, timeout, mesh, where)
     rank, world = int(env["RANK"]), int(env["WORLD_SIZE"])
     if mesh.world != world:
         raise ValueError(
@@ -272,7 +390,8 @@ def join(
         timeout=timedelta(seconds=timeout),
         device_id=device if backend == "nccl" else None,
     )
-    return Session(device, rank, world, store, timeout, mesh)
+    where = f"{where}, {backend}"
+    return Session(device, rank, world, store, timeout, mesh, where, launched=port is not None)
 
 
 def _store(

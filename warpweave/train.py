@@ -1,6 +1,11 @@
 """Train a GPT on text, on any mesh, from one command.
 
-``warpweave train`` starts its own ranks; ``torchrun ... -m warpweave.train`` uses torchrun's.
+``warpweave train`` starts its own ranks; ``torchrun ... -m warpweave.train`` uses torchrun's (with
+several machines, `out` must be a folder that all of them share).
+
+Ctrl-C or SIGTERM finishes the step, saves and stops. Exit codes: 0 done, 1 failed, 2 refused before
+anything was started or written, 130 (Ctrl-C) or 143 (SIGTERM) interrupted and saved. Under torchrun
+an interrupted run ends with 0, because torchrun would take anything else for a failed rank.
 """
 
 from __future__ import annotations
@@ -8,15 +13,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import resource
 import signal
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -24,12 +33,18 @@ import tyro
 from torch import Tensor
 from tqdm import tqdm
 
-from warpweave.checkpoint import CheckpointError, CheckpointReader, open_latest, save_checkpoint
+from warpweave.checkpoint import (
+    CheckpointError,
+    CheckpointReader,
+    latest,
+    open_latest,
+    save_checkpoint,
+)
 from warpweave.data import Dataset, open_dataset
-from warpweave.engine import Engine
-from warpweave.gpt import PRESETS, GPTConfig
+from warpweave.engine import SCHEDULES, Engine
+from warpweave.gpt import GPT, PRESETS, GPTConfig
 from warpweave.kernels.cost import gpt_step
-from warpweave.launch import Session, join, launch, reported, under_torchrun
+from warpweave.launch import Session, join, launch, reported, say, under_torchrun
 from warpweave.parallel.mesh import Mesh
 from warpweave.parallel.shard import ParamRecord
 
@@ -44,8 +59,18 @@ DTYPES = {
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 
 
+# What must stay as it was for a resumed run to be the same run.
+_SETTINGS = ("steps", "lr", "min_lr", "warmup", "weight_decay", "clip", "dtype")
+
+# Files and folders of a run, in `out`.
+_METRICS, _PLOT, _CHECKPOINTS, _BOARD = "metrics.jsonl", "loss.png", "checkpoints", "tensorboard"
+
+
 class TrainingStopped(RuntimeError):
     """Training cannot go on: a loss or gradient that is not a number."""
+
+
+_COMMON = (TrainingStopped, CheckpointError)  # all ranks raise these alike
 
 
 @dataclass(frozen=True)
@@ -71,8 +96,8 @@ class TrainConfig:
     tokenizer: Path | None = None
     """A Hugging Face tokenizers JSON; default: bytes."""
 
-    dp: int = 1
-    """Data-parallel replicas."""
+    dp: int | None = None
+    """Data-parallel replicas; default: as many as torchrun's ranks allow, without torchrun 1."""
     tp: int = 1
     """Tensor-parallel ranks."""
     cp: int = 1
@@ -106,7 +131,7 @@ class TrainConfig:
     seed: int = 0
 
     out: Path = Path("runs/train")
-    """Folder for metrics, plot and checkpoints."""
+    """Folder for metrics, plot and checkpoints; an earlier run in it is moved into a subfolder."""
     save_every: int = 0
     """Steps between checkpoints; 0 for one at the end only."""
     keep: int = 3
@@ -125,8 +150,37 @@ class TrainConfig:
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh's sizes."""
-        return Mesh(dp=self.dp, cp=self.cp, tp=self.tp, pp=self.pp)
+        """The mesh's sizes; an open `dp` is 1."""
+        return Mesh(dp=1 if self.dp is None else self.dp, cp=self.cp, tp=self.tp, pp=self.pp)
+
+    @property
+    def token_cache(self) -> Path | None:
+        """Where the ids of tokenised text are kept for the other ranks and runs."""
+        return self.out / "tokens" if self.tokenizer is not None else None
+
+    @property
+    def length(self) -> int:
+        """Tokens in a sequence."""
+        return self.seq_len or PRESETS[self.model].seq_len
+
+    def for_ranks(self, ranks: int) -> TrainConfig:
+        """This configuration with `dp` filled in for `ranks` ranks.
+
+        Raises:
+            ValueError: the mesh does not have that many ranks.
+        """
+        mesh = self.mesh
+        if self.dp is None:
+            mesh = dataclasses.replace(mesh, dp=max(1, ranks // mesh.world))
+        if mesh.world != ranks:
+            axes = " x ".join(
+                f"{axis}={getattr(self, axis) or 'any'}" for axis in ("dp", "cp", "tp", "pp")
+            )
+            raise ValueError(
+                f"mesh {axes} does not fit {ranks} ranks: it has {mesh.world}, and their number "
+                "must be the axes' product"
+            )
+        return dataclasses.replace(self, dp=mesh.dp)
 
     def model_config(self, vocab_size: int) -> GPTConfig:
         """The model, with a vocabulary of at least `vocab_size`."""
@@ -138,24 +192,45 @@ class TrainConfig:
             raise ValueError(f"vocab_size = {vocabulary} is smaller than the data's {vocab_size}")
         return dataclasses.replace(preset, vocab_size=vocabulary, **changes)
 
+    def open_data(self, split: Literal["train", "validation"]) -> Dataset:
+        """One split of the data."""
+        return open_dataset(
+            self.data,
+            seq_len=self.length,
+            seed=self.seed,
+            split=split,
+            tokenizer=self.tokenizer,
+            cache=self.token_cache,
+        )
+
     def check(self) -> None:
         """Raise a one-line error for what cannot work, before any rank is started."""
-        for name in ("steps", "batch", "microbatches", "keep", "eval_batches"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        seq_len = self.seq_len or PRESETS[self.model].seq_len
-        data = open_dataset(self.data, seq_len=seq_len, tokenizer=self.tokenizer)
-        open_dataset(self.data, seq_len=seq_len, tokenizer=self.tokenizer, split="validation")
-        config = self.model_config(data.vocab_size)
-        config.check(self.mesh, zigzag=self.layout == "zigzag")
-        rows = self.batch * seq_len // self.cp
+        for low, names in (
+            (1, ("steps", "batch", "microbatches", "keep", "eval_batches")),
+            (0, ("warmup", "save_every", "eval_every", "sample", "seed")),
+            (0, ("lr", "min_lr", "weight_decay", "clip")),
+        ):
+            for name in names:
+                if not low <= getattr(self, name) < math.inf:
+                    raise ValueError(f"{name} must be at least {low}, got {getattr(self, name)}")
+        if not 0 < self.timeout < math.inf:
+            raise ValueError(f"timeout must be positive seconds, got {self.timeout}")
+        mesh = self.mesh
+        SCHEDULES[self.schedule](mesh.pp, self.microbatches)
+        rows = self.batch * self.length // self.cp
         if self.sequence_parallel and rows % self.tp:
             raise ValueError(
                 f"batch x seq_len / cp = {rows} tokens do not divide by tp = {self.tp} "
                 "(sequence parallelism)"
             )
+        self.model_config(1).check(mesh, zigzag=self.layout == "zigzag")
+        if self.resume and latest(self.out / _CHECKPOINTS) is None:
+            raise ValueError(f"nothing to resume from: no checkpoint in {self.out / _CHECKPOINTS}")
         if self.tensorboard:
             import torch.utils.tensorboard  # noqa: F401  an ImportError now, not after training
+        vocabulary = self.open_data("train").vocab_size
+        self.open_data("validation")
+        self.model_config(vocabulary)
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
@@ -167,33 +242,48 @@ def learning_rate(config: TrainConfig, step: int) -> float:
     return config.lr * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
 
 
-class _Interrupt:
+class Interrupt:
     """Ctrl-C or SIGTERM asks for a stop after the current step; Ctrl-C again stops at once.
 
     One Ctrl-C can arrive twice, from the terminal and from the launcher.
     """
 
     def __init__(self) -> None:
-        self.asked = False
+        self.number: int | None = None
         self._when = 0.0
+
+    def listen(self) -> None:
+        """Take over the two signals; in the main thread."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._handle)
 
     def _handle(self, number: int, _: Any) -> None:
-        if self.asked and number == signal.SIGINT and time.monotonic() > self._when + 2.0:
+        if self.number is None:
+            self.number, self._when = number, time.monotonic()
+        elif number == signal.SIGINT and time.monotonic() > self._when + 2.0:
+            self._when = math.inf  # raise once
             raise KeyboardInterrupt
-        if not self.asked:
-            self.asked, self._when = True, time.monotonic()
 
 
 class Trainer:
-    """The training loop on one rank."""
+    """The training loop on one rank; collective over the session's ranks.
 
-    def __init__(self, config: TrainConfig, session: Session) -> None:
+    Args:
+        config: what to train; its mesh has the session's ranks.
+        session: this rank's connection.
+        interrupt: how this rank learns that it is to stop; None is never.
+    """
+
+    def __init__(
+        self, config: TrainConfig, session: Session, interrupt: Interrupt | None = None
+    ) -> None:
         self.config, self.session = config, session
-        self.train_data, self.val_data = self._open_data()
+        self.interrupt = interrupt if interrupt is not None else Interrupt()
+        self.train_data, self.val_data = config.open_data("train"), config.open_data("validation")
         self.model = config.model_config(self.train_data.vocab_size)
-        self.mesh = config.mesh.connect(session.device.type)
+        self.mesh = config.mesh.connect(
+            session.device.type, timeout=timedelta(seconds=session.timeout)
+        )
         self.engine = Engine(
             self.model,
             self.mesh,
@@ -211,21 +301,25 @@ class Trainer:
             clip=config.clip or None,
             timeout=config.timeout,
         )
-        self.interrupt = _Interrupt()
-        self.metrics = _Metrics(config, resume=config.resume) if session.rank == 0 else None
-        self.step = 0
+        self.step, self.stopped = 0, False
         self.checkpoint: Path | None = None
-        self.tokens_per_step = config.dp * config.microbatches * config.batch * self.model.seq_len
+        self.sequences_per_step = config.mesh.dp * config.microbatches * config.batch
+        self.tokens_per_step = self.sequences_per_step * self.model.seq_len
+        self.peak_memory: list[float] = []
         if config.resume:
             self._resume()
+        self.metrics = _Metrics(config, self.step) if session.rank == 0 else None
 
-    def _open_data(self) -> tuple[Dataset, Dataset]:
-        c = self.config
-        seq_len = c.seq_len or PRESETS[c.model].seq_len
-        options = {"seq_len": seq_len, "seed": c.seed, "tokenizer": c.tokenizer}
+    def describe(self) -> str:
+        """Where and what this run trains, in one line."""
+        c, m = self.config, self.config.mesh
+        count = sum(p.numel() for p in GPT(self.model, device="meta").parameters())
+        ranks = "1 rank" if m.world == 1 else f"{m.world} ranks"
         return (
-            open_dataset(c.data, split="train", **options),
-            open_dataset(c.data, split="validation", **options),
+            f"{ranks} ({self.session.where}), dp={m.dp} tp={m.tp} cp={m.cp} pp={m.pp}, "
+            f"ZeRO {c.zero}, {c.schedule} with {c.microbatches} micro-batches of {c.batch}; "
+            f"{count:,} parameters in {c.dtype}, {self.tokens_per_step:,} tokens per step"
+            + (f"; resumed at step {self.step}" if c.resume else "")
         )
 
     # ------------------------------------------------------------------ the loop
@@ -233,30 +327,37 @@ class Trainer:
     def run(self) -> dict[str, Any]:
         """Train to the last step (or an interrupt), save, evaluate, sample; the result's fields."""
         tqdm.set_lock(threading.RLock())  # its default lock is one of processes, and leaks
-        bar = tqdm(
+        # A step's first run compiles and connects; it does not count unless it is the only one.
+        seconds: list[float] = []
+        with tqdm(
             total=self.config.steps,
             initial=self.step,
             disable=self.session.rank != 0,
             mininterval=0.5,
             unit="step",
-        )
-        started, first = time.perf_counter(), self.step
-        stopped = False
-        while self.step < self.config.steps and not stopped:
-            stopped = self._train_step(bar)
-            every = self.config.save_every
-            if stopped or (every and self.step % every == 0 and self.step < self.config.steps):
-                self.save()
-        seconds = time.perf_counter() - started
-        bar.close()
-        if not stopped:
-            self.save()
-        rate = (self.step - first) * self.tokens_per_step / seconds if self.step > first else 0.0
-        val_loss = None if stopped else self.evaluate()
-        return self._result(val_loss, rate, stopped)
+        ) as bar:
+            while self.step < self.config.steps and not self.stopped:
+                row, took, self.stopped = self._train_step()
+                seconds.append(took)
+                if len(seconds) == 1:
+                    self.peak_memory = self._peak_memory()
+                self._log(bar, row, took)
+                self._after_step()
+        counted = seconds[1:] or seconds
+        rate = len(counted) * self.tokens_per_step / sum(counted) if counted else 0.0
+        val_loss = None if self.stopped else self.evaluate()
+        return self._result(val_loss, rate)
 
-    def _train_step(self, bar: tqdm) -> bool:
-        """One step with its logging; True if a rank was asked to stop."""
+    def _after_step(self) -> None:
+        """Evaluate and save, if it is time to; the last step is saved, and evaluated afterwards."""
+        c, last = self.config, self.stopped or self.step >= self.config.steps
+        if c.eval_every and self.step % c.eval_every == 0 and not last:
+            self.evaluate()
+        if last or (c.save_every and self.step % c.save_every == 0):
+            self.save()
+
+    def _train_step(self) -> tuple[dict[str, Any], float, bool]:
+        """One step: (its row of metrics, its seconds, True if a rank was asked to stop)."""
         self.session.beat(self.step, "training step")
         began = time.perf_counter()
         tokens, labels, ids = self._batch(self.step)
@@ -267,24 +368,36 @@ class Trainer:
             ids,
             lr=lr,
             key=_key(self.config.seed, self.step),
-            interrupted=self.interrupt.asked,
+            interrupted=self.interrupt.number is not None,
         )
         loss, norm, interrupts = (float(x) for x in result.all().cpu())
-        self._stop_if_not_finite(loss, norm)
+        overflow = self.engine.optimizer.loss_scale is not None and not math.isfinite(norm)
+        if not math.isfinite(loss) or (not math.isfinite(norm) and not overflow):
+            self._stop(loss, norm)
         self.step += 1
-        seconds = time.perf_counter() - began
-        if self.metrics is not None:
-            rate = self.tokens_per_step / seconds
-            row = {"step": self.step, "loss": loss, "grad_norm": norm, "lr": lr}
-            row["tokens_per_second"] = round(rate, 1)
-            row |= self._utilisation(rate)
-            self.metrics.write(row)
-            bar.update()
-            bar.set_postfix(loss=f"{loss:.3f}", tokens_s=f"{rate:.0f}")
-        every = self.config.eval_every
-        if every and self.step % every == 0 and self.step < self.config.steps:
-            self.evaluate()
-        return interrupts > 0
+        row = {
+            "step": self.step,
+            "loss": loss,
+            "grad_norm": None if overflow else norm,
+            "lr": lr,
+        }
+        return row, time.perf_counter() - began, interrupts > 0
+
+    def _log(self, bar: tqdm, row: dict[str, Any], seconds: float) -> None:
+        """One row of metrics, and the progress bar; on rank 0."""
+        if self.metrics is None:
+            return
+        rate = self.tokens_per_step / seconds
+        row |= {"tokens_per_second": round(rate, 1)} | self._utilisation(rate)
+        self.metrics.write(row)
+        shown = {"loss": f"{row['loss']:.3f}", "tokens/s": f"{rate:.0f}"}
+        if "mfu" in row:
+            shown["mfu"] = f"{row['mfu']:.1%}"
+        peak = self.peak_memory
+        few = peak if len(peak) <= 8 else [max(peak)]
+        shown["peak"] = "/".join(f"{m:.0f}" for m in few) + (" MiB" if few is peak else " MiB max")
+        bar.set_postfix(shown, refresh=False)
+        bar.update()
 
     def _batch(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
         """This data replica's samples of a step: tokens and labels [m, b, S], sample ids [m, b]."""
@@ -293,26 +406,21 @@ class Trainer:
         tokens, labels = self.train_data.batch(step, ids.tolist())
         device = self.session.device
         shape = (m, b, self.model.seq_len)
-        return (
-            tokens.view(shape).to(device),
-            labels.view(shape).to(device),
-            ids.view(m, b).to(device),
-        )
+        tokens, labels = tokens.view(shape), labels.view(shape)
+        return tokens.to(device), labels.to(device), ids.view(m, b).to(device)
 
-    def _stop_if_not_finite(self, loss: float, norm: float) -> None:
-        """Raise on every rank, naming the ranks, if loss or gradients are no longer numbers."""
-        if math.isfinite(loss) and (math.isfinite(norm) or self.engine.optimizer.loss_scale):
-            return
+    def _stop(self, loss: float, norm: float, what: str = "loss") -> NoReturn:
+        """Raise on every rank, naming the ranks whose loss or gradients are no longer numbers."""
+        step = self.step + (what == "loss")
         ranks = self.engine.not_finite_ranks()
-        what = "loss" if not math.isfinite(loss) else "gradient norm"
+        words = f"{what} is {loss}" if not math.isfinite(loss) else f"gradient norm is {norm}"
         names = ", ".join(self.config.mesh.describe(r) for r in ranks) or "no single rank"
-        last = f"the last good checkpoint is {self.checkpoint}" if self.checkpoint else (
-            "there is no checkpoint yet"
-        )  # fmt: skip
-        raise TrainingStopped(
-            f"{what} is {loss if what == 'loss' else norm} at step {self.step}, first seen on "
-            f"{names}; weights were not updated, {last}"
-        )
+        # The optimizer leaves everything untouched when the norm is not finite.
+        kept = "" if math.isfinite(norm) else "the weights were not updated, "
+        last = "there is no checkpoint"
+        if self.checkpoint is not None:
+            last = f"the last good checkpoint is {self.checkpoint}"
+        raise TrainingStopped(f"{words} at step {step}, first seen on {names}; {kept}{last}")
 
     def _utilisation(self, tokens_per_second: float) -> dict[str, float]:
         """Model FLOP/s utilisation on a GPU of known peak, by ``kernels.cost.gpt_step``."""
@@ -344,21 +452,25 @@ class Trainer:
         count = c.eval_batches * c.batch
         dp = self.mesh.index("dp")
         tokens, labels = self.val_data.fixed_batch(
-            range(dp * count, (dp + 1) * count), count=count * c.dp
+            range(dp * count, (dp + 1) * count), count=count * c.mesh.dp
         )
         shape = (c.eval_batches, c.batch, self.model.seq_len)
         device = self.session.device
         loss = self.engine.evaluate(tokens.view(shape).to(device), labels.view(shape).to(device))
         value = float(loss)
+        if not math.isfinite(value):
+            self._stop(value, 0.0, "validation loss")
+        self.peak_memory = self._peak_memory()
         if self.metrics is not None:
-            self.metrics.write({"step": self.step, "val_loss": value})
+            peak = [round(m) for m in self.peak_memory]
+            self.metrics.write({"step": self.step, "val_loss": value, "peak_memory_mib": peak})
         return value
 
     # ------------------------------------------------------------------ checkpoints
 
     @property
     def _folder(self) -> Path:
-        return self.config.out / "checkpoints"
+        return self.config.out / _CHECKPOINTS
 
     def save(self) -> None:
         """Write a checkpoint of logical tensors; every rank takes part."""
@@ -369,10 +481,10 @@ class Trainer:
             "data": {
                 "name": self.train_data.name,
                 "fingerprint": self.train_data.fingerprint,
-                "samples": self.step * self.tokens_per_step // self.model.seq_len,
+                "sequences_per_step": self.sequences_per_step,
             },
             "optimizer": self.engine.optimizer.state(),
-            "dtype": self.config.dtype,
+            "settings": {name: getattr(self.config, name) for name in _SETTINGS},
         }
         self.checkpoint = save_checkpoint(
             self._folder,
@@ -393,9 +505,13 @@ class Trainer:
                     yield prefix + record.name, tensor.cpu().contiguous()
 
     def _resume(self) -> None:
-        reader = open_latest(self._folder, group=self.mesh.group("world"))
+        with warnings.catch_warnings(record=True) as passed_over:
+            warnings.simplefilter("always")
+            reader = open_latest(self._folder, group=self.mesh.group("world"))
+        for warning in passed_over:  # on rank 0
+            say(str(warning.message))
         if reader is None:
-            raise CheckpointError(f"nothing to resume from: {self._folder} holds no checkpoint")
+            raise CheckpointError(f"nothing to resume from: no checkpoint in {self._folder}")
         reader.require_config(dataclasses.asdict(self.model))
         self._check_data(reader)
         for kind, prefix in (("param", ""), ("exp_avg", "exp_avg/"), ("exp_avg_sq", "exp_avg_sq/")):
@@ -407,10 +523,11 @@ class Trainer:
         self.engine.optimizer.load_state(reader.state["optimizer"])
         self.step = reader.step
         self.checkpoint = reader.path
-        if self.metrics is not None:
-            self.metrics.rewind(self.step)
 
     def _check_data(self, reader: CheckpointReader) -> None:
+        """Refuse other data or another seed; say which settings differ, which a user may want."""
+        if not {"data", "seed", "optimizer", "settings"} <= set(reader.state):
+            raise CheckpointError(f"{reader.path} was not written by the trainer")
         saved = reader.state["data"]
         if saved["fingerprint"] != self.train_data.fingerprint:
             raise CheckpointError(
@@ -423,14 +540,21 @@ class Trainer:
                 f"{reader.path} was trained with seed {reader.state['seed']}, "
                 f"now {self.config.seed}"
             )
+        now = {name: getattr(self.config, name) for name in _SETTINGS}
+        now["sequences_per_step"] = self.sequences_per_step
+        before = reader.state["settings"] | {"sequences_per_step": saved["sequences_per_step"]}
+        differing = [f"{k}: saved {before.get(k)}, now {v}" for k, v in now.items()
+                     if before.get(k) != v]  # fmt: skip
+        if differing and self.session.rank == 0:
+            say(f"goes on with other settings than {reader.path}: {'; '.join(differing)}")
 
     # ------------------------------------------------------------------ the end
 
-    def _result(self, val_loss: float | None, rate: float, stopped: bool) -> dict[str, Any]:
+    def _result(self, val_loss: float | None, rate: float) -> dict[str, Any]:
         """Sample, plot, print; the fields of the last line."""
-        memory = self._peak_memory()
+        self.peak_memory = self._peak_memory()
         text = None
-        if not stopped and self.config.sample:
+        if not self.stopped and self.config.sample:
             self.session.beat(self.step, "sampling")
             text = self._sample_text()
         plot = None
@@ -439,7 +563,8 @@ class Trainer:
             self.metrics.close()
             if text is not None:
                 print(f"\n--- sample ---\n{text}\n--------------")
-            print("peak memory per rank: " + ", ".join(f"{m:.0f} MiB" for m in memory))
+            peak = ", ".join(f"{m:.0f} MiB" for m in self.peak_memory)
+            print(f"peak memory per rank: {peak}")
         return {
             "val_loss": None if val_loss is None else round(val_loss, 4),
             "steps": self.step,
@@ -448,15 +573,14 @@ class Trainer:
             "zero": self.config.zero,
             "checkpoint": str(self.checkpoint),
             "plot": str(plot),
-            "interrupted": stopped,
         }
 
     def _sample_text(self) -> str:
-        prompt = torch.tensor([ord("\n")] if self.config.tokenizer is None else [0])
-        if self.config.tokenizer is None and self.train_data.tokenizer is not None:
-            prompt = torch.tensor(list(b"\ndef "))
-        tokens = self.engine.generate(prompt, self.config.sample, seed=self.config.seed)
-        return self.train_data.decode(tokens.tolist())
+        """A continuation of the validation text's first few tokens."""
+        prompt = torch.from_numpy(self.val_data.tokens[:8].astype("int64"))
+        tokens = self.engine.generate(prompt, self.config.sample, seed=self.config.seed).tolist()
+        # A model's vocabulary may be larger than its data's, and an untrained one draws from all.
+        return self.train_data.decode([t for t in tokens if t < self.train_data.vocab_size])
 
     def _peak_memory(self) -> list[float]:
         """Peak memory of every rank in MiB: allocated on a GPU, resident on the CPU."""
@@ -479,18 +603,26 @@ def _key(seed: int, step: int) -> int:
 
 
 class _Metrics:
-    """Metrics as JSONL, optionally TensorBoard, and a plot; on rank 0."""
+    """Metrics as JSONL, optionally TensorBoard, and a plot; on rank 0.
 
-    def __init__(self, config: TrainConfig, *, resume: bool) -> None:
+    A run that goes on from step `step` forgets the rows after it, which it will write again; a new
+    run moves what is in its folder into a folder ``earlier-N`` beside it.
+    """
+
+    def __init__(self, config: TrainConfig, step: int) -> None:
         self.folder = config.out
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.path = self.folder / "metrics.jsonl"
-        self.file = self.path.open("a" if resume else "w")
+        self.path = self.folder / _METRICS
+        if config.resume:
+            self._rewind(step, final=step >= config.steps)
+        else:
+            _set_aside(self.folder)
+        self.file = self.path.open("a")
         self.board = None
         if config.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self.board = SummaryWriter(str(self.folder / "tensorboard"))
+            self.board = SummaryWriter(str(self.folder / _BOARD), purge_step=step + 1)
 
     def write(self, row: dict[str, float]) -> None:
         """Append one row; the file is complete up to here at any time."""
@@ -498,18 +630,24 @@ class _Metrics:
         self.file.flush()
         if self.board is not None:
             for name, value in row.items():
-                if name != "step":
+                if name != "step" and isinstance(value, float):
                     self.board.add_scalar(name, value, int(row["step"]))
 
-    def rewind(self, step: int) -> None:
-        """Forget the rows after `step`: they will be written again."""
-        self.file.close()
-        kept = [row for row in self._rows() if row["step"] <= step]
-        self.path.write_text("".join(json.dumps(row) + "\n" for row in kept))
-        self.file = self.path.open("a")
+    def _rewind(self, step: int, *, final: bool) -> None:
+        """Keep the rows up to `step`, without its evaluation if that is the `final` one."""
+        kept = [
+            json.dumps(row) + "\n"
+            for row in (self._rows() if self.path.exists() else [])
+            if row["step"] < step or (row["step"] == step and not (final and "val_loss" in row))
+        ]
+        new = self.path.with_suffix(".tmp")
+        new.write_text("".join(kept))
+        os.replace(new, self.path)
 
-    def _rows(self) -> list[dict[str, float]]:
-        return [json.loads(line) for line in self.path.read_text().splitlines() if line]
+    def _rows(self) -> list[dict[str, Any]]:
+        """All rows; a crash may have left half of the last one."""
+        lines = self.path.read_text().split("\n")
+        return [json.loads(line) for line in lines[:-1]]
 
     def plot(self) -> Path:
         """Training and validation loss over steps, as PNG."""
@@ -530,7 +668,7 @@ class _Metrics:
         axes.grid(alpha=0.3)
         axes.legend()
         figure.tight_layout()
-        path = self.folder / "loss.png"
+        path = self.folder / _PLOT
         figure.savefig(path)
         plt.close(figure)
         return path
@@ -542,32 +680,88 @@ class _Metrics:
             self.board.close()
 
 
-def train_rank(config: TrainConfig, port: int | None = None) -> None:
-    """Train as one rank of a launched (or single) job; rank 0 prints the result's JSON line."""
-    session = join(config.mesh, timeout=config.timeout, port=port)
-    with reported(session):
-        trainer = Trainer(config, session)
+def _set_aside(folder: Path) -> None:
+    """Move an earlier run's files in `folder` out of the way of a new one."""
+    names = [n for n in (_METRICS, _PLOT, _CHECKPOINTS, _BOARD) if (folder / n).exists()]
+    if not names:
+        return
+    number = 1
+    while (folder / f"earlier-{number}").exists():
+        number += 1
+    aside = folder / f"earlier-{number}"
+    aside.mkdir()
+    for name in names:
+        (folder / name).rename(aside / name)
+    say(f"the earlier run in {folder} was moved to {aside} (--resume would have gone on with it)")
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Hold the folder, so that two jobs cannot write into it; the system lets go at any exit."""
+    import fcntl
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"another job is training into {folder}; give this one another --out"
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+        yield
+
+
+def train_rank(config: TrainConfig, port: int | None = None) -> int:
+    """Train as one rank of a launched (or single) job; rank 0 prints the result's JSON line.
+
+    Returns the exit code, 0 or 128 + the number of the signal that interrupted the run.
+    """
+    interrupt = Interrupt()
+    if port is not None or not under_torchrun():
+        interrupt.listen()
+    try:
+        session = join(config.mesh, timeout=config.timeout, port=port)
+    except dist.DistError as error:
+        say(f"rank {os.environ.get('RANK', '0')} found no way to the others: {error}")
+        sys.exit(1)
+    interrupt.listen()  # not earlier under torchrun, which ends ranks that still wait by SIGTERM
+    with reported(session, _COMMON):
+        session.beat(0, "start")
+        trainer = Trainer(config, session, interrupt)
+        if session.rank == 0:
+            say(trainer.describe())
         result = trainer.run()
         session.beat(trainer.step, "closing")
         session.close()
     if session.rank == 0:
         print(json.dumps(result), flush=True)
-    if session.world == 1 and result["interrupted"]:
-        sys.exit(130)
+    return 128 + (interrupt.number or signal.SIGTERM) if trainer.stopped else 0
 
 
 def main(argv: list[str] | None = None) -> None:
     """The command ``warpweave train``."""
     config = tyro.cli(TrainConfig, prog="warpweave train", description=__doc__, args=argv)
+    torchrun = under_torchrun()
+    rank, local_rank = (int(os.environ.get(n, "0")) for n in ("RANK", "LOCAL_RANK"))
     try:
-        config.check()
-    except (ValueError, ImportError) as error:
-        print(f"warpweave: {error}", file=sys.stderr)
+        config = config.for_ranks(int(os.environ["WORLD_SIZE"]) if torchrun else config.mesh.world)
+        if local_rank == 0:  # the others wait for it in `join`, and find its tokens in the cache
+            config.check()
+        with _alone(config.out) if rank == 0 else nullcontext():
+            if torchrun:
+                train_rank(config)
+                code = 0
+            elif config.mesh.world == 1:
+                code = train_rank(config)
+            else:
+                code = launch(train_rank, (config,), config.mesh)
+    except (ValueError, ImportError, OSError) as error:
+        if local_rank == 0:
+            say(" ".join(str(error).split()))
         sys.exit(2)
-    if under_torchrun() or config.mesh.world == 1:
-        train_rank(config)
-    else:
-        launch(train_rank, (config,), config.mesh)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,420 @@
+"""GPT: the plain torch GPT on one device, its slices on every mesh, and an ordinary module."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from close import assert_close_f64, relative_error
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from warpweave.gpt import GPT, PRESETS, GPTConfig
+from warpweave.parallel.mesh import ConnectedMesh, Mesh
+from warpweave.plain_gpt import (
+    PlainConfig,
+    plain_gpt_logits,
+    plain_gpt_loss,
+    plain_init,
+    plain_shapes,
+)
+
+RTOL = 1e-12
+F64 = {"dtype": torch.float64}
+SIZES = {"vocab_size": 37, "seq_len": 12, "layers": 3, "width": 12, "heads": 6}
+LLAMA = {"positions": "rope", "norm": "rms", "activation": "swiglu", "bias": False, "tied": False}
+CONFIGS = {
+    "gpt2": GPTConfig(**SIZES),
+    "llama": GPTConfig(**SIZES, **LLAMA, kv_heads=2, hidden=18, norm_eps=1e-6, rope_theta=50.0),
+    "between": GPTConfig(
+        **SIZES, kv_heads=2, hidden=6, positions="rope", norm="rms", tied=True, rope_theta=9.0
+    ),
+}
+EACH = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+DROPPED = {name: dataclasses.replace(c, dropout=0.2) for name, c in CONFIGS.items()}
+# Dynamo instantiates every autograd Function that it traces.
+DYNAMO = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+
+
+def _plain(config: GPTConfig) -> PlainConfig:
+    fields = dataclasses.asdict(config)
+    fields["act"] = fields.pop("activation")
+    return PlainConfig(**fields | {"kv_heads": config.num_kv_heads, "hidden": config.num_hidden})
+
+
+def _place(sizes: Mesh, rank: int) -> ConnectedMesh:
+    """A rank of a mesh that nobody connected: enough to construct its part."""
+    axes = ("pp", "dp", "cp", "tp", "data", "world")
+    return ConnectedMesh(sizes, rank, dict.fromkeys(axes), None)
+
+
+def _tokens(B: int = 4, S: int = 12, valid: bool = False) -> tuple[Tensor, Tensor]:
+    tokens, labels = torch.randint(0, 37, (2, B, S), generator=torch.Generator().manual_seed(5))
+    if not valid:
+        labels[0, 3:7] = -100
+        labels[1] = -100
+    return tokens, labels
+
+
+def _scattered(config: GPTConfig, **options) -> tuple[GPT, dict[str, Tensor]]:
+    """This rank's GPT with nothing at its initial value, and the whole model's parameters."""
+    gpt, params = GPT(config, **F64 | options), {}
+    for i, (name, shape) in enumerate(plain_shapes(_plain(config)).items()):
+        whole = torch.randn(shape, generator=torch.Generator().manual_seed(i), **F64) * 0.3
+        params[name] = (whole + name.endswith("norm.weight")).requires_grad_()
+    records = gpt.parameter_records()
+    with torch.no_grad():
+        for name, p in gpt.named_parameters():
+            p.copy_(records[name].slice(params[name], gpt.mesh.index("tp")))
+    return gpt, params
+
+
+def _truth(config: GPTConfig, params: dict[str, Tensor], *batch: Tensor) -> tuple:
+    """The plain model's mean loss and its gradients by name."""
+    total, count = plain_gpt_loss(params, *batch, _plain(config))
+    loss = total / max(count, 1)
+    return loss.detach(), dict(zip(params, torch.autograd.grad(loss, list(params.values()))))
+
+
+def _results(gpt: nn.Module, *batch: Tensor, run=None) -> list[Tensor]:
+    """The loss and all gradients; earlier gradients are forgotten."""
+    gpt.zero_grad()
+    loss = gpt(*batch) if run is None else run(*batch)
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in gpt.parameters())]
+
+
+def _bitwise(a: list[Tensor], b: list[Tensor]) -> None:
+    assert all(torch.equal(s, t) for s, t in zip(a, b, strict=True))
+
+
+def _close(a: list[Tensor], b: list[Tensor]) -> None:
+    for s, t in zip(a, b, strict=True):
+        assert_close_f64(s, t, RTOL)
+
+
+# ------------------------------------------------------------------- configurations
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"vocab_size": 0}, "vocab_size must be at least 1, got 0"),
+        ({"layers": 0}, "layers must be at least 1, got 0"),
+        ({"kv_heads": 0}, "kv_heads and hidden must be at least 1, got 0 and None"),
+        ({"hidden": 0}, "kv_heads and hidden must be at least 1, got None and 0"),
+        ({"positions": "alibi"}, "positions must be one of .*, got 'alibi'"),
+        ({"norm": "batch"}, "norm must be one of .*, got 'batch'"),
+        ({"activation": "relu"}, "activation must be one of .*, got 'relu'"),
+        ({"heads": 5}, "width = 12 does not divide by heads = 5"),
+        ({"kv_heads": 4}, "heads = 6 does not divide by kv_heads = 4"),
+        ({"heads": 4, "positions": "rope"}, "rope needs an even head size, got 3"),
+        ({"dropout": 1.0}, r"dropout must be in \[0, 1\), got 1.0"),
+    ],
+)
+def test_sizes_and_styles_that_cannot_be_are_refused(change, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        GPTConfig(**SIZES | change)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "message"),
+    [
+        (Mesh(tp=4), {}, "kv_heads = 6 does not divide by tp = 4"),
+        (Mesh(tp=3), {"hidden": 7}, "hidden = 7 does not divide by tp = 3"),
+        (Mesh(pp=4), {}, "pp = 4 stages need as many layers, got 3"),
+        (Mesh(cp=4), {}, "a zigzag layout needs seq_len to be a multiple of .* = 8, got .*"),
+    ],
+)
+def test_meshes_over_which_it_cannot_be_cut_are_refused(sizes, options, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        GPT(GPTConfig(**SIZES | options), mesh=_place(sizes, 0), device="meta")
+
+
+def test_unknown_recomputation_and_layout_are_refused():
+    with pytest.raises(ValueError, match=r"^recompute must be none, selective or full, got 'all'$"):
+        GPT(CONFIGS["gpt2"], recompute="all")
+    with pytest.raises(ValueError, match=r"^kind must be one of .*, got 'striped'$"):
+        GPT(CONFIGS["gpt2"], layout="striped")
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("gpt2", 124_439_808),
+        ("gpt2-medium", 354_823_168),
+        ("gpt2-large", 774_030_080),
+        ("gpt2-xl", 1_557_611_200),
+        ("llama-1b", 1_235_814_400),
+        ("llama-8b", 8_030_261_248),
+        ("llama-70b", 70_553_706_496),
+    ],
+)
+def test_presets_have_the_published_number_of_parameters(name, count):
+    records = GPT(PRESETS[name], device="meta").parameter_records()
+    assert sum(math.prod(record.shape) for record in records.values()) == count
+
+
+# ------------------------------------------------------------------- parameters
+
+
+@EACH
+def test_names_and_shapes_are_those_of_the_plain_model(config):
+    gpt = GPT(config, device="meta")
+    shapes = plain_shapes(_plain(config))
+    assert {name: tuple(p.shape) for name, p in gpt.named_parameters()} == shapes
+    assert {name: r.shape for name, r in gpt.parameter_records().items()} == shapes
+    assert list(gpt.state_dict()) == [name for name, _ in gpt.named_parameters()]
+
+
+@EACH
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_initial_values_are_the_plain_models_whatever_was_drawn_before(config, dtype):
+    torch.manual_seed(int(torch.randint(1000, ())))
+    params = plain_init(_plain(config), 11, dtype)
+    for name, p in GPT(config, seed=11, dtype=dtype).named_parameters():
+        assert p.dtype == dtype
+        assert torch.equal(p, params[name]), name
+
+
+@EACH
+@pytest.mark.parametrize("sizes", [Mesh(tp=2, pp=3), Mesh(pp=2), Mesh(dp=2, cp=3, tp=2)])
+def test_every_part_of_every_mesh_starts_as_its_slice_of_the_plain_model(config, sizes):
+    params, held = plain_init(_plain(config), 11), set()
+    for rank in range(sizes.world):
+        mesh = _place(sizes, rank)
+        gpt = GPT(config, mesh=mesh, sequence_parallel=True, seed=11)
+        records = gpt.parameter_records()
+        for name, p in gpt.named_parameters():
+            assert torch.equal(p, records[name].slice(params[name], mesh.index("tp"))), name
+            held.add((name, mesh.index("tp")))
+    assert held == {(name, i) for name in params for i in range(sizes.tp)}
+
+
+@pytest.mark.parametrize(("layers", "stages"), [(3, 2), (7, 4), (5, 5), (10, 3), (4, 1)])
+def test_uneven_stages_hold_every_layer_once_and_in_order(layers, stages):
+    config = GPTConfig(8, 4, layers, 4, 1)
+    parts = [
+        GPT(config, mesh=_place(Mesh(pp=stages), rank), device="meta") for rank in range(stages)
+    ]
+    blocks = [int(i) for part in parts for i in part.blocks]
+    assert blocks == list(range(layers))
+    sizes = [len(part.blocks) for part in parts]
+    assert max(sizes) - min(sizes) <= 1
+    assert [part.first for part in parts] == [True] + [False] * (stages - 1)
+
+
+def test_nothing_on_meta_but_after_to_empty_the_seed_gives_all():
+    gpt = GPT(CONFIGS["llama"], device="meta", seed=3)
+    assert all(p.is_meta for p in gpt.parameters())
+    gpt.to_empty(device="cpu").initialise(4)
+    _bitwise(list(gpt.parameters()), list(GPT(CONFIGS["llama"], seed=4).parameters()))
+
+
+# ------------------------------------------------------------------- one device
+
+
+@EACH
+@pytest.mark.parametrize("length", [12, 7, 1])
+def test_logits_loss_and_gradients_are_the_plain_models(config, length):
+    gpt, params = _scattered(config)
+    tokens, labels = _tokens(S=length)
+    assert_close_f64(gpt(tokens), plain_gpt_logits(params, tokens, _plain(config)), RTOL)
+    loss, grads = _truth(config, params, tokens, labels)
+    mine, *own = _results(gpt, tokens, labels)
+    assert mine.shape == ()
+    _close([mine, *own], [loss, *(grads[name] for name, _ in gpt.named_parameters())])
+
+
+@pytest.mark.parametrize("config", DROPPED.values(), ids=DROPPED.keys())
+def test_training_drops_what_the_plain_model_drops_and_eval_nothing(config):
+    gpt, params = _scattered(config)
+    batch = _tokens()
+    loss, grads = _truth(config, params, *batch)
+    _close(_results(gpt, *batch), [loss, *(grads[name] for name, _ in gpt.named_parameters())])
+    gpt.eval()
+    still, _ = _truth(dataclasses.replace(config, dropout=0.0), params, *batch)
+    assert_close_f64(gpt(*batch), still, RTOL)
+    assert relative_error(loss, still) > 1e-5
+    gpt.train()
+    assert_close_f64(gpt(*batch), loss, RTOL)
+
+
+def test_micro_batches_with_sample_ids_and_a_seed_add_up_to_the_plain_batch():
+    config = DROPPED["gpt2"]
+    gpt, params = _scattered(config)
+    tokens, labels = _tokens()
+    ids = torch.tensor([9, 2, 2**33, 5])
+    total, count = plain_gpt_loss(params, tokens, labels, _plain(config), seed=6, sample_ids=ids)
+    loss = torch.zeros((), **F64)
+    for i in range(4):
+        one = slice(i, i + 1)
+        batch = gpt.micro_batch(
+            tokens[one], labels[one], torch.tensor(count), sample_ids=ids[one], seed=6
+        )
+        x = gpt.embed(None, batch)
+        for block in gpt.blocks.values():
+            x = block(x, batch.context)
+        loss = loss + gpt.head_loss(x, batch)
+    assert_close_f64(loss, total / count, RTOL)
+
+
+def test_a_batch_without_labels_has_loss_zero():
+    gpt, _ = _scattered(CONFIGS["gpt2"])
+    tokens, labels = _tokens()
+    loss, *grads = _results(gpt, tokens, torch.full_like(labels, -100))
+    assert loss == 0
+    assert not any(g.any() for g in grads)
+
+
+def test_inputs_that_do_not_fit_are_refused():
+    gpt = GPT(CONFIGS["gpt2"])
+    with pytest.raises(ValueError, match=r"^sequence of 13 tokens, the model's is 12$"):
+        gpt(torch.zeros(1, 13, dtype=torch.int64))
+    with pytest.raises(RuntimeError, match=r"an id lies outside \[0, 37\)"):
+        gpt(torch.full((1, 3), 37))
+    part = GPT(CONFIGS["gpt2"], mesh=_place(Mesh(pp=2), 0))
+    with pytest.raises(ValueError, match=r"^forward needs the whole model"):
+        part(torch.zeros(1, 3, dtype=torch.int64))
+    cut = GPT(CONFIGS["gpt2"], mesh=_place(Mesh(tp=2), 1), sequence_parallel=True)
+    assert cut.own_rows(8) == slice(4, 8)
+    with pytest.raises(ValueError, match=r"cuts the 7 tokens of a micro-batch over tp = 2"):
+        cut.own_rows(7)
+
+
+# ------------------------------------------------------------------- an ordinary module
+
+
+@pytest.mark.parametrize("config", DROPPED.values(), ids=DROPPED.keys())
+def test_recomputing_or_checkpointing_changes_no_bit(config):
+    batch = _tokens()
+    gpt, _ = _scattered(config)
+    expected = _results(gpt, *batch)
+    _bitwise(_results(_scattered(config, recompute="selective")[0], *batch), expected)
+    again = _results(gpt, *batch, run=lambda *b: checkpoint(gpt, *b, use_reentrant=False))
+    _bitwise(again, expected)
+
+
+@DYNAMO
+@pytest.mark.parametrize("name", ["gpt2", "llama", "selective"])
+def test_it_compiles_without_a_graph_break(name):
+    recompute = "selective" if name == "selective" else "none"
+    config = dataclasses.replace(DROPPED.get(name, DROPPED["between"]), layers=1)
+    gpt, _ = _scattered(config, recompute=recompute)
+    compiled = torch.compile(gpt, fullgraph=True, backend="aot_eager")
+    _close(_results(gpt, *_tokens(), run=compiled), _results(gpt, *_tokens()))
+
+
+def test_copies_and_loaded_states_compute_the_same():
+    for config in CONFIGS.values():
+        gpt, params = _scattered(config)
+        expected = _results(gpt, *_tokens())
+        twin, late = copy.deepcopy(gpt), GPT(config, **F64, device="meta").to_empty(device="cpu")
+        late.load_state_dict({name: p.detach() for name, p in params.items()}, strict=True)
+        with torch.no_grad():
+            for p in gpt.parameters():
+                p.zero_()
+        _bitwise(_results(twin, *_tokens()), expected)
+        _bitwise(_results(late, *_tokens()), expected)
+
+
+@EACH
+def test_autocast_computes_in_bf16_and_keeps_float32_gradients(config):
+    gpt = GPT(config)
+    tokens, labels = _tokens()
+    truth = _results(gpt, tokens, labels)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert gpt(tokens).dtype == torch.bfloat16
+        low = _results(gpt, tokens, labels)
+    assert low[0].dtype == torch.float32
+    for a, b in zip(low, truth, strict=True):
+        assert a.dtype == torch.float32
+        error = (a - b).norm() / b.norm().clamp(min=1e-4)  # keys' biases have no gradient
+        assert error < 0.03
+    assert not torch.equal(low[0], truth[0])
+
+
+# ------------------------------------------------------------------- several ranks
+
+
+def _check_mesh(sizes: Mesh, config: GPTConfig, sp: bool) -> None:
+    """Loss shares, logits and gradients of this rank against the plain model."""
+    mesh = sizes.connect()
+    gpt, params = _scattered(config, mesh=mesh, sequence_parallel=sp)
+    tokens, labels = _tokens()
+    loss, grads = _truth(config, params, tokens, labels)
+    logits = plain_gpt_logits(params, tokens, _plain(config))
+    share, *_ = _results(gpt, tokens, labels)
+    if mesh.group("cp") is not None:
+        dist.all_reduce(share, group=mesh.group("cp"))
+    assert_close_f64(share, loss, RTOL)
+    records, index = gpt.parameter_records(), mesh.index("tp")
+    for name, p in gpt.named_parameters():
+        if mesh.group("cp") is not None:
+            dist.all_reduce(p.grad, group=mesh.group("cp"))
+        if records[name].partial:
+            dist.all_reduce(p.grad, group=mesh.group("tp"))
+        assert_close_f64(p.grad, records[name].slice(grads[name], index), RTOL)
+    mine = gpt.layout.shard(logits, mesh.index("cp"), 1)
+    columns = gpt(tokens)
+    start = index * columns.shape[-1]
+    mine = mine[..., start : start + columns.shape[-1]]
+    assert_close_f64(columns[..., : mine.shape[-1]], mine, RTOL)
+
+
+def _on_ranks(rank: int, world: int) -> None:
+    gpt2, llama = DROPPED["gpt2"], DROPPED["llama"]
+    if world == 2:
+        _check_mesh(Mesh(tp=2), gpt2, True)
+        _check_mesh(Mesh(tp=2), llama, False)
+        _check_mesh(Mesh(cp=2), gpt2, False)
+        _train_on_data_ranks(rank)
+    elif world == 3:
+        _check_mesh(Mesh(tp=3), gpt2, False)
+        _check_mesh(Mesh(tp=3), dataclasses.replace(llama, kv_heads=3), True)
+        _check_mesh(Mesh(cp=3), llama, False)
+    else:
+        _check_mesh(Mesh(tp=2, cp=2), llama, True)
+
+
+def _train(gpt: nn.Module, tokens: Tensor, labels: Tensor) -> list[Tensor]:
+    """Losses of three AdamW steps (each of two accumulated halves), then whole parameters."""
+    optimizer, losses = torch.optim.AdamW(gpt.parameters(), lr=0.01, eps=0.01), []
+    for _ in range(3):
+        for half in range(2):
+            loss = gpt(tokens[half::2], labels[half::2])
+            loss.backward()
+            losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    parameters = [p.detach() for p in gpt.parameters()]
+    return [
+        torch.stack(losses),
+        *(p.full_tensor() if hasattr(p, "full_tensor") else p for p in parameters),
+    ]
+
+
+def _train_on_data_ranks(rank: int) -> None:
+    """DDP and FSDP2 with a shard for each block: averages of equal halves are the whole."""
+    for config in (CONFIGS["gpt2"], CONFIGS["llama"]):
+        batch = _tokens(B=8, valid=True)
+        losses, *expected = _train(_scattered(config)[0], *batch)
+        sharded = _scattered(config)[0]
+        for block in sharded.blocks.values():
+            fully_shard(block)
+        for wrapped in (DistributedDataParallel(_scattered(config)[0]), fully_shard(sharded)):
+            mine, *parameters = _train(wrapped, *(t.chunk(2)[rank] for t in batch))
+            dist.all_reduce(mine)
+            _close([mine / 2, *parameters], [losses, *expected])
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_ranks_of_any_mesh_and_wrapper_equal_one_device(world):
+    run_ranks(world, _on_ranks, world)

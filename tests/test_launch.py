@@ -1,0 +1,295 @@
+"""Real jobs: what they print, where they listen, and how they end when a rank or the user stops."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from warpweave.checkpoint import CheckpointError, open_latest
+from warpweave.launch import Session, _loopback_listener
+from warpweave.parallel.mesh import Mesh
+
+ROOT = Path(__file__).parent.parent
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+WAIT = 150.0  # seconds, on a machine that does much else
+
+
+class Job:
+    """A training job in a process group of its own, as a shell would start it."""
+
+    def __init__(self, folder: Path, *options: str, command: tuple[str, ...] = ()) -> None:
+        text = folder / "text"
+        text.write_bytes(b" ".join(b"%d" % (i * i % 977) for i in range(1500)))
+        self.out = folder / "run"
+        self.stdout, self.stderr = folder / "stdout", folder / "stderr"
+        sizes = "--model toy --layers 2 --width 16 --heads 2 --seq-len 16 --batch 2 --sample 4"
+        command = command or (sys.executable, "-P", "-m", "warpweave.cli", "train")
+        with self.stdout.open("w") as out, self.stderr.open("w") as err:
+            self.process = subprocess.Popen(
+                [*command, *sizes.split(), "--data", text, "--out", self.out, *options],
+                cwd=ROOT,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+            )
+
+    def members(self) -> list[int]:
+        """Every living process of the job's process group."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                fields = (path / "stat").read_text().rsplit(")", 1)[1].split()
+            except OSError:
+                continue
+            if int(fields[2]) == self.process.pid and fields[0] != "Z":
+                found.append(int(path.name))
+        return sorted(found)
+
+    def ranks(self) -> list[int]:
+        """The ranks' processes, in the order in which they were started."""
+        marks = [(p, Path(f"/proc/{p}/cmdline").read_bytes()) for p in self.members()]
+        return [p for p, line in marks if b"spawn_main" in line]
+
+    def listening(self) -> set[str]:
+        """Addresses (hexadecimal) on which any process of the job listens."""
+        sockets = set()
+        for pid in self.members():
+            try:
+                links = [os.readlink(p) for p in Path(f"/proc/{pid}/fd").iterdir()]
+            except OSError:
+                continue
+            sockets |= {name[8:-1] for name in links if name.startswith("socket:[")}
+        rows = [
+            line.split()
+            for table in ("tcp", "tcp6")
+            for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+        ]
+        return {row[1].split(":")[0] for row in rows if row[3] == "0A" and row[9] in sockets}
+
+    def wait_for(self, what: Callable[[], object]) -> None:
+        deadline = time.monotonic() + WAIT
+        while not what():
+            assert self.process.poll() is None, self.stderr.read_text()
+            assert time.monotonic() < deadline, self.stderr.read_text()
+            time.sleep(0.05)
+
+    def steps(self) -> int:
+        """Steps done so far."""
+        path = self.out / "metrics.jsonl"
+        return path.read_text().count('"loss"') if path.exists() else 0
+
+    def end(self) -> tuple[int, list[str], str]:
+        """Exit code, lines of stdout, and what was said on stderr; nobody is left behind."""
+        code = self.process.wait(WAIT)
+        assert self.members() == []
+        return code, self.stdout.read_text().splitlines(), self.stderr.read_text()
+
+    def stop(self) -> None:
+        """Leave nothing running, whatever the test found."""
+        if self.members():
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@pytest.fixture
+def job(tmp_path):
+    jobs: list[Job] = []
+
+    def start(*options: str, name: str = "job", **more) -> Job:
+        (tmp_path / name).mkdir()
+        jobs.append(Job(tmp_path / name, *options, **more))
+        return jobs[-1]
+
+    yield start
+    for each in jobs:
+        each.stop()
+
+
+def _said(stderr: str) -> list[str]:
+    return [line for line in stderr.splitlines() if line.startswith("warpweave: ")]
+
+
+def _losses(job: Job) -> list[float]:
+    rows = [json.loads(line) for line in (job.out / "metrics.jsonl").read_text().splitlines()]
+    return [row.get("loss", row.get("val_loss")) for row in rows]
+
+
+LONG = ("--steps", "100000", "--save-every", "1", "--keep", "2", "--eval-every", "0")
+
+
+@LINUX
+@pytest.mark.timeout(400)
+def test_one_command_trains_on_a_mesh_and_torchrun_trains_the_same(job):
+    options = ("--tp", "2", "--pp", "2", "--microbatches", "2", "--steps", "4", "--zero", "2")
+    ours = job(*options)
+    heard: set[str] = set()
+
+    def listen() -> bool:
+        heard.update(ours.listening())
+        return ours.process.poll() is not None or ours.steps() >= 3
+
+    ours.wait_for(listen)
+    code, out, err = ours.end()
+    assert code == 0, err
+    assert heard <= {"0100007F", "0" * 24 + "01000000"}, "listens beyond loopback"
+    assert "0100007F" in heard
+    result = json.loads(out[-1])
+    assert list(result) == ["val_loss", "steps", "tokens_per_second", "mesh", "zero", "checkpoint",
+                            "plot"]  # fmt: skip
+    assert result["mesh"] == {"dp": 1, "cp": 1, "tp": 2, "pp": 2}
+    assert (result["steps"], result["zero"]) == (4, 2)
+    assert 4 < result["val_loss"] < 7
+    assert Path(result["plot"]).read_bytes().startswith(b"\x89PNG")
+    assert open_latest(ours.out / "checkpoints").path == Path(result["checkpoint"])
+    assert "--- sample ---" in out
+    peaks = next(line for line in out if line.startswith("peak memory per rank: "))
+    assert peaks.count("MiB") == 4
+    assert len(_said(err)) == 1
+    assert re.search(
+        r"4 ranks \(cpu.*, gloo\), dp=1 tp=2 cp=1 pp=2, ZeRO 2, 1f1b with 2 micro-"
+        r"batches of 2; [\d,]+ parameters in fp32, 64 tokens per step$",
+        _said(err)[0],
+    )
+    assert "loss=" in err
+    assert "Traceback" not in err
+
+    # The repository's root is on this one's path, with its folders named kernels and parallel.
+    runner = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4")
+    theirs = job(*options, name="torchrun", command=(*runner, "-m", "warpweave.train"))
+    code, out, err = theirs.end()
+    assert code == 0, err
+    assert json.loads(out[-1])["val_loss"] == result["val_loss"]
+    assert _losses(theirs) == _losses(ours)
+
+
+@LINUX
+@pytest.mark.timeout(300)
+def test_a_killed_rank_is_named_and_the_others_stop(job):
+    run = job(*LONG, "--tp", "2")
+    run.wait_for(lambda: run.steps() >= 3)
+    os.kill(run.ranks()[1], signal.SIGKILL)
+    code, _, err = run.end()
+    assert code == 1
+    assert len(_said(err)) == 2, err
+    assert re.search(r"rank 1 \(tp=1\) was killed by SIGKILL, last seen at step \d+ \(\w+", err)
+    assert "Traceback" not in err
+    assert open_latest(run.out / "checkpoints").step >= 2
+
+
+@LINUX
+@pytest.mark.timeout(300)
+def test_a_rank_that_hangs_is_named_after_the_timeout(job):
+    run = job(*LONG, "--tp", "2", "--timeout", "5")
+    run.wait_for(lambda: run.steps() >= 3)
+    os.kill(run.ranks()[0], signal.SIGSTOP)
+    began = time.monotonic()
+    code, _, err = run.end()
+    assert (
+        time.monotonic() - began < 25
+    )  # the timeout, two waits of 3 and 2 seconds, a slow machine
+    assert code == 1
+    assert len(_said(err)) == 2, err
+    assert re.search(r"no word from rank 0 \(tp=0\): it died or hangs, last seen at step \d+", err)
+    assert "Traceback" not in err
+    assert open_latest(run.out / "checkpoints").step >= 2
+
+
+@LINUX
+@pytest.mark.timeout(300)
+def test_ctrl_c_saves_and_leaves_nobody(job):
+    run = job("--steps", "100000", "--eval-every", "0", "--dp", "2")
+    run.wait_for(lambda: run.steps() >= 3)
+    os.killpg(run.process.pid, signal.SIGINT)
+    code, out, err = run.end()
+    assert code == 130, err
+    result = json.loads(out[-1])
+    assert result["val_loss"] is None
+    assert open_latest(run.out / "checkpoints").step == result["steps"] == run.steps()
+    assert len(_said(err)) == 1, err
+    assert "Traceback" not in err
+
+
+@LINUX
+@pytest.mark.timeout(300)
+def test_ctrl_c_while_ranks_start_is_quiet_and_a_dead_launcher_leaves_nobody(job):
+    early = job("--steps", "100000", "--dp", "2", name="early")
+    early.wait_for(lambda: len(early.ranks()) == 2)
+    os.killpg(early.process.pid, signal.SIGINT)
+    late = job(*LONG, "--tp", "2", name="late")
+    code, _, err = early.end()
+    assert code == 130, err
+    assert "Traceback" not in err
+    late.wait_for(lambda: late.steps() >= 2)
+    os.kill(late.process.pid, signal.SIGKILL)
+    late.process.wait()
+    deadline = time.monotonic() + 30
+    while late.members() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert late.members() == []
+    assert "Traceback" not in late.stderr.read_text()
+
+
+# -------------------------------------------------------------------------- who says what
+
+
+def _sessions(world: int) -> list[Session]:
+    store = dist.HashStore()
+    mesh = Mesh(tp=world)
+    return [Session(torch.device("cpu"), r, world, store, 9.0, mesh) for r in range(world)]
+
+
+LOST = "[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:12345"
+
+
+def test_the_cause_speaks_and_those_that_lost_it_stay_silent():
+    first, second, third = _sessions(3)
+    assert first.explain(TypeError("no\n such thing")) == (
+        "rank 0 (tp=0) failed: TypeError: no such thing"
+    )
+    assert second.explain(RuntimeError(LOST)) is None
+    assert third.explain(ValueError("late")) is None
+
+
+def test_an_error_of_all_ranks_is_said_once_and_blames_nobody():
+    sessions = _sessions(3)
+    error = CheckpointError("/runs/gloo Connection/x is damaged")  # a path that looks like a loss
+    said = [s.explain(error, (CheckpointError,)) for s in sessions]
+    assert said == [str(error), None, None]
+
+
+def test_silent_ranks_are_named_with_their_last_word(monkeypatch):
+    monkeypatch.setattr("warpweave.launch._GRACE", 0.3)
+    sessions = _sessions(4)
+    sessions[2].beat(7, "saving")
+    for rank in (1, 3):
+        sessions[rank].store.set(f"failed/{rank}", "lost")
+    said = sessions[1].explain(RuntimeError(LOST))
+    assert re.fullmatch(
+        r"no word from rank 0 \(tp=0\): it died or hangs before its first step; no word from "
+        r"rank 2 \(tp=2\): it died or hangs, last seen at step 7 \(saving\), \d+\.\d s ago", said
+    )  # fmt: skip
+    assert sessions[3].explain(RuntimeError(LOST)) is None
+
+
+def test_a_single_process_speaks_for_itself():
+    alone = Session(torch.device("cpu"), 0, 1, None, 9.0, Mesh())
+    assert alone.explain(KeyError("x")) == "KeyError: 'x'"
+    assert alone.explain(ValueError("two\nlines")) == "two lines"
+
+
+def test_free_ports_differ():
+    with _loopback_listener(0) as a, _loopback_listener(0) as b:
+        assert a.getsockname()[0] == b.getsockname()[0] == "127.0.0.1"
+        assert a.getsockname()[1] != b.getsockname()[1]

@@ -1,0 +1,432 @@
+"""The trainer: a resumed run is the same run, bad input loses nothing, and what a run leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from ranks import run_ranks
+
+import warpweave.train as train
+from warpweave.checkpoint import CheckpointError, open_latest
+from warpweave.data import write_token_file
+from warpweave.launch import Session
+from warpweave.parallel.mesh import Mesh
+from warpweave.train import Interrupt, TrainConfig, Trainer, TrainingStopped, learning_rate
+
+RESULT = ["val_loss", "steps", "tokens_per_second", "mesh", "zero", "checkpoint", "plot"]
+REFUSALS = (TrainingStopped, CheckpointError)
+
+
+def _config(folder: Path, **changes) -> TrainConfig:
+    """A model of a second or less; its data is `folder`/text."""
+    text = folder / "text"
+    if not text.exists():
+        text.write_bytes(b" ".join(b"%d" % (i * i % 977) for i in range(1500)))
+    config = TrainConfig(
+        model="toy", layers=2, width=16, heads=2, seq_len=16, dropout=0.1, data=text, batch=2,
+        microbatches=2, steps=5, warmup=2, lr=0.02, save_every=1, keep=9, eval_every=2,
+        eval_batches=1, sample=0, out=folder / "run", timeout=60.0,
+    )  # fmt: skip
+    return dataclasses.replace(config, **changes)
+
+
+def _trainer(config: TrainConfig, rank: int = 0, interrupt: Interrupt | None = None) -> Trainer:
+    mesh = config.mesh
+    return Trainer(
+        config, Session(torch.device("cpu"), rank, mesh.world, None, 60.0, mesh), interrupt
+    )
+
+
+def _one_step(config: TrainConfig, rank: int = 0) -> Trainer:
+    """Train one step, as if interrupted during it."""
+    interrupt = Interrupt()
+    interrupt.number = 15
+    trainer = _trainer(config, rank, interrupt)
+    trainer.run()
+    return trainer
+
+
+def _rows(folder: Path) -> list[dict]:
+    """The metrics without what no two runs share."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    own = ("tokens_per_second", "peak_memory_mib")
+    return [{k: v for k, v in row.items() if k not in own} for row in rows]
+
+
+def _saved(folder: Path, step: int | None = None) -> dict[str, torch.Tensor]:
+    reader = open_latest(folder / "checkpoints")
+    assert step is None or reader.step == step
+    return {name: reader.tensor(name) for name in reader.names}
+
+
+def _held(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """All state a trainer holds on this stage, as logical tensors; collective."""
+    return {
+        prefix + record.name: tensor.clone()
+        for kind, prefix in (("param", ""), ("exp_avg", "exp_avg/"), ("exp_avg_sq", "exp_avg_sq/"))
+        for record, tensor, _ in trainer.engine.read(kind)
+    }
+
+
+def _same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return set(a) == set(b) and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def _crashed_after(step: int, whole: Path, folder: Path) -> None:
+    """What a run leaves that dies after `step`: later metrics, half a row, no later checkpoint."""
+    shutil.copytree(whole, folder)
+    for path in (folder / "checkpoints").glob("step_*"):
+        if int(path.name[5:]) > step:
+            shutil.rmtree(path)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 9, "lo')
+
+
+# -------------------------------------------------------------------------- resume
+
+
+def _whole_and_resumed(rank: int, config: TrainConfig, stops: list[int]) -> None:
+    _trainer(config, rank).run()
+    for stop in stops:
+        out = config.out.with_name(f"{config.out.name}-{stop}")
+        if rank == 0:
+            _crashed_after(stop, config.out, out)
+        if config.mesh.world > 1:
+            torch.distributed.barrier()
+        trainer = _trainer(dataclasses.replace(config, out=out, resume=True), rank)
+        assert trainer.step == stop
+        trainer.run()
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_a_run_resumed_at_any_step_continues_bit_for_bit(tmp_path, world):
+    stops = [1, 2, 3, 4] if world == 1 else [1, 3]
+    config = _config(tmp_path)
+    if world == 1:
+        _whole_and_resumed(0, config, stops)
+    else:
+        config = dataclasses.replace(config, tp=2, dp=2, zero=2, dtype="bf16")
+        run_ranks(4, _whole_and_resumed, config, stops)
+    rows, state = _rows(config.out), _saved(config.out, 5)
+    assert [row["step"] for row in rows] == [1, 2, 2, 3, 4, 4, 5, 5]
+    for stop in stops:
+        resumed = tmp_path / f"run-{stop}"
+        assert _rows(resumed) == rows, stop
+        assert _same(_saved(resumed, 5), state), stop
+
+
+CHAIN = (({"dp": 2}, 3), ({"tp": 2}, 1), ({"pp": 2}, 0), ({"cp": 2}, 2), ({"tp": 2}, 3))
+
+
+def _along_the_chain(rank: int, config: TrainConfig) -> None:
+    for step, (axes, zero) in enumerate(CHAIN, 1):
+        micro = 1 if axes.get("dp") else 2  # the global batch stays
+        now = dataclasses.replace(config, **axes, zero=zero, microbatches=micro)
+        before = _saved(config.out, step)
+        held = _held(_trainer(now, rank))
+        assert all(torch.equal(held[name], before[name]) for name in held), axes
+        if "pp" not in axes:
+            assert set(held) == set(before), axes
+        torch.distributed.barrier()
+        assert _one_step(now, rank).step == step + 1
+
+
+def test_a_checkpoint_opens_on_any_mesh_and_zero_stage_and_the_run_stays_the_same(tmp_path, capsys):
+    config = _config(tmp_path, dtype="fp64", steps=7, eval_every=0)
+    _trainer(config).run()
+    changing = dataclasses.replace(config, out=tmp_path / "chain")
+    _one_step(changing)
+    changing = dataclasses.replace(changing, resume=True)
+    run_ranks(2, _along_the_chain, changing)
+    assert _same(_held(_trainer(changing)), _saved(changing.out, 6))
+    _one_step(changing)
+    capsys.readouterr()
+    for row, truth in zip(_rows(changing.out), _rows(config.out)):
+        assert row == pytest.approx(truth, rel=1e-11)
+    ours, truth = _saved(changing.out, 7), _saved(config.out, 7)
+    for name, tensor in truth.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=1e-8, atol=1e-12)
+
+
+def test_resuming_a_finished_run_repeats_the_result_and_writes_nothing_new(tmp_path, capsys):
+    config = _config(tmp_path, steps=2)
+    first = _trainer(config).run()
+    rows = _rows(config.out)
+    manifest = Path(first["checkpoint"]) / "manifest.json"
+    stamp = os.stat(manifest).st_mtime_ns
+    again = _trainer(dataclasses.replace(config, resume=True)).run()
+    assert again == first | {"tokens_per_second": 0.0}
+    assert _rows(config.out) == rows
+    assert os.stat(manifest).st_mtime_ns == stamp
+    capsys.readouterr()
+    # With more steps it goes on, and says that the schedule is now another one.
+    longer = _trainer(dataclasses.replace(config, resume=True, steps=3, lr=0.01)).run()
+    assert longer["steps"] == 3
+    assert "steps: saved 2, now 3; lr: saved 0.02, now 0.01" in capsys.readouterr().err
+
+
+def test_a_resumed_run_may_change_its_dtype(tmp_path, capsys):
+    for dtype in ("fp64", "fp32", "bf16", "fp16"):
+        config = _config(tmp_path, dtype=dtype, resume=dtype != "fp64")
+        trainer = _one_step(config)
+    assert trainer.step == 4
+    assert "dtype: saved bf16, now fp16" in capsys.readouterr().err
+    assert _saved(config.out)["final_norm.weight"].dtype == torch.float32
+
+
+def test_a_resume_that_is_another_run_is_refused(tmp_path):
+    config = _config(tmp_path)
+    _one_step(config)
+    other = tmp_path / "other"
+    other.write_bytes(config.data.read_bytes()[::-1])
+    before = sorted(config.out.rglob("*"))
+    for changes, words in (
+        ({"width": 32, "heads": 4}, "another config; heads: saved 2, now 4; width: saved 16, now"),
+        ({"data": other}, "was trained on other data: saved .*text .* now .*other"),
+        ({"seed": 3}, "was trained with seed 0, now 3"),
+    ):
+        with pytest.raises(CheckpointError, match=words) as caught:
+            _trainer(dataclasses.replace(config, resume=True, **changes))
+        assert "\n" not in str(caught.value)
+    assert sorted(config.out.rglob("*")) == before
+
+
+def test_a_damaged_checkpoint_is_passed_over_by_name(tmp_path, capsys):
+    config = _config(tmp_path, steps=3, eval_every=0)
+    _trainer(config).run()
+    config = dataclasses.replace(config, resume=True)
+    shards = [next((config.out / "checkpoints" / f"step_0000000{n}").glob("rank*"))
+              for n in (1, 2, 3)]  # fmt: skip
+    data = bytearray(shards[2].read_bytes())
+    data[len(data) // 2] ^= 4
+    shards[2].write_bytes(data)
+    os.truncate(shards[1], len(data) // 2)
+    capsys.readouterr()
+    trainer = _trainer(config)
+    said = capsys.readouterr().err
+    assert trainer.step == 1
+    for path in shards[1:]:
+        assert f"warpweave: passed over: {path} " in said
+    shards[0].unlink()
+    with pytest.raises(CheckpointError, match=f"3 steps, none is good; the last: {shards[0]} is"):
+        _trainer(config)
+
+
+# -------------------------------------------------------------------------- what is not a number
+
+
+def _poisoned(rank: int, config: TrainConfig, where: str) -> tuple[str, bool, int]:
+    trainer = _trainer(config, rank)
+    block = trainer.engine.gpt.blocks["1"]
+
+    def poison(_module, _inputs, out):
+        if trainer.step == 2 and rank == 1:
+            if where == "loss":
+                return out * math.nan
+            out.register_hook(lambda gradient: gradient * math.nan)
+        return out
+
+    block.register_forward_hook(poison)
+    with pytest.raises(TrainingStopped) as caught:
+        trainer.run()
+    return str(caught.value), _same(_held(trainer), _saved(config.out, 2)), trainer.step
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient norm"])
+def test_nan_on_one_rank_stops_all_and_names_step_and_rank(tmp_path, where):
+    config = _config(tmp_path, dp=2, zero=2, eval_every=0, dropout=0.0)
+    first, second = run_ranks(2, _poisoned, config, where)
+    assert first == second
+    message, untouched, step = first
+    assert message == (
+        f"{where} is nan at step 3, first seen on rank 1 (dp=1); the weights were not updated, "
+        f"the last good checkpoint is {config.out}/checkpoints/step_00000002"
+    )
+    assert untouched
+    assert step == 2
+
+
+def test_a_validation_loss_that_is_no_number_stops_the_run(tmp_path, monkeypatch):
+    trainer = _trainer(_config(tmp_path, steps=1))
+    monkeypatch.setattr(trainer.engine, "evaluate", lambda *_: torch.tensor(math.inf))
+    with pytest.raises(
+        TrainingStopped,
+        match=r"validation loss is inf at step 1, first seen on "
+        r"no single rank; the last good .*step_00000001",
+    ):
+        trainer.run()  # fmt: skip
+
+
+# -------------------------------------------------------------------------- what a run leaves
+
+
+def test_a_run_leaves_metrics_a_plot_and_the_last_checkpoints(tmp_path, capsys):
+    pytest.importorskip("tensorboard")
+    config = _config(tmp_path, keep=2, sample=6, tensorboard=True, layers=1)
+    result = _trainer(config).run()
+    out = config.out
+    assert list(result) == RESULT
+    assert result["mesh"] == {"dp": 1, "cp": 1, "tp": 1, "pp": 1}
+    assert (result["steps"], result["zero"]) == (5, 1)
+    assert result["tokens_per_second"] > 0
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert result["plot"] == str(out / "loss.png")
+    assert list((out / "tensorboard").glob("events*"))
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "loss" in row]
+    assert [row["step"] for row in steps] == [1, 2, 3, 4, 5]
+    assert set(steps[0]) == {"step", "loss", "grad_norm", "lr", "tokens_per_second"}
+    assert [row["lr"] for row in steps] == [learning_rate(config, i) for i in range(5)]
+    evaluations = [row for row in rows if "val_loss" in row]
+    assert [row["step"] for row in evaluations] == [2, 4, 5]
+    assert round(evaluations[-1]["val_loss"], 4) == result["val_loss"]
+    assert evaluations[0]["peak_memory_mib"][0] > 10
+    kept = sorted(path.name for path in (out / "checkpoints").glob("step*"))
+    assert kept == ["step_00000004", "step_00000005"]
+    printed = capsys.readouterr()
+    assert "--- sample ---" in printed.out
+    assert "peak memory per rank: " in printed.out
+    assert "loss=" in printed.err
+    assert "MiB]" in printed.err
+
+
+def test_a_step_that_takes_long_once_does_not_count_in_the_rate(tmp_path, monkeypatch):
+    trainer = _trainer(_config(tmp_path, steps=3, save_every=0))
+    took = iter([100.0, 0.5, 0.25])
+
+    def step():
+        trainer.step += 1
+        return {"step": trainer.step, "loss": 1.0}, next(took), False
+
+    monkeypatch.setattr(trainer, "_train_step", step)
+    monkeypatch.setattr(trainer, "save", lambda: None)
+    assert trainer.run()["tokens_per_second"] == round(2 * 64 / 0.75, 1)
+
+
+def test_the_learning_rate_warms_up_and_falls_as_a_cosine(tmp_path):
+    config = _config(tmp_path, steps=102, warmup=2, lr=0.5, min_lr=0.2)
+    rates = [learning_rate(config, step) for step in (0, 1, 2, 52, 101, 500)]
+    end = 0.1 + 0.2 * (1 + math.cos(math.pi * 0.99))
+    assert rates == pytest.approx([0.25, 0.5, 0.5, 0.3, end, 0.1])
+
+
+def test_a_new_run_moves_an_earlier_one_aside(tmp_path, capsys):
+    config = _config(tmp_path, steps=1, eval_every=0)
+    for _ in range(3):
+        _trainer(config).run()
+    assert f"moved to {config.out}/earlier-2" in capsys.readouterr().err
+    for folder in (config.out, config.out / "earlier-1", config.out / "earlier-2"):
+        assert len(_rows(folder)) == 2
+        assert _saved(folder, 1)
+
+
+def test_tokens_outside_the_data_are_left_out_of_the_sample(tmp_path, monkeypatch):
+    trainer = _trainer(_config(tmp_path, vocab_size=300, sample=3))
+    monkeypatch.setattr(trainer.engine, "generate", lambda *_, **__: torch.tensor([65, 299, 66]))
+    assert trainer._sample_text() == "AB"
+
+
+def test_token_files_and_their_vocabulary_train(tmp_path):
+    path = tmp_path / "tokens.bin"
+    write_token_file(path, np.arange(900, dtype=np.int64) % 7, vocab_size=7)
+    config = _config(tmp_path, data=path, vocab_size=7, steps=1, sample=3)
+    assert _trainer(config).run()["steps"] == 1
+
+
+# -------------------------------------------------------------------------- refusals
+
+
+REFUSED = {
+    "kv_heads = 2 does not divide by tp = 3": {"tp": 3, "batch": 3},
+    "hidden = 31 does not divide by tp = 2": {"tp": 2, "hidden": 31},
+    "width = 16 does not divide by heads = 3": {"heads": 3},
+    "pp = 3 stages need as many layers, got 2": {"pp": 3},
+    "multiple of 2 . parts = 6, got seq_len=16": {"cp": 3},
+    "batch x seq_len / cp = 17 tokens do not divide by tp = 2": {
+        "tp": 2, "seq_len": 17, "batch": 1
+    },
+    "microbatches must be at least 1, got 0": {"microbatches": 0},
+    "mesh axis dp must be a positive integer, got 0": {"dp": 0},
+    "lr must be at least 0, got nan": {"lr": math.nan},
+    "timeout must be positive seconds, got 0": {"timeout": 0.0},
+    "vocab_size = 100 is smaller than the data's 256": {"vocab_size": 100},
+    "missing.txt does not exist": {"data": Path("missing.txt")},
+    "its train split has 0 tokens, one sample needs seq_len . 1 = 17": {"data": "empty"},
+    "holds no file": {"data": "folder"},
+    "nothing to resume from: no checkpoint in .*run/checkpoints": {"resume": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_bad_input_is_refused_in_one_line_before_anything_is_written(tmp_path, message):
+    changes = dict(REFUSED[message])
+    (tmp_path / "empty").touch()
+    (tmp_path / "folder").mkdir()
+    if isinstance(changes.get("data"), str):
+        changes["data"] = tmp_path / changes["data"]
+    config = _config(tmp_path, **changes)
+    with pytest.raises(ValueError, match=message.replace(".", r".")) as caught:
+        config.check()
+    assert "\n" not in str(caught.value)
+    assert not config.out.exists()
+
+
+def test_dp_takes_the_ranks_that_are_left(tmp_path):
+    config = _config(tmp_path, tp=2, pp=2)
+    assert config.mesh == Mesh(dp=1, tp=2, pp=2)
+    assert config.for_ranks(4).dp == 1
+    assert config.for_ranks(12).mesh == Mesh(dp=3, tp=2, pp=2)
+    for ranks in (2, 6):
+        with pytest.raises(ValueError, match=f"dp=any x cp=1 x tp=2 x pp=2 does not fit {ranks} "):
+            config.for_ranks(ranks)
+    with pytest.raises(ValueError, match=r"dp=1 x .* does not fit 8 ranks: it has 4"):
+        dataclasses.replace(config, dp=1).for_ranks(8)
+
+
+def _arguments(config: TrainConfig) -> list[str]:
+    names = ("model", "layers", "width", "heads", "seq_len", "data", "steps", "out", "tp")
+    return [f"--{n.replace('_', '-')}={getattr(config, n)}" for n in names]
+
+
+def test_the_command_refuses_with_2_and_one_line(tmp_path, capsys):
+    config = _config(tmp_path, tp=3)
+    with pytest.raises(SystemExit) as caught:
+        train.main(_arguments(config))
+    assert caught.value.code == 2
+    said = capsys.readouterr().err.strip()
+    assert said == "warpweave: batch x seq_len / cp = 128 tokens do not divide by tp = 3 " \
+                   "(sequence parallelism)"  # fmt: skip
+
+
+def test_two_jobs_cannot_share_a_folder(tmp_path, capsys):
+    config = _config(tmp_path)
+    with train._alone(config.out), pytest.raises(SystemExit) as caught:
+        train.main(_arguments(config))
+    assert caught.value.code == 2
+    assert f"another job is training into {config.out}" in capsys.readouterr().err
+    with contextlib.ExitStack() as stack:  # and the folder is free again
+        stack.enter_context(train._alone(config.out))
+
+
+def test_torchruns_other_ranks_stay_silent_about_a_mesh_that_does_not_fit(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    for local, lines in (("0", 1), ("1", 0)):
+        monkeypatch.setenv("RANK", local)
+        monkeypatch.setenv("LOCAL_RANK", local)
+        with pytest.raises(SystemExit) as caught:
+            train.main(_arguments(_config(tmp_path, tp=2)))
+        assert caught.value.code == 2
+        said = capsys.readouterr().err.strip().splitlines()
+        assert len(said) == lines
+    assert not (tmp_path / "run").exists()
