@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
 from warpweave.kernels.dispatch import choose, processors, tl, triton
 from warpweave.kernels.numeric import to_dtype, upcast
@@ -402,6 +403,7 @@ class _RMSNorm(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable  # rstd is saved as a constant: a second derivative would be wrong
     def backward(ctx, dy):
         return *rms_norm_bwd(dy, *ctx.saved_tensors, impl="torch"), None
 

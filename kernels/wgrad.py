@@ -68,11 +68,11 @@ def collect(store: WeightGradients) -> Iterator[WeightGradients]:
 def wgrad(weight: torch.Tensor, fn: Callable[[], torch.Tensor]) -> torch.Tensor | None:
     """Return ``fn()``, or keep it and return None while a collector is active.
 
-    `weight` must be the leaf parameter itself (not a view), because its ``.grad`` is where a
-    deferred gradient is added.
+    A deferred gradient is added to the ``.grad`` of `weight`. One that is computed from others (a
+    weight norm, an adapter) has none: its gradient goes on through autograd, never deferred.
     """
     store = _active.get()
-    if store is None:
+    if store is None or not weight.is_leaf:
         return fn()
     store.append(weight, fn)
     return None

@@ -21,7 +21,7 @@ sum).
 Forward results are bit-equal on all ranks of the group wherever the type is R or I. Gathers and
 slices are exact; sums over ranks are re-associated. A sum of bf16 or fp16 terms is carried in fp32
 and rounded once at the end. Dim 0 is gathered and scattered without a local copy; another dim costs
-one.
+one. Gradients of gradients do not exist.
 
 ``group=None`` is an axis of size 1: no process group is needed and the functions return `x` itself.
 
@@ -37,6 +37,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
 # torch 2.13 renamed both; the old names are the only ones before it and warn after it.
 all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -215,6 +216,7 @@ class _CopyTo(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
         return _summed(dy, ctx.group), None
 
@@ -231,6 +233,7 @@ class _ReduceFrom(torch.autograd.Function):
         return _summed(x, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
         return dy, None
 
@@ -248,6 +251,7 @@ class _Scatter(torch.autograd.Function):
         return own_slice(x, group, dim)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return start_all_gather(dy, ctx.group, ctx.dim).wait(), None, None
 
@@ -265,6 +269,7 @@ class _Gather(torch.autograd.Function):
         return start_all_gather(x, group, dim).wait()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return own_slice(dy, ctx.group, ctx.dim), None, None
 
@@ -282,6 +287,7 @@ class _AllGather(torch.autograd.Function):
         return start_all_gather(x, group, dim).wait()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return _summed_slice(dy, ctx.group, ctx.dim), None, None
 
@@ -299,6 +305,7 @@ class _ReduceScatter(torch.autograd.Function):
         return _summed_slice(x, group, dim)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return start_all_gather(dy, ctx.group, ctx.dim).wait(), None, None
 

@@ -23,6 +23,7 @@ from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
 from warpweave.kernels.attention import attention, attention_bwd, attention_delta, attention_fwd
 from warpweave.kernels.reference import compute_dtype
@@ -142,6 +143,7 @@ class _GatherAttention(torch.autograd.Function):
         return o, lse
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, do, dlse):
         q, k, v, o, lse = ctx.saved_tensors
         wait_for_kv = _start_gather(k, v, ctx.layout, ctx.group)

@@ -34,6 +34,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
 from warpweave.kernels.attention import attention, attention_bwd, attention_delta, attention_fwd
 from warpweave.kernels.merge import merge_
@@ -234,6 +235,7 @@ class _RingAttention(torch.autograd.Function):
         return o, lse
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, do, dlse):
         q, kv, o, lse = ctx.saved_tensors
         do = torch.zeros_like(o) if do is None else do.contiguous()

@@ -58,7 +58,7 @@ def _grad_dtype(parameter: torch.Tensor) -> torch.dtype:
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    return x.reshape(-1, x.shape[-1])
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])  # -1 is ambiguous without features
 
 
 def _weight_gradient(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

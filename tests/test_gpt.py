@@ -250,7 +250,7 @@ def test_training_drops_what_the_plain_model_drops_and_eval_nothing(config):
 def test_micro_batches_with_sample_ids_and_a_seed_add_up_to_the_plain_batch():
     config = DROPPED["gpt2"]
     gpt, params = _scattered(config)
-    tokens, labels = _tokens()
+    tokens, labels = _tokens(S=7)  # shorter than seq_len, by which the tokens are numbered
     ids = torch.tensor([9, 2, 2**33, 5])
     total, count = plain_gpt_loss(params, tokens, labels, _plain(config), seed=6, sample_ids=ids)
     loss = torch.zeros((), **F64)
@@ -348,7 +348,7 @@ def _check_mesh(sizes: Mesh, config: GPTConfig, sp: bool) -> None:
     """Loss shares, logits and gradients of this rank against the plain model."""
     mesh = sizes.connect()
     gpt, params = _scattered(config, mesh=mesh, sequence_parallel=sp)
-    tokens, labels = _tokens()
+    tokens, labels = _tokens(B=3)  # a tensor rank's rows end within a sample
     loss, grads = _truth(config, params, tokens, labels)
     logits = plain_gpt_logits(params, tokens, _plain(config))
     share, *_ = _results(gpt, tokens, labels)

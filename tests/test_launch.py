@@ -93,8 +93,15 @@ class Job:
     def end(self) -> tuple[int, list[str], str]:
         """Exit code, lines of stdout, and what was said on stderr; nobody is left behind."""
         code = self.process.wait(WAIT)
-        assert self.members() == []
+        self.leave()
         return code, self.stdout.read_text().splitlines(), self.stderr.read_text()
+
+    def leave(self, seconds: float = 5.0) -> None:
+        """Nobody is left soon (Python's resource tracker ends when it sees the others gone)."""
+        deadline = time.monotonic() + seconds
+        while (left := self.members()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert left == []
 
     def stop(self) -> None:
         """Leave nothing running, whatever the test found."""
@@ -119,6 +126,12 @@ def job(tmp_path):
 
 def _said(stderr: str) -> list[str]:
     return [line for line in stderr.splitlines() if line.startswith("warpweave: ")]
+
+
+def _noise(stderr: str) -> list[str]:
+    """What stderr holds beside our own lines and the progress bar."""
+    lines = [line for line in stderr.replace("\r", "\n").splitlines() if line.strip()]
+    return [x for x in lines if not x.startswith("warpweave: ") and "step" not in x.split("|")[-1]]
 
 
 def _losses(job: Job) -> list[float]:
@@ -163,15 +176,16 @@ def test_one_command_trains_on_a_mesh_and_torchrun_trains_the_same(job):
         _said(err)[0],
     )
     assert "loss=" in err
-    assert "Traceback" not in err
+    assert _noise(err) == []
 
     # The repository's root is on this one's path, with its folders named kernels and parallel.
-    runner = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4")
+    runner = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
+    options = ("--pp", "2", "--microbatches", "2", "--steps", "4")
     theirs = job(*options, name="torchrun", command=(*runner, "-m", "warpweave.train"))
     code, out, err = theirs.end()
     assert code == 0, err
-    assert json.loads(out[-1])["val_loss"] == result["val_loss"]
-    assert _losses(theirs) == _losses(ours)
+    assert json.loads(out[-1])["val_loss"] == pytest.approx(result["val_loss"], abs=1e-4)
+    assert _losses(theirs) == pytest.approx(_losses(ours), rel=1e-5)
 
 
 @LINUX
@@ -184,7 +198,7 @@ def test_a_killed_rank_is_named_and_the_others_stop(job):
     assert code == 1
     assert len(_said(err)) == 2, err
     assert re.search(r"rank 1 \(tp=1\) was killed by SIGKILL, last seen at step \d+ \(\w+", err)
-    assert "Traceback" not in err
+    assert _noise(err) == []
     assert open_latest(run.out / "checkpoints").step >= 2
 
 
@@ -202,7 +216,7 @@ def test_a_rank_that_hangs_is_named_after_the_timeout(job):
     assert code == 1
     assert len(_said(err)) == 2, err
     assert re.search(r"no word from rank 0 \(tp=0\): it died or hangs, last seen at step \d+", err)
-    assert "Traceback" not in err
+    assert _noise(err) == []
     assert open_latest(run.out / "checkpoints").step >= 2
 
 
@@ -218,7 +232,7 @@ def test_ctrl_c_saves_and_leaves_nobody(job):
     assert result["val_loss"] is None
     assert open_latest(run.out / "checkpoints").step == result["steps"] == run.steps()
     assert len(_said(err)) == 1, err
-    assert "Traceback" not in err
+    assert _noise(err) == []
 
 
 @LINUX
@@ -230,15 +244,15 @@ def test_ctrl_c_while_ranks_start_is_quiet_and_a_dead_launcher_leaves_nobody(job
     late = job(*LONG, "--tp", "2", name="late")
     code, _, err = early.end()
     assert code == 130, err
-    assert "Traceback" not in err
+    assert _noise(err) == []
     late.wait_for(lambda: late.steps() >= 2)
     os.kill(late.process.pid, signal.SIGKILL)
     late.process.wait()
-    deadline = time.monotonic() + 30
-    while late.members() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert late.members() == []
+    late.leave(30.0)
     assert "Traceback" not in late.stderr.read_text()
+    assert (
+        "rank 0 (tp=0) stops: the process that started the ranks is gone" in late.stderr.read_text()
+    )
 
 
 # -------------------------------------------------------------------------- who says what

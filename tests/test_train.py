@@ -226,29 +226,34 @@ def test_a_damaged_checkpoint_is_passed_over_by_name(tmp_path, capsys):
 
 def _poisoned(rank: int, config: TrainConfig, where: str) -> tuple[str, bool, int]:
     trainer = _trainer(config, rank)
-    block = trainer.engine.gpt.blocks["1"]
 
     def poison(_module, _inputs, out):
-        if trainer.step == 2 and rank == 1:
+        if trainer.step == 2:
             if where == "loss":
                 return out * math.nan
             out.register_hook(lambda gradient: gradient * math.nan)
         return out
 
-    block.register_forward_hook(poison)
+    if rank == 1 and where == "loss":
+        trainer.engine.gpt.blocks["1"].register_forward_hook(poison)
+    if rank == 0 and where != "loss":
+        trainer.engine.gpt.blocks["0"].register_forward_hook(poison)
     with pytest.raises(TrainingStopped) as caught:
         trainer.run()
-    return str(caught.value), _same(_held(trainer), _saved(config.out, 2)), trainer.step
+    held, saved = _held(trainer), _saved(config.out, 2)
+    return str(caught.value), all(torch.equal(held[n], saved[n]) for n in held), trainer.step
 
 
-@pytest.mark.parametrize("where", ["loss", "gradient norm"])
-def test_nan_on_one_rank_stops_all_and_names_step_and_rank(tmp_path, where):
-    config = _config(tmp_path, dp=2, zero=2, eval_every=0, dropout=0.0)
+@pytest.mark.parametrize(
+    ("where", "axis", "rank"), [("loss", "dp", "1 (dp=1)"), ("gradient norm", "pp", "0 (pp=0)")]
+)
+def test_nan_on_one_rank_stops_all_and_names_step_and_rank(tmp_path, where, axis, rank):
+    config = _config(tmp_path, **{axis: 2}, zero=2, eval_every=0, dropout=0.0)
     first, second = run_ranks(2, _poisoned, config, where)
     assert first == second
     message, untouched, step = first
     assert message == (
-        f"{where} is nan at step 3, first seen on rank 1 (dp=1); the weights were not updated, "
+        f"{where} is nan at step 3, first seen on rank {rank}; the weights were not updated, "
         f"the last good checkpoint is {config.out}/checkpoints/step_00000002"
     )
     assert untouched

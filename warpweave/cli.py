@@ -14,7 +14,14 @@ The last line that a command prints is one JSON object with its result."""
 
 
 def main() -> None:
-    """Entry point of the ``warpweave`` command."""
+    """Entry point of the ``warpweave`` command; Ctrl-C during the imports ends it quietly."""
+    try:
+        _main()
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _main() -> None:
     command, rest = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("", [])
     if command == "train":
         from warpweave.train import main as run

@@ -30,6 +30,11 @@ SCHEDULES: dict[str, Callable[[int, int], schedules.Schedule]] = {
 }
 
 
+def _check_int64(tokens: Tensor, labels: Tensor) -> None:
+    if tokens.dtype != torch.int64 or labels.dtype != torch.int64:
+        raise ValueError(f"tokens and labels must be int64, got {tokens.dtype} and {labels.dtype}")
+
+
 @dataclass(frozen=True)
 class StepResult:
     """What a step reports, still on the device: 0-dim tensors, the same on every rank.
@@ -217,6 +222,9 @@ class Engine:
             lr: learning rate; None leaves weights and gradients as they are after the reduction.
             key: dropout key of this step.
             interrupted: this rank was asked to stop; all ranks learn how many were.
+
+        Raises:
+            ValueError: shapes or dtypes do not fit, or a parameter is frozen; nothing was sent.
         """
         expected = (self.microbatches, self.micro_batch_size, self.config.seq_len)
         if tuple(tokens.shape) != expected or labels.shape != tokens.shape:
@@ -228,6 +236,12 @@ class Engine:
             raise ValueError(
                 f"sample_ids must have shape {expected[:2]}, got {tuple(sample_ids.shape)}"
             )
+        _check_int64(tokens, labels)
+        frozen = (r.name for unit in self.units for r, p in unit.params if not p.requires_grad)
+        if (name := next(frozen, None)) is not None:
+            raise ValueError(f"the engine trains every parameter, but {name} does not require grad")
+        for unit in self.units:
+            unit.zero_grad()  # what a step without an update, or one that failed, left there
         valid = (labels != -100).sum().to(torch.float64)
         if self.mesh.group("dp") is not None:
             dist.all_reduce(valid, group=self.mesh.group("dp"))
@@ -285,11 +299,13 @@ class Engine:
         Every data replica may bring other sequences; the mean is over all valid tokens of all.
         """
         size, length = self.micro_batch_size, self.config.seq_len
-        if tuple(tokens.shape[1:]) != (size, length) or labels.shape != tokens.shape:
+        fits = len(tokens) > 0 and tuple(tokens.shape[1:]) == (size, length)
+        if not fits or labels.shape != tokens.shape:
             raise ValueError(
-                f"tokens and labels must have shape [n, {size}, {length}], got "
+                f"tokens and labels must have shape [n > 0, {size}, {length}], got "
                 f"{tuple(tokens.shape)} and {tuple(labels.shape)}"
             )
+        _check_int64(tokens, labels)
         valid = (labels != -100).sum().to(torch.float64)
         if self.mesh.group("dp") is not None:
             dist.all_reduce(valid, group=self.mesh.group("dp"))
@@ -329,7 +345,7 @@ class Engine:
         """
         if temperature < 0:
             raise ValueError(f"temperature must not be negative, got {temperature}")
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(seed % 2**63)
         self.gpt.eval()
         tokens, size = prompt.tolist(), self.config.seq_len
         if not tokens:

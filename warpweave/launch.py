@@ -10,6 +10,7 @@ that a signal during the seconds of imports is neither lost nor a traceback from
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import multiprocessing
@@ -284,6 +285,8 @@ class Session:
         """
         if self.store is None:
             return
+        if self._renewals % 16 == 15:
+            gc.collect()  # what was built on the old groups holds them in cycles
         dist.destroy_process_group()
         self._renewals += 1
         dist.init_process_group(

@@ -617,17 +617,16 @@ class _Metrics:
             self._rewind(step, final=step >= config.steps)
         else:
             _set_aside(self.folder)
-        self.file = self.path.open("a")
         self.board = None
         if config.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
             self.board = SummaryWriter(str(self.folder / _BOARD), purge_step=step + 1)
 
-    def write(self, row: dict[str, float]) -> None:
+    def write(self, row: dict[str, Any]) -> None:
         """Append one row; the file is complete up to here at any time."""
-        self.file.write(json.dumps(row) + "\n")
-        self.file.flush()
+        with self.path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
         if self.board is not None:
             for name, value in row.items():
                 if name != "step" and isinstance(value, float):
@@ -674,8 +673,7 @@ class _Metrics:
         return path
 
     def close(self) -> None:
-        """Close the files."""
-        self.file.close()
+        """Close the TensorBoard events."""
         if self.board is not None:
             self.board.close()
 

@@ -1,0 +1,41 @@
+"""The command line: help, unknown commands, and where the commands come from."""
+
+from __future__ import annotations
+
+import pytest
+
+from warpweave import cli
+
+
+def _run(monkeypatch, *arguments: str) -> int:
+    monkeypatch.setattr("sys.argv", ["warpweave", *arguments])
+    try:
+        cli.main()
+    except SystemExit as end:
+        return end.code
+    return 0
+
+
+@pytest.mark.parametrize("arguments", [(), ("--help",), ("-h",)])
+def test_help_names_every_command(monkeypatch, capsys, arguments):
+    assert _run(monkeypatch, *arguments) == 0
+    printed = capsys.readouterr().out
+    assert all(f"  {command} " in printed for command in ("train", "prove"))
+
+
+def test_an_unknown_command_is_refused_with_2(monkeypatch, capsys):
+    assert _run(monkeypatch, "tarin", "--steps", "3") == 2
+    assert "unknown command 'tarin'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["train", "prove"])
+def test_a_command_gets_its_arguments_and_ctrl_c_is_quiet(monkeypatch, command):
+    given = []
+
+    def main(arguments):
+        given.extend(arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"warpweave.{command}.main", main)
+    assert _run(monkeypatch, command, "--tp", "2") == 130
+    assert given == ["--tp", "2"]
