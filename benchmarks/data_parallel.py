@@ -1,10 +1,11 @@
 """Data parallelism on two gloo ranks against torch's DDP and FSDP2, all training the same GPT.
 
-Ours is `Engine` with zero=0 (gradients all-reduced) against `DistributedDataParallel`, and with
-zero=3 (all three states sharded) against FSDP2's `fully_shard` of every block and of the root. The
-model inside torch's wrappers is our own `GPT` as an ordinary module, so that what differs is the
-data parallelism alone: who gathers, reduces, clips and updates, when, and with how many copies.
-Torch's own options that help on a CPU are on: gradients are views of DDP's buckets, AdamW is fused.
+Ours is `Engine` with zero=0 (gradients all-reduced) and zero=1 (as many bytes, but each rank
+updates half of the weights) against `DistributedDataParallel`, and with zero=3 (all three states
+sharded) against FSDP2's `fully_shard` of every block and of the root. The model inside torch's
+wrappers is our own `GPT` as an ordinary module, so that what differs is the data parallelism alone:
+who gathers, reduces, clips and updates, when, and with how many copies. Torch's own options that
+help on a CPU are on: gradients are views of DDP's buckets, AdamW is fused.
 
 Two rows for reference repeat the comparison within torch: transformers' GPT-2 in DDP and FSDP2.
 """
@@ -12,6 +13,7 @@ Two rows for reference repeat the comparison within torch: transformers' GPT-2 i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -153,18 +155,18 @@ def measure(config: GPTConfig, batch: int, rounds: int, reference: bool) -> tupl
 
     mesh = Mesh(dp=WORLD).connect()
     checks, results = [], []
-    for zero, wrapper in ((0, "DDP"), (3, "FSDP2")):
-        ours, theirs = Ours(config, batch, zero, mesh), ours_in(wrapper, config)
-        checks += check(ours, theirs, draw, f"zero={zero} and {wrapper}")
-        fixed = draw()
-        variants = {
-            f"warpweave zero={zero}": lambda ours=ours, b=fixed: ours.step(*b),
-            f"torch {wrapper}": lambda theirs=theirs, b=fixed: theirs.step(*b),
-        }
+    for stages, wrapper in (((0, 1), "DDP"), ((3,), "FSDP2")):
+        fixed, variants = draw(), {}
+        for zero in stages:
+            ours, theirs = Ours(config, batch, zero, mesh), ours_in(wrapper, config)
+            checks += check(ours, theirs, draw, f"zero={zero} and {wrapper}")
+            variants[f"warpweave zero={zero}"] = partial(ours.step, *fixed)
+        baselines = {f"torch {wrapper}": theirs}
         if reference:
-            other = theirs_in(wrapper, config)
-            variants[f"transformers in {wrapper}"] = lambda other=other, b=fixed: other.step(*b)
-        results.append((interleave(variants, rounds=rounds), list(variants)[1:]))
+            baselines[f"transformers in {wrapper}"] = theirs_in(wrapper, config)
+        for name, other in baselines.items():
+            variants[name] = partial(other.step, *fixed)
+        results.append((interleave(variants, rounds=rounds), list(baselines)))
     return checks, results
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from numbers import Integral
 
 import torch
 from torch import Tensor, nn
@@ -28,11 +27,11 @@ class _Norm(nn.Module):
     ) -> None:
         super().__init__()
         mesh = mesh if mesh is not None else single()
-        if isinstance(normalized_shape, Integral):
-            normalized_shape = (normalized_shape,)
-        if len(normalized_shape) != 1:
-            raise ValueError(f"normalized_shape must be one dim, got {tuple(normalized_shape)}")
-        self.normalized_shape, self.eps, self.impl = tuple(normalized_shape), eps, impl
+        whole = isinstance(normalized_shape, int)
+        shape = (normalized_shape,) if whole else tuple(normalized_shape)
+        if len(shape) != 1:
+            raise ValueError(f"normalized_shape must be one dim, got {shape}")
+        self.normalized_shape, self.eps, self.impl = shape, eps, impl
         # With sequence parallelism each tensor rank normalises its own tokens, so that the
         # gradients of weight and bias are partial sums.
         self._partial = sequence_parallel and mesh.size("tp") > 1

@@ -242,7 +242,7 @@ def order(lists: Schedule, *, rendezvous: bool = False) -> list[tuple[int, int]]
                 moved = True
     stuck = [
         f"rank {rank} at {action} waits for "
-        + " and ".join(map(str, unmet(action) or [meets(action)]))
+        + (" and ".join(map(str, unmet(action))) or str(meets(action)))
         for rank in range(len(lists))
         if (action := head(rank)) is not None
     ]

@@ -439,6 +439,8 @@ class ZeroAdamW:
         clip: float | None = 1.0,
         loss_scale: LossScale | None = None,
     ) -> None:
+        if clip is not None and not clip > 0:
+            raise ValueError(f"clip must be positive, or None for no clipping, got {clip}")
         self.units, self.mesh = units, mesh
         self.betas, self.eps, self.weight_decay, self.clip = betas, eps, weight_decay, clip
         self.loss_scale = loss_scale

@@ -25,7 +25,8 @@ def load(monkeypatch):
     ("script", "variants"),
     [
         ("train_step", {"warpweave": "transformers", "transformers": None}),
-        ("data_parallel", {"warpweave zero=0": "torch DDP", "torch DDP": None,
+        ("data_parallel", {"warpweave zero=0": "torch DDP", "warpweave zero=1": "torch DDP",
+                           "torch DDP": None,
                            "warpweave zero=3": "torch FSDP2", "torch FSDP2": None}),
         ("pipeline_1f1b", {"warpweave 1f1b": "torch Schedule1F1B", "torch Schedule1F1B": None}),
     ],

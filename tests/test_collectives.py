@@ -87,6 +87,13 @@ def _all_pairs(rank: int) -> None:
             relative_error(c.reduce_scatter(terms[rank], group), own) <= torch.finfo(dtype).eps / 4
         )
 
+    # a second derivative would leave the collective out
+    for function in (c.copy_to, c.reduce_from, c.scatter, c.gather, c.all_gather, c.reduce_scatter):
+        x = _tensor(1).requires_grad_()
+        (dx,) = torch.autograd.grad(function(x, group).square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            dx.sum().backward()
+
     if ranks > 1:
         with pytest.raises(ValueError, match=rf"rank {rank} of {ranks}: dim 1 .* \(12, 5, 24\)"):
             c.scatter(_tensor(1), group, 1)

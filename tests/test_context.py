@@ -68,6 +68,22 @@ def _every_strategy(rank: int, world: int) -> None:
         assert_close_f64(scaled, case.layout.shard(whole, rank, 1))
 
 
+def _second_derivative(rank: int) -> None:
+    case = Case(SequenceLayout(8, 2))
+    for strategy in STRATEGIES:
+        inputs = [x.requires_grad_() for x in case.shard(rank)[0]]
+        o = context_attention(
+            *inputs, layout=case.layout, group=dist.group.WORLD, strategy=strategy
+        )
+        (dq,) = torch.autograd.grad(o.square().sum(), inputs[:1], create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            dq.sum().backward()
+
+
+def test_a_second_derivative_is_refused() -> None:
+    run_ranks(2, _second_derivative)
+
+
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_every_strategy_equals_whole_attention(world: int) -> None:
     run_ranks(world, _every_strategy, world)

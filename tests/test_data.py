@@ -303,6 +303,7 @@ def sidecar(**changes) -> str:
         ({"a.bin": b"", "a.bin.json": sidecar(dtype="O")}, "a.bin", "must give dtype"),
         ({"a.bin": b"", "a.bin.json": sidecar(tokens=True)}, "a.bin", "must give dtype"),
         ({"a.npy": b"junk"}, "a.npy", "a.npy .4 bytes. is no array"),
+        ({"a.bin": b"12345678", "a.bin.json": sidecar(vocab_size=2**40)}, "a.bin", "<= 2..32"),
         ({"a.npy": b""}, "a.npy", "a.npy .0 bytes. is no array"),
     ],
 )
@@ -324,6 +325,10 @@ def test_an_npy_of_another_kind_or_that_its_sidecar_denies_is_refused(tmp_path: 
         open_dataset(tmp_path / "a.npy", seq_len=1)
     np.save(tmp_path / "a.npy", np.zeros(5, dtype=np.float32))
     with pytest.raises(DataError, match=r"holds float32\[5\]"):
+        open_dataset(tmp_path / "a.npy", seq_len=1)
+    with (tmp_path / "a.npy").open("wb") as file:
+        np.savez(file, np.zeros(5, dtype=np.uint16))
+    with pytest.raises(DataError, match=r"a.npy is an archive of arrays"):
         open_dataset(tmp_path / "a.npy", seq_len=1)
     np.save(tmp_path / "a.npy", np.zeros(5, dtype=np.uint16))
     (tmp_path / "a.npy.json").write_text(sidecar())

@@ -165,6 +165,7 @@ REFUSED = {
     "schedule must be one of": (CONFIG, _place(), {"schedule": "2f1b"}),
     "zero must be one of 0, 1, 2, 3, got 7": (CONFIG, _place(), {"zero": 7}),
     "microbatches and micro_batch_size must be": (CONFIG, _place(), {"microbatches": 0}),
+    "clip must be positive, or None": (CONFIG, _place(), {"clip": 0.0}),
     "recompute must be none, selective or full": (CONFIG, _place(), {"recompute": "all"}),
     "kind must be one of": (CONFIG, _place(), {"layout": "striped"}),
     "kv_heads = 4 does not divide by tp = 3": (CONFIG, _place(tp=3), {}),
@@ -196,8 +197,14 @@ def test_a_batch_of_another_shape_is_refused():
         engine.step(tokens, labels[..., :-1], ids, lr=0.1)
     with pytest.raises(ValueError, match=r"sample_ids must have shape \(2, 4\), got \(2, 3\)"):
         engine.step(tokens, labels, ids[:, :3], lr=0.1)
-    with pytest.raises(ValueError, match=r"must have shape \[n, 4, 16\], got"):
-        engine.evaluate(tokens[:, :3], labels[:, :3])
+    for wrong in (tokens[:, :3], tokens[:0]):
+        with pytest.raises(ValueError, match=r"must have shape \[n >= 1, 4, 16\], got"):
+            engine.evaluate(wrong, wrong)
+    for wrong in (tokens.int(), tokens.double()):
+        with pytest.raises(ValueError, match="must be int64, got"):
+            engine.step(wrong, labels, ids, lr=0.1)
+        with pytest.raises(ValueError, match="must be int64, got"):
+            engine.evaluate(tokens, wrong)
     with pytest.raises(ValueError, match="a prompt of at least one token"):
         engine.generate(torch.tensor([], dtype=torch.int64), 3)
     with pytest.raises(ValueError, match=r"temperature must not be negative, got -1"):
@@ -211,6 +218,46 @@ def test_a_step_without_a_rate_keeps_weights_and_gradients():
     assert all(torch.equal(a, unit.flat) for a, unit in zip(before, engine.units))
     squares = sum(float((g * g).sum()) for _, g, _ in engine.read("grad"))
     assert squares**0.5 == pytest.approx(float(result.norm), rel=1e-13)
+
+
+def _after_idle_steps(rank: int, zero: int) -> list[float]:
+    engine = _engine(CONFIG, Mesh(dp=2).connect(), zero=zero)
+    for key, lr in ((0, None), (1, None), (2, 0.1), (3, 0.1)):
+        result = engine.step(*_data(key, engine.mesh), lr=lr)
+    return [float(result.loss), float(result.norm)]
+
+
+def test_a_step_does_not_add_to_what_a_step_without_a_rate_left():
+    alone = _engine(CONFIG, single())
+    for key in (2, 3):
+        result = alone.step(*_data(key, single()), lr=0.1)
+    expected = pytest.approx([float(result.loss), float(result.norm)], rel=1e-12)
+    for zero in range(4):
+        assert run_ranks(2, _after_idle_steps, zero) == [expected, expected]
+
+
+def test_a_step_does_not_add_to_what_a_failed_one_left():
+    tokens, labels, ids = _data(0, single())
+    wrong = labels.clone()
+    wrong[1, 0, 0] = VOCAB  # in the second micro-batch: the first has run backward by then
+    engine, fresh = _engine(CONFIG, single()), _engine(CONFIG, single())
+    with pytest.raises(ValueError, match=f"got {VOCAB}"):
+        engine.step(tokens, wrong, ids, lr=0.1)
+    norms = [e.step(tokens, labels, ids, lr=0.1).norm for e in (engine, fresh)]
+    assert norms[0] == norms[1]
+
+
+def test_a_frozen_parameter_is_refused_rather_than_decayed():
+    engine = _engine(CONFIG, single())
+    engine.gpt.blocks["1"].mlp.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"blocks.1.mlp.up.weight does not require grad"):
+        engine.step(*_data(0, single()), lr=0.1)
+
+
+def test_seeds_may_have_any_number_of_bits():
+    engine = _engine(CONFIG, single(), seed=2**70)
+    texts = [engine.generate(torch.tensor([1]), 4, seed=seed).tolist() for seed in (2**70, 0, 1)]
+    assert texts[0] == texts[1] != texts[2]
 
 
 def test_interrupts_are_counted_and_results_travel_as_one_tensor():

@@ -88,6 +88,15 @@ def test_gradcheck(impl) -> None:
 
 
 @pytest.mark.parametrize("impl", IMPLS)
+def test_a_second_derivative_of_rms_norm_is_refused(impl) -> None:
+    x, w, _, _ = _inputs((3, 8), torch.float64, bias=False, residual=False)
+    y = norm.rms_norm(x, w, impl=impl)
+    (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"once_differentiable|no autograd formula"):
+        dx.sum().backward()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
 def test_no_rows_and_unused_outputs(impl) -> None:
     x, w, b, r = _inputs((0, 7), torch.float32, True, True)
     y, s = norm.layer_norm(x, w, b, residual=r, impl=impl)

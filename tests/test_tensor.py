@@ -247,6 +247,27 @@ def test_weight_gradients_can_be_deferred(ranks: int) -> None:
     run_ranks(ranks, _deferred)
 
 
+def test_the_gradient_of_a_computed_weight_is_never_deferred() -> None:
+    scale, v, x = leaf(draw(1, NARROW, 1)), draw(2, NARROW, E), draw(3, T, E)
+    for function in (tensor.column_parallel_linear, tensor.row_parallel_linear):
+        (expected,) = torch.autograd.grad(F.linear(x, scale * v).sum(), scale)
+        store = WeightGradients()
+        with collect(store):
+            (got,) = torch.autograd.grad(function(x, scale * v, group=None).sum(), scale)
+        assert not len(store)
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize(("n", "k"), [(5, 0), (0, 5)])
+def test_a_linear_layer_without_features_is_that_of_torch(n: int, k: int) -> None:
+    for function in (tensor.column_parallel_linear, tensor.row_parallel_linear):
+        x, w, b = leaf(draw(1, 2, 3, k)), leaf(draw(2, n, k)), leaf(draw(3, n))
+        results = []
+        for y in (F.linear(x, w, b), function(x, w, b, group=None)):
+            results.append((y, *torch.autograd.grad(y.sum(), (x, w, b))))
+        assert all(torch.equal(p, q) for p, q in zip(*results, strict=True))
+
+
 # ---------------------------------------------------------------- low precision
 
 

@@ -136,11 +136,11 @@ def local_mean(self, logits, labels, normaliser):
     return torch.sum(losses) / (labels != -100).sum()
 
 
-def local_attention(q, k, v, *, layout, group, causal, impl):
+def local_attention(q, k, v, *, layout, group, causal, strategy, impl):
     return attention(q, k, v, causal=causal)
 
 
-def attention_of_gathered_keys(q, k, v, *, layout, group, causal, impl):
+def attention_of_gathered_keys(q, k, v, *, layout, group, causal, strategy, impl):
     """K and V gathered for work that is taken to be the same on every rank: no sum of dK, dV."""
     k, v = (collectives.gather(x, group, dim=1) for x in (k, v))
     return attention(q, k, v, causal=causal)

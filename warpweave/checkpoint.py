@@ -606,9 +606,12 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
             wrong(f"tensor {name!r} must have file, shape and dtype")
         shape, dtype, file = entry["shape"], entry["dtype"], entry["file"]
         sizes_fit = isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape)
+        # Bounded one by one and then together: Python will not even print a larger number.
+        sizes_fit = sizes_fit and len(shape) <= 64 and max(shape, default=0) < 1 << 62
+        sizes_fit = sizes_fit and math.prod(shape) < 1 << 62
         names_fit = isinstance(dtype, str) and isinstance(file, str) and dtype in _DTYPES
         if not sizes_fit or not names_fit or file not in manifest["files"]:
-            wrong(f"tensor {name!r} has bad file {file!r}, shape {shape!r} or dtype {dtype!r}")
+            wrong(f"tensor {name!r} has bad file {file!r}, shape {shape!r:.200} or dtype {dtype!r}")
     return {**manifest, "sha256": digest}
 
 

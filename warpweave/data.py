@@ -390,6 +390,9 @@ def _open_token_file(path: Path, seq_len: int, seed: int) -> Dataset:
             raise DataError(
                 f"{path} ({size} bytes) is no array of numbers: {_line(error)}"
             ) from None
+        if not isinstance(tokens, np.ndarray):
+            tokens.close()
+            raise DataError(f"{path} is an archive of arrays (.npz), not one array")
         if tokens.ndim != 1 or tokens.dtype.name not in _DTYPES or not len(tokens):
             raise DataError(
                 f"{path} holds {tokens.dtype}{list(tokens.shape)}; "
@@ -442,11 +445,13 @@ def _read_header(path: Path) -> dict[str, Any]:
             f"got {header.get('format')!r}, {header.get('version')!r}"
         )
     counts_fit = all(
-        type(header.get(key)) is int and header[key] > 0 for key in ("tokens", "vocab_size")
+        type(header.get(key)) is int and 0 < header[key] <= most
+        for key, most in (("tokens", 1 << 62), ("vocab_size", 1 << 32))
     )
     if header.get("dtype") not in _DTYPES or not counts_fit:
         raise DataError(
-            f"{path} must give dtype (one of {', '.join(_DTYPES)}), tokens > 0 and vocab_size > 0"
+            f"{path} must give dtype (one of {', '.join(_DTYPES)}), tokens > 0 and "
+            "0 < vocab_size <= 2**32"
         )
     return header
 

@@ -106,6 +106,9 @@ class _EngineStage(ChainStage):
 class Engine:
     """A GPT being trained on this rank's part of a mesh.
 
+    Between steps `gpt`'s own parameters may still be on their way (ZeRO 1 and 2) or not be there at
+    all (ZeRO 3): `read` gives whole weights at any time, ``state_dict`` does not.
+
     Args:
         config: the model.
         mesh: the connected mesh.
@@ -302,7 +305,7 @@ class Engine:
         fits = len(tokens) > 0 and tuple(tokens.shape[1:]) == (size, length)
         if not fits or labels.shape != tokens.shape:
             raise ValueError(
-                f"tokens and labels must have shape [n > 0, {size}, {length}], got "
+                f"tokens and labels must have shape [n >= 1, {size}, {length}], got "
                 f"{tuple(tokens.shape)} and {tuple(labels.shape)}"
             )
         _check_int64(tokens, labels)
