@@ -26,8 +26,12 @@ test: venv
 	if [ $$status -eq 0 ]; then echo "make test: all tests passed"; \
 	else echo "make test: FAILED (pytest exit status $$status)"; fi; exit $$status
 
+# Four ranks: two tensor ranks in each of two pipeline stages. Options in ARGS come later and win.
+TRAIN := --tp 2 --pp 2 --no-sequence-parallel --batch 16 --microbatches 2 --steps 500 \
+  --lr 3e-3 --warmup 50 --out runs/train
+
 train: venv
-	$(VENV)/bin/warpweave train $(ARGS)
+	$(VENV)/bin/warpweave train $(TRAIN) $(ARGS)
 
 # Type checkers do not follow setuptools' package-dir mapping, so mypy reads a tree of links in which
 # the four folders stand where they are imported.
