@@ -41,10 +41,36 @@ class Segment:
     recompute: bool = False
 
 
+class _Chain:
+    """Segments in forward order, and which units' gradients each one's backward completes."""
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        self.segments = tuple(segments)
+        units = list(dict.fromkeys(unit for s in self.segments for unit in s.units))
+        # A unit's gradient is complete once the first segment that reads it has run backward.
+        self.completes: list[list[Unit]] = [[] for _ in self.segments]
+        for unit in units:
+            first = next(k for k, s in enumerate(self.segments) if unit in s.units)
+            self.completes[first].append(unit)
+
+    def fused(self) -> _Chain:
+        """The same computation as one segment: one autograd graph, nothing done in between."""
+
+        def run(x: Tensor | None, batch: Any) -> Tensor:
+            for segment in self.segments:
+                x = segment.fn(x, batch)
+            assert x is not None
+            return x
+
+        units = tuple(dict.fromkeys(unit for s in self.segments for unit in s.units))
+        return _Chain([Segment("stage", run, units)])
+
+
 @dataclass
 class _Flight:
     """What one micro-batch keeps between its forward and its backward pass."""
 
+    chain: _Chain
     inputs: list[Tensor | None] = field(default_factory=list)
     outputs: list[Tensor | None] = field(default_factory=list)
     owed: WeightGradients = field(default_factory=WeightGradients)
@@ -60,14 +86,20 @@ class ChainStage:
     """
 
     def __init__(self, segments: Sequence[Segment], *, last: bool) -> None:
-        self.segments = tuple(segments)
         self.last = last
+        self._cut = _Chain(segments)
+        self.segments = self._cut.segments
         self.units = list(dict.fromkeys(unit for s in self.segments for unit in s.units))
-        # A unit's gradient is complete once the first segment that reads it has run backward.
-        self._completes: list[list[Unit]] = [[] for _ in self.segments]
-        for unit in self.units:
-            first = next(k for k, s in enumerate(self.segments) if unit in s.units)
-            self._completes[first].append(unit)
+        # Every cut costs a little. Where nothing happens between segments there need be none; but a
+        # unit that two segments read (a tied embedding) would add its two gradients to each other
+        # first and not one by one, and other bits than under recomputation are not worth it.
+        self._must_cut = (
+            any(s.recompute for s in self.segments)
+            or any(unit.placement.param or unit.placement.grad for unit in self.units)
+            or sum(len(s.units) for s in self.segments) > len(self.units)
+        )
+        self._fused = self._cut.fused()
+        self._reduces = any(unit.group is not None for unit in self.units)
         self._flights: dict[int, _Flight] = {}
         self._batches: Sequence[Any] = ()
         self._backwards_left = 0
@@ -91,30 +123,40 @@ class ChainStage:
 
         The last stage appends its loss to `losses` and returns None.
         """
-        flight = self._flights[mb] = _Flight()
-        for k, segment in enumerate(self.segments):
-            self._enter(k, k + 1)
+        flight = self._flights[mb] = _Flight(self._chain(mb))
+        segments = flight.chain.segments
+        for k, segment in enumerate(segments):
+            self._enter(segments, k, k + 1)
             entry = None if x is None else x.detach().requires_grad_()
             with torch.set_grad_enabled(not segment.recompute):
                 y = segment.fn(entry, self._batches[mb])
             flight.inputs.append(entry)
             flight.outputs.append(None if segment.recompute else y)
             x = y.detach()
-            if k + 1 < len(self.segments):  # the last one is needed first in the backward pass
-                self._leave(k, k + 1)
+            if k + 1 < len(segments):  # the last one is needed first in the backward pass
+                self._leave(segments, k, k + 1)
         if self.last:
             self.losses.append(x)
             return None
         return x
 
+    def _chain(self, mb: int) -> _Chain:
+        """How to run `mb`: cut where parameters or gradients move between segments, else fused.
+
+        Whole gradients move once, after the last micro-batch, and overlap its backward pass.
+        """
+        if self._must_cut or (self._reduces and mb == len(self._batches) - 1):
+            return self._cut
+        return self._fused
+
     @torch.no_grad()
     def evaluate(self, x: Tensor | None, batch: Any, final: SegmentFn | None = None) -> Tensor:
         """Run the chain without keeping anything; `final` may stand in for the last segment."""
         for k, segment in enumerate(self.segments):
-            self._enter(k, k + 1)
+            self._enter(self.segments, k, k + 1)
             replaced = final is not None and k + 1 == len(self.segments)
             x = final(x, batch) if replaced and final is not None else segment.fn(x, batch)
-            self._leave(k, k + 1)
+            self._leave(self.segments, k, k + 1)
         assert x is not None
         return x
 
@@ -140,17 +182,18 @@ class ChainStage:
         for unit in self.units:
             unit.collect_grads()
         self._backwards_left -= 1
-        for k in reversed(range(len(self.segments))):
-            self._reduce_completed(k)
+        for units in reversed(flight.chain.completes):
+            self._reduce_completed(units)
 
     def _backward(self, mb: int, dy: Tensor | None, *, deferred: bool) -> Tensor | None:
         flight = self._flights[mb] if deferred else self._flights.pop(mb)
         if not deferred:
             self._backwards_left -= 1
         gradient = self._seed if self.last else dy
-        for k in reversed(range(len(self.segments))):
-            segment = self.segments[k]
-            self._enter(k, k - 1)
+        segments = flight.chain.segments
+        for k in reversed(range(len(segments))):
+            segment = segments[k]
+            self._enter(segments, k, k - 1)
             entry, y = flight.inputs.pop(), flight.outputs.pop()
             if y is None:
                 with torch.enable_grad():
@@ -166,37 +209,37 @@ class ChainStage:
                 unit.collect_grads()
             gradient = None if entry is None else entry.grad
             del y
-            self._leave(k, k - 1)
+            self._leave(segments, k, k - 1)
             if not deferred:
-                self._reduce_completed(k)
+                self._reduce_completed(flight.chain.completes[k])
         return gradient
 
     # ------------------------------------------------------------------ parameters and gradients
 
-    def _enter(self, k: int, following: int) -> None:
+    def _enter(self, segments: Sequence[Segment], k: int, following: int) -> None:
         """Have segment k's parameters; start gathering those of the segment that comes next."""
-        for unit in self.segments[k].units:
+        for unit in segments[k].units:
             unit.unshard()
-        for unit in self.segments[k].units:
+        for unit in segments[k].units:
             unit.wait()
-        if 0 <= following < len(self.segments):
-            for unit in self.segments[following].units:
+        if 0 <= following < len(segments):
+            for unit in segments[following].units:
                 unit.unshard()
 
-    def _leave(self, k: int, following: int) -> None:
+    def _leave(self, segments: Sequence[Segment], k: int, following: int) -> None:
         """Free segment k's parameters, unless the segment that comes next reads them too."""
-        kept = self.segments[following].units if 0 <= following < len(self.segments) else ()
-        for unit in self.segments[k].units:
+        kept = segments[following].units if 0 <= following < len(segments) else ()
+        for unit in segments[k].units:
             if unit not in kept:
                 unit.reshard()
 
-    def _reduce_completed(self, k: int) -> None:
-        """Start reducing the units whose gradients segment k completed, if it is time to.
+    def _reduce_completed(self, units: Sequence[Unit]) -> None:
+        """Start reducing `units`, whose gradients a segment has just completed, if it is time to.
 
         Sharded gradients are reduced after every micro-batch, whole ones after the last. At most
         two units' reductions are in flight, so that their full buffers do not pile up.
         """
-        for unit in self._completes[k]:
+        for unit in units:
             if unit.placement.grad or self._backwards_left == 0:
                 unit.reduce()
                 self._reducing.append(unit)

@@ -16,8 +16,8 @@ every reduction is a SUM: the loss was divided by the global number of valid tok
 Inside a unit the parameters are ordered so that each property the optimizer asks for (does it
 decay, is it cut over the tensor axis, must its gradient still be summed over the tensor axis) is
 true of few contiguous ranges. Every element is counted once in the global norm: by the data rank
-whose slice it lies in, by tensor rank 0 if tensor ranks hold the same, by the owner if pipeline
-stages share it.
+whose slice it lies in (by every data rank for itself, if all hold it), by tensor rank 0 if tensor
+ranks hold the same, by the owner if pipeline stages share it.
 """
 
 from __future__ import annotations
@@ -324,12 +324,18 @@ class Unit:
         return [self.reduced[part] for r, part in self.own_ranges(self.region) if r.partial]
 
     def counted_grads(self) -> list[Tensor]:
-        """Views of the reduced gradients that this rank counts in the global norm."""
+        """Views of the reduced gradients that this rank counts in the global norm.
+
+        Its slice where the data ranks hold different ones, everything where they hold the same.
+        """
         if not self.owner:
             return []
-        mine = self.reduced if self.placement.optim else self.reduced[self.own]
         counts_replicas = self.mesh.index("tp") == 0
-        return [mine[part] for r, part in self.own_ranges(self.own) if r.sharded or counts_replicas]
+        return [
+            self.reduced[part]
+            for r, part in self.own_ranges(self.region)
+            if r.sharded or counts_replicas
+        ]
 
     # ------------------------------------------------------------------ state in and out
 
@@ -463,13 +469,19 @@ class ZeroAdamW:
             piece.copy_(total)
 
     def norm(self) -> Tensor:
-        """The global norm of the reduced gradients, 0-dim; collective over the whole mesh."""
+        """The global norm of the reduced gradients, 0-dim and the same on every rank; collective.
+
+        Summed over the whole mesh, but for gradients that every data rank holds: those are counted
+        by each of them alike, and summed over the tensor and pipeline ranks only.
+        """
         squares = [sum_of_squares(piece) for unit in self.units for piece in unit.counted_grads()]
         reference = self.units[0].reduced
         total = torch.stack(squares).sum() if squares else reference.new_zeros(())
         self.finite = total.isfinite()
-        if self.mesh.group("world") is not None:
-            dist.all_reduce(total, group=self.mesh.group("world"))
+        sharded = any(unit.placement.optim for unit in self.units)
+        for axis in ("world",) if sharded else ("tp", "pp"):
+            if self.mesh.group(axis) is not None:
+                dist.all_reduce(total, group=self.mesh.group(axis))
         norm = total.sqrt()
         return norm / self.loss_scale.value if self.loss_scale is not None else norm
 

@@ -296,7 +296,14 @@ def norm_misses_sharded_parameters(mesh):
 @fault(5, DP)
 def norm_counts_data_replicas(mesh):
     """The same over data ranks, which all hold the whole gradient with ZeRO 0."""
-    return _counts(lambda unit: {"own": unit.region})
+    right = ZeroAdamW.norm
+
+    def norm(self):
+        groups = {**self.mesh.groups, "tp": self.mesh.group("world")}
+        with mock.patch.object(self, "mesh", dataclasses.replace(self.mesh, groups=groups)):
+            return right(self)
+
+    return [(ZeroAdamW, "norm", norm)]
 
 
 def _complete_norms(mesh):
@@ -598,8 +605,8 @@ def deferred_weights_miss_the_reduction(mesh):
     def backward_input(self, mb, dy):
         dx = self._backward(mb, dy, deferred=True)
         self._backwards_left -= 1
-        for k in reversed(range(len(self.segments))):
-            self._reduce_completed(k)
+        for units in reversed(self._flights[mb].chain.completes):
+            self._reduce_completed(units)
         ChainStage.reduce(self)
         return dx
 
