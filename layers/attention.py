@@ -11,7 +11,7 @@ from warpweave.layers.context import TokenContext
 from warpweave.layers.linear import ColumnParallelLinear, RowParallelLinear
 from warpweave.parallel.context import Strategy, context_attention
 from warpweave.parallel.layout import SequenceLayout
-from warpweave.parallel.mesh import ConnectedMesh, single
+from warpweave.parallel.mesh import ConnectedMesh, connected
 
 
 class Attention(nn.Module):
@@ -60,7 +60,7 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        self.mesh = mesh if mesh is not None else single()
+        self.mesh = connected(mesh)
         tp = self.mesh.size("tp")
         if num_heads < 1 or kv_heads < 1:
             raise ValueError(f"need at least one head, got {num_heads} and {kv_heads} KV heads")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from warpweave.parallel.mesh import ConnectedMesh, single
+from warpweave.parallel.mesh import ConnectedMesh, connected
 from warpweave.parallel.shard import ParamRecord
 from warpweave.parallel.tensor import vocab_parallel_embedding
 
@@ -35,7 +35,7 @@ class VocabParallelEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
-        self.mesh = mesh if mesh is not None else single()
+        self.mesh = connected(mesh)
         self.sequence_parallel = sequence_parallel
         record = ParamRecord(
             "weight", (num_embeddings, embedding_dim), 0, self.mesh.size("tp"), init=init

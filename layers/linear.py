@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from warpweave.parallel.collectives import gather, scatter
-from warpweave.parallel.mesh import ConnectedMesh, single
+from warpweave.parallel.mesh import ConnectedMesh, connected
 from warpweave.parallel.shard import ParamRecord
 from warpweave.parallel.tensor import column_parallel_linear, row_parallel_linear
 
@@ -38,7 +38,7 @@ class _ParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
-        self.mesh = mesh if mesh is not None else single()
+        self.mesh = connected(mesh)
         self.sequence_parallel = sequence_parallel
         tp = self.mesh.size("tp")
         cut = "in_features" if shard_dim else "out_features"

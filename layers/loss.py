@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from warpweave.parallel.mesh import ConnectedMesh, single
+from warpweave.parallel.mesh import ConnectedMesh, connected
 from warpweave.parallel.tensor import vocab_parallel_cross_entropy
 
 
@@ -30,7 +30,7 @@ class VocabParallelCrossEntropy(nn.Module):
     ) -> None:
         super().__init__()
         self.vocab_size, self.label_smoothing = vocab_size, label_smoothing
-        self.mesh = mesh if mesh is not None else single()
+        self.mesh = connected(mesh)
 
     def forward(self, logits: Tensor, labels: Tensor, normaliser: Tensor | float) -> Tensor:
         """logits[T, ceil(V/tp)], labels int64[T] (-100: no loss) -> loss, 0-dim, fp32 or fp64."""

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from warpweave.kernels.activation import gelu, swiglu
 from warpweave.layers.linear import ColumnParallelLinear, RowParallelLinear
-from warpweave.parallel.mesh import ConnectedMesh
+from warpweave.parallel.mesh import ConnectedMesh, connected
 
 
 class MLP(nn.Module):
@@ -45,7 +45,7 @@ class MLP(nn.Module):
         super().__init__()
         if activation not in ("gelu", "swiglu"):
             raise ValueError(f"activation must be 'gelu' or 'swiglu', got {activation!r}")
-        tp = mesh.size("tp") if mesh is not None else 1
+        tp = connected(mesh).size("tp")
         if hidden_dim % tp:
             raise ValueError(
                 f"hidden_dim = {hidden_dim} does not divide by the tensor axis tp = {tp}"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from warpweave.kernels.norm import layer_norm, rms_norm
-from warpweave.parallel.mesh import ConnectedMesh, single
+from warpweave.parallel.mesh import ConnectedMesh, connected
 from warpweave.parallel.shard import ParamRecord
 
 
@@ -26,7 +26,7 @@ class _Norm(nn.Module):
         impl: str | None,
     ) -> None:
         super().__init__()
-        mesh = mesh if mesh is not None else single()
+        mesh = connected(mesh)
         whole = isinstance(normalized_shape, int)
         shape = (normalized_shape,) if whole else tuple(normalized_shape)
         if len(shape) != 1:

@@ -154,3 +154,14 @@ class ConnectedMesh:
 def single() -> ConnectedMesh:
     """The mesh of one device; needs no process group."""
     return ConnectedMesh(Mesh(), 0, dict.fromkeys((*AXES, "data", "world")), None)
+
+
+def connected(mesh: ConnectedMesh | None) -> ConnectedMesh:
+    """What a layer's `mesh` argument means: None is one device.
+
+    Raises:
+        ValueError: the mesh is only sizes, not connected.
+    """
+    if isinstance(mesh, Mesh):
+        raise ValueError(f"mesh must be connected, {mesh} is sizes only: pass mesh.connect()")
+    return single() if mesh is None else mesh

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+import warpweave
 from warpweave import cli
 
 
@@ -39,3 +40,13 @@ def test_a_command_gets_its_arguments_and_ctrl_c_is_quiet(monkeypatch, command):
     monkeypatch.setattr(f"warpweave.{command}.main", main)
     assert _run(monkeypatch, command, "--tp", "2") == 130
     assert given == ["--tp", "2"]
+
+
+def test_the_version_is_printed(monkeypatch, capsys):
+    assert _run(monkeypatch, "--version") == 0
+    assert capsys.readouterr().out == f"warpweave {warpweave.__version__}\n"
+
+
+def test_a_preset_is_no_proof_model(monkeypatch, capsys):
+    assert _run(monkeypatch, "prove", "--model", "llama-8b") == 2
+    assert "needs --typecheck" in capsys.readouterr().err

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
+from warpweave.layers.linear import ColumnParallelLinear
 from warpweave.parallel.mesh import AXES, ConnectedMesh, Mesh, single
 
 VARIES = {axis: (axis,) for axis in AXES} | {"data": ("dp", "cp"), "world": AXES}
@@ -116,3 +117,8 @@ def test_meshes_are_values():
     with pytest.raises(AttributeError):
         Mesh().dp = 2
     assert ConnectedMesh(Mesh(cp=2, dp=3), 5, {}, None).index("data") == 5
+
+
+def test_sizes_alone_are_refused_where_a_connected_mesh_is_needed():
+    with pytest.raises(ValueError, match=r"mesh must be connected, .* pass mesh.connect"):
+        ColumnParallelLinear(4, 4, mesh=Mesh(tp=2))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 
+from warpweave import __version__
+
 _USAGE = """usage: warpweave COMMAND [OPTIONS]
 
 commands:
@@ -29,6 +31,9 @@ def _main() -> None:
         from warpweave.prove import main as run
     elif command in ("", "-h", "--help"):
         print(_USAGE)
+        return
+    elif command == "--version":
+        print(f"warpweave {__version__}")
         return
     else:
         print(f"warpweave: unknown command {command!r}\n\n{_USAGE}", file=sys.stderr)

@@ -22,7 +22,7 @@ from warpweave.layers.norm import LayerNorm, RMSNorm
 from warpweave.layers.records import collect_records
 from warpweave.parallel.context import Strategy
 from warpweave.parallel.layout import SequenceLayout
-from warpweave.parallel.mesh import ConnectedMesh, Mesh, single
+from warpweave.parallel.mesh import ConnectedMesh, Mesh, connected
 from warpweave.parallel.shard import ParamRecord
 from warpweave.parallel.stage import Segment
 from warpweave.parallel.tensor import column_parallel_linear
@@ -219,7 +219,7 @@ class GPT(nn.Module):
         super().__init__()
         if recompute not in ("none", "selective", "full"):
             raise ValueError(f"recompute must be none, selective or full, got {recompute!r}")
-        mesh = mesh if mesh is not None else single()
+        mesh = connected(mesh)
         config.check(mesh.sizes, zigzag=layout == "zigzag")
         self.config, self.mesh, self.recompute, self.impl = config, mesh, recompute, impl
         self.strategy: Strategy = strategy

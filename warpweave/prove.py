@@ -319,6 +319,8 @@ class ProveConfig:
 
     def layouts(self) -> list[Layout]:
         """The layouts to prove, smallest worlds first."""
+        if self.model is not None:
+            raise ValueError(f"model = {self.model!r} needs --typecheck: a proof trains a tiny one")
         if self.all:
             worlds = [w for w in (1, 2, 4) if w <= self.world]
             chosen = [layout for w in worlds for layout in table(w)] if self.world <= 4 else []
@@ -365,7 +367,8 @@ def prove_rank(layouts: list[Layout], timeout: float, path: str, port: int | Non
             if session.rank == 0:
                 ok = "ok" if errors.worst <= LIMITS[layout.dtype] else f"WRONG: {errors.where}"
                 print(
-                    f"{layout}  loss {errors.loss:.1e}  grads {errors.grad:.1e}  "
+                    f"[{number + 1}/{len(layouts)}] {layout}  "
+                    f"loss {errors.loss:.1e}  grads {errors.grad:.1e}  "
                     f"norm {errors.norm:.1e}  weights {errors.weight:.1e}  {ok}",
                     flush=True,
                 )
