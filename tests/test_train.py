@@ -260,6 +260,19 @@ def test_nan_on_one_rank_stops_all_and_names_step_and_rank(tmp_path, where, axis
     assert step == 2
 
 
+def test_fp16_overflow_shrinks_the_scale_until_there_is_nothing_left_to_shrink(tmp_path):
+    trainer = _trainer(_config(tmp_path, dtype="fp16", steps=9, save_every=0, dropout=0.0))
+    trainer.engine.optimizer.loss_scale.value.fill_(4.0)
+
+    def poison(_module, _inputs, out):
+        out.register_hook(lambda gradient: gradient * math.inf)
+
+    trainer.engine.gpt.blocks["0"].register_forward_hook(poison)
+    with pytest.raises(TrainingStopped, match=r"gradient norm is .* at step 2"):
+        trainer.run()  # 4 -> 2 is the scale's fault, 2 -> 1 leaves no one else to blame
+    assert float(trainer.engine.optimizer.loss_scale.value) == 1.0
+
+
 def test_a_validation_loss_that_is_no_number_stops_the_run(tmp_path, monkeypatch):
     trainer = _trainer(_config(tmp_path, steps=1))
     monkeypatch.setattr(trainer.engine, "evaluate", lambda *_: torch.tensor(math.inf))

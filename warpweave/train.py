@@ -371,7 +371,9 @@ class Trainer:
             interrupted=self.interrupt.number is not None,
         )
         loss, norm, interrupts = (float(x) for x in result.all().cpu())
-        overflow = self.engine.optimizer.loss_scale is not None and not math.isfinite(norm)
+        # fp16 may overflow under its loss scale, which then shrinks; at 1 it is not to blame.
+        scale = self.engine.optimizer.loss_scale
+        overflow = scale is not None and not math.isfinite(norm) and float(scale.value) > 1.0
         if not math.isfinite(loss) or (not math.isfinite(norm) and not overflow):
             self._stop(loss, norm)
         self.step += 1
