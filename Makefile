@@ -27,8 +27,8 @@ test: venv
 	else echo "make test: FAILED (pytest exit status $$status)"; fi; exit $$status
 
 # Four ranks: two tensor ranks in each of two pipeline stages. Options in ARGS come later and win.
-TRAIN := --tp 2 --pp 2 --no-sequence-parallel --batch 16 --microbatches 2 --steps 700 \
-  --lr 3e-3 --warmup 50 --sample 300 --out runs/train
+TRAIN := --tp 2 --pp 2 --no-sequence-parallel --batch 16 --microbatches 2 --steps 500 \
+  --lr 3e-3 --warmup 50 --out runs/train
 
 train: venv
 	$(VENV)/bin/warpweave train $(TRAIN) $(ARGS)
