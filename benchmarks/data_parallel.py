@@ -177,7 +177,7 @@ def main(argv: list[str] | None = None) -> None:
     config, batch = GPTConfig(8192, 256, 4, 256, 4), 2
     if options.quick:
         config, batch = GPTConfig(101, 16, 2, 32, 2), 2
-    rounds = options.rounds or (1 if options.quick else 15)
+    rounds = options.rounds or (1 if options.quick else 40)
     report.checks, results = run_ranks(WORLD, measure, config, batch, rounds, not options.quick)
     shape = (
         f"L{config.layers} E{config.width} V{config.vocab_size} S{config.seq_len} "

@@ -17,6 +17,7 @@ import dataclasses
 import gc
 import json
 import os
+import random
 import subprocess
 import sys
 import tempfile
@@ -208,8 +209,8 @@ def interleave(
 ) -> dict[str, list[float]]:
     """Milliseconds per call of every variant, one list entry per round.
 
-    Each round calls every variant once, starting one further along each time, so that none always
-    follows the same one. With several ranks (a process group exists) a barrier stands before each
+    Each round calls every variant once, in an order that is drawn anew (the same on all ranks), as a
+    variant's time depends on what ran before it: caches, freed memory. With several ranks (a process group exists) a barrier stands before each
     call and the slowest rank's time counts.
     """
     names = list(variants)
@@ -218,11 +219,12 @@ def interleave(
         for name in names:
             variants[name]()
     times: dict[str, list[float]] = {name: [] for name in names}
+    order = random.Random(0)
     gc.collect()
     gc.disable()
     try:
-        for k in range(rounds):
-            for name in names[k % len(names) :] + names[: k % len(names)]:
+        for _ in range(rounds):
+            for name in order.sample(names, len(names)):
                 if ranks:
                     dist.barrier()
                 began = time.perf_counter()

@@ -1,6 +1,6 @@
 """Matrix products in plain torch, by the faster of the two libraries that it has for a CPU.
 
-    y[M, N] = a[M, K] b[K, N] + bias[N]
+    y[M, N] = a[M, K] b[K, N] + bias[N]          out[M, N] (+)= a[M, K] b[K, N]
 
 On a CPU torch multiplies float32 matrices with MKL, which takes its AVX2 kernels on CPUs that are
 not Intel's, AVX-512 or not. oneDNN, which torch ships too and uses for bfloat16, generates AVX-512
@@ -31,11 +31,22 @@ def _has_onednn() -> bool:
     )
 
 
+def _takes_onednn(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """a[M, K] b[K, N] is float32 on a CPU where oneDNN has more to offer, and large enough."""
+    if a.dtype != torch.float32 or a.device.type != "cpu" or not _has_onednn():
+        return False
+    m, k, n = *a.shape, b.shape[-1]
+    return m * n * k >= _SMALL and min(m, n, k) >= _THIN and b.shape == (k, n)
+
+
 def _onednn(a: torch.Tensor, bt: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """a[M, K] bt[N, K]^T + bias; the first operand is copied unless its rows are contiguous."""
+    """a[M, K] bt[N, K]^T + bias, maybe transposed in memory.
+
+    The first operand is copied unless its rows are contiguous, so the shorter one goes there.
+    """
     linear = torch.ops.mkldnn._linear_pointwise
     if bias is None and not a.is_contiguous() and bt.shape[0] < a.shape[0]:
-        return linear(bt, a, None, "none", [], "").t().contiguous()  # copies less
+        return linear(bt, a, None, "none", [], "").t()
     return linear(a, bt, bias, "none", [], "")
 
 
@@ -57,8 +68,25 @@ def gemm(
             y = torch.mm(a, b, out_dtype=dtype)
             return y if bias is None else y.add_(bias)
         a, b = a.to(dtype), b.to(dtype)
-    if a.dtype == torch.float32 and a.device.type == "cpu" and _has_onednn():
-        m, k, n = *a.shape, b.shape[-1]
-        if m * n * k >= _SMALL and min(m, n, k) >= _THIN and b.shape == (k, n):
-            return _onednn(a, b.t(), bias)
+    if _takes_onednn(a, b):
+        return _onednn(a, b.t(), bias).contiguous()
     return a @ b if bias is None else torch.addmm(bias, a, b)
+
+
+def gemm_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, add: bool) -> None:
+    """Add a[M, K] b[K, N] to out[M, N], or overwrite `out` with it.
+
+    a and b have one dtype and any strides; out that dtype, or float32 or float64 to be given (or
+    added) the accumulators unrounded. Raises what torch raises on shapes that do not fit.
+    """
+    if a.is_cuda and a.dtype != out.dtype:
+        product = torch.mm(a, b, out_dtype=out.dtype)
+    elif _takes_onednn(a := a.to(out.dtype), b := b.to(out.dtype)):
+        product = _onednn(a, b.t(), None)  # writes to a place of its own only
+    else:
+        torch.addmm(out, a, b, beta=int(add), out=out)  # beta 0: what `out` holds is not read
+        return
+    if add:
+        out.add_(product)
+    else:
+        out.copy_(product)

@@ -1,4 +1,4 @@
-"""Weight gradients, now or later: an ambient collector that a pipeline schedule can fill and run.
+"""Weight gradients, where and when they are wanted: an ambient place that a backward pass fills.
 
 A linear layer's backward owes two products: the gradient of its input, which the previous stage
 waits for, and the gradient of its weight, which nobody waits for. Zero-bubble schedules (Qi et al.
@@ -6,58 +6,77 @@ waits for, and the gradient of its weight, which nobody waits for. Zero-bubble s
 backward of a custom ``autograd.Function`` twice (pytorch#174017), so the Functions of this project
 hand the second product over themselves: ``return dx, wgrad(weight, lambda: dy.T @ x)``.
 
-Without a collector the gradient is computed and returned, and autograd (hooks, DDP, FSDP2) sees
-nothing unusual. With one, the closure is kept and ``None`` is returned; ``WeightGradients.run``
-computes it.
+With nothing active the gradient is computed and returned, and autograd (hooks, DDP, FSDP2) sees
+nothing unusual. Within `collect` the closure is kept and ``None`` is returned;
+``WeightGradients.run`` computes it. Within `accumulate` it is computed at once and added where the
+parameter's gradient is kept, so that no layer's gradient is ever held beside that place, and the
+rows of an embedding are added without a table of zeros around them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 
 import torch
 
-_Entry = tuple[torch.Tensor, Callable[[], torch.Tensor]]
+_Make = Callable[[], torch.Tensor]
+_Into = Callable[[torch.Tensor, bool], object]
 
 
 class WeightGradients:
-    """The weight gradients that one backward pass (one stage, one micro-batch) still owes."""
+    """The weight gradients of one backward pass (one stage, one micro-batch), and where they go.
 
-    def __init__(self) -> None:
-        self._entries: list[_Entry] = []
+    Args:
+        homes: parameter -> the buffer of its shape in which its gradient is kept. A parameter whose
+            ``.grad`` is None gets this buffer as its ``.grad``, overwritten. A parameter without a
+            home gets the first gradient itself.
+    """
+
+    def __init__(self, homes: Mapping[torch.Tensor, torch.Tensor] | None = None) -> None:
+        self.homes = homes if homes is not None else {}
+        self._entries: list[tuple[torch.Tensor, _Make, _Into | None]] = []
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def append(self, weight: torch.Tensor, fn: Callable[[], torch.Tensor]) -> None:
-        """Keep `fn`, which computes the gradient of `weight` (same shape) when it is called."""
-        self._entries.append((weight, fn))
+    def append(self, weight: torch.Tensor, make: _Make, into: _Into | None = None) -> None:
+        """Keep for `run` what `write` would do now."""
+        self._entries.append((weight, make, into))
 
     @torch.no_grad()
+    def write(self, weight: torch.Tensor, make: _Make, into: _Into | None = None) -> None:
+        """Add ``make()`` to the ``.grad`` of `weight`, by ``into(buffer, True)`` if that is given."""
+        add = weight.grad is not None
+        if not add:
+            if weight not in self.homes:
+                weight.grad = make()
+                return
+            weight.grad = self.homes[weight]
+        if into is not None:
+            into(weight.grad, add)
+        elif add:
+            weight.grad.add_(make())
+        else:
+            weight.grad.copy_(make())
+
     def run(self) -> None:
-        """Compute every kept gradient and add it to its weight's ``.grad``; then forget them."""
+        """Write every kept gradient, in order, and forget it."""
         entries, self._entries = self._entries, []
-        for weight, fn in entries:
-            gradient = fn()
-            if weight.grad is None:
-                weight.grad = gradient
-            else:
-                weight.grad.add_(gradient)
+        for entry in entries:
+            self.write(*entry)
 
 
-_active: ContextVar[WeightGradients | None] = ContextVar("warpweave_wgrad", default=None)
+_active: ContextVar[tuple[WeightGradients, bool] | None] = ContextVar(
+    "warpweave_wgrad", default=None
+)
 
 
 @contextmanager
-def collect(store: WeightGradients) -> Iterator[WeightGradients]:
-    """Within this context, weight gradients go to `store` instead of to autograd.
-
-    The backward pass runs in the calling thread meanwhile: autograd's device threads would not see
-    a context variable that the caller set.
-    """
-    token = _active.set(store)
+def _use(store: WeightGradients, later: bool) -> Iterator[WeightGradients]:
+    """The backward pass runs in the calling thread: autograd's others do not see its variables."""
+    token = _active.set((store, later))
     try:
         with torch.autograd.set_multithreading_enabled(False):
             yield store
@@ -65,14 +84,43 @@ def collect(store: WeightGradients) -> Iterator[WeightGradients]:
         _active.reset(token)
 
 
-def wgrad(weight: torch.Tensor, fn: Callable[[], torch.Tensor]) -> torch.Tensor | None:
-    """Return ``fn()``, or keep it and return None while a collector is active.
+def collect(store: WeightGradients) -> AbstractContextManager[WeightGradients]:
+    """Within this context, `store` keeps what weight gradients need, and ``store.run`` makes them.
 
-    A deferred gradient is added to the ``.grad`` of `weight`. One that is computed from others (a
-    weight norm, an adapter) has none: its gradient goes on through autograd, never deferred.
+    The backward pass runs in the calling thread meanwhile.
     """
-    store = _active.get()
-    if store is None or not weight.is_leaf:
-        return fn()
-    store.append(weight, fn)
+    return _use(store, later=True)
+
+
+def accumulate(store: WeightGradients) -> AbstractContextManager[WeightGradients]:
+    """Within this context, gradients of parameters that have a home in `store` go there at once.
+
+    The backward pass runs in the calling thread meanwhile; hooks on these parameters do not see
+    their gradients, as autograd does not.
+    """
+    return _use(store, later=False)
+
+
+def wgrad(weight: torch.Tensor, make: _Make, into: _Into | None = None) -> torch.Tensor | None:
+    """Return ``make()``, or let the active context have it and return None.
+
+    A gradient that is handed over is added to the ``.grad`` of `weight`. One that is computed from
+    others (a weight norm, an adapter) has none: its gradient goes on through autograd.
+
+    Args:
+        weight: the leaf parameter.
+        make: computes the gradient, in the shape of `weight` and its ``grad_dtype``.
+        into: ``into(buffer, add)`` adds the same gradient to a buffer, or overwrites the buffer with
+            it; given where that costs less than making it.
+    """
+    active = _active.get()
+    if active is None or not weight.is_leaf:
+        return make()
+    store, later = active
+    if later:
+        store.append(weight, make, into)
+    elif weight in store.homes:
+        store.write(weight, make, into)
+    else:
+        return make()
     return None

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from warpweave.kernels.wgrad import WeightGradients, collect
+from warpweave.kernels.wgrad import WeightGradients, accumulate, collect
 from warpweave.parallel.zero import Unit
 
 # (x, batch) -> y; x is None for the first segment of the first stage.
@@ -71,9 +71,9 @@ class _Flight:
     """What one micro-batch keeps between its forward and its backward pass."""
 
     chain: _Chain
+    weights: WeightGradients
     inputs: list[Tensor | None] = field(default_factory=list)
     outputs: list[Tensor | None] = field(default_factory=list)
-    owed: WeightGradients = field(default_factory=WeightGradients)
 
 
 class ChainStage:
@@ -83,27 +83,31 @@ class ChainStage:
         segments: the chain, in forward order.
         last: this is the last stage, whose final segment returns the loss, 0-dim and already
             divided by the global number of valid tokens.
+        bucket_bytes: whole gradients (stages 0 and 1) are reduced in buckets of at least so much;
+            fewer bytes cost more in messages than they hide. As torch's DDP, by default 25 MiB.
     """
 
-    def __init__(self, segments: Sequence[Segment], *, last: bool) -> None:
-        self.last = last
+    def __init__(
+        self, segments: Sequence[Segment], *, last: bool, bucket_bytes: int = 25 * 2**20
+    ) -> None:
+        self.last, self.bucket_bytes = last, bucket_bytes
         self._cut = _Chain(segments)
         self.segments = self._cut.segments
         self.units = list(dict.fromkeys(unit for s in self.segments for unit in s.units))
-        # Every cut costs a little. Where nothing happens between segments there need be none; but a
-        # unit that two segments read (a tied embedding) would add its two gradients to each other
-        # first and not one by one, and other bits than under recomputation are not worth it.
-        self._must_cut = (
-            any(s.recompute for s in self.segments)
-            or any(unit.placement.param or unit.placement.grad for unit in self.units)
-            or sum(len(s.units) for s in self.segments) > len(self.units)
+        self._homes = {param: home for unit in self.units for param, home in unit.homes.items()}
+        # Every cut costs a little. Where nothing happens between segments there need be none.
+        self._must_cut = any(s.recompute for s in self.segments) or any(
+            unit.placement.param or unit.placement.grad for unit in self.units
         )
         self._fused = self._cut.fused()
-        self._reduces = any(unit.group is not None for unit in self.units)
+        # Gradients that fill no bucket before the last of them are there have nothing to overlap.
+        whole = sum(unit.grad.nbytes for unit in self.units[1:] if unit.group is not None)
+        self._overlaps = whole > 0 and whole >= bucket_bytes
         self._flights: dict[int, _Flight] = {}
         self._batches: Sequence[Any] = ()
         self._backwards_left = 0
         self._seed: Tensor | None = None
+        self._bucket: list[Unit] = []  # complete gradients that are too few to be reduced yet
         self._reducing: list[Unit] = []
         self.losses: list[Tensor] = []
 
@@ -123,7 +127,7 @@ class ChainStage:
 
         The last stage appends its loss to `losses` and returns None.
         """
-        flight = self._flights[mb] = _Flight(self._chain(mb))
+        flight = self._flights[mb] = _Flight(self._chain(mb), WeightGradients(self._homes))
         segments = flight.chain.segments
         for k, segment in enumerate(segments):
             self._enter(segments, k, k + 1)
@@ -145,7 +149,7 @@ class ChainStage:
 
         Whole gradients move once, after the last micro-batch, and overlap its backward pass.
         """
-        if self._must_cut or (self._reduces and mb == len(self._batches) - 1):
+        if self._must_cut or (self._overlaps and mb == len(self._batches) - 1):
             return self._cut
         return self._fused
 
@@ -178,7 +182,7 @@ class ChainStage:
         flight = self._flights.pop(mb)
         for unit in self.units:
             unit.lend_grads()
-        flight.owed.run()
+        flight.weights.run()
         for unit in self.units:
             unit.collect_grads()
         self._backwards_left -= 1
@@ -200,10 +204,7 @@ class ChainStage:
                     y = segment.fn(entry, self._batches[mb])
             for unit in segment.units:
                 unit.lend_grads()
-            if deferred:
-                with collect(flight.owed):
-                    torch.autograd.backward(y, gradient)
-            else:
+            with (collect if deferred else accumulate)(flight.weights):
                 torch.autograd.backward(y, gradient)
             for unit in segment.units:
                 unit.collect_grads()
@@ -236,17 +237,27 @@ class ChainStage:
     def _reduce_completed(self, units: Sequence[Unit]) -> None:
         """Start reducing `units`, whose gradients a segment has just completed, if it is time to.
 
-        Sharded gradients are reduced after every micro-batch, whole ones after the last. At most
-        two units' reductions are in flight, so that their full buffers do not pile up.
+        Sharded gradients are reduced after every micro-batch, at most two units at a time, so that
+        their full buffers do not pile up. Whole ones are reduced after the last, in buckets.
         """
         for unit in units:
-            if unit.placement.grad or self._backwards_left == 0:
-                unit.reduce()
-                self._reducing.append(unit)
-                if len(self._reducing) > 2 and unit.placement.grad:
+            if unit.placement.grad:
+                self._start_reducing([unit])
+                if len(self._reducing) > 2:
                     self._reducing.pop(0).finish_reduce()
+            elif self._backwards_left == 0:
+                self._bucket.append(unit)
+                if sum(u.grad.nbytes for u in self._bucket) >= self.bucket_bytes:
+                    self._start_reducing(self._bucket)
+
+    def _start_reducing(self, units: list[Unit]) -> None:
+        for unit in units:
+            unit.reduce()
+        self._reducing.extend(units)
+        self._bucket = []
 
     def reduce(self) -> None:
-        """Wait until every reduction that was started has ended."""
+        """Start the reductions that are left, and wait until all have ended."""
+        self._start_reducing(self._bucket)
         while self._reducing:
             self._reducing.pop(0).finish_reduce()

@@ -25,13 +25,15 @@ traces them with group=None only, as torch's own ops: a compiled backward defers
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from warpweave.kernels.cross_entropy import cross_entropy_bwd, cross_entropy_fwd, token_losses
-from warpweave.kernels.gemm import gemm
+from warpweave.kernels.gemm import gemm, gemm_into
 from warpweave.kernels.wgrad import wgrad
 from warpweave.parallel.collectives import (
     Pending,
@@ -61,9 +63,20 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(x.shape[:-1].numel(), x.shape[-1])  # -1 is ambiguous without features
 
 
-def _weight_gradient(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """dW[N, K] = sum over tokens of dy[T, N]^T x[T, K]."""
-    return gemm(_rows(dy).t(), _rows(x), out_dtype=_grad_dtype(weight))
+def _wgrad(
+    weight: torch.Tensor, operands: Callable[[], tuple[torch.Tensor, torch.Tensor]]
+) -> torch.Tensor | None:
+    """dW[N, K] = sum over tokens of dy[T, N]^T x[T, K], with dy and x from ``operands()``."""
+
+    def make() -> torch.Tensor:
+        dy, x = operands()
+        return gemm(_rows(dy).t(), _rows(x), out_dtype=_grad_dtype(weight))
+
+    def into(buffer: torch.Tensor, add: bool) -> None:
+        dy, x = operands()
+        gemm_into(_rows(dy).t(), _rows(x), buffer, add)
+
+    return wgrad(weight, make, into)
 
 
 def _bias_gradient(dy: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -127,15 +140,14 @@ class _ColumnParallelLinear(torch.autograd.Function):
         todo = [start_input_gradient] if ctx.needs_input_grad[0] else []
         flying: list[Pending] = []
 
-        def weight_gradient() -> torch.Tensor:
+        def operands() -> tuple[torch.Tensor, torch.Tensor]:
             whole = _landed(start_all_gather(x, group), overlap) if gathers else None
             if todo:
                 flying.append(todo.pop()())  # the GEMM of dx hides the gather of x,
-            full = x if whole is None else whole.wait()
-            return _weight_gradient(dy, full, leaf)  # and the GEMM of dW hides the sum of dx
+            return dy, x if whole is None else whole.wait()  # that of dW the sum of dx
 
         with _FullPrecision(dy):
-            dw = wgrad(leaf, weight_gradient) if ctx.needs_input_grad[1] else None
+            dw = _wgrad(leaf, operands) if ctx.needs_input_grad[1] else None
             if todo:
                 flying.append(todo.pop()())
             db = None
@@ -239,7 +251,7 @@ class _RowParallelLinear(torch.autograd.Function):
                 dx = gemm(_rows(whole), weight.to(dy.dtype))
                 dx = dx.view(*whole.shape[:-1], weight.shape[1]).to(ctx.x_dtype)
             if ctx.needs_input_grad[1]:
-                dw = wgrad(leaf, lambda: _weight_gradient(whole, x, leaf))
+                dw = _wgrad(leaf, lambda: (whole, x))
         return dx, dw, db, None, None, None, None
 
     @staticmethod
@@ -357,20 +369,30 @@ class _VocabParallelEmbedding(torch.autograd.Function):
         (ids,), weight = ctx.saved_tensors, ctx.parameter
         group, gathers = ctx.group, ctx.sequence_parallel
 
-        def weight_gradient() -> torch.Tensor:
+        def rows() -> tuple[torch.Tensor, torch.Tensor]:
             whole = start_all_gather(dy, group).wait() if gathers else dy
             local = ids
             if group is not None:
                 local, elsewhere = _local_ids(ids, weight.shape[0], group)
                 whole = whole.masked_fill(elsewhere.unsqueeze(-1), 0)
+            return local.reshape(-1), _rows(whole).to(sum_dtype(dy.dtype))
+
+        def weight_gradient() -> torch.Tensor:
+            local, terms = rows()
             # torch's own kernel sorts the ids where index_add_ would add atomically in any order
-            terms = _rows(whole).to(sum_dtype(dy.dtype))
-            dw = torch.ops.aten.embedding_dense_backward(
-                terms, local.reshape(-1), weight.shape[0], -1, False
-            )
+            dw = torch.ops.aten.embedding_dense_backward(terms, local, weight.shape[0], -1, False)
             return dw.to(_grad_dtype(weight))
 
-        return None, wgrad(weight, weight_gradient), None, None, None
+        def into(buffer: torch.Tensor, add: bool) -> None:
+            local, terms = rows()
+            if not add:
+                buffer.zero_()
+            if buffer.is_cuda:  # likewise: this one sorts
+                buffer.index_put_((local,), terms.to(buffer.dtype), accumulate=True)
+            else:  # and on a CPU that one adds atomically, while this one takes row after row
+                buffer.index_add_(0, local, terms.to(buffer.dtype))
+
+        return None, wgrad(weight, weight_gradient, into), None, None, None
 
     @staticmethod
     def spmd_typecheck(*, ids, weight, group, sequence_parallel):

@@ -149,7 +149,7 @@ class Unit:
         low, high, n = self.dtype, self.master_dtype, self.slice_size
         self.flat = torch.zeros(self.size, dtype=low, device=device)
         self.grad = torch.zeros(self.size, dtype=high, device=device)
-        self._grad_views: list[Tensor] = []
+        self.homes: dict[Tensor, Tensor] = {}  # parameter -> its view of the gradient buffer
         for record, param in self.params:
             offset = self.offsets[record.name]
             shape = record.local_shape
@@ -168,7 +168,7 @@ class Unit:
             param.data = self.flat[offset : offset + size].view(shape)
             param.grad_dtype = high
             param.grad = self.grad[offset : offset + size].view(shape)
-            self._grad_views.append(param.grad)
+            self.homes[param] = param.grad
         # The persistent slice of a sharded parameter; the flat buffer is freed between uses.
         self.shard = torch.zeros(n, dtype=low, device=device) if self.placement.param else None
         state_size = n if self.placement.optim else self.size
@@ -242,8 +242,9 @@ class Unit:
     def lend_grads(self) -> None:
         """As `open_grads`, for a backward pass that `collect_grads` will follow.
 
-        The first gradients of a step then need no zeros to be added to: ``.grad`` is None, autograd
-        puts there what the backward pass has made, and `collect_grads` copies it to its place.
+        The first gradients of a step then need no zeros to be added to: ``.grad`` is None. What
+        `kernels.wgrad` writes goes to its place in `homes` at once; autograd puts what it has made
+        into ``.grad``, and `collect_grads` copies it.
         """
         self._allocate_grads()
         if self._stale:
@@ -255,10 +256,12 @@ class Unit:
         if not self._stale:
             return
         end = 0
-        for (record, param), view in zip(self.params, self._grad_views, strict=True):
-            offset = self.offsets[record.name]
+        for record, param in self.params:
+            view, offset = self.homes[param], self.offsets[record.name]
             self.grad[end:offset].zero_()  # the gap after the parameter before
             end = offset + view.numel()
+            if param.grad is view:  # written in place
+                continue
             if param.grad is None:  # owed by a deferred weight gradient, or not reached
                 view.zero_()
             else:

@@ -389,7 +389,7 @@ def gradients_divided_by_tokens_again(mesh):
     def reduce(self):
         right(self)
         for unit in self.units:
-            unit.reduced.div_(self._batches[0].normaliser)
+            unit.reduced.div_(self._batches[0].normaliser.wait())
 
     return [(engine._EngineStage, "reduce", reduce)]
 
@@ -611,7 +611,7 @@ def deferred_weights_miss_the_reduction(mesh):
         return dx
 
     def backward_weight(self, mb):
-        self._flights.pop(mb).owed.run()
+        self._flights.pop(mb).weights.run()
 
     return [
         (ChainStage, "backward_input", backward_input),

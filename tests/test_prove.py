@@ -90,7 +90,7 @@ def _with_valid(change):
 
     def value(original):
         def run(self, tokens, labels, ids, valid, key):
-            return original(self, tokens, labels, ids, change(valid, labels), key)
+            return original(self, tokens, labels, ids, change(valid.wait(), labels), key)
 
         return run
 

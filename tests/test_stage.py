@@ -58,7 +58,9 @@ def _unit(k: int, layer: nn.Module, mesh, stage: int = 0) -> Unit:
     return Unit(f"{k}", [(records[n], p) for n, p in layer.named_parameters()], mesh, zero=stage)
 
 
-def _chain(layers, mesh=None, *, stage: int = 0, recompute: bool = False, trace=None) -> ChainStage:
+def _chain(
+    layers, mesh=None, *, stage: int = 0, recompute: bool = False, trace=None, **options
+) -> ChainStage:
     """The layers as segments; the first takes the batch itself, the last returns the loss."""
     trace = trace if trace is not None else (lambda k: None)
 
@@ -72,7 +74,7 @@ def _chain(layers, mesh=None, *, stage: int = 0, recompute: bool = False, trace=
 
         return Segment(f"{k}", fn, (_unit(k, layer, mesh or single(), stage),), recompute)
 
-    return ChainStage([segment(k, layer) for k, layer in enumerate(layers)], last=True)
+    return ChainStage([segment(k, layer) for k, layer in enumerate(layers)], last=True, **options)
 
 
 def _batches(dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -303,12 +305,23 @@ def _freed(rank: int) -> None:
 
 
 def _early_reduction(rank: int) -> None:
-    """Stages 0 and 1 reduce once, a unit at a time while earlier segments still run backward."""
+    """Stages 0 and 1 reduce once, bucket by bucket while earlier segments still run backward."""
     for stage in (0, 1):
-        trace = _Trace(Mesh(dp=2).connect(), stage, layers=3)
+        trace = _Trace(Mesh(dp=2).connect(), stage, layers=3, bucket_bytes=1)
         _go(trace.chain, _batches())
         tail = [(event, k) for k in (2, 1, 0) for event in ("backward", "reduce")]
         assert trace.events[-6:] == tail
+        assert sum(event == "reduce" for event, _ in trace.events) == 3
+
+        two = 2 * trace.chain.units[0].grad.nbytes
+        trace = _Trace(Mesh(dp=2).connect(), stage, layers=3, bucket_bytes=two)
+        _go(trace.chain, _batches())
+        first = [("backward", 2), ("backward", 1), ("reduce", 2), ("reduce", 1)]
+        assert trace.events[-6:] == [*first, ("backward", 0), ("reduce", 0)]
+
+        trace = _Trace(Mesh(dp=2).connect(), stage, layers=3)  # far less than a bucket
+        _go(trace.chain, _batches())
+        assert trace.events[-3:] == [("reduce", k) for k in range(3)]
         assert sum(event == "reduce" for event, _ in trace.events) == 3
 
 

@@ -245,10 +245,8 @@ class Engine:
             raise ValueError(f"the engine trains every parameter, but {name} does not require grad")
         for unit in self.units:
             unit.zero_grad()  # what a step without an update, or one that failed, left there
-        valid = (labels != -100).sum().to(torch.float64)
-        if self.mesh.group("dp") is not None:
-            dist.all_reduce(valid, group=self.mesh.group("dp"))
-        batches = self._micro_batches(tokens, labels, sample_ids, valid.clamp(min=1), key)
+        valid = self._count_valid(labels)
+        batches = self._micro_batches(tokens, labels, sample_ids, valid, key)
         if not self.gpt.training:  # it walks over all modules
             self.gpt.train()
         scale = self.optimizer.loss_scale
@@ -257,17 +255,24 @@ class Engine:
         self.stage.start_loss = lambda: self._start_global_loss(interrupted)
         execute(self.schedule, {self.mesh.index("pp"): self.stage}, self.transport)
         assert self.stage.norm is not None
+        valid.wait()  # where no loss did
         loss, interrupts = self.stage.global_loss.wait()
         return StepResult(loss, self.stage.norm, interrupts)
 
     def _micro_batches(
-        self, tokens: Tensor, labels: Tensor, sample_ids: Tensor, valid: Tensor, key: int
+        self, tokens: Tensor, labels: Tensor, sample_ids: Tensor, valid: Pending, key: int
     ) -> list[MicroBatch]:
-        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
         return [
-            self.gpt.micro_batch(t, y, valid.to(wide), sample_ids=ids, seed=key)
+            self.gpt.micro_batch(t, y, valid, sample_ids=ids, seed=key)
             for t, y, ids in zip(tokens, labels, sample_ids, strict=True)
         ]
+
+    def _count_valid(self, labels: Tensor) -> Pending:
+        """Start summing the numbers of valid tokens over the replicas: at least 1, fp32 or fp64."""
+        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+        total = (labels != -100).sum().to(torch.float64)  # fp32 does not count beyond 2**24
+        pending = start_all_reduce_(total, self.mesh.group("dp"))
+        return Pending(None, lambda: pending.wait().clamp(min=1).to(wide))
 
     def _start_global_loss(self, interrupted: bool = False) -> Pending:
         """Start summing [mean loss, number of interrupted ranks] over the mesh, in one message."""
@@ -309,16 +314,15 @@ class Engine:
                 f"{tuple(tokens.shape)} and {tuple(labels.shape)}"
             )
         _check_int64(tokens, labels)
-        valid = (labels != -100).sum().to(torch.float64)
-        if self.mesh.group("dp") is not None:
-            dist.all_reduce(valid, group=self.mesh.group("dp"))
+        valid = self._count_valid(labels)
         ids = torch.zeros(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
         self.gpt.eval()
         self.stage.losses = [
             y
-            for batch in self._micro_batches(tokens, labels, ids, valid.clamp(min=1), 0)
+            for batch in self._micro_batches(tokens, labels, ids, valid, 0)
             if (y := self._forward(batch)) is not None
         ]
+        valid.wait()
         return self._start_global_loss().wait()[0]
 
     def _forward(

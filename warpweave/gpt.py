@@ -20,6 +20,7 @@ from warpweave.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from warpweave.layers.loss import VocabParallelCrossEntropy
 from warpweave.layers.norm import LayerNorm, RMSNorm
 from warpweave.layers.records import collect_records
+from warpweave.parallel.collectives import Pending
 from warpweave.parallel.context import Strategy
 from warpweave.parallel.layout import SequenceLayout
 from warpweave.parallel.mesh import ConnectedMesh, Mesh, connected
@@ -170,14 +171,15 @@ class MicroBatch:
         positions: int64, the position of each row of the residual stream ([T], or [T/tp] with
             sequence parallelism).
         context: what the blocks need.
-        normaliser: global number of valid tokens of the whole step, 0-dim.
+        normaliser: global number of valid tokens of the whole step, 0-dim; it may still be on its
+            way, as only the loss waits for it.
     """
 
     tokens: Tensor
     labels: Tensor
     positions: Tensor
     context: TokenContext
-    normaliser: Tensor
+    normaliser: Tensor | Pending
 
 
 class GPT(nn.Module):
@@ -295,7 +297,7 @@ class GPT(nn.Module):
         self,
         tokens: Tensor,
         labels: Tensor,
-        normaliser: Tensor,
+        normaliser: Tensor | Pending,
         *,
         sample_ids: Tensor | None = None,
         seed: int = 0,
@@ -304,7 +306,7 @@ class GPT(nn.Module):
 
         Args:
             tokens, labels: int64 [B, S]; labels are already the next tokens, -100 has no loss.
-            normaliser: global number of valid tokens of the step, 0-dim.
+            normaliser: global number of valid tokens of the step, 0-dim, or its sum in flight.
             sample_ids: int64 [B], each sample's number in the global batch; keys the dropout.
             seed: dropout key of this step.
 
@@ -383,7 +385,10 @@ class GPT(nn.Module):
 
     def head_loss(self, x: Tensor | None, batch: MicroBatch) -> Tensor:
         """Final norm, head and loss -> 0-dim, this context rank's share of the global mean."""
-        return self.loss(self.logits(x, batch), batch.labels, batch.normaliser)
+        logits, normaliser = self.logits(x, batch), batch.normaliser
+        if isinstance(normaliser, Pending):
+            normaliser = normaliser.wait()
+        return self.loss(logits, batch.labels, normaliser)
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
         """Whole model without pipeline: tokens int64 [B, S] -> logits or mean loss.
