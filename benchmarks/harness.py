@@ -209,9 +209,9 @@ def interleave(
 ) -> dict[str, list[float]]:
     """Milliseconds per call of every variant, one list entry per round.
 
-    Each round calls every variant once, in an order that is drawn anew (the same on all ranks), as a
-    variant's time depends on what ran before it: caches, freed memory. With several ranks (a process group exists) a barrier stands before each
-    call and the slowest rank's time counts.
+    Each round calls every variant once, in an order that is drawn anew (the same on all ranks): a
+    variant's time depends on what ran before it, by caches and freed memory. With several ranks (a
+    process group exists) a barrier stands before each call and the slowest rank's time counts.
     """
     names = list(variants)
     ranks = dist.is_initialized() and dist.get_world_size() > 1

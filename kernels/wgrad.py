@@ -47,7 +47,7 @@ class WeightGradients:
 
     @torch.no_grad()
     def write(self, weight: torch.Tensor, make: _Make, into: _Into | None = None) -> None:
-        """Add ``make()`` to the ``.grad`` of `weight`, by ``into(buffer, True)`` if that is given."""
+        """Add ``make()`` to the ``.grad`` of `weight`, by ``into(buffer, True)`` if given."""
         add = weight.grad is not None
         if not add:
             if weight not in self.homes:
@@ -110,8 +110,8 @@ def wgrad(weight: torch.Tensor, make: _Make, into: _Into | None = None) -> torch
     Args:
         weight: the leaf parameter.
         make: computes the gradient, in the shape of `weight` and its ``grad_dtype``.
-        into: ``into(buffer, add)`` adds the same gradient to a buffer, or overwrites the buffer with
-            it; given where that costs less than making it.
+        into: ``into(buffer, add)`` adds the same gradient to a buffer, or overwrites the buffer;
+            given where that costs less than making it.
     """
     active = _active.get()
     if active is None or not weight.is_leaf:
