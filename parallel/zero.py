@@ -185,7 +185,7 @@ class Unit:
         )
         self._gather: dist.Work | None = None
         self._scatter: tuple[dist.Work, Tensor] | None = None
-        self._materialised = True
+        self.materialised = True
         self._stale = (
             False  # the gradient buffer holds nothing yet: to be overwritten, not added to
         )
@@ -205,7 +205,7 @@ class Unit:
 
     def unshard(self) -> None:
         """Start gathering the parameters, if they are not there; `wait` finishes it."""
-        if self._materialised or self._gather is not None:
+        if self.materialised or self._gather is not None:
             return
         self._fill(self.flat)
         self._gather = all_gather_into(self.flat, self.shard, group=self.group, async_op=True)
@@ -215,13 +215,13 @@ class Unit:
         if self._gather is not None:
             self._gather.wait()
             self._gather = None
-            self._materialised = True
+            self.materialised = True
 
     def reshard(self) -> None:
         """Free the gathered parameters of a stage-3 unit; their own slice stays."""
-        if self.placement.param and self._materialised:
+        if self.placement.param and self.materialised:
             self._free(self.flat)
-            self._materialised = False
+            self.materialised = False
 
     def publish(self) -> None:
         """Start giving every data rank the slices the others have updated (stages 1 and 2)."""
@@ -374,7 +374,7 @@ class Unit:
             self.wait()  # a gather in flight would put the old values back
             if self.shard is not None:
                 self.shard.copy_(whole[self.own])
-                self._materialised = True
+                self.materialised = True
                 self.reshard()
             else:
                 self.flat.copy_(whole)

@@ -34,7 +34,7 @@ def load(monkeypatch):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_a_quick_run_compares_outputs_and_reports(load, script, variants, tmp_path, capsys):
     if script == "train_step":
-        pytest.importorskip("transformers")
+        pytest.importorskip("transformers", reason="the baseline, an extra of its own")
     load(script).main(["--quick", "--results", str(tmp_path)])
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert last == json.loads((tmp_path / "cpu" / f"{script}.json").read_text())

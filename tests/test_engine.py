@@ -267,6 +267,23 @@ def test_interrupts_are_counted_and_results_travel_as_one_tensor():
         assert result.all().tolist() == [result.loss, result.norm, float(interrupted)]
 
 
+def _state_dicts(rank: int) -> None:
+    for zero in (0, 1, 2):
+        mesh = Mesh(dp=2).connect()
+        engine = _engine(CONFIG, mesh, zero=zero)
+        engine.step(*_data(0, mesh), lr=0.02)
+        held = engine.gpt.state_dict()  # the gather of the step may still be on its way
+        for record, tensor, _ in engine.read("param"):
+            assert torch.equal(held[record.name], tensor), (zero, record.name)
+    engine = _engine(CONFIG, Mesh(dp=2).connect(), zero=3)
+    with pytest.raises(RuntimeError, match=r"ZeRO 3 keeps only a shard of .* Engine.read gives"):
+        engine.gpt.state_dict()
+
+
+def test_a_state_dict_waits_for_its_parameters_and_refuses_freed_ones():
+    run_ranks(2, _state_dicts)
+
+
 def _written(rank: int) -> list[list[str]]:
     names = []
     for sizes in (Mesh(tp=2, pp=2), Mesh(dp=2, pp=2), Mesh(dp=2, cp=2)):

@@ -1,11 +1,13 @@
 """The matrix product: both CPU libraries against float64, at every layout of the operands."""
 
+import math
+
 import pytest
 import torch
 from close import assert_close_f64
 
 from warpweave.kernels import gemm as module
-from warpweave.kernels.gemm import gemm
+from warpweave.kernels.gemm import gemm, gemm_into
 
 LAYOUTS = {
     "rows": lambda x: x.contiguous(),
@@ -44,10 +46,38 @@ def test_it_is_the_product_at_every_layout(library, sizes, with_bias):
                 assert_close_f64(y, truth, 1e-5)
 
 
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("add", [False, True])
+def test_it_writes_or_adds_into_a_buffer_at_every_layout(library, sizes, add):
+    m, k, n = sizes
+    for of_a in LAYOUTS.values():
+        for of_b in LAYOUTS.values():
+            a, b = of_a(torch.randn(m, k)), of_b(torch.randn(k, n))
+            out = torch.randn(m, n) if add else torch.full((m, n), math.nan)  # not to be read
+            truth = a.double() @ b.double() + (out.double() if add else 0)
+            gemm_into(a, b, out, add)
+            if out.numel():
+                assert_close_f64(out, truth, 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("add", [False, True])
+def test_it_adds_to_a_wider_buffer_without_rounding(library, dtype, add):
+    a, b = torch.randn(128, 120).to(dtype), torch.randn(120, 130).to(dtype)
+    out = torch.ones(128, 130, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    gemm_into(a, b, out, add)
+    assert_close_f64(out, a.double() @ b.double() + int(add), 1e-5)
+
+
 def test_large_products_go_to_onednn_and_small_thin_or_wide_ones_do_not(monkeypatch):
     seen = []
     monkeypatch.setattr(module, "_has_onednn", lambda: True)
-    monkeypatch.setattr(module, "_onednn", lambda a, bt, bias: seen.append((*a.shape, len(bt))))
+
+    def onednn(a, bt, bias):
+        seen.append((*a.shape, len(bt)))
+        return a @ bt.t()
+
+    monkeypatch.setattr(module, "_onednn", onednn)
     gemm(torch.ones(128, 128), torch.ones(128, 128))
     assert seen == [(128, 128, 128)]
     gemm(torch.ones(64, 64), torch.ones(64, 64))  # small

@@ -189,6 +189,27 @@ def test_one_command_trains_on_a_mesh_and_torchrun_trains_the_same(job):
 
 
 @LINUX
+@pytest.mark.timeout(400)
+def test_torchruns_of_several_nodes_train_as_one(job, tmp_path):
+    options = ("--tp", "2", "--pp", "2", "--microbatches", "2", "--steps", "3")
+    with _loopback_listener(0) as listener:
+        port = str(listener.getsockname()[1])  # free again in a moment
+    nodes = []
+    for node in ("0", "1"):
+        where = ("--nnodes", "2", "--nproc-per-node", "2", "--node-rank", node,
+                 "--master-addr", "127.0.0.1", "--master-port", port)  # fmt: skip
+        runner = (sys.executable, "-m", "torch.distributed.run", *where, "-m", "warpweave.train")
+        shared = ("--out", str(tmp_path / "shared"))
+        nodes.append(job(*options, *shared, name=f"node{node}", command=runner))
+    ends = [node.end() for node in nodes]
+    assert [code for code, _, _ in ends] == [0, 0], ends
+    single = job(*options)
+    _, alone, _ = single.end()
+    assert json.loads(ends[0][1][-1])["val_loss"] == json.loads(alone[-1])["val_loss"]
+    assert ends[1][1] == []  # the second node's ranks have nothing to say
+
+
+@LINUX
 @pytest.mark.timeout(300)
 def test_a_killed_rank_is_named_and_the_others_stop(job):
     run = job(*LONG, "--tp", "2")

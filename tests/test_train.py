@@ -288,7 +288,7 @@ def test_a_validation_loss_that_is_no_number_stops_the_run(tmp_path, monkeypatch
 
 
 def test_a_run_leaves_metrics_a_plot_and_the_last_checkpoints(tmp_path, capsys):
-    pytest.importorskip("tensorboard")
+    pytest.importorskip("tensorboard", reason="an extra that only event files need")
     config = _config(tmp_path, keep=2, sample=6, tensorboard=True, layers=1)
     result = _trainer(config).run()
     out = config.out
@@ -374,9 +374,12 @@ REFUSED = {
     },
     "microbatches must be at least 1, got 0": {"microbatches": 0},
     "mesh axis dp must be a positive integer, got 0": {"dp": 0},
-    "lr must be at least 0, got nan": {"lr": math.nan},
-    "timeout must be positive seconds, got 0": {"timeout": 0.0},
+    "lr must be at least 0 and finite, got nan": {"lr": math.nan},
+    "timeout must be positive seconds, at most a day, got 0": {"timeout": 0.0},
     "vocab_size = 100 is smaller than the data's 256": {"vocab_size": 100},
+    "vocab_size = 0 is smaller than the data's": {"vocab_size": 0},
+    "lr must be at least 0 and finite, got inf": {"lr": math.inf},
+    "timeout must be positive seconds, at most a day, got 1e": {"timeout": 1e300},
     "missing.txt does not exist": {"data": Path("missing.txt")},
     "its train split has 0 tokens, one sample needs seq_len . 1 = 17": {"data": "empty"},
     "holds no file": {"data": "folder"},

@@ -103,11 +103,27 @@ class _EngineStage(ChainStage):
         self.norm = self.optimizer.norm() if self.lr is None else self.optimizer.step(self.lr)
 
 
+def _guard_state_dict(gpt: GPT, units: list[Unit]) -> None:
+    """No ``state_dict`` of parameters that are still on their way, or freed."""
+
+    def check(module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
+        for unit in units:
+            unit.wait()
+            if not unit.materialised:
+                raise RuntimeError(
+                    f"ZeRO 3 keeps only a shard of {unit.name} on this rank: Engine.read gives "
+                    "whole tensors, state_dict cannot"
+                )
+
+    gpt.register_state_dict_pre_hook(check)
+
+
 class Engine:
     """A GPT being trained on this rank's part of a mesh.
 
-    Between steps `gpt`'s own parameters may still be on their way (ZeRO 1 and 2) or not be there at
-    all (ZeRO 3): `read` gives whole weights at any time, ``state_dict`` does not.
+    Between steps `gpt`'s own parameters may still be on their way (ZeRO 1 and 2; ``state_dict``
+    waits for them) or not be there at all (ZeRO 3; ``state_dict`` refuses): `read` gives whole
+    weights at any time.
 
     Args:
         config: the model.
@@ -176,6 +192,7 @@ class Engine:
         self.dtype = dtype
         segments = self.gpt.segments(zero=zero, device=self.device)
         self.units: list[Unit] = list(dict.fromkeys(u for s in segments for u in s.units))
+        _guard_state_dict(self.gpt, self.units)
         scale = LossScale().to(self.device) if dtype == torch.float16 else None
         self.optimizer = ZeroAdamW(
             self.units,

@@ -44,7 +44,7 @@ from warpweave.data import Dataset, open_dataset
 from warpweave.engine import SCHEDULES, Engine
 from warpweave.gpt import GPT, PRESETS, GPTConfig
 from warpweave.kernels.cost import gpt_step
-from warpweave.launch import Session, join, launch, reported, say, under_torchrun
+from warpweave.launch import Session, join, launch, leave, reported, say, under_torchrun
 from warpweave.parallel.mesh import Mesh
 from warpweave.parallel.shard import ParamRecord
 
@@ -58,6 +58,8 @@ DTYPES = {
 # Dense 16-bit FLOP/s of NVIDIA's data sheets, by a part of the device's name.
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 
+
+_DAY = 86400.0  # seconds
 
 # What must stay as it was for a resumed run to be the same run.
 _SETTINGS = ("steps", "lr", "min_lr", "warmup", "weight_decay", "clip", "dtype")
@@ -187,7 +189,9 @@ class TrainConfig:
         preset = PRESETS[self.model]
         names = ("layers", "width", "heads", "kv_heads", "hidden", "seq_len", "dropout")
         changes = {n: getattr(self, n) for n in names if getattr(self, n) is not None}
-        vocabulary = self.vocab_size or max(preset.vocab_size, vocab_size)
+        vocabulary = self.vocab_size
+        if vocabulary is None:
+            vocabulary = max(preset.vocab_size, vocab_size)
         if vocabulary < vocab_size:
             raise ValueError(f"vocab_size = {vocabulary} is smaller than the data's {vocab_size}")
         return dataclasses.replace(preset, vocab_size=vocabulary, **changes)
@@ -212,9 +216,12 @@ class TrainConfig:
         ):
             for name in names:
                 if not low <= getattr(self, name) < math.inf:
-                    raise ValueError(f"{name} must be at least {low}, got {getattr(self, name)}")
-        if not 0 < self.timeout < math.inf:
-            raise ValueError(f"timeout must be positive seconds, got {self.timeout}")
+                    finite = " and finite" if isinstance(getattr(self, name), float) else ""
+                    raise ValueError(
+                        f"{name} must be at least {low}{finite}, got {getattr(self, name)}"
+                    )
+        if not 0 < self.timeout <= _DAY:
+            raise ValueError(f"timeout must be positive seconds, at most a day, got {self.timeout}")
         mesh = self.mesh
         SCHEDULES[self.schedule](mesh.pp, self.microbatches)
         rows = self.batch * self.length // self.cp
@@ -761,6 +768,8 @@ def main(argv: list[str] | None = None) -> None:
         if local_rank == 0:
             say(" ".join(str(error).split()))
         sys.exit(2)
+    if torchrun:
+        leave(code)
     sys.exit(code)
 
 
