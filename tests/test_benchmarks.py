@@ -65,10 +65,13 @@ def test_rounds_are_interleaved_and_ratios_are_paired(load):
     harness = load("harness")
     calls: list[str] = []
     times = harness.interleave(
-        {name: lambda name=name: calls.append(name) for name in "ab"}, rounds=4, warmup=1
+        {name: lambda name=name: calls.append(name) for name in "abc"}, rounds=40, warmup=1
     )
-    assert "".join(calls) == "ab" + "ab" + "ba" + "ab" + "ba"
-    assert {name: len(ms) for name, ms in times.items()} == {"a": 4, "b": 4}
+    rounds = ["".join(calls[i : i + 3]) for i in range(3, len(calls), 3)]
+    assert len(rounds) == 40
+    assert {"".join(sorted(r)) for r in rounds} == {"abc"}, "every variant once a round"
+    assert len(set(rounds)) == 6, "in an order that is drawn anew"
+    assert {name: len(ms) for name, ms in times.items()} == {"a": 40, "b": 40, "c": 40}
 
     report = harness.Report("x", "claim", {})
     drift = {"ours": [1.0, 2.0, 4.0], "theirs": [2.0, 4.0, 8.0]}
