@@ -283,7 +283,8 @@ def test_the_command_exits_with_one_when_a_layout_is_wrong():
 
 @pytest.mark.parametrize(
     ("argv", "message"),
-    [(("--dp", "3"), "do not divide over dp = 3"), (("--cp", "5"), "do not divide over dp = 1, 2"),
+    [(("--dp", "3"), "does not divide: 8 samples over dp = 3\n"),
+     (("--cp", "5", "--tp", "3"), "tokens over 2 * cp = 10, 8 heads over tp = 3\n"),
      (("--tp", "0"), "mesh axis tp must be a positive integer, got 0")],
 )  # fmt: skip
 def test_the_command_exits_with_two_and_one_line_for_a_layout_that_cannot_be(argv, message, capsys):

@@ -258,9 +258,14 @@ def meshes(world: int) -> Iterator[Mesh]:
             yield Mesh(dp=dp, tp=tp, cp=cp, pp=pp)
 
 
-def _fits(mesh: Mesh) -> bool:
-    """The tiny model's sequence and batch can be cut over `mesh`."""
-    return SEQ_LEN % (2 * mesh.cp) == 0 and SAMPLES % mesh.dp == 0 and 8 % mesh.tp == 0
+def _misfits(mesh: Mesh) -> list[str]:
+    """What of the tiny model cannot be cut over `mesh`."""
+    cuts = (
+        ("samples", SAMPLES, "dp", mesh.dp),
+        ("tokens", SEQ_LEN, "2 * cp", 2 * mesh.cp),
+        ("heads", 8, "tp", mesh.tp),
+    )
+    return [f"{n} {what} over {axis} = {parts}" for what, n, axis, parts in cuts if n % parts]
 
 
 def table(world: int, *, min_axes: int = 0) -> list[Layout]:
@@ -273,7 +278,7 @@ def table(world: int, *, min_axes: int = 0) -> list[Layout]:
     layouts: list[Layout] = []
     for mesh in meshes(world):
         axes = sum(getattr(mesh, a) > 1 for a in ("dp", "tp", "cp", "pp"))
-        if not _fits(mesh) or axes < min_axes:
+        if _misfits(mesh) or axes < min_axes:
             continue
         for sp, zero, schedule, strategy, style, tied in itertools.product(
             (False, True) if mesh.tp > 1 else (False,),
@@ -299,17 +304,29 @@ class ProveConfig:
     world: int = 4
     """With --all: largest number of ranks. 8 proves the meshes that use three or four axes."""
     dp: int = 1
+    """Data-parallel replicas."""
     tp: int = 1
+    """Tensor-parallel ranks."""
     cp: int = 1
+    """Context-parallel ranks."""
     pp: int = 1
+    """Pipeline stages."""
     zero: Literal[0, 1, 2, 3] = 0
+    """ZeRO stage over dp x cp."""
     schedule: Literal["gpipe", "1f1b"] = "1f1b"
+    """Order of the micro-batches in a pipeline."""
     sequence_parallel: bool = True
+    """With tp > 1, cut the residual stream's tokens over the tensor ranks."""
     style: Literal["gpt2", "llama"] = "gpt2"
+    """Learned positions, LayerNorm, GELU and biases; or rotary, RMSNorm, SwiGLU and GQA."""
     tied: bool = True
+    """The head's weight is the embedding's."""
     recompute: Literal["none", "selective", "full"] = "none"
+    """Activation checkpointing."""
     strategy: Literal["auto", "ring", "gather"] = "auto"
+    """How keys and values reach the other context ranks."""
     dtype: Literal["fp64", "fp32", "both"] = "both"
+    """What to compute in."""
     timeout: float = 60.0
     """Seconds that any exchange between ranks may take."""
     typecheck: bool = False
@@ -341,11 +358,8 @@ class ProveConfig:
                     self.strategy,
                 )
             ]
-            if not _fits(mesh):
-                raise ValueError(
-                    f"the proof's model has {SAMPLES} samples, {SEQ_LEN} tokens and 8 heads: they "
-                    f"do not divide over dp = {mesh.dp}, 2 * cp = {2 * mesh.cp}, tp = {mesh.tp}"
-                )
+            if misfits := _misfits(mesh):
+                raise ValueError(f"the proof's model does not divide: {', '.join(misfits)}")
         dtypes = ("fp64", "fp32") if self.dtype == "both" else (self.dtype,)
         return [dataclasses.replace(layout, dtype=d) for layout in chosen for d in dtypes]
 

@@ -85,13 +85,21 @@ class TrainConfig:
     ] = "small"  # fmt: skip
     """Preset; the options below change single numbers of it."""
     layers: int | None = None
+    """Transformer blocks; default: the preset's."""
     width: int | None = None
+    """Model width; default: the preset's."""
     heads: int | None = None
+    """Query heads; default: the preset's."""
     kv_heads: int | None = None
+    """Key and value heads, which divide the query heads; default: the preset's."""
     hidden: int | None = None
+    """Hidden units of the MLP; default: the preset's."""
     seq_len: int | None = None
+    """Tokens of a sequence; default: the preset's."""
     vocab_size: int | None = None
+    """Size of the vocabulary; default: the larger of the preset's and the data's."""
     dropout: float | None = None
+    """Dropout of the embedding and of both branches of a block; default: the preset's."""
 
     data: Path | None = None
     """Text file, folder of text, or token file; default: Python's standard library source."""
@@ -109,6 +117,7 @@ class TrainConfig:
     zero: Literal[0, 1, 2, 3] = 1
     """ZeRO stage over dp x cp."""
     schedule: Literal["gpipe", "1f1b"] = "1f1b"
+    """Order of the micro-batches in a pipeline."""
     microbatches: int = 1
     """Micro-batches per step and data replica."""
     batch: int = 8
@@ -121,16 +130,21 @@ class TrainConfig:
     """How cp cuts the sequence."""
 
     dtype: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
+    """Of parameters and activations; masters, gradients and sums are fp32 (fp64 for fp64)."""
     steps: int = 500
+    """Optimizer steps of the whole run."""
     lr: float = 1e-3
+    """Largest learning rate."""
     min_lr: float = 0.1
     """Final learning rate, as a part of `lr`."""
     warmup: int = 20
     """Steps of linear warm-up."""
     weight_decay: float = 0.1
+    """AdamW's, of matrices only."""
     clip: float = 1.0
     """Largest gradient norm; 0 for none."""
     seed: int = 0
+    """Of the initialisation, the order of the data, the dropout and the sample."""
 
     out: Path = Path("runs/train")
     """Folder for metrics, plot and checkpoints; an earlier run in it is moved into a subfolder."""
@@ -141,6 +155,7 @@ class TrainConfig:
     resume: bool = False
     """Go on from the newest good checkpoint in `out`."""
     eval_every: int = 100
+    """Steps between evaluations; 0 for one at the end only."""
     eval_batches: int = 8
     """Micro-batches of validation text per data replica."""
     sample: int = 200

@@ -1,0 +1,225 @@
+"""Compile kernels for GPUs that are not there, and report what the compiler made of them.
+
+    with compiling("sm_90") as found:
+        attention_fwd(q, k, v)                # an ordinary launcher, on meta tensors
+    found[0].registers, found[0].shared, found[0].occupancy
+
+Inside, every launch goes through Triton's real launch path (argument specialisation, tile table,
+num_warps) down to the cubin, and nothing runs: what is checked is exactly what a GPU would be sent.
+Outside, nothing remains changed. It needs Triton without TRITON_INTERPRET, and no GPU.
+
+`PARTS` holds the limits of each architecture (CUDA C++ Programming Guide, "Technical specifications
+per compute capability") and, for the three that are aimed at, the peaks of NVIDIA's data sheets
+(A100 80GB SXM, H100 SXM, B200: dense bfloat16 on tensor cores, bandwidth of the memory).
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from warpweave.kernels import dispatch
+
+KB = 1024
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one GPU offers.
+
+    Attributes:
+        device: the product whose figures these are.
+        arch: compute capability as major * 10 + minor.
+        processors: its multiprocessors.
+        block_shared: bytes of shared memory that one program may use.
+        shared, warps, blocks, registers: of one multiprocessor.
+        flops, bandwidth: stated peaks per second, bfloat16 and bytes; 0 where none is quoted.
+    """
+
+    device: str
+    arch: int
+    processors: int
+    block_shared: int
+    shared: int
+    warps: int
+    blocks: int
+    flops: float = 0.0
+    bandwidth: float = 0.0
+    registers: int = 64 * KB
+
+
+PARTS = {
+    "sm_80": Part("A100", 80, 108, 163 * KB, 164 * KB, 64, 32, 312e12, 2.039e12),
+    "sm_86": Part("A40", 86, 84, 99 * KB, 100 * KB, 48, 16),
+    "sm_89": Part("L40S", 89, 142, 99 * KB, 100 * KB, 48, 24),
+    "sm_90": Part("H100", 90, 132, 227 * KB, 228 * KB, 64, 32, 989e12, 3.35e12),
+    "sm_100": Part("B200", 100, 148, 227 * KB, 228 * KB, 64, 32, 2250e12, 8.0e12),
+    "sm_120": Part("RTX PRO 6000 Blackwell", 120, 188, 99 * KB, 100 * KB, 48, 24),
+}
+
+_INSTRUCTIONS = {
+    "tensor_core": r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)\b",
+    "cp.async": r"\bcp\.async\.(?:cg|ca)\b",
+    "tma": r"\bcp\.async\.bulk\.tensor\b",
+    "load": r"\bld\.global\b",
+    "load_128_bit": r"\bld\.global\S*\.v(?:4\.b32|2\.b64|8\.b16)\b",
+    "atomic": r"\b(?:atom|red)\.",
+    "float64": r"\b(?:add|mul|fma|div)\S*\.f64\b",
+}
+_PRODUCT = re.compile(r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)[\w.:]*")
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiler made of one launch.
+
+    Attributes:
+        kernel: its name.
+        programs: of the launch's grid.
+        constants: the launch's numbers and flags by argument name, tile sizes among them.
+        num_warps, registers (of a thread), shared (bytes).
+        stack: bytes, spills included.
+        occupancy: programs that one multiprocessor holds at once.
+        product: the tensor-core instruction used most, "" if none is.
+        instructions: how often each kind stands in the PTX.
+    """
+
+    kernel: str
+    programs: int
+    constants: dict[str, Any]
+    num_warps: int
+    registers: int
+    stack: int
+    shared: int
+    occupancy: int
+    product: str
+    instructions: dict[str, int]
+
+
+def occupancy(part: Part, *, warps: int, registers: int, shared: int) -> int:
+    """How many programs of `warps` warps one multiprocessor holds; 0 if not even one fits.
+
+    The least of what warps, program slots, registers and shared memory allow. Registers go to warps
+    in units of 256, and warps to one of four schedulers; each program's shared memory is rounded to
+    128 bytes after the kilobyte that the system takes (CUDA occupancy calculator; Programming
+    Guide, "Multiprocessor level").
+    """
+    per_warp = -(-registers * 32 // 256) * 256
+    by_registers = part.registers // max(per_warp, 256) // 4 * 4 // warps
+    by_shared = part.shared // (-(-(shared + KB) // 128) * 128)
+    if shared > part.block_shared or registers > 255:
+        return 0
+    return min(part.warps // warps, part.blocks, by_registers, by_shared)
+
+
+@contextmanager
+def compiling(target: str) -> Iterator[list[Compiled]]:
+    """Compile, and do not run, every kernel launched inside; the list holds one entry per launch.
+
+    Launchers see `target` ("sm_90") through `dispatch`: `choose` answers "triton", `capability` and
+    `processors` are the target's. Tensors are meta tensors, so nothing may look at values. Raises
+    ValueError for an unknown target, and without a compiler (no Triton, or TRITON_INTERPRET set).
+    """
+    if target not in PARTS:
+        raise ValueError(f"target must be one of {', '.join(PARTS)}, got {target!r}")
+    if not dispatch.HAS_TRITON or dispatch.INTERPRET:
+        raise ValueError("compiling needs Triton, and TRITON_INTERPRET must not be set")
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    part, found = PARTS[target], list[Compiled]()
+    run, active = JITFunction.run, driver._active  # asking for `active` itself would look for a GPU
+
+    def compile_only(self, *args, grid, warmup, **options):
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        own = {name: value for name, value in options.items() if name in self.arg_names}
+        bound = inspect.signature(self.fn).bind(*args, **own)
+        found.append(_compiled(part, self.fn.__name__, kernel, grid, bound.arguments))
+        return kernel
+
+    fakes = {
+        "choose": lambda impl, *tensors: "triton",
+        "capability": lambda device: part.arch,
+        "processors": lambda device: part.processors,
+    }
+    real = {name: getattr(dispatch, name) for name in fakes}
+    driver.set_active(_driver(part, GPUTarget("cuda", part.arch, 32)))
+    JITFunction.run = compile_only
+    _replace(real, fakes)
+    try:
+        yield found
+    finally:
+        _replace(fakes, real)
+        JITFunction.run = run
+        driver._active = active
+
+
+def _replace(old: dict[str, Any], new: dict[str, Any]) -> None:
+    """In all of our modules, whatever was imported from `dispatch` under one of these names."""
+    for module in [m for name, m in sys.modules.items() if name.startswith("warpweave.")]:
+        for name in old:
+            if getattr(module, name, None) is old[name]:
+                setattr(module, name, new[name])
+
+
+def _driver(part: Part, target: Any) -> Any:
+    """A driver that only names a target, which is its own device: Triton caches by device."""
+
+    class Driver:
+        get_current_target = staticmethod(lambda: target)
+        get_current_device = staticmethod(lambda: part.arch)
+        set_current_device = staticmethod(lambda device: None)
+        get_current_stream = staticmethod(lambda device=None: 0)
+        get_active_torch_device = staticmethod(lambda: torch.device("meta"))
+        get_device_properties = staticmethod(
+            lambda device=0: {
+                "max_shared_mem": part.block_shared,
+                "multiprocessor_count": part.processors,
+            }
+        )
+        map_python_to_cpp_type = staticmethod(lambda ty: ty)
+
+    return Driver()
+
+
+def _compiled(part: Part, name: str, kernel: Any, grid: Any, arguments: Any) -> Compiled:
+    usage, ptx = _resources(kernel.asm["cubin"]), kernel.asm["ptx"]
+    products = Counter(_PRODUCT.findall(ptx)).most_common(1)
+    warps, shared = kernel.metadata.num_warps, kernel.metadata.shared
+    return Compiled(
+        kernel=name,
+        programs=prod(grid) if isinstance(grid, tuple) else 0,
+        constants={n: v for n, v in arguments.items() if isinstance(v, (bool, int, float))},
+        num_warps=warps,
+        registers=usage["REG"],
+        stack=usage["STACK"] + usage["LOCAL"],
+        shared=shared,
+        occupancy=occupancy(part, warps=warps, registers=usage["REG"], shared=shared),
+        product=products[0][0] if products else "",
+        instructions={k: len(re.findall(v, ptx)) for k, v in _INSTRUCTIONS.items()},
+    )
+
+
+def _resources(cubin: bytes) -> dict[str, int]:
+    import triton.backends.nvidia
+
+    tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(tool), "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
