@@ -1,22 +1,27 @@
-"""GELU and SwiGLU.
+"""The activations of feed-forward layers: GELU, squared ReLU, and the gated SwiGLU and GeGLU.
 
-    gelu(x)   = x * Phi(x)                                  approximate="none", by erf
-              ~ x * sigmoid(2 c (x + 0.044715 x^3))         "tanh", c = sqrt(2/pi):
+    gelu(x)   = x * Phi(x)                                  "gelu_erf", by erf
+              ~ x * sigmoid(2 c (x + 0.044715 x^3))         "gelu", by tanh, c = sqrt(2/pi):
                                                             1 + tanh(u) = 2 sigmoid(2 u)
+    relu2(x)  = max(x, 0)^2
     swiglu(x) = silu(gate) * up,   gate = x[..., 0::2], up = x[..., 1::2]
+    geglu(x)  = gelu(gate) * up    (by tanh)
 
-SwiGLU's gate and up are interleaved, x[..., 2F]: the fused projection's weight is (F, 2, E), so
-that each slice of hidden units (x[T, 2F/tp]) holds matching gates and ups, and one pair is one load
-here.
+Gate and up are interleaved, x[..., 2F]: the fused projection's weight is (F, 2, E), so that each
+slice of hidden units (x[T, 2F/tp]) holds matching gates and ups, and one pair is one load here.
 
 Saved for backward: the pre-activation x alone; everything else is recomputed from it. Computed in
-float32 (float64 for float64 x), cast at the store.
+float32 (float64 for float64 x), cast at the store. The device helpers `curve` and `curve_and_slope`
+are also in the epilogues of `gemm` and `mlp`.
 
-Sources: Hendrycks and Gimpel 2016 (arXiv:1606.08415); Shazeer 2020 (arXiv:2002.05202).
-Limits: a non-contiguous x is copied by the Triton path.
+Sources: Hendrycks and Gimpel 2016 (arXiv:1606.08415); So et al. 2021 (arXiv:2109.08668) for the
+squared ReLU; Shazeer 2020 (arXiv:2002.05202). Limits: a non-contiguous x is copied by the Triton
+path.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +31,29 @@ from warpweave.kernels.numeric import to_dtype, upcast
 from warpweave.kernels.reference import compute_dtype
 
 _BLOCK = 2048  # elements of x per program: 16 per thread of 4 warps
+
+
+class Activation(NamedTuple):
+    """What a kernel needs to know of an activation: its curve, and whether that gates pairs."""
+
+    curve: str
+    gated: bool
+
+
+ACTIVATIONS = {
+    "gelu": Activation("gelu", False),
+    "gelu_erf": Activation("gelu_erf", False),
+    "relu2": Activation("relu2", False),
+    "swiglu": Activation("silu", True),
+    "geglu": Activation("gelu", True),
+}
+
+
+def find_activation(name: str) -> Activation:
+    """The entry of ACTIVATIONS, or ValueError."""
+    if name not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {name!r}")
+    return ACTIVATIONS[name]
 
 
 # ---------------------------------------------------------------- device helpers
@@ -64,198 +92,229 @@ def gelu_slope(x, TANH: tl.constexpr):
         return 0.5 * (1 + tl.math.erf(0.7071067811865476 * x)) + x * phi
 
 
-# ---------------------------------------------------------------- GELU
+@triton.jit
+def curve(x, CURVE: tl.constexpr):
+    """The curve named by an `Activation`, of a float32 (float64) tile."""
+    if CURVE == "silu":
+        p, _ = _sigmoids(x)
+        return x * p
+    elif CURVE == "relu2":
+        positive = tl.maximum(x, 0.0)
+        return positive * positive
+    else:
+        return gelu_value(x, CURVE == "gelu")
 
 
 @triton.jit
-def _gelu_fwd_kernel(x_ptr, y_ptr, n, TANH: tl.constexpr, BLOCK: tl.constexpr):
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = upcast(tl.load(x_ptr + i, i < n, 0.0))
-    tl.store(y_ptr + i, to_dtype(gelu_value(x, TANH), y_ptr.dtype.element_ty), i < n)
+def curve_and_slope(x, CURVE: tl.constexpr):
+    """`curve` and its derivative at x."""
+    if CURVE == "silu":
+        p, q = _sigmoids(x)
+        value = x * p
+        return value, p + value * q
+    elif CURVE == "relu2":
+        positive = tl.maximum(x, 0.0)
+        return positive * positive, 2 * positive
+    else:
+        return gelu_value(x, CURVE == "gelu"), gelu_slope(x, CURVE == "gelu")
+
+
+# ---------------------------------------------------------------- one input, one output
 
 
 @triton.jit
-def _gelu_bwd_kernel(dy_ptr, x_ptr, dx_ptr, n, TANH: tl.constexpr, BLOCK: tl.constexpr):
+def _curve_fwd_kernel(x_ptr, y_ptr, n, CURVE: tl.constexpr, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = upcast(tl.load(x_ptr + i, i < n, 0.0))
-    dx = upcast(tl.load(dy_ptr + i, i < n, 0.0)) * gelu_slope(x, TANH)
+    tl.store(y_ptr + i, to_dtype(curve(x, CURVE), y_ptr.dtype.element_ty), i < n)
+
+
+@triton.jit
+def _curve_bwd_kernel(dy_ptr, x_ptr, dx_ptr, n, CURVE: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = upcast(tl.load(x_ptr + i, i < n, 0.0))
+    _, slope = curve_and_slope(x, CURVE)
+    dx = upcast(tl.load(dy_ptr + i, i < n, 0.0)) * slope
     tl.store(dx_ptr + i, to_dtype(dx, dx_ptr.dtype.element_ty), i < n)
+
+
+# ---------------------------------------------------------------- gate and up
+
+
+@triton.jit
+def _gated_fwd_kernel(x_ptr, y_ptr, n, CURVE: tl.constexpr, BLOCK: tl.constexpr):
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    i, pair = start + tl.arange(0, BLOCK), 2 * start + tl.arange(0, 2 * BLOCK)
+    x = upcast(tl.load(x_ptr + pair, pair < 2 * n, 0.0))
+    gate, up = tl.split(x.reshape(BLOCK, 2))  # loaded flat: 128 bits at a time
+    tl.store(y_ptr + i, to_dtype(curve(gate, CURVE) * up, y_ptr.dtype.element_ty), i < n)
+
+
+@triton.jit
+def _gated_bwd_kernel(dy_ptr, x_ptr, dx_ptr, n, CURVE: tl.constexpr, BLOCK: tl.constexpr):
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    i, pair = start + tl.arange(0, BLOCK), 2 * start + tl.arange(0, 2 * BLOCK)
+    x = upcast(tl.load(x_ptr + pair, pair < 2 * n, 0.0))
+    gate, up = tl.split(x.reshape(BLOCK, 2))
+    dy = upcast(tl.load(dy_ptr + i, i < n, 0.0))
+    value, slope = curve_and_slope(gate, CURVE)
+    dx = tl.join(dy * up * slope, dy * value).reshape(2 * BLOCK)
+    tl.store(dx_ptr + pair, to_dtype(dx, dx_ptr.dtype.element_ty), pair < 2 * n)
+
+
+# ---------------------------------------------------------------- launchers
+
+
+def _value(x: torch.Tensor, name: str) -> torch.Tensor:
+    """A curve by torch's own fused operators."""
+    if name == "silu":
+        return F.silu(x)
+    if name == "relu2":
+        return F.relu(x).square()
+    return F.gelu(x, approximate="tanh" if name == "gelu" else "none")
+
+
+def _gradient(dy: torch.Tensor, x: torch.Tensor, name: str) -> torch.Tensor:
+    """dy times the slope at x."""
+    if name == "silu":
+        return torch.ops.aten.silu_backward(dy, x)
+    if name == "relu2":
+        return F.relu(x).mul_(2).mul_(dy)
+    approximate = "tanh" if name == "gelu" else "none"
+    return torch.ops.aten.gelu_backward(dy, x, approximate=approximate)
+
+
+def activation_fwd(x: torch.Tensor, activation: str, *, impl: str | None = None) -> torch.Tensor:
+    """y[..., F] of x[..., F], or x[..., 2F] where the activation is gated: the forward half."""
+    impl, (name, gated) = choose(impl, x), find_activation(activation)
+    if gated:
+        _check_pairs(x, activation)
+    if impl == "torch" and gated:
+        gate, up = x.to(compute_dtype(x)).unflatten(-1, (-1, 2)).unbind(-1)
+        return _value(gate, name).mul_(up).to(x.dtype)
+    if impl == "torch":
+        return _value(x, name)
+    x = x.contiguous()
+    y = x.new_empty(_out_shape(x, gated))
+    kernel, block = (_gated_fwd_kernel, _BLOCK // 2) if gated else (_curve_fwd_kernel, _BLOCK)
+    if n := y.numel():
+        with torch.cuda.device_of(x):
+            kernel[(triton.cdiv(n, block),)](x, y, n, name, block, num_warps=4)
+    return y
+
+
+def activation_bwd(
+    dy: torch.Tensor, x: torch.Tensor, activation: str, *, impl: str | None = None
+) -> torch.Tensor:
+    """dx from dy and the pre-activation x: the backward half."""
+    impl, (name, gated) = choose(impl, dy, x), find_activation(activation)
+    if gated:
+        _check_pairs(x, activation)
+    if dy.shape != _out_shape(x, gated):
+        raise ValueError(f"dy {[*dy.shape]} is no gradient of {activation} of x {[*x.shape]}")
+    if impl == "torch" and gated:
+        dy, (gate, up) = dy.to(compute_dtype(x)), x.unflatten(-1, (-1, 2)).unbind(-1)
+        gate = gate.to(dy.dtype).contiguous()
+        dgate = _gradient(dy * up, gate, name)
+        return torch.stack((dgate, _value(gate, name).mul_(dy)), -1).flatten(-2).to(x.dtype)
+    if impl == "torch":
+        return _gradient(dy, x, name)
+    x, dy = x.contiguous(), dy.contiguous()
+    dx = torch.empty_like(x)
+    kernel, block = (_gated_bwd_kernel, _BLOCK // 2) if gated else (_curve_bwd_kernel, _BLOCK)
+    if n := dy.numel():
+        with torch.cuda.device_of(x):
+            kernel[(triton.cdiv(n, block),)](dy, x, dx, n, name, block, num_warps=4)
+    return dx
+
+
+def _out_shape(x: torch.Tensor, gated: bool) -> torch.Size:
+    return torch.Size((*x.shape[:-1], x.shape[-1] // 2)) if gated else x.shape
+
+
+def _check_pairs(x: torch.Tensor, activation: str) -> None:
+    if x.ndim == 0 or x.shape[-1] % 2:
+        raise ValueError(f"{activation} needs x[..., 2F] of gate, up pairs, got {[*x.shape]}")
 
 
 def gelu_fwd(
     x: torch.Tensor, *, approximate: str = "tanh", impl: str | None = None
 ) -> torch.Tensor:
     """The forward half of `gelu`."""
-    tanh = _is_tanh(approximate)
-    if choose(impl, x) == "torch":
-        return F.gelu(x, approximate=approximate)
-    x, y = x.contiguous(), torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if n := x.numel():
-        with torch.cuda.device_of(x):
-            _gelu_fwd_kernel[(triton.cdiv(n, _BLOCK),)](x, y, n, tanh, _BLOCK, num_warps=4)
-    return y
+    return activation_fwd(x, _gelu_name(approximate), impl=impl)
 
 
 def gelu_bwd(
     dy: torch.Tensor, x: torch.Tensor, *, approximate: str = "tanh", impl: str | None = None
 ) -> torch.Tensor:
     """dx from dy and the pre-activation x: the backward half of `gelu`."""
-    tanh = _is_tanh(approximate)
-    if choose(impl, dy, x) == "torch":
-        return torch.ops.aten.gelu_backward(dy, x, approximate=approximate)
-    dy, x = dy.contiguous(), x.contiguous()
-    dx = torch.empty_like(x)
-    if n := x.numel():
-        with torch.cuda.device_of(x):
-            _gelu_bwd_kernel[(triton.cdiv(n, _BLOCK),)](dy, x, dx, n, tanh, _BLOCK, num_warps=4)
-    return dx
-
-
-def _is_tanh(approximate: str) -> bool:
-    if approximate not in ("tanh", "none"):
-        raise ValueError(f'approximate must be "tanh" or "none", got {approximate!r}')
-    return approximate == "tanh"
-
-
-@torch.library.custom_op("warpweave::gelu_fwd", mutates_args=())
-def _gelu_fwd_op(x: torch.Tensor, approximate: str) -> torch.Tensor:
-    return gelu_fwd(x, approximate=approximate, impl="triton")
-
-
-@torch.library.custom_op("warpweave::gelu_bwd", mutates_args=())
-def _gelu_bwd_op(dy: torch.Tensor, x: torch.Tensor, approximate: str) -> torch.Tensor:
-    return gelu_bwd(dy, x, approximate=approximate, impl="triton")
-
-
-@_gelu_fwd_op.register_fake
-def _(x, approximate):
-    return x.new_empty(x.shape)
-
-
-@_gelu_bwd_op.register_fake
-def _(dy, x, approximate):
-    return x.new_empty(x.shape)
-
-
-def _gelu_save(ctx, inputs, output) -> None:
-    x, ctx.approximate = inputs
-    ctx.save_for_backward(x)
-
-
-def _gelu_backward(ctx, dy):
-    return _gelu_bwd_op(dy, *ctx.saved_tensors, ctx.approximate), None
-
-
-_gelu_fwd_op.register_autograd(_gelu_backward, setup_context=_gelu_save)
-
-
-# ---------------------------------------------------------------- SwiGLU
-
-
-@triton.jit
-def _swiglu_fwd_kernel(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
-    start = tl.program_id(0).to(tl.int64) * BLOCK
-    i, pair = start + tl.arange(0, BLOCK), 2 * start + tl.arange(0, 2 * BLOCK)
-    x = upcast(tl.load(x_ptr + pair, pair < 2 * n, 0.0))
-    gate, up = tl.split(x.reshape(BLOCK, 2))  # loaded flat: 128 bits at a time
-    p, _ = _sigmoids(gate)
-    y = gate * p * up
-    tl.store(y_ptr + i, to_dtype(y, y_ptr.dtype.element_ty), i < n)
-
-
-@triton.jit
-def _swiglu_bwd_kernel(dy_ptr, x_ptr, dx_ptr, n, BLOCK: tl.constexpr):
-    start = tl.program_id(0).to(tl.int64) * BLOCK
-    i, pair = start + tl.arange(0, BLOCK), 2 * start + tl.arange(0, 2 * BLOCK)
-    x = upcast(tl.load(x_ptr + pair, pair < 2 * n, 0.0))
-    gate, up = tl.split(x.reshape(BLOCK, 2))
-    dy = upcast(tl.load(dy_ptr + i, i < n, 0.0))
-    p, q = _sigmoids(gate)
-    dx = tl.join(dy * up * (p + gate * p * q), dy * gate * p).reshape(2 * BLOCK)
-    tl.store(dx_ptr + pair, to_dtype(dx, dx_ptr.dtype.element_ty), pair < 2 * n)
+    return activation_bwd(dy, x, _gelu_name(approximate), impl=impl)
 
 
 def swiglu_fwd(x: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
     """y[..., F] from the interleaved x[..., 2F]: the forward half of `swiglu`."""
-    impl = choose(impl, x)
-    _check_pairs(x)
-    if impl == "torch":
-        gate, up = x.to(compute_dtype(x)).unflatten(-1, (-1, 2)).unbind(-1)
-        return F.silu(gate).mul_(up).to(x.dtype)
-    x = x.contiguous()
-    y = torch.empty(*x.shape[:-1], x.shape[-1] // 2, dtype=x.dtype, device=x.device)
-    if n := y.numel():
-        with torch.cuda.device_of(x):
-            _swiglu_fwd_kernel[(triton.cdiv(n, _BLOCK // 2),)](x, y, n, _BLOCK // 2, num_warps=4)
-    return y
+    return activation_fwd(x, "swiglu", impl=impl)
 
 
 def swiglu_bwd(dy: torch.Tensor, x: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
     """dx[..., 2F] from dy[..., F] and the pre-activation x: the backward half of `swiglu`."""
-    impl = choose(impl, dy, x)
-    _check_pairs(x)
-    if impl == "torch":
-        dy, (gate, up) = dy.to(compute_dtype(x)), x.unflatten(-1, (-1, 2)).unbind(-1)
-        gate = gate.to(dy.dtype).contiguous()
-        dgate = torch.ops.aten.silu_backward(dy * up, gate)
-        return torch.stack((dgate, F.silu(gate).mul_(dy)), -1).flatten(-2).to(x.dtype)
-    x, dy = x.contiguous(), dy.contiguous()
-    dx = torch.empty_like(x)
-    if n := dy.numel():
-        with torch.cuda.device_of(x):
-            _swiglu_bwd_kernel[(triton.cdiv(n, _BLOCK // 2),)](
-                dy, x, dx, n, _BLOCK // 2, num_warps=4
-            )
-    return dx
+    return activation_bwd(dy, x, "swiglu", impl=impl)
 
 
-def _check_pairs(x: torch.Tensor) -> None:
-    if x.ndim == 0 or x.shape[-1] % 2:
-        raise ValueError(f"swiglu needs x[..., 2F] of gate, up pairs, got {[*x.shape]}")
+def _gelu_name(approximate: str) -> str:
+    if approximate not in ("tanh", "none"):
+        raise ValueError(f'approximate must be "tanh" or "none", got {approximate!r}')
+    return "gelu" if approximate == "tanh" else "gelu_erf"
 
 
-@torch.library.custom_op("warpweave::swiglu_fwd", mutates_args=())
-def _swiglu_fwd_op(x: torch.Tensor) -> torch.Tensor:
-    return swiglu_fwd(x, impl="triton")
+# ---------------------------------------------------------------- autograd
 
 
-@torch.library.custom_op("warpweave::swiglu_bwd", mutates_args=())
-def _swiglu_bwd_op(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return swiglu_bwd(dy, x, impl="triton")
+@torch.library.custom_op("warpweave::activation_fwd", mutates_args=())
+def _activation_fwd_op(x: torch.Tensor, activation: str) -> torch.Tensor:
+    return activation_fwd(x, activation, impl="triton")
 
 
-@_swiglu_fwd_op.register_fake
-def _(x):
-    return x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
+@torch.library.custom_op("warpweave::activation_bwd", mutates_args=())
+def _activation_bwd_op(dy: torch.Tensor, x: torch.Tensor, activation: str) -> torch.Tensor:
+    return activation_bwd(dy, x, activation, impl="triton")
 
 
-@_swiglu_bwd_op.register_fake
-def _(dy, x):
+@_activation_fwd_op.register_fake
+def _(x, activation):
+    return x.new_empty(_out_shape(x, ACTIVATIONS[activation].gated))
+
+
+@_activation_bwd_op.register_fake
+def _(dy, x, activation):
     return x.new_empty(x.shape)
 
 
-def _swiglu_save(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs)
+def _save(ctx, inputs, output) -> None:
+    x, ctx.activation = inputs
+    ctx.save_for_backward(x)
 
 
-def _swiglu_backward(ctx, dy):
-    return _swiglu_bwd_op(dy, *ctx.saved_tensors)
+def _backward(ctx, dy):
+    return _activation_bwd_op(dy, *ctx.saved_tensors, ctx.activation), None
 
 
-_swiglu_fwd_op.register_autograd(_swiglu_backward, setup_context=_swiglu_save)
+_activation_fwd_op.register_autograd(_backward, setup_context=_save)
 
 
 class _SwiGLU(torch.autograd.Function):
-    """The torch path: half the time of differentiating silu(gate) * up through strided views."""
+    """The torch path of both gated activations: half the time of differentiating curve(gate) * up
+    through strided views."""
 
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx, x, activation="swiglu"):
+        ctx.activation = activation
         ctx.save_for_backward(x)
-        return swiglu_fwd(x, impl="torch")
+        return activation_fwd(x, activation, impl="torch")
 
     @staticmethod
     def backward(ctx, dy):
-        return swiglu_bwd(dy, *ctx.saved_tensors, impl="torch")
+        return activation_bwd(dy, *ctx.saved_tensors, ctx.activation, impl="torch"), None
 
     @staticmethod
     def spmd_typecheck(*, x):
@@ -268,24 +327,35 @@ class _SwiGLU(torch.autograd.Function):
 # ---------------------------------------------------------------- public
 
 
-def gelu(x: torch.Tensor, *, approximate: str = "tanh", impl: str | None = None) -> torch.Tensor:
-    """GELU of x[...] (any sharding), by tanh or, approximate="none", by erf; differentiable.
+def activate(x: torch.Tensor, activation: str, *, impl: str | None = None) -> torch.Tensor:
+    """The activation of that name (a key of ACTIVATIONS) of x[...] (any sharding); differentiable.
 
-    Raises ValueError on another `approximate`, or if `impl` cannot run.
+    A gated one makes y[..., F] (F may be sharded) of interleaved x[..., 2F] = gate, up, gate, ...
+    Raises ValueError on another name, if a gated one's last dim is odd, or if `impl` cannot run.
     """
-    _is_tanh(approximate)
-    if choose(impl, x) == "triton":
-        return _gelu_fwd_op(x, approximate)
-    return F.gelu(x, approximate=approximate)
+    impl, (name, gated) = choose(impl, x), find_activation(activation)
+    if gated:
+        _check_pairs(x, activation)
+    if impl == "triton":
+        return _activation_fwd_op(x, activation)
+    return _SwiGLU.apply(x, activation) if gated else _value(x, name)
+
+
+def gelu(x: torch.Tensor, *, approximate: str = "tanh", impl: str | None = None) -> torch.Tensor:
+    """GELU of x[...], by tanh or, approximate="none", by erf; see `activate`."""
+    return activate(x, _gelu_name(approximate), impl=impl)
+
+
+def relu2(x: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
+    """max(x, 0)^2 of x[...]; see `activate`."""
+    return activate(x, "relu2", impl=impl)
 
 
 def swiglu(gate_up: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
-    """silu(gate) * up: y[..., F] (F may be sharded) of interleaved gate_up[..., 2F];
-    differentiable.
+    """silu(gate) * up: y[..., F] of interleaved gate_up[..., 2F]; see `activate`."""
+    return activate(gate_up, "swiglu", impl=impl)
 
-    Raises ValueError if the last dim is odd, or if `impl` cannot run.
-    """
-    if choose(impl, gate_up) == "triton":
-        _check_pairs(gate_up)
-        return _swiglu_fwd_op(gate_up)
-    return _SwiGLU.apply(gate_up)
+
+def geglu(gate_up: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
+    """gelu(gate) * up: y[..., F] of interleaved gate_up[..., 2F]; see `activate`."""
+    return activate(gate_up, "geglu", impl=impl)

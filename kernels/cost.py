@@ -10,6 +10,7 @@ divide them by measured time.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -43,6 +44,76 @@ def gemm(M: int, N: int, K: int, *, size: int = 2) -> Cost:
     return Cost(2 * M * N * K, (M * K + K * N + M * N) * size)
 
 
+def fused_gemm(
+    M: int,
+    N: int,
+    K: int,
+    *,
+    gated: bool = False,
+    bias: bool = False,
+    keep: bool = False,
+    residual: bool = False,
+    size: int = 2,
+) -> Cost:
+    """y[M, N] (N/2 if gated) of a[M, K] b[K, N] and an epilogue, whose arithmetic is not counted.
+
+    With `keep` z[M, N] is written too.
+    """
+    out = M * N // 2 if gated else M * N
+    moved = M * K + K * N + (N if bias else 0) + (M * N if keep else 0)
+    return Cost(2 * M * N * K, (moved + out * (2 if residual else 1)) * size)
+
+
+def mlp(
+    T: int,
+    E: int,
+    F: int,
+    *,
+    gated: bool = False,
+    residual: bool = False,
+    recompute: str = "activation",
+    backward: bool = False,
+    size: int = 2,
+) -> Cost:
+    """The fused feed-forward of x[T, E] with F hidden units, without biases.
+
+    Forward: up and its activation, then down. Backward: dz and the activation from dy, W2 and z;
+    dx, dW1 and dW2 by products of their own; with recompute "up" z by one more. Gradients of
+    weights have `size` bytes an element.
+    """
+    Z = 2 * F if gated else F
+    up = fused_gemm(T, Z, E, gated=gated, keep=recompute == "activation", size=size)
+    if not backward:
+        return up + fused_gemm(T, E, F, residual=residual, size=size)
+    slope = Cost(2 * T * E * F, (T * E + E * F + 2 * T * Z + T * F) * size)
+    again = gemm(T, Z, E, size=size) if recompute == "up" else Cost(0, 0)
+    products = gemm(T, E, Z, size=size) + gemm(Z, E, T, size=size) + gemm(E, F, T, size=size)
+    return slope + products + again
+
+
+def qkv_rope(
+    B: int,
+    S: int,
+    E: int,
+    heads: int,
+    kv_heads: int,
+    D: int,
+    *,
+    backward: bool = False,
+    size: int = 2,
+) -> Cost:
+    """q, k and v of x[B, S, E], rotated by float32 cos and sin[S, D/2] in the epilogue.
+
+    Backward: one pass that rotates back (dq, dk, dv to dz), then the products dx and dW.
+    """
+    T, N, table = B * S, (heads + 2 * kv_heads) * D, S * D * 4
+    turned = 3 * T * (heads + kv_heads) * D
+    if not backward:
+        return gemm(T, N, E, size=size) + Cost(turned, table)
+    products = gemm(T, E, N, size=size) + gemm(N, E, T, size=size)
+    return products + Cost(turned, 2 * T * N * size + table)
+
+
 def attention(
     B: int,
     Sq: int,
@@ -52,6 +123,8 @@ def attention(
     *,
     kv_heads: int | None = None,
     causal: bool = True,
+    window: int | None = None,
+    documents: Sequence[int] | None = None,
     backward: bool = False,
     size: int = 2,
 ) -> Cost:
@@ -59,9 +132,18 @@ def attention(
     forward.
 
     (Forward has two products, backward five: S again, dP, dV, dQ, dK. Softmax is not counted.)
-    Forward moves q, k, v, o and lse; backward those and do, dq, dk, dv.
+    Forward moves q, k, v, o and lse; backward those and do, dq, dk, dv. `documents` are the lengths
+    of packed ones; of n tokens that see a window w <= n, the band 2 n w - w^2 counts instead of
+    n^2. Raises ValueError where Sq, Sk and the lengths' sum must be one number and are not.
     """
-    flops = 4 * B * H * Sq * Sk * D // (2 if causal else 1)
+    pairs = Sq * Sk
+    if window is not None or documents is not None:
+        lengths = [Sq] if documents is None else list(documents)
+        if Sq != Sk or sum(lengths) != Sq:
+            raise ValueError(f"need Sq = Sk = the lengths' sum, got {Sq}, {Sk} and {lengths}")
+        bands = [(n, n if window is None else min(window, n)) for n in lengths]
+        pairs = sum(2 * n * w - w * w for n, w in bands)
+    flops = 4 * B * H * pairs * D // (2 if causal else 1)
     q, kv, lse = B * Sq * H * D * size, B * Sk * (kv_heads or H) * D * size, B * H * Sq * 4
     if backward:
         return Cost(flops * 5 // 2, 4 * q + 4 * kv + lse)  # q o do dq, k v dk dv
@@ -74,27 +156,56 @@ def norm(
     *,
     layer: bool = False,
     residual: bool = False,
+    x_bias: bool = False,
+    dropout: bool = False,
     backward: bool = False,
     size: int = 2,
+    stream_size: int | None = None,
+    out_size: int | None = None,
 ) -> Cost:
     """RMSNorm, or with `layer` LayerNorm and its bias, of x[rows, E].
+
+    `x_bias`, `dropout` and `residual` are the terms that make s; s and residual have elements of
+    `stream_size` bytes and y of `out_size`, by default as x. The vectors count as x's.
 
     Forward per element: square, add, two multiplies; LayerNorm also sums, centres and shifts.
     Backward: n, g, g n and its sum, n c, subtract, scale, dw's two; LayerNorm also centres, sums g,
     subtracts, db.
     """
-    per_element = ((13 if layer else 9) if backward else (7 if layer else 4)) + residual
-    if backward:  # reads dy, s [, ds]; writes dx
-        passes, vectors = 3 + residual, 3 if layer else 2  # w, dw [, db]
+    per_element = (13 if layer else 9) if backward else (7 if layer else 4)
+    per_element += residual + x_bias + dropout
+    wide, out = size if stream_size is None else stream_size, size if out_size is None else out_size
+    changed = residual or x_bias or dropout
+    wide = wide if residual else size
+    if backward:  # reads dy, s [, ds]; writes dx [and dresidual, where it is another]
+        apart = residual and (dropout or wide != size)
+        passes = out + wide + size + wide * changed + wide * apart
+        vectors = (3 if layer else 2) + x_bias  # w, dw [, db] [, dx_bias]
     else:  # reads x [, residual]; writes y [, s]
-        passes, vectors = 2 + 2 * residual, 2 if layer else 1  # w [, b]
-    statistics = rows * 4 * (2 if layer else 1)
-    return Cost(per_element * rows * E, (passes * rows + vectors) * E * size + statistics)
+        passes = size + out + wide * residual + wide * changed
+        vectors = (2 if layer else 1) + x_bias  # w [, b] [, x_bias]
+    per_row = 4 * (2 if layer else 1) + 8 * dropout  # statistics, tokens
+    return Cost(per_element * rows * E, (passes * rows + vectors * size) * E + per_row * rows)
 
 
-def rope(B: int, S: int, H: int, D: int, *, size: int = 2) -> Cost:
-    """x[B, S, H, D] rotated by float32 cos and sin[S, D/2]; the backward costs the same."""
-    return Cost(3 * B * S * H * D, 2 * B * S * H * D * size + S * D * 4)
+def rope(
+    B: int,
+    S: int,
+    H: int,
+    D: int,
+    *,
+    rotary_dim: int | None = None,
+    inplace: bool = False,
+    size: int = 2,
+) -> Cost:
+    """x[B, S, H, D] rotated by float32 cos and sin[S, R/2]; the backward costs the same.
+
+    Queries and keys together are H + Hkv heads: they share the table. In place, only what turns is
+    moved.
+    """
+    R = D if rotary_dim is None else rotary_dim
+    moved = 2 * B * S * H * (R if inplace else D) * size
+    return Cost(3 * B * S * H * R, moved + S * R * 4)
 
 
 def gelu(n: int, *, backward: bool = False, size: int = 2) -> Cost:
@@ -119,9 +230,22 @@ def cross_entropy(N: int, V: int, *, backward: bool = False, size: int = 2) -> C
     return Cost(4 * N * V, (2 if backward else 1) * N * V * size + rows + 4 * N)
 
 
-def adamw(n: int, *, grad_size: int = 4, param_size: int = 0) -> Cost:
-    """One step on n float32 masters: reads and writes master, m, v; reads grad, writes the copy."""
-    return Cost(16 * n, n * (24 + grad_size + param_size))
+def linear_cross_entropy(T: int, V: int, E: int, *, backward: bool = False, size: int = 2) -> Cost:
+    """Loss of x[T, E] w[V, E]^T without its logits; backward: dx and a float32 dw, the logits again
+    not counted."""
+    products = gemm(T, V, E).flops * (2 if backward else 1)
+    given = (T * E + V * E) * size + T * 8  # x, w, labels
+    if backward:  # and lse and the losses' gradients; writes dx and dw
+        return Cost(products + 4 * T * V, given + 8 * T + T * E * size + V * E * 4)
+    return Cost(products + 4 * T * V, given + 8 * T)
+
+
+def adamw(n: int, *, grad_size: int = 4, param_size: int = 0, master_size: int = 4) -> Cost:
+    """One step on n masters: reads and writes master and float32 m, v; reads grad, writes the copy.
+
+    Rounding at random works in integers. bfloat16 masters (`master_size` 2) have no copy.
+    """
+    return Cost(16 * n, n * (2 * master_size + 16 + grad_size + param_size))
 
 
 def gpt_weights(

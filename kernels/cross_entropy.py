@@ -1,9 +1,13 @@
 """Cross entropy without a copy of the logits, whole or as one vocabulary shard.
 
-For a row z of logits with label t, over the vocabulary of V columns, and label smoothing s:
+For a row z of logits with label t, over the vocabulary of V columns, and with label smoothing s and
+z-loss c:
 
-    lse = log(sum_j exp(z_j))        loss = lse - (1 - s) * z_t - (s / V) * sum_j z_j
-    dz_j = dloss * (exp(z_j - lse) - (1 - s) * [j = t] - s / V)
+    lse = log(sum_j exp(z_j))        loss = lse - (1 - s) * z_t - (s / V) * sum_j z_j + c * lse^2
+    dz_j = dloss * (exp(z_j - lse) * (1 + 2 c lse) - (1 - s) * [j = t] - s / V)
+
+The z-loss keeps the softmax's normaliser near 1, so that logits in low precision do not drift
+(Chowdhery et al. 2022, arXiv:2204.02311, with c = 1e-4).
 
 The raw halves work on one shard logits[N, Vs], which starts at column vocab_start of the whole:
 `cross_entropy_fwd` returns what has to be combined over the shards (logsumexp of lse, sums of the
@@ -12,8 +16,9 @@ combined lse. Columns from `vocab_size` on are padding: outside softmax and smoo
 
 Saved for backward: the logits, which exist anyway, and lse[N]; the softmax is recomputed from them.
 Forward reads the logits once (running maximum and sum, Milakov and Gimelshein 2018,
-arXiv:1805.02867), backward reads them once and writes dlogits once; the kernels do not read ignored
-rows at all. Computed in float32 (float64 for float64); dlogits have the dtype of the logits.
+arXiv:1805.02867), backward reads them once and writes dlogits once, in their place if it may; the
+kernels do not read ignored rows at all. Computed in float32 (float64 for float64); dlogits have the
+dtype of the logits.
 
 A label that is neither in [0, vocab_size) nor `ignore_index` raises ValueError on CPU tensors. On a
 GPU looking would make the host wait: there that row's loss and gradient are NaN, never just wrong.
@@ -106,7 +111,7 @@ def _check(logits, labels, vocab_start: int, vocab_size: int | None) -> int:
     return size
 
 
-def _wrong(labels: torch.Tensor, vocab_size: int, ignore_index: int) -> torch.Tensor:
+def outside_vocabulary(labels: torch.Tensor, vocab_size: int, ignore_index: int) -> torch.Tensor:
     """bool[N]: the labels that name no column and are not ignored; on CPU tensors they raise."""
     wrong = (labels != ignore_index) & ((labels < 0) | (labels >= vocab_size))
     if wrong.device.type == "cpu" and wrong.any():
@@ -129,26 +134,38 @@ def _chunks(logits: torch.Tensor) -> list[slice]:
     return [slice(a, min(a + step, rows)) for a in range(0, rows, step)]
 
 
-def _fwd_torch(logits, labels, vocab_start: int, vocab_size: int, ignore_index: int, want_sum):
+def _fwd_torch(
+    logits,
+    labels,
+    vocab_start: int,
+    vocab_size: int,
+    ignore_index: int,
+    want_sum: bool,
+    keep_softmax: bool = False,
+):
+    """With `keep_softmax` the logits, in the dtype to compute in, are overwritten by theirs."""
     columns = max(0, min(logits.shape[1], vocab_size - vocab_start))
     logits, dtype = logits[:, :columns], compute_dtype(logits)
-    ignored, wrong = labels == ignore_index, _wrong(labels, vocab_size, ignore_index)
+    ignored, wrong = labels == ignore_index, outside_vocabulary(labels, vocab_size, ignore_index)
     lse = logits.new_full(labels.shape, -float("inf"), dtype=dtype)
     target = torch.zeros_like(lse)
     total = torch.zeros_like(lse) if want_sum else lse.new_empty(0)
     if logits.numel():
+        local, here = _local(labels, vocab_start, columns)
+        target = torch.where(here & ~ignored, logits.gather(1, local).squeeze(1), target)
         # torch's fastest log-sum-exp on a CPU is inside log_softmax: max(z) - max(log_softmax(z)).
         buffer = None
         for at in _chunks(logits):
             z = logits[at]
-            buffer = torch.empty_like(z, dtype=dtype) if buffer is None else buffer[: len(z)]
-            torch.log_softmax(z, 1, dtype=dtype, out=buffer)
             peak = z.amax(1).to(dtype)
-            lse[at] = torch.where(peak == -float("inf"), peak, peak - buffer.amax(1))
             if want_sum:
                 total[at] = z.sum(1, dtype=dtype)
-        local, here = _local(labels, vocab_start, columns)
-        target = torch.where(here & ~ignored, logits.gather(1, local).squeeze(1), target)
+            if keep_softmax:
+                log_peak = torch.softmax(z, 1, out=z).amax(1).log()
+            else:
+                buffer = torch.empty_like(z, dtype=dtype) if buffer is None else buffer[: len(z)]
+                log_peak = torch.log_softmax(z, 1, dtype=dtype, out=buffer).amax(1)
+            lse[at] = torch.where(peak == -float("inf"), peak, peak - log_peak)
     target.masked_fill_(wrong, float("nan"))
     lse.masked_fill_(ignored, 0.0)
     return lse, target, total.masked_fill_(ignored, 0.0) if want_sum else total
@@ -194,7 +211,7 @@ def _cross_entropy_fwd_op(
     if impl == "torch":
         return _fwd_torch(logits, labels, vocab_start, vocab_size, ignore_index, want_sum)
     if labels.device.type == "cpu":
-        _wrong(labels, vocab_size, ignore_index)
+        outside_vocabulary(labels, vocab_size, ignore_index)
     return _fwd_triton(logits, labels, vocab_start, vocab_size, ignore_index, want_sum)
 
 
@@ -238,11 +255,14 @@ def token_losses(
     vocab_size: int,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
 ) -> torch.Tensor:
     """losses[N] from lse[N], target[N], logit_sum[N] of the whole vocabulary; 0 in ignored rows."""
     losses = lse - (1.0 - label_smoothing) * target
     if label_smoothing != 0.0:
         losses = losses - (label_smoothing / vocab_size) * logit_sum
+    if z_loss != 0.0:
+        losses = losses + z_loss * lse.square()
     return losses.masked_fill_(labels == ignore_index, 0.0)
 
 
@@ -263,7 +283,9 @@ def _cross_entropy_bwd_kernel(
     vocab_size,
     ignore_index,
     stride_row,
+    stride_out,
     SMOOTHING: tl.constexpr,
+    Z_LOSS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
@@ -280,29 +302,48 @@ def _cross_entropy_bwd_kernel(
     # 2. Softmax minus the target distribution.
     z = upcast(tl.load(logits_ptr + row[:, None] * stride_row + col[None, :], live, float("-inf")))
     dz = tl.exp(z - lse[:, None])
+    if Z_LOSS != 0.0:
+        dz *= (1.0 + (2.0 * Z_LOSS) * lse)[:, None]
     dz = tl.where((label - vocab_start)[:, None] == col[None, :], dz - (1.0 - SMOOTHING), dz)
     if SMOOTHING != 0.0:
         dz -= (SMOOTHING + tl.zeros((1, 1), dz.dtype)) / vocab_size
 
-    # 3. Times the gradient of the row's loss.
+    # 3. Times the gradient of the row's loss. The logits may lie where dz goes: no other program
+    # reads this tile.
     dz = to_dtype(tl.where(live, dz * dloss[:, None], 0.0), dlogits_ptr.dtype.element_ty)
-    out = dlogits_ptr + row[:, None] * width + col[None, :]
+    out = dlogits_ptr + row[:, None] * stride_out + col[None, :]
     tl.store(out, dz, (row < rows)[:, None] & (col < width)[None, :])
 
 
 def _bwd_torch(
-    dloss, logits, labels, lse, vocab_start: int, vocab_size: int, ignore_index: int, smoothing
+    dloss,
+    logits,
+    labels,
+    lse,
+    vocab_start: int,
+    vocab_size: int,
+    ignore_index: int,
+    smoothing: float,
+    z_loss: float = 0.0,
+    out: torch.Tensor | None = None,
+    own_lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    """With `own_lse`, theirs alone, the logits are no more: `out` holds their softmax."""
     columns = max(0, min(logits.shape[1], vocab_size - vocab_start))
     dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    dlogits = dlogits if out is None else out
     dlogits[:, columns:] = 0
-    ignored, wrong = labels == ignore_index, _wrong(labels, vocab_size, ignore_index)
+    ignored, wrong = labels == ignore_index, outside_vocabulary(labels, vocab_size, ignore_index)
     logits = logits[:, :columns]
     if logits.numel() == 0:
         return dlogits
     scale = dloss.to(lse.dtype).masked_fill(ignored, 0.0).masked_fill_(wrong, float("nan"))
+    softmax_scale = scale if z_loss == 0.0 else scale * (1.0 + (2.0 * z_loss) * lse)
+    if own_lse is not None:
+        softmax_scale = softmax_scale * torch.exp(own_lse - lse)
     local, here = _local(labels, vocab_start, columns)
     at_label = torch.where(here, (smoothing - 1.0) * scale, 0.0).unsqueeze(1)
+    everywhere = (scale * (-smoothing / vocab_size)).unsqueeze(1)
     complete = (
         columns == vocab_size
     )  # then lse is these columns' own, and torch's softmax is faster
@@ -315,13 +356,16 @@ def _bwd_torch(
             dz = buffer = (
                 torch.empty_like(z, dtype=lse.dtype) if buffer is None else buffer[: len(z)]
             )
-        if complete:
+        if own_lse is not None:
+            pass
+        elif complete:
             torch.softmax(z, 1, dtype=lse.dtype, out=dz)
         else:
             torch.sub(z, lse[at, None], out=dz).exp_()
+        dz.mul_(softmax_scale[at, None])
         if smoothing != 0.0:
-            dz.sub_(smoothing / vocab_size)
-        dz.mul_(scale[at, None]).scatter_add_(1, local[at], at_label[at])
+            dz.add_(everywhere[at])
+        dz.scatter_add_(1, local[at], at_label[at])
         if not direct:
             dlogits[at, :columns] = dz
     # Ignored rows are 0 by now unless their logits are inf or NaN; those must not matter either.
@@ -332,11 +376,21 @@ def _bwd_torch(
 
 
 def _bwd_triton(
-    dloss, logits, labels, lse, vocab_start: int, vocab_size: int, ignore_index: int, smoothing
+    dloss,
+    logits,
+    labels,
+    lse,
+    vocab_start: int,
+    vocab_size: int,
+    ignore_index: int,
+    smoothing: float,
+    z_loss: float = 0.0,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     rows, width = logits.shape
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    dlogits = dlogits if out is None else out
     if dlogits.numel():
         many, block, warps = _tile(rows, width)
         with torch.cuda.device_of(logits):
@@ -353,7 +407,9 @@ def _bwd_triton(
                 vocab_size,
                 ignore_index,
                 logits.stride(0),
+                dlogits.stride(0),
                 smoothing,
+                z_loss,
                 many,
                 block,
                 num_warps=warps,
@@ -371,20 +427,40 @@ def _cross_entropy_bwd_op(
     vocab_size: int,
     ignore_index: int,
     label_smoothing: float,
+    z_loss: float,
     impl: str,
 ) -> torch.Tensor:
-    if impl == "torch":
-        return _bwd_torch(
-            dloss, logits, labels, lse, vocab_start, vocab_size, ignore_index, label_smoothing
-        )
-    return _bwd_triton(
-        dloss, logits, labels, lse, vocab_start, vocab_size, ignore_index, label_smoothing
-    )
+    half = _bwd_torch if impl == "torch" else _bwd_triton
+    where = vocab_start, vocab_size, ignore_index
+    return half(dloss, logits, labels, lse, *where, label_smoothing, z_loss)
 
 
 @_cross_entropy_bwd_op.register_fake
-def _(dloss, logits, labels, lse, vocab_start, vocab_size, ignore_index, label_smoothing, impl):
+def _(dloss, logits, *rest):
     return logits.new_empty(logits.shape)
+
+
+@torch.library.custom_op("warpweave::cross_entropy_bwd_", mutates_args=("logits",))
+def _cross_entropy_bwd_in_place_op(
+    dloss: torch.Tensor,
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    lse: torch.Tensor,
+    vocab_start: int,
+    vocab_size: int,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    impl: str,
+) -> None:
+    half = _bwd_torch if impl == "torch" else _bwd_triton
+    where = vocab_start, vocab_size, ignore_index
+    half(dloss, logits, labels, lse, *where, label_smoothing, z_loss, out=logits)
+
+
+@_cross_entropy_bwd_in_place_op.register_fake
+def _(*arguments):
+    return None
 
 
 def cross_entropy_bwd(
@@ -397,12 +473,15 @@ def cross_entropy_bwd(
     vocab_size: int | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    in_place: bool = False,
     impl: str | None = None,
 ) -> torch.Tensor:
     """dlogits[N, V/tp], in the dtype of logits[N, V/tp], from the losses' gradients dloss[N].
 
     lse[N] is the log-sum-exp over the whole vocabulary, so combined over the shards; each shard
     then gets its own columns without communication. Ignored rows and padding columns are exactly 0.
+    With `in_place` the result overwrites the logits, whose rows must be contiguous.
     """
     impl = choose(impl, dloss, logits, labels, lse)
     size = _check(logits, labels, vocab_start, vocab_size)
@@ -410,9 +489,13 @@ def cross_entropy_bwd(
         raise ValueError(
             f"need dloss and lse [{len(labels)}], got {[*dloss.shape]} and {[*lse.shape]}"
         )
-    return _cross_entropy_bwd_op(
-        dloss, logits, labels, lse, vocab_start, size, ignore_index, label_smoothing, impl
-    )
+    options = vocab_start, size, ignore_index, label_smoothing, z_loss, impl
+    if not in_place:
+        return _cross_entropy_bwd_op(dloss, logits, labels, lse, *options)
+    if logits.shape[1] > 1 and logits.stride(1) != 1:
+        raise ValueError(f"in_place needs contiguous rows, got strides {[*logits.stride()]}")
+    _cross_entropy_bwd_in_place_op(dloss, logits, labels, lse, *options)
+    return logits
 
 
 # ---------------------------------------------------------------- autograd and the public function
@@ -420,7 +503,7 @@ def cross_entropy_bwd(
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, labels, vocab_size, ignore_index, label_smoothing, impl):
+    def forward(ctx, logits, labels, vocab_size, ignore_index, label_smoothing, impl, z_loss=0.0):
         lse, target, total = cross_entropy_fwd(
             logits,
             labels,
@@ -434,6 +517,7 @@ class _CrossEntropy(torch.autograd.Function):
             "vocab_size": vocab_size,
             "ignore_index": ignore_index,
             "label_smoothing": label_smoothing,
+            "z_loss": z_loss,
         }
         ctx.impl = impl
         return token_losses(lse, target, total, labels, **ctx.options)
@@ -442,13 +526,23 @@ class _CrossEntropy(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, dloss):
         dlogits = cross_entropy_bwd(dloss, *ctx.saved_tensors, **ctx.options, impl=ctx.impl)
-        return dlogits, None, None, None, None, None
+        return dlogits, None, None, None, None, None, None
 
     @staticmethod
     def spmd_typecheck(*, logits, labels):
         from spmd_types import rules
 
         return rules.einsum("n_,n->n", logits, labels)  # vocabulary whole
+
+
+def check_options(reduction: str, label_smoothing: float, z_loss: float) -> None:
+    """Raise ValueError for an option that means nothing."""
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f'reduction must be "mean", "sum" or "none", got {reduction!r}')
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
+    if not 0.0 <= z_loss < float("inf"):
+        raise ValueError(f"z_loss must be finite and not negative, got {z_loss}")
 
 
 def cross_entropy(
@@ -458,23 +552,24 @@ def cross_entropy(
     vocab_size: int | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
     reduction: str = "mean",
     impl: str | None = None,
 ) -> torch.Tensor:
     """Cross entropy of logits[N, V] and labels int64[N]; differentiable in the logits.
+
+    Every token that is not ignored also loses `z_loss` * lse^2, inside the mean.
 
     reduction: "mean" over the labels that are not `ignore_index` (0 if there are none; torch gives
     NaN), "sum", or "none" for losses[N]. The result is fp32, fp64 for fp64 logits. Columns from
     `vocab_size` on are padding. Raises ValueError on wrong shapes, dtypes, options and, on CPU
     tensors, labels outside the vocabulary.
     """
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f'reduction must be "mean", "sum" or "none", got {reduction!r}')
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
+    check_options(reduction, label_smoothing, z_loss)
     impl = choose(impl, logits, labels)
     size = _check(logits, labels, 0, vocab_size)
-    losses = _CrossEntropy.apply(logits, labels, size, ignore_index, label_smoothing, impl)
+    options = size, ignore_index, label_smoothing, impl, z_loss
+    losses = _CrossEntropy.apply(logits, labels, *options)
     if reduction == "none":
         return losses
     if reduction == "sum":

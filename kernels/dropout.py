@@ -35,6 +35,31 @@ def _threshold(p: float) -> int:
 
 
 @triton.jit
+def words(seed, first, c2, c3, ROWS: tl.constexpr, GROUPS: tl.constexpr):
+    """uint32[ROWS, 4 GROUPS]: the four words of each counter (first lo, first hi, c2, c3), side by
+    side; `first` is int64, and all of them broadcast to [ROWS, GROUPS]."""
+    zero = tl.zeros((ROWS, GROUPS), tl.uint32)
+    c0 = zero + (first & 0xFFFFFFFF).to(tl.uint32)
+    c1 = zero + ((first >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    c2, c3 = zero + tl.cast(c2, tl.uint32), zero + tl.cast(c3, tl.uint32)
+    w0, w1, w2, w3 = tl.philox(seed, c0, c1, c2, c3)
+    return tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(ROWS, 4 * GROUPS)
+
+
+@triton.jit
+def kept(
+    seed, site, token, group, THRESHOLD: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr
+):
+    """bool[ROWS, 4 GROUPS]: which columns 4g, 4g + 1, 4g + 2, 4g + 3 stay, for token[ROWS, 1]
+    (int64) and the g of group[1, GROUPS]."""
+    drawn = words(seed, token, group, site, ROWS, GROUPS)
+    if THRESHOLD < 4294967296:  # else p is 1 but for rounding, and no word stays
+        return drawn >= tl.full((1, 1), THRESHOLD, tl.uint32)
+    else:
+        return drawn.to(tl.int64) >= THRESHOLD
+
+
+@triton.jit
 def _dropout_kernel(
     x_ptr,
     tokens_ptr,
@@ -49,21 +74,13 @@ def _dropout_kernel(
     ROWS: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    # 1. Four words for every token and group of four columns.
+    # 1. The mask of a tile.
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     token = tl.load(tokens_ptr + row, row < rows, 0)[:, None]
     group = (tl.program_id(1) * GROUPS + tl.arange(0, GROUPS))[None, :]
-    zero = tl.zeros((ROWS, GROUPS), tl.uint32)
-    c0 = zero + (token & 0xFFFFFFFF).to(tl.uint32)
-    c1 = zero + ((token >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    c3 = zero + tl.cast(site, tl.uint32)
-    w0, w1, w2, w3 = tl.philox(seed, c0, c1, zero + group.to(tl.uint32), c3)
+    keep = kept(seed, site, token, group, THRESHOLD, ROWS, GROUPS)
 
-    # 2. Side by side: columns 4g, 4g + 1, 4g + 2, 4g + 3.
-    words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(ROWS, 4 * GROUPS)
-    keep = words.to(tl.int64) >= THRESHOLD
-
-    # 3. Scale what stays.
+    # 2. Scale what stays.
     col = (tl.program_id(1) * 4 * GROUPS + tl.arange(0, 4 * GROUPS))[None, :]
     live = (row[:, None] < rows) & (col < E)
     x = upcast(tl.load(x_ptr + row[:, None] * stride_x + col, live, 0.0))

@@ -1,53 +1,430 @@
-"""Matrix products in plain torch, by the faster of the two libraries that it has for a CPU.
+"""Matrix products, and products whose epilogue is everything up to the next one.
 
     y[M, N] = a[M, K] b[K, N] + bias[N]          out[M, N] (+)= a[M, K] b[K, N]
 
-On a CPU torch multiplies float32 matrices with MKL, which takes its AVX2 kernels on CPUs that are
-not Intel's, AVX-512 or not. oneDNN, which torch ships too and uses for bfloat16, generates AVX-512
-code for both: on AMD Zen 5 it takes half the time. A call of it costs about ten microseconds more,
-so small products stay with MKL, and so do CPUs without AVX-512, where there is nothing to gain.
+    z = a b + bias                               `fused_gemm`: each line is optional
+    h = act(z)                                   z, what backward recomputes from, may be kept
+    h = h / (1 - p) where kept, else 0           the mask of `dropout`: tokens, columns, seed, site
+    y = h + residual                             all from the accumulators, rounded once
 
-Sums are made in float32 (float64 for float64) by either library; they differ in the order of terms.
-Not differentiable: the callers are the two halves of autograd Functions.
+act: see `activation`; a gated one makes y[M, N/2] of z[M, N], its gates and ups interleaved. It is
+applied to z as rounded to its dtype, so that what is recomputed from z is what forward saw.
+
+Persistent: one program per multiprocessor walks over the tiles, column groups of GROUP rows first,
+so that the programs of one moment share operands in L2. Any strides; sums in float32 (float64 for
+float64), with `out_dtype` float32 unrounded. float32 operands are multiplied exactly ("ieee") or on
+tensor cores ("tf32", "tf32x3").
+
+Products with nothing to fuse go to torch (cuBLAS; `gemm_cpu` on a CPU): no Triton kernel beats it
+there, and what an epilogue saves is memory, not arithmetic. Triton also adds a 16-bit product to a
+float32 buffer, where torch would need a float32 matrix beside it.
+
+Sources: Kerr et al. 2017 (CUTLASS) for the epilogue; Korthikanti et al. 2022 (arXiv:2205.05198) for
+what is worth keeping. Limits: not differentiable (the callers are the halves of autograd
+Functions); with dropout, N (of y) is whole on every rank.
 """
 
 from __future__ import annotations
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
-_SMALL = 1 << 20  # M * N * K below which MKL's cheaper call wins
-_THIN = 32  # and so does a product with a side this short
+from warpweave.kernels import gemm_cpu
+from warpweave.kernels.activation import activation_fwd, curve, find_activation
+from warpweave.kernels.dispatch import INTERPRET, capability, choose, processors, tl, triton
+from warpweave.kernels.dropout import dropout, kept
+from warpweave.kernels.numeric import dot, to_dtype, upcast
+from warpweave.kernels.reference import compute_dtype
+
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+class Drop(NamedTuple):
+    """The arguments of `dropout`: probability, seed, site and global token indices int64[M]."""
+
+    p: float
+    seed: int
+    site: int
+    tokens: torch.Tensor
+
+
+class Tile(NamedTuple):
+    """How a product is cut: a tile's rows, columns and depth per step, rows of tiles per group of
+    the walk, programs per multiprocessor, and Triton's launch options."""
+
+    m: int
+    n: int
+    k: int
+    group: int
+    residents: int
+    warps: int
+    stages: int
+
+
+# (compute capability, bytes per element, kind) -> tile. Kinds: "large"; "heavy", whose epilogue
+# reads float32 or makes two results: adding, and the gradient of an activation; "small", for
+# products with less than one tile per multiprocessor, and for operands that are not loaded 16 bytes
+# at a time. A call takes the largest capability not above its device's that has the element size,
+# and "large" where its kind is not listed; (0, 0, "large") is for the interpreter and everything
+# else. All are free of register spills (test_compiles.py).
+TILES: dict[tuple[int, int, str], Tile] = {
+    (0, 0, "large"): Tile(64, 64, 64, 4, 1, 4, 1),
+    (80, 2, "large"): Tile(128, 128, 64, 8, 1, 8, 3),
+    (80, 2, "small"): Tile(64, 64, 64, 8, 2, 4, 3),
+    (80, 4, "large"): Tile(64, 64, 32, 8, 2, 8, 3),
+    (80, 8, "large"): Tile(32, 32, 16, 8, 2, 4, 2),
+    (90, 2, "large"): Tile(128, 256, 64, 8, 1, 8, 3),
+    (90, 2, "heavy"): Tile(128, 128, 64, 8, 1, 8, 4),
+    (90, 2, "small"): Tile(64, 64, 64, 8, 3, 4, 4),
+    (100, 4, "large"): Tile(128, 64, 32, 8, 1, 8, 3),
+    (100, 2, "large"): Tile(128, 256, 64, 8, 1, 8, 3),
+    (100, 2, "small"): Tile(64, 64, 64, 8, 3, 4, 4),
+}
+
+
+def find_tile(a: torch.Tensor, b: torch.Tensor, kind: str) -> Tile:
+    """The tile for the product of a[M, K] and b[K, N]."""
+    found = _tiles_for(capability(a.device), a.element_size())
+    if INTERPRET or not found:
+        return TILES[0, 0, "large"]
+    tile = found.get(kind, found["large"])
+    few = tile_count(tile, a.shape[0], b.shape[1]) < processors(a.device)
+    small = few or not (_is_aligned(a) and _is_aligned(b))
+    return found.get("small", tile) if small else tile
+
+
+def _is_aligned(x: torch.Tensor) -> bool:
+    """Rows, or columns, are contiguous, and all start where 16 bytes can be loaded at a time (what
+    Triton asks for: addresses that are multiples of 16 bytes, strides of 16 elements)."""
+    strides = x.stride()
+    whole = any(s == 1 and t % 16 == 0 for s, t in (strides, strides[::-1]))
+    return whole and x.data_ptr() % 16 == 0
 
 
 @cache
-def _has_onednn() -> bool:
-    """oneDNN can be called for float32, and has more to offer than MKL."""
-    return (
-        torch.backends.mkldnn.is_available()
-        and torch.backends.cpu.get_cpu_capability().startswith("AVX512")
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    )
+def _tiles_for(arch: int, size: int) -> dict[str, Tile]:
+    """kind -> tile, of the largest capability not above `arch`."""
+    archs = [key[0] for key in TILES if key[0] <= arch and key[1] == size]
+    return {key[2]: t for key, t in TILES.items() if archs and key[:2] == (max(archs), size)}
 
 
-def _takes_onednn(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """a[M, K] b[K, N] is float32 on a CPU where oneDNN has more to offer, and large enough."""
-    if a.dtype != torch.float32 or a.device.type != "cpu" or not _has_onednn():
-        return False
-    m, k, n = *a.shape, b.shape[-1]
-    return m * n * k >= _SMALL and min(m, n, k) >= _THIN and b.shape == (k, n)
+def tile_count(tile: Tile, M: int, N: int) -> int:
+    """How many tiles cover [M, N]."""
+    return -(-M // tile.m) * -(-N // tile.n)
 
 
-def _onednn(a: torch.Tensor, bt: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """a[M, K] bt[N, K]^T + bias, maybe transposed in memory.
+def grid(tile: Tile, M: int, N: int, device: torch.device) -> tuple[int]:
+    """As many programs as run at once, or as there are tiles."""
+    return (min(tile_count(tile, M, N), tile.residents * processors(device)),)
 
-    The first operand is copied unless its rows are contiguous, so the shorter one goes there.
-    """
-    linear = torch.ops.mkldnn._linear_pointwise
-    if bias is None and not a.is_contiguous() and bt.shape[0] < a.shape[0]:
-        return linear(bt, a, None, "none", [], "").t()
-    return linear(a, bt, bias, "none", [], "")
+
+# ---------------------------------------------------------------- device helpers
+
+
+@triton.jit
+def tile_at(index, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
+    """First row and column (int64) of tile `index`: GROUP rows of tiles, column after column."""
+    rows, cols = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    first = index // (GROUP * cols) * GROUP
+    height = tl.minimum(rows - first, GROUP)
+    inside = index % (GROUP * cols)
+    i, j = first + inside % height, inside // height
+    return i.to(tl.int64) * BLOCK_M, j.to(tl.int64) * BLOCK_N
+
+
+@triton.jit
+def product(
+    a_ptr,
+    b_ptr,
+    m,
+    n,
+    M,
+    N,
+    K,
+    stride_am,
+    stride_ak,
+    stride_bk,
+    stride_bn,
+    PRECISION: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """The accumulators of a b at rows m[BLOCK_M] and columns n[BLOCK_N] (int64), which are 0 from
+    row M and column N on."""
+    wide: tl.constexpr = tl.float64 if a_ptr.dtype.element_ty == tl.float64 else tl.float32
+    k = tl.arange(0, BLOCK_K).to(tl.int64)
+    a_ptrs = a_ptr + m[:, None] * stride_am + k[None, :] * stride_ak
+    b_ptrs = b_ptr + k[:, None] * stride_bk + n[None, :] * stride_bn
+    step = tl.full((), BLOCK_K, tl.int64)
+    a_live, b_live = (m < M)[:, None], (n < N)[None, :]
+    acc = tl.zeros((BLOCK_M, BLOCK_N), wide)
+    for start in range(0, K, BLOCK_K):
+        if EVEN_K:
+            a, b = tl.load(a_ptrs, a_live, 0.0), tl.load(b_ptrs, b_live, 0.0)
+        else:
+            left = k < K - start
+            a = tl.load(a_ptrs, a_live & left[None, :], 0.0)
+            b = tl.load(b_ptrs, b_live & left[:, None], 0.0)
+        acc = dot(a, b, acc, PRECISION)
+        a_ptrs += step * stride_ak
+        b_ptrs += step * stride_bk
+    return acc
+
+
+@triton.jit
+def halves(x):
+    """The left and the right half of a tile's columns."""
+    return tl.split(x.reshape(x.shape[0], 2, x.shape[1] // 2).permute(0, 2, 1))
+
+
+# ---------------------------------------------------------------- kernel
+
+
+@triton.jit
+def _epilogue(
+    y,
+    bias_ptr,
+    z_ptr,
+    tokens_ptr,
+    residual_ptr,
+    y_ptr,
+    seed,
+    site,
+    m,
+    col,
+    M,
+    N,
+    stride_rm,
+    stride_rn,
+    stride_ym,
+    stride_yn,
+    DTYPE: tl.constexpr,
+    CURVE: tl.constexpr,
+    GATED: tl.constexpr,
+    THRESHOLD: tl.constexpr,
+    SCALE: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    """All that follows the product, of accumulators at rows m and columns from `col`."""
+    COLS: tl.constexpr = y.shape[1] // 2 if GATED else y.shape[1]
+    n = col + tl.arange(0, y.shape[1])
+    live = (m < M)[:, None] & (n < N)[None, :]
+
+    # 1. Bias.
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + n, n < N, 0.0).to(y.dtype)[None, :]
+
+    # 2. Activation, of what backward will see.
+    if CURVE is not None:
+        z = to_dtype(y, DTYPE)
+        if z_ptr is not None:
+            tl.store(z_ptr + m[:, None] * N + n[None, :], z, live)
+        y = upcast(z)
+        if GATED:
+            gate, up = tl.split(y.reshape(y.shape[0], COLS, 2))
+            y = curve(gate, CURVE) * up
+            col = col // 2
+            n = col + tl.arange(0, COLS)
+            live = (m < M)[:, None] & (n < N // 2)[None, :]
+        else:
+            y = curve(y, CURVE)
+
+    # 3. Dropout.
+    if tokens_ptr is not None:
+        token = tl.load(tokens_ptr + m, m < M, 0)[:, None]
+        group = col // 4 + tl.arange(0, COLS // 4)[None, :]
+        keep = kept(seed, site, token, group, THRESHOLD, y.shape[0], COLS // 4)
+        y = tl.where(keep, y * SCALE, 0.0)
+
+    # 4. Residual.
+    if residual_ptr is not None:
+        at = residual_ptr + m[:, None] * stride_rm + n[None, :] * stride_rn
+        y += tl.load(at, live, 0.0).to(y.dtype)
+
+    # 5. Store, or add.
+    y_ptrs = y_ptr + m[:, None] * stride_ym + n[None, :] * stride_yn
+    if ADD:
+        y += tl.load(y_ptrs, live, 0.0).to(y.dtype)
+    tl.store(y_ptrs, to_dtype(y, y_ptr.dtype.element_ty), live)
+
+
+@triton.jit(do_not_specialize=["seed", "site"])
+def _gemm_kernel(
+    a_ptr,
+    b_ptr,
+    bias_ptr,
+    z_ptr,
+    tokens_ptr,
+    residual_ptr,
+    y_ptr,
+    seed,
+    site,
+    M,
+    N,
+    K,
+    stride_am,
+    stride_ak,
+    stride_bk,
+    stride_bn,
+    stride_rm,
+    stride_rn,
+    stride_ym,
+    stride_yn,
+    CURVE: tl.constexpr,
+    GATED: tl.constexpr,
+    THRESHOLD: tl.constexpr,
+    SCALE: tl.constexpr,
+    ADD: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
+    for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
+        # 1. The accumulators of a tile.
+        row, col = tile_at(index, M, N, BLOCK_M, BLOCK_N, GROUP)
+        m, n = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
+        y = product(
+            a_ptr, b_ptr, m, n, M, N, K, stride_am, stride_ak, stride_bk, stride_bn,
+            PRECISION, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+
+        # 2. The epilogue, a quarter at a time: with what it reads, a whole tile is more than the
+        #    registers.
+        left, right = halves(y)
+        first, second = halves(left)
+        third, fourth = halves(right)
+        STEP: tl.constexpr = BLOCK_N // 4
+        _epilogue(
+            first, bias_ptr, z_ptr, tokens_ptr, residual_ptr, y_ptr, seed, site, m, col,
+            M, N, stride_rm, stride_rn, stride_ym, stride_yn,
+            a_ptr.dtype.element_ty, CURVE, GATED, THRESHOLD, SCALE, ADD,
+        )  # fmt: skip
+        _epilogue(
+            second, bias_ptr, z_ptr, tokens_ptr, residual_ptr, y_ptr, seed, site, m, col + STEP,
+            M, N, stride_rm, stride_rn, stride_ym, stride_yn,
+            a_ptr.dtype.element_ty, CURVE, GATED, THRESHOLD, SCALE, ADD,
+        )  # fmt: skip
+        _epilogue(
+            third, bias_ptr, z_ptr, tokens_ptr, residual_ptr, y_ptr, seed, site, m, col + 2 * STEP,
+            M, N, stride_rm, stride_rn, stride_ym, stride_yn,
+            a_ptr.dtype.element_ty, CURVE, GATED, THRESHOLD, SCALE, ADD,
+        )  # fmt: skip
+        _epilogue(
+            fourth, bias_ptr, z_ptr, tokens_ptr, residual_ptr, y_ptr, seed, site, m, col + 3 * STEP,
+            M, N, stride_rm, stride_rn, stride_ym, stride_yn,
+            a_ptr.dtype.element_ty, CURVE, GATED, THRESHOLD, SCALE, ADD,
+        )  # fmt: skip
+
+
+def _launch(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    y: torch.Tensor,
+    *,
+    activation: str | None = None,
+    z: torch.Tensor | None = None,
+    drop: Drop | None = None,
+    residual: torch.Tensor | None = None,
+    add: bool = False,
+    precision: str | None = None,
+) -> None:
+    """Fill (or add to) y; nothing is checked."""
+    (M, K), N = a.shape, b.shape[1]
+    if y.numel() == 0:
+        return
+    name, gated = (None, False) if activation is None else find_activation(activation)
+    tile = find_tile(a, b, "heavy" if add else "large")
+    with torch.cuda.device_of(a):
+        _gemm_kernel[grid(tile, M, N, a.device)](
+            a,
+            b,
+            None if bias is None else bias.contiguous(),
+            z,
+            None if drop is None else drop.tokens.contiguous(),
+            residual,
+            y,
+            0 if drop is None else drop.seed,
+            0 if drop is None else drop.site,
+            M,
+            N,
+            K,
+            *a.stride(),
+            *b.stride(),
+            *((0, 0) if residual is None else residual.stride()),
+            *y.stride(),
+            name,
+            gated,
+            0 if drop is None else round(drop.p * 2**32),
+            1.0 if drop is None else 1 / (1 - drop.p),
+            add,
+            find_precision(precision),
+            K % tile.k == 0,
+            tile.m,
+            tile.n,
+            tile.k,
+            tile.group,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
+
+
+# ---------------------------------------------------------------- checks
+
+
+def find_precision(precision: str | None) -> str:
+    """How Triton multiplies float32: as asked, or by None as torch's own products do."""
+    if precision is None:
+        return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    if precision not in ("ieee", "tf32", "tf32x3"):
+        raise ValueError(f'precision must be None, "ieee", "tf32" or "tf32x3", got {precision!r}')
+    return precision
+
+
+def check_operands(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Raise ValueError unless a[M, K] b[K, N] + bias[N] exists, of one floating dtype."""
+    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0]:
+        raise ValueError(f"need a[M, K] and b[K, N], got {[*a.shape]} and {[*b.shape]}")
+    if a.dtype != b.dtype or a.dtype not in DTYPES:
+        raise ValueError(f"a and b must have one floating dtype, got {a.dtype} and {b.dtype}")
+    if bias is not None and (bias.shape != b.shape[1:] or bias.dtype not in DTYPES):
+        raise ValueError(
+            f"bias must be floating and [N] of b {[*b.shape]}, got {bias.dtype} {[*bias.shape]}"
+        )
+
+
+def _check_out(a: torch.Tensor, dtype: torch.dtype) -> None:
+    if dtype not in (a.dtype, compute_dtype(a)):
+        raise ValueError(
+            f"the product of {a.dtype} is given in {a.dtype} or {compute_dtype(a)}, not in {dtype}"
+        )
+
+
+def _check_epilogue(
+    shape: tuple[int, int], drop: Drop | None, residual: torch.Tensor | None
+) -> None:
+    if residual is not None and residual.shape != shape:
+        raise ValueError(f"residual must be {[*shape]} as the result, got {[*residual.shape]}")
+    if drop is None:
+        return
+    p, seed, site, tokens = drop
+    if not 0 <= p < 1:
+        raise ValueError(f"need 0 <= p < 1, got {p}")
+    if tokens.shape != shape[:1] or tokens.dtype != torch.int64:
+        raise ValueError(f"need int64 tokens[{shape[0]}], got {tokens.dtype} {[*tokens.shape]}")
+    if not (0 <= seed < 2**63 and 0 <= site < 2**32):
+        raise ValueError(f"need 0 <= seed < 2**63 and 0 <= site < 2**32, got {seed} and {site}")
+
+
+# ---------------------------------------------------------------- public
 
 
 def gemm(
@@ -56,37 +433,150 @@ def gemm(
     bias: torch.Tensor | None = None,
     *,
     out_dtype: torch.dtype | None = None,
+    precision: str | None = None,
+    impl: str | None = None,
 ) -> torch.Tensor:
     """a[M, K] b[K, N] + bias[N] in `out_dtype`, by default the dtype of `a`.
 
     a and b have one dtype and any strides. With 16-bit a and b and out_dtype float32, the result is
-    the accumulators, unrounded. Raises what torch raises on shapes that do not fit.
+    the accumulators, unrounded.
+
+    Args:
+        precision: how the Triton kernel multiplies float32: "ieee", "tf32" or "tf32x3"; None is
+            what torch is set to (``torch.set_float32_matmul_precision``).
+        impl: None is torch, on CUDA too (cuBLAS): nothing is fused; "triton" is our kernel.
+
+    Raises:
+        ValueError: by the Triton kernel, on shapes or dtypes that do not fit or if it cannot run;
+            torch raises what it raises.
     """
     dtype = a.dtype if out_dtype is None else out_dtype
-    if a.dtype != dtype:
-        if a.is_cuda:
-            y = torch.mm(a, b, out_dtype=dtype)
-            return y if bias is None else y.add_(bias)
-        a, b = a.to(dtype), b.to(dtype)
-    if _takes_onednn(a, b):
-        return _onednn(a, b.t(), bias).contiguous()
-    return a @ b if bias is None else torch.addmm(bias, a, b)
+    if impl is None or choose(impl, a, b, bias) == "torch":
+        return gemm_cpu.product(a, b, bias, dtype)
+    check_operands(a, b, bias)
+    _check_out(a, dtype)
+    y = a.new_empty(a.shape[0], b.shape[1], dtype=dtype)
+    _launch(a, b, bias, y, precision=precision)
+    return y
 
 
-def gemm_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, add: bool) -> None:
+def gemm_into(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor,
+    add: bool,
+    *,
+    precision: str | None = None,
+    impl: str | None = None,
+) -> None:
     """Add a[M, K] b[K, N] to out[M, N], or overwrite `out` with it.
 
     a and b have one dtype and any strides; out that dtype, or float32 or float64 to be given (or
-    added) the accumulators unrounded. Raises what torch raises on shapes that do not fit.
+    added) the accumulators unrounded. `precision` as for `gemm`.
+
+    Args:
+        impl: None is Triton where 16-bit operands on CUDA meet a float32 `out` (torch would need a
+            float32 matrix beside it), else torch.
+
+    Raises:
+        ValueError: by the Triton kernel, on shapes or dtypes that do not fit or if it cannot run;
+            torch raises what it raises.
     """
-    if a.is_cuda and a.dtype != out.dtype:
-        product = torch.mm(a, b, out_dtype=out.dtype)
-    elif _takes_onednn(a := a.to(out.dtype), b := b.to(out.dtype)):
-        product = _onednn(a, b.t(), None)  # writes to a place of its own only
-    else:
-        torch.addmm(out, a, b, beta=int(add), out=out)  # beta 0: what `out` holds is not read
+    if impl is None and (a.dtype == out.dtype or not a.is_cuda):
+        impl = "torch"
+    if choose(impl, a, b, out) == "torch":
+        gemm_cpu.product_into(a, b, out, add)
         return
-    if add:
-        out.add_(product.contiguous())  # transposing first is four times as fast
+    check_operands(a, b, None)
+    _check_out(a, out.dtype)
+    if out.shape != (a.shape[0], b.shape[1]):
+        raise ValueError(
+            f"out must be [M, N] of a {[*a.shape]} and b {[*b.shape]}, got {[*out.shape]}"
+        )
+    _launch(a, b, None, out, add=add, precision=precision)
+
+
+def fused_gemm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    activation: str | None = None,
+    keep: bool = False,
+    drop: Drop | None = None,
+    residual: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    precision: str | None = None,
+    impl: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """residual + dropout(act(a[M, K] b[K, N] + bias[N])), and with `keep` the argument of act.
+
+    Args:
+        activation: a key of ``activation.ACTIVATIONS``, or None; a gated one halves N.
+        keep: return z[M, N], rounded to the dtype of `a`, too; it needs an activation.
+        drop: what `dropout` takes; its mask is that of `dropout` on the whole result.
+        residual: [M, N] (N/2 if gated), any strides.
+        out_dtype: of the result; float32 with 16-bit operands leaves it unrounded.
+        precision: as for `gemm`.
+        impl: as for every kernel: None is Triton on CUDA tensors, torch on others.
+
+    Returns:
+        (y, z or None).
+
+    Raises:
+        ValueError: shapes, dtypes or numbers do not fit, or `impl` cannot run.
+    """
+    tokens = None if drop is None else drop.tokens
+    impl = choose(impl, a, b, bias, residual, tokens)
+    check_operands(a, b, bias)
+    dtype = a.dtype if out_dtype is None else out_dtype
+    _check_out(a, dtype)
+    gated = activation is not None and find_activation(activation).gated
+    if gated and b.shape[1] % 2:
+        raise ValueError(f"{activation} needs b[K, 2F] of gate, up pairs, got {[*b.shape]}")
+    if keep and activation is None:
+        raise ValueError("keep=True keeps the argument of an activation: activation is None")
+    shape = (a.shape[0], b.shape[1] // 2 if gated else b.shape[1])
+    _check_epilogue(shape, drop, residual)
+    if drop is not None and drop.p == 0:
+        drop = None
+    if impl == "torch":
+        return _fused_torch(a, b, bias, activation, keep, drop, residual, dtype)
+    y = a.new_empty(shape, dtype=dtype)
+    z = a.new_empty(a.shape[0], b.shape[1]) if keep else None
+    _launch(
+        a,
+        b,
+        bias,
+        y,
+        activation=activation,
+        z=z,
+        drop=drop,
+        residual=residual,
+        precision=precision,
+    )
+    return y, z
+
+
+def _fused_torch(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str | None,
+    keep: bool,
+    drop: Drop | None,
+    residual: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """One operator of torch after the other; each rounds to the dtype of its result."""
+    if activation is None:
+        y, z = gemm_cpu.product(a, b, bias, dtype), None
     else:
-        out.copy_(product)
+        z = gemm_cpu.product(a, b, bias, a.dtype)
+        y = activation_fwd(z, activation, impl="torch").to(dtype)
+    if drop is not None:
+        p, seed, site, tokens = drop
+        y = dropout(y, p, seed=seed, site=site, tokens=tokens, impl="torch")
+    if residual is not None:
+        y += residual
+    return y, z if keep else None

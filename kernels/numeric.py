@@ -15,10 +15,11 @@ from warpweave.kernels import dispatch
 from warpweave.kernels.dispatch import tl, triton
 
 _INTERPRET = tl.constexpr(dispatch.INTERPRET)
+_IEEE = tl.constexpr("ieee")  # Triton 3.6 takes no bare string as a default
 
 
 @triton.jit
-def dot(a, b, acc, PRECISION: tl.constexpr = "ieee"):
+def dot(a, b, acc, PRECISION: tl.constexpr = _IEEE):
     """acc + a @ b; `acc` is float32 (float64 for float64 operands), a and b have one dtype.
 
     PRECISION matters for float32 operands on a GPU only: "ieee" (exact products), "tf32" or

@@ -18,38 +18,65 @@ def compute_dtype(x: torch.Tensor) -> torch.dtype:
 # ---------------------------------------------------------------- normalisation
 
 
-def rms_norm(x, weight, eps=1e-6, *, residual=None):
-    """s / sqrt(mean(s^2) + eps) * weight over dim -1, s = x + residual.
+def norm_sum(x, residual=None, x_bias=None, keep=None, dropout=0.0):
+    """s = residual + dropout(x + x_bias), elements of x where `keep` is false being dropped."""
+    s = x if x_bias is None else (x + x_bias).to(x.dtype)
+    if keep is not None:
+        s = torch.where(keep, s / (1 - dropout), 0).to(x.dtype)
+    return s if residual is None else s + residual
 
-    Returns (y, s) with a residual, else y.
+
+def rms_norm(
+    x, weight, eps=1e-6, *, residual=None, x_bias=None, keep=None, dropout=0.0, out_dtype=None
+):
+    """s / sqrt(mean(s^2) + eps) * weight over dim -1, s = `norm_sum` of x, residual and the rest.
+
+    Returns (y, s) if s is not x, else y.
     """
-    s = x if residual is None else x + residual
-    wide = s.to(compute_dtype(x))
+    s = norm_sum(x, residual, x_bias, keep, dropout)
+    wide = s.to(compute_dtype(s))
     y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.to(wide.dtype)
-    return y.to(x.dtype) if residual is None else (y.to(x.dtype), s)
+    y = y.to(out_dtype or x.dtype)
+    return y if s is x else (y, s)
 
 
-def layer_norm(x, weight, bias=None, eps=1e-5, *, residual=None):
+def layer_norm(
+    x,
+    weight,
+    bias=None,
+    eps=1e-5,
+    *,
+    residual=None,
+    x_bias=None,
+    keep=None,
+    dropout=0.0,
+    out_dtype=None,
+):
     """(s - mean) / sqrt(var + eps) * weight + bias over dim -1; the rest as `rms_norm`."""
-    s = x if residual is None else x + residual
-    wide = s.to(compute_dtype(x))
+    s = norm_sum(x, residual, x_bias, keep, dropout)
+    wide = s.to(compute_dtype(s))
     centred = wide - wide.mean(-1, keepdim=True)
     y = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
     y = y * weight.to(wide.dtype)
     if bias is not None:
         y = y + bias.to(wide.dtype)
-    return y.to(x.dtype) if residual is None else (y.to(x.dtype), s)
+    y = y.to(out_dtype or x.dtype)
+    return y if s is x else (y, s)
 
 
 # ---------------------------------------------------------------- rotary embedding
 
 
-def apply_rope(x, cos, sin):
-    """x[B, S, H, D] with (x1 + i x2) of its halves multiplied by (cos + i sin)[S, D/2]."""
-    wide = compute_dtype(x)
-    x1, x2 = x.to(wide).chunk(2, -1)
+def apply_rope(x, cos, sin, *, interleaved=False):
+    """The first R dims of x[B, S, H, D] as complex numbers, pairs (i, i + R/2), or (2i, 2i + 1) if
+    `interleaved`, multiplied by (cos + i sin)[S, R/2]; the rest as it is."""
+    wide, half = compute_dtype(x), cos.shape[-1]
+    turning, rest = x[..., : 2 * half].to(wide), x[..., 2 * half :].to(wide)
+    x1, x2 = (turning[..., 0::2], turning[..., 1::2]) if interleaved else turning.chunk(2, -1)
     cos, sin = cos.to(wide)[:, None], sin.to(wide)[:, None]
-    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), -1).to(x.dtype)
+    y1, y2 = x1 * cos - x2 * sin, x2 * cos + x1 * sin
+    y = torch.stack((y1, y2), -1).flatten(-2) if interleaved else torch.cat((y1, y2), -1)
+    return torch.cat((y, rest), -1).to(x.dtype)
 
 
 # ---------------------------------------------------------------- activations
@@ -70,6 +97,24 @@ def swiglu(gate_up):
     wide = gate_up.to(compute_dtype(gate_up))
     gate, up = wide[..., 0::2], wide[..., 1::2]
     return (gate * torch.sigmoid(gate) * up).to(gate_up.dtype)
+
+
+def geglu(gate_up):
+    """gelu(gate) * up, by tanh, of interleaved pairs as in `swiglu`."""
+    wide = gate_up.to(compute_dtype(gate_up))
+    return (gelu(wide[..., 0::2]) * wide[..., 1::2]).to(gate_up.dtype)
+
+
+def relu2(x):
+    """max(x, 0)^2."""
+    return x.to(compute_dtype(x)).relu().square().to(x.dtype)
+
+
+def activate(x, activation):
+    """The activation of that name: "gelu", "gelu_erf", "relu2", "swiglu" or "geglu"."""
+    if activation == "gelu_erf":
+        return gelu(x, approximate="none")
+    return {"gelu": gelu, "relu2": relu2, "swiglu": swiglu, "geglu": geglu}[activation](x)
 
 
 # ---------------------------------------------------------------- dropout
@@ -119,30 +164,87 @@ def attention(
     v: torch.Tensor,
     *,
     causal: bool = True,
+    window: int | None = None,
+    documents: torch.Tensor | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    dropout: float = 0.0,
+    dropout_seed: int = 0,
+    dropout_origin: Sequence[int] = (0, 0),
     q_runs: Sequence[tuple[int, int]] | None = None,
     k_runs: Sequence[tuple[int, int]] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """softmax(scale q k^T + mask) v and the log of its normaliser, both differentiable.
 
     q[B, Sq, Hq, D], k and v[B, Sk, Hkv, D]; each of the Hkv heads serves Hq / Hkv neighbouring
-    query heads. causal: key position <= query position. Returns o[B, Sq, Hq, D] and lse[B, Hq, Sq]
-    (natural logarithm). A row that sees no key has o = 0, lse = -inf and no gradient.
+    query heads. `visible` has the mask. softcap: s becomes softcap tanh(s / softcap). sinks[Hq]:
+    one more logit per head, in the normaliser and in lse, with no value. dropout: see
+    `attention_dropout`; lse is that of the undropped row. Returns o[B, Sq, Hq, D] and
+    lse[B, Hq, Sq] (natural logarithm). A row without key and sink has o = 0, lse = -inf and no
+    gradient.
     """
     dtype, scale = compute_dtype(q), q.shape[-1] ** -0.5 if scale is None else scale
     group = q.shape[2] // k.shape[2]
     qc, kc, vc = q.to(dtype), *(x.to(dtype).repeat_interleave(group, 2) for x in (k, v))
     scores = scale * torch.einsum("bqhd,bkhd->bhqk", qc, kc)
-    visible = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool)
-    if causal:
-        visible = positions(q_runs, q.shape[1])[:, None] >= positions(k_runs, k.shape[1])[None, :]
-    visible = visible.to(q.device)
-    empty = ~visible.any(1)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    q_pos, k_pos = positions(q_runs, q.shape[1]), positions(k_runs, k.shape[1])
+    seen = visible(q_pos, k_pos, causal=causal, window=window, documents=documents).to(q.device)
+    logit = torch.full((q.shape[2],), -float("inf"), dtype=dtype, device=q.device)
+    logit = logit if sinks is None else sinks.to(dtype)
+    logit = logit[:, None, None].expand(*scores.shape[:3], 1)
+    scores = torch.cat((scores.masked_fill(~seen, -float("inf")), logit), -1)
     # An empty row is given scores of 0 and its results are overwritten: no -inf - -inf anywhere.
-    scores = scores.masked_fill(~visible, -float("inf")).masked_fill(empty[:, None], 0.0)
-    lse = scores.logsumexp(-1).masked_fill(empty, -float("inf"))
-    probabilities = scores.softmax(-1).masked_fill(empty[:, None], 0.0)
-    return torch.einsum("bhqk,bkhd->bqhd", probabilities, vc).to(q.dtype), lse
+    empty = scores.isneginf().all(-1, keepdim=True)
+    scores = scores.masked_fill(empty, 0.0)
+    lse = scores.logsumexp(-1).masked_fill(empty[..., 0], -float("inf"))
+    weights = scores.softmax(-1).masked_fill(empty, 0.0)[..., :-1]
+    if dropout:
+        where = (torch.arange(q.shape[0]), torch.arange(q.shape[2]), q_pos, k_pos)
+        keep = attention_dropout(dropout, dropout_seed, dropout_origin, *where)
+        weights = weights * keep.to(q.device, dtype)
+    return torch.einsum("bhqk,bkhd->bqhd", weights, vc).to(q.dtype), lse
+
+
+def visible(
+    q_pos: torch.Tensor,
+    k_pos: torch.Tensor,
+    *,
+    causal: bool,
+    window: int | None = None,
+    documents: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """bool[Sq, Sk] (or [B, 1, Sq, Sk]): the keys at k_pos that the queries at q_pos see.
+
+    causal: key position <= query position. window: they are less than `window` apart. documents
+    [n + 1] (or [B, n + 1]), cumulative boundaries: as many boundaries up to one as to the other.
+    """
+    distance = q_pos[:, None] - k_pos[None, :]
+    seen = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
+    if window is not None:
+        seen = seen & (distance.abs() < window)
+    if documents is not None:
+        q_doc, k_doc = (
+            (documents.cpu()[..., None, :] <= pos[:, None]).sum(-1) for pos in (q_pos, k_pos)
+        )
+        same = q_doc[..., :, None] == k_doc[..., None, :]
+        seen = seen & (same if documents.ndim == 1 else same[:, None])
+    return seen
+
+
+def attention_dropout(p, seed, origin, samples, heads, q_pos, k_pos) -> torch.Tensor:
+    """0 or 1 / (1 - p), float64[samples, heads, Sq, Sk]: 0 where a word is below p * 2^32.
+
+    The word is the first of philox((q_pos, k_pos, head, sample), (seed lo, seed hi)), heads and
+    samples counted from `origin` = (sample, head).
+    """
+    low = 0xFFFFFFFF
+    c2, c3 = (heads + origin[1])[:, None, None], (samples + origin[0])[:, None, None, None]
+    counter = torch.broadcast_tensors(q_pos[:, None], k_pos, c2, c3)
+    word = philox([x & low for x in counter], (seed & low, seed >> 32))[0]
+    return (word >= round(p * 2**32)).double() / (1 - p)
 
 
 def merge(
@@ -167,11 +269,13 @@ def cross_entropy(
     vocab_size: int | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
 ) -> torch.Tensor:
     """The loss of every row of logits[N, V] against labels[N]; rows with `ignore_index` lose 0.
 
     With smoothing s the target distribution is (1 - s) at the label plus s / V everywhere. Columns
-    from `vocab_size` on are padding: no part of the vocabulary V.
+    from `vocab_size` on are padding: no part of the vocabulary V. The z-loss is z_loss times the
+    square of the log-sum-exp.
     """
     logits = logits[:, :vocab_size].to(compute_dtype(logits))
     ignored = labels == ignore_index
@@ -179,7 +283,14 @@ def cross_entropy(
     losses = negative.gather(1, labels.masked_fill(ignored, 0)[:, None])[:, 0]
     if label_smoothing != 0.0:
         losses = (1.0 - label_smoothing) * losses + label_smoothing * negative.mean(dim=1)
+    if z_loss != 0.0:
+        losses = losses + z_loss * logits.logsumexp(1).square()
     return losses.masked_fill(ignored, 0.0)
+
+
+def linear_cross_entropy(x, weight, labels, **options):
+    """`cross_entropy`, with its options, of the logits x[T, E] weight[V, E]^T."""
+    return cross_entropy(x @ weight.t(), labels, **options)
 
 
 # ---------------------------------------------------------------- AdamW
@@ -205,3 +316,46 @@ def adamw_step(
     v = beta2 * v + (1.0 - beta2) * g * g
     update = (m / (1.0 - beta1**step)) / ((v / (1.0 - beta2**step)).sqrt() + eps)
     return master - lr * weight_decay * master - lr * update, m, v
+
+
+# ---------------------------------------------------------------- linear layers
+
+
+def fused_gemm(a, b, bias=None, *, activation=None, drop=None, residual=None):
+    """residual + dropout(act(a[M, K] b[K, N] + bias[N])); drop = (p, seed, site, tokens)."""
+    y = a @ b if bias is None else a @ b + bias
+    y = y if activation is None else activate(y, activation)
+    if drop is not None:
+        p, seed, site, tokens = drop
+        y = dropout(y, p, seed=seed, site=site, tokens=tokens)
+    return y if residual is None else residual + y
+
+
+def mlp(
+    x,
+    up_weight,
+    down_weight,
+    up_bias=None,
+    down_bias=None,
+    *,
+    activation,
+    drop=None,
+    residual=None,
+):
+    """residual + dropout(act(x[..., E] W1^T + b1) W2^T + b2), of W1[F, E] or gated [F, 2, E]."""
+    rows = x.flatten(0, -2) if x.ndim > 1 else x[None]
+    up_bias = None if up_bias is None else up_bias.flatten()
+    h = fused_gemm(rows, up_weight.flatten(0, -2).t(), up_bias, activation=activation)
+    y = fused_gemm(h, down_weight.t(), down_bias, drop=drop).view(x.shape)
+    return y if residual is None else residual + y
+
+
+def qkv_rope(x, weight, bias, cos, sin, *, head_dim, group):
+    """q[B, S, H, D], k and v[B, S, H / group, D] of x[B, S, E]; q and k rotated as `apply_rope`.
+
+    Rows of the weight: for each KV head its `group` query heads, then its key, then its value.
+    """
+    qkv = x @ weight.t() if bias is None else x @ weight.t() + bias
+    q, k, v = qkv.unflatten(-1, (-1, group + 2, head_dim)).split((group, 1, 1), 3)
+    q, k, v = q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
+    return apply_rope(q, cos, sin), apply_rope(k, cos, sin), v

@@ -5,9 +5,9 @@ outputs, one mesh axis at a time. Without it an operator refuses DTensors. Nothi
 file: DTensor takes seconds to import, and plain tensors need none of it. The ops' torch paths are
 made of torch's own operators, which have rules already.
 
-    attention       batch, heads                norm        every dim but the last; dw, db partial
+    attention       batch, heads (no dropout)   norm        every dim but the last; sums partial
     rope            batch, sequence, heads      dropout     tokens
-    gelu            every dim                   swiglu      every dim, the last in whole pairs
+    activation      every dim, the last in whole pairs where it is gated
     cross_entropy   rows
 
 All other dims must be whole on every rank; DTensor gathers them by itself. An axis that cuts heads
@@ -33,6 +33,12 @@ import warpweave.kernels.rope  # noqa: F401
 _WHOLE = Replicate()
 
 
+def _whole(args, outputs):
+    """The one rule of an operator whose inputs and outputs must all be whole."""
+    tensors = [hasattr(a, "placements") for a in args]
+    return [([_WHOLE] * outputs, [_WHOLE if tensor else None for tensor in tensors])]
+
+
 def _rules(args, *choices):
     """`choices` (outputs, tensor inputs in order), plus the one where everything is whole.
 
@@ -48,45 +54,80 @@ def _rules(args, *choices):
     return rules
 
 
-def _attention(q, k, v, *options):
-    return _rules(
-        (q, k, v, *options), *(([Shard(d), Shard(l)], [Shard(d)] * 3) for d, l in ((0, 0), (2, 1)))
-    )
+def _attention_inputs(documents, sinks, d):
+    """Placements of documents and sinks, as far as there are any, where q is cut in dim d."""
+    found = []
+    if documents is not None:  # [n + 1], or [B, n + 1]
+        found.append(Shard(0) if d == 0 and len(documents.shape) == 2 else _WHOLE)
+    if sinks is not None:
+        found.append(_WHOLE if d == 0 else Shard(0))
+    return found
 
 
-def _attention_backward(do, dlse, *rest):
+def _attention(q, k, v, documents, sinks, causal, window, scale, softcap, dropout, *options):
+    def choice(d, l):
+        return [Shard(d), Shard(l)], [Shard(d)] * 3 + _attention_inputs(documents, sinks, d)
+
+    args = (q, k, v, documents, sinks, causal, window, scale, softcap, dropout, *options)
+    if dropout:  # draws by the numbers of samples and heads, which a shard does not know
+        return _whole(args, 2)
+    return _rules(args, choice(0, 0), choice(2, 1))
+
+
+def _attention_backward(do, dlse, q, k, v, documents, sinks, o, lse, *options):
     def choice(d, l):
         with_lse = [] if dlse is None else [Shard(l)]
-        return [Shard(d)] * 3, [Shard(d), *with_lse, *[Shard(d)] * 4, Shard(l)]
+        more = _attention_inputs(documents, sinks, d)
+        dsinks = _WHOLE if sinks is None else Partial() if d == 0 else Shard(0)
+        inputs = [Shard(d), *with_lse, *[Shard(d)] * 3, *more, Shard(d), Shard(l)]
+        return [*[Shard(d)] * 3, dsinks], inputs
 
-    return _rules((do, dlse, *rest), choice(0, 0), choice(2, 1))
+    args = (do, dlse, q, k, v, documents, sinks, o, lse, *options)
+    if options[4]:  # dropout
+        return _whole(args, 4)
+    return _rules(args, choice(0, 0), choice(2, 1))
 
 
-def _norm_fwd(x, weight, bias, residual, eps, layer):
+def _norm_fwd(x, weight, bias, residual, x_bias, tokens, eps, layer, *draw):
     def choice(d):  # an output that is absent is an empty tensor
-        out = [d, _WHOLE if residual is None else d, d if layer else _WHOLE, d]
-        weights = [_WHOLE] if bias is None else [_WHOLE] * 2
-        return out, [d, *weights, *([] if residual is None else [d])]
+        changed = not (residual is None and x_bias is None and tokens is None)
+        out = [d, d if changed else _WHOLE, d if layer else _WHOLE, d]
+        given = (x, d), (weight, _WHOLE), (bias, _WHOLE), (residual, d), (x_bias, _WHOLE)
+        return out, [place for t, place in (*given, (tokens, d)) if t is not None]
 
     return _rules(
-        (x, weight, bias, residual, eps, layer),
+        (x, weight, bias, residual, x_bias, tokens, eps, layer, *draw),
         *(choice(Shard(i)) for i in range(len(x.shape) - 1)),
     )
 
 
-def _norm_bwd(dy, ds, s, weight, mean, rstd, bias):
+def _norm_bwd(dy, ds, s, weight, mean, rstd, tokens, bias, x_bias, *rest):
+    x_dtype, residual_dtype = rest[-2:]
+    apart = residual_dtype >= 0 and (tokens is not None or residual_dtype != x_dtype)
+
     def choice(d):
-        out = [d, Partial(), Partial() if bias else _WHOLE]
-        return out, [d, *([] if ds is None else [d]), d, _WHOLE, *([] if mean is None else [d]), d]
+        given = (dy, d), (ds, d), (s, d), (weight, _WHOLE), (mean, d), (rstd, d), (tokens, d)
+        sums = [Partial() if wanted else _WHOLE for wanted in (x_bias, True, bias)]
+        return [d, d if apart else _WHOLE, *sums], [p for t, p in given if t is not None]
 
     return _rules(
-        (dy, ds, s, weight, mean, rstd, bias), *(choice(Shard(i)) for i in range(len(s.shape) - 1))
+        (dy, ds, s, weight, mean, rstd, tokens, bias, x_bias, *rest),
+        *(choice(Shard(i)) for i in range(len(s.shape) - 1)),
     )
 
 
-def _rope(x, cos, sin, conjugate):
+def _rope_qk(q, k, cos, sin, *flags):
     return _rules(
-        (x, cos, sin, conjugate),
+        (q, k, cos, sin, *flags),
+        ([Shard(0)] * 2, [Shard(0)] * 2 + [_WHOLE] * 2),
+        ([Shard(1)] * 2, [Shard(1)] * 2 + [Shard(0)] * 2),
+        ([Shard(2)] * 2, [Shard(2)] * 2 + [_WHOLE] * 2),
+    )
+
+
+def _rope(x, cos, sin, *flags):
+    return _rules(
+        (x, cos, sin, *flags),
         ([Shard(0)], [Shard(0), _WHOLE, _WHOLE]),
         ([Shard(1)], [Shard(1), Shard(0), Shard(0)]),
         ([Shard(2)], [Shard(2), _WHOLE, _WHOLE]),
@@ -123,10 +164,9 @@ def register_shardings() -> None:
         (ops.norm_fwd, _norm_fwd),
         (ops.norm_bwd, _norm_bwd),
         (ops.rope, _rope),
-        (ops.gelu_fwd, _elementwise),
-        (ops.gelu_bwd, _elementwise),
-        (ops.swiglu_fwd, _elementwise),
-        (ops.swiglu_bwd, _elementwise),
+        (ops.rope_qk, _rope_qk),
+        (ops.activation_fwd, _elementwise),
+        (ops.activation_bwd, _elementwise),
         (ops.dropout, _dropout),
         (ops.dropped, _dropout),
         (ops.cross_entropy_fwd, _cross_entropy_fwd),

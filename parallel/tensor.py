@@ -486,14 +486,17 @@ def _check_vocabulary(
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, labels, group, vocab_size, ignore_index, label_smoothing, impl):
+    def forward(
+        ctx, logits, labels, group, vocab_size, ignore_index, label_smoothing, impl, z_loss=0.0
+    ):
         where = {
             "vocab_start": group_rank(group) * logits.shape[1],
             "vocab_size": vocab_size,
             "ignore_index": ignore_index,
             "impl": impl,
         }
-        ctx.where, ctx.label_smoothing = where, label_smoothing
+        ctx.where = where
+        ctx.loss = {"label_smoothing": label_smoothing, "z_loss": z_loss}
         lse, target, total = cross_entropy_fwd(
             logits, labels, want_sum=label_smoothing > 0, **where
         )
@@ -510,18 +513,15 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
             labels,
             vocab_size=vocab_size,
             ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
+            **ctx.loss,
         )
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dlosses):
         logits, labels, lse = ctx.saved_tensors
-        smoothing = ctx.label_smoothing
-        dlogits = cross_entropy_bwd(
-            dlosses, logits, labels, lse, label_smoothing=smoothing, **ctx.where
-        )
-        return dlogits, None, None, None, None, None, None
+        dlogits = cross_entropy_bwd(dlosses, logits, labels, lse, **ctx.loss, **ctx.where)
+        return dlogits, None, None, None, None, None, None, None
 
     @staticmethod
     def spmd_typecheck(*, logits, labels, group):
@@ -540,18 +540,20 @@ def vocab_parallel_cross_entropy(
     vocab_size: int,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
     padded_vocab_size: int | None = None,
     impl: str | None = None,
 ) -> torch.Tensor:
     """Cross entropy of each token over logits whose columns are cut over the group.
 
-    With e = label_smoothing and sums over the global vocabulary of `vocab_size`, per token
+    With e = label_smoothing, c = z_loss and sums over the global vocabulary of `vocab_size`, per
+    token
 
-    Forward:        loss[T]{I} = lse - (1 - e) z[label] - e/vocab_size sum_v z[v] with the
+    Forward:        loss[T]{I} = lse - (1 - e) z[label] - e/vocab_size sum_v z[v] + c lse^2 with the
                     log-sum-exp, the label's logit and (for e > 0) the sum of this rank's columns;
                     one all-gather of these numbers, merged on every rank in the same order
-    Input gradient: dz[T, V/R]{S(1)} = dloss (softmax(z) - (1 - e) onehot(label) - e/vocab_size), no
-                    collective; zero in padding columns and for ignored tokens
+    Input gradient: dz[T, V/R]{S(1)} = dloss (softmax(z) (1 + 2 c lse) - (1 - e) onehot(label) -
+                    e/vocab_size), no collective; zero in padding columns and for ignored tokens
 
     Args:
         logits: logits[T, V/R], columns [r V/R, (r+1) V/R) on rank r. Columns from `vocab_size` on
@@ -561,6 +563,7 @@ def vocab_parallel_cross_entropy(
         vocab_size: size of the vocabulary without padding.
         ignore_index: tokens with this label have loss zero and no gradient.
         label_smoothing: e, in [0, 1).
+        z_loss: c, not negative.
         padded_vocab_size: V; None is `vocab_size` rounded up to a multiple of R.
         impl: "triton", "torch" or None to choose by device.
 
@@ -570,8 +573,9 @@ def vocab_parallel_cross_entropy(
 
     Raises:
         ValueError: the logits do not have V/R columns (gathered logits, for example), labels are
-            not int64[T], label_smoothing lies outside [0, 1), or, for CPU tensors, a label is
-            neither in the vocabulary nor `ignore_index` (on a GPU such a token's loss is NaN).
+            not int64[T], label_smoothing lies outside [0, 1), z_loss is negative or, for CPU
+            tensors, a label is neither in the vocabulary nor `ignore_index` (on a GPU its loss is
+            NaN).
     """
     name = f"vocab_parallel_cross_entropy on rank {group_rank(group)}"
     if logits.dim() != 2 or labels.shape != logits.shape[:1]:
@@ -581,7 +585,9 @@ def vocab_parallel_cross_entropy(
         )
     if not 0 <= label_smoothing < 1:
         raise ValueError(f"{name}: label_smoothing must lie in [0, 1), got {label_smoothing}")
+    if not z_loss >= 0:
+        raise ValueError(f"{name}: z_loss must not be negative, got {z_loss}")
     _check_vocabulary(name, "logits columns", logits.shape[1], group, vocab_size, padded_vocab_size)
     return _VocabParallelCrossEntropy.apply(
-        logits, labels, group, vocab_size, ignore_index, label_smoothing, impl
+        logits, labels, group, vocab_size, ignore_index, label_smoothing, impl, z_loss
     )

@@ -1,9 +1,7 @@
 """Compile the kernels for GPUs that are not there, and report what the compiler made of them.
 
 A case is a call of an ordinary launcher on meta tensors. In a subprocess without TRITON_INTERPRET,
-under a driver that only names a target, every kernel the call launches goes through Triton's real
-launch path (argument specialisation, tile table, num_warps) down to the cubin, and nothing runs. So
-what is checked is exactly what a GPU would be sent.
+`warpweave.aot` compiles every kernel the call launches down to the cubin, and nothing runs.
 
 To add a kernel, append a `Case` in `cases` below:
 
@@ -11,47 +9,39 @@ To add a kernel, append a `Case` in `cases` below:
 
 with `m(*shape, dtype=torch.bfloat16)` for a tensor. `tensor_cores=True` asserts mma/wgmma/tcgen05
 instructions; `float64=True` permits float64 ones, which otherwise are a constant that widened a
-kernel; `targets=("sm_90", "sm_100")` restricts a case. In `cases`, import the kernels' modules
-inside the function (they must be imported after the driver is faked). For the launcher's sake
+kernel; `targets=("sm_90", "sm_100")` restricts a case; `cost` is what the call must at least move
+and compute. `tile_cases` goes through the tile tables: every tile that is shipped. For the
+launcher's sake
   * `dispatch.choose` answers "triton" for meta tensors,
   * `dispatch.capability` and `dispatch.processors` answer for the target, so ask them, not
     torch.cuda,
   * values of tensors do not exist (`.item()`, `.tolist()` fail).
 To look at one's own kernels:  python -P tests/compile_targets.py sm_90 attention
-`test_compiles.py` asserts: no spills, shared memory within the target's limit, tensor cores where
-claimed.
+(--tiles: the tables' cases instead). `test_compiles.py` asserts: no spills, shared memory within
+the target's limit, tensor cores where claimed.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
+from multiprocessing import get_context
+from typing import Any
 
 import torch
 
-from warpweave.kernels import dispatch
+from warpweave.aot import PARTS, Compiled, compiling
+from warpweave.kernels.cost import Cost
 from warpweave.kernels.dispatch import tl, triton
 
 TARGETS = ("sm_80", "sm_90", "sm_100")
-SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}
-_PROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148}
-_INSTRUCTIONS = {
-    "tensor_core": r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)\b",
-    "cp.async": r"\bcp\.async\.(?:cg|ca)\b",
-    "tma": r"\bcp\.async\.bulk\.tensor\b",
-    "load": r"\bld\.global\b",
-    "load_128_bit": r"\bld\.global\S*\.v(?:4\.b32|2\.b64|8\.b16)\b",
-    "atomic": r"\b(?:atom|red)\.",
-    "float64": r"\b(?:add|mul|fma|div)\S*\.f64\b",
-}
+SHARED_LIMIT = {target: part.block_shared for target, part in PARTS.items()}
 
 
 @dataclass(frozen=True)
@@ -63,12 +53,15 @@ class Case:
     tensor_cores: bool = False
     float64: bool = False
     targets: tuple[str, ...] = TARGETS
+    cost: Cost | None = None
 
 
 @dataclass(frozen=True)
 class Report:
-    """What the compiler made of one kernel of one case; `stack` is in bytes and holds the
-    spills."""
+    """What the compiler made of one kernel of one case: see `aot.Compiled`.
+
+    `cost` is the case's [FLOPs, bytes]; `error` is what the compiler said instead, if it failed.
+    """
 
     target: str
     case: str
@@ -79,7 +72,13 @@ class Report:
     registers: int
     stack: int
     shared: int
+    occupancy: int
+    programs: int
+    product: str
+    constants: dict[str, Any]
     instructions: dict[str, int]
+    cost: tuple[int, int] | None
+    error: str = ""
 
 
 def m(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -123,6 +122,7 @@ def cases() -> list[Case]:
                 lambda x=x, w=w, r=row: norm.layer_norm_bwd(x, x, w, r, r, ds=x),
             ),
         ]
+    found += _norm_chains(norm) + _rope_cases(rope) + _adamw_cases(adamw)
     for D, dtype in ((64, torch.bfloat16), (128, torch.float16)):
         q, k = m(2, 4096, 16, D, dtype=dtype), m(2, 4096, 4, D, dtype=dtype)
         row = m(2, 16, 4096, dtype=fp32)
@@ -140,6 +140,7 @@ def cases() -> list[Case]:
         ]
     q, row = m(2, 4096, 16, 128), m(2, 16, 4096, dtype=fp32)
     found.append(Case("attention delta", lambda q=q, row=row: attention.attention_delta(q, q, row)))
+    found += _attention_options(attention)
     for V, dtype in [(256, torch.bfloat16), (50257, torch.bfloat16), (128256, fp32)]:
         z, t, row = m(T, V, dtype=dtype), m(T, dtype=torch.int64), m(T, dtype=fp32)
         name = f"V={V} {dtype}".replace("torch.", "")
@@ -152,6 +153,12 @@ def cases() -> list[Case]:
                 f"cross_entropy bwd {name}",
                 lambda z=z, t=t, row=row: cross_entropy._bwd_triton(
                     row, z, t, row, 0, z.shape[1], -100, 0.1
+                ),
+            ),
+            Case(
+                f"cross_entropy bwd in place, z-loss {name}",
+                lambda z=z, t=t, row=row: cross_entropy._bwd_triton(
+                    row, z, t, row, 128, 10**6, -100, 0.0, 1e-4, z
                 ),
             ),
         ]
@@ -172,7 +179,179 @@ def cases() -> list[Case]:
                 float64=dtype == torch.float64,
             ),
         ]
+    return [*found, *_linear_cases()]
+
+
+def _attention_options(attention) -> list[Case]:
+    """Attention with all that can be asked of it at once in real models."""
+    found, fp32 = [], torch.float32
+    documents, sinks, row = m(9, dtype=torch.int32), m(16), m(2, 16, 4096, dtype=fp32)
+    for D, name, options in (
+        (128, "packed window", {"documents": documents, "window": 512}),
+        (128, "carried softcap", {"softcap": 50.0, "into": True}),
+        (64, "dropout", {"dropout": 0.1, "dropout_seed": 7}),
+    ):
+        q, k = m(2, 4096, 16, D), m(2, 4096, 4, D)
+        carried = options.pop("into", False)
+        o, dk = m(2, 4096, 16, D, dtype=fp32), m(2, 4096, 4, D, dtype=fp32)
+        into, add = ((o, row), (o, dk, dk)) if carried else (None, (None, None, None))
+        fwd = {**options, "into": into, "sinks": None if carried else sinks}
+        found += [
+            Case(
+                f"attention {name} fwd D={D}",
+                lambda q=q, k=k, fwd=fwd: attention.attention_fwd(q, k, k, **fwd),
+                tensor_cores=True,
+            ),
+            Case(
+                f"attention {name} bwd D={D}",
+                lambda q=q, k=k, o=options, a=add: attention.attention_bwd(
+                    q, q, k, k, row, row, into=a, **o
+                ),
+                tensor_cores=True,
+            ),
+        ]
     return found
+
+
+def _norm_chains(norm) -> list[Case]:
+    """Norms with all that can be fused, in the layouts of real models; their own function for
+    length."""
+    fp32, found = torch.float32, []
+    for E in (768, 5120, 8192, 16384, 65536):
+        T = 2**24 // E // 16 * 16
+        x, w, s, row = m(T, E), m(E), m(T, E, dtype=fp32), m(T, dtype=fp32)
+        drop = {"dropout": 0.1, "seed": 1, "site": 1, "tokens": m(T, dtype=torch.int64)}
+        made = {"x_bias": True, "x_dtype": x.dtype, "residual_dtype": fp32, "ds": s}
+        calls = {
+            "rms_norm chain fwd": lambda x=x, w=w, s=s: norm.norm_fwd(
+                x, w, layer=False, residual=s, x_bias=w
+            ),
+            "rms_norm chain bwd": lambda x=x, w=w, s=s, row=row, made=made: norm.norm_bwd(
+                x, s, w, None, row, **made
+            ),
+            "layer_norm chain fwd": lambda x=x, w=w, s=s, drop=drop: norm.norm_fwd(
+                x, w, w, layer=True, residual=s, x_bias=w, **drop
+            ),
+            "layer_norm chain bwd": lambda x=x, w=w, s=s, row=row, made=made, drop=drop: (
+                norm.norm_bwd(x, s, w, row, row, bias=True, **made, **drop)
+            ),
+        }
+        found += [Case(f"{name} E={E}", call) for name, call in calls.items()]
+    x, w, wide = m(2**20, 4096), m(4096), m(2**20, 8192)
+    found.append(
+        Case(
+            "rms_norm fwd into a slice, offsets past 2^31",
+            lambda: norm.norm_fwd(x, w, layer=False, residual=x, out=wide[:, 4096:]),
+        )
+    )
+    return found
+
+
+def _rope_cases(rope) -> list[Case]:
+    """Pairs, widths and places of rotation."""
+    fp32, found = torch.float32, []
+    for D, R in ((128, 128), (128, 32), (96, 96), (256, 64)):
+        qkv, table = m(2, 4096, 48, D), m(4096, R // 2, dtype=fp32)
+        q, k = qkv[:, :, :32], qkv[:, :, 32:40]
+        for interleaved in (False, True):
+            name = f"D={D} R={R}" + " interleaved" * interleaved
+            options = {"interleaved": interleaved}
+            found += [
+                Case(
+                    f"rope pair {name}",
+                    lambda q=q, k=k, t=table, o=options: rope.rope_qk_fwd(q, k, t, t, **o),
+                ),
+                Case(
+                    f"rope in place {name}",
+                    lambda q=q, t=table, o=options: rope.rope_fwd(q, t, t, inplace=True, **o),
+                ),
+            ]
+    x, table = m(2, 2**16, 256, 128), m(2**16, 64, dtype=fp32)
+    found.append(Case("rope offsets past 2^31", lambda: rope.rope_fwd(x, table, table)))
+    return found
+
+
+def _adamw_cases(adamw) -> list[Case]:
+    """Stochastic rounding: of a copy, and of bfloat16 masters past 2^31 elements."""
+    n, one, rates = 2**31 + 4096, m(dtype=torch.float32), (1e-3, 0.9, 0.95, 1e-8, 0.1)
+    flat, low, many, lows = m(10**7, dtype=torch.float32), m(10**7), m(n, dtype=torch.float32), m(n)
+    return [
+        Case(
+            "adamw stochastic copy",
+            lambda: adamw._adamw_triton(
+                flat, low, flat, flat, low, one, one, one, *rates, (2**40, 160)
+            ),
+            float64=True,  # the scalars of a step
+        ),
+        Case(
+            "adamw stochastic bfloat16 masters, offsets past 2^31",
+            lambda: adamw._adamw_triton(
+                lows, lows, many, many, None, one, one, None, *rates, (1, 2**33)
+            ),
+            float64=True,
+        ),
+        Case("sum_of_squares offsets past 2^31", lambda: adamw._sum_of_squares_triton(lows)),
+    ]
+
+
+def _linear_cases() -> list[Case]:
+    """Products with every epilogue, in the shapes of an 8B Llama; odd ones; wide element types."""
+    from warpweave.kernels import gemm, mlp, qkv
+    from warpweave.kernels.gemm import gemm_into
+
+    T, E, F, fp32, fp64 = 8192, 4096, 14336, torch.float32, torch.float64
+    x, up, down, bias = m(T, E), m(2 * F, E), m(E, F), m(2 * F)
+    drop = gemm.Drop(0.1, 7, 3, m(T, dtype=torch.int64))
+    row, far = m(T, F), m(2**20, E)
+    table = {D: m(4096, D // 2, dtype=fp32) for D in (80, 128)}
+
+    def fused(activation, wide=False, **options):
+        weight, b = (up, bias) if wide else (up[:F], bias[:F])
+        return gemm.fused_gemm(x, weight.t(), b, activation=activation, keep=True, **options)
+
+    def slope(activation, z):
+        return mlp.hidden_bwd(x, down, m(T, z), activation=activation, want_hidden=True)
+
+    def wide(dtype, precision=None):
+        a, b = m(T, E, dtype=dtype), m(E, E, dtype=dtype)
+        return gemm.gemm(a, b, precision=precision, impl="triton")
+
+    calls = {
+        "gemm bias": lambda: gemm.gemm(x, up.t(), bias, impl="triton"),
+        "gemm into": lambda: gemm_into(x.t(), row, m(E, F, dtype=fp32), True, impl="triton"),
+        "gemm gelu": lambda: fused("gelu"),
+        "gemm gelu_erf": lambda: fused("gelu_erf"),
+        "gemm relu2": lambda: fused("relu2"),
+        "gemm swiglu": lambda: fused("swiglu", wide=True),
+        "gemm everything": lambda: fused("geglu", wide=True, drop=drop, residual=row),
+        "gemm dropout residual": lambda: gemm.fused_gemm(
+            row, down.t(), bias[:E], drop=drop, residual=x
+        ),
+        "gemm small": lambda: gemm.fused_gemm(x[:500], m(E, 1024), activation="gelu", keep=True),
+        "gemm odd": lambda: gemm.fused_gemm(
+            m(4099, 1031), m(1031, 2054), activation="swiglu", keep=True, residual=m(4099, 1027)
+        ),
+        "gemm offsets past 2^31": lambda: gemm.fused_gemm(far, m(E, E), residual=far),
+        "gemm tf32": lambda: wide(fp32, "tf32"),
+        "gemm tf32x3": lambda: wide(fp32, "tf32x3"),
+        "mlp gelu bwd": lambda: slope("gelu", F),
+        "mlp relu2 bwd": lambda: slope("relu2", F),
+        "mlp swiglu bwd": lambda: slope("swiglu", 2 * F),
+        "mlp geglu bwd": lambda: slope("geglu", 2 * F),
+    }
+    for D in (80, 128):
+        shape = {"head_dim": D, "group": 4}
+        calls[f"qkv fwd D={D}"] = lambda D=D, shape=shape: qkv.qkv_fwd(
+            x.view(2, 4096, E), m(48 * D, E), m(48 * D), table[D], table[D], **shape
+        )
+    found = [Case(name, call, tensor_cores=True) for name, call in calls.items()]
+    q, k = m(2, 4096, 32, 128), m(2, 4096, 8, 128)
+    return [
+        *found,
+        Case("qkv bwd", lambda: qkv.qkv_bwd(q, k, k, table[128], table[128])),
+        Case("gemm ieee", lambda: wide(fp32, "ieee")),
+        Case("gemm float64", lambda: wide(fp64), float64=True),
+    ]
 
 
 @triton.jit
@@ -190,122 +369,255 @@ def _planted_kernel(x_ptr, y_ptr, N: tl.constexpr, DOT: tl.constexpr):
         tl.store(y_ptr + k, x - tl.sum(x, 0))
 
 
+# ---------------------------------------------------------------- every shipped tile
+
+
+def tile_cases() -> list[Case]:
+    """A call for every tile of every table and every launch size that a formula can give."""
+    return [*_attention_tiles(), *_product_tiles(), *_row_tiles()]
+
+
+def _attention_tiles() -> list[Case]:
+    from warpweave.kernels import attention, cost
+    from warpweave.kernels.attention_tiles import TILES
+
+    found = []
+    B, S, H, kv = 2, 4096, 16, 4
+    dims = sorted({head_dim for _, _, head_dim in TILES})
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        row = m(B, H, S, dtype=wide)
+        for D in dims:
+            q, k = m(B, S, H, D, dtype=dtype), m(B, S, kv, D, dtype=dtype)
+            for causal in (True, False):
+                name = f"D={D} {'causal' if causal else 'full'} {dtype}".replace("torch.", "")
+                sizes = {"kv_heads": kv, "causal": causal, "size": dtype.itemsize}
+                common = {
+                    "tensor_cores": dtype == torch.bfloat16,
+                    "float64": dtype == torch.float64,
+                }
+                found += [
+                    Case(
+                        f"attention fwd {name}",
+                        lambda q=q, k=k, c=causal: attention.attention_fwd(q, k, k, causal=c),
+                        cost=cost.attention(B, S, S, H, D, **sizes),
+                        **common,
+                    ),
+                    Case(
+                        f"attention bwd {name}",
+                        lambda q=q, k=k, r=row, c=causal: attention.attention_bwd(
+                            q, q, k, k, r, r, causal=c
+                        ),
+                        cost=cost.attention(B, S, S, H, D, backward=True, **sizes),
+                        **common,
+                    ),
+                ]
+    return found
+
+
+def _product_tiles() -> list[Case]:
+    """Every kind of product; "small" is what a product of few tiles takes, whatever its kind."""
+    from warpweave.kernels import cost, gemm, mlp
+
+    found, N, K = [], 4096, 4096
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        for M in (4096, 128):
+            a, b, z = m(M, K, dtype=dtype), m(K, N, dtype=dtype), m(M, N, dtype=dtype)
+            calls = {
+                "plain": lambda a=a, b=b: gemm.fused_gemm(a, b),
+                "fused": lambda a=a, b=b: gemm.fused_gemm(a, b, activation="gelu", keep=True),
+                "slope": lambda a=a, b=b, z=z: mlp.hidden_bwd(
+                    a, b, z, activation="gelu", want_hidden=True
+                ),
+            }
+            more = {"plain": 0, "fused": 1, "slope": 2}  # z; z and h
+            size = dtype.itemsize
+            found += [
+                Case(
+                    f"product {kind} M={M} {dtype}".replace("torch.", ""),
+                    call,
+                    tensor_cores=dtype == torch.bfloat16,
+                    float64=dtype == torch.float64,
+                    cost=cost.gemm(M, N, K, size=size) + Cost(0, more[kind] * M * N * size),
+                )
+                for kind, call in calls.items()
+            ]
+    return found
+
+
+def _row_tiles() -> list[Case]:
+    """Norms of every padded width, losses of every padded vocabulary up to the block's limit."""
+    from warpweave.kernels import cost, cross_entropy, norm
+
+    found, T = [], 8192
+    for power in range(4, 17):
+        E = 2**power
+        x, w, row = m(T, E), m(E), m(T, dtype=torch.float32)
+        for layer in (False, True):
+            kind, sizes = "layer_norm" if layer else "rms_norm", {"layer": layer, "residual": True}
+            found += [
+                Case(
+                    f"{kind} fwd E={E}",
+                    lambda x=x, w=w, layer=layer: (
+                        norm.layer_norm_fwd(x, w, w, residual=x)
+                        if layer
+                        else norm.rms_norm_fwd(x, w, residual=x)
+                    ),
+                    cost=cost.norm(T, E, **sizes),
+                ),
+                Case(
+                    f"{kind} bwd E={E}",
+                    lambda x=x, w=w, row=row, layer=layer: (
+                        norm.layer_norm_bwd(x, x, w, row, row, ds=x)
+                        if layer
+                        else norm.rms_norm_bwd(x, x, w, row, ds=x)
+                    ),
+                    cost=cost.norm(T, E, backward=True, **sizes),
+                ),
+            ]
+    for power in range(4, 13):
+        V = 2**power if power < 12 else 128256
+        z, t, row = m(T, V), m(T, dtype=torch.int64), m(T, dtype=torch.float32)
+        found += [
+            Case(
+                f"cross_entropy fwd V={V}",
+                lambda z=z, t=t, V=V: cross_entropy._fwd_triton(z, t, 0, V, -100, False),
+                cost=cost.cross_entropy(T, V),
+            ),
+            Case(
+                f"cross_entropy bwd V={V}",
+                lambda z=z, t=t, row=row, V=V: cross_entropy._bwd_triton(
+                    row, z, t, row, 0, V, -100, 0.0
+                ),
+                cost=cost.cross_entropy(T, V, backward=True),
+            ),
+        ]
+    return found
+
+
 # ---------------------------------------------------------------- in the subprocess
 
-
-def _fake_driver(target):
-    class Driver:
-        get_current_target = staticmethod(lambda: target)
-        get_current_device = staticmethod(lambda: 0)
-        set_current_device = staticmethod(lambda device: None)
-        get_current_stream = staticmethod(lambda device=None: 0)
-        get_active_torch_device = staticmethod(lambda: torch.device("meta"))
-        get_device_properties = staticmethod(
-            lambda device=0: {
-                "max_shared_mem": SHARED_LIMIT[f"sm_{target.arch}"],
-                "multiprocessor_count": _PROCESSORS[f"sm_{target.arch}"],
-            }
-        )
-        map_python_to_cpp_type = staticmethod(lambda ty: ty)
-
-    return Driver()
+_FOUND: list[Case] = []  # of this process and its forks
 
 
-def _resources(cubin: bytes) -> dict[str, int]:
-    import triton.backends.nvidia
+def _compile_case(task: tuple[str, int]) -> list[Report]:
+    """Compile one case for one target."""
+    target, index = task
+    case = _FOUND[index]
+    of_case: dict[str, Any] = {
+        "target": target,
+        "case": case.name,
+        "tensor_cores": case.tensor_cores,
+        "float64": case.float64,
+        "cost": None if case.cost is None else (case.cost.flops, case.cost.bytes),
+    }
+    with compiling(target) as compiled:
+        try:
+            case.call()
+        except Exception as error:  # of any pass of the compiler: the other cases go on
+            of_case["error"] = _reason(error)
+            compiled[:] = [Compiled("failed", 0, {}, 0, 0, 0, 0, 0, "", {})]
+    if not compiled:
+        raise RuntimeError(f"case {case.name!r} launched no kernel")
+    return [Report(**of_case, **dataclasses.asdict(kernel)) for kernel in compiled]
 
-    tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [str(tool), "--dump-resource-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
+
+def _reason(error: BaseException) -> str:
+    """The innermost error: Triton wraps it in one per call of a device function."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {error}"[-2000:]
 
 
-def _compile_here(target: str, only: str) -> list[Report]:
-    """Compile, in this process, the cases whose name contains `only`."""
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime.jit import JITFunction
-
-    if dispatch.INTERPRET:
-        raise RuntimeError("TRITON_INTERPRET is set: nothing would be compiled")
-    arch = int(target.removeprefix("sm_"))
-    triton.runtime.driver.set_active(_fake_driver(GPUTarget("cuda", arch, 32)))
-    dispatch.choose = lambda impl, *tensors: "triton"
-    dispatch.capability = lambda device: arch
-    dispatch.processors = lambda device: _PROCESSORS[target]
-
-    compiled = []
-    run = JITFunction.run
-
-    def compile_only(self, *args, grid, warmup, **options):
-        kernel = run(self, *args, grid=grid, warmup=True, **options)
-        compiled.append((self.fn.__name__, kernel))
-        return kernel
-
-    JITFunction.run = compile_only
-    reports = []
-    for case in cases():
-        if target not in case.targets or only not in case.name:
-            continue
-        compiled.clear()
-        case.call()
-        if not compiled:
-            raise RuntimeError(f"case {case.name!r} launched no kernel")
-        for name, kernel in compiled:
-            usage, ptx = _resources(kernel.asm["cubin"]), kernel.asm["ptx"]
-            reports.append(
-                Report(
-                    target=target,
-                    case=case.name,
-                    kernel=name,
-                    tensor_cores=case.tensor_cores,
-                    float64=case.float64,
-                    num_warps=kernel.metadata.num_warps,
-                    registers=usage["REG"],
-                    stack=usage["STACK"] + usage["LOCAL"],
-                    shared=kernel.metadata.shared,
-                    instructions={k: len(re.findall(v, ptx)) for k, v in _INSTRUCTIONS.items()},
-                )
-            )
-    return reports
+def _compile_here(
+    targets: tuple[str, ...], only: str, *, tiles: bool, planted: bool, jobs: int
+) -> list[Report]:
+    """Compile the cases whose name contains `only`, shared out over `jobs` forks."""
+    found = tile_cases() if tiles else cases()
+    _FOUND.extend(c for c in found if planted or not c.name.startswith("planted"))
+    tasks = [
+        (target, index)
+        for index, case in enumerate(_FOUND)
+        for target in targets
+        if any(word in case.name for word in only.split("|"))
+        and (target in case.targets or target not in TARGETS)
+    ]
+    with get_context("fork").Pool(jobs) as pool:
+        return [report for reports in pool.imap(_compile_case, tasks) for report in reports]
 
 
 # ---------------------------------------------------------------- in the test process
 
 
-def _compile_in_subprocess(target: str, only: str) -> list[Report]:
+def compile_targets(
+    targets: tuple[str, ...] = TARGETS,
+    only: str = "",
+    *,
+    tiles: bool = False,
+    jobs: int = 2,
+    timeout: float = 600,
+    planted: bool = True,
+) -> dict[str, list[Report]]:
+    """Compile the cases whose name contains `only` (with `tiles`, of `tile_cases`) for every
+    target; `planted` includes the three that must fail."""
     with tempfile.TemporaryDirectory() as cache:
         environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
         environment["TRITON_CACHE_DIR"] = cache
+        command = [sys.executable, "-P", __file__, ",".join(targets), only, f"--jobs={jobs}"]
+        flags = ["--tiles"] * tiles + ["--planted"] * planted
         done = subprocess.run(
-            [sys.executable, "-P", __file__, target, only, "--json"],
+            [*command, "--json", *flags],
             env=environment,
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=timeout,
         )
     if done.returncode:
-        raise RuntimeError(f"compiling for {target} failed:\n{done.stderr[-4000:]}")
-    return [Report(**fields) for fields in json.loads(done.stdout.splitlines()[-1])]
+        raise RuntimeError(f"compiling for {targets} failed:\n{done.stderr[-4000:]}")
+    reports = [Report(**fields) for fields in json.loads(done.stdout.splitlines()[-1])]
+    return {target: [r for r in reports if r.target == target] for target in targets}
 
 
-def compile_targets(targets: tuple[str, ...] = TARGETS, only: str = "") -> dict[str, list[Report]]:
-    """Compile the cases whose name contains `only` for every target, two targets at a time."""
-    with ThreadPoolExecutor(2) as pool:
-        reports = pool.map(lambda target: _compile_in_subprocess(target, only), targets)
-        return dict(zip(targets, reports))
+def failures(reports: list[Report]) -> list[str]:
+    """One line for each thing that is wrong with a kernel."""
+    wrong = []
+    for r in reports:
+        where = f"{r.target} {r.case} ({r.kernel})"
+        limit = SHARED_LIMIT[r.target]
+        if r.error:
+            wrong.append(f"{where}: {r.error}")
+            continue
+        if r.stack and "float64" not in r.case:  # float64 is for proofs: it must fit, not be fast
+            wrong.append(f"{where}: {r.registers} registers and {r.stack} bytes of stack")
+        if r.shared > limit:
+            wrong.append(f"{where}: {r.shared} bytes of shared memory > {limit}")
+        if r.tensor_cores and not r.instructions["tensor_core"]:
+            wrong.append(f"{where}: no tensor-core instruction")
+        if r.instructions["float64"] and not r.float64:
+            wrong.append(f"{where}: {r.instructions['float64']} float64 instructions")
+    return wrong
+
+
+def main(arguments: list[str]) -> None:
+    """``compile_targets.py sm_90[,sm_100] [PART OF A NAME] [--tiles] [--jobs=N] [--json]``"""
+    words = [a for a in arguments if not a.startswith("--")]
+    jobs = [int(a.removeprefix("--jobs=")) for a in arguments if a.startswith("--jobs=")]
+    reports = _compile_here(
+        tuple(words[0].split(",")),
+        words[1] if len(words) > 1 else "",
+        tiles="--tiles" in arguments,
+        planted="--planted" in arguments,
+        jobs=jobs[0] if jobs else 1,
+    )
+    if "--json" in arguments:
+        print(json.dumps([dataclasses.asdict(r) for r in reports]))
+        return
+    for r in reports:
+        print(
+            f"{r.target:7} {r.case:40} {r.kernel:32} warps {r.num_warps:2} regs {r.registers:3} "
+            f"stack {r.stack:4} shared {r.shared:6} {r.instructions}{r.error}"
+        )
 
 
 if __name__ == "__main__":
-    _arguments = [a for a in sys.argv[1:] if a != "--json"]
-    _reports = _compile_here(_arguments[0], _arguments[1] if len(_arguments) > 1 else "")
-    if "--json" in sys.argv:
-        print(json.dumps([asdict(r) for r in _reports]))
-    else:
-        for _r in _reports:
-            print(
-                f"{_r.case:40} {_r.kernel:32} warps {_r.num_warps:2} regs {_r.registers:3} "
-                f"stack {_r.stack:4} shared {_r.shared:6} {_r.instructions}"
-            )
+    main(sys.argv[1:])

@@ -1,4 +1,4 @@
-"""GELU and SwiGLU against plain torch in float64; Triton runs interpreted."""
+"""The activations against plain torch in float64; Triton runs interpreted."""
 
 from functools import partial
 
@@ -7,13 +7,15 @@ import torch
 from close import assert_close_f64, assert_error_budget, relative_error
 
 from warpweave.kernels import activation, reference
-from warpweave.kernels.activation import gelu, swiglu
+from warpweave.kernels.activation import activate, geglu, gelu, relu2, swiglu
 
 IMPLS = ("torch", "triton")
 PAIRS = {
     "gelu_tanh": (gelu, reference.gelu),
     "gelu_erf": (partial(gelu, approximate="none"), partial(reference.gelu, approximate="none")),
+    "relu2": (relu2, reference.relu2),
     "swiglu": (swiglu, reference.swiglu),
+    "geglu": (geglu, reference.geglu),
 }
 ops = pytest.mark.parametrize(("op", "truth_of"), PAIRS.values(), ids=PAIRS)
 impls = pytest.mark.parametrize("impl", IMPLS)
@@ -46,6 +48,8 @@ def test_the_kinds_are_told_apart_and_a_swapped_gate_is_seen() -> None:
     assert relative_error(swiglu(swapped), swiglu(x)) > 0.1
     halves = torch.cat((x[:, ::2], x[:, 1::2]), 1)
     assert relative_error(swiglu(halves), swiglu(x)) > 0.1
+    assert relative_error(geglu(x), swiglu(x)) > 0.01
+    assert relative_error(relu2(x), x.relu()) > 0.1
 
 
 @impls
@@ -94,6 +98,12 @@ def test_strided_and_empty_inputs(op, truth_of, impl) -> None:
 def test_what_does_not_fit_raises(impl) -> None:
     with pytest.raises(ValueError, match="gate, up pairs"):
         swiglu(_input(3, 5), impl=impl)
+    with pytest.raises(ValueError, match="gate, up pairs"):
+        geglu(torch.tensor(1.0), impl=impl)
+    with pytest.raises(ValueError, match="activation must be one of gelu"):
+        activate(_input(3), "silu", impl=impl)
+    with pytest.raises(ValueError, match="no gradient of swiglu"):
+        activation.activation_bwd(_input(3, 4), _input(3, 4), "swiglu", impl=impl)
     with pytest.raises(ValueError, match="approximate must be"):
         gelu(_input(3), approximate="erf", impl=impl)
 
@@ -109,8 +119,8 @@ def test_raw_halves_are_the_gradients(impl) -> None:
 
 def test_the_operators_are_well_formed() -> None:
     x = _input(5, 6)
-    torch.library.opcheck(torch.ops.warpweave.gelu_fwd.default, (x, "tanh"))
-    torch.library.opcheck(torch.ops.warpweave.swiglu_fwd.default, (x,))
+    for name in ("relu2", "geglu"):
+        torch.library.opcheck(torch.ops.warpweave.activation_fwd.default, (x, name))
 
 
 @pytest.mark.filterwarnings(
@@ -119,7 +129,7 @@ def test_the_operators_are_well_formed() -> None:
 @impls
 def test_they_compile_without_breaks(impl) -> None:
     def both(x):
-        return swiglu(gelu(x, impl=impl), impl=impl)
+        return swiglu(relu2(gelu(x, impl=impl), impl=impl), impl=impl)
 
     x = _input(5, 6)
     compiled = torch.compile(both, fullgraph=True, backend="aot_eager")

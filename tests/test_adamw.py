@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from close import assert_close_f64, assert_error_budget, relative_error
+from traffic import traffic
 
-from warpweave.kernels import reference
+from warpweave.kernels import adamw, cost, reference
 from warpweave.kernels.adamw import adamw_step, sum_of_squares
 
 IMPLS = pytest.mark.parametrize("impl", ["triton", "torch"])
@@ -161,21 +162,187 @@ def test_operators_pass_opcheck_and_compile_whole(impl):
     grad, param = torch.randn(9), torch.zeros(9, dtype=torch.bfloat16)
     zero, half = torch.tensor(0.0), torch.tensor(0.5)
     arguments = (state["master"], grad, state["m"], state["v"], state["step"])
-    torch.library.opcheck(
-        torch.ops.warpweave.adamw_step.default,
-        (*arguments, param, half, zero, *RATES.values(), impl),
-    )
+    op, rates = torch.ops.warpweave.adamw_step.default, RATES.values()
+    torch.library.opcheck(op, (*arguments, param, half, zero, *rates, 1, 2**40, 3, impl))
     torch.library.opcheck(torch.ops.warpweave.sum_of_squares.default, (grad, impl))
 
-    def update(grad, **state):
+    def update(grad, low, **state):
         scale = 1 / (1 + sum_of_squares(grad, impl=impl).sqrt())
         adamw_step(grad=grad, grad_scale=scale, impl=impl, **state, **RATES)
+        pure = {"master": low, "m": state["m"], "v": state["v"], "step": state["step"]}
+        adamw_step(grad=grad, **pure, **RATES, stochastic_rounding=True, start=5, impl=impl)
 
     compiled = torch.compile(update, fullgraph=True, backend="aot_eager")
     twin = {k: x.clone() for k, x in state.items()}
-    update(grad, **state)
-    compiled(grad, **twin)
+    low, low_twin = param.clone(), param.clone()
+    update(grad, low, **state)
+    with torch.autocast("cpu", torch.bfloat16):  # which has nothing to do here
+        compiled(grad, low_twin, **twin)
     assert all(torch.equal(state[k], twin[k]) for k in state)
+    assert torch.equal(low, low_twin)
+    assert low.any()
+
+
+@IMPLS
+def test_ranges_with_and_without_decay_are_calls_of_their_own(impl):
+    state, grad = _start(50), torch.randn(50, dtype=torch.float64)
+    decay = torch.arange(50) < 17
+    truth, mask = _textbook(state, [grad]), _textbook(state, [grad], weight_decay=0.0)
+    for part, rate in ((slice(0, 17), 0.1), (slice(17, 50), 0.0)):
+        piece = {k: x[part] for k, x in state.items() if x.ndim}
+        rates = {**RATES, "weight_decay": rate}
+        adamw_step(grad=grad[part], step=torch.zeros(()), impl=impl, **piece, **rates)
+    expected = torch.where(decay, truth["master"], mask["master"])
+    assert_close_f64(state["master"], expected, 1e-13)
+    assert relative_error(truth["master"], expected) > 1e-4
+
+
+# ------------------------------------------------------------------- stochastic rounding
+
+SEED = 2**40 + 77
+
+
+def _rounded(x, *, seed=SEED, start=0, step=1, impl=None):
+    """x after a step that does not change it (the number `step`), as it was rounded to bfloat16."""
+    n, still = len(x), {**RATES, "lr": 0.0}
+    zeros = torch.zeros(n, dtype=x.dtype if x.dtype == torch.float64 else torch.float32)
+    state = {"master": x.clone(), "m": zeros, "v": zeros.clone(), "step": torch.tensor(step - 1.0)}
+    param = torch.empty(n, dtype=torch.bfloat16)
+    adamw_step(
+        grad=zeros.clone(), param=param, stochastic_rounding=True, seed=seed, start=start,
+        impl=impl, **state, **still,
+    )  # fmt: skip
+    assert torch.equal(state["master"], x) or x.isnan().any()
+    return param
+
+
+def _neighbours(x):
+    """The bfloat16 numbers towards zero and away from it."""
+    bits = x.float().view(torch.int32)
+    down = (bits & -65536).view(torch.float32)
+    up = ((bits & -65536) + 65536).view(torch.float32)
+    return down.bfloat16(), up.bfloat16()
+
+
+@IMPLS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_bits_are_philox_of_seed_step_and_global_index(dtype, impl):
+    n, start, step = 1501 + 2**16 * (impl == "torch"), 2**34 + 7, 5  # torch: more than a chunk
+    x = torch.randn(n).to(dtype)
+    index = torch.arange(n) + start
+    counter = (index // 4 & 0xFFFFFFFF, index // 4 >> 32, torch.full_like(index, step), 0x41646D57)
+    words = torch.stack(reference.philox(counter, (SEED & 0xFFFFFFFF, SEED >> 32)))
+    word = words.gather(0, (index % 4)[None])[0] & 0xFFFF
+    down, up = _neighbours(x)
+    goes_up = (x.float().view(torch.int32) & 0xFFFF) + word >= 65536
+    expected = torch.where(goes_up, up, down)
+    assert torch.equal(_rounded(x, start=start, step=step, impl=impl), expected)
+    assert 0.4 < goes_up.float().mean() < 0.6
+    for other in ({"seed": SEED + 1}, {"seed": SEED + 2**32}, {"step": 6}, {"start": start + 4}):
+        again = _rounded(x, **{"start": start, "step": step, **other}, impl=impl)
+        assert 0.2 < (again != expected).float().mean() < 0.8, other
+
+
+@IMPLS
+def test_the_mean_is_that_of_what_was_rounded(impl):
+    n = 40_000
+    for part in (1 / 65536, 0.1, 0.5, 0.9):
+        x = torch.full((n,), -(1 + part / 128))  # -1 or -1 - 1/128
+        low = _rounded(x, impl=impl)
+        assert set(low.tolist()) <= {-1.0, -1 - 1 / 128}
+        sigma = (part * (1 - part) / n) ** 0.5
+        up = (low != -1).double().mean()
+        assert abs(up - part) < 5 * sigma
+    share = (x.bfloat16() != -1).double().mean()  # nearest: off by a hundred sigma
+    assert abs(share - 0.9) > 50 * sigma
+
+
+@IMPLS
+def test_numbers_of_bfloat16_stay_and_others_go_to_a_neighbour(impl):
+    inf, nan = float("inf"), float("nan")
+    x = torch.cat((torch.randn(64).bfloat16().float(), torch.tensor([0.0, -0.0, inf, -inf])))
+    assert torch.equal(_rounded(x, impl=impl), x.bfloat16())
+    assert _rounded(torch.full((9,), nan), impl=impl).isnan().all()
+    x = torch.randn(500) * 2.0 ** torch.randint(-140, 120, (500,))
+    low, (down, up) = _rounded(x, impl=impl), _neighbours(x)
+    assert ((low == down) | (low == up)).all()
+    assert (low == down).any()
+    assert (low == up).any()
+
+
+@IMPLS
+@pytest.mark.parametrize("pure", [False, True], ids=["copy", "bfloat16 masters"])
+def test_shards_round_as_the_whole_does(pure, impl):
+    n, start = 1500, 10
+    dtype = torch.bfloat16 if pure else torch.float32
+    whole = {"master": torch.randn(n).to(dtype), "m": torch.randn(n), "v": torch.rand(n)}
+    grad, low = torch.randn(n).bfloat16(), None if pure else torch.empty(n, dtype=torch.bfloat16)
+    random = {"stochastic_rounding": True, "seed": SEED, "impl": impl}
+    pieces = [
+        {k: x[a:b].clone() for k, x in whole.items()}
+        | {"param": None if pure else low[a:b].clone(), "start": start + a, "grad": grad[a:b]}
+        for a, b in _CUTS
+    ]
+    step = {"step": torch.zeros(())}
+    adamw_step(grad=grad, param=low, start=start, **whole, **step, **random, **RATES)
+    for piece in pieces:
+        adamw_step(step=torch.zeros(()), **piece, **random, **RATES)
+    for name in ("master", "m", "v", *([] if pure else ["param"])):
+        joined, expected = torch.cat([p[name] for p in pieces]), {**whole, "param": low}[name]
+        if impl == "triton":
+            assert torch.equal(joined, expected)
+        else:  # torch rounds the last few elements of a buffer otherwise: few neighbours change
+            assert (joined != expected).float().mean() < 0.01
+    wrong = {**pieces[-1], "start": 0}  # a shard that does not know where it lies
+    before = (wrong["master"] if pure else wrong["param"]).clone()
+    adamw_step(step=torch.zeros(()), **wrong, **random, **{**RATES, "lr": 0.0})
+    changed = ((wrong["master"] if pure else wrong["param"]) != before).float().mean()
+    assert pure or changed > 0.2
+
+
+@IMPLS
+def test_bfloat16_masters_follow_the_float32_ones_where_nearest_stands_still(impl):
+    n, steps, rates = 4000, 40, {**RATES, "lr": 1e-4, "weight_decay": 0.0}
+    state = {"master": torch.ones(n), "m": torch.zeros(n), "v": torch.zeros(n)}
+    low = {k: x.clone() for k, x in state.items()} | {"master": torch.ones(n).bfloat16()}
+    steps_of = [torch.zeros(()), torch.zeros(())]
+    for _ in range(steps):
+        grad = torch.rand(n) + 0.5
+        adamw_step(grad=grad, step=steps_of[0], impl="torch", **state, **rates)
+        adamw_step(
+            grad=grad, step=steps_of[1], stochastic_rounding=True, seed=SEED, impl=impl, **low,
+            **rates,
+        )  # fmt: skip
+    moved = 1 - state["master"].double().mean()
+    assert moved < 1 / 256  # the next number below 1: nearest would have returned to 1 each time
+    assert abs((1 - low["master"].double().mean()) / moved - 1) < 0.1
+    assert_close_f64(low["m"], state["m"], 1e-6)
+
+
+@IMPLS
+def test_a_skipped_step_does_not_round(impl):
+    master = torch.randn(9).bfloat16()
+    state = {"master": master.clone(), "m": torch.zeros(9), "v": torch.zeros(9)}
+    step = torch.zeros(())
+    adamw_step(
+        grad=torch.full((9,), float("nan")), step=step, skip=torch.tensor(1.0), impl=impl,
+        stochastic_rounding=True, **state, **RATES,
+    )  # fmt: skip
+    assert torch.equal(state["master"], master)
+    assert not step
+    assert not state["m"].any()
+
+
+def test_bfloat16_masters_move_22_bytes_per_element():
+    n, one, scale = 20_000, torch.tensor(1.0), torch.tensor(0.5)
+    low, grad = torch.randn(2, n).bfloat16()
+    m, v = torch.zeros(n), torch.zeros(n)
+    with traffic() as t:
+        adamw._adamw_triton(low, grad, m, v, None, one, scale, None, *RATES.values(), (SEED, 3))
+    least = cost.adamw(n, grad_size=2, master_size=2).bytes
+    assert least == 22 * n
+    scalars = dict.fromkeys(("step_ptr", "grad_scale_ptr"), "one number")
+    assert 0.99 * least <= t.moved(scalars) <= 1.01 * least
 
 
 # ------------------------------------------------------------------- sum of squares
@@ -215,6 +382,21 @@ def test_sum_of_squares_tells_of_what_is_not_finite(bad, impl):
         ({"v": torch.zeros(12)[::2]}, r"strides \(2,\)"),
         ({"m": torch.zeros(6, dtype=torch.float64)}, "m has dtype torch.float64"),
         ({"master": torch.zeros(6).half()}, "master must be float32"),
+        ({"master": torch.zeros(6).bfloat16()}, "or bfloat16 with stochastic rounding, got"),
+        ({"stochastic_rounding": True}, "needs a bfloat16 param or master, got param None"),
+        ({"stochastic_rounding": True, "param": torch.zeros(6).half()}, "got param torch.float16"),
+        (
+            {"stochastic_rounding": True, "master": torch.zeros(6).bfloat16()}
+            | {"param": torch.zeros(6).bfloat16()},
+            "param must be None",
+        ),
+        (
+            {"stochastic_rounding": True, "master": torch.zeros(6).bfloat16()}
+            | {"m": torch.zeros(6).bfloat16()},
+            "m has dtype torch.bfloat16",
+        ),
+        ({"seed": -1}, "0 <= seed, start"),
+        ({"start": 2**63 - 6}, "0 <= seed, start"),
         ({"step": torch.zeros(1)}, "step must be a 0-dim"),
         ({"step": torch.tensor(1)}, "step must be a float"),
         ({"beta2": 1.0}, "betas 0.9, 1.0"),

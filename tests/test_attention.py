@@ -7,10 +7,10 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
+from attention_cases import F64, ZIGZAG, check, draw, with_grads
 from close import assert_close_f64, assert_error_budget, relative_error
 
-from warpweave.kernels import attention as module
-from warpweave.kernels import reference
+from warpweave.kernels import attention_args, attention_cpu, attention_tiles, reference
 from warpweave.kernels.attention import (
     attention,
     attention_bwd,
@@ -19,35 +19,7 @@ from warpweave.kernels.attention import (
 )
 from warpweave.kernels.merge import merge_
 
-F64 = torch.float64
-ZIGZAG = ((10, 20), (70, 17))  # 37 rows
-
-
-def _inputs(B=1, Sq=37, Sk=37, Hq=2, Hkv=1, D=16, dtype=F64):
-    shapes = ((B, Sq, Hq, D), (B, Sk, Hkv, D), (B, Sk, Hkv, D))
-    return [torch.randn(s, dtype=F64).to(dtype).requires_grad_() for s in shapes]
-
-
-def _with_grads(fn, inputs, do, dlse=None, **options):
-    """(o, lse, dq, dk, dv) of the scalar sum(o do) + sum(lse dlse over rows that see a key)."""
-    o, lse = fn(*inputs, **options)
-    loss = (o * do).sum()
-    if dlse is not None:
-        loss = loss + (lse.masked_fill(lse.isneginf(), 0.0) * dlse).sum()
-    return o, lse, *torch.autograd.grad(loss, inputs)
-
-
-def _check(impl, sizes, with_dlse=True, **options):
-    inputs = _inputs(**sizes)
-    do, dlse = torch.randn_like(inputs[0]), None
-    if with_dlse:
-        dlse = torch.randn(*do.shape[:1], do.shape[2], do.shape[1], dtype=F64)
-    want = _with_grads(reference.attention, inputs, do, dlse, **options)
-    got = _with_grads(attention, inputs, do, dlse, **options, return_lse=True, impl=impl)
-    for g, w in zip(got, want):
-        assert not g.isnan().any()
-        assert_close_f64(g, w, 1e-12)
-    return got
+PLAIN = (None, None, True, None, None, None, 0.0, 0, [0, 0])  # the operator's options
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
@@ -65,7 +37,7 @@ def _check(impl, sizes, with_dlse=True, **options):
     ],
 )
 def test_output_lse_and_gradients_equal_the_reference(impl, sizes, causal) -> None:
-    _check(impl, sizes, causal=causal)
+    check(impl, sizes, causal=causal)
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
@@ -83,19 +55,19 @@ def test_output_lse_and_gradients_equal_the_reference(impl, sizes, causal) -> No
 )
 def test_any_pair_of_runs_equals_the_reference(impl, q_runs, k_runs) -> None:
     sizes = {"Sk": sum(n for _, n in k_runs)}
-    _check(impl, sizes, q_runs=q_runs, k_runs=k_runs)
+    check(impl, sizes, q_runs=q_runs, k_runs=k_runs)
     if impl == "torch":
-        _check(impl, {**sizes, "B": 2}, with_dlse=False, q_runs=q_runs, k_runs=k_runs)
+        check(impl, {**sizes, "B": 2}, with_dlse=False, q_runs=q_runs, k_runs=k_runs)
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_rows_that_see_no_key_are_zero_with_lse_minus_infinity_and_no_gradient(impl) -> None:
-    o, lse, dq, *_ = _check(impl, {"Sk": 20}, q_runs=ZIGZAG, k_runs=((16, 20),))
+    o, lse, dq, *_ = check(impl, {"Sk": 20}, q_runs=ZIGZAG, k_runs=((16, 20),))
     assert lse[..., :6].isneginf().all()
     assert lse[..., 6:].isfinite().all()
     assert not o[:, :6].any()
     assert not dq[:, :6].any()
-    o, lse, *grads = _check(impl, {"Sk": 20}, q_runs=ZIGZAG, k_runs=((90, 20),))
+    o, lse, *grads = check(impl, {"Sk": 20}, q_runs=ZIGZAG, k_runs=((90, 20),))
     assert lse.isneginf().all()
     assert not any(x.any() for x in (o, *grads))
 
@@ -103,7 +75,7 @@ def test_rows_that_see_no_key_are_zero_with_lse_minus_infinity_and_no_gradient(i
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 @pytest.mark.parametrize("empty", [{"B": 0}, {"Sq": 0}, {"Sk": 0}, {"Sq": 0, "Sk": 0}])
 def test_empty_batches_and_sequences_work(impl, empty) -> None:
-    _check(impl, {"Sq": 3, "Sk": 4, **empty}, causal=False)
+    check(impl, {"Sq": 3, "Sk": 4, **empty}, causal=False)
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
@@ -119,8 +91,8 @@ def test_strided_inputs_and_gradients_are_read_right(impl, unit) -> None:
     dlse = torch.randn(6, 2, 4, dtype=F64).permute(1, 2, 0)
     if not unit:
         do = torch.ones((), dtype=F64).expand(do.shape)
-    want = _with_grads(reference.attention, inputs, do, dlse)
-    got = _with_grads(attention, inputs, do, dlse, return_lse=True, impl=impl)
+    want = with_grads(reference.attention, inputs, do, dlse)
+    got = with_grads(attention, inputs, do, dlse, return_lse=True, impl=impl)
     for g, w in zip(got, want):
         assert_close_f64(g, w, 1e-13)
 
@@ -128,7 +100,7 @@ def test_strided_inputs_and_gradients_are_read_right(impl, unit) -> None:
 def test_tiles_that_are_wholly_masked_are_never_read() -> None:
     """NaN in the keys that no tile of queries needs, and in the queries that no tile of keys does,
     would come through as 0 * NaN. Tiles are 64 queries by 32 keys, and 32 by 64 for dk and dv."""
-    q, k, v = (x.detach() for x in _inputs(Sq=128, Sk=128))
+    q, k, v = (x.detach() for x in draw(Sq=128, Sk=128))
     q_runs, k_runs = ((0, 64), (200, 64)), ((100, 64), (232, 64))
     do = torch.randn_like(q)
     options = {"q_runs": q_runs, "k_runs": k_runs, "impl": "triton"}
@@ -159,12 +131,12 @@ def _eager(q, k, v):
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_low_precision_errs_no_more_than_twice_what_plain_torch_does(impl, dtype) -> None:
-    low = _inputs(Sq=70, Sk=70, D=48, dtype=dtype)
+    low = draw(Sq=70, Sk=70, D=48, dtype=dtype)
     exact = [x.detach().double().requires_grad_() for x in low]
     do = torch.randn_like(low[0])
-    truth = _with_grads(reference.attention, exact, do.double())
-    same = _with_grads(_eager, low, do)
-    got = _with_grads(attention, low, do, return_lse=True, impl=impl)
+    truth = with_grads(reference.attention, exact, do.double())
+    same = with_grads(_eager, low, do)
+    got = with_grads(attention, low, do, return_lse=True, impl=impl)
     assert [x.dtype for x in got] == [dtype, torch.float32, dtype, dtype, dtype]
     for g, s, t in zip(got, same, truth):
         assert_error_budget(g, s, t)
@@ -176,13 +148,13 @@ def test_low_precision_errs_no_more_than_twice_what_plain_torch_does(impl, dtype
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_blocks_of_keys_with_the_final_lse_add_up_to_the_whole(impl) -> None:
     """Ring attention in one process, with float32 partials of float16 inputs."""
-    q, k, v = (x.detach() for x in _inputs(Sk=60, dtype=torch.float16))
+    q, k, v = (x.detach() for x in draw(Sk=60, dtype=torch.float16))
     do = torch.randn_like(q)
     hops = [(slice(0, 25), ((0, 25),)), (slice(25, 37), ((80, 12),)), (slice(37, 60), ((25, 23),))]
     k_runs = ((0, 25), (80, 12), (25, 23))
     exact = [x.double().requires_grad_() for x in (q, k, v)]
     # reference.positions takes any number of runs, the kernels at most two
-    want = _with_grads(
+    want = with_grads(
         reference.attention, exact, do.double(), q_runs=ZIGZAG, k_runs=k_runs, scale=0.3
     )
     options = {"q_runs": ZIGZAG, "scale": 0.3, "impl": impl}
@@ -218,23 +190,25 @@ def test_the_blocks_of_the_torch_path_cover_what_is_visible_exactly_once() -> No
         q_pos, k_pos = (reference.positions(r, 0) for r in (q_runs, k_runs))
         seen = torch.zeros(len(q_pos), len(k_pos), dtype=torch.int64)
         flat = [tuple(n for run in runs for n in run) for runs in (q_runs, k_runs)]
-        for block in module._blocks(*flat, True):
+        parts = (attention_cpu._within(runs, 0, 99) for runs in flat)
+        for block in attention_cpu._blocks(*parts, True):
             part = seen[block.q, block.k]
             part += torch.ones_like(part).tril() if block.causal else 1
         assert torch.equal(seen, (q_pos[:, None] >= k_pos[None, :]).long()), (q_runs, k_runs)
 
 
 def test_a_zigzag_hop_is_one_call_of_flash_attention() -> None:
-    low, own, high = (4, 4, 24, 4), (8, 4, 20, 4), (12, 4, 16, 4)
-    assert [len(module._blocks(own, k_runs, True)) for k_runs in (low, high)] == [1, 1]
-    q, k, v = _inputs(Sq=8, Sk=8)
-    assert module._check(q, k, v, True, None, ((8, 4), (20, 4)), ((8, 4), (20, 4)))[1] == (
-        (0, 8, 0, 0)  # the rank's own keys: plain causal
-    )
+    low, own, high = ((4, 4), (24, 4)), ((8, 4), (20, 4)), ((12, 4), (16, 4))
+    q, k, _ = draw(Sq=8, Sk=8)
+    for k_runs in (low, high):
+        mask = attention_args.check_mask(q, k, True, None, None, own, k_runs)
+        assert len(attention_cpu._all_blocks(q, k, mask)) == 1
+    mask = attention_args.check_mask(q, k, True, None, None, own, own)
+    assert mask.q_runs == (0, 8, 0, 0)  # the rank's own keys: plain causal
 
 
 def test_gradients_through_output_and_lse_pass_gradcheck_in_the_interpreter() -> None:
-    inputs = _inputs(Sq=4, Sk=5, D=3)
+    inputs = draw(Sq=4, Sk=5, D=3)
     options = {"q_runs": ((2, 2), (7, 2)), "k_runs": ((1, 3), (6, 2))}
     for impl in ("triton", "torch"):
 
@@ -246,10 +220,10 @@ def test_gradients_through_output_and_lse_pass_gradcheck_in_the_interpreter() ->
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_planted_faults_are_far_outside_the_tolerance(impl) -> None:
-    q, k, v = (x.detach() for x in _inputs())
+    q, k, v = (x.detach() for x in draw())
     do, dlse = torch.randn_like(q), torch.randn(1, 2, 37, dtype=F64)
     inputs = [x.clone().requires_grad_() for x in (q, k, v)]
-    o, lse, *want = _with_grads(reference.attention, inputs, do, dlse)
+    o, lse, *want = with_grads(reference.attention, inputs, do, dlse)
     faults = {
         "mask off by one": attention(q, k, v, q_runs=((1, 37),), impl=impl),
         "mask shifted the other way": attention(q, k, v, k_runs=((1, 37),), impl=impl),
@@ -301,10 +275,10 @@ def test_offsets_beyond_32_bits_reach_the_right_elements(monkeypatch) -> None:
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_the_custom_op_passes_opcheck(impl) -> None:
-    inputs = _inputs(Sq=4, Sk=4, D=4)
+    inputs = draw(Sq=4, Sk=4, D=4)
     runs = [1, 2, 5, 2]
     torch.library.opcheck(
-        torch.ops.warpweave.attention.default, (*inputs, True, None, runs, runs, impl)
+        torch.ops.warpweave.attention.default, (*inputs, *PLAIN, runs, runs, impl)
     )
 
 
@@ -313,7 +287,7 @@ def test_it_compiles_into_one_graph_with_gradients() -> None:
         o, lse = attention(q, k, v, return_lse=True)
         return (o.square().sum() + attention(q, k, v, causal=False).sum() + lse.sum()).sin()
 
-    inputs = _inputs()
+    inputs = draw()
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
     want, got = loss(*inputs), compiled(*inputs)
     assert torch.equal(got, want)
@@ -322,7 +296,7 @@ def test_it_compiles_into_one_graph_with_gradients() -> None:
 
 
 def test_it_is_torchs_attention_and_follows_autocast() -> None:
-    q, k, v = _inputs(Hq=4, Hkv=4, dtype=torch.float32)
+    q, k, v = draw(Hq=4, Hkv=4, dtype=torch.float32)
     want = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True)
     assert torch.equal(attention(q, k, v), want.transpose(1, 2))
     with torch.autocast("cpu", torch.bfloat16):
@@ -334,7 +308,7 @@ def test_it_is_torchs_attention_and_follows_autocast() -> None:
 
 
 def test_tiles_are_chosen_by_capability_element_size_and_head_dim(monkeypatch) -> None:
-    monkeypatch.setattr(module, "INTERPRET", False)
+    monkeypatch.setattr(attention_tiles, "INTERPRET", False)
     for arch, dtype, D, row in (
         (86, torch.float16, 40, (80, 2, 64)),
         (90, torch.bfloat16, 65, (90, 2, 128)),
@@ -342,8 +316,9 @@ def test_tiles_are_chosen_by_capability_element_size_and_head_dim(monkeypatch) -
         (120, torch.float16, 128, (100, 2, 128)),
         (75, torch.float16, 128, (0, 0, 256)),
     ):
-        monkeypatch.setattr(module, "capability", lambda device, arch=arch: arch)
-        assert module._tiles(torch.empty(1, 1, 1, D, dtype=dtype)) == module.TILES[row]
+        monkeypatch.setattr(attention_tiles, "capability", lambda device, arch=arch: arch)
+        q = torch.empty(1, 1, 1, D, dtype=dtype)
+        assert attention_tiles.tiles_for(q) == attention_tiles.TILES[row]
 
 
 @pytest.mark.parametrize(
@@ -372,7 +347,7 @@ def test_what_does_not_fit_is_refused_with_its_values(change, message) -> None:
 
 
 def test_backward_refuses_statistics_that_do_not_fit() -> None:
-    q, k, v = (x.detach() for x in _inputs(Sq=4, Sk=4))
+    q, k, v = (x.detach() for x in draw(Sq=4, Sk=4))
     o, lse = attention_fwd(q, k, v)
     with pytest.raises(ValueError, match="needs delta or o"):
         attention_bwd(q, q, k, v, lse, None)

@@ -93,3 +93,150 @@ def test_weights_go_to_transformers_in_its_own_order(load):
     ours = (x @ qkv.t()).view(4, heads, 3, dim)
     for i, part in enumerate((q, k, v)):
         torch.testing.assert_close(part.view(4, heads, dim), ours[:, :, i])
+
+
+# ---------------------------------------------------------------- kernels
+
+FAMILIES = ("attention", "norm", "gemm", "loss", "optimizer")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_dry_run_checks_outputs_and_predicts_what_it_cannot_time(load, family, tmp_path, capsys):
+    script = f"kernels_{family}"
+    load(script).main(["--dry", "--results", str(tmp_path)])
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert last == json.loads((tmp_path / "dry" / f"{script}.json").read_text())
+    assert set(last["header"]) >= HEADER
+    assert not last["measured"]
+    assert len(last["rows"]) >= 2
+    for row in last["rows"]:
+        assert row["variant"] == "warpweave"
+        assert row["error"] <= row["limit"] <= 0.02
+        assert row["ms"] is None  # never a time of the interpreter
+        a100, h100, b200 = (row["predicted_us"][target] for target in ("sm_80", "sm_90", "sm_100"))
+        assert a100 > h100 > b200 > 10
+    assert str(BENCHMARKS.parent) not in json.dumps(last)
+
+
+def test_without_a_gpu_nothing_is_timed(load, capsys):
+    with pytest.raises(SystemExit) as end:
+        load("kernels_norm").main([])
+    assert end.value.code == 2
+    assert "there is none: pass --dry" in capsys.readouterr().err
+
+
+def _problem(harness, **changes):
+    def double(x):
+        return (2 * x,)
+
+    given = {
+        "name": "double", "shape": "n=9", "dtype": torch.float32, "cost": harness.Cost(9, 72),
+        "inputs": lambda device: (torch.randn(9, device=device),),
+        "variants": {"warpweave": double, "torch": lambda x: (x + x,)}, "truth": double,
+    }  # fmt: skip
+    return harness.Problem(**given | changes)
+
+
+def test_a_wrong_variant_is_not_timed(load):
+    harness = load("kernel_harness")
+    inputs = (torch.randn(9),)
+    right = _problem(harness)
+    assert set(harness.check(right, inputs)) == {"warpweave", "torch"}
+    harness.agree(right, inputs)
+    wrong = _problem(harness, variants=right.variants | {"torch": lambda x: (2.001 * x,)})
+    with pytest.raises(AssertionError, match=r"double n=9: torch is off by 5\.0e-04"):
+        harness.check(wrong, inputs)
+    with pytest.raises(AssertionError, match="torch and warpweave differ"):
+        harness.agree(wrong, inputs)
+    short = _problem(harness, variants={"warpweave": lambda x: ()})
+    with pytest.raises(AssertionError, match="warpweave gives 0 outputs"):
+        harness.check(short, inputs)
+
+
+def test_a_baseline_that_torch_refuses_is_named_and_ours_never_is(load):
+    harness = load("kernel_harness")
+
+    def refuse(x):
+        raise RuntimeError("no kernel for this\nand a long story")
+
+    variants = dict(_problem(harness).variants)
+    problem = harness.able(
+        _problem(harness, variants=variants | {"cuDNN": refuse}), (torch.ones(9),)
+    )
+    assert set(problem.variants) == {"warpweave", "torch"}
+    assert problem.absent == {"cuDNN for double n=9": "no kernel for this"}
+    ours = harness.able(_problem(harness, variants={"warpweave": refuse}), (torch.ones(9),))
+    assert "warpweave" in ours.variants  # and then the check raises
+
+
+def test_variants_that_write_in_place_get_inputs_of_their_own(load):
+    harness = load("kernel_harness")
+    problem = _problem(
+        harness, variants={"warpweave": lambda x: (x.mul_(2),), "torch": lambda x: (x.mul_(2),)}
+    )
+    x = torch.randn(9)
+    before = x.clone()
+    harness.check(problem, (x,))
+    harness.agree(problem, (x,))
+    assert torch.equal(x, before)
+
+
+def test_measured_rows_pair_rounds_and_use_the_measured_peak(load):
+    harness = load("kernel_harness")
+    ticks = {"warpweave": iter([9.0, 9.0, 9.0, 1.0, 2.0]), "torch": iter([9.0, 9.0, 9.0, 2.0, 4.0])}
+    calls = {name: lambda n=name: n for name in ticks}
+    times = harness.interleave(calls, lambda call: next(ticks[call()]), rounds=5, warmup=0)
+    assert [len(ms) for ms in times.values()] == [5, 5]
+    problem = _problem(harness)
+    errors = dict.fromkeys(calls, (0.0, 1.0))
+    ours, theirs = harness.rows(problem, errors, {n: ms[3:] for n, ms in times.items()}, (1e3, 1e5))
+    assert ours.ratios["torch"].median == 2.0
+    assert theirs.ratios == {}
+    assert ours.gb_s == pytest.approx(72 / ours.ms / 1e6)
+    assert ours.of_peak == pytest.approx(max(9 / 1e3, 72 / 1e5) * 1e3 / ours.ms)
+
+
+def test_one_command_runs_families_and_says_which_failed(load, capsys, monkeypatch):
+    run_all = load("run_all")
+    assert run_all.main(["--dry", "--families", "optimizer"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert any("PREDICTION" in line for line in out)
+    assert json.loads(out[-1])["families"] == {"optimizer": "ok"}
+    if not torch.cuda.is_available():
+        assert run_all.main(["--families", "norm"]) == 1
+        failed = json.loads(capsys.readouterr().out.splitlines()[-1])["families"]["norm"]
+        assert failed.startswith("failed: kernels_norm times a CUDA device")
+    assert run_all.main(["--dry", "--families", "norm", "--minutes", "0"]) == 1
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["families"] == {
+        "norm": "out of time"
+    }
+
+
+def test_compiled_reports_facts_and_marks_predictions(load, tmp_path, capsys):
+    compiled = load("compiled")
+    arguments = ["--targets", "sm_90", "--only", "gelu tanh fwd", "--results", str(tmp_path)]
+    assert compiled.main(arguments) == 0
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert last["ok"]
+    assert last["parts"] == {"sm_90": {"kernels": 1, "failures": 0}}
+    report = json.loads((tmp_path / "compiled" / "sm_90.json").read_text())
+    assert set(report["header"]) >= HEADER
+    assert report["predictions"] == ["busy", "roofline_us"]
+    (row,) = report["rows"]
+    assert 0 < row["registers"] < 64
+    assert row["occupancy"] * row["num_warps"] / 64 == row["warps_active"] > 0.5
+    assert str(BENCHMARKS.parent) not in json.dumps(report)
+
+
+def test_compiled_prices_a_case_by_its_cost(load):
+    compiled = load("compiled")
+    report = compiled.Report(
+        "sm_90", "x", "k", True, False, 8, 128, 0, 0, 2, 400, "wgmma", {"BLOCK_M": 64, "heads": 3},
+        {}, (989_000_000, 3_350),
+    )  # fmt: skip
+    row = compiled.row(report)
+    assert row.roofline_us == 1.0  # of the arithmetic: 989 TFLOP/s; the bytes take a nanosecond
+    assert row.tiles == {"BLOCK_M": 64}
+    assert row.waves == round(400 / 264, 2)
+    assert row.busy == round(400 / 264 / 2, 3)
+    assert row.warps_active == 0.25

@@ -1,7 +1,17 @@
-"""Every kernel compiled for GPUs that are not there: no spills, smem fits, tensor cores used."""
+"""Every kernel compiled for GPUs that are not there: no spills, smem fits, tensor cores used.
+
+Of the tile tables a sample is compiled here; all of them, which takes minutes, by
+``python benchmarks/compiled.py``.
+"""
+
+import dataclasses
 
 import pytest
-from compile_targets import SHARED_LIMIT, TARGETS, Report, compile_targets
+from compile_targets import SHARED_LIMIT, TARGETS, Report, compile_targets, failures
+
+from warpweave.aot import PARTS, compiling, occupancy
+
+SAMPLED = "D=256 causal bfloat16|E=512|E=16384"  # what `cases` leaves out: the widest head and rows
 
 
 @pytest.fixture(scope="module")
@@ -9,28 +19,12 @@ def reports() -> dict[str, list[Report]]:
     return compile_targets()
 
 
-def _failures(reports: list[Report]) -> list[str]:
-    """One line for each thing that is wrong with a kernel."""
-    wrong = []
-    for r in reports:
-        where = f"{r.target} {r.case} ({r.kernel})"
-        if r.stack and "float64" not in r.case:  # float64 is for proofs: it must fit, not be fast
-            wrong.append(f"{where}: {r.registers} registers and {r.stack} bytes of stack")
-        if r.shared > SHARED_LIMIT[r.target]:
-            wrong.append(f"{where}: {r.shared} bytes of shared memory > {SHARED_LIMIT[r.target]}")
-        if r.tensor_cores and not r.instructions["tensor_core"]:
-            wrong.append(f"{where}: no tensor-core instruction")
-        if r.instructions["float64"] and not r.float64:
-            wrong.append(f"{where}: {r.instructions['float64']} float64 instructions")
-    return wrong
-
-
 @pytest.mark.timeout(400)  # the first test waits for every compilation
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_kernel_fits_the_target(reports, target) -> None:
     faulty = [r for r in reports[target] if r.case.startswith("planted")]
-    assert not _failures([r for r in reports[target] if r not in faulty])
-    found = "\n".join(_failures(faulty))
+    assert not failures([r for r in reports[target] if r not in faulty])
+    found = "\n".join(failures(faulty))
     for planted in ("bytes of stack", "bytes of shared memory", "no tensor-core instruction"):
         assert found.count(planted) == 1, found
 
@@ -44,3 +38,66 @@ def test_elementwise_kernels_load_128_bits_at_a_time(reports) -> None:
     assert len(found) >= 15 * len(TARGETS)
     for r in found:
         assert 2 * r.instructions["load_128_bit"] > r.instructions["load"], r
+
+
+@pytest.mark.timeout(400)
+def test_a_sample_of_the_tile_tables_fits() -> None:
+    found = compile_targets(only=SAMPLED, tiles=True)
+    assert not failures([r for reports in found.values() for r in reports])
+    for target, reports in found.items():
+        names = " ".join(r.case for r in reports)
+        assert all(word in names for word in SAMPLED.split("|"))
+        for r in reports:
+            assert r.occupancy >= 1, f"{target} {r.case}: not one program fits"
+            assert r.programs > 0
+
+
+def test_every_failure_is_named() -> None:
+    good = Report(
+        "sm_90", "x", "k", True, False, 4, 64, 0, 0, 8, 1, "mma.sync", {},
+        {"tensor_core": 1, "float64": 0}, None,
+    )  # fmt: skip
+    assert failures([good]) == []
+    wrong = {
+        "16 bytes of stack": {"stack": 16},
+        "bytes of shared memory >": {"shared": SHARED_LIMIT["sm_90"] + 1},
+        "no tensor-core instruction": {"instructions": {"tensor_core": 0, "float64": 0}},
+        "2 float64 instructions": {"instructions": {"tensor_core": 1, "float64": 2}},
+        "CompilationError: at 1:2": {"error": "CompilationError: at 1:2"},
+    }
+    for message, change in wrong.items():
+        (line,) = failures([dataclasses.replace(good, **change)])
+        assert message in line
+        assert line.startswith("sm_90 x (k)")
+
+
+# ---------------------------------------------------------------- the machinery
+
+
+@pytest.mark.parametrize(
+    ("target", "warps", "registers", "shared", "programs"),
+    [
+        ("sm_80", 4, 32, 0, 16),  # warps: 64 / 4
+        ("sm_80", 1, 16, 0, 32),  # program slots
+        ("sm_89", 1, 16, 0, 24),
+        ("sm_90", 8, 128, 0, 2),  # registers: 65536 / (8 * 32 * 128)
+        ("sm_90", 8, 129, 0, 1),  # in units of 256 a warp: 65536 / (8 * 4352), and 15 warps are 12
+        ("sm_90", 4, 255, 0, 2),
+        ("sm_80", 4, 32, 80 * 1024, 2),  # shared memory: 164 KB over 80 + 1
+        ("sm_80", 4, 32, 82 * 1024, 1),
+        ("sm_80", 4, 32, 164 * 1024, 0),  # more than a program may have
+        ("sm_90", 4, 32, 164 * 1024, 1),
+    ],
+)
+def test_occupancy_is_the_least_of_what_each_limit_allows(
+    target, warps, registers, shared, programs
+) -> None:
+    part = PARTS[target]
+    assert occupancy(part, warps=warps, registers=registers, shared=shared) == programs
+
+
+def test_compiling_refuses_what_it_cannot_do() -> None:
+    with pytest.raises(ValueError, match=r"target must be one of sm_80, .*, got 'sm_70'"):
+        compiling("sm_70").__enter__()
+    with pytest.raises(ValueError, match="TRITON_INTERPRET must not be set"):
+        compiling("sm_90").__enter__()

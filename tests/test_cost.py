@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from warpweave.kernels import cost, norm, reference
+from warpweave.kernels import cost, mlp, norm, reference
 from warpweave.kernels.cost import Cost
 
 
@@ -43,6 +43,27 @@ def test_attention_follows_the_fields_convention() -> None:
     assert full.bytes - grouped.bytes == 2 * _bytes(q) * 3 // 4
 
 
+def test_attention_counts_the_band_of_a_window_and_every_document_alone() -> None:
+    """As many pairs as `reference.visible` shows, and exactly half the full band when causal."""
+    position = torch.arange(23)
+    for window, lengths in ((5, None), (None, (9, 0, 14)), (5, (9, 3, 11)), (99, None)):
+        documents = None if lengths is None else torch.tensor((0, *lengths)).cumsum(0)
+        seen = reference.visible(
+            position, position, causal=False, window=window, documents=documents
+        )
+        w = [min(window or n, n) for n in lengths or (23,)]
+        full = cost.attention(2, 23, 23, 3, 7, causal=False, window=window, documents=lengths)
+        causal = cost.attention(2, 23, 23, 3, 7, window=window, documents=lengths)
+        pairs = full.flops // (4 * 2 * 3 * 7)
+        band = sum(2 * n * x - x * x for n, x in zip(lengths or (23,), w))
+        assert pairs == band
+        # The convention rounds the band's edge: a token more for each that lies beyond the window.
+        assert pairs - int(seen.sum()) == sum(lengths or (23,)) - sum(w)
+        assert causal.flops * 2 == full.flops
+    with pytest.raises(ValueError, match=r"got 23, 23 and \[9, 9\]"):
+        cost.attention(1, 23, 23, 1, 1, documents=(9, 9))
+
+
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("layer", [False, True])
 def test_norm_moves_the_tensors_its_halves_take_and_give(layer, residual) -> None:
@@ -64,10 +85,44 @@ def test_norm_moves_the_tensors_its_halves_take_and_give(layer, residual) -> Non
     assert cost.norm(6, 10, **options, backward=True).bytes == _bytes(*backward)
 
 
+@pytest.mark.parametrize("layer", [False, True])
+@pytest.mark.parametrize("stream", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("terms", ["x_bias", "dropout", "residual x_bias", "residual dropout"])
+def test_a_norm_with_what_stands_before_it_moves_its_tensors(terms, stream, layer) -> None:
+    x, w, dy = torch.randn(6, 10).bfloat16(), torch.randn(10).bfloat16(), torch.randn(6, 10)
+    residual = torch.randn(6, 10, dtype=stream) if "residual" in terms else None
+    x_bias = w if "x_bias" in terms else None
+    tokens = torch.arange(6) if "dropout" in terms else None
+    drop = {"tokens": tokens, "dropout": 0.1 if "dropout" in terms else 0.0}
+    y, s, mean, rstd = norm.norm_fwd(
+        x, w, w if layer else None, layer=layer, residual=residual, x_bias=x_bias, **drop,
+        out_dtype=torch.float32,
+    )  # fmt: skip
+    forward = [x, w, residual, x_bias, tokens, y, s, mean, rstd] + [w] * layer
+    grads = norm.norm_bwd(
+        dy, s, w, mean, rstd, ds=s, bias=layer, x_bias=x_bias is not None, x_dtype=x.dtype,
+        residual_dtype=None if residual is None else stream, **drop,
+    )  # fmt: skip
+    apart = grads.dresidual if grads.dresidual is not grads.dx else None
+    backward = [dy, s, s, w, mean, rstd, tokens, grads.dx, apart, grads.dw, grads.db]
+    backward.append(None if x_bias is None else grads.dx_bias.bfloat16())
+    options = {"layer": layer, "stream_size": stream.itemsize, "out_size": 4}
+    options |= {name: name in terms for name in ("residual", "x_bias", "dropout")}
+    for tensors, direction in ((forward, False), (backward, True)):
+        moved = _bytes(*(t for t in tensors if t is not None))
+        assert cost.norm(6, 10, backward=direction, **options).bytes == moved
+
+
 def test_elementwise_ops_move_their_tensors() -> None:
     x, y, half = torch.randn(3, 5, 2, 8), torch.randn(3, 5, 2, 8), torch.randn(3, 5, 2, 4)
     table = torch.randn(5, 4)
     assert cost.rope(3, 5, 2, 8, size=4).bytes == _bytes(x, y, table, table)
+    turning, partial = x[..., :6], torch.randn(5, 3)
+    copied = cost.rope(3, 5, 2, 8, size=4, rotary_dim=6)
+    assert copied.bytes == _bytes(x, y, partial, partial)
+    assert copied.flops == 3 * turning.numel()
+    inplace = cost.rope(3, 5, 2, 8, size=4, rotary_dim=6, inplace=True)
+    assert inplace.bytes == _bytes(turning, turning, partial, partial)
     assert cost.gelu(240, size=4).bytes == _bytes(x, y)
     assert cost.gelu(240, size=4, backward=True).bytes == _bytes(x, y, y)
     assert reference.swiglu(x).shape == half.shape
@@ -79,7 +134,63 @@ def test_elementwise_ops_move_their_tensors() -> None:
     assert cost.cross_entropy(7, 50, size=4).bytes == _bytes(logits, labels, row, row)
     backward = cost.cross_entropy(7, 50, size=4, backward=True)
     assert backward.bytes == _bytes(logits, logits, labels, row, row)
+    x, w = torch.randn(7, 8), torch.randn(50, 8)
+    forward = cost.linear_cross_entropy(7, 50, 8, size=4)
+    assert forward.bytes == _bytes(x, w, labels, row, row)
+    backward = cost.linear_cross_entropy(7, 50, 8, size=4, backward=True)
+    assert backward.bytes == _bytes(x, w, labels, row, row, x, w)
+    assert forward.flops == cost.gemm(7, 50, 8).flops + cost.cross_entropy(7, 50).flops
+    assert backward.flops - forward.flops == cost.gemm(7, 50, 8).flops
     assert cost.adamw(9, grad_size=2, param_size=2).bytes == 9 * (4 * 6 + 2 + 2)
+    assert cost.adamw(9, grad_size=2, master_size=2).bytes == 9 * (2 * 2 + 4 * 4 + 2)
+
+
+@pytest.mark.parametrize("recompute", ["activation", "up"])
+@pytest.mark.parametrize("gated", [False, True])
+def test_an_mlp_moves_the_tensors_of_its_kernels_and_multiplies_what_torch_multiplies(
+    gated, recompute
+) -> None:
+    T, E, F = 6, 10, 7
+    x, w1, w2 = torch.randn(T, E), torch.randn(2 * F if gated else F, E), torch.randn(E, F)
+    name, r = "swiglu" if gated else "relu2", torch.randn(T, E)
+    how = mlp.How(name, recompute=recompute, impl="torch")
+    with FlopCounterMode(display=False) as counter:
+        y, z, _ = mlp.mlp_fwd(x, w1, None, w2, None, r, how, keep=True)
+    h = reference.activate(x @ w1.t(), name)
+    kept = [z] if recompute == "activation" else []
+    options = {"gated": gated, "recompute": recompute, "size": 4}
+    forward = cost.mlp(T, E, F, residual=True, **options)
+    assert forward == Cost(counter.get_total_flops(), _bytes(x, w1, h, *kept, h, w2, r, y))
+    with FlopCounterMode(display=False) as counter:
+        dx, dz, do, h = mlp.mlp_bwd(y, x, w1, None, w2, z, None, how)
+        dw1, dw2 = dz.t() @ x, do.t() @ h
+    z = x @ w1.t()
+    moved = [y, w2, z, dz, h, dz, w1, dx, dz, x, dw1, y, h, dw2]
+    again = [x, w1, z] if recompute == "up" else []
+    backward = cost.mlp(T, E, F, backward=True, **options)
+    assert backward == Cost(counter.get_total_flops(), _bytes(*moved, *again))
+
+
+def test_a_fused_gemm_moves_its_tensors() -> None:
+    a, b, bias, y = torch.randn(6, 5), torch.randn(5, 8), torch.randn(8), torch.randn(6, 8)
+    options = {"size": 4, "bias": True, "keep": True, "residual": True}
+    assert cost.fused_gemm(6, 8, 5, **options) == Cost(2 * 6 * 8 * 5, _bytes(a, b, bias, y, y, y))
+    half = cost.fused_gemm(6, 8, 5, gated=True, **options)
+    assert half.bytes == _bytes(a, b, bias, y, y)
+
+
+def test_a_qkv_projection_moves_its_tensors() -> None:
+    x, w, z, table = (
+        torch.randn(2, 3, 8),
+        torch.randn(20, 8),
+        torch.randn(2, 3, 20),
+        torch.ones(3, 2),
+    )
+    shape = {"B": 2, "S": 3, "E": 8, "heads": 3, "kv_heads": 1, "D": 4, "size": 4}
+    assert cost.qkv_rope(**shape).bytes == _bytes(x, w, z, table, table)
+    backward = cost.qkv_rope(**shape, backward=True)
+    assert backward.bytes == _bytes(z, z, table, table, z, w, x, z, x, w)
+    assert backward.flops == 2 * (2 * 6 * 20 * 8) + 3 * 6 * 16
 
 
 @pytest.mark.parametrize("gated", [False, True])

@@ -32,14 +32,16 @@ def _loss_and_gradient(fn, logits, dlosses):
 
 
 @IMPLS
-@pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize(
+    ("smoothing", "z_loss"), [(0.0, 0.0), (0.1, 0.0), (1.0, 0.0), (0.0, 1e-2), (0.1, 1e-2)]
+)
 @pytest.mark.parametrize(
     ("N", "V"), [(1, 1), (1, 7), (23, 53), (130, 17), (5, 4099), (3, 9001), (67, 256)]
 )
-def test_losses_and_gradients_equal_the_reference_in_float64(N, V, smoothing, impl):
+def test_losses_and_gradients_equal_the_reference_in_float64(N, V, smoothing, z_loss, impl):
     logits, labels = _case(N, V)
     dlosses = torch.randn(N, dtype=torch.float64)
-    options = {"label_smoothing": smoothing}
+    options = {"label_smoothing": smoothing, "z_loss": z_loss}
     ours = _loss_and_gradient(
         lambda z: cross_entropy(z, labels, reduction="none", impl=impl, **options), logits, dlosses
     )
@@ -60,6 +62,15 @@ def test_the_reference_equals_torch(smoothing):
     )
     ours = reference.cross_entropy(logits, labels, label_smoothing=smoothing)
     assert_close_f64(ours, expected, 1e-14)
+
+
+def test_the_reference_s_z_loss_is_the_squared_log_sum_exp():
+    """PaLM's z_loss * log^2 Z on top of the loss, where there is a label."""
+    logits, labels = _case(23, 53)
+    plain = reference.cross_entropy(logits, labels)
+    with_z = reference.cross_entropy(logits, labels, z_loss=0.25)
+    expected = 0.25 * logits.exp().sum(1).log() ** 2
+    assert_close_f64(with_z - plain, expected.masked_fill(labels == -100, 0.0), 1e-13)
 
 
 @IMPLS
@@ -100,17 +111,35 @@ def test_low_precision_stays_within_the_error_budget(dtype, impl):
 @IMPLS
 def test_gradcheck(impl):
     logits, labels = _case(5, 11)
-    for smoothing in (0.0, 0.3):
+    for smoothing, z_loss in ((0.0, 0.0), (0.3, 0.0), (0.3, 0.1)):
+        options = {"label_smoothing": smoothing, "z_loss": z_loss, "impl": impl}
         assert torch.autograd.gradcheck(
-            lambda z, s=smoothing: cross_entropy(z, labels, label_smoothing=s, impl=impl),
-            logits.requires_grad_(True),
+            lambda z, o=options: cross_entropy(z, labels, **o), logits.requires_grad_(True)
         )
+
+
+@IMPLS
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("cut", [slice(None), slice(3, 40)])  # whole rows; and part of each
+def test_in_place_gradients_overwrite_the_logits_with_the_same_numbers(dtype, cut, impl):
+    whole, labels = _case(19, 47, dtype, vocab=45)
+    logits, before = whole[:, cut], whole.clone()
+    dlosses, lse = torch.rand(19), whole.double().logsumexp(1)
+    lse = lse if dtype == torch.float64 else lse.float()
+    options = {"vocab_start": cut.start or 0, "vocab_size": 45, "impl": impl}
+    options |= {"label_smoothing": 0.1, "z_loss": 0.01}
+    expected = cross_entropy_bwd(dlosses, logits.clone(), labels, lse, **options)
+    out = cross_entropy_bwd(dlosses, logits, labels, lse, in_place=True, **options)
+    assert out.data_ptr() == logits.data_ptr()
+    assert torch.equal(out, expected)
+    assert torch.equal(whole[:, :3], expected[:, :3] if cut.start is None else before[:, :3])
+    assert torch.equal(whole[:, 40:], expected[:, 40:] if cut.stop is None else before[:, 40:])
 
 
 # ------------------------------------------------------------------- vocabulary shards
 
 
-def _sharded(logits, labels, dlosses, shards, vocab, impl, smoothing=0.0, fault=None):
+def _sharded(logits, labels, dlosses, shards, vocab, impl, smoothing=0.0, fault=None, z_loss=0.01):
     """What tensor parallelism does, in one process: halves per shard, combined by hand."""
     width = logits.shape[1] // shards
     parts = list(logits.split(width, 1))
@@ -124,10 +153,12 @@ def _sharded(logits, labels, dlosses, shards, vocab, impl, smoothing=0.0, fault=
     if fault == "local lse":
         lse = each[0][0]
     size = width if fault == "local vocabulary" else vocab
-    losses = token_losses(lse, target, total, labels, vocab_size=size, label_smoothing=smoothing)
+    options = {"label_smoothing": smoothing, "z_loss": z_loss}
+    losses = token_losses(lse, target, total, labels, vocab_size=size, **options)
+    if fault == "no gradient of the z-loss":
+        options["z_loss"] = 0.0
     grads = [
-        cross_entropy_bwd(dlosses, z, labels, lse, label_smoothing=smoothing, **w)
-        for z, w in zip(parts, where)
+        cross_entropy_bwd(dlosses, z, labels, lse, **options, **w) for z, w in zip(parts, where)
     ]
     return losses, torch.cat(grads, 1)
 
@@ -137,7 +168,9 @@ def _sharded_errors(shards, width, vocab, impl, smoothing, fault=None):
     dlosses = torch.randn(13, dtype=torch.float64)
     ours = _sharded(logits, labels, dlosses, shards, vocab, impl, smoothing, fault)
     truth = _loss_and_gradient(
-        lambda z: reference.cross_entropy(z, labels, vocab_size=vocab, label_smoothing=smoothing),
+        lambda z: reference.cross_entropy(
+            z, labels, vocab_size=vocab, label_smoothing=smoothing, z_loss=0.01
+        ),
         logits,
         dlosses,
     )
@@ -155,7 +188,10 @@ def test_shards_with_padding_equal_the_whole(shards, width, vocab, smoothing, im
 
 
 @IMPLS
-@pytest.mark.parametrize("fault", ["padding takes part", "local vocabulary", "local lse"])
+@pytest.mark.parametrize(
+    "fault",
+    ["padding takes part", "local vocabulary", "local lse", "no gradient of the z-loss"],
+)
 def test_planted_faults_are_seen(fault, impl):
     errors, _ = _sharded_errors(4, 12, 41, impl, 0.1, fault)
     assert max(errors) > 1e-3
@@ -260,6 +296,13 @@ def test_labels_outside_the_vocabulary_are_refused_on_cpu(label, impl):
         (lambda z, t: cross_entropy(z, t.int()), "int32"),
         (lambda z, t: cross_entropy(z, t, reduction="avg"), "avg"),
         (lambda z, t: cross_entropy(z, t, label_smoothing=1.5), "1.5"),
+        (lambda z, t: cross_entropy(z, t, z_loss=-0.1), "not negative, got -0.1"),
+        (
+            lambda z, t: cross_entropy_bwd(
+                z[:, 0], z.t().contiguous().t(), t, z[:, 0], in_place=True
+            ),
+            r"contiguous rows, got strides \[1, 3\]",
+        ),
         (lambda z, t: cross_entropy_fwd(z, t, vocab_start=-1), "-1"),
         (lambda z, t: cross_entropy_bwd(z[:, 0], z, t, z[0]), r"\[10\]"),
     ],
@@ -277,11 +320,12 @@ def test_operators_pass_opcheck_and_compile_whole(impl):
     ops = torch.ops.warpweave
     torch.library.opcheck(ops.cross_entropy_fwd.default, (logits, labels, 0, 19, -100, True, impl))
     lse = logits.logsumexp(1)
-    arguments = (torch.ones(6), logits, labels, lse, 0, 19, -100, 0.1, impl)
+    arguments = (torch.ones(6), logits, labels, lse, 0, 19, -100, 0.1, 0.01, impl)
     torch.library.opcheck(ops.cross_entropy_bwd.default, arguments)
+    torch.library.opcheck(ops.cross_entropy_bwd_.default, arguments)
 
     def loss(z):
-        return cross_entropy(z * 2, labels, label_smoothing=0.1, impl=impl)
+        return cross_entropy(z * 2, labels, label_smoothing=0.1, z_loss=0.01, impl=impl)
 
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
     one = torch.ones(())

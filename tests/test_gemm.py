@@ -1,13 +1,18 @@
-"""The matrix product: both CPU libraries against float64, at every layout of the operands."""
+"""The matrix product: both CPU libraries and the Triton kernel against float64, at every layout of
+the operands; the kernel's epilogues against the reference."""
 
 import math
 
 import pytest
 import torch
-from close import assert_close_f64
+from close import assert_close_f64, assert_error_budget, relative_error
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from warpweave.kernels import gemm as module
-from warpweave.kernels.gemm import gemm, gemm_into
+from warpweave.kernels import gemm as kernel
+from warpweave.kernels import gemm_cpu as module
+from warpweave.kernels import reference
+from warpweave.kernels.activation import activation_fwd
+from warpweave.kernels.gemm import Drop, fused_gemm, gemm, gemm_into
 
 LAYOUTS = {
     "rows": lambda x: x.contiguous(),
@@ -105,3 +110,263 @@ def test_float64_stays_float64():
     y = gemm(a, b, bias)
     assert y.dtype == torch.float64
     assert_close_f64(y, a @ b + bias, 1e-14)
+
+
+# ---------------------------------------------------------------- Triton
+
+
+TRITON_SIZES = [
+    (1, 1, 1),
+    (7, 13, 5),
+    (70, 130, 67),
+    (67, 64, 131),
+    (0, 4, 3),
+    (4, 3, 0),
+    (5, 0, 6),
+]
+ACTIVATIONS = ("gelu", "gelu_erf", "relu2", "swiglu", "geglu")
+
+
+def _draw(*shape, dtype=torch.float64):
+    return torch.randn(shape, dtype=torch.float64).to(dtype)
+
+
+@pytest.mark.parametrize("sizes", TRITON_SIZES, ids=str)
+def test_the_kernel_is_the_product_at_every_layout(sizes):
+    m, k, n = sizes
+    for of_a in LAYOUTS.values():
+        for of_b in LAYOUTS.values():
+            a, b, bias = of_a(_draw(m, k)), of_b(_draw(k, n)), _draw(n)
+            y = gemm(a, b, bias, impl="triton")
+            assert y.shape == (m, n)
+            assert y.is_contiguous()
+            if y.numel():
+                assert_close_f64(y, a @ b + bias, 1e-13)
+
+
+@pytest.mark.parametrize("add", [False, True])
+def test_the_kernel_writes_or_adds_into_any_buffer(add):
+    a, b = _draw(70, 67), _draw(67, 50)
+    for of_out in LAYOUTS.values():
+        for sizes in ((70, 67), (70, 0)):
+            out = of_out(_draw(70, 50) if add else torch.full((70, 50), math.nan).double())
+            truth = a[:, : sizes[1]] @ b[: sizes[1]] + (out if add else 0)
+            gemm_into(a[:, : sizes[1]], b[: sizes[1]], out, add, impl="triton")
+            assert_close_f64(out, truth, 1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_the_kernel_keeps_the_error_budget_and_wide_results_are_not_rounded(dtype):
+    a, b, bias = _draw(67, 130, dtype=dtype), _draw(130, 70, dtype=dtype), _draw(70, dtype=dtype)
+    truth = a.double() @ b.double() + bias.double()
+    y = gemm(a, b, bias, impl="triton")
+    assert y.dtype == dtype
+    assert_error_budget(y, a @ b + bias, truth)
+    wide = gemm(a, b, bias, out_dtype=torch.float32, impl="triton")
+    assert_close_f64(wide, truth, 2e-6)
+    out = torch.ones(67, 70)
+    gemm_into(a, b, out, True, impl="triton")
+    assert_close_f64(out, truth - bias.double() + 1, 2e-6)
+    if dtype != torch.float32:
+        assert relative_error(y, truth) > 1e-4
+
+
+def test_on_cuda_the_kernel_adds_sixteen_bit_products_to_float32_and_torch_makes_the_others(
+    monkeypatch,
+):
+    """Which of them is called; asked of tensors that only say that they are on a GPU."""
+    seen = []
+    monkeypatch.setattr(kernel, "choose", lambda impl, *tensors: impl or "triton")
+    monkeypatch.setattr(kernel, "_launch", lambda *a, **k: seen.append("kernel"))
+    monkeypatch.setattr(module, "product_into", lambda *a: seen.append("torch"))
+    with FakeTensorMode():
+        a = torch.empty(2, 2, dtype=torch.bfloat16, device="cuda")
+        gemm_into(a, a, a.float(), True)
+        gemm_into(a, a, a.clone(), True)
+        gemm_into(a.cpu(), a.cpu(), a.cpu().float(), True)
+        gemm_into(a, a, a.float(), True, impl="torch")
+    assert seen == ["kernel", "torch", "torch", "torch"]
+
+
+def _epilogue(activation, M=70, N=66, dtype=torch.float64):
+    n = N // 2 if activation in ("swiglu", "geglu") else N
+    drop = Drop(0.3, 2**40 + 5, 3, torch.arange(M) * 7919 * 2**28)
+    return {
+        "activation": activation,
+        "drop": drop,
+        "residual": _draw(M, 2 * n, dtype=dtype)[:, ::2],
+    }
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
+def test_every_epilogue_is_the_reference(activation, impl):
+    a, b, bias = _draw(70, 20), _draw(66, 20).t(), _draw(66)
+    whole = _epilogue(activation)
+    for left_out in ((), ("drop",), ("residual",), ("drop", "residual")):
+        options = {key: value for key, value in whole.items() if key not in left_out}
+        keep = activation is not None
+        y, z = fused_gemm(a, b, bias, keep=keep, **options, impl=impl)
+        assert_close_f64(y, reference.fused_gemm(a, b, bias, **options), 1e-13)
+        if keep:
+            assert_close_f64(z, a @ b + bias, 1e-13)
+        else:
+            assert z is None
+    y, z = fused_gemm(a[:0], b, None, activation=activation, impl=impl)
+    assert z is None
+    assert y.shape[0] == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_epilogues_keep_the_error_budget(activation, dtype):
+    a, b, bias = _draw(70, 50, dtype=dtype), _draw(50, 66, dtype=dtype), _draw(66, dtype=dtype)
+    options = _epilogue(activation, dtype=dtype)
+    y, z = fused_gemm(a, b, bias, keep=True, **options, impl="triton")
+    same = reference.fused_gemm(a, b, bias, **options)
+    wide = options | {"residual": options["residual"].double()}
+    truth = reference.fused_gemm(a.double(), b.double(), bias.double(), **wide)
+    assert y.dtype == z.dtype == dtype
+    assert_error_budget(y, same, truth)
+    h, z = fused_gemm(a, b, bias, activation=activation, keep=True, impl="triton")
+    assert torch.equal(h, activation_fwd(z, activation, impl="triton"))  # what backward makes again
+    unkept, _ = fused_gemm(a, b, bias, **options, impl="triton")
+    assert torch.equal(y, unkept)  # of the rounded z, kept or not
+    wide_y, _ = fused_gemm(a, b, bias, **options, out_dtype=torch.float32, impl="triton")
+    assert wide_y.dtype == torch.float32
+    assert torch.equal(wide_y.to(dtype), y)
+
+
+def test_dropout_in_the_epilogue_drops_what_dropout_drops_on_any_shard_of_the_tokens():
+    a, b, tokens = _draw(40, 8), _draw(8, 130), torch.randperm(40) + 2**33
+    y, _ = fused_gemm(a, b, drop=Drop(0.5, 1, 2, tokens), impl="triton")
+    expected = reference.dropout(a @ b, 0.5, seed=1, site=2, tokens=tokens)
+    assert torch.equal(y == 0, expected == 0)
+    part, _ = fused_gemm(a[1::3], b, drop=Drop(0.5, 1, 2, tokens[1::3]), impl="triton")
+    assert torch.equal(part, y[1::3])
+
+
+def test_offsets_past_two_to_the_31_reach_their_elements():
+    """Two rows that lie 2^31 elements apart, of memory that is never touched between them."""
+    far = 2**31 + 64
+    a, r, out = (
+        torch.empty(far + 64, dtype=torch.float16).as_strided((2, 8), (far, 1)) for _ in "aro"
+    )
+    for x in (a, r):
+        x.copy_(_draw(2, 8, dtype=torch.float16))
+    b = torch.eye(8, dtype=torch.float16)
+    y, _ = fused_gemm(a, b, residual=r, impl="triton")
+    assert torch.equal(y, (a.float() + r.float()).half())
+    gemm_into(a, b, out, False, impl="triton")
+    assert torch.equal(out, a)
+    gemm_into(b, a.t(), out.t(), True, impl="triton")
+    assert torch.equal(out, (2 * a.float()).half())
+
+
+def test_rows_times_strides_past_two_to_the_31_do_not_wrap():
+    """Many rows of a moderate stride: neither factor is wide, their product is."""
+    rows, stride = 2**11 + 16, 2**20
+    a = torch.empty(rows * stride, dtype=torch.float16).as_strided((rows, 2), (stride, 1))
+    a.copy_(_draw(rows, 2, dtype=torch.float16))
+    eye = torch.eye(2, dtype=torch.float16)
+    assert torch.equal(gemm(a, eye, impl="triton"), a)
+
+
+def test_large_persistent_products_visit_every_tile_once(monkeypatch):
+    """More tiles than programs, an incomplete group of rows, tiles of every residue."""
+    monkeypatch.setitem(kernel.TILES, (0, 0, "large"), kernel.Tile(16, 16, 16, 3, 1, 4, 1))
+    a, b = _draw(16 * 7 + 3, 5), _draw(5, 16 * 4 + 9)
+    out = torch.zeros(115, 73, dtype=torch.float64)
+    gemm_into(a, b, out, True, impl="triton")
+    assert_close_f64(out, a @ b, 1e-13)
+
+
+def test_tiles_are_found_by_device_dtype_and_size(monkeypatch):
+    def tile(arch, dtype=torch.bfloat16, rows=8192, kind="large", cols=4096, step=1):
+        monkeypatch.setattr(kernel, "capability", lambda device: arch)
+        monkeypatch.setattr(kernel, "processors", lambda device: 132)
+        a, b = torch.empty(rows, 4096 * step, dtype=dtype), torch.empty(4096, cols, dtype=dtype)
+        return kernel.find_tile(a[:, ::step], b, kind)
+
+    monkeypatch.setattr(kernel, "INTERPRET", False)
+    tiles = kernel.TILES
+    assert tile(90) == tile(89 + 10) == tiles[90, 2, "large"]
+    assert tile(86) == tiles[80, 2, "large"]
+    assert tile(90, kind="heavy") == tiles[90, 2, "heavy"]
+    assert tile(80, kind="heavy") == tiles[80, 2, "large"]
+    assert tile(90, rows=128) == tiles[90, 2, "small"]
+    assert tile(90, cols=4099) == tile(90, step=2) == tiles[90, 2, "small"]
+    assert tile(90, torch.float32) == tiles[80, 4, "large"]
+    assert tile(90, torch.float64, rows=64) == tiles[80, 8, "large"]
+    assert tile(75) == tiles[0, 0, "large"]
+    monkeypatch.setattr(kernel, "processors", lambda device: 132)
+    assert kernel.grid(tiles[90, 2, "large"], 8192, 4096, torch.device("cpu")) == (132,)
+    assert kernel.grid(tiles[90, 2, "large"], 100, 100, torch.device("cpu")) == (1,)
+
+
+def test_float32_is_multiplied_as_torch_is_set_to_or_as_asked():
+    assert kernel.find_precision(None) == "ieee"
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("high")
+        assert kernel.find_precision(None) == "tf32"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert kernel.find_precision("tf32x3") == "tf32x3"
+
+
+def test_what_does_not_fit_raises_before_any_launch():
+    a, b = torch.ones(3, 4), torch.ones(4, 6)
+    tokens = torch.arange(3)
+    gemms = [
+        ("need a\\[M, K\\]", (a, a), {}),
+        ("need a\\[M, K\\]", (a[0], b), {}),
+        ("one floating dtype", (a, b.double()), {}),
+        ("one floating dtype", (a.int(), b.int()), {}),
+        ("bias must be", (a, b, torch.ones(5)), {}),
+        ("is given in", (a, b), {"out_dtype": torch.float64}),
+        ("is given in", (a, b), {"out_dtype": torch.bfloat16}),
+    ]
+    for message, arguments, options in gemms:
+        with pytest.raises(ValueError, match=message):
+            gemm(*arguments, **options, impl="triton")
+        with pytest.raises(ValueError, match=message):
+            fused_gemm(*arguments, **options, impl="torch")
+    with pytest.raises(ValueError, match="precision must be"):
+        gemm(a, b, precision="fp32", impl="triton")
+    with pytest.raises(ValueError, match="out must be"):
+        gemm_into(a, b, torch.ones(6, 3), True, impl="triton")
+    fused = [
+        ("activation must be", {"activation": "silu"}),
+        ("gate, up pairs", {"activation": "swiglu", "b": torch.ones(4, 5)}),
+        ("keep=True", {"keep": True}),
+        ("residual must be", {"residual": torch.ones(6)}),
+        ("0 <= p < 1", {"drop": Drop(1.0, 0, 0, tokens)}),
+        ("int64 tokens", {"drop": Drop(0.1, 0, 0, tokens[:2])}),
+        ("seed < ", {"drop": Drop(0.1, -1, 0, tokens)}),
+    ]
+    for message, options in fused:
+        for impl in ("torch", "triton"):
+            with pytest.raises(ValueError, match=message):
+                fused_gemm(
+                    a,
+                    options.get("b", b),
+                    **{k: v for k, v in options.items() if k != "b"},
+                    impl=impl,
+                )
+    with pytest.raises(ValueError, match="one device"):
+        fused_gemm(a, b.to("meta"))
+
+
+@pytest.mark.parametrize("fault", ["bias of the next column", "gate and up swapped", "K cut short"])
+def test_planted_faults_exceed_the_tolerance(fault):
+    a, b, bias = _draw(70, 20), _draw(20, 66), _draw(66)
+    truth, _ = fused_gemm(a, b, bias, activation="swiglu", impl="triton")
+    if fault == "bias of the next column":
+        bias = bias.roll(1)
+    elif fault == "gate and up swapped":
+        b, bias = (t.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) for t in (b, bias))
+    else:
+        a, b = a[:, :-1], b[:-1]
+    wrong, _ = fused_gemm(a, b, bias, activation="swiglu", impl="triton")
+    assert relative_error(wrong, truth) > 1e-3

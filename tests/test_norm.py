@@ -3,8 +3,10 @@
 import pytest
 import torch
 from close import assert_close_f64, assert_error_budget, relative_error
+from torch.utils.checkpoint import checkpoint
+from traffic import traffic
 
-from warpweave.kernels import norm, reference
+from warpweave.kernels import cost, dropout, norm, reference
 
 IMPLS = ("torch", "triton")
 SHAPES = ((1, 1), (1, 8), (37, 67), (2, 3, 128), (19, 2049))  # the last: more tiles than programs
@@ -161,15 +163,39 @@ def test_shapes_that_do_not_fit_raise() -> None:
             norm.layer_norm(x, w, torch.randn(1), impl=impl)
         with pytest.raises(ValueError, match="residual must be like x"):
             norm.rms_norm(x, w, residual=torch.randn(1, 6), impl=impl)
-    with pytest.raises(ValueError, match="E <= 8192, got 8193"):
-        norm.rms_norm(torch.randn(1, 8193), torch.randn(8193), impl="triton")
+        with pytest.raises(ValueError, match="x_bias must be like weight"):
+            norm.rms_norm(x, w, x_bias=torch.randn(4), impl=impl)
+        with pytest.raises(ValueError, match=r"weight must be \[E\]"):
+            norm.rms_norm(torch.randn(4, 0), torch.randn(0), impl=impl)
+        with pytest.raises(ValueError, match="x must have a float dtype"):
+            norm.rms_norm(torch.ones(4, 6, dtype=torch.int64), w, impl=impl)
+        for p, tokens, match in (
+            (1.0, torch.arange(4), r"in \[0, 1\), got 1.0"),
+            (0.1, None, "tokens is missing"),
+            (0.1, torch.arange(3), r"int64 \[4\] of x \[4, 6\], got torch.int64 \[3\]"),
+            (0.1, torch.arange(4).int(), "got torch.int32"),
+        ):
+            with pytest.raises(ValueError, match=match):
+                norm.rms_norm(x, w, dropout=p, tokens=tokens, impl=impl)
+        with pytest.raises(ValueError, match="need 0 <= seed"):
+            norm.rms_norm(x, w, dropout=0.1, seed=-1, tokens=torch.arange(4), impl=impl)
+        with pytest.raises(ValueError, match="out_dtype must be one of"):
+            norm.rms_norm(x, w, out_dtype=torch.int32, impl=impl)
 
 
 def test_the_operator_is_well_formed() -> None:
     x, w, b, r = _inputs((5, 12), torch.float32, True, True)
     op = torch.ops.warpweave.norm_fwd.default
-    torch.library.opcheck(op, (x, w, b, r, 1e-5, True))
-    torch.library.opcheck(op, (x, w, None, None, 1e-5, False))
+    tokens = torch.arange(5)
+    torch.library.opcheck(op, (x, w, b, r, b, tokens, 1e-5, 1, 0.5, 3, 1, 3))
+    torch.library.opcheck(op, (x, w, None, None, None, None, 1e-5, 0, 0.0, 0, 0, 1))
+    op = torch.ops.warpweave.norm_fwd_out.default
+    x, w, b, r = (t.detach() for t in (x, w, b, r))
+    buffer = torch.zeros(5, 24, dtype=torch.bfloat16)
+    torch.library.opcheck(op, (buffer[:, 12:], x, w, None, r, None, None, 1e-5, 0, 0.0, 0, 0))
+    op, row = torch.ops.warpweave.norm_bwd.default, torch.rand(5)
+    torch.library.opcheck(op, (x, r, x, w, row, row, tokens, 1, 1, 0.5, 3, 1, 1, 1))
+    torch.library.opcheck(op, (x, r, x, w, row, row, None, 0, 0, 0.0, 0, 0, 1, 3))
 
 
 @pytest.mark.filterwarnings(
@@ -204,3 +230,333 @@ def test_raw_halves_of_both_implementations_agree(layer) -> None:
         results.append(forward + backward)
     for a, b in zip(*results, strict=True):
         assert_close_f64(a, b, 1e-12)
+
+
+# ------------------------------------------------------------ the chain before the norm, fused
+
+DRAW = {"dropout": 0.4, "seed": 2**40 + 5, "site": 2}
+TERMS = ("x_bias", "dropout", "residual x_bias", "residual dropout", "residual x_bias dropout")
+
+
+def _tokens(shape) -> torch.Tensor:
+    return (torch.arange(shape[:-1].numel()) * 7919 + 2**35).view(shape[:-1])
+
+
+def _keep(shape) -> torch.Tensor:
+    """The mask that dropout.dropout draws, of x[..., E] with `_tokens`."""
+    ones = torch.ones(shape).flatten(0, -2)
+    arguments = {"seed": DRAW["seed"], "site": DRAW["site"], "tokens": _tokens(shape).flatten()}
+    return (reference.dropout(ones, DRAW["dropout"], **arguments) != 0).view(shape)
+
+
+def _chain(module, terms, layer, x, w, b, residual, x_bias, **options):
+    """(y, s) of the norm after the named terms."""
+    given = {"residual": residual} if "residual" in terms else {}
+    if "x_bias" in terms:
+        given["x_bias"] = x_bias
+    if "dropout" in terms and module is reference:
+        given |= {"keep": _keep(x.shape), "dropout": DRAW["dropout"]}
+    elif "dropout" in terms:
+        given |= {"tokens": _tokens(x.shape), **DRAW}
+    if layer:
+        return module.layer_norm(x, w, b, **given, **options)
+    return module.rms_norm(x, w, **given, **options)
+
+
+def _chain_run(module, terms, layer, inputs, dy, ds, **options) -> list[torch.Tensor]:
+    """y, s and the gradients of x, w, b, residual and x_bias; zeros where there is none."""
+    inputs = [t.detach().requires_grad_() for t in inputs]
+    y, s = _chain(module, terms, layer, *inputs, **options)
+    loss = (y * dy).sum() + (s * ds).sum()
+    return [y, s, *torch.autograd.grad(loss, inputs, materialize_grads=True)]
+
+
+def _chain_inputs(shape, dtype=torch.float64, stream=None) -> list[torch.Tensor]:
+    """x, w, b, residual, x_bias."""
+    shape = torch.Size(shape)
+    made = [torch.randn(s, dtype=torch.float64) for s in (shape, shape[-1:], shape[-1:], shape)]
+    made[1] += 1
+    made = [t.to(dtype) for t in (*made, torch.randn(shape[-1]))]
+    made[3] = made[3].to(stream or dtype)
+    return made
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("layer", [False, True], ids=["rms", "layer"])
+@pytest.mark.parametrize("terms", TERMS)
+def test_the_chain_equals_the_reference_in_float64(terms, layer, impl) -> None:
+    for shape in ((1, 1), (2, 19, 67)):
+        inputs = _chain_inputs(shape)
+        dy, ds = torch.randn(2, *shape, dtype=torch.float64)
+        ours = _chain_run(norm, terms, layer, inputs, dy, ds, impl=impl)
+        truth = _chain_run(reference, terms, layer, inputs, dy, ds)
+        scale = max(t.abs().max() for t in truth)
+        for a, b in zip(ours, truth, strict=True):
+            assert a.dtype == torch.float64
+            assert (a - b).abs().max() <= 1e-12 * scale
+
+
+@pytest.mark.parametrize("layer", [False, True], ids=["rms", "layer"])
+def test_the_chain_is_the_separate_operators_to_the_bit(layer) -> None:
+    """In float32 each step rounds alike; the mask is dropout's own."""
+    shape = torch.Size((37, 67))
+    x, w, b, r, x_bias = _chain_inputs(shape, torch.float32)
+    y, s = _chain(norm, "residual x_bias dropout", layer, x, w, b, r, x_bias, impl="triton")
+    draw = {"seed": DRAW["seed"], "site": DRAW["site"], "tokens": _tokens(shape)}
+    separate = r + dropout.dropout(x + x_bias, DRAW["dropout"], **draw, impl="triton")
+    assert torch.equal(s, separate)
+    alone = norm.layer_norm(s, w, b, impl="triton") if layer else norm.rms_norm(s, w, impl="triton")
+    assert torch.equal(y, alone)
+    draw["site"] += 1  # and another site is another mask
+    assert relative_error(r + dropout.dropout(x + x_bias, DRAW["dropout"], **draw), s) > 0.1
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("layer", [False, True], ids=["rms", "layer"])
+@pytest.mark.parametrize(
+    ("dtype", "stream"),
+    [
+        (torch.float32, torch.float32),
+        (torch.float16, torch.float16),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_the_chain_is_within_the_error_budget(dtype, stream, layer, impl) -> None:
+    inputs = _chain_inputs((61, 131), dtype, stream)
+    wide = torch.promote_types(dtype, stream)
+    dy, ds = torch.randn(61, 131).to(dtype), torch.randn(61, 131).to(wide)
+    for terms in ("residual", "residual x_bias dropout"):
+        ours = _chain_run(norm, terms, layer, inputs, dy, ds, impl=impl)
+        same = _chain_run(reference, terms, layer, inputs, dy, ds)
+        truth = _chain_run(reference, terms, layer, _double(inputs), dy.double(), ds.double())
+        expected = [dtype, wide, dtype, dtype, dtype, stream, dtype]
+        for a, b, t, d in zip(ours, same, truth, expected, strict=True):
+            assert a.dtype == b.dtype == d
+            assert_error_budget(a, b, t)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("layer", [False, True], ids=["rms", "layer"])
+def test_y_has_the_dtype_that_is_asked_for(layer, impl) -> None:
+    """A float32 stream into bfloat16 products, and the other way round, rounded once."""
+    for dtype, out in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)):
+        x, w, b, _, x_bias = _chain_inputs((37, 67), dtype)
+        x = x.requires_grad_()
+        options = {"out_dtype": out, "impl": impl}
+        y = norm.layer_norm(x, w, b, **options) if layer else norm.rms_norm(x, w, **options)
+        args = (x.detach().double(), w.double(), b.double())
+        truth = reference.layer_norm(*args) if layer else reference.rms_norm(*args[:2])
+        assert y.dtype == out
+        assert relative_error(y, truth) < 2 * torch.finfo(out).eps
+        (dx,) = torch.autograd.grad(y, x, torch.randn(37, 67).to(out))
+        assert dx.dtype == dtype
+        y, s = _chain(norm, "x_bias", layer, x, w, b, None, x_bias, **options)
+        assert (y.dtype, s.dtype) == (out, dtype)
+
+
+@pytest.mark.parametrize(
+    ("rows", "E", "layer"), [(17, 8192 + 9, True), (2, 16384 + 27, False), (2, 16384 + 27, True)]
+)
+def test_rows_too_long_for_the_registers(rows, E, layer) -> None:
+    inputs = _chain_inputs((rows, E))
+    inputs[0] += 3  # a mean that a sum of squares alone would lose digits to
+    dy, ds = torch.randn(2, rows, E, dtype=torch.float64)
+    terms = TERMS[-1] if layer else "residual"
+    ours = _chain_run(norm, terms, layer, inputs, dy, ds, impl="triton")
+    truth = _chain_run(reference, terms, layer, inputs, dy, ds)
+    for a, b in zip(ours, truth, strict=True):
+        assert_close_f64(a, b, 1e-12)
+
+
+def test_the_width_of_a_vocabulary() -> None:
+    x, w = torch.randn(2, 65536), torch.randn(65536)
+    y, truth = norm.rms_norm(x, w, impl="triton"), reference.rms_norm(x.double(), w.double())
+    assert_error_budget(y, reference.rms_norm(x, w), truth)
+    x += 3
+    y, same = norm.layer_norm(x, w, w, impl="triton"), reference.layer_norm(x, w, w)
+    assert_error_budget(y, same, reference.layer_norm(x.double(), w.double(), w.double()))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_the_chain_of_no_rows_and_dropout_of_nothing(impl) -> None:
+    x, w, b, r, x_bias = (
+        t.requires_grad_() for t in _chain_inputs((2, 0, 7), torch.bfloat16, torch.float32)
+    )
+    y, s = _chain(norm, "residual x_bias dropout", True, x, w, b, r, x_bias, impl=impl)
+    grads = torch.autograd.grad(y.sum() + s.sum(), (x, w, b, r, x_bias))
+    assert [g.dtype for g in grads] == [t.dtype for t in (x, w, b, r, x_bias)]
+    assert not any(g.any() for g in grads)
+    x, w, *_ = _chain_inputs((5, 7))
+    y, s = norm.rms_norm(x, w, tokens=torch.arange(5), impl=impl)
+    assert s is x
+    assert torch.equal(y, norm.rms_norm(x, w, impl=impl))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_gradcheck_of_the_chain(impl) -> None:
+    x, w, b, r, x_bias = (t.requires_grad_() for t in _chain_inputs((3, 5)))
+
+    def layer(*inputs):
+        return _chain(norm, TERMS[-1], True, *inputs, impl=impl)
+
+    fast = impl == "triton"
+    assert torch.autograd.gradcheck(layer, (x, w, b, r, x_bias), fast_mode=fast)
+
+
+def test_sums_over_rows_are_the_same_bits_every_time() -> None:
+    x, w, *_ = _chain_inputs((301, 67), torch.float32)
+    _, s, mean, rstd = norm.norm_fwd(x, w, layer=True, impl="triton")
+    tokens, dy = torch.arange(301), torch.randn(301, 67)
+    options = {"bias": True, "x_bias": True, "tokens": tokens, **DRAW, "impl": "triton"}
+    first, second = (norm.norm_bwd(dy, s, w, mean, rstd, **options) for _ in range(2))
+    for name in ("dx", "dx_bias", "dw", "db"):
+        assert torch.equal(getattr(first, name), getattr(second, name))
+    assert first.dresidual is None
+
+
+@pytest.mark.parametrize(
+    "fault", ["mask of another site", "bias of x twice", "no dresidual", "stale s"]
+)
+def test_the_comparison_sees_planted_faults_of_the_chain(fault, monkeypatch) -> None:
+    inputs = _chain_inputs((37, 67))
+    dy, ds = torch.randn(2, 37, 67, dtype=torch.float64)
+    truth = _chain_run(reference, TERMS[-1], True, inputs, dy, ds)
+    run = norm.norm_bwd
+
+    def faulty(dy, s, weight, mean, rstd, **options):
+        if fault == "mask of another site":
+            options["site"] += 1
+        if fault == "stale s":
+            s = s.roll(1, 0)
+        found = run(dy, s, weight, mean, rstd, **options)
+        if fault == "bias of x twice":
+            found = found._replace(dx_bias=2 * found.dx_bias)
+        return found._replace(dresidual=found.dx.clone()) if fault == "no dresidual" else found
+
+    monkeypatch.setattr(norm, "norm_bwd", faulty)
+    wrong = _chain_run(norm, TERMS[-1], True, inputs, dy, ds, impl="triton")
+    assert max(relative_error(a, b) for a, b in zip(wrong, truth, strict=True)) > 0.1
+
+
+def test_the_chain_reads_and_writes_everything_once() -> None:
+    T, E, layer = 1024, 128, True
+    x, w, b, r, x_bias = _chain_inputs((T, E), torch.bfloat16, torch.float32)
+    given = {"tokens": torch.arange(T), **DRAW, "impl": "triton"}
+    terms = {"layer": layer, "residual": True, "x_bias": True, "dropout": True, "stream_size": 4}
+    with traffic() as t:
+        _, s, mean, rstd = norm.norm_fwd(x, w, b, layer=layer, residual=r, x_bias=x_bias, **given)
+    vectors = dict.fromkeys(("weight_ptr", "bias_ptr", "x_bias_ptr"), "read by every program")
+    assert t.moved(vectors) <= 1.01 * cost.norm(T, E, **terms).bytes
+    options = {"bias": layer, "x_bias": True, "x_dtype": x.dtype, "residual_dtype": s.dtype}
+    dy, ds = torch.randn(T, E).bfloat16(), torch.randn(T, E)
+    with traffic() as t:
+        norm.norm_bwd(dy, s, w, mean, rstd, ds=ds, **options, **given)
+    least = cost.norm(T, E, backward=True, **terms).bytes
+    found = t.moved({"weight_ptr": "read by every program"})
+    assert 0.99 * least <= found <= 1.05 * least  # the partial sums of few rows
+
+
+# ------------------------------------------------------------ straight into another's memory
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("layer", [False, True], ids=["rms", "layer"])
+def test_y_goes_into_the_rows_of_a_given_buffer(layer, impl) -> None:
+    x, w, b, r, x_bias = _chain_inputs((3, 5, 12), torch.float32)
+    y, s = _chain(norm, TERMS[-1], layer, x, w, b, r, x_bias, impl=impl, out_dtype=torch.bfloat16)
+    gathered = torch.full((4, 3, 5, 12), 7.0, dtype=torch.bfloat16)  # of four ranks
+    wide = torch.full((3, 5, 30), 7.0, dtype=torch.bfloat16)
+    for whole, out in ((gathered, gathered[2]), (wide, wide[..., 9:21])):
+        given, again = _chain(norm, TERMS[-1], layer, x, w, b, r, x_bias, impl=impl, out=out)
+        assert given is out
+        assert torch.equal(out, y)
+        assert torch.equal(again, s)
+        assert (whole == 7).sum() == whole.numel() - y.numel()
+    row = torch.full((12,), 7.0)
+    expected = norm.rms_norm(x[0, 0], w, impl=impl)
+    assert torch.equal(norm.rms_norm(x[0, 0], w, out=row, impl=impl), expected)
+    norm.rms_norm(x[:0], w, out=torch.empty(0, 5, 12), impl=impl)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_buffer_that_does_not_fit_is_refused(impl) -> None:
+    x, w = torch.randn(3, 5, 12), torch.randn(12)
+    for out in (
+        torch.empty(3, 5, 11),
+        torch.empty(15, 12),
+        torch.empty(5, 3, 12).transpose(0, 1),  # rows at two distances
+        torch.empty(3, 5, 24)[..., ::2],
+        torch.empty(3, 12, 5).mT,
+    ):
+        with pytest.raises(ValueError, match=r"out must be like x \[3, 5, 12\]"):
+            norm.rms_norm(x, w, out=out, impl=impl)
+    with pytest.raises(ValueError, match="of dtype"):
+        norm.rms_norm(x, w, out=torch.empty(3, 5, 12), out_dtype=torch.float16, impl=impl)
+    with pytest.raises(ValueError, match="no gradient"):
+        norm.rms_norm(x.requires_grad_(), w, out=torch.empty(3, 5, 12), impl=impl)
+    with torch.no_grad():
+        norm.rms_norm(x, w, out=torch.empty(3, 5, 12), impl=impl)
+
+
+def test_rows_further_apart_than_int32_can_count() -> None:
+    """The pages between the two rows are never touched, so they take no memory."""
+    far = torch.empty(2**31 + 64, dtype=torch.float16).as_strided((2, 64), (2**31, 1))
+    x, w = torch.randn(2, 64).half(), torch.randn(64).half()
+    y, _, rstd = norm.rms_norm_fwd(x, w, impl="triton")
+    far.copy_(x)
+    assert torch.equal(norm.rms_norm(far, w, impl="triton"), y)
+    bwd = norm.rms_norm_bwd(far, far, w, rstd, ds=far, impl="triton")
+    for a, b in zip(bwd, norm.rms_norm_bwd(x, x, w, rstd, ds=x, impl="triton")):
+        assert torch.equal(a, b)
+    norm.rms_norm(x, w, out=far, impl="triton")
+    assert torch.equal(far, y)
+
+
+# ------------------------------------------------------------ under torch's own machinery
+
+
+def _loss(x, w, b, r, x_bias, impl):
+    y, s = _chain(norm, TERMS[-1], True, x, w, b, r, x_bias, impl=impl)
+    return (y * y).sum() + s.sum()
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*should not be instantiated:DeprecationWarning"
+)  # Dynamo's own
+@pytest.mark.parametrize("impl", IMPLS)
+def test_the_chain_compiles_checkpoints_and_autocasts(impl) -> None:
+    inputs = [t.requires_grad_() for t in _chain_inputs((5, 12), torch.float32)]
+    eager = torch.autograd.grad(_loss(*inputs, impl), inputs)
+    compiled = torch.compile(_loss, fullgraph=True, backend="aot_eager")
+    again = checkpoint(_loss, *inputs, impl, use_reentrant=False)
+    for loss in (compiled(*inputs, impl), again):
+        for a, b in zip(torch.autograd.grad(loss, inputs), eager, strict=True):
+            assert torch.equal(a, b)
+    with torch.autocast("cpu", torch.bfloat16):
+        gradients = torch.autograd.grad(_loss(*inputs, impl), inputs)
+        x = inputs[0]
+        dx = torch.autograd.grad(norm.rms_norm(x, inputs[1], impl=impl).sum(), x)[0]
+    for a, b in zip(gradients, eager, strict=True):
+        assert_close_f64(a, b, 1e-6)
+    assert torch.equal(dx, torch.autograd.grad(norm.rms_norm(x, inputs[1], impl=impl).sum(), x)[0])
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*should not be instantiated:DeprecationWarning"
+)  # Dynamo's own
+@pytest.mark.parametrize("impl", IMPLS)
+def test_writing_into_a_buffer_compiles(impl) -> None:
+    x, w, _, r, _ = _chain_inputs((5, 12), torch.float32)
+
+    def gather(x, w, r, buffer):
+        norm.rms_norm(x, w, residual=r, out=buffer[1], impl=impl)
+        return buffer.sum(0)
+
+    compiled = torch.compile(gather, fullgraph=True, backend="aot_eager")
+    buffers = torch.zeros(2, 3, 5, 12)
+    assert torch.equal(compiled(x, w, r, buffers[0]), gather(x, w, r, buffers[1]))
+    assert torch.equal(buffers[0], buffers[1])
+    assert buffers.any()

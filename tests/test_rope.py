@@ -3,17 +3,28 @@
 import pytest
 import torch
 from close import assert_close_f64, assert_error_budget, relative_error
+from torch.utils.checkpoint import checkpoint
+from traffic import traffic
 
-from warpweave.kernels import reference
-from warpweave.kernels.rope import apply_rope, rope_fwd, rope_table
+from warpweave.kernels import cost, reference
+from warpweave.kernels.rope import (
+    RopeScaling,
+    apply_rope,
+    apply_rope_qk,
+    rope_fwd,
+    rope_qk_fwd,
+    rope_table,
+)
 
 IMPLS = ("torch", "triton")
-SHAPES = ((1, 1, 1, 2), (2, 37, 3, 10), (1, 5, 2, 80), (3, 7, 5, 64))
+SHAPES = ((1, 1, 1, 2), (2, 37, 3, 10), (1, 5, 2, 80), (3, 7, 5, 64), (1, 3, 2, 256))
+PAIRS = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 
 
-def _inputs(shape, dtype=torch.float64):
+def _inputs(shape, dtype=torch.float64, rotary_dim=None):
     x, dy = torch.randn(2, *shape, dtype=torch.float64).to(dtype)
-    cos, sin = rope_table(torch.arange(3, 3 + shape[1]) * 7, shape[3], dtype=torch.float64)
+    positions = torch.arange(3, 3 + shape[1]) * 7
+    cos, sin = rope_table(positions, rotary_dim or shape[3], dtype=torch.float64)
     return x.requires_grad_(), dy, cos, sin
 
 
@@ -27,28 +38,39 @@ def test_the_table_is_exact_at_positions_no_float32_angle_can_hold() -> None:
 
 
 @pytest.mark.parametrize("impl", IMPLS)
+@PAIRS
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_values_and_gradients_equal_the_reference(shape, impl) -> None:
-    x, dy, cos, sin = _inputs(shape)
-    y, truth = apply_rope(x, cos, sin, impl=impl), reference.apply_rope(x, cos, sin)
-    assert_close_f64(y, truth, 1e-14)
-    (dx,), (dtruth,) = torch.autograd.grad(y, x, dy), torch.autograd.grad(truth, x, dy)
-    assert_close_f64(dx, dtruth, 1e-14)
-    assert relative_error(rope_fwd(dy, cos, sin, impl=impl), dtruth) > 1e-3  # not conjugated
+def test_values_and_gradients_equal_the_reference(shape, interleaved, impl) -> None:
+    for rotary_dim in {shape[3], max(2, shape[3] // 4 * 2)}:
+        x, dy, cos, sin = _inputs(shape, rotary_dim=rotary_dim)
+        options = {"interleaved": interleaved}
+        y = apply_rope(x, cos, sin, **options, impl=impl)
+        truth = reference.apply_rope(x, cos, sin, **options)
+        assert_close_f64(y, truth, 1e-14)
+        assert torch.equal(y[..., rotary_dim:], x[..., rotary_dim:])
+        (dx,), (dtruth,) = torch.autograd.grad(y, x, dy), torch.autograd.grad(truth, x, dy)
+        assert_close_f64(dx, dtruth, 1e-14)
+        forth = rope_fwd(dy, cos, sin, **options, impl=impl)
+        assert relative_error(forth, dtruth) > 1e-3  # not conjugated
+        other = rope_fwd(dy, cos, sin, interleaved=not interleaved, conjugate=True, impl=impl)
+        assert rotary_dim == 2 or relative_error(other, dtruth) > 1e-3
 
 
+@PAIRS
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_error_is_within_twice_that_of_the_same_dtype(dtype, impl) -> None:
-    x, dy, cos, sin = _inputs((2, 37, 3, 10), dtype)
-    table = cos.float(), sin.float()
-    y, same = apply_rope(x, *table, impl=impl), reference.apply_rope(x, *table)
-    truth = reference.apply_rope(x.double(), cos, sin)
+def test_error_is_within_twice_that_of_the_same_dtype(dtype, impl, interleaved) -> None:
+    x, dy, cos, sin = _inputs((2, 37, 3, 10), dtype, rotary_dim=8)
+    table, options = (cos.float(), sin.float()), {"interleaved": interleaved}
+    y = apply_rope(x, *table, **options, impl=impl)
+    same = reference.apply_rope(x, *table, **options)
+    truth = reference.apply_rope(x.double(), cos, sin, **options)
     assert y.dtype == dtype
     assert_error_budget(y, same, truth)
     budget = [torch.autograd.grad(out, x, dy.to(out.dtype))[0] for out in (y, same)]
     wide = x.detach().double().requires_grad_()
-    (dtruth,) = torch.autograd.grad(reference.apply_rope(wide, cos, sin), wide, dy.double())
+    exact = reference.apply_rope(wide, cos, sin, **options)
+    (dtruth,) = torch.autograd.grad(exact, wide, dy.double())
     assert_error_budget(*budget, dtruth)
 
 
@@ -64,8 +86,14 @@ def test_rotation_keeps_length_and_depends_on_relative_position_only(impl) -> No
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_gradcheck(impl) -> None:
-    x, _, cos, sin = _inputs((1, 3, 2, 6))
-    assert torch.autograd.gradcheck(lambda x: apply_rope(x, cos, sin, impl=impl), x)
+    x, _, cos, sin = _inputs((1, 3, 2, 7), rotary_dim=4)
+    for inplace in (False, True):
+        options = {"interleaved": True, "inplace": inplace, "impl": impl}
+
+        def turn(x, options=options):
+            return apply_rope(x * 1, cos, sin, **options)
+
+        assert torch.autograd.gradcheck(turn, x)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -86,17 +114,51 @@ def test_strided_and_empty_inputs(impl) -> None:
 @pytest.mark.parametrize("impl", IMPLS)
 def test_shapes_that_do_not_fit_raise(impl) -> None:
     x, _, cos, sin = _inputs((2, 5, 3, 8))
-    with pytest.raises(ValueError, match="even D"):
+    with pytest.raises(ValueError, match="2 <= R <= D = 7, got R = 8"):
         apply_rope(x[..., :7], cos, sin, impl=impl)
-    with pytest.raises(ValueError, match=r"must be \[S, D/2\]"):
+    with pytest.raises(ValueError, match="got R = 0"):
+        apply_rope(x, cos[:, :0], sin[:, :0], impl=impl)
+    with pytest.raises(ValueError, match=r"must be \[S, R/2\]"):
         apply_rope(x, cos[:4], sin[:4], impl=impl)
-    with pytest.raises(ValueError, match="even head_dim"):
-        rope_table(torch.arange(4), 7)
+    with pytest.raises(ValueError, match=r"x must be \[B, S, H, D\]"):
+        apply_rope(x[0], cos, sin, impl=impl)
+    with pytest.raises(ValueError, match="of a float dtype"):
+        apply_rope(x.long(), cos, sin, impl=impl)
+    for k in (x[:1], x[..., :6], x.float()):
+        with pytest.raises(ValueError, match=r"must fit|2 <= R <= D"):
+            apply_rope_qk(x, k, cos, sin, impl=impl)
+    with pytest.raises(ValueError, match="a leaf requires grad"):
+        apply_rope(x, cos, sin, inplace=True, impl=impl)
+    x = x.detach()
+    for bad in (x.mT.contiguous().mT, x[:, :, :1].expand(2, 5, 3, 8)):
+        with pytest.raises(ValueError, match="in place needs"):
+            apply_rope(bad, cos, sin, inplace=True, impl=impl)
 
 
-def test_the_operator_is_well_formed() -> None:
+def test_tables_that_cannot_be_made_are_refused() -> None:
+    for width, positions in ((7, torch.arange(4)), (0, torch.arange(4)), (8, torch.ones(2, 2))):
+        with pytest.raises(ValueError, match="even head_dim"):
+            rope_table(positions, width)
+    with pytest.raises(ValueError, match="theta must be greater"):
+        rope_table(torch.arange(4), 8, theta=1.0)
+    for arguments, match in (
+        (("dynamic", 2.0), "kind must be"),
+        (("linear", 0.5), "at least 1"),
+        (("yarn", 2.0), "original_length >= 1, got 0"),
+        (("llama3", 2.0, 8192, 4.0, 1.0), "0 < low < high, got 4.0 and 1.0"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            RopeScaling(*arguments)
+
+
+def test_the_operators_are_well_formed() -> None:
     x, _, cos, sin = _inputs((1, 5, 2, 8))
-    torch.library.opcheck(torch.ops.warpweave.rope.default, (x, cos, sin, False))
+    ops, table, k = torch.ops.warpweave, (cos, sin), x.detach()[:, :, :1].clone()
+    torch.library.opcheck(ops.rope.default, (x, *table, 1, 0))
+    torch.library.opcheck(ops.rope_qk.default, (x, k.requires_grad_(), *table, 0, 1))
+    x, k = x.detach(), k.detach()
+    torch.library.opcheck(ops.rope_inplace.default, (x, *table, 1))
+    torch.library.opcheck(ops.rope_qk_inplace.default, (x, k, *table, 0))
 
 
 @pytest.mark.filterwarnings(
@@ -110,3 +172,203 @@ def test_it_compiles_without_breaks(impl) -> None:
     assert_close_f64(y, truth, 1e-15)  # Dynamo's addcmul rounds twice
     dx, dtruth = (torch.autograd.grad(out, x, dy)[0] for out in (y, truth))
     assert_close_f64(dx, dtruth, 1e-15)
+
+
+# ------------------------------------------------------------ in place, and two at once
+
+
+@PAIRS
+@pytest.mark.parametrize("impl", IMPLS)
+def test_in_place_turns_the_dims_that_turn_and_touches_nothing_else(impl, interleaved) -> None:
+    qkv = torch.randn(2, 11, 6, 12, dtype=torch.float64)
+    cos, sin = rope_table(torch.arange(11), 8, dtype=torch.float64)
+    before, options = qkv.clone(), {"interleaved": interleaved}
+    x = qkv[:, :, 1:4, :10]
+    truth = reference.apply_rope(x.clone(), cos, sin, **options)
+    assert apply_rope(x, cos, sin, inplace=True, impl=impl, **options) is x
+    assert_close_f64(x, truth, 1e-14)
+    assert torch.equal(x[..., 8:], before[:, :, 1:4, 8:10])
+    x.copy_(before[:, :, 1:4, :10])
+    assert torch.equal(qkv, before)
+
+
+@PAIRS
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("inplace", [False, True])
+def test_queries_and_keys_together_are_each_alone(inplace, impl, interleaved) -> None:
+    qkv = torch.randn(2, 37, 9, 40, dtype=torch.float64)
+    cos, sin = rope_table(torch.arange(37), 24, dtype=torch.float64)
+    leaf, options = qkv.requires_grad_(), {"interleaved": interleaved, "impl": impl}
+    dq, dk = torch.randn(2, 37, 7, 40).double(), torch.randn(2, 37, 1, 40).double()
+    alone = [apply_rope(x, cos, sin, **options) for x in (leaf[:, :, :7], leaf[:, :, 7:8])]
+    expected = torch.autograd.grad(alone, leaf, (dq, dk))[0]
+    q, k = leaf[:, :, :7] * 1, leaf[:, :, 7:8] * 1
+    pair = apply_rope_qk(q, k, cos, sin, inplace=inplace, **options)
+    assert all(torch.equal(a, b) for a, b in zip(pair, alone, strict=True))
+    assert (pair[0].data_ptr() == q.data_ptr()) == inplace
+    assert torch.equal(torch.autograd.grad(pair, leaf, (dq, dk))[0], expected)
+    with torch.no_grad():
+        q, k = q.detach().clone(), leaf.detach()[:, :, 7:8]  # of strides of their own
+        q.copy_(leaf[:, :, :7])
+        again = apply_rope_qk(q, k, cos, sin, inplace=inplace, **options)
+        assert all(torch.equal(a, b) for a, b in zip(again, alone, strict=True))
+        back = rope_qk_fwd(*again, cos, sin, conjugate=True, **options)
+        once = (rope_fwd(x, cos, sin, conjugate=True, **options) for x in again)
+        assert all(torch.equal(a, b) for a, b in zip(back, once, strict=True))
+    empty = torch.empty(2, 37, 0, 40, dtype=torch.float64)
+    assert apply_rope_qk(empty, pair[1].detach(), cos, sin, **options)[1].shape == dk.shape
+
+
+def test_an_output_of_split_cannot_be_turned_in_place_unseen() -> None:
+    qkv = torch.randn(1, 5, 3, 8, requires_grad=True) * 1
+    q, _, _ = qkv.split(1, 2)
+    cos, sin = rope_table(torch.arange(5), 8)
+    with pytest.raises(RuntimeError, match="view"):
+        apply_rope(q, cos, sin, inplace=True)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*should not be instantiated:DeprecationWarning"
+)  # Dynamo's own
+@pytest.mark.parametrize("impl", IMPLS)
+def test_pairs_compile_checkpoint_and_autocast(impl) -> None:
+    x, _, cos, sin = _inputs((1, 5, 3, 8), rotary_dim=6)
+
+    def loss(x):
+        q, k = apply_rope_qk(x[:, :, :2], x[:, :, 2:], cos, sin, interleaved=True, impl=impl)
+        return (q * q[..., :1]).sum() + (k**3).sum()
+
+    (truth,) = torch.autograd.grad(loss(x), x)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")(x)
+    recomputed = checkpoint(loss, x, use_reentrant=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = loss(x)
+    for found in (compiled, recomputed, cast):
+        assert_close_f64(torch.autograd.grad(found, x)[0], truth, 1e-14)
+
+    def turn(q, k):
+        q, k = apply_rope_qk(q, k, cos, sin, inplace=True, impl=impl)
+        return apply_rope(q, cos, sin, inplace=True, impl=impl) + k
+
+    first, second = (x.detach().clone() for _ in range(2))
+    with torch.no_grad():
+        y = torch.compile(turn, fullgraph=True, backend="aot_eager")(first, first.clone())
+        assert_close_f64(y, turn(second, second.clone()), 1e-14)
+    assert_close_f64(first, second, 1e-14)
+
+
+@PAIRS
+def test_every_element_is_read_and_written_once_and_in_place_only_what_turns(interleaved) -> None:
+    qkv, options = torch.randn(2, 32, 12, 64).bfloat16(), {"interleaved": interleaved}
+    cos, sin = rope_table(torch.arange(32), 16)
+    resident = dict.fromkeys(("cos_ptr", "sin_ptr"), "read by every head")
+    q, k = qkv[:, :, :8], qkv[:, :, 8:10]
+    for inplace in (False, True):
+        with traffic() as t:
+            rope_qk_fwd(q, k, cos, sin, inplace=inplace, impl="triton", **options)
+        least = cost.rope(2, 32, 10, 64, rotary_dim=16, inplace=inplace).bytes
+        assert 0.99 * least <= t.moved(resident) <= 1.01 * least
+        assert len(t.launches) == 1
+
+
+def test_rows_further_apart_than_int32_can_count() -> None:
+    """The pages between the two sequences are never touched, so they take no memory."""
+    cos, sin = rope_table(torch.arange(3), 8)
+    x = torch.randn(2, 3, 2, 8).half()
+    far = torch.empty(2**31 + 64, dtype=torch.float16).as_strided(x.shape, (2**31, 16, 8, 1))
+    far.copy_(x)
+    y = apply_rope(x, cos, sin, impl="triton")
+    assert torch.equal(apply_rope(far, cos, sin, impl="triton"), y)
+    assert torch.equal(apply_rope(far, cos, sin, inplace=True, impl="triton"), y)
+
+
+# ------------------------------------------------------------ tables of extended models
+
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SCALINGS = {
+    "linear": (RopeScaling("linear", 4.0), "linear", {}),
+    "yarn": (RopeScaling("yarn", 16.0, 4096), "yarn", {}),
+    "yarn betas": (
+        RopeScaling("yarn", 40.0, 4096, 2.0, 24.0), "yarn", {"beta_slow": 2.0, "beta_fast": 24.0}
+    ),
+    "yarn without temperature": (
+        RopeScaling("yarn", 4.0, 32768, attention_factor=1.0), "yarn", {"attention_factor": 1.0}
+    ),
+    "llama 3.1": (RopeScaling("llama3", 8.0, 8192), "llama3", LLAMA3),
+    "llama 3.2": (RopeScaling("llama3", 32.0, 8192), "llama3", LLAMA3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+@pytest.mark.parametrize(("head_dim", "part", "theta"), [(128, 1.0, 5e5), (80, 0.5, 1e4)])
+def test_scaled_tables_are_those_of_transformers(name, head_dim, part, theta) -> None:
+    pytest.importorskip("transformers", reason="the independent implementation of the tables")
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaling, kind, more = SCALINGS[name]
+    parameters = {
+        "rope_type": kind,
+        "rope_theta": theta,
+        "factor": scaling.factor,
+        "partial_rotary_factor": part,
+        **more,
+    }
+    if scaling.original_length:
+        parameters["original_max_position_embeddings"] = scaling.original_length
+    config = LlamaConfig(
+        hidden_size=2 * head_dim,
+        num_attention_heads=2,
+        head_dim=head_dim,
+        max_position_embeddings=int(scaling.factor * max(scaling.original_length, 4096)),
+        rope_parameters=parameters,
+    )
+    frequencies, multiplier = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    assert multiplier == pytest.approx(scaling.multiplier, abs=1e-12)
+    rotary_dim = int(head_dim * part)
+    plain = theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.float64) / -rotary_dim)
+    ours = scaling.scale(plain, theta)
+    error = ((ours - frequencies.double()) / ours).abs().max()
+    assert error < 1e-5  # theirs are float32
+    assert relative_error(plain, ours) == 0 or ((plain - ours) / ours).abs().max() > 0.5
+    positions = torch.tensor([0, 1, 77])
+    cos, sin = rope_table(positions, rotary_dim, theta=theta, scaling=scaling, dtype=torch.float64)
+    angles = torch.outer(positions.double(), frequencies.double())
+    assert_close_f64(cos, angles.cos() * multiplier, 1e-4)
+    assert_close_f64(sin, angles.sin() * multiplier, 1e-4)
+
+
+def test_ntk_changes_the_base_as_transformers_dynamic_form_does_at_one_length() -> None:
+    pytest.importorskip("transformers", reason="the independent implementation of the tables")
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = LlamaConfig(
+        hidden_size=256,
+        num_attention_heads=2,
+        max_position_embeddings=2048,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 3.0},
+    )
+    frequencies, _ = ROPE_INIT_FUNCTIONS["dynamic"](config, torch.device("cpu"), seq_len=8192)
+    plain = 1e4 ** (torch.arange(0, 128, 2, dtype=torch.float64) / -128)
+    ours = RopeScaling("ntk", 3.0 * 8192 / 2048 - 2.0).scale(plain, 1e4)
+    assert ((ours - frequencies.double()) / ours).abs().max() < 1e-5
+    assert ours[0] == plain[0]
+    assert_close_f64(ours[-1:] * 10, plain[-1:])  # the lowest is interpolated by the whole factor
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_temperature_in_the_table_scales_scores_by_its_square(impl) -> None:
+    q = torch.randn(1, 9, 1, 16, dtype=torch.float64, requires_grad=True)
+    scaling = RopeScaling("yarn", 8.0, 4)
+    positions, wide = torch.arange(9), {"dtype": torch.float64}
+    warm = rope_table(positions, 16, scaling=scaling, **wide)
+    cold = [t / scaling.multiplier for t in warm]
+    assert scaling.multiplier > 1.2
+    scores = []
+    for table in (warm, cold):
+        y = apply_rope(q, *table, impl=impl)[0, :, 0]
+        scores.append(y @ y.T)
+    assert_close_f64(scores[0], scores[1] * scaling.multiplier**2, 1e-13)
+    dq, dtruth = (torch.autograd.grad(s.square().sum(), q, retain_graph=True)[0] for s in scores)
+    assert_close_f64(dq, dtruth * scaling.multiplier**4, 1e-12)

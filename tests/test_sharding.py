@@ -22,8 +22,10 @@ def draw(*shape: int) -> Tensor:
 def cases() -> dict[str, tuple[Callable, list, list, list]]:
     """name -> (function, its arguments, the dim that each is cut along or None, the outputs')."""
     tokens = torch.arange(6) * 7
+    rows = torch.arange(24).view(4, 6) * 5
     x, w, b, r = draw(4, 6, 5), draw(5), draw(5), draw(4, 6, 5)
     q, k, v = draw(2, 3, 4, 8), draw(2, 3, 2, 8), draw(2, 3, 2, 8)
+    each, sinks = torch.tensor([[0, 1, 3], [0, 3, 3]]), draw(4)
     cos, sin = draw(4, 4), draw(4, 4)
     z, labels = draw(6, 7), torch.tensor([0, 6, -100, 3, 2, 1])
 
@@ -39,8 +41,20 @@ def cases() -> dict[str, tuple[Callable, list, list, list]]:
     def attend_only(q, k, v):
         return attention.attention(q, k, v, impl="torch")
 
+    def attend_packed(q, k, v, documents, sinks, dropout=0.0):
+        return attention.attention(
+            q, k, v, window=3, documents=documents, sinks=sinks, dropout=dropout, impl="torch"
+        )
+
     def rotate(x, cos, sin):
         return rope.apply_rope(x, cos, sin, impl="triton")
+
+    def rotate_pair(q, k, cos, sin):
+        return rope.apply_rope_qk(q, k, cos, sin, interleaved=True, impl="triton")
+
+    def chain(x, w, b, r, x_bias, rows):
+        drop = {"dropout": 0.5, "seed": 3, "site": 1, "tokens": rows}
+        return norm.layer_norm(x, w, b, residual=r, x_bias=x_bias, **drop, impl="triton")
 
     def drop(x, tokens, impl="triton"):
         return dropout.dropout(x, 0.5, seed=3, site=1, tokens=tokens, impl=impl)
@@ -62,9 +76,28 @@ def cases() -> dict[str, tuple[Callable, list, list, list]]:
         "attention batch": (attend, [q, k, v], [0, 0, 0], [0, 0]),
         "attention heads": (attend, [q, k, v], [2, 2, 2], [2, 1]),
         "attention heads, no lse": (attend_only, [q, k, v], [2, 2, 2], [2]),
+        "attention batch, documents, sinks": (
+            attend_packed, [q, k, v, each, sinks], [0, 0, 0, 0, None], [0],
+        ),
+        "attention batch, shared documents": (
+            attend_packed, [q, k, v, each[0], sinks], [0, 0, 0, None, None], [0],
+        ),
+        "attention heads, documents, sinks": (
+            attend_packed, [q, k, v, each, sinks], [2, 2, 2, None, 0], [2],
+        ),
+        "attention with dropout": (
+            lambda *a: attend_packed(*a, 0.5), [q, k, v, each, sinks], [2, 2, 2, None, 0], [None],
+        ),
         "rope batch": (rotate, [t, cos, sin], [0, None, None], [0]),
         "rope sequence": (rotate, [t, cos, sin], [1, 0, 0], [1]),
         "rope heads": (rotate, [t, cos, sin], [2, None, None], [2]),
+        "rope pair heads": (rotate_pair, [t, t + 1, cos, sin], [2, 2, None, None], [2, 2]),
+        "rope pair sequence": (rotate_pair, [t, t + 1, cos, sin], [1, 1, 0, 0], [1, 1]),
+        "norm chain": (chain, [x, w, b, r, w + 1, rows], [1, None, None, 1, None, 1], [1, 1]),
+        "norm chain, float32": (
+            lambda *a: chain(a[0].float(), *a[1:]), [x, w, b, r, w, rows],
+            [0, None, None, 0, None, 0], [0, 0],
+        ),
         "gelu last": (lambda x: activation.gelu(x, impl="triton"), [r.mT], [2], [2]),
         "swiglu rows": (lambda x: activation.swiglu(x, impl="triton"), [t], [0], [0]),
         "swiglu pairs": (lambda x: activation.swiglu(x, impl="triton"), [t], [3], [3]),
@@ -84,8 +117,10 @@ def check(rank: int, broken: bool = False) -> list[str]:
 
     chosen = cases()
     if broken:  # dims that must be whole, cut as if each rank could do its part alone
-        sharding._rope = lambda *a: [([Shard(3)], [Shard(3), Shard(1), Shard(1), None])]
-        sharding._attention = lambda *a: [([Shard(1), Shard(2)], [Shard(1)] * 3 + [None] * 5)]
+        sharding._rope = lambda *a: [([Shard(3)], [Shard(3), Shard(1), Shard(1), None, None])]
+        sharding._attention = lambda *a: [
+            ([Shard(1), Shard(2)], [Shard(1)] * 3 + [None] * (len(a) - 3))
+        ]
         (rotate, rope_args, _, _), (attend, qkv, _, _) = (
             chosen[name] for name in ("rope heads", "attention heads")
         )

@@ -31,7 +31,7 @@ import warpweave.layers.linear
 import warpweave.layers.loss
 from warpweave import prove
 from warpweave.gpt import GPT, PRESETS, GPTConfig
-from warpweave.kernels import activation, cross_entropy, norm, rope
+from warpweave.kernels import activation, cross_entropy, linear_cross_entropy, mlp, norm, qkv, rope
 from warpweave.kernels.attention import attention
 from warpweave.layers.attention import Attention
 from warpweave.layers.block import TransformerBlock
@@ -283,12 +283,30 @@ def test_what_a_stage_hands_on_is_held_to_what_the_next_one_takes() -> None:
 # ---------------------------------------------------------------- rules of the local Functions
 
 T64 = {"dtype": torch.float64}
+
+
+def _linear_loss() -> tuple:
+    x, weight, labels = torch.randn(4, 8, **T64), torch.randn(6, 8, **T64), [0, -100, 3, 5]
+    vocabulary = linear_cross_entropy.Vocabulary(0, 6, -100, 0.1, 0.01, "torch")
+    return x, weight, torch.tensor(labels), vocabulary, torch.float64
+
+
 LOCAL = {
     norm._RMSNorm: lambda: (torch.randn(4, 6, 8, **T64), torch.randn(8, **T64), 1e-5),
     rope._Rope: lambda: (torch.randn(2, 4, 6, 8, **T64), torch.randn(4, 4), torch.randn(4, 4)),
     activation._SwiGLU: lambda: (torch.randn(4, 6, 8, **T64),),
     cross_entropy._CrossEntropy: lambda: (
         torch.randn(4, 6, **T64), torch.tensor([0, -100, 3, 5]), 6, -100, 0.1, None,
+    ),
+    linear_cross_entropy._Recomputed: lambda: _linear_loss(),
+    linear_cross_entropy._InForward: lambda: _linear_loss(),
+    mlp._MLP: lambda: (
+        *(torch.randn(*s, **T64) for s in ((4, 6), (8, 6), (8,), (6, 8), (6,), (4, 6))),
+        mlp.How("gelu", impl="torch"), torch.float64, True,
+    ),
+    qkv._QKV: lambda: (
+        *(torch.randn(*s, **T64) for s in ((2, 4, 6), (48, 6), (48,))),
+        torch.randn(4, 2, **T64), torch.randn(4, 2, **T64), 4, 1, torch.float64, None, None,
     ),
 }  # fmt: skip
 

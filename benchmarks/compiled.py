@@ -1,0 +1,175 @@
+"""What the compiler makes of every kernel at every tile that is shipped. It needs no GPU.
+
+    python benchmarks/compiled.py                                  # sm_80, sm_90, sm_100: minutes
+    python benchmarks/compiled.py --targets sm_90 --only attention
+    PYTHONPATH=build/triton-3.9.0 python benchmarks/compiled.py    # with another Triton, see README
+
+Facts, from the cubin: registers, bytes of stack (spills), shared memory, programs that one
+multiprocessor holds at once (occupancy), the tensor-core instruction used. Predictions, marked as
+such: the roofline of the op's least FLOPs and bytes (`kernels/cost.py`) at the data sheet's peaks,
+which no kernel undercuts and no real one reaches; and `busy`, the share of the multiprocessors'
+slots that the launch's whole waves of programs fill.
+
+Exit status 1 if a kernel spills, does not fit the part, or lacks the tensor-core instruction that
+it claims; the lines then say which. Results go to benchmarks/results/compiled/<target>.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import harness
+
+from warpweave.aot import PARTS
+from warpweave.kernels.cost import Cost
+
+sys.path.insert(0, str(harness.ROOT / "tests"))  # the cases: tests and benchmarks share them
+from compile_targets import TARGETS, Report, compile_targets, failures
+
+CLAIM = "No shipped tile spills, exceeds shared memory, or misses the tensor cores it claims."
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One kernel of one case on one part.
+
+    Attributes:
+        occupancy: programs per multiprocessor; `warps_active` is that of the part's warps.
+        waves: programs of the launch over those that the whole part holds at once.
+        busy: PREDICTION: waves over whole waves, the share of slots that are filled.
+        tiles: the launch's constants in capitals that are sizes.
+        flops, bytes: the least that the whole case needs.
+        roofline_us: PREDICTION for the whole case: no kernel is faster.
+    """
+
+    case: str
+    kernel: str
+    tiles: dict[str, int]
+    num_warps: int
+    registers: int
+    stack: int
+    shared: int
+    occupancy: int
+    warps_active: float
+    product: str
+    programs: int
+    waves: float
+    busy: float
+    flops: int | None
+    bytes: int | None
+    roofline_us: float | None
+
+
+def row(report: Report) -> Row:
+    """The figures of one compiled kernel."""
+    part = PARTS[report.target]
+    held = report.occupancy * part.processors
+    waves = report.programs / held if held else 0.0
+    flops, bytes_ = report.cost or (None, None)
+    roofline = None
+    if report.cost is not None and part.flops:
+        roofline = round(Cost(*report.cost).seconds(part.flops, part.bandwidth) * 1e6, 2)
+    return Row(
+        case=report.case,
+        kernel=report.kernel,
+        tiles={
+            name: value
+            for name, value in report.constants.items()
+            if name.startswith(("BLOCK", "ROWS", "TILES", "STRIDE")) and value
+        },
+        num_warps=report.num_warps,
+        registers=report.registers,
+        stack=report.stack,
+        shared=report.shared,
+        occupancy=report.occupancy,
+        warps_active=round(report.occupancy * report.num_warps / part.warps, 3),
+        product=report.product,
+        programs=report.programs,
+        waves=round(waves, 2),
+        busy=round(waves / ceil(waves), 3) if waves else 0.0,
+        flops=flops,
+        bytes=bytes_,
+        roofline_us=roofline,
+    )
+
+
+def table(target: str, rows: list[Row]) -> None:
+    """Print the rows of one part."""
+    part = PARTS[target]
+    print(
+        f"\n{target} ({part.device}: {part.flops / 1e12:.0f} TFLOP/s bf16, "
+        f"{part.bandwidth / 1e12:.2f} TB/s by its data sheet); us and busy are PREDICTIONS"
+    )
+    print(
+        f"{'case':38} {'kernel':27} {'tiles':>14} {'warps':>5} {'regs':>4} {'stack':>5} "
+        f"{'shared':>6} {'held':>4} {'occ':>4} {'busy':>5} {'roofline us':>11}  product"
+    )
+    for r in rows:
+        tiles = "x".join(str(v) for v in r.tiles.values())
+        roofline = "" if r.roofline_us is None else f"{r.roofline_us:.1f}"
+        print(
+            f"{r.case:38} {r.kernel.strip('_').removesuffix('_kernel'):27} {tiles:>14} "
+            f"{r.num_warps:5} {r.registers:4} {r.stack:5} {r.shared:6} {r.occupancy:4} "
+            f"{r.warps_active:4.0%} {r.busy:5.2f} {roofline:>11}  {r.product.split('.row')[0]}"
+        )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Compile, print, write; returns the exit status."""
+    options = argparse.ArgumentParser(description=CLAIM)
+    options.add_argument("--targets", default=",".join(TARGETS), help=f"of {', '.join(PARTS)}")
+    options.add_argument("--only", default="", help="cases whose name contains this")
+    options.add_argument("--jobs", type=int, default=2, help="compilers at a time")
+    options.add_argument("--results", type=Path, help="folder; none is written with --only")
+    given = options.parse_args(arguments)
+    targets = tuple(given.targets.split(","))
+    if unknown := [target for target in targets if target not in PARTS]:
+        options.error(f"unknown targets {unknown}, known are {', '.join(PARTS)}")
+    folder = given.results or (None if given.only else harness.ROOT / "benchmarks" / "results")
+
+    found: dict[str, list[Report]] = {target: [] for target in targets}
+    for tiles in (False, True):
+        part = compile_targets(
+            targets, given.only, tiles=tiles, jobs=given.jobs, timeout=1800, planted=False
+        )
+        for target, reports in part.items():
+            found[target] += reports
+    wrong, summary = [], {}
+    for target, reports in found.items():
+        rows = [row(report) for report in reports]
+        table(target, rows)
+        mine = failures(reports)
+        wrong += mine
+        summary[target] = {"kernels": len(rows), "failures": len(mine)}
+        if folder is not None:
+            write(folder / "compiled" / f"{target}.json", target, rows, mine)
+    print("\n" + ("\n".join(wrong) or CLAIM))
+    print(json.dumps({"script": "compiled", "claim": CLAIM, "ok": not wrong, "parts": summary}))
+    return 1 if wrong else 0
+
+
+def write(path: Path, target: str, rows: list[Row], wrong: list[str]) -> None:
+    """One part's rows, with the header that all results have."""
+    part: dict[str, Any] = dataclasses.asdict(PARTS[target])
+    header = harness.header(kind="compiled", device=f"{part['device']}, compiled for, not run on")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    report = {
+        "script": "compiled",
+        "claim": CLAIM,
+        "header": header,
+        "part": part,
+        "predictions": ["busy", "roofline_us"],
+        "failures": wrong,
+        "rows": [dataclasses.asdict(r) for r in rows],
+    }
+    path.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

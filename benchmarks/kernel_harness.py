@@ -1,0 +1,402 @@
+"""What the kernel benchmarks share: a problem, its outputs checked, then timed or predicted.
+
+Each family (`kernels_attention.py`, `kernels_norm.py`, ...) has ``problems(scale)`` and calls
+`main` here. On a CUDA device every variant's outputs are compared first, with the float64 reference
+at scale "check" and with each other at "full"; then the variants are timed by events, in turn and
+in an order drawn anew each round, with L2 flushed before every call. What is reported is the median
+with p20 and p80, TFLOP/s and GB/s by `kernels/cost.py`, the share of the device's peak *measured in
+the same run* (a large matrix product, a large copy), and the ratio to every baseline, slower or
+faster.
+
+With ``--dry``, and no GPU, our variants at scale "tiny" go through Triton's interpreter and are
+compared with the reference; nothing is timed. The times in its table are PREDICTIONS for the full
+shapes: the roofline of the data sheet's peaks, a bound that no kernel undercuts, and no claim about
+ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+if "--dry" in sys.argv:  # read when a kernel is decorated, so before any import of one
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import harness
+import torch
+from torch import Tensor
+
+from warpweave.aot import PARTS
+from warpweave.kernels.cost import Cost
+
+OURS = "warpweave"
+PREDICTED = ("sm_80", "sm_90", "sm_100")
+Outputs = Sequence[Tensor]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One op at one shape.
+
+    Attributes:
+        name, shape: in words.
+        dtype: of the inputs.
+        cost: the least FLOPs and bytes.
+        inputs: makes fresh inputs on a device.
+        variants: "warpweave" and the baselines, by name: inputs -> outputs.
+        truth: the reference: inputs of any dtype -> outputs.
+        absent: baselines that cannot run here, with the reason.
+    """
+
+    name: str
+    shape: str
+    dtype: torch.dtype
+    cost: Cost
+    inputs: Callable[[torch.device], tuple[Any, ...]]
+    variants: Mapping[str, Callable[..., Outputs]]
+    truth: Callable[..., Outputs]
+    absent: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One variant of one problem; `ratios` says how many times as fast as each baseline it is.
+
+    On a CPU the times are None and `predicted_us` holds the rooflines by target.
+    """
+
+    name: str
+    variant: str
+    shape: str
+    dtype: str
+    error: float
+    limit: float
+    ms: float | None = None
+    p20: float | None = None
+    p80: float | None = None
+    tflops: float | None = None
+    gb_s: float | None = None
+    of_peak: float | None = None
+    ratios: dict[str, harness.Ratio] = field(default_factory=dict)
+    predicted_us: dict[str, float] = field(default_factory=dict)
+
+
+def wide(value: Any) -> Any:
+    """A floating tensor in float64; everything else as it is."""
+    floating = isinstance(value, Tensor) and value.is_floating_point()
+    return value.double() if floating else value
+
+
+def copied(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Inputs of their own for a variant that changes them in place."""
+    return tuple(x.clone() if isinstance(x, Tensor) else x for x in inputs)
+
+
+def check(
+    problem: Problem, inputs: tuple[Any, ...], only: Sequence[str] = ()
+) -> dict[str, tuple[float, float]]:
+    """Every variant's (or every one of `only`'s) error and its limit, or AssertionError.
+
+    The error is the largest of an output over the output's largest element, against the float64
+    reference. The limit is twice the error that the reference itself has in this dtype, and one
+    rounding: the baselines have to keep it too.
+    """
+    expected = problem.truth(*copied(tuple(map(wide, inputs))))
+    plain = problem.truth(*copied(inputs))
+    eps = torch.finfo(problem.dtype).eps
+    limit = 2 * max(map(harness.relative_error, plain, expected)) + eps
+    found = {}
+    for name in only or problem.variants:
+        outputs = problem.variants[name](*copied(inputs))
+        if len(outputs) != len(expected):
+            raise AssertionError(f"{problem.name}: {name} gives {len(outputs)} outputs")
+        error = max(map(harness.relative_error, outputs, expected))
+        if not error <= limit:
+            raise AssertionError(
+                f"{problem.name} {problem.shape}: {name} is off by {error:.1e}, limit {limit:.1e}"
+            )
+        found[name] = (error, limit)
+    return found
+
+
+def agree(problem: Problem, inputs: tuple[Any, ...]) -> None:
+    """Every baseline's outputs are ours up to eight roundings (1e-4 at least: long sums), or
+    AssertionError: at the full shape, where the reference has no room."""
+    limit = max(8 * torch.finfo(problem.dtype).eps, 1e-4)
+    ours = problem.variants[OURS](*copied(inputs))
+    for name, call in problem.variants.items():
+        if name != OURS:
+            theirs = call(*copied(inputs))
+            error = max(map(harness.relative_error, theirs, ours))
+            if not error <= limit:
+                raise AssertionError(
+                    f"{problem.name} {problem.shape}: {name} and {OURS} differ by {error:.1e}"
+                )
+
+
+def able(problem: Problem, inputs: tuple[Any, ...]) -> Problem:
+    """The problem without the baselines that torch refuses to run here; they become absent."""
+    variants, absent = dict(problem.variants), dict(problem.absent)
+    for name, call in problem.variants.items():
+        if name == OURS:
+            continue
+        try:
+            call(*copied(inputs))
+        except (RuntimeError, TypeError) as error:
+            del variants[name]
+            why = str(error).splitlines()[0] if str(error) else type(error).__name__
+            absent[f"{name} for {problem.name} {problem.shape}"] = why
+    return dataclasses.replace(problem, variants=variants, absent=absent)
+
+
+def forward_backward(forward: Callable[..., Any], wanted: int) -> Callable[..., Outputs]:
+    """(*inputs, dy) -> (y, gradients of the first `wanted` inputs) of forward(*inputs) -> y."""
+
+    def run(*inputs: Any) -> Outputs:
+        *values, dy = inputs
+        leaves = [x.detach().requires_grad_() for x in values[:wanted]]
+        y = forward(*leaves, *values[wanted:])
+        return (y.detach(), *torch.autograd.grad(y, leaves, dy))
+
+    return run
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """torch.compile of `function`, when it is first called: that imports a whole compiler."""
+    made: list[Callable[..., Any]] = []
+
+    def run(*inputs: Any) -> Any:
+        if not made:
+            made.append(torch.compile(function, dynamic=False))
+        return made[0](*inputs)
+
+    return run
+
+
+def only_forward(forward: Callable[..., Any]) -> Callable[..., Outputs]:
+    """(*inputs) -> (forward(*inputs),)."""
+    return lambda *inputs: (forward(*inputs),)
+
+
+def both(
+    name: str, shape: str, dtype: torch.dtype, costs: tuple[Cost, Cost],
+    inputs: Callable[[torch.device], tuple[Any, ...]], wanted: int,
+    variants: Mapping[str, Callable[..., Any]], truth: Callable[..., Any],
+    absent: Mapping[str, str] | None = None,
+) -> list[Problem]:  # fmt: skip
+    """A problem for the forward, and one for forward and backward together.
+
+    `inputs` ends with the output's gradient; `costs` are the forward's and the backward's; the
+    first `wanted` inputs get gradients.
+    """
+    return [
+        Problem(
+            f"{name} fwd", shape, dtype, costs[0], lambda device: inputs(device)[:-1],
+            {n: only_forward(f) for n, f in variants.items()}, only_forward(truth), absent or {},
+        ),
+        Problem(
+            f"{name} fwd+bwd", shape, dtype, costs[0] + costs[1], inputs,
+            {n: forward_backward(f, wanted) for n, f in variants.items()},
+            forward_backward(truth, wanted), absent or {},
+        ),
+    ]  # fmt: skip
+
+
+# ---------------------------------------------------------------- on a GPU
+
+
+def interleave(
+    calls: Mapping[str, Callable[[], object]], clock: Callable[[Callable[[], object]], float],
+    *, rounds: int, warmup: int = 3,
+) -> dict[str, list[float]]:  # fmt: skip
+    """Milliseconds of every call in every round, each round in an order drawn anew."""
+    for _ in range(warmup):
+        for call in calls.values():
+            call()
+    order, names = random.Random(0), list(calls)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(rounds):
+        for name in order.sample(names, len(names)):
+            times[name].append(clock(calls[name]))
+    return times
+
+
+class CudaClock:
+    """Times one call by events, after L2 has been overwritten."""
+
+    def __init__(self, device: torch.device) -> None:
+        size = torch.cuda.get_device_properties(device).L2_cache_size
+        self.scratch = torch.empty(max(2 * size, 1 << 26), dtype=torch.uint8, device=device)
+
+    def __call__(self, call: Callable[[], object]) -> float:
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self.scratch.zero_()
+        began.record()
+        call()
+        ended.record()
+        ended.synchronize()
+        return began.elapsed_time(ended)
+
+
+def peaks(device: torch.device, clock: CudaClock) -> tuple[float, float]:
+    """FLOP/s of a bfloat16 product of 8192 x 8192 and bytes/s of copying 1 GiB, measured."""
+    a = torch.randn(8192, 8192, dtype=torch.bfloat16, device=device)
+    big = torch.empty(1 << 30, dtype=torch.uint8, device=device)
+    copy = torch.empty_like(big)
+    times = interleave({"mm": lambda: a @ a, "copy": lambda: copy.copy_(big)}, clock, rounds=10)
+    return 2 * 8192**3 / min(times["mm"]) * 1e3, 2 * (1 << 30) / min(times["copy"]) * 1e3
+
+
+def rows(
+    problem: Problem, errors: Mapping[str, tuple[float, float]],
+    times: Mapping[str, Sequence[float]], peak: tuple[float, float],
+) -> list[Row]:  # fmt: skip
+    """The measured rows of a problem: ours first, with its ratio to each baseline."""
+    found = []
+    for name, ms in times.items():
+        median, low, high = harness._quantiles(ms)
+        ratios = {
+            other: harness.Ratio(
+                *harness._quantiles([b / a for a, b in zip(ms, times[other], strict=True)])
+            )
+            for other in times
+            if name == OURS and other != OURS
+        }
+        found.append(
+            Row(
+                problem.name, name, problem.shape, _dtype(problem), *errors[name],
+                median, low, high,
+                tflops=problem.cost.flops / median / 1e9,
+                gb_s=problem.cost.bytes / median / 1e6,
+                of_peak=problem.cost.seconds(*peak) * 1e3 / median,
+                ratios=ratios,
+            )
+        )  # fmt: skip
+    return found
+
+
+# ---------------------------------------------------------------- without one
+
+
+def predictions(problem: Problem) -> dict[str, float]:
+    """Microseconds that no kernel undercuts, by target: the roofline of stated peaks."""
+    found = {}
+    for target in PREDICTED:
+        part = PARTS[target]
+        found[target] = problem.cost.seconds(part.flops, part.bandwidth) * 1e6
+    return found
+
+
+def _dtype(problem: Problem) -> str:
+    return str(problem.dtype).removeprefix("torch.")
+
+
+def _dry(tiny: Problem, full: Problem) -> list[Row]:
+    torch.manual_seed(0)
+    errors = check(tiny, tiny.inputs(torch.device("cpu")), [OURS])
+    shape = f"{full.shape} (checked at {tiny.shape})"
+    return [
+        Row(full.name, name, shape, _dtype(full), *errors[name], predicted_us=predictions(full))
+        for name in [OURS]
+    ]
+
+
+# ---------------------------------------------------------------- the command
+
+
+def main(
+    script: str, claim: str, problems: Callable[[str], list[Problem]],
+    arguments: list[str] | None = None,
+) -> None:  # fmt: skip
+    """Run a family: check and time on the CUDA device, or with --dry check in the interpreter.
+
+    Exits with one line where there is no CUDA device and --dry was not given.
+    """
+    options = argparse.ArgumentParser(description=claim)
+    options.add_argument("--dry", action="store_true", help="no GPU: outputs only, in miniature")
+    options.add_argument("--only", default="", help="problems whose name contains this")
+    options.add_argument("--rounds", type=int, default=30, help="timed calls of each variant")
+    options.add_argument("--seconds", type=float, default=1e9, help="start no problem after that")
+    options.add_argument("--results", type=Path, help="folder; by default benchmarks/results, and "
+                         "with --dry none")  # fmt: skip
+    given = options.parse_args(arguments)
+    if not given.dry and not torch.cuda.is_available():
+        options.exit(2, f"{script} times a CUDA device and there is none: pass --dry\n")
+    began, found, left_out = time.monotonic(), [], []
+    full = [p for p in problems("full") if given.only in p.name]
+    absent = {name: why for p in full for name, why in p.absent.items()}
+    header: dict[str, Any] = {"command": f"python benchmarks/{script}.py"}
+    if given.dry:
+        header |= {"kind": "dry", "device": "none: interpreted, and times are PREDICTIONS"}
+        tiny = [p for p in problems("tiny") if given.only in p.name]
+        for small, large in zip(tiny, full, strict=True):
+            found += _dry(small, large)
+    else:
+        device = torch.device("cuda")
+        name = torch.cuda.get_device_name(device)
+        clock = CudaClock(device)
+        peak = peaks(device, clock)
+        header |= {"kind": name.lower().replace(" ", "-"), "device": name,
+                   "peak_tflops": peak[0] / 1e12, "peak_gb_s": peak[1] / 1e9}  # fmt: skip
+        checks = [p for p in problems("check") if given.only in p.name]
+        for small, problem in zip(checks, full, strict=True):
+            if time.monotonic() - began > given.seconds:
+                left_out.append(f"{problem.name} {problem.shape}")
+                continue
+            torch.cuda.empty_cache()
+            torch.manual_seed(0)
+            inputs = problem.inputs(device)
+            problem = able(problem, inputs)
+            absent |= problem.absent
+            errors = check(small, small.inputs(device), list(problem.variants))
+            agree(problem, inputs)
+            calls = {n: lambda f=f, i=inputs: f(*i) for n, f in problem.variants.items()}
+            found += rows(problem, errors, interleave(calls, clock, rounds=given.rounds), peak)
+    report = {
+        "script": script,
+        "claim": claim,
+        "measured": not given.dry,
+        "header": harness.header(**header),
+        "absent_baselines": absent,
+        "not_reached_in_time": left_out,
+        "rows": [dataclasses.asdict(row) for row in found],
+    }
+    print(f"to be tested on a GPU, not here: {claim}" if given.dry else claim)
+    _print(found, absent, left_out)
+    folder = given.results
+    if folder is None and not given.dry:
+        folder = harness.ROOT / "benchmarks" / "results"
+    if folder is not None:
+        path = folder / header["kind"] / f"{script}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(report), flush=True)
+
+
+def _print(found: list[Row], absent: Mapping[str, str], left_out: list[str]) -> None:
+    for name, why in absent.items():
+        print(f"baseline left out: {name}: {why}")
+    for name in left_out:
+        print(f"not reached in time: {name}")
+    for r in found:
+        start = f"{r.name:28} {r.variant:22} {r.dtype:8} error {r.error:.1e}/{r.limit:.1e}"
+        if r.ms is None:
+            bound = ", ".join(
+                f"{PARTS[t].device} >= {us:.1f} us" for t, us in r.predicted_us.items()
+            )
+            print(f"{start}  PREDICTION {bound}  {r.shape}")
+            continue
+        ratios = ", ".join(f"{x.median:.3f} x {name}" for name, x in r.ratios.items())
+        print(
+            f"{start} {r.ms:8.3f} ms ({r.p20:.3f} to {r.p80:.3f}) {r.tflops:7.1f} TFLOP/s "
+            f"{r.gb_s:7.0f} GB/s {r.of_peak:4.0%}  {r.shape}  {ratios}"
+        )

@@ -1,0 +1,74 @@
+"""Check and time every kernel on the CUDA device: one command, nine minutes at most.
+
+    python benchmarks/run_all.py            # writes benchmarks/results/<device>/kernels_*.json
+    python benchmarks/run_all.py --dry      # no GPU: outputs in the interpreter, predicted times
+
+Each family runs in a process of its own, so that one that fails takes no other with it, and within
+its share of the time that is left; what was not reached is named. Exit status 1 if any failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+FAMILIES = ("attention", "norm", "gemm", "loss", "optimizer")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the families one after another; the last line is JSON."""
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options.add_argument("--dry", action="store_true", help="no GPU: outputs only, in miniature")
+    options.add_argument("--minutes", type=float, default=9.0, help="for everything")
+    options.add_argument("--families", default=",".join(FAMILIES))
+    options.add_argument("--results", type=Path, help="folder instead of benchmarks/results")
+    given = options.parse_args(arguments)
+    families = given.families.split(",")
+    if unknown := [name for name in families if name not in FAMILIES]:
+        options.error(f"unknown families {unknown}, known are {', '.join(FAMILIES)}")
+    end = time.monotonic() + 60 * given.minutes
+    summary: dict[str, str] = {}
+    for index, family in enumerate(families):
+        left = max(0.0, end - time.monotonic())
+        share = left / (len(families) - index)
+        # A problem that has begun is finished: it may start until 20 s before the family's share.
+        command = [sys.executable, "-P", str(HERE / f"kernels_{family}.py"),
+                   f"--seconds={max(0.0, share - 20)}"]  # fmt: skip
+        command += ["--dry"] * given.dry
+        command += [f"--results={given.results}"] if given.results else []
+        print(f"\n== {family}", flush=True)
+        summary[family] = _run(command, left)
+    print(json.dumps({"script": "run_all", "dry": given.dry, "families": summary}))
+    return 0 if set(summary.values()) == {"ok"} else 1
+
+
+def _run(command: list[str], seconds: float) -> str:
+    """Run a family, show its table without the JSON, and say how it ended."""
+    code = (
+        "import sys, runpy; sys.path.insert(0, sys.argv[1]); sys.argv = sys.argv[2:]; "
+        "runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    python, _, *script = command
+    try:
+        done = subprocess.run(
+            [python, "-P", "-c", code, str(HERE), *script],
+            capture_output=True, text=True, timeout=max(1.0, seconds),
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        print("out of time")
+        return "out of time"
+    lines = done.stdout.splitlines()
+    print("\n".join(lines[:-1] if done.returncode == 0 else lines))
+    if done.returncode:
+        print(done.stderr[-2000:])
+        return f"failed: {(done.stderr.strip().splitlines() or ['?'])[-1]}"
+    return "ok"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

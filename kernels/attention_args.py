@@ -1,0 +1,203 @@
+"""The arguments of an attention call, checked once and in their simplest form.
+
+Everything here is decided on the host from shapes, dtypes and Python numbers; nothing waits for a
+device. `attention.py` documents what the arguments mean.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from warpweave.kernels.attention_tiles import MAX_HEAD_DIM
+from warpweave.kernels.reference import compute_dtype
+
+Runs = Sequence[tuple[int, int]]
+
+_FARTHEST = 2**31 - 2  # the tables of documents are int32
+
+
+class Mask(NamedTuple):
+    """window 0 is none; documents [1 or B, n + 1] or None; runs are (start, length) twice."""
+
+    causal: bool
+    window: int
+    documents: torch.Tensor | None
+    q_runs: tuple[int, int, int, int]
+    k_runs: tuple[int, int, int, int]
+
+
+class Scores(NamedTuple):
+    """How scores become weights; softcap 0 and dropout 0 are none.
+
+    `sample` and `head` are the global numbers of the first sample and head, for dropout.
+    """
+
+    scale: float
+    softcap: float
+    dropout: float
+    seed: int
+    sample: int
+    head: int
+
+
+def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Raise ValueError on shapes, heads, head dims or dtypes that do not fit together."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != 4:
+            raise ValueError(f"{name} must be [B, S, H, D], got shape {tuple(x.shape)}")
+    (B, _, Hq, D), (_, _, Hkv, _) = q.shape, k.shape
+    if k.shape != v.shape or k.shape[0] != B or k.shape[3] != D:
+        raise ValueError(
+            f"k and v must have one shape [{B}, Sk, Hkv, {D}] for q {tuple(q.shape)}, "
+            f"got {tuple(k.shape)} and {tuple(v.shape)}"
+        )
+    if Hkv == 0 or Hq % Hkv:
+        raise ValueError(f"the {Hq} heads of q must be a multiple of the {Hkv} heads of k and v")
+    if not 1 <= D <= MAX_HEAD_DIM:
+        raise ValueError(f"head_dim must be in 1..{MAX_HEAD_DIM}, got {D}")
+    if not q.dtype == k.dtype == v.dtype or not q.dtype.is_floating_point:
+        raise ValueError(
+            f"q, k, v must have one floating dtype, got {q.dtype}, {k.dtype}, {v.dtype}"
+        )
+
+
+def check_scores(
+    head_dim: int,
+    scale: float | None,
+    softcap: float | None,
+    dropout: float,
+    seed: int,
+    origin: Sequence[int],
+) -> Scores:
+    """Raise ValueError on numbers out of range."""
+    scale = head_dim**-0.5 if scale is None else float(scale)
+    if not 0 < scale < math.inf:
+        raise ValueError(f"scale must be positive and finite, got {scale}")
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"softcap must be positive and finite or None, got {softcap}")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"need 0 <= dropout < 1, got {dropout}")
+    if not 0 <= seed < 2**63 or len(origin) != 2 or not all(0 <= n < 2**32 for n in origin):
+        raise ValueError(
+            "need 0 <= dropout_seed < 2**63 and dropout_origin = (sample, head) below 2**32, "
+            f"got {seed} and {tuple(origin)}"
+        )
+    return Scores(scale, float(softcap or 0.0), float(dropout), seed, *origin)
+
+
+def check_mask(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    causal: bool,
+    window: int | None,
+    documents: torch.Tensor | None,
+    q_runs: Runs | None,
+    k_runs: Runs | None,
+    *,
+    keyed: bool = False,
+) -> Mask:
+    """Raise ValueError on runs that do not fit the rows, a window below 1, or documents that are no
+    boundaries (their values are read on a CPU only: elsewhere that would wait for the device).
+
+    Positions become rows where no one could tell, unless they are `keyed`: dropout draws by them.
+    """
+    q_flat = _check_runs("q_runs", q_runs, q.shape[1])
+    k_flat = _check_runs("k_runs", k_runs, k.shape[1])
+    if window is not None and window < 1:
+        raise ValueError(f"window must be at least 1 or None, got {window}")
+    ends = [start + n for flat in (q_flat, k_flat) for start, n in (flat[:2], flat[2:])]
+    if window is None or window >= max(ends):  # no two positions are that far apart
+        window = 0
+    if documents is not None:
+        _check_documents(documents, q.shape[0], max(ends))
+        documents = documents if documents.ndim == 2 else documents[None]
+    elif not window and not keyed and (not causal or (q_flat == k_flat and _ascend(q_flat))):
+        # Equal ascending positions compare like rows.
+        q_flat, k_flat = (0, q.shape[1], 0, 0), (0, k.shape[1], 0, 0)
+    return Mask(causal, window, documents, q_flat, k_flat)
+
+
+def _ascend(runs: tuple[int, int, int, int]) -> bool:
+    return runs[3] == 0 or runs[0] + runs[1] <= runs[2]
+
+
+def _check_runs(name: str, runs: Runs | None, length: int) -> tuple[int, int, int, int]:
+    """The runs as (start0, length0, start1, length1), without empty ones, neighbours joined."""
+    if runs is None:
+        return (0, length, 0, 0)
+    if len(runs) > 2 or any(start < 0 or n < 0 for start, n in runs):
+        raise ValueError(f"{name} must be at most two (start >= 0, length >= 0), got {runs}")
+    if sum(n for _, n in runs) != length:
+        raise ValueError(f"the lengths of {name} {runs} must add up to the {length} rows")
+    runs = [(start, n) for start, n in runs if n]
+    if len(runs) == 2 and runs[0][0] + runs[0][1] == runs[1][0]:
+        runs = [(runs[0][0], length)]
+    runs = [*runs, (0, 0), (0, 0)]
+    return (*runs[0], *runs[1])
+
+
+def _check_documents(documents: torch.Tensor, B: int, end: int) -> None:
+    if documents.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"documents must be int32 or int64, got {documents.dtype}")
+    shape = tuple(documents.shape)
+    if len(shape) not in (1, 2) or shape[-1] < 1 or (len(shape) == 2 and shape[0] != B):
+        raise ValueError(f"documents must have the shape [n + 1] or [{B}, n + 1], got {shape}")
+    if end > _FARTHEST:
+        raise ValueError(f"documents need positions below {_FARTHEST}, got {end - 1}")
+    if documents.device.type == "cpu" and (
+        documents[..., 0].any() or (documents.diff(dim=-1) < 0).any()
+    ):
+        raise ValueError(
+            f"documents must be boundaries that ascend from 0, got {documents.tolist()}"
+        )
+
+
+def check_sinks(q: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor | None:
+    """The sinks in the dtype to compute in, contiguous; ValueError unless floating [Hq]."""
+    if sinks is None:
+        return None
+    if sinks.shape != q.shape[2:3] or not sinks.is_floating_point():
+        raise ValueError(
+            f"sinks must be floating of shape ({q.shape[2]},), "
+            f"got {sinks.dtype} {tuple(sinks.shape)}"
+        )
+    return sinks.detach().to(compute_dtype(q)).contiguous()
+
+
+def check_rows(
+    q: torch.Tensor,
+    do: torch.Tensor,
+    lse: torch.Tensor,
+    delta: torch.Tensor | None,
+    o: torch.Tensor | None,
+) -> None:
+    """Raise ValueError unless do and o are shaped like q and lse and delta [B, Hq, Sq]."""
+    for name, x in (("do", do), ("o", o)):
+        if x is not None and x.shape != q.shape:
+            raise ValueError(f"{name} must have q's shape {tuple(q.shape)}, got {tuple(x.shape)}")
+    B, S, H, _ = q.shape
+    for name, x in (("lse", lse), ("delta", delta)):
+        if x is not None and (x.shape != (B, H, S) or x.dtype != compute_dtype(q)):
+            raise ValueError(
+                f"{name} must be {compute_dtype(q)} of shape {(B, H, S)}, "
+                f"got {x.dtype} {tuple(x.shape)}"
+            )
+    if delta is None and o is None:
+        raise ValueError("attention_bwd needs delta or o, got neither")
+
+
+def check_into(name: str, into: torch.Tensor, like: torch.Tensor) -> None:
+    """Raise ValueError unless `into`, which a kernel adds to, has the shape of `like`, the dtype to
+    compute in and stride 1 in the last dim."""
+    dtype = compute_dtype(like)
+    fits = into.shape == like.shape and into.dtype == dtype
+    if not fits or (into.numel() and into.stride(-1) != 1) or into.requires_grad:
+        raise ValueError(
+            f"{name} to add to must be {dtype} of shape {tuple(like.shape)} with stride 1 in the "
+            f"last dim and no gradient, got {into.dtype} {tuple(into.shape)} of strides "
+            f"{into.stride()}"
+        )

@@ -1,0 +1,357 @@
+"""Attention on the CPU: torch's flash attention where it can, row blocks in plain torch elsewhere.
+
+Causal or full attention, also of documents, is a list of blocks of rows and keys between which
+everything, or the lower triangle, is visible: each is one call of torch's own kernel. A window, a
+softcap and dropout are none of these; there, up to `ROWS` queries at a time meet the keys that any
+of them sees, and nothing is ever as large as Sq x Sk.
+
+Either way a part's (o, lse) is merged into what its rows have already (nothing, a sink, or what an
+earlier call left), and the parts of the gradients are added up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+
+from warpweave.kernels.attention_args import Mask, Scores
+from warpweave.kernels.merge import merge_
+from warpweave.kernels.reference import compute_dtype, philox
+
+ROWS = 128  # queries at a time where torch's flash attention cannot do it
+
+_ALL, _BEYOND = slice(None), 2**62  # every sample; past every position
+_Gradients = tuple[torch.Tensor, ...]  # dq, dk, dv
+
+
+def attention_fwd_cpu(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: Mask,
+    scores: Scores,
+    sinks: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    into: tuple[torch.Tensor, torch.Tensor] | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """o[B, Sq, H, D] and lse[B, H, Sq] of checked arguments; `into` is changed and returned."""
+    blocks = _all_blocks(q, k, mask) if _flash_can(mask, scores) else None
+    if blocks is not None and into is None and sinks is None and _whole(blocks, q):
+        dtype = _torch_dtype(q, out_dtype == q.dtype)
+        o, lse = _flash(q.to(dtype), k.to(dtype), v.to(dtype), blocks[0], scores.scale)
+        return o.contiguous().to(out_dtype), lse.contiguous()
+    q, k, v = (x.to(compute_dtype(q)) for x in (q, k, v))
+    o, lse = _start(q, sinks) if into is None else into
+    if blocks is not None:
+        for b in blocks:
+            part = _flash(q, k, v, b, scores.scale)
+            merge_(o[b.batch, b.q], lse[b.batch, :, b.q], *part)
+    else:
+        with torch.autocast(q.device.type, enabled=False):
+            for rows in _row_blocks(q, k, mask):
+                part = _attend(rows, q, k, v, mask, scores)
+                merge_(o[rows.batch, rows.q], lse[rows.batch, :, rows.q], *part)
+    return (o if into is not None else o.to(out_dtype)), lse
+
+
+def attention_bwd_cpu(
+    do: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lse: torch.Tensor,
+    delta: torch.Tensor | None,
+    o: torch.Tensor | None,
+    mask: Mask,
+    scores: Scores,
+    grad_dtype: torch.dtype,
+    into: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
+) -> _Gradients:
+    """dq, dk, dv of checked arguments; those in `into` are added to and returned."""
+    grads = _start_gradients(q, k, v, into)
+    if not _flash_can(mask, scores):
+        wide = compute_dtype(q)
+        do, q, k, v = (x.to(wide) for x in (do, q, k, v))
+        if delta is None and o is not None:
+            delta = (o.to(wide) * do).sum(-1).transpose(1, 2)
+        with torch.autocast(q.device.type, enabled=False):
+            for rows in _row_blocks(q, k, mask):
+                _attend_backward(rows, do, q, k, v, lse, delta, mask, scores, grads)
+        return _finish(grads, grad_dtype, into)
+    blocks, D = _all_blocks(q, k, mask), q.shape[3]
+    whole = _whole(blocks, q) and blocks[0].k == slice(0, k.shape[1]) and into == (None,) * 3
+    dtype = _torch_dtype(q, whole and grad_dtype == q.dtype and o is not None)
+    do, q, k, v = (x.to(dtype) for x in (do, q, k, v))
+    if o is None:
+        # torch computes delta itself, from o and do. One more column makes it ours:
+        # (do, -delta) . (v, 1) - sum(0 do) = do . v - delta, and a column of 0 in q and k changes
+        # no score.
+        do = torch.cat([do, -delta.transpose(1, 2).unsqueeze(-1).to(dtype)], -1)
+        q, k, v = _widen(q, 0.0), _widen(k, 0.0), _widen(v, 1.0)
+        o = torch.zeros_like(do)
+    o = o.to(dtype)
+    o = o if o.stride(-1) == 1 else o.contiguous()
+    for b in blocks:
+        parts = _flash_backward(do, q, k, v, o, lse, b, scores.scale)
+        parts = tuple(x[..., :D] for x in parts)
+        if whole:
+            return tuple(x.to(grad_dtype).contiguous() for x in parts)
+        for grad, own, part in zip(grads, (b.q, b.k, b.k), parts):
+            grad[b.batch, own] += part
+    return _finish(grads, grad_dtype, into)
+
+
+# ---------------------------------------------------------------- 1. what is added to
+
+
+def _start(q: torch.Tensor, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows that have seen nothing, or their sink alone."""
+    B, S, H, _ = q.shape
+    o = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.full((B, H, S), -float("inf"), dtype=q.dtype, device=q.device)
+    return o, lse if sinks is None else lse.copy_(sinks[:, None])
+
+
+def _start_gradients(q, k, v, into) -> _Gradients:
+    dtype = compute_dtype(q)
+    return tuple(
+        torch.zeros(x.shape, dtype=dtype, device=x.device) if grad is None else grad
+        for x, grad in zip((q, k, v), into)
+    )
+
+
+def _finish(grads, grad_dtype, into) -> _Gradients:
+    return tuple(
+        grad.to(grad_dtype) if given is None else given for grad, given in zip(grads, into)
+    )
+
+
+# ---------------------------------------------------------------- 2. torch's flash attention
+
+
+class _Block(NamedTuple):
+    """Rows of q and of k between which everything is visible, or (causal) the lower triangle."""
+
+    q: slice
+    k: slice
+    causal: bool
+    batch: slice = _ALL
+
+
+def _flash_can(mask: Mask, scores: Scores) -> bool:
+    return not mask.window and not scores.softcap and not scores.dropout
+
+
+def _whole(blocks: list[_Block], q: torch.Tensor) -> bool:
+    """Whether one block has all queries of all samples."""
+    return len(blocks) == 1 and blocks[0].q == slice(0, q.shape[1]) and blocks[0].batch == _ALL
+
+
+def _all_blocks(q: torch.Tensor, k: torch.Tensor, mask: Mask) -> list[_Block]:
+    """What is visible in every document of every sample, cut into blocks."""
+    found: list[_Block] = []
+    if not q.numel() or not k.numel():
+        return found
+    for batch, bounds in _samples(mask):
+        for start, stop in pairwise(bounds):
+            q_parts, k_parts = (_within(r, start, stop) for r in (mask.q_runs, mask.k_runs))
+            for block in _blocks(q_parts, k_parts, mask.causal):
+                found.append(block._replace(batch=batch))
+    return found
+
+
+def _samples(mask: Mask) -> Iterator[tuple[slice, list[int]]]:
+    """Samples with the same documents, and those documents' boundaries from 0 to beyond every
+    position. On a CPU, where reading a tensor waits for nothing."""
+    if mask.documents is None:
+        yield _ALL, [0, _BEYOND]
+        return
+    shared = len(mask.documents) == 1
+    for sample, boundaries in enumerate(mask.documents.tolist()):
+        yield _ALL if shared else slice(sample, sample + 1), [0, *boundaries, _BEYOND]
+
+
+def _within(runs: tuple[int, ...], start: int, stop: int) -> list[tuple[int, int, int]]:
+    """(row, position, length) of the parts of the runs that lie at positions [start, stop)."""
+    parts, row = [], 0
+    for position, length in (runs[:2], runs[2:]):
+        first, end = max(position, start), min(position + length, stop)
+        if first < end:
+            parts.append((row + first - position, first, end - first))
+        row += length
+    return parts
+
+
+def _blocks(
+    q_parts: list[tuple[int, int, int]], k_parts: list[tuple[int, int, int]], causal: bool
+) -> list[_Block]:
+    """What is visible, cut into blocks; blocks of neighbouring rows are joined."""
+    blocks: list[_Block] = []
+    for q_row, q_start, q_len in q_parts:
+        for k_row, k_start, k_len in k_parts:
+            # Queries before `first` see nothing; keys before `diagonal` are seen by all the others.
+            first = max(q_start, k_start) if causal else q_start
+            diagonal = min(first - k_start, k_len) if causal else k_len
+            reach = min(q_start + q_len - k_start, k_len) if causal else k_len
+            if reach <= diagonal + 1:  # the triangle would be one key that all see, or none
+                diagonal = max(reach, 0)
+            rows = slice(q_row + first - q_start, q_row + q_len)
+            for start, stop, triangle in ((0, diagonal, False), (diagonal, reach, True)):
+                if start < stop and rows.start < rows.stop:
+                    _join(blocks, _Block(rows, slice(k_row + start, k_row + stop), triangle))
+    return blocks
+
+
+def _join(blocks: list[_Block], new: _Block) -> None:
+    """Append `new`, or lengthen a wholly visible block that it continues in rows of q or of k."""
+    for n, old in enumerate(blocks):
+        if old.causal or new.causal:
+            continue
+        if old.q == new.q and old.k.stop == new.k.start:
+            blocks[n] = old._replace(k=slice(old.k.start, new.k.stop))
+            return
+        if old.k == new.k and old.q.stop == new.q.start:
+            blocks[n] = old._replace(q=slice(old.q.start, new.q.stop))
+            return
+    blocks.append(new)
+
+
+def _flash(q, k, v, b: _Block, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """(o, lse) of a block of the whole q, k, v[B, S, H, D]."""
+    q, k, v = q[b.batch, b.q], k[b.batch, b.k], v[b.batch, b.k]
+    o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        *(x.transpose(1, 2) for x in (q, k, v)), 0.0, b.causal, scale=scale
+    )
+    return o.transpose(1, 2), lse
+
+
+def _flash_backward(do, q, k, v, o, lse, b: _Block, scale: float) -> _Gradients:
+    """(dq, dk, dv) of a block of whole tensors."""
+    do, q, o = (x[b.batch, b.q].transpose(1, 2) for x in (do, q, o))
+    k, v = (x[b.batch, b.k].transpose(1, 2) for x in (k, v))
+    parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        do, q, k, v, o, lse[b.batch, :, b.q], 0.0, b.causal, scale=scale
+    )
+    return tuple(x.transpose(1, 2) for x in parts)
+
+
+def _torch_dtype(q: torch.Tensor, alone: bool) -> torch.dtype:
+    """What torch's flash attention computes in. bfloat16 stays if nothing will be added to the
+    result; float16 never does: torch accumulates its gradients in float16, at a tenth of float32's
+    speed."""
+    return q.dtype if alone and q.dtype == torch.bfloat16 else compute_dtype(q)
+
+
+def _widen(x: torch.Tensor, value: float) -> torch.Tensor:
+    return torch.nn.functional.pad(x, (0, 1), value=value)
+
+
+# ---------------------------------------------------------------- 3. blocks of rows
+
+
+class _Rows(NamedTuple):
+    """Neighbouring rows of q, and all rows of k that any of them may see."""
+
+    batch: slice
+    q: slice
+    q_pos: torch.Tensor
+    k: torch.Tensor  # rows
+    k_pos: torch.Tensor
+
+
+def _row_blocks(q: torch.Tensor, k: torch.Tensor, mask: Mask) -> Iterator[_Rows]:
+    """Up to ROWS rows of one document at a time; rows that see no key are left out."""
+    if not q.numel() or not k.numel():
+        return
+    ahead = 0 if mask.causal else mask.window - 1 if mask.window else _BEYOND
+    back = mask.window - 1 if mask.window else _BEYOND
+    for batch, bounds in _samples(mask):
+        for start, stop in pairwise(bounds):
+            for row, position, length in _within(mask.q_runs, start, stop):
+                for at in range(0, length, ROWS):
+                    first, n = position + at, min(ROWS, length - at)
+                    seen = max(start, first - back), min(stop, first + n + ahead)
+                    keys = _within(mask.k_runs, *seen)
+                    if keys:
+                        yield _Rows(
+                            batch,
+                            slice(row + at, row + at + n),
+                            torch.arange(first, first + n),
+                            torch.cat([torch.arange(r, r + m) for r, _, m in keys]),
+                            torch.cat([torch.arange(p, p + m) for _, p, m in keys]),
+                        )
+
+
+def _attend(rows: _Rows, q, k, v, mask: Mask, scores: Scores) -> tuple[torch.Tensor, torch.Tensor]:
+    """(o, lse) of some rows; float32 or float64 q, k, v."""
+    s, _ = _scores(rows, q, k, mask, scores)
+    lse = s.logsumexp(-1)
+    p = (s - lse.masked_fill(lse.isneginf(), 0.0).unsqueeze(-1)).exp_()
+    if scores.dropout:
+        p *= _dropout(rows, q, scores).view(p.shape)
+    return _rows_of(p.flatten(2, 3) @ v[rows.batch, rows.k].transpose(1, 2), p), lse.flatten(1, 2)
+
+
+def _attend_backward(
+    rows: _Rows, do, q, k, v, lse, delta, mask: Mask, scores: Scores, grads: _Gradients
+) -> None:
+    """Add the gradients of some rows to `grads`."""
+    s, slope = _scores(rows, q, k, mask, scores)
+    lse, delta = (x[rows.batch, :, rows.q].reshape(*s.shape[:4], 1) for x in (lse, delta))
+    p = (s - lse.masked_fill(lse.isneginf(), 0.0)).exp_()  # masked: exp(-inf) = 0
+    q_rows, do_rows = (_heads_of(x[rows.batch, rows.q], k) for x in (q, do))
+    k_rows, v_rows = (x[rows.batch, rows.k].transpose(1, 2) for x in (k, v))
+    dp, weight = (do_rows.flatten(2, 3) @ v_rows.mT).view(p.shape), p
+    if scores.dropout:
+        keep = _dropout(rows, q, scores).view(p.shape)
+        dp, weight = dp * keep, p * keep
+    ds = (dp - delta) * p * scores.scale
+    if slope is not None:
+        ds *= slope
+    ds, weight = ds.flatten(2, 3), weight.flatten(2, 3)
+    dq, dk, dv = grads
+    dq[rows.batch, rows.q] += _rows_of(ds @ k_rows, p)
+    dk[rows.batch].index_add_(1, rows.k, (ds.mT @ q_rows.flatten(2, 3)).transpose(1, 2))
+    dv[rows.batch].index_add_(1, rows.k, (weight.mT @ do_rows.flatten(2, 3)).transpose(1, 2))
+
+
+def _heads_of(x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """x[B, rows, Hq, D] as [B, Hkv, Hq / Hkv, rows, D]."""
+    return x.transpose(1, 2).unflatten(1, (k.shape[2], -1))
+
+
+def _rows_of(x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """x[B, Hkv, Hq / Hkv * rows, D] as [B, rows, Hq, D]; p[B, Hkv, Hq / Hkv, rows, keys]."""
+    return x.unflatten(2, p.shape[2:4]).flatten(1, 2).transpose(1, 2)
+
+
+def _scores(rows: _Rows, q, k, mask: Mask, scores: Scores):
+    """Scores[B, Hkv, Hq / Hkv, rows, keys], -inf where masked, and the softcap's slope or None."""
+    q_rows, k_rows = _heads_of(q[rows.batch, rows.q], k), k[rows.batch, rows.k].transpose(1, 2)
+    s = (q_rows.flatten(2, 3) @ k_rows.mT).unflatten(2, q_rows.shape[2:4]).mul_(scores.scale)
+    slope = None
+    if scores.softcap:
+        t = (s / scores.softcap).tanh_()
+        s, slope = t * scores.softcap, 1 - t * t
+    distance = rows.q_pos[:, None] - rows.k_pos
+    hidden = distance < 0 if mask.causal else torch.zeros_like(distance, dtype=torch.bool)
+    if mask.window:
+        hidden |= distance.abs() >= mask.window
+    return s.masked_fill_(hidden, -float("inf")), slope
+
+
+def _dropout(rows: _Rows, q: torch.Tensor, scores: Scores) -> torch.Tensor:
+    """0 or 1 / (1 - p) for every [B, Hq, row, key] of `rows`: the words that the kernels draw."""
+    B, _, H, _ = q.shape
+    low = 0xFFFFFFFF
+    sample = torch.arange(B)[rows.batch] + scores.sample
+    head = torch.arange(H) + scores.head
+    counter = torch.broadcast_tensors(
+        rows.q_pos[:, None], rows.k_pos, head[:, None, None], sample[:, None, None, None]
+    )
+    word = philox([x & low for x in counter], (scores.seed & low, scores.seed >> 32))[0]
+    kept = word >= round(scores.dropout * 2**32)
+    return kept.to(q.dtype).mul_(1 / (1 - scores.dropout))

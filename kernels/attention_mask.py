@@ -1,0 +1,182 @@
+"""Which keys a query sees: an interval of global positions, and so which tiles a kernel visits.
+
+    first(p) = max(start of p's document, p - window + 1)
+    last(p)  = min(end of p's document - 1, p if causal, p + window - 1 if not)
+
+A query at position p sees the keys at positions first(p)..last(p); a key at p is seen by the
+queries of the mirrored interval (back and ahead swapped). Both ends grow with p. So of a tile of
+rows, whose positions ascend by one, the first and the last row alone say which tiles of the other
+side any of its rows sees, and which all of its rows see whole: the former are visited, the latter
+pay for no mask. Rows hold at most two contiguous runs of positions ((start, length), ...): what a
+rank of a contiguous or zigzag layout owns. Tiles never straddle two runs.
+
+Documents are cumulative boundaries in global positions, as FlashAttention's cu_seqlens: position p
+belongs to the document [documents[j], documents[j + 1]) that holds it; documents may be empty, and
+positions from the last boundary on (padding) are one more. `document_table` turns them into the
+first and the last position of every row's document, on their device and without waiting for it.
+
+Window: Beltagy et al. 2020 (arXiv:2004.05150). Packing: Krell et al. 2021 (arXiv:2107.02027).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from warpweave.kernels.dispatch import tl, triton
+
+_FAR = 2**31 - 1  # ends the last, open document; tables are int32
+
+
+def document_table(documents: torch.Tensor, runs: tuple[int, int, int, int]) -> torch.Tensor:
+    """int32[1 or B, 2, S]: the first and the last position of the document of every row.
+
+    documents[1 or B, n + 1]; the S rows hold the `runs`. Never waits for the device.
+    """
+    where = {"device": documents.device, "dtype": documents.dtype}
+    position = torch.cat([torch.arange(runs[i], runs[i] + runs[i + 1], **where) for i in (0, 2)])
+    position = position.expand(documents.shape[0], -1).contiguous()
+    after = torch.searchsorted(documents.contiguous(), position, right=True)
+    bounds = torch.nn.functional.pad(torch.nn.functional.pad(documents, (1, 0)), (0, 1), value=_FAR)
+    table = torch.stack((bounds.gather(1, after), bounds.gather(1, after + 1) - 1), 1)
+    return table.to(torch.int32)
+
+
+# ---------------------------------------------------------------- device: runs and tiles
+
+
+@triton.jit
+def rows_before(position, start, length):
+    """How many rows of the run (start, length) lie at positions before `position`."""
+    return tl.minimum(tl.maximum(position - start, 0), length)
+
+
+@triton.jit
+def tile_at(index, runs, BLOCK: tl.constexpr):
+    """First row, first position and number of rows of tile `index`; no tile straddles two runs."""
+    tiles0 = tl.cdiv(runs[1], BLOCK)
+    second = index >= tiles0
+    at = (index - tl.where(second, tiles0, 0)) * BLOCK
+    row = at + tl.where(second, runs[1], 0)
+    position = at + tl.where(second, runs[2], runs[0])
+    rows = tl.minimum(tl.where(second, runs[3], runs[1]) - at, BLOCK)
+    return row.to(tl.int64), position, rows
+
+
+# ---------------------------------------------------------------- device: intervals
+
+
+@triton.jit
+def _interval(
+    position,
+    doc_first,
+    doc_last,
+    window,
+    BACK: tl.constexpr,
+    AHEAD: tl.constexpr,
+    WINDOW: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+):
+    """The positions first..last that `position` reaches, back and ahead. An end that nothing
+    bounds is `position`, and nobody asks for it."""
+    first, last = position, position
+    if BACK and WINDOW:
+        first = position - window + 1
+        if DOCUMENTS:
+            first = tl.maximum(first, doc_first)
+    elif BACK and DOCUMENTS:
+        first = doc_first
+    if AHEAD and WINDOW:
+        last = position + window - 1
+        if DOCUMENTS:
+            last = tl.minimum(last, doc_last)
+    elif AHEAD and DOCUMENTS:
+        last = doc_last
+    return first, last
+
+
+@triton.jit
+def reach(
+    position,
+    rows,
+    table_ptr,
+    seq,
+    window,
+    BACK: tl.constexpr,
+    AHEAD: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The intervals of a tile at [position, position + rows): of every row (two vectors), and of
+    its first and its last row, as (first of first, last of first, first of last, last of last).
+    Rows past the tile's end reach nothing that a window or a document bounds ahead of them.
+
+    `table_ptr`, at the tile's first row in a table of `seq` rows, or None without documents.
+    """
+    i, end = tl.arange(0, BLOCK), position + rows - 1
+    if table_ptr is None:
+        first, last = _interval(position + i, 0, 0, window, BACK, AHEAD, WINDOW, False)
+        if WINDOW:
+            last = tl.where(i < rows, last, -1)
+        top_first, top_last = _interval(position, 0, 0, window, BACK, AHEAD, WINDOW, False)
+        end_first, end_last = _interval(end, 0, 0, window, BACK, AHEAD, WINDOW, False)
+    else:
+        at = table_ptr + i
+        a, b = tl.load(at, i < rows, 0), tl.load(at + seq, i < rows, -1)
+        first, last = _interval(position + i, a, b, window, BACK, AHEAD, WINDOW, True)
+        a, b = tl.load(table_ptr), tl.load(table_ptr + seq)
+        top_first, top_last = _interval(position, a, b, window, BACK, AHEAD, WINDOW, True)
+        a, b = tl.load(table_ptr + rows - 1), tl.load(table_ptr + seq + rows - 1)
+        end_first, end_last = _interval(end, a, b, window, BACK, AHEAD, WINDOW, True)
+    return first, last, (top_first, top_last, end_first, end_last)
+
+
+@triton.jit
+def span(
+    ends,
+    start,
+    length,
+    MASK: tl.constexpr,
+    FIRST: tl.constexpr,
+    LAST: tl.constexpr,
+    RAGGED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Which tiles of the run (start, length) rows with these `ends` (see `reach`) must visit: with
+    MASK those that some of them see in part, without it those that all of them see whole.
+
+    As (first tile, count, where a hole begins, tiles in the hole). FIRST and LAST say which ends of
+    the intervals bound anything; RAGGED, that the last tile needs no mask though it may be short.
+    """
+    any_from, all_from, any_to = 0, 0, tl.cdiv(length, BLOCK)
+    all_to = any_to
+    if not RAGGED:
+        all_to = length // BLOCK
+    if FIRST:
+        any_from = rows_before(ends[0], start, length) // BLOCK
+        all_from = tl.cdiv(rows_before(ends[2], start, length), BLOCK)
+    if LAST:
+        any_to = tl.cdiv(rows_before(ends[3] + 1, start, length), BLOCK)
+        all_to = rows_before(ends[1] + 1, start, length) // BLOCK
+    if FIRST and (LAST or not RAGGED):
+        all_to = tl.maximum(all_to, all_from)
+    if not MASK:
+        return all_from, all_to - all_from, 0, 0
+    elif not FIRST:
+        return all_to, any_to - all_to, 0, 0
+    elif RAGGED and not LAST:
+        return any_from, all_from - any_from, 0, 0
+    else:
+        count = (all_from - any_from) + (any_to - all_to)
+        return any_from, count, all_from, all_to - all_from
+
+
+@triton.jit
+def nth_tile(j, span0, span1, tiles0, HOLES: tl.constexpr):
+    """The tile of step j: through span0 of the first run's `tiles0` tiles, then span1 of the
+    second's."""
+    second = j >= span0[1]
+    tile = tl.where(second, span1[0] + j - span0[1], span0[0] + j)
+    if HOLES:
+        hole, size = tl.where(second, span1[2], span0[2]), tl.where(second, span1[3], span0[3])
+        tile += tl.where(tile >= hole, size, 0)
+    return tile + tl.where(second, tiles0, 0)

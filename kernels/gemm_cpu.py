@@ -1,0 +1,79 @@
+"""Matrix products in plain torch, by the faster of the two libraries that it has for a CPU.
+
+    y[M, N] = a[M, K] b[K, N] + bias[N]          out[M, N] (+)= a[M, K] b[K, N]
+
+On a CPU torch multiplies float32 matrices with MKL, which takes its AVX2 kernels on CPUs that are
+not Intel's, AVX-512 or not. oneDNN, which torch ships too and uses for bfloat16, generates AVX-512
+code for both: on AMD Zen 5 it takes half the time. A call of it costs about ten microseconds more,
+so small products stay with MKL, and so do CPUs without AVX-512, where there is nothing to gain.
+
+On CUDA it is torch's own product (cuBLAS). Sums are made in float32 (float64 for float64) by each
+of them; they differ in the order of terms. This is the torch path of `kernels.gemm`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+_SMALL = 1 << 20  # M * N * K below which MKL's cheaper call wins
+_THIN = 32  # and so does a product with a side this short
+
+
+@cache
+def _has_onednn() -> bool:
+    """oneDNN can be called for float32, and has more to offer than MKL."""
+    return (
+        torch.backends.mkldnn.is_available()
+        and torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    )
+
+
+def _takes_onednn(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """a[M, K] b[K, N] is float32 on a CPU where oneDNN has more to offer, and large enough."""
+    if a.dtype != torch.float32 or a.device.type != "cpu" or not _has_onednn():
+        return False
+    m, k, n = *a.shape, b.shape[-1]
+    return m * n * k >= _SMALL and min(m, n, k) >= _THIN and b.shape == (k, n)
+
+
+def _onednn(a: torch.Tensor, bt: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """a[M, K] bt[N, K]^T + bias, maybe transposed in memory.
+
+    The first operand is copied unless its rows are contiguous, so the shorter one goes there.
+    """
+    linear = torch.ops.mkldnn._linear_pointwise
+    if bias is None and not a.is_contiguous() and bt.shape[0] < a.shape[0]:
+        return linear(bt, a, None, "none", [], "").t()
+    return linear(a, bt, bias, "none", [], "")
+
+
+def product(
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """a[M, K] b[K, N] + bias[N] in `dtype`."""
+    if a.dtype != dtype:
+        if a.is_cuda:
+            y = torch.mm(a, b, out_dtype=dtype)
+            return y if bias is None else y.add_(bias)
+        a, b = a.to(dtype), b.to(dtype)
+    if _takes_onednn(a, b):
+        return _onednn(a, b.t(), bias).contiguous()
+    return a @ b if bias is None else torch.addmm(bias, a, b)
+
+
+def product_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, add: bool) -> None:
+    """Add a[M, K] b[K, N] to out[M, N], or overwrite `out` with it."""
+    if a.is_cuda and a.dtype != out.dtype:
+        y = torch.mm(a, b, out_dtype=out.dtype)
+    elif _takes_onednn(a := a.to(out.dtype), b := b.to(out.dtype)):
+        y = _onednn(a, b.t(), None)  # writes to a place of its own only
+    else:
+        torch.addmm(out, a, b, beta=int(add), out=out)  # beta 0: what `out` holds is not read
+        return
+    if add:
+        out.add_(y.contiguous())  # transposing first is four times as fast
+    else:
+        out.copy_(y)

@@ -1,0 +1,91 @@
+"""What the Functions of fused linear layers share: dtypes, and gradients of weights and biases.
+
+    y[..., N] = x[..., K] W[N, K]^T + b[N]      dW = dy^T x      db = sum over tokens of dy
+
+Gradients of parameters are made in their ``grad_dtype`` (float32 if the parameter says so) and go
+through ``wgrad``: where a pipeline schedule collects them they are made later, and where they have
+a buffer of their own the product is added there. A weight may have more dims than two: W[F, 2, K]
+is rows F 2. Sums over tokens are in float32 (float64 for float64), in one order: deterministic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from warpweave.kernels.gemm import gemm, gemm_into
+from warpweave.kernels.reference import compute_dtype
+from warpweave.kernels.wgrad import wgrad
+
+
+def rows(x: torch.Tensor) -> torch.Tensor:
+    """x[..., K] as [T, K]."""
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])  # -1 is ambiguous without features
+
+
+def grad_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """The dtype in which the gradient of a parameter is wanted."""
+    if not parameter.is_leaf:  # computed from others (a weight norm, an adapter): it has no say
+        return parameter.dtype
+    return parameter.grad_dtype or parameter.dtype  # None means that any dtype will do
+
+
+def weight_gradient(
+    weight: torch.Tensor, operands: Callable[[], tuple[torch.Tensor, torch.Tensor]]
+) -> torch.Tensor | None:
+    """dW[N, K] = dy[..., N]^T x[..., K] with (dy, x) from ``operands()``, or None: see `wgrad`.
+
+    `weight` is the parameter itself, not what a saved tensor came back as.
+    """
+
+    def make() -> torch.Tensor:
+        dy, x = operands()
+        return gemm(rows(dy).t(), rows(x), out_dtype=grad_dtype(weight)).view(weight.shape)
+
+    def into(buffer: torch.Tensor, add: bool) -> None:
+        dy, x = operands()
+        gemm_into(rows(dy).t(), rows(x), buffer.view(-1, buffer.shape[-1]), add)
+
+    return wgrad(weight, make, into)
+
+
+def bias_gradient(bias: torch.Tensor, dy: torch.Tensor) -> torch.Tensor | None:
+    """db[N] = sum over tokens of dy[..., N], or None: see `wgrad`."""
+
+    def make() -> torch.Tensor:
+        total = rows(dy).sum(0, dtype=compute_dtype(dy))
+        return total.to(grad_dtype(bias)).view(bias.shape)
+
+    return wgrad(bias, make)
+
+
+def settled_dtype(
+    name: str, x: torch.Tensor, parameters: Mapping[str, torch.Tensor | None]
+) -> torch.dtype:
+    """The dtype to compute in: autocast's, or the one that x and its parameters have.
+
+    Raises ValueError, in the name of `name`, if there is no such dtype.
+    """
+    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+        return torch.get_autocast_dtype(x.device.type)
+    if any(p is not None and p.dtype != x.dtype for p in parameters.values()):
+        found = ", ".join(f"{k} {p.dtype}" for k, p in parameters.items() if p is not None)
+        raise ValueError(f"{name}: dtypes differ: x {x.dtype}, {found}")
+    return x.dtype
+
+
+class Settled:
+    """Inside a Function the dtypes are settled: within this context autocast casts nothing."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        on = torch.is_autocast_enabled(x.device.type)
+        self._context = torch.autocast(x.device.type, enabled=False) if on else None
+
+    def __enter__(self) -> None:
+        if self._context is not None:
+            self._context.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        if self._context is not None:
+            self._context.__exit__(*error)

@@ -1,0 +1,512 @@
+"""The projection to queries, keys and values, with the rotary embedding in its epilogue.
+
+    z = x W^T + b        q, k = rope(z of their rows)        v = z of its rows
+    dz = (rope^-1(dq), rope^-1(dk), dv)     dx = dz W     dW = dz^T x     db = sum over tokens of dz
+
+x: [B, S, E]; W: [Hkv (G + 2) D, E], rows grouped by KV head: for each its G query heads, then its
+key, then its value, so that a slice of KV heads is a slice of rows; q: [B, S, Hkv G, D]; k, v:
+[B, S, Hkv, D], contiguous, which is how attention reads them; cos, sin: [S, D/2] of `rope_table`.
+
+The two halves of a rotated pair lie D/2 columns apart. The kernel numbers its columns by pairs, so
+that both are in one tile, side by side, whatever D is: column 2p + h of the product is row
+(p // (D/2)) D + h D/2 + p % (D/2) of W. Values go through with an angle of 0.
+
+Saved for backward: x and the table. One kernel rotates dq and dk back and writes dz; the products
+are torch's. Rotation is in float32 (float64 for float64) from the accumulators, rounded once.
+
+Sources: Su et al. 2021 (arXiv:2104.09864); Ainslie et al. 2023 (arXiv:2305.13245) for the groups.
+Limits: even D, all of it rotated, half with half (not the interleaved pairs of GPT-J); gradients of
+gradients do not exist.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from warpweave.kernels.dispatch import choose, tl, triton
+from warpweave.kernels.gemm import (
+    check_operands,
+    find_precision,
+    find_tile,
+    gemm,
+    grid,
+    halves,
+    product,
+    tile_at,
+)
+from warpweave.kernels.linear import Settled, bias_gradient, rows, settled_dtype, weight_gradient
+from warpweave.kernels.numeric import to_dtype, upcast
+from warpweave.kernels.reference import compute_dtype
+from warpweave.kernels.rope import apply_rope, rope_fwd
+
+QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+# ---------------------------------------------------------------- device helpers
+
+
+@triton.jit
+def _places(q_ptr, k_ptr, v_ptr, p, m, kv_heads, HALF: tl.constexpr, G: tl.constexpr):
+    """Where the first elements of pairs p at rows m lie in q, k or v, and whether they turn."""
+    head, i = p // HALF, p % HALF
+    slot, kv = head % (G + 2), head // (G + 2)
+    is_q, is_k = (slot < G)[None, :], (slot == G)[None, :]
+    in_q = m[:, None] * (kv_heads * G * 2 * HALF) + ((kv * G + slot) * 2 * HALF + i)[None, :]
+    in_kv = m[:, None] * (kv_heads * 2 * HALF) + (kv * 2 * HALF + i)[None, :]
+    place = tl.where(is_q, q_ptr + in_q, tl.where(is_k, k_ptr + in_kv, v_ptr + in_kv))
+    return place, slot <= G
+
+
+@triton.jit
+def _angles(cos_ptr, sin_ptr, p, m, M, S, turns, HALF: tl.constexpr):
+    """cos and sin of pairs p at rows m; 1 and 0 where nothing turns."""
+    at = (m % S)[:, None] * HALF + (p % HALF)[None, :]
+    live = (m < M)[:, None] & turns[None, :]
+    return upcast(tl.load(cos_ptr + at, live, 1.0)), upcast(tl.load(sin_ptr + at, live, 0.0))
+
+
+# ---------------------------------------------------------------- forward
+
+
+@triton.jit
+def _turn_tile(
+    z,
+    bias_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    m,
+    pair,
+    M,
+    S,
+    kv_heads,
+    HALF: tl.constexpr,
+    G: tl.constexpr,
+):
+    """Bias, rotation and store of accumulators at rows m and the pairs from `pair`."""
+    PAIRS: tl.constexpr = z.shape[1] // 2
+    p = pair + tl.arange(0, PAIRS)
+    real = p < kv_heads * (G + 2) * HALF
+    z1, z2 = tl.split(z.reshape(z.shape[0], PAIRS, 2))
+    if bias_ptr is not None:
+        at = bias_ptr + p // HALF * (2 * HALF) + p % HALF
+        z1 += tl.load(at, real, 0.0).to(z.dtype)[None, :]
+        z2 += tl.load(at + HALF, real, 0.0).to(z.dtype)[None, :]
+    place, turns = _places(q_ptr, k_ptr, v_ptr, p, m, kv_heads, HALF, G)
+    if cos_ptr is not None:
+        cos, sin = _angles(cos_ptr, sin_ptr, p, m, M, S, turns & real, HALF)
+        z1, z2 = z1 * cos - z2 * sin, z2 * cos + z1 * sin
+    live = (m < M)[:, None] & real[None, :]
+    tl.store(place, to_dtype(z1, q_ptr.dtype.element_ty), live)
+    tl.store(place + HALF, to_dtype(z2, q_ptr.dtype.element_ty), live)
+
+
+@triton.jit
+def _qkv_fwd_kernel(
+    x_ptr,
+    w_ptr,
+    bias_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    M,
+    S,
+    E,
+    kv_heads,
+    stride_xm,
+    stride_xe,
+    stride_wn,
+    stride_we,
+    HALF: tl.constexpr,
+    G: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EVEN_E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    N = kv_heads * (G + 2) * (2 * HALF)
+    tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
+    for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
+        # 1. The accumulators of a tile, its columns in the order of pairs.
+        row, col = tile_at(index, M, N, BLOCK_M, BLOCK_N, GROUP)
+        m, c = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
+        p = c // 2
+        n = p // HALF * (2 * HALF) + c % 2 * HALF + p % HALF
+        z = product(
+            x_ptr, w_ptr, m, n, M, N, E, stride_xm, stride_xe, stride_we, stride_wn,
+            PRECISION, EVEN_E, BLOCK_M, BLOCK_N, BLOCK_E,
+        )  # fmt: skip
+
+        # 2. The rest, a quarter at a time, as in `gemm`.
+        left, right = halves(z)
+        first, second = halves(left)
+        third, fourth = halves(right)
+        pair, STEP = col // 2, BLOCK_N // 8
+        _turn_tile(
+            first, bias_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr,
+            m, pair, M, S, kv_heads, HALF, G,
+        )  # fmt: skip
+        _turn_tile(
+            second, bias_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr,
+            m, pair + STEP, M, S, kv_heads, HALF, G,
+        )  # fmt: skip
+        _turn_tile(
+            third, bias_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr,
+            m, pair + 2 * STEP, M, S, kv_heads, HALF, G,
+        )  # fmt: skip
+        _turn_tile(
+            fourth, bias_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr,
+            m, pair + 3 * STEP, M, S, kv_heads, HALF, G,
+        )  # fmt: skip
+
+
+def qkv_fwd(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    *,
+    head_dim: int,
+    group: int,
+    precision: str | None = None,
+    impl: str | None = None,
+) -> QKV:
+    """(q, k, v) of x[B, S, E]: the forward half of `qkv_rope`. Raises what that raises."""
+    impl = choose(impl, x, weight, bias, cos, sin)
+    kv_heads = _check(x, weight, bias, cos, sin, head_dim, group)
+    check_operands(rows(x), weight.t(), bias)
+    B, S, E = x.shape
+    if impl == "torch":
+        z = gemm(rows(x), weight.t(), bias).view(B, S, kv_heads, group + 2, head_dim)
+        q, k, v = z.split((group, 1, 1), 3)
+        q, k, v = q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
+        if cos is None:
+            return q, k, v
+        q, k = (rope_fwd(t, cos, sin, impl="torch") for t in (q, k))
+        return q, k, v
+    q = x.new_empty(B, S, kv_heads * group, head_dim)
+    k, v = (x.new_empty(B, S, kv_heads, head_dim) for _ in "kv")
+    flat, (N, _) = rows(x), weight.shape
+    if not q.numel():
+        return q, k, v
+    tile = find_tile(flat, weight.t(), "large")
+    with torch.cuda.device_of(x):
+        _qkv_fwd_kernel[grid(tile, B * S, N, x.device)](
+            flat,
+            weight,
+            None if bias is None else bias.contiguous(),
+            None if cos is None else cos.contiguous(),
+            None if sin is None else sin.contiguous(),
+            q,
+            k,
+            v,
+            B * S,
+            S,
+            E,
+            kv_heads,
+            *flat.stride(),
+            *weight.stride(),
+            head_dim // 2,
+            group,
+            find_precision(precision),
+            E % tile.k == 0,
+            tile.m,
+            tile.n,
+            tile.k,
+            tile.group,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
+    return q, k, v
+
+
+# ---------------------------------------------------------------- backward
+
+
+@triton.jit
+def _qkv_bwd_kernel(
+    dq_ptr,
+    dk_ptr,
+    dv_ptr,
+    cos_ptr,
+    sin_ptr,
+    dz_ptr,
+    M,
+    S,
+    kv_heads,
+    HALF: tl.constexpr,
+    G: tl.constexpr,
+    ROWS: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    # 1. Pairs p of rows m, wherever they lie.
+    m = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    p = tl.program_id(1).to(tl.int64) * PAIRS + tl.arange(0, PAIRS)
+    real = p < kv_heads * (G + 2) * HALF
+    live = (m < M)[:, None] & real[None, :]
+    place, turns = _places(dq_ptr, dk_ptr, dv_ptr, p, m, kv_heads, HALF, G)
+    d1, d2 = upcast(tl.load(place, live, 0.0)), upcast(tl.load(place + HALF, live, 0.0))
+
+    # 2. Back by the angle that they were turned by.
+    if cos_ptr is not None:
+        cos, sin = _angles(cos_ptr, sin_ptr, p, m, M, S, turns & real, HALF)
+        d1, d2 = d1 * cos + d2 * sin, d2 * cos - d1 * sin
+
+    # 3. To the columns of the product.
+    N = kv_heads * (G + 2) * (2 * HALF)
+    at = dz_ptr + m[:, None] * N + (p // HALF * (2 * HALF) + p % HALF)[None, :]
+    tl.store(at, to_dtype(d1, dz_ptr.dtype.element_ty), live)
+    tl.store(at + HALF, to_dtype(d2, dz_ptr.dtype.element_ty), live)
+
+
+def qkv_bwd(
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    *,
+    impl: str | None = None,
+) -> torch.Tensor:
+    """dz[B S, N], the gradient of the projection's output, from those of q, k and v."""
+    impl = choose(impl, dq, dk, dv, cos, sin)
+    B, S, heads, D = dq.shape
+    kv_heads = dk.shape[2]
+    if dk.shape != dv.shape or dk.shape != (B, S, kv_heads, D) or heads % max(kv_heads, 1) or D % 2:
+        raise ValueError(
+            f"dq[B, S, H, D] and dk, dv[B, S, Hkv, D] do not fit: got {[*dq.shape]}, "
+            f"{[*dk.shape]} and {[*dv.shape]}"
+        )
+    group = heads // max(kv_heads, 1)
+    if impl == "torch":
+        if cos is not None:
+            dq, dk = (rope_fwd(t, cos, sin, conjugate=True, impl="torch") for t in (dq, dk))
+        dz = torch.cat(
+            (dq.unflatten(2, (kv_heads, group)), dk[:, :, :, None], dv[:, :, :, None]), 3
+        )
+        return dz.view(B * S, kv_heads * (group + 2) * D)
+    dq, dk, dv = dq.contiguous(), dk.contiguous(), dv.contiguous()
+    dz = dq.new_empty(B * S, kv_heads * (group + 2) * D)
+    if not dz.numel():
+        return dz
+    pairs = min(256, triton.next_power_of_2(dz.shape[1] // 2))
+    row_count = 1024 // pairs
+    with torch.cuda.device_of(dq):
+        _qkv_bwd_kernel[(triton.cdiv(B * S, row_count), triton.cdiv(dz.shape[1] // 2, pairs))](
+            dq,
+            dk,
+            dv,
+            None if cos is None else cos.contiguous(),
+            None if sin is None else sin.contiguous(),
+            dz,
+            B * S,
+            S,
+            kv_heads,
+            D // 2,
+            group,
+            row_count,
+            pairs,
+            num_warps=4,
+        )
+    return dz
+
+
+# ---------------------------------------------------------------- autograd
+
+
+class _QKV(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, cos, sin, head_dim, group, dtype, precision, impl):
+        ctx.parameters, ctx.shape, ctx.dtypes, ctx.impl = (
+            (weight, bias),
+            x.shape,
+            (x.dtype, dtype),
+            impl,
+        )
+        with Settled(x):
+            x = x.to(dtype)
+            ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, cos, sin)
+            return qkv_fwd(
+                x, weight.to(dtype), None if bias is None else bias.to(dtype), cos, sin,
+                head_dim=head_dim, group=group, precision=precision, impl=impl,
+            )  # fmt: skip
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dq, dk, dv):
+        (x, w, cos, sin), (weight, bias) = ctx.saved_tensors, ctx.parameters
+        (x_dtype, dtype), needs = ctx.dtypes, ctx.needs_input_grad
+        with Settled(dq):
+            dz = qkv_bwd(dq, dk, dv, cos, sin, impl=ctx.impl)
+            dx = gemm(dz, w.to(dtype)).view(ctx.shape).to(x_dtype) if needs[0] else None
+            dw = weight_gradient(weight, lambda: (dz, x)) if needs[1] else None
+            db = bias_gradient(bias, dz) if needs[2] else None
+        return dx, dw, db, *[None] * 7
+
+    @staticmethod
+    def spmd_typecheck(*, x, weight, bias, cos, sin):
+        from spmd_types import rules
+
+        # Rows are cut in whole groups of heads; each output has its share of them.
+        z = rules.einsum("bs_,n_->bsn", x, weight)
+        if bias is not None:
+            z = rules.einsum("bsn,n->bsn", z, bias)
+        q = k = v = rules.einsum("bsn->bsn_", z)
+        if cos is not None:
+            q = k = rules.einsum("bsn_,s_,s_->bsn_", q, cos, sin)
+        return q, k, v
+
+
+# For compilers, which cannot trace `wgrad`.
+
+
+@torch.library.custom_op("warpweave::qkv_rope", mutates_args=())
+def _qkv_op(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    head_dim: int,
+    group: int,
+    precision: str | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return qkv_fwd(
+        x, weight, bias, cos, sin,
+        head_dim=head_dim, group=group, precision=precision, impl="triton",
+    )  # fmt: skip
+
+
+@_qkv_op.register_fake
+def _(x, weight, bias, cos, sin, head_dim, group, precision):
+    kv_heads = weight.shape[0] // ((group + 2) * head_dim)
+    shapes = ((*x.shape[:2], heads, head_dim) for heads in (kv_heads * group, kv_heads, kv_heads))
+    return tuple(x.new_empty(shape) for shape in shapes)
+
+
+@torch.library.custom_op("warpweave::qkv_rope_backward", mutates_args=())
+def _qkv_backward_op(
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dz = qkv_bwd(dq, dk, dv, cos, sin, impl="triton")
+    db = dz.sum(0, dtype=compute_dtype(dz)).to(weight.dtype)
+    return gemm(dz, weight).view(x.shape), gemm(dz.t(), rows(x)), db
+
+
+@_qkv_backward_op.register_fake
+def _(dq, dk, dv, x, weight, cos, sin):
+    return x.new_empty(x.shape), weight.new_empty(weight.shape), weight.new_empty(weight.shape[0])
+
+
+def _save(ctx, inputs, output) -> None:
+    x, weight, bias, cos, sin, *_ = inputs
+    ctx.biased = bias is not None
+    ctx.save_for_backward(x, weight, cos, sin)
+
+
+def _backward(ctx, dq, dk, dv):
+    dx, dw, db = _qkv_backward_op(dq, dk, dv, *ctx.saved_tensors)
+    return dx, dw, db if ctx.biased else None, *[None] * 5
+
+
+_qkv_op.register_autograd(_backward, setup_context=_save)
+
+
+# ---------------------------------------------------------------- public
+
+
+def qkv_rope(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    *,
+    head_dim: int,
+    group: int,
+    precision: str | None = None,
+    impl: str | None = None,
+) -> QKV:
+    """Queries, keys and values of x[B, S, E], rotated; differentiable in x, weight and bias.
+
+    Args:
+        x: x[B, S, E] (any sharding of S whose positions the table holds).
+        weight: weight[Hkv (group + 2) head_dim, E], grouped by KV head (Hkv may be sharded).
+        bias: one number for each row of the weight, or None.
+        cos, sin: [S, head_dim / 2] of `rope_table`, or both None to rotate nothing.
+        head_dim: D.
+        group: query heads for each KV head.
+        precision: how Triton multiplies float32, see `gemm`.
+        impl: None is Triton on CUDA tensors, torch on others.
+
+    Returns:
+        q[B, S, Hkv group, D], k and v[B, S, Hkv, D], in the dtype of x or of autocast.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit, or `impl` cannot run.
+    """
+    chosen = choose(impl, x, weight, bias, cos, sin)
+    _check(x, weight, bias, cos, sin, head_dim, group)
+    dtype = settled_dtype("qkv_rope", x, {"weight": weight, "bias": bias})
+    options = (precision, chosen)
+    if not torch.compiler.is_compiling():
+        return _QKV.apply(x, weight, bias, cos, sin, head_dim, group, dtype, *options)
+    x, weight, bias = (t if t is None else t.to(dtype) for t in (x, weight, bias))
+    if chosen == "triton":
+        return _qkv_op(x, weight, bias, cos, sin, head_dim, group, precision)
+    z = F.linear(x, weight, bias).unflatten(-1, (-1, group + 2, head_dim))
+    q, k, v = z.split((group, 1, 1), 3)
+    q, k, v = q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
+    if cos is None:
+        return q, k, v
+    return apply_rope(q, cos, sin, impl="torch"), apply_rope(k, cos, sin, impl="torch"), v
+
+
+def _check(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    head_dim: int,
+    group: int,
+) -> int:
+    """The number of KV heads, or ValueError."""
+    if head_dim < 2 or head_dim % 2 or group < 1:
+        raise ValueError(f"need an even head_dim and group >= 1, got {head_dim} and {group}")
+    per_head = (group + 2) * head_dim
+    if (
+        x.ndim != 3
+        or weight.ndim != 2
+        or weight.shape[1] != x.shape[2]
+        or weight.shape[0] % per_head
+    ):
+        raise ValueError(
+            f"need x[B, S, E] and weight[Hkv * {per_head}, E], got {[*x.shape]} and "
+            f"{[*weight.shape]}"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias must be [{weight.shape[0]}], got {[*bias.shape]}")
+    if (cos is None) != (sin is None):
+        raise ValueError("cos and sin must both be tensors, or both None")
+    if cos is not None and not cos.shape == sin.shape == (x.shape[1], head_dim // 2):
+        raise ValueError(
+            f"cos and sin must be [S, D/2] = {[x.shape[1], head_dim // 2]}, got {[*cos.shape]} and "
+            f"{[*sin.shape]}"
+        )
+    return weight.shape[0] // per_head

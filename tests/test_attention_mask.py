@@ -1,0 +1,289 @@
+"""Windows and packed documents, on both paths: against the reference, alone and with any runs."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from attention_cases import F64, ZIGZAG, check, draw, with_grads
+from close import assert_close_f64, assert_error_budget, relative_error
+from torch import Tensor
+
+from warpweave.kernels import reference
+from warpweave.kernels.attention import (
+    attention,
+    attention_bwd,
+    attention_delta,
+    attention_fwd,
+)
+from warpweave.kernels.attention_mask import document_table
+
+IMPLS = pytest.mark.parametrize("impl", ["torch", "triton"])
+
+
+def _documents(*lengths: int) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0)
+
+
+# One token, none, several tiles; and one sample of each kind where samples differ.
+PACKED = _documents(1, 0, 40, 3, 0, 0, 22, 1)
+EACH = torch.stack((_documents(67, 0, 0), _documents(30, 7, 30)))
+
+
+@IMPLS
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [1, 5, 33])
+def test_a_window_equals_the_reference(impl, causal, window) -> None:
+    check(impl, {"Sq": 67, "Sk": 67, "Hq": 1, "D": 40}, causal=causal, window=window)
+
+
+@IMPLS
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("documents", "window"), [(PACKED, None), (PACKED, 30), (EACH, 5)])
+def test_packed_documents_equal_the_reference(impl, causal, documents, window) -> None:
+    sizes = {"B": 2, "Sq": 67, "Sk": 67, "Hq": 2, "D": 16}
+    check(impl, sizes, with_dlse=causal, causal=causal, window=window, documents=documents)
+
+
+@IMPLS
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    ("q_runs", "k_runs"),
+    [
+        (ZIGZAG, ZIGZAG),
+        (ZIGZAG, ((0, 30), (80, 20))),  # a ring hop
+        (ZIGZAG, ((0, 97),)),  # all keys gathered
+        (((70, 17), (10, 20)), ((15, 60), (0, 15))),  # descending
+    ],
+)
+def test_any_pair_of_runs_equals_the_reference(impl, causal, q_runs, k_runs) -> None:
+    sizes = {"Sk": sum(n for _, n in k_runs), "Hq": 1 + causal, "D": 8}
+    options = {"causal": causal, "q_runs": q_runs, "k_runs": k_runs, "window": 12}
+    check(impl, sizes, **options)
+    documents = _documents(13, 0, 10, 50, 3, 21).int()  # what follows is padding
+    check(impl, sizes, **options, documents=documents)
+
+
+@IMPLS
+def test_packed_documents_are_separate_calls(impl) -> None:
+    """Without the reference: each document alone, bit for bit but for the order of sums."""
+    qkv, do = draw(Sq=67, Sk=67), torch.randn(1, 67, 2, 16, dtype=F64)
+    got = with_grads(attention, qkv, do, documents=PACKED, return_lse=True, impl=impl)
+    for start, stop in pairwise(PACKED):
+        part = [x[:, start:stop].detach().requires_grad_() for x in qkv]
+        alone = with_grads(attention, part, do[:, start:stop], return_lse=True, impl=impl)
+        for whole, x, dim in zip(got, alone, (1, 2, 1, 1, 1)):
+            assert_close_f64(whole.narrow(dim, start, stop - start), x, 1e-13)
+
+
+@IMPLS
+def test_a_window_beyond_every_key_and_one_document_are_plain_attention(impl) -> None:
+    q, k, v = (x.detach() for x in draw())
+    for causal in (True, False):
+        options = {"causal": causal, "impl": impl}
+        plain = attention(q, k, v, **options)
+        assert torch.equal(attention(q, k, v, window=37, **options), plain)
+        assert torch.equal(attention(q, k, v, window=2**40, **options), plain)
+        assert_close_f64(attention(q, k, v, documents=_documents(37), **options), plain, 1e-14)
+
+
+@IMPLS
+def test_positions_beyond_the_last_boundary_are_one_more_document(impl) -> None:
+    check(impl, {}, documents=_documents(9, 11))
+    check(impl, {}, documents=torch.tensor([0]))  # no document at all
+
+
+@IMPLS
+def test_rows_that_see_no_key_are_zero_with_lse_minus_infinity(impl) -> None:
+    k_runs = ((30, 20),)
+    o, lse, dq, dk, _ = check(impl, {"Sk": 20}, q_runs=ZIGZAG, k_runs=k_runs, window=30)
+    assert lse[..., :20].isneginf().all()
+    assert lse[..., 20:29].isfinite().all()  # 70 - 49 < 30
+    assert lse[..., 29:].isneginf().all()
+    assert not any(x[:, rows].any() for x in (o, dq) for rows in (slice(20), slice(29, 37)))
+    assert not dk[:, :11].any()
+    check(impl, {"Sk": 20}, q_runs=ZIGZAG, k_runs=k_runs, documents=_documents(40, 31, 20))
+
+
+@IMPLS
+@pytest.mark.parametrize("empty", [{"B": 0}, {"Sq": 0}, {"Sk": 0}, {"Sq": 0, "Sk": 0}])
+def test_empty_batches_and_sequences_work(impl, empty) -> None:
+    sizes = {"Sq": 3, "Sk": 4, **empty}
+    check(impl, sizes, window=2, documents=_documents(2, 2))
+    documents = _documents(2, 2).expand(sizes.get("B", 1), -1)
+    check(impl, sizes, causal=False, documents=documents)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("options", [{"window": 20}, {"documents": _documents(128, 64, 64)}])
+def test_tiles_that_are_wholly_masked_are_never_read(options, causal) -> None:
+    """NaN in keys and queries far from a document or a window would come through as 0 * NaN.
+    Tiles are 64 queries by 32 keys, and 32 by 64 for dk and dv."""
+    q, k, v = (x.detach() for x in draw(Sq=256, Sk=256, Hq=1, D=4))
+    do, options = torch.randn_like(q), {"causal": causal, "impl": "triton", **options}
+    o, lse = attention_fwd(q, k, v, **options)
+    delta = attention_delta(o, do)
+    want = attention_bwd(do, q, k, v, lse, delta, **options)
+    rows, runs, far = slice(128, 192), ((128, 64),), [*range(96), *range(224, 256)]
+    far_q, far_k, far_v, far_do = (
+        x.index_fill(1, torch.tensor(far), math.nan) for x in (q, k, v, do)
+    )
+    some = {**options, "q_runs": runs}
+    got, _ = attention_fwd(q[:, rows], far_k, far_v, **some)
+    stats = lse[..., rows], delta[..., rows]
+    dq, _, _ = attention_bwd(do[:, rows], q[:, rows], far_k, far_v, *stats, **some)
+    some = {**options, "k_runs": runs}
+    _, dk, dv = attention_bwd(far_do, far_q, k[:, rows], v[:, rows], lse, delta, **some)
+    for g, w in zip((got, dq, dk, dv), (o, *want)):
+        assert torch.equal(g, w[:, rows])
+
+
+def _eager(q, k, v, window, documents):
+    """Masked attention in plain torch, every intermediate in the inputs' dtype."""
+    k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
+    s = torch.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[3] ** -0.5
+    position = torch.arange(q.shape[1])
+    options = {"causal": True, "window": window, "documents": documents}
+    s = s.masked_fill(~reference.visible(position, position, **options), -float("inf"))
+    return torch.einsum("bhqk,bkhd->bqhd", s.softmax(-1), v), s.logsumexp(-1)
+
+
+@IMPLS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("window", [None, 17])
+def test_low_precision_errs_no_more_than_twice_what_plain_torch_does(impl, dtype, window) -> None:
+    low, options = draw(Sq=70, Sk=70, D=48, dtype=dtype), {"documents": _documents(45, 25)}
+    options["window"] = window
+    exact = [x.detach().double().requires_grad_() for x in low]
+    do = torch.randn_like(low[0])
+    truth = with_grads(reference.attention, exact, do.double(), **options)
+    same = with_grads(_eager, low, do, **options)
+    got = with_grads(attention, low, do, return_lse=True, impl=impl, **options)
+    assert [x.dtype for x in got] == [dtype, torch.float32, dtype, dtype, dtype]
+    for g, s, t in zip(got, same, truth):
+        assert_error_budget(g, s, t)
+
+
+@IMPLS
+def test_blocks_of_keys_with_the_final_lse_add_up_to_the_whole(impl) -> None:
+    """Ring attention of packed documents with a window, in one process."""
+    q, k, v = (x.detach() for x in draw(Sk=97))
+    do = torch.randn_like(q)
+    options = {"q_runs": ZIGZAG, "window": 25, "documents": _documents(25, 50, 22)}
+    exact = [x.requires_grad_() for x in (q.clone(), k.clone(), v.clone())]
+    want = with_grads(reference.attention, exact, do, **options)
+    hops = [slice(0, 25), slice(25, 60), slice(60, 97)]
+    o, lse = torch.zeros_like(q), torch.full((1, 2, 37), -float("inf"), dtype=F64)
+    dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+    options["impl"] = impl
+    for at in hops:
+        runs = ((at.start, at.stop - at.start),)
+        attention_fwd(q, k[:, at], v[:, at], k_runs=runs, into=(o, lse), **options)
+    delta = attention_delta(o, do)
+    for at in hops:
+        runs, into = ((at.start, at.stop - at.start),), (dq, dk[:, at], dv[:, at])
+        attention_bwd(do, q, k[:, at], v[:, at], lse, delta, k_runs=runs, into=into, **options)
+    for g, w in zip((o, lse, dq, dk, dv), want):
+        assert_close_f64(g, w, 1e-12)
+
+
+@IMPLS
+def test_planted_faults_are_far_outside_the_tolerance(impl) -> None:
+    q, k, v = (x.detach() for x in draw(Sq=23, Sk=23))
+    do, documents = torch.randn_like(q), _documents(10, 8, 5)
+    exact = [x.clone().requires_grad_() for x in (q, k, v)]
+    for right, faults in (
+        ({"window": 4}, ({"window": 3}, {"window": 5}, {"window": 4, "causal": False})),
+        ({"documents": documents}, ({"documents": documents + (documents > 0)},)),
+        ({"documents": documents, "window": 4}, ({"documents": documents}, {"window": 4})),
+    ):
+        o, lse, *want = with_grads(reference.attention, exact, do, **right)
+        delta = attention_delta(o, do)
+        got = attention_bwd(do, q, k, v, lse, delta, **right, impl=impl)
+        assert all(relative_error(g, w) < 1e-13 for g, w in zip(got, want))
+        for fault in faults:
+            assert relative_error(attention(q, k, v, **fault, impl=impl), o) > 1e-2, fault
+            for g, w in zip(attention_bwd(do, q, k, v, lse, delta, **fault, impl=impl), want):
+                assert relative_error(g, w) > 1e-2, fault
+
+
+@IMPLS
+def test_gradients_pass_gradcheck(impl) -> None:
+    options = {"q_runs": ((2, 2), (7, 2)), "k_runs": ((1, 3), (6, 2)), "impl": impl}
+
+    def f(*x):
+        return attention(*x, **options, window=4, documents=_documents(2, 7), return_lse=True)
+
+    # lse = -inf of rows without a key has no derivative
+    assert torch.autograd.gradcheck(lambda *x: f(*x)[0], draw(Sq=4, Sk=5, D=3), fast_mode=True)
+
+
+@IMPLS
+def test_the_custom_op_passes_opcheck_and_compiles(impl) -> None:
+    qkv, documents = draw(Sq=5, Sk=5, D=4), _documents(2, 3)
+    torch.library.opcheck(
+        torch.ops.warpweave.attention.default,
+        (*qkv, documents, None, True, 2, None, None, 0.0, 0, [0, 0], None, None, impl),
+    )
+
+    def loss(q, k, v, documents):
+        return attention(q, k, v, window=3, documents=documents, impl=impl).square().sum()
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    got, want = compiled(*qkv, documents), loss(*qkv, documents)
+    assert torch.equal(got, want)
+    for g, w in zip(torch.autograd.grad(got, qkv), torch.autograd.grad(want, qkv)):
+        assert torch.equal(g, w)
+
+
+def test_it_follows_autocast_and_checkpointing() -> None:
+    q, k, v = draw(dtype=torch.float32)
+    options = {"window": 5, "documents": PACKED}
+    with torch.autocast("cpu", torch.bfloat16):
+        o = attention(q, k, v, **options)
+    assert torch.equal(o, attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), **options))
+    want = torch.autograd.grad(attention(q, k, v, **options).sum(), q)
+    again = torch.utils.checkpoint.checkpoint(
+        lambda *x: attention(*x, **options), q, k, v, use_reentrant=False
+    )
+    assert torch.equal(torch.autograd.grad(again.sum(), q)[0], want[0])
+
+
+@pytest.mark.parametrize("documents", [PACKED[None], EACH], ids=["packed", "each"])
+def test_the_table_has_the_document_of_every_row_and_waits_for_no_device(documents) -> None:
+    runs = (60, 9, 0, 20)
+    position = torch.cat((torch.arange(60, 69), torch.arange(20)))
+    table = document_table(documents.int(), runs)
+    for boundaries, (first, last) in zip(documents.tolist(), table.tolist()):
+        for p, a, b in zip(position.tolist(), first, last):
+            assert a <= p <= b
+            assert a == max(x for x in (0, *boundaries) if x <= p)
+            assert b == min(x for x in (*boundaries, 2**31 - 1) if x > p) - 1
+    meta = document_table(documents.to("meta"), runs)  # values do not exist: .item() would fail
+    assert (meta.shape, meta.dtype) == (table.shape, table.dtype)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window": 0}, r"window must be at least 1 or None, got 0"),
+        ({"window": -3}, r"window must be at least 1 or None, got -3"),
+        ({"documents": torch.tensor([0.0, 8.0])}, r"int32 or int64, got torch.float32"),
+        ({"documents": torch.tensor(8)}, r"shape \[n \+ 1\] or \[2, n \+ 1\], got \(\)"),
+        ({"documents": torch.tensor([[0, 8]] * 3)}, r"got \(3, 2\)"),
+        ({"documents": torch.zeros(0, dtype=torch.int64)}, r"got \(0,\)"),
+        ({"documents": torch.tensor([1, 8])}, r"ascend from 0, got \[1, 8\]"),
+        ({"documents": torch.tensor([0, 5, 4, 8])}, r"ascend from 0, got \[0, 5, 4, 8\]"),
+        ({"documents": torch.tensor([0, 8], device="meta")}, r"one device, got cpu and meta"),
+        (
+            {"documents": torch.tensor([0, 8]), "q_runs": ((2**31, 8),)},
+            r"positions below 2147483646, got 2147483655",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_its_values(options, message) -> None:
+    q, k, v = draw(B=2, Sq=8, Sk=8)
+    with pytest.raises(ValueError, match=message):
+        attention_fwd(q, k, v, **options)
+    with pytest.raises(ValueError, match=message):
+        attention_bwd(q, q, k, v, torch.zeros(2, 2, 8, dtype=F64), None, o=q, **options)

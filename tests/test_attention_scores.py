@@ -1,0 +1,325 @@
+"""Softcap, sinks and dropout of attention, and sums carried from block to block of keys."""
+
+import math
+
+import pytest
+import torch
+from attention_cases import F64, ZIGZAG, check, draw, with_grads
+from close import assert_close_f64, assert_error_budget, relative_error
+
+from warpweave.kernels import attention_tiles, reference
+from warpweave.kernels.attention import (
+    attention,
+    attention_bwd,
+    attention_delta,
+    attention_dsinks,
+    attention_fwd,
+)
+from warpweave.kernels.merge import merge
+
+IMPLS = pytest.mark.parametrize("impl", ["torch", "triton"])
+DROP = {"dropout": 0.3, "dropout_seed": 2**40 + 7, "dropout_origin": (2**31 + 5, 3)}
+DOCUMENTS = torch.tensor([0, 13, 13, 75, 87])
+
+
+# ---------------------------------------------------------------- 1. softcap
+
+
+@IMPLS
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"softcap": 0.5},
+        {"softcap": 30.0, "causal": False, "window": 9},
+        {"softcap": 2.0, "q_runs": ZIGZAG, "k_runs": ZIGZAG, "documents": DOCUMENTS},
+    ],
+)
+def test_a_softcap_equals_the_reference(impl, options) -> None:
+    check(impl, {}, **options)
+
+
+@IMPLS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_softcap_and_sinks_err_no_more_than_twice_what_plain_torch_does(impl, dtype) -> None:
+    """A cap far above the scores, where 2 sigmoid(2x) - 1 alone would cancel in float32."""
+    low, sinks = draw(dtype=dtype), torch.randn(2, dtype=dtype).requires_grad_()
+    exact = [x.detach().double().requires_grad_() for x in low]
+    do = torch.randn_like(low[0])
+
+    def eager(q, k, v, sinks):
+        k, v = (x.repeat_interleave(2, 2) for x in (k, v))
+        s = torch.einsum("bqhd,bkhd->bhqk", q, k) * 0.25
+        s = 50 * torch.tanh(s / 50)
+        s = s.masked_fill(torch.ones(s.shape[2:], dtype=torch.bool).triu(1), -float("inf"))
+        s = torch.cat((s, sinks[:, None, None].expand(*s.shape[:3], 1)), -1)
+        return torch.einsum("bhqk,bkhd->bqhd", s.softmax(-1)[..., :-1], v), s.logsumexp(-1)
+
+    wide = sinks.detach().double().requires_grad_()
+    truth = with_grads(reference.attention, exact, do.double(), sinks=wide, softcap=50.0)
+    same = with_grads(eager, low, do, sinks=sinks)
+    options = {"softcap": 50.0, "return_lse": True, "impl": impl}
+    got = with_grads(attention, low, do, sinks=sinks, **options)
+    assert got[-1].dtype == dtype
+    for g, s, t in zip(got, same, truth):
+        assert_error_budget(g, s, t)
+
+
+# ---------------------------------------------------------------- 2. sinks
+
+
+@IMPLS
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": False, "window": 9, "softcap": 3.0},
+        {"q_runs": ZIGZAG, "k_runs": ((0, 37),), "documents": DOCUMENTS},
+    ],
+)
+def test_sinks_equal_the_reference(impl, options) -> None:
+    sinks = torch.randn(2, dtype=F64).requires_grad_()
+    check(impl, {"B": 2}, sinks=sinks, **options)
+    check(impl, {"B": 2}, with_dlse=False, sinks=sinks, **options)
+
+
+@IMPLS
+def test_rows_that_see_no_key_have_their_sink_for_lse(impl) -> None:
+    sinks = torch.tensor([0.5, -math.inf], dtype=F64).requires_grad_()
+    options = {"q_runs": ZIGZAG, "k_runs": ((70, 20),)}
+    o, lse, *_ = check(impl, {"Sk": 20}, sinks=sinks, **options)
+    assert not o[:, :20].any()
+    assert_close_f64(lse[0, 0, :20], torch.full((20,), 0.5, dtype=F64), 1e-15)
+    assert lse[0, 1, :20].isneginf().all()
+    q, k, v = (x.detach() for x in draw(Sk=20))  # a sink of -inf is none
+    none = attention(q, k, v, sinks=torch.full((2,), -math.inf), **options, impl=impl)
+    assert_close_f64(none, attention(q, k, v, **options, impl=impl), 1e-15)
+    for empty in ({"Sk": 0}, {"B": 0}, {"Sq": 0}):
+        check(impl, {"Sq": 3, "Sk": 4, **empty}, causal=False, sinks=sinks)
+
+
+@IMPLS
+def test_a_sink_counts_once_when_blocks_of_keys_are_merged(impl) -> None:
+    q, k, v = (x.detach() for x in draw())
+    sinks = torch.randn(2, dtype=F64)
+    want = reference.attention(q, k, v, causal=False, sinks=sinks)
+    options = {"causal": False, "impl": impl}
+    one = attention_fwd(q, k[:, :20], v[:, :20], sinks=sinks, **options)
+    two = attention_fwd(q, k[:, 20:], v[:, 20:], **options)
+    for g, w in zip(merge(*one, *two), want):
+        assert_close_f64(g, w, 1e-13)
+    twice = attention_fwd(q, k[:, 20:], v[:, 20:], sinks=sinks, **options)
+    assert relative_error(merge(*one, *twice)[0], want[0]) > 1e-2
+    o, lse = torch.zeros_like(q), sinks[:, None].expand(1, 2, 37).clone()
+    for rows in (slice(20, 37), slice(20)):
+        attention_fwd(q, k[:, rows], v[:, rows], into=(o, lse), **options)
+    for g, w in zip((o, lse), want):
+        assert_close_f64(g, w, 1e-13)
+
+
+# ---------------------------------------------------------------- 3. dropout
+
+
+@IMPLS
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": False, "q_runs": ((5, 37),), "k_runs": ((20, 37),)},
+        {"q_runs": ZIGZAG, "k_runs": ZIGZAG, "documents": DOCUMENTS, "window": 15, "softcap": 3.0},
+    ],
+)
+def test_dropout_equals_the_reference(impl, options) -> None:
+    check(impl, {"B": 2}, **DROP, **options, sinks=torch.randn(2, dtype=F64).requires_grad_())
+
+
+@IMPLS
+def test_every_layout_draws_the_same_mask(impl) -> None:
+    """Half of the rows, of the heads or of the samples with their own origin: the same bits."""
+    q, k, v = (x.detach() for x in draw(B=2, Hq=4, Hkv=2))
+    options = {"dropout": 0.5, "dropout_seed": 3, "impl": impl}
+    whole, lse = attention_fwd(q, k, v, **options)
+    rows = [*range(3, 9), *range(30, 37)]
+    some = attention(q[:, rows], k, v, q_runs=((3, 6), (30, 7)), **options)
+    assert_close_f64(some, whole[:, rows], 1e-13)
+    heads = attention(q[:, :, 2:], k[:, :, 1:], v[:, :, 1:], dropout_origin=(0, 2), **options)
+    assert_close_f64(heads, whole[:, :, 2:], 1e-13)
+    sample = attention(q[1:], k[1:], v[1:], dropout_origin=(1, 0), **options)
+    assert_close_f64(sample, whole[1:], 1e-13)
+    assert_close_f64(lse, attention_fwd(q, k, v, impl=impl)[1], 1e-15)  # of the undropped row
+    for other in ({"dropout_seed": 4}, {"dropout_seed": 3 + 2**32}, {"dropout_origin": (0, 1)}):
+        assert relative_error(attention(q, k, v, **{**options, **other}), whole) > 0.1
+
+
+@IMPLS
+def test_as_many_are_dropped_as_was_asked_for_and_the_mean_stays(impl) -> None:
+    q, k = torch.zeros(1, 64, 1, 1, dtype=F64), torch.zeros(1, 64, 1, 1, dtype=F64)
+    o = attention(q, k, k + 1, causal=False, dropout=0.25, dropout_seed=5, impl=impl)
+    kept = o * 64 * 0.75  # how many of 64
+    assert_close_f64(kept, kept.round(), 1e-12)
+    assert abs(kept.mean() - 48) < 1.5  # of a standard deviation of 0.43
+    assert kept.unique().numel() > 5
+
+
+# ---------------------------------------------------------------- 4. into
+
+
+@IMPLS
+def test_carried_sums_start_from_nothing_and_add_where_they_lie(impl) -> None:
+    q, k, v = (x.detach() for x in draw(Sk=20))
+    options = {"q_runs": ZIGZAG, "k_runs": ((16, 20),), "impl": impl}  # 6 rows see no key
+    want = attention_fwd(q, k, v, **options)
+    memory = torch.full((1, 37, 2, 40), 7.0, dtype=F64)
+    o, lse = memory[..., 3:19], torch.full((1, 2, 37), -math.inf, dtype=F64)
+    o.fill_(0.0)
+    got = attention_fwd(q, k, v, into=(o, lse), **options)
+    assert got[0] is o
+    assert got[1] is lse
+    assert_close_f64(o, want[0], 1e-15)
+    assert_close_f64(lse, want[1], 1e-15)
+    assert (memory[..., :3] == 7).all()
+    assert (memory[..., 19:] == 7).all()
+    do, delta = torch.randn_like(q), attention_delta(o, torch.randn_like(q))
+    for which in ((0,), (1, 2), (0, 1, 2)):
+        parts = attention_bwd(do, q, k, v, lse, delta, **options)
+        into = [None] * 3
+        for n in which:
+            into[n] = torch.randn(*parts[n].shape[:3], 40, dtype=F64)[..., 5:21]
+        before = [None if x is None else x.clone() for x in into]
+        got = attention_bwd(do, q, k, v, lse, delta, into=tuple(into), **options)
+        for n, (g, part) in enumerate(zip(got, parts)):
+            assert_close_f64(g, part if n not in which else before[n] + part, 1e-14)
+            assert n not in which or g is into[n]
+
+
+@IMPLS
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_the_error_of_carried_sums_does_not_grow_with_their_number(impl, dtype) -> None:
+    q, k, v = (x.detach() for x in draw(Sq=20, Sk=64, dtype=dtype))
+    do, options = torch.randn_like(q), {"causal": False, "impl": impl}
+    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    truth = with_grads(reference.attention, exact, do.double(), causal=False)
+    errors = []
+    for hops in (1, 16):
+        o, lse = torch.zeros(q.shape), torch.full((1, 2, 20), -math.inf)
+        parts = [slice(n, n + 64 // hops) for n in range(0, 64, 64 // hops)]
+        for rows in parts:
+            attention_fwd(q, k[:, rows], v[:, rows], into=(o, lse), **options)
+        dq, dk, dv = torch.zeros(q.shape), torch.zeros(k.shape), torch.zeros(v.shape)
+        delta = attention_delta(o, do, impl=impl)
+        for rows in parts:
+            into = (dq, dk[:, rows], dv[:, rows])
+            attention_bwd(do, q, k[:, rows], v[:, rows], lse, delta, into=into, **options)
+        errors.append([relative_error(g, t) for g, t in zip((o, lse, dq, dk, dv), truth)])
+    for one, many in zip(*errors):
+        assert many <= 2 * one + 1e-6  # float32 rounds o and lse once a hop
+
+
+@IMPLS
+def test_gradients_pass_gradcheck(impl) -> None:
+    sinks = torch.randn(2, dtype=F64).requires_grad_()
+
+    def f(*x):
+        return attention(
+            *x[:3], sinks=x[3], softcap=1.5, window=3, **DROP, return_lse=True, impl=impl
+        )
+
+    qkv = draw(Sq=4, Sk=5, D=3)
+    assert torch.autograd.gradcheck(f, (*qkv, sinks), fast_mode=True)
+    delta, lse = torch.randn(2, 2, 5, dtype=F64), torch.randn(2, 2, 5, dtype=F64)
+    want = -torch.einsum("bhs,bhs->h", (sinks[:, None] - lse).exp(), delta)
+    assert_close_f64(attention_dsinks(sinks, lse, delta), want, 1e-14)
+
+
+@IMPLS
+def test_the_custom_op_passes_opcheck_and_compiles(impl) -> None:
+    qkv, sinks = draw(Sq=4, Sk=4, D=4), torch.randn(2, dtype=F64).requires_grad_()
+    torch.library.opcheck(
+        torch.ops.warpweave.attention.default,
+        (*qkv, None, sinks, True, None, None, 2.0, 0.5, 7, [1, 2], None, None, impl),
+    )
+
+    def loss(q, k, v, sinks):
+        return attention(q, k, v, sinks=sinks, softcap=2.0, **DROP, impl=impl).square().sum()
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    got, want = compiled(*qkv, sinks), loss(*qkv, sinks)
+    assert torch.equal(got, want)
+    inputs = (*qkv, sinks)
+    for g, w in zip(torch.autograd.grad(got, inputs), torch.autograd.grad(want, inputs)):
+        assert torch.equal(g, w)
+
+
+@IMPLS
+def test_planted_faults_are_far_outside_the_tolerance(impl) -> None:
+    q, k, v = (x.detach() for x in draw())
+    sinks, do = torch.randn(2, dtype=F64), torch.randn_like(q)
+    right = {"softcap": 2.0, "dropout": 0.3, "dropout_seed": 3}
+    o, lse = reference.attention(q, k, v, sinks=sinks, **right)
+    for fault in ({"softcap": None}, {"dropout": 0.0}, {"dropout": 0.31}, {"dropout_seed": 2}):
+        wrong = attention(q, k, v, sinks=sinks, **{**right, **fault}, impl=impl)
+        assert relative_error(wrong, o) > 1e-2, fault
+    assert relative_error(attention(q, k, v, sinks=sinks.flip(0), **right, impl=impl), o) > 1e-2
+    delta = attention_delta(o, do)
+    want = attention_bwd(do, q, k, v, lse, delta, **right, impl=impl)
+    for fault in ({"softcap": None}, {"dropout": 0.0}, {"dropout_seed": 2}):
+        got = attention_bwd(do, q, k, v, lse, delta, **{**right, **fault}, impl=impl)
+        assert all(relative_error(g, w) > 1e-2 for g, w in zip(got, want)), fault
+
+
+def test_what_keeps_more_per_score_takes_fewer_keys(monkeypatch) -> None:
+    monkeypatch.setattr(attention_tiles, "INTERPRET", False)
+    monkeypatch.setattr(attention_tiles, "capability", lambda device: 90)
+    q = torch.empty(1, 1, 1, 128, dtype=torch.float16)
+    keys = {
+        name: tuple(tile.k for tile in attention_tiles.tiles_for(q, **{name: True}))
+        for name in ("softcap", "dropout", "adds")
+    }
+    assert keys == {"softcap": (64, 64, 64), "dropout": (32, 32, 32), "adds": (64, 64, 64)}
+    assert attention_tiles.tiles_for(q[..., :64], adds=True)[0].k == 32
+    assert attention_tiles.tiles_for(q, bounded=True)[2].k == 64
+    monkeypatch.setattr(attention_tiles, "capability", lambda device: 100)
+    assert attention_tiles.tiles_for(q, bounded=True)[2].k == 32
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"softcap": 0.0}, r"softcap must be positive and finite or None, got 0\.0"),
+        ({"softcap": math.nan}, r"softcap must be positive and finite or None, got nan"),
+        ({"dropout": 1.0}, r"need 0 <= dropout < 1, got 1\.0"),
+        ({"dropout": -0.1}, r"need 0 <= dropout < 1, got -0\.1"),
+        ({"dropout": 0.1, "dropout_seed": -1}, r"dropout_seed < 2\*\*63 .* got -1 and \(0, 0\)"),
+        ({"dropout_origin": (0, 2**32)}, r"below 2\*\*32, got 0 and \(0, 4294967296\)"),
+        ({"sinks": torch.zeros(3)}, r"floating of shape \(2,\), got torch.float32 \(3,\)"),
+        ({"sinks": torch.zeros(2, dtype=torch.int64)}, r"floating .* got torch.int64"),
+        ({"sinks": torch.zeros(2, device="meta")}, r"one device, got cpu and meta"),
+        (
+            {"sinks": torch.zeros(2), "into": (torch.zeros(1, 8, 2, 16), torch.zeros(1, 2, 8))},
+            r"start lse from the sinks instead",
+        ),
+        (
+            {"into": (torch.zeros(1, 8, 2, 16), torch.zeros(1, 2, 8))},
+            r"o to add to must be torch.float64 of shape \(1, 8, 2, 16\)",
+        ),
+        (
+            {"into": (torch.zeros(1, 8, 2, 16, dtype=F64), torch.zeros(1, 8, 2, dtype=F64).mT)},
+            r"lse to add to must be contiguous torch.float64",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_its_values(options, message) -> None:
+    q, k, v = (x.detach() for x in draw(Sq=8, Sk=8))
+    with pytest.raises(ValueError, match=message):
+        attention_fwd(q, k, v, **options)
+
+
+def test_backward_refuses_what_it_cannot_add_to() -> None:
+    q, k, v = (x.detach() for x in draw(Sq=4, Sk=4))
+    o, lse = attention_fwd(q, k, v)
+    with pytest.raises(ValueError, match="both dk and dv or neither"):
+        attention_bwd(q, q, k, v, lse, None, o=o, into=(None, k.clone(), None))
+    with pytest.raises(ValueError, match=r"dq to add to .* got torch.float32"):
+        attention_bwd(q, q, k, v, lse, None, o=o, into=(q.float(), None, None))
+    strided = q.transpose(1, 3).contiguous().transpose(1, 3)
+    with pytest.raises(ValueError, match=r"dq to add to .* stride 1 in the last dim"):
+        attention_bwd(q, q, k, v, lse, None, o=o, into=(strided, None, None))

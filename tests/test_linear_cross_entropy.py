@@ -1,0 +1,520 @@
+"""Linear layer and cross entropy in one, both orders of work, against the reference and torch.
+
+Blocks are made so small that every problem has several of them, in both directions.
+"""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from close import assert_close_f64, assert_error_budget, relative_error
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from warpweave.kernels import linear_cross_entropy as module
+from warpweave.kernels import reference
+from warpweave.kernels.cross_entropy import cross_entropy_fwd
+from warpweave.kernels.linear_cross_entropy import (
+    Vocabulary,
+    linear_cross_entropy,
+    linear_cross_entropy_bwd,
+    linear_cross_entropy_fwd,
+)
+from warpweave.kernels.wgrad import WeightGradients, accumulate, collect
+
+IMPLS = pytest.mark.parametrize("impl", ["triton", "torch"])
+# (recompute, reduction): without recomputing, every token has the same gradient
+WAYS = pytest.mark.parametrize(
+    ("recompute", "reduction"), [(True, "none"), (True, "mean"), (False, "mean"), (False, "sum")]
+)
+RECOMPUTE = pytest.mark.parametrize("recompute", [True, False])
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks():
+    with mock.patch.object(module, "_CPU", module._Sizes(1100, 8, 5)):  # 8 x 128 and 5 x 128
+        yield
+
+
+def _case(T: int, V: int, E: int, dtype: torch.dtype = torch.float64, vocab: int | None = None):
+    x = torch.randn(T, E, dtype=torch.float64)
+    w = torch.randn(V, E, dtype=torch.float64) * (2 / E) ** 0.5
+    labels = torch.randint(vocab or V, (T,))
+    labels[:: 3 if T > 1 else 2] = -100
+    if T:
+        labels[-1] = (vocab or V) - 1
+    return x.to(dtype).requires_grad_(), w.to(dtype).requires_grad_(), labels
+
+
+def _everything(fn, x, w, dloss):
+    """[loss, dx, dw] of fn(x, w)."""
+    loss = fn(x, w)
+    return [loss.detach(), *torch.autograd.grad(loss, (x, w), dloss.to(loss.dtype))]
+
+
+def _reduced(losses, labels, reduction):
+    if reduction == "none":
+        return losses
+    total = losses.sum()
+    return total if reduction == "sum" else total / (labels != -100).sum().clamp(min=1)
+
+
+def _truth(x, w, labels, dloss, reduction, **options):
+    return _everything(
+        lambda x, w: _reduced(
+            reference.linear_cross_entropy(x, w, labels, **options), labels, reduction
+        ),
+        x.detach().double().requires_grad_(),
+        w.detach().double().requires_grad_(),
+        dloss.double(),
+    )
+
+
+def _dloss(labels, reduction):
+    shape = labels.shape if reduction == "none" else ()
+    return torch.randn(shape, dtype=torch.float64)
+
+
+# ------------------------------------------------------------------- right answers
+
+
+@IMPLS
+@WAYS
+@pytest.mark.parametrize(("T", "V", "E"), [(1, 1, 1), (1, 7, 3), (23, 301, 5), (9, 129, 16)])
+def test_losses_and_gradients_equal_the_reference_in_float64(T, V, E, recompute, reduction, impl):
+    x, w, labels = _case(T, V, E)
+    dloss = _dloss(labels, reduction)
+    for options in ({}, {"label_smoothing": 0.1}, {"label_smoothing": 0.2, "z_loss": 0.01}):
+        ours = _everything(
+            lambda x, w, o=options: linear_cross_entropy(
+                x, w, labels, reduction=reduction, recompute=recompute, impl=impl, **o
+            ),
+            x,
+            w,
+            dloss,
+        )
+        for a, b in zip(ours, _truth(x, w, labels, dloss, reduction, **options), strict=True):
+            assert a.dtype == torch.float64
+            assert_close_f64(a, b, 1e-13)
+        assert ours[1][labels == -100].count_nonzero() == 0
+
+
+@IMPLS
+def test_the_raw_forward_half_gives_what_that_of_whole_logits_gives(impl):
+    x, w, labels = (t.detach() for t in _case(23, 301, 5, vocab=290))
+    for smoothing in (0.0, 0.1):  # this shard starts at column 100 of 350, and ends there
+        vocabulary = Vocabulary(100, 350, -100, smoothing, 0.0, impl)
+        stats = linear_cross_entropy_fwd(x, w, labels, vocabulary)
+        where = {"vocab_start": 100, "vocab_size": 350, "want_sum": smoothing > 0}
+        whole = cross_entropy_fwd(x @ w.t(), labels, **where)
+        assert len(stats) == 2 + (smoothing > 0)
+        for a, b in zip(stats, whole):
+            assert_close_f64(a, b, 1e-13)
+
+
+def test_the_reference_is_torch_s_linear_and_cross_entropy():
+    x, w, labels = _case(11, 29, 7)
+    expected = F.cross_entropy(F.linear(x, w), labels, reduction="none", label_smoothing=0.1)
+    ours = reference.linear_cross_entropy(x, w, labels, label_smoothing=0.1)
+    assert_close_f64(ours, expected, 1e-14)
+
+
+@WAYS
+def test_gradcheck(recompute, reduction):
+    x, w, labels = _case(7, 150, 3)
+    options = {"reduction": reduction, "recompute": recompute}
+    assert torch.autograd.gradcheck(
+        lambda x, w: linear_cross_entropy(
+            x, w, labels, label_smoothing=0.2, z_loss=0.05, **options
+        ),
+        (x, w),
+        fast_mode=True,
+    )
+
+
+@IMPLS
+@RECOMPUTE
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_low_precision_stays_within_the_error_budget(dtype, recompute, impl):
+    x, w, labels = _case(19, 301, 24, dtype)
+    one = torch.ones(())
+    ours = _everything(
+        lambda x, w: linear_cross_entropy(x, w, labels, recompute=recompute, impl=impl), x, w, one
+    )
+    same = _everything(lambda x, w: F.cross_entropy(F.linear(x, w), labels), x, w, one)
+    truth = _truth(x, w, labels, one, "mean")
+    assert [t.dtype for t in ours] == [torch.float32, dtype, dtype]
+    for a, b, c in zip(ours, same, truth, strict=True):
+        assert_error_budget(a, b, c)
+
+
+@RECOMPUTE
+def test_a_float32_weight_gradient_is_never_rounded_to_bf16(recompute):
+    x, w, labels = _case(19, 301, 24, torch.bfloat16)
+    w.grad_dtype = torch.float32
+    linear_cross_entropy(x, w, labels, recompute=recompute).backward()
+    count = (labels != -100).sum()
+    before, after = (count, 1) if recompute else (1, count)  # of dz's rounding, division by count
+    with torch.no_grad():
+        z = F.linear(x, w).double()
+        dz = (z.softmax(1) - F.one_hot(labels.clamp(min=0), 301)) * (labels != -100)[:, None]
+        truth = (dz / before).bfloat16().double().t() @ x.double() / after
+    assert w.grad.dtype == torch.float32
+    assert_close_f64(w.grad, truth, 3e-4)  # some dz fall to the other side; bf16 has steps of 8e-3
+    assert relative_error(w.grad.bfloat16(), truth) > 1e-3
+
+
+@IMPLS
+@WAYS
+def test_padding_rows_take_no_part(recompute, reduction, impl):
+    x, w, labels = _case(9, 400, 5, vocab=37)
+    with torch.no_grad():
+        w[37:] = float("nan")
+    dloss = _dloss(labels, reduction)
+    options = {"reduction": reduction, "recompute": recompute, "impl": impl}
+    ours = _everything(
+        lambda x, w: linear_cross_entropy(x, w, labels, vocab_size=37, **options), x, w, dloss
+    )
+    truth = _truth(x, w[:37], labels, dloss, reduction)
+    assert_close_f64(ours[0], truth[0], 1e-13)
+    assert_close_f64(ours[1], truth[1], 1e-13)
+    assert_close_f64(ours[2][:37], truth[2], 1e-13)
+    assert ours[2][37:].count_nonzero() == 0
+
+
+# ------------------------------------------------------------------- edges
+
+
+@IMPLS
+@RECOMPUTE
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_no_tokens_and_no_labels_lose_zero(recompute, reduction, impl):
+    for T in (0, 6):
+        x, w, labels = _case(T, 140, 4, torch.float32)
+        labels[:] = -100
+        options = {"reduction": reduction, "recompute": recompute, "impl": impl}
+        loss = linear_cross_entropy(x, w, labels, **options)
+        assert loss == 0
+        loss.backward()
+        assert torch.equal(x.grad, torch.zeros(T, 4))
+        assert torch.equal(w.grad, torch.zeros(140, 4))
+
+
+@WAYS
+def test_strided_operands(recompute, reduction):
+    x, w, labels = _case(12, 34, 6)
+    dloss = _dloss(labels, reduction)
+    truth = _truth(x, w, labels, dloss, reduction)
+    for cut in (lambda t: t.repeat(1, 2)[:, :6], lambda t: t.t().contiguous().t()):
+        views = [cut(t.detach()).requires_grad_() for t in (x, w)]
+        ours = _everything(
+            lambda x, w: linear_cross_entropy(
+                x, w, labels, reduction=reduction, recompute=recompute
+            ),
+            *views,
+            dloss,
+        )
+        for a, b in zip(ours, truth, strict=True):
+            assert_close_f64(a, b, 1e-13)
+
+
+@RECOMPUTE
+def test_only_what_is_wanted_gets_a_gradient(recompute):
+    x, w, labels = _case(9, 150, 5)
+    truth = _truth(x, w, labels, torch.ones(()), "mean")
+    for wanted in range(2):
+        leaves = [t.detach().clone().requires_grad_(i == wanted) for i, t in enumerate((x, w))]
+        linear_cross_entropy(*leaves, labels, recompute=recompute).backward()
+        assert leaves[1 - wanted].grad is None
+        assert_close_f64(leaves[wanted].grad, truth[1 + wanted], 1e-13)
+    with torch.no_grad():
+        assert_close_f64(linear_cross_entropy(x, w, labels, recompute=recompute), truth[0], 1e-13)
+
+
+@RECOMPUTE
+def test_backward_twice_gives_the_same_twice(recompute):
+    x, w, labels = _case(9, 150, 5)
+    loss = linear_cross_entropy(x, w, labels, recompute=recompute)
+    first = torch.autograd.grad(loss, (x, w), retain_graph=True)
+    second = torch.autograd.grad(3 * loss, (x, w))
+    for a, b in zip(first, second, strict=True):
+        assert_close_f64(3 * a, b, 1e-15)
+
+
+@RECOMPUTE
+def test_a_gradient_too_large_for_float16_is_scaled_in_float32(recompute):
+    x, w, labels = _case(9, 150, 5, torch.float16)
+    x, w = ((t.detach() * 0.05).requires_grad_() for t in (x, w))
+    loss = linear_cross_entropy(x, w, labels, reduction="sum", recompute=recompute)
+    for a in torch.autograd.grad(loss * 2.0**16, (x, w)):  # which is infinite in float16
+        assert a.isfinite().all()
+
+
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+@RECOMPUTE
+@pytest.mark.parametrize("label", [10, -1, -99, 2**40])
+def test_labels_outside_the_vocabulary_are_refused_on_cpu(label, recompute, impl):
+    x, w, labels = _case(3, 16, 4)
+    labels[1] = label
+    with pytest.raises(ValueError, match=rf"\[0, 10\) or -100, got {label}"):
+        linear_cross_entropy(x, w, labels, vocab_size=10, recompute=recompute, impl=impl)
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda x, w, t: linear_cross_entropy(x[0], w, t), r"got \[4\] and \[10, 4\]"),
+        (lambda x, w, t: linear_cross_entropy(x[:, :3], w, t), r"got \[3, 3\] and \[10, 4\]"),
+        (lambda x, w, t: linear_cross_entropy(x, w, t[:2]), r"labels int64\[3\], got .* \[2\]"),
+        (lambda x, w, t: linear_cross_entropy(x, w, t.int()), "got torch.int32"),
+        (lambda x, w, t: linear_cross_entropy(x.double(), w, t), "x torch.float64, weight"),
+        (lambda x, w, t: linear_cross_entropy(x.long(), w, t), "floating point, got x torch.int64"),
+        (lambda x, w, t: linear_cross_entropy(x, w, t.to("meta")), "one device, got cpu and meta"),
+        (lambda x, w, t: linear_cross_entropy(x, w, t, vocab_size=11), r"\[1, 10\], got 11"),
+        (lambda x, w, t: linear_cross_entropy(x, w, t, vocab_size=0), r"\[1, 10\], got 0"),
+        (lambda x, w, t: linear_cross_entropy(x, w, t, reduction="avg"), "got 'avg'"),
+        (lambda x, w, t: linear_cross_entropy(x, w, t, label_smoothing=-0.5), "got -0.5"),
+        (lambda x, w, t: linear_cross_entropy(x, w, t, z_loss=float("nan")), "z_loss .* got nan"),
+        (lambda x, w, t: linear_cross_entropy(x, w, t, impl="cuda"), "got 'cuda'"),
+        (
+            lambda x, w, t: linear_cross_entropy(x, w, t, reduction="none", recompute=False),
+            "one gradient for all tokens",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(call, match):
+    with pytest.raises(ValueError, match=match):
+        call(torch.randn(3, 4), torch.randn(10, 4), torch.zeros(3, dtype=torch.int64))
+
+
+# ------------------------------------------------------------------- what is held
+
+
+class _Largest(TorchDispatchMode):
+    """The most elements of any tensor that an operation makes."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(t, torch.Tensor):
+                self.elements = max(self.elements, t.numel())
+        return out
+
+
+def _largest(fn) -> int:
+    with _Largest() as mode:
+        fn()
+    return mode.elements
+
+
+@IMPLS
+@RECOMPUTE
+def test_the_logits_are_never_there(recompute, impl):
+    """Nothing larger than a block is made but dW: 40 x 700 logits in blocks of at most 1100."""
+    x, w, labels = _case(40, 700, 3)
+    loss = []
+    options = {"recompute": recompute, "impl": impl}
+    largest = _largest(lambda: loss.append(linear_cross_entropy(x, w, labels, **options)))
+    assert largest <= (1100 if recompute else 700 * 3)
+    assert _largest(loss[0].backward) <= 700 * 3
+    plain = _largest(lambda: F.cross_entropy(F.linear(x, w), labels).backward())
+    assert plain == 40 * 700  # and this test would see them
+
+
+# ------------------------------------------------------------------- weight gradients elsewhere
+
+
+@RECOMPUTE
+@pytest.mark.parametrize("within", [accumulate, collect])
+def test_the_weight_gradient_goes_where_the_store_says(recompute, within):
+    x, w, labels = _case(13, 301, 5, torch.float32)
+    truth = _truth(x, w, labels, torch.ones(()), "mean")
+    home = torch.full_like(w, float("nan"))
+    store = WeightGradients({w: home})
+    for times in (1, 2):  # written the first time, added the second
+        x.grad, loss = None, linear_cross_entropy(x, w, labels, recompute=recompute)
+        with within(store):
+            loss.backward()
+        assert_close_f64(x.grad, truth[1], 1e-6)
+        if within is collect:
+            assert len(store) == 1
+            assert times == 2 or w.grad is None
+        store.run()
+        assert w.grad is home
+        assert_close_f64(home, times * truth[2], 1e-6)
+
+
+def test_a_deferred_weight_gradient_makes_no_input_gradient_again():
+    x, w, labels = _case(13, 301, 5)
+    store, calls = WeightGradients(), []
+    right = module.linear_cross_entropy_bwd
+
+    def counted(*args, dw=None, dx_dtype=None, **options):
+        calls.append((dw is not None, dx_dtype is not None))
+        return right(*args, dw=dw, dx_dtype=dx_dtype, **options)
+
+    with mock.patch.object(module, "linear_cross_entropy_bwd", counted):
+        linear_cross_entropy(x, w, labels, recompute=True).backward()
+        with collect(store):
+            linear_cross_entropy(x, w, labels, recompute=True).backward()
+        store.run()
+    assert calls == [(True, True), (False, True), (True, False)]
+
+
+@RECOMPUTE
+def test_the_gradient_of_a_computed_weight_is_never_deferred(recompute):
+    x, w, labels = _case(9, 150, 5)
+    scale, store = torch.ones(150, 1, dtype=torch.float64, requires_grad=True), WeightGradients()
+    truth = torch.autograd.grad(F.cross_entropy(F.linear(x, w * scale), labels), scale)
+    with collect(store):
+        ours = torch.autograd.grad(
+            linear_cross_entropy(x, w * scale, labels, recompute=recompute), scale
+        )
+    assert len(store) == 0
+    assert_close_f64(ours[0], truth[0], 1e-13)
+
+
+def test_a_16_bit_gradient_is_summed_in_float32():
+    """16 slices of rows into a bf16 gradient: rounded once, not sixteen times."""
+    x, w, labels = _case(128, 20, 8, torch.bfloat16)
+    vocabulary = Vocabulary(0, 20, -100, 0.0, 0.0, "torch")
+    stats = linear_cross_entropy_fwd(x, w, labels, vocabulary)
+    results = []
+    for dtype in (torch.bfloat16, torch.float32):
+        dw = torch.ones(20, 8, dtype=dtype)
+        arguments = torch.ones(128), x, w, labels, stats[0], vocabulary
+        with torch.no_grad(), mock.patch.object(module, "_CPU", module._Sizes(160, 8, 8)):
+            assert linear_cross_entropy_bwd(*arguments, dw=dw, add=True) is None
+        results.append(dw)
+    assert torch.equal(results[0], results[1].bfloat16())
+
+
+# ------------------------------------------------------------------- torch's own machinery
+
+
+@RECOMPUTE
+def test_under_autocast_both_are_cast_and_gradients_keep_their_dtype(recompute):
+    x, w, labels = _case(9, 301, 16, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = _everything(
+            lambda x, w: linear_cross_entropy(x, w, labels, recompute=recompute),
+            x,
+            w,
+            torch.ones(()),
+        )
+    low = [t.detach().bfloat16().requires_grad_() for t in (x, w)]
+    same = _everything(
+        lambda x, w: linear_cross_entropy(x, w, labels, recompute=recompute), *low, torch.ones(())
+    )
+    assert [t.dtype for t in ours] == [torch.float32] * 3
+    assert torch.equal(ours[0], same[0])
+    assert_close_f64(ours[1], same[1], 1e-2)
+    assert_close_f64(ours[2], same[2], 1e-2)
+
+
+@WAYS
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_under_checkpointing(recompute, reduction, reentrant):
+    x, w, labels = _case(9, 301, 4)
+    dloss = _dloss(labels, reduction)
+
+    def loss(x):  # the weight is its module's, not an argument: that would be another tensor
+        options = {"recompute": recompute, "reduction": reduction}
+        return linear_cross_entropy(x * 1.5, w, labels, **options)
+
+    home = torch.zeros_like(w)
+    for store in (None, WeightGradients({w: home})):
+        x.grad = w.grad = None
+        result = checkpoint(loss, x, use_reentrant=reentrant)
+        if store is None:
+            result.backward(dloss)
+        else:
+            with accumulate(store):
+                result.backward(dloss)
+            assert w.grad is home
+        truth = _truth(x * 1.5, w, labels, dloss, reduction)
+        assert_close_f64(x.grad, truth[1] * 1.5, 1e-13)
+        assert_close_f64(w.grad, truth[2], 1e-13)
+
+
+# Dynamo itself instantiates autograd.Function when it traces one, and torch warns about that.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@IMPLS
+@pytest.mark.parametrize(("recompute", "reduction"), [(True, "none"), (False, "mean")])
+def test_compiles_whole(recompute, reduction, impl):
+    x, w, labels = _case(6, 150, 4, torch.float32)
+
+    def loss(x, w):
+        return linear_cross_entropy(
+            x * 2,
+            w,
+            labels,
+            label_smoothing=0.1,
+            z_loss=0.01,
+            reduction=reduction,
+            recompute=recompute,
+            impl=impl,
+        )
+
+    dloss = _dloss(labels, reduction)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    ours, plain = _everything(compiled, x, w, dloss), _everything(loss, x, w, dloss)
+    for a, b in zip(ours, plain, strict=True):
+        assert_close_f64(a, b, 1e-6)
+
+
+@IMPLS
+def test_operators_pass_opcheck(impl):
+    x, w, labels = (t.detach() for t in _case(9, 150, 4, torch.float32, vocab=149))
+    ops, vocabulary = torch.ops.warpweave, Vocabulary(0, 149, -100, 0.1, 0.01, impl)
+    torch.library.opcheck(ops.linear_cross_entropy_fwd.default, (x, w, labels, *vocabulary))
+    stats = linear_cross_entropy_fwd(x, w, labels, vocabulary)
+    dw = torch.zeros(150, 4)
+    arguments = torch.ones(9), x, w, labels, stats[0], dw, True, True, x.dtype, *vocabulary
+    torch.library.opcheck(ops.linear_cross_entropy_bwd.default, arguments)
+    arguments = x, w, labels, True, True, *vocabulary
+    torch.library.opcheck(ops.linear_cross_entropy_fwd_bwd.default, arguments)
+    torch.library.opcheck(ops.linear_cross_entropy_rows_fwd.default, (x, w, labels, *vocabulary))
+    stats, own, *blocks = ops.linear_cross_entropy_rows_fwd(x, w, labels, *vocabulary)
+    assert len(blocks) == 2
+    arguments = x, w, labels, stats[0], own, blocks, torch.zeros(9, 4), dw, False, *vocabulary
+    torch.library.opcheck(ops.linear_cross_entropy_rows_bwd.default, arguments)
+
+
+# ------------------------------------------------------------------- planted faults
+
+
+def _first_block_only(rows_or_columns):
+    """Blocks after the first are forgotten."""
+    right = module._column_slices
+
+    def column_slices(columns, rows, elements):
+        return right(columns, rows, elements)[:1]
+
+    return mock.patch.object(module, "_column_slices", column_slices)
+
+
+def _blocks_all_start_at_zero(_):
+    right = Vocabulary.stats
+    return mock.patch.object(
+        Vocabulary, "stats", lambda self, z, t, _, *kept: right(self, z, t, 0, *kept)
+    )
+
+
+def _no_merge_of_lse(_):
+    return mock.patch.object(module, "_merged", lambda parts, labels, ignored: parts[0])
+
+
+@pytest.mark.parametrize("fault", [_first_block_only, _blocks_all_start_at_zero, _no_merge_of_lse])
+@RECOMPUTE
+def test_planted_faults_are_seen(fault, recompute):
+    x, w, labels = _case(9, 301, 4)
+    with fault(None):
+        loss = linear_cross_entropy(x, w, labels, recompute=recompute)
+    truth = _truth(x, w, labels, torch.ones(()), "mean")
+    assert (loss - truth[0]).abs() > 1e-3

@@ -1,0 +1,410 @@
+"""The vocab-parallel linear cross entropy equals plain torch on 1 to 4 ranks, both ways it works.
+
+Each check makes the whole problem on every rank and compares this rank's part of the loss and of
+both gradients with plain torch in float64. Blocks are made so small that there are many.
+"""
+
+from __future__ import annotations
+
+import inspect
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from close import assert_close_f64, assert_error_budget
+from ranks import run_ranks
+from rules import rulecheck
+from spmd_types import I, R, S
+from spmd_types.rulecheck import RuleCheckError
+
+from warpweave.kernels import linear_cross_entropy as kernel
+from warpweave.kernels.wgrad import WeightGradients, accumulate, collect
+from warpweave.parallel import collectives, linear_loss, tensor
+from warpweave.parallel.linear_loss import vocab_parallel_linear_cross_entropy
+
+T, E, VOCAB, PADDED = 12, 5, 301, 1200  # 4 ranks of 300: one whole, one of one row, two of padding
+RTOL = 1e-12
+SMALL = kernel._Sizes(elements=512, most_rows=4, fewest_rows=5)  # 3 x 3 blocks, or 3 of whole rows
+
+
+def draw(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def world() -> tuple[dist.ProcessGroup | None, int, int]:
+    if not dist.is_initialized():
+        return None, 0, 1
+    return dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+
+
+def labels() -> torch.Tensor:
+    return torch.tensor([0, 300, 299, -100, 3, 0, 5, 6, 7, 300, -100, 9])
+
+
+def problem(sequence: bool, padded: int, dtype: torch.dtype = torch.float64):
+    """(x, weight, labels) of this rank, and the whole x and weight."""
+    _, rank, ranks = world()
+    x, w = draw(1, T, E) * 2, draw(2, padded, E) * 2
+    w[VOCAB:] = 1e3  # padding that takes part in anything is seen at once
+    x, w = x.to(dtype), w.to(dtype)
+    own = x.chunk(ranks)[rank] if sequence else x
+    part = w.chunk(ranks)[rank]
+    return own.clone().requires_grad_(), part.clone().requires_grad_(), x, w
+
+
+def truth(x, w, reduction, dloss, smoothing, z_loss):
+    """[loss, dx, dw] of the whole problem by plain torch."""
+    x, w = x.detach().clone().requires_grad_(), w.detach().clone().requires_grad_()
+    z = x @ w[:VOCAB].t()
+    losses = F.cross_entropy(z, labels(), reduction="none", label_smoothing=smoothing)
+    losses = losses + (z_loss * z.logsumexp(1).square()).masked_fill(labels() == -100, 0)
+    loss = losses if reduction == "none" else losses.sum()
+    return [loss.detach(), *torch.autograd.grad(loss, (x, w), dloss)]
+
+
+def check(
+    loss=vocab_parallel_linear_cross_entropy,
+    *,
+    sequence: bool = False,
+    recompute: bool = True,
+    reduction: str = "sum",
+    padded: int | None = PADDED,
+    smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    store: WeightGradients | None = None,
+    within=accumulate,
+    impl: str | None = None,
+) -> list[torch.Tensor]:
+    group, rank, ranks = world()
+    size = padded or -(-VOCAB // ranks) * ranks
+    own, part, x, w = problem(sequence, size)
+    dloss = draw(3, T) if reduction == "none" else torch.tensor(0.7, dtype=torch.float64)
+    with mock.patch.object(kernel, "_CPU", SMALL):
+        result = loss(
+            own,
+            part,
+            labels(),
+            group=group,
+            vocab_size=VOCAB,
+            sequence_parallel=sequence,
+            reduction=reduction,
+            recompute=recompute,
+            label_smoothing=smoothing,
+            z_loss=z_loss,
+            padded_vocab_size=padded,
+            impl=impl,
+        )
+        if store is None:
+            result.backward(dloss)
+        else:
+            with within(store):
+                result.backward(dloss)
+            store.run()
+    expected = truth(x, w, reduction, dloss, smoothing, z_loss)
+    results = [result.detach(), own.grad, part.grad]
+    expected[1] = expected[1].chunk(ranks)[rank] if sequence else expected[1]
+    expected[2] = expected[2].chunk(ranks)[rank]
+    for ours, theirs in zip(results, expected, strict=True):
+        assert ours.dtype == torch.float64
+        assert_close_f64(ours, theirs, RTOL)
+    first = rank * len(part)
+    assert part.grad[max(0, VOCAB - first) :].count_nonzero() == 0
+    if not sequence:
+        assert own.grad[[3, 10]].count_nonzero() == 0  # ignored
+    return results
+
+
+WAYS = [(True, "none"), (True, "sum"), (False, "sum")]
+
+
+def unfused(x, w, labels, *, group, sequence_parallel, reduction, recompute, vocab_size, **options):
+    """The same from its two parts, which hold the logits."""
+    z = tensor.column_parallel_linear(x, w, group=group, sequence_parallel=sequence_parallel)
+    losses = tensor.vocab_parallel_cross_entropy(
+        z, labels, group=group, vocab_size=vocab_size, **options
+    )
+    return losses if reduction == "none" else losses.sum()
+
+
+def _everything(rank: int) -> None:
+    group, _, ranks = world()
+    for sequence in (False, True):
+        for recompute, reduction in WAYS:
+            for padded, smoothing, z_loss in ((None, 0.0, 0.0), (PADDED, 0.3, 0.1)):
+                options = {"sequence": sequence, "recompute": recompute, "reduction": reduction}
+                loss, *_ = check(**options, padded=padded, smoothing=smoothing, z_loss=z_loss)
+                check(unfused, **options, padded=padded, smoothing=smoothing, z_loss=z_loss)
+                every = collectives.start_all_gather(loss.reshape(1, -1), group).wait()
+                assert torch.equal(every, loss.reshape(1, -1).expand(ranks, -1))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_losses_and_gradients_equal_plain_torch(ranks: int) -> None:
+    run_ranks(ranks, _everything)
+
+
+def test_without_a_group_too() -> None:
+    for recompute, reduction in WAYS:
+        check(recompute=recompute, reduction=reduction, padded=None, smoothing=0.3, z_loss=0.1)
+
+
+def _triton(rank: int) -> None:
+    for recompute in (True, False):
+        check(recompute=recompute, smoothing=0.3, z_loss=0.1, impl="triton")
+
+
+def test_the_triton_kernels_agree() -> None:
+    run_ranks(2, _triton)
+
+
+# ---------------------------------------------------------------- weight gradients
+
+
+def _deferred(rank: int) -> None:
+    """What a store collects or accumulates is what autograd would have got."""
+    for sequence in (False, True):
+        for recompute in (True, False):
+            options = {"sequence": sequence, "recompute": recompute}
+            direct = check(**options)
+            for within in (collect, accumulate):
+                later = check(**options, store=WeightGradients(), within=within)
+                assert all(torch.equal(a, b) for a, b in zip(direct, later, strict=True))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_weight_gradients_can_be_deferred(ranks: int) -> None:
+    run_ranks(ranks, _deferred)
+
+
+def _added(rank: int) -> None:
+    """A second backward pass adds to the home of the first, now or later."""
+    group, _, _ = world()
+    own, part, _, _ = problem(False, PADDED)
+    for recompute in (True, False):
+        results = []
+        for within in (None, accumulate, collect):
+            part.grad, home = None, torch.full_like(part, float("nan"))
+            store = WeightGradients({part: home})
+            for scale in (1.0, 3.0):
+                with mock.patch.object(kernel, "_CPU", SMALL):
+                    loss = vocab_parallel_linear_cross_entropy(
+                        own,
+                        part,
+                        labels(),
+                        group=group,
+                        vocab_size=VOCAB,
+                        padded_vocab_size=PADDED,
+                        recompute=recompute,
+                    )
+                    if within is None:
+                        (loss * scale).backward()
+                        continue
+                    with within(store):
+                        (loss * scale).backward()
+                    assert len(store) == (within is collect)
+                    store.run()
+                    assert part.grad is home
+            results.append(part.grad.clone())
+        assert_close_f64(results[1], results[0], 1e-14)
+        assert torch.equal(results[1], results[2])
+
+
+def test_gradients_of_micro_batches_add_up_in_their_home() -> None:
+    run_ranks(2, _added)
+
+
+# ---------------------------------------------------------------- low precision
+
+
+def _low_precision(rank: int) -> None:
+    """bf16 on several ranks is as good as bf16 logits and torch's loss on one device."""
+    group, _, ranks = world()
+    low = torch.bfloat16
+    for sequence in (False, True):
+        for recompute in (True, False):
+            own, part, x, w = problem(sequence, PADDED, low)
+            part.grad_dtype = torch.float32
+            with mock.patch.object(kernel, "_CPU", SMALL):
+                loss = vocab_parallel_linear_cross_entropy(
+                    own,
+                    part,
+                    labels(),
+                    group=group,
+                    vocab_size=VOCAB,
+                    padded_vocab_size=PADDED,
+                    sequence_parallel=sequence,
+                    recompute=recompute,
+                )
+                loss.backward()
+            one = torch.ones(())
+            exact = truth(x.double(), w.double(), "sum", one.double(), 0.0, 0.0)
+            same = truth(x, w, "sum", one.to(low), 0.0, 0.0)
+            cut = slice(rank * T // ranks, (rank + 1) * T // ranks) if sequence else slice(None)
+            assert (loss.dtype, own.grad.dtype, part.grad.dtype) == (torch.float32, low, one.dtype)
+            assert_error_budget(own.grad, same[1][cut], exact[1][cut])
+            rows = slice(rank * len(part), (rank + 1) * len(part))
+            if exact[2][rows].count_nonzero():
+                assert_error_budget(part.grad, same[2][rows], exact[2][rows])
+
+
+def test_low_precision_is_as_good_as_on_one_rank() -> None:
+    run_ranks(2, _low_precision)
+
+
+# ---------------------------------------------------------------- errors come before any launch
+
+
+def _refused(rank: int) -> None:
+    """None of these may start a collective: the ranks would wait for each other."""
+    group, _, ranks = world()
+    own, part, x, w = problem(False, PADDED)
+    options = {"group": group, "vocab_size": VOCAB, "padded_vocab_size": PADDED}
+    for arguments, more, words in (
+        ((x, w, labels()), {}, rf"rank {rank}: 1200 weight rows on each of {ranks}"),
+        ((x, part, labels()[:3]), {}, r"labels int64\[12\], got torch.int64 \[3\]"),
+        ((x[:6], part, labels()), {}, r"labels int64\[6\], got torch.int64 \[12\]"),
+        ((x, part, labels()), {"sequence_parallel": True}, r"labels int64\[24\]"),
+        ((x[:, :4], part, labels()), {}, r"got \[12, 4\] and \[600, 5\]"),
+        ((x.float(), part, labels()), {}, "x torch.float32, weight torch.float64"),
+        ((x, part, labels()), {"reduction": "mean"}, "no rank knows all tokens"),
+        ((x, part, labels()), {"reduction": "none", "recompute": False}, "one gradient for all"),
+        ((x, part, labels()), {"z_loss": -1.0}, "z_loss must be finite and not negative, got -1"),
+        ((x, part, labels()), {"label_smoothing": 1.5}, r"must be in \[0, 1\], got 1.5"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            vocab_parallel_linear_cross_entropy(*arguments, **(options | more))
+    with pytest.raises(ValueError, match=rf"rank {rank}: z_loss must not be negative, got -1.0"):
+        tensor.vocab_parallel_cross_entropy(x @ part.t(), labels(), z_loss=-1.0, **options)
+    wrong = labels().clamp(min=1000)
+    for recompute in (True, False):  # a label is looked at on every rank, before they talk
+        with pytest.raises(ValueError, match=r"labels must be in \[0, 301\) or -100, got 1000"):
+            vocab_parallel_linear_cross_entropy(own, part, wrong, recompute=recompute, **options)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    run_ranks(2, _refused)
+
+
+# ---------------------------------------------------------------- planted faults
+
+
+def _plant(name: str, value) -> mock._patch:
+    return mock.patch.object(linear_loss, name, value)
+
+
+def _no_sum_of_dx():
+    def own_terms(dx, group, sequence_parallel):
+        dx = collectives.own_slice(dx, group) if sequence_parallel else dx
+        return collectives.Pending(None, lambda: dx)
+
+    return _plant("_start_sum", own_terms)
+
+
+def _no_merge():
+    return _plant("_over_ranks", lambda group: lambda stats: stats)
+
+
+def _merge_of_the_maximum():
+    def over_ranks(group):
+        right = linear_loss_over_ranks(group)
+        return lambda stats: torch.cat((stats[:1], right(stats)[1:]))
+
+    return _plant("_over_ranks", over_ranks)
+
+
+def _everybody_is_the_first_shard():
+    return _plant("_own", lambda vocabulary, weight, group: vocabulary)
+
+
+def _padding_takes_part():
+    right = linear_loss.Vocabulary
+
+    def vocabulary(start, size, *rest):
+        return right(start, PADDED, *rest)
+
+    return _plant("Vocabulary", vocabulary)
+
+
+linear_loss_over_ranks = linear_loss._over_ranks
+FAULTS = [
+    _no_sum_of_dx,
+    _no_merge,
+    _merge_of_the_maximum,
+    _everybody_is_the_first_shard,
+    _padding_takes_part,
+]
+
+
+def _planted(rank: int) -> None:
+    for fault in FAULTS:
+        for sequence in (False, True):
+            for recompute in (True, False):
+                with fault():
+                    try:
+                        check(sequence=sequence, recompute=recompute, smoothing=0.3)
+                    except AssertionError:
+                        failed = 1.0
+                    else:
+                        failed = 0.0
+                total = collectives.reduce_from(torch.tensor(failed), world()[0])
+                where = f"{fault.__name__}, sequence {sequence}, recompute {recompute}"
+                assert total > 0, f"{where} was not noticed on any rank"
+
+
+def test_planted_faults_are_noticed() -> None:
+    run_ranks(2, _planted)
+
+
+# ---------------------------------------------------------------- typing rules
+
+VOCABULARY = kernel.Vocabulary(0, 7, -100, 0.1, 0.01, "torch")
+FUNCTIONS = [linear_loss._Recomputed, linear_loss._InForward]
+
+
+def _case(function: type, sequence: bool):
+    """(function, arguments, documented types)."""
+    ids = torch.tensor([0, 3, 2, 1, 4, 2, -100, 6])  # as many as rows of the weight: only dims of
+    args = draw(1, 8, 4), draw(2, 8, 4), ids  # one size are cut together where all is tried
+    args = *args, "tp", sequence, VOCABULARY, torch.float64
+    return function, args, {"x": S(0) if sequence else I, "weight": S(0), "labels": R}
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_typing_rules_hold_numerically(function: type, sequence: bool) -> None:
+    """The documented types are accepted and the derived type is true; so is all else accepted."""
+    function, args, documented = _case(function, sequence)
+    rulecheck(function, args, {k: {"tp": v} for k, v in documented.items()}, mesh={"tp": 2})
+    report = rulecheck(function, args)
+    assert report.rejected
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_typing_rules_hold_where_another_axis_cuts_tokens(function: type) -> None:
+    function, args, documented = _case(function, False)
+    placements = {k: {"cp": R, "tp": v} for k, v in documented.items()}
+    placements["x"]["cp"] = placements["labels"]["cp"] = S(0)
+    rulecheck(function, args, placements, mesh={"cp": 2, "tp": 2})
+
+
+def test_every_function_has_a_rule() -> None:
+    functions = [
+        f
+        for _, f in inspect.getmembers(linear_loss, inspect.isclass)
+        if issubclass(f, torch.autograd.Function)
+    ]
+    assert set(functions) == set(FUNCTIONS)
+
+
+def test_a_planted_fault_breaks_the_rule() -> None:
+    _, args, documented = _case(linear_loss._Recomputed, False)
+    with _no_merge(), pytest.raises(RuleCheckError, match="hold different values"):
+        rulecheck(
+            linear_loss._Recomputed,
+            args,
+            {k: {"tp": v} for k, v in documented.items()},
+            mesh={"tp": 2},
+        )

@@ -1,0 +1,357 @@
+"""The fused MLP: every activation, option and implementation against the reference, what it keeps,
+and where its gradients go."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from close import assert_close_f64, assert_error_budget, relative_error
+from rules import rulecheck
+from torch.utils.checkpoint import checkpoint
+
+from warpweave.kernels import mlp as module
+from warpweave.kernels import reference
+from warpweave.kernels.activation import ACTIVATIONS
+from warpweave.kernels.gemm import Drop
+from warpweave.kernels.mlp import gelu_mlp, hidden_bwd, hidden_fwd, mlp, swiglu_mlp
+from warpweave.kernels.wgrad import WeightGradients, accumulate, collect
+
+impls = pytest.mark.parametrize("impl", ["torch", "triton"])
+NAMES = ("x", "up_weight", "down_weight", "up_bias", "down_bias")
+
+
+def _tensors(activation, shape=(2, 3), E=20, F=33, dtype=torch.float64, bias=True):
+    """x, W1, W2, b1, b2 of moderate size; the odd F pairs up where the activation is gated."""
+    gated = ACTIVATIONS[activation].gated
+    shapes = [(*shape, E), (F, 2, E) if gated else (F, E), (E, F), (2 * F if gated else F,), (E,)]
+    drawn = [torch.randn(s, dtype=torch.float64).to(dtype) for s in shapes]
+    drawn[1], drawn[2] = drawn[1] / E**0.5, drawn[2] / F**0.5
+    return [t.requires_grad_() for t in drawn[: None if bias else 3]]
+
+
+def _drop(shape=(2, 3)):
+    return Drop(0.3, 2**40 + 5, 3, torch.arange(torch.Size(shape).numel()) * 7919 * 2**28)
+
+
+def _with_gradients(op, tensors, **options):
+    tensors = [t.detach().requires_grad_() for t in tensors]
+    residual = options.get("residual")
+    if residual is not None:
+        options["residual"] = residual = residual.detach().to(tensors[0].dtype).requires_grad_()
+    y = op(*tensors, **options)
+    dy = torch.linspace(-1, 2, y.numel(), dtype=torch.float64).view(y.shape).to(y.dtype)
+    wanted = tensors if residual is None else [*tensors, residual]
+    return y, *torch.autograd.grad(y, wanted, dy)
+
+
+@impls
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_values_and_gradients_equal_the_reference(activation, impl) -> None:
+    for shape, bias in (((2, 3), True), ((67,), False), ((1,), True), ((0, 4), True), ((), False)):
+        tensors = _tensors(activation, shape, bias=bias)
+        options = {"activation": activation}
+        ours = _with_gradients(mlp, tensors, **options, impl=impl)
+        for a, b in zip(ours, _with_gradients(reference.mlp, tensors, **options)):
+            assert_close_f64(a, b, 1e-12)
+
+
+@impls
+@pytest.mark.parametrize("recompute", module.RECOMPUTE)
+def test_dropout_and_residual_and_whatever_is_recomputed_equal_the_reference(recompute, impl):
+    tensors = _tensors("swiglu")
+    whole = {"drop": _drop(), "residual": torch.randn(2, 3, 20)}
+    for keys in (("drop", "residual"), ("drop",), ("residual",)):
+        options = {"activation": "swiglu"} | {key: whole[key] for key in keys}
+        ours = _with_gradients(mlp, tensors, **options, recompute=recompute, impl=impl)
+        for a, b in zip(ours, _with_gradients(reference.mlp, tensors, **options)):
+            assert_close_f64(a, b, 1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_error_is_within_twice_that_of_the_same_dtype(activation, dtype) -> None:
+    tensors = _tensors(activation, (37,), dtype=dtype)
+    options = {"activation": activation, "drop": _drop((37,)), "residual": torch.randn(37, 20)}
+    ours = _with_gradients(mlp, tensors, **options, impl="triton")
+    same = _with_gradients(reference.mlp, tensors, **options)
+    options["residual"] = options["residual"].to(dtype)
+    truth = _with_gradients(reference.mlp, [t.double() for t in tensors], **options)
+    for a, b, t in zip(ours, same, truth):
+        assert a.dtype == dtype
+        assert_error_budget(a, b, t)
+
+
+@impls
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_the_numbers_do_not_depend_on_what_is_recomputed(activation, impl) -> None:
+    tensors = _tensors(activation, (9,), dtype=torch.bfloat16)
+    runs = [
+        _with_gradients(mlp, tensors, activation=activation, recompute=r, impl=impl)
+        for r in module.RECOMPUTE
+    ]
+    for other in runs[1:]:
+        for a, b in zip(runs[0], other):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("activation", ["relu2", "geglu"])
+def test_gradcheck(activation) -> None:
+    tensors = _tensors(activation, (3,), E=4, F=3)
+    residual = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+
+    def run(residual, *tensors, impl):
+        return mlp(*tensors, activation=activation, residual=residual, drop=_drop((3,)), impl=impl)
+
+    assert torch.autograd.gradcheck(partial(run, impl="torch"), (residual, *tensors))
+    assert torch.autograd.gradcheck(
+        partial(run, impl="triton"), (residual, *tensors), fast_mode=True
+    )
+
+
+def test_only_what_is_promised_is_kept() -> None:
+    """Elements saved for backward, weights and biases not counted."""
+    T, E, F = 6, 20, 33
+
+    def saved(**options) -> int:
+        tensors = _tensors(options["activation"], (T,), E, F)
+        weights = {t.data_ptr() for t in tensors[1:]}
+        count = 0
+
+        def pack(t):
+            nonlocal count
+            count += t.numel() * (t.data_ptr() not in weights)
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            y = mlp(*tensors, **options)
+        assert y.grad_fn is not None
+        return count
+
+    for impl in ("torch", "triton"):
+        assert saved(activation="swiglu", recompute="up", impl=impl) == T * E
+        assert saved(activation="swiglu", recompute="activation", impl=impl) == T * (E + 2 * F)
+        assert saved(activation="swiglu", recompute="nothing", impl=impl) == T * (E + 3 * F)
+        assert saved(activation="gelu", recompute="activation", impl=impl) == T * (E + F)
+    assert saved(activation="gelu", impl="triton") == T * (E + F)
+    assert saved(activation="gelu") == T * (E + 2 * F)  # torch on a CPU: memory is cheaper
+    with torch.no_grad():
+        assert not mlp(*_tensors("gelu"), activation="gelu", impl="triton").requires_grad
+
+
+@impls
+def test_every_subset_of_gradients_can_be_wanted(impl) -> None:
+    options = {"activation": "swiglu", "recompute": "up", "impl": impl}
+    truth = _with_gradients(mlp, _tensors("swiglu"), activation="swiglu", impl="torch")
+    tensors = _tensors("swiglu")
+    truth = dict(zip(NAMES, _with_gradients(mlp, tensors, activation="swiglu", impl="torch")[1:]))
+    for wanted in (("x",), ("down_weight",), ("down_bias",), ("up_bias",), ("x", "up_weight")):
+        given = [t.detach().requires_grad_(n in wanted) for n, t in zip(NAMES, tensors)]
+        y = mlp(*given, **options)
+        dy = torch.linspace(-1, 2, y.numel(), dtype=torch.float64).view(y.shape)
+        y.backward(dy)
+        for name, t in zip(NAMES, given):
+            assert (t.grad is not None) == (name in wanted)
+            if name in wanted:
+                assert_close_f64(t.grad, truth[name], 1e-12)
+
+
+@impls
+def test_weight_gradients_can_be_deferred_and_accumulated_in_float32_buffers(impl) -> None:
+    tensors = _tensors("swiglu", (9,), dtype=torch.bfloat16)
+    parameters = tensors[1:]
+    for p in parameters:
+        p.grad_dtype = torch.float32
+    (x, *rest), options = tensors, {"activation": "swiglu", "impl": impl}
+    y = mlp(x, *rest, **options)
+    plain = torch.autograd.grad(y.sum(), [x, *rest])
+    for context in (collect, accumulate):
+        homes = {p: torch.full(p.shape, float("nan")) for p in parameters}
+        store = WeightGradients(homes)
+        for _ in range(2):
+            y = mlp(x, *rest, **options)
+            with context(store):
+                y.sum().backward()
+            assert len(store) == (4 if context is collect else 0)
+            store.run()
+        for p, expected in zip(parameters, plain[1:]):
+            assert p.grad is homes[p]
+            assert expected.dtype == p.grad.dtype == torch.float32
+            assert_close_f64(p.grad, 2 * expected.double(), 1e-5)
+            p.grad = None
+        assert_close_f64(x.grad, 2 * plain[0].double(), 1e-2)
+        x.grad = None
+
+
+@impls
+def test_flat_pairs_are_the_same_weight(impl) -> None:
+    x, up, down, up_bias, down_bias = _tensors("swiglu")
+    pairs = swiglu_mlp(x, up, down, up_bias.view(-1, 2), down_bias, impl=impl)
+    flat = swiglu_mlp(x, up.flatten(0, 1), down, up_bias, down_bias, impl=impl)
+    assert torch.equal(pairs, flat)
+    x, *weights = _tensors("gelu_erf")
+    y = gelu_mlp(x, *weights, approximate="none", impl=impl)
+    assert_close_f64(
+        y, F.linear(F.gelu(F.linear(x, weights[0], weights[2])), *weights[1::2]), 1e-12
+    )
+    assert relative_error(gelu_mlp(x, *weights, impl=impl), y) > 1e-6
+
+
+@impls
+def test_strided_operands(impl) -> None:
+    tensors = _tensors("swiglu")
+    spread = [t.detach().repeat_interleave(2, -1)[..., ::2].requires_grad_() for t in tensors]
+    turned = spread[2].detach().t().contiguous().t().requires_grad_()
+    spread[2] = turned
+    assert not spread[0].is_contiguous()
+    options = {"activation": "swiglu", "impl": impl}
+    dy = torch.randn(20, 2, 3, dtype=torch.float64).permute(1, 2, 0)
+    ours = torch.autograd.grad(mlp(*spread, **options), spread, dy)
+    truth = torch.autograd.grad(reference.mlp(*tensors, activation="swiglu"), tensors, dy)
+    for a, b in zip(ours, truth):
+        assert_close_f64(a, b, 1e-12)
+
+
+@impls
+@pytest.mark.parametrize("activation", ["gelu", "geglu"])
+def test_slices_of_the_hidden_units_are_partial_sums_and_slices_of_gradients(activation, impl):
+    """What tensor parallelism needs of the halves."""
+    x, up, down, up_bias, _ = (t.detach() for t in _tensors(activation, (7,), F=32))
+    dy = torch.randn(7, 20, dtype=torch.float64)
+    options = {"activation": activation, "impl": impl}
+
+    def halves(s):
+        rows = up[s].flatten(0, -2)
+        bias = up_bias.view(32, -1)[s].flatten()
+        h, z = hidden_fwd(x, rows, bias, keep=True, **options)
+        dz, again = hidden_bwd(dy, down[:, s], z, want_hidden=True, **options)
+        assert_close_f64(again, h, 1e-15)
+        assert hidden_bwd(dy, down[:, s], z, **options)[1] is None
+        return h @ down[:, s].t(), dz @ rows, dz
+
+    y, dx, dz = halves(slice(None))
+    (y0, dx0, dz0), (y1, dx1, dz1) = halves(slice(0, 16)), halves(slice(16, 32))
+    assert_close_f64(y0 + y1, y, 1e-13)
+    assert_close_f64(dx0 + dx1, dx, 1e-13)
+    assert_close_f64(torch.cat((dz0, dz1), 1), dz, 1e-13)
+
+
+def test_the_typing_rule_holds_on_every_placement() -> None:
+    """What is cut where: tokens by themselves; hidden units would leave a partial sum."""
+    how = module.How("swiglu", impl="torch")
+    x, up, down, up_bias, down_bias = (t.detach() for t in _tensors("swiglu", (4,), 6, 8))
+    for biases, residual in (((up_bias, down_bias), x.clone()), ((None, None), None)):
+        for weight in (up, up.flatten(0, 1)):
+            arguments = (x, weight, biases[0], down, biases[1], residual, how, x.dtype, True)
+            report = rulecheck(module._MLP, arguments)
+            assert len(report.checked) > 2
+            assert report.rejected
+
+
+@impls
+def test_under_autocast_it_computes_in_its_dtype_and_gradients_are_the_parameters(impl) -> None:
+    tensors = _tensors("swiglu", dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = mlp(*tensors, activation="swiglu", impl=impl)
+        grads = torch.autograd.grad(y.float().sum(), tensors)
+    assert y.dtype == torch.bfloat16
+    truth = torch.autograd.grad(reference.mlp(*tensors, activation="swiglu").sum(), tensors)
+    for a, b in zip(grads, truth):
+        assert a.dtype == torch.float32
+        assert_close_f64(a, b, 0.03)
+
+
+@impls
+def test_under_checkpoint_gradients_reach_the_parameters(impl) -> None:
+    tensors = _tensors("gelu")
+    run = partial(mlp, activation="gelu", impl=impl)
+    truth = torch.autograd.grad(run(*tensors).sum(), tensors)
+    y = checkpoint(run, *tensors, use_reentrant=False)
+    y.sum().backward()
+    for t, expected in zip(tensors, truth):
+        assert torch.equal(t.grad, expected)
+
+
+def test_the_operators_are_well_formed() -> None:
+    x, up, down, up_bias, down_bias = _tensors("swiglu", (5,), E=4, F=3)
+    up = up.detach().flatten(0, 1).requires_grad_()
+    tokens = torch.arange(5)
+    op = torch.ops.warpweave.mlp.default
+    for bias, drop, recompute in ((True, True, "activation"), (False, False, "up")):
+        biases = (up_bias, down_bias) if bias else (None, None)
+        torch.library.opcheck(
+            op,
+            (x, up, biases[0], down, biases[1], x.detach().clone() if drop else None)
+            + (tokens if drop else None, "swiglu", 0.3, 5, 1, recompute, None, 1),
+        )
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's
+@impls
+@pytest.mark.parametrize("recompute", [None, "up"])
+def test_it_compiles_without_breaks(recompute, impl) -> None:
+    tensors, drop = _tensors("swiglu"), _drop()
+    residual = torch.randn(2, 3, 20, dtype=torch.float64)
+    options = {"activation": "swiglu", "drop": drop, "residual": residual, "recompute": recompute}
+    run = partial(mlp, impl=impl)
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    ours, eager = (_with_gradients(f, tensors, **options) for f in (compiled, run))
+    for a, b in zip(ours, eager):
+        assert_close_f64(a, b, 1e-13)
+    with torch.no_grad():
+        assert_close_f64(compiled(*tensors, **options), run(*tensors, **options), 1e-13)
+
+
+@impls
+def test_what_does_not_fit_raises(impl) -> None:
+    x, up, down, up_bias, down_bias = (t.detach() for t in _tensors("swiglu"))
+    cases = [
+        ("activation must be", (x, up, down), {"activation": "silu"}),
+        ("recompute must be", (x, up, down), {"recompute": "all"}),
+        ("swiglu needs x", (x, up[:-1], down), {}),
+        ("swiglu needs x", (x, up.transpose(0, 1), down), {}),
+        ("swiglu needs x", (x[..., :-1], up, down), {}),
+        ("swiglu needs x", (x, up, down.t()), {}),
+        ("gelu needs x", (x, up, down), {"activation": "gelu"}),
+        ("up_bias must have", (x, up, down, up_bias[:-1]), {}),
+        ("down_bias must be", (x, up, down, None, down_bias[:-1]), {}),
+        ("residual must be", (x, up, down), {"residual": x[0]}),
+        ("dtypes differ", (x, up.float(), down), {}),
+        ("dtypes differ", (x, up, down), {"residual": x.float()}),
+        ("int64 tokens", (x, up, down), {"drop": Drop(0.1, 0, 0, torch.arange(5))}),
+    ]
+    for message, arguments, options in cases:
+        with pytest.raises(ValueError, match=message):
+            mlp(*arguments, **({"activation": "swiglu", "impl": impl} | options))
+    with pytest.raises(ValueError, match="approximate must be"):
+        gelu_mlp(x, up, down, approximate="erf", impl=impl)
+    dy = x.flatten(0, 1)
+    with pytest.raises(ValueError, match="z must be"):
+        hidden_bwd(dy, down, torch.empty(6, 33).double(), activation="swiglu", impl=impl)
+    with pytest.raises(ValueError, match="z must be"):
+        hidden_bwd(dy, down, torch.empty(6, 66), activation="swiglu", impl=impl)
+
+
+@pytest.mark.parametrize("fault", ["slope forgotten", "stale hidden", "mask of another site"])
+def test_planted_faults_exceed_the_tolerance(fault, monkeypatch) -> None:
+    tensors = _tensors("gelu")
+    options = {"activation": "gelu", "drop": _drop(), "impl": "triton"}
+    truth = _with_gradients(mlp, tensors, **options)
+    backward, drop_backward = module.hidden_bwd, module._drop_bwd
+
+    def broken(dy, down_weight, z, **named):
+        dz, h = backward(dy, down_weight, z, **named)
+        return (dy @ down_weight, h) if fault == "slope forgotten" else (dz, z)
+
+    if fault == "mask of another site":
+        monkeypatch.setattr(
+            module,
+            "_drop_bwd",
+            lambda dy, drop, impl: drop_backward(dy, drop._replace(site=4), impl),
+        )
+    else:
+        monkeypatch.setattr(module, "hidden_bwd", broken)
+    wrong = _with_gradients(mlp, tensors, **options)
+    errors = [relative_error(a, b) for a, b in zip(wrong, truth)]
+    assert max(errors) > 1e-2
+    assert errors[0] == 0
