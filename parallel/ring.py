@@ -37,7 +37,6 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from warpweave.kernels.attention import attention, attention_bwd, attention_delta, attention_fwd
-from warpweave.kernels.merge import merge_
 from warpweave.kernels.reference import compute_dtype
 from warpweave.parallel.layout import Runs, SequenceLayout
 
@@ -148,11 +147,11 @@ def ring_forward(
             yield Hop(here, spare, +1)
         k_runs = layout.runs((rank - hop) % parts)
         if _visible(q_runs, k_runs, causal):
-            part, part_lse = attention_fwd(
+            carried = {"out_dtype": compute_dtype(q)} if o is None else {"into": (o, lse)}
+            o, lse = attention_fwd(
                 q, here[0], here[1], causal=causal, scale=scale, q_runs=q_runs, k_runs=k_runs,
-                out_dtype=compute_dtype(q), impl=impl,
+                impl=impl, **carried,
             )  # fmt: skip
-            o, lse = (part, part_lse) if o is None else merge_(o, lse, part, part_lse)
         if hop < parts - 1:
             yield None
             here, spare = spare, here
@@ -209,9 +208,10 @@ def ring_backward(
         if _visible(q_runs, k_runs, causal):
             tile = attention_bwd(
                 do, q, here.kv[0], here.kv[1], lse, delta, o=o, causal=causal, scale=scale,
-                q_runs=q_runs, k_runs=k_runs, grad_dtype=grad_dtype, impl=impl,
+                q_runs=q_runs, k_runs=k_runs, grad_dtype=grad_dtype, into=(dq, None, None),
+                impl=impl,
             )  # fmt: skip
-            dq = tile[0] if dq is None else dq.add_(tile[0])
+            dq = tile[0]
         yield None  # the gradient that arrives is of the block just computed
         if tile is not None:
             spare.dkv[0].add_(tile[1])

@@ -30,14 +30,14 @@ def test_every_kernel_fits_the_target(reports, target) -> None:
 
 
 def test_elementwise_kernels_load_128_bits_at_a_time(reports) -> None:
-    """Most of their loads: those of x; a row's statistics and labels are single values."""
+    """At least half of their loads: those of rows; statistics and labels are single values."""
     names = ("norm", "rope", "gelu", "swiglu", "dropout")
     found = [
         r for rs in reports.values() for r in rs if r.case.startswith(names) or "norm" in r.case
     ]
     assert len(found) >= 15 * len(TARGETS)
     for r in found:
-        assert 2 * r.instructions["load_128_bit"] > r.instructions["load"], r
+        assert 2 * r.instructions["load_128_bit"] >= r.instructions["load"] > 0, r
 
 
 @pytest.mark.timeout(400)
