@@ -312,7 +312,8 @@ def test_tiles_are_chosen_by_capability_element_size_and_head_dim(monkeypatch) -
     for arch, dtype, D, row in (
         (86, torch.float16, 40, (80, 2, 64)),
         (90, torch.bfloat16, 65, (90, 2, 128)),
-        (90, torch.float32, 256, (80, 4, 256)),
+        (89, torch.float32, 200, (80, 4, 256)),
+        (90, torch.float32, 256, (90, 4, 256)),
         (120, torch.float16, 128, (100, 2, 128)),
         (75, torch.float16, 128, (0, 0, 256)),
     ):
