@@ -39,12 +39,19 @@ def _takes_onednn(a: torch.Tensor, b: torch.Tensor) -> bool:
     return m * n * k >= _SMALL and min(m, n, k) >= _THIN and b.shape == (k, n)
 
 
+def _dense(x: torch.Tensor) -> torch.Tensor:
+    """x or, unless its rows or columns lie end to end, a copy: oneDNN has no kernel for columns out
+    of wider rows, and its reference takes a thousand times as long."""
+    return x if x.is_contiguous() or x.t().is_contiguous() else x.contiguous()
+
+
 def _onednn(a: torch.Tensor, bt: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """a[M, K] bt[N, K]^T + bias, maybe transposed in memory.
 
     The first operand is copied unless its rows are contiguous, so the shorter one goes there.
     """
     linear = torch.ops.mkldnn._linear_pointwise
+    a, bt = _dense(a), _dense(bt)
     if bias is None and not a.is_contiguous() and bt.shape[0] < a.shape[0]:
         return linear(bt, a, None, "none", [], "").t()
     return linear(a, bt, bias, "none", [], "")

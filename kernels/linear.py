@@ -26,7 +26,8 @@ def rows(x: torch.Tensor) -> torch.Tensor:
 
 def grad_dtype(parameter: torch.Tensor) -> torch.dtype:
     """The dtype in which the gradient of a parameter is wanted."""
-    if not parameter.is_leaf:  # computed from others (a weight norm, an adapter): it has no say
+    # One computed from others (a weight norm, an adapter) has no say, and dynamo knows no say.
+    if torch.compiler.is_compiling() or not parameter.is_leaf:
         return parameter.dtype
     return parameter.grad_dtype or parameter.dtype  # None means that any dtype will do
 

@@ -40,7 +40,6 @@ z is rounded to the dtype of x, as the output of a linear layer is; everything a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -57,6 +56,7 @@ from warpweave.kernels.cross_entropy import (
 )
 from warpweave.kernels.dispatch import choose
 from warpweave.kernels.gemm import gemm, gemm_into
+from warpweave.kernels.linear import Settled, grad_dtype
 from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.wgrad import wgrad
 
@@ -105,13 +105,6 @@ def _blocks(x: torch.Tensor, columns: int) -> Iterator[tuple[slice, list[slice]]
     """Row slices of z[T, columns], and the column slices of each: one block at a time is held."""
     for rows in _slices(len(x), _row_step(x, columns)):
         yield rows, _column_slices(columns, rows.stop - rows.start, _sizes(x).elements)
-
-
-def full_precision(x: torch.Tensor) -> AbstractContextManager[object]:
-    """Inside, the dtypes are settled: autocast must not cast float32 terms down again."""
-    if torch.is_autocast_enabled(x.device.type):
-        return torch.autocast(x.device.type, enabled=False)
-    return nullcontext()
 
 
 def _product_impl(impl: str) -> str | None:
@@ -223,7 +216,7 @@ def _fwd_op(
     outside_vocabulary(labels, size, ignore_index)
     columns, kinds = vocabulary.columns(weight), 2 + (label_smoothing != 0.0)
     out = torch.empty(kinds, len(x), dtype=compute_dtype(x), device=x.device)
-    with full_precision(x):
+    with Settled(x):
         for rows, blocks in _blocks(x, columns):
             parts = []
             for cols in blocks:
@@ -277,7 +270,7 @@ def _bwd_op(
     total, product = dw, _product_impl(impl)
     if dw.dtype != wide and len(x) > _row_step(x, columns):
         total = torch.empty_like(dw, dtype=wide)  # several products are added: not in 16 bits
-    with full_precision(x):
+    with Settled(x):
         for rows, blocks in _blocks(x, columns):
             sums = x.new_empty(x[rows].shape if want_dx else 0, dtype=wide)
             for cols in blocks:
@@ -349,7 +342,7 @@ def _rows_fwd_op(
     vocabulary = Vocabulary(start, size, ignore_index, label_smoothing, z_loss, impl)
     outside_vocabulary(labels, size, ignore_index)
     blocks, parts = [], []
-    with full_precision(x):
+    with Settled(x):
         for cols in _narrow(x, vocabulary.columns(weight)):
             blocks.append(gemm(x, weight[cols].t()))
             parts.append(vocabulary.stats(blocks[-1], labels, cols.start, _keeps_softmax(x, impl)))
@@ -388,7 +381,7 @@ def _rows_bwd_op(
     vocabulary = Vocabulary(start, size, ignore_index, label_smoothing, z_loss, impl)
     ones, wide, product = torch.ones_like(lse), lse.dtype, _product_impl(impl)
     sums = dx if dx.dtype == wide else torch.empty_like(dx, dtype=wide)
-    with full_precision(x):
+    with Settled(x):
         slices = _narrow(x, vocabulary.columns(weight))
         for cols, z, own in zip(slices, blocks, own_lse, strict=True):
             own = own if _keeps_softmax(x, impl) else None
@@ -522,14 +515,6 @@ def scaled_wgrad(
             torch.mul(dw, g, out=buffer)
 
     return wgrad(weight, lambda: (dw * g).to(dtype), into)
-
-
-def grad_dtype(weight: torch.Tensor) -> torch.dtype:
-    """The dtype that a parameter wants its gradient in."""
-    # One computed from others (a weight norm, an adapter) has no say, and dynamo knows no say.
-    if torch.compiler.is_compiling() or not weight.is_leaf:
-        return weight.dtype
-    return weight.grad_dtype or weight.dtype  # None means that any dtype will do
 
 
 # ---------------------------------------------------------------- autograd and the public function

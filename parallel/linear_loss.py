@@ -16,12 +16,11 @@ from torch.autograd.function import once_differentiable
 
 from warpweave.kernels.cross_entropy import check_options
 from warpweave.kernels.dispatch import choose
+from warpweave.kernels.linear import Settled, grad_dtype
 from warpweave.kernels.linear_cross_entropy import (
     Merge,
     Vocabulary,
     check_linear_cross_entropy,
-    full_precision,
-    grad_dtype,
     in_forward,
     linear_cross_entropy,
     linear_cross_entropy_bwd,
@@ -73,7 +72,7 @@ class _Recomputed(torch.autograd.Function):
     def forward(ctx, x, weight, labels, group, sequence_parallel, vocabulary, dtype):
         ctx.how, ctx.vocabulary = (group, sequence_parallel), _own(vocabulary, weight, group)
         ctx.x_dtype, ctx.parameter = x.dtype, weight
-        with full_precision(x):
+        with Settled(x):
             x = x.to(dtype)
             whole = _gathered(x, group, sequence_parallel)
             stats = linear_cross_entropy_fwd(whole, weight, labels, ctx.vocabulary)
@@ -102,7 +101,7 @@ class _Recomputed(torch.autograd.Function):
             )
             flying.extend([] if dx is None else [_start_sum(dx, *ctx.how)])
 
-        with full_precision(dloss):
+        with Settled(dloss):
             dw = recomputed_wgrad(leaf, grad_dtype(leaf), run) if want_dw else None
             if todo:
                 run(None, False)
@@ -121,7 +120,7 @@ class _InForward(torch.autograd.Function):
     def forward(ctx, x, weight, labels, group, sequence_parallel, vocabulary, dtype):
         want_dx, want_dw, *_ = ctx.needs_input_grad
         ctx.x_dtype, ctx.parameter = x.dtype, weight
-        with full_precision(x):
+        with Settled(x):
             losses, dx, dw = linear_cross_entropy_fwd_bwd(
                 _gathered(x.to(dtype), group, sequence_parallel),
                 weight,
@@ -140,7 +139,7 @@ class _InForward(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, g):
         (dx, dw), leaf = ctx.saved_tensors, ctx.parameter
-        with full_precision(g):
+        with Settled(g):
             dx = dx if dx is None else (dx.to(g.dtype) * g).to(ctx.x_dtype)
             dw = dw if dw is None else scaled_wgrad(leaf, grad_dtype(leaf), dw, g)
         return dx, dw, None, None, None, None, None

@@ -25,15 +25,14 @@ traces them with group=None only, as torch's own ops: a compiled backward defers
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from warpweave.kernels.cross_entropy import cross_entropy_bwd, cross_entropy_fwd, token_losses
-from warpweave.kernels.gemm import gemm, gemm_into
+from warpweave.kernels.gemm import gemm
+from warpweave.kernels.linear import Settled, bias_gradient, grad_dtype, rows, weight_gradient
 from warpweave.kernels.wgrad import wgrad
 from warpweave.parallel.collectives import (
     Pending,
@@ -50,38 +49,7 @@ from warpweave.parallel.collectives import (
 
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x[..., K] weight[N, K]^T + bias[N]."""
-    return gemm(_rows(x), weight.t(), bias).view(*x.shape[:-1], weight.shape[0])
-
-
-def _grad_dtype(parameter: torch.Tensor) -> torch.dtype:
-    if not parameter.is_leaf:  # computed from others (a weight norm, an adapter): it has no say
-        return parameter.dtype
-    return parameter.grad_dtype or parameter.dtype  # None means that any dtype will do
-
-
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    return x.reshape(x.shape[:-1].numel(), x.shape[-1])  # -1 is ambiguous without features
-
-
-def _wgrad(
-    weight: torch.Tensor, operands: Callable[[], tuple[torch.Tensor, torch.Tensor]]
-) -> torch.Tensor | None:
-    """dW[N, K] = sum over tokens of dy[T, N]^T x[T, K], with dy and x from ``operands()``."""
-
-    def make() -> torch.Tensor:
-        dy, x = operands()
-        return gemm(_rows(dy).t(), _rows(x), out_dtype=_grad_dtype(weight))
-
-    def into(buffer: torch.Tensor, add: bool) -> None:
-        dy, x = operands()
-        gemm_into(_rows(dy).t(), _rows(x), buffer, add)
-
-    return wgrad(weight, make, into)
-
-
-def _bias_gradient(dy: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """db[N] = sum over tokens of dy[T, N], summed in fp32 (fp64 for fp64)."""
-    return _rows(dy).sum(0, dtype=sum_dtype(dy.dtype)).to(_grad_dtype(bias))
+    return gemm(rows(x), weight.t(), bias).view(*x.shape[:-1], weight.shape[0])
 
 
 def _landed(pending: Pending, overlap: bool) -> Pending:
@@ -89,22 +57,6 @@ def _landed(pending: Pending, overlap: bool) -> Pending:
     if not overlap:
         pending.wait()
     return pending
-
-
-class _FullPrecision:
-    """Inside a Function the dtypes are settled: autocast must not cast fp32 terms down again."""
-
-    def __init__(self, x: torch.Tensor) -> None:
-        on = torch.is_autocast_enabled(x.device.type)
-        self._context = torch.autocast(x.device.type, enabled=False) if on else None
-
-    def __enter__(self) -> None:
-        if self._context is not None:
-            self._context.__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        if self._context is not None:
-            self._context.__exit__(*error)
 
 
 # ---------------------------------------------------------------- column-parallel linear
@@ -115,7 +67,7 @@ class _ColumnParallelLinear(torch.autograd.Function):
     def forward(ctx, x, weight, bias, group, sequence_parallel, overlap, dtype):
         ctx.group, ctx.sequence_parallel, ctx.overlap = group, sequence_parallel, overlap
         ctx.x_dtype, ctx.parameters = x.dtype, (weight, bias)
-        with _FullPrecision(x):
+        with Settled(x):
             x = x.to(dtype)
             # The shard is kept and gathered again in the backward: 1/R of the memory.
             ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
@@ -133,7 +85,7 @@ class _ColumnParallelLinear(torch.autograd.Function):
 
         def start_input_gradient() -> Pending:
             terms = sum_dtype(dy.dtype) if group is not None else dy.dtype
-            partial = gemm(_rows(dy), weight.to(dy.dtype), out_dtype=terms)
+            partial = gemm(rows(dy), weight.to(dy.dtype), out_dtype=terms)
             return _landed(sums(partial.view(*dy.shape[:-1], weight.shape[1]), group), overlap)
 
         # Popped when it runs: a weight gradient that is deferred then keeps no dx alive.
@@ -146,13 +98,13 @@ class _ColumnParallelLinear(torch.autograd.Function):
                 flying.append(todo.pop()())  # the GEMM of dx hides the gather of x,
             return dy, x if whole is None else whole.wait()  # that of dW the sum of dx
 
-        with _FullPrecision(dy):
-            dw = _wgrad(leaf, operands) if ctx.needs_input_grad[1] else None
+        with Settled(dy):
+            dw = weight_gradient(leaf, operands) if ctx.needs_input_grad[1] else None
             if todo:
                 flying.append(todo.pop()())
             db = None
             if ctx.needs_input_grad[2]:
-                db = wgrad(bias, lambda: _bias_gradient(dy, bias))
+                db = bias_gradient(bias, dy)
             dx = flying.pop().wait().to(ctx.x_dtype) if flying else None
         return dx, dw, db, None, None, None, None
 
@@ -220,12 +172,12 @@ class _RowParallelLinear(torch.autograd.Function):
     def forward(ctx, x, weight, bias, group, sequence_parallel, overlap, dtype):
         ctx.group, ctx.sequence_parallel, ctx.overlap = group, sequence_parallel, overlap
         ctx.x_dtype, ctx.parameters = x.dtype, (weight, bias)
-        with _FullPrecision(x):
+        with Settled(x):
             x, w = x.to(dtype), weight.to(dtype)
             ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
             if group is None:
                 return _linear(x, w, bias if bias is None else bias.to(dtype))
-            partial = gemm(_rows(x), w.t(), out_dtype=sum_dtype(dtype))
+            partial = gemm(rows(x), w.t(), out_dtype=sum_dtype(dtype))
             partial = partial.view(*x.shape[:-1], len(w))
             sums = start_reduce_scatter if sequence_parallel else start_all_reduce_
             y = sums(partial, group).wait()
@@ -240,18 +192,18 @@ class _RowParallelLinear(torch.autograd.Function):
         leaf, bias = ctx.parameters
         gathers = ctx.sequence_parallel and ctx.group is not None
         dx = dw = db = None
-        with _FullPrecision(dy):
+        with Settled(dy):
             gathering = start_all_gather(dy, ctx.group) if gathers else None
             if gathering is not None:
                 _landed(gathering, ctx.overlap)
             if ctx.needs_input_grad[2]:  # of this rank's own tokens, while the others' arrive
-                db = wgrad(bias, lambda: _bias_gradient(dy, bias))
+                db = bias_gradient(bias, dy)
             whole = dy if gathering is None else gathering.wait()
             if ctx.needs_input_grad[0]:
-                dx = gemm(_rows(whole), weight.to(dy.dtype))
+                dx = gemm(rows(whole), weight.to(dy.dtype))
                 dx = dx.view(*whole.shape[:-1], weight.shape[1]).to(ctx.x_dtype)
             if ctx.needs_input_grad[1]:
-                dw = _wgrad(leaf, lambda: (whole, x))
+                dw = weight_gradient(leaf, lambda: (whole, x))
         return dx, dw, db, None, None, None, None
 
     @staticmethod
@@ -369,22 +321,22 @@ class _VocabParallelEmbedding(torch.autograd.Function):
         (ids,), weight = ctx.saved_tensors, ctx.parameter
         group, gathers = ctx.group, ctx.sequence_parallel
 
-        def rows() -> tuple[torch.Tensor, torch.Tensor]:
+        def addends() -> tuple[torch.Tensor, torch.Tensor]:
             whole = start_all_gather(dy, group).wait() if gathers else dy
             local = ids
             if group is not None:
                 local, elsewhere = _local_ids(ids, weight.shape[0], group)
                 whole = whole.masked_fill(elsewhere.unsqueeze(-1), 0)
-            return local.reshape(-1), _rows(whole).to(sum_dtype(dy.dtype))
+            return local.reshape(-1), rows(whole).to(sum_dtype(dy.dtype))
 
         def weight_gradient() -> torch.Tensor:
-            local, terms = rows()
+            local, terms = addends()
             # torch's own kernel sorts the ids where index_add_ would add atomically in any order
             dw = torch.ops.aten.embedding_dense_backward(terms, local, weight.shape[0], -1, False)
-            return dw.to(_grad_dtype(weight))
+            return dw.to(grad_dtype(weight))
 
         def into(buffer: torch.Tensor, add: bool) -> None:
-            local, terms = rows()
+            local, terms = addends()
             if not add:
                 buffer.zero_()
             if buffer.is_cuda:  # likewise: this one sorts

@@ -74,6 +74,27 @@ def test_it_adds_to_a_wider_buffer_without_rounding(library, dtype, add):
     assert_close_f64(out, a.double() @ b.double() + int(add), 1e-5)
 
 
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
+def test_onednn_never_gets_columns_out_of_wider_rows(monkeypatch):
+    """It multiplies them by a reference loop, a thousand times as slow."""
+    monkeypatch.setattr(module, "_has_onednn", lambda: True)
+    right, seen = torch.ops.mkldnn._linear_pointwise, []
+
+    def spy(a, bt, *rest):
+        seen.extend([a, bt])
+        return right(a, bt, *rest)
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", spy)
+    for of_a in LAYOUTS.values():
+        for of_b in LAYOUTS.values():
+            gemm(of_a(torch.ones(130, 120)), of_b(torch.ones(120, 140)))
+            gemm_into(
+                of_a(torch.ones(130, 120)), of_b(torch.ones(120, 140)), torch.ones(130, 140), True
+            )
+    assert len(seen) == 2 * 2 * len(LAYOUTS) ** 2
+    assert all(x.is_contiguous() or x.t().is_contiguous() for x in seen)
+
+
 def test_large_products_go_to_onednn_and_small_thin_or_wide_ones_do_not(monkeypatch):
     seen = []
     monkeypatch.setattr(module, "_has_onednn", lambda: True)
