@@ -22,9 +22,9 @@ class Tile(NamedTuple):
 
 # (compute capability, bytes per element, head dim) -> tiles of fwd, dkdv, dq. A call takes the
 # largest capability not above its device's that has the element size, and there the smallest head
-# dim that fits; (0, 0, 256) is for the interpreter and everything else. All but the
-# last two kinds (interpreter, float64) compile without register spills for plain masks; larger dkdv
-# tiles do not.
+# dim that fits; (0, 0, 256) is for the interpreter and everything else. In half and
+# single precision all compile without register spills (plain masks; benchmarks/compiled.py), larger
+# dkdv tiles do not.
 TILES: dict[tuple[int, int, int], tuple[Tile, Tile, Tile]] = {
     (0, 0, 256): (Tile(64, 32, 4, 1), Tile(32, 64, 4, 1), Tile(64, 32, 4, 1)),
     (80, 2, 64): (Tile(128, 64, 4, 3), Tile(32, 128, 8, 2), Tile(64, 64, 4, 2)),

@@ -242,22 +242,24 @@ class ChainStage:
         """
         for unit in units:
             if unit.placement.grad:
-                self._start_reducing([unit])
+                self._start_reducing(unit)
                 if len(self._reducing) > 2:
                     self._reducing.pop(0).finish_reduce()
             elif self._backwards_left == 0:
                 self._bucket.append(unit)
                 if sum(u.grad.nbytes for u in self._bucket) >= self.bucket_bytes:
-                    self._start_reducing(self._bucket)
+                    self._empty_bucket()
 
-    def _start_reducing(self, units: list[Unit]) -> None:
-        for unit in units:
-            unit.reduce()
-        self._reducing.extend(units)
-        self._bucket = []
+    def _start_reducing(self, unit: Unit) -> None:
+        unit.reduce()
+        self._reducing.append(unit)
+
+    def _empty_bucket(self) -> None:
+        while self._bucket:
+            self._start_reducing(self._bucket.pop(0))
 
     def reduce(self) -> None:
         """Start the reductions that are left, and wait until all have ended."""
-        self._start_reducing(self._bucket)
+        self._empty_bucket()
         while self._reducing:
             self._reducing.pop(0).finish_reduce()
