@@ -43,7 +43,7 @@ class Half(nn.Module):
             x = gpt.embedding(x.flatten()) + gpt.positions(self.positions)
         for block in gpt.blocks.values():
             x = block(x, self.context)
-        return gpt.logits(x, None) if gpt.last else x
+        return gpt.final_norm(x) if gpt.last else x
 
 
 class Torch:
@@ -54,8 +54,8 @@ class Torch:
         self.losses: list[Tensor] = []
         tokens = MICROBATCHES * batch * config.seq_len
 
-        def loss(logits: Tensor, labels: Tensor) -> Tensor:
-            return self.gpt.loss(logits, labels.flatten(), tokens)
+        def loss(x: Tensor, labels: Tensor) -> Tensor:
+            return self.gpt.loss(x, self.gpt.head_weight, labels.flatten(), tokens)
 
         stage = PipelineStage(
             Half(self.gpt, batch), mesh.index("pp"), WORLD, torch.device("cpu"),

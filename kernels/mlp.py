@@ -380,7 +380,7 @@ class _MLP(torch.autograd.Function):
         return dx, dw1, db1, dw2, db2, dy if needs[5] else None, None, None, None
 
     @staticmethod
-    def spmd_typecheck(*, x, up_weight, up_bias, down_weight, down_bias, residual):
+    def spmd_typecheck(*, x, up_weight, up_bias, down_weight, down_bias, residual, how):
         from spmd_types import rules
 
         # Units are cut in whole pairs; act is not linear, so the sum over E must be whole.
@@ -391,6 +391,8 @@ class _MLP(torch.autograd.Function):
         y = rules.einsum("...f,_f->..._", h, down_weight)
         if down_bias is not None:
             y = rules.einsum("..._,_->..._", y, down_bias)
+        if how.drop is not None:
+            y = rules.einsum("..._,...->..._", y, how.drop.tokens)
         return y if residual is None else rules.einsum("..._,..._->..._", y, residual)
 
 
@@ -503,7 +505,8 @@ def mlp(
         down_weight: W2[E, F].
         up_bias, down_bias: b1 with as many elements as W1 has rows, b2[E]; or None.
         activation: "gelu", "gelu_erf", "relu2", "swiglu" or "geglu".
-        residual: of the shape of x, or None.
+        residual: of the shape of x, or None. One of another dtype is added in the wider one of both,
+            which y then has.
         drop: probability, seed, site and the global indices of x's tokens: see `dropout`.
         recompute: what backward computes again instead of keeping it: "activation" (the default),
             "up" (the first product too) or "nothing" (the default where torch computes on a CPU).
@@ -517,17 +520,26 @@ def mlp(
     """
     tokens = None if drop is None else drop.tokens
     chosen = choose(impl, x, up_weight, down_weight, up_bias, down_bias, residual, tokens)
-    _check(x, up_weight, down_weight, up_bias, down_bias, residual, activation)
-    if recompute is None:
-        recompute = "nothing" if chosen == "torch" and x.device.type == "cpu" else "activation"
-    if recompute not in RECOMPUTE:
-        raise ValueError(f"recompute must be one of {', '.join(RECOMPUTE)}, got {recompute!r}")
+    check_mlp(x, up_weight, down_weight, up_bias, down_bias, residual, activation)
+    recompute = choose_recompute(recompute, chosen, x)
     parameters = (up_weight, up_bias, down_weight, down_bias)
     names = ("up_weight", "up_bias", "down_weight", "down_bias")
-    dtype = settled_dtype("mlp", x, dict(zip(names, parameters)) | {"residual": residual})
+    dtype = settled_dtype("mlp", x, dict(zip(names, parameters)))
     if drop is not None and drop.p == 0:
         drop = None
     how = How(activation, drop, recompute, precision, chosen)
+    if residual is not None and residual.dtype != dtype:  # a stream that is kept wider
+        return residual + _mlp(x, parameters, None, how, dtype)
+    return _mlp(x, parameters, residual, how, dtype)
+
+
+def _mlp(
+    x: torch.Tensor,
+    parameters: tuple[torch.Tensor | None, ...],
+    residual: torch.Tensor | None,
+    how: How,
+    dtype: torch.dtype,
+) -> torch.Tensor:
     if torch.compiler.is_compiling():
         return _compiled(x, parameters, residual, how, dtype)
     differentiable = (x, *parameters, residual)
@@ -560,7 +572,16 @@ def _compiled(
     return (y if residual is None else residual + y).view(shape)
 
 
-def _check(
+def choose_recompute(recompute: str | None, impl: str, x: torch.Tensor) -> str:
+    """What `recompute` means where `impl` computes on x's device; ValueError for an unknown one."""
+    if recompute is None:
+        return "nothing" if impl == "torch" and x.device.type == "cpu" else "activation"
+    if recompute not in RECOMPUTE:
+        raise ValueError(f"recompute must be one of {', '.join(RECOMPUTE)}, got {recompute!r}")
+    return recompute
+
+
+def check_mlp(
     x: torch.Tensor,
     up_weight: torch.Tensor,
     down_weight: torch.Tensor,
@@ -569,6 +590,7 @@ def _check(
     residual: torch.Tensor | None,
     activation: str,
 ) -> None:
+    """Raise ValueError unless the shapes are those of an MLP with this activation."""
     gated = find_activation(activation).gated
     E, factor = x.shape[-1] if x.ndim else 0, 2 if gated else 1
     width = down_weight.shape[-1] if down_weight.ndim == 2 else -1

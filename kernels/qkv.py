@@ -15,11 +15,13 @@ Saved for backward: x and the table. One kernel rotates dq and dk back and write
 are torch's. Rotation is in float32 (float64 for float64) from the accumulators, rounded once.
 
 Sources: Su et al. 2021 (arXiv:2104.09864); Ainslie et al. 2023 (arXiv:2305.13245) for the groups.
-Limits: even D, all of it rotated, half with half (not the interleaved pairs of GPT-J); gradients of
-gradients do not exist.
+Limits: all of D is rotated, half with half (not the interleaved pairs of GPT-J); gradients of
+gradients do not exist. With an odd D nothing can turn and nothing is fused: a product, and views.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -182,10 +184,10 @@ def qkv_fwd(
 ) -> QKV:
     """(q, k, v) of x[B, S, E]: the forward half of `qkv_rope`. Raises what that raises."""
     impl = choose(impl, x, weight, bias, cos, sin)
-    kv_heads = _check(x, weight, bias, cos, sin, head_dim, group)
+    kv_heads = check_qkv(x.shape, weight, bias, cos, sin, head_dim, group)
     check_operands(rows(x), weight.t(), bias)
     B, S, E = x.shape
-    if impl == "torch":
+    if impl == "torch" or head_dim % 2:
         z = gemm(rows(x), weight.t(), bias).view(B, S, kv_heads, group + 2, head_dim)
         q, k, v = z.split((group, 1, 1), 3)
         q, k, v = q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
@@ -281,13 +283,13 @@ def qkv_bwd(
     impl = choose(impl, dq, dk, dv, cos, sin)
     B, S, heads, D = dq.shape
     kv_heads = dk.shape[2]
-    if dk.shape != dv.shape or dk.shape != (B, S, kv_heads, D) or heads % max(kv_heads, 1) or D % 2:
+    if dk.shape != dv.shape or dk.shape != (B, S, kv_heads, D) or heads % max(kv_heads, 1):
         raise ValueError(
             f"dq[B, S, H, D] and dk, dv[B, S, Hkv, D] do not fit: got {[*dq.shape]}, "
             f"{[*dk.shape]} and {[*dv.shape]}"
         )
     group = heads // max(kv_heads, 1)
-    if impl == "torch":
+    if impl == "torch" or D % 2:
         if cos is not None:
             dq, dk = (rope_fwd(t, cos, sin, conjugate=True, impl="torch") for t in (dq, dk))
         dz = torch.cat(
@@ -461,13 +463,13 @@ def qkv_rope(
         ValueError: shapes or dtypes do not fit, or `impl` cannot run.
     """
     chosen = choose(impl, x, weight, bias, cos, sin)
-    _check(x, weight, bias, cos, sin, head_dim, group)
+    check_qkv(x.shape, weight, bias, cos, sin, head_dim, group)
     dtype = settled_dtype("qkv_rope", x, {"weight": weight, "bias": bias})
     options = (precision, chosen)
     if not torch.compiler.is_compiling():
         return _QKV.apply(x, weight, bias, cos, sin, head_dim, group, dtype, *options)
     x, weight, bias = (t if t is None else t.to(dtype) for t in (x, weight, bias))
-    if chosen == "triton":
+    if chosen == "triton" and head_dim % 2 == 0:
         return _qkv_op(x, weight, bias, cos, sin, head_dim, group, precision)
     z = F.linear(x, weight, bias).unflatten(-1, (-1, group + 2, head_dim))
     q, k, v = z.split((group, 1, 1), 3)
@@ -477,8 +479,8 @@ def qkv_rope(
     return apply_rope(q, cos, sin, impl="torch"), apply_rope(k, cos, sin, impl="torch"), v
 
 
-def _check(
-    x: torch.Tensor,
+def check_qkv(
+    shape: Sequence[int],
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     cos: torch.Tensor | None,
@@ -486,27 +488,28 @@ def _check(
     head_dim: int,
     group: int,
 ) -> int:
-    """The number of KV heads, or ValueError."""
-    if head_dim < 2 or head_dim % 2 or group < 1:
-        raise ValueError(f"need an even head_dim and group >= 1, got {head_dim} and {group}")
+    """The number of KV heads of a projection of x[B, S, E] = `shape`, or ValueError."""
+    if head_dim < 1 or group < 1:
+        raise ValueError(f"need head_dim and group of at least 1, got {head_dim} and {group}")
+    if cos is not None and head_dim % 2:
+        raise ValueError(f"a rotary embedding needs an even head_dim, got {head_dim}")
     per_head = (group + 2) * head_dim
     if (
-        x.ndim != 3
+        len(shape) != 3
         or weight.ndim != 2
-        or weight.shape[1] != x.shape[2]
+        or weight.shape[1] != shape[2]
         or weight.shape[0] % per_head
     ):
         raise ValueError(
-            f"need x[B, S, E] and weight[Hkv * {per_head}, E], got {[*x.shape]} and "
-            f"{[*weight.shape]}"
+            f"need x[B, S, E] and weight[Hkv * {per_head}, E], got {[*shape]} and {[*weight.shape]}"
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias must be [{weight.shape[0]}], got {[*bias.shape]}")
     if (cos is None) != (sin is None):
         raise ValueError("cos and sin must both be tensors, or both None")
-    if cos is not None and not cos.shape == sin.shape == (x.shape[1], head_dim // 2):
+    if cos is not None and not cos.shape == sin.shape == (shape[1], head_dim // 2):
         raise ValueError(
-            f"cos and sin must be [S, D/2] = {[x.shape[1], head_dim // 2]}, got {[*cos.shape]} and "
+            f"cos and sin must be [S, D/2] = {[shape[1], head_dim // 2]}, got {[*cos.shape]} and "
             f"{[*sin.shape]}"
         )
     return weight.shape[0] // per_head

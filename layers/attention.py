@@ -6,12 +6,13 @@ import torch
 from torch import Tensor, nn
 
 from warpweave.kernels.reference import compute_dtype
-from warpweave.kernels.rope import apply_rope, rope_table
+from warpweave.kernels.rope import rope_table
 from warpweave.layers.context import TokenContext
 from warpweave.layers.linear import ColumnParallelLinear, RowParallelLinear
 from warpweave.parallel.context import Strategy, context_attention
 from warpweave.parallel.layout import SequenceLayout
 from warpweave.parallel.mesh import ConnectedMesh, connected
+from warpweave.parallel.qkv import parallel_qkv_rope
 
 
 class Attention(nn.Module):
@@ -97,10 +98,13 @@ class Attention(nn.Module):
             **where,
         )
 
-    def forward(self, x: Tensor, context: TokenContext | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, context: TokenContext | None = None, *, add_bias: bool = True
+    ) -> Tensor:
         """x[B, S, E] -> y[B, S, E]; with `context`, x[T, E] or x[T/tp, E] -> the same shape.
 
-        Without `context` the sequence is whole and starts at position 0.
+        Without `context` the sequence is whole and starts at position 0; without `add_bias` the
+        caller adds ``out.bias``.
 
         Raises:
             ValueError: x has no batch though there is no `context`, or a rotary embedding finds no
@@ -108,16 +112,7 @@ class Attention(nn.Module):
         """
         if context is None and x.dim() != 3:
             raise ValueError(f"without a context attention needs x[B, S, E], got {[*x.shape]}")
-        qkv = self.qkv(x)
-        if context is not None:
-            qkv = qkv.unflatten(0, (context.batch, -1))
-        qkv = qkv.unflatten(-1, (-1, self.group + 2, self.head_dim))
-        # One split: its backward writes each gradient once, three slices would add three buffers.
-        q, k, v = qkv.split((self.group, 1, 1), dim=3)
-        q, k, v = q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
-        rope = self._rope(q, context)
-        if rope is not None:
-            q, k = (apply_rope(t, *rope, impl=self.impl) for t in (q, k))
+        q, k, v = self._heads(x, context)
         layout = context.layout if context is not None else None
         if layout is None:
             layout = SequenceLayout(q.shape[1], 1)
@@ -132,9 +127,33 @@ class Attention(nn.Module):
             impl=self.impl,
         )
         o = o.flatten(2)
-        return self.out(o if context is None else o.flatten(0, 1))
+        return self.out(o if context is None else o.flatten(0, 1), add_bias=add_bias)
 
-    def _rope(self, q: Tensor, context: TokenContext | None) -> tuple[Tensor, Tensor] | None:
+    def _heads(self, x: Tensor, context: TokenContext | None) -> tuple[Tensor, Tensor, Tensor]:
+        """q[B, S, H/tp, D], k and v[B, S, Hkv/tp, D] of this rank's heads, rotated."""
+        tp = self.mesh.size("tp") if self.qkv.sequence_parallel else 1
+        if context is None:
+            shape, x = (x.shape[0], x.shape[1]), x.flatten(0, 1)
+        else:
+            shape = (context.batch, len(x) * tp // max(context.batch, 1))
+        cos, sin = self._rope(shape[1], x, context) or (None, None)
+        return parallel_qkv_rope(
+            x,
+            self.qkv.weight,
+            self.qkv.bias,
+            cos,
+            sin,
+            shape=shape,
+            head_dim=self.head_dim,
+            q_per_kv=self.group,
+            group=self.mesh.group("tp"),
+            sequence_parallel=self.qkv.sequence_parallel,
+            impl=self.impl,
+        )
+
+    def _rope(
+        self, length: int, x: Tensor, context: TokenContext | None
+    ) -> tuple[Tensor, Tensor] | None:
         if self.rope_theta is None:
             return None
         if context is not None:
@@ -143,8 +162,8 @@ class Attention(nn.Module):
                     "this attention layer has a rotary embedding: context.rope is None"
                 )
             return context.rope
-        positions = torch.arange(q.shape[1], device=q.device)
-        wide = compute_dtype(q)
+        positions = torch.arange(length, device=x.device)
+        wide = compute_dtype(x)
         return rope_table(positions, self.head_dim, theta=self.rope_theta, dtype=wide)
 
     def extra_repr(self) -> str:

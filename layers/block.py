@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from warpweave.kernels.dropout import dropout
+from warpweave.kernels.gemm import Drop
 from warpweave.layers.attention import Attention
 from warpweave.layers.context import TokenContext
 from warpweave.layers.mlp import MLP
@@ -27,7 +26,7 @@ class TransformerBlock(nn.Module):
         causal, rope_theta, strategy: as ``Attention``.
         dropout: probability on both branches, keyed by global token ids (needs a context).
         site: number of the first of the block's two dropout sites.
-        selective: recompute the MLP's hidden activations (norm, up projection, activation) in the
+        selective: recompute the MLP's hidden activations (up projection and activation) in the
             backward pass instead of keeping them.
         device, dtype, mesh, sequence_parallel, impl: as ``Attention``.
         out_init: standard deviation of a keyed initialisation of both output projections.
@@ -58,7 +57,7 @@ class TransformerBlock(nn.Module):
         impl: str | None = None,
     ) -> None:
         super().__init__()
-        self.dropout, self.site, self.selective, self.impl = dropout, site, selective, impl
+        self.dropout, self.site = dropout, site
         where = {
             "device": device,
             "dtype": dtype,
@@ -87,38 +86,31 @@ class TransformerBlock(nn.Module):
             **where,
         )
         self.mlp_norm = make_norm()
-        self.mlp = MLP(embed_dim, hidden_dim, activation, bias, out_init=out_init, **where)
+        self.mlp = MLP(
+            embed_dim,
+            hidden_dim,
+            activation,
+            bias,
+            out_init=out_init,
+            recompute="up" if selective else None,
+            **where,
+        )
 
     def forward(self, x: Tensor, context: TokenContext | None = None) -> Tensor:
         """x[B, S, E] -> y[B, S, E]; with `context`, x[T, E] or x[T/tp, E] -> the same shape."""
-        a = self._drop(self.attention(self.attention_norm(x), context), self.site, context)
-        if self.selective and torch.is_grad_enabled():
-            # Nothing random runs inside: dropout is keyed, so there is no generator to restore.
-            hidden, x = checkpoint(
-                self._hidden, a, x, use_reentrant=False, preserve_rng_state=False
-            )
-        else:
-            hidden, x = self._hidden(a, x)
-        return x + self._drop(self.mlp.down(hidden), self.site + 1, context)
+        a = self.attention(self.attention_norm(x), context, add_bias=False)
+        h, x = self.mlp_norm(
+            a, residual=x, x_bias=self.attention.out.bias, drop=self._drop(self.site, context)
+        )
+        return self.mlp(h, residual=x, drop=self._drop(self.site + 1, context))
 
-    def _hidden(self, a: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(hidden activations of the MLP, the residual stream after attention)."""
-        h, x = self.mlp_norm(a, residual=x)
-        return self.mlp.hidden(h), x
-
-    def _drop(self, branch: Tensor, site: int, context: TokenContext | None) -> Tensor:
+    def _drop(self, site: int, context: TokenContext | None) -> Drop | None:
+        """The key of a branch's dropout, or None if there is none."""
         if self.dropout == 0.0 or not self.training:
-            return branch
+            return None
         if context is None or context.token_ids is None:
             raise ValueError(
                 f"dropout = {self.dropout} is keyed by global token ids: "
                 "context.token_ids is missing"
             )
-        return dropout(
-            branch,
-            self.dropout,
-            seed=context.seed,
-            site=site,
-            tokens=context.token_ids,
-            impl=self.impl,
-        )
+        return Drop(self.dropout, context.seed, site, context.token_ids)

@@ -168,11 +168,15 @@ class RowParallelLinear(_ParallelLinear):
         )
         self.input_is_parallel = input_is_parallel
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x[..., in/tp] -> y[..., out] (or y[T/tp, out] with sequence parallelism)."""
+    def forward(self, x: Tensor, *, add_bias: bool = True) -> Tensor:
+        """x[..., in/tp] -> y[..., out] (or y[T/tp, out] with sequence parallelism).
+
+        Without `add_bias` the caller adds the bias, such as a norm that takes it as ``x_bias``.
+        """
         group = self.mesh.group("tp")
         if not self.input_is_parallel:
             x = scatter(x, group, dim=-1)
+        bias = self.bias if add_bias else None
         return row_parallel_linear(
-            x, self.weight, self.bias, group=group, sequence_parallel=self.sequence_parallel
+            x, self.weight, bias, group=group, sequence_parallel=self.sequence_parallel
         )

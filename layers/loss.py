@@ -1,10 +1,12 @@
-"""The language-model head's loss over logits that are cut over the tensor axis."""
+"""The language model's loss, of logits or of the head's input, the vocabulary cut over tp."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
+from warpweave.parallel.collectives import Pending
+from warpweave.parallel.linear_loss import vocab_parallel_linear_cross_entropy
 from warpweave.parallel.mesh import ConnectedMesh, connected
 from warpweave.parallel.tensor import vocab_parallel_cross_entropy
 
@@ -42,3 +44,57 @@ class VocabParallelCrossEntropy(nn.Module):
             label_smoothing=self.label_smoothing,
         )
         return torch.sum(losses) / normaliser
+
+
+class VocabParallelLinearCrossEntropy(nn.Module):
+    """The same of the head's input: head and loss in one, so that nobody holds the logits.
+
+    It has no parameters: the head's weight, which an embedding may share, is an argument.
+
+    Args:
+        vocab_size: logical vocabulary; padding rows of the weight take no part.
+        label_smoothing, z_loss: as for ``kernels.cross_entropy``.
+        recompute: make the logits again in the backward; None chooses by device, see
+            ``kernels.linear_cross_entropy``.
+        mesh: the connected mesh; None is one device.
+        sequence_parallel: the input is x[T/tp, E], its rows cut over the tensor axis.
+        impl: "triton", "torch" or None, as for the kernels.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        *,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        recompute: bool | None = None,
+        mesh: ConnectedMesh | None = None,
+        sequence_parallel: bool = False,
+        impl: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.vocab_size, self.label_smoothing, self.z_loss = vocab_size, label_smoothing, z_loss
+        self.recompute, self.impl = recompute, impl
+        self.mesh = connected(mesh)
+        self.sequence_parallel = sequence_parallel and self.mesh.size("tp") > 1
+
+    def forward(
+        self, x: Tensor, weight: Tensor, labels: Tensor, normaliser: Tensor | Pending | float
+    ) -> Tensor:
+        """x[T, E] or x[T/tp, E], weight[ceil(V/tp), E], labels int64[T] (-100: no loss) -> loss.
+
+        0-dim, fp32 or fp64. A normaliser that is on its way is waited for after the loss is made.
+        """
+        total = vocab_parallel_linear_cross_entropy(
+            x,
+            weight,
+            labels,
+            group=self.mesh.group("tp"),
+            vocab_size=self.vocab_size,
+            sequence_parallel=self.sequence_parallel,
+            label_smoothing=self.label_smoothing,
+            z_loss=self.z_loss,
+            recompute=self.recompute,
+            impl=self.impl,
+        )
+        return total / (normaliser.wait() if isinstance(normaliser, Pending) else normaliser)

@@ -5,23 +5,30 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from warpweave.kernels.activation import gelu, swiglu
+from warpweave.kernels.activation import find_activation
+from warpweave.kernels.gemm import Drop
+from warpweave.kernels.mlp import RECOMPUTE
 from warpweave.layers.linear import ColumnParallelLinear, RowParallelLinear
 from warpweave.parallel.mesh import ConnectedMesh, connected
+from warpweave.parallel.mlp import parallel_mlp
 
 
 class MLP(nn.Module):
-    """``down(act(up(x)))`` with GELU or SwiGLU (Shazeer 2020, arXiv:2002.05202).
+    """``down(act(up(x)))``, gated or not (Shazeer 2020, arXiv:2002.05202).
 
-    ``up.weight`` is (F, E) for gelu and (F, 2, E) flattened to (2F, E) for swiglu: rows gate, up,
-    gate, up, ... so that a plain cut of the rows gives every tensor rank matching pairs.
+    ``up.weight`` is (F, E), or for a gated activation (F, 2, E) flattened to (2F, E): rows gate,
+    up, gate, up, ... so that a plain cut of the rows gives every tensor rank matching pairs. Both
+    layers run in one Function (``parallel.mlp``): hooks of ``up`` and ``down`` are not called.
 
     Args:
         embed_dim, hidden_dim: E and F.
-        activation: "gelu" (tanh approximation) or "swiglu".
+        activation: "gelu" (tanh approximation), "gelu_erf", "relu2", "swiglu" or "geglu".
         bias: both layers have one.
         device, dtype, mesh, sequence_parallel: as ``ColumnParallelLinear``.
         out_init: standard deviation of a keyed initialisation of the down projection.
+        recompute: what the backward computes again instead of keeping it: "nothing", "activation"
+            (the hidden activations) or "up" (the up projection, too); None is "activation" on a
+            GPU and "nothing" on a CPU. The results are the same.
         impl: "triton", "torch" or None, as for the kernels.
 
     Raises:
@@ -40,20 +47,22 @@ class MLP(nn.Module):
         mesh: ConnectedMesh | None = None,
         sequence_parallel: bool = False,
         out_init: float = 0.02,
+        recompute: str | None = None,
         impl: str | None = None,
     ) -> None:
         super().__init__()
-        if activation not in ("gelu", "swiglu"):
-            raise ValueError(f"activation must be 'gelu' or 'swiglu', got {activation!r}")
+        gated = find_activation(activation).gated
+        if recompute is not None and recompute not in RECOMPUTE:
+            raise ValueError(f"recompute must be one of {RECOMPUTE} or None, got {recompute!r}")
         tp = connected(mesh).size("tp")
         if hidden_dim % tp:
             raise ValueError(
                 f"hidden_dim = {hidden_dim} does not divide by the tensor axis tp = {tp}"
             )
-        self.activation, self.impl = activation, impl
+        self.activation, self.recompute, self.impl = activation, recompute, impl
         self.up = ColumnParallelLinear(
             embed_dim,
-            2 * hidden_dim if activation == "swiglu" else hidden_dim,
+            2 * hidden_dim if gated else hidden_dim,
             bias,
             device,
             dtype,
@@ -71,11 +80,25 @@ class MLP(nn.Module):
             init=out_init,
         )
 
-    def hidden(self, x: Tensor) -> Tensor:
-        """x[..., E] -> act(up(x))[..., F/tp]."""
-        h = self.up(x)
-        return swiglu(h, impl=self.impl) if self.activation == "swiglu" else gelu(h, impl=self.impl)
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None, drop: Drop | None = None
+    ) -> Tensor:
+        """x[..., E] -> y[..., E] (rows cut over the tensor axis with sequence parallelism).
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x[..., E] -> y[..., E] (rows cut over the tensor axis with sequence parallelism)."""
-        return self.down(self.hidden(x))
+        With `residual` and `drop` (the key of a dropout, see ``kernels.dropout``), both like y, it
+        is residual + dropout(y).
+        """
+        return parallel_mlp(
+            x,
+            self.up.weight,
+            self.down.weight,
+            self.up.bias,
+            self.down.bias,
+            activation=self.activation,
+            group=self.up.mesh.group("tp"),
+            sequence_parallel=self.up.sequence_parallel,
+            residual=residual,
+            drop=drop,
+            recompute=self.recompute,
+            impl=self.impl,
+        )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from warpweave.kernels.gemm import Drop
 from warpweave.kernels.norm import layer_norm, rms_norm
 from warpweave.parallel.mesh import ConnectedMesh, connected
 from warpweave.parallel.shard import ParamRecord
@@ -48,6 +49,14 @@ class _Norm(nn.Module):
         fill = torch.ones if init == "ones" else torch.zeros
         return nn.Parameter(fill(self.normalized_shape, device=device, dtype=dtype))
 
+    def _sum(self, residual: Tensor | None, x_bias: Tensor | None, drop: Drop | None) -> dict:
+        """The kernel's keywords of s = residual + dropout(x + x_bias)."""
+        given = {"residual": residual, "x_bias": x_bias, "impl": self.impl}
+        if drop is None:
+            return given
+        p, seed, site, tokens = drop
+        return given | {"dropout": p, "seed": seed, "site": site, "tokens": tokens}
+
     def reset_parameters(self) -> None:
         """Weight 1 and bias 0."""
         nn.init.ones_(self.weight)
@@ -81,9 +90,17 @@ class RMSNorm(_Norm):
     ) -> None:
         super().__init__(normalized_shape, eps, device, dtype, mesh, sequence_parallel, impl)
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """x[..., E] -> y[..., E]; with `residual`, (norm(x + residual), x + residual)."""
-        return rms_norm(x, self.weight, self.eps, residual=residual, impl=self.impl)
+    def forward(
+        self,
+        x: Tensor,
+        residual: Tensor | None = None,
+        *,
+        x_bias: Tensor | None = None,
+        drop: Drop | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """x[..., E] -> norm(x)[..., E]; with any of the others, (norm(s), s) where
+        s = residual + dropout(x + x_bias), in one kernel."""
+        return rms_norm(x, self.weight, self.eps, **self._sum(residual, x_bias, drop))
 
 
 class LayerNorm(_Norm):
@@ -113,6 +130,14 @@ class LayerNorm(_Norm):
         if bias:
             self.bias = self._parameter("bias", "zeros", device, dtype)
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """x[..., E] -> y[..., E]; with `residual`, (norm(x + residual), x + residual)."""
-        return layer_norm(x, self.weight, self.bias, self.eps, residual=residual, impl=self.impl)
+    def forward(
+        self,
+        x: Tensor,
+        residual: Tensor | None = None,
+        *,
+        x_bias: Tensor | None = None,
+        drop: Drop | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """x[..., E] -> norm(x)[..., E]; with any of the others, (norm(s), s) where
+        s = residual + dropout(x + x_bias), in one kernel."""
+        return layer_norm(x, self.weight, self.bias, self.eps, **self._sum(residual, x_bias, drop))

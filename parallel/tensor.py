@@ -25,6 +25,9 @@ traces them with group=None only, as torch's own ops: a compiled backward defers
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -62,6 +65,74 @@ def _landed(pending: Pending, overlap: bool) -> Pending:
 # ---------------------------------------------------------------- column-parallel linear
 
 
+def whole_tokens(
+    x: torch.Tensor, group: dist.ProcessGroup | None, sequence_parallel: bool
+) -> torch.Tensor:
+    """x[T, K] for a column-parallel product: gathered from x[T/R, K] with sequence_parallel."""
+    return start_all_gather(x, group).wait() if sequence_parallel else x
+
+
+def column_gradients(
+    dz: torch.Tensor,
+    x: torch.Tensor | None,
+    weight: torch.Tensor,
+    parameters: tuple[torch.Tensor, torch.Tensor | None],
+    group: dist.ProcessGroup | None,
+    *,
+    sequence_parallel: bool,
+    overlap: bool,
+    needs: Sequence[bool],
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """The wanted (dx, dW, db) of z = x W^T + b, for every Function that starts with this product.
+
+    Args:
+        dz: dz[..., N/R], of all tokens.
+        x: x[..., K], or this rank's tokens of it with sequence_parallel; None if dW is not wanted.
+        weight: weight[N/R, K]; `parameters` are the leaves of weight and bias.
+        group, sequence_parallel, overlap: as for `column_parallel_linear`.
+        needs: whether dx, dW and db are wanted.
+
+    Returns:
+        dx like x, in the dtype of dz (of its sum with a group: fp32); dW and db may have gone
+        elsewhere (`wgrad`).
+    """
+    leaf, bias = parameters
+    gathers = sequence_parallel and group is not None
+    sums = start_reduce_scatter if gathers else start_all_reduce_
+
+    def start_input_gradient() -> Pending:
+        terms = sum_dtype(dz.dtype) if group is not None else dz.dtype
+        partial = gemm(rows(dz), weight.to(dz.dtype), out_dtype=terms)
+        return _landed(sums(partial.view(*dz.shape[:-1], weight.shape[1]), group), overlap)
+
+    # Popped when it runs: a weight gradient that is deferred then keeps no dx alive.
+    todo = [start_input_gradient] if needs[0] else []
+    flying: list[Pending] = []
+
+    def operands() -> tuple[torch.Tensor, torch.Tensor]:
+        whole = _landed(start_all_gather(x, group), overlap) if gathers else None
+        if todo:
+            flying.append(todo.pop()())  # the GEMM of dx hides the gather of x,
+        return dz, x if whole is None else whole.wait()  # that of dW the sum of dx
+
+    dw = weight_gradient(leaf, operands) if needs[1] else None
+    if todo:
+        flying.append(todo.pop()())
+    db = bias_gradient(bias, dz) if needs[2] else None
+    return flying.pop().wait() if flying else None, dw, db
+
+
+def column_input_type(x: Any, group: dist.ProcessGroup | None, sequence_parallel: bool) -> Any:
+    """The type of x in the product, of which `column_gradients` sums dx: for typing rules."""
+    from spmd_types import I, R, S, rules
+
+    if group is None:
+        return x
+    if sequence_parallel:
+        return rules.all_gather(x, group, src=S(0), dst=R)
+    return rules.convert(x, group, src=I, dst=R)
+
+
 class _ColumnParallelLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, group, sequence_parallel, overlap, dtype):
@@ -71,51 +142,32 @@ class _ColumnParallelLinear(torch.autograd.Function):
             x = x.to(dtype)
             # The shard is kept and gathered again in the backward: 1/R of the memory.
             ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-            whole = start_all_gather(x, group).wait() if sequence_parallel else x
+            whole = whole_tokens(x, group, sequence_parallel)
             return _linear(whole, weight.to(dtype), bias if bias is None else bias.to(dtype))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
-        leaf, bias = ctx.parameters
-        group, overlap = ctx.group, ctx.overlap
-        gathers = ctx.sequence_parallel and group is not None
-        sums = start_reduce_scatter if gathers else start_all_reduce_
-
-        def start_input_gradient() -> Pending:
-            terms = sum_dtype(dy.dtype) if group is not None else dy.dtype
-            partial = gemm(rows(dy), weight.to(dy.dtype), out_dtype=terms)
-            return _landed(sums(partial.view(*dy.shape[:-1], weight.shape[1]), group), overlap)
-
-        # Popped when it runs: a weight gradient that is deferred then keeps no dx alive.
-        todo = [start_input_gradient] if ctx.needs_input_grad[0] else []
-        flying: list[Pending] = []
-
-        def operands() -> tuple[torch.Tensor, torch.Tensor]:
-            whole = _landed(start_all_gather(x, group), overlap) if gathers else None
-            if todo:
-                flying.append(todo.pop()())  # the GEMM of dx hides the gather of x,
-            return dy, x if whole is None else whole.wait()  # that of dW the sum of dx
-
         with Settled(dy):
-            dw = weight_gradient(leaf, operands) if ctx.needs_input_grad[1] else None
-            if todo:
-                flying.append(todo.pop()())
-            db = None
-            if ctx.needs_input_grad[2]:
-                db = bias_gradient(bias, dy)
-            dx = flying.pop().wait().to(ctx.x_dtype) if flying else None
+            dx, dw, db = column_gradients(
+                dy,
+                x,
+                weight,
+                ctx.parameters,
+                ctx.group,
+                sequence_parallel=ctx.sequence_parallel,
+                overlap=ctx.overlap,
+                needs=ctx.needs_input_grad[:3],
+            )
+            dx = None if dx is None else dx.to(ctx.x_dtype)
         return dx, dw, db, None, None, None, None
 
     @staticmethod
     def spmd_typecheck(*, x, weight, bias, group, sequence_parallel):
-        from spmd_types import I, R, S, rules
+        from spmd_types import rules
 
-        if group is not None and sequence_parallel:
-            x = rules.all_gather(x, group, src=S(0), dst=R)
-        elif group is not None:
-            x = rules.convert(x, group, src=I, dst=R)
+        x = column_input_type(x, group, sequence_parallel)
         y = rules.einsum("...k,nk->...n", x, weight)
         return y if bias is None else rules.einsum("...n,n->...n", y, bias)
 
@@ -167,6 +219,33 @@ def column_parallel_linear(
 # ---------------------------------------------------------------- row-parallel linear
 
 
+def row_sum(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    group: dist.ProcessGroup,
+    sequence_parallel: bool,
+) -> torch.Tensor:
+    """y = sum over ranks of x[..., K/R] W[N, K/R]^T, + b, in the dtype of x; its terms are fp32."""
+    partial = gemm(rows(x), weight.t(), out_dtype=sum_dtype(x.dtype))
+    sums = start_reduce_scatter if sequence_parallel else start_all_reduce_
+    y = sums(partial.view(*x.shape[:-1], len(weight)), group).wait()
+    if bias is not None:
+        y += bias  # after the sum: once, not once per rank
+    return y.to(x.dtype)
+
+
+def row_output_type(y: Any, group: dist.ProcessGroup | None, sequence_parallel: bool) -> Any:
+    """The type of `row_sum` before its bias, from that of a rank's own term: for typing rules."""
+    from spmd_types import I, P, S, rules
+
+    if group is None:
+        return y
+    if sequence_parallel:
+        return rules.reduce_scatter(y, group, src=P, dst=S(0))
+    return rules.all_reduce(y, group, src=P, dst=I)
+
+
 class _RowParallelLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, group, sequence_parallel, overlap, dtype):
@@ -177,13 +256,7 @@ class _RowParallelLinear(torch.autograd.Function):
             ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
             if group is None:
                 return _linear(x, w, bias if bias is None else bias.to(dtype))
-            partial = gemm(rows(x), w.t(), out_dtype=sum_dtype(dtype))
-            partial = partial.view(*x.shape[:-1], len(w))
-            sums = start_reduce_scatter if sequence_parallel else start_all_reduce_
-            y = sums(partial, group).wait()
-            if bias is not None:
-                y += bias  # after the sum: once, not once per rank
-            return y.to(dtype)
+            return row_sum(x, w, bias, group, sequence_parallel)
 
     @staticmethod
     @once_differentiable
@@ -208,13 +281,9 @@ class _RowParallelLinear(torch.autograd.Function):
 
     @staticmethod
     def spmd_typecheck(*, x, weight, bias, group, sequence_parallel):
-        from spmd_types import I, P, S, rules
+        from spmd_types import rules
 
-        y = rules.einsum("...k,nk->...n", x, weight)
-        if group is not None and sequence_parallel:
-            y = rules.reduce_scatter(y, group, src=P, dst=S(0))
-        elif group is not None:
-            y = rules.all_reduce(y, group, src=P, dst=I)
+        y = row_output_type(rules.einsum("...k,nk->...n", x, weight), group, sequence_parallel)
         return y if bias is None else rules.einsum("...n,n->...n", y, bias)
 
 

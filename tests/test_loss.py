@@ -1,4 +1,4 @@
-"""The loss layer: sums of token losses over a known normaliser, the vocabulary cut or whole."""
+"""The loss layers: sums of token losses over a known normaliser, the vocabulary cut or whole."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from close import assert_close_f64
 from ranks import run_ranks
 from sharded import RTOL, draw
 
-from warpweave.layers.loss import VocabParallelCrossEntropy
+from warpweave.layers.loss import VocabParallelCrossEntropy, VocabParallelLinearCrossEntropy
+from warpweave.parallel.collectives import start_all_reduce_
 from warpweave.parallel.mesh import ConnectedMesh, Mesh
 from warpweave.parallel.shard import ParamRecord
 
@@ -106,3 +107,61 @@ def _on_ranks(rank: int, tp: int) -> None:
 @pytest.mark.parametrize("tp", [2, 3, 4])
 def test_prime_vocabularies_equal_one_device_whatever_lies_in_the_padding(tp):
     run_ranks(tp, _on_ranks, tp)
+
+
+# ------------------------------------------------------------------- head and loss in one
+
+
+def _check_head(mesh: ConnectedMesh, vocab: int, sequence_parallel: bool, recompute) -> None:
+    """x and weight whose product are the logits: loss and both gradients, against torch."""
+    x, weight, (_, labels) = draw(2, 12, 7), draw(3, vocab, 7) * 3, _problem(vocab)
+    labels = torch.cat((labels, labels[:1]))  # 12 tokens: 2, 3 and 4 ranks divide them
+    x.requires_grad_(), weight.requires_grad_()
+    options = {"reduction": "sum", "label_smoothing": 0.2}
+    truth = F.cross_entropy(x @ weight.t(), labels, **options) / 17
+    truth.backward()
+    tp, index = mesh.size("tp"), mesh.index("tp")
+    rows = ParamRecord("", (vocab, 7), 0, tp)
+    tokens = ParamRecord("", (12, 7), 0 if sequence_parallel else None, tp)
+    mine = tokens.slice(x.detach(), index).clone().requires_grad_()
+    own = rows.slice(weight.detach(), index).clone().requires_grad_()
+    layer = VocabParallelLinearCrossEntropy(
+        vocab,
+        label_smoothing=0.2,
+        recompute=recompute,
+        mesh=mesh,
+        sequence_parallel=sequence_parallel,
+    )
+    late = start_all_reduce_(torch.tensor(17.0 / tp, dtype=torch.float64), mesh.group("tp"))
+    loss = layer(mine, own, labels, late)
+    loss.backward()
+    assert_close_f64(loss, truth, RTOL)
+    assert_close_f64(mine.grad, tokens.slice(x.grad, index), RTOL)
+    assert_close_f64(own.grad, rows.slice(weight.grad, index), RTOL)
+
+
+@pytest.mark.parametrize("recompute", [None, True, False])
+def test_head_and_loss_in_one_equal_torch(recompute):
+    _check_head(Mesh().connect(), 13, False, recompute)
+
+
+def _heads_on_ranks(rank: int, tp: int) -> None:
+    mesh = Mesh(tp=tp).connect()
+    for vocab in (5, 13):
+        for sequence_parallel in (False, True):
+            for recompute in (False, True):
+                _check_head(mesh, vocab, sequence_parallel, recompute)
+
+
+@pytest.mark.parametrize("tp", [2, 3, 4])
+def test_head_and_loss_in_one_equal_one_device(tp):
+    run_ranks(tp, _heads_on_ranks, tp)
+
+
+def test_head_and_loss_own_no_parameters_and_take_the_z_loss():
+    layer = VocabParallelLinearCrossEntropy(5, z_loss=0.1)
+    assert not list(layer.parameters())
+    x, weight, labels = draw(2, 4, 7), draw(3, 5, 7), torch.tensor([0, 4, -100, 2])
+    lse = (x @ weight.t()).logsumexp(1)[labels >= 0]
+    truth = F.cross_entropy(x @ weight.t(), labels, reduction="sum") + 0.1 * lse.square().sum()
+    assert_close_f64(layer(x, weight, labels, 3), truth / 3, RTOL)

@@ -28,13 +28,13 @@ from torch import nn
 
 from warpweave import engine, gpt, prove
 from warpweave.kernels.adamw import sum_of_squares
-from warpweave.layers import block, linear
+from warpweave.layers import block
 from warpweave.layers.embedding import PositionEmbedding
 from warpweave.layers.linear import ColumnParallelLinear, RowParallelLinear
-from warpweave.layers.loss import VocabParallelCrossEntropy
+from warpweave.layers.loss import VocabParallelLinearCrossEntropy
 from warpweave.layers.norm import RMSNorm, _Norm
-from warpweave.parallel import context, ring, schedule, tensor
-from warpweave.parallel.collectives import gather
+from warpweave.parallel import context, linear_loss, mlp, ring, schedule, tensor
+from warpweave.parallel.collectives import gather, own_slice, start_all_reduce_
 from warpweave.parallel.mesh import ConnectedMesh, Mesh, single
 from warpweave.parallel.shard import ParamRecord
 from warpweave.parallel.stage import ChainStage
@@ -211,25 +211,24 @@ def smoothing_over_the_local_vocabulary(mesh):
     return [(tensor, "cross_entropy_fwd", fwd), (tensor, "token_losses", losses)]
 
 
-def _gathered_logits():
-    right = gpt.GPT.logits
+def _gathered_head():
+    def head_loss(self, x, batch):
+        whole = gather(self.head_weight, self.mesh.group("tp"))
+        return self.loss(self.final_norm(x), whole, batch.labels, batch.normaliser)
 
-    def logits(self, x, batch):
-        return gather(right(self, x, batch), self.mesh.group("tp"), dim=-1)
-
-    return gpt.GPT, "logits", logits
+    return gpt.GPT, "head_loss", head_loss
 
 
 @fault(2, TP, refused="a rank takes its shard, not the whole")
 def gathered_logits(mesh):
     """Megatron-LM #7452 finding 2: whole logits are given to the vocab-parallel loss."""
-    return [_gathered_logits()]
+    return [_gathered_head()]
 
 
 @fault(2, TP)
 def gathered_logits_unchecked(mesh):
     """The same with our check of the shard's width taken away: the numbers must tell."""
-    return [_gathered_logits(), (tensor, "_check_vocabulary", lambda *a: None)]
+    return [_gathered_head(), (linear_loss, "_check_vocabulary", lambda *a: None)]
 
 
 @fault(3, DP)
@@ -451,13 +450,17 @@ def ring_backward_with_the_lse_of_one_hop(mesh):
 
 
 def _drops(change):
-    """Both places that draw dropout, with their options changed."""
-    right = gpt.dropout
+    """Both places that key dropout, with their keys changed."""
+    right, right_key = gpt.dropout, block.TransformerBlock._drop
 
     def dropout(x, p, **options):
         return right(x, p, **(options | change(**options)))
 
-    return [(gpt, "dropout", dropout), (block, "dropout", dropout)]
+    def key(self, site, context):
+        drop = right_key(self, site, context)
+        return drop._replace(**change(seed=drop.seed, tokens=drop.tokens))
+
+    return [(gpt, "dropout", dropout), (block.TransformerBlock, "_drop", key)]
 
 
 @fault(13, SP)
@@ -474,13 +477,13 @@ def own_stream_for_replicated_tokens(mesh):
 
 def _losses(mean):
     """The loss layer with another mean: `mean(losses, own valid tokens, normaliser, mesh)`."""
-    right = VocabParallelCrossEntropy.forward
+    right = VocabParallelLinearCrossEntropy.forward
 
-    def forward(self, logits, labels, normaliser):
-        total = right(self, logits, labels, 1.0)
-        return mean(total, (labels != -100).sum(), normaliser, self.mesh)
+    def forward(self, x, weight, labels, normaliser):
+        total = right(self, x, weight, labels, 1.0)
+        return mean(total, (labels != -100).sum(), normaliser.wait(), self.mesh)
 
-    return [(VocabParallelCrossEntropy, "forward", forward)]
+    return [(VocabParallelLinearCrossEntropy, "forward", forward)]
 
 
 @fault(14, CP)
@@ -532,17 +535,17 @@ def tied_embedding_cut_differently(mesh):
 @fault(16, TP)
 def partial_gradient_leaves_the_loss(mesh):
     """torchtitan PR #3412: one shard's gradient of the head's input goes on as if whole."""
-    return [(gpt, "column_parallel_linear", lambda x, weight, **_: F.linear(x, weight))]
+    return [(linear_loss, "_start_sum", lambda dx, group, sp: start_all_reduce_(dx, None))]
 
 
 @fault(16, SP)
 def partial_gradient_leaves_the_loss_in_slices(mesh):
     """The same under sequence parallelism: a slice of it where its sum is to be scattered."""
 
-    def head(x, weight, *, group, **_):
-        return F.linear(gather(x, group), weight)
+    def start_sum(dx, group, sequence_parallel):
+        return start_all_reduce_(own_slice(dx, group), None)
 
-    return [(gpt, "column_parallel_linear", head)]
+    return [(linear_loss, "_start_sum", start_sum)]
 
 
 @fault(17, TP)
@@ -559,27 +562,25 @@ def every_rank_loads_the_first_qkv(mesh):
 @fault(18, TP)
 def row_bias_once_per_rank(mesh):
     """torchtitan's planted control in test_distributed_linear: added before the sum over ranks."""
-    right = linear.row_parallel_linear
+    right = mlp.row_sum
 
-    def row_parallel_linear(x, weight, bias=None, *, group, **options):
-        y = right(x, weight, bias, group=group, **options)
-        return y + (mesh.size("tp") - 1) * bias.detach()
+    def row_sum(x, weight, bias, group, sequence_parallel):
+        y = right(x, weight, bias, group, sequence_parallel)
+        return y + (mesh.size("tp") - 1) * bias
 
-    return [(linear, "row_parallel_linear", row_parallel_linear)]
+    return [(mlp, "row_sum", row_sum)]
 
 
 @fault(19, TP)
 def padding_takes_part_in_the_softmax(mesh):
     """Megatron-LM #1754: the padding rows of the vocabulary have probability, too."""
 
-    def padded(right):
-        def half(*args, vocab_size, **options):
-            return right(*args, vocab_size=vocab_size + vocab_size % 2, **options)
+    right = linear_loss._own
 
-        return half
+    def own(vocabulary, weight, group):
+        return right(vocabulary._replace(size=vocabulary.size + vocabulary.size % 2), weight, group)
 
-    names = ("cross_entropy_fwd", "cross_entropy_bwd")
-    return [(tensor, name, padded(getattr(tensor, name))) for name in names]
+    return [(linear_loss, "_own", own)]
 
 
 # ------------------------------------------------------------------ 20-22: the step

@@ -153,7 +153,7 @@ FAULTS = {
     "layers named by their place on the stage": (PP, gpt.GPT, "parameter_records", _local_names),
     "one dropout mask for all tensor ranks": (SP, gpt.GPT, "micro_batch", _same_dropout),
     "vocabulary padding takes part in the softmax": (
-        Layout(Mesh(tp=2)), gpt.VocabParallelCrossEntropy, "__init__",
+        Layout(Mesh(tp=2)), gpt.VocabParallelLinearCrossEntropy, "__init__",
         lambda original: lambda self, size, **kw: original(self, -(-size // 2) * 2, **kw)),
     "updated slices are not gathered again": (Layout(Mesh(dp=2), zero=1), zero.Unit, "publish",
                                               lambda _: lambda self: None),

@@ -200,7 +200,7 @@ def test_what_does_not_fit_raises(impl) -> None:
     (x, weight, bias), (cos, sin), heads = _tensors()
     cases = [
         ("even head_dim", (x, weight, bias, cos, sin), {"head_dim": 5}),
-        ("group >= 1", (x, weight, bias, cos, sin), {"group": 0}),
+        ("group of at least 1", (x, weight, bias, cos, sin), {"group": 0}),
         ("need x", (x[0], weight, bias, cos, sin), {}),
         ("need x", (x, weight[:-1], bias, cos, sin), {}),
         ("need x", (x, weight[:, 1:], bias, cos, sin), {}),

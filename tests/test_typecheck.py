@@ -25,21 +25,22 @@ from spmd_types.rulecheck import RuleCheckError
 
 import warpweave.gpt
 import warpweave.layers.attention
-import warpweave.layers.block
 import warpweave.layers.embedding
 import warpweave.layers.linear
 import warpweave.layers.loss
+import warpweave.layers.mlp
 from warpweave import prove
 from warpweave.gpt import GPT, PRESETS, GPTConfig
 from warpweave.kernels import activation, cross_entropy, linear_cross_entropy, mlp, norm, qkv, rope
 from warpweave.kernels.attention import attention
+from warpweave.kernels.gemm import Drop
 from warpweave.layers.attention import Attention
 from warpweave.layers.block import TransformerBlock
 from warpweave.layers.embedding import PositionEmbedding, VocabParallelEmbedding
-from warpweave.layers.linear import ColumnParallelLinear, RowParallelLinear
-from warpweave.layers.loss import VocabParallelCrossEntropy
+from warpweave.layers.linear import RowParallelLinear
+from warpweave.layers.loss import VocabParallelLinearCrossEntropy
 from warpweave.layers.norm import LayerNorm, RMSNorm
-from warpweave.parallel import collectives, tensor
+from warpweave.parallel import collectives, linear_loss, tensor
 from warpweave.parallel.mesh import Mesh
 from warpweave.typecheck import typecheck
 
@@ -123,17 +124,58 @@ def plain_embedding(ids, w, *, group, vocab_size, sequence_parallel=False):
     return collectives.own_slice(y, group) if sequence_parallel else y
 
 
-def local_loss(logits, labels, *, group, vocab_size, label_smoothing):
+def composed_mlp(column=tensor.column_parallel_linear, row=tensor.row_parallel_linear):
+    """The MLP of two linear layers, one of which may be at fault."""
+
+    def apply(
+        x, up, down, up_bias, down_bias, *, activation, group, sequence_parallel, residual, drop,
+        recompute, impl,
+    ):  # fmt: skip
+        cut = {"group": group, "sequence_parallel": sequence_parallel}
+        h = mlp.activate(column(x, up, up_bias, **cut), activation)
+        return residual + row(h, down, down_bias, **cut)
+
+    return apply
+
+
+def composed_qkv(column):
+    """The projection to heads by a linear layer at fault."""
+
+    def apply(
+        x, weight, bias, cos, sin, *, shape, head_dim, q_per_kv, group, sequence_parallel, impl
+    ):
+        z = column(x, weight, bias, group=group, sequence_parallel=sequence_parallel)
+        z = z.unflatten(0, (shape[0], -1)).unflatten(-1, (-1, q_per_kv + 2, head_dim))
+        q, k, v = z.split((q_per_kv, 1, 1), dim=3)
+        return q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
+
+    return apply
+
+
+def composed_head(column):
+    """The head by a linear layer at fault, then the loss of its logits."""
+
+    def apply(x, weight, labels, *, group, vocab_size, sequence_parallel, **_):
+        z = column(x, weight, group=group, sequence_parallel=sequence_parallel)
+        return tensor.vocab_parallel_cross_entropy(
+            z, labels, group=group, vocab_size=vocab_size
+        ).sum()
+
+    return apply
+
+
+def local_loss(x, weight, labels, *, group, vocab_size, sequence_parallel, **_):
     """Cross entropy over this rank's columns alone."""
-    return F.cross_entropy(logits, labels.clamp(max=logits.shape[1] - 1), reduction="none")
+    z = tensor.column_parallel_linear(x, weight, group=group)
+    return F.cross_entropy(z, labels.clamp(max=len(weight) - 1), reduction="sum")
 
 
-def local_mean(self, logits, labels, normaliser):
+def local_mean(self, x, weight, labels, normaliser):
     """Each context rank divides by its own number of tokens."""
-    losses = tensor.vocab_parallel_cross_entropy(
-        logits, labels, group=self.mesh.group("tp"), vocab_size=self.vocab_size
+    total = linear_loss.vocab_parallel_linear_cross_entropy(
+        x, weight, labels, group=self.mesh.group("tp"), vocab_size=self.vocab_size
     )
-    return torch.sum(losses) / (labels != -100).sum()
+    return total / (labels != -100).sum()
 
 
 def local_attention(q, k, v, *, layout, group, causal, strategy, impl):
@@ -146,15 +188,13 @@ def attention_of_gathered_keys(q, k, v, *, layout, group, causal, strategy, impl
     return attention(q, k, v, causal=causal)
 
 
-def local_angles(self, q, context):
-    positions = torch.arange(q.shape[1])
+def local_angles(self, length, x, context):
+    positions = torch.arange(length)
     return rope.rope_table(positions, self.head_dim, theta=self.rope_theta)
 
 
-def local_dropout(x, p, *, seed, site, tokens, impl):
-    from warpweave.kernels.dropout import dropout
-
-    return dropout(x, p, seed=seed, site=site, tokens=torch.arange(len(x)), impl=impl)
+def local_drop(self, site, context):
+    return Drop(self.dropout, context.seed, site, torch.arange(len(context.token_ids)))
 
 
 def flipped(ending: str) -> Callable:
@@ -171,35 +211,44 @@ def flipped(ending: str) -> Callable:
 
 
 LINEAR, EMBEDDING = warpweave.layers.linear, warpweave.layers.embedding
-LAYER, LOSS = warpweave.layers.attention, warpweave.layers.loss
+LAYER, LOSS, MLP = warpweave.layers.attention, warpweave.layers.loss, warpweave.layers.mlp
 # what is replaced, by what; styles; with sequence parallelism or not; the function that is named
 FAULTS = {
     "row: no sum": (
-        (LINEAR, "row_parallel_linear", plain_row), "llama", False, TransformerBlock.forward),
+        (LINEAR, "row_parallel_linear", plain_row), "llama", False, RMSNorm.forward),
     "row: no sum, biases": (
-        (LINEAR, "row_parallel_linear", plain_row), "gpt2", False, RowParallelLinear.forward),
+        (LINEAR, "row_parallel_linear", plain_row), "gpt2", False, LayerNorm.forward),
     "row: no reduce-scatter": (
         (LINEAR, "row_parallel_linear", plain_row), "gpt2", True, RowParallelLinear.forward),
     "row: bias on every rank": (
-        (LINEAR, "row_parallel_linear", row_bias_on_every_rank), "gpt2", False,
-        RowParallelLinear.forward),
+        (MLP, "parallel_mlp", composed_mlp(row=row_bias_on_every_rank)), "gpt2", False,
+        MLP.MLP.forward),
     "row: summed twice": (
         (LINEAR, "row_parallel_linear", row_summed_twice), "llama", False,
         RowParallelLinear.forward),
-    "column: no sum of dx": (
-        (LINEAR, "column_parallel_linear", plain_column), "gpt2", False,
-        ColumnParallelLinear.forward),
-    "column: no reduce-scatter of dx": (
-        (LINEAR, "column_parallel_linear", plain_column), "llama", True,
-        ColumnParallelLinear.forward),
-    "column: no gather": (
-        (LINEAR, "column_parallel_linear", column_without_gather), "gpt2", True,
-        ColumnParallelLinear.forward),
+    "mlp: no sum": (
+        (MLP, "parallel_mlp", composed_mlp(row=plain_row)), "llama", False, MLP.MLP.forward),
+    "mlp: no sum of dx": (
+        (MLP, "parallel_mlp", composed_mlp(column=plain_column)), "gpt2", False,
+        MLP.MLP.forward),
+    "mlp: no gather": (
+        (MLP, "parallel_mlp", composed_mlp(column=column_without_gather)), "gpt2", True,
+        MLP.MLP.forward),
+    "qkv: no sum of dx": (
+        (LAYER, "parallel_qkv_rope", composed_qkv(plain_column)), "gpt2", False,
+        Attention._heads),
+    "qkv: no reduce-scatter of dx": (
+        (LAYER, "parallel_qkv_rope", composed_qkv(plain_column)), "llama", True,
+        Attention._heads),
+    "qkv: no gather": (
+        (LAYER, "parallel_qkv_rope", composed_qkv(column_without_gather)), "gpt2", True,
+        Attention._heads),
     "head: no sum of dx": (
-        (warpweave.gpt, "column_parallel_linear", plain_column), "gpt2", False, GPT.logits),
+        (LOSS, "vocab_parallel_linear_cross_entropy", composed_head(plain_column)), "gpt2", False,
+        VocabParallelLinearCrossEntropy.forward),
     "head: no gather": (
-        (warpweave.gpt, "column_parallel_linear", column_without_gather), "llama", True,
-        GPT.logits),
+        (LOSS, "vocab_parallel_linear_cross_entropy", composed_head(column_without_gather)),
+        "llama", True, VocabParallelLinearCrossEntropy.forward),
     "embedding: no sum": (
         (EMBEDDING, "vocab_parallel_embedding", plain_embedding), "gpt2", False,
         VocabParallelEmbedding.forward),
@@ -207,10 +256,10 @@ FAULTS = {
         (EMBEDDING, "vocab_parallel_embedding", plain_embedding), "llama", True,
         VocabParallelEmbedding.forward),
     "loss: local vocabulary": (
-        (LOSS, "vocab_parallel_cross_entropy", local_loss), "gpt2", False,
-        VocabParallelCrossEntropy.forward),
+        (LOSS, "vocab_parallel_linear_cross_entropy", local_loss), "gpt2", False,
+        VocabParallelLinearCrossEntropy.forward),
     "loss: local mean": (
-        (VocabParallelCrossEntropy, "forward", local_mean), "gpt2", False, GPT.head_loss),
+        (VocabParallelLinearCrossEntropy, "forward", local_mean), "gpt2", False, GPT.head_loss),
     "attention: local": (
         (LAYER, "context_attention", local_attention), "gpt2", False, Attention.forward),
     "attention: no sum of dK, dV": (
@@ -219,8 +268,7 @@ FAULTS = {
     "rope: local positions": (
         (Attention, "_rope", local_angles), "llama", False, Attention.forward),
     "dropout: local tokens": (
-        (warpweave.layers.block, "dropout", local_dropout), "gpt2", False,
-        TransformerBlock._drop),
+        (TransformerBlock, "_drop", local_drop), "gpt2", False, LayerNorm.forward),
     "flag: LayerNorm weight, sp": (
         (GPT, "parameter_records", flipped("attention_norm.weight")), "gpt2", True,
         LayerNorm.forward),
@@ -237,10 +285,13 @@ FAULTS = {
     "flag: positions": (
         (GPT, "parameter_records", flipped("positions.weight")), "gpt2", False, GPT.embed),
     "flag: row bias, sp": (
-        (GPT, "parameter_records", flipped("out.bias")), "gpt2", True, RowParallelLinear.forward),
+        (GPT, "parameter_records", flipped("out.bias")), "gpt2", True, LayerNorm.forward),
     "flag: row bias": (
-        (GPT, "parameter_records", flipped("out.bias")), "gpt2", False,
-        RowParallelLinear.forward),
+        (GPT, "parameter_records", flipped("out.bias")), "gpt2", False, LayerNorm.forward),
+    "flag: bias of the MLP, sp": (
+        (GPT, "parameter_records", flipped("down.bias")), "gpt2", True, MLP.MLP.forward),
+    "flag: bias of the MLP": (
+        (GPT, "parameter_records", flipped("down.bias")), "gpt2", False, MLP.MLP.forward),
 }  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from warpweave.kernels.rope import rope_table
 from warpweave.layers.block import TransformerBlock
 from warpweave.layers.context import TokenContext
 from warpweave.layers.embedding import PositionEmbedding, VocabParallelEmbedding
-from warpweave.layers.loss import VocabParallelCrossEntropy
+from warpweave.layers.loss import VocabParallelLinearCrossEntropy
 from warpweave.layers.norm import LayerNorm, RMSNorm
 from warpweave.layers.records import collect_records
 from warpweave.parallel.collectives import Pending
@@ -249,7 +249,7 @@ class GPT(nn.Module):
             )
             if not config.tied:
                 self.head = VocabParallelEmbedding(config.vocab_size, config.width, **where, **cut)
-            self.loss = VocabParallelCrossEntropy(config.vocab_size, mesh=mesh)
+            self.loss = VocabParallelLinearCrossEntropy(config.vocab_size, **cut, impl=impl)
         self.initialise(seed)
 
     def _block(self, i: int, where: dict) -> TransformerBlock:
@@ -373,22 +373,26 @@ class GPT(nn.Module):
             )
         return x
 
-    def logits(self, x: Tensor | None, batch: MicroBatch) -> Tensor:
+    @property
+    def head_weight(self) -> Tensor:
+        """weight[ceil(V/tp), E] of the head: the embedding's if they are tied."""
+        return self.embedding.weight if self.config.tied else self.head.weight
+
+    def logits(self, x: Tensor | None, _: MicroBatch) -> Tensor:
         """Final norm and head: x[T, E] or x[T/tp, E] -> logits[T, ceil(V/tp)]."""
-        weight = self.embedding.weight if self.config.tied else self.head.weight
         return column_parallel_linear(
             self.final_norm(x),
-            weight,
+            self.head_weight,
             group=self.mesh.group("tp"),
             sequence_parallel=self.sequence_parallel,
         )
 
     def head_loss(self, x: Tensor | None, batch: MicroBatch) -> Tensor:
-        """Final norm, head and loss -> 0-dim, this context rank's share of the global mean."""
-        logits, normaliser = self.logits(x, batch), batch.normaliser
-        if isinstance(normaliser, Pending):
-            normaliser = normaliser.wait()
-        return self.loss(logits, batch.labels, normaliser)
+        """Final norm, head and loss -> 0-dim, this context rank's share of the global mean.
+
+        The logits are made and forgotten block by block.
+        """
+        return self.loss(self.final_norm(x), self.head_weight, batch.labels, batch.normaliser)
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
         """Whole model without pipeline: tokens int64 [B, S] -> logits or mean loss.
