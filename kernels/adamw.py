@@ -382,8 +382,11 @@ def _sum_of_squares(flat: torch.Tensor, impl: str) -> torch.Tensor:
         # Short rows first: one long fp32 sum is off by 1e-3 at 10^7 elements.
         whole = n // _ROW * _ROW
         norms = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1, dtype=dtype)
-        rest = torch.linalg.vector_norm(flat[whole:], dtype=dtype)
-        return (norms.double().square().sum() + rest.double().square()).to(dtype)
+        total = norms.double().square().sum()
+        if whole < n:
+            rest = torch.linalg.vector_norm(flat[whole:], dtype=dtype)
+            total += rest.double().square()
+        return total.to(dtype)
     return _sum_of_squares_triton(flat)
 
 

@@ -71,8 +71,9 @@ class _ParallelMLP(torch.autograd.Function):
             dw2 = weight_gradient(down_leaf, lambda: (found.do, found.h)) if needs[3] else None
             dx = dw1 = db1 = None
             if found.dz is not None:
+                dz = found.dz.view(*whole.shape[:-1], found.dz.shape[1])
                 dx, dw1, db1 = column_gradients(
-                    found.dz.view(*whole.shape[:-1], found.dz.shape[1]), x, up, (up_leaf, up_bias_leaf), group,
+                    dz, x, up, (up_leaf, up_bias_leaf), group,
                     sequence_parallel=sequence_parallel, overlap=overlap, needs=needs[:3],
                 )  # fmt: skip
             dx = None if dx is None else dx.to(x_dtype)

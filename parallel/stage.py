@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from warpweave.kernels.wgrad import WeightGradients, accumulate, collect
-from warpweave.parallel.zero import Unit
+from warpweave.parallel.zero import Unit, join_gradients
 
 # (x, batch) -> y; x is None for the first segment of the first stage.
 SegmentFn = Callable[[Tensor | None, Any], Tensor]
@@ -94,6 +94,9 @@ class ChainStage:
         self._cut = _Chain(segments)
         self.segments = self._cut.segments
         self.units = list(dict.fromkeys(unit for s in self.segments for unit in s.units))
+        completed = [unit for units in reversed(self._cut.completes) for unit in units]
+        join_gradients(completed)
+        self._order = {unit: i for i, unit in enumerate(completed)}
         self._homes = {param: home for unit in self.units for param, home in unit.homes.items()}
         # Every cut costs a little. Where nothing happens between segments there need be none.
         self._must_cut = any(s.recompute for s in self.segments) or any(
@@ -250,13 +253,20 @@ class ChainStage:
                 if sum(u.grad.nbytes for u in self._bucket) >= self.bucket_bytes:
                     self._empty_bucket()
 
-    def _start_reducing(self, unit: Unit) -> None:
-        unit.reduce()
-        self._reducing.append(unit)
+    def _start_reducing(self, unit: Unit, following: Sequence[Unit] = ()) -> None:
+        unit.reduce(following)
+        self._reducing += [unit, *following]
 
     def _empty_bucket(self) -> None:
+        """Start reducing what is in the bucket: gradients that lie end to end in one message."""
+        self._bucket.sort(key=lambda unit: self._order[unit])
         while self._bucket:
-            self._start_reducing(self._bucket.pop(0))
+            end = 1
+            while end < len(self._bucket) and self._bucket[end - 1].is_before(self._bucket[end]):
+                end += 1
+            first, *following = self._bucket[:end]
+            del self._bucket[:end]
+            self._start_reducing(first, following)
 
     def reduce(self) -> None:
         """Start the reductions that are left, and wait until all have ended."""

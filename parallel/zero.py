@@ -22,7 +22,7 @@ ranks hold the same, by the owner if pipeline stages share it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -148,8 +148,6 @@ class Unit:
         """Make the flat buffers and turn the parameters into views of them."""
         low, high, n = self.dtype, self.master_dtype, self.slice_size
         self.flat = torch.zeros(self.size, dtype=low, device=device)
-        self.grad = torch.zeros(self.size, dtype=high, device=device)
-        self.homes: dict[Tensor, Tensor] = {}  # parameter -> its view of the gradient buffer
         for record, param in self.params:
             offset = self.offsets[record.name]
             shape = record.local_shape
@@ -167,8 +165,6 @@ class Unit:
             # that the flat buffer is freed and gathered again between forward and backward.
             param.data = self.flat[offset : offset + size].view(shape)
             param.grad_dtype = high
-            param.grad = self.grad[offset : offset + size].view(shape)
-            self.homes[param] = param.grad
         # The persistent slice of a sharded parameter; the flat buffer is freed between uses.
         self.shard = torch.zeros(n, dtype=low, device=device) if self.placement.param else None
         state_size = n if self.placement.optim else self.size
@@ -179,10 +175,9 @@ class Unit:
             self.master = torch.zeros(state_size, dtype=high, device=device)
         self.exp_avg = torch.zeros(state_size, dtype=high, device=device)
         self.exp_avg_sq = torch.zeros(state_size, dtype=high, device=device)
-        # What the optimizer reads: the whole gradient, or the reduced slice of it.
-        self.reduced = (
-            torch.zeros(n, dtype=high, device=device) if self.placement.optim else self.grad
-        )
+        if self.placement.optim:
+            self.reduced = torch.zeros(n, dtype=high, device=device)
+        self._place_gradients(torch.zeros(self.size, dtype=high, device=device))
         self._gather: dist.Work | None = None
         self._scatter: tuple[dist.Work, Tensor] | None = None
         self.materialised = True
@@ -192,6 +187,17 @@ class Unit:
         self._reduced_stale = True  # likewise the reduced slice
         if self.placement.grad:
             self._free(self.grad)
+
+    def _place_gradients(self, buffer: Tensor) -> None:
+        """Accumulate gradients in `buffer`, zeros[size]: every ``.grad`` is a view of it."""
+        self.grad = buffer
+        self.homes: dict[Tensor, Tensor] = {}  # parameter -> its view of the gradient buffer
+        for record, param in self.params:
+            offset = self.offsets[record.name]
+            param.grad = buffer[offset : offset + param.numel()].view(param.shape)
+            self.homes[param] = param.grad
+        if not self.placement.optim:  # what the optimizer reads: all of it, or the reduced slice
+            self.reduced = buffer
 
     @staticmethod
     def _free(buffer: Tensor) -> None:
@@ -278,18 +284,33 @@ class Unit:
                 self._fill(self.grad)
                 self._stale = True
 
-    def reduce(self) -> None:
-        """Start summing the accumulated gradients over the data group; `finish_reduce` ends it."""
+    def reduce(self, following: Sequence[Unit] = ()) -> None:
+        """Start summing the accumulated gradients over the data group; `finish_reduce` ends it.
+
+        Those of the units that `following` lie right behind (`is_before`) come in one message.
+        """
         if self.group is None:
             return
         if not self.placement.optim:
-            work = dist.all_reduce(self.grad, group=self.group, async_op=True)
-            self._scatter = (work, self.grad)
+            size = self.size + sum(unit.size for unit in following)
+            joined = self.grad.as_strided((size,), (1,))
+            work = dist.all_reduce(joined, group=self.group, async_op=True)
+            for unit in (self, *following):
+                unit._scatter = (work, unit.grad)
             return
         self.finish_reduce()  # at most one reduction in flight per unit
         out = self.reduced if self._reduced_stale else torch.empty_like(self.reduced)
         work = reduce_scatter_into(out, self.grad, group=self.group, async_op=True)
         self._scatter = (work, out)
+
+    def is_before(self, other: Unit) -> bool:
+        """Whether the whole gradients of `other` lie right behind this unit's: `join_gradients`."""
+        mine, next_one = self.grad, other.grad
+        return (
+            not self.placement.optim
+            and mine.untyped_storage().data_ptr() == next_one.untyped_storage().data_ptr()
+            and mine.storage_offset() + self.size == next_one.storage_offset()
+        )
 
     def finish_reduce(self) -> None:
         """Wait for the reduction in flight, add it to the reduced slice, free what is not kept."""
@@ -334,11 +355,14 @@ class Unit:
         if not self.owner:
             return []
         counts_replicas = self.mesh.index("tp") == 0
-        return [
-            self.reduced[part]
-            for r, part in self.own_ranges(self.region)
-            if r.sharded or counts_replicas
-        ]
+        counted: list[slice] = []
+        for r, part in self.own_ranges(self.region):
+            if not (r.sharded or counts_replicas):
+                continue
+            if counted and counted[-1].stop == part.start:
+                part = slice(counted.pop().start, part.stop)
+            counted.append(part)
+        return [self.reduced[part] for part in counted]
 
     # ------------------------------------------------------------------ state in and out
 
@@ -397,6 +421,28 @@ class Unit:
                 yield record, record.assemble(parts)
             else:
                 yield record, record.assemble([local])
+
+
+def join_gradients(units: Sequence[Unit]) -> None:
+    """Lay the whole gradients (ZeRO 0) of `units` end to end, in their order.
+
+    Neighbours can then be reduced in one message. Before the first backward pass: gradients are
+    zeros again. Units without a data group, or whose gradients have neighbours already, stay.
+    """
+    whole = [
+        unit
+        for unit in units
+        if unit.group is not None
+        and not unit.placement.optim
+        and unit.grad.untyped_storage().nbytes() == unit.grad.nbytes
+    ]
+    for key in {(unit.master_dtype, unit.grad.device) for unit in whole}:
+        alike = [unit for unit in whole if (unit.master_dtype, unit.grad.device) == key]
+        for unit in alike:  # before the joined buffer is made: never twice the memory
+            unit._free(unit.grad)
+        joined = torch.zeros(sum(unit.size for unit in alike), dtype=key[0], device=key[1])
+        for unit, part in zip(alike, joined.split([unit.size for unit in alike]), strict=True):
+            unit._place_gradients(part)
 
 
 class LossScale:

@@ -629,9 +629,10 @@ def reduction_overtakes_its_producer(mesh):
         before.update((unit, unit.grad.clone()) for unit in self.units)
         return right_backward(self, mb, dy)
 
-    def reduce(self):
-        self.grad.copy_(before[self])
-        right(self)
+    def reduce(self, following=()):
+        for unit in (self, *following):
+            unit.grad.copy_(before[unit])
+        right(self, following)
 
     return [(ChainStage, "backward", backward), (Unit, "reduce", reduce)]
 

@@ -146,7 +146,7 @@ FAULTS = {
     "norm and row-bias gradients not summed over tensor ranks": (
         SP, zero.ZeroAdamW, "sum_partials", lambda _: lambda self: None),
     "gradients not summed over context ranks": (Layout(Mesh(cp=2)), zero.Unit, "reduce",
-                                                lambda _: lambda self: None),
+                                                lambda _: lambda self, following=(): None),
     "every tensor rank loads the first one's slice": (
         Layout(Mesh(tp=2), style="llama"), ParamRecord, "slice",
         lambda original: lambda self, full, _: original(self, full, 0)),

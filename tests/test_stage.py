@@ -229,6 +229,7 @@ class _Trace:
     def __init__(self, mesh, stage: int, layers: int = 5, **options) -> None:
         self.events: list[tuple[str, int]] = []
         self.present: list[tuple[int, set[int]]] = []
+        self.messages: list[int] = []  # how many units each reduction sums
         self.chain = _chain(_layers(layers), mesh, stage=stage, trace=self._compute, **options)
         self.backward: list[tuple[int, int, int]] = []  # segment, in flight, gradients open
         for k, layer in enumerate(self.chain.segments):
@@ -239,9 +240,11 @@ class _Trace:
             weight.register_hook(lambda g, k=k: self._backward(k))
 
     def _noted(self, event: str, k: int, fn, state):
-        def run():
+        def run(*following):
             before = state()
-            fn()
+            fn(*following)
+            if event == "reduce":
+                self.messages.append(1 + sum(map(len, following)))
             if event != "gather" or state() is not before:
                 self.events.append((event, k))
 
@@ -316,13 +319,16 @@ def _early_reduction(rank: int) -> None:
         two = 2 * trace.chain.units[0].grad.nbytes
         trace = _Trace(Mesh(dp=2).connect(), stage, layers=3, bucket_bytes=two)
         _go(trace.chain, _batches())
-        first = [("backward", 2), ("backward", 1), ("reduce", 2), ("reduce", 1)]
-        assert trace.events[-6:] == [*first, ("backward", 0), ("reduce", 0)]
+        bucket = [("reduce", 2)] if stage == 0 else [("reduce", 2), ("reduce", 1)]
+        tail = [("backward", 2), ("backward", 1), *bucket, ("backward", 0), ("reduce", 0)]
+        assert trace.events[-len(tail) :] == tail
+        assert trace.messages == ([2, 1] if stage == 0 else [1, 1, 1])  # whole gradients are joined
 
         trace = _Trace(Mesh(dp=2).connect(), stage, layers=3)  # far less than a bucket
         _go(trace.chain, _batches())
-        assert trace.events[-3:] == [("reduce", k) for k in range(3)]
-        assert sum(event == "reduce" for event, _ in trace.events) == 3
+        events = [event for event, _ in trace.events]
+        assert "reduce" not in events[: -len(trace.messages)]
+        assert trace.messages == ([3] if stage == 0 else [1, 1, 1])
 
 
 def _same_bits(rank: int) -> None:

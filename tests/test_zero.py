@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -16,7 +17,7 @@ from warpweave.parallel import zero
 from warpweave.parallel.mesh import Mesh, single
 from warpweave.parallel.shard import ParamRecord
 from warpweave.parallel.stage import ChainStage, Segment
-from warpweave.parallel.zero import LossScale, Unit, ZeroAdamW
+from warpweave.parallel.zero import LossScale, Unit, ZeroAdamW, join_gradients
 
 KINDS = ("param", "exp_avg", "exp_avg_sq")
 ADAMW = {"betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.2}
@@ -403,7 +404,7 @@ def _traffic(rank: int) -> None:
             _chain_step(chain, optimizer, torch.ones(m, 2, 8, dtype=torch.bfloat16))
             gathers = {0: 0, 1: layers, 2: layers, 3: m * (2 * layers - 1)}[stage]
             scatters = {0: 0, 1: layers, 2: m * layers, 3: m * layers}[stage]
-            expected = {"all_reduce": [4] if stage else [grads] * layers}  # 4: the norm's sum
+            expected = {"all_reduce": [4] if stage else [grads * layers]}  # 4: the norm's sum
             if stage:
                 expected["all_gather_into"] = [params] * gathers
                 expected["reduce_scatter_into"] = [grads] * scatters
@@ -414,6 +415,44 @@ def _traffic(rank: int) -> None:
 
 def test_every_stage_makes_exactly_the_collectives_of_its_formula_and_no_byte_more():
     run_ranks(2, _traffic)
+
+
+def _joined(rank: int) -> None:
+    """Whole gradients laid end to end are summed in one message, to the same bits as one by one."""
+    mesh, sums = Mesh(dp=2).connect(), []
+    for joined in (False, True):
+        units = _units(mesh, 0)
+        before = [unit.grad.nbytes for unit in units]
+        if joined:
+            join_gradients(units[::-1])
+            for unit in units:
+                home = unit.grad.untyped_storage()
+                assert home.nbytes() == sum(before)
+                assert unit.reduced.data_ptr() == unit.grad.data_ptr()
+                assert all(p.grad.untyped_storage().data_ptr() == home.data_ptr()
+                           for _, p in unit.params)  # fmt: skip
+            storages = {unit.grad.untyped_storage().data_ptr() for unit in units}
+            join_gradients(units)  # they stay where they are
+            assert {unit.grad.untyped_storage().data_ptr() for unit in units} == storages
+        pairs = list(itertools.pairwise(units[::-1]))
+        assert [a.is_before(b) for a, b in pairs] == [joined] * len(pairs)
+        assert not any(b.is_before(a) for a, b in pairs)
+        for i, unit in enumerate(units):
+            unit.open_grads()
+            for j, (_, param) in enumerate(unit.params):
+                param.grad.add_(_draw(tuple(param.shape), i, j, rank))
+        first, *rest = units[::-1]
+        first.reduce(rest if joined else ())
+        for unit in () if joined else rest:
+            unit.reduce()
+        for unit in units:
+            unit.finish_reduce()
+        sums.append([unit.reduced.clone() for unit in units])
+    assert all(torch.equal(a, b) for a, b in zip(*sums, strict=True))
+
+
+def test_joined_gradients_are_summed_in_one_message():
+    run_ranks(2, _joined)
 
 
 # -------------------------------------------------------------------------- state in and out
