@@ -20,7 +20,6 @@ import argparse
 import dataclasses
 import json
 import os
-import random
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -37,6 +36,8 @@ from torch import Tensor
 
 from warpweave.aot import PARTS
 from warpweave.kernels.cost import Cost
+from warpweave.kernels.tiles import own_rows
+from warpweave.timing import CudaClock, interleave
 
 OURS = "warpweave"
 PREDICTED = ("sm_80", "sm_90", "sm_100")
@@ -214,39 +215,6 @@ def both(
 # ---------------------------------------------------------------- on a GPU
 
 
-def interleave(
-    calls: Mapping[str, Callable[[], object]], clock: Callable[[Callable[[], object]], float],
-    *, rounds: int, warmup: int = 3,
-) -> dict[str, list[float]]:  # fmt: skip
-    """Milliseconds of every call in every round, each round in an order drawn anew."""
-    for _ in range(warmup):
-        for call in calls.values():
-            call()
-    order, names = random.Random(0), list(calls)
-    times: dict[str, list[float]] = {name: [] for name in names}
-    for _ in range(rounds):
-        for name in order.sample(names, len(names)):
-            times[name].append(clock(calls[name]))
-    return times
-
-
-class CudaClock:
-    """Times one call by events, after L2 has been overwritten."""
-
-    def __init__(self, device: torch.device) -> None:
-        size = torch.cuda.get_device_properties(device).L2_cache_size
-        self.scratch = torch.empty(max(2 * size, 1 << 26), dtype=torch.uint8, device=device)
-
-    def __call__(self, call: Callable[[], object]) -> float:
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self.scratch.zero_()
-        began.record()
-        call()
-        ended.record()
-        ended.synchronize()
-        return began.elapsed_time(ended)
-
-
 def peaks(device: torch.device, clock: CudaClock) -> tuple[float, float]:
     """FLOP/s of a bfloat16 product of 8192 x 8192 and bytes/s of copying 1 GiB, measured."""
     a = torch.randn(8192, 8192, dtype=torch.bfloat16, device=device)
@@ -346,7 +314,8 @@ def main(
         clock = CudaClock(device)
         peak = peaks(device, clock)
         header |= {"kind": name.lower().replace(" ", "-"), "device": name,
-                   "peak_tflops": peak[0] / 1e12, "peak_gb_s": peak[1] / 1e9}  # fmt: skip
+                   "peak_tflops": peak[0] / 1e12, "peak_gb_s": peak[1] / 1e9,
+                   "own_tiles": len(own_rows(name))}  # fmt: skip
         checks = [p for p in problems("check") if given.only in p.name]
         for small, problem in zip(checks, full, strict=True):
             if time.monotonic() - began > given.seconds:

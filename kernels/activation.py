@@ -72,8 +72,8 @@ def _sigmoids(x):
 
 
 @triton.jit
-def gelu_value(x, TANH: tl.constexpr):
-    """gelu(x) of a float32 (float64) tile; for epilogues of other kernels too."""
+def _gelu(x, TANH: tl.constexpr):
+    """gelu(x) of a float32 (float64) tile."""
     if TANH:
         p, _ = _sigmoids(1.5957691216057308 * (x + 0.044715 * x * x * x))
         return x * p
@@ -82,7 +82,7 @@ def gelu_value(x, TANH: tl.constexpr):
 
 
 @triton.jit
-def gelu_slope(x, TANH: tl.constexpr):
+def _gelu_slope(x, TANH: tl.constexpr):
     """The derivative of gelu at x."""
     if TANH:
         p, q = _sigmoids(1.5957691216057308 * (x + 0.044715 * x * x * x))
@@ -102,7 +102,7 @@ def curve(x, CURVE: tl.constexpr):
         positive = tl.maximum(x, 0.0)
         return positive * positive
     else:
-        return gelu_value(x, CURVE == "gelu")
+        return _gelu(x, CURVE == "gelu")
 
 
 @triton.jit
@@ -116,7 +116,7 @@ def curve_and_slope(x, CURVE: tl.constexpr):
         positive = tl.maximum(x, 0.0)
         return positive * positive, 2 * positive
     else:
-        return gelu_value(x, CURVE == "gelu"), gelu_slope(x, CURVE == "gelu")
+        return _gelu(x, CURVE == "gelu"), _gelu_slope(x, CURVE == "gelu")
 
 
 # ---------------------------------------------------------------- one input, one output
@@ -237,36 +237,6 @@ def _check_pairs(x: torch.Tensor, activation: str) -> None:
         raise ValueError(f"{activation} needs x[..., 2F] of gate, up pairs, got {[*x.shape]}")
 
 
-def gelu_fwd(
-    x: torch.Tensor, *, approximate: str = "tanh", impl: str | None = None
-) -> torch.Tensor:
-    """The forward half of `gelu`."""
-    return activation_fwd(x, _gelu_name(approximate), impl=impl)
-
-
-def gelu_bwd(
-    dy: torch.Tensor, x: torch.Tensor, *, approximate: str = "tanh", impl: str | None = None
-) -> torch.Tensor:
-    """dx from dy and the pre-activation x: the backward half of `gelu`."""
-    return activation_bwd(dy, x, _gelu_name(approximate), impl=impl)
-
-
-def swiglu_fwd(x: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
-    """y[..., F] from the interleaved x[..., 2F]: the forward half of `swiglu`."""
-    return activation_fwd(x, "swiglu", impl=impl)
-
-
-def swiglu_bwd(dy: torch.Tensor, x: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
-    """dx[..., 2F] from dy[..., F] and the pre-activation x: the backward half of `swiglu`."""
-    return activation_bwd(dy, x, "swiglu", impl=impl)
-
-
-def _gelu_name(approximate: str) -> str:
-    if approximate not in ("tanh", "none"):
-        raise ValueError(f'approximate must be "tanh" or "none", got {approximate!r}')
-    return "gelu" if approximate == "tanh" else "gelu_erf"
-
-
 # ---------------------------------------------------------------- autograd
 
 
@@ -339,23 +309,3 @@ def activate(x: torch.Tensor, activation: str, *, impl: str | None = None) -> to
     if impl == "triton":
         return _activation_fwd_op(x, activation)
     return _SwiGLU.apply(x, activation) if gated else _value(x, name)
-
-
-def gelu(x: torch.Tensor, *, approximate: str = "tanh", impl: str | None = None) -> torch.Tensor:
-    """GELU of x[...], by tanh or, approximate="none", by erf; see `activate`."""
-    return activate(x, _gelu_name(approximate), impl=impl)
-
-
-def relu2(x: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
-    """max(x, 0)^2 of x[...]; see `activate`."""
-    return activate(x, "relu2", impl=impl)
-
-
-def swiglu(gate_up: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
-    """silu(gate) * up: y[..., F] of interleaved gate_up[..., 2F]; see `activate`."""
-    return activate(gate_up, "swiglu", impl=impl)
-
-
-def geglu(gate_up: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
-    """gelu(gate) * up: y[..., F] of interleaved gate_up[..., 2F]; see `activate`."""
-    return activate(gate_up, "geglu", impl=impl)

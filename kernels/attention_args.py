@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from warpweave.kernels.attention_tiles import MAX_HEAD_DIM
 from warpweave.kernels.reference import compute_dtype
+from warpweave.kernels.tile_table import MAX_HEAD_DIM
 
 Runs = Sequence[tuple[int, int]]
 

@@ -3,7 +3,8 @@
 Causal or full attention, also of documents, is a list of blocks of rows and keys between which
 everything, or the lower triangle, is visible: each is one call of torch's own kernel. A window, a
 softcap and dropout are none of these; there, up to `ROWS` queries at a time meet the keys that any
-of them sees, and nothing is ever as large as Sq x Sk.
+of them sees, and nothing is ever as large as Sq x Sk. So do all of them on other devices, which
+that kernel does not know (impl="torch" is right everywhere, not fast).
 
 Either way a part's (o, lse) is merged into what its rows have already (nothing, a sink, or what an
 earlier call left), and the parts of the gradients are added up.
@@ -38,7 +39,7 @@ def attention_fwd_cpu(
     into: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o[B, Sq, H, D] and lse[B, H, Sq] of checked arguments; `into` is changed and returned."""
-    blocks = _all_blocks(q, k, mask) if _flash_can(mask, scores) else None
+    blocks = _all_blocks(q, k, mask) if _flash_can(q, mask, scores) else None
     if blocks is not None and into is None and sinks is None and _whole(blocks, q):
         dtype = _torch_dtype(q, out_dtype == q.dtype)
         o, lse = _flash(q.to(dtype), k.to(dtype), v.to(dtype), blocks[0], scores.scale)
@@ -72,7 +73,7 @@ def attention_bwd_cpu(
 ) -> _Gradients:
     """dq, dk, dv of checked arguments; those in `into` are added to and returned."""
     grads = _start_gradients(q, k, v, into)
-    if not _flash_can(mask, scores):
+    if not _flash_can(q, mask, scores):
         wide = compute_dtype(q)
         do, q, k, v = (x.to(wide) for x in (do, q, k, v))
         if delta is None and o is not None:
@@ -141,8 +142,9 @@ class _Block(NamedTuple):
     batch: slice = _ALL
 
 
-def _flash_can(mask: Mask, scores: Scores) -> bool:
-    return not mask.window and not scores.softcap and not scores.dropout
+def _flash_can(q: torch.Tensor, mask: Mask, scores: Scores) -> bool:
+    plain = not mask.window and not scores.softcap and not scores.dropout
+    return plain and q.device.type == "cpu"
 
 
 def _whole(blocks: list[_Block], q: torch.Tensor) -> bool:
@@ -165,7 +167,7 @@ def _all_blocks(q: torch.Tensor, k: torch.Tensor, mask: Mask) -> list[_Block]:
 
 def _samples(mask: Mask) -> Iterator[tuple[slice, list[int]]]:
     """Samples with the same documents, and those documents' boundaries from 0 to beyond every
-    position. On a CPU, where reading a tensor waits for nothing."""
+    position. Elsewhere than on a CPU reading them waits for the device."""
     if mask.documents is None:
         yield _ALL, [0, _BEYOND]
         return
@@ -267,7 +269,7 @@ def _row_blocks(q: torch.Tensor, k: torch.Tensor, mask: Mask) -> Iterator[_Rows]
     if not q.numel() or not k.numel():
         return
     ahead = 0 if mask.causal else mask.window - 1 if mask.window else _BEYOND
-    back = mask.window - 1 if mask.window else _BEYOND
+    back, where = mask.window - 1 if mask.window else _BEYOND, {"device": q.device}
     for batch, bounds in _samples(mask):
         for start, stop in pairwise(bounds):
             for row, position, length in _within(mask.q_runs, start, stop):
@@ -279,9 +281,9 @@ def _row_blocks(q: torch.Tensor, k: torch.Tensor, mask: Mask) -> Iterator[_Rows]
                         yield _Rows(
                             batch,
                             slice(row + at, row + at + n),
-                            torch.arange(first, first + n),
-                            torch.cat([torch.arange(r, r + m) for r, _, m in keys]),
-                            torch.cat([torch.arange(p, p + m) for _, p, m in keys]),
+                            torch.arange(first, first + n, **where),
+                            torch.cat([torch.arange(r, r + m, **where) for r, _, m in keys]),
+                            torch.cat([torch.arange(p, p + m, **where) for _, p, m in keys]),
                         )
 
 
@@ -347,8 +349,8 @@ def _dropout(rows: _Rows, q: torch.Tensor, scores: Scores) -> torch.Tensor:
     """0 or 1 / (1 - p) for every [B, Hq, row, key] of `rows`: the words that the kernels draw."""
     B, _, H, _ = q.shape
     low = 0xFFFFFFFF
-    sample = torch.arange(B)[rows.batch] + scores.sample
-    head = torch.arange(H) + scores.head
+    sample = torch.arange(B, device=q.device)[rows.batch] + scores.sample
+    head = torch.arange(H, device=q.device) + scores.head
     counter = torch.broadcast_tensors(
         rows.q_pos[:, None], rows.k_pos, head[:, None, None], sample[:, None, None, None]
     )

@@ -1,8 +1,9 @@
 """Dropout whose mask is a function of global indices, so every layout of the same run drops the
 same.
 
-    word[t, e] = philox4x32-10(counter = (token lo, token hi, e // 4, site), key = (seed lo, seed
-    hi))[e % 4] y = x / (1 - p) where word >= round(p * 2^32), else 0
+    word[t, e] = philox4x32-10(counter = (token lo, token hi, e // 4, site),
+                               key = (seed lo, seed hi))[e % 4]
+    y = x / (1 - p) where word >= round(p * 2^32), else 0
 
 x, y: [T, E]; tokens[T] are the global indices (batch index * sequence length + position) of the
 local rows, whatever the sharding of T; `site` numbers the place in the network (and, in training,
@@ -19,6 +20,8 @@ Sources: Srivastava et al. 2014; Salmon et al. 2011 (Random123). Limits: 0 <= se
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from warpweave.kernels.dispatch import choose, tl, triton
@@ -27,7 +30,17 @@ from warpweave.kernels.numeric import to_dtype, upcast
 _LOW = 0xFFFFFFFF
 
 
-def _threshold(p: float) -> int:
+class Drop(NamedTuple):
+    """The key of a dropout: probability, seed, site and global token indices, int64[...]."""
+
+    p: float
+    seed: int
+    site: int
+    tokens: torch.Tensor
+
+
+def threshold(p: float) -> int:
+    """Words below this are dropped."""
     return round(p * 2**32)
 
 
@@ -109,7 +122,7 @@ def dropout_fwd(
             T,
             x.stride(0),
             E,
-            _threshold(p),
+            threshold(p),
             1 / (1 - p),
             rows,
             groups,
@@ -146,7 +159,7 @@ _dropout_op.register_autograd(_backward, setup_context=_save)
 
 
 @torch.library.custom_op("warpweave::dropped", mutates_args=())
-def _dropped(tokens: torch.Tensor, E: int, p: float, seed: int, site: int) -> torch.Tensor:
+def dropped(tokens: torch.Tensor, E: int, p: float, seed: int, site: int) -> torch.Tensor:
     """bool[T, E], true where dropout drops. An operator, so that compilers need not trace the
     rounds.
 
@@ -155,7 +168,7 @@ def _dropped(tokens: torch.Tensor, E: int, p: float, seed: int, site: int) -> to
     later. A few rows at a time, in place, so that the six buffers stay in cache.
     """
     groups = torch.arange((E + 3) // 4, device=tokens.device)
-    dropped = torch.empty(len(tokens), len(groups), 4, dtype=torch.bool, device=tokens.device)
+    drawn = torch.empty(len(tokens), len(groups), 4, dtype=torch.bool, device=tokens.device)
     rows = max(1, 2**14 // max(1, len(groups)))
     shift, clean = torch.bitwise_right_shift, torch.bitwise_and
     for start in range(0, len(tokens), rows):
@@ -173,11 +186,11 @@ def _dropped(tokens: torch.Tensor, E: int, p: float, seed: int, site: int) -> to
             key0, key1 = (key0 + 0x9E3779B9) & _LOW, (key1 + 0xBB67AE85) & _LOW
         words = (c0, clean(c1, _LOW), c2, clean(c3, _LOW))
         for j, word in enumerate(words):
-            torch.lt(word, _threshold(p), out=dropped[start : start + rows, :, j])
-    return dropped.flatten(1)[:, :E].contiguous()
+            torch.lt(word, threshold(p), out=drawn[start : start + rows, :, j])
+    return drawn.flatten(1)[:, :E].contiguous()
 
 
-@_dropped.register_fake
+@dropped.register_fake
 def _(tokens, E, p, seed, site):
     return tokens.new_empty(len(tokens), E, dtype=torch.bool)
 
@@ -213,5 +226,4 @@ def dropout(
         return x
     if impl == "triton":
         return _dropout_op(x, tokens, p, seed, site)
-    dropped = _dropped(tokens, x.shape[1], p, seed, site)
-    return (x * (1 / (1 - p))).masked_fill(dropped, 0)
+    return (x * (1 / (1 - p))).masked_fill(dropped(tokens, x.shape[1], p, seed, site), 0)

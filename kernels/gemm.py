@@ -26,73 +26,32 @@ Functions); with dropout, N (of y) is whole on every rank.
 
 from __future__ import annotations
 
-from functools import cache
-from typing import NamedTuple
-
 import torch
 
 from warpweave.kernels import gemm_cpu
 from warpweave.kernels.activation import activation_fwd, curve, find_activation
-from warpweave.kernels.dispatch import INTERPRET, capability, choose, processors, tl, triton
-from warpweave.kernels.dropout import dropout, kept
+from warpweave.kernels.dispatch import choose, processors, tl, triton
+from warpweave.kernels.dropout import Drop, dropout, kept
 from warpweave.kernels.numeric import dot, to_dtype, upcast
 from warpweave.kernels.reference import compute_dtype
+from warpweave.kernels.tile_table import GemmTile
+from warpweave.kernels.tiles import find
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
-class Drop(NamedTuple):
-    """The arguments of `dropout`: probability, seed, site and global token indices int64[M]."""
+def find_tile(a: torch.Tensor, b: torch.Tensor, kind: str) -> GemmTile:
+    """The tile for the product of a[M, K] and b[K, N].
 
-    p: float
-    seed: int
-    site: int
-    tokens: torch.Tensor
-
-
-class Tile(NamedTuple):
-    """How a product is cut: a tile's rows, columns and depth per step, rows of tiles per group of
-    the walk, programs per multiprocessor, and Triton's launch options."""
-
-    m: int
-    n: int
-    k: int
-    group: int
-    residents: int
-    warps: int
-    stages: int
-
-
-# (compute capability, bytes per element, kind) -> tile. Kinds: "large"; "heavy", whose epilogue
-# reads float32 or makes two results: adding, and the gradient of an activation; "small", for
-# products with less than one tile per multiprocessor, and for operands that are not loaded 16 bytes
-# at a time. A call takes the largest capability not above its device's that has the element size,
-# and "large" where its kind is not listed; (0, 0, "large") is for the interpreter and everything
-# else. All are free of register spills (test_compiles.py).
-TILES: dict[tuple[int, int, str], Tile] = {
-    (0, 0, "large"): Tile(64, 64, 64, 4, 1, 4, 1),
-    (80, 2, "large"): Tile(128, 128, 64, 8, 1, 8, 3),
-    (80, 2, "small"): Tile(64, 64, 64, 8, 2, 4, 3),
-    (80, 4, "large"): Tile(64, 64, 32, 8, 2, 8, 3),
-    (80, 8, "large"): Tile(32, 32, 16, 8, 2, 4, 2),
-    (90, 2, "large"): Tile(128, 256, 64, 8, 1, 8, 3),
-    (90, 2, "heavy"): Tile(128, 128, 64, 8, 1, 8, 4),
-    (90, 2, "small"): Tile(64, 64, 64, 8, 3, 4, 4),
-    (100, 4, "large"): Tile(128, 64, 32, 8, 1, 8, 3),
-    (100, 2, "large"): Tile(128, 256, 64, 8, 1, 8, 3),
-    (100, 2, "small"): Tile(64, 64, 64, 8, 3, 4, 4),
-}
-
-
-def find_tile(a: torch.Tensor, b: torch.Tensor, kind: str) -> Tile:
-    """The tile for the product of a[M, K] and b[K, N]."""
-    found = _tiles_for(capability(a.device), a.element_size())
-    if INTERPRET or not found:
-        return TILES[0, 0, "large"]
-    tile = found.get(kind, found["large"])
+    Kinds: "large"; "heavy", whose epilogue reads float32 or makes two results: adding, and the
+    gradient of an activation. Either becomes "small" with less than one tile per multiprocessor,
+    and with operands that are not loaded 16 bytes at a time.
+    """
+    tile = find("gemm", a.device, a.element_size(), kind)
     few = tile_count(tile, a.shape[0], b.shape[1]) < processors(a.device)
-    small = few or not (_is_aligned(a) and _is_aligned(b))
-    return found.get("small", tile) if small else tile
+    if few or not (_is_aligned(a) and _is_aligned(b)):
+        tile = find("gemm", a.device, a.element_size(), "small")
+    return tile
 
 
 def _is_aligned(x: torch.Tensor) -> bool:
@@ -103,19 +62,12 @@ def _is_aligned(x: torch.Tensor) -> bool:
     return whole and x.data_ptr() % 16 == 0
 
 
-@cache
-def _tiles_for(arch: int, size: int) -> dict[str, Tile]:
-    """kind -> tile, of the largest capability not above `arch`."""
-    archs = [key[0] for key in TILES if key[0] <= arch and key[1] == size]
-    return {key[2]: t for key, t in TILES.items() if archs and key[:2] == (max(archs), size)}
-
-
-def tile_count(tile: Tile, M: int, N: int) -> int:
+def tile_count(tile: GemmTile, M: int, N: int) -> int:
     """How many tiles cover [M, N]."""
     return -(-M // tile.m) * -(-N // tile.n)
 
 
-def grid(tile: Tile, M: int, N: int, device: torch.device) -> tuple[int]:
+def grid(tile: GemmTile, M: int, N: int, device: torch.device) -> tuple[int]:
     """As many programs as run at once, or as there are tiles."""
     return (min(tile_count(tile, M, N), tile.residents * processors(device)),)
 

@@ -37,10 +37,9 @@ from warpweave.kernels.activation import (
     find_activation,
 )
 from warpweave.kernels.dispatch import choose, tl, triton
+from warpweave.kernels.dropout import Drop, dropout_fwd
 from warpweave.kernels.dropout import dropout as apply_dropout
-from warpweave.kernels.dropout import dropout_fwd
 from warpweave.kernels.gemm import (
-    Drop,
     check_operands,
     find_precision,
     find_tile,
@@ -505,7 +504,7 @@ def mlp(
         down_weight: W2[E, F].
         up_bias, down_bias: b1 with as many elements as W1 has rows, b2[E]; or None.
         activation: "gelu", "gelu_erf", "relu2", "swiglu" or "geglu".
-        residual: of the shape of x, or None. One of another dtype is added in the wider one of both,
+        residual: of the shape of x, or None. One of another dtype is added in the wider of both,
             which y then has.
         drop: probability, seed, site and the global indices of x's tokens: see `dropout`.
         recompute: what backward computes again instead of keeping it: "activation" (the default),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from warpweave.kernels.gemm import Drop
+from warpweave.kernels.dropout import Drop
 from warpweave.layers.attention import Attention
 from warpweave.layers.context import TokenContext
 from warpweave.layers.mlp import MLP
@@ -23,7 +23,7 @@ class TransformerBlock(nn.Module):
         norm: "layer" or "rms"; norm_eps its epsilon.
         activation: "gelu" or "swiglu".
         bias: linear layers and LayerNorm have biases.
-        causal, rope_theta, strategy: as ``Attention``.
+        causal, window, softcap, sinks, rope_theta, strategy: as ``Attention``.
         dropout: probability on both branches, keyed by global token ids (needs a context).
         site: number of the first of the block's two dropout sites.
         selective: recompute the MLP's hidden activations (up projection and activation) in the
@@ -44,6 +44,9 @@ class TransformerBlock(nn.Module):
         activation: str = "gelu",
         bias: bool = True,
         causal: bool = True,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: bool = False,
         rope_theta: float | None = None,
         dropout: float = 0.0,
         site: int = 1,
@@ -80,6 +83,9 @@ class TransformerBlock(nn.Module):
             bias=bias,
             num_kv_heads=num_kv_heads,
             causal=causal,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
             rope_theta=rope_theta,
             strategy=strategy,
             out_init=out_init,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from warpweave.kernels.activation import find_activation
-from warpweave.kernels.gemm import Drop
+from warpweave.kernels.dropout import Drop
 from warpweave.kernels.mlp import RECOMPUTE
 from warpweave.layers.linear import ColumnParallelLinear, RowParallelLinear
 from warpweave.parallel.mesh import ConnectedMesh, connected

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from warpweave.kernels.gemm import Drop
+from warpweave.kernels.dropout import Drop
 from warpweave.kernels.norm import layer_norm, rms_norm
 from warpweave.parallel.mesh import ConnectedMesh, connected
 from warpweave.parallel.shard import ParamRecord

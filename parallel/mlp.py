@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from warpweave.kernels.dispatch import choose
-from warpweave.kernels.dropout import dropout
-from warpweave.kernels.gemm import Drop
+from warpweave.kernels.dropout import Drop, dropout
 from warpweave.kernels.linear import Settled, bias_gradient, rows, settled_dtype, weight_gradient
 from warpweave.kernels.mlp import How, check_mlp, choose_recompute, hidden_fwd, mlp, mlp_bwd
 from warpweave.parallel.collectives import group_rank, start_all_gather

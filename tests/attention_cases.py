@@ -4,7 +4,7 @@ import torch
 from close import assert_close_f64
 from torch import Tensor
 
-from warpweave.kernels import reference
+from warpweave.kernels import attention_tiles, reference, tiles
 from warpweave.kernels.attention import attention
 
 F64 = torch.float64
@@ -15,6 +15,13 @@ def draw(B=1, Sq=37, Sk=37, Hq=2, Hkv=1, D=16, dtype=F64) -> list[Tensor]:
     """q, k and v that require gradients."""
     shapes = ((B, Sq, Hq, D), (B, Sk, Hkv, D), (B, Sk, Hkv, D))
     return [torch.randn(s, dtype=F64).to(dtype).requires_grad_() for s in shapes]
+
+
+def tiles_of(monkeypatch, arch: int) -> None:
+    """From here on the tiles are those of a device of capability `arch`."""
+    for module in (tiles, attention_tiles):
+        monkeypatch.setattr(module, "INTERPRET", False)
+        monkeypatch.setattr(module, "capability", lambda device: arch)
 
 
 def with_grads(fn, qkv, do, dlse=None, *, sinks=None, **options) -> tuple[Tensor, ...]:

@@ -102,24 +102,28 @@ def cases() -> list[Case]:
             tensor_cores=True,
         ),
         Case("rope", lambda: rope.rope_fwd(m(2, 128, 8, 128), f2, f2)),
-        Case("gelu tanh fwd", lambda: activation.gelu_fwd(h)),
-        Case("gelu tanh bwd", lambda: activation.gelu_bwd(h, h)),
-        Case("gelu erf bwd", lambda: activation.gelu_bwd(h, h, approximate="none")),
-        Case("swiglu fwd", lambda: activation.swiglu_fwd(h)),
-        Case("swiglu bwd", lambda: activation.swiglu_bwd(m(T, 2048), h)),
+        Case("gelu tanh fwd", lambda: activation.activation_fwd(h, "gelu")),
+        Case("gelu tanh bwd", lambda: activation.activation_bwd(h, h, "gelu")),
+        Case("gelu erf bwd", lambda: activation.activation_bwd(h, h, "gelu_erf")),
+        Case("swiglu fwd", lambda: activation.activation_fwd(h, "swiglu")),
+        Case("swiglu bwd", lambda: activation.activation_bwd(m(T, 2048), h, "swiglu")),
         Case("dropout", lambda: dropout.dropout_fwd(h, 0.1, seed=7, site=3, tokens=tokens)),
     ]
     for E in (768, 8192):
         x, w, row = m(T, E), m(E), m(T, dtype=fp32)
         found += [
-            Case(f"rms_norm fwd E={E}", lambda x=x, w=w: norm.rms_norm_fwd(x, w, residual=x)),
             Case(
-                f"rms_norm bwd E={E}", lambda x=x, w=w, r=row: norm.rms_norm_bwd(x, x, w, r, ds=x)
+                f"rms_norm fwd E={E}",
+                lambda x=x, w=w: norm.norm_fwd(x, w, layer=False, residual=x),
             ),
-            Case(f"layer_norm fwd E={E}", lambda x=x, w=w: norm.layer_norm_fwd(x, w, w)),
+            Case(
+                f"rms_norm bwd E={E}",
+                lambda x=x, w=w, r=row: norm.norm_bwd(x, x, w, None, r, ds=x),
+            ),
+            Case(f"layer_norm fwd E={E}", lambda x=x, w=w: norm.norm_fwd(x, w, w, layer=True)),
             Case(
                 f"layer_norm bwd E={E}",
-                lambda x=x, w=w, r=row: norm.layer_norm_bwd(x, x, w, r, r, ds=x),
+                lambda x=x, w=w, r=row: norm.norm_bwd(x, x, w, r, r, ds=x, bias=True),
             ),
         ]
     found += _norm_chains(norm) + _rope_cases(rope) + _adamw_cases(adamw)
@@ -296,12 +300,12 @@ def _adamw_cases(adamw) -> list[Case]:
 
 def _linear_cases() -> list[Case]:
     """Products with every epilogue, in the shapes of an 8B Llama; odd ones; wide element types."""
-    from warpweave.kernels import gemm, mlp, qkv
+    from warpweave.kernels import dropout, gemm, mlp, qkv
     from warpweave.kernels.gemm import gemm_into
 
     T, E, F, fp32, fp64 = 8192, 4096, 14336, torch.float32, torch.float64
     x, up, down, bias = m(T, E), m(2 * F, E), m(E, F), m(2 * F)
-    drop = gemm.Drop(0.1, 7, 3, m(T, dtype=torch.int64))
+    drop = dropout.Drop(0.1, 7, 3, m(T, dtype=torch.int64))
     row, far = m(T, F), m(2**20, E)
     table = {D: m(4096, D // 2, dtype=fp32) for D in (80, 128)}
 
@@ -379,11 +383,11 @@ def tile_cases() -> list[Case]:
 
 def _attention_tiles() -> list[Case]:
     from warpweave.kernels import attention, cost
-    from warpweave.kernels.attention_tiles import TILES
+    from warpweave.kernels.tiles import shipped_table
 
     found = []
     B, S, H, kv = 2, 4096, 16, 4
-    dims = sorted({head_dim for _, _, head_dim in TILES})
+    dims = sorted({row.kind for row in shipped_table() if row.kernel == "attention_fwd"})
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         row = m(B, H, S, dtype=wide)
@@ -458,19 +462,15 @@ def _row_tiles() -> list[Case]:
             found += [
                 Case(
                     f"{kind} fwd E={E}",
-                    lambda x=x, w=w, layer=layer: (
-                        norm.layer_norm_fwd(x, w, w, residual=x)
-                        if layer
-                        else norm.rms_norm_fwd(x, w, residual=x)
+                    lambda x=x, w=w, layer=layer: norm.norm_fwd(
+                        x, w, w if layer else None, layer=layer, residual=x
                     ),
                     cost=cost.norm(T, E, **sizes),
                 ),
                 Case(
                     f"{kind} bwd E={E}",
-                    lambda x=x, w=w, row=row, layer=layer: (
-                        norm.layer_norm_bwd(x, x, w, row, row, ds=x)
-                        if layer
-                        else norm.rms_norm_bwd(x, x, w, row, ds=x)
+                    lambda x=x, w=w, row=row, layer=layer: norm.norm_bwd(
+                        x, x, w, row if layer else None, row, ds=x, bias=layer
                     ),
                     cost=cost.norm(T, E, backward=True, **sizes),
                 ),

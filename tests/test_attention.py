@@ -3,12 +3,15 @@
 import dataclasses
 import math
 import random
+from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
-from attention_cases import F64, ZIGZAG, check, draw, with_grads
+from attention_cases import F64, ZIGZAG, check, draw, tiles_of, with_grads
 from close import assert_close_f64, assert_error_budget, relative_error
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from warpweave.kernels import attention_args, attention_cpu, attention_tiles, reference
 from warpweave.kernels.attention import (
@@ -18,6 +21,7 @@ from warpweave.kernels.attention import (
     attention_fwd,
 )
 from warpweave.kernels.merge import merge_
+from warpweave.kernels.tiles import shipped_table
 
 PLAIN = (None, None, True, None, None, None, 0.0, 0, [0, 0])  # the operator's options
 
@@ -207,6 +211,34 @@ def test_a_zigzag_hop_is_one_call_of_flash_attention() -> None:
     assert mask.q_runs == (0, 8, 0, 0)  # the rank's own keys: plain causal
 
 
+ROW_CASES = [
+    {"causal": True},
+    {"causal": False},
+    {"q_runs": ZIGZAG, "k_runs": ((0, 10), (87, 27)), "documents": torch.tensor([0, 15, 75])},
+    {"window": 9, "softcap": 2.0, "dropout": 0.3},
+]
+
+
+@pytest.mark.parametrize("options", ROW_CASES, ids=" ".join)
+def test_the_torch_path_needs_no_operator_of_the_cpu_elsewhere(options, monkeypatch) -> None:
+    def not_here(*_):
+        raise AssertionError("an operator of the CPU")
+
+    for name in ("_flash", "_flash_backward"):
+        monkeypatch.setattr(attention_cpu, name, not_here)
+    with pytest.raises(AssertionError, match="of the CPU"):
+        attention_fwd(*draw(), impl="torch")
+    if "documents" not in options:  # whose values are needed
+        # Fake tensors are refused where devices mix; "meta" has no autocast to switch off.
+        with FakeTensorMode(), mock.patch.object(torch, "autocast", return_value=nullcontext()):
+            q, k, do = (torch.empty(2, 300, heads, 8, device="meta") for heads in (4, 2, 4))
+            o, lse = attention_fwd(q, k, k, **options, impl="torch")
+            grads = attention_bwd(do, q, k, k, lse, None, o=o, **options, impl="torch")
+        assert {t.device.type for t in (o, lse, *grads)} == {"meta"}
+    monkeypatch.setattr(attention_cpu, "_flash_can", lambda *_: False)
+    check("torch", {"B": 2, "Hq": 4, "Hkv": 2}, **options)
+
+
 def test_gradients_through_output_and_lse_pass_gradcheck_in_the_interpreter() -> None:
     inputs = draw(Sq=4, Sk=5, D=3)
     options = {"q_runs": ((2, 2), (7, 2)), "k_runs": ((1, 3), (6, 2))}
@@ -308,18 +340,19 @@ def test_it_is_torchs_attention_and_follows_autocast() -> None:
 
 
 def test_tiles_are_chosen_by_capability_element_size_and_head_dim(monkeypatch) -> None:
-    monkeypatch.setattr(attention_tiles, "INTERPRET", False)
     for arch, dtype, D, row in (
         (86, torch.float16, 40, (80, 2, 64)),
         (90, torch.bfloat16, 65, (90, 2, 128)),
         (89, torch.float32, 200, (80, 4, 256)),
         (90, torch.float32, 256, (90, 4, 256)),
         (120, torch.float16, 128, (100, 2, 128)),
-        (75, torch.float16, 128, (0, 0, 256)),
+        (75, torch.float16, 128, (0, 2, 256)),
     ):
-        monkeypatch.setattr(attention_tiles, "capability", lambda device, arch=arch: arch)
+        tiles_of(monkeypatch, arch)
         q = torch.empty(1, 1, 1, D, dtype=dtype)
-        assert attention_tiles.tiles_for(q) == attention_tiles.TILES[row]
+        kernels = ("attention_fwd", "attention_dkdv", "attention_dq")
+        want = (r.tile for k in kernels for r in shipped_table() if r.key == (row[0], k, *row[1:]))
+        assert attention_tiles.tiles_for(q) == tuple(want)
 
 
 @pytest.mark.parametrize(

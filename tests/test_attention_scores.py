@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from attention_cases import F64, ZIGZAG, check, draw, with_grads
+from attention_cases import F64, ZIGZAG, check, draw, tiles_of, with_grads
 from close import assert_close_f64, assert_error_budget, relative_error
 
 from warpweave.kernels import attention_tiles, reference
@@ -267,8 +267,7 @@ def test_planted_faults_are_far_outside_the_tolerance(impl) -> None:
 
 
 def test_what_keeps_more_per_score_takes_fewer_keys(monkeypatch) -> None:
-    monkeypatch.setattr(attention_tiles, "INTERPRET", False)
-    monkeypatch.setattr(attention_tiles, "capability", lambda device: 90)
+    tiles_of(monkeypatch, 90)
     q = torch.empty(1, 1, 1, 128, dtype=torch.float16)
     keys = {
         name: tuple(tile.k for tile in attention_tiles.tiles_for(q, **{name: True}))
@@ -277,8 +276,9 @@ def test_what_keeps_more_per_score_takes_fewer_keys(monkeypatch) -> None:
     assert keys == {"softcap": (64, 64, 64), "dropout": (32, 32, 32), "adds": (64, 64, 64)}
     assert attention_tiles.tiles_for(q[..., :64], adds=True)[0].k == 32
     assert attention_tiles.tiles_for(q, bounded=True)[2].k == 64
-    monkeypatch.setattr(attention_tiles, "capability", lambda device: 100)
+    tiles_of(monkeypatch, 100)
     assert attention_tiles.tiles_for(q, bounded=True)[2].k == 32
+    assert attention_tiles.tiles_for(q[..., :64].float(), bounded=True)[2].k == 32
 
 
 @pytest.mark.parametrize(

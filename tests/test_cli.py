@@ -21,7 +21,7 @@ def _run(monkeypatch, *arguments: str) -> int:
 def test_help_names_every_command(monkeypatch, capsys, arguments):
     assert _run(monkeypatch, *arguments) == 0
     printed = capsys.readouterr().out
-    assert all(f"  {command} " in printed for command in ("train", "prove"))
+    assert all(f"  {command} " in printed for command in ("train", "prove", "tune"))
 
 
 def test_an_unknown_command_is_refused_with_2(monkeypatch, capsys):
@@ -29,7 +29,7 @@ def test_an_unknown_command_is_refused_with_2(monkeypatch, capsys):
     assert "unknown command 'tarin'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["train", "prove"])
+@pytest.mark.parametrize("command", ["train", "prove", "tune"])
 def test_a_command_gets_its_arguments_and_ctrl_c_is_quiet(monkeypatch, command):
     given = []
 

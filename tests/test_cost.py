@@ -69,15 +69,11 @@ def test_attention_counts_the_band_of_a_window_and_every_document_alone() -> Non
 def test_norm_moves_the_tensors_its_halves_take_and_give(layer, residual) -> None:
     x, w = torch.randn(6, 10), torch.randn(10)
     r = torch.randn(6, 10) if residual else None
+    y, s, mean, rstd = norm.norm_fwd(x, w, w if layer else None, layer=layer, residual=r)
+    grads = norm.norm_bwd(y, s, w, mean, rstd, ds=r, bias=layer)
+    forward, backward = [x, w, y, rstd], [y, s, w, rstd, grads.dx, grads.dw]
     if layer:
-        y, s, mean, rstd = norm.layer_norm_fwd(x, w, w, residual=r)
-        grads = norm.layer_norm_bwd(y, s, w, mean, rstd, ds=r)
-        forward = [x, w, w, y, mean, rstd]
-        backward = [y, s, w, mean, rstd, *grads]
-    else:
-        y, s, rstd = norm.rms_norm_fwd(x, w, residual=r)
-        grads = norm.rms_norm_bwd(y, s, w, rstd, ds=r)
-        forward, backward = [x, w, y, rstd], [y, s, w, rstd, *grads]
+        forward, backward = forward + [w, mean], backward + [mean, grads.db]
     if residual:
         forward, backward = forward + [r, s], backward + [r]
     options = {"layer": layer, "residual": residual, "size": 4}

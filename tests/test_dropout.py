@@ -42,7 +42,7 @@ def test_every_implementation_gives_the_bits_of_the_reference(shape, impl) -> No
 
 def test_the_torch_path_is_right_across_its_chunks() -> None:
     tokens = torch.arange(700) + 5
-    dropped = module._dropped(tokens, 101, 0.3, SEED, 9)  # 26 groups: 630 rows at a time
+    dropped = module.dropped(tokens, 101, 0.3, SEED, 9)  # 26 groups: 630 rows at a time
     kept = reference.dropout(torch.ones(700, 101), 0.3, seed=SEED, site=9, tokens=tokens) != 0
     assert torch.equal(dropped, ~kept)
 

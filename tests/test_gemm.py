@@ -10,9 +10,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from warpweave.kernels import gemm as kernel
 from warpweave.kernels import gemm_cpu as module
-from warpweave.kernels import reference
+from warpweave.kernels import reference, tiles
 from warpweave.kernels.activation import activation_fwd
-from warpweave.kernels.gemm import Drop, fused_gemm, gemm, gemm_into
+from warpweave.kernels.dropout import Drop
+from warpweave.kernels.gemm import fused_gemm, gemm, gemm_into
+from warpweave.kernels.tile_table import KINDS, GemmTile
+from warpweave.kernels.tiles import pinned
 
 LAYOUTS = {
     "rows": lambda x: x.contiguous(),
@@ -293,36 +296,36 @@ def test_rows_times_strides_past_two_to_the_31_do_not_wrap():
     assert torch.equal(gemm(a, eye, impl="triton"), a)
 
 
-def test_large_persistent_products_visit_every_tile_once(monkeypatch):
+def test_large_persistent_products_visit_every_tile_once():
     """More tiles than programs, an incomplete group of rows, tiles of every residue."""
-    monkeypatch.setitem(kernel.TILES, (0, 0, "large"), kernel.Tile(16, 16, 16, 3, 1, 4, 1))
     a, b = _draw(16 * 7 + 3, 5), _draw(5, 16 * 4 + 9)
     out = torch.zeros(115, 73, dtype=torch.float64)
-    gemm_into(a, b, out, True, impl="triton")
+    with pinned({("gemm", 8, "heavy"): GemmTile(16, 16, 16, 3, 1, 4, 1)}):
+        gemm_into(a, b, out, True, impl="triton")
     assert_close_f64(out, a @ b, 1e-13)
 
 
 def test_tiles_are_found_by_device_dtype_and_size(monkeypatch):
     def tile(arch, dtype=torch.bfloat16, rows=8192, kind="large", cols=4096, step=1):
-        monkeypatch.setattr(kernel, "capability", lambda device: arch)
+        monkeypatch.setattr(tiles, "capability", lambda device: arch)
         monkeypatch.setattr(kernel, "processors", lambda device: 132)
         a, b = torch.empty(rows, 4096 * step, dtype=dtype), torch.empty(4096, cols, dtype=dtype)
         return kernel.find_tile(a[:, ::step], b, kind)
 
-    monkeypatch.setattr(kernel, "INTERPRET", False)
-    tiles = kernel.TILES
-    assert tile(90) == tile(89 + 10) == tiles[90, 2, "large"]
-    assert tile(86) == tiles[80, 2, "large"]
-    assert tile(90, kind="heavy") == tiles[90, 2, "heavy"]
-    assert tile(80, kind="heavy") == tiles[80, 2, "large"]
-    assert tile(90, rows=128) == tiles[90, 2, "small"]
-    assert tile(90, cols=4099) == tile(90, step=2) == tiles[90, 2, "small"]
-    assert tile(90, torch.float32) == tiles[80, 4, "large"]
-    assert tile(90, torch.float64, rows=64) == tiles[80, 8, "large"]
-    assert tile(75) == tiles[0, 0, "large"]
+    monkeypatch.setattr(tiles, "INTERPRET", False)
+    shipped = {(r.where, r.size, r.kind): r.tile for r in tiles.shipped_table() if r.kind in KINDS}
+    assert tile(90) == tile(89 + 10) == shipped[90, 2, "large"]
+    assert tile(86) == shipped[80, 2, "large"]
+    assert tile(90, kind="heavy") == shipped[90, 2, "heavy"]
+    assert tile(80, kind="heavy") == shipped[80, 2, "large"]
+    assert tile(90, rows=128) == shipped[90, 2, "small"]
+    assert tile(90, cols=4099) == tile(90, step=2) == shipped[90, 2, "small"]
+    assert tile(90, torch.float32) == shipped[80, 4, "large"]
+    assert tile(90, torch.float64, rows=64) == shipped[80, 8, "large"]
+    assert tile(75) == shipped[0, 2, "large"]
     monkeypatch.setattr(kernel, "processors", lambda device: 132)
-    assert kernel.grid(tiles[90, 2, "large"], 8192, 4096, torch.device("cpu")) == (132,)
-    assert kernel.grid(tiles[90, 2, "large"], 100, 100, torch.device("cpu")) == (1,)
+    assert kernel.grid(shipped[90, 2, "large"], 8192, 4096, torch.device("cpu")) == (132,)
+    assert kernel.grid(shipped[90, 2, "large"], 100, 100, torch.device("cpu")) == (1,)
 
 
 def test_float32_is_multiplied_as_torch_is_set_to_or_as_asked():

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNGS = ("kernels", "parallel", "layers", "warpweave")  # lowest first
-_BOTTOM = ("reference", "cost", "dispatch", "numeric", "wgrad")
+_BOTTOM = ("reference", "cost", "dispatch", "numeric", "tile_table", "tiles", "wgrad")
 BOTTOM = {f"warpweave.kernels.{name}" for name in _BOTTOM}
 STDLIB_ONLY = {"warpweave.parallel.schedule", "warpweave.parallel.simulate"}
 ALONE = {"warpweave.plain_gpt"}

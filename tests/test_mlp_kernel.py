@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from warpweave.kernels import mlp as module
 from warpweave.kernels import reference
 from warpweave.kernels.activation import ACTIVATIONS
-from warpweave.kernels.gemm import Drop
+from warpweave.kernels.dropout import Drop
 from warpweave.kernels.mlp import gelu_mlp, hidden_bwd, hidden_fwd, mlp, swiglu_mlp
 from warpweave.kernels.wgrad import WeightGradients, accumulate, collect
 

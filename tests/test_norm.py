@@ -148,10 +148,11 @@ def test_what_is_normalised_is_the_rounded_sum_that_is_returned(impl) -> None:
 
 def test_parameter_gradients_are_the_same_bits_every_time() -> None:
     x, dy, w = torch.randn(301, 67), torch.randn(301, 67), torch.randn(67)
-    _, s, rstd = norm.rms_norm_fwd(x, w, impl="triton")
+    _, s, _, rstd = norm.norm_fwd(x, w, layer=False, impl="triton")
     assert s is x
-    first, second = (norm.rms_norm_bwd(dy, s, w, rstd, impl="triton") for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, second))
+    first, second = (norm.norm_bwd(dy, s, w, None, rstd, impl="triton") for _ in range(2))
+    assert torch.equal(first.dx, second.dx)
+    assert torch.equal(first.dw, second.dw)
 
 
 def test_shapes_that_do_not_fit_raise() -> None:
@@ -181,6 +182,9 @@ def test_shapes_that_do_not_fit_raise() -> None:
             norm.rms_norm(x, w, dropout=0.1, seed=-1, tokens=torch.arange(4), impl=impl)
         with pytest.raises(ValueError, match="out_dtype must be one of"):
             norm.rms_norm(x, w, out_dtype=torch.int32, impl=impl)
+        for name, (dy, ds) in {"dy": (x[:3], None), "ds": (x, x[:3])}.items():
+            with pytest.raises(ValueError, match=rf"{name} must be like s \[4, 6\], got \[3, 6\]"):
+                norm.norm_bwd(dy, x, w, None, x[:, 0], ds=ds, impl=impl)
 
 
 def test_the_operator_is_well_formed() -> None:
@@ -213,23 +217,6 @@ def test_it_compiles_without_breaks(impl) -> None:
     eager = torch.autograd.grad(loss(x, w, r), (x, w, r))
     for a, b in zip(torch.autograd.grad(compiled(x, w, r), (x, w, r)), eager):
         assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize("layer", [False, True], ids=["rms", "layer"])
-def test_raw_halves_of_both_implementations_agree(layer) -> None:
-    x, w, b, r = (t.detach() for t in _inputs((37, 67), torch.float64, True, True))
-    dy, ds = torch.randn(2, 37, 67, dtype=torch.float64)
-    results = []
-    for impl in IMPLS:
-        if layer:
-            forward = norm.layer_norm_fwd(x, w, b, residual=r, impl=impl)
-            backward = norm.layer_norm_bwd(dy, forward[1], w, *forward[2:], ds=ds, impl=impl)
-        else:
-            forward = norm.rms_norm_fwd(x, w, residual=r, impl=impl)
-            backward = norm.rms_norm_bwd(dy, forward[1], w, forward[2], ds=ds, impl=impl)
-        results.append(forward + backward)
-    for a, b in zip(*results, strict=True):
-        assert_close_f64(a, b, 1e-12)
 
 
 # ------------------------------------------------------------ the chain before the norm, fused
@@ -294,6 +281,29 @@ def test_the_chain_equals_the_reference_in_float64(terms, layer, impl) -> None:
         for a, b in zip(ours, truth, strict=True):
             assert a.dtype == torch.float64
             assert (a - b).abs().max() <= 1e-12 * scale
+
+
+@pytest.mark.parametrize("layer", [False, True], ids=["rms", "layer"])
+@pytest.mark.parametrize("terms", ["residual", *TERMS])
+def test_raw_halves_of_both_implementations_agree(terms, layer) -> None:
+    x, w, b, r, x_bias = _chain_inputs((37, 67))
+    dy, ds = torch.randn(2, 37, 67, dtype=torch.float64)
+    draw = {"tokens": _tokens(x.shape), **DRAW} if "dropout" in terms else {}
+    given = {"residual": r} if "residual" in terms else {}
+    wanted = {"residual_dtype": r.dtype} if "residual" in terms else {}
+    if "x_bias" in terms:
+        given["x_bias"], wanted["x_bias"] = x_bias, True
+    results = []
+    for impl in IMPLS:
+        options = {**draw, "impl": impl}
+        forward = norm.norm_fwd(x, w, b if layer else None, layer=layer, **given, **options)
+        _, s, mean, rstd = forward
+        backward = norm.norm_bwd(dy, s, w, mean, rstd, ds=ds, bias=layer, **wanted, **options)
+        results.append((*forward, *backward))
+    for ours, other in zip(*results, strict=True):
+        assert (ours is None) == (other is None)
+        if ours is not None:
+            assert_close_f64(ours, other, 1e-12)
 
 
 @pytest.mark.parametrize("layer", [False, True], ids=["rms", "layer"])
@@ -505,12 +515,13 @@ def test_rows_further_apart_than_int32_can_count() -> None:
     """The pages between the two rows are never touched, so they take no memory."""
     far = torch.empty(2**31 + 64, dtype=torch.float16).as_strided((2, 64), (2**31, 1))
     x, w = torch.randn(2, 64).half(), torch.randn(64).half()
-    y, _, rstd = norm.rms_norm_fwd(x, w, impl="triton")
+    y, _, _, rstd = norm.norm_fwd(x, w, layer=False, impl="triton")
     far.copy_(x)
     assert torch.equal(norm.rms_norm(far, w, impl="triton"), y)
-    bwd = norm.rms_norm_bwd(far, far, w, rstd, ds=far, impl="triton")
-    for a, b in zip(bwd, norm.rms_norm_bwd(x, x, w, rstd, ds=x, impl="triton")):
-        assert torch.equal(a, b)
+    found = norm.norm_bwd(far, far, w, None, rstd, ds=far, impl="triton")
+    near = norm.norm_bwd(x, x, w, None, rstd, ds=x, impl="triton")
+    assert torch.equal(found.dx, near.dx)
+    assert torch.equal(found.dw, near.dw)
     norm.rms_norm(x, w, out=far, impl="triton")
     assert torch.equal(far, y)
 

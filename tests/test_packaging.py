@@ -16,6 +16,8 @@ PROBE = """
 import pathlib, sys
 import warpweave, warpweave.kernels.norm, warpweave.parallel.mesh, warpweave.layers
 from warpweave.kernels.norm import rms_norm
+from warpweave.kernels.tiles import shipped_table
+assert shipped_table()
 import torch
 assert torch.equal(rms_norm(torch.ones(3), torch.ones(3), 0.0), torch.ones(3))
 files = {}
@@ -86,11 +88,12 @@ def test_a_wheel_holds_every_source_file_once_and_works(
     options = ("--no-index", "--no-deps", "--no-build-isolation", "--no-cache-dir")
     pip("wheel", *options, "-w", tmp_path / "dist", copy, cwd=tmp_path)
     [wheel] = (tmp_path / "dist").iterdir()
-    packed = sorted(n for n in zipfile.ZipFile(wheel).namelist() if n.endswith(".py"))
+    packed = sorted(n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n)
     expected = sorted(
         ("" if rung == "warpweave" else "warpweave/") + path.relative_to(copy).as_posix()
         for rung in RUNGS
-        for path in (copy / rung).rglob("*.py")
+        for pattern in ("*.py", "*.json")
+        for path in (copy / rung).rglob(pattern)
     )
     assert packed == expected
     python = clean_environment(tmp_path / "venv")

@@ -18,7 +18,7 @@ from spmd_types.types import SpmdTypeError
 
 from warpweave.kernels import reference
 from warpweave.kernels.activation import ACTIVATIONS
-from warpweave.kernels.gemm import Drop
+from warpweave.kernels.dropout import Drop
 from warpweave.kernels.mlp import RECOMPUTE, How
 from warpweave.kernels.wgrad import WeightGradients, collect
 from warpweave.parallel import collectives, mlp

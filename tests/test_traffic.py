@@ -1,5 +1,7 @@
 """What kernels move and multiply, counted in the interpreter; and that the meter counts right."""
 
+from functools import partial
+
 import pytest
 import torch
 import traffic as meter
@@ -74,10 +76,11 @@ def test_masked_lanes_and_repeated_addresses_do_not_count() -> None:
 def test_what_torch_moves_around_a_kernel_counts_and_views_do_not() -> None:
     x, w = torch.randn(8, 64), torch.randn(64)
     with traffic() as t:
-        norm.rms_norm_fwd(x.view(2, 4, 64)[:, 1:].reshape(-1, 64)[::2], w, impl="triton")
+        x2 = x.view(2, 4, 64)[:, 1:].reshape(-1, 64)[::2]
+        norm.norm_fwd(x2, w, layer=False, impl="triton")
     assert [(op.name, op.moved) for op in t.operators] == [("clone", 2 * 6 * 64 * 4)]
     with traffic() as t:
-        norm.rms_norm_fwd(x[:, None, :].transpose(0, 1), w, impl="triton")
+        norm.norm_fwd(x[:, None, :].transpose(0, 1), w, layer=False, impl="triton")
     assert t.operators == []
 
 
@@ -115,7 +118,8 @@ def test_a_second_read_is_found() -> None:
 def test_a_hidden_copy_is_found() -> None:
     op = next(op for op in meter.measures() if op.name == "rms_norm fwd")
     x, w = torch.randn(64, 2048).bfloat16().t(), torch.randn(64).bfloat16()
-    hidden = Measure("strided", lambda: norm.rms_norm_fwd(x, w, impl="triton"), op.least, op.limit)
+    call = partial(norm.norm_fwd, x, w, layer=False, impl="triton")
+    hidden = Measure("strided", call, op.least, op.limit)
     (line,) = measure(hidden).failures()
     assert "strided moves" in line
 

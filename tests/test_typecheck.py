@@ -33,7 +33,7 @@ from warpweave import prove
 from warpweave.gpt import GPT, PRESETS, GPTConfig
 from warpweave.kernels import activation, cross_entropy, linear_cross_entropy, mlp, norm, qkv, rope
 from warpweave.kernels.attention import attention
-from warpweave.kernels.gemm import Drop
+from warpweave.kernels.dropout import Drop
 from warpweave.layers.attention import Attention
 from warpweave.layers.block import TransformerBlock
 from warpweave.layers.embedding import PositionEmbedding, VocabParallelEmbedding
@@ -178,11 +178,11 @@ def local_mean(self, x, weight, labels, normaliser):
     return total / (labels != -100).sum()
 
 
-def local_attention(q, k, v, *, layout, group, causal, strategy, impl):
+def local_attention(q, k, v, *, layout, group, causal, strategy, impl, **_):
     return attention(q, k, v, causal=causal)
 
 
-def attention_of_gathered_keys(q, k, v, *, layout, group, causal, strategy, impl):
+def attention_of_gathered_keys(q, k, v, *, layout, group, causal, strategy, impl, **_):
     """K and V gathered for work that is taken to be the same on every rank: no sum of dK, dV."""
     k, v = (collectives.gather(x, group, dim=1) for x in (k, v))
     return attention(q, k, v, causal=causal)

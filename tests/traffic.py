@@ -1,7 +1,7 @@
 """Count what kernels move and multiply, by running them in Triton's interpreter.
 
     with traffic() as t:
-        norm.rms_norm_fwd(x, w, impl="triton")
+        norm.norm_fwd(x, w, layer=False, impl="triton")
     t.moved() / cost.norm(rows, E).bytes          # 1.00: everything once
 
 Every load, store and atomic of every program is seen with its addresses and its mask, every
@@ -207,7 +207,7 @@ class _Meter(TorchDispatchMode):
 def traffic() -> Iterator[Traffic]:
     """Measure every kernel that is interpreted, and every torch operator that runs, inside.
 
-    Call the raw halves of an op (`rms_norm_fwd`, ...): torch operators inside a `custom_op` stay
+    Call the raw halves of an op (`norm_fwd`, ...): torch operators inside a `custom_op` stay
     unseen, kernels inside it do not.
     """
     from triton.runtime import interpreter
@@ -403,37 +403,37 @@ def _norms() -> list[Measure]:
     return [
         Measure(
             "rms_norm fwd",
-            lambda: norm.rms_norm_fwd(few, w, **triton),
+            lambda: norm.norm_fwd(few, w, layer=False, **triton),
             least(512),
             resident=weight,
         ),
         Measure(
             "rms_norm fwd + residual",
-            lambda: norm.rms_norm_fwd(few, w, residual=r, **triton),
+            lambda: norm.norm_fwd(few, w, layer=False, residual=r, **triton),
             least(512, residual=True),
             resident=weight,
         ),
         Measure(
             "layer_norm fwd",
-            lambda: norm.layer_norm_fwd(few, w, b, **triton),
+            lambda: norm.norm_fwd(few, w, b, layer=True, **triton),
             least(512, layer=True),
             resident=both,
         ),
         Measure(
             "layer_norm fwd + residual",
-            lambda: norm.layer_norm_fwd(few, w, b, residual=r, **triton),
+            lambda: norm.norm_fwd(few, w, b, layer=True, residual=r, **triton),
             least(512, layer=True, residual=True),
             resident=both,
         ),
         Measure(
             "rms_norm bwd",
-            few_programs(lambda: norm.rms_norm_bwd(dy, x, w, rstd, **triton)),
+            few_programs(lambda: norm.norm_bwd(dy, x, w, None, rstd, **triton)),
             least(T, backward=True),
             resident=weight,
         ),
         Measure(
             "layer_norm bwd + residual",
-            few_programs(lambda: norm.layer_norm_bwd(dy, x, w, mean, rstd, ds=ds, **triton)),
+            few_programs(lambda: norm.norm_bwd(dy, x, w, mean, rstd, ds=ds, bias=True, **triton)),
             least(T, layer=True, residual=True, backward=True),
             resident=weight,
         ),
@@ -461,22 +461,22 @@ def _elementwise() -> list[Measure]:
         ),
         Measure(
             "gelu fwd",
-            lambda: activation.gelu_fwd(x, **triton),
+            lambda: activation.activation_fwd(x, "gelu", **triton),
             lambda t: cost.gelu(x.numel()).bytes,
         ),
         Measure(
             "gelu bwd",
-            lambda: activation.gelu_bwd(dy, x, **triton),
+            lambda: activation.activation_bwd(dy, x, "gelu", **triton),
             lambda t: cost.gelu(x.numel(), backward=True).bytes,
         ),
         Measure(
             "swiglu fwd",
-            lambda: activation.swiglu_fwd(x, **triton),
+            lambda: activation.activation_fwd(x, "swiglu", **triton),
             lambda t: cost.swiglu(x.numel() // 2).bytes,
         ),
         Measure(
             "swiglu bwd",
-            lambda: activation.swiglu_bwd(narrow_dy, x, **triton),
+            lambda: activation.activation_bwd(narrow_dy, x, "swiglu", **triton),
             lambda t: cost.swiglu(x.numel() // 2, backward=True).bytes,
         ),
         Measure(
@@ -521,7 +521,7 @@ def _losses() -> list[Measure]:
 def _mlp() -> list[Measure]:
     """The fused MLP: of its intermediates, z is written once and read once, h written once, and
     the gradient of h never leaves the registers. One more trip of any would be 14 % or more."""
-    from warpweave.kernels import gemm, mlp
+    from warpweave.kernels import dropout, gemm, mlp
 
     T, E, F = 128, 64, 128
     half = torch.bfloat16
@@ -561,7 +561,7 @@ def _mlp() -> list[Measure]:
             ),
         ]
     h, residual, b = torch.randn(T, F).to(half), torch.randn(T, E).to(half), torch.randn(E).to(half)
-    drop = gemm.Drop(0.1, 7, 3, torch.arange(T))
+    drop = dropout.Drop(0.1, 7, 3, torch.arange(T))
     bias = {"bias_ptr": _VECTOR, "tokens_ptr": "T indices, read for every column of tiles"}
     return [
         *found,

@@ -1,0 +1,94 @@
+"""The arguments of a norm, checked once and in their simplest form.
+
+Everything here is decided on the host from shapes, dtypes and Python numbers. `norm.py` documents
+what the arguments mean.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+
+from warpweave.kernels.dropout import threshold
+
+
+class Dropped(NamedTuple):
+    """Which elements of x are dropped: `dropout.dropout`'s arguments; tokens None for none."""
+
+    p: float = 0.0
+    seed: int = 0
+    site: int = 0
+    tokens: torch.Tensor | None = None
+
+    def constants(self) -> tuple[int, float]:
+        """The kernels' constants THRESHOLD, SCALE; all alike without dropout, so that one kernel
+        serves."""
+        return (0, 1.0) if self.tokens is None else (threshold(self.p), 1 / (1 - self.p))
+
+
+NOTHING = Dropped()
+
+
+def check_dropped(
+    x: torch.Tensor, p: float, seed: int, site: int, tokens: torch.Tensor | None
+) -> Dropped:
+    """Raise ValueError on numbers out of range or tokens that are not int64 [...] of x[..., E];
+    nothing is dropped at p = 0."""
+    if p == 0 and tokens is None and seed == 0 == site:
+        return NOTHING
+    if not 0 <= p < 1:
+        raise ValueError(f"dropout must be in [0, 1), got {p}")
+    if p > 0 and tokens is None:
+        raise ValueError(f"dropout = {p} is keyed by global token ids: tokens is missing")
+    if tokens is not None and (tokens.shape != x.shape[:-1] or tokens.dtype != torch.int64):
+        raise ValueError(
+            f"tokens must be int64 {[*x.shape[:-1]]} of x {[*x.shape]}, got {tokens.dtype} "
+            f"{[*tokens.shape]}"
+        )
+    if not (0 <= seed < 2**63 and 0 <= site < 2**32):
+        raise ValueError(f"need 0 <= seed < 2**63 and 0 <= site < 2**32, got {seed} and {site}")
+    return Dropped(p, seed, site, tokens.contiguous()) if p > 0 else NOTHING
+
+
+def check_tensors(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    x_bias: torch.Tensor | None = None,
+) -> None:
+    """Raise ValueError unless weight, bias and x_bias are [E], E > 0, of x[..., E], residual is
+    like x, and x, weight and residual have float dtypes."""
+    if x.ndim == 0 or weight.shape != x.shape[-1:] or x.shape[-1] == 0:
+        raise ValueError(f"weight must be [E] of x[..., E], got {[*weight.shape]}, x {[*x.shape]}")
+    for name, v in (("bias", bias), ("x_bias", x_bias)):
+        if v is not None and v.shape != weight.shape:
+            raise ValueError(f"{name} must be like weight {[*weight.shape]}, got {[*v.shape]}")
+    if residual is not None and residual.shape != x.shape:
+        raise ValueError(f"residual must be like x {[*x.shape]}, got {[*residual.shape]}")
+    for name, v in (("x", x), ("weight", weight), ("residual", residual)):
+        if v is not None and not v.dtype.is_floating_point:
+            raise ValueError(f"{name} must have a float dtype, got {v.dtype}")
+
+
+def check_out(out: torch.Tensor, x: torch.Tensor, out_dtype: torch.dtype | None) -> torch.Tensor:
+    """`out` as [rows, E], a view; ValueError unless it is like x, of `out_dtype` if that is given,
+    with rows at one distance."""
+    rows, E = x.shape[:-1].numel(), x.shape[-1]
+    dims = [(n, step) for n, step in zip(out.shape[:-1], out.stride()) if n != 1]
+    even = all(a[1] == b[0] * b[1] for a, b in pairwise(dims))
+    beside = out.ndim > 0 and (out.stride(-1) == 1 or E == 1)
+    fits = out.shape == x.shape and out_dtype in (None, out.dtype)
+    if fits and ((even and beside) or rows == 0):
+        return out.view(rows, E)
+    raise ValueError(
+        f"out must be like x {[*x.shape]}, in rows at one distance with elements side by side, and "
+        f"of dtype {out_dtype}; got {[*out.shape]} {out.dtype} with strides {out.stride()}"
+    )
+
+
+def sum_dtype(x: torch.Tensor, residual: torch.Tensor | None) -> torch.dtype:
+    """The dtype of s: the wider of those of x and residual."""
+    return x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)

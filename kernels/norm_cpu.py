@@ -1,0 +1,101 @@
+"""Both norms by torch's own operators: the CPU path, right on every device. See `norm.py`.
+
+On a CPU a training step calls these often and on few rows, so the number of operators counts as
+much as the bytes. LayerNorm is torch's own, both ways. RMSNorm's forward is seven operators, four
+of them on one number per row; its backward is torch's fused LayerNorm backward with mean 0, which
+subtracts mean(g) too: that is added again.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+
+from warpweave.kernels import dropout as keyed
+from warpweave.kernels.norm_args import NOTHING, Dropped
+from warpweave.kernels.reference import compute_dtype
+
+
+def norm_sum(
+    x: torch.Tensor,
+    x_bias: torch.Tensor | None,
+    drop: Dropped,
+    residual: torch.Tensor | None,
+) -> torch.Tensor:
+    """s, differentiable; x itself where nothing is added or dropped."""
+    s = x if x_bias is None else (x + x_bias).to(x.dtype)
+    if drop.tokens is not None:
+        flat, tokens = s.reshape(-1, s.shape[-1]), drop.tokens.reshape(-1)
+        s = keyed.dropout(
+            flat, drop.p, seed=drop.seed, site=drop.site, tokens=tokens, impl="torch"
+        ).view(x.shape)
+    return s if residual is None else s + residual
+
+
+def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x.to(dtype), without the microsecond that this takes to do nothing."""
+    return x if x.dtype == dtype else x.to(dtype)
+
+
+def norm_fwd_cpu(
+    s: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    layer: bool,
+    out_dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """y, mean[..., 1] (None in RMSNorm) and rstd[..., 1] of checked s, weight and bias."""
+    wide, E = compute_dtype(s), s.shape[-1]
+    sw = _cast(s, wide)
+    if layer:
+        b = None if bias is None else _cast(bias, wide)
+        y, mean, rstd = torch.native_layer_norm(sw, (E,), _cast(weight, wide), b, eps)
+        return _cast(y, out_dtype), mean, rstd
+    length = torch.linalg.vector_norm(sw, dim=-1, keepdim=True)
+    rstd = length.square_().div_(E).add_(eps).rsqrt_()
+    return _cast((sw * rstd).mul_(weight), out_dtype), None, rstd
+
+
+def norm_bwd_cpu(
+    dy: torch.Tensor,
+    s: torch.Tensor,
+    weight: torch.Tensor,
+    mean: torch.Tensor | None,
+    rstd: torch.Tensor,
+    ds: torch.Tensor | None = None,
+    bias: bool = False,
+    x_bias: bool = False,
+    drop: Dropped = NOTHING,
+    x_dtype: torch.dtype | None = None,
+    apart: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    """dx, dresidual, dx_bias, dw and db of checked tensors; absent ones are None.
+
+    mean and rstd are [..., 1]. `apart` is the dtype of a dresidual that is not dx, None if there is
+    none; x_dtype is by default that of s.
+    """
+    E, wide = s.shape[-1], rstd.dtype
+    dyw, w = _cast(dy, wide), _cast(weight, wide)
+    dx, dw, db = torch.ops.aten.native_layer_norm_backward.default(
+        dyw, _cast(s, wide), (E,), torch.zeros_like(rstd) if mean is None else mean, rstd,
+        w, w if bias else None, (True, True, bias),
+    )  # fmt: skip
+    if mean is None:
+        kind = s.device.type
+        casts = torch.is_autocast_enabled(kind)  # it would cast this product
+        with torch.autocast(kind, enabled=False) if casts else nullcontext():
+            level = torch.matmul(dyw, w).unsqueeze(-1)
+        dx.add_(level.mul_(rstd), alpha=1 / E)
+    if ds is not None:
+        dx.add_(ds)
+    # A copy: dx may be of this dtype, and is about to change.
+    dresidual = None if apart is None else dx.to(apart, copy=True)
+    if drop.tokens is not None:
+        dropped = keyed.dropped(drop.tokens.reshape(-1), E, drop.p, drop.seed, drop.site)
+        dx.mul_(1 / (1 - drop.p)).masked_fill_(dropped.view(s.shape), 0)
+    dx_bias = dx.reshape(-1, E).sum(0) if x_bias else None
+    dx = _cast(dx, s.dtype if x_dtype is None else x_dtype)
+    db = _cast(db, weight.dtype) if bias else None
+    return dx, dresidual, dx_bias, _cast(dw, weight.dtype), db

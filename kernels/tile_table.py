@@ -1,0 +1,207 @@
+"""A table of tiles as a JSON file, one tile to a line: read, checked, written.
+
+    {"format": "warpweave tiles 1", "rows": [
+      {"capability": 90, "kernel": "gemm", "element_size": 2, "kind": "large", "tile": {"m": 128, …
+      {"device": "NVIDIA H100 80GB HBM3", "kernel": "attention_fwd", "element_size": 2,
+       "head_dim": 64, "tile": {"q": 128, …}, "triton": "3.7.1", "us": 980.1, "shipped_us": 1012.7}
+
+`tiles.json` beside this file is shipped: its rows are by compute capability. The table of a user,
+which ``warpweave tune`` writes, has rows by device. Tiles are data and not Python because a program
+writes them, people compare and send them, and one reader then checks both files alike. A file that
+is not exactly this raises ValueError: a tile that half fits would be a wrong result on a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+FORMAT = "warpweave tiles 1"
+MAX_HEAD_DIM = 256
+KINDS = ("large", "heavy", "small")
+
+
+class AttentionTile(NamedTuple):
+    """How a kernel cuts its work: rows of q and of k per step, and Triton's launch options."""
+
+    q: int
+    k: int
+    warps: int
+    stages: int
+
+
+class GemmTile(NamedTuple):
+    """How a product is cut: a tile's rows, columns and depth per step, rows of tiles per group of
+    the walk, programs per multiprocessor, and Triton's launch options."""
+
+    m: int
+    n: int
+    k: int
+    group: int
+    residents: int
+    warps: int
+    stages: int
+
+
+Tile = AttentionTile | GemmTile
+Kind = int | str  # of attention, the largest head dim that a row is for; of a product, see `gemm`
+
+KERNELS: dict[str, type[AttentionTile] | type[GemmTile]] = {
+    "attention_fwd": AttentionTile,
+    "attention_dkdv": AttentionTile,
+    "attention_dq": AttentionTile,
+    "gemm": GemmTile,
+}
+
+_SIDES = (16, 32, 64, 128, 256, 512, 1024)  # from what a tensor core takes at least
+SIZES: dict[str, Sequence[int]] = {
+    "q": _SIDES,
+    "k": _SIDES,
+    "m": _SIDES,
+    "n": _SIDES[1:],  # an epilogue takes quarters, of pairs, in words of four
+    "warps": (1, 2, 4, 8, 16, 32),
+    "stages": range(1, 9),
+    "group": range(1, 65),
+    "residents": range(1, 33),
+}
+
+
+def _is_time(x: Any) -> bool:
+    return type(x) in (int, float) and 0 < x < math.inf
+
+
+_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "capability": (lambda x: type(x) is int and 0 <= x < 1000, "major * 10 + minor"),
+    "device": (lambda x: isinstance(x, str) and x != "", "a device's name"),
+    "triton": (lambda x: isinstance(x, str) and x != "", "a version of Triton"),
+    "element_size": (lambda x: type(x) is int and x in (2, 4, 8), "2, 4 or 8 bytes"),
+    "head_dim": (lambda x: type(x) is int and 0 < x <= MAX_HEAD_DIM, f"1..{MAX_HEAD_DIM}"),
+    "kind": (lambda x: x in KINDS, f"one of {', '.join(KINDS)}"),
+    "us": (_is_time, "microseconds"),
+    "shipped_us": (_is_time, "microseconds"),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One tile, and where it applies.
+
+    Attributes:
+        where: a compute capability (major * 10 + minor; 0 is below every device), or the exact name
+            of a device.
+        kernel: a key of `KERNELS`.
+        size: bytes per element.
+        kind: for attention the head dim up to which it applies; for products one of `KINDS`.
+        triton: the version of Triton that a device's tile was measured under.
+        us, shipped_us: microseconds measured then, of this tile and of the shipped one.
+    """
+
+    where: int | str
+    kernel: str
+    size: int
+    kind: Kind
+    tile: Tile
+    triton: str = ""
+    us: float | None = None
+    shipped_us: float | None = None
+
+    @property
+    def key(self) -> tuple[int | str, str, int, Kind]:
+        """What a table has at most one row for."""
+        return self.where, self.kernel, self.size, self.kind
+
+
+def read_table(path: Path, *, by: str) -> list[Row]:
+    """The rows of a table `by` "capability" (the shipped one) or "device" (a user's).
+
+    Raises ValueError, one line that names the file, if it cannot be read or is no such table.
+    """
+    try:
+        return _rows(json.loads(path.read_text(encoding="utf-8")), by)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"the tile table {path} cannot be used: {error}") from error
+
+
+def _rows(table: Any, by: str) -> list[Row]:
+    if not isinstance(table, dict) or table.get("format") != FORMAT:
+        raise ValueError(f'it does not say "format": "{FORMAT}"')
+    if table.keys() != {"format", "rows"} or not isinstance(table["rows"], list):
+        raise ValueError(f'it must have "format" and a list "rows", and has {sorted(table)}')
+    found: dict[Any, Row] = {}
+    for number, fields in enumerate(table["rows"], 1):
+        try:
+            row = _row(fields, by)
+        except ValueError as error:
+            raise ValueError(f"row {number}: {error}") from error
+        if row.key in found:
+            raise ValueError(f"row {number}: there is one for {row.key} already")
+        found[row.key] = row
+    return list(found.values())
+
+
+def _row(fields: Any, by: str) -> Row:
+    """The row that an object of the file stands for, or ValueError."""
+    kernel = fields.get("kernel") if isinstance(fields, dict) else None
+    if not isinstance(kernel, str) or kernel not in KERNELS:
+        raise ValueError(f"kernel must be one of {', '.join(KERNELS)}, got {kernel!r}")
+    kind = "kind" if kernel == "gemm" else "head_dim"
+    where = {by} if by == "capability" else {by, "triton"}
+    needed = {*where, "kernel", "element_size", kind, "tile"}
+    optional = set() if by == "capability" else {"us", "shipped_us"}
+    if not needed <= fields.keys() <= needed | optional:
+        raise ValueError(f"it must have {sorted(needed)}, and has {sorted(fields)}")
+    for name, value in fields.items():
+        if name not in ("kernel", "tile"):
+            is_right, what = _FIELDS[name]
+            if not is_right(value):
+                raise ValueError(f"{name} must be {what}, got {value!r}")
+    measured = {name: fields[name] for name in ("triton", "us", "shipped_us") if name in fields}
+    tile = _tile(KERNELS[kernel], fields["tile"])
+    return Row(fields[by], kernel, fields["element_size"], fields[kind], tile, **measured)
+
+
+def _tile(shape: type[AttentionTile] | type[GemmTile], sizes: Any) -> Tile:
+    if not isinstance(sizes, dict) or sizes.keys() != {*shape._fields}:
+        raise ValueError(f"tile must have {', '.join(shape._fields)}, got {sizes!r}")
+    for name, size in sizes.items():
+        if type(size) is not int or size not in SIZES[name]:
+            *others, last = map(str, SIZES[name])
+            raise ValueError(f"tile's {name} must be {', '.join(others)} or {last}, got {size!r}")
+    return shape(**sizes)
+
+
+def write_table(path: Path, rows: Iterable[Row]) -> None:
+    """Write a user's table, whole or not at all; its folder is made. Raises OSError."""
+    lines = ",\n".join("  " + json.dumps(_fields(row)) for row in rows)
+    text = f'{{"format": "{FORMAT}",\n "rows": [\n{lines}\n]}}\n'
+    path.parent.mkdir(parents=True, exist_ok=True)
+    number, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with open(number, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(number)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def _fields(row: Row) -> dict[str, Any]:
+    by = "device" if isinstance(row.where, str) else "capability"
+    kind = "kind" if row.kernel == "gemm" else "head_dim"
+    fields = {
+        by: row.where,
+        "kernel": row.kernel,
+        "element_size": row.size,
+        kind: row.kind,
+        "tile": row.tile._asdict(),
+    }
+    measured = {"triton": row.triton, "us": row.us, "shipped_us": row.shipped_us}
+    return fields | {name: value for name, value in measured.items() if value not in ("", None)}

@@ -1,0 +1,135 @@
+"""Which tile an attention or product kernel takes on a device: looked up, never searched for.
+
+A launch takes, of its kernel and element size,
+  1. the tile of a `pinned` block around it (tests, and ``warpweave tune`` while it measures);
+  2. the user's tile for exactly this device, if ``warpweave tune`` has measured one here: a row of
+     ``warpweave/tiles.json`` in $XDG_CONFIG_HOME, by default ~/.config;
+  3. the shipped tile (`tiles.json` beside this file) of the largest capability that is not above
+     the device's, or that of capability 0: for the interpreter and every device below them.
+For a head dim the row of the smallest one that fits is taken, of 2 and 3 together; of one head dim
+the user's. In half and single precision no shipped tile spills registers (plain masks;
+benchmarks/compiled.py), larger ones of dk and dv do.
+
+Nothing is read at import, and a user's table not before the first launch on a CUDA device; it is
+read once. A table that cannot be used raises; it is not passed over. Rows that another version of
+Triton measured are left out, with a warning: another compiler may spill or run out of shared memory
+where that one did not.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from warpweave.kernels.dispatch import INTERPRET, capability, triton
+from warpweave.kernels.tile_table import Kind, Row, Tile, read_table
+
+Key = tuple[str, int, Kind]
+"""Kernel, bytes per element, kind or head dim."""
+
+_pinned: ContextVar[Mapping[Key, Tile] | None] = ContextVar("warpweave_tiles", default=None)
+
+
+def find(kernel: str, device: torch.device, size: int, kind: Kind) -> Any:
+    """The tile of a kernel for elements of `size` bytes and a head dim or kind of product: of the
+    type that `tile_table.KERNELS` has for this kernel.
+
+    Raises ValueError if the user's table, which only a CUDA device makes it read, is broken.
+    """
+    pins = _pinned.get()
+    if pins is not None:
+        tile = _fitting({k: t for (n, s, k), t in pins.items() if (n, s) == (kernel, size)}, kind)
+        if tile is not None:
+            return tile
+    if INTERPRET:
+        return find_on(kernel, 0, "", size, kind)
+    return find_on(kernel, capability(device), device_name(device), size, kind)
+
+
+@cache
+def find_on(kernel: str, arch: int, name: str, size: int, kind: Kind) -> Any:
+    """What `find` answers on a device of this capability and name; "" has no rows of a user."""
+    rows = shipped_rows(kernel, arch, size)
+    if name:
+        own = own_rows(name)
+        rows |= {row.kind: row.tile for row in own if (row.kernel, row.size) == (kernel, size)}
+    tile = _fitting(rows, kind)
+    if tile is None:
+        raise ValueError(f"no tile of {kernel} is for {kind!r}, they are for {[*rows]}")
+    return tile
+
+
+def _fitting(rows: Mapping[Kind, Tile], kind: Kind) -> Tile | None:
+    """The row of this kind, or of the smallest head dim that fits."""
+    if isinstance(kind, int):
+        kind = min((k for k in rows if isinstance(k, int) and k >= kind), default=kind)
+    return rows.get(kind)
+
+
+@contextmanager
+def pinned(tiles: Mapping[Key, Tile]) -> Iterator[None]:
+    """Within this context, launches of this thread take these tiles, wherever they run."""
+    token = _pinned.set(tiles)
+    try:
+        yield
+    finally:
+        _pinned.reset(token)
+
+
+# ---------------------------------------------------------------- the tables
+
+
+def shipped_rows(kernel: str, arch: int, size: int) -> dict[Kind, Tile]:
+    """Kind or head dim -> shipped tile, on a device of capability `arch`."""
+    of_size = [row for row in shipped_table() if (row.kernel, row.size) == (kernel, size)]
+    best = max(r.where for r in of_size if isinstance(r.where, int) and r.where <= arch)
+    return {row.kind: row.tile for row in of_size if row.where == best}
+
+
+@cache
+def shipped_table() -> tuple[Row, ...]:
+    """Every shipped row; for each kernel, capability and element size there are all kinds of
+    products, or the largest head dim."""
+    return tuple(read_table(Path(__file__).with_name("tiles.json"), by="capability"))
+
+
+def own_path() -> Path | None:
+    """Where the user's table is, or would be; None where nobody has a home."""
+    folder = os.environ.get("XDG_CONFIG_HOME", "")
+    if not os.path.isabs(folder):  # by its specification a relative one is to be ignored
+        folder = os.path.join(os.path.expanduser("~"), ".config")
+    return Path(folder, "warpweave", "tiles.json") if os.path.isabs(folder) else None
+
+
+@cache
+def own_rows(name: str) -> tuple[Row, ...]:
+    """The user's rows for the device of this name that this version of Triton measured.
+
+    Raises ValueError if the file is broken; warns of rows that it leaves out.
+    """
+    path = own_path()
+    if path is None or not os.path.lexists(path):  # nor in a folder that is not ours to enter
+        return ()
+    rows = [row for row in read_table(path, by="device") if row.where == name]
+    stale = {row.triton for row in rows if row.triton != triton.__version__}
+    if stale:
+        warnings.warn(
+            f"{path} has tiles for {name} measured under Triton {', '.join(sorted(stale))}, this "
+            f"is {triton.__version__}: they are not used; measure anew with `warpweave tune`",
+            stacklevel=2,
+        )
+    return tuple(row for row in rows if row.triton not in stale)
+
+
+@cache
+def device_name(device: torch.device) -> str:
+    """What a user's rows call a CUDA device; "" for any other."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""

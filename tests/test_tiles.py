@@ -1,0 +1,312 @@
+"""The tile tables: what is shipped, whose tile is taken, and which files are refused."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+import triton
+from attention_cases import check
+from close import assert_close_f64
+
+from warpweave.kernels import tiles
+from warpweave.kernels.attention import attention
+from warpweave.kernels.gemm import fused_gemm, gemm, gemm_into
+from warpweave.kernels.tile_table import (
+    KERNELS,
+    KINDS,
+    MAX_HEAD_DIM,
+    AttentionTile,
+    GemmTile,
+    Row,
+    read_table,
+    write_table,
+)
+
+ODD = Row("Planted GPU", "attention_fwd", 2, 96, AttentionTile(32, 16, 2, 1), triton.__version__)
+
+
+@pytest.fixture
+def table(monkeypatch, tmp_path):
+    """Where the user's table will be looked for."""
+    tiles.own_rows.cache_clear()
+    tiles.find_on.cache_clear()
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    yield tmp_path / "warpweave" / "tiles.json"
+    tiles.own_rows.cache_clear()
+    tiles.find_on.cache_clear()
+
+
+# ---------------------------------------------------------------- what is shipped
+
+
+def test_the_shipped_table_answers_every_call_everywhere() -> None:
+    rows = tiles.shipped_table()
+    groups = {(row.kernel, row.where, row.size) for row in rows}
+    for kernel, where, size in groups:
+        kinds = {r.kind for r in rows if (r.kernel, r.where, r.size) == (kernel, where, size)}
+        assert kinds == {*KINDS} if kernel == "gemm" else MAX_HEAD_DIM in kinds
+    for kernel in KERNELS:
+        assert {(kernel, 0, size) for size in (2, 4, 8)} <= groups
+        for arch in (0, 75, 80, 86, 89, 90, 100, 103, 120):
+            for size in (2, 4, 8):
+                for kind in KINDS if kernel == "gemm" else (1, 64, 65, 256):
+                    assert tiles.find_on(kernel, arch, "", size, kind)
+
+
+def test_the_shipped_numbers_are_what_they_were() -> None:
+    """Spot checks by hand, and a sum over all of them: who changes a tile changes this too."""
+    assert tiles.find_on("attention_fwd", 90, "", 2, 128) == (128, 64, 8, 3)
+    assert tiles.find_on("attention_dkdv", 80, "", 2, 100) == (32, 64, 8, 2)
+    assert tiles.find_on("attention_dq", 100, "", 4, 64) == (32, 32, 4, 1)
+    assert tiles.find_on("gemm", 90, "", 2, "large") == (128, 256, 64, 8, 1, 8, 3)
+    assert tiles.find_on("gemm", 90, "", 2, "heavy") == (128, 128, 64, 8, 1, 8, 4)
+    assert tiles.find_on("gemm", 120, "", 4, "small") == (128, 64, 32, 8, 1, 8, 3)
+    assert len(tiles.shipped_table()) == 3 * 19 + 3 * 9
+    assert sum(sum(row.tile) for row in tiles.shipped_table()) == 12736
+
+
+def test_what_no_row_is_for_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"no tile of gemm is for 'huge', they are for \['large'"):
+        tiles.find_on("gemm", 90, "", 2, "huge")
+    with pytest.raises(ValueError, match="no tile of attention_fwd is for 257"):
+        tiles.find_on("attention_fwd", 90, "", 2, 257)
+
+
+# ---------------------------------------------------------------- the user's table
+
+
+def test_a_users_tile_is_for_its_device_kernel_element_size_and_kind(table) -> None:
+    gemm_row = Row("Planted GPU", "gemm", 4, "heavy", GemmTile(32, 64, 16, 2, 3, 4, 2), "x")
+    gemm_row = dataclasses.replace(gemm_row, triton=triton.__version__, us=1.5, shipped_us=2)
+    write_table(table, [ODD, dataclasses.replace(ODD, where="Other GPU"), gemm_row])
+
+    def same_as_shipped(kernel, size, kind, name="Planted GPU"):
+        shipped = tiles.find_on(kernel, 90, "", size, kind)
+        return tiles.find_on(kernel, 90, name, size, kind) == shipped
+
+    assert tiles.find_on("attention_fwd", 90, "Planted GPU", 2, 65) == ODD.tile
+    assert tiles.find_on("attention_fwd", 90, "Planted GPU", 2, 96) == ODD.tile
+    assert tiles.find_on("gemm", 90, "Planted GPU", 4, "heavy") == gemm_row.tile
+    for kernel, size, kind in (
+        ("attention_fwd", 2, 64),  # smaller rows and larger ones stay
+        ("attention_fwd", 2, 97),
+        ("attention_fwd", 4, 96),
+        ("attention_dq", 2, 96),
+        ("gemm", 4, "large"),
+        ("gemm", 2, "heavy"),
+    ):
+        assert same_as_shipped(kernel, size, kind)
+    assert same_as_shipped("attention_fwd", 2, 96, "Planted GPU 2")
+    assert same_as_shipped("gemm", 4, "heavy", "Other GPU")
+
+
+def test_the_table_is_read_once(table) -> None:
+    write_table(table, [ODD])
+    assert tiles.find_on("attention_fwd", 90, "Planted GPU", 2, 96) == ODD.tile
+    table.write_text("broken")  # nobody looks any more, not for another kernel either
+    assert tiles.find_on("attention_fwd", 90, "Planted GPU", 2, 96) == ODD.tile
+    assert tiles.find_on("attention_dq", 90, "Planted GPU", 2, 96)
+
+
+def test_without_a_gpu_nobody_reads_it_at_import_or_at_a_launch(table) -> None:
+    table.parent.mkdir()
+    table.write_text("broken")
+    q = torch.randn(1, 3, 1, 16)
+    attention(q, q, q, impl="triton")
+    gemm(q[0, :, 0], q[0, :, 0].t(), impl="triton")
+    code = (
+        "import warpweave.kernels.attention, warpweave.kernels.gemm, warpweave.kernels.tiles as t"
+    )
+    code += "; assert not t.shipped_table.cache_info().currsize"
+    subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=60)
+    with pytest.raises(ValueError, match=r"tiles\.json cannot be used: Expecting value"):
+        tiles.find_on("gemm", 90, "Planted GPU", 2, "large")
+
+
+def test_rows_of_another_triton_are_announced_and_left_out(table) -> None:
+    old = dataclasses.replace(ODD, kernel="attention_dq", triton="3.0.0")
+    write_table(table, [ODD, old, dataclasses.replace(old, where="Other GPU", triton="2.0.0")])
+    message = r"for Planted GPU measured under Triton 3\.0\.0, this is .* not used.*warpweave tune"
+    with pytest.warns(UserWarning, match=message):
+        assert tiles.find_on("attention_fwd", 90, "Planted GPU", 2, 96) == ODD.tile
+    shipped = tiles.find_on("attention_dq", 90, "", 2, 96)
+    assert tiles.find_on("attention_dq", 90, "Planted GPU", 2, 96) == shipped  # and warns no more
+
+
+def test_it_lies_in_the_users_configuration_folder(monkeypatch) -> None:
+    monkeypatch.setenv("HOME", "/nowhere/me")
+    for folder, want in (
+        ("/nowhere/x", "/nowhere/x/warpweave/tiles.json"),
+        ("", "/nowhere/me/.config/warpweave/tiles.json"),
+        ("relative", "/nowhere/me/.config/warpweave/tiles.json"),
+    ):
+        monkeypatch.setenv("XDG_CONFIG_HOME", folder)
+        assert str(tiles.own_path()) == want
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # a user without a home
+    assert tiles.own_path() is None
+    assert tiles.own_rows("Planted GPU without a home") == ()
+
+
+# ---------------------------------------------------------------- the file
+
+
+def test_what_is_written_is_read_back_and_a_failure_leaves_the_old_file(table) -> None:
+    rows = [
+        dataclasses.replace(ODD, us=12.5, shipped_us=13),
+        Row("Grün é", "gemm", 8, "small", GemmTile(16, 32, 16, 1, 1, 1, 1), "3.7.1"),
+    ]
+    write_table(table, rows)
+    assert read_table(table, by="device") == rows
+    before = table.read_text()
+    with pytest.raises(TypeError):
+        write_table(table, [dataclasses.replace(ODD, us=object())])
+    assert table.read_text() == before
+    assert [*table.parent.iterdir()] == [table]
+
+
+GOOD = {
+    "device": "X", "kernel": "attention_fwd", "element_size": 2, "head_dim": 64,
+    "tile": {"q": 64, "k": 32, "warps": 4, "stages": 2}, "triton": "3.7.1",
+}  # fmt: skip
+GEMM = {"m": 64, "n": 64, "k": 32, "group": 8, "residents": 1, "warps": 4, "stages": 2}
+
+
+def _without(name):
+    return {key: value for key, value in GOOD.items() if key != name}
+
+
+PRODUCT = {**_without("head_dim"), "kernel": "gemm", "kind": "large", "tile": GEMM}
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ("text", r'"format" and a list "rows"'),
+        ([3], r"row 1: kernel must be one of attention_fwd, .*, gemm, got None"),
+        ([GOOD, {**GOOD, "kernel": "norm"}], r"row 2: kernel must be one of .* got 'norm'"),
+        ([{**GOOD, "kernel": []}], r"kernel must be one of .* got \[\]"),
+        ([GOOD, GOOD], r"row 2: there is one for \('X', 'attention_fwd', 2, 64\) already"),
+        ([_without("triton")], r"row 1: it must have \['device', .*'triton'\], and has \['device'"),
+        ([{**_without("device"), "capability": 90}], r"it must have \['device'"),
+        ([{**GOOD, "speed": 1}], r"it must have .* and has .*'speed'"),
+        ([{**GOOD, "device": ""}], r"device must be a device's name, got ''"),
+        ([{**GOOD, "triton": 3.7}], r"triton must be a version of Triton, got 3\.7"),
+        ([{**GOOD, "element_size": 3}], r"element_size must be 2, 4 or 8 bytes, got 3"),
+        ([{**GOOD, "element_size": 0}], r"element_size must be 2, 4 or 8 bytes, got 0"),
+        ([{**GOOD, "head_dim": 257}], r"head_dim must be 1\.\.256, got 257"),
+        ([{**GOOD, "head_dim": True}], r"head_dim must be 1\.\.256, got True"),
+        ([{**GOOD, "us": 0}], r"us must be microseconds, got 0"),
+        ([{**GOOD, "shipped_us": "12"}], r"shipped_us must be microseconds, got '12'"),
+        ([{**GOOD, "tile": None}], r"tile must have q, k, warps, stages, got None"),
+        ([{**GOOD, "tile": GEMM}], r"tile must have q, k, warps, stages, got \{'m'"),
+        ([{**GOOD, "tile": {**GOOD["tile"], "q": 48}}], r"tile's q must be 16, .* 1024, got 48"),
+        ([{**GOOD, "tile": {**GOOD["tile"], "warps": 3}}], r"warps must be 1, .* or 32, got 3"),
+        ([{**GOOD, "tile": {**GOOD["tile"], "stages": True}}], r"stages must be .* got True"),
+        ([{**GOOD, "kernel": "gemm"}], r"it must have .*'kind'"),
+        (
+            [{**PRODUCT, "kind": ["large"]}],
+            r"kind must be one of large, heavy, small, got \['large'\]",
+        ),
+        (
+            [{**PRODUCT, "tile": {**GEMM, "n": 16}}],
+            r"tile's n must be 32, .* got 16",
+        ),
+    ],
+)  # fmt: skip
+def test_a_row_that_is_wrong_is_refused_with_file_row_and_value(table, rows, message) -> None:
+    table.parent.mkdir()
+    table.write_text(json.dumps({"format": "warpweave tiles 1", "rows": rows}))
+    with pytest.raises(ValueError, match=message) as caught:
+        tiles.find_on("gemm", 90, "Planted GPU", 2, "large")
+    assert str(table) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "Expecting value"),
+        (b'{"format": "warpweave tiles 1", "rows": [', "Expecting value"),
+        (b"\xff\xfe\x00", "can't decode"),
+        (b"[" * 100_000, "recursion"),
+        (b"[]", 'does not say "format"'),
+        (b'{"format": "warpweave tiles 2", "rows": []}', 'does not say "format": "warpweave tiles'),
+        (b'{"format": "warpweave tiles 1"}', r"has \['format'\]"),
+    ],
+)
+def test_a_file_that_is_no_table_is_refused(table, content, message) -> None:
+    table.parent.mkdir()
+    table.write_bytes(content)
+    with pytest.raises(ValueError, match=message) as caught:
+        tiles.find_on("gemm", 90, "Planted GPU", 2, "large")
+    assert str(table) in str(caught.value)
+
+
+def test_a_file_that_cannot_be_read_is_refused(table) -> None:
+    table.mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"tiles\.json cannot be used: .*Is a directory"):
+        tiles.find_on("gemm", 90, "Planted GPU", 2, "large")
+    table.rmdir()
+    table.symlink_to("nowhere")
+    with pytest.raises(ValueError, match=r"tiles\.json cannot be used: .*No such file"):
+        tiles.find_on("gemm", 90, "Planted GPU", 2, "large")
+
+
+# ---------------------------------------------------------------- any tile is right
+
+
+@pytest.mark.parametrize(
+    ("fwd", "dkdv", "dq"),
+    [
+        ((16, 64, 4, 1), (64, 16, 4, 1), (16, 64, 4, 1)),  # wide where the shipped ones are tall
+        ((128, 16, 4, 2), (16, 128, 8, 3), (128, 16, 2, 1)),
+        ((16, 16, 1, 1), (16, 16, 1, 1), (16, 32, 1, 5)),
+    ],
+)
+@pytest.mark.parametrize("causal", [True, False])
+def test_attention_is_right_under_a_users_odd_tiles(table, fwd, dkdv, dq, causal) -> None:
+    """Through the file: what may stand in a table computes what the reference does."""
+    names = ("attention_fwd", "attention_dkdv", "attention_dq")
+    rows = [
+        Row("X", name, 8, 64, AttentionTile(*tile), "3.7.1")
+        for name, tile in zip(names, (fwd, dkdv, dq))
+    ]
+    with tiles.pinned(_through_a_file(table, rows)):
+        check("triton", {"Sq": 53, "Sk": 61, "D": 40}, causal=causal)
+        check("triton", {"Sq": 37, "Sk": 37}, causal=causal, window=11 if causal else None)
+
+
+@pytest.mark.parametrize(
+    "tile", [(16, 32, 16, 1, 1, 1, 1), (128, 32, 32, 3, 2, 8, 4), (32, 128, 16, 64, 32, 2, 8)]
+)
+def test_products_are_right_under_a_users_odd_tiles(table, tile) -> None:
+    rows = [Row("X", "gemm", 8, kind, GemmTile(*tile), "3.7.1") for kind in KINDS]
+    a, b, bias, r = (
+        torch.randn(s, dtype=torch.float64) for s in ((67, 37), (37, 70), 70, (67, 35))
+    )
+    out = torch.ones(67, 70, dtype=torch.float64)
+    want, want_z = fused_gemm(a, b, bias, activation="swiglu", keep=True, residual=r, impl="torch")
+    with tiles.pinned(_through_a_file(table, rows)):
+        y, z = fused_gemm(a, b, bias, activation="swiglu", keep=True, residual=r, impl="triton")
+        gemm_into(a, b, out, True, impl="triton")
+    assert_close_f64(y, want, 1e-13)
+    assert_close_f64(z, want_z, 1e-13)
+    assert_close_f64(out, 1 + a @ b, 1e-13)
+
+
+def _through_a_file(path, rows):
+    write_table(path, rows)
+    return {(r.kernel, r.size, r.kind): r.tile for r in read_table(path, by="device")}
+
+
+def test_pins_hold_inside_their_block_only_and_for_their_key_only() -> None:
+    tile, cpu = AttentionTile(16, 16, 1, 1), torch.device("cpu")
+    shipped = tiles.find("attention_fwd", cpu, 4, 64)
+    with tiles.pinned({("attention_fwd", 4, 64): tile}):
+        assert tiles.find("attention_fwd", cpu, 4, 40) == tile
+        for key in (("attention_fwd", 4, 65), ("attention_fwd", 8, 64), ("attention_dq", 4, 64)):
+            assert tiles.find(key[0], cpu, *key[1:]) != tile
+    assert tiles.find("attention_fwd", cpu, 4, 64) == shipped != tile

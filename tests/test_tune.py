@@ -1,0 +1,395 @@
+"""Tuning: which tiles are tried, which is kept, and that what is written is what launches take.
+
+There is no GPU here: a bench of the tests' own says how fast a tile is and what it computes.
+"""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import triton
+
+from warpweave import tune as module
+from warpweave.aot import PARTS, Compiled
+from warpweave.kernels import tiles
+from warpweave.kernels.tile_table import KERNELS, KINDS, SIZES, AttentionTile, Row, write_table
+from warpweave.tile_calls import Problem, other_calls, problems, timed_call
+from warpweave.tile_candidates import around, candidates, could_fit, fault, resident, target_of
+from warpweave.timing import interleave
+from warpweave.tune import Bench, TuneConfig, add_rows, difference, tune, tune_here
+
+FWD = Problem("attention_fwd", "bf16", 64)
+SHIPPED = AttentionTile(128, 64, 4, 3)  # of FWD on sm_90
+FAST, OTHER = AttentionTile(64, 64, 4, 3), AttentionTile(128, 32, 4, 3)
+ALL = problems(tuple(KERNELS), ("bf16", "fp32", "fp64"), (64, 96, 128, 256))
+GOOD = Compiled("_attention_fwd_kernel", 1, {}, 4, 128, 0, 65536, 2, "", {})
+
+
+@pytest.fixture(autouse=True)
+def table(monkeypatch, tmp_path):
+    """Where launches will look for the user's table."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    for found in (tiles.own_rows, tiles.find_on):
+        found.cache_clear()
+    yield tmp_path / "warpweave" / "tiles.json"
+    for found in (tiles.own_rows, tiles.find_on):
+        found.cache_clear()
+
+
+class FakeGpu:
+    """A device on which a tile takes as long, computes and compiles to what the test says."""
+
+    def __init__(self, ms, outputs=None, compiled=None, others=None):
+        self.ms, self.outputs, self.compiled = ms, outputs or {}, compiled or {}
+        self.others, self.running, self.timed = others or {}, None, []
+
+    def call(self, problem):
+        def run():
+            where = problem.kernel, torch.device("cpu"), problem.size, problem.kind
+            self.running = tiles.find(*where)
+            output = self.outputs.get(self.running, 1.0)
+            if isinstance(output, Exception):
+                raise output
+            return torch.full((3,), 2.0), torch.full((2, 2), output, dtype=torch.bfloat16)
+
+        return run
+
+    def clock(self, call):
+        call()
+        self.timed.append(self.running)
+        ms = self.ms.get(self.running, 1.5)
+        return ms(len(self.timed)) if callable(ms) else ms
+
+    def bench(self):
+        return Bench(
+            "Planted GPU",
+            PARTS["sm_90"],
+            self.clock,
+            lambda problem, tile: self.compiled.get(tile, [GOOD]),
+            lambda problem, tile: self.others.get(tile, ""),
+            self.call,
+        )
+
+    def tune(self, path, problem=FWD):
+        """(the tile of the one row that is written, the report)."""
+        report = tune([problem], self.bench(), path, minutes=1)
+        [(_, row, shipped)] = report.rows
+        assert shipped == problem.shipped(90)
+        return row.tile, report
+
+
+# ---------------------------------------------------------------- what is kept
+
+
+def test_the_fastest_tile_is_written_and_then_taken_by_launches(table) -> None:
+    elsewhere = Row("Other GPU", "attention_fwd", 2, 64, OTHER, "3.0.0")
+    before = Row("Planted GPU", "attention_fwd", 2, 64, OTHER, "3.0.0", 1.0, 2.0)
+    write_table(table, [elsewhere, before])
+    gpu = FakeGpu({SHIPPED: 1.0, FAST: 0.8, OTHER: 0.9})
+    assert gpu.tune(table)[0] == FAST
+    want = Row("Planted GPU", "attention_fwd", 2, 64, FAST, triton.__version__, 800.0, 1000.0)
+    assert tiles.read_table(table, by="device") == [elsewhere, want]
+    assert tiles.find_on("attention_fwd", 90, "Planted GPU", 2, 33) == FAST
+    assert tiles.find_on("attention_fwd", 90, "Third GPU", 2, 33) == SHIPPED
+    assert gpu.timed.count(SHIPPED) == gpu.timed.count(FAST) == module.ROUNDS + module.FINAL_ROUNDS
+
+
+@pytest.mark.parametrize("ms", [1.0, 0.995, 1.2])
+def test_a_tie_keeps_the_shipped_tile(table, ms) -> None:
+    tile, report = FakeGpu({SHIPPED: 1.0, FAST: ms}).tune(table)
+    assert tile == SHIPPED == tiles.find_on("attention_fwd", 90, "Planted GPU", 2, 64)
+    assert report.rows[0].row.us == report.rows[0].row.shipped_us == 1000.0
+
+
+@pytest.mark.parametrize("output", [1.05, float("nan"), float("inf")])
+def test_a_tile_that_computes_something_else_is_left_out_loudly(table, capsys, output) -> None:
+    gpu = FakeGpu({SHIPPED: 1.0, FAST: 0.5, OTHER: 0.9}, {FAST: output})
+    tile, report = gpu.tune(table)
+    assert tile == OTHER
+    assert FAST not in gpu.timed
+    assert report.wrong == ["attention_fwd bf16 64 q=64 k=64 warps=4 stages=3"]
+    message = "WRONG, please report: attention_fwd bf16 64 q=64 k=64 warps=4 stages=3 differs"
+    assert message in capsys.readouterr().err
+
+
+def test_two_roundings_are_no_difference() -> None:
+    x = torch.randn(4096)
+    rounded = (x * (1 + 2**-9)).bfloat16()
+    assert 0 < difference(rounded, x) < module.LIMITS["bf16"]
+    assert difference(torch.zeros(3), torch.zeros(3)) == 0
+    a, b = torch.randn(64, 640), torch.randn(640, 64)
+    assert difference(a[:, 10:] @ b[10:], a @ b) > 5 * module.LIMITS["bf16"]  # 1 step of 64 missing
+
+
+def test_tiles_that_spill_do_not_fit_or_do_not_compile_are_never_run(table, capsys) -> None:
+    spilled, none = dataclasses.replace(GOOD, stack=8), dataclasses.replace(GOOD, occupancy=0)
+    third = AttentionTile(128, 64, 4, 2)
+    compiled = {FAST: [GOOD, spilled], OTHER: [none], third: "CompilationError: at 1:2"}
+    gpu = FakeGpu({SHIPPED: 1.0, FAST: 0.5, OTHER: 0.6, third: 0.7}, compiled=compiled)
+    assert gpu.tune(table)[0] == SHIPPED
+    assert not {FAST, OTHER, third} & {*gpu.timed}
+    refused = triton.OutOfResources(300_000, 232_448, "shared memory")
+    gpu = FakeGpu({SHIPPED: 1.0, FAST: 0.5, OTHER: 0.6}, {FAST: refused})
+    assert gpu.tune(table)[0] == OTHER
+    assert "q=64 k=64 warps=4 stages=3: does not launch: out of res" in capsys.readouterr().err
+
+
+def test_a_shipped_tile_that_does_not_compile_is_an_error(table) -> None:
+    with pytest.raises(ValueError, match=r"fwd bf16 64: the shipped tile does not compile: bad"):
+        FakeGpu({}, compiled={SHIPPED: "bad"}).tune(table)
+
+
+def test_a_tile_with_a_fault_in_another_call_loses_to_the_next(table, capsys) -> None:
+    gpu = FakeGpu({SHIPPED: 1.0, FAST: 0.5, OTHER: 0.9}, others={FAST: "dropout: spills 8 bytes"})
+    assert gpu.tune(table)[0] == OTHER
+    assert "stages=3: faster, but dropout: spills 8 bytes" in capsys.readouterr().err
+
+
+def test_who_was_only_lucky_in_the_first_pass_loses_in_the_second(table) -> None:
+    tried = len(candidates(FWD, PARTS["sm_90"], 2)) * module.ROUNDS
+    lucky = {FAST: lambda timed: 0.5 if timed <= tried else 1.1}
+    assert FakeGpu({SHIPPED: 1.0, OTHER: 0.9} | lucky).tune(table)[0] == OTHER
+
+
+def test_a_products_residents_are_what_the_compiler_says_fit(table) -> None:
+    problem = Problem("gemm", "bf16", "heavy")
+    shipped = problem.shipped(90)
+    assert resident(shipped, [GOOD, dataclasses.replace(GOOD, occupancy=5)]).residents == 2
+    assert resident(SHIPPED, [GOOD]) == SHIPPED
+    fast = shipped._replace(m=64, residents=2)
+    tile, _ = FakeGpu({shipped: 1.0, fast: 0.7}).tune(table, problem)
+    assert tile == fast == tiles.find_on("gemm", 90, "Planted GPU", 2, "heavy")
+    large = tiles.find_on("gemm", 90, "Planted GPU", 2, "large")
+    assert large == dataclasses.replace(problem, kind="large").shipped(90)
+
+
+def test_what_time_does_not_reach_is_named(table) -> None:
+    report = tune([FWD], FakeGpu({}).bench(), table, minutes=-1)
+    assert report.left_out == ["attention_fwd bf16 64"]
+    assert not report.rows
+    assert tiles.read_table(table, by="device") == []
+
+
+def test_a_broken_table_is_refused_before_anything_is_measured(table) -> None:
+    table.parent.mkdir()
+    table.write_text("{}")
+    gpu = FakeGpu({})
+    with pytest.raises(ValueError, match=r"tiles\.json cannot be used"):
+        gpu.tune(table)
+    assert not gpu.timed
+    assert table.read_text() == "{}"
+
+
+def test_rows_replace_those_of_their_key_only(tmp_path) -> None:
+    path = tmp_path / "new" / "tiles.json"
+    first, second = (Row("X", "attention_fwd", 2, D, FAST, "3") for D in (64, 128))
+    add_rows(path, [first, second])
+    add_rows(path, [dataclasses.replace(second, tile=OTHER)])
+    rows = tiles.read_table(path, by="device")
+    assert [row.tile for row in rows] == [FAST, OTHER]
+
+
+# ---------------------------------------------------------------- what is tried
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
+def test_candidates_begin_with_the_shipped_tile_and_can_stand_in_a_table(target) -> None:
+    for problem in ALL:
+        found = candidates(problem, PARTS[target], 2)
+        shipped = problem.shipped(PARTS[target].arch)
+        assert found[0] == shipped
+        assert could_fit(problem, shipped, PARTS[target])
+        assert 10 <= len(found) == len({*found}) <= 50
+        for tile in found:
+            assert all(size in SIZES[name] for name, size in tile._asdict().items())
+            assert could_fit(problem, tile, PARTS[target])
+
+
+def test_candidates_are_at_most_two_steps_away_nearest_first() -> None:
+    def steps(tile):
+        near, far = zip(*((min(a, b), max(a, b)) for a, b in zip(tile[:3], SHIPPED[:3])))
+        return abs(tile.stages - SHIPPED.stages) + sum(
+            (b // a).bit_length() - 1 for a, b in zip(near, far)
+        )
+
+    found = [steps(tile) for tile in around(SHIPPED, 2)]
+    assert found == sorted(found)
+    assert {*found} == {1, 2}
+    assert FAST in around(SHIPPED, 1)
+    assert SHIPPED not in around(SHIPPED, 2)
+
+
+@pytest.mark.parametrize(
+    ("problem", "tile"),
+    [
+        (FWD, SHIPPED._replace(q=512)),  # 512 x 64 sums and as many scores in 128 threads
+        (Problem("attention_fwd", "fp32", 256), AttentionTile(16, 128, 8, 2)),  # 2 x 128 KB
+        (Problem("attention_dkdv", "bf16", 128), AttentionTile(32, 256, 8, 1)),  # 2 x 256 x 128
+        (Problem("gemm", "bf16", "large"), (256, 512, 64, 8, 1, 8, 3)),
+        (Problem("gemm", "fp64", "large"), (128, 128, 128, 8, 1, 8, 3)),
+    ],
+)
+def test_what_cannot_fit_is_not_compiled(problem, tile) -> None:
+    assert not could_fit(problem, KERNELS[problem.kernel](*tile), PARTS["sm_90"])
+
+
+def test_faults_are_named_and_float64_may_spill() -> None:
+    spilled = dataclasses.replace(GOOD, stack=16)
+    assert fault([GOOD], FWD) == ""
+    assert fault([GOOD, spilled], FWD) == fault([spilled], FWD, 15) == "spills 16 bytes"
+    assert fault([spilled], FWD, 16) == ""
+    assert fault([spilled], Problem("gemm", "fp64", "large")) == ""
+    none = dataclasses.replace(GOOD, occupancy=0, shared=250_000)
+    too_much = "250000 bytes of shared memory and 128 registers"
+    assert fault([none], FWD) == fault([none], FWD, 16) == too_much
+    assert fault("CompilationError", FWD) == "CompilationError"
+    assert target_of(90) == "sm_90"
+    with pytest.raises(ValueError, match=r"compiled for sm_80, .*, and this GPU is sm_75"):
+        target_of(75)
+
+
+# ---------------------------------------------------------------- the calls
+
+
+def _small(*sizes, dtype):
+    return torch.randn(sizes, dtype=torch.float32).to(dtype)
+
+
+@pytest.mark.parametrize("problem", problems(tuple(KERNELS), ("fp32",), (16,)), ids=str)
+def test_every_call_of_a_problem_takes_its_tile(problem) -> None:
+    """A tile that no kernel can take makes each of them fail, in the interpreter."""
+    shipped = problem.shipped(0)
+    broken = shipped._replace(**{shipped._fields[0]: 48})
+    calls = other_calls(problem, _small, 64, 64)
+    assert len(calls) >= 5
+    for call in (timed_call(problem, _small, 64, 64), *calls.values()):
+        with tiles.pinned(problem.pins(broken)), pytest.raises(Exception, match="power of 2"):
+            call()
+
+
+@pytest.mark.parametrize("problem", problems(tuple(KERNELS), ("fp32",), (16,)), ids=str)
+def test_timed_calls_compute_the_same_under_another_tile(problem) -> None:
+    outputs = []
+    for tile in (problem.shipped(0), next(iter(around(problem.shipped(0), 1)))):
+        torch.manual_seed(0)
+        call = timed_call(problem, _small, 64, 32)
+        with tiles.pinned(problem.pins(tile)):
+            outputs.append([x.clone() for x in call()])
+    first, second = outputs
+    assert max(map(difference, first, second)) <= module.LIMITS["fp32"]
+    assert all(x.isfinite().all() and x.any() for x in first)
+
+
+def test_problems_are_rows_of_the_table() -> None:
+    assert len(problems(("gemm",), ("bf16", "fp32"), ())) == 2 * len(KINDS)
+    assert [p.kind for p in problems(("attention_dq",), ("fp64",), (40, 64))] == [40, 64]
+    assert Problem("gemm", "fp64", "small").pins(FAST) == {("gemm", 8, k): FAST for k in KINDS}
+    assert FWD.pins(FAST) == {("attention_fwd", 2, 64): FAST}
+
+
+def test_variants_take_turns_in_an_order_drawn_anew() -> None:
+    done, timed = [], []
+    calls = {name: lambda name=name: done.append(name) for name in "abc"}
+
+    def clock(call):
+        call()
+        timed.append(done[-1])
+        return float(len(timed))
+
+    times = interleave(calls, clock, rounds=20, warmup=2)
+    rounds = ["".join(timed[i : i + 3]) for i in range(0, 60, 3)]
+    assert done[:6] == [*"abcabc"]
+    assert {"".join(sorted(r)) for r in rounds} == {"abc"}
+    assert len({*rounds}) > 3
+    assert all(times[name] == [i + 1.0 for i, x in enumerate(timed) if x == name] for name in "abc")
+
+
+# ---------------------------------------------------------------- the command
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "there is none: run it where one is, or list the tiles that compile with --dry"),
+        (
+            ["--dry", "--output", "x.json"],
+            "--dry measures nothing and writes no table: drop x.json",
+        ),
+        (["--head-dims", "64", "257"], "head dims must be 1..256, got [257]"),
+        (["--steps", "0"], "steps must be 1 or 2, got 0"),
+        (["--minutes", "0"], "need 0 < minutes <= 1440, got 0.0"),
+        (["--dry"], "TRITON_INTERPRET must not be set"),
+    ],
+)
+def test_it_says_in_one_line_what_it_cannot_do(capsys, table, arguments, message) -> None:
+    with pytest.raises(SystemExit) as end:
+        module.main(arguments)
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.startswith("warpweave: ")
+    assert error.count("\n") == 1
+    assert not table.exists()
+
+
+def test_it_prints_old_against_new_and_sums_up(table, capsys) -> None:
+    gpu = FakeGpu({SHIPPED: 1.0, FAST: 0.8})
+    config = TuneConfig(kernels=("attention_fwd",), head_dims=(64, 256), steps=1)
+    summary = tune_here(config, gpu.bench)
+    first, second = capsys.readouterr().out.splitlines()
+    assert " ".join(first.split()) == (
+        "attention_fwd bf16 64 q=128 k=64 warps=4 stages=3 1000.0 us -> "
+        "q=64 k=64 warps=4 stages=3 800.0 us, 1.250 times as fast"
+    )
+    assert second.endswith("q=128 k=64 warps=8 stages=2 1500.0 us, which stays")
+    assert summary.pop("seconds") >= 0
+    assert summary == {
+        "device": "Planted GPU", "table": str(table), "triton": triton.__version__, "tuned": 2,
+        "changed": 1, "wrong": [], "left_out": [],
+    }  # fmt: skip
+    other = table.parent / "elsewhere.json"
+    tune_here(dataclasses.replace(config, output=other), gpu.bench)
+    assert tiles.read_table(other, by="device") == tiles.read_table(table, by="device")
+
+
+def test_the_default_is_every_kernel_in_bf16() -> None:
+    assert len(TuneConfig().problems()) == 3 * 3 + 3
+
+
+DRY = """
+from warpweave.kernels.tile_table import AttentionTile, GemmTile
+from warpweave.tile_calls import Problem
+from warpweave.tile_candidates import compile_tile, fault, first_fault
+from warpweave.tune import main
+fwd, product = Problem("attention_fwd", "bf16", 128), Problem("gemm", "bf16", "large")
+tile, wide = AttentionTile(128, 128, 4, 2), GemmTile(128, 256, 128, 8, 1, 8, 3)
+print(fault(compile_tile("sm_90", fwd, tile), fwd))
+print(first_fault("sm_90", fwd, tile))
+print(fault(compile_tile("sm_90", product, wide), product))
+print(repr(first_fault("sm_90", fwd, fwd.shipped(90))))
+main("--dry --target sm_80 --kernels attention_dq --head-dims 64 --steps 1".split())
+"""
+
+
+def test_dry_lists_the_tiles_that_compile_and_writes_nothing(tmp_path, table) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path / "cache")
+    command = [sys.executable, "-P", "-c", DRY]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    spills, full, wide, clean, *rows, last = done.stdout.splitlines()
+    assert spills.startswith("spills ")
+    assert full.startswith("full: spills ")
+    assert "294912 bytes of shared memory" in wide
+    assert clean == "''"
+    summary = json.loads(last)
+    assert (summary["dry"], summary["target"], summary["table"]) == (True, "sm_80", None)
+    assert len(rows) == len(summary["rows"]) >= 3
+    assert summary["rows"][0]["tile"] == {"q": 64, "k": 64, "warps": 4, "stages": 2}
+    assert "(shipped)" in rows[0]
+    assert all(row["occupancy"] >= 1 and row["registers"] <= 255 for row in summary["rows"])
+    assert not table.exists()
