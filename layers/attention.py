@@ -13,6 +13,7 @@ from warpweave.parallel.context import Strategy, context_attention
 from warpweave.parallel.layout import SequenceLayout
 from warpweave.parallel.mesh import ConnectedMesh, connected
 from warpweave.parallel.qkv import parallel_qkv_rope
+from warpweave.parallel.shard import ParamRecord
 
 
 class Attention(nn.Module):
@@ -29,6 +30,9 @@ class Attention(nn.Module):
         device, dtype: of the parameters.
         num_kv_heads: KV heads, by default num_heads.
         causal: a query sees keys at its own and earlier positions.
+        window: and less than `window` away from its own (sliding window).
+        softcap: scores become softcap * tanh(score / softcap).
+        sinks: ``sinks[num_heads/tp]``, one more logit per head with no value, are learned.
         rope_theta: base of the rotary embedding; None for none.
         mesh: the connected mesh; None is one device.
         sequence_parallel: input and output are x[T/tp, E], rows cut over the tensor axis.
@@ -52,6 +56,9 @@ class Attention(nn.Module):
         dtype: torch.dtype | None = None,
         num_kv_heads: int | None = None,
         causal: bool = True,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: bool = False,
         rope_theta: float | None = None,
         mesh: ConnectedMesh | None = None,
         sequence_parallel: bool = False,
@@ -79,8 +86,12 @@ class Attention(nn.Module):
             raise ValueError(f"rope needs an even head size, got {embed_dim // num_heads}")
         self.head_dim, self.group = embed_dim // num_heads, num_heads // kv_heads
         self.num_heads = num_heads
-        self.causal, self.rope_theta, self.impl = causal, rope_theta, impl
-        self.strategy = strategy
+        if window is not None and window < 1:
+            raise ValueError(f"window must be at least 1 or None, got {window}")
+        if softcap is not None and not softcap > 0:
+            raise ValueError(f"softcap must be positive or None, got {softcap}")
+        self.causal, self.window, self.softcap = causal, window, softcap
+        self.rope_theta, self.impl, self.strategy = rope_theta, impl, strategy
         where = {"device": device, "dtype": dtype, "mesh": mesh}
         self.qkv = ColumnParallelLinear(
             embed_dim,
@@ -97,6 +108,19 @@ class Attention(nn.Module):
             init=out_init,
             **where,
         )
+
+        self.records: dict[str, ParamRecord] = {}
+        self.register_parameter("sinks", None)
+        if sinks:
+            record = ParamRecord("sinks", (num_heads,), 0, tp, init="zeros", decay=False)
+            self.records["sinks"] = record
+            zeros = torch.zeros(record.local_shape, device=device, dtype=dtype)
+            self.sinks = nn.Parameter(zeros)
+
+    def reset_parameters(self) -> None:
+        """Sinks 0; the projections have their own."""
+        if self.sinks is not None:
+            nn.init.zeros_(self.sinks)
 
     def forward(
         self, x: Tensor, context: TokenContext | None = None, *, add_bias: bool = True
@@ -123,6 +147,10 @@ class Attention(nn.Module):
             layout=layout,
             group=self.mesh.group("cp"),
             causal=self.causal,
+            window=self.window,
+            documents=None if context is None else context.documents,
+            softcap=self.softcap,
+            sinks=self.sinks,
             strategy=self.strategy,
             impl=self.impl,
         )
@@ -170,5 +198,6 @@ class Attention(nn.Module):
         kv_heads = self.num_heads // self.group
         return (
             f"embed_dim={self.num_heads * self.head_dim}, num_heads={self.num_heads}, "
-            f"num_kv_heads={kv_heads}, causal={self.causal}, rope_theta={self.rope_theta}"
+            f"num_kv_heads={kv_heads}, causal={self.causal}, window={self.window}, "
+            f"softcap={self.softcap}, sinks={self.sinks is not None}, rope_theta={self.rope_theta}"
         )

@@ -20,6 +20,8 @@ class TokenContext:
         seed: dropout key of this step.
         token_ids: int64, one per row of the residual stream (T, or T/tp with sequence
             parallelism): the token's number in the whole global batch, by which dropout is keyed.
+        documents: int32 or int64 [n + 1] or [B, n + 1], boundaries of packed documents in positions
+            of the whole sequence, across which attention does not look; None is one document.
     """
 
     batch: int
@@ -27,3 +29,4 @@ class TokenContext:
     rope: tuple[Tensor, Tensor] | None = None
     seed: int = 0
     token_ids: Tensor | None = None
+    documents: Tensor | None = None

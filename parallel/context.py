@@ -29,7 +29,7 @@ from warpweave.kernels.attention import attention, attention_bwd, attention_delt
 from warpweave.kernels.reference import compute_dtype
 from warpweave.parallel.collectives import start_all_gather, start_reduce_scatter
 from warpweave.parallel.layout import SequenceLayout
-from warpweave.parallel.ring import attention_types, ring_attention
+from warpweave.parallel.ring import Attend, attention_types, ring_attention, sinks_gradient
 
 Strategy = Literal["auto", "ring", "gather"]
 
@@ -42,7 +42,14 @@ def context_attention(
     layout: SequenceLayout,
     group: dist.ProcessGroup | None,
     causal: bool = True,
+    window: int | None = None,
+    documents: torch.Tensor | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    dropout: float = 0.0,
+    dropout_seed: int = 0,
+    dropout_origin: tuple[int, int] = (0, 0),
     strategy: Strategy = "auto",
     return_lse: bool = False,
     overlap: bool = True,
@@ -54,9 +61,12 @@ def context_attention(
         q: [B, S/cp, Hq, D], this rank's rows of `layout`, in its order.
         k, v: [B, S/cp, Hkv, D] of the same dtype; Hkv divides Hq (grouped queries). Under autocast
             q, k and v are cast first, so messages are as small as the tensors that are attended.
-        layout: who owns which position; the causal mask compares global positions.
+        layout: who owns which position; masks compare global positions.
         group: the cp process group, ``layout.parts`` ranks; None for one part.
-        scale: factor of the scores, ``D ** -0.5`` by default.
+        causal, window, documents, scale, softcap: as `attention`, in global positions, the same on
+            every rank.
+        sinks: [Hq], replicated; its gradient is that of this rank's rows, a partial sum.
+        dropout, dropout_seed, dropout_origin: as `attention`: the mask is that of one device.
         strategy: "ring", "gather" or "auto" (see the module).
         return_lse: also return lse[B, Hq, S/cp] (natural log; fp32, or float64 for float64).
         overlap: False waits for each ring message before computing; the results are bitwise equal.
@@ -77,17 +87,19 @@ def context_attention(
     if problem:
         rank = 0 if group is None else dist.get_rank(group)
         raise ValueError(f"context_attention, cp rank {rank} of {size}: {problem}")
+    attend = Attend(
+        causal, window, documents, scale, softcap, dropout, dropout_seed, dropout_origin, impl
+    )
     if size == 1:
-        return attention(q, k, v, causal=causal, scale=scale, return_lse=return_lse, impl=impl)
+        return attention(q, k, v, sinks=sinks, return_lse=return_lse, **attend._asdict())
     if strategy == "auto":
         strategy = choose_strategy(layout.parts, q.shape[2], k.shape[2])
     if strategy == "gather":
-        o, lse = _GatherAttention.apply(q, k, v, layout, group, causal, scale, impl)
+        o, lse = _GatherAttention.apply(q, k, v, sinks, layout, group, attend)
     else:
         o, lse = ring_attention(
-            q, k, v, layout=layout, group=group, causal=causal, scale=scale, overlap=overlap,
-            impl=impl,
-        )  # fmt: skip
+            q, k, v, layout=layout, group=group, attend=attend, sinks=sinks, overlap=overlap
+        )
     return (o, lse) if return_lse else o
 
 
@@ -132,12 +144,12 @@ def _problem(
 
 class _GatherAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, layout, group, causal, scale, impl):
+    def forward(ctx, q, k, v, sinks, layout, group, attend):
         k_all, v_all = _start_gather(k, v, layout, group)()
-        options = {"causal": causal, "scale": scale, "impl": impl}
-        options["q_runs"] = layout.runs(dist.get_rank(group))
-        o, lse = attention_fwd(q, k_all, v_all, **options)
-        ctx.save_for_backward(q, k, v, o, lse)  # not the whole K‖V: P times less, gathered again
+        options = {"q_runs": layout.runs(dist.get_rank(group)), **attend._asdict()}
+        o, lse = attention_fwd(q, k_all, v_all, sinks=sinks, **options)
+        # not the whole K‖V: P times less, gathered again
+        ctx.save_for_backward(q, k, v, sinks, o, lse)
         ctx.layout, ctx.group, ctx.options = layout, group, options
         ctx.set_materialize_grads(False)
         return o, lse
@@ -145,7 +157,7 @@ class _GatherAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, do, dlse):
-        q, k, v, o, lse = ctx.saved_tensors
+        q, k, v, sinks, o, lse = ctx.saved_tensors
         wait_for_kv = _start_gather(k, v, ctx.layout, ctx.group)
         do = torch.zeros_like(o) if do is None else do.contiguous()
         delta = attention_delta(o, do, dlse, impl=ctx.options["impl"])
@@ -154,12 +166,15 @@ class _GatherAttention(torch.autograd.Function):
             grad_dtype=compute_dtype(q), **ctx.options,
         )  # fmt: skip
         dk, dv = _reduce_scatter(dk, dv, ctx.layout, ctx.group)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), *[None] * 5
+        dsinks = sinks_gradient(sinks, lse, delta)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, *[None] * 3
 
     @staticmethod
-    def spmd_typecheck(*, q: Any, k: Any, v: Any, group: Any) -> tuple[Any, Any]:
+    def spmd_typecheck(
+        *, q: Any, k: Any, v: Any, sinks: Any, group: Any, attend: Attend
+    ) -> tuple[Any, Any]:
         """Attention of the whole sequence, of which every rank keeps its own rows."""
-        return attention_types(q, k, v, group)
+        return attention_types(q, k, v, sinks, group, attend)
 
 
 def _start_gather(

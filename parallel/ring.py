@@ -36,7 +36,13 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from warpweave.kernels.attention import attention, attention_bwd, attention_delta, attention_fwd
+from warpweave.kernels.attention import (
+    attention,
+    attention_bwd,
+    attention_delta,
+    attention_dsinks,
+    attention_fwd,
+)
 from warpweave.kernels.reference import compute_dtype
 from warpweave.parallel.layout import Runs, SequenceLayout
 
@@ -113,10 +119,34 @@ def run_in_process(schedules: Sequence[Schedule[T]], *, overlap: bool = True) ->
             hops = []
 
 
-def _visible(q_runs: Runs, k_runs: Runs, causal: bool) -> bool:
-    """Whether any of these queries may attend to any of these keys (runs ascend)."""
-    start, length = q_runs[-1]
-    return not causal or k_runs[0][0] <= start + length - 1
+class Attend(NamedTuple):
+    """Which keys count and how much: the arguments of `attention` that both directions share."""
+
+    causal: bool = True
+    window: int | None = None
+    documents: torch.Tensor | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    dropout: float = 0.0
+    dropout_seed: int = 0
+    dropout_origin: tuple[int, int] = (0, 0)
+    impl: str | None = None
+
+
+def _visible(q_runs: Runs, k_runs: Runs, attend: Attend) -> bool:
+    """Whether the mask's positions let any of these queries see any of these keys."""
+
+    def sees(q_start: int, q_length: int, k_start: int, k_length: int) -> bool:
+        if not (q_length and k_length):
+            return False
+        if attend.causal and k_start > q_start + q_length - 1:
+            return False
+        if attend.window is None:
+            return True
+        behind, ahead = q_start - (k_start + k_length - 1), k_start - (q_start + q_length - 1)
+        return max(behind, ahead) < attend.window
+
+    return any(sees(*q, *k) for q in q_runs for k in k_runs)
 
 
 # ------------------------------------------------------------------ 1. the schedules
@@ -129,11 +159,10 @@ def ring_forward(
     v: torch.Tensor,
     *,
     layout: SequenceLayout,
-    causal: bool,
-    scale: float | None,
-    impl: str | None = None,
+    attend: Attend,
+    sinks: torch.Tensor | None = None,
 ) -> Schedule[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Forward of one rank: q[B, S/cp, Hq, D], k and v[B, S/cp, Hkv, D].
+    """Forward of one rank: q[B, S/cp, Hq, D], k and v[B, S/cp, Hkv, D], sinks[Hq] or None.
 
     Returns o (like q), lse[B, Hq, S/cp] (fp32 or float64) and kv[2, B, S/cp, Hkv, D], the K‖V of
     rank ``(rank + 1) % cp`` that the last hop left here and from which the backward starts.
@@ -146,12 +175,13 @@ def ring_forward(
         if hop < parts - 1:
             yield Hop(here, spare, +1)
         k_runs = layout.runs((rank - hop) % parts)
-        if _visible(q_runs, k_runs, causal):
-            carried = {"out_dtype": compute_dtype(q)} if o is None else {"into": (o, lse)}
+        if o is None or _visible(q_runs, k_runs, attend):
+            carried: dict[str, Any] = {"into": (o, lse)}
+            if o is None:  # the own block, and what each row has once
+                carried = {"out_dtype": compute_dtype(q), "sinks": sinks}
             o, lse = attention_fwd(
-                q, here[0], here[1], causal=causal, scale=scale, q_runs=q_runs, k_runs=k_runs,
-                impl=impl, **carried,
-            )  # fmt: skip
+                q, here[0], here[1], q_runs=q_runs, k_runs=k_runs, **attend._asdict(), **carried
+            )
         if hop < parts - 1:
             yield None
             here, spare = spare, here
@@ -186,9 +216,7 @@ def ring_backward(
     *,
     o: torch.Tensor | None = None,
     layout: SequenceLayout,
-    causal: bool,
-    scale: float | None,
-    impl: str | None = None,
+    attend: Attend,
 ) -> Schedule[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Backward of one rank from what `ring_forward` returned and delta[B, Hq, S/cp].
 
@@ -205,11 +233,10 @@ def ring_backward(
         yield Hop(here.part(**travels), spare.part(**travels), -1)
         k_runs = layout.runs((rank + 1 + hop) % parts)
         tile = None
-        if _visible(q_runs, k_runs, causal):
+        if _visible(q_runs, k_runs, attend):
             tile = attention_bwd(
-                do, q, here.kv[0], here.kv[1], lse, delta, o=o, causal=causal, scale=scale,
-                q_runs=q_runs, k_runs=k_runs, grad_dtype=grad_dtype, into=(dq, None, None),
-                impl=impl,
+                do, q, here.kv[0], here.kv[1], lse, delta, o=o, q_runs=q_runs, k_runs=k_runs,
+                grad_dtype=grad_dtype, into=(dq, None, None), **attend._asdict(),
             )  # fmt: skip
             dq = tile[0]
         yield None  # the gradient that arrives is of the block just computed
@@ -217,6 +244,7 @@ def ring_backward(
             spare.dkv[0].add_(tile[1])
             spare.dkv[1].add_(tile[2])
         here, spare = spare, here
+    assert dq is not None  # the own block is always visible
     return dq.to(q.dtype), here.dkv[0].to(kv.dtype), here.dkv[1].to(kv.dtype)
 
 
@@ -225,45 +253,64 @@ def ring_backward(
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, layout, group, causal, scale, overlap, impl):
-        options = {"layout": layout, "causal": causal, "scale": scale, "impl": impl}
-        schedule = ring_forward(dist.get_rank(group), q, k, v, **options)
+    def forward(ctx, q, k, v, sinks, layout, group, attend, overlap):
+        schedule = ring_forward(
+            dist.get_rank(group), q, k, v, layout=layout, attend=attend, sinks=sinks
+        )
         o, lse, kv = run_on_group(schedule, group, overlap=overlap)
-        ctx.save_for_backward(q, kv, o, lse)
-        ctx.group, ctx.overlap, ctx.options = group, overlap, options
+        ctx.save_for_backward(q, kv, sinks, o, lse)
+        ctx.group, ctx.overlap, ctx.layout, ctx.attend = group, overlap, layout, attend
         ctx.set_materialize_grads(False)
         return o, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx, do, dlse):
-        q, kv, o, lse = ctx.saved_tensors
+        q, kv, sinks, o, lse = ctx.saved_tensors
         do = torch.zeros_like(o) if do is None else do.contiguous()
-        delta = attention_delta(o, do, dlse, impl=ctx.options["impl"])
+        delta = attention_delta(o, do, dlse, impl=ctx.attend.impl)
         schedule = ring_backward(
             dist.get_rank(ctx.group), do, q, kv, lse, delta, o=o if dlse is None else None,
-            **ctx.options,
+            layout=ctx.layout, attend=ctx.attend,
         )  # fmt: skip
-        return *run_on_group(schedule, ctx.group, overlap=ctx.overlap), *[None] * 6
+        dq, dk, dv = run_on_group(schedule, ctx.group, overlap=ctx.overlap)
+        return dq, dk, dv, sinks_gradient(sinks, lse, delta), *[None] * 4
 
     @staticmethod
-    def spmd_typecheck(*, q: Any, k: Any, v: Any, group: Any) -> tuple[Any, Any]:
+    def spmd_typecheck(
+        *, q: Any, k: Any, v: Any, sinks: Any, group: Any, attend: Attend
+    ) -> tuple[Any, Any]:
         """Attention of the whole sequence, of which every rank keeps its own rows."""
-        return attention_types(q, k, v, group)
+        return attention_types(q, k, v, sinks, group, attend)
 
 
-def attention_types(q: Any, k: Any, v: Any, group: Any) -> tuple[Any, Any]:
+def sinks_gradient(
+    sinks: torch.Tensor | None, lse: torch.Tensor, delta: torch.Tensor
+) -> torch.Tensor | None:
+    """dsinks[Hq]{partial cp}: the share of this rank's rows."""
+    return None if sinks is None else attention_dsinks(sinks, lse, delta).to(sinks.dtype)
+
+
+def attention_types(
+    q: Any, k: Any, v: Any, sinks: Any, group: Any, attend: Attend
+) -> tuple[Any, Any]:
     """The typing rule of context-parallel attention, for every strategy: types of (o, lse).
 
-    q, k, v{S(1) cp} in the layout's order are gathered, attended (heads may be sharded on other
-    axes, sequence and head_dim not; linear in v alone), and the result is sharded again.
-    spmd_types is imported here only: it is a development extra.
+    q, k, v{S(1) cp} in the layout's order are gathered, attended (heads, and their sinks, may be
+    sharded on other axes, sequence and head_dim not; linear in v alone), and the result is sharded
+    again. spmd_types is imported here only: it is a development extra.
     """
     from spmd_types import R, S, rules
 
-    whole = [rules.all_gather(x, group, src=S(1), dst=R) for x in (q, k, v)]
-    o = rules.einsum("b_h_,b_h_,b_h_->b_h_", *whole, linear_in=(2,))
-    lse = rules.einsum("b_h_,b_h_->bh_", *whole[:2])
+    q, k, v = (rules.all_gather(x, group, src=S(1), dst=R) for x in (q, k, v))
+    if attend.documents is not None:
+        q = rules.einsum(
+            f"b_h_,{'b_' if attend.documents.ndim == 2 else '_'}->b_h_", q, attend.documents
+        )
+    if sinks is not None:
+        q = rules.einsum("b_h_,h->b_h_", q, sinks)
+    o = rules.einsum("b_h_,b_h_,b_h_->b_h_", q, k, v, linear_in=(2,))
+    lse = rules.einsum("b_h_,b_h_->bh_", q, k)
     return (
         rules.convert(o, group, src=R, dst=S(1)),
         rules.convert(lse, group, src=R, dst=S(2)),
@@ -280,10 +327,9 @@ def ring_attention(
     *,
     layout: SequenceLayout,
     group: dist.ProcessGroup | None,
-    causal: bool = True,
-    scale: float | None = None,
+    attend: Attend = Attend(),  # noqa: B008 - it cannot be changed
+    sinks: torch.Tensor | None = None,
     overlap: bool = True,
-    impl: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of q[B, S/cp, Hq, D] to the whole sequence of k, v[B, S/cp, Hkv, D].
 
@@ -293,6 +339,6 @@ def ring_attention(
     ``warpweave.parallel.context.context_attention`` refuses bad ones before anything is sent.
     """
     if group is None or dist.get_world_size(group) == 1:
-        o, lse = attention(q, k, v, causal=causal, scale=scale, return_lse=True, impl=impl)
+        o, lse = attention(q, k, v, sinks=sinks, return_lse=True, **attend._asdict())
         return o, lse
-    return _RingAttention.apply(q, k, v, layout, group, causal, scale, overlap, impl)
+    return _RingAttention.apply(q, k, v, sinks, layout, group, attend, overlap)

@@ -69,11 +69,18 @@ def _truth(layer: Attention, x: Tensor, theta: float | None) -> Tensor:
         z = torch.complex(t[..., :half], t[..., half:]) * torch.polar(torch.ones_like(angle), angle)
         return torch.cat((z.real, z.imag), -1)
 
+    hidden = future if layer.window is None else future | future.mT.triu(-S).tril(-layer.window)
     for kv in range(rows.shape[2]):
         k, v = turn(rows[:, :, kv, -2]), rows[:, :, kv, -1]
         for g in range(layer.group):
             scores = turn(rows[:, :, kv, g]) @ k.mT / layer.head_dim**0.5
-            out.append(scores.masked_fill(future, -torch.inf).softmax(-1) @ v)
+            if layer.softcap is not None:
+                scores = layer.softcap * (scores / layer.softcap).tanh()
+            scores = scores.masked_fill(hidden, -torch.inf)
+            if layer.sinks is not None:
+                sink = layer.sinks[kv * layer.group + g].expand(len(x), S, 1)
+                scores = torch.cat((scores, sink), -1)
+            out.append(scores.softmax(-1)[..., :S] @ v)
     return layer.out(torch.cat(out, -1))
 
 
@@ -84,6 +91,47 @@ def test_grouped_heads_and_rotary_embedding_follow_the_formula(heads, kv_heads, 
     x = draw(1, 2, 7, 12 * heads // 2)
     assert_close_f64(layer(x), _truth(layer, x, theta), RTOL)  # a float32 table would be 1e-7 off
     assert layer.qkv.weight.shape[0] == (heads + 2 * kv_heads) * 6
+
+
+OPTIONS = [
+    {"window": 3},
+    {"softcap": 0.5},
+    {"sinks": True},
+    {"window": 2, "softcap": 0.5, "sinks": True, "rope_theta": 100.0},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_windows_softcaps_and_sinks_follow_the_formula(options):
+    layer = Attention(36, 6, num_kv_heads=2, **F64, **options)
+    with torch.no_grad():
+        for i, p in enumerate(layer.parameters()):
+            p.copy_(draw(20 + i, *p.shape) / 2)
+    grads = []
+    for fn in (layer, lambda x: _truth(layer, x, layer.rope_theta)):
+        layer.zero_grad()
+        y = fn(draw(1, 2, 7, 36))
+        y.backward(draw(2, 2, 7, 36))
+        grads.append([y, *(p.grad for p in layer.parameters())])
+    for ours, truth in zip(*grads, strict=True):
+        assert_close_f64(ours, truth, RTOL)
+    plain = Attention(36, 6, num_kv_heads=2, **F64)
+    plain.load_state_dict(layer.state_dict(), strict=not options.get("sinks"))
+    assert not torch.allclose(plain(draw(1, 2, 7, 36)), layer(draw(1, 2, 7, 36)))
+
+
+def test_packed_documents_do_not_look_at_each_other():
+    layer, x = Attention(12, 2, **F64), draw(1, 2, 7, 12)
+    packed = layer(x.flatten(0, 1), TokenContext(2, documents=torch.tensor([0, 3, 7])))
+    apart = torch.cat((layer(x[:, :3]), layer(x[:, 3:])), 1)
+    assert_close_f64(packed.unflatten(0, (2, 7)), apart, RTOL)
+
+
+def test_a_window_or_softcap_out_of_range_is_refused():
+    with pytest.raises(ValueError, match=r"^window must be at least 1 or None, got -1$"):
+        Attention(12, 2, window=-1)
+    with pytest.raises(ValueError, match=r"^softcap must be positive or None, got 0.0$"):
+        Attention(12, 2, softcap=0.0)
 
 
 def test_flattened_tokens_with_a_context_are_the_batch_without():
@@ -142,16 +190,20 @@ def test_dropout_of_multihead_attention_is_not_taken_for_bias():
 
 def test_its_description_names_heads_mask_and_rotary_base():
     assert Attention(12, 6, num_kv_heads=2, rope_theta=100.0).extra_repr() == (
-        "embed_dim=12, num_heads=6, num_kv_heads=2, causal=True, rope_theta=100.0"
+        "embed_dim=12, num_heads=6, num_kv_heads=2, causal=True, window=None, softcap=None, "
+        "sinks=False, rope_theta=100.0"
     )
 
 
 def _on_ranks(rank: int, tp: int) -> None:
     mesh = Mesh(tp=tp).connect()
     rope = rope_table(torch.arange(6), 2, theta=100.0, dtype=torch.float64)
-    for group, bias, theta in ((1, True, None), (2, False, 100.0), (3, True, 100.0)):
+    more = {"window": 4, "softcap": 0.7, "sinks": True}
+    for group, bias, theta, extra in (
+        (1, True, None, {}), (2, False, 100.0, {}), (3, True, 100.0, {}), (2, True, 100.0, more),
+    ):  # fmt: skip
         heads = tp * group * (2 if tp == 2 else 1)  # two KV heads or one a rank
-        options = {"num_kv_heads": heads // group, "bias": bias, "rope_theta": theta}
+        options = {"num_kv_heads": heads // group, "bias": bias, "rope_theta": theta} | extra
 
         def make(mesh, sp=False, heads=heads, options=options):
             cut = {"mesh": mesh, "sequence_parallel": sp}
@@ -176,8 +228,11 @@ def test_heads_cut_over_tensor_ranks_equal_one_device(tp):
 def _on_context_ranks(rank: int) -> None:
     mesh = Mesh(cp=2).connect()
     torch.manual_seed(7)
-    layer = Attention(12, 6, num_kv_heads=2, mesh=mesh, rope_theta=100.0, **F64)
-    alone = Attention(12, 6, num_kv_heads=2, rope_theta=100.0, **F64)
+    options = {"num_kv_heads": 2, "rope_theta": 100.0, "window": 5, "softcap": 1.0, "sinks": True}
+    layer = Attention(12, 6, mesh=mesh, **options, **F64)
+    with torch.no_grad():
+        layer.sinks.copy_(draw(3, 6))
+    alone = Attention(12, 6, **options, **F64)
     alone.load_state_dict(layer.state_dict())
     x, layout = draw(1, 2, 8, 12), SequenceLayout(8, 2)
     rope = rope_table(layout.positions(rank), 2, theta=100.0, dtype=torch.float64)

@@ -1,5 +1,6 @@
 """Every strategy of context-parallel attention equals one device, says what is wrong, and types."""
 
+import itertools
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -22,6 +23,7 @@ from torch.distributed._local_tensor import LocalTensor, maybe_disable_local_ten
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from warpweave.kernels import reference
 from warpweave.kernels.attention import attention_fwd
 from warpweave.parallel import context, ring
 from warpweave.parallel.context import choose_strategy, context_attention
@@ -66,6 +68,85 @@ def _every_strategy(rank: int, world: int) -> None:
         q, k, v = case.draw()[0]
         whole = whole_attention(q * 0.5 * math.sqrt(case.dim), k, v, case.causal)[0]
         assert_close_f64(scaled, case.layout.shard(whole, rank, 1))
+
+
+SINKS = torch.tensor([0.3, -2.0, 1.0, -math.inf], dtype=torch.float64)  # the last one is none
+
+
+def _options(length: int) -> list[dict]:
+    """What attention may be asked besides a causal mask, alone and together."""
+    documents = torch.tensor([0, 3, 3, length // 2 + 1, length])
+    dropout = {"dropout": 0.3, "dropout_seed": 7, "dropout_origin": (3, 2)}
+    together = {"window": length // 2, "documents": documents, "softcap": 2.0, "sinks": SINKS}
+    return [
+        {"window": 4},
+        {"window": length // 2 + 1, "causal": False},
+        {"window": 1},
+        {"softcap": 2.0, "scale": 0.7},
+        {"sinks": SINKS},
+        {"documents": documents, "causal": False},
+        {"documents": torch.stack((documents, documents.clamp(max=length - 2)))},
+        dropout,
+        together | dropout,
+    ]
+
+
+def _every_option(rank: int, world: int) -> None:
+    for kind, i in itertools.product(("zigzag", "contiguous"), range(9)):
+        case = Case(SequenceLayout(6 * world, world, kind), batch=2, heads=4, kv_heads=2)
+        options = {"causal": True} | _options(case.layout.seq_len)[i]
+        (whole, (do, dlse)), (mine, cotangents) = case.draw(), case.shard(rank)
+        whole, mine = ([x.clone().requires_grad_() for x in xs] for xs in (whole, mine))
+        if "sinks" in options:  # every rank has them whole, and a share of their gradient
+            whole.append(SINKS.clone().requires_grad_())
+            mine.append(SINKS.clone().requires_grad_())
+        given = {key: value for key, value in options.items() if key != "sinks"}
+        o, lse = reference.attention(*whole[:3], sinks=(whole[3:] or [None])[0], **given)
+        seen = lse.detach().isfinite()  # -inf has no gradient
+        expected = torch.autograd.grad((o, lse.masked_fill(~seen, 0)), whole, (do, dlse))
+        for strategy in ("ring", "gather"):
+            out = context_attention(
+                *mine[:3], sinks=(mine[3:] or [None])[0], layout=case.layout,
+                group=dist.group.WORLD, strategy=strategy, return_lse=True, **given,
+            )  # fmt: skip
+            got = torch.autograd.grad(out, mine, cotangents)
+            dims = (1, 2, 1, 1, 1)
+            truth = (o, lse, *expected)
+            for x, y, dim in zip((*out, *got[:3]), truth, dims):
+                assert_close_f64(x, case.layout.shard(y, rank, dim))
+            if len(got) == 4:
+                dsinks = got[3].clone()
+                dist.all_reduce(dsinks)
+                assert_close_f64(dsinks, expected[3])
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_masks_scores_sinks_and_dropout_equal_one_device(world: int) -> None:
+    run_ranks(world, _every_option, world)
+
+
+def _hidden(rank: int) -> None:
+    """What a window hides from a rank is passed on, not computed."""
+    layout, tiles = SequenceLayout(24, 4, "contiguous"), []
+
+    def counted(*args, **options):
+        tiles.append(options["k_runs"])
+        return attention_fwd(*args, **options)
+
+    inputs = Case(layout).shard(rank)[0]
+    with mock.patch.object(ring, "attention_fwd", counted):
+        for window, causal, count in ((7, True, 2), (8, True, 3), (7, False, 3), (1, True, 1)):
+            tiles.clear()
+            context_attention(
+                *inputs, layout=layout, group=dist.group.WORLD, strategy="ring",
+                causal=causal, window=window,
+            )  # fmt: skip
+            inner = rank == 2  # which has enough ranks on either side
+            assert not inner or len(tiles) == count, (window, causal, tiles)
+
+
+def test_hops_outside_the_window_are_not_computed() -> None:
+    run_ranks(4, _hidden)
 
 
 def _second_derivative(rank: int) -> None:
@@ -209,13 +290,13 @@ class _LocalRing(ring._RingAttention):
     """`_RingAttention` on LocalTensors; a world of one has the shards of all ranks in a row."""
 
     @staticmethod
-    def forward(ctx, q, k, v, layout, group, causal, scale, overlap, impl):
-        options = {"layout": layout, "causal": causal, "scale": scale, "impl": impl}
+    def forward(ctx, q, k, v, sinks, layout, group, attend, overlap):
+        options = {"layout": layout, "attend": attend}
         inputs = [x._local_tensors for x in (q, k, v)]
         with maybe_disable_local_tensor_mode():
             if len(inputs[0]) == 1:
                 whole = [layout.unshard(x[0].chunk(layout.parts, 1), 1) for x in inputs]
-                o, lse = whole_attention(*whole, causal)
+                o, lse = whole_attention(*whole, attend.causal)
                 ranks = range(layout.parts)
                 o = torch.cat([layout.shard(o, rank, 1) for rank in ranks], 1)
                 lse = torch.cat([layout.shard(lse, rank, 2) for rank in ranks], 2)
@@ -272,7 +353,7 @@ SHARDED = {name: {"cp": S(1)} for name in "qkv"}
 @pytest.mark.parametrize("kind", ["zigzag", "contiguous"])
 def test_the_ring_has_the_type_it_states(kind: str) -> None:
     def args(parts: int) -> tuple:
-        return (*_qkv(), SequenceLayout(8, parts, kind), "cp", True, None, True, None)
+        return (*_qkv(), None, SequenceLayout(8, parts, kind), "cp", ring.Attend(), True)
 
     assert rulecheck(_LocalRing, args(2)).checked == [SHARDED]
     rulecheck(_LocalRing, args(4), SHARDED, mesh={"cp": 4})
@@ -283,7 +364,7 @@ def test_the_ring_has_the_type_it_states(kind: str) -> None:
 
 
 def test_gather_has_the_type_it_states() -> None:
-    args = (*_qkv(), _LocalLayout(8), "cp", True, None, None)
+    args = (*_qkv(), None, _LocalLayout(8), "cp", ring.Attend())
     with mock.patch.object(context, "attention_fwd", _mapped_kernel):
         assert rulecheck(context._GatherAttention, args).checked == [SHARDED]
         rulecheck(context._GatherAttention, args, SHARDED, mesh={"cp": 4})
@@ -294,10 +375,10 @@ def test_a_wrong_rule_is_found() -> None:
         """Attends to its own keys only, with the same rule."""
 
         @staticmethod
-        def forward(ctx, q, k, v, layout, group, causal, scale, overlap, impl):
-            return whole_attention(q, k, v, causal)
+        def forward(ctx, q, k, v, sinks, layout, group, attend, overlap):
+            return whole_attention(q, k, v, attend.causal)
 
-    args = (*_qkv(), SequenceLayout(8, 2), "cp", False, None, True, None)
+    args = (*_qkv(), None, SequenceLayout(8, 2), "cp", ring.Attend(causal=False), True)
     with pytest.raises(RuleCheckError, match="differs from the reference"):
         rulecheck(_KeepsRows, args)
 

@@ -438,8 +438,8 @@ def ring_backward_with_the_lse_of_one_hop(mesh):
     """The same in the ring: each tile is normalised by its own softmax, not by the whole one."""
     right = ring.attention_bwd
 
-    def attention_bwd(do, q, k, v, lse, *args, causal, scale, q_runs, k_runs, **options):
-        mask = {"causal": causal, "scale": scale, "q_runs": q_runs, "k_runs": k_runs}
+    def attention_bwd(do, q, k, v, lse, *args, causal, q_runs, k_runs, **options):
+        mask = {"causal": causal, "q_runs": q_runs, "k_runs": k_runs}
         own = ring.attention_fwd(q, k, v, **mask)[1]
         return right(do, q, k, v, own, *args, **mask, **options)
 

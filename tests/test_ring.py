@@ -91,7 +91,7 @@ def emulate(
     """The whole o, lse, dq, dk, dv of a ring whose ranks all run in this process."""
     ranks = range(case.layout.parts)
     shards = [case.shard(rank) for rank in ranks]
-    options = {"layout": case.layout, "causal": case.causal, "scale": None, "impl": impl}
+    options = {"layout": case.layout, "attend": ring.Attend(case.causal, impl=impl)}
     forward = ring.run_in_process(
         [ring.ring_forward(rank, *shards[rank][0], **options) for rank in ranks], overlap=overlap
     )
@@ -227,7 +227,7 @@ FAULTS = {
     "the last dK‖dV is not sent home": lambda parts: {"Hop": _last_gradient_stays(parts)},
     "forward masks by local positions": lambda parts: {"attention_fwd": _local_positions(_fwd)},
     "backward masks by local positions": lambda parts: {"attention_bwd": _local_positions(_bwd)},
-    "a visible hop is skipped": lambda parts: {"_visible": lambda q, k, causal: q == k},
+    "a visible hop is skipped": lambda parts: {"_visible": lambda q, k, attend: q == k},
 }
 
 
@@ -247,7 +247,7 @@ def test_planted_fault_shows(fault: str, kind: str, parts: int) -> None:
 def test_a_rank_that_leaves_the_ring_early_is_an_error() -> None:
     layout = SequenceLayout(8, 2)
     q = torch.randn(1, 4, 1, 8)
-    options = {"layout": layout, "causal": True, "scale": None}
+    options = {"layout": layout, "attend": ring.Attend()}
     good = ring.ring_forward(0, q, q, q, **options)
     with pytest.raises(RuntimeError, match="1 of 2 ranks"):
         ring.run_in_process([good, (x for x in ())])
@@ -275,7 +275,8 @@ def _run(case: Case, rank: int, overlap: bool) -> tuple[Tensors, list[int], list
     """This rank's o, lse, dq, dk, dv and the bytes of its forward and backward messages."""
     inputs, cotangents = case.shard(rank)
     inputs = [x.clone().requires_grad_() for x in inputs]
-    options = {"layout": case.layout, "group": dist.group.WORLD, "causal": case.causal}
+    attend = ring.Attend(case.causal)
+    options = {"layout": case.layout, "group": dist.group.WORLD, "attend": attend}
     wire = _Wire()
     with mock.patch.object(dist, "batch_isend_irecv", wire.batch_isend_irecv):
         o, lse = ring.ring_attention(*inputs, **options, overlap=overlap)
@@ -367,7 +368,8 @@ def _loss_through_one_output(rank: int, case: Case) -> None:
         whole = [x.requires_grad_() for x in case.draw()[0]]
         o, lse = whole_attention(*whole, case.causal)
         inputs = [x.clone().requires_grad_() for x in case.shard(rank)[0]]
-        options = {"layout": case.layout, "group": dist.group.WORLD, "causal": case.causal}
+        attend = ring.Attend(case.causal)
+        options = {"layout": case.layout, "group": dist.group.WORLD, "attend": attend}
         my_o, my_lse = ring.ring_attention(*inputs, **options)
         if use == "lse":
             expected, loss = (lse * all_dlse).sum(), (my_lse * dlse).sum()
