@@ -481,6 +481,7 @@ class ZeroAdamW:
         betas, eps, weight_decay: AdamW's; decay applies where the record says so.
         clip: largest global gradient norm; None for no clipping.
         loss_scale: for fp16; the seed gradient of the loss must be multiplied by its value.
+        impl: "triton", "torch" or None, as for the kernels.
     """
 
     def __init__(
@@ -493,12 +494,13 @@ class ZeroAdamW:
         weight_decay: float = 0.1,
         clip: float | None = 1.0,
         loss_scale: LossScale | None = None,
+        impl: str | None = None,
     ) -> None:
         if clip is not None and not clip > 0:
             raise ValueError(f"clip must be positive, or None for no clipping, got {clip}")
         self.units, self.mesh = units, mesh
         self.betas, self.eps, self.weight_decay, self.clip = betas, eps, weight_decay, clip
-        self.loss_scale = loss_scale
+        self.loss_scale, self.impl = loss_scale, impl
         device = units[0].master.device
         self.steps = [[torch.zeros((), device=device) for _ in unit.ranges] for unit in units]
         self.count = torch.zeros((), device=device)  # updates made; equal on every rank
@@ -523,7 +525,11 @@ class ZeroAdamW:
         Summed over the whole mesh, but for gradients that every data rank holds: those are counted
         by each of them alike, and summed over the tensor and pipeline ranks only.
         """
-        squares = [sum_of_squares(piece) for unit in self.units for piece in unit.counted_grads()]
+        squares = [
+            sum_of_squares(piece, impl=self.impl)
+            for unit in self.units
+            for piece in unit.counted_grads()
+        ]
         reference = self.units[0].reduced
         total = torch.stack(squares).sum() if squares else reference.new_zeros(())
         self.finite = total.isfinite()
@@ -592,4 +598,5 @@ class ZeroAdamW:
                 grad_scale=scale,
                 skip=skip,
                 param=None if unit.dtype == unit.master_dtype else home[part],
+                impl=self.impl,
             )

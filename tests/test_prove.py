@@ -8,6 +8,7 @@ import inspect
 import io
 import itertools
 import json
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from ranks import run_ranks
 
 from warpweave import engine as engines
 from warpweave import gpt, prove
+from warpweave.kernels import norm
 from warpweave.parallel import zero
 from warpweave.parallel.mesh import Mesh, single
 from warpweave.parallel.shard import ParamRecord
@@ -177,6 +179,34 @@ def test_every_planted_fault_is_caught_far_outside_the_limits_on_every_rank():
     for found in run_ranks(2, _faults, timeout=90):
         for name, errors in found.items():
             assert errors.worst > 5 * LIMITS["fp32"], (name, errors)
+
+
+def _interpreted(rank: int) -> list[Errors]:
+    """One step with every Triton kernel interpreted: two layouts, and one with a wrong kernel."""
+    right = norm._launch_fwd
+
+    def too_much_eps(*args):
+        *others, eps, y, s, mean, rstd = args
+        return right(*others, eps + 0.01, y, s, mean, rstd)
+
+    found = []
+    with mock.patch.object(prove, "STEPS", 1):
+        llama = Layout(
+            Mesh(cp=2), style="llama", zero=2, tied=False, strategy="ring", impl="triton"
+        )
+        gpt2 = Layout(Mesh(tp=2), True, recompute="selective", impl="triton")
+        for layout in (llama, gpt2):
+            found.append(prove_layout(layout, layout.mesh.connect(), 60.0))
+        with mock.patch.object(norm, "_launch_fwd", too_much_eps):
+            found.append(prove_layout(gpt2, gpt2.mesh.connect(), 60.0))
+    return found
+
+
+@pytest.mark.timeout(200)
+def test_the_triton_kernels_prove_layouts_too():
+    for llama, gpt2, planted in run_ranks(2, _interpreted, timeout=180):
+        assert max(llama.worst, gpt2.worst) <= LIMITS["fp64"], (llama, gpt2)
+        assert planted.worst > LIMITS["fp32"], planted
 
 
 def test_the_report_names_what_is_wrong():

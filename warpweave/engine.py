@@ -202,6 +202,7 @@ class Engine:
             weight_decay=weight_decay,
             clip=clip,
             loss_scale=scale,
+            impl=impl,
         )
         self.message: Like = ((own.stop - own.start, config.width), dtype, self.device)
         self.stage = _EngineStage(segments, mesh, self.optimizer, self.message, self.gpt.last)

@@ -8,6 +8,9 @@ with `plain_gpt`, a model that shares no code with the rest of the library.
 ``warpweave prove --typecheck --model llama-70b --dp 32 --cp 4 --tp 8 --pp 8`` needs no ranks: it
 follows the types of one rank's program per stage (`warpweave.typecheck`), on any mesh, in seconds.
 
+``TRITON_INTERPRET=1 warpweave prove --dp 2 --tp 2 --impl triton`` proves a layout and the kernels
+in one: everything that has a Triton kernel runs it, in the interpreter.
+
 The batch is made to be nasty: numbers of valid tokens differ between ranks, some ranks have none at
 all, the vocabulary and the layers do not divide evenly, dropout is on and clipping is active.
 """
@@ -31,6 +34,7 @@ from torch import Tensor
 
 from warpweave.engine import Engine
 from warpweave.gpt import PRESETS, GPTConfig
+from warpweave.kernels.dispatch import choose
 from warpweave.launch import join, launch, reported, under_torchrun
 from warpweave.parallel.context import Strategy
 from warpweave.parallel.mesh import ConnectedMesh, Mesh
@@ -57,6 +61,7 @@ class Layout:
     recompute: str = "none"
     strategy: Strategy = "auto"
     dtype: str = "fp64"
+    impl: str = "torch"
 
     def __str__(self) -> str:
         m = self.mesh
@@ -65,7 +70,7 @@ class Layout:
         tied = "tied" if self.tied else "untied"
         return (
             f"{axes} {sp} zero={self.zero} {self.schedule:5} {self.style:5} {tied:6} "
-            f"{self.recompute:9} {self.strategy:6} {self.dtype}"
+            f"{self.recompute:9} {self.strategy:6} {self.dtype} {self.impl}"
         )
 
 
@@ -220,6 +225,7 @@ def prove_layout(layout: Layout, mesh: ConnectedMesh, timeout: float = 60.0) -> 
         dtype=DTYPES[layout.dtype],
         seed=SEED,
         clip=CLIP,
+        impl=layout.impl,
         timeout=timeout,
         **ADAMW,
     )
@@ -327,6 +333,9 @@ class ProveConfig:
     """How keys and values reach the other context ranks."""
     dtype: Literal["fp64", "fp32", "both"] = "both"
     """What to compute in."""
+    impl: Literal["torch", "triton"] = "torch"
+    """What computes on the CPU: torch, or (with TRITON_INTERPRET=1 set, half a minute for a layout)
+    the Triton kernels in Triton's interpreter."""
     timeout: float = 60.0
     """Seconds that any exchange between ranks may take."""
     typecheck: bool = False
@@ -338,6 +347,7 @@ class ProveConfig:
         """The layouts to prove, smallest worlds first."""
         if self.model is not None:
             raise ValueError(f"model = {self.model!r} needs --typecheck: a proof trains a tiny one")
+        choose(self.impl, torch.empty(0))  # or a line that says what is missing
         if self.all:
             worlds = [w for w in (1, 2, 4) if w <= self.world]
             chosen = [layout for w in worlds for layout in table(w)] if self.world <= 4 else []
@@ -361,7 +371,11 @@ class ProveConfig:
             if misfits := _misfits(mesh):
                 raise ValueError(f"the proof's model does not divide: {', '.join(misfits)}")
         dtypes = ("fp64", "fp32") if self.dtype == "both" else (self.dtype,)
-        return [dataclasses.replace(layout, dtype=d) for layout in chosen for d in dtypes]
+        return [
+            dataclasses.replace(layout, dtype=d, impl=self.impl)
+            for layout in chosen
+            for d in dtypes
+        ]
 
 
 def prove_rank(layouts: list[Layout], timeout: float, path: str, port: int | None = None) -> None:
