@@ -2,7 +2,8 @@
 
     python benchmarks/compiled.py                                  # sm_80, sm_90, sm_100: minutes
     python benchmarks/compiled.py --targets sm_90 --only attention
-    PYTHONPATH=build/triton-3.9.0 python benchmarks/compiled.py    # with another Triton, see README
+    pip install --no-deps --target build/triton-3.9.0 triton==3.9.0
+    PYTHONPATH=build/triton-3.9.0 python benchmarks/compiled.py    # with another Triton
 
 Facts, from the cubin: registers, bytes of stack (spills), shared memory, programs that one
 multiprocessor holds at once (occupancy), the tensor-core instruction used. Predictions, marked as

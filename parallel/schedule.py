@@ -304,6 +304,27 @@ def split_backward(lists: Schedule, *, lag: int = 0) -> Schedule:
     return result
 
 
+def send_first(lists: Schedule) -> Schedule:
+    """Every B whose gradient another rank waits for becomes an I and a W, between which it leaves.
+
+    Each hop of the gradients through the pipeline then takes an I instead of a B: with p stages on
+    p ranks (p-1) W less of idle time, the first step towards zero bubbles (arXiv:2401.10241).
+    Between I and W a stage holds the operands of one micro-batch's weight gradients; as stage 0,
+    which holds the most activations, has nobody to send to, 1F1B's largest rank does not grow.
+    """
+    rank_of = placement(lists)
+    if lowered(lists):
+        raise ValueError("send_first: the lists hold sends and receives already")
+
+    def parts(action: Action) -> list[Action]:
+        s = action.stage
+        if action.op != B or s == 0 or rank_of[s - 1] == rank_of[s]:
+            return [action]
+        return [action._replace(op=I), action._replace(op=W)]
+
+    return [[part for action in actions for part in parts(action)] for actions in lists]
+
+
 def with_comm(lists: Schedule) -> Schedule:
     """Adds a send after each F, B or I that another rank waits for, and a receive where it waits.
 

@@ -68,10 +68,10 @@ class _Chain:
 
 @dataclass
 class _Flight:
-    """What one micro-batch keeps between its forward and its backward pass."""
+    """What one micro-batch keeps between its forward and its backward pass; lists by segment."""
 
     chain: _Chain
-    weights: WeightGradients
+    weights: list[WeightGradients]
     inputs: list[Tensor | None] = field(default_factory=list)
     outputs: list[Tensor | None] = field(default_factory=list)
 
@@ -130,8 +130,10 @@ class ChainStage:
 
         The last stage appends its loss to `losses` and returns None.
         """
-        flight = self._flights[mb] = _Flight(self._chain(mb), WeightGradients(self._homes))
-        segments = flight.chain.segments
+        chain = self._chain(mb)
+        segments = chain.segments
+        flight = _Flight(chain, [WeightGradients(self._homes) for _ in segments])
+        self._flights[mb] = flight
         for k, segment in enumerate(segments):
             self._enter(segments, k, k + 1)
             entry = None if x is None else x.detach().requires_grad_()
@@ -183,14 +185,16 @@ class ChainStage:
     def backward_weight(self, mb: int) -> None:
         """The weight gradients that `backward_input` left to do."""
         flight = self._flights.pop(mb)
-        for unit in self.units:
-            unit.lend_grads()
-        flight.weights.run()
-        for unit in self.units:
-            unit.collect_grads()
         self._backwards_left -= 1
-        for units in reversed(flight.chain.completes):
-            self._reduce_completed(units)
+        for segment, weights, completed in reversed(
+            list(zip(flight.chain.segments, flight.weights, flight.chain.completes, strict=True))
+        ):
+            for unit in segment.units:
+                unit.lend_grads()
+            weights.run()
+            for unit in segment.units:
+                unit.collect_grads()
+            self._reduce_completed(completed)
 
     def _backward(self, mb: int, dy: Tensor | None, *, deferred: bool) -> Tensor | None:
         flight = self._flights[mb] if deferred else self._flights.pop(mb)
@@ -207,7 +211,7 @@ class ChainStage:
                     y = segment.fn(entry, self._batches[mb])
             for unit in segment.units:
                 unit.lend_grads()
-            with (collect if deferred else accumulate)(flight.weights):
+            with (collect if deferred else accumulate)(flight.weights[k]):
                 torch.autograd.backward(y, gradient)
             for unit in segment.units:
                 unit.collect_grads()

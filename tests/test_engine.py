@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import run_ranks
 
 from warpweave.engine import Engine
@@ -76,6 +77,24 @@ def test_loss_evaluation_and_generated_text_agree_on_every_mesh():
             expected = alone[LLAMA if name == "cp2pp2" else CONFIG]
             assert story["numbers"] == pytest.approx(expected["numbers"], rel=1e-12), name
             assert story["texts"] == expected["texts"], name
+
+
+def _early_and_late(rank: int, zero: int) -> None:
+    mesh, stories = Mesh(pp=2, dp=2).connect(), []
+    for early in (True, False):
+        engine = _engine(CONFIG, mesh, zero=zero, early_gradients=early)
+        split = any(a.op == "I" for actions in engine.schedule for a in actions)
+        assert split == (early and zero < 2)  # sharded gradients are freed segment by segment
+        for key in range(2):
+            engine.step(*_data(key, mesh), lr=0.02, key=key)
+        stories.append([t for _, t, _ in engine.read("param")])
+        dist.barrier()
+    assert all(torch.equal(a, b) for a, b in zip(*stories, strict=True))
+
+
+def test_gradients_that_leave_early_are_the_same_to_the_bit():
+    for zero in (0, 1, 2):
+        run_ranks(4, _early_and_late, zero)
 
 
 def test_evaluation_is_the_plain_models_loss_without_dropout():

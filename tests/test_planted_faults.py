@@ -612,7 +612,8 @@ def deferred_weights_miss_the_reduction(mesh):
         return dx
 
     def backward_weight(self, mb):
-        self._flights.pop(mb).weights.run()
+        for weights in self._flights.pop(mb).weights:
+            weights.run()
 
     return [
         (ChainStage, "backward_input", backward_input),

@@ -15,6 +15,7 @@ from warpweave.parallel.schedule import (
     one_f_one_b,
     order,
     placement,
+    send_first,
     split_backward,
     to_csv,
     validate,
@@ -89,6 +90,19 @@ def test_split_backward_lets_w_fill_the_bubbles() -> None:
         "F0 F1 .  I0 F2 I1 W0 .  I2 W1 W2",
         ".  F0 I0 F1 I1 W0 F2 I2 W1 W2 .",
     ]
+
+
+def test_send_first_splits_what_another_rank_waits_for_and_nothing_else() -> None:
+    assert send_first(one_f_one_b(2, 2)) == lists_of(
+        "0F0 0F1 0B0 0B1", "1F0 1I0 1W0 1F1 1I1 1W1"
+    )
+    assert send_first(gpipe(1, 2)) == gpipe(1, 2)
+    both = [one_f_one_b(2, 1)[0] + one_f_one_b(2, 1)[1]]  # two stages on one rank
+    assert send_first(both) == both
+    (_, last) = with_comm(send_first(one_f_one_b(2, 1)))
+    assert [a.op for a in last] == ["RECV_F", "F", "I", "SEND_B", "W"]
+    with pytest.raises(ValueError, match="send_first: the lists hold sends"):
+        send_first(with_comm(gpipe(2, 1)))
 # fmt: on
 
 

@@ -9,6 +9,7 @@ from warpweave.parallel.schedule import (
     from_csv,
     gpipe,
     one_f_one_b,
+    send_first,
     split_backward,
     validate,
     with_comm,
@@ -43,6 +44,17 @@ def test_peak_activations(p: int, m: int) -> None:
     assert simulate(one_f_one_b(p, m), {"F": 1}).activations == tuple(
         min(m, p - s) for s in range(p)
     )
+
+
+@pytest.mark.parametrize("generate", [gpipe, one_f_one_b])
+@pytest.mark.parametrize(("p", "m"), [(2, 3), (4, 4), (4, 9)])
+def test_sending_gradients_first_saves_a_w_per_hop_and_no_rank_holds_more_than_the_first(
+    generate, p: int, m: int
+) -> None:
+    costs = {"F": 1, "B": 2, "I": 1, "W": 1}
+    whole, early = simulate(generate(p, m), costs), simulate(send_first(generate(p, m)), costs)
+    assert whole.span - early.span == p - 1
+    assert max(early.activations) == max(whole.activations)
 
 
 def test_weights_deferred_keep_their_activations() -> None:

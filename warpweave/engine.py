@@ -132,6 +132,9 @@ class Engine:
         micro_batch_size: sequences in each.
         zero: ZeRO stage over the data group (dp x cp).
         schedule: "gpipe" or "1f1b".
+        early_gradients: a stage sends its input's gradient before it makes those of its weights
+            (`schedule.send_first`); not with ZeRO 2 and 3, which free gradients segment by segment.
+            The results are the same, to the bit.
         sequence_parallel, recompute, layout, strategy, impl: as ``GPT``.
         dtype: of the parameters; float32, float64, bfloat16 or float16 (with dynamic loss scale).
         device: where everything lives.
@@ -152,6 +155,7 @@ class Engine:
         micro_batch_size: int = 1,
         zero: int = 0,
         schedule: str = "1f1b",
+        early_gradients: bool = True,
         sequence_parallel: bool = True,
         recompute: str = "none",
         layout: str = "zigzag",
@@ -206,16 +210,17 @@ class Engine:
         )
         self.message: Like = ((own.stop - own.start, config.width), dtype, self.device)
         self.stage = _EngineStage(segments, mesh, self.optimizer, self.message, self.gpt.last)
-        self.schedule = self._plan(schedule)
+        self.schedule = self._plan(schedule, early_gradients)
         self.transport = Distributed(
             self.schedule, mesh.group("pp"), device=self.device, timeout=timeout
         )
         self.load("param", lambda record: record.draw(seed))
 
-    def _plan(self, name: str) -> schedules.Schedule:
-        lists = schedules.with_reduce(
-            schedules.with_comm(SCHEDULES[name](self.mesh.size("pp"), self.microbatches))
-        )
+    def _plan(self, name: str, early: bool) -> schedules.Schedule:
+        lists = SCHEDULES[name](self.mesh.size("pp"), self.microbatches)
+        if early and not any(unit.placement.grad for unit in self.units):
+            lists = schedules.send_first(lists)
+        lists = schedules.with_reduce(schedules.with_comm(lists))
         if self.config.tied:
             lists = schedules.with_tie(lists)
         lists = schedules.with_update(lists)
