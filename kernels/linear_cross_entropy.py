@@ -45,7 +45,7 @@ from typing import NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from warpweave.kernels.cross_entropy import (
+from warpweave.kernels.cross_entropy_halves import (
     _bwd_torch,
     _fwd_torch,
     check_options,

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from warpweave.kernels.cross_entropy import check_options
+from warpweave.kernels.cross_entropy_halves import check_options
 from warpweave.kernels.dispatch import choose
 from warpweave.kernels.linear import Settled, grad_dtype
 from warpweave.kernels.linear_cross_entropy import (

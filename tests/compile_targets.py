@@ -88,7 +88,15 @@ def m(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 def cases() -> list[Case]:
     """Every case; called in the subprocess only."""
-    from warpweave.kernels import activation, adamw, attention, cross_entropy, dropout, norm, rope
+    from warpweave.kernels import (
+        activation,
+        adamw,
+        attention,
+        cross_entropy_halves,
+        dropout,
+        norm,
+        rope,
+    )
 
     T, fp32 = 8192, torch.float32
     f, b, f2, h = m(1, dtype=fp32), m(1), m(128, 64, dtype=fp32), m(T, 4096)
@@ -151,17 +159,17 @@ def cases() -> list[Case]:
         found += [
             Case(
                 f"cross_entropy fwd {name}",
-                lambda z=z, t=t: cross_entropy._fwd_triton(z, t, 0, z.shape[1], -100, True),
+                lambda z=z, t=t: cross_entropy_halves._fwd_triton(z, t, 0, z.shape[1], -100, True),
             ),
             Case(
                 f"cross_entropy bwd {name}",
-                lambda z=z, t=t, row=row: cross_entropy._bwd_triton(
+                lambda z=z, t=t, row=row: cross_entropy_halves._bwd_triton(
                     row, z, t, row, 0, z.shape[1], -100, 0.1
                 ),
             ),
             Case(
                 f"cross_entropy bwd in place, z-loss {name}",
-                lambda z=z, t=t, row=row: cross_entropy._bwd_triton(
+                lambda z=z, t=t, row=row: cross_entropy_halves._bwd_triton(
                     row, z, t, row, 128, 10**6, -100, 0.0, 1e-4, z
                 ),
             ),
@@ -451,7 +459,7 @@ def _product_tiles() -> list[Case]:
 
 def _row_tiles() -> list[Case]:
     """Norms of every padded width, losses of every padded vocabulary up to the block's limit."""
-    from warpweave.kernels import cost, cross_entropy, norm
+    from warpweave.kernels import cost, cross_entropy_halves, norm
 
     found, T = [], 8192
     for power in range(4, 17):
@@ -481,12 +489,12 @@ def _row_tiles() -> list[Case]:
         found += [
             Case(
                 f"cross_entropy fwd V={V}",
-                lambda z=z, t=t, V=V: cross_entropy._fwd_triton(z, t, 0, V, -100, False),
+                lambda z=z, t=t, V=V: cross_entropy_halves._fwd_triton(z, t, 0, V, -100, False),
                 cost=cost.cross_entropy(T, V),
             ),
             Case(
                 f"cross_entropy bwd V={V}",
-                lambda z=z, t=t, row=row, V=V: cross_entropy._bwd_triton(
+                lambda z=z, t=t, row=row, V=V: cross_entropy_halves._bwd_triton(
                     row, z, t, row, 0, V, -100, 0.0
                 ),
                 cost=cost.cross_entropy(T, V, backward=True),

@@ -1,5 +1,6 @@
 """Packaging: wheel and editable install import alike; no source is loaded under two names."""
 
+import importlib
 import shutil
 import subprocess
 import sys
@@ -155,3 +156,35 @@ def test_the_pins_agree_with_each_other() -> None:
     assert {n.lower().replace("_", "-"): v for n, v in exact}.items() <= pins.items()
     assert (pins["torch"], pins["triton"]) == ("2.13.0", "3.7.1")
     assert tuple(map(int, pins["numpy"].split(".")))[:2] < (2, 4)
+
+
+PUBLIC = {
+    "kernels.attention": ["attention", "attention_fwd", "attention_bwd"],
+    "kernels.norm": ["rms_norm", "layer_norm"],
+    "kernels.rope": ["apply_rope", "rope_table"],
+    "kernels.mlp": ["gelu_mlp", "swiglu_mlp"],
+    "kernels.cross_entropy": ["cross_entropy", "linear_cross_entropy"],
+    "kernels.adamw": ["adamw_step"],
+    "kernels.gemm": ["gemm"],
+    "parallel.mesh": ["Mesh"],
+    "parallel.schedule": ["gpipe", "one_f_one_b"],
+    "parallel.simulate": ["simulate"],
+    "parallel.context": ["context_attention"],
+    "layers.linear": ["ColumnParallelLinear", "RowParallelLinear"],
+    "layers.embedding": ["VocabParallelEmbedding"],
+    "layers.norm": ["RMSNorm", "LayerNorm"],
+    "layers.attention": ["Attention"],
+    "layers.mlp": ["MLP"],
+    "layers.block": ["TransformerBlock"],
+    "gpt": ["GPT", "GPTConfig"],
+    "checkpoint": ["open_checkpoint"],
+    "prove": ["main"],
+    "train": ["main"],
+    "tune": ["main"],
+}
+
+
+def test_public_names_are_where_they_are_promised() -> None:
+    for module, names in PUBLIC.items():
+        found = importlib.import_module(f"warpweave.{module}")
+        assert not [name for name in names if not callable(getattr(found, name, None))], module
