@@ -37,10 +37,11 @@ from torch import Tensor
 from warpweave.aot import PARTS
 from warpweave.kernels.cost import Cost
 from warpweave.kernels.tiles import own_rows
-from warpweave.timing import CudaClock, interleave
+from warpweave.timing import Clock, CudaClock, interleave
 
 OURS = "warpweave"
 PREDICTED = ("sm_80", "sm_90", "sm_100")
+REFUSALS = (RuntimeError, TypeError, ImportError, AttributeError)  # of a baseline that cannot run
 Outputs = Sequence[Tensor]
 
 
@@ -89,6 +90,47 @@ class Row:
     of_peak: float | None = None
     ratios: dict[str, harness.Ratio] = field(default_factory=dict)
     predicted_us: dict[str, float] = field(default_factory=dict)
+
+    def words(self) -> str:
+        """The row's line of the table."""
+        start = f"{self.name:28} {self.variant:22} {self.dtype:8} "
+        start += f"error {self.error:.1e}/{self.limit:.1e}"
+        if self.ms is None:
+            bound = ", ".join(
+                f"{PARTS[t].device} >= {us:.1f} us" for t, us in self.predicted_us.items()
+            )
+            return f"{start}  PREDICTION {bound}  {self.shape}"
+        return (
+            f"{start} {self.ms:8.3f} ms ({self.p20:.3f} to {self.p80:.3f}) {self.tflops:7.1f} "
+            f"TFLOP/s {self.gb_s:7.0f} GB/s {self.of_peak:4.0%}{self.more()}  {self.shape}  "
+            + ", ".join(f"{x.median:.3f} x {name}" for name, x in self.ratios.items())
+        )
+
+    def more(self) -> str:
+        """What else was measured."""
+        return ""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What problems are measured with.
+
+    Attributes:
+        device, clock: where, and by what.
+        peak: measured FLOP/s and bytes/s of the device.
+        rounds: timed calls of each variant.
+        left: seconds until no more should be started.
+    """
+
+    device: torch.device
+    clock: Clock
+    peak: tuple[float, float]
+    rounds: int
+    left: Callable[[], float]
+
+
+Measured = tuple[list[Row], Mapping[str, str]]
+"""A problem's rows, and the baselines that are absent from them, with the reason."""
 
 
 def wide(value: Any) -> Any:
@@ -152,11 +194,15 @@ def able(problem: Problem, inputs: tuple[Any, ...]) -> Problem:
             continue
         try:
             call(*copied(inputs))
-        except (RuntimeError, TypeError) as error:
+        except REFUSALS as error:
             del variants[name]
-            why = str(error).splitlines()[0] if str(error) else type(error).__name__
-            absent[f"{name} for {problem.name} {problem.shape}"] = why
+            absent[f"{name} for {problem.name} {problem.shape}"] = reason(error)
     return dataclasses.replace(problem, variants=variants, absent=absent)
+
+
+def reason(error: Exception) -> str:
+    """Its first line."""
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def forward_backward(forward: Callable[..., Any], wanted: int) -> Callable[..., Outputs]:
@@ -252,6 +298,18 @@ def rows(
     return found
 
 
+def measure(small: Problem, problem: Problem, bench: Bench) -> Measured:
+    """Check every variant at both shapes, then time them at the second."""
+    torch.manual_seed(0)
+    inputs = problem.inputs(bench.device)
+    problem = able(problem, inputs)
+    errors = check(small, small.inputs(bench.device), list(problem.variants))
+    agree(problem, inputs)
+    calls = {n: lambda f=f: f(*inputs) for n, f in problem.variants.items()}
+    times = interleave(calls, bench.clock, rounds=bench.rounds)
+    return rows(problem, errors, times, bench.peak), problem.absent
+
+
 # ---------------------------------------------------------------- without one
 
 
@@ -281,13 +339,75 @@ def _dry(tiny: Problem, full: Problem) -> list[Row]:
 # ---------------------------------------------------------------- the command
 
 
+class Table:
+    """A family's report, shown and written as it grows: what ends the family leaves the rest.
+
+    Args:
+        script, claim: of the family.
+        folder: where results go, if anywhere.
+        problems: all that should be measured.
+    """
+
+    def __init__(
+        self, script: str, claim: str, folder: Path | None, problems: Sequence[Problem]
+    ) -> None:
+        self.script, self.claim, self.folder = script, claim, folder
+        self.left_out = [f"{p.name} {p.shape}" for p in problems]
+        self.absent = {name: why for p in problems for name, why in p.absent.items()}
+        self.rows: list[Row] = []
+
+    def open(self, **header: Any) -> None:
+        """Say what is claimed; `header` describes the device."""
+        command = f"python benchmarks/{self.script}.py"
+        self.header = harness.header(command=command, **header)
+        dry = self.header["kind"] == "dry"
+        print(f"to be tested on a GPU, not here: {self.claim}" if dry else self.claim, flush=True)
+
+    def add(self, problem: Problem, rows: Sequence[Row], absent: Mapping[str, str]) -> None:
+        """A problem's rows, and who is absent from them."""
+        self.left_out.remove(f"{problem.name} {problem.shape}")
+        self.absent |= absent
+        self.rows += rows
+        for row in rows:
+            print(row.words(), flush=True)
+        self._write()
+
+    def finish(self) -> None:
+        """What is missing, and the line of JSON."""
+        for name, why in self.absent.items():
+            print(f"baseline left out: {name}: {why}")
+        for name in self.left_out:
+            print(f"not reached in time: {name}")
+        self._write()
+        print(json.dumps(self._report()), flush=True)
+
+    def _report(self) -> dict[str, Any]:
+        return {
+            "script": self.script,
+            "claim": self.claim,
+            "measured": self.header["kind"] != "dry",
+            "header": self.header,
+            "absent_baselines": self.absent,
+            "not_reached_in_time": self.left_out,
+            "rows": [dataclasses.asdict(row) for row in self.rows],
+        }
+
+    def _write(self) -> None:
+        if self.folder is not None:
+            path = self.folder / self.header["kind"] / f"{self.script}.json"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(self._report(), indent=1) + "\n")
+
+
 def main(
     script: str, claim: str, problems: Callable[[str], list[Problem]],
     arguments: list[str] | None = None,
+    measure: Callable[[Problem, Problem, Bench], Measured] = measure,
 ) -> None:  # fmt: skip
     """Run a family: check and time on the CUDA device, or with --dry check in the interpreter.
 
-    Exits with one line where there is no CUDA device and --dry was not given.
+    `measure` does the former, given a problem at scale "check" and at "full". Exits with one line
+    where there is no CUDA device and --dry was not given.
     """
     options = argparse.ArgumentParser(description=claim)
     options.add_argument("--dry", action="store_true", help="no GPU: outputs only, in miniature")
@@ -299,73 +419,31 @@ def main(
     given = options.parse_args(arguments)
     if not given.dry and not torch.cuda.is_available():
         options.exit(2, f"{script} times a CUDA device and there is none: pass --dry\n")
-    began, found, left_out = time.monotonic(), [], []
-    full = [p for p in problems("full") if given.only in p.name]
-    absent = {name: why for p in full for name, why in p.absent.items()}
-    header: dict[str, Any] = {"command": f"python benchmarks/{script}.py"}
-    if given.dry:
-        header |= {"kind": "dry", "device": "none: interpreted, and times are PREDICTIONS"}
-        tiny = [p for p in problems("tiny") if given.only in p.name]
-        for small, large in zip(tiny, full, strict=True):
-            found += _dry(small, large)
-    else:
-        device = torch.device("cuda")
-        name = torch.cuda.get_device_name(device)
-        clock = CudaClock(device)
-        peak = peaks(device, clock)
-        header |= {"kind": name.lower().replace(" ", "-"), "device": name,
-                   "peak_tflops": peak[0] / 1e12, "peak_gb_s": peak[1] / 1e9,
-                   "own_tiles": len(own_rows(name))}  # fmt: skip
-        checks = [p for p in problems("check") if given.only in p.name]
-        for small, problem in zip(checks, full, strict=True):
-            if time.monotonic() - began > given.seconds:
-                left_out.append(f"{problem.name} {problem.shape}")
-                continue
-            torch.cuda.empty_cache()
-            torch.manual_seed(0)
-            inputs = problem.inputs(device)
-            problem = able(problem, inputs)
-            absent |= problem.absent
-            errors = check(small, small.inputs(device), list(problem.variants))
-            agree(problem, inputs)
-            calls = {n: lambda f=f, i=inputs: f(*i) for n, f in problem.variants.items()}
-            found += rows(problem, errors, interleave(calls, clock, rounds=given.rounds), peak)
-    report = {
-        "script": script,
-        "claim": claim,
-        "measured": not given.dry,
-        "header": harness.header(**header),
-        "absent_baselines": absent,
-        "not_reached_in_time": left_out,
-        "rows": [dataclasses.asdict(row) for row in found],
-    }
-    print(f"to be tested on a GPU, not here: {claim}" if given.dry else claim)
-    _print(found, absent, left_out)
+    began = time.monotonic()
     folder = given.results
     if folder is None and not given.dry:
         folder = harness.ROOT / "benchmarks" / "results"
-    if folder is not None:
-        path = folder / header["kind"] / f"{script}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps(report), flush=True)
-
-
-def _print(found: list[Row], absent: Mapping[str, str], left_out: list[str]) -> None:
-    for name, why in absent.items():
-        print(f"baseline left out: {name}: {why}")
-    for name in left_out:
-        print(f"not reached in time: {name}")
-    for r in found:
-        start = f"{r.name:28} {r.variant:22} {r.dtype:8} error {r.error:.1e}/{r.limit:.1e}"
-        if r.ms is None:
-            bound = ", ".join(
-                f"{PARTS[t].device} >= {us:.1f} us" for t, us in r.predicted_us.items()
-            )
-            print(f"{start}  PREDICTION {bound}  {r.shape}")
-            continue
-        ratios = ", ".join(f"{x.median:.3f} x {name}" for name, x in r.ratios.items())
-        print(
-            f"{start} {r.ms:8.3f} ms ({r.p20:.3f} to {r.p80:.3f}) {r.tflops:7.1f} TFLOP/s "
-            f"{r.gb_s:7.0f} GB/s {r.of_peak:4.0%}  {r.shape}  {ratios}"
+    full = [p for p in problems("full") if given.only in p.name]
+    table = Table(script, claim, folder, full)
+    if given.dry:
+        table.open(kind="dry", device="none: interpreted, and times are PREDICTIONS")
+        tiny = [p for p in problems("tiny") if given.only in p.name]
+        for small, problem in zip(tiny, full, strict=True):
+            table.add(problem, _dry(small, problem), {})
+    else:
+        device = torch.device("cuda")
+        name, clock = torch.cuda.get_device_name(device), CudaClock(device)
+        peak = peaks(device, clock)
+        table.open(
+            kind=name.lower().replace(" ", "-"), device=name, peak_tflops=peak[0] / 1e12,
+            peak_gb_s=peak[1] / 1e9, own_tiles=len(own_rows(name)),
+        )  # fmt: skip
+        bench = Bench(
+            device, clock, peak, given.rounds, lambda: given.seconds - (time.monotonic() - began)
         )
+        checks = [p for p in problems("check") if given.only in p.name]
+        for small, problem in zip(checks, full, strict=True):
+            if bench.left() >= 0:
+                torch.cuda.empty_cache()
+                table.add(problem, *measure(small, problem, bench))
+    table.finish()

@@ -1,10 +1,11 @@
-"""Check and time every kernel on the CUDA device: one command, nine minutes at most.
+"""Check and time kernels and training steps on the CUDA device: one command, nine minutes at most.
 
     python benchmarks/run_all.py            # writes benchmarks/results/<device>/kernels_*.json
     python benchmarks/run_all.py --dry      # no GPU: outputs in the interpreter, predicted times
 
 Each family runs in a process of its own, so that one that fails takes no other with it, and within
-its share of the time that is left; what was not reached is named. Exit status 1 if any failed.
+its share of the time that is left; what was not reached is named, what was measured until then is
+written. Exit status 1 if any failed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-FAMILIES = ("attention", "norm", "gemm", "loss", "optimizer")
+# And their shares of the time: a training step compiles whole models.
+FAMILIES = {"attention": 1, "norm": 1, "gemm": 1, "loss": 1, "optimizer": 1, "training": 3}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -35,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     summary: dict[str, str] = {}
     for index, family in enumerate(families):
         left = max(0.0, end - time.monotonic())
-        share = left / (len(families) - index)
+        share = left * FAMILIES[family] / sum(FAMILIES[name] for name in families[index:])
         # A problem that has begun is finished: it may start until 20 s before the family's share.
         command = [sys.executable, "-P", str(HERE / f"kernels_{family}.py"),
                    f"--seconds={max(0.0, share - 20)}"]  # fmt: skip
@@ -59,8 +61,8 @@ def _run(command: list[str], seconds: float) -> str:
             [python, "-P", "-c", code, str(HERE), *script],
             capture_output=True, text=True, timeout=max(1.0, seconds),
         )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        print("out of time")
+    except subprocess.TimeoutExpired as end:
+        print((end.stdout or b"").decode(), "out of time", sep="")
         return "out of time"
     lines = done.stdout.splitlines()
     print("\n".join(lines[:-1] if done.returncode == 0 else lines))

@@ -3,12 +3,17 @@
 Nothing is said about times here: the shapes are too small and the machine is busy.
 """
 
+import dataclasses
 import importlib
 import json
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
+
+from warpweave.gpt import GPTConfig
+from warpweave.plain_gpt import PlainConfig, plain_gpt_loss
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 HEADER = {"kind", "device", "cpu_count", "torch", "triton", "commit", "dirty", "command"}
@@ -97,7 +102,7 @@ def test_weights_go_to_transformers_in_its_own_order(load):
 
 # ---------------------------------------------------------------- kernels
 
-FAMILIES = ("attention", "norm", "gemm", "loss", "optimizer")
+FAMILIES = ("attention", "norm", "gemm", "loss", "optimizer", "training")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -196,6 +201,28 @@ def test_measured_rows_pair_rounds_and_use_the_measured_peak(load):
     assert ours.of_peak == pytest.approx(max(9 / 1e3, 72 / 1e5) * 1e3 / ours.ms)
 
 
+def test_what_was_measured_is_written_before_the_next_is(load, tmp_path, capsys):
+    harness = load("kernel_harness")
+    first, second = _problem(harness), _problem(harness, shape="n=10", absent={"x": "not here"})
+    table = harness.Table("family", "claim", tmp_path, [first, second])
+    table.open(kind="gpu", device="a GPU")
+    times = {"warpweave": [1.0, 2.0], "torch": [2.0, 4.0]}
+    rows = harness.rows(first, dict.fromkeys(times, (0.0, 1.0)), times, (1e3, 1e5))
+    table.add(first, rows, {"y": "no memory"})  # and then the time is over
+    written = json.loads((tmp_path / "gpu" / "family.json").read_text())
+    assert [row["variant"] for row in written["rows"]] == ["warpweave", "torch"]
+    assert written["measured"]
+    assert written["not_reached_in_time"] == ["double n=10"]
+    assert written["absent_baselines"] == {"x": "not here", "y": "no memory"}
+    shown = capsys.readouterr().out.splitlines()
+    assert len(shown) == 3
+    assert "2.000 x torch" in shown[1]
+    table.finish()
+    shown = capsys.readouterr().out.splitlines()
+    assert "not reached in time: double n=10" in shown
+    assert json.loads(shown[-1]) == written
+
+
 def test_one_command_runs_families_and_says_which_failed(load, capsys, monkeypatch):
     run_all = load("run_all")
     assert run_all.main(["--dry", "--families", "optimizer"]) == 0
@@ -210,6 +237,153 @@ def test_one_command_runs_families_and_says_which_failed(load, capsys, monkeypat
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["families"] == {
         "norm": "out of time"
     }
+
+
+# ---------------------------------------------------------------- training steps
+
+STYLES = {
+    "gpt2": GPTConfig(61, 24, 2, 32, 2),
+    "llama": GPTConfig(
+        61, 24, 2, 48, 6, 2, 40, positions="rope", norm="rms", activation="swiglu", bias=False,
+        rope_theta=500.0,
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture
+def training(load, monkeypatch):
+    """The family at sizes of a CPU, nothing compiled, no Liger; a clock that counts its calls."""
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    family, harness = load("kernels_training"), load("kernel_harness")
+
+    def missing(*packages, find=family.missing):
+        return "liger-kernel not installed" if "liger-kernel" in packages else find(*packages)
+
+    monkeypatch.setattr(family, "missing", missing)
+    monkeypatch.setattr(family, "MODELS", {style: (c, 2) for style, c in STYLES.items()})
+    ticks = iter(range(1, 10_000))
+
+    def clock(call):
+        call()
+        return float(next(ticks))
+
+    family.bench = harness.Bench(torch.device("cpu"), clock, (1e12, 1e11), 6, lambda: 1e3)
+    return family
+
+
+def _measure(family, style="gpt2", bench=None, **changes):
+    full = dataclasses.replace(family.problem(style, "full"), **changes)
+    return family.measure(family.problem(style, "check"), full, bench or family.bench)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_the_plain_step_is_the_plain_gpt(load, style):
+    """In float64, and transformers' gradients come back in its order of rows."""
+    baselines, family = load("step_baselines"), load("kernels_training")
+    config, device = STYLES[style], torch.device("cpu")
+    shapes = family.shapes(config)
+    plain = {n: family.drawn(n, s, torch.float64, device) for n, s in shapes.items()}
+    tokens = torch.randint(config.vocab_size, (3, 17))
+
+    def gradients(loss, weights):
+        return torch.autograd.grad(loss, list(weights.values()))
+
+    leaves = {n: w.clone().requires_grad_() for n, w in plain.items()}
+    padded = {n: F.pad(w, (0, 0, 0, 3)) if n == "embedding.weight" else w
+              for n, w in leaves.items()}  # fmt: skip
+    loss = baselines.plain_loss(padded, tokens, config)
+    theirs = gradients(loss, leaves)
+
+    ours = {n: torch.empty_like(w) for n, w in plain.items()}
+    for name, w in ours.items():
+        w[baselines.order(name, config)] = plain[name]
+        w.requires_grad_()
+    fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    fields |= {"kv_heads": config.num_kv_heads, "hidden": config.num_hidden}
+    truth = PlainConfig(act=fields.pop("activation"), **fields)
+    total, count = plain_gpt_loss(ours, tokens, baselines.shifted(tokens), truth)
+    torch.testing.assert_close(loss, total / count, rtol=1e-12, atol=0)
+    for name, a, b in zip(ours, theirs, gradients(total / count, ours), strict=True):
+        b = b[baselines.order(name, config)]
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12, msg=name)
+
+    pytest.importorskip("transformers", reason="the baseline, an extra of its own")
+    model = baselines.Transformers({n: w.float() for n, w in plain.items()}, config, False)
+    for name, gradient in model.gradients(tokens)[1].items():
+        expected = theirs[list(shapes).index(name)].float()
+        torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_training_steps_are_compared_and_then_timed(training, style):
+    pytest.importorskip("transformers", reason="the baseline, an extra of its own")
+    rows, absent = _measure(training, style)
+    others = ["torch.compile model", "transformers"]
+    assert [row.variant for row in rows] == ["warpweave", *others]
+    assert absent == {"transformers + Liger": "liger-kernel not installed"}
+    for row in rows:
+        assert row.error <= row.limit
+        assert set(row.ratios) == (set(others) if row.variant == "warpweave" else set())
+        assert row.tokens_per_s == pytest.approx(2 * 24 * 1000 / row.ms)
+        flops = STYLES[style].step_flops(2 * 24)
+        assert row.mfu == {"measured peak": pytest.approx(flops / (row.ms / 1000) / 1e12)}
+        assert f"{row.tokens_per_s:.0f} tokens/s MFU" in row.words()
+
+
+def test_a_baseline_that_trains_otherwise_is_not_timed(training, monkeypatch):
+    made = training.makers(STYLES["gpt2"], 2, None)
+    with monkeypatch.context() as patch:
+        patch.setattr(training.step_baselines, "LR", 3e-3)
+        with pytest.raises(AssertionError, match=r"gpt2 step of .*: loss of step [1-3] differs"):
+            _measure(training)
+
+    def acausal(q, k, v, is_causal, enable_gqa, attend=F.scaled_dot_product_attention):
+        return attend(q, k, v)
+
+    def seeing_all(weights):
+        model = made["torch.compile model"](weights)
+        loss = model.loss
+
+        def run(tokens):
+            with monkeypatch.context() as patch:
+                patch.setattr(F, "scaled_dot_product_attention", acausal)
+                return loss(tokens)
+
+        model.loss = run
+        return model
+
+    with pytest.raises(AssertionError, match=r"gpt2 step of torch.compile model: .* differs"):
+        _measure(training, makers=made | {"torch.compile model": seeing_all})
+
+
+def test_who_finds_no_memory_or_time_is_named(training):
+    made = {n: m for n, m in training.makers(STYLES["gpt2"], 2, None).items() if "tran" not in n}
+
+    def full(*_):
+        raise torch.OutOfMemoryError("out of memory. Tried to allocate 2 GiB\nand a long story")
+
+    rows, absent = _measure(training, makers=made | {"torch.compile model": full})
+    assert [row.variant for row in rows] == ["warpweave"]
+    why = absent["torch.compile model for gpt2 step"]
+    assert why == "out of memory. Tried to allocate 2 GiB"
+    rows, absent = _measure(training, makers=made | {"warpweave": full})
+    assert rows == []
+    assert "warpweave for gpt2 step" in absent
+
+    calls = iter(range(100))
+
+    def later(call):  # all models are there: the second finds no memory any more
+        return full() if next(calls) == 1 else 1.0
+
+    bench = dataclasses.replace(training.bench, clock=later)
+    rows, absent = _measure(training, bench=bench, makers=made)
+    assert [row.variant for row in rows] == ["warpweave"]
+    assert absent["torch.compile model for gpt2 step"].startswith("out of memory")
+
+    bench = dataclasses.replace(training.bench, left=lambda: -1.0)
+    rows, absent = _measure(training, bench=bench, makers=made)
+    assert [row.variant for row in rows] == ["warpweave"]
+    assert absent["torch.compile model for gpt2 step"] == "out of time"
 
 
 def test_compiled_reports_facts_and_marks_predictions(load, tmp_path, capsys):

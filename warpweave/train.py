@@ -43,7 +43,6 @@ from warpweave.checkpoint import (
 from warpweave.data import Dataset, open_dataset
 from warpweave.engine import SCHEDULES, Engine
 from warpweave.gpt import GPT, PRESETS, GPTConfig
-from warpweave.kernels.cost import gpt_step
 from warpweave.launch import Session, join, launch, leave, reported, say, under_torchrun
 from warpweave.parallel.mesh import Mesh
 from warpweave.parallel.shard import ParamRecord
@@ -447,26 +446,14 @@ class Trainer:
         raise TrainingStopped(f"{words} at step {step}, first seen on {names}; {kept}{last}")
 
     def _utilisation(self, tokens_per_second: float) -> dict[str, float]:
-        """Model FLOP/s utilisation on a GPU of known peak, by ``kernels.cost.gpt_step``."""
+        """Model FLOP/s utilisation on a GPU of known peak, by ``GPTConfig.step_flops``."""
         if self.session.device.type != "cuda":
             return {}
         name, half = torch.cuda.get_device_name(), self.config.dtype in ("bf16", "fp16")
         peak = next((p for part, p in PEAK_FLOPS.items() if part in name), None)
         if peak is None or not half:
             return {}
-        m = self.model
-        flops = gpt_step(
-            tokens=1,
-            seq_len=m.seq_len,
-            layers=m.layers,
-            width=m.width,
-            heads=m.heads,
-            kv_heads=m.num_kv_heads,
-            head_dim=m.head_dim,
-            hidden=m.num_hidden,
-            vocab=m.vocab_size,
-            gated=m.activation == "swiglu",
-        )
+        flops = self.model.step_flops(1)
         return {"mfu": round(tokens_per_second * flops / (peak * self.session.world), 4)}
 
     def evaluate(self) -> float:
