@@ -58,8 +58,9 @@ from warpweave.kernels.attention_kernels import (
     attention_fwd_kernel,
 )
 from warpweave.kernels.attention_mask import document_table
-from warpweave.kernels.attention_tiles import tiles_for
+from warpweave.kernels.attention_tiles import launch_options, tiles_for
 from warpweave.kernels.dispatch import choose, triton
+from warpweave.kernels.linear import grad_dtype
 from warpweave.kernels.reference import compute_dtype
 
 # ---------------------------------------------------------------- launches
@@ -158,7 +159,8 @@ def attention_fwd(
                 q.stride()[:3], k.stride()[:3], v.stride()[:3], o.stride()[:3], step,
                 *mask.q_runs, *mask.k_runs, H, H // k.shape[2], *_numbers(mask, scores),
                 *_constants(mask, scores), into is not None, D, tile.q, tile.k, _padded(D),
-                num_warps=tile.warps, num_stages=tile.stages)  # fmt: skip
+                **launch_options(
+                    tile, q, mask, scores, more=into is not None or sinks is not None))  # fmt: skip
     return o, lse
 
 
@@ -293,7 +295,7 @@ def _launch_dkdv(q, k, v, do, lse, delta, dk, dv, mask: Mask, scores: Scores, ad
         *(x.stride()[:3] for x in (q, k, v, do, dk, dv)), step,
         *mask.q_runs, *mask.k_runs, Hkv, H // Hkv, *_numbers(mask, scores),
         *_constants(mask, scores), add, D, tile.q, tile.k, _padded(D),
-        num_warps=tile.warps, num_stages=tile.stages)  # fmt: skip
+        **launch_options(tile, q, mask, scores, more=add))  # fmt: skip
 
 
 def _launch_dq(q, k, v, do, lse, delta, dq, mask: Mask, scores: Scores, add: bool) -> None:
@@ -306,7 +308,7 @@ def _launch_dq(q, k, v, do, lse, delta, dq, mask: Mask, scores: Scores, add: boo
         *(x.stride()[:3] for x in (q, k, v, do, dq)), step,
         *mask.q_runs, *mask.k_runs, H, H // Hkv, *_numbers(mask, scores),
         *_constants(mask, scores), add, D, tile.q, tile.k, _padded(D),
-        num_warps=tile.warps, num_stages=tile.stages)  # fmt: skip
+        **launch_options(tile, q, mask, scores, more=add))  # fmt: skip
 
 
 # ---------------------------------------------------------------- autograd
@@ -388,6 +390,7 @@ def _(do, dlse, q, k, v, documents, sinks, o, lse, *options):
 
 def _save(ctx, inputs, output):
     tensors, ctx.options = inputs[:5], inputs[5:]
+    ctx.of_sinks = None if tensors[4] is None else grad_dtype(tensors[4])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, *output)
 
@@ -396,8 +399,8 @@ def _backward(ctx, do, dlse):
     *inputs, o, lse = ctx.saved_tensors
     do = torch.zeros_like(o) if do is None else do
     dq, dk, dv, dsinks = _attention_backward(do, dlse, *inputs, o, lse, *ctx.options)
-    sinks = inputs[4]
-    return dq, dk, dv, None, None if sinks is None else dsinks.to(sinks.dtype), *([None] * 10)
+    dsinks = None if ctx.of_sinks is None else dsinks.to(ctx.of_sinks)
+    return dq, dk, dv, None, dsinks, *([None] * 10)
 
 
 _attention.register_autograd(_backward, setup_context=_save)

@@ -10,8 +10,8 @@ To add a kernel, append a `Case` in `cases` below:
 with `m(*shape, dtype=torch.bfloat16)` for a tensor. `tensor_cores=True` asserts mma/wgmma/tcgen05
 instructions; `float64=True` permits float64 ones, which otherwise are a constant that widened a
 kernel; `targets=("sm_90", "sm_100")` restricts a case; `cost` is what the call must at least move
-and compute. `tile_cases` goes through the tile tables: every tile that is shipped. For the
-launcher's sake
+and compute. `tile_cases` goes through the tile tables: every tile that is shipped, and attention's
+once more with the options that keep more in registers. For the launcher's sake
   * `dispatch.choose` answers "triton" for meta tensors,
   * `dispatch.capability` and `dispatch.processors` answer for the target, so ask them, not
     torch.cuda,
@@ -196,33 +196,32 @@ def cases() -> list[Case]:
 
 def _attention_options(attention) -> list[Case]:
     """Attention with all that can be asked of it at once in real models."""
-    found, fp32 = [], torch.float32
-    documents, sinks, row = m(9, dtype=torch.int32), m(16), m(2, 16, 4096, dtype=fp32)
-    for D, name, options in (
-        (128, "packed window", {"documents": documents, "window": 512}),
-        (128, "carried softcap", {"softcap": 50.0, "into": True}),
-        (64, "dropout", {"dropout": 0.1, "dropout_seed": 7}),
-    ):
-        q, k = m(2, 4096, 16, D), m(2, 4096, 4, D)
-        carried = options.pop("into", False)
-        o, dk = m(2, 4096, 16, D, dtype=fp32), m(2, 4096, 4, D, dtype=fp32)
-        into, add = ((o, row), (o, dk, dk)) if carried else (None, (None, None, None))
-        fwd = {**options, "into": into, "sinks": None if carried else sinks}
-        found += [
-            Case(
-                f"attention {name} fwd D={D}",
-                lambda q=q, k=k, fwd=fwd: attention.attention_fwd(q, k, k, **fwd),
-                tensor_cores=True,
-            ),
-            Case(
-                f"attention {name} bwd D={D}",
-                lambda q=q, k=k, o=options, a=add: attention.attention_bwd(
-                    q, q, k, k, row, row, into=a, **o
-                ),
-                tensor_cores=True,
-            ),
-        ]
-    return found
+    documents = m(9, dtype=torch.int32)
+    return [
+        *_attention_with(attention, "packed window", m(128), documents=documents, window=512),
+        *_attention_with(attention, "carried softcap", m(128), softcap=50.0, carried=True),
+        *_attention_with(attention, "dropout", m(64), dropout=0.1, dropout_seed=7),
+    ]
+
+
+def _attention_with(
+    attention, name: str, like: torch.Tensor, carried: bool = False, **options
+) -> list[Case]:
+    """Both directions, for heads `like` this vector; what is not `carried` has sinks."""
+    (D,), dtype, fp32 = like.shape, like.dtype, torch.float32
+    q, k = m(2, 4096, 16, D, dtype=dtype), m(2, 4096, 4, D, dtype=dtype)
+    o, dk, row = m(*q.shape, dtype=fp32), m(*k.shape, dtype=fp32), m(2, 16, 4096, dtype=fp32)
+    start = {"into": (o, row)} if carried else {"sinks": m(16)}
+    add = (o, dk, dk) if carried else (None, None, None)
+    calls = {
+        "fwd": lambda: attention.attention_fwd(q, k, k, **start, **options),
+        "bwd": lambda: attention.attention_bwd(q, q, k, k, row, row, into=add, **options),
+    }
+    kind = f"D={D} {dtype}".replace("torch.", "")
+    return [
+        Case(f"attention {name} {way} {kind}", call, tensor_cores=dtype != fp32)
+        for way, call in calls.items()
+    ]
 
 
 def _norm_chains(norm) -> list[Case]:
@@ -386,7 +385,7 @@ def _planted_kernel(x_ptr, y_ptr, N: tl.constexpr, DOT: tl.constexpr):
 
 def tile_cases() -> list[Case]:
     """A call for every tile of every table and every launch size that a formula can give."""
-    return [*_attention_tiles(), *_product_tiles(), *_row_tiles()]
+    return [*_attention_tiles(), *_attention_variants(), *_product_tiles(), *_row_tiles()]
 
 
 def _attention_tiles() -> list[Case]:
@@ -425,6 +424,29 @@ def _attention_tiles() -> list[Case]:
                     ),
                 ]
     return found
+
+
+def _attention_variants() -> list[Case]:
+    """What keeps more in registers than plain attention does. Each has spilled at a tile that was
+    clean without, or is the next of kin of one that has; `attention_tiles` has the rules."""
+    from warpweave.kernels import attention
+
+    drop = {"dropout": 0.1, "dropout_seed": 7}
+    variants: dict[str, dict] = {
+        "window": {"window": 512},
+        "carried": {"carried": True},
+        "carried softcap": {"carried": True, "softcap": 50.0},
+        "dropout": drop,
+        "dropout softcap window": {**drop, "softcap": 50.0, "window": 512},
+        "dropout carried": {**drop, "carried": True},
+    }
+    return [
+        case
+        for D in (64, 128, 256)
+        for dtype in (torch.bfloat16, torch.float32)
+        for name, options in variants.items()
+        for case in _attention_with(attention, name, m(D, dtype=dtype), **options)
+    ]
 
 
 def _product_tiles() -> list[Case]:

@@ -15,7 +15,9 @@ from warpweave.kernels.attention import (
     attention_dsinks,
     attention_fwd,
 )
+from warpweave.kernels.attention_args import Mask, Scores
 from warpweave.kernels.merge import merge
+from warpweave.kernels.tile_table import AttentionTile
 
 IMPLS = pytest.mark.parametrize("impl", ["torch", "triton"])
 DROP = {"dropout": 0.3, "dropout_seed": 2**40 + 7, "dropout_origin": (2**31 + 5, 3)}
@@ -274,11 +276,37 @@ def test_what_keeps_more_per_score_takes_fewer_keys(monkeypatch) -> None:
         for name in ("softcap", "dropout", "adds")
     }
     assert keys == {"softcap": (64, 64, 64), "dropout": (32, 32, 32), "adds": (64, 64, 64)}
-    assert attention_tiles.tiles_for(q[..., :64], adds=True)[0].k == 32
+    assert attention_tiles.tiles_for(q[..., :64], softcap=True)[0].k == 32
+    assert attention_tiles.tiles_for(q[..., :64], adds=True)[0][:2] == (64, 64)  # rows, not keys
+    assert attention_tiles.tiles_for(q[..., :64], softcap=True, dropout=True)[0][:2] == (64, 32)
+    wide = torch.empty(1, 1, 1, 256)
+    assert attention_tiles.tiles_for(wide.half(), adds=True)[0] == (64, 64, 8, 2)
+    assert attention_tiles.tiles_for(wide.half())[0] == (128, 64, 8, 2)
+    assert attention_tiles.tiles_for(wide, adds=True)[0] == (16, 16, 4, 2)
+    assert attention_tiles.tiles_for(wide)[0] == (16, 16, 4, 1)
     assert attention_tiles.tiles_for(q, bounded=True)[2].k == 64
     tiles_of(monkeypatch, 100)
     assert attention_tiles.tiles_for(q, bounded=True)[2].k == 32
     assert attention_tiles.tiles_for(q[..., :64].float(), bounded=True)[2].k == 32
+
+
+def test_what_keeps_more_in_float32_states_how_many_registers_there_are() -> None:
+    q, tile = torch.empty(1, 1, 1, 64), AttentionTile(64, 32, 8, 2)
+    plain, bare = Mask(True, 0, None, (0, 1, 1, 0), (0, 1, 1, 0)), Scores(0.1, 0.0, 0.0, 0, 0, 0)
+
+    def limit(q=q, mask=plain, scores=bare, tile=tile, more=False):
+        return attention_tiles.launch_options(tile, q, mask, scores, more=more).get("maxnreg")
+
+    options = attention_tiles.launch_options(tile, q, plain, bare)
+    assert options == {"num_warps": 8, "num_stages": 2}
+    assert limit(more=True) == 255
+    assert limit(mask=plain._replace(window=5)) == 255
+    assert limit(mask=plain._replace(documents=torch.zeros(2, dtype=torch.int32))) == 255
+    assert limit(scores=bare._replace(softcap=2.0)) == 255
+    assert limit(scores=bare._replace(dropout=0.1)) == 255
+    assert limit(more=True, tile=tile._replace(warps=16)) == 128  # of 65536 for 512 threads
+    assert limit(q.half(), more=True) is None
+    assert limit(q.double(), more=True) is None
 
 
 @pytest.mark.parametrize(
