@@ -493,14 +493,15 @@ def _(x, weight, labels, want_dx, want_dw, *vocabulary):
 def recomputed_wgrad(
     weight: torch.Tensor, dtype: torch.dtype, run: Callable[[torch.Tensor, bool], None]
 ) -> torch.Tensor | None:
-    """dW by ``run(buffer, add)``, in a buffer of its own or where `wgrad` says."""
+    """dW by ``run(buffer, add)``, in a buffer of its own or where `wgrad` says, but never later: it
+    comes with dx from logits that would have to be made once more."""
 
     def make() -> torch.Tensor:
         buffer = torch.empty_like(weight, dtype=dtype)
         run(buffer, False)
         return buffer
 
-    return wgrad(weight, make, run)
+    return wgrad(weight, make, run, now=True)
 
 
 def scaled_wgrad(
@@ -544,7 +545,7 @@ class _Recomputed(torch.autograd.Function):
             return dx, dw, None, None, None
         todo, made = [ctx.x_dtype] * want_dx, []
 
-        def run(buffer, add):  # dx in the same pass; a weight gradient that is deferred comes later
+        def run(buffer, add):  # dW, with dx in the same pass
             dx_dtype = todo.pop() if todo else None
             dx = linear_cross_entropy_bwd(
                 dloss, *saved, ctx.vocabulary, dw=buffer, add=add, dx_dtype=dx_dtype

@@ -524,8 +524,8 @@ def mlp(
     parameters = (up_weight, up_bias, down_weight, down_bias)
     names = ("up_weight", "up_bias", "down_weight", "down_bias")
     dtype = settled_dtype("mlp", x, dict(zip(names, parameters)))
-    if drop is not None and drop.p == 0:
-        drop = None
+    if drop is not None:
+        drop = drop._replace(tokens=drop.tokens.reshape(-1)) if drop.p else None
     how = How(activation, drop, recompute, precision, chosen)
     if residual is not None and residual.dtype != dtype:  # a stream that is kept wider
         return residual + _mlp(x, parameters, None, how, dtype)
@@ -588,8 +588,9 @@ def check_mlp(
     down_bias: torch.Tensor | None,
     residual: torch.Tensor | None,
     activation: str,
+    name: str = "mlp",
 ) -> None:
-    """Raise ValueError unless the shapes are those of an MLP with this activation."""
+    """Raise ValueError, in this name, unless the shapes are those of an MLP of this activation."""
     gated = find_activation(activation).gated
     E, factor = x.shape[-1] if x.ndim else 0, 2 if gated else 1
     width = down_weight.shape[-1] if down_weight.ndim == 2 else -1
@@ -604,15 +605,17 @@ def check_mlp(
     ):
         form = "[F, 2, E] or [2F, E]" if gated else "[F, E]"
         raise ValueError(
-            f"{activation} needs x[..., E], up_weight{form} and down_weight[E, F], got "
+            f"{name}: {activation} needs x[..., E], up_weight{form} and down_weight[E, F], got "
             f"{[*x.shape]}, {[*up_weight.shape]} and {[*down_weight.shape]}"
         )
     if up_bias is not None and up_bias.numel() != factor * width:
-        raise ValueError(f"up_bias must have {factor * width} elements, got {[*up_bias.shape]}")
+        raise ValueError(
+            f"{name}: up_bias must have {factor * width} elements, got {[*up_bias.shape]}"
+        )
     if down_bias is not None and down_bias.shape != (E,):
-        raise ValueError(f"down_bias must be [{E}], got {[*down_bias.shape]}")
+        raise ValueError(f"{name}: down_bias must be [{E}], got {[*down_bias.shape]}")
     if residual is not None and residual.shape != x.shape:
-        raise ValueError(f"residual must be {[*x.shape]} as x, got {[*residual.shape]}")
+        raise ValueError(f"{name}: residual must be {[*x.shape]} as x, got {[*residual.shape]}")
 
 
 def gelu_mlp(

@@ -44,6 +44,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from warpweave.kernels.dispatch import choose, processors, triton
+from warpweave.kernels.linear import grad_dtype
 from warpweave.kernels.norm_args import (
     Dropped,
     check_dropped,
@@ -51,7 +52,7 @@ from warpweave.kernels.norm_args import (
     check_tensors,
     sum_dtype,
 )
-from warpweave.kernels.norm_cpu import norm_bwd_cpu, norm_fwd_cpu, norm_sum
+from warpweave.kernels.norm_cpu import cast, norm_bwd_cpu, norm_fwd_cpu, norm_sum
 from warpweave.kernels.norm_kernels import (
     norm_bwd_kernel,
     norm_bwd_wide_kernel,
@@ -177,8 +178,8 @@ def norm_bwd(
 
     ds is the gradient of the returned s, if it has one; `bias` and `x_bias` say which sums are
     wanted; x_dtype (by default that of s) and residual_dtype (None: there is no residual) are those
-    of dx and dresidual. dw and db have the dtype of weight, dx_bias that of rstd. Raises ValueError
-    as `rms_norm`, and on gradients that are not like s.
+    of dx and dresidual. dw, db and dx_bias are sums over tokens, in the dtype of rstd. Raises
+    ValueError as `rms_norm`, and on gradients that are not like s.
     """
     impl = choose(impl, dy, s, weight, mean, rstd, ds, tokens)
     check_tensors(s, weight)
@@ -225,8 +226,8 @@ def _launch_bwd(dy, s, weight, mean, rstd, ds, bias, x_bias, drop: Dropped, x_dt
                 len(s2), dy2.stride(0), 0 if ds2 is None else ds2.stride(0), s2.stride(0),
                 drop.seed, drop.site, E, *drop.constants(), rows, block,
                 num_warps=warps)  # fmt: skip
-    dw = partial[0].sum(0).to(weight.dtype)  # sums apart: outputs of an operator share no storage
-    db = partial[1].sum(0).to(weight.dtype) if bias else None
+    dw = partial[0].sum(0)  # sums apart: outputs of an operator share no storage
+    db = partial[1].sum(0) if bias else None
     return dx, dresidual, partial[-1].sum(0) if x_bias else None, dw, db
 
 
@@ -340,19 +341,20 @@ def _(
     dy, ds, s, weight, mean, rstd, tokens, bias, x_bias, dropout, seed, site, x_dtype,
     residual_dtype,
 ):  # fmt: skip
-    dx, dw = s.new_empty(s.shape, dtype=_DTYPES[x_dtype]), weight.new_empty(weight.shape)
+    dx, dw = s.new_empty(s.shape, dtype=_DTYPES[x_dtype]), rstd.new_empty(weight.shape)
     dresidual = _empty(dx)
     if residual_dtype >= 0 and (tokens is not None or residual_dtype != x_dtype):
         dresidual = s.new_empty(s.shape, dtype=_DTYPES[residual_dtype])
-    dx_bias = weight.new_empty(weight.shape, dtype=rstd.dtype) if x_bias else _empty(rstd)
+    dx_bias = torch.empty_like(dw) if x_bias else _empty(rstd)
     return dx, dresidual, dx_bias, dw, torch.empty_like(dw) if bias else _empty(dw)
 
 
 def _save(ctx, inputs, output) -> None:
     x, weight, bias, residual, x_bias, tokens, _, layer, *ctx.draw, _ = inputs
     _, s, mean, rstd = output
-    ctx.bias, ctx.layer = bias is not None, layer
-    ctx.x_dtype, ctx.x_bias_dtype = x.dtype, None if x_bias is None else x_bias.dtype
+    ctx.layer, ctx.x_dtype = layer, x.dtype
+    # The sums over tokens go to the parameters as wide as they are wanted.
+    ctx.wanted = [None if p is None else grad_dtype(p) for p in (weight, bias, x_bias)]
     ctx.residual_dtype = None if residual is None else residual.dtype
     ctx.unchanged = residual is None and x_bias is None and tokens is None
     ctx.set_materialize_grads(False)
@@ -367,42 +369,52 @@ def _backward(ctx, dy, ds, dmean, drstd):
     if ctx.unchanged:
         ds = None  # the gradient of a stand-in
     to_residual = -1 if ctx.residual_dtype is None else _DTYPES.index(ctx.residual_dtype)
-    dx, dresidual, dx_bias, dw, db = _norm_bwd_op(
-        dy, ds, s, weight, mean, rstd, tokens, ctx.bias, ctx.x_bias_dtype is not None, *ctx.draw,
+    _, bias, x_bias = (wanted is not None for wanted in ctx.wanted)
+    dx, dresidual, dx_bias, *sums = _norm_bwd_op(
+        dy, ds, s, weight, mean, rstd, tokens, bias, x_bias, *ctx.draw,
         _DTYPES.index(ctx.x_dtype), to_residual,
     )  # fmt: skip
+    dw, db, dx_bias = (
+        None if wanted is None else total.to(wanted)
+        for total, wanted in zip((*sums, dx_bias), ctx.wanted, strict=True)
+    )
     if ctx.residual_dtype is None:
         dresidual = None
     elif tokens is None and ctx.residual_dtype == ctx.x_dtype:
         dresidual = dx
-    dx_bias = None if ctx.x_bias_dtype is None else dx_bias.to(ctx.x_bias_dtype)
-    return dx, dw, db if ctx.bias else None, dresidual, dx_bias, *[None] * 7
+    return dx, dw, db, dresidual, dx_bias, *[None] * 7
 
 
 _norm_fwd_op.register_autograd(_backward, setup_context=_save)
 
 
-class _RMSNorm(torch.autograd.Function):
-    """The torch path's RMSNorm: half the time of differentiating torch's own on a CPU."""
+class _Norm(torch.autograd.Function):
+    """The torch path of both norms. RMSNorm takes half the time of differentiating torch's own on a
+    CPU; of LayerNorm it is the way to sums over tokens that are not rounded to 16 bits."""
 
     @staticmethod
-    def forward(ctx, s, weight, eps, out_dtype=None):
-        y, _, rstd = norm_fwd_cpu(s, weight, None, eps, False, out_dtype or s.dtype)
-        ctx.save_for_backward(s, weight, rstd)
+    def forward(ctx, s, weight, bias, eps, layer, out_dtype=None):
+        y, mean, rstd = norm_fwd_cpu(s, weight, bias, eps, layer, out_dtype or s.dtype)
+        ctx.save_for_backward(s, weight, mean, rstd)
+        ctx.wanted = [None if p is None else grad_dtype(p) for p in (weight, bias)]
         return y
 
     @staticmethod
     @once_differentiable  # rstd is saved as a constant: a second derivative would be wrong
     def backward(ctx, dy):
-        s, weight, rstd = ctx.saved_tensors
-        dx, _, _, dw, _ = norm_bwd_cpu(dy, s, weight, None, rstd, x_dtype=s.dtype)
-        return dx, dw, None, None
+        s, weight, mean, rstd = ctx.saved_tensors
+        of_weight, of_bias = ctx.wanted
+        dx, _, _, dw, db = norm_bwd_cpu(
+            dy, s, weight, mean, rstd, bias=of_bias is not None, x_dtype=s.dtype
+        )
+        return dx, cast(dw, of_weight), None if db is None else cast(db, of_bias), *[None] * 3
 
     @staticmethod
-    def spmd_typecheck(*, s, weight):
+    def spmd_typecheck(*, s, weight, bias):
         from spmd_types import rules
 
-        return rules.einsum("..._,_->..._", s, weight)  # rows may be cut, E not
+        y = rules.einsum("..._,_->..._", s, weight)  # rows may be cut, E not
+        return y if bias is None else rules.einsum("..._,_->..._", y, bias)
 
 
 # ---------------------------------------------------------------- public
@@ -425,12 +437,12 @@ def _norm(
         raise ValueError(f"out_dtype must be one of {_DTYPES}, got {dtype}")
     if impl == "torch":
         s = norm_sum(x, x_bias, drop, residual)
-        if layer:
-            wide = compute_dtype(s)
+        wide = compute_dtype(s)
+        if layer and (weight.dtype == wide or torch.compiler.is_compiling()):
             b = None if bias is None else bias.to(wide)
             y = F.layer_norm(s.to(wide), weight.shape, weight.to(wide), b, eps).to(dtype)
         else:
-            y = _RMSNorm.apply(s, weight, eps, dtype)
+            y = _Norm.apply(s, weight, bias, eps, layer, dtype)
         y = y if out is None else out.copy_(y)
     else:
         made = (x, weight, bias, residual, x_bias, drop.tokens, eps, layer, *drop[:3])

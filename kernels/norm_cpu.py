@@ -13,8 +13,28 @@ from contextlib import nullcontext
 import torch
 
 from warpweave.kernels import dropout as keyed
+from warpweave.kernels.linear import bias_gradient
 from warpweave.kernels.norm_args import NOTHING, Dropped
 from warpweave.kernels.reference import compute_dtype
+
+
+class _AddBias(torch.autograd.Function):
+    """x[..., E] + x_bias[E], whose gradient is a linear layer's: see `kernels.linear`."""
+
+    @staticmethod
+    def forward(ctx, x, x_bias):
+        ctx.parameter = x_bias
+        return (x + x_bias).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy, bias_gradient(ctx.parameter, dy) if ctx.needs_input_grad[1] else None
+
+    @staticmethod
+    def spmd_typecheck(*, x, x_bias):
+        from spmd_types import rules
+
+        return rules.einsum("..._,_->..._", x, x_bias)
 
 
 def norm_sum(
@@ -24,7 +44,10 @@ def norm_sum(
     residual: torch.Tensor | None,
 ) -> torch.Tensor:
     """s, differentiable; x itself where nothing is added or dropped."""
-    s = x if x_bias is None else (x + x_bias).to(x.dtype)
+    s = x
+    if x_bias is not None:
+        compiling = torch.compiler.is_compiling()
+        s = (x + x_bias).to(x.dtype) if compiling else _AddBias.apply(x, x_bias)
     if drop.tokens is not None:
         flat, tokens = s.reshape(-1, s.shape[-1]), drop.tokens.reshape(-1)
         s = keyed.dropout(
@@ -33,7 +56,7 @@ def norm_sum(
     return s if residual is None else s + residual
 
 
-def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """x.to(dtype), without the microsecond that this takes to do nothing."""
     return x if x.dtype == dtype else x.to(dtype)
 
@@ -48,14 +71,14 @@ def norm_fwd_cpu(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """y, mean[..., 1] (None in RMSNorm) and rstd[..., 1] of checked s, weight and bias."""
     wide, E = compute_dtype(s), s.shape[-1]
-    sw = _cast(s, wide)
+    sw = cast(s, wide)
     if layer:
-        b = None if bias is None else _cast(bias, wide)
-        y, mean, rstd = torch.native_layer_norm(sw, (E,), _cast(weight, wide), b, eps)
-        return _cast(y, out_dtype), mean, rstd
+        b = None if bias is None else cast(bias, wide)
+        y, mean, rstd = torch.native_layer_norm(sw, (E,), cast(weight, wide), b, eps)
+        return cast(y, out_dtype), mean, rstd
     length = torch.linalg.vector_norm(sw, dim=-1, keepdim=True)
     rstd = length.square_().div_(E).add_(eps).rsqrt_()
-    return _cast((sw * rstd).mul_(weight), out_dtype), None, rstd
+    return cast((sw * rstd).mul_(weight), out_dtype), None, rstd
 
 
 def norm_bwd_cpu(
@@ -77,9 +100,9 @@ def norm_bwd_cpu(
     none; x_dtype is by default that of s.
     """
     E, wide = s.shape[-1], rstd.dtype
-    dyw, w = _cast(dy, wide), _cast(weight, wide)
+    dyw, w = cast(dy, wide), cast(weight, wide)
     dx, dw, db = torch.ops.aten.native_layer_norm_backward.default(
-        dyw, _cast(s, wide), (E,), torch.zeros_like(rstd) if mean is None else mean, rstd,
+        dyw, cast(s, wide), (E,), torch.zeros_like(rstd) if mean is None else mean, rstd,
         w, w if bias else None, (True, True, bias),
     )  # fmt: skip
     if mean is None:
@@ -96,6 +119,5 @@ def norm_bwd_cpu(
         dropped = keyed.dropped(drop.tokens.reshape(-1), E, drop.p, drop.seed, drop.site)
         dx.mul_(1 / (1 - drop.p)).masked_fill_(dropped.view(s.shape), 0)
     dx_bias = dx.reshape(-1, E).sum(0) if x_bias else None
-    dx = _cast(dx, s.dtype if x_dtype is None else x_dtype)
-    db = _cast(db, weight.dtype) if bias else None
-    return dx, dresidual, dx_bias, _cast(dw, weight.dtype), db
+    dx = cast(dx, s.dtype if x_dtype is None else x_dtype)
+    return dx, dresidual, dx_bias, dw, db if bias else None

@@ -487,12 +487,15 @@ def check_qkv(
     sin: torch.Tensor | None,
     head_dim: int,
     group: int,
+    name: str = "qkv_rope",
 ) -> int:
     """The number of KV heads of a projection of x[B, S, E] = `shape`, or ValueError."""
     if head_dim < 1 or group < 1:
-        raise ValueError(f"need head_dim and group of at least 1, got {head_dim} and {group}")
+        raise ValueError(
+            f"{name}: need head_dim and group of at least 1, got {head_dim} and {group}"
+        )
     if cos is not None and head_dim % 2:
-        raise ValueError(f"a rotary embedding needs an even head_dim, got {head_dim}")
+        raise ValueError(f"{name}: a rotary embedding needs an even head_dim, got {head_dim}")
     per_head = (group + 2) * head_dim
     if (
         len(shape) != 3
@@ -501,15 +504,16 @@ def check_qkv(
         or weight.shape[0] % per_head
     ):
         raise ValueError(
-            f"need x[B, S, E] and weight[Hkv * {per_head}, E], got {[*shape]} and {[*weight.shape]}"
+            f"{name}: need x[B, S, E] and weight[Hkv * {per_head}, E], got {[*shape]} and "
+            f"{[*weight.shape]}"
         )
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"bias must be [{weight.shape[0]}], got {[*bias.shape]}")
+        raise ValueError(f"{name}: bias must be [{weight.shape[0]}], got {[*bias.shape]}")
     if (cos is None) != (sin is None):
-        raise ValueError("cos and sin must both be tensors, or both None")
+        raise ValueError(f"{name}: cos and sin must both be tensors, or both None")
     if cos is not None and not cos.shape == sin.shape == (shape[1], head_dim // 2):
         raise ValueError(
-            f"cos and sin must be [S, D/2] = {[shape[1], head_dim // 2]}, got {[*cos.shape]} and "
-            f"{[*sin.shape]}"
+            f"{name}: cos and sin must be [S, D/2] = {[shape[1], head_dim // 2]}, got "
+            f"{[*cos.shape]} and {[*sin.shape]}"
         )
     return weight.shape[0] // per_head

@@ -101,7 +101,9 @@ def accumulate(store: WeightGradients) -> AbstractContextManager[WeightGradients
     return _use(store, later=False)
 
 
-def wgrad(weight: torch.Tensor, make: _Make, into: _Into | None = None) -> torch.Tensor | None:
+def wgrad(
+    weight: torch.Tensor, make: _Make, into: _Into | None = None, *, now: bool = False
+) -> torch.Tensor | None:
     """Return ``make()``, or let the active context have it and return None.
 
     A gradient that is handed over is added to the ``.grad`` of `weight`. One that is computed from
@@ -112,14 +114,15 @@ def wgrad(weight: torch.Tensor, make: _Make, into: _Into | None = None) -> torch
         make: computes the gradient, in the shape of `weight` and its ``grad_dtype``.
         into: ``into(buffer, add)`` adds the same gradient to a buffer, or overwrites the buffer;
             given where that costs less than making it.
+        now: do not defer: for what is a by-product of the input's gradient, or costs more later.
     """
     active = _active.get()
     if active is None or not weight.is_leaf:
         return make()
     store, later = active
-    if later:
+    if later and not now:
         store.append(weight, make, into)
-    elif weight in store.homes:
+    elif later or weight in store.homes:
         store.write(weight, make, into)
     else:
         return make()

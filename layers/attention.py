@@ -6,8 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from warpweave.kernels.reference import compute_dtype
-from warpweave.kernels.rope import rope_table
+from warpweave.kernels.rope import apply_rope, rope_table
 from warpweave.layers.context import TokenContext
+from warpweave.layers.fusable import fusable
 from warpweave.layers.linear import ColumnParallelLinear, RowParallelLinear
 from warpweave.parallel.context import Strategy, context_attention
 from warpweave.parallel.layout import SequenceLayout
@@ -21,7 +22,8 @@ class Attention(nn.Module):
 
     ``qkv.weight`` has shape ((heads + 2 * kv_heads) * head_dim, E), grouped by KV head: for each KV
     head the rows of its query heads, then of its key, then of its value. So that a plain cut of the
-    rows gives every tensor rank whole groups.
+    rows gives every tensor rank whole groups. Projection and rotary embedding run in one Function
+    (``parallel.qkv``), unless ``qkv`` has been replaced, wrapped or hooked.
 
     Args:
         embed_dim, num_heads: as ``nn.MultiheadAttention``, whose probabilities' dropout there is
@@ -155,15 +157,20 @@ class Attention(nn.Module):
             impl=self.impl,
         )
         o = o.flatten(2)
-        return self.out(o if context is None else o.flatten(0, 1), add_bias=add_bias)
+        o = o if context is None else o.flatten(0, 1)
+        return self.out(o) if add_bias else self.out(o, add_bias=False)
 
     def _heads(self, x: Tensor, context: TokenContext | None) -> tuple[Tensor, Tensor, Tensor]:
         """q[B, S, H/tp, D], k and v[B, S, Hkv/tp, D] of this rank's heads, rotated."""
+        if not fusable(self.qkv, ColumnParallelLinear):
+            return self._composed(x, context)
         tp = self.mesh.size("tp") if self.qkv.sequence_parallel else 1
         if context is None:
             shape, x = (x.shape[0], x.shape[1]), x.flatten(0, 1)
+        elif context.batch:
+            shape = (context.batch, len(x) * tp // context.batch)
         else:
-            shape = (context.batch, len(x) * tp // max(context.batch, 1))
+            shape = (0, context.layout.local_len if context.layout is not None else 0)
         cos, sin = self._rope(shape[1], x, context) or (None, None)
         return parallel_qkv_rope(
             x,
@@ -178,6 +185,20 @@ class Attention(nn.Module):
             sequence_parallel=self.qkv.sequence_parallel,
             impl=self.impl,
         )
+
+    def _composed(self, x: Tensor, context: TokenContext | None) -> tuple[Tensor, Tensor, Tensor]:
+        """The same by calling ``qkv``, whatever it has become."""
+        qkv = self.qkv(x)
+        if context is not None:
+            qkv = qkv.unflatten(0, (context.batch, -1))
+        qkv = qkv.unflatten(-1, (-1, self.group + 2, self.head_dim))
+        # One split: its backward writes each gradient once, three slices would add three buffers.
+        q, k, v = qkv.split((self.group, 1, 1), dim=3)
+        q, k, v = q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
+        rope = self._rope(q.shape[1], q, context)
+        if rope is not None:
+            q, k = (apply_rope(t, *rope, impl=self.impl) for t in (q, k))
+        return q, k, v
 
     def _rope(
         self, length: int, x: Tensor, context: TokenContext | None

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from warpweave.kernels.dropout import Drop
 from warpweave.layers.attention import Attention
 from warpweave.layers.context import TokenContext
+from warpweave.layers.fusable import fusable
+from warpweave.layers.linear import RowParallelLinear
 from warpweave.layers.mlp import MLP
 from warpweave.layers.norm import LayerNorm, RMSNorm
 from warpweave.parallel.context import Strategy
@@ -104,9 +106,15 @@ class TransformerBlock(nn.Module):
 
     def forward(self, x: Tensor, context: TokenContext | None = None) -> Tensor:
         """x[B, S, E] -> y[B, S, E]; with `context`, x[T, E] or x[T/tp, E] -> the same shape."""
-        a = self.attention(self.attention_norm(x), context, add_bias=False)
+        # The norm adds attention's bias in passing, if nothing keeps it from being read here.
+        out = self.attention.out
+        fuses = fusable(self.attention, Attention) and fusable(out, RowParallelLinear)
+        a = self.attention(self.attention_norm(x), context, add_bias=not fuses)
         h, x = self.mlp_norm(
-            a, residual=x, x_bias=self.attention.out.bias, drop=self._drop(self.site, context)
+            a,
+            residual=x,
+            x_bias=out.bias if fuses else None,
+            drop=self._drop(self.site, context),
         )
         return self.mlp(h, residual=x, drop=self._drop(self.site + 1, context))
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from warpweave.kernels.activation import find_activation
-from warpweave.kernels.dropout import Drop
+from warpweave.kernels.activation import activate, find_activation
+from warpweave.kernels.dropout import Drop, dropout
 from warpweave.kernels.mlp import RECOMPUTE
+from warpweave.layers.fusable import fusable
 from warpweave.layers.linear import ColumnParallelLinear, RowParallelLinear
 from warpweave.parallel.mesh import ConnectedMesh, connected
 from warpweave.parallel.mlp import parallel_mlp
@@ -18,7 +20,8 @@ class MLP(nn.Module):
 
     ``up.weight`` is (F, E), or for a gated activation (F, 2, E) flattened to (2F, E): rows gate,
     up, gate, up, ... so that a plain cut of the rows gives every tensor rank matching pairs. Both
-    layers run in one Function (``parallel.mlp``): hooks of ``up`` and ``down`` are not called.
+    layers run in one Function (``parallel.mlp``), or one after the other if one of them has been
+    replaced, wrapped or hooked.
 
     Args:
         embed_dim, hidden_dim: E and F.
@@ -88,6 +91,8 @@ class MLP(nn.Module):
         With `residual` and `drop` (the key of a dropout, see ``kernels.dropout``), both like y, it
         is residual + dropout(y).
         """
+        if not (fusable(self.up, ColumnParallelLinear) and fusable(self.down, RowParallelLinear)):
+            return self._composed(x, residual, drop)
         return parallel_mlp(
             x,
             self.up.weight,
@@ -102,3 +107,19 @@ class MLP(nn.Module):
             recompute=self.recompute,
             impl=self.impl,
         )
+
+    def _composed(self, x: Tensor, residual: Tensor | None, drop: Drop | None) -> Tensor:
+        """The same by calling ``up`` and ``down``, whatever they have become."""
+
+        def hidden(x: Tensor) -> Tensor:
+            return activate(self.up(x), self.activation, impl=self.impl)
+
+        recomputes = self.recompute in ("activation", "up") and torch.is_grad_enabled()
+        y = self.down(checkpoint(hidden, x, use_reentrant=False) if recomputes else hidden(x))
+        if drop is not None:
+            p, seed, site, tokens = drop
+            rows = y.flatten(0, -2)
+            y = dropout(
+                rows, p, seed=seed, site=site, tokens=tokens.flatten(), impl=self.impl
+            ).view(y.shape)
+        return y if residual is None else residual + y

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from warpweave.kernels.attention import attention, attention_bwd, attention_delta, attention_fwd
+from warpweave.kernels.linear import grad_dtype
 from warpweave.kernels.reference import compute_dtype
 from warpweave.parallel.collectives import start_all_gather, start_reduce_scatter
 from warpweave.parallel.layout import SequenceLayout
@@ -151,6 +152,7 @@ class _GatherAttention(torch.autograd.Function):
         # not the whole K‖V: P times less, gathered again
         ctx.save_for_backward(q, k, v, sinks, o, lse)
         ctx.layout, ctx.group, ctx.options = layout, group, options
+        ctx.of_sinks = None if sinks is None else grad_dtype(sinks)
         ctx.set_materialize_grads(False)
         return o, lse
 
@@ -166,7 +168,7 @@ class _GatherAttention(torch.autograd.Function):
             grad_dtype=compute_dtype(q), **ctx.options,
         )  # fmt: skip
         dk, dv = _reduce_scatter(dk, dv, ctx.layout, ctx.group)
-        dsinks = sinks_gradient(sinks, lse, delta)
+        dsinks = sinks_gradient(sinks, lse, delta, ctx.of_sinks)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, *[None] * 3
 
     @staticmethod

@@ -40,10 +40,9 @@ class SequenceLayout:
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
             raise ValueError(f"kind must be one of {get_args(Kind)}, got {self.kind!r}")
-        if self.parts < 1 or self.seq_len < 1:
+        if self.parts < 1 or self.seq_len < 0:
             raise ValueError(
-                f"seq_len and parts must be at least 1, got seq_len={self.seq_len}, "
-                f"parts={self.parts}"
+                f"need parts >= 1 and seq_len >= 0, got seq_len={self.seq_len}, parts={self.parts}"
             )
         chunks = self.parts if self.kind == "contiguous" or self.parts == 1 else 2 * self.parts
         if self.seq_len % chunks:

@@ -87,7 +87,7 @@ class _Recomputed(torch.autograd.Function):
         leaf, (want_dx, want_dw, *_) = ctx.parameter, ctx.needs_input_grad
         todo, flying = [sum_dtype(x.dtype)] * want_dx, []
 
-        def run(buffer, add):  # dx in the same pass; a weight gradient that is deferred comes later
+        def run(buffer, add):  # dW, with dx in the same pass
             dx = linear_cross_entropy_bwd(
                 dloss,
                 _gathered(x, *ctx.how),
@@ -188,13 +188,13 @@ def vocab_parallel_linear_cross_entropy(
     Weight gradient: dW[V/R, E]{S(0)} = dz^T x, no collective; exact
 
     With sequence_parallel the input is x[T/R, E]{S(0)}: x is gathered in the forward (and, where
-    the logits are recomputed, in the backward, for dx and for a deferred dW) and
+    the logits are recomputed, in the backward) and
 
     Input gradient:  dx[T/R, E]{S(0)} = reduce-scatter(dz W)
 
     With recompute=False the gradients are made in the forward, collectives too; one all-gather of
     statistics per slice of rows is called there, and the backward calls none. A deferred weight
-    gradient is then merely added later; with recompute=True it makes the logits a third time.
+    gradient is then merely added later; with recompute=True it comes with dx and is not deferred.
 
     Args:
         x: x[T, E] replicated, or x[T/R, E] with sequence_parallel.

@@ -35,10 +35,10 @@ class _ParallelMLP(torch.autograd.Function):
         ctx.cut, ctx.how, ctx.dtypes = (group, sequence_parallel, overlap), how, (x.dtype, dtype)
         ctx.parameters = up_weight, up_bias, down_weight, down_bias
         with Settled(x):
-            x, bias = x.to(dtype), None if up_bias is None else up_bias.to(dtype)
+            x, bias = x.to(dtype), None if up_bias is None else up_bias.to(dtype).flatten()
             whole = whole_tokens(x, group, sequence_parallel)
             h, z = hidden_fwd(
-                rows(whole), up_weight.to(dtype), bias,
+                rows(whole), rows(up_weight).to(dtype), bias,
                 activation=how.activation, keep=keep and how.recompute != "up", impl=how.impl,
             )  # fmt: skip
             # The shard of x is kept and gathered again in the backward: 1/R of the memory.
@@ -62,9 +62,9 @@ class _ParallelMLP(torch.autograd.Function):
             db2 = bias_gradient(down_bias_leaf, dy) if needs[4] else None
             whole = dy if gathering is None else gathering.wait()
             again = rows(whole_tokens(x, group, sequence_parallel)) if z is None else None
+            up_bias = None if up_bias is None else up_bias.to(dtype).flatten()
             found = mlp_bwd(
-                rows(whole), again, up.to(dtype), None if up_bias is None else up_bias.to(dtype),
-                down.to(dtype), z, h, ctx.how,
+                rows(whole), again, rows(up).to(dtype), up_bias, down.to(dtype), z, h, ctx.how,
                 want_dx=False, want_dz=any(needs[:3]), want_hidden=needs[3],
             )  # fmt: skip
             dw2 = weight_gradient(down_leaf, lambda: (found.do, found.h)) if needs[3] else None
@@ -72,7 +72,7 @@ class _ParallelMLP(torch.autograd.Function):
             if found.dz is not None:
                 dz = found.dz.view(*whole.shape[:-1], found.dz.shape[1])
                 dx, dw1, db1 = column_gradients(
-                    dz, x, up, (up_leaf, up_bias_leaf), group,
+                    dz, x, rows(up), (up_leaf, up_bias_leaf), group,
                     sequence_parallel=sequence_parallel, overlap=overlap, needs=needs[:3],
                 )  # fmt: skip
             dx = None if dx is None else dx.to(x_dtype)
@@ -122,7 +122,8 @@ def parallel_mlp(
 
     Args:
         x: x[..., E] replicated, or x[T/R, ..., E] with sequence_parallel.
-        up_weight, up_bias, down_weight, down_bias: this rank's shards (b2 is whole); leaves.
+        up_weight, up_bias, down_weight, down_bias: this rank's shards (b2 is whole); leaves. W1 may
+            be [F/R, 2, E].
         activation: "gelu", "gelu_erf", "relu2", "swiglu" or "geglu".
         group: the R tensor ranks; None for one.
         sequence_parallel: tokens of x and y are cut over the group along dim 0.
@@ -137,7 +138,7 @@ def parallel_mlp(
         y like x, in the dtype of `x` or of autocast.
 
     Raises:
-        ValueError: shapes, dtypes or options do not fit, or R does not divide the T to be cut.
+        ValueError: shapes, dtypes or options do not fit.
     """
     if group is None:
         return mlp(
@@ -147,7 +148,11 @@ def parallel_mlp(
     name = f"parallel_mlp on rank {group_rank(group)}"
     parameters = (up_weight, up_bias, down_weight, down_bias)
     chosen = choose(impl, x, *parameters, residual)
-    check_mlp(x, up_weight, down_weight, up_bias, down_bias, residual, activation)
+    check_mlp(x, up_weight, down_weight, up_bias, down_bias, residual, activation, name)
+    if x.ndim < 2:
+        raise ValueError(
+            f"{name}: tensor ranks need x[..., E] of two dims at least, got {[*x.shape]}"
+        )
     names = ("up_weight", "up_bias", "down_weight", "down_bias")
     dtype = settled_dtype(name, x, dict(zip(names, parameters)))
     how = How(activation, None, choose_recompute(recompute, chosen, x), None, chosen)
@@ -157,5 +162,6 @@ def parallel_mlp(
     y = _ParallelMLP.apply(x, *parameters, group, sequence_parallel, overlap, how, dtype, keep)
     if drop is not None and drop.p:
         p, seed, site, tokens = drop
-        y = dropout(y, p, seed=seed, site=site, tokens=tokens, impl=impl)
+        tokens = tokens.reshape(-1)
+        y = dropout(rows(y), p, seed=seed, site=site, tokens=tokens, impl=impl).view(y.shape)
     return y if residual is None else residual + y

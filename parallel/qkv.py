@@ -124,7 +124,7 @@ def parallel_qkv_rope(
         options = {"head_dim": head_dim, "group": q_per_kv, "impl": impl}
         return qkv_rope(x.view(*shape, x.shape[1]), weight, bias, cos, sin, **options)
     chosen = choose(impl, x, weight, bias, cos, sin)
-    check_qkv((*shape, x.shape[1]), weight, bias, cos, sin, head_dim, q_per_kv)
+    check_qkv((*shape, x.shape[1]), weight, bias, cos, sin, head_dim, q_per_kv, name)
     dtype = settled_dtype(name, x, {"weight": weight, "bias": bias})
     heads = (head_dim, q_per_kv)
     found = _ParallelQKV.apply(

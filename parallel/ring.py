@@ -43,6 +43,7 @@ from warpweave.kernels.attention import (
     attention_dsinks,
     attention_fwd,
 )
+from warpweave.kernels.linear import grad_dtype
 from warpweave.kernels.reference import compute_dtype
 from warpweave.parallel.layout import Runs, SequenceLayout
 
@@ -260,6 +261,7 @@ class _RingAttention(torch.autograd.Function):
         o, lse, kv = run_on_group(schedule, group, overlap=overlap)
         ctx.save_for_backward(q, kv, sinks, o, lse)
         ctx.group, ctx.overlap, ctx.layout, ctx.attend = group, overlap, layout, attend
+        ctx.of_sinks = None if sinks is None else grad_dtype(sinks)
         ctx.set_materialize_grads(False)
         return o, lse
 
@@ -274,7 +276,7 @@ class _RingAttention(torch.autograd.Function):
             layout=ctx.layout, attend=ctx.attend,
         )  # fmt: skip
         dq, dk, dv = run_on_group(schedule, ctx.group, overlap=ctx.overlap)
-        return dq, dk, dv, sinks_gradient(sinks, lse, delta), *[None] * 4
+        return dq, dk, dv, sinks_gradient(sinks, lse, delta, ctx.of_sinks), *[None] * 4
 
     @staticmethod
     def spmd_typecheck(
@@ -285,10 +287,13 @@ class _RingAttention(torch.autograd.Function):
 
 
 def sinks_gradient(
-    sinks: torch.Tensor | None, lse: torch.Tensor, delta: torch.Tensor
+    sinks: torch.Tensor | None,
+    lse: torch.Tensor,
+    delta: torch.Tensor,
+    dtype: torch.dtype | None,
 ) -> torch.Tensor | None:
-    """dsinks[Hq]{partial cp}: the share of this rank's rows."""
-    return None if sinks is None else attention_dsinks(sinks, lse, delta).to(sinks.dtype)
+    """dsinks[Hq]{partial cp} in `dtype`: the share of this rank's rows."""
+    return None if sinks is None else attention_dsinks(sinks, lse, delta).to(dtype)
 
 
 def attention_types(

@@ -178,6 +178,7 @@ class Unit:
         if self.placement.optim:
             self.reduced = torch.zeros(n, dtype=high, device=device)
         self._place_gradients(torch.zeros(self.size, dtype=high, device=device))
+        self.joined = False  # `join_gradients` has decided where the gradients lie
         self._gather: dist.Work | None = None
         self._scatter: tuple[dist.Work, Tensor] | None = None
         self.materialised = True
@@ -427,15 +428,16 @@ def join_gradients(units: Sequence[Unit]) -> None:
     """Lay the whole gradients (ZeRO 0) of `units` end to end, in their order.
 
     Neighbours can then be reduced in one message. Before the first backward pass: gradients are
-    zeros again. Units without a data group, or whose gradients have neighbours already, stay.
+    zeros again. Units without a data group stay, and those that have been through here before:
+    somebody may know where their gradients are.
     """
     whole = [
         unit
         for unit in units
-        if unit.group is not None
-        and not unit.placement.optim
-        and unit.grad.untyped_storage().nbytes() == unit.grad.nbytes
+        if unit.group is not None and not unit.placement.optim and not unit.joined
     ]
+    for unit in whole:
+        unit.joined = True
     for key in {(unit.master_dtype, unit.grad.device) for unit in whole}:
         alike = [unit for unit in whole if (unit.master_dtype, unit.grad.device) == key]
         for unit in alike:  # before the joined buffer is made: never twice the memory

@@ -303,3 +303,86 @@ def _on_data_ranks(rank: int) -> None:
 
 def test_ddp_and_fsdp2_train_it_as_one_device_does():
     run_ranks(2, _on_data_ranks)
+
+
+# ------------------------------------------------------------------- parts that were replaced
+
+
+class _LoRA(nn.Module):
+    """An adapter as users write them: the layer's own result plus a low-rank one."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base, (n, k) = base, base.weight.shape
+        self.a, self.b = (nn.Parameter(draw(i, *s) / 4) for i, s in ((80, (2, k)), (81, (n, 2))))
+        self.weight, self.bias = base.weight, base.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + x @ self.a.t() @ self.b.t()
+
+
+PROJECTIONS = ("attention.qkv", "attention.out", "mlp.up", "mlp.down")
+
+
+@STYLES
+@pytest.mark.parametrize("name", PROJECTIONS)
+def test_an_adapter_in_place_of_a_projection_is_called(style, name):
+    """As if its product had been added to the weight, for values and for its own gradients."""
+    block, x = _block(style, dropout=0.3), draw(1, 12, E)
+    adapter = _LoRA(block.get_submodule(name))
+    merged = copy.deepcopy(block)
+    with torch.no_grad():
+        merged.get_submodule(name).weight += adapter.b @ adapter.a
+    truth = merged(x, _context())
+    truth.backward(draw(9, *truth.shape))
+    block.set_submodule(name, adapter)
+    y = block(x, _context())
+    y.backward(draw(9, *y.shape))
+    assert_close_f64(y, truth, RTOL)
+    whole = merged.get_submodule(name).weight.grad
+    assert_close_f64(adapter.a.grad, adapter.b.t() @ whole, RTOL)
+    assert_close_f64(adapter.b.grad, whole @ adapter.a.t(), RTOL)
+
+
+@STYLES
+def test_hooks_of_projections_are_called_and_change_no_number(style):
+    block, x, seen = _block(style, selective=True), draw(1, 12, E), []
+    expected = _results(block, x, lambda x: block(x, _context()))
+    for name in PROJECTIONS:
+        block.get_submodule(name).register_forward_hook(lambda *_, name=name: seen.append(name))
+    _close(_results(block, x, lambda x: block(x, _context())), expected)
+    assert set(seen) == set(PROJECTIONS)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_gradients_of_biases_and_norms_are_summed_as_wide_as_they_are_wanted(dtype, impl):
+    """64 tokens of 2048 overflow in float16, and are rounded in bfloat16."""
+    block = TransformerBlock(8, 2, 8, dtype=dtype, impl=impl, sinks=True)
+    for p in block.parameters():
+        p.grad_dtype = torch.float32
+    y = block(torch.ones(1, 64, 8, dtype=dtype) * torch.linspace(-1, 1, 8).to(dtype))
+    y.backward(torch.full_like(y, 2048.0))
+    for name, p in block.named_parameters():
+        assert p.grad.dtype == torch.float32, name
+        assert p.grad.isfinite().all(), name
+    wide = block.attention.out.bias.grad, block.mlp_norm.weight.grad, block.attention.sinks.grad
+    assert all(not torch.equal(g, g.to(dtype).float()) for g in wide)
+    assert block.attention.out.bias.grad.abs().max() > 1e5
+
+
+def _submodules_sharded(rank: int) -> None:
+    x, whole = draw(1, 4, 6, E), _block(GPT2)
+    order = x.unflatten(0, (2, 2)).transpose(0, 1).flatten(0, 1)
+    losses, *expected = _train(whole, order)
+    for names in (("attention", "mlp"), PROJECTIONS, ("attention",), ("mlp.up",)):
+        block = _block(GPT2)
+        for name in names:
+            fully_shard(block.get_submodule(name))
+        mine, *parameters = _train(fully_shard(block), x.chunk(2)[rank])
+        torch.distributed.all_reduce(mine)
+        _close([mine / 2, *parameters], [losses, *expected])
+
+
+def test_fsdp2_may_shard_submodules():
+    run_ranks(2, _submodules_sharded)

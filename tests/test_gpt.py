@@ -418,3 +418,16 @@ def _train_on_data_ranks(rank: int) -> None:
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_ranks_of_any_mesh_and_wrapper_equal_one_device(world):
     run_ranks(world, _on_ranks, world)
+
+
+@EACH
+def test_no_sample_and_no_token_have_no_logits_and_loss_zero(config):
+    model = GPT(config)
+    for shape in ((0, config.seq_len), (2, 0)):
+        tokens = torch.zeros(shape, dtype=torch.int64)
+        assert model(tokens).shape == (*shape, config.vocab_size)
+        model.zero_grad()
+        loss = model(tokens, labels=tokens)
+        loss.backward()
+        assert loss == 0
+        assert not any(p.grad.any() for p in model.parameters())

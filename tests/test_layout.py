@@ -82,6 +82,7 @@ def test_labels_are_shifted_over_the_whole_sequence(kind: str) -> None:
 def test_one_part_takes_any_length() -> None:
     for kind in KINDS:
         assert SequenceLayout(7, 1, kind).runs(0) == ((0, 7),)
+        assert SequenceLayout(0, 1, kind).positions(0).tolist() == []
 
 
 def test_errors_name_the_numbers() -> None:
@@ -93,8 +94,8 @@ def test_errors_name_the_numbers() -> None:
         SequenceLayout(18, 4, "contiguous")
     with pytest.raises(ValueError, match=r"kind must be .* got 'striped'"):
         SequenceLayout(16, 4, "striped")
-    with pytest.raises(ValueError, match="seq_len=0"):
-        SequenceLayout(0, 4)
+    with pytest.raises(ValueError, match="seq_len=-4"):
+        SequenceLayout(-4, 4)
     layout = SequenceLayout(16, 4)
     with pytest.raises(ValueError, match=r"rank must be in \[0, 4\), got 4"):
         layout.runs(4)

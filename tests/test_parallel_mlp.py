@@ -255,7 +255,8 @@ def _refused(rank: int) -> None:
         ({"up_weight": mine["up_weight"].float()}, f"parallel_mlp on rank {rank}: dtypes differ"),
         ({"residual": mine["x"][:3]}, "residual must be"),
         ({"down_weight": problem("gelu")["down_weight"]}, r"gelu needs x\[..., E\]"),
-        ({"down_bias": mine["down_bias"][:2]}, "down_bias must be"),
+        ({"down_bias": mine["down_bias"][:2]}, f"parallel_mlp on rank {rank}: down_bias must be"),
+        ({"x": mine["x"][0], "residual": None}, r"need x\[..., E\] of two dims at least"),
     ):
         with pytest.raises(ValueError, match=words):
             parallel_mlp(**(mine | options | change))

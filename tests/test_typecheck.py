@@ -31,7 +31,16 @@ import warpweave.layers.loss
 import warpweave.layers.mlp
 from warpweave import prove
 from warpweave.gpt import GPT, PRESETS, GPTConfig
-from warpweave.kernels import activation, cross_entropy, linear_cross_entropy, mlp, norm, qkv, rope
+from warpweave.kernels import (
+    activation,
+    cross_entropy,
+    linear_cross_entropy,
+    mlp,
+    norm,
+    norm_cpu,
+    qkv,
+    rope,
+)
 from warpweave.kernels.attention import attention
 from warpweave.kernels.dropout import Drop
 from warpweave.layers.attention import Attention
@@ -343,7 +352,10 @@ def _linear_loss() -> tuple:
 
 
 LOCAL = {
-    norm._RMSNorm: lambda: (torch.randn(4, 6, 8, **T64), torch.randn(8, **T64), 1e-5),
+    norm._Norm: lambda: (
+        torch.randn(4, 6, 8, **T64), torch.randn(8, **T64), torch.randn(8, **T64), 1e-5, True,
+    ),
+    norm_cpu._AddBias: lambda: (torch.randn(4, 6, 8, **T64), torch.randn(8, **T64)),
     rope._Rope: lambda: (torch.randn(2, 4, 6, 8, **T64), torch.randn(4, 4), torch.randn(4, 4)),
     activation._SwiGLU: lambda: (torch.randn(4, 6, 8, **T64),),
     cross_entropy._CrossEntropy: lambda: (
@@ -389,12 +401,12 @@ class _Halves(activation._SwiGLU):
         return F.silu(gate) * up
 
 
-class _NormOfShards(norm._RMSNorm):
+class _NormOfShards(norm._Norm):
     """As if a shard of E could be normalised alone."""
 
     @staticmethod
-    def spmd_typecheck(*, s, weight):
-        return rules.einsum("...e,e->...e", s, weight)
+    def spmd_typecheck(*, s, weight, bias):
+        return rules.einsum("...e,e->...e", rules.einsum("...e,e->...e", s, weight), bias)
 
 
 class _LossOfShards(cross_entropy._CrossEntropy):

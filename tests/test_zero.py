@@ -12,6 +12,7 @@ from close import relative_error
 from ranks import run_ranks
 from torch import nn
 
+from warpweave.layers.linear import ColumnParallelLinear
 from warpweave.layers.records import collect_records
 from warpweave.parallel import zero
 from warpweave.parallel.mesh import Mesh, single
@@ -453,6 +454,24 @@ def _joined(rank: int) -> None:
 
 def test_joined_gradients_are_summed_in_one_message():
     run_ranks(2, _joined)
+
+
+def _two_chains(rank: int) -> None:
+    """A unit that a chain knows stays where it is when another chain takes it, too."""
+    mesh = Mesh(dp=2).connect()
+    linear = nn.Linear(4, 4, bias=False)
+    params = [(collect_records(ColumnParallelLinear(4, 4, bias=False))["weight"], linear.weight)]
+    shared = Unit("shared", params, mesh)
+    first = ChainStage([Segment("a", lambda x, _: linear(x), (shared,))], last=True)
+    home = shared.grad.data_ptr()
+    other = _units(mesh, 0)[0]
+    ChainStage([Segment("a", lambda x, _: linear(x), (shared, other))], last=True)
+    assert shared.grad.data_ptr() == home
+    assert first._homes[linear.weight].data_ptr() == home
+
+
+def test_a_unit_of_two_chains_keeps_its_gradients_where_they_are():
+    run_ranks(2, _two_chains)
 
 
 # -------------------------------------------------------------------------- state in and out

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from warpweave.kernels.cost import gpt_step
 from warpweave.kernels.dropout import dropout
 from warpweave.kernels.rope import rope_table
 from warpweave.layers.block import TransformerBlock
@@ -103,6 +104,21 @@ class GPTConfig:
     def head_dim(self) -> int:
         """Width of one head, D."""
         return self.width // self.heads
+
+    def step_flops(self, tokens: int) -> int:
+        """Model FLOPs of a training step on `tokens` of whole sequences, by ``cost.gpt_step``."""
+        return gpt_step(
+            tokens=tokens,
+            seq_len=self.seq_len,
+            layers=self.layers,
+            width=self.width,
+            heads=self.heads,
+            kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            hidden=self.num_hidden,
+            vocab=self.vocab_size,
+            gated=self.activation == "swiglu",
+        )
 
     def check(self, mesh: Mesh, *, zigzag: bool = True) -> None:
         """Raise a one-line ``ValueError`` if this model cannot be cut over `mesh`."""
@@ -410,7 +426,8 @@ class GPT(nn.Module):
             x = block(x, batch.context)
         if labels is not None:
             return self.head_loss(x, batch)
-        return self.logits(x, batch).unflatten(0, (tokens.shape[0], -1))
+        rows, local = tokens.shape[0], batch.context.layout.local_len
+        return self.logits(x, batch).unflatten(0, (rows, local))
 
     # ------------------------------------------------------------------ the cut into segments
 
