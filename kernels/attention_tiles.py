@@ -61,6 +61,7 @@ def launch_options(
     """
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
     bounded = mask.window > 0 or mask.documents is not None
-    if q.element_size() == 4 and (more or bounded or scores.softcap > 0 or scores.dropout > 0):
+    fuller = more or bounded or scores.softcap > 0 or scores.dropout > 0
+    if fuller and q.element_size() == 4 and torch.version.hip is None:  # ptxas is NVIDIA's
         options["maxnreg"] = min(255, 2048 // tile.warps)
     return options
