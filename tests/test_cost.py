@@ -100,8 +100,9 @@ def test_a_norm_with_what_stands_before_it_moves_its_tensors(terms, stream, laye
         residual_dtype=None if residual is None else stream, **drop,
     )  # fmt: skip
     apart = grads.dresidual if grads.dresidual is not grads.dx else None
-    backward = [dy, s, s, w, mean, rstd, tokens, grads.dx, apart, grads.dw, grads.db]
-    backward.append(None if x_bias is None else grads.dx_bias.bfloat16())
+    backward = [dy, s, s, w, mean, rstd, tokens, grads.dx, apart]
+    sums = (grads.dw, grads.db, grads.dx_bias)  # of which the model counts what parameters take
+    backward += [t.bfloat16() for t in sums if t is not None]
     options = {"layer": layer, "stream_size": stream.itemsize, "out_size": 4}
     options |= {name: name in terms for name in ("residual", "x_bias", "dropout")}
     for tensors, direction in ((forward, False), (backward, True)):
