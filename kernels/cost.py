@@ -1,4 +1,4 @@
-"""FLOPs and minimal bytes of every op: benchmarks, MFU and `warpweave plan` use the same numbers.
+"""FLOPs and minimal bytes of every op: benchmarks and MFU use the same numbers.
 
 FLOPs count a multiply-add as two, a division, exponential or root as one. Bytes are what a
 perfectly fused kernel must move: every input read once, every output written once, nothing else.

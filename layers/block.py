@@ -23,7 +23,7 @@ class TransformerBlock(nn.Module):
         embed_dim, num_heads, hidden_dim: E, H and F.
         num_kv_heads: KV heads, by default num_heads.
         norm: "layer" or "rms"; norm_eps its epsilon.
-        activation: "gelu" or "swiglu".
+        activation: as ``MLP``.
         bias: linear layers and LayerNorm have biases.
         causal, window, softcap, sinks, rope_theta, strategy: as ``Attention``.
         dropout: probability on both branches, keyed by global token ids (needs a context).

@@ -87,9 +87,15 @@ class Mesh:
         """
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         if ranks != self.world:
+            found = f"{ranks} {'is' if ranks == 1 else 'are'} running"
+            if not dist.is_initialized():
+                found = (
+                    "torch.distributed is not initialised: start with torchrun and call "
+                    "warpweave.launch.join(mesh) or dist.init_process_group() first"
+                )
             raise ValueError(
                 f"mesh dp={self.dp} x cp={self.cp} x tp={self.tp} x pp={self.pp} needs "
-                f"{self.world} ranks, but {ranks} {'is' if ranks == 1 else 'are'} running"
+                f"{self.world} ranks, but {found}"
             )
         if self.world == 1:
             return ConnectedMesh(self, 0, dict.fromkeys((*AXES, "data", "world")), None)

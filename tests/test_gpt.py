@@ -86,7 +86,7 @@ def _truth(config: GPTConfig, params: dict[str, Tensor], *batch: Tensor) -> tupl
 def _results(gpt: nn.Module, *batch: Tensor, run=None) -> list[Tensor]:
     """The loss and all gradients; earlier gradients are forgotten."""
     gpt.zero_grad()
-    loss = gpt(*batch) if run is None else run(*batch)
+    loss = gpt(*batch, seed=0) if run is None else run(*batch)
     loss.backward()
     return [loss.detach(), *(p.grad.clone() for p in gpt.parameters())]
 
@@ -244,7 +244,20 @@ def test_training_drops_what_the_plain_model_drops_and_eval_nothing(config):
     assert_close_f64(gpt(*batch), still, RTOL)
     assert relative_error(loss, still) > 1e-5
     gpt.train()
-    assert_close_f64(gpt(*batch), loss, RTOL)
+    assert_close_f64(gpt(*batch, seed=0), loss, RTOL)
+
+
+def test_dropout_needs_a_seed_and_follows_it_and_the_samples():
+    gpt, _ = _scattered(DROPPED["gpt2"])
+    batch = _tokens()
+    with pytest.raises(ValueError, match=r"^dropout = 0.2 is keyed: give a seed, another"):
+        gpt(*batch)
+    ids = torch.arange(len(batch[0])) + 100
+    losses = [gpt(*batch, seed=0), gpt(*batch, seed=1), gpt(*batch, seed=0, sample_ids=ids)]
+    assert len({loss.item() for loss in losses}) == 3
+    assert gpt(*batch, seed=1) == losses[1]
+    gpt.eval()
+    gpt(*batch)
 
 
 def test_micro_batches_with_sample_ids_and_a_seed_add_up_to_the_plain_batch():
@@ -298,7 +311,7 @@ def test_recomputing_or_checkpointing_changes_no_bit(config):
     gpt, _ = _scattered(config)
     expected = _results(gpt, *batch)
     _bitwise(_results(_scattered(config, recompute="selective")[0], *batch), expected)
-    again = _results(gpt, *batch, run=lambda *b: checkpoint(gpt, *b, use_reentrant=False))
+    again = _results(gpt, *batch, run=lambda *b: checkpoint(gpt, *b, use_reentrant=False, seed=0))
     _bitwise(again, expected)
 
 
@@ -309,7 +322,9 @@ def test_it_compiles_without_a_graph_break(name):
     config = dataclasses.replace(DROPPED.get(name, DROPPED["between"]), layers=1)
     gpt, _ = _scattered(config, recompute=recompute)
     compiled = torch.compile(gpt, fullgraph=True, backend="aot_eager")
-    _close(_results(gpt, *_tokens(), run=compiled), _results(gpt, *_tokens()))
+    _close(
+        _results(gpt, *_tokens(), run=lambda *b: compiled(*b, seed=0)), _results(gpt, *_tokens())
+    )
 
 
 def test_copies_and_loaded_states_compute_the_same():
@@ -363,7 +378,7 @@ def _check_mesh(sizes: Mesh, config: GPTConfig, sp: bool) -> None:
             dist.all_reduce(p.grad, group=mesh.group("tp"))
         assert_close_f64(p.grad, records[name].slice(grads[name], index), RTOL)
     mine = gpt.layout.shard(logits, mesh.index("cp"), 1)
-    columns = gpt(tokens)
+    columns = gpt(tokens, seed=0)
     start = index * columns.shape[-1]
     mine = mine[..., start : start + columns.shape[-1]]
     assert_close_f64(columns[..., : mine.shape[-1]], mine, RTOL)
@@ -389,7 +404,7 @@ def _train(gpt: nn.Module, tokens: Tensor, labels: Tensor) -> list[Tensor]:
     optimizer, losses = torch.optim.AdamW(gpt.parameters(), lr=0.01, eps=0.01), []
     for _ in range(3):
         for half in range(2):
-            loss = gpt(tokens[half::2], labels[half::2])
+            loss = gpt(tokens[half::2], labels[half::2], seed=0)
             loss.backward()
             losses.append(loss.detach())
         optimizer.step()

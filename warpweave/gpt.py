@@ -410,17 +410,41 @@ class GPT(nn.Module):
         """
         return self.loss(self.final_norm(x), self.head_weight, batch.labels, batch.normaliser)
 
-    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        *,
+        seed: int | None = None,
+        sample_ids: Tensor | None = None,
+    ) -> Tensor:
         """Whole model without pipeline: tokens int64 [B, S] -> logits or mean loss.
 
-        Returns logits[B, S/cp, ceil(V/tp)], or with `labels` int64 [B, S] this rank's share of the
-        loss averaged over the valid tokens of the given batch (0-dim).
+        Args:
+            tokens: int64 [B, S].
+            labels: int64 [B, S], already the next tokens; -100 has no loss.
+            seed: key of the dropout: the number of the step, for example. Needed while a model with
+                dropout is training: equal keys drop the same elements.
+            sample_ids: int64 [B], each sample's number in the global batch, by default 0, 1, ...;
+                replicas that hold other samples give other numbers, or they drop alike.
+
+        Returns logits[B, S/cp, ceil(V/tp)], or with `labels` this rank's share of the loss averaged
+        over the valid tokens of the given batch (0-dim).
+
+        Raises:
+            ValueError: the model is cut into stages, the tokens do not fit it, or the seed is
+                missing.
         """
         if not (self.first and self.last):
             raise ValueError("forward needs the whole model: the mesh has several pipeline stages")
+        if seed is None and self.config.dropout and self.training:
+            raise ValueError(
+                f"dropout = {self.config.dropout} is keyed: give a seed, another one every step "
+                "(gpt(tokens, labels, seed=step)), or call eval()"
+            )
         targets = labels if labels is not None else torch.full_like(tokens, -100)
         valid = (targets != -100).sum().clamp(min=1)
-        batch = self.micro_batch(tokens, targets, valid)
+        batch = self.micro_batch(tokens, targets, valid, sample_ids=sample_ids, seed=seed or 0)
         x = self.embed(None, batch)
         for block in self.blocks.values():
             x = block(x, batch.context)
