@@ -38,6 +38,13 @@ class Drop(NamedTuple):
     site: int
     tokens: torch.Tensor
 
+    def apply(self, x: torch.Tensor, impl: str | None = None) -> torch.Tensor:
+        """`dropout` of x[..., E] by this key, whose tokens are as many as x has rows."""
+        flat = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+        p, seed, site, tokens = self
+        tokens = tokens.reshape(-1)
+        return dropout(flat, p, seed=seed, site=site, tokens=tokens, impl=impl).view(x.shape)
+
 
 def threshold(p: float) -> int:
     """Words below this are dropped."""

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from warpweave.kernels.activation import activate, find_activation
-from warpweave.kernels.dropout import Drop, dropout
+from warpweave.kernels.dropout import Drop
 from warpweave.kernels.mlp import RECOMPUTE
 from warpweave.layers.fusable import fusable
 from warpweave.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -117,9 +117,5 @@ class MLP(nn.Module):
         recomputes = self.recompute in ("activation", "up") and torch.is_grad_enabled()
         y = self.down(checkpoint(hidden, x, use_reentrant=False) if recomputes else hidden(x))
         if drop is not None:
-            p, seed, site, tokens = drop
-            rows = y.flatten(0, -2)
-            y = dropout(
-                rows, p, seed=seed, site=site, tokens=tokens.flatten(), impl=self.impl
-            ).view(y.shape)
+            y = drop.apply(y, self.impl)
         return y if residual is None else residual + y

@@ -38,11 +38,7 @@ from warpweave.parallel.collectives import (
     start_reduce_scatter,
     sum_dtype,
 )
-from warpweave.parallel.tensor import _check_vocabulary
-
-
-def _gathered(x: torch.Tensor, group: dist.ProcessGroup, sequence_parallel: bool) -> torch.Tensor:
-    return start_all_gather(x, group).wait() if sequence_parallel else x
+from warpweave.parallel.tensor import _check_vocabulary, column_input_type, whole_tokens
 
 
 def _start_sum(dx: torch.Tensor, group: dist.ProcessGroup, sequence_parallel: bool) -> Pending:
@@ -74,7 +70,7 @@ class _Recomputed(torch.autograd.Function):
         ctx.x_dtype, ctx.parameter = x.dtype, weight
         with Settled(x):
             x = x.to(dtype)
-            whole = _gathered(x, group, sequence_parallel)
+            whole = whole_tokens(x, group, sequence_parallel)
             stats = linear_cross_entropy_fwd(whole, weight, labels, ctx.vocabulary)
             stats = _over_ranks(group)(stats)
             ctx.save_for_backward(x, weight, labels, stats[0])
@@ -90,7 +86,7 @@ class _Recomputed(torch.autograd.Function):
         def run(buffer, add):  # dW, with dx in the same pass
             dx = linear_cross_entropy_bwd(
                 dloss,
-                _gathered(x, *ctx.how),
+                whole_tokens(x, *ctx.how),
                 weight,
                 labels,
                 lse,
@@ -122,7 +118,7 @@ class _InForward(torch.autograd.Function):
         ctx.x_dtype, ctx.parameter = x.dtype, weight
         with Settled(x):
             losses, dx, dw = linear_cross_entropy_fwd_bwd(
-                _gathered(x.to(dtype), group, sequence_parallel),
+                whole_tokens(x.to(dtype), group, sequence_parallel),
                 weight,
                 labels,
                 _own(vocabulary, weight, group),
@@ -150,12 +146,9 @@ class _InForward(torch.autograd.Function):
 
 
 def _rule(equation, x, weight, labels, group, sequence_parallel):
-    from spmd_types import I, P, R, S, rules
+    from spmd_types import I, P, rules
 
-    if sequence_parallel:
-        x = rules.all_gather(x, group, src=S(0), dst=R)
-    else:
-        x = rules.convert(x, group, src=I, dst=R)
+    x = column_input_type(x, group, sequence_parallel)
     # exp-sum, target logit and sum of logits are each a sum over v
     return rules.all_reduce(rules.einsum(equation, x, weight, labels), group, src=P, dst=I)
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from warpweave.kernels.dispatch import choose
-from warpweave.kernels.dropout import Drop, dropout
+from warpweave.kernels.dropout import Drop
 from warpweave.kernels.linear import Settled, bias_gradient, rows, settled_dtype, weight_gradient
 from warpweave.kernels.mlp import How, check_mlp, choose_recompute, hidden_fwd, mlp, mlp_bwd
 from warpweave.parallel.collectives import group_rank, start_all_gather
@@ -161,7 +161,5 @@ def parallel_mlp(
     )
     y = _ParallelMLP.apply(x, *parameters, group, sequence_parallel, overlap, how, dtype, keep)
     if drop is not None and drop.p:
-        p, seed, site, tokens = drop
-        tokens = tokens.reshape(-1)
-        y = dropout(rows(y), p, seed=seed, site=site, tokens=tokens, impl=impl).view(y.shape)
+        y = drop.apply(y, impl)
     return y if residual is None else residual + y
