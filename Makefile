@@ -21,8 +21,11 @@ $(STAMP): pyproject.toml constraints.txt
 	  --no-build-isolation -e '.[dev]'
 	touch $@
 
+# A process per core runs whole test files; on big machines four are enough, as many tests start
+# ranks of their own.
 test: venv
-	@status=0; $(VENV)/bin/pytest $(ARGS) || status=$$?; \
+	@status=0; $(VENV)/bin/pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder \
+	  $(ARGS) || status=$$?; \
 	if [ $$status -eq 0 ]; then echo "make test: all tests passed"; \
 	else echo "make test: FAILED (pytest exit status $$status)"; fi; exit $$status
 

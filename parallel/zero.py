@@ -455,8 +455,8 @@ class LossScale:
     """
 
     def __init__(self, initial: float = 2.0**16, interval: int = 2000) -> None:
-        self.value = torch.tensor(float(initial))
-        self.good_steps = torch.tensor(0.0)
+        self.value = torch.full((), initial)
+        self.good_steps = torch.zeros(())
         self.interval = interval
 
     def update(self, overflow: Tensor) -> None:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from warpweave.checkpoint import CheckpointError, open_latest
-from warpweave.launch import Session, _loopback_listener
+from warpweave.launch import Session, _loopback_listener, join
 from warpweave.parallel.mesh import Mesh
 
 ROOT = Path(__file__).parent.parent
@@ -322,6 +322,36 @@ def test_a_single_process_speaks_for_itself():
     alone = Session(torch.device("cpu"), 0, 1, None, 9.0, Mesh())
     assert alone.explain(KeyError("x")) == "KeyError: 'x'"
     assert alone.explain(ValueError("two\nlines")) == "two lines"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "backend", "device", "where"),
+    [
+        (2, "nccl", "cuda:1", "H, nccl"),
+        (1, "gloo", "cpu", "cpu, as 1 GPU(s) are too few for 2 ranks, gloo"),
+        (0, "gloo", "cpu", "cpu, gloo"),
+    ],
+)
+def test_a_gpu_for_every_local_rank_means_nccl(monkeypatch, gpus, backend, device, where):
+    """The choice alone: CUDA's answers are made up and nothing is connected."""
+    chosen, groups = [], []
+    environment = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H")
+    monkeypatch.setattr("warpweave.launch._store", lambda *args: "store")
+    monkeypatch.setattr(dist, "init_process_group", lambda *a, **k: groups.append((a, k)))
+    session = join(Mesh(tp=2, pp=2))
+    torch.set_num_threads(threads)
+    assert (str(session.device), session.where) == (device, where)
+    assert chosen == ([session.device] if backend == "nccl" else [])
+    ((name,), options) = groups[0]
+    assert (name, options["rank"], options["world_size"]) == (backend, 3, 4)
+    assert options["device_id"] == (session.device if backend == "nccl" else None)
 
 
 def test_free_ports_differ():

@@ -378,7 +378,7 @@ def join(
         cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
         torch.set_num_threads(max(1, cores // local_world))
         if gpus:
-            where = f"cpu, as {gpus} GPUs are too few for {local_world} ranks"
+            where = f"cpu, as {gpus} GPU(s) are too few for {local_world} ranks"
     if not under_torchrun():
         if mesh.world != 1:
             raise ValueError(f"the mesh needs {mesh.world} ranks, but 1 process is running")

@@ -1,0 +1,170 @@
+"""Training steps on a GPU that is not there: nothing is computed, every tensor knows its device.
+
+A device of torch's private-use type stands for the GPU, its tensors are fake (``FakeTensorMode``),
+messages go nowhere (the ``fake`` backend), Triton kernels are not launched. What is left of a step
+is what a GPU's host does, and two faults show that no computation on the CPU can show: a tensor
+made on the wrong device, and a value read back to the host, which would stop the device.
+
+Run as a program, because the device is registered for the whole process: it prints one JSON object
+with what went wrong in each case, of the engine as it is and of the engine with either fault.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import sys
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from triton.runtime.jit import JITFunction
+
+from warpweave.engine import Engine
+from warpweave.gpt import GPTConfig
+from warpweave.kernels import dispatch
+from warpweave.parallel import pipeline
+from warpweave.parallel.mesh import Mesh
+
+DEVICE = "pretended"
+MESHES = ({}, {"dp": 2}, {"tp": 2}, {"cp": 2}, {"pp": 2}, {"dp": 2, "tp": 2, "cp": 2, "pp": 2})
+SIZES = {"vocab_size": 250, "seq_len": 32, "layers": 2, "heads": 4, "width": 64}
+STYLES: dict[str, dict[str, Any]] = {
+    "gpt2": {"dropout": 0.1},
+    "llama": {
+        "positions": "rope", "norm": "rms", "activation": "swiglu", "bias": False, "tied": False,
+        "kv_heads": 2,
+    },
+}  # fmt: skip
+MICROBATCHES, BATCH = 4, 2
+
+
+def register() -> collections.Counter[str]:
+    """Make the device, and let Triton's path take it; returns the count of launches."""
+    _setup_privateuseone_for_python_backend(DEVICE)
+    getattr(torch, DEVICE).get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
+    choose = dispatch.choose
+
+    def choose_here(impl: str | None, *tensors: torch.Tensor | None) -> str:
+        choose("torch", *tensors)  # checks the devices
+        return impl or "triton"
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("warpweave") and getattr(module, "choose", None) is choose:
+            module.choose = choose_here
+    launches: collections.Counter[str] = collections.Counter()
+
+    def run(self, *args, grid, warmup, **options) -> None:
+        for value in (*args, *options.values()):
+            if isinstance(value, torch.Tensor) and value.device.type != DEVICE:
+                raise RuntimeError(f"{self.fn.__name__} was given a tensor on {value.device}")
+        launches[self.fn.__name__] += 1
+
+    JITFunction.run = run
+    torch.utils.swap_tensors = _swap
+    # Once per run the ranks compare notes on the host; here nobody answers.
+    pipeline.Distributed._connect = lambda self: dict.fromkeys(
+        pipeline.links(self._lists) if self._group is not None else (), self._group
+    )
+    return launches
+
+
+def _swap(a: torch.Tensor, b: torch.Tensor) -> None:
+    """``torch.utils.swap_tensors`` without its check for weak references: fake mode holds some."""
+    a.__class__, b.__class__ = b.__class__, a.__class__
+    a.__dict__, b.__dict__ = b.__dict__, a.__dict__
+    torch._C._swap_tensor_impl(a, b)
+
+
+def train(
+    sizes: dict[str, int], rank: int, zero: int, style: str, dtype: torch.dtype, impl: str
+) -> None:
+    """Two steps and an evaluation of a small GPT as `rank` of the mesh."""
+    mesh = Mesh(**sizes)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=mesh.world)
+    try:
+        connected = mesh.connect()
+        with FakeTensorMode(allow_non_fake_inputs=False):
+            engine = Engine(
+                GPTConfig(**SIZES, **STYLES[style]),
+                connected,
+                microbatches=MICROBATCHES,
+                micro_batch_size=BATCH,
+                zero=zero,
+                dtype=dtype,
+                device=torch.device(DEVICE, 0),
+                impl=impl,
+            )
+            likes = {(s, i): engine.message for s in range(mesh.pp) for i in range(MICROBATCHES)}
+            engine.transport._agree = lambda lists, stages: likes
+            ids = torch.zeros(MICROBATCHES, BATCH, dtype=torch.int64, device=engine.device)
+            tokens = ids[..., None].expand(-1, -1, SIZES["seq_len"]).contiguous()
+            for _ in range(2):
+                result = engine.step(tokens, tokens, ids, lr=1e-3)
+            for value in (result.all(), engine.evaluate(tokens, tokens)):
+                if value.device != engine.device:
+                    raise RuntimeError(f"a result is on {value.device}")
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def planted(fault: str) -> Iterator[None]:
+    """One of the two faults in every step: "read back" a value, or a tensor "on the host"."""
+    count, batches = Engine._count_valid, Engine._micro_batches
+
+    def read_back(self, labels):
+        count(self, labels).wait().item()
+        return count(self, labels)
+
+    def on_the_host(self, tokens, labels, sample_ids, valid, key):
+        there = torch.zeros_like(sample_ids, device="cpu")
+        return batches(self, tokens, labels, there, valid, key)
+
+    if fault == "read back":
+        Engine._count_valid = read_back
+    else:
+        Engine._micro_batches = on_the_host
+    try:
+        yield
+    finally:
+        Engine._count_valid, Engine._micro_batches = count, batches
+
+
+def failures(meshes: Iterable[dict[str, int]]) -> dict[str, str | None]:
+    """Every mesh under three ZeRO stages, as its last rank: case -> what went wrong, or None."""
+    found: dict[str, str | None] = {}
+    for sizes in meshes:
+        for case in (
+            (0, "gpt2", torch.bfloat16, "triton"),
+            (1, "gpt2", torch.float16, "torch"),
+            (3, "llama", torch.bfloat16, "triton"),
+        ):
+            name = " ".join(map(str, (sizes, *case)))
+            try:
+                train(sizes, Mesh(**sizes).world - 1, *case)
+                found[name] = None
+            except Exception as error:
+                found[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+    return found
+
+
+def main() -> None:
+    """The healthy engine on every mesh, then each fault on one device."""
+    warnings.simplefilter("ignore")
+    launches = register()
+    result: dict[str, Any] = {"healthy": failures(MESHES), "launches": dict(launches)}
+    for fault in ("read back", "on the host"):
+        with planted(fault):
+            result[fault] = failures(MESHES[:1])
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""The host's side of a training step on a GPU: one device, and nothing read back."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend"),
+    reason="this torch cannot register a device from Python",
+)
+def test_a_step_on_a_gpu_uses_one_device_and_reads_nothing_back() -> None:
+    program = Path(__file__).with_name("pretend_gpu.py")
+    env = {**os.environ, "TRITON_INTERPRET": "0"}  # so that kernels are compiled ones
+    run = subprocess.run(
+        [sys.executable, program], env=env, capture_output=True, text=True, timeout=110
+    )
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout)
+    assert len(found["healthy"]) == 18
+    assert set(found["healthy"].values()) == {None}, found["healthy"]
+    for kernel in ("_qkv_fwd_kernel", "_gemm_kernel", "attention_dkdv_kernel"):
+        assert found["launches"][kernel] > 0
+    assert all("DataDependentOutputException" in error for error in found["read back"].values())
+    with_dropout = [error for case, error in found["on the host"].items() if "gpt2" in case]
+    assert len(with_dropout) == 2
+    assert all("FakeTensorDeviceMismatchError" in error for error in with_dropout)
