@@ -1,4 +1,4 @@
-"""A layer on tensor ranks against the same layer on one device: its birth, output and gradients."""
+"""What runs on tensor ranks against the same on one device: birth, output, gradients, faults."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from close import assert_close_f64
 from torch import Tensor, nn
 
 from warpweave.layers.records import collect_records
+from warpweave.parallel.collectives import group_size, own_slice, reduce_from
 from warpweave.parallel.mesh import ConnectedMesh
 
 RTOL = 1e-12
@@ -19,6 +20,19 @@ def draw(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
     """Normal numbers that every rank draws alike."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def world() -> tuple[dist.ProcessGroup | None, int, int]:
+    """(group, rank, ranks): all ranks are tensor ranks, or there is no group."""
+    if not dist.is_initialized():
+        return None, 0, 1
+    return dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+
+
+def part(t: Tensor, dim: int | None) -> Tensor:
+    """This rank's chunk along `dim`, or (None) the whole."""
+    _, rank, ranks = world()
+    return t if dim is None else t.chunk(ranks, dim)[rank]
 
 
 def own(x: Tensor, dim: int | None, mesh: ConnectedMesh) -> Tensor:
@@ -78,3 +92,34 @@ def check_layer(
         if record.partial:
             dist.all_reduce(grads[name])
         assert_close_f64(grads[name], record.slice(expected[name], mesh.index("tp")), RTOL)
+
+
+# ---------------------------------------------------------------- planted faults
+
+
+def noticed(check: Callable[..., object], *args: object, **options: object) -> int:
+    """On how many ranks ``check(*args, **options)`` fails; collective."""
+    try:
+        check(*args, **options)
+        failed = torch.zeros(())
+    except AssertionError:
+        failed = torch.ones(())
+    return int(reduce_from(failed, world()[0]))
+
+
+def own_tokens_again(x: Tensor, group: dist.ProcessGroup | None, sequence_parallel: bool) -> Tensor:
+    """For ``whole_tokens``: no gather, this rank's tokens stand for those of the others."""
+    return x.repeat(group_size(group), 1) if sequence_parallel else x
+
+
+def without_the_sum_of_dx(column_gradients: Callable[..., tuple]) -> Callable[..., tuple]:
+    """For ``column_gradients``: this rank's share of the input's gradient stands for the sum."""
+
+    def planted(dz, x, weight, parameters, group, **options):
+        dx = dz @ weight
+        return (
+            own_slice(dx, group) if options["sequence_parallel"] else dx,
+            *column_gradients(dz, x, weight, parameters, group, **options)[1:],
+        )
+
+    return planted

@@ -11,11 +11,11 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from close import assert_close_f64, assert_error_budget
 from ranks import run_ranks
 from rules import rulecheck
+from sharded import draw, noticed, world
 from spmd_types import I, R, S
 from spmd_types.rulecheck import RuleCheckError
 
@@ -27,17 +27,6 @@ from warpweave.parallel.linear_loss import vocab_parallel_linear_cross_entropy
 T, E, VOCAB, PADDED = 12, 5, 301, 1200  # 4 ranks of 300: one whole, one of one row, two of padding
 RTOL = 1e-12
 SMALL = kernel._Sizes(elements=512, most_rows=4, fewest_rows=5)  # 3 x 3 blocks, or 3 of whole rows
-
-
-def draw(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-
-
-def world() -> tuple[dist.ProcessGroup | None, int, int]:
-    if not dist.is_initialized():
-        return None, 0, 1
-    return dist.group.WORLD, dist.get_rank(), dist.get_world_size()
 
 
 def labels() -> torch.Tensor:
@@ -342,16 +331,10 @@ def _planted(rank: int) -> None:
     for fault in FAULTS:
         for sequence in (False, True):
             for recompute in (True, False):
+                options = {"sequence": sequence, "recompute": recompute}
                 with fault():
-                    try:
-                        check(sequence=sequence, recompute=recompute, smoothing=0.3)
-                    except AssertionError:
-                        failed = 1.0
-                    else:
-                        failed = 0.0
-                total = collectives.reduce_from(torch.tensor(failed), world()[0])
-                where = f"{fault.__name__}, sequence {sequence}, recompute {recompute}"
-                assert total > 0, f"{where} was not noticed on any rank"
+                    where = noticed(check, **options, smoothing=0.3)
+                assert where > 0, f"{fault.__name__} {options} was not noticed on any rank"
 
 
 def test_planted_faults_are_noticed() -> None:

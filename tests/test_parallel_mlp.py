@@ -7,12 +7,11 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from close import assert_close_f64, assert_error_budget
 from ranks import run_ranks
 from rules import rulecheck
-from sharded import draw
+from sharded import draw, noticed, own_tokens_again, part, without_the_sum_of_dx, world
 from spmd_types import I, R, S
 from spmd_types.types import SpmdTypeError
 
@@ -28,18 +27,6 @@ T, E, HIDDEN, RTOL = 12, 7, 24, 1e-12
 NAMES = ("x", "up_weight", "down_weight", "up_bias", "down_bias", "residual")
 CUTS = {"up_weight": 0, "down_weight": 1, "up_bias": 0}  # the dim that is cut over the ranks
 Tensors = dict[str, torch.Tensor]
-
-
-def world() -> tuple[dist.ProcessGroup | None, int, int]:
-    if not dist.is_initialized():
-        return None, 0, 1
-    return dist.group.WORLD, dist.get_rank(), dist.get_world_size()
-
-
-def part(t: torch.Tensor, dim: int | None) -> torch.Tensor:
-    """This rank's chunk along `dim`, or the whole."""
-    _, rank, ranks = world()
-    return t if dim is None else t.chunk(ranks, dim)[rank]
 
 
 def problem(activation: str, dtype: torch.dtype = torch.float64) -> Tensors:
@@ -280,38 +267,21 @@ def _no_sum(x, weight, bias, group, sequence_parallel):
     return (collectives.own_slice(y, group) if sequence_parallel else y) + bias
 
 
-def _own_tokens_again(x, group, sequence_parallel):
-    return x.repeat(collectives.group_size(group), 1) if sequence_parallel else x
-
-
-def _gradients_of_the_shard(dz, x, weight, parameters, group, **options):
-    dx = dz @ weight
-    return (
-        collectives.own_slice(dx, group) if options["sequence_parallel"] else dx,
-        *RIGHT(dz, x, weight, parameters, group, **options)[1:],
-    )
-
-
-RIGHT = mlp.column_gradients
+NO_SUM_OF_DX = without_the_sum_of_dx(mlp.column_gradients)
 FAULTS = {
     "bias before the sum": ("row_sum", _bias_before_the_sum, (False, True)),
     "no sum of y": ("row_sum", _no_sum, (False, True)),
-    "no gather of x": ("whole_tokens", _own_tokens_again, (True,)),
-    "no sum of dx": ("column_gradients", _gradients_of_the_shard, (False, True)),
+    "no gather of x": ("whole_tokens", own_tokens_again, (True,)),
+    "no sum of dx": ("column_gradients", NO_SUM_OF_DX, (False, True)),
 }
 
 
 def _planted(rank: int) -> None:
     for name, (place, fault, sequences) in FAULTS.items():
         for sequence in sequences:
-            noticed = False
             with mock.patch.object(mlp, place, fault):
-                try:
-                    check(sequence=sequence)
-                except AssertionError:
-                    noticed = True
-            assert noticed, f"{name}, sequence {sequence}: not noticed on rank {rank}"
-            dist.barrier()
+                where = noticed(check, sequence=sequence)
+            assert where == world()[2], f"{name}, sequence {sequence}: noticed on {where} ranks"
 
 
 def test_planted_faults_are_noticed() -> None:

@@ -7,33 +7,20 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from close import assert_close_f64, assert_error_budget
 from ranks import run_ranks
 from rules import rulecheck
-from sharded import draw
+from sharded import draw, noticed, own_tokens_again, part, without_the_sum_of_dx, world
 from spmd_types import I, R, S
 
 from warpweave.kernels import reference
 from warpweave.kernels.rope import rope_table
 from warpweave.kernels.wgrad import WeightGradients, collect
-from warpweave.parallel import collectives, qkv
+from warpweave.parallel import qkv
 from warpweave.parallel.qkv import parallel_qkv_rope
 
 B, LENGTH, E, KV, RTOL = 2, 6, 7, 12, 1e-12  # 12 tokens and 12 KV heads divide by 1, 2, 3 and 4
 Tensors = list[torch.Tensor | None]
-
-
-def world() -> tuple[dist.ProcessGroup | None, int, int]:
-    if not dist.is_initialized():
-        return None, 0, 1
-    return dist.group.WORLD, dist.get_rank(), dist.get_world_size()
-
-
-def part(t: torch.Tensor, dim: int | None) -> torch.Tensor:
-    """This rank's chunk along `dim`, or the whole."""
-    _, rank, ranks = world()
-    return t if dim is None else t.chunk(ranks, dim)[rank]
 
 
 def table(D: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -222,27 +209,16 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent() -> None:
 # ---------------------------------------------------------------- planted faults
 
 
-def _own_tokens_again(x, group, sequence_parallel):
-    return x.repeat(collectives.group_size(group), 1) if sequence_parallel else x
-
-
-def _gradients_of_the_shard(dz, x, weight, parameters, group, **options):
-    dx = dz @ weight
-    return (
-        collectives.own_slice(dx, group) if options["sequence_parallel"] else dx,
-        *RIGHT(dz, x, weight, parameters, group, **options)[1:],
-    )
-
-
 def _turned_on(dq, dk, dv, cos, sin, **options):
     """The gradient turned by the angle of the forward, not back."""
     return RIGHT_BWD(dq, dk, dv, cos, -sin, **options)
 
 
-RIGHT, RIGHT_BWD = qkv.column_gradients, qkv.qkv_bwd
+RIGHT_BWD = qkv.qkv_bwd
+NO_SUM_OF_DX = without_the_sum_of_dx(qkv.column_gradients)
 FAULTS = {
-    "no gather of x": ("whole_tokens", _own_tokens_again, (True,)),
-    "no sum of dx": ("column_gradients", _gradients_of_the_shard, (False, True)),
+    "no gather of x": ("whole_tokens", own_tokens_again, (True,)),
+    "no sum of dx": ("column_gradients", NO_SUM_OF_DX, (False, True)),
     "turned on": ("qkv_bwd", _turned_on, (False, True)),
 }
 
@@ -250,14 +226,9 @@ FAULTS = {
 def _planted(rank: int) -> None:
     for name, (place, fault, sequences) in FAULTS.items():
         for sequence in sequences:
-            noticed = False
             with mock.patch.object(qkv, place, fault):
-                try:
-                    check(sequence=sequence)
-                except AssertionError:
-                    noticed = True
-            assert noticed, f"{name}, sequence {sequence}: not noticed on rank {rank}"
-            dist.barrier()
+                where = noticed(check, sequence=sequence)
+            assert where == world()[2], f"{name}, sequence {sequence}: noticed on {where} ranks"
 
 
 def test_planted_faults_are_noticed() -> None:

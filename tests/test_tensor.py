@@ -12,11 +12,11 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from close import assert_close_f64, assert_error_budget
 from ranks import run_ranks
 from rules import rulecheck
+from sharded import draw, noticed, world
 from spmd_types import I, R, S
 from spmd_types.rulecheck import RuleCheckError
 
@@ -30,17 +30,6 @@ VOCAB, PADDED, E = (
     5,
 )  # on 4 ranks of 12 columns: one whole, one with one column, two without any
 RTOL = 1e-12
-
-
-def draw(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-
-
-def world() -> tuple[dist.ProcessGroup | None, int, int]:
-    if not dist.is_initialized():
-        return None, 0, 1
-    return dist.group.WORLD, dist.get_rank(), dist.get_world_size()
 
 
 def own(x: torch.Tensor | None, dim: int, cut: bool = True) -> torch.Tensor | None:
@@ -498,14 +487,8 @@ FAULTS = [
 def _planted(rank: int) -> None:
     for check, fault, sequences in FAULTS:
         for options in [{"sequence": s} for s in sequences] or [{"smoothing": 0.3}]:
-            try:
-                check(fault, **options)
-            except AssertionError:
-                failed = 1.0
-            else:
-                failed = 0.0
-            total = summed(torch.tensor(failed))  # some fault spares a rank: rank 0 holds row zero
-            assert total > 0, f"{fault.__name__} {options} was not noticed on any rank"
+            where = noticed(check, fault, **options)  # not everywhere: rank 0 holds row zero
+            assert where > 0, f"{fault.__name__} {options} was not noticed on any rank"
 
 
 def test_planted_faults_are_noticed() -> None:
