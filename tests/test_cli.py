@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import runpy
+
 import pytest
 
 import warpweave
@@ -44,6 +46,12 @@ def test_a_command_gets_its_arguments_and_ctrl_c_is_quiet(monkeypatch, command):
 
 def test_the_version_is_printed(monkeypatch, capsys):
     assert _run(monkeypatch, "--version") == 0
+    assert capsys.readouterr().out == f"warpweave {warpweave.__version__}\n"
+
+
+def test_the_package_itself_is_the_command(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["warpweave", "--version"])
+    runpy.run_module("warpweave", run_name="__main__")
     assert capsys.readouterr().out == f"warpweave {warpweave.__version__}\n"
 
 

@@ -238,13 +238,13 @@ class TrainConfig:
             raise ValueError(f"timeout must be positive seconds, at most a day, got {self.timeout}")
         mesh = self.mesh
         SCHEDULES[self.schedule](mesh.pp, self.microbatches)
+        self.model_config(1).check(mesh, zigzag=self.layout == "zigzag")
         rows = self.batch * self.length // self.cp
         if self.sequence_parallel and rows % self.tp:
             raise ValueError(
                 f"batch x seq_len / cp = {rows} tokens do not divide by tp = {self.tp} "
                 "(sequence parallelism)"
             )
-        self.model_config(1).check(mesh, zigzag=self.layout == "zigzag")
         if self.resume and latest(self.out / _CHECKPOINTS) is None:
             raise ValueError(f"nothing to resume from: no checkpoint in {self.out / _CHECKPOINTS}")
         if self.tensorboard:
@@ -558,6 +558,11 @@ class Trainer:
                      if before.get(k) != v]  # fmt: skip
         if differing and self.session.rank == 0:
             say(f"goes on with other settings than {reader.path}: {'; '.join(differing)}")
+        if reader.step >= self.config.steps and self.session.rank == 0:
+            say(
+                f"{reader.path} has all of the {self.config.steps} steps: there is nothing to "
+                "train, only to evaluate"
+            )
 
     # ------------------------------------------------------------------ the end
 
@@ -709,8 +714,12 @@ def _alone(folder: Path) -> Iterator[None]:
     """Hold the folder, so that two jobs cannot write into it; the system lets go at any exit."""
     import fcntl
 
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("a") as file:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / "lock").open("a")
+    except OSError as error:
+        raise ValueError(f"--out {folder} cannot be written: {error.strerror}") from None
+    with lock as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
