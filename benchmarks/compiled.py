@@ -8,8 +8,9 @@
 Facts, from the cubin: registers, bytes of stack (spills), shared memory, programs that one
 multiprocessor holds at once (occupancy), the tensor-core instruction used. Predictions, marked as
 such: the roofline of the op's least FLOPs and bytes (`kernels/cost.py`) at the data sheet's peaks,
-which no kernel undercuts and no real one reaches; and `busy`, the share of the multiprocessors'
-slots that the launch's whole waves of programs fill.
+which no kernel undercuts and no real one reaches; `busy`, the share of the multiprocessors' slots
+that the launch's whole waves of programs fill; and the roofline over `busy`, the time if nothing but
+slots that stay empty kept the kernel from it.
 
 Exit status 1 if a kernel spills, does not fit the part, or lacks the tensor-core instruction that
 it claims; the lines then say which. Results go to benchmarks/results/compiled/<target>.json.
@@ -47,6 +48,7 @@ class Row:
         tiles: the launch's constants in capitals that are sizes.
         flops, bytes: the least that the whole case needs.
         roofline_us: PREDICTION for the whole case: no kernel is faster.
+        predicted_us: PREDICTION: `roofline_us` over `busy`.
     """
 
     case: str
@@ -65,6 +67,7 @@ class Row:
     flops: int | None
     bytes: int | None
     roofline_us: float | None
+    predicted_us: float | None
 
 
 def row(report: Report) -> Row:
@@ -73,9 +76,10 @@ def row(report: Report) -> Row:
     held = report.occupancy * part.processors
     waves = report.programs / held if held else 0.0
     flops, bytes_ = report.cost or (None, None)
+    busy = waves / ceil(waves) if waves else 0.0
     roofline = None
     if report.cost is not None and part.flops:
-        roofline = round(Cost(*report.cost).seconds(part.flops, part.bandwidth) * 1e6, 2)
+        roofline = Cost(*report.cost).seconds(part.flops, part.bandwidth) * 1e6
     return Row(
         case=report.case,
         kernel=report.kernel,
@@ -93,10 +97,11 @@ def row(report: Report) -> Row:
         product=report.product,
         programs=report.programs,
         waves=round(waves, 2),
-        busy=round(waves / ceil(waves), 3) if waves else 0.0,
+        busy=round(busy, 3),
         flops=flops,
         bytes=bytes_,
-        roofline_us=roofline,
+        roofline_us=None if roofline is None else round(roofline, 2),
+        predicted_us=round(roofline / busy, 2) if roofline is not None and busy else None,
     )
 
 
@@ -105,19 +110,21 @@ def table(target: str, rows: list[Row]) -> None:
     part = PARTS[target]
     print(
         f"\n{target} ({part.device}: {part.flops / 1e12:.0f} TFLOP/s bf16, "
-        f"{part.bandwidth / 1e12:.2f} TB/s by its data sheet); us and busy are PREDICTIONS"
+        f"{part.bandwidth / 1e12:.2f} TB/s by its data sheet); busy and us are PREDICTIONS"
     )
     print(
         f"{'case':38} {'kernel':27} {'tiles':>14} {'warps':>5} {'regs':>4} {'stack':>5} "
-        f"{'shared':>6} {'held':>4} {'occ':>4} {'busy':>5} {'roofline us':>11}  product"
+        f"{'shared':>6} {'held':>4} {'occ':>4} {'busy':>5} {'roofline us':>11} {'/ busy':>8}  product"
     )
     for r in rows:
         tiles = "x".join(str(v) for v in r.tiles.values())
-        roofline = "" if r.roofline_us is None else f"{r.roofline_us:.1f}"
+        roofline, predicted = (
+            "" if t is None else f"{t:.1f}" for t in (r.roofline_us, r.predicted_us)
+        )
         print(
             f"{r.case:38} {r.kernel.strip('_').removesuffix('_kernel'):27} {tiles:>14} "
             f"{r.num_warps:5} {r.registers:4} {r.stack:5} {r.shared:6} {r.occupancy:4} "
-            f"{r.warps_active:4.0%} {r.busy:5.2f} {roofline:>11}  {r.product.split('.row')[0]}"
+            f"{r.warps_active:4.0%} {r.busy:5.2f} {roofline:>11} {predicted:>8}  {r.product.split('.row')[0]}"
         )
 
 
@@ -165,7 +172,7 @@ def write(path: Path, target: str, rows: list[Row], wrong: list[str]) -> None:
         "claim": CLAIM,
         "header": header,
         "part": part,
-        "predictions": ["busy", "roofline_us"],
+        "predictions": ["busy", "roofline_us", "predicted_us"],
         "failures": wrong,
         "rows": [dataclasses.asdict(r) for r in rows],
     }
