@@ -9,8 +9,8 @@ Facts, from the cubin: registers, bytes of stack (spills), shared memory, progra
 multiprocessor holds at once (occupancy), the tensor-core instruction used. Predictions, marked as
 such: the roofline of the op's least FLOPs and bytes (`kernels/cost.py`) at the data sheet's peaks,
 which no kernel undercuts and no real one reaches; `busy`, the share of the multiprocessors' slots
-that the launch's whole waves of programs fill; and the roofline over `busy`, the time if nothing but
-slots that stay empty kept the kernel from it.
+that the launch's whole waves of programs fill; and the roofline over `busy`, the time if nothing
+but slots that stay empty kept the kernel from it.
 
 Exit status 1 if a kernel spills, does not fit the part, or lacks the tensor-core instruction that
 it claims; the lines then say which. Results go to benchmarks/results/compiled/<target>.json.
@@ -114,7 +114,8 @@ def table(target: str, rows: list[Row]) -> None:
     )
     print(
         f"{'case':38} {'kernel':27} {'tiles':>14} {'warps':>5} {'regs':>4} {'stack':>5} "
-        f"{'shared':>6} {'held':>4} {'occ':>4} {'busy':>5} {'roofline us':>11} {'/ busy':>8}  product"
+        f"{'shared':>6} {'held':>4} {'occ':>4} {'busy':>5} {'roofline us':>11} {'/ busy':>8}  "
+        "product"
     )
     for r in rows:
         tiles = "x".join(str(v) for v in r.tiles.values())
@@ -124,7 +125,8 @@ def table(target: str, rows: list[Row]) -> None:
         print(
             f"{r.case:38} {r.kernel.strip('_').removesuffix('_kernel'):27} {tiles:>14} "
             f"{r.num_warps:5} {r.registers:4} {r.stack:5} {r.shared:6} {r.occupancy:4} "
-            f"{r.warps_active:4.0%} {r.busy:5.2f} {roofline:>11} {predicted:>8}  {r.product.split('.row')[0]}"
+            f"{r.warps_active:4.0%} {r.busy:5.2f} {roofline:>11} {predicted:>8}  "
+            f"{r.product.split('.row')[0]}"
         )
 
 

@@ -22,10 +22,9 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -36,35 +35,21 @@ from tqdm import tqdm
 from warpweave.checkpoint import (
     CheckpointError,
     CheckpointReader,
-    latest,
     open_latest,
     save_checkpoint,
 )
-from warpweave.data import Dataset, open_dataset
-from warpweave.engine import SCHEDULES, Engine
-from warpweave.gpt import GPT, PRESETS, GPTConfig
+from warpweave.engine import Engine
+from warpweave.gpt import GPT
 from warpweave.launch import Session, join, launch, leave, reported, say, under_torchrun
-from warpweave.parallel.mesh import Mesh
+from warpweave.metrics import Metrics
 from warpweave.parallel.shard import ParamRecord
-
-DTYPES = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp64": torch.float64,
-}
+from warpweave.train_config import CHECKPOINTS, DTYPES, TrainConfig, learning_rate
 
 # Dense 16-bit FLOP/s of NVIDIA's data sheets, by a part of the device's name.
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 
-
-_DAY = 86400.0  # seconds
-
 # What must stay as it was for a resumed run to be the same run.
 _SETTINGS = ("steps", "lr", "min_lr", "warmup", "weight_decay", "clip", "dtype")
-
-# Files and folders of a run, in `out`.
-_METRICS, _PLOT, _CHECKPOINTS, _BOARD = "metrics.jsonl", "loss.png", "checkpoints", "tensorboard"
 
 
 class TrainingStopped(RuntimeError):
@@ -72,195 +57,6 @@ class TrainingStopped(RuntimeError):
 
 
 _COMMON = (TrainingStopped, CheckpointError)  # all ranks raise these alike
-
-
-@dataclass(frozen=True)
-class TrainConfig:
-    """What to train, on what, and over which mesh."""
-
-    model: Literal[
-        "toy", "small", "toy-llama", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl",
-        "llama-1b", "llama-8b", "llama-70b",
-    ] = "small"  # fmt: skip
-    """Preset; the options below change single numbers of it."""
-    layers: int | None = None
-    """Transformer blocks; default: the preset's."""
-    width: int | None = None
-    """Model width; default: the preset's."""
-    heads: int | None = None
-    """Query heads; default: the preset's."""
-    kv_heads: int | None = None
-    """Key and value heads, which divide the query heads; default: the preset's."""
-    hidden: int | None = None
-    """Hidden units of the MLP; default: the preset's."""
-    seq_len: int | None = None
-    """Tokens of a sequence; default: the preset's."""
-    vocab_size: int | None = None
-    """Size of the vocabulary; default: the larger of the preset's and the data's."""
-    dropout: float | None = None
-    """Dropout of the embedding and of both branches of a block; default: the preset's."""
-
-    data: Path | None = None
-    """Text file, folder of text, or token file; default: Python's standard library source."""
-    tokenizer: Path | None = None
-    """A Hugging Face tokenizers JSON; default: bytes."""
-
-    dp: int | None = None
-    """Data-parallel replicas; default: as many as torchrun's ranks allow, without torchrun 1."""
-    tp: int = 1
-    """Tensor-parallel ranks."""
-    cp: int = 1
-    """Context-parallel (ring attention) ranks."""
-    pp: int = 1
-    """Pipeline stages."""
-    zero: Literal[0, 1, 2, 3] = 1
-    """ZeRO stage over dp x cp."""
-    schedule: Literal["gpipe", "1f1b"] = "1f1b"
-    """Order of the micro-batches in a pipeline."""
-    microbatches: int = 1
-    """Micro-batches per step and data replica."""
-    batch: int = 8
-    """Sequences per micro-batch."""
-    sequence_parallel: bool = True
-    """With tp > 1, cut the residual stream's tokens over the tensor ranks."""
-    recompute: Literal["none", "selective", "full"] = "none"
-    """Activation checkpointing."""
-    layout: Literal["zigzag", "contiguous"] = "zigzag"
-    """How cp cuts the sequence."""
-
-    dtype: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
-    """Of parameters and activations; masters, gradients and sums are fp32 (fp64 for fp64)."""
-    steps: int = 500
-    """Optimizer steps of the whole run."""
-    lr: float = 1e-3
-    """Largest learning rate."""
-    min_lr: float = 0.1
-    """Final learning rate, as a part of `lr`."""
-    warmup: int = 20
-    """Steps of linear warm-up."""
-    weight_decay: float = 0.1
-    """AdamW's, of matrices only."""
-    clip: float = 1.0
-    """Largest gradient norm; 0 for none."""
-    seed: int = 0
-    """Of the initialisation, the order of the data, the dropout and the sample."""
-
-    out: Path = Path("runs/train")
-    """Folder for metrics, plot and checkpoints; an earlier run in it is moved into a subfolder."""
-    save_every: int = 0
-    """Steps between checkpoints; 0 for one at the end only."""
-    keep: int = 3
-    """Checkpoints kept."""
-    resume: bool = False
-    """Go on from the newest good checkpoint in `out`."""
-    eval_every: int = 100
-    """Steps between evaluations; 0 for one at the end only."""
-    eval_batches: int = 8
-    """Micro-batches of validation text per data replica."""
-    sample: int = 200
-    """Tokens of sampled text at the end."""
-    tensorboard: bool = False
-    """Also write TensorBoard events (needs warpweave[tensorboard])."""
-    timeout: float = 300.0
-    """Seconds that any exchange between ranks may take."""
-
-    @property
-    def mesh(self) -> Mesh:
-        """The mesh's sizes; an open `dp` is 1."""
-        return Mesh(dp=1 if self.dp is None else self.dp, cp=self.cp, tp=self.tp, pp=self.pp)
-
-    @property
-    def token_cache(self) -> Path | None:
-        """Where the ids of tokenised text are kept for the other ranks and runs."""
-        return self.out / "tokens" if self.tokenizer is not None else None
-
-    @property
-    def length(self) -> int:
-        """Tokens in a sequence."""
-        return self.seq_len or PRESETS[self.model].seq_len
-
-    def for_ranks(self, ranks: int) -> TrainConfig:
-        """This configuration with `dp` filled in for `ranks` ranks.
-
-        Raises:
-            ValueError: the mesh does not have that many ranks.
-        """
-        mesh = self.mesh
-        if self.dp is None:
-            mesh = dataclasses.replace(mesh, dp=max(1, ranks // mesh.world))
-        if mesh.world != ranks:
-            axes = " x ".join(
-                f"{axis}={getattr(self, axis) or 'any'}" for axis in ("dp", "cp", "tp", "pp")
-            )
-            raise ValueError(
-                f"mesh {axes} does not fit {ranks} ranks: it has {mesh.world}, and their number "
-                "must be the axes' product"
-            )
-        return dataclasses.replace(self, dp=mesh.dp)
-
-    def model_config(self, vocab_size: int) -> GPTConfig:
-        """The model, with a vocabulary of at least `vocab_size`."""
-        preset = PRESETS[self.model]
-        names = ("layers", "width", "heads", "kv_heads", "hidden", "seq_len", "dropout")
-        changes = {n: getattr(self, n) for n in names if getattr(self, n) is not None}
-        vocabulary = self.vocab_size
-        if vocabulary is None:
-            vocabulary = max(preset.vocab_size, vocab_size)
-        if vocabulary < vocab_size:
-            raise ValueError(f"vocab_size = {vocabulary} is smaller than the data's {vocab_size}")
-        return dataclasses.replace(preset, vocab_size=vocabulary, **changes)
-
-    def open_data(self, split: Literal["train", "validation"]) -> Dataset:
-        """One split of the data."""
-        return open_dataset(
-            self.data,
-            seq_len=self.length,
-            seed=self.seed,
-            split=split,
-            tokenizer=self.tokenizer,
-            cache=self.token_cache,
-        )
-
-    def check(self) -> None:
-        """Raise a one-line error for what cannot work, before any rank is started."""
-        for low, names in (
-            (1, ("steps", "batch", "microbatches", "keep", "eval_batches")),
-            (0, ("warmup", "save_every", "eval_every", "sample", "seed")),
-            (0, ("lr", "min_lr", "weight_decay", "clip")),
-        ):
-            for name in names:
-                if not low <= getattr(self, name) < math.inf:
-                    finite = " and finite" if isinstance(getattr(self, name), float) else ""
-                    raise ValueError(
-                        f"{name} must be at least {low}{finite}, got {getattr(self, name)}"
-                    )
-        if not 0 < self.timeout <= _DAY:
-            raise ValueError(f"timeout must be positive seconds, at most a day, got {self.timeout}")
-        mesh = self.mesh
-        SCHEDULES[self.schedule](mesh.pp, self.microbatches)
-        self.model_config(1).check(mesh, zigzag=self.layout == "zigzag")
-        rows = self.batch * self.length // self.cp
-        if self.sequence_parallel and rows % self.tp:
-            raise ValueError(
-                f"batch x seq_len / cp = {rows} tokens do not divide by tp = {self.tp} "
-                "(sequence parallelism)"
-            )
-        if self.resume and latest(self.out / _CHECKPOINTS) is None:
-            raise ValueError(f"nothing to resume from: no checkpoint in {self.out / _CHECKPOINTS}")
-        if self.tensorboard:
-            import torch.utils.tensorboard  # noqa: F401  an ImportError now, not after training
-        vocabulary = self.open_data("train").vocab_size
-        self.open_data("validation")
-        self.model_config(vocabulary)
-
-
-def learning_rate(config: TrainConfig, step: int) -> float:
-    """Linear warm-up, then a cosine down to ``min_lr * lr`` (arXiv:1608.03983)."""
-    if step < config.warmup:
-        return config.lr * (step + 1) / config.warmup
-    done = (step - config.warmup) / max(1, config.steps - config.warmup)
-    floor = config.min_lr
-    return config.lr * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
 
 
 class Interrupt:
@@ -329,7 +125,7 @@ class Trainer:
         self.peak_memory: list[float] = []
         if config.resume:
             self._resume()
-        self.metrics = _Metrics(config, self.step) if session.rank == 0 else None
+        self.metrics = Metrics(config, self.step) if session.rank == 0 else None
 
     def describe(self) -> str:
         """Where and what this run trains, in one line."""
@@ -481,7 +277,7 @@ class Trainer:
 
     @property
     def _folder(self) -> Path:
-        return self.config.out / _CHECKPOINTS
+        return self.config.out / CHECKPOINTS
 
     def save(self) -> None:
         """Write a checkpoint of logical tensors; every rank takes part."""
@@ -616,97 +412,6 @@ class Trainer:
 def _key(seed: int, step: int) -> int:
     """The dropout key of a step: 64 bits, seed above and step below."""
     return ((seed & 0x7FFFFFFF) << 32) | (step & 0xFFFFFFFF)
-
-
-class _Metrics:
-    """Metrics as JSONL, optionally TensorBoard, and a plot; on rank 0.
-
-    A run that goes on from step `step` forgets the rows after it, which it will write again; a new
-    run moves what is in its folder into a folder ``earlier-N`` beside it.
-    """
-
-    def __init__(self, config: TrainConfig, step: int) -> None:
-        self.folder = config.out
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.path = self.folder / _METRICS
-        if config.resume:
-            self._rewind(step, final=step >= config.steps)
-        else:
-            _set_aside(self.folder)
-        self.board = None
-        if config.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self.board = SummaryWriter(str(self.folder / _BOARD), purge_step=step + 1)
-
-    def write(self, row: dict[str, Any]) -> None:
-        """Append one row; the file is complete up to here at any time."""
-        with self.path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        if self.board is not None:
-            for name, value in row.items():
-                if name != "step" and isinstance(value, float):
-                    self.board.add_scalar(name, value, int(row["step"]))
-
-    def _rewind(self, step: int, *, final: bool) -> None:
-        """Keep the rows up to `step`, without its evaluation if that is the `final` one."""
-        kept = [
-            json.dumps(row) + "\n"
-            for row in (self._rows() if self.path.exists() else [])
-            if row["step"] < step or (row["step"] == step and not (final and "val_loss" in row))
-        ]
-        new = self.path.with_suffix(".tmp")
-        new.write_text("".join(kept))
-        os.replace(new, self.path)
-
-    def _rows(self) -> list[dict[str, Any]]:
-        """All rows; a crash may have left half of the last one."""
-        lines = self.path.read_text().split("\n")
-        return [json.loads(line) for line in lines[:-1]]
-
-    def plot(self) -> Path:
-        """Training and validation loss over steps, as PNG."""
-        import matplotlib
-
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-
-        rows = self._rows()
-        figure, axes = plt.subplots(figsize=(7, 4), dpi=120)
-        for name, style in (("loss", {"lw": 0.8}), ("val_loss", {"lw": 1.5, "marker": "o"})):
-            points = [(row["step"], row[name]) for row in rows if name in row]
-            if points:
-                label = "training" if name == "loss" else "validation"
-                axes.plot(*zip(*points), label=label, **style)
-        axes.set_xlabel("step")
-        axes.set_ylabel("loss (nats per token)")
-        axes.grid(alpha=0.3)
-        axes.legend()
-        figure.tight_layout()
-        path = self.folder / _PLOT
-        figure.savefig(path)
-        plt.close(figure)
-        return path
-
-    def close(self) -> None:
-        """Close the TensorBoard events."""
-        if self.board is not None:
-            self.board.close()
-
-
-def _set_aside(folder: Path) -> None:
-    """Move an earlier run's files in `folder` out of the way of a new one."""
-    names = [n for n in (_METRICS, _PLOT, _CHECKPOINTS, _BOARD) if (folder / n).exists()]
-    if not names:
-        return
-    number = 1
-    while (folder / f"earlier-{number}").exists():
-        number += 1
-    aside = folder / f"earlier-{number}"
-    aside.mkdir()
-    for name in names:
-        (folder / name).rename(aside / name)
-    say(f"the earlier run in {folder} was moved to {aside} (--resume would have gone on with it)")
 
 
 @contextmanager
