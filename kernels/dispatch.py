@@ -44,14 +44,20 @@ else:
     triton = tl = _NoTriton()
 
 
+def check_impl(impl: str | None) -> str | None:
+    """`impl` itself; ValueError if it is no known name. Layers ask when they are made."""
+    if impl not in (None, "triton", "torch"):
+        raise ValueError(f'impl must be None, "triton" or "torch", got {impl!r}')
+    return impl
+
+
 def choose(impl: str | None, *tensors: torch.Tensor | None) -> str:
     """Return "triton" or "torch" for a call on `tensors` (None among them is skipped).
 
     Raises ValueError if `impl` is no known name, if the tensors are on more than one device, or if
     the Triton kernel was asked for (or is the default) where it cannot run.
     """
-    if impl not in (None, "triton", "torch"):
-        raise ValueError(f'impl must be None, "triton" or "torch", got {impl!r}')
+    check_impl(impl)
     device = None
     for tensor in tensors:
         if tensor is None:

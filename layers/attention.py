@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from warpweave.kernels.dispatch import check_impl
 from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.rope import apply_rope, rope_table
 from warpweave.layers.context import TokenContext
 from warpweave.layers.fusable import fusable
 from warpweave.layers.linear import ColumnParallelLinear, RowParallelLinear
-from warpweave.parallel.context import Strategy, context_attention
+from warpweave.parallel.context import Strategy, check_strategy, context_attention
 from warpweave.parallel.layout import SequenceLayout
 from warpweave.parallel.mesh import ConnectedMesh, connected
 from warpweave.parallel.qkv import parallel_qkv_rope
@@ -45,7 +46,8 @@ class Attention(nn.Module):
 
     Raises:
         ValueError: heads do not divide embed_dim, KV heads do not divide heads, the tensor axis
-            does not divide the KV heads, or a rotary embedding needs an even head size.
+            does not divide the KV heads, a rotary embedding needs an even head size, or window,
+            softcap, strategy or impl is no such thing.
     """
 
     def __init__(
@@ -93,7 +95,8 @@ class Attention(nn.Module):
         if softcap is not None and not softcap > 0:
             raise ValueError(f"softcap must be positive or None, got {softcap}")
         self.causal, self.window, self.softcap = causal, window, softcap
-        self.rope_theta, self.impl, self.strategy = rope_theta, impl, strategy
+        self.rope_theta, self.impl = rope_theta, check_impl(impl)
+        self.strategy: Strategy = check_strategy(strategy)
         where = {"device": device, "dtype": dtype, "mesh": mesh}
         self.qkv = ColumnParallelLinear(
             embed_dim,

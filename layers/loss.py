@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from warpweave.kernels.dispatch import check_impl
 from warpweave.parallel.collectives import Pending
 from warpweave.parallel.linear_loss import vocab_parallel_linear_cross_entropy
 from warpweave.parallel.mesh import ConnectedMesh, connected
@@ -20,7 +21,9 @@ class VocabParallelCrossEntropy(nn.Module):
     Args:
         vocab_size: logical vocabulary; padding columns of the logits take no part.
         label_smoothing: uniform over the whole vocabulary.
+        z_loss: c of the term c lse^2.
         mesh: the connected mesh; None is one device.
+        impl: "triton", "torch" or None, as for the kernels.
     """
 
     def __init__(
@@ -28,11 +31,13 @@ class VocabParallelCrossEntropy(nn.Module):
         vocab_size: int,
         *,
         label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
         mesh: ConnectedMesh | None = None,
+        impl: str | None = None,
     ) -> None:
         super().__init__()
-        self.vocab_size, self.label_smoothing = vocab_size, label_smoothing
-        self.mesh = connected(mesh)
+        self.vocab_size, self.label_smoothing, self.z_loss = vocab_size, label_smoothing, z_loss
+        self.mesh, self.impl = connected(mesh), check_impl(impl)
 
     def forward(self, logits: Tensor, labels: Tensor, normaliser: Tensor | float) -> Tensor:
         """logits[T, ceil(V/tp)], labels int64[T] (-100: no loss) -> loss, 0-dim, fp32 or fp64."""
@@ -42,6 +47,8 @@ class VocabParallelCrossEntropy(nn.Module):
             group=self.mesh.group("tp"),
             vocab_size=self.vocab_size,
             label_smoothing=self.label_smoothing,
+            z_loss=self.z_loss,
+            impl=self.impl,
         )
         return torch.sum(losses) / normaliser
 
@@ -74,7 +81,7 @@ class VocabParallelLinearCrossEntropy(nn.Module):
     ) -> None:
         super().__init__()
         self.vocab_size, self.label_smoothing, self.z_loss = vocab_size, label_smoothing, z_loss
-        self.recompute, self.impl = recompute, impl
+        self.recompute, self.impl = recompute, check_impl(impl)
         self.mesh = connected(mesh)
         self.sequence_parallel = sequence_parallel and self.mesh.size("tp") > 1
 

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from warpweave.kernels.activation import activate, find_activation
+from warpweave.kernels.dispatch import check_impl
 from warpweave.kernels.dropout import Drop
 from warpweave.kernels.mlp import RECOMPUTE
 from warpweave.layers.fusable import fusable
@@ -35,7 +36,8 @@ class MLP(nn.Module):
         impl: "triton", "torch" or None, as for the kernels.
 
     Raises:
-        ValueError: unknown activation, or the tensor axis does not divide hidden_dim.
+        ValueError: unknown activation, recompute or impl, or the tensor axis does not divide
+            hidden_dim.
     """
 
     def __init__(
@@ -62,7 +64,7 @@ class MLP(nn.Module):
             raise ValueError(
                 f"hidden_dim = {hidden_dim} does not divide by the tensor axis tp = {tp}"
             )
-        self.activation, self.recompute, self.impl = activation, recompute, impl
+        self.activation, self.recompute, self.impl = activation, recompute, check_impl(impl)
         self.up = ColumnParallelLinear(
             embed_dim,
             2 * hidden_dim if gated else hidden_dim,

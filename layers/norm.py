@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from warpweave.kernels.dispatch import check_impl
 from warpweave.kernels.dropout import Drop
 from warpweave.kernels.norm import layer_norm, rms_norm
 from warpweave.parallel.mesh import ConnectedMesh, connected
@@ -32,7 +33,7 @@ class _Norm(nn.Module):
         shape = (normalized_shape,) if whole else tuple(normalized_shape)
         if len(shape) != 1:
             raise ValueError(f"normalized_shape must be one dim, got {shape}")
-        self.normalized_shape, self.eps, self.impl = shape, eps, impl
+        self.normalized_shape, self.eps, self.impl = shape, eps, check_impl(impl)
         # With sequence parallelism each tensor rank normalises its own tokens, so that the
         # gradients of weight and bias are partial sums.
         self._partial = sequence_parallel and mesh.size("tp") > 1

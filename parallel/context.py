@@ -84,7 +84,8 @@ def context_attention(
     if q.dtype != torch.float64 and torch.is_autocast_enabled(device):
         q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
     size = 1 if group is None else dist.get_world_size(group)
-    problem = _problem(q, k, v, layout, size, strategy)
+    check_strategy(strategy)
+    problem = _problem(q, k, v, layout, size)
     if problem:
         rank = 0 if group is None else dist.get_rank(group)
         raise ValueError(f"context_attention, cp rank {rank} of {size}: {problem}")
@@ -104,6 +105,13 @@ def context_attention(
     return (o, lse) if return_lse else o
 
 
+def check_strategy(strategy: Strategy) -> Strategy:
+    """`strategy` itself; ValueError if it is no known name. Layers ask when they are made."""
+    if strategy not in get_args(Strategy):
+        raise ValueError(f"strategy must be one of {get_args(Strategy)}, got {strategy!r}")
+    return strategy
+
+
 def choose_strategy(parts: int, heads: int, kv_heads: int) -> Strategy:
     """What "auto" means for `parts` ranks of `heads` query and `kv_heads` key heads each."""
     return "gather" if parts <= 1 + heads // kv_heads else "ring"
@@ -115,12 +123,9 @@ def _problem(
     v: torch.Tensor,
     layout: SequenceLayout,
     size: int,
-    strategy: str,
 ) -> str | None:
     """The first constraint that does not hold, or None."""
     shapes = f"q{[*q.shape]}, k{[*k.shape]}, v{[*v.shape]}"
-    if strategy not in get_args(Strategy):
-        return f"strategy must be one of {get_args(Strategy)}, got {strategy!r}"
     if size != layout.parts:
         return f"the layout has {layout.parts} parts but the group has {size} ranks"
     if q.ndim != 4 or k.ndim != 4:

@@ -17,8 +17,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from warpweave.kernels.rope import rope_table
+from warpweave.layers.attention import Attention
 from warpweave.layers.block import TransformerBlock
 from warpweave.layers.context import TokenContext
+from warpweave.layers.loss import VocabParallelCrossEntropy, VocabParallelLinearCrossEntropy
+from warpweave.layers.mlp import MLP
+from warpweave.layers.norm import LayerNorm, RMSNorm
 from warpweave.parallel.mesh import Mesh
 
 F64 = {"dtype": torch.float64}
@@ -386,3 +390,25 @@ def _submodules_sharded(rank: int) -> None:
 
 def test_fsdp2_may_shard_submodules():
     run_ranks(2, _submodules_sharded)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Attention(8, 2, impl="cuda"),
+        lambda: MLP(8, 16, impl="cuda"),
+        lambda: RMSNorm(8, impl="cuda"),
+        lambda: LayerNorm(8, impl="cuda"),
+        lambda: VocabParallelLinearCrossEntropy(8, impl="cuda"),
+        lambda: VocabParallelCrossEntropy(8, impl="cuda"),
+        lambda: TransformerBlock(8, 2, 16, impl="cuda"),
+    ],
+)
+def test_an_unknown_impl_is_refused_when_a_layer_is_made(make) -> None:
+    with pytest.raises(ValueError, match=r'^impl must be None, "triton" or "torch", got \'cuda\'$'):
+        make()
+
+
+def test_an_unknown_strategy_is_refused_when_a_layer_is_made() -> None:
+    with pytest.raises(ValueError, match=r"^strategy must be one of .*, got 'ulysses'$"):
+        TransformerBlock(8, 2, 16, strategy="ulysses")

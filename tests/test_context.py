@@ -253,7 +253,6 @@ def _refused(rank: int) -> None:
     layout, q, kv = SequenceLayout(16, 2), torch.zeros(2, 8, 4, 8), torch.zeros(2, 8, 2, 8)
     wrong = [
         ((q, kv, kv), {"layout": SequenceLayout(16, 4)}, "has 4 parts but the group has 2 ranks"),
-        ((q, kv, kv), {"strategy": "ulysses"}, "strategy must be one of .* got 'ulysses'"),
         ((q[0], kv[0], kv[0]), {}, r"must have 4 dims .* q\[8, 4, 8\]"),
         ((q, kv, kv[:, :, :1]), {}, r"k and v must have one shape, .* v\[2, 8, 1, 8\]"),
         ((q[:1], kv, kv), {}, r"agree in B, S/cp and D, got q\[1, 8, 4, 8\], k\[2, 8, 2, 8\]"),
@@ -271,6 +270,8 @@ def _refused(rank: int) -> None:
             options = {"layout": layout, "group": dist.group.WORLD} | options
             with pytest.raises(ValueError, match=rf"cp rank {rank} of 2: .*{message}"):
                 context_attention(*tensors, **options)
+        with pytest.raises(ValueError, match=r"^strategy must be one of .* got 'ulysses'$"):
+            context_attention(q, kv, kv, layout=layout, group=dist.group.WORLD, strategy="ulysses")
         with pytest.raises(AssertionError, match="something was sent"):
             context_attention(q, kv, kv, layout=layout, group=dist.group.WORLD)
 

@@ -22,24 +22,27 @@ def _problem(vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
     return logits, labels
 
 
-def _expected(vocab: int, smoothing: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _expected(
+    vocab: int, smoothing: float, z_loss: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
     """torch's loss, divided by 17, and its gradient."""
     logits, labels = _problem(vocab)
     logits.requires_grad_()
-    loss = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing) / 17
+    loss = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing)
+    loss = (loss + z_loss * (logits.logsumexp(1) ** 2)[labels != -100].sum()) / 17
     loss.backward()
     return loss.detach(), logits.grad
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize(("smoothing", "z_loss"), [(0.0, 0.0), (0.2, 0.0), (0.1, 0.01)])
 @pytest.mark.parametrize("normaliser", [17, torch.tensor(17)])
-def test_it_is_the_summed_cross_entropy_over_the_normaliser(smoothing, normaliser):
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_it_is_the_summed_cross_entropy_over_the_normaliser(smoothing, z_loss, normaliser, impl):
     logits, labels = _problem(13)
-    loss = VocabParallelCrossEntropy(13, label_smoothing=smoothing)(
-        logits.requires_grad_(), labels, normaliser
-    )
+    layer = VocabParallelCrossEntropy(13, label_smoothing=smoothing, z_loss=z_loss, impl=impl)
+    loss = layer(logits.requires_grad_(), labels, normaliser)
     loss.backward()
-    truth, gradient = _expected(13, smoothing)
+    truth, gradient = _expected(13, smoothing, z_loss)
     assert loss.shape == ()
     assert_close_f64(loss, truth, RTOL)
     assert_close_f64(logits.grad, gradient, RTOL)
