@@ -79,9 +79,7 @@ def _count(runs: tuple[int, ...], block: int) -> int:
     return triton.cdiv(runs[1], block) + triton.cdiv(runs[3], block)
 
 
-def _table(
-    mask: Mask, runs: tuple[int, int, int, int], batch: int
-) -> tuple[torch.Tensor | None, int]:
+def _table(mask: Mask, runs: tuple[int, ...], batch: int) -> tuple[torch.Tensor | None, int]:
     """The documents of the rows in `runs` for a kernel, and the step from sample to sample."""
     if mask.documents is None:
         return None, 0
@@ -335,7 +333,7 @@ def _attention(
     return attention_fwd(
         q, k, v, documents=documents, sinks=sinks, causal=causal, window=window, scale=scale,
         softcap=softcap, dropout=dropout, dropout_seed=dropout_seed, dropout_origin=dropout_origin,
-        q_runs=_pairs(q_runs), k_runs=_pairs(k_runs), impl=impl,
+        q_runs=_runs(q_runs), k_runs=_runs(k_runs), impl=impl,
     )  # fmt: skip
 
 
@@ -377,7 +375,7 @@ def _attention_backward(
         do, q, k, v, lse, delta, o=o if dlse is None else None,
         documents=documents, causal=causal, window=window, scale=scale, softcap=softcap,
         dropout=dropout, dropout_seed=dropout_seed, dropout_origin=dropout_origin,
-        q_runs=_pairs(q_runs), k_runs=_pairs(k_runs), impl=impl,
+        q_runs=_runs(q_runs), k_runs=_runs(k_runs), impl=impl,
     )  # fmt: skip
     return *grads, dsinks
 
@@ -406,8 +404,13 @@ def _backward(ctx, do, dlse):
 _attention.register_autograd(_backward, setup_context=_save)
 
 
-def _pairs(flat: Sequence[int] | None) -> Runs | None:
-    return None if flat is None else tuple(zip(flat[::2], flat[1::2]))
+def _flat(runs: Runs | None) -> list[int] | None:
+    """Runs as a custom op takes them, three numbers each."""
+    return None if runs is None else [int(n) for run in runs for n in (*run, 1)[:3]]
+
+
+def _runs(flat: Sequence[int] | None) -> Runs | None:
+    return None if flat is None else tuple(zip(flat[::3], flat[1::3], flat[2::3]))
 
 
 def attention(
@@ -447,8 +450,8 @@ def attention(
             lse is that of the row before. The mask depends on `dropout_seed` and the global
             numbers of sample, head, query and key alone: every layer and step needs its own seed.
         dropout_origin: the global numbers of q's first sample and first head.
-        q_runs, k_runs: at most two (start, length), the global positions of the rows, by default
-            ((0, S),).
+        q_runs, k_runs: the global positions of the rows, by default ((0, S),): at most two runs
+            (start, length), or (start, length, stripes) for start, start + stripes, ...
         return_lse: also return lse.
         impl: "triton", "torch" or None.
 
@@ -463,9 +466,8 @@ def attention(
     device = q.device.type
     if q.dtype != torch.float64 and torch.is_autocast_enabled(device):
         q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
-    flat = [None if r is None else [int(n) for run in r for n in run] for r in (q_runs, k_runs)]
     o, lse = _attention(
         q, k, v, documents, sinks, causal, window, scale, softcap, dropout, dropout_seed,
-        list(dropout_origin), *flat, impl,
+        list(dropout_origin), _flat(q_runs), _flat(k_runs), impl,
     )  # fmt: skip
     return (o, lse) if return_lse else o

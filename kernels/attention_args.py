@@ -15,19 +15,22 @@ import torch
 from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.tile_table import MAX_HEAD_DIM
 
-Runs = Sequence[tuple[int, int]]
+Runs = Sequence[tuple[int, ...]]  # (start, length) or (start, length, stripes)
+
+_Flat = tuple[int, int, int, int, int]
 
 _FARTHEST = 2**31 - 2  # the tables of documents are int32
 
 
 class Mask(NamedTuple):
-    """window 0 is none; documents [1 or B, n + 1] or None; runs are (start, length) twice."""
+    """window 0 is none; documents [1 or B, n + 1] or None; runs are (start, length) twice, then the
+    stripes of both: see `attention_mask`."""
 
     causal: bool
     window: int
     documents: torch.Tensor | None
-    q_runs: tuple[int, int, int, int]
-    k_runs: tuple[int, int, int, int]
+    q_runs: _Flat
+    k_runs: _Flat
 
 
 class Scores(NamedTuple):
@@ -109,35 +112,54 @@ def check_mask(
     k_flat = _check_runs("k_runs", k_runs, k.shape[1])
     if window is not None and window < 1:
         raise ValueError(f"window must be at least 1 or None, got {window}")
-    ends = [start + n for flat in (q_flat, k_flat) for start, n in (flat[:2], flat[2:])]
+    ends = [
+        start + (n - 1) * flat[4] + 1 if n else 0
+        for flat in (q_flat, k_flat)
+        for start, n in (flat[:2], flat[2:4])
+    ]
     if window is None or window >= max(ends):  # no two positions are that far apart
         window = 0
     if documents is not None:
         _check_documents(documents, q.shape[0], max(ends))
         documents = documents if documents.ndim == 2 else documents[None]
-    elif not window and not keyed and (not causal or (q_flat == k_flat and _ascend(q_flat))):
-        # Equal ascending positions compare like rows.
-        q_flat, k_flat = (0, q.shape[1], 0, 0), (0, k.shape[1], 0, 0)
+    elif not window and not keyed:
+        q_flat, k_flat = _simplest(causal, q_flat, k_flat)
     return Mask(causal, window, documents, q_flat, k_flat)
 
 
-def _ascend(runs: tuple[int, int, int, int]) -> bool:
-    return runs[3] == 0 or runs[0] + runs[1] <= runs[2]
+def _simplest(causal: bool, q: _Flat, k: _Flat) -> tuple[_Flat, _Flat]:
+    """Runs that compare as `q` and `k` do where nothing but the causal mask asks."""
+    q_rows, k_rows = (0, q[1] + q[3], 0, 0, 1), (0, k[1] + k[3], 0, 0, 1)
+    if not causal or (q == k and (q[3] == 0 or q[0] + (q[1] - 1) * q[4] < q[2])):
+        return q_rows, k_rows  # equal ascending positions compare like rows
+    if q[4] == k[4] > 1 and q[3] == k[3] == 0:
+        # a + i P >= b + j P iff i + (a - b) // P >= j: rows, one side moved on
+        ahead = (q[0] - k[0]) // q[4]
+        return (max(ahead, 0), *q_rows[1:]), (max(-ahead, 0), *k_rows[1:])
+    return q, k
 
 
-def _check_runs(name: str, runs: Runs | None, length: int) -> tuple[int, int, int, int]:
-    """The runs as (start0, length0, start1, length1), without empty ones, neighbours joined."""
+def _check_runs(name: str, runs: Runs | None, length: int) -> _Flat:
+    """The runs as (start0, length0, start1, length1, stripes), without empty ones, neighbours
+    joined."""
     if runs is None:
-        return (0, length, 0, 0)
-    if len(runs) > 2 or any(start < 0 or n < 0 for start, n in runs):
-        raise ValueError(f"{name} must be at most two (start >= 0, length >= 0), got {runs}")
-    if sum(n for _, n in runs) != length:
+        return (0, length, 0, 0, 1)
+    whole = [(*run, 1)[:3] for run in runs]
+    if len(whole) > 2 or any(start < 0 or n < 0 or by < 1 for start, n, by in whole):
+        raise ValueError(
+            f"{name} must be at most two (start >= 0, length >= 0, stripes >= 1 or left out), "
+            f"got {runs}"
+        )
+    if sum(n for _, n, _ in whole) != length:
         raise ValueError(f"the lengths of {name} {runs} must add up to the {length} rows")
-    runs = [(start, n) for start, n in runs if n]
-    if len(runs) == 2 and runs[0][0] + runs[0][1] == runs[1][0]:
-        runs = [(runs[0][0], length)]
-    runs = [*runs, (0, 0), (0, 0)]
-    return (*runs[0], *runs[1])
+    whole = [run for run in whole if run[1]]
+    if len({by for _, _, by in whole}) > 1:
+        raise ValueError(f"both of {name} must have as many stripes, got {runs}")
+    by = whole[0][2] if whole else 1
+    if len(whole) == 2 and whole[0][0] + whole[0][1] * by == whole[1][0]:
+        whole = [(whole[0][0], length, by)]
+    (a, n, _), (b, m, _) = [*whole, (0, 0, 1), (0, 0, 1)][:2]
+    return (a, n, b, m, by)
 
 
 def _check_documents(documents: torch.Tensor, B: int, end: int) -> None:

@@ -144,7 +144,7 @@ class _Block(NamedTuple):
 
 def _flash_can(q: torch.Tensor, mask: Mask, scores: Scores) -> bool:
     plain = not mask.window and not scores.softcap and not scores.dropout
-    return plain and q.device.type == "cpu"
+    return plain and q.device.type == "cpu" and mask.q_runs[4] == mask.k_runs[4] == 1
 
 
 def _whole(blocks: list[_Block], q: torch.Tensor) -> bool:
@@ -178,11 +178,11 @@ def _samples(mask: Mask) -> Iterator[tuple[slice, list[int]]]:
 
 def _within(runs: tuple[int, ...], start: int, stop: int) -> list[tuple[int, int, int]]:
     """(row, position, length) of the parts of the runs that lie at positions [start, stop)."""
-    parts, row = [], 0
-    for position, length in (runs[:2], runs[2:]):
-        first, end = max(position, start), min(position + length, stop)
+    parts, row, stripes = [], 0, runs[4]
+    for position, length in (runs[:2], runs[2:4]):
+        first, end = (min(max(-((position - p) // stripes), 0), length) for p in (start, stop))
         if first < end:
-            parts.append((row + first - position, first, end - first))
+            parts.append((row + first, position + first * stripes, end - first))
         row += length
     return parts
 
@@ -270,20 +270,22 @@ def _row_blocks(q: torch.Tensor, k: torch.Tensor, mask: Mask) -> Iterator[_Rows]
         return
     ahead = 0 if mask.causal else mask.window - 1 if mask.window else _BEYOND
     back, where = mask.window - 1 if mask.window else _BEYOND, {"device": q.device}
+    q_by, k_by = mask.q_runs[4], mask.k_runs[4]
     for batch, bounds in _samples(mask):
         for start, stop in pairwise(bounds):
             for row, position, length in _within(mask.q_runs, start, stop):
                 for at in range(0, length, ROWS):
-                    first, n = position + at, min(ROWS, length - at)
-                    seen = max(start, first - back), min(stop, first + n + ahead)
+                    first, n = position + at * q_by, min(ROWS, length - at)
+                    last = first + (n - 1) * q_by
+                    seen = max(start, first - back), min(stop, last + 1 + ahead)
                     keys = _within(mask.k_runs, *seen)
                     if keys:
                         yield _Rows(
                             batch,
                             slice(row + at, row + at + n),
-                            torch.arange(first, first + n, **where),
+                            torch.arange(first, last + 1, q_by, **where),
                             torch.cat([torch.arange(r, r + m, **where) for r, _, m in keys]),
-                            torch.cat([torch.arange(p, p + m, **where) for _, p, m in keys]),
+                            torch.cat([torch.arange(m, **where) * k_by + p for _, p, m in keys]),
                         )
 
 

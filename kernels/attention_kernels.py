@@ -118,8 +118,9 @@ def _fwd_steps(acc, l, m, q, q_pos, first, last, k_ptr, v_ptr, k_step, v_step, k
                BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     UNIT: tl.constexpr = _LOG2E if CAP > 0 else SCALE * _LOG2E
     n = tl.arange(0, BLOCK_N)[None, :]
-    span0 = span(ends, k_runs[0], k_runs[1], MASK, FIRST, LAST, False, BLOCK_N)
-    span1 = span(ends, k_runs[2], k_runs[3], MASK, FIRST, LAST, False, BLOCK_N)
+    ahead = n * k_runs[4]
+    span0 = span(ends, k_runs[0], k_runs[1], k_runs[4], MASK, FIRST, LAST, False, BLOCK_N)
+    span1 = span(ends, k_runs[2], k_runs[3], k_runs[4], MASK, FIRST, LAST, False, BLOCK_N)
     for j in range(span0[1] + span1[1]):
         # 1. Scores of one tile of keys.
         index = nth_tile(j, span0, span1, tl.cdiv(k_runs[1], BLOCK_N), MASK and FIRST)
@@ -131,9 +132,9 @@ def _fwd_steps(acc, l, m, q, q_pos, first, last, k_ptr, v_ptr, k_step, v_step, k
         if MASK:
             visible = n < rows
             if FIRST:
-                visible = visible & (position + n >= first[:, None])
+                visible = visible & (position + ahead >= first[:, None])
             if LAST:
-                visible = visible & (position + n <= last[:, None])
+                visible = visible & (position + ahead <= last[:, None])
             s = tl.where(visible, s, -float("inf"))
 
         # 2. Online softmax in units of log2; the pivot of a row that has seen no key yet is 0.
@@ -148,7 +149,7 @@ def _fwd_steps(acc, l, m, q, q_pos, first, last, k_ptr, v_ptr, k_step, v_step, k
         v = _load(v_ptr + row * v_step, v_step, rows, BLOCK_N, D, BLOCK_D, MASK)
         weight = p
         if DROP:
-            kept = _kept(q_pos[:, None], position + n, head, sample, seed, DROP)
+            kept = _kept(q_pos[:, None], position + ahead, head, sample, seed, DROP)
             weight = tl.where(kept, p * KEEP, 0.0)
         acc = dot(to_dtype(weight, v.dtype), v, acc * shrink[:, None])
         l = l * shrink + tl.sum(p, 1)
@@ -159,15 +160,16 @@ def _fwd_steps(acc, l, m, q, q_pos, first, last, k_ptr, v_ptr, k_step, v_step, k
 @triton.jit(do_not_specialize=_RUNTIME)
 def attention_fwd_kernel(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, table_ptr, sinks_ptr,
                          q_stride, k_stride, v_stride, o_stride, table_stride,
-                         q_start0, q_len0, q_start1, q_len1, k_start0, k_len0, k_start1, k_len1,
+                         q_start0, q_len0, q_start1, q_len1, q_stripes,
+                         k_start0, k_len0, k_start1, k_len1, k_stripes,
                          heads, group, window, seed, sample, head0,
                          SCALE: tl.constexpr, CAP: tl.constexpr, DROP: tl.constexpr,
                          KEEP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
                          CARRY: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr,
                          BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     # 1. One tile of queries of one head.
-    q_runs = (q_start0, q_len0, q_start1, q_len1)
-    k_runs = (k_start0, k_len0, k_start1, k_len1)
+    q_runs = (q_start0, q_len0, q_start1, q_len1, q_stripes)
+    k_runs = (k_start0, k_len0, k_start1, k_len1, k_stripes)
     tile, head, batch = _program(q_runs, heads, BLOCK_M, True)
     row, position, rows = tile_at(tile, q_runs, BLOCK_M)
     seq = q_runs[1] + q_runs[3]
@@ -178,6 +180,7 @@ def attention_fwd_kernel(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, table_ptr, sinks_p
     lse_ptr += (batch * heads + head) * seq + row
     q = _load(q_ptr, q_stride[1], rows, BLOCK_M, D, BLOCK_D, True)
     i = tl.arange(0, BLOCK_M)
+    q_pos = position + i * q_stripes
 
     # 2. Nothing is seen yet but what earlier calls carry over, or a sink: a logit without a value.
     ACC: tl.constexpr = lse_ptr.dtype.element_ty
@@ -198,13 +201,14 @@ def attention_fwd_kernel(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, table_ptr, sinks_p
     if table_ptr is not None:
         table_ptr += batch * table_stride + row
     first, last, ends = reach(
-        position, rows, table_ptr, seq, window, True, not CAUSAL, WINDOW, BLOCK_M)  # fmt: skip
+        position, rows, q_stripes, table_ptr, seq, window,
+        True, not CAUSAL, WINDOW, BLOCK_M)  # fmt: skip
     acc, l, m = _fwd_steps(
-        acc, l, m, q, position + i, first, last, k_ptr, v_ptr, k_stride[1], v_stride[1], k_runs,
+        acc, l, m, q, q_pos, first, last, k_ptr, v_ptr, k_stride[1], v_stride[1], k_runs,
         ends, head0 + head, sample + batch, seed, SCALE, CAP, DROP, KEEP,
         FIRST, CAUSAL or FIRST, False, BLOCK_N, D, BLOCK_D)  # fmt: skip
     acc, l, m = _fwd_steps(
-        acc, l, m, q, position + i, first, last, k_ptr, v_ptr, k_stride[1], v_stride[1], k_runs,
+        acc, l, m, q, q_pos, first, last, k_ptr, v_ptr, k_stride[1], v_stride[1], k_runs,
         ends, head0 + head, sample + batch, seed, SCALE, CAP, DROP, KEEP,
         FIRST, CAUSAL or FIRST, True, BLOCK_N, D, BLOCK_D)  # fmt: skip
 
@@ -245,8 +249,9 @@ def _dkdv_steps(dk, dv, k, v, k_pos, first, last, q_ptr, do_ptr, lse_ptr, delta_
                 BLOCK_M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     UNIT: tl.constexpr = _LOG2E if CAP > 0 else SCALE * _LOG2E
     i = tl.arange(0, BLOCK_M)
-    span0 = span(ends, q_runs[0], q_runs[1], MASK, FIRST, LAST, True, BLOCK_M)
-    span1 = span(ends, q_runs[2], q_runs[3], MASK, FIRST, LAST, True, BLOCK_M)
+    ahead = i[None, :] * q_runs[4]
+    span0 = span(ends, q_runs[0], q_runs[1], q_runs[4], MASK, FIRST, LAST, True, BLOCK_M)
+    span1 = span(ends, q_runs[2], q_runs[3], q_runs[4], MASK, FIRST, LAST, True, BLOCK_M)
     for j in range(span0[1] + span1[1]):
         # 1. One tile of queries. Rows past the end of a run get lse = inf, hence p = 0.
         index = nth_tile(j, span0, span1, tl.cdiv(q_runs[1], BLOCK_M), MASK and LAST)
@@ -264,15 +269,15 @@ def _dkdv_steps(dk, dv, k, v, k_pos, first, last, q_ptr, do_ptr, lse_ptr, delta_
             s = CAP * t
         p = tl.exp2(s * UNIT - (lse * _LOG2E)[None, :])
         if MASK and LAST:
-            q_pos = position + i[None, :]
+            q_pos = position + ahead
             p = tl.where((first[:, None] <= q_pos) & (q_pos <= last[:, None]), p, 0.0)
         elif MASK:
-            p = tl.where(first[:, None] <= position + i[None, :], p, 0.0)
+            p = tl.where(first[:, None] <= position + ahead, p, 0.0)
 
         # 3. ds and the products with the queries' side.
         weight = p
         if DROP:
-            kept = _kept(position + i[None, :], k_pos[:, None], head, sample, seed, DROP)
+            kept = _kept(position + ahead, k_pos[:, None], head, sample, seed, DROP)
             weight = tl.where(kept, p * KEEP, 0.0)
         dv = dot(to_dtype(weight, do.dtype), do, dv)
         dp = dot(v, tl.trans(do), zero)
@@ -290,15 +295,16 @@ def attention_dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_pt
                           table_ptr,
                           q_stride, k_stride, v_stride, do_stride, dk_stride, dv_stride,
                           table_stride,
-                          q_start0, q_len0, q_start1, q_len1, k_start0, k_len0, k_start1, k_len1,
+                          q_start0, q_len0, q_start1, q_len1, q_stripes,
+                          k_start0, k_len0, k_start1, k_len1, k_stripes,
                           kv_heads, group, window, seed, sample, head0,
                           SCALE: tl.constexpr, CAP: tl.constexpr, DROP: tl.constexpr,
                           KEEP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
                           CARRY: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr,
                           BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     # 1. One tile of keys of one key-value head.
-    q_runs = (q_start0, q_len0, q_start1, q_len1)
-    k_runs = (k_start0, k_len0, k_start1, k_len1)
+    q_runs = (q_start0, q_len0, q_start1, q_len1, q_stripes)
+    k_runs = (k_start0, k_len0, k_start1, k_len1, k_stripes)
     tile, kv_head, batch = _program(k_runs, kv_heads, BLOCK_N, False)
     row, position, rows = tile_at(tile, k_runs, BLOCK_N)
     kv_head = kv_head.to(tl.int64)
@@ -306,7 +312,7 @@ def attention_dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_pt
     v_ptr += batch * v_stride[0] + row * v_stride[1] + kv_head * v_stride[2]
     k = _load(k_ptr, k_stride[1], rows, BLOCK_N, D, BLOCK_D, True)
     v = _load(v_ptr, v_stride[1], rows, BLOCK_N, D, BLOCK_D, True)
-    k_pos = position + tl.arange(0, BLOCK_N)
+    k_pos = position + tl.arange(0, BLOCK_N) * k_stripes
     dk = tl.zeros((BLOCK_N, BLOCK_D), lse_ptr.dtype.element_ty)
     dv = tl.zeros((BLOCK_N, BLOCK_D), lse_ptr.dtype.element_ty)
 
@@ -315,7 +321,7 @@ def attention_dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_pt
     if table_ptr is not None:
         table_ptr += batch * table_stride + row
     first, last, ends = reach(
-        position, rows, table_ptr, k_runs[1] + k_runs[3], window,
+        position, rows, k_stripes, table_ptr, k_runs[1] + k_runs[3], window,
         not CAUSAL, True, WINDOW, BLOCK_N)  # fmt: skip
 
     # 3. The query heads of the group, one after another: no atomics, no copy of dk and dv per head.
@@ -350,8 +356,9 @@ def _dq_steps(dq, q, do, lse, delta, q_pos, first, last, k_ptr, v_ptr, k_step, v
               BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     UNIT: tl.constexpr = _LOG2E if CAP > 0 else SCALE * _LOG2E
     n = tl.arange(0, BLOCK_N)[None, :]
-    span0 = span(ends, k_runs[0], k_runs[1], MASK, FIRST, LAST, False, BLOCK_N)
-    span1 = span(ends, k_runs[2], k_runs[3], MASK, FIRST, LAST, False, BLOCK_N)
+    ahead = n * k_runs[4]
+    span0 = span(ends, k_runs[0], k_runs[1], k_runs[4], MASK, FIRST, LAST, False, BLOCK_N)
+    span1 = span(ends, k_runs[2], k_runs[3], k_runs[4], MASK, FIRST, LAST, False, BLOCK_N)
     for j in range(span0[1] + span1[1]):
         # 1. p of one tile of keys.
         index = nth_tile(j, span0, span1, tl.cdiv(k_runs[1], BLOCK_N), MASK and FIRST)
@@ -367,15 +374,15 @@ def _dq_steps(dq, q, do, lse, delta, q_pos, first, last, k_ptr, v_ptr, k_step, v
         if MASK:
             visible = n < rows
             if FIRST:
-                visible = visible & (position + n >= first[:, None])
+                visible = visible & (position + ahead >= first[:, None])
             if LAST:
-                visible = visible & (position + n <= last[:, None])
+                visible = visible & (position + ahead <= last[:, None])
             p = tl.where(visible, p, 0.0)
 
         # 2. ds and its product with the keys.
         dp = dot(do, tl.trans(v), zero)
         if DROP:
-            kept = _kept(q_pos[:, None], position + n, head, sample, seed, DROP)
+            kept = _kept(q_pos[:, None], position + ahead, head, sample, seed, DROP)
             dp = tl.where(kept, dp * KEEP, 0.0)
         ds = p * (dp - delta[:, None])
         if CAP > 0:
@@ -387,15 +394,16 @@ def _dq_steps(dq, q, do, lse, delta, q_pos, first, last, k_ptr, v_ptr, k_step, v
 @triton.jit(do_not_specialize=_RUNTIME)
 def attention_dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, table_ptr,
                         q_stride, k_stride, v_stride, do_stride, dq_stride, table_stride,
-                        q_start0, q_len0, q_start1, q_len1, k_start0, k_len0, k_start1, k_len1,
+                        q_start0, q_len0, q_start1, q_len1, q_stripes,
+                        k_start0, k_len0, k_start1, k_len1, k_stripes,
                         heads, group, window, seed, sample, head0,
                         SCALE: tl.constexpr, CAP: tl.constexpr, DROP: tl.constexpr,
                         KEEP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
                         CARRY: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr,
                         BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     # 1. One tile of queries of one head; rows past its end get lse = inf, hence p = 0.
-    q_runs = (q_start0, q_len0, q_start1, q_len1)
-    k_runs = (k_start0, k_len0, k_start1, k_len1)
+    q_runs = (q_start0, q_len0, q_start1, q_len1, q_stripes)
+    k_runs = (k_start0, k_len0, k_start1, k_len1, k_stripes)
     tile, head, batch = _program(q_runs, heads, BLOCK_M, True)
     row, position, rows = tile_at(tile, q_runs, BLOCK_M)
     seq = q_runs[1] + q_runs[3]
@@ -406,6 +414,7 @@ def attention_dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr,
     v_ptr += batch * v_stride[0] + (head // group).to(tl.int64) * v_stride[2]
     at = (batch * heads + head) * seq + row
     i = tl.arange(0, BLOCK_M)
+    q_pos = position + i * q_stripes
     q = _load(q_ptr, q_stride[1], rows, BLOCK_M, D, BLOCK_D, True)
     do = _load(do_ptr, do_stride[1], rows, BLOCK_M, D, BLOCK_D, True)
     lse = tl.load(lse_ptr + at + i, i < rows, float("inf")) * _LOG2E
@@ -417,13 +426,14 @@ def attention_dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr,
     if table_ptr is not None:
         table_ptr += batch * table_stride + row
     first, last, ends = reach(
-        position, rows, table_ptr, seq, window, True, not CAUSAL, WINDOW, BLOCK_M)  # fmt: skip
+        position, rows, q_stripes, table_ptr, seq, window,
+        True, not CAUSAL, WINDOW, BLOCK_M)  # fmt: skip
     dq = _dq_steps(
-        dq, q, do, lse, delta, position + i, first, last, k_ptr, v_ptr, k_stride[1], v_stride[1],
+        dq, q, do, lse, delta, q_pos, first, last, k_ptr, v_ptr, k_stride[1], v_stride[1],
         k_runs, ends, head0 + head, sample + batch, seed, SCALE, CAP, DROP, KEEP,
         FIRST, CAUSAL or FIRST, False, BLOCK_N, D, BLOCK_D)  # fmt: skip
     dq = _dq_steps(
-        dq, q, do, lse, delta, position + i, first, last, k_ptr, v_ptr, k_stride[1], v_stride[1],
+        dq, q, do, lse, delta, q_pos, first, last, k_ptr, v_ptr, k_stride[1], v_stride[1],
         k_runs, ends, head0 + head, sample + batch, seed, SCALE, CAP, DROP, KEEP,
         FIRST, CAUSAL or FIRST, True, BLOCK_N, D, BLOCK_D)  # fmt: skip
     _store(dq_ptr, dq_stride[1], dq * SCALE, rows, BLOCK_M, D, BLOCK_D, CARRY)

@@ -5,10 +5,12 @@
 
 A query at position p sees the keys at positions first(p)..last(p); a key at p is seen by the
 queries of the mirrored interval (back and ahead swapped). Both ends grow with p. So of a tile of
-rows, whose positions ascend by one, the first and the last row alone say which tiles of the other
-side any of its rows sees, and which all of its rows see whole: the former are visited, the latter
-pay for no mask. Rows hold at most two contiguous runs of positions ((start, length), ...): what a
-rank of a contiguous or zigzag layout owns. Tiles never straddle two runs.
+rows, whose positions ascend, the first and the last row alone say which tiles of the other side
+any of its rows sees, and which all of its rows see whole: the former are visited, the latter pay
+for no mask. Rows hold at most two runs of positions start, start + stripes, start + 2 stripes, ...:
+with stripes = 1 what a rank of a contiguous or zigzag layout owns, with as many stripes as ranks
+what one of a striped layout owns. Tiles never straddle two runs. Here a side's runs are five
+numbers, (start, length) of the first and of the second and `stripes`, which they share.
 
 Documents are cumulative boundaries in global positions, as FlashAttention's cu_seqlens: position p
 belongs to the document [documents[j], documents[j + 1]) that holds it; documents may be empty, and
@@ -27,13 +29,13 @@ from warpweave.kernels.dispatch import tl, triton
 _FAR = 2**31 - 1  # ends the last, open document; tables are int32
 
 
-def document_table(documents: torch.Tensor, runs: tuple[int, int, int, int]) -> torch.Tensor:
+def document_table(documents: torch.Tensor, runs: tuple[int, ...]) -> torch.Tensor:
     """int32[1 or B, 2, S]: the first and the last position of the document of every row.
 
     documents[1 or B, n + 1]; the S rows hold the `runs`. Never waits for the device.
     """
     where = {"device": documents.device, "dtype": documents.dtype}
-    position = torch.cat([torch.arange(runs[i], runs[i] + runs[i + 1], **where) for i in (0, 2)])
+    position = torch.cat([torch.arange(runs[i + 1], **where) * runs[4] + runs[i] for i in (0, 2)])
     position = position.expand(documents.shape[0], -1).contiguous()
     after = torch.searchsorted(documents.contiguous(), position, right=True)
     bounds = torch.nn.functional.pad(torch.nn.functional.pad(documents, (1, 0)), (0, 1), value=_FAR)
@@ -45,9 +47,11 @@ def document_table(documents: torch.Tensor, runs: tuple[int, int, int, int]) -> 
 
 
 @triton.jit
-def rows_before(position, start, length):
+def rows_before(position, start, length, stripes):
     """How many rows of the run (start, length) lie at positions before `position`."""
-    return tl.minimum(tl.maximum(position - start, 0), length)
+    # Not tl.cdiv: the last, open document ends where adding to its end overflows.
+    before = tl.maximum(position - start - 1, -stripes) // stripes + 1
+    return tl.minimum(before, length)
 
 
 @triton.jit
@@ -57,7 +61,7 @@ def tile_at(index, runs, BLOCK: tl.constexpr):
     second = index >= tiles0
     at = (index - tl.where(second, tiles0, 0)) * BLOCK
     row = at + tl.where(second, runs[1], 0)
-    position = at + tl.where(second, runs[2], runs[0])
+    position = at * runs[4] + tl.where(second, runs[2], runs[0])
     rows = tl.minimum(tl.where(second, runs[3], runs[1]) - at, BLOCK)
     return row.to(tl.int64), position, rows
 
@@ -98,6 +102,7 @@ def _interval(
 def reach(
     position,
     rows,
+    stripes,
     table_ptr,
     seq,
     window,
@@ -106,15 +111,16 @@ def reach(
     WINDOW: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The intervals of a tile at [position, position + rows): of every row (two vectors), and of
-    its first and its last row, as (first of first, last of first, first of last, last of last).
+    """The intervals of a tile of `rows` from `position` on: of every row (two vectors), and of its
+    first and its last row, as (first of first, last of first, first of last, last of last).
     Rows past the tile's end reach nothing that a window or a document bounds ahead of them.
 
     `table_ptr`, at the tile's first row in a table of `seq` rows, or None without documents.
     """
-    i, end = tl.arange(0, BLOCK), position + rows - 1
+    i, end = tl.arange(0, BLOCK), position + (rows - 1) * stripes
+    every = position + i * stripes
     if table_ptr is None:
-        first, last = _interval(position + i, 0, 0, window, BACK, AHEAD, WINDOW, False)
+        first, last = _interval(every, 0, 0, window, BACK, AHEAD, WINDOW, False)
         if WINDOW:
             last = tl.where(i < rows, last, -1)
         top_first, top_last = _interval(position, 0, 0, window, BACK, AHEAD, WINDOW, False)
@@ -122,7 +128,7 @@ def reach(
     else:
         at = table_ptr + i
         a, b = tl.load(at, i < rows, 0), tl.load(at + seq, i < rows, -1)
-        first, last = _interval(position + i, a, b, window, BACK, AHEAD, WINDOW, True)
+        first, last = _interval(every, a, b, window, BACK, AHEAD, WINDOW, True)
         a, b = tl.load(table_ptr), tl.load(table_ptr + seq)
         top_first, top_last = _interval(position, a, b, window, BACK, AHEAD, WINDOW, True)
         a, b = tl.load(table_ptr + rows - 1), tl.load(table_ptr + seq + rows - 1)
@@ -135,6 +141,7 @@ def span(
     ends,
     start,
     length,
+    stripes,
     MASK: tl.constexpr,
     FIRST: tl.constexpr,
     LAST: tl.constexpr,
@@ -152,11 +159,11 @@ def span(
     if not RAGGED:
         all_to = length // BLOCK
     if FIRST:
-        any_from = rows_before(ends[0], start, length) // BLOCK
-        all_from = tl.cdiv(rows_before(ends[2], start, length), BLOCK)
+        any_from = rows_before(ends[0], start, length, stripes) // BLOCK
+        all_from = tl.cdiv(rows_before(ends[2], start, length, stripes), BLOCK)
     if LAST:
-        any_to = tl.cdiv(rows_before(ends[3] + 1, start, length), BLOCK)
-        all_to = rows_before(ends[1] + 1, start, length) // BLOCK
+        any_to = tl.cdiv(rows_before(ends[3] + 1, start, length, stripes), BLOCK)
+        all_to = rows_before(ends[1] + 1, start, length, stripes) // BLOCK
     if FIRST and (LAST or not RAGGED):
         all_to = tl.maximum(all_to, all_from)
     if not MASK:

@@ -152,10 +152,11 @@ def dropout(x, p, *, seed, site, tokens):
 # ---------------------------------------------------------------- attention and merge
 
 
-def positions(runs: Sequence[tuple[int, int]] | None, length: int) -> torch.Tensor:
-    """The global positions int64[length] of rows that hold the runs ((start, length), ...)."""
+def positions(runs: Sequence[tuple[int, ...]] | None, length: int) -> torch.Tensor:
+    """The global positions int64[length] of rows that hold the runs (start, length), or
+    (start, length, stripes) for start, start + stripes, ..."""
     runs = ((0, length),) if runs is None else runs
-    return torch.cat([torch.arange(start, start + n) for start, n in runs])
+    return torch.cat([start + torch.arange(n) * (by[0] if by else 1) for start, n, *by in runs])
 
 
 def attention(
@@ -172,8 +173,8 @@ def attention(
     dropout: float = 0.0,
     dropout_seed: int = 0,
     dropout_origin: Sequence[int] = (0, 0),
-    q_runs: Sequence[tuple[int, int]] | None = None,
-    k_runs: Sequence[tuple[int, int]] | None = None,
+    q_runs: Sequence[tuple[int, ...]] | None = None,
+    k_runs: Sequence[tuple[int, ...]] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """softmax(scale q k^T + mask) v and the log of its normaliser, both differentiable.
 

@@ -9,8 +9,12 @@ cannot disagree.
     zigzag       the sequence is cut into 2P chunks and rank r holds chunks r and 2P-1-r (Zhu 2024,
                  zigzag ring attention; "head-tail" elsewhere). Every rank then has the same number
                  of visible (query, key) pairs under a causal mask, in total and in every ring step.
+    striped      rank r holds the positions r, r + P, r + 2P, ... (Brandon et al. 2023, Striped
+                 Attention, arXiv:2311.09431). Under a causal mask the ranks' work in a ring step
+                 differs by the diagonal alone. No token has a neighbour on its rank, so windows and
+                 documents leave more tiles to visit than with the others.
 
-Local rows are in ascending order of position, at most two contiguous runs per rank.
+Local rows are in ascending order of position, at most two runs per rank.
 """
 
 from __future__ import annotations
@@ -21,15 +25,15 @@ from typing import Literal, get_args
 
 import torch
 
-Kind = Literal["zigzag", "contiguous"]
-Runs = tuple[tuple[int, int], ...]
+Kind = Literal["zigzag", "contiguous", "striped"]
+Runs = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
 class SequenceLayout:
     """How a sequence of `seq_len` tokens lies on `parts` ranks, `seq_len / parts` tokens on each.
 
-    Raises ``ValueError`` when `seq_len` is not a multiple of `parts` (contiguous) or of
+    Raises ``ValueError`` when `seq_len` is not a multiple of `parts` (contiguous, striped) or of
     ``2 * parts`` (zigzag): ranks exchange messages of one size. One part takes every length.
     """
 
@@ -44,7 +48,7 @@ class SequenceLayout:
             raise ValueError(
                 f"need parts >= 1 and seq_len >= 0, got seq_len={self.seq_len}, parts={self.parts}"
             )
-        chunks = self.parts if self.kind == "contiguous" or self.parts == 1 else 2 * self.parts
+        chunks = 2 * self.parts if self.kind == "zigzag" and self.parts > 1 else self.parts
         if self.seq_len % chunks:
             rule = "parts" if chunks == self.parts else "2 * parts"
             raise ValueError(
@@ -59,12 +63,15 @@ class SequenceLayout:
         return self.seq_len // self.parts
 
     def runs(self, rank: int) -> Runs:
-        """The global positions of `rank`'s local rows, as one or two runs ``(start, length)``."""
+        """The global positions of `rank`'s local rows, as one or two runs ``(start, length)``, or
+        striped as one ``(start, length, stripes)`` of every stripes-th position."""
         if not 0 <= rank < self.parts:
             raise ValueError(f"rank must be in [0, {self.parts}), got {rank}")
         length = self.local_len
         if self.kind == "contiguous" or self.parts == 1:
             return ((rank * length, length),)
+        if self.kind == "striped":
+            return ((rank, length, self.parts),)
         chunk = length // 2
         head, tail = rank * chunk, (2 * self.parts - 1 - rank) * chunk
         if head + chunk == tail:  # the last rank's chunks are neighbours: one run, fewer tiles
@@ -74,22 +81,30 @@ class SequenceLayout:
     def positions(self, rank: int, device: torch.device | str | None = None) -> torch.Tensor:
         """The global position of every local row of `rank`: int64[seq_len / parts], ascending."""
         return torch.cat(
-            [
-                torch.arange(start, start + length, device=device)
-                for start, length in self.runs(rank)
-            ]
+            [torch.arange(at.start, at.stop, at.step, device=device) for at in self._ranges(rank)]
         )
+
+    def owner(self, position: int) -> int:
+        """The rank that holds a position."""
+        return next(r for r in range(self.parts) if any(position in at for at in self._ranges(r)))
+
+    def _ranges(self, rank: int) -> list[range]:
+        runs = ((start, length, *by, 1)[:3] for start, length, *by in self.runs(rank))
+        return [range(start, start + length * by, by) for start, length, by in runs]
 
     def shard(self, x: torch.Tensor, rank: int, dim: int) -> torch.Tensor:
         """`rank`'s rows of the whole `x[..., seq_len, ...]` along `dim`.
 
-        A view of `x` when the rows are one run, a copy otherwise; differentiable either way.
+        A view of `x` when the rows are one run (striped rows are not contiguous in it), a copy
+        otherwise; differentiable either way.
         """
         if x.shape[dim] != self.seq_len:
             raise ValueError(
                 f"dim {dim} must have the whole sequence, {self.seq_len}, got {x.shape[dim]}"
             )
-        pieces = [x.narrow(dim, start, length) for start, length in self.runs(rank)]
+        if self.kind == "striped":
+            return x.unflatten(dim, (self.local_len, self.parts)).select(dim % x.dim() + 1, rank)
+        pieces = [x.narrow(dim, at.start, len(at)) for at in self._ranges(rank)]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
     def unshard(self, shards: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
@@ -103,9 +118,11 @@ class SequenceLayout:
                     f"dim {dim} of shard {rank} must have {self.local_len} rows, "
                     f"got {shard.shape[dim]}"
                 )
-            runs = self.runs(rank)
-            starts, lengths = [run[0] for run in runs], [run[1] for run in runs]
-            pieces += zip(starts, shard.split(lengths, dim))
+            ranges = self._ranges(rank)
+            pieces += zip([at.start for at in ranges], shard.split([*map(len, ranges)], dim))
+        if self.kind == "striped":
+            dim %= shards[0].dim()
+            return torch.stack(tuple(shards), dim + 1).flatten(dim, dim + 1)
         return torch.cat([piece for _, piece in sorted(pieces, key=lambda entry: entry[0])], dim)
 
 

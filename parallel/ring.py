@@ -137,17 +137,19 @@ class Attend(NamedTuple):
 def _visible(q_runs: Runs, k_runs: Runs, attend: Attend) -> bool:
     """Whether the mask's positions let any of these queries see any of these keys."""
 
-    def sees(q_start: int, q_length: int, k_start: int, k_length: int) -> bool:
-        if not (q_length and k_length):
+    def ends(start: int, length: int, stripes: int = 1) -> tuple[int, int]:
+        return start, start + (length - 1) * stripes
+
+    def sees(q_first: int, q_last: int, k_first: int, k_last: int) -> bool:
+        if q_first > q_last or k_first > k_last:  # no rows
             return False
-        if attend.causal and k_start > q_start + q_length - 1:
+        if attend.causal and k_first > q_last:
             return False
         if attend.window is None:
             return True
-        behind, ahead = q_start - (k_start + k_length - 1), k_start - (q_start + q_length - 1)
-        return max(behind, ahead) < attend.window
+        return max(q_first - k_last, k_first - q_last) < attend.window
 
-    return any(sees(*q, *k) for q in q_runs for k in k_runs)
+    return any(sees(*ends(*q), *ends(*k)) for q in q_runs for k in k_runs)
 
 
 # ------------------------------------------------------------------ 1. the schedules

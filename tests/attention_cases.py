@@ -9,6 +9,7 @@ from warpweave.kernels.attention import attention
 
 F64 = torch.float64
 ZIGZAG = ((10, 20), (70, 17))  # 37 rows
+STRIPED = ((2, 37, 4),)
 
 
 def draw(B=1, Sq=37, Sk=37, Hq=2, Hkv=1, D=16, dtype=F64) -> list[Tensor]:

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from attention_cases import F64, ZIGZAG, check, draw, tiles_of, with_grads
+from attention_cases import F64, STRIPED, ZIGZAG, check, draw, tiles_of, with_grads
 from close import assert_close_f64, assert_error_budget, relative_error
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -55,10 +55,16 @@ def test_output_lse_and_gradients_equal_the_reference(impl, sizes, causal) -> No
         (ZIGZAG, ((15, 40), (20, 9))),  # runs that overlap the queries' own anyhow
         (((70, 17), (10, 20)), ((15, 60), (0, 15))),  # descending
         (((50, 37),), ((0, 0), (20, 60))),
+        (STRIPED, ((2, 37, 4),)),  # the rank's own keys
+        (STRIPED, ((0, 41, 4),)),  # a ring hop from a lower rank, and from a higher one
+        (STRIPED, ((3, 20, 4),)),
+        (STRIPED, ((0, 97),)),
+        (((20, 37),), ((1, 29, 3),)),
+        (((70, 17, 3), (11, 20, 3)), ((5, 40, 2), (85, 9, 2))),  # descending, then two runs
     ],
 )
 def test_any_pair_of_runs_equals_the_reference(impl, q_runs, k_runs) -> None:
-    sizes = {"Sk": sum(n for _, n in k_runs)}
+    sizes = {"Sk": sum(n for _, n, *_ in k_runs)}
     check(impl, sizes, q_runs=q_runs, k_runs=k_runs)
     if impl == "torch":
         check(impl, {**sizes, "B": 2}, with_dlse=False, q_runs=q_runs, k_runs=k_runs)
@@ -193,7 +199,7 @@ def test_the_blocks_of_the_torch_path_cover_what_is_visible_exactly_once() -> No
         q_runs, k_runs = ([(draw.randrange(12), draw.randrange(6)) for _ in "ab"] for _ in "qk")
         q_pos, k_pos = (reference.positions(r, 0) for r in (q_runs, k_runs))
         seen = torch.zeros(len(q_pos), len(k_pos), dtype=torch.int64)
-        flat = [tuple(n for run in runs for n in run) for runs in (q_runs, k_runs)]
+        flat = [(*(n for run in runs for n in run), 1) for runs in (q_runs, k_runs)]
         parts = (attention_cpu._within(runs, 0, 99) for runs in flat)
         for block in attention_cpu._blocks(*parts, True):
             part = seen[block.q, block.k]
@@ -208,7 +214,35 @@ def test_a_zigzag_hop_is_one_call_of_flash_attention() -> None:
         mask = attention_args.check_mask(q, k, True, None, None, own, k_runs)
         assert len(attention_cpu._all_blocks(q, k, mask)) == 1
     mask = attention_args.check_mask(q, k, True, None, None, own, own)
-    assert mask.q_runs == (0, 8, 0, 0)  # the rank's own keys: plain causal
+    assert mask.q_runs == (0, 8, 0, 0, 1)  # the rank's own keys: plain causal
+
+
+def test_a_striped_hop_is_a_causal_mask_over_rows() -> None:
+    q, k, _ = draw(Sq=8, Sk=8)
+    for key_rank, q_start, k_start in ((0, 0, 0), (2, 0, 0), (3, 0, 1)):
+        runs = ((2, 8, 4),), ((key_rank, 8, 4),)
+        mask = attention_args.check_mask(q, k, True, None, None, *runs)
+        assert mask.q_runs == (q_start, 8, 0, 0, 1)
+        assert mask.k_runs == (k_start, 8, 0, 0, 1)
+        kept = attention_args.check_mask(q, k, True, None, None, *runs, keyed=True)
+        assert kept.k_runs == (key_rank, 8, 0, 0, 4)
+    ahead = attention_args.check_mask(q, k, True, None, None, ((9, 8, 4),), ((0, 8, 4),))
+    assert (ahead.q_runs, ahead.k_runs) == ((2, 8, 0, 0, 1), (0, 8, 0, 0, 1))
+
+
+def test_the_rows_within_an_interval_are_found() -> None:
+    draw = random.Random(1)
+    for _ in range(300):
+        by, start, stop = draw.randrange(1, 5), draw.randrange(-3, 20), draw.randrange(30)
+        runs = [(draw.randrange(12), draw.randrange(6), by) for _ in "ab"]
+        positions = reference.positions(runs, 0).tolist()
+        flat = (*runs[0][:2], *runs[1][:2], by)
+        found = [
+            (row + i, position + i * by)
+            for row, position, n in attention_cpu._within(flat, start, stop)
+            for i in range(n)
+        ]
+        assert found == [(r, p) for r, p in enumerate(positions) if start <= p < stop]
 
 
 ROW_CASES = [
@@ -308,7 +342,7 @@ def test_offsets_beyond_32_bits_reach_the_right_elements(monkeypatch) -> None:
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_the_custom_op_passes_opcheck(impl) -> None:
     inputs = draw(Sq=4, Sk=4, D=4)
-    runs = [1, 2, 5, 2]
+    runs = [1, 2, 1, 5, 2, 1]
     torch.library.opcheck(
         torch.ops.warpweave.attention.default, (*inputs, *PLAIN, runs, runs, impl)
     )
@@ -366,6 +400,8 @@ def test_tiles_are_chosen_by_capability_element_size_and_head_dim(monkeypatch) -
         ({"device": "meta"}, r"one device, got cpu and meta"),
         ({"q_runs": ((0, 5), (9, 2))}, r"q_runs .* must add up to the 8 rows"),
         ({"k_runs": ((0, 2), (3, 3), (9, 3))}, r"k_runs must be at most two"),
+        ({"k_runs": ((0, 8, 0),)}, r"stripes >= 1 or left out\), got \(\(0, 8, 0\),\)"),
+        ({"k_runs": ((0, 2, 3), (9, 6, 4))}, r"both of k_runs must have as many stripes"),
         ({"k_runs": ((-1, 8),)}, r"start >= 0"),
         ({"scale": 0.0}, r"scale must be positive and finite, got 0\.0"),
         ({"impl": "cuda"}, r'impl must be None, "triton" or "torch"'),

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from attention_cases import F64, ZIGZAG, check, draw, with_grads
+from attention_cases import F64, STRIPED, ZIGZAG, check, draw, with_grads
 from close import assert_close_f64, assert_error_budget, relative_error
 from torch import Tensor
 
@@ -54,10 +54,14 @@ def test_packed_documents_equal_the_reference(impl, causal, documents, window) -
         (ZIGZAG, ((0, 30), (80, 20))),  # a ring hop
         (ZIGZAG, ((0, 97),)),  # all keys gathered
         (((70, 17), (10, 20)), ((15, 60), (0, 15))),  # descending
+        (STRIPED, STRIPED),
+        (STRIPED, ((3, 25, 4),)),  # a ring hop
+        (STRIPED, ((0, 97),)),  # all keys gathered
+        (((60, 37),), ((1, 40, 3),)),
     ],
 )
 def test_any_pair_of_runs_equals_the_reference(impl, causal, q_runs, k_runs) -> None:
-    sizes = {"Sk": sum(n for _, n in k_runs), "Hq": 1 + causal, "D": 8}
+    sizes = {"Sk": sum(n for _, n, *_ in k_runs), "Hq": 1 + causal, "D": 8}
     options = {"causal": causal, "q_runs": q_runs, "k_runs": k_runs, "window": 12}
     check(impl, sizes, **options)
     documents = _documents(13, 0, 10, 50, 3, 21).int()  # what follows is padding
@@ -251,8 +255,8 @@ def test_it_follows_autocast_and_checkpointing() -> None:
 
 @pytest.mark.parametrize("documents", [PACKED[None], EACH], ids=["packed", "each"])
 def test_the_table_has_the_document_of_every_row_and_waits_for_no_device(documents) -> None:
-    runs = (60, 9, 0, 20)
-    position = torch.cat((torch.arange(60, 69), torch.arange(20)))
+    runs = (52, 5, 0, 20, 3)
+    position = torch.cat((torch.arange(52, 67, 3), torch.arange(0, 60, 3)))
     table = document_table(documents.int(), runs)
     for boundaries, (first, last) in zip(documents.tolist(), table.tolist()):
         for p, a, b in zip(position.tolist(), first, last):

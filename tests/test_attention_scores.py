@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from attention_cases import F64, ZIGZAG, check, draw, tiles_of, with_grads
+from attention_cases import F64, STRIPED, ZIGZAG, check, draw, tiles_of, with_grads
 from close import assert_close_f64, assert_error_budget, relative_error
 
 from warpweave.kernels import attention_tiles, reference
@@ -128,6 +128,7 @@ def test_a_sink_counts_once_when_blocks_of_keys_are_merged(impl) -> None:
         {},
         {"causal": False, "q_runs": ((5, 37),), "k_runs": ((20, 37),)},
         {"q_runs": ZIGZAG, "k_runs": ZIGZAG, "documents": DOCUMENTS, "window": 15, "softcap": 3.0},
+        {"q_runs": STRIPED, "k_runs": ((3, 37, 4),), "documents": DOCUMENTS},
     ],
 )
 def test_dropout_equals_the_reference(impl, options) -> None:
@@ -143,6 +144,8 @@ def test_every_layout_draws_the_same_mask(impl) -> None:
     rows = [*range(3, 9), *range(30, 37)]
     some = attention(q[:, rows], k, v, q_runs=((3, 6), (30, 7)), **options)
     assert_close_f64(some, whole[:, rows], 1e-13)
+    stripe = attention(q[:, 2::4], k, v, q_runs=((2, 9, 4),), **options)
+    assert_close_f64(stripe, whole[:, 2::4], 1e-13)
     heads = attention(q[:, :, 2:], k[:, :, 1:], v[:, :, 1:], dropout_origin=(0, 2), **options)
     assert_close_f64(heads, whole[:, :, 2:], 1e-13)
     sample = attention(q[1:], k[1:], v[1:], dropout_origin=(1, 0), **options)

@@ -186,7 +186,7 @@ REFUSED = {
     "microbatches and micro_batch_size must be": (CONFIG, _place(), {"microbatches": 0}),
     "clip must be positive, or None": (CONFIG, _place(), {"clip": 0.0}),
     "recompute must be none, selective or full": (CONFIG, _place(), {"recompute": "all"}),
-    "kind must be one of": (CONFIG, _place(), {"layout": "striped"}),
+    "kind must be one of": (CONFIG, _place(), {"layout": "spiral"}),
     "kv_heads = 4 does not divide by tp = 3": (CONFIG, _place(tp=3), {}),
     "kv_heads = 2 does not divide by tp = 4": (LLAMA, _place(tp=4), {}),
     "hidden = 21 does not divide by tp = 2": (GPTConfig(**SIZES, hidden=21), _place(tp=2), {}),

@@ -141,8 +141,8 @@ def test_meshes_over_which_it_cannot_be_cut_are_refused(sizes, options, message)
 def test_unknown_recomputation_and_layout_are_refused():
     with pytest.raises(ValueError, match=r"^recompute must be none, selective or full, got 'all'$"):
         GPT(CONFIGS["gpt2"], recompute="all")
-    with pytest.raises(ValueError, match=r"^kind must be one of .*, got 'striped'$"):
-        GPT(CONFIGS["gpt2"], layout="striped")
+    with pytest.raises(ValueError, match=r"^kind must be one of .*, got 'spiral'$"):
+        GPT(CONFIGS["gpt2"], layout="spiral")
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,10 @@ import dataclasses
 import pytest
 import torch
 
+from warpweave.kernels import reference
 from warpweave.parallel.layout import SequenceLayout, shift_labels
 
-KINDS = ["zigzag", "contiguous"]
+KINDS = ["zigzag", "contiguous", "striped"]
 
 
 def _pairs(layout: SequenceLayout, q_rank: int, k_rank: int) -> int:
@@ -29,7 +30,8 @@ def test_every_position_is_on_exactly_one_rank(kind: str, parts: int, chunk: int
         assert (local.diff() > 0).all()
         runs = layout.runs(rank)
         assert len(runs) <= 2
-        assert [p for start, length in runs for p in range(start, start + length)] == local.tolist()
+        assert reference.positions(runs, 0).tolist() == local.tolist()
+        assert all(layout.owner(p) == rank for p in local.tolist())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -60,6 +62,10 @@ def test_zigzag_balances_causal_work_and_contiguous_does_not(parts: int) -> None
     assert len({sum(_pairs(layout, q, k) for k in ranks) for q in ranks}) == 1
     for hop in range(parts):  # a ring waits for its busiest rank in every hop
         assert len({_pairs(layout, q, (q - hop) % parts) for q in ranks}) == 1
+    striped = SequenceLayout(6 * parts, parts, "striped")
+    for hop in range(parts):  # a query more or less
+        pairs = {_pairs(striped, q, (q - hop) % parts) for q in ranks}
+        assert max(pairs) - min(pairs) <= striped.local_len
     plain = SequenceLayout(6 * parts, parts, "contiguous")
     work = [sum(_pairs(plain, q, k) for k in ranks) for q in ranks]
     assert max(work) > 2 * min(work)
@@ -92,8 +98,10 @@ def test_errors_name_the_numbers() -> None:
         SequenceLayout(20, 4)
     with pytest.raises(ValueError, match=r"contiguous .* parts = 4, got seq_len=18, parts=4"):
         SequenceLayout(18, 4, "contiguous")
-    with pytest.raises(ValueError, match=r"kind must be .* got 'striped'"):
-        SequenceLayout(16, 4, "striped")
+    with pytest.raises(ValueError, match=r"striped .* parts = 4, got seq_len=18, parts=4"):
+        SequenceLayout(18, 4, "striped")
+    with pytest.raises(ValueError, match=r"kind must be .* got 'spiral'"):
+        SequenceLayout(16, 4, "spiral")
     with pytest.raises(ValueError, match="seq_len=-4"):
         SequenceLayout(-4, 4)
     layout = SequenceLayout(16, 4)

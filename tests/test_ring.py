@@ -115,7 +115,7 @@ def assert_equal_to_whole(case: Case, got: Tensors, rtol: float = 1e-11) -> None
 # ------------------------------------------------------------------ 1. exactness
 
 
-@pytest.mark.parametrize("kind", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("kind", ["zigzag", "contiguous", "striped"])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("kv_heads", [4, 1])
 @pytest.mark.parametrize(("parts", "chunk"), [(1, 3), (2, 5), (3, 3), (4, 7), (8, 1)])
@@ -127,12 +127,13 @@ def test_ring_equals_whole_attention(
     assert_equal_to_whole(case, emulate(case))
 
 
-def test_ring_of_triton_kernels_equals_whole_attention() -> None:
-    case = Case(SequenceLayout(20, 2), heads=2, batch=1, dim=16)
+@pytest.mark.parametrize("kind", ["zigzag", "striped"])
+def test_ring_of_triton_kernels_equals_whole_attention(kind: str) -> None:
+    case = Case(SequenceLayout(20, 2, kind), heads=2, batch=1, dim=16)
     assert_equal_to_whole(case, emulate(case, impl="triton"))
 
 
-@pytest.mark.parametrize("kind", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("kind", ["zigzag", "contiguous", "striped"])
 @pytest.mark.parametrize("parts", [2, 3, 4])
 def test_delivery_at_the_start_or_at_the_wait_gives_equal_bits(kind: str, parts: int) -> None:
     """So no buffer is read or written while a message is under way in it."""
@@ -140,7 +141,7 @@ def test_delivery_at_the_start_or_at_the_wait_gives_equal_bits(kind: str, parts:
     assert all(map(torch.equal, emulate(case), emulate(case, overlap=False)))
 
 
-@pytest.mark.parametrize("kind", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("kind", ["zigzag", "contiguous", "striped"])
 def test_dk_and_dv_of_a_loss_on_one_rank_reach_every_rank(kind: str) -> None:
     """Only rank 3's outputs have a gradient, so every other dk and dv is a remote signal alone."""
     layout = SequenceLayout(24, 4, kind)
@@ -232,7 +233,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("kind", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("kind", ["zigzag", "contiguous", "striped"])
 @pytest.mark.parametrize("parts", [3, 4])
 def test_planted_fault_shows(fault: str, kind: str, parts: int) -> None:
     case = Case(SequenceLayout(6 * parts, parts, kind))
@@ -313,7 +314,9 @@ def test_ring_on_gloo_ranks(world: int) -> None:
     cases = [zigzag]
     if world < 8:
         plain = replace(zigzag, layout=replace(zigzag.layout, kind="contiguous"), kv_heads=4)
+        striped = replace(zigzag, layout=replace(zigzag.layout, kind="striped"))
         cases += [plain, replace(plain, causal=False), replace(zigzag, dtype=torch.bfloat16)]
+        cases.append(striped)
     run_ranks(world, _ring_on_ranks, cases)
 
 

@@ -84,6 +84,12 @@ def test_the_gpt_typechecks_without_a_tensor_axis(mesh: Mesh) -> None:
     typecheck(LLAMA, mesh)
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "striped"])
+@pytest.mark.parametrize("style", STYLES)
+def test_the_gpt_typechecks_whoever_owns_which_token(style: str, layout: str) -> None:
+    typecheck(ONE_LAYER[style], Mesh(dp=2, cp=4, tp=8), sequence_parallel=True, layout=layout)
+
+
 def test_stages_of_the_largest_model_typecheck_in_full_size() -> None:
     mesh = Mesh(dp=4, cp=4, tp=8, pp=40)  # 5,120 ranks
     typecheck(PRESETS["llama-70b"], mesh, stages=range(0, 40, 13), sequence_parallel=True)

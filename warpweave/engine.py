@@ -399,11 +399,7 @@ class Engine:
         The largest of logits plus Gumbel noise times temperature is a draw from their softmax.
         """
         layout, sizes = self.gpt.layout, self.mesh.sizes
-        owner = next(
-            r
-            for r in range(layout.parts)
-            if any(start <= at < start + size for start, size in layout.runs(r))
-        )
+        owner = layout.owner(at)
         choice = torch.zeros(1, dtype=torch.int64, device=self.device)
         if logits is not None and self.mesh.index("cp") == owner:
             row = layout.positions(owner).tolist().index(at)

@@ -210,7 +210,7 @@ class GPT(nn.Module):
         sequence_parallel: with tp > 1, cut the residual stream's rows over the tensor axis.
         recompute: "none" keeps activations; "selective" recomputes the MLP's hidden activations;
             "full" keeps each block's input only (applied by `segments`).
-        layout: how the context axis cuts the sequence, "zigzag" or "contiguous".
+        layout: how the context axis cuts the sequence, "zigzag", "contiguous" or "striped".
         strategy: how attention crosses the context axis: "ring", "gather" or "auto".
         seed: of the initialisation.
         device, dtype: of the parameters; on "meta" nothing is drawn.

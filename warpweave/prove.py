@@ -60,6 +60,7 @@ class Layout:
     tied: bool = True
     recompute: str = "none"
     strategy: Strategy = "auto"
+    layout: str = "zigzag"
     dtype: str = "fp64"
     impl: str = "torch"
 
@@ -70,7 +71,8 @@ class Layout:
         tied = "tied" if self.tied else "untied"
         return (
             f"{axes} {sp} zero={self.zero} {self.schedule:5} {self.style:5} {tied:6} "
-            f"{self.recompute:9} {self.strategy:6} {self.dtype} {self.impl}"
+            f"{self.recompute:9} {self.strategy:6} {self.layout:10} "
+            f"{self.dtype} {self.impl}"
         )
 
 
@@ -222,6 +224,7 @@ def prove_layout(layout: Layout, mesh: ConnectedMesh, timeout: float = 60.0) -> 
         sequence_parallel=layout.sequence_parallel,
         recompute=layout.recompute,
         strategy=layout.strategy,
+        layout=layout.layout,
         dtype=DTYPES[layout.dtype],
         seed=SEED,
         clip=CLIP,
@@ -278,7 +281,8 @@ def table(world: int, *, min_axes: int = 0) -> list[Layout]:
     """Every legal layout of exactly `world` ranks.
 
     Mesh x SP x ZeRO x schedule x context strategy x style x tie, where a choice makes a difference:
-    SP needs tensor ranks, ZeRO data ranks, a strategy context ranks. Recomputation takes turns.
+    SP needs tensor ranks, ZeRO data ranks, a strategy context ranks. Recomputation and the ways
+    to cut the sequence take turns.
     `min_axes` keeps the meshes that have at least so many axes above 1.
     """
     layouts: list[Layout] = []
@@ -295,8 +299,12 @@ def table(world: int, *, min_axes: int = 0) -> list[Layout]:
             (True, False),
         ):
             recompute = ("none", "selective", "full")[len(layouts) % 3]
+            turn = len(layouts) // 3 % 3 if mesh.cp > 1 else 0
+            cut = ("zigzag", "striped", "contiguous")[turn]
             layouts.append(
-                Layout(mesh, sp, zero, schedule, style, tied, recompute, cast(Strategy, strategy))
+                Layout(
+                    mesh, sp, zero, schedule, style, tied, recompute, cast(Strategy, strategy), cut
+                )
             )
     return layouts
 
@@ -331,6 +339,8 @@ class ProveConfig:
     """Activation checkpointing."""
     strategy: Literal["auto", "ring", "gather"] = "auto"
     """How keys and values reach the other context ranks."""
+    layout: Literal["zigzag", "contiguous", "striped"] = "zigzag"
+    """How cp cuts the sequence."""
     dtype: Literal["fp64", "fp32", "both"] = "both"
     """What to compute in."""
     impl: Literal["torch", "triton"] = "torch"
@@ -366,6 +376,7 @@ class ProveConfig:
                     self.tied,
                     self.recompute,
                     self.strategy,
+                    self.layout,
                 )
             ]
             if misfits := _misfits(mesh):
@@ -430,7 +441,14 @@ def _typecheck(config: ProveConfig) -> None:
     try:
         for stage in range(mesh.pp):
             only = range(stage, stage + 1)
-            typecheck(model, mesh, stages=only, sequence_parallel=sp, recompute=config.recompute)
+            typecheck(
+                model,
+                mesh,
+                stages=only,
+                sequence_parallel=sp,
+                recompute=config.recompute,
+                layout=config.layout,
+            )
             print(f"stage {stage} of {mesh.pp}: ok", flush=True)
     except TypeError as error:
         problem = str(error)

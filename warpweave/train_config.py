@@ -80,7 +80,7 @@ class TrainConfig:
     """With tp > 1, cut the residual stream's tokens over the tensor ranks."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation checkpointing."""
-    layout: Literal["zigzag", "contiguous"] = "zigzag"
+    layout: Literal["zigzag", "contiguous", "striped"] = "zigzag"
     """How cp cuts the sequence."""
 
     dtype: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
