@@ -59,6 +59,8 @@ def test_output_lse_and_gradients_equal_the_reference(impl, sizes, causal) -> No
         (STRIPED, ((0, 41, 4),)),  # a ring hop from a lower rank, and from a higher one
         (STRIPED, ((3, 20, 4),)),
         (STRIPED, ((0, 97),)),
+        (STRIPED, ((0, 20, 3), (20, 17, 3))),  # no neighbours, but for rows that are
+        (STRIPED, ((0, 20, 3), (60, 17, 3))),  # neighbours, which join
         (((20, 37),), ((1, 29, 3),)),
         (((70, 17, 3), (11, 20, 3)), ((5, 40, 2), (85, 9, 2))),  # descending, then two runs
     ],

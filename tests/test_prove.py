@@ -74,6 +74,21 @@ def test_fp64_errors_are_rounding_and_the_limits_leave_no_room_for_faults():
     assert 1e-9 < fp32.worst <= LIMITS["fp32"]
 
 
+def test_what_a_layout_says_is_what_the_engine_is_told():
+    layout = Layout(
+        Mesh(), True, 3, "gpipe", "llama", False, "full", "gather", "striped", "fp32", "triton"
+    )
+    told = mock.Mock(side_effect=InterruptedError)
+    with mock.patch.object(prove, "Engine", told), pytest.raises(InterruptedError):
+        prove_layout(layout, single())
+    ((config, mesh), options) = told.call_args
+    assert (config, mesh.sizes) == (prove.model_config(layout), layout.mesh)
+    assert (config.norm, config.tied) == ("rms", False)
+    same = ("sequence_parallel", "zero", "schedule", "recompute", "strategy", "layout", "impl")
+    assert {name: options[name] for name in same} == {name: getattr(layout, name) for name in same}
+    assert options["dtype"] == torch.float32
+
+
 # -------------------------------------------------------------------------- planted faults
 
 
