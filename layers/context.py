@@ -22,6 +22,14 @@ class TokenContext:
             parallelism): the token's number in the whole global batch, by which dropout is keyed.
         documents: int32 or int64 [n + 1] or [B, n + 1], boundaries of packed documents in positions
             of the whole sequence, across which attention does not look; None is one document.
+
+    Two packed documents, of 10 and 6 tokens, whose rotations start anew::
+
+        positions = torch.cat((torch.arange(10), torch.arange(6)))
+        context = TokenContext(
+            batch=1, rope=rope_table(positions, head_dim), documents=torch.tensor([0, 10, 16])
+        )
+        y = block(x, context)  # x[16, E]
     """
 
     batch: int
