@@ -49,9 +49,10 @@ def document_table(documents: torch.Tensor, runs: tuple[int, ...]) -> torch.Tens
 @triton.jit
 def rows_before(position, start, length, stripes):
     """How many rows of the run (start, length) lie at positions before `position`."""
-    # Not tl.cdiv: the last, open document ends where adding to its end overflows.
-    before = tl.maximum(position - start - 1, -stripes) // stripes + 1
-    return tl.minimum(before, length)
+    before = position - start
+    if stripes != 1:  # not tl.cdiv: the last, open document ends where adding to it overflows
+        before = tl.maximum(before - 1, -stripes) // stripes + 1
+    return tl.minimum(tl.maximum(before, 0), length)
 
 
 @triton.jit
