@@ -144,8 +144,12 @@ def _check_runs(name: str, runs: Runs | None, length: int) -> _Flat:
     joined."""
     if runs is None:
         return (0, length, 0, 0, 1)
-    whole = [(*run, 1)[:3] for run in runs]
-    if len(whole) > 2 or any(start < 0 or n < 0 or by < 1 for start, n, by in whole):
+    whole = [(*run, 1)[:3] for run in runs if len(run) in (2, 3)]
+    if (
+        len(runs) > 2
+        or len(whole) < len(runs)
+        or any(start < 0 or n < 0 or by < 1 for start, n, by in whole)
+    ):
         raise ValueError(
             f"{name} must be at most two (start >= 0, length >= 0, stripes >= 1 or left out), "
             f"got {runs}"

@@ -102,9 +102,11 @@ class SequenceLayout:
             raise ValueError(
                 f"dim {dim} must have the whole sequence, {self.seq_len}, got {x.shape[dim]}"
             )
+        ranges = self._ranges(rank)
         if self.kind == "striped":
-            return x.unflatten(dim, (self.local_len, self.parts)).select(dim % x.dim() + 1, rank)
-        pieces = [x.narrow(dim, at.start, len(at)) for at in self._ranges(rank)]
+            rows = x.unflatten(dim, (self.local_len, self.parts))
+            return rows.select(dim % x.dim() + 1, ranges[0].start)
+        pieces = [x.narrow(dim, at.start, len(at)) for at in ranges]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
     def unshard(self, shards: Sequence[torch.Tensor], dim: int) -> torch.Tensor:

@@ -402,6 +402,8 @@ def test_tiles_are_chosen_by_capability_element_size_and_head_dim(monkeypatch) -
         ({"device": "meta"}, r"one device, got cpu and meta"),
         ({"q_runs": ((0, 5), (9, 2))}, r"q_runs .* must add up to the 8 rows"),
         ({"k_runs": ((0, 2), (3, 3), (9, 3))}, r"k_runs must be at most two"),
+        ({"k_runs": ((0, 8, 1, 1),)}, r"left out\), got \(\(0, 8, 1, 1\),\)"),
+        ({"k_runs": ((8,),)}, r"left out\), got \(\(8,\),\)"),
         ({"k_runs": ((0, 8, 0),)}, r"stripes >= 1 or left out\), got \(\(0, 8, 0\),\)"),
         ({"k_runs": ((0, 2, 3), (9, 6, 4))}, r"both of k_runs must have as many stripes"),
         ({"k_runs": ((-1, 8),)}, r"start >= 0"),

@@ -107,6 +107,9 @@ def test_errors_name_the_numbers() -> None:
     layout = SequenceLayout(16, 4)
     with pytest.raises(ValueError, match=r"rank must be in \[0, 4\), got 4"):
         layout.runs(4)
+    for kind in KINDS:
+        with pytest.raises(ValueError, match=r"rank must be in \[0, 4\), got 4"):
+            SequenceLayout(16, 4, kind).shard(torch.zeros(16), 4, 0)
     with pytest.raises(ValueError, match="whole sequence, 16, got 15"):
         layout.shard(torch.zeros(2, 15), 0, 1)
     with pytest.raises(ValueError, match="one shard per rank, 4, got 3"):
