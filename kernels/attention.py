@@ -43,6 +43,7 @@ from warpweave.kernels.attention_args import (
     Mask,
     Runs,
     Scores,
+    as_runs,
     check_into,
     check_mask,
     check_rows,
@@ -404,9 +405,9 @@ def _backward(ctx, do, dlse):
 _attention.register_autograd(_backward, setup_context=_save)
 
 
-def _flat(runs: Runs | None) -> list[int] | None:
+def _flat(name: str, runs: Runs | None) -> list[int] | None:
     """Runs as a custom op takes them, three numbers each."""
-    return None if runs is None else [int(n) for run in runs for n in (*run, 1)[:3]]
+    return None if runs is None else [int(n) for run in as_runs(name, runs) for n in run]
 
 
 def _runs(flat: Sequence[int] | None) -> Runs | None:
@@ -468,6 +469,6 @@ def attention(
         q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
     o, lse = _attention(
         q, k, v, documents, sinks, causal, window, scale, softcap, dropout, dropout_seed,
-        list(dropout_origin), _flat(q_runs), _flat(k_runs), impl,
+        list(dropout_origin), _flat("q_runs", q_runs), _flat("k_runs", k_runs), impl,
     )  # fmt: skip
     return (o, lse) if return_lse else o

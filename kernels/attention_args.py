@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import torch
 
-from warpweave.kernels.reference import compute_dtype
+from warpweave.kernels.reference import Run, compute_dtype
 from warpweave.kernels.tile_table import MAX_HEAD_DIM
 
-Runs = Sequence[tuple[int, ...]]  # (start, length) or (start, length, stripes)
+Runs = Sequence[tuple[int, ...]]  # each a `Run`, or what one is made from
 
 _Flat = tuple[int, int, int, int, int]
 
@@ -144,26 +144,31 @@ def _check_runs(name: str, runs: Runs | None, length: int) -> _Flat:
     joined."""
     if runs is None:
         return (0, length, 0, 0, 1)
-    whole = [(*run, 1)[:3] for run in runs if len(run) in (2, 3)]
+    whole = as_runs(name, runs)
+    if sum(run.length for run in whole) != length:
+        raise ValueError(f"the lengths of {name} {runs} must add up to the {length} rows")
+    whole = [run for run in whole if run.length]
+    if len({run.stripes for run in whole}) > 1:
+        raise ValueError(f"both of {name} must have as many stripes, got {runs}")
+    by = whole[0].stripes if whole else 1
+    if len(whole) == 2 and whole[0].positions.stop == whole[1].start:
+        whole = [Run(whole[0].start, length, by)]
+    first, second = [*whole, Run(0, 0), Run(0, 0)][:2]
+    return (first.start, first.length, second.start, second.length, by)
+
+
+def as_runs(name: str, runs: Runs) -> list[Run]:
+    """At most two runs, named, or ValueError."""
     if (
         len(runs) > 2
-        or len(whole) < len(runs)
-        or any(start < 0 or n < 0 or by < 1 for start, n, by in whole)
+        or any(len(run) not in (2, 3) for run in runs)
+        or any(start < 0 or n < 0 or by < 1 for start, n, by in (Run(*run) for run in runs))
     ):
         raise ValueError(
             f"{name} must be at most two (start >= 0, length >= 0, stripes >= 1 or left out), "
             f"got {runs}"
         )
-    if sum(n for _, n, _ in whole) != length:
-        raise ValueError(f"the lengths of {name} {runs} must add up to the {length} rows")
-    whole = [run for run in whole if run[1]]
-    if len({by for _, _, by in whole}) > 1:
-        raise ValueError(f"both of {name} must have as many stripes, got {runs}")
-    by = whole[0][2] if whole else 1
-    if len(whole) == 2 and whole[0][0] + whole[0][1] * by == whole[1][0]:
-        whole = [(whole[0][0], length, by)]
-    (a, n, _), (b, m, _) = [*whole, (0, 0, 1), (0, 0, 1)][:2]
-    return (a, n, b, m, by)
+    return [Run(*run) for run in runs]
 
 
 def _check_documents(documents: torch.Tensor, B: int, end: int) -> None:

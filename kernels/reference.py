@@ -6,6 +6,7 @@ Each function computes in float64 for float64 inputs and in float32 otherwise, a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -152,11 +153,25 @@ def dropout(x, p, *, seed, site, tokens):
 # ---------------------------------------------------------------- attention and merge
 
 
+class Run(NamedTuple):
+    """Where `length` neighbouring rows lie in the sequence: start, start + stripes, ..."""
+
+    start: int
+    length: int
+    stripes: int = 1
+
+    @property
+    def positions(self) -> range:
+        """The global position of each row."""
+        return range(self.start, self.start + self.length * self.stripes, self.stripes)
+
+
 def positions(runs: Sequence[tuple[int, ...]] | None, length: int) -> torch.Tensor:
-    """The global positions int64[length] of rows that hold the runs (start, length), or
-    (start, length, stripes) for start, start + stripes, ..."""
-    runs = ((0, length),) if runs is None else runs
-    return torch.cat([start + torch.arange(n) * (by[0] if by else 1) for start, n, *by in runs])
+    """The global positions int64[length] of rows that hold these runs, (start, length) or
+    (start, length, stripes); by default those from 0 on."""
+    runs = (Run(0, length),) if runs is None else runs
+    of_runs = (Run(*run).positions for run in runs)
+    return torch.cat([torch.arange(at.start, at.stop, at.step) for at in of_runs])
 
 
 def attention(

@@ -25,8 +25,9 @@ from typing import Literal, get_args
 
 import torch
 
+from warpweave.kernels.reference import Run
+
 Kind = Literal["zigzag", "contiguous", "striped"]
-Runs = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -62,21 +63,20 @@ class SequenceLayout:
         """Tokens on each rank."""
         return self.seq_len // self.parts
 
-    def runs(self, rank: int) -> Runs:
-        """The global positions of `rank`'s local rows, as one or two runs ``(start, length)``, or
-        striped as one ``(start, length, stripes)`` of every stripes-th position."""
+    def runs(self, rank: int) -> tuple[Run, ...]:
+        """The global positions of `rank`'s local rows, as one or two runs."""
         if not 0 <= rank < self.parts:
             raise ValueError(f"rank must be in [0, {self.parts}), got {rank}")
         length = self.local_len
         if self.kind == "contiguous" or self.parts == 1:
-            return ((rank * length, length),)
+            return (Run(rank * length, length),)
         if self.kind == "striped":
-            return ((rank, length, self.parts),)
+            return (Run(rank, length, self.parts),)
         chunk = length // 2
         head, tail = rank * chunk, (2 * self.parts - 1 - rank) * chunk
         if head + chunk == tail:  # the last rank's chunks are neighbours: one run, fewer tiles
-            return ((head, length),)
-        return ((head, chunk), (tail, chunk))
+            return (Run(head, length),)
+        return Run(head, chunk), Run(tail, chunk)
 
     def positions(self, rank: int, device: torch.device | str | None = None) -> torch.Tensor:
         """The global position of every local row of `rank`: int64[seq_len / parts], ascending."""
@@ -89,8 +89,7 @@ class SequenceLayout:
         return next(r for r in range(self.parts) if any(position in at for at in self._ranges(r)))
 
     def _ranges(self, rank: int) -> list[range]:
-        runs = ((start, length, *by, 1)[:3] for start, length, *by in self.runs(rank))
-        return [range(start, start + length * by, by) for start, length, by in runs]
+        return [run.positions for run in self.runs(rank)]
 
     def shard(self, x: torch.Tensor, rank: int, dim: int) -> torch.Tensor:
         """`rank`'s rows of the whole `x[..., seq_len, ...]` along `dim`.

@@ -44,8 +44,8 @@ from warpweave.kernels.attention import (
     attention_fwd,
 )
 from warpweave.kernels.linear import grad_dtype
-from warpweave.kernels.reference import compute_dtype
-from warpweave.parallel.layout import Runs, SequenceLayout
+from warpweave.kernels.reference import Run, compute_dtype
+from warpweave.parallel.layout import SequenceLayout
 
 T = TypeVar("T")
 
@@ -134,22 +134,15 @@ class Attend(NamedTuple):
     impl: str | None = None
 
 
-def _visible(q_runs: Runs, k_runs: Runs, attend: Attend) -> bool:
+def _visible(q_runs: Sequence[Run], k_runs: Sequence[Run], attend: Attend) -> bool:
     """Whether the mask's positions let any of these queries see any of these keys."""
 
-    def ends(start: int, length: int, stripes: int = 1) -> tuple[int, int]:
-        return start, start + (length - 1) * stripes
-
-    def sees(q_first: int, q_last: int, k_first: int, k_last: int) -> bool:
-        if q_first > q_last or k_first > k_last:  # no rows
+    def sees(q: range, k: range) -> bool:
+        if not q or not k or (attend.causal and k[0] > q[-1]):
             return False
-        if attend.causal and k_first > q_last:
-            return False
-        if attend.window is None:
-            return True
-        return max(q_first - k_last, k_first - q_last) < attend.window
+        return attend.window is None or max(q[0] - k[-1], k[0] - q[-1]) < attend.window
 
-    return any(sees(*ends(*q), *ends(*k)) for q in q_runs for k in k_runs)
+    return any(sees(q.positions, k.positions) for q in q_runs for k in k_runs)
 
 
 # ------------------------------------------------------------------ 1. the schedules

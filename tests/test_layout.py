@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from warpweave.kernels import reference
+from warpweave.kernels.reference import Run
 from warpweave.parallel.layout import SequenceLayout, shift_labels
 
 KINDS = ["zigzag", "contiguous", "striped"]
@@ -49,9 +50,9 @@ def test_unshard_undoes_shard(kind: str, shape: tuple[int, ...], dim: int) -> No
 def test_zigzag_gives_each_rank_the_two_mirrored_chunks() -> None:
     layout = SequenceLayout(12, 3)
     assert [layout.runs(rank) for rank in range(3)] == [
-        ((0, 2), (10, 2)),
-        ((2, 2), (8, 2)),
-        ((4, 4),),
+        (Run(0, 2), Run(10, 2)),
+        (Run(2, 2), Run(8, 2)),
+        (Run(4, 4),),
     ]
 
 
@@ -87,7 +88,7 @@ def test_labels_are_shifted_over_the_whole_sequence(kind: str) -> None:
 
 def test_one_part_takes_any_length() -> None:
     for kind in KINDS:
-        assert SequenceLayout(7, 1, kind).runs(0) == ((0, 7),)
+        assert SequenceLayout(7, 1, kind).runs(0) == (Run(0, 7),)
         assert SequenceLayout(0, 1, kind).positions(0).tolist() == []
 
 
