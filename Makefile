@@ -1,11 +1,12 @@
-# make venv | test | train | check | clean. PYTHON chooses the interpreter, ARGS goes to the command.
+# make venv | test | train | compiled | check | clean. PYTHON chooses the interpreter, ARGS goes to
+# the command.
 
 PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.installed
 TYPECHECK := build/typecheck
 
-.PHONY: venv test train check clean
+.PHONY: venv test train compiled check clean
 .DELETE_ON_ERROR:
 
 venv: $(STAMP)
@@ -35,6 +36,18 @@ TRAIN := --tp 2 --pp 2 --no-sequence-parallel --batch 16 --microbatches 2 --step
 
 train: venv
 	$(VENV)/bin/warpweave train $(TRAIN) $(ARGS)
+
+# Every kernel at every tile that is shipped for A100, H100 and B200, compiled for them; TRITON=3.6.0
+# takes that version instead of the pinned one.
+TRITONS := build/triton-
+
+compiled: venv
+ifdef TRITON
+	test -d $(TRITONS)$(TRITON) || $(VENV)/bin/python -m pip install --quiet \
+	  --disable-pip-version-check --no-deps --target $(TRITONS)$(TRITON) triton==$(TRITON)
+endif
+	PYTHONPATH=$(if $(TRITON),$(TRITONS)$(TRITON)) $(VENV)/bin/python benchmarks/compiled.py \
+	  --results build/results$(if $(TRITON),-$(TRITON)) $(ARGS)
 
 # Type checkers do not follow setuptools' package-dir mapping, so mypy reads a tree of links in which
 # the four folders stand where they are imported.

@@ -25,7 +25,9 @@ FAMILIES = {"attention": 1, "norm": 1, "gemm": 1, "loss": 1, "optimizer": 1, "tr
 def main(arguments: list[str] | None = None) -> int:
     """Run the families one after another; the last line is JSON."""
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    options.add_argument("--dry", action="store_true", help="no GPU: outputs only, in miniature")
+    options.add_argument(
+        "--dry", action="store_true", help="no GPU: outputs in miniature, predictions"
+    )
     options.add_argument("--minutes", type=float, default=9.0, help="for everything")
     options.add_argument("--families", default=",".join(FAMILIES))
     options.add_argument("--results", type=Path, help="folder instead of benchmarks/results")
@@ -38,9 +40,8 @@ def main(arguments: list[str] | None = None) -> int:
     for index, family in enumerate(families):
         left = max(0.0, end - time.monotonic())
         share = left * FAMILIES[family] / sum(FAMILIES[name] for name in families[index:])
-        # A problem that has begun is finished: it may start until 20 s before the family's share.
-        command = [sys.executable, "-P", str(HERE / f"kernels_{family}.py"),
-                   f"--seconds={max(0.0, share - 20)}"]  # fmt: skip
+        # A problem that has begun is finished: it may start until 20 s before the end of the share.
+        command = [str(HERE / f"kernels_{family}.py"), f"--seconds={max(0.0, share - 20)}"]
         command += ["--dry"] * given.dry
         command += [f"--results={given.results}"] if given.results else []
         print(f"\n== {family}", flush=True)
@@ -50,15 +51,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(command: list[str], seconds: float) -> str:
-    """Run a family, show its table without the JSON, and say how it ended."""
+    """Run a script with its options, show its table without the JSON, and say how it ended."""
     code = (
         "import sys, runpy; sys.path.insert(0, sys.argv[1]); sys.argv = sys.argv[2:]; "
         "runpy.run_path(sys.argv[0], run_name='__main__')"
     )
-    python, _, *script = command
     try:
         done = subprocess.run(
-            [python, "-P", "-c", code, str(HERE), *script],
+            [sys.executable, "-P", "-c", code, str(HERE), *command],
             capture_output=True, text=True, timeout=max(1.0, seconds),
         )  # fmt: skip
     except subprocess.TimeoutExpired as end:

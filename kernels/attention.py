@@ -45,6 +45,7 @@ from warpweave.kernels.attention_args import (
     Scores,
     as_runs,
     check_into,
+    check_kinds,
     check_mask,
     check_rows,
     check_scores,
@@ -88,6 +89,16 @@ def _table(mask: Mask, runs: tuple[int, ...], batch: int) -> tuple[torch.Tensor 
     return table, 0 if len(table) < batch else table.stride(0)
 
 
+def _strides(*tensors: torch.Tensor) -> list[tuple[int, ...]]:
+    """Steps from sample to sample, row to row, head to head."""
+    return [x.stride()[:3] for x in tensors]
+
+
+def _key_strides(k: torch.Tensor, v: torch.Tensor) -> tuple[tuple[int, ...], tuple | None]:
+    """Those of k and of v, None where they are the same: kernels then hold one set of addresses."""
+    return k.stride()[:3], None if v.stride() == k.stride() else v.stride()[:3]
+
+
 def _numbers(mask: Mask, scores: Scores) -> tuple[int, ...]:
     """The kernels' arguments window, seed, sample, head0."""
     return mask.window, scores.seed, scores.sample, scores.head
@@ -129,7 +140,8 @@ def attention_fwd(
     lse = sinks; `sinks` themselves cannot be given with it. Arguments and errors otherwise as
     `attention`; not differentiable by itself.
     """
-    impl = choose(impl, q, k, v, documents, sinks, *(into or ()))
+    check_kinds(window, documents, dropout_seed)
+    impl = choose(impl, q, k, v, documents, sinks, *(() if into is None else into))
     check_tensors(q, k, v)
     scores = check_scores(q.shape[3], scale, softcap, dropout, dropout_seed, dropout_origin)
     keyed = scores.dropout > 0
@@ -155,17 +167,18 @@ def attention_fwd(
         with torch.cuda.device_of(q):
             attention_fwd_kernel[grid](
                 q, k, v, o, lse, table, sinks,
-                q.stride()[:3], k.stride()[:3], v.stride()[:3], o.stride()[:3], step,
+                *_strides(q), *_key_strides(k, v), *_strides(o), step,
                 *mask.q_runs, *mask.k_runs, H, H // k.shape[2], *_numbers(mask, scores),
                 *_constants(mask, scores), into is not None, D, tile.q, tile.k, _padded(D),
-                **launch_options(
-                    tile, q, mask, scores, more=into is not None or sinks is not None))  # fmt: skip
+                **launch_options(tile, q, scores))  # fmt: skip
     return o, lse
 
 
 def _check_carried(q, sinks, out_dtype, into) -> None:
     if into is None:
         return
+    if isinstance(into, torch.Tensor) or len(into) != 2:
+        raise ValueError(f"into must be (o, lse), got {type(into).__name__} of {len(into)}")
     if sinks is not None or out_dtype is not None:
         raise ValueError("with into, start lse from the sinks instead, and give no out_dtype")
     o, lse = into
@@ -206,7 +219,7 @@ def attention_delta(
     if delta.numel():
         with torch.cuda.device_of(o):
             attention_delta_kernel[(triton.cdiv(S, 64) * H * B,)](
-                o, do, dlse, delta, o.stride()[:3], do.stride()[:3],
+                o, do, dlse, delta, *_strides(o, do),
                 (0, 0, 0) if dlse is None else dlse.stride(), H, S, D, 64, _padded(D))  # fmt: skip
     return delta
 
@@ -291,10 +304,10 @@ def _launch_dkdv(q, k, v, do, lse, delta, dk, dv, mask: Mask, scores: Scores, ad
     table, step = _table(mask, mask.k_runs, B)
     attention_dkdv_kernel[(_count(mask.k_runs, tile.k) * Hkv * B,)](
         q, k, v, do, lse, delta, dk, dv, table,
-        *(x.stride()[:3] for x in (q, k, v, do, dk, dv)), step,
+        *_strides(q, k, v, do, dk, dv), step,
         *mask.q_runs, *mask.k_runs, Hkv, H // Hkv, *_numbers(mask, scores),
         *_constants(mask, scores), add, D, tile.q, tile.k, _padded(D),
-        **launch_options(tile, q, mask, scores, more=add))  # fmt: skip
+        **launch_options(tile, q, scores))  # fmt: skip
 
 
 def _launch_dq(q, k, v, do, lse, delta, dq, mask: Mask, scores: Scores, add: bool) -> None:
@@ -304,10 +317,10 @@ def _launch_dq(q, k, v, do, lse, delta, dq, mask: Mask, scores: Scores, add: boo
     table, step = _table(mask, mask.q_runs, B)
     attention_dq_kernel[(_count(mask.q_runs, tile.q) * H * B,)](
         q, k, v, do, lse, delta, dq, table,
-        *(x.stride()[:3] for x in (q, k, v, do, dq)), step,
+        *_strides(q), *_key_strides(k, v), *_strides(do, dq), step,
         *mask.q_runs, *mask.k_runs, H, H // Hkv, *_numbers(mask, scores),
         *_constants(mask, scores), add, D, tile.q, tile.k, _padded(D),
-        **launch_options(tile, q, mask, scores, more=add))  # fmt: skip
+        **launch_options(tile, q, scores))  # fmt: skip
 
 
 # ---------------------------------------------------------------- autograd
@@ -441,9 +454,10 @@ def attention(
         causal: a query sees the keys at positions up to its own.
         window: and less than `window` >= 1 away from its own, on both sides if not causal.
         documents: and of its own document only. int32 or int64 [n + 1], or [B, n + 1] where samples
-            differ: cumulative boundaries in global positions, the first 0, the last the total
-            length; documents may be empty. On a GPU nobody reads them but the kernels, so
-            boundaries that do not ascend are an error on a CPU only.
+            differ: cumulative boundaries in global positions (not the number of each token's
+            document), the first 0, the last as a rule the total length: positions from it on are
+            one more document. Documents may be empty. On a GPU nobody reads them but the kernels,
+            so boundaries that do not ascend are an error on a CPU only.
         scale: of the scores, D**-0.5 by default.
         softcap: scores become softcap * tanh(score / softcap).
         sinks: [Hq], floating: one more logit per head, in the normaliser, with no value.
@@ -452,7 +466,8 @@ def attention(
             numbers of sample, head, query and key alone: every layer and step needs its own seed.
         dropout_origin: the global numbers of q's first sample and first head.
         q_runs, k_runs: the global positions of the rows, by default ((0, S),): at most two runs
-            (start, length), or (start, length, stripes) for start, start + stripes, ...
+            (start, length), or (start, length, stripes) for start, start + stripes, ... The last Sq
+            of Sk tokens, as in decoding, are ``q_runs=((Sk - Sq, Sq),)``.
         return_lse: also return lse.
         impl: "triton", "torch" or None.
 
@@ -464,6 +479,7 @@ def attention(
     Raises ValueError if shapes, dtypes, devices, head counts, runs, documents or numbers do not
     fit, or `impl` cannot run here.
     """
+    check_kinds(window, documents, dropout_seed)
     device = q.device.type
     if q.dtype != torch.float64 and torch.is_autocast_enabled(device):
         q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))

@@ -7,6 +7,7 @@ device. `attention.py` documents what the arguments mean.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -20,6 +21,8 @@ Runs = Sequence[tuple[int, ...]]  # each a `Run`, or what one is made from
 _Flat = tuple[int, int, int, int, int]
 
 _FARTHEST = 2**31 - 2  # the tables of documents are int32
+
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 class Mask(NamedTuple):
@@ -62,9 +65,10 @@ def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         raise ValueError(f"the {Hq} heads of q must be a multiple of the {Hkv} heads of k and v")
     if not 1 <= D <= MAX_HEAD_DIM:
         raise ValueError(f"head_dim must be in 1..{MAX_HEAD_DIM}, got {D}")
-    if not q.dtype == k.dtype == v.dtype or not q.dtype.is_floating_point:
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in _DTYPES:
         raise ValueError(
-            f"q, k, v must have one floating dtype, got {q.dtype}, {k.dtype}, {v.dtype}"
+            f"q, k, v must have one floating dtype of at least 16 bits, got {q.dtype}, {k.dtype}, "
+            f"{v.dtype}"
         )
 
 
@@ -159,16 +163,25 @@ def _check_runs(name: str, runs: Runs | None, length: int) -> _Flat:
 
 def as_runs(name: str, runs: Runs) -> list[Run]:
     """At most two runs, named, or ValueError."""
-    if (
-        len(runs) > 2
-        or any(len(run) not in (2, 3) for run in runs)
-        or any(start < 0 or n < 0 or by < 1 for start, n, by in (Run(*run) for run in runs))
-    ):
+    try:
+        found = [Run(*(operator.index(n) for n in run)) for run in runs]
+    except TypeError:  # no sequence of two or three integers
+        found = [Run(-1, -1)]
+    if len(found) > 2 or any(start < 0 or n < 0 or by < 1 for start, n, by in found):
         raise ValueError(
             f"{name} must be at most two (start >= 0, length >= 0, stripes >= 1 or left out), "
             f"got {runs}"
         )
-    return [Run(*run) for run in runs]
+    return found
+
+
+def check_kinds(window: object, documents: object, seed: object) -> None:
+    """Raise ValueError on what is no integer or no tensor: torch's own message is a schema."""
+    for name, n in (("window", window), ("dropout_seed", seed)):
+        if not (hasattr(n, "__index__") or (n is None and name == "window")):
+            raise ValueError(f"{name} must be an integer, got {n!r}")
+    if documents is not None and not isinstance(documents, torch.Tensor):
+        raise ValueError(f"documents must be a tensor of boundaries, got {documents!r}")
 
 
 def _check_documents(documents: torch.Tensor, B: int, end: int) -> None:

@@ -145,14 +145,15 @@ def _fwd_steps(acc, l, m, q, q_pos, first, last, k_ptr, v_ptr, k_step, v_step, k
         p = tl.exp2(s * UNIT - pivot[:, None])
         shrink = tl.exp2(m - pivot)
 
-        # 3. Accumulate. The normaliser is that of the row before dropout.
+        # 3. Accumulate. The normaliser is that of the row before dropout; p is summed before it is
+        #    rounded, so that no two copies of it are held.
         v = _load(v_ptr + row * v_step, v_step, rows, BLOCK_N, D, BLOCK_D, MASK)
+        l = l * shrink + tl.sum(p, 1)
         weight = p
         if DROP:
             kept = _kept(q_pos[:, None], position + ahead, head, sample, seed, DROP)
             weight = tl.where(kept, p * KEEP, 0.0)
         acc = dot(to_dtype(weight, v.dtype), v, acc * shrink[:, None])
-        l = l * shrink + tl.sum(p, 1)
         m = m_new
     return acc, l, m
 
@@ -167,7 +168,10 @@ def attention_fwd_kernel(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, table_ptr, sinks_p
                          KEEP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
                          CARRY: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr,
                          BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    # 1. One tile of queries of one head.
+    # 1. One tile of queries of one head. v_stride is None where it is k_stride: then one set of
+    #    addresses serves both.
+    if v_stride is None:
+        v_stride = k_stride
     q_runs = (q_start0, q_len0, q_start1, q_len1, q_stripes)
     k_runs = (k_start0, k_len0, k_start1, k_len1, k_stripes)
     tile, head, batch = _program(q_runs, heads, BLOCK_M, True)
@@ -243,7 +247,7 @@ def attention_delta_kernel(o_ptr, do_ptr, dlse_ptr, delta_ptr, o_stride, do_stri
 
 @triton.jit
 def _dkdv_steps(dk, dv, k, v, k_pos, first, last, q_ptr, do_ptr, lse_ptr, delta_ptr,
-                q_step, do_step, q_runs, ends, head, sample, seed,
+                q_stride, do_stride, q_runs, ends, group, head, sample, seed,
                 SCALE: tl.constexpr, CAP: tl.constexpr, DROP: tl.constexpr,
                 KEEP: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, MASK: tl.constexpr,
                 BLOCK_M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
@@ -252,14 +256,22 @@ def _dkdv_steps(dk, dv, k, v, k_pos, first, last, q_ptr, do_ptr, lse_ptr, delta_
     ahead = i[None, :] * q_runs[4]
     span0 = span(ends, q_runs[0], q_runs[1], q_runs[4], MASK, FIRST, LAST, True, BLOCK_M)
     span1 = span(ends, q_runs[2], q_runs[3], q_runs[4], MASK, FIRST, LAST, True, BLOCK_M)
-    for j in range(span0[1] + span1[1]):
-        # 1. One tile of queries. Rows past the end of a run get lse = inf, hence p = 0.
-        index = nth_tile(j, span0, span1, tl.cdiv(q_runs[1], BLOCK_M), MASK and LAST)
+    count = span0[1] + span1[1]
+    # Through the tiles of one head after another, in one loop: two nested ones take up to 60
+    # registers more.
+    for j in range(group * count):
+        # 1. One tile of queries of head g. Rows past the end of a run get lse = inf, hence p = 0.
+        g = j // tl.maximum(count, 1)
+        index = nth_tile(j - g * count, span0, span1, tl.cdiv(q_runs[1], BLOCK_M), MASK and LAST)
         row, position, rows = tile_at(index, q_runs, BLOCK_M)
-        q = _load(q_ptr + row * q_step, q_step, rows, BLOCK_M, D, BLOCK_D, True)
-        do = _load(do_ptr + row * do_step, do_step, rows, BLOCK_M, D, BLOCK_D, True)
-        lse = tl.load(lse_ptr + row + i, i < rows, float("inf"))
-        delta = tl.load(delta_ptr + row + i, i < rows, 0.0)
+        g = g.to(tl.int64)
+        q_at = q_ptr + row * q_stride[1] + g * q_stride[2]
+        do_at = do_ptr + row * do_stride[1] + g * do_stride[2]
+        at = row + g * (q_runs[1] + q_runs[3]) + i
+        q = _load(q_at, q_stride[1], rows, BLOCK_M, D, BLOCK_D, True)
+        do = _load(do_at, do_stride[1], rows, BLOCK_M, D, BLOCK_D, True)
+        lse = tl.load(lse_ptr + at, i < rows, float("inf"))
+        delta = tl.load(delta_ptr + at, i < rows, 0.0)
 
         # 2. p, transposed: [keys, queries].
         zero = tl.zeros((k.shape[0], BLOCK_M), dk.dtype)
@@ -277,7 +289,7 @@ def _dkdv_steps(dk, dv, k, v, k_pos, first, last, q_ptr, do_ptr, lse_ptr, delta_
         # 3. ds and the products with the queries' side.
         weight = p
         if DROP:
-            kept = _kept(position + ahead, k_pos[:, None], head, sample, seed, DROP)
+            kept = _kept(position + ahead, k_pos[:, None], head + g, sample, seed, DROP)
             weight = tl.where(kept, p * KEEP, 0.0)
         dv = dot(to_dtype(weight, do.dtype), do, dv)
         dp = dot(v, tl.trans(do), zero)
@@ -324,22 +336,20 @@ def attention_dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_pt
         position, rows, k_stripes, table_ptr, k_runs[1] + k_runs[3], window,
         not CAUSAL, True, WINDOW, BLOCK_N)  # fmt: skip
 
-    # 3. The query heads of the group, one after another: no atomics, no copy of dk and dv per head.
-    for g in range(group):
-        head = kv_head * group + g
-        q_head = q_ptr + batch * q_stride[0] + head * q_stride[2]
-        do_head = do_ptr + batch * do_stride[0] + head * do_stride[2]
-        at = (batch * kv_heads * group + head) * (q_runs[1] + q_runs[3])
+    # 3. All query heads of the group: no atomics, no copy of dk and dv per head.
+    head = kv_head * group
+    q_ptr += batch * q_stride[0] + head * q_stride[2]
+    do_ptr += batch * do_stride[0] + head * do_stride[2]
+    at = (batch * kv_heads * group + head) * (q_runs[1] + q_runs[3])
+    dk, dv = _dkdv_steps(
+        dk, dv, k, v, k_pos, first, last, q_ptr, do_ptr, lse_ptr + at, delta_ptr + at,
+        q_stride, do_stride, q_runs, ends, group, head0 + head, sample + batch, seed,
+        SCALE, CAP, DROP, KEEP, CAUSAL or LAST, LAST, False, BLOCK_M, D, BLOCK_D)  # fmt: skip
+    if CAUSAL or LAST:
         dk, dv = _dkdv_steps(
-            dk, dv, k, v, k_pos, first, last, q_head, do_head, lse_ptr + at, delta_ptr + at,
-            q_stride[1], do_stride[1], q_runs, ends, head0 + head, sample + batch, seed,
-            SCALE, CAP, DROP, KEEP, CAUSAL or LAST, LAST, False, BLOCK_M, D, BLOCK_D)  # fmt: skip
-        if CAUSAL or LAST:
-            dk, dv = _dkdv_steps(
-                dk, dv, k, v, k_pos, first, last, q_head, do_head, lse_ptr + at, delta_ptr + at,
-                q_stride[1], do_stride[1], q_runs, ends, head0 + head, sample + batch, seed,
-                SCALE, CAP, DROP, KEEP,
-                CAUSAL or LAST, LAST, True, BLOCK_M, D, BLOCK_D)  # fmt: skip
+            dk, dv, k, v, k_pos, first, last, q_ptr, do_ptr, lse_ptr + at, delta_ptr + at,
+            q_stride, do_stride, q_runs, ends, group, head0 + head, sample + batch, seed,
+            SCALE, CAP, DROP, KEEP, CAUSAL or LAST, LAST, True, BLOCK_M, D, BLOCK_D)  # fmt: skip
 
     # 4. Store; ds was the gradient of scale q k^T.
     dk_ptr += batch * dk_stride[0] + row * dk_stride[1] + kv_head * dk_stride[2]
@@ -402,6 +412,8 @@ def attention_dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr,
                         CARRY: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr,
                         BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     # 1. One tile of queries of one head; rows past its end get lse = inf, hence p = 0.
+    if v_stride is None:  # as in the forward
+        v_stride = k_stride
     q_runs = (q_start0, q_len0, q_start1, q_len1, q_stripes)
     k_runs = (k_start0, k_len0, k_start1, k_len1, k_stripes)
     tile, head, batch = _program(q_runs, heads, BLOCK_M, True)

@@ -49,10 +49,10 @@ def document_table(documents: torch.Tensor, runs: tuple[int, ...]) -> torch.Tens
 @triton.jit
 def rows_before(position, start, length, stripes):
     """How many rows of the run (start, length) lie at positions before `position`."""
-    before = position - start
-    if stripes != 1:  # not tl.cdiv: the last, open document ends where adding to it overflows
-        before = tl.maximum(before - 1, -stripes) // stripes + 1
-    return tl.minimum(tl.maximum(before, 0), length)
+    before = tl.maximum(position - start, 0)
+    # Not tl.cdiv: the last, open document ends where adding to it overflows.
+    rows = before // stripes + (before % stripes != 0).to(tl.int32)
+    return tl.minimum(rows, length)
 
 
 @triton.jit

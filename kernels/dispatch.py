@@ -54,14 +54,17 @@ def check_impl(impl: str | None) -> str | None:
 def choose(impl: str | None, *tensors: torch.Tensor | None) -> str:
     """Return "triton" or "torch" for a call on `tensors` (None among them is skipped).
 
-    Raises ValueError if `impl` is no known name, if the tensors are on more than one device, or if
-    the Triton kernel was asked for (or is the default) where it cannot run.
+    Raises ValueError if `impl` is no known name, if something is no tensor, if the tensors are on
+    more than one device, or if the Triton kernel was asked for (or is the default) where it cannot
+    run.
     """
     check_impl(impl)
     device = None
     for tensor in tensors:
         if tensor is None:
             continue
+        if not hasattr(tensor, "device"):
+            raise ValueError(f"a tensor is wanted, got {type(tensor).__name__} {tensor!r}")
         if device is None:
             device = tensor.device
         elif tensor.device != device:
@@ -108,3 +111,16 @@ def processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 4
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def all_registers(warps: int) -> dict[str, int]:
+    """Triton's options for a launch of `warps` warps whose threads may take all the registers that
+    there are: 65,536 per multiprocessor, at most 255 each, on every NVIDIA GPU since 2012.
+
+    Told nothing, ptxas also tries to fit one program more into a multiprocessor, and at times
+    spills a few registers for it.
+    """
+    options = {"num_warps": warps}
+    if torch.version.hip is None:
+        options["maxnreg"] = min(255, 2048 // warps)
+    return options

@@ -10,10 +10,10 @@
 act: see `activation`; a gated one makes y[M, N/2] of z[M, N], its gates and ups interleaved. It is
 applied to z as rounded to its dtype, so that what is recomputed from z is what forward saw.
 
-Persistent: one program per multiprocessor walks over the tiles, column groups of GROUP rows first,
-so that the programs of one moment share operands in L2. Any strides; sums in float32 (float64 for
-float64), with `out_dtype` float32 unrounded. float32 operands are multiplied exactly ("ieee") or on
-tensor cores ("tf32", "tf32x3").
+Persistent: a tile's `residents` programs per multiprocessor walk over the tiles, column groups of
+GROUP rows first, so that the programs of one moment share operands in L2. Any strides; sums in
+float32 (float64 for float64), with `out_dtype` float32 unrounded. float32 operands are multiplied
+exactly ("ieee") or on tensor cores ("tf32", "tf32x3").
 
 Products with nothing to fuse go to torch (cuBLAS; `gemm_cpu` on a CPU): no Triton kernel beats it
 there, and what an epilogue saves is memory, not arithmetic. Triton also adds a 16-bit product to a
@@ -21,7 +21,7 @@ float32 buffer, where torch would need a float32 matrix beside it.
 
 Sources: Kerr et al. 2017 (CUTLASS) for the epilogue; Korthikanti et al. 2022 (arXiv:2205.05198) for
 what is worth keeping. Limits: not differentiable (the callers are the halves of autograd
-Functions); with dropout, N (of y) is whole on every rank.
+Functions), but for `gemm` by torch; with dropout, N (of y) is whole on every rank.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import torch
 
 from warpweave.kernels import gemm_cpu
 from warpweave.kernels.activation import activation_fwd, curve, find_activation
-from warpweave.kernels.dispatch import choose, processors, tl, triton
+from warpweave.kernels.dispatch import all_registers, capability, choose, processors, tl, triton
 from warpweave.kernels.dropout import Drop, dropout, kept
 from warpweave.kernels.numeric import dot, to_dtype, upcast
 from warpweave.kernels.reference import compute_dtype
@@ -70,6 +70,15 @@ def tile_count(tile: GemmTile, M: int, N: int) -> int:
 def grid(tile: GemmTile, M: int, N: int, device: torch.device) -> tuple[int]:
     """As many programs as run at once, or as there are tiles."""
     return (min(tile_count(tile, M, N), tile.residents * processors(device)),)
+
+
+def launch_options(tile: GemmTile, a: torch.Tensor) -> dict[str, int]:
+    """Triton's options for a launch with `tile`; ptxas' own limit spills in float32 and on
+    Blackwell."""
+    options = {"num_warps": tile.warps}
+    if a.element_size() == 4 or capability(a.device) >= 100:
+        options = all_registers(tile.warps)
+    return {**options, "num_stages": tile.stages}
 
 
 # ---------------------------------------------------------------- device helpers
@@ -324,8 +333,7 @@ def _launch(
             tile.n,
             tile.k,
             tile.group,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
+            **launch_options(tile, a),
         )
 
 
@@ -367,6 +375,8 @@ def _check_epilogue(
         raise ValueError(f"residual must be {[*shape]} as the result, got {[*residual.shape]}")
     if drop is None:
         return
+    if not isinstance(drop, Drop):
+        raise ValueError(f"drop must be a Drop(p, seed, site, tokens), got {drop!r}")
     p, seed, site, tokens = drop
     if not 0 <= p < 1:
         raise ValueError(f"need 0 <= p < 1, got {p}")
@@ -374,6 +384,11 @@ def _check_epilogue(
         raise ValueError(f"need int64 tokens[{shape[0]}], got {tokens.dtype} {[*tokens.shape]}")
     if not (0 <= seed < 2**63 and 0 <= site < 2**32):
         raise ValueError(f"need 0 <= seed < 2**63 and 0 <= site < 2**32, got {seed} and {site}")
+
+
+def _check_no_graph(name: str, *given: torch.Tensor | None) -> None:
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given):
+        raise ValueError(f"{name} has no gradient: call it under torch.no_grad(), or take an MLP")
 
 
 # ---------------------------------------------------------------- public
@@ -399,14 +414,15 @@ def gemm(
         impl: None is torch, on CUDA too (cuBLAS): nothing is fused; "triton" is our kernel.
 
     Raises:
-        ValueError: by the Triton kernel, on shapes or dtypes that do not fit or if it cannot run;
-            torch raises what it raises.
+        ValueError: by the Triton kernel, on shapes or dtypes that do not fit, if something that it
+            multiplies requires a gradient or if it cannot run; torch raises what it raises.
     """
     dtype = a.dtype if out_dtype is None else out_dtype
     if impl is None or choose(impl, a, b, bias) == "torch":
         return gemm_cpu.product(a, b, bias, dtype)
     check_operands(a, b, bias)
     _check_out(a, dtype)
+    _check_no_graph("the Triton kernel of gemm", a, b, bias)
     y = a.new_empty(a.shape[0], b.shape[1], dtype=dtype)
     _launch(a, b, bias, y, precision=precision)
     return y
@@ -476,13 +492,15 @@ def fused_gemm(
         (y, z or None).
 
     Raises:
-        ValueError: shapes, dtypes or numbers do not fit, or `impl` cannot run.
+        ValueError: shapes, dtypes or numbers do not fit, something requires a gradient, or `impl`
+            cannot run.
     """
-    tokens = None if drop is None else drop.tokens
-    impl = choose(impl, a, b, bias, residual, tokens)
+    impl = choose(impl, a, b, bias, residual, getattr(drop, "tokens", None))
     check_operands(a, b, bias)
+    _check_no_graph("fused_gemm", a, b, bias, residual)
     dtype = a.dtype if out_dtype is None else out_dtype
     _check_out(a, dtype)
+    find_precision(precision)
     gated = activation is not None and find_activation(activation).gated
     if gated and b.shape[1] % 2:
         raise ValueError(f"{activation} needs b[K, 2F] of gate, up pairs, got {[*b.shape]}")

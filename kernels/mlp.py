@@ -47,6 +47,7 @@ from warpweave.kernels.gemm import (
     gemm,
     grid,
     halves,
+    launch_options,
     product,
     tile_at,
 )
@@ -212,8 +213,7 @@ def hidden_bwd(
             tile.n,
             tile.k,
             tile.group,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
+            **launch_options(tile, dy),
         )
     return dz, h
 

@@ -43,7 +43,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from warpweave.kernels.dispatch import choose, processors, triton
+from warpweave.kernels.dispatch import all_registers, choose, processors, triton
 from warpweave.kernels.linear import grad_dtype
 from warpweave.kernels.norm_args import (
     Dropped,
@@ -108,7 +108,7 @@ def norm_fwd(
     nothing is added to x and nothing dropped. mean and rstd are [...], fp32 (fp64).
     """
     impl = choose(impl, x, weight, bias, residual, x_bias, tokens, out)
-    check_tensors(x, weight, bias, residual, x_bias)
+    check_tensors(x, weight, bias, residual, x_bias, eps)
     drop = check_dropped(x, dropout, seed, site, tokens)
     y2 = None if out is None else check_out(out, x, out_dtype)
     out_dtype = out_dtype or (x.dtype if out is None else out.dtype)
@@ -205,13 +205,16 @@ def _launch_bwd(dy, s, weight, mean, rstd, ds, bias, x_bias, drop: Dropped, x_dt
     """The fields of `NormGradients`; `apart` is the dtype of a dresidual that is not dx."""
     E, dy2, s2, ds2 = s.shape[-1], _rows(dy), _rows(s), None if ds is None else _rows(ds)
     kernel, (rows, block, warps) = norm_bwd_kernel, _tile(E)
-    warps = min(16, 2 * warps)  # 8 elements per thread: with 16 some widths spill on sm_100
-    # All resident at once: 80 registers up to E = 2048, 64 up to 4096, 128 beyond.
-    resident = 24 // warps if block <= 2048 else max(1, 8192 // block)
+    warps = min(16, 2 * warps)  # 8 elements per thread, up to 4096: with 16 some spill on sm_100
+    options = {"num_warps": warps}
+    # All are held at once, of 80 registers up to E = 2048, of 64 up to 4096, of 128 beyond; where
+    # there are several, the sum of x_bias takes the room of one.
+    held = max(1, (3 if block <= 2048 else 2 if block == 4096 else 1) - x_bias)
     widest = BWD_WIDTH // 2 if bias and x_bias else BWD_WIDTH  # three sums take more registers
     if widest < E:
-        kernel, (rows, block, warps), resident = norm_bwd_wide_kernel, (4, 1024, 16), 1
-    programs = min(triton.cdiv(len(s2), rows), resident * processors(s.device))
+        kernel, (rows, block), held = norm_bwd_wide_kernel, (4, 1024), 1
+        options = all_registers(16)  # as there is but one program
+    programs = min(triton.cdiv(len(s2), rows), held * processors(s.device))
     dx = torch.empty(s.shape, dtype=x_dtype, device=s.device)
     dresidual = None if apart is None else torch.empty_like(dx, dtype=apart)
     partial = torch.empty(1 + bias + x_bias, programs, E, dtype=rstd.dtype, device=s.device)
@@ -225,7 +228,7 @@ def _launch_bwd(dy, s, weight, mean, rstd, ds, bias, x_bias, drop: Dropped, x_dt
                 partial[0], partial[1] if bias else None, partial[-1] if x_bias else None,
                 len(s2), dy2.stride(0), 0 if ds2 is None else ds2.stride(0), s2.stride(0),
                 drop.seed, drop.site, E, *drop.constants(), rows, block,
-                num_warps=warps)  # fmt: skip
+                **options)  # fmt: skip
     dw = partial[0].sum(0)  # sums apart: outputs of an operator share no storage
     db = partial[1].sum(0) if bias else None
     return dx, dresidual, partial[-1].sum(0) if x_bias else None, dw, db
@@ -425,7 +428,7 @@ def _norm(
 ):
     """Both norms: y, or (y, s) if anything that makes s was given."""
     impl = choose(impl, x, weight, bias, residual, x_bias, tokens, out)
-    check_tensors(x, weight, bias, residual, x_bias)
+    check_tensors(x, weight, bias, residual, x_bias, eps)
     drop = check_dropped(x, dropout, seed, site, tokens)
     if out is not None:
         check_out(out, x, out_dtype)

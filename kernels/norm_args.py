@@ -58,9 +58,12 @@ def check_tensors(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     x_bias: torch.Tensor | None = None,
+    eps: float = 0.0,
 ) -> None:
     """Raise ValueError unless weight, bias and x_bias are [E], E > 0, of x[..., E], residual is
-    like x, and x, weight and residual have float dtypes."""
+    like x, all have float dtypes, and eps is not negative."""
+    if not eps >= 0:
+        raise ValueError(f"eps must be at least 0, got {eps}")
     if x.ndim == 0 or weight.shape != x.shape[-1:] or x.shape[-1] == 0:
         raise ValueError(f"weight must be [E] of x[..., E], got {[*weight.shape]}, x {[*x.shape]}")
     for name, v in (("bias", bias), ("x_bias", x_bias)):
@@ -68,7 +71,8 @@ def check_tensors(
             raise ValueError(f"{name} must be like weight {[*weight.shape]}, got {[*v.shape]}")
     if residual is not None and residual.shape != x.shape:
         raise ValueError(f"residual must be like x {[*x.shape]}, got {[*residual.shape]}")
-    for name, v in (("x", x), ("weight", weight), ("residual", residual)):
+    given = {"x": x, "weight": weight, "bias": bias, "residual": residual, "x_bias": x_bias}
+    for name, v in given.items():
         if v is not None and not v.dtype.is_floating_point:
             raise ValueError(f"{name} must have a float dtype, got {v.dtype}")
 

@@ -35,6 +35,7 @@ from warpweave.kernels.gemm import (
     gemm,
     grid,
     halves,
+    launch_options,
     product,
     tile_at,
 )
@@ -225,8 +226,7 @@ def qkv_fwd(
             tile.n,
             tile.k,
             tile.group,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
+            **launch_options(tile, x),
         )
     return q, k, v
 

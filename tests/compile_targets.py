@@ -7,11 +7,12 @@ To add a kernel, append a `Case` in `cases` below:
 
     Case("attention fwd bf16 D=128", lambda: attention_fwd(q, k, v, ...), tensor_cores=True)
 
-with `m(*shape, dtype=torch.bfloat16)` for a tensor. `tensor_cores=True` asserts mma/wgmma/tcgen05
-instructions; `float64=True` permits float64 ones, which otherwise are a constant that widened a
-kernel; `targets=("sm_90", "sm_100")` restricts a case; `cost` is what the call must at least move
-and compute. `tile_cases` goes through the tile tables: every tile that is shipped, and attention's
-once more with the options that keep more in registers. For the launcher's sake
+with `m(*shape, dtype=torch.bfloat16)` for a tensor. `tensor_cores=True` asserts the part's fastest
+products (mma.sync, wgmma or tcgen05); `float64=True` permits float64 ones, which otherwise are a
+constant that widened a kernel; `targets=("sm_90", "sm_100")` restricts a case; `cost` is what the
+call must at least move and compute. `tile_cases` goes through the tile tables: every tile that is
+shipped, and attention's once more with the options that keep more in registers. For the launcher's
+sake
   * `dispatch.choose` answers "triton" for meta tensors,
   * `dispatch.capability` and `dispatch.processors` answer for the target, so ask them, not
     torch.cuda,
@@ -384,7 +385,7 @@ def _planted_kernel(x_ptr, y_ptr, N: tl.constexpr, DOT: tl.constexpr):
 
 
 def tile_cases() -> list[Case]:
-    """A call for every tile of every table and every launch size that a formula can give."""
+    """A call for every tile that the three targets find, and the launch sizes of formulas."""
     return [*_attention_tiles(), *_attention_variants(), *_product_tiles(), *_row_tiles()]
 
 
@@ -624,13 +625,26 @@ def failures(reports: list[Report]) -> list[str]:
             wrong.append(f"{where}: {r.shared} bytes of shared memory > {limit}")
         if r.tensor_cores and not r.instructions["tensor_core"]:
             wrong.append(f"{where}: no tensor-core instruction")
+        elif r.tensor_cores and not r.product.startswith(_product(r)):
+            wrong.append(f"{where}: {r.product} instead of {_product(r)}")
         if r.instructions["float64"] and not r.float64:
             wrong.append(f"{where}: {r.instructions['float64']} float64 instructions")
     return wrong
 
 
+def _product(r: Report) -> str:
+    """The tensor-core instruction that a kernel is to use.
+
+    wgmma takes 64 keys at least, and all tiles of 64 keys by 256 columns that were tried for dk and
+    dv on Hopper (16 to 64 queries, 4 to 16 warps) spill: mma.sync has to do there.
+    """
+    wide = r.kernel == "attention_dkdv_kernel" and r.constants.get("BLOCK_D") == 256
+    return "mma.sync" if r.target == "sm_90" and wide else PARTS[r.target].product
+
+
 def main(arguments: list[str]) -> None:
-    """``compile_targets.py sm_90[,sm_100] [PART OF A NAME] [--tiles] [--jobs=N] [--json]``"""
+    """``compile_targets.py sm_90[,sm_100] [PART OF A NAME] [--tiles] [--planted]
+    [--jobs=N] [--json]``"""
     words = [a for a in arguments if not a.startswith("--")]
     jobs = [int(a.removeprefix("--jobs=")) for a in arguments if a.startswith("--jobs=")]
     reports = _compile_here(

@@ -381,7 +381,8 @@ def test_tiles_are_chosen_by_capability_element_size_and_head_dim(monkeypatch) -
         (90, torch.bfloat16, 65, (90, 2, 128)),
         (89, torch.float32, 200, (80, 4, 256)),
         (90, torch.float32, 256, (90, 4, 256)),
-        (120, torch.float16, 128, (100, 2, 128)),
+        (103, torch.float16, 128, (100, 2, 128)),
+        (120, torch.float16, 128, (120, 2, 128)),  # 99 KB of shared memory, as 86 and 89
         (75, torch.float16, 128, (0, 2, 256)),
     ):
         tiles_of(monkeypatch, arch)
@@ -398,7 +399,7 @@ def test_tiles_are_chosen_by_capability_element_size_and_head_dim(monkeypatch) -
         ({"q": (1, 8, 4, 257), "k": (1, 8, 2, 257), "v": (1, 8, 2, 257)}, r"1\.\.256, got 257"),
         ({"v": (1, 9, 2, 4)}, r"one shape .*\(1, 8, 2, 4\) and \(1, 9, 2, 4\)"),
         ({"q": (8, 4, 4)}, r"q must be \[B, S, H, D\], got shape \(8, 4, 4\)"),
-        ({"dtype": torch.float16}, r"one floating dtype, got torch.float32, torch.float16"),
+        ({"dtype": torch.float16}, r"one floating dtype .* got torch.float32, torch.float16"),
         ({"device": "meta"}, r"one device, got cpu and meta"),
         ({"q_runs": ((0, 5), (9, 2))}, r"q_runs .* must add up to the 8 rows"),
         ({"k_runs": ((0, 2), (3, 3), (9, 3))}, r"k_runs must be at most two"),
@@ -407,13 +408,19 @@ def test_tiles_are_chosen_by_capability_element_size_and_head_dim(monkeypatch) -
         ({"k_runs": ((0, 8, 0),)}, r"stripes >= 1 or left out\), got \(\(0, 8, 0\),\)"),
         ({"k_runs": ((0, 2, 3), (9, 6, 4))}, r"both of k_runs must have as many stripes"),
         ({"k_runs": ((-1, 8),)}, r"start >= 0"),
+        ({"q_runs": ((0.5, 8.2),)}, r"q_runs must be .* got \(\(0\.5, 8\.2\),\)"),
+        ({"q_runs": (0, 8)}, r"q_runs must be .* got \(0, 8\)"),
+        ({"window": 2.5}, r"window must be an integer, got 2\.5"),
+        ({"window": (3, 0)}, r"window must be an integer, got \(3, 0\)"),
+        ({"dropout_seed": None}, r"dropout_seed must be an integer, got None"),
+        ({"documents": [0, 8]}, r"documents must be a tensor of boundaries, got \[0, 8\]"),
         ({"scale": 0.0}, r"scale must be positive and finite, got 0\.0"),
         ({"impl": "cuda"}, r'impl must be None, "triton" or "torch"'),
     ],
 )
 def test_what_does_not_fit_is_refused_with_its_values(change, message) -> None:
     shapes = {"q": (1, 8, 4, 4), "k": (1, 8, 2, 4), "v": (1, 8, 2, 4)}
-    options = {k: v for k, v in change.items() if k in ("q_runs", "k_runs", "scale", "impl")}
+    options = {k: v for k, v in change.items() if k not in ("q", "k", "v", "dtype", "device")}
     q, k, v = (torch.zeros(change.get(n, s)) for n, s in shapes.items())
     k = k.to(change.get("dtype", k.dtype)).to(change.get("device", "cpu"))
     traced = "device" in change  # meta tensors make the op ask for shapes alone
@@ -425,6 +432,11 @@ def test_what_does_not_fit_is_refused_with_its_values(change, message) -> None:
 def test_backward_refuses_statistics_that_do_not_fit() -> None:
     q, k, v = (x.detach() for x in draw(Sq=4, Sk=4))
     o, lse = attention_fwd(q, k, v)
+    with pytest.raises(ValueError, match=r"into must be \(o, lse\), got Tensor of 1"):
+        attention_fwd(q, k, v, into=o)
+    low = [x.to(torch.float8_e4m3fn) for x in (q, k, v)]
+    with pytest.raises(ValueError, match=r"at least 16 bits, got torch\.float8_e4m3fn"):
+        attention_fwd(*low)
     with pytest.raises(ValueError, match="needs delta or o"):
         attention_bwd(q, q, k, v, lse, None)
     with pytest.raises(ValueError, match=r"lse must be torch.float64 .* got torch.float32"):

@@ -16,7 +16,8 @@ from warpweave.kernels.attention import (
     attention_delta,
     attention_fwd,
 )
-from warpweave.kernels.attention_mask import document_table
+from warpweave.kernels.attention_mask import document_table, rows_before
+from warpweave.kernels.dispatch import tl, triton
 
 IMPLS = pytest.mark.parametrize("impl", ["torch", "triton"])
 
@@ -116,6 +117,23 @@ def test_empty_batches_and_sequences_work(impl, empty) -> None:
     check(impl, sizes, window=2, documents=_documents(2, 2))
     documents = _documents(2, 2).expand(sizes.get("B", 1), -1)
     check(impl, sizes, causal=False, documents=documents)
+
+
+@triton.jit
+def _rows_before_kernel(found_ptr, offset, start, length, stripes, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(found_ptr + i, rows_before(offset + i, start, length, stripes))
+
+
+@pytest.mark.parametrize("run", [(0, 9, 1), (5, 9, 1), (0, 9, 4), (7, 12, 5), (3, 0, 2)])
+@pytest.mark.parametrize("offset", [-32, 2**31 - 128])
+def test_rows_before_counts_the_rows_of_a_run_at_smaller_positions(run, offset) -> None:
+    """One too many would visit a tile that is wholly masked; one too few would miss one. The last,
+    open document ends where one more position would overflow."""
+    found = torch.empty(128, dtype=torch.int32)
+    _rows_before_kernel[(1,)](found, offset, *run, 128)
+    rows = reference.positions([run], run[1])
+    assert found.tolist() == [int((rows < offset + i).sum()) for i in range(128)]
 
 
 @pytest.mark.parametrize("causal", [True, False])

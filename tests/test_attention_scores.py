@@ -15,7 +15,7 @@ from warpweave.kernels.attention import (
     attention_dsinks,
     attention_fwd,
 )
-from warpweave.kernels.attention_args import Mask, Scores
+from warpweave.kernels.attention_args import Scores
 from warpweave.kernels.merge import merge
 from warpweave.kernels.tile_table import AttentionTile
 
@@ -271,14 +271,21 @@ def test_planted_faults_are_far_outside_the_tolerance(impl) -> None:
         assert all(relative_error(g, w) > 1e-2 for g, w in zip(got, want)), fault
 
 
-def test_what_keeps_more_per_score_takes_fewer_keys(monkeypatch) -> None:
+def test_what_keeps_more_per_score_takes_smaller_tiles(monkeypatch) -> None:
     tiles_of(monkeypatch, 90)
     q = torch.empty(1, 1, 1, 128, dtype=torch.float16)
     keys = {
         name: tuple(tile.k for tile in attention_tiles.tiles_for(q, **{name: True}))
         for name in ("softcap", "dropout", "adds")
     }
-    assert keys == {"softcap": (64, 64, 64), "dropout": (32, 32, 32), "adds": (64, 64, 64)}
+    assert keys == {"softcap": (64, 128, 64), "dropout": (32, 128, 32), "adds": (64, 64, 64)}
+    assert attention_tiles.tiles_for(q[..., :64])[1][:2] == (64, 128)
+    assert attention_tiles.tiles_for(q[..., :64], adds=True)[1][:2] == (64, 128)
+    assert attention_tiles.tiles_for(q[..., :64], dropout=True)[1][:2] == (32, 128)
+    assert attention_tiles.tiles_for(q, dropout=True, softcap=True)[1][:2] == (32, 64)
+    single = {"softcap": True, "dropout": True}, {"adds": True}, {}
+    keys = [attention_tiles.tiles_for(q[..., :64].float(), **kind)[1].k for kind in single]
+    assert keys == [16, 16, 32]
     assert attention_tiles.tiles_for(q[..., :64], softcap=True)[0].k == 32
     assert attention_tiles.tiles_for(q[..., :64], adds=True)[0][:2] == (64, 64)  # rows, not keys
     assert attention_tiles.tiles_for(q[..., :64], softcap=True, dropout=True)[0][:2] == (64, 32)
@@ -289,27 +296,30 @@ def test_what_keeps_more_per_score_takes_fewer_keys(monkeypatch) -> None:
     assert attention_tiles.tiles_for(wide)[0] == (16, 16, 4, 1)
     assert attention_tiles.tiles_for(q, bounded=True)[2].k == 64
     tiles_of(monkeypatch, 100)
+    assert attention_tiles.tiles_for(q, adds=True)[1][:2] == (64, 128)
     assert attention_tiles.tiles_for(q, bounded=True)[2].k == 32
     assert attention_tiles.tiles_for(q[..., :64].float(), bounded=True)[2].k == 32
 
 
-def test_what_keeps_more_in_float32_states_how_many_registers_there_are() -> None:
-    q, tile = torch.empty(1, 1, 1, 64), AttentionTile(64, 32, 8, 2)
-    plain, bare = Mask(True, 0, None, (0, 1, 1, 0), (0, 1, 1, 0)), Scores(0.1, 0.0, 0.0, 0, 0, 0)
+def test_launches_that_ptxas_would_spill_state_their_registers(monkeypatch) -> None:
+    q, tile, bare = (
+        torch.empty(1, 1, 1, 64),
+        AttentionTile(64, 32, 8, 2),
+        Scores(0.1, 0, 0, 0, 0, 0),
+    )
 
-    def limit(q=q, mask=plain, scores=bare, tile=tile, more=False):
-        return attention_tiles.launch_options(tile, q, mask, scores, more=more).get("maxnreg")
+    def options(q=q, scores=bare, tile=tile):
+        return attention_tiles.launch_options(tile, q, scores)
 
-    options = attention_tiles.launch_options(tile, q, plain, bare)
-    assert options == {"num_warps": 8, "num_stages": 2}
-    assert limit(more=True) == 255
-    assert limit(mask=plain._replace(window=5)) == 255
-    assert limit(mask=plain._replace(documents=torch.zeros(2, dtype=torch.int32))) == 255
-    assert limit(scores=bare._replace(softcap=2.0)) == 255
-    assert limit(scores=bare._replace(dropout=0.1)) == 255
-    assert limit(more=True, tile=tile._replace(warps=16)) == 128  # of 65536 for 512 threads
-    assert limit(q.half(), more=True) is None
-    assert limit(q.double(), more=True) is None
+    plain = {"num_warps": 8, "num_stages": 2}
+    assert options() == {**plain, "maxnreg": 255}
+    assert options(tile=tile._replace(warps=16))["maxnreg"] == 128  # of 65536 for 512 threads
+    for low in (q.half(), q.bfloat16(), q.double()):
+        assert options(low, bare._replace(dropout=0.1)) == plain
+    tiles_of(monkeypatch, 100)
+    assert options(q.half()) == plain
+    assert options(q.half(), bare._replace(dropout=0.1)) == {**plain, "maxnreg": 255}
+    assert options(torch.empty(1, 1, 1, 80).half()) == {**plain, "maxnreg": 255}
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def test_a_sample_of_the_tile_tables_fits() -> None:
 
 def test_every_failure_is_named() -> None:
     good = Report(
-        "sm_90", "x", "k", True, False, 4, 64, 0, 0, 8, 1, "mma.sync", {},
+        "sm_90", "x", "k", True, False, 4, 64, 0, 0, 8, 1, "wgmma.mma_async", {},
         {"tensor_core": 1, "float64": 0}, None,
     )  # fmt: skip
     assert failures([good]) == []
@@ -63,6 +63,7 @@ def test_every_failure_is_named() -> None:
         "16 bytes of stack": {"stack": 16},
         "bytes of shared memory >": {"shared": SHARED_LIMIT["sm_90"] + 1},
         "no tensor-core instruction": {"instructions": {"tensor_core": 0, "float64": 0}},
+        "mma.sync.aligned instead of wgmma": {"product": "mma.sync.aligned"},
         "2 float64 instructions": {"instructions": {"tensor_core": 1, "float64": 2}},
         "CompilationError: at 1:2": {"error": "CompilationError: at 1:2"},
     }

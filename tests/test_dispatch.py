@@ -35,6 +35,8 @@ def test_unknown_names_mixed_devices_and_no_tensor_raise() -> None:
         choose("cuda", torch.empty(1))
     with pytest.raises(ValueError, match="one device, got cuda:0 and cuda:1"):
         choose(None, _On("cuda:0"), _On("cuda:1"))
+    with pytest.raises(ValueError, match=r"a tensor is wanted, got float 0\.5"):
+        choose(None, torch.empty(1), 0.5)
     with pytest.raises(ValueError, match="at least one tensor"):
         choose(None, None)
     with pytest.raises(ValueError, match="got meta"):
@@ -80,3 +82,12 @@ def test_the_torch_path_works_where_triton_is_not_installed() -> None:
         [sys.executable, "-P", "-c", _WITHOUT_TRITON], capture_output=True, text=True, timeout=100
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_all_registers_are_those_of_a_multiprocessor_or_a_thread(monkeypatch) -> None:
+    assert dispatch.all_registers(4) == {"num_warps": 4, "maxnreg": 255}
+    assert dispatch.all_registers(8) == {"num_warps": 8, "maxnreg": 255}
+    assert dispatch.all_registers(16) == {"num_warps": 16, "maxnreg": 128}
+    assert dispatch.all_registers(32) == {"num_warps": 32, "maxnreg": 64}
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert dispatch.all_registers(8) == {"num_warps": 8}  # maxnreg is ptxas' word

@@ -339,6 +339,29 @@ def test_float32_is_multiplied_as_torch_is_set_to_or_as_asked():
     assert kernel.find_precision("tf32x3") == "tf32x3"
 
 
+def test_launches_that_ptxas_would_spill_may_take_all_registers(monkeypatch):
+    tile = tiles.shipped_table()[-1].tile
+    assert "maxnreg" not in kernel.launch_options(tile, torch.empty(1, dtype=torch.float16))
+    assert kernel.launch_options(tile, torch.empty(1))["maxnreg"] == 255
+    monkeypatch.setattr(kernel, "capability", lambda device: 100)
+    found = kernel.launch_options(tile, torch.empty(1, dtype=torch.float16))
+    assert found == {"num_warps": tile.warps, "maxnreg": 255, "num_stages": tile.stages}
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_what_has_no_gradient_refuses_to_drop_one(impl):
+    a, b = torch.randn(3, 4), torch.randn(4, 6, requires_grad=True)
+    with pytest.raises(ValueError, match=r"fused_gemm has no gradient: call it under"):
+        fused_gemm(a, b, impl=impl)
+    with torch.no_grad():
+        assert_close_f64(fused_gemm(a, b, impl=impl)[0].double(), (a @ b).double(), 1e-6)
+    if impl == "torch":
+        assert gemm(a, b, impl=impl).requires_grad  # torch's own
+    else:
+        with pytest.raises(ValueError, match="the Triton kernel of gemm has no gradient"):
+            gemm(a, b, impl=impl)
+
+
 def test_what_does_not_fit_raises_before_any_launch():
     a, b = torch.ones(3, 4), torch.ones(4, 6)
     tokens = torch.arange(3)

@@ -170,6 +170,12 @@ def test_shapes_that_do_not_fit_raise() -> None:
             norm.rms_norm(torch.randn(4, 0), torch.randn(0), impl=impl)
         with pytest.raises(ValueError, match="x must have a float dtype"):
             norm.rms_norm(torch.ones(4, 6, dtype=torch.int64), w, impl=impl)
+        with pytest.raises(ValueError, match=r"bias must have a float dtype, got torch\.int64"):
+            norm.layer_norm(x, w, torch.ones(6, dtype=torch.int64), impl=impl)
+        with pytest.raises(ValueError, match="eps must be at least 0, got -1"):
+            norm.layer_norm(x, w, w, eps=-1.0, impl=impl)
+        with pytest.raises(ValueError, match="a tensor is wanted, got float 1e-05"):
+            norm.layer_norm(x, w, 1e-5, impl=impl)
         for p, tokens, match in (
             (1.0, torch.arange(4), r"in \[0, 1\), got 1.0"),
             (0.1, None, "tokens is missing"),

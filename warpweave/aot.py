@@ -46,6 +46,7 @@ class Part:
         block_shared: bytes of shared memory that one program may use.
         shared, warps, blocks, registers: of one multiprocessor.
         flops, bandwidth: stated peaks per second, bfloat16 and bytes; 0 where none is quoted.
+        product: the instruction that reaches `flops` (PTX ISA); all parts have mma.sync as well.
     """
 
     device: str
@@ -57,6 +58,7 @@ class Part:
     blocks: int
     flops: float = 0.0
     bandwidth: float = 0.0
+    product: str = "mma.sync"
     registers: int = 64 * KB
 
 
@@ -64,8 +66,10 @@ PARTS = {
     "sm_80": Part("A100", 80, 108, 163 * KB, 164 * KB, 64, 32, 312e12, 2.039e12),
     "sm_86": Part("A40", 86, 84, 99 * KB, 100 * KB, 48, 16),
     "sm_89": Part("L40S", 89, 142, 99 * KB, 100 * KB, 48, 24),
-    "sm_90": Part("H100", 90, 132, 227 * KB, 228 * KB, 64, 32, 989e12, 3.35e12),
-    "sm_100": Part("B200", 100, 148, 227 * KB, 228 * KB, 64, 32, 2250e12, 8.0e12),
+    "sm_90": Part("H100", 90, 132, 227 * KB, 228 * KB, 64, 32, 989e12, 3.35e12, "wgmma"),
+    "sm_100": Part(
+        "B200", 100, 148, 227 * KB, 228 * KB, 64, 32, 2250e12, 8.0e12, product="tcgen05"
+    ),
     "sm_120": Part("RTX PRO 6000 Blackwell", 120, 188, 99 * KB, 100 * KB, 48, 24),
 }
 
