@@ -304,6 +304,8 @@ def activate(x: torch.Tensor, activation: str, *, impl: str | None = None) -> to
     Raises ValueError on another name, if a gated one's last dim is odd, or if `impl` cannot run.
     """
     impl, (name, gated) = choose(impl, x), find_activation(activation)
+    if not x.dtype.is_floating_point:
+        raise ValueError(f"{activation} needs a float dtype, got {x.dtype}")
     if gated:
         _check_pairs(x, activation)
     if impl == "triton":

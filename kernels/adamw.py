@@ -293,7 +293,7 @@ def adamw_step(
 ) -> None:
     """One AdamW step in place on flat shards master[n], m[n], v[n] (fp32 or fp64), from grad[n].
 
-    step: 0-dim float tensor, the number of steps done so far; this call counts it up, so every
+    step: 0-dim fp32 or fp64, the number of steps done so far; this call counts it up, so every
     shard has one of its own. grad_scale: 0-dim tensor that multiplies the gradient. skip: 0-dim
     tensor; if it is not zero nothing changes, step included. param[n]: gets master, cast to its
     dtype. grad is only read.
@@ -335,8 +335,8 @@ def adamw_step(
     for name, x in (("step", step), ("grad_scale", grad_scale), ("skip", skip)):
         if x is not None and x.ndim != 0:
             raise ValueError(f"{name} must be a 0-dim tensor, got {[*x.shape]}")
-    if not step.dtype.is_floating_point:
-        raise ValueError(f"step must be a float tensor, got {step.dtype}")
+    if step.dtype not in (torch.float32, torch.float64):  # 16 bits stop counting at 256 or 2048
+        raise ValueError(f"step must be float32 or float64, got {step.dtype}")
     if not (0 <= beta1 < 1 and 0 <= beta2 < 1 and lr >= 0 and eps >= 0 and weight_decay >= 0):
         raise ValueError(
             f"need 0 <= beta < 1 and lr, eps, weight_decay >= 0, got betas {beta1}, {beta2}, "

@@ -480,6 +480,7 @@ def attention(
     fit, or `impl` cannot run here.
     """
     check_kinds(window, documents, dropout_seed)
+    choose("torch", q, k, v, documents, sinks)  # one device; beside meta tensors nothing would run
     device = q.device.type
     if q.dtype != torch.float64 and torch.is_autocast_enabled(device):
         q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))

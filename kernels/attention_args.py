@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from warpweave.kernels.dispatch import check_written
 from warpweave.kernels.reference import Run, compute_dtype
 from warpweave.kernels.tile_table import MAX_HEAD_DIM
 
@@ -20,7 +21,7 @@ Runs = Sequence[tuple[int, ...]]  # each a `Run`, or what one is made from
 
 _Flat = tuple[int, int, int, int, int]
 
-_FARTHEST = 2**31 - 2  # the tables of documents are int32
+_FARTHEST = 2**31 - 2  # kernels and the tables of documents hold positions in int32
 
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -114,6 +115,7 @@ def check_mask(
     """
     q_flat = _check_runs("q_runs", q_runs, q.shape[1])
     k_flat = _check_runs("k_runs", k_runs, k.shape[1])
+    window = None if window is None else operator.index(window)
     if window is not None and window < 1:
         raise ValueError(f"window must be at least 1 or None, got {window}")
     ends = [
@@ -123,8 +125,13 @@ def check_mask(
     ]
     if window is None or window >= max(ends):  # no two positions are that far apart
         window = 0
+    if max(ends) + window > _FARTHEST:
+        raise ValueError(
+            f"positions, and a window from them on, must lie below {_FARTHEST}, got the position "
+            f"{max(ends) - 1} and the window {window or None}"
+        )
     if documents is not None:
-        _check_documents(documents, q.shape[0], max(ends))
+        _check_documents(documents, q.shape[0])
         documents = documents if documents.ndim == 2 else documents[None]
     elif not window and not keyed:
         q_flat, k_flat = _simplest(causal, q_flat, k_flat)
@@ -164,7 +171,7 @@ def _check_runs(name: str, runs: Runs | None, length: int) -> _Flat:
 def as_runs(name: str, runs: Runs) -> list[Run]:
     """At most two runs, named, or ValueError."""
     try:
-        found = [Run(*(operator.index(n) for n in run)) for run in runs]
+        found = [Run(*(int(operator.index(n)) for n in run)) for run in runs]
     except TypeError:  # no sequence of two or three integers
         found = [Run(-1, -1)]
     if len(found) > 2 or any(start < 0 or n < 0 or by < 1 for start, n, by in found):
@@ -184,14 +191,12 @@ def check_kinds(window: object, documents: object, seed: object) -> None:
         raise ValueError(f"documents must be a tensor of boundaries, got {documents!r}")
 
 
-def _check_documents(documents: torch.Tensor, B: int, end: int) -> None:
+def _check_documents(documents: torch.Tensor, B: int) -> None:
     if documents.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"documents must be int32 or int64, got {documents.dtype}")
     shape = tuple(documents.shape)
     if len(shape) not in (1, 2) or shape[-1] < 1 or (len(shape) == 2 and shape[0] != B):
         raise ValueError(f"documents must have the shape [n + 1] or [{B}, n + 1], got {shape}")
-    if end > _FARTHEST:
-        raise ValueError(f"documents need positions below {_FARTHEST}, got {end - 1}")
     if documents.device.type == "cpu" and (
         documents[..., 0].any() or (documents.diff(dim=-1) < 0).any()
     ):
@@ -238,6 +243,7 @@ def check_into(name: str, into: torch.Tensor, like: torch.Tensor) -> None:
     """Raise ValueError unless `into`, which a kernel adds to, has the shape of `like`, the dtype to
     compute in and stride 1 in the last dim."""
     dtype = compute_dtype(like)
+    check_written(name, into)
     fits = into.shape == like.shape and into.dtype == dtype
     if not fits or (into.numel() and into.stride(-1) != 1) or into.requires_grad:
         raise ValueError(

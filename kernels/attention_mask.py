@@ -34,6 +34,7 @@ def document_table(documents: torch.Tensor, runs: tuple[int, ...]) -> torch.Tens
 
     documents[1 or B, n + 1]; the S rows hold the `runs`. Never waits for the device.
     """
+    documents = documents.clamp(max=_FAR)  # a table's entries are int32
     where = {"device": documents.device, "dtype": documents.dtype}
     position = torch.cat([torch.arange(runs[i + 1], **where) * runs[4] + runs[i] for i in (0, 2)])
     position = position.expand(documents.shape[0], -1).contiguous()

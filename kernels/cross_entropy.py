@@ -92,6 +92,8 @@ def cross_entropy(
     check_options(reduction, label_smoothing, z_loss)
     impl = choose(impl, logits, labels)
     size = check_logits(logits, labels, 0, vocab_size)
+    if size > logits.shape[1]:
+        raise ValueError(f"vocab_size must be at most the {logits.shape[1]} columns, got {size}")
     options = size, ignore_index, label_smoothing, impl, z_loss
     losses = _CrossEntropy.apply(logits, labels, *options)
     if reduction == "none":

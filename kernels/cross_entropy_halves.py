@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import torch
 
-from warpweave.kernels.dispatch import choose, tl, triton
+from warpweave.kernels.dispatch import check_written, choose, tl, triton
 from warpweave.kernels.numeric import to_dtype, upcast
 from warpweave.kernels.reference import compute_dtype
 
@@ -116,8 +116,10 @@ def check_logits(logits, labels, vocab_start: int, vocab_size: int | None) -> in
         raise ValueError(
             f"need logits[N, V] and labels[N], got {[*logits.shape]} and {[*labels.shape]}"
         )
-    if labels.dtype != torch.int64:
-        raise ValueError(f"labels must be int64, got {labels.dtype}")
+    if labels.dtype != torch.int64 or not logits.dtype.is_floating_point:
+        raise ValueError(
+            f"labels must be int64 and logits floating, got {labels.dtype} and {logits.dtype}"
+        )
     size = vocab_start + logits.shape[1] if vocab_size is None else vocab_size
     if vocab_start < 0 or size < 1:
         raise ValueError(f"need vocab_start >= 0, vocab_size >= 1, got {vocab_start}, {size}")
@@ -507,5 +509,6 @@ def cross_entropy_bwd(
         return _cross_entropy_bwd_op(dloss, logits, labels, lse, *options)
     if logits.shape[1] > 1 and logits.stride(1) != 1:
         raise ValueError(f"in_place needs contiguous rows, got strides {[*logits.stride()]}")
+    check_written("logits", logits)
     _cross_entropy_bwd_in_place_op(dloss, logits, labels, lse, *options)
     return logits

@@ -89,6 +89,15 @@ def choose(impl: str | None, *tensors: torch.Tensor | None) -> str:
     )
 
 
+def check_written(name: str, x: torch.Tensor) -> None:
+    """Raise ValueError if elements of x, which is written, are one in memory (an expanded view)."""
+    if any(n > 1 and step == 0 for n, step in zip(x.shape, x.stride())):
+        raise ValueError(
+            f"{name} is written and needs every element once, got {[*x.shape]} of strides "
+            f"{x.stride()}"
+        )
+
+
 @cache
 def capability(device: torch.device) -> int:
     """The compute capability of a CUDA device as major * 10 + minor (80, 90, 100); 0 elsewhere.

@@ -223,6 +223,8 @@ def dropout(
     impl = choose(impl, x, tokens)
     if not 0 <= p < 1:
         raise ValueError(f"need 0 <= p < 1, got {p}")
+    if not x.dtype.is_floating_point:
+        raise ValueError(f"x must have a float dtype, got {x.dtype}")
     if x.ndim != 2 or tokens.shape != x.shape[:1] or tokens.dtype != torch.int64:
         raise ValueError(
             f"need x[T, E] and int64 tokens[T], got {[*x.shape]}, {tokens.dtype} {[*tokens.shape]}"

@@ -30,7 +30,15 @@ import torch
 
 from warpweave.kernels import gemm_cpu
 from warpweave.kernels.activation import activation_fwd, curve, find_activation
-from warpweave.kernels.dispatch import all_registers, capability, choose, processors, tl, triton
+from warpweave.kernels.dispatch import (
+    all_registers,
+    capability,
+    check_written,
+    choose,
+    processors,
+    tl,
+    triton,
+)
 from warpweave.kernels.dropout import Drop, dropout, kept
 from warpweave.kernels.numeric import dot, to_dtype, upcast
 from warpweave.kernels.reference import compute_dtype
@@ -450,6 +458,11 @@ def gemm_into(
         ValueError: by the Triton kernel, on shapes or dtypes that do not fit or if it cannot run;
             torch raises what it raises.
     """
+    if out.shape != (a.shape[0], b.shape[-1]):
+        raise ValueError(
+            f"out must be [M, N] of a {[*a.shape]} and b {[*b.shape]}, got {[*out.shape]}"
+        )
+    check_written("out", out)
     if impl is None and (a.dtype == out.dtype or not a.is_cuda):
         impl = "torch"
     if choose(impl, a, b, out) == "torch":
@@ -457,10 +470,7 @@ def gemm_into(
         return
     check_operands(a, b, None)
     _check_out(a, out.dtype)
-    if out.shape != (a.shape[0], b.shape[1]):
-        raise ValueError(
-            f"out must be [M, N] of a {[*a.shape]} and b {[*b.shape]}, got {[*out.shape]}"
-        )
+    _check_no_graph("the Triton kernel of gemm_into", a, b, out)
     _launch(a, b, None, out, add=add, precision=precision)
 
 

@@ -186,6 +186,11 @@ def norm_bwd(
     for name, gradient in (("dy", dy), ("ds", ds)):
         if gradient is not None and gradient.shape != s.shape:
             raise ValueError(f"{name} must be like s {[*s.shape]}, got {[*gradient.shape]}")
+    for name, statistic in (("mean", mean), ("rstd", rstd)):
+        if statistic is not None and statistic.shape != s.shape[:-1]:
+            raise ValueError(
+                f"{name} must be {[*s.shape[:-1]]} of s {[*s.shape]}, got {[*statistic.shape]}"
+            )
     drop = check_dropped(s, dropout, seed, site, tokens)
     x_dtype = s.dtype if x_dtype is None else x_dtype
     apart = residual_dtype is not None and (drop.tokens is not None or residual_dtype != x_dtype)
@@ -432,7 +437,7 @@ def _norm(
     drop = check_dropped(x, dropout, seed, site, tokens)
     if out is not None:
         check_out(out, x, out_dtype)
-        given = (x, weight, bias, residual, x_bias)
+        given = (x, weight, bias, residual, x_bias, out)
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given):
             raise ValueError("out= has no gradient: use torch.no_grad(), or norm_fwd and norm_bwd")
     dtype = out_dtype or (x.dtype if out is None else out.dtype)

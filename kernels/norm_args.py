@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from warpweave.kernels.dispatch import check_written
 from warpweave.kernels.dropout import threshold
 
 
@@ -80,6 +81,7 @@ def check_tensors(
 def check_out(out: torch.Tensor, x: torch.Tensor, out_dtype: torch.dtype | None) -> torch.Tensor:
     """`out` as [rows, E], a view; ValueError unless it is like x, of `out_dtype` if that is given,
     with rows at one distance."""
+    check_written("out", out)
     rows, E = x.shape[:-1].numel(), x.shape[-1]
     dims = [(n, step) for n, step in zip(out.shape[:-1], out.stride()) if n != 1]
     even = all(a[1] == b[0] * b[1] for a, b in pairwise(dims))

@@ -281,12 +281,21 @@ def qkv_bwd(
 ) -> torch.Tensor:
     """dz[B S, N], the gradient of the projection's output, from those of q, k and v."""
     impl = choose(impl, dq, dk, dv, cos, sin)
-    B, S, heads, D = dq.shape
-    kv_heads = dk.shape[2]
-    if dk.shape != dv.shape or dk.shape != (B, S, kv_heads, D) or heads % max(kv_heads, 1):
+    fits = dq.ndim == dk.ndim == 4 and dk.shape == dv.shape and dq.dtype == dk.dtype == dv.dtype
+    if (
+        not fits
+        or (*dq.shape[:2], dq.shape[3]) != (*dk.shape[:2], dk.shape[3])
+        or dq.shape[2] % max(dk.shape[2], 1)
+    ):
         raise ValueError(
-            f"dq[B, S, H, D] and dk, dv[B, S, Hkv, D] do not fit: got {[*dq.shape]}, "
-            f"{[*dk.shape]} and {[*dv.shape]}"
+            f"dq[B, S, H, D] and dk, dv[B, S, Hkv, D] do not fit: got {[*dq.shape]} {dq.dtype}, "
+            f"{[*dk.shape]} {dk.dtype} and {[*dv.shape]} {dv.dtype}"
+        )
+    (B, S, heads, D), kv_heads = dq.shape, dk.shape[2]
+    if cos is not None and (sin is None or not cos.shape == sin.shape == (S, D // 2)):
+        raise ValueError(
+            f"cos and sin must be [S, D/2] = {[S, D // 2]}, got {[*cos.shape]} and "
+            f"{None if sin is None else [*sin.shape]}"
         )
     group = heads // max(kv_heads, 1)
     if impl == "torch" or D % 2:
@@ -511,6 +520,8 @@ def check_qkv(
         raise ValueError(f"{name}: bias must be [{weight.shape[0]}], got {[*bias.shape]}")
     if (cos is None) != (sin is None):
         raise ValueError(f"{name}: cos and sin must both be tensors, or both None")
+    if cos is not None and torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
+        raise ValueError(f"{name}: cos and sin get no gradient: detach them")
     if cos is not None and not cos.shape == sin.shape == (shape[1], head_dim // 2):
         raise ValueError(
             f"{name}: cos and sin must be [S, D/2] = {[shape[1], head_dim // 2]}, got "

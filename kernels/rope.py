@@ -29,7 +29,7 @@ from dataclasses import dataclass
 
 import torch
 
-from warpweave.kernels.dispatch import choose, tl, triton
+from warpweave.kernels.dispatch import check_written, choose, tl, triton
 from warpweave.kernels.numeric import to_dtype, upcast
 from warpweave.kernels.reference import compute_dtype
 
@@ -320,8 +320,10 @@ def _check(x, cos, sin, *, inplace: bool = False) -> None:
         raise ValueError(f"cos and sin [S, R/2] need 2 <= R <= D = {D}, got R = {2 * cos.shape[1]}")
     if inplace and x.stride(-1) != 1 and D != 1:
         raise ValueError(f"in place needs the elements of a head side by side, got {x.stride()}")
-    if inplace and any(n > 1 and step == 0 for n, step in zip(x.shape, x.stride())):
-        raise ValueError(f"in place needs every element once, got strides {x.stride()}")
+    if inplace:
+        check_written("x", x)
+    if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
+        raise ValueError("cos and sin get no gradient: detach them")
     if inplace and x.is_leaf and x.requires_grad and torch.is_grad_enabled():
         raise ValueError("in place needs an x that no gradient stops at: a leaf requires grad")
 
@@ -499,6 +501,8 @@ def apply_rope(
     impl = choose(impl, x, cos, sin)
     _check(x, cos, sin, inplace=inplace)
     if inplace and torch.is_grad_enabled() and x.requires_grad:
+        if torch.compiler.is_compiling() and impl == "triton":  # traces operators, no launches
+            return x.copy_(_rope_op(x, cos, sin, interleaved, False))
         return _Rope.apply(x, cos, sin, interleaved, True, impl)
     if impl == "torch":
         if inplace:

@@ -136,7 +136,7 @@ def cases() -> list[Case]:
             ),
         ]
     found += _norm_chains(norm) + _rope_cases(rope) + _adamw_cases(adamw)
-    for D, dtype in ((64, torch.bfloat16), (128, torch.float16)):
+    for D, dtype in ((40, torch.bfloat16), (64, torch.bfloat16), (128, torch.float16)):
         q, k = m(2, 4096, 16, D, dtype=dtype), m(2, 4096, 4, D, dtype=dtype)
         row = m(2, 16, 4096, dtype=fp32)
         found += [
@@ -199,6 +199,7 @@ def _attention_options(attention) -> list[Case]:
     """Attention with all that can be asked of it at once in real models."""
     documents = m(9, dtype=torch.int32)
     return [
+        *_attention_with(attention, "window", m(59), window=512),
         *_attention_with(attention, "packed window", m(128), documents=documents, window=512),
         *_attention_with(attention, "carried softcap", m(128), softcap=50.0, carried=True),
         *_attention_with(attention, "dropout", m(64), dropout=0.1, dropout_seed=7),

@@ -133,3 +133,9 @@ def test_they_compile_without_breaks(impl) -> None:
     compiled = torch.compile(chain, fullgraph=True, backend="aot_eager")
     for a, b in zip(_with_gradient(compiled, x), _with_gradient(chain, x)):
         assert torch.equal(a, b)
+
+
+@impls
+def test_integers_are_refused(impl) -> None:
+    with pytest.raises(ValueError, match=r"gelu needs a float dtype, got torch.int64"):
+        activate(torch.arange(-3, 3), "gelu", impl=impl)

@@ -299,7 +299,7 @@ def test_the_table_has_the_document_of_every_row_and_waits_for_no_device(documen
         ({"documents": torch.tensor([0, 8], device="meta")}, r"one device, got cpu and meta"),
         (
             {"documents": torch.tensor([0, 8]), "q_runs": ((2**31, 8),)},
-            r"positions below 2147483646, got 2147483655",
+            r"lie below 2147483646, got the position 2147483655",
         ),
     ],
 )
@@ -309,3 +309,21 @@ def test_what_does_not_fit_is_refused_with_its_values(options, message) -> None:
         attention_fwd(q, k, v, **options)
     with pytest.raises(ValueError, match=message):
         attention_bwd(q, q, k, v, torch.zeros(2, 2, 8, dtype=F64), None, o=q, **options)
+
+
+@IMPLS
+def test_positions_at_the_end_of_int32_are_right_or_refused(impl) -> None:
+    """A last boundary beyond int32 ends the last document; a position or a window may not."""
+    q, k, v = (x.detach() for x in draw(Sq=4, Sk=4))
+    far = torch.tensor([0, 2, 2**31])
+    for causal in (True, False):
+        check(impl, {"Sq": 4, "Sk": 4}, causal=causal, documents=far)
+        wide = {"q_runs": ((0, 4, 2**29),), "k_runs": ((1, 4, 2**28),), "window": 2**28}
+        check(impl, {"Sq": 4, "Sk": 4}, causal=causal, **wide)
+    for options in (
+        {"q_runs": ((2**31 - 3, 4),)},
+        {"q_runs": ((0, 4, 2**30),)},
+        {"q_runs": ((2**30 + 5, 4),), "k_runs": ((2**30 + 5, 4),), "window": 2**30},
+    ):
+        with pytest.raises(ValueError, match="must lie below 2147483646, got the position"):
+            attention_fwd(q, k, v, impl=impl, **options)

@@ -333,3 +333,16 @@ def test_operators_pass_opcheck_and_compile_whole(impl):
         _loss_and_gradient(compiled, logits, one), _loss_and_gradient(loss, logits, one)
     ):
         assert_close_f64(a, b, 1e-6)
+
+
+@IMPLS
+def test_a_vocabulary_wider_than_the_logits_and_logits_that_are_no_floats_are_refused(impl):
+    labels = torch.tensor([6])
+    with pytest.raises(ValueError, match="vocab_size must be at most the 5 columns, got 7"):
+        cross_entropy(torch.zeros(1, 5), labels, vocab_size=7, impl=impl)
+    with pytest.raises(ValueError, match=r"logits floating, got torch.int64 and torch.int64"):
+        cross_entropy(torch.zeros(1, 9, dtype=torch.int64), labels, impl=impl)
+    logits = torch.zeros(1, 9).expand(3, 9)
+    options = (torch.zeros(3, dtype=torch.int64), torch.zeros(3))
+    with pytest.raises(ValueError, match="logits is written and needs every element once"):
+        cross_entropy_bwd(torch.ones(3), logits, *options, in_place=True, impl=impl)

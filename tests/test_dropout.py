@@ -142,3 +142,9 @@ def test_it_compiles_without_breaks(impl) -> None:
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
     a, b = (torch.autograd.grad(f(x), x)[0] for f in (compiled, loss))
     assert torch.equal(a, b)
+
+
+@impls
+def test_integers_are_refused(impl) -> None:
+    with pytest.raises(ValueError, match=r"x must have a float dtype, got torch.int64"):
+        dropout(torch.ones(3, 5).long(), 0.5, seed=1, site=1, tokens=torch.arange(3), impl=impl)

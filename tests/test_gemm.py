@@ -417,3 +417,14 @@ def test_planted_faults_exceed_the_tolerance(fault):
         a, b = a[:, :-1], b[:-1]
     wrong, _ = fused_gemm(a, b, bias, activation="swiglu", impl="triton")
     assert relative_error(wrong, truth) > 1e-3
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_gemm_into_writes_nothing_but_out(impl):
+    """torch resizes an `out` of another shape, over what lies behind it."""
+    a, b, flat = torch.ones(5, 7), torch.ones(7, 6), torch.zeros(60)
+    with pytest.raises(ValueError, match=r"out must be \[M, N\] .* got \[5, 5\]"):
+        gemm_into(a, b, flat[:25].view(5, 5), False, impl=impl)
+    assert not flat.any()
+    with pytest.raises(ValueError, match="out is written and needs every element once"):
+        gemm_into(a, b, torch.zeros(1, 6).expand(5, 6), True, impl=impl)

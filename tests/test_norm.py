@@ -577,3 +577,15 @@ def test_writing_into_a_buffer_compiles(impl) -> None:
     assert torch.equal(compiled(x, w, r, buffers[0]), gather(x, w, r, buffers[1]))
     assert torch.equal(buffers[0], buffers[1])
     assert buffers.any()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_what_the_kernels_would_read_or_write_beyond_is_refused(impl) -> None:
+    x, w = torch.randn(4, 6), torch.randn(6)
+    for name, statistics in (("rstd", (None, torch.ones(2))), ("mean", (x[:2, 0], x[:, 0]))):
+        with pytest.raises(ValueError, match=rf"{name} must be \[4\] of s \[4, 6\], got \[2\]"):
+            norm.norm_bwd(x, x, w, *statistics, impl=impl)
+    with pytest.raises(ValueError, match="out is written and needs every element once"):
+        norm.rms_norm(x, w, out=torch.empty(1, 6).expand(4, 6), impl=impl)
+    with pytest.raises(ValueError, match="out= has no gradient"):
+        norm.rms_norm(x, w, out=torch.empty(4, 6, requires_grad=True), impl=impl)

@@ -235,3 +235,17 @@ def test_planted_faults_exceed_the_tolerance(fault, monkeypatch) -> None:
     )
     wrong = _with_gradients(qkv_rope, tensors, table, **heads, impl="triton")
     assert min(relative_error(a, b) for a, b in zip(wrong[3:], truth[3:])) > 0.01
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_gradients_that_do_not_fit_are_refused(impl) -> None:
+    dq, dk, (cos, sin) = torch.ones(1, 3, 4, 8), torch.ones(1, 3, 2, 8), torch.ones(2, 3, 4)
+    assert qkv_bwd(dq, dk, dk, cos, sin, impl=impl).shape == (3, 64)
+    for change in (
+        (dq, dk.half(), dk, cos, sin),
+        (dq, dk[0], dk[0], cos, sin),
+        (dq, dk, dk, cos[:1], sin[:1]),
+        (dq, dk, dk, cos, None),
+    ):
+        with pytest.raises(ValueError, match=r"do not fit|cos and sin must be"):
+            qkv_bwd(*change, impl=impl)

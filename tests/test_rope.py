@@ -372,3 +372,23 @@ def test_a_temperature_in_the_table_scales_scores_by_its_square(impl) -> None:
     assert_close_f64(scores[0], scores[1] * scaling.multiplier**2, 1e-13)
     dq, dtruth = (torch.autograd.grad(s.square().sum(), q, retain_graph=True)[0] for s in scores)
     assert_close_f64(dq, dtruth * scaling.multiplier**4, 1e-12)
+
+
+def test_tables_that_want_a_gradient_are_refused() -> None:
+    x, (cos, sin) = torch.randn(1, 5, 2, 8), rope_table(torch.arange(5), 8)
+    with pytest.raises(ValueError, match="cos and sin get no gradient: detach them"):
+        apply_rope(x, cos.requires_grad_(), sin)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_in_place_with_a_gradient_compiles(impl) -> None:
+    x, table = torch.randn(1, 5, 2, 8, requires_grad=True), rope_table(torch.arange(5), 8)
+
+    def turned(x):
+        return apply_rope(x * 2, *table, inplace=True, impl=impl)
+
+    want = turned(x)
+    (truth,) = torch.autograd.grad(want.square().sum(), x)
+    got = torch.compile(turned, fullgraph=True, backend="aot_eager")(x)
+    assert_close_f64(got, want, 1e-6)
+    assert_close_f64(torch.autograd.grad(got.square().sum(), x)[0], truth, 1e-6)
