@@ -23,7 +23,8 @@ def tiles_for(
     What keeps more values per score takes half the keys at a time, and does not spill: dropout in
     the forward and dq; a softcap in a forward of four warps; a window or documents (`bounded`) in
     dq of 16-bit elements on Blackwell. Of 16 bits, head dims that are no multiple of 16 are loaded
-    number by number: up to 64 that needs the registers of eight warps; beyond, it spills on Ampere.
+    number by number: up to 64 that takes eight warps in the forward, 32 queries in dk and dv and
+    half the keys in dq; beyond, it spills.
     A forward that adds keeps more per row: at most 64 rows where it is full, as one of four warps
     with both dropout and softcap, and two stages in float32 past head dim 128, where with one the
     compiler spills kilobytes. `_smaller` has the rules of dk and dv.
@@ -34,8 +35,8 @@ def tiles_for(
     dq = find("attention_dq", q.device, size, D)
     if INTERPRET:
         return fwd, dkdv, dq
-    if fwd.warps == 4 and size == 2 and D % 16:
-        fwd = fwd._replace(warps=8)
+    if size == 2 and D % 16:
+        fwd, dkdv, dq = fwd._replace(warps=8), dkdv._replace(q=min(dkdv.q, 32)), _half(dq)
     if (adds and D > 128) or (fwd.warps == 4 and (adds or (dropout and softcap))):
         fwd = fwd._replace(q=min(fwd.q, 64))
     if adds and D > 128 and size == 4:
