@@ -150,7 +150,7 @@ def main(arguments: list[str] | None = None) -> int:
     found: dict[str, list[Report]] = {target: [] for target in targets}
     for tiles in (False, True):
         part = compile_targets(
-            targets, given.only, tiles=tiles, jobs=given.jobs, timeout=1800, planted=False
+            targets, given.only, tiles=tiles, jobs=given.jobs, timeout=3600, planted=False
         )
         for target, reports in part.items():
             known = {report.case for report in found[target]}  # some are in both lists

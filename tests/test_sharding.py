@@ -47,10 +47,11 @@ def cases() -> dict[str, tuple[Callable, list, list, list]]:
         )
 
     def rotate(x, cos, sin):
-        return rope.apply_rope(x, cos, sin, impl="triton")
+        return rope.apply_rope(x, cos.detach(), sin.detach(), impl="triton")
 
     def rotate_pair(q, k, cos, sin):
-        return rope.apply_rope_qk(q, k, cos, sin, interleaved=True, impl="triton")
+        table = cos.detach(), sin.detach()
+        return rope.apply_rope_qk(q, k, *table, interleaved=True, impl="triton")
 
     def chain(x, w, b, r, x_bias, rows):
         drop = {"dropout": 0.5, "seed": 3, "site": 1, "tokens": rows}
