@@ -24,7 +24,7 @@ def tiles_for(
     the forward and dq; a softcap in a forward of four warps; a window or documents (`bounded`) in
     dq of 16-bit elements on Blackwell. Of 16 bits, head dims that are no multiple of 16 are loaded
     number by number: up to 64 that takes eight warps in the forward, 32 queries in dk and dv and
-    half the keys in dq; beyond, it spills.
+    half the keys in dq; beyond, it spills on Ampere.
     A forward that adds keeps more per row: at most 64 rows where it is full, as one of four warps
     with both dropout and softcap, and two stages in float32 past head dim 128, where with one the
     compiler spills kilobytes. `_smaller` has the rules of dk and dv.

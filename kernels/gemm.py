@@ -455,7 +455,8 @@ def gemm_into(
             float32 matrix beside it), else torch.
 
     Raises:
-        ValueError: by the Triton kernel, on shapes or dtypes that do not fit or if it cannot run;
+        ValueError: out has another shape or elements that are one in memory; by the Triton kernel,
+            on shapes or dtypes that do not fit, on what requires a gradient or if it cannot run;
             torch raises what it raises.
     """
     if out.shape != (a.shape[0], b.shape[-1]):

@@ -212,8 +212,8 @@ def _launch_bwd(dy, s, weight, mean, rstd, ds, bias, x_bias, drop: Dropped, x_dt
     kernel, (rows, block, warps) = norm_bwd_kernel, _tile(E)
     warps = min(16, 2 * warps)  # 8 elements per thread, up to 4096: with 16 some spill on sm_100
     options = {"num_warps": warps}
-    # All are held at once, of 80 registers up to E = 2048, of 64 up to 4096, of 128 beyond; where
-    # there are several, the sum of x_bias takes the room of one.
+    # In 16 bits all are held at once, of 80 registers up to E = 2048, of 64 up to 4096, of 128
+    # beyond; where there are several, the sum of x_bias takes the room of one.
     held = max(1, (3 if block <= 2048 else 2 if block == 4096 else 1) - x_bias)
     widest = BWD_WIDTH // 2 if bias and x_bias else BWD_WIDTH  # three sums take more registers
     if widest < E:
