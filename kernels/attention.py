@@ -35,9 +35,11 @@ gpt-oss (arXiv:2508.10925) for sinks. Limits: D <= 256; strides between the elem
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 
 from warpweave.kernels.attention_args import (
     Mask,
@@ -60,7 +62,14 @@ from warpweave.kernels.attention_kernels import (
     attention_fwd_kernel,
 )
 from warpweave.kernels.attention_mask import document_table
-from warpweave.kernels.attention_tiles import launch_options, tiles_for
+from warpweave.kernels.attention_tiles import (
+    dkdv_tile,
+    dq_tile,
+    forward_tile,
+    kept,
+    launch_options,
+    padded,
+)
 from warpweave.kernels.dispatch import choose, triton
 from warpweave.kernels.linear import grad_dtype
 from warpweave.kernels.reference import compute_dtype
@@ -73,8 +82,16 @@ def _unit(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _padded(head_dim: int) -> int:
-    return max(16, triton.next_power_of_2(head_dim))
+def _widened(x: torch.Tensor) -> torch.Tensor:
+    """x with zeros up to a head dim that is a multiple of 8: heads of others would be loaded number
+    by number, and spill. Zeros change no score and no gradient. float64 is for proofs."""
+    return F.pad(x, (0, -x.shape[3] % 8)) if x.shape[3] % 8 and x.element_size() < 8 else x
+
+
+def _narrowed(wide: torch.Tensor, x: torch.Tensor) -> None:
+    """Bring to x what a kernel wrote into `_widened(x)`."""
+    if wide is not x:
+        x.copy_(wide[..., : x.shape[3]])
 
 
 def _count(runs: tuple[int, ...], block: int) -> int:
@@ -89,14 +106,21 @@ def _table(mask: Mask, runs: tuple[int, ...], batch: int) -> tuple[torch.Tensor 
     return table, 0 if len(table) < batch else table.stride(0)
 
 
-def _strides(*tensors: torch.Tensor) -> list[tuple[int, ...]]:
-    """Steps from sample to sample, row to row, head to head."""
-    return [x.stride()[:3] for x in tensors]
+_Steps = tuple[int, ...]  # from sample to sample, row to row, head to head
 
 
-def _key_strides(k: torch.Tensor, v: torch.Tensor) -> tuple[tuple[int, ...], tuple | None]:
-    """Those of k and of v, None where they are the same: kernels then hold one set of addresses."""
-    return k.stride()[:3], None if v.stride() == k.stride() else v.stride()[:3]
+def _steps(*tensors: torch.Tensor) -> tuple[int, list[_Steps]]:
+    """A number, and the steps of the tensors in multiples of it, for kernels to load many elements
+    at a time: 8 or less where some step is no multiple of 16, which Triton sees by itself."""
+    found = [x.stride()[:3] for x in tensors]
+    shared = math.gcd(16, *(by for x in tensors for n, by in zip(x.shape, x.stride()[:3]) if n > 1))
+    step = 1 if shared == 16 else shared
+    return step, [tuple(by // step for by in steps) for steps in found]
+
+
+def _one_set(k: _Steps, v: _Steps) -> tuple[_Steps, _Steps | None]:
+    """v's steps are None where they are k's: kernels then hold one set of addresses."""
+    return k, None if v == k else v
 
 
 def _numbers(mask: Mask, scores: Scores) -> tuple[int, ...]:
@@ -152,26 +176,35 @@ def attention_fwd(
     out_dtype = q.dtype if out_dtype is None else out_dtype
     if impl == "torch":
         return attention_fwd_cpu(q, k, v, mask, scores, sinks, out_dtype, into)
-    B, Sq, H, D = q.shape
     if into is None:
+        B, Sq, H, _ = q.shape
         o = torch.empty(q.shape, dtype=out_dtype, device=q.device)
         lse = torch.empty((B, H, Sq), dtype=compute_dtype(q), device=q.device)
     else:
         o, lse = into
-    tile, _, _ = tiles_for(
-        q, softcap=scores.softcap > 0, dropout=scores.dropout > 0, adds=into is not None
-    )
     if o.numel():
-        table, step = _table(mask, mask.q_runs, B)
-        grid = (_count(mask.q_runs, tile.q) * H * B,)
+        wide = _widened(o)
         with torch.cuda.device_of(q):
-            attention_fwd_kernel[grid](
-                q, k, v, o, lse, table, sinks,
-                *_strides(q), *_key_strides(k, v), *_strides(o), step,
-                *mask.q_runs, *mask.k_runs, H, H // k.shape[2], *_numbers(mask, scores),
-                *_constants(mask, scores), into is not None, D, tile.q, tile.k, _padded(D),
-                **launch_options(tile, q, scores))  # fmt: skip
+            _launch_fwd(
+                _widened(q), _widened(k), _widened(v), wide, lse, sinks, mask, scores,
+                into is not None,
+            )  # fmt: skip
+        _narrowed(wide, o)
     return o, lse
+
+
+def _launch_fwd(q, k, v, o, lse, sinks, mask: Mask, scores: Scores, into: bool) -> None:
+    B, _, H, D = q.shape
+    call = kept(mask, scores, into)
+    tile = forward_tile(q, call)
+    table, by_sample = _table(mask, mask.q_runs, B)
+    step, (of_q, of_k, of_v, of_o) = _steps(q, k, v, o)
+    attention_fwd_kernel[(_count(mask.q_runs, tile.q) * H * B,)](
+        q, k, v, o, lse, table, sinks,
+        of_q, *_one_set(of_k, of_v), of_o, by_sample,
+        *mask.q_runs, *mask.k_runs, H, H // k.shape[2], *_numbers(mask, scores),
+        *_constants(mask, scores), into, step, D, tile.q, tile.k, padded(D),
+        **launch_options(tile, q, call))  # fmt: skip
 
 
 def _check_carried(q, sinks, out_dtype, into) -> None:
@@ -217,10 +250,11 @@ def attention_delta(
     delta = torch.empty((B, H, S), dtype=dtype, device=o.device)
     o, do = _unit(o), _unit(do)
     if delta.numel():
+        step, steps = _steps(o, do)
         with torch.cuda.device_of(o):
             attention_delta_kernel[(triton.cdiv(S, 64) * H * B,)](
-                o, do, dlse, delta, *_strides(o, do),
-                (0, 0, 0) if dlse is None else dlse.stride(), H, S, D, 64, _padded(D))  # fmt: skip
+                o, do, dlse, delta, *steps, (0, 0, 0) if dlse is None else dlse.stride(),
+                H, S, step, D, 64, padded(D))  # fmt: skip
     return delta
 
 
@@ -290,37 +324,45 @@ def attention_bwd(
         torch.empty(x.shape, dtype=grad_dtype, device=x.device) if given is None else given
         for x, given in zip((q, k, v), into)
     )
+    q, k, v, do = _widened(q), _widened(k), _widened(v), _widened(do)
+    wide_dq, wide_dk, wide_dv = _widened(dq), _widened(dk), _widened(dv)
     with torch.cuda.device_of(q):
         if k.numel():
-            _launch_dkdv(q, k, v, do, lse, delta, dk, dv, mask, scores, into[1] is not None)
+            _launch_dkdv(
+                q, k, v, do, lse, delta, wide_dk, wide_dv, mask, scores, into[1] is not None
+            )
         if q.numel():
-            _launch_dq(q, k, v, do, lse, delta, dq, mask, scores, into[0] is not None)
+            _launch_dq(q, k, v, do, lse, delta, wide_dq, mask, scores, into[0] is not None)
+    for wide, given in ((wide_dq, dq), (wide_dk, dk), (wide_dv, dv)):
+        _narrowed(wide, given)
     return dq, dk, dv
 
 
-def _launch_dkdv(q, k, v, do, lse, delta, dk, dv, mask: Mask, scores: Scores, add: bool) -> None:
+def _launch_dkdv(q, k, v, do, lse, delta, dk, dv, mask: Mask, scores: Scores, into: bool) -> None:
     (B, _, H, D), Hkv = q.shape, k.shape[2]
-    _, tile, _ = tiles_for(q, softcap=scores.softcap > 0, dropout=scores.dropout > 0, adds=add)
-    table, step = _table(mask, mask.k_runs, B)
+    call = kept(mask, scores, into)
+    tile = dkdv_tile(q, call)
+    table, by_sample = _table(mask, mask.k_runs, B)
+    step, steps = _steps(q, k, v, do, dk, dv)
     attention_dkdv_kernel[(_count(mask.k_runs, tile.k) * Hkv * B,)](
-        q, k, v, do, lse, delta, dk, dv, table,
-        *_strides(q, k, v, do, dk, dv), step,
+        q, k, v, do, lse, delta, dk, dv, table, *steps, by_sample,
         *mask.q_runs, *mask.k_runs, Hkv, H // Hkv, *_numbers(mask, scores),
-        *_constants(mask, scores), add, D, tile.q, tile.k, _padded(D),
-        **launch_options(tile, q, scores))  # fmt: skip
+        *_constants(mask, scores), into, step, D, tile.q, tile.k, padded(D),
+        **launch_options(tile, q, call))  # fmt: skip
 
 
-def _launch_dq(q, k, v, do, lse, delta, dq, mask: Mask, scores: Scores, add: bool) -> None:
+def _launch_dq(q, k, v, do, lse, delta, dq, mask: Mask, scores: Scores, into: bool) -> None:
     (B, _, H, D), Hkv = q.shape, k.shape[2]
-    bounded = mask.window > 0 or mask.documents is not None
-    _, _, tile = tiles_for(q, bounded=bounded, dropout=scores.dropout > 0)
-    table, step = _table(mask, mask.q_runs, B)
+    call = kept(mask, scores, into)
+    tile = dq_tile(q, call)
+    table, by_sample = _table(mask, mask.q_runs, B)
+    step, (of_q, of_k, of_v, *others) = _steps(q, k, v, do, dq)
     attention_dq_kernel[(_count(mask.q_runs, tile.q) * H * B,)](
         q, k, v, do, lse, delta, dq, table,
-        *_strides(q), *_key_strides(k, v), *_strides(do, dq), step,
+        of_q, *_one_set(of_k, of_v), *others, by_sample,
         *mask.q_runs, *mask.k_runs, H, H // Hkv, *_numbers(mask, scores),
-        *_constants(mask, scores), add, D, tile.q, tile.k, _padded(D),
-        **launch_options(tile, q, scores))  # fmt: skip
+        *_constants(mask, scores), into, step, D, tile.q, tile.k, padded(D),
+        **launch_options(tile, q, call))  # fmt: skip
 
 
 # ---------------------------------------------------------------- autograd

@@ -30,6 +30,18 @@ _RUNTIME = ["q_start0", "q_start1", "k_start0", "k_start1", "window", "seed", "s
 
 
 @triton.jit
+def _elements(steps, STEP: tl.constexpr):
+    """Steps from sample to sample, row to row and head to head in elements, given in multiples of
+    STEP: Triton sees by itself that an argument is a multiple of 16, of 8 or less it must be told.
+    """
+    if STEP == 1:
+        return steps
+    else:
+        return (tl.cast(steps[0], tl.int64) * STEP, tl.cast(steps[1], tl.int64) * STEP,
+                tl.cast(steps[2], tl.int64) * STEP)  # fmt: skip
+
+
+@triton.jit
 def _load(
     ptr,
     stride,
@@ -166,12 +178,15 @@ def attention_fwd_kernel(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, table_ptr, sinks_p
                          heads, group, window, seed, sample, head0,
                          SCALE: tl.constexpr, CAP: tl.constexpr, DROP: tl.constexpr,
                          KEEP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-                         CARRY: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr,
-                         BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+                         INTO: tl.constexpr, STEP: tl.constexpr, D: tl.constexpr,
+                         BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                         BLOCK_D: tl.constexpr):  # fmt: skip
     # 1. One tile of queries of one head. v_stride is None where it is k_stride: then one set of
     #    addresses serves both.
     if v_stride is None:
         v_stride = k_stride
+    q_stride, k_stride = _elements(q_stride, STEP), _elements(k_stride, STEP)
+    v_stride, o_stride = _elements(v_stride, STEP), _elements(o_stride, STEP)
     q_runs = (q_start0, q_len0, q_start1, q_len1, q_stripes)
     k_runs = (k_start0, k_len0, k_start1, k_len1, k_stripes)
     tile, head, batch = _program(q_runs, heads, BLOCK_M, True)
@@ -191,7 +206,7 @@ def attention_fwd_kernel(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, table_ptr, sinks_p
     acc = tl.zeros((BLOCK_M, BLOCK_D), ACC)
     l = tl.zeros((BLOCK_M,), ACC)
     m = tl.full((BLOCK_M,), -float("inf"), ACC)
-    if CARRY:
+    if INTO:
         m = tl.load(lse_ptr + i, i < rows, -float("inf")) * _LOG2E
         l = tl.where(m == -float("inf"), l, 1.0)
         o = _load(o_ptr, o_stride[1], rows, BLOCK_M, D, BLOCK_D, True)
@@ -227,8 +242,9 @@ def attention_fwd_kernel(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, table_ptr, sinks_p
 
 @triton.jit
 def attention_delta_kernel(o_ptr, do_ptr, dlse_ptr, delta_ptr, o_stride, do_stride, dlse_stride,
-                           heads, seq, D: tl.constexpr, BLOCK_M: tl.constexpr,
+                           heads, seq, STEP: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr,
                            BLOCK_D: tl.constexpr):  # fmt: skip
+    o_stride, do_stride = _elements(o_stride, STEP), _elements(do_stride, STEP)
     tiles = tl.cdiv(seq, BLOCK_M)
     pid = tl.program_id(0)
     row = (pid % tiles).to(tl.int64) * BLOCK_M
@@ -312,9 +328,13 @@ def attention_dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_pt
                           kv_heads, group, window, seed, sample, head0,
                           SCALE: tl.constexpr, CAP: tl.constexpr, DROP: tl.constexpr,
                           KEEP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-                          CARRY: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr,
-                          BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+                          INTO: tl.constexpr, STEP: tl.constexpr, D: tl.constexpr,
+                          BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                          BLOCK_D: tl.constexpr):  # fmt: skip
     # 1. One tile of keys of one key-value head.
+    q_stride, do_stride = _elements(q_stride, STEP), _elements(do_stride, STEP)
+    k_stride, v_stride = _elements(k_stride, STEP), _elements(v_stride, STEP)
+    dk_stride, dv_stride = _elements(dk_stride, STEP), _elements(dv_stride, STEP)
     q_runs = (q_start0, q_len0, q_start1, q_len1, q_stripes)
     k_runs = (k_start0, k_len0, k_start1, k_len1, k_stripes)
     tile, kv_head, batch = _program(k_runs, kv_heads, BLOCK_N, False)
@@ -354,8 +374,8 @@ def attention_dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_pt
     # 4. Store; ds was the gradient of scale q k^T.
     dk_ptr += batch * dk_stride[0] + row * dk_stride[1] + kv_head * dk_stride[2]
     dv_ptr += batch * dv_stride[0] + row * dv_stride[1] + kv_head * dv_stride[2]
-    _store(dk_ptr, dk_stride[1], dk * SCALE, rows, BLOCK_N, D, BLOCK_D, CARRY)
-    _store(dv_ptr, dv_stride[1], dv, rows, BLOCK_N, D, BLOCK_D, CARRY)
+    _store(dk_ptr, dk_stride[1], dk * SCALE, rows, BLOCK_N, D, BLOCK_D, INTO)
+    _store(dv_ptr, dv_stride[1], dv, rows, BLOCK_N, D, BLOCK_D, INTO)
 
 
 @triton.jit
@@ -409,11 +429,15 @@ def attention_dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr,
                         heads, group, window, seed, sample, head0,
                         SCALE: tl.constexpr, CAP: tl.constexpr, DROP: tl.constexpr,
                         KEEP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-                        CARRY: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr,
-                        BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+                        INTO: tl.constexpr, STEP: tl.constexpr, D: tl.constexpr,
+                        BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                        BLOCK_D: tl.constexpr):  # fmt: skip
     # 1. One tile of queries of one head; rows past its end get lse = inf, hence p = 0.
     if v_stride is None:  # as in the forward
         v_stride = k_stride
+    q_stride, k_stride = _elements(q_stride, STEP), _elements(k_stride, STEP)
+    v_stride, do_stride = _elements(v_stride, STEP), _elements(do_stride, STEP)
+    dq_stride = _elements(dq_stride, STEP)
     q_runs = (q_start0, q_len0, q_start1, q_len1, q_stripes)
     k_runs = (k_start0, k_len0, k_start1, k_len1, k_stripes)
     tile, head, batch = _program(q_runs, heads, BLOCK_M, True)
@@ -448,4 +472,4 @@ def attention_dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr,
         dq, q, do, lse, delta, q_pos, first, last, k_ptr, v_ptr, k_stride[1], v_stride[1],
         k_runs, ends, head0 + head, sample + batch, seed, SCALE, CAP, DROP, KEEP,
         FIRST, CAUSAL or FIRST, True, BLOCK_N, D, BLOCK_D)  # fmt: skip
-    _store(dq_ptr, dq_stride[1], dq * SCALE, rows, BLOCK_M, D, BLOCK_D, CARRY)
+    _store(dq_ptr, dq_stride[1], dq * SCALE, rows, BLOCK_M, D, BLOCK_D, INTO)

@@ -1,85 +1,124 @@
-"""The tiles of an attention call: those of its device, smaller where the call keeps more values."""
+"""The tiles of an attention call: those of its device, smaller where the call keeps more values.
+
+Every rule here ends a spill that the compiler made of the table's tile for an A100, H100 or B200;
+benchmarks/compiled.py compiles what they answer. The interpreter takes the table's tiles as they
+are.
+"""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
-from warpweave.kernels.attention_args import Scores
+from warpweave.kernels.attention_args import Mask, Scores
 from warpweave.kernels.dispatch import INTERPRET, all_registers, capability
 from warpweave.kernels.tile_table import AttentionTile
 from warpweave.kernels.tiles import find
 
 
-def tiles_for(
-    q: torch.Tensor,
-    *,
-    bounded: bool = False,
-    softcap: bool = False,
-    dropout: bool = False,
-    adds: bool = False,
-) -> tuple[AttentionTile, AttentionTile, AttentionTile]:
-    """The tiles of the forward, the dk and dv, and the dq kernel for q[B, S, H, D].
+class Kept(NamedTuple):
+    """What a call keeps beyond plain attention: `bounded` by a window or documents, `into` the sums
+    of earlier calls."""
 
-    What keeps more values per score takes half the keys at a time, and does not spill: dropout in
-    the forward and dq; a softcap in a forward of four warps; a window or documents (`bounded`) in
-    dq of 16-bit elements on Blackwell. Of 16 bits, head dims that are no multiple of 16 are loaded
-    number by number: up to 64 that takes eight warps in the forward, 32 queries in dk and dv and
-    half the keys in dq; beyond, it spills on Ampere.
-    A forward that adds keeps more per row: at most 64 rows where it is full, as one of four warps
-    with both dropout and softcap, and two stages in float32 past head dim 128, where with one the
-    compiler spills kilobytes. `_smaller` has the rules of dk and dv.
+    bounded: bool = False
+    softcap: bool = False
+    dropout: bool = False
+    into: bool = False
+
+
+def kept(mask: Mask, scores: Scores, into: bool) -> Kept:
+    """What this call keeps."""
+    bounded = mask.window > 0 or mask.documents is not None
+    return Kept(bounded, scores.softcap > 0, scores.dropout > 0, into)
+
+
+def forward_tile(q: torch.Tensor, call: Kept) -> AttentionTile:
+    """The tile of the forward, which holds queries and goes through keys, for q[B, S, H, D].
+
+    Dropout, and a softcap in a program of four warps, keep more per score: half the keys. What goes
+    on from earlier sums keeps more per row: at most 64 rows past head dim 128 or in four warps (as
+    with both dropout and softcap), and past head dim 128 in float32 two stages, since with one the
+    compiler spills kilobytes. Columns that are masked off take eight warps of 16-bit elements, and
+    on Ampere half the keys with a softcap or bounds.
     """
-    size, D = q.element_size(), q.shape[3]
-    fwd = find("attention_fwd", q.device, size, D)
-    dkdv = find("attention_dkdv", q.device, size, D)
-    dq = find("attention_dq", q.device, size, D)
+    tile = find("attention_fwd", q.device, q.element_size(), q.shape[3])
     if INTERPRET:
-        return fwd, dkdv, dq
-    if size == 2 and D % 16:
-        fwd, dkdv, dq = fwd._replace(warps=8), dkdv._replace(q=min(dkdv.q, 32)), _half(dq)
-    if (adds and D > 128) or (fwd.warps == 4 and (adds or (dropout and softcap))):
-        fwd = fwd._replace(q=min(fwd.q, 64))
-    if adds and D > 128 and size == 4:
-        fwd = fwd._replace(stages=2)
-    return (
-        _half(fwd) if dropout or (softcap and fwd.warps == 4) else fwd,
-        _smaller(dkdv, q, softcap=softcap, dropout=dropout, adds=adds),
-        _half(dq) if dropout or (bounded and size == 2 and capability(q.device) >= 100) else dq,
-    )
+        return tile
+    masked = q.element_size() == 2 and _masked(q)
+    if masked:
+        tile = tile._replace(warps=8)
+    if (call.into and q.shape[3] > 128) or (
+        tile.warps == 4 and (call.into or (call.dropout and call.softcap))
+    ):
+        tile = tile._replace(q=min(tile.q, 64))
+    if call.into and q.shape[3] > 128 and q.element_size() == 4:
+        tile = tile._replace(stages=2)
+    ampere = masked and capability(q.device) < 90
+    half = call.dropout or (call.softcap and (tile.warps == 4 or ampere))
+    return _half_keys(tile) if half or (ampere and call.bounded) else tile
 
 
-def _half(tile: AttentionTile) -> AttentionTile:
-    return tile._replace(k=max(16, tile.k // 2))
-
-
-def _smaller(
-    tile: AttentionTile, q: torch.Tensor, *, softcap: bool, dropout: bool, adds: bool
-) -> AttentionTile:
+def dkdv_tile(q: torch.Tensor, call: Kept) -> AttentionTile:
     """The tile of dk and dv, which hold keys and go through queries.
 
-    Fewer queries cost little, so with dropout 16-bit elements take at most 32 at a time. Fewer keys
-    read the queries more often, and below 64 there is no wgmma or tcgen05: past head dim 64, up to
-    Hopper, 64 are taken where more would spill, to add to what is there or with both dropout and
-    softcap. Float32 has neither of those instructions: half the keys, with dropout a quarter.
+    Fewer queries cost little: with dropout 16-bit elements take at most 32 at a time, and half
+    where columns are masked off and anything more is kept. Fewer keys read the queries more often,
+    and below 64 there is no wgmma or tcgen05: past head dim 64, up to Hopper, 64 are taken where
+    more would spill, to add to what is there or with both dropout and softcap. Float32 has neither
+    of those instructions: half the keys, with dropout a quarter.
     """
+    tile = find("attention_dkdv", q.device, q.element_size(), q.shape[3])
+    if INTERPRET:
+        return tile
     if q.element_size() > 2:
-        tile = _half(tile) if dropout else tile
-        return _half(tile) if dropout or softcap or adds else tile
-    if dropout:
+        tile = _half_keys(tile) if call.dropout else tile
+        return _half_keys(tile) if call.dropout or call.softcap or call.into else tile
+    if call.dropout:
         tile = tile._replace(q=min(tile.q, 32))
-    if (adds or (dropout and softcap)) and q.shape[3] > 64 and capability(q.device) < 100:
+    if _masked(q) and any(call):
+        tile = tile._replace(q=max(16, tile.q // 2))
+    more = call.into or (call.dropout and call.softcap)
+    if more and q.shape[3] > 64 and capability(q.device) < 100:
         tile = tile._replace(k=min(tile.k, 64))
     return tile
 
 
-def launch_options(tile: AttentionTile, q: torch.Tensor, scores: Scores) -> dict[str, int]:
+def dq_tile(q: torch.Tensor, call: Kept) -> AttentionTile:
+    """The tile of dq, which holds queries and goes through keys: half of them with dropout, or of
+    16-bit elements if four warps mask columns off or Blackwell bounds."""
+    tile = find("attention_dq", q.device, q.element_size(), q.shape[3])
+    if INTERPRET:
+        return tile
+    low, blackwell = q.element_size() == 2, capability(q.device) >= 100
+    bounds = low and call.bounded and blackwell
+    masks = low and _masked(q) and tile.warps == 4
+    return _half_keys(tile) if call.dropout or bounds or masks else tile
+
+
+def _masked(q: torch.Tensor) -> bool:
+    """Whether tiles have columns that the heads of q do not."""
+    return q.shape[3] != padded(q.shape[3])
+
+
+def padded(head_dim: int) -> int:
+    """The columns of a tile: a power of two of at least 16."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def _half_keys(tile: AttentionTile) -> AttentionTile:
+    return tile._replace(k=max(16, tile.k // 2))
+
+
+def launch_options(tile: AttentionTile, q: torch.Tensor, call: Kept) -> dict[str, int]:
     """Triton's options for a launch with `tile`.
 
-    ptxas limits registers by itself, and spills for it in float32 and, on Blackwell, with dropout
-    or past head dim 64; there the limit is the hardware's.
+    ptxas limits registers by itself, and spills for it in float32, where columns are masked off
+    and, on Blackwell, with dropout or past head dim 64; there the limit is the hardware's.
     """
     options = {"num_warps": tile.warps}
-    fuller = scores.dropout > 0 or q.shape[3] > 64
-    if q.element_size() == 4 or (fuller and capability(q.device) >= 100):
+    fuller = call.dropout or q.shape[3] > 64
+    low = q.element_size() == 2
+    if q.element_size() == 4 or (low and _masked(q)) or (fuller and capability(q.device) >= 100):
         options = all_registers(tile.warps)
     return {**options, "num_stages": tile.stages}

@@ -9,7 +9,7 @@ A launch takes, of its kernel and element size,
 For a head dim the row of the smallest one that fits is taken, of 2 and 3 together; of one head dim
 the user's. In half and single precision no tile shipped for A100, H100 and B200 spills registers,
 nor does what `attention_tiles` makes of it in the calls with options that benchmarks/compiled.py
-compiles. On A100 head dims past 64 that are no multiple of 16 do, and float64 may.
+compiles. float64 may.
 
 Nothing is read at import, and a user's table not before the first launch on a CUDA device; it is
 read once. A table that cannot be used raises; it is not passed over. Rows that another version of

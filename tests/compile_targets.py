@@ -395,7 +395,7 @@ def _attention_tiles() -> list[Case]:
 
     found = []
     B, S, H, kv = 2, 4096, 16, 4
-    dims = sorted({row.kind for row in shipped_table() if row.kernel == "attention_fwd"})
+    dims = sorted({72, *(row.kind for row in shipped_table() if row.kernel == "attention_fwd")})
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         row = m(B, H, S, dtype=wide)
@@ -442,18 +442,17 @@ def _attention_variants() -> list[Case]:
         "dropout carried": {**drop, "carried": True},
         "striped window": {"window": 512, "q_runs": ((2, 4096, 8),), "k_runs": ((3, 4096, 8),)},
     }
-    odd = [
+    masked = ("window", "carried softcap", "dropout softcap window", "striped window")
+    return [
         case
-        for D in (40, 59)
-        for name in ("window", "striped window")
-        for case in _attention_with(attention, name, m(D), **variants[name])
-    ]
-    return odd + [
-        case
-        for D in (64, 128, 256)
-        for dtype in (torch.bfloat16, torch.float32)
-        for name, options in variants.items()
-        for case in _attention_with(attention, name, m(D, dtype=dtype), **options)
+        for dims, dtypes, names in (
+            ((40, 72, 200), (torch.bfloat16,), masked),  # columns beyond the head are masked off
+            ((64, 128, 256), (torch.bfloat16, torch.float32), variants),
+        )
+        for D in dims
+        for dtype in dtypes
+        for name in names
+        for case in _attention_with(attention, name, m(D, dtype=dtype), **variants[name])
     ]
 
 

@@ -13,6 +13,7 @@ from attention_cases import F64, STRIPED, ZIGZAG, check, draw, tiles_of, with_gr
 from close import assert_close_f64, assert_error_budget, relative_error
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from warpweave.kernels import attention as kernel
 from warpweave.kernels import attention_args, attention_cpu, attention_tiles, reference
 from warpweave.kernels.attention import (
     attention,
@@ -107,6 +108,63 @@ def test_strided_inputs_and_gradients_are_read_right(impl, unit) -> None:
     got = with_grads(attention, inputs, do, dlse, return_lse=True, impl=impl)
     for g, w in zip(got, want):
         assert_close_f64(g, w, 1e-13)
+
+
+@pytest.mark.parametrize(
+    ("shape", "step"),
+    [
+        ((2, 5, 3, 16), 1),  # all are multiples of 16: Triton sees it by itself
+        ((2, 5, 3, 40), 8),
+        ((2, 5, 3, 20), 4),
+        ((2, 5, 3, 6), 2),
+        ((2, 5, 3, 5), 1),
+        ((1, 5, 1, 24), 8),
+    ],
+)
+def test_steps_between_heads_are_told_in_their_largest_power_of_two(shape, step) -> None:
+    x = torch.randn(*shape, dtype=F64)
+    found, (steps,) = kernel._steps(x)
+    assert (found, [by * found for by in steps]) == (step, [*x.stride()[:3]])
+    D = shape[3]
+    check("triton", {"B": shape[0], "Sq": 5, "Sk": 5, "Hq": shape[2], "Hkv": 1, "D": D})
+    views = [torch.randn(1, 70, 3, D + step, dtype=F64)[:, ::2, :1, step:] for _ in range(3)]
+    q, k, v = (x.as_strided(x.shape, (7, *x.stride()[1:]), x.storage_offset()) for x in views)
+    o, _ = attention_fwd(q, k, v, impl="triton")  # one sample: no matter how far the next would be
+    assert_close_f64(o, reference.attention(q, k, v)[0], 1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_heads_of_no_multiple_of_8_are_widened_and_nothing_beside_them_changes(dtype) -> None:
+    """Both ways of a ring hop, into views of wider buffers; the scale is that of 59."""
+    q, k, v = (x.detach() for x in draw(Sq=20, Sk=24, Hq=4, Hkv=2, D=59, dtype=dtype))
+    do, near, far = torch.randn_like(q), slice(0, 11), slice(11, 24)
+    truth = [x.double().requires_grad_() for x in (q, k, v)]
+    o, lse = reference.attention(*truth, causal=False)
+    want = torch.autograd.grad(o, truth, do.double())
+    buffers = [torch.randn(*x.shape[:3], 80) for x in (q, q, k, v)]
+    before = [x.clone() for x in buffers]
+    got, *grads = (x[..., 7:66] for x in buffers)
+    row = torch.full((1, 4, 20), -math.inf)
+    for part in (near, far):
+        k_part, v_part = k[:, part], v[:, part]
+        attention_fwd(q, k_part, v_part, causal=False, into=(got, row), impl="triton")
+    assert_close_f64(row, lse, 1e-5)
+    assert_close_f64(got, o, 2e-3 if dtype == torch.float16 else 1e-5)
+    delta = attention_delta(got, do)
+    starts = [x.clone() for x in grads]
+    for part in (near, far):
+        into = grads[0], grads[1][:, part], grads[2][:, part]
+        attention_bwd(
+            do, q, k[:, part], v[:, part], row, delta, causal=False, into=into, impl="triton"
+        )
+    for g, start, w in zip(grads, starts, want, strict=True):
+        assert_close_f64(g - start, w, 4e-3 if dtype == torch.float16 else 1e-5)
+    for x, old in zip(buffers, before):
+        assert torch.equal(x[..., :7], old[..., :7])
+        assert torch.equal(x[..., 66:], old[..., 66:])
+    assert [x.shape for x in attention_bwd(do, q, k, v, row, delta, impl="triton")] == [
+        x.shape for x in (q, k, v)
+    ]
 
 
 def test_tiles_that_are_wholly_masked_are_never_read() -> None:
@@ -377,7 +435,7 @@ def test_it_is_torchs_attention_and_follows_autocast() -> None:
 
 def test_tiles_are_chosen_by_capability_element_size_and_head_dim(monkeypatch) -> None:
     for arch, dtype, D, row in (
-        (86, torch.float16, 48, (80, 2, 64)),
+        (86, torch.float16, 64, (80, 2, 64)),
         (90, torch.bfloat16, 80, (90, 2, 128)),
         (89, torch.float32, 200, (80, 4, 256)),
         (90, torch.float32, 256, (90, 4, 256)),
@@ -389,7 +447,8 @@ def test_tiles_are_chosen_by_capability_element_size_and_head_dim(monkeypatch) -
         q = torch.empty(1, 1, 1, D, dtype=dtype)
         kernels = ("attention_fwd", "attention_dkdv", "attention_dq")
         want = (r.tile for k in kernels for r in shipped_table() if r.key == (row[0], k, *row[1:]))
-        assert attention_tiles.tiles_for(q) == tuple(want)
+        got = (attention_tiles.forward_tile, attention_tiles.dkdv_tile, attention_tiles.dq_tile)
+        assert [tile(q, attention_tiles.Kept()) for tile in got] == [*want]
 
 
 @pytest.mark.parametrize(

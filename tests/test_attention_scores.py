@@ -15,7 +15,7 @@ from warpweave.kernels.attention import (
     attention_dsinks,
     attention_fwd,
 )
-from warpweave.kernels.attention_args import Scores
+from warpweave.kernels.attention_tiles import Kept, dkdv_tile, dq_tile, forward_tile
 from warpweave.kernels.merge import merge
 from warpweave.kernels.tile_table import AttentionTile
 
@@ -271,57 +271,75 @@ def test_planted_faults_are_far_outside_the_tolerance(impl) -> None:
         assert all(relative_error(g, w) > 1e-2 for g, w in zip(got, want)), fault
 
 
-def test_what_keeps_more_per_score_takes_smaller_tiles(monkeypatch) -> None:
+def _sizes(tile, D, dtype=torch.float16, **call) -> tuple[int, int]:
+    """Queries and keys of a tile for heads of D."""
+    return tile(torch.empty(1, 1, 1, D, dtype=dtype), Kept(**call))[:2]
+
+
+def test_what_keeps_more_takes_smaller_tiles_in_the_forward(monkeypatch) -> None:
     tiles_of(monkeypatch, 90)
-    q = torch.empty(1, 1, 1, 128, dtype=torch.float16)
-    keys = {
-        name: tuple(tile.k for tile in attention_tiles.tiles_for(q, **{name: True}))
-        for name in ("softcap", "dropout", "adds")
-    }
-    assert keys == {"softcap": (64, 128, 64), "dropout": (32, 128, 32), "adds": (64, 64, 64)}
-    assert attention_tiles.tiles_for(q[..., :64])[1][:2] == (64, 128)
-    assert attention_tiles.tiles_for(q[..., :64], adds=True)[1][:2] == (64, 128)
-    assert attention_tiles.tiles_for(q[..., :64], dropout=True)[1][:2] == (32, 128)
-    assert attention_tiles.tiles_for(q, dropout=True, softcap=True)[1][:2] == (32, 64)
-    single = {"softcap": True, "dropout": True}, {"adds": True}, {}
-    keys = [attention_tiles.tiles_for(q[..., :64].float(), **kind)[1].k for kind in single]
-    assert keys == [16, 16, 32]
-    assert attention_tiles.tiles_for(q[..., :64], softcap=True)[0].k == 32
-    assert attention_tiles.tiles_for(q[..., :64], adds=True)[0][:2] == (64, 64)  # rows, not keys
-    assert attention_tiles.tiles_for(q[..., :64], softcap=True, dropout=True)[0][:2] == (64, 32)
-    fwd, dkdv, dq = attention_tiles.tiles_for(q[..., :59])  # loaded number by number
-    assert (fwd, dkdv[:2], dq[:2]) == ((128, 64, 8, 3), (32, 128), (128, 32))
+    assert _sizes(forward_tile, 128) == _sizes(forward_tile, 128, softcap=True) == (128, 64)
+    assert _sizes(forward_tile, 128, dropout=True) == (128, 32)
+    assert _sizes(forward_tile, 128, into=True) == (128, 64)
+    assert _sizes(forward_tile, 64, softcap=True) == (128, 32)
+    assert _sizes(forward_tile, 64, into=True) == (64, 64)  # rows, not keys
+    assert _sizes(forward_tile, 64, softcap=True, dropout=True) == (64, 32)
+    assert _sizes(forward_tile, 256, into=True) == (64, 64)
+    assert _sizes(forward_tile, 256) == (128, 64)
     wide = torch.empty(1, 1, 1, 256)
-    assert attention_tiles.tiles_for(wide.half(), adds=True)[0] == (64, 64, 8, 2)
-    assert attention_tiles.tiles_for(wide.half())[0] == (128, 64, 8, 2)
-    assert attention_tiles.tiles_for(wide, adds=True)[0] == (16, 16, 4, 2)
-    assert attention_tiles.tiles_for(wide)[0] == (16, 16, 4, 1)
-    assert attention_tiles.tiles_for(q, bounded=True)[2].k == 64
+    assert forward_tile(wide, Kept(into=True)) == (16, 16, 4, 2)
+    assert forward_tile(wide, Kept()) == (16, 16, 4, 1)
+    masked = torch.empty(1, 1, 1, 40, dtype=torch.float16)  # its tiles have 64 columns
+    assert forward_tile(masked, Kept(softcap=True)) == (128, 64, 8, 3)
+    assert forward_tile(masked, Kept()) == (128, 64, 8, 3)
+    assert forward_tile(wide[..., :64].half(), Kept()) == (128, 64, 4, 3)
+    tiles_of(monkeypatch, 80)
+    for call in ({"softcap": True}, {"bounded": True}):
+        assert _sizes(forward_tile, 72, **call) == (128, 32)
+        assert _sizes(forward_tile, 128, **call) == (128, 64)
+
+
+def test_what_keeps_more_takes_smaller_tiles_in_the_backward(monkeypatch) -> None:
+    tiles_of(monkeypatch, 90)
+    assert _sizes(dkdv_tile, 128) == _sizes(dkdv_tile, 128, softcap=True) == (32, 128)
+    assert _sizes(dkdv_tile, 128, dropout=True) == (32, 128)
+    assert _sizes(dkdv_tile, 128, into=True) == (32, 64)
+    assert _sizes(dkdv_tile, 128, dropout=True, softcap=True) == (32, 64)
+    assert _sizes(dkdv_tile, 64) == _sizes(dkdv_tile, 64, into=True) == (64, 128)
+    assert _sizes(dkdv_tile, 64, dropout=True) == (32, 128)
+    single = {"softcap": True, "dropout": True}, {"into": True}, {}
+    assert [_sizes(dkdv_tile, 64, torch.float32, **kind)[1] for kind in single] == [16, 16, 32]
+    assert _sizes(dkdv_tile, 72) == (32, 128)  # columns are masked off
+    assert _sizes(dkdv_tile, 72, bounded=True) == (16, 128)
+    assert _sizes(dkdv_tile, 72, into=True) == (16, 64)
+    assert _sizes(dq_tile, 128) == _sizes(dq_tile, 128, bounded=True) == (128, 64)
+    assert _sizes(dq_tile, 128, dropout=True) == (128, 32)
     tiles_of(monkeypatch, 100)
-    assert attention_tiles.tiles_for(q, adds=True)[1][:2] == (64, 128)
-    assert attention_tiles.tiles_for(q, bounded=True)[2].k == 32
-    assert attention_tiles.tiles_for(q[..., :64].float(), bounded=True)[2].k == 32
+    assert _sizes(dkdv_tile, 128, into=True) == (64, 128)
+    assert _sizes(dq_tile, 128, bounded=True) == (128, 32)
+    assert _sizes(dq_tile, 64, torch.float32, bounded=True) == (32, 32)
+    tiles_of(monkeypatch, 80)
+    assert _sizes(dq_tile, 40) == (64, 32)  # four warps that mask columns off
+    assert _sizes(dq_tile, 72) == (64, 64)
 
 
 def test_launches_that_ptxas_would_spill_state_their_registers(monkeypatch) -> None:
-    q, tile, bare = (
-        torch.empty(1, 1, 1, 64),
-        AttentionTile(64, 32, 8, 2),
-        Scores(0.1, 0, 0, 0, 0, 0),
-    )
+    q, tile = torch.empty(1, 1, 1, 64), AttentionTile(64, 32, 8, 2)
 
-    def options(q=q, scores=bare, tile=tile):
-        return attention_tiles.launch_options(tile, q, scores)
+    def options(q=q, tile=tile, **call):
+        return attention_tiles.launch_options(tile, q, Kept(**call))
 
     plain = {"num_warps": 8, "num_stages": 2}
     assert options() == {**plain, "maxnreg": 255}
     assert options(tile=tile._replace(warps=16))["maxnreg"] == 128  # of 65536 for 512 threads
     for low in (q.half(), q.bfloat16(), q.double()):
-        assert options(low, bare._replace(dropout=0.1)) == plain
+        assert options(low, dropout=True) == plain
+    assert options(q[..., :40].half()) == {**plain, "maxnreg": 255}  # columns are masked off
+    assert options(q[..., :40].double()) == plain
     tiles_of(monkeypatch, 100)
     assert options(q.half()) == plain
-    assert options(q.half(), bare._replace(dropout=0.1)) == {**plain, "maxnreg": 255}
-    assert options(torch.empty(1, 1, 1, 80).half()) == {**plain, "maxnreg": 255}
+    assert options(q.half(), dropout=True) == {**plain, "maxnreg": 255}
+    assert options(torch.empty(1, 1, 1, 128).half()) == {**plain, "maxnreg": 255}
 
 
 @pytest.mark.parametrize(
