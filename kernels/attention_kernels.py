@@ -5,8 +5,7 @@ causal and full attention is decided at compile time (a window, documents, a sof
 dropout, sums carried over from earlier keys), so the plain kernels contain none of it.
 
 Each loop over tiles runs twice: over those that every row sees whole, without a mask, and over the
-others. Scores are in units of log2 where they are exponents. Rows past the end of a run load zeros,
-and in the backward lse = inf, hence p = 0.
+others. Rows past the end of a run load zeros, and in the backward lse = inf, hence p = 0.
 
 Dropout draws a word of philox4x32-10 per probability, from counter (query position, key position,
 head, sample) and key `seed`, all global: every tiling and every layout of the sequence, heads or
@@ -110,6 +109,17 @@ def _tanh(x, PRECISE: tl.constexpr):
 
 
 @triton.jit
+def _exp(s, lse, UNIT: tl.constexpr, PRECISE: tl.constexpr):
+    """exp(UNIT s - lse). In units of log2 that is one fused multiply-add; PRECISE takes the
+    difference first: lse / log(2), rounded, would cost float32 accuracy where scores are in the
+    thousands."""
+    if PRECISE:
+        return tl.exp2((s * UNIT - lse) * _LOG2E)
+    else:
+        return tl.exp2(s * (UNIT * _LOG2E) - lse * _LOG2E)
+
+
+@triton.jit
 def _kept(q_pos, k_pos, head, sample, seed, DROP: tl.constexpr):
     """Which probabilities dropout keeps; DROP is p in units of 2^-32, q_pos and k_pos broadcast."""
     zero = (q_pos * 0 + k_pos * 0).to(tl.uint32)
@@ -128,7 +138,7 @@ def _fwd_steps(acc, l, m, q, q_pos, first, last, k_ptr, v_ptr, k_step, v_step, k
                SCALE: tl.constexpr, CAP: tl.constexpr, DROP: tl.constexpr,
                KEEP: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, MASK: tl.constexpr,
                BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    UNIT: tl.constexpr = _LOG2E if CAP > 0 else SCALE * _LOG2E
+    UNIT: tl.constexpr = 1.0 if CAP > 0 else SCALE
     n = tl.arange(0, BLOCK_N)[None, :]
     ahead = n * k_runs[4]
     span0 = span(ends, k_runs[0], k_runs[1], k_runs[4], MASK, FIRST, LAST, False, BLOCK_N)
@@ -149,13 +159,13 @@ def _fwd_steps(acc, l, m, q, q_pos, first, last, k_ptr, v_ptr, k_step, v_step, k
                 visible = visible & (position + ahead <= last[:, None])
             s = tl.where(visible, s, -float("inf"))
 
-        # 2. Online softmax in units of log2; the pivot of a row that has seen no key yet is 0.
+        # 2. Online softmax; the pivot of a row that has seen no key yet is 0.
         m_new = tl.maximum(m, tl.max(s, 1) * UNIT)
         pivot = m_new
         if MASK:
             pivot = tl.where(m_new == -float("inf"), 0.0, m_new)
-        p = tl.exp2(s * UNIT - pivot[:, None])
-        shrink = tl.exp2(m - pivot)
+        p = _exp(s, pivot[:, None], UNIT, q.dtype == tl.float32)
+        shrink = tl.exp2((m - pivot) * _LOG2E)
 
         # 3. Accumulate. The normaliser is that of the row before dropout; p is summed before it is
         #    rounded, so that no two copies of it are held.
@@ -207,12 +217,12 @@ def attention_fwd_kernel(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, table_ptr, sinks_p
     l = tl.zeros((BLOCK_M,), ACC)
     m = tl.full((BLOCK_M,), -float("inf"), ACC)
     if INTO:
-        m = tl.load(lse_ptr + i, i < rows, -float("inf")) * _LOG2E
+        m = tl.load(lse_ptr + i, i < rows, -float("inf"))
         l = tl.where(m == -float("inf"), l, 1.0)
         o = _load(o_ptr, o_stride[1], rows, BLOCK_M, D, BLOCK_D, True)
         acc = tl.where(m[:, None] == -float("inf"), acc, o)
     elif sinks_ptr is not None:
-        m = l + tl.load(sinks_ptr + head) * _LOG2E
+        m = l + tl.load(sinks_ptr + head)
         l = tl.where(m == -float("inf"), l, 1.0)
 
     # 3. The keys that all of its rows see, then those at the ends of intervals and of runs.
@@ -234,7 +244,7 @@ def attention_fwd_kernel(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, table_ptr, sinks_p
     # 4. Normalise; l = 0 and m = -inf only in rows that saw no key.
     l = tl.where(l == 0, 1.0, l)
     _store(o_ptr, o_stride[1], acc / l[:, None], rows, BLOCK_M, D, BLOCK_D, False)
-    tl.store(lse_ptr + i, (m + tl.log2(l)) * _LN2, i < rows)
+    tl.store(lse_ptr + i, m + tl.log2(l) * _LN2, i < rows)
 
 
 # ---------------------------------------------------------------- backward
@@ -267,7 +277,7 @@ def _dkdv_steps(dk, dv, k, v, k_pos, first, last, q_ptr, do_ptr, lse_ptr, delta_
                 SCALE: tl.constexpr, CAP: tl.constexpr, DROP: tl.constexpr,
                 KEEP: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, MASK: tl.constexpr,
                 BLOCK_M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    UNIT: tl.constexpr = _LOG2E if CAP > 0 else SCALE * _LOG2E
+    UNIT: tl.constexpr = 1.0 if CAP > 0 else SCALE
     i = tl.arange(0, BLOCK_M)
     ahead = i[None, :] * q_runs[4]
     span0 = span(ends, q_runs[0], q_runs[1], q_runs[4], MASK, FIRST, LAST, True, BLOCK_M)
@@ -295,7 +305,7 @@ def _dkdv_steps(dk, dv, k, v, k_pos, first, last, q_ptr, do_ptr, lse_ptr, delta_
         if CAP > 0:
             t = _tanh(s * (SCALE / CAP), q.dtype == tl.float32)
             s = CAP * t
-        p = tl.exp2(s * UNIT - (lse * _LOG2E)[None, :])
+        p = _exp(s, lse[None, :], UNIT, k.dtype == tl.float32)
         if MASK and LAST:
             q_pos = position + ahead
             p = tl.where((first[:, None] <= q_pos) & (q_pos <= last[:, None]), p, 0.0)
@@ -384,7 +394,7 @@ def _dq_steps(dq, q, do, lse, delta, q_pos, first, last, k_ptr, v_ptr, k_step, v
               SCALE: tl.constexpr, CAP: tl.constexpr, DROP: tl.constexpr,
               KEEP: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, MASK: tl.constexpr,
               BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    UNIT: tl.constexpr = _LOG2E if CAP > 0 else SCALE * _LOG2E
+    UNIT: tl.constexpr = 1.0 if CAP > 0 else SCALE
     n = tl.arange(0, BLOCK_N)[None, :]
     ahead = n * k_runs[4]
     span0 = span(ends, k_runs[0], k_runs[1], k_runs[4], MASK, FIRST, LAST, False, BLOCK_N)
@@ -400,7 +410,7 @@ def _dq_steps(dq, q, do, lse, delta, q_pos, first, last, k_ptr, v_ptr, k_step, v
         if CAP > 0:
             t = _tanh(s * (SCALE / CAP), q.dtype == tl.float32)
             s = CAP * t
-        p = tl.exp2(s * UNIT - lse[:, None])
+        p = _exp(s, lse[:, None], UNIT, k.dtype == tl.float32)
         if MASK:
             visible = n < rows
             if FIRST:
@@ -453,7 +463,7 @@ def attention_dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr,
     q_pos = position + i * q_stripes
     q = _load(q_ptr, q_stride[1], rows, BLOCK_M, D, BLOCK_D, True)
     do = _load(do_ptr, do_stride[1], rows, BLOCK_M, D, BLOCK_D, True)
-    lse = tl.load(lse_ptr + at + i, i < rows, float("inf")) * _LOG2E
+    lse = tl.load(lse_ptr + at + i, i < rows, float("inf"))
     delta = tl.load(delta_ptr + at + i, i < rows, 0.0)
     dq = tl.zeros((BLOCK_M, BLOCK_D), lse_ptr.dtype.element_ty)
 

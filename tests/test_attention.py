@@ -215,6 +215,23 @@ def test_low_precision_errs_no_more_than_twice_what_plain_torch_does(impl, dtype
         assert_error_budget(shifted, same[0], truth[0])
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp2")  # before the mask, for nothing
+def test_float32_scores_in_the_thousands_cost_no_more_than_in_torchs_own_kernel() -> None:
+    """There lse itself has three decimals, for both; a second rounding would show."""
+    for _ in range(5):
+        q, k, v = draw(Sq=70, Sk=70, D=128, dtype=torch.float32)
+        low = [(400 * q.detach()).requires_grad_(), k, v]
+        exact = [x.detach().double().requires_grad_() for x in low]
+        do = torch.randn_like(q)
+        truth = with_grads(reference.attention, exact, do.double())
+        same, got = (
+            with_grads(attention, low, do, return_lse=True, impl=impl)
+            for impl in ("torch", "triton")
+        )
+        for g, s, t in zip(got, same, truth, strict=True):
+            assert_error_budget(g, s, t)
+
+
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_blocks_of_keys_with_the_final_lse_add_up_to_the_whole(impl) -> None:
     """Ring attention in one process, with float32 partials of float16 inputs."""
