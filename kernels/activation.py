@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from warpweave.kernels.dispatch import choose, tl, triton
+from warpweave.kernels.dispatch import choose, no_graph, tl, triton
 from warpweave.kernels.numeric import to_dtype, upcast
 from warpweave.kernels.reference import compute_dtype
 
@@ -184,6 +184,7 @@ def _gradient(dy: torch.Tensor, x: torch.Tensor, name: str) -> torch.Tensor:
     return torch.ops.aten.gelu_backward(dy, x, approximate=approximate)
 
 
+@no_graph
 def activation_fwd(x: torch.Tensor, activation: str, *, impl: str | None = None) -> torch.Tensor:
     """y[..., F] of x[..., F], or x[..., 2F] where the activation is gated: the forward half."""
     impl, (name, gated) = choose(impl, x), find_activation(activation)
@@ -203,6 +204,7 @@ def activation_fwd(x: torch.Tensor, activation: str, *, impl: str | None = None)
     return y
 
 
+@no_graph
 def activation_bwd(
     dy: torch.Tensor, x: torch.Tensor, activation: str, *, impl: str | None = None
 ) -> torch.Tensor:

@@ -70,7 +70,7 @@ from warpweave.kernels.attention_tiles import (
     launch_options,
     padded,
 )
-from warpweave.kernels.dispatch import choose, triton
+from warpweave.kernels.dispatch import choose, no_graph, triton
 from warpweave.kernels.linear import grad_dtype
 from warpweave.kernels.reference import compute_dtype
 
@@ -135,6 +135,7 @@ def _constants(mask: Mask, scores: Scores) -> tuple[float, float, int, float, bo
     return scores.scale, scores.softcap, drop, keep, mask.causal, bool(mask.window)
 
 
+@no_graph
 def attention_fwd(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -224,6 +225,7 @@ def _check_carried(q, sinks, out_dtype, into) -> None:
         )
 
 
+@no_graph
 def attention_delta(
     o: torch.Tensor,
     do: torch.Tensor,
@@ -258,6 +260,7 @@ def attention_delta(
     return delta
 
 
+@no_graph
 def attention_dsinks(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
     """Return dsinks[Hq] = -sum over samples and rows of exp(sinks - lse) delta.
 
@@ -269,6 +272,7 @@ def attention_dsinks(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor
     return -(share.nan_to_num(nan=0.0) * delta).sum((0, 2))
 
 
+@no_graph
 def attention_bwd(
     do: torch.Tensor,
     q: torch.Tensor,

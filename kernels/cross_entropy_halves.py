@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import torch
 
-from warpweave.kernels.dispatch import check_written, choose, tl, triton
+from warpweave.kernels.dispatch import check_written, choose, no_graph, tl, triton
 from warpweave.kernels.numeric import to_dtype, upcast
 from warpweave.kernels.reference import compute_dtype
 
@@ -236,6 +236,7 @@ def _(logits, labels, vocab_start, vocab_size, ignore_index, want_sum, impl):
     return lse, torch.empty_like(lse), torch.empty_like(lse) if want_sum else lse.new_empty(0)
 
 
+@no_graph
 def cross_entropy_fwd(
     logits: torch.Tensor,
     labels: torch.Tensor,
@@ -478,6 +479,7 @@ def _(*arguments):
     return None
 
 
+@no_graph
 def cross_entropy_bwd(
     dloss: torch.Tensor,
     logits: torch.Tensor,

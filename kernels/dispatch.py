@@ -16,9 +16,14 @@ because Triton launches on the current device whatever the device of its argumen
 from __future__ import annotations
 
 import importlib.util
-from functools import cache
+from collections.abc import Callable
+from functools import cache, wraps
+from typing import ParamSpec, TypeVar
 
 import torch
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 HAS_TRITON: bool = importlib.util.find_spec("triton") is not None
 
@@ -87,6 +92,29 @@ def choose(impl: str | None, *tensors: torch.Tensor | None) -> str:
     raise ValueError(
         f'impl="triton" needs CUDA tensors (or CPU under TRITON_INTERPRET=1), got {device}'
     )
+
+
+def refuse_graph(name: str, *given: object) -> None:
+    """Raise ValueError if a gradient is wanted through `name`, which has none, to what is given."""
+    if torch.is_grad_enabled():
+        for x in given:
+            if isinstance(x, torch.Tensor) and x.requires_grad:
+                raise ValueError(
+                    f"{name} has no gradient and was given {[*x.shape]} that requires one: call it "
+                    "under torch.no_grad(), or take the differentiable function"
+                )
+
+
+def no_graph(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Decorate one half of an autograd Function: called where a gradient is wanted through it, it
+    raises ValueError instead of returning what no gradient comes back from."""
+
+    @wraps(function)
+    def checked(*args: _Arguments.args, **options: _Arguments.kwargs) -> _Result:
+        refuse_graph(function.__name__, *args, *options.values())
+        return function(*args, **options)
+
+    return checked
 
 
 def check_written(name: str, x: torch.Tensor) -> None:

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import torch
 
-from warpweave.kernels.dispatch import choose, tl, triton
+from warpweave.kernels.dispatch import choose, no_graph, tl, triton
 from warpweave.kernels.numeric import to_dtype, upcast
 
 _LOW = 0xFFFFFFFF
@@ -108,6 +108,7 @@ def _dropout_kernel(
     tl.store(y_ptr + row[:, None] * E + col, to_dtype(y, y_ptr.dtype.element_ty), live)
 
 
+@no_graph
 def dropout_fwd(
     x: torch.Tensor, p: float, *, seed: int, site: int, tokens: torch.Tensor
 ) -> torch.Tensor:

@@ -36,6 +36,7 @@ from warpweave.kernels.dispatch import (
     check_written,
     choose,
     processors,
+    refuse_graph,
     tl,
     triton,
 )
@@ -394,11 +395,6 @@ def _check_epilogue(
         raise ValueError(f"need 0 <= seed < 2**63 and 0 <= site < 2**32, got {seed} and {site}")
 
 
-def _check_no_graph(name: str, *given: torch.Tensor | None) -> None:
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given):
-        raise ValueError(f"{name} has no gradient: call it under torch.no_grad(), or take an MLP")
-
-
 # ---------------------------------------------------------------- public
 
 
@@ -430,7 +426,7 @@ def gemm(
         return gemm_cpu.product(a, b, bias, dtype)
     check_operands(a, b, bias)
     _check_out(a, dtype)
-    _check_no_graph("the Triton kernel of gemm", a, b, bias)
+    refuse_graph("the Triton kernel of gemm", a, b, bias)
     y = a.new_empty(a.shape[0], b.shape[1], dtype=dtype)
     _launch(a, b, bias, y, precision=precision)
     return y
@@ -471,7 +467,7 @@ def gemm_into(
         return
     check_operands(a, b, None)
     _check_out(a, out.dtype)
-    _check_no_graph("the Triton kernel of gemm_into", a, b, out)
+    refuse_graph("the Triton kernel of gemm_into", a, b, out)
     _launch(a, b, None, out, add=add, precision=precision)
 
 
@@ -508,7 +504,7 @@ def fused_gemm(
     """
     impl = choose(impl, a, b, bias, residual, getattr(drop, "tokens", None))
     check_operands(a, b, bias)
-    _check_no_graph("fused_gemm", a, b, bias, residual)
+    refuse_graph("fused_gemm", a, b, bias, residual)
     dtype = a.dtype if out_dtype is None else out_dtype
     _check_out(a, dtype)
     find_precision(precision)

@@ -54,7 +54,7 @@ from warpweave.kernels.cross_entropy_halves import (
     outside_vocabulary,
     token_losses,
 )
-from warpweave.kernels.dispatch import choose
+from warpweave.kernels.dispatch import choose, no_graph
 from warpweave.kernels.gemm import gemm, gemm_into
 from warpweave.kernels.linear import Settled, grad_dtype
 from warpweave.kernels.reference import compute_dtype
@@ -232,6 +232,7 @@ def _(x, weight, labels, start, size, ignore_index, label_smoothing, z_loss, imp
     return x.new_empty(2 + (label_smoothing != 0.0), len(x), dtype=compute_dtype(x))
 
 
+@no_graph
 def linear_cross_entropy_fwd(
     x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, vocabulary: Vocabulary
 ) -> torch.Tensor:
@@ -298,6 +299,7 @@ def _(dloss, x, weight, labels, lse, dw, add, want_dx, dx_dtype, *vocabulary):
     return x.new_empty(x.shape if want_dx else 0, dtype=dx_dtype)
 
 
+@no_graph
 def linear_cross_entropy_bwd(
     dloss: torch.Tensor,
     x: torch.Tensor,
@@ -415,6 +417,7 @@ def _narrow(x: torch.Tensor, columns: int) -> list[slice]:
     return _column_slices(columns, max(x.shape), _sizes(x).elements)
 
 
+@no_graph
 def linear_cross_entropy_fwd_bwd(
     x: torch.Tensor,
     weight: torch.Tensor,

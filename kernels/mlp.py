@@ -36,7 +36,7 @@ from warpweave.kernels.activation import (
     curve_and_slope,
     find_activation,
 )
-from warpweave.kernels.dispatch import choose, tl, triton
+from warpweave.kernels.dispatch import choose, no_graph, tl, triton
 from warpweave.kernels.dropout import Drop, dropout_fwd
 from warpweave.kernels.dropout import dropout as apply_dropout
 from warpweave.kernels.gemm import (
@@ -61,6 +61,7 @@ RECOMPUTE = ("nothing", "activation", "up")
 # ---------------------------------------------------------------- fc1 and its activation
 
 
+@no_graph
 def hidden_fwd(
     x: torch.Tensor,
     up_weight: torch.Tensor,
@@ -158,6 +159,7 @@ def _hidden_bwd_kernel(
         _slope_tile(fourth, z_ptr, dz_ptr, h_ptr, t, col + 3 * STEP, T, F, CURVE, GATED)
 
 
+@no_graph
 def hidden_bwd(
     dy: torch.Tensor,
     down_weight: torch.Tensor,
@@ -240,6 +242,7 @@ class Gradients(NamedTuple):
     h: torch.Tensor | None
 
 
+@no_graph
 def mlp_fwd(
     x: torch.Tensor,
     up_weight: torch.Tensor,
@@ -280,6 +283,7 @@ def mlp_fwd(
     return y, z, h if keep and how.recompute == "nothing" else None
 
 
+@no_graph
 def mlp_bwd(
     dy: torch.Tensor,
     x: torch.Tensor | None,

@@ -43,7 +43,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from warpweave.kernels.dispatch import all_registers, choose, processors, triton
+from warpweave.kernels.dispatch import all_registers, choose, no_graph, processors, triton
 from warpweave.kernels.linear import grad_dtype
 from warpweave.kernels.norm_args import (
     Dropped,
@@ -85,6 +85,7 @@ def _contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
 # ---------------------------------------------------------------- forward
 
 
+@no_graph
 def norm_fwd(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -156,6 +157,7 @@ class NormGradients(NamedTuple):
     db: torch.Tensor | None
 
 
+@no_graph
 def norm_bwd(
     dy: torch.Tensor,
     s: torch.Tensor,

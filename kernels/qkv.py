@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from warpweave.kernels.dispatch import choose, tl, triton
+from warpweave.kernels.dispatch import choose, no_graph, tl, triton
 from warpweave.kernels.gemm import (
     check_operands,
     find_precision,
@@ -171,6 +171,7 @@ def _qkv_fwd_kernel(
         )  # fmt: skip
 
 
+@no_graph
 def qkv_fwd(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -270,6 +271,7 @@ def _qkv_bwd_kernel(
     tl.store(at + HALF, to_dtype(d2, dz_ptr.dtype.element_ty), live)
 
 
+@no_graph
 def qkv_bwd(
     dq: torch.Tensor,
     dk: torch.Tensor,

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 
 import torch
 
-from warpweave.kernels.dispatch import check_written, choose, tl, triton
+from warpweave.kernels.dispatch import check_written, choose, no_graph, tl, triton
 from warpweave.kernels.numeric import to_dtype, upcast
 from warpweave.kernels.reference import compute_dtype
 
@@ -339,6 +339,7 @@ def _check_pair(q, k, cos, sin, *, inplace: bool = False) -> None:
         )
 
 
+@no_graph
 def rope_fwd(
     x: torch.Tensor,
     cos: torch.Tensor,
@@ -360,6 +361,7 @@ def rope_fwd(
     return y
 
 
+@no_graph
 def rope_qk_fwd(
     q: torch.Tensor,
     k: torch.Tensor,

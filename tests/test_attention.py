@@ -338,7 +338,7 @@ def test_the_torch_path_needs_no_operator_of_the_cpu_elsewhere(options, monkeypa
     for name in ("_flash", "_flash_backward"):
         monkeypatch.setattr(attention_cpu, name, not_here)
     with pytest.raises(AssertionError, match="of the CPU"):
-        attention_fwd(*draw(), impl="torch")
+        attention_fwd(*(x.detach() for x in draw()), impl="torch")
     if "documents" not in options:  # whose values are needed
         # Fake tensors are refused where devices mix; "meta" has no autocast to switch off.
         with FakeTensorMode(), mock.patch.object(torch, "autocast", return_value=nullcontext()):
@@ -366,7 +366,8 @@ def test_planted_faults_are_far_outside_the_tolerance(impl) -> None:
     q, k, v = (x.detach() for x in draw())
     do, dlse = torch.randn_like(q), torch.randn(1, 2, 37, dtype=F64)
     inputs = [x.clone().requires_grad_() for x in (q, k, v)]
-    o, lse, *want = with_grads(reference.attention, inputs, do, dlse)
+    found = with_grads(reference.attention, inputs, do, dlse)
+    o, lse, *want = (x.detach() for x in found)
     faults = {
         "mask off by one": attention(q, k, v, q_runs=((1, 37),), impl=impl),
         "mask shifted the other way": attention(q, k, v, k_runs=((1, 37),), impl=impl),

@@ -1,13 +1,19 @@
 """Which implementation is chosen, and that what cannot run says so."""
 
+import importlib
+import inspect
+import pkgutil
+import re
 import subprocess
 import sys
 
 import pytest
 import torch
 
+from warpweave import kernels
 from warpweave.kernels import dispatch
 from warpweave.kernels.dispatch import choose
+from warpweave.kernels.norm import norm_fwd
 
 
 class _On:
@@ -91,3 +97,43 @@ def test_all_registers_are_those_of_a_multiprocessor_or_a_thread(monkeypatch) ->
     assert dispatch.all_registers(32) == {"num_warps": 32, "maxnreg": 64}
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert dispatch.all_registers(8) == {"num_warps": 8}  # maxnreg is ptxas' word
+
+
+# ---------------------------------------------------------------- halves have no gradient
+
+
+def _halves() -> dict[str, object]:
+    """Every public half of an autograd Function in kernels, by module and name."""
+    found = {}
+    for module in pkgutil.iter_modules(kernels.__path__, f"{kernels.__name__}."):
+        for name, value in vars(importlib.import_module(module.name)).items():
+            own = inspect.isfunction(value) and value.__module__ == module.name
+            if own and re.fullmatch(r"[a-z]\w*_(fwd|bwd|fwd_bwd|delta|dsinks)", name):
+                found[f"{module.name.rpartition('.')[2]}.{name}"] = value
+    return found
+
+
+def test_every_public_half_refuses_what_wants_a_gradient_through_it() -> None:
+    halves = _halves()
+    assert len(halves) == 22
+    x = torch.zeros(2, requires_grad=True)
+    for name, half in halves.items():
+        named = inspect.signature(half).parameters.values()
+        given = {p.name: torch.zeros(2) for p in named if p.default is p.empty}
+        message = (
+            rf"^{name.partition('.')[2]} has no gradient and was given \[2\] that requires one"
+        )
+        for argument in given:  # the check comes before all others
+            with pytest.raises(ValueError, match=message):
+                half(**{**given, argument: x})
+        first = next(iter(given))
+        with pytest.raises(ValueError, match=message):
+            half(x, **{name: value for name, value in given.items() if name != first})
+
+
+def test_a_half_runs_where_no_gradient_is_wanted() -> None:
+    x, weight = torch.randn(3, 8, requires_grad=True), torch.ones(8, requires_grad=True)
+    with torch.no_grad():
+        y, *_ = norm_fwd(x, weight, layer=False)
+    assert torch.equal(y, norm_fwd(x.detach(), weight.detach(), layer=False)[0])
+    assert norm_fwd.__doc__.startswith("(y, s, mean or None, rstd)")
