@@ -112,8 +112,8 @@ _Steps = tuple[int, ...]  # from sample to sample, row to row, head to head
 def _steps(*tensors: torch.Tensor) -> tuple[int, list[_Steps]]:
     """A number, and the steps of the tensors in multiples of it, for kernels to load many elements
     at a time: 8 or less where some step is no multiple of 16, which Triton sees by itself."""
-    found = [x.stride()[:3] for x in tensors]
-    shared = math.gcd(16, *(by for x in tensors for n, by in zip(x.shape, x.stride()[:3]) if n > 1))
+    found = [tuple(by if n > 1 else 0 for n, by in zip(x.shape, x.stride()[:3])) for x in tensors]
+    shared = math.gcd(16, *(by for steps in found for by in steps))
     step = 1 if shared == 16 else shared
     return step, [tuple(by // step for by in steps) for steps in found]
 

@@ -39,14 +39,14 @@ def forward_tile(q: torch.Tensor, call: Kept) -> AttentionTile:
     Dropout, and a softcap in a program of four warps, keep more per score: half the keys. What goes
     on from earlier sums keeps more per row: at most 64 rows past head dim 128 or in four warps (as
     with both dropout and softcap), and past head dim 128 in float32 two stages, since with one the
-    compiler spills kilobytes. Columns that are masked off take eight warps of 16-bit elements, and
-    on Ampere half the keys with a softcap or bounds.
+    compiler spills kilobytes. Columns that are masked off take eight warps, and of 16-bit elements
+    on Ampere half the keys.
     """
     tile = find("attention_fwd", q.device, q.element_size(), q.shape[3])
     if INTERPRET:
         return tile
-    masked = q.element_size() == 2 and _masked(q)
-    if masked:
+    masks, low = _masked(q), q.element_size() == 2
+    if masks:
         tile = tile._replace(warps=8)
     if (call.into and q.shape[3] > 128) or (
         tile.warps == 4 and (call.into or (call.dropout and call.softcap))
@@ -54,9 +54,9 @@ def forward_tile(q: torch.Tensor, call: Kept) -> AttentionTile:
         tile = tile._replace(q=min(tile.q, 64))
     if call.into and q.shape[3] > 128 and q.element_size() == 4:
         tile = tile._replace(stages=2)
-    ampere = masked and capability(q.device) < 90
-    half = call.dropout or (call.softcap and (tile.warps == 4 or ampere))
-    return _half_keys(tile) if half or (ampere and call.bounded) else tile
+    ampere = masks and low and capability(q.device) < 90
+    half = call.dropout or ampere or (call.softcap and tile.warps == 4)
+    return _half_keys(tile) if half else tile
 
 
 def dkdv_tile(q: torch.Tensor, call: Kept) -> AttentionTile:
@@ -97,8 +97,8 @@ def dq_tile(q: torch.Tensor, call: Kept) -> AttentionTile:
 
 
 def _masked(q: torch.Tensor) -> bool:
-    """Whether tiles have columns that the heads of q do not."""
-    return q.shape[3] != padded(q.shape[3])
+    """Whether tiles have columns that the heads of q do not; in float64, for proofs, no matter."""
+    return q.element_size() < 8 and q.shape[3] != padded(q.shape[3])
 
 
 def padded(head_dim: int) -> int:
@@ -118,7 +118,6 @@ def launch_options(tile: AttentionTile, q: torch.Tensor, call: Kept) -> dict[str
     """
     options = {"num_warps": tile.warps}
     fuller = call.dropout or q.shape[3] > 64
-    low = q.element_size() == 2
-    if q.element_size() == 4 or (low and _masked(q)) or (fuller and capability(q.device) >= 100):
+    if q.element_size() == 4 or _masked(q) or (fuller and capability(q.device) >= 100):
         options = all_registers(tile.warps)
     return {**options, "num_stages": tile.stages}

@@ -293,10 +293,12 @@ def test_what_keeps_more_takes_smaller_tiles_in_the_forward(monkeypatch) -> None
     assert forward_tile(masked, Kept(softcap=True)) == (128, 64, 8, 3)
     assert forward_tile(masked, Kept()) == (128, 64, 8, 3)
     assert forward_tile(wide[..., :64].half(), Kept()) == (128, 64, 4, 3)
+    assert forward_tile(masked.float(), Kept()) == (64, 32, 8, 2)
+    assert forward_tile(wide[..., :72], Kept()) == (32, 16, 8, 2)
+    assert forward_tile(wide[..., :128], Kept()) == (32, 16, 4, 2)
     tiles_of(monkeypatch, 80)
-    for call in ({"softcap": True}, {"bounded": True}):
-        assert _sizes(forward_tile, 72, **call) == (128, 32)
-        assert _sizes(forward_tile, 128, **call) == (128, 64)
+    assert _sizes(forward_tile, 72) == (128, 32)
+    assert _sizes(forward_tile, 128) == (128, 64)
 
 
 def test_what_keeps_more_takes_smaller_tiles_in_the_backward(monkeypatch) -> None:
