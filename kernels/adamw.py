@@ -21,8 +21,9 @@ philox4x32-10 of (global index // 4 lo, hi, step number, a constant) by the seed
 function of seed, step and global element index, the same for any sharding and implementation
 (Gupta et al. 2015, arXiv:1502.02551; Zamirai et al. 2020, arXiv:2010.06192).
 
-Weight decay is one number per call: what decays and what does not are ranges of the buffer, each
-stepped by a call of its own. There is no mask per element.
+Weight decay is one number per call. Where biases and norms, which do not decay, lie between the
+matrices of a buffer, a bool per element says what does (one byte more to read); or each range of
+the buffer is stepped by a call of its own.
 
 Bias corrections are computed in fp64: 1 - 0.999 in fp32 has four digits. The update is elementwise,
 so Triton gives the same bits for any partition into shards (on a CPU, torch may round the last few
@@ -39,7 +40,7 @@ import torch
 
 from warpweave.kernels import dropout as keyed
 from warpweave.kernels import reference
-from warpweave.kernels.dispatch import choose, tl, triton
+from warpweave.kernels.dispatch import choose, no_graph, tl, triton
 from warpweave.kernels.numeric import to_dtype, upcast
 from warpweave.kernels.reference import compute_dtype
 
@@ -74,6 +75,7 @@ def _adamw_kernel(
     step_ptr,
     grad_scale_ptr,
     skip_ptr,
+    decay_mask_ptr,
     n,
     lr,
     lr_rest,
@@ -121,6 +123,8 @@ def _adamw_kernel(
 
     # 4. The weights, and their copy; what is bfloat16 of the two is rounded.
     w = upcast(tl.load(master_ptr + at, live, 0.0))
+    if decay_mask_ptr is not None:
+        keep = tl.where(tl.load(decay_mask_ptr + at, live, False), keep, 1.0)
     w = w * keep - step_size * (m / (tl.sqrt(v) / root + EPS))
     rounded = w
     if STOCHASTIC:
@@ -154,16 +158,19 @@ def _stochastic_torch(x: torch.Tensor, word: torch.Tensor) -> torch.Tensor:
 
 def _adamw_torch(
     master, grad, m, v, param, step, grad_scale, skip, lr, beta1, beta2, eps, weight_decay,
-    rounding=None,
+    rounding=None, decay_mask=None,
 ) -> None:  # fmt: skip
-    """torch's fused AdamW; its own grad_scale divides, and overwrites the gradient, so not used."""
+    """torch's fused AdamW; its own grad_scale divides, and overwrites the gradient, so not used.
+
+    It knows one decay per buffer: with a mask the weights decay before it, which is the same.
+    """
     n, found_inf = master.numel(), None
     if skip is not None and skip.device.type == "cpu":
         if skip.item() != 0:  # on a CPU there is nobody to wait for
             return
     elif skip is not None:
         found_inf = (skip != 0).float()
-    plain = grad_scale is None and grad.dtype == m.dtype and param is None
+    plain = grad_scale is None and grad.dtype == m.dtype and param is None and decay_mask is None
     chunk = n if plain or master.device.type != "cpu" else _CHUNK
     if rounding is not None:
         chunk = _ROUNDING_CHUNK
@@ -174,6 +181,9 @@ def _adamw_torch(
         if grad_scale is not None:
             g = g * grad_scale.to(m.dtype)
         w = master[at].to(m.dtype)
+        if decay_mask is not None:
+            decays = decay_mask[at] if found_inf is None else decay_mask[at] & (found_inf == 0)
+            w.mul_(torch.ones_like(w).masked_fill_(decays, 1 - lr * weight_decay))
         torch._fused_adamw_(
             [w],
             [g],
@@ -184,7 +194,7 @@ def _adamw_torch(
             lr=lr,
             beta1=beta1,
             beta2=beta2,
-            weight_decay=weight_decay,
+            weight_decay=weight_decay if decay_mask is None else 0.0,
             eps=eps,
             amsgrad=False,
             maximize=False,
@@ -203,7 +213,7 @@ def _adamw_torch(
 
 def _adamw_triton(
     master, grad, m, v, param, step, grad_scale, skip, lr, beta1, beta2, eps, weight_decay,
-    rounding=None,
+    rounding=None, decay_mask=None,
 ) -> None:  # fmt: skip
     lr_high = torch.tensor(lr, dtype=torch.float32).item()
     seed, start = (0, 0) if rounding is None else rounding
@@ -217,6 +227,7 @@ def _adamw_triton(
             step,
             grad_scale,
             skip,
+            decay_mask,
             master.numel(),
             lr_high,
             lr - lr_high,
@@ -244,6 +255,7 @@ def _adamw_step(
     param: torch.Tensor | None,
     grad_scale: torch.Tensor | None,
     skip: torch.Tensor | None,
+    decay_mask: torch.Tensor | None,
     lr: float,
     beta1: float,
     beta2: float,
@@ -261,7 +273,7 @@ def _adamw_step(
     half = _adamw_torch if impl == "torch" else _adamw_triton
     half(
         master, grad, m, v, param, step, grad_scale, skip, lr, beta1, beta2, eps, weight_decay,
-        (seed, start) if stochastic_rounding else None,
+        (seed, start) if stochastic_rounding else None, decay_mask,
     )  # fmt: skip
 
 
@@ -285,6 +297,7 @@ def adamw_step(
     step: torch.Tensor,
     grad_scale: torch.Tensor | None = None,
     skip: torch.Tensor | None = None,
+    decay_mask: torch.Tensor | None = None,
     param: torch.Tensor | None = None,
     stochastic_rounding: bool = False,
     seed: int = 0,
@@ -295,8 +308,8 @@ def adamw_step(
 
     step: 0-dim fp32 or fp64, the number of steps done so far; this call counts it up, so every
     shard has one of its own. grad_scale: 0-dim tensor that multiplies the gradient. skip: 0-dim
-    tensor; if it is not zero nothing changes, step included. param[n]: gets master, cast to its
-    dtype. grad is only read.
+    tensor; if it is not zero nothing changes, step included. decay_mask[n]: bool, the elements that
+    decay; None: all of them. param[n]: gets master, cast to its dtype. grad is only read.
 
     stochastic_rounding: the bf16 param, or the bf16 master of a run without fp32 ones (then m and v
     are fp32 and param is None), is rounded at random, by bits that are a function of `seed`, the
@@ -305,7 +318,7 @@ def adamw_step(
 
     Raises ValueError for other shapes, dtypes, strides, rates or seeds.
     """
-    impl = choose(impl, master, grad, m, v, step, grad_scale, skip, param)
+    impl = choose(impl, master, grad, m, v, step, grad_scale, skip, decay_mask, param)
     pure = master.dtype == torch.bfloat16 and stochastic_rounding
     if master.dtype not in (torch.float32, torch.float64) and not pure:
         raise ValueError(
@@ -332,6 +345,15 @@ def adamw_step(
             )
         if not x.dtype.is_floating_point or (name in ("m", "v") and x.dtype != moments):
             raise ValueError(f"{name} has dtype {x.dtype}, which does not go with {master.dtype}")
+    if decay_mask is not None and (
+        decay_mask.dtype != torch.bool
+        or decay_mask.shape != master.shape
+        or not decay_mask.is_contiguous()
+    ):
+        raise ValueError(
+            f"decay_mask must be bool and contiguous like master[{master.numel()}], got "
+            f"{decay_mask.dtype} {[*decay_mask.shape]} with strides {decay_mask.stride()}"
+        )
     for name, x in (("step", step), ("grad_scale", grad_scale), ("skip", skip)):
         if x is not None and x.ndim != 0:
             raise ValueError(f"{name} must be a 0-dim tensor, got {[*x.shape]}")
@@ -346,8 +368,8 @@ def adamw_step(
     direct = impl == "torch" and not torch.compiler.is_compiling()
     update = _adamw_step if direct else _adamw_step_op
     update(
-        master, grad, m, v, step, param, grad_scale, skip, lr, beta1, beta2, eps, weight_decay,
-        stochastic_rounding, seed, start, impl,
+        master, grad, m, v, step, param, grad_scale, skip, decay_mask, lr, beta1, beta2, eps,
+        weight_decay, stochastic_rounding, seed, start, impl,
     )  # fmt: skip
 
 
@@ -400,6 +422,7 @@ def _(flat, impl):
     return flat.new_empty((), dtype=compute_dtype(flat))
 
 
+@no_graph
 @torch.no_grad()
 def sum_of_squares(flat: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
     """The sum of the squares of flat[n], 0-dim, fp32 (fp64 for fp64), the same bits every time.

@@ -42,10 +42,12 @@ import torch
 import torch.nn.functional as F
 
 from warpweave.kernels.attention_args import (
+    FARTHEST,
     Mask,
     Runs,
     Scores,
     as_runs,
+    check_dtype,
     check_into,
     check_kinds,
     check_mask,
@@ -165,9 +167,10 @@ def attention_fwd(
     lse = sinks; `sinks` themselves cannot be given with it. Arguments and errors otherwise as
     `attention`; not differentiable by itself.
     """
-    check_kinds(window, documents, dropout_seed)
+    check_kinds(q, k, v, causal, window, documents, scale, softcap, dropout, dropout_seed)
     impl = choose(impl, q, k, v, documents, sinks, *(() if into is None else into))
     check_tensors(q, k, v)
+    check_dtype("out_dtype", out_dtype)
     scores = check_scores(q.shape[3], scale, softcap, dropout, dropout_seed, dropout_origin)
     keyed = scores.dropout > 0
     mask = check_mask(q, k, causal, window, documents, q_runs, k_runs, keyed=keyed)
@@ -306,8 +309,10 @@ def attention_bwd(
     (float64 for float64), are added to in place and returned; dk and dv are given together.
     Arguments and errors otherwise as `attention`.
     """
+    check_kinds(q, k, v, causal, window, documents, scale, softcap, dropout, dropout_seed)
     impl = choose(impl, do, q, k, v, lse, delta, o, documents, *into)
     check_tensors(q, k, v)
+    check_dtype("grad_dtype", grad_dtype)
     scores = check_scores(q.shape[3], scale, softcap, dropout, dropout_seed, dropout_origin)
     keyed = scores.dropout > 0
     mask = check_mask(q, k, causal, window, documents, q_runs, k_runs, keyed=keyed)
@@ -525,13 +530,16 @@ def attention(
     Raises ValueError if shapes, dtypes, devices, head counts, runs, documents or numbers do not
     fit, or `impl` cannot run here.
     """
-    check_kinds(window, documents, dropout_seed)
+    check_kinds(q, k, v, causal, window, documents, scale, softcap, dropout, dropout_seed)
     choose("torch", q, k, v, documents, sinks)  # one device; beside meta tensors nothing would run
     device = q.device.type
     if q.dtype != torch.float64 and torch.is_autocast_enabled(device):
         q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
+    check_tensors(q, k, v)
+    check_scores(q.shape[3], scale, softcap, dropout, dropout_seed, dropout_origin)
     o, lse = _attention(
-        q, k, v, documents, sinks, causal, window, scale, softcap, dropout, dropout_seed,
+        q, k, v, documents, sinks, causal, None if window is None else min(window, FARTHEST),
+        scale, softcap, dropout, dropout_seed,
         list(dropout_origin), _flat("q_runs", q_runs), _flat("k_runs", k_runs), impl,
     )  # fmt: skip
     return (o, lse) if return_lse else o

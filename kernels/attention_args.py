@@ -21,7 +21,7 @@ Runs = Sequence[tuple[int, ...]]  # each a `Run`, or what one is made from
 
 _Flat = tuple[int, int, int, int, int]
 
-_FARTHEST = 2**31 - 2  # kernels and the tables of documents hold positions in int32
+FARTHEST = 2**31 - 2  # kernels and the tables of documents hold positions in int32
 
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -125,9 +125,9 @@ def check_mask(
     ]
     if window is None or window >= max(ends):  # no two positions are that far apart
         window = 0
-    if max(ends) + window > _FARTHEST:
+    if max(ends) + window > FARTHEST:
         raise ValueError(
-            f"positions, and a window from them on, must lie below {_FARTHEST}, got the position "
+            f"positions, and a window from them on, must lie below {FARTHEST}, got the position "
             f"{max(ends) - 1} and the window {window or None}"
         )
     if documents is not None:
@@ -168,6 +168,12 @@ def _check_runs(name: str, runs: Runs | None, length: int) -> _Flat:
     return (first.start, first.length, second.start, second.length, by)
 
 
+def check_dtype(name: str, dtype: torch.dtype | None) -> None:
+    """Raise ValueError on a dtype that attention does not compute in."""
+    if dtype is not None and dtype not in _DTYPES:
+        raise ValueError(f"{name} must be a floating dtype of at least 16 bits, got {dtype}")
+
+
 def as_runs(name: str, runs: Runs) -> list[Run]:
     """At most two runs, named, or ValueError."""
     try:
@@ -179,14 +185,39 @@ def as_runs(name: str, runs: Runs) -> list[Run]:
             f"{name} must be at most two (start >= 0, length >= 0, stripes >= 1 or left out), "
             f"got {runs}"
         )
+    if any(n >= 2**62 for run in found for n in run):  # an operator takes 64 bits
+        raise ValueError(f"the numbers of {name} must lie below 2**62, got {runs}")
     return found
 
 
-def check_kinds(window: object, documents: object, seed: object) -> None:
-    """Raise ValueError on what is no integer or no tensor: torch's own message is a schema."""
-    for name, n in (("window", window), ("dropout_seed", seed)):
-        if not (hasattr(n, "__index__") or (n is None and name == "window")):
-            raise ValueError(f"{name} must be an integer, got {n!r}")
+def check_kinds(
+    q: object,
+    k: object,
+    v: object,
+    causal: object,
+    window: object,
+    documents: object,
+    scale: object,
+    softcap: object,
+    dropout: object,
+    seed: object,
+) -> None:
+    """Raise ValueError on what is no number or no tensor: torch's own message is a schema."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, torch.Tensor):
+            raise ValueError(f"{name} must be a tensor, got {x!r}")
+    if not isinstance(causal, int):
+        raise ValueError(f"causal must be a bool, got {causal!r}")
+    for name, n in (("window", 0 if window is None else window), ("dropout_seed", seed)):
+        try:
+            operator.index(n)  # type: ignore[arg-type]
+        except TypeError:
+            raise ValueError(f"{name} must be an integer, got {n!r}") from None
+    for name, x in (("scale", scale), ("softcap", softcap), ("dropout", dropout)):
+        if x is None and name != "dropout":
+            continue
+        if isinstance(x, torch.Tensor) or not hasattr(x, "__float__"):
+            raise ValueError(f"{name} must be a number, got {x!r}")
     if documents is not None and not isinstance(documents, torch.Tensor):
         raise ValueError(f"documents must be a tensor of boundaries, got {documents!r}")
 

@@ -40,22 +40,22 @@ def forward_tile(q: torch.Tensor, call: Kept) -> AttentionTile:
     on from earlier sums keeps more per row: at most 64 rows past head dim 128 or in four warps (as
     with both dropout and softcap), and past head dim 128 in float32 two stages, since with one the
     compiler spills kilobytes. Columns that are masked off take eight warps, and of 16-bit elements
-    on Ampere half the keys.
+    half the keys on Ampere and, of 64 rows, past head dim 128.
     """
     tile = find("attention_fwd", q.device, q.element_size(), q.shape[3])
     if INTERPRET:
         return tile
-    masks, low = _masked(q), q.element_size() == 2
+    wide, masks = q.shape[3] > 128, _masked(q)
     if masks:
         tile = tile._replace(warps=8)
-    if (call.into and q.shape[3] > 128) or (
+    if (wide and (call.into or masks)) or (
         tile.warps == 4 and (call.into or (call.dropout and call.softcap))
     ):
         tile = tile._replace(q=min(tile.q, 64))
-    if call.into and q.shape[3] > 128 and q.element_size() == 4:
+    if call.into and wide and q.element_size() == 4:
         tile = tile._replace(stages=2)
-    ampere = masks and low and capability(q.device) < 90
-    half = call.dropout or ampere or (call.softcap and tile.warps == 4)
+    masks = masks and q.element_size() == 2 and (wide or capability(q.device) < 90)
+    half = call.dropout or masks or (call.softcap and tile.warps == 4)
     return _half_keys(tile) if half else tile
 
 
@@ -63,10 +63,11 @@ def dkdv_tile(q: torch.Tensor, call: Kept) -> AttentionTile:
     """The tile of dk and dv, which hold keys and go through queries.
 
     Fewer queries cost little: with dropout 16-bit elements take at most 32 at a time, and half
-    where columns are masked off and anything more is kept. Fewer keys read the queries more often,
-    and below 64 there is no wgmma or tcgen05: past head dim 64, up to Hopper, 64 are taken where
-    more would spill, to add to what is there or with both dropout and softcap. Float32 has neither
-    of those instructions: half the keys, with dropout a quarter.
+    where columns are masked off and anything more is kept, or on Ampere the head dim is past 64.
+    Fewer keys read the queries more often, and below 64 there is no wgmma or tcgen05: past head dim
+    64, up to Hopper, 64 are taken where more would spill, to add to what is there or with both
+    dropout and softcap. Float32 has neither of those instructions: half the keys, with dropout a
+    quarter.
     """
     tile = find("attention_dkdv", q.device, q.element_size(), q.shape[3])
     if INTERPRET:
@@ -76,10 +77,10 @@ def dkdv_tile(q: torch.Tensor, call: Kept) -> AttentionTile:
         return _half_keys(tile) if call.dropout or call.softcap or call.into else tile
     if call.dropout:
         tile = tile._replace(q=min(tile.q, 32))
-    if _masked(q) and any(call):
+    wide, arch = q.shape[3] > 64, capability(q.device)
+    if _masked(q) and (any(call) if arch >= 90 else wide):
         tile = tile._replace(q=max(16, tile.q // 2))
-    more = call.into or (call.dropout and call.softcap)
-    if more and q.shape[3] > 64 and capability(q.device) < 100:
+    if wide and arch < 100 and (call.into or (call.dropout and call.softcap)):
         tile = tile._replace(k=min(tile.k, 64))
     return tile
 

@@ -26,6 +26,8 @@ Functions), but for `gemm` by torch; with dropout, N (of y) is whole on every ra
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 
 from warpweave.kernels import gemm_cpu
@@ -395,6 +397,121 @@ def _check_epilogue(
         raise ValueError(f"need 0 <= seed < 2**63 and 0 <= site < 2**32, got {seed} and {site}")
 
 
+# ---------------------------------------------------------------- registration
+
+# What is left of a call when everything is checked, and the operators that compilers see of it:
+# they can trace no launch. Without a compiler the call of an operator is saved.
+
+
+def _product(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    precision: str | None,
+) -> torch.Tensor:
+    """a[M, K] b[K, N] + bias[N] by Triton."""
+    y = a.new_empty(a.shape[0], b.shape[1], dtype=dtype)
+    _launch(a, b, bias, y, precision=precision)
+    return y
+
+
+_gemm_op = torch.library.custom_op("warpweave::gemm", mutates_args=())(_product)
+
+
+@_gemm_op.register_fake
+def _(a, b, bias, dtype, precision):
+    return a.new_empty(a.shape[0], b.shape[1], dtype=dtype)
+
+
+def _product_into(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor,
+    add: bool,
+    precision: str | None,
+    impl: str,
+) -> None:
+    """out[M, N] (+)= a[M, K] b[K, N]."""
+    if impl == "torch":
+        gemm_cpu.product_into(a, b, out, add)
+    else:
+        _launch(a, b, None, out, add=add, precision=precision)
+
+
+_gemm_into_op = torch.library.custom_op("warpweave::gemm_into", mutates_args=("out",))(
+    _product_into
+)
+
+
+@_gemm_into_op.register_fake
+def _(*arguments):
+    return None
+
+
+def _fused(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str | None,
+    keep: bool,
+    drop: Drop | None,
+    residual: torch.Tensor | None,
+    dtype: torch.dtype,
+    precision: str | None,
+    impl: str,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(y[M, N or N/2], z[M, N] or None)."""
+    if impl == "torch":
+        return _fused_torch(a, b, bias, activation, keep, drop, residual, dtype)
+    y = a.new_empty(_fused_shape(a, b, activation), dtype=dtype)
+    z = a.new_empty(a.shape[0], b.shape[1]) if keep else None
+    _launch(
+        a,
+        b,
+        bias,
+        y,
+        activation=activation,
+        z=z,
+        drop=drop,
+        residual=residual,
+        precision=precision,
+    )
+    return y, z
+
+
+@torch.library.custom_op("warpweave::fused_gemm", mutates_args=())
+def _fused_gemm_op(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    tokens: torch.Tensor | None,
+    activation: str | None,
+    keep: bool,
+    p: float,
+    seed: int,
+    site: int,
+    dtype: torch.dtype,
+    precision: str | None,
+    impl: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    drop = None if tokens is None else Drop(p, seed, site, tokens)
+    y, z = _fused(a, b, bias, activation, keep, drop, residual, dtype, precision, impl)
+    return y, a.new_empty(0, 0) if z is None else z  # operators return no None
+
+
+@_fused_gemm_op.register_fake
+def _(a, b, bias, residual, tokens, activation, keep, p, seed, site, dtype, precision, impl):
+    y = a.new_empty(_fused_shape(a, b, activation), dtype=dtype)
+    return y, a.new_empty((a.shape[0], b.shape[1]) if keep else (0, 0))
+
+
+def _fused_shape(a: torch.Tensor, b: torch.Tensor, activation: str | None) -> tuple[int, int]:
+    gated = activation is not None and find_activation(activation).gated
+    return a.shape[0], b.shape[1] // 2 if gated else b.shape[1]
+
+
 # ---------------------------------------------------------------- public
 
 
@@ -423,13 +540,20 @@ def gemm(
     """
     dtype = a.dtype if out_dtype is None else out_dtype
     if impl is None or choose(impl, a, b, bias) == "torch":
+        # oneDNN's product would lose a gradient, silently, and compilers cannot trace its choice.
+        if not a.is_cuda and (torch.compiler.is_compiling() or _wants_gradient(a, b, bias)):
+            a, b = a.to(dtype), b.to(dtype)
+            return a @ b if bias is None else torch.addmm(bias, a, b)
         return gemm_cpu.product(a, b, bias, dtype)
     check_operands(a, b, bias)
     _check_out(a, dtype)
     refuse_graph("the Triton kernel of gemm", a, b, bias)
-    y = a.new_empty(a.shape[0], b.shape[1], dtype=dtype)
-    _launch(a, b, bias, y, precision=precision)
-    return y
+    multiply = _gemm_op if torch.compiler.is_compiling() else _product
+    return multiply(a, b, bias, dtype, precision)
+
+
+def _wants_gradient(*tensors: torch.Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def gemm_into(
@@ -443,17 +567,17 @@ def gemm_into(
 ) -> None:
     """Add a[M, K] b[K, N] to out[M, N], or overwrite `out` with it.
 
-    a and b have one dtype and any strides; out that dtype, or float32 or float64 to be given (or
-    added) the accumulators unrounded. `precision` as for `gemm`.
+    a and b have one dtype and any strides; out that dtype, or float32 to be given (or added) the
+    accumulators of 16-bit operands unrounded. `precision` as for `gemm`.
 
     Args:
         impl: None is Triton where 16-bit operands on CUDA meet a float32 `out` (torch would need a
             float32 matrix beside it), else torch.
 
     Raises:
-        ValueError: out has another shape or elements that are one in memory; by the Triton kernel,
-            on shapes or dtypes that do not fit, on what requires a gradient or if it cannot run;
-            torch raises what it raises.
+        ValueError: out has another shape or dtype or elements that are one in memory, something
+            requires a gradient; by the Triton kernel, on shapes or dtypes that do not fit or if it
+            cannot run; torch raises what it raises.
     """
     if out.shape != (a.shape[0], b.shape[-1]):
         raise ValueError(
@@ -462,13 +586,13 @@ def gemm_into(
     check_written("out", out)
     if impl is None and (a.dtype == out.dtype or not a.is_cuda):
         impl = "torch"
-    if choose(impl, a, b, out) == "torch":
-        gemm_cpu.product_into(a, b, out, add)
-        return
-    check_operands(a, b, None)
-    _check_out(a, out.dtype)
-    refuse_graph("the Triton kernel of gemm_into", a, b, out)
-    _launch(a, b, None, out, add=add, precision=precision)
+    impl = choose(impl, a, b, out)
+    if impl == "triton":
+        check_operands(a, b, None)
+    _check_out(a, out.dtype)  # torch would cast the operands to it: to integers, without a word
+    refuse_graph("gemm_into", a, b, out)
+    multiply = _gemm_into_op if torch.compiler.is_compiling() else _product_into
+    multiply(a, b, out, add, precision, impl)
 
 
 def fused_gemm(
@@ -507,32 +631,23 @@ def fused_gemm(
     refuse_graph("fused_gemm", a, b, bias, residual)
     dtype = a.dtype if out_dtype is None else out_dtype
     _check_out(a, dtype)
-    find_precision(precision)
+    if precision is not None:  # None is asked of torch at the launch: compilers cannot trace it
+        find_precision(precision)
     gated = activation is not None and find_activation(activation).gated
     if gated and b.shape[1] % 2:
         raise ValueError(f"{activation} needs b[K, 2F] of gate, up pairs, got {[*b.shape]}")
     if keep and activation is None:
         raise ValueError("keep=True keeps the argument of an activation: activation is None")
-    shape = (a.shape[0], b.shape[1] // 2 if gated else b.shape[1])
-    _check_epilogue(shape, drop, residual)
+    _check_epilogue(_fused_shape(a, b, activation), drop, residual)
     if drop is not None and drop.p == 0:
         drop = None
-    if impl == "torch":
-        return _fused_torch(a, b, bias, activation, keep, drop, residual, dtype)
-    y = a.new_empty(shape, dtype=dtype)
-    z = a.new_empty(a.shape[0], b.shape[1]) if keep else None
-    _launch(
-        a,
-        b,
-        bias,
-        y,
-        activation=activation,
-        z=z,
-        drop=drop,
-        residual=residual,
-        precision=precision,
+    if not torch.compiler.is_compiling():
+        return _fused(a, b, bias, activation, keep, drop, residual, dtype, precision, impl)
+    p, seed, site, tokens = (0.0, 0, 0, None) if drop is None else drop
+    y, z = _fused_gemm_op(
+        a, b, bias, residual, tokens, activation, keep, p, seed, site, dtype, precision, impl
     )
-    return y, z
+    return y, z if keep else None
 
 
 def _fused_torch(
@@ -546,10 +661,13 @@ def _fused_torch(
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """One operator of torch after the other; each rounds to the dtype of its result."""
+    # The dtypes are settled: autocast would multiply, and return, in its own.
+    cast = not a.is_meta and torch.is_autocast_enabled(a.device.type)
+    with torch.autocast(a.device.type, enabled=False) if cast else nullcontext():
+        z = gemm_cpu.product(a, b, bias, dtype if activation is None else a.dtype)
     if activation is None:
-        y, z = gemm_cpu.product(a, b, bias, dtype), None
+        y = z
     else:
-        z = gemm_cpu.product(a, b, bias, a.dtype)
         y = activation_fwd(z, activation, impl="torch").to(dtype)
     if drop is not None:
         p, seed, site, tokens = drop

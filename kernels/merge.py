@@ -19,7 +19,10 @@ from __future__ import annotations
 
 import torch
 
+from warpweave.kernels.dispatch import no_graph
 
+
+@no_graph
 def merge(
     o_a: torch.Tensor, lse_a: torch.Tensor, o_b: torch.Tensor, lse_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -32,6 +35,7 @@ def merge(
     return torch.lerp(o_a, o_b, _weight(lse_a, lse_b)), torch.logaddexp(lse_a, lse_b)
 
 
+@no_graph
 def merge_(
     o: torch.Tensor, lse: torch.Tensor, o_b: torch.Tensor, lse_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -612,10 +612,9 @@ def check_mlp(
             f"{name}: {activation} needs x[..., E], up_weight{form} and down_weight[E, F], got "
             f"{[*x.shape]}, {[*up_weight.shape]} and {[*down_weight.shape]}"
         )
-    if up_bias is not None and up_bias.numel() != factor * width:
-        raise ValueError(
-            f"{name}: up_bias must have {factor * width} elements, got {[*up_bias.shape]}"
-        )
+    if up_bias is not None and up_bias.shape not in ((factor * width,), up_weight.shape[:-1]):
+        form = f"[{factor * width}]" if up_weight.ndim == 2 else f"[{factor * width}] or [F, 2]"
+        raise ValueError(f"{name}: up_bias must be {form}, got {[*up_bias.shape]}")
     if down_bias is not None and down_bias.shape != (E,):
         raise ValueError(f"{name}: down_bias must be [{E}], got {[*down_bias.shape]}")
     if residual is not None and residual.shape != x.shape:

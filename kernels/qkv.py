@@ -524,6 +524,10 @@ def check_qkv(
         raise ValueError(f"{name}: cos and sin must both be tensors, or both None")
     if cos is not None and torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
         raise ValueError(f"{name}: cos and sin get no gradient: detach them")
+    if cos is not None and not (cos.dtype.is_floating_point and sin.dtype.is_floating_point):
+        raise ValueError(
+            f"{name}: cos and sin must be of a float dtype, got {cos.dtype} and {sin.dtype}"
+        )
     if cos is not None and not cos.shape == sin.shape == (shape[1], head_dim // 2):
         raise ValueError(
             f"{name}: cos and sin must be [S, D/2] = {[shape[1], head_dim // 2]}, got "

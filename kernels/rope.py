@@ -316,6 +316,8 @@ def _check(x, cos, sin, *, inplace: bool = False) -> None:
         raise ValueError(
             f"cos and sin must be [S, R/2] of x {[*x.shape]}, got {[*cos.shape]} and {[*sin.shape]}"
         )
+    if not (cos.dtype.is_floating_point and sin.dtype.is_floating_point):
+        raise ValueError(f"cos and sin must be of a float dtype, got {cos.dtype} and {sin.dtype}")
     if not 2 <= 2 * cos.shape[1] <= D:
         raise ValueError(f"cos and sin [S, R/2] need 2 <= R <= D = {D}, got R = {2 * cos.shape[1]}")
     if inplace and x.stride(-1) != 1 and D != 1:

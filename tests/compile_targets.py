@@ -302,6 +302,23 @@ def _adamw_cases(adamw) -> list[Case]:
             ),
             float64=True,
         ),
+        Case(
+            "adamw stochastic copy, decay mask",
+            lambda: adamw._adamw_triton(
+                flat,
+                low,
+                flat,
+                flat,
+                low,
+                one,
+                one,
+                one,
+                *rates,
+                (2**40, 160),
+                m(10**7, dtype=torch.bool),
+            ),
+            float64=True,
+        ),
         Case("sum_of_squares offsets past 2^31", lambda: adamw._sum_of_squares_triton(lows)),
     ]
 

@@ -163,14 +163,17 @@ def test_operators_pass_opcheck_and_compile_whole(impl):
     zero, half = torch.tensor(0.0), torch.tensor(0.5)
     arguments = (state["master"], grad, state["m"], state["v"], state["step"])
     op, rates = torch.ops.warpweave.adamw_step.default, RATES.values()
-    torch.library.opcheck(op, (*arguments, param, half, zero, *rates, 1, 2**40, 3, impl))
+    for mask in (None, torch.arange(9) % 2 == 0):
+        options = (param, half, zero, mask, *rates, 1, 2**40, 3, impl)
+        torch.library.opcheck(op, (*arguments, *options))
     torch.library.opcheck(torch.ops.warpweave.sum_of_squares.default, (grad, impl))
 
     def update(grad, low, **state):
         scale = 1 / (1 + sum_of_squares(grad, impl=impl).sqrt())
         adamw_step(grad=grad, grad_scale=scale, impl=impl, **state, **RATES)
         pure = {"master": low, "m": state["m"], "v": state["v"], "step": state["step"]}
-        adamw_step(grad=grad, **pure, **RATES, stochastic_rounding=True, start=5, impl=impl)
+        random = {"stochastic_rounding": True, "start": 5, "decay_mask": grad > 0}
+        adamw_step(grad=grad, **pure, **RATES, **random, impl=impl)
 
     compiled = torch.compile(update, fullgraph=True, backend="aot_eager")
     twin = {k: x.clone() for k, x in state.items()}
@@ -195,6 +198,74 @@ def test_ranges_with_and_without_decay_are_calls_of_their_own(impl):
     expected = torch.where(decay, truth["master"], mask["master"])
     assert_close_f64(state["master"], expected, 1e-13)
     assert relative_error(truth["master"], expected) > 1e-4
+
+
+@IMPLS
+def test_a_mask_of_what_decays_equals_two_groups_of_torch_optim(impl):
+    n, steps = 2503, 3
+    mask, grads = torch.rand(n) < 0.5, torch.randn(steps, n, dtype=torch.float64)
+    state = _start(n)
+    first = {k: x.clone() for k, x in state.items()}
+    groups = [
+        {"params": [state["master"][at].clone().requires_grad_(True)], "weight_decay": rate}
+        for at, rate in ((mask, RATES["weight_decay"]), (~mask, 0.0))
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=RATES["lr"], betas=(0.9, 0.95), eps=RATES["eps"])
+    scale, skip = torch.tensor(0.37, dtype=torch.float64), torch.tensor(0.0)
+    param, more = torch.empty(n, dtype=torch.bfloat16), {"decay_mask": mask, "impl": impl}
+    for grad in grads:
+        for group, at in zip(groups, (mask, ~mask)):
+            group["params"][0].grad = 0.37 * grad[at]
+        optimizer.step()
+        adamw_step(grad=grad, grad_scale=scale, skip=skip, param=param, **more, **state, **RATES)
+    truth = torch.empty(n, dtype=torch.float64)
+    for group, at in zip(groups, (mask, ~mask)):
+        truth[at] = group["params"][0].detach()
+    assert_close_f64(state["master"], truth, 1e-13)
+    assert_close_f64(_textbook(first, grads, 0.37, decay_mask=mask)["master"], truth, 1e-13)
+    assert torch.equal(param, state["master"].bfloat16())
+    for fault in (~mask, None):  # inverted, ignored
+        wrong = {k: x.clone() for k, x in first.items()}
+        wrong |= {"decay_mask": fault, "grad_scale": scale}
+        for grad in grads:
+            adamw_step(grad=grad, impl=impl, **wrong, **RATES)
+        assert relative_error(wrong["master"], truth) > 1e-4
+    before = {k: x.clone() for k, x in state.items()}
+    adamw_step(grad=grads[0], skip=torch.tensor(1.0), param=param, **more, **state, **RATES)
+    assert all(torch.equal(state[k], before[k]) for k in state)
+
+
+@IMPLS
+@pytest.mark.parametrize("kind", ["float32", "copy", "bfloat16 masters"])
+def test_a_mask_chooses_between_the_steps_with_and_without_decay(kind, impl):
+    n = 1009 + 2**16 * (impl == "torch" and kind != "float32")  # torch: more than a chunk
+    dtype = torch.bfloat16 if kind == "bfloat16 masters" else torch.float32
+    first = {"master": torch.randn(n).to(dtype), "m": torch.randn(n), "v": torch.rand(n)}
+    grad, mask = torch.randn(n).bfloat16(), torch.rand(n) < 0.5
+
+    def stepped(decay_mask, weight_decay=RATES["weight_decay"]):
+        state = {k: x.clone() for k, x in first.items()}
+        param = torch.empty(n, dtype=torch.bfloat16) if kind == "copy" else None
+        adamw_step(
+            grad=grad, param=param, step=torch.zeros(()), decay_mask=decay_mask, impl=impl,
+            stochastic_rounding=kind != "float32", seed=SEED, start=7,
+            **state, **{**RATES, "weight_decay": weight_decay},
+        )  # fmt: skip
+        return state["master"] if param is None else param
+
+    with_decay, without = stepped(None), stepped(None, weight_decay=0.0)
+    expected = torch.where(mask, with_decay, without)
+    right, all_true = stepped(mask), stepped(torch.ones(n, dtype=torch.bool))
+    if impl == "triton":
+        assert torch.equal(right, expected)
+        assert torch.equal(all_true, with_decay)
+    elif kind == "float32":
+        assert_close_f64(right, expected.double(), 1e-7)
+    else:  # torch rounds some products otherwise: few neighbours change
+        assert (right != expected).float().mean() < 0.01
+    for wrong in (stepped(~mask), with_decay, without):
+        assert relative_error(wrong, expected) > 1e-4
+        assert (wrong != expected).float().mean() > 0.05
 
 
 # ------------------------------------------------------------------- stochastic rounding
@@ -333,14 +404,16 @@ def test_a_skipped_step_does_not_round(impl):
     assert not state["m"].any()
 
 
-def test_bfloat16_masters_move_22_bytes_per_element():
+@pytest.mark.parametrize("masked", [0, 1])
+def test_bfloat16_masters_move_22_bytes_per_element_and_one_of_a_mask(masked):
     n, one, scale = 20_000, torch.tensor(1.0), torch.tensor(0.5)
     low, grad = torch.randn(2, n).bfloat16()
-    m, v = torch.zeros(n), torch.zeros(n)
+    m, v, mask = torch.zeros(n), torch.zeros(n), torch.rand(n) < 0.5 if masked else None
+    state = (low, grad, m, v, None, one, scale, None)
     with traffic() as t:
-        adamw._adamw_triton(low, grad, m, v, None, one, scale, None, *RATES.values(), (SEED, 3))
-    least = cost.adamw(n, grad_size=2, master_size=2).bytes
-    assert least == 22 * n
+        adamw._adamw_triton(*state, *RATES.values(), (SEED, 3), mask)
+    least = cost.adamw(n, grad_size=2, master_size=2, mask_size=masked).bytes
+    assert least == (22 + masked) * n
     scalars = dict.fromkeys(("step_ptr", "grad_scale_ptr"), "one number")
     assert 0.99 * least <= t.moved(scalars) <= 1.01 * least
 
@@ -402,6 +475,12 @@ def test_sum_of_squares_tells_of_what_is_not_finite(bad, impl):
         ({"step": torch.tensor(1.0).bfloat16()}, "step must be float32 .* got torch.bfloat16"),
         ({"beta2": 1.0}, "betas 0.9, 1.0"),
         ({"grad": torch.zeros(6, dtype=torch.int32)}, "int32"),
+        ({"decay_mask": torch.ones(6)}, "must be bool .* got torch.float32"),
+        ({"decay_mask": torch.ones(6, dtype=torch.uint8)}, "must be bool .* got torch.uint8"),
+        ({"decay_mask": torch.ones(5).bool()}, r"like master\[6\], got torch.bool \[5\]"),
+        ({"decay_mask": torch.ones(2, 3).bool()}, r"got torch.bool \[2, 3\]"),
+        ({"decay_mask": torch.ones(12).bool()[::2]}, r"strides \(2,\)"),
+        ({"decay_mask": torch.ones(6, device="meta").bool()}, "one device"),
     ],
 )
 def test_what_does_not_fit_is_refused(change, match):

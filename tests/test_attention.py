@@ -491,6 +491,16 @@ def test_tiles_are_chosen_by_capability_element_size_and_head_dim(monkeypatch) -
         ({"window": 2.5}, r"window must be an integer, got 2\.5"),
         ({"window": (3, 0)}, r"window must be an integer, got \(3, 0\)"),
         ({"dropout_seed": None}, r"dropout_seed must be an integer, got None"),
+        ({"dropout_seed": 2**63}, r"0 <= dropout_seed < 2\*\*63 .* got 9223372036854775808"),
+        ({"window": torch.tensor([3, 4])}, r"window must be an integer, got tensor\(\[3, 4\]\)"),
+        ({"causal": "x"}, r"causal must be a bool, got 'x'"),
+        ({"scale": torch.ones(())}, r"scale must be a number, got tensor\(1\.\)"),
+        ({"softcap": "x"}, r"softcap must be a number, got 'x'"),
+        ({"dropout": None}, r"dropout must be a number, got None"),
+        (
+            {"q_runs": ((2**70, 8),)},
+            r"numbers of q_runs must lie below .* got \(\(11805",
+        ),
         ({"documents": [0, 8]}, r"documents must be a tensor of boundaries, got \[0, 8\]"),
         ({"scale": 0.0}, r"scale must be positive and finite, got 0\.0"),
         ({"impl": "cuda"}, r'impl must be None, "triton" or "torch"'),
@@ -516,6 +526,12 @@ def test_backward_refuses_statistics_that_do_not_fit() -> None:
         attention_fwd(*low)
     with pytest.raises(ValueError, match="needs delta or o"):
         attention_bwd(q, q, k, v, lse, None)
+    with pytest.raises(ValueError, match=r"grad_dtype must be a floating .* got torch\.int32"):
+        attention_bwd(q, q, k, v, lse, None, o=o, grad_dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"out_dtype must be a floating .* got torch\.int64"):
+        attention_fwd(q, k, v, out_dtype=torch.int64)
+    with pytest.raises(ValueError, match="q must be a tensor, got None"):
+        attention(None, k, v)
     with pytest.raises(ValueError, match=r"lse must be torch.float64 .* got torch.float32"):
         attention_bwd(q, q, k, v, lse.float(), None, o=o)
     with pytest.raises(ValueError, match=r"dlse must have the shape \(1, 2, 4\)"):

@@ -37,6 +37,13 @@ def test_elementwise_kernels_load_128_bits_at_a_time(reports) -> None:
         assert 2 * r.instructions["load_128_bit"] >= r.instructions["load"] > 0, r
 
 
+def test_no_kernel_adds_atomically(reports) -> None:
+    """So every result is deterministic."""
+    found = [r for rs in reports.values() for r in rs if not r.error]
+    assert {"attention_dkdv_kernel", "norm_bwd_kernel"} <= {r.kernel for r in found}
+    assert [r for r in found if r.instructions["atomic"]] == []
+
+
 def test_every_failure_is_named() -> None:
     good = Report(
         "sm_90", "x", "k", True, False, 4, 64, 0, 0, 8, 1, "wgmma.mma_async", {},

@@ -428,3 +428,149 @@ def test_gemm_into_writes_nothing_but_out(impl):
     assert not flat.any()
     with pytest.raises(ValueError, match="out is written and needs every element once"):
         gemm_into(a, b, torch.zeros(1, 6).expand(5, 6), True, impl=impl)
+
+
+# ---------------------------------------------------------------- compilers
+
+
+IMPLS = pytest.mark.parametrize("impl", ["torch", "triton"])
+
+
+def _compiled(function):
+    return torch.compile(function, fullgraph=True, backend="aot_eager")
+
+
+@IMPLS
+def test_operators_pass_opcheck(impl):
+    ops, (a, b) = torch.ops.warpweave, (_draw(7, 5), _draw(6, 5).t())
+    narrow, tokens = (a.half(), b.half()), torch.arange(7)
+    torch.library.opcheck(ops.gemm.default, (a, b, None, torch.float64, None))
+    torch.library.opcheck(ops.gemm.default, (*narrow, _draw(6), torch.float32, "ieee"))
+    for add in (False, True):
+        torch.library.opcheck(ops.gemm_into.default, (*narrow, torch.zeros(7, 6), add, None, impl))
+    for activation, keep in ((None, False), ("gelu", False), ("relu2", True), ("swiglu", True)):
+        r = _draw(7, 3 if activation == "swiglu" else 6)
+        for rest in ((None, None, None), (_draw(6), r, tokens)):
+            how = (activation, keep, 0.25, 2**40, 3, torch.float64, None, impl)
+            torch.library.opcheck(ops.fused_gemm.default, (a, b, *rest, *how))
+
+
+@IMPLS
+@pytest.mark.parametrize("size", [20, 130])  # the latter is large enough for oneDNN
+def test_products_compile_whole(impl, size):
+    def run(a, b, bias, out, more):
+        gemm_into(a, b, out, False, impl=impl)
+        gemm_into(a, b, more[:, ::2], True, impl=impl)
+        y = gemm(a, b, impl=impl)
+        return y, gemm(a, b, bias, precision="ieee", impl=impl), gemm(a, b, impl=impl) * out
+
+    shared = [_draw(size, 60, dtype=torch.float32), _draw(60, size + 9, dtype=torch.float32)]
+    shared.append(_draw(size + 9, dtype=torch.float32))
+    written = [torch.ones(size, size + 9), torch.ones(size, 2 * size + 18)]
+    twin = [x.clone() for x in written]
+    with torch.no_grad():
+        expected, made = run(*shared, *written), _compiled(run)(*shared, *twin)
+    assert all(torch.equal(x, y) for x, y in zip(written, twin))
+    for x, y in zip(expected, made, strict=True):
+        if impl == "triton" or size == 20:
+            assert torch.equal(x, y)
+        assert_close_f64(y, x.double(), 1e-5)  # compiled, it is never oneDNN's
+    truth = torch.ones(size, size + 9).double() + shared[0].double() @ shared[1].double()
+    assert_close_f64(twin[1][:, ::2], truth, 1e-5)
+    assert (twin[1][:, 1::2] == 1).all()
+
+
+@IMPLS
+@pytest.mark.parametrize("activation", [None, "gelu", "swiglu"])
+def test_fused_products_compile_whole(activation, impl):
+    keep = activation is not None
+
+    def run(a, b, bias, residual, tokens, seed):
+        drop = Drop(0.3, seed, 3, tokens)
+        options = {"activation": activation, "impl": impl}
+        everything = fused_gemm(a, b, bias, keep=keep, drop=drop, residual=residual, **options)
+        return *everything, fused_gemm(a, b, drop=drop._replace(p=0.0), **options)[0]
+
+    residual = _epilogue(activation)["residual"]
+    tensors = _draw(70, 20), _draw(66, 20).t(), _draw(66), residual, torch.arange(70) * 7919
+    compiled = _compiled(run)
+    with torch.no_grad():
+        for seed in (5, 2**40 + 5):  # the second of which is no constant
+            for x, y in zip(run(*tensors, seed), compiled(*tensors, seed), strict=True):
+                assert (x is y is None) or torch.equal(x, y)
+
+
+@IMPLS
+def test_what_has_no_gradient_refuses_to_drop_one_when_compiled_too(impl):
+    a, b, out = torch.randn(3, 4), torch.randn(4, 6, requires_grad=True), torch.zeros(3, 6)
+    calls = [
+        lambda b: fused_gemm(a, b, impl=impl)[0],
+        lambda b: gemm_into(a, b, out, False, impl=impl),
+        lambda b: gemm(a, b, impl="triton"),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match="has no gradient"):
+            call(b)
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="has no gradient"):
+            _compiled(call)(b)
+        with torch.no_grad():
+            _compiled(call)(b)
+
+
+@pytest.mark.parametrize("size", [5, 130])
+def test_torchs_products_are_differentiable_whichever_library_they_go_to(library, size):
+    """oneDNN's product, which has no gradient, would give none."""
+
+    def grads(product):
+        given = [x.clone().requires_grad_() for x in tensors]
+        return torch.autograd.grad(product(*given).square().sum(), given)
+
+    tensors = [_draw(*s, dtype=torch.float32) for s in ((size, 100), (100, size), (size,))]
+    truth = grads(lambda a, b, bias: a.double() @ b.double() + bias.double())
+    for product in (gemm, _compiled(lambda a, b, bias: gemm(a, b, bias, impl="torch"))):
+        for x, y in zip(grads(product), truth, strict=True):
+            assert_close_f64(x, y, 1e-5)
+    a, b, _ = tensors
+    given = a.bfloat16().requires_grad_()
+    gemm(given, b.bfloat16(), out_dtype=torch.float32).sum().backward()
+    assert given.grad.any()
+
+
+# ---------------------------------------------------------------- dtypes
+
+
+@IMPLS
+@pytest.mark.parametrize(
+    ("operands", "out"),
+    [
+        (torch.float32, torch.int64),
+        (torch.float32, torch.float16),
+        (torch.float64, torch.float32),
+        (torch.float16, torch.bfloat16),
+        (torch.float32, torch.float64),
+    ],
+    ids=str,
+)
+def test_gemm_into_refuses_a_buffer_that_would_cut_or_stretch_the_numbers(impl, operands, out):
+    a, b, into = torch.ones(3, 4).to(operands), torch.ones(4, 6).to(operands), torch.ones(3, 6)
+    into = into.to(out)
+    with pytest.raises(ValueError, match=f"is given in {operands} or .*, not in {out}"):
+        gemm_into(a, b, into, False, impl=impl)
+    assert (into == 1).all()
+
+
+@IMPLS
+@pytest.mark.parametrize("activation", [None, "gelu", "swiglu"])
+def test_under_autocast_a_fused_product_keeps_the_dtype_of_its_operands(activation, impl):
+    a, b, bias = (_draw(*s, dtype=torch.float32) for s in ((70, 50), (50, 66), (66,)))
+    options = _epilogue(activation, dtype=torch.float32)
+    keep = activation is not None
+
+    def run():
+        return fused_gemm(a, b, bias, keep=keep, **options, impl=impl)
+
+    expected = run()
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        found = [run(), _compiled(run)()]
+    for x, y in ((x, y) for made in found for x, y in zip(made, expected, strict=True)):
+        assert (x is y is None) or (x.dtype == torch.float32 and torch.equal(x, y))

@@ -325,7 +325,8 @@ def test_what_does_not_fit_raises(impl) -> None:
         ("swiglu needs x", (x[..., :-1], up, down), {}),
         ("swiglu needs x", (x, up, down.t()), {}),
         ("gelu needs x", (x, up, down), {"activation": "gelu"}),
-        ("up_bias must have", (x, up, down, up_bias[:-1]), {}),
+        ("up_bias must be", (x, up, down, up_bias[:-1]), {}),
+        ("up_bias must be", (x, up, down, up_bias.view(2, -1)), {}),  # would mix gate and up
         ("down_bias must be", (x, up, down, None, down_bias[:-1]), {}),
         ("residual must be", (x, up, down), {"residual": x[0]}),
         ("dtypes differ", (x, up.float(), down), {}),

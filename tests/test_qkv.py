@@ -208,6 +208,7 @@ def test_what_does_not_fit_raises(impl) -> None:
         ("both", (x, weight, bias, cos, None), {}),
         ("cos and sin must be", (x, weight, bias, cos[1:], sin[1:]), {}),
         ("dtypes differ", (x, weight.float(), bias, cos, sin), {}),
+        ("float dtype, got", (x, weight, bias, cos.bool(), sin), {}),
     ]
     for message, arguments, options in cases:
         with pytest.raises(ValueError, match=message):
