@@ -93,6 +93,7 @@ def cases() -> list[Case]:
         activation,
         adamw,
         attention,
+        cost,
         cross_entropy_halves,
         dropout,
         norm,
@@ -110,13 +111,41 @@ def cases() -> list[Case]:
             lambda: _planted_kernel[(1,)](f, f, 128, False, num_warps=4),
             tensor_cores=True,
         ),
-        Case("rope", lambda: rope.rope_fwd(m(2, 128, 8, 128), f2, f2)),
-        Case("gelu tanh fwd", lambda: activation.activation_fwd(h, "gelu")),
-        Case("gelu tanh bwd", lambda: activation.activation_bwd(h, h, "gelu")),
-        Case("gelu erf bwd", lambda: activation.activation_bwd(h, h, "gelu_erf")),
-        Case("swiglu fwd", lambda: activation.activation_fwd(h, "swiglu")),
-        Case("swiglu bwd", lambda: activation.activation_bwd(m(T, 2048), h, "swiglu")),
-        Case("dropout", lambda: dropout.dropout_fwd(h, 0.1, seed=7, site=3, tokens=tokens)),
+        Case(
+            "rope",
+            lambda: rope.rope_fwd(m(2, 128, 8, 128), f2, f2),
+            cost=cost.rope(2, 128, 8, 128),
+        ),
+        Case(
+            "gelu tanh fwd",
+            lambda: activation.activation_fwd(h, "gelu"),
+            cost=cost.gelu(h.numel()),
+        ),
+        Case(
+            "gelu tanh bwd",
+            lambda: activation.activation_bwd(h, h, "gelu"),
+            cost=cost.gelu(h.numel(), backward=True),
+        ),
+        Case(
+            "gelu erf bwd",
+            lambda: activation.activation_bwd(h, h, "gelu_erf"),
+            cost=cost.gelu(h.numel(), backward=True),
+        ),
+        Case(
+            "swiglu fwd",
+            lambda: activation.activation_fwd(h, "swiglu"),
+            cost=cost.swiglu(h.numel() // 2),
+        ),
+        Case(
+            "swiglu bwd",
+            lambda: activation.activation_bwd(m(T, 2048), h, "swiglu"),
+            cost=cost.swiglu(h.numel() // 2, backward=True),
+        ),
+        Case(
+            "dropout",
+            lambda: dropout.dropout_fwd(h, 0.1, seed=7, site=3, tokens=tokens),
+            cost=cost.dropout(*h.shape),
+        ),
     ]
     for E in (768, 8192):
         x, w, row = m(T, E), m(E), m(T, dtype=fp32)
@@ -124,15 +153,22 @@ def cases() -> list[Case]:
             Case(
                 f"rms_norm fwd E={E}",
                 lambda x=x, w=w: norm.norm_fwd(x, w, layer=False, residual=x),
+                cost=cost.norm(T, E, residual=True),
             ),
             Case(
                 f"rms_norm bwd E={E}",
                 lambda x=x, w=w, r=row: norm.norm_bwd(x, x, w, None, r, ds=x),
+                cost=cost.norm(T, E, residual=True, backward=True),
             ),
-            Case(f"layer_norm fwd E={E}", lambda x=x, w=w: norm.norm_fwd(x, w, w, layer=True)),
+            Case(
+                f"layer_norm fwd E={E}",
+                lambda x=x, w=w: norm.norm_fwd(x, w, w, layer=True),
+                cost=cost.norm(T, E, layer=True),
+            ),
             Case(
                 f"layer_norm bwd E={E}",
                 lambda x=x, w=w, r=row: norm.norm_bwd(x, x, w, r, r, ds=x, bias=True),
+                cost=cost.norm(T, E, layer=True, residual=True, backward=True),
             ),
         ]
     found += _norm_chains(norm) + _rope_cases(rope) + _adamw_cases(adamw)
@@ -144,15 +180,23 @@ def cases() -> list[Case]:
                 f"attention fwd D={D}",
                 lambda q=q, k=k: attention.attention_fwd(q, k, k),
                 tensor_cores=True,
+                cost=cost.attention(2, 4096, 4096, 16, D, kv_heads=4),
             ),
             Case(
                 f"attention bwd D={D}",
                 lambda q=q, k=k, r=row: attention.attention_bwd(q, q, k, k, r, r),
                 tensor_cores=True,
+                cost=cost.attention(2, 4096, 4096, 16, D, kv_heads=4, backward=True),
             ),
         ]
     q, row = m(2, 4096, 16, 128), m(2, 16, 4096, dtype=fp32)
-    found.append(Case("attention delta", lambda q=q, row=row: attention.attention_delta(q, q, row)))
+    found.append(
+        Case(
+            "attention delta",
+            lambda q=q, row=row: attention.attention_delta(q, q, row),
+            cost=Cost(2 * q.numel(), 4 * q.numel() + 8 * row.numel()),
+        )
+    )
     found += _attention_options(attention)
     for V, dtype in [(256, torch.bfloat16), (50257, torch.bfloat16), (128256, fp32)]:
         z, t, row = m(T, V, dtype=dtype), m(T, dtype=torch.int64), m(T, dtype=fp32)
@@ -161,18 +205,21 @@ def cases() -> list[Case]:
             Case(
                 f"cross_entropy fwd {name}",
                 lambda z=z, t=t: cross_entropy_halves._fwd_triton(z, t, 0, z.shape[1], -100, True),
+                cost=cost.cross_entropy(T, V, size=dtype.itemsize),
             ),
             Case(
                 f"cross_entropy bwd {name}",
                 lambda z=z, t=t, row=row: cross_entropy_halves._bwd_triton(
                     row, z, t, row, 0, z.shape[1], -100, 0.1
                 ),
+                cost=cost.cross_entropy(T, V, backward=True, size=dtype.itemsize),
             ),
             Case(
                 f"cross_entropy bwd in place, z-loss {name}",
                 lambda z=z, t=t, row=row: cross_entropy_halves._bwd_triton(
                     row, z, t, row, 128, 10**6, -100, 0.0, 1e-4, z
                 ),
+                cost=cost.cross_entropy(T, V, backward=True, size=dtype.itemsize),
             ),
         ]
     for dtype in (fp32, torch.float64):
@@ -185,11 +232,13 @@ def cases() -> list[Case]:
                     flat, low, flat, flat, low, one, one, one, 1e-3, 0.9, 0.95, 1e-8, 0.1
                 ),
                 float64=True,  # the scalars of a step
+                cost=cost.adamw(10**7, grad_size=2, param_size=2) if dtype == fp32 else None,
             ),
             Case(
                 f"sum_of_squares {dtype}".replace("torch.", ""),
                 lambda flat=flat: adamw._sum_of_squares_triton(flat),
                 float64=dtype == torch.float64,
+                cost=Cost(2 * 10**7, 10**7 * dtype.itemsize),
             ),
         ]
     return [*found, *_linear_cases()]
@@ -209,8 +258,20 @@ def _attention_with(
     attention, name: str, like: torch.Tensor, carried: bool = False, **options
 ) -> list[Case]:
     """Both directions, for heads `like` this vector; what is not `carried` has sinks."""
+    from warpweave.kernels import cost
+
     (D,), dtype, fp32 = like.shape, like.dtype, torch.float32
     q, k = m(2, 4096, 16, D, dtype=dtype), m(2, 4096, 4, D, dtype=dtype)
+    sizes = {"kv_heads": 4, "window": options.get("window"), "size": dtype.itemsize}
+    if carried:  # the sums are float32, read and written
+        more = 2 * 4 - dtype.itemsize
+        add_o, add_grads = more * q.numel() + 4 * 2 * 16 * 4096, more * (q.numel() + 2 * k.numel())
+    else:
+        add_o, add_grads = 0, 0
+    costs = {
+        "fwd": cost.attention(2, 4096, 4096, 16, D, **sizes) + Cost(0, add_o),
+        "bwd": cost.attention(2, 4096, 4096, 16, D, **sizes, backward=True) + Cost(0, add_grads),
+    }
     o, dk, row = m(*q.shape, dtype=fp32), m(*k.shape, dtype=fp32), m(2, 16, 4096, dtype=fp32)
     start = {"into": (o, row)} if carried else {"sinks": m(16)}
     add = (o, dk, dk) if carried else (None, None, None)
@@ -220,7 +281,7 @@ def _attention_with(
     }
     kind = f"D={D} {dtype}".replace("torch.", "")
     return [
-        Case(f"attention {name} {way} {kind}", call, tensor_cores=dtype != fp32)
+        Case(f"attention {name} {way} {kind}", call, tensor_cores=dtype != fp32, cost=costs[way])
         for way, call in calls.items()
     ]
 
@@ -228,6 +289,8 @@ def _attention_with(
 def _norm_chains(norm) -> list[Case]:
     """Norms with all that can be fused, in the layouts of real models; their own function for
     length."""
+    from warpweave.kernels import cost
+
     fp32, found = torch.float32, []
     for E in (768, 5120, 8192, 16384, 65536):
         T = 2**24 // E // 16 * 16
@@ -248,12 +311,19 @@ def _norm_chains(norm) -> list[Case]:
                 norm.norm_bwd(x, s, w, row, row, bias=True, **made, **drop)
             ),
         }
-        found += [Case(f"{name} E={E}", call) for name, call in calls.items()]
+        for name, call in calls.items():
+            layer, backward = name.startswith("layer"), name.endswith("bwd")
+            least = cost.norm(
+                T, E, layer=layer, residual=True, x_bias=True, dropout=layer, backward=backward,
+                stream_size=4,
+            )  # fmt: skip
+            found.append(Case(f"{name} E={E}", call, cost=least))
     x, w, wide = m(2**20, 4096), m(4096), m(2**20, 8192)
     found.append(
         Case(
             "rms_norm fwd into a slice, offsets past 2^31",
             lambda: norm.norm_fwd(x, w, layer=False, residual=x, out=wide[:, 4096:]),
+            cost=cost.norm(2**20, 4096, residual=True),
         )
     )
     return found
@@ -261,6 +331,8 @@ def _norm_chains(norm) -> list[Case]:
 
 def _rope_cases(rope) -> list[Case]:
     """Pairs, widths and places of rotation."""
+    from warpweave.kernels import cost
+
     fp32, found = torch.float32, []
     for D, R in ((128, 128), (128, 32), (96, 96), (256, 64)):
         qkv, table = m(2, 4096, 48, D), m(4096, R // 2, dtype=fp32)
@@ -272,19 +344,25 @@ def _rope_cases(rope) -> list[Case]:
                 Case(
                     f"rope pair {name}",
                     lambda q=q, k=k, t=table, o=options: rope.rope_qk_fwd(q, k, t, t, **o),
+                    cost=cost.rope(2, 4096, 40, D, rotary_dim=R),
                 ),
                 Case(
                     f"rope in place {name}",
                     lambda q=q, t=table, o=options: rope.rope_fwd(q, t, t, inplace=True, **o),
+                    cost=cost.rope(2, 4096, 32, D, rotary_dim=R, inplace=True),
                 ),
             ]
     x, table = m(2, 2**16, 256, 128), m(2**16, 64, dtype=fp32)
-    found.append(Case("rope offsets past 2^31", lambda: rope.rope_fwd(x, table, table)))
+    least = cost.rope(2, 2**16, 256, 128)
+    found.append(Case("rope offsets past 2^31", lambda: rope.rope_fwd(x, table, table), cost=least))
     return found
 
 
 def _adamw_cases(adamw) -> list[Case]:
-    """Stochastic rounding: of a copy, and of bfloat16 masters past 2^31 elements."""
+    """Stochastic rounding: of a copy, with a decay mask, and of bfloat16 masters past 2^31
+    elements."""
+    from warpweave.kernels import cost
+
     n, one, rates = 2**31 + 4096, m(dtype=torch.float32), (1e-3, 0.9, 0.95, 1e-8, 0.1)
     flat, low, many, lows = m(10**7, dtype=torch.float32), m(10**7), m(n, dtype=torch.float32), m(n)
     return [
@@ -294,6 +372,7 @@ def _adamw_cases(adamw) -> list[Case]:
                 flat, low, flat, flat, low, one, one, one, *rates, (2**40, 160)
             ),
             float64=True,  # the scalars of a step
+            cost=cost.adamw(10**7, grad_size=2, param_size=2),
         ),
         Case(
             "adamw stochastic bfloat16 masters, offsets past 2^31",
@@ -301,6 +380,7 @@ def _adamw_cases(adamw) -> list[Case]:
                 lows, lows, many, many, None, one, one, None, *rates, (1, 2**33)
             ),
             float64=True,
+            cost=cost.adamw(n, grad_size=2, master_size=2),
         ),
         Case(
             "adamw stochastic copy, decay mask",
@@ -318,14 +398,19 @@ def _adamw_cases(adamw) -> list[Case]:
                 m(10**7, dtype=torch.bool),
             ),
             float64=True,
+            cost=cost.adamw(10**7, grad_size=2, param_size=2, mask_size=1),
         ),
-        Case("sum_of_squares offsets past 2^31", lambda: adamw._sum_of_squares_triton(lows)),
+        Case(
+            "sum_of_squares offsets past 2^31",
+            lambda: adamw._sum_of_squares_triton(lows),
+            cost=Cost(2 * n, 2 * n),
+        ),
     ]
 
 
 def _linear_cases() -> list[Case]:
     """Products with every epilogue, in the shapes of an 8B Llama; odd ones; wide element types."""
-    from warpweave.kernels import dropout, gemm, mlp, qkv
+    from warpweave.kernels import cost, dropout, gemm, mlp, qkv
     from warpweave.kernels.gemm import gemm_into
 
     T, E, F, fp32, fp64 = 8192, 4096, 14336, torch.float32, torch.float64
@@ -373,12 +458,35 @@ def _linear_cases() -> list[Case]:
         calls[f"qkv fwd D={D}"] = lambda D=D, shape=shape: qkv.qkv_fwd(
             x.view(2, 4096, E), m(48 * D, E), m(48 * D), table[D], table[D], **shape
         )
-    found = [Case(name, call, tensor_cores=True) for name, call in calls.items()]
+    kept = {"bias": True, "keep": True}
+    slopes = {
+        name: Cost(2 * T * E * F, 2 * (T * E + E * F + 2 * T * Z + T * F))
+        for name, Z in (("gelu", F), ("relu2", F), ("swiglu", 2 * F), ("geglu", 2 * F))
+    }
+    least = {
+        "gemm bias": cost.fused_gemm(T, 2 * F, E, bias=True),
+        "gemm into": Cost(2 * T * E * F, 2 * (T * E + T * F) + 8 * E * F),
+        "gemm gelu": cost.fused_gemm(T, F, E, **kept),
+        "gemm gelu_erf": cost.fused_gemm(T, F, E, **kept),
+        "gemm relu2": cost.fused_gemm(T, F, E, **kept),
+        "gemm swiglu": cost.fused_gemm(T, 2 * F, E, gated=True, **kept),
+        "gemm everything": cost.fused_gemm(T, 2 * F, E, gated=True, residual=True, **kept),
+        "gemm dropout residual": cost.fused_gemm(T, E, F, bias=True, residual=True),
+        "gemm small": cost.fused_gemm(500, 1024, E, keep=True),
+        "gemm odd": cost.fused_gemm(4099, 2054, 1031, gated=True, keep=True, residual=True),
+        "gemm offsets past 2^31": cost.fused_gemm(2**20, E, E, residual=True),
+        "gemm tf32": cost.gemm(T, E, E, size=4),
+        "gemm tf32x3": cost.gemm(T, E, E, size=4),
+        **{f"mlp {name} bwd": slope for name, slope in slopes.items()},
+        **{f"qkv fwd D={D}": cost.qkv_rope(2, 4096, E, 32, 8, D) for D in table},
+    }
+    found = [Case(name, call, tensor_cores=True, cost=least[name]) for name, call in calls.items()]
     q, k = m(2, 4096, 32, 128), m(2, 4096, 8, 128)
+    turned = Cost(3 * T * 40 * 128, 4 * T * 48 * 128 + 4096 * 128 * 4)
     return [
         *found,
-        Case("qkv bwd", lambda: qkv.qkv_bwd(q, k, k, table[128], table[128])),
-        Case("gemm ieee", lambda: wide(fp32, "ieee")),
+        Case("qkv bwd", lambda: qkv.qkv_bwd(q, k, k, table[128], table[128]), cost=turned),
+        Case("gemm ieee", lambda: wide(fp32, "ieee"), cost=least["gemm tf32"]),
         Case("gemm float64", lambda: wide(fp64), float64=True),
     ]
 
