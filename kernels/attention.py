@@ -29,9 +29,9 @@ are in `attention_kernels`, the torch path of the CPU in `attention_cpu`.
 
 Sources: Dao 2023 (arXiv:2307.08691); Milakov and Gimelshein 2018 (arXiv:1805.02867) for the online
 normaliser; Gemma 2 (arXiv:2408.00118) for the softcap; Xiao et al. 2023 (arXiv:2309.17453) and
-gpt-oss (arXiv:2508.10925) for sinks. Limits: D <= 256; tensors are copied where
-the strides between the elements of one head are not 1, or D is no multiple of 8 (but for float64);
-scale > 0; gradients of gradients do not exist.
+gpt-oss (arXiv:2508.10925) for sinks. Limits: D <= 256; tensors are copied where the strides between
+the elements of one head are not 1, or D is no multiple of 8 (but for float64); scale > 0; gradients
+of gradients do not exist.
 """
 
 from __future__ import annotations
