@@ -85,14 +85,18 @@ def _unit(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _widened(x: torch.Tensor) -> torch.Tensor:
-    """x with zeros up to a head dim that is a multiple of 8: heads of others would be loaded number
-    by number, and spill. Zeros change no score and no gradient. float64 is for proofs."""
-    return F.pad(x, (0, -x.shape[3] % 8)) if x.shape[3] % 8 and x.element_size() < 8 else x
+def _widened(q: torch.Tensor, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors of a call on q with zeros up to a head dim that is a multiple of 8: heads of
+    others would be loaded number by number, and spill. Zeros change no score and no gradient.
+    float64 q are for proofs."""
+    missing = -q.shape[3] % 8
+    if not missing or q.element_size() == 8:
+        return [*tensors]
+    return [F.pad(x, (0, missing)) for x in tensors]
 
 
 def _narrowed(wide: torch.Tensor, x: torch.Tensor) -> None:
-    """Bring to x what a kernel wrote into `_widened(x)`."""
+    """Bring to x what a kernel wrote into it widened."""
     if wide is not x:
         x.copy_(wide[..., : x.shape[3]])
 
@@ -188,12 +192,9 @@ def attention_fwd(
     else:
         o, lse = into
     if o.numel():
-        wide = _widened(o)
+        *qkv, wide = _widened(q, q, k, v, o)
         with torch.cuda.device_of(q):
-            _launch_fwd(
-                _widened(q), _widened(k), _widened(v), wide, lse, sinks, mask, scores,
-                into is not None,
-            )  # fmt: skip
+            _launch_fwd(*qkv, wide, lse, sinks, mask, scores, into is not None)
         _narrowed(wide, o)
     return o, lse
 
@@ -334,8 +335,7 @@ def attention_bwd(
         torch.empty(x.shape, dtype=grad_dtype, device=x.device) if given is None else given
         for x, given in zip((q, k, v), into)
     )
-    q, k, v, do = _widened(q), _widened(k), _widened(v), _widened(do)
-    wide_dq, wide_dk, wide_dv = _widened(dq), _widened(dk), _widened(dv)
+    q, k, v, do, wide_dq, wide_dk, wide_dv = _widened(q, q, k, v, do, dq, dk, dv)
     with torch.cuda.device_of(q):
         if k.numel():
             _launch_dkdv(

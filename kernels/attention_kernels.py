@@ -109,14 +109,11 @@ def _tanh(x, PRECISE: tl.constexpr):
 
 
 @triton.jit
-def _exp(s, lse, UNIT: tl.constexpr, PRECISE: tl.constexpr):
-    """exp(UNIT s - lse). In units of log2 that is one fused multiply-add; PRECISE takes the
-    difference first: lse / log(2), rounded, would cost float32 accuracy where scores are in the
-    thousands."""
-    if PRECISE:
-        return tl.exp2((s * UNIT - lse) * _LOG2E)
-    else:
-        return tl.exp2(s * (UNIT * _LOG2E) - lse * _LOG2E)
+def _exp(x, BASE: tl.constexpr):
+    """exp of an exponent that has BASE units per natural one: log2(e), powers of two, which come
+    from scores by one fused multiply-add; but in float32 1. There lse rounded once more, to a power
+    of two, would cost accuracy where scores are in the thousands."""
+    return tl.exp2(x * (_LOG2E / BASE))
 
 
 @triton.jit
@@ -138,7 +135,8 @@ def _fwd_steps(acc, l, m, q, q_pos, first, last, k_ptr, v_ptr, k_step, v_step, k
                SCALE: tl.constexpr, CAP: tl.constexpr, DROP: tl.constexpr,
                KEEP: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, MASK: tl.constexpr,
                BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    UNIT: tl.constexpr = 1.0 if CAP > 0 else SCALE
+    BASE: tl.constexpr = 1.0 if q.dtype == tl.float32 else _LOG2E
+    UNIT: tl.constexpr = BASE if CAP > 0 else SCALE * BASE
     n = tl.arange(0, BLOCK_N)[None, :]
     ahead = n * k_runs[4]
     span0 = span(ends, k_runs[0], k_runs[1], k_runs[4], MASK, FIRST, LAST, False, BLOCK_N)
@@ -164,8 +162,8 @@ def _fwd_steps(acc, l, m, q, q_pos, first, last, k_ptr, v_ptr, k_step, v_step, k
         pivot = m_new
         if MASK:
             pivot = tl.where(m_new == -float("inf"), 0.0, m_new)
-        p = _exp(s, pivot[:, None], UNIT, q.dtype == tl.float32)
-        shrink = tl.exp2((m - pivot) * _LOG2E)
+        p = _exp(s * UNIT - pivot[:, None], BASE)
+        shrink = _exp(m - pivot, BASE)
 
         # 3. Accumulate. The normaliser is that of the row before dropout; p is summed before it is
         #    rounded, so that no two copies of it are held.
@@ -213,16 +211,17 @@ def attention_fwd_kernel(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, table_ptr, sinks_p
 
     # 2. Nothing is seen yet but what earlier calls carry over, or a sink: a logit without a value.
     ACC: tl.constexpr = lse_ptr.dtype.element_ty
+    BASE: tl.constexpr = 1.0 if q.dtype == tl.float32 else _LOG2E
     acc = tl.zeros((BLOCK_M, BLOCK_D), ACC)
     l = tl.zeros((BLOCK_M,), ACC)
     m = tl.full((BLOCK_M,), -float("inf"), ACC)
     if INTO:
-        m = tl.load(lse_ptr + i, i < rows, -float("inf"))
+        m = tl.load(lse_ptr + i, i < rows, -float("inf")) * BASE
         l = tl.where(m == -float("inf"), l, 1.0)
         o = _load(o_ptr, o_stride[1], rows, BLOCK_M, D, BLOCK_D, True)
         acc = tl.where(m[:, None] == -float("inf"), acc, o)
     elif sinks_ptr is not None:
-        m = l + tl.load(sinks_ptr + head)
+        m = l + tl.load(sinks_ptr + head) * BASE
         l = tl.where(m == -float("inf"), l, 1.0)
 
     # 3. The keys that all of its rows see, then those at the ends of intervals and of runs.
@@ -241,10 +240,10 @@ def attention_fwd_kernel(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, table_ptr, sinks_p
         ends, head0 + head, sample + batch, seed, SCALE, CAP, DROP, KEEP,
         FIRST, CAUSAL or FIRST, True, BLOCK_N, D, BLOCK_D)  # fmt: skip
 
-    # 4. Normalise; l = 0 and m = -inf only in rows that saw no key.
+    # 4. Normalise; l = 0 and m = -inf only in rows that saw no key. log2(l) in units of m.
     l = tl.where(l == 0, 1.0, l)
     _store(o_ptr, o_stride[1], acc / l[:, None], rows, BLOCK_M, D, BLOCK_D, False)
-    tl.store(lse_ptr + i, m + tl.log2(l) * _LN2, i < rows)
+    tl.store(lse_ptr + i, (m + tl.log2(l) * (BASE * _LN2)) * (1 / BASE), i < rows)
 
 
 # ---------------------------------------------------------------- backward
@@ -277,7 +276,8 @@ def _dkdv_steps(dk, dv, k, v, k_pos, first, last, q_ptr, do_ptr, lse_ptr, delta_
                 SCALE: tl.constexpr, CAP: tl.constexpr, DROP: tl.constexpr,
                 KEEP: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, MASK: tl.constexpr,
                 BLOCK_M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    UNIT: tl.constexpr = 1.0 if CAP > 0 else SCALE
+    BASE: tl.constexpr = 1.0 if k.dtype == tl.float32 else _LOG2E
+    UNIT: tl.constexpr = BASE if CAP > 0 else SCALE * BASE
     i = tl.arange(0, BLOCK_M)
     ahead = i[None, :] * q_runs[4]
     span0 = span(ends, q_runs[0], q_runs[1], q_runs[4], MASK, FIRST, LAST, True, BLOCK_M)
@@ -305,7 +305,7 @@ def _dkdv_steps(dk, dv, k, v, k_pos, first, last, q_ptr, do_ptr, lse_ptr, delta_
         if CAP > 0:
             t = _tanh(s * (SCALE / CAP), q.dtype == tl.float32)
             s = CAP * t
-        p = _exp(s, lse[None, :], UNIT, k.dtype == tl.float32)
+        p = _exp(s * UNIT - (lse * BASE)[None, :], BASE)
         if MASK and LAST:
             q_pos = position + ahead
             p = tl.where((first[:, None] <= q_pos) & (q_pos <= last[:, None]), p, 0.0)
@@ -394,7 +394,8 @@ def _dq_steps(dq, q, do, lse, delta, q_pos, first, last, k_ptr, v_ptr, k_step, v
               SCALE: tl.constexpr, CAP: tl.constexpr, DROP: tl.constexpr,
               KEEP: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, MASK: tl.constexpr,
               BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    UNIT: tl.constexpr = 1.0 if CAP > 0 else SCALE
+    BASE: tl.constexpr = 1.0 if q.dtype == tl.float32 else _LOG2E
+    UNIT: tl.constexpr = BASE if CAP > 0 else SCALE * BASE
     n = tl.arange(0, BLOCK_N)[None, :]
     ahead = n * k_runs[4]
     span0 = span(ends, k_runs[0], k_runs[1], k_runs[4], MASK, FIRST, LAST, False, BLOCK_N)
@@ -410,7 +411,7 @@ def _dq_steps(dq, q, do, lse, delta, q_pos, first, last, k_ptr, v_ptr, k_step, v
         if CAP > 0:
             t = _tanh(s * (SCALE / CAP), q.dtype == tl.float32)
             s = CAP * t
-        p = _exp(s, lse[:, None], UNIT, k.dtype == tl.float32)
+        p = _exp(s * UNIT - (lse * BASE)[:, None], BASE)
         if MASK:
             visible = n < rows
             if FIRST:

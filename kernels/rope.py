@@ -28,6 +28,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from warpweave.kernels.dispatch import check_written, choose, no_graph, tl, triton
 from warpweave.kernels.numeric import to_dtype, upcast
@@ -470,6 +471,7 @@ class _Rope(torch.autograd.Function):
         return rope_fwd(x, cos, sin, inplace=inplace, **ctx.options)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
         dx = rope_fwd(dy, *ctx.saved_tensors, conjugate=True, **ctx.options)
         return dx, None, None, None, None, None

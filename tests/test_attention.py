@@ -168,6 +168,32 @@ def test_heads_of_no_multiple_of_8_are_widened_and_nothing_beside_them_changes(d
     ]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_results_wider_than_the_heads_that_were_widened_are_right(dtype) -> None:
+    q, k, v = (x.detach() for x in draw(Sq=17, Sk=17, D=31, dtype=dtype))
+    do, wide = torch.randn_like(q), {"out_dtype": F64}
+    o, lse = attention_fwd(q, k, v, impl="triton", **wide)
+    assert_close_f64(o, attention_fwd(q, k, v, impl="torch", **wide)[0], 2e-3)
+    delta = attention_delta(o, do)
+    got, want = (
+        attention_bwd(do, q, k, v, lse, delta.float(), grad_dtype=F64, impl=impl)
+        for impl in ("triton", "torch")
+    )
+    for g, w in zip(got, want, strict=True):
+        assert g.dtype == F64
+        assert_close_f64(g, w, 4e-3)
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float16, 1e4), (torch.bfloat16, 3e4)])
+def test_scores_as_large_as_inputs_can_make_them_leave_one_key_to_each_row(dtype, size) -> None:
+    """The pivot is the very product that it is taken from: its difference is 0, not an ulp."""
+    q, k, v = (x.detach() for x in draw(Sq=48, Sk=48, D=40, dtype=dtype))
+    q, k = (q * size).to(dtype), (k * size).to(dtype)
+    o = attention(q, k, v, causal=False, impl="triton")
+    exact = reference.attention(q.double(), k.double(), v.double(), causal=False)[0]
+    assert_close_f64(o, exact, 1e-6)
+
+
 def test_tiles_that_are_wholly_masked_are_never_read() -> None:
     """NaN in the keys that no tile of queries needs, and in the queries that no tile of keys does,
     would come through as 0 * NaN. Tiles are 64 queries by 32 keys, and 32 by 64 for dk and dv."""

@@ -112,6 +112,15 @@ def test_strided_and_empty_inputs(impl) -> None:
 
 
 @pytest.mark.parametrize("impl", IMPLS)
+def test_gradients_come_with_a_graph_where_one_is_asked_for(impl) -> None:
+    x, _, cos, sin = _inputs((2, 5, 3, 8))
+    y = apply_rope(x, cos, sin, impl=impl)
+    (want,) = torch.autograd.grad(y.square().sum(), x, retain_graph=True)
+    (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    assert torch.equal(dx, want)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
 def test_shapes_that_do_not_fit_raise(impl) -> None:
     x, _, cos, sin = _inputs((2, 5, 3, 8))
     with pytest.raises(ValueError, match="2 <= R <= D = 7, got R = 8"):
