@@ -192,9 +192,9 @@ def attention_fwd(
     else:
         o, lse = into
     if o.numel():
-        *qkv, wide = _widened(q, q, k, v, o)
+        q, k, v, wide = _widened(q, q, k, v, o)
         with torch.cuda.device_of(q):
-            _launch_fwd(*qkv, wide, lse, sinks, mask, scores, into is not None)
+            _launch_fwd(q, k, v, wide, lse, sinks, mask, scores, into is not None)
         _narrowed(wide, o)
     return o, lse
 
