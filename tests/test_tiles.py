@@ -65,7 +65,7 @@ def test_the_shipped_numbers_are_what_they_were() -> None:
     assert tiles.find_on("gemm", 90, "", 2, "heavy") == (128, 128, 64, 8, 1, 8, 4)
     assert tiles.find_on("gemm", 120, "", 4, "small") == (128, 64, 32, 8, 1, 8, 3)
     assert len(tiles.shipped_table()) == 3 * 22 + 3 * 10
-    assert sum(sum(row.tile) for row in tiles.shipped_table()) == 15084
+    assert sum(sum(row.tile) for row in tiles.shipped_table()) == 15083
 
 
 def test_what_no_row_is_for_is_refused() -> None:
