@@ -40,7 +40,7 @@ def forward_tile(q: torch.Tensor, call: Kept) -> AttentionTile:
     on from earlier sums keeps more per row: at most 64 rows past head dim 128 or in four warps (as
     with both dropout and softcap), and past head dim 128 in float32 two stages, since with one the
     compiler spills kilobytes. Columns that are masked off take eight warps, and of 16-bit elements
-    half the keys on Ampere and, of 64 rows, past head dim 128: of 32 with dropout and softcap.
+    half the keys on Ampere and, of 64 rows, past head dim 128: a quarter with dropout and softcap.
     """
     tile = find("attention_fwd", q.device, q.element_size(), q.shape[3])
     if INTERPRET:
@@ -53,7 +53,7 @@ def forward_tile(q: torch.Tensor, call: Kept) -> AttentionTile:
     ):
         tile = tile._replace(q=min(tile.q, 64))
     if wide and masks and call.dropout and call.softcap:
-        tile = tile._replace(q=min(tile.q, 32))
+        tile = _half_keys(tile)
     if call.into and wide and q.element_size() == 4:
         tile = tile._replace(stages=2)
     masks = masks and q.element_size() == 2 and (wide or capability(q.device) < 90)

@@ -293,7 +293,7 @@ def test_what_keeps_more_takes_smaller_tiles_in_the_forward(monkeypatch) -> None
     assert forward_tile(masked, Kept(softcap=True)) == (128, 64, 8, 3)
     assert forward_tile(masked, Kept()) == (128, 64, 8, 3)
     assert _sizes(forward_tile, 200) == _sizes(forward_tile, 200, dropout=True) == (64, 32)
-    assert _sizes(forward_tile, 200, dropout=True, softcap=True) == (32, 32)
+    assert _sizes(forward_tile, 200, dropout=True, softcap=True) == (64, 16)
     assert forward_tile(wide[..., :64].half(), Kept()) == (128, 64, 4, 3)
     assert forward_tile(masked.float(), Kept()) == (64, 32, 8, 2)
     assert forward_tile(wide[..., :72], Kept()) == (32, 16, 8, 2)
