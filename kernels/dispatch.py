@@ -94,15 +94,21 @@ def choose(impl: str | None, *tensors: torch.Tensor | None) -> str:
     )
 
 
+def wants_gradient(*given: object) -> bool:
+    """Whether autograd records, and a tensor among those given requires a gradient."""
+    return torch.is_grad_enabled() and any(
+        isinstance(x, torch.Tensor) and x.requires_grad for x in given
+    )
+
+
 def refuse_graph(name: str, *given: object) -> None:
     """Raise ValueError if a gradient is wanted through `name`, which has none, to what is given."""
-    if torch.is_grad_enabled():
-        for x in given:
-            if isinstance(x, torch.Tensor) and x.requires_grad:
-                raise ValueError(
-                    f"{name} has no gradient and was given {[*x.shape]} that requires one: call it "
-                    "under torch.no_grad(), or take the differentiable function"
-                )
+    if wants_gradient(*given):
+        shapes = [[*x.shape] for x in given if isinstance(x, torch.Tensor) and x.requires_grad]
+        raise ValueError(
+            f"{name} has no gradient and was given {shapes[0]} that requires one: call it under "
+            "torch.no_grad(), or take the differentiable function"
+        )
 
 
 def no_graph(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:

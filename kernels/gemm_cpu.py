@@ -17,6 +17,8 @@ from functools import cache
 
 import torch
 
+from warpweave.kernels.dispatch import wants_gradient
+
 _SMALL = 1 << 20  # M * N * K below which MKL's cheaper call wins
 _THIN = 32  # and so does a product with a side this short
 
@@ -31,8 +33,13 @@ def _has_onednn() -> bool:
     )
 
 
-def _takes_onednn(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """a[M, K] b[K, N] is float32 on a CPU where oneDNN has more to offer, and large enough."""
+def _takes_onednn(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
+    """a[M, K] b[K, N] is float32 on a CPU where oneDNN has more to offer, and large enough.
+
+    Its operator has no gradient, and would drop one silently; compilers cannot trace the choice.
+    """
+    if torch.compiler.is_compiling() or wants_gradient(a, b, bias):
+        return False
     if a.dtype != torch.float32 or a.device.type != "cpu" or not _has_onednn():
         return False
     m, k, n = *a.shape, b.shape[-1]
@@ -66,7 +73,7 @@ def product(
             y = torch.mm(a, b, out_dtype=dtype)
             return y if bias is None else y.add_(bias)
         a, b = a.to(dtype), b.to(dtype)
-    if _takes_onednn(a, b):
+    if _takes_onednn(a, b, bias):
         return _onednn(a, b.t(), bias).contiguous()
     return a @ b if bias is None else torch.addmm(bias, a, b)
 

@@ -54,7 +54,7 @@ from warpweave.kernels.cross_entropy_halves import (
     outside_vocabulary,
     token_losses,
 )
-from warpweave.kernels.dispatch import choose, no_graph
+from warpweave.kernels.dispatch import choose, no_graph, wants_gradient
 from warpweave.kernels.gemm import gemm, gemm_into
 from warpweave.kernels.linear import Settled, grad_dtype
 from warpweave.kernels.reference import compute_dtype
@@ -659,8 +659,7 @@ def in_forward(
         )
     if recompute is None:
         recompute = x.device.type != "cpu" or reduction == "none"
-    wanted = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    return wanted and not recompute
+    return wants_gradient(x, weight) and not recompute
 
 
 def check_linear_cross_entropy(

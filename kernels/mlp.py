@@ -36,23 +36,13 @@ from warpweave.kernels.activation import (
     curve_and_slope,
     find_activation,
 )
-from warpweave.kernels.dispatch import choose, no_graph, tl, triton
+from warpweave.kernels.dispatch import choose, no_graph, tl, triton, wants_gradient
 from warpweave.kernels.dropout import Drop, dropout_fwd
 from warpweave.kernels.dropout import dropout as apply_dropout
-from warpweave.kernels.gemm import (
-    check_operands,
-    find_precision,
-    find_tile,
-    fused_gemm,
-    gemm,
-    grid,
-    halves,
-    launch_options,
-    product,
-    tile_at,
-)
+from warpweave.kernels.gemm import check_operands, find_precision, fused_gemm, gemm
 from warpweave.kernels.linear import Settled, bias_gradient, rows, settled_dtype, weight_gradient
 from warpweave.kernels.numeric import to_dtype, upcast
+from warpweave.kernels.product import find_tile, grid, halves, launch_options, product, tile_at
 from warpweave.kernels.reference import compute_dtype
 
 RECOMPUTE = ("nothing", "activation", "up")
@@ -545,10 +535,7 @@ def _mlp(
 ) -> torch.Tensor:
     if torch.compiler.is_compiling():
         return _compiled(x, parameters, residual, how, dtype)
-    differentiable = (x, *parameters, residual)
-    keep = torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in differentiable
-    )
+    keep = wants_gradient(x, *parameters, residual)
     return _MLP.apply(x, *parameters, residual, how, dtype, keep)
 
 

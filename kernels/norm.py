@@ -43,7 +43,14 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from warpweave.kernels.dispatch import all_registers, choose, no_graph, processors, triton
+from warpweave.kernels.dispatch import (
+    all_registers,
+    choose,
+    no_graph,
+    processors,
+    refuse_graph,
+    triton,
+)
 from warpweave.kernels.linear import grad_dtype
 from warpweave.kernels.norm_args import (
     Dropped,
@@ -439,9 +446,7 @@ def _norm(
     drop = check_dropped(x, dropout, seed, site, tokens)
     if out is not None:
         check_out(out, x, out_dtype)
-        given = (x, weight, bias, residual, x_bias, out)
-        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given):
-            raise ValueError("out= has no gradient: use torch.no_grad(), or norm_fwd and norm_bwd")
+        refuse_graph("a norm with out=", x, weight, bias, residual, x_bias, out)
     dtype = out_dtype or (x.dtype if out is None else out.dtype)
     if dtype not in _DTYPES:
         raise ValueError(f"out_dtype must be one of {_DTYPES}, got {dtype}")

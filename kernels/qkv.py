@@ -28,21 +28,12 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from warpweave.kernels.dispatch import choose, no_graph, tl, triton
-from warpweave.kernels.gemm import (
-    check_operands,
-    find_precision,
-    find_tile,
-    gemm,
-    grid,
-    halves,
-    launch_options,
-    product,
-    tile_at,
-)
+from warpweave.kernels.gemm import check_operands, find_precision, gemm
 from warpweave.kernels.linear import Settled, bias_gradient, rows, settled_dtype, weight_gradient
 from warpweave.kernels.numeric import to_dtype, upcast
+from warpweave.kernels.product import find_tile, grid, halves, launch_options, product, tile_at
 from warpweave.kernels.reference import compute_dtype
-from warpweave.kernels.rope import apply_rope, rope_fwd
+from warpweave.kernels.rope import apply_rope, check_table, rope_fwd
 
 QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -522,12 +513,8 @@ def check_qkv(
         raise ValueError(f"{name}: bias must be [{weight.shape[0]}], got {[*bias.shape]}")
     if (cos is None) != (sin is None):
         raise ValueError(f"{name}: cos and sin must both be tensors, or both None")
-    if cos is not None and torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
-        raise ValueError(f"{name}: cos and sin get no gradient: detach them")
-    if cos is not None and not (cos.dtype.is_floating_point and sin.dtype.is_floating_point):
-        raise ValueError(
-            f"{name}: cos and sin must be of a float dtype, got {cos.dtype} and {sin.dtype}"
-        )
+    if cos is not None and sin is not None:
+        check_table(cos, sin, f"{name}: ")
     if cos is not None and not cos.shape == sin.shape == (shape[1], head_dim // 2):
         raise ValueError(
             f"{name}: cos and sin must be [S, D/2] = {[shape[1], head_dim // 2]}, got "

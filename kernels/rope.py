@@ -30,7 +30,7 @@ from dataclasses import dataclass
 import torch
 from torch.autograd.function import once_differentiable
 
-from warpweave.kernels.dispatch import check_written, choose, no_graph, tl, triton
+from warpweave.kernels.dispatch import check_written, choose, no_graph, tl, triton, wants_gradient
 from warpweave.kernels.numeric import to_dtype, upcast
 from warpweave.kernels.reference import compute_dtype
 
@@ -309,6 +309,16 @@ def _turn_torch(x, out, cos, sin, interleaved: bool, conjugate: bool) -> torch.T
 # ---------------------------------------------------------------- raw halves
 
 
+def check_table(cos: torch.Tensor, sin: torch.Tensor, caller: str = "") -> None:
+    """Raise ValueError, in the caller's name, on tables that are no floats or want a gradient."""
+    if not (cos.dtype.is_floating_point and sin.dtype.is_floating_point):
+        raise ValueError(
+            f"{caller}cos and sin must be of a float dtype, got {cos.dtype} and {sin.dtype}"
+        )
+    if wants_gradient(cos, sin):
+        raise ValueError(f"{caller}cos and sin get no gradient: detach them")
+
+
 def _check(x, cos, sin, *, inplace: bool = False) -> None:
     if x.ndim != 4 or not x.dtype.is_floating_point:
         raise ValueError(f"x must be [B, S, H, D] of a float dtype, got {[*x.shape]} {x.dtype}")
@@ -317,17 +327,14 @@ def _check(x, cos, sin, *, inplace: bool = False) -> None:
         raise ValueError(
             f"cos and sin must be [S, R/2] of x {[*x.shape]}, got {[*cos.shape]} and {[*sin.shape]}"
         )
-    if not (cos.dtype.is_floating_point and sin.dtype.is_floating_point):
-        raise ValueError(f"cos and sin must be of a float dtype, got {cos.dtype} and {sin.dtype}")
+    check_table(cos, sin)
     if not 2 <= 2 * cos.shape[1] <= D:
         raise ValueError(f"cos and sin [S, R/2] need 2 <= R <= D = {D}, got R = {2 * cos.shape[1]}")
     if inplace and x.stride(-1) != 1 and D != 1:
         raise ValueError(f"in place needs the elements of a head side by side, got {x.stride()}")
     if inplace:
         check_written("x", x)
-    if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
-        raise ValueError("cos and sin get no gradient: detach them")
-    if inplace and x.is_leaf and x.requires_grad and torch.is_grad_enabled():
+    if inplace and x.is_leaf and wants_gradient(x):
         raise ValueError("in place needs an x that no gradient stops at: a leaf requires grad")
 
 
@@ -506,7 +513,7 @@ def apply_rope(
     """
     impl = choose(impl, x, cos, sin)
     _check(x, cos, sin, inplace=inplace)
-    if inplace and torch.is_grad_enabled() and x.requires_grad:
+    if inplace and wants_gradient(x):
         if torch.compiler.is_compiling() and impl == "triton":  # traces operators, no launches
             return x.copy_(_rope_op(x, cos, sin, interleaved, False))
         return _Rope.apply(x, cos, sin, interleaved, True, impl)
@@ -534,8 +541,7 @@ def apply_rope_qk(
     (in place only where no gradient is wanted)."""
     impl = choose(impl, q, k, cos, sin)
     _check_pair(q, k, cos, sin, inplace=inplace)
-    wanted = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
-    if impl == "torch" or (inplace and wanted):
+    if impl == "torch" or (inplace and wants_gradient(q, k)):
         options = {"interleaved": interleaved, "inplace": inplace, "impl": impl}
         return apply_rope(q, cos, sin, **options), apply_rope(k, cos, sin, **options)
     if inplace:

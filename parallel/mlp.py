@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from warpweave.kernels.dispatch import choose
+from warpweave.kernels.dispatch import choose, wants_gradient
 from warpweave.kernels.dropout import Drop
 from warpweave.kernels.linear import Settled, bias_gradient, rows, settled_dtype, weight_gradient
 from warpweave.kernels.mlp import How, check_mlp, choose_recompute, hidden_fwd, mlp, mlp_bwd
@@ -156,9 +156,7 @@ def parallel_mlp(
     names = ("up_weight", "up_bias", "down_weight", "down_bias")
     dtype = settled_dtype(name, x, dict(zip(names, parameters)))
     how = How(activation, None, choose_recompute(recompute, chosen, x), None, chosen)
-    keep = torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (x, *parameters)
-    )
+    keep = wants_gradient(x, *parameters)
     y = _ParallelMLP.apply(x, *parameters, group, sequence_parallel, overlap, how, dtype, keep)
     if drop is not None and drop.p:
         y = drop.apply(y, impl)

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from warpweave.kernels import gemm as kernel
 from warpweave.kernels import gemm_cpu as module
-from warpweave.kernels import reference, tiles
+from warpweave.kernels import product, reference, tiles
 from warpweave.kernels.activation import activation_fwd
 from warpweave.kernels.dropout import Drop
 from warpweave.kernels.gemm import fused_gemm, gemm, gemm_into
@@ -308,9 +308,9 @@ def test_large_persistent_products_visit_every_tile_once():
 def test_tiles_are_found_by_device_dtype_and_size(monkeypatch):
     def tile(arch, dtype=torch.bfloat16, rows=8192, kind="large", cols=4096, step=1):
         monkeypatch.setattr(tiles, "capability", lambda device: arch)
-        monkeypatch.setattr(kernel, "processors", lambda device: 132)
+        monkeypatch.setattr(product, "processors", lambda device: 132)
         a, b = torch.empty(rows, 4096 * step, dtype=dtype), torch.empty(4096, cols, dtype=dtype)
-        return kernel.find_tile(a[:, ::step], b, kind)
+        return product.find_tile(a[:, ::step], b, kind)
 
     monkeypatch.setattr(tiles, "INTERPRET", False)
     shipped = {(r.where, r.size, r.kind): r.tile for r in tiles.shipped_table() if r.kind in KINDS}
@@ -323,9 +323,9 @@ def test_tiles_are_found_by_device_dtype_and_size(monkeypatch):
     assert tile(90, torch.float32) == shipped[80, 4, "large"]
     assert tile(90, torch.float64, rows=64) == shipped[80, 8, "large"]
     assert tile(75) == shipped[0, 2, "large"]
-    monkeypatch.setattr(kernel, "processors", lambda device: 132)
-    assert kernel.grid(shipped[90, 2, "large"], 8192, 4096, torch.device("cpu")) == (132,)
-    assert kernel.grid(shipped[90, 2, "large"], 100, 100, torch.device("cpu")) == (1,)
+    monkeypatch.setattr(product, "processors", lambda device: 132)
+    assert product.grid(shipped[90, 2, "large"], 8192, 4096, torch.device("cpu")) == (132,)
+    assert product.grid(shipped[90, 2, "large"], 100, 100, torch.device("cpu")) == (1,)
 
 
 def test_float32_is_multiplied_as_torch_is_set_to_or_as_asked():
@@ -341,10 +341,10 @@ def test_float32_is_multiplied_as_torch_is_set_to_or_as_asked():
 
 def test_launches_that_ptxas_would_spill_may_take_all_registers(monkeypatch):
     tile = tiles.shipped_table()[-1].tile
-    assert "maxnreg" not in kernel.launch_options(tile, torch.empty(1, dtype=torch.float16))
-    assert kernel.launch_options(tile, torch.empty(1))["maxnreg"] == 255
-    monkeypatch.setattr(kernel, "capability", lambda device: 100)
-    found = kernel.launch_options(tile, torch.empty(1, dtype=torch.float16))
+    assert "maxnreg" not in product.launch_options(tile, torch.empty(1, dtype=torch.float16))
+    assert product.launch_options(tile, torch.empty(1))["maxnreg"] == 255
+    monkeypatch.setattr(product, "capability", lambda device: 100)
+    found = product.launch_options(tile, torch.empty(1, dtype=torch.float16))
     assert found == {"num_warps": tile.warps, "maxnreg": 255, "num_stages": tile.stages}
 
 
@@ -527,8 +527,8 @@ def test_torchs_products_are_differentiable_whichever_library_they_go_to(library
 
     tensors = [_draw(*s, dtype=torch.float32) for s in ((size, 100), (100, size), (size,))]
     truth = grads(lambda a, b, bias: a.double() @ b.double() + bias.double())
-    for product in (gemm, _compiled(lambda a, b, bias: gemm(a, b, bias, impl="torch"))):
-        for x, y in zip(grads(product), truth, strict=True):
+    for product_of in (gemm, _compiled(lambda a, b, bias: gemm(a, b, bias, impl="torch"))):
+        for x, y in zip(grads(product_of), truth, strict=True):
             assert_close_f64(x, y, 1e-5)
     a, b, _ = tensors
     given = a.bfloat16().requires_grad_()

@@ -587,5 +587,5 @@ def test_what_the_kernels_would_read_or_write_beyond_is_refused(impl) -> None:
             norm.norm_bwd(x, x, w, *statistics, impl=impl)
     with pytest.raises(ValueError, match="out is written and needs every element once"):
         norm.rms_norm(x, w, out=torch.empty(1, 6).expand(4, 6), impl=impl)
-    with pytest.raises(ValueError, match="out= has no gradient"):
+    with pytest.raises(ValueError, match="with out= has no gradient"):
         norm.rms_norm(x, w, out=torch.empty(4, 6, requires_grad=True), impl=impl)
