@@ -1,0 +1,213 @@
+"""Does the suite see faults? Plants those of `faults.py`, one at a time, in a copy of the sources.
+
+``python tests/mutation_trial.py`` takes hours: for each fault it runs the test files that import
+the faulted module, and if they stay green the rest of the suite. The test that fails must pass
+without the fault. Prints a line per fault and last a line of JSON; exits with 1 if more than one
+fault in sixty survives. ``--quick`` leaves out the rest of the suite, ``--only NAME ...`` and
+``--tests FILE ...`` choose, ``--list`` only tells what there is.
+
+The copy is imported from a folder of links in which the four rungs stand where an installation has
+them; on PYTHONPATH it comes before any installed warpweave, in subprocesses and ranks, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from faults import FAULTS, Fault
+
+ROOT = Path(__file__).resolve().parent.parent
+RUNGS = ("kernels", "parallel", "layers")
+# What installs wheels of its own would import the copy instead.
+LEFT_OUT = ("test_packaging.py", "test_mutation_trial.py")
+PER_SIXTY = 1
+
+
+def mutated(fault: Fault, source: str) -> str:
+    """`source` with the fault in it; ValueError if the place is not there exactly once."""
+    if (times := source.count(fault.old)) != 1:
+        raise ValueError(
+            f"the trial is out of date: the text of {fault.name} occurs {times} times in "
+            f"{fault.file}"
+        )
+    return source.replace(fault.old, fault.new)
+
+
+def module_of(file: str) -> str:
+    """parallel/zero.py -> warpweave.parallel.zero; warpweave/train.py -> warpweave.train."""
+    name = file.removesuffix(".py").replace("/", ".")
+    return name if name.startswith("warpweave.") else f"warpweave.{name}"
+
+
+def suite_files(folder: Path) -> list[Path]:
+    """The suite's files, but for those that cannot run on a copy."""
+    return [path for path in sorted(folder.glob("test_*.py")) if path.name not in LEFT_OUT]
+
+
+def importers(module: str, files: list[Path]) -> list[Path]:
+    """The test files that import `module`: those that bear its name first, then the smaller."""
+
+    def names(path: Path) -> set[str]:
+        found = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found.update(alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                found.add(node.module)
+                found.update(f"{node.module}.{alias.name}" for alias in node.names)
+        return found
+
+    stem = module.rsplit(".", 1)[-1]
+    mine = [path for path in files if module in names(path)]
+    return sorted(mine, key=lambda path: (stem not in path.stem, path.stat().st_size))
+
+
+class Copy:
+    """The sources and tests in a folder of their own, and what pytest says of them there."""
+
+    def __init__(self, folder: Path) -> None:
+        self.tree = folder / "tree"
+        skipped = shutil.ignore_patterns(".*", "__pycache__", "build", "runs", "*.egg-info")
+        shutil.copytree(ROOT, self.tree, ignore=skipped)
+        package = folder / "links" / "warpweave"
+        package.mkdir(parents=True)
+        for path in (*(self.tree / "warpweave").iterdir(), *(self.tree / rung for rung in RUNGS)):
+            (package / path.name).symlink_to(path)
+        self.environment = os.environ | {"PYTHONPATH": str(package.parent)}
+        self.writes = 0
+        self.sound: set[str] = set()  # tests that passed without a fault
+
+    def write(self, file: str, text: str) -> None:
+        """Put `text` into a source file, with a time that no compiled copy of it can have."""
+        path = self.tree / file
+        path.write_text(text)
+        self.writes += 1
+        os.utime(path, (self.writes, self.writes))
+
+    def check_imports(self, modules: list[str]) -> None:
+        """RuntimeError unless `modules` are imported from here, also in a forkserver's child."""
+        program = (
+            "import importlib, multiprocessing as mp, os, sys\n"
+            "def files(names):\n"
+            "    return [os.path.realpath(importlib.import_module(n).__file__) for n in names]\n"
+            "if __name__ == '__main__':\n"
+            "    with mp.get_context('forkserver').Pool(1) as pool:\n"
+            "        print(*files(sys.argv[1:]), *pool.apply(files, (sys.argv[1:],)), sep='\\n')\n"
+        )
+        script = self.tree / "imports.py"
+        script.write_text(program)
+        command = [sys.executable, "-P", str(script), *modules]
+        done = subprocess.run(
+            command, env=self.environment, capture_output=True, text=True, check=True
+        )
+        script.unlink()
+        strays = [f for f in done.stdout.split() if not Path(f).is_relative_to(self.tree.resolve())]
+        if strays or len(done.stdout.split()) != 2 * len(modules):
+            raise RuntimeError(f"not the copy's: {strays or done.stdout}")
+
+    def first_failure(self, tests: list[str], seconds: float) -> str | None:
+        """The first test of `tests` that fails, or None; TimeoutError when the time is up."""
+        command = [sys.executable, "-P", "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+        with subprocess.Popen(
+            [*command, *tests],
+            cwd=self.tree,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        ) as process:
+            try:
+                said, _ = process.communicate(timeout=max(1.0, seconds))
+            except subprocess.TimeoutExpired:
+                raise TimeoutError from None
+            finally:  # ranks that a test has started, too
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        if process.returncode == 0:
+            return None
+        found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", said, re.MULTILINE)
+        if process.returncode not in (1, 2) or found is None:
+            raise RuntimeError(f"pytest ended with {process.returncode}:\n{said}")
+        return found[1]
+
+    def catches(self, fault: Fault, tests: list[str], seconds: float) -> str | None:
+        """The test that fails with `fault`, and without it does not; None if there is none."""
+        source = (self.tree / fault.file).read_text()
+        self.write(fault.file, mutated(fault, source))
+        try:
+            name = self.first_failure(tests, seconds)
+        finally:
+            self.write(fault.file, source)
+        if name is not None and name not in self.sound:
+            if self.first_failure([name], 600.0) is not None:
+                raise RuntimeError(f"{name} fails without {fault.name}, too")
+            self.sound.add(name)
+        return name
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these faults")
+    parser.add_argument("--tests", nargs="+", metavar="FILE", help="these test files and no others")
+    parser.add_argument("--quick", action="store_true", help="only the module's own test files")
+    parser.add_argument("--bound", type=float, default=3600.0, help="seconds for one fault")
+    parser.add_argument("--list", action="store_true", help="list the faults")
+    options = parser.parse_args()
+    unknown = set(options.only or ()) - {fault.name for fault in FAULTS}
+    if unknown:
+        parser.error(f"no such fault: {', '.join(sorted(unknown))}")
+    chosen = [f for f in FAULTS if options.only is None or f.name in options.only]
+    if options.list:
+        for fault in chosen:
+            print(f"{fault.name:32}{fault.file:28}{fault.why}")
+        return
+    began, survivors = time.monotonic(), []
+    with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
+        copy = Copy(Path(folder))
+        copy.check_imports(sorted({module_of(fault.file) for fault in chosen}))
+        for fault in chosen:
+            own = importers(module_of(fault.file), suite_files(copy.tree / "tests"))
+            rest = [path for path in suite_files(copy.tree / "tests") if path not in own]
+            rounds = [own, [] if options.quick else rest]
+            if options.tests is not None:
+                rounds = [[copy.tree / test for test in options.tests]]
+            start, verdict = time.monotonic(), "SURVIVED"
+            try:
+                for files in filter(None, rounds):
+                    left = options.bound - (time.monotonic() - start)
+                    if name := copy.catches(fault, [str(path) for path in files], left):
+                        verdict = f"caught by {name}"
+                        break
+            except TimeoutError:
+                verdict = f"SURVIVED for {options.bound:.0f} s"
+            if verdict.startswith("SURVIVED"):
+                survivors.append(fault.name)
+            print(f"{fault.name:32}{time.monotonic() - start:6.0f} s  {verdict}", flush=True)
+    passed = len(survivors) <= PER_SIXTY * len(chosen) // 60
+    summary = {
+        "faults": len(chosen),
+        "caught": len(chosen) - len(survivors),
+        "survivors": survivors,
+        "seconds": round(time.monotonic() - began),
+        "passed": passed,
+    }
+    print(json.dumps(summary))
+    sys.exit(0 if passed else 1)
+
+
+if __name__ == "__main__":
+    main()
