@@ -311,11 +311,12 @@ def _marked(mark: str) -> list[int]:
 @pytest.mark.timeout(400)
 def test_a_killed_suite_leaves_no_run_behind(tmp_path):
     mark = f"STARTED_BY={tmp_path}"
+    code = f"import test_launch as t; t._suite(t.Path({str(tmp_path)!r}))"
     suite = subprocess.Popen(
-        [sys.executable, "-P", "-c", f"import test_launch as t; t._suite(t.Path({str(tmp_path)!r}))"],
+        [sys.executable, "-P", "-c", code],
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parent), "STARTED_BY": str(tmp_path)},
         stdout=subprocess.PIPE,
-    )  # fmt: skip
+    )
     try:
         with suite.stdout:
             assert suite.stdout.readline() == b"ready\n"

@@ -47,7 +47,7 @@ def test_ranks_end_with_a_killed_parent(tmp_path) -> None:
     """Each holds a pipe open; its end is read when the last of them is gone."""
     fifo = str(tmp_path / "fifo")
     os.mkfifo(fifo)
-    code = f"from ranks import run_ranks; from test_ranks import _stay; run_ranks(2, _stay, {fifo!r})"
+    code = f"import ranks, test_ranks; ranks.run_ranks(2, test_ranks._stay, {fifo!r})"
     parent = subprocess.Popen(
         [sys.executable, "-P", "-c", code],
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parent)},
@@ -56,7 +56,8 @@ def test_ranks_end_with_a_killed_parent(tmp_path) -> None:
     with open(fifo, "rb", buffering=0) as pipe:
         try:
             while said.count(b" ") < 2:
-                assert (got := pipe.read(64)), "the ranks ended by themselves"
+                got = pipe.read(64)
+                assert got, "the ranks ended by themselves"
                 said += got
             parent.kill()
             parent.wait()
