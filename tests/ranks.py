@@ -2,7 +2,8 @@
 
 ``run_ranks(4, fn, *args)`` calls ``fn(rank, *args)`` in four processes whose default process group
 is already connected over loopback, and returns the four results. The first rank to fail decides
-the exception, with its own traceback; the others are stopped.
+the exception, with its own traceback; the others are stopped. None outlives the process that asked
+for it, even if that is killed.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ _PRELOAD = [
     "conftest",
     "ranks",
     "close",
+    "warpweave.launch",
 ]
 
 
@@ -51,6 +53,9 @@ def _child(
     import torch
     import torch.distributed as dist
 
+    from warpweave.launch import end_with_parent
+
+    end_with_parent()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     try:

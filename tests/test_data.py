@@ -115,11 +115,11 @@ def test_train_and_validation_share_no_file_and_lose_none(tmp_path: Path) -> Non
 
 def test_one_file_is_cut_near_its_end(tmp_path: Path) -> None:
     file = tmp_path / "a.txt"
-    file.write_bytes(bytes(range(100)))
+    file.write_bytes(bytes(range(1, 101)))
     train = open_dataset(file, seq_len=4, validation_fraction=0.1)
     validation = open_dataset(file, seq_len=4, split="validation", validation_fraction=0.1)
-    assert bytes(train.tokens) == bytes(range(90))
-    assert bytes(validation.tokens) == bytes(range(90, 100))
+    assert bytes(train.tokens) == bytes(range(1, 91))
+    assert bytes(validation.tokens) == bytes(range(91, 101))
 
 
 def test_the_default_text_is_the_standard_library() -> None:
@@ -188,13 +188,43 @@ def test_a_cut_never_parts_a_character(tmp_path: Path) -> None:
         assert whole == file.read_text(encoding="utf-8")
 
 
-def test_text_that_is_no_utf8_is_refused_with_the_byte_or_taken_as_bytes(tmp_path: Path) -> None:
-    (tmp_path / "latin.txt").write_bytes(b"caf\xe9 au lait")
-    assert len(open_dataset(tmp_path / "latin.txt", seq_len=4, split="all")) == 12
-    tokenizer = tokenizer_file(tmp_path / "tokenizer.json")
-    with pytest.raises(DataError, match=r"latin.txt is not UTF-8: byte 0xe9 at offset 3") as error:
-        open_dataset(tmp_path / "latin.txt", seq_len=4, split="all", tokenizer=tokenizer)
-    one_line(error)
+TEXT = "Das Café am Ende der Straße, 漢字 and 🙂.\n"
+
+
+@pytest.mark.parametrize("tokenizer", [None, "tokenizer.json"])
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+def test_utf8_is_taken_as_it_is_with_or_without_a_mark(tmp_path, tokenizer, mark) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text(mark + TEXT, encoding="utf-8")
+    tokenizer = tokenizer and tokenizer_file(tmp_path / tokenizer)
+    data = open_dataset(file, seq_len=4, split="all", tokenizer=tokenizer)
+    assert data.decode(data.tokens.tolist()) == mark + TEXT
+
+
+NO_TEXT = {
+    "utf16": (TEXT.encode("utf-16"), "is UTF-16 or UTF-32 text; convert it to UTF-8: iconv -f"),
+    "utf16be": (b"\xfe\xff" + TEXT.encode("utf-16-be"), "is UTF-16 or UTF-32 text; convert it"),
+    "utf32": (TEXT.encode("utf-32"), "is UTF-16 or UTF-32 text; convert it to UTF-8"),
+    "utf16 without mark": (TEXT.encode("utf-16-le"), "or UTF-16 .* a zero byte at offset 1 of 80;"),
+    "binary": (b"\x7fELF\x02\x01\x01\0\0\0", "is binary.* a zero byte at offset 7 of 10;"),
+    "zero at the end": (b"text" * 9 + b"\0", "is binary.* a zero byte at offset 36 of 37;"),
+    "latin1": (b"caf\xe9 au lait", "is not UTF-8: byte 0xe9 at offset 3 of 12; convert it"),
+    "cut inside a character": (TEXT.encode()[:8], "is not UTF-8: byte 0xc3 at offset 7 of 8"),
+    "surrogate": (b"some \xed\xa0\x80 text", "is not UTF-8: byte 0xed at offset 5 of 13"),
+}
+
+
+@pytest.mark.parametrize("tokenizer", [None, "tokenizer.json"])
+@pytest.mark.parametrize("kind", NO_TEXT)
+def test_what_is_no_utf8_is_refused_by_name_alone_and_in_a_folder(tmp_path, kind, tokenizer):
+    content, says = NO_TEXT[kind]
+    tokenizer = tokenizer and tokenizer_file(tmp_path / tokenizer)
+    folder = folder_of(tmp_path / "text", 3)
+    (folder / "odd").write_bytes(content)
+    for source in (folder, folder / "odd"):
+        with pytest.raises(DataError, match=says) as error:
+            open_dataset(source, seq_len=4, split="all", tokenizer=tokenizer)
+        assert one_line(error).startswith(str(folder / "odd"))
 
 
 def test_the_cache_gives_the_same_data_and_notices_damage(tmp_path: Path) -> None:

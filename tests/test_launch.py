@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
@@ -25,8 +26,19 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 WAIT = 150.0  # seconds, on a machine that does much else
 
 
+_C = ctypes.CDLL(None)
+
+
+def _die_with_parent() -> None:
+    """In a new process: SIGKILL when the one that started it ends, even by SIGKILL (Linux)."""
+    _C.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 class Job:
-    """A training job in a process group of its own, as a shell would start it."""
+    """A training job in a process group of its own, as a shell would start it.
+
+    It ends with this process, and its ranks end with it.
+    """
 
     def __init__(self, folder: Path, *options: str, command: tuple[str, ...] = ()) -> None:
         text = folder / "text"
@@ -42,6 +54,7 @@ class Job:
                 stdout=out,
                 stderr=err,
                 start_new_session=True,
+                preexec_fn=_die_with_parent,
                 env=os.environ | {"OMP_NUM_THREADS": "1"},
             )
 
@@ -258,22 +271,83 @@ def test_ctrl_c_saves_and_leaves_nobody(job):
 
 @LINUX
 @pytest.mark.timeout(300)
-def test_ctrl_c_while_ranks_start_is_quiet_and_a_dead_launcher_leaves_nobody(job):
+def test_ctrl_c_while_ranks_start_is_quiet(job):
     early = job("--steps", "100000", "--dp", "2", name="early")
     early.wait_for(lambda: len(early.ranks()) == 2)
     os.killpg(early.process.pid, signal.SIGINT)
-    late = job(*LONG, "--tp", "2", name="late")
     code, _, err = early.end()
     assert code == 130, err
     assert _noise(err) == []
-    late.wait_for(lambda: late.steps() >= 2)
-    os.kill(late.process.pid, signal.SIGKILL)
-    late.process.wait()
-    late.leave(30.0)
-    assert "Traceback" not in late.stderr.read_text()
-    assert (
-        "rank 0 (tp=0) stops: the process that started the ranks is gone" in late.stderr.read_text()
+
+
+def _suite(folder: Path) -> None:
+    """What a test does that is killed: two runs that train, a third whose ranks just start."""
+    for name in ("ours", "torchrun", "early"):
+        (folder / name).mkdir()
+    ours = Job(folder / "ours", *LONG, "--tp", "2")
+    runner = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
+    theirs = Job(folder / "torchrun", *LONG, command=(*runner, "-m", "warpweave.train"))
+    for run in (ours, theirs):
+        run.wait_for(lambda run=run: run.steps() >= 2)
+    early = Job(folder / "early", *LONG, "--tp", "2")
+    early.wait_for(lambda: len(early.ranks()) == 2)
+    print("ready", flush=True)
+    time.sleep(600)
+
+
+def _marked(mark: str) -> list[int]:
+    """Living processes with `mark` in the environment they were started with."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:  # a zombie's environment is empty
+            if mark.encode() in (path / "environ").read_bytes():
+                found.append(int(path.name))
+        except OSError:  # another user's, or gone
+            continue
+    return found
+
+
+@LINUX
+@pytest.mark.timeout(400)
+def test_a_killed_suite_leaves_no_run_behind(tmp_path):
+    mark = f"STARTED_BY={tmp_path}"
+    code = f"import test_launch as t; t._suite(t.Path({str(tmp_path)!r}))"
+    suite = subprocess.Popen(
+        [sys.executable, "-P", "-c", code],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent), "STARTED_BY": str(tmp_path)},
+        stdout=subprocess.PIPE,
     )
+    try:
+        with suite.stdout:
+            assert suite.stdout.readline() == b"ready\n"
+        assert len(_marked(mark)) >= 10  # three launchers, six ranks and the suite
+        suite.kill()
+        deadline = time.monotonic() + 60  # the time of a few imports, not of a timeout
+        while _marked(mark) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert _marked(mark) == []
+    finally:
+        suite.kill()
+        suite.wait()
+        for pid in _marked(mark):
+            os.kill(pid, signal.SIGKILL)
+    said = (tmp_path / "ours" / "stderr").read_text()
+    assert "rank 0 (tp=0) stops: the process that started the ranks is gone" in said
+    assert "Traceback" not in said
+
+
+@LINUX
+@pytest.mark.timeout(300)
+def test_a_refused_resume_ends_with_2_and_one_line(job):
+    first = job("--steps", "1", "--eval-every", "0")
+    assert first.end()[0] == 0
+    before = sorted((path, path.stat().st_mtime_ns) for path in first.out.rglob("*"))
+    options = ("--resume", "--seed", "3", "--out", str(first.out))
+    for ranks in ("1", "2"):
+        code, out, err = job(*options, "--tp", ranks, name=f"tp{ranks}").end()
+        assert (code, out, len(_said(err)), _noise(err)) == (2, [], 1, []), err
+        assert _said(err)[0].endswith("step_00000001 was trained with seed 0, now 3")
+    assert sorted((path, path.stat().st_mtime_ns) for path in first.out.rglob("*")) == before
 
 
 # -------------------------------------------------------------------------- who says what

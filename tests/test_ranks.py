@@ -1,4 +1,13 @@
-"""The rank pool itself: results in order, a failing rank named with its traceback."""
+"""The rank pool itself: results in order, failures named, and nobody left of a killed parent."""
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,3 +35,37 @@ def test_results_come_back_in_rank_order(world: int) -> None:
 def test_the_failing_rank_is_named() -> None:
     with pytest.raises(AssertionError, match="planted on rank one"):
         run_ranks(2, _fail)
+
+
+def _stay(rank: int, fifo: str) -> None:
+    with open(fifo, "wb", buffering=0) as held:
+        held.write(b"%d " % os.getpid())
+        time.sleep(600)
+
+
+def test_ranks_end_with_a_killed_parent(tmp_path) -> None:
+    """Each holds a pipe open; its end is read when the last of them is gone."""
+    fifo = str(tmp_path / "fifo")
+    os.mkfifo(fifo)
+    code = f"import ranks, test_ranks; ranks.run_ranks(2, test_ranks._stay, {fifo!r})"
+    parent = subprocess.Popen(
+        [sys.executable, "-P", "-c", code],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent)},
+    )
+    said = b""
+    with open(fifo, "rb", buffering=0) as pipe:
+        try:
+            while said.count(b" ") < 2:
+                got = pipe.read(64)
+                assert got, "the ranks ended by themselves"
+                said += got
+            parent.kill()
+            parent.wait()
+            assert select.select([pipe], [], [], 60.0)[0], "the ranks go on"
+            assert pipe.read(64) == b""
+        finally:
+            parent.kill()
+            parent.wait()
+            for pid in said.split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from close import relative_error
 from ranks import run_ranks
 
 import warpweave.train as train
@@ -21,6 +22,7 @@ from warpweave.checkpoint import CheckpointError, open_latest
 from warpweave.data import write_token_file
 from warpweave.launch import Session
 from warpweave.parallel.mesh import Mesh
+from warpweave.plain_gpt import PlainConfig, plain_adamw_step, plain_gpt_loss, plain_init
 from warpweave.train import Interrupt, TrainConfig, Trainer, TrainingStopped, learning_rate
 
 RESULT = ["val_loss", "steps", "tokens_per_second", "mesh", "zero", "checkpoint", "plot"]
@@ -90,6 +92,102 @@ def _crashed_after(step: int, whole: Path, folder: Path) -> None:
             shutil.rmtree(path)
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 9, "lo')
+
+
+# -------------------------------------------------------------------------- the plain model's run
+
+
+def _plain_run(config: TrainConfig) -> tuple[list[dict], dict[str, torch.Tensor]]:
+    """What a run must be: metrics and final state of the plain model in float64, on one device."""
+    train, held_out = config.open_data("train"), config.open_data("validation")
+    model = config.model_config(train.vocab_size)
+    plain = PlainConfig(
+        model.vocab_size, model.seq_len, model.layers, model.width, model.heads,
+        model.num_kv_heads, model.num_hidden, model.positions, model.norm, model.activation,
+        model.bias, model.tied, model.norm_eps, model.rope_theta, model.dropout,
+    )  # fmt: skip
+    params = plain_init(plain, config.seed, torch.float64)
+    moments: dict[str, dict[str, torch.Tensor]] = {}
+    rows: list[dict] = []
+    samples = config.mesh.dp * config.batch
+
+    def evaluate(step: int) -> None:
+        count = samples * config.eval_batches
+        total, valid = plain_gpt_loss(
+            params, *held_out.fixed_batch(range(count), count=count), plain, dropout=0.0
+        )
+        rows.append({"step": step, "val_loss": float(total / valid)})
+
+    for step in range(config.steps):
+        batch = train.batch(step, range(samples * config.microbatches))
+        leaves = {name: p.clone().requires_grad_() for name, p in params.items()}
+        key = config.seed * 2**32 + step  # another mask every step, and for every seed
+        total, valid = plain_gpt_loss(leaves, *batch, plain, seed=key)
+        loss = total / valid
+        grads = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
+        lr, decay = learning_rate(config, step), config.weight_decay
+        clip = config.clip or None
+        norm = plain_adamw_step(params, grads, moments, step + 1, lr=lr, weight_decay=decay,
+                                clip=clip)  # fmt: skip
+        rows.append({"step": step + 1, "loss": loss.item(), "grad_norm": norm.item(), "lr": lr})
+        if config.eval_every and (step + 1) % config.eval_every == 0 and step + 1 < config.steps:
+            evaluate(step + 1)
+    evaluate(config.steps)
+    state = dict(params)
+    for name, moment in moments.items():
+        state |= {f"exp_avg/{name}": moment["m"], f"exp_avg_sq/{name}": moment["v"]}
+    return rows, state
+
+
+LLAMA = {"model": "toy-llama", "heads": 4, "kv_heads": 2, "hidden": 20}
+RUNS = {  # by the number of ranks
+    1: [{}, LLAMA | {"clip": 0.0}],
+    3: [{"pp": 3, "layers": 4}, {"dp": 3, "zero": 2}],
+    4: [
+        {"dp": 2, "tp": 2, "zero": 1},
+        {"cp": 2, "tp": 2, "zero": 3, "recompute": "selective", "layout": "striped"} | LLAMA,
+        {"dp": 2, "pp": 2, "zero": 0, "schedule": "gpipe"} | LLAMA,
+        {"cp": 2, "dp": 2, "zero": 2, "recompute": "full"},
+        {"pp": 2, "tp": 2, "sequence_parallel": False},
+        {"pp": 4, "layers": 4, "microbatches": 3, "batch": 1},
+    ],
+}  # fmt: skip
+
+
+def _run_all(rank: int, configs: list[TrainConfig]) -> None:
+    for config in configs:
+        _trainer(config, rank).run()
+
+
+@pytest.mark.parametrize("world", RUNS)
+def test_a_run_is_the_plain_models_step_by_step_on_every_mesh(tmp_path, world):
+    """Losses, norms, evaluations, weights and moments, with dropout, decay and a clip that bites.
+
+    Its text is of many short files, so that no two samples have equally many labels.
+    """
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for i in range(60):
+        words = b" ".join(b"%d" % (j * j % 977) for j in range(i, i + 12))
+        (folder / f"{i}.txt").write_bytes(words)
+    common = {"dtype": "fp64", "seed": 5, "clip": 0.4, "save_every": 0, "eval_batches": 3}
+    configs = [
+        _config(tmp_path, **common | changes, out=tmp_path / f"run{i}")
+        for i, changes in enumerate(RUNS[world])
+    ]
+    if world == 1:
+        _run_all(0, configs)
+    else:
+        run_ranks(world, _run_all, configs, timeout=110.0)
+    for config in configs:
+        rows, state = _plain_run(config)
+        assert max(row.get("grad_norm", 0.0) for row in rows) > 0.4
+        for row, truth in zip(_rows(config.out), rows, strict=True):
+            assert row == pytest.approx(truth, rel=1e-11), config
+        saved = _saved(config.out, config.steps)
+        assert set(saved) == set(state)
+        for name, tensor in saved.items():
+            assert relative_error(tensor, state[name]) < 1e-8, (name, config)
 
 
 # -------------------------------------------------------------------------- resume

@@ -6,7 +6,9 @@ Sources, chosen by what `source` is:
 * ``None``: the source text of Python's own standard library (``*.py`` without tests), about 10 MB
   of real text that is on every machine;
 * a text file or a folder of them, tokenised at opening and held in memory: bytes as they are (256
-  ids, the default), or any Hugging Face ``tokenizer.json``;
+  ids, the default), or any Hugging Face ``tokenizer.json``. Text is UTF-8, with or without a
+  byte-order mark, and holds no zero byte: what is UTF-16, Latin-1 or binary is refused by name,
+  whatever the tokenizer;
 * a token file, memory-mapped and never copied: ``NAME.npy`` (one dimension, uint8, uint16 or
   uint32), or ``NAME.bin`` (the same numbers raw, little-endian) with ``NAME.bin.json`` beside it:
   ``{"format": "warpweave-tokens", "version": 1, "dtype": "uint16", "tokens": 1234, "vocab_size":
@@ -23,6 +25,7 @@ of the last token of a file is ``IGNORE``: nothing in the text foretells which f
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import fnmatch
 import hashlib
@@ -58,22 +61,22 @@ class Tokenizer(Protocol):
     vocab_size: int
     fingerprint: str
 
-    def encode(self, data: bytes, path: str) -> np.ndarray:
-        """Token ids of one file's bytes, one dimension, unsigned."""
+    def encode(self, text: bytes) -> np.ndarray:
+        """Token ids of UTF-8 text, one dimension, unsigned."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids; what is no valid UTF-8 shows as U+FFFD."""
 
 
 class ByteTokenizer:
-    """A token is a byte: 256 ids, exact for any file, nothing to download or train."""
+    """A token is a byte: 256 ids, exact for any text, nothing to download or train."""
 
     vocab_size = 256
     fingerprint = "bytes"
 
-    def encode(self, data: bytes, path: str) -> np.ndarray:
-        """The bytes themselves, uint8; a file need not be UTF-8."""
-        return np.frombuffer(data, dtype=np.uint8)
+    def encode(self, text: bytes) -> np.ndarray:
+        """The bytes themselves, uint8."""
+        return np.frombuffer(text, dtype=np.uint8)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of byte ids; a window may begin or end inside a character, which shows as U+FFFD."""
@@ -81,7 +84,7 @@ class ByteTokenizer:
 
 
 class JsonTokenizer:
-    """Any Hugging Face `tokenizers` JSON file; files must be UTF-8, no special tokens are added."""
+    """Any Hugging Face `tokenizers` JSON file; no special tokens are added."""
 
     def __init__(self, path: str | Path) -> None:
         from tokenizers import Tokenizer as HuggingFaceTokenizer
@@ -94,16 +97,9 @@ class JsonTokenizer:
         self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self.fingerprint = hashlib.sha256(data).hexdigest()
 
-    def encode(self, data: bytes, path: str) -> np.ndarray:
-        """Ids of one file as uint16 or uint32; `DataError` names the byte where UTF-8 breaks."""
-        try:
-            text = data.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise DataError(
-                f"{path} is not UTF-8: byte {data[error.start]:#04x} at offset {error.start} of "
-                f"{len(data)}; convert it, or use byte tokens"
-            ) from None
-        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+    def encode(self, text: bytes) -> np.ndarray:
+        """Ids of UTF-8 text as uint8, uint16 or uint32."""
+        ids = self._tokenizer.encode(text.decode("utf-8"), add_special_tokens=False).ids
         return np.asarray(ids, dtype=_dtype_for(self.vocab_size))
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -289,9 +285,9 @@ def _open_text(
 
     if len(files) > 1:
         files = _choose(files, split, fraction)
-        texts = [_read(root / file) for file in files]
+        texts = [_read_text(root / file) for file in files]
     else:
-        text = _read(root / files[0])
+        text = _read_text(root / files[0])
         low, high = _cut(len(text), split, fraction)
         if tokenizer_path is not None:  # not inside a UTF-8 character
             low, high = (_character_start(text, i) for i in (low, high))
@@ -307,7 +303,7 @@ def _open_text(
     if cached is not None and cached.with_suffix(".json").exists():
         tokens, starts = _read_cache(cached)
     else:
-        parts = [tokenizer.encode(t, str(root / f)) for t, f in zip(texts, files, strict=True)]
+        parts = [tokenizer.encode(text) for text in texts]
         starts = np.cumsum([0] + [len(part) for part in parts[:-1]], dtype=np.int64)
         tokens = np.concatenate(parts)
         if cached is not None and len(tokens):
@@ -374,6 +370,28 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from None
+
+
+def _read_text(path: Path) -> bytes:
+    """A file that is UTF-8 text; `DataError` says of any other what it is and what to do."""
+    data = _read(path)
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise DataError(
+            f"{path} is UTF-16 or UTF-32 text; convert it to UTF-8: iconv -f UTF-16 -t UTF-8"
+        )
+    if (zero := data.find(0)) >= 0:
+        raise DataError(
+            f"{path} is binary, or UTF-16 without a mark: it has a zero byte at offset {zero} of "
+            f"{len(data)}; leave it out, or convert it to UTF-8 or to a token file"
+        )
+    try:
+        data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path} is not UTF-8: byte {data[error.start]:#04x} at offset {error.start} of "
+            f"{len(data)}; convert it (Latin-1: iconv -f LATIN1 -t UTF-8), or leave it out"
+        ) from None
+    return data
 
 
 # ---- token files ---------------------------------------------------------------------------------

@@ -5,7 +5,8 @@ several) the launcher has opened its store already, on every interface, and we j
 
 Ctrl-C and SIGTERM: `launch` passes the first one on, once, as SIGTERM; ranks finish their step and
 save. A second one kills them. Ranks start with both signals blocked and `join` lets them in, so
-that a signal during the seconds of imports is neither lost nor a traceback from every rank.
+that a signal during the seconds of imports is neither lost nor a traceback from every rank. If
+`launch`'s own process dies, by SIGKILL too, its ranks end at once (`end_with_parent`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import resource_tracker
+from multiprocessing import connection, resource_tracker
 from typing import Any, NoReturn
 
 import torch
@@ -303,13 +304,36 @@ class Session:
             dist.destroy_process_group()
 
 
-@contextmanager
-def reported(session: Session, common: tuple[type, ...] = ()) -> Iterator[None]:
-    """End this process with 1 on an error, after one rank has said in one line who is at fault.
+def end_with_parent(last_words: str | None = None) -> None:
+    """Kill this process as soon as the one that started it is gone, wherever it is then.
 
-    Errors that are bugs rather than refusals come with their traceback, once; `common` is that of
-    `Session.explain`. KeyboardInterrupt ends it with 130. Not by the interpreter's usual way out: a
-    process group cannot be left in order once a peer is gone.
+    For children of `multiprocessing`: the pipe through which they were started breaks when their
+    parent ends, by SIGKILL too. `last_words` are said on stderr.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        raise RuntimeError("end_with_parent is for processes that multiprocessing has started")
+
+    def watch(sentinel: int) -> None:
+        connection.wait([sentinel])
+        try:
+            if last_words is not None:
+                say(last_words)
+        finally:  # the terminal may be gone, too
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, args=(parent.sentinel,), name="parent", daemon=True).start()
+
+
+@contextmanager
+def reported(
+    session: Session, common: tuple[type, ...] = (), *, refused: tuple[type, ...] = ()
+) -> Iterator[None]:
+    """End this process on an error, after one rank has said in one line who is at fault.
+
+    With 2 for the types in `refused`, 130 for KeyboardInterrupt, else 1. Errors that are bugs
+    rather than refusals come with their traceback, once; `common` is that of `Session.explain`. Not
+    by the interpreter's usual way out: a process group cannot be left in order once a peer is gone.
     """
     try:
         yield
@@ -323,7 +347,7 @@ def reported(session: Session, common: tuple[type, ...] = ()) -> Iterator[None]:
             if not isinstance(error, refusals) and not _is_connection_error(error):
                 traceback.print_exception(error)
             say(line)
-        leave(1)
+        leave(2 if isinstance(error, refused) else 1)
 
 
 def leave(code: int) -> NoReturn:
@@ -363,8 +387,11 @@ def join(
     Raises:
         ValueError: the mesh does not have as many ranks as were started.
     """
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)  # see `launch`
     env = os.environ
+    if port is not None:
+        name = mesh.describe(int(env["RANK"]))
+        end_with_parent(f"{name} stops: the process that started the ranks is gone")
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)  # see `launch`
     local_world = int(env.get("LOCAL_WORLD_SIZE", "1"))
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if backend is None:

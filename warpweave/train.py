@@ -4,8 +4,9 @@
 several machines, `out` must be a folder that all of them share).
 
 Ctrl-C or SIGTERM finishes the step, saves and stops. Exit codes: 0 done, 1 failed, 2 refused before
-anything was started or written, 130 (Ctrl-C) or 143 (SIGTERM) interrupted and saved. Under torchrun
-an interrupted run ends with 0, because torchrun would take anything else for a failed rank.
+the first step (a checkpoint that cannot be gone on from, too), with nothing written, 130 (Ctrl-C)
+or 143 (SIGTERM) interrupted and saved. Under torchrun an interrupted run ends with 0, because
+torchrun would take anything else for a failed rank; a failed or refused one ends with torchrun's 1.
 """
 
 from __future__ import annotations
@@ -450,9 +451,10 @@ def train_rank(config: TrainConfig, port: int | None = None) -> int:
         say(f"rank {os.environ.get('RANK', '0')} found no way to the others: {error}")
         sys.exit(1)
     interrupt.listen()  # not earlier under torchrun, which ends ranks that still wait by SIGTERM
-    with reported(session, _COMMON):
+    with reported(session, _COMMON, refused=(ValueError, CheckpointError)):
         session.beat(0, "start")
         trainer = Trainer(config, session, interrupt)
+    with reported(session, _COMMON):
         if session.rank == 0:
             say(trainer.describe())
         result = trainer.run()

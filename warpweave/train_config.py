@@ -56,7 +56,7 @@ class TrainConfig:
     """Dropout of the embedding and of both branches of a block; default: the preset's."""
 
     data: Path | None = None
-    """Text file, folder of text, or token file; default: Python's standard library source."""
+    """UTF-8 text file, folder of them, or token file; default: Python's standard library source."""
     tokenizer: Path | None = None
     """A Hugging Face tokenizers JSON; default: bytes."""
 
