@@ -120,6 +120,9 @@ def test_a_wrong_config_is_refused_listing_the_fields(tmp_path: Path) -> None:
         CheckpointError, match=r"layers: saved 3, now 4; new: saved 'nothing', now 1"
     ):
         reader.require_config({**CONFIG, "layers": 4, "new": 1})
+    for gone in CONFIG:
+        with pytest.raises(CheckpointError, match=rf"{gone}: saved .*, now 'nothing'"):
+            reader.require_config({name: CONFIG[name] for name in CONFIG if name != gone})
     assert config_digest({"a": 1, "b": 2}) == config_digest({"b": 2, "a": 1})
 
 
@@ -250,14 +253,17 @@ def test_each_missing_or_truncated_file_is_named_with_its_sizes(tmp_path: Path) 
     open_checkpoint(path)
 
 
-def test_a_file_swapped_after_verification_is_noticed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("swapped", [True, False], ids=["swapped", "overwritten"])
+def test_a_file_changed_after_verification_is_noticed(tmp_path: Path, swapped: bool) -> None:
     path = save(tmp_path)
     reader = open_checkpoint(path)
     shard = next(path.glob("*.safetensors"))
-    data = bytearray(shard.read_bytes())
+    before, data = shard.stat(), bytearray(shard.read_bytes())
     data[-1] ^= 1
-    shard.unlink()
+    if swapped:
+        shard.unlink()
     shard.write_bytes(data)
+    os.utime(shard, ns=(before.st_atime_ns, before.st_mtime_ns + (not swapped)))
     with pytest.raises(CheckpointError, match="changed after it was verified"):
         reader.tensor("rng")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -317,3 +318,33 @@ def test_every_tensor_of_a_checkpoint_belongs_to_exactly_one_rank():
     for ranks in zip(*run_ranks(4, _written), strict=True):
         assert sorted(name for names in ranks for name in names) == every
         assert all(ranks), "a rank writes nothing"
+
+
+# -------------------------------------------------------------------------- one rank, one step
+
+
+def _one_is_interrupted(rank: int) -> list[float]:
+    engine = _engine(CONFIG, Mesh(tp=2, pp=2).connect())
+    data = _data(0, engine.mesh)
+    return [
+        float(engine.step(*data, lr=0.0, interrupted=rank == asked).interrupts)
+        for asked in (*range(4), None)
+    ]
+
+
+def test_every_rank_hears_of_a_stop_that_any_one_rank_was_asked_for():
+    assert run_ranks(4, _one_is_interrupted) == [[1.0] * 4 + [0.0]] * 4
+
+
+def test_an_evaluation_between_steps_changes_neither_them_nor_itself():
+    """Dropout is on in a step after an evaluation, and off in an evaluation after a step."""
+    evaluated, plain = _engine(CONFIG, single()), _engine(CONFIG, single())
+    held_out = _data(99, single())[:2]
+    for key in range(2):
+        evaluated.evaluate(*held_out)
+        results = [e.step(*_data(key, single()), lr=0.02, key=key) for e in (evaluated, plain)]
+        assert torch.equal(*(result.loss for result in results))
+    weights = {record.name: tensor for record, tensor, _ in plain.read("param")}
+    fresh = _engine(dataclasses.replace(CONFIG, dropout=0.0), single())
+    fresh.load("param", lambda record: weights[record.name])
+    assert torch.equal(evaluated.evaluate(*held_out), fresh.evaluate(*held_out))

@@ -7,6 +7,7 @@ both gradients with plain torch in float64. Blocks are made so small that there 
 from __future__ import annotations
 
 import inspect
+import itertools
 from unittest import mock
 
 import pytest
@@ -143,6 +144,36 @@ def test_without_a_group_too() -> None:
 def _triton(rank: int) -> None:
     for recompute in (True, False):
         check(recompute=recompute, smoothing=0.3, z_loss=0.1, impl="triton")
+
+
+def _frozen(rank: int) -> None:
+    """Only what is wanted is made, and it is the same."""
+    group, *_ = world()
+    for sequence, (recompute, reduction) in itertools.product((False, True), WAYS):
+        own, part, *_ = problem(sequence, PADDED)
+        options = {"sequence_parallel": sequence, "recompute": recompute, "reduction": reduction}
+
+        def grads(x, weight, options=options):
+            losses = vocab_parallel_linear_cross_entropy(
+                x, weight, labels(), group=group, vocab_size=VOCAB,
+                padded_vocab_size=PADDED, **options,
+            )  # fmt: skip
+            losses.sum().backward()
+            return x.grad, weight.grad
+
+        dx, dw = (g.clone() for g in grads(own, part))
+        own.grad = part.grad = None
+        for alone, other, expected in ((own, part, dx), (part, own, dw)):
+            other.requires_grad_(False)
+            found, none = grads(own, part) if alone is own else grads(own, part)[::-1]
+            assert none is None
+            assert_close_f64(found, expected, RTOL)
+            other.requires_grad_()
+            own.grad = part.grad = None
+
+
+def test_a_frozen_head_passes_its_gradient_on_and_a_frozen_input_trains_the_head() -> None:
+    run_ranks(2, _frozen)
 
 
 def test_the_triton_kernels_agree() -> None:

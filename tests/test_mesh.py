@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from datetime import timedelta
 
 import pytest
 import torch
@@ -74,6 +75,19 @@ def test_groups_hold_exactly_the_right_ranks_on_every_mesh_of_four():
 def test_groups_hold_exactly_the_right_ranks_on_meshes_of_eight():
     three = [Mesh(2, 2, 2, 1), Mesh(2, 2, 1, 2), Mesh(2, 1, 2, 2), Mesh(1, 2, 2, 2)]
     run_ranks(8, _check_groups, [*three, Mesh(4, 2), Mesh(2, 4), Mesh(tp=4, pp=2), Mesh(dp=8)])
+
+
+def _timeouts(rank: int) -> None:
+    for sizes in (Mesh(tp=2, pp=2), Mesh(dp=2, cp=2)):
+        mesh = sizes.connect(timeout=timedelta(seconds=7))
+        for axis in ("dp", "cp", "tp", "pp", "data"):
+            if (group := mesh.group(axis)) is not None:
+                backend = group._get_backend(torch.device("cpu"))
+                assert backend.options._timeout == timedelta(seconds=7), (sizes, axis)
+
+
+def test_a_timeout_bounds_every_group_of_the_mesh():
+    run_ranks(4, _timeouts)
 
 
 def test_one_device_needs_no_process_group_and_has_none():

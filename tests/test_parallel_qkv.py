@@ -101,6 +101,30 @@ def test_without_a_group_it_is_the_plain_projection() -> None:
     _everything(0)
 
 
+def _frozen(rank: int) -> None:
+    """Only what is wanted is made, and it is the same."""
+    for sequence in (False, True):
+        expected = check(sequence=sequence)[3:]
+        cuts = (0 if sequence else None, 0, 0)
+        for wanted in (("x",), ("weight",), ("bias",), ("x", "bias")):
+            leaves = {
+                name: part(t, cut).clone().requires_grad_(name in wanted)
+                for name, t, cut in zip(("x", "weight", "bias"), problem(1, 4, True), cuts)
+            }
+            out = parallel_qkv_rope(
+                **leaves, **dict(zip(("cos", "sin"), table(4))), shape=(B, LENGTH), head_dim=4,
+                q_per_kv=1, group=world()[0], sequence_parallel=sequence,
+            )  # fmt: skip
+            torch.autograd.backward(out, [part(t, 2) for t in upstream(1, 4)])
+            for (name, t), gradient in zip(leaves.items(), expected, strict=True):
+                assert (t.grad is None) == (name not in wanted)
+                assert t.grad is None or torch.equal(t.grad, gradient)
+
+
+def test_frozen_parameters_cost_and_change_nothing() -> None:
+    run_ranks(2, _frozen)
+
+
 def _empty(rank: int) -> None:
     group, *_ = world()
     for shape in ((0, 5), (3, 0)):

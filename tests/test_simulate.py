@@ -146,3 +146,13 @@ def test_a_deadlock_is_reported() -> None:
     lists[0].reverse()
     with pytest.raises(ValueError, match="deadlock: rank 0 at 0B0 waits for 0F0 and 1I0"):
         simulate(lists, {"F": 1})
+
+
+@pytest.mark.parametrize("lower", [list, with_comm])
+def test_the_tied_gradients_meet_after_the_later_end_and_one_message(lower) -> None:
+    lists = with_tie(lower(one_f_one_b(3, 4)))
+    line = simulate(lists, {"F": 1, "B": 2}, comm=Fraction(1, 4))
+    first, last = line.cells[0][-1], line.cells[2][-1]
+    assert first.action.op == last.action.op == "TIE"
+    ready = max(line.cells[rank][-2].end for rank in (0, 2))
+    assert first.start == last.start == ready + Fraction(1, 4)

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -559,3 +560,70 @@ def test_torchruns_other_ranks_stay_silent_about_a_mesh_that_does_not_fit(
         said = capsys.readouterr().err.strip().splitlines()
         assert len(said) == lines
     assert not (tmp_path / "run").exists()
+
+
+# -------------------------------------------------------------------------- options arrive
+
+
+def test_what_the_options_say_is_what_model_data_and_engine_are_told(tmp_path, monkeypatch):
+    sizes = {"layers": 3, "width": 24, "heads": 3, "kv_heads": 1, "hidden": 20, "seq_len": 12,
+             "dropout": 0.25, "vocab_size": 300}  # fmt: skip
+    how = {"microbatches": 3, "zero": 3, "schedule": "gpipe", "sequence_parallel": False,
+           "recompute": "full", "layout": "striped", "seed": 9, "weight_decay": 0.3, "clip": 0.7,
+           "timeout": 77.0}  # fmt: skip
+    config = _config(tmp_path, **sizes, **how, batch=5, dtype="bf16")
+    told = mock.Mock(side_effect=InterruptedError)
+    monkeypatch.setattr(train, "Engine", told)
+    with pytest.raises(InterruptedError):
+        _trainer(config)
+    ((model, mesh), options) = told.call_args
+    assert {name: getattr(model, name) for name in sizes} == sizes
+    assert mesh.sizes == config.mesh
+    assert {name: options[name] for name in how} == how
+    assert (options["micro_batch_size"], options["dtype"]) == (5, torch.bfloat16)
+    for split in ("train", "validation"):
+        data = config.open_data(split)
+        assert (data.seq_len, data.seed) == (12, 9)
+    with pytest.raises(InterruptedError):
+        _trainer(dataclasses.replace(config, clip=0.0))
+    assert told.call_args.kwargs["clip"] is None
+
+
+def test_a_resume_on_a_file_whose_contents_have_changed_is_refused(tmp_path):
+    config = _config(tmp_path)
+    _one_step(config)
+    config.data.write_bytes(config.data.read_bytes()[::-1])
+    with pytest.raises(CheckpointError, match=r"was trained on other data: saved .*text"):
+        _trainer(dataclasses.replace(config, resume=True))
+
+
+def _asked(rank: int, config: TrainConfig) -> list[int]:
+    steps = []
+    for asked in range(2):
+        interrupt = Interrupt()
+        interrupt.number = 15 if rank == asked else None
+        trainer = _trainer(
+            dataclasses.replace(config, out=config.out / str(asked)), rank, interrupt
+        )
+        trainer.run()
+        steps.append(trainer.step if trainer.stopped else -1)
+    return steps
+
+
+@pytest.mark.parametrize("axis", ["dp", "pp"])
+def test_a_stop_asked_of_one_rank_stops_all_after_the_same_step(tmp_path, axis):
+    config = _config(tmp_path, **{axis: 2}, eval_every=0)
+    assert run_ranks(2, _asked, config) == [[1, 1], [1, 1]]
+    for asked in "01":
+        assert _saved(config.out / asked, 1)
+
+
+def test_utilisation_is_of_all_gpus_of_a_known_kind(tmp_path, monkeypatch):
+    trainer = _trainer(_config(tmp_path, dtype="bf16"))
+    assert trainer._utilisation(1e6) == {}
+    mesh, cuda = trainer.mesh.sizes, torch.device("cuda")
+    trainer.session = Session(cuda, 0, 4, None, 60.0, mesh)
+    rate = 0.25 * 4 * 989e12 / trainer.model.step_flops(1)
+    for name, found in (("NVIDIA H100 80GB HBM3", {"mfu": 0.25}), ("Some other GPU", {})):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda name=name: name)
+        assert trainer._utilisation(rate) == found
