@@ -222,11 +222,11 @@ FAULTS = (
         "dq and the travelling dk and dv are rounded to bf16 at every hop",
     ),
     Fault(
-        "schedule-acknowledged-early",
+        "schedule-acknowledged-own-index",
         "parallel/schedule.py",
-        "for send, q, at in pending[rank] if clock[rank][q] > at]",
-        "for send, q, at in pending[rank] if clock[rank][q] >= at]",
-        "a send counts as arrived when its receiver has only come to the receive",
+        "rank_of[receive.stage], position[receive]))",
+        "rank_of[receive.stage], index))",
+        "a send's place in its own list is taken for the receive's in the other's",
     ),
     Fault(
         "schedule-staleness-newest",
@@ -526,13 +526,6 @@ FAULTS = (
         "biases and norms of foreign modules decay",
     ),
     # ---- engine -----------------------------------------------------------------------------
-    Fault(
-        "engine-counts-in-float32",
-        "warpweave/engine.py",
-        "total = (labels != -100).sum().to(torch.float64)",
-        "total = (labels != -100).sum().to(wide)",
-        "more than 2**24 valid tokens are miscounted",
-    ),
     Fault(
         "engine-interrupt-last-stage",
         "warpweave/engine.py",

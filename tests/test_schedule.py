@@ -287,6 +287,21 @@ def test_asynchronous_lists_fit_the_versions() -> None:
     validate(two, staleness=2)
 
 
+def test_an_update_is_as_old_as_the_oldest_of_its_gradients() -> None:
+    for pair in ("0B1 0B2@1", "0B2@1 0B1"):
+        mixed = lists_of(f"0F0 0F1 0B0 0UPDATE@1 0F2@1 {pair} 0UPDATE@2")
+        with pytest.raises(ValueError, match="applies the gradient of 0B1, 1 versions old"):
+            validate(mixed)
+        validate(mixed, staleness=1)
+
+
+def test_a_micro_batch_is_in_flight_until_its_w() -> None:
+    late = split_backward(one_f_one_b(1, 4), lag=1)
+    validate(late, in_flight=2)
+    with pytest.raises(ValueError, match="0F1 makes 2 micro-batches in flight on stage 0"):
+        validate(late, in_flight=1)
+
+
 def edit(lists, old: str, *new: str):
     """`lists` with the action written `old` replaced by the actions `new`."""
     result = [
