@@ -18,7 +18,7 @@ from close import relative_error
 from ranks import run_ranks
 
 import warpweave.train as train
-from warpweave.checkpoint import CheckpointError, open_latest
+from warpweave.checkpoint import CheckpointError, open_checkpoint, open_latest
 from warpweave.data import write_token_file
 from warpweave.launch import Session
 from warpweave.parallel.mesh import Mesh
@@ -370,6 +370,37 @@ def test_fp16_overflow_shrinks_the_scale_until_there_is_nothing_left_to_shrink(t
     with pytest.raises(TrainingStopped, match=r"gradient norm is .* at step 2"):
         trainer.run()  # 4 -> 2 is the scale's fault, 2 -> 1 leaves no one else to blame
     assert float(trainer.engine.optimizer.loss_scale.value) == 1.0
+
+
+def test_an_fp16_run_resumed_around_an_overflow_has_the_same_loss_scale(tmp_path):
+    def trained(config: TrainConfig) -> Trainer:
+        trainer = _trainer(config)
+        scale = trainer.engine.optimizer.loss_scale
+        scale.interval = 2
+        if not config.resume:
+            scale.value.fill_(256.0)
+
+        def spoil(_module, _inputs, out):
+            if trainer.step == 2 and out.requires_grad:  # not in the evaluation
+                out.register_hook(lambda gradient: gradient * math.inf)
+
+        trainer.engine.gpt.blocks["0"].register_forward_hook(spoil)
+        trainer.run()
+        return trainer
+
+    config = _config(tmp_path, dtype="fp16", steps=8)
+    trained(config)
+    steps = sorted((config.out / "checkpoints").glob("step_*"))
+    scales = [open_checkpoint(path).state["optimizer"]["loss_scale"] for path in steps]
+    assert scales == [256, 512, 256, 256, 512, 512, 1024, 1024]
+    rows, state = _rows(config.out), _saved(config.out, 8)
+    assert [row["step"] for row in rows if row.get("grad_norm", 0) is None] == [3]
+    for stop in (2, 3, 4):
+        out = tmp_path / f"run-{stop}"
+        _crashed_after(stop, config.out, out)
+        trained(dataclasses.replace(config, out=out, resume=True))
+        assert _rows(out) == rows, stop
+        assert _same(_saved(out, 8), state), stop
 
 
 def test_a_validation_loss_that_is_no_number_stops_the_run(tmp_path, monkeypatch):
