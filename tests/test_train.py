@@ -9,6 +9,7 @@ import math
 import os
 import re
 import shutil
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -273,6 +274,19 @@ def test_resuming_a_finished_run_repeats_the_result_and_writes_nothing_new(tmp_p
     assert "steps: saved 2, now 3; lr: saved 0.02, now 0.01" in capsys.readouterr().err
 
 
+def test_a_resumed_run_says_every_setting_that_is_another(tmp_path, capsys):
+    config = _config(tmp_path)
+    _one_step(config)
+    saved = {"lr": 0.02, "min_lr": 0.1, "warmup": 2, "weight_decay": 0.1, "clip": 1.0}
+    now = {"lr": 0.01, "min_lr": 0.3, "warmup": 1, "weight_decay": 0.2, "clip": 0.5}
+    capsys.readouterr()
+    _trainer(dataclasses.replace(config, resume=True, steps=6, microbatches=3, dtype="bf16", **now))
+    said = capsys.readouterr().err.strip().split(": ", 2)[2]
+    expected = {f"{name}: saved {saved[name]}, now {now[name]}" for name in saved}
+    expected |= {"steps: saved 5, now 6", "dtype: saved fp32, now bf16"}
+    assert set(said.split("; ")) == expected | {"sequences_per_step: saved 4, now 6"}
+
+
 def test_a_resumed_run_may_change_its_dtype(tmp_path, capsys):
     for dtype in ("fp64", "fp32", "bf16", "fp16"):
         config = _config(tmp_path, dtype=dtype, resume=dtype != "fp64")
@@ -478,9 +492,51 @@ def test_a_new_run_moves_an_earlier_one_aside(tmp_path, capsys):
 
 
 def test_tokens_outside_the_data_are_left_out_of_the_sample(tmp_path, monkeypatch):
-    trainer = _trainer(_config(tmp_path, vocab_size=300, sample=3))
-    monkeypatch.setattr(trainer.engine, "generate", lambda *_, **__: torch.tensor([65, 299, 66]))
+    trainer = _trainer(_config(tmp_path, vocab_size=300, sample=3, seed=4))
+    asked = []
+
+    def generate(prompt, length, *, seed):
+        asked.append((bytes(prompt.tolist()), length, seed))
+        return torch.tensor([65, 299, 66])
+
+    monkeypatch.setattr(trainer.engine, "generate", generate)
     assert trainer._sample_text() == "AB"
+    text = trainer.config.data.read_bytes()  # whose last twentieth is for validation
+    assert asked == [(text[-round(len(text) / 20) :][:8], 3, 4)]
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "peak"),
+    [("NVIDIA H100 80GB HBM3", "bf16", 989e12), ("NVIDIA A100-SXM4-40GB", "fp16", 312e12),
+     ("NVIDIA A100-SXM4-40GB", "fp32", None), ("Unknown", "bf16", None)],
+)  # fmt: skip
+def test_utilisation_is_of_all_ranks_peaks_and_only_where_one_is_known(
+    tmp_path, monkeypatch, device, dtype, peak
+):
+    trainer = _trainer(_config(tmp_path, dtype=dtype))
+    assert trainer._utilisation(1e9) == {}  # on a CPU
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: device)
+    there = dataclasses.replace(trainer.session, device=torch.device("cuda"), world=4)
+    monkeypatch.setattr(trainer, "session", there)
+    if peak is None:
+        assert trainer._utilisation(1e9) == {}
+        return
+    flops = 1e9 * trainer.model.step_flops(16) / 16
+    assert trainer._utilisation(1e9) == {"mfu": pytest.approx(flops / (4 * peak), rel=1e-3)}
+
+
+def test_a_second_ctrl_c_stops_at_once_but_not_the_echo_of_the_first(monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(train.time, "monotonic", lambda: clock[0])
+    interrupt = Interrupt()
+    interrupt._handle(signal.SIGINT, None)
+    interrupt._handle(signal.SIGINT, None)  # from the terminal and from the launcher
+    clock[0] = 103.0
+    interrupt._handle(signal.SIGTERM, None)  # is already on its way
+    with pytest.raises(KeyboardInterrupt):
+        interrupt._handle(signal.SIGINT, None)
+    interrupt._handle(signal.SIGINT, None)  # not in the middle of the way out
+    assert interrupt.number == signal.SIGINT
 
 
 def test_token_files_and_their_vocabulary_train(tmp_path):
