@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from warpweave.layers.records import collect_records
 from warpweave.parallel.collectives import group_size, own_slice, reduce_from
-from warpweave.parallel.mesh import ConnectedMesh
+from warpweave.parallel.mesh import ConnectedMesh, Mesh
 
 RTOL = 1e-12
 
@@ -22,11 +22,23 @@ def draw(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
+MESHES = [Mesh(tp=2), Mesh(tp=3), Mesh(tp=4), Mesh(dp=2, tp=2)]  # all ranks, or two times two
+_place: list[ConnectedMesh] = []  # where `beside_replicas` has put this rank
+
+
 def world() -> tuple[dist.ProcessGroup | None, int, int]:
-    """(group, rank, ranks): all ranks are tensor ranks, or there is no group."""
+    """(group, rank, ranks) of the tensor ranks: all ranks, half of them, or there is no group."""
     if not dist.is_initialized():
         return None, 0, 1
+    if _place:
+        return _place[0].group("tp"), _place[0].index("tp"), _place[0].size("tp")
     return dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+
+
+def beside_replicas(rank: int, check: Callable[[int], object]) -> None:
+    """Run `check` with two tensor ranks beside two others: the group is not the world."""
+    _place[:] = [Mesh(dp=2, tp=2).connect()]
+    check(rank)
 
 
 def part(t: Tensor, dim: int | None) -> Tensor:
@@ -73,8 +85,11 @@ def check_layer(
     """Assert that make(mesh) on this rank's share of `x` is its share of make(None) on `x`.
 
     Birth under one manual_seed is compared bitwise; output and all gradients, of parameters whose
-    record says "partial" after their sum over the ranks, within RTOL in float64.
+    record says "partial" after their sum over the tensor ranks, within RTOL in float64. The other
+    axes' ranks have another order of the numbers in `x`, so that mixing them up is seen.
     """
+    others = mesh.rank // mesh.size("tp")  # tensor ranks are neighbours
+    x = x.roll(others) if others else x
     torch.manual_seed(7)
     one = make(None)
     torch.manual_seed(7)
@@ -83,14 +98,14 @@ def check_layer(
     x_one, x_mine = own(x, None, mesh), own(x, cut_in, mesh)
     y_one, y_mine = run(one, x_one), run(mine, x_mine)
     assert_close_f64(y_mine, own(y_one, cut_out, mesh), RTOL)
-    dy = draw(9, *y_one.shape)
+    dy = draw(9 + others, *y_one.shape)
     expected = backward(y_one, dy, one)
     grads = backward(y_mine, own(dy, cut_out, mesh).detach(), mine)
     if x.is_floating_point():
         assert_close_f64(x_mine.grad, own(x_one.grad, cut_in, mesh), RTOL)
     for name, record in collect_records(mine).items():
         if record.partial:
-            dist.all_reduce(grads[name])
+            dist.all_reduce(grads[name], group=mesh.group("tp"))
         assert_close_f64(grads[name], record.slice(expected[name], mesh.index("tp")), RTOL)
 
 

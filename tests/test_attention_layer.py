@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from close import assert_close_f64
 from ranks import run_ranks
-from sharded import RTOL, check_layer, draw, own
+from sharded import MESHES, RTOL, check_layer, draw, own
 from torch import Tensor, nn
 
 from warpweave.kernels.rope import rope_table
 from warpweave.layers.attention import Attention
 from warpweave.layers.context import TokenContext
+from warpweave.layers.records import collect_records
 from warpweave.parallel.layout import SequenceLayout
 from warpweave.parallel.mesh import ConnectedMesh, Mesh
 
@@ -195,8 +197,8 @@ def test_its_description_names_heads_mask_and_rotary_base():
     )
 
 
-def _on_ranks(rank: int, tp: int) -> None:
-    mesh = Mesh(tp=tp).connect()
+def _on_ranks(rank: int, sizes: Mesh) -> None:
+    mesh, tp = sizes.connect(), sizes.tp
     rope = rope_table(torch.arange(6), 2, theta=100.0, dtype=torch.float64)
     more = {"window": 4, "softcap": 0.7, "sinks": True}
     for group, bias, theta, extra in (
@@ -220,28 +222,39 @@ def _on_ranks(rank: int, tp: int) -> None:
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("tp", [2, 3, 4])
-def test_heads_cut_over_tensor_ranks_equal_one_device(tp):
-    run_ranks(tp, _on_ranks, tp)
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_heads_cut_over_tensor_ranks_equal_one_device(sizes):
+    run_ranks(sizes.world, _on_ranks, sizes)
 
 
 def _on_context_ranks(rank: int) -> None:
-    mesh = Mesh(cp=2).connect()
+    mesh = Mesh(cp=2, tp=2).connect()
+    at, index = mesh.index("cp"), mesh.index("tp")
     torch.manual_seed(7)
     options = {"num_kv_heads": 2, "rope_theta": 100.0, "window": 5, "softcap": 1.0, "sinks": True}
     layer = Attention(12, 6, mesh=mesh, **options, **F64)
-    with torch.no_grad():
-        layer.sinks.copy_(draw(3, 6))
+    torch.manual_seed(7)
     alone = Attention(12, 6, **options, **F64)
-    alone.load_state_dict(layer.state_dict())
-    x, layout = draw(1, 2, 8, 12), SequenceLayout(8, 2)
-    rope = rope_table(layout.positions(rank), 2, theta=100.0, dtype=torch.float64)
-    mine = layout.shard(x, rank, 1).flatten(0, 1)
-    y = layer(mine, TokenContext(2, layout, rope)).unflatten(0, (2, 4))
-    assert_close_f64(y, layout.shard(alone(x), rank, 1), RTOL)
+    with torch.no_grad():
+        alone.sinks.copy_(draw(3, 6))
+        layer.sinks.copy_(layer.records["sinks"].slice(alone.sinks, index))
+    x, layout = draw(1, 2, 8, 12).requires_grad_(), SequenceLayout(8, 2)
+    rope = rope_table(layout.positions(at), 2, theta=100.0, dtype=torch.float64)
+    mine = layout.shard(x, at, 1).flatten(0, 1).detach().requires_grad_()
+    y = layer(mine, TokenContext(2, layout, rope))
+    truth, dy = alone(x), draw(4, 2, 8, 12)
+    truth.backward(dy)
+    y.backward(layout.shard(dy, at, 1).flatten(0, 1))
+    assert_close_f64(y, layout.shard(truth, at, 1).flatten(0, 1), RTOL)
+    assert_close_f64(mine.grad, layout.shard(x.grad, at, 1).flatten(0, 1), RTOL)
+    expected = {name: p.grad for name, p in alone.named_parameters()}
+    for name, record in collect_records(layer).items():
+        grad = layer.get_parameter(name).grad
+        dist.all_reduce(grad, group=mesh.group("cp"))
+        assert_close_f64(grad, record.slice(expected[name], index), RTOL)
     with pytest.raises(ValueError, match="the layout has 1 parts but the group has 2 ranks"):
         layer(own(x, None, mesh))  # a cut sequence needs a context
 
 
 def test_a_sequence_cut_over_context_ranks_is_attended_whole():
-    run_ranks(2, _on_context_ranks)
+    run_ranks(4, _on_context_ranks)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from close import assert_close_f64, assert_error_budget
 from ranks import run_ranks
-from sharded import RTOL, check_layer, draw
+from sharded import MESHES, RTOL, check_layer, draw
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -250,8 +250,8 @@ def test_the_arguments_after_the_sizes_are_keywords():
 # ------------------------------------------------------------------- several ranks
 
 
-def _on_tensor_ranks(rank: int, tp: int) -> None:
-    mesh = Mesh(tp=tp).connect()
+def _on_tensor_ranks(rank: int, sizes: Mesh) -> None:
+    mesh, tp = sizes.connect(), sizes.tp
     x = draw(1, 12, E)
     gpt2, llama = {"dropout": 0.3}, LLAMA | {"num_kv_heads": 6, "selective": True}
     for style in (gpt2, llama) if tp < 4 else ({"num_kv_heads": 4},):
@@ -271,9 +271,9 @@ def _on_tensor_ranks(rank: int, tp: int) -> None:
         check_layer(lambda mesh, make=make: make(mesh, True), x, mesh, cut_in=0, cut_out=0, run=run)
 
 
-@pytest.mark.parametrize("tp", [2, 3, 4])
-def test_it_equals_one_device_on_tensor_ranks_dropout_included(tp):
-    run_ranks(tp, _on_tensor_ranks, tp)
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_it_equals_one_device_on_tensor_ranks_dropout_included(sizes):
+    run_ranks(sizes.world, _on_tensor_ranks, sizes)
 
 
 def _train(block: nn.Module, x: Tensor) -> list[Tensor]:

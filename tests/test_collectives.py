@@ -6,10 +6,10 @@ import inspect
 
 import pytest
 import torch
-import torch.distributed as dist
 from close import assert_close_f64, relative_error
 from ranks import run_ranks
 from rules import rulecheck
+from sharded import beside_replicas, world
 from spmd_types import I, P, R, S
 from spmd_types.rulecheck import RuleCheckError
 
@@ -38,7 +38,7 @@ def _run(fn, x: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 
 def _all_pairs(rank: int) -> None:
     """Every pair against the sums and slices its docstring states, drawn alike on all ranks."""
-    group, ranks = dist.group.WORLD, dist.get_world_size()
+    group, rank, ranks = world()
     terms = [_tensor(10 + r) for r in range(ranks)]  # each rank's own contribution
     total = sum(terms)
     for dim in (0, 2, -1):
@@ -108,6 +108,10 @@ def _all_pairs(rank: int) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_pairs_equal_their_algebra(ranks: int) -> None:
     run_ranks(ranks, _all_pairs)
+
+
+def test_the_group_need_not_be_the_world() -> None:
+    run_ranks(4, beside_replicas, _all_pairs)
 
 
 def test_without_a_group_nothing_happens() -> None:

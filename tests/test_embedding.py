@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from close import assert_close_f64
 from ranks import run_ranks
-from sharded import RTOL, check_layer, draw
+from sharded import MESHES, RTOL, check_layer, draw
 from torch import nn
 
 from warpweave.layers.embedding import PositionEmbedding, VocabParallelEmbedding
@@ -90,8 +90,8 @@ def _vocabulary(size: int, **options):
     return lambda mesh: VocabParallelEmbedding(size, 5, dtype=torch.float64, mesh=mesh, **options)
 
 
-def _on_ranks(rank: int, tp: int) -> None:
-    mesh = Mesh(tp=tp).connect()
+def _on_ranks(rank: int, sizes: Mesh) -> None:
+    mesh, tp = sizes.connect(), sizes.tp
     flat, batch = draw(1, 24).mul(100).long(), draw(2, 2, 7).mul(100).long()
     for size in (53, 13, 5, 12):  # primes; with 5 on 4 ranks one holds padding alone
         ids, more = flat.abs() % size, batch.abs() % size
@@ -99,7 +99,7 @@ def _on_ranks(rank: int, tp: int) -> None:
         check_layer(_vocabulary(size), more[:0], mesh)
         check_layer(_vocabulary(size, sequence_parallel=True), ids, mesh, cut_out=0)
         rows = _vocabulary(size)(mesh).weight
-        held = max(0, min(size - rank * len(rows), len(rows)))
+        held = max(0, min(size - mesh.index("tp") * len(rows), len(rows)))
         assert len(rows) == -(-size // tp)
         assert not rows[held:].any(), "padding is not zero"
     with pytest.raises(ValueError, match=rf"ids\[T\] with T divisible by the {tp} tensor ranks"):
@@ -113,10 +113,10 @@ def _positions(mesh, tp: int) -> None:
     assert layer.records["weight"].partial
     mine = torch.arange(12).chunk(tp)[mesh.index("tp")]
     layer(mine).backward(draw(4, 12, 5)[mine])
-    dist.all_reduce(layer.weight.grad)
+    dist.all_reduce(layer.weight.grad, group=mesh.group("tp"))
     assert_close_f64(layer.weight.grad, draw(4, 12, 5), RTOL)
 
 
-@pytest.mark.parametrize("tp", [2, 3, 4])
-def test_prime_vocabularies_equal_one_device_on_tensor_ranks(tp):
-    run_ranks(tp, _on_ranks, tp)
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_prime_vocabularies_equal_one_device_on_tensor_ranks(sizes):
+    run_ranks(sizes.world, _on_ranks, sizes)

@@ -271,6 +271,21 @@ def test_ctrl_c_saves_and_leaves_nobody(job):
 
 @LINUX
 @pytest.mark.timeout(300)
+def test_a_second_signal_kills_ranks_that_do_not_answer_the_first(job):
+    run = job(*LONG, "--dp", "2")
+    run.wait_for(lambda: run.steps() >= 2)
+    for rank in run.ranks():
+        os.kill(rank, signal.SIGSTOP)
+    os.kill(run.process.pid, signal.SIGINT)
+    os.kill(run.process.pid, signal.SIGTERM)
+    code, _, err = run.end()
+    assert code == 130, err
+    assert _said(err)[1:] == ["warpweave: stopped at once, without saving"]
+    assert _noise(err) == []
+
+
+@LINUX
+@pytest.mark.timeout(300)
 def test_ctrl_c_while_ranks_start_is_quiet(job):
     early = job("--steps", "100000", "--dp", "2", name="early")
     early.wait_for(lambda: len(early.ranks()) == 2)

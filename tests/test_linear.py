@@ -9,7 +9,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from ranks import run_ranks
-from sharded import check_layer, draw
+from sharded import MESHES, check_layer, draw
 from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
@@ -142,8 +142,8 @@ def _row(bias: bool = True, **options):
     return lambda mesh: RowParallelLinear(24, 5, bias, dtype=torch.float64, mesh=mesh, **options)
 
 
-def _on_ranks(rank: int, tp: int) -> None:
-    mesh = Mesh(tp=tp).connect()
+def _on_ranks(rank: int, sizes: Mesh) -> None:
+    mesh = sizes.connect()
     flat, batch, tall = draw(1, 12, 5), draw(2, 2, 3, 5), draw(3, 12, 24)
     sequence = {"sequence_parallel": True}
     for bias in (True, False):
@@ -163,9 +163,9 @@ def _on_ranks(rank: int, tp: int) -> None:
     assert twin.mesh.group("tp") is mesh.group("tp")
 
 
-@pytest.mark.parametrize("tp", [2, 3, 4])
-def test_every_form_equals_one_device_on_tensor_ranks(tp):
-    run_ranks(tp, _on_ranks, tp)
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_every_form_equals_one_device_on_tensor_ranks(sizes):
+    run_ranks(sizes.world, _on_ranks, sizes)
 
 
 def _faulty(rank: int) -> list[str]:

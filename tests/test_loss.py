@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from close import assert_close_f64
 from ranks import run_ranks
-from sharded import RTOL, draw
+from sharded import MESHES, RTOL, draw
 
 from warpweave.layers.loss import VocabParallelCrossEntropy, VocabParallelLinearCrossEntropy
 from warpweave.parallel.collectives import start_all_reduce_
@@ -99,17 +99,17 @@ def _check(mesh: ConnectedMesh, vocab: int, smoothing: float, padding: float) ->
     assert_close_f64(mine.grad, cut.slice(gradient, index), RTOL)
 
 
-def _on_ranks(rank: int, tp: int) -> None:
-    mesh = Mesh(tp=tp).connect()
+def _on_ranks(rank: int, sizes: Mesh) -> None:
+    mesh = sizes.connect()
     for vocab in (5, 13, 12):  # with 5 on 4 ranks one holds padding alone
         for smoothing in (0.0, 0.2):
             for padding in (0.0, 1e4):
                 _check(mesh, vocab, smoothing, padding)
 
 
-@pytest.mark.parametrize("tp", [2, 3, 4])
-def test_prime_vocabularies_equal_one_device_whatever_lies_in_the_padding(tp):
-    run_ranks(tp, _on_ranks, tp)
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_prime_vocabularies_equal_one_device_whatever_lies_in_the_padding(sizes):
+    run_ranks(sizes.world, _on_ranks, sizes)
 
 
 # ------------------------------------------------------------------- head and loss in one
@@ -148,17 +148,17 @@ def test_head_and_loss_in_one_equal_torch(recompute):
     _check_head(Mesh().connect(), 13, False, recompute)
 
 
-def _heads_on_ranks(rank: int, tp: int) -> None:
-    mesh = Mesh(tp=tp).connect()
+def _heads_on_ranks(rank: int, sizes: Mesh) -> None:
+    mesh = sizes.connect()
     for vocab in (5, 13):
         for sequence_parallel in (False, True):
             for recompute in (False, True):
                 _check_head(mesh, vocab, sequence_parallel, recompute)
 
 
-@pytest.mark.parametrize("tp", [2, 3, 4])
-def test_head_and_loss_in_one_equal_one_device(tp):
-    run_ranks(tp, _heads_on_ranks, tp)
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_head_and_loss_in_one_equal_one_device(sizes):
+    run_ranks(sizes.world, _heads_on_ranks, sizes)
 
 
 def test_head_and_loss_own_no_parameters_and_take_the_z_loss():

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from close import assert_close_f64
 from ranks import run_ranks
-from sharded import check_layer, draw
+from sharded import MESHES, check_layer, draw
 
 from warpweave.layers.mlp import MLP
 from warpweave.parallel.mesh import ConnectedMesh, Mesh
@@ -66,8 +66,8 @@ def test_hidden_units_that_the_tensor_axis_does_not_divide_are_refused(activatio
         MLP(4, 9, activation, mesh=mesh)
 
 
-def _on_ranks(rank: int, tp: int) -> None:
-    mesh = Mesh(tp=tp).connect()
+def _on_ranks(rank: int, sizes: Mesh) -> None:
+    mesh = sizes.connect()
     flat, batch = draw(1, 12, 5), draw(2, 2, 3, 5)
     for activation, bias in STYLES:
 
@@ -81,6 +81,6 @@ def _on_ranks(rank: int, tp: int) -> None:
         check_layer(lambda mesh, make=make: make(mesh, True), flat, mesh, cut_in=0, cut_out=0)
 
 
-@pytest.mark.parametrize("tp", [2, 3, 4])
-def test_both_activations_equal_one_device_on_tensor_ranks(tp):
-    run_ranks(tp, _on_ranks, tp)
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_both_activations_equal_one_device_on_tensor_ranks(sizes):
+    run_ranks(sizes.world, _on_ranks, sizes)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from close import assert_close_f64, assert_error_budget
 from ranks import run_ranks
-from sharded import check_layer, draw
+from sharded import MESHES, check_layer, draw
 from torch import nn
 
 from warpweave.layers.norm import LayerNorm, RMSNorm
@@ -118,8 +118,8 @@ def test_descriptions_name_width_epsilon_and_bias():
     assert RMSNorm([E], 1e-3).extra_repr().startswith("(13,), eps=0.001")
 
 
-def _on_ranks(rank: int, tp: int) -> None:
-    mesh = Mesh(tp=tp).connect()
+def _on_ranks(rank: int, sizes: Mesh) -> None:
+    mesh = sizes.connect()
     x, options = draw(1, 12, E), {"dtype": torch.float64}
 
     def fused(norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -136,6 +136,6 @@ def _on_ranks(rank: int, tp: int) -> None:
         check_layer(lambda m: RMSNorm(E, mesh=m, **options), x, mesh, cut_in=0, cut_out=0)
 
 
-@pytest.mark.parametrize("tp", [2, 3])
-def test_tensor_ranks_that_hold_different_tokens_sum_the_gradients(tp):
-    run_ranks(tp, _on_ranks, tp)
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_tensor_ranks_that_hold_different_tokens_sum_the_gradients(sizes):
+    run_ranks(sizes.world, _on_ranks, sizes)

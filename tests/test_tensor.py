@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from close import assert_close_f64, assert_error_budget
 from ranks import run_ranks
 from rules import rulecheck
-from sharded import draw, noticed, world
+from sharded import beside_replicas, draw, noticed, world
 from spmd_types import I, R, S
 from spmd_types.rulecheck import RuleCheckError
 
@@ -178,6 +178,11 @@ def _everything(rank: int) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_every_output_and_gradient_equals_plain_torch(ranks: int) -> None:
     run_ranks(ranks, _everything)
+
+
+def test_the_group_need_not_be_the_world() -> None:
+    run_ranks(4, beside_replicas, _everything)
+    run_ranks(4, beside_replicas, _deferred)
 
 
 def test_without_a_group_too() -> None:

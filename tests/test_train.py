@@ -9,6 +9,7 @@ import math
 import os
 import re
 import shutil
+import signal
 from pathlib import Path
 from unittest import mock
 
@@ -19,7 +20,7 @@ from close import relative_error
 from ranks import run_ranks
 
 import warpweave.train as train
-from warpweave.checkpoint import CheckpointError, open_latest
+from warpweave.checkpoint import CheckpointError, open_checkpoint, open_latest
 from warpweave.data import write_token_file
 from warpweave.launch import Session
 from warpweave.parallel.mesh import Mesh
@@ -274,6 +275,19 @@ def test_resuming_a_finished_run_repeats_the_result_and_writes_nothing_new(tmp_p
     assert "steps: saved 2, now 3; lr: saved 0.02, now 0.01" in capsys.readouterr().err
 
 
+def test_a_resumed_run_says_every_setting_that_is_another(tmp_path, capsys):
+    config = _config(tmp_path)
+    _one_step(config)
+    saved = {"lr": 0.02, "min_lr": 0.1, "warmup": 2, "weight_decay": 0.1, "clip": 1.0}
+    now = {"lr": 0.01, "min_lr": 0.3, "warmup": 1, "weight_decay": 0.2, "clip": 0.5}
+    capsys.readouterr()
+    _trainer(dataclasses.replace(config, resume=True, steps=6, microbatches=3, dtype="bf16", **now))
+    said = capsys.readouterr().err.strip().split(": ", 2)[2]
+    expected = {f"{name}: saved {saved[name]}, now {now[name]}" for name in saved}
+    expected |= {"steps: saved 5, now 6", "dtype: saved fp32, now bf16"}
+    assert set(said.split("; ")) == expected | {"sequences_per_step: saved 4, now 6"}
+
+
 def test_a_resumed_run_may_change_its_dtype(tmp_path, capsys):
     for dtype in ("fp64", "fp32", "bf16", "fp16"):
         config = _config(tmp_path, dtype=dtype, resume=dtype != "fp64")
@@ -373,6 +387,37 @@ def test_fp16_overflow_shrinks_the_scale_until_there_is_nothing_left_to_shrink(t
     assert float(trainer.engine.optimizer.loss_scale.value) == 1.0
 
 
+def test_an_fp16_run_resumed_around_an_overflow_has_the_same_loss_scale(tmp_path):
+    def trained(config: TrainConfig) -> Trainer:
+        trainer = _trainer(config)
+        scale = trainer.engine.optimizer.loss_scale
+        scale.interval = 2
+        if not config.resume:
+            scale.value.fill_(256.0)
+
+        def spoil(_module, _inputs, out):
+            if trainer.step == 2 and out.requires_grad:  # not in the evaluation
+                out.register_hook(lambda gradient: gradient * math.inf)
+
+        trainer.engine.gpt.blocks["0"].register_forward_hook(spoil)
+        trainer.run()
+        return trainer
+
+    config = _config(tmp_path, dtype="fp16", steps=8)
+    trained(config)
+    steps = sorted((config.out / "checkpoints").glob("step_*"))
+    scales = [open_checkpoint(path).state["optimizer"]["loss_scale"] for path in steps]
+    assert scales == [256, 512, 256, 256, 512, 512, 1024, 1024]
+    rows, state = _rows(config.out), _saved(config.out, 8)
+    assert [row["step"] for row in rows if row.get("grad_norm", 0) is None] == [3]
+    for stop in (2, 3, 4):
+        out = tmp_path / f"run-{stop}"
+        _crashed_after(stop, config.out, out)
+        trained(dataclasses.replace(config, out=out, resume=True))
+        assert _rows(out) == rows, stop
+        assert _same(_saved(out, 8), state), stop
+
+
 def test_a_validation_loss_that_is_no_number_stops_the_run(tmp_path, monkeypatch):
     trainer = _trainer(_config(tmp_path, steps=1))
     monkeypatch.setattr(trainer.engine, "evaluate", lambda *_: torch.tensor(math.inf))
@@ -448,9 +493,51 @@ def test_a_new_run_moves_an_earlier_one_aside(tmp_path, capsys):
 
 
 def test_tokens_outside_the_data_are_left_out_of_the_sample(tmp_path, monkeypatch):
-    trainer = _trainer(_config(tmp_path, vocab_size=300, sample=3))
-    monkeypatch.setattr(trainer.engine, "generate", lambda *_, **__: torch.tensor([65, 299, 66]))
+    trainer = _trainer(_config(tmp_path, vocab_size=300, sample=3, seed=4))
+    asked = []
+
+    def generate(prompt, length, *, seed):
+        asked.append((bytes(prompt.tolist()), length, seed))
+        return torch.tensor([65, 299, 66])
+
+    monkeypatch.setattr(trainer.engine, "generate", generate)
     assert trainer._sample_text() == "AB"
+    text = trainer.config.data.read_bytes()  # whose last twentieth is for validation
+    assert asked == [(text[-round(len(text) / 20) :][:8], 3, 4)]
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "peak"),
+    [("NVIDIA H100 80GB HBM3", "bf16", 989e12), ("NVIDIA A100-SXM4-40GB", "fp16", 312e12),
+     ("NVIDIA A100-SXM4-40GB", "fp32", None), ("Unknown", "bf16", None)],
+)  # fmt: skip
+def test_utilisation_is_of_all_ranks_peaks_and_only_where_one_is_known(
+    tmp_path, monkeypatch, device, dtype, peak
+):
+    trainer = _trainer(_config(tmp_path, dtype=dtype))
+    assert trainer._utilisation(1e9) == {}  # on a CPU
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: device)
+    there = dataclasses.replace(trainer.session, device=torch.device("cuda"), world=4)
+    monkeypatch.setattr(trainer, "session", there)
+    if peak is None:
+        assert trainer._utilisation(1e9) == {}
+        return
+    flops = 1e9 * trainer.model.step_flops(16) / 16
+    assert trainer._utilisation(1e9) == {"mfu": pytest.approx(flops / (4 * peak), rel=1e-3)}
+
+
+def test_a_second_ctrl_c_stops_at_once_but_not_the_echo_of_the_first(monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(train.time, "monotonic", lambda: clock[0])
+    interrupt = Interrupt()
+    interrupt._handle(signal.SIGINT, None)
+    interrupt._handle(signal.SIGINT, None)  # from the terminal and from the launcher
+    clock[0] = 103.0
+    interrupt._handle(signal.SIGTERM, None)  # is already on its way
+    with pytest.raises(KeyboardInterrupt):
+        interrupt._handle(signal.SIGINT, None)
+    interrupt._handle(signal.SIGINT, None)  # not in the middle of the way out
+    assert interrupt.number == signal.SIGINT
 
 
 def test_token_files_and_their_vocabulary_train(tmp_path):

@@ -264,14 +264,30 @@ def test_an_overflow_on_one_rank_makes_every_rank_skip_and_halves_the_scale():
     run_ranks(3, _overflow)
 
 
-def test_the_loss_scale_stays_between_one_and_two_to_the_24():
-    scale = LossScale(2.0, interval=1)
-    for _ in range(5):
-        scale.update(torch.tensor(1.0))
-    assert scale.value == 1
-    for _ in range(30):
-        scale.update(torch.tensor(0.0))
-    assert scale.value == 2**24
+@pytest.mark.parametrize("interval", [1, 2, 5])
+def test_the_loss_scale_follows_its_rule_and_goes_on_from_any_step(interval):
+    """Halved by an overflow, doubled by `interval` good steps in a row, within 1 and 2^24."""
+    unit = _units(single(), 0, torch.float16)[0]
+
+    def fresh() -> ZeroAdamW:
+        return ZeroAdamW([unit], single(), loss_scale=LossScale(64.0, interval))
+
+    draws = torch.Generator().manual_seed(interval)
+    value, row, seen, optimizer = 64.0, 0, set(), fresh()
+    for step in range(600):
+        chance = (0.0, 0.2, 0.9, 0.5)[step // 150]
+        bad = float(torch.rand((), generator=draws)) < chance
+        optimizer.loss_scale.update(torch.tensor(float(bad)))
+        row = 0 if bad else row + 1
+        value = max(value / 2, 1.0) if bad else value
+        if row == interval:
+            value, row = min(value * 2, 2.0**24), 0
+        seen.add(value)
+        assert optimizer.state() == {"count": 0.0, "loss_scale": value, "good_steps": row}, step
+        resumed = fresh()
+        resumed.load_state(optimizer.state())
+        optimizer = resumed
+    assert {1.0, 2.0**24} <= seen
 
 
 # -------------------------------------------------------------------------- the norm
