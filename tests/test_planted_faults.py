@@ -153,10 +153,11 @@ def one_token(mesh: ConnectedMesh) -> float:
     """The proof on batches of which one single token has a loss."""
     right = prove.batch
 
-    def batch(step):
-        tokens = right(step)[0]
-        kept = (torch.arange(prove.SAMPLES) == 1)[:, None] & (torch.arange(prove.SEQ_LEN) == 9)
-        return tokens, torch.where(kept, tokens, -100)
+    def batch(sizes, step):
+        tokens, _, ids = right(sizes, step)
+        kept = torch.zeros_like(tokens, dtype=torch.bool)
+        kept[1, 9] = True
+        return tokens, torch.where(kept, tokens, -100), ids
 
     with mock.patch.object(prove, "batch", batch):
         prove.truth.cache_clear()
@@ -167,15 +168,18 @@ def one_token(mesh: ConnectedMesh) -> float:
 
 def overflow_on_one_rank(mesh: ConnectedMesh) -> float:
     """How far weights move in a step in which one slice of one rank's gradients is infinite."""
+    shape = (DP.microbatches, DP.micro_batch_size)
     model = engine.Engine(
-        prove.model_config(DP), mesh, microbatches=2, micro_batch_size=2, zero=1, clip=prove.CLIP
+        DP.model, mesh, microbatches=shape[0], micro_batch_size=shape[1], zero=1, clip=prove.CLIP
     )
-    tokens, labels = (t.view(2, 2, 2, -1)[mesh.index("dp")] for t in prove.batch(0))
-    model.step(tokens, labels, torch.arange(8).view(2, 2, 2)[mesh.index("dp")], lr=None)
+    tokens, labels, ids = (
+        t.unflatten(0, (2, *shape))[mesh.index("dp")] for t in prove.batch(DP.sizes, 0)
+    )
+    model.step(tokens, labels, ids, lr=None)
     before = {record.name: t.clone() for record, t, _ in model.read("param")}
     if mesh.rank == 1:
         model.units[1].reduced[3] = float("inf")
-    model.optimizer.step(prove.LR)
+    model.optimizer.step(prove.RATES[0])
     for unit in model.units:
         unit.wait()
     pairs = [(t, before[record.name]) for record, t, _ in model.read("param")]
@@ -458,6 +462,8 @@ def _drops(change):
 
     def key(self, site, context):
         drop = right_key(self, site, context)
+        if drop is None:  # an evaluation
+            return None
         return drop._replace(**change(seed=drop.seed, tokens=drop.tokens))
 
     return [(gpt, "dropout", dropout), (block.TransformerBlock, "_drop", key)]

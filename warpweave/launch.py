@@ -278,11 +278,12 @@ class Session:
             time.sleep(0.05)
         return reported
 
-    def renew(self) -> None:
-        """Replace the process groups by a fresh default one, on gloo; collective.
+    def renew(self, mesh: Mesh) -> None:
+        """Replace the process groups by a fresh default one on gloo; collective over `mesh`.
 
         Every group keeps threads and sockets, and torch reuses the names of groups that were
-        destroyed one by one; a process that builds many engines starts over instead.
+        destroyed one by one; a process that builds many engines starts over instead. The first
+        ranks stay, as many as `mesh` has; the others must have left.
         """
         if self.store is None:
             return
@@ -290,6 +291,7 @@ class Session:
             gc.collect()  # what was built on the old groups holds them in cycles
         dist.destroy_process_group()
         self._renewals += 1
+        self.mesh, self.world = mesh, mesh.world
         dist.init_process_group(
             "gloo",
             store=dist.PrefixStore(f"renewal_{self._renewals}", self.store),

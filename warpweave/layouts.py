@@ -1,0 +1,262 @@
+"""What `prove` trains: ways to lay a tiny GPT over ranks, listed or drawn at random.
+
+A `Layout` is a mesh and everything that must not change the numbers, with the style of its model.
+`Sizes` are those of the model and the batch, as small as the mesh allows, or drawn with it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from warpweave.gpt import GPTConfig
+from warpweave.parallel.context import Strategy
+from warpweave.parallel.layout import Kind
+from warpweave.parallel.mesh import AXES, Mesh
+
+Style = Literal["gpt2", "llama", "mixed"]
+Recompute = Literal["none", "selective", "full"]
+Schedule = Literal["gpipe", "1f1b"]
+
+STYLES: dict[str, dict] = {
+    "gpt2": {"positions": "learned", "norm": "layer", "activation": "gelu", "bias": True},
+    "llama": {"positions": "rope", "norm": "rms", "activation": "swiglu", "bias": False},
+    "mixed": {"positions": "rope", "norm": "layer", "activation": "swiglu", "bias": True},
+}
+PRIMES = (5, 11, 23, 37, 53)  # vocabularies; five words leave some of six tensor ranks without any
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of the model and of the global batch, and the seed of everything that is drawn."""
+
+    samples: int
+    seq_len: int
+    vocab: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    dropout: float = 0.1
+    seed: int = 5
+
+
+def smallest(mesh: Mesh, style: str) -> Sizes:
+    """Sizes that every mesh fits: a prime vocabulary, layers that do not divide by the stages.
+
+    One, two and four ranks on an axis have the same, so that they share their truth.
+    """
+    tp = mesh.tp
+    heads = tp * max(1, 8 // tp)
+    tokens = mesh.cp * math.lcm(2, tp)  # both cuts of the sequence, for any micro-batch
+    return Sizes(
+        samples=mesh.dp * max(1, 12 // mesh.dp),
+        seq_len=tokens * max(1, 16 // tokens),
+        vocab=37,
+        layers=mesh.pp + 1 if mesh.pp > 1 else 2,
+        heads=heads,
+        kv_heads=heads if style == "gpt2" else max(2, tp),
+        head_dim=4,
+        hidden=tp * max(1, 40 // tp),
+    )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way to train: a mesh and everything that must not change the numbers.
+
+    `count` is the number of micro-batches (None: the first that divides the samples and is more
+    than the stages); `drawn` are the sizes of a random layout (None: the smallest that fit).
+    """
+
+    mesh: Mesh
+    sequence_parallel: bool = False
+    zero: int = 0
+    schedule: str = "1f1b"
+    style: str = "gpt2"
+    tied: bool = True
+    recompute: str = "none"
+    strategy: Strategy = "auto"
+    layout: str = "zigzag"
+    dtype: str = "fp64"
+    impl: str = "torch"
+    count: int | None = None
+    drawn: Sizes | None = None
+
+    def __post_init__(self) -> None:
+        if self.sizes.samples % (self.mesh.dp * self.microbatches):
+            raise ValueError(
+                f"{self.sizes.samples} samples over dp = {self.mesh.dp} do not divide by "
+                f"{self.microbatches} micro-batches"
+            )
+
+    @property
+    def sizes(self) -> Sizes:
+        """Sizes of the model and the batch."""
+        return smallest(self.mesh, self.style) if self.drawn is None else self.drawn
+
+    @property
+    def microbatches(self) -> int:
+        """Micro-batches of each data replica in a step."""
+        if self.count is not None:
+            return self.count
+        counts = _divisors(self.sizes.samples // self.mesh.dp)
+        return next((m for m in counts if m > self.mesh.pp), counts[-1])
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Sequences in a micro-batch."""
+        return self.sizes.samples // self.mesh.dp // self.microbatches
+
+    @property
+    def model(self) -> GPTConfig:
+        """The tiny model."""
+        s = self.sizes
+        return GPTConfig(
+            vocab_size=s.vocab,
+            seq_len=s.seq_len,
+            layers=s.layers,
+            width=s.heads * s.head_dim,
+            heads=s.heads,
+            kv_heads=s.kv_heads,
+            hidden=s.hidden,
+            tied=self.tied,
+            dropout=s.dropout,
+            **STYLES[self.style],
+        )
+
+    @property
+    def command(self) -> str:
+        """The command that proves this layout again, alone."""
+        words = [f"--random 1 --seed {self.drawn.seed}"] if self.drawn is not None else []
+        if not words:
+            words = [f"--{axis} {n}" for axis in AXES if (n := getattr(self.mesh, axis)) > 1]
+            words += [
+                f"--zero {self.zero} --schedule {self.schedule} --style {self.style}",
+                f"--recompute {self.recompute} --strategy {self.strategy} --layout {self.layout}",
+                f"--microbatches {self.microbatches}",
+                "--tied" if self.tied else "--no-tied",
+                "--sequence-parallel" if self.sequence_parallel else "--no-sequence-parallel",
+            ]
+        return " ".join(["warpweave prove", *words, f"--dtype {self.dtype} --impl {self.impl}"])
+
+    def __str__(self) -> str:
+        m, s = self.mesh, self.sizes
+        axes = " ".join(f"{a}={getattr(m, a)}" for a in ("dp", "tp", "cp", "pp"))
+        batch = f"{m.dp}x{self.microbatches}x{self.micro_batch_size}x{s.seq_len}"
+        sp = "sp" if self.sequence_parallel else "--"
+        tied = "tied" if self.tied else "untied"
+        seed = "" if self.drawn is None else f"seed {s.seed}: "
+        return (
+            f"{seed}{axes} {batch:9} {sp} zero={self.zero} {self.schedule:5} {self.style:5} "
+            f"{tied:6} {self.recompute:9} {self.strategy:6} {self.layout:10} "
+            f"{self.dtype} {self.impl}"
+        )
+
+
+def _divisors(n: int) -> list[int]:
+    return [m for m in range(1, n + 1) if n % m == 0]
+
+
+def meshes(world: int) -> Iterator[Mesh]:
+    """Every mesh of `world` ranks."""
+    for dp, tp, cp, pp in itertools.product(_divisors(world), repeat=4):
+        if dp * tp * cp * pp == world:
+            yield Mesh(dp=dp, tp=tp, cp=cp, pp=pp)
+
+
+def _axes(mesh: Mesh) -> int:
+    return sum(getattr(mesh, axis) > 1 for axis in AXES)
+
+
+def table(world: int) -> list[Layout]:
+    """Every legal layout of `world` ranks; of more than four, those with the most axes.
+
+    Mesh x SP x ZeRO x schedule x context strategy x style x tie, where a choice makes a difference:
+    SP needs tensor ranks, ZeRO data ranks, a strategy context ranks. Recomputation, the ways to cut
+    the sequence and the numbers of micro-batches, fewer and more than stages, take turns.
+    """
+    every = list(meshes(world))
+    if world > 4:
+        most = max(map(_axes, every))
+        every = [mesh for mesh in every if _axes(mesh) == most]
+    layouts: list[Layout] = []
+    for mesh in every:
+        counts = [
+            m for m in _divisors(smallest(mesh, "gpt2").samples // mesh.dp) if m <= mesh.pp + 2
+        ]
+        for sp, zero, schedule, strategy, style, tied in itertools.product(
+            (False, True) if mesh.tp > 1 else (False,),
+            range(4) if mesh.data > 1 else (0,),
+            get_args(Schedule),
+            _strategies(mesh),
+            ("gpt2", "llama"),
+            (True, False),
+        ):
+            turn = len(layouts)
+            layouts.append(
+                Layout(
+                    mesh,
+                    sp,
+                    zero,
+                    schedule,
+                    style,
+                    tied,
+                    get_args(Recompute)[turn % 3],
+                    strategy,
+                    get_args(Kind)[turn // 3 % 3] if mesh.cp > 1 else "zigzag",
+                    count=counts[turn % len(counts)],
+                )
+            )
+    return layouts
+
+
+def _strategies(mesh: Mesh) -> tuple[Strategy, ...]:
+    return ("ring", "gather") if mesh.cp > 1 else ("auto",)
+
+
+def draw(seed: int) -> Layout:
+    """The random layout of `seed`: 2 to 8 ranks, and a model and a batch that fit them barely."""
+    rng = random.Random(seed)
+    mesh = rng.choice(list(meshes(rng.choice((2, 3, 4, 5, 6, 6, 8, 8)))))
+    sp = mesh.tp > 1 and rng.random() < 0.7
+    cut = rng.choice(get_args(Kind)) if mesh.cp > 1 else "zigzag"
+    count, size = rng.randint(1, mesh.pp + 3), rng.randint(1, 3)
+    chunks = 2 if mesh.cp > 1 and cut == "zigzag" else 1
+    local = [
+        n
+        for n in range(1, 24 // mesh.cp + 1)
+        if n * mesh.cp >= 4 and n % chunks == 0 and not (sp and size * n % mesh.tp)
+    ]
+    kv_heads = mesh.tp * rng.randint(1, max(1, 4 // mesh.tp))
+    style = rng.choice(get_args(Style))
+    sizes = Sizes(
+        samples=mesh.dp * count * size,
+        seq_len=mesh.cp * rng.choice(local),
+        vocab=rng.choice(PRIMES),
+        layers=mesh.pp + rng.randint(0, 2),
+        heads=kv_heads * rng.randint(1, 3),
+        kv_heads=kv_heads,
+        head_dim=rng.choice((3, 4, 5) if style == "gpt2" else (2, 4, 6)),
+        hidden=mesh.tp * rng.randint(2, 9),
+        dropout=rng.choice((0.0, 0.1, 0.3)),
+        seed=seed,
+    )
+    return Layout(
+        mesh,
+        sp,
+        rng.randrange(4) if mesh.data > 1 else 0,
+        rng.choice(get_args(Schedule)),
+        style,
+        rng.random() < 0.5,
+        rng.choice(get_args(Recompute)),
+        rng.choice(_strategies(mesh)),
+        cut,
+        count=count,
+        drawn=sizes,
+    )
