@@ -703,14 +703,3 @@ def test_a_stop_asked_of_one_rank_stops_all_after_the_same_step(tmp_path, axis):
     assert run_ranks(2, _asked, config) == [[1, 1], [1, 1]]
     for asked in "01":
         assert _saved(config.out / asked, 1)
-
-
-def test_utilisation_is_of_all_gpus_of_a_known_kind(tmp_path, monkeypatch):
-    trainer = _trainer(_config(tmp_path, dtype="bf16"))
-    assert trainer._utilisation(1e6) == {}
-    mesh, cuda = trainer.mesh.sizes, torch.device("cuda")
-    trainer.session = Session(cuda, 0, 4, None, 60.0, mesh)
-    rate = 0.25 * 4 * 989e12 / trainer.model.step_flops(1)
-    for name, found in (("NVIDIA H100 80GB HBM3", {"mfu": 0.25}), ("Some other GPU", {})):
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda name=name: name)
-        assert trainer._utilisation(rate) == found
