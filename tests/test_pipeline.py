@@ -274,10 +274,12 @@ def test_what_does_not_fit_is_refused() -> None:
         execute(gpipe(2, 2), build(2, 2), InProcess())
     with pytest.raises(ValueError, match=r"ranks \[0, 1\] run stages \[0, 1\], got \[1\]"):
         execute(STEP, build(2, 2, [1]), InProcess())
-    stages = build(2, 2)
-    stages[1]._like = ((TOKENS, 8), torch.float32, CPU)
-    with pytest.raises(ValueError, match=r"1RECV_F0: got shape \(3, 7\) .*agreed were \(3, 8\)"):
-        execute(STEP, stages, InProcess())
+    for width, dtype in ((8, torch.float32), (7, torch.float64)):
+        stages = build(2, 2)
+        stages[1]._like = ((TOKENS, width), dtype, CPU)
+        agreed = rf"agreed were \(3, {width}\) {dtype}"
+        with pytest.raises(ValueError, match=rf"1RECV_F0: got shape \(3, 7\) .*32, {agreed}"):
+            execute(STEP, stages, InProcess())
     lists = [[Action("UPDATE", 0, ver=1), Action("F", 0, 0, 1)]]
     stages = build(1, 1)
     stages[0].optimizer = torch.optim.SGD(stages[0].module.parameters(), lr=0.0)
@@ -413,6 +415,12 @@ def _errors(rank: int) -> list[str]:
     if rank == 0:
         stages[0].module.append(nn.Linear(WIDTHS[2], 8))
     note(lambda: execute(STEP, stages, transport))
+    dist.barrier()
+    transport = Distributed(STEP, dist.group.WORLD, timeout=1)
+    stages = build(2, 2, [rank])
+    if rank == 1:
+        stages[1]._like = (*stages[1]._like[:1], torch.float64, CPU)
+    note(lambda: execute(STEP, stages, transport))
     return found
 
 
@@ -424,4 +432,5 @@ def test_errors_of_real_ranks_name_rank_action_and_numbers() -> None:
         assert not any("\n" in text for text in found)
     assert one[2].startswith("rank 1: 1RECV_F0 from rank 0 failed within 1 s")
     assert "0SEND_F0: got shape (3, 8) torch.float32, agreed were (3, 7) torch.float32" in zero[2]
+    assert "0SEND_F0: got shape (3, 7) torch.float32, agreed were (3, 7) torch.float64" in zero[3]
     assert one[3].startswith("rank 1: 1RECV_F0 from rank 0 failed within 1 s")
