@@ -74,6 +74,10 @@ def importers(module: str, files: list[Path]) -> list[Path]:
     return sorted(mine, key=lambda path: (stem not in path.stem, path.stat().st_size))
 
 
+class Undecided(Exception):
+    """Nothing can be said of a fault: time is up, pytest broke down, a test fails anyway."""
+
+
 class Copy:
     """The sources and tests in a folder of their own, and what pytest says of them there."""
 
@@ -118,7 +122,7 @@ class Copy:
             raise RuntimeError(f"not the copy's: {strays or done.stdout}")
 
     def first_failure(self, tests: list[str], seconds: float) -> str | None:
-        """The first test of `tests` that fails, or None; TimeoutError when the time is up."""
+        """The first test of `tests` that fails, or None; `Undecided` when that cannot be said."""
         command = [sys.executable, "-P", "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
         with subprocess.Popen(
             [*command, *tests],
@@ -132,15 +136,15 @@ class Copy:
             try:
                 said, _ = process.communicate(timeout=max(1.0, seconds))
             except subprocess.TimeoutExpired:
-                raise TimeoutError from None
+                raise Undecided(f"no failure within {seconds:.0f} s") from None
             finally:  # ranks that a test has started, too
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
         if process.returncode == 0:
             return None
         found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", said, re.MULTILINE)
-        if process.returncode not in (1, 2) or found is None:
-            raise RuntimeError(f"pytest ended with {process.returncode}:\n{said}")
+        if found is None:
+            raise Undecided(f"pytest ended with {process.returncode}: {said[-200:]!r}")
         return found[1]
 
     def catches(self, fault: Fault, tests: list[str], seconds: float) -> str | None:
@@ -153,9 +157,27 @@ class Copy:
             self.write(fault.file, source)
         if name is not None and name not in self.sound:
             if self.first_failure([name], 600.0) is not None:
-                raise RuntimeError(f"{name} fails without {fault.name}, too")
+                raise Undecided(f"{name} fails without it, too")
             self.sound.add(name)
         return name
+
+
+def verdict_on(fault: Fault, copy: Copy, options: argparse.Namespace) -> str:
+    """ "caught by <test>", or "SURVIVED" with the reason if it is not that all was green."""
+    files = suite_files(copy.tree / "tests")
+    own = importers(module_of(fault.file), files)
+    rounds = [own, [] if options.quick else [path for path in files if path not in own]]
+    if options.tests is not None:
+        rounds = [[Path(test) for test in options.tests]]
+    end = time.monotonic() + options.bound
+    try:
+        for paths in filter(None, rounds):
+            tests = [str(Path("tests") / path.name) for path in paths]
+            if name := copy.catches(fault, tests, end - time.monotonic()):
+                return f"caught by {name}"
+    except Undecided as error:
+        return f"SURVIVED: {error}"
+    return "SURVIVED"
 
 
 def main() -> None:
@@ -180,20 +202,8 @@ def main() -> None:
         copy = Copy(Path(folder))
         copy.check_imports(sorted({module_of(fault.file) for fault in chosen}))
         for fault in chosen:
-            own = importers(module_of(fault.file), suite_files(copy.tree / "tests"))
-            rest = [path for path in suite_files(copy.tree / "tests") if path not in own]
-            rounds = [own, [] if options.quick else rest]
-            if options.tests is not None:
-                rounds = [[copy.tree / test for test in options.tests]]
-            start, verdict = time.monotonic(), "SURVIVED"
-            try:
-                for files in filter(None, rounds):
-                    left = options.bound - (time.monotonic() - start)
-                    if name := copy.catches(fault, [str(path) for path in files], left):
-                        verdict = f"caught by {name}"
-                        break
-            except TimeoutError:
-                verdict = f"SURVIVED for {options.bound:.0f} s"
+            start = time.monotonic()
+            verdict = verdict_on(fault, copy, options)
             if verdict.startswith("SURVIVED"):
                 survivors.append(fault.name)
             print(f"{fault.name:32}{time.monotonic() - start:6.0f} s  {verdict}", flush=True)
