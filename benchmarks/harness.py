@@ -257,6 +257,9 @@ def run_ranks(world: int, entry: Callable[..., Any], *args: Any) -> Any:
 
 
 def _rank(rank: int, world: int, store: str, results: Any, entry: Callable, args: tuple) -> None:
+    from warpweave.launch import end_with_parent
+
+    end_with_parent()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     torch.set_num_threads(1)
     dist.init_process_group(

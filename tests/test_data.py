@@ -258,6 +258,37 @@ def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path) -> None:
     one_line(error)
 
 
+def test_the_fingerprint_is_of_texts_their_bounds_and_the_tokenizer(tmp_path: Path) -> None:
+    def fingerprint(*texts: bytes, tokenizer: Path | None = None) -> str:
+        folder = tmp_path / f"{number}"
+        folder.mkdir()
+        for i, text in enumerate(texts):
+            (folder / f"{i}").write_bytes(text)
+        return open_dataset(folder, seq_len=1, split="all", tokenizer=tokenizer).fingerprint
+
+    number, seen = 0, []
+    tokenizers = [None]
+    for merges in ((), (("t", "h"),)):
+        tokenizers.append(tokenizer_file(tmp_path / f"{len(merges)}.json"))
+        kept = json.loads(tokenizers[-1].read_text())
+        kept["model"]["merges"] = merges
+        tokenizers[-1].write_text(json.dumps(kept))
+    for texts in ((b"the", b"end"), (b"th", b"eend"), (b"theend",), (b"the", b"enD")):
+        for tokenizer in tokenizers:
+            seen.append(fingerprint(*texts, tokenizer=tokenizer))
+            number += 1
+            assert fingerprint(*texts, tokenizer=tokenizer) == seen[-1]
+            number += 1
+    tokens = np.arange(3 << 20) % 200
+    for vocabulary, at in ((200, None), (201, None), (300, None), (200, 0), (200, -1)):
+        changed = tokens.copy()
+        if at is not None:
+            changed[at] += 1
+        write_token_file(tmp_path / "a.bin", changed, vocab_size=vocabulary)
+        seen.append(open_dataset(tmp_path / "a.bin", seq_len=1, split="all").fingerprint)
+    assert len(set(seen)) == len(seen) == 12 + 5
+
+
 # ---- token files ---------------------------------------------------------------------------------
 
 

@@ -52,9 +52,10 @@ def _trainer(config: TrainConfig, rank: int = 0, interrupt: Interrupt | None = N
 
 
 def _one_step(config: TrainConfig, rank: int = 0) -> Trainer:
-    """Train one step, as if interrupted during it."""
+    """Train one step, as if the last rank were interrupted during it: all of them stop."""
     interrupt = Interrupt()
-    interrupt.number = 15
+    if rank == config.mesh.world - 1:
+        interrupt.number = 15
     trainer = _trainer(config, rank, interrupt)
     trainer.run()
     return trainer
@@ -161,6 +162,7 @@ def _run_all(rank: int, configs: list[TrainConfig]) -> None:
         _trainer(config, rank).run()
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("world", RUNS)
 def test_a_run_is_the_plain_models_step_by_step_on_every_mesh(tmp_path, world):
     """Losses, norms, evaluations, weights and moments, with dropout, decay and a clip that bites.
@@ -180,7 +182,7 @@ def test_a_run_is_the_plain_models_step_by_step_on_every_mesh(tmp_path, world):
     if world == 1:
         _run_all(0, configs)
     else:
-        run_ranks(world, _run_all, configs, timeout=110.0)
+        run_ranks(world, _run_all, configs, timeout=380.0)
     for config in configs:
         rows, state = _plain_run(config)
         assert max(row.get("grad_norm", 0.0) for row in rows) > 0.4
