@@ -48,6 +48,7 @@ from warpweave.layouts import Layout, Recompute, Schedule, Sizes, Style, draw, t
 from warpweave.parallel.context import Strategy
 from warpweave.parallel.layout import Kind
 from warpweave.parallel.mesh import ConnectedMesh, Mesh
+from warpweave.parallel.shard import ParamRecord
 from warpweave.plain_gpt import (
     PlainConfig,
     plain_adamw_step,
@@ -317,8 +318,8 @@ def prove_layout(layout: Layout, mesh: ConnectedMesh, timeout: float = 60.0) -> 
         unit.unshard()
         unit.wait()
         for record, param in unit.params:
-            cut = partial(record.slice, index=mesh.index("tp"))
-            found.tensor("weight", after.format(record.name), param.detach(), cut)
+            own = partial(_own, record, mesh.index("tp"))
+            found.tensor("weight", after.format(record.name), param.detach(), own)
         unit.reshard()
     counts = torch.tensor(list(owners.values()))
     if mesh.group("world") is not None:
@@ -329,6 +330,11 @@ def prove_layout(layout: Layout, mesh: ConnectedMesh, timeout: float = 60.0) -> 
     kinds = (field.name for field in dataclasses.fields(Errors) if field.name != "where")
     errors = {kind: found.errors.get(kind, float("inf")) for kind in kinds}  # nothing was compared
     return _worst_rank(Errors(**errors, where=found.where), mesh)
+
+
+def _own(record: ParamRecord, index: int, full: Tensor) -> Tensor:
+    """Tensor rank `index`'s rows of a logical tensor."""
+    return record.slice(full, index)
 
 
 def _worst_rank(own: Errors, mesh: ConnectedMesh) -> Errors:
