@@ -847,7 +847,7 @@ FAULTS = (
     Fault(
         "prove-own-weights",
         "warpweave/prove.py",
-        '            found.tensor("weight", after.format(record.name), param.detach(), cut)\n',
+        '            found.tensor("weight", after.format(record.name), param.detach(), own)\n',
         "",
         "weights that a rank computes with may differ from those that are saved",
     ),

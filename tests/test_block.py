@@ -309,6 +309,22 @@ def test_ddp_and_fsdp2_train_it_as_one_device_does():
     run_ranks(2, _on_data_ranks)
 
 
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_every_option_reaches_the_part_that_it_is_for(norm):
+    heard = {"causal": False, "window": 3, "softcap": 2.0, "rope_theta": 50.0, "strategy": "gather"}
+    options = {"num_kv_heads": 2, "norm_eps": 0.3, "activation": "geglu", "bias": False,
+               "sinks": True, "selective": True, "impl": "torch"}  # fmt: skip
+    block = TransformerBlock(E, HEADS, HIDDEN, norm=norm, **heard, **options)
+    norms = (block.attention_norm, block.mlp_norm)
+    assert [type(part) for part in norms] == [{"layer": LayerNorm, "rms": RMSNorm}[norm]] * 2
+    assert [part.eps for part in norms] == [0.3, 0.3]
+    assert {name: getattr(block.attention, name) for name in heard} == heard
+    assert (block.attention.group, block.attention.sinks.shape) == (3, (HEADS,))
+    assert (block.mlp.activation, block.mlp.recompute) == ("geglu", "up")
+    assert {part.impl for part in (*norms, block.attention, block.mlp)} == {"torch"}
+    assert not any(name.endswith("bias") for name, _ in block.named_parameters())
+
+
 # ------------------------------------------------------------------- parts that were replaced
 
 
@@ -349,11 +365,13 @@ def test_an_adapter_in_place_of_a_projection_is_called(style, name):
 
 
 @STYLES
-def test_hooks_of_projections_are_called_and_change_no_number(style):
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+def test_hooks_of_projections_are_called_and_change_no_number(style, kind):
     block, x, seen = _block(style, selective=True), draw(1, 12, E), []
     expected = _results(block, x, lambda x: block(x, _context()))
     for name in PROJECTIONS:
-        block.get_submodule(name).register_forward_hook(lambda *_, name=name: seen.append(name))
+        register = getattr(block.get_submodule(name), f"register_{kind}_hook")
+        register(lambda *_, name=name: seen.append(name))
     _close(_results(block, x, lambda x: block(x, _context())), expected)
     assert set(seen) == set(PROJECTIONS)
 

@@ -227,7 +227,7 @@ def test_what_is_no_utf8_is_refused_by_name_alone_and_in_a_folder(tmp_path, kind
         assert one_line(error).startswith(str(folder / "odd"))
 
 
-def test_the_cache_gives_the_same_data_and_notices_damage(tmp_path: Path) -> None:
+def test_the_cache_gives_the_same_data_until_the_text_changes(tmp_path: Path) -> None:
     tokenizer, source = tokenizer_file(tmp_path / "tokenizer.json"), folder_of(tmp_path / "text")
     options = {"seq_len": 9, "tokenizer": tokenizer}
     cache = tmp_path / "cache"
@@ -242,13 +242,22 @@ def test_the_cache_gives_the_same_data_and_notices_damage(tmp_path: Path) -> Non
         file.write_bytes(b"changed " * 40)
     changed = open_dataset(source, cache=cache, **options)
     assert "changed" in changed.decode(changed.tokens.tolist())
-    for file in cache.glob("*.bin"):
-        data = bytearray(file.read_bytes())
-        data[3] ^= 1
-        file.write_bytes(data)
-    with pytest.raises(DataError, match=r"\.bin is damaged") as error:
-        open_dataset(source, cache=cache, **options)
-    one_line(error)
+
+
+def test_damage_to_any_file_of_a_cache_is_named(tmp_path: Path) -> None:
+    tokenizer, source = tokenizer_file(tmp_path / "tokenizer.json"), folder_of(tmp_path / "text")
+    options = {"seq_len": 9, "tokenizer": tokenizer, "cache": tmp_path / "cache"}
+    open_dataset(source, **options)
+    for suffix in (".bin", ".starts"):
+        (file,) = (tmp_path / "cache").glob(f"*{suffix}")
+        whole = file.read_bytes()
+        for damage in (bytes([whole[0] ^ 1]) + whole[1:], whole[:-1]):
+            file.write_bytes(damage)
+            with pytest.raises(DataError, match=rf"\{suffix} is damaged") as error:
+                open_dataset(source, **options)
+            one_line(error)
+        file.write_bytes(whole)
+    open_dataset(source, **options)
 
 
 def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path) -> None:
@@ -408,71 +417,3 @@ def test_an_npy_of_another_kind_or_that_its_sidecar_denies_is_refused(tmp_path: 
 def test_bad_options_are_refused(options: dict, says: str) -> None:
     with pytest.raises(DataError, match=says):
         open_dataset(**options)
-
-
-# ---- what a resumed run and a cache trust --------------------------------------------------------
-
-
-def test_a_fingerprint_is_of_the_tokenizer_the_text_and_where_files_end(tmp_path: Path) -> None:
-    source, options = folder_of(tmp_path / "text", count=3), {"seq_len": 9, "split": "all"}
-    first = tokenizer_file(tmp_path / "first.json")
-    other, tokenizer = tmp_path / "other.json", json.loads(first.read_text())
-    vocabulary = tokenizer["model"]["vocab"]  # as many ids, for other characters
-    vocabulary["A"], vocabulary["B"] = vocabulary["B"], vocabulary["A"]
-    other.write_text(json.dumps(tokenizer))
-    cut = folder_of(tmp_path / "cut", count=3)  # the same bytes in a row, cut elsewhere
-    (cut / "00.txt").write_bytes(b"A" * 299)
-    (cut / "01.txt").write_bytes(b"A" + b"B" * 300)
-    opened = [
-        open_dataset(source, **options),
-        open_dataset(cut, **options),
-        open_dataset(source, tokenizer=first, **options),
-        open_dataset(source, tokenizer=other, **options),
-    ]
-    assert opened[2].vocab_size == opened[3].vocab_size
-    assert np.array_equal(opened[0].tokens, opened[1].tokens)
-    assert len({data.fingerprint for data in opened}) == len(opened)
-    again = open_dataset(source, **options)
-    assert again.fingerprint == opened[0].fingerprint
-
-
-@pytest.mark.parametrize("suffix", [".bin", ".npy"])
-def test_a_token_files_fingerprint_is_of_both_ends_its_length_and_vocabulary(
-    tmp_path: Path, suffix: str
-) -> None:
-    tokens = np.zeros((2 << 20) + 5, dtype=np.uint8)
-    tokens[5] = 6  # without a sidecar the largest id decides the vocabulary
-    seen = set()
-    for place, value, length, vocab_size in (
-        (1, 0, len(tokens), 7),
-        (0, 1, len(tokens), 7),
-        (-1, 1, len(tokens), 7),
-        (1, 0, len(tokens) - 1, 7),
-        (1, 0, len(tokens), 8),
-    ):
-        changed = tokens[:length].copy()
-        changed[place] = value
-        path = tmp_path / f"{len(seen)}{suffix}"
-        if suffix == ".bin":
-            write_token_file(path, changed, vocab_size=vocab_size)
-        else:
-            changed[6] = vocab_size - 1
-            np.save(path, changed)
-        seen.add(open_dataset(path, seq_len=9, split="all").fingerprint)
-    assert len(seen) == 5
-
-
-def test_damage_to_any_file_of_a_cache_is_named(tmp_path: Path) -> None:
-    tokenizer, source = tokenizer_file(tmp_path / "tokenizer.json"), folder_of(tmp_path / "text")
-    options = {"seq_len": 9, "tokenizer": tokenizer, "cache": tmp_path / "cache"}
-    open_dataset(source, **options)
-    for suffix in (".bin", ".starts"):
-        (file,) = (tmp_path / "cache").glob(f"*{suffix}")
-        whole = file.read_bytes()
-        for damage in (bytes([whole[0] ^ 1]) + whole[1:], whole[:-1]):
-            file.write_bytes(damage)
-            with pytest.raises(DataError, match=rf"\{suffix} is damaged") as error:
-                open_dataset(source, **options)
-            one_line(error)
-        file.write_bytes(whole)
-    open_dataset(source, **options)

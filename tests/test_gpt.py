@@ -31,8 +31,8 @@ F64 = {"dtype": torch.float64}
 SIZES = {"vocab_size": 37, "seq_len": 12, "layers": 3, "width": 12, "heads": 6}
 LLAMA = {"positions": "rope", "norm": "rms", "activation": "swiglu", "bias": False, "tied": False}
 CONFIGS = {
-    "gpt2": GPTConfig(**SIZES),
-    "llama": GPTConfig(**SIZES, **LLAMA, kv_heads=2, hidden=18, norm_eps=1e-6, rope_theta=50.0),
+    "gpt2": GPTConfig(**SIZES, norm_eps=0.03),
+    "llama": GPTConfig(**SIZES, **LLAMA, kv_heads=2, hidden=18, norm_eps=0.02, rope_theta=50.0),
     "between": GPTConfig(
         **SIZES, kv_heads=2, hidden=6, positions="rope", norm="rms", tied=True, rope_theta=9.0
     ),

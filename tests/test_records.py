@@ -16,7 +16,7 @@ TP2 = ConnectedMesh(Mesh(tp=2), 0, dict.fromkeys(("pp", "dp", "cp", "tp", "data"
 
 
 def _block(**options) -> TransformerBlock:
-    return TransformerBlock(8, 4, 12, device="meta", mesh=TP2, **options)
+    return TransformerBlock(8, 4, 12, device="meta", mesh=TP2, sinks=True, **options)
 
 
 def test_names_and_order_are_those_of_named_parameters():
@@ -42,7 +42,7 @@ def test_every_local_shape_is_the_shape_of_the_parameter():
 def test_columns_are_cut_along_rows_and_rows_along_columns_and_norms_not():
     dims = {name: record.shard_dim for name, record in collect_records(_block()).items()}
     assert dims == {
-        "attention_norm.weight": None, "attention_norm.bias": None,
+        "attention_norm.weight": None, "attention_norm.bias": None, "attention.sinks": 0,
         "attention.qkv.weight": 0, "attention.qkv.bias": 0,
         "attention.out.weight": 1, "attention.out.bias": None,
         "mlp_norm.weight": None, "mlp_norm.bias": None,
@@ -70,6 +70,7 @@ def test_only_the_projections_back_into_the_stream_take_out_init():
         "attention.out.weight", "mlp.down.weight",
     }  # fmt: skip
     assert {init for name, init in inits.items() if name.endswith(".bias")} == {"zeros"}
+    assert inits["attention.sinks"] == "zeros"
     assert inits["attention_norm.weight"] == inits["mlp_norm.weight"] == "ones"
     assert inits["attention.qkv.weight"] == inits["mlp.up.weight"] == 0.02
 

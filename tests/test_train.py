@@ -684,24 +684,3 @@ def test_a_resume_on_a_file_whose_contents_have_changed_is_refused(tmp_path):
     config.data.write_bytes(config.data.read_bytes()[::-1])
     with pytest.raises(CheckpointError, match=r"was trained on other data: saved .*text"):
         _trainer(dataclasses.replace(config, resume=True))
-
-
-def _asked(rank: int, config: TrainConfig) -> list[int]:
-    steps = []
-    for asked in range(2):
-        interrupt = Interrupt()
-        interrupt.number = 15 if rank == asked else None
-        trainer = _trainer(
-            dataclasses.replace(config, out=config.out / str(asked)), rank, interrupt
-        )
-        trainer.run()
-        steps.append(trainer.step if trainer.stopped else -1)
-    return steps
-
-
-@pytest.mark.parametrize("axis", ["dp", "pp"])
-def test_a_stop_asked_of_one_rank_stops_all_after_the_same_step(tmp_path, axis):
-    config = _config(tmp_path, **{axis: 2}, eval_every=0)
-    assert run_ranks(2, _asked, config) == [[1, 1], [1, 1]]
-    for asked in "01":
-        assert _saved(config.out / asked, 1)

@@ -57,8 +57,10 @@ def _terms(name: str, shape, step: int, data: int, mb: int, end: int) -> torch.T
     """What data rank `data` adds to the gradient in micro-batch `mb` at pipeline end `end`.
 
     In bf16 steps of a fixed grid, so that float32 sums are exact and every order gives one result.
+    The second step's are so small that no clip touches them.
     """
-    return _draw(shape, len(name), step, data, mb, end).mul(64).round().div(64)
+    grid = 2**16 if step == 2 else 64
+    return _draw(shape, len(name), step, data, mb, end).mul(64).round().div(grid)
 
 
 def _textbook(data: int, ends: int) -> tuple[list[float], dict[str, dict[str, torch.Tensor]]]:
@@ -159,6 +161,7 @@ def _train(mesh, stage: int, dtype=torch.float64):
 
 def _check(mesh, stages) -> None:
     norms, state = _textbook(mesh.size("data"), mesh.size("pp"))
+    assert norms[1] < CLIP < norms[0]
     for stage in stages:
         ours, ours_state, units = _train(mesh, stage)
         for actual, expected in zip(ours, norms, strict=True):
