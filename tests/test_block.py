@@ -365,6 +365,24 @@ def test_an_adapter_in_place_of_a_projection_is_called(style, name):
 
 
 @STYLES
+@pytest.mark.parametrize("name", [*PROJECTIONS, "attention"])
+def test_a_part_that_became_a_subclass_is_called(style, name):
+    """As FSDP2 and parametrizations do it: the module stays, its class is another one."""
+    block, x, seen = _block(style), draw(1, 12, E), []
+    expected = _results(block, x, lambda x: block(x, _context()))
+    part = block.get_submodule(name)
+
+    class Wrapped(type(part)):
+        def forward(self, *args, **options):
+            seen.append(name)
+            return super().forward(*args, **options)
+
+    part.__class__ = Wrapped
+    _close(_results(block, x, lambda x: block(x, _context())), expected)
+    assert seen == [name]
+
+
+@STYLES
 @pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
 def test_hooks_of_projections_are_called_and_change_no_number(style, kind):
     block, x, seen = _block(style, selective=True), draw(1, 12, E), []

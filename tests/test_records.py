@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from warpweave.layers.block import TransformerBlock
+from warpweave.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from warpweave.layers.linear import ColumnParallelLinear, RowParallelLinear
 from warpweave.layers.norm import RMSNorm
 from warpweave.layers.records import collect_records
@@ -73,6 +74,14 @@ def test_only_the_projections_back_into_the_stream_take_out_init():
     assert inits["attention.sinks"] == "zeros"
     assert inits["attention_norm.weight"] == inits["mlp_norm.weight"] == "ones"
     assert inits["attention.qkv.weight"] == inits["mlp.up.weight"] == 0.02
+
+
+def test_a_keyed_draw_takes_the_deviation_that_the_layer_was_given():
+    for layer in (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding,
+                  PositionEmbedding):  # fmt: skip
+        for given in ({}, {"init": 0.5}):
+            init = collect_records(layer(8, 8, device="meta", **given))["weight"].init
+            assert init == given.get("init", 0.02), layer
 
 
 def test_a_foreign_module_is_whole_on_every_rank():
