@@ -200,7 +200,7 @@ def dropped(tokens: torch.Tensor, E: int, p: float, seed: int, site: int) -> tor
 
 @dropped.register_fake
 def _(tokens, E, p, seed, site):
-    return tokens.new_empty(len(tokens), E, dtype=torch.bool)
+    return tokens.new_empty(tokens.shape[0], E, dtype=torch.bool)  # len would be a constant
 
 
 # ---------------------------------------------------------------- public

@@ -67,7 +67,8 @@ def _onednn(a: torch.Tensor, bt: torch.Tensor, bias: torch.Tensor | None) -> tor
 def product(
     a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """a[M, K] b[K, N] + bias[N] in `dtype`."""
+    """a[M, K] b[K, N] + bias[N] in `dtype`, whatever the bias has."""
+    bias = None if bias is None else bias.to(dtype)
     if a.dtype != dtype:
         if a.is_cuda:
             y = torch.mm(a, b, out_dtype=dtype)

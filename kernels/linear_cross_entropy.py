@@ -229,7 +229,8 @@ def _fwd_op(
 
 @_fwd_op.register_fake
 def _(x, weight, labels, start, size, ignore_index, label_smoothing, z_loss, impl):
-    return x.new_empty(2 + (label_smoothing != 0.0), len(x), dtype=compute_dtype(x))
+    # x.shape[0], not len(x): to a compiler that would be a constant.
+    return x.new_empty(2 + (label_smoothing != 0.0), x.shape[0], dtype=compute_dtype(x))
 
 
 @no_graph
@@ -484,7 +485,7 @@ def _(x, weight, labels, want_dx, want_dw, *vocabulary):
     wide = compute_dtype(x)
     dx = x.new_empty(x.shape if want_dx else 0)
     return (
-        x.new_empty(len(x), dtype=wide),
+        x.new_empty(x.shape[0], dtype=wide),
         dx,
         x.new_empty(weight.shape if want_dw else 0, dtype=wide),
     )

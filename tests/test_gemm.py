@@ -129,6 +129,37 @@ def test_wide_results_of_narrow_operands_are_not_rounded(library, dtype):
         assert_close_f64(wide.to(dtype), truth, 1e-5)
 
 
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("of_bias", FLOATS, ids=str)
+@pytest.mark.parametrize("wide", [False, True], ids=["rounded", "wide"])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_a_bias_of_any_dtype_goes_into_a_result_of_any(dtype, wide, of_bias, impl):
+    """Operands of two dtypes in one sum; what is added is a residual, too, in `fused_gemm`."""
+    a, b = torch.randn(7, 20).to(dtype), torch.randn(20, 6).to(dtype)
+    bias, residual = torch.randn(6).to(of_bias), torch.randn(7, 6).to(of_bias)
+    out = reference.compute_dtype(a) if wide else dtype
+    truth = a.double() @ b.double() + bias.double()
+    found = {
+        "gemm": (gemm(a, b, bias, out_dtype=out, impl=impl), truth),
+        "fused": (fused_gemm(a, b, bias, out_dtype=out, impl=impl)[0], truth),
+        "residual": (
+            fused_gemm(a, b, bias, residual=residual, out_dtype=out, impl=impl)[0],
+            truth + residual.double(),
+        ),
+        "activation": (
+            fused_gemm(a, b, bias, activation="relu2", out_dtype=out, impl=impl)[0],
+            truth.relu().square(),
+        ),
+    }
+    for name, (y, expected) in found.items():
+        assert y.dtype == out
+        # Some roundings to the result's dtype; an activation is of what the operands' dtype holds.
+        assert_close_f64(y, expected, 8 * torch.finfo(dtype if name == "activation" else out).eps)
+
+
 def test_float64_stays_float64():
     a, b, bias = (torch.randn(*s, dtype=torch.float64) for s in ((140, 130), (130, 120), (120,)))
     y = gemm(a, b, bias)
