@@ -26,7 +26,14 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from warpweave.kernels.dispatch import choose, no_graph, tl, triton
+from warpweave.kernels.dispatch import (
+    choose,
+    no_graph,
+    once_differentiable,
+    refuse_tangents,
+    tl,
+    triton,
+)
 from warpweave.kernels.numeric import to_dtype, upcast
 from warpweave.kernels.reference import compute_dtype
 
@@ -285,6 +292,7 @@ class _SwiGLU(torch.autograd.Function):
         return activation_fwd(x, activation, impl="torch")
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
         return activation_bwd(dy, *ctx.saved_tensors, ctx.activation, impl="torch"), None
 
@@ -311,5 +319,6 @@ def activate(x: torch.Tensor, activation: str, *, impl: str | None = None) -> to
     if gated:
         _check_pairs(x, activation)
     if impl == "triton":
+        refuse_tangents(activation, x)
         return _activation_fwd_op(x, activation)
     return _SwiGLU.apply(x, activation) if gated else _value(x, name)

@@ -16,6 +16,7 @@ from __future__ import annotations
 from functools import cache
 
 import torch
+from torch.autograd import forward_ad
 
 from warpweave.kernels.dispatch import wants_gradient
 
@@ -36,9 +37,11 @@ def _has_onednn() -> bool:
 def _takes_onednn(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
     """a[M, K] b[K, N] is float32 on a CPU where oneDNN has more to offer, and large enough.
 
-    Its operator has no gradient, and would drop one silently; compilers cannot trace the choice.
+    Its operator has no derivative, and would drop one silently; compilers cannot trace the choice.
     """
     if torch.compiler.is_compiling() or wants_gradient(a, b, bias):
+        return False
+    if forward_ad._current_level >= 0:  # some forward mode: -1 otherwise
         return False
     if a.dtype != torch.float32 or a.device.type != "cpu" or not _has_onednn():
         return False

@@ -43,7 +43,6 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from warpweave.kernels.cross_entropy_halves import (
     _bwd_torch,
@@ -54,7 +53,7 @@ from warpweave.kernels.cross_entropy_halves import (
     outside_vocabulary,
     token_losses,
 )
-from warpweave.kernels.dispatch import choose, no_graph, wants_gradient
+from warpweave.kernels.dispatch import choose, no_graph, once_differentiable, wants_gradient
 from warpweave.kernels.gemm import gemm, gemm_into
 from warpweave.kernels.linear import Settled, grad_dtype
 from warpweave.kernels.reference import compute_dtype
@@ -535,13 +534,16 @@ class _Recomputed(torch.autograd.Function):
             ctx.leaf = weight
         x = x.to(dtype)
         stats = linear_cross_entropy_fwd(x, weight, labels, vocabulary)
-        ctx.save_for_backward(x, weight, labels, stats[0])
-        return vocabulary.losses(stats, labels)
+        losses = vocabulary.losses(stats, labels)
+        ctx.save_for_backward(
+            x, weight, labels, stats[0], losses
+        )  # losses: see once_differentiable
+        return losses
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dloss):
-        saved, (want_dx, want_dw, *_) = ctx.saved_tensors, ctx.needs_input_grad
+        (*saved, _), (want_dx, want_dw, *_) = ctx.saved_tensors, ctx.needs_input_grad
         if torch.compiler.is_compiling():  # nothing is deferred, and dynamo reads no closures
             dw = torch.empty_like(saved[1]) if want_dw else None
             dx_dtype = ctx.x_dtype if want_dx else None
@@ -577,13 +579,14 @@ class _InForward(torch.autograd.Function):
         if not torch.compiler.is_compiling():
             ctx.leaf = weight
         losses, dx, dw = _fwd_bwd_op(x.to(dtype), weight, labels, want_dx, want_dw, *vocabulary)
-        ctx.save_for_backward(dx, dw)
-        return losses.sum()
+        loss = losses.sum()
+        ctx.save_for_backward(dx, dw, loss)  # an output: all inputs
+        return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx, g):
-        (dx, dw), (x_dtype, dw_dtype) = ctx.saved_tensors, ctx.dtypes
+        (dx, dw, _), (x_dtype, dw_dtype) = ctx.saved_tensors, ctx.dtypes
         want_dx, want_dw, *_ = ctx.needs_input_grad
         dx = (dx.to(g.dtype) * g).to(x_dtype) if want_dx else None
         if torch.compiler.is_compiling():

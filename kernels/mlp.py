@@ -27,7 +27,6 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
 from warpweave.kernels.activation import (
     activate,
@@ -36,7 +35,15 @@ from warpweave.kernels.activation import (
     curve_and_slope,
     find_activation,
 )
-from warpweave.kernels.dispatch import choose, no_graph, tl, triton, wants_gradient
+from warpweave.kernels.dispatch import (
+    choose,
+    no_graph,
+    once_differentiable,
+    refuse_tangents,
+    tl,
+    triton,
+    wants_gradient,
+)
 from warpweave.kernels.dropout import Drop, dropout_fwd
 from warpweave.kernels.dropout import dropout as apply_dropout
 from warpweave.kernels.gemm import check_operands, find_precision, fused_gemm, gemm
@@ -348,9 +355,10 @@ class _MLP(torch.autograd.Function):
         ctx.how, ctx.shape, ctx.dtypes = how, x.shape, (x.dtype, dtype)
         ctx.parameters = parameters = (up_weight, up_bias, down_weight, down_bias)
         with Settled(x):
-            x, *tensors = _operands(x, (*parameters, residual), dtype)
-            y, z, h = mlp_fwd(x, *tensors, how, keep=keep)
+            flat, *tensors = _operands(x, (*parameters, residual), dtype)
+            y, z, h = mlp_fwd(flat, *tensors, how, keep=keep)
             needs_x = ctx.needs_input_grad[1] or how.recompute == "up"
+            x = x if x.dtype == dtype else flat
             ctx.save_for_backward(x if needs_x else None, up_weight, up_bias, down_weight, z, h)
             return y.view(ctx.shape)
 
@@ -361,6 +369,7 @@ class _MLP(torch.autograd.Function):
         (up, up_bias, down, down_bias), (x_dtype, dtype) = ctx.parameters, ctx.dtypes
         with Settled(dy):
             flat, *weights = _operands(dy, (*weights, None, None), dtype)
+            x = None if x is None else rows(x)
             dx, dz, do, h = mlp_bwd(
                 flat, x, *weights[:3], z, h, ctx.how,
                 want_dx=needs[0], want_dz=any(needs[:3]), want_hidden=needs[3],
@@ -551,6 +560,7 @@ def _compiled(
     x, w1, b1, w2, b2, residual = _operands(x, (*parameters, residual), dtype)
     p, seed, site, tokens = how.drop or (0.0, 0, 0, None)
     if how.impl == "triton":
+        refuse_tangents("mlp", x, *parameters, residual)
         y, _, _ = _mlp_op(
             x, w1, b1, w2, b2, residual, tokens, how.activation, p, seed, site,
             how.recompute, how.precision, int(torch.is_grad_enabled()),

@@ -25,9 +25,15 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
-from warpweave.kernels.dispatch import choose, no_graph, tl, triton
+from warpweave.kernels.dispatch import (
+    choose,
+    no_graph,
+    once_differentiable,
+    refuse_tangents,
+    tl,
+    triton,
+)
 from warpweave.kernels.gemm import check_operands, find_precision, gemm
 from warpweave.kernels.linear import Settled, bias_gradient, rows, settled_dtype, weight_gradient
 from warpweave.kernels.numeric import to_dtype, upcast
@@ -472,6 +478,7 @@ def qkv_rope(
         return _QKV.apply(x, weight, bias, cos, sin, head_dim, group, dtype, *options)
     x, weight, bias = (t if t is None else t.to(dtype) for t in (x, weight, bias))
     if chosen == "triton" and head_dim % 2 == 0:
+        refuse_tangents("qkv_rope", x, weight, bias)
         return _qkv_op(x, weight, bias, cos, sin, head_dim, group, precision)
     z = F.linear(x, weight, bias).unflatten(-1, (-1, group + 2, head_dim))
     q, k, v = z.split((group, 1, 1), 3)

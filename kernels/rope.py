@@ -28,9 +28,16 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch.autograd.function import once_differentiable
 
-from warpweave.kernels.dispatch import check_written, choose, no_graph, tl, triton, wants_gradient
+from warpweave.kernels.dispatch import (
+    check_written,
+    choose,
+    no_graph,
+    refuse_tangents,
+    tl,
+    triton,
+    wants_gradient,
+)
 from warpweave.kernels.numeric import to_dtype, upcast
 from warpweave.kernels.reference import compute_dtype
 
@@ -470,18 +477,20 @@ class _Rope(torch.autograd.Function):
     """The torch path, three passes over x each way; and in place, of both implementations."""
 
     @staticmethod
-    def forward(ctx, x, cos, sin, interleaved=False, inplace=False, impl="torch"):
+    def forward(ctx, x, cos, sin, interleaved, conjugate=False, inplace=False, impl="torch"):
         ctx.save_for_backward(cos, sin)
-        ctx.options = {"interleaved": interleaved, "impl": impl}
+        ctx.turn, ctx.impl = (interleaved, conjugate), impl
         if inplace:
             ctx.mark_dirty(x)
-        return rope_fwd(x, cos, sin, inplace=inplace, **ctx.options)
+        return rope_fwd(
+            x, cos, sin, interleaved=interleaved, conjugate=conjugate, inplace=inplace, impl=impl
+        )
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dy):
-        dx = rope_fwd(dy, *ctx.saved_tensors, conjugate=True, **ctx.options)
-        return dx, None, None, None, None, None
+        interleaved, conjugate = ctx.turn
+        dx = _Rope.apply(dy, *ctx.saved_tensors, interleaved, not conjugate, False, ctx.impl)
+        return dx, *[None] * 6
 
     @staticmethod
     def spmd_typecheck(*, x, cos, sin):
@@ -516,11 +525,12 @@ def apply_rope(
     if inplace and wants_gradient(x):
         if torch.compiler.is_compiling() and impl == "triton":  # traces operators, no launches
             return x.copy_(_rope_op(x, cos, sin, interleaved, False))
-        return _Rope.apply(x, cos, sin, interleaved, True, impl)
+        return _Rope.apply(x, cos, sin, interleaved, False, True, impl)
     if impl == "torch":
         if inplace:
             return rope_fwd(x, cos, sin, interleaved=interleaved, inplace=True, impl=impl)
         return _Rope.apply(x, cos, sin, interleaved)
+    refuse_tangents("apply_rope", x)
     if inplace:
         _rope_inplace_op(x, cos, sin, interleaved)
         return x
@@ -544,6 +554,7 @@ def apply_rope_qk(
     if impl == "torch" or (inplace and wants_gradient(q, k)):
         options = {"interleaved": interleaved, "inplace": inplace, "impl": impl}
         return apply_rope(q, cos, sin, **options), apply_rope(k, cos, sin, **options)
+    refuse_tangents("apply_rope_qk", q, k)
     if inplace:
         _rope_qk_inplace_op(q, k, cos, sin, interleaved)
         return q, k

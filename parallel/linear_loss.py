@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
 from warpweave.kernels.cross_entropy_halves import check_options
-from warpweave.kernels.dispatch import choose
+from warpweave.kernels.dispatch import choose, once_differentiable
 from warpweave.kernels.linear import Settled, grad_dtype
 from warpweave.kernels.linear_cross_entropy import (
     Merge,
@@ -73,13 +72,14 @@ class _Recomputed(torch.autograd.Function):
             whole = whole_tokens(x, group, sequence_parallel)
             stats = linear_cross_entropy_fwd(whole, weight, labels, ctx.vocabulary)
             stats = _over_ranks(group)(stats)
-            ctx.save_for_backward(x, weight, labels, stats[0])
-            return vocabulary.losses(stats, labels)
+            losses = vocabulary.losses(stats, labels)
+            ctx.save_for_backward(x, weight, labels, stats[0], losses)
+            return losses
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dloss):
-        x, weight, labels, lse = ctx.saved_tensors
+        x, weight, labels, lse, _ = ctx.saved_tensors
         leaf, (want_dx, want_dw, *_) = ctx.parameter, ctx.needs_input_grad
         todo, flying = [sum_dtype(x.dtype)] * want_dx, []
 
@@ -128,13 +128,14 @@ class _InForward(torch.autograd.Function):
             )
             if dx is not None:
                 dx = _start_sum(dx, group, sequence_parallel).wait().to(dtype)
-            ctx.save_for_backward(dx, dw)
-            return losses.sum()
+            loss = losses.sum()
+            ctx.save_for_backward(dx, dw, loss)
+            return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx, g):
-        (dx, dw), leaf = ctx.saved_tensors, ctx.parameter
+        (dx, dw, _), leaf = ctx.saved_tensors, ctx.parameter
         with Settled(g):
             dx = dx if dx is None else (dx.to(g.dtype) * g).to(ctx.x_dtype)
             dw = dw if dw is None else scaled_wgrad(leaf, grad_dtype(leaf), dw, g)

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
-from warpweave.kernels.dispatch import choose, wants_gradient
+from warpweave.kernels.dispatch import choose, once_differentiable, wants_gradient
 from warpweave.kernels.dropout import Drop
 from warpweave.kernels.linear import Settled, bias_gradient, rows, settled_dtype, weight_gradient
 from warpweave.kernels.mlp import How, check_mlp, choose_recompute, hidden_fwd, mlp, mlp_bwd

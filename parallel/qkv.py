@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
-from warpweave.kernels.dispatch import choose
+from warpweave.kernels.dispatch import choose, once_differentiable
 from warpweave.kernels.linear import Settled, settled_dtype
 from warpweave.kernels.qkv import QKV, check_qkv, qkv_bwd, qkv_fwd, qkv_rope
 from warpweave.parallel.collectives import group_rank, group_size
