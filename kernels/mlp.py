@@ -26,7 +26,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from warpweave.kernels.activation import (
     activate,
@@ -47,7 +46,14 @@ from warpweave.kernels.dispatch import (
 from warpweave.kernels.dropout import Drop, dropout_fwd
 from warpweave.kernels.dropout import dropout as apply_dropout
 from warpweave.kernels.gemm import check_operands, find_precision, fused_gemm, gemm
-from warpweave.kernels.linear import Settled, bias_gradient, rows, settled_dtype, weight_gradient
+from warpweave.kernels.linear import (
+    Settled,
+    bias_gradient,
+    linear,
+    rows,
+    settled_dtype,
+    weight_gradient,
+)
 from warpweave.kernels.numeric import to_dtype, upcast
 from warpweave.kernels.product import find_tile, grid, halves, launch_options, product, tile_at
 from warpweave.kernels.reference import compute_dtype
@@ -566,7 +572,7 @@ def _compiled(
             how.recompute, how.precision, int(torch.is_grad_enabled()),
         )  # fmt: skip
         return y.view(shape)
-    y = F.linear(activate(F.linear(x, w1, b1), how.activation, impl="torch"), w2, b2)
+    y = linear(activate(linear(x, w1, b1, dtype), how.activation, impl="torch"), w2, b2, dtype)
     if tokens is not None:
         y = apply_dropout(y, p, seed=seed, site=site, tokens=tokens, impl="torch")
     return (y if residual is None else residual + y).view(shape)

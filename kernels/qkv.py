@@ -24,7 +24,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 
 from warpweave.kernels.dispatch import (
     choose,
@@ -35,7 +34,14 @@ from warpweave.kernels.dispatch import (
     triton,
 )
 from warpweave.kernels.gemm import check_operands, find_precision, gemm
-from warpweave.kernels.linear import Settled, bias_gradient, rows, settled_dtype, weight_gradient
+from warpweave.kernels.linear import (
+    Settled,
+    bias_gradient,
+    linear,
+    rows,
+    settled_dtype,
+    weight_gradient,
+)
 from warpweave.kernels.numeric import to_dtype, upcast
 from warpweave.kernels.product import find_tile, grid, halves, launch_options, product, tile_at
 from warpweave.kernels.reference import compute_dtype
@@ -480,7 +486,7 @@ def qkv_rope(
     if chosen == "triton" and head_dim % 2 == 0:
         refuse_tangents("qkv_rope", x, weight, bias)
         return _qkv_op(x, weight, bias, cos, sin, head_dim, group, precision)
-    z = F.linear(x, weight, bias).unflatten(-1, (-1, group + 2, head_dim))
+    z = linear(x, weight, bias, dtype).unflatten(-1, (-1, group + 2, head_dim))
     q, k, v = z.split((group, 1, 1), 3)
     q, k, v = q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
     if cos is None:

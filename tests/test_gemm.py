@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from close import assert_close_f64, assert_error_budget, relative_error
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from warpweave.kernels import gemm as kernel
@@ -476,6 +477,12 @@ def test_operators_pass_opcheck(impl):
     ops, (a, b) = torch.ops.warpweave, (_draw(7, 5), _draw(6, 5).t())
     narrow, tokens = (a.half(), b.half()), torch.arange(7)
     torch.library.opcheck(ops.gemm.default, (a, b, None, torch.float64, None))
+    if impl == "torch":
+        wanted = [x.clone().requires_grad_() for x in (a, b.t(), _draw(6))]
+        torch.library.opcheck(ops.cpu_linear.default, wanted)
+        torch.library.opcheck(ops.cpu_linear.default, (*wanted[:2], None))
+        torch.autograd.gradcheck(ops.cpu_linear.default, wanted)
+        torch.autograd.gradgradcheck(ops.cpu_linear.default, wanted)
     torch.library.opcheck(ops.gemm.default, (*narrow, _draw(6), torch.float32, "ieee"))
     for add in (False, True):
         torch.library.opcheck(ops.gemm_into.default, (*narrow, torch.zeros(7, 6), add, None, impl))
@@ -503,12 +510,52 @@ def test_products_compile_whole(impl, size):
         expected, made = run(*shared, *written), _compiled(run)(*shared, *twin)
     assert all(torch.equal(x, y) for x, y in zip(written, twin))
     for x, y in zip(expected, made, strict=True):
-        if impl == "triton" or size == 20:
-            assert torch.equal(x, y)
-        assert_close_f64(y, x.double(), 1e-5)  # compiled, it is never oneDNN's
+        assert torch.equal(x, y)
     truth = torch.ones(size, size + 9).double() + shared[0].double() @ shared[1].double()
     assert_close_f64(twin[1][:, ::2], truth, 1e-5)
     assert (twin[1][:, 1::2] == 1).all()
+
+
+def test_compiled_products_go_to_the_library_that_their_sizes_call_for_as_they_run(monkeypatch):
+    """Forward and backward, and one trace serves all sizes: their number is no constant of it."""
+    monkeypatch.setattr(module, "_has_onednn", lambda: True)
+    right, seen = module._onednn, []
+
+    def onednn(a, bt, bias):
+        seen.append((*a.shape, len(bt)))
+        return right(a, bt, bias)
+
+    monkeypatch.setattr(module, "_onednn", onednn)
+    traces = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(gemm, fullgraph=True, backend=traces)
+    b = _draw(128, 96, dtype=torch.float32).requires_grad_()
+    for m in (*range(40, 50), 300, *range(130, 140)):
+        a = _draw(m, 128, dtype=torch.float32).requires_grad_()
+        seen.clear()
+        y = compiled(a, b)
+        assert_close_f64(y, a.double() @ b.double(), 1e-5)
+        y.sum().backward()
+        assert seen == ([(m, 128, 96), (m, 96, 128), (96, m, 128)] if m > 100 else [])
+    assert traces.frame_count <= 2
+    with torch.no_grad():
+        compiled(a.double(), b.double())
+    assert len(seen) == 3  # none of them is of float64
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own forward mode
+def test_a_compiled_product_has_forward_derivatives_and_those_of_torch_func():
+    a, b, t = _draw(64, 128, dtype=torch.float32), _draw(128, 256, dtype=torch.float32), 0.5
+    along = _draw(64, 128, dtype=torch.float32)
+
+    def tangent(a):
+        return torch.func.jvp(lambda a: gemm(a, b), (a,), (along,))[1]
+
+    def gradient(a):
+        return torch.func.grad(lambda a: (gemm(a, b) * t).sum())(a)
+
+    assert_close_f64(_compiled(tangent)(a), along.double() @ b.double(), 1e-5)
+    truth = (t * b.double().sum(1)).expand(64, 128)
+    assert_close_f64(_compiled(gradient)(a), truth, 1e-5)
 
 
 @IMPLS
