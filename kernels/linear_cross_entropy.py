@@ -615,13 +615,13 @@ def linear_cross_entropy(
     recompute: bool | None = None,
     impl: str | None = None,
 ) -> torch.Tensor:
-    """`cross_entropy` of the logits x[T, E] weight[V, E]^T, which are never held whole.
+    """`cross_entropy` of the logits x[..., E] weight[V, E]^T, which are never held whole.
 
     Args:
-        x: hidden states; differentiable, its gradient has its dtype.
+        x: hidden states x[..., E]; differentiable, its gradient has its dtype.
         weight: the head's (or the tied embedding's) weight, a leaf parameter if its gradient is to
             go through `wgrad`. Under autocast both are cast to its dtype; otherwise they have one.
-        labels: int64[T], in [0, vocab_size) or `ignore_index`.
+        labels: int64[...], one per token of x, in [0, vocab_size) or `ignore_index`.
         vocab_size: rows of the weight from there on are padding: outside softmax and smoothing,
             gradient 0. By default there is none.
         ignore_index, label_smoothing, z_loss, reduction: as for `cross_entropy`.
@@ -632,7 +632,7 @@ def linear_cross_entropy(
             `gemm_into` may take Triton unless this is "torch".
 
     Returns:
-        The loss, 0-dim, or losses[T]; float32, float64 for float64.
+        The loss, 0-dim, or losses[...]; float32, float64 for float64.
 
     Raises:
         ValueError: shapes, dtypes, devices or options do not fit; on a CPU, a label that names no
@@ -645,11 +645,12 @@ def linear_cross_entropy(
     if not 1 <= size <= len(weight):
         raise ValueError(f"vocab_size must be in [1, {len(weight)}], got {size}")
     vocabulary = Vocabulary(0, size, ignore_index, label_smoothing, z_loss, impl)
+    tokens = (x.flatten(0, -2), weight, labels.flatten(), vocabulary, dtype)
     if in_forward(reduction, recompute, x, weight):
-        loss = _InForward.apply(x, weight, labels, vocabulary, dtype)
+        loss = _InForward.apply(*tokens)
     else:
-        losses = _Recomputed.apply(x, weight, labels, vocabulary, dtype)
-        loss = losses if reduction == "none" else losses.sum()
+        losses = _Recomputed.apply(*tokens)
+        loss = losses.view(labels.shape) if reduction == "none" else losses.sum()
     return loss / (labels != ignore_index).sum().clamp(min=1) if reduction == "mean" else loss
 
 
@@ -671,15 +672,16 @@ def check_linear_cross_entropy(
 ) -> torch.dtype:
     """The dtype to compute in; ValueError where shapes or dtypes do not fit.
 
-    x[T/parts, E] may be one of several slices of the tokens that labels[T] belong to.
+    x[T/parts, ..., E] may be one of several slices of the tokens that labels[T, ...] belong to.
     """
-    if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1]:
+    if x.ndim < 2 or weight.ndim != 2 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
-            f"{name} needs x[T, E] and weight[V, E], got {[*x.shape]} and {[*weight.shape]}"
+            f"{name} needs x[..., E] and weight[V, E], got {[*x.shape]} and {[*weight.shape]}"
         )
-    if labels.shape != (len(x) * parts,) or labels.dtype != torch.int64:
+    tokens = (x.shape[0] * parts, *x.shape[1:-1])
+    if labels.shape != tokens or labels.dtype != torch.int64:
         raise ValueError(
-            f"{name} needs labels int64[{len(x) * parts}], got {labels.dtype} {[*labels.shape]}"
+            f"{name} needs labels int64{[*tokens]}, got {labels.dtype} {[*labels.shape]}"
         )
     if not (x.is_floating_point() and weight.is_floating_point()):
         raise ValueError(f"{name} needs floating point, got x {x.dtype}, weight {weight.dtype}")
