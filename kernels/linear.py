@@ -16,7 +16,7 @@ import torch
 
 from warpweave.kernels.gemm import gemm, gemm_into
 from warpweave.kernels.reference import compute_dtype
-from warpweave.kernels.wgrad import wgrad
+from warpweave.kernels.wgrad import leaf_of, wgrad
 
 
 def rows(x: torch.Tensor) -> torch.Tensor:
@@ -38,9 +38,10 @@ def linear(
 def grad_dtype(parameter: torch.Tensor) -> torch.dtype:
     """The dtype in which the gradient of a parameter is wanted."""
     # One computed from others (a weight norm, an adapter) has no say, and dynamo knows no say.
-    if torch.compiler.is_compiling() or not parameter.is_leaf:
+    leaf = None if torch.compiler.is_compiling() else leaf_of(parameter)
+    if leaf is None:
         return parameter.dtype
-    return parameter.grad_dtype or parameter.dtype  # None means that any dtype will do
+    return leaf.grad_dtype or leaf.dtype  # None means that any dtype will do
 
 
 def weight_gradient(

@@ -6,9 +6,9 @@
     do = dropout'(dy)    dh = do W2     dz = dh act'(z)      one kernel, which makes h again
     dx = dz W1           dW1 = dz^T x   dW2 = do^T h         db1, db2: sums over tokens of dz, do
 
-x, y: [..., E]; W1: [F, E], or gated [F, 2, E] (as [2F, E] too: rows gate, up, gate, up, ...);
-W2: [E, F]. Any slice of F is an MLP of its own whose y is a partial sum: tensor parallelism is
-`hidden_fwd`, `hidden_bwd` and products, with collectives between.
+x, y: [..., E]; W1: [F, E], or gated [F, 2, E], gate and up side by side; W2: [E, F]. Any slice of F
+is an MLP of its own whose y is a partial sum: tensor parallelism is `hidden_fwd`, `hidden_bwd` and
+products, with collectives between.
 
 Saved for backward: x and z. h is made again from the z that act's derivative reads anyway, so the
 activations of a block shrink by [T, F]. `recompute="up"` saves x only and replays the first product
@@ -395,7 +395,7 @@ class _MLP(torch.autograd.Function):
         pairs = "_" * (up_weight.dim() - 2)
         h = rules.einsum(f"..._,f{pairs}_->...f", x, up_weight)
         if up_bias is not None:
-            h = rules.einsum("...f,f->...f", h, up_bias)
+            h = rules.einsum(f"...f,f{pairs}->...f", h, up_bias)
         y = rules.einsum("...f,_f->..._", h, down_weight)
         if down_bias is not None:
             y = rules.einsum("..._,_->..._", y, down_bias)
@@ -508,10 +508,11 @@ def mlp(
 
     Args:
         x: x[..., E] (any sharding of the tokens).
-        up_weight: W1[F, E], or [F, 2, E] or [2F, E] where the activation is gated; a leaf, if its
-            gradient is to be collected.
+        up_weight: W1[F, E], or [F, 2, E] where the activation is gated; a leaf or a view of one, if
+            its gradient is to be collected. Of a [gate; up] concatenation it is
+            torch.stack([gate, up], 1).
         down_weight: W2[E, F].
-        up_bias, down_bias: b1 with as many elements as W1 has rows, b2[E]; or None.
+        up_bias, down_bias: b1[F] or [F, 2], b2[E]; or None.
         activation: "gelu", "gelu_erf", "relu2", "swiglu" or "geglu".
         residual: of the shape of x, or None. One of another dtype is added in the wider of both,
             which y then has.
@@ -599,25 +600,18 @@ def check_mlp(
 ) -> None:
     """Raise ValueError, in this name, unless the shapes are those of an MLP of this activation."""
     gated = find_activation(activation).gated
-    E, factor = x.shape[-1] if x.ndim else 0, 2 if gated else 1
+    E = x.shape[-1] if x.ndim else 0
     width = down_weight.shape[-1] if down_weight.ndim == 2 else -1
-    dims = (2, 3) if gated else (2,)
-    if (
-        x.ndim < 1
-        or up_weight.ndim not in dims
-        or (up_weight.ndim == 3 and up_weight.shape[1] != 2)
-        or up_weight.shape[-1] != E
-        or down_weight.shape != (E, width)
-        or up_weight.numel() != factor * width * E
-    ):
-        form = "[F, 2, E] or [2F, E]" if gated else "[F, E]"
+    # Two dims would not tell rows gate, up, gate, up, ... from all gates before all ups.
+    units = (width, 2) if gated else (width,)
+    if x.ndim < 1 or down_weight.shape != (E, width) or up_weight.shape != (*units, E):
+        form = "[F, 2, E] (torch.stack([gate, up], 1))" if gated else "[F, E]"
         raise ValueError(
             f"{name}: {activation} needs x[..., E], up_weight{form} and down_weight[E, F], got "
             f"{[*x.shape]}, {[*up_weight.shape]} and {[*down_weight.shape]}"
         )
-    if up_bias is not None and up_bias.shape not in ((factor * width,), up_weight.shape[:-1]):
-        form = f"[{factor * width}]" if up_weight.ndim == 2 else f"[{factor * width}] or [F, 2]"
-        raise ValueError(f"{name}: up_bias must be {form}, got {[*up_bias.shape]}")
+    if up_bias is not None and up_bias.shape != units:
+        raise ValueError(f"{name}: up_bias must be {[*units]}, got {[*up_bias.shape]}")
     if down_bias is not None and down_bias.shape != (E,):
         raise ValueError(f"{name}: down_bias must be [{E}], got {[*down_bias.shape]}")
     if residual is not None and residual.shape != x.shape:
@@ -669,7 +663,7 @@ def swiglu_mlp(
     precision: str | None = None,
     impl: str | None = None,
 ) -> torch.Tensor:
-    """`mlp` with SwiGLU: up_weight[F, 2, E] or [2F, E], rows gate, up, gate, up, ..."""
+    """`mlp` with SwiGLU: up_weight[F, 2, E], gate and up side by side."""
     return mlp(
         x,
         up_weight,
