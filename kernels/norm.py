@@ -503,8 +503,8 @@ def rms_norm(
             this rank's part of an all-gather's buffer or a slice of a wider one. As torch's own
             `out=` it has no gradient; a Function that has one calls `norm_fwd` and `norm_bwd`.
 
-    Raises ValueError on shapes, dtypes or numbers that do not fit, on `out` with inputs that
-    require grad, or if `impl` cannot run (see `dispatch.choose`). Zhang and Sennrich 2019
+    Raises ValueError on shapes, dtypes or numbers that do not fit (a weight of None is one), on `out`
+    with inputs that require grad, or if `impl` cannot run (`dispatch.choose`). Zhang, Sennrich 2019
     (arXiv:1910.07467).
     """
     return _norm(

@@ -57,7 +57,8 @@ class RopeScaling:
         "yarn"    frequencies that turn more than `high` times in original_length stay, those that
                   turn less than `low` times are interpolated, a linear ramp over the dims between;
                   and queries and keys are multiplied by 0.1 ln(factor) + 1, the attention's
-                  temperature (Peng et al. 2023, arXiv:2309.00071). `low` and `high`: 1 and 32.
+                  temperature (Peng et al. 2023, arXiv:2309.00071). `low` and `high`: 1 and 32. The
+                  ramp begins and ends at whole dims unless `truncate` is false (gpt-oss).
         "llama3"  the same idea with a ramp over the number of turns, no temperature (Llama 3.1,
                   arXiv:2407.21783). `low` and `high`: 1 and 4.
 
@@ -72,6 +73,7 @@ class RopeScaling:
     low: float = 1.0
     high: float | None = None
     attention_factor: float | None = None
+    truncate: bool = True
 
     def __post_init__(self) -> None:
         """Raises ValueError for what no table can be made of."""
@@ -113,7 +115,10 @@ class RopeScaling:
                 found = math.log(self.original_length / (turns * 2 * math.pi))
                 return R * found / (2 * math.log(theta))
 
-            first, last = max(math.floor(dim(self._high)), 0), min(math.ceil(dim(self.low)), R - 1)
+            first, last = dim(self._high), dim(self.low)
+            if self.truncate:
+                first, last = math.floor(first), math.ceil(last)
+            first, last = max(first, 0), min(last, R - 1)
             stay = 1 - (i - first) / (last - first if last != first else 0.001)
         stay = stay.clamp(0, 1)
         return frequencies * stay + frequencies / self.factor * (1 - stay)

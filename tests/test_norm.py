@@ -155,6 +155,14 @@ def test_parameter_gradients_are_the_same_bits_every_time() -> None:
     assert torch.equal(first.dw, second.dw)
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("op", [norm.rms_norm, norm.layer_norm])
+def test_a_norm_without_a_weight_is_refused(op, impl) -> None:
+    """torch's own are plain then; ours say what to pass."""
+    with pytest.raises(ValueError, match=r"^weight must be \[E\] .* got None: ones\(E\)"):
+        op(torch.randn(4, 6), None, impl=impl)
+
+
 def test_shapes_that_do_not_fit_raise() -> None:
     x, w = torch.randn(4, 6), torch.randn(6)
     for impl in IMPLS:
