@@ -503,7 +503,7 @@ def rms_norm(
             this rank's part of an all-gather's buffer or a slice of a wider one. As torch's own
             `out=` it has no gradient; a Function that has one calls `norm_fwd` and `norm_bwd`.
 
-    Raises ValueError on shapes, dtypes or numbers that do not fit (a weight of None is one), on `out`
+    Raises ValueError on a weight of None, on shapes, dtypes or numbers that do not fit, on `out`
     with inputs that require grad, or if `impl` cannot run (`dispatch.choose`). Zhang, Sennrich 2019
     (arXiv:1910.07467).
     """

@@ -27,7 +27,7 @@ from warpweave.kernels.rope import apply_rope, apply_rope_qk, rope_table
 
 E, F, V, D = 8, 12, 40, 4
 ONE, UP, GATED, DOWN = torch.rand(E), torch.rand(F, E), torch.rand(F, 2, E), torch.rand(E, F)
-HEAD, QKV = torch.rand(V, E), torch.rand(3 * D, E)
+HEAD, QKV = torch.rand(V, E), torch.rand(1, 3, D, E)
 RATES = {"lr": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 
 
@@ -87,7 +87,6 @@ CASES = {
     "qkv_rope": Case(
         qkv_rope,
         lambda n: (torch.rand(2, n, E), QKV, None, *_table(n)),
-        lambda n: {"head_dim": D, "group": 1},
     ),
     "activate": Case(activate, lambda n: (_x(n), "gelu")),
     "activate, gated": Case(activate, lambda n: (_x(n), "swiglu")),

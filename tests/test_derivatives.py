@@ -34,7 +34,6 @@ LABELS = torch.arange(T) * 3 % V
 TABLE = rope_table(torch.arange(T), D, dtype=torch.float64)
 KEY = {"seed": 7, "site": 1, "tokens": torch.arange(T)}
 DROP = Drop(0.25, **KEY)
-HEADS = {"head_dim": D, "group": 1}
 
 
 class Case(NamedTuple):
@@ -75,9 +74,9 @@ CASES = {
         ((2, T, 3, D), (2, T, 1, D)),
     ),
     "qkv_rope": Case(
-        lambda x, w, b, impl: qkv_rope(x, w, b, *TABLE, **HEADS, impl=impl),
-        lambda x, w, b: reference.qkv_rope(x, w, b, *TABLE, **HEADS),
-        ((2, T, E), (3 * D, E), (3 * D,)),
+        lambda x, w, b, impl: qkv_rope(x, w, b, *TABLE, impl=impl),
+        lambda x, w, b: reference.qkv_rope(x, w, b, *TABLE),
+        ((2, T, E), (2, 4, D, E), (2, 4, D)),
     ),
     **{
         f"activate {name}": Case(
