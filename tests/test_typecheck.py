@@ -147,7 +147,8 @@ def composed_mlp(column=tensor.column_parallel_linear, row=tensor.row_parallel_l
         recompute, impl,
     ):  # fmt: skip
         cut = {"group": group, "sequence_parallel": sequence_parallel}
-        h = mlp.activate(column(x, up, up_bias, **cut), activation)
+        up_bias = None if up_bias is None else up_bias.flatten()
+        h = mlp.activate(column(x, up.flatten(0, -2), up_bias, **cut), activation)
         return residual + row(h, down, down_bias, **cut)
 
     return apply
