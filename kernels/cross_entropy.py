@@ -14,7 +14,6 @@ GPU looking would make the host wait: there that row's loss and gradient are NaN
 from __future__ import annotations
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from warpweave.kernels.cross_entropy_halves import (
     check_logits,
@@ -23,7 +22,7 @@ from warpweave.kernels.cross_entropy_halves import (
     cross_entropy_fwd,
     token_losses,
 )
-from warpweave.kernels.dispatch import choose
+from warpweave.kernels.dispatch import choose, once_differentiable
 from warpweave.kernels.linear_cross_entropy import linear_cross_entropy
 
 __all__ = [

@@ -346,8 +346,7 @@ def _bwd_torch(
 ) -> torch.Tensor:
     """With `own_lse`, theirs alone, the logits are no more: `out` holds their softmax."""
     columns = max(0, min(logits.shape[1], vocab_size - vocab_start))
-    dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    dlogits = dlogits if out is None else out
+    dlogits = logits.new_empty(logits.shape) if out is None else out
     dlogits[:, columns:] = 0
     ignored, wrong = labels == ignore_index, outside_vocabulary(labels, vocab_size, ignore_index)
     logits = logits[:, :columns]
@@ -405,8 +404,7 @@ def _bwd_triton(
 ) -> torch.Tensor:
     rows, width = logits.shape
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    dlogits = dlogits if out is None else out
+    dlogits = logits.new_empty(logits.shape) if out is None else out
     if dlogits.numel():
         many, block, warps = _tile(rows, width)
         with torch.cuda.device_of(logits):

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import torch
 
-from warpweave.kernels.dispatch import choose, no_graph, tl, triton
+from warpweave.kernels.dispatch import choose, no_graph, refuse_tangents, tl, triton
 from warpweave.kernels.numeric import to_dtype, upcast
 
 _LOW = 0xFFFFFFFF
@@ -200,7 +200,7 @@ def dropped(tokens: torch.Tensor, E: int, p: float, seed: int, site: int) -> tor
 
 @dropped.register_fake
 def _(tokens, E, p, seed, site):
-    return tokens.new_empty(len(tokens), E, dtype=torch.bool)
+    return tokens.new_empty(tokens.shape[0], E, dtype=torch.bool)  # len would be a constant
 
 
 # ---------------------------------------------------------------- public
@@ -235,5 +235,6 @@ def dropout(
     if p == 0:
         return x
     if impl == "triton":
+        refuse_tangents("dropout", x)
         return _dropout_op(x, tokens, p, seed, site)
     return (x * (1 / (1 - p))).masked_fill(dropped(tokens, x.shape[1], p, seed, site), 0)

@@ -9,6 +9,10 @@ so small products stay with MKL, and so do CPUs without AVX-512, where there is 
 
 On CUDA it is torch's own product (cuBLAS). Sums are made in float32 (float64 for float64) by each
 of them; they differ in the order of terms. This is the torch path of `kernels.gemm`.
+
+oneDNN's operator has no gradient, so where autograd records the product is torch's. Compilers see
+an operator of ours: it has a gradient, made of itself, and chooses when it runs, by sizes that a
+trace does not know and must not fix.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from __future__ import annotations
 from functools import cache
 
 import torch
+from torch.autograd import forward_ad
 
 from warpweave.kernels.dispatch import wants_gradient
 
@@ -33,13 +38,8 @@ def _has_onednn() -> bool:
     )
 
 
-def _takes_onednn(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
-    """a[M, K] b[K, N] is float32 on a CPU where oneDNN has more to offer, and large enough.
-
-    Its operator has no gradient, and would drop one silently; compilers cannot trace the choice.
-    """
-    if torch.compiler.is_compiling() or wants_gradient(a, b, bias):
-        return False
+def _takes_onednn(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """a[M, K] b[K, N] is float32 on a CPU where oneDNN has more to offer, and large enough."""
     if a.dtype != torch.float32 or a.device.type != "cpu" or not _has_onednn():
         return False
     m, k, n = *a.shape, b.shape[-1]
@@ -64,18 +64,63 @@ def _onednn(a: torch.Tensor, bt: torch.Tensor, bias: torch.Tensor | None) -> tor
     return linear(a, bt, bias, "none", [], "")
 
 
+def _multiply(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """a[M, K] b[K, N] + bias[N]."""
+    return a @ b if bias is None else torch.addmm(bias, a, b)
+
+
+def _multiply_faster(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`_multiply` by the faster library; not differentiable."""
+    if _takes_onednn(a, b):
+        return _onednn(a, b.t(), bias).contiguous()
+    return _multiply(a, b, bias)
+
+
+@torch.library.custom_op("warpweave::cpu_linear", mutates_args=())
+def _linear_op(a: torch.Tensor, bt: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """a[M, K] bt[N, K]^T + bias[N]: b transposed, as weights lie in memory.
+
+    So do their gradients then, which are products of the same kind.
+    """
+    return _multiply_faster(a, bt.t(), bias)
+
+
+@_linear_op.register_fake
+def _(a, bt, bias):
+    return _multiply(a, bt.t(), bias)
+
+
+def _save(ctx, inputs, output) -> None:
+    a, bt, _ = inputs
+    ctx.save_for_backward(a, bt)
+
+
+def _backward(ctx, dy):
+    (a, bt), needs = ctx.saved_tensors, ctx.needs_input_grad
+    da = _linear_op(dy, bt.t(), None) if needs[0] else None
+    dbt = _linear_op(dy.t(), a.t(), None) if needs[1] else None
+    return da, dbt, dy.sum(0) if needs[2] else None
+
+
+_linear_op.register_autograd(_backward, setup_context=_save)
+
+
 def product(
     a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """a[M, K] b[K, N] + bias[N] in `dtype`."""
+    """a[M, K] b[K, N] + bias[N] in `dtype`, whatever the bias has."""
+    bias = None if bias is None else bias.to(dtype)
     if a.dtype != dtype:
         if a.is_cuda:
             y = torch.mm(a, b, out_dtype=dtype)
             return y if bias is None else y.add_(bias)
         a, b = a.to(dtype), b.to(dtype)
-    if _takes_onednn(a, b, bias):
-        return _onednn(a, b.t(), bias).contiguous()
-    return a @ b if bias is None else torch.addmm(bias, a, b)
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return _multiply(a, b, bias)  # only torch's has every derivative
+    if torch.compiler.is_compiling():
+        ours = dtype == torch.float32 and a.device.type == "cpu"
+        return _linear_op(a, b.t(), bias) if ours else _multiply(a, b, bias)
+    return (_multiply if wants_gradient(a, b, bias) else _multiply_faster)(a, b, bias)
 
 
 def product_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, add: bool) -> None:

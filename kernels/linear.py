@@ -16,7 +16,7 @@ import torch
 
 from warpweave.kernels.gemm import gemm, gemm_into
 from warpweave.kernels.reference import compute_dtype
-from warpweave.kernels.wgrad import wgrad
+from warpweave.kernels.wgrad import leaf_of, wgrad
 
 
 def rows(x: torch.Tensor) -> torch.Tensor:
@@ -24,12 +24,24 @@ def rows(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(x.shape[:-1].numel(), x.shape[-1])  # -1 is ambiguous without features
 
 
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """x[..., K] weight[N, K]^T + bias[N], each taken to `dtype`, as `gemm` multiplies.
+
+    Functions call it in their forward; compilers trace it, gradient and all, in their place.
+    """
+    x, weight, bias = (t if t is None else t.to(dtype) for t in (x, weight, bias))
+    return gemm(rows(x), weight.t(), bias).view(*x.shape[:-1], weight.shape[0])
+
+
 def grad_dtype(parameter: torch.Tensor) -> torch.dtype:
     """The dtype in which the gradient of a parameter is wanted."""
     # One computed from others (a weight norm, an adapter) has no say, and dynamo knows no say.
-    if torch.compiler.is_compiling() or not parameter.is_leaf:
+    leaf = None if torch.compiler.is_compiling() else leaf_of(parameter)
+    if leaf is None:
         return parameter.dtype
-    return parameter.grad_dtype or parameter.dtype  # None means that any dtype will do
+    return leaf.grad_dtype or leaf.dtype  # None means that any dtype will do
 
 
 def weight_gradient(

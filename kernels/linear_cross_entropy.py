@@ -43,7 +43,6 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from warpweave.kernels.cross_entropy_halves import (
     _bwd_torch,
@@ -54,7 +53,7 @@ from warpweave.kernels.cross_entropy_halves import (
     outside_vocabulary,
     token_losses,
 )
-from warpweave.kernels.dispatch import choose, no_graph, wants_gradient
+from warpweave.kernels.dispatch import choose, no_graph, once_differentiable, wants_gradient
 from warpweave.kernels.gemm import gemm, gemm_into
 from warpweave.kernels.linear import Settled, grad_dtype
 from warpweave.kernels.reference import compute_dtype
@@ -229,7 +228,8 @@ def _fwd_op(
 
 @_fwd_op.register_fake
 def _(x, weight, labels, start, size, ignore_index, label_smoothing, z_loss, impl):
-    return x.new_empty(2 + (label_smoothing != 0.0), len(x), dtype=compute_dtype(x))
+    # x.shape[0], not len(x): to a compiler that would be a constant.
+    return x.new_empty(2 + (label_smoothing != 0.0), x.shape[0], dtype=compute_dtype(x))
 
 
 @no_graph
@@ -484,7 +484,7 @@ def _(x, weight, labels, want_dx, want_dw, *vocabulary):
     wide = compute_dtype(x)
     dx = x.new_empty(x.shape if want_dx else 0)
     return (
-        x.new_empty(len(x), dtype=wide),
+        x.new_empty(x.shape[0], dtype=wide),
         dx,
         x.new_empty(weight.shape if want_dw else 0, dtype=wide),
     )
@@ -534,13 +534,16 @@ class _Recomputed(torch.autograd.Function):
             ctx.leaf = weight
         x = x.to(dtype)
         stats = linear_cross_entropy_fwd(x, weight, labels, vocabulary)
-        ctx.save_for_backward(x, weight, labels, stats[0])
-        return vocabulary.losses(stats, labels)
+        losses = vocabulary.losses(stats, labels)
+        ctx.save_for_backward(
+            x, weight, labels, stats[0], losses
+        )  # losses: see once_differentiable
+        return losses
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dloss):
-        saved, (want_dx, want_dw, *_) = ctx.saved_tensors, ctx.needs_input_grad
+        (*saved, _), (want_dx, want_dw, *_) = ctx.saved_tensors, ctx.needs_input_grad
         if torch.compiler.is_compiling():  # nothing is deferred, and dynamo reads no closures
             dw = torch.empty_like(saved[1]) if want_dw else None
             dx_dtype = ctx.x_dtype if want_dx else None
@@ -576,13 +579,14 @@ class _InForward(torch.autograd.Function):
         if not torch.compiler.is_compiling():
             ctx.leaf = weight
         losses, dx, dw = _fwd_bwd_op(x.to(dtype), weight, labels, want_dx, want_dw, *vocabulary)
-        ctx.save_for_backward(dx, dw)
-        return losses.sum()
+        loss = losses.sum()
+        ctx.save_for_backward(dx, dw, loss)  # an output: all inputs
+        return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx, g):
-        (dx, dw), (x_dtype, dw_dtype) = ctx.saved_tensors, ctx.dtypes
+        (dx, dw, _), (x_dtype, dw_dtype) = ctx.saved_tensors, ctx.dtypes
         want_dx, want_dw, *_ = ctx.needs_input_grad
         dx = (dx.to(g.dtype) * g).to(x_dtype) if want_dx else None
         if torch.compiler.is_compiling():
@@ -611,13 +615,13 @@ def linear_cross_entropy(
     recompute: bool | None = None,
     impl: str | None = None,
 ) -> torch.Tensor:
-    """`cross_entropy` of the logits x[T, E] weight[V, E]^T, which are never held whole.
+    """`cross_entropy` of the logits x[..., E] weight[V, E]^T, which are never held whole.
 
     Args:
-        x: hidden states; differentiable, its gradient has its dtype.
+        x: hidden states x[..., E]; differentiable, its gradient has its dtype.
         weight: the head's (or the tied embedding's) weight, a leaf parameter if its gradient is to
             go through `wgrad`. Under autocast both are cast to its dtype; otherwise they have one.
-        labels: int64[T], in [0, vocab_size) or `ignore_index`.
+        labels: int64[...], one per token of x, in [0, vocab_size) or `ignore_index`.
         vocab_size: rows of the weight from there on are padding: outside softmax and smoothing,
             gradient 0. By default there is none.
         ignore_index, label_smoothing, z_loss, reduction: as for `cross_entropy`.
@@ -628,7 +632,7 @@ def linear_cross_entropy(
             `gemm_into` may take Triton unless this is "torch".
 
     Returns:
-        The loss, 0-dim, or losses[T]; float32, float64 for float64.
+        The loss, 0-dim, or losses[...]; float32, float64 for float64.
 
     Raises:
         ValueError: shapes, dtypes, devices or options do not fit; on a CPU, a label that names no
@@ -641,11 +645,12 @@ def linear_cross_entropy(
     if not 1 <= size <= len(weight):
         raise ValueError(f"vocab_size must be in [1, {len(weight)}], got {size}")
     vocabulary = Vocabulary(0, size, ignore_index, label_smoothing, z_loss, impl)
+    tokens = (x.flatten(0, -2), weight, labels.flatten(), vocabulary, dtype)
     if in_forward(reduction, recompute, x, weight):
-        loss = _InForward.apply(x, weight, labels, vocabulary, dtype)
+        loss = _InForward.apply(*tokens)
     else:
-        losses = _Recomputed.apply(x, weight, labels, vocabulary, dtype)
-        loss = losses if reduction == "none" else losses.sum()
+        losses = _Recomputed.apply(*tokens)
+        loss = losses.view(labels.shape) if reduction == "none" else losses.sum()
     return loss / (labels != ignore_index).sum().clamp(min=1) if reduction == "mean" else loss
 
 
@@ -667,15 +672,16 @@ def check_linear_cross_entropy(
 ) -> torch.dtype:
     """The dtype to compute in; ValueError where shapes or dtypes do not fit.
 
-    x[T/parts, E] may be one of several slices of the tokens that labels[T] belong to.
+    x[T/parts, ..., E] may be one of several slices of the tokens that labels[T, ...] belong to.
     """
-    if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1]:
+    if x.ndim < 2 or weight.ndim != 2 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
-            f"{name} needs x[T, E] and weight[V, E], got {[*x.shape]} and {[*weight.shape]}"
+            f"{name} needs x[..., E] and weight[V, E], got {[*x.shape]} and {[*weight.shape]}"
         )
-    if labels.shape != (len(x) * parts,) or labels.dtype != torch.int64:
+    tokens = (x.shape[0] * parts, *x.shape[1:-1])
+    if labels.shape != tokens or labels.dtype != torch.int64:
         raise ValueError(
-            f"{name} needs labels int64[{len(x) * parts}], got {labels.dtype} {[*labels.shape]}"
+            f"{name} needs labels int64{[*tokens]}, got {labels.dtype} {[*labels.shape]}"
         )
     if not (x.is_floating_point() and weight.is_floating_point()):
         raise ValueError(f"{name} needs floating point, got x {x.dtype}, weight {weight.dtype}")

@@ -6,9 +6,9 @@
     do = dropout'(dy)    dh = do W2     dz = dh act'(z)      one kernel, which makes h again
     dx = dz W1           dW1 = dz^T x   dW2 = do^T h         db1, db2: sums over tokens of dz, do
 
-x, y: [..., E]; W1: [F, E], or gated [F, 2, E] (as [2F, E] too: rows gate, up, gate, up, ...);
-W2: [E, F]. Any slice of F is an MLP of its own whose y is a partial sum: tensor parallelism is
-`hidden_fwd`, `hidden_bwd` and products, with collectives between.
+x, y: [..., E]; W1: [F, E], or gated [F, 2, E], gate and up side by side; W2: [E, F]. Any slice of F
+is an MLP of its own whose y is a partial sum: tensor parallelism is `hidden_fwd`, `hidden_bwd` and
+products, with collectives between.
 
 Saved for backward: x and z. h is made again from the z that act's derivative reads anyway, so the
 activations of a block shrink by [T, F]. `recompute="up"` saves x only and replays the first product
@@ -26,8 +26,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
 from warpweave.kernels.activation import (
     activate,
@@ -36,11 +34,26 @@ from warpweave.kernels.activation import (
     curve_and_slope,
     find_activation,
 )
-from warpweave.kernels.dispatch import choose, no_graph, tl, triton, wants_gradient
+from warpweave.kernels.dispatch import (
+    choose,
+    no_graph,
+    once_differentiable,
+    refuse_tangents,
+    tl,
+    triton,
+    wants_gradient,
+)
 from warpweave.kernels.dropout import Drop, dropout_fwd
 from warpweave.kernels.dropout import dropout as apply_dropout
 from warpweave.kernels.gemm import check_operands, find_precision, fused_gemm, gemm
-from warpweave.kernels.linear import Settled, bias_gradient, rows, settled_dtype, weight_gradient
+from warpweave.kernels.linear import (
+    Settled,
+    bias_gradient,
+    linear,
+    rows,
+    settled_dtype,
+    weight_gradient,
+)
 from warpweave.kernels.numeric import to_dtype, upcast
 from warpweave.kernels.product import find_tile, grid, halves, launch_options, product, tile_at
 from warpweave.kernels.reference import compute_dtype
@@ -348,9 +361,10 @@ class _MLP(torch.autograd.Function):
         ctx.how, ctx.shape, ctx.dtypes = how, x.shape, (x.dtype, dtype)
         ctx.parameters = parameters = (up_weight, up_bias, down_weight, down_bias)
         with Settled(x):
-            x, *tensors = _operands(x, (*parameters, residual), dtype)
-            y, z, h = mlp_fwd(x, *tensors, how, keep=keep)
+            flat, *tensors = _operands(x, (*parameters, residual), dtype)
+            y, z, h = mlp_fwd(flat, *tensors, how, keep=keep)
             needs_x = ctx.needs_input_grad[1] or how.recompute == "up"
+            x = x if x.dtype == dtype else flat
             ctx.save_for_backward(x if needs_x else None, up_weight, up_bias, down_weight, z, h)
             return y.view(ctx.shape)
 
@@ -361,6 +375,7 @@ class _MLP(torch.autograd.Function):
         (up, up_bias, down, down_bias), (x_dtype, dtype) = ctx.parameters, ctx.dtypes
         with Settled(dy):
             flat, *weights = _operands(dy, (*weights, None, None), dtype)
+            x = None if x is None else rows(x)
             dx, dz, do, h = mlp_bwd(
                 flat, x, *weights[:3], z, h, ctx.how,
                 want_dx=needs[0], want_dz=any(needs[:3]), want_hidden=needs[3],
@@ -380,7 +395,7 @@ class _MLP(torch.autograd.Function):
         pairs = "_" * (up_weight.dim() - 2)
         h = rules.einsum(f"..._,f{pairs}_->...f", x, up_weight)
         if up_bias is not None:
-            h = rules.einsum("...f,f->...f", h, up_bias)
+            h = rules.einsum(f"...f,f{pairs}->...f", h, up_bias)
         y = rules.einsum("...f,_f->..._", h, down_weight)
         if down_bias is not None:
             y = rules.einsum("..._,_->..._", y, down_bias)
@@ -493,10 +508,11 @@ def mlp(
 
     Args:
         x: x[..., E] (any sharding of the tokens).
-        up_weight: W1[F, E], or [F, 2, E] or [2F, E] where the activation is gated; a leaf, if its
-            gradient is to be collected.
+        up_weight: W1[F, E], or [F, 2, E] where the activation is gated; a leaf or a view of one, if
+            its gradient is to be collected. Of a [gate; up] concatenation it is
+            torch.stack([gate, up], 1).
         down_weight: W2[E, F].
-        up_bias, down_bias: b1 with as many elements as W1 has rows, b2[E]; or None.
+        up_bias, down_bias: b1[F] or [F, 2], b2[E]; or None.
         activation: "gelu", "gelu_erf", "relu2", "swiglu" or "geglu".
         residual: of the shape of x, or None. One of another dtype is added in the wider of both,
             which y then has.
@@ -551,12 +567,13 @@ def _compiled(
     x, w1, b1, w2, b2, residual = _operands(x, (*parameters, residual), dtype)
     p, seed, site, tokens = how.drop or (0.0, 0, 0, None)
     if how.impl == "triton":
+        refuse_tangents("mlp", x, *parameters, residual)
         y, _, _ = _mlp_op(
             x, w1, b1, w2, b2, residual, tokens, how.activation, p, seed, site,
             how.recompute, how.precision, int(torch.is_grad_enabled()),
         )  # fmt: skip
         return y.view(shape)
-    y = F.linear(activate(F.linear(x, w1, b1), how.activation, impl="torch"), w2, b2)
+    y = linear(activate(linear(x, w1, b1, dtype), how.activation, impl="torch"), w2, b2, dtype)
     if tokens is not None:
         y = apply_dropout(y, p, seed=seed, site=site, tokens=tokens, impl="torch")
     return (y if residual is None else residual + y).view(shape)
@@ -583,25 +600,18 @@ def check_mlp(
 ) -> None:
     """Raise ValueError, in this name, unless the shapes are those of an MLP of this activation."""
     gated = find_activation(activation).gated
-    E, factor = x.shape[-1] if x.ndim else 0, 2 if gated else 1
+    E = x.shape[-1] if x.ndim else 0
     width = down_weight.shape[-1] if down_weight.ndim == 2 else -1
-    dims = (2, 3) if gated else (2,)
-    if (
-        x.ndim < 1
-        or up_weight.ndim not in dims
-        or (up_weight.ndim == 3 and up_weight.shape[1] != 2)
-        or up_weight.shape[-1] != E
-        or down_weight.shape != (E, width)
-        or up_weight.numel() != factor * width * E
-    ):
-        form = "[F, 2, E] or [2F, E]" if gated else "[F, E]"
+    # Two dims would not tell rows gate, up, gate, up, ... from all gates before all ups.
+    units = (width, 2) if gated else (width,)
+    if x.ndim < 1 or down_weight.shape != (E, width) or up_weight.shape != (*units, E):
+        form = "[F, 2, E] (torch.stack([gate, up], 1))" if gated else "[F, E]"
         raise ValueError(
             f"{name}: {activation} needs x[..., E], up_weight{form} and down_weight[E, F], got "
             f"{[*x.shape]}, {[*up_weight.shape]} and {[*down_weight.shape]}"
         )
-    if up_bias is not None and up_bias.shape not in ((factor * width,), up_weight.shape[:-1]):
-        form = f"[{factor * width}]" if up_weight.ndim == 2 else f"[{factor * width}] or [F, 2]"
-        raise ValueError(f"{name}: up_bias must be {form}, got {[*up_bias.shape]}")
+    if up_bias is not None and up_bias.shape != units:
+        raise ValueError(f"{name}: up_bias must be {[*units]}, got {[*up_bias.shape]}")
     if down_bias is not None and down_bias.shape != (E,):
         raise ValueError(f"{name}: down_bias must be [{E}], got {[*down_bias.shape]}")
     if residual is not None and residual.shape != x.shape:
@@ -653,7 +663,7 @@ def swiglu_mlp(
     precision: str | None = None,
     impl: str | None = None,
 ) -> torch.Tensor:
-    """`mlp` with SwiGLU: up_weight[F, 2, E] or [2F, E], rows gate, up, gate, up, ..."""
+    """`mlp` with SwiGLU: up_weight[F, 2, E], gate and up side by side."""
     return mlp(
         x,
         up_weight,

@@ -41,14 +41,15 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
 from warpweave.kernels.dispatch import (
     all_registers,
     choose,
     no_graph,
+    once_differentiable,
     processors,
     refuse_graph,
+    refuse_tangents,
     triton,
 )
 from warpweave.kernels.linear import grad_dtype
@@ -412,14 +413,14 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, s, weight, bias, eps, layer, out_dtype=None):
         y, mean, rstd = norm_fwd_cpu(s, weight, bias, eps, layer, out_dtype or s.dtype)
-        ctx.save_for_backward(s, weight, mean, rstd)
+        ctx.save_for_backward(s, weight, mean, rstd, bias)
         ctx.wanted = [None if p is None else grad_dtype(p) for p in (weight, bias)]
         return y
 
     @staticmethod
     @once_differentiable  # rstd is saved as a constant: a second derivative would be wrong
     def backward(ctx, dy):
-        s, weight, mean, rstd = ctx.saved_tensors
+        s, weight, mean, rstd, _ = ctx.saved_tensors
         of_weight, of_bias = ctx.wanted
         dx, _, _, dw, db = norm_bwd_cpu(
             dy, s, weight, mean, rstd, bias=of_bias is not None, x_dtype=s.dtype
@@ -460,6 +461,7 @@ def _norm(
             y = _Norm.apply(s, weight, bias, eps, layer, dtype)
         y = y if out is None else out.copy_(y)
     else:
+        refuse_tangents("layer_norm" if layer else "rms_norm", x, weight, bias, residual, x_bias)
         made = (x, weight, bias, residual, x_bias, drop.tokens, eps, layer, *drop[:3])
         if out is None:
             y, s, _, _ = _norm_fwd_op(*made, _DTYPES.index(dtype))
@@ -501,8 +503,8 @@ def rms_norm(
             this rank's part of an all-gather's buffer or a slice of a wider one. As torch's own
             `out=` it has no gradient; a Function that has one calls `norm_fwd` and `norm_bwd`.
 
-    Raises ValueError on shapes, dtypes or numbers that do not fit, on `out` with inputs that
-    require grad, or if `impl` cannot run (see `dispatch.choose`). Zhang and Sennrich 2019
+    Raises ValueError on a weight of None, on shapes, dtypes or numbers that do not fit, on `out`
+    with inputs that require grad, or if `impl` cannot run (`dispatch.choose`). Zhang, Sennrich 2019
     (arXiv:1910.07467).
     """
     return _norm(

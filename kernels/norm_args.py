@@ -65,6 +65,8 @@ def check_tensors(
     like x, all have float dtypes, and eps is not negative."""
     if not eps >= 0:
         raise ValueError(f"eps must be at least 0, got {eps}")
+    if weight is None:
+        raise ValueError("weight must be [E] of x[..., E], got None: ones(E) scale nothing")
     if x.ndim == 0 or weight.shape != x.shape[-1:] or x.shape[-1] == 0:
         raise ValueError(f"weight must be [E] of x[..., E], got {[*weight.shape]}, x {[*x.shape]}")
     for name, v in (("bias", bias), ("x_bias", x_bias)):

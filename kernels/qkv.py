@@ -3,13 +3,14 @@
     z = x W^T + b        q, k = rope(z of their rows)        v = z of its rows
     dz = (rope^-1(dq), rope^-1(dk), dv)     dx = dz W     dW = dz^T x     db = sum over tokens of dz
 
-x: [B, S, E]; W: [Hkv (G + 2) D, E], rows grouped by KV head: for each its G query heads, then its
-key, then its value, so that a slice of KV heads is a slice of rows; q: [B, S, Hkv G, D]; k, v:
+x: [B, S, E]; W: [Hkv, G + 2, D, E], for each KV head its G query heads, then its key, then its
+value, so that a slice of KV heads is a slice of W; b: [Hkv, G + 2, D]; q: [B, S, Hkv G, D]; k, v:
 [B, S, Hkv, D], contiguous, which is how attention reads them; cos, sin: [S, D/2] of `rope_table`.
+The shape says the order: all queries before all keys, in two dims, would be taken for it.
 
 The two halves of a rotated pair lie D/2 columns apart. The kernel numbers its columns by pairs, so
 that both are in one tile, side by side, whatever D is: column 2p + h of the product is row
-(p // (D/2)) D + h D/2 + p % (D/2) of W. Values go through with an angle of 0.
+(p // (D/2)) D + h D/2 + p % (D/2) of W, flattened. Values go through with an angle of 0.
 
 Saved for backward: x and the table. One kernel rotates dq and dk back and writes dz; the products
 are torch's. Rotation is in float32 (float64 for float64) from the accumulators, rounded once.
@@ -24,12 +25,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
-from warpweave.kernels.dispatch import choose, no_graph, tl, triton
+from warpweave.kernels.dispatch import (
+    choose,
+    no_graph,
+    once_differentiable,
+    refuse_tangents,
+    tl,
+    triton,
+)
 from warpweave.kernels.gemm import check_operands, find_precision, gemm
-from warpweave.kernels.linear import Settled, bias_gradient, rows, settled_dtype, weight_gradient
+from warpweave.kernels.linear import (
+    Settled,
+    bias_gradient,
+    linear,
+    rows,
+    settled_dtype,
+    weight_gradient,
+)
 from warpweave.kernels.numeric import to_dtype, upcast
 from warpweave.kernels.product import find_tile, grid, halves, launch_options, product, tile_at
 from warpweave.kernels.reference import compute_dtype
@@ -170,14 +183,14 @@ def qkv_fwd(
     cos: torch.Tensor | None,
     sin: torch.Tensor | None,
     *,
-    head_dim: int,
-    group: int,
     precision: str | None = None,
     impl: str | None = None,
 ) -> QKV:
     """(q, k, v) of x[B, S, E]: the forward half of `qkv_rope`. Raises what that raises."""
     impl = choose(impl, x, weight, bias, cos, sin)
-    kv_heads = check_qkv(x.shape, weight, bias, cos, sin, head_dim, group)
+    check_qkv(x.shape, weight, bias, cos, sin)
+    kv_heads, group, head_dim = weight.shape[0], weight.shape[1] - 2, weight.shape[2]
+    weight, bias = rows(weight), None if bias is None else bias.flatten()
     check_operands(rows(x), weight.t(), bias)
     B, S, E = x.shape
     if impl == "torch" or head_dim % 2:
@@ -329,7 +342,7 @@ def qkv_bwd(
 
 class _QKV(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, cos, sin, head_dim, group, dtype, precision, impl):
+    def forward(ctx, x, weight, bias, cos, sin, dtype, precision, impl):
         ctx.parameters, ctx.shape, ctx.dtypes, ctx.impl = (
             (weight, bias),
             x.shape,
@@ -341,7 +354,7 @@ class _QKV(torch.autograd.Function):
             ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, cos, sin)
             return qkv_fwd(
                 x, weight.to(dtype), None if bias is None else bias.to(dtype), cos, sin,
-                head_dim=head_dim, group=group, precision=precision, impl=impl,
+                precision=precision, impl=impl,
             )  # fmt: skip
 
     @staticmethod
@@ -351,19 +364,19 @@ class _QKV(torch.autograd.Function):
         (x_dtype, dtype), needs = ctx.dtypes, ctx.needs_input_grad
         with Settled(dq):
             dz = qkv_bwd(dq, dk, dv, cos, sin, impl=ctx.impl)
-            dx = gemm(dz, w.to(dtype)).view(ctx.shape).to(x_dtype) if needs[0] else None
+            dx = gemm(dz, rows(w).to(dtype)).view(ctx.shape).to(x_dtype) if needs[0] else None
             dw = weight_gradient(weight, lambda: (dz, x)) if needs[1] else None
             db = bias_gradient(bias, dz) if needs[2] else None
-        return dx, dw, db, *[None] * 7
+        return dx, dw, db, *[None] * 5
 
     @staticmethod
     def spmd_typecheck(*, x, weight, bias, cos, sin):
         from spmd_types import rules
 
-        # Rows are cut in whole groups of heads; each output has its share of them.
-        z = rules.einsum("bs_,n_->bsn", x, weight)
+        # The weight is cut in whole groups of heads; each output has its share of them.
+        z = rules.einsum("bs_,n___->bsn", x, weight)
         if bias is not None:
-            z = rules.einsum("bsn,n->bsn", z, bias)
+            z = rules.einsum("bsn,n__->bsn", z, bias)
         q = k = v = rules.einsum("bsn->bsn_", z)
         if cos is not None:
             q = k = rules.einsum("bsn_,s_,s_->bsn_", q, cos, sin)
@@ -380,20 +393,15 @@ def _qkv_op(
     bias: torch.Tensor | None,
     cos: torch.Tensor | None,
     sin: torch.Tensor | None,
-    head_dim: int,
-    group: int,
     precision: str | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return qkv_fwd(
-        x, weight, bias, cos, sin,
-        head_dim=head_dim, group=group, precision=precision, impl="triton",
-    )  # fmt: skip
+    return qkv_fwd(x, weight, bias, cos, sin, precision=precision, impl="triton")
 
 
 @_qkv_op.register_fake
-def _(x, weight, bias, cos, sin, head_dim, group, precision):
-    kv_heads = weight.shape[0] // ((group + 2) * head_dim)
-    shapes = ((*x.shape[:2], heads, head_dim) for heads in (kv_heads * group, kv_heads, kv_heads))
+def _(x, weight, bias, cos, sin, precision):
+    kv, slots, head_dim, _ = weight.shape
+    shapes = ((*x.shape[:2], heads, head_dim) for heads in (kv * (slots - 2), kv, kv))
     return tuple(x.new_empty(shape) for shape in shapes)
 
 
@@ -408,13 +416,14 @@ def _qkv_backward_op(
     sin: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     dz = qkv_bwd(dq, dk, dv, cos, sin, impl="triton")
-    db = dz.sum(0, dtype=compute_dtype(dz)).to(weight.dtype)
-    return gemm(dz, weight).view(x.shape), gemm(dz.t(), rows(x)), db
+    db = dz.sum(0, dtype=compute_dtype(dz)).to(weight.dtype).view(weight.shape[:-1])
+    dx = gemm(dz, rows(weight)).view(x.shape)
+    return dx, gemm(dz.t(), rows(x)).view(weight.shape), db
 
 
 @_qkv_backward_op.register_fake
 def _(dq, dk, dv, x, weight, cos, sin):
-    return x.new_empty(x.shape), weight.new_empty(weight.shape), weight.new_empty(weight.shape[0])
+    return x.new_empty(x.shape), weight.new_empty(weight.shape), weight.new_empty(weight.shape[:-1])
 
 
 def _save(ctx, inputs, output) -> None:
@@ -425,7 +434,7 @@ def _save(ctx, inputs, output) -> None:
 
 def _backward(ctx, dq, dk, dv):
     dx, dw, db = _qkv_backward_op(dq, dk, dv, *ctx.saved_tensors)
-    return dx, dw, db if ctx.biased else None, *[None] * 5
+    return dx, dw, db if ctx.biased else None, *[None] * 3
 
 
 _qkv_op.register_autograd(_backward, setup_context=_save)
@@ -441,8 +450,6 @@ def qkv_rope(
     cos: torch.Tensor | None,
     sin: torch.Tensor | None,
     *,
-    head_dim: int,
-    group: int,
     precision: str | None = None,
     impl: str | None = None,
 ) -> QKV:
@@ -450,31 +457,34 @@ def qkv_rope(
 
     Args:
         x: x[B, S, E] (any sharding of S whose positions the table holds).
-        weight: weight[Hkv (group + 2) head_dim, E], grouped by KV head (Hkv may be sharded).
-        bias: one number for each row of the weight, or None.
-        cos, sin: [S, head_dim / 2] of `rope_table`, or both None to rotate nothing.
-        head_dim: D.
-        group: query heads for each KV head.
+        weight: weight[Hkv, G + 2, D, E], for each KV head (which may be sharded) its G query heads,
+            its key and its value: of separate ones torch.cat((q.view(Hkv, G, D, E), k.view(Hkv, 1,
+            D, E), v.view(Hkv, 1, D, E)), 1).
+        bias: [Hkv, G + 2, D], or None.
+        cos, sin: [S, D/2] of `rope_table`, or both None to rotate nothing.
         precision: how Triton multiplies float32, see `gemm`.
         impl: None is Triton on CUDA tensors, torch on others.
 
     Returns:
-        q[B, S, Hkv group, D], k and v[B, S, Hkv, D], in the dtype of x or of autocast.
+        q[B, S, Hkv G, D], k and v[B, S, Hkv, D], in the dtype of x or of autocast.
 
     Raises:
         ValueError: shapes or dtypes do not fit, or `impl` cannot run.
     """
     chosen = choose(impl, x, weight, bias, cos, sin)
-    check_qkv(x.shape, weight, bias, cos, sin, head_dim, group)
+    check_qkv(x.shape, weight, bias, cos, sin)
     dtype = settled_dtype("qkv_rope", x, {"weight": weight, "bias": bias})
     options = (precision, chosen)
     if not torch.compiler.is_compiling():
-        return _QKV.apply(x, weight, bias, cos, sin, head_dim, group, dtype, *options)
+        return _QKV.apply(x, weight, bias, cos, sin, dtype, *options)
     x, weight, bias = (t if t is None else t.to(dtype) for t in (x, weight, bias))
+    _, slots, head_dim, _ = weight.shape
     if chosen == "triton" and head_dim % 2 == 0:
-        return _qkv_op(x, weight, bias, cos, sin, head_dim, group, precision)
-    z = F.linear(x, weight, bias).unflatten(-1, (-1, group + 2, head_dim))
-    q, k, v = z.split((group, 1, 1), 3)
+        refuse_tangents("qkv_rope", x, weight, bias)
+        return _qkv_op(x, weight, bias, cos, sin, precision)
+    bias = None if bias is None else bias.flatten()
+    z = linear(x, rows(weight), bias, dtype).unflatten(-1, (-1, slots, head_dim))
+    q, k, v = z.split((slots - 2, 1, 1), 3)
     q, k, v = q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
     if cos is None:
         return q, k, v
@@ -487,30 +497,25 @@ def check_qkv(
     bias: torch.Tensor | None,
     cos: torch.Tensor | None,
     sin: torch.Tensor | None,
-    head_dim: int,
-    group: int,
     name: str = "qkv_rope",
-) -> int:
-    """The number of KV heads of a projection of x[B, S, E] = `shape`, or ValueError."""
-    if head_dim < 1 or group < 1:
-        raise ValueError(
-            f"{name}: need head_dim and group of at least 1, got {head_dim} and {group}"
-        )
-    if cos is not None and head_dim % 2:
-        raise ValueError(f"{name}: a rotary embedding needs an even head_dim, got {head_dim}")
-    per_head = (group + 2) * head_dim
+) -> None:
+    """Raise ValueError, in this name, on what is no projection of x[B, S, E] = `shape`."""
     if (
         len(shape) != 3
-        or weight.ndim != 2
-        or weight.shape[1] != shape[2]
-        or weight.shape[0] % per_head
+        or weight.ndim != 4
+        or weight.shape[1] < 3
+        or weight.shape[2] < 1
+        or weight.shape[3] != shape[2]
     ):
         raise ValueError(
-            f"{name}: need x[B, S, E] and weight[Hkv * {per_head}, E], got {[*shape]} and "
-            f"{[*weight.shape]}"
+            f"{name}: need x[B, S, E] and weight[Hkv, G + 2, D, E] (each KV head's queries, key, "
+            f"value), got {[*shape]} and {[*weight.shape]}"
         )
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"{name}: bias must be [{weight.shape[0]}], got {[*bias.shape]}")
+    if bias is not None and bias.shape != weight.shape[:-1]:
+        raise ValueError(f"{name}: bias must be {[*weight.shape[:-1]]}, got {[*bias.shape]}")
+    head_dim = weight.shape[2]
+    if cos is not None and head_dim % 2:
+        raise ValueError(f"{name}: a rotary embedding needs an even head_dim, got {head_dim}")
     if (cos is None) != (sin is None):
         raise ValueError(f"{name}: cos and sin must both be tensors, or both None")
     if cos is not None and sin is not None:
@@ -520,4 +525,3 @@ def check_qkv(
             f"{name}: cos and sin must be [S, D/2] = {[shape[1], head_dim // 2]}, got "
             f"{[*cos.shape]} and {[*sin.shape]}"
         )
-    return weight.shape[0] // per_head

@@ -373,12 +373,13 @@ def mlp(
     return y if residual is None else residual + y
 
 
-def qkv_rope(x, weight, bias, cos, sin, *, head_dim, group):
-    """q[B, S, H, D], k and v[B, S, H / group, D] of x[B, S, E]; q and k rotated as `apply_rope`.
+def qkv_rope(x, weight, bias, cos, sin):
+    """q[B, S, Hkv G, D], k and v[B, S, Hkv, D] of x[B, S, E]; q and k rotated as `apply_rope`.
 
-    Rows of the weight: for each KV head its `group` query heads, then its key, then its value.
+    weight[Hkv, G + 2, D, E]: for each KV head its G query heads, then its key, then its value.
     """
-    qkv = x @ weight.t() if bias is None else x @ weight.t() + bias
-    q, k, v = qkv.unflatten(-1, (-1, group + 2, head_dim)).split((group, 1, 1), 3)
+    qkv = torch.einsum("bse,hgde->bshgd", x, weight)
+    qkv = qkv if bias is None else qkv + bias
+    q, k, v = qkv.split((weight.shape[1] - 2, 1, 1), 3)
     q, k, v = q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
     return apply_rope(q, cos, sin), apply_rope(k, cos, sin), v

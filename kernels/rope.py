@@ -28,9 +28,16 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch.autograd.function import once_differentiable
 
-from warpweave.kernels.dispatch import check_written, choose, no_graph, tl, triton, wants_gradient
+from warpweave.kernels.dispatch import (
+    check_written,
+    choose,
+    no_graph,
+    refuse_tangents,
+    tl,
+    triton,
+    wants_gradient,
+)
 from warpweave.kernels.numeric import to_dtype, upcast
 from warpweave.kernels.reference import compute_dtype
 
@@ -50,7 +57,8 @@ class RopeScaling:
         "yarn"    frequencies that turn more than `high` times in original_length stay, those that
                   turn less than `low` times are interpolated, a linear ramp over the dims between;
                   and queries and keys are multiplied by 0.1 ln(factor) + 1, the attention's
-                  temperature (Peng et al. 2023, arXiv:2309.00071). `low` and `high`: 1 and 32.
+                  temperature (Peng et al. 2023, arXiv:2309.00071). `low` and `high`: 1 and 32. The
+                  ramp begins and ends at whole dims unless `truncate` is false (gpt-oss).
         "llama3"  the same idea with a ramp over the number of turns, no temperature (Llama 3.1,
                   arXiv:2407.21783). `low` and `high`: 1 and 4.
 
@@ -65,6 +73,7 @@ class RopeScaling:
     low: float = 1.0
     high: float | None = None
     attention_factor: float | None = None
+    truncate: bool = True
 
     def __post_init__(self) -> None:
         """Raises ValueError for what no table can be made of."""
@@ -106,7 +115,10 @@ class RopeScaling:
                 found = math.log(self.original_length / (turns * 2 * math.pi))
                 return R * found / (2 * math.log(theta))
 
-            first, last = max(math.floor(dim(self._high)), 0), min(math.ceil(dim(self.low)), R - 1)
+            first, last = dim(self._high), dim(self.low)
+            if self.truncate:
+                first, last = math.floor(first), math.ceil(last)
+            first, last = max(first, 0), min(last, R - 1)
             stay = 1 - (i - first) / (last - first if last != first else 0.001)
         stay = stay.clamp(0, 1)
         return frequencies * stay + frequencies / self.factor * (1 - stay)
@@ -470,18 +482,20 @@ class _Rope(torch.autograd.Function):
     """The torch path, three passes over x each way; and in place, of both implementations."""
 
     @staticmethod
-    def forward(ctx, x, cos, sin, interleaved=False, inplace=False, impl="torch"):
+    def forward(ctx, x, cos, sin, interleaved, conjugate=False, inplace=False, impl="torch"):
         ctx.save_for_backward(cos, sin)
-        ctx.options = {"interleaved": interleaved, "impl": impl}
+        ctx.turn, ctx.impl = (interleaved, conjugate), impl
         if inplace:
             ctx.mark_dirty(x)
-        return rope_fwd(x, cos, sin, inplace=inplace, **ctx.options)
+        return rope_fwd(
+            x, cos, sin, interleaved=interleaved, conjugate=conjugate, inplace=inplace, impl=impl
+        )
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dy):
-        dx = rope_fwd(dy, *ctx.saved_tensors, conjugate=True, **ctx.options)
-        return dx, None, None, None, None, None
+        interleaved, conjugate = ctx.turn
+        dx = _Rope.apply(dy, *ctx.saved_tensors, interleaved, not conjugate, False, ctx.impl)
+        return dx, *[None] * 6
 
     @staticmethod
     def spmd_typecheck(*, x, cos, sin):
@@ -516,11 +530,12 @@ def apply_rope(
     if inplace and wants_gradient(x):
         if torch.compiler.is_compiling() and impl == "triton":  # traces operators, no launches
             return x.copy_(_rope_op(x, cos, sin, interleaved, False))
-        return _Rope.apply(x, cos, sin, interleaved, True, impl)
+        return _Rope.apply(x, cos, sin, interleaved, False, True, impl)
     if impl == "torch":
         if inplace:
             return rope_fwd(x, cos, sin, interleaved=interleaved, inplace=True, impl=impl)
         return _Rope.apply(x, cos, sin, interleaved)
+    refuse_tangents("apply_rope", x)
     if inplace:
         _rope_inplace_op(x, cos, sin, interleaved)
         return x
@@ -544,6 +559,7 @@ def apply_rope_qk(
     if impl == "torch" or (inplace and wants_gradient(q, k)):
         options = {"interleaved": interleaved, "inplace": inplace, "impl": impl}
         return apply_rope(q, cos, sin, **options), apply_rope(k, cos, sin, **options)
+    refuse_tangents("apply_rope_qk", q, k)
     if inplace:
         _rope_qk_inplace_op(q, k, cos, sin, interleaved)
         return q, k

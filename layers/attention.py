@@ -175,15 +175,17 @@ class Attention(nn.Module):
         else:
             shape = (0, context.layout.local_len if context.layout is not None else 0)
         cos, sin = self._rope(shape[1], x, context) or (None, None)
+        weight, bias = (
+            t if t is None else t.unflatten(0, (-1, self.group + 2, self.head_dim))
+            for t in (self.qkv.weight, self.qkv.bias)
+        )
         return parallel_qkv_rope(
             x,
-            self.qkv.weight,
-            self.qkv.bias,
+            weight,
+            bias,
             cos,
             sin,
             shape=shape,
-            head_dim=self.head_dim,
-            q_per_kv=self.group,
             group=self.mesh.group("tp"),
             sequence_parallel=self.qkv.sequence_parallel,
             impl=self.impl,

@@ -88,9 +88,10 @@ class VocabParallelLinearCrossEntropy(nn.Module):
     def forward(
         self, x: Tensor, weight: Tensor, labels: Tensor, normaliser: Tensor | Pending | float
     ) -> Tensor:
-        """x[T, E] or x[T/tp, E], weight[ceil(V/tp), E], labels int64[T] (-100: no loss) -> loss.
+        """x[..., E], weight[ceil(V/tp), E], labels int64[...] (-100: no loss) -> loss.
 
-        0-dim, fp32 or fp64. A normaliser that is on its way is waited for after the loss is made.
+        With sequence parallelism x[T/tp, ..., E] of labels int64[T, ...]. 0-dim, fp32 or fp64. A
+        normaliser that is on its way is waited for after the loss is made.
         """
         total = vocab_parallel_linear_cross_entropy(
             x,

@@ -95,11 +95,15 @@ class MLP(nn.Module):
         """
         if not (fusable(self.up, ColumnParallelLinear) and fusable(self.down, RowParallelLinear)):
             return self._composed(x, residual, drop)
+        up, up_bias = self.up.weight, self.up.bias
+        if find_activation(self.activation).gated:  # rows gate, up, gate, up, ...
+            up = up.unflatten(0, (-1, 2))
+            up_bias = None if up_bias is None else up_bias.unflatten(0, (-1, 2))
         return parallel_mlp(
             x,
-            self.up.weight,
+            up,
             self.down.weight,
-            self.up.bias,
+            up_bias,
             self.down.bias,
             activation=self.activation,
             group=self.up.mesh.group("tp"),

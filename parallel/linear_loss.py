@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
 from warpweave.kernels.cross_entropy_halves import check_options
-from warpweave.kernels.dispatch import choose
+from warpweave.kernels.dispatch import choose, once_differentiable
 from warpweave.kernels.linear import Settled, grad_dtype
 from warpweave.kernels.linear_cross_entropy import (
     Merge,
@@ -73,13 +72,14 @@ class _Recomputed(torch.autograd.Function):
             whole = whole_tokens(x, group, sequence_parallel)
             stats = linear_cross_entropy_fwd(whole, weight, labels, ctx.vocabulary)
             stats = _over_ranks(group)(stats)
-            ctx.save_for_backward(x, weight, labels, stats[0])
-            return vocabulary.losses(stats, labels)
+            losses = vocabulary.losses(stats, labels)
+            ctx.save_for_backward(x, weight, labels, stats[0], losses)
+            return losses
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dloss):
-        x, weight, labels, lse = ctx.saved_tensors
+        x, weight, labels, lse, _ = ctx.saved_tensors
         leaf, (want_dx, want_dw, *_) = ctx.parameter, ctx.needs_input_grad
         todo, flying = [sum_dtype(x.dtype)] * want_dx, []
 
@@ -128,13 +128,14 @@ class _InForward(torch.autograd.Function):
             )
             if dx is not None:
                 dx = _start_sum(dx, group, sequence_parallel).wait().to(dtype)
-            ctx.save_for_backward(dx, dw)
-            return losses.sum()
+            loss = losses.sum()
+            ctx.save_for_backward(dx, dw, loss)
+            return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx, g):
-        (dx, dw), leaf = ctx.saved_tensors, ctx.parameter
+        (dx, dw, _), leaf = ctx.saved_tensors, ctx.parameter
         with Settled(g):
             dx = dx if dx is None else (dx.to(g.dtype) * g).to(ctx.x_dtype)
             dw = dw if dw is None else scaled_wgrad(leaf, grad_dtype(leaf), dw, g)
@@ -190,15 +191,15 @@ def vocab_parallel_linear_cross_entropy(
     gradient is then merely added later; with recompute=True it comes with dx and is not deferred.
 
     Args:
-        x: x[T, E] replicated, or x[T/R, E] with sequence_parallel.
+        x: x[..., E] replicated, or x[T/R, ..., E] with sequence_parallel.
         weight: weight[V/R, E], rows [r V/R, (r+1) V/R) of the whole on rank r; the leaf parameter.
-        labels: int64[T], the same on every rank of the group.
+        labels: int64[...] or int64[T, ...], the same on every rank of the group.
         group: the R tensor ranks; None for one.
         vocab_size: size of the vocabulary without padding; padding rows get gradient 0.
         sequence_parallel: tokens of x are cut over the group along dim 0.
         ignore_index: tokens with this label have loss zero and no gradient.
         label_smoothing, z_loss: e in [0, 1] and c >= 0.
-        reduction: "sum", 0-dim, or "none", losses[T].
+        reduction: "sum", 0-dim, or "none", losses like `labels`.
         recompute: as for `linear_cross_entropy`; None is False on CPU tensors and "sum".
         padded_vocab_size: V; None is `vocab_size` rounded up to a multiple of R.
         impl: as for `linear_cross_entropy`.
@@ -234,8 +235,8 @@ def vocab_parallel_linear_cross_entropy(
     dtype = check_linear_cross_entropy(name, x, weight, labels, parts=parts)
     impl = choose(impl, x, weight, labels)
     vocabulary = Vocabulary(0, vocab_size, ignore_index, label_smoothing, z_loss, impl)
-    how = group, sequence_parallel, vocabulary, dtype
+    tokens, how = (x.flatten(0, -2), weight, labels.flatten()), (group, sequence_parallel)
     if in_forward(reduction, recompute, x, weight):
-        return _InForward.apply(x, weight, labels, *how)
-    losses = _Recomputed.apply(x, weight, labels, *how)
-    return losses if reduction == "none" else losses.sum()
+        return _InForward.apply(*tokens, *how, vocabulary, dtype)
+    losses = _Recomputed.apply(*tokens, *how, vocabulary, dtype)
+    return losses.view(labels.shape) if reduction == "none" else losses.sum()

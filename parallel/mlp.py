@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
-from warpweave.kernels.dispatch import choose, wants_gradient
+from warpweave.kernels.dispatch import choose, once_differentiable, wants_gradient
 from warpweave.kernels.dropout import Drop
 from warpweave.kernels.linear import Settled, bias_gradient, rows, settled_dtype, weight_gradient
 from warpweave.kernels.mlp import How, check_mlp, choose_recompute, hidden_fwd, mlp, mlp_bwd
@@ -84,9 +83,10 @@ class _ParallelMLP(torch.autograd.Function):
 
         # act is not linear, so the sum over E must be whole
         x = column_input_type(x, group, sequence_parallel)
-        h = rules.einsum("..._,f_->...f", x, up_weight)
+        pairs = "_" * (up_weight.dim() - 2)
+        h = rules.einsum(f"..._,f{pairs}_->...f", x, up_weight)
         if up_bias is not None:
-            h = rules.einsum("...f,f->...f", h, up_bias)
+            h = rules.einsum(f"...f,f{pairs}->...f", h, up_bias)
         y = rules.einsum("...f,_f->..._", h, down_weight)
         y = row_output_type(y, group, sequence_parallel)
         return y if down_bias is None else rules.einsum("..._,_->..._", y, down_bias)
@@ -118,12 +118,12 @@ def parallel_mlp(
 
     With sequence_parallel x[T/R, E]{S(0)} and dy[T/R, E]{S(0)} are gathered, y and dx reduced and
     scattered, and db2{P} is the sum over this rank's own tokens, as in the two linear layers.
-    A gated activation has W1[2F/R, E], rows gate, up, gate, up, ... (z[T, 2F/R]).
+    A gated activation has W1[F/R, 2, E], gate and up side by side, and b1[F/R, 2].
 
     Args:
         x: x[..., E] replicated, or x[T/R, ..., E] with sequence_parallel.
-        up_weight, up_bias, down_weight, down_bias: this rank's shards (b2 is whole); leaves. W1 may
-            be [F/R, 2, E].
+        up_weight, up_bias, down_weight, down_bias: this rank's shards (b2 is whole); leaves, or
+            views of leaves.
         activation: "gelu", "gelu_erf", "relu2", "swiglu" or "geglu".
         group: the R tensor ranks; None for one.
         sequence_parallel: tokens of x and y are cut over the group along dim 0.

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
-from warpweave.kernels.dispatch import choose
-from warpweave.kernels.linear import Settled, settled_dtype
+from warpweave.kernels.dispatch import choose, once_differentiable
+from warpweave.kernels.linear import Settled, rows, settled_dtype
 from warpweave.kernels.qkv import QKV, check_qkv, qkv_bwd, qkv_fwd, qkv_rope
 from warpweave.parallel.collectives import group_rank, group_size
 from warpweave.parallel.tensor import column_gradients, column_input_type, whole_tokens
@@ -22,11 +21,10 @@ from warpweave.parallel.tensor import column_gradients, column_input_type, whole
 class _ParallelQKV(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, x, weight, bias, cos, sin, group, sequence_parallel, overlap, shape, heads, dtype, impl
+        ctx, x, weight, bias, cos, sin, group, sequence_parallel, overlap, shape, dtype, impl
     ):
         ctx.cut, ctx.shape, ctx.impl = (group, sequence_parallel, overlap), shape, impl
         ctx.parameters, ctx.x_dtype = (weight, bias), x.dtype
-        head_dim, q_per_kv = heads
         with Settled(x):
             x = x.to(dtype)
             # The shard is kept and gathered again in the backward: 1/R of the memory.
@@ -34,7 +32,7 @@ class _ParallelQKV(torch.autograd.Function):
             whole = whole_tokens(x, group, sequence_parallel).unflatten(0, shape)
             found = qkv_fwd(
                 whole, weight.to(dtype), None if bias is None else bias.to(dtype), cos, sin,
-                head_dim=head_dim, group=q_per_kv, impl=impl,
+                impl=impl,
             )  # fmt: skip
             return tuple(t.flatten(0, 1) for t in found)
 
@@ -47,22 +45,22 @@ class _ParallelQKV(torch.autograd.Function):
             dq, dk, dv = (t.unflatten(0, ctx.shape) for t in (dq, dk, dv))
             dz = qkv_bwd(dq, dk, dv, cos, sin, impl=ctx.impl)
             dx, dw, db = column_gradients(
-                dz, x, weight, ctx.parameters, group,
+                dz, x, rows(weight), ctx.parameters, group,
                 sequence_parallel=sequence_parallel, overlap=overlap,
                 needs=ctx.needs_input_grad[:3],
             )  # fmt: skip
             dx = None if dx is None else dx.to(ctx.x_dtype)
-        return dx, dw, db, *[None] * 9
+        return dx, dw, db, *[None] * 8
 
     @staticmethod
     def spmd_typecheck(*, x, weight, bias, cos, sin, group, sequence_parallel, shape):
         from spmd_types import rules
 
-        # Rows of the weight are cut in whole groups of heads; each output has its share of them.
+        # The weight is cut in whole groups of heads; each output has its share of them.
         x = column_input_type(x, group, sequence_parallel)
-        z = rules.einsum("t_,n_->tn", x, weight)
+        z = rules.einsum("t_,n___->tn", x, weight)
         if bias is not None:
-            z = rules.einsum("tn,n->tn", z, bias)
+            z = rules.einsum("tn,n__->tn", z, bias)
         q = k = v = rules.einsum("tn->tn_", z)
         if cos is not None:
             s = "t" if shape[0] == 1 else "_"  # rows of one sample are those of the table
@@ -78,8 +76,6 @@ def parallel_qkv_rope(
     sin: torch.Tensor | None,
     *,
     shape: tuple[int, int],
-    head_dim: int,
-    q_per_kv: int,
     group: dist.ProcessGroup | None,
     sequence_parallel: bool = False,
     overlap: bool = True,
@@ -97,11 +93,10 @@ def parallel_qkv_rope(
 
     Args:
         x: x[T, E] replicated, or x[T/R, E] with sequence_parallel; T = B S, sample by sample.
-        weight: weight[Hkv/R (q_per_kv + 2) head_dim, E], grouped by KV head; the leaf parameter.
-        bias: a number for each row of the weight, or None; the leaf parameter.
-        cos, sin: [S, head_dim / 2] of `rope_table`, of these positions; or None to rotate nothing.
+        weight: weight[Hkv/R, G + 2, D, E], N/R rows, see `kernels.qkv`; a leaf or a view of one.
+        bias: [Hkv/R, G + 2, D] or None; a leaf or a view of one.
+        cos, sin: [S, D/2] of `rope_table`, of these positions; or None to rotate nothing.
         shape: (B, S).
-        head_dim, q_per_kv: D, and query heads for each KV head.
         group: the R tensor ranks; None for one.
         sequence_parallel: tokens of x are cut over the group along dim 0.
         overlap: as for `column_parallel_linear`.
@@ -121,14 +116,12 @@ def parallel_qkv_rope(
             f"{[*x.shape]} on {group_size(cut)} ranks"
         )
     if group is None:
-        options = {"head_dim": head_dim, "group": q_per_kv, "impl": impl}
-        return qkv_rope(x.view(*shape, x.shape[1]), weight, bias, cos, sin, **options)
+        return qkv_rope(x.view(*shape, x.shape[1]), weight, bias, cos, sin, impl=impl)
     chosen = choose(impl, x, weight, bias, cos, sin)
-    check_qkv((*shape, x.shape[1]), weight, bias, cos, sin, head_dim, q_per_kv, name)
+    check_qkv((*shape, x.shape[1]), weight, bias, cos, sin, name)
     dtype = settled_dtype(name, x, {"weight": weight, "bias": bias})
-    heads = (head_dim, q_per_kv)
     found = _ParallelQKV.apply(
-        x, weight, bias, cos, sin, group, sequence_parallel, overlap, shape, heads, dtype, chosen
+        x, weight, bias, cos, sin, group, sequence_parallel, overlap, shape, dtype, chosen
     )
     # the length as -1: sizes as such would not do for typechecking a sequence that is cut
     B, S = shape

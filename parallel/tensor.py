@@ -20,7 +20,7 @@ Functions keep the parameters themselves besides what they save: a saved tensor 
 copy (checkpointing detaches it), which knows no grad_dtype and whose .grad nobody reads.
 
 Under autocast the linear layers compute in its dtype; weights stay as they are. ``torch.compile``
-traces them with group=None only, as torch's own ops: a compiled backward defers no weight gradient.
+traces them with group=None only, as plain products: a compiled backward defers no weight gradient.
 """
 
 from __future__ import annotations
@@ -31,11 +31,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
 from warpweave.kernels.cross_entropy import cross_entropy_bwd, cross_entropy_fwd, token_losses
+from warpweave.kernels.dispatch import once_differentiable
 from warpweave.kernels.gemm import gemm
-from warpweave.kernels.linear import Settled, bias_gradient, grad_dtype, rows, weight_gradient
+from warpweave.kernels.linear import (
+    Settled,
+    bias_gradient,
+    grad_dtype,
+    linear,
+    rows,
+    weight_gradient,
+)
 from warpweave.kernels.wgrad import wgrad
 from warpweave.parallel.collectives import (
     Pending,
@@ -48,11 +55,6 @@ from warpweave.parallel.collectives import (
 )
 
 # ---------------------------------------------------------------- products
-
-
-def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x[..., K] weight[N, K]^T + bias[N]."""
-    return gemm(rows(x), weight.t(), bias).view(*x.shape[:-1], weight.shape[0])
 
 
 def _landed(pending: Pending, overlap: bool) -> Pending:
@@ -143,7 +145,7 @@ class _ColumnParallelLinear(torch.autograd.Function):
             # The shard is kept and gathered again in the backward: 1/R of the memory.
             ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
             whole = whole_tokens(x, group, sequence_parallel)
-            return _linear(whole, weight.to(dtype), bias if bias is None else bias.to(dtype))
+            return linear(whole, weight, bias, dtype)
 
     @staticmethod
     @once_differentiable
@@ -212,7 +214,7 @@ def column_parallel_linear(
     """
     dtype = _check_linear("column_parallel_linear", x, weight, bias, group)
     if group is None and torch.compiler.is_compiling():
-        return F.linear(x, weight, bias)
+        return linear(x, weight, bias, dtype)
     return _ColumnParallelLinear.apply(x, weight, bias, group, sequence_parallel, overlap, dtype)
 
 
@@ -255,7 +257,7 @@ class _RowParallelLinear(torch.autograd.Function):
             x, w = x.to(dtype), weight.to(dtype)
             ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
             if group is None:
-                return _linear(x, w, bias if bias is None else bias.to(dtype))
+                return linear(x, w, bias, dtype)
             return row_sum(x, w, bias, group, sequence_parallel)
 
     @staticmethod
@@ -328,7 +330,7 @@ def row_parallel_linear(
     """
     dtype = _check_linear("row_parallel_linear", x, weight, bias, group)
     if group is None and torch.compiler.is_compiling():
-        return F.linear(x, weight, bias)
+        return linear(x, weight, bias, dtype)
     if sequence_parallel and group is not None and x.shape[0] % group_size(group):
         raise ValueError(
             f"row_parallel_linear on rank {group_rank(group)}: {x.shape[0]} tokens (dim 0 of x) "

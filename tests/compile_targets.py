@@ -454,9 +454,8 @@ def _linear_cases() -> list[Case]:
         "mlp geglu bwd": lambda: slope("geglu", 2 * F),
     }
     for D in (80, 128):
-        shape = {"head_dim": D, "group": 4}
-        calls[f"qkv fwd D={D}"] = lambda D=D, shape=shape: qkv.qkv_fwd(
-            x.view(2, 4096, E), m(48 * D, E), m(48 * D), table[D], table[D], **shape
+        calls[f"qkv fwd D={D}"] = lambda D=D: qkv.qkv_fwd(
+            x.view(2, 4096, E), m(8, 6, D, E), m(8, 6, D), table[D], table[D]
         )
     kept = {"bias": True, "keep": True}
     slopes = {

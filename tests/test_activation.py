@@ -119,20 +119,36 @@ def test_the_operators_are_well_formed() -> None:
         torch.library.opcheck(torch.ops.warpweave.activation_fwd.default, (x, name))
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.*should not be instantiated:DeprecationWarning"
-)  # Dynamo's own
 @impls
 def test_they_compile_without_breaks(impl) -> None:
     def chain(x):
-        for name in ("gelu", "relu2", "swiglu"):
+        for name in ("gelu", "gelu_erf", "relu2", "swiglu", "geglu"):
             x = activate(x, name, impl=impl)
         return x
 
-    x = _input(5, 6)
+    x = _input(5, 12)
     compiled = torch.compile(chain, fullgraph=True, backend="aot_eager")
     for a, b in zip(_with_gradient(compiled, x), _with_gradient(chain, x)):
-        assert torch.equal(a, b)
+        assert_close_f64(a, b, 1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_compiled_gelu_rounds_no_more_than_its_dtype_and_stays_finite(dtype) -> None:
+    """It is spelled out there, in float32, and nothing cancels: 1 - sigmoid(x) would."""
+    compiled = torch.compile(
+        lambda x: activate(x, "gelu", impl="torch"), fullgraph=True, backend="aot_eager"
+    )
+
+    def slope(function, x):
+        x = x.requires_grad_()
+        return torch.autograd.grad(function(x).sum(), x)[0]
+
+    x = torch.linspace(-12, 12, 9973).to(dtype)
+    truth = slope(reference.gelu, x.double())
+    assert_close_f64(slope(compiled, x), truth, 4 * torch.finfo(dtype).eps)
+    assert_close_f64(compiled(x), reference.gelu(x.double()), 4 * torch.finfo(dtype).eps)
+    far = torch.tensor([-1e4, -90.0, 0.0, 90.0, 1e4]).to(dtype)
+    assert_close_f64(slope(compiled, far), torch.tensor([0.0, 0.0, 0.5, 1.0, 1.0]), 1e-30)
 
 
 @impls

@@ -136,6 +136,23 @@ def test_in_place_gradients_overwrite_the_logits_with_the_same_numbers(dtype, cu
     assert torch.equal(whole[:, 40:], expected[:, 40:] if cut.stop is None else before[:, 40:])
 
 
+@IMPLS
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_in_place_gradients_allocate_no_second_logits(dtype, impl):
+    logits, labels = _case(64, 1024, dtype)
+    lse = logits.logsumexp(1)
+
+    def most(in_place):
+        """The bytes of the largest buffer that an operation takes."""
+        with torch.profiler.profile(profile_memory=True) as profile:
+            cross_entropy_bwd(lse, logits.clone(), labels, lse, in_place=in_place, impl=impl)
+        taken = sorted(event.self_cpu_memory_usage for event in profile.events())
+        return taken[-2] if in_place else taken[-1]  # one of them is the clone
+
+    assert most(in_place=False) == logits.nbytes
+    assert most(in_place=True) < logits.nbytes / 10
+
+
 # ------------------------------------------------------------------- vocabulary shards
 
 

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from close import assert_close_f64, assert_error_budget, relative_error
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from warpweave.kernels import gemm as kernel
@@ -127,6 +128,37 @@ def test_wide_results_of_narrow_operands_are_not_rounded(library, dtype):
     assert_close_f64(wide, truth, 1e-5)
     with pytest.raises(AssertionError):
         assert_close_f64(wide.to(dtype), truth, 1e-5)
+
+
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("of_bias", FLOATS, ids=str)
+@pytest.mark.parametrize("wide", [False, True], ids=["rounded", "wide"])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_a_bias_of_any_dtype_goes_into_a_result_of_any(dtype, wide, of_bias, impl):
+    """Operands of two dtypes in one sum; what is added is a residual, too, in `fused_gemm`."""
+    a, b = torch.randn(7, 20).to(dtype), torch.randn(20, 6).to(dtype)
+    bias, residual = torch.randn(6).to(of_bias), torch.randn(7, 6).to(of_bias)
+    out = reference.compute_dtype(a) if wide else dtype
+    truth = a.double() @ b.double() + bias.double()
+    found = {
+        "gemm": (gemm(a, b, bias, out_dtype=out, impl=impl), truth),
+        "fused": (fused_gemm(a, b, bias, out_dtype=out, impl=impl)[0], truth),
+        "residual": (
+            fused_gemm(a, b, bias, residual=residual, out_dtype=out, impl=impl)[0],
+            truth + residual.double(),
+        ),
+        "activation": (
+            fused_gemm(a, b, bias, activation="relu2", out_dtype=out, impl=impl)[0],
+            truth.relu().square(),
+        ),
+    }
+    for name, (y, expected) in found.items():
+        assert y.dtype == out
+        # Some roundings to the result's dtype; an activation is of what the operands' dtype holds.
+        assert_close_f64(y, expected, 8 * torch.finfo(dtype if name == "activation" else out).eps)
 
 
 def test_float64_stays_float64():
@@ -445,6 +477,12 @@ def test_operators_pass_opcheck(impl):
     ops, (a, b) = torch.ops.warpweave, (_draw(7, 5), _draw(6, 5).t())
     narrow, tokens = (a.half(), b.half()), torch.arange(7)
     torch.library.opcheck(ops.gemm.default, (a, b, None, torch.float64, None))
+    if impl == "torch":
+        wanted = [x.clone().requires_grad_() for x in (a, b.t(), _draw(6))]
+        torch.library.opcheck(ops.cpu_linear.default, wanted)
+        torch.library.opcheck(ops.cpu_linear.default, (*wanted[:2], None))
+        torch.autograd.gradcheck(ops.cpu_linear.default, wanted)
+        torch.autograd.gradgradcheck(ops.cpu_linear.default, wanted)
     torch.library.opcheck(ops.gemm.default, (*narrow, _draw(6), torch.float32, "ieee"))
     for add in (False, True):
         torch.library.opcheck(ops.gemm_into.default, (*narrow, torch.zeros(7, 6), add, None, impl))
@@ -472,12 +510,52 @@ def test_products_compile_whole(impl, size):
         expected, made = run(*shared, *written), _compiled(run)(*shared, *twin)
     assert all(torch.equal(x, y) for x, y in zip(written, twin))
     for x, y in zip(expected, made, strict=True):
-        if impl == "triton" or size == 20:
-            assert torch.equal(x, y)
-        assert_close_f64(y, x.double(), 1e-5)  # compiled, it is never oneDNN's
+        assert torch.equal(x, y)
     truth = torch.ones(size, size + 9).double() + shared[0].double() @ shared[1].double()
     assert_close_f64(twin[1][:, ::2], truth, 1e-5)
     assert (twin[1][:, 1::2] == 1).all()
+
+
+def test_compiled_products_go_to_the_library_that_their_sizes_call_for_as_they_run(monkeypatch):
+    """Forward and backward, and one trace serves all sizes: their number is no constant of it."""
+    monkeypatch.setattr(module, "_has_onednn", lambda: True)
+    right, seen = module._onednn, []
+
+    def onednn(a, bt, bias):
+        seen.append((*a.shape, len(bt)))
+        return right(a, bt, bias)
+
+    monkeypatch.setattr(module, "_onednn", onednn)
+    traces = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(gemm, fullgraph=True, backend=traces)
+    b = _draw(128, 96, dtype=torch.float32).requires_grad_()
+    for m in (*range(40, 50), 300, *range(130, 140)):
+        a = _draw(m, 128, dtype=torch.float32).requires_grad_()
+        seen.clear()
+        y = compiled(a, b)
+        assert_close_f64(y, a.double() @ b.double(), 1e-5)
+        y.sum().backward()
+        assert seen == ([(m, 128, 96), (m, 96, 128), (96, m, 128)] if m > 100 else [])
+    assert traces.frame_count <= 2
+    with torch.no_grad():
+        compiled(a.double(), b.double())
+    assert len(seen) == 3  # none of them is of float64
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own forward mode
+def test_a_compiled_product_has_forward_derivatives_and_those_of_torch_func():
+    a, b, t = _draw(64, 128, dtype=torch.float32), _draw(128, 256, dtype=torch.float32), 0.5
+    along = _draw(64, 128, dtype=torch.float32)
+
+    def tangent(a):
+        return torch.func.jvp(lambda a: gemm(a, b), (a,), (along,))[1]
+
+    def gradient(a):
+        return torch.func.grad(lambda a: (gemm(a, b) * t).sum())(a)
+
+    assert_close_f64(_compiled(tangent)(a), along.double() @ b.double(), 1e-5)
+    truth = (t * b.double().sum(1)).expand(64, 128)
+    assert_close_f64(_compiled(gradient)(a), truth, 1e-5)
 
 
 @IMPLS
@@ -517,9 +595,11 @@ def test_what_has_no_gradient_refuses_to_drop_one_when_compiled_too(impl):
             _compiled(call)(b)
 
 
+# torch compiles formulas of its own with torch.jit when the first tangent is met.
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("size", [5, 130])
 def test_torchs_products_are_differentiable_whichever_library_they_go_to(library, size):
-    """oneDNN's product, which has no gradient, would give none."""
+    """oneDNN's product, which has no gradient and no tangent, would give none."""
 
     def grads(product):
         given = [x.clone().requires_grad_() for x in tensors]
@@ -531,6 +611,8 @@ def test_torchs_products_are_differentiable_whichever_library_they_go_to(library
         for x, y in zip(grads(product_of), truth, strict=True):
             assert_close_f64(x, y, 1e-5)
     a, b, _ = tensors
+    tangent = torch.func.jvp(lambda a: gemm(a, b), (a,), (torch.ones_like(a),))[1]
+    assert_close_f64(tangent, torch.ones_like(a).double() @ b.double(), 1e-5)
     given = a.bfloat16().requires_grad_()
     gemm(given, b.bfloat16(), out_dtype=torch.float32).sum().backward()
     assert given.grad.any()

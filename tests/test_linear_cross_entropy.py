@@ -82,6 +82,26 @@ def _dloss(labels, reduction):
 
 @IMPLS
 @WAYS
+@pytest.mark.parametrize("shape", [(2, 5), (3, 1, 2), (0, 4)], ids=str)
+def test_tokens_may_have_several_dims(shape, recompute, reduction, impl):
+    """x[B, S, E] and labels[B, S] have the losses [B, S] of their B S tokens."""
+    x, w, labels = _case(torch.Size(shape).numel(), 31, 4)
+    dloss, options = _dloss(labels, reduction), {"reduction": reduction, "recompute": recompute}
+    options["impl"] = impl
+    flat = _everything(lambda x, w: linear_cross_entropy(x, w, labels, **options), x, w, dloss)
+
+    def cut(x, w):
+        return linear_cross_entropy(x.view(*shape, 4), w, labels.view(shape), **options)
+
+    assert cut(x, w).shape == (shape if reduction == "none" else ())
+    for a, b in zip(
+        _everything(cut, x, w, dloss.view(shape) if reduction == "none" else dloss), flat
+    ):
+        assert torch.equal(a.flatten(), b.flatten())
+
+
+@IMPLS
+@WAYS
 @pytest.mark.parametrize(("T", "V", "E"), [(1, 1, 1), (1, 7, 3), (23, 301, 5), (9, 129, 16)])
 def test_losses_and_gradients_equal_the_reference_in_float64(T, V, E, recompute, reduction, impl):
     x, w, labels = _case(T, V, E)

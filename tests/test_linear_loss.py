@@ -119,6 +119,17 @@ def unfused(x, w, labels, *, group, sequence_parallel, reduction, recompute, voc
     return losses if reduction == "none" else losses.sum()
 
 
+def several_dims(x, w, labels, **options):
+    """The same of tokens that have two dims, the first of which is cut."""
+    inner = 3 if len(x) % 3 == 0 else 2
+    x, labels = (t.unflatten(0, (-1, inner)) for t in (x, labels))
+    losses = vocab_parallel_linear_cross_entropy(x, w, labels, **options)
+    if options["reduction"] == "none":
+        assert losses.shape == labels.shape
+        return losses.flatten()
+    return losses
+
+
 def _everything(rank: int) -> None:
     group, _, ranks = world()
     for sequence in (False, True):
@@ -126,7 +137,8 @@ def _everything(rank: int) -> None:
             for padded, smoothing, z_loss in ((None, 0.0, 0.0), (PADDED, 0.3, 0.1)):
                 options = {"sequence": sequence, "recompute": recompute, "reduction": reduction}
                 loss, *_ = check(**options, padded=padded, smoothing=smoothing, z_loss=z_loss)
-                check(unfused, **options, padded=padded, smoothing=smoothing, z_loss=z_loss)
+                for same in (unfused, several_dims):
+                    check(same, **options, padded=padded, smoothing=smoothing, z_loss=z_loss)
                 every = collectives.start_all_gather(loss.reshape(1, -1), group).wait()
                 assert torch.equal(every, loss.reshape(1, -1).expand(ranks, -1))
 

@@ -23,8 +23,8 @@ NAMES = ("x", "up_weight", "down_weight", "up_bias", "down_bias")
 
 def _tensors(activation, shape=(2, 3), E=20, F=33, dtype=torch.float64, bias=True):
     """x, W1, W2, b1, b2 of moderate size; the odd F pairs up where the activation is gated."""
-    gated = ACTIVATIONS[activation].gated
-    shapes = [(*shape, E), (F, 2, E) if gated else (F, E), (E, F), (2 * F if gated else F,), (E,)]
+    units = (F, 2) if ACTIVATIONS[activation].gated else (F,)
+    shapes = [(*shape, E), (*units, E), (E, F), units, (E,)]
     drawn = [torch.randn(s, dtype=torch.float64).to(dtype) for s in shapes]
     drawn[1], drawn[2] = drawn[1] / E**0.5, drawn[2] / F**0.5
     return [t.requires_grad_() for t in drawn[: None if bias else 3]]
@@ -184,11 +184,49 @@ def test_weight_gradients_can_be_deferred_and_accumulated_in_float32_buffers(imp
 
 
 @impls
-def test_flat_pairs_are_the_same_weight(impl) -> None:
-    x, up, down, up_bias, down_bias = _tensors("swiglu")
-    pairs = swiglu_mlp(x, up, down, up_bias.view(-1, 2), down_bias, impl=impl)
-    flat = swiglu_mlp(x, up.flatten(0, 1), down, up_bias, down_bias, impl=impl)
-    assert torch.equal(pairs, flat)
+def test_gate_and_up_as_others_keep_them_are_stacked_or_refused(impl) -> None:
+    """One above the other they have the shape of ours flattened: two dims are never taken."""
+    x, gate, down = _tensors("relu2", bias=False)
+    up, bias = torch.randn_like(gate), torch.randn(2 * 33, dtype=torch.float64)
+    y = swiglu_mlp(x, torch.stack([gate, up], 1), down, bias.view(2, -1).t(), impl=impl)
+    g, u = (x @ torch.cat([gate, up]).t() + bias).chunk(2, -1)
+    assert_close_f64(y, (F.silu(g) * u) @ down.t(), 1e-13)
+    for weight in (torch.cat([gate, up]), torch.stack([gate, up], 1).flatten(0, 1)):
+        with pytest.raises(
+            ValueError, match=r"up_weight\[F, 2, E\] \(torch.stack\(\[gate, up\], 1"
+        ):
+            swiglu_mlp(x, weight, down, impl=impl)
+    with pytest.raises(ValueError, match=r"up_bias must be \[33, 2\], got \[66\]"):
+        swiglu_mlp(x, torch.stack([gate, up], 1), down, bias, impl=impl)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_gradient_of_a_view_of_a_leaf_goes_where_the_leafs_does(dtype) -> None:
+    """A layer keeps [2F, E], as a linear layer does, and hands over [F, 2, E]."""
+    x, up, down, bias, _ = (t.detach() for t in _tensors("swiglu", dtype=dtype))
+
+    def collected(weight, bias, up, up_bias):
+        weight.grad_dtype = torch.float32
+        home = torch.full_like(weight, float("nan"), dtype=torch.float32)
+        store = WeightGradients({weight: home})
+        with collect(store):
+            swiglu_mlp(x, up(weight), down, up_bias(bias)).square().sum().backward()
+        assert weight.grad is bias.grad is None
+        assert len(store) == 2
+        store.run()
+        assert weight.grad is home
+        return home, bias.grad
+
+    up, bias = up.requires_grad_(), bias.requires_grad_()
+    expected = collected(up, bias, lambda w: w, lambda b: b)
+    flat = (t.detach().flatten(0, 1).requires_grad_() for t in (up, bias))
+    found = collected(*flat, lambda w: w.unflatten(0, (-1, 2)), lambda b: b.view(-1, 2))
+    for a, b in zip(found, expected):
+        assert torch.equal(a, b.flatten(0, 1))
+
+
+@impls
+def test_gelu_is_torchs_by_tanh_or_by_erf(impl) -> None:
     x, *weights = _tensors("gelu_erf")
     y = gelu_mlp(x, *weights, approximate="none", impl=impl)
     assert_close_f64(
@@ -222,7 +260,7 @@ def test_slices_of_the_hidden_units_are_partial_sums_and_slices_of_gradients(act
 
     def halves(s):
         rows = up[s].flatten(0, -2)
-        bias = up_bias.view(32, -1)[s].flatten()
+        bias = up_bias[s].flatten()
         h, z = hidden_fwd(x, rows, bias, keep=True, **options)
         dz, again = hidden_bwd(dy, down[:, s], z, want_hidden=True, **options)
         assert_close_f64(again, h, 1e-15)
@@ -241,11 +279,10 @@ def test_the_typing_rule_holds_on_every_placement() -> None:
     how = module.How("swiglu", impl="torch")
     x, up, down, up_bias, down_bias = (t.detach() for t in _tensors("swiglu", (4,), 6, 8))
     for biases, residual in (((up_bias, down_bias), x.clone()), ((None, None), None)):
-        for weight in (up, up.flatten(0, 1)):
-            arguments = (x, weight, biases[0], down, biases[1], residual, how, x.dtype, True)
-            report = rulecheck(module._MLP, arguments)
-            assert len(report.checked) > 2
-            assert report.rejected
+        arguments = (x, up, biases[0], down, biases[1], residual, how, x.dtype, True)
+        report = rulecheck(module._MLP, arguments)
+        assert len(report.checked) > 2
+        assert report.rejected
 
 
 @impls
@@ -274,7 +311,7 @@ def test_under_checkpoint_gradients_reach_the_parameters(impl) -> None:
 
 def test_the_operators_are_well_formed() -> None:
     x, up, down, up_bias, down_bias = _tensors("swiglu", (5,), E=4, F=3)
-    up = up.detach().flatten(0, 1).requires_grad_()
+    up, up_bias = (t.detach().flatten(0, 1).requires_grad_() for t in (up, up_bias))
     tokens = torch.arange(5)
     op = torch.ops.warpweave.mlp.default
     for bias, drop, recompute in ((True, True, "activation"), (False, False, "up")):
@@ -326,7 +363,7 @@ def test_what_does_not_fit_raises(impl) -> None:
         ("swiglu needs x", (x, up, down.t()), {}),
         ("gelu needs x", (x, up, down), {"activation": "gelu"}),
         ("up_bias must be", (x, up, down, up_bias[:-1]), {}),
-        ("up_bias must be", (x, up, down, up_bias.view(2, -1)), {}),  # would mix gate and up
+        ("up_bias must be", (x, up, down, up_bias.t()), {}),  # would mix gate and up
         ("down_bias must be", (x, up, down, None, down_bias[:-1]), {}),
         ("residual must be", (x, up, down), {"residual": x[0]}),
         ("dtypes differ", (x, up.float(), down), {}),

@@ -30,8 +30,8 @@ Tensors = dict[str, torch.Tensor]
 
 
 def problem(activation: str, dtype: torch.dtype = torch.float64) -> Tensors:
-    rows = HIDDEN * (2 if ACTIVATIONS[activation].gated else 1)
-    shapes = ((T, E), (rows, E), (E, HIDDEN), (rows,), (E,), (T, E))
+    units = (HIDDEN, 2) if ACTIVATIONS[activation].gated else (HIDDEN,)
+    shapes = ((T, E), (*units, E), (E, HIDDEN), units, (E,), (T, E))
     return {n: draw(i, *s).to(dtype) for i, (n, s) in enumerate(zip(NAMES, shapes))}
 
 
@@ -49,11 +49,9 @@ def run(tensors: Tensors, apply, dy: torch.Tensor, **options) -> Tensors:
 def truth(tensors: Tensors, activation: str, dropped: bool) -> Tensors:
     """The plain MLP by the reference, on all tokens and all hidden units."""
 
-    def apply(up_weight, **rest):
-        if ACTIVATIONS[activation].gated:
-            up_weight = up_weight.unflatten(0, (-1, 2))
+    def apply(**tensors):
         return reference.mlp(
-            up_weight=up_weight, **rest, activation=activation,
+            **tensors, activation=activation,
             drop=drop(False)._replace(tokens=torch.arange(T) * 3 + 2**33) if dropped else None,
         )  # fmt: skip
 

@@ -29,8 +29,8 @@ def table(D: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def problem(G: int, D: int, bias: bool) -> Tensors:
     """x[T, E], weight and bias of all heads."""
-    rows = KV * (G + 2) * D
-    return [draw(1, B * LENGTH, E), draw(2, rows, E), draw(3, rows) if bias else None]
+    rows = (KV, G + 2, D)
+    return [draw(1, B * LENGTH, E), draw(2, *rows, E), draw(3, *rows) if bias else None]
 
 
 def upstream(G: int, D: int) -> list[torch.Tensor]:
@@ -50,7 +50,7 @@ def truth(G: int, D: int, bias: bool, rotate: bool) -> list[torch.Tensor]:
 
     def apply(x, weight, bias):
         x = x.unflatten(0, (B, LENGTH))
-        return reference.qkv_rope(x, weight, bias, cos, sin, head_dim=D, group=G)
+        return reference.qkv_rope(x, weight, bias, cos, sin)
 
     return run(apply, problem(G, D, bias), upstream(G, D))
 
@@ -70,7 +70,7 @@ def check(
 
     def apply(x, weight, bias):
         return parallel_qkv_rope(
-            x, weight, bias, cos, sin, shape=(B, LENGTH), head_dim=D, q_per_kv=G,
+            x, weight, bias, cos, sin, shape=(B, LENGTH),
             group=world()[0], sequence_parallel=sequence, **options,
         )  # fmt: skip
 
@@ -128,10 +128,8 @@ def test_frozen_parameters_cost_and_change_nothing() -> None:
 def _empty(rank: int) -> None:
     group, *_ = world()
     for shape in ((0, 5), (3, 0)):
-        x, weight = draw(1, 0, E).requires_grad_(), draw(2, 3 * 4, E).requires_grad_()
-        q, k, v = parallel_qkv_rope(
-            x, weight, None, None, None, shape=shape, head_dim=4, q_per_kv=1, group=group
-        )
+        x, weight = draw(1, 0, E).requires_grad_(), draw(2, 1, 3, 4, E).requires_grad_()
+        q, k, v = parallel_qkv_rope(x, weight, None, None, None, shape=shape, group=group)
         assert q.shape == k.shape == v.shape == (*shape, 1, 4)
         (q.sum() + k.sum() + v.sum()).backward()
         assert x.grad.shape == x.shape
@@ -152,7 +150,7 @@ def _deferred(rank: int) -> None:
                 for t, cut in zip(problem(1, 4, True), (0 if sequence else None, 0, 0))
             ]
             out = parallel_qkv_rope(
-                *leaves, *table(4), shape=(B, LENGTH), head_dim=4, q_per_kv=1,
+                *leaves, *table(4), shape=(B, LENGTH),
                 group=world()[0], sequence_parallel=sequence,
             )  # fmt: skip
             loss = sum((t * part(d, 2)).sum() for t, d in zip(out, upstream(1, 4)))
@@ -180,9 +178,7 @@ def _low_precision(rank: int) -> None:
     dy = [t.to(low) for t in upstream(1, 4)]
 
     def plain(x, weight, bias):
-        return reference.qkv_rope(
-            x.unflatten(0, (B, LENGTH)), weight, bias, *table(4), head_dim=4, group=1
-        )
+        return reference.qkv_rope(x.unflatten(0, (B, LENGTH)), weight, bias, *table(4))
 
     single = run(plain, [x, weight, bias], dy)
     exact = run(plain, [x.double(), weight.double(), bias.double()], [t.double() for t in dy])
@@ -192,7 +188,7 @@ def _low_precision(rank: int) -> None:
         leaves = [part(t, c).clone().requires_grad_() for t, c in zip((x, weight, bias), cuts)]
         leaves[1].grad_dtype = torch.float32
         out = parallel_qkv_rope(
-            *leaves, cos, sin, shape=(B, LENGTH), head_dim=4, q_per_kv=1,
+            *leaves, cos, sin, shape=(B, LENGTH),
             group=world()[0], sequence_parallel=sequence,
         )  # fmt: skip
         torch.autograd.backward(out, [part(t, 2) for t in dy])
@@ -209,21 +205,20 @@ def test_low_precision_is_as_good_as_on_one_rank() -> None:
 def _refused(rank: int) -> None:
     """None of these may start a collective: the ranks would wait for each other."""
     x, weight, bias = (part(t, cut) for t, cut in zip(problem(1, 4, True), (None, 0, 0)))
-    options = {"shape": (B, LENGTH), "head_dim": 4, "q_per_kv": 1, "group": world()[0]}
+    options = {"shape": (B, LENGTH), "group": world()[0]}
     name = f"parallel_qkv_rope on rank {rank}: "
     for arguments, change, words in (
         ((x, weight, bias), {"shape": (B, 5)}, name + r"x must hold the tokens of \[B, S\]"),
         ((x, weight, bias), {"sequence_parallel": True}, name + "x must hold the tokens"),
         ((x[:, :6], weight, bias), {}, r"need x\[B, S, E\]"),
-        ((x, weight[:-1], bias), {}, "need x"),
+        ((x, weight.flatten(0, 2), bias), {}, "need x"),
         ((x, weight, bias[1:]), {}, "bias must be"),
-        ((x, weight, bias), {"head_dim": 0}, "head_dim and group of at least 1"),
         ((x.float(), weight, bias), {}, name + "dtypes differ"),
     ):
         with pytest.raises(ValueError, match=words):
             parallel_qkv_rope(*arguments, *table(4), **(options | change))
     with pytest.raises(ValueError, match="a rotary embedding needs an even head_dim, got 1"):
-        parallel_qkv_rope(x, weight, bias, *table(4), **(options | {"head_dim": 1}))
+        parallel_qkv_rope(x, weight[:, :, :1], None, *table(4), **options)
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_sent() -> None:
@@ -265,9 +260,9 @@ def test_planted_faults_are_noticed() -> None:
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("sequence", [False, True])
 def test_the_typing_rule_holds_numerically(sequence: bool, batch: int) -> None:
-    tensors = draw(1, 6, 5), draw(2, 24, 5), draw(3, 24), *table(4)
+    tensors = draw(1, 6, 5), draw(2, 2, 3, 4, 5), draw(3, 2, 3, 4), *table(4)
     tensors = tuple(t[: 6 // batch] if i > 2 else t for i, t in enumerate(tensors))
-    more = ("tp", sequence, True, (batch, 6 // batch), (4, 1), torch.float64, "torch")
+    more = ("tp", sequence, True, (batch, 6 // batch), torch.float64, "torch")
     places = {"x": S(0) if sequence else I, "weight": S(0), "bias": S(0), "cos": R, "sin": R}
     places = {name: {"tp": place} for name, place in places.items()}
     rulecheck(qkv._ParallelQKV, (*tensors, *more), places, mesh={"tp": 2})

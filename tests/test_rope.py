@@ -302,6 +302,9 @@ SCALINGS = {
     "yarn betas": (
         RopeScaling("yarn", 40.0, 4096, 2.0, 24.0), "yarn", {"beta_slow": 2.0, "beta_fast": 24.0}
     ),
+    "yarn between dims": (
+        RopeScaling("yarn", 32.0, 4096, truncate=False), "yarn", {"truncate": False}
+    ),
     "yarn without temperature": (
         RopeScaling("yarn", 4.0, 32768, attention_factor=1.0), "yarn", {"attention_factor": 1.0}
     ),

@@ -147,7 +147,8 @@ def composed_mlp(column=tensor.column_parallel_linear, row=tensor.row_parallel_l
         recompute, impl,
     ):  # fmt: skip
         cut = {"group": group, "sequence_parallel": sequence_parallel}
-        h = mlp.activate(column(x, up, up_bias, **cut), activation)
+        up_bias = None if up_bias is None else up_bias.flatten()
+        h = mlp.activate(column(x, up.flatten(0, -2), up_bias, **cut), activation)
         return residual + row(h, down, down_bias, **cut)
 
     return apply
@@ -156,12 +157,12 @@ def composed_mlp(column=tensor.column_parallel_linear, row=tensor.row_parallel_l
 def composed_qkv(column):
     """The projection to heads by a linear layer at fault."""
 
-    def apply(
-        x, weight, bias, cos, sin, *, shape, head_dim, q_per_kv, group, sequence_parallel, impl
-    ):
-        z = column(x, weight, bias, group=group, sequence_parallel=sequence_parallel)
-        z = z.unflatten(0, (shape[0], -1)).unflatten(-1, (-1, q_per_kv + 2, head_dim))
-        q, k, v = z.split((q_per_kv, 1, 1), dim=3)
+    def apply(x, weight, bias, cos, sin, *, shape, group, sequence_parallel, impl):
+        _, slots, head_dim, _ = weight.shape
+        flat = weight.flatten(0, 2), None if bias is None else bias.flatten()
+        z = column(x, *flat, group=group, sequence_parallel=sequence_parallel)
+        z = z.unflatten(0, (shape[0], -1)).unflatten(-1, (-1, slots, head_dim))
+        q, k, v = z.split((slots - 2, 1, 1), dim=3)
         return q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
 
     return apply

@@ -225,7 +225,7 @@ def _epilogues(dtype: torch.dtype, make: Make, T: int, E: int) -> dict[str, Call
             x, up.t(), bias, activation="swiglu", keep=True, impl="triton"
         ),
         "qkv": lambda: qkv.qkv_fwd(
-            x.view(2, T // 2, E), packed, None, table, table, head_dim=D, group=4, impl="triton"
+            x.view(2, T // 2, E), packed.view(-1, 6, D, E), None, table, table, impl="triton"
         ),
     }
     found |= {name: partial(fused, name) for name in ("gelu_erf", "relu2")}
