@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from attention_cases import F64, STRIPED, ZIGZAG, check, draw, tiles_of, with_grads
 from close import assert_close_f64, assert_error_budget, relative_error
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from warpweave.kernels import attention as kernel
@@ -502,6 +503,59 @@ def test_a_second_derivative_raises_whatever_else_leads_to_the_input(impl, lse) 
         for x in inputs:
             with pytest.raises(RuntimeError, match=r"through warpweave\.attention_backward"):
                 torch.autograd.grad((dx * dx).sum() + (x * x).sum(), x, retain_graph=True)
+
+
+def _moving(n: int, grad: bool) -> dict[str, tuple]:
+    """Arguments of the n-th call: q, k, v, and a number, a position or documents that move on."""
+
+    def qkv(Sq, Sk):
+        return tuple(x.detach().requires_grad_(grad) for x in draw(Sq=Sq, Sk=Sk, D=8))
+
+    far = 2**62 + 2**33 * n if n % 2 else n  # both halves of a seed count
+    return {
+        "seed": (*qkv(5, 5), far),
+        "position": (*qkv(1, 24), n),
+        "length": (*qkv(n + 2, n + 2), n),
+        "decoding": (*qkv(1, n + 2), n),
+        "stripes": (*qkv(3, 8), n),
+        "window": (*qkv(8, 8), n + 1),
+        "documents": (*qkv(n + 2, n + 2), torch.tensor([0, *range(n), n + 2])),
+    }
+
+
+_CALLS = {
+    "seed": lambda n, Sk: {"dropout": 0.5, "dropout_seed": n, "dropout_origin": (n % 2**32, 3)},
+    "position": lambda n, Sk: {"q_runs": ((n, 1),)},
+    "length": lambda n, Sk: {},
+    "decoding": lambda n, Sk: {"q_runs": ((Sk - 1, 1),)},
+    "stripes": lambda n, Sk: {"q_runs": ((n, 2, n + 1), (n + 30, 1, n + 1))},
+    "window": lambda n, Sk: {"window": n},
+    "documents": lambda n, Sk: {"documents": n},
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "impl", "grad"),
+    [(case, "torch", grad) for case in _CALLS for grad in (False, True)]
+    + [("seed", "triton", True), ("position", "triton", True), ("decoding", "triton", False)],
+)
+def test_integers_that_change_are_symbols_to_a_compiler(case, impl, grad) -> None:
+    """The operator is one; what runs inside it no compiler sees."""
+
+    def f(q, k, v, n):
+        return attention(q, k, v, **_CALLS[case](n, k.shape[1]), impl=impl)
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager" if grad else "eager")
+    compiled = torch.compile(f, fullgraph=True, backend=counter)
+    for n in range(20):
+        args = _moving(n, grad)[case]
+        found = []
+        for call in (compiled, f) if n % 6 == 1 else (compiled,):  # 20 take long in an interpreter
+            o = call(*args)
+            found.append((o, *torch.autograd.grad(o.sum(), args[:3])) if grad else (o,))
+        assert all(torch.equal(g, w) for g, w in zip(found[0], found[-1]))
+    assert counter.frame_count <= 2  # the first call's numbers are taken for constants
 
 
 def test_it_is_torchs_attention_and_follows_autocast() -> None:
