@@ -243,6 +243,20 @@ def test_low_precision_errs_no_more_than_twice_what_plain_torch_does(impl, dtype
         assert_error_budget(shifted, same[0], truth[0])
 
 
+@pytest.mark.parametrize("group", [4, 8])
+def test_bfloat16_gradients_of_grouped_heads_add_up_in_float32(group) -> None:
+    """Every head's own dk and dv, added up in float64, to half a unit in the last place."""
+    q, k, v = draw(Sq=70, Sk=70, Hq=8, Hkv=8 // group, dtype=torch.bfloat16)
+    do = torch.randn_like(q)
+    apart = [x.detach().repeat_interleave(group, 2).requires_grad_() for x in (k, v)]
+    heads = torch.autograd.grad(attention(q, *apart), apart, do)
+    for got, parts in zip(torch.autograd.grad(attention(q, k, v), (k, v), do), heads):
+        parts = parts.double().unflatten(2, (-1, group))
+        rounding = parts.sum(3).abs() * torch.finfo(got.dtype).eps / 2
+        sums = group * torch.finfo(torch.float32).eps * parts.abs().sum(3)
+        assert ((got - parts.sum(3)).abs() <= rounding + sums).all()
+
+
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp2")  # before the mask, for nothing
 def test_float32_scores_in_the_thousands_cost_no_more_than_in_torchs_own_kernel() -> None:
     """There lse itself has three decimals, for both; a second rounding would show."""
