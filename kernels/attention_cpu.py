@@ -249,9 +249,13 @@ def _flash_backward(do, q, k, v, o, lse, b: _Block, scale: float) -> _Gradients:
 
 def _torch_dtype(q: torch.Tensor, alone: bool) -> torch.dtype:
     """What torch's flash attention computes in. bfloat16 stays if nothing will be added to the
-    result; float16 never does: torch accumulates its gradients in float16, at a tenth of float32's
-    speed."""
-    return q.dtype if alone and q.dtype == torch.bfloat16 else compute_dtype(q)
+    result and torch computes with AVX-512 (told not to on a CPU that has AMX, its kernel raises);
+    float16 never does: torch accumulates its gradients in float16, at a tenth of float32's speed.
+    """
+    kept = alone and q.dtype == torch.bfloat16
+    if kept and torch.backends.cpu.get_cpu_capability() == "AVX512":
+        return q.dtype
+    return compute_dtype(q)
 
 
 def _widen(x: torch.Tensor, value: float) -> torch.Tensor:
