@@ -132,6 +132,10 @@ def check_mask(
         )
     if documents is not None:
         _check_documents(documents, q.shape[0])
+        if documents.device.type == "cpu" or (q_runs is None and k_runs is None):
+            problem = not_boundaries(documents, q.shape[1], k.shape[1])
+            if problem:
+                raise ValueError(problem)
         documents = documents if documents.ndim == 2 else documents[None]
     elif not window and not keyed:
         q_flat, k_flat = _simplest(causal, q_flat, k_flat)
@@ -240,6 +244,23 @@ def _check_documents(documents: torch.Tensor, B: int) -> None:
         raise ValueError(
             f"documents must be boundaries that ascend from 0, got {documents.tolist()}"
         )
+
+
+def not_boundaries(documents: torch.Tensor, *tokens: int) -> str | None:
+    """What is wrong with documents of as many entries as there are tokens that do not reach as far:
+    they are the number of each token's document. None if nothing is.
+
+    Nobody reads the entries elsewhere than on a CPU; as many boundaries as tokens are wrong there.
+    """
+    n = documents.shape[-1]
+    if n < 3 or n not in tokens:  # two entries mean the same either way
+        return None
+    if documents.device.type == "cpu" and not (documents[..., -1] < n).any():
+        return None
+    return (
+        f"documents must be boundaries, not the document of each of the {n} tokens, got "
+        f"{[*documents.shape]}; boundaries that are as many may repeat the last one"
+    )
 
 
 def check_sinks(q: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor | None:

@@ -25,8 +25,11 @@ from warpweave.kernels.attention import (
     attention_delta,
     attention_fwd,
 )
+from warpweave.kernels.attention_args import check_mask
 from warpweave.kernels.attention_mask import document_table, rows_before
 from warpweave.kernels.dispatch import tl, triton
+from warpweave.parallel.context import context_attention
+from warpweave.parallel.layout import SequenceLayout
 
 IMPLS = pytest.mark.parametrize("impl", ["torch", "triton"])
 
@@ -308,6 +311,35 @@ def test_what_does_not_fit_is_refused_with_its_values(options, message) -> None:
         attention_fwd(q, k, v, **options)
     with pytest.raises(ValueError, match=message):
         attention_bwd(q, q, k, v, torch.zeros(2, 2, 8, dtype=F64), None, o=q, **options)
+
+
+@IMPLS
+def test_the_document_of_each_token_is_no_boundary(impl) -> None:
+    q, k, v = (x.detach() for x in draw(B=2, Sq=5, Sk=5))
+    ids = torch.tensor([0, 0, 0, 1, 1])
+    told = r"boundaries, not the document of each of the 5 tokens, got \["
+    for documents in (ids, ids[None].expand(2, 5), torch.zeros(5, dtype=torch.int32)):
+        for call in (attention, attention_fwd):
+            with pytest.raises(ValueError, match=told):
+                call(q, k, v, documents=documents, impl=impl)
+    with pytest.raises(ValueError, match=told):
+        context_attention(q, k, v, documents=ids, layout=SequenceLayout(5, 1), group=None)
+    runs = ((7, 5),)
+    with pytest.raises(ValueError, match=told):  # of these rows only
+        attention(q, k, v, documents=ids, q_runs=runs, k_runs=runs, impl=impl)
+    check(impl, {"Sq": 5, "Sk": 5}, documents=torch.tensor([0, 1, 1, 3, 5]))  # five, but boundaries
+    for same in ([0, 0], [0, 1]):  # two mean the same either way
+        check(impl, {"Sq": 2, "Sk": 2}, documents=torch.tensor(same))
+
+
+def test_where_nobody_reads_them_as_many_boundaries_as_tokens_are_refused() -> None:
+    meta = torch.empty(1, 5, 1, 8, device="meta")
+    for shape in ((5,), (1, 5)):
+        documents = torch.empty(shape, dtype=torch.int64, device="meta")
+        with pytest.raises(ValueError, match="not the document of each of the 5 tokens"):
+            check_mask(meta, meta, True, None, documents, None, None)
+        check_mask(meta, meta, True, None, documents, ((3, 5),), ((0, 5),))  # one rank's of many
+    check_mask(meta, meta, True, None, documents.new_empty(6, dtype=torch.int64), None, None)
 
 
 @IMPLS
