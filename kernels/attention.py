@@ -472,7 +472,7 @@ _attention.register_autograd(_backward, setup_context=_save)
 
 def _flat(name: str, runs: Runs | None) -> list[int] | None:
     """Runs as a custom op takes them, three numbers each."""
-    return None if runs is None else [int(n) for run in as_runs(name, runs) for n in run]
+    return None if runs is None else [n for run in as_runs(name, runs) for n in run]
 
 
 def _runs(flat: Sequence[int] | None) -> Runs | None:

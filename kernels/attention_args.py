@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -115,7 +115,7 @@ def check_mask(
     """
     q_flat = _check_runs("q_runs", q_runs, q.shape[1])
     k_flat = _check_runs("k_runs", k_runs, k.shape[1])
-    window = None if window is None else operator.index(window)
+    window = None if window is None else _integer(window)
     if window is not None and window < 1:
         raise ValueError(f"window must be at least 1 or None, got {window}")
     ends = [
@@ -132,6 +132,10 @@ def check_mask(
         )
     if documents is not None:
         _check_documents(documents, q.shape[0])
+        if documents.device.type == "cpu" or (q_runs is None and k_runs is None):
+            problem = not_boundaries(documents, q.shape[1], k.shape[1])
+            if problem:
+                raise ValueError(problem)
         documents = documents if documents.ndim == 2 else documents[None]
     elif not window and not keyed:
         q_flat, k_flat = _simplest(causal, q_flat, k_flat)
@@ -174,10 +178,16 @@ def check_dtype(name: str, dtype: torch.dtype | None) -> None:
         raise ValueError(f"{name} must be a floating dtype of at least 16 bits, got {dtype}")
 
 
+def _integer(n: Any) -> int:
+    """n as an integer; TypeError if it is none. A compiler's symbol remains one: `operator.index`
+    would make it a constant, and every other value a compilation of its own."""
+    return n if type(n) in (int, torch.SymInt) else int(operator.index(n))
+
+
 def as_runs(name: str, runs: Runs) -> list[Run]:
     """At most two runs, named, or ValueError."""
     try:
-        found = [Run(*(int(operator.index(n)) for n in run)) for run in runs]
+        found = [Run(*(_integer(n) for n in run)) for run in runs]
     except TypeError:  # no sequence of two or three integers
         found = [Run(-1, -1)]
     if len(found) > 2 or any(start < 0 or n < 0 or by < 1 for start, n, by in found):
@@ -210,7 +220,7 @@ def check_kinds(
         raise ValueError(f"causal must be a bool, got {causal!r}")
     for name, n in (("window", 0 if window is None else window), ("dropout_seed", seed)):
         try:
-            operator.index(n)  # type: ignore[arg-type]
+            _integer(n)
         except TypeError:
             raise ValueError(f"{name} must be an integer, got {n!r}") from None
     for name, x in (("scale", scale), ("softcap", softcap), ("dropout", dropout)):
@@ -234,6 +244,23 @@ def _check_documents(documents: torch.Tensor, B: int) -> None:
         raise ValueError(
             f"documents must be boundaries that ascend from 0, got {documents.tolist()}"
         )
+
+
+def not_boundaries(documents: torch.Tensor, *tokens: int) -> str | None:
+    """What is wrong with documents of as many entries as there are tokens that do not reach as far:
+    they are the number of each token's document. None if nothing is.
+
+    Nobody reads the entries elsewhere than on a CPU; as many boundaries as tokens are wrong there.
+    """
+    n = documents.shape[-1]
+    if n < 3 or n not in tokens:  # two entries mean the same either way
+        return None
+    if documents.device.type == "cpu" and not (documents[..., -1] < n).any():
+        return None
+    return (
+        f"documents must be boundaries, not the document of each of the {n} tokens, got "
+        f"{[*documents.shape]}; boundaries that are as many may repeat the last one"
+    )
 
 
 def check_sinks(q: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor | None:

@@ -86,6 +86,9 @@ def attention_bwd_cpu(
     whole = _whole(blocks, q) and blocks[0].k == slice(0, k.shape[1]) and into == (None,) * 3
     dtype = _torch_dtype(q, whole and grad_dtype == q.dtype and o is not None)
     do, q, k, v = (x.to(dtype) for x in (do, q, k, v))
+    group = 1 if dtype == compute_dtype(q) else q.shape[2] // k.shape[2]
+    if group > 1:  # torch adds up the heads of a group in bfloat16, here they add up in float32
+        k, v = (x.repeat_interleave(group, 2) for x in (k, v))
     if o is None:
         # torch computes delta itself, from o and do. One more column makes it ours:
         # (do, -delta) . (v, 1) - sum(0 do) = do . v - delta, and a column of 0 in q and k changes
@@ -99,6 +102,10 @@ def attention_bwd_cpu(
         parts = _flash_backward(do, q, k, v, o, lse, b, scores.scale)
         parts = tuple(x[..., :D] for x in parts)
         if whole:
+            if group > 1:
+                dq, *dkdv = parts
+                wide = compute_dtype(q)
+                parts = dq, *(x.unflatten(2, (-1, group)).sum(3, dtype=wide) for x in dkdv)
             return tuple(x.to(grad_dtype).contiguous() for x in parts)
         for grad, own, part in zip(grads, (b.q, b.k, b.k), parts):
             grad[b.batch, own] += part
@@ -242,9 +249,13 @@ def _flash_backward(do, q, k, v, o, lse, b: _Block, scale: float) -> _Gradients:
 
 def _torch_dtype(q: torch.Tensor, alone: bool) -> torch.dtype:
     """What torch's flash attention computes in. bfloat16 stays if nothing will be added to the
-    result; float16 never does: torch accumulates its gradients in float16, at a tenth of float32's
-    speed."""
-    return q.dtype if alone and q.dtype == torch.bfloat16 else compute_dtype(q)
+    result and torch computes with AVX-512 (told not to on a CPU that has AMX, its kernel raises);
+    float16 never does: torch accumulates its gradients in float16, at a tenth of float32's speed.
+    """
+    kept = alone and q.dtype == torch.bfloat16
+    if kept and torch.backends.cpu.get_cpu_capability() == "AVX512":
+        return q.dtype
+    return compute_dtype(q)
 
 
 def _widen(x: torch.Tensor, value: float) -> torch.Tensor:

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from warpweave.kernels.attention import attention, attention_bwd, attention_delta, attention_fwd
+from warpweave.kernels.attention_args import not_boundaries
 from warpweave.kernels.dispatch import once_differentiable
 from warpweave.kernels.linear import grad_dtype
 from warpweave.kernels.reference import compute_dtype
@@ -85,7 +86,7 @@ def context_attention(
         q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
     size = 1 if group is None else dist.get_world_size(group)
     check_strategy(strategy)
-    problem = _problem(q, k, v, layout, size)
+    problem = _problem(q, k, v, documents, layout, size)
     if problem:
         rank = 0 if group is None else dist.get_rank(group)
         raise ValueError(f"context_attention, cp rank {rank} of {size}: {problem}")
@@ -121,6 +122,7 @@ def _problem(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    documents: torch.Tensor | None,
     layout: SequenceLayout,
     size: int,
 ) -> str | None:
@@ -142,6 +144,8 @@ def _problem(
         return f"q, k, v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}"
     if not q.device == k.device == v.device:
         return f"q, k, v must be on one device, got {q.device}, {k.device}, {v.device}"
+    if size > 1 and isinstance(documents, torch.Tensor) and documents.ndim:  # one part: `attention`
+        return not_boundaries(documents, layout.seq_len)
     return None
 
 

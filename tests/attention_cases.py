@@ -1,5 +1,7 @@
 """Inputs and the comparison with the reference that the tests of attention share."""
 
+import math
+
 import torch
 from close import assert_close_f64
 from torch import Tensor
@@ -33,6 +35,67 @@ def with_grads(fn, qkv, do, dlse=None, *, sinks=None, **options) -> tuple[Tensor
     if dlse is not None:
         loss = loss + (lse.masked_fill(lse.isneginf(), 0.0) * dlse).sum()
     return o, lse, *torch.autograd.grad(loss, [*qkv, *more.values()])
+
+
+def rounding_bounds(qkv, do, *, softcap=None, sinks=None, **mask) -> list[Tensor]:
+    """How far causal (o, lse, dq, dk, dv[, dsinks]) may lie from the float64 reference, element by
+    element: from float64 and the dtype alone, whatever kernel computes it on whatever machine.
+
+    To first order, w and u being half an ulp of float32 and of the dtype: a score errs by w times
+    the size of its products and the root of their number (Higham and Mary 2019, SIAM J. Sci.
+    Comput. 41), its weight by as much again as lse does; p, ds and results are rounded to the
+    dtype. What underflows in float32 may be 0.
+    """
+    q, k, v, do = (x.detach().double().transpose(1, 2) for x in (*qkv, do))
+    (*_, S, D), group, scale = q.shape, q.shape[1] // k.shape[1], q.shape[3] ** -0.5
+    u, w, least = (
+        torch.finfo(qkv[0].dtype).eps / 2,
+        torch.finfo(torch.float32).eps / 2,
+        torch.finfo(torch.float32).tiny,
+    )
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    s, off = scale * q @ k.mT, scale * q.abs() @ k.abs().mT
+    capped = s if softcap is None else softcap * (s / softcap).tanh()
+    slope = 1 if softcap is None else 1 - (capped / softcap) ** 2
+    off = w * (math.sqrt(D) * off + s.abs() + 2)
+    seen = reference.visible(torch.arange(S), torch.arange(S), causal=True, **mask)
+    logits = s = capped.masked_fill(~seen, -math.inf)
+    if sinks is not None:
+        sink = sinks.detach().double()[:, None, None].expand(*s.shape[:3], 1)
+        logits = torch.cat((s, sink), -1)
+    lse = logits.logsumexp(-1, keepdim=True)
+    p = (s - lse).exp()
+    off_lse = (p * off).sum(-1, keepdim=True) + w * (lse.abs() + 2)
+    off_p = p * (off + off_lse + u) + least
+    o = p @ v
+    off_o = off_p @ v.abs() + u * o.abs()
+    dp, delta = do @ v.mT, (o * do).sum(-1, keepdim=True)
+    off_delta = (off_o * do.abs()).sum(-1, keepdim=True)
+    ds = scale * slope * p * (dp - delta)
+    off_ds = ds.abs() * (off + off_lse + u)
+    off_ds += scale * p * (w * math.sqrt(D) * do.abs() @ v.abs().mT + off_delta) + least
+    dkdv = (ds.mT @ q, off_ds.mT @ q.abs()), (p.mT @ do, off_p.mT @ do.abs())
+    results = [
+        (o, off_o),
+        (ds @ k, off_ds @ k.abs()),
+        # the heads of a group may be rounded one by one
+        *((x.abs(), off + u * x.abs()) for x, off in dkdv),
+    ]
+    found = [off + u * x.abs() for x, off in results]
+    found[2:] = [x.unflatten(1, (-1, group)).sum(2) for x in found[2:]]
+    o, *rest = (x.transpose(1, 2) for x in found)
+    bounds = [o, off_lse.squeeze(-1) + u, *rest]
+    if sinks is not None:
+        share = (sink - lse).exp()
+        dsinks = share * ((off_lse + u) * delta.abs() + off_delta)
+        bounds.append(dsinks.sum((0, 2, 3)) + u * (share * delta).sum((0, 2, 3)).abs())
+    return bounds
+
+
+def assert_within(actual: Tensor, truth: Tensor, bound: Tensor) -> None:
+    """Assert |actual - truth| <= bound, element by element."""
+    excess = ((actual.double() - truth).abs() / bound).max().item()
+    assert excess <= 1, f"{excess:.2f} times the rounding bound"
 
 
 def check(impl, sizes, with_dlse=True, **options) -> tuple[Tensor, ...]:

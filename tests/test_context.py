@@ -264,6 +264,11 @@ def _refused(rank: int) -> None:
         ((q[:, :7], kv[:, :7], kv[:, :7]), {}, r"puts 8 tokens on each rank, got q\[2, 7, 4, 8\]"),
         ((q, kv.double(), kv), {}, "one dtype, got torch.float32, torch.float64, torch.float32"),
         ((q, kv.to("meta"), kv), {}, "one device, got cpu, meta, cpu"),
+        (
+            (q, kv, kv),
+            {"documents": torch.arange(2).repeat_interleave(8)},
+            r"boundaries, not the document of each of the 16 tokens, got \[16\]",
+        ),
     ]
     sent = AssertionError("something was sent")
     with (
