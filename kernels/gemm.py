@@ -201,7 +201,8 @@ def _launch(
     if y.numel() == 0:
         return
     name, gated = (None, False) if activation is None else find_activation(activation)
-    tile = find_tile(a, b, "heavy" if add else "large")
+    heavy = add or (drop is not None and residual is not None)
+    tile = find_tile(a, b, "heavy" if heavy else "large")
     with torch.cuda.device_of(a):
         _gemm_kernel[grid(tile, M, N, a.device)](
             a,

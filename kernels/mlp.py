@@ -197,7 +197,7 @@ def hidden_bwd(
     dz, h = torch.empty_like(z), z.new_empty(T, F_) if want_hidden else None
     if not z.numel():
         return dz, h
-    tile = find_tile(dy, down_weight, "heavy")
+    tile = find_tile(dy, down_weight, "large" if want_hidden else "heavy")
     with torch.cuda.device_of(dy):
         _hidden_bwd_kernel[grid(tile, T, F_, dy.device)](
             dy,

@@ -18,8 +18,9 @@ from warpweave.kernels.tiles import find
 def find_tile(a: torch.Tensor, b: torch.Tensor, kind: str) -> GemmTile:
     """The tile for the product of a[M, K] and b[K, N].
 
-    Kinds: "large"; "heavy", whose epilogue reads float32 or makes two results: adding, and the
-    gradient of an activation. Either becomes "small" with less than one tile per multiprocessor,
+    Kinds: "large"; "heavy", for the epilogues that spill at a large product's tile or make wgmma
+    wait for one another: adding, dropout with a residual, and the gradient of an activation that
+    does not return its value. Either becomes "small" with less than one tile per multiprocessor,
     and with operands that are not loaded 16 bytes at a time.
     """
     tile = find("gemm", a.device, a.element_size(), kind)

@@ -25,6 +25,7 @@ def test_every_kernel_fits_the_target(reports, target) -> None:
     assert all(r.cost for r in reports[target] if r not in faulty and "float64" not in r.case)
     for planted in ("bytes of stack", "bytes of shared memory", "no tensor-core instruction"):
         assert found.count(planted) == 1, found
+    assert found.count("wgmma.mma_async instructions are serialized") == (target == "sm_90"), found
 
 
 def test_elementwise_kernels_load_128_bits_at_a_time(reports) -> None:
@@ -58,6 +59,7 @@ def test_every_failure_is_named() -> None:
         "mma.sync.aligned instead of wgmma": {"product": "mma.sync.aligned"},
         "2 float64 instructions": {"instructions": {"tensor_core": 1, "float64": 2}},
         "not one program fits": {"occupancy": 0},
+        "(C7515) Potential": {"serialised": "(C7515) Potential Performance Loss: wgmma"},
         "CompilationError: at 1:2": {"error": "CompilationError: at 1:2"},
     }
     for message, change in wrong.items():

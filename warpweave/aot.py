@@ -16,13 +16,14 @@ per compute capability") and, for the three that are aimed at, the peaks of NVID
 from __future__ import annotations
 
 import inspect
+import io
 import re
 import subprocess
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -81,6 +82,7 @@ _INSTRUCTIONS = {
     "float64": r"\b(?:add|mul|fma|div)\S*\.f64\b",
 }
 _PRODUCT = re.compile(r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)[\w.:]*")
+_SERIALISED = re.compile(r"\(C75\d\d\)[^\n]*")
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,7 @@ class Compiled:
         occupancy: programs that one multiprocessor holds at once.
         product: the tensor-core instruction used most, "" if none is.
         instructions: how often each kind stands in the PTX.
+        serialised: what ptxas says (C75xx) if it lets each wgmma wait for the one before, else "".
     """
 
     kernel: str
@@ -108,6 +111,7 @@ class Compiled:
     occupancy: int
     product: str
     instructions: dict[str, int]
+    serialised: str = ""
 
 
 def occupancy(part: Part, *, warps: int, registers: int, shared: int) -> int:
@@ -138,6 +142,7 @@ def compiling(target: str) -> Iterator[list[Compiled]]:
         raise ValueError(f"target must be one of {', '.join(PARTS)}, got {target!r}")
     if not dispatch.HAS_TRITON or dispatch.INTERPRET:
         raise ValueError("compiling needs Triton, and TRITON_INTERPRET must not be set")
+    from triton import knobs
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
@@ -146,7 +151,11 @@ def compiling(target: str) -> Iterator[list[Compiled]]:
     run, active = JITFunction.run, driver._active  # asking for `active` itself would look for a GPU
 
     def compile_only(self, *args, grid, warmup, **options):
-        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        with redirect_stdout(io.StringIO()) as log:  # where Triton prints what ptxas says
+            kernel = run(self, *args, grid=grid, warmup=True, **options)
+        serialised = _SERIALISED.search(log.getvalue())
+        if serialised:  # kept, as Triton keeps the kernel: the next launch does not compile it
+            kernel.serialised = serialised[0]
         own = {name: value for name, value in options.items() if name in self.arg_names}
         bound = inspect.signature(self.fn).bind(*args, **own)
         found.append(_compiled(part, self.fn.__name__, kernel, grid, bound.arguments))
@@ -162,7 +171,10 @@ def compiling(target: str) -> Iterator[list[Compiled]]:
     JITFunction.run = compile_only
     _replace(real, fakes)
     try:
-        yield found
+        with knobs.nvidia.scope(), knobs.compilation.scope():
+            knobs.nvidia.dump_ptxas_log = True
+            knobs.compilation.always_compile = True  # Triton's cache on disk keeps no log
+            yield found
     finally:
         _replace(fakes, real)
         JITFunction.run = run
@@ -212,6 +224,7 @@ def _compiled(part: Part, name: str, kernel: Any, grid: Any, arguments: Any) -> 
         occupancy=occupancy(part, warps=warps, registers=usage["REG"], shared=shared),
         product=products[0][0] if products else "",
         instructions={k: len(re.findall(v, ptx)) for k, v in _INSTRUCTIONS.items()},
+        serialised=getattr(kernel, "serialised", ""),
     )
 
 

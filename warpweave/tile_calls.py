@@ -155,9 +155,10 @@ def _timed_product(problem: Problem, make: Make, tokens: int, width: int) -> Cal
     out = make(E, F, dtype=compute_dtype(x))
 
     def both() -> tuple[torch.Tensor, ...]:
-        """What adds to float32, and what makes two results."""
+        """What adds to float32, and what multiplies by a slope."""
         gemm.gemm_into(x.t(), z, out, True, impl="triton")
-        return out, *mlp.hidden_bwd(x, down, z, activation="gelu", want_hidden=True, impl="triton")
+        dz, _ = mlp.hidden_bwd(x, down, z, activation="gelu", impl="triton")
+        return out, dz
 
     return both
 
@@ -165,13 +166,15 @@ def _timed_product(problem: Problem, make: Make, tokens: int, width: int) -> Cal
 def _other_products(
     problem: Problem, make: Make, tokens: int, width: int
 ) -> dict[str, Callable[[], object]]:
-    """A heavy product's tile is for adding and for gradients of activations, a large one's for all
-    other epilogues, a small one's for everything and for sizes that are multiples of nothing."""
+    """A heavy product's tile is for what `product.find_tile` says, a large one's for all other
+    epilogues, a small one's for everything and for sizes that are multiples of nothing."""
     found: dict[str, Callable[[], object]] = {}
     if problem.kind != "large":
         found |= _heavy_products(problem.torch_dtype, make, tokens, width)
+        found |= _slopes(problem.torch_dtype, make, tokens, width, want_hidden=False)
     if problem.kind != "heavy":
         found |= _epilogues(problem.torch_dtype, make, tokens, width)
+        found |= _slopes(problem.torch_dtype, make, tokens, width, want_hidden=True)
     if problem.kind == "small":
         T, E, dtype = tokens - 1, width - 1, problem.torch_dtype
         a, b, r = (make(*s, dtype=dtype) for s in ((T, E), (E, E + 3), (T, (E + 3) // 2)))
@@ -185,29 +188,41 @@ def _heavy_products(
     dtype: torch.dtype, make: Make, T: int, E: int
 ) -> dict[str, Callable[[], object]]:
     F = E * 7 // 2
-    x, down, row = (make(*s, dtype=dtype) for s in ((T, E), (E, F), (T, F)))
-    out, wide = make(E, F, dtype=compute_dtype(x)), make(T, 2 * F, dtype=dtype)
-    found: dict[str, Callable[[], object]] = {
-        "adding": lambda: gemm.gemm_into(x.t(), row, out, True, impl="triton")
+    x, up, bias, row = (make(*s, dtype=dtype) for s in ((T, E), (2 * F, E), (2 * F,), (T, F)))
+    out = make(E, F, dtype=compute_dtype(x))
+    drop = Drop(0.1, 7, 3, torch.zeros(T, dtype=torch.int64, device=x.device))
+    return {
+        "adding": lambda: gemm.gemm_into(x.t(), row, out, True, impl="triton"),
+        "everything": lambda: gemm.fused_gemm(
+            x, up.t(), bias, activation="geglu", keep=True, drop=drop, residual=row, impl="triton"
+        ),
     }
+
+
+def _slopes(
+    dtype: torch.dtype, make: Make, T: int, E: int, *, want_hidden: bool
+) -> dict[str, Callable[[], object]]:
+    F = E * 7 // 2
+    x, down, row = (make(*s, dtype=dtype) for s in ((T, E), (E, F), (T, F)))
+    wide = make(T, 2 * F, dtype=dtype)
 
     def slope(name: str, precision: str | None = None) -> object:
         z = wide if name in ("swiglu", "geglu") else row
         return mlp.hidden_bwd(
-            x, down, z, activation=name, want_hidden=True, precision=precision, impl="triton"
+            x, down, z, activation=name, want_hidden=want_hidden, precision=precision, impl="triton"
         )
 
-    for name in ("gelu", "gelu_erf", "relu2", "swiglu", "geglu"):
-        found[f"gradient of {name}"] = partial(slope, name)
+    kind = "gradient and value of" if want_hidden else "gradient of"
+    names = ("gelu", "gelu_erf", "relu2", "swiglu", "geglu")
+    found: dict[str, Callable[[], object]] = {f"{kind} {n}": partial(slope, n) for n in names}
     if dtype == torch.float32:
-        found |= {f"in {p}": partial(slope, "gelu", p) for p in ("tf32", "tf32x3")}
+        found |= {f"{kind} gelu in {p}": partial(slope, "gelu", p) for p in ("tf32", "tf32x3")}
     return found
 
 
 def _epilogues(dtype: torch.dtype, make: Make, T: int, E: int) -> dict[str, Callable[[], object]]:
     F, D = E * 7 // 2, min(128, E // 4)
     x, up, bias, row = (make(*s, dtype=dtype) for s in ((T, E), (2 * F, E), (2 * F,), (T, F)))
-    drop = Drop(0.1, 7, 3, torch.zeros(T, dtype=torch.int64, device=x.device))
     kv = E // D // 4
     packed, table = make(6 * kv * D, E, dtype=dtype), make(T // 2, D // 2, dtype=torch.float32)
 
@@ -218,11 +233,8 @@ def _epilogues(dtype: torch.dtype, make: Make, T: int, E: int) -> dict[str, Call
         )  # fmt: skip
 
     found: dict[str, Callable[[], object]] = {
-        "everything": lambda: gemm.fused_gemm(
-            x, up.t(), bias, activation="geglu", keep=True, drop=drop, residual=row, impl="triton"
-        ),
         "swiglu": lambda: gemm.fused_gemm(
-            x, up.t(), bias, activation="swiglu", keep=True, impl="triton"
+            x, up.t(), bias, activation="swiglu", keep=True, residual=row, impl="triton"
         ),
         "qkv": lambda: qkv.qkv_fwd(
             x.view(2, T // 2, E), packed.view(-1, 6, D, E), None, table, table, impl="triton"
