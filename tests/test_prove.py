@@ -18,7 +18,7 @@ from ranks import run_ranks
 from warpweave import engine as engines
 from warpweave import gpt, prove
 from warpweave.kernels import norm
-from warpweave.parallel import zero
+from warpweave.parallel.data import parameters, reduce, zero
 from warpweave.parallel.mesh import Mesh, single
 from warpweave.parallel.shard import ParamRecord
 from warpweave.prove import LIMITS, Errors, Layout, prove_layout
@@ -142,7 +142,7 @@ def _same_dropout(original):
 
 
 def _count_all(original):
-    return lambda self: [self.reduced[part] for _, part in self.own_ranges(self.region)]
+    return lambda self, summed: [self.gradients.reduced]
 
 
 SP, PP = Layout(Mesh(tp=2), True), Layout(Mesh(pp=2))
@@ -161,9 +161,10 @@ FAULTS = {
     "replicated parameters counted once per tensor rank": (
         Layout(Mesh(tp=2)), zero.Unit, "counted_grads", _count_all),
     "norm and row-bias gradients not summed over tensor ranks": (
-        SP, zero.ZeroAdamW, "sum_partials", lambda _: lambda self: None),
-    "gradients not summed over context ranks": (Layout(Mesh(cp=2)), zero.Unit, "reduce",
-                                                lambda _: lambda self, following=(): None),
+        SP, zero.ZeroOptimizer, "sum_partials", lambda _: lambda self: None),
+    "gradients not summed over context ranks": (
+        Layout(Mesh(cp=2)), reduce.FlatGradients, "start",
+        lambda _: lambda self, following=(): None),
     "every tensor rank loads the first one's slice": (
         Layout(Mesh(tp=2), style="llama"), ParamRecord, "slice",
         lambda original: lambda self, full, _: original(self, full, 0)),
@@ -172,10 +173,11 @@ FAULTS = {
     "vocabulary padding takes part in the softmax": (
         Layout(Mesh(tp=2)), gpt.VocabParallelLinearCrossEntropy, "__init__",
         lambda original: lambda self, size, **kw: original(self, -(-size // 2) * 2, **kw)),
-    "updated slices are not gathered again": (Layout(Mesh(dp=2), zero=1), zero.Unit, "publish",
-                                              lambda _: lambda self: None),
+    "updated slices are not gathered again": (
+        Layout(Mesh(dp=2), zero=1), parameters.FlatParameters, "publish",
+        lambda _: lambda self: None),
     "clipping by the unreduced norm": (
-        Layout(Mesh(dp=2), zero=2), zero.ZeroAdamW, "norm",
+        Layout(Mesh(dp=2), zero=2), zero.ZeroOptimizer, "norm",
         lambda original: lambda self: original(self) * 1.01),
 }  # fmt: skip
 

@@ -12,9 +12,9 @@ from torch import nn
 from warpweave.gpt import GPT, GPTConfig
 from warpweave.kernels.wgrad import wgrad
 from warpweave.layers.records import collect_records
+from warpweave.parallel.data.zero import Unit
 from warpweave.parallel.mesh import Mesh, single
 from warpweave.parallel.stage import ChainStage, Segment
-from warpweave.parallel.zero import Unit
 
 WIDTH, MICRO_BATCHES = 7, 3
 
@@ -234,8 +234,9 @@ class _Trace:
         self.backward: list[tuple[int, int, int]] = []  # segment, in flight, gradients open
         for k, layer in enumerate(self.chain.segments):
             (unit,) = layer.units
-            unit.unshard = self._noted("gather", k, unit.unshard, lambda u=unit: u._gather)
-            unit.reduce = self._noted("reduce", k, unit.reduce, lambda: None)
+            store, gradients = unit.parameters, unit.gradients
+            store.unshard = self._noted("gather", k, store.unshard, lambda s=store: s._gather)
+            gradients.start = self._noted("reduce", k, gradients.start, lambda: None)
             weight = next(p for r, p in unit.params if r.name.endswith("weight"))
             weight.register_hook(lambda g, k=k: self._backward(k))
 
@@ -252,14 +253,14 @@ class _Trace:
 
     def _compute(self, k: int) -> None:
         self.events.append(("compute", k))
-        sizes = [unit.flat.untyped_storage().size() for unit in self.chain.units]
+        sizes = [unit.parameters.flat.untyped_storage().size() for unit in self.chain.units]
         self.present.append((k, {j for j, size in enumerate(sizes) if size}))
 
     def _backward(self, k: int) -> None:
         units = self.chain.units
         self.events.append(("backward", k))
-        flying = sum(unit._scatter is not None for unit in units)
-        opened = sum(unit.grad.untyped_storage().size() > 0 for unit in units)
+        flying = sum(unit.gradients._in_flight is not None for unit in units)
+        opened = sum(unit.gradients.flat.untyped_storage().size() > 0 for unit in units)
         self.backward.append((k, flying, opened))
 
 
@@ -300,11 +301,15 @@ def _freed(rank: int) -> None:
         again = [(k, {k, max(k - 1, 0)}) for k in reversed(range(last + 1))]
         assert trace.present == forward + again * recompute, trace.present
         for unit in trace.chain.units:
-            assert unit.flat.untyped_storage().size() == unit.grad.untyped_storage().size() == 0
+            assert (
+                unit.parameters.flat.untyped_storage().size()
+                == unit.gradients.flat.untyped_storage().size()
+                == 0
+            )
         trace.present.clear()
         trace.chain.evaluate(None, _batches()[0])
         assert trace.present == forward
-        assert all(unit.flat.untyped_storage().size() == 0 for unit in trace.chain.units)
+        assert all(unit.parameters.flat.untyped_storage().size() == 0 for unit in trace.chain.units)
 
 
 def _early_reduction(rank: int) -> None:

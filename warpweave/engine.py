@@ -18,11 +18,12 @@ from warpweave.gpt import GPT, GPTConfig, MicroBatch
 from warpweave.parallel import schedule as schedules
 from warpweave.parallel.collectives import Pending, gather, start_all_reduce_
 from warpweave.parallel.context import Strategy
+from warpweave.parallel.data.optimizer import AdamW, LossScale
+from warpweave.parallel.data.zero import Unit, ZeroOptimizer
 from warpweave.parallel.mesh import ConnectedMesh
 from warpweave.parallel.pipeline import Distributed, Like, execute
 from warpweave.parallel.shard import ParamRecord
 from warpweave.parallel.stage import ChainStage, Segment
-from warpweave.parallel.zero import LossScale, Unit, ZeroAdamW
 
 SCHEDULES: dict[str, Callable[[int, int], schedules.Schedule]] = {
     "gpipe": schedules.gpipe,
@@ -61,7 +62,7 @@ class _EngineStage(ChainStage):
         self,
         segments: list[Segment],
         mesh: ConnectedMesh,
-        optimizer: ZeroAdamW,
+        optimizer: ZeroOptimizer,
         message: Like,
         last: bool,
     ) -> None:
@@ -92,7 +93,7 @@ class _EngineStage(ChainStage):
 
         Both ends cut the embedding's unit alike, so this rank's slice matches its peer's.
         """
-        return next((unit.reduced for unit in self.units if unit.tied), None)
+        return next((u.gradients.reduced for u in self.units if u.tied), None)
 
     def update(self) -> None:
         """The optimizer step; with `lr` None only the norm is computed and gradients are kept.
@@ -108,8 +109,8 @@ def _guard_state_dict(gpt: GPT, units: list[Unit]) -> None:
 
     def check(module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
         for unit in units:
-            unit.wait()
-            if not unit.materialised:
+            unit.parameters.wait()
+            if not unit.parameters.materialised:
                 raise RuntimeError(
                     f"ZeRO 3 keeps only a shard of {unit.name} on this rank: Engine.read gives "
                     "whole tensors, state_dict cannot"
@@ -198,15 +199,9 @@ class Engine:
         self.units: list[Unit] = list(dict.fromkeys(u for s in segments for u in s.units))
         _guard_state_dict(self.gpt, self.units)
         scale = LossScale().to(self.device) if dtype == torch.float16 else None
-        self.optimizer = ZeroAdamW(
-            self.units,
-            mesh,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            clip=clip,
-            loss_scale=scale,
-            impl=impl,
+        rule = AdamW(betas, eps, weight_decay, impl)
+        self.optimizer = ZeroOptimizer(
+            self.units, mesh, rule, clip=clip, loss_scale=scale, impl=impl
         )
         self.message: Like = ((own.stop - own.start, config.width), dtype, self.device)
         self.stage = _EngineStage(segments, mesh, self.optimizer, self.message, self.gpt.last)
@@ -267,7 +262,7 @@ class Engine:
         if (name := next(frozen, None)) is not None:
             raise ValueError(f"the engine trains every parameter, but {name} does not require grad")
         for unit in self.units:
-            unit.zero_grad()  # what a step without an update, or one that failed, left there
+            unit.gradients.clear()  # what a step without an update, or one that failed, left there
         valid = self._count_valid(labels)
         batches = self._micro_batches(tokens, labels, sample_ids, valid, key)
         if not self.gpt.training:  # it walks over all modules
@@ -412,7 +407,7 @@ class Engine:
     # ------------------------------------------------------------------ state in and out
 
     def load(self, kind: str, value: Callable[[ParamRecord], Tensor]) -> None:
-        """Set "param", "exp_avg" or "exp_avg_sq" from logical tensors, on any mesh."""
+        """Set "param" or one of the optimizer's moments from logical tensors, on any mesh."""
         for unit in self.units:
             unit.write(kind, value)
 

@@ -23,12 +23,12 @@ from warpweave.layers.norm import LayerNorm, RMSNorm
 from warpweave.layers.records import collect_records
 from warpweave.parallel.collectives import Pending
 from warpweave.parallel.context import Strategy
+from warpweave.parallel.data.zero import Unit
 from warpweave.parallel.layout import SequenceLayout
 from warpweave.parallel.mesh import ConnectedMesh, Mesh, connected
 from warpweave.parallel.shard import ParamRecord
 from warpweave.parallel.stage import Segment
 from warpweave.parallel.tensor import column_parallel_linear
-from warpweave.parallel.zero import Unit
 
 
 @dataclass(frozen=True)
@@ -305,7 +305,7 @@ class GPT(nn.Module):
         for name, param in self.named_parameters():
             if not param.is_meta:
                 full = records[name].draw(seed)
-                param.copy_(records[name].slice(full, self.mesh.index("tp")))
+                param.copy_(records[name].slice(full, self.mesh.coords))
 
     # ------------------------------------------------------------------ forward
 
