@@ -73,7 +73,7 @@ from warpweave.kernels.attention_tiles import (
     launch_options,
     padded,
 )
-from warpweave.kernels.dispatch import choose, no_graph, triton
+from warpweave.kernels.dispatch import choose, no_graph, refuse_tangents, triton
 from warpweave.kernels.linear import grad_dtype
 from warpweave.kernels.reference import compute_dtype
 
@@ -529,10 +529,12 @@ def attention(
     Under autocast q, k and v are cast, as for `F.scaled_dot_product_attention`.
 
     Raises ValueError if shapes, dtypes, devices, head counts, runs, documents or numbers do not
-    fit, or `impl` cannot run here.
+    fit, or `impl` cannot run here; RuntimeError on forward-mode derivatives, and on second ones
+    where they are taken.
     """
     check_kinds(q, k, v, causal, window, documents, scale, softcap, dropout, dropout_seed)
     choose("torch", q, k, v, documents, sinks)  # one device; beside meta tensors nothing would run
+    refuse_tangents("attention", q, k, v, sinks)
     device = q.device.type
     if q.dtype != torch.float64 and torch.is_autocast_enabled(device):
         q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))

@@ -18,9 +18,11 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from functools import cache, wraps
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch.autograd import forward_ad
+from torch.autograd.graph import get_gradient_edge
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -101,8 +103,28 @@ def wants_gradient(*given: object) -> bool:
     )
 
 
+def refuse_tangents(name: str, *given: object) -> None:
+    """Raise RuntimeError if a tensor among those given carries a tangent: torch drops those that
+    enter an operator of ours or are read by a half, and `torch.func.jvp` would be a silent 0.
+
+    While a compiler traces nobody can tell who carries one: there any forward mode is refused.
+    """
+    if forward_ad._current_level < 0:  # no forward mode
+        return
+    tensors = (x for x in given if isinstance(x, torch.Tensor))
+    if torch.compiler.is_compiling() or any(
+        forward_ad.unpack_dual(x).tangent is not None for x in tensors
+    ):
+        raise RuntimeError(
+            f"{name} has no forward-mode derivative (torch.func.jvp, jacfwd, dual tensors): "
+            "take the gradient in reverse mode"
+        )
+
+
 def refuse_graph(name: str, *given: object) -> None:
-    """Raise ValueError if a gradient is wanted through `name`, which has none, to what is given."""
+    """Raise ValueError if a gradient is wanted through `name`, which has none, to what is given,
+    and RuntimeError if something given carries a tangent."""
+    refuse_tangents(name, *given)
     if wants_gradient(*given):
         shapes = [[*x.shape] for x in given if isinstance(x, torch.Tensor) and x.requires_grad]
         raise ValueError(
@@ -119,6 +141,55 @@ def no_graph(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _R
     def checked(*args: _Arguments.args, **options: _Arguments.kwargs) -> _Result:
         refuse_graph(function.__name__, *args, *options.values())
         return function(*args, **options)
+
+    return checked
+
+
+class _Final(torch.autograd.Function):
+    """Hands gradients on; differentiating them towards any of the `sources` raises."""
+
+    @staticmethod
+    def forward(ctx, name, gradients, *sources):
+        ctx.name = name
+        return gradients
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise RuntimeError(
+            f"{ctx.name} has no second derivative: the gradients that it returned under "
+            "create_graph=True were differentiated"
+        )
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate the backward of an autograd Function that has no second derivative: whoever asks for
+    one gets a RuntimeError, whatever other path leads to the same input.
+
+    torch's decorator of this name raises only where the incoming gradient requires one, and at a
+    node that leads nowhere: ``autograd.grad`` passes it by and drops its terms. Here the gradients
+    depend on the incoming ones, on what was saved, and so on every input of the Function: what
+    neither a saved input or output nor a leaf leads to is refused at once.
+    """
+
+    @wraps(backward)
+    def checked(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        with torch.no_grad():
+            found = backward(ctx, *grads)
+        if not torch.is_grad_enabled():  # no create_graph
+            return found
+        name = type(ctx).__name__.removesuffix("Backward")
+        given = (*grads, *ctx.saved_tensors)
+        sources = [x for x in given if x is not None and x.requires_grad]
+        reached = {get_gradient_edge(x).node for x in sources}
+        if ctx not in reached:  # a saved output leads to all inputs
+            for node in {node for node, _ in ctx.next_functions if node is not None} - reached:
+                if not hasattr(node, "variable"):
+                    raise RuntimeError(
+                        f"{name} has no second derivative and saved too little to say so later: "
+                        f"create_graph=True cannot be had through its input from {node.name()}"
+                    )
+                sources.append(node.variable)
+        return _Final.apply(name, found, *sources)
 
     return checked
 

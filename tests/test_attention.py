@@ -466,6 +466,44 @@ def test_it_compiles_into_one_graph_with_gradients() -> None:
         assert_close_f64(g, w, 1e-14)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own forward mode
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("backend", [None, "eager", "aot_eager"])
+def test_forward_mode_raises_and_is_no_silent_zero(impl, backend) -> None:
+    q, k, v = (x.detach() for x in draw(Sq=3, Sk=3))
+    sinks = torch.zeros(2, dtype=F64)
+
+    def f(q, k, v, sinks):
+        return attention(q, k, v, sinks=sinks, impl=impl)
+
+    if backend:
+        f = torch.compile(f, fullgraph=True, backend=backend)
+        f(q, k, v, sinks)
+    for n in range(4):
+        with torch.autograd.forward_ad.dual_level():
+            given = [q, k, v, sinks]
+            given[n] = torch.autograd.forward_ad.make_dual(given[n], torch.ones_like(given[n]))
+            with pytest.raises(RuntimeError, match=r"attention.* has no forward-mode derivative"):
+                f(*given)
+    if backend is None:
+        for transform in (torch.func.jacfwd, lambda f: lambda q: torch.func.jvp(f, (q,), (q,))):
+            with pytest.raises(RuntimeError, match="attention has no forward-mode derivative"):
+                transform(lambda q: f(q, k, v, sinks))(q)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("lse", [False, True])
+def test_a_second_derivative_raises_whatever_else_leads_to_the_input(impl, lse) -> None:
+    inputs = *draw(Sq=3, Sk=3), torch.randn(2, dtype=F64).requires_grad_()
+    q, k, v, sinks = inputs
+    o = attention(q, k, v, sinks=sinks, return_lse=True, impl=impl)[lse]
+    loss = o.sum() + sum((x * x).sum() for x in inputs)
+    for dx in torch.autograd.grad(loss, inputs, create_graph=True):
+        for x in inputs:
+            with pytest.raises(RuntimeError, match=r"through warpweave\.attention_backward"):
+                torch.autograd.grad((dx * dx).sum() + (x * x).sum(), x, retain_graph=True)
+
+
 def test_it_is_torchs_attention_and_follows_autocast() -> None:
     q, k, v = draw(Hq=4, Hkv=4, dtype=torch.float32)
     want = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True)

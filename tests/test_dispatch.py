@@ -12,7 +12,7 @@ import torch
 
 from warpweave import kernels
 from warpweave.kernels import dispatch
-from warpweave.kernels.dispatch import choose
+from warpweave.kernels.dispatch import choose, once_differentiable, refuse_tangents
 from warpweave.kernels.norm import norm_fwd
 
 
@@ -141,3 +141,71 @@ def test_a_half_runs_where_no_gradient_is_wanted() -> None:
         y, *_ = norm_fwd(x, weight, layer=False)
     assert torch.equal(y, norm_fwd(x.detach(), weight.detach(), layer=False)[0])
     assert norm_fwd.__doc__.startswith("(y, s, mean or None, rstd)")
+
+
+# ---------------------------------------------------------------- derivatives that do not exist
+
+
+class _Cubed(torch.autograd.Function):
+    """x^3 w, whose gradient is computed from constants; `saved` says what it keeps."""
+
+    @staticmethod
+    def forward(ctx, x, w, saved):
+        y = x**3 * w
+        ctx.constants = x.detach(), w.detach()
+        ctx.save_for_backward(*{"inputs": (x, w), "output": (y,), "x": (x,), "nothing": ()}[saved])
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, w = ctx.constants
+        return 3 * dy * x**2 * w, dy * x**3, None
+
+
+def _cubed(saved: str, leaf: bool = True) -> tuple[torch.Tensor, ...]:
+    """Two inputs, and the gradients of a loss that leads to both by other ways as well."""
+    x, w = (torch.randn(3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    given = (x, w) if leaf else (x * 1, w * 1)
+    loss = _Cubed.apply(*given, saved).sum() + (x * x).sum() + (w * w).sum()
+    return x, w, *torch.autograd.grad(loss, (x, w), create_graph=True)
+
+
+@pytest.mark.parametrize(
+    ("saved", "leaf"),
+    [(saved, True) for saved in ("inputs", "output", "x", "nothing")]
+    + [("inputs", False), ("output", False)],
+)
+def test_a_second_derivative_raises_whatever_else_leads_to_the_input(saved, leaf) -> None:
+    x, w, dx, dw = _cubed(saved, leaf)
+    for of in (dx, dw, dx + x**2, dw + w**2):
+        for to in (x, w):
+            with pytest.raises(RuntimeError, match="_Cubed has no second derivative"):
+                torch.autograd.grad(of.sum(), to, retain_graph=True)
+    assert torch.equal(torch.autograd.grad((x**2).sum(), x)[0], 2 * x)  # create_graph alone is fine
+
+
+def test_a_function_that_saved_too_little_to_raise_later_raises_at_once() -> None:
+    for saved in ("x", "nothing"):
+        with pytest.raises(RuntimeError, match=r"_Cubed has no .* its input from MulBackward0"):
+            _cubed(saved, leaf=False)
+
+
+def test_a_second_derivative_through_the_incoming_gradient_raises() -> None:
+    x, w = (torch.randn(3, requires_grad=True) for _ in range(2))
+    (dx,) = torch.autograd.grad(_Cubed.apply(x, w.detach(), "inputs"), x, w * 2, create_graph=True)
+    with pytest.raises(RuntimeError, match="_Cubed has no second derivative"):
+        torch.autograd.grad(dx.sum() + w.sum(), w)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own forward mode
+def test_a_tangent_is_refused_by_what_would_drop_it() -> None:
+    x = torch.randn(3, 8)
+    refuse_tangents("it", x, None, 3)
+    with pytest.raises(RuntimeError, match="it has no forward-mode derivative"):
+        torch.func.jvp(lambda x: refuse_tangents("it", None, x), (x,), (x,))
+    with torch.autograd.forward_ad.dual_level():
+        norm_fwd(x, torch.ones(8), layer=False)  # carries none
+        dual = torch.autograd.forward_ad.make_dual(x, x)
+        with pytest.raises(RuntimeError, match="norm_fwd has no forward-mode derivative"):
+            norm_fwd(dual, torch.ones(8), layer=False)
