@@ -23,9 +23,9 @@ from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
 from warpweave.kernels.attention import attention, attention_bwd, attention_delta, attention_fwd
+from warpweave.kernels.dispatch import once_differentiable
 from warpweave.kernels.linear import grad_dtype
 from warpweave.kernels.reference import compute_dtype
 from warpweave.parallel.collectives import start_all_gather, start_reduce_scatter

@@ -34,7 +34,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
 from warpweave.kernels.attention import (
     attention,
@@ -43,6 +42,7 @@ from warpweave.kernels.attention import (
     attention_dsinks,
     attention_fwd,
 )
+from warpweave.kernels.dispatch import once_differentiable
 from warpweave.kernels.linear import grad_dtype
 from warpweave.kernels.reference import Run, compute_dtype
 from warpweave.parallel.layout import SequenceLayout

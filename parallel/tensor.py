@@ -31,9 +31,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
 from warpweave.kernels.cross_entropy import cross_entropy_bwd, cross_entropy_fwd, token_losses
+from warpweave.kernels.dispatch import once_differentiable
 from warpweave.kernels.gemm import gemm
 from warpweave.kernels.linear import Settled, bias_gradient, grad_dtype, rows, weight_gradient
 from warpweave.kernels.wgrad import wgrad
