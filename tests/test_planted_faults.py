@@ -33,8 +33,10 @@ from warpweave.layers.embedding import PositionEmbedding
 from warpweave.layers.linear import ColumnParallelLinear, RowParallelLinear
 from warpweave.layers.loss import VocabParallelLinearCrossEntropy
 from warpweave.layers.norm import RMSNorm, _Norm
-from warpweave.parallel import context, linear_loss, mlp, ring, schedule, tensor
+from warpweave.parallel import linear_loss, mlp, schedule, tensor
 from warpweave.parallel.collectives import gather, own_slice, start_all_reduce_
+from warpweave.parallel.context import gather as kv_gather
+from warpweave.parallel.context import ring
 from warpweave.parallel.data.flat import FlatLayout
 from warpweave.parallel.data.optimizer import AdamW
 from warpweave.parallel.data.reduce import FlatGradients
@@ -429,7 +431,7 @@ def gathered_keys_get_no_gradient_from_others(mesh):
     def reduce_scatter(dk, dv, layout, group):
         return tuple(layout.shard(x, dist.get_rank(group), 1) for x in (dk, dv))
 
-    return [(context, "_reduce_scatter", reduce_scatter)]
+    return [(kv_gather, "_reduce_scatter", reduce_scatter)]
 
 
 @fault(12, RING)
