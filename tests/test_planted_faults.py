@@ -310,7 +310,7 @@ def _complete_norms(mesh):
     right = _Norm._parameter
 
     def parameter(self, *args):
-        self._partial = False
+        self._partial = ()
         return right(self, *args)
 
     return [(_Norm, "_parameter", parameter)]
@@ -335,7 +335,7 @@ def row_bias_not_summed(mesh):
 
     def init(self, *args, **options):
         right(self, *args, **options)
-        self.records["bias"] = dataclasses.replace(self.records["bias"], partial=False)
+        self.records["bias"] = dataclasses.replace(self.records["bias"], partial=())
 
     return [(RowParallelLinear, "__init__", init)]
 
@@ -511,7 +511,13 @@ def tied_gradients_not_summed(mesh):
 @fault(15, PP)
 def tied_gradient_counted_twice(mesh):
     """torchtitan #1524: the global norm has the shared weight of both stages."""
-    return _counts(lambda unit: {"owner": True})
+    right = Unit.counted_grads
+
+    def counted_grads(self, summed):
+        with mock.patch.object(self, "owner", True):
+            return right(self, summed)
+
+    return [(Unit, "counted_grads", counted_grads)]
 
 
 @fault(15, Layout(Mesh(dp=2, pp=2), zero=1))
@@ -554,8 +560,8 @@ def every_rank_loads_the_first_qkv(mesh):
     """picotron #32: the attention shards are cut with rank 0's index on every rank."""
     right = ParamRecord.slice
 
-    def cut(self, full, index):
-        return right(self, full, 0 if ".qkv." in self.name else index)
+    def cut(self, full, at):
+        return right(self, full, at | {"tp": 0} if ".qkv." in self.name else at)
 
     return [(ParamRecord, "slice", cut)]
 

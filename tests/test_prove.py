@@ -167,7 +167,7 @@ FAULTS = {
         lambda _: lambda self, following=(): None),
     "every tensor rank loads the first one's slice": (
         Layout(Mesh(tp=2), style="llama"), ParamRecord, "slice",
-        lambda original: lambda self, full, _: original(self, full, 0)),
+        lambda original: lambda self, full, at: original(self, full, at | {"tp": 0})),
     "layers named by their place on the stage": (PP, gpt.GPT, "parameter_records", _local_names),
     "one dropout mask for all tensor ranks": (SP, gpt.GPT, "micro_batch", _same_dropout),
     "vocabulary padding takes part in the softmax": (

@@ -272,7 +272,7 @@ def _in_flight(rank: int) -> None:
             assert len(trace.backward) == 6 * MICRO_BATCHES
             assert max(flying for _, flying, _ in trace.backward) == 2, trace.backward
             assert max(opened for _, _, opened in trace.backward) == 3, trace.backward
-            assert all(unit._scatter is None for unit in trace.chain.units)
+            assert all(unit.gradients._in_flight is None for unit in trace.chain.units)
 
 
 def test_at_most_two_reductions_are_in_flight_while_a_segment_runs_backward():
@@ -321,7 +321,7 @@ def _early_reduction(rank: int) -> None:
         assert trace.events[-6:] == tail
         assert sum(event == "reduce" for event, _ in trace.events) == 3
 
-        two = 2 * trace.chain.units[0].grad.nbytes
+        two = 2 * trace.chain.units[0].gradients.flat.nbytes
         trace = _Trace(Mesh(dp=2).connect(), stage, layers=3, bucket_bytes=two)
         _go(trace.chain, _batches())
         bucket = [("reduce", 2)] if stage == 0 else [("reduce", 2), ("reduce", 1)]
