@@ -42,8 +42,8 @@ from warpweave.parallel.data.optimizer import AdamW
 from warpweave.parallel.data.reduce import FlatGradients
 from warpweave.parallel.data.zero import Unit, ZeroOptimizer
 from warpweave.parallel.mesh import ConnectedMesh, Mesh, single
+from warpweave.parallel.pipeline.stage import ChainStage
 from warpweave.parallel.shard import ParamRecord
-from warpweave.parallel.stage import ChainStage
 from warpweave.prove import LIMITS, Layout, prove_layout
 
 LIMIT = LIMITS["fp64"]

@@ -14,7 +14,7 @@ from warpweave.kernels.wgrad import wgrad
 from warpweave.layers.records import collect_records
 from warpweave.parallel.data.zero import Unit
 from warpweave.parallel.mesh import Mesh, single
-from warpweave.parallel.stage import ChainStage, Segment
+from warpweave.parallel.pipeline.stage import ChainStage, Segment
 
 WIDTH, MICRO_BATCHES = 7, 3
 

@@ -21,8 +21,8 @@ from warpweave.parallel.data import parameters, reduce
 from warpweave.parallel.data.optimizer import SGD, AdamW, LossScale
 from warpweave.parallel.data.zero import Unit, ZeroOptimizer
 from warpweave.parallel.mesh import Mesh, single
+from warpweave.parallel.pipeline.stage import ChainStage, Segment
 from warpweave.parallel.shard import Cut, ParamRecord
-from warpweave.parallel.stage import ChainStage, Segment
 
 KINDS = ("param", "exp_avg", "exp_avg_sq")
 ADAMW = {"betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.2}

@@ -22,8 +22,8 @@ from warpweave.parallel.data.optimizer import AdamW, LossScale
 from warpweave.parallel.data.zero import Unit, ZeroOptimizer
 from warpweave.parallel.mesh import ConnectedMesh
 from warpweave.parallel.pipeline import Distributed, Like, execute
+from warpweave.parallel.pipeline.stage import ChainStage, Segment
 from warpweave.parallel.shard import ParamRecord
-from warpweave.parallel.stage import ChainStage, Segment
 
 SCHEDULES: dict[str, Callable[[int, int], schedules.Schedule]] = {
     "gpipe": schedules.gpipe,

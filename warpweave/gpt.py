@@ -26,8 +26,8 @@ from warpweave.parallel.context import Strategy
 from warpweave.parallel.data.zero import Unit
 from warpweave.parallel.layout import SequenceLayout
 from warpweave.parallel.mesh import ConnectedMesh, Mesh, connected
+from warpweave.parallel.pipeline.stage import Segment
 from warpweave.parallel.shard import ParamRecord
-from warpweave.parallel.stage import Segment
 from warpweave.parallel.tensor import column_parallel_linear
 
 
