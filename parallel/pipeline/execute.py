@@ -62,6 +62,8 @@ def execute(lists: Schedule, stages: Mapping[int, Stage], transport: Transport) 
         ranks). The stages' state is undefined then.
     """
     transport.open(lists, stages)
+    for stage in stages.values():
+        stage.start()
     ranks = transport.ranks(lists)
     transport.drive({rank: _run(rank, lists, stages, transport) for rank in ranks})
 
@@ -88,13 +90,9 @@ def _run(
                 raise RuntimeError(f"rank {rank}: {action} comes before {needed}")
         if i != WHOLE and done.intersection(gives(action)):
             raise RuntimeError(f"rank {rank}: {action} occurs twice")
-        if ver and op != UPDATE:
-            raise ValueError(
-                f"rank {rank}: {action} reads weights of version {ver}, stages hold one"
-            )
         stage = stages[s]
         if op == F:
-            y = stage.forward(i, held.pop((F, s, i)) if s > 0 else None)
+            y = stage.forward(i, held.pop((F, s, i)) if s > 0 else None, ver)
             if s < last:
                 keep(F, s + 1, i, y, action)
         elif op in (B, I):

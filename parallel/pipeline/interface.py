@@ -19,8 +19,15 @@ class Stage(Protocol):
     def input_like(self, mb: int) -> Like:
         """(shape, dtype, device) of the x that `forward` takes; not asked of stage 0."""
 
-    def forward(self, mb: int, x: Tensor | None) -> Tensor | None:
-        """Output of micro-batch `mb`. Stage 0 has its own input (x None), the last returns None."""
+    def start(self) -> None:
+        """A run of the lists begins: the weights of now are version 0."""
+
+    def forward(self, mb: int, x: Tensor | None, version: int) -> Tensor | None:
+        """Output of micro-batch `mb` by the weights of `version`, which its backward uses too.
+
+        Stage 0 has its own input (x None), the last returns None. Raises ValueError if the stage
+        does not hold that version.
+        """
 
     def backward(self, mb: int, dy: Tensor | None) -> Tensor | None:
         """All gradients of `mb`, added to the parameters'; returns dx (stage 0: None)."""
@@ -47,7 +54,7 @@ class Stage(Protocol):
         """
 
     def update(self) -> None:
-        """The optimizer step."""
+        """The optimizer step, which makes the next version."""
 
 
 class Receive(NamedTuple):

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed import ProcessGroup
+from torch.func import functional_call
 
 from warpweave.kernels.wgrad import WeightGradients, collect
 from warpweave.parallel.pipeline.interface import Like
@@ -25,6 +26,9 @@ class ModuleStage:
         tied: the parameter that first and last stage share, where there is a TIE.
         optimizer: stepped, and its gradients cleared, at UPDATE.
         group: the ranks over which REDUCE sums gradients; None is one.
+        versions: how many of the newest versions of the weights are kept (weight stashing,
+            PipeDream, arXiv:1806.03377): with more than one, a micro-batch may run backward after
+            an UPDATE, on the weights that its forward read.
 
     Gradients are in the parameters' ``.grad``; `losses` maps mb to the detached loss of the last
     run.
@@ -40,6 +44,7 @@ class ModuleStage:
         tied: nn.Parameter | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         group: ProcessGroup | None = None,
+        versions: int = 1,
     ) -> None:
         if (inputs is None) == (like is None):
             raise ValueError("a stage has either inputs (the first one) or like (the others)")
@@ -49,6 +54,15 @@ class ModuleStage:
         # The graph's end and not y itself is kept: y's memory is free as soon as it has been sent.
         self._graphs: dict[int, tuple[Tensor | None, GradientEdge | None]] = {}
         self._owed: dict[int, WeightGradients] = {}
+        self._versions = versions
+        self.start()
+
+    def start(self) -> None:
+        """A run of the lists begins: the weights of now are version 0."""
+        self._newest = 0
+        self._stash: dict[int, dict[str, Tensor]] = {}  # version -> name -> weight, if several
+        self._read: dict[int, int] = {}  # micro-batch -> version, from forward to backward
+        self._stash_newest()
 
     def input_like(self, mb: int) -> Like:
         """The `like` that was given."""
@@ -56,11 +70,12 @@ class ModuleStage:
             raise ValueError("the first stage receives nothing")
         return self._like
 
-    def forward(self, mb: int, x: Tensor | None) -> Tensor | None:
+    def forward(self, mb: int, x: Tensor | None, version: int = 0) -> Tensor | None:
         """Runs the module; the last stage keeps its loss in `losses`."""
         if x is not None:
             x = x.detach().requires_grad_()
-        y = self.module(self._inputs(mb) if self._inputs is not None else x)
+        given = self._inputs(mb) if self._inputs is not None else x
+        y = self._at(version, mb)(given)
         if self._loss is not None:
             y = self._loss(mb, y)
             self.losses[mb] = y.detach()
@@ -69,20 +84,57 @@ class ModuleStage:
 
     def backward(self, mb: int, dy: Tensor | None) -> Tensor | None:
         """Autograd through the module's graph of `mb`."""
-        x, edge = self._graphs.pop(mb)
-        if edge is not None:
-            torch.autograd.backward((edge,), None if dy is None else (dy,))
-        return None if x is None else x.grad
+        dx = self._backward(mb, dy)
+        self._collect_stashed(mb)
+        return dx
 
     def backward_input(self, mb: int, dy: Tensor | None) -> Tensor | None:
         """The same under `collect`: what Functions defer waits for `backward_weight`."""
         store = self._owed[mb] = WeightGradients()
         with collect(store):
-            return self.backward(mb, dy)
+            return self._backward(mb, dy)
 
     def backward_weight(self, mb: int) -> None:
         """Runs what was deferred."""
         self._owed.pop(mb).run()
+        self._collect_stashed(mb)
+
+    def _backward(self, mb: int, dy: Tensor | None) -> Tensor | None:
+        x, edge = self._graphs.pop(mb)
+        if edge is not None:
+            torch.autograd.backward((edge,), None if dy is None else (dy,))
+        return None if x is None else x.grad
+
+    # ------------------------------------------------------------------ versions of the weights
+
+    def _stash_newest(self) -> None:
+        """Keep a copy of the weights, if several versions are to be kept; drop the oldest."""
+        if self._versions > 1:
+            named = self.module.named_parameters()
+            self._stash[self._newest] = {n: p.detach().clone().requires_grad_() for n, p in named}
+            self._stash.pop(self._newest - self._versions, None)
+
+    def _at(self, version: int, mb: int) -> Callable[[Tensor], Tensor]:
+        """The module with the weights of `version`."""
+        if self._versions == 1 and version == self._newest:
+            return self.module
+        if version not in self._stash:
+            kept = sorted(self._stash) or [self._newest]
+            raise ValueError(f"micro-batch {mb} reads version {version}, the stage holds {kept}")
+        self._read[mb] = version
+        weights = self._stash[version]
+        return lambda x: functional_call(self.module, weights, (x,))
+
+    def _collect_stashed(self, mb: int) -> None:
+        """Add the gradients that `mb` left in copies of the weights to the parameters' own."""
+        if (version := self._read.pop(mb, None)) is None:
+            return
+        for name, parameter in self.module.named_parameters():
+            copy = self._stash[version][name]
+            if copy.grad is not None:
+                grad = parameter.grad
+                parameter.grad = copy.grad if grad is None else grad.add_(copy.grad)
+                copy.grad = None
 
     def unshard(self) -> None:
         """Nothing: the parameters are whole."""
@@ -107,3 +159,5 @@ class ModuleStage:
             raise ValueError("UPDATE on a stage without an optimizer")
         self.optimizer.step()
         self.optimizer.zero_grad()
+        self._newest += 1
+        self._stash_newest()

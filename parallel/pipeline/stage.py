@@ -9,7 +9,7 @@ segments are still in their backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,12 +45,14 @@ class Segment:
 class _Chain:
     """Segments in forward order, and which units' gradients each one's backward completes."""
 
-    def __init__(self, segments: Sequence[Segment]) -> None:
-        self.segments = tuple(segments)
+    def __init__(self, segments: Sequence[Segment], shared: Collection[Unit] = ()) -> None:
+        self.segments, self._shared = tuple(segments), shared
         units = list(dict.fromkeys(unit for s in self.segments for unit in s.units))
         # A unit's gradient is complete once the first segment that reads it has run backward.
         self.completes: list[list[Unit]] = [[] for _ in self.segments]
         for unit in units:
+            if unit in shared:
+                continue
             first = next(k for k, s in enumerate(self.segments) if unit in s.units)
             self.completes[first].append(unit)
 
@@ -64,7 +66,7 @@ class _Chain:
             return x
 
         units = tuple(dict.fromkeys(unit for s in self.segments for unit in s.units))
-        return _Chain([Segment("stage", run, units)])
+        return _Chain([Segment("stage", run, units)], self._shared)
 
 
 @dataclass
@@ -84,15 +86,22 @@ class ChainStage:
         segments: the chain, in forward order.
         last: this is the last stage, whose final segment returns the loss, 0-dim and already
             divided by the global number of valid tokens.
+        shared: units whose gradients another stage of this rank completes (a tied embedding where
+            first and last stage are on one rank): left to that one to reduce.
         bucket_bytes: whole gradients (stages 0 and 1) are reduced in buckets of at least so much;
             fewer bytes cost more in messages than they hide. As torch's DDP, by default 25 MiB.
     """
 
     def __init__(
-        self, segments: Sequence[Segment], *, last: bool, bucket_bytes: int = 25 * 2**20
+        self,
+        segments: Sequence[Segment],
+        *,
+        last: bool,
+        shared: Collection[Unit] = (),
+        bucket_bytes: int = 25 * 2**20,
     ) -> None:
         self.last, self.bucket_bytes = last, bucket_bytes
-        self._cut = _Chain(segments)
+        self._cut = _Chain(segments, shared)
         self.segments = self._cut.segments
         self.units = list(dict.fromkeys(unit for s in self.segments for unit in s.units))
         completed = [unit for units in reversed(self._cut.completes) for unit in units]
@@ -127,11 +136,14 @@ class ChainStage:
 
     # ------------------------------------------------------------------ forward
 
-    def forward(self, mb: int, x: Tensor | None) -> Tensor | None:
+    def forward(self, mb: int, x: Tensor | None, version: int = 0) -> Tensor | None:
         """Run the chain on micro-batch `mb`; returns the activation for the next stage.
 
-        The last stage appends its loss to `losses` and returns None.
+        The last stage appends its loss to `losses` and returns None. There is one version of the
+        weights: any other than 0 raises ValueError.
         """
+        if version:
+            raise ValueError(f"micro-batch {mb} reads version {version}, a chain holds one")
         chain = self._chain(mb)
         segments = chain.segments
         flight = _Flight(chain, [WeightGradients(self._views) for _ in segments])

@@ -157,6 +157,7 @@ class Distributed:
         group: the pipeline group, whose rank r runs ``lists[r]``; None for a single rank.
         device: where receive buffers live; the group's backend must take it.
         timeout: seconds.
+        staleness: by how many versions a gradient may be older than the weights it changes.
 
     Building one is collective over `group`, and its members must have built the same number of
     process groups before (torch derives the new groups' names from that number). After an error,
@@ -174,8 +175,9 @@ class Distributed:
         *,
         device: torch.device | str = "cpu",
         timeout: float = 300.0,
+        staleness: int = 0,
     ) -> None:
-        validate(lists)
+        validate(lists, staleness=staleness)
         size = 1 if group is None else group.size()
         if size != len(lists):
             raise ValueError(f"the schedule has {len(lists)} ranks, the pipeline group {size}")
