@@ -100,6 +100,7 @@ class ModuleStage:
         self._collect_stashed(mb)
 
     def _backward(self, mb: int, dy: Tensor | None) -> Tensor | None:
+        self._need(self._read[mb], mb)
         x, edge = self._graphs.pop(mb)
         if edge is not None:
             torch.autograd.backward((edge,), None if dy is None else (dy,))
@@ -114,26 +115,29 @@ class ModuleStage:
             self._stash[self._newest] = {n: p.detach().clone().requires_grad_() for n, p in named}
             self._stash.pop(self._newest - self._versions, None)
 
+    def _need(self, version: int, mb: int) -> None:
+        """Raise ValueError unless the weights of `version` are still there."""
+        kept = sorted(self._stash) or [self._newest]
+        if version not in kept:
+            raise ValueError(f"micro-batch {mb} reads version {version}, the stage holds {kept}")
+
     def _at(self, version: int, mb: int) -> Callable[[Tensor], Tensor]:
         """The module with the weights of `version`."""
-        if self._versions == 1 and version == self._newest:
-            return self.module
-        if version not in self._stash:
-            kept = sorted(self._stash) or [self._newest]
-            raise ValueError(f"micro-batch {mb} reads version {version}, the stage holds {kept}")
+        self._need(version, mb)
         self._read[mb] = version
+        if self._versions == 1:
+            return self.module
         weights = self._stash[version]
         return lambda x: functional_call(self.module, weights, (x,))
 
     def _collect_stashed(self, mb: int) -> None:
         """Add the gradients that `mb` left in copies of the weights to the parameters' own."""
-        if (version := self._read.pop(mb, None)) is None:
-            return
-        for name, parameter in self.module.named_parameters():
-            copy = self._stash[version][name]
+        copies = self._stash.get(self._read.pop(mb), {})
+        for name, copy in copies.items():
             if copy.grad is not None:
-                grad = parameter.grad
-                parameter.grad = copy.grad if grad is None else grad.add_(copy.grad)
+                parameter = self.module.get_parameter(name)
+                total = parameter.grad
+                parameter.grad = copy.grad if total is None else total.add_(copy.grad)
                 copy.grad = None
 
     def unshard(self) -> None:
