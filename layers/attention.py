@@ -15,7 +15,7 @@ from warpweave.parallel.context import Strategy, check_strategy, context_attenti
 from warpweave.parallel.layout import SequenceLayout
 from warpweave.parallel.mesh import ConnectedMesh, connected
 from warpweave.parallel.qkv import parallel_qkv_rope
-from warpweave.parallel.shard import ParamRecord
+from warpweave.parallel.shard import Cut, ParamRecord
 
 
 class Attention(nn.Module):
@@ -117,7 +117,8 @@ class Attention(nn.Module):
         self.records: dict[str, ParamRecord] = {}
         self.register_parameter("sinks", None)
         if sinks:
-            record = ParamRecord("sinks", (num_heads,), 0, tp, init="zeros", decay=False)
+            cut = Cut("tp", 0, tp)
+            record = ParamRecord("sinks", (num_heads,), (cut,), init="zeros", decay=False)
             self.records["sinks"] = record
             zeros = torch.zeros(record.local_shape, device=device, dtype=dtype)
             self.sinks = nn.Parameter(zeros)

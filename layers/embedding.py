@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from warpweave.parallel.mesh import ConnectedMesh, connected
-from warpweave.parallel.shard import ParamRecord
+from warpweave.parallel.shard import Cut, ParamRecord
 from warpweave.parallel.tensor import vocab_parallel_embedding
 
 
@@ -37,9 +37,8 @@ class VocabParallelEmbedding(nn.Module):
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.mesh = connected(mesh)
         self.sequence_parallel = sequence_parallel
-        record = ParamRecord(
-            "weight", (num_embeddings, embedding_dim), 0, self.mesh.size("tp"), init=init
-        )
+        cut = Cut("tp", 0, self.mesh.size("tp"))
+        record = ParamRecord("weight", (num_embeddings, embedding_dim), (cut,), init=init)
         self.records = {"weight": record}
         self.weight = nn.Parameter(torch.empty(record.local_shape, device=device, dtype=dtype))
         self.reset_parameters()
@@ -49,7 +48,7 @@ class VocabParallelEmbedding(nn.Module):
         """Draw as ``nn.Embedding`` does (standard normal), whole, and keep this rank's rows."""
         if not self.weight.is_meta:
             full = self.weight.new_empty(self.records["weight"].shape).normal_()
-            self.weight.copy_(self.records["weight"].slice(full, self.mesh.index("tp")))
+            self.weight.copy_(self.records["weight"].slice(full, self.mesh.coords))
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids int64 [...] -> y[..., E] (or ids[T] -> y[T/tp, E] with sequence parallelism)."""
@@ -90,7 +89,8 @@ class PositionEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         shape = (seq_len, embedding_dim)
-        self.records = {"weight": ParamRecord("weight", shape, partial=partial, init=init)}
+        summed = ("tp",) if partial else ()
+        self.records = {"weight": ParamRecord("weight", shape, partial=summed, init=init)}
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         self.reset_parameters()
 

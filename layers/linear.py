@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from warpweave.parallel.collectives import gather, scatter
 from warpweave.parallel.mesh import ConnectedMesh, connected
-from warpweave.parallel.shard import ParamRecord
+from warpweave.parallel.shard import Cut, ParamRecord
 from warpweave.parallel.tensor import column_parallel_linear, row_parallel_linear
 
 
@@ -43,7 +43,8 @@ class _ParallelLinear(nn.Module):
         tp = self.mesh.size("tp")
         cut = "in_features" if shard_dim else "out_features"
         _check_divides(cut, in_features if shard_dim else out_features, tp)
-        weight = ParamRecord("weight", (out_features, in_features), shard_dim, tp, init=init)
+        shape: tuple[int, ...] = (out_features, in_features)
+        weight = ParamRecord("weight", shape, (Cut("tp", shard_dim, tp),), init=init)
         self.records = {"weight": weight}
         self.weight = nn.Parameter(torch.empty(weight.local_shape, device=device, dtype=dtype))
         if bias:
@@ -53,9 +54,8 @@ class _ParallelLinear(nn.Module):
             self.records["bias"] = ParamRecord(
                 "bias",
                 (out_features,),
-                None if whole else 0,
-                tp,
-                partial=whole and sequence_parallel and tp > 1,
+                () if whole else (Cut("tp", 0, tp),),
+                partial=("tp",) if whole and sequence_parallel and tp > 1 else (),
                 init="zeros",
                 decay=False,
             )
@@ -74,14 +74,14 @@ class _ParallelLinear(nn.Module):
         """
         if self.weight.is_meta:
             return
-        index = self.mesh.index("tp")
+        here = self.mesh.coords
         full = self.weight.new_empty(self.records["weight"].shape)  # its dtype and device draw
         nn.init.kaiming_uniform_(full, a=math.sqrt(5))
-        self.weight.copy_(self.records["weight"].slice(full, index))
+        self.weight.copy_(self.records["weight"].slice(full, here))
         if self.bias is not None:
             bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
             full = self.bias.new_empty(self.out_features).uniform_(-bound, bound)
-            self.bias.copy_(self.records["bias"].slice(full, index))
+            self.bias.copy_(self.records["bias"].slice(full, here))
 
     def extra_repr(self) -> str:
         return (

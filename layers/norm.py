@@ -36,7 +36,7 @@ class _Norm(nn.Module):
         self.normalized_shape, self.eps, self.impl = shape, eps, check_impl(impl)
         # With sequence parallelism each tensor rank normalises its own tokens, so that the
         # gradients of weight and bias are partial sums.
-        self._partial = sequence_parallel and mesh.size("tp") > 1
+        self._partial = ("tp",) if sequence_parallel and mesh.size("tp") > 1 else ()
         self.records: dict[str, ParamRecord] = {}
         self.weight = self._parameter("weight", "ones", device, dtype)
         self.register_parameter("bias", None)

@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 AXES = ("pp", "dp", "cp", "tp")
+PRODUCTS = {"data": ("dp", "cp"), "world": AXES}  # the derived axes, as products of the four
 
 
 @dataclass(frozen=True)
@@ -153,8 +154,12 @@ class ConnectedMesh:
 
     @property
     def coords(self) -> dict[str, int]:
-        """Axis name -> this rank's coordinate."""
+        """Axis name -> this rank's coordinate, outermost axis first."""
         return self.sizes.coordinates(self.rank)
+
+    def factors(self, axis: str) -> tuple[str, ...]:
+        """The axes whose product `axis` is: ("dp", "cp") for "data", itself for one of the four."""
+        return PRODUCTS.get(axis, (axis,))
 
 
 def single() -> ConnectedMesh:

@@ -7,9 +7,23 @@ they cannot disagree (the idea is nanotron's tied-parameter record, widened).
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Dim `dim` of a parameter is cut over the `parts` ranks of the mesh's `axis`.
+
+    Rank r of the axis holds rows ``[r * n, (r + 1) * n)`` of n = ceil(length / parts) each; rows
+    past the end are padding, always zero.
+    """
+
+    axis: str
+    dim: int
+    parts: int
 
 
 @dataclass(frozen=True)
@@ -18,76 +32,79 @@ class ParamRecord:
 
     Attributes:
         name: its full logical name, the same on every mesh, e.g. ``blocks.3.mlp.up.weight``.
-        shape: its logical (unsharded, unpadded) shape.
-        shard_dim: the dim that is cut over the tensor axis; None if every tensor rank holds it all.
-            Rank r holds rows ``[r * n, (r + 1) * n)`` with ``n = ceil(shape[shard_dim] / parts)``;
-            rows past the logical size are padding, always zero.
-        parts: number of tensor ranks.
-        partial: every tensor rank holds it all but sees only a part of the tokens (sequence
-            parallelism), so that its gradients must be summed over the tensor axis.
+        shape: its logical (uncut, unpadded) shape.
+        cuts: how it is cut over the axes of the mesh, one after the other; every rank of an axis
+            that is not named holds the same.
+        partial: the axes whose ranks hold the same but see only a part of the tokens (sequence
+            parallelism over "tp"), so that its gradients must be summed over them.
         init: "zeros", "ones", or a standard deviation.
         decay: weight decay applies.
         tied: the stages that hold a copy, first is the owner; () if only one stage holds it.
+        group: the axis of the mesh over which its gradient is summed and ZeRO shards lie.
     """
 
     name: str
     shape: tuple[int, ...]
-    shard_dim: int | None = None
-    parts: int = 1
-    partial: bool = False
+    cuts: tuple[Cut, ...] = ()
+    partial: tuple[str, ...] = ()
     init: str | float = 0.02
     decay: bool = True
     tied: tuple[int, ...] = ()
+    group: str = "data"
 
     def renamed(self, name: str) -> ParamRecord:
         """The same record under another name."""
         return replace(self, name=name)
 
     @property
-    def sharded(self) -> bool:
-        """True if the tensor ranks hold different values."""
-        return self.shard_dim is not None and self.parts > 1
+    def cut_axes(self) -> tuple[str, ...]:
+        """The axes whose ranks hold different values."""
+        return tuple(cut.axis for cut in self.cuts if cut.parts > 1)
 
-    @property
-    def rows(self) -> int:
-        """Length of `shard_dim` on each tensor rank, padding included."""
-        if self.shard_dim is None:
-            raise ValueError(f"parameter {self.name} is not sharded")
-        return -(-self.shape[self.shard_dim] // self.parts)
+    def _lengths(self) -> Iterator[tuple[Cut, int, int]]:
+        """Each cut with the length of its dim before it and after it, padding included."""
+        shape = list(self.shape)
+        for cut in self.cuts:
+            before = shape[cut.dim]
+            shape[cut.dim] = -(-before // cut.parts)
+            yield cut, before, shape[cut.dim]
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape on one tensor rank, padding included."""
-        if self.shard_dim is None:
-            return self.shape
+        """Shape on one rank, padding included."""
         shape = list(self.shape)
-        shape[self.shard_dim] = self.rows
+        for cut, _, after in self._lengths():
+            shape[cut.dim] = after
         return tuple(shape)
 
-    def slice(self, full: torch.Tensor, index: int) -> torch.Tensor:
-        """Tensor rank `index`'s shard of the logical tensor `full`, padded with zero rows."""
+    def slice(self, full: torch.Tensor, at: Mapping[str, int]) -> torch.Tensor:
+        """What the rank at coordinates `at` holds of the logical tensor `full`, zeros past its end.
+
+        Raises ValueError if `full` has another shape.
+        """
         if tuple(full.shape) != self.shape:
             raise ValueError(
                 f"parameter {self.name} has logical shape {self.shape}, got {tuple(full.shape)}"
             )
-        if self.shard_dim is None:
-            return full
-        start = min(index * self.rows, self.shape[self.shard_dim])
-        stop = min(start + self.rows, self.shape[self.shard_dim])
-        part = full.narrow(self.shard_dim, start, stop - start)
-        missing = self.rows - (stop - start)
-        if missing == 0:
-            return part
-        padding = list(part.shape)
-        padding[self.shard_dim] = missing
-        return torch.cat([part, part.new_zeros(padding)], self.shard_dim)
+        for cut, before, after in self._lengths():
+            start = min(at[cut.axis] * after, before)
+            part = full.narrow(cut.dim, start, min(after, before - start))
+            padding = list(part.shape)
+            padding[cut.dim] = after - part.shape[cut.dim]
+            full = torch.cat([part, part.new_zeros(padding)], cut.dim) if padding[cut.dim] else part
+        return full
 
-    def assemble(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        """The logical tensor from every tensor rank's shard; the inverse of `slice`."""
-        if self.shard_dim is None:
-            return parts[0]
-        full = torch.cat(parts, self.shard_dim)
-        return full.narrow(self.shard_dim, 0, self.shape[self.shard_dim])
+    def assemble(
+        self, local: torch.Tensor, gather: Callable[[torch.Tensor, str], list[torch.Tensor]]
+    ) -> torch.Tensor:
+        """The logical tensor from one rank's part; the inverse of `slice`.
+
+        ``gather(x, axis)`` returns the x of every rank along `axis`, in order.
+        """
+        for cut, before, _ in reversed(list(self._lengths())):
+            if cut.parts > 1:
+                local = torch.cat(gather(local, cut.axis), cut.dim).narrow(cut.dim, 0, before)
+        return local
 
     def draw(self, seed: int, *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The initial logical tensor, a function of `seed` and the name alone.

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from warpweave.parallel.schedule import (
+from warpweave.parallel.schedule.actions import (
     COMPUTE,
     TIE,
     UPDATE,
@@ -28,10 +28,10 @@ from warpweave.parallel.schedule import (
     deps,
     gives,
     lowered,
-    order,
     placement,
     tied_stages,
 )
+from warpweave.parallel.schedule.ordering import order
 
 Cost = Mapping[str, float] | Callable[[Action], float]
 

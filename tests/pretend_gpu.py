@@ -29,8 +29,8 @@ from triton.runtime.jit import JITFunction
 from warpweave.engine import Engine
 from warpweave.gpt import GPTConfig
 from warpweave.kernels import dispatch
-from warpweave.parallel import pipeline
 from warpweave.parallel.mesh import Mesh
+from warpweave.parallel.pipeline import transport
 
 DEVICE = "pretended"
 MESHES = ({}, {"dp": 2}, {"tp": 2}, {"cp": 2}, {"pp": 2}, {"dp": 2, "tp": 2, "cp": 2, "pp": 2})
@@ -69,8 +69,8 @@ def register() -> collections.Counter[str]:
     JITFunction.run = run
     torch.utils.swap_tensors = _swap
     # Once per run the ranks compare notes on the host; here nobody answers.
-    pipeline.Distributed._connect = lambda self: dict.fromkeys(
-        pipeline.links(self._lists) if self._group is not None else (), self._group
+    transport.Distributed._connect = lambda self: dict.fromkeys(
+        transport.links(self._lists) if self._group is not None else (), self._group
     )
     return launches
 

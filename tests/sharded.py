@@ -63,14 +63,14 @@ def backward(y: Tensor, dy: Tensor, module: nn.Module) -> dict[str, Tensor]:
 
 def same_birth(one: nn.Module, mine: nn.Module, mesh: ConnectedMesh) -> None:
     """Assert that `mine` was born as this rank's slices of `one`, then give both other values."""
-    records, index = collect_records(mine), mesh.index("tp")
+    records, here = collect_records(mine), mesh.coords
     whole = dict(one.named_parameters())
     assert set(whole) == {name for name, _ in mine.named_parameters()} == set(records)
     for i, (name, p) in enumerate(mine.named_parameters()):
-        assert torch.equal(p, records[name].slice(whole[name], index)), name
+        assert torch.equal(p, records[name].slice(whole[name], here)), name
         with torch.no_grad():  # so that nothing stays at 0 or 1
             whole[name].copy_(draw(50 + i, *whole[name].shape) / 2)
-            p.copy_(records[name].slice(whole[name], index))
+            p.copy_(records[name].slice(whole[name], here))
 
 
 def check_layer(
@@ -106,7 +106,7 @@ def check_layer(
     for name, record in collect_records(mine).items():
         if record.partial:
             dist.all_reduce(grads[name], group=mesh.group("tp"))
-        assert_close_f64(grads[name], record.slice(expected[name], mesh.index("tp")), RTOL)
+        assert_close_f64(grads[name], record.slice(expected[name], mesh.coords), RTOL)
 
 
 # ---------------------------------------------------------------- planted faults

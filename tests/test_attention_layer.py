@@ -229,7 +229,7 @@ def test_heads_cut_over_tensor_ranks_equal_one_device(sizes):
 
 def _on_context_ranks(rank: int) -> None:
     mesh = Mesh(cp=2, tp=2).connect()
-    at, index = mesh.index("cp"), mesh.index("tp")
+    at = mesh.index("cp")
     torch.manual_seed(7)
     options = {"num_kv_heads": 2, "rope_theta": 100.0, "window": 5, "softcap": 1.0, "sinks": True}
     layer = Attention(12, 6, mesh=mesh, **options, **F64)
@@ -237,7 +237,7 @@ def _on_context_ranks(rank: int) -> None:
     alone = Attention(12, 6, **options, **F64)
     with torch.no_grad():
         alone.sinks.copy_(draw(3, 6))
-        layer.sinks.copy_(layer.records["sinks"].slice(alone.sinks, index))
+        layer.sinks.copy_(layer.records["sinks"].slice(alone.sinks, mesh.coords))
     x, layout = draw(1, 2, 8, 12).requires_grad_(), SequenceLayout(8, 2)
     rope = rope_table(layout.positions(at), 2, theta=100.0, dtype=torch.float64)
     mine = layout.shard(x, at, 1).flatten(0, 1).detach().requires_grad_()
@@ -251,7 +251,7 @@ def _on_context_ranks(rank: int) -> None:
     for name, record in collect_records(layer).items():
         grad = layer.get_parameter(name).grad
         dist.all_reduce(grad, group=mesh.group("cp"))
-        assert_close_f64(grad, record.slice(expected[name], index), RTOL)
+        assert_close_f64(grad, record.slice(expected[name], mesh.coords), RTOL)
     with pytest.raises(ValueError, match="the layout has 1 parts but the group has 2 ranks"):
         layer(own(x, None, mesh))  # a cut sequence needs a context
 

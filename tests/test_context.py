@@ -25,8 +25,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from warpweave.kernels import reference
 from warpweave.kernels.attention import attention_fwd
-from warpweave.parallel import context, ring
-from warpweave.parallel.context import choose_strategy, context_attention
+from warpweave.parallel.context import attention as context
+from warpweave.parallel.context import choose_strategy, context_attention, gather, ring
+from warpweave.parallel.context.messages import run_in_process
+from warpweave.parallel.context.strategy import Attend
 from warpweave.parallel.layout import SequenceLayout
 
 STRATEGIES = ["ring", "gather", "auto"]
@@ -218,7 +220,7 @@ FAULTS: dict[str, tuple[Callable, set[str]]] = {
         set(NAMES),
     ),
     "dK‖dV are not summed over ranks": (
-        lambda: mock.patch.object(context, "_reduce_scatter", _not_summed),
+        lambda: mock.patch.object(gather, "_reduce_scatter", _not_summed),
         {"dk", "dv"},
     ),
     "the gradient through lse is dropped": (
@@ -273,7 +275,7 @@ def _refused(rank: int) -> None:
     sent = AssertionError("something was sent")
     with (
         mock.patch.object(dist, "batch_isend_irecv", side_effect=sent),
-        mock.patch.object(context, "start_all_gather", side_effect=sent),
+        mock.patch.object(gather, "start_all_gather", side_effect=sent),
     ):
         for tensors, options, message in wrong:
             options = {"layout": layout, "group": dist.group.WORLD} | options
@@ -296,11 +298,11 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent() -> None:
 # process groups give the same bits); of "gather" everything runs but the kernel, which is mapped.
 
 
-class _LocalRing(ring._RingAttention):
-    """`_RingAttention` on LocalTensors; a world of one has the shards of all ranks in a row."""
+class _LocalRing(context._ContextAttention):
+    """The ring on LocalTensors; a world of one has the shards of all ranks in a row."""
 
     @staticmethod
-    def forward(ctx, q, k, v, sinks, layout, group, attend, overlap):
+    def forward(ctx, q, k, v, sinks, strategy, layout, group, attend, overlap):
         options = {"layout": layout, "attend": attend}
         inputs = [x._local_tensors for x in (q, k, v)]
         with maybe_disable_local_tensor_mode():
@@ -317,7 +319,7 @@ class _LocalRing(ring._RingAttention):
             )  # a lane: one rank of the axes below
             for lane in range(lanes):
                 members = range(lane, len(inputs[0]), lanes)
-                results = ring.run_in_process(
+                results = run_in_process(
                     [
                         ring.ring_forward(cp, *(x[rank] for x in inputs), **options)
                         for cp, rank in enumerate(members)
@@ -363,7 +365,7 @@ SHARDED = {name: {"cp": S(1)} for name in "qkv"}
 @pytest.mark.parametrize("kind", ["zigzag", "contiguous", "striped"])
 def test_the_ring_has_the_type_it_states(kind: str) -> None:
     def args(parts: int) -> tuple:
-        return (*_qkv(), None, SequenceLayout(8, parts, kind), "cp", ring.Attend(), True)
+        return (*_qkv(), None, ring.RING, SequenceLayout(8, parts, kind), "cp", Attend(), True)
 
     assert rulecheck(_LocalRing, args(2)).checked == [SHARDED]
     rulecheck(_LocalRing, args(4), SHARDED, mesh={"cp": 4})
@@ -374,10 +376,10 @@ def test_the_ring_has_the_type_it_states(kind: str) -> None:
 
 
 def test_gather_has_the_type_it_states() -> None:
-    args = (*_qkv(), None, _LocalLayout(8), "cp", ring.Attend())
-    with mock.patch.object(context, "attention_fwd", _mapped_kernel):
-        assert rulecheck(context._GatherAttention, args).checked == [SHARDED]
-        rulecheck(context._GatherAttention, args, SHARDED, mesh={"cp": 4})
+    args = (*_qkv(), None, gather.GATHER, _LocalLayout(8), "cp", Attend(), True)
+    with mock.patch.object(gather, "attention_fwd", _mapped_kernel):
+        assert rulecheck(context._ContextAttention, args).checked == [SHARDED]
+        rulecheck(context._ContextAttention, args, SHARDED, mesh={"cp": 4})
 
 
 def test_a_wrong_rule_is_found() -> None:
@@ -385,10 +387,10 @@ def test_a_wrong_rule_is_found() -> None:
         """Attends to its own keys only, with the same rule."""
 
         @staticmethod
-        def forward(ctx, q, k, v, sinks, layout, group, attend, overlap):
+        def forward(ctx, q, k, v, sinks, strategy, layout, group, attend, overlap):
             return whole_attention(q, k, v, attend.causal)
 
-    args = (*_qkv(), None, SequenceLayout(8, 2), "cp", ring.Attend(causal=False), True)
+    args = (*_qkv(), None, ring.RING, SequenceLayout(8, 2), "cp", Attend(causal=False), True)
     with pytest.raises(RuleCheckError, match="differs from the reference"):
         rulecheck(_KeepsRows, args)
 

@@ -130,7 +130,7 @@ def test_sampling_follows_the_models_chances_and_the_seed():
     engine.load("param", lambda r: r.draw(0, dtype=torch.float64) * 4)
     batch = engine.gpt.micro_batch(torch.zeros(1, 4, dtype=torch.int64),
                                    torch.full((1, 4), -100), torch.ones(()))  # fmt: skip
-    logits = engine.stage.evaluate(None, batch, engine.gpt.logits)[0]
+    logits = engine.stages[0].evaluate(None, batch, engine.gpt.logits)[0]
     prompt = torch.tensor([0])
     drawn = [int(engine.generate(prompt, 1, temperature=2.0, seed=s)[1]) for s in range(600)]
     shares = torch.bincount(torch.tensor(drawn), minlength=5) / 600
@@ -151,8 +151,8 @@ def _falls(rank: int) -> list[tuple[str, list[float], float]]:
         tokens, labels, ids = _data(0, mesh)
         losses = [float(engine.step(tokens, labels, ids, lr=0.02).loss) for _ in range(15)]
         found.append((str(dtype), losses, float(engine.optimizer.count)))
-        assert {unit.flat.dtype for unit in engine.units} == {dtype}
-        assert {unit.master.dtype for unit in engine.units} == {torch.float32}
+        assert {unit.parameters.flat.dtype for unit in engine.units} == {dtype}
+        assert {unit.state.master.dtype for unit in engine.units} == {torch.float32}
     return found
 
 
@@ -168,11 +168,11 @@ def test_bf16_and_fp16_train_on_two_ranks():
 def test_an_fp16_overflow_skips_the_step_and_halves_the_scale():
     engine = _engine(GPTConfig(**SIZES), single(), dtype=torch.float16)
     engine.optimizer.loss_scale.value.fill_(2.0**40)
-    before = [unit.master.clone() for unit in engine.units]
+    before = [unit.state.master.clone() for unit in engine.units]
     result = engine.step(*_data(0, single()), lr=0.01)
     assert result.loss.isfinite()
     assert not result.norm.isfinite()
-    assert all(torch.equal(a, unit.master) for a, unit in zip(before, engine.units))
+    assert all(torch.equal(a, unit.state.master) for a, unit in zip(before, engine.units))
     assert engine.optimizer.loss_scale.value <= 2.0**24
     assert engine.not_finite_ranks() == [0]
 
@@ -237,9 +237,9 @@ def test_a_batch_of_another_shape_is_refused():
 
 def test_a_step_without_a_rate_keeps_weights_and_gradients():
     engine = _engine(CONFIG, single())
-    before = [unit.flat.clone() for unit in engine.units]
+    before = [unit.parameters.flat.clone() for unit in engine.units]
     result = engine.step(*_data(0, single()), lr=None)
-    assert all(torch.equal(a, unit.flat) for a, unit in zip(before, engine.units))
+    assert all(torch.equal(a, unit.parameters.flat) for a, unit in zip(before, engine.units))
     squares = sum(float((g * g).sum()) for _, g, _ in engine.read("grad"))
     assert squares**0.5 == pytest.approx(float(result.norm), rel=1e-13)
 

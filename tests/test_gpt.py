@@ -72,7 +72,7 @@ def _scattered(config: GPTConfig, **options) -> tuple[GPT, dict[str, Tensor]]:
     records = gpt.parameter_records()
     with torch.no_grad():
         for name, p in gpt.named_parameters():
-            p.copy_(records[name].slice(params[name], gpt.mesh.index("tp")))
+            p.copy_(records[name].slice(params[name], gpt.mesh.coords))
     return gpt, params
 
 
@@ -193,7 +193,7 @@ def test_every_part_of_every_mesh_starts_as_its_slice_of_the_plain_model(config,
         gpt = GPT(config, mesh=mesh, sequence_parallel=True, seed=11)
         records = gpt.parameter_records()
         for name, p in gpt.named_parameters():
-            assert torch.equal(p, records[name].slice(params[name], mesh.index("tp"))), name
+            assert torch.equal(p, records[name].slice(params[name], mesh.coords)), name
             held.add((name, mesh.index("tp")))
     assert held == {(name, i) for name in params for i in range(sizes.tp)}
 
@@ -376,7 +376,7 @@ def _check_mesh(sizes: Mesh, config: GPTConfig, sp: bool) -> None:
             dist.all_reduce(p.grad, group=mesh.group("cp"))
         if records[name].partial:
             dist.all_reduce(p.grad, group=mesh.group("tp"))
-        assert_close_f64(p.grad, records[name].slice(grads[name], index), RTOL)
+        assert_close_f64(p.grad, records[name].slice(grads[name], mesh.coords), RTOL)
     mine = gpt.layout.shard(logits, mesh.index("cp"), 1)
     columns = gpt(tokens, seed=0)
     start = index * columns.shape[-1]

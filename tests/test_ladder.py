@@ -12,7 +12,11 @@ ROOT = Path(__file__).resolve().parent.parent
 RUNGS = ("kernels", "parallel", "layers", "warpweave")  # lowest first
 _BOTTOM = ("reference", "cost", "dispatch", "numeric", "tile_table", "tiles", "wgrad")
 BOTTOM = {f"warpweave.kernels.{name}" for name in _BOTTOM}
-STDLIB_ONLY = {"warpweave.parallel.schedule", "warpweave.parallel.simulate"}
+_SCHEDULE = ("actions", "ordering", "passes", "synchronous", "text", "validation")
+STDLIB_ONLY = {f"warpweave.parallel.schedule.{name}" for name in _SCHEDULE} | {
+    "warpweave.parallel.schedule",
+    "warpweave.parallel.simulate",
+}
 ALONE = {"warpweave.plain_gpt"}
 LOWER_DEPENDENCIES = {"torch", "triton", "numpy", "einops", "spmd_types"}
 TOP_DEPENDENCIES = LOWER_DEPENDENCIES | {

@@ -12,7 +12,7 @@ from sharded import MESHES, RTOL, draw
 from warpweave.layers.loss import VocabParallelCrossEntropy, VocabParallelLinearCrossEntropy
 from warpweave.parallel.collectives import start_all_reduce_
 from warpweave.parallel.mesh import ConnectedMesh, Mesh
-from warpweave.parallel.shard import ParamRecord
+from warpweave.parallel.shard import Cut, ParamRecord
 
 
 def _problem(vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -87,8 +87,8 @@ def test_gathered_or_short_logits_and_wrong_smoothing_are_refused():
 def _check(mesh: ConnectedMesh, vocab: int, smoothing: float, padding: float) -> None:
     logits, labels = _problem(vocab)
     tp, index = mesh.size("tp"), mesh.index("tp")
-    cut = ParamRecord("", tuple(logits.shape), 1, tp)
-    mine = cut.slice(logits, index).clone()
+    cut = ParamRecord("", tuple(logits.shape), (Cut("tp", 1, tp),))
+    mine = cut.slice(logits, mesh.coords).clone()
     columns = mine.shape[1] * index + torch.arange(mine.shape[1])
     mine[:, columns >= vocab] = padding
     layer = VocabParallelCrossEntropy(vocab, label_smoothing=smoothing, mesh=mesh)
@@ -96,7 +96,7 @@ def _check(mesh: ConnectedMesh, vocab: int, smoothing: float, padding: float) ->
     loss.backward()
     truth, gradient = _expected(vocab, smoothing)
     assert_close_f64(loss, truth, RTOL)
-    assert_close_f64(mine.grad, cut.slice(gradient, index), RTOL)
+    assert_close_f64(mine.grad, cut.slice(gradient, mesh.coords), RTOL)
 
 
 def _on_ranks(rank: int, sizes: Mesh) -> None:
@@ -123,11 +123,12 @@ def _check_head(mesh: ConnectedMesh, vocab: int, sequence_parallel: bool, recomp
     options = {"reduction": "sum", "label_smoothing": 0.2}
     truth = F.cross_entropy(x @ weight.t(), labels, **options) / 17
     truth.backward()
-    tp, index = mesh.size("tp"), mesh.index("tp")
-    rows = ParamRecord("", (vocab, 7), 0, tp)
-    tokens = ParamRecord("", (12, 7), 0 if sequence_parallel else None, tp)
-    mine = tokens.slice(x.detach(), index).clone().requires_grad_()
-    own = rows.slice(weight.detach(), index).clone().requires_grad_()
+    tp, here = mesh.size("tp"), mesh.coords
+    cut = (Cut("tp", 0, tp),)
+    rows = ParamRecord("", (vocab, 7), cut)
+    tokens = ParamRecord("", (12, 7), cut if sequence_parallel else ())
+    mine = tokens.slice(x.detach(), here).clone().requires_grad_()
+    own = rows.slice(weight.detach(), here).clone().requires_grad_()
     layer = VocabParallelLinearCrossEntropy(
         vocab,
         label_smoothing=0.2,
@@ -139,8 +140,8 @@ def _check_head(mesh: ConnectedMesh, vocab: int, sequence_parallel: bool, recomp
     loss = layer(mine, own, labels, late)
     loss.backward()
     assert_close_f64(loss, truth, RTOL)
-    assert_close_f64(mine.grad, tokens.slice(x.grad, index), RTOL)
-    assert_close_f64(own.grad, rows.slice(weight.grad, index), RTOL)
+    assert_close_f64(mine.grad, tokens.slice(x.grad, here), RTOL)
+    assert_close_f64(own.grad, rows.slice(weight.grad, here), RTOL)
 
 
 @pytest.mark.parametrize("recompute", [None, True, False])

@@ -23,6 +23,7 @@ from warpweave.parallel.schedule import (
     one_f_one_b,
     placement,
     split_backward,
+    validate,
     with_comm,
     with_reduce,
     with_tie,
@@ -280,10 +281,10 @@ def test_what_does_not_fit_is_refused() -> None:
         agreed = rf"agreed were \(3, {width}\) {dtype}"
         with pytest.raises(ValueError, match=rf"1RECV_F0: got shape \(3, 7\) .*32, {agreed}"):
             execute(STEP, stages, InProcess())
-    lists = [[Action("UPDATE", 0, ver=1), Action("F", 0, 0, 1)]]
+    lists = [[Action("UPDATE", 0, ver=1), Action("F", 0, 0, 0)]]
     stages = build(1, 1)
     stages[0].optimizer = torch.optim.SGD(stages[0].module.parameters(), lr=0.0)
-    with pytest.raises(ValueError, match="0F0@1 reads weights of version 1, stages hold one"):
+    with pytest.raises(ValueError, match=r"micro-batch 0 reads version 0, the stage holds \[1\]"):
         execute(lists, stages, InProcess())
     with pytest.raises(ValueError, match="the schedule has 2 ranks, the pipeline group 1"):
         Distributed(STEP, None)
@@ -296,6 +297,63 @@ def test_a_single_rank_needs_no_process_group() -> None:
     stages = build(1, 3)
     execute(lists, stages, Distributed(lists, None))
     assert equal(grads_of(stages), truth(3)[0])
+
+
+# ---------------------------------------------------------------------------------- versions
+
+
+def _delayed(m: int, lr: float, delay: int) -> list[Tensor]:
+    """w_{t+1} = w_t - lr g_t(w_{max(t - delay, 0)}), one micro-batch after the other."""
+    blocks, (x, target) = model(), data(m)
+    loss, parameters = loss_of(m, target), [p for b in blocks for p in b.parameters()]
+    weights = [[p.detach().clone() for p in parameters]]
+    for mb in range(m):
+        now = weights[-1]
+        for p, old in zip(parameters, weights[max(mb - delay, 0)]):
+            p.data.copy_(old)
+        grads = torch.autograd.grad(loss(mb, nn.Sequential(*blocks)(x[mb])), parameters)
+        for p, w, g in zip(parameters, now, grads):
+            p.data.copy_(w - lr * g)
+        weights.append([p.detach().clone() for p in parameters])
+    return [p.detach() for p in parameters]
+
+
+def _one_version_behind(stages: int, m: int) -> list[list[Action]]:
+    """Every forward but the first reads the weights before the newest, which UPDATEs follow."""
+    rows = []
+    for s in range(stages):
+        row = [Action("F", s, 0)]
+        for mb in range(m):
+            if mb + 1 < m:
+                row.append(Action("F", s, mb + 1, mb))
+            row += [Action("B", s, mb, max(mb - 1, 0)), Action("UPDATE", s, ver=mb + 1)]
+        rows.append(row)
+    return rows
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("deferred", [False, True])
+def test_two_versions_of_the_weights_give_the_delayed_gradient(stages: int, deferred: bool) -> None:
+    m, lr = 5, 0.3
+    lists = _one_version_behind(stages, m)
+    validate(lists, staleness=1)
+    with pytest.raises(ValueError, match="1 versions old, allowed 0"):
+        validate(lists)
+    lists = with_comm(split_backward(lists) if deferred else lists)
+    made = build(stages, m, versions=2)
+    for stage in made.values():
+        stage.optimizer = torch.optim.SGD(stage.module.parameters(), lr=lr)
+    execute(lists, made, InProcess())
+    found = [p.detach() for s in sorted(made) for p in made[s].module.parameters()]
+    expected, fresh = (_delayed(m, lr, delay) for delay in (1, 0))
+    for a, b in zip(found, expected, strict=True):
+        assert torch.allclose(a, b, rtol=0, atol=3e-5), (a - b).abs().max()
+    assert max((a - b).abs().max() for a, b in zip(expected, fresh)) > 1e-2  # the delay shows
+    one = build(stages, m)  # stages that hold one version
+    for stage in one.values():
+        stage.optimizer = torch.optim.SGD(stage.module.parameters(), lr=lr)
+    with pytest.raises(ValueError, match="reads version 0, the stage holds"):
+        execute(lists, one, InProcess())
 
 
 # ---------------------------------------------------------------------------------- real ranks

@@ -33,12 +33,17 @@ from warpweave.layers.embedding import PositionEmbedding
 from warpweave.layers.linear import ColumnParallelLinear, RowParallelLinear
 from warpweave.layers.loss import VocabParallelLinearCrossEntropy
 from warpweave.layers.norm import RMSNorm, _Norm
-from warpweave.parallel import context, linear_loss, mlp, ring, schedule, tensor
+from warpweave.parallel import linear_loss, mlp, schedule, tensor
 from warpweave.parallel.collectives import gather, own_slice, start_all_reduce_
+from warpweave.parallel.context import gather as kv_gather
+from warpweave.parallel.context import ring
+from warpweave.parallel.data.flat import FlatLayout
+from warpweave.parallel.data.optimizer import AdamW
+from warpweave.parallel.data.reduce import FlatGradients
+from warpweave.parallel.data.zero import Unit, ZeroOptimizer
 from warpweave.parallel.mesh import ConnectedMesh, Mesh, single
+from warpweave.parallel.pipeline.stage import ChainStage
 from warpweave.parallel.shard import ParamRecord
-from warpweave.parallel.stage import ChainStage
-from warpweave.parallel.zero import Range, Unit, ZeroAdamW
 from warpweave.prove import LIMITS, Layout, prove_layout
 
 LIMIT = LIMITS["fp64"]
@@ -130,13 +135,14 @@ def _trained(mesh: ConnectedMesh) -> dict[str, torch.Tensor]:
     model = _NormOverHeads(mesh)
     records = gpt.collect_records(model)
     unit = Unit("heads", [(records[n], p) for n, p in model.named_parameters()], mesh)
-    optimizer = ZeroAdamW([unit], mesh)
+    optimizer = ZeroOptimizer([unit], mesh, AdamW())
     generator = torch.Generator().manual_seed(1)
     x, dy = torch.randn(2, 5, 8, generator=generator, dtype=torch.float64)
     found = {}
     for step in range(3):
-        unit.open_grads()
+        unit.gradients.before_backward()
         model(x).backward(dy)
+        unit.gradients.after_backward()
         optimizer.sum_partials()
         found |= {f"{step} d{r.name}": t.clone() for r, t in unit.read("grad")}
         optimizer.step(0.01)
@@ -178,10 +184,10 @@ def overflow_on_one_rank(mesh: ConnectedMesh) -> float:
     model.step(tokens, labels, ids, lr=None)
     before = {record.name: t.clone() for record, t, _ in model.read("param")}
     if mesh.rank == 1:
-        model.units[1].reduced[3] = float("inf")
+        model.units[1].gradients.reduced[3] = float("inf")
     model.optimizer.step(prove.RATES[0])
     for unit in model.units:
-        unit.wait()
+        unit.parameters.wait()
     pairs = [(t, before[record.name]) for record, t, _ in model.read("param")]
     return _everywhere(max(relative_error(after, weight) for after, weight in pairs))
 
@@ -267,53 +273,48 @@ def recomputation_gathers_over_data_ranks(mesh):
 # ------------------------------------------------------------------ 5-7: norm, partial sums
 
 
-def _counts(change):
-    """`Unit.counted_grads` of a unit whose attributes `change` sets for the time of the call."""
+def _counts(cut_axes):
+    """`Unit.counted_grads` of a unit whose parameters are all said to be cut over `cut_axes`."""
     right = Unit.counted_grads
 
-    def counted_grads(self):
-        with ExitStack() as stack:
-            for name, value in change(self).items():
-                stack.enter_context(mock.patch.object(self, name, value))
-            return right(self)
+    def counted_grads(self, summed):
+        ranges = tuple(dataclasses.replace(r, cut_axes=cut_axes) for r in self.layout.ranges)
+        with mock.patch.object(self.layout, "ranges", ranges):
+            return right(self, summed)
 
     return [(Unit, "counted_grads", counted_grads)]
-
-
-def _sharded(unit, value):
-    return tuple(dataclasses.replace(r, sharded=value) for r in unit.ranges)
 
 
 @fault(5, TP)
 def norm_counts_tensor_replicas(mesh):
     """Megatron-LM #7452 finding 8, ROCm TransformerEngine PR #715: once for every tensor rank."""
-    return _counts(lambda unit: {"ranges": _sharded(unit, True)})
+    return _counts(("tp",))
 
 
 @fault(5, TP)
 def norm_misses_sharded_parameters(mesh):
     """torchtitan #596: the other tensor ranks' shards are left out."""
-    return _counts(lambda unit: {"ranges": _sharded(unit, False)})
+    return _counts(())
 
 
 @fault(5, DP)
 def norm_counts_data_replicas(mesh):
     """The same over data ranks, which all hold the whole gradient with ZeRO 0."""
-    right = ZeroAdamW.norm
+    right = ZeroOptimizer.norm
 
     def norm(self):
         groups = {**self.mesh.groups, "tp": self.mesh.group("world")}
         with mock.patch.object(self, "mesh", dataclasses.replace(self.mesh, groups=groups)):
             return right(self)
 
-    return [(ZeroAdamW, "norm", norm)]
+    return [(ZeroOptimizer, "norm", norm)]
 
 
 def _complete_norms(mesh):
     right = _Norm._parameter
 
     def parameter(self, *args):
-        self._partial = False
+        self._partial = ()
         return right(self, *args)
 
     return [(_Norm, "_parameter", parameter)]
@@ -338,7 +339,7 @@ def row_bias_not_summed(mesh):
 
     def init(self, *args, **options):
         right(self, *args, **options)
-        self.records["bias"] = dataclasses.replace(self.records["bias"], partial=False)
+        self.records["bias"] = dataclasses.replace(self.records["bias"], partial=())
 
     return [(RowParallelLinear, "__init__", init)]
 
@@ -392,7 +393,7 @@ def gradients_divided_by_tokens_again(mesh):
     def reduce(self):
         right(self)
         for unit in self.units:
-            unit.reduced.div_(self._batches[0].normaliser.wait())
+            unit.gradients.reduced.div_(self._batches[0].normaliser.wait())
 
     return [(engine._EngineStage, "reduce", reduce)]
 
@@ -404,7 +405,7 @@ def no_sum_over_context_ranks(mesh):
 
     def init(self, name, params, mesh, **options):
         right(self, name, params, mesh, **options)
-        self.group = mesh.group("dp")
+        self.gradients.group = mesh.group("dp")
 
     return [(Unit, "__init__", init)]
 
@@ -434,7 +435,7 @@ def gathered_keys_get_no_gradient_from_others(mesh):
     def reduce_scatter(dk, dv, layout, group):
         return tuple(layout.shard(x, dist.get_rank(group), 1) for x in (dk, dv))
 
-    return [(context, "_reduce_scatter", reduce_scatter)]
+    return [(kv_gather, "_reduce_scatter", reduce_scatter)]
 
 
 @fault(12, RING)
@@ -516,23 +517,29 @@ def tied_gradients_not_summed(mesh):
 @fault(15, PP)
 def tied_gradient_counted_twice(mesh):
     """torchtitan #1524: the global norm has the shared weight of both stages."""
-    return _counts(lambda unit: {"owner": True})
+    right = Unit.counted_grads
+
+    def counted_grads(self, summed):
+        with mock.patch.object(self, "owner", True):
+            return right(self, summed)
+
+    return [(Unit, "counted_grads", counted_grads)]
 
 
 @fault(15, Layout(Mesh(dp=2, pp=2), zero=1))
 def tied_embedding_cut_differently(mesh):
     """Megatron-LM #1447: under ZeRO-1 the ends add slices that hold other rows."""
-    right, shift = Unit._lay_out, 32
+    right, shift = FlatLayout.__init__, 32
 
-    def lay_out(self):
-        right(self)
-        if self.tied and not self.owner:
-            assert self.ranges[-1].stop + shift <= self.size, "the shift must not change sizes"
-            self.offsets = {name: at + shift for name, at in self.offsets.items()}
+    def lay_out(self, records, *place):
+        right(self, records, *place)
+        if mesh.index("pp") and [r.name for r in self.records] == ["embedding.weight"]:
             (r,) = self.ranges
-            self.ranges = (Range(0, r.stop + shift, r.decay, r.sharded, r.partial),)
+            assert r.stop + shift <= self.size, "the shift must not change sizes"
+            self.offsets = {name: at + shift for name, at in self.offsets.items()}
+            self.ranges = (dataclasses.replace(r, stop=r.stop + shift),)
 
-    return [(Unit, "_lay_out", lay_out)]
+    return [(FlatLayout, "__init__", lay_out)]
 
 
 # ------------------------------------------------------------------ 16-19: tensor ranks
@@ -559,8 +566,8 @@ def every_rank_loads_the_first_qkv(mesh):
     """picotron #32: the attention shards are cut with rank 0's index on every rank."""
     right = ParamRecord.slice
 
-    def cut(self, full, index):
-        return right(self, full, 0 if ".qkv." in self.name else index)
+    def cut(self, full, at):
+        return right(self, full, at | {"tp": 0} if ".qkv." in self.name else at)
 
     return [(ParamRecord, "slice", cut)]
 
@@ -597,12 +604,14 @@ def only_the_rank_that_overflows_skips(mesh):
     """The found-inf rules of Megatron-LM and nanotron, broken: the flag is not shared."""
 
     def norm(self):
-        own = torch.stack([sum_of_squares(g) for u in self.units for g in u.counted_grads()]).sum()
+        own = torch.stack(
+            [sum_of_squares(g) for u in self.units for g in u.counted_grads(("tp",))]
+        ).sum()
         total = own.nan_to_num(posinf=0.0)
         dist.all_reduce(total)
         return torch.where(own.isfinite(), total, own).sqrt()
 
-    return [(ZeroAdamW, "norm", norm)]
+    return [(ZeroOptimizer, "norm", norm)]
 
 
 @fault(21, deferred_weights, Mesh(dp=2))
@@ -630,18 +639,18 @@ def deferred_weights_miss_the_reduction(mesh):
 @fault(22, Layout(Mesh(dp=2), zero=1))
 def reduction_overtakes_its_producer(mesh):
     """DeepSpeed PR #7898: it waits on the wrong stream and reads what was there before."""
-    right_backward, right, before = ChainStage.backward, Unit.reduce, {}
+    right_backward, right, before = ChainStage.backward, FlatGradients.start, {}
 
     def backward(self, mb, dy):
-        before.update((unit, unit.grad.clone()) for unit in self.units)
+        before.update((u.gradients, u.gradients.flat.clone()) for u in self.units)
         return right_backward(self, mb, dy)
 
     def reduce(self, following=()):
-        for unit in (self, *following):
-            unit.grad.copy_(before[unit])
+        for gradients in (self, *following):
+            gradients.flat.copy_(before[gradients])
         right(self, following)
 
-    return [(ChainStage, "backward", backward), (Unit, "reduce", reduce)]
+    return [(ChainStage, "backward", backward), (FlatGradients, "start", reduce)]
 
 
 @fault(0, DP)

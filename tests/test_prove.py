@@ -27,7 +27,7 @@ from warpweave import gpt, prove
 from warpweave.kernels import norm
 from warpweave.launch import Session
 from warpweave.layouts import Layout, draw, meshes, smallest, table
-from warpweave.parallel import zero
+from warpweave.parallel.data import parameters, reduce, zero
 from warpweave.parallel.mesh import Mesh, single
 from warpweave.parallel.shard import ParamRecord
 from warpweave.prove import LIMITS, Errors, ProveConfig, prove_layout
@@ -46,6 +46,8 @@ LAYOUTS = {
         Layout(Mesh(tp=2), style="llama", recompute="full"),
         Layout(Mesh(tp=2), True, style="gpt2", tied=False),
         Layout(Mesh(pp=2), schedule="gpipe", recompute="full"),
+        Layout(Mesh(pp=2), schedule="interleaved", style="llama", count=3),
+        Layout(Mesh(dp=2), zero=1, schedule="interleaved"),  # both stages on each rank
     ],
     4: [
         Layout(Mesh(dp=4), zero=1, style="llama"),
@@ -55,6 +57,7 @@ LAYOUTS = {
         Layout(Mesh(dp=2, pp=2), False, 2, "1f1b", "llama"),
         Layout(Mesh(tp=4), True, style="gpt2"),
         Layout(Mesh(pp=4), schedule="1f1b", style="llama"),
+        Layout(Mesh(pp=2, dp=2), zero=3, schedule="interleaved"),
     ],
     5: [drawn(Mesh(dp=5)), drawn(Mesh(tp=5)), drawn(Mesh(cp=5))],
     6: [drawn(Mesh(tp=3, pp=2)), drawn(Mesh(cp=3, tp=2)), Layout(Mesh(dp=3, cp=2), zero=2)],
@@ -104,6 +107,7 @@ def test_what_a_layout_says_is_what_the_engine_is_told():
     assert (config.norm, config.tied) == ("rms", False)
     assert options["microbatches"] * options["micro_batch_size"] == layout.sizes.samples
     same = ("sequence_parallel", "zero", "schedule", "recompute", "strategy", "layout", "impl")
+    same += ("chunks",)
     assert {name: options[name] for name in same} == {name: getattr(layout, name) for name in same}
     assert options["dtype"] == torch.float32
 
@@ -161,7 +165,7 @@ def _same_dropout(original):
 
 
 def _count_all(original):
-    return lambda self: [self.reduced[part] for _, part in self.own_ranges(self.region)]
+    return lambda self, summed: [self.gradients.reduced]
 
 
 SP, PP = Layout(Mesh(tp=2), True), Layout(Mesh(pp=2))
@@ -180,21 +184,23 @@ FAULTS = {
     "replicated parameters counted once per tensor rank": (
         Layout(Mesh(tp=2)), zero.Unit, "counted_grads", _count_all),
     "norm and row-bias gradients not summed over tensor ranks": (
-        SP, zero.ZeroAdamW, "sum_partials", lambda _: lambda self: None),
-    "gradients not summed over context ranks": (Layout(Mesh(cp=2)), zero.Unit, "reduce",
-                                                lambda _: lambda self, following=(): None),
+        SP, zero.ZeroOptimizer, "sum_partials", lambda _: lambda self: None),
+    "gradients not summed over context ranks": (
+        Layout(Mesh(cp=2)), reduce.FlatGradients, "start",
+        lambda _: lambda self, following=(): None),
     "every tensor rank loads the first one's slice": (
         Layout(Mesh(tp=2), style="llama"), ParamRecord, "slice",
-        lambda original: lambda self, full, _: original(self, full, 0)),
+        lambda original: lambda self, full, at: original(self, full, at | {"tp": 0})),
     "layers named by their place on the stage": (PP, gpt.GPT, "parameter_records", _local_names),
     "one dropout mask for all tensor ranks": (SP, gpt.GPT, "micro_batch", _same_dropout),
     "vocabulary padding takes part in the softmax": (
         Layout(Mesh(tp=2)), gpt.VocabParallelLinearCrossEntropy, "__init__",
         lambda original: lambda self, size, **kw: original(self, -(-size // 2) * 2, **kw)),
-    "updated slices are not gathered again": (Layout(Mesh(dp=2), zero=1), zero.Unit, "publish",
-                                              lambda _: lambda self: None),
+    "updated slices are not gathered again": (
+        Layout(Mesh(dp=2), zero=1), parameters.FlatParameters, "publish",
+        lambda _: lambda self: None),
     "clipping by the unreduced norm": (
-        Layout(Mesh(dp=2), zero=2), zero.ZeroAdamW, "norm",
+        Layout(Mesh(dp=2), zero=2), zero.ZeroOptimizer, "norm",
         lambda original: lambda self: original(self) * 1.01),
 }  # fmt: skip
 
@@ -454,7 +460,8 @@ def test_the_table_holds_every_mesh_and_every_choice_that_means_something(world)
         mine = [lay for lay, at in zip(layouts, axes) if at == mesh]
         assert {lay.zero for lay in mine} == set(range(4 if dp * cp > 1 else 1))
         assert {lay.sequence_parallel for lay in mine} == {False} | {tp > 1}
-        assert {lay.schedule for lay in mine} >= ({"gpipe", "1f1b"} if pp > 1 else {"1f1b"})
+        several = {"interleaved"} if pp > 1 else set()
+        assert {lay.schedule for lay in mine} == {"gpipe", "1f1b"} | several
         styles = set(itertools.product(("gpt2", "llama"), (True, False)))
         assert {(lay.style, lay.tied) for lay in mine} == styles
         if pp > 1:  # fewer micro-batches than stages, and more

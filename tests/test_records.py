@@ -41,7 +41,9 @@ def test_every_local_shape_is_the_shape_of_the_parameter():
 
 
 def test_columns_are_cut_along_rows_and_rows_along_columns_and_norms_not():
-    dims = {name: record.shard_dim for name, record in collect_records(_block()).items()}
+    records = collect_records(_block())
+    assert all(cut.axis == "tp" for record in records.values() for cut in record.cuts)
+    dims = {n: r.cuts[0].dim if r.cuts else None for n, r in records.items()}
     assert dims == {
         "attention_norm.weight": None, "attention_norm.bias": None, "attention.sinks": 0,
         "attention.qkv.weight": 0, "attention.qkv.bias": 0,
@@ -55,7 +57,7 @@ def test_columns_are_cut_along_rows_and_rows_along_columns_and_norms_not():
 def test_only_with_sequence_parallelism_whole_parameters_have_partial_gradients():
     assert not any(record.partial for record in collect_records(_block()).values())
     for name, record in collect_records(_block(sequence_parallel=True)).items():
-        assert record.partial == (record.shard_dim is None), name
+        assert record.partial == (() if record.cuts else ("tp",)), name
     alone = TransformerBlock(8, 4, 12, device="meta", sequence_parallel=True)
     assert not any(record.partial for record in collect_records(alone).values())
 
@@ -89,7 +91,7 @@ def test_a_foreign_module_is_whole_on_every_rank():
     records = collect_records(model)
     assert records["0.weight"] == ParamRecord("0.weight", (3, 2, 5))
     assert records["0.bias"] == ParamRecord("0.bias", (3,), decay=False)
-    assert records["1.weight"].sharded
+    assert records["1.weight"].cut_axes == ("tp",)
 
 
 def test_a_foreign_parameter_beside_ours_gets_a_record_too():
@@ -97,7 +99,7 @@ def test_a_foreign_parameter_beside_ours_gets_a_record_too():
     layer.scale = nn.Parameter(torch.ones(4))
     records = collect_records(layer)
     assert records["scale"] == ParamRecord("scale", (4,), decay=False)
-    assert records["weight"].shard_dim == 1
+    assert records["weight"].cuts[0].dim == 1
 
 
 def test_a_shared_parameter_is_recorded_under_each_of_its_names():

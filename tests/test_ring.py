@@ -16,7 +16,8 @@ from close import assert_close_f64, relative_error
 from ranks import run_ranks
 
 from warpweave.kernels.attention import attention_delta
-from warpweave.parallel import ring
+from warpweave.parallel.context import context_attention, messages, ring
+from warpweave.parallel.context.strategy import Attend
 from warpweave.parallel.layout import SequenceLayout
 
 NAMES = ("o", "lse", "dq", "dk", "dv")
@@ -91,8 +92,8 @@ def emulate(
     """The whole o, lse, dq, dk, dv of a ring whose ranks all run in this process."""
     ranks = range(case.layout.parts)
     shards = [case.shard(rank) for rank in ranks]
-    options = {"layout": case.layout, "attend": ring.Attend(case.causal, impl=impl)}
-    forward = ring.run_in_process(
+    options = {"layout": case.layout, "attend": Attend(case.causal, impl=impl)}
+    forward = messages.run_in_process(
         [ring.ring_forward(rank, *shards[rank][0], **options) for rank in ranks], overlap=overlap
     )
     backward = []
@@ -103,7 +104,7 @@ def emulate(
             do, dlse = do * mine[None, :, None, None], dlse * mine
         delta = attention_delta(o, do, dlse)
         backward.append(ring.ring_backward(rank, do, q, kv, lse, delta, **options))
-    grads = ring.run_in_process(backward, overlap=overlap)
+    grads = messages.run_in_process(backward, overlap=overlap)
     return case.unshard([(o, lse, *g) for (o, lse, _), g in zip(forward, grads)])
 
 
@@ -192,7 +193,7 @@ def _carried_in_bf16(*args, **options) -> Tensors:
 _bwd, _fwd, _Hop = ring.attention_bwd, ring.attention_fwd, ring.Hop
 
 
-def _other_way(send: torch.Tensor, recv: torch.Tensor, step: int) -> ring.Hop:
+def _other_way(send: torch.Tensor, recv: torch.Tensor, step: int) -> messages.Hop:
     return _Hop(send, recv, -step)
 
 
@@ -211,7 +212,7 @@ def _last_gradient_stays(parts: int) -> Callable:
     """A `Hop` whose receiver never sees the backward's last message."""
     sent = []
 
-    def hop(send: torch.Tensor, recv: torch.Tensor, step: int) -> ring.Hop:
+    def hop(send: torch.Tensor, recv: torch.Tensor, step: int) -> messages.Hop:
         sent.extend([0] * (step == -1))  # the ranks take their hops in lockstep
         return _Hop(send, recv.clone() if len(sent) > parts * (parts - 1) else recv, step)
 
@@ -248,10 +249,10 @@ def test_planted_fault_shows(fault: str, kind: str, parts: int) -> None:
 def test_a_rank_that_leaves_the_ring_early_is_an_error() -> None:
     layout = SequenceLayout(8, 2)
     q = torch.randn(1, 4, 1, 8)
-    options = {"layout": layout, "attend": ring.Attend()}
+    options = {"layout": layout, "attend": Attend()}
     good = ring.ring_forward(0, q, q, q, **options)
     with pytest.raises(RuntimeError, match="1 of 2 ranks"):
-        ring.run_in_process([good, (x for x in ())])
+        messages.run_in_process([good, (x for x in ())])
 
 
 # ------------------------------------------------------------------ 4. on gloo ranks
@@ -272,15 +273,21 @@ class _Wire:
 _batch_isend_irecv = dist.batch_isend_irecv
 
 
+def _ring_attention(q, k, v, *, attend: Attend = Attend(), **options) -> Tensors:  # noqa: B008
+    """o and lse by the ring on a process group."""
+    options |= attend._asdict() | {"strategy": "ring", "return_lse": True}
+    return context_attention(q, k, v, **options)
+
+
 def _run(case: Case, rank: int, overlap: bool) -> tuple[Tensors, list[int], list[int]]:
     """This rank's o, lse, dq, dk, dv and the bytes of its forward and backward messages."""
     inputs, cotangents = case.shard(rank)
     inputs = [x.clone().requires_grad_() for x in inputs]
-    attend = ring.Attend(case.causal)
+    attend = Attend(case.causal)
     options = {"layout": case.layout, "group": dist.group.WORLD, "attend": attend}
     wire = _Wire()
     with mock.patch.object(dist, "batch_isend_irecv", wire.batch_isend_irecv):
-        o, lse = ring.ring_attention(*inputs, **options, overlap=overlap)
+        o, lse = _ring_attention(*inputs, **options, overlap=overlap)
         forward = len(wire.sent)
         grads = torch.autograd.grad((o, lse), inputs, cotangents)
     return (o.detach(), lse.detach(), *grads), wire.sent[:forward], wire.sent[forward:]
@@ -343,7 +350,7 @@ def _order_of_events(rank: int, layout: SequenceLayout, overlap: bool) -> tuple[
     ):
         inputs = [x.clone().requires_grad_() for x in Case(layout).shard(rank)[0]]
         options = {"layout": layout, "group": dist.group.WORLD, "overlap": overlap}
-        o, _ = ring.ring_attention(*inputs, **options)
+        o, _ = _ring_attention(*inputs, **options)
         forward = len(events)
         o.sum().backward()
     return "".join(events[:forward]), "".join(events[forward:])
@@ -371,9 +378,9 @@ def _loss_through_one_output(rank: int, case: Case) -> None:
         whole = [x.requires_grad_() for x in case.draw()[0]]
         o, lse = whole_attention(*whole, case.causal)
         inputs = [x.clone().requires_grad_() for x in case.shard(rank)[0]]
-        attend = ring.Attend(case.causal)
+        attend = Attend(case.causal)
         options = {"layout": case.layout, "group": dist.group.WORLD, "attend": attend}
-        my_o, my_lse = ring.ring_attention(*inputs, **options)
+        my_o, my_lse = _ring_attention(*inputs, **options)
         if use == "lse":
             expected, loss = (lse * all_dlse).sum(), (my_lse * dlse).sum()
         elif use == "o":

@@ -6,12 +6,8 @@ import torch.distributed.pipelining.schedules as theirs
 from warpweave.parallel.schedule import (
     Action,
     acknowledged,
-    deps,
     from_csv,
-    gives,
     gpipe,
-    link,
-    links,
     one_f_one_b,
     order,
     placement,
@@ -25,6 +21,7 @@ from warpweave.parallel.schedule import (
     with_unshard,
     with_update,
 )
+from warpweave.parallel.schedule.actions import deps, gives, link, links
 from warpweave.parallel.simulate import simulate
 
 GENERATORS = [gpipe, one_f_one_b]

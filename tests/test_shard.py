@@ -9,7 +9,7 @@ import torch
 
 from warpweave.gpt import GPT, GPTConfig
 from warpweave.parallel.mesh import AXES, ConnectedMesh, Mesh
-from warpweave.parallel.shard import ParamRecord
+from warpweave.parallel.shard import Cut, ParamRecord
 from warpweave.plain_gpt import PlainConfig, plain_init
 
 LLAMA = {"positions": "rope", "norm": "rms", "bias": False, "tied": False}
@@ -21,39 +21,40 @@ SIZES = {"vocab_size": 37, "seq_len": 8, "layers": 3, "width": 16, "heads": 4, "
 def test_slices_padded_with_zeros_assemble_to_the_whole(shape, parts):
     full = torch.randn(shape, dtype=torch.float64)
     for dim in range(len(shape)):
-        record = ParamRecord("w", shape, dim, parts)
-        slices = [record.slice(full, index) for index in range(parts)]
+        record = ParamRecord("w", shape, (Cut("tp", dim, parts),))
+        slices = [record.slice(full, {"tp": index}) for index in range(parts)]
         assert {tuple(s.shape) for s in slices} == {record.local_shape}
-        assert torch.equal(record.assemble(slices), full)
+        assert torch.equal(record.assemble(slices[0], lambda x, axis, slices=slices: slices), full)
 
 
 @pytest.mark.parametrize("parts", [2, 3, 4, 7])
 def test_every_rank_holds_its_own_rows_and_zeros_past_the_end(parts):
     full = torch.arange(1.0, 14.0)[:, None].expand(13, 2)
-    record = ParamRecord("w", (13, 2), 0, parts)
+    record = ParamRecord("w", (13, 2), (Cut("tp", 0, parts),))
     rows = -(-13 // parts)
     for index in range(parts):
         expected = [i + 1.0 if i < 13 else 0.0 for i in range(index * rows, (index + 1) * rows)]
-        assert record.slice(full, index)[:, 0].tolist() == expected
+        assert record.slice(full, {"tp": index})[:, 0].tolist() == expected
 
 
 def test_an_unsharded_parameter_is_the_same_on_every_rank():
     full = torch.randn(5, 3)
-    for record in (ParamRecord("w", (5, 3)), ParamRecord("w", (5, 3), None, 4)):
-        assert not record.sharded
-        assert record.local_shape == (5, 3)
-        assert all(torch.equal(record.slice(full, index), full) for index in range(4))
-        assert torch.equal(record.assemble([full] * 4), full)
-    assert not ParamRecord("w", (5, 3), 0, 1).sharded
-    assert ParamRecord("w", (5, 3), 0, 2).sharded
+    record = ParamRecord("w", (5, 3))
+    assert record.cut_axes == ()
+    assert record.local_shape == (5, 3)
+    assert all(torch.equal(record.slice(full, {"tp": index}), full) for index in range(4))
+    assert torch.equal(record.assemble(full, lambda x, axis: [x] * 4), full)
+    assert ParamRecord("w", (5, 3), (Cut("tp", 0, 1),)).cut_axes == ()
+    assert ParamRecord("w", (5, 3), (Cut("tp", 0, 2),)).cut_axes == ("tp",)
 
 
 def test_the_draw_depends_on_the_seed_and_the_name_alone():
-    record = ParamRecord("blocks.3.up.weight", (37, 5), 0, 2)
+    record = ParamRecord("blocks.3.up.weight", (37, 5), (Cut("tp", 0, 2),))
     first = record.draw(7)
     torch.manual_seed(99)
     before = torch.get_rng_state()
-    other_cut = dataclasses.replace(record, shard_dim=1, parts=5, partial=True, tied=(0, 3))
+    other = {"cuts": (Cut("ep", 1, 5),), "partial": ("tp",), "tied": (0, 3), "group": "edp"}
+    other_cut = dataclasses.replace(record, **other)
     assert torch.equal(other_cut.draw(7), first)
     assert torch.equal(torch.get_rng_state(), before), "the draw touched the global generator"
     assert not torch.equal(record.draw(8), first)
@@ -100,12 +101,11 @@ def test_every_mesh_starts_from_the_plain_models_parameters(mesh, style):
     assert sorted(shards) == sorted(expected)
     for name, held in shards.items():
         for stage in {pp for pp, _ in held}:  # the tied embedding lies on two stages
-            whole = records[name].assemble([held[stage, tp] for tp in range(mesh.tp)])
+            parts = [held[stage, tp] for tp in range(mesh.tp)]
+            whole = records[name].assemble(parts[0], lambda x, axis, parts=parts: parts)
             assert torch.equal(whole, expected[name]), (name, stage)
 
 
 def test_a_tensor_of_another_shape_is_refused_by_name():
     with pytest.raises(ValueError, match=r"parameter w has logical shape \(5, 3\), got \(3, 5\)"):
-        ParamRecord("w", (5, 3), 0, 2).slice(torch.zeros(3, 5), 0)
-    with pytest.raises(ValueError, match="parameter w is not sharded"):
-        _ = ParamRecord("w", (5, 3)).rows
+        ParamRecord("w", (5, 3), (Cut("tp", 0, 2),)).slice(torch.zeros(3, 5), {"tp": 0})

@@ -12,9 +12,9 @@ from torch import nn
 from warpweave.gpt import GPT, GPTConfig
 from warpweave.kernels.wgrad import wgrad
 from warpweave.layers.records import collect_records
+from warpweave.parallel.data.zero import Unit
 from warpweave.parallel.mesh import Mesh, single
-from warpweave.parallel.stage import ChainStage, Segment
-from warpweave.parallel.zero import Unit
+from warpweave.parallel.pipeline.stage import ChainStage, Segment
 
 WIDTH, MICRO_BATCHES = 7, 3
 
@@ -186,7 +186,7 @@ CONFIGS = {
 
 def _gpt_grads(config: GPTConfig, recompute: str) -> dict[str, torch.Tensor]:
     model = GPT(config, recompute=recompute, dtype=torch.float32)
-    chain = ChainStage(model.segments(), last=True)
+    chain = ChainStage(model.segments()[0], last=True)
     tokens = torch.randint(0, 23, (2, 3, 9), generator=torch.Generator().manual_seed(4))
     batches = [
         model.micro_batch(t[:, :-1], t[:, 1:], torch.tensor(48.0), sample_ids=ids, seed=11)
@@ -234,8 +234,9 @@ class _Trace:
         self.backward: list[tuple[int, int, int]] = []  # segment, in flight, gradients open
         for k, layer in enumerate(self.chain.segments):
             (unit,) = layer.units
-            unit.unshard = self._noted("gather", k, unit.unshard, lambda u=unit: u._gather)
-            unit.reduce = self._noted("reduce", k, unit.reduce, lambda: None)
+            store, gradients = unit.parameters, unit.gradients
+            store.unshard = self._noted("gather", k, store.unshard, lambda s=store: s._gather)
+            gradients.start = self._noted("reduce", k, gradients.start, lambda: None)
             weight = next(p for r, p in unit.params if r.name.endswith("weight"))
             weight.register_hook(lambda g, k=k: self._backward(k))
 
@@ -252,14 +253,14 @@ class _Trace:
 
     def _compute(self, k: int) -> None:
         self.events.append(("compute", k))
-        sizes = [unit.flat.untyped_storage().size() for unit in self.chain.units]
+        sizes = [unit.parameters.flat.untyped_storage().size() for unit in self.chain.units]
         self.present.append((k, {j for j, size in enumerate(sizes) if size}))
 
     def _backward(self, k: int) -> None:
         units = self.chain.units
         self.events.append(("backward", k))
-        flying = sum(unit._scatter is not None for unit in units)
-        opened = sum(unit.grad.untyped_storage().size() > 0 for unit in units)
+        flying = sum(unit.gradients._in_flight is not None for unit in units)
+        opened = sum(unit.gradients.flat.untyped_storage().size() > 0 for unit in units)
         self.backward.append((k, flying, opened))
 
 
@@ -271,7 +272,7 @@ def _in_flight(rank: int) -> None:
             assert len(trace.backward) == 6 * MICRO_BATCHES
             assert max(flying for _, flying, _ in trace.backward) == 2, trace.backward
             assert max(opened for _, _, opened in trace.backward) == 3, trace.backward
-            assert all(unit._scatter is None for unit in trace.chain.units)
+            assert all(unit.gradients._in_flight is None for unit in trace.chain.units)
 
 
 def test_at_most_two_reductions_are_in_flight_while_a_segment_runs_backward():
@@ -300,11 +301,15 @@ def _freed(rank: int) -> None:
         again = [(k, {k, max(k - 1, 0)}) for k in reversed(range(last + 1))]
         assert trace.present == forward + again * recompute, trace.present
         for unit in trace.chain.units:
-            assert unit.flat.untyped_storage().size() == unit.grad.untyped_storage().size() == 0
+            assert (
+                unit.parameters.flat.untyped_storage().size()
+                == unit.gradients.flat.untyped_storage().size()
+                == 0
+            )
         trace.present.clear()
         trace.chain.evaluate(None, _batches()[0])
         assert trace.present == forward
-        assert all(unit.flat.untyped_storage().size() == 0 for unit in trace.chain.units)
+        assert all(unit.parameters.flat.untyped_storage().size() == 0 for unit in trace.chain.units)
 
 
 def _early_reduction(rank: int) -> None:
@@ -316,7 +321,7 @@ def _early_reduction(rank: int) -> None:
         assert trace.events[-6:] == tail
         assert sum(event == "reduce" for event, _ in trace.events) == 3
 
-        two = 2 * trace.chain.units[0].grad.nbytes
+        two = 2 * trace.chain.units[0].gradients.flat.nbytes
         trace = _Trace(Mesh(dp=2).connect(), stage, layers=3, bucket_bytes=two)
         _go(trace.chain, _batches())
         bucket = [("reduce", 2)] if stage == 0 else [("reduce", 2), ("reduce", 1)]

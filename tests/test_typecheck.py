@@ -219,7 +219,9 @@ def flipped(ending: str) -> Callable:
 
     def records(self):
         return {
-            name: dataclasses.replace(r, partial=not r.partial) if name.endswith(ending) else r
+            name: dataclasses.replace(r, partial=() if r.partial else ("tp",))
+            if name.endswith(ending)
+            else r
             for name, r in original(self).items()
         }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 
@@ -11,14 +12,17 @@ import torch.distributed as dist
 from close import relative_error
 from ranks import run_ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
+from warpweave.checkpoint import open_checkpoint, save_checkpoint
 from warpweave.layers.linear import ColumnParallelLinear
 from warpweave.layers.records import collect_records
-from warpweave.parallel import zero
+from warpweave.parallel.data import parameters, reduce
+from warpweave.parallel.data.optimizer import SGD, AdamW, LossScale
+from warpweave.parallel.data.zero import Unit, ZeroOptimizer
 from warpweave.parallel.mesh import Mesh, single
-from warpweave.parallel.shard import ParamRecord
-from warpweave.parallel.stage import ChainStage, Segment
-from warpweave.parallel.zero import LossScale, Unit, ZeroAdamW, join_gradients
+from warpweave.parallel.pipeline.stage import ChainStage, Segment
+from warpweave.parallel.shard import Cut, ParamRecord
 
 KINDS = ("param", "exp_avg", "exp_avg_sq")
 ADAMW = {"betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.2}
@@ -93,15 +97,17 @@ def _textbook(data: int, ends: int) -> tuple[list[float], dict[str, dict[str, to
 
 def _units(mesh, stage: int, dtype=torch.float64) -> list[Unit]:
     units = []
-    tp, index, last = mesh.size("tp"), mesh.index("tp"), mesh.index("pp") > 0
+    tp, last = mesh.size("tp"), mesh.index("pp") > 0
     for unit, rows in SPEC.items():
         if last and unit != "embedding":  # the last stage holds the tied embedding alone
             continue
         params = []
         for name, shape, dim, partial, decay in rows:
-            record = ParamRecord(name, shape, dim, tp, partial=partial and tp > 1, decay=decay)
+            cuts = () if dim is None else (Cut("tp", dim, tp),)
+            summed = ("tp",) if partial and tp > 1 else ()
+            record = ParamRecord(name, shape, cuts, summed, decay=decay)
             params.append(
-                (record, nn.Parameter(record.slice(_start(name, shape), index).to(dtype)))
+                (record, nn.Parameter(record.slice(_start(name, shape), mesh.coords).to(dtype)))
             )
         tied = unit == "embedding" and mesh.size("pp") > 1
         units.append(Unit(unit, params, mesh, zero=stage, tied=tied, owner=not last))
@@ -112,31 +118,38 @@ def _local(record: ParamRecord, mesh, step: int, mb: int) -> torch.Tensor:
     """This rank's gradient of one micro-batch: its rows, or its share of a partial sum."""
     at = (step, mesh.index("data"), mb, mesh.index("pp"))
     whole = _terms(record.name, record.shape, *at)
-    tp, index = mesh.size("tp"), mesh.index("tp")
+    index = mesh.index("tp")
     if record.partial:
         share = _draw(record.shape, 5, step, mb).mul(64).round().div(64)
         return share if index == 0 else (whole - share if index == 1 else torch.zeros_like(whole))
-    return record.slice(whole, index) if tp > 1 else whole
+    return record.slice(whole, mesh.coords)
+
+
+def _add(unit: Unit, terms) -> None:
+    """What a backward pass does: add `terms`, in the order of the unit's parameters."""
+    unit.gradients.before_backward()
+    for (_, param), term in zip(unit.params, terms, strict=True):
+        term = term.to(unit.gradients.flat.dtype)
+        param.grad = term if param.grad is None else param.grad.add_(term)
+    unit.gradients.after_backward()
 
 
 def _accumulate(unit: Unit, mesh, step: int, scale: float = 1.0, poison: int | None = None) -> None:
     for mb in range(MICRO_BATCHES):
-        unit.unshard()
-        unit.wait()
-        unit.open_grads()
-        for record, param in unit.params:
-            param.grad.add_(_local(record, mesh, step, mb) * scale)
+        unit.parameters.unshard()
+        unit.parameters.wait()
+        _add(unit, [_local(record, mesh, step, mb) * scale for record, _ in unit.params])
         if poison == mb:
             unit.params[-1][1].grad.view(-1)[0] = float("inf")
-        unit.reshard()
+        unit.parameters.reshard()
         if unit.placement.grad or mb == MICRO_BATCHES - 1:
-            unit.reduce()
-    unit.finish_reduce()
+            unit.gradients.start()
+    unit.gradients.finish()
 
 
 def _tie(unit: Unit, mesh) -> None:
     if unit.tied:
-        dist.all_reduce(unit.reduced, group=mesh.group("pp"))
+        dist.all_reduce(unit.gradients.reduced, group=mesh.group("pp"))
 
 
 def _step(units, optimizer, mesh, step: int, scale: float = 1.0) -> torch.Tensor:
@@ -153,7 +166,7 @@ def _read(units) -> dict[str, dict[str, torch.Tensor]]:
 
 def _train(mesh, stage: int, dtype=torch.float64):
     units = _units(mesh, stage, dtype)
-    optimizer = ZeroAdamW(units, mesh, clip=CLIP, **ADAMW)
+    optimizer = ZeroOptimizer(units, mesh, AdamW(**ADAMW), clip=CLIP)
     norms = [float(_step(units, optimizer, mesh, step)) for step in range(1, STEPS + 1)]
     state = _read(units)
     return norms, state, units
@@ -171,10 +184,10 @@ def _check(mesh, stages) -> None:
                 error = relative_error(tensor, state[kind][name])
                 assert error < 1e-12, (mesh.sizes, stage, kind, name, error)
         for unit in units:
-            unit.unshard()
-            unit.wait()
+            unit.parameters.unshard()
+            unit.parameters.wait()
             for record, param in unit.params:  # what the next forward pass computes with
-                whole = record.slice(state["param"][record.name], mesh.index("tp"))
+                whole = record.slice(state["param"][record.name], mesh.coords)
                 assert relative_error(param.detach(), whole) < 1e-12, (mesh.sizes, stage, record)
 
 
@@ -213,9 +226,9 @@ def _masters(rank: int) -> None:
                 assert tensor.dtype == torch.float32
                 assert torch.equal(tensor, high[1][kind][name]), (stage, kind, name)
         for unit in low[2]:
-            assert unit.flat.dtype == torch.bfloat16
-            unit.unshard()
-            unit.wait()
+            assert unit.parameters.flat.dtype == torch.bfloat16
+            unit.parameters.unshard()
+            unit.parameters.wait()
             for record, param in unit.params:
                 assert torch.equal(param, low[1]["param"][record.name].bfloat16()), (stage, record)
 
@@ -225,8 +238,8 @@ def test_bf16_parameters_have_the_fp32_masters_of_an_fp32_run():
 
 
 def _snapshot(units, optimizer) -> list[torch.Tensor]:
-    state = [u.state(kind) for u in units for kind in KINDS]
-    homes = [u.shard if u.shard is not None else u.flat for u in units]
+    state = [u.buffer(kind) for u in units for kind in KINDS]
+    homes = [u.state.param for u in units]
     counts = [optimizer.count, *(t for steps in optimizer.steps for t in steps)]
     return [t.clone() for t in (*state, *homes, *counts)]
 
@@ -236,8 +249,8 @@ def _overflow(rank: int) -> None:
     for stage in range(4):
         units, clean = _units(mesh, stage, torch.float16), _units(mesh, stage, torch.float16)
         scale = LossScale(1024.0, interval=3)
-        optimizer = ZeroAdamW(units, mesh, clip=CLIP, loss_scale=scale, **ADAMW)
-        plain = ZeroAdamW(clean, mesh, clip=CLIP, **ADAMW)
+        optimizer = ZeroOptimizer(units, mesh, AdamW(**ADAMW), clip=CLIP, loss_scale=scale)
+        plain = ZeroOptimizer(clean, mesh, AdamW(**ADAMW), clip=CLIP)
         for step, (bad, value) in enumerate(
             [(None, 1024), (1, 512), (2, 256), (None, 256), (None, 256), (None, 512)], 1
         ):
@@ -247,7 +260,7 @@ def _overflow(rank: int) -> None:
                 _accumulate(unit, mesh, step, scale.value.item(), at)
             norm = optimizer.step(LR)
             for unit in units:
-                unit.wait()
+                unit.parameters.wait()
             same = [torch.equal(a, b) for a, b in zip(before, _snapshot(units, optimizer))]
             assert scale.value == value, (stage, step, scale.value)
             assert norm.isfinite() == (bad is None)
@@ -257,7 +270,7 @@ def _overflow(rank: int) -> None:
             assert not any(same[: len(KINDS)])
             assert norm == _step(clean, plain, mesh, step), "the scale shows in the norm"
             for unit in clean:
-                unit.wait()
+                unit.parameters.wait()
             for a, b in zip(_snapshot(units, optimizer), _snapshot(clean, plain), strict=True):
                 assert torch.equal(a, b), (stage, step)
         assert optimizer.count == 4
@@ -272,8 +285,8 @@ def test_the_loss_scale_follows_its_rule_and_goes_on_from_any_step(interval):
     """Halved by an overflow, doubled by `interval` good steps in a row, within 1 and 2^24."""
     unit = _units(single(), 0, torch.float16)[0]
 
-    def fresh() -> ZeroAdamW:
-        return ZeroAdamW([unit], single(), loss_scale=LossScale(64.0, interval))
+    def fresh() -> ZeroOptimizer:
+        return ZeroOptimizer([unit], single(), AdamW(), loss_scale=LossScale(64.0, interval))
 
     draws = torch.Generator().manual_seed(interval)
     value, row, seen, optimizer = 64.0, 0, set(), fresh()
@@ -296,22 +309,24 @@ def test_the_loss_scale_follows_its_rule_and_goes_on_from_any_step(interval):
 # -------------------------------------------------------------------------- the norm
 
 
+def _share_of_ones(record: ParamRecord, unit: Unit, mesh) -> torch.Tensor:
+    """This rank's term of a gradient that is 1 everywhere."""
+    shares = mesh.size("data") * (mesh.size("tp") if record.partial else 1)
+    shares *= 2 if unit.tied else 1
+    return record.slice(torch.ones(record.shape, dtype=torch.float64), mesh.coords) / shares
+
+
 def _norms(rank: int, meshes: list[Mesh]) -> list[float]:
     """The norm of gradients that are 1 everywhere, on every mesh and stage."""
     found = []
     for mesh in (sizes.connect() for sizes in meshes):
         for stage in range(4) if mesh.size("data") > 1 else (0,):
             units = _units(mesh, stage)
-            optimizer = ZeroAdamW(units, mesh)
+            optimizer = ZeroOptimizer(units, mesh, AdamW())
             for unit in units:
-                unit.open_grads()
-                for record, param in unit.params:
-                    shares = mesh.size("data") * (mesh.size("tp") if record.partial else 1)
-                    shares *= 2 if unit.tied else 1
-                    ones = torch.ones(record.shape, dtype=torch.float64)
-                    param.grad.add_(record.slice(ones, mesh.index("tp")) / shares)
-                unit.reduce()
-                unit.finish_reduce()
+                _add(unit, [_share_of_ones(record, unit, mesh) for record, _ in unit.params])
+                unit.gradients.start()
+                unit.gradients.finish()
                 _tie(unit, mesh)
             optimizer.sum_partials()
             found.append(float(optimizer.norm()))
@@ -337,24 +352,24 @@ def _memory(rank: int) -> None:
     mesh = Mesh(dp=4).connect()
     for stage in range(4):
         for unit in _units(mesh, stage, torch.bfloat16):
-            n, parts = unit.size, (1 if stage == 0 else 4)
+            n, parts = unit.layout.size, (1 if stage == 0 else 4)
             assert n % (4 * 32) == 0
-            for state in (unit.master, unit.exp_avg, unit.exp_avg_sq):
+            for state in (unit.state.master, *unit.state.moments.values()):
                 assert _bytes(state) == 4 * n // parts, stage
-            assert _bytes(unit.reduced) == 4 * n // parts
+            assert _bytes(unit.gradients.reduced) == 4 * n // parts
             closed = 0 if stage == 3 else 2 * n
-            assert _bytes(unit.flat) == closed, stage
-            assert _bytes(unit.grad) == (0 if stage >= 2 else 4 * n), stage
-            unit.unshard()
-            unit.wait()
-            unit.open_grads()
-            assert (_bytes(unit.flat), _bytes(unit.grad)) == (2 * n, 4 * n)
-            unit.reshard()
-            unit.reduce()
-            unit.finish_reduce()
-            assert _bytes(unit.flat) == closed, stage
-            assert _bytes(unit.grad) == (0 if stage >= 2 else 4 * n), stage
-            assert unit.shard is None or _bytes(unit.shard) == 2 * n // 4
+            assert _bytes(unit.parameters.flat) == closed, stage
+            assert _bytes(unit.gradients.flat) == (0 if stage >= 2 else 4 * n), stage
+            unit.parameters.unshard()
+            unit.parameters.wait()
+            unit.gradients.before_backward()
+            assert (_bytes(unit.parameters.flat), _bytes(unit.gradients.flat)) == (2 * n, 4 * n)
+            unit.parameters.reshard()
+            unit.gradients.start()
+            unit.gradients.finish()
+            assert _bytes(unit.parameters.flat) == closed, stage
+            assert _bytes(unit.gradients.flat) == (0 if stage >= 2 else 4 * n), stage
+            assert unit.parameters.shard is None or _bytes(unit.parameters.shard) == 2 * n // 4
 
 
 def test_sharded_states_are_a_quarter_on_four_ranks_and_the_rest_is_really_freed():
@@ -362,13 +377,13 @@ def test_sharded_states_are_a_quarter_on_four_ranks_and_the_rest_is_really_freed
 
 
 class _Traffic:
-    """Counts what each collective of `zero` moves: name -> list of bytes of the whole buffer."""
+    """Counts what each collective of ZeRO moves: name -> list of bytes of the whole buffer."""
 
     def __init__(self) -> None:
         self.calls: dict[str, list[int]] = {}
         for place, name, whole in (
-            (zero, "all_gather_into", 0),
-            (zero, "reduce_scatter_into", 1),
+            (parameters, "all_gather_into", 0),
+            (reduce, "reduce_scatter_into", 1),
             (dist, "all_reduce", 0),
         ):
             setattr(place, name, self._counted(name, getattr(place, name), whole))
@@ -393,7 +408,7 @@ def _chain(mesh, stage: int, dtype, layers: int = 3, width: int = 8):
         last = k == layers - 1
         segments.append(Segment(unit.name, _layer(linear, last), (unit,)))
     chain = ChainStage(segments, last=True)
-    return chain, ZeroAdamW(chain.units, mesh, clip=CLIP, **ADAMW)
+    return chain, ZeroOptimizer(chain.units, mesh, AdamW(**ADAMW), clip=CLIP)
 
 
 def _layer(linear: nn.Linear, last: bool):
@@ -404,7 +419,7 @@ def _layer(linear: nn.Linear, last: bool):
     return fn
 
 
-def _chain_step(chain: ChainStage, optimizer: ZeroAdamW, batches) -> torch.Tensor:
+def _chain_step(chain: ChainStage, optimizer: ZeroOptimizer, batches) -> torch.Tensor:
     chain.begin(batches)
     for mb in range(len(batches)):
         chain.forward(mb, None)
@@ -418,7 +433,7 @@ def _traffic(rank: int) -> None:
     traffic = _Traffic()
     for stage in range(4):
         chain, optimizer = _chain(mesh, stage, torch.bfloat16, layers)
-        params, grads = (nbytes * chain.units[0].size for nbytes in (2, 4))
+        params, grads = (nbytes * chain.units[0].layout.size for nbytes in (2, 4))
         for _ in range(2):
             traffic.calls.clear()
             _chain_step(chain, optimizer, torch.ones(m, 2, 8, dtype=torch.bfloat16))
@@ -430,7 +445,7 @@ def _traffic(rank: int) -> None:
                 expected["reduce_scatter_into"] = [grads] * scatters
             assert traffic.calls == expected, stage
         for unit in chain.units:
-            unit.wait()
+            unit.parameters.wait()
 
 
 def test_every_stage_makes_exactly_the_collectives_of_its_formula_and_no_byte_more():
@@ -442,32 +457,30 @@ def _joined(rank: int) -> None:
     mesh, sums = Mesh(dp=2).connect(), []
     for joined in (False, True):
         units = _units(mesh, 0)
-        before = [unit.grad.nbytes for unit in units]
+        before = [unit.gradients.flat.nbytes for unit in units]
         if joined:
-            join_gradients(units[::-1])
+            reduce.join([unit.gradients for unit in units[::-1]])
             for unit in units:
-                home = unit.grad.untyped_storage()
+                home = unit.gradients.flat.untyped_storage()
                 assert home.nbytes() == sum(before)
-                assert unit.reduced.data_ptr() == unit.grad.data_ptr()
+                assert unit.gradients.reduced.data_ptr() == unit.gradients.flat.data_ptr()
                 assert all(p.grad.untyped_storage().data_ptr() == home.data_ptr()
                            for _, p in unit.params)  # fmt: skip
-            storages = {unit.grad.untyped_storage().data_ptr() for unit in units}
-            join_gradients(units)  # they stay where they are
-            assert {unit.grad.untyped_storage().data_ptr() for unit in units} == storages
+            storages = {unit.gradients.flat.untyped_storage().data_ptr() for unit in units}
+            reduce.join([unit.gradients for unit in units])  # they stay where they are
+            assert {unit.gradients.flat.untyped_storage().data_ptr() for unit in units} == storages
         pairs = list(itertools.pairwise(units[::-1]))
-        assert [a.is_before(b) for a, b in pairs] == [joined] * len(pairs)
-        assert not any(b.is_before(a) for a, b in pairs)
+        assert [a.gradients.is_before(b.gradients) for a, b in pairs] == [joined] * len(pairs)
+        assert not any(b.gradients.is_before(a.gradients) for a, b in pairs)
         for i, unit in enumerate(units):
-            unit.open_grads()
-            for j, (_, param) in enumerate(unit.params):
-                param.grad.add_(_draw(tuple(param.shape), i, j, rank))
+            _add(unit, [_draw(tuple(p.shape), i, j, rank) for j, (_, p) in enumerate(unit.params)])
         first, *rest = units[::-1]
-        first.reduce(rest if joined else ())
+        first.gradients.start([unit.gradients for unit in rest] if joined else ())
         for unit in () if joined else rest:
-            unit.reduce()
+            unit.gradients.start()
         for unit in units:
-            unit.finish_reduce()
-        sums.append([unit.reduced.clone() for unit in units])
+            unit.gradients.finish()
+        sums.append([unit.gradients.reduced.clone() for unit in units])
     assert all(torch.equal(a, b) for a, b in zip(*sums, strict=True))
 
 
@@ -482,11 +495,11 @@ def _two_chains(rank: int) -> None:
     params = [(collect_records(ColumnParallelLinear(4, 4, bias=False))["weight"], linear.weight)]
     shared = Unit("shared", params, mesh)
     first = ChainStage([Segment("a", lambda x, _: linear(x), (shared,))], last=True)
-    home = shared.grad.data_ptr()
+    home = shared.gradients.flat.data_ptr()
     other = _units(mesh, 0)[0]
     ChainStage([Segment("a", lambda x, _: linear(x), (shared, other))], last=True)
-    assert shared.grad.data_ptr() == home
-    assert first._homes[linear.weight].data_ptr() == home
+    assert shared.gradients.flat.data_ptr() == home
+    assert first._views[linear.weight].data_ptr() == home
 
 
 def test_a_unit_of_two_chains_keeps_its_gradients_where_they_are():
@@ -499,7 +512,7 @@ def test_a_unit_of_two_chains_keeps_its_gradients_where_they_are():
 def _save(rank: int, sizes: Mesh, stage: int):
     mesh = sizes.connect()
     units = _units(mesh, stage)
-    optimizer = ZeroAdamW(units, mesh, clip=CLIP, **ADAMW)
+    optimizer = ZeroOptimizer(units, mesh, AdamW(**ADAMW), clip=CLIP)
     for step in (1, 2):
         norm = _step(units, optimizer, mesh, step)
     return _read(units), optimizer.state(), float(norm)
@@ -510,9 +523,10 @@ def _resume(rank: int, sizes: Mesh, stage: int, state, counts, steps):
     mesh = sizes.connect()
     units = _units(mesh, stage)
     for unit in units:
-        unit.unshard()  # a gather in flight must not bring old values back
-        unit.publish()
-    optimizer = ZeroAdamW(units, mesh, clip=CLIP, **ADAMW)
+        unit.parameters.unshard()  # a gather in flight must not bring old values back
+        if unit.placement.optim and not unit.placement.param:
+            unit.parameters.publish()
+    optimizer = ZeroOptimizer(units, mesh, AdamW(**ADAMW), clip=CLIP)
     for kind in KINDS:
         for unit in units:
             unit.write(kind, lambda record, kind=kind: state[kind][record.name])
@@ -520,12 +534,12 @@ def _resume(rank: int, sizes: Mesh, stage: int, state, counts, steps):
     back = _read(units)
     assert all(torch.equal(back[k][n], state[k][n]) for k in KINDS for n in state[k])
     for unit in units:
-        unit.unshard()
-        unit.wait()
+        unit.parameters.unshard()
+        unit.parameters.wait()
         for record, param in unit.params:
-            mine = record.slice(state["param"][record.name], mesh.index("tp"))
+            mine = record.slice(state["param"][record.name], mesh.coords)
             assert torch.equal(param.detach(), mine), record
-        unit.reshard()
+        unit.parameters.reshard()
     for step in steps:
         _step(units, optimizer, mesh, step)
     return _read(units), optimizer.state(), 0.0
@@ -548,7 +562,9 @@ def test_state_moves_from_four_ranks_to_two_to_three_and_goes_on_as_if_nothing_h
 
 def test_the_loss_scale_is_part_of_the_state():
     unit = _units(single(), 0, torch.float16)[0]
-    first, second = (ZeroAdamW([unit], single(), loss_scale=LossScale(s)) for s in (64.0, 2.0))
+    first, second = (
+        ZeroOptimizer([unit], single(), AdamW(), loss_scale=LossScale(s)) for s in (64.0, 2.0)
+    )
     first.loss_scale.update(torch.tensor(0.0))
     first.count.fill_(5)
     second.load_state(first.state())
@@ -629,3 +645,155 @@ def test_wrong_stages_dtypes_and_shapes_are_refused_in_one_line():
         Unit("u", [(record, weight), half], single())
     with pytest.raises(ValueError, match=r"w has shape \(3, 2\), its record says \(2, 3\)"):
         Unit("u", [(ParamRecord("w", (2, 3)), weight)], single())
+
+
+# -------------------------------------------------------------------------- another optimizer
+
+
+def _sgd(rank: int) -> None:
+    mesh = Mesh(dp=2).connect()
+    data = _draw((STEPS, 2, 5, 8), rank)
+    replicas = _modules()
+    theirs = torch.optim.SGD(_groups(replicas), lr=LR, momentum=0.8)
+    norms, params = _torch_steps(replicas, theirs, data, False)
+    for stage in range(4):
+        chain, _ = _chain(mesh, stage, torch.float64)
+        rule = SGD(momentum=0.8, weight_decay=ADAMW["weight_decay"])
+        optimizer = ZeroOptimizer(chain.units, mesh, rule, clip=CLIP)
+        ours = [float(_chain_step(chain, optimizer, batches)) for batches in data]
+        assert ours == pytest.approx(norms, rel=1e-13), stage
+        read = {r.name: t for unit in chain.units for r, t in unit.read("param")}
+        names = [f"{k}.{n}" for k in range(3) for n in ("weight", "bias")]
+        for name, param in zip(names, params, strict=True):
+            assert relative_error(read[name], param) < 1e-12, (stage, name)
+        before = [b.clone() for unit in chain.units for b in (*unit.state.moments.values(),)]
+        chain.units[0].gradients.reduced[0] = float("inf")
+        optimizer.step(LR)
+        after = [b for unit in chain.units for b in unit.state.moments.values()]
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), stage
+
+
+def test_sgd_with_momentum_over_every_stage_equals_torchs_own_and_skips_overflows():
+    run_ranks(2, _sgd)
+
+
+def test_sgd_keeps_bf16_parameters_as_copies_of_its_masters():
+    unit = _units(single(), 0, torch.bfloat16)[0]
+    optimizer = ZeroOptimizer([unit], single(), SGD(), clip=None)
+    _add(unit, [torch.full(p.shape, 2.0**-9) for _, p in unit.params])
+    optimizer.step(1.0)
+    assert unit.state.master.dtype == torch.float32
+    assert torch.equal(unit.parameters.flat, unit.state.master.bfloat16())
+    assert not torch.equal(unit.state.master, unit.state.master.bfloat16().float())
+
+
+# -------------------------------------------------------------------------- an axis of one's own
+
+EXPERTS = {  # name, shape, cut over: experts lie on different ranks of the made-up axis "ep"
+    "experts.up": ((3, 5, 7), {"ep": 0, "tp": 2}),
+    "experts.down": ((3, 7, 5), {"ep": 0, "tp": 1}),
+    "experts.bias": ((3, 5), {"ep": 0}),
+    "router": ((3, 5), {}),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class _ExpertMesh:
+    """A mesh of axes pp, dp, ep, tp that the library has never heard of; data = dp x ep."""
+
+    sizes: dict[str, int]
+    rank: int
+    groups: dict[str, object]
+
+    @classmethod
+    def connect(cls, **sizes: int) -> _ExpertMesh:
+        sizes = {"pp": 1, "dp": 1, "ep": 1, "tp": 1} | sizes
+        device_mesh = init_device_mesh("cpu", (*sizes.values(),), mesh_dim_names=(*sizes,))
+        groups = {axis: device_mesh.get_group(axis) if n > 1 else None for axis, n in sizes.items()}
+        groups["data"] = device_mesh["dp", "ep"]._flatten("data").get_group()
+        return cls(sizes, dist.get_rank(), groups | {"world": dist.group.WORLD})
+
+    @property
+    def coords(self) -> dict[str, int]:
+        at, rank = {}, self.rank
+        for axis, size in reversed(self.sizes.items()):
+            rank, at[axis] = divmod(rank, size)
+        return {axis: at[axis] for axis in self.sizes}
+
+    def factors(self, axis: str) -> tuple[str, ...]:
+        return {"data": ("dp", "ep")}.get(axis, (axis,))
+
+    def group(self, axis: str):
+        return self.groups[axis]
+
+    def size(self, axis: str) -> int:
+        return math.prod(self.sizes[a] for a in self.factors(axis))
+
+    def index(self, axis: str) -> int:
+        at = self.coords
+        return at["dp"] * self.sizes["ep"] + at["ep"] if axis == "data" else at[axis]
+
+
+def _expert_term(name: str, step: int, mesh) -> torch.Tensor:
+    """This rank's term of the whole gradient: an expert's tokens come from all ranks of "dp"."""
+    shape, cuts = EXPERTS[name]
+    axis = "dp" if cuts else "data"
+    return sum(_terms(name, shape, step, mesh.index(axis), mb, 0) for mb in range(2))
+
+
+def _expert_units(mesh, zero: int) -> list[Unit]:
+    params: dict[str, list] = {"dp": [], "data": []}
+    for name, (shape, cuts) in EXPERTS.items():
+        cut = tuple(Cut(axis, dim, mesh.size(axis)) for axis, dim in cuts.items())
+        record = ParamRecord(name, shape, cut, decay=False, group="dp" if cuts else "data")
+        local = record.slice(_start(name, shape), mesh.coords)
+        params[record.group].append((record, nn.Parameter(local.clone())))
+    return [Unit(axis, params[axis], mesh, zero=zero) for axis in params]
+
+
+def _experts(rank: int, sizes: dict[str, int], folder) -> None:
+    mesh = _ExpertMesh.connect(**sizes)
+    terms = {"dp": mesh.size("dp"), "data": mesh.size("data")}
+    whole = {n: _start(n, shape) for n, (shape, _) in EXPERTS.items()}
+    truth = [torch.nn.Parameter(t) for t in whole.values()]
+    theirs = torch.optim.AdamW(truth, lr=LR, weight_decay=0.0)
+    norms = []
+    for step in (1, 2):
+        for (name, (shape, cuts)), p in zip(EXPERTS.items(), truth, strict=True):
+            ranks = range(terms["dp" if cuts else "data"])
+            p.grad = sum(_terms(name, shape, step, d, mb, 0) for d in ranks for mb in range(2))
+        norms.append(float(nn.utils.clip_grad_norm_(truth, CLIP)))
+        theirs.step()
+    for zero in range(4):
+        units = _expert_units(mesh, zero)
+        rule = AdamW(betas=(0.9, 0.999), weight_decay=0.0)
+        optimizer = ZeroOptimizer(units, mesh, rule, clip=CLIP)
+        for step in (1, 2):
+            for unit in units:
+                terms_of = [r.slice(_expert_term(r.name, step, mesh), mesh.coords)
+                            for r, _ in unit.params]  # fmt: skip
+                _add(unit, terms_of)
+                unit.gradients.start()
+                unit.gradients.finish()
+            assert float(optimizer.step(LR)) == pytest.approx(norms[step - 1], rel=1e-13), zero
+        found = {r.name: t for unit in units for r, t in unit.read("param")}
+        for name, p in zip(EXPERTS, truth, strict=True):
+            assert relative_error(found[name], p.detach()) < 1e-12, (zero, name)
+        mine = ((n, t) for n, t in found.items() if _writer(n) % dist.get_world_size() == rank)
+        save_checkpoint(folder / str(zero), 2, mine, config={}, state={}, mesh=mesh.sizes,
+                        group=dist.group.WORLD)  # fmt: skip
+        saved = open_checkpoint(folder / str(zero) / "step_00000002")
+        for unit in _expert_units(mesh, 3 - zero):  # onto another placement
+            unit.write("param", lambda record, saved=saved: saved.tensor(record.name))
+            for record, tensor in unit.read("param"):
+                assert torch.equal(tensor, found[record.name]), (zero, record.name)
+
+
+def _writer(name: str) -> int:
+    """Which rank writes a tensor, the same on all of them."""
+    return sum(map(ord, name))
+
+
+@pytest.mark.parametrize("sizes", [{"ep": 2, "tp": 2}, {"dp": 2, "ep": 2}, {"ep": 3}], ids=str)
+def test_a_made_up_axis_is_data_for_zero_the_norm_and_checkpoints(sizes, tmp_path):
+    run_ranks(math.prod(sizes.values()), _experts, sizes, tmp_path)

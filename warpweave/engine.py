@@ -1,8 +1,8 @@
 """The engine: one training step of a GPT on any mesh, from the schedule's list of actions.
 
 It puts the pieces together and adds no algorithm: the model's segments over ZeRO units (`gpt`),
-the chain they run in (`parallel.stage`), the schedule and its executor (`parallel.schedule`,
-`parallel.pipeline`), the sharded optimizer (`parallel.zero`). The trainer and `prove` drive it.
+the chain they run in (`pipeline.stage`), the schedule and its executor (`parallel.schedule`,
+`parallel.pipeline`), the sharded optimizer (`data.zero`). The trainer and `prove` drive it.
 """
 
 from __future__ import annotations
@@ -18,16 +18,31 @@ from warpweave.gpt import GPT, GPTConfig, MicroBatch
 from warpweave.parallel import schedule as schedules
 from warpweave.parallel.collectives import Pending, gather, start_all_reduce_
 from warpweave.parallel.context import Strategy
+from warpweave.parallel.data.optimizer import AdamW, LossScale
+from warpweave.parallel.data.zero import Unit, ZeroOptimizer
 from warpweave.parallel.mesh import ConnectedMesh
 from warpweave.parallel.pipeline import Distributed, Like, execute
+from warpweave.parallel.pipeline.stage import ChainStage, Segment
 from warpweave.parallel.shard import ParamRecord
-from warpweave.parallel.stage import ChainStage, Segment
-from warpweave.parallel.zero import LossScale, Unit, ZeroAdamW
 
-SCHEDULES: dict[str, Callable[[int, int], schedules.Schedule]] = {
-    "gpipe": schedules.gpipe,
-    "1f1b": schedules.one_f_one_b,
-}
+SCHEDULES = ("gpipe", "1f1b", "interleaved")
+
+
+def make_schedule(name: str, ranks: int, microbatches: int, chunks: int) -> schedules.Schedule:
+    """The lists of a schedule by its name, with `chunks` stages on each pipeline rank.
+
+    Raises ValueError for another name, or several stages on a rank where it is not interleaved.
+    """
+    if name not in SCHEDULES:
+        raise ValueError(f"schedule must be one of {sorted(SCHEDULES)}, got {name!r}")
+    if name == "interleaved":
+        return schedules.interleaved(ranks, microbatches, chunks)
+    if chunks != 1:
+        raise ValueError(
+            f"chunks = {chunks} stages per rank need the interleaved schedule, got {name!r}"
+        )
+    generate = schedules.gpipe if name == "gpipe" else schedules.one_f_one_b
+    return generate(ranks, microbatches)
 
 
 def _check_int64(tokens: Tensor, labels: Tensor) -> None:
@@ -54,32 +69,50 @@ class StepResult:
         return torch.stack([self.loss, self.norm.to(self.loss), self.interrupts.to(self.loss)])
 
 
+class _RankUpdate:
+    """The one optimizer step of all stages of a rank: made when the last of them asks for it.
+
+    The global norm needs every stage's gradients, and the loss travels meanwhile.
+    """
+
+    def __init__(self, optimizer: ZeroOptimizer, stages: int) -> None:
+        self.optimizer, self.stages = optimizer, stages
+
+    def begin(self, lr: float | None, start_loss: Callable[[], Pending]) -> None:
+        """Before a step; with `lr` None only the norm is computed and gradients are kept."""
+        self._lr, self._start_loss, self._missing = lr, start_loss, self.stages
+
+    def arrive(self) -> None:
+        """A stage has its gradients summed over the data ranks, and tied."""
+        self._missing -= 1
+        if self._missing:
+            return
+        self.optimizer.sum_partials()
+        self.loss = self._start_loss()
+        self.norm = self.optimizer.norm() if self._lr is None else self.optimizer.step(self._lr)
+
+
 class _EngineStage(ChainStage):
-    """The chain with what happens to gradients once a step: reduce, tie, update."""
+    """A chain with what happens to its gradients once a step: reduce, tie, update."""
 
     def __init__(
         self,
         segments: list[Segment],
-        mesh: ConnectedMesh,
-        optimizer: ZeroAdamW,
+        update: _RankUpdate,
         message: Like,
+        *,
         last: bool,
+        shared: list[Unit],
     ) -> None:
-        super().__init__(segments, last=last)
-        self.mesh, self.optimizer, self.message = mesh, optimizer, message
-        self.lr: float | None = 0.0
-        self.norm: Tensor | None = None
-        self.start_loss: Callable[[], Pending]
-        self.global_loss: Pending
-
-    def reduce(self) -> None:
-        """Finish the sums over the data group, then sum what is partial over the tensor axis."""
-        super().reduce()
-        self.optimizer.sum_partials()
+        super().__init__(segments, last=last, shared=shared)
+        self.message, self._update = message, update
 
     def input_like(self, mb: int) -> Like:
         """A pipeline message: one micro-batch's residual stream."""
         return self.message
+
+    def start(self) -> None:
+        """Nothing: the engine begins a step with its data."""
 
     def unshard(self) -> None:
         """Nothing: the chain gathers unit by unit, just ahead of use."""
@@ -92,15 +125,11 @@ class _EngineStage(ChainStage):
 
         Both ends cut the embedding's unit alike, so this rank's slice matches its peer's.
         """
-        return next((unit.reduced for unit in self.units if unit.tied), None)
+        return next((u.gradients.reduced for u in self.units if u.tied), None)
 
     def update(self) -> None:
-        """The optimizer step; with `lr` None only the norm is computed and gradients are kept.
-
-        The step's loss travels meanwhile.
-        """
-        self.global_loss = self.start_loss()
-        self.norm = self.optimizer.norm() if self.lr is None else self.optimizer.step(self.lr)
+        """This stage's share of the step is there."""
+        self._update.arrive()
 
 
 def _guard_state_dict(gpt: GPT, units: list[Unit]) -> None:
@@ -108,8 +137,8 @@ def _guard_state_dict(gpt: GPT, units: list[Unit]) -> None:
 
     def check(module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
         for unit in units:
-            unit.wait()
-            if not unit.materialised:
+            unit.parameters.wait()
+            if not unit.parameters.materialised:
                 raise RuntimeError(
                     f"ZeRO 3 keeps only a shard of {unit.name} on this rank: Engine.read gives "
                     "whole tensors, state_dict cannot"
@@ -131,7 +160,8 @@ class Engine:
         microbatches: micro-batches per step and data replica.
         micro_batch_size: sequences in each.
         zero: ZeRO stage over the data group (dp x cp).
-        schedule: "gpipe" or "1f1b".
+        schedule: "gpipe", "1f1b" or "interleaved".
+        chunks: stages per pipeline rank, for "interleaved".
         early_gradients: a stage sends its input's gradient before it makes those of its weights
             (`schedule.send_first`); not with ZeRO 2 and 3, which free gradients segment by segment.
             The results are the same, to the bit.
@@ -155,6 +185,7 @@ class Engine:
         micro_batch_size: int = 1,
         zero: int = 0,
         schedule: str = "1f1b",
+        chunks: int = 1,
         early_gradients: bool = True,
         sequence_parallel: bool = True,
         recompute: str = "none",
@@ -170,8 +201,6 @@ class Engine:
         impl: str | None = None,
         timeout: float = 300.0,
     ) -> None:
-        if schedule not in SCHEDULES:
-            raise ValueError(f"schedule must be one of {sorted(SCHEDULES)}, got {schedule!r}")
         if microbatches < 1 or micro_batch_size < 1:
             raise ValueError(
                 f"microbatches and micro_batch_size must be at least 1, got {microbatches} and "
@@ -180,6 +209,8 @@ class Engine:
         self.config, self.mesh, self.seed = config, mesh, seed
         self.microbatches, self.micro_batch_size = microbatches, micro_batch_size
         self.device = torch.device(device)
+        early = early_gradients and not (zero >= 2 and mesh.size("data") > 1)
+        self.schedule = self._plan(schedule, chunks, early)
         self.gpt = GPT(
             config,
             mesh=mesh,
@@ -190,35 +221,38 @@ class Engine:
             device="meta",
             dtype=dtype,
             impl=impl,
+            placement=schedules.placement(self.schedule),
         )
         rows = micro_batch_size * config.seq_len // mesh.size("cp")
         own = self.gpt.own_rows(rows)
         self.dtype = dtype
-        segments = self.gpt.segments(zero=zero, device=self.device)
-        self.units: list[Unit] = list(dict.fromkeys(u for s in segments for u in s.units))
+        chains = self.gpt.segments(zero=zero, device=self.device)
+        self.units: list[Unit] = list(
+            dict.fromkeys(u for chain in chains.values() for s in chain for u in s.units)
+        )
         _guard_state_dict(self.gpt, self.units)
         scale = LossScale().to(self.device) if dtype == torch.float16 else None
-        self.optimizer = ZeroAdamW(
-            self.units,
-            mesh,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            clip=clip,
-            loss_scale=scale,
-            impl=impl,
+        rule = AdamW(betas, eps, weight_decay, impl)
+        self.optimizer = ZeroOptimizer(
+            self.units, mesh, rule, clip=clip, loss_scale=scale, impl=impl
         )
         self.message: Like = ((own.stop - own.start, config.width), dtype, self.device)
-        self.stage = _EngineStage(segments, mesh, self.optimizer, self.message, self.gpt.last)
-        self.schedule = self._plan(schedule, early_gradients)
+        self._update = _RankUpdate(self.optimizer, len(chains))
+        self.stages: dict[int, _EngineStage] = {}
+        for stage, chain in chains.items():
+            earlier = [unit for other in self.stages.values() for unit in other.units]
+            is_last = stage == len(self.gpt.placement) - 1
+            self.stages[stage] = _EngineStage(
+                chain, self._update, self.message, last=is_last, shared=earlier
+            )
         self.transport = Distributed(
             self.schedule, mesh.group("pp"), device=self.device, timeout=timeout
         )
         self.load("param", lambda record: record.draw(seed))
 
-    def _plan(self, name: str, early: bool) -> schedules.Schedule:
-        lists = SCHEDULES[name](self.mesh.size("pp"), self.microbatches)
-        if early and not any(unit.placement.grad for unit in self.units):
+    def _plan(self, name: str, chunks: int, early: bool) -> schedules.Schedule:
+        lists = make_schedule(name, self.mesh.size("pp"), self.microbatches, chunks)
+        if early:
             lists = schedules.send_first(lists)
         lists = schedules.with_reduce(schedules.with_comm(lists))
         if self.config.tied:
@@ -267,20 +301,19 @@ class Engine:
         if (name := next(frozen, None)) is not None:
             raise ValueError(f"the engine trains every parameter, but {name} does not require grad")
         for unit in self.units:
-            unit.zero_grad()  # what a step without an update, or one that failed, left there
+            unit.gradients.clear()  # what a step without an update, or one that failed, left there
         valid = self._count_valid(labels)
         batches = self._micro_batches(tokens, labels, sample_ids, valid, key)
         if not self.gpt.training:  # it walks over all modules
             self.gpt.train()
         scale = self.optimizer.loss_scale
-        self.stage.lr = lr
-        self.stage.begin(batches, scale.value if scale is not None else None)
-        self.stage.start_loss = lambda: self._start_global_loss(interrupted)
-        execute(self.schedule, {self.mesh.index("pp"): self.stage}, self.transport)
-        assert self.stage.norm is not None
+        for stage in self.stages.values():
+            stage.begin(batches, scale.value if scale is not None else None)
+        self._update.begin(lr, lambda: self._start_global_loss(interrupted))
+        execute(self.schedule, self.stages, self.transport)
         valid.wait()  # where no loss did
-        loss, interrupts = self.stage.global_loss.wait()
-        return StepResult(loss, self.stage.norm, interrupts)
+        loss, interrupts = self._update.loss.wait()
+        return StepResult(loss, self._update.norm, interrupts)
 
     def _micro_batches(
         self, tokens: Tensor, labels: Tensor, sample_ids: Tensor, valid: Pending, key: int
@@ -302,11 +335,16 @@ class Engine:
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
         sums = torch.zeros(2, dtype=wide, device=self.device)
         if self.gpt.last and self.mesh.index("tp") == 0:  # tensor ranks hold the same share
-            sums[0] = torch.stack(self.stage.losses).sum()
+            sums[0] = torch.stack(self._last_stage.losses).sum()
         if interrupted:
             sums[1] = 1.0
         self.finite = sums[0].isfinite()
         return start_all_reduce_(sums, self.mesh.group("world"))
+
+    @property
+    def _last_stage(self) -> _EngineStage:
+        """The model's last stage, on the rank that holds it."""
+        return self.stages[len(self.gpt.placement) - 1]
 
     def not_finite_ranks(self) -> list[int]:
         """The ranks whose own loss share or gradients were not finite in the last step; collective.
@@ -340,11 +378,9 @@ class Engine:
         valid = self._count_valid(labels)
         ids = torch.zeros(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
         self.gpt.eval()
-        self.stage.losses = [
-            y
-            for batch in self._micro_batches(tokens, labels, ids, valid, 0)
-            if (y := self._forward(batch)) is not None
-        ]
+        every = [self._forward(b) for b in self._micro_batches(tokens, labels, ids, valid, 0)]
+        if self.gpt.last:
+            self._last_stage.losses = [loss for loss in every if loss is not None]
         valid.wait()
         return self._start_global_loss().wait()[0]
 
@@ -352,16 +388,16 @@ class Engine:
         self, batch: MicroBatch, final: Callable[[Tensor | None, MicroBatch], Tensor] | None = None
     ) -> Tensor | None:
         """One micro-batch through all stages; the last stage returns its loss (or `final`'s)."""
-        stage, x = self.mesh.index("pp"), None
-        if not self.gpt.first:
-            shape, dtype, device = self.message
-            x = torch.empty(tuple(shape), dtype=dtype, device=device)
-            dist.recv(x, group_src=stage - 1, group=self.mesh.group("pp"))
-        y = self.stage.evaluate(x, batch, final if self.gpt.last else None)
-        if self.gpt.last:
-            return y
-        dist.send(y.contiguous(), group_dst=stage + 1, group=self.mesh.group("pp"))
-        return None
+        rank_of, x = self.gpt.placement, None
+        shape, dtype, device = self.message
+        for stage, chain in self.stages.items():
+            if stage > 0 and rank_of[stage - 1] != rank_of[stage]:
+                x = torch.empty(tuple(shape), dtype=dtype, device=device)
+                dist.recv(x, group_src=rank_of[stage - 1], group=self.mesh.group("pp"))
+            x = chain.evaluate(x, batch, final if chain.last else None)
+            if not chain.last and rank_of[stage + 1] != rank_of[stage]:
+                dist.send(x.contiguous(), group_dst=rank_of[stage + 1], group=self.mesh.group("pp"))
+        return x if self.gpt.last else None
 
     @torch.no_grad()
     def generate(
@@ -406,20 +442,21 @@ class Engine:
             full = gather(logits[row], self.mesh.group("tp"), dim=-1)[: self.config.vocab_size]
             choice = (full.double().cpu() + noise).argmax().view(1).to(self.device)
         if self.mesh.group("world") is not None:
-            dist.broadcast(choice, sizes.rank_at(dp=0, cp=owner, tp=0, pp=sizes.pp - 1))
+            last = self.gpt.placement[-1]
+            dist.broadcast(choice, sizes.rank_at(dp=0, cp=owner, tp=0, pp=last))
         return int(choice)
 
     # ------------------------------------------------------------------ state in and out
 
     def load(self, kind: str, value: Callable[[ParamRecord], Tensor]) -> None:
-        """Set "param", "exp_avg" or "exp_avg_sq" from logical tensors, on any mesh."""
+        """Set "param" or one of the optimizer's moments from logical tensors, on any mesh."""
         for unit in self.units:
             unit.write(kind, value)
 
     def read(self, kind: str) -> Iterator[tuple[ParamRecord, Tensor, bool]]:
-        """Yield (record, logical tensor, mine) of this stage's state, "grad" included.
+        """Yield (record, logical tensor, mine) of the state of this rank's stages, "grad" included.
 
-        Collective over the data and tensor ranks of the stage. `mine` is True on exactly one rank
+        Collective over the data and tensor ranks of the stages. `mine` is True on exactly one rank
         of the whole mesh for each tensor: the one that writes it into a checkpoint.
         """
         tp, ranks = self.mesh.size("tp"), self.mesh.size("data") * self.mesh.size("tp")

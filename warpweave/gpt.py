@@ -7,6 +7,7 @@ its pipeline stage's blocks, with heads, hidden units and vocabulary cut over th
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,12 +24,12 @@ from warpweave.layers.norm import LayerNorm, RMSNorm
 from warpweave.layers.records import collect_records
 from warpweave.parallel.collectives import Pending
 from warpweave.parallel.context import Strategy
+from warpweave.parallel.data.zero import Unit
 from warpweave.parallel.layout import SequenceLayout
 from warpweave.parallel.mesh import ConnectedMesh, Mesh, connected
+from warpweave.parallel.pipeline.stage import Segment
 from warpweave.parallel.shard import ParamRecord
-from warpweave.parallel.stage import Segment
 from warpweave.parallel.tensor import column_parallel_linear
-from warpweave.parallel.zero import Unit
 
 
 @dataclass(frozen=True)
@@ -120,14 +121,18 @@ class GPTConfig:
             gated=self.activation == "swiglu",
         )
 
-    def check(self, mesh: Mesh, *, zigzag: bool = True) -> None:
-        """Raise a one-line ``ValueError`` if this model cannot be cut over `mesh`."""
+    def check(self, mesh: Mesh, *, zigzag: bool = True, stages: int | None = None) -> None:
+        """Raise a one-line ``ValueError`` if this model cannot be cut over `mesh`.
+
+        `stages` is the number of pipeline stages, by default one for each rank of ``pp``.
+        """
         if self.num_kv_heads % mesh.tp:
             raise ValueError(f"kv_heads = {self.num_kv_heads} does not divide by tp = {mesh.tp}")
         if self.num_hidden % mesh.tp:
             raise ValueError(f"hidden = {self.num_hidden} does not divide by tp = {mesh.tp}")
-        if mesh.pp > self.layers:
-            raise ValueError(f"pp = {mesh.pp} stages need as many layers, got {self.layers}")
+        if max(stages or 0, mesh.pp) > self.layers:
+            found = f"pp = {mesh.pp}" if stages in (None, mesh.pp) else f"{stages} pipeline"
+            raise ValueError(f"{found} stages need as many layers, got {self.layers}")
         SequenceLayout(self.seq_len, mesh.cp, "zigzag" if zigzag else "contiguous")
 
 
@@ -206,7 +211,7 @@ class GPT(nn.Module):
 
     Args:
         config: sizes and style.
-        mesh: the connected mesh; None is one device. This rank's stage is its ``pp`` coordinate.
+        mesh: the connected mesh; None is one device.
         sequence_parallel: with tp > 1, cut the residual stream's rows over the tensor axis.
         recompute: "none" keeps activations; "selective" recomputes the MLP's hidden activations;
             "full" keeps each block's input only (applied by `segments`).
@@ -215,6 +220,7 @@ class GPT(nn.Module):
         seed: of the initialisation.
         device, dtype: of the parameters; on "meta" nothing is drawn.
         impl: "triton", "torch" or None, as for the kernels.
+        placement: the ``pp`` rank of each pipeline stage; None is one stage on each rank, in order.
 
     Raises:
         ValueError: the model cannot be cut over the mesh.
@@ -233,18 +239,25 @@ class GPT(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         impl: str | None = None,
+        placement: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
         if recompute not in ("none", "selective", "full"):
             raise ValueError(f"recompute must be none, selective or full, got {recompute!r}")
         mesh = connected(mesh)
-        config.check(mesh.sizes, zigzag=layout == "zigzag")
+        self.placement = tuple(range(mesh.size("pp")) if placement is None else placement)
+        if set(self.placement) != set(range(mesh.size("pp"))):
+            raise ValueError(
+                f"placement must name every rank of pp = {mesh.size('pp')}, got {self.placement}"
+            )
+        config.check(mesh.sizes, zigzag=layout == "zigzag", stages=len(self.placement))
         self.config, self.mesh, self.recompute, self.impl = config, mesh, recompute, impl
         self.strategy: Strategy = strategy
         self.sequence_parallel = sequence_parallel and mesh.size("tp") > 1
         self.layout = SequenceLayout(config.seq_len, mesh.size("cp"), layout)
-        stage, stages = mesh.index("pp"), mesh.size("pp")
-        self.first, self.last = stage == 0, stage == stages - 1
+        here = mesh.index("pp")
+        self.stages = tuple(s for s, rank in enumerate(self.placement) if rank == here)
+        self.first, self.last = self.placement[0] == here, self.placement[-1] == here
         where = {"device": device, "dtype": dtype}
         cut = {"mesh": mesh, "sequence_parallel": self.sequence_parallel}
 
@@ -255,7 +268,7 @@ class GPT(nn.Module):
                 config.seq_len, config.width, **where, partial=self.sequence_parallel
             )
         self.blocks = nn.ModuleDict(
-            {str(i): self._block(i, where | cut) for i in self.layers_of(stage)}
+            {str(i): self._block(i, where | cut) for s in self.stages for i in self.layers_of(s)}
         )
         if self.last:
             norm = RMSNorm if config.norm == "rms" else LayerNorm
@@ -291,11 +304,11 @@ class GPT(nn.Module):
 
     def layers_of(self, stage: int) -> range:
         """The blocks that lie on pipeline stage `stage`, as even as can be."""
-        layers, stages = self.config.layers, self.mesh.size("pp")
+        layers, stages = self.config.layers, len(self.placement)
         return range(layers * stage // stages, layers * (stage + 1) // stages)
 
     def parameter_records(self) -> dict[str, ParamRecord]:
-        """Full name -> record of every parameter of this stage."""
+        """Full name -> record of every parameter of this rank's stages."""
         return collect_records(self)
 
     @torch.no_grad()
@@ -305,7 +318,7 @@ class GPT(nn.Module):
         for name, param in self.named_parameters():
             if not param.is_meta:
                 full = records[name].draw(seed)
-                param.copy_(records[name].slice(full, self.mesh.index("tp")))
+                param.copy_(records[name].slice(full, self.mesh.coords))
 
     # ------------------------------------------------------------------ forward
 
@@ -435,7 +448,7 @@ class GPT(nn.Module):
             ValueError: the model is cut into stages, the tokens do not fit it, or the seed is
                 missing.
         """
-        if not (self.first and self.last):
+        if len(self.stages) < len(self.placement):
             raise ValueError("forward needs the whole model: the mesh has several pipeline stages")
         if seed is None and self.config.dropout and self.training:
             raise ValueError(
@@ -455,11 +468,14 @@ class GPT(nn.Module):
 
     # ------------------------------------------------------------------ the cut into segments
 
-    def segments(self, *, zero: int = 0, device: torch.device | str = "cpu") -> list[Segment]:
-        """This stage as a chain of segments over ZeRO units, one block each.
+    def segments(
+        self, *, zero: int = 0, device: torch.device | str = "cpu"
+    ) -> dict[int, list[Segment]]:
+        """Stage -> its chain of segments over ZeRO units, one block each, for this rank's stages.
 
-        A tied embedding is a unit of its own, so that the two stages that hold it cut it alike. The
-        parameters' storage moves into the units' flat buffers, their values with it.
+        A tied embedding is a unit of its own, so that the two stages that hold it cut it alike; on
+        one rank they share it. The parameters' storage moves into the units' flat buffers, their
+        values with it.
         """
         records = self.parameter_records()
         params = dict(self.named_parameters())
@@ -469,31 +485,35 @@ class GPT(nn.Module):
             owner = self.first or not tied
             return Unit(name, chosen, self.mesh, zero=zero, device=device, tied=tied, owner=owner)
 
-        segments: list[Segment] = []
-        tied = self.config.tied
         shared = None
-        if tied and (self.first or self.last):
-            shared = unit("embedding", ("embedding.",), tied=self.mesh.size("pp") > 1)
-        if self.first:
-            if shared is not None:
-                units: tuple[Unit, ...] = (shared,)
-                if self.config.positions == "learned":
-                    units = (shared, unit("positions", ("positions.",)))
+        if self.config.tied and (self.first or self.last):
+            shared = unit("embedding", ("embedding.",), tied=not (self.first and self.last))
+
+        def first() -> Segment:
+            if shared is None:
+                units: tuple[Unit, ...] = (unit("embedding", ("embedding.", "positions.")),)
+            elif self.config.positions == "learned":
+                units = (shared, unit("positions", ("positions.",)))
             else:
-                units = (unit("embedding", ("embedding.", "positions.")),)
-            segments.append(Segment("embedding", self.embed, units))
-        full = self.recompute == "full"
-        for i, block in self.blocks.items():
+                units = (shared,)
+            return Segment("embedding", self.embed, units)
 
-            def run(x: Tensor | None, batch: MicroBatch, block: nn.Module = block) -> Tensor:
-                return block(x, batch.context)
+        def block(i: int) -> Segment:
+            module = self.blocks[str(i)]
 
-            segments.append(
-                Segment(f"block {i}", run, (unit(f"block {i}", (f"blocks.{i}.",)),), full)
-            )
-        if self.last:
+            def run(x: Tensor | None, batch: MicroBatch) -> Tensor:
+                return module(x, batch.context)
+
+            own = unit(f"block {i}", (f"blocks.{i}.",))
+            return Segment(f"block {i}", run, (own,), self.recompute == "full")
+
+        def last() -> Segment:
             units = (unit("head", ("final_norm.", "head.")),)
-            segments.append(
-                Segment("head", self.head_loss, (shared, *units) if shared is not None else units)
-            )
-        return segments
+            return Segment("head", self.head_loss, units if shared is None else (shared, *units))
+
+        chains = {s: [block(i) for i in self.layers_of(s)] for s in self.stages}
+        if self.first:
+            chains[0].insert(0, first())
+        if self.last:
+            chains[len(self.placement) - 1].append(last())
+        return chains

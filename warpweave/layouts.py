@@ -20,7 +20,7 @@ from warpweave.parallel.mesh import AXES, Mesh
 
 Style = Literal["gpt2", "llama", "mixed"]
 Recompute = Literal["none", "selective", "full"]
-Schedule = Literal["gpipe", "1f1b"]
+Schedule = Literal["gpipe", "1f1b", "interleaved"]
 
 STYLES: dict[str, dict] = {
     "gpt2": {"positions": "learned", "norm": "layer", "activation": "gelu", "bias": True},
@@ -46,19 +46,20 @@ class Sizes:
     seed: int = 5
 
 
-def smallest(mesh: Mesh, style: str) -> Sizes:
-    """Sizes that every mesh fits: a prime vocabulary, layers that do not divide by the stages.
+def smallest(mesh: Mesh, style: str, chunks: int = 1) -> Sizes:
+    """Sizes that every mesh fits: a prime vocabulary, layers that do not divide by the stages, of
+    which each pipeline rank has `chunks`.
 
     One, two and four ranks on an axis have the same, so that they share their truth.
     """
-    tp = mesh.tp
+    tp, stages = mesh.tp, mesh.pp * chunks
     heads = tp * max(1, 8 // tp)
     tokens = mesh.cp * math.lcm(2, tp)  # both cuts of the sequence, for any micro-batch
     return Sizes(
         samples=mesh.dp * max(1, 12 // mesh.dp),
         seq_len=tokens * max(1, 16 // tokens),
         vocab=37,
-        layers=mesh.pp + 1 if mesh.pp > 1 else 2,
+        layers=stages + 1 if stages > 1 else 2,
         heads=heads,
         kv_heads=heads if style == "gpt2" else max(2, tp),
         head_dim=4,
@@ -98,7 +99,14 @@ class Layout:
     @property
     def sizes(self) -> Sizes:
         """Sizes of the model and the batch."""
-        return smallest(self.mesh, self.style) if self.drawn is None else self.drawn
+        if self.drawn is not None:
+            return self.drawn
+        return smallest(self.mesh, self.style, self.chunks)
+
+    @property
+    def chunks(self) -> int:
+        """Stages of each pipeline rank."""
+        return 2 if self.schedule == "interleaved" else 1
 
     @property
     def microbatches(self) -> int:
@@ -153,7 +161,7 @@ class Layout:
         tied = "tied" if self.tied else "untied"
         seed = "" if self.drawn is None else f"seed {s.seed}: "
         return (
-            f"{seed}{axes} {batch:9} {sp} zero={self.zero} {self.schedule:5} {self.style:5} "
+            f"{seed}{axes} {batch:9} {sp} zero={self.zero} {self.schedule:11} {self.style:5} "
             f"{tied:6} {self.recompute:9} {self.strategy:6} {self.layout:10} "
             f"{self.dtype} {self.impl}"
         )
@@ -193,7 +201,7 @@ def table(world: int) -> list[Layout]:
         for sp, zero, schedule, strategy, style, tied in itertools.product(
             (False, True) if mesh.tp > 1 else (False,),
             range(4) if mesh.data > 1 else (0,),
-            get_args(Schedule),
+            get_args(Schedule) if mesh.pp > 1 else ("gpipe", "1f1b"),
             _strategies(mesh),
             ("gpt2", "llama"),
             (True, False),
@@ -226,6 +234,8 @@ def draw(seed: int) -> Layout:
     mesh = rng.choice(list(meshes(rng.choice((2, 3, 4, 5, 6, 6, 8, 8)))))
     sp = mesh.tp > 1 and rng.random() < 0.7
     cut = rng.choice(get_args(Kind)) if mesh.cp > 1 else "zigzag"
+    schedule = rng.choice(get_args(Schedule))
+    stages = mesh.pp * (2 if schedule == "interleaved" else 1)
     count, size = rng.randint(1, mesh.pp + 3), rng.randint(1, 3)
     chunks = 2 if mesh.cp > 1 and cut == "zigzag" else 1
     local = [
@@ -239,7 +249,7 @@ def draw(seed: int) -> Layout:
         samples=mesh.dp * count * size,
         seq_len=mesh.cp * rng.choice(local),
         vocab=rng.choice(PRIMES),
-        layers=mesh.pp + rng.randint(0, 2),
+        layers=stages + rng.randint(0, 2),
         heads=kv_heads * rng.randint(1, 3),
         kv_heads=kv_heads,
         head_dim=rng.choice((3, 4, 5) if style == "gpt2" else (2, 4, 6)),
@@ -251,7 +261,7 @@ def draw(seed: int) -> Layout:
         mesh,
         sp,
         rng.randrange(4) if mesh.data > 1 else 0,
-        rng.choice(get_args(Schedule)),
+        schedule,
         style,
         rng.random() < 0.5,
         rng.choice(get_args(Recompute)),

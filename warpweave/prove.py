@@ -271,6 +271,7 @@ def prove_layout(layout: Layout, mesh: ConnectedMesh, timeout: float = 60.0) -> 
         micro_batch_size=layout.micro_batch_size,
         zero=layout.zero,
         schedule=layout.schedule,
+        chunks=layout.chunks,
         sequence_parallel=layout.sequence_parallel,
         recompute=layout.recompute,
         strategy=layout.strategy,

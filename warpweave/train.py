@@ -109,6 +109,7 @@ class Trainer:
             micro_batch_size=config.batch,
             zero=config.zero,
             schedule=config.schedule,
+            chunks=config.chunks,
             sequence_parallel=config.sequence_parallel,
             recompute=config.recompute,
             layout=config.layout,
@@ -305,9 +306,14 @@ class Trainer:
             keep=self.config.keep,
         )
 
+    def _kinds(self) -> list[tuple[str, str]]:
+        """(state, prefix of its tensors' names) of all that a checkpoint holds of a parameter."""
+        moments = self.engine.optimizer.rule.moments
+        return [("param", ""), *((name, f"{name}/") for name in moments)]
+
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors this rank writes; collective, as the others' are gathered along the way."""
-        for kind, prefix in (("param", ""), ("exp_avg", "exp_avg/"), ("exp_avg_sq", "exp_avg_sq/")):
+        for kind, prefix in self._kinds():
             for record, tensor, mine in self.engine.read(kind):
                 if mine:
                     yield prefix + record.name, tensor.cpu().contiguous()
@@ -322,7 +328,7 @@ class Trainer:
             raise CheckpointError(f"nothing to resume from: no checkpoint in {self._folder}")
         reader.require_config(dataclasses.asdict(self.model))
         self._check_data(reader)
-        for kind, prefix in (("param", ""), ("exp_avg", "exp_avg/"), ("exp_avg_sq", "exp_avg_sq/")):
+        for kind, prefix in self._kinds():
 
             def saved(record: ParamRecord, prefix: str = prefix) -> Tensor:
                 return reader.tensor(prefix + record.name)

@@ -12,7 +12,7 @@ import torch
 
 from warpweave.checkpoint import latest
 from warpweave.data import Dataset, open_dataset
-from warpweave.engine import SCHEDULES
+from warpweave.engine import make_schedule
 from warpweave.gpt import PRESETS, GPTConfig
 from warpweave.parallel.mesh import Mesh
 
@@ -67,11 +67,13 @@ class TrainConfig:
     cp: int = 1
     """Context-parallel (ring attention) ranks."""
     pp: int = 1
-    """Pipeline stages."""
+    """Pipeline ranks."""
     zero: Literal[0, 1, 2, 3] = 1
     """ZeRO stage over dp x cp."""
-    schedule: Literal["gpipe", "1f1b"] = "1f1b"
+    schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
     """Order of the micro-batches in a pipeline."""
+    chunks: int = 1
+    """With the interleaved schedule: stages on each pipeline rank."""
     microbatches: int = 1
     """Micro-batches per step and data replica."""
     batch: int = 8
@@ -192,8 +194,9 @@ class TrainConfig:
         if not 0 < self.timeout <= _DAY:
             raise ValueError(f"timeout must be positive seconds, at most a day, got {self.timeout}")
         mesh = self.mesh
-        SCHEDULES[self.schedule](mesh.pp, self.microbatches)
-        self.model_config(1).check(mesh, zigzag=self.layout == "zigzag")
+        make_schedule(self.schedule, mesh.pp, self.microbatches, self.chunks)
+        zigzag, stages = self.layout == "zigzag", mesh.pp * self.chunks
+        self.model_config(1).check(mesh, zigzag=zigzag, stages=stages)
         rows = self.batch * self.length // self.cp
         if self.sequence_parallel and rows % self.tp:
             raise ValueError(

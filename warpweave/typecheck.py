@@ -98,7 +98,8 @@ def _annotate(model: GPT, batch: MicroBatch) -> None:
     for name, param in model.named_parameters():
         record = records[name]
         # R: the gradient is a partial sum that the trainer adds up; I: it is equal on every rank.
-        tp = S(record.shard_dim) if record.sharded else R if record.partial else I
+        dims = [cut.dim for cut in record.cuts if cut.axis == "tp" and cut.parts > 1]
+        tp = S(dims[0]) if dims else R if "tp" in record.partial else I
         _typed(mesh, param, dp=R, cp=R, tp=tp)
     _typed(mesh, batch.tokens, dp=V, cp=S(0), tp=R)
     _typed(mesh, batch.labels, dp=V, cp=S(0), tp=R)

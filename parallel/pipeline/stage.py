@@ -9,7 +9,7 @@ segments are still in their backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from warpweave.kernels.wgrad import WeightGradients, accumulate, collect
-from warpweave.parallel.zero import Unit, join_gradients
+from warpweave.parallel.data.reduce import join
+from warpweave.parallel.data.zero import Unit
 
 # (x, batch) -> y; x is None for the first segment of the first stage.
 SegmentFn = Callable[[Tensor | None, Any], Tensor]
@@ -44,12 +45,14 @@ class Segment:
 class _Chain:
     """Segments in forward order, and which units' gradients each one's backward completes."""
 
-    def __init__(self, segments: Sequence[Segment]) -> None:
-        self.segments = tuple(segments)
+    def __init__(self, segments: Sequence[Segment], shared: Collection[Unit] = ()) -> None:
+        self.segments, self._shared = tuple(segments), shared
         units = list(dict.fromkeys(unit for s in self.segments for unit in s.units))
         # A unit's gradient is complete once the first segment that reads it has run backward.
         self.completes: list[list[Unit]] = [[] for _ in self.segments]
         for unit in units:
+            if unit in shared:
+                continue
             first = next(k for k, s in enumerate(self.segments) if unit in s.units)
             self.completes[first].append(unit)
 
@@ -63,7 +66,7 @@ class _Chain:
             return x
 
         units = tuple(dict.fromkeys(unit for s in self.segments for unit in s.units))
-        return _Chain([Segment("stage", run, units)])
+        return _Chain([Segment("stage", run, units)], self._shared)
 
 
 @dataclass
@@ -83,28 +86,36 @@ class ChainStage:
         segments: the chain, in forward order.
         last: this is the last stage, whose final segment returns the loss, 0-dim and already
             divided by the global number of valid tokens.
+        shared: units whose gradients another stage of this rank completes (a tied embedding where
+            first and last stage are on one rank): left to that one to reduce.
         bucket_bytes: whole gradients (stages 0 and 1) are reduced in buckets of at least so much;
             fewer bytes cost more in messages than they hide. As torch's DDP, by default 25 MiB.
     """
 
     def __init__(
-        self, segments: Sequence[Segment], *, last: bool, bucket_bytes: int = 25 * 2**20
+        self,
+        segments: Sequence[Segment],
+        *,
+        last: bool,
+        shared: Collection[Unit] = (),
+        bucket_bytes: int = 25 * 2**20,
     ) -> None:
         self.last, self.bucket_bytes = last, bucket_bytes
-        self._cut = _Chain(segments)
+        self._cut = _Chain(segments, shared)
         self.segments = self._cut.segments
         self.units = list(dict.fromkeys(unit for s in self.segments for unit in s.units))
         completed = [unit for units in reversed(self._cut.completes) for unit in units]
-        join_gradients(completed)
+        join([unit.gradients for unit in completed])
         self._order = {unit: i for i, unit in enumerate(completed)}
-        self._homes = {param: home for unit in self.units for param, home in unit.homes.items()}
+        self._views = {p: view for unit in self.units for p, view in unit.gradients.views.items()}
         # Every cut costs a little. Where nothing happens between segments there need be none.
         self._must_cut = any(s.recompute for s in self.segments) or any(
             unit.placement.param or unit.placement.grad for unit in self.units
         )
         self._fused = self._cut.fused()
         # Gradients that fill no bucket before the last of them are there have nothing to overlap.
-        whole = sum(unit.grad.nbytes for unit in self.units[1:] if unit.group is not None)
+        later = [unit.gradients for unit in self.units[1:]]
+        whole = sum(g.flat.nbytes for g in later if g.group is not None)
         self._overlaps = whole > 0 and whole >= bucket_bytes
         self._flights: dict[int, _Flight] = {}
         self._batches: Sequence[Any] = ()
@@ -125,14 +136,17 @@ class ChainStage:
 
     # ------------------------------------------------------------------ forward
 
-    def forward(self, mb: int, x: Tensor | None) -> Tensor | None:
+    def forward(self, mb: int, x: Tensor | None, version: int = 0) -> Tensor | None:
         """Run the chain on micro-batch `mb`; returns the activation for the next stage.
 
-        The last stage appends its loss to `losses` and returns None.
+        The last stage appends its loss to `losses` and returns None. There is one version of the
+        weights: any other than 0 raises ValueError.
         """
+        if version:
+            raise ValueError(f"micro-batch {mb} reads version {version}, a chain holds one")
         chain = self._chain(mb)
         segments = chain.segments
-        flight = _Flight(chain, [WeightGradients(self._homes) for _ in segments])
+        flight = _Flight(chain, [WeightGradients(self._views) for _ in segments])
         self._flights[mb] = flight
         for k, segment in enumerate(segments):
             self._enter(segments, k, k + 1)
@@ -190,10 +204,10 @@ class ChainStage:
             list(zip(flight.chain.segments, flight.weights, flight.chain.completes, strict=True))
         ):
             for unit in segment.units:
-                unit.lend_grads()
+                unit.gradients.before_backward()
             weights.run()
             for unit in segment.units:
-                unit.collect_grads()
+                unit.gradients.after_backward()
             self._reduce_completed(completed)
 
     def _backward(self, mb: int, dy: Tensor | None, *, deferred: bool) -> Tensor | None:
@@ -210,11 +224,11 @@ class ChainStage:
                 with torch.enable_grad():
                     y = segment.fn(entry, self._batches[mb])
             for unit in segment.units:
-                unit.lend_grads()
+                unit.gradients.before_backward()
             with (collect if deferred else accumulate)(flight.weights[k]):
                 torch.autograd.backward(y, gradient)
             for unit in segment.units:
-                unit.collect_grads()
+                unit.gradients.after_backward()
             gradient = None if entry is None else entry.grad
             del y
             self._leave(segments, k, k - 1)
@@ -227,19 +241,19 @@ class ChainStage:
     def _enter(self, segments: Sequence[Segment], k: int, following: int) -> None:
         """Have segment k's parameters; start gathering those of the segment that comes next."""
         for unit in segments[k].units:
-            unit.unshard()
+            unit.parameters.unshard()
         for unit in segments[k].units:
-            unit.wait()
+            unit.parameters.wait()
         if 0 <= following < len(segments):
             for unit in segments[following].units:
-                unit.unshard()
+                unit.parameters.unshard()
 
     def _leave(self, segments: Sequence[Segment], k: int, following: int) -> None:
         """Free segment k's parameters, unless the segment that comes next reads them too."""
         kept = segments[following].units if 0 <= following < len(segments) else ()
         for unit in segments[k].units:
             if unit not in kept:
-                unit.reshard()
+                unit.parameters.reshard()
 
     def _reduce_completed(self, units: Sequence[Unit]) -> None:
         """Start reducing `units`, whose gradients a segment has just completed, if it is time to.
@@ -251,22 +265,27 @@ class ChainStage:
             if unit.placement.grad:
                 self._start_reducing(unit)
                 if len(self._reducing) > 2:
-                    self._reducing.pop(0).finish_reduce()
+                    self._reducing.pop(0).gradients.finish()
             elif self._backwards_left == 0:
                 self._bucket.append(unit)
-                if sum(u.grad.nbytes for u in self._bucket) >= self.bucket_bytes:
+                if sum(u.gradients.flat.nbytes for u in self._bucket) >= self.bucket_bytes:
                     self._empty_bucket()
 
     def _start_reducing(self, unit: Unit, following: Sequence[Unit] = ()) -> None:
-        unit.reduce(following)
+        unit.gradients.start([other.gradients for other in following])
         self._reducing += [unit, *following]
+
+    def _follows(self, at: int) -> bool:
+        """Whether the gradients in place `at` of the bucket lie right behind those before them."""
+        before, unit = self._bucket[at - 1 : at + 1]
+        return before.gradients.is_before(unit.gradients)
 
     def _empty_bucket(self) -> None:
         """Start reducing what is in the bucket: gradients that lie end to end in one message."""
         self._bucket.sort(key=lambda unit: self._order[unit])
         while self._bucket:
             end = 1
-            while end < len(self._bucket) and self._bucket[end - 1].is_before(self._bucket[end]):
+            while end < len(self._bucket) and self._follows(end):
                 end += 1
             first, *following = self._bucket[:end]
             del self._bucket[:end]
@@ -276,4 +295,4 @@ class ChainStage:
         """Start the reductions that are left, and wait until all have ended."""
         self._empty_bucket()
         while self._reducing:
-            self._reducing.pop(0).finish_reduce()
+            self._reducing.pop(0).gradients.finish()

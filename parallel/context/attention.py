@@ -8,8 +8,7 @@ For q[B, S/cp, Hq, D] and k, v[B, S/cp, Hkv, D] in a `SequenceLayout`
     "ring"     K‖V travel hop by hop, hidden behind the tiles; memory for two blocks (ring.py).
                Forward P-1 messages, backward P. Partial results merge.
     "gather"   all-gather of K‖V, one attention call, and a reduce-scatter of fp32 dK‖dV backward
-               (Llama 3, arXiv:2407.21783). As many bytes, over all links at once, and no merge, so
-               fewer launches; but exposed, and memory for the whole K‖V (and backward dK‖dV).
+               (gather.py); exposed, and memory for the whole K‖V (and backward dK‖dV).
     "auto"     "gather" if cp <= 1 + Hq/Hkv, else "ring": up to there the whole K‖V is at most
                1 + Hkv/Hq times the size of this rank's q and o. Shapes decide, so ranks agree.
 
@@ -18,22 +17,22 @@ Every result equals attention on the whole sequence up to the order of sums.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
 
-from warpweave.kernels.attention import attention, attention_bwd, attention_delta, attention_fwd
+from warpweave.kernels.attention import attention, attention_delta, attention_dsinks
 from warpweave.kernels.attention_args import not_boundaries
 from warpweave.kernels.dispatch import once_differentiable
 from warpweave.kernels.linear import grad_dtype
-from warpweave.kernels.reference import compute_dtype
-from warpweave.parallel.collectives import start_all_gather, start_reduce_scatter
+from warpweave.parallel.context.gather import GATHER
+from warpweave.parallel.context.ring import RING
+from warpweave.parallel.context.strategy import Attend, Passes, Shards
 from warpweave.parallel.layout import SequenceLayout
-from warpweave.parallel.ring import Attend, attention_types, ring_attention, sinks_gradient
 
 Strategy = Literal["auto", "ring", "gather"]
+_PASSES = {"ring": RING, "gather": GATHER}
 
 
 def context_attention(
@@ -97,12 +96,9 @@ def context_attention(
         return attention(q, k, v, sinks=sinks, return_lse=return_lse, **attend._asdict())
     if strategy == "auto":
         strategy = choose_strategy(layout.parts, q.shape[2], k.shape[2])
-    if strategy == "gather":
-        o, lse = _GatherAttention.apply(q, k, v, sinks, layout, group, attend)
-    else:
-        o, lse = ring_attention(
-            q, k, v, layout=layout, group=group, attend=attend, sinks=sinks, overlap=overlap
-        )
+    o, lse = _ContextAttention.apply(
+        q, k, v, sinks, _PASSES[strategy], layout, group, attend, overlap
+    )
     return (o, lse) if return_lse else o
 
 
@@ -149,18 +145,13 @@ def _problem(
     return None
 
 
-# ------------------------------------------------------------------ all-gather of K and V
-
-
-class _GatherAttention(torch.autograd.Function):
+class _ContextAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, sinks, layout, group, attend):
-        k_all, v_all = _start_gather(k, v, layout, group)()
-        options = {"q_runs": layout.runs(dist.get_rank(group)), **attend._asdict()}
-        o, lse = attention_fwd(q, k_all, v_all, sinks=sinks, **options)
-        # not the whole K‖V: P times less, gathered again
-        ctx.save_for_backward(q, k, v, sinks, o, lse)
-        ctx.layout, ctx.group, ctx.options = layout, group, options
+    def forward(ctx, q, k, v, sinks, strategy: Passes, layout, group, attend, overlap):
+        shards = Shards(layout, group, attend, overlap)
+        o, lse, kept = strategy.forward(shards, q, k, v, sinks)
+        ctx.save_for_backward(q, sinks, o, lse, *kept)
+        ctx.strategy, ctx.shards = strategy, shards
         ctx.of_sinks = None if sinks is None else grad_dtype(sinks)
         ctx.set_materialize_grads(False)
         return o, lse
@@ -168,48 +159,38 @@ class _GatherAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, do, dlse):
-        q, k, v, sinks, o, lse = ctx.saved_tensors
-        wait_for_kv = _start_gather(k, v, ctx.layout, ctx.group)
+        q, sinks, o, lse, *kept = ctx.saved_tensors
         do = torch.zeros_like(o) if do is None else do.contiguous()
-        delta = attention_delta(o, do, dlse, impl=ctx.options["impl"])
-        dq, dk, dv = attention_bwd(
-            do, q, *wait_for_kv(), lse, delta, o=o if dlse is None else None,
-            grad_dtype=compute_dtype(q), **ctx.options,
-        )  # fmt: skip
-        dk, dv = _reduce_scatter(dk, dv, ctx.layout, ctx.group)
-        dsinks = sinks_gradient(sinks, lse, delta, ctx.of_sinks)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, *[None] * 3
+        delta = attention_delta(o, do, dlse, impl=ctx.shards.attend.impl)
+        grads = ctx.strategy.backward(
+            ctx.shards, do, q, kept, lse, delta, o if dlse is None else None
+        )
+        dsinks = None  # {partial cp}: the share of this rank's rows
+        if sinks is not None:
+            dsinks = attention_dsinks(sinks, lse, delta).to(ctx.of_sinks)
+        return *grads, dsinks, *[None] * 5
 
     @staticmethod
     def spmd_typecheck(
         *, q: Any, k: Any, v: Any, sinks: Any, group: Any, attend: Attend
     ) -> tuple[Any, Any]:
-        """Attention of the whole sequence, of which every rank keeps its own rows."""
-        return attention_types(q, k, v, sinks, group, attend)
+        """Attention of the whole sequence, of which every rank keeps its own rows.
 
+        q, k, v{S(1) cp} in the layout's order are gathered, attended (heads, and their sinks, may
+        be sharded on other axes, sequence and head_dim not; linear in v alone), and the result is
+        sharded again. spmd_types is imported here only: it is a development extra.
+        """
+        from spmd_types import R, S, rules
 
-def _start_gather(
-    k: torch.Tensor, v: torch.Tensor, layout: SequenceLayout, group: dist.ProcessGroup
-) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
-    """Send k, v[B, S/cp, H, D] in one all-gather; the result waits for k, v[B, S, H, D].
-
-    Those are in order of position, one run, so the kernel sees no layout but that of its queries.
-    """
-    pending = start_all_gather(torch.stack((k, v)), group)
-
-    def wait() -> tuple[torch.Tensor, torch.Tensor]:
-        shards = pending.wait().unflatten(0, (layout.parts, 2)).unbind(0)
-        k_all, v_all = layout.unshard(shards, 2)
-        return k_all, v_all
-
-    return wait
-
-
-def _reduce_scatter(
-    dk: torch.Tensor, dv: torch.Tensor, layout: SequenceLayout, group: dist.ProcessGroup
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """dk, dv[B, S, H, D]{partial cp} -> this rank's rows of their sums, [B, S/cp, H, D]."""
-    whole = torch.stack((dk, dv))
-    terms = torch.cat([layout.shard(whole, rank, 2) for rank in range(layout.parts)])
-    dk, dv = start_reduce_scatter(terms, group).wait()
-    return dk, dv
+        documents = attend.documents
+        q, k, v = (rules.all_gather(x, group, src=S(1), dst=R) for x in (q, k, v))
+        if documents is not None:
+            q = rules.einsum(f"b_h_,{'b_' if documents.ndim == 2 else '_'}->b_h_", q, documents)
+        if sinks is not None:
+            q = rules.einsum("b_h_,h->b_h_", q, sinks)
+        o = rules.einsum("b_h_,b_h_,b_h_->b_h_", q, k, v, linear_in=(2,))
+        lse = rules.einsum("b_h_,b_h_->bh_", q, k)
+        return (
+            rules.convert(o, group, src=R, dst=S(1)),
+            rules.convert(lse, group, src=R, dst=S(2)),
+        )

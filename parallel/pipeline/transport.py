@@ -1,248 +1,38 @@
-"""The executor: runs a schedule's lists on stages, in one process or over torch.distributed.
-
-`execute` walks each rank's list as a coroutine that stops where it must wait for a message;
-nothing here knows any schedule. A transport drives the coroutines: `InProcess` runs all ranks in
-turn in this process (for proofs, debuggers and Triton's interpreter), `Distributed` runs this
-process's rank over a pipeline group. Same code, same order of operations, so the same bits.
-
-Messages carry no tags, as on NCCL: they are told apart by their place on a link, one link per
-payload (activation, gradient), source and destination. `validate` has compared the orders of both
-ends. Shapes and dtypes are fixed by the stages and compared once; no message describes itself.
-"""
+"""How messages travel between the ranks of a pipeline: inside one process, or over a group."""
 
 from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from datetime import timedelta
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from warpweave.kernels.wgrad import WeightGradients, collect
-from warpweave.parallel.schedule import (
+from warpweave.parallel.pipeline.interface import Like, Receive, Stage
+from warpweave.parallel.schedule.actions import (
     RECEIVES,
     RECV_B,
     RECV_F,
-    REDUCE,
-    RESHARD,
     SEND_B,
     SEND_F,
     SENDS,
     TIE,
-    UNSHARD,
-    UPDATE,
-    WHOLE,
     Action,
-    B,
-    F,
-    I,
     Link,
     Schedule,
-    W,
-    acknowledged,
-    deps,
-    gives,
     link,
     links,
     lowered,
     placement,
-    tied_stages,
-    to_csv,
-    validate,
 )
-
-Like = tuple[Sequence[int], torch.dtype, torch.device]
-
-
-class Stage(Protocol):
-    """What a pipeline stage must offer. `x`, `y`, `dx`, `dy` are plain data without a graph."""
-
-    def input_like(self, mb: int) -> Like:
-        """(shape, dtype, device) of the x that `forward` takes; not asked of stage 0."""
-
-    def forward(self, mb: int, x: Tensor | None) -> Tensor | None:
-        """Output of micro-batch `mb`. Stage 0 has its own input (x None), the last returns None."""
-
-    def backward(self, mb: int, dy: Tensor | None) -> Tensor | None:
-        """All gradients of `mb`, added to the parameters'; returns dx (stage 0: None)."""
-
-    def backward_input(self, mb: int, dy: Tensor | None) -> Tensor | None:
-        """As `backward`, with weight gradients left for `backward_weight` (`kernels.wgrad`)."""
-
-    def backward_weight(self, mb: int) -> None:
-        """The weight gradients that `backward_input` left, added to the parameters'."""
-
-    def unshard(self) -> None:
-        """Gather the parameters (ZeRO-3)."""
-
-    def reshard(self) -> None:
-        """Drop the gathered parameters."""
-
-    def reduce(self) -> None:
-        """Sum the gradients so far over the ranks that hold this stage."""
-
-    def tie(self) -> Tensor | None:
-        """The shared weight's gradient, to which the other end's is added in place.
-
-        None when the stage has summed the two by itself.
-        """
-
-    def update(self) -> None:
-        """The optimizer step."""
-
-
-class Receive(NamedTuple):
-    """What a coroutine yields: it waits for the next message on `link`, which is for `action`."""
-
-    link: Link
-    action: Action
-    like: Like
-
-
-class Transport(Protocol):
-    """Moves tensors between the ranks of a schedule, and runs those that live in this process."""
-
-    def ranks(self, lists: Schedule) -> Sequence[int]:
-        """The ranks that this process runs."""
-
-    def open(self, lists: Schedule, stages: Mapping[int, Stage]) -> None:
-        """Called before each run; raises when lists or stages do not fit."""
-
-    def like(self, stage: int, mb: int) -> Like:
-        """What stage `stage` takes as input for `mb`; stages of other ranks included."""
-
-    def send(self, link: Link, action: Action, tensor: Tensor) -> None:
-        """Hand over a message without blocking; nobody may write to the tensor afterwards."""
-
-    def drive(self, programs: dict[int, Generator[Receive, Tensor, None]]) -> None:
-        """Run the coroutines (rank -> coroutine) to their ends."""
-
-
-def execute(lists: Schedule, stages: Mapping[int, Stage], transport: Transport) -> None:
-    """Run one pass of a schedule.
-
-    Args:
-        lists: all ranks' actions, lowered by ``with_comm`` when there are several ranks.
-        stages: stage index -> stage, for the stages of the ranks that run in this process.
-        transport: `InProcess` or `Distributed`.
-
-    Gradients are accumulated in the order of the list's B and W, ascending micro-batches in all
-    known schedules, so they equal plain accumulation on one device bit for bit. Divide nothing by
-    the number of micro-batches: the loss is normalised once, where it is computed.
-
-    Raises:
-        ValueError: a list asks for what the stages do not hold, or a message has the wrong shape.
-        RuntimeError: an action comes before what it needs, a weight gradient is still owed at
-        UPDATE or at the end, data is left over, or no rank can go on (all in one line, naming
-        ranks). The stages' state is undefined then.
-    """
-    transport.open(lists, stages)
-    ranks = transport.ranks(lists)
-    transport.drive({rank: _run(rank, lists, stages, transport) for rank in ranks})
-
-
-def _run(
-    rank: int, lists: Schedule, stages: Mapping[int, Stage], transport: Transport
-) -> Generator[Receive, Tensor, None]:
-    """One rank's list, as a coroutine that yields what it must wait for."""
-    rank_of = placement(lists)
-    last = len(rank_of) - 1
-    done: set[Action] = set()
-    owed: set[tuple[int, int]] = set()  # (stage, micro-batch) between I and W
-    held: dict[tuple[str, int, int], Tensor] = {}  # (F, s, i): input of F; (B, s, i): dy of B or I
-
-    def keep(kind: str, stage: int, mb: int, value: Tensor | None, action: Action) -> None:
-        if value is None:
-            raise RuntimeError(f"rank {rank}: {action} returned None, stage {stage} waits for data")
-        held[kind, stage, mb] = value.detach()
-
-    for action in lists[rank]:
-        op, s, i, ver = action
-        for needed in deps(action, len(rank_of), rank_of):
-            if rank_of[needed.stage] == rank and needed not in done:
-                raise RuntimeError(f"rank {rank}: {action} comes before {needed}")
-        if i != WHOLE and done.intersection(gives(action)):
-            raise RuntimeError(f"rank {rank}: {action} occurs twice")
-        if ver and op != UPDATE:
-            raise ValueError(
-                f"rank {rank}: {action} reads weights of version {ver}, stages hold one"
-            )
-        stage = stages[s]
-        if op == F:
-            y = stage.forward(i, held.pop((F, s, i)) if s > 0 else None)
-            if s < last:
-                keep(F, s + 1, i, y, action)
-        elif op in (B, I):
-            run = stage.backward if op == B else stage.backward_input
-            dx = run(i, held.pop((B, s, i)) if s < last else None)
-            if s > 0:
-                keep(B, s - 1, i, dx, action)
-            if op == I:
-                owed.add((s, i))
-        elif op == W:
-            stage.backward_weight(i)
-            owed.remove((s, i))
-        elif op in SENDS:
-            kind, peer = (F, s + 1) if op == SEND_F else (B, s - 1)
-            transport.send(link(action, rank_of), action, held.pop((kind, peer, i)))
-        elif op == RECV_F:
-            held[F, s, i] = yield Receive(link(action, rank_of), action, transport.like(s, i))
-        elif op == RECV_B:
-            held[B, s, i] = yield Receive(link(action, rank_of), action, transport.like(s + 1, i))
-        elif op == TIE:
-            yield from _tie(action, rank_of, stages, transport)
-        else:
-            if op == UPDATE and any(stage_ == s for stage_, _ in owed):
-                late = sorted(mb for stage_, mb in owed if stage_ == s)
-                raise RuntimeError(
-                    f"rank {rank}: {action} while W is owed for micro-batches {late}"
-                )
-            _whole(stage, op)
-        done.update(gives(action))
-    if owed:
-        raise RuntimeError(
-            f"rank {rank}: the list ends while W is owed for (stage, mb) {sorted(owed)}"
-        )
-    if held:
-        raise RuntimeError(
-            f"rank {rank}: the list ends with unused (kind, stage, mb) {sorted(held)}"
-        )
-
-
-def _whole(stage: Stage, op: str) -> None:
-    if op == UNSHARD:
-        stage.unshard()
-    elif op == RESHARD:
-        stage.reshard()
-    elif op == REDUCE:
-        stage.reduce()
-    else:
-        stage.update()
-
-
-def _tie(
-    action: Action, rank_of: list[int], stages: Mapping[int, Stage], transport: Transport
-) -> Generator[Receive, Tensor, None]:
-    """Add the other end's gradient: a + b on one end and b + a on the other, the same bits."""
-    own = stages[action.stage].tie()
-    if len(tied_stages(rank_of)) == 1:
-        other = stages[len(rank_of) - 1].tie()
-        if own is not None and other is not None:
-            other.copy_(own.add_(other))
-        return
-    if own is None:
-        return
-    peer = len(rank_of) - 1 - action.stage
-    here, there = rank_of[action.stage], rank_of[peer]
-    transport.send(Link(TIE, here, there), action, own.clone())
-    like = (tuple(own.shape), own.dtype, own.device)
-    own.add_((yield Receive(Link(TIE, there, here), action._replace(stage=peer), like)))
+from warpweave.parallel.schedule.ordering import acknowledged
+from warpweave.parallel.schedule.text import to_csv
+from warpweave.parallel.schedule.validation import validate
 
 
 def _check_like(action: Action, tensor: Tensor, like: Like) -> None:
@@ -263,7 +53,7 @@ def _check_stages(lists: Schedule, stages: Mapping[int, Stage], ranks: Sequence[
         )
 
 
-# ------------------------------------------------------------------------- all ranks in a process
+# ------------------------------------------------------------------ all ranks in a process
 
 
 class InProcess:
@@ -337,7 +127,7 @@ def _send_of(receive: Action) -> Action:
     return Action(SEND_F, s - 1, i) if receive.op == RECV_F else Action(SEND_B, s + 1, i)
 
 
-# --------------------------------------------------------------------------- one rank per process
+# ------------------------------------------------------------------ one rank per process
 
 # A dtype travels as its place in this list.
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32)
@@ -367,6 +157,7 @@ class Distributed:
         group: the pipeline group, whose rank r runs ``lists[r]``; None for a single rank.
         device: where receive buffers live; the group's backend must take it.
         timeout: seconds.
+        staleness: by how many versions a gradient may be older than the weights it changes.
 
     Building one is collective over `group`, and its members must have built the same number of
     process groups before (torch derives the new groups' names from that number). After an error,
@@ -384,8 +175,9 @@ class Distributed:
         *,
         device: torch.device | str = "cpu",
         timeout: float = 300.0,
+        staleness: int = 0,
     ) -> None:
-        validate(lists)
+        validate(lists, staleness=staleness)
         size = 1 if group is None else group.size()
         if size != len(lists):
             raise ValueError(f"the schedule has {len(lists)} ranks, the pipeline group {size}")
@@ -545,101 +337,3 @@ class Distributed:
             raise RuntimeError(
                 f"rank {self.rank}: {words} failed within {self._timeout} s: {first}"
             ) from error
-
-
-# -------------------------------------------------------------------------- any module as a stage
-
-
-class ModuleStage:
-    """Any ``nn.Module`` as a stage, with whole parameters: the plain case, for users and proofs.
-
-    Args:
-        module: x -> y, with floating-point x and y.
-        inputs: mb -> input; on the first stage, and only there.
-        like: (shape, dtype, device) of x; on all but the first.
-        loss: (mb, y) -> scalar, already normalised; on the last stage, and only there.
-        tied: the parameter that first and last stage share, where there is a TIE.
-        optimizer: stepped, and its gradients cleared, at UPDATE.
-        group: the ranks over which REDUCE sums gradients; None is one.
-
-    Gradients are in the parameters' ``.grad``; `losses` maps mb to the detached loss of the last
-    run.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        *,
-        inputs: Callable[[int], Tensor] | None = None,
-        like: Like | None = None,
-        loss: Callable[[int, Tensor], Tensor] | None = None,
-        tied: nn.Parameter | None = None,
-        optimizer: torch.optim.Optimizer | None = None,
-        group: ProcessGroup | None = None,
-    ) -> None:
-        if (inputs is None) == (like is None):
-            raise ValueError("a stage has either inputs (the first one) or like (the others)")
-        self.module, self.tied, self.optimizer, self.group = module, tied, optimizer, group
-        self.losses: dict[int, Tensor] = {}
-        self._inputs, self._like, self._loss = inputs, like, loss
-        # The graph's end and not y itself is kept: y's memory is free as soon as it has been sent.
-        self._graphs: dict[int, tuple[Tensor | None, GradientEdge | None]] = {}
-        self._owed: dict[int, WeightGradients] = {}
-
-    def input_like(self, mb: int) -> Like:
-        """The `like` that was given."""
-        if self._like is None:
-            raise ValueError("the first stage receives nothing")
-        return self._like
-
-    def forward(self, mb: int, x: Tensor | None) -> Tensor | None:
-        """Runs the module; the last stage keeps its loss in `losses`."""
-        if x is not None:
-            x = x.detach().requires_grad_()
-        y = self.module(self._inputs(mb) if self._inputs is not None else x)
-        if self._loss is not None:
-            y = self._loss(mb, y)
-            self.losses[mb] = y.detach()
-        self._graphs[mb] = (x, get_gradient_edge(y) if y.requires_grad else None)
-        return y.detach() if self._loss is None else None
-
-    def backward(self, mb: int, dy: Tensor | None) -> Tensor | None:
-        """Autograd through the module's graph of `mb`."""
-        x, edge = self._graphs.pop(mb)
-        if edge is not None:
-            torch.autograd.backward((edge,), None if dy is None else (dy,))
-        return None if x is None else x.grad
-
-    def backward_input(self, mb: int, dy: Tensor | None) -> Tensor | None:
-        """The same under `collect`: what Functions defer waits for `backward_weight`."""
-        store = self._owed[mb] = WeightGradients()
-        with collect(store):
-            return self.backward(mb, dy)
-
-    def backward_weight(self, mb: int) -> None:
-        """Runs what was deferred."""
-        self._owed.pop(mb).run()
-
-    def unshard(self) -> None:
-        """Nothing: the parameters are whole."""
-
-    def reshard(self) -> None:
-        """Nothing."""
-
-    def reduce(self) -> None:
-        """All-reduce of every gradient, SUM."""
-        if self.group is not None:
-            for parameter in self.module.parameters():
-                if parameter.grad is not None:
-                    dist.all_reduce(parameter.grad, group=self.group)
-
-    def tie(self) -> Tensor | None:
-        """The tied parameter's gradient."""
-        return None if self.tied is None else self.tied.grad
-
-    def update(self) -> None:
-        """Optimizer step; clears the gradients."""
-        if self.optimizer is None:
-            raise ValueError("UPDATE on a stage without an optimizer")
-        self.optimizer.step()
-        self.optimizer.zero_grad()

@@ -1,0 +1,179 @@
+"""Ring attention: queries stay, K and V travel round the ranks (Liu et al. 2023, arXiv:2310.01889).
+
+Rank r holds q_r, k_r, v_r[B, S/cp, H, D] of a `SequenceLayout`. With P ranks, hop i of
+
+    forward    attends q_r to block r-i and sends that block to rank r+1. The partial results,
+               each a softmax over one block, merge by their lse:
+                   lse = logaddexp(lse_a, lse_b)
+                   o = exp(lse_a - lse) o_a + exp(lse_b - lse) o_b
+               P-1 messages of K‖V.
+    backward   runs the other way, from the block r+1 that the forward left here: hop i attends
+               q_r to block r+1+i and sends to rank r-1 that block and the gradient before it,
+                   [K‖V of block r+1+i, dK‖dV of block r+i],
+               so a gradient trails its block by one hop and comes home with the last message,
+               which travels while the diagonal tile is computed. P messages that hold P-1 times
+               K‖V and P-1 times dK‖dV (the schedule of TransformerEngine; others need P gradient
+               hops and expose the last).
+
+Each tile of the backward uses the final lse and delta = rowsum(o do) - dlse, so it is the true
+global probability of its pairs: the gradients are exact, not an approximation. Sums over blocks
+are re-associated. Partial outputs, dq and the travelling dK‖dV are fp32 (float64 for float64
+inputs), because sums kept in bf16 lose a factor that grows with P. Blocks that the mask hides from
+this rank are passed on but not computed.
+
+The order of messages and tiles is a generator per rank (`ring_forward`, `ring_backward`) that knows
+no transport (`messages`). A message starts before the tile of its hop and is waited for after it;
+two buffers are enough: a block is computed and sent from one while the next arrives in the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from warpweave.kernels.attention import attention_bwd, attention_fwd
+from warpweave.kernels.reference import Run, compute_dtype
+from warpweave.parallel.context.messages import Hop, Steps, run_on_group
+from warpweave.parallel.context.strategy import Attend, Passes, Shards
+from warpweave.parallel.layout import SequenceLayout
+
+
+def _visible(q_runs: Sequence[Run], k_runs: Sequence[Run], attend: Attend) -> bool:
+    """Whether the mask's positions let any of these queries see any of these keys."""
+
+    def sees(q: range, k: range) -> bool:
+        if not q or not k or (attend.causal and k[0] > q[-1]):
+            return False
+        return attend.window is None or max(q[0] - k[-1], k[0] - q[-1]) < attend.window
+
+    return any(sees(q.positions, k.positions) for q in q_runs for k in k_runs)
+
+
+# ------------------------------------------------------------------ 1. the steps of one rank
+
+
+def ring_forward(
+    rank: int,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    layout: SequenceLayout,
+    attend: Attend,
+    sinks: torch.Tensor | None = None,
+) -> Steps[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Forward of one rank: q[B, S/cp, Hq, D], k and v[B, S/cp, Hkv, D], sinks[Hq] or None.
+
+    Returns o (like q), lse[B, Hq, S/cp] (fp32 or float64) and kv[2, B, S/cp, Hkv, D], the K‖V of
+    rank ``(rank + 1) % cp`` that the last hop left here and from which the backward starts.
+    """
+    parts, q_runs = layout.parts, layout.runs(rank)
+    here = torch.stack((k, v))
+    spare = torch.empty_like(here)
+    o = lse = None
+    for hop in range(parts):
+        if hop < parts - 1:
+            yield Hop(here, spare, +1)
+        k_runs = layout.runs((rank - hop) % parts)
+        if o is None or _visible(q_runs, k_runs, attend):
+            carried: dict[str, Any] = {"into": (o, lse)}
+            if o is None:  # the own block, and what each row has once
+                carried = {"out_dtype": compute_dtype(q), "sinks": sinks}
+            o, lse = attention_fwd(
+                q, here[0], here[1], q_runs=q_runs, k_runs=k_runs, **attend._asdict(), **carried
+            )
+        if hop < parts - 1:
+            yield None
+            here, spare = spare, here
+    return o.to(q.dtype), lse, here
+
+
+class _Message:
+    """K‖V and dK‖dV in one flat buffer: one message a hop pays for launch and latency once.
+
+    Bytes, because K‖V travels in its own dtype and the gradient in fp32 (or float64).
+    """
+
+    def __init__(self, kv: torch.Tensor, grad_dtype: torch.dtype) -> None:
+        self._split = kv.numel() * kv.element_size()  # a multiple of the gradient's item size
+        size = self._split + kv.numel() * grad_dtype.itemsize
+        self._bytes = torch.empty(size, dtype=torch.uint8, device=kv.device)
+        self.kv = self._bytes[: self._split].view(kv.dtype).view(kv.shape)
+        self.dkv = self._bytes[self._split :].view(grad_dtype).view(kv.shape)
+
+    def part(self, *, kv: bool, dkv: bool) -> torch.Tensor:
+        """The bytes of what travels."""
+        return self._bytes[0 if kv else self._split : None if dkv else self._split]
+
+
+def ring_backward(
+    rank: int,
+    do: torch.Tensor,
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    lse: torch.Tensor,
+    delta: torch.Tensor,
+    *,
+    o: torch.Tensor | None = None,
+    layout: SequenceLayout,
+    attend: Attend,
+) -> Steps[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Backward of one rank from what `ring_forward` returned and delta[B, Hq, S/cp].
+
+    `o` may be given if no gradient came through lse: it spares the CPU path a copy, no more.
+    Returns dq, dk, dv of this rank's own rows, summed over all ranks, in the inputs' dtypes.
+    """
+    parts, q_runs, grad_dtype = layout.parts, layout.runs(rank), compute_dtype(q)
+    here, spare = _Message(kv, grad_dtype), _Message(kv, grad_dtype)
+    here.kv.copy_(kv)
+    spare.dkv.zero_()  # the first message brings no gradient: nobody has computed one yet
+    dq = None
+    for hop in range(parts):
+        travels = {"kv": hop < parts - 1, "dkv": hop > 0}
+        yield Hop(here.part(**travels), spare.part(**travels), -1)
+        k_runs = layout.runs((rank + 1 + hop) % parts)
+        tile = None
+        if _visible(q_runs, k_runs, attend):
+            tile = attention_bwd(
+                do, q, here.kv[0], here.kv[1], lse, delta, o=o, q_runs=q_runs, k_runs=k_runs,
+                grad_dtype=grad_dtype, into=(dq, None, None), **attend._asdict(),
+            )  # fmt: skip
+            dq = tile[0]
+        yield None  # the gradient that arrives is of the block just computed
+        if tile is not None:
+            spare.dkv[0].add_(tile[1])
+            spare.dkv[1].add_(tile[2])
+        here, spare = spare, here
+    assert dq is not None  # the own block is always visible
+    return dq.to(q.dtype), here.dkv[0].to(kv.dtype), here.dkv[1].to(kv.dtype)
+
+
+# ------------------------------------------------------------------ 2. on a process group
+
+
+def _forward(
+    shards: Shards, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
+    layout, attend = shards.layout, shards.attend
+    steps = ring_forward(shards.rank, q, k, v, layout=layout, attend=attend, sinks=sinks)
+    o, lse, kv = run_on_group(steps, shards.group, overlap=shards.overlap)
+    return o, lse, (kv,)
+
+
+def _backward(
+    shards: Shards,
+    do: torch.Tensor,
+    q: torch.Tensor,
+    kept: tuple[torch.Tensor, ...],
+    lse: torch.Tensor,
+    delta: torch.Tensor,
+    o: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    layout, attend = shards.layout, shards.attend
+    steps = ring_backward(shards.rank, do, q, *kept, lse, delta, o=o, layout=layout, attend=attend)
+    return run_on_group(steps, shards.group, overlap=shards.overlap)
+
+
+RING = Passes(_forward, _backward)

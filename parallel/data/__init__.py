@@ -1,0 +1,6 @@
+"""Data parallelism: what the ranks that see different tokens do with parameters and gradients.
+
+`flat` where parameters lie in a flat buffer · `parameters` their storage and gathering · `reduce`
+accumulation and reduction of gradients · `optimizer` update rules and their state · `zero` ZeRO
+stages 0 to 3, which puts the four together.
+"""

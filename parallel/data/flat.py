@@ -1,0 +1,101 @@
+"""Where a unit's parameters lie in a flat buffer, and which slice of it belongs to a data rank.
+
+The parameters are ordered so that each property that somebody asks for (does it decay, over which
+axes is it cut, over which must its gradient still be summed) is true of few contiguous ranges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from warpweave.parallel.shard import ParamRecord
+
+_ALIGN = 32  # elements, so that every parameter starts on a 64-byte boundary
+
+
+@dataclass(frozen=True)
+class Range:
+    """Elements ``[start, stop)`` of a flat buffer whose parameters share their properties.
+
+    `decay`, `cut_axes` and `partial` are those of their ``ParamRecord``.
+    """
+
+    start: int
+    stop: int
+    decay: bool
+    cut_axes: tuple[str, ...]
+    partial: tuple[str, ...]
+
+
+class FlatLayout:
+    """The geometry of one flat buffer, cut into equal slices for the ranks of a data axis.
+
+    Args:
+        records: the parameters that lie in it.
+        ranks: number of ranks of the data axis.
+        index: this rank's place on it.
+
+    Attributes:
+        records: in the order in which they lie.
+        offsets: name -> first element.
+        ranges: contiguous ranges of equal properties, in order.
+        size: elements of the buffer, padding included; `ranks` times the slice's.
+        own: this rank's slice.
+    """
+
+    def __init__(self, records: Iterable[ParamRecord], ranks: int, index: int) -> None:
+        self.records = tuple(
+            sorted(records, key=lambda r: (r.decay, r.cut_axes, r.partial), reverse=True)
+        )
+        self.offsets: dict[str, int] = {}
+        ranges: list[Range] = []
+        end = 0
+        for record in self.records:
+            self.offsets[record.name] = end
+            size = torch.Size(record.local_shape).numel()
+            start, end = end, end + -(-size // _ALIGN) * _ALIGN
+            alike = (record.decay, record.cut_axes, record.partial)
+            if ranges and (ranges[-1].decay, ranges[-1].cut_axes, ranges[-1].partial) == alike:
+                start = ranges.pop().start
+            ranges.append(Range(start, end, *alike))
+        self.ranges = tuple(ranges)
+        slice_size = -(-end // (ranks * _ALIGN)) * _ALIGN
+        self.size = slice_size * ranks
+        self.own = slice(index * slice_size, (index + 1) * slice_size)
+
+    @property
+    def slice_size(self) -> int:
+        """Elements of one rank's slice."""
+        return self.own.stop - self.own.start
+
+    def view(self, buffer: Tensor, record: ParamRecord) -> Tensor:
+        """The parameter of `record`, of its local shape, inside the whole flat `buffer`."""
+        offset = self.offsets[record.name]
+        shape = record.local_shape
+        return buffer[offset : offset + torch.Size(shape).numel()].view(shape)
+
+    def ranges_of(self, region: slice) -> Iterator[tuple[Range, slice]]:
+        """Each range that meets `region` of the buffer, and where in `region` it lies."""
+        for r in self.ranges:
+            start, stop = max(r.start, region.start), min(r.stop, region.stop)
+            if start < stop:
+                yield r, slice(start - region.start, stop - region.start)
+
+
+def free(buffer: Tensor) -> None:
+    """Give back the memory of `buffer`, which keeps its shape and its views."""
+    buffer.untyped_storage().resize_(0)
+
+
+def allocate(buffer: Tensor) -> None:
+    """Undo `free`: memory for `buffer` again, with nothing in it."""
+    buffer.untyped_storage().resize_(buffer.numel() * buffer.element_size())
+
+
+def is_free(buffer: Tensor) -> bool:
+    """Whether `buffer` has no memory."""
+    return buffer.untyped_storage().size() == 0

@@ -1,0 +1,167 @@
+"""What an optimizer keeps and does: update rules on flat shards, their state, fp16's loss scale.
+
+A rule is a frozen record that names its moments and updates one flat piece in place. Masters and
+moments are float32 (float64 for float64 parameters) and cover the same region of a unit's buffer
+as its reduced gradients: this rank's slice, or everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from warpweave.kernels.adamw import adamw_step
+from warpweave.parallel.data.parameters import FlatParameters
+
+
+def master_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of master weights, gradients and moments of a parameter: float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class OptimizerState:
+    """The master weights of a unit, and the moments that its optimizer asks for.
+
+    Args:
+        parameters: those of the unit. Where their dtype is the masters' they are their own.
+        region: the elements of the flat buffer that are covered.
+    """
+
+    def __init__(self, parameters: FlatParameters, region: slice) -> None:
+        self.region = region
+        flat, shard = parameters.flat, parameters.shard
+        # What is computed with, where the masters lie: the same memory if no cast is needed.
+        self.param = flat[region] if shard is None else shard
+        self.is_master = self.param.dtype == master_dtype(self.param.dtype)
+        self.master = (
+            self.param if self.is_master else self.param.to(master_dtype(self.param.dtype))
+        )
+        self.moments: dict[str, Tensor] = {}
+
+    def add_moments(self, names: Sequence[str]) -> None:
+        """Allocate a zero buffer, like the masters, for each of `names` that is not there yet."""
+        for name in names:
+            if name not in self.moments:
+                self.moments[name] = torch.zeros_like(self.master)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a rule updates: flat tensors [n] of one range of a unit, all of one master dtype.
+
+    Attributes:
+        master: the weights.
+        grad: the summed gradient; only read.
+        moments: name -> state, in place.
+        param: gets the new weights in the parameters' own dtype; None if `master` is them.
+        step: 0-dim, the number of updates made so far, this piece's own; the rule counts it up.
+        decay: weight decay applies.
+    """
+
+    master: Tensor
+    grad: Tensor
+    moments: dict[str, Tensor]
+    param: Tensor | None
+    step: Tensor
+    decay: bool
+
+
+class Rule(Protocol):
+    """An optimizer's arithmetic."""
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """Names of the state tensors per parameter, as a checkpoint stores them."""
+        ...
+
+    def update(self, piece: Piece, lr: float, scale: Tensor, skip: Tensor) -> None:
+        """Update `piece` in place from its gradient times `scale` (0-dim).
+
+        A non-zero `skip` (0-dim) leaves all of it as it is. Nothing is read back to the host.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101), by the fused kernel."""
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    impl: str | None = None
+    moments: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+
+    def update(self, piece: Piece, lr: float, scale: Tensor, skip: Tensor) -> None:
+        """One pass over the piece (`kernels.adamw`)."""
+        adamw_step(
+            piece.master,
+            piece.grad,
+            piece.moments["exp_avg"],
+            piece.moments["exp_avg_sq"],
+            lr=lr,
+            beta1=self.betas[0],
+            beta2=self.betas[1],
+            eps=self.eps,
+            weight_decay=self.weight_decay if piece.decay else 0.0,
+            step=piece.step,
+            grad_scale=scale,
+            skip=skip,
+            param=piece.param,
+            impl=self.impl,
+        )
+
+
+@dataclass(frozen=True)
+class SGD:
+    """Stochastic gradient descent with momentum, as ``torch.optim.SGD``: decay joins the gradient.
+
+    b <- momentum b + (g + weight_decay w);  w <- w - lr b
+    """
+
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+    moments: tuple[str, ...] = ("momentum",)
+
+    def update(self, piece: Piece, lr: float, scale: Tensor, skip: Tensor) -> None:
+        """Elementwise torch operators, as many passes over the piece."""
+        g = piece.grad * scale
+        if piece.decay:
+            g = g.add_(piece.master, alpha=self.weight_decay)
+        b, keep = piece.moments["momentum"], skip.bool()
+        b.copy_(torch.where(keep, b, self.momentum * b + g))
+        piece.master.copy_(torch.where(keep, piece.master, piece.master - lr * b))
+        if piece.param is not None:
+            piece.param.copy_(piece.master)
+        piece.step.add_(1 - skip.to(piece.step.dtype))
+
+
+class LossScale:
+    """Dynamic loss scaling for fp16 (Micikevicius et al. 2018, arXiv:1710.03740), on the device.
+
+    The scale halves on a step whose gradients overflow (every rank skips that step alike, as the
+    global norm is the flag) and doubles after `interval` good steps.
+    """
+
+    def __init__(self, initial: float = 2.0**16, interval: int = 2000) -> None:
+        self.value = torch.full((), initial)
+        self.good_steps = torch.zeros(())
+        self.interval = interval
+
+    def update(self, overflow: Tensor) -> None:
+        """Adapt after a step; `overflow` is a 0-dim tensor, non-zero if the step was skipped."""
+        bad = overflow.bool()
+        self.good_steps = torch.where(bad, 0.0, self.good_steps + 1)
+        grow = self.good_steps >= self.interval
+        factor = torch.where(bad, 0.5, torch.where(grow, 2.0, 1.0))
+        self.value = (self.value * factor).clamp(1.0, 2.0**24)
+        self.good_steps = torch.where(grow, 0.0, self.good_steps)
+
+    def to(self, device: torch.device) -> LossScale:
+        """Move the scale's tensors."""
+        self.value, self.good_steps = self.value.to(device), self.good_steps.to(device)
+        return self

@@ -1,0 +1,184 @@
+"""A unit's gradients: accumulated over micro-batches in a flat buffer, summed over the data ranks.
+
+Gradients accumulate in float32 (float64 for float64 parameters) whatever the parameters' dtype, and
+every reduction is a SUM: the loss was divided by the global number of valid tokens beforehand.
+
+    placement               reduction
+    whole result            one all-reduce a step
+    sharded result          one reduce-scatter a step
+    sharded accumulation    one reduce-scatter per micro-batch; the accumulator is freed in between
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from warpweave.parallel.collectives import reduce_scatter_into
+from warpweave.parallel.data.flat import FlatLayout, allocate, free, is_free
+from warpweave.parallel.shard import ParamRecord
+
+
+class FlatGradients:
+    """The gradient buffer of a unit and its reduction over the data group.
+
+    Args:
+        layout: where each parameter's gradient lies.
+        params: the (record, parameter) pairs whose ``.grad`` become views.
+        group: the data ranks; None is one.
+        sharded_result: each rank gets the sum of its own slice, otherwise every rank the whole sum.
+        sharded_accumulation: reduce after every micro-batch and keep only the slice; then
+            `sharded_result`, too.
+        dtype: in which gradients accumulate and are summed.
+        device: where the buffers live.
+
+    Attributes:
+        flat: [layout.size], what backward passes add to.
+        reduced: the sum over the data ranks: [layout.slice_size] if sharded, otherwise `flat`.
+        views: parameter -> its part of `flat`.
+    """
+
+    def __init__(
+        self,
+        layout: FlatLayout,
+        params: Sequence[tuple[ParamRecord, nn.Parameter]],
+        group: dist.ProcessGroup | None,
+        *,
+        sharded_result: bool,
+        sharded_accumulation: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.layout, self.group = layout, group
+        self.sharded_result, self.sharded_accumulation = sharded_result, sharded_accumulation
+        self._params = tuple(params)
+        for _, param in self._params:
+            param.grad_dtype = dtype
+        if sharded_result:
+            self.reduced = torch.zeros(layout.slice_size, dtype=dtype, device=device)
+        self.place(torch.zeros(layout.size, dtype=dtype, device=device))
+        self.joined = False  # `join` has decided where the gradients lie
+        self._in_flight: tuple[dist.Work, Tensor] | None = None
+        # What holds nothing yet is overwritten, not added to.
+        self._flat_is_stale = False
+        self._reduced_is_stale = True
+        if sharded_accumulation:
+            free(self.flat)
+
+    def place(self, buffer: Tensor) -> None:
+        """Accumulate in `buffer`, zeros [layout.size]: every ``.grad`` is a view of it."""
+        self.flat = buffer
+        self.views: dict[Tensor, Tensor] = {}
+        for record, param in self._params:
+            param.grad = self.views[param] = self.layout.view(buffer, record)
+        if not self.sharded_result:
+            self.reduced = buffer
+
+    # ------------------------------------------------------------------ accumulation
+
+    def before_backward(self) -> None:
+        """Make ready for a backward pass, which `after_backward` will follow.
+
+        The first gradients of a step need no zeros to be added to: ``.grad`` is None. What
+        `kernels.wgrad` writes goes to its place in `views` at once; autograd puts what it has made
+        into ``.grad``, and `after_backward` copies it.
+        """
+        if self.sharded_accumulation:
+            self.finish()  # which may still be reading the buffer
+            if is_free(self.flat):
+                allocate(self.flat)
+                self._flat_is_stale = True
+        if self._flat_is_stale:
+            for _, param in self._params:
+                param.grad = None
+
+    def after_backward(self) -> None:
+        """Every ``.grad`` is a view of the flat buffer again."""
+        if not self._flat_is_stale:
+            return
+        end = 0
+        for record, param in self._params:
+            view, offset = self.views[param], self.layout.offsets[record.name]
+            self.flat[end:offset].zero_()  # the gap after the parameter before
+            end = offset + view.numel()
+            if param.grad is view:  # written in place
+                continue
+            if param.grad is None:  # owed by a deferred weight gradient, or not reached
+                view.zero_()
+            else:
+                view.copy_(param.grad)
+            param.grad = view
+        self.flat[end:].zero_()
+        self._flat_is_stale = False
+
+    def clear(self) -> None:
+        """After the optimizer step: forget the gradients; the next ones overwrite them."""
+        self._reduced_is_stale = True
+        if not self.sharded_accumulation:
+            self._flat_is_stale = True
+
+    # ------------------------------------------------------------------ reduction
+
+    def start(self, following: Sequence[FlatGradients] = ()) -> None:
+        """Start summing the accumulated gradients over the data group; `finish` ends it.
+
+        Those of `following`, which lie right behind (`is_before`), come in the same message.
+        """
+        if self.group is None:
+            return
+        if not self.sharded_result:
+            size = self.layout.size + sum(other.layout.size for other in following)
+            joined = self.flat.as_strided((size,), (1,))
+            work = dist.all_reduce(joined, group=self.group, async_op=True)
+            for gradients in (self, *following):
+                gradients._in_flight = (work, gradients.flat)
+            return
+        self.finish()  # at most one reduction in flight
+        out = self.reduced if self._reduced_is_stale else torch.empty_like(self.reduced)
+        work = reduce_scatter_into(out, self.flat, group=self.group, async_op=True)
+        self._in_flight = (work, out)
+
+    def finish(self) -> None:
+        """Wait for the reduction in flight, add it to the reduced slice, free what is not kept."""
+        if self._in_flight is None:
+            return
+        work, out = self._in_flight
+        self._in_flight = None
+        work.wait()
+        if out is not self.flat and out is not self.reduced:
+            self.reduced.add_(out)
+        self._reduced_is_stale = False
+        if self.sharded_accumulation:
+            free(self.flat)
+
+    def is_before(self, other: FlatGradients) -> bool:
+        """Whether the whole gradients `other` lie right behind these, as `join` lays them."""
+        mine, following = self.flat, other.flat
+        return (
+            not self.sharded_result
+            and mine.untyped_storage().data_ptr() == following.untyped_storage().data_ptr()
+            and mine.storage_offset() + mine.numel() == following.storage_offset()
+        )
+
+
+def join(every: Sequence[FlatGradients]) -> None:
+    """Lay whole gradients (ZeRO 0) end to end, in the order given.
+
+    Neighbours can then be reduced in one message. Before the first backward pass: gradients are
+    zeros again. Those without a data group stay, and those that have been through here before:
+    somebody may know where they are. Only those of one data group share a buffer.
+    """
+    whole = [g for g in every if g.group is not None and not g.sharded_result and not g.joined]
+    kinds = dict.fromkeys((g.group, g.flat.dtype, g.flat.device) for g in whole)
+    for kind in kinds:
+        alike = [g for g in whole if (g.group, g.flat.dtype, g.flat.device) == kind]
+        for gradients in alike:  # before the joined buffer is made: never twice the memory
+            gradients.joined = True
+            free(gradients.flat)
+        sizes = [g.layout.size for g in alike]
+        joined = torch.zeros(sum(sizes), dtype=kind[1], device=kind[2])
+        for gradients, part in zip(alike, joined.split(sizes), strict=True):
+            gradients.place(part)

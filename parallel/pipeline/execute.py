@@ -1,0 +1,162 @@
+"""The executor: runs a schedule's lists on stages, in one process or over torch.distributed.
+
+`execute` walks each rank's list as a coroutine that stops where it must wait for a message;
+nothing here knows any schedule. A transport drives the coroutines: `InProcess` runs all ranks in
+turn in this process (for proofs, debuggers and Triton's interpreter), `Distributed` runs this
+process's rank over a pipeline group. Same code, same order of operations, so the same bits.
+
+Messages carry no tags, as on NCCL: they are told apart by their place on a link, one link per
+payload (activation, gradient), source and destination. `validate` has compared the orders of both
+ends. Shapes and dtypes are fixed by the stages and compared once; no message describes itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+
+from torch import Tensor
+
+from warpweave.parallel.pipeline.interface import Receive, Stage, Transport
+from warpweave.parallel.schedule.actions import (
+    RECV_B,
+    RECV_F,
+    REDUCE,
+    RESHARD,
+    SEND_F,
+    SENDS,
+    TIE,
+    UNSHARD,
+    UPDATE,
+    WHOLE,
+    Action,
+    B,
+    F,
+    I,
+    Link,
+    Schedule,
+    W,
+    deps,
+    gives,
+    link,
+    placement,
+    tied_stages,
+)
+
+
+def execute(lists: Schedule, stages: Mapping[int, Stage], transport: Transport) -> None:
+    """Run one pass of a schedule.
+
+    Args:
+        lists: all ranks' actions, lowered by ``with_comm`` when there are several ranks.
+        stages: stage index -> stage, for the stages of the ranks that run in this process.
+        transport: `InProcess` or `Distributed`.
+
+    Gradients are accumulated in the order of the list's B and W, ascending micro-batches in all
+    known schedules, so they equal plain accumulation on one device bit for bit. Divide nothing by
+    the number of micro-batches: the loss is normalised once, where it is computed.
+
+    Raises:
+        ValueError: a list asks for what the stages do not hold, or a message has the wrong shape.
+        RuntimeError: an action comes before what it needs, a weight gradient is still owed at
+        UPDATE or at the end, data is left over, or no rank can go on (all in one line, naming
+        ranks). The stages' state is undefined then.
+    """
+    transport.open(lists, stages)
+    for stage in stages.values():
+        stage.start()
+    ranks = transport.ranks(lists)
+    transport.drive({rank: _run(rank, lists, stages, transport) for rank in ranks})
+
+
+def _run(
+    rank: int, lists: Schedule, stages: Mapping[int, Stage], transport: Transport
+) -> Generator[Receive, Tensor, None]:
+    """One rank's list, as a coroutine that yields what it must wait for."""
+    rank_of = placement(lists)
+    last = len(rank_of) - 1
+    done: set[Action] = set()
+    owed: set[tuple[int, int]] = set()  # (stage, micro-batch) between I and W
+    held: dict[tuple[str, int, int], Tensor] = {}  # (F, s, i): input of F; (B, s, i): dy of B or I
+
+    def keep(kind: str, stage: int, mb: int, value: Tensor | None, action: Action) -> None:
+        if value is None:
+            raise RuntimeError(f"rank {rank}: {action} returned None, stage {stage} waits for data")
+        held[kind, stage, mb] = value.detach()
+
+    for action in lists[rank]:
+        op, s, i, ver = action
+        for needed in deps(action, len(rank_of), rank_of):
+            if rank_of[needed.stage] == rank and needed not in done:
+                raise RuntimeError(f"rank {rank}: {action} comes before {needed}")
+        if i != WHOLE and done.intersection(gives(action)):
+            raise RuntimeError(f"rank {rank}: {action} occurs twice")
+        stage = stages[s]
+        if op == F:
+            y = stage.forward(i, held.pop((F, s, i)) if s > 0 else None, ver)
+            if s < last:
+                keep(F, s + 1, i, y, action)
+        elif op in (B, I):
+            run = stage.backward if op == B else stage.backward_input
+            dx = run(i, held.pop((B, s, i)) if s < last else None)
+            if s > 0:
+                keep(B, s - 1, i, dx, action)
+            if op == I:
+                owed.add((s, i))
+        elif op == W:
+            stage.backward_weight(i)
+            owed.remove((s, i))
+        elif op in SENDS:
+            kind, peer = (F, s + 1) if op == SEND_F else (B, s - 1)
+            transport.send(link(action, rank_of), action, held.pop((kind, peer, i)))
+        elif op == RECV_F:
+            held[F, s, i] = yield Receive(link(action, rank_of), action, transport.like(s, i))
+        elif op == RECV_B:
+            held[B, s, i] = yield Receive(link(action, rank_of), action, transport.like(s + 1, i))
+        elif op == TIE:
+            yield from _tie(action, rank_of, stages, transport)
+        else:
+            if op == UPDATE and any(stage_ == s for stage_, _ in owed):
+                late = sorted(mb for stage_, mb in owed if stage_ == s)
+                raise RuntimeError(
+                    f"rank {rank}: {action} while W is owed for micro-batches {late}"
+                )
+            _whole(stage, op)
+        done.update(gives(action))
+    if owed:
+        raise RuntimeError(
+            f"rank {rank}: the list ends while W is owed for (stage, mb) {sorted(owed)}"
+        )
+    if held:
+        raise RuntimeError(
+            f"rank {rank}: the list ends with unused (kind, stage, mb) {sorted(held)}"
+        )
+
+
+def _whole(stage: Stage, op: str) -> None:
+    if op == UNSHARD:
+        stage.unshard()
+    elif op == RESHARD:
+        stage.reshard()
+    elif op == REDUCE:
+        stage.reduce()
+    else:
+        stage.update()
+
+
+def _tie(
+    action: Action, rank_of: list[int], stages: Mapping[int, Stage], transport: Transport
+) -> Generator[Receive, Tensor, None]:
+    """Add the other end's gradient: a + b on one end and b + a on the other, the same bits."""
+    own = stages[action.stage].tie()
+    if len(tied_stages(rank_of)) == 1:
+        other = stages[len(rank_of) - 1].tie()
+        if own is not None and other is not None:
+            other.copy_(own.add_(other))
+        return
+    if own is None:
+        return
+    peer = len(rank_of) - 1 - action.stage
+    here, there = rank_of[action.stage], rank_of[peer]
+    transport.send(Link(TIE, here, there), action, own.clone())
+    like = (tuple(own.shape), own.dtype, own.device)
+    own.add_((yield Receive(Link(TIE, there, here), action._replace(stage=peer), like)))

@@ -1,0 +1,167 @@
+"""Any ``nn.Module`` as a pipeline stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.distributed import ProcessGroup
+from torch.func import functional_call
+
+from warpweave.kernels.wgrad import WeightGradients, collect
+from warpweave.parallel.pipeline.interface import Like
+
+
+class ModuleStage:
+    """Any ``nn.Module`` as a stage, with whole parameters: the plain case, for users and proofs.
+
+    Args:
+        module: x -> y, with floating-point x and y.
+        inputs: mb -> input; on the first stage, and only there.
+        like: (shape, dtype, device) of x; on all but the first.
+        loss: (mb, y) -> scalar, already normalised; on the last stage, and only there.
+        tied: the parameter that first and last stage share, where there is a TIE.
+        optimizer: stepped, and its gradients cleared, at UPDATE.
+        group: the ranks over which REDUCE sums gradients; None is one.
+        versions: how many of the newest versions of the weights are kept (weight stashing,
+            PipeDream, arXiv:1806.03377): with more than one, a micro-batch may run backward after
+            an UPDATE, on the weights that its forward read.
+
+    Gradients are in the parameters' ``.grad``; `losses` maps mb to the detached loss of the last
+    run.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        inputs: Callable[[int], Tensor] | None = None,
+        like: Like | None = None,
+        loss: Callable[[int, Tensor], Tensor] | None = None,
+        tied: nn.Parameter | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        group: ProcessGroup | None = None,
+        versions: int = 1,
+    ) -> None:
+        if (inputs is None) == (like is None):
+            raise ValueError("a stage has either inputs (the first one) or like (the others)")
+        self.module, self.tied, self.optimizer, self.group = module, tied, optimizer, group
+        self.losses: dict[int, Tensor] = {}
+        self._inputs, self._like, self._loss = inputs, like, loss
+        # The graph's end and not y itself is kept: y's memory is free as soon as it has been sent.
+        self._graphs: dict[int, tuple[Tensor | None, GradientEdge | None]] = {}
+        self._owed: dict[int, WeightGradients] = {}
+        self._versions = versions
+        self.start()
+
+    def start(self) -> None:
+        """A run of the lists begins: the weights of now are version 0."""
+        self._newest = 0
+        self._stash: dict[int, dict[str, Tensor]] = {}  # version -> name -> weight, if several
+        self._read: dict[int, int] = {}  # micro-batch -> version, from forward to backward
+        self._stash_newest()
+
+    def input_like(self, mb: int) -> Like:
+        """The `like` that was given."""
+        if self._like is None:
+            raise ValueError("the first stage receives nothing")
+        return self._like
+
+    def forward(self, mb: int, x: Tensor | None, version: int = 0) -> Tensor | None:
+        """Runs the module; the last stage keeps its loss in `losses`."""
+        if x is not None:
+            x = x.detach().requires_grad_()
+        given = self._inputs(mb) if self._inputs is not None else x
+        y = self._at(version, mb)(given)
+        if self._loss is not None:
+            y = self._loss(mb, y)
+            self.losses[mb] = y.detach()
+        self._graphs[mb] = (x, get_gradient_edge(y) if y.requires_grad else None)
+        return y.detach() if self._loss is None else None
+
+    def backward(self, mb: int, dy: Tensor | None) -> Tensor | None:
+        """Autograd through the module's graph of `mb`."""
+        dx = self._backward(mb, dy)
+        self._collect_stashed(mb)
+        return dx
+
+    def backward_input(self, mb: int, dy: Tensor | None) -> Tensor | None:
+        """The same under `collect`: what Functions defer waits for `backward_weight`."""
+        store = self._owed[mb] = WeightGradients()
+        with collect(store):
+            return self._backward(mb, dy)
+
+    def backward_weight(self, mb: int) -> None:
+        """Runs what was deferred."""
+        self._owed.pop(mb).run()
+        self._collect_stashed(mb)
+
+    def _backward(self, mb: int, dy: Tensor | None) -> Tensor | None:
+        self._need(self._read[mb], mb)
+        x, edge = self._graphs.pop(mb)
+        if edge is not None:
+            torch.autograd.backward((edge,), None if dy is None else (dy,))
+        return None if x is None else x.grad
+
+    # ------------------------------------------------------------------ versions of the weights
+
+    def _stash_newest(self) -> None:
+        """Keep a copy of the weights, if several versions are to be kept; drop the oldest."""
+        if self._versions > 1:
+            named = self.module.named_parameters()
+            self._stash[self._newest] = {n: p.detach().clone().requires_grad_() for n, p in named}
+            self._stash.pop(self._newest - self._versions, None)
+
+    def _need(self, version: int, mb: int) -> None:
+        """Raise ValueError unless the weights of `version` are still there."""
+        kept = sorted(self._stash) or [self._newest]
+        if version not in kept:
+            raise ValueError(f"micro-batch {mb} reads version {version}, the stage holds {kept}")
+
+    def _at(self, version: int, mb: int) -> Callable[[Tensor], Tensor]:
+        """The module with the weights of `version`."""
+        self._need(version, mb)
+        self._read[mb] = version
+        if self._versions == 1:
+            return self.module
+        weights = self._stash[version]
+        return lambda x: functional_call(self.module, weights, (x,))
+
+    def _collect_stashed(self, mb: int) -> None:
+        """Add the gradients that `mb` left in copies of the weights to the parameters' own."""
+        copies = self._stash.get(self._read.pop(mb), {})
+        for name, copy in copies.items():
+            if copy.grad is not None:
+                parameter = self.module.get_parameter(name)
+                total = parameter.grad
+                parameter.grad = copy.grad if total is None else total.add_(copy.grad)
+                copy.grad = None
+
+    def unshard(self) -> None:
+        """Nothing: the parameters are whole."""
+
+    def reshard(self) -> None:
+        """Nothing."""
+
+    def reduce(self) -> None:
+        """All-reduce of every gradient, SUM."""
+        if self.group is not None:
+            for parameter in self.module.parameters():
+                if parameter.grad is not None:
+                    dist.all_reduce(parameter.grad, group=self.group)
+
+    def tie(self) -> Tensor | None:
+        """The tied parameter's gradient."""
+        return None if self.tied is None else self.tied.grad
+
+    def update(self) -> None:
+        """Optimizer step; clears the gradients."""
+        if self.optimizer is None:
+            raise ValueError("UPDATE on a stage without an optimizer")
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self._newest += 1
+        self._stash_newest()

@@ -1,0 +1,43 @@
+"""Pipeline schedules as data, of the standard library alone.
+
+`actions` what a rank can do and what it waits for · `synchronous` GPipe, 1F1B, interleaved 1F1B ·
+`passes` what is added to a schedule · `ordering` whether and how lists can run · `validation`
+whether they are right · `text` as torch's runtime reads them.
+"""
+
+from warpweave.parallel.schedule.actions import Action, Link, Schedule, placement
+from warpweave.parallel.schedule.ordering import acknowledged, order
+from warpweave.parallel.schedule.passes import (
+    send_first,
+    split_backward,
+    with_comm,
+    with_reduce,
+    with_tie,
+    with_unshard,
+    with_update,
+)
+from warpweave.parallel.schedule.synchronous import gpipe, interleaved, one_f_one_b
+from warpweave.parallel.schedule.text import from_csv, to_csv
+from warpweave.parallel.schedule.validation import validate
+
+__all__ = [
+    "Action",
+    "Link",
+    "Schedule",
+    "acknowledged",
+    "from_csv",
+    "gpipe",
+    "interleaved",
+    "one_f_one_b",
+    "order",
+    "placement",
+    "send_first",
+    "split_backward",
+    "to_csv",
+    "validate",
+    "with_comm",
+    "with_reduce",
+    "with_tie",
+    "with_unshard",
+    "with_update",
+]

@@ -1,0 +1,221 @@
+"""Whether lists are complete, consistent and can run to their ends."""
+
+from __future__ import annotations
+
+from warpweave.parallel.schedule.actions import (
+    AFTER,
+    COMPUTE,
+    FINISHES,
+    MATCHING,
+    READS,
+    RECEIVES,
+    REDUCE,
+    RESHARD,
+    SEND_B,
+    SEND_F,
+    SENDS,
+    TIE,
+    UNSHARD,
+    UPDATE,
+    WHOLE,
+    Action,
+    B,
+    F,
+    I,
+    Link,
+    Schedule,
+    W,
+    deps,
+    gives,
+    link,
+    lowered,
+    placement,
+    tied_stages,
+)
+from warpweave.parallel.schedule.ordering import order
+
+
+def validate(
+    lists: Schedule,
+    *,
+    microbatches: int | None = None,
+    staleness: int = 0,
+    in_flight: int | None = None,
+    rendezvous: bool = False,
+) -> None:
+    """Raise ``ValueError`` in one line unless the schedule is complete, consistent and can finish.
+
+    * every stage on one rank; every (stage, micro-batch) has one F and either one B or one I and
+      one W, for the same number of micro-batches (`microbatches`, when given) on every stage;
+    * backward runs on the version that its F read, that version exists by then, each UPDATE makes
+      the next one from gradients at most `staleness` versions old, no W is owed at it and no
+      gradient is left behind after the last; all stages make the same number of updates;
+    * after `with_comm`: every crossing has one send and one receive, in the same order on each
+      link;
+    * where there is any REDUCE, all gradients pass through one before TIE, UPDATE or the end;
+      where there is any UNSHARD, parameters are gathered when read, gathered once and dropped;
+      where there is a TIE, both ends have it, after REDUCE and before UPDATE;
+    * at most `in_flight` micro-batches, when given, are between F and W on any stage;
+    * no deadlock (`order`), with blocking sends too when `rendezvous`.
+    """
+    rank_of = placement(lists)
+    per_stage: list[list[Action]] = [[] for _ in rank_of]
+    for action in (a for actions in lists for a in actions):
+        per_stage[action.stage].append(action)
+    ops = {a.op for actions in lists for a in actions}
+    for s, actions in enumerate(per_stage):
+        if microbatches is None:
+            microbatches = 1 + max(a.mb for own in per_stage for a in own)
+        _check_compute(s, actions, microbatches, len(rank_of))
+        _check_versions(s, actions, staleness)
+        if REDUCE in ops:
+            _check_collected(s, actions, REDUCE, (TIE, UPDATE), "are not reduced before")
+        if UNSHARD in ops or RESHARD in ops:
+            _check_gathered(s, actions)
+        if in_flight is not None:
+            _check_in_flight(s, actions, in_flight)
+    if TIE in ops:
+        _check_tied(lists, rank_of)
+    updates = [sum(a.op == UPDATE for a in actions) for actions in per_stage]
+    if len(set(updates)) > 1:
+        raise ValueError(f"stages 0 to {len(rank_of) - 1} make {updates} updates, must be equal")
+    if lowered(lists):
+        _check_links(lists, rank_of, microbatches or 0)
+    order(lists)
+    if rendezvous:
+        order(lists, rendezvous=True)
+
+
+def _check_compute(s: int, actions: list[Action], m: int, stages: int) -> None:
+    for i in range(m):
+        f, b, inp, w = (sum(a.op == op and a.mb == i for a in actions) for op in COMPUTE)
+        if f != 1 or (b, inp, w) not in ((1, 0, 0), (0, 1, 1)):
+            raise ValueError(
+                f"stage {s} micro-batch {i} has {f} F, {b} B, {inp} I and {w} W: "
+                "needs one F and either one B or one I and one W"
+            )
+    for a in actions:
+        if a.op in COMPUTE + SENDS + RECEIVES and not 0 <= a.mb < m:
+            raise ValueError(f"{a}: micro-batch {a.mb} is not one of {m}")
+        if a.op not in COMPUTE + SENDS + RECEIVES and a.mb != WHOLE:
+            raise ValueError(f"{a}: {a.op} concerns a whole stage, its micro-batch must be {WHOLE}")
+    read = {a.mb: a.ver for a in actions if a.op == F}
+    for a in actions:
+        if a.op in (B, I, W) and a.ver != read[a.mb]:
+            raise ValueError(f"{a} runs on version {a.ver}, its F read version {read[a.mb]}")
+    done: set[Action] = set()
+    for a in actions:
+        for d in deps(a, stages) if a.op in COMPUTE else ():
+            if d.stage == s and d.op != UPDATE and d not in done:
+                raise ValueError(f"{a} comes before {d}")
+        done.update(gives(a))
+
+
+def _check_versions(s: int, actions: list[Action], staleness: int) -> None:
+    newest, owed, gradients = 0, set(), []
+    for a in actions:
+        if a.op == F and a.ver > newest:
+            raise ValueError(f"{a} reads version {a.ver}, but the newest there is is {newest}")
+        if a.op == I:
+            owed.add(a.mb)
+        if a.op in FINISHES:
+            owed.discard(a.mb)
+            gradients.append(a)
+        if a.op == UPDATE:
+            if a.ver != newest + 1:
+                raise ValueError(f"{a} produces version {a.ver} after version {newest}")
+            if owed:
+                raise ValueError(
+                    f"{a} while W is owed for micro-batches {sorted(owed)} of stage {s}"
+                )
+            if not gradients:
+                raise ValueError(f"{a} has no gradient to apply")
+            oldest = min(gradients, key=lambda g: g.ver)
+            if newest - oldest.ver > staleness:
+                raise ValueError(
+                    f"{a} applies the gradient of {oldest}, {newest - oldest.ver} versions old, "
+                    f"allowed {staleness}"
+                )
+            newest, gradients = a.ver, []
+    if newest and gradients:
+        raise ValueError(f"stage {s}: the gradient of {gradients[0]} comes after the last UPDATE")
+
+
+def _check_collected(
+    s: int, actions: list[Action], op: str, before: tuple[str, ...], words: str
+) -> None:
+    waiting: list[Action] = []
+    for a in [*actions, Action("the end", s)]:
+        if a.op in FINISHES:
+            waiting.append(a)
+        if a.op == op:
+            waiting = []
+        if waiting and a.op in (*before, "the end"):
+            raise ValueError(
+                f"stage {s}: gradients of {' '.join(map(str, waiting))} {words} {a.op}"
+            )
+
+
+def _check_gathered(s: int, actions: list[Action]) -> None:
+    gathered = False
+    for a in actions:
+        if a.op in READS and not gathered:
+            raise ValueError(f"{a} reads parameters that are not gathered")
+        if a.op in (UPDATE, UNSHARD) and gathered:
+            raise ValueError(f"{a} while the parameters of stage {s} are gathered")
+        if a.op == RESHARD and not gathered:
+            raise ValueError(f"{a} while the parameters of stage {s} are not gathered")
+        gathered = {UNSHARD: True, RESHARD: False}.get(a.op, gathered)
+    if gathered:
+        raise ValueError(f"stage {s} is left gathered at the end, RESHARD is missing")
+
+
+def _check_in_flight(s: int, actions: list[Action], allowed: int) -> None:
+    live = 0
+    for a in actions:
+        live += (a.op == F) - (a.op in FINISHES)
+        if live > allowed:
+            raise ValueError(
+                f"{a} makes {live} micro-batches in flight on stage {s}, allowed {allowed}"
+            )
+
+
+def _check_tied(lists: Schedule, rank_of: list[int]) -> None:
+    ends = {0, len(rank_of) - 1}
+    for a in (a for actions in lists for a in actions if a.op == TIE):
+        if a.stage not in tied_stages(rank_of):
+            raise ValueError(f"{a}: only stages {list(tied_stages(rank_of))} have a TIE here")
+    for s in tied_stages(rank_of):
+        own = [a for a in lists[rank_of[s]] if a.stage in ends]
+        _check_collected(s, own, TIE, (UPDATE,), "are not tied before")
+
+
+def _check_links(lists: Schedule, rank_of: list[int], m: int) -> None:
+    count: dict[Action, int] = {}
+    sent: dict[Link, list[Action]] = {}
+    received: dict[Link, list[Action]] = {}
+    for a in (a for actions in lists for a in actions if a.op in SENDS + RECEIVES):
+        count[a] = count.get(a, 0) + 1
+        peer = a.stage + AFTER[a.op]
+        if not 0 <= peer < len(rank_of) or rank_of[peer] == rank_of[a.stage]:
+            raise ValueError(f"{a} crosses from stage {a.stage} to {peer}, where no other rank is")
+        if a.op in SENDS:
+            sent.setdefault(link(a, rank_of), []).append(a)
+        else:
+            send = Action(MATCHING[a.op], peer, a.mb)
+            received.setdefault(link(a, rank_of), []).append(send)
+    for s in range(len(rank_of) - 1):
+        if rank_of[s] == rank_of[s + 1]:
+            continue
+        for i in range(m):
+            for a in (Action(SEND_F, s, i), Action(SEND_B, s + 1, i)):
+                for end in (a, Action(MATCHING[a.op], a.stage + AFTER[a.op], i)):
+                    if count.get(end, 0) != 1:
+                        raise ValueError(f"{end} occurs {count.get(end, 0)} times, needs 1")
+    for channel, sends in sent.items():
+        for place, (a, b) in enumerate(zip(sends, received[channel])):
+            if a != b:
+                raise ValueError(
+                    f"link {channel.kind} from rank {channel.src} to {channel.dst}: "
+                    f"message {place} is sent as {a} and received as {b}"
+                )
