@@ -316,12 +316,12 @@ def prove_layout(layout: Layout, mesh: ConnectedMesh, timeout: float = 60.0) -> 
     state("moment", "exp_avg", "exp_avg of {}")
     state("moment", "exp_avg_sq", "exp_avg_sq of {}")
     for unit in engine.units:  # what this very rank computes with, padding included
-        unit.unshard()
-        unit.wait()
+        unit.parameters.unshard()
+        unit.parameters.wait()
         for record, param in unit.params:
-            own = partial(_own, record, mesh.index("tp"))
+            own = partial(_own, record, mesh.coords)
             found.tensor("weight", after.format(record.name), param.detach(), own)
-        unit.reshard()
+        unit.parameters.reshard()
     counts = torch.tensor(list(owners.values()))
     if mesh.group("world") is not None:
         dist.all_reduce(counts)
@@ -333,9 +333,9 @@ def prove_layout(layout: Layout, mesh: ConnectedMesh, timeout: float = 60.0) -> 
     return _worst_rank(Errors(**errors, where=found.where), mesh)
 
 
-def _own(record: ParamRecord, index: int, full: Tensor) -> Tensor:
-    """Tensor rank `index`'s rows of a logical tensor."""
-    return record.slice(full, index)
+def _own(record: ParamRecord, at: dict[str, int], full: Tensor) -> Tensor:
+    """What the rank at coordinates `at` holds of a logical tensor."""
+    return record.slice(full, at)
 
 
 def _worst_rank(own: Errors, mesh: ConnectedMesh) -> Errors:
