@@ -14,8 +14,8 @@ from warpweave.layers.linear import ColumnParallelLinear, RowParallelLinear
 from warpweave.parallel.context import Strategy, check_strategy, context_attention
 from warpweave.parallel.layout import SequenceLayout
 from warpweave.parallel.mesh import ConnectedMesh, connected
-from warpweave.parallel.qkv import parallel_qkv_rope
 from warpweave.parallel.shard import Cut, ParamRecord
+from warpweave.parallel.tensor.qkv import parallel_qkv_rope
 
 
 class Attention(nn.Module):
@@ -24,7 +24,7 @@ class Attention(nn.Module):
     ``qkv.weight`` has shape ((heads + 2 * kv_heads) * head_dim, E), grouped by KV head: for each KV
     head the rows of its query heads, then of its key, then of its value. So that a plain cut of the
     rows gives every tensor rank whole groups. Projection and rotary embedding run in one Function
-    (``parallel.qkv``), unless ``qkv`` has been replaced, wrapped or hooked.
+    (``parallel.tensor.qkv``), unless ``qkv`` has been replaced, wrapped or hooked.
 
     Args:
         embed_dim, num_heads: as ``nn.MultiheadAttention``, whose probabilities' dropout there is

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 from warpweave.kernels.dispatch import check_impl
 from warpweave.parallel.collectives import Pending
-from warpweave.parallel.linear_loss import vocab_parallel_linear_cross_entropy
 from warpweave.parallel.mesh import ConnectedMesh, connected
 from warpweave.parallel.tensor import vocab_parallel_cross_entropy
+from warpweave.parallel.tensor.linear_loss import vocab_parallel_linear_cross_entropy
 
 
 class VocabParallelCrossEntropy(nn.Module):

@@ -13,7 +13,7 @@ from warpweave.kernels.mlp import RECOMPUTE
 from warpweave.layers.fusable import fusable
 from warpweave.layers.linear import ColumnParallelLinear, RowParallelLinear
 from warpweave.parallel.mesh import ConnectedMesh, connected
-from warpweave.parallel.mlp import parallel_mlp
+from warpweave.parallel.tensor.mlp import parallel_mlp
 
 
 class MLP(nn.Module):
@@ -21,7 +21,7 @@ class MLP(nn.Module):
 
     ``up.weight`` is (F, E), or for a gated activation (F, 2, E) flattened to (2F, E): rows gate,
     up, gate, up, ... so that a plain cut of the rows gives every tensor rank matching pairs. Both
-    layers run in one Function (``parallel.mlp``), or one after the other if one of them has been
+    layers run in one Function (``tensor.mlp``), or one after the other if one of them has been
     replaced, wrapped or hooked.
 
     Args:

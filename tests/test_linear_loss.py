@@ -22,8 +22,9 @@ from spmd_types.rulecheck import RuleCheckError
 
 from warpweave.kernels import linear_cross_entropy as kernel
 from warpweave.kernels.wgrad import WeightGradients, accumulate, collect
-from warpweave.parallel import collectives, linear_loss, tensor
-from warpweave.parallel.linear_loss import vocab_parallel_linear_cross_entropy
+from warpweave.parallel import collectives, tensor
+from warpweave.parallel.tensor import linear_loss
+from warpweave.parallel.tensor.linear_loss import vocab_parallel_linear_cross_entropy
 
 T, E, VOCAB, PADDED = 12, 5, 301, 1200  # 4 ranks of 300: one whole, one of one row, two of padding
 RTOL = 1e-12

@@ -20,8 +20,9 @@ from warpweave.kernels.activation import ACTIVATIONS
 from warpweave.kernels.dropout import Drop
 from warpweave.kernels.mlp import RECOMPUTE, How
 from warpweave.kernels.wgrad import WeightGradients, collect
-from warpweave.parallel import collectives, mlp
-from warpweave.parallel.mlp import parallel_mlp
+from warpweave.parallel import collectives
+from warpweave.parallel.tensor import mlp
+from warpweave.parallel.tensor.mlp import parallel_mlp
 
 T, E, HIDDEN, RTOL = 12, 7, 24, 1e-12
 NAMES = ("x", "up_weight", "down_weight", "up_bias", "down_bias", "residual")

@@ -16,8 +16,8 @@ from spmd_types import I, R, S
 from warpweave.kernels import reference
 from warpweave.kernels.rope import rope_table
 from warpweave.kernels.wgrad import WeightGradients, collect
-from warpweave.parallel import qkv
-from warpweave.parallel.qkv import parallel_qkv_rope
+from warpweave.parallel.tensor import qkv
+from warpweave.parallel.tensor.qkv import parallel_qkv_rope
 
 B, LENGTH, E, KV, RTOL = 2, 6, 7, 12, 1e-12  # 12 tokens and 12 KV heads divide by 1, 2, 3 and 4
 Tensors = list[torch.Tensor | None]

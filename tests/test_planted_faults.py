@@ -33,7 +33,7 @@ from warpweave.layers.embedding import PositionEmbedding
 from warpweave.layers.linear import ColumnParallelLinear, RowParallelLinear
 from warpweave.layers.loss import VocabParallelLinearCrossEntropy
 from warpweave.layers.norm import RMSNorm, _Norm
-from warpweave.parallel import linear_loss, mlp, schedule, tensor
+from warpweave.parallel import schedule, tensor
 from warpweave.parallel.collectives import gather, own_slice, start_all_reduce_
 from warpweave.parallel.context import gather as kv_gather
 from warpweave.parallel.context import ring
@@ -44,6 +44,7 @@ from warpweave.parallel.data.zero import Unit, ZeroOptimizer
 from warpweave.parallel.mesh import ConnectedMesh, Mesh, single
 from warpweave.parallel.pipeline.stage import ChainStage
 from warpweave.parallel.shard import ParamRecord
+from warpweave.parallel.tensor import linear, linear_loss, loss, mlp
 from warpweave.prove import LIMITS, Layout, prove_layout
 
 LIMIT = LIMITS["fp64"]
@@ -208,7 +209,7 @@ def deferred_weights(mesh: ConnectedMesh) -> float:
 @fault(1, smoothed_loss, Mesh(tp=2))
 def smoothing_over_the_local_vocabulary(mesh):
     """Megatron-LM #737 and #7452 finding 1: every rank smooths over its own shard."""
-    right_fwd, right, own = tensor.cross_entropy_fwd, tensor.token_losses, []
+    right_fwd, right, own = loss.cross_entropy_fwd, loss.token_losses, []
 
     def fwd(logits, labels, **options):
         lse, target, total = right_fwd(logits, labels, **options)
@@ -218,7 +219,7 @@ def smoothing_over_the_local_vocabulary(mesh):
     def losses(lse, target, total, labels, *, vocab_size, **options):
         return right(lse, target, own[0], labels, vocab_size=own[1], **options)
 
-    return [(tensor, "cross_entropy_fwd", fwd), (tensor, "token_losses", losses)]
+    return [(loss, "cross_entropy_fwd", fwd), (loss, "token_losses", losses)]
 
 
 def _gathered_head():
@@ -238,7 +239,7 @@ def gathered_logits(mesh):
 @fault(2, TP)
 def gathered_logits_unchecked(mesh):
     """The same with our check of the shard's width taken away: the numbers must tell."""
-    return [_gathered_head(), (linear_loss, "_check_vocabulary", lambda *a: None)]
+    return [_gathered_head(), (linear_loss, "check_vocabulary", lambda *a: None)]
 
 
 @fault(3, DP)
@@ -256,7 +257,7 @@ def mean_of_means(mesh):
 @fault(4, Layout(Mesh(dp=2, tp=2), sequence_parallel=True, recompute="full"))
 def recomputation_gathers_over_data_ranks(mesh):
     """Megatron-LM #7452 finding 4: recomputation gathers the tokens over another group."""
-    right, right_gather = block.TransformerBlock.forward, tensor.start_all_gather
+    right, right_gather = block.TransformerBlock.forward, linear.start_all_gather
 
     def elsewhere(x, group, dim=0):
         return right_gather(x, mesh.group("dp"), dim)
@@ -264,7 +265,7 @@ def recomputation_gathers_over_data_ranks(mesh):
     def forward(self, x, context=None):
         if not torch.is_grad_enabled():  # the first time, without a graph
             return right(self, x, context)
-        with mock.patch.object(tensor, "start_all_gather", elsewhere):
+        with mock.patch.object(linear, "start_all_gather", elsewhere):
             return right(self, x, context)
 
     return [(block.TransformerBlock, "forward", forward)]

@@ -443,13 +443,13 @@ def no_gather_of_the_input(x, w, b, *, group, sequence_parallel):
 
 
 def no_sum_of_the_rows(ids, w, *, group, vocab_size, sequence_parallel, padded_vocab_size):
-    local, elsewhere = tensor._local_ids(ids, w.shape[0], group)
+    local, elsewhere = tensor.embedding._local_ids(ids, w.shape[0], group)
     y = F.embedding(local, w).masked_fill(elsewhere.unsqueeze(-1), 0)
     return collectives.own_slice(y, group) if sequence_parallel else y
 
 
 def foreign_ids_hit_row_zero(ids, w, *, group, vocab_size, sequence_parallel, padded_vocab_size):
-    local, _ = tensor._local_ids(ids, w.shape[0], group)
+    local, _ = tensor.embedding._local_ids(ids, w.shape[0], group)
     sums = collectives.reduce_scatter if sequence_parallel else collectives.reduce_from
     return sums(F.embedding(local, w), group)
 
@@ -459,7 +459,7 @@ def smoothing_over_the_local_vocabulary(logits, labels, **options):
         return right(*parts, vocab_size=logits.shape[1], **more)
 
     right = tensor.token_losses
-    with mock.patch.object(tensor, "token_losses", local):
+    with mock.patch.object(tensor.loss, "token_losses", local):
         return tensor.vocab_parallel_cross_entropy(logits, labels, **options)
 
 
@@ -505,37 +505,37 @@ def test_planted_faults_are_noticed() -> None:
 IDS = torch.tensor([0, 3, 2, 1, 4, 2])
 CASES = {
     "column": (
-        tensor._ColumnParallelLinear,
+        tensor.linear._ColumnParallelLinear,
         (draw(1, 6, 4), draw(2, 10, 4), draw(3, 10), "tp", False, True, torch.float64),
         {"x": I, "weight": S(0), "bias": S(0)},
     ),
     "column, sequence": (
-        tensor._ColumnParallelLinear,
+        tensor.linear._ColumnParallelLinear,
         (draw(1, 6, 4), draw(2, 10, 4), draw(3, 10), "tp", True, True, torch.float64),
         {"x": S(0), "weight": S(0), "bias": S(0)},
     ),
     "row": (
-        tensor._RowParallelLinear,
+        tensor.linear._RowParallelLinear,
         (draw(1, 6, 4), draw(2, 10, 4), draw(3, 10), "tp", False, True, torch.float64),
         {"x": S(1), "weight": S(1), "bias": I},
     ),
     "row, sequence": (
-        tensor._RowParallelLinear,
+        tensor.linear._RowParallelLinear,
         (draw(1, 6, 4), draw(2, 10, 4), draw(3, 10), "tp", True, True, torch.float64),
         {"x": S(1), "weight": S(1), "bias": R},
     ),
     "embedding": (
-        tensor._VocabParallelEmbedding,
+        tensor.embedding._VocabParallelEmbedding,
         (IDS, draw(1, 8, 5), "tp", 7, False),
         {"ids": R, "weight": S(0)},
     ),
     "embedding, sequence": (
-        tensor._VocabParallelEmbedding,
+        tensor.embedding._VocabParallelEmbedding,
         (IDS, draw(1, 8, 5), "tp", 7, True),
         {"ids": R, "weight": S(0)},
     ),
     "loss": (
-        tensor._VocabParallelCrossEntropy,
+        tensor.loss._VocabParallelCrossEntropy,
         (draw(1, 6, 8), IDS, "tp", 7, -100, 0.1, None),
         {"logits": S(1), "labels": R},
     ),
@@ -565,13 +565,14 @@ def test_typing_rules_hold_on_a_mesh_of_two_axes() -> None:
 def test_every_function_has_a_rule() -> None:
     functions = {
         f
-        for _, f in inspect.getmembers(tensor, inspect.isclass)
+        for module in (tensor.linear, tensor.embedding, tensor.loss)
+        for _, f in inspect.getmembers(module, inspect.isclass)
         if issubclass(f, torch.autograd.Function)
     }
     assert functions == {function for function, _, _ in CASES.values()}
 
 
-class _BiasOnEveryRank(tensor._RowParallelLinear):
+class _BiasOnEveryRank(tensor.linear._RowParallelLinear):
     @staticmethod
     def forward(ctx, x, weight, bias, group, sequence_parallel, overlap, dtype):
         return collectives.start_all_reduce_(F.linear(x, weight, bias), group).wait()

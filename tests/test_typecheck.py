@@ -49,8 +49,9 @@ from warpweave.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from warpweave.layers.linear import RowParallelLinear
 from warpweave.layers.loss import VocabParallelLinearCrossEntropy
 from warpweave.layers.norm import LayerNorm, RMSNorm
-from warpweave.parallel import collectives, linear_loss, tensor
+from warpweave.parallel import collectives, tensor
 from warpweave.parallel.mesh import Mesh
+from warpweave.parallel.tensor import linear_loss
 from warpweave.typecheck import typecheck
 
 GPT2 = GPTConfig(50, 32, 2, 64, 8, dropout=0.1)
@@ -134,7 +135,7 @@ def column_without_gather(x, w, b=None, *, group, sequence_parallel=False):
 
 def plain_embedding(ids, w, *, group, vocab_size, sequence_parallel=False):
     """Vocabulary-parallel lookup without its sum."""
-    local, elsewhere = tensor._local_ids(ids, w.shape[0], group)
+    local, elsewhere = tensor.embedding._local_ids(ids, w.shape[0], group)
     y = F.embedding(local, w).masked_fill(elsewhere[:, None], 0)
     return collectives.own_slice(y, group) if sequence_parallel else y
 

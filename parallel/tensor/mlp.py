@@ -16,7 +16,7 @@ from warpweave.kernels.dropout import Drop
 from warpweave.kernels.linear import Settled, bias_gradient, rows, settled_dtype, weight_gradient
 from warpweave.kernels.mlp import How, check_mlp, choose_recompute, hidden_fwd, mlp, mlp_bwd
 from warpweave.parallel.collectives import group_rank, start_all_gather
-from warpweave.parallel.tensor import (
+from warpweave.parallel.tensor.linear import (
     column_gradients,
     column_input_type,
     row_output_type,

@@ -37,7 +37,8 @@ from warpweave.parallel.collectives import (
     start_reduce_scatter,
     sum_dtype,
 )
-from warpweave.parallel.tensor import _check_vocabulary, column_input_type, whole_tokens
+from warpweave.parallel.tensor.embedding import check_vocabulary
+from warpweave.parallel.tensor.linear import column_input_type, whole_tokens
 
 
 def _start_sum(dx: torch.Tensor, group: dist.ProcessGroup, sequence_parallel: bool) -> Pending:
@@ -217,7 +218,7 @@ def vocab_parallel_linear_cross_entropy(
     check_options(reduction, label_smoothing, z_loss)
     if reduction == "mean":
         raise ValueError(f'{name}: reduction must be "sum" or "none": no rank knows all tokens')
-    _check_vocabulary(name, "weight rows", len(weight), group, vocab_size, padded_vocab_size)
+    check_vocabulary(name, "weight rows", len(weight), group, vocab_size, padded_vocab_size)
     if group is None:
         return linear_cross_entropy(
             x,

@@ -15,7 +15,7 @@ from warpweave.kernels.dispatch import choose, once_differentiable
 from warpweave.kernels.linear import Settled, rows, settled_dtype
 from warpweave.kernels.qkv import QKV, check_qkv, qkv_bwd, qkv_fwd, qkv_rope
 from warpweave.parallel.collectives import group_rank, group_size
-from warpweave.parallel.tensor import column_gradients, column_input_type, whole_tokens
+from warpweave.parallel.tensor.linear import column_gradients, column_input_type, whole_tokens
 
 
 class _ParallelQKV(torch.autograd.Function):

@@ -1,0 +1,158 @@
+"""Embedding whose rows, the vocabulary, are cut over the tensor axis."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from warpweave.kernels.dispatch import once_differentiable
+from warpweave.kernels.linear import (
+    grad_dtype,
+    rows,
+)
+from warpweave.kernels.wgrad import wgrad
+from warpweave.parallel.collectives import (
+    group_rank,
+    group_size,
+    start_all_gather,
+    start_all_reduce_,
+    start_reduce_scatter,
+    sum_dtype,
+)
+
+
+class _VocabParallelEmbedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, ids, weight, group, vocab_size, sequence_parallel):
+        ctx.group, ctx.sequence_parallel = group, sequence_parallel
+        ctx.parameter = weight
+        ctx.save_for_backward(ids)
+        torch._assert_async(
+            ((ids >= 0) & (ids < vocab_size)).all(),
+            f"vocab_parallel_embedding: an id lies outside [0, {vocab_size})",
+        )
+        if group is None:
+            return F.embedding(ids, weight)
+        local, elsewhere = _local_ids(ids, weight.shape[0], group)
+        y = F.embedding(local, weight).masked_fill_(elsewhere.unsqueeze(-1), 0)
+        # One term of each sum is not zero, so that the sum is exact in any dtype.
+        sums = start_reduce_scatter if sequence_parallel else start_all_reduce_
+        return sums(y, group).wait()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        (ids,), weight = ctx.saved_tensors, ctx.parameter
+        group, gathers = ctx.group, ctx.sequence_parallel
+
+        def addends() -> tuple[torch.Tensor, torch.Tensor]:
+            whole = start_all_gather(dy, group).wait() if gathers else dy
+            local = ids
+            if group is not None:
+                local, elsewhere = _local_ids(ids, weight.shape[0], group)
+                whole = whole.masked_fill(elsewhere.unsqueeze(-1), 0)
+            return local.reshape(-1), rows(whole).to(sum_dtype(dy.dtype))
+
+        def weight_gradient() -> torch.Tensor:
+            local, terms = addends()
+            # torch's own kernel sorts the ids where index_add_ would add atomically in any order
+            dw = torch.ops.aten.embedding_dense_backward(terms, local, weight.shape[0], -1, False)
+            return dw.to(grad_dtype(weight))
+
+        def into(buffer: torch.Tensor, add: bool) -> None:
+            local, terms = addends()
+            if not add:
+                buffer.zero_()
+            if buffer.is_cuda:  # likewise: this one sorts
+                buffer.index_put_((local,), terms.to(buffer.dtype), accumulate=True)
+            else:  # and on a CPU that one adds atomically, while this one takes row after row
+                buffer.index_add_(0, local, terms.to(buffer.dtype))
+
+        return None, wgrad(weight, weight_gradient, into), None, None, None
+
+    @staticmethod
+    def spmd_typecheck(*, ids, weight, group, sequence_parallel):
+        from spmd_types import I, P, S, rules
+
+        y = rules.einsum("...,ve->...e", ids, weight)  # a one-hot product: v is contracted
+        if group is not None and sequence_parallel:
+            y = rules.reduce_scatter(y, group, src=P, dst=S(0))
+        elif group is not None:
+            y = rules.all_reduce(y, group, src=P, dst=I)
+        return y
+
+
+def _local_ids(
+    ids: torch.Tensor, rows: int, group: dist.ProcessGroup
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's row for each id (0 where another rank has it), and where another rank has it."""
+    local = ids - dist.get_rank(group) * rows
+    elsewhere = (local < 0) | (local >= rows)
+    return local.masked_fill(elsewhere, 0), elsewhere
+
+
+def vocab_parallel_embedding(
+    ids: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    group: dist.ProcessGroup | None,
+    vocab_size: int,
+    sequence_parallel: bool = False,
+    padded_vocab_size: int | None = None,
+) -> torch.Tensor:
+    """Rows of an embedding table whose rows are cut over the group.
+
+    Forward:         y[T, E]{I} = all-reduce(onehot(ids)[T, V/R] W[V/R, E]{S(0)}): each rank gives
+                     the rows that it holds and zeros for the others; exact, one term is not zero
+    Weight gradient: dW[V/R, E]{S(0)} = onehot(ids)^T dy[T, E]{I}, no collective; summed in a fixed
+                     order in fp32, so deterministic
+
+    With sequence_parallel the output is y[T/R, E]{S(0)} and
+
+    Forward:         y = reduce-scatter(onehot(ids) W), exact
+    Weight gradient: dW = onehot(ids)^T all-gather(dy[T/R, E])
+
+    Args:
+        ids: int64[...], the same on every rank of the group; 1-D with sequence_parallel.
+        weight: weight[V/R, E], rows [r V/R, (r+1) V/R) of the table on rank r; the leaf parameter.
+        group: the R tensor ranks; None for one.
+        vocab_size: ids lie in [0, vocab_size); rows past it are padding and never looked up.
+        sequence_parallel: cut the output's tokens over the group along dim 0.
+        padded_vocab_size: V; None is `vocab_size` rounded up to a multiple of R.
+
+    Returns:
+        y[..., E], or y[T/R, E] with sequence_parallel, in the dtype of `weight`.
+
+    Raises:
+        ValueError: the shard does not have V/R rows, or R does not divide the tokens.
+        RuntimeError: an id lies outside the vocabulary (on CUDA a device-side assertion).
+    """
+    name = f"vocab_parallel_embedding on rank {group_rank(group)}"
+    check_vocabulary(name, "rows", weight.shape[0], group, vocab_size, padded_vocab_size)
+    if sequence_parallel and (ids.dim() != 1 or ids.shape[0] % group_size(group)):
+        raise ValueError(
+            f"{name}: sequence parallelism needs ids[T] with T divisible by the "
+            f"{group_size(group)} tensor ranks, got ids{tuple(ids.shape)}"
+        )
+    if group is None and torch.compiler.is_compiling():
+        return F.embedding(ids, weight)
+    return _VocabParallelEmbedding.apply(ids, weight, group, vocab_size, sequence_parallel)
+
+
+def check_vocabulary(
+    name: str,
+    what: str,
+    local: int,
+    group: dist.ProcessGroup | None,
+    vocab_size: int,
+    padded: int | None,
+) -> None:
+    ranks = group_size(group)
+    if padded is None:
+        padded = -(-vocab_size // ranks) * ranks
+    if local * ranks != padded or padded < vocab_size:
+        raise ValueError(
+            f"{name}: {local} {what} on each of {ranks} tensor ranks are not the {padded} of the "
+            f"padded vocabulary (vocab_size {vocab_size}); a rank takes its shard, not the whole"
+        )

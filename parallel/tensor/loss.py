@@ -1,0 +1,123 @@
+"""Cross entropy of logits whose columns, the vocabulary, are cut over the tensor axis."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from warpweave.kernels.cross_entropy import cross_entropy_bwd, cross_entropy_fwd, token_losses
+from warpweave.kernels.dispatch import once_differentiable
+from warpweave.parallel.collectives import (
+    group_rank,
+    start_all_gather,
+)
+from warpweave.parallel.tensor.embedding import check_vocabulary
+
+
+class _VocabParallelCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx, logits, labels, group, vocab_size, ignore_index, label_smoothing, impl, z_loss=0.0
+    ):
+        where = {
+            "vocab_start": group_rank(group) * logits.shape[1],
+            "vocab_size": vocab_size,
+            "ignore_index": ignore_index,
+            "impl": impl,
+        }
+        ctx.where = where
+        ctx.loss = {"label_smoothing": label_smoothing, "z_loss": z_loss}
+        lse, target, total = cross_entropy_fwd(
+            logits, labels, want_sum=label_smoothing > 0, **where
+        )
+        if group is not None:
+            mine = [part for part in (lse, target, total) if part is not None]
+            every = start_all_gather(torch.stack(mine).unsqueeze(0), group).wait()
+            lse, target = every[:, 0].logsumexp(0), every[:, 1].sum(0)
+            total = every[:, 2].sum(0) if total is not None else None
+        ctx.save_for_backward(logits, labels, lse)
+        return token_losses(
+            lse,
+            target,
+            total,
+            labels,
+            vocab_size=vocab_size,
+            ignore_index=ignore_index,
+            **ctx.loss,
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dlosses):
+        logits, labels, lse = ctx.saved_tensors
+        dlogits = cross_entropy_bwd(dlosses, logits, labels, lse, **ctx.loss, **ctx.where)
+        return dlogits, None, None, None, None, None, None, None
+
+    @staticmethod
+    def spmd_typecheck(*, logits, labels, group):
+        from spmd_types import I, P, rules
+
+        # exp-sum, target logit and sum of logits are each a sum over v
+        losses = rules.einsum("tv,t->t", logits, labels)
+        return losses if group is None else rules.all_reduce(losses, group, src=P, dst=I)
+
+
+def vocab_parallel_cross_entropy(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    group: dist.ProcessGroup | None,
+    vocab_size: int,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    padded_vocab_size: int | None = None,
+    impl: str | None = None,
+) -> torch.Tensor:
+    """Cross entropy of each token over logits whose columns are cut over the group.
+
+    With e = label_smoothing, c = z_loss and sums over the global vocabulary of `vocab_size`, per
+    token
+
+    Forward:        loss[T]{I} = lse - (1 - e) z[label] - e/vocab_size sum_v z[v] + c lse^2 with the
+                    log-sum-exp, the label's logit and (for e > 0) the sum of this rank's columns;
+                    one all-gather of these numbers, merged on every rank in the same order
+    Input gradient: dz[T, V/R]{S(1)} = dloss (softmax(z) (1 + 2 c lse) - (1 - e) onehot(label) -
+                    e/vocab_size), no collective; zero in padding columns and for ignored tokens
+
+    Args:
+        logits: logits[T, V/R], columns [r V/R, (r+1) V/R) on rank r. Columns from `vocab_size` on
+            are padding and take no part.
+        labels: int64[T], the same on every rank of the group.
+        group: the R tensor ranks; None for one.
+        vocab_size: size of the vocabulary without padding.
+        ignore_index: tokens with this label have loss zero and no gradient.
+        label_smoothing: e, in [0, 1).
+        z_loss: c, not negative.
+        padded_vocab_size: V; None is `vocab_size` rounded up to a multiple of R.
+        impl: "triton", "torch" or None to choose by device.
+
+    Returns:
+        losses[T] in fp32 (fp64 for fp64), bit-equal on every rank of the group. Their sum over all
+        tokens is to be divided by the global number of valid tokens.
+
+    Raises:
+        ValueError: the logits do not have V/R columns (gathered logits, for example), labels are
+            not int64[T], label_smoothing lies outside [0, 1), z_loss is negative or, for CPU
+            tensors, a label is neither in the vocabulary nor `ignore_index` (on a GPU its loss is
+            NaN).
+    """
+    name = f"vocab_parallel_cross_entropy on rank {group_rank(group)}"
+    if logits.dim() != 2 or labels.shape != logits.shape[:1]:
+        raise ValueError(
+            f"{name}: needs logits[T, V/R] and labels[T], got {tuple(logits.shape)} and "
+            f"{tuple(labels.shape)}"
+        )
+    if not 0 <= label_smoothing < 1:
+        raise ValueError(f"{name}: label_smoothing must lie in [0, 1), got {label_smoothing}")
+    if not z_loss >= 0:
+        raise ValueError(f"{name}: z_loss must not be negative, got {z_loss}")
+    check_vocabulary(name, "logits columns", logits.shape[1], group, vocab_size, padded_vocab_size)
+    return _VocabParallelCrossEntropy.apply(
+        logits, labels, group, vocab_size, ignore_index, label_smoothing, impl, z_loss
+    )
