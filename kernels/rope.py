@@ -482,7 +482,7 @@ class _Rope(torch.autograd.Function):
     """The torch path, three passes over x each way; and in place, of both implementations."""
 
     @staticmethod
-    def forward(ctx, x, cos, sin, interleaved, conjugate=False, inplace=False, impl="torch"):
+    def forward(ctx, x, cos, sin, interleaved=False, conjugate=False, inplace=False, impl="torch"):
         ctx.save_for_backward(cos, sin)
         ctx.turn, ctx.impl = (interleaved, conjugate), impl
         if inplace:
