@@ -12,6 +12,8 @@ import torch.distributed as dist
 from close import assert_close_f64, relative_error
 from ranks import run_ranks
 from torch import Tensor, nn
+from torch._inductor import config as inductor
+from torch._inductor.utils import fresh_cache
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -325,6 +327,25 @@ def test_it_compiles_without_a_graph_break(name):
     _close(
         _results(gpt, *_tokens(), run=lambda *b: compiled(*b, seed=0)), _results(gpt, *_tokens())
     )
+
+
+@pytest.mark.timeout(600)  # 14 files of C++
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # inductor's own
+def test_inductor_gives_the_same_numbers():
+    """Torch's default backend, in float32, forward and backward: it writes C++, and without a
+    compiler for that it raises by itself, here too."""
+    # No worker outlives the test; no search, by compiling, for the widest vectors of this CPU.
+    options = {"compile_threads": 1, "cpp.vec_isa_ok": False}
+    config = dataclasses.replace(CONFIGS["llama"], layers=1)
+    gpt, params = _scattered(config, dtype=torch.float32)
+    batch = _tokens(S=7)
+    with fresh_cache(), inductor.patch(options):  # compiled here, not found
+        compiled = _results(gpt, *batch, run=torch.compile(gpt, fullgraph=True))
+    loss, grads = _truth(config, params, *batch)
+    truth = [loss, *(grads[name] for name, _ in gpt.named_parameters())]
+    for results in (compiled, _results(gpt, *batch)):
+        for a, b in zip(results, truth, strict=True):
+            assert_close_f64(a, b, 1e-5)
 
 
 def test_copies_and_loaded_states_compute_the_same():
