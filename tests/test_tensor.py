@@ -403,6 +403,10 @@ def test_autocast_computes_in_its_dtype_and_keeps_fp32_weights() -> None:
     y.float().sum().backward()
     assert x.grad.dtype == w.grad.dtype == b.grad.dtype == torch.float32
     assert_close_f64(w.grad, x.detach().bfloat16().float().sum(0).expand(WIDE, -1), 1e-6)
+    for function, leaves in _functions(False):  # float64 is asked for, not left over
+        expected = function(*leaves)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(function(*leaves), expected)
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # by dynamo, of any Function
