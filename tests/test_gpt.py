@@ -377,6 +377,15 @@ def test_autocast_computes_in_bf16_and_keeps_float32_gradients(config):
     assert not torch.equal(low[0], truth[0])
 
 
+@EACH
+def test_autocast_leaves_a_float64_model_alone(config):
+    gpt, (tokens, labels) = GPT(config, **F64), _tokens()
+    truth = _results(gpt, tokens, labels)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = _results(gpt, tokens, labels)
+    assert all(torch.equal(a, b) for a, b in zip(found, truth, strict=True))
+
+
 # ------------------------------------------------------------------- several ranks
 
 

@@ -22,6 +22,8 @@ PAIRS = {
         lambda **o: nn.LayerNorm(E, bias=False, **o),
         lambda **o: LayerNorm(E, bias=False, **o),
     ),
+    "rms, eps": (lambda **o: nn.RMSNorm(E, 0.3, **o), lambda **o: RMSNorm(E, 0.3, **o)),
+    "layer, eps": (lambda **o: nn.LayerNorm(E, 0.3, **o), lambda **o: LayerNorm(E, 0.3, **o)),
 }
 EACH = pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS.keys())
 

@@ -411,6 +411,8 @@ def test_a_fault_of_one_single_rank_turns_every_rank_red_and_that_rank_is_named(
         assert first.pop(key).worst < LIMITS["fp64"], key
     for (name, culprit), errors in first.items():
         assert errors.worst > 10 * LIMITS["fp64"], (name, culprit, errors)
+        if name == "a published slice arrives wrong at the end":  # what is read is right
+            assert errors.weight > 10 * LIMITS["fp64"], (culprit, errors)
         if name in ON_ONE_RANK:
             assert f"on rank {culprit} " in errors.where, (name, culprit, errors)
 

@@ -8,6 +8,7 @@ float64. The planted faults run through the same checks and must fail them.
 from __future__ import annotations
 
 import inspect
+import itertools
 from unittest import mock
 
 import pytest
@@ -20,7 +21,7 @@ from sharded import beside_replicas, draw, noticed, world
 from spmd_types import I, R, S
 from spmd_types.rulecheck import RuleCheckError
 
-from warpweave.kernels.wgrad import WeightGradients, collect
+from warpweave.kernels.wgrad import WeightGradients, accumulate, collect
 from warpweave.parallel import collectives, tensor
 
 T, WIDE, NARROW = 12, 24, 7  # T and WIDE divide by 1, 2, 3 and 4
@@ -241,6 +242,72 @@ def test_weight_gradients_can_be_deferred(ranks: int) -> None:
     run_ranks(ranks, _deferred)
 
 
+def _functions(sequence: bool) -> list[tuple]:
+    """(function of all leaves, leaves): each layer with weights, on this rank."""
+    group, *_ = world()
+    options = {"group": group, "sequence_parallel": sequence}
+    words = options | {"vocab_size": VOCAB, "padded_vocab_size": PADDED}
+    return [
+        (
+            lambda x, w, b: tensor.column_parallel_linear(x, w, b, **options),
+            [own(draw(1, T, NARROW), 0, sequence), own(draw(2, WIDE, NARROW), 0),
+             own(draw(3, WIDE), 0)],
+        ),
+        (
+            lambda x, w, b: tensor.row_parallel_linear(x, w, b, **options),
+            [own(draw(1, T, WIDE), -1), own(draw(2, NARROW, WIDE), 1), leaf(draw(3, NARROW))],
+        ),
+        (
+            lambda w: tensor.vocab_parallel_embedding(torch.arange(T) % 5, w, **words),
+            [own(draw(1, PADDED, E), 0)],
+        ),
+    ]  # fmt: skip
+
+
+def _at_home(rank: int) -> None:
+    """A step's first backward pass overwrites a home, whatever it held; the next ones add to it."""
+    for sequence, within in itertools.product((False, True), (accumulate, collect)):
+        for function, leaves in _functions(sequence):
+            weights = leaves[1:] or leaves
+            dy = draw(4, *function(*leaves).shape)
+            expected = torch.autograd.grad(function(*leaves), weights, dy)
+            homes = {w: torch.full_like(w, float("nan")) for w in weights}
+            store = WeightGradients(homes)
+            for times in (1, 2):
+                with within(store):
+                    function(*leaves).backward(dy)
+                store.run()
+                for w, gradient in zip(weights, expected, strict=True):
+                    assert w.grad is homes[w]
+                    assert_close_f64(w.grad, times * gradient, 1e-14)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_gradients_of_micro_batches_add_up_in_their_home(ranks: int) -> None:
+    run_ranks(ranks, _at_home)
+
+
+def _frozen(rank: int) -> None:
+    """Only what is wanted is made, and it is the same."""
+    for sequence in (False, True):
+        for function, leaves in _functions(sequence)[:2]:
+            dy = draw(4, *function(*leaves).shape)
+            expected = torch.autograd.grad(function(*leaves), leaves, dy)
+            for wanted in itertools.product((False, True), repeat=3):
+                if not any(wanted):
+                    continue
+                chosen = [leaf(t.detach()).requires_grad_(w) for t, w in zip(leaves, wanted)]
+                function(*chosen).backward(dy)
+                for t, want, gradient in zip(chosen, wanted, expected, strict=True):
+                    assert (t.grad is not None) == want
+                    assert not want or torch.equal(t.grad, gradient)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_frozen_parameters_cost_and_change_nothing(ranks: int) -> None:
+    run_ranks(ranks, _frozen)
+
+
 def test_the_gradient_of_a_computed_weight_is_never_deferred() -> None:
     scale, v, x = leaf(draw(1, NARROW, 1)), draw(2, NARROW, E), draw(3, T, E)
     for function in (tensor.column_parallel_linear, tensor.row_parallel_linear):
@@ -336,6 +403,10 @@ def test_autocast_computes_in_its_dtype_and_keeps_fp32_weights() -> None:
     y.float().sum().backward()
     assert x.grad.dtype == w.grad.dtype == b.grad.dtype == torch.float32
     assert_close_f64(w.grad, x.detach().bfloat16().float().sum(0).expand(WIDE, -1), 1e-6)
+    for function, leaves in _functions(False):  # float64 is asked for, not left over
+        expected = function(*leaves)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(function(*leaves), expected)
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # by dynamo, of any Function
