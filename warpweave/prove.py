@@ -309,8 +309,9 @@ def prove_layout(layout: Layout, mesh: ConnectedMesh, timeout: float = 60.0) -> 
         tokens, labels, _ = mine(STEPS + step)
         loss = engine.evaluate(tokens, labels)
         found.tensor("evaluation", f"evaluation after step {step}", loss)
-        text = engine.generate(prompt(sizes, step), 2, temperature=0.0)
-        found.text(text, step, 2)
+        new = 1 + step // 2  # the last text goes on from its own token
+        text = engine.generate(prompt(sizes, step), new, temperature=0.0)
+        found.text(text, step, new)
     after = f"{{}} after step {STEPS - 1}"
     state("weight", "param", after)
     state("moment", "exp_avg", "exp_avg of {}")
@@ -396,8 +397,8 @@ class ProveConfig:
     dtype: Literal["fp64", "fp32", "bf16", "fp16", "both"] = "both"
     """What to compute in."""
     impl: Literal["torch", "triton"] = "torch"
-    """What computes on the CPU: torch, or (with TRITON_INTERPRET=1 set, half a minute for a layout)
-    the Triton kernels in Triton's interpreter."""
+    """What computes on the CPU: torch, or (with TRITON_INTERPRET=1 set, a minute for a layout) the
+    Triton kernels in Triton's interpreter."""
     timeout: float = 60.0
     """Seconds that any exchange between ranks may take."""
     typecheck: bool = False
@@ -458,13 +459,14 @@ def prove_rank(layouts: list[Layout], timeout: float, path: str, port: int | Non
     One line of JSON for each layout as soon as it is proven. A rank that the rest of the layouts
     are too small for has done its part.
     """
-    session = join(Mesh(dp=layouts[0].mesh.world), timeout=timeout, backend="gloo", port=port)
+    session = join(layouts[0].mesh, timeout=timeout, backend="gloo", port=port)
     torch.set_num_threads(1)
     with reported(session) if session.store is not None else nullcontext():
         for number, layout in enumerate(layouts):
             if session.rank >= layout.mesh.world:
                 break
-            session.renew(layout.mesh)
+            if number:
+                session.renew(layout.mesh)
             session.beat(number, str(layout))
             mesh = layout.mesh.connect()
             errors = prove_layout(layout, mesh, timeout)
