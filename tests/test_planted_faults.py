@@ -196,11 +196,11 @@ def overflow_on_one_rank(mesh: ConnectedMesh) -> float:
 def deferred_weights(mesh: ConnectedMesh) -> float:
     """The proof with every backward pass split in two, as zero-bubble schedules do."""
 
-    def split(p, m):
+    def split(name, p, m, chunks):
         return schedule.split_backward(schedule.one_f_one_b(p, m), lag=1)
 
-    with mock.patch.dict(engine.SCHEDULES, split=split):
-        return prove_layout(Layout(Mesh(dp=2), schedule="split"), mesh, TIMEOUT).worst
+    with mock.patch.object(engine, "make_schedule", split):
+        return prove_layout(Layout(Mesh(dp=2)), mesh, TIMEOUT).worst
 
 
 # ------------------------------------------------------------------ 1-4: loss, recomputation

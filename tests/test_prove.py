@@ -334,7 +334,7 @@ def _later_gradient(original):
 
     def norm(self):
         if next(calls):
-            self.units[0].reduced[0] += 1e-6
+            self.units[0].gradients.reduced[0] += 1e-6
         return original(self)
 
     return norm
@@ -346,7 +346,7 @@ def _last_publish(original):
 
     def publish(self):
         original(self)
-        if next(calls) >= (prove.STEPS - 1) * 4 and self.own.start > 0:
+        if next(calls) >= (prove.STEPS - 1) * 4 and self.layout.own.start > 0:
             self.wait()
             self.flat[0] += 1e-6
 
@@ -357,11 +357,10 @@ def _last_update(original):
     """The last update leaves out the last unit."""
     calls = itertools.count()
 
-    def step_unit(self, *args):
-        if next(calls) != prove.STEPS * len(self.units) - 1:
-            original(self, *args)
+    def pieces(self, *args):
+        return original(self, *args) if next(calls) != prove.STEPS * len(self.units) - 1 else ()
 
-    return step_unit
+    return pieces
 
 
 def _padding(original):
@@ -397,12 +396,14 @@ ON_ONE_RANK = {
     "grad of the last step": _reads("grad", _scaled(1 + 1e-9), after=2),
 }  # fmt: skip
 REAL = {
-    "gradients of one replica from the second step": (DP, zero.ZeroAdamW, "norm", _later_gradient),
-    "one replica misses its last update": (DP, zero.ZeroAdamW, "_step_unit", _last_update),
+    "gradients of one replica from the second step": (
+        DP, zero.ZeroOptimizer, "norm", _later_gradient),
+    "one replica misses its last update": (DP, zero.ZeroOptimizer, "_pieces", _last_update),
     "one rank's slice is missed in the last update": (
-        DP1, zero.ZeroAdamW, "_step_unit", _last_update),
-    "a published slice arrives wrong at the end": (DP1, zero.Unit, "publish", _last_publish),
-    "a padding row is not zero": (Layout(Mesh(tp=2)), zero.ZeroAdamW, "step", _padding),
+        DP1, zero.ZeroOptimizer, "_pieces", _last_update),
+    "a published slice arrives wrong at the end": (
+        DP1, parameters.FlatParameters, "publish", _last_publish),
+    "a padding row is not zero": (Layout(Mesh(tp=2)), zero.ZeroOptimizer, "step", _padding),
     "nobody owns a tensor": (DP, *_reads("grad", lambda r, t, _: (r, t, False))),
     "two own a tensor": (DP, *_reads("param", lambda r, t, _: (r, t, True))),
     "nothing is read": (DP, engines.Engine, "read", lambda _: lambda self, kind: iter(())),
