@@ -536,6 +536,13 @@ def test_the_command_that_a_layout_prints_gives_that_layout():
             assert dataclasses.replace(again, count=again.microbatches) == chosen
 
 
+@pytest.mark.parametrize("chosen", [{}, {"all": True, "world": 1}, {"random": 2}])
+def test_every_layout_computes_as_it_was_asked_to(chosen):
+    for dtype, dtypes in (("both", {"fp64", "fp32"}), ("bf16", {"bf16"})):
+        found = prove.ProveConfig(impl="triton", dtype=dtype, **chosen).layouts()
+        assert {(layout.impl, layout.dtype) for layout in found} == {("triton", d) for d in dtypes}
+
+
 def test_random_layouts_are_those_of_the_following_seeds():
     config = ProveConfig(random=5, seed=11, dtype="fp64")
     assert sorted(layout.sizes.seed for layout in config.layouts()) == [11, 12, 13, 14, 15]
