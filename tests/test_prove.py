@@ -411,6 +411,13 @@ def test_a_fault_of_one_single_rank_turns_every_rank_red_and_that_rank_is_named(
             assert f"on rank {culprit} " in errors.where, (name, culprit, errors)
 
 
+def test_an_error_is_that_of_the_worst_element():
+    expected = torch.full((1000,), 4.0, dtype=torch.float64)
+    actual = expected.clone()
+    actual[7] += 1e-3
+    assert prove._relative(actual, expected) == pytest.approx(1e-3 / 4)
+
+
 def test_whatever_is_never_compared_is_wrong():
     with mock.patch.object(engines.Engine, "read", return_value=()):
         errors = prove_layout(Layout(Mesh()), single())
