@@ -378,6 +378,7 @@ ON_ONE_RANK = {
     "norm": _says("step", lambda r: dataclasses.replace(r, norm=r.norm * (1 + 1e-9))),
     "evaluation": _says("evaluate", lambda loss: loss * (1 + 1e-9)),
     "text": _says("generate", lambda text: torch.cat([text[:-1], (text[-1:] + 1) % 37])),
+    "prompt": _says("generate", lambda text: torch.cat([(text[:1] + 1) % 37, text[1:]])),
     "loss NaN": _says("step", lambda r: dataclasses.replace(r, loss=r.loss * NAN)),
     "norm NaN": _says("step", lambda r: dataclasses.replace(r, norm=r.norm * NAN)),
     "evaluation NaN": _says("evaluate", lambda loss: loss * NAN),
