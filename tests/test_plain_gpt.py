@@ -12,7 +12,6 @@ from close import assert_close_f64, relative_error
 from warpweave import plain_gpt
 from warpweave.plain_gpt import (
     PlainConfig,
-    generate,
     philox,
     plain_adamw_step,
     plain_gpt_logits,
@@ -210,31 +209,6 @@ def test_a_slightly_different_style_is_seen(style, fault):
     logits, gradient = _compare(style, config)
     assert logits > 1e-5
     assert gradient > 1e-5
-
-
-def test_greedy_generation_equals_transformers():
-    config, model = _hugging_face("gpt2")
-    params = _from_gpt2({k: v.detach() for k, v in model.named_parameters()}, config)
-    prompt = torch.randint(config.vocab_size, (2, 5))
-    expected = model.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        max_new_tokens=6,
-        min_new_tokens=6,
-        do_sample=False,
-        pad_token_id=0,
-        eos_token_id=None,
-    )
-    assert torch.equal(generate(params, config, prompt, 6, temperature=0.0), expected)
-
-
-def test_sampling_repeats_with_its_generator_and_slides_past_the_longest_sequence():
-    params, prompt = _random(LLAMA), torch.zeros(2, 4, dtype=torch.int64)
-    first, second = (
-        generate(params, LLAMA, prompt, 20, 0.8, torch.Generator().manual_seed(3)) for _ in "ab"
-    )
-    assert first.shape == (2, 24)
-    assert torch.equal(first, second)
 
 
 # ------------------------------------------------------------------- dropout

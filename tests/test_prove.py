@@ -26,7 +26,7 @@ from warpweave import engine as engines
 from warpweave import gpt, prove
 from warpweave.kernels import norm
 from warpweave.launch import Session
-from warpweave.layouts import Layout, draw, meshes, smallest, table
+from warpweave.layouts import Layout, Sizes, draw, meshes, smallest, table
 from warpweave.parallel import zero
 from warpweave.parallel.mesh import Mesh, single
 from warpweave.parallel.shard import ParamRecord
@@ -225,10 +225,18 @@ def _interpreted(rank: int) -> list[Errors]:
 
     found = []
     with mock.patch.object(prove, "STEPS", 1):
+        sizes = Sizes(2, 8, vocab=11, layers=1, heads=2, kv_heads=2, head_dim=4, hidden=10)
         llama = Layout(
-            Mesh(cp=2), style="llama", zero=2, tied=False, strategy="ring", impl="triton"
+            Mesh(cp=2),
+            style="llama",
+            zero=2,
+            tied=False,
+            strategy="ring",
+            impl="triton",
+            count=1,
+            drawn=sizes,
         )
-        gpt2 = Layout(Mesh(tp=2), True, recompute="selective", impl="triton")
+        gpt2 = Layout(Mesh(tp=2), True, recompute="selective", impl="triton", count=1, drawn=sizes)
         for layout in (llama, gpt2):
             found.append(prove_layout(layout, layout.mesh.connect(), 60.0))
         with mock.patch.object(norm, "_launch_fwd", too_much_eps):
@@ -350,6 +358,19 @@ def _last_update(original):
     return step_unit
 
 
+def _padding(original):
+    """A padding row of the vocabulary gets a weight: read by nobody, and in no softmax."""
+
+    def step(self, lr):
+        norm = original(self, lr)
+        for record, param in self.units[0].params:
+            if record.name == "embedding.weight" and self.mesh.index("tp") == 1:
+                param.data[-1] = 1e-6
+        return norm
+
+    return step
+
+
 NAN = float("nan")
 DP, DP1 = Layout(Mesh(dp=2)), Layout(Mesh(dp=2), zero=1)
 ON_ONE_RANK = {
@@ -357,6 +378,7 @@ ON_ONE_RANK = {
     "norm": _says("step", lambda r: dataclasses.replace(r, norm=r.norm * (1 + 1e-9))),
     "evaluation": _says("evaluate", lambda loss: loss * (1 + 1e-9)),
     "text": _says("generate", lambda text: torch.cat([text[:-1], (text[-1:] + 1) % 37])),
+    "prompt": _says("generate", lambda text: torch.cat([(text[:1] + 1) % 37, text[1:]])),
     "loss NaN": _says("step", lambda r: dataclasses.replace(r, loss=r.loss * NAN)),
     "norm NaN": _says("step", lambda r: dataclasses.replace(r, norm=r.norm * NAN)),
     "evaluation NaN": _says("evaluate", lambda loss: loss * NAN),
@@ -375,24 +397,26 @@ REAL = {
     "one rank's slice is missed in the last update": (
         DP1, zero.ZeroAdamW, "_step_unit", _last_update),
     "a published slice arrives wrong at the end": (DP1, zero.Unit, "publish", _last_publish),
+    "a padding row is not zero": (Layout(Mesh(tp=2)), zero.ZeroAdamW, "step", _padding),
     "nobody owns a tensor": (DP, *_reads("grad", lambda r, t, _: (r, t, False))),
     "two own a tensor": (DP, *_reads("param", lambda r, t, _: (r, t, True))),
     "nothing is read": (DP, engines.Engine, "read", lambda _: lambda self, kind: iter(())),
 }  # fmt: skip
 
 
-# Rank 0 holds the first slice itself, and the final norm's weight is its to write.
+# Rank 0 holds the first slice itself and no padding, and the final norm's weight is its to write.
 NO_FAULT = [("a published slice arrives wrong at the end", 0), ("nobody owns a tensor", 1),
-            ("two own a tensor", 0)]  # fmt: skip
+            ("two own a tensor", 0), ("a padding row is not zero", 0)]  # fmt: skip
 
 
 def _one_rank(rank: int) -> dict[tuple[str, int], Errors]:
-    mesh, found = Mesh(dp=2).connect(), {}
+    meshes = {sizes: sizes.connect() for sizes in (Mesh(dp=2), Mesh(tp=2))}
+    found = {}
     faults = {name: (DP, *fault) for name, fault in ON_ONE_RANK.items()} | REAL
     for (name, (layout, *fault)), culprit in itertools.product(faults.items(), range(2)):
         with _planted(*fault) if rank == culprit else contextlib.nullcontext():
-            found[name, culprit] = prove_layout(layout, mesh, 30.0)
-    found["nothing at all", 0] = prove_layout(DP1, mesh, 30.0)
+            found[name, culprit] = prove_layout(layout, meshes[layout.mesh], 30.0)
+    found["nothing at all", 0] = prove_layout(DP1, meshes[DP1.mesh], 30.0)
     return found
 
 
@@ -584,6 +608,7 @@ def test_token_numbers_pass_32_bits_and_clipping_is_active_in_one_step_and_not_i
     norms = [float(truth.values[f"norm of step {step}"]) for step in range(prove.STEPS)]
     assert min(norms) < prove.CLIP < max(norms)
     assert len(set(prove.RATES)) == prove.STEPS
+    assert prove.KEY >= 2**32
 
 
 # -------------------------------------------------------------------------- the verdict

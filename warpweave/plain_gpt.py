@@ -321,28 +321,3 @@ def plain_adamw_step(
         v_hat = v / (1.0 - beta2**step)
         param.sub_(lr * m_hat / (torch.sqrt(v_hat) + eps))
     return norm
-
-
-@torch.no_grad()
-def generate(
-    params: dict[str, Tensor],
-    config: PlainConfig,
-    prompt: Tensor,
-    n: int,
-    temperature: float = 1.0,
-    generator: torch.Generator | None = None,
-) -> Tensor:
-    """prompt[B, S] continued by n tokens: [B, S + n]; temperature 0 takes the likeliest token.
-
-    No cache: every token runs the whole model on the last config.seq_len tokens, without dropout.
-    """
-    tokens = prompt
-    for _ in range(n):
-        logits = plain_gpt_logits(params, tokens[:, -config.seq_len :], config, dropout=0.0)[:, -1]
-        if temperature == 0.0:
-            following = logits.argmax(-1, keepdim=True)
-        else:
-            chances = torch.softmax(logits / temperature, dim=-1)
-            following = torch.multinomial(chances, 1, generator=generator)
-        tokens = torch.cat([tokens, following], dim=1)
-    return tokens
