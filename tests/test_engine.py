@@ -119,12 +119,16 @@ def test_evaluation_is_the_plain_models_loss_without_dropout():
 
 def test_generation_at_temperature_zero_takes_the_plain_models_likeliest_token():
     plain = PlainConfig(**SIZES, kv_heads=4, hidden=20)
-    params = plain_init(plain, 3, torch.float64)
-    text = [4, 7]
+    params = {n: 10 * p for n, p in plain_init(plain, 3, torch.float64).items()}  # a lively text
+    text, differs = [4, 7], 0
     for _ in range(20):  # past the end of the window
         window = torch.tensor(text[-SEQ_LEN:])[None]
-        text.append(int(plain_gpt_logits(params, window, plain)[0, -1].argmax()))
+        *_, before, last = plain_gpt_logits(params, window, plain)[0].argmax(-1).tolist()
+        differs += len(text) >= SEQ_LEN and before != last
+        text.append(last)
+    assert differs, "the last position does not show"
     engine = _engine(CONFIG, single())
+    engine.load("param", lambda record: params[record.name])
     assert engine.generate(torch.tensor([4, 7]), 20, temperature=0.0).tolist() == text
 
 
