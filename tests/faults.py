@@ -775,11 +775,11 @@ FAULTS = (
         "nobody says who is missing when rank 0 is",
     ),
     Fault(
-        "launch-renewed-twice",
+        "launch-everyone-speaks",
         "warpweave/launch.py",
-        'dist.PrefixStore(f"renewal_{self._renewals}", self.store)',
-        'dist.PrefixStore("renewal", self.store)',
-        "the second renewal reads the first one's addresses",
+        'first = self.store.add("causes", 1) == 1',
+        'first = self.store.add("causes", 1) > 0',
+        "every rank that fails for a reason of its own says so",
     ),
     Fault(
         "launch-nccl-shared",

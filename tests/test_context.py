@@ -187,7 +187,12 @@ def test_without_a_group_it_is_plain_attention() -> None:
 def _low_precision(rank: int) -> None:
     """bf16 partial sums stay fp32 on their way, so the strategies differ by one final rounding."""
     case = Case(SequenceLayout(32, 2), dtype=torch.bfloat16)
-    for name, a, b in zip(NAMES, _run(case, rank, "ring"), _run(case, rank, "gather")):
+    with mock.patch.object(
+        context, "start_reduce_scatter", side_effect=context.start_reduce_scatter
+    ) as summed:
+        gathered = _run(case, rank, "gather")
+    assert [call.args[0].dtype for call in summed.call_args_list] == [torch.float32]
+    for name, a, b in zip(NAMES, _run(case, rank, "ring"), gathered):
         assert a.dtype == b.dtype == (torch.float32 if name == "lse" else torch.bfloat16)
         assert relative_error(a, b) <= 2**-8, name
     inputs = [x.float() for x in case.shard(rank)[0]]

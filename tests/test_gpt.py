@@ -377,6 +377,13 @@ def test_autocast_computes_in_bf16_and_keeps_float32_gradients(config):
     assert not torch.equal(low[0], truth[0])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_angles_are_never_rounded_to_the_models_dtype(dtype):
+    gpt, (tokens, labels) = GPT(CONFIGS["llama"], dtype=dtype), _tokens()
+    for table in gpt.micro_batch(tokens, labels, torch.ones(())).context.rope:
+        assert table.dtype == torch.promote_types(dtype, torch.float32)
+
+
 @EACH
 def test_autocast_leaves_a_float64_model_alone(config):
     gpt, (tokens, labels) = GPT(config, **F64), _tokens()

@@ -260,7 +260,11 @@ def _low_precision(rank: int) -> None:
         for recompute in (True, False):
             own, part, x, w = problem(sequence, PADDED, low)
             part.grad_dtype = torch.float32
-            with mock.patch.object(kernel, "_CPU", SMALL):
+            travels = mock.Mock(side_effect=linear_loss._start_sum)
+            with (
+                mock.patch.object(kernel, "_CPU", SMALL),
+                mock.patch.object(linear_loss, "_start_sum", travels),
+            ):
                 loss = vocab_parallel_linear_cross_entropy(
                     own,
                     part,
@@ -272,6 +276,8 @@ def _low_precision(rank: int) -> None:
                     recompute=recompute,
                 )
                 loss.backward()
+            # what is still to be added up is rounded after the sum
+            assert [call.args[0].dtype for call in travels.call_args_list] == [torch.float32]
             one = torch.ones(())
             exact = truth(x.double(), w.double(), "sum", one.double(), 0.0, 0.0)
             same = truth(x, w, "sum", one.to(low), 0.0, 0.0)

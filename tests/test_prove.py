@@ -383,6 +383,7 @@ ON_ONE_RANK = {
     "norm": _says("step", lambda r: dataclasses.replace(r, norm=r.norm * (1 + 1e-9))),
     "evaluation": _says("evaluate", lambda loss: loss * (1 + 1e-9)),
     "text": _says("generate", lambda text: torch.cat([text[:-1], (text[-1:] + 1) % 37])),
+    "prompt": _says("generate", lambda text: torch.cat([(text[:1] + 1) % 37, text[1:]])),
     "loss NaN": _says("step", lambda r: dataclasses.replace(r, loss=r.loss * NAN)),
     "norm NaN": _says("step", lambda r: dataclasses.replace(r, norm=r.norm * NAN)),
     "evaluation NaN": _says("evaluate", lambda loss: loss * NAN),
@@ -439,6 +440,13 @@ def test_a_fault_of_one_single_rank_turns_every_rank_red_and_that_rank_is_named(
             assert errors.weight > 10 * LIMITS["fp64"], (culprit, errors)
         if name in ON_ONE_RANK:
             assert f"on rank {culprit} " in errors.where, (name, culprit, errors)
+
+
+def test_an_error_is_that_of_the_worst_element():
+    expected = torch.full((1000,), 4.0, dtype=torch.float64)
+    actual = expected.clone()
+    actual[7] += 1e-3
+    assert prove._relative(actual, expected) == pytest.approx(1e-3 / 4)
 
 
 def test_whatever_is_never_compared_is_wrong():
@@ -565,6 +573,13 @@ def test_the_command_that_a_layout_prints_gives_that_layout():
             (again,) = tyro.cli(ProveConfig, args=words).layouts()
             assert command == "prove"
             assert dataclasses.replace(again, count=again.microbatches) == chosen
+
+
+@pytest.mark.parametrize("chosen", [{}, {"all": True, "world": 1}, {"random": 2}])
+def test_every_layout_computes_as_it_was_asked_to(chosen):
+    for dtype, dtypes in (("both", {"fp64", "fp32"}), ("bf16", {"bf16"})):
+        found = prove.ProveConfig(impl="triton", dtype=dtype, **chosen).layouts()
+        assert {(layout.impl, layout.dtype) for layout in found} == {("triton", d) for d in dtypes}
 
 
 def test_random_layouts_are_those_of_the_following_seeds():

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import run_ranks
 from torch import nn
 
@@ -205,19 +206,37 @@ def test_recomputation_changes_no_bit_of_a_gpts_gradients_with_dropout(recompute
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_a_unit_that_two_segments_read_gets_both_gradients():
+def _two_readers(mesh, stage: int) -> None:
+    """The first layer is the last one, too, as a tied embedding is on a single stage."""
     layers = _layers(2, torch.float64)
-    x = _batches(torch.float64)[0]
-    loss = (layers[0](layers[1](layers[0](x))) ** 2).sum()
-    expected = torch.autograd.grad(loss, [p for m in layers for p in (m.weight, m.bias)])
-    units = [_unit(k, layer, single()) for k, layer in enumerate(layers)]
+    parameters = [p for layer in layers for p in (layer.weight, layer.bias)]
+    batches = [x + mesh.index("dp") for x in _batches(torch.float64)]
+    losses = [(layers[0](layers[1](layers[0](x))) ** 2).sum() for x in batches]
+    expected = torch.autograd.grad(sum(losses), parameters)
+    for gradient in expected if mesh.size("dp") > 1 else ():
+        dist.all_reduce(gradient)
+    units = [_unit(k, layer, mesh, stage) for k, layer in enumerate(layers)]
     fns = (lambda x, b: layers[0](b), lambda x, b: layers[1](x),
            lambda x, b: (layers[0](x) ** 2).sum())  # fmt: skip
     order = (units[0], units[1], units[0])
-    chain = ChainStage([Segment("s", f, (u,)) for f, u in zip(fns, order)], last=True)
+    segments = [Segment("s", f, (u,)) for f, u in zip(fns, order)]
+    chain = ChainStage(segments, last=True, bucket_bytes=0)
     assert chain.units == units
-    for a, b in zip(_run(chain, [x]), expected, strict=True):
-        assert (a - b).abs().max() <= 1e-14 * b.abs().max()
+    _go(chain, batches)
+    found = [gradient for unit in units for _, gradient in unit.read("grad")]
+    for a, b in zip(found, expected, strict=True):
+        assert (a - b).abs().max() <= 1e-14 * b.abs().max(), stage
+
+
+def _two_readers_on_two_ranks(rank: int) -> None:
+    mesh = Mesh(dp=2).connect()
+    for stage in range(4):
+        _two_readers(mesh, stage)
+
+
+def test_a_unit_that_two_segments_read_gets_both_gradients():
+    _two_readers(single(), 0)
+    run_ranks(2, _two_readers_on_two_ranks)
 
 
 # -------------------------------------------------------------------------- collectives in time

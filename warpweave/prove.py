@@ -32,7 +32,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -246,12 +246,16 @@ class _Comparison:
         expected = cut(self.expected.values[what])
         error = _relative(actual, expected)
         if self.low is not None:
-            error /= _relative(cut(self.low.values[what]), expected) + self.eps
+            plain = _relative(cut(self.low.values[what]), expected)
+            error = error / (plain + self.eps) if math.isfinite(plain) else float("inf")
         self.add(kind, what, error)
 
-    def text(self, text: Tensor, step: int, new: int) -> None:
-        """By how much of their range the plain logits of the last `new` tokens are too small."""
-        for at in range(len(text) - new, len(text)):
+    def text(self, text: Tensor, start: Tensor, step: int, new: int) -> None:
+        """By how much of their range the plain logits of the `new` tokens after `start` are low."""
+        if len(text) != len(start) + new or not torch.equal(text[: len(start)], start):
+            self.add("token", f"text after step {step}", float("inf"))
+            return
+        for at in range(len(start), len(text)):
             logits = self.expected.logits(text[:at], step)
             best, least = logits.max(), logits.min()
             error = float((best - logits[text[at]]) / (best - least))
@@ -291,7 +295,7 @@ def prove_layout(layout: Layout, mesh: ConnectedMesh, timeout: float = 60.0) -> 
         """This replica's part of a batch, by micro-batches."""
         return [x.unflatten(0, shape)[mesh.index("dp")] for x in batch(sizes, step)]
 
-    def state(kind: str, state: str, what: str, scale: float = 1.0) -> None:
+    def read(kind: str, state: str, what: str, scale: float = 1.0) -> None:
         for record, tensor, owned in engine.read(state):
             owners[record.name] += owned
             found.tensor(kind, what.format(record.name), tensor / scale)
@@ -305,22 +309,25 @@ def prove_layout(layout: Layout, mesh: ConnectedMesh, timeout: float = 60.0) -> 
         result = engine.step(tokens, labels, ids, lr=RATES[step], key=KEY + step)
         found.tensor("loss", f"loss of step {step}", result.loss)
         found.tensor("norm", f"norm of step {step}", result.norm)
-        state("grad", "grad", f"gradient of {{}} at step {step}", scale)
+        read("grad", "grad", f"gradient of {{}} at step {step}", scale)
         tokens, labels, _ = mine(STEPS + step)
         loss = engine.evaluate(tokens, labels)
         found.tensor("evaluation", f"evaluation after step {step}", loss)
         new = 1 + step // 2  # the last text goes on from its own token
-        text = engine.generate(prompt(sizes, step), new, temperature=0.0)
-        found.text(text, step, new)
+        start = prompt(sizes, step)
+        found.text(engine.generate(start, new, temperature=0.0), start, step, new)
     after = f"{{}} after step {STEPS - 1}"
-    state("weight", "param", after)
-    state("moment", "exp_avg", "exp_avg of {}")
-    state("moment", "exp_avg_sq", "exp_avg_sq of {}")
+    read("weight", "param", after)
+    read("moment", "exp_avg", "exp_avg of {}")
+    read("moment", "exp_avg_sq", "exp_avg_sq of {}")
     for unit in engine.units:  # what this very rank computes with, padding included
         unit.parameters.unshard()
         unit.parameters.wait()
         for record, param in unit.params:
-            own = partial(_own, record, mesh.coords)
+
+            def own(full: Tensor, record: ParamRecord = record) -> Tensor:
+                return record.slice(full, mesh.coords)
+
             found.tensor("weight", after.format(record.name), param.detach(), own)
         unit.parameters.reshard()
     counts = torch.tensor(list(owners.values()))
@@ -330,13 +337,8 @@ def prove_layout(layout: Layout, mesh: ConnectedMesh, timeout: float = 60.0) -> 
         if count != STEPS + 3:  # lost in a checkpoint, or written twice
             found.add("weight", f"{name} read {count} times, not {STEPS + 3},", float("inf"))
     kinds = (field.name for field in dataclasses.fields(Errors) if field.name != "where")
-    errors = {kind: found.errors.get(kind, float("inf")) for kind in kinds}  # nothing was compared
+    errors = {kind: found.errors.get(kind, float("inf")) for kind in kinds}  # inf: never compared
     return _worst_rank(Errors(**errors, where=found.where), mesh)
-
-
-def _own(record: ParamRecord, at: dict[str, int], full: Tensor) -> Tensor:
-    """What the rank at coordinates `at` holds of a logical tensor."""
-    return record.slice(full, at)
 
 
 def _worst_rank(own: Errors, mesh: ConnectedMesh) -> Errors:
