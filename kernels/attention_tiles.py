@@ -64,6 +64,7 @@ def forward_tile(q: torch.Tensor, call: Kept) -> AttentionTile:
 def dkdv_tile(q: torch.Tensor, call: Kept) -> AttentionTile:
     """The tile of dk and dv, which hold keys and go through queries.
 
+    Only plain attention has the registers to hold 128 keys in four warps: all else takes eight.
     Fewer queries cost little: with dropout 16-bit elements take at most 32 at a time, and half
     where columns are masked off and anything more is kept, or on Ampere the head dim is past 64.
     Fewer keys read the queries more often, and below 64 there is no wgmma or tcgen05: past head dim
@@ -80,6 +81,8 @@ def dkdv_tile(q: torch.Tensor, call: Kept) -> AttentionTile:
     if call.dropout:
         tile = tile._replace(q=min(tile.q, 32))
     wide, arch = q.shape[3] > 64, capability(q.device)
+    if tile.warps == 4 and tile.k == 128 and (any(call) or _masked(q)):
+        tile = tile._replace(warps=8)
     if _masked(q) and (any(call) if arch >= 90 else wide):
         tile = tile._replace(q=max(16, tile.q // 2))
     if wide and arch < 100 and (call.into or (call.dropout and call.softcap)):
@@ -88,13 +91,18 @@ def dkdv_tile(q: torch.Tensor, call: Kept) -> AttentionTile:
 
 
 def dq_tile(q: torch.Tensor, call: Kept) -> AttentionTile:
-    """The tile of dq, which holds queries and goes through keys: half of them with dropout, or of
-    16-bit elements if four warps mask columns off or Blackwell bounds."""
+    """The tile of dq, which holds queries and goes through keys.
+
+    On Ampere only plain attention has the registers for 128 queries: all else takes 64 by 64. Half
+    the keys with dropout, or of 16-bit elements if four warps mask columns off or Blackwell bounds.
+    """
     tile = find("attention_dq", q.device, q.element_size(), q.shape[3])
     if INTERPRET:
         return tile
     low, blackwell = q.element_size() == 2, capability(q.device) >= 100
     bounds = low and call.bounded and blackwell
+    if tile.q == 128 and capability(q.device) < 90 and (any(call) or _masked(q)):
+        tile = tile._replace(q=64, k=64)
     masks = low and _masked(q) and tile.warps == 4
     return _half_keys(tile) if call.dropout or bounds or masks else tile
 

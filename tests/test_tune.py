@@ -389,7 +389,7 @@ def test_dry_lists_the_tiles_that_compile_and_writes_nothing(tmp_path, table) ->
     summary = json.loads(last)
     assert (summary["dry"], summary["target"], summary["table"]) == (True, "sm_80", None)
     assert len(rows) == len(summary["rows"]) >= 3
-    assert summary["rows"][0]["tile"] == {"q": 64, "k": 64, "warps": 4, "stages": 2}
+    assert summary["rows"][0]["tile"] == tiles.find_on("attention_dq", 80, "", 2, 64)._asdict()
     assert "(shipped)" in rows[0]
     assert all(row["occupancy"] >= 1 and row["registers"] <= 255 for row in summary["rows"])
     assert not table.exists()
