@@ -27,6 +27,7 @@ from warpweave.checkpoint import (
     open_latest,
     save_checkpoint,
 )
+from warpweave.launch import end_with_parent
 
 CONFIG = {"width": 64, "layers": 3, "eps": 1e-6, "tied": True}
 STATE = {"step": 7, "seed": 12345678901234567890, "loss_scale": 0.1 + 0.2, "note": None}
@@ -512,6 +513,7 @@ def test_an_error_of_the_iterable_itself_leaves_no_trace(tmp_path: Path) -> None
 
 
 def _save_for_ever(folder: str) -> None:
+    end_with_parent()
     for step in range(1, 10_000):
         tensors = {f"t{i}": torch.full((50,), float(step)) for i in range(8)}
         save_checkpoint(
@@ -620,6 +622,18 @@ def _open_damaged(rank: int, folder: str) -> str:
     except CheckpointError as error:
         return str(error)
     return "opened"
+
+
+def _open_own(rank: int, folder: str) -> str:
+    return _open_damaged(rank, f"{folder}/{rank}/step_00000007")
+
+
+def test_ranks_that_see_other_folders_under_one_name_all_refuse(tmp_path: Path) -> None:
+    for rank, seed in enumerate((0, 0, 1)):
+        save(tmp_path / f"{rank}", seed=seed)
+    assert run_ranks(2, _open_own, str(tmp_path)) == ["opened"] * 2
+    for message in run_ranks(3, _open_own, str(tmp_path)):
+        assert message.endswith("step_00000007 is not the same folder on all 3 ranks")
 
 
 def test_damage_in_any_file_is_every_ranks_error_though_the_hashing_is_shared(
