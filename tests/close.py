@@ -33,9 +33,12 @@ def assert_error_budget(
     """Assert error(actual) <= factor * error(same_dtype) + eps, both against the float64 `truth`.
 
     `same_dtype` is plain torch in the dtype under test; eps is that dtype's machine epsilon, so an
-    exact torch result does not make the budget zero.
+    exact torch result does not make the budget zero. In 16 bits the roundings of what is stored
+    decide error(same_dtype), on every CPU alike. In float32 those of sums do, in an order of the
+    CPU kernel: they count as 2 eps where that order made them less.
     """
     eps = torch.finfo(same_dtype.dtype).eps
-    budget = factor * relative_error(same_dtype, truth) + eps
+    least = 2 * eps if same_dtype.dtype == torch.float32 else 0.0
+    budget = factor * max(relative_error(same_dtype, truth), least) + eps
     error = relative_error(actual, truth)
     assert error <= budget, f"relative error {error:.3e} > budget {budget:.3e}"
