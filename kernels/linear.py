@@ -16,7 +16,7 @@ import torch
 
 from warpweave.kernels.gemm import gemm, gemm_into
 from warpweave.kernels.reference import compute_dtype
-from warpweave.kernels.wgrad import leaf_of, wgrad
+from warpweave.kernels.wgrad import wgrad
 
 
 def rows(x: torch.Tensor) -> torch.Tensor:
@@ -38,10 +38,20 @@ def linear(
 def grad_dtype(parameter: torch.Tensor) -> torch.dtype:
     """The dtype in which the gradient of a parameter is wanted."""
     # One computed from others (a weight norm, an adapter) has no say, and dynamo knows no say.
-    leaf = None if torch.compiler.is_compiling() else leaf_of(parameter)
-    if leaf is None:
+    if torch.compiler.is_compiling() or not parameter.is_leaf:
         return parameter.dtype
-    return leaf.grad_dtype or leaf.dtype  # None means that any dtype will do
+    return parameter.grad_dtype or parameter.dtype  # None means that any dtype will do
+
+
+def leaf_of(parameter: torch.Tensor | None) -> torch.Tensor | None:
+    """The leaf that `parameter` is a view of the whole of, or else `parameter` itself.
+
+    Functions are given the leaf: through a view its gradient could be neither collected nor wider
+    than the parameter, because autograd rounds it to the dtype of the view.
+    """
+    if parameter is None or parameter.is_leaf or parameter.grad_fn.name() != "ViewBackward0":
+        return parameter
+    return getattr(parameter.grad_fn.next_functions[0][0], "variable", parameter)
 
 
 def weight_gradient(

@@ -49,6 +49,7 @@ from warpweave.kernels.gemm import check_operands, find_precision, fused_gemm, g
 from warpweave.kernels.linear import (
     Settled,
     bias_gradient,
+    leaf_of,
     linear,
     rows,
     settled_dtype,
@@ -552,7 +553,7 @@ def _mlp(
     if torch.compiler.is_compiling():
         return _compiled(x, parameters, residual, how, dtype)
     keep = wants_gradient(x, *parameters, residual)
-    return _MLP.apply(x, *parameters, residual, how, dtype, keep)
+    return _MLP.apply(x, *map(leaf_of, parameters), residual, how, dtype, keep)
 
 
 def _compiled(

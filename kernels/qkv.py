@@ -38,6 +38,7 @@ from warpweave.kernels.gemm import check_operands, find_precision, gemm
 from warpweave.kernels.linear import (
     Settled,
     bias_gradient,
+    leaf_of,
     linear,
     rows,
     settled_dtype,
@@ -340,9 +341,18 @@ def qkv_bwd(
 # ---------------------------------------------------------------- autograd
 
 
+def by_head(
+    weight: torch.Tensor, bias: torch.Tensor | None, heads: tuple[int, int], dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """weight[Hkv, G + 2, D, E] and bias of leaves that may be flat; `heads` is (G + 2, D)."""
+    shape = (weight.shape[:-1].numel() // (heads[0] * heads[1]), *heads)
+    weight = weight.to(dtype).reshape(*shape, weight.shape[-1])
+    return weight, None if bias is None else bias.to(dtype).reshape(shape)
+
+
 class _QKV(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, cos, sin, dtype, precision, impl):
+    def forward(ctx, x, weight, bias, cos, sin, heads, dtype, precision, impl):
         ctx.parameters, ctx.shape, ctx.dtypes, ctx.impl = (
             (weight, bias),
             x.shape,
@@ -353,8 +363,7 @@ class _QKV(torch.autograd.Function):
             x = x.to(dtype)
             ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, cos, sin)
             return qkv_fwd(
-                x, weight.to(dtype), None if bias is None else bias.to(dtype), cos, sin,
-                precision=precision, impl=impl,
+                x, *by_head(weight, bias, heads, dtype), cos, sin, precision=precision, impl=impl
             )  # fmt: skip
 
     @staticmethod
@@ -367,16 +376,16 @@ class _QKV(torch.autograd.Function):
             dx = gemm(dz, rows(w).to(dtype)).view(ctx.shape).to(x_dtype) if needs[0] else None
             dw = weight_gradient(weight, lambda: (dz, x)) if needs[1] else None
             db = bias_gradient(bias, dz) if needs[2] else None
-        return dx, dw, db, *[None] * 5
+        return dx, dw, db, *[None] * 6
 
     @staticmethod
     def spmd_typecheck(*, x, weight, bias, cos, sin):
         from spmd_types import rules
 
         # The weight is cut in whole groups of heads; each output has its share of them.
-        z = rules.einsum("bs_,n___->bsn", x, weight)
+        z = rules.einsum(f"bs_,n{'_' * (weight.dim() - 1)}->bsn", x, weight)
         if bias is not None:
-            z = rules.einsum("bsn,n__->bsn", z, bias)
+            z = rules.einsum(f"bsn,n{'_' * (bias.dim() - 1)}->bsn", z, bias)
         q = k = v = rules.einsum("bsn->bsn_", z)
         if cos is not None:
             q = k = rules.einsum("bsn_,s_,s_->bsn_", q, cos, sin)
@@ -476,7 +485,8 @@ def qkv_rope(
     dtype = settled_dtype("qkv_rope", x, {"weight": weight, "bias": bias})
     options = (precision, chosen)
     if not torch.compiler.is_compiling():
-        return _QKV.apply(x, weight, bias, cos, sin, dtype, *options)
+        leaves, heads = (leaf_of(weight), leaf_of(bias)), tuple(weight.shape[1:3])
+        return _QKV.apply(x, *leaves, cos, sin, heads, dtype, *options)
     x, weight, bias = (t if t is None else t.to(dtype) for t in (x, weight, bias))
     _, slots, head_dim, _ = weight.shape
     if chosen == "triton" and head_dim % 2 == 0:

@@ -101,15 +101,6 @@ def accumulate(store: WeightGradients) -> AbstractContextManager[WeightGradients
     return _use(store, later=False)
 
 
-def leaf_of(parameter: torch.Tensor) -> torch.Tensor | None:
-    """The leaf that `parameter` is or, in another shape, the whole of; None if it is computed."""
-    if parameter.is_leaf:
-        return parameter
-    if parameter.grad_fn.name() != "ViewBackward0":
-        return None
-    return getattr(parameter.grad_fn.next_functions[0][0], "variable", None)
-
-
 def wgrad(
     weight: torch.Tensor, make: _Make, into: _Into | None = None, *, now: bool = False
 ) -> torch.Tensor | None:
@@ -119,25 +110,20 @@ def wgrad(
     others (a weight norm, an adapter) has none: its gradient goes on through autograd.
 
     Args:
-        weight: the leaf parameter, or a view of it whole.
+        weight: the leaf parameter.
         make: computes the gradient, in the shape of `weight` and its ``grad_dtype``.
         into: ``into(buffer, add)`` adds the same gradient to a buffer, or overwrites the buffer;
             given where that costs less than making it.
         now: do not defer: for what is a by-product of the input's gradient, or costs more later.
     """
     active = _active.get()
-    leaf = None if active is None else leaf_of(weight)
-    if active is None or leaf is None:
+    if active is None or not weight.is_leaf:
         return make()
     store, later = active
-
-    def shaped() -> torch.Tensor:
-        return make().view(leaf.shape)
-
     if later and not now:
-        store.append(leaf, shaped, into)
-    elif later or leaf in store.homes:
-        store.write(leaf, shaped, into)
+        store.append(weight, make, into)
+    elif later or weight in store.homes:
+        store.write(weight, make, into)
     else:
         return make()
     return None

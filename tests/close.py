@@ -34,8 +34,8 @@ def assert_error_budget(
 
     `same_dtype` is plain torch in the dtype under test; eps is that dtype's machine epsilon, so an
     exact torch result does not make the budget zero. In 16 bits the roundings of what is stored
-    decide error(same_dtype), on every CPU alike. In float32 those of sums do, whose order is that of
-    the CPU's kernel: it counts as 2 eps where a lucky order made it less.
+        decide error(same_dtype), on every CPU alike. In float32 those of sums do, in an order of the
+    CPU kernel: they count as 2 eps where that order made them less.
     """
     eps = torch.finfo(same_dtype.dtype).eps
     least = 2 * eps if same_dtype.dtype == torch.float32 else 0.0

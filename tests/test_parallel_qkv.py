@@ -262,7 +262,7 @@ def test_planted_faults_are_noticed() -> None:
 def test_the_typing_rule_holds_numerically(sequence: bool, batch: int) -> None:
     tensors = draw(1, 6, 5), draw(2, 2, 3, 4, 5), draw(3, 2, 3, 4), *table(4)
     tensors = tuple(t[: 6 // batch] if i > 2 else t for i, t in enumerate(tensors))
-    more = ("tp", sequence, True, (batch, 6 // batch), torch.float64, "torch")
+    more = ("tp", sequence, True, (batch, 6 // batch), (3, 4), torch.float64, "torch")
     places = {"x": S(0) if sequence else I, "weight": S(0), "bias": S(0), "cos": R, "sin": R}
     places = {name: {"tp": place} for name, place in places.items()}
     rulecheck(qkv._ParallelQKV, (*tensors, *more), places, mesh={"tp": 2})

@@ -380,7 +380,7 @@ LOCAL = {
     ),
     qkv._QKV: lambda: (
         *(torch.randn(*s, **T64) for s in ((2, 4, 6), (4, 3, 4, 6), (4, 3, 4))),
-        torch.randn(4, 2, **T64), torch.randn(4, 2, **T64), torch.float64, None, None,
+        torch.randn(4, 2, **T64), torch.randn(4, 2, **T64), (3, 4), torch.float64, None, None,
     ),
 }  # fmt: skip
 

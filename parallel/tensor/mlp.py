@@ -13,7 +13,14 @@ import torch.distributed as dist
 
 from warpweave.kernels.dispatch import choose, once_differentiable, wants_gradient
 from warpweave.kernels.dropout import Drop
-from warpweave.kernels.linear import Settled, bias_gradient, rows, settled_dtype, weight_gradient
+from warpweave.kernels.linear import (
+    Settled,
+    bias_gradient,
+    leaf_of,
+    rows,
+    settled_dtype,
+    weight_gradient,
+)
 from warpweave.kernels.mlp import How, check_mlp, choose_recompute, hidden_fwd, mlp, mlp_bwd
 from warpweave.parallel.collectives import group_rank, start_all_gather
 from warpweave.parallel.tensor.linear import (
@@ -157,7 +164,8 @@ def parallel_mlp(
     dtype = settled_dtype(name, x, dict(zip(names, parameters)))
     how = How(activation, None, choose_recompute(recompute, chosen, x), None, chosen)
     keep = wants_gradient(x, *parameters)
-    y = _ParallelMLP.apply(x, *parameters, group, sequence_parallel, overlap, how, dtype, keep)
+    leaves = map(leaf_of, parameters)
+    y = _ParallelMLP.apply(x, *leaves, group, sequence_parallel, overlap, how, dtype, keep)
     if drop is not None and drop.p:
         y = drop.apply(y, impl)
     return y if residual is None else residual + y

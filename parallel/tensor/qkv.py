@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from warpweave.kernels.dispatch import choose, once_differentiable
-from warpweave.kernels.linear import Settled, rows, settled_dtype
-from warpweave.kernels.qkv import QKV, check_qkv, qkv_bwd, qkv_fwd, qkv_rope
+from warpweave.kernels.linear import Settled, leaf_of, rows, settled_dtype
+from warpweave.kernels.qkv import QKV, by_head, check_qkv, qkv_bwd, qkv_fwd, qkv_rope
 from warpweave.parallel.collectives import group_rank, group_size
 from warpweave.parallel.tensor.linear import column_gradients, column_input_type, whole_tokens
 
@@ -21,7 +21,7 @@ from warpweave.parallel.tensor.linear import column_gradients, column_input_type
 class _ParallelQKV(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, x, weight, bias, cos, sin, group, sequence_parallel, overlap, shape, dtype, impl
+        ctx, x, weight, bias, cos, sin, group, sequence_parallel, overlap, shape, heads, dtype, impl
     ):
         ctx.cut, ctx.shape, ctx.impl = (group, sequence_parallel, overlap), shape, impl
         ctx.parameters, ctx.x_dtype = (weight, bias), x.dtype
@@ -31,8 +31,7 @@ class _ParallelQKV(torch.autograd.Function):
             ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, cos, sin)
             whole = whole_tokens(x, group, sequence_parallel).unflatten(0, shape)
             found = qkv_fwd(
-                whole, weight.to(dtype), None if bias is None else bias.to(dtype), cos, sin,
-                impl=impl,
+                whole, *by_head(weight, bias, heads, dtype), cos, sin, impl=impl
             )  # fmt: skip
             return tuple(t.flatten(0, 1) for t in found)
 
@@ -50,7 +49,7 @@ class _ParallelQKV(torch.autograd.Function):
                 needs=ctx.needs_input_grad[:3],
             )  # fmt: skip
             dx = None if dx is None else dx.to(ctx.x_dtype)
-        return dx, dw, db, *[None] * 8
+        return dx, dw, db, *[None] * 9
 
     @staticmethod
     def spmd_typecheck(*, x, weight, bias, cos, sin, group, sequence_parallel, shape):
@@ -58,9 +57,9 @@ class _ParallelQKV(torch.autograd.Function):
 
         # The weight is cut in whole groups of heads; each output has its share of them.
         x = column_input_type(x, group, sequence_parallel)
-        z = rules.einsum("t_,n___->tn", x, weight)
+        z = rules.einsum(f"t_,n{'_' * (weight.dim() - 1)}->tn", x, weight)
         if bias is not None:
-            z = rules.einsum("tn,n__->tn", z, bias)
+            z = rules.einsum(f"tn,n{'_' * (bias.dim() - 1)}->tn", z, bias)
         q = k = v = rules.einsum("tn->tn_", z)
         if cos is not None:
             s = "t" if shape[0] == 1 else "_"  # rows of one sample are those of the table
@@ -120,8 +119,9 @@ def parallel_qkv_rope(
     chosen = choose(impl, x, weight, bias, cos, sin)
     check_qkv((*shape, x.shape[1]), weight, bias, cos, sin, name)
     dtype = settled_dtype(name, x, {"weight": weight, "bias": bias})
+    leaves, heads = (leaf_of(weight), leaf_of(bias)), tuple(weight.shape[1:3])
     found = _ParallelQKV.apply(
-        x, weight, bias, cos, sin, group, sequence_parallel, overlap, shape, dtype, chosen
+        x, *leaves, cos, sin, group, sequence_parallel, overlap, shape, heads, dtype, chosen
     )
     # the length as -1: sizes as such would not do for typechecking a sequence that is cut
     B, S = shape
