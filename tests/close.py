@@ -34,7 +34,7 @@ def assert_error_budget(
 
     `same_dtype` is plain torch in the dtype under test; eps is that dtype's machine epsilon, so an
     exact torch result does not make the budget zero. In 16 bits the roundings of what is stored
-        decide error(same_dtype), on every CPU alike. In float32 those of sums do, in an order of the
+    decide error(same_dtype), on every CPU alike. In float32 those of sums do, in an order of the
     CPU kernel: they count as 2 eps where that order made them less.
     """
     eps = torch.finfo(same_dtype.dtype).eps

@@ -112,8 +112,8 @@ def _frozen(rank: int) -> None:
                 for name, t, cut in zip(("x", "weight", "bias"), problem(1, 4, True), cuts)
             }
             out = parallel_qkv_rope(
-                **leaves, **dict(zip(("cos", "sin"), table(4))), shape=(B, LENGTH), head_dim=4,
-                q_per_kv=1, group=world()[0], sequence_parallel=sequence,
+                **leaves, **dict(zip(("cos", "sin"), table(4))), shape=(B, LENGTH),
+                group=world()[0], sequence_parallel=sequence,
             )  # fmt: skip
             torch.autograd.backward(out, [part(t, 2) for t in upstream(1, 4)])
             for (name, t), gradient in zip(leaves.items(), expected, strict=True):
