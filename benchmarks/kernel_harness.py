@@ -36,7 +36,7 @@ from torch import Tensor
 
 from warpweave.aot import PARTS
 from warpweave.kernels.cost import Cost
-from warpweave.kernels.tiles import own_rows
+from warpweave.kernels.runtime.tiles import own_rows
 from warpweave.timing import Clock, CudaClock, interleave
 
 OURS = "warpweave"

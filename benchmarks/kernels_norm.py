@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from kernel_harness import OURS, Problem
 
-from warpweave.kernels import cost, norm, reference, rope
+from warpweave.kernels import cost, reference, rope
+from warpweave.kernels.norm import function as norm
 
 CLAIM = "Norms and RoPE move each tensor once, at the speed of a copy; torch.compile is the rival."
 SIZES = {"tiny": (6, 40), "check": (512, 4096), "full": (16384, 4096)}

@@ -27,7 +27,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from warpweave.kernels.dispatch import (
+from warpweave.kernels.reference import compute_dtype
+from warpweave.kernels.runtime.dispatch import (
     choose,
     no_graph,
     once_differentiable,
@@ -35,8 +36,7 @@ from warpweave.kernels.dispatch import (
     tl,
     triton,
 )
-from warpweave.kernels.numeric import to_dtype, upcast
-from warpweave.kernels.reference import compute_dtype
+from warpweave.kernels.runtime.numeric import to_dtype, upcast
 
 _SLOPE = 2 * math.sqrt(2 / math.pi)  # of GELU's sigmoid at 0
 _BLOCK = 2048  # elements of x per program: 16 per thread of 4 warps

@@ -40,9 +40,9 @@ import torch
 
 from warpweave.kernels import dropout as keyed
 from warpweave.kernels import reference
-from warpweave.kernels.dispatch import choose, no_graph, tl, triton
-from warpweave.kernels.numeric import to_dtype, upcast
 from warpweave.kernels.reference import compute_dtype
+from warpweave.kernels.runtime.dispatch import choose, no_graph, tl, triton
+from warpweave.kernels.runtime.numeric import to_dtype, upcast
 
 _BLOCK = 1024  # elements of a program in the update
 _CHUNK = 2**19  # elements at a time on a CPU, where the gradient must be scaled or cast

@@ -24,8 +24,8 @@ from typing import NamedTuple
 
 import torch
 
-from warpweave.kernels.dispatch import choose, no_graph, refuse_tangents, tl, triton
-from warpweave.kernels.numeric import to_dtype, upcast
+from warpweave.kernels.runtime.dispatch import choose, no_graph, refuse_tangents, tl, triton
+from warpweave.kernels.runtime.numeric import to_dtype, upcast
 
 _LOW = 0xFFFFFFFF
 

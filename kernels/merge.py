@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import torch
 
-from warpweave.kernels.dispatch import no_graph
+from warpweave.kernels.runtime.dispatch import no_graph
 
 
 @no_graph

@@ -34,19 +34,10 @@ from warpweave.kernels.activation import (
     curve_and_slope,
     find_activation,
 )
-from warpweave.kernels.dispatch import (
-    choose,
-    no_graph,
-    once_differentiable,
-    refuse_tangents,
-    tl,
-    triton,
-    wants_gradient,
-)
 from warpweave.kernels.dropout import Drop, dropout_fwd
 from warpweave.kernels.dropout import dropout as apply_dropout
-from warpweave.kernels.gemm import check_operands, find_precision, fused_gemm, gemm
-from warpweave.kernels.linear import (
+from warpweave.kernels.gemm.fused import check_operands, find_precision, fused_gemm, gemm
+from warpweave.kernels.gemm.gradients import (
     Settled,
     bias_gradient,
     leaf_of,
@@ -55,9 +46,18 @@ from warpweave.kernels.linear import (
     settled_dtype,
     weight_gradient,
 )
-from warpweave.kernels.numeric import to_dtype, upcast
-from warpweave.kernels.product import find_tile, grid, halves, launch_options, product, tile_at
+from warpweave.kernels.gemm.product import find_tile, grid, halves, launch_options, product, tile_at
 from warpweave.kernels.reference import compute_dtype
+from warpweave.kernels.runtime.dispatch import (
+    choose,
+    no_graph,
+    once_differentiable,
+    refuse_tangents,
+    tl,
+    triton,
+    wants_gradient,
+)
+from warpweave.kernels.runtime.numeric import to_dtype, upcast
 
 RECOMPUTE = ("nothing", "activation", "up")
 

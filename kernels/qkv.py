@@ -26,16 +26,8 @@ from collections.abc import Sequence
 
 import torch
 
-from warpweave.kernels.dispatch import (
-    choose,
-    no_graph,
-    once_differentiable,
-    refuse_tangents,
-    tl,
-    triton,
-)
-from warpweave.kernels.gemm import check_operands, find_precision, gemm
-from warpweave.kernels.linear import (
+from warpweave.kernels.gemm.fused import check_operands, find_precision, gemm
+from warpweave.kernels.gemm.gradients import (
     Settled,
     bias_gradient,
     leaf_of,
@@ -44,10 +36,18 @@ from warpweave.kernels.linear import (
     settled_dtype,
     weight_gradient,
 )
-from warpweave.kernels.numeric import to_dtype, upcast
-from warpweave.kernels.product import find_tile, grid, halves, launch_options, product, tile_at
+from warpweave.kernels.gemm.product import find_tile, grid, halves, launch_options, product, tile_at
 from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.rope import apply_rope, check_table, rope_fwd
+from warpweave.kernels.runtime.dispatch import (
+    choose,
+    no_graph,
+    once_differentiable,
+    refuse_tangents,
+    tl,
+    triton,
+)
+from warpweave.kernels.runtime.numeric import to_dtype, upcast
 
 QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

@@ -29,7 +29,8 @@ from dataclasses import dataclass
 
 import torch
 
-from warpweave.kernels.dispatch import (
+from warpweave.kernels.reference import compute_dtype
+from warpweave.kernels.runtime.dispatch import (
     check_written,
     choose,
     no_graph,
@@ -38,8 +39,7 @@ from warpweave.kernels.dispatch import (
     triton,
     wants_gradient,
 )
-from warpweave.kernels.numeric import to_dtype, upcast
-from warpweave.kernels.reference import compute_dtype
+from warpweave.kernels.runtime.numeric import to_dtype, upcast
 
 # ---------------------------------------------------------------- tables
 

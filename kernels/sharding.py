@@ -24,10 +24,10 @@ from torch.distributed.tensor.experimental import register_sharding
 
 # Importing a kernel defines its operators.
 import warpweave.kernels.activation
-import warpweave.kernels.attention
-import warpweave.kernels.cross_entropy_halves
+import warpweave.kernels.attention.function
+import warpweave.kernels.cross_entropy.halves
 import warpweave.kernels.dropout
-import warpweave.kernels.norm
+import warpweave.kernels.norm.function
 import warpweave.kernels.rope  # noqa: F401
 
 _WHOLE = Replicate()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from warpweave.kernels.dispatch import check_impl
 from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.rope import apply_rope, rope_table
+from warpweave.kernels.runtime.dispatch import check_impl
 from warpweave.layers.context import TokenContext
 from warpweave.layers.fusable import fusable
 from warpweave.layers.linear import ColumnParallelLinear, RowParallelLinear

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from warpweave.kernels.dispatch import check_impl
+from warpweave.kernels.runtime.dispatch import check_impl
 from warpweave.parallel.collectives import Pending
 from warpweave.parallel.mesh import ConnectedMesh, connected
 from warpweave.parallel.tensor import vocab_parallel_cross_entropy

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from warpweave.kernels.activation import activate, find_activation
-from warpweave.kernels.dispatch import check_impl
 from warpweave.kernels.dropout import Drop
 from warpweave.kernels.mlp import RECOMPUTE
+from warpweave.kernels.runtime.dispatch import check_impl
 from warpweave.layers.fusable import fusable
 from warpweave.layers.linear import ColumnParallelLinear, RowParallelLinear
 from warpweave.parallel.mesh import ConnectedMesh, connected

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from warpweave.kernels.dispatch import check_impl
 from warpweave.kernels.dropout import Drop
 from warpweave.kernels.norm import layer_norm, rms_norm
+from warpweave.kernels.runtime.dispatch import check_impl
 from warpweave.parallel.mesh import ConnectedMesh, connected
 from warpweave.parallel.shard import ParamRecord
 

@@ -38,7 +38,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from warpweave.kernels.dispatch import once_differentiable
+from warpweave.kernels.runtime.dispatch import once_differentiable
 
 # torch 2.13 renamed both; the old names are the only ones before it and warn after it.
 all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

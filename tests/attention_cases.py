@@ -6,8 +6,10 @@ import torch
 from close import assert_close_f64
 from torch import Tensor
 
-from warpweave.kernels import attention_tiles, reference, tiles
+from warpweave.kernels import reference
 from warpweave.kernels.attention import attention
+from warpweave.kernels.attention import tiles as attention_tiles
+from warpweave.kernels.runtime import tiles
 
 F64 = torch.float64
 ZIGZAG = ((10, 20), (70, 17))  # 37 rows

@@ -39,7 +39,7 @@ import torch
 
 from warpweave.aot import PARTS, Compiled, compiling
 from warpweave.kernels.cost import Cost
-from warpweave.kernels.dispatch import tl, triton
+from warpweave.kernels.runtime.dispatch import tl, triton
 
 TARGETS = ("sm_80", "sm_90", "sm_100")
 SHARED_LIMIT = {target: part.block_shared for target, part in PARTS.items()}
@@ -90,16 +90,10 @@ def m(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 def cases() -> list[Case]:
     """Every case; called in the subprocess only."""
-    from warpweave.kernels import (
-        activation,
-        adamw,
-        attention,
-        cost,
-        cross_entropy_halves,
-        dropout,
-        norm,
-        rope,
-    )
+    from warpweave.kernels import activation, adamw, cost, dropout, rope
+    from warpweave.kernels.attention import function as attention
+    from warpweave.kernels.cross_entropy import halves as cross_entropy_halves
+    from warpweave.kernels.norm import function as norm
 
     T, fp32 = 8192, torch.float32
     f, b, f2, h = m(1, dtype=fp32), m(1), m(128, 64, dtype=fp32), m(T, 4096)
@@ -412,7 +406,8 @@ def _adamw_cases(adamw) -> list[Case]:
 
 def _linear_cases() -> list[Case]:
     """Products with every epilogue, in the shapes of an 8B Llama; odd ones; wide element types."""
-    from warpweave.kernels import cost, dropout, gemm, mlp, qkv
+    from warpweave.kernels import cost, dropout, mlp, qkv
+    from warpweave.kernels.gemm import fused as gemm
     from warpweave.kernels.gemm import gemm_into
 
     T, E, F, fp32, fp64 = 8192, 4096, 14336, torch.float32, torch.float64
@@ -515,8 +510,8 @@ def _planted_order() -> None:
     """A tile at which ptxas lets each wgmma wait for the one before; that of CUDA 13.4, which
     Triton 3.9 takes, no longer does."""
     from warpweave.kernels import mlp
-    from warpweave.kernels.tile_table import GemmTile
-    from warpweave.kernels.tiles import pinned
+    from warpweave.kernels.runtime.tile_table import GemmTile
+    from warpweave.kernels.runtime.tiles import pinned
 
     x, w, z = m(8192, 4096), m(4096, 14336), m(8192, 2 * 14336)
     with pinned({("gemm", 2, "large"): GemmTile(128, 128, 64, 8, 1, 8, 4)}):
@@ -532,8 +527,9 @@ def tile_cases() -> list[Case]:
 
 
 def _attention_tiles() -> list[Case]:
-    from warpweave.kernels import attention, cost
-    from warpweave.kernels.tiles import shipped_table
+    from warpweave.kernels import cost
+    from warpweave.kernels.attention import function as attention
+    from warpweave.kernels.runtime.tiles import shipped_table
 
     found = []
     B, S, H, kv = 2, 4096, 16, 4
@@ -571,8 +567,8 @@ def _attention_tiles() -> list[Case]:
 
 def _attention_variants() -> list[Case]:
     """What keeps more in registers than plain attention does. Each has spilled at a tile that was
-    clean without, or is the next of kin of one that has; `attention_tiles` has the rules."""
-    from warpweave.kernels import attention
+    clean without, or is the next of kin of one that has; `attention.tiles` has the rules."""
+    from warpweave.kernels.attention import function as attention
 
     drop = {"dropout": 0.1, "dropout_seed": 7}
     variants: dict[str, dict] = {
@@ -600,7 +596,8 @@ def _attention_variants() -> list[Case]:
 
 def _product_tiles() -> list[Case]:
     """Every kind of product; "small" is what a product of few tiles takes, whatever its kind."""
-    from warpweave.kernels import cost, gemm, mlp
+    from warpweave.kernels import cost, mlp
+    from warpweave.kernels.gemm import fused as gemm
 
     found, N, K = [], 4096, 4096
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
@@ -630,7 +627,9 @@ def _product_tiles() -> list[Case]:
 
 def _row_tiles() -> list[Case]:
     """Norms of every padded width, losses of every padded vocabulary up to the block's limit."""
-    from warpweave.kernels import cost, cross_entropy_halves, norm
+    from warpweave.kernels import cost
+    from warpweave.kernels.cross_entropy import halves as cross_entropy_halves
+    from warpweave.kernels.norm import function as norm
 
     found, T = [], 8192
     for power in range(4, 17):

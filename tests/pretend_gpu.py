@@ -28,7 +28,7 @@ from triton.runtime.jit import JITFunction
 
 from warpweave.engine import Engine
 from warpweave.gpt import GPTConfig
-from warpweave.kernels import dispatch
+from warpweave.kernels.runtime import dispatch
 from warpweave.parallel.mesh import Mesh
 from warpweave.parallel.pipeline import transport
 

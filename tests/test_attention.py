@@ -24,16 +24,14 @@ from close import assert_close_f64, relative_error
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from warpweave.kernels import attention as kernel
-from warpweave.kernels import attention_args, attention_cpu, attention_tiles, reference
-from warpweave.kernels.attention import (
-    attention,
-    attention_bwd,
-    attention_delta,
-    attention_fwd,
-)
+from warpweave.kernels import reference
+from warpweave.kernels.attention import attention, attention_bwd, attention_delta, attention_fwd
+from warpweave.kernels.attention import function as kernel
+from warpweave.kernels.attention import options as attention_args
+from warpweave.kernels.attention import tiles as attention_tiles
+from warpweave.kernels.attention import torch_path as attention_cpu
 from warpweave.kernels.merge import merge_
-from warpweave.kernels.tiles import shipped_table
+from warpweave.kernels.runtime.tiles import shipped_table
 
 PLAIN = (None, None, True, None, None, None, 0.0, 0, [0, 0])  # the operator's options
 

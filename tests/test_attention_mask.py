@@ -19,15 +19,10 @@ from close import assert_close_f64, relative_error
 from torch import Tensor
 
 from warpweave.kernels import reference
-from warpweave.kernels.attention import (
-    attention,
-    attention_bwd,
-    attention_delta,
-    attention_fwd,
-)
-from warpweave.kernels.attention_args import check_mask
-from warpweave.kernels.attention_mask import document_table, rows_before
-from warpweave.kernels.dispatch import tl, triton
+from warpweave.kernels.attention import attention, attention_bwd, attention_delta, attention_fwd
+from warpweave.kernels.attention.options import check_mask
+from warpweave.kernels.attention.visible import document_table, rows_before
+from warpweave.kernels.runtime.dispatch import tl, triton
 from warpweave.parallel.context import context_attention
 from warpweave.parallel.layout import SequenceLayout
 

@@ -17,7 +17,7 @@ from attention_cases import (
 )
 from close import assert_close_f64, relative_error
 
-from warpweave.kernels import attention_tiles, reference
+from warpweave.kernels import reference
 from warpweave.kernels.attention import (
     attention,
     attention_bwd,
@@ -25,9 +25,10 @@ from warpweave.kernels.attention import (
     attention_dsinks,
     attention_fwd,
 )
-from warpweave.kernels.attention_tiles import Kept, dkdv_tile, dq_tile, forward_tile
+from warpweave.kernels.attention import tiles as attention_tiles
+from warpweave.kernels.attention.tiles import Kept, dkdv_tile, dq_tile, forward_tile
 from warpweave.kernels.merge import merge
-from warpweave.kernels.tile_table import AttentionTile
+from warpweave.kernels.runtime.tile_table import AttentionTile
 
 IMPLS = pytest.mark.parametrize("impl", ["torch", "triton"])
 DROP = {"dropout": 0.3, "dropout_seed": 2**40 + 7, "dropout_origin": (2**31 + 5, 3)}

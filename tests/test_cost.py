@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from warpweave.kernels import cost, mlp, norm, reference
+from warpweave.kernels import cost, mlp, reference
 from warpweave.kernels.cost import Cost
+from warpweave.kernels.norm import function as norm
 
 
 def _bytes(*tensors: torch.Tensor) -> int:

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from warpweave import kernels
-from warpweave.kernels import dispatch
-from warpweave.kernels.dispatch import choose, once_differentiable, refuse_tangents
 from warpweave.kernels.norm import norm_fwd
+from warpweave.kernels.runtime import dispatch
+from warpweave.kernels.runtime.dispatch import choose, once_differentiable, refuse_tangents
 
 
 class _On:

@@ -9,14 +9,15 @@ from close import assert_close_f64, assert_error_budget, relative_error
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from warpweave.kernels import gemm as kernel
-from warpweave.kernels import gemm_cpu as module
-from warpweave.kernels import product, reference, tiles
+from warpweave.kernels import reference
 from warpweave.kernels.activation import activation_fwd
 from warpweave.kernels.dropout import Drop
-from warpweave.kernels.gemm import fused_gemm, gemm, gemm_into
-from warpweave.kernels.tile_table import KINDS, GemmTile
-from warpweave.kernels.tiles import pinned
+from warpweave.kernels.gemm import cpu as module
+from warpweave.kernels.gemm import fused as kernel
+from warpweave.kernels.gemm import fused_gemm, gemm, gemm_into, product
+from warpweave.kernels.runtime import tiles
+from warpweave.kernels.runtime.tile_table import KINDS, GemmTile
+from warpweave.kernels.runtime.tiles import pinned
 
 LAYOUTS = {
     "rows": lambda x: x.contiguous(),

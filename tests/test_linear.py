@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from warpweave.kernels.wgrad import WeightGradients, collect
+from warpweave.kernels.runtime.wgrad import WeightGradients, collect
 from warpweave.layers.linear import ColumnParallelLinear, RowParallelLinear
 from warpweave.parallel.mesh import ConnectedMesh, Mesh
 

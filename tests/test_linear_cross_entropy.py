@@ -14,15 +14,16 @@ from close import assert_close_f64, assert_error_budget, relative_error
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from warpweave.kernels import linear_cross_entropy as module
 from warpweave.kernels import reference
-from warpweave.kernels.cross_entropy import cross_entropy_fwd, linear_cross_entropy
-from warpweave.kernels.linear_cross_entropy import (
-    Vocabulary,
+from warpweave.kernels.cross_entropy import (
+    cross_entropy_fwd,
+    linear_cross_entropy,
     linear_cross_entropy_bwd,
     linear_cross_entropy_fwd,
 )
-from warpweave.kernels.wgrad import WeightGradients, accumulate, collect
+from warpweave.kernels.cross_entropy import linear as module
+from warpweave.kernels.cross_entropy.linear import Vocabulary
+from warpweave.kernels.runtime.wgrad import WeightGradients, accumulate, collect
 
 IMPLS = pytest.mark.parametrize("impl", ["triton", "torch"])
 # (recompute, reduction): without recomputing, every token has the same gradient

@@ -20,8 +20,8 @@ from sharded import draw, noticed, world
 from spmd_types import I, R, S
 from spmd_types.rulecheck import RuleCheckError
 
-from warpweave.kernels import linear_cross_entropy as kernel
-from warpweave.kernels.wgrad import WeightGradients, accumulate, collect
+from warpweave.kernels.cross_entropy import linear as kernel
+from warpweave.kernels.runtime.wgrad import WeightGradients, accumulate, collect
 from warpweave.parallel import collectives, tensor
 from warpweave.parallel.tensor import linear_loss
 from warpweave.parallel.tensor.linear_loss import vocab_parallel_linear_cross_entropy

@@ -15,7 +15,7 @@ from warpweave.kernels import reference
 from warpweave.kernels.activation import ACTIVATIONS
 from warpweave.kernels.dropout import Drop
 from warpweave.kernels.mlp import gelu_mlp, hidden_bwd, hidden_fwd, mlp, swiglu_mlp
-from warpweave.kernels.wgrad import WeightGradients, accumulate, collect
+from warpweave.kernels.runtime.wgrad import WeightGradients, accumulate, collect
 
 impls = pytest.mark.parametrize("impl", ["torch", "triton"])
 NAMES = ("x", "up_weight", "down_weight", "up_bias", "down_bias")

@@ -4,8 +4,8 @@ import pytest
 import torch
 from close import assert_close_f64, relative_error
 
-from warpweave.kernels.dispatch import tl, triton
-from warpweave.kernels.numeric import dot, to_dtype, upcast
+from warpweave.kernels.runtime.dispatch import tl, triton
+from warpweave.kernels.runtime.numeric import dot, to_dtype, upcast
 
 
 @triton.jit

@@ -19,7 +19,7 @@ from warpweave.kernels import reference
 from warpweave.kernels.activation import ACTIVATIONS
 from warpweave.kernels.dropout import Drop
 from warpweave.kernels.mlp import RECOMPUTE, How
-from warpweave.kernels.wgrad import WeightGradients, collect
+from warpweave.kernels.runtime.wgrad import WeightGradients, collect
 from warpweave.parallel import collectives
 from warpweave.parallel.tensor import mlp
 from warpweave.parallel.tensor.mlp import parallel_mlp

@@ -15,7 +15,7 @@ from spmd_types import I, R, S
 
 from warpweave.kernels import reference
 from warpweave.kernels.rope import rope_table
-from warpweave.kernels.wgrad import WeightGradients, collect
+from warpweave.kernels.runtime.wgrad import WeightGradients, collect
 from warpweave.parallel.tensor import qkv
 from warpweave.parallel.tensor.qkv import parallel_qkv_rope
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor, nn
 
-from warpweave.kernels.wgrad import wgrad
+from warpweave.kernels.runtime.wgrad import wgrad
 from warpweave.parallel.pipeline import Distributed, InProcess, ModuleStage, execute
 from warpweave.parallel.schedule import (
     Action,

@@ -13,7 +13,7 @@ from warpweave.kernels import qkv as module
 from warpweave.kernels import reference
 from warpweave.kernels.qkv import qkv_bwd, qkv_fwd, qkv_rope
 from warpweave.kernels.rope import rope_table
-from warpweave.kernels.wgrad import WeightGradients, accumulate, collect
+from warpweave.kernels.runtime.wgrad import WeightGradients, accumulate, collect
 
 impls = pytest.mark.parametrize("impl", ["torch", "triton"])
 

@@ -11,7 +11,7 @@ from ranks import run_ranks
 from torch import nn
 
 from warpweave.gpt import GPT, GPTConfig
-from warpweave.kernels.wgrad import wgrad
+from warpweave.kernels.runtime.wgrad import wgrad
 from warpweave.layers.records import collect_records
 from warpweave.parallel.data.zero import Unit
 from warpweave.parallel.mesh import Mesh, single

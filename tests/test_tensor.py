@@ -21,7 +21,7 @@ from sharded import beside_replicas, draw, noticed, world
 from spmd_types import I, R, S
 from spmd_types.rulecheck import RuleCheckError
 
-from warpweave.kernels.wgrad import WeightGradients, accumulate, collect
+from warpweave.kernels.runtime.wgrad import WeightGradients, accumulate, collect
 from warpweave.parallel import collectives, tensor
 
 T, WIDE, NARROW = 12, 24, 7  # T and WIDE divide by 1, 2, 3 and 4

@@ -11,10 +11,10 @@ import triton
 from attention_cases import check
 from close import assert_close_f64
 
-from warpweave.kernels import tiles
 from warpweave.kernels.attention import attention
 from warpweave.kernels.gemm import fused_gemm, gemm, gemm_into
-from warpweave.kernels.tile_table import (
+from warpweave.kernels.runtime import tiles
+from warpweave.kernels.runtime.tile_table import (
     KERNELS,
     KINDS,
     MAX_HEAD_DIM,

@@ -7,8 +7,9 @@ import torch
 import traffic as meter
 from traffic import Measure, measure, traffic
 
-from warpweave.kernels import attention, norm
-from warpweave.kernels.dispatch import tl, triton
+from warpweave.kernels.attention import function as attention
+from warpweave.kernels.norm import function as norm
+from warpweave.kernels.runtime.dispatch import tl, triton
 
 
 @triton.jit

@@ -15,8 +15,15 @@ import triton
 
 from warpweave import tune as module
 from warpweave.aot import PARTS, Compiled
-from warpweave.kernels import tiles
-from warpweave.kernels.tile_table import KERNELS, KINDS, SIZES, AttentionTile, Row, write_table
+from warpweave.kernels.runtime import tiles
+from warpweave.kernels.runtime.tile_table import (
+    KERNELS,
+    KINDS,
+    SIZES,
+    AttentionTile,
+    Row,
+    write_table,
+)
 from warpweave.tile_calls import Problem, other_calls, problems, timed_call
 from warpweave.tile_candidates import around, candidates, could_fit, fault, resident, target_of
 from warpweave.timing import interleave

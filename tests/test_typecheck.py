@@ -31,19 +31,14 @@ import warpweave.layers.loss
 import warpweave.layers.mlp
 from warpweave import prove
 from warpweave.gpt import GPT, PRESETS, GPTConfig
-from warpweave.kernels import (
-    activation,
-    cross_entropy,
-    dispatch,
-    linear_cross_entropy,
-    mlp,
-    norm,
-    norm_cpu,
-    qkv,
-    rope,
-)
+from warpweave.kernels import activation, mlp, qkv, rope
 from warpweave.kernels.attention import attention
+from warpweave.kernels.cross_entropy import function as cross_entropy
+from warpweave.kernels.cross_entropy import linear as linear_cross_entropy
 from warpweave.kernels.dropout import Drop
+from warpweave.kernels.norm import function as norm
+from warpweave.kernels.norm import torch_path as norm_cpu
+from warpweave.kernels.runtime import dispatch
 from warpweave.layers.attention import Attention
 from warpweave.layers.block import TransformerBlock
 from warpweave.layers.embedding import PositionEmbedding, VocabParallelEmbedding

@@ -384,7 +384,8 @@ _SCALAR = "one number"
 
 
 def _norms() -> list[Measure]:
-    from warpweave.kernels import cost, norm
+    from warpweave.kernels import cost
+    from warpweave.kernels.norm import function as norm
 
     half, triton = torch.bfloat16, {"impl": "triton"}
     T, E = 1024, 128
@@ -499,7 +500,8 @@ def _elementwise() -> list[Measure]:
 
 
 def _losses() -> list[Measure]:
-    from warpweave.kernels import cost, cross_entropy_halves
+    from warpweave.kernels import cost
+    from warpweave.kernels.cross_entropy import halves as cross_entropy_halves
 
     N, V = 6, 5003
     z, labels = torch.randn(N, V).bfloat16(), torch.arange(N)
@@ -521,7 +523,8 @@ def _losses() -> list[Measure]:
 def _mlp() -> list[Measure]:
     """The fused MLP: of its intermediates, z is written once and read once, h written once, and
     the gradient of h never leaves the registers. One more trip of any would be 14 % or more."""
-    from warpweave.kernels import dropout, gemm, mlp
+    from warpweave.kernels import dropout, mlp
+    from warpweave.kernels.gemm import fused as gemm
 
     T, E, F = 128, 64, 128
     half = torch.bfloat16
@@ -576,7 +579,7 @@ def _mlp() -> list[Measure]:
 
 
 def _attention() -> list[Measure]:
-    from warpweave.kernels import attention
+    from warpweave.kernels.attention import function as attention
 
     found = []
     for causal, S, H, kv in ((True, 256, 2, 1), (True, 227, 1, 1), (False, 131, 2, 2)):

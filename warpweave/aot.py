@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from warpweave.kernels import dispatch
+from warpweave.kernels.runtime import dispatch
 
 KB = 1024
 

@@ -42,7 +42,7 @@ from torch import Tensor
 
 from warpweave.engine import Engine
 from warpweave.gpt import PRESETS, GPTConfig
-from warpweave.kernels.dispatch import choose
+from warpweave.kernels.runtime.dispatch import choose
 from warpweave.launch import join, launch, reported, under_torchrun
 from warpweave.layouts import Layout, Recompute, Schedule, Sizes, Style, draw, table
 from warpweave.parallel.context import Strategy

@@ -13,11 +13,13 @@ from functools import partial
 
 import torch
 
-from warpweave.kernels import attention, gemm, mlp, qkv
+from warpweave.kernels import mlp, qkv
+from warpweave.kernels.attention import function as attention
 from warpweave.kernels.dropout import Drop
+from warpweave.kernels.gemm import fused as gemm
 from warpweave.kernels.reference import compute_dtype
-from warpweave.kernels.tile_table import KINDS, Kind, Tile
-from warpweave.kernels.tiles import Key, find_on
+from warpweave.kernels.runtime.tile_table import KINDS, Kind, Tile
+from warpweave.kernels.runtime.tiles import Key, find_on
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 TOKENS, WIDTH = 8192, 4096

@@ -12,8 +12,8 @@ from collections.abc import Callable
 import torch
 
 from warpweave.aot import PARTS, Compiled, Part, compiling
-from warpweave.kernels.tile_table import SIZES, GemmTile, Tile
-from warpweave.kernels.tiles import pinned
+from warpweave.kernels.runtime.tile_table import SIZES, GemmTile, Tile
+from warpweave.kernels.runtime.tiles import pinned
 from warpweave.tile_calls import Problem, other_calls, timed_call
 
 # ---------------------------------------------------------------- which

@@ -3,7 +3,7 @@
 ``warpweave tune`` takes the shipped tile of each kernel, dtype and head dim (or kind of product)
 and those around it, leaves out what spills or does not fit once compiled, checks that the others
 compute what the shipped tile does, times them, and writes the table that this GPU's launches read
-from then on (`kernels/tiles.py`). A tile replaces the shipped one only if it is at least 1 % faster
+from then on (`kernels/runtime/tiles.py`). A tile replaces the shipped one only if it is at least 1 % faster
 in a second, longer measurement, and compiles cleanly in every other call that takes it. Training
 never tunes: without the table, the shipped tiles are used.
 
@@ -28,9 +28,9 @@ import tyro
 from torch import Tensor
 
 from warpweave.aot import PARTS, Compiled, Part
-from warpweave.kernels import tiles
-from warpweave.kernels.dispatch import capability, triton
-from warpweave.kernels.tile_table import MAX_HEAD_DIM, Row, Tile, read_table, write_table
+from warpweave.kernels.runtime import tiles
+from warpweave.kernels.runtime.dispatch import capability, triton
+from warpweave.kernels.runtime.tile_table import MAX_HEAD_DIM, Row, Tile, read_table, write_table
 from warpweave.tile_calls import Call, Problem, problems, timed_call
 from warpweave.tile_candidates import (
     candidates,

@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 
 from warpweave.kernels.attention import attention, attention_delta, attention_dsinks
-from warpweave.kernels.attention_args import not_boundaries
-from warpweave.kernels.dispatch import once_differentiable
-from warpweave.kernels.linear import grad_dtype
+from warpweave.kernels.attention.options import not_boundaries
+from warpweave.kernels.gemm.gradients import grad_dtype
+from warpweave.kernels.runtime.dispatch import once_differentiable
 from warpweave.parallel.context.gather import GATHER
 from warpweave.parallel.context.ring import RING
 from warpweave.parallel.context.strategy import Attend, Passes, Shards

@@ -83,7 +83,7 @@ class FlatGradients:
         """Make ready for a backward pass, which `after_backward` will follow.
 
         The first gradients of a step need no zeros to be added to: ``.grad`` is None. What
-        `kernels.wgrad` writes goes to its place in `views` at once; autograd puts what it has made
+        `runtime.wgrad` writes goes to its place in `views` at once; autograd puts what it has made
         into ``.grad``, and `after_backward` copies it.
         """
         if self.sharded_accumulation:

@@ -33,7 +33,7 @@ class Stage(Protocol):
         """All gradients of `mb`, added to the parameters'; returns dx (stage 0: None)."""
 
     def backward_input(self, mb: int, dy: Tensor | None) -> Tensor | None:
-        """As `backward`, with weight gradients left for `backward_weight` (`kernels.wgrad`)."""
+        """As `backward`, with weight gradients left for `backward_weight` (`runtime.wgrad`)."""
 
     def backward_weight(self, mb: int) -> None:
         """The weight gradients that `backward_input` left, added to the parameters'."""

@@ -11,7 +11,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed import ProcessGroup
 from torch.func import functional_call
 
-from warpweave.kernels.wgrad import WeightGradients, collect
+from warpweave.kernels.runtime.wgrad import WeightGradients, collect
 from warpweave.parallel.pipeline.interface import Like
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from warpweave.kernels.wgrad import WeightGradients, accumulate, collect
+from warpweave.kernels.runtime.wgrad import WeightGradients, accumulate, collect
 from warpweave.parallel.data.reduce import join
 from warpweave.parallel.data.zero import Unit
 

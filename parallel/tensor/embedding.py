@@ -6,12 +6,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from warpweave.kernels.dispatch import once_differentiable
-from warpweave.kernels.linear import (
-    grad_dtype,
-    rows,
-)
-from warpweave.kernels.wgrad import wgrad
+from warpweave.kernels.gemm.gradients import grad_dtype, rows
+from warpweave.kernels.runtime.dispatch import once_differentiable
+from warpweave.kernels.runtime.wgrad import wgrad
 from warpweave.parallel.collectives import (
     group_rank,
     group_size,

@@ -8,15 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from warpweave.kernels.dispatch import once_differentiable
 from warpweave.kernels.gemm import gemm
-from warpweave.kernels.linear import (
-    Settled,
-    bias_gradient,
-    linear,
-    rows,
-    weight_gradient,
-)
+from warpweave.kernels.gemm.gradients import Settled, bias_gradient, linear, rows, weight_gradient
+from warpweave.kernels.runtime.dispatch import once_differentiable
 from warpweave.parallel.collectives import (
     Pending,
     group_rank,

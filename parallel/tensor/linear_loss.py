@@ -13,21 +13,23 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from warpweave.kernels.cross_entropy_halves import check_options
-from warpweave.kernels.dispatch import choose, once_differentiable
-from warpweave.kernels.linear import Settled, grad_dtype
-from warpweave.kernels.linear_cross_entropy import (
-    Merge,
-    Vocabulary,
-    check_linear_cross_entropy,
-    in_forward,
+from warpweave.kernels.cross_entropy import (
     linear_cross_entropy,
     linear_cross_entropy_bwd,
     linear_cross_entropy_fwd,
     linear_cross_entropy_fwd_bwd,
+)
+from warpweave.kernels.cross_entropy.halves import check_options
+from warpweave.kernels.cross_entropy.linear import (
+    Merge,
+    Vocabulary,
+    check_linear_cross_entropy,
+    in_forward,
     recomputed_wgrad,
     scaled_wgrad,
 )
+from warpweave.kernels.gemm.gradients import Settled, grad_dtype
+from warpweave.kernels.runtime.dispatch import choose, once_differentiable
 from warpweave.parallel.collectives import (
     Pending,
     group_rank,

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from warpweave.kernels.cross_entropy import cross_entropy_bwd, cross_entropy_fwd, token_losses
-from warpweave.kernels.dispatch import once_differentiable
+from warpweave.kernels.runtime.dispatch import once_differentiable
 from warpweave.parallel.collectives import (
     group_rank,
     start_all_gather,

@@ -11,9 +11,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from warpweave.kernels.dispatch import choose, once_differentiable, wants_gradient
 from warpweave.kernels.dropout import Drop
-from warpweave.kernels.linear import (
+from warpweave.kernels.gemm.gradients import (
     Settled,
     bias_gradient,
     leaf_of,
@@ -22,6 +21,7 @@ from warpweave.kernels.linear import (
     weight_gradient,
 )
 from warpweave.kernels.mlp import How, check_mlp, choose_recompute, hidden_fwd, mlp, mlp_bwd
+from warpweave.kernels.runtime.dispatch import choose, once_differentiable, wants_gradient
 from warpweave.parallel.collectives import group_rank, start_all_gather
 from warpweave.parallel.tensor.linear import (
     column_gradients,

@@ -11,9 +11,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from warpweave.kernels.dispatch import choose, once_differentiable
-from warpweave.kernels.linear import Settled, leaf_of, rows, settled_dtype
+from warpweave.kernels.gemm.gradients import Settled, leaf_of, rows, settled_dtype
 from warpweave.kernels.qkv import QKV, by_head, check_qkv, qkv_bwd, qkv_fwd, qkv_rope
+from warpweave.kernels.runtime.dispatch import choose, once_differentiable
 from warpweave.parallel.collectives import group_rank, group_size
 from warpweave.parallel.tensor.linear import column_gradients, column_input_type, whole_tokens
 

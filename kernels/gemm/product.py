@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import torch
 
-from warpweave.kernels.dispatch import all_registers, capability, processors, tl, triton
-from warpweave.kernels.numeric import dot
-from warpweave.kernels.tile_table import GemmTile
-from warpweave.kernels.tiles import find
+from warpweave.kernels.runtime.dispatch import all_registers, capability, processors, tl, triton
+from warpweave.kernels.runtime.numeric import dot
+from warpweave.kernels.runtime.tile_table import GemmTile
+from warpweave.kernels.runtime.tiles import find
 
 
 def find_tile(a: torch.Tensor, b: torch.Tensor, kind: str) -> GemmTile:

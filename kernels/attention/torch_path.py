@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from warpweave.kernels.attention_args import Mask, Scores
+from warpweave.kernels.attention.options import Mask, Scores
 from warpweave.kernels.merge import merge_
 from warpweave.kernels.reference import compute_dtype, philox
 

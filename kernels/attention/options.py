@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from warpweave.kernels.dispatch import check_written
 from warpweave.kernels.reference import Run, compute_dtype
-from warpweave.kernels.tile_table import MAX_HEAD_DIM
+from warpweave.kernels.runtime.dispatch import check_written
+from warpweave.kernels.runtime.tile_table import MAX_HEAD_DIM
 
 Runs = Sequence[tuple[int, ...]]  # each a `Run`, or what one is made from
 
@@ -28,7 +28,7 @@ _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 class Mask(NamedTuple):
     """window 0 is none; documents [1 or B, n + 1] or None; runs are (start, length) twice, then the
-    stripes of both: see `attention_mask`."""
+    stripes of both: see `visible`."""
 
     causal: bool
     window: int

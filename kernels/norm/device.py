@@ -12,8 +12,8 @@ Source of the running statistics of the wide forward: Chan, Golub and LeVeque 19
 from __future__ import annotations
 
 from warpweave.kernels import dropout as keyed
-from warpweave.kernels.dispatch import tl, triton
-from warpweave.kernels.numeric import to_dtype, upcast
+from warpweave.kernels.runtime.dispatch import tl, triton
+from warpweave.kernels.runtime.numeric import to_dtype, upcast
 
 # They change from one site of the network or step to the next and compile no kernel of their own.
 _RUNTIME = ("seed", "site")

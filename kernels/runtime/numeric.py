@@ -11,8 +11,8 @@ On a GPU `dot` is `tl.dot` and `to_dtype` is `.to`: the branches below are decid
 
 from __future__ import annotations
 
-from warpweave.kernels import dispatch
-from warpweave.kernels.dispatch import tl, triton
+from warpweave.kernels.runtime import dispatch
+from warpweave.kernels.runtime.dispatch import tl, triton
 
 _INTERPRET = tl.constexpr(dispatch.INTERPRET)
 _IEEE = tl.constexpr("ieee")  # Triton 3.6 takes no bare string as a default

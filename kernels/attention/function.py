@@ -9,8 +9,8 @@
 
 q, o: [B, Sq, Hq, D]; k, v: [B, Sk, Hkv, D], Hkv dividing Hq; lse, delta: [B, Hq, Sq], float32
 (float64 for float64), natural logarithm. What is visible (causal, window, documents) is an interval
-of positions per row, see `attention_mask`: wholly masked tiles are skipped, wholly visible ones pay
-for no mask. keep is 0 or 1 / (1 - dropout), drawn from global indices, see `attention_kernels`.
+of positions per row, see `visible`: wholly masked tiles are skipped, wholly visible ones pay
+for no mask. keep is 0 or 1 / (1 - dropout), drawn from global indices, see `device`.
 
 Saved for backward: q, k, v, o and lse; p is recomputed. With the lse and delta of the whole row,
 `p` of any block of keys is its share of the whole, so `attention_bwd` over blocks, summed, is
@@ -25,7 +25,7 @@ backward needs no sinks but for their own gradient, which lse and delta give (`a
 
 Rows that see neither key nor sink have o = 0, lse = -inf and zero gradients. Matrix products
 accumulate in float32, half-precision p and ds are rounded before they are multiplied. The kernels
-are in `attention_kernels`, the torch path of the CPU in `attention_cpu`.
+are in `device`, the torch path of the CPU in `torch_path`.
 
 Sources: Dao 2023 (arXiv:2307.08691); Milakov and Gimelshein 2018 (arXiv:1805.02867) for the online
 normaliser; Gemma 2 (arXiv:2408.00118) for the softcap; Xiao et al. 2023 (arXiv:2309.17453) and
@@ -42,7 +42,13 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from warpweave.kernels.attention_args import (
+from warpweave.kernels.attention.device import (
+    attention_delta_kernel,
+    attention_dkdv_kernel,
+    attention_dq_kernel,
+    attention_fwd_kernel,
+)
+from warpweave.kernels.attention.options import (
     FARTHEST,
     Mask,
     Runs,
@@ -57,15 +63,7 @@ from warpweave.kernels.attention_args import (
     check_sinks,
     check_tensors,
 )
-from warpweave.kernels.attention_cpu import attention_bwd_cpu, attention_fwd_cpu
-from warpweave.kernels.attention_kernels import (
-    attention_delta_kernel,
-    attention_dkdv_kernel,
-    attention_dq_kernel,
-    attention_fwd_kernel,
-)
-from warpweave.kernels.attention_mask import document_table
-from warpweave.kernels.attention_tiles import (
+from warpweave.kernels.attention.tiles import (
     dkdv_tile,
     dq_tile,
     forward_tile,
@@ -73,9 +71,11 @@ from warpweave.kernels.attention_tiles import (
     launch_options,
     padded,
 )
-from warpweave.kernels.dispatch import choose, no_graph, refuse_tangents, triton
-from warpweave.kernels.linear import grad_dtype
+from warpweave.kernels.attention.torch_path import attention_bwd_cpu, attention_fwd_cpu
+from warpweave.kernels.attention.visible import document_table
+from warpweave.kernels.gemm.gradients import grad_dtype
 from warpweave.kernels.reference import compute_dtype
+from warpweave.kernels.runtime.dispatch import choose, no_graph, refuse_tangents, triton
 
 # ---------------------------------------------------------------- launches
 

@@ -8,7 +8,7 @@ A launch takes, of its kernel and element size,
      the device's, or that of capability 0: for the interpreter and every device below them.
 For a head dim the row of the smallest one that fits is taken, of 2 and 3 together; of one head dim
 the user's. In half and single precision no tile shipped for A100, H100 and B200 spills registers,
-nor does what `attention_tiles` makes of it in the calls with options that benchmarks/compiled.py
+nor does what `attention.tiles` makes of it in the calls with options that benchmarks/compiled.py
 compiles. float64 may.
 
 Nothing is read at import, and a user's table not before the first launch on a CUDA device; it is
@@ -30,8 +30,8 @@ from typing import Any
 
 import torch
 
-from warpweave.kernels.dispatch import INTERPRET, capability, triton
-from warpweave.kernels.tile_table import Kind, Row, Tile, read_table
+from warpweave.kernels.runtime.dispatch import INTERPRET, capability, triton
+from warpweave.kernels.runtime.tile_table import Kind, Row, Tile, read_table
 
 Key = tuple[str, int, Kind]
 """Kernel, bytes per element, kind or head dim."""

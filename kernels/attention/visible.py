@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import torch
 
-from warpweave.kernels.dispatch import tl, triton
+from warpweave.kernels.runtime.dispatch import tl, triton
 
 _FAR = 2**31 - 1  # ends the last, open document; tables are int32
 

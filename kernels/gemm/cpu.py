@@ -22,7 +22,7 @@ from functools import cache
 import torch
 from torch.autograd import forward_ad
 
-from warpweave.kernels.dispatch import wants_gradient
+from warpweave.kernels.runtime.dispatch import wants_gradient
 
 _SMALL = 1 << 20  # M * N * K below which MKL's cheaper call wins
 _THIN = 32  # and so does a product with a side this short

@@ -14,7 +14,7 @@ Programs are persistent (see `product`). Any strides; sums in float32 (float64 f
 `out_dtype` float32 unrounded. float32 operands are multiplied exactly ("ieee") or on tensor cores
 ("tf32", "tf32x3").
 
-Products with nothing to fuse go to torch (cuBLAS; `gemm_cpu` on a CPU): no Triton kernel beats it
+Products with nothing to fuse go to torch (cuBLAS; `cpu` on a CPU): no Triton kernel beats it
 there, and what an epilogue saves is memory, not arithmetic. Triton also adds a 16-bit product to a
 float32 buffer, where torch would need a float32 matrix beside it.
 
@@ -29,13 +29,13 @@ from contextlib import nullcontext
 
 import torch
 
-from warpweave.kernels import gemm_cpu
 from warpweave.kernels.activation import activation_fwd, curve, find_activation
-from warpweave.kernels.dispatch import check_written, choose, refuse_graph, tl, triton
 from warpweave.kernels.dropout import Drop, dropout, kept
-from warpweave.kernels.numeric import to_dtype, upcast
-from warpweave.kernels.product import find_tile, grid, halves, launch_options, product, tile_at
+from warpweave.kernels.gemm import cpu as gemm_cpu
+from warpweave.kernels.gemm.product import find_tile, grid, halves, launch_options, product, tile_at
 from warpweave.kernels.reference import compute_dtype
+from warpweave.kernels.runtime.dispatch import check_written, choose, refuse_graph, tl, triton
+from warpweave.kernels.runtime.numeric import to_dtype, upcast
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 

@@ -28,9 +28,9 @@ from __future__ import annotations
 
 import torch
 
-from warpweave.kernels.dispatch import check_written, choose, no_graph, tl, triton
-from warpweave.kernels.numeric import to_dtype, upcast
 from warpweave.kernels.reference import compute_dtype
+from warpweave.kernels.runtime.dispatch import check_written, choose, no_graph, tl, triton
+from warpweave.kernels.runtime.numeric import to_dtype, upcast
 
 _CHUNK = 2**18  # elements the CPU path works on at a time: its passes then hit the cache
 

@@ -3,7 +3,7 @@
     loss = lse - (1 - s) * z_t - (s / V) * sum_j z_j + c * lse^2        lse = log(sum_j exp(z_j))
 
 for a row z of V logits with label t, label smoothing s and z-loss c. How forward and backward are
-computed, and on a shard of the vocabulary, is in `cross_entropy_halves`; saved for backward are the
+computed, and on a shard of the vocabulary, is in `halves`; saved for backward are the
 logits, which exist anyway, and lse. `linear_cross_entropy`, which has no logits, has a file of its
 own.
 
@@ -15,15 +15,15 @@ from __future__ import annotations
 
 import torch
 
-from warpweave.kernels.cross_entropy_halves import (
+from warpweave.kernels.cross_entropy.halves import (
     check_logits,
     check_options,
     cross_entropy_bwd,
     cross_entropy_fwd,
     token_losses,
 )
-from warpweave.kernels.dispatch import choose, once_differentiable
-from warpweave.kernels.linear_cross_entropy import linear_cross_entropy
+from warpweave.kernels.cross_entropy.linear import linear_cross_entropy
+from warpweave.kernels.runtime.dispatch import choose, once_differentiable
 
 __all__ = [
     "cross_entropy",

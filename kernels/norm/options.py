@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from warpweave.kernels.dispatch import check_written
 from warpweave.kernels.dropout import threshold
+from warpweave.kernels.runtime.dispatch import check_written
 
 
 class Dropped(NamedTuple):

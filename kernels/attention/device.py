@@ -14,9 +14,9 @@ batch draws the same mask, and the backward draws it again.
 
 from __future__ import annotations
 
-from warpweave.kernels.attention_mask import nth_tile, reach, span, tile_at
-from warpweave.kernels.dispatch import tl, triton
-from warpweave.kernels.numeric import dot, to_dtype, upcast
+from warpweave.kernels.attention.visible import nth_tile, reach, span, tile_at
+from warpweave.kernels.runtime.dispatch import tl, triton
+from warpweave.kernels.runtime.numeric import dot, to_dtype, upcast
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)

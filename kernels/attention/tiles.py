@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import torch
 
-from warpweave.kernels.attention_args import Mask, Scores
-from warpweave.kernels.dispatch import INTERPRET, all_registers, capability
-from warpweave.kernels.tile_table import AttentionTile
-from warpweave.kernels.tiles import find
+from warpweave.kernels.attention.options import Mask, Scores
+from warpweave.kernels.runtime.dispatch import INTERPRET, all_registers, capability
+from warpweave.kernels.runtime.tile_table import AttentionTile
+from warpweave.kernels.runtime.tiles import find
 
 
 class Kept(NamedTuple):

@@ -28,8 +28,8 @@ in order and the partial sums are added by torch, without atomics.
 Traffic: forward reads x and residual and writes s and y, backward reads dy, s and ds and writes dx
 (and dresidual where it differs from dx), each once. Rows too long for the registers (E > 16384
 forward; E > 8192 backward, 4096 with both biases) are read in blocks twice, the second time from
-the cache if it holds the rows in flight; there is no largest E. The kernels are in `norm_kernels`,
-the torch path in `norm_cpu`.
+the cache if it holds the rows in flight; there is no largest E. The kernels are in `device`,
+the torch path in `torch_path`.
 
 Sources: Ba et al. 2016 (arXiv:1607.06450); Zhang and Sennrich 2019 (arXiv:1910.07467); the fused
 chain: Dao's layer_norm of flash-attention.
@@ -42,7 +42,23 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from warpweave.kernels.dispatch import (
+from warpweave.kernels.gemm.gradients import grad_dtype
+from warpweave.kernels.norm.device import (
+    norm_bwd_kernel,
+    norm_bwd_wide_kernel,
+    norm_fwd_kernel,
+    norm_fwd_wide_kernel,
+)
+from warpweave.kernels.norm.options import (
+    Dropped,
+    check_dropped,
+    check_out,
+    check_tensors,
+    sum_dtype,
+)
+from warpweave.kernels.norm.torch_path import cast, norm_bwd_cpu, norm_fwd_cpu, norm_sum
+from warpweave.kernels.reference import compute_dtype
+from warpweave.kernels.runtime.dispatch import (
     all_registers,
     choose,
     no_graph,
@@ -52,22 +68,6 @@ from warpweave.kernels.dispatch import (
     refuse_tangents,
     triton,
 )
-from warpweave.kernels.linear import grad_dtype
-from warpweave.kernels.norm_args import (
-    Dropped,
-    check_dropped,
-    check_out,
-    check_tensors,
-    sum_dtype,
-)
-from warpweave.kernels.norm_cpu import cast, norm_bwd_cpu, norm_fwd_cpu, norm_sum
-from warpweave.kernels.norm_kernels import (
-    norm_bwd_kernel,
-    norm_bwd_wide_kernel,
-    norm_fwd_kernel,
-    norm_fwd_wide_kernel,
-)
-from warpweave.kernels.reference import compute_dtype
 
 FWD_WIDTH, BWD_WIDTH = 16384, 8192  # longest rows that are held in registers
 

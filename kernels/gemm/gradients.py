@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from warpweave.kernels.gemm import gemm, gemm_into
+from warpweave.kernels.gemm.fused import gemm, gemm_into
 from warpweave.kernels.reference import compute_dtype
-from warpweave.kernels.wgrad import wgrad
+from warpweave.kernels.runtime.wgrad import wgrad
 
 
 def rows(x: torch.Tensor) -> torch.Tensor:

@@ -13,13 +13,13 @@ from contextlib import nullcontext
 import torch
 
 from warpweave.kernels import dropout as keyed
-from warpweave.kernels.linear import bias_gradient
-from warpweave.kernels.norm_args import NOTHING, Dropped
+from warpweave.kernels.gemm.gradients import bias_gradient
+from warpweave.kernels.norm.options import NOTHING, Dropped
 from warpweave.kernels.reference import compute_dtype
 
 
 class _AddBias(torch.autograd.Function):
-    """x[..., E] + x_bias[E], whose gradient is a linear layer's: see `kernels.linear`."""
+    """x[..., E] + x_bias[E], whose gradient is a linear layer's: see `kernels.gemm.gradients`."""
 
     @staticmethod
     def forward(ctx, x, x_bias):

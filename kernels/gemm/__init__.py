@@ -1,0 +1,9 @@
+"""Matrix products: `gemm`, `gemm_into`, and `fused_gemm` with an epilogue.
+
+`fused` the ops and their kernel · `product` tiles and the product of one tile, which the MLP and
+the QKV projection share · `cpu` torch's two libraries · `gradients` of a linear layer's parameters.
+"""
+
+from warpweave.kernels.gemm.fused import fused_gemm, gemm, gemm_into
+
+__all__ = ["fused_gemm", "gemm", "gemm_into"]
