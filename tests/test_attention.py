@@ -26,10 +26,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from warpweave.kernels import reference
 from warpweave.kernels.attention import attention, attention_bwd, attention_delta, attention_fwd
-from warpweave.kernels.attention import function as kernel
 from warpweave.kernels.attention import options as attention_args
 from warpweave.kernels.attention import tiles as attention_tiles
 from warpweave.kernels.attention import torch_path as attention_cpu
+from warpweave.kernels.attention.launch import shared_steps
 from warpweave.kernels.merge import merge_
 from warpweave.kernels.runtime.tiles import shipped_table
 
@@ -132,7 +132,7 @@ def test_strided_inputs_and_gradients_are_read_right(impl, unit) -> None:
 )
 def test_steps_between_heads_are_told_in_their_largest_power_of_two(shape, step) -> None:
     x = torch.randn(*shape, dtype=F64)
-    found, (steps,) = kernel._steps(x)
+    found, (steps,) = shared_steps(x)
     far = [by if n > 1 else 0 for n, by in zip(shape, x.stride()[:3])]  # one has no next
     assert (found, [by * found for by in steps]) == (step, far)
     D = shape[3]

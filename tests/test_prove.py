@@ -24,7 +24,7 @@ from ranks import run_ranks
 
 from warpweave import engine as engines
 from warpweave import gpt, prove
-from warpweave.kernels.norm import function as norm
+from warpweave.kernels.norm import forward as norm
 from warpweave.launch import Session
 from warpweave.layouts import Layout, Sizes, draw, meshes, smallest, table
 from warpweave.parallel.data import parameters, reduce, zero

@@ -3,9 +3,9 @@
 ``warpweave tune`` takes the shipped tile of each kernel, dtype and head dim (or kind of product)
 and those around it, leaves out what spills or does not fit once compiled, checks that the others
 compute what the shipped tile does, times them, and writes the table that this GPU's launches read
-from then on (`kernels/runtime/tiles.py`). A tile replaces the shipped one only if it is at least 1 % faster
-in a second, longer measurement, and compiles cleanly in every other call that takes it. Training
-never tunes: without the table, the shipped tiles are used.
+from then on (`kernels/runtime/tiles.py`). A tile replaces the shipped one only if it is at least
+1 % faster in a second, longer measurement, and compiles cleanly in every other call that takes it.
+Training never tunes: without the table, the shipped tiles are used.
 
 Run it alone on the GPU. Every row is written as soon as it is measured: Ctrl-C loses one at most.
 ``warpweave tune --dry --target sm_90`` needs no GPU: it lists which tiles compile cleanly.

@@ -28,8 +28,8 @@ in order and the partial sums are added by torch, without atomics.
 Traffic: forward reads x and residual and writes s and y, backward reads dy, s and ds and writes dx
 (and dresidual where it differs from dx), each once. Rows too long for the registers (E > 16384
 forward; E > 8192 backward, 4096 with both biases) are read in blocks twice, the second time from
-the cache if it holds the rows in flight; there is no largest E. The kernels are in `device`,
-the torch path in `torch_path`.
+the cache if it holds the rows in flight; there is no largest E. The kernels are in `forward`
+and `backward`, the torch path in `torch_path`.
 
 Sources: Ba et al. 2016 (arXiv:1607.06450); Zhang and Sennrich 2019 (arXiv:1910.07467); the fused
 chain: Dao's layer_norm of flash-attention.
@@ -37,217 +37,21 @@ chain: Dao's layer_norm of flash-attention.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 
 from warpweave.kernels.gemm.gradients import grad_dtype
-from warpweave.kernels.norm.device import (
-    norm_bwd_kernel,
-    norm_bwd_wide_kernel,
-    norm_fwd_kernel,
-    norm_fwd_wide_kernel,
-)
-from warpweave.kernels.norm.options import (
-    Dropped,
-    check_dropped,
-    check_out,
-    check_tensors,
-    sum_dtype,
-)
+from warpweave.kernels.norm.backward import norm_bwd
+from warpweave.kernels.norm.forward import norm_fwd
+from warpweave.kernels.norm.options import check_dropped, check_out, check_tensors, sum_dtype
 from warpweave.kernels.norm.torch_path import cast, norm_bwd_cpu, norm_fwd_cpu, norm_sum
 from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.runtime.dispatch import (
-    all_registers,
     choose,
-    no_graph,
     once_differentiable,
-    processors,
     refuse_graph,
     refuse_tangents,
-    triton,
 )
-
-FWD_WIDTH, BWD_WIDTH = 16384, 8192  # longest rows that are held in registers
-
-
-def _tile(E: int) -> tuple[int, int, int]:
-    """ROWS, BLOCK_E and num_warps: 16 elements per thread, several rows per program if rows are
-    short."""
-    block = max(4, triton.next_power_of_2(E))  # dropout draws four columns at a time
-    rows = max(1, 2048 // block)
-    return rows, block, max(4, rows * block // 512)
-
-
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    """x as [rows, E] with contiguous rows: a view where strides allow it."""
-    x = x.reshape(-1, x.shape[-1])
-    return x if x.stride(1) == 1 else x.contiguous()
-
-
-def _contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
-    return None if x is None else x.contiguous()
-
-
-# ---------------------------------------------------------------- forward
-
-
-@no_graph
-def norm_fwd(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    *,
-    layer: bool,
-    residual: torch.Tensor | None = None,
-    x_bias: torch.Tensor | None = None,
-    dropout: float = 0.0,
-    seed: int = 0,
-    site: int = 0,
-    tokens: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    out: torch.Tensor | None = None,
-    impl: str | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """(y, s, mean or None, rstd): the forward half of both norms, of LayerNorm if `layer`.
-
-    Arguments and errors as `rms_norm`. y is `out` if that is given, else new; s is x itself where
-    nothing is added to x and nothing dropped. mean and rstd are [...], fp32 (fp64).
-    """
-    impl = choose(impl, x, weight, bias, residual, x_bias, tokens, out)
-    check_tensors(x, weight, bias, residual, x_bias, eps)
-    drop = check_dropped(x, dropout, seed, site, tokens)
-    y2 = None if out is None else check_out(out, x, out_dtype)
-    out_dtype = out_dtype or (x.dtype if out is None else out.dtype)
-    if impl == "torch":
-        s = norm_sum(x, x_bias, drop, residual)
-        y, mean, rstd = norm_fwd_cpu(s, weight, bias, eps, layer, out_dtype)
-        y, mean = y if out is None else out.copy_(y), mean.squeeze(-1) if layer else None
-        return y, s, mean, rstd.squeeze(-1)
-    s, y = x, torch.empty(x.shape, dtype=out_dtype, device=x.device) if out is None else out
-    if residual is not None or x_bias is not None or drop.tokens is not None:
-        s = torch.empty(x.shape, dtype=sum_dtype(x, residual), device=x.device)
-    rstd = torch.empty(x.shape[:-1], dtype=compute_dtype(s), device=x.device)
-    mean = torch.empty_like(rstd) if layer else None
-    if rstd.numel():
-        y2 = y.view(-1, x.shape[-1]) if y2 is None else y2
-        _launch_fwd(x, x_bias, residual, drop, weight, bias, eps, y2, s, mean, rstd)
-    return y, s, mean, rstd
-
-
-def _launch_fwd(x, x_bias, residual, drop: Dropped, weight, bias, eps, y, s, mean, rstd) -> None:
-    """Fill y[rows, E], s unless it is x, mean and rstd."""
-    E, x2, r2 = x.shape[-1], _rows(x), None if residual is None else _rows(residual)
-    kernel, (rows, block, warps) = norm_fwd_kernel, _tile(E)
-    if E > FWD_WIDTH:
-        kernel, (rows, block, warps) = norm_fwd_wide_kernel, (1, 8192, 16)
-    with torch.cuda.device_of(x):
-        kernel[(triton.cdiv(len(x2), rows),)](
-            x2, _contiguous(x_bias), r2, drop.tokens, weight.contiguous(), _contiguous(bias),
-            y, None if s is x else s, mean, rstd,
-            len(x2), x2.stride(0), 0 if r2 is None else r2.stride(0), y.stride(0),
-            drop.seed, drop.site, E, eps, *drop.constants(), rows, block,
-            num_warps=warps)  # fmt: skip
-
-
-# ---------------------------------------------------------------- backward
-
-
-class NormGradients(NamedTuple):
-    """What `norm_bwd` returns; dresidual is dx itself where the two are equal, absent ones None."""
-
-    dx: torch.Tensor
-    dresidual: torch.Tensor | None
-    dx_bias: torch.Tensor | None
-    dw: torch.Tensor
-    db: torch.Tensor | None
-
-
-@no_graph
-def norm_bwd(
-    dy: torch.Tensor,
-    s: torch.Tensor,
-    weight: torch.Tensor,
-    mean: torch.Tensor | None,
-    rstd: torch.Tensor,
-    *,
-    ds: torch.Tensor | None = None,
-    bias: bool = False,
-    x_bias: bool = False,
-    dropout: float = 0.0,
-    seed: int = 0,
-    site: int = 0,
-    tokens: torch.Tensor | None = None,
-    x_dtype: torch.dtype | None = None,
-    residual_dtype: torch.dtype | None = None,
-    impl: str | None = None,
-) -> NormGradients:
-    """The backward half of both norms: of LayerNorm if `mean` is given.
-
-    ds is the gradient of the returned s, if it has one; `bias` and `x_bias` say which sums are
-    wanted; x_dtype (by default that of s) and residual_dtype (None: there is no residual) are those
-    of dx and dresidual. dw, db and dx_bias are sums over tokens, in the dtype of rstd. Raises
-    ValueError as `rms_norm`, and on gradients that are not like s.
-    """
-    impl = choose(impl, dy, s, weight, mean, rstd, ds, tokens)
-    check_tensors(s, weight)
-    for name, gradient in (("dy", dy), ("ds", ds)):
-        if gradient is not None and gradient.shape != s.shape:
-            raise ValueError(f"{name} must be like s {[*s.shape]}, got {[*gradient.shape]}")
-    for name, statistic in (("mean", mean), ("rstd", rstd)):
-        if statistic is not None and statistic.shape != s.shape[:-1]:
-            raise ValueError(
-                f"{name} must be {[*s.shape[:-1]]} of s {[*s.shape]}, got {[*statistic.shape]}"
-            )
-    drop = check_dropped(s, dropout, seed, site, tokens)
-    x_dtype = s.dtype if x_dtype is None else x_dtype
-    apart = residual_dtype is not None and (drop.tokens is not None or residual_dtype != x_dtype)
-    more = (ds, bias, x_bias, drop, x_dtype, residual_dtype if apart else None)
-    if impl == "torch":
-        mean = None if mean is None else mean.unsqueeze(-1)
-        found = norm_bwd_cpu(dy, s, weight, mean, rstd.unsqueeze(-1), *more)
-    else:
-        found = _launch_bwd(dy, s, weight, mean, rstd, *more)
-    dx, dresidual, dx_bias, dw, db = found
-    if residual_dtype is not None and not apart:
-        dresidual = dx
-    return NormGradients(dx, dresidual, dx_bias, dw, db)
-
-
-def _launch_bwd(dy, s, weight, mean, rstd, ds, bias, x_bias, drop: Dropped, x_dtype, apart):
-    """The fields of `NormGradients`; `apart` is the dtype of a dresidual that is not dx."""
-    E, dy2, s2, ds2 = s.shape[-1], _rows(dy), _rows(s), None if ds is None else _rows(ds)
-    kernel, (rows, block, warps) = norm_bwd_kernel, _tile(E)
-    warps = min(16, 2 * warps)  # 8 elements per thread, up to 4096: with 16 some spill on sm_100
-    options = {"num_warps": warps}
-    # In 16 bits all are held at once, of 80 registers up to E = 2048, of 64 up to 4096, of 128
-    # beyond; where there are several, the sum of x_bias takes the room of one.
-    held = max(1, (3 if block <= 2048 else 2 if block == 4096 else 1) - x_bias)
-    widest = BWD_WIDTH // 2 if bias and x_bias else BWD_WIDTH  # three sums take more registers
-    if widest < E:
-        kernel, (rows, block), held = norm_bwd_wide_kernel, (4, 1024), 1
-        options = all_registers(16)  # as there is but one program
-    programs = min(triton.cdiv(len(s2), rows), held * processors(s.device))
-    dx = torch.empty(s.shape, dtype=x_dtype, device=s.device)
-    dresidual = None if apart is None else torch.empty_like(dx, dtype=apart)
-    partial = torch.empty(1 + bias + x_bias, programs, E, dtype=rstd.dtype, device=s.device)
-    if widest < E:
-        partial.zero_()  # that kernel adds to them
-    if programs:
-        with torch.cuda.device_of(s):
-            kernel[(programs,)](
-                dy2, ds2, s2, weight.contiguous(), _contiguous(mean), rstd.contiguous(),
-                drop.tokens, dx, dresidual,
-                partial[0], partial[1] if bias else None, partial[-1] if x_bias else None,
-                len(s2), dy2.stride(0), 0 if ds2 is None else ds2.stride(0), s2.stride(0),
-                drop.seed, drop.site, E, *drop.constants(), rows, block,
-                **options)  # fmt: skip
-    dw = partial[0].sum(0)  # sums apart: outputs of an operator share no storage
-    db = partial[1].sum(0) if bias else None
-    return dx, dresidual, partial[-1].sum(0) if x_bias else None, dw, db
-
 
 # ---------------------------------------------------------------- registration
 

@@ -1,0 +1,438 @@
+"""Backward of attention: delta, then dk and dv, then dq, each from recomputed probabilities.
+
+See `function` for the formulas; `device` has what both directions load and draw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from warpweave.kernels.attention.device import (
+    LOG2E,
+    RUNTIME,
+    draws,
+    elements,
+    exp,
+    load,
+    program,
+    store,
+    tanh,
+)
+from warpweave.kernels.attention.launch import (
+    constants,
+    narrow_into,
+    numbers,
+    one_set,
+    shared_steps,
+    table_of,
+    tile_count,
+    unit_stride,
+    widened,
+)
+from warpweave.kernels.attention.options import (
+    Mask,
+    Runs,
+    Scores,
+    check_dtype,
+    check_into,
+    check_kinds,
+    check_mask,
+    check_rows,
+    check_scores,
+    check_tensors,
+)
+from warpweave.kernels.attention.tiles import dkdv_tile, dq_tile, kept, launch_options, padded
+from warpweave.kernels.attention.torch_path import attention_bwd_cpu
+from warpweave.kernels.attention.visible import nth_tile, reach, span, tile_at
+from warpweave.kernels.reference import compute_dtype
+from warpweave.kernels.runtime.dispatch import choose, no_graph, tl, triton
+from warpweave.kernels.runtime.numeric import dot, to_dtype, upcast
+
+# ---------------------------------------------------------------- kernels
+
+
+@triton.jit
+def attention_delta_kernel(o_ptr, do_ptr, dlse_ptr, delta_ptr, o_stride, do_stride, dlse_stride,
+                           heads, seq, STEP: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr,
+                           BLOCK_D: tl.constexpr):  # fmt: skip
+    o_stride, do_stride = elements(o_stride, STEP), elements(do_stride, STEP)
+    tiles = tl.cdiv(seq, BLOCK_M)
+    pid = tl.program_id(0)
+    row = (pid % tiles).to(tl.int64) * BLOCK_M
+    head, batch = ((pid // tiles) % heads).to(tl.int64), (pid // tiles // heads).to(tl.int64)
+    rows, i = seq - row, tl.arange(0, BLOCK_M)
+    o_ptr += batch * o_stride[0] + row * o_stride[1] + head * o_stride[2]
+    do_ptr += batch * do_stride[0] + row * do_stride[1] + head * do_stride[2]
+    o = upcast(load(o_ptr, o_stride[1], rows, BLOCK_M, D, BLOCK_D, True))
+    do = upcast(load(do_ptr, do_stride[1], rows, BLOCK_M, D, BLOCK_D, True))
+    delta = tl.sum(o * do, 1)
+    if dlse_ptr is not None:
+        dlse_ptr += batch * dlse_stride[0] + head * dlse_stride[1] + row * dlse_stride[2]
+        delta -= tl.load(dlse_ptr + i.to(tl.int64) * dlse_stride[2], i < rows, 0.0)
+    tl.store(delta_ptr + (batch * heads + head) * seq + row + i, delta, i < rows)
+
+
+@triton.jit
+def _dkdv_steps(dk, dv, k, v, k_pos, first, last, q_ptr, do_ptr, lse_ptr, delta_ptr,
+                q_stride, do_stride, q_runs, ends, group, head, sample, seed,
+                SCALE: tl.constexpr, CAP: tl.constexpr, DROP: tl.constexpr,
+                KEEP: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, MASK: tl.constexpr,
+                BLOCK_M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+    BASE: tl.constexpr = 1.0 if k.dtype == tl.float32 else LOG2E
+    UNIT: tl.constexpr = BASE if CAP > 0 else SCALE * BASE
+    i = tl.arange(0, BLOCK_M)
+    ahead = i[None, :] * q_runs[4]
+    span0 = span(ends, q_runs[0], q_runs[1], q_runs[4], MASK, FIRST, LAST, True, BLOCK_M)
+    span1 = span(ends, q_runs[2], q_runs[3], q_runs[4], MASK, FIRST, LAST, True, BLOCK_M)
+    count = span0[1] + span1[1]
+    # Through the tiles of one head after another, in one loop: two nested ones take up to 60
+    # registers more.
+    for j in range(group * count):
+        # 1. One tile of queries of head g. Rows past the end of a run get lse = inf, hence p = 0.
+        g = j // tl.maximum(count, 1)
+        index = nth_tile(j - g * count, span0, span1, tl.cdiv(q_runs[1], BLOCK_M), MASK and LAST)
+        row, position, rows = tile_at(index, q_runs, BLOCK_M)
+        g = g.to(tl.int64)
+        q_at = q_ptr + row * q_stride[1] + g * q_stride[2]
+        do_at = do_ptr + row * do_stride[1] + g * do_stride[2]
+        at = row + g * (q_runs[1] + q_runs[3]) + i
+        q = load(q_at, q_stride[1], rows, BLOCK_M, D, BLOCK_D, True)
+        do = load(do_at, do_stride[1], rows, BLOCK_M, D, BLOCK_D, True)
+        lse = tl.load(lse_ptr + at, i < rows, float("inf"))
+        delta = tl.load(delta_ptr + at, i < rows, 0.0)
+
+        # 2. p, transposed: [keys, queries].
+        zero = tl.zeros((k.shape[0], BLOCK_M), dk.dtype)
+        s = dot(k, tl.trans(q), zero)
+        if CAP > 0:
+            t = tanh(s * (SCALE / CAP), q.dtype == tl.float32)
+            s = CAP * t
+        p = exp(s * UNIT - (lse * BASE)[None, :], BASE)
+        if MASK and LAST:
+            q_pos = position + ahead
+            p = tl.where((first[:, None] <= q_pos) & (q_pos <= last[:, None]), p, 0.0)
+        elif MASK:
+            p = tl.where(first[:, None] <= position + ahead, p, 0.0)
+
+        # 3. ds and the products with the queries' side.
+        weight = p
+        if DROP:
+            kept = draws(position + ahead, k_pos[:, None], head + g, sample, seed, DROP)
+            weight = tl.where(kept, p * KEEP, 0.0)
+        dv = dot(to_dtype(weight, do.dtype), do, dv)
+        dp = dot(v, tl.trans(do), zero)
+        if DROP:
+            dp = tl.where(kept, dp * KEEP, 0.0)
+        ds = p * (dp - delta[None, :])
+        if CAP > 0:
+            ds *= 1 - t * t
+        dk = dot(to_dtype(ds, q.dtype), q, dk)
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def attention_dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
+                          table_ptr,
+                          q_stride, k_stride, v_stride, do_stride, dk_stride, dv_stride,
+                          table_stride,
+                          q_start0, q_len0, q_start1, q_len1, q_stripes,
+                          k_start0, k_len0, k_start1, k_len1, k_stripes,
+                          kv_heads, group, window, seed, sample, head0,
+                          SCALE: tl.constexpr, CAP: tl.constexpr, DROP: tl.constexpr,
+                          KEEP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+                          INTO: tl.constexpr, STEP: tl.constexpr, D: tl.constexpr,
+                          BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                          BLOCK_D: tl.constexpr):  # fmt: skip
+    # 1. One tile of keys of one key-value head.
+    q_stride, do_stride = elements(q_stride, STEP), elements(do_stride, STEP)
+    k_stride, v_stride = elements(k_stride, STEP), elements(v_stride, STEP)
+    dk_stride, dv_stride = elements(dk_stride, STEP), elements(dv_stride, STEP)
+    q_runs = (q_start0, q_len0, q_start1, q_len1, q_stripes)
+    k_runs = (k_start0, k_len0, k_start1, k_len1, k_stripes)
+    tile, kv_head, batch = program(k_runs, kv_heads, BLOCK_N, False)
+    row, position, rows = tile_at(tile, k_runs, BLOCK_N)
+    kv_head = kv_head.to(tl.int64)
+    k_ptr += batch * k_stride[0] + row * k_stride[1] + kv_head * k_stride[2]
+    v_ptr += batch * v_stride[0] + row * v_stride[1] + kv_head * v_stride[2]
+    k = load(k_ptr, k_stride[1], rows, BLOCK_N, D, BLOCK_D, True)
+    v = load(v_ptr, v_stride[1], rows, BLOCK_N, D, BLOCK_D, True)
+    k_pos = position + tl.arange(0, BLOCK_N) * k_stripes
+    dk = tl.zeros((BLOCK_N, BLOCK_D), lse_ptr.dtype.element_ty)
+    dv = tl.zeros((BLOCK_N, BLOCK_D), lse_ptr.dtype.element_ty)
+
+    # 2. The queries that see its keys.
+    LAST: tl.constexpr = WINDOW or table_ptr is not None
+    if table_ptr is not None:
+        table_ptr += batch * table_stride + row
+    first, last, ends = reach(
+        position, rows, k_stripes, table_ptr, k_runs[1] + k_runs[3], window,
+        not CAUSAL, True, WINDOW, BLOCK_N)  # fmt: skip
+
+    # 3. All query heads of the group: no atomics, no copy of dk and dv per head.
+    head = kv_head * group
+    q_ptr += batch * q_stride[0] + head * q_stride[2]
+    do_ptr += batch * do_stride[0] + head * do_stride[2]
+    at = (batch * kv_heads * group + head) * (q_runs[1] + q_runs[3])
+    dk, dv = _dkdv_steps(
+        dk, dv, k, v, k_pos, first, last, q_ptr, do_ptr, lse_ptr + at, delta_ptr + at,
+        q_stride, do_stride, q_runs, ends, group, head0 + head, sample + batch, seed,
+        SCALE, CAP, DROP, KEEP, CAUSAL or LAST, LAST, False, BLOCK_M, D, BLOCK_D)  # fmt: skip
+    if CAUSAL or LAST:
+        dk, dv = _dkdv_steps(
+            dk, dv, k, v, k_pos, first, last, q_ptr, do_ptr, lse_ptr + at, delta_ptr + at,
+            q_stride, do_stride, q_runs, ends, group, head0 + head, sample + batch, seed,
+            SCALE, CAP, DROP, KEEP, CAUSAL or LAST, LAST, True, BLOCK_M, D, BLOCK_D)  # fmt: skip
+
+    # 4. Store; ds was the gradient of scale q k^T.
+    dk_ptr += batch * dk_stride[0] + row * dk_stride[1] + kv_head * dk_stride[2]
+    dv_ptr += batch * dv_stride[0] + row * dv_stride[1] + kv_head * dv_stride[2]
+    store(dk_ptr, dk_stride[1], dk * SCALE, rows, BLOCK_N, D, BLOCK_D, INTO)
+    store(dv_ptr, dv_stride[1], dv, rows, BLOCK_N, D, BLOCK_D, INTO)
+
+
+@triton.jit
+def _dq_steps(dq, q, do, lse, delta, q_pos, first, last, k_ptr, v_ptr, k_step, v_step, k_runs, ends,
+              head, sample, seed,
+              SCALE: tl.constexpr, CAP: tl.constexpr, DROP: tl.constexpr,
+              KEEP: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, MASK: tl.constexpr,
+              BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+    BASE: tl.constexpr = 1.0 if q.dtype == tl.float32 else LOG2E
+    UNIT: tl.constexpr = BASE if CAP > 0 else SCALE * BASE
+    n = tl.arange(0, BLOCK_N)[None, :]
+    ahead = n * k_runs[4]
+    span0 = span(ends, k_runs[0], k_runs[1], k_runs[4], MASK, FIRST, LAST, False, BLOCK_N)
+    span1 = span(ends, k_runs[2], k_runs[3], k_runs[4], MASK, FIRST, LAST, False, BLOCK_N)
+    for j in range(span0[1] + span1[1]):
+        # 1. p of one tile of keys.
+        index = nth_tile(j, span0, span1, tl.cdiv(k_runs[1], BLOCK_N), MASK and FIRST)
+        row, position, rows = tile_at(index, k_runs, BLOCK_N)
+        k = load(k_ptr + row * k_step, k_step, rows, BLOCK_N, D, BLOCK_D, MASK)
+        v = load(v_ptr + row * v_step, v_step, rows, BLOCK_N, D, BLOCK_D, MASK)
+        zero = tl.zeros((q.shape[0], BLOCK_N), dq.dtype)
+        s = dot(q, tl.trans(k), zero)
+        if CAP > 0:
+            t = tanh(s * (SCALE / CAP), q.dtype == tl.float32)
+            s = CAP * t
+        p = exp(s * UNIT - (lse * BASE)[:, None], BASE)
+        if MASK:
+            visible = n < rows
+            if FIRST:
+                visible = visible & (position + ahead >= first[:, None])
+            if LAST:
+                visible = visible & (position + ahead <= last[:, None])
+            p = tl.where(visible, p, 0.0)
+
+        # 2. ds and its product with the keys.
+        dp = dot(do, tl.trans(v), zero)
+        if DROP:
+            kept = draws(q_pos[:, None], position + ahead, head, sample, seed, DROP)
+            dp = tl.where(kept, dp * KEEP, 0.0)
+        ds = p * (dp - delta[:, None])
+        if CAP > 0:
+            ds *= 1 - t * t
+        dq = dot(to_dtype(ds, k.dtype), k, dq)
+    return dq
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def attention_dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, table_ptr,
+                        q_stride, k_stride, v_stride, do_stride, dq_stride, table_stride,
+                        q_start0, q_len0, q_start1, q_len1, q_stripes,
+                        k_start0, k_len0, k_start1, k_len1, k_stripes,
+                        heads, group, window, seed, sample, head0,
+                        SCALE: tl.constexpr, CAP: tl.constexpr, DROP: tl.constexpr,
+                        KEEP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+                        INTO: tl.constexpr, STEP: tl.constexpr, D: tl.constexpr,
+                        BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                        BLOCK_D: tl.constexpr):  # fmt: skip
+    # 1. One tile of queries of one head; rows past its end get lse = inf, hence p = 0.
+    if v_stride is None:  # as in the forward
+        v_stride = k_stride
+    q_stride, k_stride = elements(q_stride, STEP), elements(k_stride, STEP)
+    v_stride, do_stride = elements(v_stride, STEP), elements(do_stride, STEP)
+    dq_stride = elements(dq_stride, STEP)
+    q_runs = (q_start0, q_len0, q_start1, q_len1, q_stripes)
+    k_runs = (k_start0, k_len0, k_start1, k_len1, k_stripes)
+    tile, head, batch = program(q_runs, heads, BLOCK_M, True)
+    row, position, rows = tile_at(tile, q_runs, BLOCK_M)
+    seq = q_runs[1] + q_runs[3]
+    q_ptr += batch * q_stride[0] + row * q_stride[1] + head.to(tl.int64) * q_stride[2]
+    do_ptr += batch * do_stride[0] + row * do_stride[1] + head.to(tl.int64) * do_stride[2]
+    dq_ptr += batch * dq_stride[0] + row * dq_stride[1] + head.to(tl.int64) * dq_stride[2]
+    k_ptr += batch * k_stride[0] + (head // group).to(tl.int64) * k_stride[2]
+    v_ptr += batch * v_stride[0] + (head // group).to(tl.int64) * v_stride[2]
+    at = (batch * heads + head) * seq + row
+    i = tl.arange(0, BLOCK_M)
+    q_pos = position + i * q_stripes
+    q = load(q_ptr, q_stride[1], rows, BLOCK_M, D, BLOCK_D, True)
+    do = load(do_ptr, do_stride[1], rows, BLOCK_M, D, BLOCK_D, True)
+    lse = tl.load(lse_ptr + at + i, i < rows, float("inf"))
+    delta = tl.load(delta_ptr + at + i, i < rows, 0.0)
+    dq = tl.zeros((BLOCK_M, BLOCK_D), lse_ptr.dtype.element_ty)
+
+    # 2. The keys that all of its rows see, then those at the ends of intervals and of runs.
+    FIRST: tl.constexpr = WINDOW or table_ptr is not None
+    if table_ptr is not None:
+        table_ptr += batch * table_stride + row
+    first, last, ends = reach(
+        position, rows, q_stripes, table_ptr, seq, window,
+        True, not CAUSAL, WINDOW, BLOCK_M)  # fmt: skip
+    dq = _dq_steps(
+        dq, q, do, lse, delta, q_pos, first, last, k_ptr, v_ptr, k_stride[1], v_stride[1],
+        k_runs, ends, head0 + head, sample + batch, seed, SCALE, CAP, DROP, KEEP,
+        FIRST, CAUSAL or FIRST, False, BLOCK_N, D, BLOCK_D)  # fmt: skip
+    dq = _dq_steps(
+        dq, q, do, lse, delta, q_pos, first, last, k_ptr, v_ptr, k_stride[1], v_stride[1],
+        k_runs, ends, head0 + head, sample + batch, seed, SCALE, CAP, DROP, KEEP,
+        FIRST, CAUSAL or FIRST, True, BLOCK_N, D, BLOCK_D)  # fmt: skip
+    store(dq_ptr, dq_stride[1], dq * SCALE, rows, BLOCK_M, D, BLOCK_D, INTO)
+
+
+# ---------------------------------------------------------------- launches
+
+
+@no_graph
+def attention_delta(
+    o: torch.Tensor,
+    do: torch.Tensor,
+    dlse: torch.Tensor | None = None,
+    *,
+    impl: str | None = None,
+) -> torch.Tensor:
+    """Return delta[B, H, S] = sum_d(o do) - dlse, float32 (float64 if o is).
+
+    o and do [B, S, H, D] of any dtypes, dlse [B, H, S] or None. Raises ValueError on other shapes.
+    """
+    impl = choose(impl, o, do, dlse)
+    if o.ndim != 4 or do.shape != o.shape:
+        raise ValueError(
+            f"o and do must have one shape [B, S, H, D], got {tuple(o.shape)} and {tuple(do.shape)}"
+        )
+    B, S, H, D = o.shape
+    if dlse is not None and dlse.shape != (B, H, S):
+        raise ValueError(f"dlse must have the shape {(B, H, S)}, got {tuple(dlse.shape)}")
+    dtype = compute_dtype(o)
+    if impl == "torch":
+        delta = (o.to(dtype) * do.to(dtype)).sum(-1).transpose(1, 2)
+        return delta.contiguous() if dlse is None else (delta - dlse).contiguous()
+    delta = torch.empty((B, H, S), dtype=dtype, device=o.device)
+    o, do = unit_stride(o), unit_stride(do)
+    if delta.numel():
+        step, steps = shared_steps(o, do)
+        with torch.cuda.device_of(o):
+            attention_delta_kernel[(triton.cdiv(S, 64) * H * B,)](
+                o, do, dlse, delta, *steps, (0, 0, 0) if dlse is None else dlse.stride(),
+                H, S, step, D, 64, padded(D))  # fmt: skip
+    return delta
+
+
+@no_graph
+def attention_dsinks(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+    """Return dsinks[Hq] = -sum over samples and rows of exp(sinks - lse) delta.
+
+    lse and delta[B, Hq, S] are the final ones of these rows; the result has their dtype. The rows
+    of other ranks add up. One pass over two small tensors: torch does it.
+    """
+    share = (sinks.to(lse.dtype)[:, None] - lse).exp()
+    # exp(-inf - -inf): a sink of -inf is none, and a row that saw nothing else.
+    return -(share.nan_to_num(nan=0.0) * delta).sum((0, 2))
+
+
+@no_graph
+def attention_bwd(
+    do: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lse: torch.Tensor,
+    delta: torch.Tensor | None,
+    *,
+    o: torch.Tensor | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    documents: torch.Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+    dropout_seed: int = 0,
+    dropout_origin: Sequence[int] = (0, 0),
+    q_runs: Runs | None = None,
+    k_runs: Runs | None = None,
+    grad_dtype: torch.dtype | None = None,
+    into: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None] = (None, None, None),
+    impl: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return this block's dq[B, Sq, Hq, D], dk and dv[B, Sk, Hkv, D].
+
+    lse[B, Hq, Sq] is the final one of each row over all blocks of keys (and its sink),
+    delta[B, Hq, Sq] is `attention_delta` of the final o. `o`, the final output, may be given too
+    when there is no gradient through lse: the CPU path then copies nothing and reads no delta,
+    which may be None. Gradients are new and contiguous, of `grad_dtype` (default q.dtype; float32
+    for those that will be summed over blocks), but those given in `into` = (dq, dk, dv), float32
+    (float64 for float64), are added to in place and returned; dk and dv are given together.
+    Arguments and errors otherwise as `attention`.
+    """
+    check_kinds(q, k, v, causal, window, documents, scale, softcap, dropout, dropout_seed)
+    impl = choose(impl, do, q, k, v, lse, delta, o, documents, *into)
+    check_tensors(q, k, v)
+    check_dtype("grad_dtype", grad_dtype)
+    scores = check_scores(q.shape[3], scale, softcap, dropout, dropout_seed, dropout_origin)
+    keyed = scores.dropout > 0
+    mask = check_mask(q, k, causal, window, documents, q_runs, k_runs, keyed=keyed)
+    check_rows(q, do, lse, delta, o)
+    if (into[1] is None) != (into[2] is None):
+        raise ValueError("into must have both dk and dv or neither")
+    for name, x, like in zip(("dq", "dk", "dv"), into, (q, k, v)):
+        if x is not None:
+            check_into(name, x, like)
+    q, k, v, do = unit_stride(q), unit_stride(k), unit_stride(v), unit_stride(do.to(q.dtype))
+    lse = lse.contiguous()
+    grad_dtype = q.dtype if grad_dtype is None else grad_dtype
+    if impl == "torch":
+        dq, dk, dv = attention_bwd_cpu(do, q, k, v, lse, delta, o, mask, scores, grad_dtype, into)
+        return dq, dk, dv
+    delta = attention_delta(o, do, impl=impl) if delta is None else delta.contiguous()
+    dq, dk, dv = (
+        torch.empty(x.shape, dtype=grad_dtype, device=x.device) if given is None else given
+        for x, given in zip((q, k, v), into)
+    )
+    q, k, v, do, wide_dq, wide_dk, wide_dv = widened(q, q, k, v, do, dq, dk, dv)
+    with torch.cuda.device_of(q):
+        if k.numel():
+            _launch_dkdv(
+                q, k, v, do, lse, delta, wide_dk, wide_dv, mask, scores, into[1] is not None
+            )
+        if q.numel():
+            _launch_dq(q, k, v, do, lse, delta, wide_dq, mask, scores, into[0] is not None)
+    for wide, given in ((wide_dq, dq), (wide_dk, dk), (wide_dv, dv)):
+        narrow_into(wide, given)
+    return dq, dk, dv
+
+
+def _launch_dkdv(q, k, v, do, lse, delta, dk, dv, mask: Mask, scores: Scores, into: bool) -> None:
+    (B, _, H, D), Hkv = q.shape, k.shape[2]
+    call = kept(mask, scores, into)
+    tile = dkdv_tile(q, call)
+    table, by_sample = table_of(mask, mask.k_runs, B)
+    step, steps = shared_steps(q, k, v, do, dk, dv)
+    attention_dkdv_kernel[(tile_count(mask.k_runs, tile.k) * Hkv * B,)](
+        q, k, v, do, lse, delta, dk, dv, table, *steps, by_sample,
+        *mask.q_runs, *mask.k_runs, Hkv, H // Hkv, *numbers(mask, scores),
+        *constants(mask, scores), into, step, D, tile.q, tile.k, padded(D),
+        **launch_options(tile, q, call))  # fmt: skip
+
+
+def _launch_dq(q, k, v, do, lse, delta, dq, mask: Mask, scores: Scores, into: bool) -> None:
+    (B, _, H, D), Hkv = q.shape, k.shape[2]
+    call = kept(mask, scores, into)
+    tile = dq_tile(q, call)
+    table, by_sample = table_of(mask, mask.q_runs, B)
+    step, (of_q, of_k, of_v, *others) = shared_steps(q, k, v, do, dq)
+    attention_dq_kernel[(tile_count(mask.q_runs, tile.q) * H * B,)](
+        q, k, v, do, lse, delta, dq, table,
+        of_q, *one_set(of_k, of_v), *others, by_sample,
+        *mask.q_runs, *mask.k_runs, H, H // Hkv, *numbers(mask, scores),
+        *constants(mask, scores), into, step, D, tile.q, tile.k, padded(D),
+        **launch_options(tile, q, call))  # fmt: skip

@@ -1,0 +1,245 @@
+"""Forward of attention: online softmax over tiles of keys, from formula to launch.
+
+See `function` for the formulas; `device` has what both directions load and draw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from warpweave.kernels.attention.device import (
+    LN2,
+    LOG2E,
+    RUNTIME,
+    draws,
+    elements,
+    exp,
+    load,
+    program,
+    store,
+    tanh,
+)
+from warpweave.kernels.attention.launch import (
+    check_carried,
+    constants,
+    narrow_into,
+    numbers,
+    one_set,
+    shared_steps,
+    table_of,
+    tile_count,
+    unit_stride,
+    widened,
+)
+from warpweave.kernels.attention.options import (
+    Mask,
+    Runs,
+    Scores,
+    check_dtype,
+    check_kinds,
+    check_mask,
+    check_scores,
+    check_sinks,
+    check_tensors,
+)
+from warpweave.kernels.attention.tiles import forward_tile, kept, launch_options, padded
+from warpweave.kernels.attention.torch_path import attention_fwd_cpu
+from warpweave.kernels.attention.visible import nth_tile, reach, span, tile_at
+from warpweave.kernels.reference import compute_dtype
+from warpweave.kernels.runtime.dispatch import choose, no_graph, tl, triton
+from warpweave.kernels.runtime.numeric import dot, to_dtype
+
+# ---------------------------------------------------------------- kernel
+
+
+@triton.jit
+def _fwd_steps(acc, l, m, q, q_pos, first, last, k_ptr, v_ptr, k_step, v_step, k_runs, ends,
+               head, sample, seed,
+               SCALE: tl.constexpr, CAP: tl.constexpr, DROP: tl.constexpr,
+               KEEP: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, MASK: tl.constexpr,
+               BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+    BASE: tl.constexpr = 1.0 if q.dtype == tl.float32 else LOG2E
+    UNIT: tl.constexpr = BASE if CAP > 0 else SCALE * BASE
+    n = tl.arange(0, BLOCK_N)[None, :]
+    ahead = n * k_runs[4]
+    span0 = span(ends, k_runs[0], k_runs[1], k_runs[4], MASK, FIRST, LAST, False, BLOCK_N)
+    span1 = span(ends, k_runs[2], k_runs[3], k_runs[4], MASK, FIRST, LAST, False, BLOCK_N)
+    for j in range(span0[1] + span1[1]):
+        # 1. Scores of one tile of keys.
+        index = nth_tile(j, span0, span1, tl.cdiv(k_runs[1], BLOCK_N), MASK and FIRST)
+        row, position, rows = tile_at(index, k_runs, BLOCK_N)
+        k = load(k_ptr + row * k_step, k_step, rows, BLOCK_N, D, BLOCK_D, MASK)
+        s = dot(q, tl.trans(k), tl.zeros((q.shape[0], BLOCK_N), acc.dtype))
+        if CAP > 0:
+            s = CAP * tanh(s * (SCALE / CAP), q.dtype == tl.float32)
+        if MASK:
+            visible = n < rows
+            if FIRST:
+                visible = visible & (position + ahead >= first[:, None])
+            if LAST:
+                visible = visible & (position + ahead <= last[:, None])
+            s = tl.where(visible, s, -float("inf"))
+
+        # 2. Online softmax; the pivot of a row that has seen no key yet is 0.
+        m_new = tl.maximum(m, tl.max(s, 1) * UNIT)
+        pivot = m_new
+        if MASK:
+            pivot = tl.where(m_new == -float("inf"), 0.0, m_new)
+        p = exp(s * UNIT - pivot[:, None], BASE)
+        shrink = exp(m - pivot, BASE)
+
+        # 3. Accumulate. The normaliser is that of the row before dropout; p is summed before it is
+        #    rounded, so that no two copies of it are held.
+        v = load(v_ptr + row * v_step, v_step, rows, BLOCK_N, D, BLOCK_D, MASK)
+        l = l * shrink + tl.sum(p, 1)
+        weight = p
+        if DROP:
+            kept = draws(q_pos[:, None], position + ahead, head, sample, seed, DROP)
+            weight = tl.where(kept, p * KEEP, 0.0)
+        acc = dot(to_dtype(weight, v.dtype), v, acc * shrink[:, None])
+        m = m_new
+    return acc, l, m
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def attention_fwd_kernel(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, table_ptr, sinks_ptr,
+                         q_stride, k_stride, v_stride, o_stride, table_stride,
+                         q_start0, q_len0, q_start1, q_len1, q_stripes,
+                         k_start0, k_len0, k_start1, k_len1, k_stripes,
+                         heads, group, window, seed, sample, head0,
+                         SCALE: tl.constexpr, CAP: tl.constexpr, DROP: tl.constexpr,
+                         KEEP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+                         INTO: tl.constexpr, STEP: tl.constexpr, D: tl.constexpr,
+                         BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                         BLOCK_D: tl.constexpr):  # fmt: skip
+    # 1. One tile of queries of one head. v_stride is None where it is k_stride: then one set of
+    #    addresses serves both.
+    if v_stride is None:
+        v_stride = k_stride
+    q_stride, k_stride = elements(q_stride, STEP), elements(k_stride, STEP)
+    v_stride, o_stride = elements(v_stride, STEP), elements(o_stride, STEP)
+    q_runs = (q_start0, q_len0, q_start1, q_len1, q_stripes)
+    k_runs = (k_start0, k_len0, k_start1, k_len1, k_stripes)
+    tile, head, batch = program(q_runs, heads, BLOCK_M, True)
+    row, position, rows = tile_at(tile, q_runs, BLOCK_M)
+    seq = q_runs[1] + q_runs[3]
+    q_ptr += batch * q_stride[0] + row * q_stride[1] + head.to(tl.int64) * q_stride[2]
+    k_ptr += batch * k_stride[0] + (head // group).to(tl.int64) * k_stride[2]
+    v_ptr += batch * v_stride[0] + (head // group).to(tl.int64) * v_stride[2]
+    o_ptr += batch * o_stride[0] + row * o_stride[1] + head.to(tl.int64) * o_stride[2]
+    lse_ptr += (batch * heads + head) * seq + row
+    q = load(q_ptr, q_stride[1], rows, BLOCK_M, D, BLOCK_D, True)
+    i = tl.arange(0, BLOCK_M)
+    q_pos = position + i * q_stripes
+
+    # 2. Nothing is seen yet but what earlier calls carry over, or a sink: a logit without a value.
+    ACC: tl.constexpr = lse_ptr.dtype.element_ty
+    BASE: tl.constexpr = 1.0 if q.dtype == tl.float32 else LOG2E
+    acc = tl.zeros((BLOCK_M, BLOCK_D), ACC)
+    l = tl.zeros((BLOCK_M,), ACC)
+    m = tl.full((BLOCK_M,), -float("inf"), ACC)
+    if INTO:
+        m = tl.load(lse_ptr + i, i < rows, -float("inf")) * BASE
+        l = tl.where(m == -float("inf"), l, 1.0)
+        o = load(o_ptr, o_stride[1], rows, BLOCK_M, D, BLOCK_D, True)
+        acc = tl.where(m[:, None] == -float("inf"), acc, o)
+    elif sinks_ptr is not None:
+        m = l + tl.load(sinks_ptr + head) * BASE
+        l = tl.where(m == -float("inf"), l, 1.0)
+
+    # 3. The keys that all of its rows see, then those at the ends of intervals and of runs.
+    FIRST: tl.constexpr = WINDOW or table_ptr is not None
+    if table_ptr is not None:
+        table_ptr += batch * table_stride + row
+    first, last, ends = reach(
+        position, rows, q_stripes, table_ptr, seq, window,
+        True, not CAUSAL, WINDOW, BLOCK_M)  # fmt: skip
+    acc, l, m = _fwd_steps(
+        acc, l, m, q, q_pos, first, last, k_ptr, v_ptr, k_stride[1], v_stride[1], k_runs,
+        ends, head0 + head, sample + batch, seed, SCALE, CAP, DROP, KEEP,
+        FIRST, CAUSAL or FIRST, False, BLOCK_N, D, BLOCK_D)  # fmt: skip
+    acc, l, m = _fwd_steps(
+        acc, l, m, q, q_pos, first, last, k_ptr, v_ptr, k_stride[1], v_stride[1], k_runs,
+        ends, head0 + head, sample + batch, seed, SCALE, CAP, DROP, KEEP,
+        FIRST, CAUSAL or FIRST, True, BLOCK_N, D, BLOCK_D)  # fmt: skip
+
+    # 4. Normalise; l = 0 and m = -inf only in rows that saw no key. log2(l) in units of m.
+    l = tl.where(l == 0, 1.0, l)
+    store(o_ptr, o_stride[1], acc / l[:, None], rows, BLOCK_M, D, BLOCK_D, False)
+    tl.store(lse_ptr + i, (m + tl.log2(l) * (BASE * LN2)) * (1 / BASE), i < rows)
+
+
+# ---------------------------------------------------------------- launch
+
+
+@no_graph
+def attention_fwd(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    documents: torch.Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    dropout: float = 0.0,
+    dropout_seed: int = 0,
+    dropout_origin: Sequence[int] = (0, 0),
+    q_runs: Runs | None = None,
+    k_runs: Runs | None = None,
+    out_dtype: torch.dtype | None = None,
+    into: tuple[torch.Tensor, torch.Tensor] | None = None,
+    impl: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return o[B, Sq, Hq, D] and its natural-log normaliser lse[B, Hq, Sq].
+
+    Both are new and contiguous; `out_dtype` (default q.dtype) may be float32 for half-precision
+    inputs: partial results that will be merged. Or `into` has the (o, lse) of other keys, both
+    float32 (float64 for float64), lse contiguous: they are changed in place to those of all the
+    keys, and returned. It may start from lse = -inf, whatever o holds there, or from o = 0 and
+    lse = sinks; `sinks` themselves cannot be given with it. Arguments and errors otherwise as
+    `attention`; not differentiable by itself.
+    """
+    check_kinds(q, k, v, causal, window, documents, scale, softcap, dropout, dropout_seed)
+    impl = choose(impl, q, k, v, documents, sinks, *(() if into is None else into))
+    check_tensors(q, k, v)
+    check_dtype("out_dtype", out_dtype)
+    scores = check_scores(q.shape[3], scale, softcap, dropout, dropout_seed, dropout_origin)
+    keyed = scores.dropout > 0
+    mask = check_mask(q, k, causal, window, documents, q_runs, k_runs, keyed=keyed)
+    sinks = check_sinks(q, sinks)
+    check_carried(q, sinks, out_dtype, into)
+    q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
+    out_dtype = q.dtype if out_dtype is None else out_dtype
+    if impl == "torch":
+        return attention_fwd_cpu(q, k, v, mask, scores, sinks, out_dtype, into)
+    if into is None:
+        B, Sq, H, _ = q.shape
+        o = torch.empty(q.shape, dtype=out_dtype, device=q.device)
+        lse = torch.empty((B, H, Sq), dtype=compute_dtype(q), device=q.device)
+    else:
+        o, lse = into
+    if o.numel():
+        q, k, v, wide = widened(q, q, k, v, o)
+        with torch.cuda.device_of(q):
+            _launch_fwd(q, k, v, wide, lse, sinks, mask, scores, into is not None)
+        narrow_into(wide, o)
+    return o, lse
+
+
+def _launch_fwd(q, k, v, o, lse, sinks, mask: Mask, scores: Scores, into: bool) -> None:
+    B, _, H, D = q.shape
+    call = kept(mask, scores, into)
+    tile = forward_tile(q, call)
+    table, by_sample = table_of(mask, mask.q_runs, B)
+    step, (of_q, of_k, of_v, of_o) = shared_steps(q, k, v, o)
+    attention_fwd_kernel[(tile_count(mask.q_runs, tile.q) * H * B,)](
+        q, k, v, o, lse, table, sinks,
+        of_q, *one_set(of_k, of_v), of_o, by_sample,
+        *mask.q_runs, *mask.k_runs, H, H // k.shape[2], *numbers(mask, scores),
+        *constants(mask, scores), into, step, D, tile.q, tile.k, padded(D),
+        **launch_options(tile, q, call))  # fmt: skip

@@ -1,0 +1,229 @@
+"""Backward of the norms: dx by rows, and partial sums over rows for weight and bias.
+
+See `function` for the formulas.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from warpweave.kernels.norm.device import (
+    RUNTIME,
+    add_to,
+    columns,
+    load,
+    normal,
+    row_statistics,
+    store_dx,
+    vector,
+)
+from warpweave.kernels.norm.launch import as_rows, contiguous, tile_of
+from warpweave.kernels.norm.options import Dropped, check_dropped, check_tensors
+from warpweave.kernels.norm.torch_path import norm_bwd_cpu
+from warpweave.kernels.runtime.dispatch import (
+    all_registers,
+    choose,
+    no_graph,
+    processors,
+    tl,
+    triton,
+)
+
+BWD_WIDTH = 8192  # longest rows that are held in registers
+
+# ---------------------------------------------------------------- kernels
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def norm_bwd_kernel(dy_ptr, ds_ptr, s_ptr, weight_ptr, mean_ptr, rstd_ptr, tokens_ptr,
+                    dx_ptr, dresidual_ptr, dw_ptr, db_ptr, dx_bias_ptr,
+                    rows, stride_dy, stride_ds, stride_s, seed, site,
+                    E: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr,
+                    ROWS: tl.constexpr, BLOCK_E: tl.constexpr):  # fmt: skip
+    # 1. This program owns tiles pid, pid + programs, ...; its share of the sums is in registers.
+    #    With the one of x_bias they leave none for the weight, which is then loaded with every row.
+    col = tl.arange(0, BLOCK_E)[None, :]
+    if dx_bias_ptr is None:
+        weight = vector(weight_ptr, col, E)
+    dw = tl.zeros((ROWS, BLOCK_E), dw_ptr.dtype.element_ty)
+    if db_ptr is not None:
+        db = tl.zeros((ROWS, BLOCK_E), dw_ptr.dtype.element_ty)
+    if dx_bias_ptr is not None:
+        dx_bias = tl.zeros((ROWS, BLOCK_E), dw_ptr.dtype.element_ty)
+    for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
+        row = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
+        live = (row[:, None] < rows) & (col < E)
+
+        # 2. The normalised row, again.
+        mean, rstd = row_statistics(mean_ptr, rstd_ptr, row, rows)
+        n = normal(s_ptr, stride_s, mean_ptr, mean, rstd, row, col, live)
+
+        # 3. Parameter gradients.
+        g = load(dy_ptr, stride_dy, row, col, live)
+        dw += g * n
+        if db_ptr is not None:
+            db += g
+
+        # 4. Input gradient.
+        if dx_bias_ptr is not None:
+            weight = vector(weight_ptr, col, E)
+        g *= weight
+        dx = g - n * (tl.sum(g * n, 1) / E)[:, None]
+        if mean_ptr is not None:
+            dx -= (tl.sum(g, 1) / E)[:, None]
+        dx = store_dx(dx * rstd, ds_ptr, tokens_ptr, dx_ptr, dresidual_ptr, row, 0, rows,
+                       stride_ds, seed, site, E, THRESHOLD, SCALE, BLOCK_E)  # fmt: skip
+        if dx_bias_ptr is not None:
+            dx_bias += dx
+
+    # 5. One partial sum per program; torch adds them.
+    out = tl.program_id(0).to(tl.int64) * E + tl.arange(0, BLOCK_E)
+    inside = tl.arange(0, BLOCK_E) < E
+    tl.store(dw_ptr + out, tl.sum(dw, 0), inside)
+    if db_ptr is not None:
+        tl.store(db_ptr + out, tl.sum(db, 0), inside)
+    if dx_bias_ptr is not None:
+        tl.store(dx_bias_ptr + out, tl.sum(dx_bias, 0), inside)
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def norm_bwd_wide_kernel(dy_ptr, ds_ptr, s_ptr, weight_ptr, mean_ptr, rstd_ptr, tokens_ptr,
+                         dx_ptr, dresidual_ptr, dw_ptr, db_ptr, dx_bias_ptr,
+                         rows, stride_dy, stride_ds, stride_s, seed, site,
+                         E: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr,
+                         ROWS: tl.constexpr, BLOCK_E: tl.constexpr):  # fmt: skip
+    # 1. As above, but this program's share of the sums is in memory (in the L2 cache), zero so far.
+    dtype: tl.constexpr = dw_ptr.dtype.element_ty
+    for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
+        row = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
+        mean, rstd = row_statistics(mean_ptr, rstd_ptr, row, rows)
+
+        # 2. The two means over each row.
+        along, level = tl.zeros((ROWS,), dtype), tl.zeros((ROWS,), dtype)
+        for start in range(0, E, BLOCK_E):
+            col, live = columns(row, start, rows, E, BLOCK_E)
+            n = normal(s_ptr, stride_s, mean_ptr, mean, rstd, row, col, live)
+            g = load(dy_ptr, stride_dy, row, col, live) * vector(weight_ptr, col, E)
+            along += tl.sum(g * n, 1) / E
+            if mean_ptr is not None:
+                level += tl.sum(g, 1) / E
+
+        # 3. The same blocks again: input gradient, and parameter gradients over ROWS rows. To hold
+        # g and n instead would take half of all registers at E = 16384 and more than all beyond;
+        # the sums would not fit beside them and go to memory and back with every row, 8 bytes per
+        # element each, where this second reading of bfloat16 costs 4.
+        for start in range(0, E, BLOCK_E):
+            col, live = columns(row, start, rows, E, BLOCK_E)
+            n = normal(s_ptr, stride_s, mean_ptr, mean, rstd, row, col, live)
+            g = load(dy_ptr, stride_dy, row, col, live)
+            at = start + tl.arange(0, BLOCK_E)
+            out, inside = tl.program_id(0).to(tl.int64) * E + at, at < E
+            add_to(dw_ptr, out, inside, g * n)
+            if db_ptr is not None:
+                add_to(db_ptr, out, inside, g)
+            g *= vector(weight_ptr, col, E)
+            dx = (g - n * along[:, None] - level[:, None]) * rstd
+            dx = store_dx(dx, ds_ptr, tokens_ptr, dx_ptr, dresidual_ptr, row, start, rows,
+                           stride_ds, seed, site, E, THRESHOLD, SCALE, BLOCK_E)  # fmt: skip
+            if dx_bias_ptr is not None:
+                add_to(dx_bias_ptr, out, inside, dx)
+        tl.debug_barrier()  # the sums are read again, by other threads perhaps
+
+
+# ---------------------------------------------------------------- launch
+
+
+class NormGradients(NamedTuple):
+    """What `norm_bwd` returns; dresidual is dx itself where the two are equal, absent ones None."""
+
+    dx: torch.Tensor
+    dresidual: torch.Tensor | None
+    dx_bias: torch.Tensor | None
+    dw: torch.Tensor
+    db: torch.Tensor | None
+
+
+@no_graph
+def norm_bwd(
+    dy: torch.Tensor,
+    s: torch.Tensor,
+    weight: torch.Tensor,
+    mean: torch.Tensor | None,
+    rstd: torch.Tensor,
+    *,
+    ds: torch.Tensor | None = None,
+    bias: bool = False,
+    x_bias: bool = False,
+    dropout: float = 0.0,
+    seed: int = 0,
+    site: int = 0,
+    tokens: torch.Tensor | None = None,
+    x_dtype: torch.dtype | None = None,
+    residual_dtype: torch.dtype | None = None,
+    impl: str | None = None,
+) -> NormGradients:
+    """The backward half of both norms: of LayerNorm if `mean` is given.
+
+    ds is the gradient of the returned s, if it has one; `bias` and `x_bias` say which sums are
+    wanted; x_dtype (by default that of s) and residual_dtype (None: there is no residual) are those
+    of dx and dresidual. dw, db and dx_bias are sums over tokens, in the dtype of rstd. Raises
+    ValueError as `rms_norm`, and on gradients that are not like s.
+    """
+    impl = choose(impl, dy, s, weight, mean, rstd, ds, tokens)
+    check_tensors(s, weight)
+    for name, gradient in (("dy", dy), ("ds", ds)):
+        if gradient is not None and gradient.shape != s.shape:
+            raise ValueError(f"{name} must be like s {[*s.shape]}, got {[*gradient.shape]}")
+    for name, statistic in (("mean", mean), ("rstd", rstd)):
+        if statistic is not None and statistic.shape != s.shape[:-1]:
+            raise ValueError(
+                f"{name} must be {[*s.shape[:-1]]} of s {[*s.shape]}, got {[*statistic.shape]}"
+            )
+    drop = check_dropped(s, dropout, seed, site, tokens)
+    x_dtype = s.dtype if x_dtype is None else x_dtype
+    apart = residual_dtype is not None and (drop.tokens is not None or residual_dtype != x_dtype)
+    more = (ds, bias, x_bias, drop, x_dtype, residual_dtype if apart else None)
+    if impl == "torch":
+        mean = None if mean is None else mean.unsqueeze(-1)
+        found = norm_bwd_cpu(dy, s, weight, mean, rstd.unsqueeze(-1), *more)
+    else:
+        found = _launch_bwd(dy, s, weight, mean, rstd, *more)
+    dx, dresidual, dx_bias, dw, db = found
+    if residual_dtype is not None and not apart:
+        dresidual = dx
+    return NormGradients(dx, dresidual, dx_bias, dw, db)
+
+
+def _launch_bwd(dy, s, weight, mean, rstd, ds, bias, x_bias, drop: Dropped, x_dtype, apart):
+    """The fields of `NormGradients`; `apart` is the dtype of a dresidual that is not dx."""
+    E, dy2, s2, ds2 = s.shape[-1], as_rows(dy), as_rows(s), None if ds is None else as_rows(ds)
+    kernel, (rows, block, warps) = norm_bwd_kernel, tile_of(E)
+    warps = min(16, 2 * warps)  # 8 elements per thread, up to 4096: with 16 some spill on sm_100
+    options = {"num_warps": warps}
+    # In 16 bits all are held at once, of 80 registers up to E = 2048, of 64 up to 4096, of 128
+    # beyond; where there are several, the sum of x_bias takes the room of one.
+    held = max(1, (3 if block <= 2048 else 2 if block == 4096 else 1) - x_bias)
+    widest = BWD_WIDTH // 2 if bias and x_bias else BWD_WIDTH  # three sums take more registers
+    if widest < E:
+        kernel, (rows, block), held = norm_bwd_wide_kernel, (4, 1024), 1
+        options = all_registers(16)  # as there is but one program
+    programs = min(triton.cdiv(len(s2), rows), held * processors(s.device))
+    dx = torch.empty(s.shape, dtype=x_dtype, device=s.device)
+    dresidual = None if apart is None else torch.empty_like(dx, dtype=apart)
+    partial = torch.empty(1 + bias + x_bias, programs, E, dtype=rstd.dtype, device=s.device)
+    if widest < E:
+        partial.zero_()  # that kernel adds to them
+    if programs:
+        with torch.cuda.device_of(s):
+            kernel[(programs,)](
+                dy2, ds2, s2, weight.contiguous(), contiguous(mean), rstd.contiguous(),
+                drop.tokens, dx, dresidual,
+                partial[0], partial[1] if bias else None, partial[-1] if x_bias else None,
+                len(s2), dy2.stride(0), 0 if ds2 is None else ds2.stride(0), s2.stride(0),
+                drop.seed, drop.site, E, *drop.constants(), rows, block,
+                **options)  # fmt: skip
+    dw = partial[0].sum(0)  # sums apart: outputs of an operator share no storage
+    db = partial[1].sum(0) if bias else None
+    return dx, dresidual, partial[-1].sum(0) if x_bias else None, dw, db

@@ -1,0 +1,154 @@
+"""Forward of the norms: one pass over a row that fits, or two over a wide one.
+
+See `function` for the formulas.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from warpweave.kernels.norm.device import RUNTIME, columns, load, store_y, sum_of
+from warpweave.kernels.norm.launch import as_rows, contiguous, tile_of
+from warpweave.kernels.norm.options import (
+    Dropped,
+    check_dropped,
+    check_out,
+    check_tensors,
+    sum_dtype,
+)
+from warpweave.kernels.norm.torch_path import norm_fwd_cpu, norm_sum
+from warpweave.kernels.reference import compute_dtype
+from warpweave.kernels.runtime.dispatch import choose, no_graph, tl, triton
+
+FWD_WIDTH = 16384  # longest rows that are held in registers
+
+# ---------------------------------------------------------------- kernels
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def norm_fwd_kernel(x_ptr, x_bias_ptr, residual_ptr, tokens_ptr, weight_ptr, bias_ptr,
+                    y_ptr, s_ptr, mean_ptr, rstd_ptr,
+                    rows, stride_x, stride_residual, stride_y, seed, site,
+                    E: tl.constexpr, EPS: tl.constexpr, THRESHOLD: tl.constexpr,
+                    SCALE: tl.constexpr, ROWS: tl.constexpr, BLOCK_E: tl.constexpr):  # fmt: skip
+    # 1. One tile of whole rows; go on with what is stored.
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    col, live = columns(row, 0, rows, E, BLOCK_E)
+    s = sum_of(x_ptr, x_bias_ptr, residual_ptr, tokens_ptr, s_ptr, row, 0, rows, stride_x,
+             stride_residual, seed, site, E, THRESHOLD, SCALE, BLOCK_E)  # fmt: skip
+
+    # 2. Statistics of each row.
+    if mean_ptr is not None:
+        mean = tl.sum(s, 1) / E
+        tl.store(mean_ptr + row, mean, row < rows)
+        s = tl.where(live, s - mean[:, None], 0.0)
+    rstd = 1 / tl.sqrt(tl.sum(s * s, 1) / E + EPS)
+    tl.store(rstd_ptr + row, rstd, row < rows)
+
+    # 3. The result.
+    store_y(s, rstd, weight_ptr, bias_ptr, y_ptr, stride_y, row, col, live, E)
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def norm_fwd_wide_kernel(x_ptr, x_bias_ptr, residual_ptr, tokens_ptr, weight_ptr, bias_ptr,
+                         y_ptr, s_ptr, mean_ptr, rstd_ptr,
+                         rows, stride_x, stride_residual, stride_y, seed, site,
+                         E: tl.constexpr, EPS: tl.constexpr, THRESHOLD: tl.constexpr,
+                         SCALE: tl.constexpr, ROWS: tl.constexpr,
+                         BLOCK_E: tl.constexpr):  # fmt: skip
+    # 1. Blocks of columns in turn: s, and the statistics so far.
+    dtype: tl.constexpr = rstd_ptr.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    mean, squares = tl.zeros((ROWS,), dtype), tl.zeros((ROWS,), dtype)
+    before = tl.zeros((1,), dtype)
+    for start in range(0, E, BLOCK_E):
+        s = sum_of(x_ptr, x_bias_ptr, residual_ptr, tokens_ptr, s_ptr, row, start, rows, stride_x,
+                 stride_residual, seed, site, E, THRESHOLD, SCALE, BLOCK_E)  # fmt: skip
+        if mean_ptr is not None:
+            col, live = columns(row, start, rows, E, BLOCK_E)
+            count = tl.sum((col < E).to(dtype), 1)
+            centre = tl.sum(s, 1) / count
+            s = tl.where(live, s - centre[:, None], 0.0)
+            away, share = centre - mean, count / (before + count)
+            squares += away * away * before * share
+            mean += away * share
+            before += count
+        squares += tl.sum(s * s, 1)
+    rstd = 1 / tl.sqrt(squares / E + EPS)
+    tl.store(rstd_ptr + row, rstd, row < rows)
+    if mean_ptr is not None:
+        tl.store(mean_ptr + row, mean, row < rows)
+
+    # 2. The same blocks again, as they were stored (by other threads, perhaps).
+    tl.debug_barrier()
+    for start in range(0, E, BLOCK_E):
+        col, live = columns(row, start, rows, E, BLOCK_E)
+        if s_ptr is not None:
+            s = load(s_ptr, E, row, col, live)
+        else:
+            s = load(x_ptr, stride_x, row, col, live)
+        if mean_ptr is not None:
+            s -= mean[:, None]
+        store_y(s, rstd, weight_ptr, bias_ptr, y_ptr, stride_y, row, col, live, E)
+
+
+# ---------------------------------------------------------------- launch
+
+
+@no_graph
+def norm_fwd(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    layer: bool,
+    residual: torch.Tensor | None = None,
+    x_bias: torch.Tensor | None = None,
+    dropout: float = 0.0,
+    seed: int = 0,
+    site: int = 0,
+    tokens: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
+    impl: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """(y, s, mean or None, rstd): the forward half of both norms, of LayerNorm if `layer`.
+
+    Arguments and errors as `rms_norm`. y is `out` if that is given, else new; s is x itself where
+    nothing is added to x and nothing dropped. mean and rstd are [...], fp32 (fp64).
+    """
+    impl = choose(impl, x, weight, bias, residual, x_bias, tokens, out)
+    check_tensors(x, weight, bias, residual, x_bias, eps)
+    drop = check_dropped(x, dropout, seed, site, tokens)
+    y2 = None if out is None else check_out(out, x, out_dtype)
+    out_dtype = out_dtype or (x.dtype if out is None else out.dtype)
+    if impl == "torch":
+        s = norm_sum(x, x_bias, drop, residual)
+        y, mean, rstd = norm_fwd_cpu(s, weight, bias, eps, layer, out_dtype)
+        y, mean = y if out is None else out.copy_(y), mean.squeeze(-1) if layer else None
+        return y, s, mean, rstd.squeeze(-1)
+    s, y = x, torch.empty(x.shape, dtype=out_dtype, device=x.device) if out is None else out
+    if residual is not None or x_bias is not None or drop.tokens is not None:
+        s = torch.empty(x.shape, dtype=sum_dtype(x, residual), device=x.device)
+    rstd = torch.empty(x.shape[:-1], dtype=compute_dtype(s), device=x.device)
+    mean = torch.empty_like(rstd) if layer else None
+    if rstd.numel():
+        y2 = y.view(-1, x.shape[-1]) if y2 is None else y2
+        _launch_fwd(x, x_bias, residual, drop, weight, bias, eps, y2, s, mean, rstd)
+    return y, s, mean, rstd
+
+
+def _launch_fwd(x, x_bias, residual, drop: Dropped, weight, bias, eps, y, s, mean, rstd) -> None:
+    """Fill y[rows, E], s unless it is x, mean and rstd."""
+    E, x2, r2 = x.shape[-1], as_rows(x), None if residual is None else as_rows(residual)
+    kernel, (rows, block, warps) = norm_fwd_kernel, tile_of(E)
+    if E > FWD_WIDTH:
+        kernel, (rows, block, warps) = norm_fwd_wide_kernel, (1, 8192, 16)
+    with torch.cuda.device_of(x):
+        kernel[(triton.cdiv(len(x2), rows),)](
+            x2, contiguous(x_bias), r2, drop.tokens, weight.contiguous(), contiguous(bias),
+            y, None if s is x else s, mean, rstd,
+            len(x2), x2.stride(0), 0 if r2 is None else r2.stride(0), y.stride(0),
+            drop.seed, drop.site, E, eps, *drop.constants(), rows, block,
+            num_warps=warps)  # fmt: skip
