@@ -1,4 +1,22 @@
-"""Compute: tensors in, tensors out, on one device; no process group."""
+"""Compute: tensors in, tensors out, on one device; no process group.
+
+The public ops, each under its import path, with its halves beside it:
+
+    attention             attention                 causal, window, documents, GQA, sinks, softcap
+    norm                  rms_norm, layer_norm      of residual + dropout(x + bias)
+    rope                  apply_rope, rope_table    rotary embedding and its tables
+    qkv                   qkv_rope                  projection and rotation in one
+    mlp                   mlp, gelu_mlp, swiglu_mlp up, activation, down in two kernels
+    activation            activate                  GELU, ReLU^2, SwiGLU, GeGLU
+    gemm                  gemm, gemm_into, fused_gemm
+    cross_entropy         cross_entropy, linear_cross_entropy
+    dropout               dropout                   keyed by global token numbers
+    adamw                 adamw_step, sum_of_squares
+    merge                 merge                     of partial attention results
+
+`reference` says in plain torch what each means, `cost` what it must compute and move, `sharding`
+how it may be cut; `runtime` is what all kernels stand on.
+"""
 
 if __name__ != "warpweave.kernels":
     raise ImportError(
