@@ -28,7 +28,7 @@ from warpweave.kernels.gemm.gradients import grad_dtype
 from warpweave.kernels.runtime.dispatch import once_differentiable
 from warpweave.parallel.context.gather import GATHER
 from warpweave.parallel.context.ring import RING
-from warpweave.parallel.context.strategy import Attend, Passes, Shards
+from warpweave.parallel.context.strategy import Attend, Shards
 from warpweave.parallel.layout import SequenceLayout
 
 Strategy = Literal["auto", "ring", "gather"]
@@ -147,7 +147,7 @@ def _problem(
 
 class _ContextAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, sinks, strategy: Passes, layout, group, attend, overlap):
+    def forward(ctx, q, k, v, sinks, strategy, layout, group, attend, overlap):
         shards = Shards(layout, group, attend, overlap)
         o, lse, kept = strategy.forward(shards, q, k, v, sinks)
         ctx.save_for_backward(q, sinks, o, lse, *kept)

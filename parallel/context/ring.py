@@ -171,8 +171,8 @@ def _backward(
     delta: torch.Tensor,
     o: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    layout, attend = shards.layout, shards.attend
-    steps = ring_backward(shards.rank, do, q, *kept, lse, delta, o=o, layout=layout, attend=attend)
+    (kv,), layout, attend = kept, shards.layout, shards.attend
+    steps = ring_backward(shards.rank, do, q, kv, lse, delta, o=o, layout=layout, attend=attend)
     return run_on_group(steps, shards.group, overlap=shards.overlap)
 
 
