@@ -188,7 +188,7 @@ def _low_precision(rank: int) -> None:
     """bf16 partial sums stay fp32 on their way, so the strategies differ by one final rounding."""
     case = Case(SequenceLayout(32, 2), dtype=torch.bfloat16)
     with mock.patch.object(
-        context, "start_reduce_scatter", side_effect=context.start_reduce_scatter
+        gather, "start_reduce_scatter", side_effect=gather.start_reduce_scatter
     ) as summed:
         gathered = _run(case, rank, "gather")
     assert [call.args[0].dtype for call in summed.call_args_list] == [torch.float32]

@@ -529,7 +529,7 @@ def smoothing_over_the_local_vocabulary(logits, labels, **options):
     def local(*parts, vocab_size, **more):
         return right(*parts, vocab_size=logits.shape[1], **more)
 
-    right = tensor.token_losses
+    right = tensor.loss.token_losses
     with mock.patch.object(tensor.loss, "token_losses", local):
         return tensor.vocab_parallel_cross_entropy(logits, labels, **options)
 
