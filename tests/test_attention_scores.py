@@ -281,7 +281,8 @@ def _sizes(tile, D, dtype=torch.float16, **call) -> tuple[int, int]:
 
 def test_what_keeps_more_takes_smaller_tiles_in_the_forward(monkeypatch) -> None:
     tiles_of(monkeypatch, 90)
-    assert _sizes(forward_tile, 128) == _sizes(forward_tile, 128, softcap=True) == (128, 64)
+    assert _sizes(forward_tile, 128) == _sizes(forward_tile, 128, causal=True) == (128, 128)
+    assert _sizes(forward_tile, 128, softcap=True) == _sizes(forward_tile, 80) == (128, 64)
     assert _sizes(forward_tile, 128, dropout=True) == (128, 32)
     assert _sizes(forward_tile, 128, into=True) == (128, 64)
     assert _sizes(forward_tile, 64, softcap=True) == (128, 32)
@@ -327,7 +328,14 @@ def test_what_keeps_more_takes_smaller_tiles_in_the_backward(monkeypatch) -> Non
     assert _sizes(dq_tile, 64, torch.float32, bounded=True) == (32, 32)
     tiles_of(monkeypatch, 80)
     assert _sizes(dq_tile, 40) == (64, 32)  # four warps that mask columns off
-    assert _sizes(dq_tile, 72) == (64, 64)
+    assert _sizes(dq_tile, 72) == _sizes(dq_tile, 128, into=True) == (64, 64)
+    assert _sizes(dq_tile, 128) == _sizes(dq_tile, 128, causal=True) == (128, 64)
+    assert _sizes(dkdv_tile, 128) == (32, 128)
+    for more in ({"causal": True}, {"bounded": True}, {"into": True}):
+        assert _sizes(dkdv_tile, 128, **more) == (64, 64)
+    q = torch.empty(1, 1, 1, 64, dtype=torch.float16)
+    assert dkdv_tile(q, Kept(causal=True)).warps == 4
+    assert dkdv_tile(q, Kept(bounded=True)).warps == dkdv_tile(q[..., :40], Kept()).warps == 8
 
 
 def test_launches_that_ptxas_would_spill_state_their_registers(monkeypatch) -> None:

@@ -18,24 +18,30 @@ from warpweave.kernels.runtime.tiles import find
 
 
 class Kept(NamedTuple):
-    """What a call keeps beyond plain attention: `bounded` by a window or documents, `into` the sums
-    of earlier calls."""
+    """What a call keeps: `bounded` by a window or documents, `into` the sums of earlier calls."""
 
+    causal: bool = False
     bounded: bool = False
     softcap: bool = False
     dropout: bool = False
     into: bool = False
 
+    @property
+    def more(self) -> bool:
+        """Whether that is more than plain attention, which may be causal, keeps."""
+        return self.bounded or self.softcap or self.dropout or self.into
+
 
 def kept(mask: Mask, scores: Scores, into: bool) -> Kept:
     """What this call keeps."""
     bounded = mask.window > 0 or mask.documents is not None
-    return Kept(bounded, scores.softcap > 0, scores.dropout > 0, into)
+    return Kept(mask.causal, bounded, scores.softcap > 0, scores.dropout > 0, into)
 
 
 def forward_tile(q: torch.Tensor, call: Kept) -> AttentionTile:
     """The tile of the forward, which holds queries and goes through keys, for q[B, S, H, D].
 
+    Only plain attention has the registers for 128 keys at a time: all else takes half of them.
     Dropout, and a softcap in a program of four warps, keep more per score: half the keys. What goes
     on from earlier sums keeps more per row: at most 64 rows past head dim 128 or in four warps (as
     with both dropout and softcap), and past head dim 128 in float32 two stages, since with one the
@@ -46,6 +52,8 @@ def forward_tile(q: torch.Tensor, call: Kept) -> AttentionTile:
     if INTERPRET:
         return tile
     wide, masks = q.shape[3] > 128, _masked(q)
+    if tile.k == 128 and (call.more or masks):
+        tile = _half_keys(tile)
     if masks:
         tile = tile._replace(warps=8)
     if (wide and (call.into or masks)) or (
@@ -64,7 +72,8 @@ def forward_tile(q: torch.Tensor, call: Kept) -> AttentionTile:
 def dkdv_tile(q: torch.Tensor, call: Kept) -> AttentionTile:
     """The tile of dk and dv, which hold keys and go through queries.
 
-    Only plain attention has the registers to hold 128 keys in four warps: all else takes eight.
+    Only plain attention has the registers to hold 128 keys in four warps: all else takes eight, and
+    past head dim 64 on Ampere, where causal attention has not enough for 128 either, 64 by 64.
     Fewer queries cost little: with dropout 16-bit elements take at most 32 at a time, and half
     where columns are masked off and anything more is kept, or on Ampere the head dim is past 64.
     Fewer keys read the queries more often, and below 64 there is no wgmma or tcgen05: past head dim
@@ -78,12 +87,14 @@ def dkdv_tile(q: torch.Tensor, call: Kept) -> AttentionTile:
     if q.element_size() > 2:
         tile = _half_keys(tile) if call.dropout else tile
         return _half_keys(tile) if call.dropout or call.softcap or call.into else tile
+    wide, arch, more = q.shape[3] > 64, capability(q.device), call.more or _masked(q)
+    if tile.k == 128 and more:
+        tile = tile._replace(warps=8)
+    if tile.k == 128 and wide and arch < 90 and (more or call.causal):
+        tile = tile._replace(q=64, k=64)
     if call.dropout:
         tile = tile._replace(q=min(tile.q, 32))
-    wide, arch = q.shape[3] > 64, capability(q.device)
-    if tile.warps == 4 and tile.k == 128 and (any(call) or _masked(q)):
-        tile = tile._replace(warps=8)
-    if _masked(q) and (any(call) if arch >= 90 else wide):
+    if _masked(q) and (call.more if arch >= 90 else wide):
         tile = tile._replace(q=max(16, tile.q // 2))
     if wide and arch < 100 and (call.into or (call.dropout and call.softcap)):
         tile = tile._replace(k=min(tile.k, 64))
@@ -101,7 +112,7 @@ def dq_tile(q: torch.Tensor, call: Kept) -> AttentionTile:
         return tile
     low, blackwell = q.element_size() == 2, capability(q.device) >= 100
     bounds = low and call.bounded and blackwell
-    if tile.q == 128 and capability(q.device) < 90 and (any(call) or _masked(q)):
+    if tile.q == 128 and capability(q.device) < 90 and (call.more or _masked(q)):
         tile = tile._replace(q=64, k=64)
     masks = low and _masked(q) and tile.warps == 4
     return _half_keys(tile) if call.dropout or bounds or masks else tile
