@@ -368,7 +368,7 @@ def test_the_default_is_every_kernel_in_bf16() -> None:
 
 
 DRY = """
-from warpweave.kernels.tile_table import AttentionTile, GemmTile
+from warpweave.kernels.runtime.tile_table import AttentionTile, GemmTile
 from warpweave.tile_calls import Problem
 from warpweave.tile_candidates import compile_tile, fault, first_fault
 from warpweave.tune import main
