@@ -105,7 +105,10 @@ def test_without_a_gpu_nobody_reads_it_at_import_or_at_a_launch(table) -> None:
     q = torch.randn(1, 3, 1, 16)
     attention(q, q, q, impl="triton")
     gemm(q[0, :, 0], q[0, :, 0].t(), impl="triton")
-    code = "import warpweave.kernels.attention, warpweave.kernels.gemm, warpweave.kernels.runtime.tiles as t"
+    code = (
+        "import warpweave.kernels.attention, warpweave.kernels.gemm\n"
+        "import warpweave.kernels.runtime.tiles as t"
+    )
     code += "; assert not t.shipped_table.cache_info().currsize"
     subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=60)
     with pytest.raises(ValueError, match=r"tiles\.json cannot be used: Expecting value"):

@@ -7,8 +7,8 @@
 
 What cannot run raises `ValueError` and says why. Nothing here looks at a GPU or starts a driver.
 
-Kernel files take Triton from here (``from warpweave.kernels.runtime.dispatch import choose, tl, triton``),
-so that they can be imported, and their torch paths used, where Triton does not exist (macOS,
+Kernel files take Triton from here (``from …runtime.dispatch import choose, tl, triton``), so that
+they can be imported, and their torch paths used, where Triton does not exist (macOS,
 Windows). A launcher wraps its launch in ``with torch.cuda.device_of(x):`` (free on CPU tensors),
 because Triton launches on the current device whatever the device of its arguments.
 """
