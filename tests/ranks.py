@@ -78,7 +78,7 @@ def _child(
         dist.destroy_process_group()
 
 
-def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 100.0) -> list[Any]:
+def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 600.0) -> list[Any]:
     """Call ``fn(rank, *args)`` on `world` connected gloo ranks; their results in rank order.
 
     Raises ``AssertionError`` with the traceback of the first rank that failed, and ``TimeoutError``

@@ -16,7 +16,6 @@ def reports() -> dict[str, list[Report]]:
     return compile_targets()
 
 
-@pytest.mark.timeout(400)  # the first test waits for every compilation
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_kernel_fits_the_target(reports, target) -> None:
     faulty = [r for r in reports[target] if r.case.startswith("planted")]

@@ -329,7 +329,6 @@ def test_it_compiles_without_a_graph_break(name):
     )
 
 
-@pytest.mark.timeout(600)  # 14 files of C++
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # inductor's own
 def test_inductor_gives_the_same_numbers():
     """Torch's default backend, in float32, forward and backward: it writes C++, and without a

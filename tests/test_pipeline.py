@@ -382,7 +382,7 @@ def _real(rank: int, p: int) -> dict[str, list[Tensor]]:
     for name in SCHEDULES:
         for m in (1, 5):
             lists = lowered(name, p, m)
-            transport = Counting(lists, dist.group.WORLD, timeout=20)
+            transport = Counting(lists, dist.group.WORLD, timeout=300)
             stages = build(p, m, _mine(lists, rank))
             _Linear.calls = 0
             execute(lists, stages, transport)
@@ -410,11 +410,11 @@ def test_real_ranks_equal_one_device_bit_for_bit(p: int) -> None:
 def _vee_and_tie(rank: int) -> tuple[list[Tensor], list[Tensor]]:
     lists = with_comm(vee(3))
     stages = build(4, 3, _mine(lists, rank))
-    execute(lists, stages, Distributed(lists, dist.group.WORLD, timeout=20))
+    execute(lists, stages, Distributed(lists, dist.group.WORLD, timeout=300))
     tied = with_comm(with_tie(one_f_one_b(2, 3)))
     ends = build(2, 3, [rank])
     ends[rank].tied = ends[rank].module[-rank].weight  # blocks 0 and 3
-    execute(tied, ends, Distributed(tied, dist.group.WORLD, timeout=20))
+    execute(tied, ends, Distributed(tied, dist.group.WORLD, timeout=300))
     return grads_of(stages), ends[rank].tied.grad
 
 
@@ -436,7 +436,7 @@ def _two_by_two(rank: int) -> list[Tensor]:
     across = [dist.new_group([2 * s, 2 * s + 1]) for s in range(2)][stage]
     lists = with_comm(with_reduce(one_f_one_b(2, 3)))
     stages = build(2, 3, [stage], replica=replica, group=across)
-    execute(lists, stages, Distributed(lists, down, timeout=20))
+    execute(lists, stages, Distributed(lists, down, timeout=300))
     return grads_of(stages)
 
 
@@ -458,7 +458,7 @@ def _errors(rank: int) -> list[str]:
             found.append(str(error))
 
     other = with_comm(gpipe(2, 2)) if rank else STEP
-    note(lambda: Distributed(other, dist.group.WORLD, timeout=20))
+    note(lambda: Distributed(other, dist.group.WORLD, timeout=300))
     transport = Distributed(STEP, dist.group.WORLD, timeout=1)
     note(lambda: execute(with_comm(gpipe(2, 2)), build(2, 2, [rank]), transport))
     stages = build(2, 2, [rank])

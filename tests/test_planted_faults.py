@@ -49,7 +49,7 @@ from warpweave.prove import LIMITS, Layout, prove_layout
 
 LIMIT = LIMITS["fp64"]
 NOTICED = LIMITS["fp32"]  # what a planted fault must exceed: so the fp32 proof sees it, too
-TIMEOUT = 20.0
+TIMEOUT = 100.0
 
 Guard = Callable[[ConnectedMesh], float]  # relative error, the same on every rank
 Patch = tuple[object, str, object]  # place, attribute, replacement

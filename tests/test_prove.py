@@ -71,7 +71,7 @@ LAYOUTS = {
 def _prove(rank: int, layouts: list[Layout], dtypes: tuple[str, ...]) -> list[Errors]:
     meshes = {sizes: sizes.connect() for sizes in dict.fromkeys(lay.mesh for lay in layouts)}
     chosen = [dataclasses.replace(lay, dtype=d) for lay in layouts for d in dtypes]
-    return [prove_layout(layout, meshes[layout.mesh], 30.0) for layout in chosen]
+    return [prove_layout(layout, meshes[layout.mesh], 300.0) for layout in chosen]
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def _prove(rank: int, layouts: list[Layout], dtypes: tuple[str, ...]) -> list[Er
 )
 def test_sampled_layouts_equal_the_plain_model_within_the_limits(world, dtypes):
     layouts = LAYOUTS[world]
-    ranks = run_ranks(world, _prove, layouts, dtypes, timeout=90)
+    ranks = run_ranks(world, _prove, layouts, dtypes)
     for layout, dtype in itertools.product(layouts, dtypes):
         for errors in ranks:
             found = errors[layouts.index(layout) * len(dtypes) + dtypes.index(dtype)]
@@ -210,13 +210,13 @@ def _faults(rank: int) -> dict[str, tuple[Errors, Errors]]:
     found = {}
     for name, (layout, place, attribute, value) in FAULTS.items():
         with _planted(place, attribute, value):
-            found[name] = prove_layout(layout, meshes[layout.mesh], 30.0)
+            found[name] = prove_layout(layout, meshes[layout.mesh], 300.0)
         dist.barrier()
     return found
 
 
 def test_every_planted_fault_is_caught_far_outside_the_limits_on_every_rank():
-    for found in run_ranks(2, _faults, timeout=90):
+    for found in run_ranks(2, _faults):
         for name, errors in found.items():
             assert errors.worst > 5 * LIMITS["fp32"], (name, errors)
 
@@ -244,15 +244,14 @@ def _interpreted(rank: int) -> list[Errors]:
         )
         gpt2 = Layout(Mesh(tp=2), True, recompute="selective", impl="triton", count=1, drawn=sizes)
         for layout in (llama, gpt2):
-            found.append(prove_layout(layout, layout.mesh.connect(), 60.0))
+            found.append(prove_layout(layout, layout.mesh.connect(), 300.0))
         with mock.patch.object(norm, "_launch_fwd", too_much_eps):
-            found.append(prove_layout(gpt2, gpt2.mesh.connect(), 60.0))
+            found.append(prove_layout(gpt2, gpt2.mesh.connect(), 300.0))
     return found
 
 
-@pytest.mark.timeout(200)
 def test_the_triton_kernels_prove_layouts_too():
-    for llama, gpt2, planted in run_ranks(2, _interpreted, timeout=180):
+    for llama, gpt2, planted in run_ranks(2, _interpreted):
         assert max(llama.worst, gpt2.worst) <= LIMITS["fp64"], (llama, gpt2)
         assert planted.worst > LIMITS["fp32"], planted
 
@@ -422,14 +421,13 @@ def _one_rank(rank: int) -> dict[tuple[str, int], Errors]:
     faults = {name: (DP, *fault) for name, fault in ON_ONE_RANK.items()} | REAL
     for (name, (layout, *fault)), culprit in itertools.product(faults.items(), range(2)):
         with _planted(*fault) if rank == culprit else contextlib.nullcontext():
-            found[name, culprit] = prove_layout(layout, meshes[layout.mesh], 30.0)
-    found["nothing at all", 0] = prove_layout(DP1, meshes[DP1.mesh], 30.0)
+            found[name, culprit] = prove_layout(layout, meshes[layout.mesh], 300.0)
+    found["nothing at all", 0] = prove_layout(DP1, meshes[DP1.mesh], 300.0)
     return found
 
 
-@pytest.mark.timeout(180)
 def test_a_fault_of_one_single_rank_turns_every_rank_red_and_that_rank_is_named():
-    first, second = run_ranks(2, _one_rank, timeout=150)
+    first, second = run_ranks(2, _one_rank)
     assert first == second
     assert first.pop(("nothing at all", 0)).worst < LIMITS["fp64"], "a fault was not pulled out"
     for key in NO_FAULT:
@@ -456,7 +454,7 @@ def test_whatever_is_never_compared_is_wrong():
 
 
 def test_low_precision_is_judged_by_the_plain_model_s_own_error():
-    ranks = run_ranks(2, _low_faults, timeout=90)
+    ranks = run_ranks(2, _low_faults)
     for (name, dtype), errors in itertools.chain(*(found.items() for found in ranks)):
         assert errors.worst > 2 * LIMITS[dtype], (name, dtype, errors)
 
@@ -473,7 +471,7 @@ def _low_faults(rank: int) -> dict[tuple[str, str], Errors]:
         layout, *fault = FAULTS[name]
         with _planted(*fault):
             layout = dataclasses.replace(layout, dtype=dtype)
-            found[name, dtype] = prove_layout(layout, layout.mesh.connect(), 30.0)
+            found[name, dtype] = prove_layout(layout, layout.mesh.connect(), 300.0)
         dist.barrier()
     return found
 
@@ -690,7 +688,7 @@ def test_the_command_is_red_for_a_fault_on_another_rank_than_the_first(name, mon
     def launch(entry, args, mesh):
         assert (entry, mesh) == (prove.prove_rank, Mesh(dp=2))
         try:
-            run_ranks(2, _ranked, args, name, timeout=60)
+            run_ranks(2, _ranked, args, name)
         except AssertionError:
             raise SystemExit(1) from None
 

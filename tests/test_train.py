@@ -39,7 +39,7 @@ def _config(folder: Path, **changes) -> TrainConfig:
     config = TrainConfig(
         model="toy", layers=2, width=16, heads=2, seq_len=16, dropout=0.1, data=text, batch=2,
         microbatches=2, steps=5, warmup=2, lr=0.02, save_every=1, keep=9, eval_every=2,
-        eval_batches=1, sample=0, out=folder / "run", timeout=60.0,
+        eval_batches=1, sample=0, out=folder / "run", timeout=600.0,
     )  # fmt: skip
     return dataclasses.replace(config, **changes)
 
