@@ -169,6 +169,13 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if wrong else 0
 
 
+def _lines(report: dict) -> str:
+    """JSON with a line for each field, and of the rows, which come last, a line for each kernel."""
+    head = [f"{json.dumps(key)}: {json.dumps(x)}" for key, x in report.items() if key != "rows"]
+    rows = ",\n".join(map(json.dumps, report["rows"]))
+    return "{\n" + ",\n".join([*head, f'"rows": [\n{rows}\n]']) + "\n}\n"
+
+
 def write(path: Path, target: str, rows: list[Row], wrong: list[str]) -> None:
     """One part's rows, with the header that all results have."""
     part: dict[str, Any] = dataclasses.asdict(PARTS[target])
@@ -183,7 +190,7 @@ def write(path: Path, target: str, rows: list[Row], wrong: list[str]) -> None:
         "failures": wrong,
         "rows": [dataclasses.asdict(r) for r in rows],
     }
-    path.write_text(json.dumps(report, indent=1) + "\n")
+    path.write_text(_lines(report))
 
 
 if __name__ == "__main__":
