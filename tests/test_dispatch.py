@@ -71,7 +71,8 @@ import importlib.util, sys
 found = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *a: None if name == "triton" else found(name, *a)
 import torch
-from warpweave.kernels import activation, dispatch, dropout, norm, numeric, rope
+from warpweave.kernels import activation, dropout, norm, rope
+from warpweave.kernels.runtime import dispatch
 assert not dispatch.HAS_TRITON and "triton" not in sys.modules
 x = torch.randn(3, 8, requires_grad=True)
 y, _ = norm.rms_norm(x, torch.ones(8), residual=x)
@@ -105,7 +106,7 @@ def test_all_registers_are_those_of_a_multiprocessor_or_a_thread(monkeypatch) ->
 def _halves() -> dict[str, object]:
     """Every public half of an autograd Function in kernels, by module and name."""
     found = {}
-    for module in pkgutil.iter_modules(kernels.__path__, f"{kernels.__name__}."):
+    for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
         if module.name.endswith(".reference"):
             continue  # plain torch, differentiable
         for name, value in vars(importlib.import_module(module.name)).items():

@@ -110,7 +110,7 @@ def test_an_editable_install_works_and_a_bare_rung_says_what_to_do(
     options = ("--no-index", "--no-deps", "--no-build-isolation", "--no-cache-dir")
     pip("--python", python, "install", *options, "-e", copy, cwd=tmp_path)
     where = run(python, "-c", PROBE, cwd=elsewhere).strip()
-    assert where == str((copy / "kernels" / "norm.py").resolve())
+    assert where == str((copy / "kernels" / "norm" / "__init__.py").resolve())
     for rung in RUNGS[:3]:
         result = subprocess.run(
             [python, "-c", f"import {rung}"], cwd=copy, capture_output=True, text=True, timeout=800

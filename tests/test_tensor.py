@@ -542,7 +542,7 @@ def padding_in_the_softmax(logits, labels, *, vocab_size, padded_vocab_size, **o
 
 def no_merge_of_the_maxima(logits, labels, **options):
     with mock.patch.object(
-        tensor, "start_all_gather", lambda x, group: collectives.Pending(None, lambda: x)
+        tensor.loss, "start_all_gather", lambda x, group: collectives.Pending(None, lambda: x)
     ):
         return tensor.vocab_parallel_cross_entropy(logits, labels, **options)
 

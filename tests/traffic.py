@@ -384,8 +384,8 @@ _SCALAR = "one number"
 
 
 def _norms() -> list[Measure]:
-    from warpweave.kernels import cost
-    from warpweave.kernels.norm import function as norm
+    from warpweave.kernels import cost, norm
+    from warpweave.kernels.norm import backward
 
     half, triton = torch.bfloat16, {"impl": "triton"}
     T, E = 1024, 128
@@ -394,7 +394,7 @@ def _norms() -> list[Measure]:
     (w, b), (rstd, mean) = torch.randn(2, E).to(half), torch.rand(2, T)
     # Every program leaves a partial row of dw: at most four rows of E floats per multiprocessor,
     # which L2 holds until torch adds them. Here one multiprocessor, so that they are as few.
-    few_programs = patch.object(norm, "processors", lambda device: 1)
+    few_programs = patch.object(backward, "processors", lambda device: 1)
     weight = {"weight_ptr": _VECTOR}
     both = {**weight, "bias_ptr": _VECTOR}
 
