@@ -8,6 +8,7 @@ from warpweave.parallel.schedule import (
     acknowledged,
     from_csv,
     gpipe,
+    interleaved,
     one_f_one_b,
     order,
     placement,
@@ -25,6 +26,36 @@ from warpweave.parallel.schedule.actions import deps, gives, link, links
 from warpweave.parallel.simulate import simulate
 
 GENERATORS = [gpipe, one_f_one_b]
+
+
+@pytest.mark.parametrize("p", range(1, 6))
+@pytest.mark.parametrize("c", [1, 2, 3])
+def test_interleaved_is_valid_and_idles_as_its_formula_says(p: int, c: int) -> None:
+    for m in range(1, 12):
+        lists = interleaved(p, m, c)
+        assert placement(lists) == [stage % p for stage in range(p * c)]
+        for passed in (lists, send_first(lists)):
+            validate(with_update(with_reduce(with_comm(passed))), microbatches=m)
+        if m % p == 0:
+            timeline = simulate(lists, {"F": 1, "B": 2})
+            assert timeline.span == 3 * (m * c + p - 1)  # of stages c times smaller
+
+
+@pytest.mark.parametrize(("p", "m", "c"), [(2, 4, 2), (3, 6, 2), (4, 8, 2), (4, 8, 3)])
+def test_interleaved_is_torchs_own(p: int, m: int, c: int) -> None:
+    for rank, actions in enumerate(interleaved(p, m, c)):
+        warm = min(m * c, 2 * (p - 1 - rank) + (c - 1) * p)
+
+        def ahead(step: int, rank: int = rank) -> int:
+            return step // p % c * p + rank
+
+        def back(step: int, rank: int = rank, warm: int = warm) -> int:
+            return (c - 1 - (step - warm) // p % c) * p + rank
+
+        made = theirs._get_1f1b_rank_ops(c, p, warm, m * c - warm, warm, rank, ahead, back)
+        op = {"FORWARD": "F", "FULL_BACKWARD": "B"}
+        ops = [(a.stage_index, op[a.computation_type.name], a.microbatch_index) for a in made if a]
+        assert [(a.stage, a.op, a.mb) for a in actions] == ops
 
 
 def lists_of(*rows: str):

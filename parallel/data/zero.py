@@ -182,7 +182,8 @@ class ZeroOptimizer:
     """An update rule over units, with one global norm clip.
 
     Args:
-        units: this rank's units, in the same order on all ranks of a stage.
+        units: this rank's units, in the same order on all ranks of a stage. All pipeline stages
+            have units of the same data axes: the axes of the norm follow from them.
         mesh: this rank's place.
         rule: the optimizer's arithmetic, such as ``AdamW()``.
         clip: largest global gradient norm; None for no clipping.
