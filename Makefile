@@ -55,7 +55,7 @@ check: venv
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	@rm -rf $(TYPECHECK) && mkdir -p $(TYPECHECK)/warpweave
-	@cd $(TYPECHECK)/warpweave && ln -s ../../../warpweave/*.py . && \
+	@cd $(TYPECHECK)/warpweave && ln -s ../../../warpweave/* . && \
 	  ln -s ../../../kernels ../../../parallel ../../../layers .
 	cd $(TYPECHECK) && MYPYPATH=. ../../$(VENV)/bin/mypy --config-file ../../pyproject.toml -p warpweave
 	@echo "make check: lint, format and types are clean"

@@ -29,8 +29,8 @@ from typing import Any
 
 import harness
 
-from warpweave.aot import PARTS
 from warpweave.kernels.cost import Cost
+from warpweave.tune.parts import PARTS
 
 sys.path.insert(0, str(harness.ROOT / "tests"))  # the cases: tests and benchmarks share them
 from compile_targets import TARGETS, Report, compile_targets, failures

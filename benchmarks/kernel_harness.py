@@ -34,10 +34,10 @@ import harness
 import torch
 from torch import Tensor
 
-from warpweave.aot import PARTS
 from warpweave.kernels.cost import Cost
 from warpweave.kernels.runtime.tiles import own_rows
-from warpweave.timing import Clock, CudaClock, interleave
+from warpweave.tune.parts import PARTS
+from warpweave.tune.timing import CudaTimer, Timer, interleave
 
 OURS = "warpweave"
 PREDICTED = ("sm_80", "sm_90", "sm_100")
@@ -123,7 +123,7 @@ class Bench:
     """
 
     device: torch.device
-    clock: Clock
+    clock: Timer
     peak: tuple[float, float]
     rounds: int
     left: Callable[[], float]
@@ -261,7 +261,7 @@ def both(
 # ---------------------------------------------------------------- on a GPU
 
 
-def peaks(device: torch.device, clock: CudaClock) -> tuple[float, float]:
+def peaks(device: torch.device, clock: CudaTimer) -> tuple[float, float]:
     """FLOP/s of a bfloat16 product of 8192 x 8192 and bytes/s of copying 1 GiB, measured."""
     a = torch.randn(8192, 8192, dtype=torch.bfloat16, device=device)
     big = torch.empty(1 << 30, dtype=torch.uint8, device=device)
@@ -432,7 +432,7 @@ def main(
             table.add(problem, _dry(small, problem), {})
     else:
         device = torch.device("cuda")
-        name, clock = torch.cuda.get_device_name(device), CudaClock(device)
+        name, clock = torch.cuda.get_device_name(device), CudaTimer(device)
         peak = peaks(device, clock)
         table.open(
             kind=name.lower().replace(" ", "-"), device=name, peak_tflops=peak[0] / 1e12,

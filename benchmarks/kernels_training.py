@@ -30,8 +30,8 @@ from warpweave.engine import Engine
 from warpweave.gpt import GPT, PRESETS, GPTConfig
 from warpweave.kernels import cost
 from warpweave.parallel.mesh import single
-from warpweave.timing import interleave
 from warpweave.train import PEAK_FLOPS
+from warpweave.tune.timing import interleave
 
 CLAIM = (
     "A bfloat16 training step is at least 1.15 times as fast as torch.compile's and transformers' "

@@ -1,7 +1,7 @@
 """Compile the kernels for GPUs that are not there, and report what the compiler made of them.
 
 A case is a call of an ordinary launcher on meta tensors. In a subprocess without TRITON_INTERPRET,
-`warpweave.aot` compiles every kernel the call launches down to the cubin, and nothing runs.
+`warpweave.tune.aot` compiles every kernel the call launches down to the cubin, and nothing runs.
 
 To add a kernel, append a `Case` in `cases` below:
 
@@ -37,9 +37,10 @@ from typing import Any
 
 import torch
 
-from warpweave.aot import PARTS, Compiled, compiling
 from warpweave.kernels.cost import Cost
 from warpweave.kernels.runtime.dispatch import tl, triton
+from warpweave.tune.aot import Compiled, compiling
+from warpweave.tune.parts import PARTS
 
 TARGETS = ("sm_80", "sm_90", "sm_100")
 SHARED_LIMIT = {target: part.block_shared for target, part in PARTS.items()}

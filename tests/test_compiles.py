@@ -8,7 +8,8 @@ import dataclasses
 import pytest
 from compile_targets import SHARED_LIMIT, TARGETS, Report, compile_targets, failures
 
-from warpweave.aot import PARTS, compiling, occupancy
+from warpweave.tune.aot import compiling
+from warpweave.tune.parts import PARTS, occupancy
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,6 @@ import pytest
 import torch
 import triton
 
-from warpweave import tune as module
-from warpweave.aot import PARTS, Compiled
 from warpweave.kernels.runtime import tiles
 from warpweave.kernels.runtime.tile_table import (
     KERNELS,
@@ -24,10 +22,13 @@ from warpweave.kernels.runtime.tile_table import (
     Row,
     write_table,
 )
-from warpweave.tile_calls import Problem, other_calls, problems, timed_call
-from warpweave.tile_candidates import around, candidates, could_fit, fault, resident, target_of
-from warpweave.timing import interleave
-from warpweave.tune import Bench, TuneConfig, add_rows, difference, tune, tune_here
+from warpweave.tune import Bench, TuneConfig, main, search, tune, tune_here
+from warpweave.tune.aot import Compiled
+from warpweave.tune.calls import Problem, other_calls, problems, timed_call
+from warpweave.tune.candidates import around, candidates, could_fit, fault, resident, target_of
+from warpweave.tune.parts import PARTS
+from warpweave.tune.search import add_rows, difference
+from warpweave.tune.timing import interleave
 
 FWD = Problem("attention_fwd", "bf16", 64)
 SHIPPED = AttentionTile(128, 64, 4, 3)  # of FWD on sm_90
@@ -65,7 +66,7 @@ class FakeGpu:
 
         return run
 
-    def clock(self, call):
+    def timer(self, call):
         call()
         self.timed.append(self.running)
         ms = self.ms.get(self.running, 1.5)
@@ -75,7 +76,7 @@ class FakeGpu:
         return Bench(
             "Planted GPU",
             PARTS["sm_90"],
-            self.clock,
+            self.timer,
             lambda problem, tile: self.compiled.get(tile, [GOOD]),
             lambda problem, tile: self.others.get(tile, ""),
             self.call,
@@ -102,7 +103,7 @@ def test_the_fastest_tile_is_written_and_then_taken_by_launches(table) -> None:
     assert tiles.read_table(table, by="device") == [elsewhere, want]
     assert tiles.find_on("attention_fwd", 90, "Planted GPU", 2, 33) == FAST
     assert tiles.find_on("attention_fwd", 90, "Third GPU", 2, 33) == SHIPPED
-    assert gpu.timed.count(SHIPPED) == gpu.timed.count(FAST) == module.ROUNDS + module.FINAL_ROUNDS
+    assert gpu.timed.count(SHIPPED) == gpu.timed.count(FAST) == search.ROUNDS + search.FINAL_ROUNDS
 
 
 @pytest.mark.parametrize("ms", [1.0, 0.995, 1.2])
@@ -126,10 +127,10 @@ def test_a_tile_that_computes_something_else_is_left_out_loudly(table, capsys, o
 def test_two_roundings_are_no_difference() -> None:
     x = torch.randn(4096)
     rounded = (x * (1 + 2**-9)).bfloat16()
-    assert 0 < difference(rounded, x) < module.LIMITS["bf16"]
+    assert 0 < difference(rounded, x) < search.LIMITS["bf16"]
     assert difference(torch.zeros(3), torch.zeros(3)) == 0
     a, b = torch.randn(64, 640), torch.randn(640, 64)
-    assert difference(a[:, 10:] @ b[10:], a @ b) > 5 * module.LIMITS["bf16"]  # 1 step of 64 missing
+    assert difference(a[:, 10:] @ b[10:], a @ b) > 5 * search.LIMITS["bf16"]  # 1 step of 64 missing
 
 
 def test_tiles_that_spill_do_not_fit_or_do_not_compile_are_never_run(table, capsys) -> None:
@@ -157,7 +158,7 @@ def test_a_tile_with_a_fault_in_another_call_loses_to_the_next(table, capsys) ->
 
 
 def test_who_was_only_lucky_in_the_first_pass_loses_in_the_second(table) -> None:
-    tried = len(candidates(FWD, PARTS["sm_90"], 2)) * module.ROUNDS
+    tried = len(candidates(FWD, PARTS["sm_90"], 2)) * search.ROUNDS
     lucky = {FAST: lambda timed: 0.5 if timed <= tried else 1.1}
     assert FakeGpu({SHIPPED: 1.0, OTHER: 0.9} | lucky).tune(table)[0] == OTHER
 
@@ -287,7 +288,7 @@ def test_timed_calls_compute_the_same_under_another_tile(problem) -> None:
         with tiles.pinned(problem.pins(tile)):
             outputs.append([x.clone() for x in call()])
     first, second = outputs
-    assert max(map(difference, first, second)) <= module.LIMITS["fp32"]
+    assert max(map(difference, first, second)) <= search.LIMITS["fp32"]
     assert all(x.isfinite().all() and x.any() for x in first)
 
 
@@ -302,12 +303,12 @@ def test_variants_take_turns_in_an_order_drawn_anew() -> None:
     done, timed = [], []
     calls = {name: lambda name=name: done.append(name) for name in "abc"}
 
-    def clock(call):
+    def timer(call):
         call()
         timed.append(done[-1])
         return float(len(timed))
 
-    times = interleave(calls, clock, rounds=20, warmup=2)
+    times = interleave(calls, timer, rounds=20, warmup=2)
     rounds = ["".join(timed[i : i + 3]) for i in range(0, 60, 3)]
     assert done[:6] == [*"abcabc"]
     assert {"".join(sorted(r)) for r in rounds} == {"abc"}
@@ -334,7 +335,7 @@ def test_variants_take_turns_in_an_order_drawn_anew() -> None:
 )
 def test_it_says_in_one_line_what_it_cannot_do(capsys, table, arguments, message) -> None:
     with pytest.raises(SystemExit) as end:
-        module.main(arguments)
+        main(arguments)
     assert end.value.code == 2
     error = capsys.readouterr().err
     assert message in error
@@ -369,8 +370,8 @@ def test_the_default_is_every_kernel_in_bf16() -> None:
 
 DRY = """
 from warpweave.kernels.runtime.tile_table import AttentionTile, GemmTile
-from warpweave.tile_calls import Problem
-from warpweave.tile_candidates import compile_tile, fault, first_fault
+from warpweave.tune.calls import Problem
+from warpweave.tune.candidates import compile_tile, fault, first_fault
 from warpweave.tune import main
 fwd, product = Problem("attention_fwd", "bf16", 128), Problem("gemm", "bf16", "large")
 tile, wide = AttentionTile(128, 128, 4, 2), GemmTile(128, 256, 128, 8, 1, 8, 3)

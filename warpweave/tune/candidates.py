@@ -11,10 +11,11 @@ from collections.abc import Callable
 
 import torch
 
-from warpweave.aot import PARTS, Compiled, Part, compiling
 from warpweave.kernels.runtime.tile_table import SIZES, GemmTile, Tile
 from warpweave.kernels.runtime.tiles import pinned
-from warpweave.tile_calls import Problem, other_calls, timed_call
+from warpweave.tune.aot import Compiled, compiling
+from warpweave.tune.calls import Problem, other_calls, timed_call
+from warpweave.tune.parts import PARTS, Part
 
 # ---------------------------------------------------------------- which
 

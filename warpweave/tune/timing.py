@@ -13,13 +13,13 @@ from typing import TypeVar
 
 import torch
 
-Clock = Callable[[Callable[[], object]], float]
+Timer = Callable[[Callable[[], object]], float]
 """Runs a call and returns its milliseconds."""
 
 _Name = TypeVar("_Name")
 
 
-class CudaClock:
+class CudaTimer:
     """Times one call by events, after L2 has been overwritten.
 
     Overwriting takes the device at least 0.1 ms, in which Python gets ahead of it: what is timed is
@@ -41,7 +41,7 @@ class CudaClock:
 
 
 def interleave(
-    calls: Mapping[_Name, Callable[[], object]], clock: Clock, *, rounds: int, warmup: int = 3
+    calls: Mapping[_Name, Callable[[], object]], timer: Timer, *, rounds: int, warmup: int = 3
 ) -> dict[_Name, list[float]]:
     """Milliseconds of every call in every round, each round in an order drawn anew."""
     for _ in range(warmup):
@@ -51,5 +51,5 @@ def interleave(
     times: dict[_Name, list[float]] = {name: [] for name in names}
     for _ in range(rounds):
         for name in order.sample(names, len(names)):
-            times[name].append(clock(calls[name]))
+            times[name].append(timer(calls[name]))
     return times
