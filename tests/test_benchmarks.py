@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from warpweave.gpt import GPTConfig
-from warpweave.plain_gpt import PlainConfig, plain_gpt_loss
+from warpweave.plain_gpt import plain_gpt_loss
+from warpweave.prove.expected import plain_config
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 HEADER = {"kind", "device", "cpu_count", "torch", "triton", "commit", "dirty", "command"}
@@ -298,10 +299,7 @@ def test_the_plain_step_is_the_plain_gpt(load, style):
     for name, w in ours.items():
         w[baselines.order(name, config)] = plain[name]
         w.requires_grad_()
-    fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-    fields |= {"kv_heads": config.num_kv_heads, "hidden": config.num_hidden}
-    truth = PlainConfig(act=fields.pop("activation"), **fields)
-    total, count = plain_gpt_loss(ours, tokens, baselines.shifted(tokens), truth)
+    total, count = plain_gpt_loss(ours, tokens, baselines.shifted(tokens), plain_config(config))
     torch.testing.assert_close(loss, total / count, rtol=1e-12, atol=0)
     for name, a, b in zip(ours, theirs, gradients(total / count, ours), strict=True):
         b = b[baselines.order(name, config)]

@@ -20,13 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 from warpweave.gpt import GPT, PRESETS, GPTConfig
 from warpweave.parallel.mesh import ConnectedMesh, Mesh
-from warpweave.plain_gpt import (
-    PlainConfig,
-    plain_gpt_logits,
-    plain_gpt_loss,
-    plain_init,
-    plain_shapes,
-)
+from warpweave.plain_gpt import plain_gpt_logits, plain_gpt_loss, plain_init, plain_shapes
+from warpweave.prove.expected import plain_config as _plain
 
 RTOL = 1e-12
 F64 = {"dtype": torch.float64}
@@ -43,12 +38,6 @@ EACH = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 DROPPED = {name: dataclasses.replace(c, dropout=0.2) for name, c in CONFIGS.items()}
 # Dynamo instantiates every autograd Function that it traces.
 DYNAMO = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-
-
-def _plain(config: GPTConfig) -> PlainConfig:
-    fields = dataclasses.asdict(config)
-    fields["act"] = fields.pop("activation")
-    return PlainConfig(**fields | {"kv_heads": config.num_kv_heads, "hidden": config.num_hidden})
 
 
 def _place(sizes: Mesh, rank: int) -> ConnectedMesh:

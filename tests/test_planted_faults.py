@@ -26,7 +26,7 @@ from close import relative_error
 from ranks import run_ranks
 from torch import nn
 
-from warpweave import engine, gpt, prove
+from warpweave import engine, gpt
 from warpweave.kernels.adamw import sum_of_squares
 from warpweave.layers import block
 from warpweave.layers.embedding import PositionEmbedding
@@ -45,7 +45,7 @@ from warpweave.parallel.mesh import ConnectedMesh, Mesh, single
 from warpweave.parallel.pipeline.stage import ChainStage
 from warpweave.parallel.shard import ParamRecord
 from warpweave.parallel.tensor import linear, linear_loss, loss, mlp
-from warpweave.prove import LIMITS, Layout, prove_layout
+from warpweave.prove import LIMITS, Layout, expected, proof, prove_layout
 
 LIMIT = LIMITS["fp64"]
 NOTICED = LIMITS["fp32"]  # what a planted fault must exceed: so the fp32 proof sees it, too
@@ -158,7 +158,7 @@ def norm_over_heads(mesh: ConnectedMesh) -> float:
 
 def one_token(mesh: ConnectedMesh) -> float:
     """The proof on batches of which one single token has a loss."""
-    right = prove.batch
+    right = expected.batch
 
     def batch(sizes, step):
         tokens, _, ids = right(sizes, step)
@@ -166,10 +166,10 @@ def one_token(mesh: ConnectedMesh) -> float:
         kept[1, 9] = True
         return tokens, torch.where(kept, tokens, -100), ids
 
-    with mock.patch.object(prove, "batch", batch):
-        prove.truth.cache_clear()
+    with mock.patch.object(expected, "batch", batch), mock.patch.object(proof, "batch", batch):
+        expected.truth.cache_clear()
         error = prove_layout(CP, mesh, TIMEOUT).worst
-    prove.truth.cache_clear()
+    expected.truth.cache_clear()
     return error
 
 
@@ -177,16 +177,16 @@ def overflow_on_one_rank(mesh: ConnectedMesh) -> float:
     """How far weights move in a step in which one slice of one rank's gradients is infinite."""
     shape = (DP.microbatches, DP.micro_batch_size)
     model = engine.Engine(
-        DP.model, mesh, microbatches=shape[0], micro_batch_size=shape[1], zero=1, clip=prove.CLIP
+        DP.model, mesh, microbatches=shape[0], micro_batch_size=shape[1], zero=1, clip=expected.CLIP
     )
     tokens, labels, ids = (
-        t.unflatten(0, (2, *shape))[mesh.index("dp")] for t in prove.batch(DP.sizes, 0)
+        t.unflatten(0, (2, *shape))[mesh.index("dp")] for t in expected.batch(DP.sizes, 0)
     )
     model.step(tokens, labels, ids, lr=None)
     before = {record.name: t.clone() for record, t, _ in model.read("param")}
     if mesh.rank == 1:
         model.units[1].gradients.reduced[3] = float("inf")
-    model.optimizer.step(prove.RATES[0])
+    model.optimizer.step(expected.RATES[0])
     for unit in model.units:
         unit.parameters.wait()
     pairs = [(t, before[record.name]) for record, t, _ in model.read("param")]

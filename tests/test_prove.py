@@ -23,14 +23,24 @@ import tyro
 from ranks import run_ranks
 
 from warpweave import engine as engines
-from warpweave import gpt, prove
+from warpweave import gpt
 from warpweave.kernels.norm import forward as norm
 from warpweave.launch import Session
-from warpweave.layouts import Layout, Sizes, draw, meshes, smallest, table
 from warpweave.parallel.data import parameters, reduce, zero
 from warpweave.parallel.mesh import Mesh, single
 from warpweave.parallel.shard import ParamRecord
-from warpweave.prove import LIMITS, Errors, ProveConfig, prove_layout
+from warpweave.prove import (
+    LIMITS,
+    Errors,
+    Layout,
+    ProveConfig,
+    command,
+    expected,
+    proof,
+    prove_layout,
+)
+from warpweave.prove.comparison import relative
+from warpweave.prove.layouts import Sizes, draw, meshes, smallest, table
 
 
 def drawn(mesh: Mesh) -> Layout:
@@ -100,7 +110,7 @@ def test_what_a_layout_says_is_what_the_engine_is_told():
         Mesh(), True, 3, "gpipe", "llama", False, "full", "gather", "striped", "fp32", "triton"
     )
     told = mock.Mock(side_effect=InterruptedError)
-    with mock.patch.object(prove, "Engine", told), pytest.raises(InterruptedError):
+    with mock.patch.object(proof, "Engine", told), pytest.raises(InterruptedError):
         prove_layout(layout, single())
     ((config, mesh), options) = told.call_args
     assert (config, mesh.sizes) == (layout.model, layout.mesh)
@@ -230,7 +240,7 @@ def _interpreted(rank: int) -> list[Errors]:
         return right(*others, eps + 0.01, y, s, mean, rstd)
 
     found = []
-    with mock.patch.object(prove, "STEPS", 1):
+    with mock.patch.object(expected, "STEPS", 1), mock.patch.object(proof, "STEPS", 1):
         sizes = Sizes(2, 8, vocab=11, layers=1, heads=2, kv_heads=2, head_dim=4, hidden=10)
         llama = Layout(
             Mesh(cp=2),
@@ -345,7 +355,7 @@ def _last_publish(original):
 
     def publish(self):
         original(self)
-        if next(calls) >= (prove.STEPS - 1) * 4 and self.layout.own.start > 0:
+        if next(calls) >= (expected.STEPS - 1) * 4 and self.layout.own.start > 0:
             self.wait()
             self.flat[0] += 1e-6
 
@@ -357,7 +367,7 @@ def _last_update(original):
     calls = itertools.count()
 
     def pieces(self, *args):
-        return original(self, *args) if next(calls) != prove.STEPS * len(self.units) - 1 else ()
+        return original(self, *args) if next(calls) != expected.STEPS * len(self.units) - 1 else ()
 
     return pieces
 
@@ -444,7 +454,7 @@ def test_an_error_is_that_of_the_worst_element():
     expected = torch.full((1000,), 4.0, dtype=torch.float64)
     actual = expected.clone()
     actual[7] += 1e-3
-    assert prove._relative(actual, expected) == pytest.approx(1e-3 / 4)
+    assert relative(actual, expected) == pytest.approx(1e-3 / 4)
 
 
 def test_whatever_is_never_compared_is_wrong():
@@ -576,7 +586,7 @@ def test_the_command_that_a_layout_prints_gives_that_layout():
 @pytest.mark.parametrize("chosen", [{}, {"all": True, "world": 1}, {"random": 2}])
 def test_every_layout_computes_as_it_was_asked_to(chosen):
     for dtype, dtypes in (("both", {"fp64", "fp32"}), ("bf16", {"bf16"})):
-        found = prove.ProveConfig(impl="triton", dtype=dtype, **chosen).layouts()
+        found = ProveConfig(impl="triton", dtype=dtype, **chosen).layouts()
         assert {(layout.impl, layout.dtype) for layout in found} == {("triton", d) for d in dtypes}
 
 
@@ -591,8 +601,8 @@ def test_the_batch_has_ranks_without_any_valid_token(mesh):
     """Some data rank, or some context rank, has none in some step."""
     layout = Layout(mesh)
     holes = 0
-    for step in range(prove.STEPS):
-        tokens, labels, _ = prove.batch(layout.sizes, step)
+    for step in range(expected.STEPS):
+        tokens, labels, _ = expected.batch(layout.sizes, step)
         valid = labels != -100
         assert tokens.shape == labels.shape == (12, 16)
         assert valid.any()
@@ -607,14 +617,14 @@ def test_the_batch_has_ranks_without_any_valid_token(mesh):
 def test_token_numbers_pass_32_bits_and_clipping_is_active_in_one_step_and_not_in_the_next():
     for layout in [Layout(Mesh()), *map(draw, range(20))]:
         first, second = (
-            prove.batch(layout.sizes, step)[2] * layout.sizes.seq_len for step in (0, 2)
+            expected.batch(layout.sizes, step)[2] * layout.sizes.seq_len for step in (0, 2)
         )
         assert int(first[0]) < 2**32 <= int(second[-1])
-    truth = prove.truth(Layout(Mesh(), style="llama").model, Layout(Mesh(), style="llama").sizes)
-    norms = [float(truth.values[f"norm of step {step}"]) for step in range(prove.STEPS)]
-    assert min(norms) < prove.CLIP < max(norms)
-    assert len(set(prove.RATES)) == prove.STEPS
-    assert prove.KEY >= 2**32
+    truth = expected.truth(Layout(Mesh(), style="llama").model, Layout(Mesh(), style="llama").sizes)
+    norms = [float(truth.values[f"norm of step {step}"]) for step in range(expected.STEPS)]
+    assert min(norms) < expected.CLIP < max(norms)
+    assert len(set(expected.RATES)) == expected.STEPS
+    assert expected.KEY >= 2**32
 
 
 # -------------------------------------------------------------------------- the verdict
@@ -628,7 +638,7 @@ def _row(layout: Layout, **errors: float) -> str:
 def test_every_layout_must_have_its_line_within_the_limit_of_its_dtype():
     layouts = [dataclasses.replace(DP, dtype=d) for d in ("fp64", "fp32", "bf16")]
     lines = [_row(layout, grad=LIMITS[layout.dtype]) for layout in layouts]
-    good = prove.judge(layouts, lines)
+    good = command.judge(layouts, lines)
     assert (good["passed"], good["right"], good["layouts"]) == (True, 3, 3)
     assert good["worst_by_dtype"] == {d: LIMITS[d] for d in ("fp64", "fp32", "bf16")}
     wrong = {
@@ -644,9 +654,9 @@ def test_every_layout_must_have_its_line_within_the_limit_of_its_dtype():
         for error in (float("nan"), float("inf"), 1e-4):
             wrong[f"{name} {error}"] = [lines[0], _row(layouts[1], **{name: error}), lines[2]]
     for name, found in wrong.items():
-        assert prove.judge(layouts, found)["passed"] is False, name
-    assert prove.judge([], [])["passed"] is False
-    summary = prove.judge(layouts, wrong["token nan"])
+        assert command.judge(layouts, found)["passed"] is False, name
+    assert command.judge([], [])["passed"] is False
+    summary = command.judge(layouts, wrong["token nan"])
     assert json.loads(json.dumps(summary, allow_nan=False))["worst_by_dtype"]["fp32"] is None
 
 
@@ -655,7 +665,7 @@ def _dies(original):
     calls = itertools.count()
 
     def evaluate(self, *args):
-        if next(calls) == prove.STEPS:
+        if next(calls) == expected.STEPS:
             os.kill(os.getpid(), signal.SIGKILL)
         return original(self, *args)
 
@@ -668,7 +678,7 @@ OF_THE_LAST_RANK = {
     "gradient after the first step": (_reads("grad", _scaled(1.001), after=1), 0),
     "weights": (_reads("param", _scaled(1.001)), 0),
     "dies": ((engines.Engine, "evaluate", _dies), 1),
-    "raises": ((prove, "_worst_rank", lambda _: lambda *_: 1 / 0), 0),
+    "raises": ((proof, "worst_rank", lambda _: lambda *_: 1 / 0), 0),
 }
 
 
@@ -677,22 +687,22 @@ def _ranked(rank: int, args: tuple, name: str) -> None:
     session = Session(torch.device("cpu"), rank, 2, None, 30.0, Mesh(dp=2))
     fault, _ = OF_THE_LAST_RANK[name]
     with (
-        mock.patch.object(prove, "join", return_value=session),
+        mock.patch.object(command, "join", return_value=session),
         _planted(*fault) if rank == 1 else contextlib.nullcontext(),
     ):
-        prove.prove_rank(*args)
+        command.prove_rank(*args)
 
 
 @pytest.mark.parametrize("name", OF_THE_LAST_RANK)
 def test_the_command_is_red_for_a_fault_on_another_rank_than_the_first(name, monkeypatch):
     def launch(entry, args, mesh):
-        assert (entry, mesh) == (prove.prove_rank, Mesh(dp=2))
+        assert (entry, mesh) == (command.prove_rank, Mesh(dp=2))
         try:
             run_ranks(2, _ranked, args, name)
         except AssertionError:
             raise SystemExit(1) from None
 
-    monkeypatch.setattr(prove, "launch", launch)
+    monkeypatch.setattr(command, "launch", launch)
     code, lines = _main("--dp", "2")
     summary, (_, right) = json.loads(lines[-1]), OF_THE_LAST_RANK[name]
     assert (summary["right"], summary["layouts"]) == (right, 2)
@@ -703,12 +713,12 @@ def _killed_rank(*args) -> None:
     """A rank of the real launcher, of which the second ends in the middle of a layout."""
     dying = os.environ["RANK"] == "1"
     with _planted(engines.Engine, "evaluate", _dies) if dying else contextlib.nullcontext():
-        prove.prove_rank(*args)
+        command.prove_rank(*args)
 
 
 def test_a_rank_that_dies_under_the_launcher_is_not_proven(monkeypatch, capfd):
-    right = prove.launch
-    monkeypatch.setattr(prove, "launch", lambda _, *rest: right(_killed_rank, *rest))
+    right = command.launch
+    monkeypatch.setattr(command, "launch", lambda _, *rest: right(_killed_rank, *rest))
     code, lines = _main("--dp", "2")
     summary, printed = json.loads(lines[-1]), capfd.readouterr()
     assert code == 1
@@ -719,8 +729,8 @@ def test_a_rank_that_dies_under_the_launcher_is_not_proven(monkeypatch, capfd):
 def test_one_launch_proves_worlds_of_every_size(tmp_path, capfd):
     layouts = [Layout(Mesh(cp=3)), drawn(Mesh(tp=3)), Layout(Mesh(tp=2), True), Layout(Mesh())]
     path = tmp_path / "rows"
-    prove.launch(prove.prove_rank, (layouts, 30.0, str(path)), Mesh(dp=3))
-    summary = prove.judge(layouts, path.read_text().splitlines(keepends=True))
+    command.launch(command.prove_rank, (layouts, 30.0, str(path)), Mesh(dp=3))
+    summary = command.judge(layouts, path.read_text().splitlines(keepends=True))
     assert (summary["passed"], summary["right"]) == (True, 4), summary
     assert [line.endswith("  ok") for line in capfd.readouterr().out.splitlines()] == [True] * 4
 
@@ -731,7 +741,7 @@ def test_one_launch_proves_worlds_of_every_size(tmp_path, capfd):
 def _main(*argv: str) -> tuple[int, list[str]]:
     out = io.StringIO()
     with pytest.raises(SystemExit) as caught, contextlib.redirect_stdout(out):
-        prove.main(list(argv))
+        command.main(list(argv))
     return caught.value.code, out.getvalue().splitlines()
 
 
@@ -762,7 +772,7 @@ def test_a_fault_that_raises_on_one_rank_leaves_the_line_of_json():
         pytest.raises(ZeroDivisionError),
         contextlib.redirect_stdout(out),
     ):
-        prove.main([])
+        command.main([])
     assert json.loads(out.getvalue().splitlines()[-1])["passed"] is False
 
 
@@ -780,7 +790,7 @@ def test_a_fault_that_raises_on_one_rank_leaves_the_line_of_json():
 )  # fmt: skip
 def test_the_command_exits_with_two_and_one_line_for_a_layout_that_cannot_be(argv, message, capsys):
     with pytest.raises(SystemExit) as caught:
-        prove.main(list(argv))
+        command.main(list(argv))
     assert caught.value.code == 2
     error = capsys.readouterr().err
     assert message in error

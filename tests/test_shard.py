@@ -87,9 +87,7 @@ def _place(sizes: Mesh, rank: int) -> ConnectedMesh:
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(tp=2), Mesh(pp=3), Mesh(tp=4, pp=2)], ids=str)
 def test_every_mesh_starts_from_the_plain_models_parameters(mesh, style):
     activation = {"activation": "swiglu"} if style else {}
-    expected = plain_init(
-        PlainConfig(**SIZES, kv_heads=4, **style, act=activation.get("activation", "gelu")), 3
-    )
+    expected = plain_init(PlainConfig(**SIZES, kv_heads=4, **style, **activation), 3)
     shards: dict[str, dict[tuple[int, int], torch.Tensor]] = {}
     records: dict[str, ParamRecord] = {}
     for rank in range(mesh.world):

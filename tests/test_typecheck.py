@@ -29,7 +29,6 @@ import warpweave.layers.embedding
 import warpweave.layers.linear
 import warpweave.layers.loss
 import warpweave.layers.mlp
-from warpweave import prove
 from warpweave.gpt import GPT, PRESETS, GPTConfig
 from warpweave.kernels import activation, mlp, qkv, rope
 from warpweave.kernels.attention import attention
@@ -48,7 +47,8 @@ from warpweave.layers.norm import LayerNorm, RMSNorm
 from warpweave.parallel import collectives, tensor
 from warpweave.parallel.mesh import Mesh
 from warpweave.parallel.tensor import linear_loss
-from warpweave.typecheck import typecheck
+from warpweave.prove import main
+from warpweave.prove.typecheck import typecheck
 
 GPT2 = GPTConfig(50, 32, 2, 64, 8, dropout=0.1)
 LLAMA = GPTConfig(
@@ -464,7 +464,7 @@ def test_what_cannot_be_cut_and_what_is_missing_is_said_in_one_line() -> None:
 
 def prove_typecheck(capsys: pytest.CaptureFixture, *options: str) -> tuple[int, dict]:
     with pytest.raises(SystemExit) as exit:
-        prove.main(["--typecheck", *options])
+        main(["--typecheck", *options])
     return exit.value.code, json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
@@ -481,6 +481,6 @@ def test_the_command_line(capsys: pytest.CaptureFixture) -> None:
     assert result["typechecked"] == 0
     assert "block.py:" in result["error"]
     with pytest.raises(SystemExit) as exit:
-        prove.main(["--typecheck", "--model", "gpt5"])
+        main(["--typecheck", "--model", "gpt5"])
     assert exit.value.code == 2
     assert "model must be one of toy, small" in capsys.readouterr().err

@@ -43,6 +43,8 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as serialize
 
+from warpweave.exchange import exchange
+
 FORMAT, SCHEMA = "warpweave-checkpoint", 1
 
 _MANIFEST, _DIGEST, _LATEST = "manifest.json", "manifest.sha256", "latest"
@@ -127,7 +129,7 @@ def save_checkpoint(
             opening = {"name": temporary.name}
         except (CheckpointError, OSError) as error:
             opening = {"error": _say(error, folder)}
-    opening = _exchange(opening, group)[0]
+    opening = exchange(opening, group)[0]
     if "error" in opening:
         raise CheckpointError(opening["error"])
     temporary = folder / opening["name"]
@@ -135,7 +137,7 @@ def save_checkpoint(
     # 2. Everyone writes its tensors, then all learn what all wrote, or who failed.
     try:
         written = _write_shards(temporary, rank, tensors, shard_bytes)
-        reports = _exchange(written, group)
+        reports = exchange(written, group)
         problem = _first_problem(reports)
         # 3. Rank 0 seals the step. Its outcome is everyone's outcome.
         outcome: dict[str, Any] = {}
@@ -152,7 +154,7 @@ def save_checkpoint(
         raise
     if "error" in outcome:
         _discard(temporary)
-    outcome = _exchange(outcome, group)[0]
+    outcome = exchange(outcome, group)[0]
     if "error" in outcome:
         raise CheckpointError(outcome["error"])
 
@@ -406,7 +408,7 @@ def open_latest(
     folder = Path(folder)
     rank = 0 if group is None else dist.get_rank(group)
     mine = [path.name for path in _candidates(folder)] if rank == 0 else []
-    names = _exchange(mine, group)[0]
+    names = exchange(mine, group)[0]
     problem: CheckpointError | None = None
     for name in names:
         try:
@@ -537,7 +539,7 @@ def open_checkpoint(
         verdict = {"manifest": manifest["sha256"]}
     except (CheckpointError, OSError) as error:
         verdict = {"error": _say(error, path)}
-    verdicts = _exchange(verdict, group)
+    verdicts = exchange(verdict, group)
     for other in verdicts:
         if "error" in other:
             raise CheckpointError(other["error"])
@@ -745,26 +747,6 @@ def _parse(data: bytes) -> Any:
         raise ValueError(f"{constant} is not JSON")
 
     return json.loads(data, object_pairs_hook=unique, parse_constant=refuse)
-
-
-def _exchange(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """Every rank's JSON value, sent as bytes because torch's object collectives unpickle."""
-    if group is None:
-        return [value]
-    nccl = dist.get_backend(group) == "nccl"
-    device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
-    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
-    size = torch.tensor([data.numel()], device=device)
-    sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sizes, size, group=group)
-    lengths = [int(n) for n in sizes]
-    padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
-    padded[: data.numel()] = data
-    rows = [torch.empty_like(padded) for _ in lengths]
-    dist.all_gather(rows, padded, group=group)
-    return [
-        json.loads(row[:n].cpu().numpy().tobytes()) for row, n in zip(rows, lengths, strict=True)
-    ]
 
 
 def _say(error: Exception, path: Path) -> str:

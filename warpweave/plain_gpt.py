@@ -46,7 +46,7 @@ class PlainConfig:
     hidden: int
     positions: str = "learned"  # or "rope"
     norm: str = "layer"  # or "rms"
-    act: str = "gelu"  # or "swiglu"
+    activation: str = "gelu"  # or "swiglu"
     bias: bool = True
     tied: bool = True
     norm_eps: float = 1e-5
@@ -57,7 +57,7 @@ class PlainConfig:
         for field, allowed in (
             ("positions", ("learned", "rope")),
             ("norm", ("layer", "rms")),
-            ("act", ("gelu", "swiglu")),
+            ("activation", ("gelu", "swiglu")),
         ):
             if getattr(self, field) not in allowed:
                 raise ValueError(f"{field} must be one of {allowed}, got {getattr(self, field)!r}")
@@ -99,7 +99,7 @@ def plain_shapes(config: PlainConfig) -> dict[str, tuple[int, ...]]:
         linear(f"blocks.{i}.attention.qkv", config.kv_heads * (group + 2) * D, E)
         linear(f"blocks.{i}.attention.out", E, config.heads * D)
         norm(f"blocks.{i}.mlp_norm")
-        linear(f"blocks.{i}.mlp.up", 2 * F if config.act == "swiglu" else F, E)
+        linear(f"blocks.{i}.mlp.up", 2 * F if config.activation == "swiglu" else F, E)
         linear(f"blocks.{i}.mlp.down", E, F)
     norm("final_norm")
     if not config.tied:
@@ -215,7 +215,7 @@ def _attention(x: Tensor, params: dict[str, Tensor], name: str, config: PlainCon
 
 def _mlp(x: Tensor, params: dict[str, Tensor], name: str, config: PlainConfig) -> Tensor:
     x = _linear(x, params, f"{name}.up")
-    if config.act == "gelu":
+    if config.activation == "gelu":
         x = 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)))
     else:
         gate, up = x[..., 0::2], x[..., 1::2]

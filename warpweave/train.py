@@ -39,12 +39,13 @@ from warpweave.checkpoint import (
     open_latest,
     save_checkpoint,
 )
+from warpweave.dtypes import DTYPES
 from warpweave.engine import Engine
 from warpweave.gpt import GPT
 from warpweave.launch import Session, join, launch, leave, reported, say, under_torchrun
 from warpweave.metrics import Metrics
 from warpweave.parallel.shard import ParamRecord
-from warpweave.train_config import CHECKPOINTS, DTYPES, TrainConfig, learning_rate
+from warpweave.train_config import CHECKPOINTS, TrainConfig, learning_rate
 
 # Dense 16-bit FLOP/s of NVIDIA's data sheets, by a part of the device's name.
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}

@@ -8,20 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import torch
-
 from warpweave.checkpoint import latest
 from warpweave.data import Dataset, open_dataset
 from warpweave.engine import make_schedule
 from warpweave.gpt import PRESETS, GPTConfig
 from warpweave.parallel.mesh import Mesh
-
-DTYPES = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp64": torch.float64,
-}
 
 # Files and folders of a run, in `out`.
 METRICS, PLOT, CHECKPOINTS, BOARD = "metrics.jsonl", "loss.png", "checkpoints", "tensorboard"

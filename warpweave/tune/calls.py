@@ -13,6 +13,7 @@ from functools import partial
 
 import torch
 
+from warpweave.dtypes import DTYPES
 from warpweave.kernels import mlp, qkv
 from warpweave.kernels.attention import function as attention
 from warpweave.kernels.dropout import Drop
@@ -21,7 +22,6 @@ from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.runtime.tile_table import KINDS, Kind, Tile
 from warpweave.kernels.runtime.tiles import Key, find_on
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 TOKENS, WIDTH = 8192, 4096
 
 Make = Callable[..., torch.Tensor]
@@ -35,7 +35,7 @@ class Problem:
 
     Attributes:
         kernel: of `tile_table.KERNELS`.
-        dtype: of `DTYPES`; its tiles are those of its element size.
+        dtype: "bf16", "fp32" or "fp64"; its tiles are those of its element size.
         kind: a head dim, or a kind of product.
     """
 

@@ -1,0 +1,10 @@
+"""The names by which options, layouts and tables call dtypes."""
+
+import torch
+
+DTYPES = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}

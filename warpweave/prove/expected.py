@@ -1,0 +1,124 @@
+"""The run that every layout must reproduce: its batches, and what the plain model makes of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from warpweave.gpt import GPTConfig
+from warpweave.plain_gpt import (
+    PlainConfig,
+    plain_adamw_step,
+    plain_gpt_logits,
+    plain_gpt_loss,
+    plain_init,
+    plain_shapes,
+)
+from warpweave.prove.layouts import Sizes
+
+STEPS = 3
+# eps of the gradients' size: an update is not the mere sign of a gradient that rounding may turn.
+ADAMW = {"eps": 1e-2, "weight_decay": 0.1}
+CLIP = 1.2
+RATES = (0.01, 0.004, 0.02)  # the learning rate of each step
+KEY = 3 << 32  # of the first step's dropout: both words of the key count
+
+
+@lru_cache(maxsize=8)
+def batch(sizes: Sizes, step: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens and labels [samples, seq_len] of a step, with holes where ranks have nothing to do.
+
+    The third are the samples' numbers. Steps from STEPS on are those of evaluations.
+    """
+    n, length = sizes.samples, sizes.seq_len
+    generator = torch.Generator().manual_seed(1000 * (1 + sizes.seed) + step)
+    tokens = torch.randint(0, sizes.vocab, (n, length), generator=generator)
+    labels = torch.randint(0, sizes.vocab, (n, length), generator=generator)
+    drop = torch.rand(n, length, generator=generator)
+    labels[drop < torch.linspace(0.0, 0.8, n)[:, None]] = -100
+    quarter = -(-length // 4)
+    if step % 3 == 0:  # the second of four data ranks has no loss
+        labels[n // 4 : n // 2] = -100
+    elif step % 3 == 1:  # what the first of two (or four) zigzag context ranks holds has no loss
+        labels[:, :quarter] = -100
+        labels[:, length - quarter :] = -100
+    else:  # likewise contiguous halves, and one whole half of the samples
+        labels[:, length // 2 :] = -100
+        labels[-(-n // 2) :] = -100
+    first = 2**32 // length - n  # so that the second step's tokens have numbers beyond 32 bits
+    return tokens, labels, first + step * n + torch.arange(n)
+
+
+def prompt(sizes: Sizes, step: int) -> Tensor:
+    """The beginning of the text that is generated after a step: one token, half a window, more."""
+    generator = torch.Generator().manual_seed(sizes.seed + step)
+    length = (1, sizes.seq_len // 2, sizes.seq_len + 1)[step]
+    return torch.randint(0, sizes.vocab, (length,), generator=generator)
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What the plain model computes: its sizes, and every value under the words that name it."""
+
+    config: PlainConfig
+    values: dict[str, Tensor]
+
+    def logits(self, tokens: Tensor, step: int) -> Tensor:
+        """The logits [V] of the token after `tokens`, with the weights after `step`."""
+        params = {name: self.values[f"{name} after step {step}"] for name in self.names}
+        window = tokens[None, -self.config.seq_len :]
+        return plain_gpt_logits(params, window, self.config, dropout=0.0)[0, -1]
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the parameters."""
+        return list(plain_shapes(self.config))
+
+
+def plain_config(config: GPTConfig) -> PlainConfig:
+    """The plain model's configuration of the same GPT."""
+    sizes = {"kv_heads": config.num_kv_heads, "hidden": config.num_hidden}
+    return PlainConfig(**dataclasses.asdict(config) | sizes)
+
+
+@lru_cache(maxsize=32)
+def truth(config: GPTConfig, sizes: Sizes, dtype: torch.dtype = torch.float64) -> Truth:
+    """Train the plain model on one device for STEPS steps.
+
+    In float64 it is the truth; in a low `dtype`, with masters in float32, it shows how far off one
+    plain device is.
+    """
+    plain = plain_config(config)
+    wide = torch.promote_types(dtype, torch.float32)
+    masters = plain_init(plain, sizes.seed, wide)
+    moments: dict[str, dict[str, Tensor]] = {}
+    values: dict[str, Tensor] = {}
+    for step in range(STEPS):
+        tokens, labels, ids = batch(sizes, step)
+        params = {name: p.to(dtype, copy=True).requires_grad_() for name, p in masters.items()}
+        total, valid = plain_gpt_loss(
+            params, tokens, labels, plain, seed=KEY + step, sample_ids=ids
+        )
+        loss = total / max(valid, 1)
+        grads = {
+            name: grad.to(wide)
+            for name, grad in zip(params, torch.autograd.grad(loss, list(params.values())))
+        }
+        values[f"loss of step {step}"] = loss.detach()
+        values |= {f"gradient of {name} at step {step}": grad for name, grad in grads.items()}
+        masters = {name: p.clone() for name, p in masters.items()}
+        values[f"norm of step {step}"] = plain_adamw_step(
+            masters, grads, moments, step + 1, lr=RATES[step], clip=CLIP, **ADAMW
+        )
+        values |= {f"{name} after step {step}": p for name, p in masters.items()}
+        tokens, labels, _ = batch(sizes, STEPS + step)
+        params = {name: p.to(dtype) for name, p in masters.items()}
+        total, valid = plain_gpt_loss(params, tokens, labels, plain, dropout=0.0)
+        values[f"evaluation after step {step}"] = total / max(valid, 1)
+    for name, moment in moments.items():
+        values[f"exp_avg of {name}"], values[f"exp_avg_sq of {name}"] = moment["m"], moment["v"]
+    return Truth(plain, values)
