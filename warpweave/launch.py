@@ -34,6 +34,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from warpweave.messages import one_line, say
 from warpweave.parallel.mesh import Mesh
 
 _GRACE = 3.0  # seconds in which ranks that saw an error wait for the others' reports
@@ -181,11 +182,6 @@ def _loopback_listener(port: int) -> socket.socket:
     return listener
 
 
-def say(message: str) -> None:
-    """One line on stderr, below whatever progress bar is there."""
-    print(f"\nwarpweave: {message}", file=sys.stderr, flush=True)
-
-
 def _last_seen(store: dist.Store, rank: int) -> str:
     """ ", last seen at step 3 (saving), 0.4 s ago", from the rank's last `Session.beat`."""
     if not store.check([f"beat/{rank}"]):
@@ -230,7 +226,7 @@ class Session:
         themselves. A rank with an error of its own is the cause and says so. A rank that only lost
         its peers waits a moment for reports; the ranks that stay silent are the ones at fault.
         """
-        words = " ".join(str(error).split())
+        words = one_line(error)
         text = words if isinstance(error, (ValueError, *common)) else type(error).__name__
         if text is not words and words:
             text = f"{text}: {words}"

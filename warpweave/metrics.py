@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from warpweave.launch import say
+from warpweave.messages import say
 from warpweave.train_config import BOARD, CHECKPOINTS, METRICS, PLOT, TrainConfig
 
 

@@ -42,7 +42,8 @@ from warpweave.checkpoint import (
 from warpweave.dtypes import DTYPES
 from warpweave.engine import Engine
 from warpweave.gpt import GPT
-from warpweave.launch import Session, join, launch, leave, reported, say, under_torchrun
+from warpweave.launch import Session, join, launch, leave, reported, under_torchrun
+from warpweave.messages import one_line, say
 from warpweave.metrics import Metrics
 from warpweave.parallel.shard import ParamRecord
 from warpweave.train_config import CHECKPOINTS, TrainConfig, learning_rate
@@ -491,7 +492,7 @@ def main(argv: list[str] | None = None) -> None:
                 code = launch(train_rank, (config,), config.mesh)
     except (ValueError, ImportError, OSError) as error:
         if local_rank == 0:
-            say(" ".join(str(error).split()))
+            say(one_line(error))
         sys.exit(2)
     if torchrun:
         leave(code)

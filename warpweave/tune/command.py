@@ -28,6 +28,7 @@ from torch import Tensor
 from warpweave.kernels.runtime import tiles
 from warpweave.kernels.runtime.dispatch import capability, triton
 from warpweave.kernels.runtime.tile_table import MAX_HEAD_DIM
+from warpweave.messages import one_line
 from warpweave.tune.calls import Call, Problem, problems, timed_call
 from warpweave.tune.candidates import compile_tile, first_fault, target_of
 from warpweave.tune.parts import PARTS
@@ -161,6 +162,6 @@ def main(argv: list[str] | None = None) -> None:
     try:
         summary = dry_run(config) if config.dry else tune_here(config)
     except (ValueError, OSError, torch.OutOfMemoryError) as error:
-        print(f"warpweave: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"warpweave: {one_line(error)}", file=sys.stderr)
         sys.exit(2)
     print(json.dumps(summary))

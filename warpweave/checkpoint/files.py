@@ -1,0 +1,121 @@
+"""What a checkpoint stands on: files that are really on the disk, and errors that all ranks share.
+
+Files are written once and never reached through a link. One rank's error is every rank's.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from safetensors import SafetensorError
+
+from warpweave.exchange import exchange
+from warpweave.messages import one_line
+
+CHUNK = 16 << 20  # bytes that are written or hashed at once
+
+_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that could not be written or must not be read; one line, naming the file."""
+
+
+class CheckpointWarning(UserWarning):
+    """A damaged checkpoint was passed over, or something unknown was left alone."""
+
+
+def reason(error: Exception, path: Path) -> str:
+    """An error in one line; `path` is what it was about, if it does not say so itself."""
+    if isinstance(error, OSError):
+        return f"{error.filename or path}: {error.strerror or one_line(error)}"
+    return one_line(error)
+
+
+def attempt(path: Path, work: Callable[..., dict[str, Any] | None], *args: Any) -> dict[str, Any]:
+    """What ``work(*args)`` gives ({} for nothing), or {"error": why it could not}."""
+    try:
+        return work(*args) or {}
+    except (CheckpointError, OSError, SafetensorError) as error:
+        return {"error": reason(error, path)}
+
+
+def agree(own: dict[str, Any], group: dist.ProcessGroup | None) -> list[dict[str, Any]]:
+    """What every rank's attempt gave; raises the first error of any rank, the same one on all."""
+    every = exchange(own, group)
+    for result in every:
+        if "error" in result:
+            raise CheckpointError(result["error"])
+    return every
+
+
+# ---- files ---------------------------------------------------------------------------------------
+
+
+def write(path: Path, data: bytes) -> str:
+    """Create a file (0600, never through a link), flush it to the disk; the SHA-256 of `data`.
+
+    The digest is of what was meant to be written, so a disk that lies is found out at the next
+    opening.
+    """
+    view, done, digest = memoryview(data), 0, hashlib.sha256(data).hexdigest()
+    try:
+        file = os.open(path, _CREATE, 0o600)
+        try:
+            while done < len(data):
+                done += os.write(file, view[done : done + CHUNK])
+            os.fsync(file)
+        finally:
+            os.close(file)
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        raise CheckpointError(
+            f"cannot write {path}: {error.strerror} after {done} of {len(data)} bytes"
+            + ("; free space or raise the limit, earlier checkpoints are intact" if full else "")
+        ) from None
+    return digest
+
+
+def flush_folder(path: Path) -> None:
+    """Have the names in a folder on the disk, too."""
+    file = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def open_regular(path: Path) -> int:
+    """Open a regular file for reading; links, devices and pipes are refused without waiting."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        link = error.errno == errno.ELOOP
+        raise CheckpointError(
+            f"{path} is a link (links are refused)" if link else f"{path}: {error.strerror}"
+        ) from None
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise CheckpointError(f"{path} is not a regular file")
+    return file
+
+
+def read(path: Path, most: int) -> bytes:
+    """The bytes of a regular file that has at most `most` of them."""
+    with os.fdopen(open_regular(path), "rb") as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise CheckpointError(f"{path} has more than {most} bytes")
+    return data
+
+
+def stamp(status: os.stat_result) -> tuple[int, ...]:
+    """What changes when a file is replaced or written to."""
+    return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_mode)

@@ -1,0 +1,178 @@
+"""The manifest: what a step says of itself, and the strict JSON that it is written in."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import stat
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from warpweave.checkpoint.files import CheckpointError, read, write
+from warpweave.messages import one_line
+
+FORMAT, SCHEMA = "warpweave-checkpoint", 1
+
+MANIFEST, DIGEST = "manifest.json", "manifest.sha256"
+STEP = re.compile(r"step_(\d{8,18})")
+SHARD = re.compile(r"rank\d{5,9}-\d{5,9}\.safetensors")
+# torch name, safetensors name, bytes per element
+DTYPES = {
+    "float64": ("F64", 8),
+    "float32": ("F32", 4),
+    "float16": ("F16", 2),
+    "bfloat16": ("BF16", 2),
+    "float8_e4m3fn": ("F8_E4M3", 1),
+    "float8_e5m2": ("F8_E5M2", 1),
+    "int64": ("I64", 8),
+    "int32": ("I32", 4),
+    "int16": ("I16", 2),
+    "int8": ("I8", 1),
+    "uint8": ("U8", 1),
+    "bool": ("BOOL", 1),
+}
+
+_KEYS = frozenset(
+    ("format", "schema", "step", "config", "config_sha256", "state", "mesh", "files", "tensors")
+)
+_MAX_BYTES = 64 << 20  # bounds the cost of a hostile one; 300,000 tensors fit
+
+
+def config_digest(config: Mapping[str, Any]) -> str:
+    """SHA-256 of a configuration's canonical JSON, as manifests hold it."""
+    return hashlib.sha256(dump(config, "config")).hexdigest()
+
+
+def new_manifest(
+    step: int, config: Mapping[str, Any], state: Mapping[str, Any], mesh: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """A manifest without its files and tensors; `CheckpointError` for what is not JSON."""
+    parts = {"config": config, "state": state, "mesh": {} if mesh is None else mesh}
+    return {
+        "format": FORMAT,
+        "schema": SCHEMA,
+        "step": step,
+        "config_sha256": config_digest(config),
+        **{name: json.loads(dump(part, name)) for name, part in parts.items()},
+    }
+
+
+def write_manifest(
+    folder: Path, manifest: dict[str, Any], reports: Sequence[dict[str, Any]]
+) -> str:
+    """Write the manifest, with the files and tensors of all ranks' reports; its digest."""
+    for part in ("files", "tensors"):
+        manifest[part] = {name: entry for report in reports for name, entry in report[part].items()}
+    data = dump(manifest, "manifest")
+    if len(data) > _MAX_BYTES:
+        raise CheckpointError(f"the manifest has {len(data)} bytes, at most {_MAX_BYTES} are read")
+    digest = write(folder / MANIFEST, data)
+    write(folder / DIGEST, digest.encode())
+    return digest
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest, every field checked, with its own digest under "sha256"."""
+    if not os.path.lexists(folder):
+        raise CheckpointError(f"{folder} does not exist")
+    if not stat.S_ISDIR(os.lstat(folder).st_mode):
+        raise CheckpointError(f"{folder} is not a folder (links are refused)")
+    path = folder / MANIFEST
+    data = read(path, _MAX_BYTES)
+    expected = read(folder / DIGEST, 64)
+    digest = hashlib.sha256(data).hexdigest()
+    if digest.encode() != expected:
+        raise CheckpointError(
+            f"{path} is damaged: its SHA-256 is {digest}, {DIGEST} says {expected!r:.70}"
+        )
+    try:
+        manifest = parse(data)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not JSON: {one_line(error)}") from None
+    _check(manifest, path)
+    return {**manifest, "sha256": digest}
+
+
+def _check(manifest: Any, path: Path) -> None:
+    """Raise `CheckpointError` for a manifest at `path` that saving did not write."""
+
+    def wrong(what: str) -> NoReturn:
+        raise CheckpointError(f"{path}: {what}")
+
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        wrong(f'not a checkpoint: "format" must be "{FORMAT}"')
+    if manifest.get("schema") != SCHEMA:
+        wrong(f"schema {manifest.get('schema')!r}, this version reads schema {SCHEMA}")
+    if set(manifest) != _KEYS:
+        wrong(f"keys {sorted(set(manifest) ^ _KEYS)} are missing or unknown")
+    if type(manifest["step"]) is not int or manifest["step"] < 0:
+        wrong(f"step {manifest['step']!r} must be an integer >= 0")
+    for key in ("config", "state", "mesh", "files", "tensors"):
+        if not isinstance(manifest[key], dict):
+            wrong(f"{key} must be an object")
+    match = STEP.match(path.parent.name)
+    if match and int(match[1]) != manifest["step"]:
+        wrong(f"says step {manifest['step']}, but the folder is named {path.parent.name}")
+    if config_digest(manifest["config"]) != manifest["config_sha256"]:
+        wrong("config_sha256 is not the digest of config")
+    for name, entry in manifest["files"].items():
+        if not SHARD.fullmatch(name):
+            wrong(f"file name {name!r} is not of the form rank00000-00000.safetensors")
+        if not isinstance(entry, dict) or set(entry) != {"bytes", "sha256"}:
+            wrong(f"file {name} must have bytes and sha256")
+        if type(entry["bytes"]) is not int or not re.fullmatch(
+            "[0-9a-f]{64}", str(entry["sha256"])
+        ):
+            wrong(f"file {name} has bad bytes or sha256")
+    for name, entry in manifest["tensors"].items():
+        if not isinstance(entry, dict) or set(entry) != {"file", "shape", "dtype"}:
+            wrong(f"tensor {name!r} must have file, shape and dtype")
+        shape, dtype, file = entry["shape"], entry["dtype"], entry["file"]
+        sizes_fit = isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape)
+        # Bounded one by one and then together: Python will not even print a larger number.
+        sizes_fit = sizes_fit and len(shape) <= 64 and max(shape, default=0) < 1 << 62
+        sizes_fit = sizes_fit and math.prod(shape) < 1 << 62
+        names_fit = isinstance(dtype, str) and isinstance(file, str) and dtype in DTYPES
+        if not sizes_fit or not names_fit or file not in manifest["files"]:
+            wrong(f"tensor {name!r} has bad file {file!r}, shape {shape!r:.200} or dtype {dtype!r}")
+
+
+def dump(value: Any, what: str) -> bytes:
+    """Canonical JSON: sorted keys, no spaces, no NaN, only string keys."""
+
+    def check(part: Any, where: str) -> None:
+        if isinstance(part, dict):
+            for key, item in part.items():
+                if not isinstance(key, str):
+                    raise CheckpointError(f"{where}: key {key!r} must be a string to be JSON")
+                check(item, f"{where}.{key}")
+        elif isinstance(part, (list, tuple)):
+            for number, item in enumerate(part):
+                check(item, f"{where}[{number}]")
+        elif not isinstance(part, (str, int, float, bool, type(None))):
+            raise CheckpointError(f"{where} is a {type(part).__name__}, which is not JSON")
+        elif isinstance(part, float) and part - part != 0:
+            raise CheckpointError(f"{where} is {part}; JSON holds finite numbers only")
+
+    value = dict(value) if isinstance(value, Mapping) else value
+    check(value, what)
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+
+
+def parse(data: bytes) -> Any:
+    """Strict JSON: `ValueError` for names given twice and for NaN, which Python lets pass."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(pairs)
+        if len(result) != len(pairs):
+            raise ValueError(f"{len(pairs) - len(result)} names appear twice in one object")
+        return result
+
+    def refuse(constant: str) -> NoReturn:
+        raise ValueError(f"{constant} is not JSON")
+
+    return json.loads(data, object_pairs_hook=unique, parse_constant=refuse)

@@ -1,0 +1,165 @@
+"""Saving a step: every rank writes its tensors, rank 0 seals what all have written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save as serialize
+
+from warpweave.checkpoint.files import CheckpointError, agree, attempt, write
+from warpweave.checkpoint.manifest import DTYPES, new_manifest, write_manifest
+from warpweave.checkpoint.steps import begin, discard, prune, publish
+from warpweave.exchange import exchange
+
+_ROWS = torch.contiguous_format
+
+
+def save_checkpoint(
+    folder: str | Path,
+    step: int,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    *,
+    config: Mapping[str, Any],
+    state: Mapping[str, Any],
+    mesh: Mapping[str, Any] | None = None,
+    group: dist.ProcessGroup | None = None,
+    shard_bytes: int = 1 << 30,
+    keep: int = 3,
+) -> Path:
+    """Write ``folder/step_<step>`` and return its path; every rank of `group` calls it.
+
+    `tensors` yields (name, whole logical CPU tensor) for the names that this rank writes; a name
+    has exactly one writer. Each is a tensor of its own, not a buffer that is filled again: it is
+    read when its file is full. The iterable may run collectives as it goes: it is always drained to
+    its end, also when this rank's disk is full. Files hold up to `shard_bytes`, or one tensor.
+    `config`, `state` and `mesh` are JSON (rank 0's count); floats must be finite and come back bit
+    for bit.
+
+    Afterwards the folder keeps this step and the `keep` - 1 highest others. A step that already
+    exists is replaced. Raises `CheckpointError` on every rank when any rank failed; whatever was in
+    the folder before is then untouched and no partial step is visible.
+    """
+    if step < 0 or keep < 1 or shard_bytes < 1:
+        raise CheckpointError(
+            f"need step >= 0, keep >= 1, shard_bytes >= 1, got {step=} {keep=} {shard_bytes=}"
+        )
+    folder = Path(folder)
+    rank = 0 if group is None else dist.get_rank(group)
+    target = folder / f"step_{step:08d}"
+
+    def open_step() -> dict[str, Any]:
+        manifest = new_manifest(step, config, state, mesh)
+        return {"manifest": manifest, "folder": begin(folder, target.name).name}
+
+    def seal() -> None:
+        publish(temporary, target, write_manifest(temporary, opened["manifest"], reports))
+
+    # 1. Rank 0 opens a temporary folder and tells its name.
+    opened = agree(attempt(folder, open_step) if rank == 0 else {}, group)[0]
+    temporary = folder / opened["folder"]
+    try:
+        # 2. Everyone writes its tensors, then all learn what all wrote, or who failed.
+        reports = exchange(_write_shards(temporary, rank, tensors, shard_bytes), group)
+        _check_reports(reports)
+        # 3. Rank 0 seals the step. Its outcome is everyone's outcome.
+        agree(attempt(temporary, seal) if rank == 0 else {}, group)
+    except BaseException:
+        if rank == 0:  # also for KeyboardInterrupt and errors of `tensors` itself
+            discard(temporary)
+        raise
+    if rank == 0:
+        prune(folder, target, keep)
+    return target
+
+
+def _check_reports(reports: Sequence[dict[str, Any]]) -> None:
+    """Raise if a rank has failed, or if two have written the same tensor."""
+    for rank, report in enumerate(reports):
+        if "error" in report:
+            raise CheckpointError(f"rank {rank}: {report['error']}")
+    writers: dict[str, int] = {}
+    for rank, report in enumerate(reports):
+        for name in report["tensors"]:
+            if name in writers:
+                raise CheckpointError(
+                    f"tensor {name!r} was given twice, to ranks {writers[name]} and {rank}"
+                )
+            writers[name] = rank
+
+
+def _write_shards(
+    folder: Path, rank: int, tensors: Iterable[tuple[str, torch.Tensor]], shard_bytes: int
+) -> dict[str, Any]:
+    """What this rank wrote, {"files": ..., "tensors": ...}, or {"error": what went wrong}."""
+    shards, problem = _Shards(folder, rank, shard_bytes), {}
+    for name, tensor in tensors:
+        if problem:
+            continue  # `tensors` may run collectives, so peers need us to draw it to its end
+        problem = attempt(folder, shards.add, name, tensor)
+        if problem:
+            shards.clear()
+    return problem or attempt(folder, shards.close)
+
+
+class _Shards:
+    """The files of one rank, each written as soon as the next tensor does not fit into it."""
+
+    def __init__(self, folder: Path, rank: int, most: int) -> None:
+        self.folder, self.rank, self.most = folder, rank, most
+        self.files: dict[str, Any] = {}
+        self.written: dict[str, Any] = {}
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin a new file."""
+        self.waiting: dict[str, torch.Tensor] = {}
+        self.storages: set[int] = set()
+        self.bytes = 0
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Take a tensor, which is read when its file is full."""
+        _check_tensor(name, tensor)
+        if name in self.waiting or name in self.written:
+            raise CheckpointError(f"tensor {name!r} was given twice to rank {self.rank}")
+        size = tensor.numel() * tensor.element_size()
+        if self.bytes + size > self.most:
+            self.flush()
+        # safetensors takes plain storages, each once: views and aliases are copied.
+        plain = tensor.untyped_storage().nbytes() == size and tensor.is_contiguous()
+        copy = tensor.data_ptr() in self.storages or not plain
+        self.storages.add(tensor.data_ptr())
+        tensor = tensor.detach()
+        self.waiting[name] = tensor.clone(memory_format=_ROWS) if copy else tensor
+        self.bytes += size
+
+    def flush(self) -> None:
+        """Write what waits into a file of its own."""
+        if not self.waiting:
+            return
+        name = f"rank{self.rank:05d}-{len(self.files):05d}.safetensors"
+        data = serialize(self.waiting)
+        self.files[name] = {"bytes": len(data), "sha256": write(self.folder / name, data)}
+        for key, value in self.waiting.items():
+            dtype = str(value.dtype).removeprefix("torch.")
+            self.written[key] = {"file": name, "shape": list(value.shape), "dtype": dtype}
+        self.clear()
+
+    def close(self) -> dict[str, Any]:
+        """Write the last file; the manifest's entries of all files and tensors."""
+        self.flush()
+        return {"files": self.files, "tensors": self.written}
+
+
+def _check_tensor(name: str, tensor: torch.Tensor) -> None:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if not isinstance(name, str) or not name or name == "__metadata__":
+        raise CheckpointError(f"{name!r} cannot be a tensor's name")
+    if tensor.device.type != "cpu" or tensor.layout != torch.strided or dtype not in DTYPES:
+        raise CheckpointError(
+            f"tensor {name!r} must be dense on the CPU and of {', '.join(DTYPES)}; "
+            f"it is {tensor.layout}, {tensor.device}, {dtype}"
+        )

@@ -1,0 +1,156 @@
+"""The folder of steps: how one appears whole, which of them stay, and which is the newest.
+
+A step is written under a temporary name and renamed. Replacing one takes two renames: the old step
+is set aside first (``.old-<id>``), and a crash in between is mended by the next saving.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import stat
+import warnings
+from pathlib import Path
+
+from warpweave.checkpoint.files import (
+    CheckpointError,
+    CheckpointWarning,
+    flush_folder,
+    read,
+    reason,
+    write,
+)
+from warpweave.checkpoint.manifest import DIGEST, MANIFEST, SHARD, STEP
+
+_LATEST = "latest"
+_POINTER = re.compile(r"latest\.tmp-[0-9a-f]{16}")
+_UNFINISHED = re.compile(r"step_(\d{8,18})\.(tmp|old)-[0-9a-f]{16}")
+
+# ---- which are there -----------------------------------------------------------------------------
+
+
+def latest(folder: str | Path) -> Path | None:
+    """The step to resume from: what the `latest` file names if it is there whole, else the highest.
+
+    None when there is no step. Nothing is verified yet: see `open_latest`.
+    """
+    return next(iter(newest_first(Path(folder))), None)
+
+
+def newest_first(folder: Path) -> list[Path]:
+    """The steps that one may resume from, in the order in which to try them."""
+    steps = _steps(folder)
+    names = {path.name for path in steps}
+    try:
+        # Steps that a crash in the middle of a replacement left under their second name.
+        for path in sorted(folder.iterdir()):
+            match = _UNFINISHED.fullmatch(path.name)
+            if match and match[2] == "old" and f"step_{match[1]}" not in names:
+                steps.append(path)
+        steps.sort(key=lambda path: int(path.name[5:].split(".")[0]), reverse=True)
+        name, digest = read(folder / _LATEST, 200).decode("ascii").split()
+        if name in names and read(folder / name / DIGEST, 64).decode("ascii") == digest:
+            steps.remove(folder / name)
+            steps.insert(0, folder / name)
+    except (CheckpointError, OSError, ValueError):
+        pass  # the pointer is a help, not a need: a missing or damaged one decides nothing
+    return steps
+
+
+def _steps(folder: Path) -> list[Path]:
+    """The complete steps, highest first."""
+    try:
+        found = [(int(m[1]), p) for p in folder.iterdir() if (m := STEP.fullmatch(p.name))]
+    except OSError:
+        return []
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+# ---- how one comes -------------------------------------------------------------------------------
+
+
+def begin(folder: Path, name: str) -> Path:
+    """Make the folder and a fresh temporary one in it, and tidy what earlier crashes left."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for path in sorted(folder.iterdir()):
+        match = _UNFINISHED.fullmatch(path.name)
+        if match is None:
+            if _POINTER.fullmatch(path.name):
+                path.unlink()
+            continue
+        whole = folder / f"step_{match[1]}"
+        if match[2] == "old" and not os.path.lexists(whole):
+            os.rename(path, whole)  # a crash came between the two renames of a replacement
+        else:
+            discard(path)
+    if os.path.lexists(folder / name) and not _is_ours(folder / name):
+        raise CheckpointError(f"{folder / name} holds what is no checkpoint; move it away")
+    temporary = folder / f"{name}.tmp-{secrets.token_hex(8)}"
+    temporary.mkdir(mode=0o700)
+    return temporary
+
+
+def publish(temporary: Path, step: Path, digest: str) -> None:
+    """Let a step that is written whole take its name, and let `latest` name it."""
+    flush_folder(temporary)
+    aside = None
+    if os.path.lexists(step):
+        # Two renames; a crash between them is mended by `begin` and seen through by `latest`.
+        aside = step.with_name(f"{step.name}.old-{secrets.token_hex(8)}")
+        os.rename(step, aside)
+    try:
+        os.rename(temporary, step)
+    except OSError:
+        if aside is not None:
+            os.rename(aside, step)
+        raise
+    flush_folder(step.parent)
+    pointer = step.parent / f"{_LATEST}.tmp-{secrets.token_hex(8)}"
+    try:
+        write(pointer, f"{step.name} {digest}\n".encode())
+        os.replace(pointer, step.parent / _LATEST)
+        flush_folder(step.parent)
+    finally:
+        pointer.unlink(missing_ok=True)
+    if aside is not None:
+        discard(aside)
+
+
+# ---- how they go ---------------------------------------------------------------------------------
+
+
+def prune(folder: Path, newest: Path, keep: int) -> None:
+    """Remove all steps but `newest` and the `keep` - 1 highest others."""
+    others = [path for path in _steps(folder) if path != newest]
+    for path in others[keep - 1 :]:
+        try:
+            if not _is_ours(path):
+                raise CheckpointError(f"{path} holds what saving did not write")
+            # Renamed first, so that a crash half way through leaves no partial step to be found.
+            doomed = path.with_name(f"{path.name}.tmp-{secrets.token_hex(8)}")
+            os.rename(path, doomed)
+            discard(doomed)
+        except (CheckpointError, OSError) as error:
+            # The new step is safe, so this is no reason to stop a run.
+            warnings.warn(f"{reason(error, path)}; not removed", CheckpointWarning, stacklevel=3)
+
+
+def discard(folder: Path) -> None:
+    """Remove a temporary folder, unless it holds anything that saving does not write."""
+    try:
+        if folder.exists() and _is_ours(folder):
+            for path in list(folder.iterdir()):
+                path.unlink()
+            folder.rmdir()
+    except OSError as error:
+        warnings.warn(f"{reason(error, folder)}, not removed", CheckpointWarning, stacklevel=3)
+
+
+def _is_ours(folder: Path) -> bool:
+    """A real folder with nothing in it but the files that saving writes."""
+    return stat.S_ISDIR(os.lstat(folder).st_mode) and all(
+        (path.name in (MANIFEST, DIGEST) or SHARD.fullmatch(path.name))
+        and stat.S_ISREG(os.lstat(path).st_mode)
+        for path in list(folder.iterdir())
+    )
