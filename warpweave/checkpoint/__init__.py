@@ -22,7 +22,7 @@ its numbers, not run code.
 One job at a time writes into a folder, which all its ranks share.
 
 `save` and `read` one step · `steps` the folder of them: how one appears whole, which stay, which is
-the newest · `manifest` what a step says of itself, in strict JSON · `files` what all that stands on.
+the newest · `manifest` what a step says of itself, in strict JSON · `files` what that stands on.
 """
 
 from warpweave.checkpoint.files import CheckpointError, CheckpointWarning

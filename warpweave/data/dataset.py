@@ -1,0 +1,101 @@
+"""Samples of a row of tokens: which window of it a sample is, from (seed, step, number) alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from warpweave.data.files import DataError
+from warpweave.data.tokenizer import Tokenizer
+
+IGNORE = -100
+"""Label of a position that has no target; `cross_entropy` leaves it out."""
+
+_M64 = (1 << 64) - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """The tokens of all files of a split, in a row.
+
+    tokens[N] unsigned; starts[files] int64 ascending, the first token of each file; `name` says
+    where the text came from; `fingerprint` is equal exactly when the tokens and the tokenizer are
+    (for token files: size, vocabulary, first and last MiB), so that a resumed run can insist on its
+    own data.
+    """
+
+    tokens: np.ndarray
+    starts: np.ndarray
+    vocab_size: int
+    name: str
+    fingerprint: str
+    tokenizer: Tokenizer | None
+
+    def __len__(self) -> int:
+        """Number of tokens."""
+        return len(self.tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class Dataset(Corpus):
+    """A corpus, and the rule that cuts samples of `seq_len` tokens out of it."""
+
+    seq_len: int
+    seed: int
+
+    def batch(self, step: int, sample_ids: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Samples `sample_ids` of step `step`: (tokens[B, S], labels[B, S]), int64 on the CPU.
+
+        A pure function of (seed, step, number): it does not depend on which other samples are asked
+        for.
+        """
+        choices = len(self.tokens) - self.seq_len  # windows of S+1 tokens
+        return self._windows([_offset(self.seed, step, i, choices) for i in sample_ids])
+
+    def fixed_batch(
+        self, sample_ids: Sequence[int], *, count: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Samples `sample_ids` of `count` fixed ones spread evenly over the text (evaluation).
+
+        Neither seed nor step takes part. They do not overlap while count (S+1) <= N.
+        """
+        if count < 1 or not all(0 <= i < count for i in sample_ids):
+            raise DataError(f"evaluation samples {list(sample_ids)} must lie in [0, {count})")
+        last = len(self.tokens) - self.seq_len - 1
+        return self._windows([i * last // max(1, count - 1) for i in sample_ids])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids; token files know no text, so they print the numbers."""
+        if self.tokenizer is None:
+            return " ".join(str(int(i)) for i in ids)
+        return self.tokenizer.decode(ids)
+
+    def _windows(self, offsets: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        size = self.seq_len + 1
+        rows = np.empty((len(offsets), size), dtype=np.int64)
+        ignored = np.zeros((len(offsets), self.seq_len), dtype=bool)
+        for row, offset in enumerate(offsets):
+            rows[row] = self.tokens[offset : offset + size]
+            first, last = np.searchsorted(self.starts, (offset + 1, offset + size))
+            ignored[row, self.starts[first:last] - offset - 1] = True
+        if rows.size and int(rows.max()) >= self.vocab_size:
+            # Only a token file can lie about this; on a GPU it would be a device-side assertion.
+            raise DataError(f"{self.name}: token {rows.max()} is not below {self.vocab_size=}")
+        labels = np.where(ignored, IGNORE, rows[:, 1:])
+        return torch.from_numpy(rows[:, :-1].copy()), torch.from_numpy(labels)
+
+
+def _mix(x: int) -> int:
+    """The finaliser of splitmix64 (Steele, Lea, Flood 2014): a bijection of 64-bit words."""
+    x = (x + 0x9E3779B97F4A7C15) & _M64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _M64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _M64
+    return x ^ (x >> 31)
+
+
+def _offset(seed: int, step: int, number: int, choices: int) -> int:
+    """A number in [0, choices), uniform up to choices / 2**64, from three counters."""
+    return (_mix(_mix(_mix(seed & _M64) ^ step) ^ number) * choices) >> 64

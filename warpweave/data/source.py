@@ -1,0 +1,52 @@
+"""Opening a source, of whatever kind it is."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from warpweave.data.dataset import Dataset
+from warpweave.data.files import DataError
+from warpweave.data.split import Split
+from warpweave.data.text import open_text
+from warpweave.data.token_file import open_token_file
+
+
+def open_dataset(
+    source: str | Path | None = None,
+    *,
+    seq_len: int,
+    seed: int = 0,
+    split: str = "train",
+    tokenizer: str | Path | None = None,
+    validation_fraction: float = 0.05,
+    pattern: str = "*",
+    cache: str | Path | None = None,
+) -> Dataset:
+    """Open one split ("train", "validation" or "all") of a source (see the room's docstring).
+
+    `tokenizer` is the path of a tokenizer JSON (default: bytes); `pattern` filters the file names
+    of a folder; `cache` is a folder that keeps the ids of tokenised text under a hash of the text,
+    so that the next opening skips the tokenizer. Raises `DataError`, one line, for a source that is
+    missing, empty, or shorter than the seq_len + 1 tokens that one sample needs.
+    """
+    if seq_len < 1:
+        raise DataError(f"seq_len must be at least 1, got {seq_len}")
+    part = Split(split, validation_fraction)
+    path = None if source is None else Path(source)
+    if path is not None and not path.exists():
+        raise DataError(f"{path} does not exist")
+    if path is not None and path.suffix in (".bin", ".npy"):
+        if tokenizer is not None:
+            raise DataError(f"{path} holds tokens, so the tokenizer {tokenizer} cannot apply")
+        corpus = open_token_file(path)
+        low, high = part.cut(len(corpus))
+        corpus = dataclasses.replace(corpus, tokens=corpus.tokens[low:high])
+    else:
+        corpus = open_text(path, part, tokenizer, pattern, cache)
+    if len(corpus) < seq_len + 1:
+        raise DataError(
+            f"{corpus.name}: its {split} split has {len(corpus)} tokens, "
+            f"one sample needs seq_len + 1 = {seq_len + 1}"
+        )
+    return Dataset(**vars(corpus), seq_len=seq_len, seed=seed)

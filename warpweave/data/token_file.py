@@ -1,0 +1,119 @@
+"""Token files: numbers in a file of their own, memory-mapped and never copied."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from warpweave.data.dataset import Corpus
+from warpweave.data.files import DataError, read, replace
+from warpweave.data.tokenizer import smallest_dtype
+from warpweave.messages import one_line
+
+_FORMAT, _VERSION = "warpweave-tokens", 1
+_DTYPES = {"uint8": "u1", "uint16": "<u2", "uint32": "<u4"}
+
+
+def write_token_file(path: str | Path, tokens: np.ndarray, *, vocab_size: int) -> None:
+    """Write tokens[N] (integers in [0, vocab_size)) as ``path`` (.bin) and its sidecar.
+
+    Both are renamed into place whole, the sidecar last: a crash leaves no file that opens.
+    """
+    path = Path(path)
+    if path.suffix != ".bin":
+        raise DataError(f"a token file is named .bin, got {path}")
+    if tokens.ndim != 1 or tokens.dtype.kind not in "ui" or not len(tokens):
+        raise DataError(f"tokens must be integers[N > 0], got {tokens.dtype}{list(tokens.shape)}")
+    if int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size:
+        raise DataError(f"tokens {tokens.min()}..{tokens.max()} must lie in [0, {vocab_size})")
+    dtype = smallest_dtype(vocab_size)
+    header = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "dtype": dtype,
+        "tokens": len(tokens),
+        "vocab_size": vocab_size,
+    }
+    _sidecar(path).unlink(missing_ok=True)
+    replace(path, lambda file: tokens.astype(_DTYPES[dtype], copy=False).tofile(file))
+    replace(_sidecar(path), lambda file: file.write(json.dumps(header).encode()))
+
+
+def open_token_file(path: Path) -> Corpus:
+    """A token file, memory-mapped."""
+    sidecar = _sidecar(path)
+    size = path.stat().st_size
+    header = _read_header(sidecar) if sidecar.exists() or path.suffix == ".bin" else None
+    if path.suffix == ".npy":
+        try:
+            tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+        except (ValueError, EOFError, OSError) as error:
+            raise DataError(
+                f"{path} ({size} bytes) is no array of numbers: {one_line(error)}"
+            ) from None
+        if not isinstance(tokens, np.ndarray):
+            tokens.close()
+            raise DataError(f"{path} is an archive of arrays (.npz), not one array")
+        if tokens.ndim != 1 or tokens.dtype.name not in _DTYPES or not len(tokens):
+            raise DataError(
+                f"{path} holds {tokens.dtype}{list(tokens.shape)}; "
+                "a token file is uint8, uint16 or uint32 of one dimension, not empty"
+            )
+        actual = {"dtype": tokens.dtype.name, "tokens": len(tokens)}
+        if header is not None and any(header[key] != value for key, value in actual.items()):
+            raise DataError(f"{path} holds {actual}, but {sidecar} says {header}")
+    else:
+        assert header is not None
+        dtype = np.dtype(_DTYPES[header["dtype"]])
+        if size != header["tokens"] * dtype.itemsize:
+            raise DataError(
+                f"{path} has {size} bytes, but {sidecar} says {header['tokens']} tokens of "
+                f"{header['dtype']} = {header['tokens'] * dtype.itemsize} bytes"
+            )
+        tokens = np.memmap(path, dtype=dtype, mode="r")
+    vocab_size = int(tokens.max()) + 1 if header is None else header["vocab_size"]
+    edge = (1 << 20) // tokens.itemsize
+    digest = hashlib.sha256(f"{tokens.dtype.name} {len(tokens)} {vocab_size} ".encode())
+    digest.update(tokens[:edge].tobytes() + tokens[-edge:].tobytes())
+    return Corpus(
+        tokens=tokens,
+        starts=np.zeros(1, dtype=np.int64),
+        vocab_size=vocab_size,
+        name=str(path),
+        fingerprint=digest.hexdigest(),
+        tokenizer=None,
+    )
+
+
+def _sidecar(path: Path) -> Path:
+    return path.with_name(path.name + ".json")
+
+
+def _read_header(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        raise DataError(f"{path} is missing: a .bin token file needs it beside it")
+    try:
+        header = json.loads(read(path))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is not JSON: {one_line(error)}") from None
+    if not isinstance(header, dict):
+        raise DataError(f"{path} must hold a JSON object, got {type(header).__name__}")
+    if header.get("format") != _FORMAT or header.get("version") != _VERSION:
+        raise DataError(
+            f'{path} must say "format": "{_FORMAT}", "version": {_VERSION}; '
+            f"got {header.get('format')!r}, {header.get('version')!r}"
+        )
+    counts_fit = all(
+        type(header.get(key)) is int and 0 < header[key] <= most
+        for key, most in (("tokens", 1 << 62), ("vocab_size", 1 << 32))
+    )
+    if header.get("dtype") not in _DTYPES or not counts_fit:
+        raise DataError(
+            f"{path} must give dtype (one of {', '.join(_DTYPES)}), tokens > 0 and "
+            "0 < vocab_size <= 2**32"
+        )
+    return header

@@ -1,0 +1,70 @@
+"""Tokenizers: bytes as they are, or a Hugging Face file."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from warpweave.data.files import DataError, read
+from warpweave.messages import one_line
+
+
+class Tokenizer(Protocol):
+    """What a text source needs of a tokenizer."""
+
+    vocab_size: int
+    fingerprint: str
+
+    def encode(self, text: bytes) -> np.ndarray:
+        """Token ids of UTF-8 text, one dimension, unsigned."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids; what is no valid UTF-8 shows as U+FFFD."""
+
+
+class ByteTokenizer:
+    """A token is a byte: 256 ids, exact for any text, nothing to download or train."""
+
+    vocab_size = 256
+    fingerprint = "bytes"
+
+    def encode(self, text: bytes) -> np.ndarray:
+        """The bytes themselves, uint8."""
+        return np.frombuffer(text, dtype=np.uint8)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of byte ids; a window may begin or end inside a character, which shows as U+FFFD."""
+        return bytes(ids).decode("utf-8", errors="replace")
+
+
+class JsonTokenizer:
+    """Any Hugging Face `tokenizers` JSON file; no special tokens are added."""
+
+    def __init__(self, path: str | Path) -> None:
+        from tokenizers import Tokenizer as HuggingFaceTokenizer
+
+        data = read(Path(path))
+        try:
+            self._tokenizer = HuggingFaceTokenizer.from_buffer(data)
+        except Exception as error:  # the Rust side raises bare Exception
+            raise DataError(f"{path} is not a tokenizers JSON file: {one_line(error)}") from None
+        self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        self.fingerprint = hashlib.sha256(data).hexdigest()
+
+    def encode(self, text: bytes) -> np.ndarray:
+        """Ids of UTF-8 text as uint8, uint16 or uint32."""
+        ids = self._tokenizer.encode(text.decode("utf-8"), add_special_tokens=False).ids
+        return np.asarray(ids, dtype=smallest_dtype(self.vocab_size))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+
+def smallest_dtype(vocab_size: int) -> str:
+    """The name of the smallest dtype that holds every id below `vocab_size`."""
+    return "uint8" if vocab_size <= 1 << 8 else "uint16" if vocab_size <= 1 << 16 else "uint32"
