@@ -813,7 +813,7 @@ FAULTS = (
     # ---- what judges ------------------------------------------------------------------------
     Fault(
         "prove-nan-tensor",
-        "warpweave/prove/comparison.py",
+        "warpweave/prove/proof.py",
         "    error = difference / scale if scale else difference\n"
         '    return error if error == error else float("inf")',
         "    return difference / scale if scale else difference",
@@ -821,21 +821,21 @@ FAULTS = (
     ),
     Fault(
         "prove-nan-error",
-        "warpweave/prove/comparison.py",
+        "warpweave/prove/proof.py",
         'max(e if e == e else float("inf") for e in self.each.values())',
         "max(self.each.values())",
         "an error that is no number passes beside one that is",
     ),
     Fault(
         "prove-rank-0",
-        "warpweave/prove/comparison.py",
+        "warpweave/prove/proof.py",
         "max(errors.each[kind] for errors in ranks)",
         "max(errors.each[kind] for errors in ranks[:1])",
         "what rank 0 sees is taken for what all see",
     ),
     Fault(
         "prove-last-error",
-        "warpweave/prove/comparison.py",
+        "warpweave/prove/proof.py",
         "self.errors[kind] = max(error, self.errors.get(kind, 0.0))",
         "self.errors[kind] = error",
         "the last tensor of the last step stands for all",
@@ -843,7 +843,7 @@ FAULTS = (
     Fault(
         "prove-own-weights",
         "warpweave/prove/proof.py",
-        '            found.tensor("weight", after.format(record.name), param.detach(), own)\n',
+        '            compare.tensor("weight", after.format(record.name), param.detach(), own)\n',
         "",
         "weights that a rank computes with may differ from those that are saved",
     ),
@@ -863,7 +863,7 @@ FAULTS = (
     ),
     Fault(
         "prove-error-mean",
-        "warpweave/prove/comparison.py",
+        "warpweave/prove/proof.py",
         "difference = (actual.double() - expected).abs().max().item()",
         "difference = (actual.double() - expected).abs().mean().item()",
         "one wrong element is spread over all right ones",

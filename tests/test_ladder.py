@@ -48,7 +48,6 @@ ROOMS = {
     "warpweave.prove": (
         ("layouts", "typecheck"),
         ("expected",),
-        ("comparison",),
         ("proof",),
         ("command",),
     ),

@@ -39,7 +39,6 @@ from warpweave.prove import (
     proof,
     prove_layout,
 )
-from warpweave.prove.comparison import relative
 from warpweave.prove.layouts import Sizes, draw, meshes, smallest, table
 
 
@@ -454,7 +453,7 @@ def test_an_error_is_that_of_the_worst_element():
     expected = torch.full((1000,), 4.0, dtype=torch.float64)
     actual = expected.clone()
     actual[7] += 1e-3
-    assert relative(actual, expected) == pytest.approx(1e-3 / 4)
+    assert proof._relative(actual, expected) == pytest.approx(1e-3 / 4)
 
 
 def test_whatever_is_never_compared_is_wrong():
@@ -678,7 +677,7 @@ OF_THE_LAST_RANK = {
     "gradient after the first step": (_reads("grad", _scaled(1.001), after=1), 0),
     "weights": (_reads("param", _scaled(1.001)), 0),
     "dies": ((engines.Engine, "evaluate", _dies), 1),
-    "raises": ((proof, "worst_rank", lambda _: lambda *_: 1 / 0), 0),
+    "raises": ((proof, "_worst_rank", lambda _: lambda *_: 1 / 0), 0),
 }
 
 

@@ -103,27 +103,27 @@ def launch(entry: Callable[..., Any], args: tuple, mesh: Mesh) -> Any:
         except BaseException as error:
             errors.append(error)
 
-    asked: list[int] = []
-    before = {n: signal.signal(n, lambda number, _: asked.append(number)) for n in _STOPS}
+    received: list[int] = []
+    before = {n: signal.signal(n, lambda number, _: received.append(number)) for n in _STOPS}
     resource_tracker.ensure_running()  # it would unblock the signals in the thread that starts it
     launcher = threading.Thread(target=run, name="launcher", daemon=True)
     try:
         launcher.start()
-        _watch(launcher, mesh.world, asked)
+        _watch(launcher, mesh.world, received)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
         shutil.rmtree(folder, ignore_errors=True)
     if errors and isinstance(errors[0], ChildFailedError):
-        _exit_for(errors[0], mesh, store, asked)
+        _exit_for(errors[0], mesh, store, received)
     elif errors:
         raise errors[0]
-    if asked:
-        sys.exit(128 + asked[0])
+    if received:
+        sys.exit(128 + received[0])
     return values[0]
 
 
-def _watch(launcher: threading.Thread, world: int, asked: list[int]) -> None:
+def _watch(launcher: threading.Thread, world: int, received: list[int]) -> None:
     """Until the launcher's thread ends: pass signals on, and stop ranks that outlive a failure.
 
     torch's launcher would give a rank that hangs 30 seconds.
@@ -135,14 +135,14 @@ def _watch(launcher: threading.Thread, world: int, asked: list[int]) -> None:
         if len(children) < world:
             children = multiprocessing.active_children()
             continue
-        if asked and not passed_on:
+        if received and not passed_on:
             passed_on = True
             for child in children:
                 child.terminate()
         if failed_at is None and any(_failed(child) for child in children):
             failed_at = time.monotonic()
         late = failed_at is not None and time.monotonic() > failed_at + _LINGER
-        if late or len(asked) > 1:
+        if late or len(received) > 1:
             for child in children:
                 child.kill()
 
@@ -158,13 +158,13 @@ def _failed(child: Any) -> bool:
     return end is not None and (end.si_code != os.CLD_EXITED or end.si_status != 0)
 
 
-def _exit_for(error: Any, mesh: Mesh, store: dist.Store, asked: list[int]) -> None:
+def _exit_for(error: Any, mesh: Mesh, store: dist.Store, received: list[int]) -> None:
     """Say what the ranks could not say themselves, and exit."""
     rank, failure = min(error.failures.items())
-    if asked and failure.exitcode < 0:
-        if len(asked) > 1:
+    if received and failure.exitcode < 0:
+        if len(received) > 1:
             say("stopped at once, without saving")
-        sys.exit(128 + asked[0])
+        sys.exit(128 + received[0])
     if failure.exitcode < 0:
         name = signal.Signals(-failure.exitcode).name
         say(f"{mesh.describe(rank)} was killed by {name}{_last_seen(store, rank)}")

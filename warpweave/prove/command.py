@@ -44,9 +44,8 @@ from warpweave.launch import join, launch, reported, under_torchrun
 from warpweave.parallel.context import Strategy
 from warpweave.parallel.layout import Kind
 from warpweave.parallel.mesh import Mesh
-from warpweave.prove.comparison import LIMITS, Errors
 from warpweave.prove.layouts import Layout, Recompute, Schedule, Style, draw, table
-from warpweave.prove.proof import prove_layout
+from warpweave.prove.proof import LIMITS, Errors, prove_layout
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -10,11 +13,96 @@ from torch import Tensor
 
 from warpweave.dtypes import DTYPES
 from warpweave.engine import Engine
+from warpweave.exchange import exchange
 from warpweave.parallel.mesh import ConnectedMesh
 from warpweave.parallel.shard import ParamRecord
-from warpweave.prove.comparison import Comparison, Errors, worst_rank
-from warpweave.prove.expected import ADAMW, CLIP, KEY, RATES, STEPS, batch, prompt
+from warpweave.prove.expected import ADAMW, CLIP, KEY, RATES, STEPS, batch, prompt, truth
 from warpweave.prove.layouts import Layout
+
+# Largest relative error allowed: float64 leaves no room for anything but the order of sums. For low
+# dtypes, how many times the error that the plain model has there on one device.
+LIMITS = {"fp64": 1e-11, "fp32": 5e-5, "bf16": 8.0, "fp16": 8.0}
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Largest relative errors of a layout, and what the largest of them was of.
+
+    `evaluation` is that of losses without training; `token` is by how much, of their range, the
+    plain logit of a generated token is below the largest: 0 for the one that the plain model takes.
+    """
+
+    loss: float
+    grad: float
+    norm: float
+    weight: float
+    moment: float
+    evaluation: float
+    token: float
+    where: str
+
+    @property
+    def each(self) -> dict[str, float]:
+        """The errors by name."""
+        return {k: v for k, v in dataclasses.asdict(self).items() if k != "where"}
+
+    @property
+    def worst(self) -> float:
+        """The largest of all; NaN is as wrong as can be, and `max` would pass over it."""
+        return max(e if e == e else float("inf") for e in self.each.values())
+
+
+def _relative(actual: Tensor, expected: Tensor) -> float:
+    """max|actual - expected| / max|expected|; infinite for other shapes or NaN."""
+    if actual.shape != expected.shape:
+        return float("inf")
+    difference = (actual.double() - expected).abs().max().item()
+    scale = expected.abs().max().item()
+    error = difference / scale if scale else difference
+    return error if error == error else float("inf")
+
+
+class _Comparison:
+    """This rank's largest error of each kind, and what the largest of all was of.
+
+    In a low dtype errors are counted in those of the plain model in that dtype.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        dtype = DTYPES[layout.dtype]
+        self.expected = truth(layout.model, layout.sizes)
+        self.low = truth(layout.model, layout.sizes, dtype) if dtype.itemsize < 4 else None
+        self.eps = torch.finfo(dtype).eps
+        self.errors: dict[str, float] = {}
+        self.where = ""
+
+    def add(self, kind: str, what: str, error: float) -> None:
+        """Count an error in."""
+        if error > max(self.errors.values(), default=0.0):
+            self.where = what
+        self.errors[kind] = max(error, self.errors.get(kind, 0.0))
+
+    def tensor(
+        self, kind: str, what: str, actual: Tensor, cut: Callable[[Tensor], Tensor] = lambda t: t
+    ) -> None:
+        """Compare `actual` with the (cut of the) value whose words are `what`."""
+        expected = cut(self.expected.values[what])
+        error = _relative(actual, expected)
+        if self.low is not None:
+            plain = _relative(cut(self.low.values[what]), expected)
+            error = error / (plain + self.eps) if math.isfinite(plain) else float("inf")
+        self.add(kind, what, error)
+
+    def text(self, text: Tensor, start: Tensor, step: int, new: int) -> None:
+        """By how much of their range the plain logits of the `new` tokens after `start` are low."""
+        if len(text) != len(start) + new or not torch.equal(text[: len(start)], start):
+            self.add("token", f"text after step {step}", float("inf"))
+            return
+        for at in range(len(start), len(text)):
+            logits = self.expected.logits(text[:at], step)
+            best, least = logits.max(), logits.min()
+            error = float((best - logits[text[at]]) / (best - least))
+            self.add("token", f"text after step {step}", error / (self.eps if self.low else 1.0))
 
 
 def prove_layout(layout: Layout, mesh: ConnectedMesh, timeout: float = 60.0) -> Errors:
@@ -42,9 +130,9 @@ def prove_layout(layout: Layout, mesh: ConnectedMesh, timeout: float = 60.0) -> 
         timeout=timeout,
         **ADAMW,
     )
-    found = Comparison(layout)
+    compare = _Comparison(layout)
     shape = (layout.mesh.dp, layout.microbatches, layout.micro_batch_size)
-    owners = dict.fromkeys(found.expected.names, 0)  # ranks that say a tensor is theirs to write
+    owners = dict.fromkeys(compare.expected.names, 0)  # ranks that say a tensor is theirs to write
 
     def mine(step: int) -> list[Tensor]:
         """This replica's part of a batch, by micro-batches."""
@@ -53,7 +141,7 @@ def prove_layout(layout: Layout, mesh: ConnectedMesh, timeout: float = 60.0) -> 
     def read(kind: str, state: str, what: str, scale: float = 1.0) -> None:
         for record, tensor, owned in engine.read(state):
             owners[record.name] += owned
-            found.tensor(kind, what.format(record.name), tensor / scale)
+            compare.tensor(kind, what.format(record.name), tensor / scale)
 
     scaler = engine.optimizer.loss_scale
     if scaler is not None:
@@ -62,15 +150,15 @@ def prove_layout(layout: Layout, mesh: ConnectedMesh, timeout: float = 60.0) -> 
         tokens, labels, ids = mine(step)
         scale = 1.0 if scaler is None else float(scaler.value)  # its gradients keep it
         result = engine.step(tokens, labels, ids, lr=RATES[step], key=KEY + step)
-        found.tensor("loss", f"loss of step {step}", result.loss)
-        found.tensor("norm", f"norm of step {step}", result.norm)
+        compare.tensor("loss", f"loss of step {step}", result.loss)
+        compare.tensor("norm", f"norm of step {step}", result.norm)
         read("grad", "grad", f"gradient of {{}} at step {step}", scale)
         tokens, labels, _ = mine(STEPS + step)
         loss = engine.evaluate(tokens, labels)
-        found.tensor("evaluation", f"evaluation after step {step}", loss)
+        compare.tensor("evaluation", f"evaluation after step {step}", loss)
         new = 1 + step // 2  # the last text goes on from its own token
         start = prompt(sizes, step)
-        found.text(engine.generate(start, new, temperature=0.0), start, step, new)
+        compare.text(engine.generate(start, new, temperature=0.0), start, step, new)
     after = f"{{}} after step {STEPS - 1}"
     read("weight", "param", after)
     read("moment", "exp_avg", "exp_avg of {}")
@@ -83,14 +171,22 @@ def prove_layout(layout: Layout, mesh: ConnectedMesh, timeout: float = 60.0) -> 
             def own(full: Tensor, record: ParamRecord = record) -> Tensor:
                 return record.slice(full, mesh.coords)
 
-            found.tensor("weight", after.format(record.name), param.detach(), own)
+            compare.tensor("weight", after.format(record.name), param.detach(), own)
         unit.parameters.reshard()
     counts = torch.tensor(list(owners.values()))
     if mesh.group("world") is not None:
         dist.all_reduce(counts)
     for name, count in zip(owners, counts.tolist(), strict=True):
         if count != STEPS + 3:  # lost in a checkpoint, or written twice
-            found.add("weight", f"{name} read {count} times, not {STEPS + 3},", float("inf"))
+            compare.add("weight", f"{name} read {count} times, not {STEPS + 3},", float("inf"))
     kinds = (field.name for field in dataclasses.fields(Errors) if field.name != "where")
-    errors = {kind: found.errors.get(kind, float("inf")) for kind in kinds}  # inf: never compared
-    return worst_rank(Errors(**errors, where=found.where), mesh)
+    errors = {kind: compare.errors.get(kind, float("inf")) for kind in kinds}  # inf: never compared
+    return _worst_rank(Errors(**errors, where=compare.where), mesh)
+
+
+def _worst_rank(own: Errors, mesh: ConnectedMesh) -> Errors:
+    """Every error at its largest over all ranks, and the words of the rank with the largest."""
+    ranks = [Errors(**e) for e in exchange(dataclasses.asdict(own), mesh.group("world"))]
+    rank = max(range(len(ranks)), key=lambda r: ranks[r].worst)
+    largest = {kind: max(errors.each[kind] for errors in ranks) for kind in own.each}
+    return Errors(**largest, where=f"{ranks[rank].where} on {mesh.sizes.describe(rank)}")
