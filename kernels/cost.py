@@ -240,15 +240,10 @@ def linear_cross_entropy(T: int, V: int, E: int, *, backward: bool = False, size
     return Cost(products + 4 * T * V, given + 8 * T)
 
 
-def adamw(
-    n: int, *, grad_size: int = 4, param_size: int = 0, master_size: int = 4, mask_size: int = 0
-) -> Cost:
-    """One step on n masters: reads and writes master and float32 m, v; reads grad, writes the copy.
-
-    Rounding at random works in integers. bfloat16 masters (`master_size` 2) have no copy. A mask of
-    what decays is one byte more to read (`mask_size` 1).
-    """
-    return Cost(16 * n, n * (2 * master_size + 16 + grad_size + param_size + mask_size))
+def adamw(n: int, *, grad_size: int = 4, param_size: int = 0) -> Cost:
+    """One step on n masters: reads and writes master, m and v in float32; reads grad, writes the
+    copy."""
+    return Cost(16 * n, n * (24 + grad_size + param_size))
 
 
 def gpt_weights(

@@ -220,12 +220,12 @@ def cases() -> list[Case]:
         ]
     for dtype in (fp32, torch.float64):
         flat, low = m(10**7, dtype=dtype), m(10**7)
-        one = m(dtype=fp32)
+        one, rates = m(dtype=fp32), adamw._Rates(1e-3, 0.9, 0.95, 1e-8, 0.1)
         found += [
             Case(
                 f"adamw {dtype}".replace("torch.", ""),
-                lambda flat=flat, low=low, one=one: adamw._adamw_triton(
-                    flat, low, flat, flat, low, one, one, one, 1e-3, 0.9, 0.95, 1e-8, 0.1
+                lambda flat=flat, low=low, one=one, rates=rates: adamw._adamw_triton(
+                    flat, low, flat, flat, low, one, one, one, rates
                 ),
                 float64=True,  # the scalars of a step
                 cost=cost.adamw(10**7, grad_size=2, param_size=2) if dtype == fp32 else None,
@@ -355,46 +355,18 @@ def _rope_cases(rope) -> list[Case]:
 
 
 def _adamw_cases(adamw) -> list[Case]:
-    """Stochastic rounding: of a copy, with a decay mask, and of bfloat16 masters past 2^31
-    elements."""
+    """More than 2^31 elements."""
     from warpweave.kernels import cost
 
-    n, one, rates = 2**31 + 4096, m(dtype=torch.float32), (1e-3, 0.9, 0.95, 1e-8, 0.1)
-    flat, low, many, lows = m(10**7, dtype=torch.float32), m(10**7), m(n, dtype=torch.float32), m(n)
+    n, one = 2**31 + 4096, m(dtype=torch.float32)
+    many, lows = m(n, dtype=torch.float32), m(n)
+    rates = adamw._Rates(1e-3, 0.9, 0.95, 1e-8, 0.1)
     return [
         Case(
-            "adamw stochastic copy",
-            lambda: adamw._adamw_triton(
-                flat, low, flat, flat, low, one, one, one, *rates, (2**40, 160)
-            ),
+            "adamw offsets past 2^31",
+            lambda: adamw._adamw_triton(many, lows, many, many, lows, one, one, None, rates),
             float64=True,  # the scalars of a step
-            cost=cost.adamw(10**7, grad_size=2, param_size=2),
-        ),
-        Case(
-            "adamw stochastic bfloat16 masters, offsets past 2^31",
-            lambda: adamw._adamw_triton(
-                lows, lows, many, many, None, one, one, None, *rates, (1, 2**33)
-            ),
-            float64=True,
-            cost=cost.adamw(n, grad_size=2, master_size=2),
-        ),
-        Case(
-            "adamw stochastic copy, decay mask",
-            lambda: adamw._adamw_triton(
-                flat,
-                low,
-                flat,
-                flat,
-                low,
-                one,
-                one,
-                one,
-                *rates,
-                (2**40, 160),
-                m(10**7, dtype=torch.bool),
-            ),
-            float64=True,
-            cost=cost.adamw(10**7, grad_size=2, param_size=2, mask_size=1),
+            cost=cost.adamw(n, grad_size=2, param_size=2),
         ),
         Case(
             "sum_of_squares offsets past 2^31",
