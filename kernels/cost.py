@@ -188,24 +188,13 @@ def norm(
     return Cost(per_element * rows * E, (passes * rows + vectors * size) * E + per_row * rows)
 
 
-def rope(
-    B: int,
-    S: int,
-    H: int,
-    D: int,
-    *,
-    rotary_dim: int | None = None,
-    inplace: bool = False,
-    size: int = 2,
-) -> Cost:
+def rope(B: int, S: int, H: int, D: int, *, rotary_dim: int | None = None, size: int = 2) -> Cost:
     """x[B, S, H, D] rotated by float32 cos and sin[S, R/2]; the backward costs the same.
 
-    Queries and keys together are H + Hkv heads: they share the table. In place, only what turns is
-    moved.
+    Queries and keys together are H + Hkv heads: they share the table.
     """
     R = D if rotary_dim is None else rotary_dim
-    moved = 2 * B * S * H * (R if inplace else D) * size
-    return Cost(3 * B * S * H * R, moved + S * R * 4)
+    return Cost(3 * B * S * H * R, 2 * B * S * H * D * size + S * R * 4)
 
 
 def gelu(n: int, *, backward: bool = False, size: int = 2) -> Cost:

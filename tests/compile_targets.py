@@ -326,7 +326,7 @@ def _norm_chains(norm) -> list[Case]:
 
 
 def _rope_cases(rope) -> list[Case]:
-    """Pairs, widths and places of rotation."""
+    """Pairs and widths of rotation."""
     from warpweave.kernels import cost
 
     fp32, found = torch.float32, []
@@ -341,11 +341,6 @@ def _rope_cases(rope) -> list[Case]:
                     f"rope pair {name}",
                     lambda q=q, k=k, t=table, o=options: rope.rope_qk_fwd(q, k, t, t, **o),
                     cost=cost.rope(2, 4096, 40, D, rotary_dim=R),
-                ),
-                Case(
-                    f"rope in place {name}",
-                    lambda q=q, t=table, o=options: rope.rope_fwd(q, t, t, inplace=True, **o),
-                    cost=cost.rope(2, 4096, 32, D, rotary_dim=R, inplace=True),
                 ),
             ]
     x, table = m(2, 2**16, 256, 128), m(2**16, 64, dtype=fp32)

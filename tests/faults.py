@@ -390,8 +390,8 @@ FAULTS = (
     Fault(
         "attention-composed-key",
         "layers/attention.py",
-        "q, k = (apply_rope(t, *rope, impl=self.impl) for t in (q, k))",
-        "q = apply_rope(q, *rope, impl=self.impl)",
+        "q, k = apply_rope_qk(q, k, *rope, impl=self.impl)",
+        "q, _ = apply_rope_qk(q, k, *rope, impl=self.impl)",
         "with a wrapped projection keys are not rotated",
     ),
     Fault(

@@ -31,13 +31,14 @@ import warpweave.layers.loss
 import warpweave.layers.mlp
 from warpweave import prove
 from warpweave.gpt import GPT, PRESETS, GPTConfig
-from warpweave.kernels import activation, mlp, qkv, rope
+from warpweave.kernels import activation, mlp, qkv
 from warpweave.kernels.attention import attention
 from warpweave.kernels.cross_entropy import function as cross_entropy
 from warpweave.kernels.cross_entropy import linear as linear_cross_entropy
 from warpweave.kernels.dropout import Drop
 from warpweave.kernels.norm import function as norm
 from warpweave.kernels.norm import torch_path as norm_cpu
+from warpweave.kernels.rope import rope_table, rotation
 from warpweave.kernels.runtime import dispatch
 from warpweave.layers.attention import Attention
 from warpweave.layers.block import TransformerBlock
@@ -203,7 +204,7 @@ def attention_of_gathered_keys(q, k, v, *, layout, group, causal, strategy, impl
 
 def local_angles(self, length, x, context):
     positions = torch.arange(length)
-    return rope.rope_table(positions, self.head_dim, theta=self.rope_theta)
+    return rope_table(positions, self.head_dim, theta=self.rope_theta)
 
 
 def local_drop(self, site, context):
@@ -362,7 +363,7 @@ LOCAL = {
         torch.randn(4, 6, 8, **T64), torch.randn(8, **T64), torch.randn(8, **T64), 1e-5, True,
     ),
     norm_cpu._AddBias: lambda: (torch.randn(4, 6, 8, **T64), torch.randn(8, **T64)),
-    rope._Rope: lambda: (torch.randn(2, 4, 6, 8, **T64), torch.randn(4, 4), torch.randn(4, 4)),
+    rotation._Rope: lambda: (torch.randn(2, 4, 6, 8, **T64), torch.randn(4, 4), torch.randn(4, 4)),
     activation._SwiGLU: lambda: (torch.randn(4, 6, 8, **T64),),
     cross_entropy._CrossEntropy: lambda: (
         torch.randn(4, 6, **T64), torch.tensor([0, -100, 3, 5]), 6, -100, 0.1, None,
