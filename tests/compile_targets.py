@@ -92,7 +92,8 @@ def cases() -> list[Case]:
     """Every case; called in the subprocess only."""
     from warpweave.kernels import activation, adamw, cost, dropout, rope
     from warpweave.kernels.attention import function as attention
-    from warpweave.kernels.cross_entropy import halves as cross_entropy_halves
+    from warpweave.kernels.cross_entropy import backward, forward
+    from warpweave.kernels.cross_entropy.vocabulary import Vocabulary
     from warpweave.kernels.norm import function as norm
 
     T, fp32 = 8192, torch.float32
@@ -200,20 +201,20 @@ def cases() -> list[Case]:
         found += [
             Case(
                 f"cross_entropy fwd {name}",
-                lambda z=z, t=t: cross_entropy_halves._fwd_triton(z, t, 0, z.shape[1], -100, True),
+                lambda z=z, t=t, V=V: forward._fwd_triton(z, t, Vocabulary(0, V), True),
                 cost=cost.cross_entropy(T, V, size=dtype.itemsize),
             ),
             Case(
                 f"cross_entropy bwd {name}",
-                lambda z=z, t=t, row=row: cross_entropy_halves._bwd_triton(
-                    row, z, t, row, 0, z.shape[1], -100, 0.1
+                lambda z=z, t=t, row=row, V=V: backward._bwd_triton(
+                    row, z, t, row, Vocabulary(0, V, label_smoothing=0.1)
                 ),
                 cost=cost.cross_entropy(T, V, backward=True, size=dtype.itemsize),
             ),
             Case(
                 f"cross_entropy bwd in place, z-loss {name}",
-                lambda z=z, t=t, row=row: cross_entropy_halves._bwd_triton(
-                    row, z, t, row, 128, 10**6, -100, 0.0, 1e-4, z
+                lambda z=z, t=t, row=row: backward._bwd_triton(
+                    row, z, t, row, Vocabulary(128, 10**6, z_loss=1e-4), z
                 ),
                 cost=cost.cross_entropy(T, V, backward=True, size=dtype.itemsize),
             ),
@@ -595,7 +596,8 @@ def _product_tiles() -> list[Case]:
 def _row_tiles() -> list[Case]:
     """Norms of every padded width, losses of every padded vocabulary up to the block's limit."""
     from warpweave.kernels import cost
-    from warpweave.kernels.cross_entropy import halves as cross_entropy_halves
+    from warpweave.kernels.cross_entropy import backward, forward
+    from warpweave.kernels.cross_entropy.vocabulary import Vocabulary
     from warpweave.kernels.norm import function as norm
 
     found, T = [], 8192
@@ -626,13 +628,13 @@ def _row_tiles() -> list[Case]:
         found += [
             Case(
                 f"cross_entropy fwd V={V}",
-                lambda z=z, t=t, V=V: cross_entropy_halves._fwd_triton(z, t, 0, V, -100, False),
+                lambda z=z, t=t, V=V: forward._fwd_triton(z, t, Vocabulary(0, V), False),
                 cost=cost.cross_entropy(T, V),
             ),
             Case(
                 f"cross_entropy bwd V={V}",
-                lambda z=z, t=t, row=row, V=V: cross_entropy_halves._bwd_triton(
-                    row, z, t, row, 0, V, -100, 0.0
+                lambda z=z, t=t, row=row, V=V: backward._bwd_triton(
+                    row, z, t, row, Vocabulary(0, V)
                 ),
                 cost=cost.cross_entropy(T, V, backward=True),
             ),

@@ -501,20 +501,22 @@ def _elementwise() -> list[Measure]:
 
 def _losses() -> list[Measure]:
     from warpweave.kernels import cost
-    from warpweave.kernels.cross_entropy import halves as cross_entropy_halves
+    from warpweave.kernels.cross_entropy import backward, forward
+    from warpweave.kernels.cross_entropy.vocabulary import Vocabulary
 
     N, V = 6, 5003
     z, labels = torch.randn(N, V).bfloat16(), torch.arange(N)
     lse, dloss = torch.logsumexp(z.float(), 1), torch.rand(N)
+    vocabulary = Vocabulary(0, V, label_smoothing=0.1)
     return [
         Measure(
             "cross_entropy fwd",
-            lambda: cross_entropy_halves._fwd_triton(z, labels, 0, V, -100, False),
+            lambda: forward._fwd_triton(z, labels, vocabulary, False),
             lambda t: cost.cross_entropy(N, V).bytes,
         ),
         Measure(
             "cross_entropy bwd",
-            lambda: cross_entropy_halves._bwd_triton(dloss, z, labels, lse, 0, V, -100, 0.1),
+            lambda: backward._bwd_triton(dloss, z, labels, lse, vocabulary),
             lambda t: cost.cross_entropy(N, V, backward=True).bytes,
         ),
     ]
