@@ -92,21 +92,21 @@ def _adamw_kernel(
 
     # 3. The moments.
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    live = at < n
-    g = tl.load(grad_ptr + at, live, 0.0).to(dtype)
+    mask = at < n
+    g = tl.load(grad_ptr + at, mask, 0.0).to(dtype)
     if grad_scale_ptr is not None:
         g *= tl.load(grad_scale_ptr).to(dtype)
-    m = BETA1 * tl.load(m_ptr + at, live, 0.0) + (1.0 - BETA1) * g
-    v = BETA2 * tl.load(v_ptr + at, live, 0.0) + (1.0 - BETA2) * g * g
-    tl.store(m_ptr + at, m, live)
-    tl.store(v_ptr + at, v, live)
+    m = BETA1 * tl.load(m_ptr + at, mask, 0.0) + (1.0 - BETA1) * g
+    v = BETA2 * tl.load(v_ptr + at, mask, 0.0) + (1.0 - BETA2) * g * g
+    tl.store(m_ptr + at, m, mask)
+    tl.store(v_ptr + at, v, mask)
 
     # 4. The weights, and their copy.
-    w = tl.load(master_ptr + at, live, 0.0)
+    w = tl.load(master_ptr + at, mask, 0.0)
     w = w * shrink - step_size * (m / (tl.sqrt(v) / root + EPS))
-    tl.store(master_ptr + at, w, live)
+    tl.store(master_ptr + at, w, mask)
     if param_ptr is not None:
-        tl.store(param_ptr + at, to_dtype(w, param_ptr.dtype.element_ty), live)
+        tl.store(param_ptr + at, to_dtype(w, param_ptr.dtype.element_ty), mask)
 
 
 def _adamw_torch(master, grad, m, v, param, step, grad_scale, skip, rates: _Rates) -> None:

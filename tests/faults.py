@@ -236,13 +236,6 @@ FAULTS = (
         "an update of gradients too old passes if one of them is fresh",
     ),
     Fault(
-        "schedule-in-flight-at-input",
-        "parallel/schedule/validation.py",
-        "live += (a.op == F) - (a.op in FINISHES)",
-        "live += (a.op == F) - (a.op in (B, I))",
-        "operands that wait for W are not counted as in flight",
-    ),
-    Fault(
         "schedule-lag-one-less",
         "parallel/schedule/passes.py",
         "if len(queue) > lag:",
@@ -273,8 +266,8 @@ FAULTS = (
     Fault(
         "simulate-activations-at-input",
         "parallel/simulate.py",
-        "live += (a.op == F) - (a.op in (B, W))",
-        "live += (a.op == F) - (a.op in (B, I))",
+        "held += (a.op == F) - (a.op in (B, W))",
+        "held += (a.op == F) - (a.op in (B, I))",
         "activations count as free while W still needs them",
     ),
     Fault(

@@ -624,13 +624,13 @@ def deferred_weights_miss_the_reduction(mesh):
     def backward_input(self, mb, dy):
         dx = self._backward(mb, dy, deferred=True)
         self._backwards_left -= 1
-        for units in reversed(self._flights[mb].chain.completes):
+        for units in reversed(self._saved[mb].chain.completes):
             self._reduce_completed(units)
         ChainStage.reduce(self)
         return dx
 
     def backward_weight(self, mb):
-        for weights in self._flights.pop(mb).weights:
+        for weights in self._saved.pop(mb).weights:
             weights.run()
 
     return [

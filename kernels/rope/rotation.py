@@ -66,9 +66,9 @@ def _rotate(
 
     # 2. The angles of its positions.
     col = tl.arange(0, BLOCK_HALF)[None, :]
-    live = (row < rows) & (col < HALF)
-    cos = upcast(tl.load(cos_ptr + s[:, None] * HALF + col, live, 0.0))
-    sin = upcast(tl.load(sin_ptr + s[:, None] * HALF + col, live, 0.0))
+    mask = (row < rows) & (col < HALF)
+    cos = upcast(tl.load(cos_ptr + s[:, None] * HALF + col, mask, 0.0))
+    sin = upcast(tl.load(sin_ptr + s[:, None] * HALF + col, mask, 0.0))
     if CONJUGATE:
         sin = -sin
 
@@ -80,10 +80,10 @@ def _rotate(
         y = tl.join(x1 * cos - x2 * sin, x2 * cos + x1 * sin).reshape(ROWS, 2 * BLOCK_HALF)
         tl.store(y_ptrs + both, to_dtype(y, dtype), inside)
     else:
-        x1 = upcast(tl.load(x_ptrs + col, live, 0.0))
-        x2 = upcast(tl.load(x_ptrs + HALF + col, live, 0.0))
-        tl.store(y_ptrs + col, to_dtype(x1 * cos - x2 * sin, dtype), live)
-        tl.store(y_ptrs + HALF + col, to_dtype(x2 * cos + x1 * sin, dtype), live)
+        x1 = upcast(tl.load(x_ptrs + col, mask, 0.0))
+        x2 = upcast(tl.load(x_ptrs + HALF + col, mask, 0.0))
+        tl.store(y_ptrs + col, to_dtype(x1 * cos - x2 * sin, dtype), mask)
+        tl.store(y_ptrs + HALF + col, to_dtype(x2 * cos + x1 * sin, dtype), mask)
 
     # 4. What does not turn.
     if REST > 0:

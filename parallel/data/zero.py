@@ -186,7 +186,7 @@ class ZeroOptimizer:
         mesh: this rank's place.
         rule: the optimizer's arithmetic, such as ``AdamW()``.
         clip: largest global gradient norm; None for no clipping.
-        loss_scale: for fp16; the seed gradient of the loss must be multiplied by its value.
+        loss_scale: for fp16; the gradient that the backward pass starts with is to be its value.
         impl: "triton", "torch" or None, as for the kernels; of the norm.
 
     Building one is collective over the pipeline stages.
