@@ -12,34 +12,25 @@ The norm, the clipping factor (grad_scale) and the decision to skip all stay on 
 never waits.
 
 The moments and the arithmetic have the dtype of the master weights, fp32 or fp64; grad and the copy
-may have any float dtype. Master weights may also be bf16, the parameters themselves (22 bytes per
-element with a bf16 gradient): then the moments are fp32 and the rounding must be stochastic.
-
-Stochastic rounding to bf16 goes up with the probability of the part that is cut off, so the mean of
-many small updates is right where rounding to nearest would lose each of them. The bits are
-philox4x32-10 of (global index // 4 lo, hi, step number, a constant) by the seed, word index % 4: a
-function of seed, step and global element index, the same for any sharding and implementation
-(Gupta et al. 2015, arXiv:1502.02551; Zamirai et al. 2020, arXiv:2010.06192).
+may have any float dtype.
 
 Weight decay is one number per call. Where biases and norms, which do not decay, lie between the
-matrices of a buffer, a bool per element says what does (one byte more to read); or each range of
-the buffer is stepped by a call of its own.
+matrices of a buffer, each range of the buffer is stepped by a call of its own.
 
 Bias corrections are computed in fp64: 1 - 0.999 in fp32 has four digits. The update is elementwise,
 so Triton gives the same bits for any partition into shards (on a CPU, torch may round the last few
 elements of a buffer otherwise). `sum_of_squares` adds in a fixed order, without atomics. On a GPU,
 buffers of a multiple of 16 elements are the fast ones: they are read 128 bits at a time (4 times
-fewer instructions, seen in the compiled code); with stochastic rounding, `start` too must be one.
+fewer instructions, seen in the compiled code).
 """
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 
-from warpweave.kernels import dropout as keyed
-from warpweave.kernels import reference
 from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.runtime.dispatch import choose, no_graph, tl, triton
 from warpweave.kernels.runtime.numeric import to_dtype, upcast
@@ -48,24 +39,22 @@ _BLOCK = 1024  # elements of a program in the update
 _CHUNK = 2**19  # elements at a time on a CPU, where the gradient must be scaled or cast
 _STRIDE, _TILES = 4096, 16  # a program of sum_of_squares adds 16 tiles of 4096: no matter which GPU
 _ROW = 1024  # elements that torch adds in one row of sum_of_squares
-_ROUNDING_CHUNK = 2**16  # elements at a time where torch draws bits: its words stay in cache
-_SITE = 0x41646D57  # last counter word: no site of dropout, which may share the seed
 
 
 # ---------------------------------------------------------------- AdamW
 
 
+class _Rates(NamedTuple):
+    """The numbers of one step."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+
+
 @triton.jit
-def _stochastic(x, word):
-    """x cast to float32 and rounded to one of its two bfloat16 neighbours by 16 bits of `word`."""
-    x = x.to(tl.float32)
-    bits = x.to(tl.int32, bitcast=True)
-    up_or_down = (bits + (word & 0xFFFF).to(tl.int32)) & -65536
-    finite = (bits & 0x7F800000) != 0x7F800000  # the carry would make a number of NaN
-    return tl.where(finite, up_or_down.to(tl.float32, bitcast=True), x)
-
-
-@triton.jit(do_not_specialize=("seed",))
 def _adamw_kernel(
     master_ptr,
     grad_ptr,
@@ -75,21 +64,15 @@ def _adamw_kernel(
     step_ptr,
     grad_scale_ptr,
     skip_ptr,
-    decay_mask_ptr,
     n,
     lr,
     lr_rest,
-    seed,
-    first_group,
-    shift,
     WEIGHT_DECAY: tl.constexpr,
     BETA1: tl.constexpr,
     BETA2: tl.constexpr,
     LOG2_BETA1: tl.constexpr,
     LOG2_BETA2: tl.constexpr,
     EPS: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    SITE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     # 1. A skipped step writes nothing.
@@ -105,85 +88,42 @@ def _adamw_kernel(
     rate = tl.full((), 0.0, tl.float64) + lr + lr_rest
     step_size = (rate / correction1).to(dtype)
     root = tl.sqrt(correction2).to(dtype)
-    keep = (1.0 - rate * WEIGHT_DECAY).to(dtype)
+    shrink = (1.0 - rate * WEIGHT_DECAY).to(dtype)
 
-    # 3. The moments. Blocks begin with a whole group of four random words: `shift` elements early.
+    # 3. The moments.
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    live = at < n
-    if STOCHASTIC:
-        at -= shift
-        live = (at >= 0) & (at < n)
-    g = tl.load(grad_ptr + at, live, 0.0).to(dtype)
+    mask = at < n
+    g = tl.load(grad_ptr + at, mask, 0.0).to(dtype)
     if grad_scale_ptr is not None:
         g *= tl.load(grad_scale_ptr).to(dtype)
-    m = BETA1 * tl.load(m_ptr + at, live, 0.0) + (1.0 - BETA1) * g
-    v = BETA2 * tl.load(v_ptr + at, live, 0.0) + (1.0 - BETA2) * g * g
-    tl.store(m_ptr + at, m, live)
-    tl.store(v_ptr + at, v, live)
+    m = BETA1 * tl.load(m_ptr + at, mask, 0.0) + (1.0 - BETA1) * g
+    v = BETA2 * tl.load(v_ptr + at, mask, 0.0) + (1.0 - BETA2) * g * g
+    tl.store(m_ptr + at, m, mask)
+    tl.store(v_ptr + at, v, mask)
 
-    # 4. The weights, and their copy; what is bfloat16 of the two is rounded.
-    w = upcast(tl.load(master_ptr + at, live, 0.0))
-    if decay_mask_ptr is not None:
-        keep = tl.where(tl.load(decay_mask_ptr + at, live, False), keep, 1.0)
-    w = w * keep - step_size * (m / (tl.sqrt(v) / root + EPS))
-    rounded = w
-    if STOCHASTIC:
-        group = tl.arange(0, BLOCK // 4).to(tl.int64) + first_group
-        group += tl.program_id(0).to(tl.int64) * (BLOCK // 4)
-        word = keyed.words(seed, group[None, :], step.to(tl.int64), SITE, 1, BLOCK // 4)
-        rounded = _stochastic(w, word.reshape(BLOCK))
-    if master_ptr.dtype.element_ty == tl.bfloat16:
-        w = rounded
-    tl.store(master_ptr + at, to_dtype(w, master_ptr.dtype.element_ty), live)
+    # 4. The weights, and their copy.
+    w = tl.load(master_ptr + at, mask, 0.0)
+    w = w * shrink - step_size * (m / (tl.sqrt(v) / root + EPS))
+    tl.store(master_ptr + at, w, mask)
     if param_ptr is not None:
-        tl.store(param_ptr + at, to_dtype(rounded, param_ptr.dtype.element_ty), live)
+        tl.store(param_ptr + at, to_dtype(w, param_ptr.dtype.element_ty), mask)
 
 
-def _words(seed: int, first: int, n: int, step: torch.Tensor) -> torch.Tensor:
-    """int64[n]: the words of the elements with the global indices from `first` on."""
-    low = 0xFFFFFFFF
-    group = torch.arange(first // 4, (first + n + 3) // 4, device=step.device)
-    counter = (group & low, (group >> 32) & low, step.to(torch.int64), _SITE)
-    found = reference.philox(counter, (seed & low, seed >> 32))
-    return torch.stack(found, 1).flatten()[first % 4 :][:n]
-
-
-def _stochastic_torch(x: torch.Tensor, word: torch.Tensor) -> torch.Tensor:
-    """`_stochastic` in torch, as bfloat16."""
-    x = x.to(torch.float32)
-    bits = x.view(torch.int32)
-    up_or_down = (bits + (word & 0xFFFF).to(torch.int32)) & -65536
-    return torch.where(x.isfinite(), up_or_down.view(torch.float32), x).to(torch.bfloat16)
-
-
-def _adamw_torch(
-    master, grad, m, v, param, step, grad_scale, skip, lr, beta1, beta2, eps, weight_decay,
-    rounding=None, decay_mask=None,
-) -> None:  # fmt: skip
-    """torch's fused AdamW; its own grad_scale divides, and overwrites the gradient, so not used.
-
-    It knows one decay per buffer: with a mask the weights decay before it, which is the same.
-    """
+def _adamw_torch(master, grad, m, v, param, step, grad_scale, skip, rates: _Rates) -> None:
+    """torch's fused AdamW; its own grad_scale divides, and overwrites the gradient, so not used."""
     n, found_inf = master.numel(), None
     if skip is not None and skip.device.type == "cpu":
         if skip.item() != 0:  # on a CPU there is nobody to wait for
             return
     elif skip is not None:
         found_inf = (skip != 0).float()
-    plain = grad_scale is None and grad.dtype == m.dtype and param is None and decay_mask is None
+    plain = grad_scale is None and grad.dtype == m.dtype and param is None
     chunk = n if plain or master.device.type != "cpu" else _CHUNK
-    if rounding is not None:
-        chunk = _ROUNDING_CHUNK
-    low = param if master.dtype == m.dtype else master
     for a in range(0, n, max(1, chunk)):
         at = slice(a, a + chunk)
-        g = grad[at].to(m.dtype)
+        w, g = master[at], grad[at].to(m.dtype)
         if grad_scale is not None:
             g = g * grad_scale.to(m.dtype)
-        w = master[at].to(m.dtype)
-        if decay_mask is not None:
-            decays = decay_mask[at] if found_inf is None else decay_mask[at] & (found_inf == 0)
-            w.mul_(torch.ones_like(w).masked_fill_(decays, 1 - lr * weight_decay))
         torch._fused_adamw_(
             [w],
             [g],
@@ -191,34 +131,22 @@ def _adamw_torch(
             [v[at]],
             [],
             [step.float()],
-            lr=lr,
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=weight_decay if decay_mask is None else 0.0,
-            eps=eps,
+            **rates._asdict(),
             amsgrad=False,
             maximize=False,
             found_inf=found_inf,
         )
-        if low is None:
+        if param is None:
             continue
-        rounded = w
-        if rounding is not None:
-            seed, start = rounding
-            rounded = _stochastic_torch(w, _words(seed, start + a, len(w), step))
         if found_inf is not None:
-            rounded = torch.where(found_inf != 0, low[at], rounded.to(low.dtype))
-        low[at].copy_(rounded)
+            w = torch.where(found_inf != 0, param[at], w.to(param.dtype))
+        param[at].copy_(w)
 
 
-def _adamw_triton(
-    master, grad, m, v, param, step, grad_scale, skip, lr, beta1, beta2, eps, weight_decay,
-    rounding=None, decay_mask=None,
-) -> None:  # fmt: skip
-    lr_high = torch.tensor(lr, dtype=torch.float32).item()
-    seed, start = (0, 0) if rounding is None else rounding
+def _adamw_triton(master, grad, m, v, param, step, grad_scale, skip, rates: _Rates) -> None:
+    lr_high = torch.tensor(rates.lr, dtype=torch.float32).item()
     with torch.cuda.device_of(master):
-        _adamw_kernel[(triton.cdiv(master.numel() + start % 4, _BLOCK),)](
+        _adamw_kernel[(triton.cdiv(master.numel(), _BLOCK),)](
             master,
             grad,
             m,
@@ -227,21 +155,15 @@ def _adamw_triton(
             step,
             grad_scale,
             skip,
-            decay_mask,
             master.numel(),
             lr_high,
-            lr - lr_high,
-            seed,
-            start // 4,
-            start % 4,
-            weight_decay,
-            beta1,
-            beta2,
-            math.log2(max(beta1, 1e-300)),
-            math.log2(max(beta2, 1e-300)),
-            eps,
-            rounding is not None,
-            _SITE,
+            rates.lr - lr_high,
+            rates.weight_decay,
+            rates.beta1,
+            rates.beta2,
+            math.log2(max(rates.beta1, 1e-300)),
+            math.log2(max(rates.beta2, 1e-300)),
+            rates.eps,
             _BLOCK,
         )
 
@@ -251,19 +173,11 @@ def _adamw_step(
     grad: torch.Tensor,
     m: torch.Tensor,
     v: torch.Tensor,
-    step: torch.Tensor,
     param: torch.Tensor | None,
+    step: torch.Tensor,
     grad_scale: torch.Tensor | None,
     skip: torch.Tensor | None,
-    decay_mask: torch.Tensor | None,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    stochastic_rounding: int,
-    seed: int,
-    start: int,
+    rates: list[float],
     impl: str,
 ) -> None:
     # Counted before the kernel reads it: a program that wrote it would race with the others.
@@ -271,10 +185,7 @@ def _adamw_step(
     if master.numel() == 0:
         return
     half = _adamw_torch if impl == "torch" else _adamw_triton
-    half(
-        master, grad, m, v, param, step, grad_scale, skip, lr, beta1, beta2, eps, weight_decay,
-        (seed, start) if stochastic_rounding else None, decay_mask,
-    )  # fmt: skip
+    half(master, grad, m, v, param, step, grad_scale, skip, _Rates(*rates))
 
 
 _adamw_step_op = torch.library.custom_op(
@@ -297,44 +208,21 @@ def adamw_step(
     step: torch.Tensor,
     grad_scale: torch.Tensor | None = None,
     skip: torch.Tensor | None = None,
-    decay_mask: torch.Tensor | None = None,
     param: torch.Tensor | None = None,
-    stochastic_rounding: bool = False,
-    seed: int = 0,
-    start: int = 0,
     impl: str | None = None,
 ) -> None:
     """One AdamW step in place on flat shards master[n], m[n], v[n] (fp32 or fp64), from grad[n].
 
     step: 0-dim fp32 or fp64, the number of steps done so far; this call counts it up, so every
     shard has one of its own. grad_scale: 0-dim tensor that multiplies the gradient. skip: 0-dim
-    tensor; if it is not zero nothing changes, step included. decay_mask[n]: bool, the elements that
-    decay; None: all of them. param[n]: gets master, cast to its dtype. grad is only read.
+    tensor; if it is not zero nothing changes, step included. param[n]: gets master, cast to its
+    dtype. grad is only read.
 
-    stochastic_rounding: the bf16 param, or the bf16 master of a run without fp32 ones (then m and v
-    are fp32 and param is None), is rounded at random, by bits that are a function of `seed`, the
-    step's number and the global index, which is `start` for element 0: give every element of the
-    model an index, or every buffer a seed, of its own.
-
-    Raises ValueError for other shapes, dtypes, strides, rates or seeds.
+    Raises ValueError for other shapes, dtypes, strides or rates.
     """
-    impl = choose(impl, master, grad, m, v, step, grad_scale, skip, decay_mask, param)
-    pure = master.dtype == torch.bfloat16 and stochastic_rounding
-    if master.dtype not in (torch.float32, torch.float64) and not pure:
-        raise ValueError(
-            "master must be float32 or float64, or bfloat16 with stochastic rounding, got "
-            f"{master.dtype}"
-        )
-    if stochastic_rounding and not pure and (param is None or param.dtype != torch.bfloat16):
-        raise ValueError(
-            "stochastic rounding needs a bfloat16 param or master, got param "
-            f"{None if param is None else param.dtype}"
-        )
-    if pure and param is not None:
-        raise ValueError("a bfloat16 master is the parameter itself: param must be None")
-    if not (0 <= seed < 2**63 and 0 <= start < 2**63 - master.numel()):
-        raise ValueError(f"need 0 <= seed, start < 2**63, got {seed} and {start}")
-    moments = torch.float32 if pure else master.dtype
+    impl = choose(impl, master, grad, m, v, step, grad_scale, skip, param)
+    if master.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"master must be float32 or float64, got {master.dtype}")
     for name, x in (("master", master), ("grad", grad), ("m", m), ("v", v), ("param", param)):
         if x is None:
             continue
@@ -343,17 +231,8 @@ def adamw_step(
                 f"{name} must be flat and contiguous like master[{master.numel()}], got "
                 f"{[*x.shape]} with strides {x.stride()}"
             )
-        if not x.dtype.is_floating_point or (name in ("m", "v") and x.dtype != moments):
+        if not x.dtype.is_floating_point or (name in ("m", "v") and x.dtype != master.dtype):
             raise ValueError(f"{name} has dtype {x.dtype}, which does not go with {master.dtype}")
-    if decay_mask is not None and (
-        decay_mask.dtype != torch.bool
-        or decay_mask.shape != master.shape
-        or not decay_mask.is_contiguous()
-    ):
-        raise ValueError(
-            f"decay_mask must be bool and contiguous like master[{master.numel()}], got "
-            f"{decay_mask.dtype} {[*decay_mask.shape]} with strides {decay_mask.stride()}"
-        )
     for name, x in (("step", step), ("grad_scale", grad_scale), ("skip", skip)):
         if x is not None and x.ndim != 0:
             raise ValueError(f"{name} must be a 0-dim tensor, got {[*x.shape]}")
@@ -366,11 +245,9 @@ def adamw_step(
         )
     # torch's own operators need no wrapper, whose call costs more than ten thousand weights do.
     direct = impl == "torch" and not torch.compiler.is_compiling()
+    rates = [lr, beta1, beta2, eps, weight_decay]
     update = _adamw_step if direct else _adamw_step_op
-    update(
-        master, grad, m, v, step, param, grad_scale, skip, decay_mask, lr, beta1, beta2, eps,
-        weight_decay, stochastic_rounding, seed, start, impl,
-    )  # fmt: skip
+    update(master, grad, m, v, param, step, grad_scale, skip, rates, impl)
 
 
 # ---------------------------------------------------------------- sum of squares

@@ -188,24 +188,13 @@ def norm(
     return Cost(per_element * rows * E, (passes * rows + vectors * size) * E + per_row * rows)
 
 
-def rope(
-    B: int,
-    S: int,
-    H: int,
-    D: int,
-    *,
-    rotary_dim: int | None = None,
-    inplace: bool = False,
-    size: int = 2,
-) -> Cost:
+def rope(B: int, S: int, H: int, D: int, *, rotary_dim: int | None = None, size: int = 2) -> Cost:
     """x[B, S, H, D] rotated by float32 cos and sin[S, R/2]; the backward costs the same.
 
-    Queries and keys together are H + Hkv heads: they share the table. In place, only what turns is
-    moved.
+    Queries and keys together are H + Hkv heads: they share the table.
     """
     R = D if rotary_dim is None else rotary_dim
-    moved = 2 * B * S * H * (R if inplace else D) * size
-    return Cost(3 * B * S * H * R, moved + S * R * 4)
+    return Cost(3 * B * S * H * R, 2 * B * S * H * D * size + S * R * 4)
 
 
 def gelu(n: int, *, backward: bool = False, size: int = 2) -> Cost:
@@ -240,15 +229,10 @@ def linear_cross_entropy(T: int, V: int, E: int, *, backward: bool = False, size
     return Cost(products + 4 * T * V, given + 8 * T)
 
 
-def adamw(
-    n: int, *, grad_size: int = 4, param_size: int = 0, master_size: int = 4, mask_size: int = 0
-) -> Cost:
-    """One step on n masters: reads and writes master and float32 m, v; reads grad, writes the copy.
-
-    Rounding at random works in integers. bfloat16 masters (`master_size` 2) have no copy. A mask of
-    what decays is one byte more to read (`mask_size` 1).
-    """
-    return Cost(16 * n, n * (2 * master_size + 16 + grad_size + param_size + mask_size))
+def adamw(n: int, *, grad_size: int = 4, param_size: int = 0) -> Cost:
+    """One step on n masters: reads and writes master, m and v in float32; reads grad, writes the
+    copy."""
+    return Cost(16 * n, n * (24 + grad_size + param_size))
 
 
 def gpt_weights(

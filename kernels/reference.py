@@ -325,20 +325,13 @@ def adamw_step(
     weight_decay: float,
     step: int,
     grad_scale: float = 1.0,
-    decay_mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The (master, m, v) that follow from step number `step` (1, 2, ...); nothing is in place.
-
-    decay_mask, bool of master's shape: weights decay where it is True; None: everywhere.
-    """
+    """The (master, m, v) that follow from step number `step` (1, 2, ...); nothing is in place."""
     g = grad.to(master.dtype) * grad_scale
     m = beta1 * m + (1.0 - beta1) * g
     v = beta2 * v + (1.0 - beta2) * g * g
     update = (m / (1.0 - beta1**step)) / ((v / (1.0 - beta2**step)).sqrt() + eps)
-    decay = lr * weight_decay * master
-    if decay_mask is not None:
-        decay = torch.where(decay_mask, decay, 0.0)
-    return master - decay - lr * update, m, v
+    return master - lr * weight_decay * master - lr * update, m, v
 
 
 # ---------------------------------------------------------------- linear layers

@@ -25,7 +25,7 @@ from torch.distributed.tensor.experimental import register_sharding
 # Importing a kernel defines its operators.
 import warpweave.kernels.activation
 import warpweave.kernels.attention.function
-import warpweave.kernels.cross_entropy.halves
+import warpweave.kernels.cross_entropy
 import warpweave.kernels.dropout
 import warpweave.kernels.norm.function
 import warpweave.kernels.rope  # noqa: F401

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from warpweave.kernels.reference import compute_dtype
-from warpweave.kernels.rope import apply_rope, rope_table
+from warpweave.kernels.rope import apply_rope_qk, rope_table
 from warpweave.kernels.runtime.dispatch import check_impl
 from warpweave.layers.context import TokenContext
 from warpweave.layers.fusable import fusable
@@ -203,7 +203,7 @@ class Attention(nn.Module):
         q, k, v = q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
         rope = self._rope(q.shape[1], q, context)
         if rope is not None:
-            q, k = (apply_rope(t, *rope, impl=self.impl) for t in (q, k))
+            q, k = apply_rope_qk(q, k, *rope, impl=self.impl)
         return q, k, v
 
     def _rope(

@@ -145,10 +145,10 @@ def _price(cost: Mapping[str, float]) -> Callable[[Action], float]:
 
 def _peak_activations(actions: list[Action]) -> float:
     stages = len({a.stage for a in actions})
-    live = peak = 0
+    held = peak = 0
     for a in actions:
-        live += (a.op == F) - (a.op in (B, W))
-        peak = max(peak, live)
+        held += (a.op == F) - (a.op in (B, W))
+        peak = max(peak, held)
     return peak / stages if stages else 0.0
 
 

@@ -93,7 +93,8 @@ def cases() -> list[Case]:
     """Every case; called in the subprocess only."""
     from warpweave.kernels import activation, adamw, cost, dropout, rope
     from warpweave.kernels.attention import function as attention
-    from warpweave.kernels.cross_entropy import halves as cross_entropy_halves
+    from warpweave.kernels.cross_entropy import backward, forward
+    from warpweave.kernels.cross_entropy.vocabulary import Vocabulary
     from warpweave.kernels.norm import function as norm
 
     T, fp32 = 8192, torch.float32
@@ -201,32 +202,32 @@ def cases() -> list[Case]:
         found += [
             Case(
                 f"cross_entropy fwd {name}",
-                lambda z=z, t=t: cross_entropy_halves._fwd_triton(z, t, 0, z.shape[1], -100, True),
+                lambda z=z, t=t, V=V: forward._fwd_triton(z, t, Vocabulary(0, V), True),
                 cost=cost.cross_entropy(T, V, size=dtype.itemsize),
             ),
             Case(
                 f"cross_entropy bwd {name}",
-                lambda z=z, t=t, row=row: cross_entropy_halves._bwd_triton(
-                    row, z, t, row, 0, z.shape[1], -100, 0.1
+                lambda z=z, t=t, row=row, V=V: backward._bwd_triton(
+                    row, z, t, row, Vocabulary(0, V, label_smoothing=0.1)
                 ),
                 cost=cost.cross_entropy(T, V, backward=True, size=dtype.itemsize),
             ),
             Case(
                 f"cross_entropy bwd in place, z-loss {name}",
-                lambda z=z, t=t, row=row: cross_entropy_halves._bwd_triton(
-                    row, z, t, row, 128, 10**6, -100, 0.0, 1e-4, z
+                lambda z=z, t=t, row=row: backward._bwd_triton(
+                    row, z, t, row, Vocabulary(128, 10**6, z_loss=1e-4), z
                 ),
                 cost=cost.cross_entropy(T, V, backward=True, size=dtype.itemsize),
             ),
         ]
     for dtype in (fp32, torch.float64):
         flat, low = m(10**7, dtype=dtype), m(10**7)
-        one = m(dtype=fp32)
+        one, rates = m(dtype=fp32), adamw._Rates(1e-3, 0.9, 0.95, 1e-8, 0.1)
         found += [
             Case(
                 f"adamw {dtype}".replace("torch.", ""),
-                lambda flat=flat, low=low, one=one: adamw._adamw_triton(
-                    flat, low, flat, flat, low, one, one, one, 1e-3, 0.9, 0.95, 1e-8, 0.1
+                lambda flat=flat, low=low, one=one, rates=rates: adamw._adamw_triton(
+                    flat, low, flat, flat, low, one, one, one, rates
                 ),
                 float64=True,  # the scalars of a step
                 cost=cost.adamw(10**7, grad_size=2, param_size=2) if dtype == fp32 else None,
@@ -327,7 +328,7 @@ def _norm_chains(norm) -> list[Case]:
 
 
 def _rope_cases(rope) -> list[Case]:
-    """Pairs, widths and places of rotation."""
+    """Pairs and widths of rotation."""
     from warpweave.kernels import cost
 
     fp32, found = torch.float32, []
@@ -343,11 +344,6 @@ def _rope_cases(rope) -> list[Case]:
                     lambda q=q, k=k, t=table, o=options: rope.rope_qk_fwd(q, k, t, t, **o),
                     cost=cost.rope(2, 4096, 40, D, rotary_dim=R),
                 ),
-                Case(
-                    f"rope in place {name}",
-                    lambda q=q, t=table, o=options: rope.rope_fwd(q, t, t, inplace=True, **o),
-                    cost=cost.rope(2, 4096, 32, D, rotary_dim=R, inplace=True),
-                ),
             ]
     x, table = m(2, 2**16, 256, 128), m(2**16, 64, dtype=fp32)
     least = cost.rope(2, 2**16, 256, 128)
@@ -356,46 +352,18 @@ def _rope_cases(rope) -> list[Case]:
 
 
 def _adamw_cases(adamw) -> list[Case]:
-    """Stochastic rounding: of a copy, with a decay mask, and of bfloat16 masters past 2^31
-    elements."""
+    """More than 2^31 elements."""
     from warpweave.kernels import cost
 
-    n, one, rates = 2**31 + 4096, m(dtype=torch.float32), (1e-3, 0.9, 0.95, 1e-8, 0.1)
-    flat, low, many, lows = m(10**7, dtype=torch.float32), m(10**7), m(n, dtype=torch.float32), m(n)
+    n, one = 2**31 + 4096, m(dtype=torch.float32)
+    many, lows = m(n, dtype=torch.float32), m(n)
+    rates = adamw._Rates(1e-3, 0.9, 0.95, 1e-8, 0.1)
     return [
         Case(
-            "adamw stochastic copy",
-            lambda: adamw._adamw_triton(
-                flat, low, flat, flat, low, one, one, one, *rates, (2**40, 160)
-            ),
+            "adamw offsets past 2^31",
+            lambda: adamw._adamw_triton(many, lows, many, many, lows, one, one, None, rates),
             float64=True,  # the scalars of a step
-            cost=cost.adamw(10**7, grad_size=2, param_size=2),
-        ),
-        Case(
-            "adamw stochastic bfloat16 masters, offsets past 2^31",
-            lambda: adamw._adamw_triton(
-                lows, lows, many, many, None, one, one, None, *rates, (1, 2**33)
-            ),
-            float64=True,
-            cost=cost.adamw(n, grad_size=2, master_size=2),
-        ),
-        Case(
-            "adamw stochastic copy, decay mask",
-            lambda: adamw._adamw_triton(
-                flat,
-                low,
-                flat,
-                flat,
-                low,
-                one,
-                one,
-                one,
-                *rates,
-                (2**40, 160),
-                m(10**7, dtype=torch.bool),
-            ),
-            float64=True,
-            cost=cost.adamw(10**7, grad_size=2, param_size=2, mask_size=1),
+            cost=cost.adamw(n, grad_size=2, param_size=2),
         ),
         Case(
             "sum_of_squares offsets past 2^31",
@@ -629,7 +597,8 @@ def _product_tiles() -> list[Case]:
 def _row_tiles() -> list[Case]:
     """Norms of every padded width, losses of every padded vocabulary up to the block's limit."""
     from warpweave.kernels import cost
-    from warpweave.kernels.cross_entropy import halves as cross_entropy_halves
+    from warpweave.kernels.cross_entropy import backward, forward
+    from warpweave.kernels.cross_entropy.vocabulary import Vocabulary
     from warpweave.kernels.norm import function as norm
 
     found, T = [], 8192
@@ -660,13 +629,13 @@ def _row_tiles() -> list[Case]:
         found += [
             Case(
                 f"cross_entropy fwd V={V}",
-                lambda z=z, t=t, V=V: cross_entropy_halves._fwd_triton(z, t, 0, V, -100, False),
+                lambda z=z, t=t, V=V: forward._fwd_triton(z, t, Vocabulary(0, V), False),
                 cost=cost.cross_entropy(T, V),
             ),
             Case(
                 f"cross_entropy bwd V={V}",
-                lambda z=z, t=t, row=row, V=V: cross_entropy_halves._bwd_triton(
-                    row, z, t, row, 0, V, -100, 0.0
+                lambda z=z, t=t, row=row, V=V: backward._bwd_triton(
+                    row, z, t, row, Vocabulary(0, V)
                 ),
                 cost=cost.cross_entropy(T, V, backward=True),
             ),

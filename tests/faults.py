@@ -95,22 +95,22 @@ FAULTS = (
     ),
     Fault(
         "head-loss-global-rank",
-        "parallel/tensor/linear_loss.py",
-        "start=group_rank(group) * len(weight)",
-        "start=dist.get_rank() * len(weight)",
+        "parallel/tensor/loss.py",
+        "start=group_rank(group) * width",
+        "start=dist.get_rank() * width",
         "where other axes exist a rank takes its vocabulary rows for another's",
     ),
     Fault(
         "head-loss-frozen-head",
-        "parallel/tensor/linear_loss.py",
-        "            if todo:\n                run(None, False)",
-        "            if todo and want_dw:\n                run(None, False)",
+        "kernels/cross_entropy/linear.py",
+        "            dx_dtype=dtype if want_dx else None,\n        )\n        if want_dx and ranks",
+        "            dx_dtype=dtype if want_dw else None,\n        )\n        if want_dw and ranks",
         "a frozen head passes no gradient on",
     ),
     Fault(
         "head-loss-coarse-terms",
-        "parallel/tensor/linear_loss.py",
-        "dx_dtype=sum_dtype(dtype) if want_dx else None",
+        "kernels/cross_entropy/linear.py",
+        "dx_dtype=ranks.terms(dtype) if want_dx else None",
         "dx_dtype=dtype if want_dx else None",
         "the ranks' terms of dx are rounded to bf16 before they are added",
     ),
@@ -236,13 +236,6 @@ FAULTS = (
         "an update of gradients too old passes if one of them is fresh",
     ),
     Fault(
-        "schedule-in-flight-at-input",
-        "parallel/schedule/validation.py",
-        "live += (a.op == F) - (a.op in FINISHES)",
-        "live += (a.op == F) - (a.op in (B, I))",
-        "operands that wait for W are not counted as in flight",
-    ),
-    Fault(
         "schedule-lag-one-less",
         "parallel/schedule/passes.py",
         "if len(queue) > lag:",
@@ -273,8 +266,8 @@ FAULTS = (
     Fault(
         "simulate-activations-at-input",
         "parallel/simulate.py",
-        "live += (a.op == F) - (a.op in (B, W))",
-        "live += (a.op == F) - (a.op in (B, I))",
+        "held += (a.op == F) - (a.op in (B, W))",
+        "held += (a.op == F) - (a.op in (B, I))",
         "activations count as free while W still needs them",
     ),
     Fault(
@@ -317,8 +310,8 @@ FAULTS = (
     Fault(
         "loss-own-columns",
         "parallel/tensor/loss.py",
-        "total = every[:, 2].sum(0) if total is not None else None",
-        "total = None if total is None else mine[2]",
+        "torch.cat((every[:, 0].logsumexp(0)[None], every[:, 1:].sum(0)))",
+        "torch.cat((every[:, 0].logsumexp(0)[None], every[:, 1:2].sum(0), stats[2:]))",
         "label smoothing sees this rank's columns only",
     ),
     Fault(
@@ -390,8 +383,8 @@ FAULTS = (
     Fault(
         "attention-composed-key",
         "layers/attention.py",
-        "q, k = (apply_rope(t, *rope, impl=self.impl) for t in (q, k))",
-        "q = apply_rope(q, *rope, impl=self.impl)",
+        "q, k = apply_rope_qk(q, k, *rope, impl=self.impl)",
+        "q, _ = apply_rope_qk(q, k, *rope, impl=self.impl)",
         "with a wrapped projection keys are not rotated",
     ),
     Fault(

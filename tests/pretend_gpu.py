@@ -29,6 +29,7 @@ from triton.runtime.jit import JITFunction
 from warpweave.engine import Engine
 from warpweave.gpt import GPTConfig
 from warpweave.kernels.runtime import dispatch
+from warpweave.parallel.data.zero import ZeroOptimizer
 from warpweave.parallel.mesh import Mesh
 from warpweave.parallel.pipeline import transport
 
@@ -72,6 +73,7 @@ def register() -> collections.Counter[str]:
     transport.Distributed._connect = lambda self: dict.fromkeys(
         transport.links(self._lists) if self._group is not None else (), self._group
     )
+    ZeroOptimizer._agree = lambda self, mine: mine
     return launches
 
 

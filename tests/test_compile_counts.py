@@ -112,16 +112,15 @@ CASES = {
         lambda n: {"step": torch.tensor(float(n)), **RATES},
         differentiable=(),
     ),
-    "adamw_step, stochastic": Case(
+    "adamw_step, all": Case(
         adamw_step,
         lambda n: tuple(torch.rand(n) for _ in range(4)),
         lambda n: {
             "step": torch.tensor(float(n)),
             **RATES,
             "param": torch.rand(n).bfloat16(),
-            "stochastic_rounding": True,
-            "seed": 1000 + n,
-            "start": 100 * n,
+            "grad_scale": torch.tensor(1.0 / n),
+            "skip": torch.tensor(0.0),
         },
         differentiable=(),
     ),

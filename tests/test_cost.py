@@ -119,8 +119,6 @@ def test_elementwise_ops_move_their_tensors() -> None:
     copied = cost.rope(3, 5, 2, 8, size=4, rotary_dim=6)
     assert copied.bytes == _bytes(x, y, partial, partial)
     assert copied.flops == 3 * turning.numel()
-    inplace = cost.rope(3, 5, 2, 8, size=4, rotary_dim=6, inplace=True)
-    assert inplace.bytes == _bytes(turning, turning, partial, partial)
     assert cost.gelu(240, size=4).bytes == _bytes(x, y)
     assert cost.gelu(240, size=4, backward=True).bytes == _bytes(x, y, y)
     assert reference.swiglu(x).shape == half.shape
@@ -140,8 +138,6 @@ def test_elementwise_ops_move_their_tensors() -> None:
     assert forward.flops == cost.gemm(7, 50, 8).flops + cost.cross_entropy(7, 50).flops
     assert backward.flops - forward.flops == cost.gemm(7, 50, 8).flops
     assert cost.adamw(9, grad_size=2, param_size=2).bytes == 9 * (4 * 6 + 2 + 2)
-    assert cost.adamw(9, grad_size=2, master_size=2).bytes == 9 * (2 * 2 + 4 * 4 + 2)
-    assert cost.adamw(9, mask_size=1).bytes == 9 * (4 * 6 + 4 + 1)
 
 
 @pytest.mark.parametrize("recompute", ["activation", "up"])

@@ -63,11 +63,6 @@ CASES = {
         lambda x: reference.apply_rope(x, *TABLE),
         ((2, T, 3, D),),
     ),
-    "apply_rope, in place": Case(
-        lambda x, impl: apply_rope(x * 1, *TABLE, inplace=True, impl=impl),
-        lambda x: reference.apply_rope(x, *TABLE),
-        ((2, T, 3, D),),
-    ),
     "apply_rope_qk": Case(
         lambda q, k, impl: apply_rope_qk(q, k, *TABLE, impl=impl),
         lambda q, k: tuple(reference.apply_rope(t, *TABLE) for t in (q, k)),

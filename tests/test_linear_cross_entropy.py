@@ -16,13 +16,14 @@ from torch.utils.checkpoint import checkpoint
 
 from warpweave.kernels import reference
 from warpweave.kernels.cross_entropy import (
+    blocks,
     cross_entropy_fwd,
+    linear,
     linear_cross_entropy,
     linear_cross_entropy_bwd,
     linear_cross_entropy_fwd,
 )
-from warpweave.kernels.cross_entropy import linear as module
-from warpweave.kernels.cross_entropy.linear import Vocabulary
+from warpweave.kernels.cross_entropy.vocabulary import Vocabulary
 from warpweave.kernels.runtime.wgrad import WeightGradients, accumulate, collect
 
 IMPLS = pytest.mark.parametrize("impl", ["triton", "torch"])
@@ -35,7 +36,7 @@ RECOMPUTE = pytest.mark.parametrize("recompute", [True, False])
 
 @pytest.fixture(autouse=True)
 def _small_blocks():
-    with mock.patch.object(module, "_CPU", module._Sizes(1100, 8, 5)):  # 8 x 128 and 5 x 128
+    with mock.patch.object(blocks, "CPU", blocks.Sizes(1100, 8, 5)):  # 8 x 128 and 5 x 128
         yield
 
 
@@ -373,13 +374,13 @@ def test_logits_that_are_made_again_are_made_once_for_both_gradients():
     gone."""
     x, w, labels = _case(13, 301, 5)
     store, calls = WeightGradients(), []
-    right = module.linear_cross_entropy_bwd
+    right = linear.linear_cross_entropy_bwd
 
     def counted(*args, dw=None, dx_dtype=None, **options):
         calls.append((dw is not None, dx_dtype is not None))
         return right(*args, dw=dw, dx_dtype=dx_dtype, **options)
 
-    with mock.patch.object(module, "linear_cross_entropy_bwd", counted):
+    with mock.patch.object(linear, "linear_cross_entropy_bwd", counted):
         linear_cross_entropy(x, w, labels, recompute=True).backward()
         once = w.grad.clone()
         with collect(store):
@@ -411,7 +412,7 @@ def test_a_16_bit_gradient_is_summed_in_float32():
     for dtype in (torch.bfloat16, torch.float32):
         dw = torch.ones(20, 8, dtype=dtype)
         arguments = torch.ones(128), x, w, labels, stats[0], vocabulary
-        with mock.patch.object(module, "_CPU", module._Sizes(160, 8, 8)):
+        with mock.patch.object(blocks, "CPU", blocks.Sizes(160, 8, 8)):
             assert linear_cross_entropy_bwd(*arguments, dw=dw, add=True) is None
         results.append(dw)
     assert torch.equal(results[0], results[1].bfloat16())
@@ -495,17 +496,18 @@ def test_compiles_whole(recompute, reduction, impl):
 def test_operators_pass_opcheck(impl):
     x, w, labels = (t.detach() for t in _case(9, 150, 4, torch.float32, vocab=149))
     ops, vocabulary = torch.ops.warpweave, Vocabulary(0, 149, -100, 0.1, 0.01, impl)
-    torch.library.opcheck(ops.linear_cross_entropy_fwd.default, (x, w, labels, *vocabulary))
+    packed = vocabulary.packed()
+    torch.library.opcheck(ops.linear_cross_entropy_fwd.default, (x, w, labels, *packed))
     stats = linear_cross_entropy_fwd(x, w, labels, vocabulary)
     dw = torch.zeros(150, 4)
-    arguments = torch.ones(9), x, w, labels, stats[0], dw, True, True, x.dtype, *vocabulary
+    arguments = torch.ones(9), x, w, labels, stats[0], dw, True, True, x.dtype, *packed
     torch.library.opcheck(ops.linear_cross_entropy_bwd.default, arguments)
-    arguments = x, w, labels, True, True, *vocabulary
+    arguments = x, w, labels, True, True, *packed
     torch.library.opcheck(ops.linear_cross_entropy_fwd_bwd.default, arguments)
-    torch.library.opcheck(ops.linear_cross_entropy_rows_fwd.default, (x, w, labels, *vocabulary))
-    stats, own, *blocks = ops.linear_cross_entropy_rows_fwd(x, w, labels, *vocabulary)
-    assert len(blocks) == 2
-    arguments = x, w, labels, stats[0], own, blocks, torch.zeros(9, 4), dw, False, *vocabulary
+    torch.library.opcheck(ops.linear_cross_entropy_rows_fwd.default, (x, w, labels, *packed))
+    stats, own, *held = ops.linear_cross_entropy_rows_fwd(x, w, labels, *packed)
+    assert len(held) == 2
+    arguments = x, w, labels, stats[0], own, held, torch.zeros(9, 4), dw, False, *packed
     torch.library.opcheck(ops.linear_cross_entropy_rows_bwd.default, arguments)
 
 
@@ -514,23 +516,20 @@ def test_operators_pass_opcheck(impl):
 
 def _first_block_only(rows_or_columns):
     """Blocks after the first are forgotten."""
-    right = module._column_slices
+    right = blocks.column_slices
 
     def column_slices(columns, rows, elements):
         return right(columns, rows, elements)[:1]
 
-    return mock.patch.object(module, "_column_slices", column_slices)
+    return mock.patch.object(blocks, "column_slices", column_slices)
 
 
 def _blocks_all_start_at_zero(_):
-    right = Vocabulary.stats
-    return mock.patch.object(
-        Vocabulary, "stats", lambda self, z, t, _, *kept: right(self, z, t, 0, *kept)
-    )
+    return mock.patch.object(blocks, "from_column", lambda vocabulary, first: vocabulary)
 
 
 def _no_merge_of_lse(_):
-    return mock.patch.object(module, "_merged", lambda parts, labels, ignored: parts[0])
+    return mock.patch.object(blocks, "merged", lambda parts, labels, ignored: parts[0])
 
 
 @pytest.mark.parametrize("fault", [_first_block_only, _blocks_all_start_at_zero, _no_merge_of_lse])

@@ -20,7 +20,8 @@ from sharded import draw, noticed, world
 from spmd_types import I, R, S
 from spmd_types.rulecheck import RuleCheckError
 
-from warpweave.kernels.cross_entropy import linear as kernel
+from warpweave.kernels.cross_entropy import blocks, linear
+from warpweave.kernels.cross_entropy.vocabulary import Vocabulary
 from warpweave.kernels.runtime.wgrad import WeightGradients, accumulate, collect
 from warpweave.parallel import collectives, tensor
 from warpweave.parallel.tensor import linear_loss
@@ -28,7 +29,7 @@ from warpweave.parallel.tensor.linear_loss import vocab_parallel_linear_cross_en
 
 T, E, VOCAB, PADDED = 12, 5, 301, 1200  # 4 ranks of 300: one whole, one of one row, two of padding
 RTOL = 1e-12
-SMALL = kernel._Sizes(elements=512, most_rows=4, fewest_rows=5)  # 3 x 3 blocks, or 3 of whole rows
+SMALL = blocks.Sizes(elements=512, most_rows=4, fewest_rows=5)  # 3 x 3 blocks, or 3 of whole rows
 
 
 def labels() -> torch.Tensor:
@@ -73,7 +74,7 @@ def check(
     size = padded or -(-VOCAB // ranks) * ranks
     own, part, x, w = problem(sequence, size)
     dloss = draw(3, T) if reduction == "none" else torch.tensor(0.7, dtype=torch.float64)
-    with mock.patch.object(kernel, "_CPU", SMALL):
+    with mock.patch.object(blocks, "CPU", SMALL):
         result = loss(
             own,
             part,
@@ -222,7 +223,7 @@ def _added(rank: int) -> None:
             part.grad, home = None, torch.full_like(part, float("nan"))
             store = WeightGradients({part: home})
             for scale in (1.0, 3.0):
-                with mock.patch.object(kernel, "_CPU", SMALL):
+                with mock.patch.object(blocks, "CPU", SMALL):
                     loss = vocab_parallel_linear_cross_entropy(
                         own,
                         part,
@@ -260,10 +261,10 @@ def _low_precision(rank: int) -> None:
         for recompute in (True, False):
             own, part, x, w = problem(sequence, PADDED, low)
             part.grad_dtype = torch.float32
-            travels = mock.Mock(side_effect=linear_loss._start_sum)
+            travels = mock.Mock(side_effect=linear_loss._sum)
             with (
-                mock.patch.object(kernel, "_CPU", SMALL),
-                mock.patch.object(linear_loss, "_start_sum", travels),
+                mock.patch.object(blocks, "CPU", SMALL),
+                mock.patch.object(linear_loss, "_sum", travels),
             ):
                 loss = vocab_parallel_linear_cross_entropy(
                     own,
@@ -336,26 +337,26 @@ def _plant(name: str, value) -> mock._patch:
 
 def _no_sum_of_dx():
     def own_terms(dx, group, sequence_parallel):
-        dx = collectives.own_slice(dx, group) if sequence_parallel else dx
-        return collectives.Pending(None, lambda: dx)
+        return collectives.own_slice(dx, group) if sequence_parallel else dx
 
-    return _plant("_start_sum", own_terms)
+    return _plant("_sum", own_terms)
 
 
 def _no_merge():
-    return _plant("_over_ranks", lambda group: lambda stats: stats)
+    return _plant("merge_columns", lambda stats, group: stats)
 
 
 def _merge_of_the_maximum():
-    def over_ranks(group):
-        right = linear_loss_over_ranks(group)
-        return lambda stats: torch.cat((stats[:1], right(stats)[1:]))
+    right = linear_loss.merge_columns
 
-    return _plant("_over_ranks", over_ranks)
+    def merge(stats, group):
+        return torch.cat((stats[:1], right(stats, group)[1:]))
+
+    return _plant("merge_columns", merge)
 
 
 def _everybody_is_the_first_shard():
-    return _plant("_own", lambda vocabulary, weight, group: vocabulary)
+    return _plant("own_columns", lambda vocabulary, width, group: vocabulary)
 
 
 def _padding_takes_part():
@@ -367,7 +368,6 @@ def _padding_takes_part():
     return _plant("Vocabulary", vocabulary)
 
 
-linear_loss_over_ranks = linear_loss._over_ranks
 FAULTS = [
     _no_sum_of_dx,
     _no_merge,
@@ -393,15 +393,15 @@ def test_planted_faults_are_noticed() -> None:
 
 # ---------------------------------------------------------------- typing rules
 
-VOCABULARY = kernel.Vocabulary(0, 7, -100, 0.1, 0.01, "torch")
-FUNCTIONS = [linear_loss._Recomputed, linear_loss._InForward]
+VOCABULARY = Vocabulary(0, 7, -100, 0.1, 0.01, "torch")
+FUNCTIONS = [linear._Recomputed, linear._InForward]
 
 
 def _case(function: type, sequence: bool):
     """(function, arguments, documented types)."""
     ids = torch.tensor([0, 3, 2, 1, 4, 2, -100, 6])  # as many as rows of the weight: only dims of
     args = draw(1, 8, 4), draw(2, 8, 4), ids  # one size are cut together where all is tried
-    args = *args, "tp", sequence, VOCABULARY, torch.float64
+    args = *args, VOCABULARY, torch.float64, linear_loss.ranks(), "tp", sequence
     return function, args, {"x": S(0) if sequence else I, "weight": S(0), "labels": R}
 
 
@@ -426,17 +426,18 @@ def test_typing_rules_hold_where_another_axis_cuts_tokens(function: type) -> Non
 def test_every_function_has_a_rule() -> None:
     functions = [
         f
-        for _, f in inspect.getmembers(linear_loss, inspect.isclass)
+        for _, f in inspect.getmembers(linear, inspect.isclass)
         if issubclass(f, torch.autograd.Function)
     ]
     assert set(functions) == set(FUNCTIONS)
 
 
 def test_a_planted_fault_breaks_the_rule() -> None:
-    _, args, documented = _case(linear_loss._Recomputed, False)
-    with _no_merge(), pytest.raises(RuleCheckError, match="hold different values"):
+    with _no_merge():
+        _, args, documented = _case(linear._Recomputed, False)
+    with pytest.raises(RuleCheckError, match="hold different values"):
         rulecheck(
-            linear_loss._Recomputed,
+            linear._Recomputed,
             args,
             {k: {"tp": v} for k, v in documented.items()},
             mesh={"tp": 2},

@@ -28,13 +28,14 @@ from torch import nn
 
 from warpweave import engine, gpt
 from warpweave.kernels.adamw import sum_of_squares
+from warpweave.kernels.cross_entropy.vocabulary import Vocabulary
 from warpweave.layers import block
 from warpweave.layers.embedding import PositionEmbedding
 from warpweave.layers.linear import ColumnParallelLinear, RowParallelLinear
 from warpweave.layers.loss import VocabParallelLinearCrossEntropy
 from warpweave.layers.norm import RMSNorm, _Norm
 from warpweave.parallel import schedule, tensor
-from warpweave.parallel.collectives import gather, own_slice, start_all_reduce_
+from warpweave.parallel.collectives import gather, own_slice
 from warpweave.parallel.context import gather as kv_gather
 from warpweave.parallel.context import ring
 from warpweave.parallel.data.flat import FlatLayout
@@ -209,17 +210,21 @@ def deferred_weights(mesh: ConnectedMesh) -> float:
 @fault(1, smoothed_loss, Mesh(tp=2))
 def smoothing_over_the_local_vocabulary(mesh):
     """Megatron-LM #737 and #7452 finding 1: every rank smooths over its own shard."""
-    right_fwd, right, own = loss.cross_entropy_fwd, loss.token_losses, []
+    right_own, right_merge = loss.own_columns, loss.merge_columns
+    right, width = Vocabulary.losses, []
 
-    def fwd(logits, labels, **options):
-        lse, target, total = right_fwd(logits, labels, **options)
-        own[:] = [total.clone(), logits.shape[1]]
-        return lse, target, total
+    def own(vocabulary, columns, group):
+        width[:] = [columns]
+        return right_own(vocabulary, columns, group)
 
-    def losses(lse, target, total, labels, *, vocab_size, **options):
-        return right(lse, target, own[0], labels, vocab_size=own[1], **options)
+    def merge(stats, group):
+        return torch.cat((right_merge(stats, group)[:2], stats[2:]))
 
-    return [(loss, "cross_entropy_fwd", fwd), (loss, "token_losses", losses)]
+    def losses(self, stats, labels):
+        return right(self._replace(size=width[0]), stats, labels)
+
+    faults = {"own_columns": own, "merge_columns": merge}
+    return [*((loss, *fault) for fault in faults.items()), (Vocabulary, "losses", losses)]
 
 
 def _gathered_head():
@@ -549,17 +554,14 @@ def tied_embedding_cut_differently(mesh):
 @fault(16, TP)
 def partial_gradient_leaves_the_loss(mesh):
     """torchtitan PR #3412: one shard's gradient of the head's input goes on as if whole."""
-    return [(linear_loss, "_start_sum", lambda dx, group, sp: start_all_reduce_(dx, None))]
+    return [(linear_loss, "_sum", lambda dx, group, sp: dx)]
 
 
 @fault(16, SP)
 def partial_gradient_leaves_the_loss_in_slices(mesh):
     """The same under sequence parallelism: a slice of it where its sum is to be scattered."""
 
-    def start_sum(dx, group, sequence_parallel):
-        return start_all_reduce_(own_slice(dx, group), None)
-
-    return [(linear_loss, "_start_sum", start_sum)]
+    return [(linear_loss, "_sum", lambda dx, group, sp: own_slice(dx, group))]
 
 
 @fault(17, TP)
@@ -589,12 +591,12 @@ def row_bias_once_per_rank(mesh):
 def padding_takes_part_in_the_softmax(mesh):
     """Megatron-LM #1754: the padding rows of the vocabulary have probability, too."""
 
-    right = linear_loss._own
+    right = linear_loss.own_columns
 
-    def own(vocabulary, weight, group):
-        return right(vocabulary._replace(size=vocabulary.size + vocabulary.size % 2), weight, group)
+    def own(vocabulary, width, group):
+        return right(vocabulary._replace(size=vocabulary.size + vocabulary.size % 2), width, group)
 
-    return [(linear_loss, "_own", own)]
+    return [(linear_loss, "own_columns", own)]
 
 
 # ------------------------------------------------------------------ 20-22: the step
@@ -622,13 +624,13 @@ def deferred_weights_miss_the_reduction(mesh):
     def backward_input(self, mb, dy):
         dx = self._backward(mb, dy, deferred=True)
         self._backwards_left -= 1
-        for units in reversed(self._flights[mb].chain.completes):
+        for units in reversed(self._saved[mb].chain.completes):
             self._reduce_completed(units)
         ChainStage.reduce(self)
         return dx
 
     def backward_weight(self, mb):
-        for weights in self._flights.pop(mb).weights:
+        for weights in self._saved.pop(mb).weights:
             weights.run()
 
     return [

@@ -87,13 +87,9 @@ def test_rotation_keeps_length_and_depends_on_relative_position_only(impl) -> No
 @pytest.mark.parametrize("impl", IMPLS)
 def test_gradcheck(impl) -> None:
     x, _, cos, sin = _inputs((1, 3, 2, 7), rotary_dim=4)
-    for inplace in (False, True):
-        options = {"interleaved": True, "inplace": inplace, "impl": impl}
-
-        def turn(x, options=options):
-            return apply_rope(x * 1, cos, sin, **options)
-
-        assert torch.autograd.gradcheck(turn, x)
+    assert torch.autograd.gradcheck(
+        lambda x: apply_rope(x, cos, sin, interleaved=True, impl=impl), x
+    )
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -138,12 +134,6 @@ def test_shapes_that_do_not_fit_raise(impl) -> None:
     for k in (x[:1], x[..., :6], x.float()):
         with pytest.raises(ValueError, match=r"must fit|2 <= R <= D"):
             apply_rope_qk(x, k, cos, sin, impl=impl)
-    with pytest.raises(ValueError, match="a leaf requires grad"):
-        apply_rope(x, cos, sin, inplace=True, impl=impl)
-    x = x.detach()
-    for bad in (x.mT.contiguous().mT, x[:, :, :1].expand(2, 5, 3, 8)):
-        with pytest.raises(ValueError, match=r"in place needs|every element once"):
-            apply_rope(bad, cos, sin, inplace=True, impl=impl)
 
 
 def test_tables_that_cannot_be_made_are_refused() -> None:
@@ -167,9 +157,6 @@ def test_the_operators_are_well_formed() -> None:
     ops, table, k = torch.ops.warpweave, (cos, sin), x.detach()[:, :, :1].clone()
     torch.library.opcheck(ops.rope.default, (x, *table, 1, 0))
     torch.library.opcheck(ops.rope_qk.default, (x, k.requires_grad_(), *table, 0, 1))
-    x, k = x.detach(), k.detach()
-    torch.library.opcheck(ops.rope_inplace.default, (x, *table, 1))
-    torch.library.opcheck(ops.rope_qk_inplace.default, (x, k, *table, 0))
 
 
 @pytest.mark.filterwarnings(
@@ -185,28 +172,12 @@ def test_it_compiles_without_breaks(impl) -> None:
     assert_close_f64(dx, dtruth, 1e-15)
 
 
-# ------------------------------------------------------------ in place, and two at once
+# ------------------------------------------------------------ two at once
 
 
 @PAIRS
 @pytest.mark.parametrize("impl", IMPLS)
-def test_in_place_turns_the_dims_that_turn_and_touches_nothing_else(impl, interleaved) -> None:
-    qkv = torch.randn(2, 11, 6, 12, dtype=torch.float64)
-    cos, sin = rope_table(torch.arange(11), 8, dtype=torch.float64)
-    before, options = qkv.clone(), {"interleaved": interleaved}
-    x = qkv[:, :, 1:4, :10]
-    truth = reference.apply_rope(x.clone(), cos, sin, **options)
-    assert apply_rope(x, cos, sin, inplace=True, impl=impl, **options) is x
-    assert_close_f64(x, truth, 1e-14)
-    assert torch.equal(x[..., 8:], before[:, :, 1:4, 8:10])
-    x.copy_(before[:, :, 1:4, :10])
-    assert torch.equal(qkv, before)
-
-
-@PAIRS
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("inplace", [False, True])
-def test_queries_and_keys_together_are_each_alone(inplace, impl, interleaved) -> None:
+def test_queries_and_keys_together_are_each_alone(impl, interleaved) -> None:
     qkv = torch.randn(2, 37, 9, 40, dtype=torch.float64)
     cos, sin = rope_table(torch.arange(37), 24, dtype=torch.float64)
     leaf, options = qkv.requires_grad_(), {"interleaved": interleaved, "impl": impl}
@@ -214,28 +185,19 @@ def test_queries_and_keys_together_are_each_alone(inplace, impl, interleaved) ->
     alone = [apply_rope(x, cos, sin, **options) for x in (leaf[:, :, :7], leaf[:, :, 7:8])]
     expected = torch.autograd.grad(alone, leaf, (dq, dk))[0]
     q, k = leaf[:, :, :7] * 1, leaf[:, :, 7:8] * 1
-    pair = apply_rope_qk(q, k, cos, sin, inplace=inplace, **options)
+    pair = apply_rope_qk(q, k, cos, sin, **options)
     assert all(torch.equal(a, b) for a, b in zip(pair, alone, strict=True))
-    assert (pair[0].data_ptr() == q.data_ptr()) == inplace
     assert torch.equal(torch.autograd.grad(pair, leaf, (dq, dk))[0], expected)
     with torch.no_grad():
         q, k = q.detach().clone(), leaf.detach()[:, :, 7:8]  # of strides of their own
         q.copy_(leaf[:, :, :7])
-        again = apply_rope_qk(q, k, cos, sin, inplace=inplace, **options)
+        again = apply_rope_qk(q, k, cos, sin, **options)
         assert all(torch.equal(a, b) for a, b in zip(again, alone, strict=True))
         back = rope_qk_fwd(*again, cos, sin, conjugate=True, **options)
         once = (rope_fwd(x, cos, sin, conjugate=True, **options) for x in again)
         assert all(torch.equal(a, b) for a, b in zip(back, once, strict=True))
     empty = torch.empty(2, 37, 0, 40, dtype=torch.float64)
     assert apply_rope_qk(empty, pair[1].detach(), cos, sin, **options)[1].shape == dk.shape
-
-
-def test_an_output_of_split_cannot_be_turned_in_place_unseen() -> None:
-    qkv = torch.randn(1, 5, 3, 8, requires_grad=True) * 1
-    q, _, _ = qkv.split(1, 2)
-    cos, sin = rope_table(torch.arange(5), 8)
-    with pytest.raises(RuntimeError, match="view"):
-        apply_rope(q, cos, sin, inplace=True)
 
 
 @pytest.mark.filterwarnings(
@@ -257,29 +219,18 @@ def test_pairs_compile_checkpoint_and_autocast(impl) -> None:
     for found in (compiled, recomputed, cast):
         assert_close_f64(torch.autograd.grad(found, x)[0], truth, 1e-14)
 
-    def turn(q, k):
-        q, k = apply_rope_qk(q, k, cos, sin, inplace=True, impl=impl)
-        return apply_rope(q, cos, sin, inplace=True, impl=impl) + k
-
-    first, second = (x.detach().clone() for _ in range(2))
-    with torch.no_grad():
-        y = torch.compile(turn, fullgraph=True, backend="aot_eager")(first, first.clone())
-        assert_close_f64(y, turn(second, second.clone()), 1e-14)
-    assert_close_f64(first, second, 1e-14)
-
 
 @PAIRS
-def test_every_element_is_read_and_written_once_and_in_place_only_what_turns(interleaved) -> None:
+def test_every_element_is_read_and_written_once(interleaved) -> None:
     qkv, options = torch.randn(2, 32, 12, 64).bfloat16(), {"interleaved": interleaved}
     cos, sin = rope_table(torch.arange(32), 16)
     resident = dict.fromkeys(("cos_ptr", "sin_ptr"), "read by every head")
     q, k = qkv[:, :, :8], qkv[:, :, 8:10]
-    for inplace in (False, True):
-        with traffic() as t:
-            rope_qk_fwd(q, k, cos, sin, inplace=inplace, impl="triton", **options)
-        least = cost.rope(2, 32, 10, 64, rotary_dim=16, inplace=inplace).bytes
-        assert 0.99 * least <= t.moved(resident) <= 1.01 * least
-        assert len(t.launches) == 1
+    with traffic() as t:
+        rope_qk_fwd(q, k, cos, sin, impl="triton", **options)
+    least = cost.rope(2, 32, 10, 64, rotary_dim=16).bytes
+    assert 0.99 * least <= t.moved(resident) <= 1.01 * least
+    assert len(t.launches) == 1
 
 
 def test_rows_further_apart_than_int32_can_count() -> None:
@@ -290,7 +241,6 @@ def test_rows_further_apart_than_int32_can_count() -> None:
     far.copy_(x)
     y = apply_rope(x, cos, sin, impl="triton")
     assert torch.equal(apply_rope(far, cos, sin, impl="triton"), y)
-    assert torch.equal(apply_rope(far, cos, sin, inplace=True, impl="triton"), y)
 
 
 # ------------------------------------------------------------ tables of extended models
@@ -392,17 +342,3 @@ def test_tables_that_want_a_gradient_are_refused() -> None:
     x, (cos, sin) = torch.randn(1, 5, 2, 8), rope_table(torch.arange(5), 8)
     with pytest.raises(ValueError, match="cos and sin get no gradient: detach them"):
         apply_rope(x, cos.requires_grad_(), sin)
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-def test_in_place_with_a_gradient_compiles(impl) -> None:
-    x, table = torch.randn(1, 5, 2, 8, requires_grad=True), rope_table(torch.arange(5), 8)
-
-    def turned(x):
-        return apply_rope(x * 2, *table, inplace=True, impl=impl)
-
-    want = turned(x)
-    (truth,) = torch.autograd.grad(want.square().sum(), x)
-    got = torch.compile(turned, fullgraph=True, backend="aot_eager")(x)
-    assert_close_f64(got, want, 1e-6)
-    assert_close_f64(torch.autograd.grad(got.square().sum(), x)[0], truth, 1e-6)

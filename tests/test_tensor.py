@@ -21,6 +21,7 @@ from sharded import beside_replicas, draw, noticed, world
 from spmd_types import I, R, S
 from spmd_types.rulecheck import RuleCheckError
 
+from warpweave.kernels.cross_entropy.vocabulary import Vocabulary
 from warpweave.kernels.runtime.wgrad import WeightGradients, accumulate, collect
 from warpweave.parallel import collectives, tensor
 
@@ -526,11 +527,11 @@ def foreign_ids_hit_row_zero(ids, w, *, group, vocab_size, sequence_parallel, pa
 
 
 def smoothing_over_the_local_vocabulary(logits, labels, **options):
-    def local(*parts, vocab_size, **more):
-        return right(*parts, vocab_size=logits.shape[1], **more)
+    def local(self, stats, labels):
+        return right(self._replace(size=logits.shape[1]), stats, labels)
 
-    right = tensor.loss.token_losses
-    with mock.patch.object(tensor.loss, "token_losses", local):
+    right = Vocabulary.losses
+    with mock.patch.object(Vocabulary, "losses", local):
         return tensor.vocab_parallel_cross_entropy(logits, labels, **options)
 
 
@@ -574,6 +575,7 @@ def test_planted_faults_are_noticed() -> None:
 # ---------------------------------------------------------------- typing rules
 
 IDS = torch.tensor([0, 3, 2, 1, 4, 2])
+VOCABULARY = Vocabulary(0, 7, -100, 0.1, 0.0, "torch")
 CASES = {
     "column": (
         tensor.linear._ColumnParallelLinear,
@@ -606,8 +608,8 @@ CASES = {
         {"ids": R, "weight": S(0)},
     ),
     "loss": (
-        tensor.loss._VocabParallelCrossEntropy,
-        (draw(1, 6, 8), IDS, "tp", 7, -100, 0.1, None),
+        tensor.loss.CrossEntropy,
+        (draw(1, 6, 8), IDS, VOCABULARY, tensor.loss.own_columns, tensor.loss.merge_columns, "tp"),
         {"logits": S(1), "labels": R},
     ),
 }

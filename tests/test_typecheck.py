@@ -30,13 +30,15 @@ import warpweave.layers.linear
 import warpweave.layers.loss
 import warpweave.layers.mlp
 from warpweave.gpt import GPT, PRESETS, GPTConfig
-from warpweave.kernels import activation, mlp, qkv, rope
+from warpweave.kernels import activation, mlp, qkv
 from warpweave.kernels.attention import attention
 from warpweave.kernels.cross_entropy import function as cross_entropy
 from warpweave.kernels.cross_entropy import linear as linear_cross_entropy
+from warpweave.kernels.cross_entropy.vocabulary import Vocabulary
 from warpweave.kernels.dropout import Drop
 from warpweave.kernels.norm import function as norm
 from warpweave.kernels.norm import torch_path as norm_cpu
+from warpweave.kernels.rope import rope_table, rotation
 from warpweave.kernels.runtime import dispatch
 from warpweave.layers.attention import Attention
 from warpweave.layers.block import TransformerBlock
@@ -203,7 +205,7 @@ def attention_of_gathered_keys(q, k, v, *, layout, group, causal, strategy, impl
 
 def local_angles(self, length, x, context):
     positions = torch.arange(length)
-    return rope.rope_table(positions, self.head_dim, theta=self.rope_theta)
+    return rope_table(positions, self.head_dim, theta=self.rope_theta)
 
 
 def local_drop(self, site, context):
@@ -349,12 +351,12 @@ def test_what_a_stage_hands_on_is_held_to_what_the_next_one_takes() -> None:
 # ---------------------------------------------------------------- rules of the local Functions
 
 T64 = {"dtype": torch.float64}
+VOCABULARY = Vocabulary(0, 6, -100, 0.1, 0.01, "torch")
 
 
 def _linear_loss() -> tuple:
     x, weight, labels = torch.randn(4, 8, **T64), torch.randn(6, 8, **T64), [0, -100, 3, 5]
-    vocabulary = linear_cross_entropy.Vocabulary(0, 6, -100, 0.1, 0.01, "torch")
-    return x, weight, torch.tensor(labels), vocabulary, torch.float64
+    return x, weight, torch.tensor(labels), VOCABULARY, torch.float64, None, None, False
 
 
 LOCAL = {
@@ -362,10 +364,10 @@ LOCAL = {
         torch.randn(4, 6, 8, **T64), torch.randn(8, **T64), torch.randn(8, **T64), 1e-5, True,
     ),
     norm_cpu._AddBias: lambda: (torch.randn(4, 6, 8, **T64), torch.randn(8, **T64)),
-    rope._Rope: lambda: (torch.randn(2, 4, 6, 8, **T64), torch.randn(4, 4), torch.randn(4, 4)),
+    rotation._Rope: lambda: (torch.randn(2, 4, 6, 8, **T64), torch.randn(4, 4), torch.randn(4, 4)),
     activation._SwiGLU: lambda: (torch.randn(4, 6, 8, **T64),),
-    cross_entropy._CrossEntropy: lambda: (
-        torch.randn(4, 6, **T64), torch.tensor([0, -100, 3, 5]), 6, -100, 0.1, None,
+    cross_entropy.CrossEntropy: lambda: (
+        torch.randn(4, 6, **T64), torch.tensor([0, -100, 3, 5]), VOCABULARY, None, None, None,
     ),
     linear_cross_entropy._Recomputed: lambda: _linear_loss(),
     linear_cross_entropy._InForward: lambda: _linear_loss(),
@@ -415,11 +417,11 @@ class _NormOfShards(norm._Norm):
         return rules.einsum("...e,e->...e", rules.einsum("...e,e->...e", s, weight), bias)
 
 
-class _LossOfShards(cross_entropy._CrossEntropy):
+class _LossOfShards(cross_entropy.CrossEntropy):
     """As if losses over shards of the vocabulary added up."""
 
     @staticmethod
-    def spmd_typecheck(*, logits, labels):
+    def spmd_typecheck(*, logits, labels, group):
         return rules.einsum("nv,n->n", logits, labels)
 
 

@@ -794,6 +794,27 @@ def _writer(name: str) -> int:
     return sum(map(ord, name))
 
 
+def _unlike_stages(rank: int) -> None:
+    """Stage 0 holds whole parameters, stage 1 experts: their gradients lie over other axes."""
+    mesh = _ExpertMesh.connect(pp=2, ep=2)
+    stage = mesh.index("pp")
+    whole = {n: _start(n, shape) for n, (shape, _) in EXPERTS.items()}
+    truth = math.sqrt(sum(float(t.square().sum()) for t in whole.values()))
+    for zero in range(4):
+        units = [u for u in _expert_units(mesh, zero) if u.axis == ("data", "dp")[stage]]
+        optimizer = ZeroOptimizer(units, mesh, AdamW(), clip=CLIP)
+        for unit in units:
+            first = mesh.index(unit.axis) == 0  # one rank has the gradient, the others add nothing
+            _add(unit, [first * r.slice(whole[r.name], mesh.coords) for r, _ in unit.params])
+            unit.gradients.start()
+            unit.gradients.finish()
+        assert float(optimizer.norm()) == pytest.approx(truth, rel=1e-13), zero
+
+
+def test_the_norm_is_right_where_stages_lie_over_other_data_axes():
+    run_ranks(4, _unlike_stages)
+
+
 @pytest.mark.parametrize("sizes", [{"ep": 2, "tp": 2}, {"dp": 2, "ep": 2}, {"ep": 3}], ids=str)
 def test_a_made_up_axis_is_data_for_zero_the_norm_and_checkpoints(sizes, tmp_path):
     run_ranks(math.prod(sizes.values()), _experts, sizes, tmp_path)

@@ -449,7 +449,7 @@ def _elementwise() -> list[Measure]:
     x, dy, narrow_dy = (torch.randn(T, n).to(half) for n in (E, E, E // 2))
     flat = [torch.rand(20_000) for _ in range(4)]
     low, one, zero = torch.empty(20_000, dtype=half), torch.ones(()), torch.zeros(())
-    scale, rates = torch.ones(()), (1e-3, 0.9, 0.95, 1e-8, 0.1)
+    scale, rates = torch.ones(()), adamw._Rates(1e-3, 0.9, 0.95, 1e-8, 0.1)
     tokens, heads = torch.arange(T), torch.randn(2, 64, 4, 32).to(half)
     cos, sin = rope.rope_table(torch.arange(64), 32)
     step = {"step_ptr": _SCALAR, "grad_scale_ptr": _SCALAR, "skip_ptr": _SCALAR}
@@ -487,7 +487,7 @@ def _elementwise() -> list[Measure]:
         ),
         Measure(
             "adamw",
-            lambda: adamw._adamw_triton(*flat, low, one, scale, zero, *rates),
+            lambda: adamw._adamw_triton(*flat, low, one, scale, zero, rates),
             lambda t: cost.adamw(20_000, param_size=2).bytes,
             resident=step,
         ),
@@ -501,20 +501,22 @@ def _elementwise() -> list[Measure]:
 
 def _losses() -> list[Measure]:
     from warpweave.kernels import cost
-    from warpweave.kernels.cross_entropy import halves as cross_entropy_halves
+    from warpweave.kernels.cross_entropy import backward, forward
+    from warpweave.kernels.cross_entropy.vocabulary import Vocabulary
 
     N, V = 6, 5003
     z, labels = torch.randn(N, V).bfloat16(), torch.arange(N)
     lse, dloss = torch.logsumexp(z.float(), 1), torch.rand(N)
+    vocabulary = Vocabulary(0, V, label_smoothing=0.1)
     return [
         Measure(
             "cross_entropy fwd",
-            lambda: cross_entropy_halves._fwd_triton(z, labels, 0, V, -100, False),
+            lambda: forward._fwd_triton(z, labels, vocabulary, False),
             lambda t: cost.cross_entropy(N, V).bytes,
         ),
         Measure(
             "cross_entropy bwd",
-            lambda: cross_entropy_halves._bwd_triton(dloss, z, labels, lse, 0, V, -100, 0.1),
+            lambda: backward._bwd_triton(dloss, z, labels, lse, vocabulary),
             lambda t: cost.cross_entropy(N, V, backward=True).bytes,
         ),
     ]

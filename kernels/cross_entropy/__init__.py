@@ -1,21 +1,20 @@
 """Cross entropy of logits, `cross_entropy`, and of a linear layer, `linear_cross_entropy`.
 
-`function` of logits · `halves` kernels and torch path, on a shard of the vocabulary too · `linear`
-without ever holding the logits.
+`vocabulary` the formula, and which columns a shard holds · `forward` and `backward` of logits ·
+`function` of both · `linear` the Functions of a linear layer's loss, by one of two orders of work:
+`recompute` and `in_forward`, over `blocks` of logits that are never held whole.
 """
 
+from warpweave.kernels.cross_entropy.backward import cross_entropy_bwd
+from warpweave.kernels.cross_entropy.forward import cross_entropy_fwd
 from warpweave.kernels.cross_entropy.function import cross_entropy
-from warpweave.kernels.cross_entropy.halves import (
-    cross_entropy_bwd,
-    cross_entropy_fwd,
-    token_losses,
-)
-from warpweave.kernels.cross_entropy.linear import (
-    linear_cross_entropy,
+from warpweave.kernels.cross_entropy.in_forward import linear_cross_entropy_fwd_bwd
+from warpweave.kernels.cross_entropy.linear import linear_cross_entropy
+from warpweave.kernels.cross_entropy.recompute import (
     linear_cross_entropy_bwd,
     linear_cross_entropy_fwd,
-    linear_cross_entropy_fwd_bwd,
 )
+from warpweave.kernels.cross_entropy.vocabulary import token_losses
 
 __all__ = [
     "cross_entropy",

@@ -2,10 +2,9 @@
 
     loss = lse - (1 - s) * z_t - (s / V) * sum_j z_j + c * lse^2        lse = log(sum_j exp(z_j))
 
-for a row z of V logits with label t, label smoothing s and z-loss c. How forward and backward are
-computed, and on a shard of the vocabulary, is in `halves`; saved for backward are the
-logits, which exist anyway, and lse. `linear_cross_entropy`, which has no logits, has a file of its
-own.
+for a row z of V logits with label t, label smoothing s and z-loss c; `vocabulary` has the gradient.
+How it is computed is in `forward` and `backward`; saved for backward are the logits, which exist
+anyway, and lse. `linear_cross_entropy`, which has no logits, has a file of its own.
 
 A label that is neither in [0, vocab_size) nor `ignore_index` raises ValueError on CPU tensors. On a
 GPU looking would make the host wait: there that row's loss and gradient are NaN, never just wrong.
@@ -13,59 +12,56 @@ GPU looking would make the host wait: there that row's loss and gradient are NaN
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
-from warpweave.kernels.cross_entropy.halves import (
-    check_logits,
-    check_options,
-    cross_entropy_bwd,
-    cross_entropy_fwd,
-    token_losses,
-)
-from warpweave.kernels.cross_entropy.linear import linear_cross_entropy
+from warpweave.kernels.cross_entropy.backward import cross_entropy_bwd
+from warpweave.kernels.cross_entropy.forward import cross_entropy_fwd
+from warpweave.kernels.cross_entropy.vocabulary import Vocabulary, check_logits, check_options
 from warpweave.kernels.runtime.dispatch import choose, once_differentiable
 
-__all__ = [
-    "cross_entropy",
-    "cross_entropy_bwd",
-    "cross_entropy_fwd",
-    "linear_cross_entropy",
-    "token_losses",
-]
+Own = Callable[[Vocabulary, int, Any], Vocabulary]
+"""(vocabulary, width, group) -> what the `width` columns of this rank of the group stand for."""
+
+Merge = Callable[[torch.Tensor, Any], torch.Tensor]
+"""(stats[k, N], group) -> a shard's lse, target and, with smoothing, logit_sum combined with those
+of the group's other ranks."""
 
 
-class _CrossEntropy(torch.autograd.Function):
+class CrossEntropy(torch.autograd.Function):
+    """losses[N] of logits[N, V/tp]; what the ranks of a group do together is given with it."""
+
     @staticmethod
-    def forward(ctx, logits, labels, vocab_size, ignore_index, label_smoothing, impl, z_loss=0.0):
-        lse, target, total = cross_entropy_fwd(
-            logits,
-            labels,
-            vocab_size=vocab_size,
-            ignore_index=ignore_index,
-            want_sum=label_smoothing != 0.0,
-            impl=impl,
-        )
-        ctx.save_for_backward(logits, labels, lse)
-        ctx.options = {
-            "vocab_size": vocab_size,
-            "ignore_index": ignore_index,
-            "label_smoothing": label_smoothing,
-            "z_loss": z_loss,
-        }
-        ctx.impl = impl
-        return token_losses(lse, target, total, labels, **ctx.options)
+    def forward(
+        ctx, logits, labels, vocabulary, own: Own = None, merge: Merge = None, group: Any = None
+    ):
+        if group is not None:
+            vocabulary = own(vocabulary, logits.shape[1], group)
+        start, size, ignore_index, label_smoothing, z_loss, impl = vocabulary
+        where = {"vocab_start": start, "vocab_size": size, "ignore_index": ignore_index}
+        want_sum = label_smoothing != 0.0
+        stats = cross_entropy_fwd(logits, labels, want_sum=want_sum, impl=impl, **where)
+        if group is not None:
+            stats = merge(torch.stack([part for part in stats if part is not None]), group)
+        ctx.save_for_backward(logits, labels, stats[0])
+        ctx.options = where | {"label_smoothing": label_smoothing, "z_loss": z_loss, "impl": impl}
+        return vocabulary.losses(stats, labels)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dloss):
-        dlogits = cross_entropy_bwd(dloss, *ctx.saved_tensors, **ctx.options, impl=ctx.impl)
-        return dlogits, None, None, None, None, None, None
+        return cross_entropy_bwd(dloss, *ctx.saved_tensors, **ctx.options), *[None] * 5
 
     @staticmethod
-    def spmd_typecheck(*, logits, labels):
-        from spmd_types import rules
+    def spmd_typecheck(*, logits, labels, group):
+        from spmd_types import I, P, rules
 
-        return rules.einsum("n_,n->n", logits, labels)  # vocabulary whole
+        if group is None:
+            return rules.einsum("n_,n->n", logits, labels)  # vocabulary whole
+        # exp-sum, target logit and sum of logits are each a sum over v
+        return rules.all_reduce(rules.einsum("nv,n->n", logits, labels), group, src=P, dst=I)
 
 
 def cross_entropy(
@@ -93,8 +89,8 @@ def cross_entropy(
     size = check_logits(logits, labels, 0, vocab_size)
     if size > logits.shape[1]:
         raise ValueError(f"vocab_size must be at most the {logits.shape[1]} columns, got {size}")
-    options = size, ignore_index, label_smoothing, impl, z_loss
-    losses = _CrossEntropy.apply(logits, labels, *options)
+    vocabulary = Vocabulary(0, size, ignore_index, label_smoothing, z_loss, impl)
+    losses = CrossEntropy.apply(logits, labels, vocabulary)
     if reduction == "none":
         return losses
     if reduction == "sum":

@@ -39,476 +39,139 @@ z is rounded to the dtype of x, as the output of a linear layer is; everything a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
-from warpweave.kernels.cross_entropy.halves import (
-    _bwd_torch,
-    _fwd_torch,
-    check_options,
-    cross_entropy_bwd,
-    cross_entropy_fwd,
-    outside_vocabulary,
-    token_losses,
+from warpweave.kernels.cross_entropy.function import Merge, Own
+from warpweave.kernels.cross_entropy.in_forward import fwd_bwd_op, linear_cross_entropy_fwd_bwd
+from warpweave.kernels.cross_entropy.recompute import (
+    linear_cross_entropy_bwd,
+    linear_cross_entropy_fwd,
 )
-from warpweave.kernels.gemm.fused import gemm, gemm_into
-from warpweave.kernels.gemm.gradients import Settled, grad_dtype
-from warpweave.kernels.reference import compute_dtype
-from warpweave.kernels.runtime.dispatch import choose, no_graph, once_differentiable, wants_gradient
-from warpweave.kernels.runtime.wgrad import wgrad
-
-Merge = Callable[[torch.Tensor], torch.Tensor]
-"""Combines a shard's stats[k, N] (lse, target and, with smoothing, logit_sum) with the others'."""
+from warpweave.kernels.cross_entropy.vocabulary import Vocabulary, check_options
+from warpweave.kernels.gemm.gradients import grad_dtype
+from warpweave.kernels.runtime.dispatch import choose, once_differentiable, wants_gradient
+from warpweave.kernels.runtime.wgrad import wgrad, wgrad_buffer
 
 
-# ---------------------------------------------------------------- blocks
-
-
-class _Sizes(NamedTuple):
-    """How many elements of z are held, the most rows of a block, the fewest of a whole-row one."""
-
-    elements: int
-    most_rows: int
-    fewest_rows: int
-
-
-# A CPU's block is 4 MiB of float32: malloc keeps it and caches hold it. A GPU's is 128 MiB of
-# bfloat16: 4096 columns of 16384 rows, products of which are bound by arithmetic.
-_CPU, _GPU = _Sizes(2**20, 2**10, 2**10), _Sizes(2**26, 2**14, 2**12)
-
-
-def _sizes(x: torch.Tensor) -> _Sizes:
-    return _CPU if x.device.type == "cpu" else _GPU
-
-
-def _slices(length: int, step: int) -> list[slice]:
-    return [slice(a, min(a + step, length)) for a in range(0, length, step)]
-
-
-def _column_slices(columns: int, rows: int, elements: int) -> list[slice]:
-    """Column slices of a block of `rows` rows; one empty one for a shard that is all padding."""
-    if columns == 0:
-        return [slice(0, 0)]
-    wide = elements // max(1, rows)
-    return _slices(columns, columns if wide >= columns else max(128, wide // 128 * 128))
-
-
-def _row_step(x: torch.Tensor, columns: int) -> int:
-    sizes = _sizes(x)
-    return max(sizes.most_rows, sizes.elements // max(1, columns))
-
-
-def _blocks(x: torch.Tensor, columns: int) -> Iterator[tuple[slice, list[slice]]]:
-    """Row slices of z[T, columns], and the column slices of each: one block at a time is held."""
-    for rows in _slices(len(x), _row_step(x, columns)):
-        yield rows, _column_slices(columns, rows.stop - rows.start, _sizes(x).elements)
-
-
-def _product_impl(impl: str) -> str | None:
-    """Products are torch's where all is to be torch, else as `gemm_into` thinks best."""
-    return "torch" if impl == "torch" else None
-
-
-class Vocabulary(NamedTuple):
-    """Which columns a weight[V/tp, E] stands for, and the loss over all of them.
+class Ranks(NamedTuple):
+    """What ranks do together that hold rows of the weight each: `parallel.tensor.linear_loss`.
 
     Attributes:
-        start: the weight's first row in the whole vocabulary.
-        size: of the whole vocabulary; rows of the weight from there on are padding.
-        ignore_index, label_smoothing, z_loss, impl: as for `cross_entropy`.
+        own: (vocabulary, rows, group) -> what the rows of this rank's weight stand for.
+        gather: (x, group, sequence_parallel) -> the whole tokens.
+        merge: (stats[k, N], group) -> those of the whole vocabulary.
+        sum: (dx[T, E], group, sequence_parallel) -> the sum of the ranks' terms, their own tokens.
+        terms: (dtype) -> the dtype that these terms have where the tokens have `dtype`.
+        rule: the typing rule: (equation, x, weight, labels, group, sequence_parallel).
     """
 
-    start: int
-    size: int
-    ignore_index: int
-    label_smoothing: float
-    z_loss: float
-    impl: str
+    own: Own
+    gather: Callable[[torch.Tensor, Any, bool], torch.Tensor]
+    merge: Merge
+    sum: Callable[[torch.Tensor, Any, bool], torch.Tensor]
+    terms: Callable[[torch.dtype], torch.dtype]
+    rule: Callable[..., Any]
 
-    def columns(self, weight: torch.Tensor) -> int:
-        """How many rows of `weight` are no padding."""
-        return max(0, min(len(weight), self.size - self.start))
 
-    def stats(
-        self, z: torch.Tensor, labels: torch.Tensor, first: int, keep_softmax: bool = False
-    ) -> torch.Tensor:
-        """stats[k, N] of the block z[N, columns] whose first column is the weight's `first`.
+class _Recomputed(torch.autograd.Function):
+    """losses[T]; backward makes the logits again. Without `ranks` there is one, and no group."""
 
-        With `keep_softmax` the block is overwritten by its softmax.
-        """
-        where, want_sum = (self.start + first, self.size), self.label_smoothing != 0.0
-        if keep_softmax:
-            parts = _fwd_torch(z, labels, *where, self.ignore_index, want_sum, True)
-        else:
-            parts = cross_entropy_fwd(
-                z,
-                labels,
-                vocab_start=where[0],
-                vocab_size=where[1],
-                ignore_index=self.ignore_index,
-                want_sum=want_sum,
-                impl=self.impl,
-            )
-        return torch.stack(parts[: 2 + want_sum])
+    @staticmethod
+    def forward(
+        ctx, x, weight, labels, vocabulary, dtype, ranks=None, group=None, sequence_parallel=False
+    ):
+        ctx.ranks, ctx.how, ctx.x_dtype = ranks, (group, sequence_parallel), x.dtype
+        ctx.leaf = weight
+        x = whole = x.to(dtype)
+        ctx.vocabulary = vocabulary
+        if ranks is not None:
+            ctx.vocabulary = ranks.own(vocabulary, len(weight), group)
+            whole = ranks.gather(x, group, sequence_parallel)
+        stats = linear_cross_entropy_fwd(whole, weight, labels, ctx.vocabulary)
+        if ranks is not None:
+            stats = ranks.merge(stats, group)
+        losses = vocabulary.losses(stats, labels)
+        # The losses too: see once_differentiable.
+        ctx.save_for_backward(x, weight, labels, stats[0], losses)
+        return losses
 
-    def losses(self, stats: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """losses[N] from the stats[k, N] of the whole vocabulary."""
-        return token_losses(
-            stats[0],
-            stats[1],
-            stats[2] if self.label_smoothing != 0.0 else None,
-            labels,
-            vocab_size=self.size,
-            ignore_index=self.ignore_index,
-            label_smoothing=self.label_smoothing,
-            z_loss=self.z_loss,
-        )
-
-    def dz_(self, dloss, z, labels, lse, first: int, own_lse=None) -> torch.Tensor:
-        """Overwrite the block z, or its softmax and `own_lse`, with the gradient of z."""
-        if own_lse is not None:
-            where = self.start + first, self.size, self.ignore_index
-            more = self.label_smoothing, self.z_loss, z, own_lse
-            return _bwd_torch(dloss, z, labels, lse, *where, *more)
-        return cross_entropy_bwd(
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dloss):
+        (x, weight, labels, lse, _), ranks = ctx.saved_tensors, ctx.ranks
+        want_dx, want_dw, *_ = ctx.needs_input_grad
+        leaf = ctx.leaf
+        dtype = ctx.x_dtype if ranks is None else ranks.terms(x.dtype)
+        # dW comes with dx from logits that would have to be made once more: it cannot wait.
+        buffer, add, dw = wgrad_buffer(leaf, grad_dtype(leaf)) if want_dw else (None, False, None)
+        dx = linear_cross_entropy_bwd(
             dloss,
-            z,
+            x if ranks is None else ranks.gather(x, *ctx.how),
+            weight,
             labels,
             lse,
-            vocab_start=self.start + first,
-            vocab_size=self.size,
-            ignore_index=self.ignore_index,
-            label_smoothing=self.label_smoothing,
-            z_loss=self.z_loss,
-            in_place=True,
-            impl=self.impl,
+            ctx.vocabulary,
+            dw=buffer,
+            add=add,
+            dx_dtype=dtype if want_dx else None,
         )
+        if want_dx and ranks is not None:
+            dx = ranks.sum(dx, *ctx.how).to(ctx.x_dtype)
+        return dx, dw, *[None] * 6
+
+    @staticmethod
+    def spmd_typecheck(*, x, weight, labels, ranks, group, sequence_parallel):
+        return _rule("->t", x, weight, labels, ranks, group, sequence_parallel)
 
 
-# ---------------------------------------------------------------- forward
+class _InForward(torch.autograd.Function):
+    """The losses' sum, 0-dim; forward makes the gradients, backward scales them."""
 
-
-def _merged(parts: list[torch.Tensor], labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
-    """stats[k, N] of adjacent blocks as those of one; 0 in ignored rows."""
-    if len(parts) == 1:
-        return parts[0]
-    part = torch.stack(parts)
-    merged = torch.cat((part[:, 0].logsumexp(0)[None], part[:, 1:].sum(0)))
-    return merged.masked_fill_(labels == ignore_index, 0.0)
-
-
-@torch.library.custom_op("warpweave::linear_cross_entropy_fwd", mutates_args=())
-def _fwd_op(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
-    start: int,
-    size: int,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    impl: str,
-) -> torch.Tensor:
-    vocabulary = Vocabulary(start, size, ignore_index, label_smoothing, z_loss, impl)
-    outside_vocabulary(labels, size, ignore_index)
-    columns, kinds = vocabulary.columns(weight), 2 + (label_smoothing != 0.0)
-    out = torch.empty(kinds, len(x), dtype=compute_dtype(x), device=x.device)
-    with Settled(x):
-        for rows, blocks in _blocks(x, columns):
-            parts = []
-            for cols in blocks:
-                z = gemm(x[rows], weight[cols].to(x.dtype).t())
-                parts.append(vocabulary.stats(z, labels[rows], cols.start))
-                del z  # before the next block is made
-            out[:, rows] = _merged(parts, labels[rows], ignore_index)
-    return out
-
-
-@_fwd_op.register_fake
-def _(x, weight, labels, start, size, ignore_index, label_smoothing, z_loss, impl):
-    # x.shape[0], not len(x): to a compiler that would be a constant.
-    return x.new_empty(2 + (label_smoothing != 0.0), x.shape[0], dtype=compute_dtype(x))
-
-
-@no_graph
-def linear_cross_entropy_fwd(
-    x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, vocabulary: Vocabulary
-) -> torch.Tensor:
-    """stats[2 or 3, T]: lse, target and (with smoothing) logit_sum of x[T, E] weight[V/tp, E]^T.
-
-    They are those of `cross_entropy_fwd`, made block by block: nothing of the logits is kept. The
-    weight may have another dtype than x, which is then the one to compute in.
-    """
-    return _fwd_op(x, weight, labels, *vocabulary)
-
-
-# ---------------------------------------------------------------- backward
-
-
-@torch.library.custom_op("warpweave::linear_cross_entropy_bwd", mutates_args=("dw",))
-def _bwd_op(
-    dloss: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
-    lse: torch.Tensor,
-    dw: torch.Tensor,
-    add: bool,
-    want_dx: bool,
-    dx_dtype: torch.dtype,
-    start: int,
-    size: int,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    impl: str,
-) -> torch.Tensor:
-    vocabulary = Vocabulary(start, size, ignore_index, label_smoothing, z_loss, impl)
-    columns, wide, want_dw = vocabulary.columns(weight), compute_dtype(x), dw.numel() > 0
-    dx = x.new_empty(x.shape if want_dx else 0, dtype=dx_dtype)
-    total, product = dw, _product_impl(impl)
-    if dw.dtype != wide and len(x) > _row_step(x, columns):
-        total = torch.empty_like(dw, dtype=wide)  # several products are added: not in 16 bits
-    with Settled(x):
-        for rows, blocks in _blocks(x, columns):
-            sums = x.new_empty(x[rows].shape if want_dx else 0, dtype=wide)
-            for cols in blocks:
-                w = weight[cols].to(x.dtype)
-                z = gemm(x[rows], w.t())
-                vocabulary.dz_(dloss[rows], z, labels[rows], lse[rows], cols.start)
-                if want_dx:
-                    gemm_into(z, w, sums, cols.start > 0, impl=product)
-                if want_dw:
-                    more = rows.start > 0 or (add and total is dw)
-                    gemm_into(z.t(), x[rows], total[cols], more, impl=product)
-                del z
+    @staticmethod
+    def forward(
+        ctx, x, weight, labels, vocabulary, dtype, ranks=None, group=None, sequence_parallel=False
+    ):
+        ctx.dtypes, (want_dx, want_dw, *_) = (x.dtype, grad_dtype(weight)), ctx.needs_input_grad
+        ctx.leaf = weight
+        x = x.to(dtype)
+        if ranks is None:
+            losses, dx, dw = fwd_bwd_op(x, weight, labels, want_dx, want_dw, *vocabulary.packed())
+        else:
+            losses, dx, dw = linear_cross_entropy_fwd_bwd(
+                ranks.gather(x, group, sequence_parallel),
+                weight,
+                labels,
+                ranks.own(vocabulary, len(weight), group),
+                merge=ranks.merge,
+                group=group,
+                dx_dtype=ranks.terms(dtype) if want_dx else None,
+                want_dw=want_dw,
+            )
             if want_dx:
-                dx[rows] = sums
-        if not add:
-            dw[columns if len(x) else 0 :] = 0
-        if total is not dw:
-            total = total[:columns]
-            dw[:columns] = dw[:columns] + total if add else total
-    return dx
+                dx = ranks.sum(dx, group, sequence_parallel).to(dtype)
+        loss = losses.sum()
+        ctx.save_for_backward(dx, dw, loss)  # an output: all inputs
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g):
+        (dx, dw, _), (x_dtype, dw_dtype) = ctx.saved_tensors, ctx.dtypes
+        want_dx, want_dw, *_ = ctx.needs_input_grad
+        dx = (dx.to(g.dtype) * g).to(x_dtype) if want_dx else None
+        dw = _scaled(ctx.leaf, dw, g, dw_dtype) if want_dw else None
+        return dx, dw, *[None] * 6
+
+    @staticmethod
+    def spmd_typecheck(*, x, weight, labels, ranks, group, sequence_parallel):
+        return _rule("->", x, weight, labels, ranks, group, sequence_parallel)
 
 
-@_bwd_op.register_fake
-def _(dloss, x, weight, labels, lse, dw, add, want_dx, dx_dtype, *vocabulary):
-    return x.new_empty(x.shape if want_dx else 0, dtype=dx_dtype)
-
-
-@no_graph
-def linear_cross_entropy_bwd(
-    dloss: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
-    lse: torch.Tensor,
-    vocabulary: Vocabulary,
-    *,
-    dw: torch.Tensor | None = None,
-    add: bool = False,
-    dx_dtype: torch.dtype | None = None,
-) -> torch.Tensor | None:
-    """dx[T, E] in `dx_dtype` (None: not made), with dW added to `dw` or written over it.
-
-    dloss[T] are the losses' gradients and lse[T] the log-sum-exp over all shards. dw[V/tp, E] has
-    the weight's dtype, float32 or float64; its padding rows get nothing. With 16-bit `dw` and more
-    tokens than a block has rows, a float32 sum stands beside it.
-    """
-    want_dx = dx_dtype is not None
-    into = x.new_empty(0) if dw is None else dw
-    dtype = dx_dtype or x.dtype
-    dx = _bwd_op(dloss, x, weight, labels, lse, into, add, want_dx, dtype, *vocabulary)
-    return dx if want_dx else None
-
-
-# ---------------------------------------------------------------- both at once
-
-
-@torch.library.custom_op("warpweave::linear_cross_entropy_rows_fwd", mutates_args=())
-def _rows_fwd_op(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
-    start: int,
-    size: int,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    impl: str,
-) -> list[torch.Tensor]:
-    """[stats[k, N], the blocks' own lse[blocks, N], the blocks of z[N, V/tp] or their softmax]."""
-    vocabulary = Vocabulary(start, size, ignore_index, label_smoothing, z_loss, impl)
-    outside_vocabulary(labels, size, ignore_index)
-    blocks, parts = [], []
-    with Settled(x):
-        for cols in _narrow(x, vocabulary.columns(weight)):
-            blocks.append(gemm(x, weight[cols].t()))
-            parts.append(vocabulary.stats(blocks[-1], labels, cols.start, _keeps_softmax(x, impl)))
-    own_lse = torch.stack([part[0] for part in parts])
-    return [_merged(parts, labels, ignore_index), own_lse, *blocks]
-
-
-@_rows_fwd_op.register_fake
-def _(x, weight, labels, start, size, ignore_index, label_smoothing, z_loss, impl):
-    columns = Vocabulary(start, size, ignore_index, label_smoothing, z_loss, impl).columns(weight)
-    stats = x.new_empty(2 + (label_smoothing != 0.0), len(x), dtype=compute_dtype(x))
-    blocks = [x.new_empty(len(x), c.stop - c.start) for c in _narrow(x, columns)]
-    return [stats, stats.new_empty(len(blocks), len(x)), *blocks]
-
-
-@torch.library.custom_op(
-    "warpweave::linear_cross_entropy_rows_bwd", mutates_args=("blocks", "dx", "dw")
-)
-def _rows_bwd_op(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
-    lse: torch.Tensor,
-    own_lse: torch.Tensor,
-    blocks: list[torch.Tensor],
-    dx: torch.Tensor,
-    dw: torch.Tensor,
-    add: bool,
-    start: int,
-    size: int,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    impl: str,
-) -> None:
-    vocabulary = Vocabulary(start, size, ignore_index, label_smoothing, z_loss, impl)
-    ones, wide, product = torch.ones_like(lse), lse.dtype, _product_impl(impl)
-    sums = dx if dx.dtype == wide else torch.empty_like(dx, dtype=wide)
-    with Settled(x):
-        slices = _narrow(x, vocabulary.columns(weight))
-        for cols, z, own in zip(slices, blocks, own_lse, strict=True):
-            own = own if _keeps_softmax(x, impl) else None
-            vocabulary.dz_(ones, z, labels, lse, cols.start, own)
-            if dx.numel():
-                gemm_into(z, weight[cols], sums, cols.start > 0, impl=product)
-            if dw.numel():
-                gemm_into(z.t(), x, dw[cols], add, impl=product)
-        if not add:
-            dw[vocabulary.columns(weight) :] = 0
-    if sums is not dx:
-        dx.copy_(sums)
-
-
-@_rows_bwd_op.register_fake
-def _(*arguments):
-    return None
-
-
-def _keeps_softmax(x: torch.Tensor, impl: str) -> bool:
-    """Between forward and backward a block is its softmax: one exponential less per element.
-
-    Not in 16 bits, where it would be rounded, and Triton's kernels gain nothing: they wait for
-    memory.
-    """
-    return impl == "torch" and x.dtype == compute_dtype(x)
-
-
-def _narrow(x: torch.Tensor, columns: int) -> list[slice]:
-    """Column slices whose blocks [N, ...] and rows of dW [..., E] are both small enough."""
-    return _column_slices(columns, max(x.shape), _sizes(x).elements)
-
-
-@no_graph
-def linear_cross_entropy_fwd_bwd(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
-    vocabulary: Vocabulary,
-    *,
-    merge: Merge | None = None,
-    dx_dtype: torch.dtype | None = None,
-    want_dw: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """(losses[T], dx[T, E], dW[V/tp, E]), the gradients being those of the losses' plain sum.
-
-    dx has `dx_dtype` (None: not made); dW is float32 (float64 for float64). `merge` combines the
-    stats[k, N] of N rows of this shard with the others'; it is called once per slice of rows,
-    equally often for every shard.
-    """
-    wide, sizes = compute_dtype(x), _sizes(x)
-    losses = x.new_empty(len(x), dtype=wide)
-    dx = x.new_empty(x.shape if dx_dtype is not None else 0, dtype=dx_dtype)
-    dw = x.new_empty(weight.shape if want_dw else 0, dtype=wide)
-    w = weight.to(x.dtype)
-    for rows in _slices(len(x), max(sizes.fewest_rows, sizes.elements // max(1, len(weight)))):
-        here, mine = x[rows], labels[rows]
-        stats, own_lse, *blocks = _rows_fwd_op(here, w, mine, *vocabulary)
-        stats = stats if merge is None else merge(stats)
-        losses[rows] = vocabulary.losses(stats, mine)
-        own = dx[rows] if dx_dtype is not None else dx
-        lses = stats[0], own_lse
-        _rows_bwd_op(here, w, mine, *lses, blocks, own, dw, rows.start > 0, *vocabulary)
-        del blocks  # before the next ones are made
-    if len(x) == 0:
-        dw.zero_()
-    return losses, dx if dx_dtype is not None else None, dw if want_dw else None
-
-
-@torch.library.custom_op("warpweave::linear_cross_entropy_fwd_bwd", mutates_args=())
-def _fwd_bwd_op(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
-    want_dx: bool,
-    want_dw: bool,
-    start: int,
-    size: int,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    impl: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    losses, dx, dw = linear_cross_entropy_fwd_bwd(
-        x,
-        weight,
-        labels,
-        Vocabulary(start, size, ignore_index, label_smoothing, z_loss, impl),
-        dx_dtype=x.dtype if want_dx else None,
-        want_dw=want_dw,
-    )
-    dx = x.new_empty(0) if dx is None else dx
-    return losses, dx, x.new_empty(0, dtype=losses.dtype) if dw is None else dw
-
-
-@_fwd_bwd_op.register_fake
-def _(x, weight, labels, want_dx, want_dw, *vocabulary):
-    wide = compute_dtype(x)
-    dx = x.new_empty(x.shape if want_dx else 0)
-    return (
-        x.new_empty(x.shape[0], dtype=wide),
-        dx,
-        x.new_empty(weight.shape if want_dw else 0, dtype=wide),
-    )
-
-
-# ---------------------------------------------------------------- weight gradients
-
-
-def recomputed_wgrad(
-    weight: torch.Tensor, dtype: torch.dtype, run: Callable[[torch.Tensor, bool], None]
-) -> torch.Tensor | None:
-    """dW by ``run(buffer, add)``, in a buffer of its own or where `wgrad` says, but never later: it
-    comes with dx from logits that would have to be made once more."""
-
-    def make() -> torch.Tensor:
-        buffer = torch.empty_like(weight, dtype=dtype)
-        run(buffer, False)
-        return buffer
-
-    return wgrad(weight, make, run, now=True)
-
-
-def scaled_wgrad(
-    weight: torch.Tensor, dtype: torch.dtype, dw: torch.Tensor, g: torch.Tensor
+def _scaled(
+    weight: torch.Tensor, dw: torch.Tensor, g: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor | None:
     """dw[V, E] times the 0-dim g, as a tensor or where `wgrad` says; `dw` stays as it is."""
 
@@ -521,85 +184,12 @@ def scaled_wgrad(
     return wgrad(weight, lambda: (dw * g).to(dtype), into)
 
 
-# ---------------------------------------------------------------- autograd and the public function
+def _rule(out, x, weight, labels, ranks, group, sequence_parallel):
+    if ranks is not None:
+        return ranks.rule("t_,v_,t" + out, x, weight, labels, group, sequence_parallel)
+    from spmd_types import rules
 
-
-class _Recomputed(torch.autograd.Function):
-    """losses[T]; backward makes the logits again."""
-
-    @staticmethod
-    def forward(ctx, x, weight, labels, vocabulary, dtype):
-        ctx.vocabulary, ctx.x_dtype = vocabulary, x.dtype
-        if not torch.compiler.is_compiling():
-            ctx.leaf = weight
-        x = x.to(dtype)
-        stats = linear_cross_entropy_fwd(x, weight, labels, vocabulary)
-        losses = vocabulary.losses(stats, labels)
-        ctx.save_for_backward(
-            x, weight, labels, stats[0], losses
-        )  # losses: see once_differentiable
-        return losses
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dloss):
-        (*saved, _), (want_dx, want_dw, *_) = ctx.saved_tensors, ctx.needs_input_grad
-        if torch.compiler.is_compiling():  # nothing is deferred, and dynamo reads no closures
-            dw = torch.empty_like(saved[1]) if want_dw else None
-            dx_dtype = ctx.x_dtype if want_dx else None
-            dx = linear_cross_entropy_bwd(dloss, *saved, ctx.vocabulary, dw=dw, dx_dtype=dx_dtype)
-            return dx, dw, None, None, None
-        todo, made = [ctx.x_dtype] * want_dx, []
-
-        def run(buffer, add):  # dW, with dx in the same pass
-            dx_dtype = todo.pop() if todo else None
-            dx = linear_cross_entropy_bwd(
-                dloss, *saved, ctx.vocabulary, dw=buffer, add=add, dx_dtype=dx_dtype
-            )
-            made.extend([] if dx is None else [dx])
-
-        dw = recomputed_wgrad(ctx.leaf, grad_dtype(ctx.leaf), run) if want_dw else None
-        if todo:
-            run(None, False)
-        return made.pop() if made else None, dw, None, None, None
-
-    @staticmethod
-    def spmd_typecheck(*, x, weight, labels):
-        from spmd_types import rules
-
-        return rules.einsum("t_,__,t->t", x, weight, labels)  # vocabulary and width whole
-
-
-class _InForward(torch.autograd.Function):
-    """The losses' sum, 0-dim; forward makes the gradients, backward scales them."""
-
-    @staticmethod
-    def forward(ctx, x, weight, labels, vocabulary, dtype):
-        ctx.dtypes, (want_dx, want_dw, *_) = (x.dtype, grad_dtype(weight)), ctx.needs_input_grad
-        if not torch.compiler.is_compiling():
-            ctx.leaf = weight
-        losses, dx, dw = _fwd_bwd_op(x.to(dtype), weight, labels, want_dx, want_dw, *vocabulary)
-        loss = losses.sum()
-        ctx.save_for_backward(dx, dw, loss)  # an output: all inputs
-        return loss
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, g):
-        (dx, dw, _), (x_dtype, dw_dtype) = ctx.saved_tensors, ctx.dtypes
-        want_dx, want_dw, *_ = ctx.needs_input_grad
-        dx = (dx.to(g.dtype) * g).to(x_dtype) if want_dx else None
-        if torch.compiler.is_compiling():
-            dw = (dw * g).to(dw_dtype) if want_dw else None
-        else:
-            dw = scaled_wgrad(ctx.leaf, dw_dtype, dw, g) if want_dw else None
-        return dx, dw, None, None, None
-
-    @staticmethod
-    def spmd_typecheck(*, x, weight, labels):
-        from spmd_types import rules
-
-        return rules.einsum("t_,__,t->", x, weight, labels)
+    return rules.einsum("t_,__,t" + out, x, weight, labels)  # vocabulary and width whole
 
 
 def linear_cross_entropy(
@@ -645,26 +235,36 @@ def linear_cross_entropy(
     if not 1 <= size <= len(weight):
         raise ValueError(f"vocab_size must be in [1, {len(weight)}], got {size}")
     vocabulary = Vocabulary(0, size, ignore_index, label_smoothing, z_loss, impl)
-    tokens = (x.flatten(0, -2), weight, labels.flatten(), vocabulary, dtype)
-    if in_forward(reduction, recompute, x, weight):
-        loss = _InForward.apply(*tokens)
-    else:
-        losses = _Recomputed.apply(*tokens)
-        loss = losses.view(labels.shape) if reduction == "none" else losses.sum()
+    loss = head_loss(x, weight, labels, vocabulary, dtype, reduction, recompute)
     return loss / (labels != ignore_index).sum().clamp(min=1) if reduction == "mean" else loss
 
 
-def in_forward(
-    reduction: str, recompute: bool | None, x: torch.Tensor, weight: torch.Tensor
-) -> bool:
-    """Whether the gradients are made in the forward pass; ValueError where they cannot be."""
+def head_loss(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    vocabulary: Vocabulary,
+    dtype: torch.dtype,
+    reduction: str,
+    recompute: bool | None,
+    *ranks: Any,
+) -> torch.Tensor:
+    """losses[...], or their sum unless `reduction` is "none", of checked arguments.
+
+    `ranks`: the `Ranks`, their group and whether the tokens are cut over it, if there are several.
+    Raises ValueError where gradients cannot be made in the forward pass.
+    """
     if recompute is False and reduction == "none":
         raise ValueError(
             'recompute=False needs one gradient for all tokens, so reduction "mean" or "sum"'
         )
     if recompute is None:
         recompute = x.device.type != "cpu" or reduction == "none"
-    return wants_gradient(x, weight) and not recompute
+    tokens = x.flatten(0, -2), weight, labels.flatten(), vocabulary, dtype, *ranks
+    if wants_gradient(x, weight) and not recompute:
+        return _InForward.apply(*tokens)
+    losses = _Recomputed.apply(*tokens)
+    return losses.view(labels.shape) if reduction == "none" else losses.sum()
 
 
 def check_linear_cross_entropy(

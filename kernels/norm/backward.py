@@ -54,14 +54,14 @@ def norm_bwd_kernel(dy_ptr, ds_ptr, s_ptr, weight_ptr, mean_ptr, rstd_ptr, token
         dx_bias = tl.zeros((ROWS, BLOCK_E), dw_ptr.dtype.element_ty)
     for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
         row = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
-        live = (row[:, None] < rows) & (col < E)
+        mask = (row[:, None] < rows) & (col < E)
 
         # 2. The normalised row, again.
         mean, rstd = row_statistics(mean_ptr, rstd_ptr, row, rows)
-        n = normal(s_ptr, stride_s, mean_ptr, mean, rstd, row, col, live)
+        n = normal(s_ptr, stride_s, mean_ptr, mean, rstd, row, col, mask)
 
         # 3. Parameter gradients.
-        g = load(dy_ptr, stride_dy, row, col, live)
+        g = load(dy_ptr, stride_dy, row, col, mask)
         dw += g * n
         if db_ptr is not None:
             db += g
@@ -103,9 +103,9 @@ def norm_bwd_wide_kernel(dy_ptr, ds_ptr, s_ptr, weight_ptr, mean_ptr, rstd_ptr, 
         # 2. The two means over each row.
         along, level = tl.zeros((ROWS,), dtype), tl.zeros((ROWS,), dtype)
         for start in range(0, E, BLOCK_E):
-            col, live = columns(row, start, rows, E, BLOCK_E)
-            n = normal(s_ptr, stride_s, mean_ptr, mean, rstd, row, col, live)
-            g = load(dy_ptr, stride_dy, row, col, live) * vector(weight_ptr, col, E)
+            col, mask = columns(row, start, rows, E, BLOCK_E)
+            n = normal(s_ptr, stride_s, mean_ptr, mean, rstd, row, col, mask)
+            g = load(dy_ptr, stride_dy, row, col, mask) * vector(weight_ptr, col, E)
             along += tl.sum(g * n, 1) / E
             if mean_ptr is not None:
                 level += tl.sum(g, 1) / E
@@ -115,9 +115,9 @@ def norm_bwd_wide_kernel(dy_ptr, ds_ptr, s_ptr, weight_ptr, mean_ptr, rstd_ptr, 
         # the sums would not fit beside them and go to memory and back with every row, 8 bytes per
         # element each, where this second reading of bfloat16 costs 4.
         for start in range(0, E, BLOCK_E):
-            col, live = columns(row, start, rows, E, BLOCK_E)
-            n = normal(s_ptr, stride_s, mean_ptr, mean, rstd, row, col, live)
-            g = load(dy_ptr, stride_dy, row, col, live)
+            col, mask = columns(row, start, rows, E, BLOCK_E)
+            n = normal(s_ptr, stride_s, mean_ptr, mean, rstd, row, col, mask)
+            g = load(dy_ptr, stride_dy, row, col, mask)
             at = start + tl.arange(0, BLOCK_E)
             out, inside = tl.program_id(0).to(tl.int64) * E + at, at < E
             add_to(dw_ptr, out, inside, g * n)

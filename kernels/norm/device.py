@@ -2,7 +2,7 @@
 
 Two forms of each direction: one for rows that fit into a program's registers, and `wide` ones that
 go through the row in blocks of columns, twice. They share the device helpers below, all of which
-work on a tile of rows, `row`[ROWS] (int64), by columns from `start`: `col`[1, BLOCK_E], with `live`
+work on a tile of rows, `row`[ROWS] (int64), by columns from `start`: `col`[1, BLOCK_E], with `mask`
 [ROWS, BLOCK_E] where both exist. What is absent (a bias, a residual, dropout, the mean of an
 RMSNorm) is a pointer that is None: decided at compile time.
 
@@ -21,21 +21,21 @@ RUNTIME = ("seed", "site")
 
 @triton.jit
 def columns(row, start, rows, E: tl.constexpr, BLOCK_E: tl.constexpr):
-    """col and live."""
+    """col and mask."""
     col = start + tl.arange(0, BLOCK_E)[None, :]
     return col, (row[:, None] < rows) & (col < E)
 
 
 @triton.jit
-def load(ptr, stride, row, col, live):
+def load(ptr, stride, row, col, mask):
     """A tile in the dtype to compute in, 0 outside."""
-    return upcast(tl.load(ptr + row[:, None] * stride + col, live, 0.0))
+    return upcast(tl.load(ptr + row[:, None] * stride + col, mask, 0.0))
 
 
 @triton.jit
-def store(ptr, stride, tile, row, col, live):
+def store(ptr, stride, tile, row, col, mask):
     # One offset for all tensors of this stride: without the brackets a width spills on sm_80.
-    tl.store(ptr + (row[:, None] * stride + col), to_dtype(tile, ptr.dtype.element_ty), live)
+    tl.store(ptr + (row[:, None] * stride + col), to_dtype(tile, ptr.dtype.element_ty), mask)
 
 
 @triton.jit
@@ -61,28 +61,28 @@ def sum_of(x_ptr, x_bias_ptr, residual_ptr, tokens_ptr, s_ptr, row, start, rows,
          stride_x, stride_residual, seed, site, E: tl.constexpr, THRESHOLD: tl.constexpr,
          SCALE: tl.constexpr, BLOCK_E: tl.constexpr):  # fmt: skip
     """A tile of s, rounded as it is stored; stored unless it is x."""
-    col, live = columns(row, start, rows, E, BLOCK_E)
-    s = load(x_ptr, stride_x, row, col, live)
+    col, mask = columns(row, start, rows, E, BLOCK_E)
+    s = load(x_ptr, stride_x, row, col, mask)
     if x_bias_ptr is not None:
         s += vector(x_bias_ptr, col, E)
     if tokens_ptr is not None:
         s = drop_mask(s, tokens_ptr, row, start, rows, seed, site, THRESHOLD, SCALE)
     if residual_ptr is not None:
-        s += load(residual_ptr, stride_residual, row, col, live)
+        s += load(residual_ptr, stride_residual, row, col, mask)
     if s_ptr is not None:
         stored = to_dtype(s, s_ptr.dtype.element_ty)
-        tl.store(s_ptr + row[:, None] * E + col, stored, live)
+        tl.store(s_ptr + row[:, None] * E + col, stored, mask)
         s = upcast(stored)
     return s
 
 
 @triton.jit
-def store_y(s, rstd, weight_ptr, bias_ptr, y_ptr, stride_y, row, col, live, E: tl.constexpr):
+def store_y(s, rstd, weight_ptr, bias_ptr, y_ptr, stride_y, row, col, mask, E: tl.constexpr):
     """Normalise, scale and shift a tile of s, from which the mean is gone."""
     y = s * rstd[:, None] * vector(weight_ptr, col, E)
     if bias_ptr is not None:
         y += vector(bias_ptr, col, E)
-    store(y_ptr, stride_y, y, row, col, live)
+    store(y_ptr, stride_y, y, row, col, mask)
 
 
 @triton.jit
@@ -96,11 +96,11 @@ def row_statistics(mean_ptr, rstd_ptr, row, rows):
 
 
 @triton.jit
-def normal(s_ptr, stride_s, mean_ptr, mean, rstd, row, col, live):
+def normal(s_ptr, stride_s, mean_ptr, mean, rstd, row, col, mask):
     """A tile of n = (s - mean) * rstd, 0 outside."""
-    n = load(s_ptr, stride_s, row, col, live)
+    n = load(s_ptr, stride_s, row, col, mask)
     if mean_ptr is not None:
-        n = tl.where(live, n - mean, 0.0)
+        n = tl.where(mask, n - mean, 0.0)
     return n * rstd
 
 
@@ -109,14 +109,14 @@ def store_dx(dx, ds_ptr, tokens_ptr, dx_ptr, dresidual_ptr, row, start, rows, st
               seed, site, E: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr,
               BLOCK_E: tl.constexpr):  # fmt: skip
     """Add ds, store the gradients of residual and x; returns that of x, not rounded."""
-    col, live = columns(row, start, rows, E, BLOCK_E)
+    col, mask = columns(row, start, rows, E, BLOCK_E)
     if ds_ptr is not None:
-        dx += load(ds_ptr, stride_ds, row, col, live)
+        dx += load(ds_ptr, stride_ds, row, col, mask)
     if dresidual_ptr is not None:
-        store(dresidual_ptr, E, dx, row, col, live)
+        store(dresidual_ptr, E, dx, row, col, mask)
     if tokens_ptr is not None:
         dx = drop_mask(dx, tokens_ptr, row, start, rows, seed, site, THRESHOLD, SCALE)
-    store(dx_ptr, E, dx, row, col, live)
+    store(dx_ptr, E, dx, row, col, mask)
     return dx
 
 

@@ -33,7 +33,7 @@ def norm_fwd_kernel(x_ptr, x_bias_ptr, residual_ptr, tokens_ptr, weight_ptr, bia
                     SCALE: tl.constexpr, ROWS: tl.constexpr, BLOCK_E: tl.constexpr):  # fmt: skip
     # 1. One tile of whole rows; go on with what is stored.
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    col, live = columns(row, 0, rows, E, BLOCK_E)
+    col, mask = columns(row, 0, rows, E, BLOCK_E)
     s = sum_of(x_ptr, x_bias_ptr, residual_ptr, tokens_ptr, s_ptr, row, 0, rows, stride_x,
              stride_residual, seed, site, E, THRESHOLD, SCALE, BLOCK_E)  # fmt: skip
 
@@ -41,12 +41,12 @@ def norm_fwd_kernel(x_ptr, x_bias_ptr, residual_ptr, tokens_ptr, weight_ptr, bia
     if mean_ptr is not None:
         mean = tl.sum(s, 1) / E
         tl.store(mean_ptr + row, mean, row < rows)
-        s = tl.where(live, s - mean[:, None], 0.0)
+        s = tl.where(mask, s - mean[:, None], 0.0)
     rstd = 1 / tl.sqrt(tl.sum(s * s, 1) / E + EPS)
     tl.store(rstd_ptr + row, rstd, row < rows)
 
     # 3. The result.
-    store_y(s, rstd, weight_ptr, bias_ptr, y_ptr, stride_y, row, col, live, E)
+    store_y(s, rstd, weight_ptr, bias_ptr, y_ptr, stride_y, row, col, mask, E)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -65,10 +65,10 @@ def norm_fwd_wide_kernel(x_ptr, x_bias_ptr, residual_ptr, tokens_ptr, weight_ptr
         s = sum_of(x_ptr, x_bias_ptr, residual_ptr, tokens_ptr, s_ptr, row, start, rows, stride_x,
                  stride_residual, seed, site, E, THRESHOLD, SCALE, BLOCK_E)  # fmt: skip
         if mean_ptr is not None:
-            col, live = columns(row, start, rows, E, BLOCK_E)
+            col, mask = columns(row, start, rows, E, BLOCK_E)
             count = tl.sum((col < E).to(dtype), 1)
             centre = tl.sum(s, 1) / count
-            s = tl.where(live, s - centre[:, None], 0.0)
+            s = tl.where(mask, s - centre[:, None], 0.0)
             away, share = centre - mean, count / (before + count)
             squares += away * away * before * share
             mean += away * share
@@ -82,14 +82,14 @@ def norm_fwd_wide_kernel(x_ptr, x_bias_ptr, residual_ptr, tokens_ptr, weight_ptr
     # 2. The same blocks again, as they were stored (by other threads, perhaps).
     tl.debug_barrier()
     for start in range(0, E, BLOCK_E):
-        col, live = columns(row, start, rows, E, BLOCK_E)
+        col, mask = columns(row, start, rows, E, BLOCK_E)
         if s_ptr is not None:
-            s = load(s_ptr, E, row, col, live)
+            s = load(s_ptr, E, row, col, mask)
         else:
-            s = load(x_ptr, stride_x, row, col, live)
+            s = load(x_ptr, stride_x, row, col, mask)
         if mean_ptr is not None:
             s -= mean[:, None]
-        store_y(s, rstd, weight_ptr, bias_ptr, y_ptr, stride_y, row, col, live, E)
+        store_y(s, rstd, weight_ptr, bias_ptr, y_ptr, stride_y, row, col, mask, E)
 
 
 # ---------------------------------------------------------------- launch

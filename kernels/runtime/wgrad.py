@@ -29,13 +29,13 @@ class WeightGradients:
     """The weight gradients of one backward pass (one stage, one micro-batch), and where they go.
 
     Args:
-        homes: parameter -> the buffer of its shape in which its gradient is kept. A parameter whose
-            ``.grad`` is None gets this buffer as its ``.grad``, overwritten. A parameter without a
-            home gets the first gradient itself.
+        buffers: parameter -> the gradient buffer, of its shape, in which its gradient is kept. A
+            parameter whose ``.grad`` is None gets this buffer as its ``.grad``, overwritten. A
+            parameter without a buffer gets the first gradient itself.
     """
 
-    def __init__(self, homes: Mapping[torch.Tensor, torch.Tensor] | None = None) -> None:
-        self.homes = homes if homes is not None else {}
+    def __init__(self, buffers: Mapping[torch.Tensor, torch.Tensor] | None = None) -> None:
+        self.buffers = buffers if buffers is not None else {}
         self._entries: list[tuple[torch.Tensor, _Make, _Into | None]] = []
 
     def __len__(self) -> int:
@@ -50,16 +50,24 @@ class WeightGradients:
         """Add ``make()`` to the ``.grad`` of `weight`, by ``into(buffer, True)`` if given."""
         add = weight.grad is not None
         if not add:
-            if weight not in self.homes:
+            if weight not in self.buffers:
                 weight.grad = make()
                 return
-            weight.grad = self.homes[weight]
+            weight.grad = self.buffers[weight]
         if into is not None:
             into(weight.grad, add)
         elif add:
             weight.grad.add_(make())
         else:
             weight.grad.copy_(make())
+
+    def buffer(self, weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, bool]:
+        """The ``.grad`` of `weight`, and whether to add to it; a new one is empty, of `dtype`."""
+        add = weight.grad is not None
+        if not add:
+            own = self.buffers.get(weight)
+            weight.grad = torch.empty_like(weight, dtype=dtype) if own is None else own
+        return weight.grad, add
 
     def run(self) -> None:
         """Write every kept gradient, in order, and forget it."""
@@ -93,7 +101,7 @@ def collect(store: WeightGradients) -> AbstractContextManager[WeightGradients]:
 
 
 def accumulate(store: WeightGradients) -> AbstractContextManager[WeightGradients]:
-    """Within this context, gradients of parameters that have a home in `store` go there at once.
+    """Within this context, gradients of parameters that have a buffer in `store` go there at once.
 
     The backward pass runs in the calling thread meanwhile; hooks on these parameters do not see
     their gradients, as autograd does not.
@@ -101,9 +109,7 @@ def accumulate(store: WeightGradients) -> AbstractContextManager[WeightGradients
     return _use(store, later=False)
 
 
-def wgrad(
-    weight: torch.Tensor, make: _Make, into: _Into | None = None, *, now: bool = False
-) -> torch.Tensor | None:
+def wgrad(weight: torch.Tensor, make: _Make, into: _Into | None = None) -> torch.Tensor | None:
     """Return ``make()``, or let the active context have it and return None.
 
     A gradient that is handed over is added to the ``.grad`` of `weight`. One that is computed from
@@ -114,16 +120,32 @@ def wgrad(
         make: computes the gradient, in the shape of `weight` and its ``grad_dtype``.
         into: ``into(buffer, add)`` adds the same gradient to a buffer, or overwrites the buffer;
             given where that costs less than making it.
-        now: do not defer: for what is a by-product of the input's gradient, or costs more later.
     """
-    active = _active.get()
+    active = None if torch.compiler.is_compiling() else _active.get()
     if active is None or not weight.is_leaf:
         return make()
     store, later = active
-    if later and not now:
+    if later:
         store.append(weight, make, into)
-    elif later or weight in store.homes:
+    elif weight in store.buffers:
         store.write(weight, make, into)
     else:
         return make()
     return None
+
+
+def wgrad_buffer(
+    weight: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, bool, torch.Tensor | None]:
+    """(buffer, add, gradient) of a weight gradient that cannot wait, as it comes with the input's.
+
+    The caller adds it to `buffer`, or overwrites that, and returns `gradient`: the buffer, or None
+    where the active context has it.
+    """
+    active = None if torch.compiler.is_compiling() else _active.get()
+    if active is not None and weight.is_leaf:
+        store, later = active
+        if later or weight in store.buffers:
+            return *store.buffer(weight, dtype), None
+    buffer = torch.empty_like(weight, dtype=dtype)
+    return buffer, False, buffer

@@ -132,9 +132,9 @@ class SGD:
         g = piece.grad * scale
         if piece.decay:
             g = g.add_(piece.master, alpha=self.weight_decay)
-        b, keep = piece.moments["momentum"], skip.bool()
-        b.copy_(torch.where(keep, b, self.momentum * b + g))
-        piece.master.copy_(torch.where(keep, piece.master, piece.master - lr * b))
+        b, skipped = piece.moments["momentum"], skip.bool()
+        b.copy_(torch.where(skipped, b, self.momentum * b + g))
+        piece.master.copy_(torch.where(skipped, piece.master, piece.master - lr * b))
         if piece.param is not None:
             piece.param.copy_(piece.master)
         piece.step.add_(1 - skip.to(piece.step.dtype))

@@ -182,13 +182,14 @@ class ZeroOptimizer:
     """An update rule over units, with one global norm clip.
 
     Args:
-        units: this rank's units, in the same order on all ranks of a stage. All pipeline stages
-            have units of the same data axes: the axes of the norm follow from them.
+        units: this rank's units, in the same order on all ranks of a stage.
         mesh: this rank's place.
         rule: the optimizer's arithmetic, such as ``AdamW()``.
         clip: largest global gradient norm; None for no clipping.
-        loss_scale: for fp16; the seed gradient of the loss must be multiplied by its value.
+        loss_scale: for fp16; the gradient that the backward pass starts with is to be its value.
         impl: "triton", "torch" or None, as for the kernels; of the norm.
+
+    Building one is collective over the pipeline stages.
     """
 
     def __init__(
@@ -212,6 +213,7 @@ class ZeroOptimizer:
         self.count = torch.zeros((), device=device)  # updates made; equal on every rank
         self.finite = torch.ones((), device=device)  # this rank's own gradients were, last time
         self._norm_axes = self._find_norm_axes()
+        self._in_one_message = self._agree(len(self._norm_axes) == len(mesh.coords))
 
     def _find_norm_axes(self) -> tuple[str, ...]:
         """The axes along which some rank counts what another does not hold, outermost first."""
@@ -220,6 +222,13 @@ class ZeroOptimizer:
             same = () if unit.placement.optim else self.mesh.factors(unit.axis)
             shared &= set(same)
         return tuple(axis for axis in self.mesh.coords if axis not in shared)
+
+    def _agree(self, mine: bool) -> bool:
+        """Whether it is so on every pipeline stage: their units may lie over other data axes."""
+        every, group = torch.tensor(float(mine), device=self.count.device), self.mesh.group("pp")
+        if group is not None:
+            dist.all_reduce(every, dist.ReduceOp.MIN, group=group)
+        return bool(every)
 
     def sum_partials(self) -> None:
         """Sum the gradients of parameters whose ranks see a part of the tokens each."""
@@ -236,8 +245,9 @@ class ZeroOptimizer:
     def norm(self) -> Tensor:
         """The global norm of the reduced gradients, 0-dim and the same on every rank; collective.
 
-        Summed over the whole mesh where shards lie over the data ranks. Gradients that all of them
-        hold are counted by each alike, and summed over the other axes only.
+        Summed over the whole mesh where shards lie over the data ranks of every stage. Gradients
+        that all of them hold are counted by each alike, and summed over the other axes only, the
+        stages last.
         """
         squares = [
             sum_of_squares(piece, impl=self.impl)
@@ -247,8 +257,7 @@ class ZeroOptimizer:
         reference = self.units[0].gradients.reduced
         total = torch.stack(squares).sum() if squares else reference.new_zeros(())
         self.finite = total.isfinite()
-        everywhere = len(self._norm_axes) == len(self.mesh.coords)
-        for axis in ("world",) if everywhere else reversed(self._norm_axes):
+        for axis in ("world",) if self._in_one_message else reversed(self._norm_axes):
             if self.mesh.group(axis) is not None:
                 dist.all_reduce(total, group=self.mesh.group(axis))
         norm = total.sqrt()

@@ -70,7 +70,7 @@ class _Chain:
 
 
 @dataclass
-class _Flight:
+class _Saved:
     """What one micro-batch keeps between its forward and its backward pass; lists by segment."""
 
     chain: _Chain
@@ -117,21 +117,21 @@ class ChainStage:
         later = [unit.gradients for unit in self.units[1:]]
         whole = sum(g.flat.nbytes for g in later if g.group is not None)
         self._overlaps = whole > 0 and whole >= bucket_bytes
-        self._flights: dict[int, _Flight] = {}
+        self._saved: dict[int, _Saved] = {}
         self._batches: Sequence[Any] = ()
         self._backwards_left = 0
-        self._seed: Tensor | None = None
+        self._dloss: Tensor | None = None
         self._bucket: list[Unit] = []  # complete gradients that are too few to be reduced yet
         self._reducing: list[Unit] = []
         self.losses: list[Tensor] = []
 
-    def begin(self, batches: Sequence[Any], seed: Tensor | None = None) -> None:
+    def begin(self, batches: Sequence[Any], dloss: Tensor | None = None) -> None:
         """Start a step: `batches[mb]` is what the segments get as micro-batch `mb`'s data.
 
-        `seed` is the gradient of the loss with itself, 0-dim: the loss scale, by default 1.
+        `dloss` is the gradient of the loss with itself, 0-dim: the loss scale, by default 1.
         """
-        self._batches, self._backwards_left, self._seed = batches, len(batches), seed
-        self._flights.clear()
+        self._batches, self._backwards_left, self._dloss = batches, len(batches), dloss
+        self._saved.clear()
         self.losses = []
 
     # ------------------------------------------------------------------ forward
@@ -146,15 +146,15 @@ class ChainStage:
             raise ValueError(f"micro-batch {mb} reads version {version}, a chain holds one")
         chain = self._chain(mb)
         segments = chain.segments
-        flight = _Flight(chain, [WeightGradients(self._views) for _ in segments])
-        self._flights[mb] = flight
+        saved = _Saved(chain, [WeightGradients(self._views) for _ in segments])
+        self._saved[mb] = saved
         for k, segment in enumerate(segments):
             self._enter(segments, k, k + 1)
             entry = None if x is None else x.detach().requires_grad_()
             with torch.set_grad_enabled(not segment.recompute):
                 y = segment.fn(entry, self._batches[mb])
-            flight.inputs.append(entry)
-            flight.outputs.append(None if segment.recompute else y)
+            saved.inputs.append(entry)
+            saved.outputs.append(None if segment.recompute else y)
             x = y.detach()
             if k + 1 < len(segments):  # the last one is needed first in the backward pass
                 self._leave(segments, k, k + 1)
@@ -198,10 +198,10 @@ class ChainStage:
 
     def backward_weight(self, mb: int) -> None:
         """The weight gradients that `backward_input` left to do."""
-        flight = self._flights.pop(mb)
+        saved = self._saved.pop(mb)
         self._backwards_left -= 1
         for segment, weights, completed in reversed(
-            list(zip(flight.chain.segments, flight.weights, flight.chain.completes, strict=True))
+            list(zip(saved.chain.segments, saved.weights, saved.chain.completes, strict=True))
         ):
             for unit in segment.units:
                 unit.gradients.before_backward()
@@ -211,21 +211,21 @@ class ChainStage:
             self._reduce_completed(completed)
 
     def _backward(self, mb: int, dy: Tensor | None, *, deferred: bool) -> Tensor | None:
-        flight = self._flights[mb] if deferred else self._flights.pop(mb)
+        saved = self._saved[mb] if deferred else self._saved.pop(mb)
         if not deferred:
             self._backwards_left -= 1
-        gradient = self._seed if self.last else dy
-        segments = flight.chain.segments
+        gradient = self._dloss if self.last else dy
+        segments = saved.chain.segments
         for k in reversed(range(len(segments))):
             segment = segments[k]
             self._enter(segments, k, k - 1)
-            entry, y = flight.inputs.pop(), flight.outputs.pop()
+            entry, y = saved.inputs.pop(), saved.outputs.pop()
             if y is None:
                 with torch.enable_grad():
                     y = segment.fn(entry, self._batches[mb])
             for unit in segment.units:
                 unit.gradients.before_backward()
-            with (collect if deferred else accumulate)(flight.weights[k]):
+            with (collect if deferred else accumulate)(saved.weights[k]):
                 torch.autograd.backward(y, gradient)
             for unit in segment.units:
                 unit.gradients.after_backward()
@@ -233,7 +233,7 @@ class ChainStage:
             del y
             self._leave(segments, k, k - 1)
             if not deferred:
-                self._reduce_completed(flight.chain.completes[k])
+                self._reduce_completed(saved.chain.completes[k])
         return gradient
 
     # ------------------------------------------------------------------ parameters and gradients

@@ -57,7 +57,7 @@ def _check_stages(lists: Schedule, stages: Mapping[int, Stage], ranks: Sequence[
 
 
 class InProcess:
-    """All ranks in this process, taking turns: a rank runs until it waits, then the next one does.
+    """All ranks in this process, one at a time: a rank runs until it waits, then the next one does.
 
     Messages are copied, so that stages cannot share memory by accident. Deadlocks and messages in
     the wrong order are found while running, without `validate`.
@@ -85,7 +85,7 @@ class InProcess:
         self._boxes.setdefault(link, deque()).append((action, tensor.clone()))
 
     def drive(self, programs: dict[int, Generator[Receive, Tensor, None]]) -> None:
-        """Takes turns until all are done; raises ``RuntimeError`` when none can move."""
+        """Runs one rank after the other to their ends; ``RuntimeError`` when none can move."""
         waiting: dict[int, Receive | None] = dict.fromkeys(programs)
         while waiting:
             moved = False

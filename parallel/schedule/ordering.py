@@ -18,12 +18,11 @@ from warpweave.parallel.schedule.actions import (
 )
 
 
-def order(lists: Schedule, *, rendezvous: bool = False) -> list[tuple[int, int]]:
+def order(lists: Schedule) -> list[tuple[int, int]]:
     """Positions (rank, index) in an order in which all lists can run to their ends.
 
-    A receive waits for its send, the two TIEs wait for each other, and with `rendezvous` a send
-    also waits until its receiver has arrived (blocking sends, under which 1F1B deadlocks and
-    GPipe does not). Raises with what each rank waits for when there is no such order.
+    A receive waits for its send, and the two TIEs wait for each other. Raises with what each rank
+    waits for when there is no such order.
     """
     rank_of = placement(lists)
     places = rank_of if lowered(lists) else None
@@ -38,8 +37,6 @@ def order(lists: Schedule, *, rendezvous: bool = False) -> list[tuple[int, int]]
     def meets(action: Action) -> Action | None:
         if action.op == TIE and len(tied_stages(rank_of)) == 2:
             return action._replace(stage=len(rank_of) - 1 - action.stage)
-        if rendezvous and action.op in SENDS:
-            return Action(MATCHING[action.op], action.stage + AFTER[action.op], action.mb)
         return None
 
     def go(rank: int, action: Action) -> None:
@@ -66,7 +63,7 @@ def order(lists: Schedule, *, rendezvous: bool = False) -> list[tuple[int, int]]
         if (action := head(rank)) is not None
     ]
     if stuck:
-        raise ValueError(f"deadlock{' under rendezvous' * rendezvous}: {'; '.join(stuck)}")
+        raise ValueError(f"deadlock: {'; '.join(stuck)}")
     return result
 
 

@@ -102,7 +102,7 @@ def with_comm(lists: Schedule) -> Schedule:
 def with_reduce(lists: Schedule, *, each: bool = False) -> Schedule:
     """Adds the sum over data ranks (ZeRO-0 to 3) after the last B or W of each stage.
 
-    With `each`, after every B or W: gradients then never live whole for longer than a micro-batch
+    With `each`, after every B or W: whole gradients are then held for no longer than a micro-batch
     (ZeRO-2 inside a pipeline), for m times the traffic.
     """
     return [

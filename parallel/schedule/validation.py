@@ -40,8 +40,6 @@ def validate(
     *,
     microbatches: int | None = None,
     staleness: int = 0,
-    in_flight: int | None = None,
-    rendezvous: bool = False,
 ) -> None:
     """Raise ``ValueError`` in one line unless the schedule is complete, consistent and can finish.
 
@@ -55,8 +53,7 @@ def validate(
     * where there is any REDUCE, all gradients pass through one before TIE, UPDATE or the end;
       where there is any UNSHARD, parameters are gathered when read, gathered once and dropped;
       where there is a TIE, both ends have it, after REDUCE and before UPDATE;
-    * at most `in_flight` micro-batches, when given, are between F and W on any stage;
-    * no deadlock (`order`), with blocking sends too when `rendezvous`.
+    * no deadlock (`order`).
     """
     rank_of = placement(lists)
     per_stage: list[list[Action]] = [[] for _ in rank_of]
@@ -72,8 +69,6 @@ def validate(
             _check_collected(s, actions, REDUCE, (TIE, UPDATE), "are not reduced before")
         if UNSHARD in ops or RESHARD in ops:
             _check_gathered(s, actions)
-        if in_flight is not None:
-            _check_in_flight(s, actions, in_flight)
     if TIE in ops:
         _check_tied(lists, rank_of)
     updates = [sum(a.op == UPDATE for a in actions) for actions in per_stage]
@@ -82,8 +77,6 @@ def validate(
     if lowered(lists):
         _check_links(lists, rank_of, microbatches or 0)
     order(lists)
-    if rendezvous:
-        order(lists, rendezvous=True)
 
 
 def _check_compute(s: int, actions: list[Action], m: int, stages: int) -> None:
@@ -168,16 +161,6 @@ def _check_gathered(s: int, actions: list[Action]) -> None:
         gathered = {UNSHARD: True, RESHARD: False}.get(a.op, gathered)
     if gathered:
         raise ValueError(f"stage {s} is left gathered at the end, RESHARD is missing")
-
-
-def _check_in_flight(s: int, actions: list[Action], allowed: int) -> None:
-    live = 0
-    for a in actions:
-        live += (a.op == F) - (a.op in FINISHES)
-        if live > allowed:
-            raise ValueError(
-                f"{a} makes {live} micro-batches in flight on stage {s}, allowed {allowed}"
-            )
 
 
 def _check_tied(lists: Schedule, rank_of: list[int]) -> None:

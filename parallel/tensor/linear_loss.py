@@ -13,140 +13,26 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from warpweave.kernels.cross_entropy import (
-    linear_cross_entropy,
-    linear_cross_entropy_bwd,
-    linear_cross_entropy_fwd,
-    linear_cross_entropy_fwd_bwd,
-)
-from warpweave.kernels.cross_entropy.halves import check_options
-from warpweave.kernels.cross_entropy.linear import (
-    Merge,
-    Vocabulary,
-    check_linear_cross_entropy,
-    in_forward,
-    recomputed_wgrad,
-    scaled_wgrad,
-)
-from warpweave.kernels.gemm.gradients import Settled, grad_dtype
-from warpweave.kernels.runtime.dispatch import choose, once_differentiable
+from warpweave.kernels.cross_entropy import linear_cross_entropy
+from warpweave.kernels.cross_entropy.linear import Ranks, check_linear_cross_entropy, head_loss
+from warpweave.kernels.cross_entropy.vocabulary import Vocabulary, check_options
+from warpweave.kernels.runtime.dispatch import choose
 from warpweave.parallel.collectives import (
-    Pending,
     group_rank,
     group_size,
-    start_all_gather,
     start_all_reduce_,
     start_reduce_scatter,
     sum_dtype,
 )
 from warpweave.parallel.tensor.embedding import check_vocabulary
 from warpweave.parallel.tensor.linear import column_input_type, whole_tokens
+from warpweave.parallel.tensor.loss import merge_columns, own_columns
 
 
-def _start_sum(dx: torch.Tensor, group: dist.ProcessGroup, sequence_parallel: bool) -> Pending:
-    """The ranks' terms of dx[T, E], each from its own part of the vocabulary, on their way."""
-    return (start_reduce_scatter if sequence_parallel else start_all_reduce_)(dx, group)
-
-
-def _own(vocabulary: Vocabulary, weight: torch.Tensor, group: dist.ProcessGroup) -> Vocabulary:
-    """What this rank's weight[V/R, E] stands for."""
-    return vocabulary._replace(start=group_rank(group) * len(weight))
-
-
-def _over_ranks(group: dist.ProcessGroup) -> Merge:
-    """Combine the ranks' stats[k, N]: one all-gather, merged on every rank in the same order."""
-
-    def merge(stats: torch.Tensor) -> torch.Tensor:
-        every = start_all_gather(stats.unsqueeze(0), group).wait()
-        return torch.cat((every[:, 0].logsumexp(0)[None], every[:, 1:].sum(0)))
-
-    return merge
-
-
-class _Recomputed(torch.autograd.Function):
-    """losses[T]; backward makes the logits again."""
-
-    @staticmethod
-    def forward(ctx, x, weight, labels, group, sequence_parallel, vocabulary, dtype):
-        ctx.how, ctx.vocabulary = (group, sequence_parallel), _own(vocabulary, weight, group)
-        ctx.x_dtype, ctx.parameter = x.dtype, weight
-        with Settled(x):
-            x = x.to(dtype)
-            whole = whole_tokens(x, group, sequence_parallel)
-            stats = linear_cross_entropy_fwd(whole, weight, labels, ctx.vocabulary)
-            stats = _over_ranks(group)(stats)
-            losses = vocabulary.losses(stats, labels)
-            ctx.save_for_backward(x, weight, labels, stats[0], losses)
-            return losses
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dloss):
-        x, weight, labels, lse, _ = ctx.saved_tensors
-        leaf, (want_dx, want_dw, *_) = ctx.parameter, ctx.needs_input_grad
-        todo, flying = [sum_dtype(x.dtype)] * want_dx, []
-
-        def run(buffer, add):  # dW, with dx in the same pass
-            dx = linear_cross_entropy_bwd(
-                dloss,
-                whole_tokens(x, *ctx.how),
-                weight,
-                labels,
-                lse,
-                ctx.vocabulary,
-                dw=buffer,
-                add=add,
-                dx_dtype=todo.pop() if todo else None,
-            )
-            flying.extend([] if dx is None else [_start_sum(dx, *ctx.how)])
-
-        with Settled(dloss):
-            dw = recomputed_wgrad(leaf, grad_dtype(leaf), run) if want_dw else None
-            if todo:
-                run(None, False)
-            dx = flying.pop().wait().to(ctx.x_dtype) if flying else None
-        return dx, dw, None, None, None, None, None
-
-    @staticmethod
-    def spmd_typecheck(*, x, weight, labels, group, sequence_parallel):
-        return _rule("t_,v_,t->t", x, weight, labels, group, sequence_parallel)
-
-
-class _InForward(torch.autograd.Function):
-    """The losses' sum, 0-dim; forward makes the gradients, backward scales them."""
-
-    @staticmethod
-    def forward(ctx, x, weight, labels, group, sequence_parallel, vocabulary, dtype):
-        want_dx, want_dw, *_ = ctx.needs_input_grad
-        ctx.x_dtype, ctx.parameter = x.dtype, weight
-        with Settled(x):
-            losses, dx, dw = linear_cross_entropy_fwd_bwd(
-                whole_tokens(x.to(dtype), group, sequence_parallel),
-                weight,
-                labels,
-                _own(vocabulary, weight, group),
-                merge=_over_ranks(group),
-                dx_dtype=sum_dtype(dtype) if want_dx else None,
-                want_dw=want_dw,
-            )
-            if dx is not None:
-                dx = _start_sum(dx, group, sequence_parallel).wait().to(dtype)
-            loss = losses.sum()
-            ctx.save_for_backward(dx, dw, loss)
-            return loss
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, g):
-        (dx, dw, _), leaf = ctx.saved_tensors, ctx.parameter
-        with Settled(g):
-            dx = dx if dx is None else (dx.to(g.dtype) * g).to(ctx.x_dtype)
-            dw = dw if dw is None else scaled_wgrad(leaf, grad_dtype(leaf), dw, g)
-        return dx, dw, None, None, None, None, None
-
-    @staticmethod
-    def spmd_typecheck(*, x, weight, labels, group, sequence_parallel):
-        return _rule("t_,v_,t->", x, weight, labels, group, sequence_parallel)
+def _sum(dx: torch.Tensor, group: dist.ProcessGroup, sequence_parallel: bool) -> torch.Tensor:
+    """The sum of the ranks' terms of dx[T, E], each from its own part of the vocabulary."""
+    start = start_reduce_scatter if sequence_parallel else start_all_reduce_
+    return start(dx, group).wait()
 
 
 def _rule(equation, x, weight, labels, group, sequence_parallel):
@@ -155,6 +41,11 @@ def _rule(equation, x, weight, labels, group, sequence_parallel):
     x = column_input_type(x, group, sequence_parallel)
     # exp-sum, target logit and sum of logits are each a sum over v
     return rules.all_reduce(rules.einsum(equation, x, weight, labels), group, src=P, dst=I)
+
+
+def ranks() -> Ranks:
+    """What the Functions of the kernel do where the vocabulary is cut over a group."""
+    return Ranks(own_columns, whole_tokens, merge_columns, _sum, sum_dtype, _rule)
 
 
 def vocab_parallel_linear_cross_entropy(
@@ -238,8 +129,5 @@ def vocab_parallel_linear_cross_entropy(
     dtype = check_linear_cross_entropy(name, x, weight, labels, parts=parts)
     impl = choose(impl, x, weight, labels)
     vocabulary = Vocabulary(0, vocab_size, ignore_index, label_smoothing, z_loss, impl)
-    tokens, how = (x.flatten(0, -2), weight, labels.flatten()), (group, sequence_parallel)
-    if in_forward(reduction, recompute, x, weight):
-        return _InForward.apply(*tokens, *how, vocabulary, dtype)
-    losses = _Recomputed.apply(*tokens, *how, vocabulary, dtype)
-    return losses.view(labels.shape) if reduction == "none" else losses.sum()
+    how = ranks(), group, sequence_parallel
+    return head_loss(x, weight, labels, vocabulary, dtype, reduction, recompute, *how)

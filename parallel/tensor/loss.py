@@ -5,61 +5,25 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from warpweave.kernels.cross_entropy import cross_entropy_bwd, cross_entropy_fwd, token_losses
-from warpweave.kernels.runtime.dispatch import once_differentiable
-from warpweave.parallel.collectives import (
-    group_rank,
-    start_all_gather,
-)
+from warpweave.kernels.cross_entropy.function import CrossEntropy
+from warpweave.kernels.cross_entropy.vocabulary import Vocabulary
+from warpweave.kernels.runtime.dispatch import choose
+from warpweave.parallel.collectives import group_rank, start_all_gather
 from warpweave.parallel.tensor.embedding import check_vocabulary
 
 
-class _VocabParallelCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx, logits, labels, group, vocab_size, ignore_index, label_smoothing, impl, z_loss=0.0
-    ):
-        where = {
-            "vocab_start": group_rank(group) * logits.shape[1],
-            "vocab_size": vocab_size,
-            "ignore_index": ignore_index,
-            "impl": impl,
-        }
-        ctx.where = where
-        ctx.loss = {"label_smoothing": label_smoothing, "z_loss": z_loss}
-        lse, target, total = cross_entropy_fwd(
-            logits, labels, want_sum=label_smoothing > 0, **where
-        )
-        if group is not None:
-            mine = [part for part in (lse, target, total) if part is not None]
-            every = start_all_gather(torch.stack(mine).unsqueeze(0), group).wait()
-            lse, target = every[:, 0].logsumexp(0), every[:, 1].sum(0)
-            total = every[:, 2].sum(0) if total is not None else None
-        ctx.save_for_backward(logits, labels, lse)
-        return token_losses(
-            lse,
-            target,
-            total,
-            labels,
-            vocab_size=vocab_size,
-            ignore_index=ignore_index,
-            **ctx.loss,
-        )
+def own_columns(vocabulary: Vocabulary, width: int, group: dist.ProcessGroup) -> Vocabulary:
+    """What this rank's `width` columns stand for."""
+    return vocabulary._replace(start=group_rank(group) * width)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dlosses):
-        logits, labels, lse = ctx.saved_tensors
-        dlogits = cross_entropy_bwd(dlosses, logits, labels, lse, **ctx.loss, **ctx.where)
-        return dlogits, None, None, None, None, None, None, None
 
-    @staticmethod
-    def spmd_typecheck(*, logits, labels, group):
-        from spmd_types import I, P, rules
+def merge_columns(stats: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The ranks' stats[k, N] (log-sum-exp, then what is summed) as those of the whole vocabulary.
 
-        # exp-sum, target logit and sum of logits are each a sum over v
-        losses = rules.einsum("tv,t->t", logits, labels)
-        return losses if group is None else rules.all_reduce(losses, group, src=P, dst=I)
+    One all-gather, merged on every rank in the same order.
+    """
+    every = start_all_gather(stats.unsqueeze(0), group).wait()
+    return torch.cat((every[:, 0].logsumexp(0)[None], every[:, 1:].sum(0)))
 
 
 def vocab_parallel_cross_entropy(
@@ -118,6 +82,6 @@ def vocab_parallel_cross_entropy(
     if not z_loss >= 0:
         raise ValueError(f"{name}: z_loss must not be negative, got {z_loss}")
     check_vocabulary(name, "logits columns", logits.shape[1], group, vocab_size, padded_vocab_size)
-    return _VocabParallelCrossEntropy.apply(
-        logits, labels, group, vocab_size, ignore_index, label_smoothing, impl, z_loss
-    )
+    impl = choose(impl, logits, labels)
+    vocabulary = Vocabulary(0, vocab_size, ignore_index, label_smoothing, z_loss, impl)
+    return CrossEntropy.apply(logits, labels, vocabulary, own_columns, merge_columns, group)

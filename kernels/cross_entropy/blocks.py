@@ -1,0 +1,83 @@
+"""Blocks of the logits z[T, V] = x[T, E] W[V, E]^T, of which one or a few are held at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from warpweave.kernels.cross_entropy.forward import fwd
+from warpweave.kernels.cross_entropy.vocabulary import Vocabulary
+
+
+class Sizes(NamedTuple):
+    """How many elements of z are held, the most rows of a block, the fewest of a whole-row one."""
+
+    elements: int
+    most_rows: int
+    fewest_rows: int
+
+
+# A CPU's block is 4 MiB of float32: malloc keeps it and caches hold it. A GPU's is 128 MiB of
+# bfloat16: 4096 columns of 16384 rows, products of which are bound by arithmetic.
+CPU, GPU = Sizes(2**20, 2**10, 2**10), Sizes(2**26, 2**14, 2**12)
+
+
+def sizes(x: torch.Tensor) -> Sizes:
+    """Of the device of x."""
+    return CPU if x.device.type == "cpu" else GPU
+
+
+def slices(length: int, step: int) -> list[slice]:
+    """Adjacent slices of at most `step`."""
+    return [slice(a, min(a + step, length)) for a in range(0, length, step)]
+
+
+def column_slices(columns: int, rows: int, elements: int) -> list[slice]:
+    """Column slices of a block of `rows` rows; one empty one for a shard that is all padding."""
+    if columns == 0:
+        return [slice(0, 0)]
+    wide = elements // max(1, rows)
+    return slices(columns, columns if wide >= columns else max(128, wide // 128 * 128))
+
+
+def row_step(x: torch.Tensor, columns: int) -> int:
+    """The rows of a block of z[T, columns]."""
+    return max(sizes(x).most_rows, sizes(x).elements // max(1, columns))
+
+
+def grid(x: torch.Tensor, columns: int) -> Iterator[tuple[slice, list[slice]]]:
+    """Row slices of z[T, columns], and the column slices of each: one block at a time is held."""
+    for rows in slices(len(x), row_step(x, columns)):
+        yield rows, column_slices(columns, rows.stop - rows.start, sizes(x).elements)
+
+
+def product_impl(impl: str) -> str | None:
+    """Products are torch's where all is to be torch, else as `gemm_into` thinks best."""
+    return "torch" if impl == "torch" else None
+
+
+def from_column(vocabulary: Vocabulary, first: int) -> Vocabulary:
+    """What a block stands for whose first column is the weight's row `first`."""
+    return vocabulary._replace(start=vocabulary.start + first)
+
+
+def block_stats(
+    z: torch.Tensor, labels: torch.Tensor, vocabulary: Vocabulary, keep_softmax: bool = False
+) -> torch.Tensor:
+    """stats[2 or 3, N] of the block z: lse, target and, with smoothing, logit_sum of its columns.
+
+    With `keep_softmax` the block is overwritten by its softmax.
+    """
+    want_sum = vocabulary.label_smoothing != 0.0
+    return torch.stack(fwd(z, labels, vocabulary, want_sum, keep_softmax)[: 2 + want_sum])
+
+
+def merged(parts: list[torch.Tensor], labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
+    """stats[k, N] of adjacent blocks as those of one; 0 in ignored rows."""
+    if len(parts) == 1:
+        return parts[0]
+    part = torch.stack(parts)
+    whole = torch.cat((part[:, 0].logsumexp(0)[None], part[:, 1:].sum(0)))
+    return whole.masked_fill_(labels == ignore_index, 0.0)

@@ -1,0 +1,173 @@
+"""The loss of a linear head whose forward makes the gradients too: see `linear`.
+
+Forward makes z of some rows, in blocks, and their statistics; with those of all columns it turns
+the blocks into dz where they lie, and multiplies, for a gradient of 1 per token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from warpweave.kernels.cross_entropy import blocks
+from warpweave.kernels.cross_entropy.backward import bwd
+from warpweave.kernels.cross_entropy.function import Merge
+from warpweave.kernels.cross_entropy.vocabulary import Vocabulary, unpacked
+from warpweave.kernels.gemm.fused import gemm, gemm_into
+from warpweave.kernels.gemm.gradients import Settled
+from warpweave.kernels.reference import compute_dtype
+from warpweave.kernels.runtime.dispatch import no_graph
+
+# ---------------------------------------------------------------- some rows
+
+
+def _keeps_softmax(x: torch.Tensor, impl: str) -> bool:
+    """Between statistics and gradients a block is its softmax: one exponential less per element.
+
+    Not in 16 bits, where it would be rounded, and Triton's kernels gain nothing: they wait for
+    memory.
+    """
+    return impl == "torch" and x.dtype == compute_dtype(x)
+
+
+def _narrow(x: torch.Tensor, columns: int) -> list[slice]:
+    """Column slices whose blocks [N, ...] and rows of dW [..., E] are both small enough."""
+    return blocks.column_slices(columns, max(x.shape), blocks.sizes(x).elements)
+
+
+@torch.library.custom_op("warpweave::linear_cross_entropy_rows_fwd", mutates_args=())
+def _rows_fwd_op(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    columns: list[int],
+    terms: list[float],
+    impl: str,
+) -> list[torch.Tensor]:
+    """[stats[k, N], the blocks' own lse[blocks, N], the blocks of z[N, V/tp] or their softmax]."""
+    vocabulary = unpacked(columns, terms, impl)
+    vocabulary.check_labels(labels)
+    held, parts = [], []
+    with Settled(x):
+        for cols in _narrow(x, vocabulary.columns(len(weight))):
+            held.append(gemm(x, weight[cols].t()))
+            block = blocks.from_column(vocabulary, cols.start)
+            parts.append(blocks.block_stats(held[-1], labels, block, _keeps_softmax(x, impl)))
+    own_lse = torch.stack([part[0] for part in parts])
+    return [blocks.merged(parts, labels, vocabulary.ignore_index), own_lse, *held]
+
+
+@_rows_fwd_op.register_fake
+def _(x, weight, labels, columns, terms, impl):
+    own = unpacked(columns, terms, impl).columns(len(weight))
+    stats = x.new_empty(2 + (terms[0] != 0.0), len(x), dtype=compute_dtype(x))
+    held = [x.new_empty(len(x), cols.stop - cols.start) for cols in _narrow(x, own)]
+    return [stats, stats.new_empty(len(held), len(x)), *held]
+
+
+@torch.library.custom_op(
+    "warpweave::linear_cross_entropy_rows_bwd", mutates_args=("held", "dx", "dw")
+)
+def _rows_bwd_op(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    lse: torch.Tensor,
+    own_lse: torch.Tensor,
+    held: list[torch.Tensor],
+    dx: torch.Tensor,
+    dw: torch.Tensor,
+    add: bool,
+    columns: list[int],
+    terms: list[float],
+    impl: str,
+) -> None:
+    vocabulary, product = unpacked(columns, terms, impl), blocks.product_impl(impl)
+    ones, own = torch.ones_like(lse), vocabulary.columns(len(weight))
+    sums = dx if dx.dtype == lse.dtype else torch.empty_like(dx, dtype=lse.dtype)
+    with Settled(x):
+        for cols, z, z_lse in zip(_narrow(x, own), held, own_lse, strict=True):
+            block = blocks.from_column(vocabulary, cols.start)
+            softmax_lse = z_lse if _keeps_softmax(x, impl) else None
+            bwd(ones, z, labels, lse, block, out=z, own_lse=softmax_lse)
+            if dx.numel():
+                gemm_into(z, weight[cols], sums, cols.start > 0, impl=product)
+            if dw.numel():
+                gemm_into(z.t(), x, dw[cols], add, impl=product)
+        if not add:
+            dw[own:] = 0
+    if sums is not dx:
+        dx.copy_(sums)
+
+
+@_rows_bwd_op.register_fake
+def _(*arguments):
+    return None
+
+
+# ---------------------------------------------------------------- all rows
+
+
+@no_graph
+def linear_cross_entropy_fwd_bwd(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    vocabulary: Vocabulary,
+    *,
+    merge: Merge | None = None,
+    group: Any = None,
+    dx_dtype: torch.dtype | None = None,
+    want_dw: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(losses[T], dx[T, E], dW[V/tp, E]), the gradients being those of the losses' plain sum.
+
+    dx has `dx_dtype` (None: it is empty); dW is float32 (float64 for float64), empty without
+    `want_dw`. `merge` combines the stats[k, N] of N rows of this shard with the others' of `group`;
+    it is called once per slice of rows, equally often for every shard.
+    """
+    wide, sizes = compute_dtype(x), blocks.sizes(x)
+    losses = x.new_empty(len(x), dtype=wide)
+    dx = x.new_empty(x.shape if dx_dtype is not None else 0, dtype=dx_dtype)
+    dw = x.new_empty(weight.shape if want_dw else 0, dtype=wide)
+    w, packed = weight.to(x.dtype), vocabulary.packed()
+    step = max(sizes.fewest_rows, sizes.elements // max(1, len(weight)))
+    for rows in blocks.slices(len(x), step):
+        here, mine = x[rows], labels[rows]
+        stats, own_lse, *held = _rows_fwd_op(here, w, mine, *packed)
+        stats = stats if merge is None else merge(stats, group)
+        losses[rows] = vocabulary.losses(stats, mine)
+        own = dx[rows] if dx_dtype is not None else dx
+        _rows_bwd_op(here, w, mine, stats[0], own_lse, held, own, dw, rows.start > 0, *packed)
+        del held  # before the next ones are made
+    if len(x) == 0:
+        dw.zero_()
+    return losses, dx, dw
+
+
+@torch.library.custom_op("warpweave::linear_cross_entropy_fwd_bwd", mutates_args=())
+def fwd_bwd_op(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    want_dx: bool,
+    want_dw: bool,
+    columns: list[int],
+    terms: list[float],
+    impl: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The same as one operator, which a compiler takes whole, for any number of tokens."""
+    dtype = x.dtype if want_dx else None
+    vocabulary = unpacked(columns, terms, impl)
+    return linear_cross_entropy_fwd_bwd(
+        x, weight, labels, vocabulary, dx_dtype=dtype, want_dw=want_dw
+    )
+
+
+@fwd_bwd_op.register_fake
+def _(x, weight, labels, want_dx, want_dw, *vocabulary):
+    wide = compute_dtype(x)
+    losses = x.new_empty(x.shape[0], dtype=wide)
+    dx = x.new_empty(x.shape if want_dx else 0)
+    return losses, dx, x.new_empty(weight.shape if want_dw else 0, dtype=wide)

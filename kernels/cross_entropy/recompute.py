@@ -1,0 +1,141 @@
+"""The loss of a linear head whose backward makes the logits again: see `linear`.
+
+Forward goes over blocks of z and keeps lse[T]; backward makes each block again, turns it into dz
+where it lies, and multiplies.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from warpweave.kernels.cross_entropy import blocks
+from warpweave.kernels.cross_entropy.backward import bwd
+from warpweave.kernels.cross_entropy.vocabulary import Vocabulary, unpacked
+from warpweave.kernels.gemm.fused import gemm, gemm_into
+from warpweave.kernels.gemm.gradients import Settled
+from warpweave.kernels.reference import compute_dtype
+from warpweave.kernels.runtime.dispatch import no_graph
+
+# ---------------------------------------------------------------- forward
+
+
+@torch.library.custom_op("warpweave::linear_cross_entropy_fwd", mutates_args=())
+def _fwd_op(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    columns: list[int],
+    terms: list[float],
+    impl: str,
+) -> torch.Tensor:
+    vocabulary = unpacked(columns, terms, impl)
+    vocabulary.check_labels(labels)
+    kinds = 2 + (vocabulary.label_smoothing != 0.0)
+    out = torch.empty(kinds, len(x), dtype=compute_dtype(x), device=x.device)
+    with Settled(x):
+        for rows, slices in blocks.grid(x, vocabulary.columns(len(weight))):
+            parts = []
+            for cols in slices:
+                z = gemm(x[rows], weight[cols].to(x.dtype).t())
+                block = blocks.from_column(vocabulary, cols.start)
+                parts.append(blocks.block_stats(z, labels[rows], block))
+                del z  # before the next block is made
+            out[:, rows] = blocks.merged(parts, labels[rows], vocabulary.ignore_index)
+    return out
+
+
+@_fwd_op.register_fake
+def _(x, weight, labels, columns, terms, impl):
+    # x.shape[0], not len(x): to a compiler that would be a constant.
+    return x.new_empty(2 + (terms[0] != 0.0), x.shape[0], dtype=compute_dtype(x))
+
+
+@no_graph
+def linear_cross_entropy_fwd(
+    x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, vocabulary: Vocabulary
+) -> torch.Tensor:
+    """stats[2 or 3, T]: lse, target and (with smoothing) logit_sum of x[T, E] weight[V/tp, E]^T.
+
+    They are those of `cross_entropy_fwd`, made block by block: nothing of the logits is kept. The
+    weight may have another dtype than x, which is then the one to compute in.
+    """
+    return _fwd_op(x, weight, labels, *vocabulary.packed())
+
+
+# ---------------------------------------------------------------- backward
+
+
+@torch.library.custom_op("warpweave::linear_cross_entropy_bwd", mutates_args=("dw",))
+def _bwd_op(
+    dloss: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    lse: torch.Tensor,
+    dw: torch.Tensor,
+    add: bool,
+    want_dx: bool,
+    dx_dtype: torch.dtype,
+    columns: list[int],
+    terms: list[float],
+    impl: str,
+) -> torch.Tensor:
+    vocabulary = unpacked(columns, terms, impl)
+    own, wide, want_dw = vocabulary.columns(len(weight)), compute_dtype(x), dw.numel() > 0
+    dx = x.new_empty(x.shape if want_dx else 0, dtype=dx_dtype)
+    total, product = dw, blocks.product_impl(impl)
+    if dw.dtype != wide and len(x) > blocks.row_step(x, own):
+        total = torch.empty_like(dw, dtype=wide)  # several products are added: not in 16 bits
+    with Settled(x):
+        for rows, slices in blocks.grid(x, own):
+            sums = x.new_empty(x[rows].shape if want_dx else 0, dtype=wide)
+            for cols in slices:
+                w = weight[cols].to(x.dtype)
+                z = gemm(x[rows], w.t())
+                block = blocks.from_column(vocabulary, cols.start)
+                bwd(dloss[rows], z, labels[rows], lse[rows], block, out=z)
+                if want_dx:
+                    gemm_into(z, w, sums, cols.start > 0, impl=product)
+                if want_dw:
+                    more = rows.start > 0 or (add and total is dw)
+                    gemm_into(z.t(), x[rows], total[cols], more, impl=product)
+                del z
+            if want_dx:
+                dx[rows] = sums
+        if not add:
+            dw[own if len(x) else 0 :] = 0
+        if total is not dw:
+            total = total[:own]
+            dw[:own] = dw[:own] + total if add else total
+    return dx
+
+
+@_bwd_op.register_fake
+def _(dloss, x, weight, labels, lse, dw, add, want_dx, dx_dtype, *vocabulary):
+    return x.new_empty(x.shape if want_dx else 0, dtype=dx_dtype)
+
+
+@no_graph
+def linear_cross_entropy_bwd(
+    dloss: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    lse: torch.Tensor,
+    vocabulary: Vocabulary,
+    *,
+    dw: torch.Tensor | None = None,
+    add: bool = False,
+    dx_dtype: torch.dtype | None = None,
+) -> torch.Tensor | None:
+    """dx[T, E] in `dx_dtype` (None: not made), with dW added to `dw` or written over it.
+
+    dloss[T] are the losses' gradients and lse[T] the log-sum-exp over all shards. dw[V/tp, E] has
+    the weight's dtype, float32 or float64; its padding rows get nothing. With 16-bit `dw` and more
+    tokens than a block has rows, a float32 sum stands beside it.
+    """
+    want_dx = dx_dtype is not None
+    into = x.new_empty(0) if dw is None else dw
+    dtype = dx_dtype or x.dtype
+    dx = _bwd_op(dloss, x, weight, labels, lse, into, add, want_dx, dtype, *vocabulary.packed())
+    return dx if want_dx else None

@@ -1,0 +1,23 @@
+"""Rotary position embedding: `apply_rope` of one tensor, `apply_rope_qk` of queries and keys.
+
+`table` of angles, for extended contexts too · `rotation` kernel, torch path and registration.
+"""
+
+from warpweave.kernels.rope.rotation import (
+    apply_rope,
+    apply_rope_qk,
+    check_table,
+    rope_fwd,
+    rope_qk_fwd,
+)
+from warpweave.kernels.rope.table import RopeScaling, rope_table
+
+__all__ = [
+    "RopeScaling",
+    "apply_rope",
+    "apply_rope_qk",
+    "check_table",
+    "rope_fwd",
+    "rope_qk_fwd",
+    "rope_table",
+]
