@@ -314,9 +314,9 @@ def explore(programs: Sequence[Program], *, residents: int, limit: int = 3_000_0
         for n, (s, p, event) in enumerate(accesses):
             for t, q, other in accesses[:n]:
                 kinds = {event.kind, other.kind}
-                if (s, p) != (t, q) or "bulk" in kinds:
-                    if kinds != {"load"} and event.cells & other.cells:
-                        problems.add(f"race: {other.kind} and {event.kind} of streams {t} and {s}")
+                apart = (s, p) != (t, q) or "bulk" in kinds
+                if apart and kinds != {"load"} and event.cells & other.cells:
+                    problems.add(f"race: {other.kind} and {event.kind}, streams {t} and {s}")
         if problems:
             break
         if not moves and any(p[0] < len(streams[s]) for s, p in enumerate(positions)):

@@ -97,7 +97,7 @@ def test_no_order_of_events_is_wrong(names, world, residents):
 
 
 def planted(folder, *edits):
-    """gather and scatter with edits (file, old, new) of the room's files, as modules of their own."""
+    """gather and scatter as new modules, with edits (file, old, new) of the room's files."""
     texts = {}
     for name in ("signals", "gather", "scatter"):
         texts[name] = (Path(gather.__file__).parent / f"{name}.py").read_text()

@@ -20,7 +20,6 @@ from warpweave.kernels.overlap.symmetric import SymmetricMemory
 from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.runtime.dispatch import choose, no_graph
 
-
 Steps = Generator[None, None, Any]
 
 
