@@ -93,13 +93,13 @@ class Recorder:
             return note
 
         def atomic(result, op, ptr, val, mask, sem, scope):
-            flag, names = int(ptr.data.item()), (str(sem), str(scope))
-            wide = "SYS" in names[1].upper()
-            strong = "RELEASE" in names[0].upper() or "ACQUIRE" in names[0].upper()
-            if "XCHG" in str(op).upper():
-                self._note(Event("publish", frozenset(), flag, int(val.data.item()), strong, wide))
-            else:
-                self._note(Event("await", frozenset(), flag, self._epoch, strong, wide))
+            names = (str(sem).upper(), str(scope).upper())
+            strong, wide = "RELEASE" in names[0] or "ACQUIRE" in names[0], "SYS" in names[1]
+            for flag, value in zip(ptr.data[mask.data].tolist(), val.data[mask.data].tolist()):
+                if "XCHG" in str(op).upper():
+                    self._note(Event("publish", frozenset(), flag, value, strong, wide))
+                else:
+                    self._note(Event("await", frozenset(), flag, self._epoch, strong, wide))
 
         def bulk(_, desc, value, indices):
             pointers, mask = desc.materialize_pointers(indices)

@@ -12,11 +12,11 @@ from interleavings import Recorder, explore, races
 from warpweave.kernels.overlap import gather, scatter
 from warpweave.kernels.overlap.epilogue import Epilogue
 from warpweave.kernels.overlap.symmetric import local_memory
-from warpweave.kernels.runtime.tile_table import GemmTile
+from warpweave.kernels.runtime.tile_table import KINDS, GemmTile
 from warpweave.kernels.runtime.tiles import pinned
 
 TILE = GemmTile(m=16, n=32, k=16, group=1, residents=1, warps=4, stages=1)
-TILES = {("gemm", 8, kind): TILE for kind in ("large", "small")}
+TILES = {("gemm", 8, kind): TILE for kind in KINDS}
 ONE_TILE, MORE = (2, 3, 2), (17, 33, 2)
 
 

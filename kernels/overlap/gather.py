@@ -28,7 +28,14 @@ import torch
 
 from warpweave.kernels.gemm.product import find_tile, grid, launch_options, product, tile_at
 from warpweave.kernels.overlap.epilogue import Epilogue, finish
-from warpweave.kernels.overlap.signals import await_, data_of, flag_of, publish, this_epoch
+from warpweave.kernels.overlap.signals import (
+    await_,
+    data_of,
+    flag_of,
+    publish,
+    publish_to_all,
+    this_epoch,
+)
 from warpweave.kernels.overlap.symmetric import SymmetricMemory
 from warpweave.kernels.runtime.dispatch import tl, triton
 
@@ -49,7 +56,8 @@ def _publish_kernel(
     K,
     stride_xs,
     stride_xk,
-    WORLD: tl.constexpr,
+    world,
+    PEERS: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
@@ -63,8 +71,7 @@ def _publish_kernel(
         x = tl.load(x_ptr + s * stride_xs + k.to(tl.int64) * stride_xk, live, 0.0)
         tl.store(own + s * K + k, x, live)
         tl.store(whole_ptr + (tl.cast(rank, tl.int64) * S + s) * K + k, x, live)
-    for peer in range(WORLD):
-        publish(flag_of(addresses_ptr, peer, rank, part, slots), epoch, "sys")
+    publish_to_all(addresses_ptr, rank, part, slots, epoch, world, PEERS)
 
 
 @triton.jit(do_not_specialize=["rank", "seed", "site"])
@@ -160,14 +167,14 @@ def gather_steps(
         if K == 0 and y.numel():
             raise ValueError(f"all_gather_gemm needs K >= 1, got x {[*x.shape]}")
         return y, z, whole
-    tile = find_tile(x, b, "large")
+    tile = find_tile(whole, b, "large")
     parts = -(-S // tile.m)
     memory.need("all_gather_gemm", parts, x.numel() * x.element_size())
     where = (memory.slots, memory.data, memory.capacity)
     with torch.cuda.device_of(x):
         _publish_kernel[(parts,)](
             x, whole, memory.addresses, memory.epoch, memory.rank, *where, S, K, *x.stride(),
-            world, tile.m, tile.k,
+            world, triton.next_power_of_2(world), tile.m, tile.k, num_warps=8, num_stages=1,
         )  # fmt: skip
     yield
     copying = min(COPIERS, (world - 1) * parts)

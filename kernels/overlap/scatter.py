@@ -25,9 +25,17 @@ from collections.abc import Generator
 
 import torch
 
+from warpweave.kernels.gemm.fused import _epilogue
 from warpweave.kernels.gemm.product import find_tile, grid, launch_options, product, tile_at
-from warpweave.kernels.overlap.epilogue import Epilogue, finish
-from warpweave.kernels.overlap.signals import await_, data_of, flag_of, publish, this_epoch
+from warpweave.kernels.overlap.epilogue import Epilogue
+from warpweave.kernels.overlap.signals import (
+    await_,
+    data_of,
+    flag_of,
+    publish,
+    publish_to_all,
+    this_epoch,
+)
 from warpweave.kernels.overlap.symmetric import SymmetricMemory
 from warpweave.kernels.runtime.dispatch import tl, triton
 from warpweave.kernels.runtime.numeric import to_dtype
@@ -51,9 +59,10 @@ def _partials_kernel(
     stride_ak,
     stride_bk,
     stride_bn,
+    world,
     PRECISION: tl.constexpr,
     EVEN_K: tl.constexpr,
-    WORLD: tl.constexpr,
+    PEERS: tl.constexpr,
     OWNERS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -86,8 +95,7 @@ def _partials_kernel(
             publish(flag_of(addresses_ptr, owner, rank, slot, slots), epoch, "sys")
         else:
             tl.store(data_of(addresses_ptr, rank, epoch, data, capacity, like_ptr) + at, y, live)
-            for peer in range(WORLD):
-                publish(flag_of(addresses_ptr, peer, rank, slot, slots), epoch, "sys")
+            publish_to_all(addresses_ptr, rank, slot, slots, epoch, world, PEERS)
 
 
 @triton.jit(do_not_specialize=["rank", "seed", "site"])
@@ -121,15 +129,17 @@ def _sum_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Add one tile from every rank, in their order, and finish it."""
+    """Add a quarter of a tile from every rank, in their order, and finish it."""
     epoch = this_epoch(epoch_ptr)
-    slot = tl.program_id(0)
+    COLS: tl.constexpr = BLOCK_N // 4
+    slot = tl.program_id(0) // 4
     columns = tl.cdiv(N, BLOCK_N)
-    row, col = (slot // columns).to(tl.int64) * BLOCK_M, (slot % columns).to(tl.int64) * BLOCK_N
-    s, n = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
+    row = tl.cast(slot // columns, tl.int64) * BLOCK_M
+    col = tl.cast(slot % columns * 4 + tl.program_id(0) % 4, tl.int64) * COLS
+    s, n = row + tl.arange(0, BLOCK_M), col + tl.arange(0, COLS)
     live = (s < S)[:, None] & (n < N)[None, :]
     wide: tl.constexpr = tl.float64 if like_ptr.dtype.element_ty == tl.float64 else tl.float32
-    y = tl.zeros((BLOCK_M, BLOCK_N), wide)
+    y = tl.zeros((BLOCK_M, COLS), wide)
     for source in range(WORLD):
         await_(
             flag_of(addresses_ptr, rank, source, slot, slots), epoch,
@@ -141,9 +151,10 @@ def _sum_kernel(
         else:
             there = data_of(addresses_ptr, source, epoch, data, capacity, like_ptr)
         y += tl.load(there + s[:, None] * N + n[None, :], live, 0.0).to(wide)
-    finish(
+    _epilogue(
         y, bias_ptr, z_ptr, tokens_ptr, residual_ptr, y_ptr, seed, site, s, col,
-        S, N, stride_rm, stride_rn, like_ptr.dtype.element_ty, CURVE, GATED, THRESHOLD, SCALE,
+        S, N, stride_rm, stride_rn, N, 1,
+        like_ptr.dtype.element_ty, CURVE, GATED, THRESHOLD, SCALE, False,
     )  # fmt: skip
 
 
@@ -172,16 +183,16 @@ def scatter_steps(
     with torch.cuda.device_of(a):
         _partials_kernel[grid(tile, M, N, a.device)](
             a, b, like, memory.addresses, memory.epoch, *where, S, N, K, *a.stride(), *b.stride(),
-            epilogue.multiplies(), K % tile.k == 0, world, owners,
+            world, epilogue.multiplies(), K % tile.k == 0, triton.next_power_of_2(world), owners,
             tile.m, tile.n, tile.k, tile.group, **launch_options(tile, a),
         )  # fmt: skip
     yield
     with torch.cuda.device_of(a):
-        _sum_kernel[(rows * columns,)](
+        _sum_kernel[(4 * rows * columns,)](
             like, *epilogue.pointers(None), y, memory.addresses, memory.epoch, memory.error,
             *where, *epilogue.key(), S, N, *epilogue.strides(),
             *epilogue.constants(), world, owners, memory.polls, tile.m, tile.n,
-            num_warps=tile.warps,
+            num_warps=tile.warps, num_stages=1,
         )  # fmt: skip
     memory.advance()
     yield

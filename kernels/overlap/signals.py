@@ -46,6 +46,19 @@ def publish(flag_ptr, epoch, SCOPE: tl.constexpr):
 
 
 @triton.jit
+def publish_to_all(addresses_ptr, source, slot, slots, epoch, world, PEERS: tl.constexpr):
+    """Set flags[source, slot] of every rank, one thread each; PEERS is a power of 2 from `world`
+    on. A loop over the ranks would take registers that a product has not to spare."""
+    peer = tl.arange(0, PEERS)
+    flags = tl.load(addresses_ptr + peer, peer < world, 0).to(tl.pointer_type(tl.int64))
+    value = tl.zeros((PEERS,), tl.int64) + epoch
+    tl.debug_barrier()
+    tl.atomic_xchg(
+        flags + source * slots + slot, value, mask=peer < world, sem="release", scope="sys"
+    )
+
+
+@triton.jit
 def await_(flag_ptr, epoch, error_ptr, source, slot, POLLS: tl.constexpr, SCOPE: tl.constexpr):
     """Wait until a flag has reached `epoch`; with POLLS > 0, that often, then say so in `error`."""
     seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope=SCOPE)
