@@ -1,0 +1,202 @@
+"""The overlapped products as functions: checks, then the launches of one rank one after the other.
+
+Every rank of the group calls the same function with the same shapes, in the same order, on one
+stream. See `gather` and `scatter` for what they compute and move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import torch
+
+from warpweave.kernels.dropout import Drop
+from warpweave.kernels.gemm.fused import _check_out, check_operands
+from warpweave.kernels.overlap.epilogue import Epilogue
+from warpweave.kernels.overlap.gather import gather_steps
+from warpweave.kernels.overlap.scatter import scatter_steps
+from warpweave.kernels.overlap.symmetric import SymmetricMemory
+from warpweave.kernels.reference import compute_dtype
+from warpweave.kernels.runtime.dispatch import choose, no_graph
+
+Steps = Generator[None, None, Any]
+
+
+@no_graph
+def all_gather_gemm(
+    x: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    memory: SymmetricMemory,
+    activation: str | None = None,
+    keep: bool = False,
+    drop: Drop | None = None,
+    residual: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    precision: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """(y, z or None, whole) of this rank's shard x[S, K] and its b[K, N].
+
+    whole[W S, K] = all-gather(x), y[W S, N] = residual + dropout(act(whole b + bias)), exact.
+
+    Args:
+        memory: the group's symmetric memory, of S K elements of x at least.
+        bias, activation, keep, drop, residual, out_dtype, precision: as for `gemm.fused_gemm` of
+            the gathered rows.
+
+    Raises:
+        ValueError: shapes, dtypes or options do not fit, the memory is too small, something
+            requires a gradient, or Triton cannot run.
+        TimeoutError: with bounded waits on a CPU, a rank did not publish what was awaited.
+    """
+    epilogue = Epilogue(bias, activation, keep, drop, residual, out_dtype, precision)
+    return _run("all_gather_gemm", all_gather_gemm_steps(x, b, memory, epilogue), memory)
+
+
+@no_graph
+def gemm_reduce_scatter(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    memory: SymmetricMemory,
+    drop: Drop | None = None,
+    residual: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    wire_dtype: torch.dtype | None = None,
+    precision: str | None = None,
+) -> torch.Tensor:
+    """y[S, N] of a[W S, K] and b[K, N]: this rank's rows of the sum of a b over the ranks.
+
+    y = residual + dropout(sum + bias), the sum in the order of the ranks in float32.
+
+    Args:
+        memory: the group's symmetric memory, of W S N elements of the wire's dtype at least.
+        bias, drop, residual, out_dtype, precision: as for `gemm.fused_gemm` of this rank's rows;
+            bias is added once, by the rank that has the rows.
+        wire_dtype: in which partial products travel: float32 (float64 for float64) by default,
+            which rounds nothing, or the dtype of a.
+
+    Raises what `all_gather_gemm` raises, and ValueError if the ranks do not divide the rows.
+    """
+    epilogue = Epilogue(bias, None, False, drop, residual, out_dtype, precision)
+    steps = gemm_reduce_scatter_steps(a, b, memory, epilogue, wire_dtype)
+    return _run("gemm_reduce_scatter", steps, memory)
+
+
+@no_graph
+def gemm_all_reduce(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    memory: SymmetricMemory,
+    drop: Drop | None = None,
+    residual: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    wire_dtype: torch.dtype | None = None,
+    precision: str | None = None,
+) -> torch.Tensor:
+    """y[M, N] of a[M, K] and b[K, N]: the sum of a b over the ranks, the same bits on all of them.
+
+    Args:
+        memory, bias, ...: as for `gemm_reduce_scatter`, for all rows.
+
+    Raises what `gemm_reduce_scatter` raises.
+    """
+    epilogue = Epilogue(bias, None, False, drop, residual, out_dtype, precision)
+    steps = gemm_all_reduce_steps(a, b, memory, epilogue, wire_dtype)
+    return _run("gemm_all_reduce", steps, memory)
+
+
+# ---------------------------------------------------------------- steps
+
+# What the functions do, with a yield after each launch: W virtual ranks on one device take turns.
+
+
+def all_gather_gemm_steps(
+    x: torch.Tensor, b: torch.Tensor, memory: SymmetricMemory, epilogue: Epilogue
+) -> Steps:
+    """`all_gather_gemm`, launch by launch."""
+    _check("all_gather_gemm", x, b, memory, epilogue, (memory.world * x.shape[0], b.shape[-1]))
+    return gather_steps(x, b, memory, epilogue)
+
+
+def gemm_reduce_scatter_steps(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    memory: SymmetricMemory,
+    epilogue: Epilogue,
+    wire_dtype: torch.dtype | None = None,
+) -> Steps:
+    """`gemm_reduce_scatter`, launch by launch."""
+    name, world = "gemm_reduce_scatter", memory.world
+    if a.shape[0] % world:
+        raise ValueError(f"{name}: {world} ranks do not divide the rows of a {[*a.shape]}")
+    _check(name, a, b, memory, epilogue, (a.shape[0] // world, b.shape[-1]))
+    wire = _wire(name, a, wire_dtype)
+    return scatter_steps(a, b, memory, epilogue, wire=wire, owners=world, name=name)
+
+
+def gemm_all_reduce_steps(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    memory: SymmetricMemory,
+    epilogue: Epilogue,
+    wire_dtype: torch.dtype | None = None,
+) -> Steps:
+    """`gemm_all_reduce` in one shot, launch by launch."""
+    name = "gemm_all_reduce"
+    _check(name, a, b, memory, epilogue, (a.shape[0], b.shape[-1]))
+    wire = _wire(name, a, wire_dtype)
+    return scatter_steps(a, b, memory, epilogue, wire=wire, owners=1, name=name)
+
+
+def _wire(name: str, a: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    dtype = compute_dtype(a) if dtype is None else dtype
+    if dtype not in (a.dtype, compute_dtype(a)):
+        raise ValueError(
+            f"{name}: partial products of {a.dtype} travel in {a.dtype} or {compute_dtype(a)}, "
+            f"not in {dtype}"
+        )
+    return dtype
+
+
+def _check(
+    name: str,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    memory: SymmetricMemory,
+    epilogue: Epilogue,
+    shape: tuple[int, int],
+) -> None:
+    """Raise ValueError unless a, b and what follows fit one another, [M, N] = `shape` products."""
+    tokens = getattr(epilogue.drop, "tokens", None)
+    choose("triton", a, b, epilogue.bias, epilogue.residual, tokens, memory.epoch)
+    check_operands(a, b, epilogue.bias)
+    _check_out(a, a.dtype if epilogue.out_dtype is None else epilogue.out_dtype)
+    epilogue.check(shape)
+
+
+def run_local(ranks: Sequence[Generator[None, None, Any]]) -> list[Any]:
+    """The results of virtual ranks on one device, launch after launch: each waits for earlier ones
+    only, so one stream is enough."""
+    results: dict[int, Any] = {}
+    while len(results) < len(ranks):
+        for rank, steps in enumerate(ranks):
+            if rank in results:
+                continue
+            try:
+                next(steps)
+            except StopIteration as end:
+                results[rank] = end.value
+    return [results[rank] for rank in range(len(ranks))]
+
+
+def _run(name: str, steps: Generator[None, None, Any], memory: SymmetricMemory) -> Any:
+    (result,) = run_local([steps])
+    if memory.polls and not memory.epoch.is_cuda:  # nothing to wait for there
+        memory.check(name)
+    return result

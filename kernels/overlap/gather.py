@@ -1,0 +1,192 @@
+"""All-gather -> GEMM: products with the first shards run while the others are still on their way.
+
+    whole[W S, K] = all-gather(x[S, K])        y[W S, N] = epilogue(whole b[K, N])
+
+Two launches. `_publish_kernel` puts this rank's shard where peers can read it (and into `whole`)
+and publishes it, BLOCK_M rows a part. In `_gather_gemm_kernel` the first programs copy the peers'
+parts into `whole`, each as soon as it is published, and the others walk over the tiles of y in the
+order in which the rows arrive: those of this rank first, which wait for nothing, then those of rank
++ 1, + 2, ... A tile lies in one shard, whatever the shard's length.
+
+Nobody can wait for ever: what publishes waits for nobody, the copying programs wait for peers'
+launches that are over, the tiles for copying programs, which are the first of their grid to start.
+That holds for one program at a time, too: so the interpreter runs it as it is.
+
+`whole` is returned: the gradient of b is a product with it. Remote bytes of a rank: (W - 1) S K
+elements. The epilogue is that of `gemm.fused_gemm`; sums are over K alone, so y is bit by bit that
+of the gathered product at the same tile.
+
+Sources: Chang et al. 2024 (FLUX, arXiv:2406.06858); Zheng et al. 2025 (Triton-distributed,
+arXiv:2504.19442). Limits: not differentiable; shards of one shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+import torch
+
+from warpweave.kernels.gemm.product import find_tile, grid, launch_options, product, tile_at
+from warpweave.kernels.overlap.epilogue import Epilogue, finish
+from warpweave.kernels.overlap.signals import (
+    await_,
+    data_of,
+    flag_of,
+    publish,
+    publish_to_all,
+    this_epoch,
+)
+from warpweave.kernels.overlap.symmetric import SymmetricMemory
+from warpweave.kernels.runtime.dispatch import tl, triton
+
+COPIERS = 16  # programs that copy: enough to fill NVLink, an eighth of the processors (predicted)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def _publish_kernel(
+    x_ptr,
+    whole_ptr,
+    addresses_ptr,
+    epoch_ptr,
+    rank,
+    slots,
+    data,
+    capacity,
+    S,
+    K,
+    stride_xs,
+    stride_xk,
+    world,
+    PEERS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Publish BLOCK_S rows of this rank's shard."""
+    epoch, part = this_epoch(epoch_ptr), tl.program_id(0)
+    own = data_of(addresses_ptr, rank, epoch, data, capacity, x_ptr)
+    s = tl.cast(part, tl.int64) * BLOCK_S + tl.arange(0, BLOCK_S)[:, None]
+    for start in range(0, K, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)[None, :]
+        live = (s < S) & (k < K)
+        x = tl.load(x_ptr + s * stride_xs + k.to(tl.int64) * stride_xk, live, 0.0)
+        tl.store(own + s * K + k, x, live)
+        tl.store(whole_ptr + (tl.cast(rank, tl.int64) * S + s) * K + k, x, live)
+    publish_to_all(addresses_ptr, rank, part, slots, epoch, world, PEERS)
+
+
+@triton.jit(do_not_specialize=["rank", "seed", "site"])
+def _gather_gemm_kernel(
+    whole_ptr,
+    b_ptr,
+    bias_ptr,
+    z_ptr,
+    tokens_ptr,
+    residual_ptr,
+    y_ptr,
+    addresses_ptr,
+    epoch_ptr,
+    error_ptr,
+    rank,
+    slots,
+    data,
+    capacity,
+    seed,
+    site,
+    S,
+    N,
+    K,
+    stride_bk,
+    stride_bn,
+    stride_rm,
+    stride_rn,
+    CURVE: tl.constexpr,
+    GATED: tl.constexpr,
+    THRESHOLD: tl.constexpr,
+    SCALE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    WORLD: tl.constexpr,
+    COPYING: tl.constexpr,
+    POLLS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    epoch, pid = this_epoch(epoch_ptr), tl.program_id(0)
+    parts, columns = tl.cdiv(S, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    if pid < COPYING:
+        # 1. Copy the peers' parts, the next rank's first, as each is published.
+        for index in range(pid, (WORLD - 1) * parts, COPYING):
+            source, part = (rank + 1 + index // parts) % WORLD, index % parts
+            await_(
+                flag_of(addresses_ptr, rank, source, part, slots), epoch,
+                error_ptr, source, part, POLLS, "sys",
+            )  # fmt: skip
+            there = data_of(addresses_ptr, source, epoch, data, capacity, whole_ptr)
+            s = tl.cast(part, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+            for start in range(0, K, BLOCK_K):
+                k = start + tl.arange(0, BLOCK_K)[None, :]
+                live = (s < S) & (k < K)
+                x = tl.load(there + s * K + k, live, 0.0)
+                tl.store(whole_ptr + (tl.cast(source, tl.int64) * S + s) * K + k, x, live)
+            publish(flag_of(addresses_ptr, rank, WORLD + source, part, slots), epoch, "gpu")
+    else:
+        # 2. Multiply what has arrived: shard after shard, own first.
+        each = parts * columns
+        for index in range(pid - COPYING, WORLD * each, tl.num_programs(0) - COPYING):
+            source = (rank + index // each) % WORLD
+            row, col = tile_at(index % each, S, N, BLOCK_M, BLOCK_N, GROUP)
+            if source != rank:
+                part = row // BLOCK_M
+                await_(
+                    flag_of(addresses_ptr, rank, WORLD + source, part, slots), epoch,
+                    error_ptr, source, part, POLLS, "gpu",
+                )  # fmt: skip
+            first = tl.cast(source, tl.int64) * S
+            m, n = first + row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
+            y = product(
+                whole_ptr, b_ptr, m, n, first + S, N, K, K, 1, stride_bk, stride_bn,
+                PRECISION, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+            finish(
+                y, bias_ptr, z_ptr, tokens_ptr, residual_ptr, y_ptr, seed, site, m, col,
+                first + S, N, stride_rm, stride_rn,
+                whole_ptr.dtype.element_ty, CURVE, GATED, THRESHOLD, SCALE,
+            )  # fmt: skip
+
+
+def gather_steps(
+    x: torch.Tensor, b: torch.Tensor, memory: SymmetricMemory, epilogue: Epilogue
+) -> Generator[None, None, tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]]:
+    """(y, z or None, whole), with a yield after each launch; nothing but the size is checked."""
+    (S, K), N, world = x.shape, b.shape[1], memory.world
+    whole = x.new_empty(world * S, K)
+    y, z = epilogue.outputs(whole, N)
+    if whole.numel() == 0:
+        if K == 0 and y.numel():
+            raise ValueError(f"all_gather_gemm needs K >= 1, got x {[*x.shape]}")
+        return y, z, whole
+    tile = find_tile(whole, b, "large")
+    parts = -(-S // tile.m)
+    memory.need("all_gather_gemm", parts, x.numel() * x.element_size())
+    where = (memory.slots, memory.data, memory.capacity)
+    with torch.cuda.device_of(x):
+        _publish_kernel[(parts,)](
+            x, whole, memory.addresses, memory.epoch, memory.rank, *where, S, K, *x.stride(),
+            world, triton.next_power_of_2(world), tile.m, tile.k, num_warps=8, num_stages=1,
+        )  # fmt: skip
+    yield
+    copying = min(COPIERS, (world - 1) * parts)
+    workers = grid(tile, world * S, N, x.device)[0]
+    with torch.cuda.device_of(x):
+        _gather_gemm_kernel[(copying + workers,)](
+            whole, b, *epilogue.pointers(z), y, memory.addresses, memory.epoch, memory.error,
+            memory.rank, *where, *epilogue.key(), S, N, K, *b.stride(), *epilogue.strides(),
+            *epilogue.constants(), epilogue.multiplies(), K % tile.k == 0,
+            world, copying, memory.polls, tile.m, tile.n, tile.k, tile.group,
+            **launch_options(tile, x),
+        )  # fmt: skip
+    memory.advance()
+    yield
+    return y, z, whole

@@ -1,0 +1,145 @@
+"""Symmetric memory: a segment per rank that every rank can read and write, and the epoch it is in.
+
+    segment of a rank:   flags int64[2 W, slots]   data of even epochs   data of odd epochs
+    flags[s, i]          the last epoch in which rank s published its part i to this rank
+    flags[W + s, i]      the last epoch in which part i of rank s arrived in this rank's own memory
+
+A kernel is given the addresses of all W segments, as they are seen from its own rank, and neither a
+process group nor a device: so one kernel serves NVLink peers, W virtual ranks on one device, and
+processes over POSIX shared memory in Triton's interpreter.
+
+Every operation is one epoch, one more than the last, on all ranks alike. Flags only grow, so none
+is ever reset. Data of epoch e and e + 2 lie in the same place, and nobody needs a barrier at the
+end of an operation: each waits for something from every peer, so a rank that has finished epoch
+e + 1 knows that all have begun e + 1, and so have read all they needed of e. Two conditions follow.
+The operations of one memory follow one another on one stream (two streams, or two groups, need two
+memories), and an operation that would wait for nobody, because it is empty, is no epoch. The epoch
+is read from memory by the kernels, so that a captured graph counts on when it is replayed.
+
+Sources: Triton-distributed (Zheng et al. 2025, arXiv:2504.19442) for the alternating halves.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+ALIGNMENT = 256  # bytes: of segments, and of the data in them
+
+
+@dataclass(frozen=True)
+class SymmetricMemory:
+    """One rank's view of the segments of all ranks of a group.
+
+    Attributes:
+        rank, world: this rank, and how many there are.
+        segments: uint8[bytes] of each rank, as this process sees them; zero when nothing has run.
+        addresses: int64[world], where they lie.
+        epoch: int64[1], how many operations have run.
+        error: int64[4], see `check`.
+        slots: parts that a rank may publish in one epoch.
+        capacity: bytes of data in an epoch.
+        polls: how often a wait looks before it gives up; 0 for ever.
+    """
+
+    rank: int
+    world: int
+    segments: tuple[torch.Tensor, ...]  # held here: a mapping ends with its tensor
+    addresses: torch.Tensor
+    epoch: torch.Tensor
+    error: torch.Tensor
+    slots: int
+    capacity: int
+    polls: int = 0
+
+    @property
+    def data(self) -> int:
+        """Where the data of even epochs begins, in bytes."""
+        return _rounded(16 * self.world * self.slots)
+
+    def advance(self) -> None:
+        """End an epoch, in stream order."""
+        self.epoch.add_(1)
+
+    def check(self, name: str) -> None:
+        """Raise TimeoutError if a wait of operation `name` has given up. Waits for the device."""
+        epoch, source, slot, _ = self.error.tolist()
+        if epoch:
+            raise TimeoutError(
+                f"{name} on rank {self.rank} of {self.world}, epoch {epoch}: rank {source} did not "
+                f"publish part {slot} within {self.polls} polls"
+            )
+
+    def need(self, name: str, slots: int, bytes_: int) -> None:
+        """Raise ValueError unless an epoch of operation `name` fits."""
+        if slots > self.slots or bytes_ > self.capacity:
+            raise ValueError(
+                f"{name} on rank {self.rank} of {self.world} needs {slots} parts and {bytes_} "
+                f"bytes of symmetric memory, it has {self.slots} and {self.capacity}"
+            )
+
+
+def segment_bytes(world: int, slots: int, capacity: int) -> int:
+    """Bytes of one rank's segment."""
+    return _rounded(16 * world * slots) + 2 * _rounded(capacity)
+
+
+def _rounded(n: int) -> int:
+    return -(-n // ALIGNMENT) * ALIGNMENT
+
+
+def over_segments(
+    segments: Sequence[torch.Tensor], rank: int, *, slots: int, capacity: int, polls: int
+) -> SymmetricMemory:
+    """The view of `rank` of zeroed uint8 segments, one per rank, that this process can address."""
+    device = segments[rank].device
+    return SymmetricMemory(
+        rank,
+        len(segments),
+        tuple(segments),
+        torch.tensor([segment.data_ptr() for segment in segments], device=device),
+        torch.zeros(1, dtype=torch.int64, device=device),
+        torch.zeros(4, dtype=torch.int64, device=device),
+        slots,
+        _rounded(capacity),
+        polls,
+    )
+
+
+def local_memory(
+    world: int,
+    *,
+    slots: int,
+    capacity: int,
+    device: torch.device | str = "cpu",
+    polls: int = 0,
+) -> list[SymmetricMemory]:
+    """`world` virtual ranks on one device, for tests and for timing a kernel alone."""
+    size = segment_bytes(world, slots, capacity)
+    segments = torch.zeros(world, size, dtype=torch.uint8, device=device)
+    if segments.data_ptr() % ALIGNMENT:  # torch aligns memory of a CPU to 64 bytes only
+        segments = torch.zeros(world * size + ALIGNMENT, dtype=torch.uint8, device=device)
+        segments = segments[-segments.data_ptr() % ALIGNMENT :][: world * size].view(world, size)
+    return [
+        over_segments([*segments], rank, slots=slots, capacity=capacity, polls=polls)
+        for rank in range(world)
+    ]
+
+
+def create_file(path: Path, size: int) -> None:
+    """Make a zeroed file of `size` bytes, all of them reserved: a full /dev/shm is an OSError here
+    and not a bus error at the first write."""
+    number = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+    try:
+        os.posix_fallocate(number, 0, size)
+    finally:
+        os.close(number)
+
+
+def map_file(path: Path, size: int) -> torch.Tensor:
+    """uint8[size], shared with every process that maps the file; it outlives the file's name."""
+    return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)

@@ -1,0 +1,104 @@
+"""Symmetric memory for the ranks of a process group: who makes it, and how the ranks find it.
+
+On CUDA it is torch's (`torch.distributed._symmetric_memory`: NVLink peers of one node); on a CPU,
+for kernels in Triton's interpreter, files in /dev/shm that every rank maps. Both need all ranks on
+one machine. A group needs one memory per stream that it works on, see `kernels.overlap.symmetric`.
+"""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from warpweave.kernels.overlap.symmetric import (
+    SymmetricMemory,
+    create_file,
+    map_file,
+    over_segments,
+    segment_bytes,
+)
+
+FOLDER = Path("/dev/shm")
+POLLS = 1_000_000  # of an interpreter that takes about a tenth of a millisecond for each
+
+
+def symmetric_memory(
+    group: dist.ProcessGroup,
+    device: torch.device | str,
+    *,
+    slots: int,
+    capacity: int,
+    polls: int | None = None,
+) -> SymmetricMemory:
+    """Make the memory of `group`; every rank calls it, with the same numbers.
+
+    Args:
+        group: ranks of one machine.
+        device: this rank's, CUDA or CPU.
+        slots: parts that a rank may publish in one operation: tiles of its rows.
+        capacity: bytes of data in one operation.
+        polls: how often a wait looks before it gives up; 0 for ever. By default a million times on
+            a CPU, a minute or two, and for ever on a GPU.
+
+    Raises:
+        ValueError: the ranks cannot reach one another's memory, or there is too little of it; the
+            same on all ranks.
+    """
+    device = torch.device(device)
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    size = segment_bytes(world, slots, capacity)
+    if device.type == "cuda":
+        return _over_peers(group, device, slots, capacity, polls or 0)
+    token = torch.tensor([secrets.randbits(62)])
+    dist.broadcast(token, group_src=0, group=group)
+    files = [FOLDER / f"warpweave-{token.item():016x}-{peer}" for peer in range(world)]
+    try:
+        problem = _attempt(lambda: create_file(files[rank], size))
+        _agree(problem, group, "make")
+        segments: list[torch.Tensor] = []
+        problem = _attempt(lambda: segments.extend(map_file(file, size) for file in files))
+        _agree(problem, group, "map")
+    finally:  # a mapping outlives the name, and a crash from here on leaves nothing behind
+        files[rank].unlink(missing_ok=True)
+    polls = POLLS if polls is None else polls
+    return over_segments(segments, rank, slots=slots, capacity=capacity, polls=polls)
+
+
+def _attempt(action) -> str:
+    try:
+        action()
+    except (OSError, RuntimeError) as error:
+        return str(error).splitlines()[0]
+    return ""
+
+
+def _agree(problem: str, group: dist.ProcessGroup, verb: str) -> None:
+    """Raise on every rank what went wrong on one."""
+    failed = torch.zeros(dist.get_world_size(group), dtype=torch.int64)
+    failed[dist.get_rank(group)] = bool(problem)
+    dist.all_reduce(failed, group=group)
+    if failed.any():
+        ranks = failed.nonzero().flatten().tolist()
+        raise ValueError(
+            f"symmetric memory: ranks {ranks} cannot {verb} the files of their group in {FOLDER} "
+            f"(the ranks must share one machine): {problem or 'see their own message'}"
+        )
+
+
+def _over_peers(
+    group: dist.ProcessGroup, device: torch.device, slots: int, capacity: int, polls: int
+) -> SymmetricMemory:
+    """Over NVLink, by torch's own symmetric memory."""
+    import torch.distributed._symmetric_memory as symm_mem
+
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    size = segment_bytes(world, slots, capacity)
+    own = symm_mem.empty(size, dtype=torch.uint8, device=device).zero_()
+    handle = symm_mem.rendezvous(own, group)
+    segments = [handle.get_buffer(peer, (size,), torch.uint8) for peer in range(world)]
+    segments[rank] = own
+    handle.barrier()  # all are zero
+    return over_segments(segments, rank, slots=slots, capacity=capacity, polls=polls)

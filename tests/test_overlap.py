@@ -1,0 +1,207 @@
+"""Overlapped products: virtual ranks in one process, and real ones over shared memory."""
+
+import os
+import random
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from close import assert_close_f64, relative_error
+from ranks import run_ranks
+from triton.runtime.interpreter import interpreter_builder
+
+from warpweave.kernels.dropout import Drop
+from warpweave.kernels.gemm import fused_gemm
+from warpweave.kernels.overlap import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter
+from warpweave.kernels.overlap.epilogue import Epilogue
+from warpweave.kernels.overlap.function import (
+    all_gather_gemm_steps,
+    gemm_all_reduce_steps,
+    gemm_reduce_scatter_steps,
+    run_local,
+)
+from warpweave.kernels.overlap.symmetric import local_memory
+from warpweave.parallel.symmetric import symmetric_memory
+
+ROUNDS = 12  # of the three operations, nothing reset between them
+SHAPES = ((1, 1, 1), (5, 7, 3), (33, 40, 17), (64, 32, 64))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_virtual_ranks_gather_and_multiply(world):
+    memories = local_memory(world, slots=64, capacity=1 << 17, polls=3)
+    for S, N, K in SHAPES:
+        x = torch.randn(world, S, K, dtype=torch.float64)
+        b = torch.randn(world, K, N, dtype=torch.float64)
+        steps = [all_gather_gemm_steps(x[r], b[r], memories[r], Epilogue()) for r in range(world)]
+        for r, (y, z, whole) in enumerate(run_local(steps)):
+            memories[r].check("all_gather_gemm")
+            assert torch.equal(whole, x.flatten(0, 1))
+            assert z is None
+            assert_close_f64(y, x.flatten(0, 1) @ b[r], 1e-14)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("op", [gemm_reduce_scatter_steps, gemm_all_reduce_steps])
+def test_virtual_ranks_multiply_and_sum(world, op):
+    memories = local_memory(world, slots=64, capacity=1 << 18, polls=3)
+    for S, N, K in SHAPES:
+        a = torch.randn(world, world * S, K, dtype=torch.float64)
+        b = torch.randn(world, K, N, dtype=torch.float64)
+        y = run_local([op(a[r], b[r], memories[r], Epilogue()) for r in range(world)])
+        whole = torch.einsum("rmk,rkn->mn", a, b)
+        for r in range(world):
+            memories[r].check("sum")
+            own = whole[r * S : (r + 1) * S] if op is gemm_reduce_scatter_steps else whole
+            assert_close_f64(y[r], own, 1e-14)
+
+
+# ---------------------------------------------------------------- real processes
+
+
+def _delay(seed: int) -> None:
+    """From here on atomics of this process take their time, now and then."""
+    draw, atomic = random.Random(seed), interpreter_builder.create_atomic_rmw
+
+    def late(*args):
+        if draw.random() < 0.15:
+            time.sleep(draw.random() * 0.01)
+        return atomic(*args)
+
+    interpreter_builder.create_atomic_rmw = late
+
+
+def _run_shared(rank: int, world: int, rounds: int) -> list:
+    _delay(rank)
+    memory = symmetric_memory(dist.group.WORLD, "cpu", slots=64, capacity=1 << 18)
+    found = []
+    for i in range(rounds):
+        S, N, K = SHAPES[i % len(SHAPES)]
+        torch.manual_seed(i)
+        a = torch.randn(world, world * S, K, dtype=torch.float64)
+        b = torch.randn(world, K, N, dtype=torch.float64)
+        y, _, whole = all_gather_gemm(a[0, rank * S : (rank + 1) * S], b[rank], memory=memory)
+        assert torch.equal(whole, a[0])
+        assert_close_f64(y, a[0] @ b[rank], 1e-14)
+        total = torch.einsum("rmk,rkn->mn", a, b)
+        y = gemm_reduce_scatter(a[rank], b[rank], memory=memory)
+        assert_close_f64(y, total[rank * S : (rank + 1) * S], 1e-14)
+        y = gemm_all_reduce(a[rank], b[rank], memory=memory)
+        assert_close_f64(y, total, 1e-14)
+        found.append(y)
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_real_ranks_over_shared_memory_however_they_are_delayed(world):
+    before = set(os.listdir("/dev/shm"))
+    results = run_ranks(world, _run_shared, world, ROUNDS)
+    assert not [name for name in set(os.listdir("/dev/shm")) - before if "warpweave" in name]
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other))
+
+
+# ---------------------------------------------------------------- epilogues, dtypes, bad input
+
+
+def _alone(op, *operands, **options):
+    """An operation of a single rank."""
+    (memory,) = local_memory(1, slots=64, capacity=1 << 18, polls=3)
+    return op(*operands, memory=memory, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("activation", [None, "gelu", "swiglu"])
+def test_epilogues_are_those_of_the_fused_product(dtype, activation):
+    M, N, K = 19, 24, 37
+    a, b, bias = torch.randn(M, K).to(dtype), torch.randn(K, N).to(dtype), torch.randn(N).to(dtype)
+    width = N // 2 if activation == "swiglu" else N
+    options = {"drop": Drop(0.3, 5, 2, torch.arange(7, 7 + M)), "residual": torch.randn(M, width)}
+    options["residual"] = options["residual"].to(dtype)
+    keep = activation is not None
+    plain = fused_gemm(a, b, bias, activation=activation, keep=keep, impl="triton", **options)
+    y, z, whole = _alone(all_gather_gemm, a, b, bias, activation=activation, keep=keep, **options)
+    assert torch.equal(whole, a)
+    assert torch.equal(y, plain[0])
+    assert torch.equal(z, plain[1]) if keep else z is None
+    if activation is None:
+        for op in (gemm_reduce_scatter, gemm_all_reduce):
+            assert torch.equal(_alone(op, a, b, bias, **options), plain[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_partial_sums_travel_unrounded_unless_asked(dtype):
+    world, a, b = 3, torch.randn(3, 9, 8).to(dtype), torch.randn(3, 8, 5).to(dtype)
+    truth = torch.einsum("rmk,rkn->mn", a.double(), b.double())
+    errors = {}
+    for wire in (None, dtype):
+        memories = local_memory(world, slots=8, capacity=1 << 12, polls=3)
+        epilogue = Epilogue(out_dtype=torch.float32)
+        steps = [
+            gemm_reduce_scatter_steps(a[r], b[r], memories[r], epilogue, wire) for r in range(world)
+        ]
+        errors[wire] = relative_error(torch.cat(run_local(steps)), truth)
+    assert errors[None] < 1e-6 < errors[dtype] < 2 * torch.finfo(dtype).eps
+
+
+def test_an_empty_operation_is_no_epoch():
+    memories = local_memory(2, slots=4, capacity=1 << 10, polls=3)
+    for rows, columns in ((0, 3), (4, 0)):
+        a, b = torch.zeros(rows, 2), torch.zeros(2, columns)
+        y = run_local([gemm_reduce_scatter_steps(a, b, m, Epilogue()) for m in memories])
+        assert y[0].shape == (rows // 2, columns)
+    assert all(m.epoch.item() == 0 for m in memories)
+
+
+def test_a_rank_that_never_comes_is_named():
+    memory, _ = local_memory(2, slots=4, capacity=1 << 10, polls=3)
+    a, b = torch.zeros(4, 2), torch.zeros(2, 3)
+    gone = "on rank 0 of 2, epoch 1: rank 1 did not publish part 0 within 3 polls"
+    with pytest.raises(TimeoutError, match=f"gemm_reduce_scatter {gone}"):
+        gemm_reduce_scatter(a, b, memory=memory)
+    memory, _ = local_memory(2, slots=4, capacity=1 << 10, polls=3)
+    with pytest.raises(TimeoutError, match=f"all_gather_gemm {gone}"):
+        all_gather_gemm(a, b, memory=memory)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda m: all_gather_gemm(torch.zeros(4, 2), torch.zeros(3, 2), memory=m), r"a\[M, K\]"),
+        (
+            lambda m: all_gather_gemm(torch.zeros(99, 64), torch.zeros(64, 2), memory=m),
+            "needs .* parts and 25344 bytes of symmetric memory, it has 2 and 256",
+        ),
+        (
+            lambda m: gemm_reduce_scatter(torch.zeros(5, 2), torch.zeros(2, 3), memory=m),
+            "2 ranks do not divide the rows",
+        ),
+        (
+            lambda m: gemm_all_reduce(
+                torch.zeros(4, 2), torch.zeros(2, 3), memory=m, wire_dtype=torch.int32
+            ),
+            "travel in",
+        ),
+        (
+            lambda m: all_gather_gemm(torch.zeros(4, 2), torch.zeros(2, 3).half(), memory=m),
+            "one floating dtype",
+        ),
+        (
+            lambda m: all_gather_gemm(torch.zeros(4, 2), torch.zeros(2, 3), memory=m, keep=True),
+            "keep=True",
+        ),
+        (
+            lambda m: all_gather_gemm(
+                torch.zeros(4, 2, requires_grad=True), torch.zeros(2, 3), memory=m
+            ),
+            "has no gradient",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_published(call, message):
+    memory, other = local_memory(2, slots=2, capacity=256, polls=3)
+    with pytest.raises(ValueError, match=message):
+        call(memory)
+    assert not memory.segments[0].any()
+    assert not other.segments[1].any()

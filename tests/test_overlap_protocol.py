@@ -1,0 +1,184 @@
+"""The signals between ranks: no race, no deadlock, in every order; and planted faults are found."""
+
+import importlib.util
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from interleavings import Recorder, explore, races
+
+from warpweave.kernels.overlap import gather, scatter
+from warpweave.kernels.overlap.epilogue import Epilogue
+from warpweave.kernels.overlap.symmetric import local_memory
+from warpweave.kernels.runtime.tile_table import KINDS, GemmTile
+from warpweave.kernels.runtime.tiles import pinned
+
+TILE = GemmTile(m=16, n=32, k=16, group=1, residents=1, warps=4, stages=1)
+TILES = {("gemm", 8, kind): TILE for kind in KINDS}
+ONE_TILE, MORE = (2, 3, 2), (17, 33, 2)
+
+
+def _gather(module, world, memory, S, N, K):
+    x, b = torch.randn(S, K, dtype=torch.float64), torch.randn(K, N, dtype=torch.float64)
+    return module.gather_steps(x, b, memory, Epilogue()), (x, b)
+
+
+def _scatter(module, world, memory, S, N, K):
+    a = torch.randn(world * S, K, dtype=torch.float64)
+    b = torch.randn(K, N, dtype=torch.float64)
+    return _sums(module, a, b, memory, world)
+
+
+def _reduce(module, world, memory, S, N, K):
+    a, b = torch.randn(S, K, dtype=torch.float64), torch.randn(K, N, dtype=torch.float64)
+    return _sums(module, a, b, memory, 1)
+
+
+def _sums(module, a, b, memory, owners):
+    options = {"wire": torch.float64, "owners": owners, "name": "sums"}
+    return module.scatter_steps(a, b, memory, Epilogue(), **options), (a, b)
+
+
+OPS = {"gather": (_gather, gather), "scatter": (_scatter, scatter), "reduce": (_reduce, scatter)}
+
+
+def record(names, world, modules=None, sizes=ONE_TILE, streams=1, between=None):
+    """The programs of operations that follow one another on every stream of `world` ranks."""
+    memories = local_memory(world, slots=4, capacity=1 << 14, polls=2)
+    epochs = [[torch.zeros_like(m.epoch) for m in memories] for _ in range(streams)]
+    recorder, kept = Recorder(), []
+    for name in names:
+        build, module = OPS[name]
+        module = (modules or {}).get(name, module)
+        for stream in range(streams):
+            own = [replace(m, epoch=e) for m, e in zip(memories, epochs[stream])]
+            built = [build(module, world, memory, *sizes) for memory in own]
+            kept.append(built)  # memory that is used again would look like a conflict
+            left = {rank: steps for rank, (steps, _) in enumerate(built)}
+            while left:
+                for rank, step in [*left.items()]:
+                    recorder.launch(rank, stream, own[rank].epoch.item() + 1)
+                    try:
+                        with recorder.recording(), pinned(TILES):
+                            next(step)
+                    except StopIteration as end:
+                        kept.append(end.value)
+                        del left[rank]
+            if between is not None:
+                between(own)
+    return recorder.programs
+
+
+@pytest.mark.parametrize(
+    ("names", "world", "residents"),
+    [
+        (("gather",) * 3, 2, 9),
+        (("scatter",) * 3, 2, 9),
+        (("reduce",) * 3, 2, 9),
+        (("gather", "scatter", "gather", "reduce"), 2, 2),
+        (("gather",) * 3, 3, 1),
+        (("scatter",) * 3, 3, 1),
+        (("reduce",) * 3, 3, 1),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, tuple) else str(value),
+)
+def test_no_order_of_events_is_wrong(names, world, residents):
+    programs = record(names, world)
+    assert races(programs) == []
+    found = explore(programs, residents=residents)
+    print(names, world, residents, found.states)
+    assert found.problems == []
+    assert found.states > 100
+
+
+# ---------------------------------------------------------------- faults
+
+
+def planted(folder, *edits):
+    """gather and scatter as new modules, with edits (file, old, new) of the room's files."""
+    texts = {}
+    for name in ("signals", "gather", "scatter"):
+        texts[name] = (Path(gather.__file__).parent / f"{name}.py").read_text()
+    for file, old, new in edits:
+        assert texts[file].count(old) >= 1, f"the plant is out of date: {old!r} in {file}"
+        texts[file] = texts[file].replace(old, new)
+    made = {}
+    for name, text in texts.items():
+        path = folder / f"planted_{name}.py"
+        path.write_text(text.replace("warpweave.kernels.overlap.signals", "planted_signals"))
+        spec = importlib.util.spec_from_file_location(f"planted_{name}", path)
+        made[name] = importlib.util.module_from_spec(spec)
+        sys.modules[f"planted_{name}"] = made[name]
+        spec.loader.exec_module(made[name])
+    return {"gather": made["gather"], "scatter": made["scatter"], "reduce": made["scatter"]}
+
+
+@pytest.fixture
+def clean_modules():
+    """What a plant imports is forgotten."""
+    yield
+    for name in ("signals", "gather", "scatter"):
+        sys.modules.pop(f"planted_{name}", None)
+
+
+AWAIT = """            await_(
+                flag_of(addresses_ptr, rank, source, part, slots), epoch,
+                error_ptr, source, part, POLLS, "sys",
+            )  # fmt: skip
+"""
+STORE = "            tl.store(there + tl.cast(rank, tl.int64) * S * N + at, y, live)\n"
+BULK = """            block = tl.make_tensor_descriptor(
+                there + tl.cast(rank, tl.int64) * S * N, [S, N], [N, 1], [BLOCK_M, BLOCK_N]
+            )
+            block.store([row.to(tl.int32), col.to(tl.int32)], y)
+"""
+BARRIER = "    tl.debug_barrier()\n    tl.atomic_xchg"
+FAULTS = {
+    "a wait removed": ("gather", "gather", AWAIT, ""),
+    "no barrier before a release": ("gather", "signals", BARRIER, "    tl.atomic_xchg"),
+    "a relaxed release": ("scatter", "signals", 'sem="release"', 'sem="relaxed"'),
+    "a relaxed acquire": ("reduce", "signals", 'sem="acquire"', 'sem="relaxed"'),
+    "no barrier after an acquire": (
+        "scatter", "signals", "epoch)\n    tl.debug_barrier()", "epoch)",
+    ),
+    "the scope of one device": ("reduce", "scatter", '"sys"', '"gpu"'),
+    "no parity": ("scatter", "signals", "(epoch % 2)", "(epoch * 0)"),
+    "one flag for all tiles": ("scatter", "signals", "slots + slot", "slots + slot * 0"),
+    "an asynchronous store published": ("scatter", "scatter", STORE, BULK),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_found_by_clocks_and_by_search(name, tmp_path, clean_modules):
+    op, *edit = FAULTS[name]
+    sizes = MORE if "tiles" in name else (2, 4, 2)
+    programs = record((op,) * 3, 2, planted(tmp_path, edit), sizes)
+    assert races(programs)
+    assert any("race" in problem for problem in explore(programs, residents=9).problems)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_two_streams_need_two_memories(op):
+    programs = record((op,) * 2, 2, streams=2)
+    assert races(programs)
+    assert any("race" in problem for problem in explore(programs, residents=9).problems)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_an_epoch_that_a_replay_repeats_is_found(op):
+    programs = record((op,) * 3, 2, between=lambda memories: [m.epoch.zero_() for m in memories])
+    assert races(programs)
+    assert any("race" in problem for problem in explore(programs, residents=9).problems)
+
+
+def test_copying_programs_that_start_last_deadlock_where_few_run_at_once(tmp_path, clean_modules):
+    edit = (
+        "gather",
+        "tl.program_id(0)\n    parts",
+        "tl.num_programs(0) - 1 - tl.program_id(0)\n    parts",
+    )
+    programs = record(("gather",), 2, planted(tmp_path, edit))
+    assert explore(programs, residents=9).problems == []
+    assert explore(programs, residents=1).problems == ["deadlock"]
