@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from warpweave.gpt import GPTConfig
+from warpweave.config import GPTConfig, ParallelPlan
 from warpweave.parallel.context import Strategy
 from warpweave.parallel.layout import Kind
 from warpweave.parallel.mesh import AXES, Mesh
@@ -120,6 +120,20 @@ class Layout:
     def micro_batch_size(self) -> int:
         """Sequences in a micro-batch."""
         return self.sizes.samples // self.mesh.dp // self.microbatches
+
+    @property
+    def plan(self) -> ParallelPlan:
+        """What the engine is told of it."""
+        return ParallelPlan(
+            zero=self.zero,
+            schedule=self.schedule,
+            chunks=self.chunks,
+            microbatches=self.microbatches,
+            sequence_parallel=self.sequence_parallel,
+            recompute=self.recompute,
+            layout=self.layout,
+            cp_strategy=self.strategy,
+        )
 
     @property
     def model(self) -> GPTConfig:

@@ -46,6 +46,7 @@ from warpweave.kernels.runtime.dispatch import choose
 from warpweave.launch import join, launch, reported, under_torchrun
 from warpweave.layouts import Layout, Recompute, Schedule, Sizes, Style, draw, table
 from warpweave.parallel.context import Strategy
+from warpweave.parallel.data.optimizer import AdamW
 from warpweave.parallel.layout import Kind
 from warpweave.parallel.mesh import ConnectedMesh, Mesh
 from warpweave.parallel.shard import ParamRecord
@@ -271,21 +272,14 @@ def prove_layout(layout: Layout, mesh: ConnectedMesh, timeout: float = 60.0) -> 
     engine = Engine(
         layout.model,
         mesh,
-        microbatches=layout.microbatches,
+        layout.plan,
         micro_batch_size=layout.micro_batch_size,
-        zero=layout.zero,
-        schedule=layout.schedule,
-        chunks=layout.chunks,
-        sequence_parallel=layout.sequence_parallel,
-        recompute=layout.recompute,
-        strategy=layout.strategy,
-        layout=layout.layout,
         dtype=DTYPES[layout.dtype],
         seed=sizes.seed,
+        rule=AdamW(**ADAMW, impl=layout.impl),
         clip=CLIP,
         impl=layout.impl,
         timeout=timeout,
-        **ADAMW,
     )
     found = _Comparison(layout)
     shape = (layout.mesh.dp, layout.microbatches, layout.micro_batch_size)
@@ -451,7 +445,7 @@ class ProveConfig:
             for d in dtypes
         ]
         for layout in every:
-            layout.model.check(layout.mesh, zigzag=layout.layout == "zigzag")
+            layout.model.check(layout.mesh, layout.plan)
         return sorted(every, key=lambda layout: -layout.mesh.world)
 
 

@@ -43,14 +43,18 @@ from warpweave.engine import Engine
 from warpweave.gpt import GPT
 from warpweave.launch import Session, join, launch, leave, reported, say, under_torchrun
 from warpweave.metrics import Metrics
+from warpweave.parallel.data.optimizer import AdamW
 from warpweave.parallel.shard import ParamRecord
 from warpweave.train_config import CHECKPOINTS, DTYPES, TrainConfig, learning_rate
 
 # Dense 16-bit FLOP/s of NVIDIA's data sheets, by a part of the device's name.
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 
-# What must stay as it was for a resumed run to be the same run.
-_SETTINGS = ("steps", "lr", "min_lr", "warmup", "weight_decay", "clip", "dtype")
+
+def _settings(config: TrainConfig) -> dict[str, Any]:
+    """What must stay as it was for a resumed run to be the same run, as JSON has it."""
+    names = ("steps", "lr", "min_lr", "warmup", "eps", "weight_decay", "clip", "dtype")
+    return {name: getattr(config, name) for name in names} | {"betas": list(config.betas)}
 
 
 class TrainingStopped(RuntimeError):
@@ -105,24 +109,19 @@ class Trainer:
         self.engine = Engine(
             self.model,
             self.mesh,
-            microbatches=config.microbatches,
+            config.plan,
             micro_batch_size=config.batch,
-            zero=config.zero,
-            schedule=config.schedule,
-            chunks=config.chunks,
-            sequence_parallel=config.sequence_parallel,
-            recompute=config.recompute,
-            layout=config.layout,
             dtype=DTYPES[config.dtype],
             device=session.device,
             seed=config.seed,
-            weight_decay=config.weight_decay,
+            rule=AdamW(config.betas, config.eps, config.weight_decay, config.impl),
             clip=config.clip or None,
+            impl=config.impl,
             timeout=config.timeout,
         )
         self.step, self.stopped = 0, False
         self.checkpoint: Path | None = None
-        self.sequences_per_step = config.mesh.dp * config.microbatches * config.batch
+        self.sequences_per_step = config.mesh.dp * config.plan.microbatches * config.batch
         self.tokens_per_step = self.sequences_per_step * self.model.seq_len
         self.peak_memory: list[float] = []
         if config.resume:
@@ -131,12 +130,13 @@ class Trainer:
 
     def describe(self) -> str:
         """Where and what this run trains, in one line."""
-        c, m = self.config, self.config.mesh
+        c, m, plan = self.config, self.config.mesh, self.config.plan
         count = sum(p.numel() for p in GPT(self.model, device="meta").parameters())
         ranks = "1 rank" if m.world == 1 else f"{m.world} ranks"
         return (
             f"{ranks} ({self.session.where}), dp={m.dp} tp={m.tp} cp={m.cp} pp={m.pp}, "
-            f"ZeRO {c.zero}, {c.schedule} with {c.microbatches} micro-batches of {c.batch}; "
+            f"ZeRO {plan.zero}, {plan.schedule} with {plan.microbatches} micro-batches of "
+            f"{c.batch}; "
             f"{count:,} parameters in {c.dtype}, {self.tokens_per_step:,} tokens per step"
             + (f"; resumed at step {self.step}" if c.resume else "")
         )
@@ -222,7 +222,7 @@ class Trainer:
 
     def _batch(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
         """This data replica's samples of a step: tokens and labels [m, b, S], sample ids [m, b]."""
-        m, b, dp = self.config.microbatches, self.config.batch, self.mesh.index("dp")
+        m, b, dp = self.config.plan.microbatches, self.config.batch, self.mesh.index("dp")
         ids = torch.arange(dp * m * b, (dp + 1) * m * b)
         tokens, labels = self.train_data.batch(step, ids.tolist())
         device = self.session.device
@@ -293,7 +293,7 @@ class Trainer:
                 "sequences_per_step": self.sequences_per_step,
             },
             "optimizer": self.engine.optimizer.state(),
-            "settings": {name: getattr(self.config, name) for name in _SETTINGS},
+            "settings": _settings(self.config),
         }
         self.checkpoint = save_checkpoint(
             self._folder,
@@ -301,7 +301,7 @@ class Trainer:
             self._tensors(),
             config=dataclasses.asdict(self.model),
             state=state,
-            mesh=dataclasses.asdict(self.config.mesh) | {"zero": self.config.zero},
+            mesh=dataclasses.asdict(self.config.mesh) | {"zero": self.config.plan.zero},
             group=self.mesh.group("world"),
             keep=self.config.keep,
         )
@@ -354,9 +354,10 @@ class Trainer:
                 f"{reader.path} was trained with seed {reader.state['seed']}, "
                 f"now {self.config.seed}"
             )
-        now = {name: getattr(self.config, name) for name in _SETTINGS}
-        now["sequences_per_step"] = self.sequences_per_step
-        before = reader.state["settings"] | {"sequences_per_step": saved["sequences_per_step"]}
+        now = _settings(self.config) | {"sequences_per_step": self.sequences_per_step}
+        # A setting that was no option yet had what is now its default.
+        before = _settings(TrainConfig()) | reader.state["settings"]
+        before["sequences_per_step"] = saved["sequences_per_step"]
         differing = [f"{k}: saved {before.get(k)}, now {v}" for k, v in now.items()
                      if before.get(k) != v]  # fmt: skip
         if differing and self.session.rank == 0:
@@ -389,7 +390,7 @@ class Trainer:
             "steps": self.step,
             "tokens_per_second": round(rate, 1),
             "mesh": dataclasses.asdict(self.config.mesh),
-            "zero": self.config.zero,
+            "zero": self.config.plan.zero,
             "checkpoint": str(self.checkpoint),
             "plot": str(plot),
         }
