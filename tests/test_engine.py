@@ -13,6 +13,7 @@ from ranks import run_ranks
 
 from warpweave.config import GPTConfig, ParallelPlan
 from warpweave.engine import Engine
+from warpweave.kernels.runtime import dispatch
 from warpweave.parallel.mesh import AXES, ConnectedMesh, Mesh, single
 from warpweave.plain_gpt import PlainConfig, plain_gpt_logits, plain_gpt_loss, plain_init
 
@@ -203,6 +204,7 @@ REFUSED = {
     "clip must be positive, or None": (CONFIG, _place(), {"clip": 0.0}),
     "recompute must be one of none, selective, full": (CONFIG, _place(), {"recompute": "all"}),
     "layout must be one of": (CONFIG, _place(), {"layout": "spiral"}),
+    "impl must be None, .triton. or .torch., got 'cuda'": (CONFIG, _place(), {"impl": "cuda"}),
     "kv_heads = 4 does not divide by tp = 3": (CONFIG, _place(tp=3), {}),
     "kv_heads = 2 does not divide by tp = 4": (LLAMA, _place(tp=4), {}),
     "hidden = 21 does not divide by tp = 2": (GPTConfig(**SIZES, hidden=21), _place(tp=2), {}),
@@ -219,6 +221,13 @@ def test_what_does_not_fit_is_refused_in_one_line_before_anything_is_sent(messag
     config, mesh, options = REFUSED[message]
     with pytest.raises(ValueError, match=message) as caught:
         _engine(config, mesh, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_kernels_that_cannot_run_here_are_refused_before_the_first_step(monkeypatch):
+    monkeypatch.setattr(dispatch, "INTERPRET", False)
+    with pytest.raises(ValueError, match="set TRITON_INTERPRET=1 before importing") as caught:
+        _engine(CONFIG, single(), impl="triton")
     assert "\n" not in str(caught.value)
 
 

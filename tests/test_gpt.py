@@ -151,6 +151,13 @@ def test_unknown_recomputation_and_layout_are_refused():
         GPT(CONFIGS["gpt2"], plan=ParallelPlan(layout="spiral"))
 
 
+def test_the_plans_words_arrive_in_every_block():
+    plan = ParallelPlan(cp_strategy="gather", recompute="selective")
+    for chosen, strategy, recomputed in ((plan, "gather", "up"), (ParallelPlan(), "auto", None)):
+        for block in GPT(CONFIGS["gpt2"], plan=chosen, device="meta").blocks.values():
+            assert (block.attention.strategy, block.mlp.recompute) == (strategy, recomputed)
+
+
 @pytest.mark.parametrize(
     ("name", "count"),
     [

@@ -642,12 +642,12 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path, capsys):
 
 def test_two_jobs_cannot_share_a_folder(tmp_path, capsys):
     config = _config(tmp_path)
-    with train._alone(config.out), pytest.raises(SystemExit) as caught:
+    with train._locked(config.out), pytest.raises(SystemExit) as caught:
         train.main(_arguments(config))
     assert caught.value.code == 2
     assert f"another job is training into {config.out}" in capsys.readouterr().err
     with contextlib.ExitStack() as stack:  # and the folder is free again
-        stack.enter_context(train._alone(config.out))
+        stack.enter_context(train._locked(config.out))
 
 
 def test_torchruns_other_ranks_stay_silent_about_a_mesh_that_does_not_fit(

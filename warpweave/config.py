@@ -16,6 +16,9 @@ from warpweave.parallel.context import Strategy
 from warpweave.parallel.layout import Kind, SequenceLayout
 from warpweave.parallel.mesh import Mesh
 
+ScheduleName = Literal["gpipe", "1f1b", "interleaved"]
+Recompute = Literal["none", "selective", "full"]
+
 
 def _check_words(record: GPTConfig | ParallelPlan) -> None:
     """Raise ``ValueError`` if a field that is one of several words holds another."""
@@ -45,12 +48,12 @@ class ParallelPlan:
     """
 
     zero: Literal[0, 1, 2, 3] = 1
-    schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
+    schedule: ScheduleName = "1f1b"
     chunks: int = 1
     microbatches: int = 1
     early_gradients: bool = True
     sequence_parallel: bool = True
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Recompute = "none"
     layout: Kind = "zigzag"
     cp_strategy: Strategy = "auto"
 

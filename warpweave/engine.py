@@ -304,11 +304,7 @@ class Engine:
         The loss decides where it is to blame; gradients are named when every loss was finite.
         """
         flags = torch.stack([~self.finite, ~self.optimizer.finite.bool()]).to(torch.int32)
-        every = [flags]
-        if self.mesh.group("world") is not None:
-            every = [torch.empty_like(flags) for _ in range(self.mesh.size("world"))]
-            dist.all_gather(every, flags)
-        table = torch.stack(every).tolist()
+        table = gather(flags[None], self.mesh.group("world")).tolist()
         by_loss = [rank for rank, (loss, _) in enumerate(table) if loss]
         return by_loss or [rank for rank, (_, gradient) in enumerate(table) if gradient]
 

@@ -91,30 +91,34 @@ class GPT(nn.Module):
         here = mesh.index("pp")
         self.stages = tuple(s for s, rank in enumerate(self.placement) if rank == here)
         self.first, self.last = self.placement[0] == here, self.placement[-1] == here
-        where = {"device": device, "dtype": dtype}
+        factory = {"device": device, "dtype": dtype}
         cut = {"mesh": mesh, "sequence_parallel": self.sequence_parallel}
 
         if self.first or (self.last and config.tied):
-            self.embedding = VocabParallelEmbedding(config.vocab_size, config.width, **where, **cut)
+            self.embedding = VocabParallelEmbedding(
+                config.vocab_size, config.width, **factory, **cut
+            )
         if self.first and config.positions == "learned":
             self.positions = PositionEmbedding(
-                config.seq_len, config.width, **where, partial=self.sequence_parallel
+                config.seq_len, config.width, **factory, partial=self.sequence_parallel
             )
         self.blocks = nn.ModuleDict(
-            {str(i): self._block(i, where | cut) for s in self.stages for i in self.layers_of(s)}
+            {str(i): self._block(i, factory | cut) for s in self.stages for i in self.layers_of(s)}
         )
         if self.last:
             norm = RMSNorm if config.norm == "rms" else LayerNorm
             extra = {} if config.norm == "rms" else {"bias": config.bias}
             self.final_norm = norm(
-                config.width, config.norm_eps, **where, **cut, **extra, impl=impl
+                config.width, config.norm_eps, **factory, **cut, **extra, impl=impl
             )
             if not config.tied:
-                self.head = VocabParallelEmbedding(config.vocab_size, config.width, **where, **cut)
+                self.head = VocabParallelEmbedding(
+                    config.vocab_size, config.width, **factory, **cut
+                )
             self.loss = VocabParallelLinearCrossEntropy(config.vocab_size, **cut, impl=impl)
         self.initialise(seed)
 
-    def _block(self, i: int, where: dict) -> TransformerBlock:
+    def _block(self, i: int, options: dict) -> TransformerBlock:
         c = self.config
         return TransformerBlock(
             c.width,
@@ -132,7 +136,7 @@ class GPT(nn.Module):
             selective=self.plan.recompute == "selective",
             out_init=0.02 / math.sqrt(2 * c.layers),
             impl=self.impl,
-            **where,
+            **options,
         )
 
     def layers_of(self, stage: int) -> range:

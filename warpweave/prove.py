@@ -40,11 +40,12 @@ import torch.distributed as dist
 import tyro
 from torch import Tensor
 
+from warpweave.config import Recompute, ScheduleName
 from warpweave.engine import Engine
 from warpweave.gpt import PRESETS, GPTConfig
 from warpweave.kernels.runtime.dispatch import choose
 from warpweave.launch import join, launch, reported, under_torchrun
-from warpweave.layouts import Layout, Recompute, Schedule, Sizes, Style, draw, table
+from warpweave.layouts import Layout, Sizes, Style, draw, table
 from warpweave.parallel.context import Strategy
 from warpweave.parallel.data.optimizer import AdamW
 from warpweave.parallel.layout import Kind
@@ -373,7 +374,7 @@ class ProveConfig:
     """Pipeline stages."""
     zero: Literal[0, 1, 2, 3] = 0
     """ZeRO stage over dp x cp."""
-    schedule: Schedule = "1f1b"
+    schedule: ScheduleName = "1f1b"
     """Order of the micro-batches in a pipeline."""
     sequence_parallel: bool = True
     """With tp > 1, cut the residual stream's tokens over the tensor ranks."""

@@ -43,6 +43,7 @@ from warpweave.engine import Engine
 from warpweave.gpt import GPT
 from warpweave.launch import Session, join, launch, leave, reported, say, under_torchrun
 from warpweave.metrics import Metrics
+from warpweave.parallel.collectives import gather
 from warpweave.parallel.data.optimizer import AdamW
 from warpweave.parallel.shard import ParamRecord
 from warpweave.train_config import CHECKPOINTS, DTYPES, TrainConfig, learning_rate
@@ -61,7 +62,7 @@ class TrainingStopped(RuntimeError):
     """Training cannot go on: a loss or gradient that is not a number."""
 
 
-_COMMON = (TrainingStopped, CheckpointError)  # all ranks raise these alike
+_RAISED_BY_ALL = (TrainingStopped, CheckpointError)  # on every rank alike
 
 
 class Interrupt:
@@ -196,12 +197,7 @@ class Trainer:
         if not math.isfinite(loss) or (not math.isfinite(norm) and not overflow):
             self._stop(loss, norm)
         self.step += 1
-        row = {
-            "step": self.step,
-            "loss": loss,
-            "grad_norm": None if overflow else norm,
-            "lr": lr,
-        }
+        row = {"step": self.step, "loss": loss, "grad_norm": None if overflow else norm, "lr": lr}
         return row, time.perf_counter() - began, interrupts > 0
 
     def _log(self, bar: tqdm, row: dict[str, Any], seconds: float) -> None:
@@ -224,11 +220,13 @@ class Trainer:
         """This data replica's samples of a step: tokens and labels [m, b, S], sample ids [m, b]."""
         m, b, dp = self.config.plan.microbatches, self.config.batch, self.mesh.index("dp")
         ids = torch.arange(dp * m * b, (dp + 1) * m * b)
-        tokens, labels = self.train_data.batch(step, ids.tolist())
-        device = self.session.device
-        shape = (m, b, self.model.seq_len)
-        tokens, labels = tokens.view(shape), labels.view(shape)
-        return tokens.to(device), labels.to(device), ids.view(m, b).to(device)
+        tokens, labels = self._micro_batches(*self.train_data.batch(step, ids.tolist()))
+        return tokens, labels, ids.view(m, b).to(self.session.device)
+
+    def _micro_batches(self, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Samples [n * b, S] as micro-batches [n, b, S], on the device."""
+        shape, device = (-1, self.config.batch, self.model.seq_len), self.session.device
+        return tokens.view(shape).to(device), labels.view(shape).to(device)
 
     def _stop(self, loss: float, norm: float, what: str = "loss") -> NoReturn:
         """Raise on every rank, naming the ranks whose loss or gradients are no longer numbers."""
@@ -260,13 +258,9 @@ class Trainer:
         c = self.config
         count = c.eval_batches * c.batch
         dp = self.mesh.index("dp")
-        tokens, labels = self.val_data.fixed_batch(
-            range(dp * count, (dp + 1) * count), count=count * c.mesh.dp
-        )
-        shape = (c.eval_batches, c.batch, self.model.seq_len)
-        device = self.session.device
-        loss = self.engine.evaluate(tokens.view(shape).to(device), labels.view(shape).to(device))
-        value = float(loss)
+        mine = range(dp * count, (dp + 1) * count)
+        samples = self.val_data.fixed_batch(mine, count=count * c.mesh.dp)
+        value = float(self.engine.evaluate(*self._micro_batches(*samples)))
         if not math.isfinite(value):
             self._stop(value, 0.0, "validation loss")
         self.peak_memory = self._peak_memory()
@@ -410,11 +404,7 @@ class Trainer:
             unit = 2**20 if sys.platform == "darwin" else 2**10
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
         mine = torch.tensor([peak], device=self.session.device)
-        if self.mesh.group("world") is None:
-            return mine.tolist()
-        every = [torch.empty_like(mine) for _ in range(self.session.world)]
-        dist.all_gather(every, mine)
-        return [float(m) for m in every]
+        return gather(mine, self.mesh.group("world")).tolist()
 
 
 def _key(seed: int, step: int) -> int:
@@ -423,7 +413,7 @@ def _key(seed: int, step: int) -> int:
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def _locked(folder: Path) -> Iterator[None]:
     """Hold the folder, so that two jobs cannot write into it; the system lets go at any exit."""
     import fcntl
 
@@ -458,10 +448,10 @@ def train_rank(config: TrainConfig, port: int | None = None) -> int:
         say(f"rank {os.environ.get('RANK', '0')} found no way to the others: {error}")
         sys.exit(1)
     interrupt.listen()  # not earlier under torchrun, which ends ranks that still wait by SIGTERM
-    with reported(session, _COMMON, refused=(ValueError, CheckpointError)):
+    with reported(session, _RAISED_BY_ALL, refused=(ValueError, CheckpointError)):
         session.beat(0, "start")
         trainer = Trainer(config, session, interrupt)
-    with reported(session, _COMMON):
+    with reported(session, _RAISED_BY_ALL):
         if session.rank == 0:
             say(trainer.describe())
         result = trainer.run()
@@ -481,7 +471,7 @@ def main(argv: list[str] | None = None) -> None:
         config = config.for_ranks(int(os.environ["WORLD_SIZE"]) if torchrun else config.mesh.world)
         if local_rank == 0:  # the others wait for it in `join`, and find its tokens in the cache
             config.check()
-        with _alone(config.out) if rank == 0 else nullcontext():
+        with _locked(config.out) if rank == 0 else nullcontext():
             if torchrun:
                 train_rank(config)
                 code = 0
