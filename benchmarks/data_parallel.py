@@ -25,8 +25,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from warpweave.config import ParallelPlan
 from warpweave.engine import Engine
 from warpweave.gpt import GPT, GPTConfig
+from warpweave.parallel.data.optimizer import AdamW
 from warpweave.parallel.mesh import Mesh
 
 CLAIM = "On 2 gloo ranks, our data parallelism and ZeRO-3 take no longer than torch DDP and FSDP2."
@@ -113,8 +115,8 @@ class Ours:
 
     def __init__(self, config: GPTConfig, batch: int, zero: int, mesh: Any) -> None:
         self.engine = Engine(
-            config, mesh, micro_batch_size=batch, zero=zero, betas=BETAS, eps=EPS,
-            weight_decay=DECAY, clip=CLIP,
+            config, mesh, ParallelPlan(zero=zero), micro_batch_size=batch,
+            rule=AdamW(BETAS, EPS, DECAY), clip=CLIP,
         )  # fmt: skip
         self.ids = torch.arange(batch)[None] + dist.get_rank() * batch
 

@@ -29,6 +29,7 @@ from torch import Tensor
 from warpweave.engine import Engine
 from warpweave.gpt import GPT, PRESETS, GPTConfig
 from warpweave.kernels import cost
+from warpweave.parallel.data.optimizer import AdamW
 from warpweave.parallel.mesh import single
 from warpweave.train import PEAK_FLOPS
 from warpweave.tune.timing import interleave
@@ -63,8 +64,8 @@ class Ours:
         self.config, self.dtype = config, some.dtype
         self.engine = Engine(
             config, single(), micro_batch_size=batch, dtype=some.dtype, device=some.device,
-            betas=step_baselines.BETAS, eps=step_baselines.EPS, clip=step_baselines.CLIP,
-            weight_decay=step_baselines.DECAY, impl=impl,
+            rule=AdamW(step_baselines.BETAS, step_baselines.EPS, step_baselines.DECAY, impl),
+            clip=step_baselines.CLIP, impl=impl,
         )  # fmt: skip
         self.engine.load("param", lambda record: self._ours(record.name, weights[record.name]))
         self.ids = torch.arange(batch, device=some.device).unsqueeze(0)

@@ -17,9 +17,11 @@ from harness import Report, assert_equal, header, interleave, parser, results_fo
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
+from warpweave.config import ParallelPlan
 from warpweave.engine import Engine
 from warpweave.gpt import GPT, GPTConfig
 from warpweave.layers.context import TokenContext
+from warpweave.parallel.data.optimizer import AdamW
 from warpweave.parallel.mesh import ConnectedMesh, Mesh
 
 CLAIM = "On 2 gloo ranks, our 1F1B takes no longer than torch.distributed.pipelining's."
@@ -102,8 +104,8 @@ class Ours:
 
     def __init__(self, config: GPTConfig, batch: int, mesh: ConnectedMesh) -> None:
         self.engine = Engine(
-            config, mesh, microbatches=MICROBATCHES, micro_batch_size=batch, schedule="1f1b",
-            betas=BETAS, eps=EPS, weight_decay=DECAY, clip=CLIP,
+            config, mesh, ParallelPlan(microbatches=MICROBATCHES), micro_batch_size=batch,
+            rule=AdamW(BETAS, EPS, DECAY), clip=CLIP,
         )  # fmt: skip
         self.ids = torch.arange(MICROBATCHES * batch).view(MICROBATCHES, batch)
 

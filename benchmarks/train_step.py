@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from warpweave.engine import Engine
 from warpweave.gpt import GPTConfig
+from warpweave.parallel.data.optimizer import AdamW
 from warpweave.parallel.mesh import single
 from warpweave.parallel.shard import ParamRecord
 
@@ -102,8 +103,7 @@ class Ours:
 
     def __init__(self, config: GPTConfig, batch: int) -> None:
         self.engine = Engine(
-            config, single(), micro_batch_size=batch, betas=BETAS, eps=EPS, weight_decay=DECAY,
-            clip=CLIP,
+            config, single(), micro_batch_size=batch, rule=AdamW(BETAS, EPS, DECAY), clip=CLIP
         )  # fmt: skip
         self.ids = torch.arange(batch).unsqueeze(0)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 import tyro
 
+from warpweave.config import ParallelPlan
 from warpweave.engine import Engine
 from warpweave.gpt import GPTConfig
 from warpweave.launch import join
@@ -37,8 +38,7 @@ def main(config: Config) -> float:
     engine = Engine(
         model,
         mesh,
-        zero=config.zero,
-        microbatches=microbatches,
+        ParallelPlan(zero=config.zero, microbatches=microbatches),
         micro_batch_size=samples // microbatches,
         device=session.device,
     )

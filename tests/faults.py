@@ -629,8 +629,8 @@ FAULTS = (
     Fault(
         "train-init-seed",
         "warpweave/train.py",
-        "            seed=config.seed,\n            weight_decay",
-        "            weight_decay",
+        "            seed=config.seed,\n            rule",
+        "            rule",
         "every seed starts from the same weights",
     ),
     Fault(
@@ -643,8 +643,8 @@ FAULTS = (
     Fault(
         "config-no-dropout",
         "warpweave/train_config.py",
-        '"hidden", "seq_len", "dropout")',
-        '"hidden", "seq_len")',
+        "items() if value is not None}",
+        'items() if value is not None and name != "dropout"}',
         "--dropout is taken and ignored",
     ),
     Fault(
@@ -877,9 +877,9 @@ FAULTS = (
     ),
     Fault(
         "prove-recompute",
-        "warpweave/prove/proof.py",
-        "        recompute=layout.recompute,\n        strategy",
-        "        strategy",
+        "warpweave/prove/layouts.py",
+        "            recompute=self.recompute,\n",
+        "",
         "every layout is proven without recomputation",
     ),
     Fault(

@@ -26,6 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 from triton.runtime.jit import JITFunction
 
+from warpweave.config import ParallelPlan
 from warpweave.engine import Engine
 from warpweave.gpt import GPTConfig
 from warpweave.kernels.runtime import dispatch
@@ -96,9 +97,8 @@ def train(
             engine = Engine(
                 GPTConfig(**SIZES, **STYLES[style]),
                 connected,
-                microbatches=MICROBATCHES,
+                ParallelPlan(microbatches=MICROBATCHES, zero=zero),
                 micro_batch_size=BATCH,
-                zero=zero,
                 dtype=dtype,
                 device=torch.device(DEVICE, 0),
                 impl=impl,

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
+from warpweave.config import GPTConfig, ParallelPlan
 from warpweave.engine import Engine
-from warpweave.gpt import GPTConfig
+from warpweave.kernels.runtime import dispatch
 from warpweave.parallel.mesh import AXES, ConnectedMesh, Mesh, single
 from warpweave.plain_gpt import PlainConfig, plain_gpt_logits, plain_gpt_loss, plain_init
 
@@ -33,8 +34,10 @@ MESHES = {  # mesh, sequence parallelism, ZeRO stage, schedule, recomputation
 
 def _engine(config: GPTConfig, mesh, **options) -> Engine:
     dp = mesh.size("dp")
-    sizes = {"microbatches": 2, "micro_batch_size": SAMPLES // dp // 2}
-    return Engine(config, mesh, **(sizes | {"dtype": torch.float64, "seed": 3} | options))
+    own = {"micro_batch_size": SAMPLES // dp // 2, "dtype": torch.float64, "seed": 3}
+    names = [field.name for field in dataclasses.fields(ParallelPlan) if field.name in options]
+    plan = ParallelPlan(**{"microbatches": 2} | {name: options.pop(name) for name in names})
+    return Engine(config, mesh, plan, **own | options)
 
 
 def _data(key: int, mesh, count: int = 2) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -196,10 +199,12 @@ def _place(**sizes: int) -> ConnectedMesh:
 REFUSED = {
     "schedule must be one of": (CONFIG, _place(), {"schedule": "2f1b"}),
     "zero must be one of 0, 1, 2, 3, got 7": (CONFIG, _place(), {"zero": 7}),
-    "microbatches and micro_batch_size must be": (CONFIG, _place(), {"microbatches": 0}),
+    "microbatches must be at least 1, got 0": (CONFIG, _place(), {"microbatches": 0}),
+    "micro_batch_size must be at least 1, got 0": (CONFIG, _place(), {"micro_batch_size": 0}),
     "clip must be positive, or None": (CONFIG, _place(), {"clip": 0.0}),
-    "recompute must be none, selective or full": (CONFIG, _place(), {"recompute": "all"}),
-    "kind must be one of": (CONFIG, _place(), {"layout": "spiral"}),
+    "recompute must be one of none, selective, full": (CONFIG, _place(), {"recompute": "all"}),
+    "layout must be one of": (CONFIG, _place(), {"layout": "spiral"}),
+    "impl must be None, .triton. or .torch., got 'cuda'": (CONFIG, _place(), {"impl": "cuda"}),
     "kv_heads = 4 does not divide by tp = 3": (CONFIG, _place(tp=3), {}),
     "kv_heads = 2 does not divide by tp = 4": (LLAMA, _place(tp=4), {}),
     "hidden = 21 does not divide by tp = 2": (GPTConfig(**SIZES, hidden=21), _place(tp=2), {}),
@@ -216,6 +221,13 @@ def test_what_does_not_fit_is_refused_in_one_line_before_anything_is_sent(messag
     config, mesh, options = REFUSED[message]
     with pytest.raises(ValueError, match=message) as caught:
         _engine(config, mesh, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_kernels_that_cannot_run_here_are_refused_before_the_first_step(monkeypatch):
+    monkeypatch.setattr(dispatch, "INTERPRET", False)
+    with pytest.raises(ValueError, match="set TRITON_INTERPRET=1 before importing") as caught:
+        _engine(CONFIG, single(), impl="triton")
     assert "\n" not in str(caught.value)
 
 

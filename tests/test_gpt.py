@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from warpweave.config import ParallelPlan
 from warpweave.gpt import GPT, PRESETS, GPTConfig
 from warpweave.parallel.mesh import ConnectedMesh, Mesh
 from warpweave.plain_gpt import plain_gpt_logits, plain_gpt_loss, plain_init, plain_shapes
@@ -56,7 +57,9 @@ def _tokens(B: int = 4, S: int = 12, valid: bool = False) -> tuple[Tensor, Tenso
 
 def _scattered(config: GPTConfig, **options) -> tuple[GPT, dict[str, Tensor]]:
     """This rank's GPT with nothing at its initial value, and the whole model's parameters."""
-    gpt, params = GPT(config, **F64 | options), {}
+    names = [field.name for field in dataclasses.fields(ParallelPlan) if field.name in options]
+    plan = ParallelPlan(**{name: options.pop(name) for name in names})
+    gpt, params = GPT(config, plan=plan, **F64 | options), {}
     for i, (name, shape) in enumerate(plain_shapes(_plain(config)).items()):
         whole = torch.randn(shape, generator=torch.Generator().manual_seed(i), **F64) * 0.3
         params[name] = (whole + name.endswith("norm.weight")).requires_grad_()
@@ -130,10 +133,18 @@ def test_meshes_over_which_it_cannot_be_cut_are_refused(sizes, options, message)
 
 
 def test_unknown_recomputation_and_layout_are_refused():
-    with pytest.raises(ValueError, match=r"^recompute must be none, selective or full, got 'all'$"):
-        GPT(CONFIGS["gpt2"], recompute="all")
-    with pytest.raises(ValueError, match=r"^kind must be one of .*, got 'spiral'$"):
-        GPT(CONFIGS["gpt2"], layout="spiral")
+    words = r"^recompute must be one of none, selective, full, got 'all'$"
+    with pytest.raises(ValueError, match=words):
+        GPT(CONFIGS["gpt2"], plan=ParallelPlan(recompute="all"))
+    with pytest.raises(ValueError, match=r"^layout must be one of .*, got 'spiral'$"):
+        GPT(CONFIGS["gpt2"], plan=ParallelPlan(layout="spiral"))
+
+
+def test_the_plans_words_arrive_in_every_block():
+    plan = ParallelPlan(cp_strategy="gather", recompute="selective")
+    for chosen, strategy, recomputed in ((plan, "gather", "up"), (ParallelPlan(), "auto", None)):
+        for block in GPT(CONFIGS["gpt2"], plan=chosen, device="meta").blocks.values():
+            assert (block.attention.strategy, block.mlp.recompute) == (strategy, recomputed)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +192,7 @@ def test_every_part_of_every_mesh_starts_as_its_slice_of_the_plain_model(config,
     params, held = plain_init(_plain(config), 11), set()
     for rank in range(sizes.world):
         mesh = _place(sizes, rank)
-        gpt = GPT(config, mesh=mesh, sequence_parallel=True, seed=11)
+        gpt = GPT(config, mesh=mesh, seed=11)
         records = gpt.parameter_records()
         for name, p in gpt.named_parameters():
             assert torch.equal(p, records[name].slice(params[name], mesh.coords)), name
@@ -287,7 +298,7 @@ def test_inputs_that_do_not_fit_are_refused():
     part = GPT(CONFIGS["gpt2"], mesh=_place(Mesh(pp=2), 0))
     with pytest.raises(ValueError, match=r"^forward needs the whole model"):
         part(torch.zeros(1, 3, dtype=torch.int64))
-    cut = GPT(CONFIGS["gpt2"], mesh=_place(Mesh(tp=2), 1), sequence_parallel=True)
+    cut = GPT(CONFIGS["gpt2"], mesh=_place(Mesh(tp=2), 1))
     assert cut.own_rows(8) == slice(4, 8)
     with pytest.raises(ValueError, match=r"cuts the 7 tokens of a micro-batch over tp = 2"):
         cut.own_rows(7)

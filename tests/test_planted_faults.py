@@ -27,6 +27,7 @@ from ranks import run_ranks
 from torch import nn
 
 from warpweave import engine, gpt
+from warpweave.config import ParallelPlan
 from warpweave.kernels.adamw import sum_of_squares
 from warpweave.kernels.cross_entropy.vocabulary import Vocabulary
 from warpweave.layers import block
@@ -177,9 +178,8 @@ def one_token(mesh: ConnectedMesh) -> float:
 def overflow_on_one_rank(mesh: ConnectedMesh) -> float:
     """How far weights move in a step in which one slice of one rank's gradients is infinite."""
     shape = (DP.microbatches, DP.micro_batch_size)
-    model = engine.Engine(
-        DP.model, mesh, microbatches=shape[0], micro_batch_size=shape[1], zero=1, clip=expected.CLIP
-    )
+    plan = ParallelPlan(microbatches=shape[0], zero=1)
+    model = engine.Engine(DP.model, mesh, plan, micro_batch_size=shape[1], clip=expected.CLIP)
     tokens, labels, ids = (
         t.unflatten(0, (2, *shape))[mesh.index("dp")] for t in expected.batch(DP.sizes, 0)
     )
@@ -197,10 +197,10 @@ def overflow_on_one_rank(mesh: ConnectedMesh) -> float:
 def deferred_weights(mesh: ConnectedMesh) -> float:
     """The proof with every backward pass split in two, as zero-bubble schedules do."""
 
-    def split(name, p, m, chunks):
-        return schedule.split_backward(schedule.one_f_one_b(p, m), lag=1)
+    def split(plan, p):
+        return schedule.split_backward(schedule.one_f_one_b(p, plan.microbatches), lag=1)
 
-    with mock.patch.object(engine, "make_schedule", split):
+    with mock.patch.object(ParallelPlan, "make_schedule", split):
         return prove_layout(Layout(Mesh(dp=2)), mesh, TIMEOUT).worst
 
 

@@ -111,14 +111,14 @@ def test_what_a_layout_says_is_what_the_engine_is_told():
     told = mock.Mock(side_effect=InterruptedError)
     with mock.patch.object(proof, "Engine", told), pytest.raises(InterruptedError):
         prove_layout(layout, single())
-    ((config, mesh), options) = told.call_args
+    ((config, mesh, plan), options) = told.call_args
     assert (config, mesh.sizes) == (layout.model, layout.mesh)
     assert (config.norm, config.tied) == ("rms", False)
-    assert options["microbatches"] * options["micro_batch_size"] == layout.sizes.samples
-    same = ("sequence_parallel", "zero", "schedule", "recompute", "strategy", "layout", "impl")
-    same += ("chunks",)
-    assert {name: options[name] for name in same} == {name: getattr(layout, name) for name in same}
-    assert options["dtype"] == torch.float32
+    assert plan.microbatches * options["micro_batch_size"] == layout.sizes.samples
+    same = ("sequence_parallel", "zero", "schedule", "recompute", "layout", "chunks")
+    assert {name: getattr(plan, name) for name in same} == {n: getattr(layout, n) for n in same}
+    assert (plan.cp_strategy, options["impl"]) == (layout.strategy, layout.impl)
+    assert (options["rule"].impl, options["dtype"]) == (layout.impl, torch.float32)
 
 
 # -------------------------------------------------------------------------- planted faults
@@ -543,7 +543,7 @@ def test_a_seed_gives_one_layout_and_seeds_reach_every_corner():
     assert layouts == [draw(seed) for seed in range(400)]
     assert len(set(layouts)) == 400
     for layout in layouts:
-        layout.model.check(layout.mesh, zigzag=layout.layout == "zigzag")
+        layout.model.check(layout.mesh, layout.plan)
     for axis in ("dp", "tp", "cp", "pp"):
         assert {getattr(layout.mesh, axis) for layout in layouts} >= {1, 2, 3, 4, 5, 6}
     assert max(layout.mesh.world for layout in layouts) == 8

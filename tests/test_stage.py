@@ -10,6 +10,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch import nn
 
+from warpweave.config import ParallelPlan
 from warpweave.gpt import GPT, GPTConfig
 from warpweave.kernels.runtime.wgrad import wgrad
 from warpweave.layers.records import collect_records
@@ -186,7 +187,7 @@ CONFIGS = {
 
 
 def _gpt_grads(config: GPTConfig, recompute: str) -> dict[str, torch.Tensor]:
-    model = GPT(config, recompute=recompute, dtype=torch.float32)
+    model = GPT(config, plan=ParallelPlan(recompute=recompute), dtype=torch.float32)
     chain = ChainStage(model.segments()[0], last=True)
     tokens = torch.randint(0, 23, (2, 3, 9), generator=torch.Generator().manual_seed(4))
     batches = [

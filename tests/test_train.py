@@ -21,11 +21,14 @@ from ranks import run_ranks
 
 import warpweave.train as train
 from warpweave.checkpoint import CheckpointError, open_checkpoint, open_latest
+from warpweave.config import ParallelPlan
 from warpweave.data import write_token_file
 from warpweave.launch import Session
+from warpweave.parallel.data.optimizer import AdamW
 from warpweave.parallel.mesh import Mesh
 from warpweave.plain_gpt import PlainConfig, plain_adamw_step, plain_gpt_loss, plain_init
 from warpweave.train import Interrupt, TrainConfig, Trainer, TrainingStopped, learning_rate
+from warpweave.train_config import GPTOverrides
 
 RESULT = ["val_loss", "steps", "tokens_per_second", "mesh", "zero", "checkpoint", "plot"]
 REFUSALS = (TrainingStopped, CheckpointError)
@@ -37,10 +40,21 @@ def _config(folder: Path, **changes) -> TrainConfig:
     if not text.exists():
         text.write_bytes(b" ".join(b"%d" % (i * i % 977) for i in range(1500)))
     config = TrainConfig(
-        model="toy", layers=2, width=16, heads=2, seq_len=16, dropout=0.1, data=text, batch=2,
-        microbatches=2, steps=5, warmup=2, lr=0.02, save_every=1, keep=9, eval_every=2,
+        model="toy",
+        overrides=GPTOverrides(layers=2, width=16, heads=2, seq_len=16, dropout=0.1),
+        plan=ParallelPlan(microbatches=2),
+        data=text, batch=2, steps=5, warmup=2, lr=0.02, save_every=1, keep=9, eval_every=2,
         eval_batches=1, sample=0, out=folder / "run", timeout=600.0,
     )  # fmt: skip
+    return _replace(config, **changes)
+
+
+def _replace(config: TrainConfig, **changes) -> TrainConfig:
+    """`config` with other fields, of its overrides and of its plan too."""
+    for inner in ("overrides", "plan"):
+        record = getattr(config, inner)
+        own = {f.name: changes.pop(f.name) for f in dataclasses.fields(record) if f.name in changes}
+        config = dataclasses.replace(config, **{inner: dataclasses.replace(record, **own)})
     return dataclasses.replace(config, **changes)
 
 
@@ -122,7 +136,7 @@ def _plain_run(config: TrainConfig) -> tuple[list[dict], dict[str, torch.Tensor]
         rows.append({"step": step, "val_loss": float(total / valid)})
 
     for step in range(config.steps):
-        batch = train.batch(step, range(samples * config.microbatches))
+        batch = train.batch(step, range(samples * config.plan.microbatches))
         leaves = {name: p.clone().requires_grad_() for name, p in params.items()}
         key = config.seed * 2**32 + step  # another mask every step, and for every seed
         total, valid = plain_gpt_loss(leaves, *batch, plain, seed=key)
@@ -131,7 +145,8 @@ def _plain_run(config: TrainConfig) -> tuple[list[dict], dict[str, torch.Tensor]
         lr, decay = learning_rate(config, step), config.weight_decay
         clip = config.clip or None
         norm = plain_adamw_step(params, grads, moments, step + 1, lr=lr, weight_decay=decay,
-                                clip=clip)  # fmt: skip
+                                clip=clip, beta1=config.betas[0], beta2=config.betas[1],
+                                eps=config.eps)  # fmt: skip
         rows.append({"step": step + 1, "loss": loss.item(), "grad_norm": norm.item(), "lr": lr})
         if config.eval_every and (step + 1) % config.eval_every == 0 and step + 1 < config.steps:
             evaluate(step + 1)
@@ -154,6 +169,7 @@ RUNS = (
     {"cp": 2, "dp": 2, "zero": 2, "recompute": "full"},
     {"pp": 2, "tp": 2, "sequence_parallel": False},
     {"pp": 4, "layers": 4, "microbatches": 3, "batch": 1},
+    {"cp": 2, "cp_strategy": "gather", "betas": (0.7, 0.8), "eps": 0.01},
 )
 
 
@@ -199,7 +215,7 @@ def _whole_and_resumed(rank: int, config: TrainConfig, stops: list[int]) -> None
             _crashed_after(stop, config.out, out)
         if config.mesh.world > 1:
             torch.distributed.barrier()
-        trainer = _trainer(dataclasses.replace(config, out=out, resume=True), rank)
+        trainer = _trainer(_replace(config, out=out, resume=True), rank)
         assert trainer.step == stop
         trainer.run()
 
@@ -211,7 +227,7 @@ def test_a_run_resumed_at_any_step_continues_bit_for_bit(tmp_path, world):
     if world == 1:
         _whole_and_resumed(0, config, stops)
     else:
-        config = dataclasses.replace(config, tp=2, dp=2, zero=2, dtype="bf16")
+        config = _replace(config, tp=2, dp=2, zero=2, dtype="bf16")
         run_ranks(4, _whole_and_resumed, config, stops)
     rows, state = _rows(config.out), _saved(config.out, 5)
     assert [row["step"] for row in rows] == [1, 2, 2, 3, 4, 4, 5, 5]
@@ -227,7 +243,7 @@ CHAIN = (({"dp": 2}, 3), ({"tp": 2}, 1), ({"pp": 2}, 0), ({"cp": 2}, 2), ({"tp":
 def _along_the_chain(rank: int, config: TrainConfig) -> None:
     for step, (axes, zero) in enumerate(CHAIN, 1):
         micro = 1 if axes.get("dp") else 2  # the global batch stays
-        now = dataclasses.replace(config, **axes, zero=zero, microbatches=micro)
+        now = _replace(config, **axes, zero=zero, microbatches=micro)
         before = _saved(config.out, step)
         held = _held(_trainer(now, rank))
         assert all(torch.equal(held[name], before[name]) for name in held), axes
@@ -240,9 +256,9 @@ def _along_the_chain(rank: int, config: TrainConfig) -> None:
 def test_a_checkpoint_opens_on_any_mesh_and_zero_stage_and_the_run_stays_the_same(tmp_path, capsys):
     config = _config(tmp_path, dtype="fp64", steps=7, eval_every=0)
     _trainer(config).run()
-    changing = dataclasses.replace(config, out=tmp_path / "chain")
+    changing = _replace(config, out=tmp_path / "chain")
     _one_step(changing)
-    changing = dataclasses.replace(changing, resume=True)
+    changing = _replace(changing, resume=True)
     run_ranks(2, _along_the_chain, changing)
     assert _same(_held(_trainer(changing)), _saved(changing.out, 6))
     _one_step(changing)
@@ -260,13 +276,13 @@ def test_resuming_a_finished_run_repeats_the_result_and_writes_nothing_new(tmp_p
     rows = _rows(config.out)
     manifest = Path(first["checkpoint"]) / "manifest.json"
     stamp = os.stat(manifest).st_mtime_ns
-    again = _trainer(dataclasses.replace(config, resume=True)).run()
+    again = _trainer(_replace(config, resume=True)).run()
     assert again == first | {"tokens_per_second": 0.0}
     assert _rows(config.out) == rows
     assert os.stat(manifest).st_mtime_ns == stamp
     assert "has all of the 2 steps: there is nothing to train" in capsys.readouterr().err
     # With more steps it goes on, and says that the schedule is now another one.
-    longer = _trainer(dataclasses.replace(config, resume=True, steps=3, lr=0.01)).run()
+    longer = _trainer(_replace(config, resume=True, steps=3, lr=0.01)).run()
     assert longer["steps"] == 3
     assert "steps: saved 2, now 3; lr: saved 0.02, now 0.01" in capsys.readouterr().err
 
@@ -277,7 +293,7 @@ def test_a_resumed_run_says_every_setting_that_is_another(tmp_path, capsys):
     saved = {"lr": 0.02, "min_lr": 0.1, "warmup": 2, "weight_decay": 0.1, "clip": 1.0}
     now = {"lr": 0.01, "min_lr": 0.3, "warmup": 1, "weight_decay": 0.2, "clip": 0.5}
     capsys.readouterr()
-    _trainer(dataclasses.replace(config, resume=True, steps=6, microbatches=3, dtype="bf16", **now))
+    _trainer(_replace(config, resume=True, steps=6, microbatches=3, dtype="bf16", **now))
     said = capsys.readouterr().err.strip().split(": ", 2)[2]
     expected = {f"{name}: saved {saved[name]}, now {now[name]}" for name in saved}
     expected |= {"steps: saved 5, now 6", "dtype: saved fp32, now bf16"}
@@ -305,7 +321,7 @@ def test_a_resume_that_is_another_run_is_refused(tmp_path):
         ({"seed": 3}, "was trained with seed 0, now 3"),
     ):
         with pytest.raises(CheckpointError, match=words) as caught:
-            _trainer(dataclasses.replace(config, resume=True, **changes))
+            _trainer(_replace(config, resume=True, **changes))
         assert "\n" not in str(caught.value)
     assert sorted(config.out.rglob("*")) == before
 
@@ -313,7 +329,7 @@ def test_a_resume_that_is_another_run_is_refused(tmp_path):
 def test_a_damaged_checkpoint_is_passed_over_by_name(tmp_path, capsys):
     config = _config(tmp_path, steps=3, eval_every=0)
     _trainer(config).run()
-    config = dataclasses.replace(config, resume=True)
+    config = _replace(config, resume=True)
     shards = [next((config.out / "checkpoints" / f"step_0000000{n}").glob("rank*"))
               for n in (1, 2, 3)]  # fmt: skip
     data = bytearray(shards[2].read_bytes())
@@ -409,7 +425,7 @@ def test_an_fp16_run_resumed_around_an_overflow_has_the_same_loss_scale(tmp_path
     for stop in (2, 3, 4):
         out = tmp_path / f"run-{stop}"
         _crashed_after(stop, config.out, out)
-        trained(dataclasses.replace(config, out=out, resume=True))
+        trained(_replace(config, out=out, resume=True))
         assert _rows(out) == rows, stop
         assert _same(_saved(out, 8), state), stop
 
@@ -559,6 +575,9 @@ REFUSED = {
     "mesh axis dp must be a positive integer, got 0": {"dp": 0},
     "lr must be at least 0 and finite, got nan": {"lr": math.nan},
     "timeout must be positive seconds, at most a day, got 0": {"timeout": 0.0},
+    "betas must be in .0, 1., got .0.9, 1.0": {"betas": (0.9, 1.0)},
+    "eps must be at least 0 and finite, got -1": {"eps": -1e-8},
+    "chunks = 2 stages per rank need the interleaved schedule, got '1f1b'": {"chunks": 2},
     "vocab_size = 100 is smaller than the data's 256": {"vocab_size": 100},
     "vocab_size = 0 is smaller than the data's": {"vocab_size": 0},
     "lr must be at least 0 and finite, got inf": {"lr": math.inf},
@@ -593,12 +612,13 @@ def test_dp_takes_the_ranks_that_are_left(tmp_path):
         with pytest.raises(ValueError, match=f"dp=any x cp=1 x tp=2 x pp=2 does not fit {ranks} "):
             config.for_ranks(ranks)
     with pytest.raises(ValueError, match=r"dp=1 x .* does not fit 8 ranks: it has 4"):
-        dataclasses.replace(config, dp=1).for_ranks(8)
+        _replace(config, dp=1).for_ranks(8)
 
 
 def _arguments(config: TrainConfig) -> list[str]:
-    names = ("model", "layers", "width", "heads", "seq_len", "data", "steps", "out", "tp")
-    return [f"--{n.replace('_', '-')}={getattr(config, n)}" for n in names]
+    names = {config.overrides: ("layers", "width", "heads", "seq_len"),
+             config: ("model", "data", "steps", "out", "tp")}  # fmt: skip
+    return [f"--{n.replace('_', '-')}={getattr(of, n)}" for of, own in names.items() for n in own]
 
 
 def test_the_command_refuses_with_2_and_one_line(tmp_path, capsys):
@@ -622,12 +642,12 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path, capsys):
 
 def test_two_jobs_cannot_share_a_folder(tmp_path, capsys):
     config = _config(tmp_path)
-    with train._alone(config.out), pytest.raises(SystemExit) as caught:
+    with train._locked(config.out), pytest.raises(SystemExit) as caught:
         train.main(_arguments(config))
     assert caught.value.code == 2
     assert f"another job is training into {config.out}" in capsys.readouterr().err
     with contextlib.ExitStack() as stack:  # and the folder is free again
-        stack.enter_context(train._alone(config.out))
+        stack.enter_context(train._locked(config.out))
 
 
 def test_torchruns_other_ranks_stay_silent_about_a_mesh_that_does_not_fit(
@@ -652,23 +672,27 @@ def test_what_the_options_say_is_what_model_data_and_engine_are_told(tmp_path, m
     sizes = {"layers": 3, "width": 24, "heads": 3, "kv_heads": 1, "hidden": 20, "seq_len": 12,
              "dropout": 0.25, "vocab_size": 300}  # fmt: skip
     how = {"microbatches": 3, "zero": 3, "schedule": "gpipe", "sequence_parallel": False,
-           "recompute": "full", "layout": "striped", "seed": 9, "weight_decay": 0.3, "clip": 0.7,
-           "timeout": 77.0}  # fmt: skip
-    config = _config(tmp_path, **sizes, **how, batch=5, dtype="bf16")
+           "recompute": "full", "layout": "striped", "cp_strategy": "gather",
+           "early_gradients": False}  # fmt: skip
+    own = {"seed": 9, "clip": 0.7, "impl": "torch", "timeout": 77.0}
+    adamw = {"betas": (0.8, 0.9), "eps": 1e-5, "weight_decay": 0.3}
+    config = _config(tmp_path, **sizes, **how, **own, **adamw, batch=5, dtype="bf16")
     told = mock.Mock(side_effect=InterruptedError)
     monkeypatch.setattr(train, "Engine", told)
     with pytest.raises(InterruptedError):
         _trainer(config)
-    ((model, mesh), options) = told.call_args
+    ((model, mesh, plan), options) = told.call_args
     assert {name: getattr(model, name) for name in sizes} == sizes
     assert mesh.sizes == config.mesh
-    assert {name: options[name] for name in how} == how
+    assert {name: getattr(plan, name) for name in how} == how
+    assert {name: options[name] for name in own} == own
+    assert options["rule"] == AdamW(**adamw, impl="torch")
     assert (options["micro_batch_size"], options["dtype"]) == (5, torch.bfloat16)
     for split in ("train", "validation"):
         data = config.open_data(split)
         assert (data.seq_len, data.seed) == (12, 9)
     with pytest.raises(InterruptedError):
-        _trainer(dataclasses.replace(config, clip=0.0))
+        _trainer(_replace(config, clip=0.0))
     assert told.call_args.kwargs["clip"] is None
 
 
@@ -677,4 +701,4 @@ def test_a_resume_on_a_file_whose_contents_have_changed_is_refused(tmp_path):
     _one_step(config)
     config.data.write_bytes(config.data.read_bytes()[::-1])
     with pytest.raises(CheckpointError, match=r"was trained on other data: saved .*text"):
-        _trainer(dataclasses.replace(config, resume=True))
+        _trainer(_replace(config, resume=True))

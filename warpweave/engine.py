@@ -14,35 +14,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from warpweave.gpt import GPT, GPTConfig, MicroBatch
+from warpweave.config import GPTConfig, ParallelPlan
+from warpweave.gpt import GPT, MicroBatch
+from warpweave.kernels.runtime.dispatch import choose
 from warpweave.parallel import schedule as schedules
 from warpweave.parallel.collectives import Pending, gather, start_all_reduce_
-from warpweave.parallel.context import Strategy
-from warpweave.parallel.data.optimizer import AdamW, LossScale
+from warpweave.parallel.data.optimizer import AdamW, LossScale, Rule
 from warpweave.parallel.data.zero import Unit, ZeroOptimizer
 from warpweave.parallel.mesh import ConnectedMesh
 from warpweave.parallel.pipeline import Distributed, Like, execute
 from warpweave.parallel.pipeline.stage import ChainStage, Segment
 from warpweave.parallel.shard import ParamRecord
-
-SCHEDULES = ("gpipe", "1f1b", "interleaved")
-
-
-def make_schedule(name: str, ranks: int, microbatches: int, chunks: int) -> schedules.Schedule:
-    """The lists of a schedule by its name, with `chunks` stages on each pipeline rank.
-
-    Raises ValueError for another name, or several stages on a rank where it is not interleaved.
-    """
-    if name not in SCHEDULES:
-        raise ValueError(f"schedule must be one of {sorted(SCHEDULES)}, got {name!r}")
-    if name == "interleaved":
-        return schedules.interleaved(ranks, microbatches, chunks)
-    if chunks != 1:
-        raise ValueError(
-            f"chunks = {chunks} stages per rank need the interleaved schedule, got {name!r}"
-        )
-    generate = schedules.gpipe if name == "gpipe" else schedules.one_f_one_b
-    return generate(ranks, microbatches)
 
 
 def _check_int64(tokens: Tensor, labels: Tensor) -> None:
@@ -157,19 +139,14 @@ class Engine:
     Args:
         config: the model.
         mesh: the connected mesh.
-        microbatches: micro-batches per step and data replica.
-        micro_batch_size: sequences in each.
-        zero: ZeRO stage over the data group (dp x cp).
-        schedule: "gpipe", "1f1b" or "interleaved".
-        chunks: stages per pipeline rank, for "interleaved".
-        early_gradients: a stage sends its input's gradient before it makes those of its weights
-            (`schedule.send_first`); not with ZeRO 2 and 3, which free gradients segment by segment.
-            The results are the same, to the bit.
-        sequence_parallel, recompute, layout, strategy, impl: as ``GPT``.
+        plan: how model, batch and work are cut over it.
+        micro_batch_size: sequences in a micro-batch.
         dtype: of the parameters; float32, float64, bfloat16 or float16 (with dynamic loss scale).
         device: where everything lives.
-        seed: of the initialisation and the dropout.
-        betas, eps, weight_decay, clip: AdamW's.
+        seed: of the initialisation.
+        rule: the optimizer's arithmetic; None is ``AdamW()``.
+        clip: largest gradient norm; None for none.
+        impl: "triton", "torch" or None, as for the kernels.
         timeout: seconds that a pipeline message may take.
 
     Raises:
@@ -180,59 +157,33 @@ class Engine:
         self,
         config: GPTConfig,
         mesh: ConnectedMesh,
+        plan: ParallelPlan = ParallelPlan(),
         *,
-        microbatches: int = 1,
         micro_batch_size: int = 1,
-        zero: int = 0,
-        schedule: str = "1f1b",
-        chunks: int = 1,
-        early_gradients: bool = True,
-        sequence_parallel: bool = True,
-        recompute: str = "none",
-        layout: str = "zigzag",
-        strategy: Strategy = "auto",
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         seed: int = 0,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
-        weight_decay: float = 0.1,
+        rule: Rule | None = None,
         clip: float | None = 1.0,
         impl: str | None = None,
         timeout: float = 300.0,
     ) -> None:
-        if microbatches < 1 or micro_batch_size < 1:
-            raise ValueError(
-                f"microbatches and micro_batch_size must be at least 1, got {microbatches} and "
-                f"{micro_batch_size}"
-            )
-        self.config, self.mesh, self.seed = config, mesh, seed
-        self.microbatches, self.micro_batch_size = microbatches, micro_batch_size
-        self.device = torch.device(device)
-        early = early_gradients and not (zero >= 2 and mesh.size("data") > 1)
-        self.schedule = self._plan(schedule, chunks, early)
-        self.gpt = GPT(
-            config,
-            mesh=mesh,
-            sequence_parallel=sequence_parallel,
-            recompute=recompute,
-            layout=layout,
-            strategy=strategy,
-            device="meta",
-            dtype=dtype,
-            impl=impl,
-            placement=schedules.placement(self.schedule),
-        )
+        if micro_batch_size < 1:
+            raise ValueError(f"micro_batch_size must be at least 1, got {micro_batch_size}")
+        self.config, self.mesh, self.plan, self.dtype = config, mesh, plan, dtype
+        self.micro_batch_size, self.device = micro_batch_size, torch.device(device)
+        choose(impl, torch.empty(0, device=self.device))  # or a line that says what is missing
+        self.gpt = GPT(config, mesh=mesh, plan=plan, device="meta", dtype=dtype, impl=impl)
+        self.schedule = self._make_schedule()
         rows = micro_batch_size * config.seq_len // mesh.size("cp")
         own = self.gpt.own_rows(rows)
-        self.dtype = dtype
-        chains = self.gpt.segments(zero=zero, device=self.device)
+        chains = self.gpt.segments(zero=plan.zero, device=self.device)
         self.units: list[Unit] = list(
             dict.fromkeys(u for chain in chains.values() for s in chain for u in s.units)
         )
         _guard_state_dict(self.gpt, self.units)
         scale = LossScale().to(self.device) if dtype == torch.float16 else None
-        rule = AdamW(betas, eps, weight_decay, impl)
+        rule = AdamW(impl=impl) if rule is None else rule
         self.optimizer = ZeroOptimizer(
             self.units, mesh, rule, clip=clip, loss_scale=scale, impl=impl
         )
@@ -250,15 +201,16 @@ class Engine:
         )
         self.load("param", lambda record: record.draw(seed))
 
-    def _plan(self, name: str, chunks: int, early: bool) -> schedules.Schedule:
-        lists = make_schedule(name, self.mesh.size("pp"), self.microbatches, chunks)
-        if early:
+    def _make_schedule(self) -> schedules.Schedule:
+        """The plan's schedule with everything that happens once a step, and all communication."""
+        lists = self.plan.make_schedule(self.mesh.size("pp"))
+        if self.plan.early_gradients and not (self.plan.zero >= 2 and self.mesh.size("data") > 1):
             lists = schedules.send_first(lists)
         lists = schedules.with_reduce(schedules.with_comm(lists))
         if self.config.tied:
             lists = schedules.with_tie(lists)
         lists = schedules.with_update(lists)
-        schedules.validate(lists, microbatches=self.microbatches)
+        schedules.validate(lists, microbatches=self.plan.microbatches)
         return lists
 
     # ------------------------------------------------------------------ training
@@ -286,7 +238,7 @@ class Engine:
         Raises:
             ValueError: shapes or dtypes do not fit, or a parameter is frozen; nothing was sent.
         """
-        expected = (self.microbatches, self.micro_batch_size, self.config.seq_len)
+        expected = (self.plan.microbatches, self.micro_batch_size, self.config.seq_len)
         if tuple(tokens.shape) != expected or labels.shape != tokens.shape:
             raise ValueError(
                 f"tokens and labels must have shape {expected}, got {tuple(tokens.shape)} and "
@@ -352,11 +304,7 @@ class Engine:
         The loss decides where it is to blame; gradients are named when every loss was finite.
         """
         flags = torch.stack([~self.finite, ~self.optimizer.finite.bool()]).to(torch.int32)
-        every = [flags]
-        if self.mesh.group("world") is not None:
-            every = [torch.empty_like(flags) for _ in range(self.mesh.size("world"))]
-            dist.all_gather(every, flags)
-        table = torch.stack(every).tolist()
+        table = gather(flags[None], self.mesh.group("world")).tolist()
         by_loss = [rank for rank, (loss, _) in enumerate(table) if loss]
         return by_loss or [rank for rank, (_, gradient) in enumerate(table) if gradient]
 

@@ -7,13 +7,12 @@ its pipeline stage's blocks, with heads, hidden units and vocabulary cut over th
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from warpweave.kernels.cost import gpt_step
+from warpweave.config import PRESETS, GPTConfig, ParallelPlan
 from warpweave.kernels.dropout import dropout
 from warpweave.kernels.rope import rope_table
 from warpweave.layers.block import TransformerBlock
@@ -23,164 +22,14 @@ from warpweave.layers.loss import VocabParallelLinearCrossEntropy
 from warpweave.layers.norm import LayerNorm, RMSNorm
 from warpweave.layers.records import collect_records
 from warpweave.parallel.collectives import Pending
-from warpweave.parallel.context import Strategy
 from warpweave.parallel.data.zero import Unit
 from warpweave.parallel.layout import SequenceLayout
-from warpweave.parallel.mesh import ConnectedMesh, Mesh, connected
+from warpweave.parallel.mesh import ConnectedMesh, connected
 from warpweave.parallel.pipeline.stage import Segment
 from warpweave.parallel.shard import ParamRecord
 from warpweave.parallel.tensor import column_parallel_linear
 
-
-@dataclass(frozen=True)
-class GPTConfig:
-    """Sizes and style of a GPT. The defaults are GPT-2's style.
-
-    Attributes:
-        vocab_size, seq_len: vocabulary and longest sequence.
-        layers, width, heads: blocks, model width E, query heads.
-        kv_heads: KV heads, by default `heads`.
-        hidden: MLP width F, by default 4 * width.
-        positions: "learned" or "rope" (base `rope_theta`).
-        norm: "layer" or "rms", with `norm_eps`.
-        activation: "gelu" (tanh) or "swiglu".
-        bias: linear layers and LayerNorm have biases.
-        tied: the head's weight is the embedding's.
-        dropout: after the embedding and on both branches of every block.
-    """
-
-    vocab_size: int
-    seq_len: int
-    layers: int
-    width: int
-    heads: int
-    kv_heads: int | None = None
-    hidden: int | None = None
-    positions: str = "learned"
-    norm: str = "layer"
-    activation: str = "gelu"
-    bias: bool = True
-    tied: bool = True
-    norm_eps: float = 1e-5
-    rope_theta: float = 10000.0
-    dropout: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name in ("vocab_size", "seq_len", "layers", "width", "heads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.num_kv_heads < 1 or self.num_hidden < 1:
-            raise ValueError(
-                f"kv_heads and hidden must be at least 1, got {self.kv_heads} and {self.hidden}"
-            )
-        for name, allowed in (
-            ("positions", ("learned", "rope")),
-            ("norm", ("layer", "rms")),
-            ("activation", ("gelu", "swiglu")),
-        ):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}")
-        if self.width % self.heads:
-            raise ValueError(f"width = {self.width} does not divide by heads = {self.heads}")
-        if self.heads % self.num_kv_heads:
-            raise ValueError(
-                f"heads = {self.heads} does not divide by kv_heads = {self.num_kv_heads}"
-            )
-        if self.positions == "rope" and (self.width // self.heads) % 2:
-            raise ValueError(f"rope needs an even head size, got {self.width // self.heads}")
-        if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
-
-    @property
-    def num_kv_heads(self) -> int:
-        """KV heads."""
-        return self.heads if self.kv_heads is None else self.kv_heads
-
-    @property
-    def num_hidden(self) -> int:
-        """MLP width F."""
-        return 4 * self.width if self.hidden is None else self.hidden
-
-    @property
-    def head_dim(self) -> int:
-        """Width of one head, D."""
-        return self.width // self.heads
-
-    def step_flops(self, tokens: int) -> int:
-        """Model FLOPs of a training step on `tokens` of whole sequences, by ``cost.gpt_step``."""
-        return gpt_step(
-            tokens=tokens,
-            seq_len=self.seq_len,
-            layers=self.layers,
-            width=self.width,
-            heads=self.heads,
-            kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            hidden=self.num_hidden,
-            vocab=self.vocab_size,
-            gated=self.activation == "swiglu",
-        )
-
-    def check(self, mesh: Mesh, *, zigzag: bool = True, stages: int | None = None) -> None:
-        """Raise a one-line ``ValueError`` if this model cannot be cut over `mesh`.
-
-        `stages` is the number of pipeline stages, by default one for each rank of ``pp``.
-        """
-        if self.num_kv_heads % mesh.tp:
-            raise ValueError(f"kv_heads = {self.num_kv_heads} does not divide by tp = {mesh.tp}")
-        if self.num_hidden % mesh.tp:
-            raise ValueError(f"hidden = {self.num_hidden} does not divide by tp = {mesh.tp}")
-        if max(stages or 0, mesh.pp) > self.layers:
-            found = f"pp = {mesh.pp}" if stages in (None, mesh.pp) else f"{stages} pipeline"
-            raise ValueError(f"{found} stages need as many layers, got {self.layers}")
-        SequenceLayout(self.seq_len, mesh.cp, "zigzag" if zigzag else "contiguous")
-
-
-def _llama(
-    layers: int, width: int, heads: int, kv_heads: int, hidden: int, tied: bool = False
-) -> GPTConfig:
-    return GPTConfig(
-        128256,
-        8192,
-        layers,
-        width,
-        heads,
-        kv_heads,
-        hidden,
-        positions="rope",
-        norm="rms",
-        activation="swiglu",
-        bias=False,
-        tied=tied,
-        rope_theta=500000.0,
-    )
-
-
-PRESETS = {
-    "toy": GPTConfig(256, 128, 2, 128, 4),
-    "small": GPTConfig(256, 128, 4, 128, 4),
-    "toy-llama": GPTConfig(
-        256,
-        128,
-        2,
-        128,
-        4,
-        2,
-        352,
-        positions="rope",
-        norm="rms",
-        activation="swiglu",
-        bias=False,
-        tied=False,
-    ),
-    "gpt2": GPTConfig(50257, 1024, 12, 768, 12),
-    "gpt2-medium": GPTConfig(50257, 1024, 24, 1024, 16),
-    "gpt2-large": GPTConfig(50257, 1024, 36, 1280, 20),
-    "gpt2-xl": GPTConfig(50257, 1024, 48, 1600, 25),
-    "llama-1b": _llama(16, 2048, 32, 8, 8192, tied=True),
-    "llama-8b": _llama(32, 4096, 32, 8, 14336),
-    "llama-70b": _llama(80, 8192, 64, 8, 28672),
-}
+__all__ = ["GPT", "PRESETS", "GPTConfig", "MicroBatch"]
 
 
 @dataclass(frozen=True)
@@ -212,15 +61,10 @@ class GPT(nn.Module):
     Args:
         config: sizes and style.
         mesh: the connected mesh; None is one device.
-        sequence_parallel: with tp > 1, cut the residual stream's rows over the tensor axis.
-        recompute: "none" keeps activations; "selective" recomputes the MLP's hidden activations;
-            "full" keeps each block's input only (applied by `segments`).
-        layout: how the context axis cuts the sequence, "zigzag", "contiguous" or "striped".
-        strategy: how attention crosses the context axis: "ring", "gather" or "auto".
+        plan: how the model is cut over it; of its recomputations, "full" is applied by `segments`.
         seed: of the initialisation.
         device, dtype: of the parameters; on "meta" nothing is drawn.
         impl: "triton", "torch" or None, as for the kernels.
-        placement: the ``pp`` rank of each pipeline stage; None is one stage on each rank, in order.
 
     Raises:
         ValueError: the model cannot be cut over the mesh.
@@ -231,57 +75,50 @@ class GPT(nn.Module):
         config: GPTConfig,
         *,
         mesh: ConnectedMesh | None = None,
-        sequence_parallel: bool = False,
-        recompute: str = "none",
-        layout: str = "zigzag",
-        strategy: Strategy = "auto",
+        plan: ParallelPlan = ParallelPlan(),
         seed: int = 0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         impl: str | None = None,
-        placement: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
-        if recompute not in ("none", "selective", "full"):
-            raise ValueError(f"recompute must be none, selective or full, got {recompute!r}")
         mesh = connected(mesh)
-        self.placement = tuple(range(mesh.size("pp")) if placement is None else placement)
-        if set(self.placement) != set(range(mesh.size("pp"))):
-            raise ValueError(
-                f"placement must name every rank of pp = {mesh.size('pp')}, got {self.placement}"
-            )
-        config.check(mesh.sizes, zigzag=layout == "zigzag", stages=len(self.placement))
-        self.config, self.mesh, self.recompute, self.impl = config, mesh, recompute, impl
-        self.strategy: Strategy = strategy
-        self.sequence_parallel = sequence_parallel and mesh.size("tp") > 1
-        self.layout = SequenceLayout(config.seq_len, mesh.size("cp"), layout)
+        config.check(mesh.sizes, plan)
+        self.config, self.mesh, self.plan, self.impl = config, mesh, plan, impl
+        self.placement = tuple(plan.placement(mesh.size("pp")))
+        self.sequence_parallel = plan.sequence_parallel and mesh.size("tp") > 1
+        self.layout = SequenceLayout(config.seq_len, mesh.size("cp"), plan.layout)
         here = mesh.index("pp")
         self.stages = tuple(s for s, rank in enumerate(self.placement) if rank == here)
         self.first, self.last = self.placement[0] == here, self.placement[-1] == here
-        where = {"device": device, "dtype": dtype}
+        factory = {"device": device, "dtype": dtype}
         cut = {"mesh": mesh, "sequence_parallel": self.sequence_parallel}
 
         if self.first or (self.last and config.tied):
-            self.embedding = VocabParallelEmbedding(config.vocab_size, config.width, **where, **cut)
+            self.embedding = VocabParallelEmbedding(
+                config.vocab_size, config.width, **factory, **cut
+            )
         if self.first and config.positions == "learned":
             self.positions = PositionEmbedding(
-                config.seq_len, config.width, **where, partial=self.sequence_parallel
+                config.seq_len, config.width, **factory, partial=self.sequence_parallel
             )
         self.blocks = nn.ModuleDict(
-            {str(i): self._block(i, where | cut) for s in self.stages for i in self.layers_of(s)}
+            {str(i): self._block(i, factory | cut) for s in self.stages for i in self.layers_of(s)}
         )
         if self.last:
             norm = RMSNorm if config.norm == "rms" else LayerNorm
             extra = {} if config.norm == "rms" else {"bias": config.bias}
             self.final_norm = norm(
-                config.width, config.norm_eps, **where, **cut, **extra, impl=impl
+                config.width, config.norm_eps, **factory, **cut, **extra, impl=impl
             )
             if not config.tied:
-                self.head = VocabParallelEmbedding(config.vocab_size, config.width, **where, **cut)
+                self.head = VocabParallelEmbedding(
+                    config.vocab_size, config.width, **factory, **cut
+                )
             self.loss = VocabParallelLinearCrossEntropy(config.vocab_size, **cut, impl=impl)
         self.initialise(seed)
 
-    def _block(self, i: int, where: dict) -> TransformerBlock:
+    def _block(self, i: int, options: dict) -> TransformerBlock:
         c = self.config
         return TransformerBlock(
             c.width,
@@ -295,11 +132,11 @@ class GPT(nn.Module):
             rope_theta=c.rope_theta if c.positions == "rope" else None,
             dropout=c.dropout,
             site=1 + 2 * i,
-            strategy=self.strategy,
-            selective=self.recompute == "selective",
+            strategy=self.plan.cp_strategy,
+            selective=self.plan.recompute == "selective",
             out_init=0.02 / math.sqrt(2 * c.layers),
             impl=self.impl,
-            **where,
+            **options,
         )
 
     def layers_of(self, stage: int) -> range:
@@ -505,7 +342,7 @@ class GPT(nn.Module):
                 return module(x, batch.context)
 
             own = unit(f"block {i}", (f"blocks.{i}.",))
-            return Segment(f"block {i}", run, (own,), self.recompute == "full")
+            return Segment(f"block {i}", run, (own,), self.plan.recompute == "full")
 
         def last() -> Segment:
             units = (unit("head", ("final_norm.", "head.")),)

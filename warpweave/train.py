@@ -45,21 +45,26 @@ from warpweave.gpt import GPT
 from warpweave.launch import Session, join, launch, leave, reported, under_torchrun
 from warpweave.messages import one_line, say
 from warpweave.metrics import Metrics
+from warpweave.parallel.collectives import gather
+from warpweave.parallel.data.optimizer import AdamW
 from warpweave.parallel.shard import ParamRecord
 from warpweave.train_config import CHECKPOINTS, TrainConfig, learning_rate
 
 # Dense 16-bit FLOP/s of NVIDIA's data sheets, by a part of the device's name.
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 
-# What must stay as it was for a resumed run to be the same run.
-_SETTINGS = ("steps", "lr", "min_lr", "warmup", "weight_decay", "clip", "dtype")
+
+def _settings(config: TrainConfig) -> dict[str, Any]:
+    """What must stay as it was for a resumed run to be the same run, as JSON has it."""
+    names = ("steps", "lr", "min_lr", "warmup", "eps", "weight_decay", "clip", "dtype")
+    return {name: getattr(config, name) for name in names} | {"betas": list(config.betas)}
 
 
 class TrainingStopped(RuntimeError):
     """Training cannot go on: a loss or gradient that is not a number."""
 
 
-_COMMON = (TrainingStopped, CheckpointError)  # all ranks raise these alike
+_RAISED_BY_ALL = (TrainingStopped, CheckpointError)  # on every rank alike
 
 
 class Interrupt:
@@ -107,24 +112,19 @@ class Trainer:
         self.engine = Engine(
             self.model,
             self.mesh,
-            microbatches=config.microbatches,
+            config.plan,
             micro_batch_size=config.batch,
-            zero=config.zero,
-            schedule=config.schedule,
-            chunks=config.chunks,
-            sequence_parallel=config.sequence_parallel,
-            recompute=config.recompute,
-            layout=config.layout,
             dtype=DTYPES[config.dtype],
             device=session.device,
             seed=config.seed,
-            weight_decay=config.weight_decay,
+            rule=AdamW(config.betas, config.eps, config.weight_decay, config.impl),
             clip=config.clip or None,
+            impl=config.impl,
             timeout=config.timeout,
         )
         self.step, self.stopped = 0, False
         self.checkpoint: Path | None = None
-        self.sequences_per_step = config.mesh.dp * config.microbatches * config.batch
+        self.sequences_per_step = config.mesh.dp * config.plan.microbatches * config.batch
         self.tokens_per_step = self.sequences_per_step * self.model.seq_len
         self.peak_memory: list[float] = []
         if config.resume:
@@ -133,12 +133,13 @@ class Trainer:
 
     def describe(self) -> str:
         """Where and what this run trains, in one line."""
-        c, m = self.config, self.config.mesh
+        c, m, plan = self.config, self.config.mesh, self.config.plan
         count = sum(p.numel() for p in GPT(self.model, device="meta").parameters())
         ranks = "1 rank" if m.world == 1 else f"{m.world} ranks"
         return (
             f"{ranks} ({self.session.where}), dp={m.dp} tp={m.tp} cp={m.cp} pp={m.pp}, "
-            f"ZeRO {c.zero}, {c.schedule} with {c.microbatches} micro-batches of {c.batch}; "
+            f"ZeRO {plan.zero}, {plan.schedule} with {plan.microbatches} micro-batches of "
+            f"{c.batch}; "
             f"{count:,} parameters in {c.dtype}, {self.tokens_per_step:,} tokens per step"
             + (f"; resumed at step {self.step}" if c.resume else "")
         )
@@ -198,12 +199,7 @@ class Trainer:
         if not math.isfinite(loss) or (not math.isfinite(norm) and not overflow):
             self._stop(loss, norm)
         self.step += 1
-        row = {
-            "step": self.step,
-            "loss": loss,
-            "grad_norm": None if overflow else norm,
-            "lr": lr,
-        }
+        row = {"step": self.step, "loss": loss, "grad_norm": None if overflow else norm, "lr": lr}
         return row, time.perf_counter() - began, interrupts > 0
 
     def _log(self, bar: tqdm, row: dict[str, Any], seconds: float) -> None:
@@ -224,13 +220,15 @@ class Trainer:
 
     def _batch(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
         """This data replica's samples of a step: tokens and labels [m, b, S], sample ids [m, b]."""
-        m, b, dp = self.config.microbatches, self.config.batch, self.mesh.index("dp")
+        m, b, dp = self.config.plan.microbatches, self.config.batch, self.mesh.index("dp")
         ids = torch.arange(dp * m * b, (dp + 1) * m * b)
-        tokens, labels = self.train_data.batch(step, ids.tolist())
-        device = self.session.device
-        shape = (m, b, self.model.seq_len)
-        tokens, labels = tokens.view(shape), labels.view(shape)
-        return tokens.to(device), labels.to(device), ids.view(m, b).to(device)
+        tokens, labels = self._micro_batches(*self.train_data.batch(step, ids.tolist()))
+        return tokens, labels, ids.view(m, b).to(self.session.device)
+
+    def _micro_batches(self, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Samples [n * b, S] as micro-batches [n, b, S], on the device."""
+        shape, device = (-1, self.config.batch, self.model.seq_len), self.session.device
+        return tokens.view(shape).to(device), labels.view(shape).to(device)
 
     def _stop(self, loss: float, norm: float, what: str = "loss") -> NoReturn:
         """Raise on every rank, naming the ranks whose loss or gradients are no longer numbers."""
@@ -262,13 +260,9 @@ class Trainer:
         c = self.config
         count = c.eval_batches * c.batch
         dp = self.mesh.index("dp")
-        tokens, labels = self.val_data.fixed_batch(
-            range(dp * count, (dp + 1) * count), count=count * c.mesh.dp
-        )
-        shape = (c.eval_batches, c.batch, self.model.seq_len)
-        device = self.session.device
-        loss = self.engine.evaluate(tokens.view(shape).to(device), labels.view(shape).to(device))
-        value = float(loss)
+        mine = range(dp * count, (dp + 1) * count)
+        samples = self.val_data.fixed_batch(mine, count=count * c.mesh.dp)
+        value = float(self.engine.evaluate(*self._micro_batches(*samples)))
         if not math.isfinite(value):
             self._stop(value, 0.0, "validation loss")
         self.peak_memory = self._peak_memory()
@@ -295,7 +289,7 @@ class Trainer:
                 "sequences_per_step": self.sequences_per_step,
             },
             "optimizer": self.engine.optimizer.state(),
-            "settings": {name: getattr(self.config, name) for name in _SETTINGS},
+            "settings": _settings(self.config),
         }
         self.checkpoint = save_checkpoint(
             self._folder,
@@ -303,7 +297,7 @@ class Trainer:
             self._tensors(),
             config=dataclasses.asdict(self.model),
             state=state,
-            mesh=dataclasses.asdict(self.config.mesh) | {"zero": self.config.zero},
+            mesh=dataclasses.asdict(self.config.mesh) | {"zero": self.config.plan.zero},
             group=self.mesh.group("world"),
             keep=self.config.keep,
         )
@@ -356,9 +350,10 @@ class Trainer:
                 f"{reader.path} was trained with seed {reader.state['seed']}, "
                 f"now {self.config.seed}"
             )
-        now = {name: getattr(self.config, name) for name in _SETTINGS}
-        now["sequences_per_step"] = self.sequences_per_step
-        before = reader.state["settings"] | {"sequences_per_step": saved["sequences_per_step"]}
+        now = _settings(self.config) | {"sequences_per_step": self.sequences_per_step}
+        # A setting that was no option yet had what is now its default.
+        before = _settings(TrainConfig()) | reader.state["settings"]
+        before["sequences_per_step"] = saved["sequences_per_step"]
         differing = [f"{k}: saved {before.get(k)}, now {v}" for k, v in now.items()
                      if before.get(k) != v]  # fmt: skip
         if differing and self.session.rank == 0:
@@ -391,7 +386,7 @@ class Trainer:
             "steps": self.step,
             "tokens_per_second": round(rate, 1),
             "mesh": dataclasses.asdict(self.config.mesh),
-            "zero": self.config.zero,
+            "zero": self.config.plan.zero,
             "checkpoint": str(self.checkpoint),
             "plot": str(plot),
         }
@@ -411,11 +406,7 @@ class Trainer:
             unit = 2**20 if sys.platform == "darwin" else 2**10
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
         mine = torch.tensor([peak], device=self.session.device)
-        if self.mesh.group("world") is None:
-            return mine.tolist()
-        every = [torch.empty_like(mine) for _ in range(self.session.world)]
-        dist.all_gather(every, mine)
-        return [float(m) for m in every]
+        return gather(mine, self.mesh.group("world")).tolist()
 
 
 def _key(seed: int, step: int) -> int:
@@ -424,7 +415,7 @@ def _key(seed: int, step: int) -> int:
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def _locked(folder: Path) -> Iterator[None]:
     """Hold the folder, so that two jobs cannot write into it; the system lets go at any exit."""
     import fcntl
 
@@ -459,10 +450,10 @@ def train_rank(config: TrainConfig, port: int | None = None) -> int:
         say(f"rank {os.environ.get('RANK', '0')} found no way to the others: {error}")
         sys.exit(1)
     interrupt.listen()  # not earlier under torchrun, which ends ranks that still wait by SIGTERM
-    with reported(session, _COMMON, refused=(ValueError, CheckpointError)):
+    with reported(session, _RAISED_BY_ALL, refused=(ValueError, CheckpointError)):
         session.beat(0, "start")
         trainer = Trainer(config, session, interrupt)
-    with reported(session, _COMMON):
+    with reported(session, _RAISED_BY_ALL):
         if session.rank == 0:
             say(trainer.describe())
         result = trainer.run()
@@ -482,7 +473,7 @@ def main(argv: list[str] | None = None) -> None:
         config = config.for_ranks(int(os.environ["WORLD_SIZE"]) if torchrun else config.mesh.world)
         if local_rank == 0:  # the others wait for it in `join`, and find its tokens in the cache
             config.check()
-        with _alone(config.out) if rank == 0 else nullcontext():
+        with _locked(config.out) if rank == 0 else nullcontext():
             if torchrun:
                 train_rank(config)
                 code = 0

@@ -1,17 +1,22 @@
-"""What a training run is asked to do: one typed record, which is the command line's options too."""
+"""What a training run is asked to do: one typed record, which is the command line's options too.
+
+The options of the model and of the plan are the fields of `GPTConfig` and `ParallelPlan` themselves
+(`config`): whoever adds a field there has added an option here.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal, get_type_hints
+
+import tyro
 
 from warpweave.checkpoint import latest
+from warpweave.config import PRESETS, GPTConfig, ParallelPlan
 from warpweave.data import Dataset, open_dataset
-from warpweave.engine import make_schedule
-from warpweave.gpt import PRESETS, GPTConfig
 from warpweave.parallel.mesh import Mesh
 
 # Files and folders of a run, in `out`.
@@ -20,6 +25,22 @@ METRICS, PLOT, CHECKPOINTS, BOARD = "metrics.jsonl", "loss.png", "checkpoints", 
 _DAY = 86400.0  # seconds
 
 
+def _overrides_of(config: type) -> Any:
+    """A frozen record of the fields of `config`, their types and their help; None is not given."""
+    hints = {"vocab_size": "(default: the larger of the preset's and the data's)"}
+    fields = []
+    for name, kind in get_type_hints(config).items():
+        hint = hints.get(name, "(default: the preset's)")
+        option: Any = Annotated[kind | None, tyro.conf.arg(help_behavior_hint=hint)]
+        fields.append((name, option, None))
+    namespace = {"__doc__": config.__doc__, "__module__": __name__}
+    return dataclasses.make_dataclass("GPTOverrides", fields, frozen=True, namespace=namespace)
+
+
+GPTOverrides: Any = _overrides_of(GPTConfig)
+
+
+@tyro.conf.configure(tyro.conf.OmitArgPrefixes)  # --layers, not --overrides.layers
 @dataclass(frozen=True)
 class TrainConfig:
     """What to train, on what, and over which mesh."""
@@ -28,23 +49,11 @@ class TrainConfig:
         "toy", "small", "toy-llama", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl",
         "llama-1b", "llama-8b", "llama-70b",
     ] = "small"  # fmt: skip
-    """Preset; the options below change single numbers of it."""
-    layers: int | None = None
-    """Transformer blocks; default: the preset's."""
-    width: int | None = None
-    """Model width; default: the preset's."""
-    heads: int | None = None
-    """Query heads; default: the preset's."""
-    kv_heads: int | None = None
-    """Key and value heads, which divide the query heads; default: the preset's."""
-    hidden: int | None = None
-    """Hidden units of the MLP; default: the preset's."""
-    seq_len: int | None = None
-    """Tokens of a sequence; default: the preset's."""
-    vocab_size: int | None = None
-    """Size of the vocabulary; default: the larger of the preset's and the data's."""
-    dropout: float | None = None
-    """Dropout of the embedding and of both branches of a block; default: the preset's."""
+    """Preset, of which the overrides change single numbers."""
+    overrides: Annotated[Any, tyro.conf.arg(constructor=GPTOverrides)] = field(
+        default_factory=GPTOverrides
+    )
+    """What is other than in the preset."""
 
     data: Path | None = None
     """UTF-8 text file, folder of them, or token file; default: Python's standard library source."""
@@ -59,22 +68,10 @@ class TrainConfig:
     """Context-parallel (ring attention) ranks."""
     pp: int = 1
     """Pipeline ranks."""
-    zero: Literal[0, 1, 2, 3] = 1
-    """ZeRO stage over dp x cp."""
-    schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
-    """Order of the micro-batches in a pipeline."""
-    chunks: int = 1
-    """With the interleaved schedule: stages on each pipeline rank."""
-    microbatches: int = 1
-    """Micro-batches per step and data replica."""
+    plan: ParallelPlan = ParallelPlan()
+    """How a step is cut over the ranks."""
     batch: int = 8
     """Sequences per micro-batch."""
-    sequence_parallel: bool = True
-    """With tp > 1, cut the residual stream's tokens over the tensor ranks."""
-    recompute: Literal["none", "selective", "full"] = "none"
-    """Activation checkpointing."""
-    layout: Literal["zigzag", "contiguous", "striped"] = "zigzag"
-    """How cp cuts the sequence."""
 
     dtype: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
     """Of parameters and activations; masters, gradients and sums are fp32 (fp64 for fp64)."""
@@ -86,6 +83,10 @@ class TrainConfig:
     """Final learning rate, as a part of `lr`."""
     warmup: int = 20
     """Steps of linear warm-up."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's decay rates of the two moments."""
+    eps: float = 1e-8
+    """AdamW's, beside the square root of the second moment."""
     weight_decay: float = 0.1
     """AdamW's, of matrices only."""
     clip: float = 1.0
@@ -109,6 +110,8 @@ class TrainConfig:
     """Tokens of sampled text at the end."""
     tensorboard: bool = False
     """Also write TensorBoard events (needs warpweave[tensorboard])."""
+    impl: Literal["triton", "torch"] | None = None
+    """What computes; default: the Triton kernels on a GPU, torch on the CPU."""
     timeout: float = 300.0
     """Seconds that any exchange between ranks may take."""
 
@@ -123,9 +126,9 @@ class TrainConfig:
         return self.out / "tokens" if self.tokenizer is not None else None
 
     @property
-    def length(self) -> int:
+    def seq_len(self) -> int:
         """Tokens in a sequence."""
-        return self.seq_len or PRESETS[self.model].seq_len
+        return self.overrides.seq_len or PRESETS[self.model].seq_len
 
     def for_ranks(self, ranks: int) -> TrainConfig:
         """This configuration with `dp` filled in for `ranks` ranks.
@@ -149,20 +152,17 @@ class TrainConfig:
     def model_config(self, vocab_size: int) -> GPTConfig:
         """The model, with a vocabulary of at least `vocab_size`."""
         preset = PRESETS[self.model]
-        names = ("layers", "width", "heads", "kv_heads", "hidden", "seq_len", "dropout")
-        changes = {n: getattr(self, n) for n in names if getattr(self, n) is not None}
-        vocabulary = self.vocab_size
-        if vocabulary is None:
-            vocabulary = max(preset.vocab_size, vocab_size)
+        given = {name: value for name, value in vars(self.overrides).items() if value is not None}
+        vocabulary = given.setdefault("vocab_size", max(preset.vocab_size, vocab_size))
         if vocabulary < vocab_size:
             raise ValueError(f"vocab_size = {vocabulary} is smaller than the data's {vocab_size}")
-        return dataclasses.replace(preset, vocab_size=vocabulary, **changes)
+        return dataclasses.replace(preset, **given)
 
     def open_data(self, split: Literal["train", "validation"]) -> Dataset:
         """One split of the data."""
         return open_dataset(
             self.data,
-            seq_len=self.length,
+            seq_len=self.seq_len,
             seed=self.seed,
             split=split,
             tokenizer=self.tokenizer,
@@ -172,9 +172,9 @@ class TrainConfig:
     def check(self) -> None:
         """Raise a one-line error for what cannot work, before any rank is started."""
         for low, names in (
-            (1, ("steps", "batch", "microbatches", "keep", "eval_batches")),
+            (1, ("steps", "batch", "keep", "eval_batches")),
             (0, ("warmup", "save_every", "eval_every", "sample", "seed")),
-            (0, ("lr", "min_lr", "weight_decay", "clip")),
+            (0, ("lr", "min_lr", "eps", "weight_decay", "clip")),
         ):
             for name in names:
                 if not low <= getattr(self, name) < math.inf:
@@ -184,12 +184,11 @@ class TrainConfig:
                     )
         if not 0 < self.timeout <= _DAY:
             raise ValueError(f"timeout must be positive seconds, at most a day, got {self.timeout}")
-        mesh = self.mesh
-        make_schedule(self.schedule, mesh.pp, self.microbatches, self.chunks)
-        zigzag, stages = self.layout == "zigzag", mesh.pp * self.chunks
-        self.model_config(1).check(mesh, zigzag=zigzag, stages=stages)
-        rows = self.batch * self.length // self.cp
-        if self.sequence_parallel and rows % self.tp:
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas must be in [0, 1), got {self.betas}")
+        self.model_config(1).check(self.mesh, self.plan)
+        rows = self.batch * self.seq_len // self.cp
+        if self.plan.sequence_parallel and rows % self.tp:
             raise ValueError(
                 f"batch x seq_len / cp = {rows} tokens do not divide by tp = {self.tp} "
                 "(sequence parallelism)"

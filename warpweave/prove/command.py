@@ -38,13 +38,14 @@ from typing import Literal
 import torch
 import tyro
 
+from warpweave.config import Recompute, ScheduleName
 from warpweave.gpt import PRESETS
 from warpweave.kernels.runtime.dispatch import choose
 from warpweave.launch import join, launch, reported, under_torchrun
 from warpweave.parallel.context import Strategy
 from warpweave.parallel.layout import Kind
 from warpweave.parallel.mesh import Mesh
-from warpweave.prove.layouts import Layout, Recompute, Schedule, Style, draw, table
+from warpweave.prove.layouts import Layout, Style, draw, table
 from warpweave.prove.proof import LIMITS, Errors, prove_layout
 
 
@@ -71,7 +72,7 @@ class ProveConfig:
     """Pipeline stages."""
     zero: Literal[0, 1, 2, 3] = 0
     """ZeRO stage over dp x cp."""
-    schedule: Schedule = "1f1b"
+    schedule: ScheduleName = "1f1b"
     """Order of the micro-batches in a pipeline."""
     sequence_parallel: bool = True
     """With tp > 1, cut the residual stream's tokens over the tensor ranks."""
@@ -143,7 +144,7 @@ class ProveConfig:
             for d in dtypes
         ]
         for layout in every:
-            layout.model.check(layout.mesh, zigzag=layout.layout == "zigzag")
+            layout.model.check(layout.mesh, layout.plan)
         return sorted(every, key=lambda layout: -layout.mesh.world)
 
 

@@ -13,14 +13,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from warpweave.gpt import GPTConfig
+from warpweave.config import GPTConfig, ParallelPlan, Recompute, ScheduleName
 from warpweave.parallel.context import Strategy
 from warpweave.parallel.layout import Kind
 from warpweave.parallel.mesh import AXES, Mesh
 
 Style = Literal["gpt2", "llama", "mixed"]
-Recompute = Literal["none", "selective", "full"]
-Schedule = Literal["gpipe", "1f1b", "interleaved"]
 
 STYLES: dict[str, dict] = {
     "gpt2": {"positions": "learned", "norm": "layer", "activation": "gelu", "bias": True},
@@ -122,6 +120,20 @@ class Layout:
         return self.sizes.samples // self.mesh.dp // self.microbatches
 
     @property
+    def plan(self) -> ParallelPlan:
+        """What the engine is told of it."""
+        return ParallelPlan(
+            zero=self.zero,
+            schedule=self.schedule,
+            chunks=self.chunks,
+            microbatches=self.microbatches,
+            sequence_parallel=self.sequence_parallel,
+            recompute=self.recompute,
+            layout=self.layout,
+            cp_strategy=self.strategy,
+        )
+
+    @property
     def model(self) -> GPTConfig:
         """The tiny model."""
         s = self.sizes
@@ -201,7 +213,7 @@ def table(world: int) -> list[Layout]:
         for sp, zero, schedule, strategy, style, tied in itertools.product(
             (False, True) if mesh.tp > 1 else (False,),
             range(4) if mesh.data > 1 else (0,),
-            get_args(Schedule) if mesh.pp > 1 else ("gpipe", "1f1b"),
+            get_args(ScheduleName) if mesh.pp > 1 else ("gpipe", "1f1b"),
             _strategies(mesh),
             ("gpt2", "llama"),
             (True, False),
@@ -234,7 +246,7 @@ def draw(seed: int) -> Layout:
     mesh = rng.choice(list(meshes(rng.choice((2, 3, 4, 5, 6, 6, 8, 8)))))
     sp = mesh.tp > 1 and rng.random() < 0.7
     cut = rng.choice(get_args(Kind)) if mesh.cp > 1 else "zigzag"
-    schedule = rng.choice(get_args(Schedule))
+    schedule = rng.choice(get_args(ScheduleName))
     stages = mesh.pp * (2 if schedule == "interleaved" else 1)
     count, size = rng.randint(1, mesh.pp + 3), rng.randint(1, 3)
     chunks = 2 if mesh.cp > 1 and cut == "zigzag" else 1

@@ -14,6 +14,7 @@ from torch import Tensor
 from warpweave.dtypes import DTYPES
 from warpweave.engine import Engine
 from warpweave.exchange import exchange
+from warpweave.parallel.data.optimizer import AdamW
 from warpweave.parallel.mesh import ConnectedMesh
 from warpweave.parallel.shard import ParamRecord
 from warpweave.prove.expected import ADAMW, CLIP, KEY, RATES, STEPS, batch, prompt, truth
@@ -114,21 +115,14 @@ def prove_layout(layout: Layout, mesh: ConnectedMesh, timeout: float = 60.0) -> 
     engine = Engine(
         layout.model,
         mesh,
-        microbatches=layout.microbatches,
+        layout.plan,
         micro_batch_size=layout.micro_batch_size,
-        zero=layout.zero,
-        schedule=layout.schedule,
-        chunks=layout.chunks,
-        sequence_parallel=layout.sequence_parallel,
-        recompute=layout.recompute,
-        strategy=layout.strategy,
-        layout=layout.layout,
         dtype=DTYPES[layout.dtype],
         seed=sizes.seed,
+        rule=AdamW(**ADAMW, impl=layout.impl),
         clip=CLIP,
         impl=layout.impl,
         timeout=timeout,
-        **ADAMW,
     )
     compare = _Comparison(layout)
     shape = (layout.mesh.dp, layout.microbatches, layout.micro_batch_size)

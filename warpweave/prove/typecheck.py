@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from warpweave.config import ParallelPlan
 from warpweave.gpt import GPT, GPTConfig, MicroBatch
 from warpweave.parallel.mesh import ConnectedMesh, Mesh
 
@@ -42,20 +43,20 @@ def typecheck(
         ImportError: spmd_types, of the development extra, is not installed.
         RuntimeError: a process group exists (a pretended one is made here).
     """
-    config.check(mesh, zigzag=layout == "zigzag")
+    plan = ParallelPlan(sequence_parallel=sequence_parallel, recompute=recompute, layout=layout)
+    config.check(mesh, plan)
     try:
         from spmd_types.types import SpmdTypeError
     except ImportError:
         raise ImportError("typecheck needs spmd_types: pip install 'warpweave[dev]'") from None
     if dist.is_initialized():
         raise RuntimeError("typecheck makes a process group of its own: destroy the existing one")
-    options = {"sequence_parallel": sequence_parallel, "recompute": recompute, "layout": layout}
     for stage in stages if stages is not None else range(mesh.pp):
         if mesh.data * mesh.tp == 1:
             continue  # a stage on one device has nothing to go wrong between ranks
         try:
             with _pretend(mesh, stage) as connected, torch._subclasses.FakeTensorMode():
-                model = GPT(config, mesh=connected, **options)
+                model = GPT(config, mesh=connected, plan=plan)
                 # Flattened (B, S) with S cut is a plain shard of the rows for one sample only.
                 tokens = torch.zeros(2 if mesh.cp == 1 else 1, config.seq_len, dtype=torch.int64)
                 _run(model, model.micro_batch(tokens, tokens.clone(), torch.tensor(1.0)))

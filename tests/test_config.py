@@ -1,0 +1,144 @@
+"""The model's and the plan's records: each of their fields is an option, of the same words."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Literal, get_args, get_origin, get_type_hints
+
+import pytest
+import tyro
+
+from warpweave import train
+from warpweave.config import PRESETS, GPTConfig, ParallelPlan
+from warpweave.parallel.mesh import Mesh
+from warpweave.train_config import TrainConfig, _overrides_of
+
+
+def _help(capsys, record: type) -> str:
+    """The help on a record's options, each run of blanks and box drawing as one blank."""
+    with pytest.raises(SystemExit) as caught:
+        tyro.cli(record, args=["--help"])
+    assert caught.value.code == 0
+    return re.sub(r"[\s│]+", " ", capsys.readouterr().out)
+
+
+def _another(kind: object, value: object) -> object:
+    """A value of a field's type, other than `value`."""
+    kinds = [k for k in get_args(kind) if k is not type(None)]
+    if get_origin(kind) is Literal:
+        return next(word for word in get_args(kind) if word != value)
+    kind = kinds[0] if kinds else kind
+    return not value if kind is bool else kind((value or 7) * 2)
+
+
+def _words(name: str, value: object, *, switch: bool) -> list[str]:
+    option = name.replace("_", "-")
+    if switch and isinstance(value, bool):
+        return [f"--{option}" if value else f"--no-{option}"]
+    return [f"--{option}", str(value)]
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(ParallelPlan)])
+def test_every_field_of_the_plan_is_an_option(name):
+    now = getattr(ParallelPlan(), name)
+    other = _another(get_type_hints(ParallelPlan)[name], now)
+    config = tyro.cli(TrainConfig, args=_words(name, other, switch=True))
+    assert config == TrainConfig(plan=ParallelPlan(**{name: other}))
+    assert config != TrainConfig()
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(GPTConfig)])
+def test_every_field_of_the_model_is_an_option_that_overrides_the_preset(name):
+    preset = PRESETS["toy"]
+    other = _another(get_type_hints(GPTConfig)[name], getattr(preset, name))
+    other = {"dropout": 0.5, "kv_heads": 2}.get(name, other)
+    words = ["--model", "toy", *_words(name, other, switch=False)]
+    model = tyro.cli(TrainConfig, args=words).model_config(1)
+    assert model == dataclasses.replace(preset, **{name: other})
+    assert model != preset
+
+
+def test_a_field_that_is_added_is_an_option_with_its_help(capsys):
+    @dataclasses.dataclass(frozen=True)
+    class Config:
+        """A model.
+
+        Attributes:
+            layers: Transformer blocks.
+            window: Tokens that each token sees.
+        """
+
+        layers: int
+        window: int | None = None
+
+    overrides = _overrides_of(Config)
+    assert tyro.cli(overrides, args=["--window", "3"]) == overrides(window=3)
+    assert "Tokens that each token sees. (default: the preset's)" in _help(capsys, overrides)
+
+
+def test_the_help_says_what_each_option_is_and_its_default(capsys):
+    shown = _help(capsys, TrainConfig)
+    for line in (
+        "--layers {None}|INT Transformer blocks. (default: the preset's)",
+        "--vocab-size {None}|INT Size of the vocabulary. (default: the larger of the preset's and "
+        "the data's)",
+        "--zero {0,1,2,3} ZeRO stage over dp x cp. (default: 1)",
+        "--schedule {gpipe,1f1b,interleaved} Order of the micro-batches in a pipeline. (default: "
+        "1f1b)",
+        "--batch INT Sequences per micro-batch. (default: 8)",
+        "--cp-strategy {auto,ring,gather} How keys and values reach the other context ranks.",
+    ):
+        assert line in shown
+    for record in (GPTConfig, ParallelPlan):
+        for name in get_type_hints(record):
+            option = f"--{name.replace('_', '-')}"
+            said = re.search(rf"{option}(, --\S+)? ({{\S+}}|{{None}}\|\S+|INT)? ?(.*?)\(def", shown)
+            assert said, name
+            assert len(said[3]) > 10, name
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--layers", "two"], "Error parsing --layers"),
+        (["--zero", "4"], "invalid choice '4' for argument '--zero'"),
+        (["--norm", "batch"], "Error parsing --norm|invalid choice 'batch' for argument '--norm'"),
+        (["--layer", "2"], "Unrecognized options: --layer"),
+        (["--plan.zero", "2"], "Unrecognized options: --plan.zero"),
+    ],
+)
+def test_a_wrong_word_or_option_is_refused_by_its_name(capsys, words, message):
+    with pytest.raises(SystemExit) as caught:
+        train.main(words)
+    assert caught.value.code == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("name", ["zero", "schedule", "recompute", "layout", "cp_strategy"])
+def test_a_plan_of_other_words_is_refused(name):
+    words = ", ".join(map(str, get_args(get_type_hints(ParallelPlan)[name])))
+    with pytest.raises(ValueError, match=f"^{name} must be one of {words}, got 'most'$"):
+        ParallelPlan(**{name: "most"})
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (ParallelPlan(microbatches=0), "microbatches must be at least 1, got 0"),
+        (ParallelPlan(chunks=2), "chunks = 2 stages per rank need the interleaved .*'1f1b'"),
+        (ParallelPlan(schedule="interleaved", chunks=0), ".*needs c >= 1 stages per rank.*c=0"),
+        (
+            ParallelPlan(schedule="interleaved", chunks=2),
+            "4 pipeline stages need .*, got 2",
+        ),
+    ],
+)
+def test_a_plan_that_the_model_cannot_follow_is_refused(plan, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        PRESETS["toy"].check(Mesh(pp=2), plan)
+
+
+def test_stages_lie_where_the_schedule_has_them():
+    assert ParallelPlan().placement(3) == [0, 1, 2]
+    assert ParallelPlan(schedule="interleaved", chunks=2).placement(2) == [0, 1, 0, 1]

@@ -1,0 +1,207 @@
+"""What is trained, and how it is laid over ranks: the two records that say so.
+
+`GPTConfig` is the model, `PRESETS` are those with names. `ParallelPlan` is how a step is cut over a
+mesh, which changes no result beyond the order of sums. Every field of both is an option of
+``warpweave train`` (`train_config`), whose help is the field's line here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args, get_origin, get_type_hints
+
+from warpweave.kernels.cost import gpt_step
+from warpweave.parallel import schedule as schedules
+from warpweave.parallel.context import Strategy
+from warpweave.parallel.layout import Kind, SequenceLayout
+from warpweave.parallel.mesh import Mesh
+
+ScheduleName = Literal["gpipe", "1f1b", "interleaved"]
+Recompute = Literal["none", "selective", "full"]
+
+
+def _check_words(record: GPTConfig | ParallelPlan) -> None:
+    """Raise ``ValueError`` if a field that is one of several words holds another."""
+    for name, kind in get_type_hints(type(record)).items():
+        value = getattr(record, name)
+        if get_origin(kind) is Literal and value not in get_args(kind):
+            words = ", ".join(map(str, get_args(kind)))
+            raise ValueError(f"{name} must be one of {words}, got {value!r}")
+
+
+@dataclass(frozen=True)
+class ParallelPlan:
+    """How the model, the batch and the work of a step are cut over the ranks of a mesh.
+
+    Attributes:
+        zero: ZeRO stage over dp x cp.
+        schedule: Order of the micro-batches in a pipeline.
+        chunks: With the interleaved schedule: stages on each pipeline rank.
+        microbatches: Micro-batches per step and data replica.
+        early_gradients: A pipeline stage sends its input's gradient before it makes those of its
+            weights, to the same bits; not with ZeRO 2 and 3, which free gradients block by block.
+        sequence_parallel: With tp > 1, cut the residual stream's tokens over the tensor ranks.
+        recompute: Activation checkpointing: of the MLP's hidden activations (selective), or of all
+            but each block's input (full).
+        layout: How cp cuts the sequence.
+        cp_strategy: How keys and values reach the other context ranks.
+    """
+
+    zero: Literal[0, 1, 2, 3] = 1
+    schedule: ScheduleName = "1f1b"
+    chunks: int = 1
+    microbatches: int = 1
+    early_gradients: bool = True
+    sequence_parallel: bool = True
+    recompute: Recompute = "none"
+    layout: Kind = "zigzag"
+    cp_strategy: Strategy = "auto"
+
+    def __post_init__(self) -> None:
+        _check_words(self)
+
+    def make_schedule(self, ranks: int) -> schedules.Schedule:
+        """The lists of actions of `ranks` pipeline ranks, without any communication yet.
+
+        Raises ValueError if there is no micro-batch, or there are several stages on a rank though
+        the schedule is not interleaved.
+        """
+        if self.microbatches < 1:
+            raise ValueError(f"microbatches must be at least 1, got {self.microbatches}")
+        if self.schedule == "interleaved":
+            return schedules.interleaved(ranks, self.microbatches, self.chunks)
+        if self.chunks != 1:
+            raise ValueError(
+                f"chunks = {self.chunks} stages per rank need the interleaved schedule, "
+                f"got {self.schedule!r}"
+            )
+        generate = schedules.gpipe if self.schedule == "gpipe" else schedules.one_f_one_b
+        return generate(ranks, self.microbatches)
+
+    def placement(self, ranks: int) -> list[int]:
+        """The pipeline rank, of `ranks`, that holds each stage."""
+        return schedules.placement(self.make_schedule(ranks))
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """Sizes and style of a GPT. The defaults are GPT-2's style.
+
+    Without `kv_heads` there are as many as `heads`, without `hidden` it is 4 * width.
+
+    Attributes:
+        vocab_size: Size of the vocabulary.
+        seq_len: Tokens of a sequence.
+        layers: Transformer blocks.
+        width: Model width.
+        heads: Query heads.
+        kv_heads: Key and value heads, which divide the query heads.
+        hidden: Hidden units of the MLP.
+        positions: Learned, or rotary embedding of queries and keys.
+        norm: LayerNorm or RMSNorm.
+        activation: GELU by its tanh approximation, or SwiGLU.
+        bias: Linear layers and LayerNorm have biases.
+        tied: The head's weight is the embedding's.
+        norm_eps: Epsilon of the norms.
+        rope_theta: Base of the rotary embedding.
+        dropout: Dropout of the embedding and of both branches of a block.
+    """
+
+    vocab_size: int
+    seq_len: int
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int | None = None
+    hidden: int | None = None
+    positions: Literal["learned", "rope"] = "learned"
+    norm: Literal["layer", "rms"] = "layer"
+    activation: Literal["gelu", "swiglu"] = "gelu"
+    bias: bool = True
+    tied: bool = True
+    norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "seq_len", "layers", "width", "heads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.num_kv_heads < 1 or self.num_hidden < 1:
+            raise ValueError(
+                f"kv_heads and hidden must be at least 1, got {self.kv_heads} and {self.hidden}"
+            )
+        _check_words(self)
+        if self.width % self.heads:
+            raise ValueError(f"width = {self.width} does not divide by heads = {self.heads}")
+        if self.heads % self.num_kv_heads:
+            raise ValueError(
+                f"heads = {self.heads} does not divide by kv_heads = {self.num_kv_heads}"
+            )
+        if self.positions == "rope" and self.head_dim % 2:
+            raise ValueError(f"rope needs an even head size, got {self.head_dim}")
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads."""
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def num_hidden(self) -> int:
+        """MLP width F."""
+        return 4 * self.width if self.hidden is None else self.hidden
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head, D."""
+        return self.width // self.heads
+
+    def step_flops(self, tokens: int) -> int:
+        """Model FLOPs of a training step on `tokens` of whole sequences, by ``cost.gpt_step``."""
+        return gpt_step(
+            tokens=tokens,
+            seq_len=self.seq_len,
+            layers=self.layers,
+            width=self.width,
+            heads=self.heads,
+            kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            hidden=self.num_hidden,
+            vocab=self.vocab_size,
+            gated=self.activation == "swiglu",
+        )
+
+    def check(self, mesh: Mesh, plan: ParallelPlan = ParallelPlan()) -> None:
+        """Raise a one-line ``ValueError`` if this model cannot be cut over `mesh` by `plan`."""
+        if self.num_kv_heads % mesh.tp:
+            raise ValueError(f"kv_heads = {self.num_kv_heads} does not divide by tp = {mesh.tp}")
+        if self.num_hidden % mesh.tp:
+            raise ValueError(f"hidden = {self.num_hidden} does not divide by tp = {mesh.tp}")
+        stages = len(plan.placement(mesh.pp))
+        if stages > self.layers:
+            found = f"pp = {mesh.pp}" if stages == mesh.pp else f"{stages} pipeline"
+            raise ValueError(f"{found} stages need as many layers, got {self.layers}")
+        SequenceLayout(self.seq_len, mesh.cp, plan.layout)
+
+
+_LLAMA: dict = {"positions": "rope", "norm": "rms", "activation": "swiglu", "bias": False}
+_LLAMA3 = _LLAMA | {"vocab_size": 128256, "seq_len": 8192, "rope_theta": 500000.0}
+
+PRESETS = {
+    "toy": GPTConfig(256, 128, 2, 128, 4),
+    "small": GPTConfig(256, 128, 4, 128, 4),
+    "toy-llama": GPTConfig(256, 128, 2, 128, 4, 2, 352, tied=False, **_LLAMA),
+    "gpt2": GPTConfig(50257, 1024, 12, 768, 12),
+    "gpt2-medium": GPTConfig(50257, 1024, 24, 1024, 16),
+    "gpt2-large": GPTConfig(50257, 1024, 36, 1280, 20),
+    "gpt2-xl": GPTConfig(50257, 1024, 48, 1600, 25),
+    "llama-1b": GPTConfig(layers=16, width=2048, heads=32, kv_heads=8, hidden=8192, **_LLAMA3),
+    "llama-8b": GPTConfig(
+        layers=32, width=4096, heads=32, kv_heads=8, hidden=14336, tied=False, **_LLAMA3
+    ),
+    "llama-70b": GPTConfig(
+        layers=80, width=8192, heads=64, kv_heads=8, hidden=28672, tied=False, **_LLAMA3
+    ),
+}
