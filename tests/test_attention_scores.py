@@ -26,6 +26,7 @@ from warpweave.kernels.attention import (
     attention_fwd,
 )
 from warpweave.kernels.attention import tiles as attention_tiles
+from warpweave.kernels.attention.options import AttentionOptions, pack
 from warpweave.kernels.attention.tiles import Kept, dkdv_tile, dq_tile, forward_tile
 from warpweave.kernels.merge import merge
 from warpweave.kernels.runtime.tile_table import AttentionTile
@@ -241,9 +242,9 @@ def test_gradients_pass_gradcheck(impl) -> None:
 @IMPLS
 def test_the_custom_op_passes_opcheck_and_compiles(impl) -> None:
     qkv, sinks = draw(Sq=4, Sk=4, D=4), torch.randn(2, dtype=F64).requires_grad_()
+    options = AttentionOptions(softcap=2.0, dropout=0.5, dropout_seed=7, dropout_origin=(1, 2))
     torch.library.opcheck(
-        torch.ops.warpweave.attention.default,
-        (*qkv, None, sinks, True, None, None, 2.0, 0.5, 7, [1, 2], None, None, impl),
+        torch.ops.warpweave.attention.default, (*qkv, None, sinks, *pack(options), impl)
     )
 
     def loss(q, k, v, sinks):

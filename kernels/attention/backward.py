@@ -1,11 +1,18 @@
 """Backward of attention: delta, then dk and dv, then dq, each from recomputed probabilities.
 
-See `function` for the formulas; `device` has what both directions load and draw.
+    p = exp(s - lse)      delta = sum_d(o do) - dlse
+    ds = p (keep (do v^T) - delta), and with a softcap times 1 - (s / softcap)^2
+    dq = scale ds k       dk = scale ds^T q    dv = (keep p)^T do
+    dsink = -sum over the head's rows of exp(sink - lse) delta
+
+s and keep as in `forward`, lse and delta [B, Hq, Sq] of the whole row, float32 (float64 for
+float64). With them p of any block of keys is its share of the whole, so `attention_bwd` over
+blocks, summed, is exact: that is ring attention. The gradient through lse only shifts delta. Three
+kernels rather than one with atomics: seven products instead of five, and every result
+deterministic. `device` has what both directions load and draw.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 
@@ -31,18 +38,7 @@ from warpweave.kernels.attention.launch import (
     unit_stride,
     widened,
 )
-from warpweave.kernels.attention.options import (
-    Mask,
-    Runs,
-    Scores,
-    check_dtype,
-    check_into,
-    check_kinds,
-    check_mask,
-    check_rows,
-    check_scores,
-    check_tensors,
-)
+from warpweave.kernels.attention.options import AttentionOptions, resolved
 from warpweave.kernels.attention.tiles import dkdv_tile, dq_tile, kept, launch_options, padded
 from warpweave.kernels.attention.torch_path import attention_bwd_cpu
 from warpweave.kernels.attention.visible import nth_tile, reach, span, tile_at
@@ -318,7 +314,7 @@ def attention_delta(
         delta = (o.to(dtype) * do.to(dtype)).sum(-1).transpose(1, 2)
         return delta.contiguous() if dlse is None else (delta - dlse).contiguous()
     delta = torch.empty((B, H, S), dtype=dtype, device=o.device)
-    o, do = unit_stride(o), unit_stride(do)
+    o, do = unit_stride(o, do)
     if delta.numel():
         step, steps = shared_steps(o, do)
         with torch.cuda.device_of(o):
@@ -340,58 +336,27 @@ def attention_dsinks(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor
     return -(share.nan_to_num(nan=0.0) * delta).sum((0, 2))
 
 
-@no_graph
-def attention_bwd(
+def block_bwd(
     do: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     lse: torch.Tensor,
     delta: torch.Tensor | None,
+    options: AttentionOptions,
     *,
     o: torch.Tensor | None = None,
-    causal: bool = True,
-    window: int | None = None,
-    documents: torch.Tensor | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    dropout: float = 0.0,
-    dropout_seed: int = 0,
-    dropout_origin: Sequence[int] = (0, 0),
-    q_runs: Runs | None = None,
-    k_runs: Runs | None = None,
     grad_dtype: torch.dtype | None = None,
     into: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None] = (None, None, None),
-    impl: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return this block's dq[B, Sq, Hq, D], dk and dv[B, Sk, Hkv, D].
-
-    lse[B, Hq, Sq] is the final one of each row over all blocks of keys (and its sink),
-    delta[B, Hq, Sq] is `attention_delta` of the final o. `o`, the final output, may be given too
-    when there is no gradient through lse: the CPU path then copies nothing and reads no delta,
-    which may be None. Gradients are new and contiguous, of `grad_dtype` (default q.dtype; float32
-    for those that will be summed over blocks), but those given in `into` = (dq, dk, dv), float32
-    (float64 for float64), are added to in place and returned; dk and dv are given together.
-    Arguments and errors otherwise as `attention`.
-    """
-    check_kinds(q, k, v, causal, window, documents, scale, softcap, dropout, dropout_seed)
-    impl = choose(impl, do, q, k, v, lse, delta, o, documents, *into)
-    check_tensors(q, k, v)
-    check_dtype("grad_dtype", grad_dtype)
-    scores = check_scores(q.shape[3], scale, softcap, dropout, dropout_seed, dropout_origin)
-    keyed = scores.dropout > 0
-    mask = check_mask(q, k, causal, window, documents, q_runs, k_runs, keyed=keyed)
-    check_rows(q, do, lse, delta, o)
-    if (into[1] is None) != (into[2] is None):
-        raise ValueError("into must have both dk and dv or neither")
-    for name, x, like in zip(("dq", "dk", "dv"), into, (q, k, v)):
-        if x is not None:
-            check_into(name, x, like)
-    q, k, v, do = unit_stride(q), unit_stride(k), unit_stride(v), unit_stride(do.to(q.dtype))
+    """`attention_bwd` of arguments that have been checked: (dq, dk, dv) of these rows and keys."""
+    options = resolved(options, q, k)
+    q, k, v, do = unit_stride(q, k, v, do.to(q.dtype))
     lse = lse.contiguous()
     grad_dtype = q.dtype if grad_dtype is None else grad_dtype
+    impl = choose(options.impl, q)
     if impl == "torch":
-        dq, dk, dv = attention_bwd_cpu(do, q, k, v, lse, delta, o, mask, scores, grad_dtype, into)
+        dq, dk, dv = attention_bwd_cpu(do, q, k, v, lse, delta, o, options, grad_dtype, into)
         return dq, dk, dv
     delta = attention_delta(o, do, impl=impl) if delta is None else delta.contiguous()
     dq, dk, dv = (
@@ -401,38 +366,35 @@ def attention_bwd(
     q, k, v, do, wide_dq, wide_dk, wide_dv = widened(q, q, k, v, do, dq, dk, dv)
     with torch.cuda.device_of(q):
         if k.numel():
-            _launch_dkdv(
-                q, k, v, do, lse, delta, wide_dk, wide_dv, mask, scores, into[1] is not None
-            )
+            carried = into[1] is not None
+            _launch_dkdv(q, k, v, do, lse, delta, wide_dk, wide_dv, options, carried)
         if q.numel():
-            _launch_dq(q, k, v, do, lse, delta, wide_dq, mask, scores, into[0] is not None)
+            _launch_dq(q, k, v, do, lse, delta, wide_dq, options, into[0] is not None)
     for wide, given in ((wide_dq, dq), (wide_dk, dk), (wide_dv, dv)):
         narrow_into(wide, given)
     return dq, dk, dv
 
 
-def _launch_dkdv(q, k, v, do, lse, delta, dk, dv, mask: Mask, scores: Scores, into: bool) -> None:
+def _launch_dkdv(q, k, v, do, lse, delta, dk, dv, options: AttentionOptions, into: bool) -> None:
     (B, _, H, D), Hkv = q.shape, k.shape[2]
-    call = kept(mask, scores, into)
+    call = kept(options, into)
     tile = dkdv_tile(q, call)
-    table, by_sample = table_of(mask, mask.k_runs, B)
+    table, by_sample = table_of(options, options.k_runs, B)
     step, steps = shared_steps(q, k, v, do, dk, dv)
-    attention_dkdv_kernel[(tile_count(mask.k_runs, tile.k) * Hkv * B,)](
+    attention_dkdv_kernel[(tile_count(options.k_runs, tile.k) * Hkv * B,)](
         q, k, v, do, lse, delta, dk, dv, table, *steps, by_sample,
-        *mask.q_runs, *mask.k_runs, Hkv, H // Hkv, *numbers(mask, scores),
-        *constants(mask, scores), into, step, D, tile.q, tile.k, padded(D),
+        *numbers(options, Hkv, H // Hkv), *constants(options, into, step, D, tile),
         **launch_options(tile, q, call))  # fmt: skip
 
 
-def _launch_dq(q, k, v, do, lse, delta, dq, mask: Mask, scores: Scores, into: bool) -> None:
-    (B, _, H, D), Hkv = q.shape, k.shape[2]
-    call = kept(mask, scores, into)
+def _launch_dq(q, k, v, do, lse, delta, dq, options: AttentionOptions, into: bool) -> None:
+    B, _, H, D = q.shape
+    call = kept(options, into)
     tile = dq_tile(q, call)
-    table, by_sample = table_of(mask, mask.q_runs, B)
+    table, by_sample = table_of(options, options.q_runs, B)
     step, (of_q, of_k, of_v, *others) = shared_steps(q, k, v, do, dq)
-    attention_dq_kernel[(tile_count(mask.q_runs, tile.q) * H * B,)](
+    attention_dq_kernel[(tile_count(options.q_runs, tile.q) * H * B,)](
         q, k, v, do, lse, delta, dq, table,
         of_q, *one_set(of_k, of_v), *others, by_sample,
-        *mask.q_runs, *mask.k_runs, H, H // Hkv, *numbers(mask, scores),
-        *constants(mask, scores), into, step, D, tile.q, tile.k, padded(D),
+        *numbers(options, H, H // k.shape[2]), *constants(options, into, step, D, tile),
         **launch_options(tile, q, call))  # fmt: skip

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from warpweave.kernels.attention.options import Mask, Scores
+from warpweave.kernels.attention.options import AttentionOptions
 from warpweave.kernels.runtime.dispatch import INTERPRET, all_registers, capability
 from warpweave.kernels.runtime.tile_table import AttentionTile
 from warpweave.kernels.runtime.tiles import find
@@ -32,10 +32,10 @@ class Kept(NamedTuple):
         return self.bounded or self.softcap or self.dropout or self.into
 
 
-def kept(mask: Mask, scores: Scores, into: bool) -> Kept:
-    """What this call keeps."""
-    bounded = mask.window > 0 or mask.documents is not None
-    return Kept(mask.causal, bounded, scores.softcap > 0, scores.dropout > 0, into)
+def kept(options: AttentionOptions, into: bool) -> Kept:
+    """What a call with these resolved options keeps."""
+    bounded = options.window is not None or options.documents is not None
+    return Kept(options.causal, bounded, bool(options.softcap), options.dropout > 0, into)
 
 
 def forward_tile(q: torch.Tensor, call: Kept) -> AttentionTile:
