@@ -463,9 +463,9 @@ def test_offsets_beyond_32_bits_reach_the_right_elements(monkeypatch) -> None:
 def test_the_custom_op_passes_opcheck(impl) -> None:
     inputs = draw(Sq=4, Sk=4, D=4)
     runs = ((1, 2), (5, 2, 1))
-    options = checked(AttentionOptions(q_runs=runs, k_runs=runs), *inputs)
+    options = checked(AttentionOptions(q_runs=runs, k_runs=runs, impl=impl), *inputs)
     torch.library.opcheck(
-        torch.ops.warpweave.attention.default, (*inputs, None, None, *pack(options), impl)
+        torch.ops.warpweave.attention.default, (*inputs, None, None, *pack(options))
     )
 
 
@@ -600,7 +600,7 @@ def test_tiles_are_chosen_by_capability_element_size_and_head_dim(monkeypatch) -
         kernels = ("attention_fwd", "attention_dkdv", "attention_dq")
         want = (r.tile for k in kernels for r in shipped_table() if r.key == (row[0], k, *row[1:]))
         got = (attention_tiles.forward_tile, attention_tiles.dkdv_tile, attention_tiles.dq_tile)
-        assert [tile(q, attention_tiles.Kept()) for tile in got] == [*want]
+        assert [tile(q, attention_tiles.Variant()) for tile in got] == [*want]
 
 
 @pytest.mark.parametrize(
@@ -624,7 +624,7 @@ def test_tiles_are_chosen_by_capability_element_size_and_head_dim(monkeypatch) -
         ({"window": 2.5}, r"window must be an integer, got 2\.5"),
         ({"window": (3, 0)}, r"window must be an integer, got \(3, 0\)"),
         ({"dropout_seed": None}, r"dropout_seed must be an integer, got None"),
-        ({"dropout_seed": 2**63}, r"0 <= dropout_seed < 2\*\*63 .* got 9223372036854775808"),
+        ({"dropout_seed": 2**63}, r"0 <= seed < 2\*\*63 .* got 9223372036854775808"),
         ({"window": torch.tensor([3, 4])}, r"window must be an integer, got tensor\(\[3, 4\]\)"),
         ({"causal": "x"}, r"causal must be a bool, got 'x'"),
         ({"scale": torch.ones(())}, r"scale must be a number, got tensor\(1\.\)"),

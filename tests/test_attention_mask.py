@@ -242,7 +242,7 @@ def test_the_custom_op_passes_opcheck_and_compiles(impl) -> None:
     qkv, documents = draw(Sq=5, Sk=5, D=4), _documents(2, 3)
     torch.library.opcheck(
         torch.ops.warpweave.attention.default,
-        (*qkv, documents, None, *pack(AttentionOptions(window=2)), impl),
+        (*qkv, documents, None, *pack(AttentionOptions(window=2, impl=impl))),
     )
 
     def loss(q, k, v, documents):

@@ -39,9 +39,15 @@ from warpweave.kernels.attention.launch import (
     widened,
 )
 from warpweave.kernels.attention.options import AttentionOptions, resolved
-from warpweave.kernels.attention.tiles import dkdv_tile, dq_tile, kept, launch_options, padded
+from warpweave.kernels.attention.tiles import (
+    dkdv_tile,
+    dq_tile,
+    launch_options,
+    padded,
+    variant_of,
+)
 from warpweave.kernels.attention.torch_path import attention_bwd_cpu
-from warpweave.kernels.attention.visible import nth_tile, reach, span, tile_at
+from warpweave.kernels.attention.visible import nth_tile, reach, rows_of_tile, span
 from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.runtime.dispatch import choose, no_graph, tl, triton
 from warpweave.kernels.runtime.numeric import dot, to_dtype, upcast
@@ -89,7 +95,7 @@ def _dkdv_steps(dk, dv, k, v, k_pos, first, last, q_ptr, do_ptr, lse_ptr, delta_
         # 1. One tile of queries of head g. Rows past the end of a run get lse = inf, hence p = 0.
         g = j // tl.maximum(count, 1)
         index = nth_tile(j - g * count, span0, span1, tl.cdiv(q_runs[1], BLOCK_M), MASK and LAST)
-        row, position, rows = tile_at(index, q_runs, BLOCK_M)
+        row, position, rows = rows_of_tile(index, q_runs, BLOCK_M)
         g = g.to(tl.int64)
         q_at = q_ptr + row * q_stride[1] + g * q_stride[2]
         do_at = do_ptr + row * do_stride[1] + g * do_stride[2]
@@ -148,7 +154,7 @@ def attention_dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_pt
     q_runs = (q_start0, q_len0, q_start1, q_len1, q_stripes)
     k_runs = (k_start0, k_len0, k_start1, k_len1, k_stripes)
     tile, kv_head, batch = program(k_runs, kv_heads, BLOCK_N, False)
-    row, position, rows = tile_at(tile, k_runs, BLOCK_N)
+    row, position, rows = rows_of_tile(tile, k_runs, BLOCK_N)
     kv_head = kv_head.to(tl.int64)
     k_ptr += batch * k_stride[0] + row * k_stride[1] + kv_head * k_stride[2]
     v_ptr += batch * v_stride[0] + row * v_stride[1] + kv_head * v_stride[2]
@@ -203,7 +209,7 @@ def _dq_steps(dq, q, do, lse, delta, q_pos, first, last, k_ptr, v_ptr, k_step, v
     for j in range(span0[1] + span1[1]):
         # 1. p of one tile of keys.
         index = nth_tile(j, span0, span1, tl.cdiv(k_runs[1], BLOCK_N), MASK and FIRST)
-        row, position, rows = tile_at(index, k_runs, BLOCK_N)
+        row, position, rows = rows_of_tile(index, k_runs, BLOCK_N)
         k = load(k_ptr + row * k_step, k_step, rows, BLOCK_N, D, BLOCK_D, MASK)
         v = load(v_ptr + row * v_step, v_step, rows, BLOCK_N, D, BLOCK_D, MASK)
         zero = tl.zeros((q.shape[0], BLOCK_N), dq.dtype)
@@ -252,7 +258,7 @@ def attention_dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr,
     q_runs = (q_start0, q_len0, q_start1, q_len1, q_stripes)
     k_runs = (k_start0, k_len0, k_start1, k_len1, k_stripes)
     tile, head, batch = program(q_runs, heads, BLOCK_M, True)
-    row, position, rows = tile_at(tile, q_runs, BLOCK_M)
+    row, position, rows = rows_of_tile(tile, q_runs, BLOCK_M)
     seq = q_runs[1] + q_runs[3]
     q_ptr += batch * q_stride[0] + row * q_stride[1] + head.to(tl.int64) * q_stride[2]
     do_ptr += batch * do_stride[0] + row * do_stride[1] + head.to(tl.int64) * do_stride[2]
@@ -377,24 +383,24 @@ def block_bwd(
 
 def _launch_dkdv(q, k, v, do, lse, delta, dk, dv, options: AttentionOptions, into: bool) -> None:
     (B, _, H, D), Hkv = q.shape, k.shape[2]
-    call = kept(options, into)
-    tile = dkdv_tile(q, call)
+    variant = variant_of(options, into)
+    tile = dkdv_tile(q, variant)
     table, by_sample = table_of(options, options.k_runs, B)
     step, steps = shared_steps(q, k, v, do, dk, dv)
     attention_dkdv_kernel[(tile_count(options.k_runs, tile.k) * Hkv * B,)](
         q, k, v, do, lse, delta, dk, dv, table, *steps, by_sample,
         *numbers(options, Hkv, H // Hkv), *constants(options, into, step, D, tile),
-        **launch_options(tile, q, call))  # fmt: skip
+        **launch_options(tile, q, variant))  # fmt: skip
 
 
 def _launch_dq(q, k, v, do, lse, delta, dq, options: AttentionOptions, into: bool) -> None:
     B, _, H, D = q.shape
-    call = kept(options, into)
-    tile = dq_tile(q, call)
+    variant = variant_of(options, into)
+    tile = dq_tile(q, variant)
     table, by_sample = table_of(options, options.q_runs, B)
     step, (of_q, of_k, of_v, *others) = shared_steps(q, k, v, do, dq)
     attention_dq_kernel[(tile_count(options.q_runs, tile.q) * H * B,)](
         q, k, v, do, lse, delta, dq, table,
         of_q, *one_set(of_k, of_v), *others, by_sample,
         *numbers(options, H, H // k.shape[2]), *constants(options, into, step, D, tile),
-        **launch_options(tile, q, call))  # fmt: skip
+        **launch_options(tile, q, variant))  # fmt: skip

@@ -38,9 +38,9 @@ from warpweave.kernels.attention.launch import (
     widened,
 )
 from warpweave.kernels.attention.options import AttentionOptions, resolved
-from warpweave.kernels.attention.tiles import forward_tile, kept, launch_options
+from warpweave.kernels.attention.tiles import forward_tile, launch_options, variant_of
 from warpweave.kernels.attention.torch_path import attention_fwd_cpu
-from warpweave.kernels.attention.visible import nth_tile, reach, span, tile_at
+from warpweave.kernels.attention.visible import nth_tile, reach, rows_of_tile, span
 from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.runtime.dispatch import choose, tl, triton
 from warpweave.kernels.runtime.numeric import dot, to_dtype
@@ -63,7 +63,7 @@ def _fwd_steps(acc, l, m, q, q_pos, first, last, k_ptr, v_ptr, k_step, v_step, k
     for j in range(span0[1] + span1[1]):
         # 1. Scores of one tile of keys.
         index = nth_tile(j, span0, span1, tl.cdiv(k_runs[1], BLOCK_N), MASK and FIRST)
-        row, position, rows = tile_at(index, k_runs, BLOCK_N)
+        row, position, rows = rows_of_tile(index, k_runs, BLOCK_N)
         k = load(k_ptr + row * k_step, k_step, rows, BLOCK_N, D, BLOCK_D, MASK)
         s = dot(q, tl.trans(k), tl.zeros((q.shape[0], BLOCK_N), acc.dtype))
         if CAP > 0:
@@ -117,7 +117,7 @@ def attention_fwd_kernel(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, table_ptr, sinks_p
     q_runs = (q_start0, q_len0, q_start1, q_len1, q_stripes)
     k_runs = (k_start0, k_len0, k_start1, k_len1, k_stripes)
     tile, head, batch = program(q_runs, heads, BLOCK_M, True)
-    row, position, rows = tile_at(tile, q_runs, BLOCK_M)
+    row, position, rows = rows_of_tile(tile, q_runs, BLOCK_M)
     seq = q_runs[1] + q_runs[3]
     q_ptr += batch * q_stride[0] + row * q_stride[1] + head.to(tl.int64) * q_stride[2]
     k_ptr += batch * k_stride[0] + (head // group).to(tl.int64) * k_stride[2]
@@ -201,12 +201,12 @@ def block_fwd(
 
 def _launch(q, k, v, o, lse, sinks, options: AttentionOptions, into: bool) -> None:
     B, _, H, D = q.shape
-    call = kept(options, into)
-    tile = forward_tile(q, call)
+    variant = variant_of(options, into)
+    tile = forward_tile(q, variant)
     table, by_sample = table_of(options, options.q_runs, B)
     step, (of_q, of_k, of_v, of_o) = shared_steps(q, k, v, o)
     attention_fwd_kernel[(tile_count(options.q_runs, tile.q) * H * B,)](
         q, k, v, o, lse, table, sinks,
         of_q, *one_set(of_k, of_v), of_o, by_sample,
         *numbers(options, H, H // k.shape[2]), *constants(options, into, step, D, tile),
-        **launch_options(tile, q, call))  # fmt: skip
+        **launch_options(tile, q, variant))  # fmt: skip

@@ -62,12 +62,12 @@ def _attention(
     v: torch.Tensor,
     documents: torch.Tensor | None,
     sinks: torch.Tensor | None,
+    seed: int,
     integers: Sequence[int],
     reals: Sequence[float],
-    impl: str | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`attend`, whose options are packed."""
-    options = unpack(integers, reals, documents, impl)
+    options = unpack(seed, integers, reals, documents)
     check_boundaries(options, q.shape[1], k.shape[1])
     return block_fwd(q, k, v, options, sinks=sinks)
 
@@ -89,17 +89,17 @@ def _attention_backward(
     sinks: torch.Tensor | None,
     o: torch.Tensor,
     lse: torch.Tensor,
+    seed: int,
     integers: Sequence[int],
     reals: Sequence[float],
-    impl: str | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk, dv and dsinks, which is empty without sinks."""
+    options = unpack(seed, integers, reals, documents)
     delta, dsinks = None, lse.new_empty(0)
     if dlse is not None or sinks is not None:
-        delta = attention_delta(o, do, dlse, impl=impl)
+        delta = attention_delta(o, do, dlse, impl=options.impl)
     if sinks is not None:
         dsinks = attention_dsinks(sinks, lse, delta)
-    options = unpack(integers, reals, documents, impl)
     grads = block_bwd(do, q, k, v, lse, delta, options, o=o if dlse is None else None)
     return *grads, dsinks
 
@@ -137,7 +137,7 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`attention` of arguments that have been checked: (o, lse), differentiable."""
     refuse_tangents("attention", q, k, v, sinks)
-    return _attention(q, k, v, options.documents, sinks, *pack(options), options.impl)
+    return _attention(q, k, v, options.documents, sinks, *pack(options))
 
 
 # ---------------------------------------------------------------- 2. public

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from warpweave.kernels.attention.checks import check_tensors
+from warpweave.kernels.dropout import check_key
 from warpweave.kernels.reference import Run
 from warpweave.kernels.runtime.dispatch import check_impl, choose
 
@@ -45,6 +46,38 @@ class AttentionOptions(NamedTuple):
 # ---------------------------------------------------------------- 1. at the boundary
 
 
+def check_numbers(options: AttentionOptions) -> AttentionOptions:
+    """The options with their numbers as numbers; ValueError on one that is none or out of range."""
+    check_impl(options.impl)
+    causal, origin = options.causal, options.dropout_origin
+    if not isinstance(causal, int):
+        raise ValueError(f"causal must be a bool, got {causal!r}")
+    window = None if options.window is None else _integer("window", options.window)
+    if window is not None and window < 1:
+        raise ValueError(f"window must be at least 1 or None, got {window}")
+    scale = None if options.scale is None else _real("scale", options.scale)
+    if scale is not None and not 0 < scale < math.inf:
+        raise ValueError(f"scale must be positive and finite, got {scale}")
+    softcap = None if options.softcap is None else _real("softcap", options.softcap)
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"softcap must be positive and finite or None, got {softcap}")
+    dropout = _real("dropout", options.dropout)
+    if not 0 <= dropout < 1:
+        raise ValueError(f"need 0 <= dropout < 1, got {dropout}")
+    seed = _integer("dropout_seed", options.dropout_seed)
+    if len(origin) != 2:
+        raise ValueError(f"dropout_origin must be (sample, head), got {origin}")
+    check_key(seed, *origin)
+    return options._replace(
+        causal=bool(causal),
+        window=None if window is None else min(window, FARTHEST),  # an operator takes 64 bits
+        scale=scale,
+        softcap=softcap,
+        dropout=dropout,
+        dropout_seed=seed,
+    )
+
+
 def checked(
     options: AttentionOptions,
     q: torch.Tensor,
@@ -57,42 +90,13 @@ def checked(
     Raises ValueError if they, or q, k, v and sinks, are not what `attention` says. The values of
     documents are the affair of `check_boundaries`, which a compiler cannot trace.
     """
-    causal, window, documents, scale, softcap, dropout, seed, origin, q_runs, k_runs, impl = options
-    check_impl(impl)
+    options = check_numbers(options)
     check_tensors(q, k, v, sinks)
-    if not isinstance(causal, int):
-        raise ValueError(f"causal must be a bool, got {causal!r}")
-    window = None if window is None else _integer("window", window)
-    if window is not None and window < 1:
-        raise ValueError(f"window must be at least 1 or None, got {window}")
-    if documents is not None:
-        _check_documents(documents, q)
-    scale = None if scale is None else _real("scale", scale)
-    if scale is not None and not 0 < scale < math.inf:
-        raise ValueError(f"scale must be positive and finite, got {scale}")
-    softcap = None if softcap is None else _real("softcap", softcap)
-    if softcap is not None and not 0 < softcap < math.inf:
-        raise ValueError(f"softcap must be positive and finite or None, got {softcap}")
-    dropout, seed = _real("dropout", dropout), _integer("dropout_seed", seed)
-    if not 0 <= dropout < 1:
-        raise ValueError(f"need 0 <= dropout < 1, got {dropout}")
-    if not 0 <= seed < 2**63 or len(origin) != 2 or not all(0 <= n < 2**32 for n in origin):
-        raise ValueError(
-            "need 0 <= dropout_seed < 2**63 and dropout_origin = (sample, head) below 2**32, "
-            f"got {seed} and {tuple(origin)}"
-        )
-    return AttentionOptions(
-        bool(causal),
-        None if window is None else min(window, FARTHEST),  # an operator takes 64 bits
-        documents,
-        scale,
-        softcap,
-        dropout,
-        seed,
-        tuple(origin),
-        _checked_runs("q_runs", q_runs, q.shape[1]),
-        _checked_runs("k_runs", k_runs, k.shape[1]),
-        impl,
+    if options.documents is not None:
+        _check_documents(options.documents, q)
+    return options._replace(
+        q_runs=_checked_runs("q_runs", options.q_runs, q.shape[1]),
+        k_runs=_checked_runs("k_runs", options.k_runs, k.shape[1]),
     )
 
 
@@ -173,43 +177,45 @@ def check_boundaries(options: AttentionOptions, *tokens: int) -> None:
 # ---------------------------------------------------------------- 2. through an operator
 
 
-def pack(options: AttentionOptions) -> tuple[list[int], list[float]]:
-    """Checked options as an operator takes them besides `documents` and `impl`.
+_IMPLS = (None, "triton", "torch")
+
+
+def pack(options: AttentionOptions) -> tuple[int, list[int], list[float]]:
+    """Checked options as an operator takes them besides `documents`: seed, integers, reals.
 
     In a list integers that change from call to call remain symbols of a compiler. None is a number
-    out of range: 0 of a window, scale or softcap, -1 of how many runs q has.
+    out of range: 0 of a window, scale or softcap, -1 of how many runs q or k has. The seed stands
+    alone: DTensor remembers a call's sharding by what follows its first plain integer.
     """
     q_runs, k_runs = options.q_runs, options.k_runs
+    kinds = _IMPLS.index(options.impl), int(options.causal), options.window or 0
     counts = [-1 if runs is None else len(runs) for runs in (q_runs, k_runs)]
     runs = [n for run in (*(q_runs or ()), *(k_runs or ())) for n in run]
-    key = options.dropout_seed, *options.dropout_origin
-    integers = [int(options.causal), options.window or 0, *key, *counts, *runs]
-    return integers, [options.scale or 0.0, options.softcap or 0.0, options.dropout]
+    integers = [*kinds, *options.dropout_origin, *counts, *runs]
+    reals = [options.scale or 0.0, options.softcap or 0.0, options.dropout]
+    return options.dropout_seed, integers, reals
 
 
 def unpack(
-    integers: Sequence[int],
-    reals: Sequence[float],
-    documents: torch.Tensor | None,
-    impl: str | None,
+    seed: int, integers: Sequence[int], reals: Sequence[float], documents: torch.Tensor | None
 ) -> AttentionOptions:
     """The options that `pack` packed."""
-    causal, window, seed, sample, head, q_count, k_count, *runs = integers
-    scale, softcap, dropout = (x or None for x in reals)
-    each = [Run(*runs[i : i + 3]) for i in range(0, len(runs), 3)]
+    impl, causal, window, sample, head, q_count, k_count, *runs = integers
+    scale, softcap, dropout = reals
+    each = tuple(Run(*runs[i : i + 3]) for i in range(0, len(runs), 3))
     at = max(q_count, 0)
     return AttentionOptions(
         bool(causal),
         window or None,
         documents,
-        scale,
-        softcap,
-        dropout or 0.0,
+        scale or None,
+        softcap or None,
+        dropout,
         seed,
         (sample, head),
-        None if q_count < 0 else tuple(each[:at]),
-        None if k_count < 0 else tuple(each[at:]),
-        impl,
+        None if q_count < 0 else each[:at],
+        None if k_count < 0 else each[at:],
+        _IMPLS[impl],
     )
 
 

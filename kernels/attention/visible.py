@@ -60,7 +60,7 @@ def rows_before(position, start, length, stripes):
 
 
 @triton.jit
-def tile_at(index, runs, BLOCK: tl.constexpr):
+def rows_of_tile(index, runs, BLOCK: tl.constexpr):
     """First row, first position and number of rows of tile `index`; no tile straddles two runs."""
     tiles0 = tl.cdiv(runs[1], BLOCK)
     second = index >= tiles0
