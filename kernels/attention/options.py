@@ -38,8 +38,8 @@ class AttentionOptions(NamedTuple):
     dropout: float = 0.0
     dropout_seed: int = 0
     dropout_origin: Sequence[int] = (0, 0)
-    q_runs: Runs | None = None
-    k_runs: Runs | None = None
+    q_runs: Sequence[Run] | None = None  # from `checked` on; a user gives what they are made from
+    k_runs: Sequence[Run] | None = None
     impl: str | None = None
 
 

@@ -82,7 +82,7 @@ def context_attention(
     devices contradict each other, the layout or the group.
     """
     check_strategy(strategy)
-    size, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+    size = 1 if group is None else dist.get_world_size(group)
     options = AttentionOptions(
         causal, window, documents, scale, softcap, dropout, dropout_seed, dropout_origin, impl=impl
     )
@@ -93,7 +93,8 @@ def context_attention(
         if size > 1:  # on one device the operator looks at documents
             check_boundaries(options, layout.seq_len)
     except ValueError as error:
-        raise ValueError(f"context_attention, cp rank {rank} of {size}: {error}") from error
+        rank = 0 if group is None else dist.get_rank(group)
+        raise ValueError(f"context_attention, cp rank {rank} of {size}: {error}") from None
     if size == 1:
         o, lse = attend(q, k, v, sinks, options)
     else:

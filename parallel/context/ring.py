@@ -80,9 +80,9 @@ def ring_forward(
         k_runs = layout.runs((rank - hop) % parts)
         block = options._replace(q_runs=q_runs, k_runs=k_runs)
         if o is None:  # the own block, and what each row has once
-            o, lse = block_fwd(q, *here, block, sinks=sinks, out_dtype=compute_dtype(q))
+            o, lse = block_fwd(q, here[0], here[1], block, sinks=sinks, out_dtype=compute_dtype(q))
         elif _visible(q_runs, k_runs, options):
-            o, lse = block_fwd(q, *here, block, into=(o, lse))
+            o, lse = block_fwd(q, here[0], here[1], block, into=(o, lse))
         if hop < parts - 1:
             yield None
             here, spare = spare, here
@@ -137,7 +137,7 @@ def ring_backward(
         if _visible(q_runs, k_runs, options):
             block = options._replace(q_runs=q_runs, k_runs=k_runs)
             tile = block_bwd(
-                do, q, *here.kv, lse, delta, block,
+                do, q, here.kv[0], here.kv[1], lse, delta, block,
                 o=o, grad_dtype=grad_dtype, into=(dq, None, None),
             )  # fmt: skip
             dq = tile[0]
