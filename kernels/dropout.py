@@ -46,6 +46,14 @@ class Drop(NamedTuple):
         return dropout(flat, p, seed=seed, site=site, tokens=tokens, impl=impl).view(x.shape)
 
 
+def check_key(seed: int, *counters: int) -> None:
+    """Raise ValueError unless 0 <= seed < 2^63 and the others, a site or a sample and a head, fit
+    32 bits."""
+    if not (0 <= seed < 2**63 and all(0 <= n < 2**32 for n in counters)):
+        what, words = ("site", "sample, head")[len(counters) - 1], " and ".join(map(str, counters))
+        raise ValueError(f"need 0 <= seed < 2**63 and 0 <= {what} < 2**32, got {seed} and {words}")
+
+
 def threshold(p: float) -> int:
     """Words below this are dropped."""
     return round(p * 2**32)
@@ -230,8 +238,7 @@ def dropout(
         raise ValueError(
             f"need x[T, E] and int64 tokens[T], got {[*x.shape]}, {tokens.dtype} {[*tokens.shape]}"
         )
-    if not (0 <= seed < 2**63 and 0 <= site < 2**32):
-        raise ValueError(f"need 0 <= seed < 2**63 and 0 <= site < 2**32, got {seed} and {site}")
+    check_key(seed, site)
     if p == 0:
         return x
     if impl == "triton":

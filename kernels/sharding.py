@@ -64,17 +64,17 @@ def _attention_inputs(documents, sinks, d):
     return found
 
 
-def _attention(q, k, v, documents, sinks, causal, window, scale, softcap, dropout, *options):
+def _attention(q, k, v, documents, sinks, seed, integers, reals):
     def choice(d, l):
         return [Shard(d), Shard(l)], [Shard(d)] * 3 + _attention_inputs(documents, sinks, d)
 
-    args = (q, k, v, documents, sinks, causal, window, scale, softcap, dropout, *options)
-    if dropout:  # draws by the numbers of samples and heads, which a shard does not know
+    args = (q, k, v, documents, sinks, seed, integers, reals)
+    if reals[2]:  # dropout: draws by the numbers of samples and heads, which a shard does not know
         return _whole(args, 2)
     return _rules(args, choice(0, 0), choice(2, 1))
 
 
-def _attention_backward(do, dlse, q, k, v, documents, sinks, o, lse, *options):
+def _attention_backward(do, dlse, q, k, v, documents, sinks, o, lse, seed, integers, reals):
     def choice(d, l):
         with_lse = [] if dlse is None else [Shard(l)]
         more = _attention_inputs(documents, sinks, d)
@@ -82,8 +82,8 @@ def _attention_backward(do, dlse, q, k, v, documents, sinks, o, lse, *options):
         inputs = [Shard(d), *with_lse, *[Shard(d)] * 3, *more, Shard(d), Shard(l)]
         return [*[Shard(d)] * 3, dsinks], inputs
 
-    args = (do, dlse, q, k, v, documents, sinks, o, lse, *options)
-    if options[4]:  # dropout
+    args = (do, dlse, q, k, v, documents, sinks, o, lse, seed, integers, reals)
+    if reals[2]:  # dropout
         return _whole(args, 4)
     return _rules(args, choice(0, 0), choice(2, 1))
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from warpweave.kernels.attention.checks import heads_per_kv_head
+from warpweave.kernels.attention.options import AttentionOptions, check_numbers
 from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.rope import apply_rope_qk, rope_table
-from warpweave.kernels.runtime.dispatch import check_impl
 from warpweave.layers.context import TokenContext
 from warpweave.layers.fusable import fusable
 from warpweave.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -78,24 +79,17 @@ class Attention(nn.Module):
             raise ValueError(f"need at least one head, got {num_heads} and {kv_heads} KV heads")
         if embed_dim % num_heads:
             raise ValueError(f"embed_dim = {embed_dim} does not divide by num_heads = {num_heads}")
-        if num_heads % kv_heads:
-            raise ValueError(
-                f"num_heads = {num_heads} does not divide by num_kv_heads = {kv_heads}"
-            )
+        self.num_heads, self.head_dim = num_heads, embed_dim // num_heads
+        self.group = heads_per_kv_head(num_heads, kv_heads)
         if kv_heads % tp:
             raise ValueError(
                 f"num_kv_heads = {kv_heads} does not divide by the tensor axis tp = {tp}"
             )
-        if rope_theta is not None and embed_dim // num_heads % 2:
-            raise ValueError(f"rope needs an even head size, got {embed_dim // num_heads}")
-        self.head_dim, self.group = embed_dim // num_heads, num_heads // kv_heads
-        self.num_heads = num_heads
-        if window is not None and window < 1:
-            raise ValueError(f"window must be at least 1 or None, got {window}")
-        if softcap is not None and not softcap > 0:
-            raise ValueError(f"softcap must be positive or None, got {softcap}")
+        if rope_theta is not None and self.head_dim % 2:
+            raise ValueError(f"rope needs an even head size, got {self.head_dim}")
+        check_numbers(AttentionOptions(causal, window, softcap=softcap, impl=impl))
         self.causal, self.window, self.softcap = causal, window, softcap
-        self.rope_theta, self.impl = rope_theta, check_impl(impl)
+        self.rope_theta, self.impl = rope_theta, impl
         self.strategy: Strategy = check_strategy(strategy)
         where = {"device": device, "dtype": dtype, "mesh": mesh}
         self.qkv = ColumnParallelLinear(

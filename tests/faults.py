@@ -53,8 +53,8 @@ FAULTS = (
     Fault(
         "context-gather-lse",
         "parallel/context/attention.py",
-        "dlse, impl=ctx.shards.attend.impl)",
-        "None, impl=ctx.shards.attend.impl)",
+        "dlse, impl=ctx.shards.options.impl)",
+        "None, impl=ctx.shards.options.impl)",
         "with gathered K and V no gradient comes through lse",
     ),
     Fault(
@@ -67,8 +67,8 @@ FAULTS = (
     Fault(
         "context-gather-grad-dtype",
         "parallel/context/gather.py",
-        "grad_dtype=compute_dtype(q), **shards",
-        "grad_dtype=q.dtype, **shards",
+        "o=o, grad_dtype=compute_dtype(q)",
+        "o=o, grad_dtype=q.dtype",
         "the ranks' shares of dk and dv are rounded to bf16 before they are added",
     ),
     Fault(
@@ -203,8 +203,8 @@ FAULTS = (
     Fault(
         "ring-window-border",
         "parallel/context/ring.py",
-        "max(q[0] - k[-1], k[0] - q[-1]) < attend.window",
-        "max(q[0] - k[-1], k[0] - q[-1]) < attend.window - 1",
+        "max(q[0] - k[-1], k[0] - q[-1]) < options.window",
+        "max(q[0] - k[-1], k[0] - q[-1]) < options.window - 1",
         "a block that a window reaches with one key is passed over",
     ),
     Fault(

@@ -26,14 +26,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from warpweave.kernels import reference
 from warpweave.kernels.attention import attention, attention_bwd, attention_delta, attention_fwd
-from warpweave.kernels.attention import options as attention_args
 from warpweave.kernels.attention import tiles as attention_tiles
 from warpweave.kernels.attention import torch_path as attention_cpu
 from warpweave.kernels.attention.launch import shared_steps
+from warpweave.kernels.attention.options import AttentionOptions, checked, pack, resolved
 from warpweave.kernels.merge import merge_
 from warpweave.kernels.runtime.tiles import shipped_table
-
-PLAIN = (None, None, True, None, None, None, 0.0, 0, [0, 0])  # the operator's options
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
@@ -322,8 +320,8 @@ def test_the_blocks_of_the_torch_path_cover_what_is_visible_exactly_once() -> No
         q_runs, k_runs = ([(draw.randrange(12), draw.randrange(6)) for _ in "ab"] for _ in "qk")
         q_pos, k_pos = (reference.positions(r, 0) for r in (q_runs, k_runs))
         seen = torch.zeros(len(q_pos), len(k_pos), dtype=torch.int64)
-        flat = [(*(n for run in runs for n in run), 1) for runs in (q_runs, k_runs)]
-        parts = (attention_cpu._within(runs, 0, 99) for runs in flat)
+        each = ([reference.Run(*run) for run in runs] for runs in (q_runs, k_runs))
+        parts = (attention_cpu._within(runs, 0, 99) for runs in each)
         for block in attention_cpu._blocks(*parts, True):
             part = seen[block.q, block.k]
             part += torch.ones_like(part).tril() if block.causal else 1
@@ -334,36 +332,34 @@ def test_a_zigzag_hop_is_one_call_of_flash_attention() -> None:
     low, own, high = ((4, 4), (24, 4)), ((8, 4), (20, 4)), ((12, 4), (16, 4))
     q, k, _ = draw(Sq=8, Sk=8)
     for k_runs in (low, high):
-        mask = attention_args.check_mask(q, k, True, None, None, own, k_runs)
-        assert len(attention_cpu._all_blocks(q, k, mask)) == 1
-    mask = attention_args.check_mask(q, k, True, None, None, own, own)
-    assert mask.q_runs == (0, 8, 0, 0, 1)  # the rank's own keys: plain causal
+        options = resolved(AttentionOptions(q_runs=own, k_runs=k_runs), q, k)
+        assert len(attention_cpu._all_blocks(q, k, options)) == 1
+    options = resolved(AttentionOptions(q_runs=own, k_runs=own), q, k)
+    assert options.q_runs == ((0, 8, 1),)  # the rank's own keys: plain causal
 
 
 def test_a_striped_hop_is_a_causal_mask_over_rows() -> None:
     q, k, _ = draw(Sq=8, Sk=8)
     for key_rank, q_start, k_start in ((0, 0, 0), (2, 0, 0), (3, 0, 1)):
-        runs = ((2, 8, 4),), ((key_rank, 8, 4),)
-        mask = attention_args.check_mask(q, k, True, None, None, *runs)
-        assert mask.q_runs == (q_start, 8, 0, 0, 1)
-        assert mask.k_runs == (k_start, 8, 0, 0, 1)
-        kept = attention_args.check_mask(q, k, True, None, None, *runs, keyed=True)
-        assert kept.k_runs == (key_rank, 8, 0, 0, 4)
-    ahead = attention_args.check_mask(q, k, True, None, None, ((9, 8, 4),), ((0, 8, 4),))
-    assert (ahead.q_runs, ahead.k_runs) == ((2, 8, 0, 0, 1), (0, 8, 0, 0, 1))
+        options = AttentionOptions(q_runs=((2, 8, 4),), k_runs=((key_rank, 8, 4),))
+        found = resolved(options, q, k)
+        assert (found.q_runs, found.k_runs) == (((q_start, 8, 1),), ((k_start, 8, 1),))
+        keyed = resolved(options._replace(dropout=0.5), q, k)
+        assert keyed.k_runs == ((key_rank, 8, 4),)
+    ahead = resolved(AttentionOptions(q_runs=((9, 8, 4),), k_runs=((0, 8, 4),)), q, k)
+    assert (ahead.q_runs, ahead.k_runs) == (((2, 8, 1),), ((0, 8, 1),))
 
 
 def test_the_rows_within_an_interval_are_found() -> None:
     draw = random.Random(1)
     for _ in range(300):
         by, start, stop = draw.randrange(1, 5), draw.randrange(-3, 20), draw.randrange(30)
-        runs = [(draw.randrange(12), draw.randrange(6), by) for _ in "ab"]
+        runs = [reference.Run(draw.randrange(12), draw.randrange(6), by) for _ in "ab"]
         positions = reference.positions(runs, 0).tolist()
-        flat = (*runs[0][:2], *runs[1][:2], by)
         found = [
-            (row + i, position + i * by)
-            for row, position, n in attention_cpu._within(flat, start, stop)
-            for i in range(n)
+            (row + i, position)
+            for row, run in attention_cpu._within(runs, start, stop)
+            for i, position in enumerate(run.positions)
         ]
         assert found == [(r, p) for r, p in enumerate(positions) if start <= p < stop]
 
@@ -466,9 +462,10 @@ def test_offsets_beyond_32_bits_reach_the_right_elements(monkeypatch) -> None:
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_the_custom_op_passes_opcheck(impl) -> None:
     inputs = draw(Sq=4, Sk=4, D=4)
-    runs = [1, 2, 1, 5, 2, 1]
+    runs = ((1, 2), (5, 2, 1))
+    options = checked(AttentionOptions(q_runs=runs, k_runs=runs, impl=impl), *inputs)
     torch.library.opcheck(
-        torch.ops.warpweave.attention.default, (*inputs, *PLAIN, runs, runs, impl)
+        torch.ops.warpweave.attention.default, (*inputs, None, None, *pack(options))
     )
 
 
@@ -603,13 +600,13 @@ def test_tiles_are_chosen_by_capability_element_size_and_head_dim(monkeypatch) -
         kernels = ("attention_fwd", "attention_dkdv", "attention_dq")
         want = (r.tile for k in kernels for r in shipped_table() if r.key == (row[0], k, *row[1:]))
         got = (attention_tiles.forward_tile, attention_tiles.dkdv_tile, attention_tiles.dq_tile)
-        assert [tile(q, attention_tiles.Kept()) for tile in got] == [*want]
+        assert [tile(q, attention_tiles.Variant()) for tile in got] == [*want]
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"q": (1, 8, 3, 4)}, r"3 heads of q must be a multiple of the 2 heads"),
+        ({"q": (1, 8, 3, 4)}, r"3 query heads do not divide by 2 KV heads"),
         ({"q": (1, 8, 4, 257), "k": (1, 8, 2, 257), "v": (1, 8, 2, 257)}, r"1\.\.256, got 257"),
         ({"v": (1, 9, 2, 4)}, r"one shape .*\(1, 8, 2, 4\) and \(1, 9, 2, 4\)"),
         ({"q": (8, 4, 4)}, r"q must be \[B, S, H, D\], got shape \(8, 4, 4\)"),
@@ -627,7 +624,7 @@ def test_tiles_are_chosen_by_capability_element_size_and_head_dim(monkeypatch) -
         ({"window": 2.5}, r"window must be an integer, got 2\.5"),
         ({"window": (3, 0)}, r"window must be an integer, got \(3, 0\)"),
         ({"dropout_seed": None}, r"dropout_seed must be an integer, got None"),
-        ({"dropout_seed": 2**63}, r"0 <= dropout_seed < 2\*\*63 .* got 9223372036854775808"),
+        ({"dropout_seed": 2**63}, r"0 <= seed < 2\*\*63 .* got 9223372036854775808"),
         ({"window": torch.tensor([3, 4])}, r"window must be an integer, got tensor\(\[3, 4\]\)"),
         ({"causal": "x"}, r"causal must be a bool, got 'x'"),
         ({"scale": torch.ones(())}, r"scale must be a number, got tensor\(1\.\)"),

@@ -132,7 +132,7 @@ def test_packed_documents_do_not_look_at_each_other():
 def test_a_window_or_softcap_out_of_range_is_refused():
     with pytest.raises(ValueError, match=r"^window must be at least 1 or None, got -1$"):
         Attention(12, 2, window=-1)
-    with pytest.raises(ValueError, match=r"^softcap must be positive or None, got 0.0$"):
+    with pytest.raises(ValueError, match=r"^softcap must be positive and finite or None, got 0.0$"):
         Attention(12, 2, softcap=0.0)
 
 
@@ -164,7 +164,7 @@ def test_a_token_sees_no_later_one_but_all_earlier_ones():
     ("heads", "options", "message"),
     [
         (5, {}, "embed_dim = 12 does not divide by num_heads = 5"),
-        (6, {"num_kv_heads": 4}, "num_heads = 6 does not divide by num_kv_heads = 4"),
+        (6, {"num_kv_heads": 4}, "6 query heads do not divide by 4 KV heads"),
         (6, {"num_kv_heads": 0}, "need at least one head, got 6 and 0 KV heads"),
         (0, {}, "need at least one head, got 0 and 0 KV heads"),
         (4, {"rope_theta": 1e4}, "rope needs an even head size, got 3"),

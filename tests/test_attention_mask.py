@@ -20,7 +20,7 @@ from torch import Tensor
 
 from warpweave.kernels import reference
 from warpweave.kernels.attention import attention, attention_bwd, attention_delta, attention_fwd
-from warpweave.kernels.attention.options import check_mask
+from warpweave.kernels.attention.options import AttentionOptions, check_boundaries, checked, pack
 from warpweave.kernels.attention.visible import document_table, rows_before
 from warpweave.kernels.runtime.dispatch import tl, triton
 from warpweave.parallel.context import context_attention
@@ -242,7 +242,7 @@ def test_the_custom_op_passes_opcheck_and_compiles(impl) -> None:
     qkv, documents = draw(Sq=5, Sk=5, D=4), _documents(2, 3)
     torch.library.opcheck(
         torch.ops.warpweave.attention.default,
-        (*qkv, documents, None, True, 2, None, None, 0.0, 0, [0, 0], None, None, impl),
+        (*qkv, documents, None, *pack(AttentionOptions(window=2, impl=impl))),
     )
 
     def loss(q, k, v, documents):
@@ -270,7 +270,7 @@ def test_it_follows_autocast_and_checkpointing() -> None:
 
 @pytest.mark.parametrize("documents", [PACKED[None], EACH], ids=["packed", "each"])
 def test_the_table_has_the_document_of_every_row_and_waits_for_no_device(documents) -> None:
-    runs = (52, 5, 0, 20, 3)
+    runs = (reference.Run(52, 5, 3), reference.Run(0, 20, 3))
     position = torch.cat((torch.arange(52, 67, 3), torch.arange(0, 60, 3)))
     table = document_table(documents.int(), runs)
     for boundaries, (first, last) in zip(documents.tolist(), table.tolist()):
@@ -332,9 +332,11 @@ def test_where_nobody_reads_them_as_many_boundaries_as_tokens_are_refused() -> N
     for shape in ((5,), (1, 5)):
         documents = torch.empty(shape, dtype=torch.int64, device="meta")
         with pytest.raises(ValueError, match="not the document of each of the 5 tokens"):
-            check_mask(meta, meta, True, None, documents, None, None)
-        check_mask(meta, meta, True, None, documents, ((3, 5),), ((0, 5),))  # one rank's of many
-    check_mask(meta, meta, True, None, documents.new_empty(6, dtype=torch.int64), None, None)
+            check_boundaries(checked(AttentionOptions(documents=documents), meta, meta, meta), 5, 5)
+        part = AttentionOptions(documents=documents, q_runs=((3, 5),), k_runs=((0, 5),))
+        check_boundaries(checked(part, meta, meta, meta), 5, 5)  # one rank's of many
+    documents = documents.new_empty(6, dtype=torch.int64)
+    check_boundaries(checked(AttentionOptions(documents=documents), meta, meta, meta), 5, 5)
 
 
 @IMPLS

@@ -26,7 +26,8 @@ from warpweave.kernels.attention import (
     attention_fwd,
 )
 from warpweave.kernels.attention import tiles as attention_tiles
-from warpweave.kernels.attention.tiles import Kept, dkdv_tile, dq_tile, forward_tile
+from warpweave.kernels.attention.options import AttentionOptions, pack
+from warpweave.kernels.attention.tiles import Variant, dkdv_tile, dq_tile, forward_tile
 from warpweave.kernels.merge import merge
 from warpweave.kernels.runtime.tile_table import AttentionTile
 
@@ -241,9 +242,10 @@ def test_gradients_pass_gradcheck(impl) -> None:
 @IMPLS
 def test_the_custom_op_passes_opcheck_and_compiles(impl) -> None:
     qkv, sinks = draw(Sq=4, Sk=4, D=4), torch.randn(2, dtype=F64).requires_grad_()
+    key = {"dropout": 0.5, "dropout_seed": 7, "dropout_origin": (1, 2)}
+    options = AttentionOptions(softcap=2.0, **key, impl=impl)
     torch.library.opcheck(
-        torch.ops.warpweave.attention.default,
-        (*qkv, None, sinks, True, None, None, 2.0, 0.5, 7, [1, 2], None, None, impl),
+        torch.ops.warpweave.attention.default, (*qkv, None, sinks, *pack(options))
     )
 
     def loss(q, k, v, sinks):
@@ -276,7 +278,7 @@ def test_planted_faults_are_far_outside_the_tolerance(impl) -> None:
 
 def _sizes(tile, D, dtype=torch.float16, **call) -> tuple[int, int]:
     """Queries and keys of a tile for heads of D."""
-    return tile(torch.empty(1, 1, 1, D, dtype=dtype), Kept(**call))[:2]
+    return tile(torch.empty(1, 1, 1, D, dtype=dtype), Variant(**call))[:2]
 
 
 def test_what_keeps_more_takes_smaller_tiles_in_the_forward(monkeypatch) -> None:
@@ -291,17 +293,17 @@ def test_what_keeps_more_takes_smaller_tiles_in_the_forward(monkeypatch) -> None
     assert _sizes(forward_tile, 256, into=True) == (64, 64)
     assert _sizes(forward_tile, 256) == (128, 64)
     wide = torch.empty(1, 1, 1, 256)
-    assert forward_tile(wide, Kept(into=True)) == (16, 16, 4, 2)
-    assert forward_tile(wide, Kept()) == (16, 16, 4, 1)
+    assert forward_tile(wide, Variant(into=True)) == (16, 16, 4, 2)
+    assert forward_tile(wide, Variant()) == (16, 16, 4, 1)
     masked = torch.empty(1, 1, 1, 40, dtype=torch.float16)  # its tiles have 64 columns
-    assert forward_tile(masked, Kept(softcap=True)) == (128, 64, 8, 3)
-    assert forward_tile(masked, Kept()) == (128, 64, 8, 3)
+    assert forward_tile(masked, Variant(softcap=True)) == (128, 64, 8, 3)
+    assert forward_tile(masked, Variant()) == (128, 64, 8, 3)
     assert _sizes(forward_tile, 200) == _sizes(forward_tile, 200, dropout=True) == (64, 32)
     assert _sizes(forward_tile, 200, dropout=True, softcap=True) == (64, 16)
-    assert forward_tile(wide[..., :64].half(), Kept()) == (128, 64, 4, 3)
-    assert forward_tile(masked.float(), Kept()) == (64, 32, 8, 2)
-    assert forward_tile(wide[..., :72], Kept()) == (32, 16, 8, 2)
-    assert forward_tile(wide[..., :128], Kept()) == (32, 16, 4, 2)
+    assert forward_tile(wide[..., :64].half(), Variant()) == (128, 64, 4, 3)
+    assert forward_tile(masked.float(), Variant()) == (64, 32, 8, 2)
+    assert forward_tile(wide[..., :72], Variant()) == (32, 16, 8, 2)
+    assert forward_tile(wide[..., :128], Variant()) == (32, 16, 4, 2)
     tiles_of(monkeypatch, 80)
     assert _sizes(forward_tile, 72) == (128, 32)
     assert _sizes(forward_tile, 128) == (128, 64)
@@ -334,15 +336,15 @@ def test_what_keeps_more_takes_smaller_tiles_in_the_backward(monkeypatch) -> Non
     for more in ({"causal": True}, {"bounded": True}, {"into": True}):
         assert _sizes(dkdv_tile, 128, **more) == (64, 64)
     q = torch.empty(1, 1, 1, 64, dtype=torch.float16)
-    assert dkdv_tile(q, Kept(causal=True)).warps == 4
-    assert dkdv_tile(q, Kept(bounded=True)).warps == dkdv_tile(q[..., :40], Kept()).warps == 8
+    assert dkdv_tile(q, Variant(causal=True)).warps == 4
+    assert dkdv_tile(q, Variant(bounded=True)).warps == dkdv_tile(q[..., :40], Variant()).warps == 8
 
 
 def test_launches_that_ptxas_would_spill_state_their_registers(monkeypatch) -> None:
     q, tile = torch.empty(1, 1, 1, 64), AttentionTile(64, 32, 8, 2)
 
     def options(q=q, tile=tile, **call):
-        return attention_tiles.launch_options(tile, q, Kept(**call))
+        return attention_tiles.launch_options(tile, q, Variant(**call))
 
     plain = {"num_warps": 8, "num_stages": 2}
     assert options() == {**plain, "maxnreg": 255}
@@ -364,8 +366,11 @@ def test_launches_that_ptxas_would_spill_state_their_registers(monkeypatch) -> N
         ({"softcap": math.nan}, r"softcap must be positive and finite or None, got nan"),
         ({"dropout": 1.0}, r"need 0 <= dropout < 1, got 1\.0"),
         ({"dropout": -0.1}, r"need 0 <= dropout < 1, got -0\.1"),
-        ({"dropout": 0.1, "dropout_seed": -1}, r"dropout_seed < 2\*\*63 .* got -1 and \(0, 0\)"),
-        ({"dropout_origin": (0, 2**32)}, r"below 2\*\*32, got 0 and \(0, 4294967296\)"),
+        ({"dropout": 0.1, "dropout_seed": -1}, r"0 <= seed < 2\*\*63 .* got -1 and 0 and 0$"),
+        (
+            {"dropout_origin": (0, 2**32)},
+            r"0 <= sample, head < 2\*\*32, got 0 and 0 and 4294967296$",
+        ),
         ({"sinks": torch.zeros(3)}, r"floating of shape \(2,\), got torch.float32 \(3,\)"),
         ({"sinks": torch.zeros(2, dtype=torch.int64)}, r"floating .* got torch.int64"),
         ({"sinks": torch.zeros(2, device="meta")}, r"one device, got cpu and meta"),

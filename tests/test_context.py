@@ -24,11 +24,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from warpweave.kernels import reference
-from warpweave.kernels.attention import attention_fwd
+from warpweave.kernels.attention.forward import block_fwd
+from warpweave.kernels.attention.options import AttentionOptions
 from warpweave.parallel.context import attention as context
 from warpweave.parallel.context import choose_strategy, context_attention, gather, ring
 from warpweave.parallel.context.messages import run_in_process
-from warpweave.parallel.context.strategy import Attend
 from warpweave.parallel.layout import SequenceLayout
 
 STRATEGIES = ["ring", "gather", "auto"]
@@ -134,12 +134,12 @@ def _hidden(rank: int) -> None:
     """What a window hides from a rank is passed on, not computed."""
     layout, tiles = SequenceLayout(24, 4, "contiguous"), []
 
-    def counted(*args, **options):
-        tiles.append(options["k_runs"])
-        return attention_fwd(*args, **options)
+    def counted(q, k, v, options, **more):
+        tiles.append(options.k_runs)
+        return block_fwd(q, k, v, options, **more)
 
     inputs = Case(layout).shard(rank)[0]
-    with mock.patch.object(ring, "attention_fwd", counted):
+    with mock.patch.object(ring, "block_fwd", counted):
         for window, causal, count in ((7, True, 2), (8, True, 3), (7, False, 3), (1, True, 1)):
             tiles.clear()
             context_attention(
@@ -264,13 +264,17 @@ def _refused(rank: int) -> None:
     layout, q, kv = SequenceLayout(16, 2), torch.zeros(2, 8, 4, 8), torch.zeros(2, 8, 2, 8)
     wrong = [
         ((q, kv, kv), {"layout": SequenceLayout(16, 4)}, "has 4 parts but the group has 2 ranks"),
-        ((q[0], kv[0], kv[0]), {}, r"must have 4 dims .* q\[8, 4, 8\]"),
-        ((q, kv, kv[:, :, :1]), {}, r"k and v must have one shape, .* v\[2, 8, 1, 8\]"),
-        ((q[:1], kv, kv), {}, r"agree in B, S/cp and D, got q\[1, 8, 4, 8\], k\[2, 8, 2, 8\]"),
-        ((q[..., :3, :], kv, kv), {}, r"Hq must be a multiple of Hkv, got q\[2, 8, 3, 8\]"),
+        ((q[0], kv[0], kv[0]), {}, r"q must be \[B, S, H, D\], got shape \(8, 4, 8\)"),
+        ((q, kv, kv[:, :, :1]), {}, r"k and v must have one shape .* and \(2, 8, 1, 8\)"),
+        ((q[:1], kv, kv), {}, r"for q \(1, 8, 4, 8\), got \(2, 8, 2, 8\)"),
+        ((q[..., :3, :], kv, kv), {}, "3 query heads do not divide by 2 KV heads"),
         ((q[:, :7], kv[:, :7], kv[:, :7]), {}, r"puts 8 tokens on each rank, got q\[2, 7, 4, 8\]"),
-        ((q, kv.double(), kv), {}, "one dtype, got torch.float32, torch.float64, torch.float32"),
-        ((q, kv.to("meta"), kv), {}, "one device, got cpu, meta, cpu"),
+        (
+            (q, kv.double(), kv),
+            {},
+            "one floating dtype of .* got torch.float32, torch.float64, torch.float32",
+        ),
+        ((q, kv.to("meta"), kv), {}, "one device, got cpu and meta"),
         (
             (q, kv, kv),
             {"documents": torch.arange(2).repeat_interleave(8)},
@@ -307,13 +311,13 @@ class _LocalRing(context._ContextAttention):
     """The ring on LocalTensors; a world of one has the shards of all ranks in a row."""
 
     @staticmethod
-    def forward(ctx, q, k, v, sinks, strategy, layout, group, attend, overlap):
-        options = {"layout": layout, "attend": attend}
+    def forward(ctx, q, k, v, sinks, strategy, layout, group, options, overlap):
+        given = {"layout": layout, "options": options}
         inputs = [x._local_tensors for x in (q, k, v)]
         with maybe_disable_local_tensor_mode():
             if len(inputs[0]) == 1:
                 whole = [layout.unshard(x[0].chunk(layout.parts, 1), 1) for x in inputs]
-                o, lse = whole_attention(*whole, attend.causal)
+                o, lse = whole_attention(*whole, options.causal)
                 ranks = range(layout.parts)
                 o = torch.cat([layout.shard(o, rank, 1) for rank in ranks], 1)
                 lse = torch.cat([layout.shard(lse, rank, 2) for rank in ranks], 2)
@@ -326,7 +330,7 @@ class _LocalRing(context._ContextAttention):
                 members = range(lane, len(inputs[0]), lanes)
                 results = run_in_process(
                     [
-                        ring.ring_forward(cp, *(x[rank] for x in inputs), **options)
+                        ring.ring_forward(cp, *(x[rank] for x in inputs), **given)
                         for cp, rank in enumerate(members)
                     ]
                 )
@@ -349,11 +353,16 @@ class _LocalLayout:
         return [layout.runs(rank) for rank in range(self.parts)]
 
 
-def _mapped_kernel(q, k, v, *, q_runs: list, **options):
+def _mapped_kernel(q, k, v, options, **more):
+    """Whose q_runs are those of every rank."""
     inputs = [x._local_tensors for x in (q, k, v)]
     with maybe_disable_local_tensor_mode():
         outputs = {
-            rank: attention_fwd(*(x[rank] for x in inputs), q_runs=q_runs[rank], **options)
+            rank: block_fwd(
+                *(x[rank] for x in inputs),
+                options._replace(q_runs=options.q_runs[rank]),
+                **more,
+            )
             for rank in sorted(inputs[0])
         }
     return tuple(LocalTensor({rank: out[i] for rank, out in outputs.items()}) for i in range(2))
@@ -370,7 +379,15 @@ SHARDED = {name: {"cp": S(1)} for name in "qkv"}
 @pytest.mark.parametrize("kind", ["zigzag", "contiguous", "striped"])
 def test_the_ring_has_the_type_it_states(kind: str) -> None:
     def args(parts: int) -> tuple:
-        return (*_qkv(), None, ring.RING, SequenceLayout(8, parts, kind), "cp", Attend(), True)
+        return (
+            *_qkv(),
+            None,
+            ring.RING,
+            SequenceLayout(8, parts, kind),
+            "cp",
+            AttentionOptions(),
+            True,
+        )
 
     assert rulecheck(_LocalRing, args(2)).checked == [SHARDED]
     rulecheck(_LocalRing, args(4), SHARDED, mesh={"cp": 4})
@@ -381,8 +398,8 @@ def test_the_ring_has_the_type_it_states(kind: str) -> None:
 
 
 def test_gather_has_the_type_it_states() -> None:
-    args = (*_qkv(), None, gather.GATHER, _LocalLayout(8), "cp", Attend(), True)
-    with mock.patch.object(gather, "attention_fwd", _mapped_kernel):
+    args = (*_qkv(), None, gather.GATHER, _LocalLayout(8), "cp", AttentionOptions(), True)
+    with mock.patch.object(gather, "block_fwd", _mapped_kernel):
         assert rulecheck(context._ContextAttention, args).checked == [SHARDED]
         rulecheck(context._ContextAttention, args, SHARDED, mesh={"cp": 4})
 
@@ -392,10 +409,18 @@ def test_a_wrong_rule_is_found() -> None:
         """Attends to its own keys only, with the same rule."""
 
         @staticmethod
-        def forward(ctx, q, k, v, sinks, strategy, layout, group, attend, overlap):
-            return whole_attention(q, k, v, attend.causal)
+        def forward(ctx, q, k, v, sinks, strategy, layout, group, options, overlap):
+            return whole_attention(q, k, v, options.causal)
 
-    args = (*_qkv(), None, ring.RING, SequenceLayout(8, 2), "cp", Attend(causal=False), True)
+    args = (
+        *_qkv(),
+        None,
+        ring.RING,
+        SequenceLayout(8, 2),
+        "cp",
+        AttentionOptions(causal=False),
+        True,
+    )
     with pytest.raises(RuleCheckError, match="differs from the reference"):
         rulecheck(_KeepsRows, args)
 

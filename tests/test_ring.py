@@ -16,8 +16,8 @@ from close import assert_close_f64, relative_error
 from ranks import run_ranks
 
 from warpweave.kernels.attention import attention_delta
+from warpweave.kernels.attention.options import AttentionOptions
 from warpweave.parallel.context import context_attention, messages, ring
-from warpweave.parallel.context.strategy import Attend
 from warpweave.parallel.layout import SequenceLayout
 
 NAMES = ("o", "lse", "dq", "dk", "dv")
@@ -92,7 +92,7 @@ def emulate(
     """The whole o, lse, dq, dk, dv of a ring whose ranks all run in this process."""
     ranks = range(case.layout.parts)
     shards = [case.shard(rank) for rank in ranks]
-    options = {"layout": case.layout, "attend": Attend(case.causal, impl=impl)}
+    options = {"layout": case.layout, "options": AttentionOptions(case.causal, impl=impl)}
     forward = messages.run_in_process(
         [ring.ring_forward(rank, *shards[rank][0], **options) for rank in ranks], overlap=overlap
     )
@@ -178,7 +178,7 @@ def test_error_does_not_grow_with_ranks(dtype: torch.dtype) -> None:
     for parts in (4, 16):
         ratios = [e / a for e, a in zip(errors(parts), alone)]
         assert all(r <= limit for r, limit in zip(ratios, limits)), f"{parts} ranks: {ratios}"
-    with mock.patch.object(ring, "attention_fwd", _carried_in_bf16):  # what the gate is there for
+    with mock.patch.object(ring, "block_fwd", _carried_in_bf16):  # what the gate is there for
         assert errors(16)[0] > limits[0] * alone[0]
 
 
@@ -190,7 +190,7 @@ def _carried_in_bf16(*args, **options) -> Tensors:
 # ------------------------------------------------------------------ 3. planted faults
 
 
-_bwd, _fwd, _Hop = ring.attention_bwd, ring.attention_fwd, ring.Hop
+_bwd, _fwd, _Hop = ring.block_bwd, ring.block_fwd, ring.Hop
 
 
 def _other_way(send: torch.Tensor, recv: torch.Tensor, step: int) -> messages.Hop:
@@ -198,7 +198,7 @@ def _other_way(send: torch.Tensor, recv: torch.Tensor, step: int) -> messages.Ho
 
 
 def _stale_kv(parts: int) -> Callable:
-    """An `attention_bwd` that uses each rank's K and V of its first hop in every hop."""
+    """A `block_bwd` that uses each rank's K and V of its first hop in every hop."""
     first: dict[int, Tensors] = {}  # by the address of the rank's q
 
     def bwd(do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *a, **options):
@@ -220,16 +220,20 @@ def _last_gradient_stays(parts: int) -> Callable:
 
 
 def _local_positions(kernel: Callable) -> Callable:
-    return lambda *a, **options: kernel(*a, **{**options, "q_runs": None, "k_runs": None})
+    def local(x):
+        whole = isinstance(x, AttentionOptions)
+        return x._replace(q_runs=None, k_runs=None) if whole else x
+
+    return lambda *a, **more: kernel(*map(local, a), **more)
 
 
 FAULTS = {
     "messages go the other way": lambda parts: {"Hop": _other_way},
-    "backward uses the K and V of the first hop": lambda parts: {"attention_bwd": _stale_kv(parts)},
+    "backward uses the K and V of the first hop": lambda parts: {"block_bwd": _stale_kv(parts)},
     "the last dK‖dV is not sent home": lambda parts: {"Hop": _last_gradient_stays(parts)},
-    "forward masks by local positions": lambda parts: {"attention_fwd": _local_positions(_fwd)},
-    "backward masks by local positions": lambda parts: {"attention_bwd": _local_positions(_bwd)},
-    "a visible hop is skipped": lambda parts: {"_visible": lambda q, k, attend: q == k},
+    "forward masks by local positions": lambda parts: {"block_fwd": _local_positions(_fwd)},
+    "backward masks by local positions": lambda parts: {"block_bwd": _local_positions(_bwd)},
+    "a visible hop is skipped": lambda parts: {"_visible": lambda q, k, options: q == k},
 }
 
 
@@ -249,7 +253,7 @@ def test_planted_fault_shows(fault: str, kind: str, parts: int) -> None:
 def test_a_rank_that_leaves_the_ring_early_is_an_error() -> None:
     layout = SequenceLayout(8, 2)
     q = torch.randn(1, 4, 1, 8)
-    options = {"layout": layout, "attend": Attend()}
+    options = {"layout": layout, "options": AttentionOptions()}
     good = ring.ring_forward(0, q, q, q, **options)
     with pytest.raises(RuntimeError, match="1 of 2 ranks"):
         messages.run_in_process([good, (x for x in ())])
@@ -273,18 +277,16 @@ class _Wire:
 _batch_isend_irecv = dist.batch_isend_irecv
 
 
-def _ring_attention(q, k, v, *, attend: Attend = Attend(), **options) -> Tensors:  # noqa: B008
+def _ring_attention(q, k, v, **options) -> Tensors:
     """o and lse by the ring on a process group."""
-    options |= attend._asdict() | {"strategy": "ring", "return_lse": True}
-    return context_attention(q, k, v, **options)
+    return context_attention(q, k, v, **options, strategy="ring", return_lse=True)
 
 
 def _run(case: Case, rank: int, overlap: bool) -> tuple[Tensors, list[int], list[int]]:
     """This rank's o, lse, dq, dk, dv and the bytes of its forward and backward messages."""
     inputs, cotangents = case.shard(rank)
     inputs = [x.clone().requires_grad_() for x in inputs]
-    attend = Attend(case.causal)
-    options = {"layout": case.layout, "group": dist.group.WORLD, "attend": attend}
+    options = {"layout": case.layout, "group": dist.group.WORLD, "causal": case.causal}
     wire = _Wire()
     with mock.patch.object(dist, "batch_isend_irecv", wire.batch_isend_irecv):
         o, lse = _ring_attention(*inputs, **options, overlap=overlap)
@@ -346,7 +348,7 @@ def _order_of_events(rank: int, layout: SequenceLayout, overlap: bool) -> tuple[
 
     with (
         mock.patch.object(dist, "batch_isend_irecv", lambda o: [_Work(_batch_isend_irecv(o))]),
-        mock.patch.multiple(ring, attention_fwd=kernel(_fwd), attention_bwd=kernel(_bwd)),
+        mock.patch.multiple(ring, block_fwd=kernel(_fwd), block_bwd=kernel(_bwd)),
     ):
         inputs = [x.clone().requires_grad_() for x in Case(layout).shard(rank)[0]]
         options = {"layout": layout, "group": dist.group.WORLD, "overlap": overlap}
@@ -378,8 +380,7 @@ def _loss_through_one_output(rank: int, case: Case) -> None:
         whole = [x.requires_grad_() for x in case.draw()[0]]
         o, lse = whole_attention(*whole, case.causal)
         inputs = [x.clone().requires_grad_() for x in case.shard(rank)[0]]
-        attend = Attend(case.causal)
-        options = {"layout": case.layout, "group": dist.group.WORLD, "attend": attend}
+        options = {"layout": case.layout, "group": dist.group.WORLD, "causal": case.causal}
         my_o, my_lse = _ring_attention(*inputs, **options)
         if use == "lse":
             expected, loss = (lse * all_dlse).sum(), (my_lse * dlse).sum()

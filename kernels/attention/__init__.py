@@ -1,12 +1,11 @@
 """Attention: `attention`, and its halves for autograd Functions of one's own.
 
-`function` the op · `forward`, `backward` kernels with their launches · `device`, `launch` what
-those share · `visible` which tiles a mask leaves · `options` arguments, checked · `tiles` their
-sizes · `torch_path` on a CPU.
+`function` the public calls and the operator · `options` the record of what they are asked, `checks`
+of tensors · `forward`, `backward` formulas, kernels and launches · `device`, `launch` what those
+share · `visible` which tiles a mask leaves · `tiles` their sizes · `torch_path` on a CPU.
 """
 
-from warpweave.kernels.attention.backward import attention_bwd, attention_delta, attention_dsinks
-from warpweave.kernels.attention.forward import attention_fwd
-from warpweave.kernels.attention.function import attention
+from warpweave.kernels.attention.backward import attention_delta, attention_dsinks
+from warpweave.kernels.attention.function import attention, attention_bwd, attention_fwd
 
 __all__ = ["attention", "attention_bwd", "attention_delta", "attention_dsinks", "attention_fwd"]

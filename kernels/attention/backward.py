@@ -1,11 +1,18 @@
 """Backward of attention: delta, then dk and dv, then dq, each from recomputed probabilities.
 
-See `function` for the formulas; `device` has what both directions load and draw.
+    p = exp(s - lse)      delta = sum_d(o do) - dlse
+    ds = p (keep (do v^T) - delta), and with a softcap times 1 - (s / softcap)^2
+    dq = scale ds k       dk = scale ds^T q    dv = (keep p)^T do
+    dsink = -sum over the head's rows of exp(sink - lse) delta
+
+s and keep as in `forward`, lse and delta [B, Hq, Sq] of the whole row, float32 (float64 for
+float64). With them p of any block of keys is its share of the whole, so `attention_bwd` over
+blocks, summed, is exact: that is ring attention. The gradient through lse only shifts delta. Three
+kernels rather than one with atomics: seven products instead of five, and every result
+deterministic. `device` has what both directions load and draw.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 
@@ -31,21 +38,16 @@ from warpweave.kernels.attention.launch import (
     unit_stride,
     widened,
 )
-from warpweave.kernels.attention.options import (
-    Mask,
-    Runs,
-    Scores,
-    check_dtype,
-    check_into,
-    check_kinds,
-    check_mask,
-    check_rows,
-    check_scores,
-    check_tensors,
+from warpweave.kernels.attention.options import AttentionOptions, resolved
+from warpweave.kernels.attention.tiles import (
+    dkdv_tile,
+    dq_tile,
+    launch_options,
+    padded,
+    variant_of,
 )
-from warpweave.kernels.attention.tiles import dkdv_tile, dq_tile, kept, launch_options, padded
 from warpweave.kernels.attention.torch_path import attention_bwd_cpu
-from warpweave.kernels.attention.visible import nth_tile, reach, span, tile_at
+from warpweave.kernels.attention.visible import nth_tile, reach, rows_of_tile, span
 from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.runtime.dispatch import choose, no_graph, tl, triton
 from warpweave.kernels.runtime.numeric import dot, to_dtype, upcast
@@ -93,7 +95,7 @@ def _dkdv_steps(dk, dv, k, v, k_pos, first, last, q_ptr, do_ptr, lse_ptr, delta_
         # 1. One tile of queries of head g. Rows past the end of a run get lse = inf, hence p = 0.
         g = j // tl.maximum(count, 1)
         index = nth_tile(j - g * count, span0, span1, tl.cdiv(q_runs[1], BLOCK_M), MASK and LAST)
-        row, position, rows = tile_at(index, q_runs, BLOCK_M)
+        row, position, rows = rows_of_tile(index, q_runs, BLOCK_M)
         g = g.to(tl.int64)
         q_at = q_ptr + row * q_stride[1] + g * q_stride[2]
         do_at = do_ptr + row * do_stride[1] + g * do_stride[2]
@@ -152,7 +154,7 @@ def attention_dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_pt
     q_runs = (q_start0, q_len0, q_start1, q_len1, q_stripes)
     k_runs = (k_start0, k_len0, k_start1, k_len1, k_stripes)
     tile, kv_head, batch = program(k_runs, kv_heads, BLOCK_N, False)
-    row, position, rows = tile_at(tile, k_runs, BLOCK_N)
+    row, position, rows = rows_of_tile(tile, k_runs, BLOCK_N)
     kv_head = kv_head.to(tl.int64)
     k_ptr += batch * k_stride[0] + row * k_stride[1] + kv_head * k_stride[2]
     v_ptr += batch * v_stride[0] + row * v_stride[1] + kv_head * v_stride[2]
@@ -207,7 +209,7 @@ def _dq_steps(dq, q, do, lse, delta, q_pos, first, last, k_ptr, v_ptr, k_step, v
     for j in range(span0[1] + span1[1]):
         # 1. p of one tile of keys.
         index = nth_tile(j, span0, span1, tl.cdiv(k_runs[1], BLOCK_N), MASK and FIRST)
-        row, position, rows = tile_at(index, k_runs, BLOCK_N)
+        row, position, rows = rows_of_tile(index, k_runs, BLOCK_N)
         k = load(k_ptr + row * k_step, k_step, rows, BLOCK_N, D, BLOCK_D, MASK)
         v = load(v_ptr + row * v_step, v_step, rows, BLOCK_N, D, BLOCK_D, MASK)
         zero = tl.zeros((q.shape[0], BLOCK_N), dq.dtype)
@@ -256,7 +258,7 @@ def attention_dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr,
     q_runs = (q_start0, q_len0, q_start1, q_len1, q_stripes)
     k_runs = (k_start0, k_len0, k_start1, k_len1, k_stripes)
     tile, head, batch = program(q_runs, heads, BLOCK_M, True)
-    row, position, rows = tile_at(tile, q_runs, BLOCK_M)
+    row, position, rows = rows_of_tile(tile, q_runs, BLOCK_M)
     seq = q_runs[1] + q_runs[3]
     q_ptr += batch * q_stride[0] + row * q_stride[1] + head.to(tl.int64) * q_stride[2]
     do_ptr += batch * do_stride[0] + row * do_stride[1] + head.to(tl.int64) * do_stride[2]
@@ -318,7 +320,7 @@ def attention_delta(
         delta = (o.to(dtype) * do.to(dtype)).sum(-1).transpose(1, 2)
         return delta.contiguous() if dlse is None else (delta - dlse).contiguous()
     delta = torch.empty((B, H, S), dtype=dtype, device=o.device)
-    o, do = unit_stride(o), unit_stride(do)
+    o, do = unit_stride(o, do)
     if delta.numel():
         step, steps = shared_steps(o, do)
         with torch.cuda.device_of(o):
@@ -340,58 +342,27 @@ def attention_dsinks(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor
     return -(share.nan_to_num(nan=0.0) * delta).sum((0, 2))
 
 
-@no_graph
-def attention_bwd(
+def block_bwd(
     do: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     lse: torch.Tensor,
     delta: torch.Tensor | None,
+    options: AttentionOptions,
     *,
     o: torch.Tensor | None = None,
-    causal: bool = True,
-    window: int | None = None,
-    documents: torch.Tensor | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    dropout: float = 0.0,
-    dropout_seed: int = 0,
-    dropout_origin: Sequence[int] = (0, 0),
-    q_runs: Runs | None = None,
-    k_runs: Runs | None = None,
     grad_dtype: torch.dtype | None = None,
     into: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None] = (None, None, None),
-    impl: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return this block's dq[B, Sq, Hq, D], dk and dv[B, Sk, Hkv, D].
-
-    lse[B, Hq, Sq] is the final one of each row over all blocks of keys (and its sink),
-    delta[B, Hq, Sq] is `attention_delta` of the final o. `o`, the final output, may be given too
-    when there is no gradient through lse: the CPU path then copies nothing and reads no delta,
-    which may be None. Gradients are new and contiguous, of `grad_dtype` (default q.dtype; float32
-    for those that will be summed over blocks), but those given in `into` = (dq, dk, dv), float32
-    (float64 for float64), are added to in place and returned; dk and dv are given together.
-    Arguments and errors otherwise as `attention`.
-    """
-    check_kinds(q, k, v, causal, window, documents, scale, softcap, dropout, dropout_seed)
-    impl = choose(impl, do, q, k, v, lse, delta, o, documents, *into)
-    check_tensors(q, k, v)
-    check_dtype("grad_dtype", grad_dtype)
-    scores = check_scores(q.shape[3], scale, softcap, dropout, dropout_seed, dropout_origin)
-    keyed = scores.dropout > 0
-    mask = check_mask(q, k, causal, window, documents, q_runs, k_runs, keyed=keyed)
-    check_rows(q, do, lse, delta, o)
-    if (into[1] is None) != (into[2] is None):
-        raise ValueError("into must have both dk and dv or neither")
-    for name, x, like in zip(("dq", "dk", "dv"), into, (q, k, v)):
-        if x is not None:
-            check_into(name, x, like)
-    q, k, v, do = unit_stride(q), unit_stride(k), unit_stride(v), unit_stride(do.to(q.dtype))
+    """`attention_bwd` of arguments that have been checked: (dq, dk, dv) of these rows and keys."""
+    options = resolved(options, q, k)
+    q, k, v, do = unit_stride(q, k, v, do.to(q.dtype))
     lse = lse.contiguous()
     grad_dtype = q.dtype if grad_dtype is None else grad_dtype
+    impl = choose(options.impl, q)
     if impl == "torch":
-        dq, dk, dv = attention_bwd_cpu(do, q, k, v, lse, delta, o, mask, scores, grad_dtype, into)
+        dq, dk, dv = attention_bwd_cpu(do, q, k, v, lse, delta, o, options, grad_dtype, into)
         return dq, dk, dv
     delta = attention_delta(o, do, impl=impl) if delta is None else delta.contiguous()
     dq, dk, dv = (
@@ -401,38 +372,35 @@ def attention_bwd(
     q, k, v, do, wide_dq, wide_dk, wide_dv = widened(q, q, k, v, do, dq, dk, dv)
     with torch.cuda.device_of(q):
         if k.numel():
-            _launch_dkdv(
-                q, k, v, do, lse, delta, wide_dk, wide_dv, mask, scores, into[1] is not None
-            )
+            carried = into[1] is not None
+            _launch_dkdv(q, k, v, do, lse, delta, wide_dk, wide_dv, options, carried)
         if q.numel():
-            _launch_dq(q, k, v, do, lse, delta, wide_dq, mask, scores, into[0] is not None)
+            _launch_dq(q, k, v, do, lse, delta, wide_dq, options, into[0] is not None)
     for wide, given in ((wide_dq, dq), (wide_dk, dk), (wide_dv, dv)):
         narrow_into(wide, given)
     return dq, dk, dv
 
 
-def _launch_dkdv(q, k, v, do, lse, delta, dk, dv, mask: Mask, scores: Scores, into: bool) -> None:
+def _launch_dkdv(q, k, v, do, lse, delta, dk, dv, options: AttentionOptions, into: bool) -> None:
     (B, _, H, D), Hkv = q.shape, k.shape[2]
-    call = kept(mask, scores, into)
-    tile = dkdv_tile(q, call)
-    table, by_sample = table_of(mask, mask.k_runs, B)
+    variant = variant_of(options, into)
+    tile = dkdv_tile(q, variant)
+    table, by_sample = table_of(options, options.k_runs, B)
     step, steps = shared_steps(q, k, v, do, dk, dv)
-    attention_dkdv_kernel[(tile_count(mask.k_runs, tile.k) * Hkv * B,)](
+    attention_dkdv_kernel[(tile_count(options.k_runs, tile.k) * Hkv * B,)](
         q, k, v, do, lse, delta, dk, dv, table, *steps, by_sample,
-        *mask.q_runs, *mask.k_runs, Hkv, H // Hkv, *numbers(mask, scores),
-        *constants(mask, scores), into, step, D, tile.q, tile.k, padded(D),
-        **launch_options(tile, q, call))  # fmt: skip
+        *numbers(options, Hkv, H // Hkv), *constants(options, into, step, D, tile),
+        **launch_options(tile, q, variant))  # fmt: skip
 
 
-def _launch_dq(q, k, v, do, lse, delta, dq, mask: Mask, scores: Scores, into: bool) -> None:
-    (B, _, H, D), Hkv = q.shape, k.shape[2]
-    call = kept(mask, scores, into)
-    tile = dq_tile(q, call)
-    table, by_sample = table_of(mask, mask.q_runs, B)
+def _launch_dq(q, k, v, do, lse, delta, dq, options: AttentionOptions, into: bool) -> None:
+    B, _, H, D = q.shape
+    variant = variant_of(options, into)
+    tile = dq_tile(q, variant)
+    table, by_sample = table_of(options, options.q_runs, B)
     step, (of_q, of_k, of_v, *others) = shared_steps(q, k, v, do, dq)
-    attention_dq_kernel[(tile_count(mask.q_runs, tile.q) * H * B,)](
+    attention_dq_kernel[(tile_count(options.q_runs, tile.q) * H * B,)](
         q, k, v, do, lse, delta, dq, table,
         of_q, *one_set(of_k, of_v), *others, by_sample,
-        *mask.q_runs, *mask.k_runs, H, H // Hkv, *numbers(mask, scores),
-        *constants(mask, scores), into, step, D, tile.q, tile.k, padded(D),
-        **launch_options(tile, q, call))  # fmt: skip
+        *numbers(options, H, H // k.shape[2]), *constants(options, into, step, D, tile),
+        **launch_options(tile, q, variant))  # fmt: skip

@@ -1,11 +1,16 @@
 """Forward of attention: online softmax over tiles of keys, from formula to launch.
 
-See `function` for the formulas; `device` has what both directions load and draw.
+    s = scale q k^T, or softcap tanh(scale q k^T / softcap), where visible, else -inf
+    lse = log(exp(sink) + sum_k exp(s))        p = exp(s - lse)       o = (keep p) v
+
+q, o: [B, Sq, Hq, D]; k, v: [B, Sk, Hkv, D], Hkv dividing Hq; lse: [B, Hq, Sq], natural logarithm,
+float32 (float64 for float64); keep is 0 or 1 / (1 - dropout). A program holds a tile of queries of
+one head and goes through the tiles of keys that any of its rows sees (`visible`), with the maximum
+m and the sum l of the weights so far: where m grows, acc and l shrink. At the end o = acc / l and
+lse = m + log l. `function` has the sources, `device` what both directions load and draw.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 
@@ -22,7 +27,6 @@ from warpweave.kernels.attention.device import (
     tanh,
 )
 from warpweave.kernels.attention.launch import (
-    check_carried,
     constants,
     narrow_into,
     numbers,
@@ -33,22 +37,12 @@ from warpweave.kernels.attention.launch import (
     unit_stride,
     widened,
 )
-from warpweave.kernels.attention.options import (
-    Mask,
-    Runs,
-    Scores,
-    check_dtype,
-    check_kinds,
-    check_mask,
-    check_scores,
-    check_sinks,
-    check_tensors,
-)
-from warpweave.kernels.attention.tiles import forward_tile, kept, launch_options, padded
+from warpweave.kernels.attention.options import AttentionOptions, resolved
+from warpweave.kernels.attention.tiles import forward_tile, launch_options, variant_of
 from warpweave.kernels.attention.torch_path import attention_fwd_cpu
-from warpweave.kernels.attention.visible import nth_tile, reach, span, tile_at
+from warpweave.kernels.attention.visible import nth_tile, reach, rows_of_tile, span
 from warpweave.kernels.reference import compute_dtype
-from warpweave.kernels.runtime.dispatch import choose, no_graph, tl, triton
+from warpweave.kernels.runtime.dispatch import choose, tl, triton
 from warpweave.kernels.runtime.numeric import dot, to_dtype
 
 # ---------------------------------------------------------------- kernel
@@ -69,7 +63,7 @@ def _fwd_steps(acc, l, m, q, q_pos, first, last, k_ptr, v_ptr, k_step, v_step, k
     for j in range(span0[1] + span1[1]):
         # 1. Scores of one tile of keys.
         index = nth_tile(j, span0, span1, tl.cdiv(k_runs[1], BLOCK_N), MASK and FIRST)
-        row, position, rows = tile_at(index, k_runs, BLOCK_N)
+        row, position, rows = rows_of_tile(index, k_runs, BLOCK_N)
         k = load(k_ptr + row * k_step, k_step, rows, BLOCK_N, D, BLOCK_D, MASK)
         s = dot(q, tl.trans(k), tl.zeros((q.shape[0], BLOCK_N), acc.dtype))
         if CAP > 0:
@@ -123,7 +117,7 @@ def attention_fwd_kernel(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, table_ptr, sinks_p
     q_runs = (q_start0, q_len0, q_start1, q_len1, q_stripes)
     k_runs = (k_start0, k_len0, k_start1, k_len1, k_stripes)
     tile, head, batch = program(q_runs, heads, BLOCK_M, True)
-    row, position, rows = tile_at(tile, q_runs, BLOCK_M)
+    row, position, rows = rows_of_tile(tile, q_runs, BLOCK_M)
     seq = q_runs[1] + q_runs[3]
     q_ptr += batch * q_stride[0] + row * q_stride[1] + head.to(tl.int64) * q_stride[2]
     k_ptr += batch * k_stride[0] + (head // group).to(tl.int64) * k_stride[2]
@@ -174,49 +168,23 @@ def attention_fwd_kernel(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, table_ptr, sinks_p
 # ---------------------------------------------------------------- launch
 
 
-@no_graph
-def attention_fwd(
+def block_fwd(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    options: AttentionOptions,
     *,
-    causal: bool = True,
-    window: int | None = None,
-    documents: torch.Tensor | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
     sinks: torch.Tensor | None = None,
-    dropout: float = 0.0,
-    dropout_seed: int = 0,
-    dropout_origin: Sequence[int] = (0, 0),
-    q_runs: Runs | None = None,
-    k_runs: Runs | None = None,
     out_dtype: torch.dtype | None = None,
     into: tuple[torch.Tensor, torch.Tensor] | None = None,
-    impl: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return o[B, Sq, Hq, D] and its natural-log normaliser lse[B, Hq, Sq].
-
-    Both are new and contiguous; `out_dtype` (default q.dtype) may be float32 for half-precision
-    inputs: partial results that will be merged. Or `into` has the (o, lse) of other keys, both
-    float32 (float64 for float64), lse contiguous: they are changed in place to those of all the
-    keys, and returned. It may start from lse = -inf, whatever o holds there, or from o = 0 and
-    lse = sinks; `sinks` themselves cannot be given with it. Arguments and errors otherwise as
-    `attention`; not differentiable by itself.
-    """
-    check_kinds(q, k, v, causal, window, documents, scale, softcap, dropout, dropout_seed)
-    impl = choose(impl, q, k, v, documents, sinks, *(() if into is None else into))
-    check_tensors(q, k, v)
-    check_dtype("out_dtype", out_dtype)
-    scores = check_scores(q.shape[3], scale, softcap, dropout, dropout_seed, dropout_origin)
-    keyed = scores.dropout > 0
-    mask = check_mask(q, k, causal, window, documents, q_runs, k_runs, keyed=keyed)
-    sinks = check_sinks(q, sinks)
-    check_carried(q, sinks, out_dtype, into)
-    q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
+    """`attention_fwd` of arguments that have been checked: (o, lse) of these rows and keys."""
+    options = resolved(options, q, k)
+    q, k, v = unit_stride(q, k, v)
     out_dtype = q.dtype if out_dtype is None else out_dtype
-    if impl == "torch":
-        return attention_fwd_cpu(q, k, v, mask, scores, sinks, out_dtype, into)
+    sinks = None if sinks is None else sinks.detach().to(compute_dtype(q)).contiguous()
+    if choose(options.impl, q) == "torch":
+        return attention_fwd_cpu(q, k, v, options, sinks, out_dtype, into)
     if into is None:
         B, Sq, H, _ = q.shape
         o = torch.empty(q.shape, dtype=out_dtype, device=q.device)
@@ -226,20 +194,19 @@ def attention_fwd(
     if o.numel():
         q, k, v, wide = widened(q, q, k, v, o)
         with torch.cuda.device_of(q):
-            _launch_fwd(q, k, v, wide, lse, sinks, mask, scores, into is not None)
+            _launch(q, k, v, wide, lse, sinks, options, into is not None)
         narrow_into(wide, o)
     return o, lse
 
 
-def _launch_fwd(q, k, v, o, lse, sinks, mask: Mask, scores: Scores, into: bool) -> None:
+def _launch(q, k, v, o, lse, sinks, options: AttentionOptions, into: bool) -> None:
     B, _, H, D = q.shape
-    call = kept(mask, scores, into)
-    tile = forward_tile(q, call)
-    table, by_sample = table_of(mask, mask.q_runs, B)
+    variant = variant_of(options, into)
+    tile = forward_tile(q, variant)
+    table, by_sample = table_of(options, options.q_runs, B)
     step, (of_q, of_k, of_v, of_o) = shared_steps(q, k, v, o)
-    attention_fwd_kernel[(tile_count(mask.q_runs, tile.q) * H * B,)](
+    attention_fwd_kernel[(tile_count(options.q_runs, tile.q) * H * B,)](
         q, k, v, o, lse, table, sinks,
         of_q, *one_set(of_k, of_v), of_o, by_sample,
-        *mask.q_runs, *mask.k_runs, H, H // k.shape[2], *numbers(mask, scores),
-        *constants(mask, scores), into, step, D, tile.q, tile.k, padded(D),
-        **launch_options(tile, q, call))  # fmt: skip
+        *numbers(options, H, H // k.shape[2]), *constants(options, into, step, D, tile),
+        **launch_options(tile, q, variant))  # fmt: skip

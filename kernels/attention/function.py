@@ -1,31 +1,22 @@
 """Attention under a mask that is a function of global token positions: right for any layout.
 
-    s = scale q k^T, or softcap tanh(scale q k^T / softcap), where visible, else -inf
-    lse = log(exp(sink) + sum_k exp(s))        p = exp(s - lse)       o = (keep p) v
-    delta = sum_d(o do) - dlse                 ds = p (keep (do v^T) - delta), and with a softcap
-                                                    times 1 - (s / softcap)^2
-    dq = scale ds k       dk = scale ds^T q    dv = (keep p)^T do
-    dsink = -sum over the head's rows of exp(sink - lse) delta
+    o = softmax(scale q k^T + mask) v         lse, the log of the softmax's denominator
 
-q, o: [B, Sq, Hq, D]; k, v: [B, Sk, Hkv, D], Hkv dividing Hq; lse, delta: [B, Hq, Sq], float32
-(float64 for float64), natural logarithm. What is visible (causal, window, documents) is an interval
-of positions per row, see `visible`: wholly masked tiles are skipped, wholly visible ones pay
-for no mask. keep is 0 or 1 / (1 - dropout), drawn from global indices, see `device`.
+`forward` and `backward` have the formulas. What is visible (causal, window, documents) is an
+interval of positions per row, see `visible`: wholly masked tiles are skipped, wholly visible ones
+pay for no mask. Dropout is drawn from global indices, see `device`.
 
-Saved for backward: q, k, v, o and lse; p is recomputed. With the lse and delta of the whole row,
-`p` of any block of keys is its share of the whole, so `attention_bwd` over blocks, summed, is
-exact: that is ring attention. The gradient through lse only shifts delta. Three backward kernels
-(delta; dk and dv; dq) rather than one with atomics: seven products instead of five, and every
-result deterministic. `into` carries sums from block to block inside the kernels: the forward goes
-on from (o, lse), the backward adds to dq, dk and dv, both in float32, in place.
+Saved for backward: q, k, v, o and lse; p is recomputed. `into` carries sums from block to block of
+keys inside the kernels: the forward goes on from (o, lse), the backward adds to dq, dk and dv, both
+in float32, in place.
 
 A sink is one more logit per head, with no value. lse INCLUDES it, so it must enter a row once: give
 `sinks` to one block's call and none to the others', or start `into` from o = 0, lse = sinks. The
 backward needs no sinks but for their own gradient, which lse and delta give (`attention_dsinks`).
 
 Rows that see neither key nor sink have o = 0, lse = -inf and zero gradients. Matrix products
-accumulate in float32, half-precision p and ds are rounded before they are multiplied. The kernels
-are in `forward` and `backward`, the torch path of the CPU in `torch_path`.
+accumulate in float32, half-precision p and ds are rounded before they are multiplied. The torch
+path of the CPU is in `torch_path`.
 
 Sources: Dao 2023 (arXiv:2307.08691); Milakov and Gimelshein 2018 (arXiv:1805.02867) for the online
 normaliser; Gemma 2 (arXiv:2408.00118) for the softcap; Xiao et al. 2023 (arXiv:2309.17453) and
@@ -40,19 +31,28 @@ from collections.abc import Sequence
 
 import torch
 
-from warpweave.kernels.attention.backward import attention_bwd, attention_delta, attention_dsinks
-from warpweave.kernels.attention.forward import attention_fwd
+from warpweave.kernels.attention.backward import attention_delta, attention_dsinks, block_bwd
+from warpweave.kernels.attention.checks import (
+    check_carried,
+    check_carried_gradients,
+    check_dtype,
+    check_qkv,
+    check_row_sums,
+)
+from warpweave.kernels.attention.forward import block_fwd
 from warpweave.kernels.attention.options import (
-    FARTHEST,
+    AttentionOptions,
     Runs,
-    as_runs,
-    check_kinds,
-    check_scores,
-    check_tensors,
+    check_boundaries,
+    checked,
+    pack,
+    unpack,
 )
 from warpweave.kernels.gemm.gradients import grad_dtype
 from warpweave.kernels.reference import compute_dtype
-from warpweave.kernels.runtime.dispatch import choose, refuse_tangents
+from warpweave.kernels.runtime.dispatch import no_graph, refuse_tangents
+
+# ---------------------------------------------------------------- 1. the operator
 
 
 @torch.library.custom_op("warpweave::attention", mutates_args=())
@@ -62,22 +62,14 @@ def _attention(
     v: torch.Tensor,
     documents: torch.Tensor | None,
     sinks: torch.Tensor | None,
-    causal: bool,
-    window: int | None,
-    scale: float | None,
-    softcap: float | None,
-    dropout: float,
-    dropout_seed: int,
-    dropout_origin: Sequence[int],
-    q_runs: Sequence[int] | None,
-    k_runs: Sequence[int] | None,
-    impl: str | None,
+    seed: int,
+    integers: Sequence[int],
+    reals: Sequence[float],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return attention_fwd(
-        q, k, v, documents=documents, sinks=sinks, causal=causal, window=window, scale=scale,
-        softcap=softcap, dropout=dropout, dropout_seed=dropout_seed, dropout_origin=dropout_origin,
-        q_runs=_runs(q_runs), k_runs=_runs(k_runs), impl=impl,
-    )  # fmt: skip
+    """`attend`, whose options are packed."""
+    options = unpack(seed, integers, reals, documents)
+    check_boundaries(options, q.shape[1], k.shape[1])
+    return block_fwd(q, k, v, options, sinks=sinks)
 
 
 @_attention.register_fake
@@ -97,29 +89,18 @@ def _attention_backward(
     sinks: torch.Tensor | None,
     o: torch.Tensor,
     lse: torch.Tensor,
-    causal: bool,
-    window: int | None,
-    scale: float | None,
-    softcap: float | None,
-    dropout: float,
-    dropout_seed: int,
-    dropout_origin: Sequence[int],
-    q_runs: Sequence[int] | None,
-    k_runs: Sequence[int] | None,
-    impl: str | None,
+    seed: int,
+    integers: Sequence[int],
+    reals: Sequence[float],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk, dv and dsinks, which is empty without sinks."""
+    options = unpack(seed, integers, reals, documents)
     delta, dsinks = None, lse.new_empty(0)
     if dlse is not None or sinks is not None:
-        delta = attention_delta(o, do, dlse, impl=impl)
+        delta = attention_delta(o, do, dlse, impl=options.impl)
     if sinks is not None:
         dsinks = attention_dsinks(sinks, lse, delta)
-    grads = attention_bwd(
-        do, q, k, v, lse, delta, o=o if dlse is None else None,
-        documents=documents, causal=causal, window=window, scale=scale, softcap=softcap,
-        dropout=dropout, dropout_seed=dropout_seed, dropout_origin=dropout_origin,
-        q_runs=_runs(q_runs), k_runs=_runs(k_runs), impl=impl,
-    )  # fmt: skip
+    grads = block_bwd(do, q, k, v, lse, delta, options, o=o if dlse is None else None)
     return *grads, dsinks
 
 
@@ -141,19 +122,25 @@ def _backward(ctx, do, dlse):
     do = torch.zeros_like(o) if do is None else do
     dq, dk, dv, dsinks = _attention_backward(do, dlse, *inputs, o, lse, *ctx.options)
     dsinks = None if ctx.of_sinks is None else dsinks.to(ctx.of_sinks)
-    return dq, dk, dv, None, dsinks, *([None] * 10)
+    return dq, dk, dv, None, dsinks, None, None, None
 
 
 _attention.register_autograd(_backward, setup_context=_save)
 
 
-def _flat(name: str, runs: Runs | None) -> list[int] | None:
-    """Runs as a custom op takes them, three numbers each."""
-    return None if runs is None else [n for run in as_runs(name, runs) for n in run]
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    options: AttentionOptions,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attention` of arguments that have been checked: (o, lse), differentiable."""
+    refuse_tangents("attention", q, k, v, sinks)
+    return _attention(q, k, v, options.documents, sinks, *pack(options))
 
 
-def _runs(flat: Sequence[int] | None) -> Runs | None:
-    return None if flat is None else tuple(zip(flat[::3], flat[1::3], flat[2::3]))
+# ---------------------------------------------------------------- 2. public
 
 
 def attention(
@@ -209,17 +196,109 @@ def attention(
     fit, or `impl` cannot run here; RuntimeError on forward-mode derivatives, and on second ones
     where they are taken.
     """
-    check_kinds(q, k, v, causal, window, documents, scale, softcap, dropout, dropout_seed)
-    choose("torch", q, k, v, documents, sinks)  # one device; beside meta tensors nothing would run
-    refuse_tangents("attention", q, k, v, sinks)
-    device = q.device.type
-    if q.dtype != torch.float64 and torch.is_autocast_enabled(device):
-        q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
-    check_tensors(q, k, v)
-    check_scores(q.shape[3], scale, softcap, dropout, dropout_seed, dropout_origin)
-    o, lse = _attention(
-        q, k, v, documents, sinks, causal, None if window is None else min(window, FARTHEST),
-        scale, softcap, dropout, dropout_seed,
-        list(dropout_origin), _flat("q_runs", q_runs), _flat("k_runs", k_runs), impl,
+    options = AttentionOptions(
+        causal, window, documents, scale, softcap, dropout, dropout_seed, dropout_origin,
+        q_runs, k_runs, impl,
     )  # fmt: skip
+    q, k, v = autocast(q, k, v)
+    o, lse = attend(q, k, v, sinks, checked(options, q, k, v, sinks))
     return (o, lse) if return_lse else o
+
+
+def autocast(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k and v as the autocast around them has it."""
+    check_qkv(q, k, v)
+    device = q.device.type
+    if q.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(device)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+@no_graph
+def attention_fwd(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    documents: torch.Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    dropout: float = 0.0,
+    dropout_seed: int = 0,
+    dropout_origin: Sequence[int] = (0, 0),
+    q_runs: Runs | None = None,
+    k_runs: Runs | None = None,
+    out_dtype: torch.dtype | None = None,
+    into: tuple[torch.Tensor, torch.Tensor] | None = None,
+    impl: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return o[B, Sq, Hq, D] and its natural-log normaliser lse[B, Hq, Sq].
+
+    Both are new and contiguous; `out_dtype` (default q.dtype) may be float32 for half-precision
+    inputs: partial results that will be merged. Or `into` has the (o, lse) of other keys, both
+    float32 (float64 for float64), lse contiguous: they are changed in place to those of all the
+    keys, and returned. It may start from lse = -inf, whatever o holds there, or from o = 0 and
+    lse = sinks; `sinks` themselves cannot be given with it. Arguments and errors otherwise as
+    `attention`; not differentiable by itself.
+    """
+    options = AttentionOptions(
+        causal, window, documents, scale, softcap, dropout, dropout_seed, dropout_origin,
+        q_runs, k_runs, impl,
+    )  # fmt: skip
+    options = checked(options, q, k, v, sinks)
+    check_boundaries(options, q.shape[1], k.shape[1])
+    check_dtype("out_dtype", out_dtype)
+    check_carried(q, sinks, out_dtype, into)
+    return block_fwd(q, k, v, options, sinks=sinks, out_dtype=out_dtype, into=into)
+
+
+@no_graph
+def attention_bwd(
+    do: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lse: torch.Tensor,
+    delta: torch.Tensor | None,
+    *,
+    o: torch.Tensor | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    documents: torch.Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+    dropout_seed: int = 0,
+    dropout_origin: Sequence[int] = (0, 0),
+    q_runs: Runs | None = None,
+    k_runs: Runs | None = None,
+    grad_dtype: torch.dtype | None = None,
+    into: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None] = (None, None, None),
+    impl: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return this block's dq[B, Sq, Hq, D], dk and dv[B, Sk, Hkv, D].
+
+    lse[B, Hq, Sq] is the final one of each row over all blocks of keys (and its sink),
+    delta[B, Hq, Sq] is `attention_delta` of the final o. `o`, the final output, may be given too
+    when there is no gradient through lse: the CPU path then copies nothing and reads no delta,
+    which may be None. Gradients are new and contiguous, of `grad_dtype` (default q.dtype; float32
+    for those that will be summed over blocks), but those given in `into` = (dq, dk, dv), float32
+    (float64 for float64), are added to in place and returned; dk and dv are given together.
+    Arguments and errors otherwise as `attention`.
+    """
+    options = AttentionOptions(
+        causal, window, documents, scale, softcap, dropout, dropout_seed, dropout_origin,
+        q_runs, k_runs, impl,
+    )  # fmt: skip
+    options = checked(options, q, k, v)
+    check_boundaries(options, q.shape[1], k.shape[1])
+    check_dtype("grad_dtype", grad_dtype)
+    check_row_sums(q, do, lse, delta, o)
+    check_carried_gradients(into, q, k, v)
+    return block_bwd(do, q, k, v, lse, delta, options, o=o, grad_dtype=grad_dtype, into=into)

@@ -1,21 +1,26 @@
-"""What the launches of attention's kernels share: strides, widths, tables and constants."""
+"""What the launches of attention's kernels share: strides, widths, tables and arguments."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 
-from warpweave.kernels.attention.options import Mask, Scores, check_into
+from warpweave.kernels.attention.options import AttentionOptions
+from warpweave.kernels.attention.tiles import padded
 from warpweave.kernels.attention.visible import document_table
-from warpweave.kernels.reference import compute_dtype
+from warpweave.kernels.reference import Run
 from warpweave.kernels.runtime.dispatch import triton
+from warpweave.kernels.runtime.tile_table import AttentionTile
+
+# ---------------------------------------------------------------- tensors
 
 
-def unit_stride(x: torch.Tensor) -> torch.Tensor:
-    """x with stride 1 in the last dim: torch's flash attention reads nonsense otherwise."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+def unit_stride(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors, with stride 1 in the last dim: torch's flash attention misreads all others."""
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
 
 
 def widened(q: torch.Tensor, *tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -32,18 +37,6 @@ def narrow_into(wide: torch.Tensor, x: torch.Tensor) -> None:
     """Bring to x what a kernel wrote into it widened."""
     if wide is not x:
         x.copy_(wide[..., : x.shape[3]])
-
-
-def tile_count(runs: tuple[int, ...], block: int) -> int:
-    return triton.cdiv(runs[1], block) + triton.cdiv(runs[3], block)
-
-
-def table_of(mask: Mask, runs: tuple[int, ...], batch: int) -> tuple[torch.Tensor | None, int]:
-    """The documents of the rows in `runs` for a kernel, and the step from sample to sample."""
-    if mask.documents is None:
-        return None, 0
-    table = document_table(mask.documents, runs)
-    return table, 0 if len(table) < batch else table.stride(0)
 
 
 Steps = tuple[int, ...]  # from sample to sample, row to row, head to head
@@ -63,30 +56,41 @@ def one_set(k: Steps, v: Steps) -> tuple[Steps, Steps | None]:
     return k, None if v == k else v
 
 
-def numbers(mask: Mask, scores: Scores) -> tuple[int, ...]:
-    """The kernels' arguments window, seed, sample, head0."""
-    return mask.window, scores.seed, scores.sample, scores.head
+def table_of(
+    options: AttentionOptions, runs: Sequence[Run], batch: int
+) -> tuple[torch.Tensor | None, int]:
+    """The documents of the rows in `runs` for a kernel, and the step from sample to sample."""
+    if options.documents is None:
+        return None, 0
+    table = document_table(options.documents, runs)
+    return table, 0 if len(table) < batch else table.stride(0)
 
 
-def constants(mask: Mask, scores: Scores) -> tuple[float, float, int, float, bool, bool]:
-    """The kernels' constants SCALE, CAP, DROP, KEEP, CAUSAL, WINDOW."""
-    drop = min(round(scores.dropout * 2**32), 2**32 - 1)
-    keep = 1 / (1 - scores.dropout)
-    return scores.scale, scores.softcap, drop, keep, mask.causal, bool(mask.window)
+# ---------------------------------------------------------------- arguments
 
 
-def check_carried(q, sinks, out_dtype, into) -> None:
-    if into is None:
-        return
-    if isinstance(into, torch.Tensor) or len(into) != 2:
-        raise ValueError(f"into must be (o, lse), got {type(into).__name__} of {len(into)}")
-    if sinks is not None or out_dtype is not None:
-        raise ValueError("with into, start lse from the sinks instead, and give no out_dtype")
-    o, lse = into
-    check_into("o", o, q)
-    B, S, H, _ = q.shape
-    if lse.shape != (B, H, S) or lse.dtype != compute_dtype(q) or not lse.is_contiguous():
-        raise ValueError(
-            f"lse to add to must be contiguous {compute_dtype(q)} of shape {(B, H, S)}, "
-            f"got {lse.dtype} {tuple(lse.shape)} of strides {lse.stride()}"
-        )
+def tile_count(runs: Sequence[Run], block: int) -> int:
+    """How many tiles of `block` rows there are."""
+    return sum(triton.cdiv(run.length, block) for run in runs)
+
+
+def numbers(options: AttentionOptions, heads: int, group: int) -> tuple[int, ...]:
+    """The kernels' arguments from the runs, five numbers a side, to heads, group, window, seed,
+    sample, head0."""
+    sides = []
+    for runs in (options.q_runs, options.k_runs):
+        first, second = [*runs, Run(0, 0), Run(0, 0)][:2]
+        sides += [*first[:2], *second[:2], first.stripes]
+    key = options.dropout_seed, *options.dropout_origin
+    return *sides, heads, group, options.window or 0, *key
+
+
+def constants(
+    options: AttentionOptions, into: bool, step: int, head_dim: int, tile: AttentionTile
+) -> tuple[float | bool, ...]:
+    """The kernels' constants SCALE, CAP, DROP, KEEP, CAUSAL, WINDOW, INTO, STEP, D, BLOCK_M,
+    BLOCK_N, BLOCK_D."""
+    drop = min(round(options.dropout * 2**32), 2**32 - 1)
+    scores = options.scale, options.softcap or 0.0, drop, 1 / (1 - options.dropout)
+    mask = options.causal, options.window is not None
+    return *scores, *mask, into, step, head_dim, tile.q, tile.k, padded(head_dim)

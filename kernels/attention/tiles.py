@@ -11,14 +11,15 @@ from typing import NamedTuple
 
 import torch
 
-from warpweave.kernels.attention.options import Mask, Scores
+from warpweave.kernels.attention.options import AttentionOptions
 from warpweave.kernels.runtime.dispatch import INTERPRET, all_registers, capability
 from warpweave.kernels.runtime.tile_table import AttentionTile
 from warpweave.kernels.runtime.tiles import find
 
 
-class Kept(NamedTuple):
-    """What a call keeps: `bounded` by a window or documents, `into` the sums of earlier calls."""
+class Variant(NamedTuple):
+    """Which variant of a kernel a call takes, by what it keeps in registers: `bounded` by a window
+    or documents, `into` the sums of earlier calls."""
 
     causal: bool = False
     bounded: bool = False
@@ -32,13 +33,13 @@ class Kept(NamedTuple):
         return self.bounded or self.softcap or self.dropout or self.into
 
 
-def kept(mask: Mask, scores: Scores, into: bool) -> Kept:
-    """What this call keeps."""
-    bounded = mask.window > 0 or mask.documents is not None
-    return Kept(mask.causal, bounded, scores.softcap > 0, scores.dropout > 0, into)
+def variant_of(options: AttentionOptions, into: bool) -> Variant:
+    """The variant that a call with these resolved options takes."""
+    bounded = options.window is not None or options.documents is not None
+    return Variant(options.causal, bounded, bool(options.softcap), options.dropout > 0, into)
 
 
-def forward_tile(q: torch.Tensor, call: Kept) -> AttentionTile:
+def forward_tile(q: torch.Tensor, variant: Variant) -> AttentionTile:
     """The tile of the forward, which holds queries and goes through keys, for q[B, S, H, D].
 
     Only plain attention has the registers for 128 keys at a time: all else takes half of them.
@@ -52,24 +53,24 @@ def forward_tile(q: torch.Tensor, call: Kept) -> AttentionTile:
     if INTERPRET:
         return tile
     wide, masks = q.shape[3] > 128, _masked(q)
-    if tile.k == 128 and (call.more or masks):
+    if tile.k == 128 and (variant.more or masks):
         tile = _half_keys(tile)
     if masks:
         tile = tile._replace(warps=8)
-    if (wide and (call.into or masks)) or (
-        tile.warps == 4 and (call.into or (call.dropout and call.softcap))
+    if (wide and (variant.into or masks)) or (
+        tile.warps == 4 and (variant.into or (variant.dropout and variant.softcap))
     ):
         tile = tile._replace(q=min(tile.q, 64))
-    if wide and masks and call.dropout and call.softcap:
+    if wide and masks and variant.dropout and variant.softcap:
         tile = _half_keys(tile)
-    if call.into and wide and q.element_size() == 4:
+    if variant.into and wide and q.element_size() == 4:
         tile = tile._replace(stages=2)
     masks = masks and q.element_size() == 2 and (wide or capability(q.device) < 90)
-    half = call.dropout or masks or (call.softcap and tile.warps == 4)
+    half = variant.dropout or masks or (variant.softcap and tile.warps == 4)
     return _half_keys(tile) if half else tile
 
 
-def dkdv_tile(q: torch.Tensor, call: Kept) -> AttentionTile:
+def dkdv_tile(q: torch.Tensor, variant: Variant) -> AttentionTile:
     """The tile of dk and dv, which hold keys and go through queries.
 
     Only plain attention has the registers to hold 128 keys in four warps: all else takes eight, and
@@ -85,23 +86,23 @@ def dkdv_tile(q: torch.Tensor, call: Kept) -> AttentionTile:
     if INTERPRET:
         return tile
     if q.element_size() > 2:
-        tile = _half_keys(tile) if call.dropout else tile
-        return _half_keys(tile) if call.dropout or call.softcap or call.into else tile
-    wide, arch, more = q.shape[3] > 64, capability(q.device), call.more or _masked(q)
+        tile = _half_keys(tile) if variant.dropout else tile
+        return _half_keys(tile) if variant.dropout or variant.softcap or variant.into else tile
+    wide, arch, more = q.shape[3] > 64, capability(q.device), variant.more or _masked(q)
     if tile.k == 128 and more:
         tile = tile._replace(warps=8)
-    if tile.k == 128 and wide and arch < 90 and (more or call.causal):
+    if tile.k == 128 and wide and arch < 90 and (more or variant.causal):
         tile = tile._replace(q=64, k=64)
-    if call.dropout:
+    if variant.dropout:
         tile = tile._replace(q=min(tile.q, 32))
-    if _masked(q) and (call.more if arch >= 90 else wide):
+    if _masked(q) and (variant.more if arch >= 90 else wide):
         tile = tile._replace(q=max(16, tile.q // 2))
-    if wide and arch < 100 and (call.into or (call.dropout and call.softcap)):
+    if wide and arch < 100 and (variant.into or (variant.dropout and variant.softcap)):
         tile = tile._replace(k=min(tile.k, 64))
     return tile
 
 
-def dq_tile(q: torch.Tensor, call: Kept) -> AttentionTile:
+def dq_tile(q: torch.Tensor, variant: Variant) -> AttentionTile:
     """The tile of dq, which holds queries and goes through keys.
 
     On Ampere only plain attention has the registers for 128 queries: all else takes 64 by 64. Half
@@ -111,11 +112,11 @@ def dq_tile(q: torch.Tensor, call: Kept) -> AttentionTile:
     if INTERPRET:
         return tile
     low, blackwell = q.element_size() == 2, capability(q.device) >= 100
-    bounds = low and call.bounded and blackwell
-    if tile.q == 128 and capability(q.device) < 90 and (call.more or _masked(q)):
+    bounds = low and variant.bounded and blackwell
+    if tile.q == 128 and capability(q.device) < 90 and (variant.more or _masked(q)):
         tile = tile._replace(q=64, k=64)
     masks = low and _masked(q) and tile.warps == 4
-    return _half_keys(tile) if call.dropout or bounds or masks else tile
+    return _half_keys(tile) if variant.dropout or bounds or masks else tile
 
 
 def _masked(q: torch.Tensor) -> bool:
@@ -132,14 +133,14 @@ def _half_keys(tile: AttentionTile) -> AttentionTile:
     return tile._replace(k=max(16, tile.k // 2))
 
 
-def launch_options(tile: AttentionTile, q: torch.Tensor, call: Kept) -> dict[str, int]:
+def launch_options(tile: AttentionTile, q: torch.Tensor, variant: Variant) -> dict[str, int]:
     """Triton's options for a launch with `tile`.
 
     ptxas limits registers by itself, and spills for it in float32, where columns are masked off
     and, on Blackwell, with dropout or past head dim 64; there the limit is the hardware's.
     """
     options = {"num_warps": tile.warps}
-    fuller = call.dropout or q.shape[3] > 64
+    fuller = variant.dropout or q.shape[3] > 64
     if q.element_size() == 4 or _masked(q) or (fuller and capability(q.device) >= 100):
         options = all_registers(tile.warps)
     return {**options, "num_stages": tile.stages}

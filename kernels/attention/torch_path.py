@@ -12,15 +12,15 @@ earlier call left), and the parts of the gradients are added up.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 
-from warpweave.kernels.attention.options import Mask, Scores
+from warpweave.kernels.attention.options import AttentionOptions
 from warpweave.kernels.merge import merge_
-from warpweave.kernels.reference import compute_dtype, philox
+from warpweave.kernels.reference import Run, compute_dtype, philox
 
 ROWS = 128  # queries at a time where torch's flash attention cannot do it
 
@@ -32,28 +32,27 @@ def attention_fwd_cpu(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    mask: Mask,
-    scores: Scores,
+    options: AttentionOptions,
     sinks: torch.Tensor | None,
     out_dtype: torch.dtype,
     into: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """o[B, Sq, H, D] and lse[B, H, Sq] of checked arguments; `into` is changed and returned."""
-    blocks = _all_blocks(q, k, mask) if _flash_can(q, mask, scores) else None
+    """o[B, Sq, H, D] and lse[B, H, Sq] of resolved options; `into` is changed and returned."""
+    blocks = _all_blocks(q, k, options) if _flash_can(q, options) else None
     if blocks is not None and into is None and sinks is None and _whole(blocks, q):
         dtype = _torch_dtype(q, out_dtype == q.dtype)
-        o, lse = _flash(q.to(dtype), k.to(dtype), v.to(dtype), blocks[0], scores.scale)
+        o, lse = _flash(q.to(dtype), k.to(dtype), v.to(dtype), blocks[0], options.scale)
         return o.contiguous().to(out_dtype), lse.contiguous()
     q, k, v = (x.to(compute_dtype(q)) for x in (q, k, v))
     o, lse = _start(q, sinks) if into is None else into
     if blocks is not None:
         for b in blocks:
-            part = _flash(q, k, v, b, scores.scale)
+            part = _flash(q, k, v, b, options.scale)
             merge_(o[b.batch, b.q], lse[b.batch, :, b.q], *part)
     else:
         with torch.autocast(q.device.type, enabled=False):
-            for rows in _row_blocks(q, k, mask):
-                part = _attend(rows, q, k, v, mask, scores)
+            for rows in _row_blocks(q, k, options):
+                part = _attend(rows, q, k, v, options)
                 merge_(o[rows.batch, rows.q], lse[rows.batch, :, rows.q], *part)
     return (o if into is not None else o.to(out_dtype)), lse
 
@@ -66,23 +65,22 @@ def attention_bwd_cpu(
     lse: torch.Tensor,
     delta: torch.Tensor | None,
     o: torch.Tensor | None,
-    mask: Mask,
-    scores: Scores,
+    options: AttentionOptions,
     grad_dtype: torch.dtype,
     into: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
 ) -> _Gradients:
-    """dq, dk, dv of checked arguments; those in `into` are added to and returned."""
+    """dq, dk, dv of resolved options; those in `into` are added to and returned."""
     grads = _start_gradients(q, k, v, into)
-    if not _flash_can(q, mask, scores):
+    if not _flash_can(q, options):
         wide = compute_dtype(q)
         do, q, k, v = (x.to(wide) for x in (do, q, k, v))
         if delta is None and o is not None:
             delta = (o.to(wide) * do).sum(-1).transpose(1, 2)
         with torch.autocast(q.device.type, enabled=False):
-            for rows in _row_blocks(q, k, mask):
-                _attend_backward(rows, do, q, k, v, lse, delta, mask, scores, grads)
+            for rows in _row_blocks(q, k, options):
+                _attend_backward(rows, do, q, k, v, lse, delta, options, grads)
         return _finish(grads, grad_dtype, into)
-    blocks, D = _all_blocks(q, k, mask), q.shape[3]
+    blocks, D = _all_blocks(q, k, options), q.shape[3]
     whole = _whole(blocks, q) and blocks[0].k == slice(0, k.shape[1]) and into == (None,) * 3
     dtype = _torch_dtype(q, whole and grad_dtype == q.dtype and o is not None)
     do, q, k, v = (x.to(dtype) for x in (do, q, k, v))
@@ -99,7 +97,7 @@ def attention_bwd_cpu(
     o = o.to(dtype)
     o = o if o.stride(-1) == 1 else o.contiguous()
     for b in blocks:
-        parts = _flash_backward(do, q, k, v, o, lse, b, scores.scale)
+        parts = _flash_backward(do, q, k, v, o, lse, b, options.scale)
         parts = tuple(x[..., :D] for x in parts)
         if whole:
             if group > 1:
@@ -149,9 +147,10 @@ class _Block(NamedTuple):
     batch: slice = _ALL
 
 
-def _flash_can(q: torch.Tensor, mask: Mask, scores: Scores) -> bool:
-    plain = not mask.window and not scores.softcap and not scores.dropout
-    return plain and q.device.type == "cpu" and mask.q_runs[4] == mask.k_runs[4] == 1
+def _flash_can(q: torch.Tensor, options: AttentionOptions) -> bool:
+    if options.window or options.softcap or options.dropout or q.device.type != "cpu":
+        return False
+    return all(run.stripes == 1 for run in (*options.q_runs, *options.k_runs))
 
 
 def _whole(blocks: list[_Block], q: torch.Tensor) -> bool:
@@ -159,48 +158,51 @@ def _whole(blocks: list[_Block], q: torch.Tensor) -> bool:
     return len(blocks) == 1 and blocks[0].q == slice(0, q.shape[1]) and blocks[0].batch == _ALL
 
 
-def _all_blocks(q: torch.Tensor, k: torch.Tensor, mask: Mask) -> list[_Block]:
+def _all_blocks(q: torch.Tensor, k: torch.Tensor, options: AttentionOptions) -> list[_Block]:
     """What is visible in every document of every sample, cut into blocks."""
     found: list[_Block] = []
     if not q.numel() or not k.numel():
         return found
-    for batch, bounds in _samples(mask):
+    for batch, bounds in _samples(options.documents):
         for start, stop in pairwise(bounds):
-            q_parts, k_parts = (_within(r, start, stop) for r in (mask.q_runs, mask.k_runs))
-            for block in _blocks(q_parts, k_parts, mask.causal):
+            q_parts = _within(options.q_runs, start, stop)
+            k_parts = _within(options.k_runs, start, stop)
+            for block in _blocks(q_parts, k_parts, options.causal):
                 found.append(block._replace(batch=batch))
     return found
 
 
-def _samples(mask: Mask) -> Iterator[tuple[slice, list[int]]]:
+def _samples(documents: torch.Tensor | None) -> Iterator[tuple[slice, list[int]]]:
     """Samples with the same documents, and those documents' boundaries from 0 to beyond every
     position. Elsewhere than on a CPU reading them waits for the device."""
-    if mask.documents is None:
+    if documents is None:
         yield _ALL, [0, _BEYOND]
         return
-    shared = len(mask.documents) == 1
-    for sample, boundaries in enumerate(mask.documents.tolist()):
+    shared = len(documents) == 1
+    for sample, boundaries in enumerate(documents.tolist()):
         yield _ALL if shared else slice(sample, sample + 1), [0, *boundaries, _BEYOND]
 
 
-def _within(runs: tuple[int, ...], start: int, stop: int) -> list[tuple[int, int, int]]:
-    """(row, position, length) of the parts of the runs that lie at positions [start, stop)."""
-    parts, row, stripes = [], 0, runs[4]
-    for position, length in (runs[:2], runs[2:4]):
+_Part = tuple[int, Run]  # a run and its first row
+
+
+def _within(runs: Sequence[Run], start: int, stop: int) -> list[_Part]:
+    """The parts of the runs that lie at positions [start, stop)."""
+    parts, row = [], 0
+    for position, length, stripes in runs:
         first, end = (min(max(-((position - p) // stripes), 0), length) for p in (start, stop))
         if first < end:
-            parts.append((row + first, position + first * stripes, end - first))
+            part = Run(position + first * stripes, end - first, stripes)
+            parts.append((row + first, part))
         row += length
     return parts
 
 
-def _blocks(
-    q_parts: list[tuple[int, int, int]], k_parts: list[tuple[int, int, int]], causal: bool
-) -> list[_Block]:
+def _blocks(q_parts: list[_Part], k_parts: list[_Part], causal: bool) -> list[_Block]:
     """What is visible, cut into blocks; blocks of neighbouring rows are joined."""
     blocks: list[_Block] = []
-    for q_row, q_start, q_len in q_parts:
-        for k_row, k_start, k_len in k_parts:
+    for q_row, (q_start, q_len, _) in q_parts:
+        for k_row, (k_start, k_len, _) in k_parts:
             # Queries before `first` see nothing; keys before `diagonal` are seen by all the others.
             first = max(q_start, k_start) if causal else q_start
             diagonal = min(first - k_start, k_len) if causal else k_len
@@ -275,55 +277,54 @@ class _Rows(NamedTuple):
     k_pos: torch.Tensor
 
 
-def _row_blocks(q: torch.Tensor, k: torch.Tensor, mask: Mask) -> Iterator[_Rows]:
+def _row_blocks(q: torch.Tensor, k: torch.Tensor, options: AttentionOptions) -> Iterator[_Rows]:
     """Up to ROWS rows of one document at a time; rows that see no key are left out."""
     if not q.numel() or not k.numel():
         return
-    ahead = 0 if mask.causal else mask.window - 1 if mask.window else _BEYOND
-    back, where = mask.window - 1 if mask.window else _BEYOND, {"device": q.device}
-    q_by, k_by = mask.q_runs[4], mask.k_runs[4]
-    for batch, bounds in _samples(mask):
+    back, where = options.window - 1 if options.window else _BEYOND, {"device": q.device}
+    ahead = 0 if options.causal else back
+    for batch, bounds in _samples(options.documents):
         for start, stop in pairwise(bounds):
-            for row, position, length in _within(mask.q_runs, start, stop):
+            for row, (position, length, by) in _within(options.q_runs, start, stop):
                 for at in range(0, length, ROWS):
-                    first, n = position + at * q_by, min(ROWS, length - at)
-                    last = first + (n - 1) * q_by
+                    first, n = position + at * by, min(ROWS, length - at)
+                    last = first + (n - 1) * by
                     seen = max(start, first - back), min(stop, last + 1 + ahead)
-                    keys = _within(mask.k_runs, *seen)
+                    keys = _within(options.k_runs, *seen)
                     if keys:
                         yield _Rows(
                             batch,
                             slice(row + at, row + at + n),
-                            torch.arange(first, last + 1, q_by, **where),
-                            torch.cat([torch.arange(r, r + m, **where) for r, _, m in keys]),
-                            torch.cat([torch.arange(m, **where) * k_by + p for _, p, m in keys]),
+                            torch.arange(first, last + 1, by, **where),
+                            torch.cat([torch.arange(r, r + m, **where) for r, (_, m, _) in keys]),
+                            torch.cat([torch.arange(m, **where) * s + p for _, (p, m, s) in keys]),
                         )
 
 
-def _attend(rows: _Rows, q, k, v, mask: Mask, scores: Scores) -> tuple[torch.Tensor, torch.Tensor]:
+def _attend(rows: _Rows, q, k, v, options: AttentionOptions) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, lse) of some rows; float32 or float64 q, k, v."""
-    s, _ = _scores(rows, q, k, mask, scores)
+    s, _ = _scores(rows, q, k, options)
     lse = s.logsumexp(-1)
     p = (s - lse.masked_fill(lse.isneginf(), 0.0).unsqueeze(-1)).exp_()
-    if scores.dropout:
-        p *= _dropout(rows, q, scores).view(p.shape)
+    if options.dropout:
+        p *= _dropout(rows, q, options).view(p.shape)
     return _rows_of(p.flatten(2, 3) @ v[rows.batch, rows.k].transpose(1, 2), p), lse.flatten(1, 2)
 
 
 def _attend_backward(
-    rows: _Rows, do, q, k, v, lse, delta, mask: Mask, scores: Scores, grads: _Gradients
+    rows: _Rows, do, q, k, v, lse, delta, options: AttentionOptions, grads: _Gradients
 ) -> None:
     """Add the gradients of some rows to `grads`."""
-    s, slope = _scores(rows, q, k, mask, scores)
+    s, slope = _scores(rows, q, k, options)
     lse, delta = (x[rows.batch, :, rows.q].reshape(*s.shape[:4], 1) for x in (lse, delta))
     p = (s - lse.masked_fill(lse.isneginf(), 0.0)).exp_()  # masked: exp(-inf) = 0
     q_rows, do_rows = (_heads_of(x[rows.batch, rows.q], k) for x in (q, do))
     k_rows, v_rows = (x[rows.batch, rows.k].transpose(1, 2) for x in (k, v))
     dp, weight = (do_rows.flatten(2, 3) @ v_rows.mT).view(p.shape), p
-    if scores.dropout:
-        keep = _dropout(rows, q, scores).view(p.shape)
+    if options.dropout:
+        keep = _dropout(rows, q, options).view(p.shape)
         dp, weight = dp * keep, p * keep
-    ds = (dp - delta) * p * scores.scale
+    ds = (dp - delta) * p * options.scale
     if slope is not None:
         ds *= slope
     ds, weight = ds.flatten(2, 3), weight.flatten(2, 3)
@@ -343,30 +344,30 @@ def _rows_of(x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
     return x.unflatten(2, p.shape[2:4]).flatten(1, 2).transpose(1, 2)
 
 
-def _scores(rows: _Rows, q, k, mask: Mask, scores: Scores):
+def _scores(rows: _Rows, q, k, options: AttentionOptions):
     """Scores[B, Hkv, Hq / Hkv, rows, keys], -inf where masked, and the softcap's slope or None."""
     q_rows, k_rows = _heads_of(q[rows.batch, rows.q], k), k[rows.batch, rows.k].transpose(1, 2)
-    s = (q_rows.flatten(2, 3) @ k_rows.mT).unflatten(2, q_rows.shape[2:4]).mul_(scores.scale)
+    s = (q_rows.flatten(2, 3) @ k_rows.mT).unflatten(2, q_rows.shape[2:4]).mul_(options.scale)
     slope = None
-    if scores.softcap:
-        t = (s / scores.softcap).tanh_()
-        s, slope = t * scores.softcap, 1 - t * t
+    if options.softcap:
+        t = (s / options.softcap).tanh_()
+        s, slope = t * options.softcap, 1 - t * t
     distance = rows.q_pos[:, None] - rows.k_pos
-    hidden = distance < 0 if mask.causal else torch.zeros_like(distance, dtype=torch.bool)
-    if mask.window:
-        hidden |= distance.abs() >= mask.window
+    hidden = distance < 0 if options.causal else torch.zeros_like(distance, dtype=torch.bool)
+    if options.window:
+        hidden |= distance.abs() >= options.window
     return s.masked_fill_(hidden, -float("inf")), slope
 
 
-def _dropout(rows: _Rows, q: torch.Tensor, scores: Scores) -> torch.Tensor:
+def _dropout(rows: _Rows, q: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
     """0 or 1 / (1 - p) for every [B, Hq, row, key] of `rows`: the words that the kernels draw."""
     B, _, H, _ = q.shape
-    low = 0xFFFFFFFF
-    sample = torch.arange(B, device=q.device)[rows.batch] + scores.sample
-    head = torch.arange(H, device=q.device) + scores.head
+    low, seed, (first_sample, first_head) = 0xFFFFFFFF, options.dropout_seed, options.dropout_origin
+    sample = torch.arange(B, device=q.device)[rows.batch] + first_sample
+    head = torch.arange(H, device=q.device) + first_head
     counter = torch.broadcast_tensors(
         rows.q_pos[:, None], rows.k_pos, head[:, None, None], sample[:, None, None, None]
     )
-    word = philox([x & low for x in counter], (scores.seed & low, scores.seed >> 32))[0]
-    kept = word >= round(scores.dropout * 2**32)
-    return kept.to(q.dtype).mul_(1 / (1 - scores.dropout))
+    word = philox([x & low for x in counter], (seed & low, seed >> 32))[0]
+    kept = word >= round(options.dropout * 2**32)
+    return kept.to(q.dtype).mul_(1 / (1 - options.dropout))

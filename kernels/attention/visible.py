@@ -9,8 +9,8 @@ rows, whose positions ascend, the first and the last row alone say which tiles o
 any of its rows sees, and which all of its rows see whole: the former are visited, the latter pay
 for no mask. Rows hold at most two runs of positions start, start + stripes, start + 2 stripes, ...:
 with stripes = 1 what a rank of a contiguous or zigzag layout owns, with as many stripes as ranks
-what one of a striped layout owns. Tiles never straddle two runs. Here a side's runs are five
-numbers, (start, length) of the first and of the second and `stripes`, which they share.
+what one of a striped layout owns. Tiles never straddle two runs. On the device a side's runs are
+five numbers, (start, length) of the first and of the second and `stripes`, which they share.
 
 Documents are cumulative boundaries in global positions, as FlashAttention's cu_seqlens: position p
 belongs to the document [documents[j], documents[j + 1]) that holds it; documents may be empty, and
@@ -22,21 +22,24 @@ Window: Beltagy et al. 2020 (arXiv:2004.05150). Packing: Krell et al. 2021 (arXi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
+from warpweave.kernels.reference import Run
 from warpweave.kernels.runtime.dispatch import tl, triton
 
 _FAR = 2**31 - 1  # ends the last, open document; tables are int32
 
 
-def document_table(documents: torch.Tensor, runs: tuple[int, ...]) -> torch.Tensor:
+def document_table(documents: torch.Tensor, runs: Sequence[Run]) -> torch.Tensor:
     """int32[1 or B, 2, S]: the first and the last position of the document of every row.
 
     documents[1 or B, n + 1]; the S rows hold the `runs`. Never waits for the device.
     """
     documents = documents.clamp(max=_FAR)  # a table's entries are int32
     where = {"device": documents.device, "dtype": documents.dtype}
-    position = torch.cat([torch.arange(runs[i + 1], **where) * runs[4] + runs[i] for i in (0, 2)])
+    position = torch.cat([torch.arange(n, **where) * by + start for start, n, by in runs])
     position = position.expand(documents.shape[0], -1).contiguous()
     after = torch.searchsorted(documents.contiguous(), position, right=True)
     bounds = torch.nn.functional.pad(torch.nn.functional.pad(documents, (1, 0)), (0, 1), value=_FAR)
@@ -57,7 +60,7 @@ def rows_before(position, start, length, stripes):
 
 
 @triton.jit
-def tile_at(index, runs, BLOCK: tl.constexpr):
+def rows_of_tile(index, runs, BLOCK: tl.constexpr):
     """First row, first position and number of rows of tile `index`; no tile straddles two runs."""
     tiles0 = tl.cdiv(runs[1], BLOCK)
     second = index >= tiles0

@@ -1,6 +1,6 @@
 """Context parallelism: attention over a sequence that is cut over the cp axis.
 
-`attention` the one call and its autograd Function · `strategy` what a strategy is · `ring` and
+`attention` the one call and its autograd Function · `strategy` what a strategy is · `ring`,
 `gather` the strategies · `messages` hops round a ring, on a process group or all in one process.
 """
 

@@ -22,17 +22,18 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 
-from warpweave.kernels.attention import attention, attention_delta, attention_dsinks
-from warpweave.kernels.attention.options import not_boundaries
+from warpweave.kernels.attention import attention_delta, attention_dsinks
+from warpweave.kernels.attention.function import attend, autocast
+from warpweave.kernels.attention.options import AttentionOptions, check_boundaries, checked
 from warpweave.kernels.gemm.gradients import grad_dtype
 from warpweave.kernels.runtime.dispatch import once_differentiable
 from warpweave.parallel.context.gather import GATHER
 from warpweave.parallel.context.ring import RING
-from warpweave.parallel.context.strategy import Attend, Shards
+from warpweave.parallel.context.strategy import Shards
 from warpweave.parallel.layout import SequenceLayout
 
 Strategy = Literal["auto", "ring", "gather"]
-_PASSES = {"ring": RING, "gather": GATHER}
+_STRATEGIES = {"ring": RING, "gather": GATHER}
 
 
 def context_attention(
@@ -80,25 +81,28 @@ def context_attention(
     Raises ``ValueError`` that names this rank, before anything is sent, if the shapes, dtypes or
     devices contradict each other, the layout or the group.
     """
-    device = q.device.type
-    if q.dtype != torch.float64 and torch.is_autocast_enabled(device):
-        q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
-    size = 1 if group is None else dist.get_world_size(group)
     check_strategy(strategy)
-    problem = _problem(q, k, v, documents, layout, size)
-    if problem:
+    size = 1 if group is None else dist.get_world_size(group)
+    options = AttentionOptions(
+        causal, window, documents, scale, softcap, dropout, dropout_seed, dropout_origin, impl=impl
+    )
+    try:
+        q, k, v = autocast(q, k, v)
+        options = checked(options, q, k, v, sinks)
+        _check_layout(layout, size, q, k)
+        if size > 1:  # on one device the operator looks at documents
+            check_boundaries(options, layout.seq_len)
+    except ValueError as error:
         rank = 0 if group is None else dist.get_rank(group)
-        raise ValueError(f"context_attention, cp rank {rank} of {size}: {problem}")
-    attend = Attend(
-        causal, window, documents, scale, softcap, dropout, dropout_seed, dropout_origin, impl
-    )
+        raise ValueError(f"context_attention, cp rank {rank} of {size}: {error}") from None
     if size == 1:
-        return attention(q, k, v, sinks=sinks, return_lse=return_lse, **attend._asdict())
-    if strategy == "auto":
-        strategy = choose_strategy(layout.parts, q.shape[2], k.shape[2])
-    o, lse = _ContextAttention.apply(
-        q, k, v, sinks, _PASSES[strategy], layout, group, attend, overlap
-    )
+        o, lse = attend(q, k, v, sinks, options)
+    else:
+        if strategy == "auto":
+            strategy = choose_strategy(layout.parts, q.shape[2], k.shape[2])
+        o, lse = _ContextAttention.apply(
+            q, k, v, sinks, _STRATEGIES[strategy], layout, group, options, overlap
+        )
     return (o, lse) if return_lse else o
 
 
@@ -114,43 +118,22 @@ def choose_strategy(parts: int, heads: int, kv_heads: int) -> Strategy:
     return "gather" if parts <= 1 + heads // kv_heads else "ring"
 
 
-def _problem(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    documents: torch.Tensor | None,
-    layout: SequenceLayout,
-    size: int,
-) -> str | None:
-    """The first constraint that does not hold, or None."""
-    shapes = f"q{[*q.shape]}, k{[*k.shape]}, v{[*v.shape]}"
+def _check_layout(layout: SequenceLayout, size: int, q: torch.Tensor, k: torch.Tensor) -> None:
     if size != layout.parts:
-        return f"the layout has {layout.parts} parts but the group has {size} ranks"
-    if q.ndim != 4 or k.ndim != 4:
-        return f"q, k, v must have 4 dims [B, S/cp, H, D], got {shapes}"
-    if k.shape != v.shape:
-        return f"k and v must have one shape, got {shapes}"
-    if q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
-        return f"q and k must agree in B, S/cp and D, got {shapes}"
-    if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
-        return f"Hq must be a multiple of Hkv, got {shapes}"
-    if q.shape[1] != layout.local_len:
-        return f"{layout} puts {layout.local_len} tokens on each rank, got {shapes}"
-    if not q.dtype == k.dtype == v.dtype:
-        return f"q, k, v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}"
-    if not q.device == k.device == v.device:
-        return f"q, k, v must be on one device, got {q.device}, {k.device}, {v.device}"
-    if size > 1 and isinstance(documents, torch.Tensor) and documents.ndim:  # one part: `attention`
-        return not_boundaries(documents, layout.seq_len)
-    return None
+        raise ValueError(f"the layout has {layout.parts} parts but the group has {size} ranks")
+    if q.shape[1] != layout.local_len or k.shape[1] != layout.local_len:
+        raise ValueError(
+            f"{layout} puts {layout.local_len} tokens on each rank, got q{[*q.shape]}, "
+            f"k{[*k.shape]}"
+        )
 
 
 class _ContextAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, sinks, strategy, layout, group, attend, overlap):
-        shards = Shards(layout, group, attend, overlap)
-        o, lse, kept = strategy.forward(shards, q, k, v, sinks)
-        ctx.save_for_backward(q, sinks, o, lse, *kept)
+    def forward(ctx, q, k, v, sinks, strategy, layout, group, options, overlap):
+        shards = Shards(layout, group, options, overlap)
+        o, lse, saved = strategy.forward(shards, q, k, v, sinks)
+        ctx.save_for_backward(q, sinks, o, lse, *saved)
         ctx.strategy, ctx.shards = strategy, shards
         ctx.of_sinks = None if sinks is None else grad_dtype(sinks)
         ctx.set_materialize_grads(False)
@@ -159,11 +142,11 @@ class _ContextAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, do, dlse):
-        q, sinks, o, lse, *kept = ctx.saved_tensors
+        q, sinks, o, lse, *saved = ctx.saved_tensors
         do = torch.zeros_like(o) if do is None else do.contiguous()
-        delta = attention_delta(o, do, dlse, impl=ctx.shards.attend.impl)
+        delta = attention_delta(o, do, dlse, impl=ctx.shards.options.impl)
         grads = ctx.strategy.backward(
-            ctx.shards, do, q, kept, lse, delta, o if dlse is None else None
+            ctx.shards, do, q, saved, lse, delta, o if dlse is None else None
         )
         dsinks = None  # {partial cp}: the share of this rank's rows
         if sinks is not None:
@@ -172,7 +155,7 @@ class _ContextAttention(torch.autograd.Function):
 
     @staticmethod
     def spmd_typecheck(
-        *, q: Any, k: Any, v: Any, sinks: Any, group: Any, attend: Attend
+        *, q: Any, k: Any, v: Any, sinks: Any, group: Any, options: AttentionOptions
     ) -> tuple[Any, Any]:
         """Attention of the whole sequence, of which every rank keeps its own rows.
 
@@ -182,7 +165,7 @@ class _ContextAttention(torch.autograd.Function):
         """
         from spmd_types import R, S, rules
 
-        documents = attend.documents
+        documents = options.documents
         q, k, v = (rules.all_gather(x, group, src=S(1), dst=R) for x in (q, k, v))
         if documents is not None:
             q = rules.einsum(f"b_h_,{'b_' if documents.ndim == 2 else '_'}->b_h_", q, documents)

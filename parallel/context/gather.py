@@ -12,10 +12,11 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from warpweave.kernels.attention import attention_bwd, attention_fwd
+from warpweave.kernels.attention.backward import block_bwd
+from warpweave.kernels.attention.forward import block_fwd
 from warpweave.kernels.reference import compute_dtype
 from warpweave.parallel.collectives import start_all_gather, start_reduce_scatter
-from warpweave.parallel.context.strategy import Passes, Shards
+from warpweave.parallel.context.strategy import ForwardBackward, Shards
 from warpweave.parallel.layout import SequenceLayout
 
 Tensors = tuple[torch.Tensor, ...]
@@ -24,10 +25,10 @@ Tensors = tuple[torch.Tensor, ...]
 def gather_forward(
     shards: Shards, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, Tensors]:
-    """Forward of this rank's queries over all keys; see `strategy.Passes`."""
+    """Forward of this rank's queries over all keys; see `strategy.ForwardBackward`."""
     k_all, v_all = _start_gather(k, v, shards.layout, shards.group)()
-    q_runs = shards.layout.runs(shards.rank)
-    o, lse = attention_fwd(q, k_all, v_all, sinks=sinks, q_runs=q_runs, **shards.attend._asdict())
+    options = shards.options._replace(q_runs=shards.layout.runs(shards.rank))
+    o, lse = block_fwd(q, k_all, v_all, options, sinks=sinks)
     return o, lse, (k, v)  # not the whole K‖V: P times less, gathered again
 
 
@@ -35,23 +36,23 @@ def gather_backward(
     shards: Shards,
     do: torch.Tensor,
     q: torch.Tensor,
-    kept: Tensors,
+    saved: Tensors,
     lse: torch.Tensor,
     delta: torch.Tensor,
     o: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Backward of this rank's queries over all keys; see `strategy.Passes`."""
-    k, v = kept
+    """Backward of this rank's queries over all keys; see `strategy.ForwardBackward`."""
+    k, v = saved
     k_all, v_all = _start_gather(k, v, shards.layout, shards.group)()
-    dq, dk, dv = attention_bwd(
-        do, q, k_all, v_all, lse, delta, o=o, q_runs=shards.layout.runs(shards.rank),
-        grad_dtype=compute_dtype(q), **shards.attend._asdict(),
-    )  # fmt: skip
+    options = shards.options._replace(q_runs=shards.layout.runs(shards.rank))
+    dq, dk, dv = block_bwd(
+        do, q, k_all, v_all, lse, delta, options, o=o, grad_dtype=compute_dtype(q)
+    )
     dk, dv = _reduce_scatter(dk, dv, shards.layout, shards.group)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-GATHER = Passes(gather_forward, gather_backward)
+GATHER = ForwardBackward(gather_forward, gather_backward)
 
 
 def _start_gather(

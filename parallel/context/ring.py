@@ -29,24 +29,25 @@ two buffers are enough: a block is computed and sent from one while the next arr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from warpweave.kernels.attention import attention_bwd, attention_fwd
+from warpweave.kernels.attention.backward import block_bwd
+from warpweave.kernels.attention.forward import block_fwd
+from warpweave.kernels.attention.options import AttentionOptions
 from warpweave.kernels.reference import Run, compute_dtype
 from warpweave.parallel.context.messages import Hop, Steps, run_on_group
-from warpweave.parallel.context.strategy import Attend, Passes, Shards
+from warpweave.parallel.context.strategy import ForwardBackward, Shards
 from warpweave.parallel.layout import SequenceLayout
 
 
-def _visible(q_runs: Sequence[Run], k_runs: Sequence[Run], attend: Attend) -> bool:
+def _visible(q_runs: Sequence[Run], k_runs: Sequence[Run], options: AttentionOptions) -> bool:
     """Whether the mask's positions let any of these queries see any of these keys."""
 
     def sees(q: range, k: range) -> bool:
-        if not q or not k or (attend.causal and k[0] > q[-1]):
+        if not q or not k or (options.causal and k[0] > q[-1]):
             return False
-        return attend.window is None or max(q[0] - k[-1], k[0] - q[-1]) < attend.window
+        return options.window is None or max(q[0] - k[-1], k[0] - q[-1]) < options.window
 
     return any(sees(q.positions, k.positions) for q in q_runs for k in k_runs)
 
@@ -61,7 +62,7 @@ def ring_forward(
     v: torch.Tensor,
     *,
     layout: SequenceLayout,
-    attend: Attend,
+    options: AttentionOptions,
     sinks: torch.Tensor | None = None,
 ) -> Steps[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Forward of one rank: q[B, S/cp, Hq, D], k and v[B, S/cp, Hkv, D], sinks[Hq] or None.
@@ -77,13 +78,11 @@ def ring_forward(
         if hop < parts - 1:
             yield Hop(here, spare, +1)
         k_runs = layout.runs((rank - hop) % parts)
-        if o is None or _visible(q_runs, k_runs, attend):
-            carried: dict[str, Any] = {"into": (o, lse)}
-            if o is None:  # the own block, and what each row has once
-                carried = {"out_dtype": compute_dtype(q), "sinks": sinks}
-            o, lse = attention_fwd(
-                q, here[0], here[1], q_runs=q_runs, k_runs=k_runs, **attend._asdict(), **carried
-            )
+        block = options._replace(q_runs=q_runs, k_runs=k_runs)
+        if o is None:  # the own block, and what each row has once
+            o, lse = block_fwd(q, here[0], here[1], block, sinks=sinks, out_dtype=compute_dtype(q))
+        elif _visible(q_runs, k_runs, options):
+            o, lse = block_fwd(q, here[0], here[1], block, into=(o, lse))
         if hop < parts - 1:
             yield None
             here, spare = spare, here
@@ -118,7 +117,7 @@ def ring_backward(
     *,
     o: torch.Tensor | None = None,
     layout: SequenceLayout,
-    attend: Attend,
+    options: AttentionOptions,
 ) -> Steps[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Backward of one rank from what `ring_forward` returned and delta[B, Hq, S/cp].
 
@@ -135,10 +134,11 @@ def ring_backward(
         yield Hop(here.part(**travels), spare.part(**travels), -1)
         k_runs = layout.runs((rank + 1 + hop) % parts)
         tile = None
-        if _visible(q_runs, k_runs, attend):
-            tile = attention_bwd(
-                do, q, here.kv[0], here.kv[1], lse, delta, o=o, q_runs=q_runs, k_runs=k_runs,
-                grad_dtype=grad_dtype, into=(dq, None, None), **attend._asdict(),
+        if _visible(q_runs, k_runs, options):
+            block = options._replace(q_runs=q_runs, k_runs=k_runs)
+            tile = block_bwd(
+                do, q, here.kv[0], here.kv[1], lse, delta, block,
+                o=o, grad_dtype=grad_dtype, into=(dq, None, None),
             )  # fmt: skip
             dq = tile[0]
         yield None  # the gradient that arrives is of the block just computed
@@ -156,8 +156,8 @@ def ring_backward(
 def _forward(
     shards: Shards, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
-    layout, attend = shards.layout, shards.attend
-    steps = ring_forward(shards.rank, q, k, v, layout=layout, attend=attend, sinks=sinks)
+    layout, options = shards.layout, shards.options
+    steps = ring_forward(shards.rank, q, k, v, layout=layout, options=options, sinks=sinks)
     o, lse, kv = run_on_group(steps, shards.group, overlap=shards.overlap)
     return o, lse, (kv,)
 
@@ -166,14 +166,14 @@ def _backward(
     shards: Shards,
     do: torch.Tensor,
     q: torch.Tensor,
-    kept: tuple[torch.Tensor, ...],
+    saved: tuple[torch.Tensor, ...],
     lse: torch.Tensor,
     delta: torch.Tensor,
     o: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    (kv,), layout, attend = kept, shards.layout, shards.attend
-    steps = ring_backward(shards.rank, do, q, kv, lse, delta, o=o, layout=layout, attend=attend)
+    (kv,), layout, options = saved, shards.layout, shards.options
+    steps = ring_backward(shards.rank, do, q, kv, lse, delta, o=o, layout=layout, options=options)
     return run_on_group(steps, shards.group, overlap=shards.overlap)
 
 
-RING = Passes(_forward, _backward)
+RING = ForwardBackward(_forward, _backward)

@@ -1,7 +1,9 @@
 """What a strategy of context parallelism is: a forward and a backward over shards of the sequence.
 
 `attention._ContextAttention` is the one autograd Function; a strategy only moves keys, values and
-their gradients between the ranks, and calls the kernels' halves.
+their gradients between the ranks, and calls `block_fwd` and `block_bwd` for what is here. Every
+argument has been checked. A new strategy is a file with one `ForwardBackward`, a name in
+`attention.Strategy` and a row in its table.
 """
 
 from __future__ import annotations
@@ -13,21 +15,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from warpweave.kernels.attention.options import AttentionOptions
 from warpweave.parallel.layout import SequenceLayout
-
-
-class Attend(NamedTuple):
-    """Which keys count and how much: the arguments of `attention` that both directions share."""
-
-    causal: bool = True
-    window: int | None = None
-    documents: torch.Tensor | None = None
-    scale: float | None = None
-    softcap: float | None = None
-    dropout: float = 0.0
-    dropout_seed: int = 0
-    dropout_origin: tuple[int, int] = (0, 0)
-    impl: str | None = None
 
 
 @dataclass(frozen=True)
@@ -37,13 +26,13 @@ class Shards:
     Attributes:
         layout: which positions each rank holds.
         group: the cp process group, ``layout.parts`` ranks.
-        attend: the mask and the scores.
+        options: of the whole sequence's attention; the runs are each block's own.
         overlap: hide messages behind compute; without it the same bits, one after the other.
     """
 
     layout: SequenceLayout
     group: dist.ProcessGroup
-    attend: Attend
+    options: AttentionOptions
     overlap: bool = True
 
     @property
@@ -52,14 +41,14 @@ class Shards:
         return dist.get_rank(self.group)
 
 
-class Passes(NamedTuple):
+class ForwardBackward(NamedTuple):
     """A strategy.
 
     ``forward(shards, q, k, v, sinks)`` with q[B, S/cp, Hq, D], k and v[B, S/cp, Hkv, D] and
     sinks[Hq] or None returns o (like q), lse[B, Hq, S/cp] (fp32 or float64) and a tuple of the
     tensors that the backward needs besides.
 
-    ``backward(shards, do, q, kept, lse, delta, o)`` with those and delta[B, Hq, S/cp] returns dq,
+    ``backward(shards, do, q, saved, lse, delta, o)`` with those and delta[B, Hq, S/cp] returns dq,
     dk, dv of this rank's own rows, summed over all ranks, in the inputs' dtypes. `o` is None if a
     gradient came through lse; otherwise it spares the CPU path a copy.
     """
