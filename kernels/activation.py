@@ -174,6 +174,14 @@ def _gated_bwd_kernel(dy_ptr, x_ptr, dx_ptr, n, CURVE: tl.constexpr, BLOCK: tl.c
 # ---------------------------------------------------------------- launchers
 
 
+def _gelu_sigmoids(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x in the dtype to compute in, and GELU's sigmoid at x and at -x."""
+    z = x.to(compute_dtype(x))
+    e = torch.exp((-_SLOPE * (z + 0.044715 * z * z * z)).clamp(max=80.0))
+    p = (1 + e).reciprocal()
+    return z, p, e * p
+
+
 def _value(x: torch.Tensor, name: str) -> torch.Tensor:
     """A curve by torch's own fused operators.
 
@@ -185,14 +193,16 @@ def _value(x: torch.Tensor, name: str) -> torch.Tensor:
     if name == "relu2":
         return F.relu(x).square()
     if name == "gelu" and torch.compiler.is_compiling():
-        z = x.to(compute_dtype(x))
-        e = torch.exp((-_SLOPE * (z + 0.044715 * z * z * z)).clamp(max=80.0))
-        return (z * (1 + e).reciprocal()).to(x.dtype)
+        z, p, _ = _gelu_sigmoids(x)
+        return (z * p).to(x.dtype)
     return F.gelu(x, approximate="tanh" if name == "gelu" else "none")
 
 
 def _gradient(dy: torch.Tensor, x: torch.Tensor, name: str) -> torch.Tensor:
-    """dy times the slope at x."""
+    """dy times the derivative at x."""
+    if name == "gelu" and torch.compiler.is_compiling():
+        z, p, q = _gelu_sigmoids(x)
+        return (dy * (p + z * p * q * _SLOPE * (1 + 0.134145 * z * z))).to(dy.dtype)
     if name == "silu":
         return torch.ops.aten.silu_backward(dy, x)
     if name == "relu2":

@@ -548,8 +548,8 @@ def _mlp() -> list[Measure]:
         found += [
             Measure(
                 f"mlp hidden fwd {activation}: z and h written once",
-                lambda w1=w1, a=activation: mlp.hidden_fwd(
-                    x, w1, activation=a, keep=True, impl="triton"
+                lambda w1=w1, a=activation: gemm.fused_gemm(
+                    x, w1.t(), activation=a, keep=True, impl="triton"
                 ),
                 lambda t, g=gated, wide=wide: product(t, T, g * F, E) + wide + 2 * T * F,
                 products=lambda t, g=gated: 2 * T * g * F * E,

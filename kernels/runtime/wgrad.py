@@ -116,7 +116,7 @@ def wgrad(
             given where that costs less than making it.
         now: do not defer: for what is a by-product of the input's gradient, or costs more later.
     """
-    active = _active.get()
+    active = None if torch.compiler.is_compiling() else _active.get()
     if active is None or not weight.is_leaf:
         return make()
     store, later = active

@@ -40,7 +40,7 @@ from warpweave.parallel.collectives import (
     sum_dtype,
 )
 from warpweave.parallel.tensor.embedding import check_vocabulary
-from warpweave.parallel.tensor.linear import column_input_type, whole_tokens
+from warpweave.parallel.tensor.ranks import TensorRanks
 
 
 def _start_sum(dx: torch.Tensor, group: dist.ProcessGroup, sequence_parallel: bool) -> Pending:
@@ -72,7 +72,7 @@ class _Recomputed(torch.autograd.Function):
         ctx.x_dtype, ctx.parameter = x.dtype, weight
         with Settled(x):
             x = x.to(dtype)
-            whole = whole_tokens(x, group, sequence_parallel)
+            whole = TensorRanks(group, sequence_parallel).gather(x)
             stats = linear_cross_entropy_fwd(whole, weight, labels, ctx.vocabulary)
             stats = _over_ranks(group)(stats)
             losses = vocabulary.losses(stats, labels)
@@ -89,7 +89,7 @@ class _Recomputed(torch.autograd.Function):
         def run(buffer, add):  # dW, with dx in the same pass
             dx = linear_cross_entropy_bwd(
                 dloss,
-                whole_tokens(x, *ctx.how),
+                TensorRanks(*ctx.how).gather(x),
                 weight,
                 labels,
                 lse,
@@ -121,7 +121,7 @@ class _InForward(torch.autograd.Function):
         ctx.x_dtype, ctx.parameter = x.dtype, weight
         with Settled(x):
             losses, dx, dw = linear_cross_entropy_fwd_bwd(
-                whole_tokens(x.to(dtype), group, sequence_parallel),
+                TensorRanks(group, sequence_parallel).gather(x.to(dtype)),
                 weight,
                 labels,
                 _own(vocabulary, weight, group),
@@ -152,7 +152,7 @@ class _InForward(torch.autograd.Function):
 def _rule(equation, x, weight, labels, group, sequence_parallel):
     from spmd_types import I, P, rules
 
-    x = column_input_type(x, group, sequence_parallel)
+    x = TensorRanks(group, sequence_parallel).column_input_type(x)
     # exp-sum, target logit and sum of logits are each a sum over v
     return rules.all_reduce(rules.einsum(equation, x, weight, labels), group, src=P, dst=I)
 

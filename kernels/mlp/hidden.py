@@ -1,0 +1,178 @@
+"""The gradient of the hidden units of an MLP: a product with the activation's derivative behind it.
+
+    z = x W1^T + b1      h = act(z)                          forward: `gemm.fused_gemm`, z saved
+    dz = (dy W2) act'(z)                                     backward: one kernel; makes h again
+
+dh = dy W2 never leaves the registers. Any slice of the hidden units is a problem of its own.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from warpweave.kernels.activation import (
+    activation_bwd,
+    activation_fwd,
+    curve_and_slope,
+    find_activation,
+)
+from warpweave.kernels.gemm.fused import check_operands, find_precision, gemm
+from warpweave.kernels.gemm.product import find_tile, grid, halves, launch_options, product, tile_at
+from warpweave.kernels.runtime.dispatch import choose, no_graph, operator, tl, triton
+from warpweave.kernels.runtime.numeric import to_dtype, upcast
+
+# ---------------------------------------------------------------- kernel
+
+
+@triton.jit
+def _slope_tile(dh, z_ptr, dz_ptr, h_ptr, t, col, T, F, CURVE: tl.constexpr, GATED: tl.constexpr):
+    """dz, and h if h_ptr is given, for a tile dh at rows t and columns from `col`."""
+    COLS: tl.constexpr = dh.shape[1]
+    dtype: tl.constexpr = dz_ptr.dtype.element_ty
+    f = col + tl.arange(0, COLS)
+    at, live = t[:, None] * F + f[None, :], (t < T)[:, None] & (f < F)[None, :]
+    if GATED:  # a pair of gate and up is one column of dh
+        c = 2 * col + tl.arange(0, 2 * COLS)
+        pairs, here = t[:, None] * (2 * F) + c[None, :], (t < T)[:, None] & (c < 2 * F)[None, :]
+        z = tl.load(z_ptr + pairs, here, 0.0)
+        gate, up = tl.split(z.reshape(dh.shape[0], COLS, 2))
+        gate, up = upcast(gate), upcast(up)
+        h, slope = curve_and_slope(gate, CURVE)
+        dgate, dup = to_dtype(dh * up * slope, dtype), to_dtype(dh * h, dtype)
+        tl.store(dz_ptr + pairs, tl.join(dgate, dup).reshape(dh.shape[0], 2 * COLS), here)
+        h *= up
+    else:
+        h, slope = curve_and_slope(upcast(tl.load(z_ptr + at, live, 0.0)), CURVE)
+        tl.store(dz_ptr + at, to_dtype(dh * slope, dtype), live)
+    if h_ptr is not None:
+        tl.store(h_ptr + at, to_dtype(h, dtype), live)
+
+
+@triton.jit
+def _hidden_bwd_kernel(
+    dy_ptr,
+    w_ptr,
+    z_ptr,
+    dz_ptr,
+    h_ptr,
+    T,
+    F,
+    E,
+    stride_yt,
+    stride_ye,
+    stride_we,
+    stride_wf,
+    CURVE: tl.constexpr,
+    GATED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EVEN_E: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    tiles = tl.cdiv(T, BLOCK_T) * tl.cdiv(F, BLOCK_F)
+    for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
+        # 1. dh of a tile.
+        row, col = tile_at(index, T, F, BLOCK_T, BLOCK_F, GROUP)
+        t, f = row + tl.arange(0, BLOCK_T), col + tl.arange(0, BLOCK_F)
+        dh = product(
+            dy_ptr, w_ptr, t, f, T, F, E, stride_yt, stride_ye, stride_we, stride_wf,
+            PRECISION, EVEN_E, BLOCK_T, BLOCK_F, BLOCK_E,
+        )  # fmt: skip
+
+        # 2. Times the slope at z, a quarter at a time: what dh, z, dz and h of a whole tile take
+        #    is more than the registers.
+        STEP: tl.constexpr = BLOCK_F // 4
+        left, right = halves(dh)
+        first, second = halves(left)
+        third, fourth = halves(right)
+        _slope_tile(first, z_ptr, dz_ptr, h_ptr, t, col, T, F, CURVE, GATED)
+        _slope_tile(second, z_ptr, dz_ptr, h_ptr, t, col + STEP, T, F, CURVE, GATED)
+        _slope_tile(third, z_ptr, dz_ptr, h_ptr, t, col + 2 * STEP, T, F, CURVE, GATED)
+        _slope_tile(fourth, z_ptr, dz_ptr, h_ptr, t, col + 3 * STEP, T, F, CURVE, GATED)
+
+
+# ---------------------------------------------------------------- launch
+
+
+def _fake(dy, down_weight, z, activation, want_hidden, precision):
+    h = z.new_empty(dy.shape[0], down_weight.shape[1])
+    return [torch.empty_like(z), h] if want_hidden else [torch.empty_like(z)]
+
+
+@operator("hidden_bwd", _fake)
+def _launch(
+    dy: torch.Tensor,
+    down_weight: torch.Tensor,
+    z: torch.Tensor,
+    activation: str,
+    want_hidden: bool,
+    precision: str | None,
+) -> list[torch.Tensor]:
+    """[dz], or [dz, h]."""
+    (T, E), F = dy.shape, down_weight.shape[1]
+    name, gated = find_activation(activation)
+    dz, h = torch.empty_like(z), z.new_empty(T, F) if want_hidden else None
+    found = [dz] if h is None else [dz, h]
+    if not z.numel():
+        return found
+    tile = find_tile(dy, down_weight, "large" if want_hidden else "heavy")
+    with torch.cuda.device_of(dy):
+        _hidden_bwd_kernel[grid(tile, T, F, dy.device)](
+            dy,
+            down_weight,
+            z,
+            dz,
+            h,
+            T,
+            F,
+            E,
+            *dy.stride(),
+            *down_weight.stride(),
+            name,
+            gated,
+            find_precision(precision),
+            E % tile.k == 0,
+            tile.m,
+            tile.n,
+            tile.k,
+            tile.group,
+            **launch_options(tile, dy),
+        )
+    return found
+
+
+@no_graph
+def hidden_bwd(
+    dy: torch.Tensor,
+    down_weight: torch.Tensor,
+    z: torch.Tensor,
+    *,
+    activation: str,
+    want_hidden: bool = False,
+    precision: str | None = None,
+    impl: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(dz, h or None) from dy[T, E], down_weight[E, F] and z[T, F or 2F]: dz = (dy W2) act'(z).
+
+    Args:
+        want_hidden: return h[T, F] = act(z) too, as the forward did.
+        precision, impl: as for `fused_gemm`.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit, or `impl` cannot run.
+    """
+    impl, (_, gated) = choose(impl, dy, down_weight, z), find_activation(activation)
+    check_operands(dy, down_weight, None)
+    T, F = dy.shape[0], down_weight.shape[1]
+    if z.shape != (T, 2 * F if gated else F) or z.dtype != dy.dtype:
+        raise ValueError(
+            f"z must be {dy.dtype} {[T, 2 * F if gated else F]} for {activation} of "
+            f"dy {[*dy.shape]} and down_weight {[*down_weight.shape]}, got {z.dtype} {[*z.shape]}"
+        )
+    if impl == "torch":
+        dz = activation_bwd(gemm(dy, down_weight), z, activation, impl="torch")
+        return dz, activation_fwd(z, activation, impl="torch") if want_hidden else None
+    dz, *h = _launch(dy, down_weight, z.contiguous(), activation, want_hidden, precision)
+    return dz, h[0] if h else None
