@@ -67,7 +67,7 @@ def words(seed, first, c2, c3, ROWS: tl.constexpr, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def kept(
+def keep_mask(
     seed, site, token, group, THRESHOLD: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr
 ):
     """bool[ROWS, 4 GROUPS]: which columns 4g, 4g + 1, 4g + 2, 4g + 3 stay, for token[ROWS, 1]
@@ -98,7 +98,7 @@ def _dropout_kernel(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     token = tl.load(tokens_ptr + row, row < rows, 0)[:, None]
     group = (tl.program_id(1) * GROUPS + tl.arange(0, GROUPS))[None, :]
-    keep = kept(seed, site, token, group, THRESHOLD, ROWS, GROUPS)
+    keep = keep_mask(seed, site, token, group, THRESHOLD, ROWS, GROUPS)
 
     # 2. Scale what stays.
     col = (tl.program_id(1) * 4 * GROUPS + tl.arange(0, 4 * GROUPS))[None, :]

@@ -418,7 +418,7 @@ def _linear_cases() -> list[Case]:
 
     def fused(activation, wide=False, **options):
         weight, b = (up, bias) if wide else (up[:F], bias[:F])
-        return gemm.fused_gemm(x, weight.t(), b, activation=activation, keep=True, **options)
+        return gemm.fused_gemm(x, weight.t(), b, activation=activation, save_z=True, **options)
 
     def slope(activation, z, want_hidden=True):
         return mlp.hidden_bwd(x, down, m(T, z), activation=activation, want_hidden=want_hidden)
@@ -438,9 +438,9 @@ def _linear_cases() -> list[Case]:
         "gemm dropout residual": lambda: gemm.fused_gemm(
             row, down.t(), bias[:E], drop=drop, residual=x
         ),
-        "gemm small": lambda: gemm.fused_gemm(x[:500], m(E, 1024), activation="gelu", keep=True),
+        "gemm small": lambda: gemm.fused_gemm(x[:500], m(E, 1024), activation="gelu", save_z=True),
         "gemm odd": lambda: gemm.fused_gemm(
-            m(4099, 1031), m(1031, 2054), activation="swiglu", keep=True, residual=m(4099, 1027)
+            m(4099, 1031), m(1031, 2054), activation="swiglu", save_z=True, residual=m(4099, 1027)
         ),
         "gemm offsets past 2^31": lambda: gemm.fused_gemm(far, m(E, E), residual=far),
         "gemm tf32": lambda: wide(fp32, "tf32"),
@@ -457,7 +457,7 @@ def _linear_cases() -> list[Case]:
         calls[f"qkv fwd D={D}"] = lambda D=D: qkv.qkv_fwd(
             x.view(2, 4096, E), m(8, 6, D, E), m(8, 6, D), table[D], table[D]
         )
-    kept = {"bias": True, "keep": True}
+    kept = {"bias": True, "save_z": True}
     slopes = {
         name: Cost(2 * T * E * F, 2 * (T * E + E * F + 2 * T * Z))
         for name, Z in (("gelu", F), ("relu2", F), ("swiglu", 2 * F), ("geglu", 2 * F))
@@ -471,8 +471,8 @@ def _linear_cases() -> list[Case]:
         "gemm swiglu": cost.fused_gemm(T, 2 * F, E, gated=True, **kept),
         "gemm everything": cost.fused_gemm(T, 2 * F, E, gated=True, residual=True, **kept),
         "gemm dropout residual": cost.fused_gemm(T, E, F, bias=True, residual=True),
-        "gemm small": cost.fused_gemm(500, 1024, E, keep=True),
-        "gemm odd": cost.fused_gemm(4099, 2054, 1031, gated=True, keep=True, residual=True),
+        "gemm small": cost.fused_gemm(500, 1024, E, save_z=True),
+        "gemm odd": cost.fused_gemm(4099, 2054, 1031, gated=True, save_z=True, residual=True),
         "gemm offsets past 2^31": cost.fused_gemm(2**20, E, E, residual=True),
         "gemm tf32": cost.gemm(T, E, E, size=4),
         "gemm tf32x3": cost.gemm(T, E, E, size=4),
@@ -605,7 +605,7 @@ def _product_tiles() -> list[Case]:
             a, b, z = m(M, K, dtype=dtype), m(K, N, dtype=dtype), m(M, N, dtype=dtype)
             calls = {
                 "plain": lambda a=a, b=b: gemm.fused_gemm(a, b),
-                "fused": lambda a=a, b=b: gemm.fused_gemm(a, b, activation="gelu", keep=True),
+                "fused": lambda a=a, b=b: gemm.fused_gemm(a, b, activation="gelu", save_z=True),
                 "slope": lambda a=a, b=b, z=z: mlp.hidden_bwd(
                     a, b, z, activation="gelu", want_hidden=True
                 ),

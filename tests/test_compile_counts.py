@@ -74,7 +74,7 @@ def _added(n: int) -> dict[str, Any]:
 
 
 def _epilogue(n: int) -> dict[str, Any]:
-    return {"activation": "gelu", "keep": True, "drop": _drop(n), "residual": torch.rand(n, F)}
+    return {"activation": "gelu", "save_z": True, "drop": _drop(n), "residual": torch.rand(n, F)}
 
 
 CASES = {

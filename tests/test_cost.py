@@ -175,7 +175,7 @@ def test_an_mlp_moves_the_tensors_of_its_kernels_and_multiplies_what_torch_multi
 
 def test_a_fused_gemm_moves_its_tensors() -> None:
     a, b, bias, y = torch.randn(6, 5), torch.randn(5, 8), torch.randn(8), torch.randn(6, 8)
-    options = {"size": 4, "bias": True, "keep": True, "residual": True}
+    options = {"size": 4, "bias": True, "save_z": True, "residual": True}
     assert cost.fused_gemm(6, 8, 5, **options) == Cost(2 * 6 * 8 * 5, _bytes(a, b, bias, y, y, y))
     half = cost.fused_gemm(6, 8, 5, gated=True, **options)
     assert half.bytes == _bytes(a, b, bias, y, y)

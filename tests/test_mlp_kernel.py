@@ -263,7 +263,7 @@ def test_slices_of_the_hidden_units_are_partial_sums_and_slices_of_gradients(act
     def halves(s):
         rows = up[s].flatten(0, -2)
         bias = up_bias[s].flatten()
-        h, z = fused_gemm(x, rows.t(), bias, keep=True, **options)
+        h, z = fused_gemm(x, rows.t(), bias, save_z=True, **options)
         dz, again = hidden_bwd(dy, down[:, s], z, want_hidden=True, **options)
         assert_close_f64(again, h, 1e-15)
         assert hidden_bwd(dy, down[:, s], z, **options)[1] is None

@@ -549,7 +549,7 @@ def _mlp() -> list[Measure]:
             Measure(
                 f"mlp hidden fwd {activation}: z and h written once",
                 lambda w1=w1, a=activation: gemm.fused_gemm(
-                    x, w1.t(), activation=a, keep=True, impl="triton"
+                    x, w1.t(), activation=a, save_z=True, impl="triton"
                 ),
                 lambda t, g=gated, wide=wide: product(t, T, g * F, E) + wide + 2 * T * F,
                 products=lambda t, g=gated: 2 * T * g * F * E,

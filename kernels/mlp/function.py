@@ -57,8 +57,8 @@ def mlp_fwd(
 
     def up(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         return fused_gemm(
-            x, up_weight.t(), up_bias,
-            activation=activation, keep=save and recompute != "up", precision=precision, impl=impl,
+            x, up_weight.t(), up_bias, activation=activation,
+            save_z=save and recompute != "up", precision=precision, impl=impl,
         )  # fmt: skip
 
     h, z = ranks.column_product(x, up)

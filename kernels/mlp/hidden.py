@@ -13,11 +13,18 @@ import torch
 from warpweave.kernels.activation import (
     activation_bwd,
     activation_fwd,
-    curve_and_slope,
     find_activation,
+    pointwise_and_slope,
 )
 from warpweave.kernels.gemm.fused import check_operands, find_precision, gemm
-from warpweave.kernels.gemm.product import find_tile, grid, halves, launch_options, product, tile_at
+from warpweave.kernels.gemm.mainloop import (
+    find_tile,
+    gemm_options,
+    grid,
+    mainloop,
+    split_columns,
+    tile_origin,
+)
 from warpweave.kernels.runtime.dispatch import choose, no_graph, operator, tl, triton
 from warpweave.kernels.runtime.numeric import to_dtype, upcast
 
@@ -25,7 +32,7 @@ from warpweave.kernels.runtime.numeric import to_dtype, upcast
 
 
 @triton.jit
-def _slope_tile(dh, z_ptr, dz_ptr, h_ptr, t, col, T, F, CURVE: tl.constexpr, GATED: tl.constexpr):
+def _slope_tile(dh, z_ptr, dz_ptr, h_ptr, t, col, T, F, ACT: tl.constexpr, GATED: tl.constexpr):
     """dz, and h if h_ptr is given, for a tile dh at rows t and columns from `col`."""
     COLS: tl.constexpr = dh.shape[1]
     dtype: tl.constexpr = dz_ptr.dtype.element_ty
@@ -37,12 +44,12 @@ def _slope_tile(dh, z_ptr, dz_ptr, h_ptr, t, col, T, F, CURVE: tl.constexpr, GAT
         z = tl.load(z_ptr + pairs, here, 0.0)
         gate, up = tl.split(z.reshape(dh.shape[0], COLS, 2))
         gate, up = upcast(gate), upcast(up)
-        h, slope = curve_and_slope(gate, CURVE)
+        h, slope = pointwise_and_slope(gate, ACT)
         dgate, dup = to_dtype(dh * up * slope, dtype), to_dtype(dh * h, dtype)
         tl.store(dz_ptr + pairs, tl.join(dgate, dup).reshape(dh.shape[0], 2 * COLS), here)
         h *= up
     else:
-        h, slope = curve_and_slope(upcast(tl.load(z_ptr + at, live, 0.0)), CURVE)
+        h, slope = pointwise_and_slope(upcast(tl.load(z_ptr + at, live, 0.0)), ACT)
         tl.store(dz_ptr + at, to_dtype(dh * slope, dtype), live)
     if h_ptr is not None:
         tl.store(h_ptr + at, to_dtype(h, dtype), live)
@@ -62,7 +69,7 @@ def _hidden_bwd_kernel(
     stride_ye,
     stride_we,
     stride_wf,
-    CURVE: tl.constexpr,
+    ACT: tl.constexpr,
     GATED: tl.constexpr,
     PRECISION: tl.constexpr,
     EVEN_E: tl.constexpr,
@@ -74,9 +81,9 @@ def _hidden_bwd_kernel(
     tiles = tl.cdiv(T, BLOCK_T) * tl.cdiv(F, BLOCK_F)
     for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
         # 1. dh of a tile.
-        row, col = tile_at(index, T, F, BLOCK_T, BLOCK_F, GROUP)
+        row, col = tile_origin(index, T, F, BLOCK_T, BLOCK_F, GROUP)
         t, f = row + tl.arange(0, BLOCK_T), col + tl.arange(0, BLOCK_F)
-        dh = product(
+        dh = mainloop(
             dy_ptr, w_ptr, t, f, T, F, E, stride_yt, stride_ye, stride_we, stride_wf,
             PRECISION, EVEN_E, BLOCK_T, BLOCK_F, BLOCK_E,
         )  # fmt: skip
@@ -84,13 +91,13 @@ def _hidden_bwd_kernel(
         # 2. Times the slope at z, a quarter at a time: what dh, z, dz and h of a whole tile take
         #    is more than the registers.
         STEP: tl.constexpr = BLOCK_F // 4
-        left, right = halves(dh)
-        first, second = halves(left)
-        third, fourth = halves(right)
-        _slope_tile(first, z_ptr, dz_ptr, h_ptr, t, col, T, F, CURVE, GATED)
-        _slope_tile(second, z_ptr, dz_ptr, h_ptr, t, col + STEP, T, F, CURVE, GATED)
-        _slope_tile(third, z_ptr, dz_ptr, h_ptr, t, col + 2 * STEP, T, F, CURVE, GATED)
-        _slope_tile(fourth, z_ptr, dz_ptr, h_ptr, t, col + 3 * STEP, T, F, CURVE, GATED)
+        left, right = split_columns(dh)
+        first, second = split_columns(left)
+        third, fourth = split_columns(right)
+        _slope_tile(first, z_ptr, dz_ptr, h_ptr, t, col, T, F, ACT, GATED)
+        _slope_tile(second, z_ptr, dz_ptr, h_ptr, t, col + STEP, T, F, ACT, GATED)
+        _slope_tile(third, z_ptr, dz_ptr, h_ptr, t, col + 2 * STEP, T, F, ACT, GATED)
+        _slope_tile(fourth, z_ptr, dz_ptr, h_ptr, t, col + 3 * STEP, T, F, ACT, GATED)
 
 
 # ---------------------------------------------------------------- launch
@@ -138,7 +145,7 @@ def _launch(
             tile.n,
             tile.k,
             tile.group,
-            **launch_options(tile, dy),
+            **gemm_options(tile, dy),
         )
     return found
 

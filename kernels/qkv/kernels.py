@@ -12,7 +12,14 @@ import torch
 
 from warpweave.kernels.gemm.fused import check_operands, find_precision, gemm
 from warpweave.kernels.gemm.gradients import rows
-from warpweave.kernels.gemm.product import find_tile, grid, halves, launch_options, product, tile_at
+from warpweave.kernels.gemm.mainloop import (
+    find_tile,
+    gemm_options,
+    grid,
+    mainloop,
+    split_columns,
+    tile_origin,
+)
 from warpweave.kernels.rope import check_table, rope_fwd
 from warpweave.kernels.runtime.dispatch import choose, no_graph, operator, tl, triton
 from warpweave.kernels.runtime.numeric import to_dtype, upcast
@@ -112,19 +119,19 @@ def _qkv_fwd_kernel(
     tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
     for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
         # 1. The accumulators of a tile, its columns in the order of pairs.
-        row, col = tile_at(index, M, N, BLOCK_M, BLOCK_N, GROUP)
+        row, col = tile_origin(index, M, N, BLOCK_M, BLOCK_N, GROUP)
         m, c = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
         p = c // 2
         n = p // HALF * (2 * HALF) + c % 2 * HALF + p % HALF
-        z = product(
+        z = mainloop(
             x_ptr, w_ptr, m, n, M, N, E, stride_xm, stride_xe, stride_we, stride_wn,
             PRECISION, EVEN_E, BLOCK_M, BLOCK_N, BLOCK_E,
         )  # fmt: skip
 
         # 2. The rest, a quarter at a time, as in `gemm`.
-        left, right = halves(z)
-        first, second = halves(left)
-        third, fourth = halves(right)
+        left, right = split_columns(z)
+        first, second = split_columns(left)
+        third, fourth = split_columns(right)
         pair, STEP = col // 2, BLOCK_N // 8
         _turn_tile(
             first, bias_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr,
@@ -190,7 +197,7 @@ def _launch_fwd(
             tile.n,
             tile.k,
             tile.group,
-            **launch_options(tile, x),
+            **gemm_options(tile, x),
         )
     return q, k, v
 
