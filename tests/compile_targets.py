@@ -139,7 +139,7 @@ def cases() -> list[Case]:
         ),
         Case(
             "dropout",
-            lambda: dropout.dropout_fwd(h, 0.1, seed=7, site=3, tokens=tokens),
+            lambda: dropout.dropout_fwd(h, dropout.Drop(0.1, 7, 3, tokens)),
             cost=cost.dropout(*h.shape),
         ),
     ]
@@ -286,12 +286,13 @@ def _norm_chains(norm) -> list[Case]:
     """Norms with all that can be fused, in the layouts of real models; their own function for
     length."""
     from warpweave.kernels import cost
+    from warpweave.kernels.dropout import Drop
 
     fp32, found = torch.float32, []
     for E in (768, 5120, 8192, 16384, 65536):
         T = 2**24 // E // 16 * 16
         x, w, s, row = m(T, E), m(E), m(T, E, dtype=fp32), m(T, dtype=fp32)
-        drop = {"dropout": 0.1, "seed": 1, "site": 1, "tokens": m(T, dtype=torch.int64)}
+        drop = {"drop": Drop(0.1, 1, 1, m(T, dtype=torch.int64))}
         made = {"x_bias": True, "x_dtype": x.dtype, "residual_dtype": fp32, "ds": s}
         calls = {
             "rms_norm chain fwd": lambda x=x, w=w, s=s: norm.norm_fwd(

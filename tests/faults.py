@@ -152,9 +152,9 @@ FAULTS = (
     Fault(
         "mlp-residual-dropped-out",
         "parallel/tensor/ranks.py",
-        "            y = drop.apply(y, impl)\n"
+        "            y = dropout(y, drop, impl=impl)\n"
         "        return y if residual is None else residual + y",
-        "            return drop.apply(y if residual is None else residual + y, impl)\n"
+        "            return dropout(y if residual is None else residual + y, drop, impl=impl)\n"
         "        return y if residual is None else residual + y",
         "over tensor ranks the residual stream is dropped out, too",
     ),
@@ -496,7 +496,7 @@ FAULTS = (
     Fault(
         "mlp-composed-no-dropout",
         "layers/mlp.py",
-        "        if drop is not None:\n            y = drop.apply(y, self.impl)\n",
+        "        if drop is not None:\n            y = dropout(y, drop, impl=self.impl)\n",
         "",
         "with a wrapped projection the MLP has no dropout",
     ),

@@ -490,7 +490,7 @@ def test_operators_pass_opcheck(impl):
     for activation, save_z in ((None, False), ("gelu", False), ("relu2", True), ("swiglu", True)):
         r = _draw(7, 3 if activation == "swiglu" else 6)
         for bias, residual, drop in ((None, None, None), (_draw(6), r, tokens)):
-            how = (activation, save_z, drop, 0.25, 2**40, 3, torch.float64, None)
+            how = (activation, save_z, drop, 0.25, 2**40, 3, torch.float64, None, impl)
             torch.library.opcheck(ops.fused_gemm.default, (a, b, bias, residual, *how))
 
 

@@ -13,10 +13,9 @@ from torch.utils.checkpoint import checkpoint
 from warpweave.kernels import reference
 from warpweave.kernels.activation import ACTIVATIONS
 from warpweave.kernels.dropout import Drop
-from warpweave.kernels.gemm import fused_gemm
 from warpweave.kernels.gemm.local import LOCAL
 from warpweave.kernels.mlp import function as module
-from warpweave.kernels.mlp import gelu_mlp, hidden_bwd, mlp, swiglu_mlp
+from warpweave.kernels.mlp import gelu_mlp, hidden_bwd, hidden_fwd, mlp, swiglu_mlp
 from warpweave.kernels.runtime.wgrad import WeightGradients, accumulate, collect
 
 impls = pytest.mark.parametrize("impl", ["torch", "triton"])
@@ -263,7 +262,7 @@ def test_slices_of_the_hidden_units_are_partial_sums_and_slices_of_gradients(act
     def halves(s):
         rows = up[s].flatten(0, -2)
         bias = up_bias[s].flatten()
-        h, z = fused_gemm(x, rows.t(), bias, save_z=True, **options)
+        h, z = hidden_fwd(x, rows, bias, save_z=True, **options)
         dz, again = hidden_bwd(dy, down[:, s], z, want_hidden=True, **options)
         assert_close_f64(again, h, 1e-15)
         assert hidden_bwd(dy, down[:, s], z, **options)[1] is None
@@ -382,7 +381,7 @@ def test_planted_faults_exceed_the_tolerance(fault, monkeypatch) -> None:
     tensors = _tensors("gelu")
     options = {"activation": "gelu", "drop": _drop(), "impl": "triton"}
     truth = _with_gradients(mlp, tensors, **options)
-    backward, drop_backward = module.hidden_bwd, Drop.apply
+    backward, drop_backward = module.hidden_bwd, module.dropout
 
     def broken(dy, down_weight, z, **named):
         dz, h = backward(dy, down_weight, z, **named)
@@ -390,7 +389,9 @@ def test_planted_faults_exceed_the_tolerance(fault, monkeypatch) -> None:
 
     if fault == "mask of another site":
         monkeypatch.setattr(  # the forward's mask is drawn in the kernel
-            Drop, "apply", lambda drop, dy, impl: drop_backward(drop._replace(site=4), dy, impl)
+            module,
+            "dropout",
+            lambda dy, drop, impl: drop_backward(dy, drop._replace(site=4), impl=impl),
         )
     else:
         monkeypatch.setattr(module, "hidden_bwd", broken)

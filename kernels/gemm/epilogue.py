@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from warpweave.kernels.activation import find_activation, pointwise
-from warpweave.kernels.dropout import Drop, keep_mask
+from warpweave.kernels.dropout import Drop, keep_mask, launch_arguments
 from warpweave.kernels.gemm.mainloop import (
     find_tile,
     gemm_options,
@@ -182,17 +182,18 @@ def launch(
     name, gated = (None, False) if activation is None else find_activation(activation)
     heavy = add or (drop is not None and residual is not None)
     tile = find_tile(a, b, "heavy" if heavy else "large")
+    tokens, seed, site, constants = launch_arguments(drop)
     with torch.cuda.device_of(a):
         _gemm_kernel[grid(tile, M, N, a.device)](
             a,
             b,
             None if bias is None else bias.contiguous(),
             z,
-            None if drop is None else drop.tokens.contiguous(),
+            tokens,
             residual,
             y,
-            0 if drop is None else drop.seed,
-            0 if drop is None else drop.site,
+            seed,
+            site,
             M,
             N,
             K,
@@ -202,8 +203,7 @@ def launch(
             *y.stride(),
             name,
             gated,
-            0 if drop is None else round(drop.p * 2**32),
-            1.0 if drop is None else 1 / (1 - drop.p),
+            *constants,
             add,
             find_precision(precision),
             K % tile.k == 0,

@@ -30,7 +30,7 @@ from contextlib import nullcontext
 import torch
 
 from warpweave.kernels.activation import activation_fwd, find_activation
-from warpweave.kernels.dropout import Drop, dropout
+from warpweave.kernels.dropout import Drop, check_drop, dropout, make_drop
 from warpweave.kernels.gemm import cpu as gemm_cpu
 from warpweave.kernels.gemm.epilogue import find_precision, launch
 from warpweave.kernels.reference import compute_dtype
@@ -59,24 +59,6 @@ def _check_out(a: torch.Tensor, dtype: torch.dtype) -> None:
         raise ValueError(
             f"the product of {a.dtype} is given in {a.dtype} or {compute_dtype(a)}, not in {dtype}"
         )
-
-
-def _check_epilogue(
-    shape: tuple[int, int], drop: Drop | None, residual: torch.Tensor | None
-) -> None:
-    if residual is not None and residual.shape != shape:
-        raise ValueError(f"residual must be {[*shape]} as the result, got {[*residual.shape]}")
-    if drop is None:
-        return
-    if not isinstance(drop, Drop):
-        raise ValueError(f"drop must be a Drop(p, seed, site, tokens), got {drop!r}")
-    p, seed, site, tokens = drop
-    if not 0 <= p < 1:
-        raise ValueError(f"need 0 <= p < 1, got {p}")
-    if tokens.shape != shape[:1] or tokens.dtype != torch.int64:
-        raise ValueError(f"need int64 tokens[{shape[0]}], got {tokens.dtype} {[*tokens.shape]}")
-    if not (0 <= seed < 2**63 and 0 <= site < 2**32):
-        raise ValueError(f"need 0 <= seed < 2**63 and 0 <= site < 2**32, got {seed} and {site}")
 
 
 # ---------------------------------------------------------------- launches
@@ -114,7 +96,7 @@ def _gemm_into(
         launch(a, b, None, out, add=add, precision=precision)
 
 
-def _fused_fake(a, b, bias, residual, activation, save_z, tokens, p, seed, site, dtype, precision):
+def _fused_fake(a, b, bias, residual, activation, save_z, tokens, p, seed, site, dtype, *how):
     y = a.new_empty(_fused_shape(a, b, activation), dtype=dtype)
     return [y, a.new_empty(a.shape[0], b.shape[1])] if save_z else [y]
 
@@ -133,8 +115,12 @@ def _fused(
     site: int,
     dtype: torch.dtype,
     precision: str | None,
+    impl: str,
 ) -> list[torch.Tensor]:
     """[y], or [y, z]."""
+    drop = make_drop(p, seed, site, tokens)
+    if impl == "torch":
+        return _fused_torch(a, b, bias, residual, activation, save_z, drop, dtype)
     y = a.new_empty(_fused_shape(a, b, activation), dtype=dtype)
     z = a.new_empty(a.shape[0], b.shape[1]) if save_z else None
     launch(
@@ -144,7 +130,7 @@ def _fused(
         y,
         activation=activation,
         z=z,
-        drop=None if tokens is None else Drop(p, seed, site, tokens),
+        drop=drop,
         residual=residual,
         precision=precision,
     )
@@ -272,14 +258,13 @@ def fused_gemm(
         raise ValueError(f"{activation} needs b[K, 2F] of gate, up pairs, got {[*b.shape]}")
     if save_z and activation is None:
         raise ValueError("save_z=True saves the argument of an activation: activation is None")
-    _check_epilogue(_fused_shape(a, b, activation), drop, residual)
-    if drop is not None and drop.p == 0:
-        drop = None
-    if impl == "torch":
-        return _fused_torch(a, b, bias, activation, save_z, drop, residual, dtype)
+    shape = _fused_shape(a, b, activation)
+    if residual is not None and residual.shape != shape:
+        raise ValueError(f"residual must be {[*shape]} as the result, got {[*residual.shape]}")
+    drop = check_drop(drop, torch.Size(shape[:1]))
     p, seed, site, tokens = drop or (0.0, 0, 0, None)
     y, *z = _fused(
-        a, b, bias, residual, activation, save_z, tokens, p, seed, site, dtype, precision
+        a, b, bias, residual, activation, save_z, tokens, p, seed, site, dtype, precision, impl
     )  # fmt: skip
     return y, z[0] if z else None
 
@@ -288,12 +273,12 @@ def _fused_torch(
     a: torch.Tensor,
     b: torch.Tensor,
     bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
     activation: str | None,
     save_z: bool,
     drop: Drop | None,
-    residual: torch.Tensor | None,
     dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> list[torch.Tensor]:
     """One operator of torch after the other; each rounds to the dtype of its result."""
     # The dtypes are settled: autocast would multiply, and return, in its own.
     cast = not a.is_meta and torch.is_autocast_enabled(a.device.type)
@@ -304,8 +289,7 @@ def _fused_torch(
     else:
         y = activation_fwd(z, activation, impl="torch").to(dtype)
     if drop is not None:
-        p, seed, site, tokens = drop
-        y = dropout(y, p, seed=seed, site=site, tokens=tokens, impl="torch")
+        y = dropout(y, drop, impl="torch")
     if residual is not None:
         y += residual
-    return y, z if save_z else None
+    return [y, z] if save_z else [y]

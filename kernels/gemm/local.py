@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from warpweave.kernels.dropout import Drop
+from warpweave.kernels.dropout import Drop, dropout
 from warpweave.kernels.gemm.fused import fused_gemm, gemm
 from warpweave.kernels.gemm.gradients import bias_gradient, rows, weight_gradient
 
@@ -75,11 +75,13 @@ class Local:
         `drop`, `residual`, `precision` and `impl` are those of `fused_gemm`.
         """
         flat, bias = rows(h), None if bias is None else bias.to(h.dtype)
-        if drop is None and residual is None:
-            y = gemm(flat, weight.t(), bias)
-        else:
+        if impl == "triton" and not (drop is None and residual is None):
             options = {"drop": drop, "residual": residual, "precision": precision, "impl": impl}
             y, _ = fused_gemm(flat, weight.t(), bias, **options)
+        else:  # by torch one after the other: a compiler fuses them
+            y = gemm(flat, weight.t(), bias)
+            y = y if drop is None else dropout(y, drop, impl="torch")
+            y = y if residual is None else y.add_(residual)
         return y.view(*h.shape[:-1], len(weight))
 
     def row_gradients(

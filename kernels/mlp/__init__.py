@@ -21,10 +21,10 @@ Function over the operators of its kernels, or of torch.
 Sources: Shazeer 2020 (arXiv:2002.05202); Korthikanti et al. 2022 (arXiv:2205.05198) for what to
 recompute. Limits: gradients of gradients do not exist.
 
-`function` the Function and the public ops · `hidden` the kernel of dz.
+`function` the Function and the public ops · `hidden` z and h, and the kernel of dz.
 """
 
 from warpweave.kernels.mlp.function import RECOMPUTE, gelu_mlp, mlp, swiglu_mlp
-from warpweave.kernels.mlp.hidden import hidden_bwd
+from warpweave.kernels.mlp.hidden import hidden_bwd, hidden_fwd
 
-__all__ = ["RECOMPUTE", "gelu_mlp", "hidden_bwd", "mlp", "swiglu_mlp"]
+__all__ = ["RECOMPUTE", "gelu_mlp", "hidden_bwd", "hidden_fwd", "mlp", "swiglu_mlp"]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from warpweave.kernels.activation import activation_fwd, find_activation
-from warpweave.kernels.dropout import Drop
+from warpweave.kernels.dropout import Drop, check_drop, dropout
 from warpweave.kernels.gemm.fused import fused_gemm
 from warpweave.kernels.gemm.gradients import (
     Settled,
@@ -20,7 +20,7 @@ from warpweave.kernels.gemm.gradients import (
     weight_gradient,
 )
 from warpweave.kernels.gemm.local import LOCAL, Local
-from warpweave.kernels.mlp.hidden import hidden_bwd
+from warpweave.kernels.mlp.hidden import hidden_bwd, hidden_fwd
 from warpweave.kernels.runtime.dispatch import choose, no_graph, once_differentiable, wants_gradient
 
 RECOMPUTE = ("nothing", "activation", "up")
@@ -56,8 +56,8 @@ def mlp_fwd(
     activation, drop, recompute, precision, impl = options
 
     def up(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return fused_gemm(
-            x, up_weight.t(), up_bias, activation=activation,
+        return hidden_fwd(
+            x, up_weight, up_bias, activation=activation,
             save_z=save and recompute != "up", precision=precision, impl=impl,
         )  # fmt: skip
 
@@ -127,7 +127,7 @@ class _MLP(torch.autograd.Function):
             x, do = None if x is None else rows(x), rows(dy)
             up, up_bias = _flat(up, up_bias, dtype)
             if options.drop is not None:
-                do = options.drop.apply(do, options.impl)
+                do = dropout(do, options.drop, impl=options.impl)
             (dz, h), do, db2 = ranks.row_gradients(
                 do, bias_leaf if needs[4] else None,
                 lambda do: mlp_bwd(
@@ -221,8 +221,7 @@ def mlp(
     check_mlp(x, up_weight, down_weight, up_bias, down_bias, residual, activation, name)
     recompute = choose_recompute(recompute, chosen, x)
     dtype = settled_dtype(name, x, parameters)
-    if drop is not None:
-        drop = drop._replace(tokens=drop.tokens.reshape(-1)) if drop.p else None
+    drop = check_drop(drop, torch.Size((x.shape[:-1].numel(),)))
     wide = residual is not None and residual.dtype != dtype  # a stream that is kept wider
     added = None if wide else residual
     y = _MLP.apply(

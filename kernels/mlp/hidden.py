@@ -1,7 +1,7 @@
-"""The gradient of the hidden units of an MLP: a product with the activation's derivative behind it.
+"""The hidden units of an MLP and their gradient: a product and the activation behind it, both ways.
 
-    z = x W1^T + b1      h = act(z)                          forward: `gemm.fused_gemm`, z saved
-    dz = (dy W2) act'(z)                                     backward: one kernel; makes h again
+    z = x W1^T + b1      h = act(z)        forward: `gemm`'s kernel, with z stored on the way
+    dz = (dy W2) act'(z)                   backward: a kernel of its own, which can make h again
 
 dh = dy W2 never leaves the registers. Any slice of the hidden units is a problem of its own.
 """
@@ -16,7 +16,7 @@ from warpweave.kernels.activation import (
     find_activation,
     pointwise_and_slope,
 )
-from warpweave.kernels.gemm.fused import check_operands, find_precision, gemm
+from warpweave.kernels.gemm.fused import check_operands, find_precision, fused_gemm, gemm
 from warpweave.kernels.gemm.mainloop import (
     find_tile,
     gemm_options,
@@ -28,7 +28,33 @@ from warpweave.kernels.gemm.mainloop import (
 from warpweave.kernels.runtime.dispatch import choose, no_graph, operator, tl, triton
 from warpweave.kernels.runtime.numeric import to_dtype, upcast
 
-# ---------------------------------------------------------------- kernel
+# ---------------------------------------------------------------- forward
+
+
+@no_graph
+def hidden_fwd(
+    x: torch.Tensor,
+    up_weight: torch.Tensor,
+    up_bias: torch.Tensor | None = None,
+    *,
+    activation: str,
+    save_z: bool = False,
+    precision: str | None = None,
+    impl: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(h[T, F], z or None) of x[T, E] and up_weight[F or 2F, E]: the first kernel of the forward.
+
+    With `save_z`, z[T, F or 2F] is what `hidden_bwd` needs. Raises what `fused_gemm` raises.
+    """
+    if choose(impl, x, up_weight, up_bias) == "torch":  # one after the other: a compiler fuses them
+        check_operands(x, up_weight.t(), up_bias)
+        z = gemm(x, up_weight.t(), up_bias)
+        return activation_fwd(z, activation, impl="torch"), z if save_z else None
+    options = {"activation": activation, "save_z": save_z, "precision": precision}
+    return fused_gemm(x, up_weight.t(), up_bias, **options, impl="triton")
+
+
+# ---------------------------------------------------------------- backward
 
 
 @triton.jit
@@ -98,9 +124,6 @@ def _hidden_bwd_kernel(
         _slope_tile(second, z_ptr, dz_ptr, h_ptr, t, col + STEP, T, F, ACT, GATED)
         _slope_tile(third, z_ptr, dz_ptr, h_ptr, t, col + 2 * STEP, T, F, ACT, GATED)
         _slope_tile(fourth, z_ptr, dz_ptr, h_ptr, t, col + 3 * STEP, T, F, ACT, GATED)
-
-
-# ---------------------------------------------------------------- launch
 
 
 def _fake(dy, down_weight, z, activation, want_hidden, precision):

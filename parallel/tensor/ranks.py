@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from warpweave.kernels.dropout import Drop
+from warpweave.kernels.dropout import Drop, dropout
 from warpweave.kernels.gemm import gemm
 from warpweave.kernels.gemm.gradients import bias_gradient, rows, weight_gradient
 from warpweave.kernels.gemm.local import LOCAL, Local
@@ -118,7 +118,7 @@ class TensorRanks(Local):
             y += bias  # after the sum: once, not once per rank
         y = y.to(h.dtype)
         if drop is not None:
-            y = drop.apply(y, impl)
+            y = dropout(y, drop, impl=impl)
         return y if residual is None else residual + y
 
     def row_gradients(
