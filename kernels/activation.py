@@ -11,8 +11,8 @@ Gate and up are interleaved, x[..., 2F]: the fused projection's weight is (F, 2,
 slice of hidden units (x[T, 2F/tp]) holds matching gates and ups, and one pair is one load here.
 
 Saved for backward: the pre-activation x alone; everything else is recomputed from it. Computed in
-float32 (float64 for float64 x), cast at the store. The device helpers `curve` and `curve_and_slope`
-are also in the epilogues of `gemm` and `mlp`.
+float32 (float64 for float64 x), cast at the store. The device helpers `pointwise` and
+`pointwise_and_slope` are also in the epilogues of `gemm` and `mlp`.
 
 Sources: Hendrycks and Gimpel 2016 (arXiv:1606.08415); So et al. 2021 (arXiv:2109.08668) for the
 squared ReLU; Shazeer 2020 (arXiv:2002.05202). Limits: a non-contiguous x is copied by the Triton
@@ -43,9 +43,9 @@ _BLOCK = 2048  # elements of x per program: 16 per thread of 4 warps
 
 
 class Activation(NamedTuple):
-    """What a kernel needs to know of an activation: its curve, and whether that gates pairs."""
+    """What a kernel needs to know: a function of single elements, and whether it gates pairs."""
 
-    curve: str
+    pointwise: str
     gated: bool
 
 
@@ -102,47 +102,47 @@ def _gelu_slope(x, TANH: tl.constexpr):
 
 
 @triton.jit
-def curve(x, CURVE: tl.constexpr):
-    """The curve named by an `Activation`, of a float32 (float64) tile."""
-    if CURVE == "silu":
+def pointwise(x, ACT: tl.constexpr):
+    """The function that an `Activation` names, of a float32 (float64) tile."""
+    if ACT == "silu":
         p, _ = _sigmoids(x)
         return x * p
-    elif CURVE == "relu2":
+    elif ACT == "relu2":
         positive = tl.maximum(x, 0.0)
         return positive * positive
     else:
-        return _gelu(x, CURVE == "gelu")
+        return _gelu(x, ACT == "gelu")
 
 
 @triton.jit
-def curve_and_slope(x, CURVE: tl.constexpr):
-    """`curve` and its derivative at x."""
-    if CURVE == "silu":
+def pointwise_and_slope(x, ACT: tl.constexpr):
+    """`pointwise` and its derivative at x."""
+    if ACT == "silu":
         p, q = _sigmoids(x)
         value = x * p
         return value, p + value * q
-    elif CURVE == "relu2":
+    elif ACT == "relu2":
         positive = tl.maximum(x, 0.0)
         return positive * positive, 2 * positive
     else:
-        return _gelu(x, CURVE == "gelu"), _gelu_slope(x, CURVE == "gelu")
+        return _gelu(x, ACT == "gelu"), _gelu_slope(x, ACT == "gelu")
 
 
 # ---------------------------------------------------------------- one input, one output
 
 
 @triton.jit
-def _curve_fwd_kernel(x_ptr, y_ptr, n, CURVE: tl.constexpr, BLOCK: tl.constexpr):
+def _pointwise_fwd_kernel(x_ptr, y_ptr, n, ACT: tl.constexpr, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = upcast(tl.load(x_ptr + i, i < n, 0.0))
-    tl.store(y_ptr + i, to_dtype(curve(x, CURVE), y_ptr.dtype.element_ty), i < n)
+    tl.store(y_ptr + i, to_dtype(pointwise(x, ACT), y_ptr.dtype.element_ty), i < n)
 
 
 @triton.jit
-def _curve_bwd_kernel(dy_ptr, x_ptr, dx_ptr, n, CURVE: tl.constexpr, BLOCK: tl.constexpr):
+def _pointwise_bwd_kernel(dy_ptr, x_ptr, dx_ptr, n, ACT: tl.constexpr, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = upcast(tl.load(x_ptr + i, i < n, 0.0))
-    _, slope = curve_and_slope(x, CURVE)
+    _, slope = pointwise_and_slope(x, ACT)
     dx = upcast(tl.load(dy_ptr + i, i < n, 0.0)) * slope
     tl.store(dx_ptr + i, to_dtype(dx, dx_ptr.dtype.element_ty), i < n)
 
@@ -151,22 +151,22 @@ def _curve_bwd_kernel(dy_ptr, x_ptr, dx_ptr, n, CURVE: tl.constexpr, BLOCK: tl.c
 
 
 @triton.jit
-def _gated_fwd_kernel(x_ptr, y_ptr, n, CURVE: tl.constexpr, BLOCK: tl.constexpr):
+def _gated_fwd_kernel(x_ptr, y_ptr, n, ACT: tl.constexpr, BLOCK: tl.constexpr):
     start = tl.program_id(0).to(tl.int64) * BLOCK
     i, pair = start + tl.arange(0, BLOCK), 2 * start + tl.arange(0, 2 * BLOCK)
     x = upcast(tl.load(x_ptr + pair, pair < 2 * n, 0.0))
     gate, up = tl.split(x.reshape(BLOCK, 2))  # loaded flat: 128 bits at a time
-    tl.store(y_ptr + i, to_dtype(curve(gate, CURVE) * up, y_ptr.dtype.element_ty), i < n)
+    tl.store(y_ptr + i, to_dtype(pointwise(gate, ACT) * up, y_ptr.dtype.element_ty), i < n)
 
 
 @triton.jit
-def _gated_bwd_kernel(dy_ptr, x_ptr, dx_ptr, n, CURVE: tl.constexpr, BLOCK: tl.constexpr):
+def _gated_bwd_kernel(dy_ptr, x_ptr, dx_ptr, n, ACT: tl.constexpr, BLOCK: tl.constexpr):
     start = tl.program_id(0).to(tl.int64) * BLOCK
     i, pair = start + tl.arange(0, BLOCK), 2 * start + tl.arange(0, 2 * BLOCK)
     x = upcast(tl.load(x_ptr + pair, pair < 2 * n, 0.0))
     gate, up = tl.split(x.reshape(BLOCK, 2))
     dy = upcast(tl.load(dy_ptr + i, i < n, 0.0))
-    value, slope = curve_and_slope(gate, CURVE)
+    value, slope = pointwise_and_slope(gate, ACT)
     dx = tl.join(dy * up * slope, dy * value).reshape(2 * BLOCK)
     tl.store(dx_ptr + pair, to_dtype(dx, dx_ptr.dtype.element_ty), pair < 2 * n)
 
@@ -174,8 +174,16 @@ def _gated_bwd_kernel(dy_ptr, x_ptr, dx_ptr, n, CURVE: tl.constexpr, BLOCK: tl.c
 # ---------------------------------------------------------------- launchers
 
 
+def _gelu_sigmoids(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x in the dtype to compute in, and GELU's sigmoid at x and at -x."""
+    z = x.to(compute_dtype(x))
+    e = torch.exp((-_SLOPE * (z + 0.044715 * z * z * z)).clamp(max=80.0))
+    p = (1 + e).reciprocal()
+    return z, p, e * p
+
+
 def _value(x: torch.Tensor, name: str) -> torch.Tensor:
-    """A curve by torch's own fused operators.
+    """The function of single elements by torch's own fused operators.
 
     For compilers GELU is spelled out as in the kernels: inductor's tanh on a CPU takes six times
     its exp, and what stands between is fused.
@@ -185,14 +193,16 @@ def _value(x: torch.Tensor, name: str) -> torch.Tensor:
     if name == "relu2":
         return F.relu(x).square()
     if name == "gelu" and torch.compiler.is_compiling():
-        z = x.to(compute_dtype(x))
-        e = torch.exp((-_SLOPE * (z + 0.044715 * z * z * z)).clamp(max=80.0))
-        return (z * (1 + e).reciprocal()).to(x.dtype)
+        z, p, _ = _gelu_sigmoids(x)
+        return (z * p).to(x.dtype)
     return F.gelu(x, approximate="tanh" if name == "gelu" else "none")
 
 
 def _gradient(dy: torch.Tensor, x: torch.Tensor, name: str) -> torch.Tensor:
-    """dy times the slope at x."""
+    """dy times the derivative at x."""
+    if name == "gelu" and torch.compiler.is_compiling():
+        z, p, q = _gelu_sigmoids(x)
+        return (dy * (p + z * p * q * _SLOPE * (1 + 0.134145 * z * z))).to(dy.dtype)
     if name == "silu":
         return torch.ops.aten.silu_backward(dy, x)
     if name == "relu2":
@@ -214,7 +224,7 @@ def activation_fwd(x: torch.Tensor, activation: str, *, impl: str | None = None)
         return _value(x, name)
     x = x.contiguous()
     y = x.new_empty(_out_shape(x, gated))
-    kernel, block = (_gated_fwd_kernel, _BLOCK // 2) if gated else (_curve_fwd_kernel, _BLOCK)
+    kernel, block = (_gated_fwd_kernel, _BLOCK // 2) if gated else (_pointwise_fwd_kernel, _BLOCK)
     if n := y.numel():
         with torch.cuda.device_of(x):
             kernel[(triton.cdiv(n, block),)](x, y, n, name, block, num_warps=4)
@@ -240,7 +250,7 @@ def activation_bwd(
         return _gradient(dy, x, name)
     x, dy = x.contiguous(), dy.contiguous()
     dx = torch.empty_like(x)
-    kernel, block = (_gated_bwd_kernel, _BLOCK // 2) if gated else (_curve_bwd_kernel, _BLOCK)
+    kernel, block = (_gated_bwd_kernel, _BLOCK // 2) if gated else (_pointwise_bwd_kernel, _BLOCK)
     if n := dy.numel():
         with torch.cuda.device_of(x):
             kernel[(triton.cdiv(n, block),)](dy, x, dx, n, name, block, num_warps=4)
@@ -292,8 +302,8 @@ _activation_fwd_op.register_autograd(_backward, setup_context=_save)
 
 
 class _SwiGLU(torch.autograd.Function):
-    """The torch path of both gated activations: half the time of differentiating curve(gate) * up
-    through strided views."""
+    """The torch path of both gated activations: half the time of differentiating through strided
+    views."""
 
     @staticmethod
     def forward(ctx, x, activation="swiglu"):

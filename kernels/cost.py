@@ -51,16 +51,16 @@ def fused_gemm(
     *,
     gated: bool = False,
     bias: bool = False,
-    keep: bool = False,
+    save_z: bool = False,
     residual: bool = False,
     size: int = 2,
 ) -> Cost:
     """y[M, N] (N/2 if gated) of a[M, K] b[K, N] and an epilogue, whose arithmetic is not counted.
 
-    With `keep` z[M, N] is written too.
+    With `save_z` z[M, N] is written too.
     """
     out = M * N // 2 if gated else M * N
-    moved = M * K + K * N + (N if bias else 0) + (M * N if keep else 0)
+    moved = M * K + K * N + (N if bias else 0) + (M * N if save_z else 0)
     return Cost(2 * M * N * K, (moved + out * (2 if residual else 1)) * size)
 
 
@@ -82,7 +82,7 @@ def mlp(
     weights have `size` bytes an element.
     """
     Z = 2 * F if gated else F
-    up = fused_gemm(T, Z, E, gated=gated, keep=recompute == "activation", size=size)
+    up = fused_gemm(T, Z, E, gated=gated, save_z=recompute == "activation", size=size)
     if not backward:
         return up + fused_gemm(T, E, F, residual=residual, size=size)
     slope = Cost(2 * T * E * F, (T * E + E * F + 2 * T * Z + T * F) * size)

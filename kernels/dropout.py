@@ -38,12 +38,32 @@ class Drop(NamedTuple):
     site: int
     tokens: torch.Tensor
 
-    def apply(self, x: torch.Tensor, impl: str | None = None) -> torch.Tensor:
-        """`dropout` of x[..., E] by this key, whose tokens are as many as x has rows."""
-        flat = x.reshape(x.shape[:-1].numel(), x.shape[-1])
-        p, seed, site, tokens = self
-        tokens = tokens.reshape(-1)
-        return dropout(flat, p, seed=seed, site=site, tokens=tokens, impl=impl).view(x.shape)
+
+def make_drop(p: float, seed: int, site: int, tokens: torch.Tensor | None) -> Drop | None:
+    """What operators, whose arguments are single, were given of a key."""
+    return None if tokens is None else Drop(p, seed, site, tokens)
+
+
+def check_drop(drop: Drop | None, shape: torch.Size) -> Drop | None:
+    """`drop` with tokens of this shape, that of x[..., E] without E; None if it drops nothing.
+
+    Raises ValueError unless it is a Drop of 0 <= p < 1, of as many int64 tokens, of 0 <= seed <
+    2^63 and 0 <= site < 2^32.
+    """
+    if drop is None:
+        return None
+    if not isinstance(drop, Drop):
+        raise ValueError(f"drop must be a Drop(p, seed, site, tokens), got {drop!r}")
+    p, seed, site, tokens = drop
+    if not 0 <= p < 1:
+        raise ValueError(f"need 0 <= p < 1, got {p}")
+    if tokens is None or tokens.numel() != shape.numel() or tokens.dtype != torch.int64:
+        got = None if tokens is None else f"{tokens.dtype} {[*tokens.shape]}"
+        raise ValueError(f"need int64 tokens{[*shape]} of rows like them, got {got}")
+    check_key(seed, site)
+    if p == 0:
+        return None
+    return drop if tokens.shape == shape else drop._replace(tokens=tokens.reshape(shape))
 
 
 def check_key(seed: int, *counters: int) -> None:
@@ -57,6 +77,17 @@ def check_key(seed: int, *counters: int) -> None:
 def threshold(p: float) -> int:
     """Words below this are dropped."""
     return round(p * 2**32)
+
+
+def launch_arguments(
+    drop: Drop | None,
+) -> tuple[torch.Tensor | None, int, int, tuple[int, float]]:
+    """A kernel's tokens, seed, site and (THRESHOLD, SCALE); without dropout all alike, so that one
+    kernel serves."""
+    if drop is None:
+        return None, 0, 0, (0, 1.0)
+    p, seed, site, tokens = drop
+    return tokens.contiguous(), seed, site, (threshold(p), 1 / (1 - p))
 
 
 # ---------------------------------------------------------------- Triton
@@ -75,7 +106,7 @@ def words(seed, first, c2, c3, ROWS: tl.constexpr, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def kept(
+def keep_mask(
     seed, site, token, group, THRESHOLD: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr
 ):
     """bool[ROWS, 4 GROUPS]: which columns 4g, 4g + 1, 4g + 2, 4g + 3 stay, for token[ROWS, 1]
@@ -106,7 +137,7 @@ def _dropout_kernel(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     token = tl.load(tokens_ptr + row, row < rows, 0)[:, None]
     group = (tl.program_id(1) * GROUPS + tl.arange(0, GROUPS))[None, :]
-    keep = kept(seed, site, token, group, THRESHOLD, ROWS, GROUPS)
+    keep = keep_mask(seed, site, token, group, THRESHOLD, ROWS, GROUPS)
 
     # 2. Scale what stays.
     col = (tl.program_id(1) * 4 * GROUPS + tl.arange(0, 4 * GROUPS))[None, :]
@@ -117,9 +148,7 @@ def _dropout_kernel(
 
 
 @no_graph
-def dropout_fwd(
-    x: torch.Tensor, p: float, *, seed: int, site: int, tokens: torch.Tensor
-) -> torch.Tensor:
+def dropout_fwd(x: torch.Tensor, drop: Drop) -> torch.Tensor:
     """The Triton launch, forward and backward alike: x or dy in, y or dx out, nothing checked."""
     T, E = x.shape
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -128,18 +157,18 @@ def dropout_fwd(
     x = x if x.stride(1) == 1 else x.contiguous()
     groups = min(512, triton.next_power_of_2(triton.cdiv(E, 4)))
     rows = 512 // groups
+    tokens, seed, site, constants = launch_arguments(drop)
     with torch.cuda.device_of(x):
         _dropout_kernel[(triton.cdiv(T, rows), triton.cdiv(E, 4 * groups))](
             x,
-            tokens.contiguous(),
+            tokens,
             y,
             seed,
             site,
             T,
             x.stride(0),
             E,
-            threshold(p),
-            1 / (1 - p),
+            *constants,
             rows,
             groups,
             num_warps=4,
@@ -151,7 +180,7 @@ def dropout_fwd(
 def _dropout_op(
     x: torch.Tensor, tokens: torch.Tensor, p: float, seed: int, site: int
 ) -> torch.Tensor:
-    return dropout_fwd(x, p, seed=seed, site=site, tokens=tokens)
+    return dropout_fwd(x, Drop(p, seed, site, tokens))
 
 
 @_dropout_op.register_fake
@@ -214,34 +243,24 @@ def _(tokens, E, p, seed, site):
 # ---------------------------------------------------------------- public
 
 
-def dropout(
-    x: torch.Tensor,
-    p: float,
-    *,
-    seed: int,
-    site: int,
-    tokens: torch.Tensor,
-    impl: str | None = None,
-) -> torch.Tensor:
-    """x[T, E] (any sharding of T) with each element zeroed with probability p, the rest over 1 - p.
+def dropout(x: torch.Tensor, drop: Drop, *, impl: str | None = None) -> torch.Tensor:
+    """x[..., E] (any sharding but of E) with each element zeroed with probability p, the rest over
+    1 - p; x itself if p is 0.
 
-    The mask depends on `seed`, `site`, the global indices `tokens`[T] (int64) and the column alone.
-    Differentiable in x. Raises ValueError unless 0 <= p < 1, on shapes or integers out of range, or
-    if `impl` cannot run. Srivastava et al. 2014.
+    The mask depends on the key, of which tokens[...] are the global indices of the rows, and on the
+    column alone. Differentiable in x. Raises ValueError on numbers out of range or tokens that do
+    not fit, see `check_drop`, or if `impl` cannot run. Srivastava et al. 2014.
     """
-    impl = choose(impl, x, tokens)
-    if not 0 <= p < 1:
-        raise ValueError(f"need 0 <= p < 1, got {p}")
-    if not x.dtype.is_floating_point:
-        raise ValueError(f"x must have a float dtype, got {x.dtype}")
-    if x.ndim != 2 or tokens.shape != x.shape[:1] or tokens.dtype != torch.int64:
-        raise ValueError(
-            f"need x[T, E] and int64 tokens[T], got {[*x.shape]}, {tokens.dtype} {[*tokens.shape]}"
-        )
-    check_key(seed, site)
-    if p == 0:
+    impl = choose(impl, x, getattr(drop, "tokens", None))
+    if x.ndim == 0 or not x.dtype.is_floating_point:
+        raise ValueError(f"x must have a float dtype, got {x.dtype}, and a dim, got {[*x.shape]}")
+    key = check_drop(drop, torch.Size((x.shape[:-1].numel(),)))
+    if key is None:
         return x
-    if impl == "triton":
-        refuse_tangents("dropout", x)
-        return _dropout_op(x, tokens, p, seed, site)
-    return (x * (1 / (1 - p))).masked_fill(dropped(tokens, x.shape[1], p, seed, site), 0)
+    p, seed, site, tokens = key
+    flat = x.reshape(tokens.numel(), x.shape[-1])
+    if impl == "torch":
+        mask = dropped(tokens, x.shape[-1], p, seed, site)
+        return (flat * (1 / (1 - p))).masked_fill(mask, 0).view(x.shape)
+    refuse_tangents("dropout", x)
+    return _dropout_op(flat, tokens, p, seed, site).view(x.shape)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from warpweave.kernels.activation import activate, find_activation
-from warpweave.kernels.dropout import Drop
+from warpweave.kernels.dropout import Drop, dropout
 from warpweave.kernels.mlp import RECOMPUTE
 from warpweave.kernels.runtime.dispatch import check_impl
 from warpweave.layers.fusable import fusable
@@ -123,5 +123,5 @@ class MLP(nn.Module):
         recomputes = self.recompute in ("activation", "up") and torch.is_grad_enabled()
         y = self.down(checkpoint(hidden, x, use_reentrant=False) if recomputes else hidden(x))
         if drop is not None:
-            y = drop.apply(y, self.impl)
+            y = dropout(y, drop, impl=self.impl)
         return y if residual is None else residual + y

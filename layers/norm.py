@@ -50,14 +50,6 @@ class _Norm(nn.Module):
         fill = torch.ones if init == "ones" else torch.zeros
         return nn.Parameter(fill(self.normalized_shape, device=device, dtype=dtype))
 
-    def _sum(self, residual: Tensor | None, x_bias: Tensor | None, drop: Drop | None) -> dict:
-        """The kernel's keywords of s = residual + dropout(x + x_bias)."""
-        given = {"residual": residual, "x_bias": x_bias, "impl": self.impl}
-        if drop is None:
-            return given
-        p, seed, site, tokens = drop
-        return given | {"dropout": p, "seed": seed, "site": site, "tokens": tokens}
-
     def reset_parameters(self) -> None:
         """Weight 1 and bias 0."""
         nn.init.ones_(self.weight)
@@ -101,7 +93,8 @@ class RMSNorm(_Norm):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """x[..., E] -> norm(x)[..., E]; with any of the others, (norm(s), s) where
         s = residual + dropout(x + x_bias), in one kernel."""
-        return rms_norm(x, self.weight, self.eps, **self._sum(residual, x_bias, drop))
+        terms = {"residual": residual, "x_bias": x_bias, "drop": drop}
+        return rms_norm(x, self.weight, self.eps, **terms, impl=self.impl)
 
 
 class LayerNorm(_Norm):
@@ -141,4 +134,5 @@ class LayerNorm(_Norm):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """x[..., E] -> norm(x)[..., E]; with any of the others, (norm(s), s) where
         s = residual + dropout(x + x_bias), in one kernel."""
-        return layer_norm(x, self.weight, self.bias, self.eps, **self._sum(residual, x_bias, drop))
+        terms = {"residual": residual, "x_bias": x_bias, "drop": drop}
+        return layer_norm(x, self.weight, self.bias, self.eps, **terms, impl=self.impl)

@@ -141,7 +141,7 @@ def cases() -> list[Case]:
         ),
         Case(
             "dropout",
-            lambda: dropout.dropout_fwd(h, 0.1, seed=7, site=3, tokens=tokens),
+            lambda: dropout.dropout_fwd(h, dropout.Drop(0.1, 7, 3, tokens)),
             cost=cost.dropout(*h.shape),
         ),
     ]
@@ -288,12 +288,13 @@ def _norm_chains(norm) -> list[Case]:
     """Norms with all that can be fused, in the layouts of real models; their own function for
     length."""
     from warpweave.kernels import cost
+    from warpweave.kernels.dropout import Drop
 
     fp32, found = torch.float32, []
     for E in (768, 5120, 8192, 16384, 65536):
         T = 2**24 // E // 16 * 16
         x, w, s, row = m(T, E), m(E), m(T, E, dtype=fp32), m(T, dtype=fp32)
-        drop = {"dropout": 0.1, "seed": 1, "site": 1, "tokens": m(T, dtype=torch.int64)}
+        drop = {"drop": Drop(0.1, 1, 1, m(T, dtype=torch.int64))}
         made = {"x_bias": True, "x_dtype": x.dtype, "residual_dtype": fp32, "ds": s}
         calls = {
             "rms_norm chain fwd": lambda x=x, w=w, s=s: norm.norm_fwd(
@@ -387,7 +388,7 @@ def _linear_cases() -> list[Case]:
 
     def fused(activation, wide=False, **options):
         weight, b = (up, bias) if wide else (up[:F], bias[:F])
-        return gemm.fused_gemm(x, weight.t(), b, activation=activation, keep=True, **options)
+        return gemm.fused_gemm(x, weight.t(), b, activation=activation, save_z=True, **options)
 
     def slope(activation, z, want_hidden=True):
         return mlp.hidden_bwd(x, down, m(T, z), activation=activation, want_hidden=want_hidden)
@@ -407,9 +408,9 @@ def _linear_cases() -> list[Case]:
         "gemm dropout residual": lambda: gemm.fused_gemm(
             row, down.t(), bias[:E], drop=drop, residual=x
         ),
-        "gemm small": lambda: gemm.fused_gemm(x[:500], m(E, 1024), activation="gelu", keep=True),
+        "gemm small": lambda: gemm.fused_gemm(x[:500], m(E, 1024), activation="gelu", save_z=True),
         "gemm odd": lambda: gemm.fused_gemm(
-            m(4099, 1031), m(1031, 2054), activation="swiglu", keep=True, residual=m(4099, 1027)
+            m(4099, 1031), m(1031, 2054), activation="swiglu", save_z=True, residual=m(4099, 1027)
         ),
         "gemm offsets past 2^31": lambda: gemm.fused_gemm(far, m(E, E), residual=far),
         "gemm tf32": lambda: wide(fp32, "tf32"),
@@ -426,7 +427,7 @@ def _linear_cases() -> list[Case]:
         calls[f"qkv fwd D={D}"] = lambda D=D: qkv.qkv_fwd(
             x.view(2, 4096, E), m(8, 6, D, E), m(8, 6, D), table[D], table[D]
         )
-    kept = {"bias": True, "keep": True}
+    kept = {"bias": True, "save_z": True}
     slopes = {
         name: Cost(2 * T * E * F, 2 * (T * E + E * F + 2 * T * Z))
         for name, Z in (("gelu", F), ("relu2", F), ("swiglu", 2 * F), ("geglu", 2 * F))
@@ -440,8 +441,8 @@ def _linear_cases() -> list[Case]:
         "gemm swiglu": cost.fused_gemm(T, 2 * F, E, gated=True, **kept),
         "gemm everything": cost.fused_gemm(T, 2 * F, E, gated=True, residual=True, **kept),
         "gemm dropout residual": cost.fused_gemm(T, E, F, bias=True, residual=True),
-        "gemm small": cost.fused_gemm(500, 1024, E, keep=True),
-        "gemm odd": cost.fused_gemm(4099, 2054, 1031, gated=True, keep=True, residual=True),
+        "gemm small": cost.fused_gemm(500, 1024, E, save_z=True),
+        "gemm odd": cost.fused_gemm(4099, 2054, 1031, gated=True, save_z=True, residual=True),
         "gemm offsets past 2^31": cost.fused_gemm(2**20, E, E, residual=True),
         "gemm tf32": cost.gemm(T, E, E, size=4),
         "gemm tf32x3": cost.gemm(T, E, E, size=4),
@@ -574,7 +575,7 @@ def _product_tiles() -> list[Case]:
             a, b, z = m(M, K, dtype=dtype), m(K, N, dtype=dtype), m(M, N, dtype=dtype)
             calls = {
                 "plain": lambda a=a, b=b: gemm.fused_gemm(a, b),
-                "fused": lambda a=a, b=b: gemm.fused_gemm(a, b, activation="gelu", keep=True),
+                "fused": lambda a=a, b=b: gemm.fused_gemm(a, b, activation="gelu", save_z=True),
                 "slope": lambda a=a, b=b, z=z: mlp.hidden_bwd(
                     a, b, z, activation="gelu", want_hidden=True
                 ),

@@ -137,39 +137,39 @@ FAULTS = (
     ),
     Fault(
         "mlp-bias-of-all-tokens",
-        "parallel/tensor/mlp.py",
-        "db2 = bias_gradient(down_bias_leaf, dy) if needs[4] else None",
-        "db2 = bias_gradient(down_bias_leaf, whole_tokens(dy, group, sequence_parallel)) "
-        "if needs[4] else None",
+        "parallel/tensor/ranks.py",
+        "db = None if bias is None else bias_gradient(bias, dy)",
+        "db = None if bias is None else bias_gradient(bias, self.gather(dy))",
         "with sequence parallelism a partial sum becomes the whole one, R times too much",
     ),
     Fault(
         "mlp-frozen-recompute",
-        "parallel/tensor/mlp.py",
-        'needs_x = ctx.needs_input_grad[1] or how.recompute == "up"',
+        "kernels/mlp/function.py",
+        'needs_x = ctx.needs_input_grad[1] or options.recompute == "up"',
         "needs_x = ctx.needs_input_grad[1]",
         "with a frozen up projection nothing is left to recompute from",
     ),
     Fault(
         "mlp-residual-dropped-out",
-        "parallel/tensor/mlp.py",
-        "        y = drop.apply(y, impl)\n    return y if residual is None else residual + y",
-        "        return drop.apply(y if residual is None else residual + y, impl)\n"
-        "    return y if residual is None else residual + y",
+        "parallel/tensor/ranks.py",
+        "            y = dropout(y, drop, impl=impl)\n"
+        "        return y if residual is None else residual + y",
+        "            return dropout(y if residual is None else residual + y, drop, impl=impl)\n"
+        "        return y if residual is None else residual + y",
         "over tensor ranks the residual stream is dropped out, too",
     ),
     Fault(
         "qkv-not-rotated-back",
-        "parallel/tensor/qkv.py",
+        "kernels/qkv/function.py",
         "dz = qkv_bwd(dq, dk, dv, cos, sin, impl=ctx.impl)",
         "dz = qkv_bwd(dq, dk, dv, None, None, impl=ctx.impl)",
-        "over tensor ranks gradients are not rotated back",
+        "gradients of queries and keys are not rotated back",
     ),
     Fault(
         "qkv-frozen-weight",
-        "parallel/tensor/qkv.py",
-        "needs=ctx.needs_input_grad[:3],",
-        "needs=[ctx.needs_input_grad[1]] * 3,",
+        "kernels/qkv/function.py",
+        "ctx.leaves, ctx.needs_input_grad[:3]",
+        "ctx.leaves, [ctx.needs_input_grad[1]] * 3",
         "a frozen projection passes no gradient on",
     ),
     Fault(
@@ -295,9 +295,9 @@ FAULTS = (
     ),
     Fault(
         "row-bias-once",
-        "parallel/tensor/linear.py",
-        "    if bias is not None:\n        y += bias  #",
-        "    if bias is not None and group_rank(group) == 0:\n        y += bias  #",
+        "parallel/tensor/ranks.py",
+        "        if bias is not None:\n            y += bias  #",
+        "        if bias is not None and group_rank(self.group) == 0:\n            y += bias  #",
         "only tensor rank 0 adds the bias",
     ),
     Fault(
@@ -323,7 +323,7 @@ FAULTS = (
     ),
     Fault(
         "linear-autocast-float64",
-        "parallel/tensor/linear.py",
+        "kernels/gemm/gradients.py",
         "if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:",
         "if torch.is_autocast_enabled(x.device.type):",
         "autocast takes a float64 layer down to bf16",
@@ -489,7 +489,7 @@ FAULTS = (
     Fault(
         "mlp-composed-no-dropout",
         "layers/mlp.py",
-        "        if drop is not None:\n            y = drop.apply(y, self.impl)\n",
+        "        if drop is not None:\n            y = dropout(y, drop, impl=self.impl)\n",
         "",
         "with a wrapped projection the MLP has no dropout",
     ),

@@ -8,12 +8,15 @@ spmd_types 0.3.1 draws the random terms of a Partial with torch's stateless gene
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
 import spmd_types.rulecheck
 import torch
+
+from warpweave.parallel.tensor.ranks import TensorRanks
 
 
 def _noise(like: torch.Tensor, *key: object) -> torch.Tensor:
@@ -22,6 +25,32 @@ def _noise(like: torch.Tensor, *key: object) -> torch.Tensor:
     seed = int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8], "little")
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(like.shape, generator=generator, dtype=like.dtype)
+
+
+def over_group(function: type) -> type:
+    """`function`, whose forward takes `ranks` last, with (group, sequence_parallel) in their place:
+    what names a group must be an argument."""
+    forward, rule = (inspect.signature(f) for f in (function.forward, function.spmd_typecheck))
+    *given, ranks = forward.parameters.values()
+    last = [ranks.replace(name=name) for name in ("group", "sequence_parallel")]
+    assert ranks.name == "ranks"
+
+    class Grouped(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *args):
+            *args, group, sequence_parallel = args
+            return function.forward(ctx, *args, TensorRanks(group, sequence_parallel))
+
+        @staticmethod
+        def spmd_typecheck(**named):
+            ranks = TensorRanks(named.pop("group"), named.pop("sequence_parallel"))
+            return function.spmd_typecheck(**named, ranks=ranks)
+
+    Grouped.forward.__signature__ = forward.replace(parameters=[*given, *last])
+    named = [p for p in rule.parameters.values() if p.name != "ranks"]
+    last = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in last]
+    Grouped.spmd_typecheck.__signature__ = rule.replace(parameters=[*named, *last])
+    return Grouped
 
 
 def rulecheck(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from warpweave.layers.records import collect_records
 from warpweave.parallel.collectives import group_size, own_slice, reduce_from
 from warpweave.parallel.mesh import ConnectedMesh, Mesh
+from warpweave.parallel.tensor.ranks import TensorRanks
 
 RTOL = 1e-12
 
@@ -122,19 +123,20 @@ def noticed(check: Callable[..., object], *args: object, **options: object) -> i
     return int(reduce_from(failed, world()[0]))
 
 
-def own_tokens_again(x: Tensor, group: dist.ProcessGroup | None, sequence_parallel: bool) -> Tensor:
-    """For ``whole_tokens``: no gather, this rank's tokens stand for those of the others."""
-    return x.repeat(group_size(group), 1) if sequence_parallel else x
+def own_tokens_again(ranks: TensorRanks, x: Tensor) -> Tensor:
+    """For ``TensorRanks.gather``: this rank's tokens stand for those of the others."""
+    return x.repeat(group_size(ranks.group), 1) if ranks.sequence_parallel else x
 
 
-def without_the_sum_of_dx(column_gradients: Callable[..., tuple]) -> Callable[..., tuple]:
-    """For ``column_gradients``: this rank's share of the input's gradient stands for the sum."""
+def without_the_sum_of_dx() -> Callable[..., tuple]:
+    """For ``TensorRanks.column_gradients``: this rank's share of dx stands for the sum."""
+    right = TensorRanks.column_gradients
 
-    def planted(dz, x, weight, parameters, group, **options):
+    def planted(ranks, dz, x, weight, leaves, needs):
         dx = dz @ weight
         return (
-            own_slice(dx, group) if options["sequence_parallel"] else dx,
-            *column_gradients(dz, x, weight, parameters, group, **options)[1:],
+            own_slice(dx, ranks.group) if ranks.sequence_parallel else dx,
+            *right(ranks, dz, x, weight, leaves, needs)[1:],
         )
 
     return planted

@@ -44,13 +44,9 @@ def _x(n: int) -> torch.Tensor:
     return torch.rand(n, E)
 
 
-def _key(n: int) -> dict[str, Any]:
-    """Of a dropout at another place of another step, of other tokens."""
-    return {"seed": 10**6 + n, "site": 5 + n, "tokens": torch.arange(n) + 100 * n}
-
-
 def _drop(n: int) -> Drop:
-    return Drop(0.25, **_key(n))
+    """Of a dropout at another place of another step, of other tokens."""
+    return Drop(0.25, seed=10**6 + n, site=5 + n, tokens=torch.arange(n) + 100 * n)
 
 
 def _heads(n: int, heads: int) -> torch.Tensor:
@@ -66,7 +62,7 @@ def _labels(n: int) -> torch.Tensor:
 
 
 def _everything(n: int) -> dict[str, Any]:
-    return {"residual": _x(n), "x_bias": ONE, "dropout": 0.25, **_key(n)}
+    return {"residual": _x(n), "x_bias": ONE, "drop": _drop(n)}
 
 
 def _added(n: int) -> dict[str, Any]:
@@ -74,7 +70,7 @@ def _added(n: int) -> dict[str, Any]:
 
 
 def _epilogue(n: int) -> dict[str, Any]:
-    return {"activation": "gelu", "keep": True, "drop": _drop(n), "residual": torch.rand(n, F)}
+    return {"activation": "gelu", "save_z": True, "drop": _drop(n), "residual": torch.rand(n, F)}
 
 
 CASES = {
@@ -97,7 +93,7 @@ CASES = {
         gemm_into, lambda n: (_x(n), DOWN, torch.rand(n, F), True), differentiable=()
     ),
     "fused_gemm": Case(fused_gemm, lambda n: (_x(n), DOWN), _epilogue, differentiable=()),
-    "dropout": Case(dropout, lambda n: (_x(n), 0.25), _key),
+    "dropout": Case(dropout, lambda n: (_x(n), _drop(n))),
     "cross_entropy": Case(cross_entropy, lambda n: (torch.rand(n, V), _labels(n))),
     "linear_cross_entropy": Case(linear_cross_entropy, lambda n: (_x(n), HEAD, _labels(n))),
     "linear_cross_entropy, recomputed": Case(

@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from warpweave.kernels import cost, mlp, reference
+from warpweave.kernels import cost, reference
 from warpweave.kernels.cost import Cost
+from warpweave.kernels.gemm.local import LOCAL
+from warpweave.kernels.mlp import function as mlp
 from warpweave.kernels.norm import function as norm
 
 
@@ -148,27 +150,28 @@ def test_an_mlp_moves_the_tensors_of_its_kernels_and_multiplies_what_torch_multi
     T, E, F = 6, 10, 7
     x, w1, w2 = torch.randn(T, E), torch.randn(2 * F if gated else F, E), torch.randn(E, F)
     name, r = "swiglu" if gated else "relu2", torch.randn(T, E)
-    how = mlp.How(name, recompute=recompute, impl="torch")
+    options = mlp.Options(name, recompute=recompute, impl="torch")
     with FlopCounterMode(display=False) as counter:
-        y, z, _ = mlp.mlp_fwd(x, w1, None, w2, None, r, how, keep=True)
+        y, z, _ = mlp.mlp_fwd(x, w1, None, w2, None, r, options, save=True)
     h = reference.activate(x @ w1.t(), name)
     kept = [z] if recompute == "activation" else []
-    options = {"gated": gated, "recompute": recompute, "size": 4}
-    forward = cost.mlp(T, E, F, residual=True, **options)
+    sizes = {"gated": gated, "recompute": recompute, "size": 4}
+    forward = cost.mlp(T, E, F, residual=True, **sizes)
     assert forward == Cost(counter.get_total_flops(), _bytes(x, w1, h, *kept, h, w2, r, y))
     with FlopCounterMode(display=False) as counter:
-        dx, dz, do, h = mlp.mlp_bwd(y, x, w1, None, w2, z, None, how)
-        dw1, dw2 = dz.t() @ x, do.t() @ h
+        dz, h = mlp.mlp_bwd(y, x, w1, None, w2, z, None, options)
+        dx, dw1, _ = LOCAL.column_gradients(dz, x, w1, (w1, None), (True, True, False))
+        dw2 = y.t() @ h
     z = x @ w1.t()
     moved = [y, w2, z, dz, h, dz, w1, dx, dz, x, dw1, y, h, dw2]
     again = [x, w1, z] if recompute == "up" else []
-    backward = cost.mlp(T, E, F, backward=True, **options)
+    backward = cost.mlp(T, E, F, backward=True, **sizes)
     assert backward == Cost(counter.get_total_flops(), _bytes(*moved, *again))
 
 
 def test_a_fused_gemm_moves_its_tensors() -> None:
     a, b, bias, y = torch.randn(6, 5), torch.randn(5, 8), torch.randn(8), torch.randn(6, 8)
-    options = {"size": 4, "bias": True, "keep": True, "residual": True}
+    options = {"size": 4, "bias": True, "save_z": True, "residual": True}
     assert cost.fused_gemm(6, 8, 5, **options) == Cost(2 * 6 * 8 * 5, _bytes(a, b, bias, y, y, y))
     half = cost.fused_gemm(6, 8, 5, gated=True, **options)
     assert half.bytes == _bytes(a, b, bias, y, y)

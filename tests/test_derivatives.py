@@ -51,7 +51,7 @@ def _kept() -> torch.Tensor:
 CASES = {
     "rms_norm": Case(rms_norm, reference.rms_norm, ((T, E), (E,))),
     "rms_norm, all": Case(
-        lambda x, w, r, b, **how: rms_norm(x, w, residual=r, x_bias=b, dropout=0.25, **KEY, **how),
+        lambda x, w, r, b, **how: rms_norm(x, w, residual=r, x_bias=b, drop=DROP, **how),
         lambda x, w, r, b: reference.rms_norm(
             x, w, residual=r, x_bias=b, dropout=0.25, keep=_kept()
         ),
@@ -105,7 +105,7 @@ CASES = {
         ((T, E), (E, F)),
     ),
     "dropout": Case(
-        lambda x, impl: dropout(x, 0.25, **KEY, impl=impl),
+        lambda x, impl: dropout(x, DROP, impl=impl),
         lambda x: reference.dropout(x, 0.25, **KEY),
         ((T, E),),
     ),

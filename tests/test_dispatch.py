@@ -76,7 +76,7 @@ from warpweave.kernels.runtime import dispatch
 assert not dispatch.HAS_TRITON and "triton" not in sys.modules
 x = torch.randn(3, 8, requires_grad=True)
 y, _ = norm.rms_norm(x, torch.ones(8), residual=x)
-y = dropout.dropout(y, 0.5, seed=1, site=2, tokens=torch.arange(3))
+y = dropout.dropout(y, dropout.Drop(0.5, 1, 2, torch.arange(3)))
 cos, sin = rope.rope_table(torch.arange(3), 4)
 y = rope.apply_rope(y.view(1, 3, 2, 4), cos, sin)
 activation.activate(activation.activate(y, "gelu"), "swiglu").sum().backward()

@@ -6,7 +6,7 @@ from close import assert_close_f64
 
 from warpweave.kernels import dropout as module
 from warpweave.kernels import reference
-from warpweave.kernels.dropout import dropout
+from warpweave.kernels.dropout import Drop, dropout
 
 IMPLS = ("torch", "triton")
 impls = pytest.mark.parametrize("impl", IMPLS)
@@ -37,7 +37,7 @@ def test_every_implementation_gives_the_bits_of_the_reference(shape, impl) -> No
     for p, site in ((0.1, 0), (0.5, 2**32 - 1)):
         arguments = {"seed": SEED, "site": site, "tokens": tokens}
         truth = reference.dropout(x, p, **arguments)
-        assert torch.equal(dropout(x, p, **arguments, impl=impl), truth)
+        assert torch.equal(dropout(x, Drop(p, **arguments), impl=impl), truth)
 
 
 def test_the_torch_path_is_right_across_its_chunks() -> None:
@@ -52,7 +52,7 @@ def test_every_key_changes_the_mask(impl) -> None:
     x, tokens = torch.ones(64, 67), torch.arange(64)
 
     def mask(seed=SEED, site=3, shift=0):
-        return dropout(x, 0.5, seed=seed, site=site, tokens=tokens + shift, impl=impl) != 0
+        return dropout(x, Drop(0.5, seed, site, tokens + shift), impl=impl) != 0
 
     base = mask()
     others = [mask(seed=SEED + 1), mask(seed=SEED + 2**32), mask(site=4), mask(shift=2**32)]
@@ -64,16 +64,15 @@ def test_every_key_changes_the_mask(impl) -> None:
 @impls
 def test_any_sharding_of_the_tokens_drops_the_same(impl) -> None:
     x, tokens = torch.randn(40, 33), torch.randperm(40) + 2**33
-    arguments = {"seed": 1, "site": 2, "impl": impl}
-    whole = dropout(x, 0.2, tokens=tokens, **arguments)
-    parts = [dropout(x[i::3], 0.2, tokens=tokens[i::3], **arguments) for i in range(3)]
+    whole = dropout(x, Drop(0.2, 1, 2, tokens), impl=impl)
+    parts = [dropout(x[i::3], Drop(0.2, 1, 2, tokens[i::3]), impl=impl) for i in range(3)]
     for i, part in enumerate(parts):
         assert torch.equal(part, whole[i::3])
 
 
 def test_the_rate_is_p_and_columns_are_independent() -> None:
     n, p = 4000, 0.3
-    kept = dropout(torch.ones(n, 64), p, seed=0, site=0, tokens=torch.arange(n)) != 0
+    kept = dropout(torch.ones(n, 64), Drop(p, 0, 0, torch.arange(n))) != 0
     rates = kept.double().mean(0)
     assert (rates - (1 - p)).abs().max() < 5 * (p * (1 - p) / n) ** 0.5
     assert torch.corrcoef(kept.double().T).fill_diagonal_(0).abs().max() < 6 / n**0.5
@@ -84,7 +83,7 @@ def test_the_rate_is_p_and_columns_are_independent() -> None:
 def test_kept_values_and_gradients_are_scaled_and_dropped_ones_are_zero(dtype, impl) -> None:
     x = torch.randn(37, 66).to(dtype)[:, ::2].requires_grad_()
     dy = torch.randn(37, 33).to(dtype)
-    y = dropout(x, 0.25, seed=5, site=1, tokens=torch.arange(37), impl=impl)
+    y = dropout(x, Drop(0.25, 5, 1, torch.arange(37)), impl=impl)
     (dx,) = torch.autograd.grad(y, x, dy)
     kept = y != 0
     assert 0.6 < kept.double().mean() < 0.9
@@ -96,19 +95,17 @@ def test_kept_values_and_gradients_are_scaled_and_dropped_ones_are_zero(dtype, i
 @impls
 def test_dropping_infinity_gives_zero_and_p_zero_is_the_identity(impl) -> None:
     x = torch.full((50, 8), float("inf"))
-    y = dropout(x, 0.5, seed=5, site=1, tokens=torch.arange(50), impl=impl)
+    y = dropout(x, Drop(0.5, 5, 1, torch.arange(50)), impl=impl)
     assert not y.isnan().any()
     assert (y == 0).any()
-    assert dropout(x, 0.0, seed=5, site=1, tokens=torch.arange(50), impl=impl) is x
+    assert dropout(x, Drop(0.0, 5, 1, torch.arange(50)), impl=impl) is x
 
 
 @impls
 def test_gradcheck(impl) -> None:
     x, tokens = torch.randn(3, 5, dtype=torch.float64, requires_grad=True), torch.arange(3)
-    assert torch.autograd.gradcheck(
-        lambda x: dropout(x, 0.5, seed=1, site=1, tokens=tokens, impl=impl), x
-    )
-    y = dropout(x, 0.5, seed=1, site=1, tokens=tokens, impl=impl)
+    assert torch.autograd.gradcheck(lambda x: dropout(x, Drop(0.5, 1, 1, tokens), impl=impl), x)
+    y = dropout(x, Drop(0.5, 1, 1, tokens), impl=impl)
     assert_close_f64(y, reference.dropout(x, 0.5, seed=1, site=1, tokens=tokens), 1e-15)
 
 
@@ -117,13 +114,13 @@ def test_what_is_out_of_range_raises(impl) -> None:
     x, tokens = torch.randn(3, 5), torch.arange(3)
     for p in (1.0, -0.1, float("nan")):
         with pytest.raises(ValueError, match="0 <= p < 1"):
-            dropout(x, p, seed=0, site=0, tokens=tokens, impl=impl)
+            dropout(x, Drop(p, 0, 0, tokens), impl=impl)
     for bad in (tokens[:2], tokens.int()):
         with pytest.raises(ValueError, match="int64 tokens"):
-            dropout(x, 0.1, seed=0, site=0, tokens=bad, impl=impl)
+            dropout(x, Drop(0.1, 0, 0, bad), impl=impl)
     for seed, site in ((-1, 0), (2**63, 0), (0, 2**32)):
         with pytest.raises(ValueError, match="seed < "):
-            dropout(x, 0.1, seed=seed, site=site, tokens=tokens, impl=impl)
+            dropout(x, Drop(0.1, seed, site, tokens), impl=impl)
 
 
 def test_the_operators_are_well_formed() -> None:
@@ -137,7 +134,7 @@ def test_it_compiles_without_breaks(impl) -> None:
     x, tokens = torch.randn(3, 5, requires_grad=True), torch.arange(3)
 
     def loss(x):
-        return dropout(x, 0.5, seed=SEED, site=2, tokens=tokens, impl=impl).square().sum()
+        return dropout(x, Drop(0.5, SEED, 2, tokens), impl=impl).square().sum()
 
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
     a, b = (torch.autograd.grad(f(x), x)[0] for f in (compiled, loss))
@@ -147,4 +144,4 @@ def test_it_compiles_without_breaks(impl) -> None:
 @impls
 def test_integers_are_refused(impl) -> None:
     with pytest.raises(ValueError, match=r"x must have a float dtype, got torch.int64"):
-        dropout(torch.ones(3, 5).long(), 0.5, seed=1, site=1, tokens=torch.arange(3), impl=impl)
+        dropout(torch.ones(3, 5).long(), Drop(0.5, 1, 1, torch.arange(3)), impl=impl)

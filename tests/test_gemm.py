@@ -14,7 +14,7 @@ from warpweave.kernels.activation import activation_fwd
 from warpweave.kernels.dropout import Drop
 from warpweave.kernels.gemm import cpu as module
 from warpweave.kernels.gemm import fused as kernel
-from warpweave.kernels.gemm import fused_gemm, gemm, gemm_into, product
+from warpweave.kernels.gemm import fused_gemm, gemm, gemm_into, mainloop
 from warpweave.kernels.runtime import tiles
 from warpweave.kernels.runtime.tile_table import KINDS, GemmTile
 from warpweave.kernels.runtime.tiles import pinned
@@ -234,7 +234,7 @@ def test_on_cuda_the_kernel_adds_sixteen_bit_products_to_float32_and_torch_makes
     """Which of them is called; asked of tensors that only say that they are on a GPU."""
     seen = []
     monkeypatch.setattr(kernel, "choose", lambda impl, *tensors: impl or "triton")
-    monkeypatch.setattr(kernel, "_launch", lambda *a, **k: seen.append("kernel"))
+    monkeypatch.setattr(kernel, "launch", lambda *a, **k: seen.append("kernel"))
     monkeypatch.setattr(module, "product_into", lambda *a: seen.append("torch"))
     with FakeTensorMode():
         a = torch.empty(2, 2, dtype=torch.bfloat16, device="cuda")
@@ -262,10 +262,10 @@ def test_every_epilogue_is_the_reference(activation, impl):
     whole = _epilogue(activation)
     for left_out in ((), ("drop",), ("residual",), ("drop", "residual")):
         options = {key: value for key, value in whole.items() if key not in left_out}
-        keep = activation is not None
-        y, z = fused_gemm(a, b, bias, keep=keep, **options, impl=impl)
+        save_z = activation is not None
+        y, z = fused_gemm(a, b, bias, save_z=save_z, **options, impl=impl)
         assert_close_f64(y, reference.fused_gemm(a, b, bias, **options), 1e-13)
-        if keep:
+        if save_z:
             assert_close_f64(z, a @ b + bias, 1e-13)
         else:
             assert z is None
@@ -279,13 +279,13 @@ def test_every_epilogue_is_the_reference(activation, impl):
 def test_epilogues_keep_the_error_budget(activation, dtype):
     a, b, bias = _draw(70, 50, dtype=dtype), _draw(50, 66, dtype=dtype), _draw(66, dtype=dtype)
     options = _epilogue(activation, dtype=dtype)
-    y, z = fused_gemm(a, b, bias, keep=True, **options, impl="triton")
+    y, z = fused_gemm(a, b, bias, save_z=True, **options, impl="triton")
     same = reference.fused_gemm(a, b, bias, **options)
     wide = options | {"residual": options["residual"].double()}
     truth = reference.fused_gemm(a.double(), b.double(), bias.double(), **wide)
     assert y.dtype == z.dtype == dtype
     assert_error_budget(y, same, truth)
-    h, z = fused_gemm(a, b, bias, activation=activation, keep=True, impl="triton")
+    h, z = fused_gemm(a, b, bias, activation=activation, save_z=True, impl="triton")
     assert torch.equal(h, activation_fwd(z, activation, impl="triton"))  # what backward makes again
     unkept, _ = fused_gemm(a, b, bias, **options, impl="triton")
     assert torch.equal(y, unkept)  # of the rounded z, kept or not
@@ -341,9 +341,9 @@ def test_large_persistent_products_visit_every_tile_once():
 def test_tiles_are_found_by_device_dtype_and_size(monkeypatch):
     def tile(arch, dtype=torch.bfloat16, rows=8192, kind="large", cols=4096, step=1):
         monkeypatch.setattr(tiles, "capability", lambda device: arch)
-        monkeypatch.setattr(product, "processors", lambda device: 132)
+        monkeypatch.setattr(mainloop, "processors", lambda device: 132)
         a, b = torch.empty(rows, 4096 * step, dtype=dtype), torch.empty(4096, cols, dtype=dtype)
-        return product.find_tile(a[:, ::step], b, kind)
+        return mainloop.find_tile(a[:, ::step], b, kind)
 
     monkeypatch.setattr(tiles, "INTERPRET", False)
     shipped = {(r.where, r.size, r.kind): r.tile for r in tiles.shipped_table() if r.kind in KINDS}
@@ -356,9 +356,9 @@ def test_tiles_are_found_by_device_dtype_and_size(monkeypatch):
     assert tile(90, torch.float32) == shipped[80, 4, "large"]
     assert tile(90, torch.float64, rows=64) == shipped[80, 8, "large"]
     assert tile(75) == shipped[0, 2, "large"]
-    monkeypatch.setattr(product, "processors", lambda device: 132)
-    assert product.grid(shipped[90, 2, "large"], 8192, 4096, torch.device("cpu")) == (132,)
-    assert product.grid(shipped[90, 2, "large"], 100, 100, torch.device("cpu")) == (1,)
+    monkeypatch.setattr(mainloop, "processors", lambda device: 132)
+    assert mainloop.grid(shipped[90, 2, "large"], 8192, 4096, torch.device("cpu")) == (132,)
+    assert mainloop.grid(shipped[90, 2, "large"], 100, 100, torch.device("cpu")) == (1,)
 
 
 def test_float32_is_multiplied_as_torch_is_set_to_or_as_asked():
@@ -374,10 +374,10 @@ def test_float32_is_multiplied_as_torch_is_set_to_or_as_asked():
 
 def test_launches_that_ptxas_would_spill_may_take_all_registers(monkeypatch):
     tile = tiles.shipped_table()[-1].tile
-    assert "maxnreg" not in product.launch_options(tile, torch.empty(1, dtype=torch.float16))
-    assert product.launch_options(tile, torch.empty(1))["maxnreg"] == 255
-    monkeypatch.setattr(product, "capability", lambda device: 100)
-    found = product.launch_options(tile, torch.empty(1, dtype=torch.float16))
+    assert "maxnreg" not in mainloop.gemm_options(tile, torch.empty(1, dtype=torch.float16))
+    assert mainloop.gemm_options(tile, torch.empty(1))["maxnreg"] == 255
+    monkeypatch.setattr(mainloop, "capability", lambda device: 100)
+    found = mainloop.gemm_options(tile, torch.empty(1, dtype=torch.float16))
     assert found == {"num_warps": tile.warps, "maxnreg": 255, "num_stages": tile.stages}
 
 
@@ -419,7 +419,7 @@ def test_what_does_not_fit_raises_before_any_launch():
     fused = [
         ("activation must be", {"activation": "silu"}),
         ("gate, up pairs", {"activation": "swiglu", "b": torch.ones(4, 5)}),
-        ("keep=True", {"keep": True}),
+        ("save_z=True", {"save_z": True}),
         ("residual must be", {"residual": torch.ones(6)}),
         ("0 <= p < 1", {"drop": Drop(1.0, 0, 0, tokens)}),
         ("int64 tokens", {"drop": Drop(0.1, 0, 0, tokens[:2])}),
@@ -487,11 +487,11 @@ def test_operators_pass_opcheck(impl):
     torch.library.opcheck(ops.gemm.default, (*narrow, _draw(6), torch.float32, "ieee"))
     for add in (False, True):
         torch.library.opcheck(ops.gemm_into.default, (*narrow, torch.zeros(7, 6), add, None, impl))
-    for activation, keep in ((None, False), ("gelu", False), ("relu2", True), ("swiglu", True)):
+    for activation, save_z in ((None, False), ("gelu", False), ("relu2", True), ("swiglu", True)):
         r = _draw(7, 3 if activation == "swiglu" else 6)
-        for rest in ((None, None, None), (_draw(6), r, tokens)):
-            how = (activation, keep, 0.25, 2**40, 3, torch.float64, None, impl)
-            torch.library.opcheck(ops.fused_gemm.default, (a, b, *rest, *how))
+        for bias, residual, drop in ((None, None, None), (_draw(6), r, tokens)):
+            how = (activation, save_z, drop, 0.25, 2**40, 3, torch.float64, None, impl)
+            torch.library.opcheck(ops.fused_gemm.default, (a, b, bias, residual, *how))
 
 
 @IMPLS
@@ -562,12 +562,12 @@ def test_a_compiled_product_has_forward_derivatives_and_those_of_torch_func():
 @IMPLS
 @pytest.mark.parametrize("activation", [None, "gelu", "swiglu"])
 def test_fused_products_compile_whole(activation, impl):
-    keep = activation is not None
+    save_z = activation is not None
 
     def run(a, b, bias, residual, tokens, seed):
         drop = Drop(0.3, seed, 3, tokens)
         options = {"activation": activation, "impl": impl}
-        everything = fused_gemm(a, b, bias, keep=keep, drop=drop, residual=residual, **options)
+        everything = fused_gemm(a, b, bias, save_z=save_z, drop=drop, residual=residual, **options)
         return *everything, fused_gemm(a, b, drop=drop._replace(p=0.0), **options)[0]
 
     residual = _epilogue(activation)["residual"]
@@ -647,10 +647,10 @@ def test_gemm_into_refuses_a_buffer_that_would_cut_or_stretch_the_numbers(impl, 
 def test_under_autocast_a_fused_product_keeps_the_dtype_of_its_operands(activation, impl):
     a, b, bias = (_draw(*s, dtype=torch.float32) for s in ((70, 50), (50, 66), (66,)))
     options = _epilogue(activation, dtype=torch.float32)
-    keep = activation is not None
+    save_z = activation is not None
 
     def run():
-        return fused_gemm(a, b, bias, keep=keep, **options, impl=impl)
+        return fused_gemm(a, b, bias, save_z=save_z, **options, impl=impl)
 
     expected = run()
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():

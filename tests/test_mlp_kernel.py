@@ -10,10 +10,11 @@ from close import assert_close_f64, assert_error_budget, relative_error
 from rules import rulecheck
 from torch.utils.checkpoint import checkpoint
 
-from warpweave.kernels import mlp as module
 from warpweave.kernels import reference
 from warpweave.kernels.activation import ACTIVATIONS
 from warpweave.kernels.dropout import Drop
+from warpweave.kernels.gemm.local import LOCAL
+from warpweave.kernels.mlp import function as module
 from warpweave.kernels.mlp import gelu_mlp, hidden_bwd, hidden_fwd, mlp, swiglu_mlp
 from warpweave.kernels.runtime.wgrad import WeightGradients, accumulate, collect
 
@@ -261,7 +262,7 @@ def test_slices_of_the_hidden_units_are_partial_sums_and_slices_of_gradients(act
     def halves(s):
         rows = up[s].flatten(0, -2)
         bias = up_bias[s].flatten()
-        h, z = hidden_fwd(x, rows, bias, keep=True, **options)
+        h, z = hidden_fwd(x, rows, bias, save_z=True, **options)
         dz, again = hidden_bwd(dy, down[:, s], z, want_hidden=True, **options)
         assert_close_f64(again, h, 1e-15)
         assert hidden_bwd(dy, down[:, s], z, **options)[1] is None
@@ -276,10 +277,10 @@ def test_slices_of_the_hidden_units_are_partial_sums_and_slices_of_gradients(act
 
 def test_the_typing_rule_holds_on_every_placement() -> None:
     """What is cut where: tokens by themselves; hidden units would leave a partial sum."""
-    how = module.How("swiglu", impl="torch")
+    options = module.Options("swiglu", impl="torch")
     x, up, down, up_bias, down_bias = (t.detach() for t in _tensors("swiglu", (4,), 6, 8))
     for biases, residual in (((up_bias, down_bias), x.clone()), ((None, None), None)):
-        arguments = (x, up, biases[0], down, biases[1], residual, how, x.dtype, True)
+        arguments = (x, up, biases[0], down, biases[1], residual, options, x.dtype, True, LOCAL)
         report = rulecheck(module._MLP, arguments)
         assert len(report.checked) > 2
         assert report.rejected
@@ -309,18 +310,12 @@ def test_under_checkpoint_gradients_reach_the_parameters(impl) -> None:
         assert torch.equal(t.grad, expected)
 
 
-def test_the_operators_are_well_formed() -> None:
-    x, up, down, up_bias, down_bias = _tensors("swiglu", (5,), E=4, F=3)
-    up, up_bias = (t.detach().flatten(0, 1).requires_grad_() for t in (up, up_bias))
-    tokens = torch.arange(5)
-    op = torch.ops.warpweave.mlp.default
-    for bias, drop, recompute in ((True, True, "activation"), (False, False, "up")):
-        biases = (up_bias, down_bias) if bias else (None, None)
-        torch.library.opcheck(
-            op,
-            (x, up, biases[0], down, biases[1], x.detach().clone() if drop else None)
-            + (tokens if drop else None, "swiglu", 0.3, 5, 1, recompute, None, 1),
-        )
+def test_the_operator_is_well_formed() -> None:
+    dy, _, down = (t.detach() for t in _tensors("swiglu", (5,), E=4, F=3, bias=False))
+    z = torch.randn(5, 6, dtype=torch.float64)
+    for want_hidden in (False, True):
+        arguments = dy, down, z, "swiglu", want_hidden, None
+        torch.library.opcheck(torch.ops.warpweave.hidden_bwd.default, arguments)
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's
@@ -386,17 +381,17 @@ def test_planted_faults_exceed_the_tolerance(fault, monkeypatch) -> None:
     tensors = _tensors("gelu")
     options = {"activation": "gelu", "drop": _drop(), "impl": "triton"}
     truth = _with_gradients(mlp, tensors, **options)
-    backward, drop_backward = module.hidden_bwd, module._drop_bwd
+    backward, drop_backward = module.hidden_bwd, module.dropout
 
     def broken(dy, down_weight, z, **named):
         dz, h = backward(dy, down_weight, z, **named)
         return (dy @ down_weight, h) if fault == "slope forgotten" else (dz, z)
 
     if fault == "mask of another site":
-        monkeypatch.setattr(
+        monkeypatch.setattr(  # the forward's mask is drawn in the kernel
             module,
-            "_drop_bwd",
-            lambda dy, drop, impl: drop_backward(dy, drop._replace(site=4), impl),
+            "dropout",
+            lambda dy, drop, impl: drop_backward(dy, drop._replace(site=4), impl=impl),
         )
     else:
         monkeypatch.setattr(module, "hidden_bwd", broken)

@@ -7,6 +7,7 @@ from torch.utils.checkpoint import checkpoint
 from traffic import traffic
 
 from warpweave.kernels import cost, dropout, reference
+from warpweave.kernels.dropout import Drop
 from warpweave.kernels.norm import function as norm
 
 IMPLS = ("torch", "triton")
@@ -186,15 +187,15 @@ def test_shapes_that_do_not_fit_raise() -> None:
         with pytest.raises(ValueError, match="a tensor is wanted, got float 1e-05"):
             norm.layer_norm(x, w, 1e-5, impl=impl)
         for p, tokens, match in (
-            (1.0, torch.arange(4), r"in \[0, 1\), got 1.0"),
-            (0.1, None, "tokens is missing"),
-            (0.1, torch.arange(3), r"int64 \[4\] of x \[4, 6\], got torch.int64 \[3\]"),
+            (1.0, torch.arange(4), "0 <= p < 1, got 1.0"),
+            (0.1, None, "int64 tokens.* got None"),
+            (0.1, torch.arange(3), r"int64 tokens\[4\] .*, got torch.int64 \[3\]"),
             (0.1, torch.arange(4).int(), "got torch.int32"),
         ):
             with pytest.raises(ValueError, match=match):
-                norm.rms_norm(x, w, dropout=p, tokens=tokens, impl=impl)
+                norm.rms_norm(x, w, drop=Drop(p, 0, 0, tokens), impl=impl)
         with pytest.raises(ValueError, match="need 0 <= seed"):
-            norm.rms_norm(x, w, dropout=0.1, seed=-1, tokens=torch.arange(4), impl=impl)
+            norm.rms_norm(x, w, drop=Drop(0.1, -1, 0, torch.arange(4)), impl=impl)
         with pytest.raises(ValueError, match="out_dtype must be one of"):
             norm.rms_norm(x, w, out_dtype=torch.int32, impl=impl)
         for name, (dy, ds) in {"dy": (x[:3], None), "ds": (x, x[:3])}.items():
@@ -236,7 +237,7 @@ def test_it_compiles_without_breaks(impl) -> None:
 
 # ------------------------------------------------------------ the chain before the norm, fused
 
-DRAW = {"dropout": 0.4, "seed": 2**40 + 5, "site": 2}
+P, KEY = 0.4, {"seed": 2**40 + 5, "site": 2}
 TERMS = ("x_bias", "dropout", "residual x_bias", "residual dropout", "residual x_bias dropout")
 
 
@@ -244,11 +245,14 @@ def _tokens(shape) -> torch.Tensor:
     return (torch.arange(shape[:-1].numel()) * 7919 + 2**35).view(shape[:-1])
 
 
+def _drop(shape) -> Drop:
+    return Drop(P, **KEY, tokens=_tokens(shape))
+
+
 def _keep(shape) -> torch.Tensor:
     """The mask that dropout.dropout draws, of x[..., E] with `_tokens`."""
     ones = torch.ones(shape).flatten(0, -2)
-    arguments = {"seed": DRAW["seed"], "site": DRAW["site"], "tokens": _tokens(shape).flatten()}
-    return (reference.dropout(ones, DRAW["dropout"], **arguments) != 0).view(shape)
+    return (reference.dropout(ones, P, **KEY, tokens=_tokens(shape).flatten()) != 0).view(shape)
 
 
 def _chain(module, terms, layer, x, w, b, residual, x_bias, **options):
@@ -257,9 +261,9 @@ def _chain(module, terms, layer, x, w, b, residual, x_bias, **options):
     if "x_bias" in terms:
         given["x_bias"] = x_bias
     if "dropout" in terms and module is reference:
-        given |= {"keep": _keep(x.shape), "dropout": DRAW["dropout"]}
+        given |= {"keep": _keep(x.shape), "dropout": P}
     elif "dropout" in terms:
-        given |= {"tokens": _tokens(x.shape), **DRAW}
+        given["drop"] = _drop(x.shape)
     if layer:
         return module.layer_norm(x, w, b, **given, **options)
     return module.rms_norm(x, w, **given, **options)
@@ -303,7 +307,7 @@ def test_the_chain_equals_the_reference_in_float64(terms, layer, impl) -> None:
 def test_raw_halves_of_both_implementations_agree(terms, layer) -> None:
     x, w, b, r, x_bias = _chain_inputs((37, 67))
     dy, ds = torch.randn(2, 37, 67, dtype=torch.float64)
-    draw = {"tokens": _tokens(x.shape), **DRAW} if "dropout" in terms else {}
+    draw = {"drop": _drop(x.shape)} if "dropout" in terms else {}
     given = {"residual": r} if "residual" in terms else {}
     wanted = {"residual_dtype": r.dtype} if "residual" in terms else {}
     if "x_bias" in terms:
@@ -327,13 +331,12 @@ def test_the_chain_is_the_separate_operators_to_the_bit(layer) -> None:
     shape = torch.Size((37, 67))
     x, w, b, r, x_bias = _chain_inputs(shape, torch.float32)
     y, s = _chain(norm, "residual x_bias dropout", layer, x, w, b, r, x_bias, impl="triton")
-    draw = {"seed": DRAW["seed"], "site": DRAW["site"], "tokens": _tokens(shape)}
-    separate = r + dropout.dropout(x + x_bias, DRAW["dropout"], **draw, impl="triton")
+    separate = r + dropout.dropout(x + x_bias, _drop(shape), impl="triton")
     assert torch.equal(s, separate)
     alone = norm.layer_norm(s, w, b, impl="triton") if layer else norm.rms_norm(s, w, impl="triton")
     assert torch.equal(y, alone)
-    draw["site"] += 1  # and another site is another mask
-    assert relative_error(r + dropout.dropout(x + x_bias, DRAW["dropout"], **draw), s) > 0.1
+    other = _drop(shape)._replace(site=3)  # and another site is another mask
+    assert relative_error(r + dropout.dropout(x + x_bias, other), s) > 0.1
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -415,7 +418,7 @@ def test_the_chain_of_no_rows_and_dropout_of_nothing(impl) -> None:
     assert [g.dtype for g in grads] == [t.dtype for t in (x, w, b, r, x_bias)]
     assert not any(g.any() for g in grads)
     x, w, *_ = _chain_inputs((5, 7))
-    y, s = norm.rms_norm(x, w, tokens=torch.arange(5), impl=impl)
+    y, s = norm.rms_norm(x, w, drop=Drop(0.0, 0, 0, torch.arange(5)), impl=impl)
     assert s is x
     assert torch.equal(y, norm.rms_norm(x, w, impl=impl))
 
@@ -434,8 +437,8 @@ def test_gradcheck_of_the_chain(impl) -> None:
 def test_sums_over_rows_are_the_same_bits_every_time() -> None:
     x, w, *_ = _chain_inputs((301, 67), torch.float32)
     _, s, mean, rstd = norm.norm_fwd(x, w, layer=True, impl="triton")
-    tokens, dy = torch.arange(301), torch.randn(301, 67)
-    options = {"bias": True, "x_bias": True, "tokens": tokens, **DRAW, "impl": "triton"}
+    dy, drop = torch.randn(301, 67), Drop(P, **KEY, tokens=torch.arange(301))
+    options = {"bias": True, "x_bias": True, "drop": drop, "impl": "triton"}
     first, second = (norm.norm_bwd(dy, s, w, mean, rstd, **options) for _ in range(2))
     for name in ("dx", "dx_bias", "dw", "db"):
         assert torch.equal(getattr(first, name), getattr(second, name))
@@ -453,7 +456,7 @@ def test_the_comparison_sees_planted_faults_of_the_chain(fault, monkeypatch) -> 
 
     def faulty(dy, s, weight, mean, rstd, **options):
         if fault == "mask of another site":
-            options["site"] += 1
+            options["drop"] = options["drop"]._replace(site=3)
         if fault == "stale s":
             s = s.roll(1, 0)
         found = run(dy, s, weight, mean, rstd, **options)
@@ -469,7 +472,7 @@ def test_the_comparison_sees_planted_faults_of_the_chain(fault, monkeypatch) -> 
 def test_the_chain_reads_and_writes_everything_once() -> None:
     T, E, layer = 1024, 128, True
     x, w, b, r, x_bias = _chain_inputs((T, E), torch.bfloat16, torch.float32)
-    given = {"tokens": torch.arange(T), **DRAW, "impl": "triton"}
+    given = {"drop": Drop(P, **KEY, tokens=torch.arange(T)), "impl": "triton"}
     terms = {"layer": layer, "residual": True, "x_bias": True, "dropout": True, "stream_size": 4}
     with traffic() as t:
         _, s, mean, rstd = norm.norm_fwd(x, w, b, layer=layer, residual=r, x_bias=x_bias, **given)

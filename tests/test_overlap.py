@@ -119,12 +119,12 @@ def test_epilogues_are_those_of_the_fused_product(dtype, activation):
     width = N // 2 if activation == "swiglu" else N
     options = {"drop": Drop(0.3, 5, 2, torch.arange(7, 7 + M)), "residual": torch.randn(M, width)}
     options["residual"] = options["residual"].to(dtype)
-    keep = activation is not None
-    plain = fused_gemm(a, b, bias, activation=activation, keep=keep, impl="triton", **options)
-    y, z, whole = _alone(all_gather_gemm, a, b, bias, activation=activation, keep=keep, **options)
+    save = activation is not None
+    plain = fused_gemm(a, b, bias, activation=activation, save_z=save, impl="triton", **options)
+    y, z, whole = _alone(all_gather_gemm, a, b, bias, activation=activation, save_z=save, **options)
     assert torch.equal(whole, a)
     assert torch.equal(y, plain[0])
-    assert torch.equal(z, plain[1]) if keep else z is None
+    assert torch.equal(z, plain[1]) if save else z is None
     if activation is None:
         for op in (gemm_reduce_scatter, gemm_all_reduce):
             assert torch.equal(_alone(op, a, b, bias, **options), plain[0])
@@ -188,8 +188,8 @@ def test_a_rank_that_never_comes_is_named():
             "one floating dtype",
         ),
         (
-            lambda m: all_gather_gemm(torch.zeros(4, 2), torch.zeros(2, 3), memory=m, keep=True),
-            "keep=True",
+            lambda m: all_gather_gemm(torch.zeros(4, 2), torch.zeros(2, 3), memory=m, save_z=True),
+            "save_z=True",
         ),
         (
             lambda m: all_gather_gemm(

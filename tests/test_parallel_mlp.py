@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from close import assert_close_f64, assert_error_budget
 from ranks import run_ranks
-from rules import rulecheck
+from rules import over_group, rulecheck
 from sharded import draw, noticed, own_tokens_again, part, without_the_sum_of_dx, world
 from spmd_types import I, R, S
 from spmd_types.types import SpmdTypeError
@@ -18,11 +18,13 @@ from spmd_types.types import SpmdTypeError
 from warpweave.kernels import reference
 from warpweave.kernels.activation import ACTIVATIONS
 from warpweave.kernels.dropout import Drop
-from warpweave.kernels.mlp import RECOMPUTE, How
+from warpweave.kernels.mlp import RECOMPUTE
+from warpweave.kernels.mlp.function import _MLP, Options
 from warpweave.kernels.runtime.wgrad import WeightGradients, collect
 from warpweave.parallel import collectives
-from warpweave.parallel.tensor import mlp
+from warpweave.parallel.collectives import own_slice
 from warpweave.parallel.tensor.mlp import parallel_mlp
+from warpweave.parallel.tensor.ranks import TensorRanks
 
 T, E, HIDDEN, RTOL = 12, 7, 24, 1e-12
 NAMES = ("x", "up_weight", "down_weight", "up_bias", "down_bias", "residual")
@@ -255,30 +257,27 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent() -> None:
 # ---------------------------------------------------------------- planted faults
 
 
-def _bias_before_the_sum(x, weight, bias, group, sequence_parallel):
-    y = F.linear(x, weight, bias)
-    sums = collectives.start_reduce_scatter if sequence_parallel else collectives.start_all_reduce_
-    return sums(y, group).wait()
+def _bias_before_the_sum(ranks, h, weight, bias, *, residual, **options):
+    return ranks.start_sum(F.linear(h, weight, bias)).wait() + residual
 
 
-def _no_sum(x, weight, bias, group, sequence_parallel):
-    y = F.linear(x, weight)
-    return (collectives.own_slice(y, group) if sequence_parallel else y) + bias
+def _no_sum(ranks, h, weight, bias, *, residual, **options):
+    y = F.linear(h, weight)
+    return (own_slice(y, ranks.group) if ranks.sequence_parallel else y) + bias + residual
 
 
-NO_SUM_OF_DX = without_the_sum_of_dx(mlp.column_gradients)
 FAULTS = {
-    "bias before the sum": ("row_sum", _bias_before_the_sum, (False, True)),
-    "no sum of y": ("row_sum", _no_sum, (False, True)),
-    "no gather of x": ("whole_tokens", own_tokens_again, (True,)),
-    "no sum of dx": ("column_gradients", NO_SUM_OF_DX, (False, True)),
+    "bias before the sum": ("row_product", _bias_before_the_sum, (False, True)),
+    "no sum of y": ("row_product", _no_sum, (False, True)),
+    "no gather of x": ("gather", own_tokens_again, (True,)),
+    "no sum of dx": ("column_gradients", without_the_sum_of_dx(), (False, True)),
 }
 
 
 def _planted(rank: int) -> None:
     for name, (place, fault, sequences) in FAULTS.items():
         for sequence in sequences:
-            with mock.patch.object(mlp, place, fault):
+            with mock.patch.object(TensorRanks, place, fault):
                 where = noticed(check, sequence=sequence)
             assert where == world()[2], f"{name}, sequence {sequence}: noticed on {where} ranks"
 
@@ -294,13 +293,13 @@ def test_planted_faults_are_noticed() -> None:
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 def test_the_typing_rule_holds_numerically(activation: str, sequence: bool) -> None:
     rows = 8 if activation == "swiglu" else 4
-    how = How(activation, impl="torch")
-    more = ("tp", sequence, True, how, torch.float64, False)
+    more = (None, Options(activation, impl="torch"), torch.float64, False, "tp", sequence)
     tensors = draw(1, 6, 5), draw(2, rows, 5), draw(3, rows), draw(4, 5, 4), draw(5, 5)
     places = {"x": S(0) if sequence else I, "up_weight": S(0), "up_bias": S(0),
               "down_weight": S(1), "down_bias": R if sequence else I}  # fmt: skip
     places = {name: {"tp": place} for name, place in places.items()}
-    rulecheck(mlp._ParallelMLP, (*tensors, *more), places, mesh={"tp": 2})
+    function = over_group(_MLP)
+    rulecheck(function, (*tensors, *more), places, mesh={"tp": 2})
     refused = places | {"down_bias": {"tp": I if sequence else R}}
     with pytest.raises(SpmdTypeError):
-        rulecheck(mlp._ParallelMLP, (*tensors, *more), refused, mesh={"tp": 2})
+        rulecheck(function, (*tensors, *more), refused, mesh={"tp": 2})

@@ -9,15 +9,16 @@ import pytest
 import torch
 from close import assert_close_f64, assert_error_budget
 from ranks import run_ranks
-from rules import rulecheck
+from rules import over_group, rulecheck
 from sharded import draw, noticed, own_tokens_again, part, without_the_sum_of_dx, world
 from spmd_types import I, R, S
 
 from warpweave.kernels import reference
+from warpweave.kernels.qkv import function as qkv
 from warpweave.kernels.rope import rope_table
 from warpweave.kernels.runtime.wgrad import WeightGradients, collect
-from warpweave.parallel.tensor import qkv
 from warpweave.parallel.tensor.qkv import parallel_qkv_rope
+from warpweave.parallel.tensor.ranks import TensorRanks
 
 B, LENGTH, E, KV, RTOL = 2, 6, 7, 12, 1e-12  # 12 tokens and 12 KV heads divide by 1, 2, 3 and 4
 Tensors = list[torch.Tensor | None]
@@ -234,20 +235,19 @@ def _turned_on(dq, dk, dv, cos, sin, **options):
 
 
 RIGHT_BWD = qkv.qkv_bwd
-NO_SUM_OF_DX = without_the_sum_of_dx(qkv.column_gradients)
 FAULTS = {
-    "no gather of x": ("whole_tokens", own_tokens_again, (True,)),
-    "no sum of dx": ("column_gradients", NO_SUM_OF_DX, (False, True)),
-    "turned on": ("qkv_bwd", _turned_on, (False, True)),
+    "no gather of x": (TensorRanks, "gather", own_tokens_again, (True,)),
+    "no sum of dx": (TensorRanks, "column_gradients", without_the_sum_of_dx(), (False, True)),
+    "turned on": (qkv, "qkv_bwd", _turned_on, (False, True)),
 }
 
 
 def _planted(rank: int) -> None:
-    for name, (place, fault, sequences) in FAULTS.items():
+    for name, (where, place, fault, sequences) in FAULTS.items():
         for sequence in sequences:
-            with mock.patch.object(qkv, place, fault):
-                where = noticed(check, sequence=sequence)
-            assert where == world()[2], f"{name}, sequence {sequence}: noticed on {where} ranks"
+            with mock.patch.object(where, place, fault):
+                found = noticed(check, sequence=sequence)
+            assert found == world()[2], f"{name}, sequence {sequence}: noticed on {found} ranks"
 
 
 def test_planted_faults_are_noticed() -> None:
@@ -262,7 +262,8 @@ def test_planted_faults_are_noticed() -> None:
 def test_the_typing_rule_holds_numerically(sequence: bool, batch: int) -> None:
     tensors = draw(1, 6, 5), draw(2, 2, 3, 4, 5), draw(3, 2, 3, 4), *table(4)
     tensors = tuple(t[: 6 // batch] if i > 2 else t for i, t in enumerate(tensors))
-    more = ("tp", sequence, True, (batch, 6 // batch), (3, 4), torch.float64, "torch")
+    shape = batch, 6 // batch
+    more = (shape, (3, 4), torch.float64, None, "torch", "tp", sequence)
     places = {"x": S(0) if sequence else I, "weight": S(0), "bias": S(0), "cos": R, "sin": R}
     places = {name: {"tp": place} for name, place in places.items()}
-    rulecheck(qkv._ParallelQKV, (*tensors, *more), places, mesh={"tp": 2})
+    rulecheck(over_group(qkv._QKV), (*tensors, *more), places, mesh={"tp": 2})

@@ -46,7 +46,9 @@ from warpweave.parallel.data.zero import Unit, ZeroOptimizer
 from warpweave.parallel.mesh import ConnectedMesh, Mesh, single
 from warpweave.parallel.pipeline.stage import ChainStage
 from warpweave.parallel.shard import ParamRecord
-from warpweave.parallel.tensor import linear, linear_loss, loss, mlp
+from warpweave.parallel.tensor import linear_loss, loss
+from warpweave.parallel.tensor import ranks as tensor_ranks
+from warpweave.parallel.tensor.ranks import TensorRanks
 from warpweave.prove import LIMITS, Layout, expected, proof, prove_layout
 
 LIMIT = LIMITS["fp64"]
@@ -262,7 +264,7 @@ def mean_of_means(mesh):
 @fault(4, Layout(Mesh(dp=2, tp=2), sequence_parallel=True, recompute="full"))
 def recomputation_gathers_over_data_ranks(mesh):
     """Megatron-LM #7452 finding 4: recomputation gathers the tokens over another group."""
-    right, right_gather = block.TransformerBlock.forward, linear.start_all_gather
+    right, right_gather = block.TransformerBlock.forward, tensor_ranks.start_all_gather
 
     def elsewhere(x, group, dim=0):
         return right_gather(x, mesh.group("dp"), dim)
@@ -270,7 +272,7 @@ def recomputation_gathers_over_data_ranks(mesh):
     def forward(self, x, context=None):
         if not torch.is_grad_enabled():  # the first time, without a graph
             return right(self, x, context)
-        with mock.patch.object(linear, "start_all_gather", elsewhere):
+        with mock.patch.object(tensor_ranks, "start_all_gather", elsewhere):
             return right(self, x, context)
 
     return [(block.TransformerBlock, "forward", forward)]
@@ -578,13 +580,12 @@ def every_rank_loads_the_first_qkv(mesh):
 @fault(18, TP)
 def row_bias_once_per_rank(mesh):
     """torchtitan's planted control in test_distributed_linear: added before the sum over ranks."""
-    right = mlp.row_sum
+    right = TensorRanks.row_product
 
-    def row_sum(x, weight, bias, group, sequence_parallel):
-        y = right(x, weight, bias, group, sequence_parallel)
-        return y + (mesh.size("tp") - 1) * bias
+    def row_product(ranks, h, weight, bias, **options):
+        return right(ranks, h, weight, bias, **options) + (mesh.size("tp") - 1) * bias
 
-    return [(mlp, "row_sum", row_sum)]
+    return [(TensorRanks, "row_product", row_product)]
 
 
 @fault(19, TP)

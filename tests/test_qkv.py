@@ -9,8 +9,9 @@ from close import assert_close_f64, assert_error_budget, relative_error
 from rules import rulecheck
 from torch.utils.checkpoint import checkpoint
 
-from warpweave.kernels import qkv as module
 from warpweave.kernels import reference
+from warpweave.kernels.gemm.local import LOCAL
+from warpweave.kernels.qkv import function as module
 from warpweave.kernels.qkv import qkv_bwd, qkv_fwd, qkv_rope
 from warpweave.kernels.rope import rope_table
 from warpweave.kernels.runtime.wgrad import WeightGradients, accumulate, collect
@@ -155,7 +156,7 @@ def test_the_typing_rule_holds_on_every_placement() -> None:
     tensors, table = _tensors(B=2, S=4, E=6, D=4, G=1, kv=4)
     x, weight, bias = (t.detach() for t in tensors)
     for b in (bias, None):
-        arguments = (x, weight, b, *table, (3, 4), x.dtype, None, None)
+        arguments = (x, weight, b, *table, None, (3, 4), x.dtype, None, None, LOCAL)
         report = rulecheck(module._QKV, arguments)
         assert len(report.checked) == 5  # batch, sequence, heads, and nothing cut twice
         assert report.rejected
@@ -179,9 +180,12 @@ def test_autocast_and_checkpoint(impl) -> None:
 
 def test_the_operators_are_well_formed() -> None:
     tensors, table = _tensors(S=2, E=3, D=4, G=1, kv=1)
-    op = torch.ops.warpweave.qkv_rope.default
-    torch.library.opcheck(op, (*tensors, *table, None))
-    torch.library.opcheck(op, (*tensors[:2], None, None, None, None))
+    x, weight, bias = (t.detach() for t in tensors)
+    ops = torch.ops.warpweave
+    heads = qkv_fwd(x, weight, bias, *table)
+    for b, turned in ((bias, table), (None, (None, None))):
+        torch.library.opcheck(ops.qkv_fwd.default, (x, weight, b, *turned, None))
+        torch.library.opcheck(ops.qkv_bwd.default, (*heads, *turned))
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's

@@ -57,11 +57,11 @@ def cases() -> dict[str, tuple[Callable, list, list, list]]:
         return rope.apply_rope_qk(q, k, *table, interleaved=True, impl="triton")
 
     def chain(x, w, b, r, x_bias, rows):
-        drop = {"dropout": 0.5, "seed": 3, "site": 1, "tokens": rows}
-        return norm.layer_norm(x, w, b, residual=r, x_bias=x_bias, **drop, impl="triton")
+        drop = dropout.Drop(0.5, 3, 1, rows)
+        return norm.layer_norm(x, w, b, residual=r, x_bias=x_bias, drop=drop, impl="triton")
 
     def drop(x, tokens, impl="triton"):
-        return dropout.dropout(x, 0.5, seed=3, site=1, tokens=tokens, impl=impl)
+        return dropout.dropout(x, dropout.Drop(0.5, 3, 1, tokens), impl=impl)
 
     def loss(z, labels, smoothing=0.0):
         return cross_entropy.cross_entropy(

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from close import assert_close_f64, assert_error_budget
 from ranks import run_ranks
-from rules import rulecheck
+from rules import over_group, rulecheck
 from sharded import beside_replicas, draw, noticed, world
 from spmd_types import I, R, S
 from spmd_types.rulecheck import RuleCheckError
@@ -576,25 +576,27 @@ def test_planted_faults_are_noticed() -> None:
 
 IDS = torch.tensor([0, 3, 2, 1, 4, 2])
 VOCABULARY = Vocabulary(0, 7, -100, 0.1, 0.0, "torch")
+RANKED = (tensor.linear._ColumnParallelLinear, tensor.linear._RowParallelLinear)
+COLUMN, ROW = map(over_group, RANKED)
 CASES = {
     "column": (
-        tensor.linear._ColumnParallelLinear,
-        (draw(1, 6, 4), draw(2, 10, 4), draw(3, 10), "tp", False, True, torch.float64),
+        COLUMN,
+        (draw(1, 6, 4), draw(2, 10, 4), draw(3, 10), torch.float64, "tp", False),
         {"x": I, "weight": S(0), "bias": S(0)},
     ),
     "column, sequence": (
-        tensor.linear._ColumnParallelLinear,
-        (draw(1, 6, 4), draw(2, 10, 4), draw(3, 10), "tp", True, True, torch.float64),
+        COLUMN,
+        (draw(1, 6, 4), draw(2, 10, 4), draw(3, 10), torch.float64, "tp", True),
         {"x": S(0), "weight": S(0), "bias": S(0)},
     ),
     "row": (
-        tensor.linear._RowParallelLinear,
-        (draw(1, 6, 4), draw(2, 10, 4), draw(3, 10), "tp", False, True, torch.float64),
+        ROW,
+        (draw(1, 6, 4), draw(2, 10, 4), draw(3, 10), torch.float64, "tp", False),
         {"x": S(1), "weight": S(1), "bias": I},
     ),
     "row, sequence": (
-        tensor.linear._RowParallelLinear,
-        (draw(1, 6, 4), draw(2, 10, 4), draw(3, 10), "tp", True, True, torch.float64),
+        ROW,
+        (draw(1, 6, 4), draw(2, 10, 4), draw(3, 10), torch.float64, "tp", True),
         {"x": S(1), "weight": S(1), "bias": R},
     ),
     "embedding": (
@@ -642,18 +644,22 @@ def test_every_function_has_a_rule() -> None:
         for _, f in inspect.getmembers(module, inspect.isclass)
         if issubclass(f, torch.autograd.Function)
     }
-    assert functions == {function for function, _, _ in CASES.values()}
+    cases = {function for function, _, _ in CASES.values()}
+    assert functions == cases - {COLUMN, ROW} | set(RANKED)
 
 
 class _BiasOnEveryRank(tensor.linear._RowParallelLinear):
     @staticmethod
-    def forward(ctx, x, weight, bias, group, sequence_parallel, overlap, dtype):
-        return collectives.start_all_reduce_(F.linear(x, weight, bias), group).wait()
+    def forward(ctx, x, weight, bias, dtype, ranks):
+        return ranks.start_sum(F.linear(x, weight, bias)).wait()
 
 
 def test_a_planted_fault_breaks_the_rule() -> None:
     _, args, documented = CASES["row"]
     with pytest.raises(RuleCheckError, match="differs from the reference"):
         rulecheck(
-            _BiasOnEveryRank, args, {k: {"tp": v} for k, v in documented.items()}, mesh={"tp": 2}
+            over_group(_BiasOnEveryRank),
+            args,
+            {k: {"tp": v} for k, v in documented.items()},
+            mesh={"tp": 2},
         )

@@ -277,9 +277,10 @@ def test_products_are_right_under_a_users_odd_tiles(table, tile) -> None:
         torch.randn(s, dtype=torch.float64) for s in ((67, 37), (37, 70), 70, (67, 35))
     )
     out = torch.ones(67, 70, dtype=torch.float64)
-    want, want_z = fused_gemm(a, b, bias, activation="swiglu", keep=True, residual=r, impl="torch")
+    options = {"activation": "swiglu", "save_z": True, "residual": r}
+    want, want_z = fused_gemm(a, b, bias, **options, impl="torch")
     with tiles.pinned(_through_a_file(table, rows)):
-        y, z = fused_gemm(a, b, bias, activation="swiglu", keep=True, residual=r, impl="triton")
+        y, z = fused_gemm(a, b, bias, **options, impl="triton")
         gemm_into(a, b, out, True, impl="triton")
     assert_close_f64(y, want, 1e-13)
     assert_close_f64(z, want_z, 1e-13)

@@ -30,14 +30,18 @@ import warpweave.layers.linear
 import warpweave.layers.loss
 import warpweave.layers.mlp
 from warpweave.gpt import GPT, PRESETS, GPTConfig
-from warpweave.kernels import activation, mlp, qkv
+from warpweave.kernels import activation
+from warpweave.kernels.activation import activate
 from warpweave.kernels.attention import attention
 from warpweave.kernels.cross_entropy import function as cross_entropy
 from warpweave.kernels.cross_entropy import linear as linear_cross_entropy
 from warpweave.kernels.cross_entropy.vocabulary import Vocabulary
 from warpweave.kernels.dropout import Drop
+from warpweave.kernels.gemm import local
+from warpweave.kernels.mlp import function as mlp
 from warpweave.kernels.norm import function as norm
 from warpweave.kernels.norm import torch_path as norm_cpu
+from warpweave.kernels.qkv import function as qkv
 from warpweave.kernels.rope import rope_table, rotation
 from warpweave.kernels.runtime import dispatch
 from warpweave.layers.attention import Attention
@@ -147,7 +151,7 @@ def composed_mlp(column=tensor.column_parallel_linear, row=tensor.row_parallel_l
     ):  # fmt: skip
         cut = {"group": group, "sequence_parallel": sequence_parallel}
         up_bias = None if up_bias is None else up_bias.flatten()
-        h = mlp.activate(column(x, up.flatten(0, -2), up_bias, **cut), activation)
+        h = activate(column(x, up.flatten(0, -2), up_bias, **cut), activation)
         return residual + row(h, down, down_bias, **cut)
 
     return apply
@@ -373,11 +377,12 @@ LOCAL = {
     linear_cross_entropy._InForward: lambda: _linear_loss(),
     mlp._MLP: lambda: (
         *(torch.randn(*s, **T64) for s in ((4, 6), (8, 6), (8,), (6, 8), (6,), (4, 6))),
-        mlp.How("gelu", impl="torch"), torch.float64, True,
+        mlp.Options("gelu", impl="torch"), torch.float64, True, local.LOCAL,
     ),
     qkv._QKV: lambda: (
         *(torch.randn(*s, **T64) for s in ((2, 4, 6), (4, 3, 4, 6), (4, 3, 4))),
-        torch.randn(4, 2, **T64), torch.randn(4, 2, **T64), (3, 4), torch.float64, None, None,
+        torch.randn(4, 2, **T64), torch.randn(4, 2, **T64),
+        None, (3, 4), torch.float64, None, None, local.LOCAL,
     ),
 }  # fmt: skip
 

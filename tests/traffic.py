@@ -482,7 +482,7 @@ def _elementwise() -> list[Measure]:
         ),
         Measure(
             "dropout",
-            lambda: dropout.dropout_fwd(x, 0.1, seed=7, site=3, tokens=tokens),
+            lambda: dropout.dropout_fwd(x, dropout.Drop(0.1, 7, 3, tokens)),
             lambda t: cost.dropout(T, E).bytes,
         ),
         Measure(
@@ -551,7 +551,7 @@ def _mlp() -> list[Measure]:
             Measure(
                 f"mlp hidden fwd {activation}: z and h written once",
                 lambda w1=w1, a=activation: mlp.hidden_fwd(
-                    x, w1, activation=a, keep=True, impl="triton"
+                    x, w1, activation=a, save_z=True, impl="triton"
                 ),
                 lambda t, g=gated, wide=wide: product(t, T, g * F, E) + wide + 2 * T * F,
                 products=lambda t, g=gated: 2 * T * g * F * E,

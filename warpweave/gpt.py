@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from warpweave.config import PRESETS, GPTConfig, ParallelPlan
-from warpweave.kernels.dropout import dropout
+from warpweave.kernels.dropout import Drop, dropout
 from warpweave.kernels.rope import rope_table
 from warpweave.layers.block import TransformerBlock
 from warpweave.layers.context import TokenContext
@@ -229,14 +229,8 @@ class GPT(nn.Module):
         if self.config.positions == "learned":
             x = x + self.positions(batch.positions)
         if self.config.dropout and self.training:
-            x = dropout(
-                x,
-                self.config.dropout,
-                seed=batch.context.seed,
-                site=0,
-                tokens=batch.context.token_ids,
-                impl=self.impl,
-            )
+            drop = Drop(self.config.dropout, batch.context.seed, 0, batch.context.token_ids)
+            x = dropout(x, drop, impl=self.impl)
         return x
 
     @property

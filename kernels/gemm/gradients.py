@@ -49,7 +49,9 @@ def leaf_of(parameter: torch.Tensor | None) -> torch.Tensor | None:
     Functions are given the leaf: through a view its gradient could be neither collected nor wider
     than the parameter, because autograd rounds it to the dtype of the view.
     """
-    if parameter is None or parameter.is_leaf or parameter.grad_fn.name() != "ViewBackward0":
+    if parameter is None or torch.compiler.is_compiling() or parameter.is_leaf:
+        return parameter
+    if parameter.grad_fn.name() != "ViewBackward0":
         return parameter
     return getattr(parameter.grad_fn.next_functions[0][0], "variable", parameter)
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from warpweave.kernels.dropout import Drop, check_drop, launch_arguments
 from warpweave.kernels.norm.device import (
     RUNTIME,
     add_to,
@@ -20,7 +21,7 @@ from warpweave.kernels.norm.device import (
     vector,
 )
 from warpweave.kernels.norm.launch import as_rows, contiguous, tile_of
-from warpweave.kernels.norm.options import Dropped, check_dropped, check_tensors
+from warpweave.kernels.norm.options import check_tensors
 from warpweave.kernels.norm.torch_path import norm_bwd_cpu
 from warpweave.kernels.runtime.dispatch import (
     all_registers,
@@ -156,10 +157,7 @@ def norm_bwd(
     ds: torch.Tensor | None = None,
     bias: bool = False,
     x_bias: bool = False,
-    dropout: float = 0.0,
-    seed: int = 0,
-    site: int = 0,
-    tokens: torch.Tensor | None = None,
+    drop: Drop | None = None,
     x_dtype: torch.dtype | None = None,
     residual_dtype: torch.dtype | None = None,
     impl: str | None = None,
@@ -171,7 +169,7 @@ def norm_bwd(
     of dx and dresidual. dw, db and dx_bias are sums over tokens, in the dtype of rstd. Raises
     ValueError as `rms_norm`, and on gradients that are not like s.
     """
-    impl = choose(impl, dy, s, weight, mean, rstd, ds, tokens)
+    impl = choose(impl, dy, s, weight, mean, rstd, ds, getattr(drop, "tokens", None))
     check_tensors(s, weight)
     for name, gradient in (("dy", dy), ("ds", ds)):
         if gradient is not None and gradient.shape != s.shape:
@@ -181,9 +179,9 @@ def norm_bwd(
             raise ValueError(
                 f"{name} must be {[*s.shape[:-1]]} of s {[*s.shape]}, got {[*statistic.shape]}"
             )
-    drop = check_dropped(s, dropout, seed, site, tokens)
+    drop = check_drop(drop, s.shape[:-1])
     x_dtype = s.dtype if x_dtype is None else x_dtype
-    apart = residual_dtype is not None and (drop.tokens is not None or residual_dtype != x_dtype)
+    apart = residual_dtype is not None and (drop is not None or residual_dtype != x_dtype)
     more = (ds, bias, x_bias, drop, x_dtype, residual_dtype if apart else None)
     if impl == "torch":
         mean = None if mean is None else mean.unsqueeze(-1)
@@ -196,7 +194,7 @@ def norm_bwd(
     return NormGradients(dx, dresidual, dx_bias, dw, db)
 
 
-def _launch_bwd(dy, s, weight, mean, rstd, ds, bias, x_bias, drop: Dropped, x_dtype, apart):
+def _launch_bwd(dy, s, weight, mean, rstd, ds, bias, x_bias, drop: Drop | None, x_dtype, apart):
     """The fields of `NormGradients`; `apart` is the dtype of a dresidual that is not dx."""
     E, dy2, s2, ds2 = s.shape[-1], as_rows(dy), as_rows(s), None if ds is None else as_rows(ds)
     kernel, (rows, block, warps) = norm_bwd_kernel, tile_of(E)
@@ -215,14 +213,15 @@ def _launch_bwd(dy, s, weight, mean, rstd, ds, bias, x_bias, drop: Dropped, x_dt
     partial = torch.empty(1 + bias + x_bias, programs, E, dtype=rstd.dtype, device=s.device)
     if widest < E:
         partial.zero_()  # that kernel adds to them
+    tokens, seed, site, constants = launch_arguments(drop)
     if programs:
         with torch.cuda.device_of(s):
             kernel[(programs,)](
                 dy2, ds2, s2, weight.contiguous(), contiguous(mean), rstd.contiguous(),
-                drop.tokens, dx, dresidual,
+                tokens, dx, dresidual,
                 partial[0], partial[1] if bias else None, partial[-1] if x_bias else None,
                 len(s2), dy2.stride(0), 0 if ds2 is None else ds2.stride(0), s2.stride(0),
-                drop.seed, drop.site, E, *drop.constants(), rows, block,
+                seed, site, E, *constants, rows, block,
                 **options)  # fmt: skip
     dw = partial[0].sum(0)  # sums apart: outputs of an operator share no storage
     db = partial[1].sum(0) if bias else None

@@ -52,7 +52,7 @@ def drop_mask(
     GROUPS: tl.constexpr = tile.shape[1] // 4
     token = tl.load(tokens_ptr + row, row < rows, 0)[:, None]
     group = start // 4 + tl.arange(0, GROUPS)[None, :]
-    keep = keyed.kept(seed, site, token, group, THRESHOLD, tile.shape[0], GROUPS)
+    keep = keyed.keep_mask(seed, site, token, group, THRESHOLD, tile.shape[0], GROUPS)
     return tl.where(keep, tile * SCALE, 0.0)
 
 

@@ -40,10 +40,11 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from warpweave.kernels.dropout import Drop, check_drop, make_drop
 from warpweave.kernels.gemm.gradients import grad_dtype
 from warpweave.kernels.norm.backward import norm_bwd
 from warpweave.kernels.norm.forward import norm_fwd
-from warpweave.kernels.norm.options import check_dropped, check_out, check_tensors, sum_dtype
+from warpweave.kernels.norm.options import check_out, check_tensors, stream_dtype
 from warpweave.kernels.norm.torch_path import cast, norm_bwd_cpu, norm_fwd_cpu, norm_sum
 from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.runtime.dispatch import (
@@ -83,8 +84,7 @@ def _norm_fwd_op(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     y, s, mean, rstd = norm_fwd(
         x, weight, bias, eps, layer=bool(layer), residual=residual, x_bias=x_bias,
-        dropout=dropout, seed=seed, site=site, tokens=tokens, out_dtype=_DTYPES[out_dtype],
-        impl="triton",
+        drop=make_drop(dropout, seed, site, tokens), out_dtype=_DTYPES[out_dtype], impl="triton",
     )  # fmt: skip
     return y, _empty(s) if s is x else s, mean if layer else _empty(rstd), rstd
 
@@ -93,7 +93,7 @@ def _norm_fwd_op(
 def _(
     x, weight, bias, residual, x_bias, tokens, eps, layer, dropout, seed, site, out_dtype
 ):  # fmt: skip
-    s = x.new_empty(x.shape, dtype=sum_dtype(x, residual))
+    s = x.new_empty(x.shape, dtype=stream_dtype(x, residual))
     rstd = x.new_empty(x.shape[:-1], dtype=compute_dtype(s))
     if residual is None and x_bias is None and tokens is None:
         s = _empty(x)
@@ -118,7 +118,7 @@ def _norm_fwd_out_op(
 ) -> torch.Tensor:
     s = norm_fwd(
         x, weight, bias, eps, layer=bool(layer), residual=residual, x_bias=x_bias,
-        dropout=dropout, seed=seed, site=site, tokens=tokens, out=out, impl="triton",
+        drop=make_drop(dropout, seed, site, tokens), out=out, impl="triton",
     )[1]  # fmt: skip
     return _empty(s) if s is x else s
 
@@ -127,7 +127,7 @@ def _norm_fwd_out_op(
 def _(out, x, weight, bias, residual, x_bias, tokens, eps, layer, dropout, seed, site):
     if residual is None and x_bias is None and tokens is None:
         return _empty(x)
-    return x.new_empty(x.shape, dtype=sum_dtype(x, residual))
+    return x.new_empty(x.shape, dtype=stream_dtype(x, residual))
 
 
 @torch.library.custom_op("warpweave::norm_bwd", mutates_args=())
@@ -148,8 +148,8 @@ def _norm_bwd_op(
     residual_dtype: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     found = norm_bwd(
-        dy, s, weight, mean, rstd, ds=ds, bias=bool(bias), x_bias=bool(x_bias), dropout=dropout,
-        seed=seed, site=site, tokens=tokens, x_dtype=_DTYPES[x_dtype],
+        dy, s, weight, mean, rstd, ds=ds, bias=bool(bias), x_bias=bool(x_bias),
+        drop=make_drop(dropout, seed, site, tokens), x_dtype=_DTYPES[x_dtype],
         residual_dtype=None if residual_dtype < 0 else _DTYPES[residual_dtype], impl="triton",
     )  # fmt: skip
     dx, dresidual, dx_bias, dw, db = found
@@ -242,13 +242,12 @@ class _Norm(torch.autograd.Function):
 # ---------------------------------------------------------------- public
 
 
-def _norm(
-    x, weight, bias, eps, residual, x_bias, dropout, seed, site, tokens, out_dtype, out, layer, impl
-):
+def _norm(x, weight, bias, eps, residual, x_bias, drop, out_dtype, out, layer, impl):
     """Both norms: y, or (y, s) if anything that makes s was given."""
-    impl = choose(impl, x, weight, bias, residual, x_bias, tokens, out)
+    impl = choose(impl, x, weight, bias, residual, x_bias, getattr(drop, "tokens", None), out)
     check_tensors(x, weight, bias, residual, x_bias, eps)
-    drop = check_dropped(x, dropout, seed, site, tokens)
+    alone = residual is None and x_bias is None and drop is None
+    drop = check_drop(drop, x.shape[:-1])
     if out is not None:
         check_out(out, x, out_dtype)
         refuse_graph("a norm with out=", x, weight, bias, residual, x_bias, out)
@@ -266,14 +265,14 @@ def _norm(
         y = y if out is None else out.copy_(y)
     else:
         refuse_tangents("layer_norm" if layer else "rms_norm", x, weight, bias, residual, x_bias)
-        made = (x, weight, bias, residual, x_bias, drop.tokens, eps, layer, *drop[:3])
+        *draw, tokens = drop or (0.0, 0, 0, None)
+        made = (x, weight, bias, residual, x_bias, tokens, eps, layer, *draw)
         if out is None:
             y, s, _, _ = _norm_fwd_op(*made, _DTYPES.index(dtype))
         else:
             y, s = out, _norm_fwd_out_op(out, *made)
-        if residual is None and x_bias is None and drop.tokens is None:
+        if residual is None and x_bias is None and drop is None:
             s = x
-    alone = residual is None and x_bias is None and tokens is None
     return y if alone else (y, s)
 
 
@@ -284,10 +283,7 @@ def rms_norm(
     *,
     residual: torch.Tensor | None = None,
     x_bias: torch.Tensor | None = None,
-    dropout: float = 0.0,
-    seed: int = 0,
-    site: int = 0,
-    tokens: torch.Tensor | None = None,
+    drop: Drop | None = None,
     out_dtype: torch.dtype | None = None,
     out: torch.Tensor | None = None,
     impl: str | None = None,
@@ -295,12 +291,11 @@ def rms_norm(
     """RMSNorm of s = residual + dropout(x + x_bias) by weight[E]; differentiable.
 
     x[..., E]: any sharding but of E. With `residual` (like x, possibly of another float dtype),
-    `x_bias`[E] or `tokens` it returns (y, s), gradients flowing through both; else y alone.
+    `x_bias`[E] or `drop` it returns (y, s), gradients flowing through both; else y alone.
 
     Args:
-        dropout, seed, site, tokens: as `dropout.dropout`, with the same mask: `tokens`[...] (int64,
-            x without its last dim) are the global indices of the rows. It must be given if
-            dropout > 0, and makes no difference at 0.
+        drop: the key of `dropout.dropout`, with the same mask; its tokens are the global indices of
+            the rows of x. With p = 0 nothing is dropped.
         out_dtype: dtype of y, by default that of x (or of `out`); s has the wider one of x and
             residual.
         out: where to write y (and what is returned as y): like x, rows at one distance, such as
@@ -312,8 +307,7 @@ def rms_norm(
     (arXiv:1910.07467).
     """
     return _norm(
-        x, weight, None, eps, residual, x_bias, dropout, seed, site, tokens, out_dtype, out, False,
-        impl,
+        x, weight, None, eps, residual, x_bias, drop, out_dtype, out, False, impl
     )  # fmt: skip
 
 
@@ -325,16 +319,12 @@ def layer_norm(
     *,
     residual: torch.Tensor | None = None,
     x_bias: torch.Tensor | None = None,
-    dropout: float = 0.0,
-    seed: int = 0,
-    site: int = 0,
-    tokens: torch.Tensor | None = None,
+    drop: Drop | None = None,
     out_dtype: torch.dtype | None = None,
     out: torch.Tensor | None = None,
     impl: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """LayerNorm by weight[E] and bias[E]; the rest as `rms_norm`. Ba et al. 2016."""
     return _norm(
-        x, weight, bias, eps, residual, x_bias, dropout, seed, site, tokens, out_dtype, out, True,
-        impl,
+        x, weight, bias, eps, residual, x_bias, drop, out_dtype, out, True, impl
     )  # fmt: skip

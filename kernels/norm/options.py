@@ -7,50 +7,10 @@ what the arguments mean.
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 
-from warpweave.kernels.dropout import threshold
 from warpweave.kernels.runtime.dispatch import check_written
-
-
-class Dropped(NamedTuple):
-    """Which elements of x are dropped: `dropout.dropout`'s arguments; tokens None for none."""
-
-    p: float = 0.0
-    seed: int = 0
-    site: int = 0
-    tokens: torch.Tensor | None = None
-
-    def constants(self) -> tuple[int, float]:
-        """The kernels' constants THRESHOLD, SCALE; all alike without dropout, so that one kernel
-        serves."""
-        return (0, 1.0) if self.tokens is None else (threshold(self.p), 1 / (1 - self.p))
-
-
-NOTHING = Dropped()
-
-
-def check_dropped(
-    x: torch.Tensor, p: float, seed: int, site: int, tokens: torch.Tensor | None
-) -> Dropped:
-    """Raise ValueError on numbers out of range or tokens that are not int64 [...] of x[..., E];
-    nothing is dropped at p = 0."""
-    if p == 0 and tokens is None and seed == 0 == site:
-        return NOTHING
-    if not 0 <= p < 1:
-        raise ValueError(f"dropout must be in [0, 1), got {p}")
-    if p > 0 and tokens is None:
-        raise ValueError(f"dropout = {p} is keyed by global token ids: tokens is missing")
-    if tokens is not None and (tokens.shape != x.shape[:-1] or tokens.dtype != torch.int64):
-        raise ValueError(
-            f"tokens must be int64 {[*x.shape[:-1]]} of x {[*x.shape]}, got {tokens.dtype} "
-            f"{[*tokens.shape]}"
-        )
-    if not (0 <= seed < 2**63 and 0 <= site < 2**32):
-        raise ValueError(f"need 0 <= seed < 2**63 and 0 <= site < 2**32, got {seed} and {site}")
-    return Dropped(p, seed, site, tokens.contiguous()) if p > 0 else NOTHING
 
 
 def check_tensors(
@@ -97,6 +57,6 @@ def check_out(out: torch.Tensor, x: torch.Tensor, out_dtype: torch.dtype | None)
     )
 
 
-def sum_dtype(x: torch.Tensor, residual: torch.Tensor | None) -> torch.dtype:
+def stream_dtype(x: torch.Tensor, residual: torch.Tensor | None) -> torch.dtype:
     """The dtype of s: the wider of those of x and residual."""
     return x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)

@@ -12,9 +12,8 @@ from contextlib import nullcontext
 
 import torch
 
-from warpweave.kernels import dropout as keyed
+from warpweave.kernels.dropout import Drop, dropout, dropped
 from warpweave.kernels.gemm.gradients import bias_gradient
-from warpweave.kernels.norm.options import NOTHING, Dropped
 from warpweave.kernels.reference import compute_dtype
 
 
@@ -40,7 +39,7 @@ class _AddBias(torch.autograd.Function):
 def norm_sum(
     x: torch.Tensor,
     x_bias: torch.Tensor | None,
-    drop: Dropped,
+    drop: Drop | None,
     residual: torch.Tensor | None,
 ) -> torch.Tensor:
     """s, differentiable; x itself where nothing is added or dropped."""
@@ -48,11 +47,8 @@ def norm_sum(
     if x_bias is not None:
         compiling = torch.compiler.is_compiling()
         s = (x + x_bias).to(x.dtype) if compiling else _AddBias.apply(x, x_bias)
-    if drop.tokens is not None:
-        flat, tokens = s.reshape(-1, s.shape[-1]), drop.tokens.reshape(-1)
-        s = keyed.dropout(
-            flat, drop.p, seed=drop.seed, site=drop.site, tokens=tokens, impl="torch"
-        ).view(x.shape)
+    if drop is not None:
+        s = dropout(s, drop, impl="torch")
     return s if residual is None else s + residual
 
 
@@ -90,7 +86,7 @@ def norm_bwd_cpu(
     ds: torch.Tensor | None = None,
     bias: bool = False,
     x_bias: bool = False,
-    drop: Dropped = NOTHING,
+    drop: Drop | None = None,
     x_dtype: torch.dtype | None = None,
     apart: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor, torch.Tensor]:
@@ -115,9 +111,10 @@ def norm_bwd_cpu(
         dx.add_(ds)
     # A copy: dx may be of this dtype, and is about to change.
     dresidual = None if apart is None else dx.to(apart, copy=True)
-    if drop.tokens is not None:
-        dropped = keyed.dropped(drop.tokens.reshape(-1), E, drop.p, drop.seed, drop.site)
-        dx.mul_(1 / (1 - drop.p)).masked_fill_(dropped.view(s.shape), 0)
+    if drop is not None:
+        p, seed, site, tokens = drop
+        mask = dropped(tokens.reshape(-1), E, p, seed, site)
+        dx.mul_(1 / (1 - p)).masked_fill_(mask.view(s.shape), 0)
     dx_bias = dx.reshape(-1, E).sum(0) if x_bias else None
     dx = cast(dx, s.dtype if x_dtype is None else x_dtype)
     return dx, dresidual, dx_bias, dw, db if bias else None

@@ -31,7 +31,7 @@ def all_gather_gemm(
     *,
     memory: SymmetricMemory,
     activation: str | None = None,
-    keep: bool = False,
+    save_z: bool = False,
     drop: Drop | None = None,
     residual: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
@@ -43,7 +43,7 @@ def all_gather_gemm(
 
     Args:
         memory: the group's symmetric memory, of S K elements of x at least.
-        bias, activation, keep, drop, residual, out_dtype, precision: as for `gemm.fused_gemm` of
+        bias, activation, save_z, drop, residual, out_dtype, precision: as for `gemm.fused_gemm` of
             the gathered rows.
 
     Raises:
@@ -51,7 +51,7 @@ def all_gather_gemm(
             requires a gradient, or Triton cannot run.
         TimeoutError: with bounded waits on a CPU, a rank did not publish what was awaited.
     """
-    epilogue = Epilogue(bias, activation, keep, drop, residual, out_dtype, precision)
+    epilogue = Epilogue(bias, activation, save_z, drop, residual, out_dtype, precision)
     return _run("all_gather_gemm", all_gather_gemm_steps(x, b, memory, epilogue), memory)
 
 

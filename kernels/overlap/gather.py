@@ -26,8 +26,9 @@ from collections.abc import Generator
 
 import torch
 
-from warpweave.kernels.gemm.product import find_tile, grid, launch_options, product, tile_at
-from warpweave.kernels.overlap.epilogue import Epilogue, finish
+from warpweave.kernels.gemm.epilogue import finish_tile
+from warpweave.kernels.gemm.mainloop import find_tile, gemm_options, grid, mainloop, tile_origin
+from warpweave.kernels.overlap.epilogue import Epilogue
 from warpweave.kernels.overlap.signals import (
     await_,
     data_of,
@@ -99,7 +100,7 @@ def _gather_gemm_kernel(
     stride_bn,
     stride_rm,
     stride_rn,
-    CURVE: tl.constexpr,
+    ACT: tl.constexpr,
     GATED: tl.constexpr,
     THRESHOLD: tl.constexpr,
     SCALE: tl.constexpr,
@@ -136,7 +137,7 @@ def _gather_gemm_kernel(
         each = parts * columns
         for index in range(pid - COPYING, WORLD * each, tl.num_programs(0) - COPYING):
             source = (rank + index // each) % WORLD
-            row, col = tile_at(index % each, S, N, BLOCK_M, BLOCK_N, GROUP)
+            row, col = tile_origin(index % each, S, N, BLOCK_M, BLOCK_N, GROUP)
             if source != rank:
                 part = row // BLOCK_M
                 await_(
@@ -145,14 +146,14 @@ def _gather_gemm_kernel(
                 )  # fmt: skip
             first = tl.cast(source, tl.int64) * S
             m, n = first + row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
-            y = product(
+            y = mainloop(
                 whole_ptr, b_ptr, m, n, first + S, N, K, K, 1, stride_bk, stride_bn,
                 PRECISION, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
-            finish(
+            finish_tile(
                 y, bias_ptr, z_ptr, tokens_ptr, residual_ptr, y_ptr, seed, site, m, col,
-                first + S, N, stride_rm, stride_rn,
-                whole_ptr.dtype.element_ty, CURVE, GATED, THRESHOLD, SCALE,
+                first + S, N, stride_rm, stride_rn, N // 2 if GATED else N, 1,
+                whole_ptr.dtype.element_ty, ACT, GATED, THRESHOLD, SCALE, False,
             )  # fmt: skip
 
 
@@ -185,7 +186,7 @@ def gather_steps(
             memory.rank, *where, *epilogue.key(), S, N, K, *b.stride(), *epilogue.strides(),
             *epilogue.constants(), epilogue.multiplies(), K % tile.k == 0,
             world, copying, memory.polls, tile.m, tile.n, tile.k, tile.group,
-            **launch_options(tile, x),
+            **gemm_options(tile, x),
         )  # fmt: skip
     memory.advance()
     yield

@@ -25,8 +25,8 @@ from collections.abc import Generator
 
 import torch
 
-from warpweave.kernels.gemm.fused import _epilogue
-from warpweave.kernels.gemm.product import find_tile, grid, launch_options, product, tile_at
+from warpweave.kernels.gemm.epilogue import epilogue
+from warpweave.kernels.gemm.mainloop import find_tile, gemm_options, grid, mainloop, tile_origin
 from warpweave.kernels.overlap.epilogue import Epilogue
 from warpweave.kernels.overlap.signals import (
     await_,
@@ -76,10 +76,10 @@ def _partials_kernel(
     for index in range(tl.program_id(0), OWNERS * each, tl.num_programs(0)):
         # 1. A tile: the next rank's rows first, own last.
         owner = (rank + 1 + index // each) % OWNERS
-        row, col = tile_at(index % each, S, N, BLOCK_M, BLOCK_N, GROUP)
+        row, col = tile_origin(index % each, S, N, BLOCK_M, BLOCK_N, GROUP)
         s, n = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
         first = tl.cast(owner, tl.int64) * S
-        y = product(
+        y = mainloop(
             a_ptr, b_ptr, first + s, n, first + S, N, K, stride_am, stride_ak, stride_bk, stride_bn,
             PRECISION, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
@@ -119,7 +119,7 @@ def _sum_kernel(
     N,
     stride_rm,
     stride_rn,
-    CURVE: tl.constexpr,
+    ACT: tl.constexpr,
     GATED: tl.constexpr,
     THRESHOLD: tl.constexpr,
     SCALE: tl.constexpr,
@@ -151,10 +151,10 @@ def _sum_kernel(
         else:
             there = data_of(addresses_ptr, source, epoch, data, capacity, like_ptr)
         y += tl.load(there + s[:, None] * N + n[None, :], live, 0.0).to(wide)
-    _epilogue(
+    epilogue(
         y, bias_ptr, z_ptr, tokens_ptr, residual_ptr, y_ptr, seed, site, s, col,
         S, N, stride_rm, stride_rn, N, 1,
-        like_ptr.dtype.element_ty, CURVE, GATED, THRESHOLD, SCALE, False,
+        like_ptr.dtype.element_ty, ACT, GATED, THRESHOLD, SCALE, False,
     )  # fmt: skip
 
 
@@ -184,7 +184,7 @@ def scatter_steps(
         _partials_kernel[grid(tile, M, N, a.device)](
             a, b, like, memory.addresses, memory.epoch, *where, S, N, K, *a.stride(), *b.stride(),
             world, epilogue.multiplies(), K % tile.k == 0, triton.next_power_of_2(world), owners,
-            tile.m, tile.n, tile.k, tile.group, **launch_options(tile, a),
+            tile.m, tile.n, tile.k, tile.group, **gemm_options(tile, a),
         )  # fmt: skip
     yield
     with torch.cuda.device_of(a):

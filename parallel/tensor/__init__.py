@@ -20,10 +20,11 @@ Functions keep the parameters themselves besides what they save: a saved tensor 
 copy (checkpointing detaches it), which knows no grad_dtype and whose .grad nobody reads.
 
 Under autocast the linear layers compute in its dtype; weights stay as they are. ``torch.compile``
-traces them with group=None only, as plain products: a compiled backward defers no weight gradient.
+traces the Functions with group=None only; a compiled backward defers no weight gradient.
 
-`linear` column- and row-parallel products · `embedding`, `loss` over a cut vocabulary ·
-`linear_loss` head and loss in one · `mlp`, `qkv` two products, or one with its rotation, fused.
+`ranks` what moves around a column- and a row-parallel product · `linear` the two · `embedding`,
+`loss` over a cut vocabulary · `linear_loss` head and loss in one · `mlp`, `qkv` two products, or
+one with its rotation, fused.
 """
 
 from warpweave.parallel.tensor.embedding import vocab_parallel_embedding

@@ -2,140 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 import torch.distributed as dist
 
 from warpweave.kernels.gemm import gemm
-from warpweave.kernels.gemm.gradients import Settled, bias_gradient, linear, rows, weight_gradient
+from warpweave.kernels.gemm.gradients import Settled, linear, rows, settled_dtype, weight_gradient
 from warpweave.kernels.runtime.dispatch import once_differentiable
-from warpweave.parallel.collectives import (
-    Pending,
-    group_rank,
-    group_size,
-    start_all_gather,
-    start_all_reduce_,
-    start_reduce_scatter,
-    sum_dtype,
-)
-
-
-def _landed(pending: Pending, overlap: bool) -> Pending:
-    """The blocking twin: with overlap=False, wait before anything else is launched."""
-    if not overlap:
-        pending.wait()
-    return pending
-
+from warpweave.parallel.collectives import group_rank, group_size
+from warpweave.parallel.tensor.ranks import tensor_ranks
 
 # ---------------------------------------------------------------- column-parallel linear
 
 
-def whole_tokens(
-    x: torch.Tensor, group: dist.ProcessGroup | None, sequence_parallel: bool
-) -> torch.Tensor:
-    """x[T, K] for a column-parallel product: gathered from x[T/R, K] with sequence_parallel."""
-    return start_all_gather(x, group).wait() if sequence_parallel else x
-
-
-def column_gradients(
-    dz: torch.Tensor,
-    x: torch.Tensor | None,
-    weight: torch.Tensor,
-    parameters: tuple[torch.Tensor, torch.Tensor | None],
-    group: dist.ProcessGroup | None,
-    *,
-    sequence_parallel: bool,
-    overlap: bool,
-    needs: Sequence[bool],
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """The wanted (dx, dW, db) of z = x W^T + b, for every Function that starts with this product.
-
-    Args:
-        dz: dz[..., N/R], of all tokens.
-        x: x[..., K], or this rank's tokens of it with sequence_parallel; None if dW is not wanted.
-        weight: weight[N/R, K]; `parameters` are the leaves of weight and bias.
-        group, sequence_parallel, overlap: as for `column_parallel_linear`.
-        needs: whether dx, dW and db are wanted.
-
-    Returns:
-        dx like x, in the dtype of dz (of its sum with a group: fp32); dW and db may have gone
-        elsewhere (`wgrad`).
-    """
-    leaf, bias = parameters
-    gathers = sequence_parallel and group is not None
-    sums = start_reduce_scatter if gathers else start_all_reduce_
-
-    def start_input_gradient() -> Pending:
-        terms = sum_dtype(dz.dtype) if group is not None else dz.dtype
-        partial = gemm(rows(dz), weight.to(dz.dtype), out_dtype=terms)
-        return _landed(sums(partial.view(*dz.shape[:-1], weight.shape[1]), group), overlap)
-
-    # Popped when it runs: a weight gradient that is deferred then keeps no dx alive.
-    todo = [start_input_gradient] if needs[0] else []
-    flying: list[Pending] = []
-
-    def operands() -> tuple[torch.Tensor, torch.Tensor]:
-        whole = _landed(start_all_gather(x, group), overlap) if gathers else None
-        if todo:
-            flying.append(todo.pop()())  # the GEMM of dx hides the gather of x,
-        return dz, x if whole is None else whole.wait()  # that of dW the sum of dx
-
-    dw = weight_gradient(leaf, operands) if needs[1] else None
-    if todo:
-        flying.append(todo.pop()())
-    db = bias_gradient(bias, dz) if needs[2] else None
-    return flying.pop().wait() if flying else None, dw, db
-
-
-def column_input_type(x: Any, group: dist.ProcessGroup | None, sequence_parallel: bool) -> Any:
-    """The type of x in the product, of which `column_gradients` sums dx: for typing rules."""
-    from spmd_types import I, R, S, rules
-
-    if group is None:
-        return x
-    if sequence_parallel:
-        return rules.all_gather(x, group, src=S(0), dst=R)
-    return rules.convert(x, group, src=I, dst=R)
-
-
 class _ColumnParallelLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, group, sequence_parallel, overlap, dtype):
-        ctx.group, ctx.sequence_parallel, ctx.overlap = group, sequence_parallel, overlap
-        ctx.x_dtype, ctx.parameters = x.dtype, (weight, bias)
+    def forward(ctx, x, weight, bias, dtype, ranks):
+        ctx.ranks, ctx.x_dtype, ctx.leaves = ranks, x.dtype, (weight, bias)
         with Settled(x):
             x = x.to(dtype)
             # The shard is kept and gathered again in the backward: 1/R of the memory.
             ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-            whole = whole_tokens(x, group, sequence_parallel)
-            return linear(whole, weight, bias, dtype)
+            return ranks.column_product(x, lambda x: linear(x, weight, bias, dtype))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
         with Settled(dy):
-            dx, dw, db = column_gradients(
-                dy,
-                x,
-                weight,
-                ctx.parameters,
-                ctx.group,
-                sequence_parallel=ctx.sequence_parallel,
-                overlap=ctx.overlap,
-                needs=ctx.needs_input_grad[:3],
+            dx, dw, db = ctx.ranks.column_gradients(
+                dy, x, weight.to(dy.dtype), ctx.leaves, ctx.needs_input_grad[:3]
             )
             dx = None if dx is None else dx.to(ctx.x_dtype)
-        return dx, dw, db, None, None, None, None
+        return dx, dw, db, None, None
 
     @staticmethod
-    def spmd_typecheck(*, x, weight, bias, group, sequence_parallel):
+    def spmd_typecheck(*, x, weight, bias, ranks):
         from spmd_types import rules
 
-        x = column_input_type(x, group, sequence_parallel)
-        y = rules.einsum("...k,nk->...n", x, weight)
+        y = rules.einsum("...k,nk->...n", ranks.column_input_type(x), weight)
         return y if bias is None else rules.einsum("...n,n->...n", y, bias)
 
 
@@ -178,79 +82,43 @@ def column_parallel_linear(
         ValueError: shapes or dtypes of x, weight and bias do not fit.
     """
     dtype = _check_linear("column_parallel_linear", x, weight, bias, group)
-    if group is None and torch.compiler.is_compiling():
-        return linear(x, weight, bias, dtype)
-    return _ColumnParallelLinear.apply(x, weight, bias, group, sequence_parallel, overlap, dtype)
+    ranks = tensor_ranks(group, sequence_parallel, overlap)
+    return _ColumnParallelLinear.apply(x, weight, bias, dtype, ranks)
 
 
 # ---------------------------------------------------------------- row-parallel linear
 
 
-def row_sum(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    group: dist.ProcessGroup,
-    sequence_parallel: bool,
-) -> torch.Tensor:
-    """y = sum over ranks of x[..., K/R] W[N, K/R]^T, + b, in the dtype of x; its terms are fp32."""
-    partial = gemm(rows(x), weight.t(), out_dtype=sum_dtype(x.dtype))
-    sums = start_reduce_scatter if sequence_parallel else start_all_reduce_
-    y = sums(partial.view(*x.shape[:-1], len(weight)), group).wait()
-    if bias is not None:
-        y += bias  # after the sum: once, not once per rank
-    return y.to(x.dtype)
-
-
-def row_output_type(y: Any, group: dist.ProcessGroup | None, sequence_parallel: bool) -> Any:
-    """The type of `row_sum` before its bias, from that of a rank's own term: for typing rules."""
-    from spmd_types import I, P, S, rules
-
-    if group is None:
-        return y
-    if sequence_parallel:
-        return rules.reduce_scatter(y, group, src=P, dst=S(0))
-    return rules.all_reduce(y, group, src=P, dst=I)
-
-
 class _RowParallelLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, group, sequence_parallel, overlap, dtype):
-        ctx.group, ctx.sequence_parallel, ctx.overlap = group, sequence_parallel, overlap
-        ctx.x_dtype, ctx.parameters = x.dtype, (weight, bias)
+    def forward(ctx, x, weight, bias, dtype, ranks):
+        ctx.ranks, ctx.x_dtype, ctx.leaves = ranks, x.dtype, (weight, bias)
         with Settled(x):
-            x, w = x.to(dtype), weight.to(dtype)
+            x = x.to(dtype)
             ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-            if group is None:
-                return linear(x, w, bias, dtype)
-            return row_sum(x, w, bias, group, sequence_parallel)
+            return ranks.row_product(x, weight.to(dtype), bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        x, weight = ctx.saved_tensors
-        leaf, bias = ctx.parameters
-        gathers = ctx.sequence_parallel and ctx.group is not None
-        dx = dw = db = None
+        (x, weight), (leaf, bias), needs = ctx.saved_tensors, ctx.leaves, ctx.needs_input_grad
+
+        def input_gradient(dy: torch.Tensor) -> torch.Tensor | None:
+            if not needs[0]:
+                return None
+            dx = gemm(rows(dy), weight.to(dy.dtype))
+            return dx.view(*dy.shape[:-1], weight.shape[1]).to(ctx.x_dtype)
+
         with Settled(dy):
-            gathering = start_all_gather(dy, ctx.group) if gathers else None
-            if gathering is not None:
-                _landed(gathering, ctx.overlap)
-            if ctx.needs_input_grad[2]:  # of this rank's own tokens, while the others' arrive
-                db = bias_gradient(bias, dy)
-            whole = dy if gathering is None else gathering.wait()
-            if ctx.needs_input_grad[0]:
-                dx = gemm(rows(whole), weight.to(dy.dtype))
-                dx = dx.view(*whole.shape[:-1], weight.shape[1]).to(ctx.x_dtype)
-            if ctx.needs_input_grad[1]:
-                dw = weight_gradient(leaf, lambda: (whole, x))
-        return dx, dw, db, None, None, None, None
+            dx, whole, db = ctx.ranks.row_gradients(dy, bias if needs[2] else None, input_gradient)
+            dw = weight_gradient(leaf, lambda: (whole, x)) if needs[1] else None
+        return dx, dw, db, None, None
 
     @staticmethod
-    def spmd_typecheck(*, x, weight, bias, group, sequence_parallel):
+    def spmd_typecheck(*, x, weight, bias, ranks):
         from spmd_types import rules
 
-        y = row_output_type(rules.einsum("...k,nk->...n", x, weight), group, sequence_parallel)
+        y = ranks.row_output_type(rules.einsum("...k,nk->...n", x, weight))
         return y if bias is None else rules.einsum("...n,n->...n", y, bias)
 
 
@@ -294,14 +162,13 @@ def row_parallel_linear(
         ValueError: shapes or dtypes do not fit, or R does not divide the T to be cut.
     """
     dtype = _check_linear("row_parallel_linear", x, weight, bias, group)
-    if group is None and torch.compiler.is_compiling():
-        return linear(x, weight, bias, dtype)
     if sequence_parallel and group is not None and x.shape[0] % group_size(group):
         raise ValueError(
             f"row_parallel_linear on rank {group_rank(group)}: {x.shape[0]} tokens (dim 0 of x) "
             f"are not divisible by the {group_size(group)} tensor ranks"
         )
-    return _RowParallelLinear.apply(x, weight, bias, group, sequence_parallel, overlap, dtype)
+    ranks = tensor_ranks(group, sequence_parallel, overlap)
+    return _RowParallelLinear.apply(x, weight, bias, dtype, ranks)
 
 
 def _check_linear(
@@ -322,9 +189,4 @@ def _check_linear(
             f"{name} on rank {group_rank(group)}: bias{tuple(bias.shape)} does not fit "
             f"weight{tuple(weight.shape)}"
         )
-    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
-        return torch.get_autocast_dtype(x.device.type)
-    if x.dtype != weight.dtype or (bias is not None and bias.dtype != weight.dtype):
-        dtypes = f"x {x.dtype}, weight {weight.dtype}, bias {None if bias is None else bias.dtype}"
-        raise ValueError(f"{name} on rank {group_rank(group)}: dtypes differ: {dtypes}")
-    return x.dtype
+    return settled_dtype(f"{name} on rank {group_rank(group)}", x, {"weight": weight, "bias": bias})

@@ -25,8 +25,13 @@ from warpweave.parallel.collectives import (
     sum_dtype,
 )
 from warpweave.parallel.tensor.embedding import check_vocabulary
-from warpweave.parallel.tensor.linear import column_input_type, whole_tokens
 from warpweave.parallel.tensor.loss import merge_columns, own_columns
+from warpweave.parallel.tensor.ranks import TensorRanks
+
+
+def _gather(x: torch.Tensor, group: dist.ProcessGroup, sequence_parallel: bool) -> torch.Tensor:
+    """All tokens of x, where they are cut."""
+    return TensorRanks(group, sequence_parallel).gather(x)
 
 
 def _sum(dx: torch.Tensor, group: dist.ProcessGroup, sequence_parallel: bool) -> torch.Tensor:
@@ -38,14 +43,14 @@ def _sum(dx: torch.Tensor, group: dist.ProcessGroup, sequence_parallel: bool) ->
 def _rule(equation, x, weight, labels, group, sequence_parallel):
     from spmd_types import I, P, rules
 
-    x = column_input_type(x, group, sequence_parallel)
+    x = TensorRanks(group, sequence_parallel).column_input_type(x)
     # exp-sum, target logit and sum of logits are each a sum over v
     return rules.all_reduce(rules.einsum(equation, x, weight, labels), group, src=P, dst=I)
 
 
 def ranks() -> Ranks:
     """What the Functions of the kernel do where the vocabulary is cut over a group."""
-    return Ranks(own_columns, whole_tokens, merge_columns, _sum, sum_dtype, _rule)
+    return Ranks(own_columns, _gather, merge_columns, _sum, sum_dtype, _rule)
 
 
 def vocab_parallel_linear_cross_entropy(

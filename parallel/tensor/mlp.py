@@ -12,91 +12,8 @@ import torch
 import torch.distributed as dist
 
 from warpweave.kernels.dropout import Drop
-from warpweave.kernels.gemm.gradients import (
-    Settled,
-    bias_gradient,
-    leaf_of,
-    rows,
-    settled_dtype,
-    weight_gradient,
-)
-from warpweave.kernels.mlp import How, check_mlp, choose_recompute, hidden_fwd, mlp, mlp_bwd
-from warpweave.kernels.runtime.dispatch import choose, once_differentiable, wants_gradient
-from warpweave.parallel.collectives import group_rank, start_all_gather
-from warpweave.parallel.tensor.linear import (
-    column_gradients,
-    column_input_type,
-    row_output_type,
-    row_sum,
-    whole_tokens,
-)
-
-
-class _ParallelMLP(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx, x, up_weight, up_bias, down_weight, down_bias, group, sequence_parallel, overlap, how,
-        dtype, keep,
-    ):  # fmt: skip
-        ctx.cut, ctx.how, ctx.dtypes = (group, sequence_parallel, overlap), how, (x.dtype, dtype)
-        ctx.parameters = up_weight, up_bias, down_weight, down_bias
-        with Settled(x):
-            x, bias = x.to(dtype), None if up_bias is None else up_bias.to(dtype).flatten()
-            whole = whole_tokens(x, group, sequence_parallel)
-            h, z = hidden_fwd(
-                rows(whole), rows(up_weight).to(dtype), bias,
-                activation=how.activation, keep=keep and how.recompute != "up", impl=how.impl,
-            )  # fmt: skip
-            # The shard of x is kept and gathered again in the backward: 1/R of the memory.
-            needs_x = ctx.needs_input_grad[1] or how.recompute == "up"
-            kept = h if keep and how.recompute == "nothing" else None
-            ctx.save_for_backward(x if needs_x else None, up_weight, up_bias, down_weight, z, kept)
-            h = h.view(*whole.shape[:-1], h.shape[1])
-            return row_sum(h, down_weight.to(dtype), down_bias, group, sequence_parallel)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        (x, up, up_bias, down, z, h), needs = ctx.saved_tensors, ctx.needs_input_grad
-        up_leaf, up_bias_leaf, down_leaf, down_bias_leaf = ctx.parameters
-        (group, sequence_parallel, overlap), (x_dtype, dtype) = ctx.cut, ctx.dtypes
-        with Settled(dy):
-            gathering = start_all_gather(dy, group) if sequence_parallel else None
-            if gathering is not None and not overlap:
-                gathering.wait()
-            # of this rank's own tokens, while the others' arrive
-            db2 = bias_gradient(down_bias_leaf, dy) if needs[4] else None
-            whole = dy if gathering is None else gathering.wait()
-            again = rows(whole_tokens(x, group, sequence_parallel)) if z is None else None
-            up_bias = None if up_bias is None else up_bias.to(dtype).flatten()
-            found = mlp_bwd(
-                rows(whole), again, rows(up).to(dtype), up_bias, down.to(dtype), z, h, ctx.how,
-                want_dx=False, want_dz=any(needs[:3]), want_hidden=needs[3],
-            )  # fmt: skip
-            dw2 = weight_gradient(down_leaf, lambda: (found.do, found.h)) if needs[3] else None
-            dx = dw1 = db1 = None
-            if found.dz is not None:
-                dz = found.dz.view(*whole.shape[:-1], found.dz.shape[1])
-                dx, dw1, db1 = column_gradients(
-                    dz, x, rows(up), (up_leaf, up_bias_leaf), group,
-                    sequence_parallel=sequence_parallel, overlap=overlap, needs=needs[:3],
-                )  # fmt: skip
-            dx = None if dx is None else dx.to(x_dtype)
-        return dx, dw1, db1, dw2, db2, *[None] * 6
-
-    @staticmethod
-    def spmd_typecheck(*, x, up_weight, up_bias, down_weight, down_bias, group, sequence_parallel):
-        from spmd_types import rules
-
-        # act is not linear, so the sum over E must be whole
-        x = column_input_type(x, group, sequence_parallel)
-        pairs = "_" * (up_weight.dim() - 2)
-        h = rules.einsum(f"..._,f{pairs}_->...f", x, up_weight)
-        if up_bias is not None:
-            h = rules.einsum(f"...f,f{pairs}->...f", h, up_bias)
-        y = rules.einsum("...f,_f->..._", h, down_weight)
-        y = row_output_type(y, group, sequence_parallel)
-        return y if down_bias is None else rules.einsum("..._,_->..._", y, down_bias)
+from warpweave.kernels.mlp import mlp
+from warpweave.parallel.tensor.ranks import tensor_ranks
 
 
 def parallel_mlp(
@@ -147,25 +64,13 @@ def parallel_mlp(
     Raises:
         ValueError: shapes, dtypes or options do not fit.
     """
-    if group is None:
-        return mlp(
-            x, up_weight, down_weight, up_bias, down_bias,
-            activation=activation, residual=residual, drop=drop, recompute=recompute, impl=impl,
-        )  # fmt: skip
-    name = f"parallel_mlp on rank {group_rank(group)}"
-    parameters = (up_weight, up_bias, down_weight, down_bias)
-    chosen = choose(impl, x, *parameters, residual)
-    check_mlp(x, up_weight, down_weight, up_bias, down_bias, residual, activation, name)
-    if x.ndim < 2:
+    ranks = tensor_ranks(group, sequence_parallel, overlap)
+    if group is not None and x.ndim < 2:
         raise ValueError(
-            f"{name}: tensor ranks need x[..., E] of two dims at least, got {[*x.shape]}"
+            f"{ranks.name('mlp')}: tensor ranks need x[..., E] of two dims at least, got "
+            f"{[*x.shape]}"
         )
-    names = ("up_weight", "up_bias", "down_weight", "down_bias")
-    dtype = settled_dtype(name, x, dict(zip(names, parameters)))
-    how = How(activation, None, choose_recompute(recompute, chosen, x), None, chosen)
-    keep = wants_gradient(x, *parameters)
-    leaves = map(leaf_of, parameters)
-    y = _ParallelMLP.apply(x, *leaves, group, sequence_parallel, overlap, how, dtype, keep)
-    if drop is not None and drop.p:
-        y = drop.apply(y, impl)
-    return y if residual is None else residual + y
+    return mlp(
+        x, up_weight, down_weight, up_bias, down_bias, activation=activation, residual=residual,
+        drop=drop, recompute=recompute, impl=impl, ranks=ranks,
+    )  # fmt: skip

@@ -152,7 +152,9 @@ def _timed_product(problem: Problem, make: Make, tokens: int, width: int) -> Cal
     x = make(T, E, dtype=dtype)
     if problem.kind != "heavy":
         up, bias = make(F, E, dtype=dtype), make(F, dtype=dtype)
-        return lambda: gemm.fused_gemm(x, up.t(), bias, activation="gelu", keep=True, impl="triton")
+        return lambda: gemm.fused_gemm(
+            x, up.t(), bias, activation="gelu", save_z=True, impl="triton"
+        )
     down, z = make(E, F, dtype=dtype), make(T, F, dtype=dtype)
     out = make(E, F, dtype=compute_dtype(x))
 
@@ -168,7 +170,7 @@ def _timed_product(problem: Problem, make: Make, tokens: int, width: int) -> Cal
 def _other_products(
     problem: Problem, make: Make, tokens: int, width: int
 ) -> dict[str, Callable[[], object]]:
-    """A heavy product's tile is for what `product.find_tile` says, a large one's for all other
+    """A heavy product's tile is for what `mainloop.find_tile` says, a large one's for all other
     epilogues, a small one's for everything and for sizes that are multiples of nothing."""
     found: dict[str, Callable[[], object]] = {}
     if problem.kind != "large":
@@ -181,7 +183,7 @@ def _other_products(
         T, E, dtype = tokens - 1, width - 1, problem.torch_dtype
         a, b, r = (make(*s, dtype=dtype) for s in ((T, E), (E, E + 3), (T, (E + 3) // 2)))
         found["odd sizes"] = lambda: gemm.fused_gemm(
-            a, b, activation="swiglu", keep=True, residual=r, impl="triton"
+            a, b, activation="swiglu", save_z=True, residual=r, impl="triton"
         )
     return found
 
@@ -196,7 +198,7 @@ def _heavy_products(
     return {
         "adding": lambda: gemm.gemm_into(x.t(), row, out, True, impl="triton"),
         "everything": lambda: gemm.fused_gemm(
-            x, up.t(), bias, activation="geglu", keep=True, drop=drop, residual=row, impl="triton"
+            x, up.t(), bias, activation="geglu", save_z=True, drop=drop, residual=row, impl="triton"
         ),
     }
 
@@ -231,12 +233,12 @@ def _epilogues(dtype: torch.dtype, make: Make, T: int, E: int) -> dict[str, Call
     def fused(name: str | None, precision: str | None = None) -> object:
         return gemm.fused_gemm(
             x, up[:F].t(), bias[:F],
-            activation=name, keep=name is not None, precision=precision, impl="triton",
+            activation=name, save_z=name is not None, precision=precision, impl="triton",
         )  # fmt: skip
 
     found: dict[str, Callable[[], object]] = {
         "swiglu": lambda: gemm.fused_gemm(
-            x, up.t(), bias, activation="swiglu", keep=True, residual=row, impl="triton"
+            x, up.t(), bias, activation="swiglu", save_z=True, residual=row, impl="triton"
         ),
         "qkv": lambda: qkv.qkv_fwd(
             x.view(2, T // 2, E), packed.view(-1, 6, D, E), None, table, table, impl="triton"

@@ -1,6 +1,6 @@
-"""What every kernel that multiplies matrices shares: its tile, its grid, the product of one tile.
+"""What every kernel that multiplies matrices shares: its tile, its grid, and its main loop.
 
-`gemm`, `mlp` and `qkv` put their own epilogues behind `product`. Their programs are persistent: a
+`gemm`, `mlp` and `qkv` put their own epilogues behind `mainloop`. Their programs are persistent: a
 tile's `residents` per multiprocessor walk over the tiles, column groups of GROUP rows first, so
 that the programs of one moment share operands in L2 (Kerr et al. 2017, CUTLASS).
 """
@@ -48,7 +48,7 @@ def grid(tile: GemmTile, M: int, N: int, device: torch.device) -> tuple[int]:
     return (min(tile_count(tile, M, N), tile.residents * processors(device)),)
 
 
-def launch_options(tile: GemmTile, a: torch.Tensor) -> dict[str, int]:
+def gemm_options(tile: GemmTile, a: torch.Tensor) -> dict[str, int]:
     """Triton's options for a launch with `tile`; ptxas' own limit spills in float32 and on
     Blackwell."""
     options = {"num_warps": tile.warps}
@@ -61,7 +61,7 @@ def launch_options(tile: GemmTile, a: torch.Tensor) -> dict[str, int]:
 
 
 @triton.jit
-def tile_at(index, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
+def tile_origin(index, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
     """First row and column (int64) of tile `index`: GROUP rows of tiles, column after column."""
     rows, cols = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     first = index // (GROUP * cols) * GROUP
@@ -72,7 +72,7 @@ def tile_at(index, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl
 
 
 @triton.jit
-def product(
+def mainloop(
     a_ptr,
     b_ptr,
     m,
@@ -113,6 +113,6 @@ def product(
 
 
 @triton.jit
-def halves(x):
+def split_columns(x):
     """The left and the right half of a tile's columns."""
     return tl.split(x.reshape(x.shape[0], 2, x.shape[1] // 2).permute(0, 2, 1))

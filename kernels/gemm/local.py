@@ -1,0 +1,115 @@
+"""A layer's first and last product on one device, as tensor parallelism sees them.
+
+    z[T, N] = x[T, K] W[N, K]^T + b        the first: column-parallel, by output features
+    y[T, N] = h[T, K] W[N, K]^T + b        the last: row-parallel, by input features
+
+Over ranks the first needs all tokens of x, and dx is a sum over ranks; y is a sum, and the backward
+of the last needs all tokens of dy. A fused layer's Function asks its `ranks` for these four, each a
+product together with what moves around it, so that the move may run before it, after it, in chunks
+of it or within its kernel. `Local` moves nothing; `parallel.tensor.ranks` has the one that does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from warpweave.kernels.dropout import Drop, dropout
+from warpweave.kernels.gemm.fused import fused_gemm, gemm
+from warpweave.kernels.gemm.gradients import bias_gradient, rows, weight_gradient
+
+_Made = TypeVar("_Made")
+_Gradient = torch.Tensor | None
+
+
+class Local:
+    """One device: all tokens and all features are here."""
+
+    def name(self, op: str) -> str:
+        """What errors call the op."""
+        return op
+
+    def column_product(self, x: torch.Tensor, multiply: Callable[[torch.Tensor], _Made]) -> _Made:
+        """``multiply(x)`` of all tokens x[T, ..., K]; `multiply` works on each token by itself."""
+        return multiply(x)
+
+    def column_gradients(
+        self,
+        dz: torch.Tensor,
+        x: torch.Tensor | None,
+        weight: torch.Tensor,
+        leaves: tuple[torch.Tensor, torch.Tensor | None],
+        needs: Sequence[bool],
+    ) -> tuple[_Gradient, _Gradient, _Gradient]:
+        """The gradients (dx, dW, db) of z = x W^T + b that `needs` says are wanted.
+
+        Args:
+            dz: dz[T, ..., N] of all tokens.
+            x: what `column_product` was given; None if dW is not wanted.
+            weight: weight[N, K] in the dtype of dz; `leaves` are those of weight and bias.
+
+        Returns:
+            dx like x, in the dtype of dz or of its sum; dW and db may have gone elsewhere
+            (`wgrad`).
+        """
+        leaf, bias = leaves
+        dx = gemm(rows(dz), weight).view(*dz.shape[:-1], weight.shape[1]) if needs[0] else None
+        dw = weight_gradient(leaf, lambda: (dz, x)) if needs[1] else None
+        return dx, dw, bias_gradient(bias, dz) if needs[2] else None
+
+    def row_product(
+        self,
+        h: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        *,
+        drop: Drop | None = None,
+        residual: torch.Tensor | None = None,
+        precision: str | None = None,
+        impl: str | None = None,
+    ) -> torch.Tensor:
+        """residual + dropout(h[T, ..., K] weight[N, K]^T + bias[N]), in the dtype of h.
+
+        `drop`, `residual`, `precision` and `impl` are those of `fused_gemm`.
+        """
+        flat, bias = rows(h), None if bias is None else bias.to(h.dtype)
+        if impl == "triton" and not (drop is None and residual is None):
+            options = {"drop": drop, "residual": residual, "precision": precision, "impl": impl}
+            y, _ = fused_gemm(flat, weight.t(), bias, **options)
+        else:  # by torch one after the other: a compiler fuses them
+            y = gemm(flat, weight.t(), bias)
+            y = y if drop is None else dropout(y, drop, impl="torch")
+            y = y if residual is None else y.add_(residual)
+        return y.view(*h.shape[:-1], len(weight))
+
+    def row_gradients(
+        self,
+        dy: torch.Tensor,
+        bias: torch.Tensor | None,
+        multiply: Callable[[torch.Tensor], _Made],
+    ) -> tuple[_Made, torch.Tensor, _Gradient]:
+        """``multiply(dy)``, with it dh, and dy[T, ..., N], both of all tokens; and db.
+
+        `bias` is the leaf whose gradient is wanted, or None: db is the sum of this rank's tokens.
+        """
+        db = None if bias is None else bias_gradient(bias, dy)
+        return multiply(dy), dy, db
+
+    # What typing rules say of the moves.
+
+    def column_input_type(self, x: Any) -> Any:
+        """The type of x in `column_product`, whose gradient `column_gradients` sums."""
+        return x
+
+    def row_output_type(self, y: Any) -> Any:
+        """The type of the product in `row_product`, before its bias, from that of a rank's term."""
+        return y
+
+    def row_tokens_type(self, tokens: Any) -> Any:
+        """The type of the tokens by which the output of `row_product` is dropped out."""
+        return tokens
+
+
+LOCAL = Local()

@@ -1,0 +1,336 @@
+"""The feed-forward half of a block as one autograd Function, on one device or over tensor ranks.
+
+See the room's ``__init__`` for the formulas, and for what is saved.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from warpweave.kernels.activation import activation_fwd, find_activation
+from warpweave.kernels.dropout import Drop, check_drop, dropout
+from warpweave.kernels.gemm.fused import fused_gemm
+from warpweave.kernels.gemm.gradients import (
+    Settled,
+    leaf_of,
+    rows,
+    settled_dtype,
+    weight_gradient,
+)
+from warpweave.kernels.gemm.local import LOCAL, Local
+from warpweave.kernels.mlp.hidden import hidden_bwd, hidden_fwd
+from warpweave.kernels.runtime.dispatch import choose, no_graph, once_differentiable, wants_gradient
+
+RECOMPUTE = ("nothing", "activation", "up")
+
+
+class Options(NamedTuple):
+    """What an MLP is besides its tensors: see `mlp`, which makes and checks it."""
+
+    activation: str
+    drop: Drop | None = None
+    recompute: str = "activation"
+    precision: str | None = None
+    impl: str | None = None
+
+
+# ---------------------------------------------------------------- autograd
+
+
+@no_graph
+def mlp_fwd(
+    x: torch.Tensor,
+    up_weight: torch.Tensor,
+    up_bias: torch.Tensor | None,
+    down_weight: torch.Tensor,
+    down_bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    options: Options,
+    *,
+    save: bool,
+    ranks: Local = LOCAL,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """(y, z, h) of x[T, E] and two-dimensional weights; z and h are None unless they are saved."""
+    activation, drop, recompute, precision, impl = options
+
+    def up(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return hidden_fwd(
+            x, up_weight, up_bias, activation=activation,
+            save_z=save and recompute != "up", precision=precision, impl=impl,
+        )  # fmt: skip
+
+    h, z = ranks.column_product(x, up)
+    y = ranks.row_product(
+        h, down_weight, down_bias, drop=drop, residual=residual, precision=precision, impl=impl
+    )
+    return y, z, h if save and recompute == "nothing" else None
+
+
+@no_graph
+def mlp_bwd(
+    do: torch.Tensor,
+    x: torch.Tensor | None,
+    up_weight: torch.Tensor,
+    up_bias: torch.Tensor | None,
+    down_weight: torch.Tensor,
+    z: torch.Tensor | None,
+    h: torch.Tensor | None,
+    options: Options,
+    *,
+    want_dz: bool = True,
+    want_hidden: bool = True,
+    ranks: Local = LOCAL,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """(dz, h) of all tokens, as far as they are wanted, from all of do[T, E] and what was saved."""
+    activation, _, _, precision, impl = options
+    again = want_hidden and h is None
+    if z is None and (want_dz or again):
+        z, _ = ranks.column_product(
+            x, lambda x: fused_gemm(x, up_weight.t(), up_bias, precision=precision, impl=impl)
+        )
+    if want_dz:
+        dz, made = hidden_bwd(
+            do, down_weight, z,
+            activation=activation, want_hidden=again, precision=precision, impl=impl,
+        )  # fmt: skip
+        return dz, made if again else h
+    return None, activation_fwd(z, activation, impl=impl) if again else h
+
+
+class _MLP(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx, x, up_weight, up_bias, down_weight, down_bias, residual, options, dtype, save, ranks
+    ):
+        ctx.options, ctx.ranks, ctx.shape, ctx.dtypes = options, ranks, x.shape, (x.dtype, dtype)
+        ctx.leaves = (up_weight, up_bias), (down_weight, down_bias)
+        with Settled(x):
+            x = x.to(dtype)
+            y, z, h = mlp_fwd(
+                rows(x), *_flat(up_weight, up_bias, dtype), down_weight.to(dtype), down_bias,
+                None if residual is None else rows(residual), options, save=save, ranks=ranks,
+            )  # fmt: skip
+            # Over ranks the shard of x is kept and gathered again: 1/R of the memory.
+            needs_x = ctx.needs_input_grad[1] or options.recompute == "up"
+            ctx.save_for_backward(x if needs_x else None, up_weight, up_bias, down_weight, z, h)
+            return y.view(ctx.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        (x, up, up_bias, down, z, h), needs = ctx.saved_tensors, ctx.needs_input_grad
+        (up_leaves, (down_leaf, bias_leaf)), (x_dtype, dtype) = ctx.leaves, ctx.dtypes
+        options, ranks, dw2 = ctx.options, ctx.ranks, None
+        with Settled(dy):
+            x, do = None if x is None else rows(x), rows(dy)
+            up, up_bias = _flat(up, up_bias, dtype)
+            if options.drop is not None:
+                do = dropout(do, options.drop, impl=options.impl)
+            (dz, h), do, db2 = ranks.row_gradients(
+                do, bias_leaf if needs[4] else None,
+                lambda do: mlp_bwd(
+                    do, x, up, up_bias, down.to(dtype), z, h, options,
+                    want_dz=any(needs[:3]), want_hidden=needs[3], ranks=ranks,
+                ),
+            )  # fmt: skip
+            if needs[3]:
+                dw2 = weight_gradient(down_leaf, lambda: (do, h))
+            dx, dw1, db1 = ranks.column_gradients(dz, x, up, up_leaves, needs[:3])
+            dx = None if dx is None else dx.view(ctx.shape).to(x_dtype)
+        return dx, dw1, db1, dw2, db2, dy if needs[5] else None, *[None] * 4
+
+    @staticmethod
+    def spmd_typecheck(*, x, up_weight, up_bias, down_weight, down_bias, residual, options, ranks):
+        from spmd_types import rules
+
+        # Units are cut in whole pairs; act is not linear, so the sum over E must be whole.
+        x = ranks.column_input_type(x)
+        pairs = "_" * (up_weight.dim() - 2)
+        h = rules.einsum(f"..._,f{pairs}_->...f", x, up_weight)
+        if up_bias is not None:
+            h = rules.einsum(f"...f,f{pairs}->...f", h, up_bias)
+        y = ranks.row_output_type(rules.einsum("...f,_f->..._", h, down_weight))
+        if down_bias is not None:
+            y = rules.einsum("..._,_->..._", y, down_bias)
+        if options.drop is not None:
+            tokens = ranks.row_tokens_type(options.drop.tokens)
+            y = rules.einsum("..._,...->..._", y, tokens)
+        return y if residual is None else rules.einsum("..._,..._->..._", y, residual)
+
+
+def _flat(
+    weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The up projection as [F or 2F, E] and [F or 2F], in `dtype`."""
+    return rows(weight).to(dtype), None if bias is None else bias.flatten().to(dtype)
+
+
+# ---------------------------------------------------------------- public
+
+
+def mlp(
+    x: torch.Tensor,
+    up_weight: torch.Tensor,
+    down_weight: torch.Tensor,
+    up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    *,
+    activation: str,
+    residual: torch.Tensor | None = None,
+    drop: Drop | None = None,
+    recompute: str | None = None,
+    precision: str | None = None,
+    impl: str | None = None,
+    ranks: Local = LOCAL,
+) -> torch.Tensor:
+    """y[..., E] = residual + dropout(act(x W1^T + b1) W2^T + b2), differentiable in every tensor.
+
+    Args:
+        x: x[..., E] (any sharding of the tokens).
+        up_weight: W1[F, E], or [F, 2, E] where the activation is gated; a leaf or a view of one, if
+            its gradient is to be collected. Of a [gate; up] concatenation it is
+            torch.stack([gate, up], 1).
+        down_weight: W2[E, F].
+        up_bias, down_bias: b1[F] or [F, 2], b2[E]; or None.
+        activation: "gelu", "gelu_erf", "relu2", "swiglu" or "geglu".
+        residual: of the shape of x, or None. One of another dtype is added in the wider of both,
+            which y then has.
+        drop: probability, seed, site and the global indices of x's tokens: see `dropout`.
+        recompute: what backward computes again instead of keeping it: "activation" (the default),
+            "up" (the first product too) or "nothing" (the default where torch computes on a CPU).
+        precision: how Triton multiplies float32, see `gemm`.
+        impl: None is Triton on CUDA tensors, torch on others.
+        ranks: over which F is cut; `parallel.tensor.parallel_mlp` gives others than this one.
+
+    Under autocast everything is computed in its dtype.
+
+    Raises:
+        ValueError: shapes, dtypes or options do not fit, or `impl` cannot run.
+    """
+    name = ranks.name("mlp")
+    parameters = {
+        "up_weight": up_weight,
+        "up_bias": up_bias,
+        "down_weight": down_weight,
+        "down_bias": down_bias,
+    }
+    tokens = None if drop is None else drop.tokens
+    chosen = choose(impl, x, *parameters.values(), residual, tokens)
+    check_mlp(x, up_weight, down_weight, up_bias, down_bias, residual, activation, name)
+    recompute = choose_recompute(recompute, chosen, x)
+    dtype = settled_dtype(name, x, parameters)
+    drop = check_drop(drop, torch.Size((x.shape[:-1].numel(),)))
+    wide = residual is not None and residual.dtype != dtype  # a stream that is kept wider
+    added = None if wide else residual
+    y = _MLP.apply(
+        x,
+        *map(leaf_of, parameters.values()),
+        added,
+        Options(activation, drop, recompute, precision, chosen),
+        dtype,
+        wants_gradient(x, *parameters.values(), added),
+        ranks,
+    )
+    return residual + y if wide else y
+
+
+def choose_recompute(recompute: str | None, impl: str, x: torch.Tensor) -> str:
+    """What `recompute` means where `impl` computes on x's device; ValueError for an unknown one."""
+    if recompute is None:
+        return "nothing" if impl == "torch" and x.device.type == "cpu" else "activation"
+    if recompute not in RECOMPUTE:
+        raise ValueError(f"recompute must be one of {', '.join(RECOMPUTE)}, got {recompute!r}")
+    return recompute
+
+
+def check_mlp(
+    x: torch.Tensor,
+    up_weight: torch.Tensor,
+    down_weight: torch.Tensor,
+    up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    activation: str,
+    name: str = "mlp",
+) -> None:
+    """Raise ValueError, in this name, unless the shapes are those of an MLP of this activation."""
+    gated = find_activation(activation).gated
+    E = x.shape[-1] if x.ndim else 0
+    width = down_weight.shape[-1] if down_weight.ndim == 2 else -1
+    # Two dims would not tell rows gate, up, gate, up, ... from all gates before all ups.
+    units = (width, 2) if gated else (width,)
+    if x.ndim < 1 or down_weight.shape != (E, width) or up_weight.shape != (*units, E):
+        form = "[F, 2, E] (torch.stack([gate, up], 1))" if gated else "[F, E]"
+        raise ValueError(
+            f"{name}: {activation} needs x[..., E], up_weight{form} and down_weight[E, F], got "
+            f"{[*x.shape]}, {[*up_weight.shape]} and {[*down_weight.shape]}"
+        )
+    if up_bias is not None and up_bias.shape != units:
+        raise ValueError(f"{name}: up_bias must be {[*units]}, got {[*up_bias.shape]}")
+    if down_bias is not None and down_bias.shape != (E,):
+        raise ValueError(f"{name}: down_bias must be [{E}], got {[*down_bias.shape]}")
+    if residual is not None and residual.shape != x.shape:
+        raise ValueError(f"{name}: residual must be {[*x.shape]} as x, got {[*residual.shape]}")
+
+
+def gelu_mlp(
+    x: torch.Tensor,
+    up_weight: torch.Tensor,
+    down_weight: torch.Tensor,
+    up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    *,
+    approximate: str = "tanh",
+    residual: torch.Tensor | None = None,
+    drop: Drop | None = None,
+    recompute: str | None = None,
+    precision: str | None = None,
+    impl: str | None = None,
+) -> torch.Tensor:
+    """`mlp` with GELU, by tanh or, approximate="none", by erf: up_weight[F, E]."""
+    if approximate not in ("tanh", "none"):
+        raise ValueError(f'approximate must be "tanh" or "none", got {approximate!r}')
+    return mlp(
+        x,
+        up_weight,
+        down_weight,
+        up_bias,
+        down_bias,
+        activation="gelu" if approximate == "tanh" else "gelu_erf",
+        residual=residual,
+        drop=drop,
+        recompute=recompute,
+        precision=precision,
+        impl=impl,
+    )
+
+
+def swiglu_mlp(
+    x: torch.Tensor,
+    up_weight: torch.Tensor,
+    down_weight: torch.Tensor,
+    up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    *,
+    residual: torch.Tensor | None = None,
+    drop: Drop | None = None,
+    recompute: str | None = None,
+    precision: str | None = None,
+    impl: str | None = None,
+) -> torch.Tensor:
+    """`mlp` with SwiGLU: up_weight[F, 2, E], gate and up side by side."""
+    return mlp(
+        x,
+        up_weight,
+        down_weight,
+        up_bias,
+        down_bias,
+        activation="swiglu",
+        residual=residual,
+        drop=drop,
+        recompute=recompute,
+        precision=precision,
+        impl=impl,
+    )

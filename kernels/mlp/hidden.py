@@ -1,0 +1,208 @@
+"""The hidden units of an MLP and their gradient: a product and the activation behind it, both ways.
+
+    z = x W1^T + b1      h = act(z)        forward: `gemm`'s kernel, with z stored on the way
+    dz = (dy W2) act'(z)                   backward: a kernel of its own, which can make h again
+
+dh = dy W2 never leaves the registers. Any slice of the hidden units is a problem of its own.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from warpweave.kernels.activation import (
+    activation_bwd,
+    activation_fwd,
+    find_activation,
+    pointwise_and_slope,
+)
+from warpweave.kernels.gemm.fused import check_operands, find_precision, fused_gemm, gemm
+from warpweave.kernels.gemm.mainloop import (
+    find_tile,
+    gemm_options,
+    grid,
+    mainloop,
+    split_columns,
+    tile_origin,
+)
+from warpweave.kernels.runtime.dispatch import choose, no_graph, operator, tl, triton
+from warpweave.kernels.runtime.numeric import to_dtype, upcast
+
+# ---------------------------------------------------------------- forward
+
+
+@no_graph
+def hidden_fwd(
+    x: torch.Tensor,
+    up_weight: torch.Tensor,
+    up_bias: torch.Tensor | None = None,
+    *,
+    activation: str,
+    save_z: bool = False,
+    precision: str | None = None,
+    impl: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(h[T, F], z or None) of x[T, E] and up_weight[F or 2F, E]: the first kernel of the forward.
+
+    With `save_z`, z[T, F or 2F] is what `hidden_bwd` needs. Raises what `fused_gemm` raises.
+    """
+    if choose(impl, x, up_weight, up_bias) == "torch":  # one after the other: a compiler fuses them
+        check_operands(x, up_weight.t(), up_bias)
+        z = gemm(x, up_weight.t(), up_bias)
+        return activation_fwd(z, activation, impl="torch"), z if save_z else None
+    options = {"activation": activation, "save_z": save_z, "precision": precision}
+    return fused_gemm(x, up_weight.t(), up_bias, **options, impl="triton")
+
+
+# ---------------------------------------------------------------- backward
+
+
+@triton.jit
+def _slope_tile(dh, z_ptr, dz_ptr, h_ptr, t, col, T, F, ACT: tl.constexpr, GATED: tl.constexpr):
+    """dz, and h if h_ptr is given, for a tile dh at rows t and columns from `col`."""
+    COLS: tl.constexpr = dh.shape[1]
+    dtype: tl.constexpr = dz_ptr.dtype.element_ty
+    f = col + tl.arange(0, COLS)
+    at, live = t[:, None] * F + f[None, :], (t < T)[:, None] & (f < F)[None, :]
+    if GATED:  # a pair of gate and up is one column of dh
+        c = 2 * col + tl.arange(0, 2 * COLS)
+        pairs, here = t[:, None] * (2 * F) + c[None, :], (t < T)[:, None] & (c < 2 * F)[None, :]
+        z = tl.load(z_ptr + pairs, here, 0.0)
+        gate, up = tl.split(z.reshape(dh.shape[0], COLS, 2))
+        gate, up = upcast(gate), upcast(up)
+        h, slope = pointwise_and_slope(gate, ACT)
+        dgate, dup = to_dtype(dh * up * slope, dtype), to_dtype(dh * h, dtype)
+        tl.store(dz_ptr + pairs, tl.join(dgate, dup).reshape(dh.shape[0], 2 * COLS), here)
+        h *= up
+    else:
+        h, slope = pointwise_and_slope(upcast(tl.load(z_ptr + at, live, 0.0)), ACT)
+        tl.store(dz_ptr + at, to_dtype(dh * slope, dtype), live)
+    if h_ptr is not None:
+        tl.store(h_ptr + at, to_dtype(h, dtype), live)
+
+
+@triton.jit
+def _hidden_bwd_kernel(
+    dy_ptr,
+    w_ptr,
+    z_ptr,
+    dz_ptr,
+    h_ptr,
+    T,
+    F,
+    E,
+    stride_yt,
+    stride_ye,
+    stride_we,
+    stride_wf,
+    ACT: tl.constexpr,
+    GATED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EVEN_E: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    tiles = tl.cdiv(T, BLOCK_T) * tl.cdiv(F, BLOCK_F)
+    for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
+        # 1. dh of a tile.
+        row, col = tile_origin(index, T, F, BLOCK_T, BLOCK_F, GROUP)
+        t, f = row + tl.arange(0, BLOCK_T), col + tl.arange(0, BLOCK_F)
+        dh = mainloop(
+            dy_ptr, w_ptr, t, f, T, F, E, stride_yt, stride_ye, stride_we, stride_wf,
+            PRECISION, EVEN_E, BLOCK_T, BLOCK_F, BLOCK_E,
+        )  # fmt: skip
+
+        # 2. Times the slope at z, a quarter at a time: what dh, z, dz and h of a whole tile take
+        #    is more than the registers.
+        STEP: tl.constexpr = BLOCK_F // 4
+        left, right = split_columns(dh)
+        first, second = split_columns(left)
+        third, fourth = split_columns(right)
+        _slope_tile(first, z_ptr, dz_ptr, h_ptr, t, col, T, F, ACT, GATED)
+        _slope_tile(second, z_ptr, dz_ptr, h_ptr, t, col + STEP, T, F, ACT, GATED)
+        _slope_tile(third, z_ptr, dz_ptr, h_ptr, t, col + 2 * STEP, T, F, ACT, GATED)
+        _slope_tile(fourth, z_ptr, dz_ptr, h_ptr, t, col + 3 * STEP, T, F, ACT, GATED)
+
+
+def _fake(dy, down_weight, z, activation, want_hidden, precision):
+    h = z.new_empty(dy.shape[0], down_weight.shape[1])
+    return [torch.empty_like(z), h] if want_hidden else [torch.empty_like(z)]
+
+
+@operator("hidden_bwd", _fake)
+def _launch(
+    dy: torch.Tensor,
+    down_weight: torch.Tensor,
+    z: torch.Tensor,
+    activation: str,
+    want_hidden: bool,
+    precision: str | None,
+) -> list[torch.Tensor]:
+    """[dz], or [dz, h]."""
+    (T, E), F = dy.shape, down_weight.shape[1]
+    name, gated = find_activation(activation)
+    dz, h = torch.empty_like(z), z.new_empty(T, F) if want_hidden else None
+    found = [dz] if h is None else [dz, h]
+    if not z.numel():
+        return found
+    tile = find_tile(dy, down_weight, "large" if want_hidden else "heavy")
+    with torch.cuda.device_of(dy):
+        _hidden_bwd_kernel[grid(tile, T, F, dy.device)](
+            dy,
+            down_weight,
+            z,
+            dz,
+            h,
+            T,
+            F,
+            E,
+            *dy.stride(),
+            *down_weight.stride(),
+            name,
+            gated,
+            find_precision(precision),
+            E % tile.k == 0,
+            tile.m,
+            tile.n,
+            tile.k,
+            tile.group,
+            **gemm_options(tile, dy),
+        )
+    return found
+
+
+@no_graph
+def hidden_bwd(
+    dy: torch.Tensor,
+    down_weight: torch.Tensor,
+    z: torch.Tensor,
+    *,
+    activation: str,
+    want_hidden: bool = False,
+    precision: str | None = None,
+    impl: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(dz, h or None) from dy[T, E], down_weight[E, F] and z[T, F or 2F]: dz = (dy W2) act'(z).
+
+    Args:
+        want_hidden: return h[T, F] = act(z) too, as the forward did.
+        precision, impl: as for `fused_gemm`.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit, or `impl` cannot run.
+    """
+    impl, (_, gated) = choose(impl, dy, down_weight, z), find_activation(activation)
+    check_operands(dy, down_weight, None)
+    T, F = dy.shape[0], down_weight.shape[1]
+    if z.shape != (T, 2 * F if gated else F) or z.dtype != dy.dtype:
+        raise ValueError(
+            f"z must be {dy.dtype} {[T, 2 * F if gated else F]} for {activation} of "
+            f"dy {[*dy.shape]} and down_weight {[*down_weight.shape]}, got {z.dtype} {[*z.shape]}"
+        )
+    if impl == "torch":
+        dz = activation_bwd(gemm(dy, down_weight), z, activation, impl="torch")
+        return dz, activation_fwd(z, activation, impl="torch") if want_hidden else None
+    dz, *h = _launch(dy, down_weight, z.contiguous(), activation, want_hidden, precision)
+    return dz, h[0] if h else None

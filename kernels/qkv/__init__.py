@@ -1,0 +1,28 @@
+"""The projection to queries, keys and values, with the rotary embedding in its epilogue.
+
+    z = x W^T + b        q, k = rope(z of their rows)        v = z of its rows
+    dz = (rope^-1(dq), rope^-1(dk), dv)     dx = dz W     dW = dz^T x     db = sum over tokens of dz
+
+x: [B, S, E]; W: [Hkv, G + 2, D, E], for each KV head its G query heads, then its key, then its
+value, so that a slice of KV heads is a slice of W; b: [Hkv, G + 2, D]; q: [B, S, Hkv G, D]; k, v:
+[B, S, Hkv, D], contiguous, which is how attention reads them; cos, sin: [S, D/2] of `rope_table`.
+The shape says the order: all queries before all keys, in two dims, would be taken for it.
+
+The two halves of a rotated pair lie D/2 columns apart. The kernel numbers its columns by pairs, so
+that both are in one tile, side by side, whatever D is: column 2p + h of the product is row
+(p // (D/2)) D + h D/2 + p % (D/2) of W, flattened. Values go through with an angle of 0.
+
+Saved for backward: x and the table. One kernel rotates dq and dk back and writes dz; the products
+are torch's. Rotation is in float32 (float64 for float64) from the accumulators, rounded once.
+
+Sources: Su et al. 2021 (arXiv:2104.09864); Ainslie et al. 2023 (arXiv:2305.13245) for the groups.
+Limits: all of D is rotated, half with half (not the interleaved pairs of GPT-J); gradients of
+gradients do not exist. With an odd D nothing can turn and nothing is fused: a product, and views.
+
+`function` the Function and the public op · `kernels` the kernels, both ways.
+"""
+
+from warpweave.kernels.qkv.function import qkv_rope
+from warpweave.kernels.qkv.kernels import qkv_bwd, qkv_fwd
+
+__all__ = ["qkv_bwd", "qkv_fwd", "qkv_rope"]

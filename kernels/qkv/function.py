@@ -1,0 +1,117 @@
+"""The QKV projection as one autograd Function, local or over tensor ranks: see the ``__init__``."""
+
+from __future__ import annotations
+
+import torch
+
+from warpweave.kernels.gemm.gradients import Settled, leaf_of, rows, settled_dtype
+from warpweave.kernels.gemm.local import LOCAL, Local
+from warpweave.kernels.qkv.kernels import QKV, check_qkv, qkv_bwd, qkv_fwd
+from warpweave.kernels.runtime.dispatch import choose, once_differentiable
+
+
+class _QKV(torch.autograd.Function):
+    """x is [B, S, E], or tokens [T, E] of `shape` (B, S), of which q, k and v are then, too."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, cos, sin, shape, heads, dtype, precision, impl, ranks):
+        ctx.leaves, ctx.like, ctx.dtype = (weight, bias), (x.shape, x.dtype), dtype
+        ctx.shape, ctx.impl, ctx.ranks = shape, impl, ranks
+        with Settled(x):
+            x = x.to(dtype)
+            # Over ranks the shard of x is kept and gathered again: 1/R of the memory.
+            ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, cos, sin)
+            w, b = _by_head(weight, bias, heads, dtype)
+
+            def project(x: torch.Tensor) -> QKV:
+                x = x if shape is None else x.unflatten(0, shape)
+                return qkv_fwd(x, w, b, cos, sin, precision=precision, impl=impl)
+
+            found = ranks.column_product(x, project)
+            return found if shape is None else tuple(t.flatten(0, 1) for t in found)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dq, dk, dv):
+        (x, w, cos, sin), (like, x_dtype) = ctx.saved_tensors, ctx.like
+        with Settled(dq):
+            if ctx.shape is not None:
+                dq, dk, dv = (t.unflatten(0, ctx.shape) for t in (dq, dk, dv))
+            dz = qkv_bwd(dq, dk, dv, cos, sin, impl=ctx.impl)
+            dx, dw, db = ctx.ranks.column_gradients(
+                dz, x, rows(w).to(ctx.dtype), ctx.leaves, ctx.needs_input_grad[:3]
+            )
+            dx = None if dx is None else dx.view(like).to(x_dtype)
+        return dx, dw, db, *[None] * 8
+
+    @staticmethod
+    def spmd_typecheck(*, x, weight, bias, cos, sin, shape, ranks):
+        from spmd_types import rules
+
+        # The weight is cut in whole groups of heads; each output has its share of them.
+        tokens = "bs" if shape is None else "t"
+        x = ranks.column_input_type(x)
+        z = rules.einsum(f"{tokens}_,n{'_' * (weight.dim() - 1)}->{tokens}n", x, weight)
+        if bias is not None:
+            z = rules.einsum(f"{tokens}n,n{'_' * (bias.dim() - 1)}->{tokens}n", z, bias)
+        q = k = v = rules.einsum(f"{tokens}n->{tokens}n_", z)
+        if cos is not None:
+            # Rows of one sample are those of the table.
+            s = "s" if shape is None else "t" if shape[0] == 1 else "_"
+            q = k = rules.einsum(f"{tokens}n_,{s}_,{s}_->{tokens}n_", q, cos, sin)
+        return q, k, v
+
+
+def _by_head(
+    weight: torch.Tensor, bias: torch.Tensor | None, heads: tuple[int, int], dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """weight[Hkv, G + 2, D, E] and bias of leaves that may be flat; `heads` is (G + 2, D)."""
+    shape = (weight.shape[:-1].numel() // (heads[0] * heads[1]), *heads)
+    weight = weight.to(dtype).reshape(*shape, weight.shape[-1])
+    return weight, None if bias is None else bias.to(dtype).reshape(shape)
+
+
+def qkv_rope(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    *,
+    precision: str | None = None,
+    impl: str | None = None,
+    shape: tuple[int, int] | None = None,
+    ranks: Local = LOCAL,
+) -> QKV:
+    """Queries, keys and values of x[B, S, E], rotated; differentiable in x, weight and bias.
+
+    Args:
+        x: x[B, S, E] (any sharding of S whose positions the table holds).
+        weight: weight[Hkv, G + 2, D, E], for each KV head (which may be sharded) its G query heads,
+            its key and its value: of separate ones torch.cat((q.view(Hkv, G, D, E), k.view(Hkv, 1,
+            D, E), v.view(Hkv, 1, D, E)), 1).
+        bias: [Hkv, G + 2, D], or None.
+        cos, sin: [S, D/2] of `rope_table`, or both None to rotate nothing.
+        precision: how Triton multiplies float32, see `gemm`.
+        impl: None is Triton on CUDA tensors, torch on others.
+        shape, ranks: of x[T, E] with T = B S the (B, S), and over which ranks heads are cut:
+            `parallel.tensor.parallel_qkv_rope` gives them.
+
+    Returns:
+        q[B, S, Hkv G, D], k and v[B, S, Hkv, D], in the dtype of x or of autocast.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit, or `impl` cannot run.
+    """
+    name = ranks.name("qkv_rope")
+    chosen = choose(impl, x, weight, bias, cos, sin)
+    check_qkv(x.shape if shape is None else (*shape, x.shape[-1]), weight, bias, cos, sin, name)
+    dtype = settled_dtype(name, x, {"weight": weight, "bias": bias})
+    leaves, heads = (leaf_of(weight), leaf_of(bias)), tuple(weight.shape[1:3])
+    found = _QKV.apply(x, *leaves, cos, sin, shape, heads, dtype, precision, chosen, ranks)
+    if shape is None:
+        return found
+    # the length as -1: sizes as such would not do for typechecking a sequence that is cut
+    B, S = shape
+    q, k, v = (t.unflatten(0, (B, -1 if B else S)) for t in found)
+    return q, k, v
