@@ -82,6 +82,7 @@ class Report:
     cost: tuple[int, int] | None
     error: str = ""
     serialised: str = ""
+    unordered: str = ""
 
 
 def m(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -239,7 +240,7 @@ def cases() -> list[Case]:
                 cost=Cost(2 * 10**7, 10**7 * dtype.itemsize),
             ),
         ]
-    return [*found, *_linear_cases()]
+    return [*found, *_linear_cases(), *_overlap_cases()]
 
 
 def _attention_options(attention) -> list[Case]:
@@ -371,6 +372,36 @@ def _adamw_cases(adamw) -> list[Case]:
             lambda: adamw._sum_of_squares_triton(lows),
             cost=Cost(2 * n, 2 * n),
         ),
+    ]
+
+
+def _overlap_cases() -> list[Case]:
+    """Overlapped products, of one of eight ranks, in the shapes of an 8B Llama."""
+    from warpweave.kernels.overlap.epilogue import Epilogue
+    from warpweave.kernels.overlap.gather import gather_steps
+    from warpweave.kernels.overlap.scatter import scatter_steps
+    from warpweave.kernels.overlap.symmetric import SymmetricMemory
+
+    T, E, F, W, i64 = 8192, 4096, 14336, 8, torch.int64
+    segments = (m(1, dtype=torch.uint8),) * W
+    tables = m(W, dtype=i64), m(1, dtype=i64), m(4, dtype=i64)
+    memory = SymmetricMemory(1, W, segments, *tables, slots=2**16, capacity=2**32)
+    x, up, h, down = m(T // W, E), m(F // W, E), m(T, F // W), m(E, F // W)
+    gelu, bias = Epilogue(m(F // W), "gelu", save_z=True), Epilogue(m(E))
+    calls = {
+        "all_gather_gemm": lambda: gather_steps(x, up.t(), memory, Epilogue()),
+        "all_gather_gemm gelu": lambda: gather_steps(x, up.t(), memory, gelu),
+        "gemm_reduce_scatter": lambda: scatter_steps(
+            h, down.t(), memory, bias, wire=torch.bfloat16, owners=W, name="x"
+        ),
+        "gemm_all_reduce": lambda: scatter_steps(
+            h, down.t(), memory, bias, wire=torch.float32, owners=1, name="x"
+        ),
+    }
+    flops, read = 2 * T * E * F // W, 2 * (T * E + E * F // W + T * F // W)
+    return [
+        Case(f"overlap {name}", lambda call=call: [*call()], cost=Cost(flops, read))
+        for name, call in calls.items()
     ]
 
 
@@ -704,7 +735,7 @@ def compile_targets(
     *,
     tiles: bool = False,
     jobs: int = 2,
-    timeout: float = 600,
+    timeout: float = 3000,  # of two minutes on two idle cores
     planted: bool = True,
 ) -> dict[str, list[Report]]:
     """Compile the cases whose name contains `only` (with `tiles`, of `tile_cases`) for every
@@ -748,6 +779,8 @@ def failures(reports: list[Report]) -> list[str]:
             wrong.append(f"{where}: {r.product} instead of {_product(r)}")
         if r.serialised:
             wrong.append(f"{where}: {r.serialised}")
+        if r.unordered:
+            wrong.append(f"{where}: {r.unordered}")
         if r.instructions["float64"] and not r.float64:
             wrong.append(f"{where}: {r.instructions['float64']} float64 instructions")
     return wrong

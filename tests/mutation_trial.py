@@ -57,7 +57,8 @@ def suite_files(folder: Path) -> list[Path]:
 
 
 def importers(module: str, files: list[Path]) -> list[Path]:
-    """The test files that import `module`: those that bear its name first, then the smaller."""
+    """The test files that import `module` or the room it is in: those that bear its name first,
+    then the smaller."""
 
     def names(path: Path) -> set[str]:
         found = set()
@@ -69,8 +70,9 @@ def importers(module: str, files: list[Path]) -> list[Path]:
                 found.update(f"{node.module}.{alias.name}" for alias in node.names)
         return found
 
-    stem = module.rsplit(".", 1)[-1]
-    mine = [path for path in files if module in names(path)]
+    *room, stem = module.split(".")
+    known = {module, ".".join(room)} if len(room) > 2 else {module}  # no rung is a room
+    mine = [path for path in files if known & names(path)]
     return sorted(mine, key=lambda path: (stem not in path.stem, path.stat().st_size))
 
 

@@ -8,8 +8,10 @@ import dataclasses
 import pytest
 from compile_targets import SHARED_LIMIT, TARGETS, Report, compile_targets, failures
 
-from warpweave.tune.aot import compiling
+from warpweave.tune.aot import compiling, unordered
 from warpweave.tune.parts import PARTS, occupancy
+
+pytestmark = pytest.mark.timeout(3600)  # it takes both cores for two minutes if they are idle
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +42,12 @@ def test_elementwise_kernels_load_128_bits_at_a_time(reports) -> None:
 
 
 def test_no_kernel_adds_atomically(reports) -> None:
-    """So every result is deterministic."""
+    """So every result is deterministic. What ranks tell one another by are exchanges."""
     found = [r for rs in reports.values() for r in rs if not r.error]
     assert {"attention_dkdv_kernel", "norm_bwd_kernel"} <= {r.kernel for r in found}
-    assert [r for r in found if r.instructions["atomic"]] == []
+    assert [r for r in found if r.instructions["atomic"] != r.instructions["flag"]] == []
+    telling = {r.kernel for r in found if r.instructions["flag"]}
+    assert telling == {"_publish_kernel", "_gather_gemm_kernel", "_partials_kernel"}
 
 
 def test_every_failure_is_named() -> None:
@@ -60,6 +64,7 @@ def test_every_failure_is_named() -> None:
         "2 float64 instructions": {"instructions": {"tensor_core": 1, "float64": 2}},
         "not one program fits": {"occupancy": 0},
         "(C7515) Potential": {"serialised": "(C7515) Potential Performance Loss: wgmma"},
+        "a store before": {"unordered": "a store before atom.release"},
         "CompilationError: at 1:2": {"error": "CompilationError: at 1:2"},
     }
     for message, change in wrong.items():
@@ -69,6 +74,33 @@ def test_every_failure_is_named() -> None:
 
 
 # ---------------------------------------------------------------- the machinery
+
+
+STORE, BARRIER = "@%p1 st.global.b32 [ %rd1 + 0 ], %r1;", "bar.sync 0;"
+RELEASE = "@%p1 atom.global.sys.release.exch.b64 %rd1, [ %rd2 + 0 ], %rd3;"
+ACQUIRE = "@%p1 ld.global.sys.acquire.b64 %rd1, [ %rd2 + 0 ];"
+LOAD, COPY = "ld.global.b32 %r1, [ %rd1 + 0 ];", "cp.async.cg.shared.global [ %r1 ], [ %rd1 ], 16;"
+BULK = "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%rd1, {%r1, %r2}], [%r3];"
+READ, DONE = "cp.async.bulk.wait_group.read 0;", "cp.async.bulk.wait_group 0;"
+
+
+@pytest.mark.parametrize(
+    ("lines", "fault"),
+    [
+        ((STORE, BARRIER, RELEASE), ""),
+        ((STORE, RELEASE), "a store before"),
+        ((BARRIER, STORE, RELEASE), "a store before"),
+        ((BULK, DONE, BARRIER, RELEASE), ""),
+        ((BULK, READ, BARRIER, RELEASE), "an asynchronous store before"),
+        ((ACQUIRE, ACQUIRE, BARRIER, LOAD), ""),
+        ((ACQUIRE, LOAD), "no barrier between an acquire and"),
+        ((ACQUIRE, COPY), "no barrier between an acquire and"),
+        ((LOAD, STORE), ""),
+    ],
+)
+def test_flags_that_order_too_little_are_told(lines, fault) -> None:
+    found = unordered("\n".join(lines))
+    assert found.startswith(fault) if fault else found == ""
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def this_epoch(epoch_ptr):
 def data_of(addresses_ptr, rank, epoch, data, capacity, like_ptr):
     """A pointer to the data of `rank` in this epoch, with the elements of `like_ptr`."""
     address = tl.load(addresses_ptr + rank) + data + (epoch % 2) * capacity
-    return tl.multiple_of(address, 16).to(tl.pointer_type(like_ptr.dtype.element_ty))
+    return tl.multiple_of(address.to(tl.pointer_type(like_ptr.dtype.element_ty)), 16)
 
 
 @triton.jit

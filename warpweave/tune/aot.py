@@ -37,6 +37,7 @@ _INSTRUCTIONS = {
     "load": r"\bld\.global\b",
     "load_128_bit": r"\bld\.global\S*\.v(?:4\.b32|2\.b64|8\.b16)\b",
     "atomic": r"\b(?:atom|red)\.",
+    "flag": r"\batom\.\S*\.exch\b",
     "float64": r"\b(?:add|mul|fma|div)\S*\.f64\b",
 }
 _PRODUCT = re.compile(r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)[\w.:]*")
@@ -57,6 +58,7 @@ class Compiled:
         product: the tensor-core instruction used most, "" if none is.
         instructions: how often each kind stands in the PTX.
         serialised: what ptxas says (C75xx) if it lets each wgmma wait for the one before, else "".
+        unordered: what of its flags orders too little, see `unordered`; else "".
     """
 
     kernel: str
@@ -70,6 +72,7 @@ class Compiled:
     product: str
     instructions: dict[str, int]
     serialised: str = ""
+    unordered: str = ""
 
 
 @contextmanager
@@ -167,7 +170,33 @@ def _compiled(part: Part, name: str, kernel: Any, grid: Any, arguments: Any) -> 
         product=products[0][0] if products else "",
         instructions={k: len(re.findall(v, ptx)) for k, v in _INSTRUCTIONS.items()},
         serialised=getattr(kernel, "serialised", ""),
+        unordered=unordered(ptx),
     )
+
+
+def unordered(ptx: str) -> str:
+    """The first release or acquire, as they stand in the text, that orders only what its own thread
+    does: a program's other threads need a barrier between their stores and a release, and between
+    an acquire and their loads; asynchronous stores must be over before a release. "" if there is
+    none."""
+    stored = bulk = acquired = False
+    for line in map(str.strip, ptx.splitlines()):
+        if "bar.sync" in line:
+            stored = acquired = False
+        elif re.search(r"\bcp\.async\.bulk\.wait_group \d", line):
+            bulk = False
+        elif re.search(r"\bcp\.async\.bulk\S*\.global\.shared", line):
+            bulk = True
+        elif ".release" in line:
+            if stored or bulk:
+                return f"{'a store' if stored else 'an asynchronous store'} before {line}"
+        elif ".acquire" in line:
+            acquired = True
+        elif re.search(r"\bst\.global\b", line):
+            stored = True
+        elif acquired and re.search(r"\b(?:ld\.global|cp\.async\.c[ag])\b", line):
+            return f"no barrier between an acquire and {line}"
+    return ""
 
 
 def _resources(cubin: bytes) -> dict[str, int]:
