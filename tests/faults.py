@@ -836,7 +836,7 @@ FAULTS = (
     Fault(
         "prove-own-weights",
         "warpweave/prove/proof.py",
-        '            compare.tensor("weight", after.format(record.name), param.detach(), own)\n',
+        '            compare.tensor("weight", what.format(record.name), param.detach(), own)\n',
         "",
         "weights that a rank computes with may differ from those that are saved",
     ),

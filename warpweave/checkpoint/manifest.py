@@ -21,7 +21,7 @@ MANIFEST, DIGEST = "manifest.json", "manifest.sha256"
 STEP = re.compile(r"step_(\d{8,18})")
 SHARD = re.compile(r"rank\d{5,9}-\d{5,9}\.safetensors")
 # torch name, safetensors name, bytes per element
-DTYPES = {
+DTYPE_CODES = {
     "float64": ("F64", 8),
     "float32": ("F32", 4),
     "float16": ("F16", 2),
@@ -136,7 +136,7 @@ def _check(manifest: Any, path: Path) -> None:
         # Bounded one by one and then together: Python will not even print a larger number.
         sizes_fit = sizes_fit and len(shape) <= 64 and max(shape, default=0) < 1 << 62
         sizes_fit = sizes_fit and math.prod(shape) < 1 << 62
-        names_fit = isinstance(dtype, str) and isinstance(file, str) and dtype in DTYPES
+        names_fit = isinstance(dtype, str) and isinstance(file, str) and dtype in DTYPE_CODES
         if not sizes_fit or not names_fit or file not in manifest["files"]:
             wrong(f"tensor {name!r} has bad file {file!r}, shape {shape!r:.200} or dtype {dtype!r}")
 

@@ -26,7 +26,7 @@ from warpweave.checkpoint.files import (
     reason,
     stamp,
 )
-from warpweave.checkpoint.manifest import DIGEST, DTYPES, MANIFEST, dump, parse, read_manifest
+from warpweave.checkpoint.manifest import DIGEST, DTYPE_CODES, MANIFEST, dump, parse, read_manifest
 from warpweave.checkpoint.steps import newest_first
 from warpweave.exchange import exchange
 from warpweave.messages import one_line
@@ -200,7 +200,7 @@ def _check_shard(path: Path, name: str, manifest: dict[str, Any]) -> None:
         position = 0
         for key in order:
             shape = expected[key]["shape"]
-            code, width = DTYPES[expected[key]["dtype"]]
+            code, width = DTYPE_CODES[expected[key]["dtype"]]
             should = (code, shape, position, position + width * math.prod(shape))
             if entries[key] != should:
                 raise CheckpointError(

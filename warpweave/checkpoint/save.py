@@ -11,7 +11,7 @@ import torch.distributed as dist
 from safetensors.torch import save as serialize
 
 from warpweave.checkpoint.files import CheckpointError, agree, attempt, write
-from warpweave.checkpoint.manifest import DTYPES, new_manifest, write_manifest
+from warpweave.checkpoint.manifest import DTYPE_CODES, new_manifest, write_manifest
 from warpweave.checkpoint.steps import begin, discard, prune, publish
 from warpweave.exchange import exchange
 
@@ -158,8 +158,8 @@ def _check_tensor(name: str, tensor: torch.Tensor) -> None:
     dtype = str(tensor.dtype).removeprefix("torch.")
     if not isinstance(name, str) or not name or name == "__metadata__":
         raise CheckpointError(f"{name!r} cannot be a tensor's name")
-    if tensor.device.type != "cpu" or tensor.layout != torch.strided or dtype not in DTYPES:
+    if tensor.device.type != "cpu" or tensor.layout != torch.strided or dtype not in DTYPE_CODES:
         raise CheckpointError(
-            f"tensor {name!r} must be dense on the CPU and of {', '.join(DTYPES)}; "
+            f"tensor {name!r} must be dense on the CPU and of {', '.join(DTYPE_CODES)}; "
             f"it is {tensor.layout}, {tensor.device}, {dtype}"
         )

@@ -106,24 +106,29 @@ class _Comparison:
             self.add("token", f"text after step {step}", error / (self.eps if self.low else 1.0))
 
 
+def _engine(layout: Layout, mesh: ConnectedMesh, timeout: float) -> Engine:
+    """The engine that trains as `layout` says."""
+    return Engine(
+        layout.model,
+        mesh,
+        layout.plan,
+        micro_batch_size=layout.micro_batch_size,
+        dtype=DTYPES[layout.dtype],
+        seed=layout.sizes.seed,
+        rule=AdamW(**ADAMW, impl=layout.impl),
+        clip=CLIP,
+        impl=layout.impl,
+        timeout=timeout,
+    )
+
+
 def prove_layout(layout: Layout, mesh: ConnectedMesh, timeout: float = 60.0) -> Errors:
     """Train under `layout` and measure its errors; collective, the same result on every rank.
 
     The result is the worst of all ranks'; `where` names the rank that has the largest error.
     """
     sizes = layout.sizes
-    engine = Engine(
-        layout.model,
-        mesh,
-        layout.plan,
-        micro_batch_size=layout.micro_batch_size,
-        dtype=DTYPES[layout.dtype],
-        seed=sizes.seed,
-        rule=AdamW(**ADAMW, impl=layout.impl),
-        clip=CLIP,
-        impl=layout.impl,
-        timeout=timeout,
-    )
+    engine = _engine(layout, mesh, timeout)
     compare = _Comparison(layout)
     shape = (layout.mesh.dp, layout.microbatches, layout.micro_batch_size)
     owners = dict.fromkeys(compare.expected.names, 0)  # ranks that say a tensor is theirs to write
@@ -157,16 +162,7 @@ def prove_layout(layout: Layout, mesh: ConnectedMesh, timeout: float = 60.0) -> 
     read("weight", "param", after)
     read("moment", "exp_avg", "exp_avg of {}")
     read("moment", "exp_avg_sq", "exp_avg_sq of {}")
-    for unit in engine.units:  # what this very rank computes with, padding included
-        unit.parameters.unshard()
-        unit.parameters.wait()
-        for record, param in unit.params:
-
-            def own(full: Tensor, record: ParamRecord = record) -> Tensor:
-                return record.slice(full, mesh.coords)
-
-            compare.tensor("weight", after.format(record.name), param.detach(), own)
-        unit.parameters.reshard()
+    _compare_parameters(compare, engine, mesh, after)
     counts = torch.tensor(list(owners.values()))
     if mesh.group("world") is not None:
         dist.all_reduce(counts)
@@ -176,6 +172,22 @@ def prove_layout(layout: Layout, mesh: ConnectedMesh, timeout: float = 60.0) -> 
     kinds = (field.name for field in dataclasses.fields(Errors) if field.name != "where")
     errors = {kind: compare.errors.get(kind, float("inf")) for kind in kinds}  # inf: never compared
     return _worst_rank(Errors(**errors, where=compare.where), mesh)
+
+
+def _compare_parameters(
+    compare: _Comparison, engine: Engine, mesh: ConnectedMesh, what: str
+) -> None:
+    """Compare what this very rank computes with, padding included."""
+    for unit in engine.units:
+        unit.parameters.unshard()
+        unit.parameters.wait()
+        for record, param in unit.params:
+
+            def own(full: Tensor, record: ParamRecord = record) -> Tensor:
+                return record.slice(full, mesh.coords)
+
+            compare.tensor("weight", what.format(record.name), param.detach(), own)
+        unit.parameters.reshard()
 
 
 def _worst_rank(own: Errors, mesh: ConnectedMesh) -> Errors:

@@ -29,7 +29,7 @@ GAIN = 0.01  # less is a tie: medians of interleaved rounds repeat to a few tent
 ROUNDS, FINAL_ROUNDS, FINALISTS = 10, 40, 3
 # Root mean square of the difference of two tiles' outputs over that of the outputs: two roundings
 # to the dtype, and sums in another order. A tile that leaves out one of 64 steps differs by 1/8.
-LIMITS = {"bf16": 2**-6, "fp32": 2e-5, "fp64": 1e-12}
+TOLERANCES = {"bf16": 2**-6, "fp32": 2e-5, "fp64": 1e-12}
 
 
 @dataclass(frozen=True)
@@ -120,13 +120,13 @@ def agreeing(problem: Problem, found: Sequence[Tile], bench: Bench, report: Repo
             _say(f"{problem} {short(tile)}: does not launch: {error}")
             continue
         off = max(map(difference, outputs, truth))
-        if off <= LIMITS[problem.dtype]:
+        if off <= TOLERANCES[problem.dtype]:
             agreed.append(tile)
         else:
             report.wrong.append(f"{problem} {short(tile)}")
             _say(
                 f"WRONG, please report: {problem} {short(tile)} differs from the shipped tile's "
-                f"result by {off:.1e}, limit {LIMITS[problem.dtype]:.1e}; it is left out"
+                f"result by {off:.1e}, limit {TOLERANCES[problem.dtype]:.1e}; it is left out"
             )
     return agreed
 
