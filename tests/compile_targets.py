@@ -90,11 +90,10 @@ def m(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 def cases() -> list[Case]:
     """Every case; called in the subprocess only."""
-    from warpweave.kernels import activation, adamw, cost, dropout, rope
+    from warpweave.kernels import activation, adamw, cost, dropout, norm, rope
     from warpweave.kernels.attention import function as attention
     from warpweave.kernels.cross_entropy import backward, forward
     from warpweave.kernels.cross_entropy.vocabulary import Vocabulary
-    from warpweave.kernels.norm import function as norm
 
     T, fp32 = 8192, torch.float32
     f, b, f2, h = m(1, dtype=fp32), m(1), m(128, 64, dtype=fp32), m(T, 4096)
@@ -287,12 +286,13 @@ def _norm_chains(norm) -> list[Case]:
     """Norms with all that can be fused, in the layouts of real models; their own function for
     length."""
     from warpweave.kernels import cost
+    from warpweave.kernels.dropout import Drop
 
     fp32, found = torch.float32, []
     for E in (768, 5120, 8192, 16384, 65536):
         T = 2**24 // E // 16 * 16
         x, w, s, row = m(T, E), m(E), m(T, E, dtype=fp32), m(T, dtype=fp32)
-        drop = {"dropout": 0.1, "seed": 1, "site": 1, "tokens": m(T, dtype=torch.int64)}
+        drop = {"drop": Drop(0.1, 1, 1, m(T, dtype=torch.int64))}
         made = {"x_bias": True, "x_dtype": x.dtype, "residual_dtype": fp32, "ds": s}
         calls = {
             "rms_norm chain fwd": lambda x=x, w=w, s=s: norm.norm_fwd(
@@ -595,10 +595,9 @@ def _product_tiles() -> list[Case]:
 
 def _row_tiles() -> list[Case]:
     """Norms of every padded width, losses of every padded vocabulary up to the block's limit."""
-    from warpweave.kernels import cost
+    from warpweave.kernels import cost, norm
     from warpweave.kernels.cross_entropy import backward, forward
     from warpweave.kernels.cross_entropy.vocabulary import Vocabulary
-    from warpweave.kernels.norm import function as norm
 
     found, T = [], 8192
     for power in range(4, 17):

@@ -6,8 +6,9 @@ from close import assert_close_f64, assert_error_budget, relative_error
 from torch.utils.checkpoint import checkpoint
 from traffic import traffic
 
-from warpweave.kernels import cost, dropout, reference
-from warpweave.kernels.norm import function as norm
+from warpweave.kernels import cost, dropout, norm, reference
+from warpweave.kernels.dropout import Drop
+from warpweave.kernels.norm import function
 
 IMPLS = ("torch", "triton")
 SHAPES = ((1, 1), (1, 8), (37, 67), (2, 3, 128), (19, 2049))  # the last: more tiles than programs
@@ -237,6 +238,13 @@ def test_it_compiles_without_breaks(impl) -> None:
 # ------------------------------------------------------------ the chain before the norm, fused
 
 DRAW = {"dropout": 0.4, "seed": 2**40 + 5, "site": 2}
+
+
+def _drop(tokens) -> Drop:
+    """The same as the halves take it."""
+    return Drop(DRAW["dropout"], DRAW["seed"], DRAW["site"], tokens)
+
+
 TERMS = ("x_bias", "dropout", "residual x_bias", "residual dropout", "residual x_bias dropout")
 
 
@@ -303,7 +311,7 @@ def test_the_chain_equals_the_reference_in_float64(terms, layer, impl) -> None:
 def test_raw_halves_of_both_implementations_agree(terms, layer) -> None:
     x, w, b, r, x_bias = _chain_inputs((37, 67))
     dy, ds = torch.randn(2, 37, 67, dtype=torch.float64)
-    draw = {"tokens": _tokens(x.shape), **DRAW} if "dropout" in terms else {}
+    draw = {"drop": _drop(_tokens(x.shape))} if "dropout" in terms else {}
     given = {"residual": r} if "residual" in terms else {}
     wanted = {"residual_dtype": r.dtype} if "residual" in terms else {}
     if "x_bias" in terms:
@@ -435,7 +443,7 @@ def test_sums_over_rows_are_the_same_bits_every_time() -> None:
     x, w, *_ = _chain_inputs((301, 67), torch.float32)
     _, s, mean, rstd = norm.norm_fwd(x, w, layer=True, impl="triton")
     tokens, dy = torch.arange(301), torch.randn(301, 67)
-    options = {"bias": True, "x_bias": True, "tokens": tokens, **DRAW, "impl": "triton"}
+    options = {"bias": True, "x_bias": True, "drop": _drop(tokens), "impl": "triton"}
     first, second = (norm.norm_bwd(dy, s, w, mean, rstd, **options) for _ in range(2))
     for name in ("dx", "dx_bias", "dw", "db"):
         assert torch.equal(getattr(first, name), getattr(second, name))
@@ -449,19 +457,19 @@ def test_the_comparison_sees_planted_faults_of_the_chain(fault, monkeypatch) -> 
     inputs = _chain_inputs((37, 67))
     dy, ds = torch.randn(2, 37, 67, dtype=torch.float64)
     truth = _chain_run(reference, TERMS[-1], True, inputs, dy, ds)
-    run = norm.norm_bwd
+    run = function.norm_bwd_triton
 
-    def faulty(dy, s, weight, mean, rstd, **options):
+    def faulty(dy, s, weight, mean, rstd, ds, bias, x_bias, drop, *dtypes):
         if fault == "mask of another site":
-            options["site"] += 1
+            drop = drop._replace(site=drop.site + 1)
         if fault == "stale s":
             s = s.roll(1, 0)
-        found = run(dy, s, weight, mean, rstd, **options)
+        found = run(dy, s, weight, mean, rstd, ds, bias, x_bias, drop, *dtypes)
         if fault == "bias of x twice":
             found = found._replace(dx_bias=2 * found.dx_bias)
         return found._replace(dresidual=found.dx.clone()) if fault == "no dresidual" else found
 
-    monkeypatch.setattr(norm, "norm_bwd", faulty)
+    monkeypatch.setattr(function, "norm_bwd_triton", faulty)
     wrong = _chain_run(norm, TERMS[-1], True, inputs, dy, ds, impl="triton")
     assert max(relative_error(a, b) for a, b in zip(wrong, truth, strict=True)) > 0.1
 
@@ -469,7 +477,7 @@ def test_the_comparison_sees_planted_faults_of_the_chain(fault, monkeypatch) -> 
 def test_the_chain_reads_and_writes_everything_once() -> None:
     T, E, layer = 1024, 128, True
     x, w, b, r, x_bias = _chain_inputs((T, E), torch.bfloat16, torch.float32)
-    given = {"tokens": torch.arange(T), **DRAW, "impl": "triton"}
+    given = {"drop": _drop(torch.arange(T)), "impl": "triton"}
     terms = {"layer": layer, "residual": True, "x_bias": True, "dropout": True, "stream_size": 4}
     with traffic() as t:
         _, s, mean, rstd = norm.norm_fwd(x, w, b, layer=layer, residual=r, x_bias=x_bias, **given)

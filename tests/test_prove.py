@@ -24,7 +24,7 @@ from ranks import run_ranks
 
 from warpweave import engine as engines
 from warpweave import gpt, prove
-from warpweave.kernels.norm import forward as norm
+from warpweave.kernels.norm import function as norm
 from warpweave.launch import Session
 from warpweave.layouts import Layout, Sizes, draw, meshes, smallest, table
 from warpweave.parallel.data import parameters, reduce, zero
@@ -223,11 +223,10 @@ def test_every_planted_fault_is_caught_far_outside_the_limits_on_every_rank():
 
 def _interpreted(rank: int) -> list[Errors]:
     """One step with every Triton kernel interpreted: two layouts, and one with a wrong kernel."""
-    right = norm._launch_fwd
+    right = norm.norm_fwd_triton
 
-    def too_much_eps(*args):
-        *others, eps, y, s, mean, rstd = args
-        return right(*others, eps + 0.01, y, s, mean, rstd)
+    def too_much_eps(x, weight, bias, eps, *others):
+        return right(x, weight, bias, eps + 0.01, *others)
 
     found = []
     with mock.patch.object(prove, "STEPS", 1):
@@ -245,7 +244,7 @@ def _interpreted(rank: int) -> list[Errors]:
         gpt2 = Layout(Mesh(tp=2), True, recompute="selective", impl="triton", count=1, drawn=sizes)
         for layout in (llama, gpt2):
             found.append(prove_layout(layout, layout.mesh.connect(), 300.0))
-        with mock.patch.object(norm, "_launch_fwd", too_much_eps):
+        with mock.patch.object(norm, "norm_fwd_triton", too_much_eps):
             found.append(prove_layout(gpt2, gpt2.mesh.connect(), 300.0))
     return found
 

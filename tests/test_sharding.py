@@ -12,10 +12,9 @@ from close import assert_close_f64
 from ranks import run_ranks
 from torch import Tensor
 
-from warpweave.kernels import activation, dropout, rope
+from warpweave.kernels import activation, dropout, norm, rope
 from warpweave.kernels.attention import function as attention
 from warpweave.kernels.cross_entropy import function as cross_entropy
-from warpweave.kernels.norm import function as norm
 
 
 def draw(*shape: int) -> Tensor:

@@ -7,8 +7,8 @@ import torch
 import traffic as meter
 from traffic import Measure, measure, traffic
 
+from warpweave.kernels import norm
 from warpweave.kernels.attention import function as attention
-from warpweave.kernels.norm import function as norm
 from warpweave.kernels.runtime.dispatch import tl, triton
 
 

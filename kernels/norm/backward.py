@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from warpweave.kernels.dropout import Drop
 from warpweave.kernels.norm.device import (
     RUNTIME,
     add_to,
@@ -19,8 +20,8 @@ from warpweave.kernels.norm.device import (
     store_dx,
     vector,
 )
-from warpweave.kernels.norm.launch import as_rows, contiguous, tile_of
-from warpweave.kernels.norm.options import Dropped, check_dropped, check_tensors
+from warpweave.kernels.norm.launch import as_rows, contiguous, drop_arguments, tile_of
+from warpweave.kernels.norm.options import check_tensors, is_apart
 from warpweave.kernels.norm.torch_path import norm_bwd_cpu
 from warpweave.kernels.runtime.dispatch import (
     all_registers,
@@ -156,10 +157,7 @@ def norm_bwd(
     ds: torch.Tensor | None = None,
     bias: bool = False,
     x_bias: bool = False,
-    dropout: float = 0.0,
-    seed: int = 0,
-    site: int = 0,
-    tokens: torch.Tensor | None = None,
+    drop: Drop | None = None,
     x_dtype: torch.dtype | None = None,
     residual_dtype: torch.dtype | None = None,
     impl: str | None = None,
@@ -171,6 +169,7 @@ def norm_bwd(
     of dx and dresidual. dw, db and dx_bias are sums over tokens, in the dtype of rstd. Raises
     ValueError as `rms_norm`, and on gradients that are not like s.
     """
+    tokens = None if drop is None else drop.tokens
     impl = choose(impl, dy, s, weight, mean, rstd, ds, tokens)
     check_tensors(s, weight)
     for name, gradient in (("dy", dy), ("ds", ds)):
@@ -181,23 +180,20 @@ def norm_bwd(
             raise ValueError(
                 f"{name} must be {[*s.shape[:-1]]} of s {[*s.shape]}, got {[*statistic.shape]}"
             )
-    drop = check_dropped(s, dropout, seed, site, tokens)
     x_dtype = s.dtype if x_dtype is None else x_dtype
-    apart = residual_dtype is not None and (drop.tokens is not None or residual_dtype != x_dtype)
-    more = (ds, bias, x_bias, drop, x_dtype, residual_dtype if apart else None)
-    if impl == "torch":
-        mean = None if mean is None else mean.unsqueeze(-1)
-        found = norm_bwd_cpu(dy, s, weight, mean, rstd.unsqueeze(-1), *more)
-    else:
-        found = _launch_bwd(dy, s, weight, mean, rstd, *more)
-    dx, dresidual, dx_bias, dw, db = found
-    if residual_dtype is not None and not apart:
-        dresidual = dx
-    return NormGradients(dx, dresidual, dx_bias, dw, db)
+    more = (ds, bias, x_bias, drop, x_dtype, residual_dtype)
+    if impl == "triton":
+        return norm_bwd_triton(dy, s, weight, mean, rstd, *more)
+    mean = None if mean is None else mean.unsqueeze(-1)
+    found = norm_bwd_cpu(dy, s, weight, mean, rstd.unsqueeze(-1), *more)
+    return NormGradients(*found)
 
 
-def _launch_bwd(dy, s, weight, mean, rstd, ds, bias, x_bias, drop: Dropped, x_dtype, apart):
-    """The fields of `NormGradients`; `apart` is the dtype of a dresidual that is not dx."""
+def norm_bwd_triton(
+    dy, s, weight, mean, rstd, ds, bias: bool, x_bias: bool, drop: Drop | None, x_dtype,
+    residual_dtype,
+) -> NormGradients:  # fmt: skip
+    """`norm_bwd` of checked arguments."""
     E, dy2, s2, ds2 = s.shape[-1], as_rows(dy), as_rows(s), None if ds is None else as_rows(ds)
     kernel, (rows, block, warps) = norm_bwd_kernel, tile_of(E)
     warps = min(16, 2 * warps)  # 8 elements per thread, up to 4096: with 16 some spill on sm_100
@@ -211,7 +207,10 @@ def _launch_bwd(dy, s, weight, mean, rstd, ds, bias, x_bias, drop: Dropped, x_dt
         options = all_registers(16)  # as there is but one program
     programs = min(triton.cdiv(len(s2), rows), held * processors(s.device))
     dx = torch.empty(s.shape, dtype=x_dtype, device=s.device)
-    dresidual = None if apart is None else torch.empty_like(dx, dtype=apart)
+    dresidual = None
+    if is_apart(drop, x_dtype, residual_dtype):
+        dresidual = torch.empty_like(dx, dtype=residual_dtype)
+    tokens, seed, site, *constants = drop_arguments(drop)
     partial = torch.empty(1 + bias + x_bias, programs, E, dtype=rstd.dtype, device=s.device)
     if widest < E:
         partial.zero_()  # that kernel adds to them
@@ -219,11 +218,13 @@ def _launch_bwd(dy, s, weight, mean, rstd, ds, bias, x_bias, drop: Dropped, x_dt
         with torch.cuda.device_of(s):
             kernel[(programs,)](
                 dy2, ds2, s2, weight.contiguous(), contiguous(mean), rstd.contiguous(),
-                drop.tokens, dx, dresidual,
+                tokens, dx, dresidual,
                 partial[0], partial[1] if bias else None, partial[-1] if x_bias else None,
                 len(s2), dy2.stride(0), 0 if ds2 is None else ds2.stride(0), s2.stride(0),
-                drop.seed, drop.site, E, *drop.constants(), rows, block,
+                seed, site, E, *constants, rows, block,
                 **options)  # fmt: skip
     dw = partial[0].sum(0)  # sums apart: outputs of an operator share no storage
     db = partial[1].sum(0) if bias else None
-    return dx, dresidual, partial[-1].sum(0) if x_bias else None, dw, db
+    if dresidual is None and residual_dtype is not None:
+        dresidual = dx
+    return NormGradients(dx, dresidual, partial[-1].sum(0) if x_bias else None, dw, db)

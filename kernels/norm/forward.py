@@ -7,15 +7,10 @@ from __future__ import annotations
 
 import torch
 
+from warpweave.kernels.dropout import Drop
 from warpweave.kernels.norm.device import RUNTIME, columns, load, store_y, sum_of
-from warpweave.kernels.norm.launch import as_rows, contiguous, tile_of
-from warpweave.kernels.norm.options import (
-    Dropped,
-    check_dropped,
-    check_out,
-    check_tensors,
-    sum_dtype,
-)
+from warpweave.kernels.norm.launch import as_rows, contiguous, drop_arguments, tile_of
+from warpweave.kernels.norm.options import check_out, check_tensors, stream_dtype
 from warpweave.kernels.norm.torch_path import norm_fwd_cpu, norm_sum
 from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.runtime.dispatch import choose, no_graph, tl, triton
@@ -105,50 +100,53 @@ def norm_fwd(
     layer: bool,
     residual: torch.Tensor | None = None,
     x_bias: torch.Tensor | None = None,
-    dropout: float = 0.0,
-    seed: int = 0,
-    site: int = 0,
-    tokens: torch.Tensor | None = None,
+    drop: Drop | None = None,
     out_dtype: torch.dtype | None = None,
     out: torch.Tensor | None = None,
     impl: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """(y, s, mean or None, rstd): the forward half of both norms, of LayerNorm if `layer`.
 
-    Arguments and errors as `rms_norm`. y is `out` if that is given, else new; s is x itself where
-    nothing is added to x and nothing dropped. mean and rstd are [...], fp32 (fp64).
+    Arguments and errors as `rms_norm`, `drop` being what its four of dropout make (p > 0). y is
+    `out` if that is given, else new; s is x itself where nothing is added to x and nothing dropped.
+    mean and rstd are [...], fp32 (fp64).
     """
+    tokens = None if drop is None else drop.tokens
     impl = choose(impl, x, weight, bias, residual, x_bias, tokens, out)
     check_tensors(x, weight, bias, residual, x_bias, eps)
-    drop = check_dropped(x, dropout, seed, site, tokens)
-    y2 = None if out is None else check_out(out, x, out_dtype)
+    if out is not None:
+        check_out(out, x, out_dtype)
     out_dtype = out_dtype or (x.dtype if out is None else out.dtype)
     if impl == "torch":
         s = norm_sum(x, x_bias, drop, residual)
         y, mean, rstd = norm_fwd_cpu(s, weight, bias, eps, layer, out_dtype)
         y, mean = y if out is None else out.copy_(y), mean.squeeze(-1) if layer else None
         return y, s, mean, rstd.squeeze(-1)
-    s, y = x, torch.empty(x.shape, dtype=out_dtype, device=x.device) if out is None else out
-    if residual is not None or x_bias is not None or drop.tokens is not None:
-        s = torch.empty(x.shape, dtype=sum_dtype(x, residual), device=x.device)
+    y = torch.empty(x.shape, dtype=out_dtype, device=x.device) if out is None else out
+    return y, *norm_fwd_triton(x, weight, bias, eps, layer, residual, x_bias, drop, y)
+
+
+def norm_fwd_triton(
+    x, weight, bias, eps: float, layer: bool, residual, x_bias, drop: Drop | None, y
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """(s, mean or None, rstd) of checked arguments; y, in rows at one distance, is written."""
+    s, E = x, x.shape[-1]
+    if residual is not None or x_bias is not None or drop is not None:
+        s = torch.empty(x.shape, dtype=stream_dtype(x, residual), device=x.device)
     rstd = torch.empty(x.shape[:-1], dtype=compute_dtype(s), device=x.device)
     mean = torch.empty_like(rstd) if layer else None
-    if rstd.numel():
-        y2 = y.view(-1, x.shape[-1]) if y2 is None else y2
-        _launch_fwd(x, x_bias, residual, drop, weight, bias, eps, y2, s, mean, rstd)
-    return y, s, mean, rstd
-
-
-def _launch_fwd(x, x_bias, residual, drop: Dropped, weight, bias, eps, y, s, mean, rstd) -> None:
-    """Fill y[rows, E], s unless it is x, mean and rstd."""
-    E, x2, r2 = x.shape[-1], as_rows(x), None if residual is None else as_rows(residual)
+    if rstd.numel() == 0:
+        return s, mean, rstd
+    x2, r2, y2 = as_rows(x), None if residual is None else as_rows(residual), y.view(-1, E)
+    tokens, seed, site, *constants = drop_arguments(drop)
     kernel, (rows, block, warps) = norm_fwd_kernel, tile_of(E)
     if E > FWD_WIDTH:
         kernel, (rows, block, warps) = norm_fwd_wide_kernel, (1, 8192, 16)
     with torch.cuda.device_of(x):
         kernel[(triton.cdiv(len(x2), rows),)](
-            x2, contiguous(x_bias), r2, drop.tokens, weight.contiguous(), contiguous(bias),
-            y, None if s is x else s, mean, rstd,
-            len(x2), x2.stride(0), 0 if r2 is None else r2.stride(0), y.stride(0),
-            drop.seed, drop.site, E, eps, *drop.constants(), rows, block,
+            x2, contiguous(x_bias), r2, tokens, weight.contiguous(), contiguous(bias),
+            y2, None if s is x else s, mean, rstd,
+            len(x2), x2.stride(0), 0 if r2 is None else r2.stride(0), y2.stride(0),
+            seed, site, E, eps, *constants, rows, block,
             num_warps=warps)  # fmt: skip
+    return s, mean, rstd

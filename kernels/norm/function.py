@@ -40,10 +40,11 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from warpweave.kernels.dropout import Drop
 from warpweave.kernels.gemm.gradients import grad_dtype
-from warpweave.kernels.norm.backward import norm_bwd
-from warpweave.kernels.norm.forward import norm_fwd
-from warpweave.kernels.norm.options import check_dropped, check_out, check_tensors, sum_dtype
+from warpweave.kernels.norm.backward import norm_bwd_triton
+from warpweave.kernels.norm.forward import norm_fwd_triton
+from warpweave.kernels.norm.options import check_dropped, check_out, check_tensors, stream_dtype
 from warpweave.kernels.norm.torch_path import cast, norm_bwd_cpu, norm_fwd_cpu, norm_sum
 from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.runtime.dispatch import (
@@ -66,6 +67,10 @@ def _empty(x: torch.Tensor) -> torch.Tensor:
     return x.new_empty(0)
 
 
+def _drop(tokens: torch.Tensor | None, p: float, seed: int, site: int) -> Drop | None:
+    return None if tokens is None else Drop(p, seed, site, tokens)
+
+
 @torch.library.custom_op("warpweave::norm_fwd", mutates_args=())
 def _norm_fwd_op(
     x: torch.Tensor,
@@ -81,11 +86,10 @@ def _norm_fwd_op(
     site: int,
     out_dtype: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    y, s, mean, rstd = norm_fwd(
-        x, weight, bias, eps, layer=bool(layer), residual=residual, x_bias=x_bias,
-        dropout=dropout, seed=seed, site=site, tokens=tokens, out_dtype=_DTYPES[out_dtype],
-        impl="triton",
-    )  # fmt: skip
+    y = torch.empty(x.shape, dtype=_DTYPES[out_dtype], device=x.device)
+    drop = _drop(tokens, dropout, seed, site)
+    made = norm_fwd_triton(x, weight, bias, eps, bool(layer), residual, x_bias, drop, y)
+    s, mean, rstd = made
     return y, _empty(s) if s is x else s, mean if layer else _empty(rstd), rstd
 
 
@@ -93,7 +97,7 @@ def _norm_fwd_op(
 def _(
     x, weight, bias, residual, x_bias, tokens, eps, layer, dropout, seed, site, out_dtype
 ):  # fmt: skip
-    s = x.new_empty(x.shape, dtype=sum_dtype(x, residual))
+    s = x.new_empty(x.shape, dtype=stream_dtype(x, residual))
     rstd = x.new_empty(x.shape[:-1], dtype=compute_dtype(s))
     if residual is None and x_bias is None and tokens is None:
         s = _empty(x)
@@ -116,10 +120,8 @@ def _norm_fwd_out_op(
     seed: int,
     site: int,
 ) -> torch.Tensor:
-    s = norm_fwd(
-        x, weight, bias, eps, layer=bool(layer), residual=residual, x_bias=x_bias,
-        dropout=dropout, seed=seed, site=site, tokens=tokens, out=out, impl="triton",
-    )[1]  # fmt: skip
+    drop = _drop(tokens, dropout, seed, site)
+    s, *_ = norm_fwd_triton(x, weight, bias, eps, bool(layer), residual, x_bias, drop, out)
     return _empty(s) if s is x else s
 
 
@@ -127,7 +129,7 @@ def _norm_fwd_out_op(
 def _(out, x, weight, bias, residual, x_bias, tokens, eps, layer, dropout, seed, site):
     if residual is None and x_bias is None and tokens is None:
         return _empty(x)
-    return x.new_empty(x.shape, dtype=sum_dtype(x, residual))
+    return x.new_empty(x.shape, dtype=stream_dtype(x, residual))
 
 
 @torch.library.custom_op("warpweave::norm_bwd", mutates_args=())
@@ -147,12 +149,11 @@ def _norm_bwd_op(
     x_dtype: int,
     residual_dtype: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    found = norm_bwd(
-        dy, s, weight, mean, rstd, ds=ds, bias=bool(bias), x_bias=bool(x_bias), dropout=dropout,
-        seed=seed, site=site, tokens=tokens, x_dtype=_DTYPES[x_dtype],
-        residual_dtype=None if residual_dtype < 0 else _DTYPES[residual_dtype], impl="triton",
+    dx, dresidual, dx_bias, dw, db = norm_bwd_triton(
+        dy, s, weight, mean, rstd, ds, bool(bias), bool(x_bias),
+        _drop(tokens, dropout, seed, site), _DTYPES[x_dtype],
+        None if residual_dtype < 0 else _DTYPES[residual_dtype],
     )  # fmt: skip
-    dx, dresidual, dx_bias, dw, db = found
     if dresidual is None or dresidual is dx:
         dresidual = _empty(dx)
     return dx, dresidual, dx_bias if x_bias else _empty(rstd), dw, db if bias else _empty(dw)
@@ -242,13 +243,11 @@ class _Norm(torch.autograd.Function):
 # ---------------------------------------------------------------- public
 
 
-def _norm(
-    x, weight, bias, eps, residual, x_bias, dropout, seed, site, tokens, out_dtype, out, layer, impl
-):
-    """Both norms: y, or (y, s) if anything that makes s was given."""
+def _norm(x, weight, bias, eps, residual, x_bias, drop, out_dtype, out, layer, impl):
+    """(y, s) of both norms."""
+    tokens = None if drop is None else drop.tokens
     impl = choose(impl, x, weight, bias, residual, x_bias, tokens, out)
     check_tensors(x, weight, bias, residual, x_bias, eps)
-    drop = check_dropped(x, dropout, seed, site, tokens)
     if out is not None:
         check_out(out, x, out_dtype)
         refuse_graph("a norm with out=", x, weight, bias, residual, x_bias, out)
@@ -263,18 +262,15 @@ def _norm(
             y = F.layer_norm(s.to(wide), weight.shape, weight.to(wide), b, eps).to(dtype)
         else:
             y = _Norm.apply(s, weight, bias, eps, layer, dtype)
-        y = y if out is None else out.copy_(y)
+        return y if out is None else out.copy_(y), s
+    refuse_tangents("layer_norm" if layer else "rms_norm", x, weight, bias, residual, x_bias)
+    key = (0.0, 0, 0) if drop is None else drop[:3]
+    made = (x, weight, bias, residual, x_bias, tokens, eps, layer, *key)
+    if out is None:
+        y, s, _, _ = _norm_fwd_op(*made, _DTYPES.index(dtype))
     else:
-        refuse_tangents("layer_norm" if layer else "rms_norm", x, weight, bias, residual, x_bias)
-        made = (x, weight, bias, residual, x_bias, drop.tokens, eps, layer, *drop[:3])
-        if out is None:
-            y, s, _, _ = _norm_fwd_op(*made, _DTYPES.index(dtype))
-        else:
-            y, s = out, _norm_fwd_out_op(out, *made)
-        if residual is None and x_bias is None and drop.tokens is None:
-            s = x
-    alone = residual is None and x_bias is None and tokens is None
-    return y if alone else (y, s)
+        y, s = out, _norm_fwd_out_op(out, *made)
+    return y, x if residual is None and x_bias is None and drop is None else s
 
 
 def rms_norm(
@@ -311,10 +307,9 @@ def rms_norm(
     with inputs that require grad, or if `impl` cannot run (`dispatch.choose`). Zhang, Sennrich 2019
     (arXiv:1910.07467).
     """
-    return _norm(
-        x, weight, None, eps, residual, x_bias, dropout, seed, site, tokens, out_dtype, out, False,
-        impl,
-    )  # fmt: skip
+    drop = check_dropped(x, dropout, seed, site, tokens)
+    y, s = _norm(x, weight, None, eps, residual, x_bias, drop, out_dtype, out, False, impl)
+    return y if residual is None and x_bias is None and tokens is None else (y, s)
 
 
 def layer_norm(
@@ -334,7 +329,6 @@ def layer_norm(
     impl: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """LayerNorm by weight[E] and bias[E]; the rest as `rms_norm`. Ba et al. 2016."""
-    return _norm(
-        x, weight, bias, eps, residual, x_bias, dropout, seed, site, tokens, out_dtype, out, True,
-        impl,
-    )  # fmt: skip
+    drop = check_dropped(x, dropout, seed, site, tokens)
+    y, s = _norm(x, weight, bias, eps, residual, x_bias, drop, out_dtype, out, True, impl)
+    return y if residual is None and x_bias is None and tokens is None else (y, s)

@@ -1,9 +1,10 @@
-"""What the launches of the norms' kernels share: the tile, and rows of tensors."""
+"""What the launches of the norms' kernels share: the tile, rows of tensors, dropout's key."""
 
 from __future__ import annotations
 
 import torch
 
+from warpweave.kernels.dropout import Drop, threshold
 from warpweave.kernels.runtime.dispatch import triton
 
 
@@ -23,3 +24,11 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
 
 def contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
     return None if x is None else x.contiguous()
+
+
+def drop_arguments(drop: Drop | None) -> tuple[torch.Tensor | None, int, int, int, float]:
+    """tokens, seed, site and the constants THRESHOLD and SCALE; all alike without dropout, so that
+    one kernel serves."""
+    if drop is None:
+        return None, 0, 0, 0, 1.0
+    return drop.tokens, drop.seed, drop.site, threshold(drop.p), 1 / (1 - drop.p)

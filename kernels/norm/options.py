@@ -1,44 +1,28 @@
 """The arguments of a norm, checked once and in their simplest form.
 
-Everything here is decided on the host from shapes, dtypes and Python numbers. `norm.py` documents
+Everything here is decided on the host from shapes, dtypes and Python numbers. `function` documents
 what the arguments mean.
 """
 
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 
-from warpweave.kernels.dropout import threshold
+from warpweave.kernels.dropout import Drop
 from warpweave.kernels.runtime.dispatch import check_written
-
-
-class Dropped(NamedTuple):
-    """Which elements of x are dropped: `dropout.dropout`'s arguments; tokens None for none."""
-
-    p: float = 0.0
-    seed: int = 0
-    site: int = 0
-    tokens: torch.Tensor | None = None
-
-    def constants(self) -> tuple[int, float]:
-        """The kernels' constants THRESHOLD, SCALE; all alike without dropout, so that one kernel
-        serves."""
-        return (0, 1.0) if self.tokens is None else (threshold(self.p), 1 / (1 - self.p))
-
-
-NOTHING = Dropped()
 
 
 def check_dropped(
     x: torch.Tensor, p: float, seed: int, site: int, tokens: torch.Tensor | None
-) -> Dropped:
-    """Raise ValueError on numbers out of range or tokens that are not int64 [...] of x[..., E];
-    nothing is dropped at p = 0."""
+) -> Drop | None:
+    """The key of the dropout, None where nothing is dropped, at p = 0.
+
+    Raises ValueError on numbers out of range or tokens that are not int64 [...] of x[..., E].
+    """
     if p == 0 and tokens is None and seed == 0 == site:
-        return NOTHING
+        return None
     if not 0 <= p < 1:
         raise ValueError(f"dropout must be in [0, 1), got {p}")
     if p > 0 and tokens is None:
@@ -50,7 +34,7 @@ def check_dropped(
         )
     if not (0 <= seed < 2**63 and 0 <= site < 2**32):
         raise ValueError(f"need 0 <= seed < 2**63 and 0 <= site < 2**32, got {seed} and {site}")
-    return Dropped(p, seed, site, tokens.contiguous()) if p > 0 else NOTHING
+    return Drop(p, seed, site, tokens.contiguous()) if tokens is not None and p > 0 else None
 
 
 def check_tensors(
@@ -97,6 +81,11 @@ def check_out(out: torch.Tensor, x: torch.Tensor, out_dtype: torch.dtype | None)
     )
 
 
-def sum_dtype(x: torch.Tensor, residual: torch.Tensor | None) -> torch.dtype:
+def stream_dtype(x: torch.Tensor, residual: torch.Tensor | None) -> torch.dtype:
     """The dtype of s: the wider of those of x and residual."""
     return x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+
+
+def is_apart(drop: Drop | None, x_dtype: torch.dtype, residual_dtype: torch.dtype | None) -> bool:
+    """Whether dresidual is a tensor of its own: there is a residual, and dx is not equal to it."""
+    return residual_dtype is not None and (drop is not None or residual_dtype != x_dtype)

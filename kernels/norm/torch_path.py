@@ -1,4 +1,4 @@
-"""Both norms by torch's own operators: the CPU path, right on every device. See `norm.py`.
+"""Both norms by torch's own operators: the CPU path, right on every device. See `function`.
 
 On a CPU a training step calls these often and on few rows, so the number of operators counts as
 much as the bytes. LayerNorm is torch's own, both ways. RMSNorm's forward is seven operators, four
@@ -13,8 +13,9 @@ from contextlib import nullcontext
 import torch
 
 from warpweave.kernels import dropout as keyed
+from warpweave.kernels.dropout import Drop
 from warpweave.kernels.gemm.gradients import bias_gradient
-from warpweave.kernels.norm.options import NOTHING, Dropped
+from warpweave.kernels.norm.options import is_apart
 from warpweave.kernels.reference import compute_dtype
 
 
@@ -40,7 +41,7 @@ class _AddBias(torch.autograd.Function):
 def norm_sum(
     x: torch.Tensor,
     x_bias: torch.Tensor | None,
-    drop: Dropped,
+    drop: Drop | None,
     residual: torch.Tensor | None,
 ) -> torch.Tensor:
     """s, differentiable; x itself where nothing is added or dropped."""
@@ -48,11 +49,8 @@ def norm_sum(
     if x_bias is not None:
         compiling = torch.compiler.is_compiling()
         s = (x + x_bias).to(x.dtype) if compiling else _AddBias.apply(x, x_bias)
-    if drop.tokens is not None:
-        flat, tokens = s.reshape(-1, s.shape[-1]), drop.tokens.reshape(-1)
-        s = keyed.dropout(
-            flat, drop.p, seed=drop.seed, site=drop.site, tokens=tokens, impl="torch"
-        ).view(x.shape)
+    if drop is not None:
+        s = drop.apply(s, "torch")
     return s if residual is None else s + residual
 
 
@@ -90,14 +88,13 @@ def norm_bwd_cpu(
     ds: torch.Tensor | None = None,
     bias: bool = False,
     x_bias: bool = False,
-    drop: Dropped = NOTHING,
+    drop: Drop | None = None,
     x_dtype: torch.dtype | None = None,
-    apart: torch.dtype | None = None,
+    residual_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor, torch.Tensor]:
     """dx, dresidual, dx_bias, dw and db of checked tensors; absent ones are None.
 
-    mean and rstd are [..., 1]. `apart` is the dtype of a dresidual that is not dx, None if there is
-    none; x_dtype is by default that of s.
+    mean and rstd are [..., 1]; x_dtype is by default that of s.
     """
     E, wide = s.shape[-1], rstd.dtype
     dyw, w = cast(dy, wide), cast(weight, wide)
@@ -113,11 +110,15 @@ def norm_bwd_cpu(
         dx.add_(level.mul_(rstd), alpha=1 / E)
     if ds is not None:
         dx.add_(ds)
+    x_dtype = s.dtype if x_dtype is None else x_dtype
+    apart = is_apart(drop, x_dtype, residual_dtype)
     # A copy: dx may be of this dtype, and is about to change.
-    dresidual = None if apart is None else dx.to(apart, copy=True)
-    if drop.tokens is not None:
+    dresidual = dx.to(residual_dtype, copy=True) if apart else None
+    if drop is not None:
         dropped = keyed.dropped(drop.tokens.reshape(-1), E, drop.p, drop.seed, drop.site)
         dx.mul_(1 / (1 - drop.p)).masked_fill_(dropped.view(s.shape), 0)
     dx_bias = dx.reshape(-1, E).sum(0) if x_bias else None
-    dx = cast(dx, s.dtype if x_dtype is None else x_dtype)
+    dx = cast(dx, x_dtype)
+    if residual_dtype is not None and not apart:
+        dresidual = dx
     return dx, dresidual, dx_bias, dw, db if bias else None
