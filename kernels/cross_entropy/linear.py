@@ -54,9 +54,10 @@ from warpweave.kernels.cross_entropy.halves import (
     token_losses,
 )
 from warpweave.kernels.gemm.fused import gemm, gemm_into
-from warpweave.kernels.gemm.gradients import Settled, grad_dtype
+from warpweave.kernels.gemm.gradients import grad_dtype
 from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.runtime.dispatch import choose, no_graph, once_differentiable, wants_gradient
+from warpweave.kernels.runtime.dtypes import no_autocast
 from warpweave.kernels.runtime.wgrad import wgrad
 
 Merge = Callable[[torch.Tensor], torch.Tensor]
@@ -215,7 +216,7 @@ def _fwd_op(
     outside_vocabulary(labels, size, ignore_index)
     columns, kinds = vocabulary.columns(weight), 2 + (label_smoothing != 0.0)
     out = torch.empty(kinds, len(x), dtype=compute_dtype(x), device=x.device)
-    with Settled(x):
+    with no_autocast(x):
         for rows, blocks in _blocks(x, columns):
             parts = []
             for cols in blocks:
@@ -271,7 +272,7 @@ def _bwd_op(
     total, product = dw, _product_impl(impl)
     if dw.dtype != wide and len(x) > _row_step(x, columns):
         total = torch.empty_like(dw, dtype=wide)  # several products are added: not in 16 bits
-    with Settled(x):
+    with no_autocast(x):
         for rows, blocks in _blocks(x, columns):
             sums = x.new_empty(x[rows].shape if want_dx else 0, dtype=wide)
             for cols in blocks:
@@ -344,7 +345,7 @@ def _rows_fwd_op(
     vocabulary = Vocabulary(start, size, ignore_index, label_smoothing, z_loss, impl)
     outside_vocabulary(labels, size, ignore_index)
     blocks, parts = [], []
-    with Settled(x):
+    with no_autocast(x):
         for cols in _narrow(x, vocabulary.columns(weight)):
             blocks.append(gemm(x, weight[cols].t()))
             parts.append(vocabulary.stats(blocks[-1], labels, cols.start, _keeps_softmax(x, impl)))
@@ -383,7 +384,7 @@ def _rows_bwd_op(
     vocabulary = Vocabulary(start, size, ignore_index, label_smoothing, z_loss, impl)
     ones, wide, product = torch.ones_like(lse), lse.dtype, _product_impl(impl)
     sums = dx if dx.dtype == wide else torch.empty_like(dx, dtype=wide)
-    with Settled(x):
+    with no_autocast(x):
         slices = _narrow(x, vocabulary.columns(weight))
         for cols, z, own in zip(slices, blocks, own_lse, strict=True):
             own = own if _keeps_softmax(x, impl) else None

@@ -28,8 +28,9 @@ from warpweave.kernels.cross_entropy.linear import (
     recomputed_wgrad,
     scaled_wgrad,
 )
-from warpweave.kernels.gemm.gradients import Settled, grad_dtype
+from warpweave.kernels.gemm.gradients import grad_dtype
 from warpweave.kernels.runtime.dispatch import choose, once_differentiable
+from warpweave.kernels.runtime.dtypes import no_autocast
 from warpweave.parallel.collectives import (
     Pending,
     group_rank,
@@ -70,7 +71,7 @@ class _Recomputed(torch.autograd.Function):
     def forward(ctx, x, weight, labels, group, sequence_parallel, vocabulary, dtype):
         ctx.how, ctx.vocabulary = (group, sequence_parallel), _own(vocabulary, weight, group)
         ctx.x_dtype, ctx.parameter = x.dtype, weight
-        with Settled(x):
+        with no_autocast(x):
             x = x.to(dtype)
             whole = TensorRanks(group, sequence_parallel).gather(x)
             stats = linear_cross_entropy_fwd(whole, weight, labels, ctx.vocabulary)
@@ -100,7 +101,7 @@ class _Recomputed(torch.autograd.Function):
             )
             flying.extend([] if dx is None else [_start_sum(dx, *ctx.how)])
 
-        with Settled(dloss):
+        with no_autocast(dloss):
             dw = recomputed_wgrad(leaf, grad_dtype(leaf), run) if want_dw else None
             if todo:
                 run(None, False)
@@ -119,7 +120,7 @@ class _InForward(torch.autograd.Function):
     def forward(ctx, x, weight, labels, group, sequence_parallel, vocabulary, dtype):
         want_dx, want_dw, *_ = ctx.needs_input_grad
         ctx.x_dtype, ctx.parameter = x.dtype, weight
-        with Settled(x):
+        with no_autocast(x):
             losses, dx, dw = linear_cross_entropy_fwd_bwd(
                 TensorRanks(group, sequence_parallel).gather(x.to(dtype)),
                 weight,
@@ -139,7 +140,7 @@ class _InForward(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, g):
         (dx, dw, _), leaf = ctx.saved_tensors, ctx.parameter
-        with Settled(g):
+        with no_autocast(g):
             dx = dx if dx is None else (dx.to(g.dtype) * g).to(ctx.x_dtype)
             dw = dw if dw is None else scaled_wgrad(leaf, grad_dtype(leaf), dw, g)
         return dx, dw, None, None, None, None, None
