@@ -301,7 +301,7 @@ def _backward(ctx, dy):
 _activation_fwd_op.register_autograd(_backward, setup_context=_save)
 
 
-class _SwiGLU(torch.autograd.Function):
+class _Gated(torch.autograd.Function):
     """The torch path of both gated activations: half the time of differentiating through strided
     views."""
 
@@ -341,4 +341,4 @@ def activate(x: torch.Tensor, activation: str, *, impl: str | None = None) -> to
     if impl == "triton":
         refuse_tangents(activation, x)
         return _activation_fwd_op(x, activation)
-    return _SwiGLU.apply(x, activation) if gated else _value(x, name)
+    return _Gated.apply(x, activation) if gated else _value(x, name)

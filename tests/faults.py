@@ -323,7 +323,7 @@ FAULTS = (
     ),
     Fault(
         "linear-autocast-float64",
-        "kernels/gemm/gradients.py",
+        "kernels/runtime/dtypes.py",
         "if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:",
         "if torch.is_autocast_enabled(x.device.type):",
         "autocast takes a float64 layer down to bf16",

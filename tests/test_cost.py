@@ -6,6 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from warpweave.kernels import cost, reference
 from warpweave.kernels.cost import Cost
+from warpweave.kernels.dropout import Drop
 from warpweave.kernels.gemm.local import LOCAL
 from warpweave.kernels.mlp import function as mlp
 from warpweave.kernels.norm import function as norm
@@ -92,15 +93,15 @@ def test_a_norm_with_what_stands_before_it_moves_its_tensors(terms, stream, laye
     residual = torch.randn(6, 10, dtype=stream) if "residual" in terms else None
     x_bias = w if "x_bias" in terms else None
     tokens = torch.arange(6) if "dropout" in terms else None
-    drop = {"tokens": tokens, "dropout": 0.1 if "dropout" in terms else 0.0}
+    drop = None if tokens is None else Drop(0.1, 0, 0, tokens)
     y, s, mean, rstd = norm.norm_fwd(
-        x, w, w if layer else None, layer=layer, residual=residual, x_bias=x_bias, **drop,
+        x, w, w if layer else None, layer=layer, residual=residual, x_bias=x_bias, drop=drop,
         out_dtype=torch.float32,
     )  # fmt: skip
     forward = [x, w, residual, x_bias, tokens, y, s, mean, rstd] + [w] * layer
     grads = norm.norm_bwd(
         dy, s, w, mean, rstd, ds=s, bias=layer, x_bias=x_bias is not None, x_dtype=x.dtype,
-        residual_dtype=None if residual is None else stream, **drop,
+        residual_dtype=None if residual is None else stream, drop=drop,
     )  # fmt: skip
     apart = grads.dresidual if grads.dresidual is not grads.dx else None
     backward = [dy, s, s, w, mean, rstd, tokens, grads.dx, apart]

@@ -369,7 +369,7 @@ LOCAL = {
     ),
     norm_cpu._AddBias: lambda: (torch.randn(4, 6, 8, **T64), torch.randn(8, **T64)),
     rotation._Rope: lambda: (torch.randn(2, 4, 6, 8, **T64), torch.randn(4, 4), torch.randn(4, 4)),
-    activation._SwiGLU: lambda: (torch.randn(4, 6, 8, **T64),),
+    activation._Gated: lambda: (torch.randn(4, 6, 8, **T64),),
     cross_entropy.CrossEntropy: lambda: (
         torch.randn(4, 6, **T64), torch.tensor([0, -100, 3, 5]), VOCABULARY, None, None, None,
     ),
@@ -405,7 +405,7 @@ def test_every_local_function_has_a_rule() -> None:
     assert functions - {dispatch._Final} == set(LOCAL)  # which only hands gradients on
 
 
-class _Halves(activation._SwiGLU):
+class _Halves(activation._Gated):
     """Gates first, then ups: a shard of the input holds no matching pairs."""
 
     @staticmethod
@@ -455,7 +455,7 @@ def test_nothing_is_left_behind() -> None:
             typecheck(GPT2, Mesh(tp=2))
     finally:
         dist.destroy_process_group()
-    test_typing_rules_of_local_functions_hold(activation._SwiGLU)
+    test_typing_rules_of_local_functions_hold(activation._Gated)
     typecheck(ONE_LAYER["gpt2"], Mesh(dp=3, tp=2))
 
 

@@ -15,9 +15,9 @@ from warpweave.kernels.cross_entropy.backward import bwd
 from warpweave.kernels.cross_entropy.function import Merge
 from warpweave.kernels.cross_entropy.vocabulary import Vocabulary, unpacked
 from warpweave.kernels.gemm.fused import gemm, gemm_into
-from warpweave.kernels.gemm.gradients import Settled
 from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.runtime.dispatch import no_graph
+from warpweave.kernels.runtime.dtypes import no_autocast
 
 # ---------------------------------------------------------------- some rows
 
@@ -49,7 +49,7 @@ def _rows_fwd_op(
     vocabulary = unpacked(columns, terms, impl)
     vocabulary.check_labels(labels)
     held, parts = [], []
-    with Settled(x):
+    with no_autocast(x):
         for cols in _narrow(x, vocabulary.columns(len(weight))):
             held.append(gemm(x, weight[cols].t()))
             block = blocks.from_column(vocabulary, cols.start)
@@ -86,7 +86,7 @@ def _rows_bwd_op(
     vocabulary, product = unpacked(columns, terms, impl), blocks.product_impl(impl)
     ones, own = torch.ones_like(lse), vocabulary.columns(len(weight))
     sums = dx if dx.dtype == lse.dtype else torch.empty_like(dx, dtype=lse.dtype)
-    with Settled(x):
+    with no_autocast(x):
         for cols, z, z_lse in zip(_narrow(x, own), held, own_lse, strict=True):
             block = blocks.from_column(vocabulary, cols.start)
             softmax_lse = z_lse if _keeps_softmax(x, impl) else None

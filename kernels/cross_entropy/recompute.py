@@ -12,9 +12,9 @@ from warpweave.kernels.cross_entropy import blocks
 from warpweave.kernels.cross_entropy.backward import bwd
 from warpweave.kernels.cross_entropy.vocabulary import Vocabulary, unpacked
 from warpweave.kernels.gemm.fused import gemm, gemm_into
-from warpweave.kernels.gemm.gradients import Settled
 from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.runtime.dispatch import no_graph
+from warpweave.kernels.runtime.dtypes import no_autocast
 
 # ---------------------------------------------------------------- forward
 
@@ -32,7 +32,7 @@ def _fwd_op(
     vocabulary.check_labels(labels)
     kinds = 2 + (vocabulary.label_smoothing != 0.0)
     out = torch.empty(kinds, len(x), dtype=compute_dtype(x), device=x.device)
-    with Settled(x):
+    with no_autocast(x):
         for rows, slices in blocks.grid(x, vocabulary.columns(len(weight))):
             parts = []
             for cols in slices:
@@ -86,7 +86,7 @@ def _bwd_op(
     total, product = dw, blocks.product_impl(impl)
     if dw.dtype != wide and len(x) > blocks.row_step(x, own):
         total = torch.empty_like(dw, dtype=wide)  # several products are added: not in 16 bits
-    with Settled(x):
+    with no_autocast(x):
         for rows, slices in blocks.grid(x, own):
             sums = x.new_empty(x[rows].shape if want_dx else 0, dtype=wide)
             for cols in slices:

@@ -25,8 +25,6 @@ Functions), but for `gemm` by torch; with dropout, N (of y) is whole on every ra
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import torch
 
 from warpweave.kernels.activation import activation_fwd, find_activation
@@ -35,6 +33,7 @@ from warpweave.kernels.gemm import cpu as gemm_cpu
 from warpweave.kernels.gemm.epilogue import find_precision, launch
 from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.runtime.dispatch import check_written, choose, operator, refuse_graph
+from warpweave.kernels.runtime.dtypes import no_autocast
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -280,9 +279,7 @@ def _fused_torch(
     dtype: torch.dtype,
 ) -> list[torch.Tensor]:
     """One operator of torch after the other; each rounds to the dtype of its result."""
-    # The dtypes are settled: autocast would multiply, and return, in its own.
-    cast = not a.is_meta and torch.is_autocast_enabled(a.device.type)
-    with torch.autocast(a.device.type, enabled=False) if cast else nullcontext():
+    with no_autocast(a):
         z = gemm_cpu.product(a, b, bias, dtype if activation is None else a.dtype)
     if activation is None:
         y = z

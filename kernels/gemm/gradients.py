@@ -1,4 +1,4 @@
-"""What the Functions of fused linear layers share: dtypes, and gradients of weights and biases.
+"""What the Functions of fused linear layers share: gradients of weights and biases.
 
     y[..., N] = x[..., K] W[N, K]^T + b[N]      dW = dy^T x      db = sum over tokens of dy
 
@@ -10,7 +10,7 @@ is rows F 2. Sums over tokens are in float32 (float64 for float64), in one order
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 
@@ -83,34 +83,3 @@ def bias_gradient(bias: torch.Tensor, dy: torch.Tensor) -> torch.Tensor | None:
         return total.to(grad_dtype(bias)).view(bias.shape)
 
     return wgrad(bias, make)
-
-
-def settled_dtype(
-    name: str, x: torch.Tensor, parameters: Mapping[str, torch.Tensor | None]
-) -> torch.dtype:
-    """The dtype to compute in: autocast's, or the one that x and its parameters have.
-
-    Raises ValueError, in the name of `name`, if there is no such dtype.
-    """
-    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
-        return torch.get_autocast_dtype(x.device.type)
-    if any(p is not None and p.dtype != x.dtype for p in parameters.values()):
-        found = ", ".join(f"{k} {p.dtype}" for k, p in parameters.items() if p is not None)
-        raise ValueError(f"{name}: dtypes differ: x {x.dtype}, {found}")
-    return x.dtype
-
-
-class Settled:
-    """Inside a Function the dtypes are settled: within this context autocast casts nothing."""
-
-    def __init__(self, x: torch.Tensor) -> None:
-        on = torch.is_autocast_enabled(x.device.type)
-        self._context = torch.autocast(x.device.type, enabled=False) if on else None
-
-    def __enter__(self) -> None:
-        if self._context is not None:
-            self._context.__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        if self._context is not None:
-            self._context.__exit__(*error)

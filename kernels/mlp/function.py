@@ -12,16 +12,11 @@ import torch
 from warpweave.kernels.activation import activation_fwd, find_activation
 from warpweave.kernels.dropout import Drop, check_drop, dropout
 from warpweave.kernels.gemm.fused import fused_gemm
-from warpweave.kernels.gemm.gradients import (
-    Settled,
-    leaf_of,
-    rows,
-    settled_dtype,
-    weight_gradient,
-)
+from warpweave.kernels.gemm.gradients import leaf_of, rows, weight_gradient
 from warpweave.kernels.gemm.local import LOCAL, Local
 from warpweave.kernels.mlp.hidden import hidden_bwd, hidden_fwd
 from warpweave.kernels.runtime.dispatch import choose, no_graph, once_differentiable, wants_gradient
+from warpweave.kernels.runtime.dtypes import no_autocast, operand_dtype
 
 RECOMPUTE = ("nothing", "activation", "up")
 
@@ -106,7 +101,7 @@ class _MLP(torch.autograd.Function):
     ):
         ctx.options, ctx.ranks, ctx.shape, ctx.dtypes = options, ranks, x.shape, (x.dtype, dtype)
         ctx.leaves = (up_weight, up_bias), (down_weight, down_bias)
-        with Settled(x):
+        with no_autocast(x):
             x = x.to(dtype)
             y, z, h = mlp_fwd(
                 rows(x), *_flat(up_weight, up_bias, dtype), down_weight.to(dtype), down_bias,
@@ -123,7 +118,7 @@ class _MLP(torch.autograd.Function):
         (x, up, up_bias, down, z, h), needs = ctx.saved_tensors, ctx.needs_input_grad
         (up_leaves, (down_leaf, bias_leaf)), (x_dtype, dtype) = ctx.leaves, ctx.dtypes
         options, ranks, dw2 = ctx.options, ctx.ranks, None
-        with Settled(dy):
+        with no_autocast(dy):
             x, do = None if x is None else rows(x), rows(dy)
             up, up_bias = _flat(up, up_bias, dtype)
             if options.drop is not None:
@@ -220,7 +215,7 @@ def mlp(
     chosen = choose(impl, x, *parameters.values(), residual, tokens)
     check_mlp(x, up_weight, down_weight, up_bias, down_bias, residual, activation, name)
     recompute = choose_recompute(recompute, chosen, x)
-    dtype = settled_dtype(name, x, parameters)
+    dtype = operand_dtype(name, x, parameters)
     drop = check_drop(drop, torch.Size((x.shape[:-1].numel(),)))
     wide = residual is not None and residual.dtype != dtype  # a stream that is kept wider
     added = None if wide else residual

@@ -8,13 +8,12 @@ subtracts mean(g) too: that is added again.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import torch
 
 from warpweave.kernels.dropout import Drop, dropout, dropped
 from warpweave.kernels.gemm.gradients import bias_gradient
 from warpweave.kernels.reference import compute_dtype
+from warpweave.kernels.runtime.dtypes import no_autocast
 
 
 class _AddBias(torch.autograd.Function):
@@ -102,9 +101,7 @@ def norm_bwd_cpu(
         w, w if bias else None, (True, True, bias),
     )  # fmt: skip
     if mean is None:
-        kind = s.device.type
-        casts = torch.is_autocast_enabled(kind)  # it would cast this product
-        with torch.autocast(kind, enabled=False) if casts else nullcontext():
+        with no_autocast(s):  # which would cast this product
             level = torch.matmul(dyw, w).unsqueeze(-1)
         dx.add_(level.mul_(rstd), alpha=1 / E)
     if ds is not None:

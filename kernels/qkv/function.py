@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from warpweave.kernels.gemm.gradients import Settled, leaf_of, rows, settled_dtype
+from warpweave.kernels.gemm.gradients import leaf_of, rows
 from warpweave.kernels.gemm.local import LOCAL, Local
 from warpweave.kernels.qkv.kernels import QKV, check_qkv, qkv_bwd, qkv_fwd
 from warpweave.kernels.runtime.dispatch import choose, once_differentiable
+from warpweave.kernels.runtime.dtypes import no_autocast, operand_dtype
 
 
 class _QKV(torch.autograd.Function):
@@ -17,7 +18,7 @@ class _QKV(torch.autograd.Function):
     def forward(ctx, x, weight, bias, cos, sin, shape, heads, dtype, precision, impl, ranks):
         ctx.leaves, ctx.like, ctx.dtype = (weight, bias), (x.shape, x.dtype), dtype
         ctx.shape, ctx.impl, ctx.ranks = shape, impl, ranks
-        with Settled(x):
+        with no_autocast(x):
             x = x.to(dtype)
             # Over ranks the shard of x is kept and gathered again: 1/R of the memory.
             ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, cos, sin)
@@ -34,7 +35,7 @@ class _QKV(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dq, dk, dv):
         (x, w, cos, sin), (like, x_dtype) = ctx.saved_tensors, ctx.like
-        with Settled(dq):
+        with no_autocast(dq):
             if ctx.shape is not None:
                 dq, dk, dv = (t.unflatten(0, ctx.shape) for t in (dq, dk, dv))
             dz = qkv_bwd(dq, dk, dv, cos, sin, impl=ctx.impl)
@@ -106,7 +107,7 @@ def qkv_rope(
     name = ranks.name("qkv_rope")
     chosen = choose(impl, x, weight, bias, cos, sin)
     check_qkv(x.shape if shape is None else (*shape, x.shape[-1]), weight, bias, cos, sin, name)
-    dtype = settled_dtype(name, x, {"weight": weight, "bias": bias})
+    dtype = operand_dtype(name, x, {"weight": weight, "bias": bias})
     leaves, heads = (leaf_of(weight), leaf_of(bias)), tuple(weight.shape[1:3])
     found = _QKV.apply(x, *leaves, cos, sin, shape, heads, dtype, precision, chosen, ranks)
     if shape is None:

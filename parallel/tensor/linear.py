@@ -6,8 +6,9 @@ import torch
 import torch.distributed as dist
 
 from warpweave.kernels.gemm import gemm
-from warpweave.kernels.gemm.gradients import Settled, linear, rows, settled_dtype, weight_gradient
+from warpweave.kernels.gemm.gradients import linear, rows, weight_gradient
 from warpweave.kernels.runtime.dispatch import once_differentiable
+from warpweave.kernels.runtime.dtypes import no_autocast, operand_dtype
 from warpweave.parallel.collectives import group_rank, group_size
 from warpweave.parallel.tensor.ranks import tensor_ranks
 
@@ -18,7 +19,7 @@ class _ColumnParallelLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, dtype, ranks):
         ctx.ranks, ctx.x_dtype, ctx.leaves = ranks, x.dtype, (weight, bias)
-        with Settled(x):
+        with no_autocast(x):
             x = x.to(dtype)
             # The shard is kept and gathered again in the backward: 1/R of the memory.
             ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
@@ -28,7 +29,7 @@ class _ColumnParallelLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
-        with Settled(dy):
+        with no_autocast(dy):
             dx, dw, db = ctx.ranks.column_gradients(
                 dy, x, weight.to(dy.dtype), ctx.leaves, ctx.needs_input_grad[:3]
             )
@@ -93,7 +94,7 @@ class _RowParallelLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, dtype, ranks):
         ctx.ranks, ctx.x_dtype, ctx.leaves = ranks, x.dtype, (weight, bias)
-        with Settled(x):
+        with no_autocast(x):
             x = x.to(dtype)
             ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
             return ranks.row_product(x, weight.to(dtype), bias)
@@ -109,7 +110,7 @@ class _RowParallelLinear(torch.autograd.Function):
             dx = gemm(rows(dy), weight.to(dy.dtype))
             return dx.view(*dy.shape[:-1], weight.shape[1]).to(ctx.x_dtype)
 
-        with Settled(dy):
+        with no_autocast(dy):
             dx, whole, db = ctx.ranks.row_gradients(dy, bias if needs[2] else None, input_gradient)
             dw = weight_gradient(leaf, lambda: (whole, x)) if needs[1] else None
         return dx, dw, db, None, None
@@ -189,4 +190,4 @@ def _check_linear(
             f"{name} on rank {group_rank(group)}: bias{tuple(bias.shape)} does not fit "
             f"weight{tuple(weight.shape)}"
         )
-    return settled_dtype(f"{name} on rank {group_rank(group)}", x, {"weight": weight, "bias": bias})
+    return operand_dtype(f"{name} on rank {group_rank(group)}", x, {"weight": weight, "bias": bias})

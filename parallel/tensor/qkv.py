@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 
 from warpweave.kernels.qkv import qkv_rope
+from warpweave.kernels.qkv.kernels import QKV
 from warpweave.parallel.collectives import group_rank, group_size
 from warpweave.parallel.tensor.ranks import tensor_ranks
-
-QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def parallel_qkv_rope(
