@@ -9,6 +9,7 @@ The public ops, each under its import path, with its halves beside it:
     mlp                   mlp, gelu_mlp, swiglu_mlp up, activation, down in two kernels
     activation            activate                  GELU, ReLU^2, SwiGLU, GeGLU
     gemm                  gemm, gemm_into, fused_gemm
+    overlap               all_gather_gemm, gemm_reduce_scatter, gemm_all_reduce
     cross_entropy         cross_entropy, linear_cross_entropy
     dropout               dropout                   keyed by global token numbers
     adamw                 adamw_step, sum_of_squares
