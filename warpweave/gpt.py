@@ -62,6 +62,7 @@ class GPT(nn.Module):
         config: sizes and style.
         mesh: the connected mesh; None is one device.
         plan: how the model is cut over it; of its recomputations, "full" is applied by `segments`.
+            Left out, tensor ranks do not cut the tokens.
         seed: of the initialisation.
         device, dtype: of the parameters; on "meta" nothing is drawn.
         impl: "triton", "torch" or None, as for the kernels.
@@ -75,7 +76,7 @@ class GPT(nn.Module):
         config: GPTConfig,
         *,
         mesh: ConnectedMesh | None = None,
-        plan: ParallelPlan = ParallelPlan(),
+        plan: ParallelPlan = ParallelPlan(sequence_parallel=False),
         seed: int = 0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
