@@ -12,7 +12,7 @@ GPU looking would make the host wait: there that row's loss and gradient are NaN
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -42,9 +42,11 @@ class CrossEntropy(torch.autograd.Function):
         start, size, ignore_index, label_smoothing, z_loss, impl = vocabulary
         where = {"vocab_start": start, "vocab_size": size, "ignore_index": ignore_index}
         want_sum = label_smoothing != 0.0
-        stats = cross_entropy_fwd(logits, labels, want_sum=want_sum, impl=impl, **where)
+        parts = cross_entropy_fwd(logits, labels, want_sum=want_sum, impl=impl, **where)
+        stats: Sequence[torch.Tensor | None] = parts
         if group is not None:
-            stats = merge(torch.stack([part for part in stats if part is not None]), group)
+            given = torch.stack([part for part in parts if part is not None])
+            stats = merge(given, group).unbind()
         ctx.save_for_backward(logits, labels, stats[0])
         ctx.options = where | {"label_smoothing": label_smoothing, "z_loss": z_loss, "impl": impl}
         return vocabulary.losses(stats, labels)

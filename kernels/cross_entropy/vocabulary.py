@@ -74,7 +74,8 @@ class Vocabulary(NamedTuple):
 
 def unpacked(columns: list[int], terms: list[float], impl: str) -> Vocabulary:
     """The record that `Vocabulary.packed` stands for."""
-    return Vocabulary(*columns, *terms, impl)
+    (start, size, ignore_index), (label_smoothing, z_loss) = columns, terms
+    return Vocabulary(start, size, ignore_index, label_smoothing, z_loss, impl)
 
 
 def token_losses(
