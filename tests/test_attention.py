@@ -29,7 +29,7 @@ from warpweave.kernels.attention import attention, attention_bwd, attention_delt
 from warpweave.kernels.attention import tiles as attention_tiles
 from warpweave.kernels.attention import torch_path as attention_cpu
 from warpweave.kernels.attention.launch import shared_steps
-from warpweave.kernels.attention.options import AttentionOptions, checked, pack, resolved
+from warpweave.kernels.attention.options import AttentionOptions, checked, pack, resolved, unpack
 from warpweave.kernels.merge import merge_
 from warpweave.kernels.runtime.tiles import shipped_table
 
@@ -457,6 +457,17 @@ def test_offsets_beyond_32_bits_reach_the_right_elements(monkeypatch) -> None:
         o, lse = attention_fwd(*inputs, impl="triton")
         want = o, *attention_bwd(do, *inputs, lse, delta, impl="triton")
         assert all(torch.equal(g, w) for g, w in zip(got, want))
+
+
+def test_options_come_out_of_an_operator_as_they_went_in() -> None:
+    runs = (reference.Run(4, 3),), (reference.Run(0, 1, 2), reference.Run(5, 2, 2))
+    for options in (
+        AttentionOptions(),
+        AttentionOptions(False, 3, torch.tensor([0, 9]), 0.5, 2.0, 0.1, 2**40, (1, 2), *runs),
+        AttentionOptions(q_runs=(), k_runs=runs[1], impl="triton"),
+        AttentionOptions(k_runs=runs[0], impl="torch"),
+    ):
+        assert unpack(*pack(options), options.documents) == options
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])

@@ -280,6 +280,8 @@ def _refused(rank: int) -> None:
             {"documents": torch.arange(2).repeat_interleave(8)},
             r"boundaries, not the document of each of the 16 tokens, got \[16\]",
         ),
+        ((q, kv, kv), {"window": 0}, "window must be at least 1 or None, got 0"),
+        ((q, kv, kv), {"sinks": torch.zeros(3)}, r"sinks must be floating of shape \(4,\)"),
     ]
     sent = AssertionError("something was sent")
     with (

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import torch
 
+from warpweave.kernels.attention import launch, tiles
 from warpweave.kernels.attention.device import (
     LOG2E,
     RUNTIME,
@@ -27,25 +28,7 @@ from warpweave.kernels.attention.device import (
     store,
     tanh,
 )
-from warpweave.kernels.attention.launch import (
-    constants,
-    narrow_into,
-    numbers,
-    one_set,
-    shared_steps,
-    table_of,
-    tile_count,
-    unit_stride,
-    widened,
-)
 from warpweave.kernels.attention.options import AttentionOptions, resolved
-from warpweave.kernels.attention.tiles import (
-    dkdv_tile,
-    dq_tile,
-    launch_options,
-    padded,
-    variant_of,
-)
 from warpweave.kernels.attention.torch_path import attention_bwd_cpu
 from warpweave.kernels.attention.visible import nth_tile, reach, rows_of_tile, span
 from warpweave.kernels.reference import compute_dtype
@@ -320,13 +303,13 @@ def attention_delta(
         delta = (o.to(dtype) * do.to(dtype)).sum(-1).transpose(1, 2)
         return delta.contiguous() if dlse is None else (delta - dlse).contiguous()
     delta = torch.empty((B, H, S), dtype=dtype, device=o.device)
-    o, do = unit_stride(o, do)
+    o, do = launch.unit_stride(o, do)
     if delta.numel():
-        step, steps = shared_steps(o, do)
+        step, steps = launch.shared_steps(o, do)
         with torch.cuda.device_of(o):
             attention_delta_kernel[(triton.cdiv(S, 64) * H * B,)](
                 o, do, dlse, delta, *steps, (0, 0, 0) if dlse is None else dlse.stride(),
-                H, S, step, D, 64, padded(D))  # fmt: skip
+                H, S, step, D, 64, tiles.padded(D))  # fmt: skip
     return delta
 
 
@@ -357,7 +340,7 @@ def block_bwd(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`attention_bwd` of arguments that have been checked: (dq, dk, dv) of these rows and keys."""
     options = resolved(options, q, k)
-    q, k, v, do = unit_stride(q, k, v, do.to(q.dtype))
+    q, k, v, do = launch.unit_stride(q, k, v, do.to(q.dtype))
     lse = lse.contiguous()
     grad_dtype = q.dtype if grad_dtype is None else grad_dtype
     impl = choose(options.impl, q)
@@ -369,7 +352,7 @@ def block_bwd(
         torch.empty(x.shape, dtype=grad_dtype, device=x.device) if given is None else given
         for x, given in zip((q, k, v), into)
     )
-    q, k, v, do, wide_dq, wide_dk, wide_dv = widened(q, q, k, v, do, dq, dk, dv)
+    q, k, v, do, wide_dq, wide_dk, wide_dv = launch.widened(q, q, k, v, do, dq, dk, dv)
     with torch.cuda.device_of(q):
         if k.numel():
             carried = into[1] is not None
@@ -377,30 +360,31 @@ def block_bwd(
         if q.numel():
             _launch_dq(q, k, v, do, lse, delta, wide_dq, options, into[0] is not None)
     for wide, given in ((wide_dq, dq), (wide_dk, dk), (wide_dv, dv)):
-        narrow_into(wide, given)
+        launch.narrow_into(wide, given)
     return dq, dk, dv
 
 
 def _launch_dkdv(q, k, v, do, lse, delta, dk, dv, options: AttentionOptions, into: bool) -> None:
     (B, _, H, D), Hkv = q.shape, k.shape[2]
-    variant = variant_of(options, into)
-    tile = dkdv_tile(q, variant)
-    table, by_sample = table_of(options, options.k_runs, B)
-    step, steps = shared_steps(q, k, v, do, dk, dv)
-    attention_dkdv_kernel[(tile_count(options.k_runs, tile.k) * Hkv * B,)](
+    variant = tiles.variant_of(options, into)
+    tile = tiles.dkdv_tile(q, variant)
+    table, by_sample = launch.table_of(options, options.k_runs, B)
+    step, steps = launch.shared_steps(q, k, v, do, dk, dv)
+    attention_dkdv_kernel[(launch.tile_count(options.k_runs, tile.k) * Hkv * B,)](
         q, k, v, do, lse, delta, dk, dv, table, *steps, by_sample,
-        *numbers(options, Hkv, H // Hkv), *constants(options, into, step, D, tile),
-        **launch_options(tile, q, variant))  # fmt: skip
+        *launch.numbers(options, Hkv, H // Hkv), *launch.constants(options, into, step, D, tile),
+        **tiles.launch_options(tile, q, variant))  # fmt: skip
 
 
 def _launch_dq(q, k, v, do, lse, delta, dq, options: AttentionOptions, into: bool) -> None:
     B, _, H, D = q.shape
-    variant = variant_of(options, into)
-    tile = dq_tile(q, variant)
-    table, by_sample = table_of(options, options.q_runs, B)
-    step, (of_q, of_k, of_v, *others) = shared_steps(q, k, v, do, dq)
-    attention_dq_kernel[(tile_count(options.q_runs, tile.q) * H * B,)](
+    variant = tiles.variant_of(options, into)
+    tile = tiles.dq_tile(q, variant)
+    table, by_sample = launch.table_of(options, options.q_runs, B)
+    step, (of_q, of_k, of_v, *others) = launch.shared_steps(q, k, v, do, dq)
+    attention_dq_kernel[(launch.tile_count(options.q_runs, tile.q) * H * B,)](
         q, k, v, do, lse, delta, dq, table,
-        of_q, *one_set(of_k, of_v), *others, by_sample,
-        *numbers(options, H, H // k.shape[2]), *constants(options, into, step, D, tile),
-        **launch_options(tile, q, variant))  # fmt: skip
+        of_q, *launch.one_set(of_k, of_v), *others, by_sample,
+        *launch.numbers(options, H, H // k.shape[2]),
+        *launch.constants(options, into, step, D, tile),
+        **tiles.launch_options(tile, q, variant))  # fmt: skip

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import torch
 
+from warpweave.kernels.attention import launch, tiles
 from warpweave.kernels.attention.device import (
     LN2,
     LOG2E,
@@ -26,19 +27,7 @@ from warpweave.kernels.attention.device import (
     store,
     tanh,
 )
-from warpweave.kernels.attention.launch import (
-    constants,
-    narrow_into,
-    numbers,
-    one_set,
-    shared_steps,
-    table_of,
-    tile_count,
-    unit_stride,
-    widened,
-)
 from warpweave.kernels.attention.options import AttentionOptions, resolved
-from warpweave.kernels.attention.tiles import forward_tile, launch_options, variant_of
 from warpweave.kernels.attention.torch_path import attention_fwd_cpu
 from warpweave.kernels.attention.visible import nth_tile, reach, rows_of_tile, span
 from warpweave.kernels.reference import compute_dtype
@@ -180,7 +169,7 @@ def block_fwd(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`attention_fwd` of arguments that have been checked: (o, lse) of these rows and keys."""
     options = resolved(options, q, k)
-    q, k, v = unit_stride(q, k, v)
+    q, k, v = launch.unit_stride(q, k, v)
     out_dtype = q.dtype if out_dtype is None else out_dtype
     sinks = None if sinks is None else sinks.detach().to(compute_dtype(q)).contiguous()
     if choose(options.impl, q) == "torch":
@@ -192,21 +181,22 @@ def block_fwd(
     else:
         o, lse = into
     if o.numel():
-        q, k, v, wide = widened(q, q, k, v, o)
+        q, k, v, wide = launch.widened(q, q, k, v, o)
         with torch.cuda.device_of(q):
             _launch(q, k, v, wide, lse, sinks, options, into is not None)
-        narrow_into(wide, o)
+        launch.narrow_into(wide, o)
     return o, lse
 
 
 def _launch(q, k, v, o, lse, sinks, options: AttentionOptions, into: bool) -> None:
     B, _, H, D = q.shape
-    variant = variant_of(options, into)
-    tile = forward_tile(q, variant)
-    table, by_sample = table_of(options, options.q_runs, B)
-    step, (of_q, of_k, of_v, of_o) = shared_steps(q, k, v, o)
-    attention_fwd_kernel[(tile_count(options.q_runs, tile.q) * H * B,)](
+    variant = tiles.variant_of(options, into)
+    tile = tiles.forward_tile(q, variant)
+    table, by_sample = launch.table_of(options, options.q_runs, B)
+    step, (of_q, of_k, of_v, of_o) = launch.shared_steps(q, k, v, o)
+    attention_fwd_kernel[(launch.tile_count(options.q_runs, tile.q) * H * B,)](
         q, k, v, o, lse, table, sinks,
-        of_q, *one_set(of_k, of_v), of_o, by_sample,
-        *numbers(options, H, H // k.shape[2]), *constants(options, into, step, D, tile),
-        **launch_options(tile, q, variant))  # fmt: skip
+        of_q, *launch.one_set(of_k, of_v), of_o, by_sample,
+        *launch.numbers(options, H, H // k.shape[2]),
+        *launch.constants(options, into, step, D, tile),
+        **tiles.launch_options(tile, q, variant))  # fmt: skip
