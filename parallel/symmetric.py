@@ -8,6 +8,7 @@ one machine. A group needs one memory per stream that it works on, see `kernels.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -67,7 +68,8 @@ def symmetric_memory(
     return over_segments(segments, rank, slots=slots, capacity=capacity, polls=polls)
 
 
-def _attempt(action) -> str:
+def _attempt(action: Callable[[], object]) -> str:
+    """What went wrong, or nothing."""
     try:
         action()
     except (OSError, RuntimeError) as error:

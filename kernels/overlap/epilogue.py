@@ -62,7 +62,7 @@ class Epilogue:
         """The dropout, unless it drops nothing."""
         return None if self.drop is None else check_drop(self.drop, self.drop.tokens.shape)
 
-    def strides(self) -> tuple[int, int]:
+    def strides(self) -> tuple[int, ...]:
         """Of the residual."""
         return (0, 0) if self.residual is None else self.residual.stride()
 
