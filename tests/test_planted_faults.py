@@ -583,7 +583,8 @@ def row_bias_once_per_rank(mesh):
     right = TensorRanks.row_product
 
     def row_product(ranks, h, weight, bias, **options):
-        return right(ranks, h, weight, bias, **options) + (mesh.size("tp") - 1) * bias
+        y = right(ranks, h, weight, bias, **options)
+        return y if bias is None else y + (mesh.size("tp") - 1) * bias
 
     return [(TensorRanks, "row_product", row_product)]
 
