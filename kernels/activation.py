@@ -111,6 +111,7 @@ def pointwise(x, ACT: tl.constexpr):
         positive = tl.maximum(x, 0.0)
         return positive * positive
     else:
+        tl.static_assert(ACT == "gelu" or ACT == "gelu_erf")
         return _gelu(x, ACT == "gelu")
 
 
@@ -125,6 +126,7 @@ def pointwise_and_slope(x, ACT: tl.constexpr):
         positive = tl.maximum(x, 0.0)
         return positive * positive, 2 * positive
     else:
+        tl.static_assert(ACT == "gelu" or ACT == "gelu_erf")
         return _gelu(x, ACT == "gelu"), _gelu_slope(x, ACT == "gelu")
 
 
@@ -174,6 +176,9 @@ def _gated_bwd_kernel(dy_ptr, x_ptr, dx_ptr, n, ACT: tl.constexpr, BLOCK: tl.con
 # ---------------------------------------------------------------- launchers
 
 
+_APPROXIMATE = {"gelu": "tanh", "gelu_erf": "none"}  # torch's names for them
+
+
 def _gelu_sigmoids(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """x in the dtype to compute in, and GELU's sigmoid at x and at -x."""
     z = x.to(compute_dtype(x))
@@ -195,7 +200,7 @@ def _value(x: torch.Tensor, name: str) -> torch.Tensor:
     if name == "gelu" and torch.compiler.is_compiling():
         z, p, _ = _gelu_sigmoids(x)
         return (z * p).to(x.dtype)
-    return F.gelu(x, approximate="tanh" if name == "gelu" else "none")
+    return F.gelu(x, approximate=_APPROXIMATE[name])
 
 
 def _gradient(dy: torch.Tensor, x: torch.Tensor, name: str) -> torch.Tensor:
@@ -207,8 +212,7 @@ def _gradient(dy: torch.Tensor, x: torch.Tensor, name: str) -> torch.Tensor:
         return torch.ops.aten.silu_backward(dy, x)
     if name == "relu2":
         return F.relu(x).mul_(2).mul_(dy)
-    approximate = "tanh" if name == "gelu" else "none"
-    return torch.ops.aten.gelu_backward(dy, x, approximate=approximate)
+    return torch.ops.aten.gelu_backward(dy, x, approximate=_APPROXIMATE[name])
 
 
 @no_graph

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args, get_origin, get_type_hints
 
+from warpweave.kernels.activation import find_activation
 from warpweave.kernels.cost import gpt_step
 from warpweave.parallel import schedule as schedules
 from warpweave.parallel.context import Strategy
@@ -39,7 +40,8 @@ class ParallelPlan:
         chunks: With the interleaved schedule: stages on each pipeline rank.
         microbatches: Micro-batches per step and data replica.
         early_gradients: A pipeline stage sends its input's gradient before it makes those of its
-            weights, to the same bits; not with ZeRO 2 and 3, which free gradients block by block.
+            weights: the same bits, sooner. Not with ZeRO 2 and 3 over data ranks, which free
+            gradients block by block.
         sequence_parallel: With tp > 1, cut the residual stream's tokens over the tensor ranks.
         recompute: Activation checkpointing: of the MLP's hidden activations (selective), or of all
             but each block's input (full).
@@ -75,8 +77,8 @@ class ParallelPlan:
                 f"chunks = {self.chunks} stages per rank need the interleaved schedule, "
                 f"got {self.schedule!r}"
             )
-        generate = schedules.gpipe if self.schedule == "gpipe" else schedules.one_f_one_b
-        return generate(ranks, self.microbatches)
+        generators = {"gpipe": schedules.gpipe, "1f1b": schedules.one_f_one_b}
+        return generators[self.schedule](ranks, self.microbatches)
 
     def placement(self, ranks: int) -> list[int]:
         """The pipeline rank, of `ranks`, that holds each stage."""
@@ -170,7 +172,7 @@ class GPTConfig:
             head_dim=self.head_dim,
             hidden=self.num_hidden,
             vocab=self.vocab_size,
-            gated=self.activation == "swiglu",
+            gated=find_activation(self.activation).gated,
         )
 
     def check(self, mesh: Mesh, plan: ParallelPlan = ParallelPlan()) -> None:

@@ -65,7 +65,7 @@ class TrainConfig:
     tp: int = 1
     """Tensor-parallel ranks."""
     cp: int = 1
-    """Context-parallel (ring attention) ranks."""
+    """Context-parallel ranks, over which the sequence is cut."""
     pp: int = 1
     """Pipeline ranks."""
     plan: ParallelPlan = ParallelPlan()

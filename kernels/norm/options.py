@@ -1,6 +1,6 @@
 """The arguments of a norm, checked once and in their simplest form.
 
-Everything here is decided on the host from shapes, dtypes and Python numbers. `norm.py` documents
+Everything here is decided on the host from shapes, dtypes and Python numbers. `function` documents
 what the arguments mean.
 """
 

@@ -1,4 +1,4 @@
-"""Both norms by torch's own operators: the CPU path, right on every device. See `norm.py`.
+"""Both norms by torch's own operators: the CPU path, right on every device. See `function`.
 
 On a CPU a training step calls these often and on few rows, so the number of operators counts as
 much as the bytes. LayerNorm is torch's own, both ways. RMSNorm's forward is seven operators, four

@@ -1,4 +1,5 @@
-"""What follows an overlapped product: bias, activation, dropout, residual, as `gemm.fused_gemm`."""
+"""How overlapped products are cut, and what follows them, which is what `gemm.fused_gemm` has: bias,
+activation, dropout, residual."""
 
 from __future__ import annotations
 
@@ -9,6 +10,22 @@ import torch
 from warpweave.kernels.activation import find_activation
 from warpweave.kernels.dropout import Drop, check_drop, launch_arguments
 from warpweave.kernels.gemm.epilogue import find_precision
+from warpweave.kernels.gemm.mainloop import tile_count
+from warpweave.kernels.runtime.dispatch import processors
+from warpweave.kernels.runtime.tile_table import GemmTile
+from warpweave.kernels.runtime.tiles import find
+
+
+def shared_tile(a: torch.Tensor, b: torch.Tensor) -> GemmTile:
+    """The tile for a[M, K] b[K, N]: the same on every rank, by sizes alone.
+
+    Parts are tiles, so ranks must agree on them; `mainloop.find_tile` also looks at where the
+    operands of this rank lie in memory.
+    """
+    tile = find("gemm", a.device, a.element_size(), "large")
+    if tile_count(tile, a.shape[0], b.shape[1]) < processors(a.device):
+        tile = find("gemm", a.device, a.element_size(), "small")
+    return tile
 
 
 @dataclass(frozen=True)

@@ -39,10 +39,12 @@ def all_gather_gemm(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """(y, z or None, whole) of this rank's shard x[S, K] and its b[K, N].
 
-    whole[W S, K] = all-gather(x), y[W S, N] = residual + dropout(act(whole b + bias)), exact.
+    whole[W S, K] = all-gather(x), y[W S, N] = residual + dropout(act(whole @ b + bias)):
+    the bits of `fused_gemm` at the same tile.
 
     Args:
-        memory: the group's symmetric memory, of S K elements of x at least.
+        memory: the group's symmetric memory, of S K elements of x and ceil(S / 16) slots at
+            least (fewer do where the tile has more rows: what is missing is said).
         bias, activation, save_z, drop, residual, out_dtype, precision: as for `gemm.fused_gemm` of
             the gathered rows.
 
@@ -73,7 +75,8 @@ def gemm_reduce_scatter(
     y = residual + dropout(sum + bias), the sum in the order of the ranks in float32.
 
     Args:
-        memory: the group's symmetric memory, of W S N elements of the wire's dtype at least.
+        memory: the group's symmetric memory, of W S N elements of the wire's dtype and ceil(S / 16)
+            ceil(N / 32) slots at least (as above).
         bias, drop, residual, out_dtype, precision: as for `gemm.fused_gemm` of this rank's rows;
             bias is added once, by the rank that has the rows.
         wire_dtype: in which partial products travel: float32 (float64 for float64) by default,

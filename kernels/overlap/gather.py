@@ -1,6 +1,6 @@
 """All-gather -> GEMM: products with the first shards run while the others are still on their way.
 
-    whole[W S, K] = all-gather(x[S, K])        y[W S, N] = epilogue(whole b[K, N])
+    whole[W S, K] = all-gather(x[S, K])        y[W S, N] = epilogue(whole @ b[K, N])
 
 Two launches. `_publish_kernel` puts this rank's shard where peers can read it (and into `whole`)
 and publishes it, BLOCK_M rows a part. In `_gather_gemm_kernel` the first programs copy the peers'
@@ -8,9 +8,9 @@ parts into `whole`, each as soon as it is published, and the others walk over th
 order in which the rows arrive: those of this rank first, which wait for nothing, then those of rank
 + 1, + 2, ... A tile lies in one shard, whatever the shard's length.
 
-Nobody can wait for ever: what publishes waits for nobody, the copying programs wait for peers'
-launches that are over, the tiles for copying programs, which are the first of their grid to start.
-That holds for one program at a time, too: so the interpreter runs it as it is.
+Nobody can wait for ever: what publishes waits for nobody, the copying programs wait only for what
+peers' first launches publish, the tiles for copying programs, which are the first of their grid to
+start. That holds where one program runs at a time, too: so the interpreter runs it as it is.
 
 `whole` is returned: the gradient of b is a product with it. Remote bytes of a rank: (W - 1) S K
 elements. The epilogue is that of `gemm.fused_gemm`; sums are over K alone, so y is bit by bit that
@@ -27,8 +27,8 @@ from collections.abc import Generator
 import torch
 
 from warpweave.kernels.gemm.epilogue import finish_tile
-from warpweave.kernels.gemm.mainloop import find_tile, gemm_options, grid, mainloop, tile_origin
-from warpweave.kernels.overlap.epilogue import Epilogue
+from warpweave.kernels.gemm.mainloop import gemm_options, grid, mainloop, tile_origin
+from warpweave.kernels.overlap.epilogue import Epilogue, shared_tile
 from warpweave.kernels.overlap.signals import (
     await_,
     data_of,
@@ -168,10 +168,10 @@ def gather_steps(
         if K == 0 and y.numel():
             raise ValueError(f"all_gather_gemm needs K >= 1, got x {[*x.shape]}")
         return y, z, whole
-    tile = find_tile(whole, b, "large")
+    tile = shared_tile(whole, b)
     parts = -(-S // tile.m)
-    memory.need("all_gather_gemm", parts, x.numel() * x.element_size())
-    where = (memory.slots, memory.data, memory.capacity)
+    memory.check_fits("all_gather_gemm", parts, x.numel() * x.element_size())
+    where = (memory.slots, memory.data_offset, memory.capacity)
     with torch.cuda.device_of(x):
         _publish_kernel[(parts,)](
             x, whole, memory.addresses, memory.epoch, memory.rank, *where, S, K, *x.stride(),

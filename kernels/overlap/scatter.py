@@ -13,8 +13,8 @@ shot) into this rank's own, for all peers to read. Remote elements of a rank, in
 (W - 1) S N sent, or (W - 1) M N read. A reduce-scatter and an all-gather of its result (two shots)
 is an all-reduce for 2 (W - 1) S N and one wait more.
 
-Nobody can wait for ever: `_partials_kernel` waits for nobody, `_sum_kernel` for launches that are
-over.
+Nobody can wait for ever: `_partials_kernel` waits for nobody, `_sum_kernel` only for what that
+publishes.
 
 Sources: as `gather`. Limits: not differentiable; W divides the rows that are scattered.
 """
@@ -26,8 +26,8 @@ from collections.abc import Generator
 import torch
 
 from warpweave.kernels.gemm.epilogue import epilogue
-from warpweave.kernels.gemm.mainloop import find_tile, gemm_options, grid, mainloop, tile_origin
-from warpweave.kernels.overlap.epilogue import Epilogue
+from warpweave.kernels.gemm.mainloop import gemm_options, grid, mainloop, tile_origin
+from warpweave.kernels.overlap.epilogue import Epilogue, shared_tile
 from warpweave.kernels.overlap.signals import (
     await_,
     data_of,
@@ -174,12 +174,12 @@ def scatter_steps(
     y, _ = epilogue.outputs(a[:S], N)
     if y.numel() == 0:
         return y
-    tile = find_tile(a, b, "large")
+    tile = shared_tile(a, b)
     rows, columns = -(-S // tile.m), -(-N // tile.n)
     like = a.new_empty(0, dtype=wire)
     size = (world if owners > 1 else 1) * S * N * wire.itemsize
-    memory.need(name, rows * columns, size)
-    where = (memory.rank, memory.slots, memory.data, memory.capacity)
+    memory.check_fits(name, rows * columns, size)
+    where = (memory.rank, memory.slots, memory.data_offset, memory.capacity)
     with torch.cuda.device_of(a):
         _partials_kernel[grid(tile, M, N, a.device)](
             a, b, like, memory.addresses, memory.epoch, *where, S, N, K, *a.stride(), *b.stride(),

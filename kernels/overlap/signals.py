@@ -47,8 +47,8 @@ def publish(flag_ptr, epoch, SCOPE: tl.constexpr):
 
 @triton.jit
 def publish_to_all(addresses_ptr, source, slot, slots, epoch, world, PEERS: tl.constexpr):
-    """Set flags[source, slot] of every rank, one thread each; PEERS is a power of 2 from `world`
-    on. A loop over the ranks would take registers that a product has not to spare."""
+    """Set flags[source, slot] of every rank, one thread each; PEERS is the power of 2 >=
+    `world`. A loop over the ranks would take registers that a product has not to spare."""
     peer = tl.arange(0, PEERS)
     flags = tl.load(addresses_ptr + peer, peer < world, 0).to(tl.pointer_type(tl.int64))
     value = tl.zeros((PEERS,), tl.int64) + epoch
@@ -60,7 +60,8 @@ def publish_to_all(addresses_ptr, source, slot, slots, epoch, world, PEERS: tl.c
 
 @triton.jit
 def await_(flag_ptr, epoch, error_ptr, source, slot, POLLS: tl.constexpr, SCOPE: tl.constexpr):
-    """Wait until a flag has reached `epoch`; with POLLS > 0, that often, then say so in `error`."""
+    """Wait until a flag has reached `epoch`. With POLLS > 0 look that often at most; then `error`
+    says what did not come, and the program goes on with what it finds."""
     seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope=SCOPE)
     if POLLS == 0:
         while seen < epoch:

@@ -40,7 +40,8 @@ class SymmetricMemory:
         segments: uint8[bytes] of each rank, as this process sees them; zero when nothing has run.
         addresses: int64[world], where they lie.
         epoch: int64[1], how many operations have run.
-        error: int64[4], see `check`.
+        error: int64[4]: the epoch in which a wait gave up (0: none has), the rank and the part that
+            it waited for, and nothing; see `check`.
         slots: parts that a rank may publish in one epoch.
         capacity: bytes of data in an epoch.
         polls: how often a wait looks before it gives up; 0 for ever.
@@ -57,7 +58,7 @@ class SymmetricMemory:
     polls: int = 0
 
     @property
-    def data(self) -> int:
+    def data_offset(self) -> int:
         """Where the data of even epochs begins, in bytes."""
         return _rounded(16 * self.world * self.slots)
 
@@ -66,7 +67,9 @@ class SymmetricMemory:
         self.epoch.add_(1)
 
     def check(self, name: str) -> None:
-        """Raise TimeoutError if a wait of operation `name` has given up. Waits for the device."""
+        """Raise TimeoutError if a wait of operation `name` has given up: then what it returned is
+        wrong, and the memory of all ranks is to be made anew. Waits for the device: operations
+        check themselves on a CPU only, on a GPU it is for those who bound their waits."""
         epoch, source, slot, _ = self.error.tolist()
         if epoch:
             raise TimeoutError(
@@ -74,7 +77,7 @@ class SymmetricMemory:
                 f"publish part {slot} within {self.polls} polls"
             )
 
-    def need(self, name: str, slots: int, bytes_: int) -> None:
+    def check_fits(self, name: str, slots: int, bytes_: int) -> None:
         """Raise ValueError unless an epoch of operation `name` fits."""
         if slots > self.slots or bytes_ > self.capacity:
             raise ValueError(

@@ -237,7 +237,8 @@ def table(world: int) -> list[Layout]:
 
 
 def _strategies(mesh: Mesh) -> tuple[Strategy, ...]:
-    return ("ring", "gather") if mesh.cp > 1 else ("auto",)
+    named = tuple(name for name in get_args(Strategy) if name != "auto")
+    return named if mesh.cp > 1 else ("auto",)
 
 
 def draw(seed: int) -> Layout:
