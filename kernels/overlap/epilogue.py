@@ -1,4 +1,4 @@
-"""How overlapped products are cut, and what follows them, which is what `gemm.fused_gemm` has: bias,
+"""How overlapped products are cut, and what follows them, the same as in `gemm.fused_gemm`: bias,
 activation, dropout, residual."""
 
 from __future__ import annotations
