@@ -424,16 +424,16 @@ def no_sum_over_context_ranks(mesh):
 @fault(11, RING)
 def ring_backward_keeps_the_first_keys(mesh):
     """diffusers #14265: every hop of the backward uses the K and V of the first."""
-    right_ring, right, first = ring.ring_backward, ring.attention_bwd, []
+    right_ring, right, first = ring.ring_backward, ring.block_bwd, []
 
     def ring_backward(rank, do, q, kv, *args, **options):
         first[:] = kv.clone()
         return right_ring(rank, do, q, kv, *args, **options)
 
-    def attention_bwd(do, q, k, v, *args, **options):
+    def block_bwd(do, q, k, v, *args, **options):
         return right(do, q, *first, *args, **options)
 
-    return [(ring, "ring_backward", ring_backward), (ring, "attention_bwd", attention_bwd)]
+    return [(ring, "ring_backward", ring_backward), (ring, "block_bwd", block_bwd)]
 
 
 @fault(12, CP)
@@ -449,14 +449,13 @@ def gathered_keys_get_no_gradient_from_others(mesh):
 @fault(12, RING)
 def ring_backward_with_the_lse_of_one_hop(mesh):
     """The same in the ring: each tile is normalised by its own softmax, not by the whole one."""
-    right = ring.attention_bwd
+    right = ring.block_bwd
 
-    def attention_bwd(do, q, k, v, lse, *args, causal, q_runs, k_runs, **options):
-        mask = {"causal": causal, "q_runs": q_runs, "k_runs": k_runs}
-        own = ring.attention_fwd(q, k, v, **mask)[1]
-        return right(do, q, k, v, own, *args, **mask, **options)
+    def block_bwd(do, q, k, v, lse, delta, options, **more):
+        own = ring.block_fwd(q, k, v, options)[1]
+        return right(do, q, k, v, own, delta, options, **more)
 
-    return [(ring, "attention_bwd", attention_bwd)]
+    return [(ring, "block_bwd", block_bwd)]
 
 
 # ------------------------------------------------------------------ 13-14: dropout, masks
@@ -466,8 +465,9 @@ def _drops(change):
     """Both places that key dropout, with their keys changed."""
     right, right_key = gpt.dropout, block.TransformerBlock._drop
 
-    def dropout(x, p, **options):
-        return right(x, p, **(options | change(**options)))
+    def dropout(x, drop, **options):
+        changed = drop._replace(**change(seed=drop.seed, tokens=drop.tokens))
+        return right(x, changed, **options)
 
     def key(self, site, context):
         drop = right_key(self, site, context)
