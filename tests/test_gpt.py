@@ -298,7 +298,8 @@ def test_inputs_that_do_not_fit_are_refused():
     part = GPT(CONFIGS["gpt2"], mesh=_place(Mesh(pp=2), 0))
     with pytest.raises(ValueError, match=r"^forward needs the whole model"):
         part(torch.zeros(1, 3, dtype=torch.int64))
-    cut = GPT(CONFIGS["gpt2"], mesh=_place(Mesh(tp=2), 1))
+    cut = GPT(CONFIGS["gpt2"], mesh=_place(Mesh(tp=2), 1), plan=ParallelPlan())
+    assert GPT(CONFIGS["gpt2"], mesh=_place(Mesh(tp=2), 1)).own_rows(8) == slice(0, 8)
     assert cut.own_rows(8) == slice(4, 8)
     with pytest.raises(ValueError, match=r"cuts the 7 tokens of a micro-batch over tp = 2"):
         cut.own_rows(7)

@@ -75,8 +75,8 @@ def record(names, world, modules=None, sizes=ONE_TILE, streams=1, between=None):
     ("names", "world", "residents"),
     [
         (("gather",) * 3, 2, 9),
-        (("scatter",) * 3, 2, 9),
-        (("reduce",) * 3, 2, 9),
+        (("scatter",) * 3, 2, 2),
+        (("reduce",) * 3, 2, 2),
         (("gather", "scatter", "gather", "reduce"), 2, 2),
         (("gather",) * 3, 3, 1),
         (("scatter",) * 3, 3, 1),
