@@ -325,6 +325,7 @@ def attention_dsinks(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor
     return -(share.nan_to_num(nan=0.0) * delta).sum((0, 2))
 
 
+@no_graph
 def block_bwd(
     do: torch.Tensor,
     q: torch.Tensor,

@@ -31,7 +31,7 @@ from warpweave.kernels.attention.options import AttentionOptions, resolved
 from warpweave.kernels.attention.torch_path import attention_fwd_cpu
 from warpweave.kernels.attention.visible import nth_tile, reach, rows_of_tile, span
 from warpweave.kernels.reference import compute_dtype
-from warpweave.kernels.runtime.dispatch import choose, tl, triton
+from warpweave.kernels.runtime.dispatch import choose, no_graph, tl, triton
 from warpweave.kernels.runtime.numeric import dot, to_dtype
 
 # ---------------------------------------------------------------- kernel
@@ -157,6 +157,7 @@ def attention_fwd_kernel(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, table_ptr, sinks_p
 # ---------------------------------------------------------------- launch
 
 
+@no_graph
 def block_fwd(
     q: torch.Tensor,
     k: torch.Tensor,
