@@ -13,6 +13,7 @@ from triton.runtime.interpreter import interpreter_builder
 
 from warpweave.kernels.dropout import Drop
 from warpweave.kernels.gemm import fused_gemm
+from warpweave.kernels.gemm.mainloop import find_tile
 from warpweave.kernels.overlap import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter
 from warpweave.kernels.overlap.epilogue import Epilogue
 from warpweave.kernels.overlap.function import (
@@ -21,7 +22,9 @@ from warpweave.kernels.overlap.function import (
     gemm_reduce_scatter_steps,
     run_local,
 )
-from warpweave.kernels.overlap.symmetric import local_memory
+from warpweave.kernels.overlap.symmetric import create_file, local_memory, map_file
+from warpweave.kernels.runtime.tile_table import KINDS, GemmTile
+from warpweave.kernels.runtime.tiles import pinned
 from warpweave.parallel.symmetric import symmetric_memory
 
 ROUNDS = 12  # of the three operations, nothing reset between them
@@ -143,6 +146,30 @@ def test_partial_sums_travel_unrounded_unless_asked(dtype):
         ]
         errors[wire] = relative_error(torch.cat(run_local(steps)), truth)
     assert errors[None] < 1e-6 < errors[dtype] < 2 * torch.finfo(dtype).eps
+
+
+def test_files_that_are_not_there_or_of_another_size_are_refused(tmp_path):
+    create_file(tmp_path / "there", 512)
+    assert map_file(tmp_path / "there", 512).sum() == 0
+    with pytest.raises(OSError, match="there has 512 bytes, 256 are expected"):
+        map_file(tmp_path / "there", 256)
+    with pytest.raises(OSError, match="No such file"):
+        map_file(tmp_path / "gone", 512)
+    assert not (tmp_path / "gone").exists()
+
+
+def test_where_operands_lie_does_not_change_how_ranks_cut():
+    a, b = torch.zeros(128 * 64 + 1)[1:].view(128, 64), torch.zeros(64, 64)
+    kinds = dict.fromkeys(KINDS, GemmTile(32, 32, 16, 1, 1, 4, 1))
+    tiles = {("gemm", 4, kind): tile for kind, tile in kinds.items()}
+    tiles["gemm", 4, "small"] = GemmTile(16, 32, 16, 1, 1, 4, 1)
+    memories = local_memory(2, slots=64, capacity=1 << 17, polls=3)
+    with pinned(tiles):
+        assert find_tile(a, b, "large") != find_tile(a.clone(), b, "large")
+        operands = (a, a.clone())
+        steps = [all_gather_gemm_steps(a, b, m, Epilogue()) for a, m in zip(operands, memories)]
+        run_local(steps)
+    assert not any(m.error.any() for m in memories)
 
 
 def test_an_empty_operation_is_no_epoch():

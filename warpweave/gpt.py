@@ -62,7 +62,8 @@ class GPT(nn.Module):
         config: sizes and style.
         mesh: the connected mesh; None is one device.
         plan: how the model is cut over it; of its recomputations, "full" is applied by `segments`.
-            Left out, tensor ranks do not cut the tokens.
+            Left out, tensor ranks do not cut the tokens; a plan that is given cuts them unless it
+            says otherwise.
         seed: of the initialisation.
         device, dtype: of the parameters; on "meta" nothing is drawn.
         impl: "triton", "torch" or None, as for the kernels.

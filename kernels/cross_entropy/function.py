@@ -46,7 +46,7 @@ class CrossEntropy(torch.autograd.Function):
         stats: Sequence[torch.Tensor | None] = parts
         if group is not None:
             given = torch.stack([part for part in parts if part is not None])
-            stats = merge(given, group).unbind()
+            stats = [row.clone() for row in merge(given, group)]  # one is saved, not all
         ctx.save_for_backward(logits, labels, stats[0])
         ctx.options = where | {"label_smoothing": label_smoothing, "z_loss": z_loss, "impl": impl}
         return vocabulary.losses(stats, labels)

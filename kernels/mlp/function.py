@@ -219,6 +219,8 @@ def mlp(
     drop = check_drop(drop, torch.Size((x.shape[:-1].numel(),)))
     wide = residual is not None and residual.dtype != dtype  # a stream that is kept wider
     added = None if wide else residual
+    if added is x:  # a compiler traces no Function that is given one tensor twice
+        added = x.view_as(x)
     y = _MLP.apply(
         x,
         *map(leaf_of, parameters.values()),

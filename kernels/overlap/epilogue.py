@@ -23,7 +23,8 @@ def shared_tile(a: torch.Tensor, b: torch.Tensor) -> GemmTile:
     operands of this rank lie in memory.
     """
     tile = find("gemm", a.device, a.element_size(), "large")
-    if tile_count(tile, a.shape[0], b.shape[1]) < processors(a.device):
+    odd = a.shape[1] % 16 or b.shape[1] % 16  # not to be loaded 16 bytes at a time
+    if odd or tile_count(tile, a.shape[0], b.shape[1]) < processors(a.device):
         tile = find("gemm", a.device, a.element_size(), "small")
     return tile
 

@@ -67,9 +67,12 @@ class SymmetricMemory:
         self.epoch.add_(1)
 
     def check(self, name: str) -> None:
-        """Raise TimeoutError if a wait of operation `name` has given up: then what it returned is
-        wrong, and the memory of all ranks is to be made anew. Waits for the device: operations
-        check themselves on a CPU only, on a GPU it is for those who bound their waits."""
+        """Raise TimeoutError if a wait of operation `name` has given up.
+
+        Then what it returned is wrong, and the memory of all ranks is to be made anew, as after any
+        error on one rank. Waits for the device: operations check themselves on a CPU only, on a GPU
+        it is for those who bound their waits.
+        """
         epoch, source, slot, _ = self.error.tolist()
         if epoch:
             raise TimeoutError(
@@ -144,5 +147,10 @@ def create_file(path: Path, size: int) -> None:
 
 
 def map_file(path: Path, size: int) -> torch.Tensor:
-    """uint8[size], shared with every process that maps the file; it outlives the file's name."""
+    """uint8[size], shared with every process that maps the file; it outlives the file's name.
+
+    Raises OSError if there is no such file, or one of another size.
+    """
+    if (found := os.stat(path).st_size) != size:  # torch would make it, or make it longer
+        raise OSError(f"{path.name} has {found} bytes, {size} are expected")
     return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
