@@ -156,21 +156,21 @@ def test_a_planted_fault_is_found_by_clocks_and_by_search(name, tmp_path, clean_
     sizes = MORE if "tiles" in name else (2, 4, 2)
     programs = record((op,) * 3, 2, planted(tmp_path, edit), sizes)
     assert races(programs)
-    assert any("race" in problem for problem in explore(programs, residents=9).problems)
+    assert any("race" in problem for problem in explore(programs, residents=2).problems)
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_two_streams_need_two_memories(op):
     programs = record((op,) * 2, 2, streams=2)
     assert races(programs)
-    assert any("race" in problem for problem in explore(programs, residents=9).problems)
+    assert any("race" in problem for problem in explore(programs, residents=2).problems)
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_an_epoch_that_a_replay_repeats_is_found(op):
     programs = record((op,) * 3, 2, between=lambda memories: [m.epoch.zero_() for m in memories])
     assert races(programs)
-    assert any("race" in problem for problem in explore(programs, residents=9).problems)
+    assert any("race" in problem for problem in explore(programs, residents=2).problems)
 
 
 def test_copying_programs_that_start_last_deadlock_where_few_run_at_once(tmp_path, clean_modules):
