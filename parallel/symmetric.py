@@ -1,6 +1,7 @@
 """Symmetric memory for the ranks of a process group: who makes it, and how the ranks find it.
 
-On CUDA it is torch's (`torch.distributed._symmetric_memory`: NVLink peers of one node); on a CPU,
+On CUDA it is torch's (`torch.distributed._symmetric_memory`: NVLink peers of one node; that has not
+been run yet); on a CPU,
 for kernels in Triton's interpreter, files in /dev/shm that every rank maps. Both need all ranks on
 one machine. A group needs one memory per stream that it works on, see `kernels.overlap.symmetric`.
 """
@@ -45,8 +46,8 @@ def symmetric_memory(
             a CPU, a minute or two, and for ever on a GPU.
 
     Raises:
-        ValueError: the ranks cannot reach one another's memory, or there is too little of it; the
-            same on all ranks.
+        ValueError: on a CPU, on all ranks: some cannot make their files or see the others', or
+            asked for other sizes. On CUDA torch raises what it raises.
     """
     device = torch.device(device)
     rank, world = dist.get_rank(group), dist.get_world_size(group)

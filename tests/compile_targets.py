@@ -384,8 +384,9 @@ def _overlap_cases() -> list[Case]:
 
     T, E, F, W, i64 = 8192, 4096, 14336, 8, torch.int64
     segments = (m(1, dtype=torch.uint8),) * W
-    tables = m(W, dtype=i64), m(1, dtype=i64), m(4, dtype=i64)
+    tables = m(W, dtype=i64), m(1, dtype=i64), m(3, dtype=i64)
     memory = SymmetricMemory(1, W, segments, *tables, slots=2**16, capacity=2**32)
+    bounded = dataclasses.replace(memory, polls=1000)
     x, up, h, down = m(T // W, E), m(F // W, E), m(T, F // W), m(E, F // W)
     gelu, bias = Epilogue(m(F // W), "gelu", save_z=True), Epilogue(m(E))
     calls = {
@@ -396,6 +397,10 @@ def _overlap_cases() -> list[Case]:
         ),
         "gemm_all_reduce": lambda: scatter_steps(
             h, down.t(), memory, bias, wire=torch.float32, owners=1, name="x"
+        ),
+        "all_gather_gemm bounded": lambda: gather_steps(x, up.t(), bounded, gelu),
+        "gemm_reduce_scatter bounded": lambda: scatter_steps(
+            h, down.t(), bounded, bias, wire=torch.bfloat16, owners=W, name="x"
         ),
     }
     flops, read = 2 * T * E * F // W, 2 * (T * E + E * F // W + T * F // W)

@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from triton.runtime.interpreter import interpreter_builder
 
 Stream = tuple[int, int]  # a rank, and which of its streams
@@ -47,9 +48,13 @@ class Program(NamedTuple):
 
 
 class Recorder:
-    """Notes the programs of launches made while it is ``recording``."""
+    """Notes the programs of launches made while it is ``recording``.
 
-    def __init__(self) -> None:
+    What they do to the tensors that are `apart`, words that only tell of failures, does not count.
+    """
+
+    def __init__(self, apart: Sequence[torch.Tensor] = ()) -> None:
+        self._apart = {t.data_ptr() // 8 + i for t in apart for i in range(t.numel())}
         self.programs: list[Program] = []
         self._stream: Stream = (0, 0)
         self._epoch = 0
@@ -88,7 +93,7 @@ class Recorder:
             def note(result, ptrs, *rest):
                 mask = rest[0] if kind == "load" else rest[1]
                 where = np.broadcast_to(ptrs.data, mask.data.shape)[mask.data]
-                self._note(Event(kind, frozenset((where // 8).tolist())))
+                self._note(Event(kind, frozenset((where // 8).tolist()) - self._apart))
 
             return note
 

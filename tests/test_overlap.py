@@ -12,7 +12,7 @@ from ranks import run_ranks
 from triton.runtime.interpreter import interpreter_builder
 
 from warpweave.kernels.dropout import Drop
-from warpweave.kernels.gemm import fused_gemm
+from warpweave.kernels.gemm import fused_gemm, gemm
 from warpweave.kernels.gemm.mainloop import find_tile
 from warpweave.kernels.overlap import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter
 from warpweave.kernels.overlap.epilogue import Epilogue
@@ -43,6 +43,7 @@ def test_virtual_ranks_gather_and_multiply(world):
             assert torch.equal(whole, x.flatten(0, 1))
             assert z is None
             assert_close_f64(y, x.flatten(0, 1) @ b[r], 1e-14)
+            assert torch.equal(y, gemm(whole, b[r], impl="triton"))
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
@@ -103,6 +104,19 @@ def test_real_ranks_over_shared_memory_however_they_are_delayed(world):
     assert not [name for name in set(os.listdir("/dev/shm")) - before if "warpweave" in name]
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other))
+
+
+def _of_other_sizes(rank: int) -> str:
+    with pytest.raises(ValueError, match="cannot map the files") as caught:
+        symmetric_memory(dist.group.WORLD, "cpu", slots=4, capacity=1024 * (1 + (rank == 1)))
+    return str(caught.value)
+
+
+def test_ranks_that_ask_for_other_sizes_are_refused_and_leave_nothing():
+    before = set(os.listdir("/dev/shm"))
+    found = run_ranks(3, _of_other_sizes)
+    assert all("ranks [0, 1, 2] cannot map" in message for message in found)
+    assert not [name for name in set(os.listdir("/dev/shm")) - before if "warpweave" in name]
 
 
 # ---------------------------------------------------------------- epilogues, dtypes, bad input
@@ -190,6 +204,19 @@ def test_a_rank_that_never_comes_is_named():
     memory, _ = local_memory(2, slots=4, capacity=1 << 10, polls=3)
     with pytest.raises(TimeoutError, match=f"all_gather_gemm {gone}"):
         all_gather_gemm(a, b, memory=memory)
+
+
+def test_after_one_wait_in_vain_none_is_long(monkeypatch):
+    memory, _ = local_memory(2, slots=64, capacity=1 << 16, polls=100)
+    looks, atomic = [], interpreter_builder.create_atomic_rmw
+    monkeypatch.setattr(
+        interpreter_builder, "create_atomic_rmw", lambda *args: looks.append(0) or atomic(*args)
+    )
+    with pytest.raises(TimeoutError, match="rank 1 did not publish part 0 within 100 polls"):
+        gemm_reduce_scatter(torch.zeros(66, 2), torch.zeros(2, 33), memory=memory)
+    tiles = 3 * 2  # at most, of 16 rows and 32 columns
+    waits, published = 2 * 4 * tiles, 2 * tiles  # quarters of a tile, from two ranks each
+    assert 100 < len(looks) <= 101 + waits + published
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def record(names, world, modules=None, sizes=ONE_TILE, streams=1, between=None):
     """The programs of operations that follow one another on every stream of `world` ranks."""
     memories = local_memory(world, slots=4, capacity=1 << 14, polls=2)
     epochs = [[torch.zeros_like(m.epoch) for m in memories] for _ in range(streams)]
-    recorder, kept = Recorder(), []
+    recorder, kept = Recorder(apart=[m.error for m in memories]), []
     for name in names:
         build, module = OPS[name]
         module = (modules or {}).get(name, module)

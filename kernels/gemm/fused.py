@@ -53,7 +53,31 @@ def check_operands(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) 
         )
 
 
-def _check_out(a: torch.Tensor, dtype: torch.dtype) -> None:
+def check_epilogue(
+    shape: tuple[int, int],
+    activation: str | None,
+    save_z: bool,
+    residual: torch.Tensor | None,
+    drop: Drop | None,
+    precision: str | None,
+) -> Drop | None:
+    """`drop`, or None if it drops nothing; ValueError unless all this can follow [M, N] = `shape`
+    products."""
+    if precision is not None:  # None is asked of torch at the launch: compilers cannot trace it
+        find_precision(precision)
+    gated = activation is not None and find_activation(activation).gated
+    if gated and shape[1] % 2:
+        raise ValueError(f"{activation} needs b[K, 2F] of gate, up pairs, got N = {shape[1]}")
+    if save_z and activation is None:
+        raise ValueError("save_z=True saves the argument of an activation: activation is None")
+    made = (shape[0], shape[1] // 2 if gated else shape[1])
+    if residual is not None and residual.shape != made:
+        raise ValueError(f"residual must be {[*made]} as the result, got {[*residual.shape]}")
+    return check_drop(drop, torch.Size(made[:1]))
+
+
+def check_result(a: torch.Tensor, dtype: torch.dtype) -> None:
+    """Raise ValueError unless a product with `a` can be given in this dtype."""
     if dtype not in (a.dtype, compute_dtype(a)):
         raise ValueError(
             f"the product of {a.dtype} is given in {a.dtype} or {compute_dtype(a)}, not in {dtype}"
@@ -171,7 +195,7 @@ def gemm(
     if impl is None or choose(impl, a, b, bias) == "torch":
         return gemm_cpu.product(a, b, bias, dtype)
     check_operands(a, b, bias)
-    _check_out(a, dtype)
+    check_result(a, dtype)
     refuse_graph("the Triton kernel of gemm", a, b, bias)
     return _gemm(a, b, bias, dtype, precision)
 
@@ -209,7 +233,7 @@ def gemm_into(
     impl = choose(impl, a, b, out)
     if impl == "triton":
         check_operands(a, b, None)
-    _check_out(a, out.dtype)  # torch would cast the operands to it: to integers, without a word
+    check_result(a, out.dtype)  # torch would cast the operands to it: to integers, without a word
     refuse_graph("gemm_into", a, b, out)
     _gemm_into(a, b, out, add, precision, impl)
 
@@ -249,18 +273,9 @@ def fused_gemm(
     check_operands(a, b, bias)
     refuse_graph("fused_gemm", a, b, bias, residual)
     dtype = a.dtype if out_dtype is None else out_dtype
-    _check_out(a, dtype)
-    if precision is not None:  # None is asked of torch at the launch: compilers cannot trace it
-        find_precision(precision)
-    gated = activation is not None and find_activation(activation).gated
-    if gated and b.shape[1] % 2:
-        raise ValueError(f"{activation} needs b[K, 2F] of gate, up pairs, got {[*b.shape]}")
-    if save_z and activation is None:
-        raise ValueError("save_z=True saves the argument of an activation: activation is None")
-    shape = _fused_shape(a, b, activation)
-    if residual is not None and residual.shape != shape:
-        raise ValueError(f"residual must be {[*shape]} as the result, got {[*residual.shape]}")
-    drop = check_drop(drop, torch.Size(shape[:1]))
+    check_result(a, dtype)
+    products = a.shape[0], b.shape[1]
+    drop = check_epilogue(products, activation, save_z, residual, drop, precision)
     p, seed, site, tokens = drop or (0.0, 0, 0, None)
     y, *z = _fused(
         a, b, bias, residual, activation, save_z, tokens, p, seed, site, dtype, precision, impl

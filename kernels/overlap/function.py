@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from warpweave.kernels.dropout import Drop
-from warpweave.kernels.gemm.fused import _check_out, check_operands
+from warpweave.kernels.gemm.fused import check_operands, check_result
 from warpweave.kernels.overlap.epilogue import Epilogue
 from warpweave.kernels.overlap.gather import gather_steps
 from warpweave.kernels.overlap.scatter import scatter_steps
@@ -123,7 +123,7 @@ def all_gather_gemm_steps(
     x: torch.Tensor, b: torch.Tensor, memory: SymmetricMemory, epilogue: Epilogue
 ) -> Steps:
     """`all_gather_gemm`, launch by launch."""
-    _check("all_gather_gemm", x, b, memory, epilogue, (memory.world * x.shape[0], b.shape[-1]))
+    epilogue = _checked(x, b, memory, epilogue, memory.world * x.shape[0])
     return gather_steps(x, b, memory, epilogue)
 
 
@@ -138,7 +138,7 @@ def gemm_reduce_scatter_steps(
     name, world = "gemm_reduce_scatter", memory.world
     if a.shape[0] % world:
         raise ValueError(f"{name}: {world} ranks do not divide the rows of a {[*a.shape]}")
-    _check(name, a, b, memory, epilogue, (a.shape[0] // world, b.shape[-1]))
+    epilogue = _checked(a, b, memory, epilogue, a.shape[0] // world)
     wire = _wire(name, a, wire_dtype)
     return scatter_steps(a, b, memory, epilogue, wire=wire, owners=world, name=name)
 
@@ -152,7 +152,7 @@ def gemm_all_reduce_steps(
 ) -> Steps:
     """`gemm_all_reduce` in one shot, launch by launch."""
     name = "gemm_all_reduce"
-    _check(name, a, b, memory, epilogue, (a.shape[0], b.shape[-1]))
+    epilogue = _checked(a, b, memory, epilogue, a.shape[0])
     wire = _wire(name, a, wire_dtype)
     return scatter_steps(a, b, memory, epilogue, wire=wire, owners=1, name=name)
 
@@ -167,20 +167,15 @@ def _wire(name: str, a: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
     return dtype
 
 
-def _check(
-    name: str,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    memory: SymmetricMemory,
-    epilogue: Epilogue,
-    shape: tuple[int, int],
-) -> None:
-    """Raise ValueError unless a, b and what follows fit one another, [M, N] = `shape` products."""
+def _checked(
+    a: torch.Tensor, b: torch.Tensor, memory: SymmetricMemory, epilogue: Epilogue, rows: int
+) -> Epilogue:
+    """`epilogue`, of so many `rows`; ValueError unless it, a, b and the memory fit one another."""
     tokens = getattr(epilogue.drop, "tokens", None)
     choose("triton", a, b, epilogue.bias, epilogue.residual, tokens, memory.epoch)
     check_operands(a, b, epilogue.bias)
-    _check_out(a, a.dtype if epilogue.out_dtype is None else epilogue.out_dtype)
-    epilogue.check(shape)
+    check_result(a, a.dtype if epilogue.out_dtype is None else epilogue.out_dtype)
+    return epilogue.checked((rows, b.shape[1]))
 
 
 def run_local(ranks: Sequence[Generator[None, None, Any]]) -> list[Any]:
@@ -200,6 +195,6 @@ def run_local(ranks: Sequence[Generator[None, None, Any]]) -> list[Any]:
 
 def _run(name: str, steps: Generator[None, None, Any], memory: SymmetricMemory) -> Any:
     (result,) = run_local([steps])
-    if memory.polls and not memory.epoch.is_cuda:  # nothing to wait for there
+    if memory.polls and not memory.epoch.is_cuda:  # a CPU has no queue that this would wait for
         memory.check(name)
     return result

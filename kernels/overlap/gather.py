@@ -26,7 +26,7 @@ from collections.abc import Generator
 
 import torch
 
-from warpweave.kernels.gemm.epilogue import finish_tile
+from warpweave.kernels.gemm.epilogue import find_precision, finish_tile
 from warpweave.kernels.gemm.mainloop import gemm_options, grid, mainloop, tile_origin
 from warpweave.kernels.overlap.epilogue import Epilogue, shared_tile
 from warpweave.kernels.overlap.signals import (
@@ -179,12 +179,13 @@ def gather_steps(
         )  # fmt: skip
     yield
     copying = min(COPIERS, (world - 1) * parts)
+    given = epilogue.arguments(z)
     workers = grid(tile, world * S, N, x.device)[0]
     with torch.cuda.device_of(x):
         _gather_gemm_kernel[(copying + workers,)](
-            whole, b, *epilogue.pointers(z), y, memory.addresses, memory.epoch, memory.error,
-            memory.rank, *where, *epilogue.key(), S, N, K, *b.stride(), *epilogue.strides(),
-            *epilogue.constants(), epilogue.multiplies(), K % tile.k == 0,
+            whole, b, *given.tensors, y, memory.addresses, memory.epoch, memory.error,
+            memory.rank, *where, *given.key, S, N, K, *b.stride(), *given.strides,
+            *given.constants, find_precision(epilogue.precision), K % tile.k == 0,
             world, copying, memory.polls, tile.m, tile.n, tile.k, tile.group,
             **gemm_options(tile, x),
         )  # fmt: skip

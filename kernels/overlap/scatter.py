@@ -25,7 +25,7 @@ from collections.abc import Generator
 
 import torch
 
-from warpweave.kernels.gemm.epilogue import epilogue
+from warpweave.kernels.gemm.epilogue import epilogue, find_precision
 from warpweave.kernels.gemm.mainloop import gemm_options, grid, mainloop, tile_origin
 from warpweave.kernels.overlap.epilogue import Epilogue, shared_tile
 from warpweave.kernels.overlap.signals import (
@@ -162,7 +162,7 @@ def scatter_steps(
     a: torch.Tensor,
     b: torch.Tensor,
     memory: SymmetricMemory,
-    epilogue: Epilogue,
+    after: Epilogue,
     *,
     wire: torch.dtype,
     owners: int,
@@ -171,7 +171,7 @@ def scatter_steps(
     """y of this rank's rows (owners = W) or of all (owners = 1), with a yield after each launch."""
     (M, K), N, world = a.shape, b.shape[1], memory.world
     S = M // owners
-    y, _ = epilogue.outputs(a[:S], N)
+    y, _ = after.outputs(a[:S], N)
     if y.numel() == 0:
         return y
     tile = shared_tile(a, b)
@@ -183,15 +183,17 @@ def scatter_steps(
     with torch.cuda.device_of(a):
         _partials_kernel[grid(tile, M, N, a.device)](
             a, b, like, memory.addresses, memory.epoch, *where, S, N, K, *a.stride(), *b.stride(),
-            world, epilogue.multiplies(), K % tile.k == 0, triton.next_power_of_2(world), owners,
+            world, find_precision(after.precision), K % tile.k == 0,
+            triton.next_power_of_2(world), owners,
             tile.m, tile.n, tile.k, tile.group, **gemm_options(tile, a),
         )  # fmt: skip
     yield
+    given = after.arguments(None)
     with torch.cuda.device_of(a):
         _sum_kernel[(4 * rows * columns,)](
-            like, *epilogue.pointers(None), y, memory.addresses, memory.epoch, memory.error,
-            *where, *epilogue.key(), S, N, *epilogue.strides(),
-            *epilogue.constants(), world, owners, memory.polls, tile.m, tile.n,
+            like, *given.tensors, y, memory.addresses, memory.epoch, memory.error,
+            *where, *given.key, S, N, *given.strides,
+            *given.constants, world, owners, memory.polls, tile.m, tile.n,
             num_warps=tile.warps, num_stages=1,
         )  # fmt: skip
     memory.advance()

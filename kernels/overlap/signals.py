@@ -67,11 +67,12 @@ def await_(flag_ptr, epoch, error_ptr, source, slot, POLLS: tl.constexpr, SCOPE:
         while seen < epoch:
             seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope=SCOPE)
     else:
-        left = POLLS
+        given_up = tl.load(error_ptr)  # after one wait in vain none is long
+        left = tl.where(given_up == 0, POLLS, 0)
         while (seen < epoch) & (left > 0):
             seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope=SCOPE)
             left -= 1
-        if seen < epoch:
+        if (seen < epoch) & (given_up == 0):
             tl.store(error_ptr + 1, source)
             tl.store(error_ptr + 2, slot)
             tl.store(error_ptr, epoch)

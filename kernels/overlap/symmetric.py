@@ -40,8 +40,8 @@ class SymmetricMemory:
         segments: uint8[bytes] of each rank, as this process sees them; zero when nothing has run.
         addresses: int64[world], where they lie.
         epoch: int64[1], how many operations have run.
-        error: int64[4]: the epoch in which a wait gave up (0: none has), the rank and the part that
-            it waited for, and nothing; see `check`.
+        error: int64[3]: the epoch in which a wait gave up (0: none has), the rank and the part that
+            it waited for; see `check`.
         slots: parts that a rank may publish in one epoch.
         capacity: bytes of data in an epoch.
         polls: how often a wait looks before it gives up; 0 for ever.
@@ -73,7 +73,7 @@ class SymmetricMemory:
         error on one rank. Waits for the device: operations check themselves on a CPU only, on a GPU
         it is for those who bound their waits.
         """
-        epoch, source, slot, _ = self.error.tolist()
+        epoch, source, slot = self.error.tolist()
         if epoch:
             raise TimeoutError(
                 f"{name} on rank {self.rank} of {self.world}, epoch {epoch}: rank {source} did not "
@@ -109,7 +109,7 @@ def over_segments(
         tuple(segments),
         torch.tensor([segment.data_ptr() for segment in segments], device=device),
         torch.zeros(1, dtype=torch.int64, device=device),
-        torch.zeros(4, dtype=torch.int64, device=device),
+        torch.zeros(3, dtype=torch.int64, device=device),
         slots,
         _rounded(capacity),
         polls,
