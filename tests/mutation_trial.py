@@ -3,8 +3,8 @@
 ``python tests/mutation_trial.py`` takes hours: for each fault it runs the test files that import
 the faulted module, and if they stay green the rest of the suite. The test that fails must pass
 without the fault. Prints a line per fault and last a line of JSON; exits with 1 if more than one
-fault in sixty survives. ``--quick`` leaves out the rest of the suite, ``--only NAME ...`` and
-``--tests FILE ...`` choose, ``--list`` only tells what there is.
+fault in sixty survives. ``--quick`` leaves out the rest where a file imports the module,
+``--only NAME ...`` and ``--tests FILE ...`` choose, ``--list`` only tells what there is.
 
 The copy is imported from a folder of links in which the four rungs stand where an installation has
 them; on PYTHONPATH it comes before any installed warpweave, in subprocesses and ranks, too.
@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import cache
 from pathlib import Path
 
 from faults import FAULTS, Fault
@@ -56,24 +57,27 @@ def suite_files(folder: Path) -> list[Path]:
     return [path for path in sorted(folder.glob("test_*.py")) if path.name not in LEFT_OUT]
 
 
+@cache
+def imported(path: Path) -> frozenset[str]:
+    """The modules that a test file imports, and what it takes from them, by their full names."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            found.add(node.module)
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return frozenset(found)
+
+
 def importers(module: str, files: list[Path]) -> list[Path]:
-    """The test files that import `module` or the room it is in: those that bear its name first,
-    then the smaller."""
-
-    def names(path: Path) -> set[str]:
-        found = set()
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import):
-                found.update(alias.name for alias in node.names)
-            elif isinstance(node, ast.ImportFrom):
-                found.add(node.module)
-                found.update(f"{node.module}.{alias.name}" for alias in node.names)
-        return found
-
-    *room, stem = module.split(".")
-    known = {module, ".".join(room)} if len(room) > 2 else {module}  # no rung is a room
-    mine = [path for path in files if known & names(path)]
-    return sorted(mine, key=lambda path: (stem not in path.stem, path.stat().st_size))
+    """The test files that import `module` or the room it is in: those that bear the name of either
+    first, then the smaller."""
+    room = module.rpartition(".")[0]
+    known = {module, room} if room.count(".") > 1 else {module}  # no rung is a room
+    words = [name.rpartition(".")[2] for name in known]
+    mine = [path for path in files if known & imported(path)]
+    return sorted(mine, key=lambda p: (not any(w in p.stem for w in words), p.stat().st_size))
 
 
 class Undecided(Exception):
@@ -168,7 +172,8 @@ def verdict_on(fault: Fault, copy: Copy, options: argparse.Namespace) -> str:
     """ "caught by <test>", or "SURVIVED" with the reason if it is not that all was green."""
     files = suite_files(copy.tree / "tests")
     own = importers(module_of(fault.file), files)
-    rounds = [own, [] if options.quick else [path for path in files if path not in own]]
+    rest = [] if options.quick and own else [path for path in files if path not in own]
+    rounds = [own, rest]
     if options.tests is not None:
         rounds = [[Path(test) for test in options.tests]]
     end = time.monotonic() + options.bound
@@ -187,7 +192,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these faults")
     parser.add_argument("--tests", nargs="+", metavar="FILE", help="these test files and no others")
-    parser.add_argument("--quick", action="store_true", help="only the module's own test files")
+    parser.add_argument(
+        "--quick", action="store_true", help="the rest of the suite only for what no test imports"
+    )
     parser.add_argument("--bound", type=float, default=3600.0, help="seconds for one fault")
     parser.add_argument("--list", action="store_true", help="list the faults")
     options = parser.parse_args()

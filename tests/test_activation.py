@@ -5,8 +5,9 @@ from functools import partial
 import pytest
 import torch
 from close import assert_close_f64, assert_error_budget, relative_error
+from triton.runtime.errors import InterpreterError
 
-from warpweave.kernels import reference
+from warpweave.kernels import activation, reference
 from warpweave.kernels.activation import ACTIVATIONS, activate, activation_bwd, activation_fwd
 
 IMPLS = ("torch", "triton")
@@ -155,3 +156,14 @@ def test_compiled_gelu_rounds_no_more_than_its_dtype_and_stays_finite(dtype) -> 
 def test_integers_are_refused(impl) -> None:
     with pytest.raises(ValueError, match=r"gelu needs a float dtype, got torch.int64"):
         activate(torch.arange(-3, 3), "gelu", impl=impl)
+
+
+@pytest.mark.parametrize("function", ["_pointwise_fwd_kernel", "_pointwise_bwd_kernel"])
+def test_a_function_that_no_kernel_knows_is_no_gelu(function) -> None:
+    x, kernel = torch.ones(3), getattr(activation, function)
+    tensors = (x, x.clone()) if "fwd" in function else (x, x, x.clone())
+    kernel[(1,)](*tensors, 3, "gelu_erf", 4)
+    with pytest.raises(InterpreterError):
+        kernel[(1,)](*tensors, 3, "mish", 4)
+    with pytest.raises(KeyError):
+        activation._value(x, "mish")

@@ -14,6 +14,7 @@ import json
 import os
 import shlex
 import signal
+from typing import get_args
 from unittest import mock
 
 import pytest
@@ -26,6 +27,7 @@ from warpweave import engine as engines
 from warpweave import gpt
 from warpweave.kernels.norm import forward as norm
 from warpweave.launch import Session
+from warpweave.parallel.context import Strategy
 from warpweave.parallel.data import parameters, reduce, zero
 from warpweave.parallel.mesh import Mesh, single
 from warpweave.parallel.shard import ParamRecord
@@ -501,6 +503,8 @@ def test_the_table_holds_every_mesh_and_every_choice_that_means_something(world)
         mine = [lay for lay, at in zip(layouts, axes) if at == mesh]
         assert {lay.zero for lay in mine} == set(range(4 if dp * cp > 1 else 1))
         assert {lay.sequence_parallel for lay in mine} == {False} | {tp > 1}
+        strategies = {*get_args(Strategy)} - {"auto"} if cp > 1 else {"auto"}
+        assert {lay.strategy for lay in mine} == strategies
         several = {"interleaved"} if pp > 1 else set()
         assert {lay.schedule for lay in mine} == {"gpipe", "1f1b"} | several
         styles = set(itertools.product(("gpt2", "llama"), (True, False)))
