@@ -8,12 +8,16 @@ Two derived axes: ``data`` = dp x cp, the ranks over which gradients are summed 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+if TYPE_CHECKING:
+    from warpweave.parallel.symmetric import Workspace
 
 AXES = ("pp", "dp", "cp", "tp")
 PRODUCTS = {"data": ("dp", "cp"), "world": AXES}  # the derived axes, as products of the four
@@ -132,10 +136,20 @@ class ConnectedMesh:
     rank: int
     groups: dict[str, ProcessGroup | None]
     device_mesh: DeviceMesh | None
+    _workspaces: dict[str, Workspace] = field(default_factory=dict, repr=False, compare=False)
 
     def group(self, axis: str) -> ProcessGroup | None:
         """The group along `axis` ("pp" "dp" "cp" "tp" "data" "world"), None if it has one rank."""
         return self.groups[axis]
+
+    def workspace(self, axis: str) -> Workspace | None:
+        """The symmetric memory along `axis`, one for all layers; None if it has one rank."""
+        from warpweave.parallel.symmetric import Workspace  # kernels, which sizes do without
+
+        group = self.group(axis)
+        if group is not None and axis not in self._workspaces:
+            self._workspaces[axis] = Workspace(group)
+        return self._workspaces.get(axis)
 
     def size(self, axis: str) -> int:
         """Ranks along `axis`."""

@@ -1,9 +1,9 @@
 """Symmetric memory for the ranks of a process group: who makes it, and how the ranks find it.
 
 On CUDA it is torch's (`torch.distributed._symmetric_memory`: NVLink peers of one node; that has not
-been run yet); on a CPU,
-for kernels in Triton's interpreter, files in /dev/shm that every rank maps. Both need all ranks on
-one machine. A group needs one memory per stream that it works on, see `kernels.overlap.symmetric`.
+been run yet); on a CPU, for kernels in Triton's interpreter, files in /dev/shm that every rank
+maps. Both need all ranks on one machine. A group needs one memory per stream that it works on, see
+`kernels.overlap.symmetric`; `Workspace` makes it as it is needed.
 """
 
 from __future__ import annotations
@@ -67,6 +67,61 @@ def symmetric_memory(
         files[rank].unlink(missing_ok=True)
     polls = POLLS if polls is None else polls
     return over_segments(segments, rank, slots=slots, capacity=capacity, polls=polls)
+
+
+class Workspace:
+    """The symmetric memory of one group and one stream: made when first needed, and made anew, by
+    all ranks together, when an operation needs more than there is.
+
+    Operations fit it as they fit the memory itself. Under capture of a CUDA graph it cannot grow.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *, polls: int | None = None) -> None:
+        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        self._group, self._polls = group, polls
+        self._memory: SymmetricMemory | None = None
+        self._stream: int | None = None
+
+    def fitting(self, name: str, device: torch.device, slots: int, size: int) -> SymmetricMemory:
+        """The memory, in which an epoch of `slots` parts and `size` bytes fits.
+
+        Raises:
+            ValueError: it is used from another stream or device than before, it would have to grow
+                under capture, or it cannot be made.
+        """
+        self._check_stream(name, device)
+        memory = self._memory
+        if memory is None or slots > memory.slots or size > memory.capacity:
+            if device.type == "cuda":
+                if torch.cuda.is_current_stream_capturing():
+                    raise ValueError(
+                        f"{name} on rank {self.rank} of {self.world} needs {slots} parts and "
+                        f"{size} bytes of symmetric memory, which cannot grow while a graph is "
+                        "captured: run the step once before"
+                    )
+                torch.cuda.synchronize(device)  # peers may read the old one up to here
+            slots, size = (1 << (n - 1).bit_length() for n in (slots, size))
+            if memory is not None:
+                slots, size = max(slots, memory.slots), max(size, memory.capacity)
+            self._memory = symmetric_memory(
+                self._group, device, slots=slots, capacity=size, polls=self._polls
+            )
+        return self._memory.fitting(name, device, slots, size)
+
+    def settle(self, name: str) -> None:
+        """See `SymmetricMemory.settle`."""
+        if self._memory is not None:
+            self._memory.settle(name)
+
+    def _check_stream(self, name: str, device: torch.device) -> None:
+        if device.type == "cuda":
+            stream = torch.cuda.current_stream(device).cuda_stream
+            if self._stream not in (None, stream):
+                raise ValueError(
+                    f"{name} on rank {self.rank} of {self.world}: a workspace is of one stream, "
+                    "this one was used from another"
+                )
+            self._stream = stream
 
 
 def _attempt(action: Callable[[], object]) -> str:

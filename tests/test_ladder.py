@@ -33,7 +33,8 @@ ROOMS = {
         ("attention", "norm", "cross_entropy", "mlp", "overlap", "qkv"),
     ),
     "warpweave.parallel": (
-        ("mesh", "shard", "layout", "collectives", "schedule", "symmetric"),
+        ("shard", "layout", "collectives", "schedule", "symmetric"),
+        ("mesh",),
         ("simulate", "context", "data", "tensor"),
         ("pipeline",),
     ),

@@ -150,8 +150,8 @@ def _everything(rank: int) -> None:
     _, _, ranks = world()
     for sequence in (False, True):
         for bias in (False, True):
-            apart = {"sequence": sequence, "bias": bias, "overlap": False}
-            together = {"sequence": sequence, "bias": bias, "overlap": True}
+            apart = {"sequence": sequence, "bias": bias, "overlap": "none"}
+            together = {"sequence": sequence, "bias": bias, "overlap": "auto"}
             for check, function in (
                 (check_column, tensor.column_parallel_linear),
                 (check_row, tensor.row_parallel_linear),

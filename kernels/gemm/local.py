@@ -31,9 +31,15 @@ class Local:
         """What errors call the op."""
         return op
 
-    def column_product(self, x: torch.Tensor, multiply: Callable[[torch.Tensor], _Made]) -> _Made:
-        """``multiply(x)`` of all tokens x[T, ..., K]; `multiply` works on each token by itself."""
-        return multiply(x)
+    def column_product(
+        self, x: torch.Tensor, multiply: Callable[[torch.Tensor, int], _Made]
+    ) -> _Made:
+        """``multiply(x, 0)`` of all tokens x[T, ..., K].
+
+        ``multiply(part, first)`` works on each token by itself, so on any run of tokens that begins
+        at `first`, and gives a tensor of as many rows, None, or a tuple of these.
+        """
+        return multiply(x, 0)
 
     def column_gradients(
         self,

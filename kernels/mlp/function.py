@@ -50,7 +50,7 @@ def mlp_fwd(
     """(y, z, h) of x[T, E] and two-dimensional weights; z and h are None unless they are saved."""
     activation, drop, recompute, precision, impl = options
 
-    def up(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def up(x: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         return hidden_fwd(
             x, up_weight, up_bias, activation=activation,
             save_z=save and recompute != "up", precision=precision, impl=impl,
@@ -83,7 +83,7 @@ def mlp_bwd(
     again = want_hidden and h is None
     if z is None and (want_dz or again):
         z, _ = ranks.column_product(
-            x, lambda x: fused_gemm(x, up_weight.t(), up_bias, precision=precision, impl=impl)
+            x, lambda x, _: fused_gemm(x, up_weight.t(), up_bias, precision=precision, impl=impl)
         )
     if want_dz:
         dz, made = hidden_bwd(

@@ -16,7 +16,7 @@ from warpweave.kernels.gemm.fused import check_operands, check_result
 from warpweave.kernels.overlap.epilogue import Epilogue
 from warpweave.kernels.overlap.gather import gather_steps
 from warpweave.kernels.overlap.scatter import scatter_steps
-from warpweave.kernels.overlap.symmetric import SymmetricMemory
+from warpweave.kernels.overlap.symmetric import Memory
 from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.runtime.dispatch import choose, no_graph
 
@@ -29,7 +29,7 @@ def all_gather_gemm(
     b: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    memory: SymmetricMemory,
+    memory: Memory,
     activation: str | None = None,
     save_z: bool = False,
     drop: Drop | None = None,
@@ -63,7 +63,7 @@ def gemm_reduce_scatter(
     b: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    memory: SymmetricMemory,
+    memory: Memory,
     drop: Drop | None = None,
     residual: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
@@ -95,7 +95,7 @@ def gemm_all_reduce(
     b: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    memory: SymmetricMemory,
+    memory: Memory,
     drop: Drop | None = None,
     residual: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
@@ -120,17 +120,17 @@ def gemm_all_reduce(
 
 
 def all_gather_gemm_steps(
-    x: torch.Tensor, b: torch.Tensor, memory: SymmetricMemory, epilogue: Epilogue
+    x: torch.Tensor, b: torch.Tensor, memory: Memory, epilogue: Epilogue
 ) -> Steps:
     """`all_gather_gemm`, launch by launch."""
-    epilogue = _checked(x, b, memory, epilogue, memory.world * x.shape[0])
+    epilogue = _checked(x, b, epilogue, memory.world * x.shape[0])
     return gather_steps(x, b, memory, epilogue)
 
 
 def gemm_reduce_scatter_steps(
     a: torch.Tensor,
     b: torch.Tensor,
-    memory: SymmetricMemory,
+    memory: Memory,
     epilogue: Epilogue,
     wire_dtype: torch.dtype | None = None,
 ) -> Steps:
@@ -138,7 +138,7 @@ def gemm_reduce_scatter_steps(
     name, world = "gemm_reduce_scatter", memory.world
     if a.shape[0] % world:
         raise ValueError(f"{name}: {world} ranks do not divide the rows of a {[*a.shape]}")
-    epilogue = _checked(a, b, memory, epilogue, a.shape[0] // world)
+    epilogue = _checked(a, b, epilogue, a.shape[0] // world)
     wire = _wire(name, a, wire_dtype)
     return scatter_steps(a, b, memory, epilogue, wire=wire, owners=world, name=name)
 
@@ -146,13 +146,13 @@ def gemm_reduce_scatter_steps(
 def gemm_all_reduce_steps(
     a: torch.Tensor,
     b: torch.Tensor,
-    memory: SymmetricMemory,
+    memory: Memory,
     epilogue: Epilogue,
     wire_dtype: torch.dtype | None = None,
 ) -> Steps:
     """`gemm_all_reduce` in one shot, launch by launch."""
     name = "gemm_all_reduce"
-    epilogue = _checked(a, b, memory, epilogue, a.shape[0])
+    epilogue = _checked(a, b, epilogue, a.shape[0])
     wire = _wire(name, a, wire_dtype)
     return scatter_steps(a, b, memory, epilogue, wire=wire, owners=1, name=name)
 
@@ -167,12 +167,10 @@ def _wire(name: str, a: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
     return dtype
 
 
-def _checked(
-    a: torch.Tensor, b: torch.Tensor, memory: SymmetricMemory, epilogue: Epilogue, rows: int
-) -> Epilogue:
-    """`epilogue`, of so many `rows`; ValueError unless it, a, b and the memory fit one another."""
+def _checked(a: torch.Tensor, b: torch.Tensor, epilogue: Epilogue, rows: int) -> Epilogue:
+    """`epilogue`, of so many `rows`; ValueError unless it, a and b fit one another."""
     tokens = getattr(epilogue.drop, "tokens", None)
-    choose("triton", a, b, epilogue.bias, epilogue.residual, tokens, memory.epoch)
+    choose("triton", a, b, epilogue.bias, epilogue.residual, tokens)
     check_operands(a, b, epilogue.bias)
     check_result(a, a.dtype if epilogue.out_dtype is None else epilogue.out_dtype)
     return epilogue.checked((rows, b.shape[1]))
@@ -193,8 +191,7 @@ def run_local(ranks: Sequence[Generator[None, None, Any]]) -> list[Any]:
     return [results[rank] for rank in range(len(ranks))]
 
 
-def _run(name: str, steps: Generator[None, None, Any], memory: SymmetricMemory) -> Any:
+def _run(name: str, steps: Generator[None, None, Any], memory: Memory) -> Any:
     (result,) = run_local([steps])
-    if memory.polls and not memory.epoch.is_cuda:  # a CPU has no queue that this would wait for
-        memory.check(name)
+    memory.settle(name)
     return result

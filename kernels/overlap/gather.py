@@ -37,7 +37,7 @@ from warpweave.kernels.overlap.signals import (
     publish_to_all,
     this_epoch,
 )
-from warpweave.kernels.overlap.symmetric import SymmetricMemory
+from warpweave.kernels.overlap.symmetric import Memory
 from warpweave.kernels.runtime.dispatch import tl, triton
 
 COPIERS = 16  # programs that copy: enough to fill NVLink, an eighth of the processors (predicted)
@@ -158,7 +158,7 @@ def _gather_gemm_kernel(
 
 
 def gather_steps(
-    x: torch.Tensor, b: torch.Tensor, memory: SymmetricMemory, epilogue: Epilogue
+    x: torch.Tensor, b: torch.Tensor, memory: Memory, epilogue: Epilogue
 ) -> Generator[None, None, tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]]:
     """(y, z or None, whole), with a yield after each launch; nothing but the size is checked."""
     (S, K), N, world = x.shape, b.shape[1], memory.world
@@ -170,7 +170,7 @@ def gather_steps(
         return y, z, whole
     tile = shared_tile(whole, b)
     parts = -(-S // tile.m)
-    memory.check_fits("all_gather_gemm", parts, x.numel() * x.element_size())
+    memory = memory.fitting("all_gather_gemm", x.device, parts, x.numel() * x.element_size())
     where = (memory.slots, memory.data_offset, memory.capacity)
     with torch.cuda.device_of(x):
         _publish_kernel[(parts,)](

@@ -36,7 +36,7 @@ from warpweave.kernels.overlap.signals import (
     publish_to_all,
     this_epoch,
 )
-from warpweave.kernels.overlap.symmetric import SymmetricMemory
+from warpweave.kernels.overlap.symmetric import Memory
 from warpweave.kernels.runtime.dispatch import tl, triton
 from warpweave.kernels.runtime.numeric import to_dtype
 
@@ -161,7 +161,7 @@ def _sum_kernel(
 def scatter_steps(
     a: torch.Tensor,
     b: torch.Tensor,
-    memory: SymmetricMemory,
+    memory: Memory,
     after: Epilogue,
     *,
     wire: torch.dtype,
@@ -178,7 +178,7 @@ def scatter_steps(
     rows, columns = -(-S // tile.m), -(-N // tile.n)
     like = a.new_empty(0, dtype=wire)
     size = (world if owners > 1 else 1) * S * N * wire.itemsize
-    memory.check_fits(name, rows * columns, size)
+    memory = memory.fitting(name, a.device, rows * columns, size)
     where = (memory.rank, memory.slots, memory.data_offset, memory.capacity)
     with torch.cuda.device_of(a):
         _partials_kernel[grid(tile, M, N, a.device)](

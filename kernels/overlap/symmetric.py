@@ -25,6 +25,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -80,13 +81,37 @@ class SymmetricMemory:
                 f"publish part {slot} within {self.polls} polls"
             )
 
-    def check_fits(self, name: str, slots: int, bytes_: int) -> None:
-        """Raise ValueError unless an epoch of operation `name` fits."""
-        if slots > self.slots or bytes_ > self.capacity:
+    def settle(self, name: str) -> None:
+        """`check`, where waits are bounded and looking makes nobody wait: on a CPU."""
+        if self.polls and not self.epoch.is_cuda:
+            self.check(name)
+
+    def fitting(self, name: str, device: torch.device, slots: int, size: int) -> SymmetricMemory:
+        """This; ValueError unless it is on `device` and an epoch of operation `name` fits, of
+        `slots` parts and `size` bytes."""
+        if device != self.epoch.device:
             raise ValueError(
-                f"{name} on rank {self.rank} of {self.world} needs {slots} parts and {bytes_} "
+                f"{name}: symmetric memory on {self.epoch.device}, tensors on {device}"
+            )
+        if slots > self.slots or size > self.capacity:
+            raise ValueError(
+                f"{name} on rank {self.rank} of {self.world} needs {slots} parts and {size} "
                 f"bytes of symmetric memory, it has {self.slots} and {self.capacity}"
             )
+        return self
+
+
+class Memory(Protocol):
+    """What an operation is given: memory, or that which finds it."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world(self) -> int: ...
+    def fitting(
+        self, name: str, device: torch.device, slots: int, size: int
+    ) -> SymmetricMemory: ...
+    def settle(self, name: str) -> None: ...
 
 
 def segment_bytes(world: int, slots: int, capacity: int) -> int:

@@ -24,12 +24,20 @@ class _QKV(torch.autograd.Function):
             ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, cos, sin)
             w, b = _by_head(weight, bias, heads, dtype)
 
-            def project(x: torch.Tensor) -> QKV:
-                x = x if shape is None else x.unflatten(0, shape)
-                return qkv_fwd(x, w, b, cos, sin, precision=precision, impl=impl)
+            def project(x: torch.Tensor, first: int) -> QKV:
+                if shape is None:
+                    return qkv_fwd(x, w, b, cos, sin, precision=precision, impl=impl)
+                table = cos, sin
+                if len(x) == shape[0] * shape[1]:
+                    x = x.unflatten(0, shape)
+                else:  # a run of tokens, as one sample of their positions
+                    at = torch.arange(first, first + len(x), device=x.device) % shape[1]
+                    table = (None, None) if cos is None else (cos[at], sin[at])
+                    x = x[None]
+                found = qkv_fwd(x, w, b, *table, precision=precision, impl=impl)
+                return tuple(t.flatten(0, 1) for t in found)
 
-            found = ranks.column_product(x, project)
-            return found if shape is None else tuple(t.flatten(0, 1) for t in found)
+            return ranks.column_product(x, project)
 
     @staticmethod
     @once_differentiable

@@ -10,7 +10,8 @@ from warpweave.kernels.gemm.gradients import linear, rows, weight_gradient
 from warpweave.kernels.runtime.dispatch import once_differentiable
 from warpweave.kernels.runtime.dtypes import no_autocast, operand_dtype
 from warpweave.parallel.collectives import group_rank, group_size
-from warpweave.parallel.tensor.ranks import tensor_ranks
+from warpweave.parallel.symmetric import Workspace
+from warpweave.parallel.tensor.overlap import tensor_ranks
 
 # ---------------------------------------------------------------- column-parallel linear
 
@@ -23,7 +24,7 @@ class _ColumnParallelLinear(torch.autograd.Function):
             x = x.to(dtype)
             # The shard is kept and gathered again in the backward: 1/R of the memory.
             ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-            return ranks.column_product(x, lambda x: linear(x, weight, bias, dtype))
+            return ranks.column_product(x, lambda x, _: linear(x, weight, bias, dtype))
 
     @staticmethod
     @once_differentiable
@@ -51,7 +52,8 @@ def column_parallel_linear(
     *,
     group: dist.ProcessGroup | None,
     sequence_parallel: bool = False,
-    overlap: bool = True,
+    overlap: str = "auto",
+    workspace: Workspace | None = None,
 ) -> torch.Tensor:
     """Linear layer that makes this rank's slice of the output features.
 
@@ -73,8 +75,10 @@ def column_parallel_linear(
         bias: bias[N/R] or None; the leaf parameter.
         group: the R tensor ranks; None for one.
         sequence_parallel: tokens of x are cut over the group along dim 0.
-        overlap: in the backward, the gather of x runs under the GEMM of dx and the sum of dx under
-            the GEMM of dW; False waits for each collective at once, with equal results.
+        overlap: "auto", "fused", "chunked" or "none", with equal results: see ``overlap``. In the
+            backward of all but "none", the gather of x runs under the GEMM of dx and the sum of dx
+            under the GEMM of dW.
+        workspace: symmetric memory of the group, without which nothing is fused.
 
     Returns:
         y[..., N/R], in the dtype of `x` or of autocast.
@@ -83,7 +87,7 @@ def column_parallel_linear(
         ValueError: shapes or dtypes of x, weight and bias do not fit.
     """
     dtype = _check_linear("column_parallel_linear", x, weight, bias, group)
-    ranks = tensor_ranks(group, sequence_parallel, overlap)
+    ranks = tensor_ranks(group, sequence_parallel, overlap, workspace)
     return _ColumnParallelLinear.apply(x, weight, bias, dtype, ranks)
 
 
@@ -130,7 +134,8 @@ def row_parallel_linear(
     *,
     group: dist.ProcessGroup | None,
     sequence_parallel: bool = False,
-    overlap: bool = True,
+    overlap: str = "auto",
+    workspace: Workspace | None = None,
 ) -> torch.Tensor:
     """Linear layer over this rank's slice of the input features; the ranks' results are summed.
 
@@ -153,8 +158,7 @@ def row_parallel_linear(
         bias: bias[N], whole on every rank, or None; a leaf.
         group: the R tensor ranks; None for one.
         sequence_parallel: cut the output's tokens over the group along dim 0.
-        overlap: in the backward, the gather of dy runs under the bias gradient; False waits for it
-            at once, with equal results.
+        overlap, workspace: as for `column_parallel_linear`.
 
     Returns:
         y[..., N], or y[T/R, ..., N] with sequence_parallel, in the dtype of `x` or of autocast.
@@ -168,7 +172,7 @@ def row_parallel_linear(
             f"row_parallel_linear on rank {group_rank(group)}: {x.shape[0]} tokens (dim 0 of x) "
             f"are not divisible by the {group_size(group)} tensor ranks"
         )
-    ranks = tensor_ranks(group, sequence_parallel, overlap)
+    ranks = tensor_ranks(group, sequence_parallel, overlap, workspace)
     return _RowParallelLinear.apply(x, weight, bias, dtype, ranks)
 
 

@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from warpweave.kernels.dropout import Drop
 from warpweave.kernels.mlp import mlp
-from warpweave.parallel.tensor.ranks import tensor_ranks
+from warpweave.parallel.symmetric import Workspace
+from warpweave.parallel.tensor.overlap import tensor_ranks
 
 
 def parallel_mlp(
@@ -29,7 +30,8 @@ def parallel_mlp(
     residual: torch.Tensor | None = None,
     drop: Drop | None = None,
     recompute: str | None = None,
-    overlap: bool = True,
+    overlap: str = "auto",
+    workspace: Workspace | None = None,
     impl: str | None = None,
 ) -> torch.Tensor:
     """y = residual + dropout(act(x W1^T + b1) W2^T + b2), hidden units cut over the group.
@@ -54,8 +56,7 @@ def parallel_mlp(
         residual, drop: like y, and the key of its dropout: see `kernels.mlp.mlp`.
         recompute: "nothing", "activation" or "up"; None chooses, see `kernels.mlp.mlp`. "up"
             gathers x once more.
-        overlap: in the backward, the gather of dy runs under the bias gradient, that of x under the
-            GEMM of dx and the sum of dx under that of dW1; False waits at once, with equal results.
+        overlap, workspace: as for `column_parallel_linear`.
         impl: "triton", "torch" or None to choose by device.
 
     Returns:
@@ -64,7 +65,7 @@ def parallel_mlp(
     Raises:
         ValueError: shapes, dtypes or options do not fit.
     """
-    ranks = tensor_ranks(group, sequence_parallel, overlap)
+    ranks = tensor_ranks(group, sequence_parallel, overlap, workspace)
     if group is not None and x.ndim < 2:
         raise ValueError(
             f"{ranks.name('mlp')}: tensor ranks need x[..., E] of two dims at least, got "

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from warpweave.kernels.qkv import qkv_rope
 from warpweave.kernels.qkv.kernels import QKV
 from warpweave.parallel.collectives import group_rank, group_size
-from warpweave.parallel.tensor.ranks import tensor_ranks
+from warpweave.parallel.symmetric import Workspace
+from warpweave.parallel.tensor.overlap import tensor_ranks
 
 
 def parallel_qkv_rope(
@@ -27,7 +28,8 @@ def parallel_qkv_rope(
     shape: tuple[int, int],
     group: dist.ProcessGroup | None,
     sequence_parallel: bool = False,
-    overlap: bool = True,
+    overlap: str = "auto",
+    workspace: Workspace | None = None,
     impl: str | None = None,
 ) -> QKV:
     """q, k and v of the heads that this rank holds, rotated.
@@ -48,7 +50,7 @@ def parallel_qkv_rope(
         shape: (B, S).
         group: the R tensor ranks; None for one.
         sequence_parallel: tokens of x are cut over the group along dim 0.
-        overlap: as for `column_parallel_linear`.
+        overlap, workspace: as for `column_parallel_linear`.
         impl: "triton", "torch" or None to choose by device.
 
     Returns:
@@ -65,5 +67,5 @@ def parallel_qkv_rope(
         )
     if group is None:
         return qkv_rope(x.view(*shape, x.shape[1]), weight, bias, cos, sin, impl=impl)
-    ranks = tensor_ranks(group, sequence_parallel, overlap)
+    ranks = tensor_ranks(group, sequence_parallel, overlap, workspace)
     return qkv_rope(x, weight, bias, cos, sin, impl=impl, shape=shape, ranks=ranks)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from warpweave.kernels.dropout import Drop, dropout
 from warpweave.kernels.gemm import gemm
 from warpweave.kernels.gemm.gradients import bias_gradient, rows, weight_gradient
-from warpweave.kernels.gemm.local import LOCAL, Local
+from warpweave.kernels.gemm.local import Local
 from warpweave.parallel.collectives import (
     Pending,
     group_rank,
@@ -37,14 +37,14 @@ class TensorRanks(Local):
     """The R ranks of `group`: features are cut over them, and dim 0 of x and y, the tokens, too
     with `sequence_parallel`.
 
-    In the backward with `overlap` the gather of dy runs under the bias gradient, that of x under
-    the GEMM of dx and the sum of dx under that of dW; without, each collective is waited for at
-    once, with equal results.
+    In the backward with `bulk` the gather of dy runs under the bias gradient, that of x under the
+    GEMM of dx and the sum of dx under that of dW: whole collectives under whole products. Without,
+    each collective is waited for at once, with equal results.
     """
 
     group: dist.ProcessGroup
     sequence_parallel: bool
-    overlap: bool = True
+    bulk: bool = True
 
     def name(self, op: str) -> str:
         return f"parallel_{op} on rank {group_rank(self.group)}"
@@ -60,13 +60,15 @@ class TensorRanks(Local):
         )
 
     def _launched(self, pending: Pending) -> Pending:
-        """The blocking twin: without overlap, wait before anything else is launched."""
-        if not self.overlap:
+        """The blocking twin waits before anything else is launched."""
+        if not self.bulk:
             pending.wait()
         return pending
 
-    def column_product(self, x: torch.Tensor, multiply: Callable[[torch.Tensor], _Made]) -> _Made:
-        return multiply(self.gather(x))
+    def column_product(
+        self, x: torch.Tensor, multiply: Callable[[torch.Tensor, int], _Made]
+    ) -> _Made:
+        return multiply(self.gather(x), 0)
 
     def column_gradients(
         self,
@@ -154,10 +156,3 @@ class TensorRanks(Local):
 
         # Without a gradient, what is replicated is invariant.
         return tokens if self.sequence_parallel else rules.convert(tokens, self.group, src=R, dst=I)
-
-
-def tensor_ranks(
-    group: dist.ProcessGroup | None, sequence_parallel: bool, overlap: bool = True
-) -> Local:
-    """The ranks of `group`; None is one device."""
-    return LOCAL if group is None else TensorRanks(group, sequence_parallel, overlap)

@@ -1,0 +1,47 @@
+"""What a layer's `overlap` says: how collectives of tensor ranks and products hide one another.
+
+    none      every collective is waited for at once: the blocking twin, equal in its results
+    chunked   a rank's share of the tokens after the other: messages under products of other shares
+    fused     within the kernels of the products, through symmetric memory (`kernels.overlap`)
+    auto      the best of these for the sizes at hand
+
+In the backward of a column-parallel product all but `none` run whole collectives under whole
+products, of which there are two.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch.distributed as dist
+
+from warpweave.kernels.gemm.local import LOCAL, Local
+from warpweave.parallel.symmetric import Workspace
+from warpweave.parallel.tensor.ranks import TensorRanks
+
+Overlap = Literal["auto", "fused", "chunked", "none"]
+
+
+def check_overlap(overlap: str) -> Overlap:
+    """`overlap`, or ValueError if it is none of the words."""
+    if overlap not in get_args(Overlap):
+        raise ValueError(f"overlap must be one of {', '.join(get_args(Overlap))}, got {overlap!r}")
+    return overlap
+
+
+def tensor_ranks(
+    group: dist.ProcessGroup | None,
+    sequence_parallel: bool,
+    overlap: str = "auto",
+    workspace: Workspace | None = None,
+) -> Local:
+    """What the ranks of `group` do around a product; a group of None is one device.
+
+    Args:
+        overlap: see above.
+        workspace: the group's symmetric memory, which `fused` needs.
+    """
+    check_overlap(overlap)
+    if group is None:
+        return LOCAL
+    return TensorRanks(group, sequence_parallel, bulk=overlap != "none")
