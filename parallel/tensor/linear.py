@@ -5,13 +5,27 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from warpweave.kernels.gemm import gemm
-from warpweave.kernels.gemm.gradients import linear, rows, weight_gradient
+from warpweave.kernels.gemm.gradients import linear, weight_gradient
+from warpweave.kernels.overlap.gathering import Gathering, multiply
 from warpweave.kernels.runtime.dispatch import once_differentiable
 from warpweave.kernels.runtime.dtypes import no_autocast, operand_dtype
 from warpweave.parallel.collectives import group_rank, group_size
 from warpweave.parallel.symmetric import Workspace
 from warpweave.parallel.tensor.overlap import tensor_ranks
+
+
+def _linear(
+    x: torch.Tensor | Gathering,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """`linear` of x[..., K], which is gathered on the way if it is to be."""
+    if isinstance(x, torch.Tensor):
+        return linear(x, weight, bias, dtype)
+    y, _ = multiply(x, weight.to(dtype).t(), None if bias is None else bias.to(dtype))
+    return y.view(*x.shape[:-1], len(weight))
+
 
 # ---------------------------------------------------------------- column-parallel linear
 
@@ -24,7 +38,7 @@ class _ColumnParallelLinear(torch.autograd.Function):
             x = x.to(dtype)
             # The shard is kept and gathered again in the backward: 1/R of the memory.
             ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-            return ranks.column_product(x, lambda x, _: linear(x, weight, bias, dtype))
+            return ranks.column_product(x, lambda x, _: _linear(x, weight, bias, dtype))
 
     @staticmethod
     @once_differentiable
@@ -108,11 +122,10 @@ class _RowParallelLinear(torch.autograd.Function):
     def backward(ctx, dy):
         (x, weight), (leaf, bias), needs = ctx.saved_tensors, ctx.leaves, ctx.needs_input_grad
 
-        def input_gradient(dy: torch.Tensor) -> torch.Tensor | None:
+        def input_gradient(whole: torch.Tensor | Gathering) -> torch.Tensor | None:
             if not needs[0]:
                 return None
-            dx = gemm(rows(dy), weight.to(dy.dtype))
-            return dx.view(*dy.shape[:-1], weight.shape[1]).to(ctx.x_dtype)
+            return _linear(whole, weight.t(), None, dy.dtype).to(ctx.x_dtype)
 
         with no_autocast(dy):
             dx, whole, db = ctx.ranks.row_gradients(dy, bias if needs[2] else None, input_gradient)
