@@ -57,7 +57,7 @@ def _gather_hidden_bwd_kernel(
     epoch, pid = this_epoch(epoch_ptr), tl.program_id(0)
     if pid < COPYING:
         copy_parts(
-            whole_ptr, addresses_ptr, epoch, error_ptr, rank, slots, data, capacity, S, E,
+            pid, whole_ptr, addresses_ptr, epoch, error_ptr, rank, slots, data, capacity, S, E,
             WORLD, COPYING, POLLS, BLOCK_T, BLOCK_E,
         )  # fmt: skip
     else:

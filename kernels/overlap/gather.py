@@ -82,6 +82,7 @@ def _publish_kernel(
 
 @triton.jit
 def copy_parts(
+    copier,
     whole_ptr,
     addresses_ptr,
     epoch,
@@ -98,10 +99,10 @@ def copy_parts(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """The part of the first COPYING programs: copy the peers' shards, BLOCK_M rows at a time, the
-    next rank's first, as each is published."""
+    """What the first COPYING programs do, the copiers: copy the peers' shards, BLOCK_M rows at a
+    time, the next rank's first, as each is published."""
     parts = tl.cdiv(S, BLOCK_M)
-    for index in range(tl.program_id(0), (WORLD - 1) * parts, COPYING):
+    for index in range(copier, (WORLD - 1) * parts, COPYING):
         source, part = (rank + 1 + index // parts) % WORLD, index % parts
         await_(
             flag_of(addresses_ptr, rank, source, part, slots), epoch,
@@ -195,7 +196,7 @@ def _gather_gemm_kernel(
     epoch, pid = this_epoch(epoch_ptr), tl.program_id(0)
     if pid < COPYING:
         copy_parts(
-            whole_ptr, addresses_ptr, epoch, error_ptr, rank, slots, data, capacity, S, K,
+            pid, whole_ptr, addresses_ptr, epoch, error_ptr, rank, slots, data, capacity, S, K,
             WORLD, COPYING, POLLS, BLOCK_M, BLOCK_K,
         )  # fmt: skip
     else:

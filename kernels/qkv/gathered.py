@@ -61,7 +61,7 @@ def _gather_qkv_kernel(
     epoch, pid = this_epoch(epoch_ptr), tl.program_id(0)
     if pid < COPYING:
         copy_parts(
-            whole_ptr, addresses_ptr, epoch, error_ptr, rank, slots, data, capacity, S, E,
+            pid, whole_ptr, addresses_ptr, epoch, error_ptr, rank, slots, data, capacity, S, E,
             WORLD, COPYING, POLLS, BLOCK_M, BLOCK_E,
         )  # fmt: skip
     else:
