@@ -17,7 +17,7 @@ def test_autocast_chooses_for_all_but_float64():
     with torch.autocast("cpu", torch.bfloat16):
         assert operand_dtype("op", x, {"weight": x.half()}) == torch.bfloat16
         assert operand_dtype("op", wide, {"weight": wide}) == torch.float64
-        with pytest.raises(ValueError, match="op: dtypes differ: x torch.float64, weight torch.fl"):
+        with pytest.raises(ValueError, match=r"dtypes differ: x torch.*64, weight torch.*32"):
             operand_dtype("op", wide, {"weight": x})
         with no_autocast(x):
             assert (x @ x.t()).dtype == torch.float32
@@ -26,5 +26,5 @@ def test_autocast_chooses_for_all_but_float64():
 
 def test_operands_of_several_dtypes_are_refused_by_name():
     x = torch.zeros(2, 3)
-    with pytest.raises(ValueError, match="op: dtypes differ: x torch.float32, bias torch.float16"):
+    with pytest.raises(ValueError, match=r"op: dtypes differ: x torch.float32, bias torch.float16"):
         operand_dtype("op", x, {"weight": None, "bias": x.half()})
