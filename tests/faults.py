@@ -635,8 +635,8 @@ FAULTS = (
     ),
     Fault(
         "train-mfu-of-one",
-        "warpweave/train.py",
-        "(peak * self.session.world)",
+        "warpweave/metrics.py",
+        "(peak * session.world)",
         "peak",
         "utilisation is that of all ranks' work on one GPU",
     ),

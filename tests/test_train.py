@@ -24,6 +24,7 @@ from warpweave.checkpoint import CheckpointError, open_checkpoint, open_latest
 from warpweave.config import ParallelPlan
 from warpweave.data import write_token_file
 from warpweave.launch import Session
+from warpweave.metrics import utilisation
 from warpweave.parallel.data.optimizer import AdamW
 from warpweave.parallel.mesh import Mesh
 from warpweave.plain_gpt import PlainConfig, plain_adamw_step, plain_gpt_loss, plain_init
@@ -527,15 +528,19 @@ def test_utilisation_is_of_all_ranks_peaks_and_only_where_one_is_known(
     tmp_path, monkeypatch, device, dtype, peak
 ):
     trainer = _trainer(_config(tmp_path, dtype=dtype))
-    assert trainer._utilisation(1e9) == {}  # on a CPU
+
+    def found() -> dict[str, float]:
+        return utilisation(1e9, trainer.model, dtype, trainer.session)
+
+    assert found() == {}  # on a CPU
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: device)
     there = dataclasses.replace(trainer.session, device=torch.device("cuda"), world=4)
     monkeypatch.setattr(trainer, "session", there)
     if peak is None:
-        assert trainer._utilisation(1e9) == {}
+        assert found() == {}
         return
     flops = 1e9 * trainer.model.step_flops(16) / 16
-    assert trainer._utilisation(1e9) == {"mfu": pytest.approx(flops / (4 * peak), rel=1e-3)}
+    assert found() == {"mfu": pytest.approx(flops / (4 * peak), rel=1e-3)}
 
 
 def test_a_second_ctrl_c_stops_at_once_but_not_the_echo_of_the_first(monkeypatch):
