@@ -16,6 +16,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+import triton
 from close import relative_error
 from ranks import run_ranks
 
@@ -23,6 +24,8 @@ import warpweave.train as train
 from warpweave.checkpoint import CheckpointError, open_checkpoint, open_latest
 from warpweave.config import ParallelPlan
 from warpweave.data import write_token_file
+from warpweave.kernels.runtime import tiles
+from warpweave.kernels.runtime.tile_table import AttentionTile, Row, write_table
 from warpweave.launch import Session
 from warpweave.metrics import utilisation
 from warpweave.parallel.data.optimizer import AdamW
@@ -519,6 +522,18 @@ def test_tokens_outside_the_data_are_left_out_of_the_sample(tmp_path, monkeypatc
     assert asked == [(text[-round(len(text) / 20) :][:8], 3, 4)]
 
 
+def test_launches_of_a_run_take_the_tiles_of_the_table_that_it_was_given(tmp_path):
+    row = Row("GPU", "attention_fwd", 2, 64, AttentionTile(16, 16, 1, 1), triton.__version__)
+    write_table(tmp_path / "tiles.json", [row])
+    try:
+        _trainer(_config(tmp_path, tiles=tmp_path / "tiles.json"))
+        assert tiles.find_on("attention_fwd", 90, "GPU", 2, 64) == row.tile
+        _trainer(_config(tmp_path))
+        assert tiles.find_on("attention_fwd", 90, "GPU", 2, 64) != row.tile
+    finally:
+        tiles.load(None)
+
+
 @pytest.mark.parametrize(
     ("device", "dtype", "peak"),
     [("NVIDIA H100 80GB HBM3", "bf16", 989e12), ("NVIDIA A100-SXM4-40GB", "fp16", 312e12),
@@ -590,6 +605,7 @@ REFUSED = {
     "missing.txt does not exist": {"data": Path("missing.txt")},
     "its train split has 0 tokens, one sample needs seq_len . 1 = 17": {"data": "empty"},
     "holds no file": {"data": "folder"},
+    "the tile table missing.json cannot be used": {"tiles": Path("missing.json")},
     "nothing to resume from: no checkpoint in .*run/checkpoints": {"resume": True},
 }  # fmt: skip
 

@@ -41,6 +41,7 @@ from warpweave.checkpoint import (
 from warpweave.dtypes import DTYPES
 from warpweave.engine import Engine
 from warpweave.gpt import GPT
+from warpweave.kernels.runtime import tiles
 from warpweave.launch import Session, join, launch, leave, reported, under_torchrun
 from warpweave.messages import one_line, say
 from warpweave.metrics import Metrics, peak_memory
@@ -99,6 +100,7 @@ class Trainer:
     ) -> None:
         self.config, self.session = config, session
         self.interrupt = interrupt if interrupt is not None else Interrupt()
+        tiles.load(config.tiles)
         self.train_data, self.val_data = config.open_data("train"), config.open_data("validation")
         self.model = config.model_config(self.train_data.vocab_size)
         self.mesh = config.mesh.connect(
