@@ -135,7 +135,7 @@ class GPT(nn.Module):
             dropout=c.dropout,
             site=1 + 2 * i,
             strategy=self.plan.cp_strategy,
-            selective=self.plan.recompute == "selective",
+            recompute="up" if self.plan.recompute == "selective" else None,
             out_init=0.02 / math.sqrt(2 * c.layers),
             impl=self.impl,
             **options,
