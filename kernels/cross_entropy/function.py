@@ -1,13 +1,7 @@
-"""Cross entropy without a copy of the logits.
+"""Cross entropy without a copy of the logits: the Function and the op.
 
-    loss = lse - (1 - s) * z_t - (s / V) * sum_j z_j + c * lse^2        lse = log(sum_j exp(z_j))
-
-for a row z of V logits with label t, label smoothing s and z-loss c; `vocabulary` has the gradient.
-How it is computed is in `forward` and `backward`; saved for backward are the logits, which exist
-anyway, and lse. `linear_cross_entropy`, which has no logits, has a file of its own.
-
-A label that is neither in [0, vocab_size) nor `ignore_index` raises ValueError on CPU tensors. On a
-GPU looking would make the host wait: there that row's loss and gradient are NaN, never just wrong.
+`vocabulary` has the formula and says what becomes of wrong labels, `forward` and `backward` how it
+is computed. Saved for backward are the logits, which exist anyway, and lse.
 """
 
 from __future__ import annotations

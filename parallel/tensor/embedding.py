@@ -145,6 +145,7 @@ def check_vocabulary(
     vocab_size: int,
     padded: int | None,
 ) -> None:
+    """Raise ValueError unless `local` rows or columns are this rank's share of the vocabulary."""
     ranks = group_size(group)
     if padded is None:
         padded = -(-vocab_size // ranks) * ranks

@@ -2,10 +2,8 @@
 vocabulary, are cut over the tensor ranks, and the cross entropy of what it makes.
 
 Neither forward nor backward holds logits: each rank goes over blocks of its own vocabulary shard
-(`kernels.linear_cross_entropy` describes the two orders of work and what they cost), and the ranks
-tell each other three numbers per token. Types and conventions are those of ``tensor``: T tokens, E
-features, V the vocabulary padded to a multiple of the R ranks; sums over ranks are re-associated,
-everything else is exact; weight gradients go through ``wgrad``.
+(`kernels.cross_entropy.linear` describes the two orders of work and what they cost), and the ranks
+tell each other three numbers per token. Types and conventions are those of ``tensor``; E features.
 """
 
 from __future__ import annotations
