@@ -580,8 +580,12 @@ def test_planted_faults_are_noticed() -> None:
 
 IDS = torch.tensor([0, 3, 2, 1, 4, 2])
 VOCABULARY = Vocabulary(0, 7, -100, 0.1, 0.0, "torch")
-RANKED = (tensor.linear._ColumnParallelLinear, tensor.linear._RowParallelLinear)
-COLUMN, ROW = map(over_group, RANKED)
+RANKED = {
+    tensor.linear._ColumnParallelLinear: tensor.ranks.TensorRanks,
+    tensor.linear._RowParallelLinear: tensor.ranks.TensorRanks,
+    tensor.loss.CrossEntropy: tensor.loss.VocabularyRanks,
+}
+COLUMN, ROW, LOSS = (over_group(*ranked) for ranked in RANKED.items())
 CASES = {
     "column": (
         COLUMN,
@@ -614,8 +618,8 @@ CASES = {
         {"ids": R, "weight": S(0)},
     ),
     "loss": (
-        tensor.loss.CrossEntropy,
-        (draw(1, 6, 8), IDS, VOCABULARY, tensor.loss.own_columns, tensor.loss.merge_columns, "tp"),
+        LOSS,
+        (draw(1, 6, 8), IDS, VOCABULARY, "tp", False),
         {"logits": S(1), "labels": R},
     ),
 }
@@ -649,7 +653,7 @@ def test_every_function_has_a_rule() -> None:
         if issubclass(f, torch.autograd.Function)
     }
     cases = {function for function, _, _ in CASES.values()}
-    assert functions == cases - {COLUMN, ROW} | set(RANKED)
+    assert functions == cases - {COLUMN, ROW, LOSS} | RANKED.keys()
 
 
 class _BiasOnEveryRank(tensor.linear._RowParallelLinear):
