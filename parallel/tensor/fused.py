@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -29,9 +30,7 @@ class FusedRanks(TensorRanks):
 
     workspace: Workspace = field(kw_only=True)
 
-    def column_product(
-        self, x: torch.Tensor, multiply: Callable[[torch.Tensor | Gathering, int], Made]
-    ) -> Made:
+    def column_product(self, x: torch.Tensor, multiply: Callable[[Any, int], Made]) -> Made:
         return multiply(Gathering(x, self.workspace) if self.sequence_parallel else x, 0)
 
     def column_gradients(
@@ -68,7 +67,7 @@ class FusedRanks(TensorRanks):
         self,
         dy: torch.Tensor,
         bias: torch.Tensor | None,
-        multiply: Callable[[torch.Tensor | Gathering], Made],
+        multiply: Callable[[Any], Made],
     ) -> tuple[Made, torch.Tensor, Gradient]:
         if not self.sequence_parallel:
             return super().row_gradients(dy, bias, multiply)
@@ -78,7 +77,7 @@ class FusedRanks(TensorRanks):
         whole = self.gather(dy) if arriving.whole is None else arriving.whole
         return made, whole, db
 
-    def _sum_of_products(self, *operands: torch.Tensor | None, **options) -> torch.Tensor:
+    def _sum_of_products(self, *operands: Any, **options: Any) -> torch.Tensor:
         """The sum over ranks, of this rank's rows where tokens are cut."""
         fused = gemm_reduce_scatter if self.sequence_parallel else gemm_all_reduce
         return fused(*operands, memory=self.workspace, **options)
