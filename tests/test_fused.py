@@ -3,6 +3,8 @@ a block equal plain torch on ranks that cut the tokens, with the same bits on ev
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,9 +15,12 @@ from sharded import draw, part
 
 from warpweave.kernels.dropout import Drop, dropout
 from warpweave.kernels.rope import apply_rope, rope_table
+from warpweave.kernels.runtime.wgrad import WeightGradients, collect
+from warpweave.layers.mlp import MLP
 from warpweave.parallel.collectives import reduce_from
+from warpweave.parallel.mesh import Mesh
 from warpweave.parallel.symmetric import Workspace
-from warpweave.parallel.tensor import row_parallel_linear
+from warpweave.parallel.tensor import column_parallel_linear, fused, row_parallel_linear
 from warpweave.parallel.tensor.mlp import parallel_mlp
 from warpweave.parallel.tensor.qkv import parallel_qkv_rope
 
@@ -105,3 +110,107 @@ def _rounds(rank: int, half) -> None:
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_halves_of_a_block_equal_plain_torch_round_after_round(world, half):
     run_ranks(world, _rounds, half)
+
+
+# ---------------------------------------------------------------- which products are fused
+
+
+def _fusing(rank: int) -> None:
+    """dx of a column-parallel layer is one fused product where dW waits or is not wanted; otherwise
+    there are two products to hide whole collectives under."""
+    ranks = {
+        "group": dist.group.WORLD,
+        "overlap": "fused",
+        "workspace": Workspace(dist.group.WORLD),
+    }
+    for sequence, name in ((True, "gemm_reduce_scatter"), (False, "gemm_all_reduce")):
+        for frozen, waiting, times in ((False, False, 0), (False, True, 1), (True, False, 1)):
+            x = draw(1, 6, 5).requires_grad_()
+            w = draw(2, 8, 5).requires_grad_(not frozen)
+            y = column_parallel_linear(x, w, sequence_parallel=sequence, **ranks)
+            store = WeightGradients()
+            with mock.patch.object(fused, name, wraps=getattr(fused, name)) as called:
+                if waiting:
+                    with collect(store):
+                        y.backward(draw(3, *y.shape))
+                else:
+                    y.backward(draw(3, *y.shape))
+            assert called.call_count == times, (sequence, frozen, waiting)
+            assert len(store) == waiting
+            store.run()
+            assert (w.grad is None) == frozen
+
+
+def test_what_has_no_other_product_to_hide_under_is_fused() -> None:
+    run_ranks(2, _fusing)
+
+
+def _layer(rank: int) -> None:
+    """The layers of a mesh share one workspace."""
+    mesh = Mesh(tp=2).connect()
+    options = {"mesh": mesh, "sequence_parallel": True, "overlap": "fused", "impl": "triton"}
+    torch.manual_seed(0)
+    layers = [MLP(6, 8, dtype=torch.float64, **options) for _ in range(2)]
+    x = draw(5, 6, 6)
+    found = layers[1](layers[0](part(x, 0)))
+    assert mesh.workspace("tp") is mesh.workspace("tp")
+    assert mesh.workspace("pp") is None
+    torch.manual_seed(0)
+    plain = [MLP(6, 8, dtype=torch.float64) for _ in range(2)]
+    assert relative_error(found, part(plain[1](plain[0](x)), 0)) < 1e-12
+
+
+def test_layers_of_a_mesh_share_its_workspace() -> None:
+    run_ranks(2, _layer)
+
+
+# ---------------------------------------------------------------- bad input
+
+
+def _refused(rank: int) -> None:
+    group, x, w = dist.group.WORLD, draw(1, 6, 5), draw(2, 8, 5)
+    ranks = {"group": group, "sequence_parallel": True}
+    with pytest.raises(ValueError, match="one of auto, fused, chunked, none, got 'fast'"):
+        column_parallel_linear(x, w, overlap="fast", **ranks)
+    with pytest.raises(ValueError, match="needs the workspace of the group"):
+        column_parallel_linear(x, w, overlap="fused", **ranks)
+    workspace = Workspace(group)
+    ranks |= {"overlap": "fused", "workspace": workspace}
+    with pytest.raises(ValueError, match="pass impl='triton', or another overlap"):
+        parallel_mlp(x, w, draw(3, 5, 8), activation="gelu", impl="torch", **ranks)
+    table, ranks["impl"] = rope_table(torch.arange(12), 2, dtype=torch.float64), "torch"
+    with pytest.raises(ValueError, match="pass impl='triton', or another overlap"):
+        parallel_qkv_rope(x, draw(3, 1, 4, 2, 5), None, *table, shape=(1, 12), **ranks)
+    del ranks["impl"]
+    with pytest.raises(ValueError, match=r"5 tokens .* not divisible by the 2 tensor ranks"):
+        row_parallel_linear(draw(1, 5, 8), draw(2, 5, 8), **ranks)
+    assert workspace._memory is None  # nothing was made, and nobody waits
+
+
+def test_what_cannot_be_fused_is_refused_before_anything_is_made() -> None:
+    run_ranks(2, _refused)
+
+
+def _growing(rank: int) -> None:
+    """A workspace grows by itself, but not while a graph is captured, and is of one stream."""
+    workspace, cuda = Workspace(dist.group.WORLD), torch.device("cuda", 0)
+    cpu = torch.device("cpu")
+    small = workspace.fitting("op", cpu, 3, 500)
+    assert (small.slots, small.capacity) == (4, 512)
+    assert workspace.fitting("op", cpu, 4, 512) is small
+    large = workspace.fitting("op", cpu, 2, 513)
+    assert (large.slots, large.capacity) == (4, 1024)
+    streams = mock.Mock(side_effect=[mock.Mock(cuda_stream=n) for n in (1, 2, 1)])
+    with mock.patch.object(torch.cuda, "current_stream", streams):
+        with pytest.raises(ValueError, match="symmetric memory on cpu, tensors on cuda:0"):
+            workspace.fitting("op", cuda, 1, 1)
+        with pytest.raises(ValueError, match=r"op on rank . of 2: a workspace is of one stream"):
+            workspace.fitting("op", cuda, 1, 1)
+        captured = Workspace(dist.group.WORLD)
+        capturing = mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True)
+        with capturing, pytest.raises(ValueError, match=r"2 parts and 99 .* graph is captured"):
+            captured.fitting("op", cuda, 2, 99)
+
+
+def test_a_workspace_grows_but_not_under_capture_and_not_for_two_streams() -> None:
+    run_ranks(2, _growing)
