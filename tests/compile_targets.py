@@ -378,7 +378,7 @@ def _adamw_cases(adamw) -> list[Case]:
 def _overlap_cases() -> list[Case]:
     """Overlapped products, of one of eight ranks, in the shapes of an 8B Llama."""
     from warpweave.kernels.overlap.epilogue import Epilogue
-    from warpweave.kernels.overlap.gather import gather_steps
+    from warpweave.kernels.overlap.gather import all_gather_steps, gather_steps
     from warpweave.kernels.overlap.scatter import scatter_steps
     from warpweave.kernels.overlap.symmetric import SymmetricMemory
     from warpweave.kernels.qkv.gathered import gather_qkv_steps
@@ -407,6 +407,7 @@ def _overlap_cases() -> list[Case]:
         "gemm_all_reduce": lambda: scatter_steps(
             h, down.t(), memory, bias, wire=torch.float32, owners=1, name="x"
         ),
+        "gemm_all_reduce in two shots": lambda: all_gather_steps("x", m(T // W, E), memory),
         "all_gather_gemm bounded": lambda: gather_steps(x, up.t(), bounded, gelu),
         "gemm_reduce_scatter bounded": lambda: scatter_steps(
             h, down.t(), bounded, bias, wire=torch.bfloat16, owners=W, name="x"

@@ -1,9 +1,9 @@
 """Does the suite see faults? Plants those of `faults.py`, one at a time, in a copy of the sources.
 
 ``python tests/mutation_trial.py`` takes hours: for each fault it runs the test files that import
-the faulted module, and if they stay green the rest of the suite. The test that fails must pass
-without the fault. Prints a line per fault and last a line of JSON; exits with 1 if more than one
-fault in sixty survives. ``--quick`` leaves out the rest where a file imports the module,
+the faulted module or one that imports it, and if they stay green the rest of the suite. The test
+that fails must pass without the fault. Prints a line per fault and last a line of JSON; exits with
+1 if more than one fault in sixty survives. ``--quick`` leaves out the rest where such files exist,
 ``--only NAME ...`` and ``--tests FILE ...`` choose, ``--list`` only tells what there is.
 
 The copy is imported from a folder of links in which the four rungs stand where an installation has
@@ -24,7 +24,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -81,19 +80,22 @@ def imported(path: Path) -> frozenset[str]:
     return frozenset(found)
 
 
-def importers(module: str, files: list[Path], sources: Sequence[Path] = ()) -> list[Path]:
+def importers(module: str, files: list[Path]) -> list[Path]:
     """The test files that import `module` or the room it is in: those that bear the name of either
-    first, then the smaller. If none does, those of the `sources` that import it."""
+    first, then the smaller."""
     room = module.rpartition(".")[0]
-    known = (
-        {module} if room in ("warpweave", *(f"warpweave.{r}" for r in RUNGS)) else {module, room}
-    )
+    rungs = {"warpweave", *(f"warpweave.{rung}" for rung in RUNGS)}
+    known = {module, room} - rungs
     words = [name.rpartition(".")[2] for name in known]
     mine = [path for path in files if known & imported(path)]
-    if not mine:
-        users = (file for file in sources if module in imported(file))
-        mine = list({t: None for user in users for t in importers(name_of(user), files)})
     return sorted(mine, key=lambda p: (not any(w in p.stem for w in words), p.stat().st_size))
+
+
+def nearest(module: str, files: list[Path]) -> list[Path]:
+    """The importers of `module`, and then those of the modules that import it."""
+    users = [name_of(path) for path in source_files() if module in imported(path)]
+    near = (path for name in (module, *users) for path in importers(name, files))
+    return list(dict.fromkeys(near))
 
 
 class Undecided(Exception):
@@ -187,7 +189,7 @@ class Copy:
 def verdict_on(fault: Fault, copy: Copy, options: argparse.Namespace) -> str:
     """ "caught by <test>", or "SURVIVED" with the reason if it is not that all was green."""
     files = suite_files(copy.tree / "tests")
-    own = importers(module_of(fault.file), files, source_files())
+    own = nearest(module_of(fault.file), files)
     rest = [] if options.quick and own else [path for path in files if path not in own]
     rounds = [own, rest]
     if options.tests is not None:
@@ -209,7 +211,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these faults")
     parser.add_argument("--tests", nargs="+", metavar="FILE", help="these test files and no others")
     parser.add_argument(
-        "--quick", action="store_true", help="the rest of the suite only for what no test imports"
+        "--quick", action="store_true", help="the rest of the suite only for what no test is near"
     )
     parser.add_argument("--bound", type=float, default=3600.0, help="seconds for one fault")
     parser.add_argument("--list", action="store_true", help="list the faults")

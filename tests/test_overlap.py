@@ -1,5 +1,6 @@
 """Overlapped products: virtual ranks in one process, and real ones over shared memory."""
 
+import functools
 import os
 import random
 import time
@@ -15,6 +16,7 @@ from warpweave.kernels.dropout import Drop
 from warpweave.kernels.gemm import fused_gemm, gemm
 from warpweave.kernels.gemm.mainloop import find_tile
 from warpweave.kernels.overlap import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter
+from warpweave.kernels.overlap import function as overlap_function
 from warpweave.kernels.overlap.epilogue import Epilogue
 from warpweave.kernels.overlap.function import (
     all_gather_gemm_steps,
@@ -27,6 +29,7 @@ from warpweave.kernels.runtime.tile_table import KINDS, GemmTile
 from warpweave.kernels.runtime.tiles import pinned
 from warpweave.parallel.symmetric import symmetric_memory
 
+TWO_SHOTS = functools.partial(gemm_all_reduce_steps, shots=2)
 ROUNDS = 12  # of the three operations, nothing reset between them
 SHAPES = ((1, 1, 1), (5, 7, 3), (33, 40, 17), (64, 32, 64))
 
@@ -47,7 +50,7 @@ def test_virtual_ranks_gather_and_multiply(world):
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-@pytest.mark.parametrize("op", [gemm_reduce_scatter_steps, gemm_all_reduce_steps])
+@pytest.mark.parametrize("op", [gemm_reduce_scatter_steps, gemm_all_reduce_steps, TWO_SHOTS])
 def test_virtual_ranks_multiply_and_sum(world, op):
     memories = local_memory(world, slots=64, capacity=1 << 18, polls=3)
     for S, N, K in SHAPES:
@@ -91,7 +94,7 @@ def _run_shared(rank: int, world: int, rounds: int) -> list:
         total = torch.einsum("rmk,rkn->mn", a, b)
         y = gemm_reduce_scatter(a[rank], b[rank], memory=memory)
         assert_close_f64(y, total[rank * S : (rank + 1) * S], 1e-14)
-        y = gemm_all_reduce(a[rank], b[rank], memory=memory)
+        y = gemm_all_reduce(a[rank], b[rank], memory=memory, shots=1 + i % 2)
         assert_close_f64(y, total, 1e-14)
         found.append(y)
     return found
@@ -145,6 +148,32 @@ def test_epilogues_are_those_of_the_fused_product(dtype, activation):
     if activation is None:
         for op in (gemm_reduce_scatter, gemm_all_reduce):
             assert torch.equal(_alone(op, a, b, bias, **options), plain[0])
+        assert torch.equal(_alone(gemm_all_reduce, a, b, bias, shots=2, **options), plain[0])
+
+
+def test_two_shots_drop_and_add_by_the_rows_of_each_rank():
+    world, M, N, K = 3, 12, 8, 5
+    a, b = torch.randn(world, M, K).double(), torch.randn(world, K, N).double()
+    drop, residual = Drop(0.4, 3, 1, torch.arange(M) + 5), torch.randn(M, N).double()
+    epilogue = Epilogue(torch.randn(N).double(), drop=drop, residual=residual)
+    found = []
+    for shots in (1, 2):
+        memories = local_memory(world, slots=64, capacity=1 << 14, polls=3)
+        steps = [
+            gemm_all_reduce_steps(a[r], b[r], memories[r], epilogue, shots=shots)
+            for r in range(world)
+        ]
+        found += run_local(steps)
+    assert all(torch.equal(y, found[0]) for y in found)
+
+
+def test_an_all_reduce_takes_two_shots_where_that_saves_bytes_enough(monkeypatch):
+    world, a, b = 4, torch.zeros(8, 2), torch.zeros(2, 3)
+    for limit, rows, epochs in ((143, 8, 2), (144, 8, 1), (0, 7, 1)):  # saves 3 * 0.5 * 96 bytes
+        monkeypatch.setattr(overlap_function, "ONE_SHOT", limit)
+        memories = local_memory(world, slots=4, capacity=1 << 10, polls=3)
+        run_local([gemm_all_reduce_steps(a[:rows], b, m, Epilogue()) for m in memories])
+        assert all(m.epoch.item() == epochs for m in memories)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -236,6 +265,10 @@ def test_after_one_wait_in_vain_none_is_long(monkeypatch):
                 torch.zeros(4, 2), torch.zeros(2, 3), memory=m, wire_dtype=torch.int32
             ),
             "travel in",
+        ),
+        (
+            lambda m: gemm_all_reduce(torch.zeros(5, 2), torch.zeros(2, 3), memory=m, shots=2),
+            "shots must be None, 1, or 2 where the 2 ranks divide the 5 rows",
         ),
         (
             lambda m: all_gather_gemm(torch.zeros(4, 2), torch.zeros(2, 3).half(), memory=m),

@@ -62,6 +62,15 @@ class Epilogue:
         given = self.activation, self.save_z, self.residual, self.drop, self.precision
         return replace(self, drop=check_epilogue(shape, *given))
 
+    def of_rows(self, rows: slice) -> Epilogue:
+        """What follows these rows of the products alone."""
+        drop, residual = self.drop, self.residual
+        return replace(
+            self,
+            drop=drop and drop._replace(tokens=drop.tokens[rows]),
+            residual=None if residual is None else residual[rows],
+        )
+
     def outputs(self, a: torch.Tensor, M: int, N: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Empty y[M, N or N / 2] and z[M, N] or None of a product with rows like a's."""
         gated = self.activation is not None and find_activation(self.activation).gated

@@ -14,11 +14,13 @@ import torch
 from warpweave.kernels.dropout import Drop
 from warpweave.kernels.gemm.fused import check_operands, check_result
 from warpweave.kernels.overlap.epilogue import Epilogue
-from warpweave.kernels.overlap.gather import gather_steps
+from warpweave.kernels.overlap.gather import all_gather_steps, gather_steps
 from warpweave.kernels.overlap.scatter import scatter_steps
 from warpweave.kernels.overlap.symmetric import Memory
 from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.runtime.dispatch import choose, no_graph
+
+ONE_SHOT = 3_600_000  # bytes: what NVLink moves in the 8 us of one more wait (predicted)
 
 Steps = Generator[None, None, Any]
 
@@ -100,17 +102,21 @@ def gemm_all_reduce(
     residual: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     wire_dtype: torch.dtype | None = None,
+    shots: int | None = None,
     precision: str | None = None,
 ) -> torch.Tensor:
     """y[M, N] of a[M, K] and b[K, N]: the sum of a b over the ranks, the same bits on all of them.
 
     Args:
         memory, bias, ...: as for `gemm_reduce_scatter`, for all rows.
+        shots: 1, every rank reads all partial products, or 2, a reduce-scatter and an all-gather of
+            its result: fewer bytes, one wait more. None is 2 where the ranks divide the rows and
+            the bytes saved take longer than the wait (`ONE_SHOT`).
 
-    Raises what `gemm_reduce_scatter` raises.
+    Raises what `gemm_reduce_scatter` raises, and ValueError for other shots.
     """
     epilogue = Epilogue(bias, None, False, drop, residual, out_dtype, precision)
-    steps = gemm_all_reduce_steps(a, b, memory, epilogue, wire_dtype)
+    steps = gemm_all_reduce_steps(a, b, memory, epilogue, wire_dtype, shots)
     return run_steps("gemm_all_reduce", steps, memory)
 
 
@@ -149,12 +155,38 @@ def gemm_all_reduce_steps(
     memory: Memory,
     epilogue: Epilogue,
     wire_dtype: torch.dtype | None = None,
+    shots: int | None = None,
 ) -> Steps:
-    """`gemm_all_reduce` in one shot, launch by launch."""
-    name = "gemm_all_reduce"
-    epilogue = _checked(a, b, epilogue, a.shape[0])
+    """`gemm_all_reduce`, launch by launch."""
+    name, M, world = "gemm_all_reduce", a.shape[0], memory.world
+    epilogue = _checked(a, b, epilogue, M)
     wire = _wire(name, a, wire_dtype)
-    return scatter_steps(a, b, memory, epilogue, wire=wire, owners=1, name=name)
+    if shots is None:
+        saved = (world - 1) * (1 - 2 / world) * M * b.shape[1] * wire.itemsize
+        shots = 2 if M % world == 0 and saved > ONE_SHOT else 1
+    if shots not in (1, 2) or (shots == 2 and M % world):
+        raise ValueError(
+            f"{name}: shots must be None, 1, or 2 where the {world} ranks divide the {M} rows of "
+            f"a, got {shots}"
+        )
+    if shots == 1:
+        return scatter_steps(a, b, memory, epilogue, wire=wire, owners=1, name=name)
+    return _two_shots(name, a, b, memory, epilogue, wire)
+
+
+def _two_shots(
+    name: str,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    memory: Memory,
+    epilogue: Epilogue,
+    wire: torch.dtype,
+) -> Steps:
+    S = len(a) // memory.world
+    own = epilogue.of_rows(slice(memory.rank * S, (memory.rank + 1) * S))
+    options = {"wire": wire, "owners": memory.world, "name": name}
+    y = yield from scatter_steps(a, b, memory, own, **options)
+    return (yield from all_gather_steps(name, y, memory))
 
 
 def _wire(name: str, a: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:

@@ -41,6 +41,7 @@ from warpweave.kernels.overlap.signals import (
 from warpweave.kernels.overlap.symmetric import Memory
 from warpweave.kernels.runtime.dispatch import tl, triton
 from warpweave.kernels.runtime.tile_table import GemmTile
+from warpweave.kernels.runtime.tiles import find
 
 COPIERS = 16  # programs that copy: enough to fill NVLink, an eighth of the processors (predicted)
 
@@ -218,6 +219,31 @@ def _gather_gemm_kernel(
             )  # fmt: skip
 
 
+@triton.jit(do_not_specialize=["rank"])
+def _gather_kernel(
+    whole_ptr,
+    addresses_ptr,
+    epoch_ptr,
+    error_ptr,
+    rank,
+    slots,
+    data,
+    capacity,
+    S,
+    K,
+    WORLD: tl.constexpr,
+    COPYING: tl.constexpr,
+    POLLS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """No product: all programs copy."""
+    copy_parts(
+        tl.program_id(0), whole_ptr, addresses_ptr, this_epoch(epoch_ptr), error_ptr, rank, slots,
+        data, capacity, S, K, WORLD, COPYING, POLLS, BLOCK_M, BLOCK_K,
+    )  # fmt: skip
+
+
 # ---------------------------------------------------------------- launchers
 
 
@@ -266,6 +292,22 @@ def gathered(
     memory.advance()
     yield
     return whole
+
+
+def all_gather_steps(
+    name: str, x: torch.Tensor, memory: Memory
+) -> Generator[None, None, torch.Tensor]:
+    """whole[W S, N] of x[S, N], with a yield after each launch."""
+    tile = find("gemm", x.device, x.element_size(), "small")
+
+    def launch(whole: torch.Tensor, transport: Transport) -> None:
+        if transport.copying:
+            _gather_kernel[(transport.copying,)](
+                whole, *transport.where, *x.shape, *transport.constants, tile.m, tile.n,
+                num_warps=8, num_stages=1,
+            )  # fmt: skip
+
+    return gathered(name, x, memory, tile, launch)
 
 
 def gather_steps(

@@ -8,10 +8,10 @@ rows of the next rank first, its own last, so that peers' rows travel while it m
 nothing is added by atomics, so the sum is the same bits on every run, and for an all-reduce on
 every rank. Bias, dropout and residual follow the sum, once.
 
-A reduce-scatter stores a tile into the memory of the rank that owns its rows, an all-reduce (one
-shot) into this rank's own, for all peers to read. Remote elements of a rank, in the wire's dtype:
-(W - 1) S N sent, or (W - 1) M N read. A reduce-scatter and an all-gather of its result (two shots)
-is an all-reduce for 2 (W - 1) S N and one wait more.
+A reduce-scatter stores a tile into the memory of the rank that owns its rows, an all-reduce in one
+shot into this rank's own, for all peers to read. Remote elements of a rank, in the wire's dtype:
+(W - 1) S N sent, or (W - 1) M N read. In two shots, a reduce-scatter and an all-gather of its
+result, it is (W - 1) S N sent and as many read, in the dtype of y, and one wait more.
 
 Nobody can wait for ever: `_partials_kernel` waits for nobody, `_sum_kernel` only for what that
 publishes.
