@@ -517,6 +517,9 @@ def test_the_table_holds_every_mesh_and_every_choice_that_means_something(world)
         assert {lay.sequence_parallel for lay in mine} == {False} | {tp > 1}
         strategies = {*get_args(Strategy)} - {"auto"} if cp > 1 else {"auto"}
         assert {lay.strategy for lay in mine} == strategies
+        for sp in (False, True) if tp > 1 else (False,):  # a message of its own each
+            ways = {lay.overlap for lay in mine if lay.sequence_parallel == sp}
+            assert ways == ({"none", "chunked"} if tp > 1 else {"auto"})
         several = {"interleaved"} if pp > 1 else set()
         assert {lay.schedule for lay in mine} == {"gpipe", "1f1b"} | several
         styles = set(itertools.product(("gpt2", "llama"), (True, False)))
@@ -801,7 +804,8 @@ def test_a_fault_that_raises_on_one_rank_leaves_the_line_of_json():
      (("--all", "--dp", "2"), "choose layouts themselves"),
      (("--random", "3", "--zero", "1"), "choose layouts themselves"),
      (("--world", "3"), "--world needs --all"),
-     (("--seed", "3"), "--seed needs --random")],
+     (("--seed", "3"), "--seed needs --random"),
+     (("--tp", "2", "--overlap", "fused"), "it needs --impl triton")],
 )  # fmt: skip
 def test_the_command_exits_with_two_and_one_line_for_a_layout_that_cannot_be(argv, message, capsys):
     with pytest.raises(SystemExit) as caught:
