@@ -5,8 +5,8 @@ seen. A store is seen no sooner than it must be: not before the release of its p
 a barrier, or the end of the launch. So these processes, on a CPU that reorders no stores, also show
 a release that is relaxed or stands behind no barrier.
 
-What a fault does is a matter of luck with random delays. For the planted ones a rank is late by
-construction, at every place at which it could be, and by far more than its peers take.
+What a fault does is a matter of luck with random delays. For the planted ones no luck is needed:
+one rank goes on only when the other has to wait for it.
 """
 
 import random
@@ -29,38 +29,67 @@ from warpweave.kernels.overlap import (
     gemm_all_reduce,
     gemm_reduce_scatter,
 )
+from warpweave.kernels.overlap.symmetric import create_file, map_file
 from warpweave.kernels.runtime.tiles import pinned
 from warpweave.parallel.symmetric import symmetric_memory
 
 OPS = {"gather": all_gather_gemm, "scatter": gemm_reduce_scatter, "reduce": gemm_all_reduce}
 ROUNDS = {2: 300, 3: 100}  # of each operation, by ranks: what an interpreter does in half a minute
 SHAPES = ((1, 1, 1), (3, 5, 2), (7, 32, 3), (16, 3, 5), (2, 38, 1), (20, 6, 3))  # S, N, K
-LATE = 0.3  # seconds; an operation takes about 0.05
 
 
 class Luck:
-    """When a rank is late: at random, now and then and never long."""
+    """A rank is late at random, now and then and never long."""
 
     def __init__(self, seed: int) -> None:
         self._draw = random.Random(seed)
 
-    def wait(self, looking: bool = False) -> None:
-        if self._draw.random() < (0.02 if looking else 0.1):
+    def publish(self, chance: float = 0.1) -> None:
+        """Before a launch and its end, and before a flag is set."""
+        if self._draw.random() < chance:
             time.sleep(self._draw.random() * 0.003)
 
+    def look(self) -> None:
+        """Before it first looks at a flag."""
+        self.publish(0.02)
 
-class Late:
-    """One rank is late whenever it publishes or launches, the others never."""
-
-    def __init__(self, late: bool) -> None:
-        self._seconds = LATE if late else 0.0
-
-    def wait(self, looking: bool = False) -> None:
-        if not looking:
-            time.sleep(self._seconds)
+    def look_again(self) -> None:
+        """After it looked in vain: others need the processor."""
+        time.sleep(0.001)
 
 
-def delay(luck: Luck | Late) -> None:
+class Last(Luck):
+    """One of two ranks is always last: it publishes and launches when the other waits for it.
+
+    `looks` is memory of both: how often the other one has looked in vain; -1: it is done.
+    """
+
+    def __init__(self, looks: torch.Tensor, last: bool) -> None:
+        self._looks, self._last = looks, last
+
+    def publish(self, chance: float = 1.0) -> None:
+        if self._last:
+            enough = self._looks.item() + 2  # of which one began after what was published so far
+            end = time.monotonic() + 60
+            while 0 <= self._looks.item() < enough:
+                assert time.monotonic() < end, "the other rank neither waits nor ends"
+                time.sleep(0.001)
+
+    def look(self) -> None:
+        pass
+
+    def look_again(self) -> None:
+        if not self._last:
+            self._looks += 1
+        time.sleep(0.001)
+
+    def end(self) -> None:
+        """From here on the other one is waited for no more."""
+        if not self._last:
+            self._looks.fill_(-1)
+
+
+def delay(luck: Luck) -> None:
     """From here on this process is late, and what its programs store is seen late."""
     builder, launch = interpreter_builder, GridExecutor.__call__
     begin, store, bulk = (
@@ -102,22 +131,22 @@ def delay(luck: Luck | Late) -> None:
 
     def atomic_late(op, ptr, value, mask, sem, scope):
         if "XCHG" in str(op).upper():
-            luck.wait()
+            luck.publish()
             if "RELEASE" in str(sem).upper():
                 show(ready)
         elif last == [flag := int(ptr.data.flat[0])]:
-            time.sleep(0.001)  # it looks again: others need the processor
+            luck.look_again()
         else:
             last[:] = [flag]
-            luck.wait(looking=True)
+            luck.look()
         return atomic(op, ptr, value, mask, sem, scope)
 
     def launch_late(*args, **options):
-        luck.wait()
+        luck.publish()
         modules.clear()
         launch(*args, **options)
         begin_program(0, 0, 0)
-        luck.wait()
+        luck.publish()
         show(unseen)
 
     def patch_once(function):  # and not at every call, which takes half of the time
@@ -183,15 +212,17 @@ def test_hundreds_of_operations_at_random_moments(world):
 # ---------------------------------------------------------------- planted faults
 
 
-def _one_is_late(rank: int, op: str, folder: Path, edits: list, late: int) -> None:
-    delay(Late(rank == late))
+def _one_is_last(rank: int, op: str, folder: Path, edits: list, last: int) -> None:
+    luck = Last(map_file(folder / "looks", 8).view(torch.int64), rank == last)
+    delay(luck)
     if edits:
         (folder / str(rank)).mkdir()
         modules = planted(folder / str(rank), *edits)
         function.gather_steps = modules["gather"].gather_steps
         function.scatter_steps = modules["scatter"].scatter_steps
     two_tiles = SHAPES.index((2, 38, 1)), SHAPES.index((20, 6, 3))
-    run(rank, 2, [(op, shape) for shape in two_tiles] * 3)
+    run(rank, 2, [(op, shape) for shape in two_tiles] * 2)
+    luck.end()
 
 
 PARITY = FAULTS["no parity"][1:]
@@ -211,12 +242,15 @@ BY_TIME = {
 
 
 @pytest.mark.parametrize("name", BY_TIME)
-def test_a_planted_fault_is_a_wrong_result_when_one_rank_is_late(name, tmp_path):
+def test_a_planted_fault_is_a_wrong_result_when_one_rank_is_last(name, tmp_path):
     op, edits = BY_TIME[name]
-    with pytest.raises(AssertionError, match="wrong in round"):
-        run_ranks(2, _one_is_late, op, tmp_path, edits, 1)
+    create_file(tmp_path / "looks", 8)
+    with pytest.raises(AssertionError, match="is wrong in round"):
+        run_ranks(2, _one_is_last, op, tmp_path, edits, 1)
 
 
+@pytest.mark.parametrize("last", [0, 1])
 @pytest.mark.parametrize("op", OPS)
-def test_without_a_fault_a_late_rank_is_waited_for(op, tmp_path):
-    run_ranks(2, _one_is_late, op, tmp_path, [], 1)
+def test_without_a_fault_the_last_rank_is_waited_for(op, last, tmp_path):
+    create_file(tmp_path / "looks", 8)
+    run_ranks(2, _one_is_last, op, tmp_path, [], last)
