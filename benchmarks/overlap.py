@@ -134,7 +134,8 @@ class OverlapReport(Report):
     def predict(self, product: Product, device: Device | None) -> None:
         """Say what the model expects of a product."""
         self.predictions.append(str(explain(product, device, symmetric=True)))
-        print(self.predictions[-1], flush=True)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            print(self.predictions[-1], flush=True)
 
     def compare(self, times: Mapping[str, list[float]], product: Product, wanted: float) -> None:
         """Rows of ours and every baseline."""
