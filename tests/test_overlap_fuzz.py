@@ -203,7 +203,7 @@ def _at_random(rank: int, world: int) -> dict:
 
 @pytest.mark.parametrize("world", ROUNDS)
 def test_hundreds_of_operations_at_random_moments(world):
-    results = run_ranks(world, _at_random, world)
+    results = run_ranks(world, _at_random, world, timeout=3000)  # on a busy machine
     assert {op for op, _ in results[0]} == OPS.keys()
     for case, y in results[0].items():
         assert case[0] != "reduce" or all(torch.equal(y, other[case]) for other in results)
