@@ -201,6 +201,7 @@ def _at_random(rank: int, world: int) -> dict:
     return run(rank, world, [*zip(ops, shapes)])
 
 
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("world", ROUNDS)
 def test_hundreds_of_operations_at_random_moments(world):
     results = run_ranks(world, _at_random, world, timeout=3000)  # on a busy machine

@@ -134,6 +134,7 @@ def test_it_says_what_and_why_and_that_this_is_a_prediction():
 
 def _auto(rank: int, name: str | None) -> tuple[str, object]:
     group, product = dist.group.WORLD, (8192, 3584, 8192)
+    dist.barrier()  # nobody leaves before all are there
     device = torch.device("cpu" if name is None else "cuda")
     torch.cuda.get_device_name, torch.cuda.device_count = lambda _: name, lambda: 4
     options = {"dtype": torch.bfloat16, "device": device}
