@@ -6,13 +6,16 @@ Nothing is said about times here: the shapes are too small and the machine is bu
 import dataclasses
 import importlib
 import json
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from ranks import run_ranks
 
 from warpweave.gpt import GPTConfig
+from warpweave.parallel.tensor import overlap_model
 from warpweave.plain_gpt import plain_gpt_loss
 from warpweave.prove.expected import plain_config
 
@@ -238,6 +241,88 @@ def test_one_command_runs_families_and_says_which_failed(load, capsys, monkeypat
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["families"] == {
         "norm": "out of time"
     }
+
+
+# ---------------------------------------------------------------- overlapped products
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here it would measure")
+def test_without_a_gpu_overlapped_products_are_only_predicted(load, tmp_path, capsys):
+    load("overlap").main(["--results", str(tmp_path)])
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == "there is no GPU: nothing is measured, and what follows is PREDICTED"
+    last = json.loads(out[-1])
+    assert last == json.loads((tmp_path / "predicted" / "overlap.json").read_text())
+    assert set(last["header"]) >= HEADER
+    assert not last["measured"]
+    assert last["rows"] == last["checks"] == []
+    assert len(last["predictions"]) == 3 * 18
+    assert all("PREDICTION" in words for words in last["predictions"])
+    assert all("PREDICTED" in words and "measured there" in words for words in last["published"])
+
+
+def test_the_model_is_within_half_of_what_others_published(load):
+    """And it takes nothing fused or chunked where that lost, for fewer than 2048 rows."""
+    compared = 0
+    for point in load("overlap").PUBLISHED:
+        least, most = point.gains
+        if point.product.moves == "reduce":  # theirs is another algorithm; ours should lose
+            assert point.model() < 1
+        elif point.product.M < 2048:
+            assert most < 1
+            device = overlap_model.find_device(point.device)
+            choice = overlap_model.explain(point.product, device, symmetric=True)
+            assert choice.overlap == "whole"
+        else:
+            assert least / 1.5 < point.model() < 1.5 * most, point.words()
+            compared += 1
+    assert compared >= 14
+
+
+def _tiny(overlap):
+    return overlap.products(2, overlap.TINY, overlap.TINY_ROWS)
+
+
+def test_virtual_ranks_are_compared_with_products_before_they_are_timed(load, capsys, monkeypatch):
+    overlap = load("overlap")
+    report = overlap.OverlapReport("overlap", "claim", {}, measured=True)
+    products = [*_tiny(overlap)]
+    assert [p.moves for p in products] == ["gather", "scatter", "reduce"]
+    for product in products:
+        calls = overlap.virtual_ranks(product, torch.device("cpu"), report)
+        report.compare({name: [2.0, 2.0] for name in calls}, product, overlap.WANTED)
+    assert len(report.checks) == 3
+    assert [row.name for row in report.rows] == ["warpweave", "cuBLAS"] * 3
+    report.compare({"warpweave": [2.0], "cuBLAS": [1.8]}, products[0], overlap.WANTED)
+    report.finish(None)
+    (slow,) = json.loads(capsys.readouterr().out.splitlines()[-1])["slow"]
+    assert slow == "gather M=24 N=12 K=8 ranks=2: 0.900 x cuBLAS, wanted 0.95"
+
+    def wrong(*args, steps=overlap.gemm_reduce_scatter_steps):
+        y = yield from steps(*args)
+        return y * 1.05
+
+    monkeypatch.setattr(overlap, "gemm_reduce_scatter_steps", wrong)
+    with pytest.raises(AssertionError, match="differs by"):
+        overlap.virtual_ranks(products[1], torch.device("cpu"), report)
+
+
+def _real_ranks(rank, folder):
+    sys.path.insert(0, folder)
+    overlap = importlib.import_module("overlap")
+    report = overlap.OverlapReport("overlap", "claim", {}, measured=True)
+    workspace, found = overlap.Workspace(torch.distributed.group.WORLD), []
+    for product in _tiny(overlap):
+        calls = overlap.real_ranks(product, torch.device("cpu"), workspace, report)
+        found.append([*calls])
+    return found, len(report.checks), report.absent
+
+
+def test_real_ranks_are_compared_with_nccl_and_absent_baselines_are_named():
+    for found, checks, absent in run_ranks(2, _real_ranks, str(BENCHMARKS)):
+        assert found == [["warpweave", "cuBLAS + NCCL"]] * 3
+        assert checks == 3
+        assert set(absent) == {"torch fused gather", "torch fused scatter"}
 
 
 # ---------------------------------------------------------------- training steps

@@ -7,8 +7,12 @@ import torch
 import traffic as meter
 from traffic import Measure, measure, traffic
 
+from warpweave.kernels import reference
 from warpweave.kernels.attention import function as attention
 from warpweave.kernels.norm import function as norm
+from warpweave.kernels.overlap import function
+from warpweave.kernels.overlap.epilogue import Epilogue
+from warpweave.kernels.overlap.symmetric import local_memory
 from warpweave.kernels.runtime.dispatch import tl, triton
 
 
@@ -31,6 +35,20 @@ def _odd_kernel(x_ptr, y_ptr, count_ptr, N: tl.constexpr, DOT: tl.constexpr):
         x = tl.dot(x, x)
     tl.store(y_ptr + i, tl.sum(x, 0), i < 3)
     tl.atomic_add(count_ptr, 1.0)
+
+
+@triton.jit
+def _peer_kernel(addresses_ptr, data, rank, TIMES: tl.constexpr):
+    """Copy 16 floats of the other one of two ranks, and set a flag of each."""
+    i = tl.arange(0, 16)
+    there = (tl.load(addresses_ptr + 1 - rank) + data).to(tl.pointer_type(tl.float32)) + i
+    own = (tl.load(addresses_ptr + rank) + data).to(tl.pointer_type(tl.float32)) + i
+    x = tl.zeros((16,), tl.float32)
+    for _ in range(TIMES):
+        x += tl.load(there)
+    tl.store(own, x)
+    flags = tl.load(addresses_ptr + tl.arange(0, 2)).to(tl.pointer_type(tl.int64))
+    tl.atomic_xchg(flags, tl.full((2,), 1, tl.int64))
 
 
 def _copy(n: int, twice: bool, block: int = 64) -> meter.Traffic:
@@ -139,3 +157,62 @@ def test_a_tile_that_nobody_sees_is_found() -> None:
     moves, multiplies = measure(wrong).failures()
     assert "full moves" in moves
     assert "full multiplies" in multiplies
+
+
+# ---------------------------------------------------------------- between ranks
+
+
+def _remote(symmetric, steps) -> list[meter.Flow]:
+    """What each virtual rank did to its peers' data."""
+    with traffic(symmetric) as t:
+        function.run_local(steps)
+    flows = [meter.Flow() for _ in symmetric]
+    for launch in t.launches:
+        assert launch.flows["peer flags"].moved == 2 * launch.flows["peer flags"].atomic
+        flow, found = launch.flows["peer data"], flows[launch.constants["rank"]]
+        assert flow.moved == flow.once  # nothing twice
+        found.read, found.written = found.read + flow.read, found.written + flow.written
+        found.atomic += flow.atomic
+    return flows
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize(("S", "N", "K"), [(1, 1, 1), (17, 33, 5), (5, 40, 19)])
+def test_between_ranks_moves_what_the_algorithm_says_and_nothing_more(world, S, N, K):
+    dtype = torch.float16
+    symmetric = local_memory(world, slots=32, capacity=1 << 17, polls=3)
+    x, a = torch.randn(S, K).to(dtype), torch.randn(world * S, K).to(dtype)
+    b = torch.randn(K, N).to(dtype)
+    wire = torch.finfo(reference.compute_dtype(a)).bits // 8
+    others = world - 1
+    gathered, output = world * S * K * dtype.itemsize, world * S * N * wire
+    plain = Epilogue()
+
+    steps = [function.all_gather_gemm_steps(x, b, m, plain) for m in symmetric]
+    assert _remote(symmetric, steps) == [meter.Flow(read=gathered * others // world)] * world
+
+    steps = [function.gemm_reduce_scatter_steps(a, b, m, plain) for m in symmetric]
+    assert _remote(symmetric, steps) == [meter.Flow(written=output * others // world)] * world
+
+    steps = [function.gemm_all_reduce_steps(a, b, m, plain) for m in symmetric]
+    assert _remote(symmetric, steps) == [meter.Flow(read=output * others)] * world
+
+    steps = [function.gemm_reduce_scatter_steps(a, b, m, plain, dtype) for m in symmetric]
+    sent = others * S * N * dtype.itemsize
+    assert _remote(symmetric, steps) == [meter.Flow(written=sent)] * world
+
+
+def test_a_peer_that_is_read_twice_is_found() -> None:
+    """Own and peers' segments are told apart, and so are flags and data."""
+    symmetric = local_memory(2, slots=4, capacity=256)
+    with traffic(symmetric) as t:
+        for rank, memory in enumerate(symmetric):
+            _peer_kernel[(1,)](memory.addresses, memory.data_offset, rank, 1 + rank)
+    assert symmetric[0].segments[0].any()
+    flows = [launch.flows for launch in t.launches]
+    for flow, times in zip(flows, (1, 2)):
+        assert flow["peer data"].read == times * 4 * 16
+        assert flow["peer data"].read_once == 4 * 16
+        assert flow["own data"].written == 4 * 16
+        assert flow["peer flags"].atomic == flow["own flags"].atomic == 8
+        assert flow["own data"].read == flow["peer flags"].read == flow["peer data"].written == 0

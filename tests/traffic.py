@@ -15,6 +15,9 @@ sum of partial results) with its tensors. No GPU is needed, and nothing is estim
     the reason why it stays in L2, and then it counts once per launch;
   * what a torch operator reads and writes counts whole; views are free.
 
+Given the views that virtual ranks have of their symmetric memory, it also tells what a launch does
+to the rank's own segment from what it does to its peers', and flags from data.
+
 What this cannot see: how lanes are grouped into transactions (128-bit loads are counted in
 `test_compiles.py`), L2 hits that nobody claims, and time.
 
@@ -27,7 +30,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from unittest.mock import patch
@@ -38,6 +41,8 @@ if __name__ == "__main__":  # read when a kernel is decorated, so before any imp
 import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from warpweave.kernels.overlap.symmetric import SymmetricMemory
 
 # ---------------------------------------------------------------- the meter
 
@@ -126,8 +131,8 @@ class Traffic:
 class _Memory:
     """The bytes of one or more arguments of a launch, and which of them were touched."""
 
-    def __init__(self, name: str, start: int, stop: int) -> None:
-        self.name, self.start, self.stop, self.flow = name, start, stop, Flow()
+    def __init__(self, name: str, start: int, stop: int, flow: Flow | None = None) -> None:
+        self.name, self.start, self.stop, self.flow = name, start, stop, flow or Flow()
         self.seen = {"read": np.zeros(stop - start, bool), "written": np.zeros(stop - start, bool)}
 
     def access(self, kind: str, addresses: np.ndarray, size: int) -> None:
@@ -157,14 +162,28 @@ def _memories(arguments: Mapping[str, object]) -> list[_Memory]:
     return [_Memory(name, start, stop) for start, stop, name in merged]
 
 
+SEGMENTS = ("own flags", "own data", "peer flags", "peer data")
+
+
+def _segments(memory: SymmetricMemory) -> list[_Memory]:
+    """The flags and the data of all ranks, as this one sees them; those of its peers are one."""
+    flows, found = {name: Flow() for name in SEGMENTS}, []
+    for rank, segment in enumerate(memory.segments):
+        whose, start = "own" if rank == memory.rank else "peer", segment.data_ptr()
+        data, stop = start + memory.data_offset, start + segment.numel()
+        for name, first, last in ((f"{whose} flags", start, data), (f"{whose} data", data, stop)):
+            found.append(_Memory(name, first, last, flows[name]))
+    return found
+
+
 class _Meter(TorchDispatchMode):
     """Sees the torch operators, and holds the launch that is running."""
 
     FREE = ("empty", "new_empty", "detach", "alias", "_unsafe_view", "set_", "lift_fresh")
 
-    def __init__(self) -> None:
+    def __init__(self, symmetric: Sequence[SymmetricMemory]) -> None:
         super().__init__()
-        self.found = Traffic()
+        self.found, self.symmetric = Traffic(), symmetric
         self.launch: Launch | None = None
         self.memories: list[_Memory] = []
 
@@ -179,6 +198,8 @@ class _Meter(TorchDispatchMode):
 
     def begin(self, kernel: str, arguments: dict[str, object]) -> None:
         self.memories = _memories(arguments)
+        if self.symmetric and "addresses_ptr" in arguments:
+            self.memories += _segments(self.symmetric[arguments["rank"]])
         constants = {n: v for n, v in arguments.items() if isinstance(v, (bool, int, float))}
         flows = {memory.name: memory.flow for memory in self.memories}
         self.launch = Launch(kernel, constants, flows)
@@ -194,25 +215,31 @@ class _Meter(TorchDispatchMode):
         if not (np.diff(addresses) > 0).all():
             addresses = np.unique(addresses)
         size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
-        for memory in self.memories:
-            if memory.start <= addresses[0] < memory.stop:
-                if addresses[-1] >= memory.stop:
-                    raise AssertionError(f"{self.launch.kernel}: an access leaves {memory.name}")
-                memory.access(kind, addresses, size)
-                return
-        raise AssertionError(f"{self.launch.kernel}: an access outside all of its arguments")
+        while len(addresses):
+            memory = next((m for m in self.memories if m.start <= addresses[0] < m.stop), None)
+            if memory is None:
+                raise AssertionError(
+                    f"{self.launch.kernel}: an access outside all of its arguments"
+                )
+            inside = np.searchsorted(addresses, memory.stop)
+            if inside < len(addresses) and "flags" not in memory.name:  # of all ranks at once
+                raise AssertionError(f"{self.launch.kernel}: an access leaves {memory.name}")
+            memory.access(kind, addresses[:inside], size)
+            addresses = addresses[inside:]
 
 
 @contextmanager
-def traffic() -> Iterator[Traffic]:
+def traffic(symmetric: Sequence[SymmetricMemory] = ()) -> Iterator[Traffic]:
     """Measure every kernel that is interpreted, and every torch operator that runs, inside.
+    With the views of virtual ranks, launches that take a table of their segments have flows
+    `SEGMENTS` as well.
 
     Call the raw halves of an op (`norm_fwd`, ...): torch operators inside a `custom_op` stay
     unseen, kernels inside it do not.
     """
     from triton.runtime import interpreter
 
-    meter = _Meter()
+    meter = _Meter(symmetric)
     builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
     names = ("create_masked_load", "create_masked_store", "create_atomic_rmw", "create_atomic_cas")
     plain = {name: getattr(builder, name) for name in (*names, "create_dot")}

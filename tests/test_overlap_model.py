@@ -1,0 +1,159 @@
+"""The model behind `overlap="auto"`: arithmetic by hand, what must be monotone, what it picks."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from warpweave.parallel.symmetric import Workspace
+from warpweave.parallel.tensor import overlap, overlap_model
+from warpweave.parallel.tensor.overlap_model import (
+    DEVICES,
+    Product,
+    explain,
+    find_device,
+    predict,
+    product_seconds,
+)
+from warpweave.parallel.tensor.ranks import TensorRanks
+from warpweave.tune.parts import PARTS
+
+H100 = find_device("NVIDIA H100 80GB HBM3")
+LARGE = Product(8192, 3584, 8192, 8, "gather")
+
+
+def test_figures_are_those_of_the_tiles():
+    for part in PARTS.values():
+        if part.flops:
+            device = find_device(f"NVIDIA {part.device} SXM")
+            assert (device.half, device.memory) == (part.flops, part.bandwidth)
+            assert device.processors == part.processors
+    assert find_device("NVIDIA GeForce RTX 4090") is None
+
+
+def test_what_moves_is_counted_by_hand():
+    M, N, K, R = 24, 5, 7, 3
+    rows, terms = M // R * K, M // R * N
+    assert Product(M, N, K, R, "gather").moved == 2 * rows * 2
+    assert Product(M, N, K, R, "scatter").moved == 2 * terms * 4
+    assert Product(M, N, K, R, "scatter", wire=2).moved == 2 * terms * 2
+    assert Product(M, N, K, R, "reduce").moved == 2 * 2 * terms * 4
+    assert Product(M, N, K, R, "scatter", size=8).moved == 2 * terms * 8
+    assert Product(M, N, K, 1, "reduce").moved == 0
+
+
+def test_a_product_takes_whole_waves():
+    """132 tiles of 128 x 256 are one wave, one more is two; unless smaller tiles suit better."""
+    K = 8192
+    wave = 2 * 128 * 256 * K * 132 / (overlap_model.PRODUCT * 989e12)
+    one = product_seconds(128 * 132, 256, K, H100)
+    assert one == pytest.approx(overlap_model.LAUNCH + wave)
+    more = product_seconds(128 * 133, 256, K, H100) - overlap_model.LAUNCH
+    assert more == pytest.approx(5 * 1.3 / 4 * wave)  # five waves of 64 x 128
+    thin = product_seconds(1, 1 << 20, 64, H100) - overlap_model.LAUNCH
+    assert thin >= (1 << 20) * 65 * 2 / 3.35e12  # of the memory
+
+
+@pytest.mark.parametrize("moves", ["gather", "scatter", "reduce"])
+@pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.name)
+def test_what_must_be_monotone_is(moves, device):
+    def at(**changes):
+        product = dataclasses.replace(Product(4096, 2048, 4096, 8, moves), **changes)
+        found = predict(product, device, symmetric=True)
+        return [found.product, found.messages, found.whole, found.fused]
+
+    for size in ("M", "N", "K"):
+        steps = [at(**{size: 1 << n}) for n in range(9, 16)]
+        for less, more in itertools.pairwise(steps):
+            assert all(a <= b for a, b in zip(less, more)), size
+    for rate in ("half", "memory", "nvlink"):
+        faster = dataclasses.replace(device, **{rate: 2 * getattr(device, rate)})
+        product = Product(4096, 2048, 4096, 8, moves)
+        slow, fast = (predict(product, d, symmetric=True) for d in (device, faster))
+        assert all(a >= b for a, b in zip(dataclasses.astuple(slow), dataclasses.astuple(fast))), (
+            rate
+        )
+
+
+@pytest.mark.parametrize("moves", ["gather", "scatter", "reduce"])
+def test_nothing_is_faster_than_what_it_hides(moves):
+    """Neither than the product, nor than the messages at full speed: so no gain reaches 2."""
+    for M in (256, 1000, 4096, 32768):
+        for N, K in ((3584, 8192), (8192, 1024), (8192, 3584)):
+            p = predict(Product(M, N, K, 8, moves), H100, symmetric=True)
+            for seconds in (p.chunked, p.fused):
+                assert seconds > max(p.product, p.messages - overlap_model.MESSAGE)
+                assert p.whole / seconds < 2
+
+
+def test_it_fuses_where_peers_memory_can_be_reached_and_the_product_is_large():
+    choice = explain(LARGE, H100, symmetric=True)
+    assert choice.overlap == "fused"
+    assert 1.1 < choice.gain < 1.6
+    assert choice.gain == choice.predicted.whole / choice.predicted.fused
+    for options in ({"symmetric": False}, {"symmetric": True, "link": "network"}):
+        other = explain(LARGE, H100, **options)
+        assert other.overlap != "fused"
+        assert other.predicted.fused is None
+    slow = dataclasses.replace(LARGE, N=28672)  # the network takes as long as the product
+    assert explain(slow, H100, "network", symmetric=False).overlap == "chunked"
+
+
+@pytest.mark.parametrize(
+    ("product", "why"),
+    [
+        (dataclasses.replace(LARGE, M=2047), "fewer than 2048 rows"),
+        (dataclasses.replace(LARGE, M=2048, N=1024), "less than 1e+11 FLOP"),
+        (dataclasses.replace(LARGE, ranks=1), "one rank moves nothing"),
+        (Product(4096, 65536, 512, 8, "gather"), "nothing would be faster"),
+    ],
+)
+def test_it_leaves_alone_what_would_lose(product, why):
+    choice = explain(product, H100, symmetric=True)
+    assert (choice.overlap, choice.gain) == ("whole", 1.0)
+    assert choice.why.endswith(why)
+
+
+def test_it_says_what_and_why_and_that_this_is_a_prediction():
+    lines = str(explain(LARGE, H100, symmetric=True)).splitlines()
+    assert lines[0] == (
+        "overlap: fused, gather around [8192, 8192] [8192, 3584] on 8 x H100 over nvlink"
+    )
+    assert lines[1].startswith("PREDICTION: 1.")
+    assert len(lines) == 3
+    assert str(explain(LARGE, None, symmetric=True)) == (
+        "overlap: whole, nothing is known of the speed of this device"
+    )
+
+
+# ---------------------------------------------------------------- where it is asked
+
+
+def _auto(rank: int, name: str | None) -> tuple[str, object]:
+    group, product = dist.group.WORLD, (8192, 3584, 8192)
+    dist.barrier()  # nobody leaves before all are there
+    device = torch.device("cpu" if name is None else "cuda")
+    torch.cuda.get_device_name, torch.cuda.device_count = lambda _: name, lambda: 4
+    options = {"dtype": torch.bfloat16, "device": device}
+    choice = overlap.choose_overlap(group, product, "gather", workspace=Workspace(group), **options)
+    ranks = overlap.tensor_ranks(group, True, product=product, **options)
+    assert type(ranks) is TensorRanks or choice.overlap != "whole"
+    return choice.overlap, ranks.bulk
+
+
+def test_auto_on_a_cpu_takes_whole_collectives():
+    assert run_ranks(2, _auto, None) == [("whole", True)] * 2
+
+
+def test_auto_asks_for_the_device_by_name():
+    assert run_ranks(2, _auto, "NVIDIA H100 80GB HBM3")[0][0] == "fused"
+    assert run_ranks(2, _auto, "something else")[0][0] == "whole"
+
+
+def test_ranks_on_two_machines_are_joined_by_the_network(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert overlap._link([0, 1, 2, 3]) == overlap._link([4, 6]) == "nvlink"
+    assert overlap._link([3, 4]) == overlap._link([0, 4]) == "network"
