@@ -150,20 +150,26 @@ def _everything(rank: int) -> None:
     _, _, ranks = world()
     for sequence in (False, True):
         for bias in (False, True):
-            apart = {"sequence": sequence, "bias": bias, "overlap": "none"}
-            together = {"sequence": sequence, "bias": bias, "overlap": "auto"}
             for check, function in (
                 (check_column, tensor.column_parallel_linear),
                 (check_row, tensor.row_parallel_linear),
             ):
-                blocking, overlapped = check(function, **apart), check(function, **together)
+                blocking, overlapped, _ = (
+                    check(function, sequence=sequence, bias=bias, overlap=overlap)
+                    for overlap in ("none", "auto", "chunked")
+                )
                 assert all(torch.equal(a, b) for a, b in zip(blocking, overlapped, strict=True))
         for padded in (None, PADDED):
             check_embedding(tensor.vocab_parallel_embedding, sequence=sequence, padded=padded)
     check_column(tensor.column_parallel_linear, shape=(2, 5, NARROW))  # any leading dims
     check_row(tensor.row_parallel_linear, shape=(1, 3, WIDE))
-    check_row(tensor.row_parallel_linear, shape=(0, WIDE))  # no tokens at all
-    check_column(tensor.column_parallel_linear, shape=(T, 1, NARROW), sequence=True)
+    for overlap in ("auto", "chunked"):
+        check_row(tensor.row_parallel_linear, shape=(0, WIDE), overlap=overlap)  # no tokens at all
+        for linear, check, k in (
+            (tensor.column_parallel_linear, check_column, NARROW),
+            (tensor.row_parallel_linear, check_row, WIDE),
+        ):
+            check(linear, shape=(T, 1, k), sequence=True, overlap=overlap)
     for padded in (None, PADDED):
         for smoothing in (0.0, 0.3):
             results = check_loss(

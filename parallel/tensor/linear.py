@@ -24,7 +24,8 @@ class _ColumnParallelLinear(torch.autograd.Function):
             x = x.to(dtype)
             # The shard is kept and gathered again in the backward: 1/R of the memory.
             ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-            return ranks.column_product(x, lambda x, _: linear(x, weight, bias, dtype))
+            w, b = (t if t is None else t.to(dtype) for t in (weight, bias))
+            return ranks.column_product(x, lambda x, _: linear(x, w, b, dtype))
 
     @staticmethod
     @once_differentiable
@@ -108,13 +109,14 @@ class _RowParallelLinear(torch.autograd.Function):
     def backward(ctx, dy):
         (x, weight), (leaf, bias), needs = ctx.saved_tensors, ctx.leaves, ctx.needs_input_grad
 
-        def input_gradient(dy: torch.Tensor) -> torch.Tensor | None:
+        def input_gradient(dy: torch.Tensor, first: int) -> torch.Tensor | None:
             if not needs[0]:
                 return None
-            dx = gemm(rows(dy), weight.to(dy.dtype))
-            return dx.view(*dy.shape[:-1], weight.shape[1]).to(ctx.x_dtype)
+            dx = gemm(rows(dy), w)
+            return dx.view(*dy.shape[:-1], w.shape[1]).to(ctx.x_dtype)
 
         with no_autocast(dy):
+            w = weight.to(dy.dtype)
             dx, whole, db = ctx.ranks.row_gradients(dy, bias if needs[2] else None, input_gradient)
             dw = weight_gradient(leaf, lambda: (whole, x)) if needs[1] else None
         return dx, dw, db, None, None

@@ -5,6 +5,9 @@
     fused     within the kernels of the products, through symmetric memory (`kernels.overlap`)
     auto      the best of these for the sizes at hand
 
+`chunked` needs no more than messages: several nodes, no peer access. Where tokens are not cut, only
+the sum of a row-parallel product is in pieces, of which there are as many as ranks.
+
 In the backward of a column-parallel product all but `none` run whole collectives under whole
 products, of which there are two.
 """
@@ -17,6 +20,7 @@ import torch.distributed as dist
 
 from warpweave.kernels.gemm.local import LOCAL, Local
 from warpweave.parallel.symmetric import Workspace
+from warpweave.parallel.tensor.chunked import ChunkedRanks
 from warpweave.parallel.tensor.ranks import TensorRanks
 
 Overlap = Literal["auto", "fused", "chunked", "none"]
@@ -44,4 +48,6 @@ def tensor_ranks(
     check_overlap(overlap)
     if group is None:
         return LOCAL
+    if overlap == "chunked":
+        return ChunkedRanks(group, sequence_parallel)
     return TensorRanks(group, sequence_parallel, bulk=overlap != "none")
