@@ -35,7 +35,8 @@ class _QKV(torch.autograd.Function):
                     table = (None, None) if cos is None else (cos[at], sin[at])
                     x = x[None]
                 found = qkv_fwd(x, w, b, *table, precision=precision, impl=impl)
-                return tuple(t.flatten(0, 1) for t in found)
+                q, k, v = (t.flatten(0, 1) for t in found)
+                return q, k, v
 
             return ranks.column_product(x, project)
 

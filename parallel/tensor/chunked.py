@@ -15,9 +15,10 @@ product but dh; the other results but for rounding, since a product of fewer row
 in another order (where it does not, they are equal in every bit on two ranks, whose sum has one
 order). Repeated calls give the same bits where tokens are cut, whatever order pieces arrive in.
 
-Cost beside the twin: results of pieces are copied once, into one tensor; a row-parallel product
-keeps the terms of all ranks for this rank's tokens, [T, N] in all, until it adds them. Every wait
-ends with the group's timeout.
+Cost beside the twin: results of pieces are copied once, into one tensor, and this rank's tokens to
+their place beside those that arrive; a row-parallel product holds the terms that it sends and those
+that it receives, about 2 [T, N] in all, until it adds them. Every wait ends with the group's
+timeout.
 """
 
 from __future__ import annotations

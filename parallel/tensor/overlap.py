@@ -14,7 +14,7 @@ products, of which there are two.
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import torch.distributed as dist
 
@@ -30,7 +30,7 @@ def check_overlap(overlap: str) -> Overlap:
     """`overlap`, or ValueError if it is none of the words."""
     if overlap not in get_args(Overlap):
         raise ValueError(f"overlap must be one of {', '.join(get_args(Overlap))}, got {overlap!r}")
-    return overlap
+    return cast(Overlap, overlap)
 
 
 def tensor_ranks(
