@@ -331,7 +331,9 @@ def draw(shown: dict[str, list[Timeline]], report: TimelineReport, path: Path) -
         handles=[Patch(color=color, label=label) for label, color in colors.items()],
         loc="upper right", ncols=3, fontsize=8, frameon=False,
     )  # fmt: skip
-    figure.suptitle(f"MLP on {WORLD} gloo ranks", x=0.01, ha="left", fontsize=11)
+    figure.suptitle(
+        f"MLP {report.rows[0].shape} on {WORLD} gloo ranks", x=0.01, ha="left", fontsize=11
+    )
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": "warpweave"}):

@@ -40,6 +40,7 @@ class Attention(nn.Module):
         rope_theta: base of the rotary embedding; None for none.
         mesh: the connected mesh; None is one device.
         sequence_parallel: input and output are x[T/tp, E], rows cut over the tensor axis.
+        overlap: as ``ColumnParallelLinear``.
         strategy: how keys and values reach the other ranks of the context axis: "ring", "gather" or
             "auto", see ``parallel.context``.
         out_init: standard deviation of a keyed initialisation of the output projection.
@@ -67,6 +68,7 @@ class Attention(nn.Module):
         rope_theta: float | None = None,
         mesh: ConnectedMesh | None = None,
         sequence_parallel: bool = False,
+        overlap: str = "auto",
         strategy: Strategy = "auto",
         out_init: float = 0.02,
         impl: str | None = None,
@@ -91,19 +93,23 @@ class Attention(nn.Module):
         self.causal, self.window, self.softcap = causal, window, softcap
         self.rope_theta, self.impl = rope_theta, impl
         self.strategy: Strategy = check_strategy(strategy)
-        where = {"device": device, "dtype": dtype, "mesh": mesh}
+        where = {
+            "device": device,
+            "dtype": dtype,
+            "mesh": mesh,
+            "sequence_parallel": sequence_parallel,
+            "overlap": overlap,
+        }
         self.qkv = ColumnParallelLinear(
             embed_dim,
             kv_heads * (self.group + 2) * self.head_dim,
             bias,
-            sequence_parallel=sequence_parallel,
             **where,
         )
         self.out = RowParallelLinear(
             num_heads * self.head_dim,
             embed_dim,
             bias,
-            sequence_parallel=sequence_parallel,
             init=out_init,
             **where,
         )
@@ -181,9 +187,8 @@ class Attention(nn.Module):
             cos,
             sin,
             shape=shape,
-            group=self.mesh.group("tp"),
-            sequence_parallel=self.qkv.sequence_parallel,
             impl=self.impl,
+            **self.qkv.over_ranks,
         )
 
     def _composed(self, x: Tensor, context: TokenContext | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -30,7 +30,7 @@ class TransformerBlock(nn.Module):
         site: number of the first of the block's two dropout sites.
         selective: recompute the MLP's hidden activations (up projection and activation) in the
             backward pass instead of keeping them.
-        device, dtype, mesh, sequence_parallel, impl: as ``Attention``.
+        device, dtype, mesh, sequence_parallel, overlap, impl: as ``Attention``.
         out_init: standard deviation of a keyed initialisation of both output projections.
     """
 
@@ -57,6 +57,7 @@ class TransformerBlock(nn.Module):
         dtype: torch.dtype | None = None,
         mesh: ConnectedMesh | None = None,
         sequence_parallel: bool = False,
+        overlap: str = "auto",
         strategy: Strategy = "auto",
         out_init: float = 0.02,
         impl: str | None = None,
@@ -91,6 +92,7 @@ class TransformerBlock(nn.Module):
             rope_theta=rope_theta,
             strategy=strategy,
             out_init=out_init,
+            overlap=overlap,
             **where,
         )
         self.mlp_norm = make_norm()
@@ -101,6 +103,7 @@ class TransformerBlock(nn.Module):
             bias,
             out_init=out_init,
             recompute="up" if selective else None,
+            overlap=overlap,
             **where,
         )
 

@@ -6,6 +6,7 @@ On one device (``mesh=None``) both are ``nn.Linear``.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from warpweave.parallel.collectives import gather, scatter
 from warpweave.parallel.mesh import ConnectedMesh, connected
 from warpweave.parallel.shard import Cut, ParamRecord
 from warpweave.parallel.tensor import column_parallel_linear, row_parallel_linear
+from warpweave.parallel.tensor.overlap import check_overlap
 
 
 def _check_divides(what: str, size: int, parts: int) -> None:
@@ -33,13 +35,14 @@ class _ParallelLinear(nn.Module):
         dtype: torch.dtype | None,
         mesh: ConnectedMesh | None,
         sequence_parallel: bool,
+        overlap: str,
         init: float,
         shard_dim: int,
     ) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self.mesh = connected(mesh)
-        self.sequence_parallel = sequence_parallel
+        self.sequence_parallel, self.overlap = sequence_parallel, check_overlap(overlap)
         tp = self.mesh.size("tp")
         cut = "in_features" if shard_dim else "out_features"
         _check_divides(cut, in_features if shard_dim else out_features, tp)
@@ -83,11 +86,21 @@ class _ParallelLinear(nn.Module):
             full = self.bias.new_empty(self.out_features).uniform_(-bound, bound)
             self.bias.copy_(self.records["bias"].slice(full, here))
 
+    @property
+    def over_ranks(self) -> dict[str, Any]:
+        """What a function over the tensor ranks is told of them."""
+        return {
+            "group": self.mesh.group("tp"),
+            "sequence_parallel": self.sequence_parallel,
+            "overlap": self.overlap,
+            "workspace": self.mesh.workspace("tp"),
+        }
+
     def extra_repr(self) -> str:
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, tp={self.mesh.size('tp')}, "
-            f"sequence_parallel={self.sequence_parallel}"
+            f"sequence_parallel={self.sequence_parallel}, overlap={self.overlap!r}"
         )
 
 
@@ -100,6 +113,8 @@ class ColumnParallelLinear(_ParallelLinear):
         mesh: the connected mesh; None is one device.
         sequence_parallel: the input is x[T/tp, in], its rows cut over the tensor axis, and is
             gathered here; otherwise it is x[..., in], the same on every tensor rank.
+        overlap: how messages and products hide one another: "auto", "fused", "chunked" or "none",
+            see ``parallel.tensor.overlap``.
         gather_output: return y[..., out] whole on every rank instead of y[..., out/tp].
         init: standard deviation by which a keyed initialisation (``GPT``) draws the weight.
 
@@ -117,21 +132,28 @@ class ColumnParallelLinear(_ParallelLinear):
         *,
         mesh: ConnectedMesh | None = None,
         sequence_parallel: bool = False,
+        overlap: str = "auto",
         gather_output: bool = False,
         init: float = 0.02,
     ) -> None:
         super().__init__(
-            in_features, out_features, bias, device, dtype, mesh, sequence_parallel, init, 0
+            in_features,
+            out_features,
+            bias,
+            device,
+            dtype,
+            mesh,
+            sequence_parallel,
+            overlap,
+            init,
+            0,
         )
         self.gather_output = gather_output
 
     def forward(self, x: Tensor) -> Tensor:
         """x[..., in] (or x[T/tp, in] with sequence parallelism) -> y[..., out/tp]."""
-        group = self.mesh.group("tp")
-        y = column_parallel_linear(
-            x, self.weight, self.bias, group=group, sequence_parallel=self.sequence_parallel
-        )
-        return gather(y, group, dim=-1) if self.gather_output else y
+        y = column_parallel_linear(x, self.weight, self.bias, **self.over_ranks)
+        return gather(y, self.mesh.group("tp"), dim=-1) if self.gather_output else y
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -143,6 +165,7 @@ class RowParallelLinear(_ParallelLinear):
         mesh: the connected mesh; None is one device.
         sequence_parallel: the output is y[T/tp, out], summed and cut over the tensor axis;
             otherwise y[..., out], summed and the same on every tensor rank.
+        overlap: as ``ColumnParallelLinear``.
         input_is_parallel: the input is already x[..., in/tp]; otherwise it is whole, cut here.
         init: standard deviation by which a keyed initialisation (``GPT``) draws the weight.
 
@@ -160,11 +183,21 @@ class RowParallelLinear(_ParallelLinear):
         *,
         mesh: ConnectedMesh | None = None,
         sequence_parallel: bool = False,
+        overlap: str = "auto",
         input_is_parallel: bool = True,
         init: float = 0.02,
     ) -> None:
         super().__init__(
-            in_features, out_features, bias, device, dtype, mesh, sequence_parallel, init, 1
+            in_features,
+            out_features,
+            bias,
+            device,
+            dtype,
+            mesh,
+            sequence_parallel,
+            overlap,
+            init,
+            1,
         )
         self.input_is_parallel = input_is_parallel
 
@@ -173,10 +206,7 @@ class RowParallelLinear(_ParallelLinear):
 
         Without `add_bias` the caller adds the bias, such as a norm that takes it as ``x_bias``.
         """
-        group = self.mesh.group("tp")
         if not self.input_is_parallel:
-            x = scatter(x, group, dim=-1)
+            x = scatter(x, self.mesh.group("tp"), dim=-1)
         bias = self.bias if add_bias else None
-        return row_parallel_linear(
-            x, self.weight, bias, group=group, sequence_parallel=self.sequence_parallel
-        )
+        return row_parallel_linear(x, self.weight, bias, **self.over_ranks)

@@ -28,7 +28,7 @@ class MLP(nn.Module):
         embed_dim, hidden_dim: E and F.
         activation: "gelu" (tanh approximation), "gelu_erf", "relu2", "swiglu" or "geglu".
         bias: both layers have one.
-        device, dtype, mesh, sequence_parallel: as ``ColumnParallelLinear``.
+        device, dtype, mesh, sequence_parallel, overlap: as ``ColumnParallelLinear``.
         out_init: standard deviation of a keyed initialisation of the down projection.
         recompute: what the backward computes again instead of keeping it: "nothing", "activation"
             (the hidden activations) or "up" (the up projection, too); None is "activation" on a
@@ -51,6 +51,7 @@ class MLP(nn.Module):
         *,
         mesh: ConnectedMesh | None = None,
         sequence_parallel: bool = False,
+        overlap: str = "auto",
         out_init: float = 0.02,
         recompute: str | None = None,
         impl: str | None = None,
@@ -65,24 +66,11 @@ class MLP(nn.Module):
                 f"hidden_dim = {hidden_dim} does not divide by the tensor axis tp = {tp}"
             )
         self.activation, self.recompute, self.impl = activation, recompute, check_impl(impl)
-        self.up = ColumnParallelLinear(
-            embed_dim,
-            2 * hidden_dim if gated else hidden_dim,
-            bias,
-            device,
-            dtype,
-            mesh=mesh,
-            sequence_parallel=sequence_parallel,
-        )
+        up_features = 2 * hidden_dim if gated else hidden_dim
+        over = {"mesh": mesh, "sequence_parallel": sequence_parallel, "overlap": overlap}
+        self.up = ColumnParallelLinear(embed_dim, up_features, bias, device, dtype, **over)
         self.down = RowParallelLinear(
-            hidden_dim,
-            embed_dim,
-            bias,
-            device,
-            dtype,
-            mesh=mesh,
-            sequence_parallel=sequence_parallel,
-            init=out_init,
+            hidden_dim, embed_dim, bias, device, dtype, init=out_init, **over
         )
 
     def forward(
@@ -106,12 +94,11 @@ class MLP(nn.Module):
             up_bias,
             self.down.bias,
             activation=self.activation,
-            group=self.up.mesh.group("tp"),
-            sequence_parallel=self.up.sequence_parallel,
             residual=residual,
             drop=drop,
             recompute=self.recompute,
             impl=self.impl,
+            **self.up.over_ranks,
         )
 
     def _composed(self, x: Tensor, residual: Tensor | None, drop: Drop | None) -> Tensor:

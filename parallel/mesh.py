@@ -144,10 +144,10 @@ class ConnectedMesh:
 
     def workspace(self, axis: str) -> Workspace | None:
         """The symmetric memory along `axis`, one for all layers; None if it has one rank."""
-        from warpweave.parallel.symmetric import Workspace  # kernels, which sizes do without
-
         group = self.group(axis)
         if group is not None and axis not in self._workspaces:
+            from warpweave.parallel.symmetric import Workspace  # kernels: sizes do without
+
             self._workspaces[axis] = Workspace(group)
         return self._workspaces.get(axis)
 

@@ -517,8 +517,8 @@ FAULTS = (
     Fault(
         "mlp-down-init",
         "layers/mlp.py",
-        "            init=out_init,\n",
-        "",
+        "dtype, init=out_init, **over",
+        "dtype, **over",
         "the down projection starts as large as any other",
     ),
     Fault(
@@ -885,8 +885,8 @@ FAULTS = (
     Fault(
         "prove-one-layout-drawn",
         "warpweave/prove/command.py",
-        "draw(self.seed + i) for i in range(self.random)",
-        "draw(self.seed) for i in range(self.random)",
+        "draw(self.seed + i, self.impl) for i in range(self.random)",
+        "draw(self.seed, self.impl) for i in range(self.random)",
         "--random N proves one layout N times",
     ),
     Fault(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from warpweave.layers.records import collect_records
 from warpweave.parallel.collectives import group_size, own_slice, reduce_from
 from warpweave.parallel.mesh import ConnectedMesh, Mesh
+from warpweave.parallel.symmetric import Workspace
 from warpweave.parallel.tensor.ranks import TensorRanks
 
 RTOL = 1e-12
@@ -34,6 +35,13 @@ def world() -> tuple[dist.ProcessGroup | None, int, int]:
     if _place:
         return _place[0].group("tp"), _place[0].index("tp"), _place[0].size("tp")
     return dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+
+
+def fused() -> dict[str, object]:
+    """The options that fuse the tensor ranks' data movement into the products, where there is any:
+    one rank has no memory to share."""
+    group, *_ = world()
+    return {"overlap": "fused", "workspace": None if group is None else Workspace(group)}
 
 
 def beside_replicas(rank: int, check: Callable[[int], object]) -> None:

@@ -30,7 +30,8 @@ ROOMS = {
         ("runtime",),
         ("dropout", "merge", "activation", "rope"),
         ("gemm",),
-        ("attention", "norm", "cross_entropy", "mlp", "overlap", "qkv"),
+        ("overlap",),
+        ("attention", "norm", "cross_entropy", "mlp", "qkv"),
     ),
     "warpweave.parallel": (
         ("shard", "layout", "collectives", "schedule", "symmetric"),

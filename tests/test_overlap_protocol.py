@@ -123,10 +123,10 @@ def clean_modules():
         sys.modules.pop(f"planted_{name}", None)
 
 
-AWAIT = """            await_(
-                flag_of(addresses_ptr, rank, source, part, slots), epoch,
-                error_ptr, source, part, POLLS, "sys",
-            )  # fmt: skip
+AWAIT = """        await_(
+            flag_of(addresses_ptr, rank, source, part, slots), epoch,
+            error_ptr, source, part, POLLS, "sys",
+        )  # fmt: skip
 """
 STORE = "            tl.store(there + tl.cast(rank, tl.int64) * S * N + at, y, live)\n"
 BULK = """            block = tl.make_tensor_descriptor(
@@ -176,8 +176,8 @@ def test_an_epoch_that_a_replay_repeats_is_found(op):
 def test_copying_programs_that_start_last_deadlock_where_few_run_at_once(tmp_path, clean_modules):
     edit = (
         "gather",
-        "tl.program_id(0)\n    parts",
-        "tl.num_programs(0) - 1 - tl.program_id(0)\n    parts",
+        "tl.program_id(0)\n    if pid",
+        "tl.num_programs(0) - 1 - tl.program_id(0)\n    if pid",
     )
     programs = record(("gather",), 2, planted(tmp_path, edit))
     assert explore(programs, residents=9).problems == []

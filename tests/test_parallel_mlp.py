@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from close import assert_close_f64, assert_error_budget
 from ranks import run_ranks
 from rules import over_group, rulecheck
-from sharded import draw, noticed, own_tokens_again, part, without_the_sum_of_dx, world
+from sharded import draw, fused, noticed, own_tokens_again, part, without_the_sum_of_dx, world
 from spmd_types import I, R, S
 from spmd_types.types import SpmdTypeError
 
@@ -86,12 +86,17 @@ def check(
 
 
 def _everything(rank: int) -> None:
+    workspace = {**fused(), "impl": "triton"}
     for sequence, activation in itertools.product((False, True), ACTIVATIONS):
         check(activation=activation, sequence=sequence)
         check(activation=activation, sequence=sequence, without=("up_bias", "residual"))
     for sequence in (False, True):
         check(sequence=sequence, without=("down_bias",), dropped=True)
         check(activation="swiglu", sequence=sequence, dropped=True, impl="triton")
+        check(sequence=sequence, without=("down_bias", "residual"), **workspace)
+        for recompute in RECOMPUTE:
+            options = {"dropped": True, "recompute": recompute, **workspace}
+            check(activation="swiglu", sequence=sequence, **options)
         runs = [
             check(activation="swiglu", sequence=sequence, recompute=recompute, overlap=overlap)
             for recompute in (None, *RECOMPUTE)

@@ -10,7 +10,7 @@ import torch
 from close import assert_close_f64, assert_error_budget
 from ranks import run_ranks
 from rules import over_group, rulecheck
-from sharded import draw, noticed, own_tokens_again, part, without_the_sum_of_dx, world
+from sharded import draw, fused, noticed, own_tokens_again, part, without_the_sum_of_dx, world
 from spmd_types import I, R, S
 
 from warpweave.kernels import reference
@@ -83,16 +83,20 @@ def check(
 
 
 def _everything(rank: int) -> None:
+    workspace = {**fused(), "impl": "triton"}
     for sequence, bias, G in itertools.product((False, True), (False, True), (1, 3)):
         shape = {"sequence": sequence, "bias": bias, "G": G}
         runs = [check(**shape, overlap=overlap) for overlap in ("auto", "none")]
         assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
         check(**shape, overlap="chunked")  # 3 and 4 ranks cut samples in the middle
+        check(**shape, **workspace)
         check(**shape, rotate=False)
         check(**shape, rotate=False, D=5)  # an odd head dim, which nothing can rotate
     check(G=2, D=6, sequence=True, impl="triton")
     check(G=2, D=6, sequence=True, impl="triton", overlap="chunked")
     check(D=5, rotate=False, impl="triton")
+    check(D=5, rotate=False, sequence=True, **workspace)
+    check(rotate=False, sequence=True, **workspace)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])

@@ -108,7 +108,18 @@ def test_fp64_errors_are_rounding_and_the_limits_leave_no_room_for_faults():
 
 def test_what_a_layout_says_is_what_the_engine_is_told():
     layout = Layout(
-        Mesh(), True, 3, "gpipe", "llama", False, "full", "gather", "striped", "fp32", "triton"
+        Mesh(),
+        True,
+        3,
+        "gpipe",
+        "llama",
+        False,
+        "full",
+        "gather",
+        "striped",
+        "chunked",
+        "fp32",
+        "triton",
     )
     told = mock.Mock(side_effect=InterruptedError)
     with mock.patch.object(proof, "Engine", told), pytest.raises(InterruptedError):
@@ -119,7 +130,8 @@ def test_what_a_layout_says_is_what_the_engine_is_told():
     assert plan.microbatches * options["micro_batch_size"] == layout.sizes.samples
     same = ("sequence_parallel", "zero", "schedule", "recompute", "layout", "chunks")
     assert {name: getattr(plan, name) for name in same} == {n: getattr(layout, n) for n in same}
-    assert (plan.cp_strategy, options["impl"]) == (layout.strategy, layout.impl)
+    assert (plan.cp_strategy, plan.overlap) == (layout.strategy, layout.overlap)
+    assert options["impl"] == layout.impl
     assert (options["rule"].impl, options["dtype"]) == (layout.impl, torch.float32)
 
 

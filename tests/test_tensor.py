@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from close import assert_close_f64, assert_error_budget
 from ranks import run_ranks
 from rules import over_group, rulecheck
-from sharded import beside_replicas, draw, noticed, world
+from sharded import beside_replicas, draw, fused, noticed, world
 from spmd_types import I, R, S
 from spmd_types.rulecheck import RuleCheckError
 
@@ -148,6 +148,7 @@ def check_loss(loss, *, smoothing: float = 0.0, padded: int | None = PADDED, imp
 
 def _everything(rank: int) -> None:
     _, _, ranks = world()
+    workspace = fused()
     for sequence in (False, True):
         for bias in (False, True):
             for check, function in (
@@ -159,17 +160,15 @@ def _everything(rank: int) -> None:
                     for overlap in ("none", "auto", "chunked")
                 )
                 assert all(torch.equal(a, b) for a, b in zip(blocking, overlapped, strict=True))
+                check(function, sequence=sequence, bias=bias, **workspace)
         for padded in (None, PADDED):
             check_embedding(tensor.vocab_parallel_embedding, sequence=sequence, padded=padded)
     check_column(tensor.column_parallel_linear, shape=(2, 5, NARROW))  # any leading dims
     check_row(tensor.row_parallel_linear, shape=(1, 3, WIDE))
-    for overlap in ("auto", "chunked"):
-        check_row(tensor.row_parallel_linear, shape=(0, WIDE), overlap=overlap)  # no tokens at all
-        for linear, check, k in (
-            (tensor.column_parallel_linear, check_column, NARROW),
-            (tensor.row_parallel_linear, check_row, WIDE),
-        ):
-            check(linear, shape=(T, 1, k), sequence=True, overlap=overlap)
+    for how in ({}, {"overlap": "chunked"}, workspace):
+        check_row(tensor.row_parallel_linear, shape=(0, WIDE), **how)  # no tokens at all
+        check_column(tensor.column_parallel_linear, shape=(T, 2, NARROW), sequence=True, **how)
+        check_row(tensor.row_parallel_linear, shape=(T, 2, WIDE), sequence=True, **how)
     for padded in (None, PADDED):
         for smoothing in (0.0, 0.3):
             results = check_loss(

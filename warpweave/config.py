@@ -16,6 +16,7 @@ from warpweave.parallel import schedule as schedules
 from warpweave.parallel.context import Strategy
 from warpweave.parallel.layout import Kind, SequenceLayout
 from warpweave.parallel.mesh import Mesh
+from warpweave.parallel.tensor.overlap import Overlap
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved"]
 Recompute = Literal["none", "selective", "full"]
@@ -43,6 +44,8 @@ class ParallelPlan:
             weights: the same bits, sooner. Not with ZeRO 2 and 3 over data ranks, which free
             gradients block by block.
         sequence_parallel: With tp > 1, cut the residual stream's tokens over the tensor ranks.
+        overlap: How messages of tensor ranks and products hide one another: chunked, fused into
+            Triton's kernels (ranks of one machine), none, or what suits the sizes.
         recompute: Activation checkpointing: of the MLP's hidden activations (selective), or of all
             but each block's input (full).
         layout: How cp cuts the sequence.
@@ -55,6 +58,7 @@ class ParallelPlan:
     microbatches: int = 1
     early_gradients: bool = True
     sequence_parallel: bool = True
+    overlap: Overlap = "auto"
     recompute: Recompute = "none"
     layout: Kind = "zigzag"
     cp_strategy: Strategy = "auto"

@@ -135,6 +135,7 @@ class GPT(nn.Module):
             dropout=c.dropout,
             site=1 + 2 * i,
             strategy=self.plan.cp_strategy,
+            overlap=self.plan.overlap,
             selective=self.plan.recompute == "selective",
             out_init=0.02 / math.sqrt(2 * c.layers),
             impl=self.impl,
@@ -247,6 +248,8 @@ class GPT(nn.Module):
             self.head_weight,
             group=self.mesh.group("tp"),
             sequence_parallel=self.sequence_parallel,
+            overlap=self.plan.overlap,
+            workspace=self.mesh.workspace("tp"),
         )
 
     def head_loss(self, x: Tensor | None, batch: MicroBatch) -> Tensor:

@@ -11,10 +11,10 @@ import torch
 
 from warpweave.kernels.activation import activation_fwd, find_activation
 from warpweave.kernels.dropout import Drop, check_drop, dropout
-from warpweave.kernels.gemm.fused import fused_gemm
 from warpweave.kernels.gemm.gradients import leaf_of, rows, weight_gradient
 from warpweave.kernels.gemm.local import LOCAL, Local
 from warpweave.kernels.mlp.hidden import hidden_bwd, hidden_fwd
+from warpweave.kernels.overlap.gathering import Gathering, multiply
 from warpweave.kernels.runtime.dispatch import choose, no_graph, once_differentiable, wants_gradient
 from warpweave.kernels.runtime.dtypes import no_autocast, operand_dtype
 
@@ -50,7 +50,7 @@ def mlp_fwd(
     """(y, z, h) of x[T, E] and two-dimensional weights; z and h are None unless they are saved."""
     activation, drop, recompute, precision, impl = options
 
-    def up(x: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def up(x: torch.Tensor | Gathering, first: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         return hidden_fwd(
             x, up_weight, up_bias, activation=activation,
             save_z=save and recompute != "up", precision=precision, impl=impl,
@@ -74,12 +74,12 @@ def mlp_up_again(
 ) -> torch.Tensor:
     """z of all tokens, as the forward made it."""
     how = {"precision": options.precision, "impl": options.impl}
-    return ranks.column_product(x, lambda x, _: fused_gemm(x, up_weight.t(), up_bias, **how)[0])
+    return ranks.column_product(x, lambda x, _: multiply(x, up_weight.t(), up_bias, **how)[0])
 
 
 @no_graph
 def mlp_bwd(
-    do: torch.Tensor,
+    do: torch.Tensor | Gathering,
     down_weight: torch.Tensor,
     z: torch.Tensor | None,
     options: Options,
@@ -132,7 +132,7 @@ class _MLP(torch.autograd.Function):
             (dz, again), do, db2 = ranks.row_gradients(
                 do, bias_leaf if needs[4] else None,
                 lambda do, first: mlp_bwd(
-                    do, down, None if z is None else z[first : first + len(do)], options,
+                    do, down, None if z is None else z[first : first + do.shape[0]], options,
                     want_dz=any(needs[:3]), want_hidden=want_hidden,
                 ),
             )  # fmt: skip

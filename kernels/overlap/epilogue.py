@@ -17,15 +17,16 @@ from warpweave.kernels.runtime.tile_table import GemmTile
 from warpweave.kernels.runtime.tiles import find
 
 
-def shared_tile(a: torch.Tensor, b: torch.Tensor) -> GemmTile:
-    """The tile for a[M, K] b[K, N]: the same on every rank, by sizes alone.
+def shared_tile(a: torch.Tensor, rows: int, b: torch.Tensor, kind: str = "large") -> GemmTile:
+    """The tile for so many rows [rows, K] like a's, times b[K, N]: the same on every rank, by sizes
+    alone; `kind` where they are many.
 
     Parts are tiles, so ranks must agree on them; `mainloop.find_tile` also looks at where the
     operands of this rank lie in memory.
     """
-    tile = find("gemm", a.device, a.element_size(), "large")
+    tile = find("gemm", a.device, a.element_size(), kind)
     odd = a.shape[1] % 16 or b.shape[1] % 16  # not to be loaded 16 bytes at a time
-    if odd or tile_count(tile, a.shape[0], b.shape[1]) < processors(a.device):
+    if odd or tile_count(tile, rows, b.shape[1]) < processors(a.device):
         tile = find("gemm", a.device, a.element_size(), "small")
     return tile
 
@@ -61,12 +62,12 @@ class Epilogue:
         given = self.activation, self.save_z, self.residual, self.drop, self.precision
         return replace(self, drop=check_epilogue(shape, *given))
 
-    def outputs(self, a: torch.Tensor, N: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Empty y[M, N or N / 2] and z[M, N] or None for the rows of a[M, K]."""
+    def outputs(self, a: torch.Tensor, M: int, N: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Empty y[M, N or N / 2] and z[M, N] or None of a product with rows like a's."""
         gated = self.activation is not None and find_activation(self.activation).gated
         dtype = a.dtype if self.out_dtype is None else self.out_dtype
-        z = a.new_empty(a.shape[0], N) if self.save_z else None
-        return a.new_empty(a.shape[0], N // 2 if gated else N, dtype=dtype), z
+        z = a.new_empty(M, N) if self.save_z else None
+        return a.new_empty(M, N // 2 if gated else N, dtype=dtype), z
 
     def arguments(self, z: torch.Tensor | None) -> Arguments:
         """As the kernels take it."""

@@ -54,7 +54,7 @@ def all_gather_gemm(
         TimeoutError: with bounded waits on a CPU, a rank did not publish what was awaited.
     """
     epilogue = Epilogue(bias, activation, save_z, drop, residual, out_dtype, precision)
-    return _run("all_gather_gemm", all_gather_gemm_steps(x, b, memory, epilogue), memory)
+    return run_steps("all_gather_gemm", all_gather_gemm_steps(x, b, memory, epilogue), memory)
 
 
 @no_graph
@@ -86,7 +86,7 @@ def gemm_reduce_scatter(
     """
     epilogue = Epilogue(bias, None, False, drop, residual, out_dtype, precision)
     steps = gemm_reduce_scatter_steps(a, b, memory, epilogue, wire_dtype)
-    return _run("gemm_reduce_scatter", steps, memory)
+    return run_steps("gemm_reduce_scatter", steps, memory)
 
 
 @no_graph
@@ -111,7 +111,7 @@ def gemm_all_reduce(
     """
     epilogue = Epilogue(bias, None, False, drop, residual, out_dtype, precision)
     steps = gemm_all_reduce_steps(a, b, memory, epilogue, wire_dtype)
-    return _run("gemm_all_reduce", steps, memory)
+    return run_steps("gemm_all_reduce", steps, memory)
 
 
 # ---------------------------------------------------------------- steps
@@ -191,7 +191,8 @@ def run_local(ranks: Sequence[Generator[None, None, Any]]) -> list[Any]:
     return [results[rank] for rank in range(len(ranks))]
 
 
-def _run(name: str, steps: Generator[None, None, Any], memory: Memory) -> Any:
+def run_steps(name: str, steps: Steps, memory: Memory) -> Any:
+    """The result of this rank's steps, one launch after the other."""
     (result,) = run_local([steps])
     memory.settle(name)
     return result

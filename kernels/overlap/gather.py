@@ -22,7 +22,8 @@ arXiv:2504.19442). Limits: not differentiable; shards of one shape.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from typing import NamedTuple
 
 import torch
 
@@ -39,6 +40,7 @@ from warpweave.kernels.overlap.signals import (
 )
 from warpweave.kernels.overlap.symmetric import Memory
 from warpweave.kernels.runtime.dispatch import tl, triton
+from warpweave.kernels.runtime.tile_table import GemmTile
 
 COPIERS = 16  # programs that copy: enough to fill NVLink, an eighth of the processors (predicted)
 
@@ -73,6 +75,83 @@ def _publish_kernel(
         tl.store(own + s * K + k, x, live)
         tl.store(whole_ptr + (tl.cast(rank, tl.int64) * S + s) * K + k, x, live)
     publish_to_all(addresses_ptr, rank, part, slots, epoch, world, PEERS)
+
+
+# ---------------------------------------------------------------- what a gathering product does
+
+
+@triton.jit
+def copy_parts(
+    copier,
+    whole_ptr,
+    addresses_ptr,
+    epoch,
+    error_ptr,
+    rank,
+    slots,
+    data,
+    capacity,
+    S,
+    K,
+    WORLD: tl.constexpr,
+    COPYING: tl.constexpr,
+    POLLS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """What the first COPYING programs do, the copiers: copy the peers' shards, BLOCK_M rows at a
+    time, the next rank's first, as each is published."""
+    parts = tl.cdiv(S, BLOCK_M)
+    for index in range(copier, (WORLD - 1) * parts, COPYING):
+        source, part = (rank + 1 + index // parts) % WORLD, index % parts
+        await_(
+            flag_of(addresses_ptr, rank, source, part, slots), epoch,
+            error_ptr, source, part, POLLS, "sys",
+        )  # fmt: skip
+        there = data_of(addresses_ptr, source, epoch, data, capacity, whole_ptr)
+        s = tl.cast(part, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+        for start in range(0, K, BLOCK_K):
+            k = start + tl.arange(0, BLOCK_K)[None, :]
+            live = (s < S) & (k < K)
+            x = tl.load(there + s * K + k, live, 0.0)
+            tl.store(whole_ptr + (tl.cast(source, tl.int64) * S + s) * K + k, x, live)
+        publish(flag_of(addresses_ptr, rank, WORLD + source, part, slots), epoch, "gpu")
+
+
+@triton.jit
+def await_tile(
+    index,
+    addresses_ptr,
+    epoch,
+    error_ptr,
+    rank,
+    slots,
+    S,
+    N,
+    WORLD: tl.constexpr,
+    POLLS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """(first, row, col) of a tile whose rows have arrived: `row` of the shard that begins at row
+    `first` of the whole. Shard after shard, own first."""
+    each = tl.cdiv(S, BLOCK_M) * tl.cdiv(N, BLOCK_N)
+    source = (rank + index // each) % WORLD
+    row, col = tile_origin(index % each, S, N, BLOCK_M, BLOCK_N, GROUP)
+    if source != rank:
+        part = row // BLOCK_M
+        await_(
+            flag_of(addresses_ptr, rank, WORLD + source, part, slots), epoch,
+            error_ptr, source, part, POLLS, "gpu",
+        )  # fmt: skip
+    return tl.cast(source, tl.int64) * S, row, col
+
+
+@triton.jit
+def tile_count_of(S, N, WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Tiles of the products with all shards."""
+    return WORLD * tl.cdiv(S, BLOCK_M) * tl.cdiv(N, BLOCK_N)
 
 
 @triton.jit(do_not_specialize=["rank", "seed", "site"])
@@ -115,36 +194,18 @@ def _gather_gemm_kernel(
     GROUP: tl.constexpr,
 ):
     epoch, pid = this_epoch(epoch_ptr), tl.program_id(0)
-    parts, columns = tl.cdiv(S, BLOCK_M), tl.cdiv(N, BLOCK_N)
     if pid < COPYING:
-        # 1. Copy the peers' parts, the next rank's first, as each is published.
-        for index in range(pid, (WORLD - 1) * parts, COPYING):
-            source, part = (rank + 1 + index // parts) % WORLD, index % parts
-            await_(
-                flag_of(addresses_ptr, rank, source, part, slots), epoch,
-                error_ptr, source, part, POLLS, "sys",
-            )  # fmt: skip
-            there = data_of(addresses_ptr, source, epoch, data, capacity, whole_ptr)
-            s = tl.cast(part, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
-            for start in range(0, K, BLOCK_K):
-                k = start + tl.arange(0, BLOCK_K)[None, :]
-                live = (s < S) & (k < K)
-                x = tl.load(there + s * K + k, live, 0.0)
-                tl.store(whole_ptr + (tl.cast(source, tl.int64) * S + s) * K + k, x, live)
-            publish(flag_of(addresses_ptr, rank, WORLD + source, part, slots), epoch, "gpu")
+        copy_parts(
+            pid, whole_ptr, addresses_ptr, epoch, error_ptr, rank, slots, data, capacity, S, K,
+            WORLD, COPYING, POLLS, BLOCK_M, BLOCK_K,
+        )  # fmt: skip
     else:
-        # 2. Multiply what has arrived: shard after shard, own first.
-        each = parts * columns
-        for index in range(pid - COPYING, WORLD * each, tl.num_programs(0) - COPYING):
-            source = (rank + index // each) % WORLD
-            row, col = tile_origin(index % each, S, N, BLOCK_M, BLOCK_N, GROUP)
-            if source != rank:
-                part = row // BLOCK_M
-                await_(
-                    flag_of(addresses_ptr, rank, WORLD + source, part, slots), epoch,
-                    error_ptr, source, part, POLLS, "gpu",
-                )  # fmt: skip
-            first = tl.cast(source, tl.int64) * S
+        tiles = tile_count_of(S, N, WORLD, BLOCK_M, BLOCK_N)
+        for index in range(pid - COPYING, tiles, tl.num_programs(0) - COPYING):
+            first, row, col = await_tile(
+                index, addresses_ptr, epoch, error_ptr, rank, slots, S, N,
+                WORLD, POLLS, BLOCK_M, BLOCK_N, GROUP,
+            )  # fmt: skip
             m, n = first + row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
             y = mainloop(
                 whole_ptr, b_ptr, m, n, first + S, N, K, K, 1, stride_bk, stride_bn,
@@ -157,38 +218,71 @@ def _gather_gemm_kernel(
             )  # fmt: skip
 
 
-def gather_steps(
-    x: torch.Tensor, b: torch.Tensor, memory: Memory, epilogue: Epilogue
-) -> Generator[None, None, tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]]:
-    """(y, z or None, whole), with a yield after each launch; nothing but the size is checked."""
-    (S, K), N, world = x.shape, b.shape[1], memory.world
+# ---------------------------------------------------------------- launchers
+
+
+class Transport(NamedTuple):
+    """What a gathering product is told of the ranks: the arguments, and the constants, of
+    `copy_parts` and `await_tile` in their order, and how many programs copy."""
+
+    where: tuple[torch.Tensor | int, ...]
+    constants: tuple[int, int, int]
+    copying: int
+
+
+def gathered(
+    name: str,
+    x: torch.Tensor,
+    memory: Memory,
+    tile: GemmTile,
+    launch: Callable[[torch.Tensor, Transport], object],
+) -> Generator[None, None, torch.Tensor]:
+    """whole[W S, K] of x[S, K], multiplied on its way by ``launch(whole, transport)``."""
+    (S, K), world = x.shape, memory.world
     whole = x.new_empty(world * S, K)
-    y, z = epilogue.outputs(whole, N)
     if whole.numel() == 0:
-        if K == 0 and y.numel():
-            raise ValueError(f"all_gather_gemm needs K >= 1, got x {[*x.shape]}")
-        return y, z, whole
-    tile = shared_tile(whole, b)
+        if K == 0 and S:
+            raise ValueError(f"{name} needs K >= 1, got x {[*x.shape]}")
+        return whole
     parts = -(-S // tile.m)
-    memory = memory.fitting("all_gather_gemm", x.device, parts, x.numel() * x.element_size())
-    where = (memory.slots, memory.data_offset, memory.capacity)
+    memory = memory.fitting(name, x.device, parts, x.numel() * x.element_size())
+    where = memory.rank, memory.slots, memory.data_offset, memory.capacity
     with torch.cuda.device_of(x):
         _publish_kernel[(parts,)](
-            x, whole, memory.addresses, memory.epoch, memory.rank, *where, S, K, *x.stride(),
+            x, whole, memory.addresses, memory.epoch, *where, S, K, *x.stride(),
             world, triton.next_power_of_2(world), tile.m, tile.k, num_warps=8, num_stages=1,
         )  # fmt: skip
     yield
     copying = min(COPIERS, (world - 1) * parts)
-    given = epilogue.arguments(z)
-    workers = grid(tile, world * S, N, x.device)[0]
     with torch.cuda.device_of(x):
-        _gather_gemm_kernel[(copying + workers,)](
-            whole, b, *given.tensors, y, memory.addresses, memory.epoch, memory.error,
-            memory.rank, *where, *given.key, S, N, K, *b.stride(), *given.strides,
-            *given.constants, find_precision(epilogue.precision), K % tile.k == 0,
-            world, copying, memory.polls, tile.m, tile.n, tile.k, tile.group,
-            **gemm_options(tile, x),
-        )  # fmt: skip
+        launch(
+            whole,
+            Transport(
+                (memory.addresses, memory.epoch, memory.error, *where),
+                (world, copying, memory.polls),
+                copying,
+            ),
+        )
     memory.advance()
     yield
+    return whole
+
+
+def gather_steps(
+    x: torch.Tensor, b: torch.Tensor, memory: Memory, epilogue: Epilogue
+) -> Generator[None, None, tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]]:
+    """(y, z or None, whole), with a yield after each launch; nothing but the size is checked."""
+    (S, K), N, rows = x.shape, b.shape[1], memory.world * len(x)
+    y, z = epilogue.outputs(x, rows, N)
+    given, tile = epilogue.arguments(z), shared_tile(x, rows, b)
+
+    def launch(whole: torch.Tensor, transport: Transport) -> None:
+        workers = grid(tile, rows, N, x.device)[0]
+        _gather_gemm_kernel[(transport.copying + workers,)](
+            whole, b, *given.tensors, y, *transport.where, *given.key, S, N, K, *b.stride(),
+            *given.strides, *given.constants, find_precision(epilogue.precision), K % tile.k == 0,
+            *transport.constants, tile.m, tile.n, tile.k, tile.group, **gemm_options(tile, x),
+        )  # fmt: skip
+
+    whole = yield from gathered("all_gather_gemm", x, memory, tile, launch)
     return y, z, whole

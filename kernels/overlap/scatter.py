@@ -171,10 +171,10 @@ def scatter_steps(
     """y of this rank's rows (owners = W) or of all (owners = 1), with a yield after each launch."""
     (M, K), N, world = a.shape, b.shape[1], memory.world
     S = M // owners
-    y, _ = after.outputs(a[:S], N)
+    y, _ = after.outputs(a, S, N)
     if y.numel() == 0:
         return y
-    tile = shared_tile(a, b)
+    tile = shared_tile(a, M, b)
     rows, columns = -(-S // tile.m), -(-N // tile.n)
     like = a.new_empty(0, dtype=wire)
     size = (world if owners > 1 else 1) * S * N * wire.itemsize

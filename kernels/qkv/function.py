@@ -6,7 +6,8 @@ import torch
 
 from warpweave.kernels.gemm.gradients import leaf_of, rows
 from warpweave.kernels.gemm.local import LOCAL, Local
-from warpweave.kernels.qkv.kernels import QKV, check_qkv, qkv_bwd, qkv_fwd
+from warpweave.kernels.overlap.gathering import Gathering
+from warpweave.kernels.qkv.kernels import QKV, check_qkv, gather_qkv_fwd, qkv_bwd, qkv_fwd
 from warpweave.kernels.runtime.dispatch import choose, once_differentiable
 from warpweave.kernels.runtime.dtypes import no_autocast, operand_dtype
 
@@ -24,17 +25,18 @@ class _QKV(torch.autograd.Function):
             ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, cos, sin)
             w, b = _by_head(weight, bias, heads, dtype)
 
-            def project(x: torch.Tensor, first: int) -> QKV:
+            def project(x: torch.Tensor | Gathering, first: int) -> QKV:
+                options = {"precision": precision, "impl": impl}
                 if shape is None:
-                    return qkv_fwd(x, w, b, cos, sin, precision=precision, impl=impl)
-                table = cos, sin
-                if len(x) == shape[0] * shape[1]:
-                    x = x.unflatten(0, shape)
+                    return qkv_fwd(x, w, b, cos, sin, **options)
+                if isinstance(x, Gathering):
+                    found = gather_qkv_fwd(x, w, b, cos, sin, shape=shape, **options)
+                elif len(x) == shape[0] * shape[1]:
+                    found = qkv_fwd(x.unflatten(0, shape), w, b, cos, sin, **options)
                 else:  # a run of tokens, as one sample of their positions
                     at = torch.arange(first, first + len(x), device=x.device) % shape[1]
                     table = (None, None) if cos is None else (cos[at], sin[at])
-                    x = x[None]
-                found = qkv_fwd(x, w, b, *table, precision=precision, impl=impl)
+                    found = qkv_fwd(x[None], w, b, *table, **options)
                 q, k, v = (t.flatten(0, 1) for t in found)
                 return q, k, v
 

@@ -17,9 +17,12 @@ from warpweave.kernels.gemm.mainloop import (
     gemm_options,
     grid,
     mainloop,
-    split_columns,
     tile_origin,
 )
+from warpweave.kernels.overlap.function import run_steps
+from warpweave.kernels.overlap.gathering import Gathering, check_fusing, multiply
+from warpweave.kernels.qkv.gathered import gather_qkv_steps
+from warpweave.kernels.qkv.pairs import angles, columns_of_pairs, places, turn
 from warpweave.kernels.rope import check_table, rope_fwd
 from warpweave.kernels.runtime.dispatch import choose, no_graph, operator, tl, triton
 from warpweave.kernels.runtime.numeric import to_dtype, upcast
@@ -27,65 +30,7 @@ from warpweave.kernels.runtime.numeric import to_dtype, upcast
 QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-# ---------------------------------------------------------------- device helpers
-
-
-@triton.jit
-def _places(q_ptr, k_ptr, v_ptr, p, m, kv_heads, HALF: tl.constexpr, G: tl.constexpr):
-    """Where the first elements of pairs p at rows m lie in q, k or v, and whether they turn."""
-    head, i = p // HALF, p % HALF
-    slot, kv = head % (G + 2), head // (G + 2)
-    is_q, is_k = (slot < G)[None, :], (slot == G)[None, :]
-    in_q = m[:, None] * (kv_heads * G * 2 * HALF) + ((kv * G + slot) * 2 * HALF + i)[None, :]
-    in_kv = m[:, None] * (kv_heads * 2 * HALF) + (kv * 2 * HALF + i)[None, :]
-    place = tl.where(is_q, q_ptr + in_q, tl.where(is_k, k_ptr + in_kv, v_ptr + in_kv))
-    return place, slot <= G
-
-
-@triton.jit
-def _angles(cos_ptr, sin_ptr, p, m, M, S, turns, HALF: tl.constexpr):
-    """cos and sin of pairs p at rows m; 1 and 0 where nothing turns."""
-    at = (m % S)[:, None] * HALF + (p % HALF)[None, :]
-    live = (m < M)[:, None] & turns[None, :]
-    return upcast(tl.load(cos_ptr + at, live, 1.0)), upcast(tl.load(sin_ptr + at, live, 0.0))
-
-
 # ---------------------------------------------------------------- forward
-
-
-@triton.jit
-def _turn_tile(
-    z,
-    bias_ptr,
-    cos_ptr,
-    sin_ptr,
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    m,
-    pair,
-    M,
-    S,
-    kv_heads,
-    HALF: tl.constexpr,
-    G: tl.constexpr,
-):
-    """Bias, rotation and store of accumulators at rows m and the pairs from `pair`."""
-    PAIRS: tl.constexpr = z.shape[1] // 2
-    p = pair + tl.arange(0, PAIRS)
-    real = p < kv_heads * (G + 2) * HALF
-    z1, z2 = tl.split(z.reshape(z.shape[0], PAIRS, 2))
-    if bias_ptr is not None:
-        at = bias_ptr + p // HALF * (2 * HALF) + p % HALF
-        z1 += tl.load(at, real, 0.0).to(z.dtype)[None, :]
-        z2 += tl.load(at + HALF, real, 0.0).to(z.dtype)[None, :]
-    place, turns = _places(q_ptr, k_ptr, v_ptr, p, m, kv_heads, HALF, G)
-    if cos_ptr is not None:
-        cos, sin = _angles(cos_ptr, sin_ptr, p, m, M, S, turns & real, HALF)
-        z1, z2 = z1 * cos - z2 * sin, z2 * cos + z1 * sin
-    live = (m < M)[:, None] & real[None, :]
-    tl.store(place, to_dtype(z1, q_ptr.dtype.element_ty), live)
-    tl.store(place + HALF, to_dtype(z2, q_ptr.dtype.element_ty), live)
 
 
 @triton.jit
@@ -120,35 +65,14 @@ def _qkv_fwd_kernel(
     for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
         # 1. The accumulators of a tile, its columns in the order of pairs.
         row, col = tile_origin(index, M, N, BLOCK_M, BLOCK_N, GROUP)
-        m, c = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
-        p = c // 2
-        n = p // HALF * (2 * HALF) + c % 2 * HALF + p % HALF
+        m, n = row + tl.arange(0, BLOCK_M), columns_of_pairs(col, HALF, BLOCK_N)
         z = mainloop(
             x_ptr, w_ptr, m, n, M, N, E, stride_xm, stride_xe, stride_we, stride_wn,
             PRECISION, EVEN_E, BLOCK_M, BLOCK_N, BLOCK_E,
         )  # fmt: skip
 
-        # 2. The rest, a quarter at a time, as in `gemm`.
-        left, right = split_columns(z)
-        first, second = split_columns(left)
-        third, fourth = split_columns(right)
-        pair, STEP = col // 2, BLOCK_N // 8
-        _turn_tile(
-            first, bias_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr,
-            m, pair, M, S, kv_heads, HALF, G,
-        )  # fmt: skip
-        _turn_tile(
-            second, bias_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr,
-            m, pair + STEP, M, S, kv_heads, HALF, G,
-        )  # fmt: skip
-        _turn_tile(
-            third, bias_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr,
-            m, pair + 2 * STEP, M, S, kv_heads, HALF, G,
-        )  # fmt: skip
-        _turn_tile(
-            fourth, bias_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr,
-            m, pair + 3 * STEP, M, S, kv_heads, HALF, G,
-        )  # fmt: skip
+        # 2. The rest.
+        turn(z, bias_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr, m, col, M, S, kv_heads, HALF, G)
 
 
 def _fwd_fake(x, weight, bias, cos, sin, precision):
@@ -167,8 +91,7 @@ def _launch_fwd(
     precision: str | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     (B, S, E), (kv_heads, slots, head_dim, _) = x.shape, weight.shape
-    q = x.new_empty(B, S, kv_heads * (slots - 2), head_dim)
-    k, v = (x.new_empty(B, S, kv_heads, head_dim) for _ in "kv")
+    q, k, v = _fwd_fake(x, weight, bias, cos, sin, precision)
     if not q.numel():
         return q, k, v
     flat, weight = rows(x), rows(weight)
@@ -218,10 +141,48 @@ def qkv_fwd(
     check_qkv(x.shape, weight, bias, cos, sin)
     flat_bias = None if bias is None else bias.flatten()
     check_operands(rows(x), rows(weight).t(), flat_bias)
-    _, slots, head_dim, _ = weight.shape
-    if impl == "triton" and head_dim % 2 == 0:
+    if impl == "triton" and weight.shape[2] % 2 == 0:
         return _launch_fwd(x, weight, bias, cos, sin, precision)
-    z = gemm(rows(x), rows(weight).t(), flat_bias).view(*x.shape[:2], *weight.shape[:3])
+    return _apart(gemm(rows(x), rows(weight).t(), flat_bias), x.shape[:2], weight, cos, sin)
+
+
+@no_graph
+def gather_qkv_fwd(
+    x: Gathering,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    *,
+    shape: tuple[int, int],
+    precision: str | None = None,
+    impl: str | None = None,
+) -> QKV:
+    """The same of tokens x[T, E] of `shape` (B, S), which are gathered under the product."""
+    check_fusing(choose(impl, x.shard, weight, bias, cos, sin))
+    check_qkv((*shape, x.shape[1]), weight, bias, cos, sin)
+    flat_bias = None if bias is None else bias.flatten()
+    check_operands(x.shard, rows(weight).t(), flat_bias)
+    if weight.shape[2] % 2:  # nothing can turn
+        z, _ = multiply(x, rows(weight).t(), flat_bias, precision=precision, impl="triton")
+        return _apart(z, shape, weight, cos, sin)
+    options = {"shape": shape, "precision": precision}
+    steps = gather_qkv_steps(x.shard, weight, bias, (cos, sin), x.memory, **options)
+    *found, whole = run_steps("qkv_rope", steps, x.memory)
+    x.arrived(whole)
+    return tuple(found)
+
+
+def _apart(
+    z: torch.Tensor,
+    shape: Sequence[int],
+    weight: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+) -> QKV:
+    """q, k and v of the products z[B S, N], where nothing is fused."""
+    slots = weight.shape[1]
+    z = z.view(*shape, *weight.shape[:3])
     q, k, v = z.split((slots - 2, 1, 1), 3)
     q, k, v = q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
     if cos is None:
@@ -254,12 +215,12 @@ def _qkv_bwd_kernel(
     p = tl.program_id(1).to(tl.int64) * PAIRS + tl.arange(0, PAIRS)
     real = p < kv_heads * (G + 2) * HALF
     live = (m < M)[:, None] & real[None, :]
-    place, turns = _places(dq_ptr, dk_ptr, dv_ptr, p, m, kv_heads, HALF, G)
+    place, turns = places(dq_ptr, dk_ptr, dv_ptr, p, m, kv_heads, HALF, G)
     d1, d2 = upcast(tl.load(place, live, 0.0)), upcast(tl.load(place + HALF, live, 0.0))
 
     # 2. Back by the angle that they were turned by.
     if cos_ptr is not None:
-        cos, sin = _angles(cos_ptr, sin_ptr, p, m, M, S, turns & real, HALF)
+        cos, sin = angles(cos_ptr, sin_ptr, p, m, M, S, turns & real, HALF)
         d1, d2 = d1 * cos + d2 * sin, d2 * cos - d1 * sin
 
     # 3. To the columns of the product.

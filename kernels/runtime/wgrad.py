@@ -134,6 +134,12 @@ def wgrad(weight: torch.Tensor, make: _Make, into: _Into | None = None) -> torch
     return None
 
 
+def waits(weight: torch.Tensor) -> bool:
+    """Whether the gradient of `weight` is made later, within `collect`."""
+    active = None if torch.compiler.is_compiling() else _active.get()
+    return active is not None and active[1] and weight.is_leaf
+
+
 def wgrad_buffer(
     weight: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, bool, torch.Tensor | None]:

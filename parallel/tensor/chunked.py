@@ -25,15 +25,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from warpweave.kernels.gemm.gradients import bias_gradient
 from warpweave.parallel.collectives import Pending, group_rank, group_size, start_exchange
-from warpweave.parallel.tensor.ranks import TensorRanks
-
-_Made = TypeVar("_Made")
+from warpweave.parallel.tensor.ranks import Gradient, Made, TensorRanks
 
 
 def joined(pieces: list[Any]) -> Any:
@@ -50,8 +48,8 @@ class ChunkedRanks(TensorRanks):
     product, pieces everywhere else."""
 
     def gather_product(
-        self, x: torch.Tensor, multiply: Callable[[torch.Tensor, int], _Made]
-    ) -> tuple[_Made, torch.Tensor]:
+        self, x: torch.Tensor, multiply: Callable[[torch.Tensor, int], Made]
+    ) -> tuple[Made, torch.Tensor]:
         """``multiply(part, first)`` of each rank's x[T/R, ...] as it arrives, and x[T, ...]."""
         if not self.sequence_parallel:
             return multiply(x, 0), x
@@ -63,14 +61,14 @@ class ChunkedRanks(TensorRanks):
             start_exchange(whole[rank], whole[owner], -step, self.group)
             for step, owner in enumerate(order[1:], 1)
         ]
-        made: dict[int, _Made] = {rank: multiply(whole[rank], rank * len(x))}
+        made: dict[int, Made] = {rank: multiply(whole[rank], rank * len(x))}
         for owner, pending in zip(order[1:], arriving):
             made[owner] = multiply(pending.wait(), owner * len(x))
         return joined([made[owner] for owner in range(ranks)]), whole.flatten(0, 1)
 
     def column_product(
-        self, x: torch.Tensor, multiply: Callable[[torch.Tensor, int], _Made]
-    ) -> _Made:
+        self, x: torch.Tensor, multiply: Callable[[torch.Tensor, int], Made]
+    ) -> Made:
         return self.gather_product(x, multiply)[0]
 
     def sum_product(
@@ -97,7 +95,7 @@ class ChunkedRanks(TensorRanks):
         self,
         dy: torch.Tensor,
         bias: torch.Tensor | None,
-        multiply: Callable[[torch.Tensor, int], _Made],
-    ) -> tuple[_Made, torch.Tensor, torch.Tensor | None]:
+        multiply: Callable[[torch.Tensor, int], Made],
+    ) -> tuple[Made, torch.Tensor, Gradient]:
         made, whole = self.gather_product(dy, multiply)
         return made, whole, None if bias is None else bias_gradient(bias, dy)

@@ -5,13 +5,27 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from warpweave.kernels.gemm import gemm
-from warpweave.kernels.gemm.gradients import linear, rows, weight_gradient
+from warpweave.kernels.gemm.gradients import linear, weight_gradient
+from warpweave.kernels.overlap.gathering import Gathering, multiply
 from warpweave.kernels.runtime.dispatch import once_differentiable
 from warpweave.kernels.runtime.dtypes import no_autocast, operand_dtype
 from warpweave.parallel.collectives import group_rank, group_size
 from warpweave.parallel.symmetric import Workspace
 from warpweave.parallel.tensor.overlap import tensor_ranks
+
+
+def _linear(
+    x: torch.Tensor | Gathering,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """`linear` of x[..., K], which is gathered on the way if it is to be."""
+    if isinstance(x, torch.Tensor):
+        return linear(x, weight, bias, dtype)
+    y, _ = multiply(x, weight.to(dtype).t(), None if bias is None else bias.to(dtype))
+    return y.view(*x.shape[:-1], len(weight))
+
 
 # ---------------------------------------------------------------- column-parallel linear
 
@@ -25,7 +39,7 @@ class _ColumnParallelLinear(torch.autograd.Function):
             # The shard is kept and gathered again in the backward: 1/R of the memory.
             ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
             w, b = (t if t is None else t.to(dtype) for t in (weight, bias))
-            return ranks.column_product(x, lambda x, _: linear(x, w, b, dtype))
+            return ranks.column_product(x, lambda x, _: _linear(x, w, b, dtype))
 
     @staticmethod
     @once_differentiable
@@ -109,11 +123,10 @@ class _RowParallelLinear(torch.autograd.Function):
     def backward(ctx, dy):
         (x, weight), (leaf, bias), needs = ctx.saved_tensors, ctx.leaves, ctx.needs_input_grad
 
-        def input_gradient(dy: torch.Tensor, first: int) -> torch.Tensor | None:
+        def input_gradient(dy: torch.Tensor | Gathering, first: int) -> torch.Tensor | None:
             if not needs[0]:
                 return None
-            dx = gemm(rows(dy), w)
-            return dx.view(*dy.shape[:-1], w.shape[1]).to(ctx.x_dtype)
+            return _linear(dy, w.t(), None, w.dtype).to(ctx.x_dtype)
 
         with no_autocast(dy):
             w = weight.to(dy.dtype)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from warpweave.kernels.gemm.local import LOCAL, Local
 from warpweave.parallel.symmetric import Workspace
 from warpweave.parallel.tensor.chunked import ChunkedRanks
+from warpweave.parallel.tensor.fused import FusedRanks
 from warpweave.parallel.tensor.ranks import TensorRanks
 
 Overlap = Literal["auto", "fused", "chunked", "none"]
@@ -50,4 +51,8 @@ def tensor_ranks(
         return LOCAL
     if overlap == "chunked":
         return ChunkedRanks(group, sequence_parallel)
+    if overlap == "fused":
+        if workspace is None:
+            raise ValueError("overlap='fused' needs the workspace of the group, got None")
+        return FusedRanks(group, sequence_parallel, workspace=workspace)
     return TensorRanks(group, sequence_parallel, bulk=overlap != "none")

@@ -28,8 +28,8 @@ from warpweave.parallel.collectives import (
     sum_dtype,
 )
 
-_Made = TypeVar("_Made")
-_Gradient = torch.Tensor | None
+Made = TypeVar("Made")
+Gradient = torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ class TensorRanks(Local):
         return pending
 
     def column_product(
-        self, x: torch.Tensor, multiply: Callable[[torch.Tensor, int], _Made]
-    ) -> _Made:
+        self, x: torch.Tensor, multiply: Callable[[torch.Tensor, int], Made]
+    ) -> Made:
         return multiply(self.gather(x), 0)
 
     def column_gradients(
@@ -77,7 +77,7 @@ class TensorRanks(Local):
         weight: torch.Tensor,
         leaves: tuple[torch.Tensor, torch.Tensor | None],
         needs: Sequence[bool],
-    ) -> tuple[_Gradient, _Gradient, _Gradient]:
+    ) -> tuple[Gradient, Gradient, Gradient]:
         leaf, bias = leaves
 
         def start_input_gradient() -> Pending:
@@ -137,8 +137,8 @@ class TensorRanks(Local):
         self,
         dy: torch.Tensor,
         bias: torch.Tensor | None,
-        multiply: Callable[[torch.Tensor, int], _Made],
-    ) -> tuple[_Made, torch.Tensor, _Gradient]:
+        multiply: Callable[[torch.Tensor, int], Made],
+    ) -> tuple[Made, torch.Tensor, Gradient]:
         gathering = None
         if self.sequence_parallel:
             gathering = self._launched(start_all_gather(dy, self.group))

@@ -45,6 +45,7 @@ from warpweave.launch import join, launch, reported, under_torchrun
 from warpweave.parallel.context import Strategy
 from warpweave.parallel.layout import Kind
 from warpweave.parallel.mesh import Mesh
+from warpweave.parallel.tensor.overlap import Overlap
 from warpweave.prove.layouts import Layout, Style, draw, table
 from warpweave.prove.proof import LIMITS, Errors, prove_layout
 
@@ -89,6 +90,8 @@ class ProveConfig:
     """How cp cuts the sequence."""
     microbatches: int | None = None
     """Micro-batches per step; by default more than stages, where the samples divide by it."""
+    overlap: Overlap = "auto"
+    """How messages of tensor ranks and products hide one another; "fused" needs --impl triton."""
     dtype: Literal["fp64", "fp32", "bf16", "fp16", "both"] = "both"
     """What to compute in."""
     impl: Literal["torch", "triton"] = "torch"
@@ -114,6 +117,7 @@ class ProveConfig:
             self.recompute,
             self.strategy,
             self.layout,
+            self.overlap,
             count=self.microbatches,
         )
 
@@ -122,6 +126,8 @@ class ProveConfig:
         if self.model is not None:
             raise ValueError(f"model = {self.model!r} needs --typecheck: a proof trains a tiny one")
         choose(self.impl, torch.empty(0))  # or a line that says what is missing
+        if self.overlap == "fused" and self.impl == "torch":
+            raise ValueError("--overlap fused is within Triton's kernels: it needs --impl triton")
         chosen = [self.given()]
         several = self.all or self.random != 0
         if several and (chosen != [ProveConfig().given()] or (self.all and self.random)):
@@ -133,10 +139,10 @@ class ProveConfig:
                 f"world and random must be at least 1, got {self.world} and {self.random}"
             )
         if self.random:
-            chosen = [draw(self.seed + i) for i in range(self.random)]
+            chosen = [draw(self.seed + i, self.impl) for i in range(self.random)]
         elif self.all:
             worlds = range(1, self.world + 1) if self.world <= 4 else (self.world,)
-            chosen = [layout for world in worlds for layout in table(world)]
+            chosen = [layout for world in worlds for layout in table(world, self.impl)]
         dtypes = ("fp64", "fp32") if self.dtype == "both" else (self.dtype,)
         every = [
             dataclasses.replace(layout, dtype=d, impl=self.impl)

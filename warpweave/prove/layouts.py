@@ -17,6 +17,7 @@ from warpweave.config import GPTConfig, ParallelPlan, Recompute, ScheduleName
 from warpweave.parallel.context import Strategy
 from warpweave.parallel.layout import Kind
 from warpweave.parallel.mesh import AXES, Mesh
+from warpweave.parallel.tensor.overlap import Overlap
 
 Style = Literal["gpt2", "llama", "mixed"]
 
@@ -82,6 +83,7 @@ class Layout:
     recompute: str = "none"
     strategy: Strategy = "auto"
     layout: str = "zigzag"
+    overlap: Overlap = "auto"
     dtype: str = "fp64"
     impl: str = "torch"
     count: int | None = None
@@ -131,6 +133,7 @@ class Layout:
             recompute=self.recompute,
             layout=self.layout,
             cp_strategy=self.strategy,
+            overlap=self.overlap,
         )
 
     @property
@@ -159,7 +162,7 @@ class Layout:
             words += [
                 f"--zero {self.zero} --schedule {self.schedule} --style {self.style}",
                 f"--recompute {self.recompute} --strategy {self.strategy} --layout {self.layout}",
-                f"--microbatches {self.microbatches}",
+                f"--microbatches {self.microbatches} --overlap {self.overlap}",
                 "--tied" if self.tied else "--no-tied",
                 "--sequence-parallel" if self.sequence_parallel else "--no-sequence-parallel",
             ]
@@ -174,7 +177,7 @@ class Layout:
         seed = "" if self.drawn is None else f"seed {s.seed}: "
         return (
             f"{seed}{axes} {batch:9} {sp} zero={self.zero} {self.schedule:11} {self.style:5} "
-            f"{tied:6} {self.recompute:9} {self.strategy:6} {self.layout:10} "
+            f"{tied:6} {self.recompute:9} {self.strategy:6} {self.layout:10} {self.overlap:7} "
             f"{self.dtype} {self.impl}"
         )
 
@@ -194,12 +197,13 @@ def _axes(mesh: Mesh) -> int:
     return sum(getattr(mesh, axis) > 1 for axis in AXES)
 
 
-def table(world: int) -> list[Layout]:
+def table(world: int, impl: str = "torch") -> list[Layout]:
     """Every legal layout of `world` ranks; of more than four, those with the most axes.
 
     Mesh x SP x ZeRO x schedule x context strategy x style x tie, where a choice makes a difference:
     SP needs tensor ranks, ZeRO data ranks, a strategy context ranks. Recomputation, the ways to cut
-    the sequence and the numbers of micro-batches, fewer and more than stages, take turns.
+    the sequence, the numbers of micro-batches, fewer and more than stages, and for tensor ranks the
+    ways to overlap that `impl` can run take turns.
     """
     every = list(meshes(world))
     if world > 4:
@@ -230,6 +234,7 @@ def table(world: int) -> list[Layout]:
                     get_args(Recompute)[turn % 3],
                     strategy,
                     get_args(Kind)[turn // 3 % 3] if mesh.cp > 1 else "zigzag",
+                    _overlaps(mesh, impl)[turn // 2 % len(_overlaps(mesh, impl))],
                     count=counts[turn % len(counts)],
                 )
             )
@@ -241,7 +246,13 @@ def _strategies(mesh: Mesh) -> tuple[Strategy, ...]:
     return named if mesh.cp > 1 else ("auto",)
 
 
-def draw(seed: int) -> Layout:
+def _overlaps(mesh: Mesh, impl: str) -> tuple[Overlap, ...]:
+    if mesh.tp == 1:
+        return ("auto",)
+    return ("none", "chunked", "fused") if impl == "triton" else ("none", "chunked")
+
+
+def draw(seed: int, impl: str = "torch") -> Layout:
     """The random layout of `seed`: 2 to 8 ranks, and a model and a batch that fit them barely."""
     rng = random.Random(seed)
     mesh = rng.choice(list(meshes(rng.choice((2, 3, 4, 5, 6, 6, 8, 8)))))
@@ -280,6 +291,7 @@ def draw(seed: int) -> Layout:
         rng.choice(get_args(Recompute)),
         rng.choice(_strategies(mesh)),
         cut,
+        rng.choice(_overlaps(mesh, impl)),
         count=count,
         drawn=sizes,
     )
