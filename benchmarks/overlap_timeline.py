@@ -20,7 +20,7 @@ less time here than on a network, which moves bytes by itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -89,11 +89,6 @@ def length(intervals: Iterable[Interval]) -> float:
     return sum(end - start for start, end in union(intervals))
 
 
-def hidden(messages: Sequence[Interval], products: Sequence[Interval]) -> float:
-    """Of the time with a message under way, the part in which a product runs."""
-    return length(both(messages, products)) / length(messages)
-
-
 # ---------------------------------------------------------------- recording
 
 
@@ -104,6 +99,12 @@ class Timeline:
     products: list[Interval] = field(default_factory=list)
     messages: list[Interval] = field(default_factory=list)
     span: list[Interval] = field(default_factory=list)  # of the forward and of the backward
+
+
+def hidden(timeline: Timeline) -> float:
+    """Of the time with a message under way, the part in which a product runs."""
+    under = both(timeline.messages, timeline.products)
+    return length(under) / length(timeline.messages)
 
 
 class Watched:
@@ -215,13 +216,14 @@ def check(problem: Problem) -> list[Check]:
 def balanced(tokens: int, width: int) -> tuple[int, float, float]:
     """(units, ms of a product, ms of a message) of a rank's tokens, where both take as long.
 
-    The slowest rank's time counts, so that all ranks find the same.
+    Of the slowest rank, so that all find the same, and the best of several rounds: other work on
+    the machine takes from both.
     """
     x = torch.randn(tokens, width)
     place = torch.empty_like(x)
 
     def timed(call: Callable[[], object]) -> float:
-        return median(interleave({"": call}, rounds=7, warmup=2)[""])
+        return min(interleave({"": call}, rounds=15, warmup=2)[""])
 
     message = timed(lambda: start_exchange(x, place, 1, dist.group.WORLD).wait())
     for units in range(UNITS, MOST_UNITS + 1, UNITS):
@@ -261,16 +263,17 @@ def measure(tokens: int, width: int, units: int | None, rounds: int) -> dict[str
     with ThreadPoolExecutor(16) as threads:
         runs = {name: partial(problem.record, name, threads, timelines[name]) for name in VARIANTS}
         times = interleave(runs, rounds=rounds, warmup=WARMUP)
-    fractions, shown = {}, {}
+    parts, shown = {}, {}
     for name, recorded in timelines.items():
-        mine = [hidden(t.messages, t.products) for t in recorded[WARMUP:]]
-        mean = torch.tensor(mine, dtype=torch.float64)
-        dist.all_reduce(mean)
-        mean /= dist.get_world_size()
-        fractions[name] = mean.tolist()
-        nearest = (mean - mean.median()).abs().argmin().item()  # the same round on all ranks
-        shown[name] = everywhere(recorded[WARMUP + nearest])
-    return {"size": size, "checks": checks, "times": times, "hidden": fractions, "shown": shown}
+        table = torch.tensor(
+            [(hidden(t), length(t.products), length(t.messages)) for t in recorded[WARMUP:]],
+            dtype=torch.float64,
+        )
+        dist.all_reduce(table)
+        parts[name] = (table / dist.get_world_size()).t().tolist()
+        fraction = table[:, 0]  # and of the round nearest to the middle, the same on all ranks,
+        shown[name] = everywhere(recorded[WARMUP + (fraction - fraction.median()).abs().argmin()])
+    return {"size": size, "checks": checks, "times": times, "parts": parts, "shown": shown}
 
 
 # ---------------------------------------------------------------- report
@@ -281,7 +284,9 @@ class TimelineReport(Report):
     """A report that says what was hidden, too: quantiles over rounds of the mean over ranks."""
 
     hidden: dict[str, Ratio] = field(default_factory=dict)
-    product_ms: float | None = None
+    products_ms: dict[str, float] = field(default_factory=dict)  # in all, per variant: medians
+    messages_ms: dict[str, float] = field(default_factory=dict)
+    product_ms: float | None = None  # of a rank's tokens, alone
     message_ms: float | None = None
 
     def finish(self, folder: Path | None) -> None:
@@ -291,7 +296,11 @@ class TimelineReport(Report):
                 f"product {self.product_ms:.1f} ms, message {self.message_ms:.1f} ms"
             )
         for name, part in self.hidden.items():
-            print(f"hidden, {name}: {part.median:.2f} ({part.p20:.2f} to {part.p80:.2f})")
+            print(
+                f"hidden, {name}: {part.median:.2f} ({part.p20:.2f} to {part.p80:.2f}) of messages "
+                f"of {self.messages_ms[name]:.0f} ms, beside products of "
+                f"{self.products_ms[name]:.0f} ms"
+            )
         super().finish(folder)
 
 
@@ -350,7 +359,10 @@ def main(argv: list[str] | None = None) -> None:
     found = run_ranks(WORLD, measure, tokens, width, units, rounds)
     report.checks = found["checks"]
     units, report.product_ms, report.message_ms = found["size"]
-    report.hidden = {name: Ratio(*_quantiles(parts)) for name, parts in found["hidden"].items()}
+    for name, (fractions, products, messages) in found["parts"].items():
+        report.hidden[name] = Ratio(*_quantiles(fractions))
+        report.products_ms[name] = 1e3 * median(products)
+        report.messages_ms[name] = 1e3 * median(messages)
     report.add(
         found["times"], ["none"], shape=f"T{WORLD * tokens} E{width} F{WORLD * units} gelu",
         dtype="float32", tokens=WORLD * tokens,
