@@ -3,19 +3,19 @@
 Forward and backward of `parallel_mlp` with sequence parallelism run once with every collective
 waited for at once ("none") and once with messages under pieces of the products. Each rank records
 
-    products   when its matrix products run, by a dispatch mode around torch's operators
-    messages   when something is under way, from the post to its completion
+    computation  when torch's operators run, by a dispatch mode around them; products among these
+    messages     when something is under way, from the post to its completion
 
 gloo's messages between two ranks have no future, no callback and no test for completion: waiting is
 the only way to learn of it. So a thread per message does nothing but wait for it, outside Python's
 lock, and notes the time; whoever needs the message waits for that thread. What is hidden is the
-part of the time with a message under way in which a product runs on the same rank; the activation,
-copies and everything else that is no product count as not hiding anything.
+part of the time with a message under way in which the same rank computes; how much of it products
+alone hide is said beside it.
 
-The hidden width is chosen when it runs: where multiplying one rank's share of the tokens takes as
-long as sending it, each alone. There everything can be hidden and nothing has room to spare. The
-messages of ranks on one machine cost the CPU time that products need as well, so hiding them saves
-less time here than on a network, which moves bytes by itself.
+The hidden width is chosen when it runs: where the blocking twin computes as long as it has messages
+under way. There everything could be hidden, and nothing has room to spare. The messages of ranks on
+one machine cost the CPU time that products need as well, so hiding them saves less time here than
+on a network, which moves bytes by itself.
 """
 
 from __future__ import annotations
@@ -49,18 +49,17 @@ from harness import (
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from warpweave.kernels.gemm import gemm
 from warpweave.parallel import collectives
-from warpweave.parallel.collectives import start_all_gather, start_exchange
+from warpweave.parallel.collectives import start_all_gather
 from warpweave.parallel.tensor.mlp import parallel_mlp
 
 CLAIM = (
-    "On 2 gloo ranks, at least 0.6 of the messages' time is hidden under products with "
+    "On 2 gloo ranks, at least 0.6 of the messages' time is hidden under computation with "
     'overlap="chunked", and none of it with "none".'
 )
 WORLD, VARIANTS, WARMUP, LIMIT = 2, ("chunked", "none"), 2, 1e-5
 PRODUCTS = {"aten::mm", "aten::addmm", "mkldnn::_linear_pointwise"}
-UNITS, MOST_UNITS = 16, 1024  # hidden units of a rank: the search's step and end
+STEP, MOST = 16, 64  # hidden units of a rank: multiples of STEP, MOST of them at most
 
 Interval = tuple[float, float]
 
@@ -96,15 +95,15 @@ def length(intervals: Iterable[Interval]) -> float:
 class Timeline:
     """One run on one rank: seconds of a clock that all ranks of a machine share."""
 
+    computation: list[Interval] = field(default_factory=list)
     products: list[Interval] = field(default_factory=list)
     messages: list[Interval] = field(default_factory=list)
     span: list[Interval] = field(default_factory=list)  # of the forward and of the backward
 
 
-def hidden(timeline: Timeline) -> float:
-    """Of the time with a message under way, the part in which a product runs."""
-    under = both(timeline.messages, timeline.products)
-    return length(under) / length(timeline.messages)
+def hidden(messages: list[Interval], work: list[Interval]) -> float:
+    """Of the time with a message under way, the part in which there is `work`."""
+    return length(both(messages, work)) / length(messages)
 
 
 class Watched:
@@ -118,7 +117,7 @@ class Watched:
 
 
 class Recorder(TorchDispatchMode):
-    """Records into `timeline` the products and messages of this rank while it is entered."""
+    """Records into `timeline` what this rank computes and sends while it is entered."""
 
     def __init__(self, threads: ThreadPoolExecutor) -> None:
         super().__init__()
@@ -127,8 +126,11 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         began = perf_counter()
         result = func(*args, **(kwargs or {}))
+        interval = began, perf_counter()
+        if func.namespace != "c10d":
+            self.timeline.computation.append(interval)
         if func._schema.name in PRODUCTS:
-            self.timeline.products.append((began, perf_counter()))
+            self.timeline.products.append(interval)
         return result
 
     def _posting(self, post: Callable[..., Any]) -> Callable[..., Any]:
@@ -213,29 +215,46 @@ def check(problem: Problem) -> list[Check]:
     ]
 
 
-def balanced(tokens: int, width: int) -> tuple[int, float, float]:
-    """(units, ms of a product, ms of a message) of a rank's tokens, where both take as long.
+def record(
+    problem: Problem, names: Iterable[str], rounds: int
+) -> tuple[dict[str, list[float]], dict[str, list[Timeline]]]:
+    """(ms, this rank's timelines) of variants, a list entry per round."""
+    found: dict[str, list[Timeline]] = {name: [] for name in names}
+    with ThreadPoolExecutor(16) as threads:
+        runs = {name: partial(problem.record, name, threads, into) for name, into in found.items()}
+        times = interleave(runs, rounds=rounds, warmup=WARMUP)
+    return times, {name: timelines[WARMUP:] for name, timelines in found.items()}
 
-    Of the slowest rank, so that all find the same, and the best of several rounds: other work on
-    the machine takes from both.
-    """
-    x = torch.randn(tokens, width)
-    place = torch.empty_like(x)
 
-    def timed(call: Callable[[], object]) -> float:
-        return min(interleave({"": call}, rounds=15, warmup=2)[""])
+def parts(timelines: list[Timeline]) -> list[list[float]]:
+    """Per round, the mean over ranks: hidden, hidden by products, seconds that computation and that
+    messages take in all."""
+    rows = [
+        (
+            hidden(t.messages, t.computation), hidden(t.messages, t.products),
+            length(t.computation), length(t.messages),
+        )
+        for t in timelines
+    ]  # fmt: skip
+    table = torch.tensor(rows, dtype=torch.float64)
+    dist.all_reduce(table)
+    return (table / dist.get_world_size()).t().tolist()
 
-    message = timed(lambda: start_exchange(x, place, 1, dist.group.WORLD).wait())
-    for units in range(UNITS, MOST_UNITS + 1, UNITS):
-        product = timed(partial(gemm, x, torch.randn(width, units)))
-        if product >= message:
-            break
-    return units, product, message
+
+def balanced(tokens: int, width: int) -> int:
+    """Hidden units of a rank with which the blocking twin computes as long as it has messages under
+    way; all ranks find the same."""
+    units = 4 * STEP
+    for _ in range(4):
+        _, timelines = record(Problem(tokens, width, units), ["none"], rounds=5)
+        *_, computation, messages = map(median, parts(timelines["none"]))
+        units = STEP * max(1, min(MOST, round(units * messages / computation / STEP)))
+    return units
 
 
 def everywhere(timeline: Timeline) -> list[Timeline]:
     """The timelines of all ranks, in seconds from the first start on."""
-    kinds = [getattr(timeline, name) for name in ("products", "messages", "span")]
+    kinds = list(vars(timeline).values())
     table = torch.tensor(
         [(k, *interval) for k, kind in enumerate(kinds) for interval in kind], dtype=torch.float64
     )
@@ -244,36 +263,30 @@ def everywhere(timeline: Timeline) -> list[Timeline]:
     padded = torch.full((int(most), 3), -1.0, dtype=torch.float64)
     padded[: len(table)] = table
     every = start_all_gather(padded[None], dist.group.WORLD).wait()
-    began = every[..., 1][every[..., 0] == 2].min().item()
+    began = every[..., 1][every[..., 0] == len(kinds) - 1].min().item()
     found = []
     for rows in every.tolist():
-        kinds = [[(s - began, e - began) for k, s, e in rows if k == kind] for kind in range(3)]
-        found.append(Timeline(*kinds))
+        lists: list[list[Interval]] = [[] for _ in kinds]
+        for kind, start, end in rows:
+            if kind >= 0:
+                lists[int(kind)].append((start - began, end - began))
+        found.append(Timeline(*lists))
     return found
 
 
 def measure(tokens: int, width: int, units: int | None, rounds: int) -> dict[str, Any]:
     """On every rank: choose the size, check, record."""
-    size: tuple[int, float | None, float | None] = (units, None, None)
-    if units is None:
-        size = balanced(tokens, width)
-    problem = Problem(tokens, width, size[0])
+    units = units or balanced(tokens, width)
+    problem = Problem(tokens, width, units)
     checks = check(problem)
-    timelines: dict[str, list[Timeline]] = {name: [] for name in VARIANTS}
-    with ThreadPoolExecutor(16) as threads:
-        runs = {name: partial(problem.record, name, threads, timelines[name]) for name in VARIANTS}
-        times = interleave(runs, rounds=rounds, warmup=WARMUP)
-    parts, shown = {}, {}
-    for name, recorded in timelines.items():
-        table = torch.tensor(
-            [(hidden(t), length(t.products), length(t.messages)) for t in recorded[WARMUP:]],
-            dtype=torch.float64,
+    times, timelines = record(problem, VARIANTS, rounds)
+    shown = {}
+    for name, ms in times.items():  # the round of the median time, the same on all ranks
+        shown[name] = everywhere(
+            timelines[name][sorted(range(rounds), key=ms.__getitem__)[rounds // 2]]
         )
-        dist.all_reduce(table)
-        parts[name] = (table / dist.get_world_size()).t().tolist()
-        fraction = table[:, 0]  # and of the round nearest to the middle, the same on all ranks,
-        shown[name] = everywhere(recorded[WARMUP + (fraction - fraction.median()).abs().argmin()])
-    return {"size": size, "checks": checks, "times": times, "parts": parts, "shown": shown}
+    every = {name: parts(timelines[name]) for name in VARIANTS}
+    return {"units": units, "checks": checks, "times": times, "parts": every, "shown": shown}
 
 
 # ---------------------------------------------------------------- report
@@ -284,22 +297,16 @@ class TimelineReport(Report):
     """A report that says what was hidden, too: quantiles over rounds of the mean over ranks."""
 
     hidden: dict[str, Ratio] = field(default_factory=dict)
-    products_ms: dict[str, float] = field(default_factory=dict)  # in all, per variant: medians
+    hidden_by_products: dict[str, Ratio] = field(default_factory=dict)
+    computation_ms: dict[str, float] = field(default_factory=dict)  # in all: medians
     messages_ms: dict[str, float] = field(default_factory=dict)
-    product_ms: float | None = None  # of a rank's tokens, alone
-    message_ms: float | None = None
 
     def finish(self, folder: Path | None) -> None:
-        if self.product_ms is not None:
-            print(
-                "one rank's tokens, each alone: "
-                f"product {self.product_ms:.1f} ms, message {self.message_ms:.1f} ms"
-            )
         for name, part in self.hidden.items():
             print(
-                f"hidden, {name}: {part.median:.2f} ({part.p20:.2f} to {part.p80:.2f}) of messages "
-                f"of {self.messages_ms[name]:.0f} ms, beside products of "
-                f"{self.products_ms[name]:.0f} ms"
+                f"hidden, {name}: {part.median:.2f} ({part.p20:.2f} to {part.p80:.2f}), "
+                f"by products {self.hidden_by_products[name].median:.2f}; messages "
+                f"{self.messages_ms[name]:.0f} ms, computation {self.computation_ms[name]:.0f} ms"
             )
         super().finish(folder)
 
@@ -312,13 +319,19 @@ def draw(shown: dict[str, list[Timeline]], report: TimelineReport, path: Path) -
     import matplotlib.pyplot as plt
     from matplotlib.patches import Patch
 
-    colors = {"product": "#4c78a8", "message, hidden": "#f2cf5b", "message, not hidden": "#e45756"}
+    colors = {
+        "product": "#4c78a8",
+        "other computation": "#a0cbe8",
+        "message, hidden": "#f2cf5b",
+        "message, not hidden": "#e45756",
+    }
     figure, axes = plt.subplots(len(shown), 1, sharex=True, figsize=(9, 2.1 * len(shown) + 0.9))
     for axis, (name, ranks) in zip(axes, reversed(shown.items())):
         for rank, timeline in enumerate(ranks):
             at = 1.2 * (len(ranks) - 1 - rank)
-            under = union(both(timeline.messages, timeline.products))
+            under = both(timeline.messages, timeline.computation)
             for color, intervals, bottom in (
+                (colors["other computation"], union(timeline.computation), at + 0.5),
                 (colors["product"], timeline.products, at + 0.5),
                 (colors["message, not hidden"], union(timeline.messages), at),
                 (colors["message, hidden"], under, at),
@@ -335,14 +348,14 @@ def draw(shown: dict[str, list[Timeline]], report: TimelineReport, path: Path) -
             f"{row.ms:.0f} ms", loc="left", fontsize=10,
         )  # fmt: skip
         axis.spines[["top", "right"]].set_visible(False)
-    axes[-1].set_xlabel("ms; dotted lines: end of the forward, end of the backward (rank 0)")
+    axes[-1].set_xlabel(
+        f"ms ({report.rows[0].shape}); dotted: end of the forward, of the backward (rank 0)"
+    )
     figure.legend(
         handles=[Patch(color=color, label=label) for label, color in colors.items()],
-        loc="upper right", ncols=3, fontsize=8, frameon=False,
+        loc="upper right", ncols=4, fontsize=8, frameon=False,
     )  # fmt: skip
-    figure.suptitle(
-        f"MLP {report.rows[0].shape} on {WORLD} gloo ranks", x=0.01, ha="left", fontsize=11
-    )
+    figure.suptitle(f"MLP on {WORLD} gloo ranks", x=0.01, ha="left", fontsize=11)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": "warpweave"}):
@@ -358,10 +371,11 @@ def main(argv: list[str] | None = None) -> None:
     rounds = options.rounds or (1 if options.quick else 21)
     found = run_ranks(WORLD, measure, tokens, width, units, rounds)
     report.checks = found["checks"]
-    units, report.product_ms, report.message_ms = found["size"]
-    for name, (fractions, products, messages) in found["parts"].items():
+    units = found["units"]
+    for name, (fractions, by_products, computation, messages) in found["parts"].items():
         report.hidden[name] = Ratio(*_quantiles(fractions))
-        report.products_ms[name] = 1e3 * median(products)
+        report.hidden_by_products[name] = Ratio(*_quantiles(by_products))
+        report.computation_ms[name] = 1e3 * median(computation)
         report.messages_ms[name] = 1e3 * median(messages)
     report.add(
         found["times"], ["none"], shape=f"T{WORLD * tokens} E{width} F{WORLD * units} gelu",
