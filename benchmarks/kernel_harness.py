@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from warpweave.kernels.cost import Cost
-from warpweave.kernels.runtime.tiles import own_rows
+from warpweave.kernels.runtime import tiles
 from warpweave.tune.parts import PARTS
 from warpweave.tune.timing import CudaTimer, Timer, interleave
 
@@ -416,7 +416,9 @@ def main(
     options.add_argument("--seconds", type=float, default=1e9, help="start no problem after that")
     options.add_argument("--results", type=Path, help="folder; by default benchmarks/results, and "
                          "with --dry none")  # fmt: skip
+    options.add_argument("--tiles", type=Path, help="a table of `warpweave tune`")
     given = options.parse_args(arguments)
+    tiles.load(given.tiles)
     if not given.dry and not torch.cuda.is_available():
         options.exit(2, f"{script} times a CUDA device and there is none: pass --dry\n")
     began = time.monotonic()
@@ -436,7 +438,7 @@ def main(
         peak = peaks(device, clock)
         table.open(
             kind=name.lower().replace(" ", "-"), device=name, peak_tflops=peak[0] / 1e12,
-            peak_gb_s=peak[1] / 1e9, own_tiles=len(own_rows(name)),
+            peak_gb_s=peak[1] / 1e9, own_tiles=len(tiles.own_rows(name)),
         )  # fmt: skip
         bench = Bench(
             device, clock, peak, given.rounds, lambda: given.seconds - (time.monotonic() - began)

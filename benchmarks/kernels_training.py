@@ -29,9 +29,9 @@ from torch import Tensor
 from warpweave.engine import Engine
 from warpweave.gpt import GPT, PRESETS, GPTConfig
 from warpweave.kernels import cost
+from warpweave.metrics import PEAK_FLOPS
 from warpweave.parallel.data.optimizer import AdamW
 from warpweave.parallel.mesh import single
-from warpweave.train import PEAK_FLOPS
 from warpweave.tune.timing import interleave
 
 CLAIM = (

@@ -31,6 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
     options.add_argument("--minutes", type=float, default=9.0, help="for everything")
     options.add_argument("--families", default=",".join(FAMILIES))
     options.add_argument("--results", type=Path, help="folder instead of benchmarks/results")
+    options.add_argument("--tiles", type=Path, help="a table of `warpweave tune`")
     given = options.parse_args(arguments)
     families = given.families.split(",")
     if unknown := [name for name in families if name not in FAMILIES]:
@@ -44,6 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
         command = [str(HERE / f"kernels_{family}.py"), f"--seconds={max(0.0, share - 20)}"]
         command += ["--dry"] * given.dry
         command += [f"--results={given.results}"] if given.results else []
+        command += [f"--tiles={given.tiles.resolve()}"] if given.tiles else []
         print(f"\n== {family}", flush=True)
         summary[family] = _run(command, left)
     print(json.dumps({"script": "run_all", "dry": given.dry, "families": summary}))

@@ -23,13 +23,11 @@ class TransformerBlock(nn.Module):
         embed_dim, num_heads, hidden_dim: E, H and F.
         num_kv_heads: KV heads, by default num_heads.
         norm: "layer" or "rms"; norm_eps its epsilon.
-        activation: as ``MLP``.
+        activation, recompute: as ``MLP``.
         bias: linear layers and LayerNorm have biases.
         causal, window, softcap, sinks, rope_theta, strategy: as ``Attention``.
         dropout: probability on both branches, keyed by global token ids (needs a context).
         site: number of the first of the block's two dropout sites.
-        selective: recompute the MLP's hidden activations (up projection and activation) in the
-            backward pass instead of keeping them.
         device, dtype, mesh, sequence_parallel, overlap, impl: as ``Attention``.
         out_init: standard deviation of a keyed initialisation of both output projections.
     """
@@ -52,7 +50,7 @@ class TransformerBlock(nn.Module):
         rope_theta: float | None = None,
         dropout: float = 0.0,
         site: int = 1,
-        selective: bool = False,
+        recompute: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         mesh: ConnectedMesh | None = None,
@@ -102,7 +100,7 @@ class TransformerBlock(nn.Module):
             activation,
             bias,
             out_init=out_init,
-            recompute="up" if selective else None,
+            recompute=recompute,
             overlap=overlap,
             **where,
         )

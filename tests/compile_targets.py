@@ -377,7 +377,6 @@ def _adamw_cases(adamw) -> list[Case]:
 
 def _overlap_cases() -> list[Case]:
     """Overlapped products, of one of eight ranks, in the shapes of an 8B Llama."""
-    from warpweave.kernels.mlp.gathered import gather_hidden_bwd_steps
     from warpweave.kernels.overlap.epilogue import Epilogue
     from warpweave.kernels.overlap.gather import gather_steps
     from warpweave.kernels.overlap.scatter import scatter_steps
@@ -393,20 +392,13 @@ def _overlap_cases() -> list[Case]:
     gelu, bias = Epilogue(m(F // W), "gelu", save_z=True), Epilogue(m(E))
     heads, table = m(1, 6, 128, E), m(4096, 64, dtype=torch.float32)
 
-    def hidden_bwd(activation, up_features, want_hidden, memory):
-        options = {"activation": activation, "want_hidden": want_hidden, "precision": None}
-        return gather_hidden_bwd_steps(x, down, m(T, up_features), memory, **options)
-
     def heads_of(memory):
         options = {"shape": (2, 4096), "precision": None}
         return gather_qkv_steps(x, heads, m(1, 6, 128), (table, table), memory, **options)
 
     calls = {
-        "gather hidden bwd swiglu": lambda: hidden_bwd("swiglu", 2 * F // W, True, memory),
-        "gather hidden bwd gelu": lambda: hidden_bwd("gelu", F // W, False, memory),
-        "gather hidden bwd bounded": lambda: hidden_bwd("swiglu", 2 * F // W, True, bounded),
-        "gather qkv": lambda: heads_of(memory),
-        "gather qkv bounded": lambda: heads_of(bounded),
+        "qkv": lambda: heads_of(memory),
+        "qkv bounded": lambda: heads_of(bounded),
         "all_gather_gemm": lambda: gather_steps(x, up.t(), memory, Epilogue()),
         "all_gather_gemm gelu": lambda: gather_steps(x, up.t(), memory, gelu),
         "gemm_reduce_scatter": lambda: scatter_steps(

@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -52,6 +53,16 @@ def module_of(file: str) -> str:
     return name if name.startswith("warpweave.") else f"warpweave.{name}"
 
 
+def name_of(source: Path) -> str:
+    """The module of a source file of the tree that this file is in."""
+    return module_of(source.relative_to(ROOT).as_posix())
+
+
+def source_files() -> list[Path]:
+    """The files of the four rungs."""
+    return [path for rung in (*RUNGS, "warpweave") for path in sorted((ROOT / rung).rglob("*.py"))]
+
+
 def suite_files(folder: Path) -> list[Path]:
     """The suite's files, but for those that cannot run on a copy."""
     return [path for path in sorted(folder.glob("test_*.py")) if path.name not in LEFT_OUT]
@@ -70,13 +81,18 @@ def imported(path: Path) -> frozenset[str]:
     return frozenset(found)
 
 
-def importers(module: str, files: list[Path]) -> list[Path]:
+def importers(module: str, files: list[Path], sources: Sequence[Path] = ()) -> list[Path]:
     """The test files that import `module` or the room it is in: those that bear the name of either
-    first, then the smaller."""
+    first, then the smaller. If none does, those of the `sources` that import it."""
     room = module.rpartition(".")[0]
-    known = {module, room} if room.count(".") > 1 else {module}  # no rung is a room
+    known = (
+        {module} if room in ("warpweave", *(f"warpweave.{r}" for r in RUNGS)) else {module, room}
+    )
     words = [name.rpartition(".")[2] for name in known]
     mine = [path for path in files if known & imported(path)]
+    if not mine:
+        users = (file for file in sources if module in imported(file))
+        mine = list({t: None for user in users for t in importers(name_of(user), files)})
     return sorted(mine, key=lambda p: (not any(w in p.stem for w in words), p.stat().st_size))
 
 
@@ -171,7 +187,7 @@ class Copy:
 def verdict_on(fault: Fault, copy: Copy, options: argparse.Namespace) -> str:
     """ "caught by <test>", or "SURVIVED" with the reason if it is not that all was green."""
     files = suite_files(copy.tree / "tests")
-    own = importers(module_of(fault.file), files)
+    own = importers(module_of(fault.file), files, source_files())
     rest = [] if options.quick and own else [path for path in files if path not in own]
     rounds = [own, rest]
     if options.tests is not None:

@@ -132,8 +132,8 @@ def _context(dropout_key: int = 3) -> TokenContext:
 @STYLES
 def test_recomputing_the_hidden_activations_changes_no_bit_but_keeps_less(style):
     results, kept = [], []
-    for selective in (False, True):
-        block = _block(style, selective=selective, dropout=0.3)
+    for recompute in (None, "up"):
+        block = _block(style, recompute=recompute, dropout=0.3)
 
         def keep(t: Tensor) -> Tensor:
             kept[-1] += t.numel()
@@ -196,7 +196,7 @@ def test_an_unknown_norm_is_refused():
 
 @DYNAMO
 @pytest.mark.parametrize(
-    "style", [GPT2, LLAMA, GPT2 | {"selective": True}], ids=["gpt2", "llama", "selective"]
+    "style", [GPT2, LLAMA, GPT2 | {"recompute": "up"}], ids=["gpt2", "llama", "selective"]
 )
 def test_it_compiles_without_a_graph_break(style):
     block, x = _block(style, dropout=0.3), draw(1, 12, E)
@@ -253,7 +253,7 @@ def test_the_arguments_after_the_sizes_are_keywords():
 def _on_tensor_ranks(rank: int, sizes: Mesh) -> None:
     mesh, tp = sizes.connect(), sizes.tp
     x = draw(1, 12, E)
-    gpt2, llama = {"dropout": 0.3}, LLAMA | {"num_kv_heads": 6, "selective": True}
+    gpt2, llama = {"dropout": 0.3}, LLAMA | {"num_kv_heads": 6, "recompute": "up"}
     for style in (gpt2, llama) if tp < 4 else ({"num_kv_heads": 4},):
         heads, hidden = (12, 12) if tp == 4 else (HEADS, 6)
 
@@ -294,7 +294,7 @@ def _train(block: nn.Module, x: Tensor) -> list[Tensor]:
 
 def _on_data_ranks(rank: int) -> None:
     x = draw(1, 4, 6, E)
-    for style in (GPT2, LLAMA | {"selective": True}):
+    for style in (GPT2, LLAMA | {"recompute": "up"}):
         alone = _block(style)
         order = x.unflatten(0, (2, 2)).transpose(0, 1).flatten(0, 1)  # halves are rank by rank
         losses, *expected = _train(alone, order)
@@ -313,7 +313,7 @@ def test_ddp_and_fsdp2_train_it_as_one_device_does():
 def test_every_option_reaches_the_part_that_it_is_for(norm):
     heard = {"causal": False, "window": 3, "softcap": 2.0, "rope_theta": 50.0, "strategy": "gather"}
     options = {"num_kv_heads": 2, "norm_eps": 0.3, "activation": "geglu", "bias": False,
-               "sinks": True, "selective": True, "impl": "torch"}  # fmt: skip
+               "sinks": True, "recompute": "up", "impl": "torch"}  # fmt: skip
     block = TransformerBlock(E, HEADS, HIDDEN, norm=norm, **heard, **options)
     norms = (block.attention_norm, block.mlp_norm)
     assert [type(part) for part in norms] == [{"layer": LayerNorm, "rms": RMSNorm}[norm]] * 2
@@ -385,7 +385,7 @@ def test_a_part_that_became_a_subclass_is_called(style, name):
 @STYLES
 @pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
 def test_hooks_of_projections_are_called_and_change_no_number(style, kind):
-    block, x, seen = _block(style, selective=True), draw(1, 12, E), []
+    block, x, seen = _block(style, recompute="up"), draw(1, 12, E), []
     expected = _results(block, x, lambda x: block(x, _context()))
     for name in PROJECTIONS:
         register = getattr(block.get_submodule(name), f"register_{kind}_hook")

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from close import assert_close_f64, assert_error_budget
 from ranks import run_ranks
-from rules import rulecheck
+from rules import over_group, rulecheck
 from sharded import draw, noticed, world
 from spmd_types import I, R, S
 from spmd_types.rulecheck import RuleCheckError
@@ -26,6 +26,7 @@ from warpweave.kernels.runtime.wgrad import WeightGradients, accumulate, collect
 from warpweave.parallel import collectives, tensor
 from warpweave.parallel.tensor import linear_loss
 from warpweave.parallel.tensor.linear_loss import vocab_parallel_linear_cross_entropy
+from warpweave.parallel.tensor.loss import VocabularyRanks
 
 T, E, VOCAB, PADDED = 12, 5, 301, 1200  # 4 ranks of 300: one whole, one of one row, two of padding
 RTOL = 1e-12
@@ -261,10 +262,10 @@ def _low_precision(rank: int) -> None:
         for recompute in (True, False):
             own, part, x, w = problem(sequence, PADDED, low)
             part.grad_dtype = torch.float32
-            travels = mock.Mock(side_effect=linear_loss._sum)
+            right = VocabularyRanks.sum
             with (
                 mock.patch.object(blocks, "CPU", SMALL),
-                mock.patch.object(linear_loss, "_sum", travels),
+                mock.patch.object(VocabularyRanks, "sum", autospec=True, side_effect=right) as sums,
             ):
                 loss = vocab_parallel_linear_cross_entropy(
                     own,
@@ -278,7 +279,7 @@ def _low_precision(rank: int) -> None:
                 )
                 loss.backward()
             # what is still to be added up is rounded after the sum
-            assert [call.args[0].dtype for call in travels.call_args_list] == [torch.float32]
+            assert [call.args[1].dtype for call in sums.call_args_list] == [torch.float32]
             one = torch.ones(())
             exact = truth(x.double(), w.double(), "sum", one.double(), 0.0, 0.0)
             same = truth(x, w, "sum", one.to(low), 0.0, 0.0)
@@ -332,31 +333,31 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 def _plant(name: str, value) -> mock._patch:
-    return mock.patch.object(linear_loss, name, value)
+    return mock.patch.object(VocabularyRanks, name, value)
 
 
 def _no_sum_of_dx():
-    def own_terms(dx, group, sequence_parallel):
-        return collectives.own_slice(dx, group) if sequence_parallel else dx
+    def own_terms(ranks, dx):
+        return collectives.own_slice(dx, ranks.group) if ranks.sequence_parallel else dx
 
-    return _plant("_sum", own_terms)
+    return _plant("sum", own_terms)
 
 
 def _no_merge():
-    return _plant("merge_columns", lambda stats, group: stats)
+    return _plant("merge", lambda ranks, stats: stats)
 
 
 def _merge_of_the_maximum():
-    right = linear_loss.merge_columns
+    right = VocabularyRanks.merge
 
-    def merge(stats, group):
-        return torch.cat((stats[:1], right(stats, group)[1:]))
+    def merge(ranks, stats):
+        return torch.cat((stats[:1], right(ranks, stats)[1:]))
 
-    return _plant("merge_columns", merge)
+    return _plant("merge", merge)
 
 
 def _everybody_is_the_first_shard():
-    return _plant("own_columns", lambda vocabulary, width, group: vocabulary)
+    return _plant("own", lambda ranks, vocabulary, width: vocabulary)
 
 
 def _padding_takes_part():
@@ -365,7 +366,7 @@ def _padding_takes_part():
     def vocabulary(start, size, *rest):
         return right(start, PADDED, *rest)
 
-    return _plant("Vocabulary", vocabulary)
+    return mock.patch.object(linear_loss, "Vocabulary", vocabulary)
 
 
 FAULTS = [
@@ -401,7 +402,8 @@ def _case(function: type, sequence: bool):
     """(function, arguments, documented types)."""
     ids = torch.tensor([0, 3, 2, 1, 4, 2, -100, 6])  # as many as rows of the weight: only dims of
     args = draw(1, 8, 4), draw(2, 8, 4), ids  # one size are cut together where all is tried
-    args = *args, VOCABULARY, torch.float64, linear_loss.ranks(), "tp", sequence
+    args = *args, VOCABULARY, torch.float64, "tp", sequence
+    function = over_group(function, VocabularyRanks)
     return function, args, {"x": S(0) if sequence else I, "weight": S(0), "labels": R}
 
 
@@ -434,11 +436,6 @@ def test_every_function_has_a_rule() -> None:
 
 def test_a_planted_fault_breaks_the_rule() -> None:
     with _no_merge():
-        _, args, documented = _case(linear._Recomputed, False)
-    with pytest.raises(RuleCheckError, match="hold different values"):
-        rulecheck(
-            linear._Recomputed,
-            args,
-            {k: {"tp": v} for k, v in documented.items()},
-            mesh={"tp": 2},
-        )
+        function, args, documented = _case(linear._Recomputed, False)
+        with pytest.raises(RuleCheckError, match="hold different values"):
+            rulecheck(function, args, {k: {"tp": v} for k, v in documented.items()}, mesh={"tp": 2})

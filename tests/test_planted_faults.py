@@ -46,8 +46,9 @@ from warpweave.parallel.data.zero import Unit, ZeroOptimizer
 from warpweave.parallel.mesh import ConnectedMesh, Mesh, single
 from warpweave.parallel.pipeline.stage import ChainStage
 from warpweave.parallel.shard import ParamRecord
-from warpweave.parallel.tensor import linear_loss, loss
+from warpweave.parallel.tensor import linear_loss
 from warpweave.parallel.tensor import ranks as tensor_ranks
+from warpweave.parallel.tensor.loss import VocabularyRanks
 from warpweave.parallel.tensor.ranks import TensorRanks
 from warpweave.prove import LIMITS, Layout, expected, proof, prove_layout
 
@@ -212,21 +213,24 @@ def deferred_weights(mesh: ConnectedMesh) -> float:
 @fault(1, smoothed_loss, Mesh(tp=2))
 def smoothing_over_the_local_vocabulary(mesh):
     """Megatron-LM #737 and #7452 finding 1: every rank smooths over its own shard."""
-    right_own, right_merge = loss.own_columns, loss.merge_columns
+    right_own, right_merge = VocabularyRanks.own, VocabularyRanks.merge
     right, width = Vocabulary.losses, []
 
-    def own(vocabulary, columns, group):
+    def own(ranks, vocabulary, columns):
         width[:] = [columns]
-        return right_own(vocabulary, columns, group)
+        return right_own(ranks, vocabulary, columns)
 
-    def merge(stats, group):
-        return torch.cat((right_merge(stats, group)[:2], stats[2:]))
+    def merge(ranks, stats):
+        return torch.cat((right_merge(ranks, stats)[:2], stats[2:]))
 
     def losses(self, stats, labels):
         return right(self._replace(size=width[0]), stats, labels)
 
-    faults = {"own_columns": own, "merge_columns": merge}
-    return [*((loss, *fault) for fault in faults.items()), (Vocabulary, "losses", losses)]
+    faults = {"own": own, "merge": merge}
+    return [
+        *((VocabularyRanks, *fault) for fault in faults.items()),
+        (Vocabulary, "losses", losses),
+    ]
 
 
 def _gathered_head():
@@ -556,14 +560,14 @@ def tied_embedding_cut_differently(mesh):
 @fault(16, TP)
 def partial_gradient_leaves_the_loss(mesh):
     """torchtitan PR #3412: one shard's gradient of the head's input goes on as if whole."""
-    return [(linear_loss, "_sum", lambda dx, group, sp: dx)]
+    return [(VocabularyRanks, "sum", lambda ranks, dx: dx)]
 
 
 @fault(16, SP)
 def partial_gradient_leaves_the_loss_in_slices(mesh):
     """The same under sequence parallelism: a slice of it where its sum is to be scattered."""
 
-    return [(linear_loss, "_sum", lambda dx, group, sp: own_slice(dx, group))]
+    return [(VocabularyRanks, "sum", lambda ranks, dx: own_slice(dx, ranks.group))]
 
 
 @fault(17, TP)
@@ -593,12 +597,12 @@ def row_bias_once_per_rank(mesh):
 def padding_takes_part_in_the_softmax(mesh):
     """Megatron-LM #1754: the padding rows of the vocabulary have probability, too."""
 
-    right = linear_loss.own_columns
+    right = VocabularyRanks.own
 
-    def own(vocabulary, width, group):
-        return right(vocabulary._replace(size=vocabulary.size + vocabulary.size % 2), width, group)
+    def own(ranks, vocabulary, width):
+        return right(ranks, vocabulary._replace(size=vocabulary.size + vocabulary.size % 2), width)
 
-    return [(linear_loss, "own_columns", own)]
+    return [(VocabularyRanks, "own", own)]
 
 
 # ------------------------------------------------------------------ 20-22: the step

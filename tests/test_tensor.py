@@ -209,10 +209,14 @@ def test_the_triton_loss_agrees() -> None:
 def _deferred(rank: int) -> None:
     """With a collector, backward makes dx only; the store makes the same weight gradients."""
     group, _, ranks = world()
+    hows = ({}, fused())
     for sequence in (False, True):
-        for function, cut_x, cut_w, width in (
-            (tensor.column_parallel_linear, 0, 0, NARROW),
-            (tensor.row_parallel_linear, -1, 1, WIDE),
+        for (function, cut_x, cut_w, width), how in itertools.product(
+            (
+                (tensor.column_parallel_linear, 0, 0, NARROW),
+                (tensor.row_parallel_linear, -1, 1, WIDE),
+            ),
+            hows,
         ):
             for bias in (None, draw(3, WIDE // ranks if cut_w == 0 else NARROW)):
                 outcomes = []
@@ -220,7 +224,7 @@ def _deferred(rank: int) -> None:
                     x = own(draw(1, T, width), cut_x, sequence or cut_x == -1)
                     w = own(draw(2, WIDE + NARROW - width, width), cut_w)
                     b = None if bias is None else leaf(bias)
-                    y = function(x, w, b, group=group, sequence_parallel=sequence)
+                    y = function(x, w, b, group=group, sequence_parallel=sequence, **how)
                     if store is None:
                         y.backward(draw(4, *y.shape))
                     else:
@@ -230,6 +234,8 @@ def _deferred(rank: int) -> None:
                         assert len(store) == 1 + (b is not None)
                         store.run()
                     outcomes.append([x.grad, w.grad] + ([] if b is None else [b.grad]))
+                if how:  # dx is another product then, whose ranks add in another order
+                    assert_close_f64(outcomes[1].pop(0), outcomes[0].pop(0), RTOL)
                 assert all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
         store, w = WeightGradients(), own(draw(1, PADDED, E), 0)
         ids = torch.arange(T)
@@ -581,8 +587,12 @@ def test_planted_faults_are_noticed() -> None:
 
 IDS = torch.tensor([0, 3, 2, 1, 4, 2])
 VOCABULARY = Vocabulary(0, 7, -100, 0.1, 0.0, "torch")
-RANKED = (tensor.linear._ColumnParallelLinear, tensor.linear._RowParallelLinear)
-COLUMN, ROW = map(over_group, RANKED)
+RANKED = {
+    tensor.linear._ColumnParallelLinear: tensor.ranks.TensorRanks,
+    tensor.linear._RowParallelLinear: tensor.ranks.TensorRanks,
+    tensor.loss.CrossEntropy: tensor.loss.VocabularyRanks,
+}
+COLUMN, ROW, LOSS = (over_group(*ranked) for ranked in RANKED.items())
 CASES = {
     "column": (
         COLUMN,
@@ -615,8 +625,8 @@ CASES = {
         {"ids": R, "weight": S(0)},
     ),
     "loss": (
-        tensor.loss.CrossEntropy,
-        (draw(1, 6, 8), IDS, VOCABULARY, tensor.loss.own_columns, tensor.loss.merge_columns, "tp"),
+        LOSS,
+        (draw(1, 6, 8), IDS, VOCABULARY, "tp", False),
         {"logits": S(1), "labels": R},
     ),
 }
@@ -650,7 +660,7 @@ def test_every_function_has_a_rule() -> None:
         if issubclass(f, torch.autograd.Function)
     }
     cases = {function for function, _, _ in CASES.values()}
-    assert functions == cases - {COLUMN, ROW} | set(RANKED)
+    assert functions == cases - {COLUMN, ROW, LOSS} | RANKED.keys()
 
 
 class _BiasOnEveryRank(tensor.linear._RowParallelLinear):

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -29,14 +30,10 @@ ODD = Row("Planted GPU", "attention_fwd", 2, 96, AttentionTile(32, 16, 2, 1), tr
 
 
 @pytest.fixture
-def table(monkeypatch, tmp_path):
-    """Where the user's table will be looked for."""
-    tiles.own_rows.cache_clear()
-    tiles.find_on.cache_clear()
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+def table(tmp_path):
+    """Where a user's table will be; what is loaded of it is forgotten afterwards."""
     yield tmp_path / "warpweave" / "tiles.json"
-    tiles.own_rows.cache_clear()
-    tiles.find_on.cache_clear()
+    tiles.load(None)
 
 
 # ---------------------------------------------------------------- what is shipped
@@ -70,6 +67,7 @@ def test_a_users_tile_is_for_its_device_kernel_element_size_and_kind(table) -> N
     gemm_row = Row("Planted GPU", "gemm", 4, "heavy", GemmTile(32, 64, 16, 2, 3, 4, 2), "x")
     gemm_row = dataclasses.replace(gemm_row, triton=triton.__version__, us=1.5, shipped_us=2)
     write_table(table, [ODD, dataclasses.replace(ODD, where="Other GPU"), gemm_row])
+    tiles.load(table)
 
     def same_as_shipped(kernel, size, kind, name="Planted GPU"):
         shipped = tiles.find_on(kernel, 90, "", size, kind)
@@ -93,15 +91,33 @@ def test_a_users_tile_is_for_its_device_kernel_element_size_and_kind(table) -> N
 
 def test_the_table_is_read_once(table) -> None:
     write_table(table, [ODD])
+    tiles.load(table)
     assert tiles.find_on("attention_fwd", 90, "Planted GPU", 2, 96) == ODD.tile
     table.write_text("broken")  # nobody looks any more, not for another kernel either
     assert tiles.find_on("attention_fwd", 90, "Planted GPU", 2, 96) == ODD.tile
     assert tiles.find_on("attention_dq", 90, "Planted GPU", 2, 96)
+    with pytest.raises(ValueError, match=r"tiles\.json cannot be used: Expecting value"):
+        tiles.load(table)
+    assert tiles.find_on("attention_fwd", 90, "Planted GPU", 2, 96) == ODD.tile
 
 
-def test_without_a_gpu_nobody_reads_it_at_import_or_at_a_launch(table) -> None:
+def test_it_holds_in_every_thread_until_another_is_loaded(table) -> None:
+    """Autograd launches a backward's kernels from threads of its own."""
+    shipped = tiles.find_on("attention_fwd", 90, "Planted GPU", 2, 96)
+    write_table(table, [ODD])
+    tiles.load(table)
+    with ThreadPoolExecutor(1) as other:
+        found = other.submit(tiles.find_on, "attention_fwd", 90, "Planted GPU", 2, 96)
+    assert found.result() == ODD.tile != shipped
+    tiles.load(None)
+    assert tiles.find_on("attention_fwd", 90, "Planted GPU", 2, 96) == shipped
+
+
+def test_nobody_reads_one_unasked_nor_anything_at_import(table, monkeypatch) -> None:
     table.parent.mkdir()
     table.write_text("broken")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(table.parent.parent))
+    monkeypatch.chdir(table.parent)
     q = torch.randn(1, 3, 1, 16)
     attention(q, q, q, impl="triton")
     gemm(q[0, :, 0], q[0, :, 0].t(), impl="triton")
@@ -111,32 +127,19 @@ def test_without_a_gpu_nobody_reads_it_at_import_or_at_a_launch(table) -> None:
     )
     code += "; assert not t.shipped_table.cache_info().currsize"
     subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=800)
-    with pytest.raises(ValueError, match=r"tiles\.json cannot be used: Expecting value"):
-        tiles.find_on("gemm", 90, "Planted GPU", 2, "large")
+    shipped = tiles.find_on("gemm", 90, "", 2, "large")
+    assert tiles.find_on("gemm", 90, "Planted GPU", 2, "large") == shipped
 
 
 def test_rows_of_another_triton_are_announced_and_left_out(table) -> None:
     old = dataclasses.replace(ODD, kernel="attention_dq", triton="3.0.0")
     write_table(table, [ODD, old, dataclasses.replace(old, where="Other GPU", triton="2.0.0")])
+    tiles.load(table)
     message = r"for Planted GPU measured under Triton 3\.0\.0, this is .* not used.*warpweave tune"
     with pytest.warns(UserWarning, match=message):
         assert tiles.find_on("attention_fwd", 90, "Planted GPU", 2, 96) == ODD.tile
     shipped = tiles.find_on("attention_dq", 90, "", 2, 96)
     assert tiles.find_on("attention_dq", 90, "Planted GPU", 2, 96) == shipped  # and warns no more
-
-
-def test_it_lies_in_the_users_configuration_folder(monkeypatch) -> None:
-    monkeypatch.setenv("HOME", "/nowhere/me")
-    for folder, want in (
-        ("/nowhere/x", "/nowhere/x/warpweave/tiles.json"),
-        ("", "/nowhere/me/.config/warpweave/tiles.json"),
-        ("relative", "/nowhere/me/.config/warpweave/tiles.json"),
-    ):
-        monkeypatch.setenv("XDG_CONFIG_HOME", folder)
-        assert str(tiles.own_path()) == want
-    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # a user without a home
-    assert tiles.own_path() is None
-    assert tiles.own_rows("Planted GPU without a home") == ()
 
 
 # ---------------------------------------------------------------- the file
@@ -209,7 +212,7 @@ def test_a_row_that_is_wrong_is_refused_with_file_row_and_value(table, rows, mes
     table.parent.mkdir()
     table.write_text(json.dumps({"format": "warpweave tiles 1", "rows": rows}))
     with pytest.raises(ValueError, match=message) as caught:
-        tiles.find_on("gemm", 90, "Planted GPU", 2, "large")
+        tiles.load(table)
     assert str(table) in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -230,18 +233,18 @@ def test_a_file_that_is_no_table_is_refused(table, content, message) -> None:
     table.parent.mkdir()
     table.write_bytes(content)
     with pytest.raises(ValueError, match=message) as caught:
-        tiles.find_on("gemm", 90, "Planted GPU", 2, "large")
+        tiles.load(table)
     assert str(table) in str(caught.value)
 
 
 def test_a_file_that_cannot_be_read_is_refused(table) -> None:
     table.mkdir(parents=True)
     with pytest.raises(ValueError, match=r"tiles\.json cannot be used: .*Is a directory"):
-        tiles.find_on("gemm", 90, "Planted GPU", 2, "large")
+        tiles.load(table)
     table.rmdir()
     table.symlink_to("nowhere")
     with pytest.raises(ValueError, match=r"tiles\.json cannot be used: .*No such file"):
-        tiles.find_on("gemm", 90, "Planted GPU", 2, "large")
+        tiles.load(table)
 
 
 # ---------------------------------------------------------------- any tile is right

@@ -16,6 +16,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+import triton
 from close import relative_error
 from ranks import run_ranks
 
@@ -23,7 +24,10 @@ import warpweave.train as train
 from warpweave.checkpoint import CheckpointError, open_checkpoint, open_latest
 from warpweave.config import ParallelPlan
 from warpweave.data import write_token_file
+from warpweave.kernels.runtime import tiles
+from warpweave.kernels.runtime.tile_table import AttentionTile, Row, write_table
 from warpweave.launch import Session
+from warpweave.metrics import utilisation
 from warpweave.parallel.data.optimizer import AdamW
 from warpweave.parallel.mesh import Mesh
 from warpweave.plain_gpt import PlainConfig, plain_adamw_step, plain_gpt_loss, plain_init
@@ -518,6 +522,18 @@ def test_tokens_outside_the_data_are_left_out_of_the_sample(tmp_path, monkeypatc
     assert asked == [(text[-round(len(text) / 20) :][:8], 3, 4)]
 
 
+def test_launches_of_a_run_take_the_tiles_of_the_table_that_it_was_given(tmp_path):
+    row = Row("GPU", "attention_fwd", 2, 64, AttentionTile(16, 16, 1, 1), triton.__version__)
+    write_table(tmp_path / "tiles.json", [row])
+    try:
+        _trainer(_config(tmp_path, tiles=tmp_path / "tiles.json"))
+        assert tiles.find_on("attention_fwd", 90, "GPU", 2, 64) == row.tile
+        _trainer(_config(tmp_path))
+        assert tiles.find_on("attention_fwd", 90, "GPU", 2, 64) != row.tile
+    finally:
+        tiles.load(None)
+
+
 @pytest.mark.parametrize(
     ("device", "dtype", "peak"),
     [("NVIDIA H100 80GB HBM3", "bf16", 989e12), ("NVIDIA A100-SXM4-40GB", "fp16", 312e12),
@@ -527,15 +543,19 @@ def test_utilisation_is_of_all_ranks_peaks_and_only_where_one_is_known(
     tmp_path, monkeypatch, device, dtype, peak
 ):
     trainer = _trainer(_config(tmp_path, dtype=dtype))
-    assert trainer._utilisation(1e9) == {}  # on a CPU
+
+    def found() -> dict[str, float]:
+        return utilisation(1e9, trainer.model, dtype, trainer.session)
+
+    assert found() == {}  # on a CPU
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: device)
     there = dataclasses.replace(trainer.session, device=torch.device("cuda"), world=4)
     monkeypatch.setattr(trainer, "session", there)
     if peak is None:
-        assert trainer._utilisation(1e9) == {}
+        assert found() == {}
         return
     flops = 1e9 * trainer.model.step_flops(16) / 16
-    assert trainer._utilisation(1e9) == {"mfu": pytest.approx(flops / (4 * peak), rel=1e-3)}
+    assert found() == {"mfu": pytest.approx(flops / (4 * peak), rel=1e-3)}
 
 
 def test_a_second_ctrl_c_stops_at_once_but_not_the_echo_of_the_first(monkeypatch):
@@ -585,6 +605,7 @@ REFUSED = {
     "missing.txt does not exist": {"data": Path("missing.txt")},
     "its train split has 0 tokens, one sample needs seq_len . 1 = 17": {"data": "empty"},
     "holds no file": {"data": "folder"},
+    "the tile table missing.json cannot be used": {"tiles": Path("missing.json")},
     "nothing to resume from: no checkpoint in .*run/checkpoints": {"resume": True},
 }  # fmt: skip
 

@@ -39,13 +39,10 @@ GOOD = Compiled("_attention_fwd_kernel", 1, {}, 4, 128, 0, 65536, 2, "", {})
 
 @pytest.fixture(autouse=True)
 def table(monkeypatch, tmp_path):
-    """Where launches will look for the user's table."""
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    for found in (tiles.own_rows, tiles.find_on):
-        found.cache_clear()
-    yield tmp_path / "warpweave" / "tiles.json"
-    for found in (tiles.own_rows, tiles.find_on):
-        found.cache_clear()
+    """Where the table is written, if nobody says where."""
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path / "tiles.json"
+    tiles.load(None)
 
 
 class FakeGpu:
@@ -83,10 +80,11 @@ class FakeGpu:
         )
 
     def tune(self, path, problem=FWD):
-        """(the tile of the one row that is written, the report)."""
+        """(the tile of the one row that is written, the report); the table is loaded."""
         report = tune([problem], self.bench(), path, minutes=1)
         [(_, row, shipped)] = report.rows
         assert shipped == problem.shipped(90)
+        tiles.load(path)
         return row.tile, report
 
 
@@ -184,7 +182,6 @@ def test_what_time_does_not_reach_is_named(table) -> None:
 
 
 def test_a_broken_table_is_refused_before_anything_is_measured(table) -> None:
-    table.parent.mkdir()
     table.write_text("{}")
     gpu = FakeGpu({})
     with pytest.raises(ValueError, match=r"tiles\.json cannot be used"):
@@ -357,7 +354,7 @@ def test_it_prints_old_against_new_and_sums_up(table, capsys) -> None:
     assert second.endswith("q=128 k=64 warps=8 stages=2 1500.0 us, which stays")
     assert summary.pop("seconds") >= 0
     assert summary == {
-        "device": "Planted GPU", "table": str(table), "triton": triton.__version__, "tuned": 2,
+        "device": "Planted GPU", "table": table.name, "triton": triton.__version__, "tuned": 2,
         "changed": 1, "wrong": [], "left_out": [],
     }  # fmt: skip
     other = table.parent / "elsewhere.json"

@@ -11,7 +11,7 @@ _USAGE = """usage: warpweave COMMAND [OPTIONS]
 commands:
   train   train a GPT on text, on any mesh (warpweave train --help)
   prove   show that a mesh computes what one plain device computes (warpweave prove --help)
-  tune    measure tiles on this GPU and keep the best for it (warpweave tune --help)
+  tune    measure tiles on this GPU, write a table of the best (warpweave tune --help)
 
 The last line that a command prints is one JSON object with its result."""
 

@@ -136,7 +136,7 @@ class GPT(nn.Module):
             site=1 + 2 * i,
             strategy=self.plan.cp_strategy,
             overlap=self.plan.overlap,
-            selective=self.plan.recompute == "selective",
+            recompute="up" if self.plan.recompute == "selective" else None,
             out_init=0.02 / math.sqrt(2 * c.layers),
             impl=self.impl,
             **options,

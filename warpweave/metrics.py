@@ -1,14 +1,53 @@
-"""What a run leaves to look at: metrics as JSONL, TensorBoard events, a plot of the loss."""
+"""What a run measures and leaves to look at: JSONL, TensorBoard events, a plot of the loss.
+
+A metric of a step is a field of the row of `Metrics.trained`, one of an evaluation of that of
+`Metrics.evaluated`.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import resource
+import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from warpweave.config import GPTConfig
+from warpweave.launch import Session
 from warpweave.messages import say
+from warpweave.parallel.collectives import gather
+from warpweave.parallel.mesh import ConnectedMesh
 from warpweave.train_config import BOARD, CHECKPOINTS, METRICS, PLOT, TrainConfig
+
+# Dense 16-bit FLOP/s of NVIDIA's data sheets, by a part of the device's name.
+PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
+
+
+def utilisation(
+    tokens_per_second: float, model: GPTConfig, dtype: str, session: Session
+) -> dict[str, float]:
+    """{"mfu"}, model FLOP/s utilisation by ``GPTConfig.step_flops``, on GPUs of known peak."""
+    if session.device.type != "cuda":
+        return {}
+    name, half = torch.cuda.get_device_name(), dtype in ("bf16", "fp16")
+    peak = next((p for part, p in PEAK_FLOPS.items() if part in name), None)
+    if peak is None or not half:
+        return {}
+    flops = model.step_flops(1)
+    return {"mfu": round(tokens_per_second * flops / (peak * session.world), 4)}
+
+
+def peak_memory(device: torch.device, mesh: ConnectedMesh) -> list[float]:
+    """Peak memory of every rank in MiB: allocated on a GPU, resident on the CPU."""
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated() / 2**20
+    else:
+        unit = 2**20 if sys.platform == "darwin" else 2**10
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+    return gather(torch.tensor([peak], device=device), mesh.group("world")).tolist()
 
 
 class Metrics:
@@ -18,7 +57,17 @@ class Metrics:
     run moves what is in its folder into a folder ``earlier-N`` beside it.
     """
 
-    def __init__(self, config: TrainConfig, step: int) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        session: Session,
+        model: GPTConfig,
+        step: int,
+        *,
+        tokens_per_step: int,
+    ) -> None:
+        self.session, self.model, self.dtype = session, model, config.dtype
+        self.tokens_per_step = tokens_per_step
         self.folder = config.out
         self.folder.mkdir(parents=True, exist_ok=True)
         self.path = self.folder / METRICS
@@ -31,6 +80,19 @@ class Metrics:
             from torch.utils.tensorboard import SummaryWriter
 
             self.board = SummaryWriter(str(self.folder / BOARD), purge_step=step + 1)
+
+    def trained(self, row: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """Write the row of a step that took `seconds`, with what follows from them; the row."""
+        rate = self.tokens_per_step / seconds
+        row |= {"tokens_per_second": round(rate, 1)}
+        row |= utilisation(rate, self.model, self.dtype, self.session)
+        self.write(row)
+        return row
+
+    def evaluated(self, step: int, val_loss: float, peak: list[float]) -> None:
+        """Write the row of an evaluation after `step`; `peak` is every rank's memory in MiB."""
+        peak_mib = [round(m) for m in peak]
+        self.write({"step": step, "val_loss": val_loss, "peak_memory_mib": peak_mib})
 
     def write(self, row: dict[str, Any]) -> None:
         """Append one row; the file is complete up to here at any time."""

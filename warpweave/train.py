@@ -15,7 +15,6 @@ import dataclasses
 import json
 import math
 import os
-import resource
 import signal
 import sys
 import threading
@@ -42,16 +41,13 @@ from warpweave.checkpoint import (
 from warpweave.dtypes import DTYPES
 from warpweave.engine import Engine
 from warpweave.gpt import GPT
+from warpweave.kernels.runtime import tiles
 from warpweave.launch import Session, join, launch, leave, reported, under_torchrun
 from warpweave.messages import one_line, say
-from warpweave.metrics import Metrics
-from warpweave.parallel.collectives import gather
+from warpweave.metrics import Metrics, peak_memory
 from warpweave.parallel.data.optimizer import AdamW
 from warpweave.parallel.shard import ParamRecord
 from warpweave.train_config import CHECKPOINTS, TrainConfig, learning_rate
-
-# Dense 16-bit FLOP/s of NVIDIA's data sheets, by a part of the device's name.
-PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 
 
 def _settings(config: TrainConfig) -> dict[str, Any]:
@@ -104,6 +100,7 @@ class Trainer:
     ) -> None:
         self.config, self.session = config, session
         self.interrupt = interrupt if interrupt is not None else Interrupt()
+        tiles.load(config.tiles)
         self.train_data, self.val_data = config.open_data("train"), config.open_data("validation")
         self.model = config.model_config(self.train_data.vocab_size)
         self.mesh = config.mesh.connect(
@@ -129,7 +126,11 @@ class Trainer:
         self.peak_memory: list[float] = []
         if config.resume:
             self._resume()
-        self.metrics = Metrics(config, self.step) if session.rank == 0 else None
+        self.metrics: Metrics | None = None
+        if session.rank == 0:
+            self.metrics = Metrics(
+                config, session, self.model, self.step, tokens_per_step=self.tokens_per_step
+            )
 
     def describe(self) -> str:
         """Where and what this run trains, in one line."""
@@ -162,7 +163,7 @@ class Trainer:
                 row, took, self.stopped = self._train_step()
                 seconds.append(took)
                 if len(seconds) == 1:
-                    self.peak_memory = self._peak_memory()
+                    self.peak_memory = peak_memory(self.session.device, self.mesh)
                 self._log(bar, row, took)
                 self._after_step()
         counted = seconds[1:] or seconds
@@ -203,13 +204,11 @@ class Trainer:
         return row, time.perf_counter() - began, interrupts > 0
 
     def _log(self, bar: tqdm, row: dict[str, Any], seconds: float) -> None:
-        """One row of metrics, and the progress bar; on rank 0."""
+        """A step's metrics, and the progress bar; on rank 0."""
         if self.metrics is None:
             return
-        rate = self.tokens_per_step / seconds
-        row |= {"tokens_per_second": round(rate, 1)} | self._utilisation(rate)
-        self.metrics.write(row)
-        shown = {"loss": f"{row['loss']:.3f}", "tokens/s": f"{rate:.0f}"}
+        row = self.metrics.trained(row, seconds)
+        shown = {"loss": f"{row['loss']:.3f}", "tokens/s": f"{row['tokens_per_second']:.0f}"}
         if "mfu" in row:
             shown["mfu"] = f"{row['mfu']:.1%}"
         peak = self.peak_memory
@@ -243,17 +242,6 @@ class Trainer:
             last = f"the last good checkpoint is {self.checkpoint}"
         raise TrainingStopped(f"{words} at step {step}, first seen on {names}; {kept}{last}")
 
-    def _utilisation(self, tokens_per_second: float) -> dict[str, float]:
-        """Model FLOP/s utilisation on a GPU of known peak, by ``GPTConfig.step_flops``."""
-        if self.session.device.type != "cuda":
-            return {}
-        name, half = torch.cuda.get_device_name(), self.config.dtype in ("bf16", "fp16")
-        peak = next((p for part, p in PEAK_FLOPS.items() if part in name), None)
-        if peak is None or not half:
-            return {}
-        flops = self.model.step_flops(1)
-        return {"mfu": round(tokens_per_second * flops / (peak * self.session.world), 4)}
-
     def evaluate(self) -> float:
         """Mean loss on fixed validation samples, in nats per token."""
         self.session.beat(self.step, "evaluation")
@@ -265,10 +253,9 @@ class Trainer:
         value = float(self.engine.evaluate(*self._micro_batches(*samples)))
         if not math.isfinite(value):
             self._stop(value, 0.0, "validation loss")
-        self.peak_memory = self._peak_memory()
+        self.peak_memory = peak_memory(self.session.device, self.mesh)
         if self.metrics is not None:
-            peak = [round(m) for m in self.peak_memory]
-            self.metrics.write({"step": self.step, "val_loss": value, "peak_memory_mib": peak})
+            self.metrics.evaluated(self.step, value, self.peak_memory)
         return value
 
     # ------------------------------------------------------------------ checkpoints
@@ -368,7 +355,7 @@ class Trainer:
 
     def _result(self, val_loss: float | None, rate: float) -> dict[str, Any]:
         """Sample, plot, print; the fields of the last line."""
-        self.peak_memory = self._peak_memory()
+        self.peak_memory = peak_memory(self.session.device, self.mesh)
         text = None
         if not self.stopped and self.config.sample:
             self.session.beat(self.step, "sampling")
@@ -397,16 +384,6 @@ class Trainer:
         tokens = self.engine.generate(prompt, self.config.sample, seed=self.config.seed).tolist()
         # A model's vocabulary may be larger than its data's, and an untrained one draws from all.
         return self.train_data.decode([t for t in tokens if t < self.train_data.vocab_size])
-
-    def _peak_memory(self) -> list[float]:
-        """Peak memory of every rank in MiB: allocated on a GPU, resident on the CPU."""
-        if self.session.device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated() / 2**20
-        else:
-            unit = 2**20 if sys.platform == "darwin" else 2**10
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
-        mine = torch.tensor([peak], device=self.session.device)
-        return gather(mine, self.mesh.group("world")).tolist()
 
 
 def _key(seed: int, step: int) -> int:

@@ -17,6 +17,7 @@ import tyro
 from warpweave.checkpoint import latest
 from warpweave.config import PRESETS, GPTConfig, ParallelPlan
 from warpweave.data import Dataset, open_dataset
+from warpweave.kernels.runtime.tile_table import read_table
 from warpweave.parallel.mesh import Mesh
 
 # Files and folders of a run, in `out`.
@@ -112,6 +113,8 @@ class TrainConfig:
     """Also write TensorBoard events (needs warpweave[tensorboard])."""
     impl: Literal["triton", "torch"] | None = None
     """What computes; default: the Triton kernels on a GPU, torch on the CPU."""
+    tiles: Path | None = None
+    """Table of ``warpweave tune`` for the kernels on these GPUs; default: the shipped tiles."""
     timeout: float = 300.0
     """Seconds that any exchange between ranks may take."""
 
@@ -195,6 +198,8 @@ class TrainConfig:
             )
         if self.resume and latest(self.out / CHECKPOINTS) is None:
             raise ValueError(f"nothing to resume from: no checkpoint in {self.out / CHECKPOINTS}")
+        if self.tiles is not None:
+            read_table(self.tiles, by="device")
         if self.tensorboard:
             import torch.utils.tensorboard  # noqa: F401  an ImportError now, not after training
         vocabulary = self.open_data("train").vocab_size

@@ -2,7 +2,8 @@
 
 `vocabulary` the formula, and which columns a shard holds · `forward` and `backward` of logits ·
 `function` of both · `linear` the Functions of a linear layer's loss, by one of two orders of work:
-`recompute` and `in_forward`, over `blocks` of logits that are never held whole.
+`recompute` and `in_forward`, over `blocks` of logits that are never held whole · `local` what both
+Functions ask of the ranks that share a vocabulary.
 """
 
 from warpweave.kernels.cross_entropy.backward import cross_entropy_bwd

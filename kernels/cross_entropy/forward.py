@@ -1,8 +1,7 @@
 """The forward half of cross entropy, on whole logits or on one shard of the vocabulary.
 
-One shard logits[N, Vs] starts at column vocab_start of the whole: `cross_entropy_fwd` returns what
-has to be combined over the shards (logsumexp of lse, sums of the rest), `token_losses` makes losses
-of the combined values. The formula stands in `vocabulary`.
+`cross_entropy_fwd` gives what is to be combined over the shards, `token_losses` makes losses of the
+combined values. The formula stands in `vocabulary`.
 
 Forward reads the logits once (running maximum and sum, Milakov and Gimelshein 2018,
 arXiv:1805.02867); the kernel does not read ignored rows at all. Computed in float32 (float64 for

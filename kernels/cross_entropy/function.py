@@ -1,69 +1,43 @@
-"""Cross entropy without a copy of the logits.
+"""Cross entropy without a copy of the logits: the Function and the op.
 
-    loss = lse - (1 - s) * z_t - (s / V) * sum_j z_j + c * lse^2        lse = log(sum_j exp(z_j))
-
-for a row z of V logits with label t, label smoothing s and z-loss c; `vocabulary` has the gradient.
-How it is computed is in `forward` and `backward`; saved for backward are the logits, which exist
-anyway, and lse. `linear_cross_entropy`, which has no logits, has a file of its own.
-
-A label that is neither in [0, vocab_size) nor `ignore_index` raises ValueError on CPU tensors. On a
-GPU looking would make the host wait: there that row's loss and gradient are NaN, never just wrong.
+`vocabulary` has the formula and says what becomes of wrong labels, `forward` and `backward` how it
+is computed. Saved for backward are the logits, which exist anyway, and lse.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 from warpweave.kernels.cross_entropy.backward import cross_entropy_bwd
 from warpweave.kernels.cross_entropy.forward import cross_entropy_fwd
+from warpweave.kernels.cross_entropy.local import LOCAL_VOCABULARY
 from warpweave.kernels.cross_entropy.vocabulary import Vocabulary, check_logits, check_options
 from warpweave.kernels.runtime.dispatch import choose, once_differentiable
 
-Own = Callable[[Vocabulary, int, Any], Vocabulary]
-"""(vocabulary, width, group) -> what the `width` columns of this rank of the group stand for."""
-
-Merge = Callable[[torch.Tensor, Any], torch.Tensor]
-"""(stats[k, N], group) -> a shard's lse, target and, with smoothing, logit_sum combined with those
-of the group's other ranks."""
-
 
 class CrossEntropy(torch.autograd.Function):
-    """losses[N] of logits[N, V/tp]; what the ranks of a group do together is given with it."""
+    """losses[N] of logits[N, V/tp]."""
 
     @staticmethod
-    def forward(
-        ctx, logits, labels, vocabulary, own: Own = None, merge: Merge = None, group: Any = None
-    ):
-        if group is not None:
-            vocabulary = own(vocabulary, logits.shape[1], group)
+    def forward(ctx, logits, labels, vocabulary, ranks):
+        vocabulary = ranks.own(vocabulary, logits.shape[1])
         start, size, ignore_index, label_smoothing, z_loss, impl = vocabulary
         where = {"vocab_start": start, "vocab_size": size, "ignore_index": ignore_index}
         want_sum = label_smoothing != 0.0
         parts = cross_entropy_fwd(logits, labels, want_sum=want_sum, impl=impl, **where)
-        stats: Sequence[torch.Tensor | None] = parts
-        if group is not None:
-            given = torch.stack([part for part in parts if part is not None])
-            stats = [row.clone() for row in merge(given, group)]  # one is saved, not all
-        ctx.save_for_backward(logits, labels, stats[0])
+        stats = ranks.merge(torch.stack(parts[: 2 + want_sum]))
+        ctx.save_for_backward(logits, labels, stats[0].clone())  # not all of the stats
         ctx.options = where | {"label_smoothing": label_smoothing, "z_loss": z_loss, "impl": impl}
         return vocabulary.losses(stats, labels)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dloss):
-        return cross_entropy_bwd(dloss, *ctx.saved_tensors, **ctx.options), *[None] * 5
+        return cross_entropy_bwd(dloss, *ctx.saved_tensors, **ctx.options), *[None] * 3
 
     @staticmethod
-    def spmd_typecheck(*, logits, labels, group):
-        from spmd_types import I, P, rules
-
-        if group is None:
-            return rules.einsum("n_,n->n", logits, labels)  # vocabulary whole
-        # exp-sum, target logit and sum of logits are each a sum over v
-        return rules.all_reduce(rules.einsum("nv,n->n", logits, labels), group, src=P, dst=I)
+    def spmd_typecheck(*, logits, labels, ranks):
+        return ranks.loss_type("nv,n->n", logits, labels)
 
 
 def cross_entropy(
@@ -92,7 +66,7 @@ def cross_entropy(
     if size > logits.shape[1]:
         raise ValueError(f"vocab_size must be at most the {logits.shape[1]} columns, got {size}")
     vocabulary = Vocabulary(0, size, ignore_index, label_smoothing, z_loss, impl)
-    losses = CrossEntropy.apply(logits, labels, vocabulary)
+    losses = CrossEntropy.apply(logits, labels, vocabulary, LOCAL_VOCABULARY)
     if reduction == "none":
         return losses
     if reduction == "sum":

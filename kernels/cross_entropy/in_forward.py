@@ -6,13 +6,12 @@ the blocks into dz where they lie, and multiplies, for a gradient of 1 per token
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
 from warpweave.kernels.cross_entropy import blocks
 from warpweave.kernels.cross_entropy.backward import bwd
-from warpweave.kernels.cross_entropy.function import Merge
 from warpweave.kernels.cross_entropy.vocabulary import Vocabulary, unpacked
 from warpweave.kernels.gemm.fused import gemm, gemm_into
 from warpweave.kernels.reference import compute_dtype
@@ -116,16 +115,15 @@ def linear_cross_entropy_fwd_bwd(
     labels: torch.Tensor,
     vocabulary: Vocabulary,
     *,
-    merge: Merge | None = None,
-    group: Any = None,
+    merge: Callable[[torch.Tensor], torch.Tensor] = lambda stats: stats,
     dx_dtype: torch.dtype | None = None,
     want_dw: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(losses[T], dx[T, E], dW[V/tp, E]), the gradients being those of the losses' plain sum.
 
     dx has `dx_dtype` (None: it is empty); dW is float32 (float64 for float64), empty without
-    `want_dw`. `merge` combines the stats[k, N] of N rows of this shard with the others' of `group`;
-    it is called once per slice of rows, equally often for every shard.
+    `want_dw`. `merge` combines the stats[k, N] of N rows of this shard with those of the others; it
+    is called once per slice of rows, equally often for every shard.
     """
     wide, sizes = compute_dtype(x), blocks.sizes(x)
     losses = x.new_empty(len(x), dtype=wide)
@@ -136,7 +134,7 @@ def linear_cross_entropy_fwd_bwd(
     for rows in blocks.slices(len(x), step):
         here, mine = x[rows], labels[rows]
         stats, own_lse, *held = _rows_fwd_op(here, w, mine, *packed)
-        stats = stats if merge is None else merge(stats, group)
+        stats = merge(stats)
         losses[rows] = vocabulary.losses(stats, mine)
         own = dx[rows] if dx_dtype is not None else dx
         _rows_bwd_op(here, w, mine, stats[0], own_lse, held, own, dw, rows.start > 0, *packed)

@@ -39,13 +39,9 @@ z is rounded to the dtype of x, as the output of a linear layer is; everything a
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
-
 import torch
 
-from warpweave.kernels.cross_entropy.function import Merge, Own
-from warpweave.kernels.cross_entropy.in_forward import fwd_bwd_op, linear_cross_entropy_fwd_bwd
+from warpweave.kernels.cross_entropy.local import LOCAL_VOCABULARY, LocalVocabulary
 from warpweave.kernels.cross_entropy.recompute import (
     linear_cross_entropy_bwd,
     linear_cross_entropy_fwd,
@@ -56,43 +52,16 @@ from warpweave.kernels.runtime.dispatch import choose, once_differentiable, want
 from warpweave.kernels.runtime.wgrad import wgrad, wgrad_buffer
 
 
-class Ranks(NamedTuple):
-    """What ranks do together that hold rows of the weight each: `parallel.tensor.linear_loss`.
-
-    Attributes:
-        own: (vocabulary, rows, group) -> what the rows of this rank's weight stand for.
-        gather: (x, group, sequence_parallel) -> the whole tokens.
-        merge: (stats[k, N], group) -> those of the whole vocabulary.
-        sum: (dx[T, E], group, sequence_parallel) -> the sum of the ranks' terms, their own tokens.
-        terms: (dtype) -> the dtype that these terms have where the tokens have `dtype`.
-        rule: the typing rule: (equation, x, weight, labels, group, sequence_parallel).
-    """
-
-    own: Own
-    gather: Callable[[torch.Tensor, Any, bool], torch.Tensor]
-    merge: Merge
-    sum: Callable[[torch.Tensor, Any, bool], torch.Tensor]
-    terms: Callable[[torch.dtype], torch.dtype]
-    rule: Callable[..., Any]
-
-
 class _Recomputed(torch.autograd.Function):
-    """losses[T]; backward makes the logits again. Without `ranks` there is one, and no group."""
+    """losses[T]; backward makes the logits again."""
 
     @staticmethod
-    def forward(
-        ctx, x, weight, labels, vocabulary, dtype, ranks=None, group=None, sequence_parallel=False
-    ):
-        ctx.ranks, ctx.how, ctx.x_dtype = ranks, (group, sequence_parallel), x.dtype
-        ctx.leaf = weight
-        x = whole = x.to(dtype)
-        ctx.vocabulary = vocabulary
-        if ranks is not None:
-            ctx.vocabulary = ranks.own(vocabulary, len(weight), group)
-            whole = ranks.gather(x, group, sequence_parallel)
-        stats = linear_cross_entropy_fwd(whole, weight, labels, ctx.vocabulary)
-        if ranks is not None:
-            stats = ranks.merge(stats, group)
+    def forward(ctx, x, weight, labels, vocabulary, dtype, ranks):
+        ctx.ranks, ctx.x_dtype, ctx.leaf = ranks, x.dtype, weight
+        ctx.vocabulary = ranks.own(vocabulary, len(weight))
+        x = x.to(dtype)
+        stats = linear_cross_entropy_fwd(ranks.gather(x), weight, labels, ctx.vocabulary)
+        stats = ranks.merge(stats)
         losses = vocabulary.losses(stats, labels)
         # The losses too: see once_differentiable.
         ctx.save_for_backward(x, weight, labels, stats[0], losses)
@@ -101,57 +70,47 @@ class _Recomputed(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dloss):
-        (x, weight, labels, lse, _), ranks = ctx.saved_tensors, ctx.ranks
+        (x, weight, labels, lse, _), ranks, leaf = ctx.saved_tensors, ctx.ranks, ctx.leaf
         want_dx, want_dw, *_ = ctx.needs_input_grad
-        leaf = ctx.leaf
-        dtype = ctx.x_dtype if ranks is None else ranks.terms(x.dtype)
         # dW comes with dx from logits that would have to be made once more: it cannot wait.
         buffer, add, dw = wgrad_buffer(leaf, grad_dtype(leaf)) if want_dw else (None, False, None)
         dx = linear_cross_entropy_bwd(
             dloss,
-            x if ranks is None else ranks.gather(x, *ctx.how),
+            ranks.gather(x),
             weight,
             labels,
             lse,
             ctx.vocabulary,
             dw=buffer,
             add=add,
-            dx_dtype=dtype if want_dx else None,
+            dx_dtype=ranks.term_dtype(ctx.x_dtype) if want_dx else None,
         )
-        if want_dx and ranks is not None:
-            dx = ranks.sum(dx, *ctx.how).to(ctx.x_dtype)
-        return dx, dw, *[None] * 6
+        if want_dx:
+            dx = ranks.sum(dx).to(ctx.x_dtype)
+        return dx, dw, *[None] * 4
 
     @staticmethod
-    def spmd_typecheck(*, x, weight, labels, ranks, group, sequence_parallel):
-        return _rule("->t", x, weight, labels, ranks, group, sequence_parallel)
+    def spmd_typecheck(*, x, weight, labels, ranks):
+        return ranks.loss_type("t_,v_,t->t", ranks.column_input_type(x), weight, labels)
 
 
 class _InForward(torch.autograd.Function):
     """The losses' sum, 0-dim; forward makes the gradients, backward scales them."""
 
     @staticmethod
-    def forward(
-        ctx, x, weight, labels, vocabulary, dtype, ranks=None, group=None, sequence_parallel=False
-    ):
+    def forward(ctx, x, weight, labels, vocabulary, dtype, ranks):
         ctx.dtypes, (want_dx, want_dw, *_) = (x.dtype, grad_dtype(weight)), ctx.needs_input_grad
         ctx.leaf = weight
-        x = x.to(dtype)
-        if ranks is None:
-            losses, dx, dw = fwd_bwd_op(x, weight, labels, want_dx, want_dw, *vocabulary.packed())
-        else:
-            losses, dx, dw = linear_cross_entropy_fwd_bwd(
-                ranks.gather(x, group, sequence_parallel),
-                weight,
-                labels,
-                ranks.own(vocabulary, len(weight), group),
-                merge=ranks.merge,
-                group=group,
-                dx_dtype=ranks.terms(dtype) if want_dx else None,
-                want_dw=want_dw,
-            )
-            if want_dx:
-                dx = ranks.sum(dx, group, sequence_parallel).to(dtype)
+        losses, dx, dw = ranks.fwd_bwd(
+            ranks.gather(x.to(dtype)),
+            weight,
+            labels,
+            ranks.own(vocabulary, len(weight)),
+            dx_dtype=ranks.term_dtype(dtype) if want_dx else None,
+            want_dw=want_dw,
+        )
+        if want_dx:
+            dx = ranks.sum(dx).to(dtype)
         loss = losses.sum()
         ctx.save_for_backward(dx, dw, loss)  # an output: all inputs
         return loss
@@ -163,11 +122,11 @@ class _InForward(torch.autograd.Function):
         want_dx, want_dw, *_ = ctx.needs_input_grad
         dx = (dx.to(g.dtype) * g).to(x_dtype) if want_dx else None
         dw = _scaled(ctx.leaf, dw, g, dw_dtype) if want_dw else None
-        return dx, dw, *[None] * 6
+        return dx, dw, *[None] * 4
 
     @staticmethod
-    def spmd_typecheck(*, x, weight, labels, ranks, group, sequence_parallel):
-        return _rule("->", x, weight, labels, ranks, group, sequence_parallel)
+    def spmd_typecheck(*, x, weight, labels, ranks):
+        return ranks.loss_type("t_,v_,t->", ranks.column_input_type(x), weight, labels)
 
 
 def _scaled(
@@ -182,14 +141,6 @@ def _scaled(
             torch.mul(dw, g, out=buffer)
 
     return wgrad(weight, lambda: (dw * g).to(dtype), into)
-
-
-def _rule(out, x, weight, labels, ranks, group, sequence_parallel):
-    if ranks is not None:
-        return ranks.rule("t_,v_,t" + out, x, weight, labels, group, sequence_parallel)
-    from spmd_types import rules
-
-    return rules.einsum("t_,__,t" + out, x, weight, labels)  # vocabulary and width whole
 
 
 def linear_cross_entropy(
@@ -247,11 +198,10 @@ def head_loss(
     dtype: torch.dtype,
     reduction: str,
     recompute: bool | None,
-    *ranks: Any,
+    ranks: LocalVocabulary = LOCAL_VOCABULARY,
 ) -> torch.Tensor:
     """losses[...], or their sum unless `reduction` is "none", of checked arguments.
 
-    `ranks`: the `Ranks`, their group and whether the tokens are cut over it, if there are several.
     Raises ValueError where gradients cannot be made in the forward pass.
     """
     if recompute is False and reduction == "none":
@@ -260,7 +210,7 @@ def head_loss(
         )
     if recompute is None:
         recompute = x.device.type != "cpu" or reduction == "none"
-    tokens = x.flatten(0, -2), weight, labels.flatten(), vocabulary, dtype, *ranks
+    tokens = x.flatten(0, -2), weight, labels.flatten(), vocabulary, dtype, ranks
     if wants_gradient(x, weight) and not recompute:
         return _InForward.apply(*tokens)
     losses = _Recomputed.apply(*tokens)

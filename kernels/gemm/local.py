@@ -31,13 +31,12 @@ class Local:
         """What errors call the op."""
         return op
 
-    def column_product(
-        self, x: torch.Tensor, multiply: Callable[[torch.Tensor, int], _Made]
-    ) -> _Made:
+    def column_product(self, x: torch.Tensor, multiply: Callable[[Any, int], _Made]) -> _Made:
         """``multiply(x, 0)`` of all tokens x[T, ..., K].
 
         ``multiply(part, first)`` works on each token by itself, so on any run of tokens that begins
-        at `first`, and gives a tensor of as many rows, None, or a tuple of these.
+        at `first`, and gives a tensor of as many rows, None, or a tuple of these. A part is a
+        tensor, or an `overlap.gathering.Gathering` of all tokens.
         """
         return multiply(x, 0)
 
@@ -94,7 +93,7 @@ class Local:
         self,
         dy: torch.Tensor,
         bias: torch.Tensor | None,
-        multiply: Callable[[torch.Tensor, int], _Made],
+        multiply: Callable[[Any, int], _Made],
     ) -> tuple[_Made, torch.Tensor, _Gradient]:
         """``multiply(dy, 0)``, with it dh, and dy[T, ..., N], both of all tokens; and db.
 

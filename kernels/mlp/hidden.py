@@ -14,6 +14,7 @@ from warpweave.kernels.activation import (
     activation_bwd,
     activation_fwd,
     find_activation,
+    pointwise_and_slope,
 )
 from warpweave.kernels.gemm.fused import check_operands, find_precision, gemm
 from warpweave.kernels.gemm.mainloop import (
@@ -21,13 +22,12 @@ from warpweave.kernels.gemm.mainloop import (
     gemm_options,
     grid,
     mainloop,
+    split_columns,
     tile_origin,
 )
-from warpweave.kernels.mlp.gathered import gather_hidden_bwd_steps
-from warpweave.kernels.mlp.slope import slopes
-from warpweave.kernels.overlap.function import run_steps
-from warpweave.kernels.overlap.gathering import Gathering, check_fusing, multiply
+from warpweave.kernels.overlap.gathering import Gathering, multiply
 from warpweave.kernels.runtime.dispatch import choose, no_graph, operator, tl, triton
+from warpweave.kernels.runtime.numeric import to_dtype, upcast
 
 # ---------------------------------------------------------------- forward
 
@@ -45,10 +45,10 @@ def hidden_fwd(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(h[T, F], z or None) of x[T, E] and up_weight[F or 2F, E]: the first kernel of the forward.
 
-    With `save_z`, z[T, F or 2F] is what `hidden_bwd` needs. x may have to be gathered: see
+    With `save_z`, z[T, F or 2F] is what `hidden_bwd` needs. x may be on its way, see
     `overlap.gathering`. Raises what `fused_gemm` raises.
     """
-    impl = choose(impl, x.shard if isinstance(x, Gathering) else x, up_weight, up_bias)
+    impl = choose(impl, up_weight, up_bias)
     if impl == "torch" and isinstance(x, torch.Tensor):  # apart: a compiler fuses them
         check_operands(x, up_weight.t(), up_bias)
         z = gemm(x, up_weight.t(), up_bias)
@@ -58,6 +58,30 @@ def hidden_fwd(
 
 
 # ---------------------------------------------------------------- backward
+
+
+@triton.jit
+def _slope_tile(dh, z_ptr, dz_ptr, h_ptr, t, col, T, F, ACT: tl.constexpr, GATED: tl.constexpr):
+    """dz, and h if h_ptr is given, for a tile dh at rows t and columns from `col`."""
+    COLS: tl.constexpr = dh.shape[1]
+    dtype: tl.constexpr = dz_ptr.dtype.element_ty
+    f = col + tl.arange(0, COLS)
+    at, live = t[:, None] * F + f[None, :], (t < T)[:, None] & (f < F)[None, :]
+    if GATED:  # a pair of gate and up is one column of dh
+        c = 2 * col + tl.arange(0, 2 * COLS)
+        pairs, here = t[:, None] * (2 * F) + c[None, :], (t < T)[:, None] & (c < 2 * F)[None, :]
+        z = tl.load(z_ptr + pairs, here, 0.0)
+        gate, up = tl.split(z.reshape(dh.shape[0], COLS, 2))
+        gate, up = upcast(gate), upcast(up)
+        h, slope = pointwise_and_slope(gate, ACT)
+        dgate, dup = to_dtype(dh * up * slope, dtype), to_dtype(dh * h, dtype)
+        tl.store(dz_ptr + pairs, tl.join(dgate, dup).reshape(dh.shape[0], 2 * COLS), here)
+        h *= up
+    else:
+        h, slope = pointwise_and_slope(upcast(tl.load(z_ptr + at, live, 0.0)), ACT)
+        tl.store(dz_ptr + at, to_dtype(dh * slope, dtype), live)
+    if h_ptr is not None:
+        tl.store(h_ptr + at, to_dtype(h, dtype), live)
 
 
 @triton.jit
@@ -93,8 +117,16 @@ def _hidden_bwd_kernel(
             PRECISION, EVEN_E, BLOCK_T, BLOCK_F, BLOCK_E,
         )  # fmt: skip
 
-        # 2. Times the slope at z.
-        slopes(dh, z_ptr, dz_ptr, h_ptr, t, col, T, F, ACT, GATED)
+        # 2. Times the slope at z, a quarter at a time: what dh, z, dz and h of a whole tile take
+        #    is more than the registers.
+        STEP: tl.constexpr = BLOCK_F // 4
+        left, right = split_columns(dh)
+        first, second = split_columns(left)
+        third, fourth = split_columns(right)
+        _slope_tile(first, z_ptr, dz_ptr, h_ptr, t, col, T, F, ACT, GATED)
+        _slope_tile(second, z_ptr, dz_ptr, h_ptr, t, col + STEP, T, F, ACT, GATED)
+        _slope_tile(third, z_ptr, dz_ptr, h_ptr, t, col + 2 * STEP, T, F, ACT, GATED)
+        _slope_tile(fourth, z_ptr, dz_ptr, h_ptr, t, col + 3 * STEP, T, F, ACT, GATED)
 
 
 def _fake(dy, down_weight, z, activation, want_hidden, precision):
@@ -157,7 +189,8 @@ def hidden_bwd(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(dz, h or None) from dy[T, E], down_weight[E, F] and z[T, F or 2F]: dz = (dy W2) act'(z).
 
-    dy may have to be gathered, as x above.
+    Of a dy that is on its way the product is made alone and the slope in a pass of its own: in one
+    kernel with the waits it would be serialised where act is gated (ptxas' C7515, sm_90).
 
     Args:
         want_hidden: return h[T, F] = act(z) too, as the forward did.
@@ -175,15 +208,12 @@ def hidden_bwd(
             f"z must be {here.dtype} {[T, 2 * F if gated else F]} for {activation} of "
             f"dy {[*dy.shape]} and down_weight {[*down_weight.shape]}, got {z.dtype} {[*z.shape]}"
         )
-    if isinstance(dy, Gathering):
-        check_fusing(impl)
-        options = {"activation": activation, "want_hidden": want_hidden, "precision": precision}
-        steps = gather_hidden_bwd_steps(here, down_weight, z.contiguous(), dy.memory, **options)
-        dz, made, whole = run_steps("mlp", steps, dy.memory)
-        dy.arrived(whole)
-        return dz, made
-    if impl == "torch":
-        dz = activation_bwd(gemm(dy, down_weight), z, activation, impl="torch")
-        return dz, activation_fwd(z, activation, impl="torch") if want_hidden else None
+    if impl == "torch" or isinstance(dy, Gathering):
+        if isinstance(dy, Gathering):
+            dh, _ = multiply(dy, down_weight, precision=precision, impl=impl)
+        else:
+            dh = gemm(dy, down_weight)
+        dz = activation_bwd(dh, z, activation, impl=impl)
+        return dz, activation_fwd(z, activation, impl=impl) if want_hidden else None
     dz, *h = _launch(dy, down_weight, z.contiguous(), activation, want_hidden, precision)
     return dz, h[0] if h else None

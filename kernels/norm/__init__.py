@@ -1,7 +1,7 @@
 """RMSNorm and LayerNorm of residual + dropout(x + bias): `rms_norm`, `layer_norm` and halves.
 
 `function` the ops · `forward`, `backward` kernels with their launches · `device`, `launch` what
-those share · `options` arguments, checked · `torch_path` on a CPU.
+those share · `checks` of arguments · `torch_path` on a CPU.
 """
 
 from warpweave.kernels.norm.backward import NormGradients, norm_bwd

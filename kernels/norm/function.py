@@ -43,8 +43,8 @@ import torch.nn.functional as F
 from warpweave.kernels.dropout import Drop, check_drop, make_drop
 from warpweave.kernels.gemm.gradients import grad_dtype
 from warpweave.kernels.norm.backward import norm_bwd
+from warpweave.kernels.norm.checks import check_out, check_tensors, stream_dtype
 from warpweave.kernels.norm.forward import norm_fwd
-from warpweave.kernels.norm.options import check_out, check_tensors, stream_dtype
 from warpweave.kernels.norm.torch_path import cast, norm_bwd_cpu, norm_fwd_cpu, norm_sum
 from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.runtime.dispatch import (

@@ -25,7 +25,7 @@ class _QKV(torch.autograd.Function):
             ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, cos, sin)
             w, b = _by_head(weight, bias, heads, dtype)
 
-            def project(x: torch.Tensor | Gathering, first: int) -> QKV:
+            def project(x: torch.Tensor | Gathering, first: int) -> tuple[torch.Tensor, ...]:
                 options = {"precision": precision, "impl": impl}
                 if shape is None:
                     return qkv_fwd(x, w, b, cos, sin, **options)

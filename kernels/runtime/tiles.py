@@ -2,8 +2,8 @@
 
 A launch takes, of its kernel and element size,
   1. the tile of a `pinned` block around it (tests, and ``warpweave tune`` while it measures);
-  2. the user's tile for exactly this device, if ``warpweave tune`` has measured one here: a row of
-     ``warpweave/tiles.json`` in $XDG_CONFIG_HOME, by default ~/.config;
+  2. the tile for exactly this device in the user's table, which ``warpweave tune`` has measured, if
+     one was given to `load`;
   3. the shipped tile (`tiles.json` beside this file) of the largest capability that is not above
      the device's, or that of capability 0: for the interpreter and every device below them.
 For a head dim the row of the smallest one that fits is taken, of 2 and 3 together; of one head dim
@@ -11,15 +11,14 @@ the user's. In half and single precision no tile shipped for A100, H100 and B200
 nor does what `attention.tiles` makes of it in the calls with options that benchmarks/compiled.py
 compiles. float64 may.
 
-Nothing is read at import, and a user's table not before the first launch on a CUDA device; it is
-read once. A table that cannot be used raises; it is not passed over. Rows that another version of
-Triton measured are left out, with a warning: another compiler may spill or run out of shared memory
-where that one did not.
+Nothing is read at import, and no user's table unasked: another tile is another order of sums. One
+that cannot be used raises; it is not passed over. Rows that another version of Triton measured are
+left out, with a warning: another compiler may spill or run out of shared memory where that one did
+not.
 """
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -37,13 +36,23 @@ Key = tuple[str, int, Kind]
 """Kernel, bytes per element, kind or head dim."""
 
 _pinned: ContextVar[Mapping[Key, Tile] | None] = ContextVar("warpweave_tiles", default=None)
+_loaded: list[Row] = []  # of the process: autograd launches from threads that know no context
+
+
+def load(path: str | Path | None) -> None:
+    """From here on launches of this process take the tiles that the user's table at `path` has for
+    their device; None: only shipped ones.
+
+    Raises ValueError, and changes nothing, if the table cannot be used.
+    """
+    _loaded[:] = [] if path is None else read_table(Path(path), by="device")
+    for cached in (own_rows, find_on):
+        cached.cache_clear()
 
 
 def find(kernel: str, device: torch.device, size: int, kind: Kind) -> Any:
     """The tile of a kernel for elements of `size` bytes and a head dim or kind of product: of the
     type that `tile_table.KERNELS` has for this kernel.
-
-    Raises ValueError if the user's table, which only a CUDA device makes it read, is broken.
     """
     pins = _pinned.get()
     if pins is not None:
@@ -102,29 +111,18 @@ def shipped_table() -> tuple[Row, ...]:
     return tuple(read_table(Path(__file__).with_name("tiles.json"), by="capability"))
 
 
-def own_path() -> Path | None:
-    """Where the user's table is, or would be; None where nobody has a home."""
-    folder = os.environ.get("XDG_CONFIG_HOME", "")
-    if not os.path.isabs(folder):  # by its specification a relative one is to be ignored
-        folder = os.path.join(os.path.expanduser("~"), ".config")
-    return Path(folder, "warpweave", "tiles.json") if os.path.isabs(folder) else None
-
-
 @cache
 def own_rows(name: str) -> tuple[Row, ...]:
     """The user's rows for the device of this name that this version of Triton measured.
 
-    Raises ValueError if the file is broken; warns of rows that it leaves out.
+    Warns of rows that it leaves out.
     """
-    path = own_path()
-    if path is None or not os.path.lexists(path):  # nor in a folder that is not ours to enter
-        return ()
-    rows = [row for row in read_table(path, by="device") if row.where == name]
+    rows = [row for row in _loaded if row.where == name]
     stale = {row.triton for row in rows if row.triton != triton.__version__}
     if stale:
         warnings.warn(
-            f"{path} has tiles for {name} measured under Triton {', '.join(sorted(stale))}, this "
-            f"is {triton.__version__}: they are not used; measure anew with `warpweave tune`",
+            f"the table has tiles for {name} measured under Triton {', '.join(sorted(stale))}, "
+            f"this is {triton.__version__}: they are not used; measure anew with `warpweave tune`",
             stacklevel=2,
         )
     return tuple(row for row in rows if row.triton not in stale)

@@ -1,11 +1,12 @@
 """Pipeline schedules as data, of the standard library alone.
 
-`actions` what a rank can do and what it waits for · `synchronous` GPipe, 1F1B, interleaved 1F1B ·
+`actions` what a rank can do and what it waits for · `gpipe_1f1b` GPipe, 1F1B, interleaved 1F1B ·
 `passes` what is added to a schedule · `ordering` whether and how lists can run · `validation`
 whether they are right · `text` as torch's runtime reads them.
 """
 
 from warpweave.parallel.schedule.actions import Action, Link, Schedule, placement
+from warpweave.parallel.schedule.gpipe_1f1b import gpipe, interleaved, one_f_one_b
 from warpweave.parallel.schedule.ordering import acknowledged, order
 from warpweave.parallel.schedule.passes import (
     send_first,
@@ -16,7 +17,6 @@ from warpweave.parallel.schedule.passes import (
     with_unshard,
     with_update,
 )
-from warpweave.parallel.schedule.synchronous import gpipe, interleaved, one_f_one_b
 from warpweave.parallel.schedule.text import from_csv, to_csv
 from warpweave.parallel.schedule.validation import validate
 

@@ -145,10 +145,11 @@ def check_vocabulary(
     vocab_size: int,
     padded: int | None,
 ) -> None:
+    """Raise ValueError unless `local` rows or columns are this rank's share of the vocabulary."""
     ranks = group_size(group)
     if padded is None:
         padded = -(-vocab_size // ranks) * ranks
-    if local * ranks != padded or padded < vocab_size:
+    if local * ranks != padded or not 1 <= vocab_size <= padded:
         raise ValueError(
             f"{name}: {local} {what} on each of {ranks} tensor ranks are not the {padded} of the "
             f"padded vocabulary (vocab_size {vocab_size}); a rank takes its shard, not the whole"

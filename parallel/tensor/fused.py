@@ -30,9 +30,7 @@ class FusedRanks(TensorRanks):
 
     workspace: Workspace = field(kw_only=True)
 
-    def column_product(
-        self, x: torch.Tensor, multiply: Callable[[Any, int], Made]
-    ) -> Made:  # `multiply` takes a Gathering, too
+    def column_product(self, x: torch.Tensor, multiply: Callable[[Any, int], Made]) -> Made:
         return multiply(Gathering(x, self.workspace) if self.sequence_parallel else x, 0)
 
     def column_gradients(
@@ -79,7 +77,7 @@ class FusedRanks(TensorRanks):
         whole = self.gather(dy) if arriving.whole is None else arriving.whole
         return made, whole, db
 
-    def _sum_of_products(self, *operands: torch.Tensor | None, **options: Any) -> torch.Tensor:
+    def _sum_of_products(self, *operands: Any, **options: Any) -> torch.Tensor:
         """The sum over ranks, of this rank's rows where tokens are cut."""
         fused = gemm_reduce_scatter if self.sequence_parallel else gemm_all_reduce
         return fused(*operands, memory=self.workspace, **options)

@@ -2,10 +2,8 @@
 vocabulary, are cut over the tensor ranks, and the cross entropy of what it makes.
 
 Neither forward nor backward holds logits: each rank goes over blocks of its own vocabulary shard
-(`kernels.linear_cross_entropy` describes the two orders of work and what they cost), and the ranks
-tell each other three numbers per token. Types and conventions are those of ``tensor``: T tokens, E
-features, V the vocabulary padded to a multiple of the R ranks; sums over ranks are re-associated,
-everything else is exact; weight gradients go through ``wgrad``.
+(`kernels.cross_entropy.linear` describes the two orders of work and what they cost), and the ranks
+tell each other three numbers per token. Types and conventions are those of ``tensor``; E features.
 """
 
 from __future__ import annotations
@@ -13,44 +11,12 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from warpweave.kernels.cross_entropy import linear_cross_entropy
-from warpweave.kernels.cross_entropy.linear import Ranks, check_linear_cross_entropy, head_loss
+from warpweave.kernels.cross_entropy.linear import check_linear_cross_entropy, head_loss
 from warpweave.kernels.cross_entropy.vocabulary import Vocabulary, check_options
 from warpweave.kernels.runtime.dispatch import choose
-from warpweave.parallel.collectives import (
-    group_rank,
-    group_size,
-    start_all_reduce_,
-    start_reduce_scatter,
-    sum_dtype,
-)
+from warpweave.parallel.collectives import group_rank, group_size
 from warpweave.parallel.tensor.embedding import check_vocabulary
-from warpweave.parallel.tensor.loss import merge_columns, own_columns
-from warpweave.parallel.tensor.ranks import TensorRanks
-
-
-def _gather(x: torch.Tensor, group: dist.ProcessGroup, sequence_parallel: bool) -> torch.Tensor:
-    """All tokens of x, where they are cut."""
-    return TensorRanks(group, sequence_parallel).gather(x)
-
-
-def _sum(dx: torch.Tensor, group: dist.ProcessGroup, sequence_parallel: bool) -> torch.Tensor:
-    """The sum of the ranks' terms of dx[T, E], each from its own part of the vocabulary."""
-    start = start_reduce_scatter if sequence_parallel else start_all_reduce_
-    return start(dx, group).wait()
-
-
-def _rule(equation, x, weight, labels, group, sequence_parallel):
-    from spmd_types import I, P, rules
-
-    x = TensorRanks(group, sequence_parallel).column_input_type(x)
-    # exp-sum, target logit and sum of logits are each a sum over v
-    return rules.all_reduce(rules.einsum(equation, x, weight, labels), group, src=P, dst=I)
-
-
-def ranks() -> Ranks:
-    """What the Functions of the kernel do where the vocabulary is cut over a group."""
-    return Ranks(own_columns, _gather, merge_columns, _sum, sum_dtype, _rule)
+from warpweave.parallel.tensor.loss import vocabulary_ranks
 
 
 def vocab_parallel_linear_cross_entropy(
@@ -117,22 +83,9 @@ def vocab_parallel_linear_cross_entropy(
     if reduction == "mean":
         raise ValueError(f'{name}: reduction must be "sum" or "none": no rank knows all tokens')
     check_vocabulary(name, "weight rows", len(weight), group, vocab_size, padded_vocab_size)
-    if group is None:
-        return linear_cross_entropy(
-            x,
-            weight,
-            labels,
-            vocab_size=vocab_size,
-            ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
-            z_loss=z_loss,
-            reduction=reduction,
-            recompute=recompute,
-            impl=impl,
-        )
     parts = group_size(group) if sequence_parallel else 1
     dtype = check_linear_cross_entropy(name, x, weight, labels, parts=parts)
     impl = choose(impl, x, weight, labels)
     vocabulary = Vocabulary(0, vocab_size, ignore_index, label_smoothing, z_loss, impl)
-    how = ranks(), group, sequence_parallel
-    return head_loss(x, weight, labels, vocabulary, dtype, reduction, recompute, *how)
+    ranks = vocabulary_ranks(group, sequence_parallel)
+    return head_loss(x, weight, labels, vocabulary, dtype, reduction, recompute, ranks)

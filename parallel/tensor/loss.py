@@ -2,28 +2,55 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
 from warpweave.kernels.cross_entropy.function import CrossEntropy
+from warpweave.kernels.cross_entropy.in_forward import linear_cross_entropy_fwd_bwd
+from warpweave.kernels.cross_entropy.local import LOCAL_VOCABULARY, LocalVocabulary
 from warpweave.kernels.cross_entropy.vocabulary import Vocabulary
 from warpweave.kernels.runtime.dispatch import choose
-from warpweave.parallel.collectives import group_rank, start_all_gather
+from warpweave.parallel.collectives import group_rank, start_all_gather, sum_dtype
 from warpweave.parallel.tensor.embedding import check_vocabulary
+from warpweave.parallel.tensor.ranks import TensorRanks
 
 
-def own_columns(vocabulary: Vocabulary, width: int, group: dist.ProcessGroup) -> Vocabulary:
-    """What this rank's `width` columns stand for."""
-    return vocabulary._replace(start=group_rank(group) * width)
+class VocabularyRanks(TensorRanks, LocalVocabulary):
+    """The ranks of a group that hold columns of the vocabulary each."""
+
+    def own(self, vocabulary: Vocabulary, width: int) -> Vocabulary:
+        return vocabulary._replace(start=group_rank(self.group) * width)
+
+    def merge(self, stats: torch.Tensor) -> torch.Tensor:
+        """By one all-gather, merged on every rank in the same order."""
+        every = start_all_gather(stats.unsqueeze(0), self.group).wait()
+        return torch.cat((every[:, 0].logsumexp(0)[None], every[:, 1:].sum(0)))
+
+    def term_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return sum_dtype(dtype)
+
+    def sum(self, dx: torch.Tensor) -> torch.Tensor:
+        return self.start_sum(dx).wait()
+
+    def fwd_bwd(
+        self, *tokens: Any, **wanted: Any
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return linear_cross_entropy_fwd_bwd(*tokens, merge=self.merge, **wanted)
+
+    def loss_type(self, equation: str, *operands: Any) -> Any:
+        from spmd_types import I, P, rules
+
+        # exp-sum, target logit and sum of logits are each a sum over v
+        return rules.all_reduce(rules.einsum(equation, *operands), self.group, src=P, dst=I)
 
 
-def merge_columns(stats: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The ranks' stats[k, N] (log-sum-exp, then what is summed) as those of the whole vocabulary.
-
-    One all-gather, merged on every rank in the same order.
-    """
-    every = start_all_gather(stats.unsqueeze(0), group).wait()
-    return torch.cat((every[:, 0].logsumexp(0)[None], every[:, 1:].sum(0)))
+def vocabulary_ranks(
+    group: dist.ProcessGroup | None, sequence_parallel: bool = False
+) -> LocalVocabulary:
+    """What the ranks of `group` do together; a group of None is one device."""
+    return LOCAL_VOCABULARY if group is None else VocabularyRanks(group, sequence_parallel)
 
 
 def vocab_parallel_cross_entropy(
@@ -84,4 +111,4 @@ def vocab_parallel_cross_entropy(
     check_vocabulary(name, "logits columns", logits.shape[1], group, vocab_size, padded_vocab_size)
     impl = choose(impl, logits, labels)
     vocabulary = Vocabulary(0, vocab_size, ignore_index, label_smoothing, z_loss, impl)
-    return CrossEntropy.apply(logits, labels, vocabulary, own_columns, merge_columns, group)
+    return CrossEntropy.apply(logits, labels, vocabulary, vocabulary_ranks(group))

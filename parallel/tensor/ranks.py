@@ -65,9 +65,7 @@ class TensorRanks(Local):
             pending.wait()
         return pending
 
-    def column_product(
-        self, x: torch.Tensor, multiply: Callable[[torch.Tensor, int], Made]
-    ) -> Made:
+    def column_product(self, x: torch.Tensor, multiply: Callable[[Any, int], Made]) -> Made:
         return multiply(self.gather(x), 0)
 
     def column_gradients(
@@ -137,7 +135,7 @@ class TensorRanks(Local):
         self,
         dy: torch.Tensor,
         bias: torch.Tensor | None,
-        multiply: Callable[[torch.Tensor, int], Made],
+        multiply: Callable[[Any, int], Made],
     ) -> tuple[Made, torch.Tensor, Gradient]:
         gathering = None
         if self.sequence_parallel:

@@ -2,10 +2,10 @@
 
 ``warpweave tune`` takes the shipped tile of each kernel, dtype and head dim (or kind of product)
 and those around it, leaves out what spills or does not fit once compiled, checks that the others
-compute what the shipped tile does, times them, and writes the table that this GPU's launches read
-from then on (`kernels/runtime/tiles.py`). A tile replaces the shipped one only if it is at least
-1 % faster in a second, longer measurement, and compiles cleanly in every other call that takes it.
-Training never tunes: without the table, the shipped tiles are used.
+compute what the shipped tile does, times them, and writes a table of the best, which ``warpweave
+train --tiles`` and `kernels.runtime.tiles.load` take. A tile replaces the shipped one only if it is
+at least 1 % faster in a second, longer measurement, and compiles cleanly in every other call that
+takes it.
 
 Run it alone on the GPU. Every row is written as soon as it is measured: Ctrl-C loses one at most.
 ``warpweave tune --dry --target sm_90`` needs no GPU: it lists which tiles compile cleanly.
@@ -52,8 +52,8 @@ class TuneConfig:
     """How far from the shipped tile: 1 is about eight tiles a row, 2 about thirty."""
     minutes: float = 20.0
     """No row is begun after that."""
-    output: Path | None = None
-    """Where to write instead of the table that launches read."""
+    output: Path = Path("tiles.json")
+    """Table to write; rows that it has of other devices or kernels stay."""
     dry: bool = False
     """No GPU: list the tiles that compile cleanly for `target`, and write nothing."""
     target: Literal["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"] = "sm_90"
@@ -67,7 +67,7 @@ class TuneConfig:
             raise ValueError(f"steps must be 1 or 2, got {self.steps}")
         if not 0 < self.minutes <= 24 * 60:
             raise ValueError(f"need 0 < minutes <= {24 * 60}, got {self.minutes}")
-        if self.dry and self.output is not None:
+        if self.dry and self.output != TuneConfig.output:
             raise ValueError(f"--dry measures nothing and writes no table: drop {self.output}")
         return problems(self.kernels, self.dtypes, self.head_dims)
 
@@ -104,16 +104,13 @@ def cuda_bench() -> Bench:
 def tune_here(config: TuneConfig, make_bench: Callable[[], Bench] = cuda_bench) -> dict[str, Any]:
     """Tune on the current GPU, and print old against new; the summary."""
     todo, began = config.problems(), time.perf_counter()
-    path = config.output or tiles.own_path()
-    if path is None:
-        raise ValueError("there is no home folder for a tile table: pass --output FILE")
     bench = make_bench()
-    report = tune(todo, bench, path, minutes=config.minutes, steps=config.steps)
+    report = tune(todo, bench, config.output, minutes=config.minutes, steps=config.steps)
     for outcome in report.rows:
         print(f"{outcome.problem!s:24} {outcome}")
     return {
         "device": bench.device,
-        "table": str(path),
+        "table": str(config.output),
         "triton": triton.__version__,
         "tuned": len(report.rows),
         "changed": sum(row.tile != shipped for _, row, shipped in report.rows),

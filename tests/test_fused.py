@@ -1,0 +1,216 @@
+"""Layers whose data moves within their products, again and again over one workspace: both halves of
+a block equal plain torch on ranks that cut the tokens, with the same bits on every repeat."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from close import relative_error
+from ranks import run_ranks
+from sharded import draw, part
+
+from warpweave.kernels.dropout import Drop, dropout
+from warpweave.kernels.rope import apply_rope, rope_table
+from warpweave.kernels.runtime.wgrad import WeightGradients, collect
+from warpweave.layers.mlp import MLP
+from warpweave.parallel.collectives import reduce_from
+from warpweave.parallel.mesh import Mesh
+from warpweave.parallel.symmetric import Workspace
+from warpweave.parallel.tensor import column_parallel_linear, fused, row_parallel_linear
+from warpweave.parallel.tensor.mlp import parallel_mlp
+from warpweave.parallel.tensor.qkv import parallel_qkv_rope
+
+ROUNDS = 8
+E, D, G, ROWS = 11, 6, 2, 5  # odd sizes; 5 tokens on each rank
+DTYPES = (torch.float64, torch.float32, torch.float16)
+
+
+def _mlp(x, up, down, up_bias, down_bias, drop=None, **ranks):
+    if ranks:
+        return parallel_mlp(
+            x, up, down, up_bias, down_bias, activation="swiglu", residual=x, drop=drop,
+            impl="triton", **ranks,
+        )  # fmt: skip
+    gate, value = (F.linear(x, up[:, i], up_bias[:, i]) for i in (0, 1))
+    y = F.linear(F.silu(gate) * value, down, down_bias)
+    return x + dropout(y, drop, impl="torch")
+
+
+def _attention(x, qkv, out, qkv_bias, out_bias, drop=None, **ranks):
+    tokens = len(x) * (dist.get_world_size() if ranks else 1)
+    cos, sin = rope_table(torch.arange(tokens), D, dtype=torch.float64)
+    if x.dtype != torch.float64:
+        cos, sin = cos.float(), sin.float()
+    if ranks:
+        options = {"shape": (1, tokens), "impl": "triton"}
+        q, k, v = parallel_qkv_rope(x, qkv, qkv_bias, cos, sin, **options, **ranks)
+    else:
+        z = torch.einsum("te,kgde->tkgd", x, qkv) + qkv_bias
+        q, k, v = z[None, :, :, :G].flatten(2, 3), z[None, :, :, G], z[None, :, :, G + 1]
+        q, k = (apply_rope(t, cos, sin, impl="torch") for t in (q, k))
+    k, v = (t.repeat_interleave(G, 2) for t in (k, v))
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    o = o.transpose(1, 2).flatten(2)[0]
+    return row_parallel_linear(o, out, out_bias, **ranks) if ranks else F.linear(o, out, out_bias)
+
+
+def _problem(half, world: int, seed: int) -> tuple[list[torch.Tensor], list[int | None]]:
+    """x and the four parameters in float64, and the dim of each that is cut over the ranks."""
+    width = 3 * world
+    shapes = {
+        _mlp: [(width, 2, E), (E, width), (width, 2), (E,)],
+        _attention: [(world, G + 2, D, E), (E, world * G * D), (world, G + 2, D), (E,)],
+    }[half]
+    drawn = [draw(seed + i, *shape) / 2 for i, shape in enumerate([(world * ROWS, E), *shapes])]
+    return drawn, [0, 0, 1, 0, None]
+
+
+def _results(half, tensors, dy, **options) -> list[torch.Tensor]:
+    leaves = [t.detach().clone().requires_grad_() for t in tensors]
+    y = half(*leaves, **options)
+    return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+
+
+def _rounds(rank: int, half) -> None:
+    world, kept = dist.get_world_size(), {}
+    ranks = {"group": dist.group.WORLD, "sequence_parallel": True, "overlap": "fused"}
+    ranks["workspace"] = Workspace(dist.group.WORLD)
+    tokens = torch.arange(world * ROWS) + 2**33
+    for i in range(ROUNDS):
+        seed, dtype = i % (ROUNDS // 2), DTYPES[i % (ROUNDS // 2) % 3]
+        whole, cuts = _problem(half, world, 10 * seed)
+        dy = draw(10 * seed + 9, *whole[0].shape)
+        drop = Drop(0.2, seed, 1, tokens)
+        truth = _results(half, whole, dy, drop=drop)
+        low, low_dy = [t.to(dtype) for t in whole], dy.to(dtype)
+        mine = [part(t, cut) for t, cut in zip(low, cuts)]
+        drop = drop._replace(tokens=part(tokens, 0))
+        found = _results(half, mine, part(low_dy, 0), drop=drop, **ranks)
+        again = kept.setdefault(seed, found)
+        assert all(torch.equal(a, b) for a, b in zip(found, again)), "other bits on a repeat"
+        # documented: the bias gradient of each rank's own tokens, the caller sums
+        found = [*found[:-1], reduce_from(found[-1].double(), dist.group.WORLD)]
+        if dtype == torch.float16:
+            plain = _results(half, low, low_dy, drop=drop._replace(tokens=tokens))
+        for j, (t, right, cut) in enumerate(zip(found, truth, [0, *cuts], strict=True)):
+            error = relative_error(t, part(right, cut))
+            if dtype == torch.float16:
+                bound = 2 * relative_error(plain[j], right) + torch.finfo(dtype).eps
+            else:
+                bound = {torch.float64: 1e-12, torch.float32: 1e-6}[dtype]
+            assert error <= bound, (i, j, dtype, error, bound)
+
+
+@pytest.mark.parametrize("half", [_mlp, _attention])
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_halves_of_a_block_equal_plain_torch_round_after_round(world, half):
+    run_ranks(world, _rounds, half)
+
+
+# ---------------------------------------------------------------- which products are fused
+
+
+def _fusing(rank: int) -> None:
+    """dx of a column-parallel layer is one fused product where dW waits or is not wanted; otherwise
+    there are two products to hide whole collectives under."""
+    ranks = {
+        "group": dist.group.WORLD,
+        "overlap": "fused",
+        "workspace": Workspace(dist.group.WORLD),
+    }
+    for sequence, name in ((True, "gemm_reduce_scatter"), (False, "gemm_all_reduce")):
+        for frozen, waiting, times in ((False, False, 0), (False, True, 1), (True, False, 1)):
+            x = draw(1, 6, 5).requires_grad_()
+            w = draw(2, 8, 5).requires_grad_(not frozen)
+            y = column_parallel_linear(x, w, sequence_parallel=sequence, **ranks)
+            store = WeightGradients()
+            with mock.patch.object(fused, name, wraps=getattr(fused, name)) as called:
+                if waiting:
+                    with collect(store):
+                        y.backward(draw(3, *y.shape))
+                else:
+                    y.backward(draw(3, *y.shape))
+            assert called.call_count == times, (sequence, frozen, waiting)
+            assert len(store) == waiting
+            store.run()
+            assert (w.grad is None) == frozen
+
+
+def test_what_has_no_other_product_to_hide_under_is_fused() -> None:
+    run_ranks(2, _fusing)
+
+
+def _layer(rank: int) -> None:
+    """The layers of a mesh share one workspace."""
+    mesh = Mesh(tp=2).connect()
+    options = {"mesh": mesh, "sequence_parallel": True, "overlap": "fused", "impl": "triton"}
+    torch.manual_seed(0)
+    layers = [MLP(6, 8, dtype=torch.float64, **options) for _ in range(2)]
+    x = draw(5, 6, 6)
+    found = layers[1](layers[0](part(x, 0)))
+    assert mesh.workspace("tp") is mesh.workspace("tp")
+    assert mesh.workspace("pp") is None
+    torch.manual_seed(0)
+    plain = [MLP(6, 8, dtype=torch.float64) for _ in range(2)]
+    assert relative_error(found, part(plain[1](plain[0](x)), 0)) < 1e-12
+
+
+def test_layers_of_a_mesh_share_its_workspace() -> None:
+    run_ranks(2, _layer)
+
+
+# ---------------------------------------------------------------- bad input
+
+
+def _refused(rank: int) -> None:
+    group, x, w = dist.group.WORLD, draw(1, 6, 5), draw(2, 8, 5)
+    ranks = {"group": group, "sequence_parallel": True}
+    with pytest.raises(ValueError, match="one of auto, fused, chunked, none, got 'fast'"):
+        column_parallel_linear(x, w, overlap="fast", **ranks)
+    with pytest.raises(ValueError, match="needs the workspace of the group"):
+        column_parallel_linear(x, w, overlap="fused", **ranks)
+    workspace = Workspace(group)
+    ranks |= {"overlap": "fused", "workspace": workspace}
+    with pytest.raises(ValueError, match="pass impl='triton', or another overlap"):
+        parallel_mlp(x, w, draw(3, 5, 8), activation="gelu", impl="torch", **ranks)
+    table, ranks["impl"] = rope_table(torch.arange(12), 2, dtype=torch.float64), "torch"
+    with pytest.raises(ValueError, match="pass impl='triton', or another overlap"):
+        parallel_qkv_rope(x, draw(3, 1, 4, 2, 5), None, *table, shape=(1, 12), **ranks)
+    del ranks["impl"]
+    with pytest.raises(ValueError, match=r"5 tokens .* not divisible by the 2 tensor ranks"):
+        row_parallel_linear(draw(1, 5, 8), draw(2, 5, 8), **ranks)
+    assert workspace._memory is None  # nothing was made, and nobody waits
+
+
+def test_what_cannot_be_fused_is_refused_before_anything_is_made() -> None:
+    run_ranks(2, _refused)
+
+
+def _growing(rank: int) -> None:
+    """A workspace grows by itself, but not while a graph is captured, and is of one stream."""
+    workspace, cuda = Workspace(dist.group.WORLD), torch.device("cuda", 0)
+    cpu = torch.device("cpu")
+    small = workspace.fitting("op", cpu, 3, 500)
+    assert (small.slots, small.capacity) == (4, 512)
+    assert workspace.fitting("op", cpu, 4, 512) is small
+    large = workspace.fitting("op", cpu, 2, 513)
+    assert (large.slots, large.capacity) == (4, 1024)
+    streams = mock.Mock(side_effect=[mock.Mock(cuda_stream=n) for n in (1, 2, 1)])
+    with mock.patch.object(torch.cuda, "current_stream", streams):
+        with pytest.raises(ValueError, match="symmetric memory on cpu, tensors on cuda:0"):
+            workspace.fitting("op", cuda, 1, 1)
+        with pytest.raises(ValueError, match=r"op on rank . of 2: a workspace is of one stream"):
+            workspace.fitting("op", cuda, 1, 1)
+        captured = Workspace(dist.group.WORLD)
+        capturing = mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True)
+        with capturing, pytest.raises(ValueError, match=r"2 parts and 99 .* graph is captured"):
+            captured.fitting("op", cuda, 2, 99)
+
+
+def test_a_workspace_grows_but_not_under_capture_and_not_for_two_streams() -> None:
+    run_ranks(2, _growing)
