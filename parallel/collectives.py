@@ -169,6 +169,41 @@ def start_reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup | None, dim: 
     return Pending(work, lambda: (terms, out)[1])
 
 
+def start_exchange(
+    send: torch.Tensor, recv: torch.Tensor, step: int, group: dist.ProcessGroup
+) -> Pending:
+    """Start sending `send` to rank + `step` of `group` and filling `recv` by rank - `step`.
+
+    A message of every rank at once: both tensors contiguous, of the same dtype and, over all ranks,
+    of the same size; until ``wait()`` nobody may touch `recv` or write to `send`.
+
+    Returns:
+        A ``Pending`` whose result is `recv`.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    there, back = (rank + step) % size, (rank - step) % size
+    # One batch: NCCL deadlocks when neighbours order single sends and receives differently.
+    works = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, send, group=group, group_peer=there),
+            dist.P2POp(dist.irecv, recv, group=group, group_peer=back),
+        ]
+    )
+
+    def finish() -> torch.Tensor:
+        try:
+            while works:
+                works.pop().wait()
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank {rank} of {size}: the message from rank {back} or that to rank {there} "
+                f"failed: {str(error).splitlines()[0]}"
+            ) from error
+        return (send, recv)[1]
+
+    return Pending(None, finish)
+
+
 def own_slice(x: torch.Tensor, group: dist.ProcessGroup | None, dim: int = 0) -> torch.Tensor:
     """This rank's slice x[..., n/R, ...] of the replicated x[..., n, ...] along `dim`, as a view.
 

@@ -143,6 +143,41 @@ FAULTS = (
         "with sequence parallelism a partial sum becomes the whole one, R times too much",
     ),
     Fault(
+        "chunked-joined-by-arrival",
+        "parallel/tensor/chunked.py",
+        "made[owner] for owner in range(ranks)",
+        "made[owner] for owner in order",
+        "results of pieces stand in the order in which their tokens came",
+    ),
+    Fault(
+        "chunked-first",
+        "parallel/tensor/chunked.py",
+        "multiply(pending.wait(), owner * len(x))",
+        "multiply(pending.wait(), rank * len(x))",
+        "tokens that were received are given this rank's positions",
+    ),
+    Fault(
+        "chunked-term-twice",
+        "parallel/tensor/chunked.py",
+        "for term in terms[1:]:",
+        "for term in terms:",
+        "rank 0's term is added to itself",
+    ),
+    Fault(
+        "chunked-wrong-owner",
+        "parallel/tensor/chunked.py",
+        "multiply(pieces[(rank + step) % ranks])",
+        "multiply(pieces[(rank - step) % ranks])",
+        "on three ranks and more a piece goes to another rank than that of its tokens",
+    ),
+    Fault(
+        "mlp-up-again-unbiased",
+        "kernels/mlp/function.py",
+        "x, up_weight.t(), up_bias, **how",
+        "x, up_weight.t(), None, **how",
+        "the recomputed first product has no bias",
+    ),
+    Fault(
         "mlp-frozen-recompute",
         "kernels/mlp/function.py",
         'needs_x = ctx.needs_input_grad[1] or options.recompute == "up"',
@@ -517,8 +552,8 @@ FAULTS = (
     Fault(
         "mlp-down-init",
         "layers/mlp.py",
-        ", init=out_init, **over",
-        ", **over",
+        "dtype, init=out_init, **over",
+        "dtype, **over",
         "the down projection starts as large as any other",
     ),
     Fault(
@@ -886,7 +921,7 @@ FAULTS = (
         "prove-one-layout-drawn",
         "warpweave/prove/command.py",
         "draw(self.seed + i, self.impl) for i in range(self.random)",
-        "draw(self.seed) for i in range(self.random)",
+        "draw(self.seed, self.impl) for i in range(self.random)",
         "--random N proves one layout N times",
     ),
     Fault(

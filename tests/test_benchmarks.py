@@ -7,10 +7,14 @@ import dataclasses
 import importlib
 import json
 import sys
+import threading
+import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from ranks import run_ranks
 
@@ -38,6 +42,7 @@ def load(monkeypatch):
                            "torch DDP": None,
                            "warpweave zero=3": "torch FSDP2", "torch FSDP2": None}),
         ("pipeline_1f1b", {"warpweave 1f1b": "torch Schedule1F1B", "torch Schedule1F1B": None}),
+        ("overlap_timeline", {"chunked": "none", "none": None}),
     ],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -89,6 +94,36 @@ def test_rounds_are_interleaved_and_ratios_are_paired(load):
     assert ours.ratios == {"theirs": harness.Ratio(2.0, 2.0, 2.0)}
     assert theirs.ratios == {}
     assert (ours.ms, ours.tokens_per_s) == (2.0, 500_000)
+
+
+def test_hidden_is_the_time_of_messages_under_computation(load):
+    timeline = load("overlap_timeline")
+    assert timeline.union([(3, 5), (0, 1), (4, 6), (6, 7), (3, 4)]) == [(0, 1), (3, 7)]
+    assert timeline.both([(0, 4), (2, 6)], [(1, 3), (5, 9), (6, 8)]) == [(1, 3), (5, 6)]
+    assert timeline.hidden([(0, 4), (2, 6)], [(1, 3), (5, 9)]) == 0.5  # what is twice counts once
+    assert timeline.hidden([(0, 1), (2, 3)], [(1, 2), (3, 4)]) == 0
+    assert timeline.hidden([(2, 3), (5, 6)], [(1, 4), (4, 7)]) == 1
+
+
+def test_a_message_lasts_from_its_post_until_it_has_arrived(load, monkeypatch):
+    timeline, arrived = load("overlap_timeline"), threading.Event()
+    work = types.SimpleNamespace(wait=lambda: arrived.wait(60))
+    monkeypatch.setattr(dist, "batch_isend_irecv", lambda ops: [work])
+    with ThreadPoolExecutor(1) as threads, timeline.Recorder(threads) as recorder:
+        (posted,) = dist.batch_isend_irecv([])
+        _ = torch.ones(3, 2) @ torch.ones(2, 5) + 1  # one product, and what is none
+        arrived.set()
+        posted.wait()
+        _ = torch.ones(3, 2).addmm(torch.ones(3, 2), torch.ones(2, 2))
+    found = recorder.timeline
+    (message,), (under, after) = found.messages, found.products
+    assert message[0] <= under[0] <= under[1] <= message[1] <= after[0]
+    assert {under, after} < set(found.computation)
+    by_products, by_all = (
+        timeline.hidden([message], work) for work in (found.products, found.computation)
+    )
+    assert 0 < by_products < by_all < 1
+    assert dist.batch_isend_irecv([]) == [work]  # and nothing is watched any more
 
 
 def test_weights_go_to_transformers_in_its_own_order(load):

@@ -2,6 +2,8 @@
 
 import dataclasses
 import itertools
+import types
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +12,8 @@ from ranks import run_ranks
 
 from warpweave.parallel.symmetric import Workspace
 from warpweave.parallel.tensor import overlap, overlap_model
+from warpweave.parallel.tensor.chunked import ChunkedRanks
+from warpweave.parallel.tensor.fused import FusedRanks
 from warpweave.parallel.tensor.overlap_model import (
     DEVICES,
     Product,
@@ -139,8 +143,20 @@ def _auto(rank: int, name: str | None) -> tuple[str, object]:
     torch.cuda.get_device_name, torch.cuda.device_count = lambda _: name, lambda: 4
     options = {"dtype": torch.bfloat16, "device": device}
     choice = overlap.choose_overlap(group, product, "gather", workspace=Workspace(group), **options)
-    ranks = overlap.tensor_ranks(group, True, product=product, **options)
-    assert type(ranks) is TensorRanks or choice.overlap != "whole"
+    x = types.SimpleNamespace(shape=torch.Size((4, 1024, 8192)), **options)  # no such device
+    weight = types.SimpleNamespace(shape=torch.Size((1792, 2, 8192)))
+    layer = {"x": x, "weight": weight, "workspace": Workspace(group)}
+    ranks = overlap.tensor_ranks(group, True, **layer)
+    assert type(ranks) is {"whole": TensorRanks, "fused": FusedRanks}[choice.overlap]
+    without = overlap.tensor_ranks(group, True, **layer | {"workspace": None})
+    assert type(without) is {"whole": TensorRanks, "fused": ChunkedRanks}[choice.overlap]
+    seen = []
+    with mock.patch.object(overlap, "choose_overlap", lambda *a, **_: seen.append(a) or choice):
+        for cut, moves in itertools.product((True, False), ("gather", "scatter")):
+            overlap.tensor_ranks(group, cut, **layer, moves=moves)
+    assert [(M, moves) for _, (M, *_), moves in seen] == [
+        (8192, "gather"), (4096, "scatter"), (4096, "reduce"), (4096, "reduce"),
+    ]  # fmt: skip
     return choice.overlap, ranks.bulk
 
 

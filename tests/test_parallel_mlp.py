@@ -104,6 +104,9 @@ def _everything(rank: int) -> None:
         ]
         for other in runs[1:]:
             assert all(torch.equal(other[name], t) for name, t in runs[0].items())
+        for recompute in RECOMPUTE:
+            check(sequence=sequence, dropped=True, recompute=recompute, overlap="chunked")
+        check(activation="swiglu", sequence=sequence, impl="triton", overlap="chunked")
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
@@ -201,12 +204,13 @@ def _low_precision(rank: int) -> None:
     exact = truth(whole, "gelu", False)
     narrow = {n: t.to(low) for n, t in whole.items()}
     single = run(narrow, lambda **t: reference.mlp(**t, activation="gelu"), draw(9, T, E).to(low))
-    for sequence in (False, True):
+    for sequence, overlap in itertools.product((False, True), ("auto", "chunked")):
         cuts = CUTS | dict.fromkeys(("x", "y"), 0 if sequence else None)
         leaves = {n: part(t, cuts.get(n)).clone().requires_grad_() for n, t in narrow.items()}
+        options = {"group": world()[0], "sequence_parallel": sequence, "overlap": overlap}
         for name in ("up_weight", "down_weight"):
             leaves[name].grad_dtype = torch.float32
-        y = parallel_mlp(**leaves, activation="gelu", group=world()[0], sequence_parallel=sequence)
+        y = parallel_mlp(**leaves, activation="gelu", **options)
         y.backward(part(draw(9, T, E).to(low), cuts["y"]))
         assert y.dtype == leaves["x"].grad.dtype == low
         assert leaves["up_weight"].grad.dtype == torch.float32

@@ -88,10 +88,12 @@ def _everything(rank: int) -> None:
         shape = {"sequence": sequence, "bias": bias, "G": G}
         runs = [check(**shape, overlap=overlap) for overlap in ("auto", "none")]
         assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+        check(**shape, overlap="chunked")  # 3 and 4 ranks cut samples in the middle
         check(**shape, **workspace)
         check(**shape, rotate=False)
         check(**shape, rotate=False, D=5)  # an odd head dim, which nothing can rotate
     check(G=2, D=6, sequence=True, impl="triton")
+    check(G=2, D=6, sequence=True, impl="triton", overlap="chunked")
     check(D=5, rotate=False, impl="triton")
     check(D=5, rotate=False, sequence=True, **workspace)
     check(rotate=False, sequence=True, **workspace)

@@ -151,21 +151,22 @@ def _everything(rank: int) -> None:
     workspace = fused()
     for sequence in (False, True):
         for bias in (False, True):
-            apart = {"sequence": sequence, "bias": bias, "overlap": "none"}
-            together = {"sequence": sequence, "bias": bias, "overlap": "auto"}
             for check, function in (
                 (check_column, tensor.column_parallel_linear),
                 (check_row, tensor.row_parallel_linear),
             ):
-                blocking, overlapped = check(function, **apart), check(function, **together)
+                blocking, overlapped, _ = (
+                    check(function, sequence=sequence, bias=bias, overlap=overlap)
+                    for overlap in ("none", "auto", "chunked")
+                )
                 assert all(torch.equal(a, b) for a, b in zip(blocking, overlapped, strict=True))
                 check(function, sequence=sequence, bias=bias, **workspace)
         for padded in (None, PADDED):
             check_embedding(tensor.vocab_parallel_embedding, sequence=sequence, padded=padded)
     check_column(tensor.column_parallel_linear, shape=(2, 5, NARROW))  # any leading dims
     check_row(tensor.row_parallel_linear, shape=(1, 3, WIDE))
-    check_row(tensor.row_parallel_linear, shape=(0, WIDE))  # no tokens at all
-    for how in ({}, workspace):
+    for how in ({}, {"overlap": "chunked"}, workspace):
+        check_row(tensor.row_parallel_linear, shape=(0, WIDE), **how)  # no tokens at all
         check_column(tensor.column_parallel_linear, shape=(T, 2, NARROW), sequence=True, **how)
         check_row(tensor.row_parallel_linear, shape=(T, 2, WIDE), sequence=True, **how)
     for padded in (None, PADDED):

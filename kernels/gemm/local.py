@@ -93,14 +93,15 @@ class Local:
         self,
         dy: torch.Tensor,
         bias: torch.Tensor | None,
-        multiply: Callable[[Any], _Made],
+        multiply: Callable[[Any, int], _Made],
     ) -> tuple[_Made, torch.Tensor, _Gradient]:
-        """``multiply(dy)``, with it dh, and dy[T, ..., N], both of all tokens; and db.
+        """``multiply(dy, 0)``, with it dh, and dy[T, ..., N], both of all tokens; and db.
 
-        `bias` is the leaf whose gradient is wanted, or None: db is the sum of this rank's tokens.
+        `multiply` is as for `column_product`: it works on each token by itself. `bias` is the leaf
+        whose gradient is wanted, or None: db is the sum of this rank's tokens.
         """
         db = None if bias is None else bias_gradient(bias, dy)
-        return multiply(dy), dy, db
+        return multiply(dy, 0), dy, db
 
     # What typing rules say of the moves.
 

@@ -64,34 +64,37 @@ def mlp_fwd(
 
 
 @no_graph
-def mlp_bwd(
-    do: torch.Tensor | Gathering,
-    x: torch.Tensor | None,
+def mlp_up_again(
+    x: torch.Tensor,
     up_weight: torch.Tensor,
     up_bias: torch.Tensor | None,
+    options: Options,
+    *,
+    ranks: Local = LOCAL,
+) -> torch.Tensor:
+    """z of all tokens, as the forward made it."""
+    how = {"precision": options.precision, "impl": options.impl}
+    return ranks.column_product(x, lambda x, _: multiply(x, up_weight.t(), up_bias, **how)[0])
+
+
+@no_graph
+def mlp_bwd(
+    do: torch.Tensor | Gathering,
     down_weight: torch.Tensor,
     z: torch.Tensor | None,
-    h: torch.Tensor | None,
     options: Options,
     *,
     want_dz: bool = True,
     want_hidden: bool = True,
-    ranks: Local = LOCAL,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """(dz, h) of all tokens, as far as they are wanted, from all of do[T, E] and what was saved."""
+    """(dz, h), as far as they are wanted, from do[T, E] and z of any tokens."""
     activation, _, _, precision, impl = options
-    again = want_hidden and h is None
-    if z is None and (want_dz or again):
-        z, _ = ranks.column_product(
-            x, lambda x, _: multiply(x, up_weight.t(), up_bias, precision=precision, impl=impl)
-        )
     if want_dz:
-        dz, made = hidden_bwd(
+        return hidden_bwd(
             do, down_weight, z,
-            activation=activation, want_hidden=again, precision=precision, impl=impl,
+            activation=activation, want_hidden=want_hidden, precision=precision, impl=impl,
         )  # fmt: skip
-        return dz, made if again else h
-    return None, activation_fwd(z, activation, impl=impl) if again else h
+    return None, activation_fwd(z, activation, impl=impl) if want_hidden else None
 
 
 class _MLP(torch.autograd.Function):
@@ -123,13 +126,17 @@ class _MLP(torch.autograd.Function):
             up, up_bias = _flat(up, up_bias, dtype)
             if options.drop is not None:
                 do = dropout(do, options.drop, impl=options.impl)
-            (dz, h), do, db2 = ranks.row_gradients(
+            if z is None and any(needs[:4]):
+                z = mlp_up_again(x, up, up_bias, options, ranks=ranks)
+            down, want_hidden = down.to(dtype), needs[3] and h is None
+            (dz, again), do, db2 = ranks.row_gradients(
                 do, bias_leaf if needs[4] else None,
-                lambda do: mlp_bwd(
-                    do, x, up, up_bias, down.to(dtype), z, h, options,
-                    want_dz=any(needs[:3]), want_hidden=needs[3], ranks=ranks,
+                lambda do, first: mlp_bwd(
+                    do, down, None if z is None else z[first : first + do.shape[0]], options,
+                    want_dz=any(needs[:3]), want_hidden=want_hidden,
                 ),
             )  # fmt: skip
+            h = again if want_hidden else h
             if needs[3]:
                 dw2 = weight_gradient(down_leaf, lambda: (do, h))
             dx, dw1, db1 = ranks.column_gradients(dz, x, up, up_leaves, needs[:3])

@@ -31,16 +31,14 @@ class _QKV(torch.autograd.Function):
                     return qkv_fwd(x, w, b, cos, sin, **options)
                 if isinstance(x, Gathering):
                     found = gather_qkv_fwd(x, w, b, cos, sin, shape=shape, **options)
-                    return tuple(t.flatten(0, 1) for t in found)
-                table = cos, sin
-                if len(x) == shape[0] * shape[1]:
-                    x = x.unflatten(0, shape)
+                elif len(x) == shape[0] * shape[1]:
+                    found = qkv_fwd(x.unflatten(0, shape), w, b, cos, sin, **options)
                 else:  # a run of tokens, as one sample of their positions
                     at = torch.arange(first, first + len(x), device=x.device) % shape[1]
                     table = (None, None) if cos is None else (cos[at], sin[at])
-                    x = x[None]
-                found = qkv_fwd(x, w, b, *table, **options)
-                return tuple(t.flatten(0, 1) for t in found)
+                    found = qkv_fwd(x[None], w, b, *table, **options)
+                q, k, v = (t.flatten(0, 1) for t in found)
+                return q, k, v
 
             return ranks.column_product(x, project)
 

@@ -12,6 +12,8 @@ from typing import NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
+from warpweave.parallel.collectives import Pending, start_exchange
+
 T = TypeVar("T")
 
 
@@ -36,26 +38,16 @@ def run_on_group(steps: Steps[T], group: dist.ProcessGroup, *, overlap: bool = T
     ``overlap=False`` waits for every message before the tile that could hide it. The operations and
     their order are the same, so the results are bitwise equal.
     """
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    works: list[dist.Work] = []
+    pending: Pending | None = None
     while True:
         try:
             hop = next(steps)
         except StopIteration as stop:
             return stop.value
         if hop is not None:
-            # One batch: NCCL deadlocks when neighbours order single sends and receives differently.
-            there, back = (rank + hop.step) % size, (rank - hop.step) % size
-            works = dist.batch_isend_irecv(
-                [
-                    dist.P2POp(dist.isend, hop.send, group=group, group_peer=there),
-                    dist.P2POp(dist.irecv, hop.recv, group=group, group_peer=back),
-                ]
-            )
-        if hop is None or not overlap:
-            for work in works:
-                work.wait()
-            works = []
+            pending = start_exchange(hop.send, hop.recv, hop.step, group)
+        if pending is not None and (hop is None or not overlap):
+            pending.wait()
 
 
 def run_in_process(every: Sequence[Steps[T]], *, overlap: bool = True) -> list[T]:

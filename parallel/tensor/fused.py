@@ -67,13 +67,13 @@ class FusedRanks(TensorRanks):
         self,
         dy: torch.Tensor,
         bias: torch.Tensor | None,
-        multiply: Callable[[Any], Made],
+        multiply: Callable[[Any, int], Made],
     ) -> tuple[Made, torch.Tensor, Gradient]:
         if not self.sequence_parallel:
             return super().row_gradients(dy, bias, multiply)
         db = None if bias is None else bias_gradient(bias, dy)
         arriving = Gathering(dy, self.workspace)
-        made = multiply(arriving)
+        made = multiply(arriving, 0)
         whole = self.gather(dy) if arriving.whole is None else arriving.whole
         return made, whole, db
 

@@ -38,7 +38,8 @@ class _ColumnParallelLinear(torch.autograd.Function):
             x = x.to(dtype)
             # The shard is kept and gathered again in the backward: 1/R of the memory.
             ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-            return ranks.column_product(x, lambda x, _: _linear(x, weight, bias, dtype))
+            w, b = (t if t is None else t.to(dtype) for t in (weight, bias))
+            return ranks.column_product(x, lambda x, _: _linear(x, w, b, dtype))
 
     @staticmethod
     @once_differentiable
@@ -101,7 +102,7 @@ def column_parallel_linear(
         ValueError: shapes or dtypes of x, weight and bias do not fit.
     """
     dtype = _check_linear("column_parallel_linear", x, weight, bias, group)
-    ranks = tensor_ranks(group, sequence_parallel, overlap, workspace)
+    ranks = tensor_ranks(group, sequence_parallel, overlap, workspace, x=x, weight=weight)
     return _ColumnParallelLinear.apply(x, weight, bias, dtype, ranks)
 
 
@@ -122,12 +123,13 @@ class _RowParallelLinear(torch.autograd.Function):
     def backward(ctx, dy):
         (x, weight), (leaf, bias), needs = ctx.saved_tensors, ctx.leaves, ctx.needs_input_grad
 
-        def input_gradient(whole: torch.Tensor | Gathering) -> torch.Tensor | None:
+        def input_gradient(dy: torch.Tensor | Gathering, first: int) -> torch.Tensor | None:
             if not needs[0]:
                 return None
-            return _linear(whole, weight.t(), None, dy.dtype).to(ctx.x_dtype)
+            return _linear(dy, w.t(), None, w.dtype).to(ctx.x_dtype)
 
         with no_autocast(dy):
+            w = weight.to(dy.dtype)
             dx, whole, db = ctx.ranks.row_gradients(dy, bias if needs[2] else None, input_gradient)
             dw = weight_gradient(leaf, lambda: (whole, x)) if needs[1] else None
         return dx, dw, db, None, None
@@ -185,7 +187,8 @@ def row_parallel_linear(
             f"row_parallel_linear on rank {group_rank(group)}: {x.shape[0]} tokens (dim 0 of x) "
             f"are not divisible by the {group_size(group)} tensor ranks"
         )
-    ranks = tensor_ranks(group, sequence_parallel, overlap, workspace)
+    product = {"x": x, "weight": weight, "moves": "scatter"}
+    ranks = tensor_ranks(group, sequence_parallel, overlap, workspace, **product)
     return _RowParallelLinear.apply(x, weight, bias, dtype, ranks)
 
 

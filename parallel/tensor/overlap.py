@@ -6,6 +6,9 @@
     auto      what should be fastest for the sizes at hand, see `overlap_model`: fused, chunked, or
               whole collectives, which nothing hides in a forward; on a CPU always these
 
+`chunked` needs no more than messages: several nodes, no peer access. Where tokens are not cut, only
+the sum of a row-parallel product is in pieces, of which there are as many as ranks.
+
 In the backward of a column-parallel product all but `none` run whole collectives under whole
 products, of which there are two.
 """
@@ -18,7 +21,9 @@ import torch
 import torch.distributed as dist
 
 from warpweave.kernels.gemm.local import LOCAL, Local
+from warpweave.parallel.collectives import group_size
 from warpweave.parallel.symmetric import Workspace
+from warpweave.parallel.tensor.chunked import ChunkedRanks
 from warpweave.parallel.tensor.fused import FusedRanks
 from warpweave.parallel.tensor.overlap_model import (
     Choice,
@@ -80,28 +85,43 @@ def tensor_ranks(
     overlap: str = "auto",
     workspace: Workspace | None = None,
     *,
-    product: tuple[int, int, int] | None = None,
+    x: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
     moves: Moves = "gather",
-    dtype: torch.dtype = torch.bfloat16,
-    device: torch.device | str = "cpu",
 ) -> Local:
     """What the ranks of `group` do around a product; a group of None is one device.
 
     Args:
         overlap: see above.
         workspace: the group's symmetric memory, which `fused` needs.
-        product, moves, dtype, device: what `auto` chooses by, see `choose_overlap`; without a
-            product it takes whole collectives.
+        x, weight, moves: the layer's product, by which `auto` chooses: x[..., K] of this rank,
+            weight[N, ..., K], and whether tokens are gathered before or scattered after it where
+            they are cut. Without them it takes whole collectives.
     """
     check_overlap(overlap)
     if group is None:
         return LOCAL
+    if overlap == "auto" and x is not None and weight is not None:
+        overlap = _choose(group, sequence_parallel, workspace, x, weight, moves)
     if overlap == "fused":
         if workspace is None:
             raise ValueError("overlap='fused' needs the workspace of the group, got None")
         return FusedRanks(group, sequence_parallel, workspace=workspace)
-    if overlap == "auto" and product is not None:
-        overlap = choose_overlap(
-            group, product, moves, dtype=dtype, device=torch.device(device), workspace=workspace
-        ).overlap
+    if overlap == "chunked":
+        return ChunkedRanks(group, sequence_parallel)
     return TensorRanks(group, sequence_parallel, bulk=overlap != "none")
+
+
+def _choose(
+    group: dist.ProcessGroup,
+    sequence_parallel: bool,
+    workspace: Workspace | None,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    moves: Moves,
+) -> str:
+    parts = group_size(group) if sequence_parallel and moves == "gather" else 1
+    product = x.shape[:-1].numel() * parts, weight.shape[:-1].numel(), weight.shape[-1]
+    moves = moves if sequence_parallel else "reduce"
+    options = {"dtype": x.dtype, "device": x.device, "workspace": workspace}
+    return choose_overlap(group, product, moves, **options).overlap

@@ -101,6 +101,13 @@ class TensorRanks(Local):
         db = bias_gradient(bias, dz) if needs[2] else None
         return pending.pop().wait() if pending else None, dw, db
 
+    def sum_product(
+        self, h: torch.Tensor, multiply: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """The sum over ranks of ``multiply(h)`` of all tokens h[T, ...], or this rank's tokens of
+        it; `multiply` gives a new tensor."""
+        return self.start_sum(multiply(h)).wait()
+
     def row_product(
         self,
         h: torch.Tensor,
@@ -112,8 +119,11 @@ class TensorRanks(Local):
         precision: str | None = None,
         impl: str | None = None,
     ) -> torch.Tensor:
-        terms = gemm(rows(h), weight.t(), out_dtype=sum_dtype(h.dtype))
-        y = self.start_sum(terms.view(*h.shape[:-1], len(weight))).wait()
+        def multiply(h: torch.Tensor) -> torch.Tensor:
+            terms = gemm(rows(h), weight.t(), out_dtype=sum_dtype(h.dtype))
+            return terms.view(*h.shape[:-1], len(weight))
+
+        y = self.sum_product(h, multiply)
         if bias is not None:
             y += bias  # after the sum: once, not once per rank
         y = y.to(h.dtype)
@@ -125,7 +135,7 @@ class TensorRanks(Local):
         self,
         dy: torch.Tensor,
         bias: torch.Tensor | None,
-        multiply: Callable[[Any], Made],
+        multiply: Callable[[Any, int], Made],
     ) -> tuple[Made, torch.Tensor, Gradient]:
         gathering = None
         if self.sequence_parallel:
@@ -133,7 +143,7 @@ class TensorRanks(Local):
         # of this rank's own tokens, while the others' arrive
         db = None if bias is None else bias_gradient(bias, dy)
         whole = dy if gathering is None else gathering.wait()
-        return multiply(whole), whole, db
+        return multiply(whole, 0), whole, db
 
     def column_input_type(self, x: Any) -> Any:
         from spmd_types import I, R, S, rules

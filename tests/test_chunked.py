@@ -1,0 +1,305 @@
+"""`ChunkedRanks`: the products of the blocking twin by pieces, with messages under the pieces.
+
+Operands are small whole numbers wherever bits are compared: every sum of them is exact, so that the
+order in which a product of fewer rows adds does not matter, and whatever differs is a fault. That
+layers of real numbers equal one device is in the tests of the layers.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import time
+from collections.abc import Callable
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from sharded import beside_replicas, draw, noticed, part, world
+
+from warpweave.kernels.dropout import Drop
+from warpweave.kernels.gemm.gradients import linear, rows
+from warpweave.kernels.mlp import RECOMPUTE
+from warpweave.kernels.runtime.wgrad import WeightGradients, collect
+from warpweave.parallel import collectives
+from warpweave.parallel.tensor import chunked
+from warpweave.parallel.tensor.chunked import ChunkedRanks
+from warpweave.parallel.tensor.mlp import parallel_mlp
+from warpweave.parallel.tensor.overlap import tensor_ranks
+from warpweave.parallel.tensor.ranks import TensorRanks
+
+K, N = 7, 5
+SHARE = 3  # tokens of a rank
+DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+Tensors = tuple[torch.Tensor | None, ...]
+
+
+def whole_numbers(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return (3 * draw(seed, *shape)).round().clamp(-4, 4).to(dtype)
+
+
+def operands(dtype: torch.dtype, batch: tuple[int, ...] = (), tokens: int = SHARE) -> dict:
+    """The whole problem; the ranks have the same bias, and weights and h of their own."""
+    _, rank, ranks = world()
+    T = tokens * ranks
+    return {
+        "x": whole_numbers(1, T, *batch, K, dtype=dtype),
+        "weight": whole_numbers(2 + rank, N, K, dtype=dtype),
+        "h": whole_numbers(12 + rank, T, *batch, K, dtype=dtype),
+        "bias": whole_numbers(22, N, dtype=dtype),
+        "dy": whole_numbers(23, T, *batch, N, dtype=dtype),
+        "residual": whole_numbers(24, T, *batch, N, dtype=dtype),
+    }
+
+
+def column(ranks: TensorRanks, x: torch.Tensor, weight: torch.Tensor, **_) -> Tensors:
+    """A product, nothing, and which tokens each run of them was said to be."""
+
+    def multiply(x: torch.Tensor, first: int) -> tuple:
+        return linear(x, weight, None, x.dtype), None, first + torch.arange(len(x))
+
+    return ranks.column_product(part(x, 0 if ranks.sequence_parallel else None), multiply)
+
+
+def row(ranks: TensorRanks, h, weight, bias, residual, *, dropped: bool = False, **_) -> Tensors:
+    cut = 0 if ranks.sequence_parallel else None
+    tokens = torch.arange(residual[..., 0].numel()).view(residual.shape[:-1])
+    drop = Drop(0.5, 5, 2, part(tokens, cut)) if dropped else None
+    return (
+        ranks.row_product(h, weight, bias),
+        ranks.row_product(h, weight, None, residual=part(residual, cut)),
+        ranks.row_product(h, weight, bias, residual=part(residual, cut), drop=drop),
+    )
+
+
+def gradients(ranks: TensorRanks, dy, weight, bias, **_) -> Tensors:
+    def multiply(dy: torch.Tensor, first: int) -> tuple:
+        dh = (rows(dy) @ weight).view(*dy.shape[:-1], K)
+        return dh, None, first + torch.arange(len(dy))
+
+    mine = part(dy, 0 if ranks.sequence_parallel else None)
+    made, whole, db = ranks.row_gradients(mine, bias, multiply)
+    return *made, whole, db, *ranks.row_gradients(mine, None, multiply)[1:]
+
+
+def check(product: Callable[..., Tensors], sequence: bool, given: dict, **options) -> None:
+    """Chunked results are those of the blocking twin, bit by bit, and so is a repeat of them."""
+    group, *_ = world()
+    kinds = (TensorRanks(group, sequence, bulk=False), *[ChunkedRanks(group, sequence)] * 2)
+    twin, *found = (product(ranks, **given, **options) for ranks in kinds)
+    for tensors in found:
+        for a, b in zip(tensors, twin, strict=True):
+            assert (a is None) == (b is None)
+            assert a is None or (a.dtype == b.dtype and torch.equal(a, b))
+
+
+def _equal(rank: int) -> None:
+    for dtype, batch, sequence in itertools.product(DTYPES, ((), (2, 1)), (False, True)):
+        given = operands(dtype, batch)
+        check(column, sequence, given)
+        check(gradients, sequence, given)
+        check(row, sequence, given, dropped=not batch)
+    for product, tokens in itertools.product((column, row, gradients), (0, 1)):
+        check(product, True, operands(torch.float32, (), tokens))
+    for tokens in (5, 1, 0):  # the ranks need not divide tokens that are not cut
+        given = operands(torch.float32)
+        given |= {name: given[name][:tokens] for name in ("h", "residual")}
+        check(row, False, given)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_pieces_give_the_bits_of_the_blocking_twin(ranks: int) -> None:
+    run_ranks(ranks, _equal)
+
+
+def test_the_group_need_not_be_the_world() -> None:
+    run_ranks(4, beside_replicas, _equal)
+
+
+def _sums(rank: int) -> None:
+    """Terms of which every order of adding has another sum."""
+    _, _, ranks = world()
+    scale = torch.tensor([1e16, 1.0, -1e16][:ranks], dtype=torch.float64)
+    whole = torch.arange(1.0, ranks * SHARE + 1, dtype=torch.float64)[:, None]
+    y = ChunkedRanks(dist.group.WORLD, True).sum_product(whole, lambda h: h * scale[rank])
+    terms = part(whole, 0) * scale
+    assert torch.equal(y, ((terms[:, 0] + terms[:, 1]) + terms[:, 2])[:, None])
+
+
+def test_terms_are_added_in_the_order_of_ranks_everywhere() -> None:
+    run_ranks(3, _sums)
+
+
+def _mlp(sequence: bool, recompute: str, wanted: tuple[str, ...], store, overlap: str) -> list:
+    """y and the gradients of an MLP on whole numbers."""
+    group, rank, ranks = world()
+    tensors = {
+        "x": part(whole_numbers(1, SHARE * ranks, K), 0 if sequence else None),
+        "up_weight": whole_numbers(2 + rank, N, K), "down_weight": whole_numbers(7 + rank, K, N),
+        "up_bias": whole_numbers(12 + rank, N), "down_bias": whole_numbers(17, K),
+    }  # fmt: skip
+    leaves = {n: t.clone().requires_grad_(n in wanted) for n, t in tensors.items()}
+    y = parallel_mlp(
+        **leaves, activation="relu2", group=group, sequence_parallel=sequence,
+        recompute=recompute, overlap=overlap,
+    )  # fmt: skip
+    with collect(store):
+        y.backward(part(whole_numbers(18, SHARE * ranks, K), 0 if sequence else None))
+    store.run()
+    assert {n for n, t in leaves.items() if t.grad is not None} == set(wanted)
+    return [y.detach(), *(leaves[n].grad for n in wanted)]
+
+
+def _frozen(rank: int) -> None:
+    names = ("x", "up_weight", "down_weight", "up_bias", "down_bias")
+    wishes = [names, ("x",), ("down_weight",), ("up_bias", "down_bias"), ("down_bias",)]
+    for sequence, recompute, wanted in itertools.product((False, True), RECOMPUTE, wishes):
+        found, twin = (
+            _mlp(sequence, recompute, wanted, WeightGradients(), overlap)
+            for overlap in ("chunked", "none")
+        )
+        assert all(torch.equal(a, b) for a, b in zip(found, twin, strict=True))
+
+
+def test_frozen_parameters_and_deferred_gradients_are_those_of_the_twin() -> None:
+    run_ranks(3, _frozen)
+
+
+def test_one_device_and_the_words() -> None:
+    for overlap in ("auto", "fused", "chunked", "none"):
+        assert tensor_ranks(None, True, overlap) is tensor_ranks(None, False)
+    with pytest.raises(ValueError, match="overlap must be one of auto, fused, chunked, none"):
+        tensor_ranks(None, True, "chunks")
+
+
+# ---------------------------------------------------------------- what hides what
+
+
+def _order(rank: int) -> list[str]:
+    """Per product: a message is (p)osted, a piece is (m)ultiplied, one is (w)aited for."""
+    events: list[str] = []
+
+    class Work:
+        def __init__(self, works: list[dist.Work]) -> None:
+            events.append("p")
+            self._works = works
+
+        def wait(self) -> None:
+            events.append("w")
+            for work in self._works:
+                work.wait()
+
+    def multiply(part: torch.Tensor, first: int = 0) -> torch.Tensor:
+        events.append("m")
+        return part + 1
+
+    send, reduce, drawn = dist.batch_isend_irecv, dist.all_reduce, []
+    with (
+        mock.patch.object(dist, "batch_isend_irecv", lambda ops: [Work(send(ops))]),
+        mock.patch.object(dist, "all_reduce", lambda x, **o: Work([reduce(x, **o)])),
+    ):
+        x = torch.zeros(SHARE * world()[2], K)
+        cut, uncut = (ChunkedRanks(dist.group.WORLD, sequence) for sequence in (True, False))
+        for product in (
+            lambda: cut.column_product(part(x, 0), multiply),
+            lambda: cut.row_gradients(part(x, 0), None, multiply),
+            lambda: cut.sum_product(x, multiply),
+            lambda: uncut.sum_product(x, multiply),
+            lambda: uncut.column_product(x, multiply),
+        ):
+            events.clear()
+            product()
+            drawn.append("".join(events))
+    return drawn
+
+
+def test_messages_are_under_way_while_pieces_are_multiplied() -> None:
+    """Of all but the last piece of a gather and the first of a sum, as there is no way round."""
+    expected = {
+        2: ["pmwm", "pmwm", "mpmw", "mpmpww", "m"],
+        3: ["ppmwmwm", "ppmwmwm", "mpmpmww", "mpmpmpwww", "m"],
+    }
+    for ranks, drawn in expected.items():
+        assert run_ranks(ranks, _order) == [drawn] * ranks
+
+
+def _absent(rank: int) -> None:
+    for product in (
+        lambda ranks: ranks.column_product(torch.ones(2, 2), lambda x, _: x),
+        lambda ranks: ranks.sum_product(torch.ones(2, 2), lambda h: h + 1),
+    ):
+        group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=1))
+        if rank == 0:
+            began = time.monotonic()
+            with pytest.raises(RuntimeError, match=r"rank 0 of 2: the message .*[Tt]imed out"):
+                product(ChunkedRanks(group, True))
+            assert time.monotonic() - began < 60
+        dist.barrier()
+
+
+def test_a_rank_that_never_comes_is_waited_for_as_long_as_the_group_says() -> None:
+    run_ranks(2, _absent)
+
+
+# ---------------------------------------------------------------- planted faults
+
+EXCHANGE, JOINED = chunked.start_exchange, chunked.joined
+GATHER, SUM, ROW = ChunkedRanks.gather_product, ChunkedRanks.sum_product, TensorRanks.row_product
+
+
+def _stale(send, recv, step, group):
+    """A piece is used before it has arrived: its place holds what it held."""
+    EXCHANGE(send, torch.empty_like(recv), step, group).wait()
+    return collectives.Pending(None, recv.zero_)
+
+
+def _the_other_way(send, recv, step, group):
+    """Messages go round the other way, which is seen on three ranks and more."""
+    return EXCHANGE(send, recv, -step, group)
+
+
+def _by_arrival(pieces):
+    """The own piece first, then those of rank + 1, ..."""
+    rank = world()[1] * isinstance(pieces[0], torch.Tensor)  # not of tuples, then of tensors again
+    return JOINED([*pieces[rank:], *pieces[:rank]])
+
+
+def _always_own_run(ranks, x, multiply):
+    """Every piece is said to begin where this rank's tokens do."""
+    return GATHER(ranks, x, lambda part, _: multiply(part, world()[1] * len(x)))
+
+
+def _twice(ranks, h, multiply):
+    """This rank's own term is added once more."""
+    return SUM(ranks, h, multiply) + part(multiply(h), 0 if ranks.sequence_parallel else None)
+
+
+def _bias_per_piece(ranks, h, weight, bias, **options):
+    y = ROW(ranks, h, weight, bias, **options)
+    return y if bias is None else y + (world()[2] - 1) * bias
+
+
+FAULTS = {
+    "a stale piece": (chunked, "start_exchange", _stale, (column, row, gradients), 2),
+    "the other way": (chunked, "start_exchange", _the_other_way, (column, row, gradients), 3),
+    "joined by arrival": (chunked, "joined", _by_arrival, (column, gradients), 2),
+    "first of the own run": (ChunkedRanks, "gather_product", _always_own_run, (column,), 2),
+    "a term twice": (ChunkedRanks, "sum_product", _twice, (row,), 2),
+    "a bias per piece": (ChunkedRanks, "row_product", _bias_per_piece, (row,), 2),
+}
+
+
+def _planted(rank: int) -> None:
+    given = operands(torch.float32)
+    for name, (where, place, fault, products, ranks) in FAULTS.items():
+        for product in products if world()[2] >= ranks else ():
+            with mock.patch.object(where, place, fault):
+                found = noticed(check, product, True, given)
+            assert found >= world()[2] - 1, f"{name}, {product.__name__}: noticed on {found} ranks"
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_planted_faults_are_noticed(ranks: int) -> None:
+    run_ranks(ranks, _planted)
