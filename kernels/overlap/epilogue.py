@@ -17,14 +17,14 @@ from warpweave.kernels.runtime.tile_table import GemmTile
 from warpweave.kernels.runtime.tiles import find
 
 
-def shared_tile(a: torch.Tensor, rows: int, b: torch.Tensor) -> GemmTile:
+def shared_tile(a: torch.Tensor, rows: int, b: torch.Tensor, kind: str = "large") -> GemmTile:
     """The tile for so many rows [rows, K] like a's, times b[K, N]: the same on every rank, by sizes
-    alone.
+    alone; that of `kind` where they are many.
 
     Parts are tiles, so ranks must agree on them; `mainloop.find_tile` also looks at where the
     operands of this rank lie in memory.
     """
-    tile = find("gemm", a.device, a.element_size(), "large")
+    tile = find("gemm", a.device, a.element_size(), kind)
     odd = a.shape[1] % 16 or b.shape[1] % 16  # not to be loaded 16 bytes at a time
     if odd or tile_count(tile, rows, b.shape[1]) < processors(a.device):
         tile = find("gemm", a.device, a.element_size(), "small")

@@ -101,7 +101,7 @@ def gather_qkv_steps(
     k, v = (x.new_empty(*shape, kv_heads, head_dim) for _ in "kv")
     flat = None if bias is None else bias.flatten().contiguous()
     cos, sin = (t if t is None else t.contiguous() for t in table)
-    tile = shared_tile(x, T, w.t())
+    tile = shared_tile(x, T, w.t(), "heavy")
 
     def launch(whole: torch.Tensor, transport: Transport) -> None:
         workers = grid(tile, T, len(w), x.device)[0]
