@@ -247,7 +247,7 @@ def _gather_kernel(
 # ---------------------------------------------------------------- launchers
 
 
-class Transport(NamedTuple):
+class Peers(NamedTuple):
     """What a gathering product is told of the ranks: the arguments, and the constants, of
     `copy_parts` and `await_tile` in their order, and how many programs copy."""
 
@@ -261,9 +261,9 @@ def gathered(
     x: torch.Tensor,
     memory: Memory,
     tile: GemmTile,
-    launch: Callable[[torch.Tensor, Transport], object],
+    launch: Callable[[torch.Tensor, Peers], object],
 ) -> Generator[None, None, torch.Tensor]:
-    """whole[W S, K] of x[S, K], multiplied on its way by ``launch(whole, transport)``."""
+    """whole[W S, K] of x[S, K], multiplied on its way by ``launch(whole, peers)``."""
     (S, K), world = x.shape, memory.world
     whole = x.new_empty(world * S, K)
     if whole.numel() == 0:
@@ -283,7 +283,7 @@ def gathered(
     with torch.cuda.device_of(x):
         launch(
             whole,
-            Transport(
+            Peers(
                 (memory.addresses, memory.epoch, memory.error, *where),
                 (world, copying, memory.polls),
                 copying,
@@ -300,10 +300,10 @@ def all_gather_steps(
     """whole[W S, N] of x[S, N], with a yield after each launch."""
     tile = find("gemm", x.device, x.element_size(), "small")
 
-    def launch(whole: torch.Tensor, transport: Transport) -> None:
-        if transport.copying:
-            _gather_kernel[(transport.copying,)](
-                whole, *transport.where, *x.shape, *transport.constants, tile.m, tile.n,
+    def launch(whole: torch.Tensor, peers: Peers) -> None:
+        if peers.copying:
+            _gather_kernel[(peers.copying,)](
+                whole, *peers.where, *x.shape, *peers.constants, tile.m, tile.n,
                 num_warps=8, num_stages=1,
             )  # fmt: skip
 
@@ -318,12 +318,12 @@ def gather_steps(
     y, z = epilogue.outputs(x, rows, N)
     given, tile = epilogue.arguments(z), shared_tile(x, rows, b)
 
-    def launch(whole: torch.Tensor, transport: Transport) -> None:
+    def launch(whole: torch.Tensor, peers: Peers) -> None:
         workers = grid(tile, rows, N, x.device)[0]
-        _gather_gemm_kernel[(transport.copying + workers,)](
-            whole, b, *given.tensors, y, *transport.where, *given.key, S, N, K, *b.stride(),
+        _gather_gemm_kernel[(peers.copying + workers,)](
+            whole, b, *given.tensors, y, *peers.where, *given.key, S, N, K, *b.stride(),
             *given.strides, *given.constants, find_precision(epilogue.precision), K % tile.k == 0,
-            *transport.constants, tile.m, tile.n, tile.k, tile.group, **gemm_options(tile, x),
+            *peers.constants, tile.m, tile.n, tile.k, tile.group, **gemm_options(tile, x),
         )  # fmt: skip
 
     whole = yield from gathered("all_gather_gemm", x, memory, tile, launch)

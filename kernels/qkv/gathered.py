@@ -11,7 +11,7 @@ from warpweave.kernels.gemm.mainloop import gemm_options, grid, mainloop
 from warpweave.kernels.overlap.epilogue import shared_tile
 from warpweave.kernels.overlap.function import Steps
 from warpweave.kernels.overlap.gather import (
-    Transport,
+    Peers,
     await_tile,
     copy_parts,
     gathered,
@@ -103,12 +103,12 @@ def gather_qkv_steps(
     cos, sin = (t if t is None else t.contiguous() for t in table)
     tile = shared_tile(x, T, w.t(), "heavy")
 
-    def launch(whole: torch.Tensor, transport: Transport) -> None:
+    def launch(whole: torch.Tensor, peers: Peers) -> None:
         workers = grid(tile, T, len(w), x.device)[0]
-        _gather_qkv_kernel[(transport.copying + workers,)](
-            whole, w, flat, cos, sin, q, k, v, *transport.where, S, shape[1], E, kv_heads,
+        _gather_qkv_kernel[(peers.copying + workers,)](
+            whole, w, flat, cos, sin, q, k, v, *peers.where, S, shape[1], E, kv_heads,
             *w.stride(), head_dim // 2, slots - 2, find_precision(precision), E % tile.k == 0,
-            *transport.constants, tile.m, tile.n, tile.k, tile.group, **gemm_options(tile, x),
+            *peers.constants, tile.m, tile.n, tile.k, tile.group, **gemm_options(tile, x),
         )  # fmt: skip
 
     whole = yield from gathered("qkv_rope", x, memory, tile, launch)

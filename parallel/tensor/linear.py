@@ -14,7 +14,7 @@ from warpweave.parallel.symmetric import Workspace
 from warpweave.parallel.tensor.overlap import tensor_ranks
 
 
-def _linear(
+def _arriving_linear(
     x: torch.Tensor | Gathering,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -39,7 +39,7 @@ class _ColumnParallelLinear(torch.autograd.Function):
             # The shard is kept and gathered again in the backward: 1/R of the memory.
             ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
             w, b = (t if t is None else t.to(dtype) for t in (weight, bias))
-            return ranks.column_product(x, lambda x, _: _linear(x, w, b, dtype))
+            return ranks.column_product(x, lambda x, _: _arriving_linear(x, w, b, dtype))
 
     @staticmethod
     @once_differentiable
@@ -126,7 +126,7 @@ class _RowParallelLinear(torch.autograd.Function):
         def input_gradient(dy: torch.Tensor | Gathering, first: int) -> torch.Tensor | None:
             if not needs[0]:
                 return None
-            return _linear(dy, w.t(), None, w.dtype).to(ctx.x_dtype)
+            return _arriving_linear(dy, w.t(), None, w.dtype).to(ctx.x_dtype)
 
         with no_autocast(dy):
             w = weight.to(dy.dtype)
