@@ -65,8 +65,6 @@ def parallel_mlp(
     Raises:
         ValueError: shapes, dtypes or options do not fit.
     """
-    if overlap == "auto" and impl == "torch":
-        workspace = None  # nothing can be fused into torch's products
     ranks = tensor_ranks(group, sequence_parallel, overlap, workspace, x=x, weight=up_weight)
     if group is not None and x.ndim < 2:
         raise ValueError(

@@ -3,8 +3,9 @@
     none      every collective is waited for at once: the blocking twin, equal in its results
     chunked   a rank's share of the tokens after the other: messages under products of other shares
     fused     within the kernels of the products, through symmetric memory (`kernels.overlap`)
-    auto      what should be fastest for the sizes at hand, see `overlap_model`: fused, chunked, or
-              whole collectives, which nothing hides in a forward; on a CPU always these
+    auto      what should be faster for the sizes at hand, see `overlap_model`: chunked, or whole
+              collectives, which nothing hides in a forward; on a CPU always these. It does not take
+              fused by itself before that has been measured over NVLink
 
 `chunked` needs no more than messages: several nodes, no peer access. Where tokens are not cut, only
 the sum of a row-parallel product is in pieces, of which there are as many as ranks.
@@ -55,14 +56,14 @@ def choose_overlap(
     device: torch.device,
     workspace: Workspace | None = None,
 ) -> Choice:
-    """What `auto` takes for a product of this rank, why, and the gain that the model expects.
+    """What the model takes for a product of this rank, why, and the gain that it expects.
 
     Args:
         product: M, N, K of a[M, K] b[K, N] as this rank multiplies it: M rows of all ranks, its own
             columns or depth.
         moves: "gather" before it; "scatter" or "reduce" after it.
         dtype, device: of a.
-        workspace: without one nothing is fused.
+        workspace: without one, as `auto` asks, nothing is fused.
     """
     ranks = dist.get_process_group_ranks(group)
     known: Device | None = None
@@ -102,7 +103,7 @@ def tensor_ranks(
     if group is None:
         return LOCAL
     if overlap == "auto" and x is not None and weight is not None:
-        overlap = _choose(group, sequence_parallel, workspace, x, weight, moves)
+        overlap = _choose(group, sequence_parallel, x, weight, moves)
     if overlap == "fused":
         if workspace is None:
             raise ValueError("overlap='fused' needs the workspace of the group, got None")
@@ -115,7 +116,6 @@ def tensor_ranks(
 def _choose(
     group: dist.ProcessGroup,
     sequence_parallel: bool,
-    workspace: Workspace | None,
     x: torch.Tensor,
     weight: torch.Tensor,
     moves: Moves,
@@ -123,5 +123,4 @@ def _choose(
     parts = group_size(group) if sequence_parallel and moves == "gather" else 1
     product = x.shape[:-1].numel() * parts, weight.shape[:-1].numel(), weight.shape[-1]
     moves = moves if sequence_parallel else "reduce"
-    options = {"dtype": x.dtype, "device": x.device, "workspace": workspace}
-    return choose_overlap(group, product, moves, **options).overlap
+    return choose_overlap(group, product, moves, dtype=x.dtype, device=x.device).overlap

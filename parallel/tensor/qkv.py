@@ -67,7 +67,5 @@ def parallel_qkv_rope(
         )
     if group is None:
         return qkv_rope(x.view(*shape, x.shape[1]), weight, bias, cos, sin, impl=impl)
-    if overlap == "auto" and impl == "torch":
-        workspace = None  # nothing can be fused into torch's products
     ranks = tensor_ranks(group, sequence_parallel, overlap, workspace, x=x, weight=weight)
     return qkv_rope(x, weight, bias, cos, sin, impl=impl, shape=shape, ranks=ranks)
