@@ -107,32 +107,32 @@ def test_no_memory_is_needed() -> None:
 # ---------------------------------------------------------------- planted faults
 
 
-def plain_row(x, w, b=None, *, group, sequence_parallel=False):
+def plain_row(x, w, b=None, *, group, sequence_parallel=False, **_):
     """Row-parallel without its sum."""
     y = F.linear(x, w)
     y = collectives.own_slice(y, group) if sequence_parallel else y
     return y if b is None else y + b
 
 
-def row_bias_on_every_rank(x, w, b=None, *, group, sequence_parallel=False):
+def row_bias_on_every_rank(x, w, b=None, *, group, sequence_parallel=False, **_):
     y = F.linear(x, w, b)
     sums = collectives.reduce_scatter if sequence_parallel else collectives.reduce_from
     return sums(y, group)
 
 
-def row_summed_twice(x, w, b=None, *, group, sequence_parallel=False):
+def row_summed_twice(x, w, b=None, *, group, sequence_parallel=False, **_):
     y = tensor.row_parallel_linear(x, w, b, group=group)
     return collectives.reduce_from(y, group)
 
 
-def plain_column(x, w, b=None, *, group, sequence_parallel=False):
+def plain_column(x, w, b=None, *, group, sequence_parallel=False, **_):
     """Column-parallel without the sum of dx."""
     if sequence_parallel:
         x = collectives.gather(x, group)
     return F.linear(x, w, b)
 
 
-def column_without_gather(x, w, b=None, *, group, sequence_parallel=False):
+def column_without_gather(x, w, b=None, *, group, sequence_parallel=False, **_):
     return tensor.column_parallel_linear(x, w, b, group=group)
 
 
@@ -148,7 +148,7 @@ def composed_mlp(column=tensor.column_parallel_linear, row=tensor.row_parallel_l
 
     def apply(
         x, up, down, up_bias, down_bias, *, activation, group, sequence_parallel, residual, drop,
-        recompute, impl,
+        recompute, impl, **_,
     ):  # fmt: skip
         cut = {"group": group, "sequence_parallel": sequence_parallel}
         up_bias = None if up_bias is None else up_bias.flatten()
@@ -161,7 +161,7 @@ def composed_mlp(column=tensor.column_parallel_linear, row=tensor.row_parallel_l
 def composed_qkv(column):
     """The projection to heads by a linear layer at fault."""
 
-    def apply(x, weight, bias, cos, sin, *, shape, group, sequence_parallel, impl):
+    def apply(x, weight, bias, cos, sin, *, shape, group, sequence_parallel, impl, **_):
         _, slots, head_dim, _ = weight.shape
         flat = weight.flatten(0, 2), None if bias is None else bias.flatten()
         z = column(x, *flat, group=group, sequence_parallel=sequence_parallel)
