@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from warpweave.kernels.attention.checks import heads_per_kv_head
 from warpweave.kernels.attention.options import AttentionOptions, check_numbers
+from warpweave.kernels.overlap.gathering import check_fusing
 from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.rope import apply_rope_qk, rope_table
 from warpweave.layers.context import TokenContext
@@ -93,6 +94,8 @@ class Attention(nn.Module):
         self.causal, self.window, self.softcap = causal, window, softcap
         self.rope_theta, self.impl = rope_theta, impl
         self.strategy: Strategy = check_strategy(strategy)
+        if overlap == "fused":
+            check_fusing(impl)
         where = {
             "device": device,
             "dtype": dtype,

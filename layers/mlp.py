@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from warpweave.kernels.activation import activate, find_activation
 from warpweave.kernels.dropout import Drop, dropout
 from warpweave.kernels.mlp import RECOMPUTE
+from warpweave.kernels.overlap.gathering import check_fusing
 from warpweave.kernels.runtime.dispatch import check_impl
 from warpweave.layers.fusable import fusable
 from warpweave.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -60,6 +61,8 @@ class MLP(nn.Module):
         gated = find_activation(activation).gated
         if recompute is not None and recompute not in RECOMPUTE:
             raise ValueError(f"recompute must be one of {RECOMPUTE} or None, got {recompute!r}")
+        if overlap == "fused":
+            check_fusing(impl)
         tp = connected(mesh).size("tp")
         if hidden_dim % tp:
             raise ValueError(

@@ -43,7 +43,7 @@ def symmetric_memory(
         slots: parts that a rank may publish in one operation: tiles of its rows.
         capacity: bytes of data in one operation.
         polls: how often a wait looks before it gives up; 0 for ever. By default a million times on
-            a CPU, a minute or two, and for ever on a GPU.
+            a CPU, some minutes, and for ever on a GPU.
 
     Raises:
         ValueError: on a CPU, on all ranks: some cannot make their files or see the others', or
@@ -73,7 +73,8 @@ class Workspace:
     """The symmetric memory of one group and one stream: made when first needed, and made anew, by
     all ranks together, when an operation needs more than there is.
 
-    Operations fit it as they fit the memory itself. Under capture of a CUDA graph it cannot grow.
+    Operations fit it as they fit the memory itself, on all ranks in the same order and sizes. Under
+    capture of a CUDA graph it cannot grow: run the step before, on the stream of the capture.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, polls: int | None = None) -> None:
@@ -91,13 +92,15 @@ class Workspace:
         """
         self._check_stream(name, device)
         memory = self._memory
+        if memory is not None and (memory.left or memory.epoch.device != device):
+            return memory.fitting(name, device, slots, size)  # says what is wrong
         if memory is None or slots > memory.slots or size > memory.capacity:
             if device.type == "cuda":
                 if torch.cuda.is_current_stream_capturing():
                     raise ValueError(
                         f"{name} on rank {self.rank} of {self.world} needs {slots} parts and "
                         f"{size} bytes of symmetric memory, which cannot grow while a graph is "
-                        "captured: run the step once before"
+                        "captured: run the step before, on this stream"
                     )
                 torch.cuda.synchronize(device)  # peers may read the old one up to here
             slots, size = (1 << (n - 1).bit_length() for n in (slots, size))
@@ -112,6 +115,16 @@ class Workspace:
         """See `SymmetricMemory.settle`."""
         if self._memory is not None:
             self._memory.settle(name)
+
+    def leave(self, name: str) -> None:
+        """See `SymmetricMemory.leave`."""
+        if self._memory is not None:
+            self._memory.leave(name)
+
+    def renew(self) -> None:
+        """Forget the memory, as after an error that ended an operation midway: the next one makes
+        it anew. Every rank calls this, when none of them is in an operation."""
+        self._memory = None
 
     def _check_stream(self, name: str, device: torch.device) -> None:
         if device.type == "cuda":

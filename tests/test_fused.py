@@ -14,8 +14,13 @@ from ranks import run_ranks
 from sharded import draw, part
 
 from warpweave.kernels.dropout import Drop, dropout
+from warpweave.kernels.overlap import all_gather_gemm, gemm_reduce_scatter
+from warpweave.kernels.overlap.epilogue import Epilogue
+from warpweave.kernels.overlap.symmetric import local_memory
 from warpweave.kernels.rope import apply_rope, rope_table
 from warpweave.kernels.runtime.wgrad import WeightGradients, collect
+from warpweave.layers.attention import Attention
+from warpweave.layers.linear import ColumnParallelLinear
 from warpweave.layers.mlp import MLP
 from warpweave.parallel.collectives import reduce_from
 from warpweave.parallel.mesh import Mesh
@@ -184,6 +189,14 @@ def _refused(rank: int) -> None:
     del ranks["impl"]
     with pytest.raises(ValueError, match=r"5 tokens .* not divisible by the 2 tensor ranks"):
         row_parallel_linear(draw(1, 5, 8), draw(2, 5, 8), **ranks)
+    with pytest.raises(ValueError, match="pass impl='triton', or another overlap"):
+        parallel_qkv_rope(  # also where only the backward would be fused
+            x, draw(3, 1, 4, 2, 5), None, *table, shape=(1, 6), impl="torch",
+            **ranks | {"sequence_parallel": False},
+        )  # fmt: skip
+    for layer in (MLP, Attention):
+        with pytest.raises(ValueError, match="pass impl='triton', or another overlap"):
+            layer(8, 8, overlap="fused", impl="torch")
     assert workspace._memory is None  # nothing was made, and nobody waits
 
 
@@ -214,3 +227,60 @@ def _growing(rank: int) -> None:
 
 def test_a_workspace_grows_but_not_under_capture_and_not_for_two_streams() -> None:
     run_ranks(2, _growing)
+
+
+def _left(rank: int) -> None:
+    """An operation that an error ends after its first launch is not begun again over what it has
+    published; made anew, the workspace is right again."""
+    workspace = Workspace(dist.group.WORLD)
+    a, b = torch.full((4, 3), float(rank + 1)), torch.ones(3, 2)
+    out_of_memory = mock.patch.object(Epilogue, "arguments", side_effect=MemoryError)
+    with out_of_memory, pytest.raises(MemoryError):
+        gemm_reduce_scatter(a, b, memory=workspace)
+    for op in (gemm_reduce_scatter, all_gather_gemm):
+        with pytest.raises(ValueError, match=r"ended gemm_reduce_scatter midway.*Workspace\.renew"):
+            op(10 * a, b, memory=workspace)
+    dist.barrier()
+    workspace.renew()
+    assert torch.equal(gemm_reduce_scatter(10 * a, b, memory=workspace), torch.full((2, 2), 90.0))
+    bounded = Workspace(dist.group.WORLD, polls=3)
+    if rank == 0:  # the other never comes
+        bounded._memory = local_memory(2, slots=4, capacity=1 << 10, polls=3)[0]
+        with pytest.raises(TimeoutError, match="gemm_reduce_scatter on rank 0 of 2, epoch 1"):
+            gemm_reduce_scatter(a, b, memory=bounded)
+        with pytest.raises(ValueError, match="ended gemm_reduce_scatter midway"):
+            all_gather_gemm(a, b, memory=bounded)
+
+
+def test_what_an_error_left_midway_is_not_begun_again() -> None:
+    run_ranks(2, _left)
+
+
+def _compiled(rank: int) -> None:
+    mesh = Mesh(tp=2).connect()
+    options = {"mesh": mesh, "sequence_parallel": True, "overlap": "fused"}
+    layer, x = ColumnParallelLinear(6, 4, dtype=torch.float64, **options), draw(rank, 3, 6)
+    found = []
+    for call in (layer, torch.compile(layer, backend="aot_eager")):
+        leaf = x.clone().requires_grad_()
+        y = call(leaf)
+        found.append([y, *torch.autograd.grad(y, (leaf, layer.weight), torch.ones_like(y))])
+    assert all(torch.equal(a, b) for a, b in zip(*found))
+
+
+def test_a_compiler_leaves_the_launches_alone() -> None:
+    run_ranks(2, _compiled)
+
+
+def test_no_columns_are_no_error() -> None:
+    run_ranks(2, _empty_dims)
+
+
+def _empty_dims(rank: int) -> None:
+    group = dist.group.WORLD
+    ranks = {"group": group, "overlap": "fused", "workspace": Workspace(group)}
+    for sequence in (False, True):
+        y = row_parallel_linear(
+            draw(1, 4, 0, 6), draw(2, 8, 6), sequence_parallel=sequence, **ranks
+        )
+        assert y.shape == (2 if sequence else 4, 0, 8)

@@ -2,17 +2,10 @@
 
 import dataclasses
 import itertools
-import types
-from unittest import mock
 
 import pytest
-import torch
-import torch.distributed as dist
-from ranks import run_ranks
 
-from warpweave.parallel.symmetric import Workspace
-from warpweave.parallel.tensor import overlap, overlap_model
-from warpweave.parallel.tensor.chunked import ChunkedRanks
+from warpweave.parallel.tensor import overlap_model
 from warpweave.parallel.tensor.overlap_model import (
     DEVICES,
     Product,
@@ -21,7 +14,6 @@ from warpweave.parallel.tensor.overlap_model import (
     predict,
     product_seconds,
 )
-from warpweave.parallel.tensor.ranks import TensorRanks
 from warpweave.tune.parts import PARTS
 
 H100 = find_device("NVIDIA H100 80GB HBM3")
@@ -130,44 +122,3 @@ def test_it_says_what_and_why_and_that_this_is_a_prediction():
     assert str(explain(LARGE, None, symmetric=True)) == (
         "overlap: whole, nothing is known of the speed of this device"
     )
-
-
-# ---------------------------------------------------------------- where it is asked
-
-
-def _auto(rank: int, name: str | None) -> tuple[str, object]:
-    group, product = dist.group.WORLD, (8192, 3584, 8192)
-    dist.barrier()  # nobody leaves before all are there
-    device = torch.device("cpu" if name is None else "cuda")
-    torch.cuda.get_device_name, torch.cuda.device_count = lambda _: name, lambda: 4
-    options = {"dtype": torch.bfloat16, "device": device}
-    choice = overlap.choose_overlap(group, product, "gather", workspace=Workspace(group), **options)
-    x = types.SimpleNamespace(shape=torch.Size((4, 1024, 8192)), **options)  # no such device
-    weight = types.SimpleNamespace(shape=torch.Size((1792, 2, 8192)))
-    layer = {"x": x, "weight": weight, "workspace": Workspace(group)}
-    ranks = overlap.tensor_ranks(group, True, **layer)
-    # what would be fused is chunked: that has not been measured
-    assert type(ranks) is {"whole": TensorRanks, "fused": ChunkedRanks}[choice.overlap]
-    seen = []
-    with mock.patch.object(overlap, "choose_overlap", lambda *a, **_: seen.append(a) or choice):
-        for cut, moves in itertools.product((True, False), ("gather", "scatter")):
-            overlap.tensor_ranks(group, cut, **layer, moves=moves)
-    assert [(M, moves) for _, (M, *_), moves in seen] == [
-        (8192, "gather"), (4096, "scatter"), (4096, "reduce"), (4096, "reduce"),
-    ]  # fmt: skip
-    return choice.overlap, ranks.bulk
-
-
-def test_auto_on_a_cpu_takes_whole_collectives():
-    assert run_ranks(2, _auto, None) == [("whole", True)] * 2
-
-
-def test_auto_asks_for_the_device_by_name():
-    assert run_ranks(2, _auto, "NVIDIA H100 80GB HBM3")[0][0] == "fused"
-    assert run_ranks(2, _auto, "something else")[0][0] == "whole"
-
-
-def test_ranks_on_two_machines_are_joined_by_the_network(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    assert overlap._link([0, 1, 2, 3]) == overlap._link([4, 6]) == "nvlink"
-    assert overlap._link([3, 4]) == overlap._link([0, 4]) == "network"

@@ -223,8 +223,23 @@ def run_local(ranks: Sequence[Generator[None, None, Any]]) -> list[Any]:
     return [results[rank] for rank in range(len(ranks))]
 
 
+@torch.compiler.disable  # a compiler must not move what other ranks wait for
 def run_steps(name: str, steps: Steps, memory: Memory) -> Any:
     """The result of this rank's steps, one launch after the other."""
-    (result,) = run_local([steps])
-    memory.settle(name)
+    launched = False
+    try:
+        while True:
+            next(steps)
+            launched = True
+    except StopIteration as end:
+        result = end.value
+    except BaseException:
+        if launched:
+            memory.leave(name)
+        raise
+    try:
+        memory.settle(name)
+    except TimeoutError:
+        memory.leave(name)
+        raise
     return result

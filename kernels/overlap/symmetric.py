@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -46,6 +46,8 @@ class SymmetricMemory:
         slots: parts that a rank may publish in one epoch.
         capacity: bytes of data in an epoch.
         polls: how often a wait looks before it gives up; 0 for ever.
+        left: operations that an error ended midway. Others may have awaited what they published, so
+            their epoch cannot begin again: the memory of all ranks is to be made anew.
     """
 
     rank: int
@@ -57,6 +59,7 @@ class SymmetricMemory:
     slots: int
     capacity: int
     polls: int = 0
+    left: list[str] = field(default_factory=list)
 
     @property
     def data_offset(self) -> int:
@@ -70,9 +73,8 @@ class SymmetricMemory:
     def check(self, name: str) -> None:
         """Raise TimeoutError if a wait of operation `name` has given up.
 
-        Then what it returned is wrong, and the memory of all ranks is to be made anew, as after any
-        error on one rank. Waits for the device: operations check themselves on a CPU only, on a GPU
-        it is for those who bound their waits.
+        Then what it returned is wrong. Waits for the device: operations check themselves on a CPU
+        only, on a GPU it is for those who bound their waits.
         """
         epoch, source, slot = self.error.tolist()
         if epoch:
@@ -86,9 +88,18 @@ class SymmetricMemory:
         if self.polls and not self.epoch.is_cuda:
             self.check(name)
 
+    def leave(self, name: str) -> None:
+        """Note that an error ended operation `name` midway."""
+        self.left.append(name)
+
     def fitting(self, name: str, device: torch.device, slots: int, size: int) -> SymmetricMemory:
-        """This; ValueError unless it is on `device` and an epoch of operation `name` fits, of
-        `slots` parts and `size` bytes."""
+        """This; ValueError unless it is on `device`, no operation was left midway and an epoch of
+        operation `name` fits, of `slots` parts and `size` bytes."""
+        if self.left:
+            raise ValueError(
+                f"{name} on rank {self.rank} of {self.world}: an error ended {self.left[0]} "
+                "midway, the symmetric memory is to be made anew on all ranks (Workspace.renew)"
+            )
         if device != self.epoch.device:
             raise ValueError(
                 f"{name}: symmetric memory on {self.epoch.device}, tensors on {device}"
@@ -112,6 +123,7 @@ class Memory(Protocol):
         self, name: str, device: torch.device, slots: int, size: int
     ) -> SymmetricMemory: ...
     def settle(self, name: str) -> None: ...
+    def leave(self, name: str) -> None: ...
 
 
 def segment_bytes(world: int, slots: int, capacity: int) -> int:

@@ -26,7 +26,11 @@ from warpweave.parallel.tensor.ranks import Gradient, Made, TensorRanks
 
 @dataclass(frozen=True)
 class FusedRanks(TensorRanks):
-    """`TensorRanks` over symmetric memory: of `workspace`, which all layers of the group share."""
+    """`TensorRanks` over symmetric memory: of `workspace`, which all layers of the group share.
+
+    All ranks have the same number of tokens and want the same gradients: which operation comes next
+    follows from both.
+    """
 
     workspace: Workspace = field(kw_only=True)
 
@@ -45,7 +49,7 @@ class FusedRanks(TensorRanks):
             return super().column_gradients(dz, x, weight, leaves, needs)
         dx = self._sum_of_products(rows(dz), weight)
         _, dw, db = super().column_gradients(dz, x, weight, leaves, (False, *needs[1:]))
-        return dx.view(-1, *dz.shape[1:-1], weight.shape[1]), dw, db
+        return dx.view(self._own(dz), *dz.shape[1:-1], weight.shape[1]), dw, db
 
     def row_product(
         self,
@@ -61,7 +65,7 @@ class FusedRanks(TensorRanks):
         check_fusing(impl)
         options = {"drop": drop, "residual": residual, "precision": precision}
         y = self._sum_of_products(rows(h), weight.t(), bias, **options)
-        return y.view(-1, *h.shape[1:-1], len(weight))
+        return y.view(self._own(h), *h.shape[1:-1], len(weight))
 
     def row_gradients(
         self,
@@ -76,6 +80,10 @@ class FusedRanks(TensorRanks):
         made = multiply(arriving, 0)
         whole = self.gather(dy) if arriving.whole is None else arriving.whole
         return made, whole, db
+
+    def _own(self, x: torch.Tensor) -> int:
+        """How many of the tokens of x[T, ...] are this rank's after a sum."""
+        return len(x) // self.workspace.world if self.sequence_parallel else len(x)
 
     def _sum_of_products(self, *operands: Any, **options: Any) -> torch.Tensor:
         """The sum over ranks, of this rank's rows where tokens are cut."""

@@ -102,7 +102,7 @@ def column_parallel_linear(
         ValueError: shapes or dtypes of x, weight and bias do not fit.
     """
     dtype = _check_linear("column_parallel_linear", x, weight, bias, group)
-    ranks = tensor_ranks(group, sequence_parallel, overlap, workspace, x=x, weight=weight)
+    ranks = tensor_ranks(group, sequence_parallel, overlap, workspace, x=x)
     return _ColumnParallelLinear.apply(x, weight, bias, dtype, ranks)
 
 
@@ -187,8 +187,7 @@ def row_parallel_linear(
             f"row_parallel_linear on rank {group_rank(group)}: {x.shape[0]} tokens (dim 0 of x) "
             f"are not divisible by the {group_size(group)} tensor ranks"
         )
-    product = {"x": x, "weight": weight, "moves": "scatter"}
-    ranks = tensor_ranks(group, sequence_parallel, overlap, workspace, **product)
+    ranks = tensor_ranks(group, sequence_parallel, overlap, workspace, x=x)
     return _RowParallelLinear.apply(x, weight, bias, dtype, ranks)
 
 

@@ -65,7 +65,7 @@ def parallel_mlp(
     Raises:
         ValueError: shapes, dtypes or options do not fit.
     """
-    ranks = tensor_ranks(group, sequence_parallel, overlap, workspace, x=x, weight=up_weight)
+    ranks = tensor_ranks(group, sequence_parallel, overlap, workspace, x=x, impl=impl)
     if group is not None and x.ndim < 2:
         raise ValueError(
             f"{ranks.name('mlp')}: tensor ranks need x[..., E] of two dims at least, got "

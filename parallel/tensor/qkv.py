@@ -67,5 +67,5 @@ def parallel_qkv_rope(
         )
     if group is None:
         return qkv_rope(x.view(*shape, x.shape[1]), weight, bias, cos, sin, impl=impl)
-    ranks = tensor_ranks(group, sequence_parallel, overlap, workspace, x=x, weight=weight)
+    ranks = tensor_ranks(group, sequence_parallel, overlap, workspace, x=x, impl=impl)
     return qkv_rope(x, weight, bias, cos, sin, impl=impl, shape=shape, ranks=ranks)

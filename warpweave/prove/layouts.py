@@ -249,7 +249,8 @@ def _strategies(mesh: Mesh) -> tuple[Strategy, ...]:
 def _overlaps(mesh: Mesh, impl: str) -> tuple[Overlap, ...]:
     if mesh.tp == 1:
         return ("auto",)
-    return ("none", "chunked", "fused") if impl == "triton" else ("none", "chunked")
+    words: tuple[Overlap, ...] = get_args(Overlap)
+    return words if impl == "triton" else tuple(w for w in words if w != "fused")
 
 
 def draw(seed: int, impl: str = "torch") -> Layout:
