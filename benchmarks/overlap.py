@@ -253,6 +253,8 @@ def real_ranks(
         return y
 
     def fused() -> Tensor:
+        import torch.distributed._symmetric_memory  # defines the operators
+
         ops = torch.ops.symm_mem
         if product.moves == "gather":
             return ops.fused_all_gather_matmul(a, [b], 0, group.group_name)[1][0]
