@@ -1,4 +1,4 @@
-"""Overlapped products against cuBLAS and NCCL, and what the model of `overlap="auto"` predicts.
+"""Overlapped products against cuBLAS and NCCL, and what `overlap_model` predicts.
 
     python benchmarks/overlap.py                                  # one GPU, or none
     torchrun --nproc-per-node 8 benchmarks/overlap.py             # several, over NVLink

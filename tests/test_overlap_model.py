@@ -1,4 +1,4 @@
-"""The model behind `overlap="auto"`: arithmetic by hand, what must be monotone, what it picks."""
+"""The model of overlapped products: arithmetic by hand, what must be monotone, what it picks."""
 
 import dataclasses
 import itertools
