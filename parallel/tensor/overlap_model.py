@@ -1,5 +1,5 @@
-"""What it should cost to hide messages under products: a model,
-by which `overlap="auto"` is to choose once its figures have been measured.
+"""What it should cost to hide messages under products: a model, by which `overlap="auto"` is to
+choose once its figures have been measured.
 
     whole      the product, and before or after it the whole collective; `none` takes as long
     chunked    pieces of a rank's rows: the message of one under the product of another
@@ -114,7 +114,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Choice:
-    """What the model would take and why; `gain` is how many times as fast as `whole` it should be."""
+    """What the model would take and why; `gain`: how many times as fast as `whole` it should be."""
 
     overlap: Literal["whole", "chunked", "fused"]
     why: str
@@ -187,8 +187,8 @@ def _fused(
 def explain(
     product: Product, device: Device | None, link: Link = "nvlink", *, symmetric: bool
 ) -> Choice:
-    """What the model would take for a product; `symmetric` says whether the ranks have symmetric memory,
-    and None is a device whose figures are not known, such as a CPU."""
+    """What the model would take for a product; `symmetric` says whether the ranks have symmetric
+    memory, and None is a device whose figures are not known, such as a CPU."""
     if product.ranks == 1:
         return Choice("whole", "one rank moves nothing")
     if device is None:
