@@ -6,6 +6,7 @@ stream. See `gather` and `scatter` for what they compute and move.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Generator, Sequence
 from typing import Any
 
@@ -223,9 +224,15 @@ def run_local(ranks: Sequence[Generator[None, None, Any]]) -> list[Any]:
     return [results[rank] for rank in range(len(ranks))]
 
 
-@torch.compiler.disable  # a compiler must not move what other ranks wait for
 def run_steps(name: str, steps: Steps, memory: Memory) -> Any:
     """The result of this rank's steps, one launch after the other."""
+    # A compiler must not move what other ranks wait for; one that nobody has imported cannot, and
+    # to import it here would cost a second, and DTensor.
+    run = torch.compiler.disable(_run) if "torch._dynamo" in sys.modules else _run
+    return run(name, steps, memory)
+
+
+def _run(name: str, steps: Steps, memory: Memory) -> Any:
     launched = False
     try:
         while True:
