@@ -331,6 +331,39 @@ def test_one_collective_or_flag_less_is_refused_at_its_line(fault: str) -> None:
     assert not dist.is_initialized()
 
 
+def test_context_ranks_alone_are_checked_too() -> None:
+    with (
+        mock.patch.object(LAYER, "context_attention", local_attention),
+        pytest.raises(TypeError, match=r"stage 0 of Mesh"),
+    ):
+        typecheck(ONE_LAYER["gpt2"], Mesh(dp=2, cp=2))
+
+
+class _NoWayBack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y):
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx, dy):
+        raise TypeError("the way back was checked")
+
+    @staticmethod
+    def spmd_typecheck(*, y):
+        return y
+
+
+def test_the_backward_pass_runs_too() -> None:
+    def row(*args, **options):
+        return _NoWayBack.apply(tensor.row_parallel_linear(*args, **options))
+
+    with (
+        mock.patch.object(LINEAR, "row_parallel_linear", row),
+        pytest.raises(TypeError, match="the way back was checked"),
+    ):
+        typecheck(ONE_LAYER["gpt2"], Mesh(tp=2))
+
+
 def test_what_a_stage_hands_on_is_held_to_what_the_next_one_takes() -> None:
     """A later stage's own fault, and an output of another type than the stream's."""
     mesh, gathered = Mesh(tp=2, pp=2), []
