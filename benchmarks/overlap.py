@@ -24,6 +24,7 @@ import torch.distributed as dist
 from harness import Report, assert_equal, header, interleave, parser, results_folder
 from torch import Tensor
 
+from warpweave.kernels.devices import Device, find_device
 from warpweave.kernels.overlap import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter
 from warpweave.kernels.overlap.epilogue import Epilogue
 from warpweave.kernels.overlap.function import (
@@ -35,11 +36,9 @@ from warpweave.kernels.overlap.function import (
 from warpweave.kernels.overlap.symmetric import local_memory
 from warpweave.parallel.symmetric import Workspace
 from warpweave.parallel.tensor.overlap_model import (
-    Device,
     Moves,
     Product,
     explain,
-    find_device,
     predict,
 )
 from warpweave.tune.timing import CudaTimer

@@ -706,8 +706,8 @@ FAULTS = (
     Fault(
         "train-mfu-of-one",
         "warpweave/metrics.py",
-        "(peak * session.world)",
-        "peak",
+        "(device.half * session.world)",
+        "device.half",
         "utilisation is that of all ranks' work on one GPU",
     ),
     Fault(

@@ -78,6 +78,20 @@ def _child(
         dist.destroy_process_group()
 
 
+class NotedWork:
+    """Works of torch.distributed as one, which note in `events` that they were (p)osted and are
+    (w)aited for."""
+
+    def __init__(self, works: list, events: list[str]) -> None:
+        events.append("p")
+        self._works, self._events = works, events
+
+    def wait(self) -> None:
+        self._events.append("w")
+        for work in self._works:
+            work.wait()
+
+
 def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 600.0) -> list[Any]:
     """Call ``fn(rank, *args)`` on `world` connected gloo ranks; their results in rank order.
 

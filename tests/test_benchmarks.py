@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from ranks import run_ranks
 
 from warpweave.gpt import GPTConfig
+from warpweave.kernels.devices import find_device
 from warpweave.parallel.tensor import overlap_model
 from warpweave.plain_gpt import plain_gpt_loss
 from warpweave.prove.expected import plain_config
@@ -305,7 +306,7 @@ def test_the_model_is_within_half_of_what_others_published(load):
             assert point.model() < 1
         elif point.product.M < 2048:
             assert most < 1
-            device = overlap_model.find_device(point.device)
+            device = find_device(point.device)
             choice = overlap_model.explain(point.product, device, symmetric=True)
             assert choice.overlap == "whole"
         else:

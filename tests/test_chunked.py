@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import NotedWork, run_ranks
 from sharded import beside_replicas, draw, noticed, part, world
 
 from warpweave.kernels.dropout import Drop
@@ -181,24 +181,14 @@ def _order(rank: int) -> list[str]:
     """Per product: a message is (p)osted, a piece is (m)ultiplied, one is (w)aited for."""
     events: list[str] = []
 
-    class Work:
-        def __init__(self, works: list[dist.Work]) -> None:
-            events.append("p")
-            self._works = works
-
-        def wait(self) -> None:
-            events.append("w")
-            for work in self._works:
-                work.wait()
-
     def multiply(part: torch.Tensor, first: int = 0) -> torch.Tensor:
         events.append("m")
         return part + 1
 
     send, reduce, drawn = dist.batch_isend_irecv, dist.all_reduce, []
     with (
-        mock.patch.object(dist, "batch_isend_irecv", lambda ops: [Work(send(ops))]),
-        mock.patch.object(dist, "all_reduce", lambda x, **o: Work([reduce(x, **o)])),
+        mock.patch.object(dist, "batch_isend_irecv", lambda ops: [NotedWork(send(ops), events)]),
+        mock.patch.object(dist, "all_reduce", lambda x, **o: NotedWork([reduce(x, **o)], events)),
     ):
         x = torch.zeros(SHARE * world()[2], K)
         cut, uncut = (ChunkedRanks(dist.group.WORLD, sequence) for sequence in (True, False))

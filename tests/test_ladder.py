@@ -26,7 +26,7 @@ ROOMS = {
         ("cli",),
     ),
     "warpweave.kernels": (
-        ("reference", "cost"),
+        ("reference", "cost", "devices"),
         ("runtime",),
         ("dropout", "merge", "activation", "rope"),
         ("gemm",),

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from close import assert_close_f64, relative_error
-from ranks import run_ranks
+from ranks import NotedWork, run_ranks
 
 from warpweave.kernels.attention import attention_delta
 from warpweave.kernels.attention.options import AttentionOptions
@@ -336,18 +336,11 @@ def _order_of_events(rank: int, layout: SequenceLayout, overlap: bool) -> tuple[
     def kernel(fn: Callable) -> Callable:
         return lambda *a, **options: (events.append("t"), fn(*a, **options))[1]
 
-    class _Work:
-        def __init__(self, works: list[dist.Work]) -> None:
-            events.append("p")
-            self._works = works
-
-        def wait(self) -> None:
-            events.append("w")
-            for work in self._works:
-                work.wait()
+    def send(ops: list) -> list[NotedWork]:
+        return [NotedWork(_batch_isend_irecv(ops), events)]
 
     with (
-        mock.patch.object(dist, "batch_isend_irecv", lambda o: [_Work(_batch_isend_irecv(o))]),
+        mock.patch.object(dist, "batch_isend_irecv", send),
         mock.patch.multiple(ring, block_fwd=kernel(_fwd), block_bwd=kernel(_bwd)),
     ):
         inputs = [x.clone().requires_grad_() for x in Case(layout).shard(rank)[0]]

@@ -45,7 +45,7 @@ class ParallelPlan:
             gradients block by block.
         sequence_parallel: With tp > 1, cut the residual stream's tokens over the tensor ranks.
         overlap: How messages of tensor ranks and products hide one another: chunked, fused into
-            Triton's kernels (ranks of one machine), none, or what suits the sizes.
+            Triton's kernels (ranks of one machine), none, or in the backward only (auto).
         recompute: Activation checkpointing: of the MLP's hidden activations (selective), or of all
             but each block's input (full).
         layout: How cp cuts the sequence.

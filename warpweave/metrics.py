@@ -16,14 +16,12 @@ from typing import Any
 import torch
 
 from warpweave.config import GPTConfig
+from warpweave.kernels.devices import find_device
 from warpweave.launch import Session
 from warpweave.messages import say
 from warpweave.parallel.collectives import gather
 from warpweave.parallel.mesh import ConnectedMesh
 from warpweave.train_config import BOARD, CHECKPOINTS, METRICS, PLOT, TrainConfig
-
-# Dense 16-bit FLOP/s of NVIDIA's data sheets, by a part of the device's name.
-PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 
 
 def utilisation(
@@ -32,12 +30,11 @@ def utilisation(
     """{"mfu"}, model FLOP/s utilisation by ``GPTConfig.step_flops``, on GPUs of known peak."""
     if session.device.type != "cuda":
         return {}
-    name, half = torch.cuda.get_device_name(), dtype in ("bf16", "fp16")
-    peak = next((p for part, p in PEAK_FLOPS.items() if part in name), None)
-    if peak is None or not half:
+    device = find_device(torch.cuda.get_device_name())
+    if device is None or dtype not in ("bf16", "fp16"):
         return {}
     flops = model.step_flops(1)
-    return {"mfu": round(tokens_per_second * flops / (peak * session.world), 4)}
+    return {"mfu": round(tokens_per_second * flops / (device.half * session.world), 4)}
 
 
 def peak_memory(device: torch.device, mesh: ConnectedMesh) -> list[float]:

@@ -209,7 +209,7 @@ def _checked(a: torch.Tensor, b: torch.Tensor, epilogue: Epilogue, rows: int) ->
     return epilogue.checked((rows, b.shape[1]))
 
 
-def run_local(ranks: Sequence[Generator[None, None, Any]]) -> list[Any]:
+def run_local(ranks: Sequence[Steps]) -> list[Any]:
     """The results of virtual ranks on one device, launch after launch: each waits for earlier ones
     only, so one stream is enough."""
     results: dict[int, Any] = {}

@@ -30,7 +30,7 @@ class _QKV(torch.autograd.Function):
                 if shape is None:
                     return qkv_fwd(x, w, b, cos, sin, **options)
                 if isinstance(x, Gathering):
-                    found = gather_qkv_fwd(x, w, b, cos, sin, shape=shape, **options)
+                    found = gather_qkv_fwd(x, w, b, cos, sin, shape=shape, precision=precision)
                 elif len(x) == shape[0] * shape[1]:
                     found = qkv_fwd(x.unflatten(0, shape), w, b, cos, sin, **options)
                 else:  # a run of tokens, as one sample of their positions

@@ -20,7 +20,7 @@ from warpweave.kernels.gemm.mainloop import (
     tile_origin,
 )
 from warpweave.kernels.overlap.function import run_steps
-from warpweave.kernels.overlap.gathering import Gathering, check_fusing, multiply
+from warpweave.kernels.overlap.gathering import Gathering, multiply
 from warpweave.kernels.qkv.gathered import gather_qkv_steps
 from warpweave.kernels.qkv.pairs import angles, columns_of_pairs, places, turn
 from warpweave.kernels.rope import check_table, rope_fwd
@@ -156,10 +156,8 @@ def gather_qkv_fwd(
     *,
     shape: tuple[int, int],
     precision: str | None = None,
-    impl: str | None = None,
 ) -> QKV:
     """The same of tokens x[T, E] of `shape` (B, S), which are gathered under the product."""
-    check_fusing(choose(impl, x.shard, weight, bias, cos, sin))
     check_qkv((*shape, x.shape[1]), weight, bias, cos, sin)
     flat_bias = None if bias is None else bias.flatten()
     check_operands(x.shard, rows(weight).t(), flat_bias)

@@ -18,7 +18,7 @@ import torch
 from warpweave.kernels.dropout import Drop
 from warpweave.kernels.gemm.gradients import bias_gradient, rows
 from warpweave.kernels.overlap import gemm_all_reduce, gemm_reduce_scatter
-from warpweave.kernels.overlap.gathering import Gathering, check_fusing
+from warpweave.kernels.overlap.gathering import Gathering
 from warpweave.kernels.runtime.wgrad import waits
 from warpweave.parallel.symmetric import Workspace
 from warpweave.parallel.tensor.ranks import Gradient, Made, TensorRanks
@@ -62,7 +62,6 @@ class FusedRanks(TensorRanks):
         precision: str | None = None,
         impl: str | None = None,
     ) -> torch.Tensor:
-        check_fusing(impl)
         options = {"drop": drop, "residual": residual, "precision": precision}
         y = self._sum_of_products(rows(h), weight.t(), bias, **options)
         return y.view(self._own(h), *h.shape[1:-1], len(weight))

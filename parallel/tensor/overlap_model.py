@@ -5,20 +5,19 @@ choose once its figures have been measured.
     chunked    pieces of a rank's rows: the message of one under the product of another
     fused      tiles: a kernel multiplies what has arrived, or sends what it has multiplied
 
-Everything here is PREDICTED from data sheets and from the constants below, of which those marked
-"assumed" are guesses that published measurements bear out (`benchmarks/overlap.py` prints them side
-by side). Nothing was measured with this project on several GPUs. So `explain` also keeps what is
-known in general: small products lose by being cut or fused, whatever a model says.
-
-Sources: NVIDIA's data sheets of A100, H100, H200, HGX H800 and HGX B200 (dense FLOP/s; NVLink as
-half of the stated two-way bytes/s); InfiniBand of their DGX systems, one adapter per GPU: HDR
-200 Gbit/s for A100, NDR 400 Gbit/s later.
+Everything here is PREDICTED from data sheets (`kernels.devices`) and from the constants below, of
+which those marked "assumed" are guesses that published measurements bear out
+(`benchmarks/overlap.py` prints them side by side). Nothing was measured with this project on
+several GPUs. So `explain` also keeps what is known in general: small products lose by being cut or
+fused, whatever a model says.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
+
+from warpweave.kernels.devices import Device
 
 Moves = Literal["gather", "scatter", "reduce"]
 Link = Literal["nvlink", "network"]
@@ -36,35 +35,6 @@ FLAG = 3e-6  # from a store to a peer that sees the flag (assumed)
 LEAST_FLOPS = 1e11  # Triton-distributed falls back below that (`_SMALL_GEMM_FLOPS_THRESHOLD`)
 LEAST_ROWS = 2048  # below 2 to 4 thousand tokens every published fused product loses
 LEAST_GAIN = 1.02  # less is within the model's error of nothing
-
-
-@dataclass(frozen=True)
-class Device:
-    """A GPU's figures, per second: FLOPs in 16 bits and in float32, bytes of memory, and in one
-    direction over NVLink and over its share of the network."""
-
-    name: str
-    processors: int
-    half: float
-    single: float
-    memory: float
-    nvlink: float
-    network: float
-
-
-DEVICES = (
-    Device("A100", 108, 312e12, 19.5e12, 2.039e12, 300e9, 25e9),
-    Device("H100", 132, 989e12, 67e12, 3.35e12, 450e9, 50e9),
-    Device("H200", 132, 989e12, 67e12, 4.8e12, 450e9, 50e9),
-    Device("H800", 132, 989e12, 67e12, 3.35e12, 200e9, 50e9),
-    Device("B200", 148, 2.25e15, 80e12, 8.0e12, 900e9, 50e9),
-)
-
-
-def find_device(name: str) -> Device | None:
-    """The device whose name is part of `name`, as CUDA tells it; None if its figures are not
-    known."""
-    return next((device for device in DEVICES if device.name in name), None)
 
 
 @dataclass(frozen=True)

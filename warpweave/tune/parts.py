@@ -1,13 +1,14 @@
 """What GPUs offer, in figures, and how many programs of a kernel that leaves room for.
 
 `PARTS` holds the limits of each architecture (CUDA C++ Programming Guide, "Technical specifications
-per compute capability") and, for the three that are aimed at, the peaks of NVIDIA's data sheets
-(A100 80GB SXM, H100 SXM, B200: dense bfloat16 on tensor cores, bandwidth of the memory).
+per compute capability"); for the three that are aimed at `kernels.devices` has the peaks.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from warpweave.kernels.devices import find_device
 
 KB = 1024
 
@@ -22,7 +23,6 @@ class Part:
         processors: its multiprocessors.
         block_shared: bytes of shared memory that one program may use.
         shared, warps, blocks, registers: of one multiprocessor.
-        flops, bandwidth: stated peaks per second, bfloat16 and bytes; 0 where none is quoted.
         product: the instruction that reaches `flops` (PTX ISA); all parts have mma.sync as well.
     """
 
@@ -33,18 +33,28 @@ class Part:
     shared: int
     warps: int
     blocks: int
-    flops: float = 0.0
-    bandwidth: float = 0.0
     product: str = "mma.sync"
     registers: int = 64 * KB
 
+    @property
+    def flops(self) -> float:
+        """Stated peak per second in bfloat16; 0 where none is quoted."""
+        known = find_device(self.device)
+        return 0.0 if known is None else known.half
+
+    @property
+    def bandwidth(self) -> float:
+        """Stated bytes per second of its memory; 0 where none is quoted."""
+        known = find_device(self.device)
+        return 0.0 if known is None else known.memory
+
 
 PARTS = {
-    "sm_80": Part("A100", 80, 108, 163 * KB, 164 * KB, 64, 32, 312e12, 2.039e12),
+    "sm_80": Part("A100", 80, 108, 163 * KB, 164 * KB, 64, 32),
     "sm_86": Part("A40", 86, 84, 99 * KB, 100 * KB, 48, 16),
     "sm_89": Part("L40S", 89, 142, 99 * KB, 100 * KB, 48, 24),
-    "sm_90": Part("H100", 90, 132, 227 * KB, 228 * KB, 64, 32, 989e12, 3.35e12, "wgmma"),
-    "sm_100": Part("B200", 100, 148, 227 * KB, 228 * KB, 64, 32, 2.25e15, 8.0e12, "tcgen05"),
+    "sm_90": Part("H100", 90, 132, 227 * KB, 228 * KB, 64, 32, "wgmma"),
+    "sm_100": Part("B200", 100, 148, 227 * KB, 228 * KB, 64, 32, "tcgen05"),
     "sm_120": Part("RTX PRO 6000 Blackwell", 120, 188, 99 * KB, 100 * KB, 48, 24),
 }
 
