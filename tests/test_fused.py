@@ -158,8 +158,13 @@ def _layer(rank: int) -> None:
     torch.manual_seed(0)
     layers = [MLP(6, 8, dtype=torch.float64, **options) for _ in range(2)]
     x = draw(5, 6, 6)
+    heads = Attention(6, 2, dtype=torch.float64, **options)
+    for layer in (heads.qkv, heads.out, layers[0].up, layers[1].down):
+        assert layer.over_ranks["overlap"] == "fused"
+        assert layer.over_ranks["workspace"] is mesh.workspace("tp")
+    assert mesh.workspace("tp")._memory is None
     found = layers[1](layers[0](part(x, 0)))
-    assert mesh.workspace("tp") is mesh.workspace("tp")
+    assert mesh.workspace("tp")._memory.epoch.item() == 4  # two gathers, two sums
     assert mesh.workspace("pp") is None
     torch.manual_seed(0)
     plain = [MLP(6, 8, dtype=torch.float64) for _ in range(2)]

@@ -141,10 +141,19 @@ def test_unknown_recomputation_and_layout_are_refused():
 
 
 def test_the_plans_words_arrive_in_every_block():
-    plan = ParallelPlan(cp_strategy="gather", recompute="selective")
-    for chosen, strategy, recomputed in ((plan, "gather", "up"), (ParallelPlan(), "auto", None)):
-        for block in GPT(CONFIGS["gpt2"], plan=chosen, device="meta").blocks.values():
+    plan = ParallelPlan(cp_strategy="gather", recompute="selective", overlap="chunked")
+    expected = ((plan, "gather", "up", "chunked"), (ParallelPlan(), "auto", None, "auto"))
+    for chosen, strategy, recomputed, overlap in expected:
+        gpt = GPT(CONFIGS["gpt2"], plan=chosen, device="meta")
+        for block in gpt.blocks.values():
             assert (block.attention.strategy, block.mlp.recompute) == (strategy, recomputed)
+            products = block.attention.qkv, block.attention.out, block.mlp.up, block.mlp.down
+            assert all(layer.overlap == overlap for layer in products)
+        told = mock.Mock(side_effect=InterruptedError)
+        with mock.patch("warpweave.gpt.column_parallel_linear", told):
+            with pytest.raises(InterruptedError):
+                gpt.logits(torch.empty(3, gpt.config.width, device="meta"), None)
+        assert told.call_args.kwargs["overlap"] == overlap
 
 
 @pytest.mark.parametrize(
