@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -150,9 +151,9 @@ def test_the_plans_words_arrive_in_every_block():
             products = block.attention.qkv, block.attention.out, block.mlp.up, block.mlp.down
             assert all(layer.overlap == overlap for layer in products)
         told = mock.Mock(side_effect=InterruptedError)
-        with mock.patch("warpweave.gpt.column_parallel_linear", told):
-            with pytest.raises(InterruptedError):
-                gpt.logits(torch.empty(3, gpt.config.width, device="meta"), None)
+        patched = mock.patch("warpweave.gpt.column_parallel_linear", told)
+        with patched, pytest.raises(InterruptedError):
+            gpt.logits(torch.empty(3, gpt.config.width, device="meta"), None)
         assert told.call_args.kwargs["overlap"] == overlap
 
 
