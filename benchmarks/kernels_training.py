@@ -29,7 +29,7 @@ from torch import Tensor
 from warpweave.engine import Engine
 from warpweave.gpt import GPT, PRESETS, GPTConfig
 from warpweave.kernels import cost
-from warpweave.metrics import PEAK_FLOPS
+from warpweave.kernels.devices import find_device
 from warpweave.parallel.data.optimizer import AdamW
 from warpweave.parallel.mesh import single
 from warpweave.tune.timing import interleave
@@ -307,8 +307,8 @@ def step_row(row: Row, problem: StepProblem, trial: Trial, bench: Bench) -> Step
     """With what a step is judged by: tokens/s, memory, MFU."""
     rate = 1000 / row.ms
     device = torch.cuda.get_device_name(bench.device) if bench.device.type == "cuda" else ""
-    stated = [flops for part, flops in PEAK_FLOPS.items() if part in device]
-    by = {"measured peak": bench.peak[0]} | ({"data sheet": stated[0]} if stated else {})
+    stated = find_device(device)
+    by = {"measured peak": bench.peak[0]} | ({"data sheet": stated.half} if stated else {})
     return StepRow(
         **vars(row),
         tokens_per_s=problem.batch * problem.config.seq_len * rate,
