@@ -42,8 +42,8 @@ class Attention(nn.Module):
         mesh: the connected mesh; None is one device.
         sequence_parallel: input and output are x[T/tp, E], rows cut over the tensor axis.
         overlap: as ``ColumnParallelLinear``.
-        strategy: how keys and values reach the other ranks of the context axis: "ring", "gather" or
-            "auto", see ``parallel.context``.
+        strategy: how ranks of the context axis attend to one another's tokens: "ring", "gather",
+            "ulysses", "hybrid" or "auto", see ``parallel.context``.
         out_init: standard deviation of a keyed initialisation of the output projection.
         impl: "triton", "torch" or None, as for the kernels.
 
@@ -154,7 +154,7 @@ class Attention(nn.Module):
             k,
             v,
             layout=layout,
-            group=self.mesh.group("cp"),
+            group=self.mesh.context,
             causal=self.causal,
             window=self.window,
             documents=None if context is None else context.documents,

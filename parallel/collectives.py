@@ -204,6 +204,27 @@ def start_exchange(
     return Pending(None, finish)
 
 
+def start_all_to_all(
+    send: torch.Tensor,
+    recv: torch.Tensor,
+    send_sizes: list[int],
+    recv_sizes: list[int],
+    group: dist.ProcessGroup | None,
+) -> Pending:
+    """Start sending every rank of `group` its part of `send`, and filling `recv` by their parts.
+
+    Both are flat and contiguous, of one dtype; parts lie in rank order, this rank's own among them.
+    What rank a sends to b is what b expects of a. Until ``wait()`` nobody may touch either.
+
+    Returns:
+        A ``Pending`` whose result is `recv`.
+    """
+    if group is None:
+        return Pending(None, lambda: recv.copy_(send))
+    work = dist.all_to_all_single(recv, send, recv_sizes, send_sizes, group=group, async_op=True)
+    return Pending(work, lambda: (send, recv)[1])
+
+
 def own_slice(x: torch.Tensor, group: dist.ProcessGroup | None, dim: int = 0) -> torch.Tensor:
     """This rank's slice x[..., n/R, ...] of the replicated x[..., n, ...] along `dim`, as a view.
 

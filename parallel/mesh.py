@@ -2,6 +2,8 @@
 
 Axes, outermost first: ``pp`` (pipeline stages), ``dp`` (data replicas), ``cp`` (sequence shards of
 context parallelism), ``tp`` (tensor shards). Tensor ranks are neighbours, because they talk most.
+The cp axis may itself be two, a ring of groups of neighbours that trade rows for heads
+(`parallel.context`): ``ulysses`` neighbours.
 Two derived axes: ``data`` = dp x cp, the ranks over which gradients are summed and ZeRO shards lie
 (ranks of both hold the same parameters and different tokens), and ``world``.
 """
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import product
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -25,22 +28,25 @@ PRODUCTS = {"data": ("dp", "cp"), "world": AXES}  # the derived axes, as product
 
 @dataclass(frozen=True)
 class Mesh:
-    """Sizes of the four axes; pure arithmetic, no process group.
+    """Sizes of the four axes, and the neighbours among the cp ranks; no process group.
 
     Raises:
-        ValueError: an axis is not a positive integer.
+        ValueError: one is not a positive integer, or `ulysses` does not divide `cp`.
     """
 
     dp: int = 1
     cp: int = 1
     tp: int = 1
     pp: int = 1
+    ulysses: int = 1
 
     def __post_init__(self) -> None:
-        for axis in AXES:
+        for axis in (*AXES, "ulysses"):
             size = getattr(self, axis)
             if not isinstance(size, int) or size < 1:
                 raise ValueError(f"mesh axis {axis} must be a positive integer, got {size!r}")
+        if self.cp % self.ulysses:
+            raise ValueError(f"ulysses = {self.ulysses} does not divide cp = {self.cp}")
 
     @property
     def world(self) -> int:
@@ -117,8 +123,26 @@ class Mesh:
         if timeout is not None:
             for group in {id(g): g for g in groups.values() if g is not None}.values():
                 dist.distributed_c10d._set_pg_timeout(timeout, group)
+        if self.ulysses > 1:
+            groups |= self._context_groups(timeout)
         groups["world"] = dist.group.WORLD
         return ConnectedMesh(self, dist.get_rank(), groups, device_mesh)
+
+    def _context_groups(self, timeout: timedelta | None) -> dict[str, ProcessGroup | None]:
+        """This rank's groups within the cp axis: {"ring", "ulysses"}. Collective over all ranks."""
+        members: dict[str, list[list[int]]] = {"ring": [], "ulysses": []}
+        for pp, dp, tp in product(range(self.pp), range(self.dp), range(self.tp)):
+            line = [self.rank_at(pp=pp, dp=dp, cp=cp, tp=tp) for cp in range(self.cp)]
+            members["ring"] += [line[u :: self.ulysses] for u in range(self.ulysses)]
+            members["ulysses"] += [
+                line[first : first + self.ulysses] for first in range(0, self.cp, self.ulysses)
+            ]
+        return {
+            name: dist.new_subgroups_by_enumeration(ranks, timeout=timeout)[0]
+            if len(ranks[0]) > 1
+            else None
+            for name, ranks in members.items()
+        }
 
 
 @dataclass(frozen=True)
@@ -141,6 +165,13 @@ class ConnectedMesh:
     def group(self, axis: str) -> ProcessGroup | None:
         """The group along `axis` ("pp" "dp" "cp" "tp" "data" "world"), None if it has one rank."""
         return self.groups[axis]
+
+    @property
+    def context(self) -> ProcessGroup | tuple[ProcessGroup | None, ProcessGroup | None] | None:
+        """The `group` of `parallel.context`: the cp axis, or the pair that it is."""
+        if self.sizes.ulysses > 1:
+            return self.groups["ring"], self.groups["ulysses"]
+        return self.groups["cp"]
 
     def workspace(self, axis: str) -> Workspace | None:
         """The symmetric memory along `axis`, one for all layers; None if it has one rank."""

@@ -31,7 +31,7 @@ from warpweave.parallel.context import choose_strategy, context_attention, gathe
 from warpweave.parallel.context.messages import run_in_process
 from warpweave.parallel.layout import SequenceLayout
 
-STRATEGIES = ["ring", "gather", "auto"]
+STRATEGIES = ["ring", "gather", "ulysses", "auto"]
 Tensors = tuple[torch.Tensor, ...]
 
 
@@ -109,7 +109,7 @@ def _every_option(rank: int, world: int) -> None:
         o, lse = reference.attention(*whole[:3], sinks=(whole[3:] or [None])[0], **given)
         seen = lse.detach().isfinite()  # -inf has no gradient
         expected = torch.autograd.grad((o, lse.masked_fill(~seen, 0)), whole, (do, dlse))
-        for strategy in ("ring", "gather"):
+        for strategy in ("ring", "gather", "ulysses"):
             out = context_attention(
                 *mine[:3], sinks=(mine[3:] or [None])[0], layout=case.layout,
                 group=dist.group.WORLD, strategy=strategy, return_lse=True, **given,
@@ -282,18 +282,30 @@ def _refused(rank: int) -> None:
         ),
         ((q, kv, kv), {"window": 0}, "window must be at least 1 or None, got 0"),
         ((q, kv, kv), {"sinks": torch.zeros(3)}, r"sinks must be floating of shape \(4,\)"),
+        (
+            (q[:, :, :1], kv[:, :, :1], kv[:, :, :1]),
+            {"strategy": "ulysses"},
+            "2 ranks that trade rows for heads need as many query heads, got 1",
+        ),
+        ((q, kv, kv), {"strategy": "hybrid"}, "'hybrid' needs a pair of groups, got one"),
+        (
+            (q, kv, kv),
+            {"strategy": "ring", "group": (dist.group.WORLD, None)},
+            "'ring' needs one group, got a pair",
+        ),
     ]
     sent = AssertionError("something was sent")
     with (
         mock.patch.object(dist, "batch_isend_irecv", side_effect=sent),
         mock.patch.object(gather, "start_all_gather", side_effect=sent),
+        mock.patch.object(dist, "all_to_all_single", side_effect=sent),
     ):
         for tensors, options, message in wrong:
             options = {"layout": layout, "group": dist.group.WORLD} | options
             with pytest.raises(ValueError, match=rf"cp rank {rank} of 2: .*{message}"):
                 context_attention(*tensors, **options)
-        with pytest.raises(ValueError, match=r"^strategy must be one of .* got 'ulysses'$"):
-            context_attention(q, kv, kv, layout=layout, group=dist.group.WORLD, strategy="ulysses")
+        with pytest.raises(ValueError, match=r"^strategy must be one of .* got 'rings'$"):
+            context_attention(q, kv, kv, layout=layout, group=dist.group.WORLD, strategy="rings")
         with pytest.raises(AssertionError, match="something was sent"):
             context_attention(q, kv, kv, layout=layout, group=dist.group.WORLD)
 
@@ -313,7 +325,7 @@ class _LocalRing(context._ContextAttention):
     """The ring on LocalTensors; a world of one has the shards of all ranks in a row."""
 
     @staticmethod
-    def forward(ctx, q, k, v, sinks, strategy, layout, group, options, overlap):
+    def forward(ctx, q, k, v, sinks, strategy, layout, group, neighbours, options, overlap):
         given = {"layout": layout, "options": options}
         inputs = [x._local_tensors for x in (q, k, v)]
         with maybe_disable_local_tensor_mode():
@@ -387,6 +399,7 @@ def test_the_ring_has_the_type_it_states(kind: str) -> None:
             ring.RING,
             SequenceLayout(8, parts, kind),
             "cp",
+            None,
             AttentionOptions(),
             True,
         )
@@ -400,7 +413,7 @@ def test_the_ring_has_the_type_it_states(kind: str) -> None:
 
 
 def test_gather_has_the_type_it_states() -> None:
-    args = (*_qkv(), None, gather.GATHER, _LocalLayout(8), "cp", AttentionOptions(), True)
+    args = (*_qkv(), None, gather.GATHER, _LocalLayout(8), "cp", None, AttentionOptions(), True)
     with mock.patch.object(gather, "block_fwd", _mapped_kernel):
         assert rulecheck(context._ContextAttention, args).checked == [SHARDED]
         rulecheck(context._ContextAttention, args, SHARDED, mesh={"cp": 4})
@@ -411,7 +424,7 @@ def test_a_wrong_rule_is_found() -> None:
         """Attends to its own keys only, with the same rule."""
 
         @staticmethod
-        def forward(ctx, q, k, v, sinks, strategy, layout, group, options, overlap):
+        def forward(ctx, q, k, v, sinks, strategy, layout, group, neighbours, options, overlap):
             return whole_attention(q, k, v, options.causal)
 
     args = (
@@ -420,6 +433,7 @@ def test_a_wrong_rule_is_found() -> None:
         ring.RING,
         SequenceLayout(8, 2),
         "cp",
+        None,
         AttentionOptions(causal=False),
         True,
     )
@@ -427,7 +441,7 @@ def test_a_wrong_rule_is_found() -> None:
         rulecheck(_KeepsRows, args)
 
 
-@pytest.mark.parametrize("strategy", ["ring", "gather"])
+@pytest.mark.parametrize("strategy", ["ring", "gather", "ulysses"])
 def test_types_on_a_mesh_of_1024_ranks(strategy: str) -> None:
     """On fake groups: sharded q, k, v give sharded o and lse; replicated k is refused."""
     sizes = {"dp": 16, "cp": 8, "tp": 8}
@@ -437,7 +451,7 @@ def test_types_on_a_mesh_of_1024_ranks(strategy: str) -> None:
         placed = {"dp": S(0), "cp": S(1), "tp": S(2)}
         options = {"group": mesh.get_group("cp"), "strategy": strategy, "return_lse": True}
         with set_current_mesh(mesh):
-            q, k, v = (x.requires_grad_() for x in _qkv(1, 2, 4, 1))
+            q, k, v = (x.requires_grad_() for x in _qkv(1, 2, 8, 1))
             for x in (q, k, v):
                 assert_type(x, placed)
             with typecheck(local=False):

@@ -77,6 +77,30 @@ def test_groups_hold_exactly_the_right_ranks_on_meshes_of_eight():
     run_ranks(8, _check_groups, [*three, Mesh(4, 2), Mesh(2, 4), Mesh(tp=4, pp=2), Mesh(dp=8)])
 
 
+def _check_pairs(rank: int) -> None:
+    for sizes in (Mesh(cp=6, ulysses=2), Mesh(cp=6, ulysses=3), Mesh(cp=3, tp=2, ulysses=3)):
+        mesh = sizes.connect(timeout=timedelta(seconds=7))
+        ring, neighbours = mesh.context
+        at, tp = divmod(rank, sizes.tp)
+        line = [cp * sizes.tp + tp for cp in range(sizes.cp)]  # ranks of one cp axis
+        first = at - at % sizes.ulysses
+        expected = line[first : first + sizes.ulysses]
+        assert dist.get_process_group_ranks(neighbours) == expected
+        expected = line[at % sizes.ulysses :: sizes.ulysses]
+        assert (ring and dist.get_process_group_ranks(ring)) == (expected if ring else None)
+        assert (ring is None) == (len(expected) == 1)
+        backend = neighbours._get_backend(torch.device("cpu"))
+        assert backend.options._timeout == timedelta(seconds=7)
+    assert Mesh(cp=6).connect().context is not None
+
+
+def test_the_context_axis_may_be_a_ring_of_neighbours():
+    run_ranks(6, _check_pairs)
+    assert Mesh(cp=1).connect().context is None
+    with pytest.raises(ValueError, match=r"^ulysses = 4 does not divide cp = 6$"):
+        Mesh(cp=6, ulysses=4)
+
+
 def _timeouts(rank: int) -> None:
     for sizes in (Mesh(tp=2, pp=2), Mesh(dp=2, cp=2)):
         mesh = sizes.connect(timeout=timedelta(seconds=7))

@@ -14,7 +14,6 @@ import json
 import os
 import shlex
 import signal
-from typing import get_args
 from unittest import mock
 
 import pytest
@@ -27,9 +26,8 @@ from warpweave import engine as engines
 from warpweave import gpt
 from warpweave.kernels.norm import forward as norm
 from warpweave.launch import Session
-from warpweave.parallel.context import Strategy
 from warpweave.parallel.data import parameters, reduce, zero
-from warpweave.parallel.mesh import Mesh, single
+from warpweave.parallel.mesh import AXES, Mesh, single
 from warpweave.parallel.shard import ParamRecord
 from warpweave.prove import (
     LIMITS,
@@ -63,7 +61,8 @@ LAYOUTS = {
     4: [
         Layout(Mesh(dp=4), zero=1, style="llama"),
         Layout(Mesh(dp=2, cp=2), zero=3, recompute="full"),
-        Layout(Mesh(tp=2, cp=2), True, 3, style="llama", tied=False),
+        Layout(Mesh(tp=2, cp=2), True, 3, style="llama", tied=False, strategy="ulysses"),
+        Layout(Mesh(cp=4, ulysses=2), zero=1, style="llama", layout="contiguous"),
         Layout(Mesh(tp=2, pp=2), True, 0, "1f1b", recompute="selective"),
         Layout(Mesh(dp=2, pp=2), False, 2, "1f1b", "llama"),
         Layout(Mesh(tp=4), True, style="gpt2"),
@@ -75,6 +74,7 @@ LAYOUTS = {
     8: [
         Layout(Mesh(dp=2, tp=2, pp=2), True, 1),
         Layout(Mesh(cp=2, tp=2, pp=2), True, 3, "gpipe", "llama"),
+        Layout(Mesh(cp=4, tp=2, ulysses=2), True, 2, style="llama"),
     ],
 }
 
@@ -515,7 +515,8 @@ def test_the_table_holds_every_mesh_and_every_choice_that_means_something(world)
         mine = [lay for lay, at in zip(layouts, axes) if at == mesh]
         assert {lay.zero for lay in mine} == set(range(4 if dp * cp > 1 else 1))
         assert {lay.sequence_parallel for lay in mine} == {False} | {tp > 1}
-        strategies = {*get_args(Strategy)} - {"auto"} if cp > 1 else {"auto"}
+        strategies = {"ring", "gather", "ulysses"} if cp > 1 else {"auto"}
+        strategies |= {"hybrid"} if cp == 4 else set()  # two by two
         assert {lay.strategy for lay in mine} == strategies
         for sp in (False, True) if tp > 1 else (False,):  # a message of its own each
             ways = {lay.overlap for lay in mine if lay.sequence_parallel == sp}
@@ -534,7 +535,7 @@ def test_the_table_holds_every_mesh_and_every_choice_that_means_something(world)
 @pytest.mark.parametrize(("world", "axes"), [(5, {1}), (6, {2}), (7, {1}), (8, {3}), (9, {2})])
 def test_more_ranks_are_proven_on_the_meshes_with_the_most_axes(world, axes):
     chosen = {lay.mesh for lay in ProveConfig(all=True, world=world, dtype="fp64").layouts()}
-    assert {sum(n > 1 for n in dataclasses.astuple(mesh)) for mesh in chosen} == axes
+    assert {sum(mesh.size(axis) > 1 for axis in AXES) for mesh in chosen} == axes
     assert {mesh.world for mesh in chosen} == {world}
 
 

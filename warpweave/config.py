@@ -13,7 +13,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 from warpweave.kernels.activation import find_activation
 from warpweave.kernels.cost import gpt_step
 from warpweave.parallel import schedule as schedules
-from warpweave.parallel.context import Strategy
+from warpweave.parallel.context import Strategy, resolve_strategy
 from warpweave.parallel.layout import Kind, SequenceLayout
 from warpweave.parallel.mesh import Mesh
 from warpweave.parallel.tensor.overlap import Overlap
@@ -49,7 +49,9 @@ class ParallelPlan:
         recompute: Activation checkpointing: of the MLP's hidden activations (selective), or of all
             but each block's input (full).
         layout: How cp cuts the sequence.
-        cp_strategy: How keys and values reach the other context ranks.
+        cp_strategy: How context ranks attend to one another's tokens: keys and values go round
+            (ring) or to all (gather), or rows are traded for heads (ulysses); hybrid where the mesh
+            has a ring of neighbours that trade.
     """
 
     zero: Literal[0, 1, 2, 3] = 1
@@ -189,7 +191,11 @@ class GPTConfig:
         if stages > self.layers:
             found = f"pp = {mesh.pp}" if stages == mesh.pp else f"{stages} pipeline"
             raise ValueError(f"{found} stages need as many layers, got {self.layers}")
-        SequenceLayout(self.seq_len, mesh.cp, plan.layout)
+        layout = SequenceLayout(self.seq_len, mesh.cp, plan.layout)
+        if mesh.cp > 1:
+            heads = self.heads // mesh.tp, self.num_kv_heads // mesh.tp
+            neighbours = mesh.ulysses if mesh.ulysses > 1 else None
+            resolve_strategy(plan.cp_strategy, layout, heads, neighbours)
 
 
 _LLAMA: dict = {"positions": "rope", "norm": "rms", "activation": "swiglu", "bias": False}

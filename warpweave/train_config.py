@@ -67,6 +67,8 @@ class TrainConfig:
     """Tensor-parallel ranks."""
     cp: int = 1
     """Context-parallel ranks, over which the sequence is cut."""
+    ulysses: int = 1
+    """Of the context ranks, neighbours that trade rows for heads; a ring goes over the rest."""
     pp: int = 1
     """Pipeline ranks."""
     plan: ParallelPlan = ParallelPlan()
@@ -121,7 +123,8 @@ class TrainConfig:
     @property
     def mesh(self) -> Mesh:
         """The mesh's sizes; an open `dp` is 1."""
-        return Mesh(dp=1 if self.dp is None else self.dp, cp=self.cp, tp=self.tp, pp=self.pp)
+        dp = 1 if self.dp is None else self.dp
+        return Mesh(dp=dp, cp=self.cp, tp=self.tp, pp=self.pp, ulysses=self.ulysses)
 
     @property
     def token_cache(self) -> Path | None:

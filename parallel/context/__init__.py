@@ -1,7 +1,8 @@
 """Context parallelism: attention over a sequence that is cut over the cp axis.
 
 `attention` the one call and its autograd Function · `strategy` what a strategy is · `ring`,
-`gather` the strategies · `messages` hops round a ring, on a process group or all in one process.
+`gather`, `ulysses` (and its hybrid with the ring) the strategies · `messages` between ranks, on
+process groups or all in one process.
 """
 
 from warpweave.parallel.context.attention import (
@@ -9,6 +10,7 @@ from warpweave.parallel.context.attention import (
     check_strategy,
     choose_strategy,
     context_attention,
+    resolve_strategy,
 )
 
-__all__ = ["Strategy", "check_strategy", "choose_strategy", "context_attention"]
+__all__ = ["Strategy", "check_strategy", "choose_strategy", "context_attention", "resolve_strategy"]

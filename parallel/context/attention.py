@@ -7,10 +7,14 @@ For q[B, S/cp, Hq, D] and k, v[B, S/cp, Hkv, D] in a `SequenceLayout`
 
     "ring"     K‖V travel hop by hop, hidden behind the tiles; memory for two blocks (ring.py).
                Forward P-1 messages, backward P. Partial results merge.
+    "ulysses"  rows are traded for heads and back, all-to-all (ulysses.py): a rank attends its heads
+               of the whole sequence. Exposed, but bytes fall with cp, and nothing merges.
+    "hybrid"   neighbours trade rows for heads, and a ring goes over groups of neighbours.
     "gather"   all-gather of K‖V, one attention call, and a reduce-scatter of fp32 dK‖dV backward
                (gather.py); exposed, and memory for the whole K‖V (and backward dK‖dV).
     "auto"     "gather" if cp <= 1 + Hq/Hkv, else "ring": up to there the whole K‖V is at most
-               1 + Hkv/Hq times the size of this rank's q and o. Shapes decide, so ranks agree.
+               1 + Hkv/Hq times the size of this rank's q and o; "hybrid" for a pair of groups.
+               Shapes decide, so ranks agree.
 
 Every result equals attention on the whole sequence up to the order of sums.
 """
@@ -27,13 +31,16 @@ from warpweave.kernels.attention.function import attend, autocast
 from warpweave.kernels.attention.options import AttentionOptions, check_boundaries, checked
 from warpweave.kernels.gemm.gradients import grad_dtype
 from warpweave.kernels.runtime.dispatch import once_differentiable
+from warpweave.parallel.collectives import group_rank, group_size
 from warpweave.parallel.context.gather import GATHER
 from warpweave.parallel.context.ring import RING
 from warpweave.parallel.context.strategy import Shards
+from warpweave.parallel.context.ulysses import ULYSSES
 from warpweave.parallel.layout import SequenceLayout
 
-Strategy = Literal["auto", "ring", "gather"]
-_STRATEGIES = {"ring": RING, "gather": GATHER}
+Strategy = Literal["auto", "ring", "gather", "ulysses", "hybrid"]
+ContextGroup = dist.ProcessGroup | None | tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]
+_STRATEGIES = {"ring": RING, "gather": GATHER, "ulysses": ULYSSES, "hybrid": ULYSSES}
 
 
 def context_attention(
@@ -42,7 +49,7 @@ def context_attention(
     v: torch.Tensor,
     *,
     layout: SequenceLayout,
-    group: dist.ProcessGroup | None,
+    group: ContextGroup,
     causal: bool = True,
     window: int | None = None,
     documents: torch.Tensor | None = None,
@@ -64,15 +71,17 @@ def context_attention(
         k, v: [B, S/cp, Hkv, D] of the same dtype; Hkv divides Hq (grouped queries). Under autocast
             q, k and v are cast first, so messages are as small as the tensors that are attended.
         layout: who owns which position; masks compare global positions.
-        group: the cp process group, ``layout.parts`` ranks; None for one part.
+        group: the cp process group, ``layout.parts`` ranks; None for one part. For "hybrid" a pair:
+            the ring, and the neighbours that trade rows for heads. Rank (i, u) of them is cp rank
+            i U + u of the layout, which may not be striped.
         causal, window, documents, scale, softcap: as `attention`, in global positions, the same on
             every rank.
         sinks: [Hq], replicated; its gradient is that of this rank's rows, a partial sum.
         dropout, dropout_seed, dropout_origin: as `attention`: the mask is that of one device.
-        strategy: "ring", "gather" or "auto" (see the module).
+        strategy: "ring", "gather", "ulysses", "hybrid" or "auto" (see the module).
         return_lse: also return lse[B, Hq, S/cp] (natural log; fp32, or float64 for float64).
         overlap: False waits for each ring message before computing; the results are bitwise equal.
-            "gather" has nothing to overlap.
+            "gather" and "ulysses" have nothing to overlap.
         impl: None, "triton" or "torch" for the kernels.
 
     Returns o[B, S/cp, Hq, D] in q's dtype, or (o, lse); both are differentiable. Every rank must
@@ -82,7 +91,9 @@ def context_attention(
     devices contradict each other, the layout or the group.
     """
     check_strategy(strategy)
-    size = 1 if group is None else dist.get_world_size(group)
+    ring, neighbours = group if isinstance(group, tuple) else (group, None)
+    rank = group_rank(ring) * group_size(neighbours) + group_rank(neighbours)
+    size = group_size(ring) * group_size(neighbours)
     options = AttentionOptions(
         causal, window, documents, scale, softcap, dropout, dropout_seed, dropout_origin, impl=impl
     )
@@ -92,16 +103,19 @@ def context_attention(
         _check_layout(layout, size, q, k)
         if size > 1:  # on one device the operator looks at documents
             check_boundaries(options, layout.seq_len)
+            heads = q.shape[2], k.shape[2]
+            trading = group_size(neighbours) if isinstance(group, tuple) else None
+            strategy = resolve_strategy(strategy, layout, heads, trading)
+            if strategy == "ulysses":
+                ring, neighbours = None, ring
     except ValueError as error:
-        rank = 0 if group is None else dist.get_rank(group)
         raise ValueError(f"context_attention, cp rank {rank} of {size}: {error}") from None
     if size == 1:
         o, lse = attend(q, k, v, sinks, options)
     else:
-        if strategy == "auto":
-            strategy = choose_strategy(layout.parts, q.shape[2], k.shape[2])
+        where = layout, ring, neighbours
         o, lse = _ContextAttention.apply(
-            q, k, v, sinks, _STRATEGIES[strategy], layout, group, options, overlap
+            q, k, v, sinks, _STRATEGIES[strategy], *where, options, overlap
         )
     return (o, lse) if return_lse else o
 
@@ -128,12 +142,43 @@ def _check_layout(layout: SequenceLayout, size: int, q: torch.Tensor, k: torch.T
         )
 
 
+def resolve_strategy(
+    strategy: Strategy, layout: SequenceLayout, heads: tuple[int, int], neighbours: int | None
+) -> Strategy:
+    """What "auto" is for these query and KV heads of a rank.
+
+    `neighbours` trade rows for heads; None is one group of ranks instead of a pair.
+
+    Raises:
+        ValueError: the strategy does not fit the groups, the layout or the number of heads.
+    """
+    pair = neighbours is not None
+    if strategy == "auto":
+        strategy = "hybrid" if pair else choose_strategy(layout.parts, *heads)
+    if pair != (strategy == "hybrid"):
+        raise ValueError(
+            f"strategy {strategy!r} needs {'one group' if pair else 'a pair of groups'}, got "
+            f"{'a pair' if pair else 'one'}"
+        )
+    if strategy not in ("ulysses", "hybrid"):
+        return strategy
+    trading = layout.parts if neighbours is None else neighbours
+    if heads[0] < trading:
+        raise ValueError(
+            f"{trading} ranks that trade rows for heads need as many query heads, got {heads[0]}"
+        )
+    if layout.kind == "striped" and 1 < trading < layout.parts:
+        raise ValueError("strategy 'hybrid' needs a zigzag or contiguous layout, got striped")
+    return strategy
+
+
 class _ContextAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, sinks, strategy, layout, group, options, overlap):
-        shards = Shards(layout, group, options, overlap)
+    def forward(ctx, q, k, v, sinks, strategy, layout, group, neighbours, options, overlap):
+        heads = q.shape[2], k.shape[2]
+        shards = Shards(layout, group, options, heads, neighbours, overlap)
         o, lse, saved = strategy.forward(shards, q, k, v, sinks)
-        ctx.save_for_backward(q, sinks, o, lse, *saved)
+        ctx.save_for_backward(sinks, o, lse, *saved)
         ctx.strategy, ctx.shards = strategy, shards
         ctx.of_sinks = None if sinks is None else grad_dtype(sinks)
         ctx.set_materialize_grads(False)
@@ -142,20 +187,27 @@ class _ContextAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, do, dlse):
-        q, sinks, o, lse, *saved = ctx.saved_tensors
+        sinks, o, lse, *saved = ctx.saved_tensors
         do = torch.zeros_like(o) if do is None else do.contiguous()
         delta = attention_delta(o, do, dlse, impl=ctx.shards.options.impl)
         grads = ctx.strategy.backward(
-            ctx.shards, do, q, saved, lse, delta, o if dlse is None else None
+            ctx.shards, do, saved, lse, delta, o if dlse is None else None
         )
         dsinks = None  # {partial cp}: the share of this rank's rows
         if sinks is not None:
             dsinks = attention_dsinks(sinks, lse, delta).to(ctx.of_sinks)
-        return *grads, dsinks, *[None] * 5
+        return *grads, dsinks, *[None] * 6
 
     @staticmethod
     def spmd_typecheck(
-        *, q: Any, k: Any, v: Any, sinks: Any, group: Any, options: AttentionOptions
+        *,
+        q: Any,
+        k: Any,
+        v: Any,
+        sinks: Any,
+        group: Any,
+        neighbours: Any,
+        options: AttentionOptions,
     ) -> tuple[Any, Any]:
         """Attention of the whole sequence, of which every rank keeps its own rows.
 
@@ -166,14 +218,16 @@ class _ContextAttention(torch.autograd.Function):
         from spmd_types import R, S, rules
 
         documents = options.documents
-        q, k, v = (rules.all_gather(x, group, src=S(1), dst=R) for x in (q, k, v))
+        axes = [axis for axis in (neighbours, group) if axis is not None]
+        for axis in axes:
+            q, k, v = (rules.all_gather(x, axis, src=S(1), dst=R) for x in (q, k, v))
         if documents is not None:
             q = rules.einsum(f"b_h_,{'b_' if documents.ndim == 2 else '_'}->b_h_", q, documents)
         if sinks is not None:
             q = rules.einsum("b_h_,h->b_h_", q, sinks)
         o = rules.einsum("b_h_,b_h_,b_h_->b_h_", q, k, v, linear_in=(2,))
         lse = rules.einsum("b_h_,b_h_->bh_", q, k)
-        return (
-            rules.convert(o, group, src=R, dst=S(1)),
-            rules.convert(lse, group, src=R, dst=S(2)),
-        )
+        for axis in reversed(axes):
+            o = rules.convert(o, axis, src=R, dst=S(1))
+            lse = rules.convert(lse, axis, src=R, dst=S(2))
+        return o, lse

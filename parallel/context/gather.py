@@ -29,20 +29,19 @@ def gather_forward(
     k_all, v_all = _start_gather(k, v, shards.layout, shards.group)()
     options = shards.options._replace(q_runs=shards.layout.runs(shards.rank))
     o, lse = block_fwd(q, k_all, v_all, options, sinks=sinks)
-    return o, lse, (k, v)  # not the whole K‖V: P times less, gathered again
+    return o, lse, (q, k, v)  # not the whole K‖V: P times less, gathered again
 
 
 def gather_backward(
     shards: Shards,
     do: torch.Tensor,
-    q: torch.Tensor,
     saved: Tensors,
     lse: torch.Tensor,
     delta: torch.Tensor,
     o: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Backward of this rank's queries over all keys; see `strategy.ForwardBackward`."""
-    k, v = saved
+    q, k, v = saved
     k_all, v_all = _start_gather(k, v, shards.layout, shards.group)()
     options = shards.options._replace(q_runs=shards.layout.runs(shards.rank))
     dq, dk, dv = block_bwd(

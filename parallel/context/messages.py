@@ -1,6 +1,6 @@
-"""Messages round a ring, without a transport: what a rank does is a generator of hops.
+"""Messages between context ranks, without a transport: what a rank does is a generator of them.
 
-`run_on_group` executes one rank's steps on a process group, `run_in_process` those of all ranks in
+`run_on_group` executes one rank's steps on process groups, `run_in_process` those of all ranks in
 one process. A message starts before the work that hides it and is waited for after it.
 """
 
@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from warpweave.parallel.collectives import Pending, start_exchange
+from warpweave.parallel.collectives import Pending, start_all_to_all, start_exchange
 
 T = TypeVar("T")
 
@@ -28,34 +28,58 @@ class Hop(NamedTuple):
     step: int
 
 
-# What one rank does: yields a Hop to start a message and None to wait for it.
-Steps = Generator["Hop | None", None, T]
+class AllToAll(NamedTuple):
+    """Messages between all neighbours that trade heads: the first ``send_sizes[0]`` elements go to
+    neighbour 0, and so on; `recv` is filled alike. Flat tensors of one dtype; a rank sends itself a
+    part, too.
+    """
+
+    send: torch.Tensor
+    recv: torch.Tensor
+    send_sizes: list[int]
+    recv_sizes: list[int]
 
 
-def run_on_group(steps: Steps[T], group: dist.ProcessGroup, *, overlap: bool = True) -> T:
-    """Execute this rank's `steps` with P2P messages on `group`; returns its result.
+# What one rank does: yields messages to start them and None to wait for all that are under way.
+Steps = Generator["Hop | AllToAll | None", None, T]
+
+
+def run_on_group(
+    steps: Steps[T],
+    group: dist.ProcessGroup | None,
+    neighbours: dist.ProcessGroup | None = None,
+    *,
+    overlap: bool = True,
+) -> T:
+    """Execute this rank's `steps`: hops on `group`, all-to-alls among `neighbours`; its result.
 
     ``overlap=False`` waits for every message before the tile that could hide it. The operations and
     their order are the same, so the results are bitwise equal.
     """
-    pending: Pending | None = None
+    pending: list[Pending] = []
     while True:
         try:
-            hop = next(steps)
+            message = next(steps)
         except StopIteration as stop:
             return stop.value
-        if hop is not None:
-            pending = start_exchange(hop.send, hop.recv, hop.step, group)
-        if pending is not None and (hop is None or not overlap):
-            pending.wait()
+        if isinstance(message, Hop):
+            pending.append(start_exchange(*message, group))
+        elif message is not None:
+            pending.append(start_all_to_all(*message, neighbours))
+        if message is None or not overlap:
+            while pending:
+                pending.pop(0).wait()
 
 
-def run_in_process(every: Sequence[Steps[T]], *, overlap: bool = True) -> list[T]:
-    """Execute the steps of all ranks of a ring in lockstep in this process, without any group.
+def run_in_process(
+    every: Sequence[Steps[T]], *, neighbours: int = 1, overlap: bool = True
+) -> list[T]:
+    """Execute the steps of all ranks in lockstep in this process, without any group.
 
-    Messages are copies, delivered where they are waited for (``overlap=False``: where they start).
+    `neighbours` ranks in a row trade heads; the ring goes over ranks that far apart. Messages are
+    copies, delivered where they are waited for (``overlap=False``: where they start).
     """
-    hops: list[Hop] = []
+    started: list[list[Hop | AllToAll]] = []
     while True:
         events, results = [], []
         for steps in every:
@@ -68,8 +92,21 @@ def run_in_process(every: Sequence[Steps[T]], *, overlap: bool = True) -> list[T
                 raise RuntimeError(f"{len(results)} of {len(every)} ranks of the ring left early")
             return results
         if events[0] is not None:
-            hops = events
+            started.append(events)
         if events[0] is None or not overlap:
-            for rank, hop in enumerate(hops):
-                hops[(rank + hop.step) % len(hops)].recv.copy_(hop.send)
-            hops = []
+            for messages in started:
+                _deliver(messages, neighbours)
+            started = []
+
+
+def _deliver(messages: Sequence[Hop | AllToAll], neighbours: int) -> None:
+    """Copy what every rank sends to where it is received."""
+    for rank, message in enumerate(messages):
+        if isinstance(message, Hop):
+            there = (rank + message.step * neighbours) % len(messages)
+            messages[there].recv.copy_(message.send)
+            continue
+        first, place = rank - rank % neighbours, rank % neighbours
+        for other, part in enumerate(message.send.split(message.send_sizes)):
+            into = messages[first + other]
+            into.recv.split(into.recv_sizes)[place].copy_(part)

@@ -118,13 +118,16 @@ def ring_backward(
     o: torch.Tensor | None = None,
     layout: SequenceLayout,
     options: AttentionOptions,
+    kv_grad_dtype: torch.dtype | None = None,
 ) -> Steps[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Backward of one rank from what `ring_forward` returned and delta[B, Hq, S/cp].
 
     `o` may be given if no gradient came through lse: it spares the CPU path a copy, no more.
-    Returns dq, dk, dv of this rank's own rows, summed over all ranks, in the inputs' dtypes.
+    Returns dq, dk, dv of this rank's own rows, summed over all ranks, in the inputs' dtypes; dk and
+    dv in `kv_grad_dtype` where they are to be added to others.
     """
     parts, q_runs, grad_dtype = layout.parts, layout.runs(rank), compute_dtype(q)
+    kv_grad_dtype = kv_grad_dtype or kv.dtype
     here, spare = _Message(kv, grad_dtype), _Message(kv, grad_dtype)
     here.kv.copy_(kv)
     spare.dkv.zero_()  # the first message brings no gradient: nobody has computed one yet
@@ -147,7 +150,7 @@ def ring_backward(
             spare.dkv[1].add_(tile[2])
         here, spare = spare, here
     assert dq is not None  # the own block is always visible
-    return dq.to(q.dtype), here.dkv[0].to(kv.dtype), here.dkv[1].to(kv.dtype)
+    return dq.to(q.dtype), here.dkv[0].to(kv_grad_dtype), here.dkv[1].to(kv_grad_dtype)
 
 
 # ------------------------------------------------------------------ 2. on a process group
@@ -159,19 +162,18 @@ def _forward(
     layout, options = shards.layout, shards.options
     steps = ring_forward(shards.rank, q, k, v, layout=layout, options=options, sinks=sinks)
     o, lse, kv = run_on_group(steps, shards.group, overlap=shards.overlap)
-    return o, lse, (kv,)
+    return o, lse, (q, kv)
 
 
 def _backward(
     shards: Shards,
     do: torch.Tensor,
-    q: torch.Tensor,
     saved: tuple[torch.Tensor, ...],
     lse: torch.Tensor,
     delta: torch.Tensor,
     o: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    (kv,), layout, options = saved, shards.layout, shards.options
+    (q, kv), layout, options = saved, shards.layout, shards.options
     steps = ring_backward(shards.rank, do, q, kv, lse, delta, o=o, layout=layout, options=options)
     return run_on_group(steps, shards.group, overlap=shards.overlap)
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from warpweave.kernels.attention.options import AttentionOptions
+from warpweave.parallel.collectives import group_rank
 from warpweave.parallel.layout import SequenceLayout
 
 
@@ -25,20 +26,25 @@ class Shards:
 
     Attributes:
         layout: which positions each rank holds.
-        group: the cp process group, ``layout.parts`` ranks.
+        group: the ranks between which keys and values travel; None for one.
         options: of the whole sequence's attention; the runs are each block's own.
+        heads: query heads and KV heads of this rank before anything moves.
+        neighbours: the neighbours that trade rows for heads; None for one. The cp ranks are those
+            of `group` times these, neighbours first.
         overlap: hide messages behind compute; without it the same bits, one after the other.
     """
 
     layout: SequenceLayout
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None
     options: AttentionOptions
+    heads: tuple[int, int]
+    neighbours: dist.ProcessGroup | None = None
     overlap: bool = True
 
     @property
     def rank(self) -> int:
         """This rank's place in the group."""
-        return dist.get_rank(self.group)
+        return group_rank(self.group)
 
 
 class ForwardBackward(NamedTuple):
@@ -46,9 +52,9 @@ class ForwardBackward(NamedTuple):
 
     ``forward(shards, q, k, v, sinks)`` with q[B, S/cp, Hq, D], k and v[B, S/cp, Hkv, D] and
     sinks[Hq] or None returns o (like q), lse[B, Hq, S/cp] (fp32 or float64) and a tuple of the
-    tensors that the backward needs besides.
+    tensors that the backward needs besides o and lse.
 
-    ``backward(shards, do, q, saved, lse, delta, o)`` with those and delta[B, Hq, S/cp] returns dq,
+    ``backward(shards, do, saved, lse, delta, o)`` with those and delta[B, Hq, S/cp] returns dq,
     dk, dv of this rank's own rows, summed over all ranks, in the inputs' dtypes. `o` is None if a
     gradient came through lse; otherwise it spares the CPU path a copy.
     """

@@ -71,6 +71,8 @@ class ProveConfig:
     """Context-parallel ranks."""
     pp: int = 1
     """Pipeline stages."""
+    ulysses: int = 1
+    """Of the context ranks, neighbours that trade rows for heads; a ring goes over the rest."""
     zero: Literal[0, 1, 2, 3] = 0
     """ZeRO stage over dp x cp."""
     schedule: ScheduleName = "1f1b"
@@ -85,7 +87,7 @@ class ProveConfig:
     recompute: Recompute = "none"
     """Activation checkpointing."""
     strategy: Strategy = "auto"
-    """How keys and values reach the other context ranks."""
+    """How context ranks attend to one another's tokens."""
     layout: Kind = "zigzag"
     """How cp cuts the sequence."""
     microbatches: int | None = None
@@ -106,7 +108,7 @@ class ProveConfig:
 
     def given(self) -> Layout:
         """The layout that the axes give."""
-        mesh = Mesh(dp=self.dp, tp=self.tp, cp=self.cp, pp=self.pp)
+        mesh = Mesh(self.dp, self.cp, self.tp, self.pp, self.ulysses)
         return Layout(
             mesh,
             self.sequence_parallel and mesh.tp > 1,

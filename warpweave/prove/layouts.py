@@ -158,7 +158,8 @@ class Layout:
         """The command that proves this layout again, alone."""
         words = [f"--random 1 --seed {self.drawn.seed}"] if self.drawn is not None else []
         if not words:
-            words = [f"--{axis} {n}" for axis in AXES if (n := getattr(self.mesh, axis)) > 1]
+            axes = (*AXES, "ulysses")
+            words = [f"--{axis} {n}" for axis in axes if (n := getattr(self.mesh, axis)) > 1]
             words += [
                 f"--zero {self.zero} --schedule {self.schedule} --style {self.style}",
                 f"--recompute {self.recompute} --strategy {self.strategy} --layout {self.layout}",
@@ -171,13 +172,14 @@ class Layout:
     def __str__(self) -> str:
         m, s = self.mesh, self.sizes
         axes = " ".join(f"{a}={getattr(m, a)}" for a in ("dp", "tp", "cp", "pp"))
+        strategy = self.strategy if m.ulysses == 1 else f"{self.strategy} {m.ulysses}"
         batch = f"{m.dp}x{self.microbatches}x{self.micro_batch_size}x{s.seq_len}"
         sp = "sp" if self.sequence_parallel else "--"
         tied = "tied" if self.tied else "untied"
         seed = "" if self.drawn is None else f"seed {s.seed}: "
         return (
             f"{seed}{axes} {batch:9} {sp} zero={self.zero} {self.schedule:11} {self.style:5} "
-            f"{tied:6} {self.recompute:9} {self.strategy:6} {self.layout:10} {self.overlap:7} "
+            f"{tied:6} {self.recompute:9} {strategy:8} {self.layout:10} {self.overlap:7} "
             f"{self.dtype} {self.impl}"
         )
 
@@ -190,7 +192,8 @@ def meshes(world: int) -> Iterator[Mesh]:
     """Every mesh of `world` ranks."""
     for dp, tp, cp, pp in itertools.product(_divisors(world), repeat=4):
         if dp * tp * cp * pp == world:
-            yield Mesh(dp=dp, tp=tp, cp=cp, pp=pp)
+            for neighbours in (1, *_divisors(cp)[1:-1]):
+                yield Mesh(dp, cp, tp, pp, neighbours)
 
 
 def _axes(mesh: Mesh) -> int:
@@ -233,7 +236,7 @@ def table(world: int, impl: str = "torch") -> list[Layout]:
                     tied,
                     get_args(Recompute)[turn % 3],
                     strategy,
-                    get_args(Kind)[turn // 3 % 3] if mesh.cp > 1 else "zigzag",
+                    _kinds(mesh)[turn // 3 % len(_kinds(mesh))],
                     _overlaps(mesh, impl)[turn // 2 % len(_overlaps(mesh, impl))],
                     count=counts[turn % len(counts)],
                 )
@@ -241,9 +244,22 @@ def table(world: int, impl: str = "torch") -> list[Layout]:
     return layouts
 
 
-def _strategies(mesh: Mesh) -> tuple[Strategy, ...]:
-    named = tuple(name for name in get_args(Strategy) if name != "auto")
-    return named if mesh.cp > 1 else ("auto",)
+def _strategies(mesh: Mesh, heads: int | None = None) -> tuple[Strategy, ...]:
+    """What has a name on this mesh; rows are traded if there are `heads` enough on a rank."""
+    if mesh.cp == 1:
+        return ("auto",)
+    if mesh.ulysses > 1:
+        return ("hybrid",)
+    return (
+        ("ring", "gather", "ulysses") if heads is None or heads >= mesh.cp else ("ring", "gather")
+    )
+
+
+def _kinds(mesh: Mesh) -> tuple[Kind, ...]:
+    if mesh.cp == 1:
+        return ("zigzag",)
+    kinds: tuple[Kind, ...] = get_args(Kind)
+    return kinds if mesh.ulysses == 1 else tuple(kind for kind in kinds if kind != "striped")
 
 
 def _overlaps(mesh: Mesh, impl: str) -> tuple[Overlap, ...]:
@@ -258,7 +274,7 @@ def draw(seed: int, impl: str = "torch") -> Layout:
     rng = random.Random(seed)
     mesh = rng.choice(list(meshes(rng.choice((2, 3, 4, 5, 6, 6, 8, 8)))))
     sp = mesh.tp > 1 and rng.random() < 0.7
-    cut = rng.choice(get_args(Kind)) if mesh.cp > 1 else "zigzag"
+    cut = rng.choice(_kinds(mesh))
     schedule = rng.choice(get_args(ScheduleName))
     stages = mesh.pp * (2 if schedule == "interleaved" else 1)
     count, size = rng.randint(1, mesh.pp + 3), rng.randint(1, 3)
@@ -269,13 +285,15 @@ def draw(seed: int, impl: str = "torch") -> Layout:
         if n * mesh.cp >= 4 and n % chunks == 0 and not (sp and size * n % mesh.tp)
     ]
     kv_heads = mesh.tp * rng.randint(1, max(1, 4 // mesh.tp))
+    least = -(-mesh.tp * mesh.ulysses // kv_heads)
+    heads = kv_heads * rng.randint(least, max(least, 3))
     style = rng.choice(get_args(Style))
     sizes = Sizes(
         samples=mesh.dp * count * size,
         seq_len=mesh.cp * rng.choice(local),
         vocab=rng.choice(PRIMES),
         layers=stages + rng.randint(0, 2),
-        heads=kv_heads * rng.randint(1, 3),
+        heads=heads,
         kv_heads=kv_heads,
         head_dim=rng.choice((3, 4, 5) if style == "gpt2" else (2, 4, 6)),
         hidden=mesh.tp * rng.randint(2, 9),
@@ -290,7 +308,7 @@ def draw(seed: int, impl: str = "torch") -> Layout:
         style,
         rng.random() < 0.5,
         rng.choice(get_args(Recompute)),
-        rng.choice(_strategies(mesh)),
+        rng.choice(_strategies(mesh, heads // mesh.tp)),
         cut,
         rng.choice(_overlaps(mesh, impl)),
         count=count,

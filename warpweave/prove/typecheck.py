@@ -44,6 +44,10 @@ def typecheck(
         RuntimeError: a process group exists (a pretended one is made here).
     """
     plan = ParallelPlan(sequence_parallel=sequence_parallel, recompute=recompute, layout=layout)
+    if mesh.ulysses > 1:
+        raise ValueError(
+            f"ulysses = {mesh.ulysses}: types know the context axis as one; check it as a ring"
+        )
     config.check(mesh, plan)
     try:
         from spmd_types.types import SpmdTypeError

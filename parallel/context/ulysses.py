@@ -1,0 +1,253 @@
+"""Ulysses: ranks trade rows for heads (Jacobs et al. 2023, arXiv:2309.14509), and its hybrid with a
+ring (Fang and Zhao 2024, arXiv:2405.07719).
+
+Of the cp ranks, U neighbours trade: each sends the others its rows of q, k, v for the heads that
+they attend, and has afterwards the U ranks' rows of its own heads:
+
+    q, k, v[B, S/cp, H, D]  --all-to-all-->  [B, U S/cp, H/U, D]  --attention-->  o  --all-to-all-->
+
+With U = cp those are all rows, and attention is that of one device on fewer heads. With U < cp the
+ring goes over what is left, ``cp / U`` ranks that hold the same heads: the hybrid, in which every
+hop carries 1/U of the heads and there are U times fewer hops.
+
+Query heads are cut as evenly as they come, rank u has those from ``H u / U`` on, and the KV heads
+that they read. Where several ranks read one KV head each gets a copy, and its gradient, a sum over
+those ranks, travels in fp32; otherwise every message is in the inputs' dtype (beside lse and delta,
+a number per row and head). Messages, in elements that leave a rank if U divides H and Hkv:
+forward (2 H + 2 Hkv) D S/cp (U-1)/U and H S/cp (U-1)/U of lse, the backward as many again.
+
+Nothing is re-associated with U = cp but dk and dv of copied KV heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from warpweave.kernels.attention.backward import block_bwd
+from warpweave.kernels.attention.forward import block_fwd
+from warpweave.kernels.attention.options import AttentionOptions
+from warpweave.kernels.reference import compute_dtype
+from warpweave.parallel.collectives import group_rank, group_size
+from warpweave.parallel.context.messages import AllToAll, Steps, run_on_group
+from warpweave.parallel.context.ring import ring_backward, ring_forward
+from warpweave.parallel.context.strategy import ForwardBackward, Shards
+from warpweave.parallel.layout import SequenceLayout
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Trade:
+    """Who attends what among `ranks` neighbours that trade rows of `heads` and `kv_heads`.
+
+    Attributes:
+        layout: of the sequence over all cp ranks.
+        ranks: U, which divides ``layout.parts``; neighbours in rank order.
+        heads, kv_heads: of q, and of k and v.
+    """
+
+    layout: SequenceLayout
+    ranks: int
+    heads: int
+    kv_heads: int
+
+    @property
+    def rows(self) -> SequenceLayout:
+        """How the rows of the U neighbours lie among one another."""
+        return SequenceLayout(self.layout.local_len * self.ranks, self.ranks, self.layout.kind)
+
+    @property
+    def ring(self) -> SequenceLayout:
+        """How the sequence lies on groups of U neighbours."""
+        return SequenceLayout(
+            self.layout.seq_len, self.layout.parts // self.ranks, self.layout.kind
+        )
+
+    def q(self, rank: int) -> range:
+        """The query heads that neighbour `rank` attends."""
+        return range(self.heads * rank // self.ranks, self.heads * (rank + 1) // self.ranks)
+
+    def kv(self, rank: int) -> range:
+        """The KV heads that those read."""
+        group, q = self.heads // self.kv_heads, self.q(rank)
+        return range(q.start // group, (q.stop - 1) // group + 1)
+
+    def read(self, rank: int) -> list[int]:
+        """For each of `rank`'s query heads its KV head, counted from the first that it has."""
+        group, q = self.heads // self.kv_heads, self.q(rank)
+        return [head // group - q.start // group for head in q]
+
+    def even(self, rank: int) -> bool:
+        """Whether every KV head of `rank` is read by as many of its query heads."""
+        read = self.read(rank)
+        return len({read.count(head) for head in read}) == 1
+
+    @property
+    def copied(self) -> bool:
+        """Whether some KV head is read on several ranks."""
+        return sum(len(self.kv(r)) for r in range(self.ranks)) > self.kv_heads
+
+    def of_heads(self, options: AttentionOptions, rank: int) -> AttentionOptions:
+        """The options of `rank`'s heads: dropout is keyed by the heads' numbers in the whole."""
+        sample, head = options.dropout_origin
+        return options._replace(dropout_origin=(sample, head + self.q(rank).start))
+
+
+def _start(pieces: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]]) -> Steps[Tensors]:
+    """Send piece r to neighbour r; buffers of the given shapes, filled at the next wait."""
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    recv = pieces[0].new_empty(sum(sizes))
+    send = torch.cat([piece.flatten() for piece in pieces])
+    yield AllToAll(send, recv, [piece.numel() for piece in pieces], sizes)
+    return tuple(part.view(shape) for part, shape in zip(recv.split(sizes), shapes))
+
+
+def _heads(x: torch.Tensor, heads: range, dim: int = 2) -> torch.Tensor:
+    return x.narrow(dim, heads.start, len(heads))
+
+
+# ------------------------------------------------------------------ 1. the steps of one rank
+
+
+def ulysses_forward(
+    rank: int,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    trade: Trade,
+    options: AttentionOptions,
+    sinks: torch.Tensor | None = None,
+) -> Steps[tuple[torch.Tensor, torch.Tensor, Tensors]]:
+    """Forward of cp rank `rank`: q[B, S/cp, Hq, D], k and v[B, S/cp, Hkv, D], sinks[Hq] or None.
+
+    Returns o (like q), lse[B, Hq, S/cp] (fp32 or float64) and what `ulysses_backward` wants: of
+    this rank's heads q, k, v (or the K‖V that a ring left here) and lse.
+    """
+    hop, me = divmod(rank, trade.ranks)
+    everyone, rows = range(trade.ranks), trade.rows
+    (B, s, _, D), n_q, n_kv = q.shape, len(trade.q(me)), len(trade.kv(me))
+    pieces = [
+        torch.cat([_heads(q, trade.q(r)), *(_heads(x, trade.kv(r)) for x in (k, v))], 2)
+        for r in everyone
+    ]
+    arrived = yield from _start(pieces, [(B, s, n_q + 2 * n_kv, D)] * trade.ranks)
+    yield None
+    q, k, v = rows.unshard(arrived, 1).split((n_q, n_kv, n_kv), 2)
+    if not trade.even(me):
+        k, v = (x[:, :, trade.read(me)] for x in (k, v))
+    sinks = None if sinks is None else _heads(sinks, trade.q(me), 0)
+    options = trade.of_heads(options, me)
+    if trade.ring.parts == 1:
+        kv: Tensors = (k, v)
+        o, lse = block_fwd(q, k, v, options, sinks=sinks)
+    else:
+        o, lse, *kv = yield from ring_forward(
+            hop, q, k, v, layout=trade.ring, options=options, sinks=sinks
+        )
+    saved = (q, lse, *kv)
+    of_o = yield from _start(
+        [rows.shard(o, r, 1) for r in everyone], [(B, s, len(trade.q(r)), D) for r in everyone]
+    )
+    of_lse = yield from _start(
+        [rows.shard(lse, r, 2) for r in everyone], [(B, len(trade.q(r)), s) for r in everyone]
+    )
+    yield None
+    return torch.cat(of_o, 2), torch.cat(of_lse, 1), saved
+
+
+def ulysses_backward(
+    rank: int,
+    do: torch.Tensor,
+    saved: Tensors,
+    delta: torch.Tensor,
+    *,
+    trade: Trade,
+    options: AttentionOptions,
+) -> Steps[Tensors]:
+    """Backward of one rank from what `ulysses_forward` saved and delta[B, Hq, S/cp].
+
+    Returns dq, dk, dv of this rank's own rows, summed over all ranks, in the inputs' dtypes.
+    """
+    hop, me = divmod(rank, trade.ranks)
+    everyone, rows = range(trade.ranks), trade.rows
+    (B, s, _, D), n_q, n_kv = do.shape, len(trade.q(me)), len(trade.kv(me))
+    q, lse, *kv = saved
+    of_do = yield from _start(
+        [_heads(do, trade.q(r)) for r in everyone], [(B, s, n_q, D)] * trade.ranks
+    )
+    of_delta = yield from _start(
+        [_heads(delta, trade.q(r), 1) for r in everyone], [(B, n_q, s)] * trade.ranks
+    )
+    yield None
+    do, delta = rows.unshard(of_do, 1), rows.unshard(of_delta, 2)
+    options, wide = trade.of_heads(options, me), compute_dtype(q)
+    if trade.ring.parts == 1:
+        dq, dk, dv = block_bwd(do, q, *kv, lse, delta, options, grad_dtype=wide)
+    else:
+        dq, dk, dv = yield from ring_backward(
+            hop, do, q, *kv, lse, delta, layout=trade.ring, options=options, kv_grad_dtype=wide
+        )
+    if not trade.even(me):
+        read = torch.tensor(trade.read(me), device=q.device)
+        dk, dv = (x.new_zeros(*x.shape[:2], n_kv, D).index_add_(2, read, x) for x in (dk, dv))
+    of_dq = yield from _start(
+        [rows.shard(dq.to(q.dtype), r, 1) for r in everyone],
+        [(B, s, len(trade.q(r)), D) for r in everyone],
+    )
+    dkv = torch.cat((dk, dv), 2).to(wide if trade.copied else q.dtype)
+    of_dkv = yield from _start(
+        [rows.shard(dkv, r, 1) for r in everyone],
+        [(B, s, 2 * len(trade.kv(r)), D) for r in everyone],
+    )
+    yield None
+    return torch.cat(of_dq, 2), *_summed(of_dkv, trade, q.dtype)
+
+
+def _summed(pieces: Tensors, trade: Trade, dtype: torch.dtype) -> Tensors:
+    """dk, dv[B, S/cp, Hkv, D] of each neighbour's dk‖dv of the KV heads that it has."""
+    if not trade.copied:
+        halves = zip(*(piece.chunk(2, 2) for piece in pieces))
+        return tuple(torch.cat(half, 2) for half in halves)
+    (B, s, _, D) = pieces[0].shape
+    sums = pieces[0].new_zeros(2, B, s, trade.kv_heads, D)
+    for rank, piece in enumerate(pieces):
+        _heads(sums, trade.kv(rank), 3).add_(torch.stack(piece.chunk(2, 2)))
+    return tuple(sums.to(dtype))
+
+
+# ------------------------------------------------------------------ 2. on process groups
+
+
+def _trade(shards: Shards) -> tuple[int, Trade]:
+    """This rank of the cp axis, and the trade."""
+    ranks = group_size(shards.neighbours)
+    rank = group_rank(shards.group) * ranks + group_rank(shards.neighbours)
+    return rank, Trade(shards.layout, ranks, *shards.heads)
+
+
+def _forward(
+    shards: Shards, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, Tensors]:
+    rank, trade = _trade(shards)
+    steps = ulysses_forward(rank, q, k, v, trade=trade, options=shards.options, sinks=sinks)
+    return run_on_group(steps, shards.group, shards.neighbours, overlap=shards.overlap)
+
+
+def _backward(
+    shards: Shards,
+    do: torch.Tensor,
+    saved: Tensors,
+    lse: torch.Tensor,
+    delta: torch.Tensor,
+    o: torch.Tensor | None,
+) -> Tensors:
+    rank, trade = _trade(shards)  # its own lse and o are of other heads and rows
+    steps = ulysses_backward(rank, do, saved, delta, trade=trade, options=shards.options)
+    return run_on_group(steps, shards.group, shards.neighbours, overlap=shards.overlap)
+
+
+ULYSSES = ForwardBackward(_forward, _backward)
