@@ -423,6 +423,13 @@ FAULTS = (
         "with a wrapped projection keys are not rotated",
     ),
     Fault(
+        "attention-norm-of-heads",
+        "layers/attention.py",
+        'over = {"mesh": mesh, "sequence_parallel": True, "impl": impl}',
+        'over = {"mesh": mesh, "sequence_parallel": sequence_parallel, "impl": impl}',
+        "without sequence parallelism gradients of q/k norms are those of one tensor rank's heads",
+    ),
+    Fault(
         "attention-sinks-decay",
         "layers/attention.py",
         '(cut,), init="zeros", decay=False)',
@@ -805,7 +812,7 @@ FAULTS = (
     Fault(
         "checkpoint-forgotten-field",
         "warpweave/checkpoint/read.py",
-        "for key in sorted({*self.config, *current})",
+        "for key in sorted({*saved, *current})",
         "for key in sorted(current)",
         "a saved setting that is gone now is not missed",
     ),
@@ -855,8 +862,8 @@ FAULTS = (
     Fault(
         "gpt-rope-dtype",
         "warpweave/gpt.py",
-        "theta=self.config.rope_theta, dtype=wide)",
-        "theta=self.config.rope_theta, dtype=dtype)",
+        "scaling=c.rope_scaling, dtype=wide",
+        "scaling=c.rope_scaling, dtype=dtype",
         "angles of a bf16 model are bf16",
     ),
     Fault(

@@ -309,7 +309,9 @@ class Trainer:
             say(str(warning.message))
         if reader is None:
             raise CheckpointError(f"nothing to resume from: no checkpoint in {self._folder}")
-        reader.require_config(dataclasses.asdict(self.model))
+        fields = dataclasses.fields(self.model)
+        defaults = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
+        reader.require_config(dataclasses.asdict(self.model), defaults)
         self._check_data(reader)
         for kind, prefix in self._kinds():
 

@@ -1,7 +1,7 @@
 """What a training run is asked to do: one typed record, which is the command line's options too.
 
 The options of the model and of the plan are the fields of `GPTConfig` and `ParallelPlan` themselves
-(`config`): whoever adds a field there has added an option here.
+(`config`): whoever adds a field there has added an option here (but for `rope_scaling`).
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ def _overrides_of(config: type) -> Any:
     hints = {"vocab_size": "(default: the larger of the preset's and the data's)"}
     fields = []
     for name, kind in get_type_hints(config).items():
+        if name == "rope_scaling":  # a record, which comes with a model
+            continue
         hint = hints.get(name, "(default: the preset's)")
         option: Any = Annotated[kind | None, tyro.conf.arg(help_behavior_hint=hint)]
         fields.append((name, option, None))
