@@ -41,7 +41,7 @@ ROOMS = {
         ("pipeline",),
     ),
     "warpweave.checkpoint": (("files",), ("manifest",), ("steps",), ("read", "save")),
-    "warpweave.convert": (("families",), ("tensors",), ("folder",), ("write",)),
+    "warpweave.convert": (("families",), ("tensors",), ("folder",), ("source", "write")),
     "warpweave.data": (
         ("files",),
         ("split", "tokenizer"),

@@ -10,7 +10,7 @@ where none can be, a tensor that is missing, too many, of another shape or quant
 property of the weights: what is read has none.
 
 `families` one family's config.json as a `GPTConfig` and back · `tensors` which of their tensors
-make one of ours · `folder` reading · `write` writing.
+make one of ours · `folder` reading · `write` writing · `source` reading, or a checkpoint of ours.
 """
 
 from warpweave.convert.families import ConvertError

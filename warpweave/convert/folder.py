@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,12 +58,6 @@ class HFFolder:
     _places: Mapping[str, Place]
     _open: dict[str, Any] = field(default_factory=dict, repr=False)
 
-    @property
-    def tokenizer(self) -> Path | None:
-        """Its tokenizer.json, if there is one."""
-        path = self.path / "tokenizer.json"
-        return path if path.is_file() else None
-
     def tensor(self, record: ParamRecord) -> Tensor:
         """One logical parameter, in the file's dtype: what ``Engine.load("param", ...)`` asks for.
 
@@ -108,23 +103,28 @@ def from_hf(folder: str | Path) -> HFFolder:
     wrong shape.
     """
     path = Path(folder)
-    fields = read_json(path / "config.json")
-    try:
+    with about(path):
+        fields = read_json(path / "config.json")
         kind, config = read_config(fields)
         family = FAMILIES[kind]
         rules = rules_of(config, family)
         places = _check(_places(path), rules, family)
-        dtypes = {name: _dtype(name, place[3]) for name, place in places.items()}
+        dtypes = {name: _dtype(name, place.dtype) for name, place in places.items()}
         embedding = next(iter(rules["embedding.weight"].shapes))
         found = HFFolder(path, config, fields, dtypes[embedding], rules, places)
         head = f"{family.modules['head'][0]}.weight"
         if config.tied and head in places and not torch.equal(*map(found._read, (head, embedding))):
             raise ConvertError(f"{head} is not {embedding}, though tie_word_embeddings is true")
-    except ConvertError as error:
-        raise ConvertError(
-            f"{path}: {error}" if str(path) not in str(error) else str(error)
-        ) from None
     return found
+
+
+@contextmanager
+def about(path: Path) -> Iterator[None]:
+    """A `ConvertError` of what is done here names the folder."""
+    try:
+        yield
+    except ConvertError as error:
+        raise ConvertError(str(error) if str(path) in str(error) else f"{path}: {error}") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:
