@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
@@ -9,15 +11,36 @@ from warpweave.kernels.attention.checks import heads_per_kv_head
 from warpweave.kernels.attention.options import AttentionOptions, check_numbers
 from warpweave.kernels.overlap.gathering import check_fusing
 from warpweave.kernels.reference import compute_dtype
-from warpweave.kernels.rope import apply_rope_qk, rope_table
+from warpweave.kernels.rope import RopeScaling, apply_rope_qk, rope_table
 from warpweave.layers.context import TokenContext
 from warpweave.layers.fusable import fusable
 from warpweave.layers.linear import ColumnParallelLinear, RowParallelLinear
+from warpweave.layers.norm import RMSNorm
 from warpweave.parallel.context import Strategy, check_strategy, context_attention
 from warpweave.parallel.layout import SequenceLayout
 from warpweave.parallel.mesh import ConnectedMesh, connected
 from warpweave.parallel.shard import Cut, ParamRecord
 from warpweave.parallel.tensor.qkv import parallel_qkv_rope
+
+
+@dataclass(frozen=True)
+class HeadStyle:
+    """What the heads of some models have and those of others do not. The defaults are GPT-2's.
+
+    Attributes:
+        head_dim: width of a head; None is embed_dim / num_heads.
+        qkv_bias: the qkv projection has a bias; None is as the layer's `bias` (Qwen 2: it alone).
+        qk_norm: epsilon of an RMSNorm over each query and each key head, before the rotation, with
+            one weight[head_dim] for all query heads and one for all key heads (Qwen 3); None is
+            none.
+        rope_scaling: how the rotary embedding of an extended context differs; a `TokenContext`
+            brings a table of its own.
+    """
+
+    head_dim: int | None = None
+    qkv_bias: bool | None = None
+    qk_norm: float | None = None
+    rope_scaling: RopeScaling | None = None
 
 
 class Attention(nn.Module):
@@ -39,6 +62,7 @@ class Attention(nn.Module):
         softcap: scores become softcap * tanh(score / softcap).
         sinks: ``sinks[num_heads/tp]``, one more logit per head with no value, are learned.
         rope_theta: base of the rotary embedding; None for none.
+        style: what else the heads have: a width of their own, norms, see `HeadStyle`.
         mesh: the connected mesh; None is one device.
         sequence_parallel: input and output are x[T/tp, E], rows cut over the tensor axis.
         overlap: as ``ColumnParallelLinear``.
@@ -48,9 +72,9 @@ class Attention(nn.Module):
         impl: "triton", "torch" or None, as for the kernels.
 
     Raises:
-        ValueError: heads do not divide embed_dim, KV heads do not divide heads, the tensor axis
-            does not divide the KV heads, a rotary embedding needs an even head size, or window,
-            softcap, strategy or impl is no such thing.
+        ValueError: heads do not divide embed_dim (and `style` has no head_dim), KV heads do not
+            divide heads, the tensor axis does not divide the KV heads, a rotary embedding needs an
+            even head size, or window, softcap, strategy or impl is no such thing.
     """
 
     def __init__(
@@ -67,6 +91,7 @@ class Attention(nn.Module):
         softcap: float | None = None,
         sinks: bool = False,
         rope_theta: float | None = None,
+        style: HeadStyle = HeadStyle(),
         mesh: ConnectedMesh | None = None,
         sequence_parallel: bool = False,
         overlap: str = "auto",
@@ -80,9 +105,12 @@ class Attention(nn.Module):
         tp = self.mesh.size("tp")
         if num_heads < 1 or kv_heads < 1:
             raise ValueError(f"need at least one head, got {num_heads} and {kv_heads} KV heads")
-        if embed_dim % num_heads:
+        if style.head_dim is None and embed_dim % num_heads:
             raise ValueError(f"embed_dim = {embed_dim} does not divide by num_heads = {num_heads}")
-        self.num_heads, self.head_dim = num_heads, embed_dim // num_heads
+        self.num_heads, self.style = num_heads, style
+        self.head_dim = embed_dim // num_heads if style.head_dim is None else style.head_dim
+        if self.head_dim < 1:
+            raise ValueError(f"head_dim must be at least 1, got {self.head_dim}")
         self.group = heads_per_kv_head(num_heads, kv_heads)
         if kv_heads % tp:
             raise ValueError(
@@ -106,7 +134,7 @@ class Attention(nn.Module):
         self.qkv = ColumnParallelLinear(
             embed_dim,
             kv_heads * (self.group + 2) * self.head_dim,
-            bias,
+            bias if style.qkv_bias is None else style.qkv_bias,
             **where,
         )
         self.out = RowParallelLinear(
@@ -116,6 +144,14 @@ class Attention(nn.Module):
             init=out_init,
             **where,
         )
+        self.q_norm = self.k_norm = None
+        if style.qk_norm is not None:
+            # Each tensor rank normalises its own heads: the weights' gradients are partial sums.
+            over = {"mesh": mesh, "sequence_parallel": True, "impl": impl}
+            self.q_norm, self.k_norm = (
+                RMSNorm(self.head_dim, style.qk_norm, device=device, dtype=dtype, **over)
+                for _ in range(2)
+            )
 
         self.records: dict[str, ParamRecord] = {}
         self.register_parameter("sinks", None)
@@ -178,12 +214,13 @@ class Attention(nn.Module):
             shape = (context.batch, len(x) * tp // context.batch)
         else:
             shape = (0, context.layout.local_len if context.layout is not None else 0)
-        cos, sin = self._rope(shape[1], x, context) or (None, None)
+        rope = self._rope(shape[1], x, context)
+        cos, sin = rope if rope is not None and self.q_norm is None else (None, None)
         weight, bias = (
             t if t is None else t.unflatten(0, (-1, self.group + 2, self.head_dim))
             for t in (self.qkv.weight, self.qkv.bias)
         )
-        return parallel_qkv_rope(
+        q, k, v = parallel_qkv_rope(
             x,
             weight,
             bias,
@@ -193,6 +230,9 @@ class Attention(nn.Module):
             impl=self.impl,
             **self.qkv.over_ranks,
         )
+        if self.q_norm is not None:
+            q, k = self._turned(q, k, rope)
+        return q, k, v
 
     def _composed(self, x: Tensor, context: TokenContext | None) -> tuple[Tensor, Tensor, Tensor]:
         """The same by calling ``qkv``, whatever it has become."""
@@ -203,10 +243,18 @@ class Attention(nn.Module):
         # One split: its backward writes each gradient once, three slices would add three buffers.
         q, k, v = qkv.split((self.group, 1, 1), dim=3)
         q, k, v = q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
-        rope = self._rope(q.shape[1], q, context)
+        q, k = self._turned(q, k, self._rope(q.shape[1], q, context))
+        return q, k, v
+
+    def _turned(
+        self, q: Tensor, k: Tensor, rope: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor]:
+        """Queries and keys as they are attended, of projected ones: normalised, then rotated."""
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = apply_rope_qk(q, k, *rope, impl=self.impl)
-        return q, k, v
+        return q, k
 
     def _rope(
         self, length: int, x: Tensor, context: TokenContext | None
@@ -221,12 +269,17 @@ class Attention(nn.Module):
             return context.rope
         positions = torch.arange(length, device=x.device)
         wide = compute_dtype(x)
-        return rope_table(positions, self.head_dim, theta=self.rope_theta, dtype=wide)
+        scaling = self.style.rope_scaling
+        return rope_table(
+            positions, self.head_dim, theta=self.rope_theta, scaling=scaling, dtype=wide
+        )
 
     def extra_repr(self) -> str:
         kv_heads = self.num_heads // self.group
+        shown = "" if self.style == HeadStyle() else f", {self.style}"
         return (
-            f"embed_dim={self.num_heads * self.head_dim}, num_heads={self.num_heads}, "
+            f"embed_dim={self.qkv.in_features}, num_heads={self.num_heads}, "
             f"num_kv_heads={kv_heads}, causal={self.causal}, window={self.window}, "
-            f"softcap={self.softcap}, sinks={self.sinks is not None}, rope_theta={self.rope_theta}"
+            f"softcap={self.softcap}, sinks={self.sinks is not None}, "
+            f"rope_theta={self.rope_theta}{shown}"
         )

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from warpweave.kernels.dropout import Drop
-from warpweave.layers.attention import Attention
+from warpweave.layers.attention import Attention, HeadStyle
 from warpweave.layers.context import TokenContext
 from warpweave.layers.fusable import fusable
 from warpweave.layers.linear import RowParallelLinear
@@ -25,7 +25,7 @@ class TransformerBlock(nn.Module):
         norm: "layer" or "rms"; norm_eps its epsilon.
         activation, recompute: as ``MLP``.
         bias: linear layers and LayerNorm have biases.
-        causal, window, softcap, sinks, rope_theta, strategy: as ``Attention``.
+        causal, window, softcap, sinks, rope_theta, style, strategy: as ``Attention``.
         dropout: probability on both branches, keyed by global token ids (needs a context).
         site: number of the first of the block's two dropout sites.
         device, dtype, mesh, sequence_parallel, overlap, impl: as ``Attention``.
@@ -48,6 +48,7 @@ class TransformerBlock(nn.Module):
         softcap: float | None = None,
         sinks: bool = False,
         rope_theta: float | None = None,
+        style: HeadStyle = HeadStyle(),
         dropout: float = 0.0,
         site: int = 1,
         recompute: str | None = None,
@@ -88,6 +89,7 @@ class TransformerBlock(nn.Module):
             softcap=softcap,
             sinks=sinks,
             rope_theta=rope_theta,
+            style=style,
             strategy=strategy,
             out_init=out_init,
             overlap=overlap,

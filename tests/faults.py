@@ -423,6 +423,13 @@ FAULTS = (
         "with a wrapped projection keys are not rotated",
     ),
     Fault(
+        "attention-norm-of-heads",
+        "layers/attention.py",
+        'over = {"mesh": mesh, "sequence_parallel": True, "impl": impl}',
+        'over = {"mesh": mesh, "sequence_parallel": sequence_parallel, "impl": impl}',
+        "without sequence parallelism gradients of q/k norms are those of one tensor rank's heads",
+    ),
+    Fault(
         "attention-sinks-decay",
         "layers/attention.py",
         '(cut,), init="zeros", decay=False)',
@@ -803,9 +810,37 @@ FAULTS = (
         "a rank with a full disk leaves the others waiting in a gather",
     ),
     Fault(
+        "convert-other-way-back",
+        "warpweave/convert/tensors.py",
+        "ours[self.order().argsort()]",
+        "ours[self.order()]",
+        "rows are put into our order a second time on the way back",
+    ),
+    Fault(
+        "convert-heads-by-kind",
+        "warpweave/convert/tensors.py",
+        "torch.cat([part.view(Hkv, -1) for part in parts], 1).flatten()",
+        "torch.cat(parts)",
+        "queries, keys and values are not sorted by KV head",
+    ),
+    Fault(
+        "convert-tied-copy",
+        "warpweave/convert/write.py",
+        "if first and not copy:",
+        "if first:",
+        "both stages that hold a tied embedding write it",
+    ),
+    Fault(
+        "convert-window-of-all",
+        "warpweave/convert/families.py",
+        'window if kind == "sliding_attention" else 0 for kind in kinds',
+        "window for kind in kinds",
+        "Qwen's first layers have a window, too",
+    ),
+    Fault(
         "checkpoint-forgotten-field",
         "warpweave/checkpoint/read.py",
-        "for key in sorted({*self.config, *current})",
+        "for key in sorted({*saved, *current})",
         "for key in sorted(current)",
         "a saved setting that is gone now is not missed",
     ),
@@ -855,8 +890,8 @@ FAULTS = (
     Fault(
         "gpt-rope-dtype",
         "warpweave/gpt.py",
-        "theta=self.config.rope_theta, dtype=wide)",
-        "theta=self.config.rope_theta, dtype=dtype)",
+        "scaling=c.rope_scaling, dtype=wide",
+        "scaling=c.rope_scaling, dtype=dtype",
         "angles of a bf16 model are bf16",
     ),
     Fault(

@@ -11,7 +11,7 @@ from sharded import MESHES, RTOL, check_layer, draw, own
 from torch import Tensor, nn
 
 from warpweave.kernels.rope import rope_table
-from warpweave.layers.attention import Attention
+from warpweave.layers.attention import Attention, HeadStyle
 from warpweave.layers.context import TokenContext
 from warpweave.layers.records import collect_records
 from warpweave.parallel.layout import SequenceLayout
@@ -168,6 +168,7 @@ def test_a_token_sees_no_later_one_but_all_earlier_ones():
         (6, {"num_kv_heads": 0}, "need at least one head, got 6 and 0 KV heads"),
         (0, {}, "need at least one head, got 0 and 0 KV heads"),
         (4, {"rope_theta": 1e4}, "rope needs an even head size, got 3"),
+        (4, {"style": HeadStyle(0)}, "head_dim must be at least 1, got 0"),
         (6, {"num_kv_heads": 3, "mesh": ConnectedMesh(Mesh(tp=2), 0, {"tp": None}, None)},
          "num_kv_heads = 3 does not divide by the tensor axis tp = 2"),
     ],
@@ -199,10 +200,10 @@ def test_its_description_names_heads_mask_and_rotary_base():
 
 def _on_ranks(rank: int, sizes: Mesh) -> None:
     mesh, tp = sizes.connect(), sizes.tp
-    rope = rope_table(torch.arange(6), 2, theta=100.0, dtype=torch.float64)
     more = {"window": 4, "softcap": 0.7, "sinks": True}
     for group, bias, theta, extra in (
         (1, True, None, {}), (2, False, 100.0, {}), (3, True, 100.0, {}), (2, True, 100.0, more),
+        (2, False, 100.0, {"style": HeadStyle(4, qkv_bias=True, qk_norm=0.1)}),
     ):  # fmt: skip
         heads = tp * group * (2 if tp == 2 else 1)  # two KV heads or one a rank
         options = {"num_kv_heads": heads // group, "bias": bias, "rope_theta": theta} | extra
@@ -212,6 +213,8 @@ def _on_ranks(rank: int, sizes: Mesh) -> None:
             return Attention(2 * heads, heads, **F64, **cut, **options)
 
         x = draw(1, 2, 6, 2 * heads)
+        dim = 4 if "style" in extra else 2
+        rope = rope_table(torch.arange(6), dim, theta=100.0, dtype=torch.float64)
         context = TokenContext(2, rope=rope if theta else None)
         check_layer(make, x, mesh)
         check_layer(make, x.transpose(0, 1), mesh)

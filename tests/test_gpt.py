@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import math
 from unittest import mock
 
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from warpweave.config import ParallelPlan
 from warpweave.gpt import GPT, PRESETS, GPTConfig
+from warpweave.kernels.rope import RopeScaling
 from warpweave.parallel.mesh import ConnectedMesh, Mesh
 from warpweave.plain_gpt import plain_gpt_logits, plain_gpt_loss, plain_init, plain_shapes
 from warpweave.prove.expected import plain_config as _plain
@@ -35,7 +37,11 @@ CONFIGS = {
     "between": GPTConfig(
         **SIZES, kv_heads=2, hidden=6, positions="rope", norm="rms", tied=True, rope_theta=9.0
     ),
-}
+    "qwen": GPTConfig(
+        **SIZES, **LLAMA, kv_heads=2, hidden=6, norm_eps=0.02, rope_theta=50.0, head_size=4,
+        qkv_bias=True, qk_norm=True, windows=(4, 0), rope_scaling=RopeScaling("yarn", 4.0, 8),
+    ),
+}  # fmt: skip
 EACH = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 DROPPED = {name: dataclasses.replace(c, dropout=0.2) for name, c in CONFIGS.items()}
 # Dynamo instantiates every autograd Function that it traces.
@@ -112,6 +118,10 @@ def _close(a: list[Tensor], b: list[Tensor]) -> None:
         ({"kv_heads": 4}, "heads = 6 does not divide by kv_heads = 4"),
         ({"heads": 4, "positions": "rope"}, "rope needs an even head size, got 3"),
         ({"dropout": 1.0}, r"dropout must be in \[0, 1\), got 1.0"),
+        ({"head_size": 0}, "head_size must be at least 1, got 0"),
+        ({"head_size": 3, "positions": "rope"}, "rope needs an even head size, got 3"),
+        ({"windows": (4, -1)}, r"windows must be integers of at least 0, got \(4, -1\)"),
+        ({"rope_scaling": RopeScaling("ntk", 2.0)}, r"rope_scaling needs positions = .*"),
     ],
 )
 def test_sizes_and_styles_that_cannot_be_are_refused(change, message):
@@ -243,6 +253,37 @@ def test_logits_loss_and_gradients_are_the_plain_models(config, length):
     mine, *own = _results(gpt, tokens, labels)
     assert mine.shape == ()
     _close([mine, *own], [loss, *(grads[name] for name, _ in gpt.named_parameters())])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"activation": "gelu_erf"},
+        {"windows": (0, 5, 3)},
+        {"rope_scaling": RopeScaling("linear", 4.0)},
+        {"rope_scaling": RopeScaling("ntk", 4.0)},
+        {"rope_scaling": RopeScaling("llama3", 4.0, 16, low=0.5, high=2.0)},
+        {"rope_scaling": RopeScaling("yarn", 4.0, 8, truncate=False)},
+        {"rope_scaling": RopeScaling("yarn", 4.0, 8, attention_factor=0.7)},
+    ],
+    ids=lambda change: str(*change.values()),
+)
+def test_every_style_that_a_model_may_have_is_the_plain_models_and_counts(change):
+    base = dataclasses.replace(CONFIGS["between"], head_size=6)
+    config = dataclasses.replace(base, **change)
+    gpt, params = _scattered(config)
+    tokens, _ = _tokens()
+    logits = plain_gpt_logits(params, tokens, _plain(config))
+    assert_close_f64(gpt(tokens), logits, RTOL)
+    assert relative_error(plain_gpt_logits(params, tokens, _plain(base)), logits) > 1e-6
+
+
+def test_a_config_comes_back_from_json_and_old_ones_have_the_defaults():
+    for config in CONFIGS.values():
+        assert GPTConfig(**json.loads(json.dumps(dataclasses.asdict(config)))) == config
+    old = ("head_size", "qkv_bias", "qk_norm", "windows", "rope_scaling")
+    fields = dataclasses.asdict(CONFIGS["gpt2"])
+    assert GPTConfig(**{k: v for k, v in fields.items() if k not in old}) == CONFIGS["gpt2"]
 
 
 @pytest.mark.parametrize("config", DROPPED.values(), ids=DROPPED.keys())

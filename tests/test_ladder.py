@@ -20,6 +20,7 @@ ROOMS = {
         ("config", "dtypes", "exchange", "messages", "plain_gpt"),
         ("gpt",),
         ("checkpoint", "data", "engine", "launch", "tune"),
+        ("convert",),
         ("prove", "train_config"),
         ("metrics",),
         ("train",),
@@ -40,6 +41,7 @@ ROOMS = {
         ("pipeline",),
     ),
     "warpweave.checkpoint": (("files",), ("manifest",), ("steps",), ("read", "save")),
+    "warpweave.convert": (("families",), ("tensors",), ("folder",), ("source", "write")),
     "warpweave.data": (
         ("files",),
         ("split", "tokenizer"),

@@ -53,6 +53,7 @@ LAYOUTS = {
         Layout(Mesh(dp=2), zero=3, style="llama", recompute="selective"),
         Layout(Mesh(cp=2), zero=2, style="llama", tied=False),
         Layout(Mesh(tp=2), style="llama", recompute="full"),
+        Layout(Mesh(tp=2), style="qwen"),
         Layout(Mesh(tp=2), True, style="gpt2", tied=False),
         Layout(Mesh(pp=2), schedule="gpipe", recompute="full"),
         Layout(Mesh(pp=2), schedule="interleaved", style="llama", count=3),
@@ -63,6 +64,7 @@ LAYOUTS = {
         Layout(Mesh(dp=2, cp=2), zero=3, recompute="full"),
         Layout(Mesh(tp=2, cp=2), True, 3, style="llama", tied=False, strategy="ulysses"),
         Layout(Mesh(cp=4, ulysses=2), zero=1, style="llama", layout="contiguous"),
+        Layout(Mesh(tp=2, cp=2), True, 2, style="qwen"),
         Layout(Mesh(tp=2, pp=2), True, 0, "1f1b", recompute="selective"),
         Layout(Mesh(dp=2, pp=2), False, 2, "1f1b", "llama"),
         Layout(Mesh(tp=4), True, style="gpt2"),
@@ -545,7 +547,7 @@ def test_all_of_up_to_four_ranks_are_proven_largest_first():
     assert set(worlds) == {1, 2, 3}
 
 
-@pytest.mark.parametrize("style", ["gpt2", "llama", "mixed"])
+@pytest.mark.parametrize("style", ["gpt2", "llama", "mixed", "qwen"])
 def test_every_mesh_of_up_to_eight_ranks_has_a_model_that_fits(style):
     for mesh in itertools.chain(*map(meshes, range(1, 9))):
         layout = Layout(mesh, mesh.tp > 1, style=style)

@@ -30,6 +30,11 @@ def _weights(names: dict) -> None:
     assert all(torch.equal(p, names["saved"].tensor(name)) for name, p in parameters)
 
 
+def _convert(names: dict) -> None:
+    assert names["found"].config.heads == 4
+    assert Path("runs", "hf-toy", "config.json").is_file()
+
+
 def _make_train() -> None:
     """What `make train` leaves, of a smaller model."""
     config = {"vocab_size": 11, "seq_len": 4, "layers": 1, "width": 8, "heads": 2}
@@ -45,4 +50,4 @@ def test_a_program_runs_alone(tmp_path, monkeypatch, number):
     _make_train()
     names: dict = {}
     exec(PROGRAMS[number], names)
-    (_layers, _kernels, _weights)[number](names)
+    (_layers, _kernels, _weights, _convert)[number](names)

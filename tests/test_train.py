@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import math
 import os
@@ -21,7 +22,7 @@ from close import relative_error
 from ranks import run_ranks
 
 import warpweave.train as train
-from warpweave.checkpoint import CheckpointError, open_checkpoint, open_latest
+from warpweave.checkpoint import CheckpointError, config_digest, open_checkpoint, open_latest
 from warpweave.config import ParallelPlan
 from warpweave.data import write_token_file
 from warpweave.kernels.runtime import tiles
@@ -328,6 +329,22 @@ def test_a_resume_that_is_another_run_is_refused(tmp_path):
             _trainer(_replace(config, resume=True, **changes))
         assert "\n" not in str(caught.value)
     assert sorted(config.out.rglob("*")) == before
+
+
+def test_a_checkpoint_from_before_a_field_was_there_is_gone_on_from(tmp_path):
+    config = _config(tmp_path)
+    _one_step(config)
+    step = config.out / "checkpoints" / "step_00000001"
+    manifest = json.loads((step / "manifest.json").read_bytes())
+    for name in ("head_size", "qkv_bias", "qk_norm", "windows", "rope_scaling"):
+        del manifest["config"][name]
+    manifest["config_sha256"] = config_digest(manifest["config"])
+    data = json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode()
+    (step / "manifest.json").write_bytes(data)
+    (step / "manifest.sha256").write_text(hashlib.sha256(data).hexdigest())
+    assert _trainer(_replace(config, resume=True)).step == 1
+    with pytest.raises(CheckpointError, match=r"another config; qk_norm: saved False, now True$"):
+        _trainer(_replace(config, resume=True, qk_norm=True))
 
 
 def test_a_damaged_checkpoint_is_passed_over_by_name(tmp_path, capsys):

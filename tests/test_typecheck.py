@@ -94,6 +94,18 @@ def test_the_gpt_typechecks_whoever_owns_which_token(style: str, layout: str) ->
     typecheck(ONE_LAYER[style], Mesh(dp=2, cp=4, tp=8), sequence_parallel=True, layout=layout)
 
 
+@pytest.mark.parametrize("sp", [False, True])
+def test_norms_of_heads_typecheck_if_their_gradients_are_summed_over_tensor_ranks(sp: bool) -> None:
+    config = dataclasses.replace(
+        ONE_LAYER["llama"], head_size=6, qkv_bias=True, qk_norm=True, windows=(7,)
+    )
+    mesh = Mesh(dp=2, cp=2, tp=8)
+    typecheck(config, mesh, sequence_parallel=sp)
+    wrong = mock.patch.object(GPT, "parameter_records", flipped("q_norm.weight"))
+    with wrong, pytest.raises(TypeError, match="in _turned"):
+        typecheck(config, mesh, sequence_parallel=sp)
+
+
 def test_stages_of_the_largest_model_typecheck_in_full_size() -> None:
     mesh = Mesh(dp=4, cp=4, tp=8, pp=40)  # 5,120 ranks
     typecheck(PRESETS["llama-70b"], mesh, stages=range(0, 40, 13), sequence_parallel=True)

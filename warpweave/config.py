@@ -12,6 +12,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 from warpweave.kernels.activation import find_activation
 from warpweave.kernels.cost import gpt_step
+from warpweave.kernels.rope import RopeScaling
 from warpweave.parallel import schedule as schedules
 from warpweave.parallel.context import Strategy, resolve_strategy
 from warpweave.parallel.layout import Kind, SequenceLayout
@@ -95,7 +96,8 @@ class ParallelPlan:
 class GPTConfig:
     """Sizes and style of a GPT. The defaults are GPT-2's style.
 
-    Without `kv_heads` there are as many as `heads`, without `hidden` it is 4 * width.
+    Without `kv_heads` there are as many as `heads`, without `hidden` it is 4 * width, without
+    `head_size` it is width / heads. JSON of ``dataclasses.asdict`` makes the same record again.
 
     Attributes:
         vocab_size: Size of the vocabulary.
@@ -107,12 +109,18 @@ class GPTConfig:
         hidden: Hidden units of the MLP.
         positions: Learned, or rotary embedding of queries and keys.
         norm: LayerNorm or RMSNorm.
-        activation: GELU by its tanh approximation, or SwiGLU.
+        activation: GELU by its tanh approximation or exact (by erf), or SwiGLU.
         bias: Linear layers and LayerNorm have biases.
         tied: The head's weight is the embedding's.
         norm_eps: Epsilon of the norms.
         rope_theta: Base of the rotary embedding.
         dropout: Dropout of the embedding and of both branches of a block.
+        head_size: Width of a head.
+        qkv_bias: The qkv projection has a bias; without, it has one as the others do.
+        qk_norm: RMSNorm of each query and key head, before the rotation.
+        windows: Sliding windows in tokens, of one layer after the other and over again, 0 is none.
+        rope_scaling: How the rotary embedding was changed for longer sequences; not an option of
+            the command line.
     """
 
     vocab_size: int
@@ -124,14 +132,22 @@ class GPTConfig:
     hidden: int | None = None
     positions: Literal["learned", "rope"] = "learned"
     norm: Literal["layer", "rms"] = "layer"
-    activation: Literal["gelu", "swiglu"] = "gelu"
+    activation: Literal["gelu", "gelu_erf", "swiglu"] = "gelu"
     bias: bool = True
     tied: bool = True
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
     dropout: float = 0.0
+    head_size: int | None = None
+    qkv_bias: bool | None = None
+    qk_norm: bool = False
+    windows: tuple[int, ...] = ()
+    rope_scaling: RopeScaling | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "windows", tuple(self.windows))  # JSON has lists
+        if isinstance(self.rope_scaling, dict):
+            object.__setattr__(self, "rope_scaling", RopeScaling(**self.rope_scaling))
         for name in ("vocab_size", "seq_len", "layers", "width", "heads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -140,7 +156,9 @@ class GPTConfig:
                 f"kv_heads and hidden must be at least 1, got {self.kv_heads} and {self.hidden}"
             )
         _check_words(self)
-        if self.width % self.heads:
+        if self.head_size is not None and self.head_size < 1:
+            raise ValueError(f"head_size must be at least 1, got {self.head_size}")
+        if self.head_size is None and self.width % self.heads:
             raise ValueError(f"width = {self.width} does not divide by heads = {self.heads}")
         if self.heads % self.num_kv_heads:
             raise ValueError(
@@ -150,6 +168,10 @@ class GPTConfig:
             raise ValueError(f"rope needs an even head size, got {self.head_dim}")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
+        if not all(isinstance(w, int) and w >= 0 for w in self.windows):
+            raise ValueError(f"windows must be integers of at least 0, got {self.windows}")
+        if self.rope_scaling is not None and self.positions != "rope":
+            raise ValueError(f"rope_scaling needs positions = 'rope', got {self.positions!r}")
 
     @property
     def num_kv_heads(self) -> int:
@@ -164,7 +186,11 @@ class GPTConfig:
     @property
     def head_dim(self) -> int:
         """Width of one head, D."""
-        return self.width // self.heads
+        return self.width // self.heads if self.head_size is None else self.head_size
+
+    def window(self, layer: int) -> int | None:
+        """The sliding window of a block; None is none."""
+        return self.windows[layer % len(self.windows)] or None if self.windows else None
 
     def step_flops(self, tokens: int) -> int:
         """Model FLOPs of a training step on `tokens` of whole sequences, by ``cost.gpt_step``."""

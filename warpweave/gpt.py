@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from warpweave.config import PRESETS, GPTConfig, ParallelPlan
 from warpweave.kernels.dropout import Drop, dropout
 from warpweave.kernels.rope import rope_table
+from warpweave.layers.attention import HeadStyle
 from warpweave.layers.block import TransformerBlock
 from warpweave.layers.context import TokenContext
 from warpweave.layers.embedding import PositionEmbedding, VocabParallelEmbedding
@@ -122,6 +123,7 @@ class GPT(nn.Module):
 
     def _block(self, i: int, options: dict) -> TransformerBlock:
         c = self.config
+        qk_norm = c.norm_eps if c.qk_norm else None
         return TransformerBlock(
             c.width,
             c.heads,
@@ -131,7 +133,9 @@ class GPT(nn.Module):
             norm_eps=c.norm_eps,
             activation=c.activation,
             bias=c.bias,
+            window=c.window(i),
             rope_theta=c.rope_theta if c.positions == "rope" else None,
+            style=HeadStyle(c.head_size, c.qkv_bias, qk_norm, c.rope_scaling),
             dropout=c.dropout,
             site=1 + 2 * i,
             strategy=self.plan.cp_strategy,
@@ -202,7 +206,10 @@ class GPT(nn.Module):
         if self.config.positions == "rope":
             dtype = self._dtype()
             wide = torch.float64 if dtype == torch.float64 else torch.float32
-            rope = rope_table(local, self.config.head_dim, theta=self.config.rope_theta, dtype=wide)
+            c = self.config
+            rope = rope_table(
+                local, c.head_dim, theta=c.rope_theta, scaling=c.rope_scaling, dtype=wide
+            )
         return MicroBatch(
             tokens,
             labels,

@@ -9,6 +9,7 @@ A model is a dict from parameter name to tensor; the names and shapes are those 
     embedding.weight (V, E)            positions.weight (max S, E)     only learned positions
     blocks.{i}.attention_norm.weight (E)
     blocks.{i}.attention.qkv.weight (Hkv * (G + 2) * D, E)    each KV head: its G query heads, k, v
+    blocks.{i}.attention.q_norm.weight, .k_norm.weight (D)         only with q/k norms
     blocks.{i}.attention.out.weight (E, H * D)
     blocks.{i}.mlp_norm.weight (E)
     blocks.{i}.mlp.up.weight (F, E), for swiglu (2F, E): rows gate, up, gate, up, ...
@@ -17,7 +18,8 @@ A model is a dict from parameter name to tensor; the names and shapes are those 
 
 and, with biases, `.bias` of the rows' size beside each of them but embedding, positions and head
 (an RMS norm has none). The architectures are GPT-2 (Radford et al. 2019), Llama (Touvron et al.
-2023, arXiv:2302.13971) and everything between them.
+2023, arXiv:2302.13971), Mistral's windows (arXiv:2310.06825), Qwen's biases and norms
+(arXiv:2407.10671, arXiv:2505.09388) and everything between them.
 """
 
 from __future__ import annotations
@@ -46,22 +48,28 @@ class PlainConfig:
     hidden: int
     positions: str = "learned"  # or "rope"
     norm: str = "layer"  # or "rms"
-    activation: str = "gelu"  # or "swiglu"
+    activation: str = "gelu"  # by tanh, or "gelu_erf", or "swiglu"
     bias: bool = True
     tied: bool = True
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
     dropout: float = 0.0
+    head_size: int | None = None  # None is width / heads
+    qkv_bias: bool | None = None  # None is as bias
+    qk_norm: bool = False
+    windows: tuple[int, ...] = ()  # of layers by turns, 0 is none
+    rope_scaling: dict | None = None  # kind, factor, original_length, low, high, ...
 
     def __post_init__(self) -> None:
         for field, allowed in (
             ("positions", ("learned", "rope")),
             ("norm", ("layer", "rms")),
-            ("activation", ("gelu", "swiglu")),
+            ("activation", ("gelu", "gelu_erf", "swiglu")),
         ):
             if getattr(self, field) not in allowed:
                 raise ValueError(f"{field} must be one of {allowed}, got {getattr(self, field)!r}")
-        if self.width % self.heads or self.heads % self.kv_heads:
+        divides = self.head_size is not None or self.width % self.heads == 0
+        if not divides or self.heads % self.kv_heads:
             raise ValueError(
                 f"heads must divide width and kv_heads must divide heads, got width={self.width}, "
                 f"heads={self.heads}, kv_heads={self.kv_heads}"
@@ -73,7 +81,7 @@ class PlainConfig:
 
     @property
     def head_dim(self) -> int:
-        return self.width // self.heads
+        return self.width // self.heads if self.head_size is None else self.head_size
 
 
 def plain_shapes(config: PlainConfig) -> dict[str, tuple[int, ...]]:
@@ -89,14 +97,18 @@ def plain_shapes(config: PlainConfig) -> dict[str, tuple[int, ...]]:
         if config.bias and config.norm == "layer":
             shapes[f"{name}.bias"] = (E,)
 
-    def linear(name: str, rows: int, columns: int) -> None:
+    def linear(name: str, rows: int, columns: int, bias: bool = config.bias) -> None:
         shapes[f"{name}.weight"] = (rows, columns)
-        if config.bias:
+        if bias:
             shapes[f"{name}.bias"] = (rows,)
 
     for i in range(config.layers):
         norm(f"blocks.{i}.attention_norm")
-        linear(f"blocks.{i}.attention.qkv", config.kv_heads * (group + 2) * D, E)
+        qkv_bias = config.bias if config.qkv_bias is None else config.qkv_bias
+        linear(f"blocks.{i}.attention.qkv", config.kv_heads * (group + 2) * D, E, qkv_bias)
+        if config.qk_norm:
+            shapes[f"blocks.{i}.attention.q_norm.weight"] = (D,)
+            shapes[f"blocks.{i}.attention.k_norm.weight"] = (D,)
         linear(f"blocks.{i}.attention.out", E, config.heads * D)
         norm(f"blocks.{i}.mlp_norm")
         linear(f"blocks.{i}.mlp.up", 2 * F if config.activation == "swiglu" else F, E)
@@ -172,11 +184,15 @@ def _dropout(x: Tensor, p: float, seed: int, site: int, tokens: Tensor) -> Tenso
     return torch.where(keep, x / (1.0 - p), 0.0)
 
 
+def _rms_norm(x: Tensor, params: dict[str, Tensor], name: str, config: PlainConfig) -> Tensor:
+    x = x / torch.sqrt((x * x).mean(-1, keepdim=True) + config.norm_eps)
+    return x * params[f"{name}.weight"]
+
+
 def _norm(x: Tensor, params: dict[str, Tensor], name: str, config: PlainConfig) -> Tensor:
     if config.norm == "layer":
         x = x - x.mean(-1, keepdim=True)
-    x = x / torch.sqrt((x * x).mean(-1, keepdim=True) + config.norm_eps)
-    x = x * params[f"{name}.weight"]
+    x = _rms_norm(x, params, name, config)
     return x + params[f"{name}.bias"] if f"{name}.bias" in params else x
 
 
@@ -185,31 +201,74 @@ def _linear(x: Tensor, params: dict[str, Tensor], name: str) -> Tensor:
     return y + params[f"{name}.bias"] if f"{name}.bias" in params else y
 
 
+def _frequencies(half: int, theta: float, scaling: dict | None) -> tuple[list[float], float]:
+    """By which angle each of the `half` pairs turns from one position to the next, and by what
+    queries and keys are multiplied; the kinds of scaling are those of transformers."""
+    plain = [theta ** (-i / half) for i in range(half)]
+    if scaling is None:
+        return plain, 1.0
+    kind, factor, length = (scaling[name] for name in ("kind", "factor", "original_length"))
+    slow = [f / factor for f in plain]
+    if kind == "linear":
+        return slow, 1.0
+    if kind == "ntk":
+        theta = theta * factor ** (half / (half - 1))
+        return [theta ** (-i / half) for i in range(half)], 1.0
+    if kind == "llama3":
+        low, high = scaling["low"], scaling["high"] or 4.0
+        stay = [(length * f / (2 * math.pi) - low) / (high - low) for f in plain]
+        multiplier = 1.0
+    else:  # yarn
+        low, high = scaling["low"], scaling["high"] or 32.0
+        # The pair that turns n times in `length` positions: theta ** (-i / half) = 2 pi n / length.
+        first, last = (half * math.log(length / (2 * math.pi * n), theta) for n in (high, low))
+        if scaling["truncate"]:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, 2 * half - 1)
+        stay = [1 - (i - first) / (last - first or 0.001) for i in range(half)]
+        multiplier = 0.1 * math.log(factor) + 1
+    if scaling["attention_factor"] is not None:
+        multiplier = scaling["attention_factor"]
+    mixed = [min(max(s, 0.0), 1.0) for s in stay]
+    return [s * f + (1 - s) * g for s, f, g in zip(mixed, plain, slow)], multiplier
+
+
 def _rotate(x: Tensor, config: PlainConfig) -> Tensor:
     """Rotary embedding of x[B, S, H, D]: element j turns with element j + D/2 (Llama's pairing)."""
     half = x.shape[-1] // 2
-    exponent = torch.arange(half, dtype=torch.float64, device=x.device) / half
+    turn, multiplier = _frequencies(half, config.rope_theta, config.rope_scaling)
     position = torch.arange(x.shape[1], dtype=torch.float64, device=x.device)
-    angle = position[:, None] * config.rope_theta**-exponent
-    cos, sin = (f(angle).to(x.dtype)[None, :, None, :] for f in (torch.cos, torch.sin))
+    angle = position[:, None] * torch.tensor(turn, dtype=torch.float64, device=x.device)
+    cos, sin = (
+        (multiplier * f(angle)).to(x.dtype)[None, :, None, :] for f in (torch.cos, torch.sin)
+    )
     a, b = x[..., :half], x[..., half:]
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
 
-def _attention(x: Tensor, params: dict[str, Tensor], name: str, config: PlainConfig) -> Tensor:
+def _attention(
+    x: Tensor, params: dict[str, Tensor], name: str, layer: int, config: PlainConfig
+) -> Tensor:
     B, S, _ = x.shape
     group = config.heads // config.kv_heads
     qkv = _linear(x, params, f"{name}.qkv").view(B, S, config.kv_heads, group + 2, config.head_dim)
     q = qkv[..., :group, :].reshape(B, S, config.heads, config.head_dim)
     k, v = qkv[..., group, :], qkv[..., group + 1, :]
+    if config.qk_norm:
+        q = _rms_norm(q, params, f"{name}.q_norm", config)
+        k = _rms_norm(k, params, f"{name}.k_norm", config)
     if config.positions == "rope":
         q, k = _rotate(q, config), _rotate(k, config)
     k = k.repeat_interleave(group, dim=2)
     v = v.repeat_interleave(group, dim=2)
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(config.head_dim)
-    future = torch.ones(S, S, dtype=torch.bool, device=x.device).triu(1)
-    weights = torch.softmax(scores.masked_fill(future, -math.inf), dim=-1)
-    out = torch.einsum("bhqk,bkhd->bqhd", weights, v).reshape(B, S, config.width)
+    back = torch.arange(S, device=x.device)[:, None] - torch.arange(S, device=x.device)
+    hidden = back < 0
+    window = config.windows[layer % len(config.windows)] if config.windows else 0
+    if window:
+        hidden = hidden | (back >= window)
+    weights = torch.softmax(scores.masked_fill(hidden, -math.inf), dim=-1)
+    out = torch.einsum("bhqk,bkhd->bqhd", weights, v).reshape(B, S, -1)
     return _linear(out, params, f"{name}.out")
 
 
@@ -217,6 +276,8 @@ def _mlp(x: Tensor, params: dict[str, Tensor], name: str, config: PlainConfig) -
     x = _linear(x, params, f"{name}.up")
     if config.activation == "gelu":
         x = 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)))
+    elif config.activation == "gelu_erf":
+        x = 0.5 * x * (1.0 + torch.erf(x / math.sqrt(2.0)))
     else:
         gate, up = x[..., 0::2], x[..., 1::2]
         x = gate * torch.sigmoid(gate) * up
@@ -254,7 +315,7 @@ def plain_gpt_logits(
     x = _dropout(x, p, seed, 0, number)
     for i in range(config.layers):
         y = _norm(x, params, f"blocks.{i}.attention_norm", config)
-        y = _attention(y, params, f"blocks.{i}.attention", config)
+        y = _attention(y, params, f"blocks.{i}.attention", i, config)
         x = x + _dropout(y, p, seed, 1 + 2 * i, number)
         y = _norm(x, params, f"blocks.{i}.mlp_norm", config)
         y = _mlp(y, params, f"blocks.{i}.mlp", config)

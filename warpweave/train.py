@@ -38,6 +38,7 @@ from warpweave.checkpoint import (
     open_latest,
     save_checkpoint,
 )
+from warpweave.convert.source import open_model
 from warpweave.dtypes import DTYPES
 from warpweave.engine import Engine
 from warpweave.gpt import GPT
@@ -126,6 +127,9 @@ class Trainer:
         self.peak_memory: list[float] = []
         if config.resume:
             self._resume()
+        elif config.init_from is not None:
+            source = open_model(config.init_from, self.mesh.group("world"))
+            self.engine.load("param", source.tensor)
         self.metrics: Metrics | None = None
         if session.rank == 0:
             self.metrics = Metrics(
@@ -142,6 +146,7 @@ class Trainer:
             f"ZeRO {plan.zero}, {plan.schedule} with {plan.microbatches} micro-batches of "
             f"{c.batch}; "
             f"{count:,} parameters in {c.dtype}, {self.tokens_per_step:,} tokens per step"
+            + (f"; starts from {c.init_from}" if c.init_from and not c.resume else "")
             + (f"; resumed at step {self.step}" if c.resume else "")
         )
 
@@ -309,7 +314,9 @@ class Trainer:
             say(str(warning.message))
         if reader is None:
             raise CheckpointError(f"nothing to resume from: no checkpoint in {self._folder}")
-        reader.require_config(dataclasses.asdict(self.model))
+        fields = dataclasses.fields(self.model)
+        defaults = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
+        reader.require_config(dataclasses.asdict(self.model), defaults)
         self._check_data(reader)
         for kind, prefix in self._kinds():
 
@@ -458,7 +465,7 @@ def main(argv: list[str] | None = None) -> None:
                 code = train_rank(config)
             else:
                 code = launch(train_rank, (config,), config.mesh)
-    except (ValueError, ImportError, OSError) as error:
+    except (ValueError, ImportError, OSError, CheckpointError) as error:
         if local_rank == 0:
             say(one_line(error))
         sys.exit(2)

@@ -1,7 +1,7 @@
 """What a training run is asked to do: one typed record, which is the command line's options too.
 
 The options of the model and of the plan are the fields of `GPTConfig` and `ParallelPlan` themselves
-(`config`): whoever adds a field there has added an option here.
+(`config`): whoever adds a field there has added an option here (but for `rope_scaling`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ import tyro
 
 from warpweave.checkpoint import latest
 from warpweave.config import PRESETS, GPTConfig, ParallelPlan
+from warpweave.convert.source import find_tokenizer, open_model, read_model_config
 from warpweave.data import Dataset, open_dataset
+from warpweave.gpt import GPT
 from warpweave.kernels.runtime.tile_table import read_table
 from warpweave.parallel.mesh import Mesh
 
@@ -31,6 +33,8 @@ def _overrides_of(config: type) -> Any:
     hints = {"vocab_size": "(default: the larger of the preset's and the data's)"}
     fields = []
     for name, kind in get_type_hints(config).items():
+        if name == "rope_scaling":  # a record, which comes with a model
+            continue
         hint = hints.get(name, "(default: the preset's)")
         option: Any = Annotated[kind | None, tyro.conf.arg(help_behavior_hint=hint)]
         fields.append((name, option, None))
@@ -55,11 +59,13 @@ class TrainConfig:
         default_factory=GPTOverrides
     )
     """What is other than in the preset."""
+    init_from: Path | None = None
+    """Start from a model instead of a preset: of transformers, or a run's folder or checkpoint."""
 
     data: Path | None = None
     """UTF-8 text file, folder of them, or token file; default: Python's standard library source."""
     tokenizer: Path | None = None
-    """A Hugging Face tokenizers JSON; default: bytes."""
+    """A Hugging Face tokenizers JSON; default: that of `init_from`, or bytes."""
 
     dp: int | None = None
     """Data-parallel replicas; default: as many as torchrun's ranks allow, without torchrun 1."""
@@ -129,12 +135,24 @@ class TrainConfig:
     @property
     def token_cache(self) -> Path | None:
         """Where the ids of tokenised text are kept for the other ranks and runs."""
-        return self.out / "tokens" if self.tokenizer is not None else None
+        return self.out / "tokens" if self.tokenizer_file is not None else None
+
+    @property
+    def tokenizer_file(self) -> Path | None:
+        """The tokenizer, or None for bytes."""
+        if self.tokenizer is not None or self.init_from is None:
+            return self.tokenizer
+        return find_tokenizer(self.init_from)
+
+    @property
+    def base(self) -> GPTConfig:
+        """The model that the overrides change: that of `init_from`, or the preset."""
+        return PRESETS[self.model] if self.init_from is None else read_model_config(self.init_from)
 
     @property
     def seq_len(self) -> int:
         """Tokens in a sequence."""
-        return self.overrides.seq_len or PRESETS[self.model].seq_len
+        return self.overrides.seq_len or self.base.seq_len
 
     def for_ranks(self, ranks: int) -> TrainConfig:
         """This configuration with `dp` filled in for `ranks` ranks.
@@ -157,12 +175,13 @@ class TrainConfig:
 
     def model_config(self, vocab_size: int) -> GPTConfig:
         """The model, with a vocabulary of at least `vocab_size`."""
-        preset = PRESETS[self.model]
+        base = self.base
         given = {name: value for name, value in vars(self.overrides).items() if value is not None}
-        vocabulary = given.setdefault("vocab_size", max(preset.vocab_size, vocab_size))
+        enough = base.vocab_size if self.init_from else max(base.vocab_size, vocab_size)
+        vocabulary = given.setdefault("vocab_size", enough)
         if vocabulary < vocab_size:
             raise ValueError(f"vocab_size = {vocabulary} is smaller than the data's {vocab_size}")
-        return dataclasses.replace(preset, **given)
+        return dataclasses.replace(base, **given)
 
     def open_data(self, split: Literal["train", "validation"]) -> Dataset:
         """One split of the data."""
@@ -171,7 +190,7 @@ class TrainConfig:
             seq_len=self.seq_len,
             seed=self.seed,
             split=split,
-            tokenizer=self.tokenizer,
+            tokenizer=self.tokenizer_file,
             cache=self.token_cache,
         )
 
@@ -193,6 +212,8 @@ class TrainConfig:
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must be in [0, 1), got {self.betas}")
         self.model_config(1).check(self.mesh, self.plan)
+        if self.init_from is not None:
+            self._check_weights(self.init_from)
         rows = self.batch * self.seq_len // self.cp
         if self.plan.sequence_parallel and rows % self.tp:
             raise ValueError(
@@ -208,6 +229,18 @@ class TrainConfig:
         vocabulary = self.open_data("train").vocab_size
         self.open_data("validation")
         self.model_config(vocabulary)
+
+    def _check_weights(self, folder: Path) -> None:
+        """Raise if the weights in `folder` are not those of a model with the overrides."""
+        models = (self.model_config(1), open_model(folder).config)
+        ours, theirs = (GPT(m, device="meta").parameter_records() for m in models)
+        for name in {**ours, **theirs}:
+            wanted, found = (r[name].shape if name in r else None for r in (ours, theirs))
+            if wanted != found:
+                raise ValueError(
+                    f"{name} is {found} in {folder}, but with the given options the model's is "
+                    f"{wanted}"
+                )
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:

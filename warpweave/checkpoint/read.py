@@ -75,13 +75,19 @@ class CheckpointReader:
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"cannot read {name!r} from {path}: {one_line(error)}") from None
 
-    def require_config(self, config: Mapping[str, Any]) -> None:
-        """Raise `CheckpointError` listing the fields in which `config` is not the saved one."""
+    def require_config(
+        self, config: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
+    ) -> None:
+        """Raise `CheckpointError` listing the fields in which `config` is not the saved one.
+
+        A field that was none yet when the checkpoint was written had its value in `defaults`.
+        """
         current = json.loads(dump(config, "config"))
+        saved = json.loads(dump(defaults or {}, "defaults")) | self.config
         differing = [
-            f"{key}: saved {self.config.get(key, 'nothing')!r}, now {current.get(key, 'nothing')!r}"
-            for key in sorted({*self.config, *current})
-            if key not in self.config or key not in current or self.config[key] != current[key]
+            f"{key}: saved {saved.get(key, 'nothing')!r}, now {current.get(key, 'nothing')!r}"
+            for key in sorted({*saved, *current})
+            if key not in saved or key not in current or saved[key] != current[key]
         ]
         if differing:
             raise CheckpointError(

@@ -14,18 +14,24 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from warpweave.config import GPTConfig, ParallelPlan, Recompute, ScheduleName
+from warpweave.kernels.rope import RopeScaling
 from warpweave.parallel.context import Strategy
 from warpweave.parallel.layout import Kind
 from warpweave.parallel.mesh import AXES, Mesh
 from warpweave.parallel.tensor.overlap import Overlap
 
-Style = Literal["gpt2", "llama", "mixed"]
+Style = Literal["gpt2", "llama", "mixed", "qwen"]
 
 STYLES: dict[str, dict] = {
     "gpt2": {"positions": "learned", "norm": "layer", "activation": "gelu", "bias": True},
     "llama": {"positions": "rope", "norm": "rms", "activation": "swiglu", "bias": False},
     "mixed": {"positions": "rope", "norm": "layer", "activation": "swiglu", "bias": True},
-}
+    "qwen": {
+        "positions": "rope", "norm": "rms", "activation": "gelu_erf", "bias": False,
+        "qkv_bias": True, "qk_norm": True, "windows": (3, 0),
+        "rope_scaling": RopeScaling("llama3", 4.0, original_length=8),
+    },  # what a model may have besides: no real one has all of it
+}  # fmt: skip
 PRIMES = (5, 11, 23, 37, 53)  # vocabularies; five words leave some of six tensor ranks without any
 
 
@@ -147,6 +153,7 @@ class Layout:
             width=s.heads * s.head_dim,
             heads=s.heads,
             kv_heads=s.kv_heads,
+            head_size=s.head_dim + 2 if self.style == "qwen" else None,
             hidden=s.hidden,
             tied=self.tied,
             dropout=s.dropout,

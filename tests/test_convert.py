@@ -1,0 +1,406 @@
+"""Checkpoints of transformers: the same numbers in our GPT, the same bits on the way back, and
+folders that cannot be read are refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import shutil
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from close import relative_error
+from ranks import run_ranks
+from safetensors.torch import load_file, save_file
+
+from warpweave.checkpoint import CheckpointError, save_checkpoint
+from warpweave.config import PRESETS, GPTConfig, ParallelPlan
+from warpweave.convert import ConvertError, from_hf, to_hf
+from warpweave.convert.families import canonical, read_config, write_config
+from warpweave.engine import Engine
+from warpweave.gpt import GPT
+from warpweave.kernels.rope import RopeScaling
+from warpweave.parallel.mesh import Mesh
+
+SIZES = {
+    "vocab_size": 53, "max_position_embeddings": 64, "num_hidden_layers": 3, "hidden_size": 32,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 44,
+    "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.3,
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32, "rope_theta": 500.0,
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 100.0,
+}  # fmt: skip
+GPT2 = {
+    "vocab_size": 53, "n_positions": 64, "n_layer": 3, "n_embd": 32, "n_head": 4,
+    "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.3,
+}  # fmt: skip
+MODELS = {
+    "gpt2": ("GPT2", GPT2),
+    "gpt2-erf-untied": (
+        "GPT2",
+        GPT2 | {"activation_function": "gelu", "n_inner": 40, "tie_word_embeddings": False},
+    ),
+    "llama2": ("Llama", SIZES),
+    "llama3": ("Llama", SIZES | {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
+    "llama-biased": ("Llama", SIZES | {"attention_bias": True, "mlp_bias": True, "head_dim": 12}),
+    "mistral": ("Mistral", SIZES | {"sliding_window": 5, "head_dim": 10}),
+    "mistral-whole": ("Mistral", SIZES | {"sliding_window": None, "rope_parameters": YARN}),
+    "qwen2": (
+        "Qwen2",
+        SIZES | {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+    ),
+    "qwen3": ("Qwen3", SIZES | {"head_dim": 16, "tie_word_embeddings": True}),
+    "phi3": ("Phi3", SIZES | {"sliding_window": 7, "resid_pdrop": 0.0}),
+}
+EACH = pytest.mark.parametrize("name", MODELS)
+
+
+def _theirs(name: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    """A random model of transformers with nothing at its initial value."""
+    import transformers  # not on every rank
+
+    family, options = MODELS[name]
+    config = getattr(transformers, f"{family}Config")(**options)
+    torch.manual_seed(0)
+    auto = transformers.AutoModelForCausalLM
+    model = auto.from_config(config, attn_implementation="eager", dtype=dtype)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(0.1 * torch.randn_like(param))
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    """One saved folder of each, with a tokenizer beside the weights."""
+    root = tmp_path_factory.mktemp("hf")
+    for name in MODELS:
+        _theirs(name).save_pretrained(root / name)
+        (root / name / "tokenizer.json").write_text("{}")
+        (root / name / "tokenizer_config.json").write_text('{"a": 1}')
+    return {name: root / name for name in MODELS}
+
+
+def _batch(length: int = 19) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(53, (2, length), generator=torch.Generator().manual_seed(3))
+    labels = tokens.roll(-1, 1)
+    labels[:, -1] = -100
+    return tokens, labels
+
+
+def _same_files(one: Path, other: Path) -> None:
+    """All tensors of two folders are equal bit for bit, under equal names."""
+    a, b = (
+        {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
+        for folder in (one, other)
+    )
+    assert set(a) == set(b)
+    assert all(a[k].dtype == b[k].dtype and torch.equal(a[k], b[k]) for k in a)
+
+
+# ---------------------------------------------------------------- the same model
+
+
+@EACH
+def test_logits_and_gradients_are_those_of_transformers(name, folders, tmp_path):
+    theirs = _theirs(name)
+    found = from_hf(folders[name])
+    gpt = found.load(GPT(found.config))
+    tokens, labels = _batch()
+    logits = theirs(tokens).logits
+    assert relative_error(gpt(tokens), logits) < 1e-5
+    theirs(tokens, labels=tokens).loss.backward()  # it shifts the labels itself
+    gpt(tokens, labels).backward()
+    with torch.no_grad():
+        for param in gpt.parameters():
+            param.copy_(param.grad)
+    ours = load_file(to_hf(gpt, tmp_path / "grads", like=folders[name]) / "model.safetensors")
+    expected = {n: p.grad for n, p in theirs.named_parameters()}
+    assert set(ours) == set(expected)
+    for n, grad in expected.items():
+        assert relative_error(ours[n], grad) < 1e-4, n
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt2-erf-untied"])
+def test_in_float64_the_logits_are_equal_to_rounding(name, tmp_path):
+    theirs = _theirs(name, torch.float64)
+    theirs.save_pretrained(tmp_path / "saved")
+    found = from_hf(tmp_path / "saved")
+    assert found.dtype == torch.float64
+    gpt = found.load(GPT(found.config, dtype=torch.float64))
+    tokens, _ = _batch()
+    assert relative_error(gpt(tokens), theirs(tokens).logits) < 1e-11
+
+
+# ---------------------------------------------------------------- there and back
+
+
+@EACH
+def test_the_way_back_is_bitwise_and_carries_the_tokenizer(name, folders, tmp_path):
+    found = from_hf(folders[name])
+    gpt = found.load(GPT(found.config))
+    back = to_hf(gpt, tmp_path / "back", like=folders[name])
+    _same_files(folders[name], back)
+    assert json.loads((back / "config.json").read_text()) == found.fields
+    assert {p.name for p in back.iterdir()} >= {"tokenizer.json", "tokenizer_config.json"}
+    # Of the model alone: transformers reads the same model from what is written.
+    plain = to_hf(gpt, tmp_path / "plain", shard_bytes=20000)
+    assert len(list(plain.glob("model-*.safetensors"))) > 1
+    if name != "phi3":  # which without a hint is written as the Mistral that it equals
+        _same_files(folders[name], plain)
+    from transformers import AutoModelForCausalLM
+
+    loaded, info = AutoModelForCausalLM.from_pretrained(
+        plain, attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(info.values())
+    tokens, _ = _batch()
+    with torch.no_grad():
+        assert relative_error(loaded.eval()(tokens).logits, _theirs(name)(tokens).logits) < 1e-6
+    assert from_hf(plain).config == found.config
+
+
+def _on_ranks(rank: int, folders: dict[str, Path], losses: dict[str, torch.Tensor]) -> None:
+    """Every rank fills its part, computes what one device computes, and writes its share."""
+    for name, sizes, sp, zero in (
+        ("llama3", Mesh(tp=2, pp=2), True, 0),  # tied, on two stages
+        ("qwen2", Mesh(dp=2, tp=2), False, 3),  # a bias that is cut
+        ("gpt2", Mesh(tp=2, pp=2), False, 0),  # transposed
+    ):
+        mesh, found = sizes.connect(), from_hf(folders[name])
+        plan = ParallelPlan(sequence_parallel=sp, zero=zero, microbatches=2)
+        gpt = found.load(GPT(found.config, mesh=mesh, plan=plan))
+        out = folders[name].parent / f"{name}-back"
+        _same_files(folders[name], to_hf(gpt, out / "gpt", like=folders[name], shard_bytes=9000))
+        engine = Engine(found.config, mesh, plan, micro_batch_size=2)
+        engine.load("param", found.tensor)
+        tokens, labels = (t.expand(2, 2, -1) for t in _batch(64))
+        assert relative_error(engine.evaluate(tokens, labels), losses[name]) < 1e-5
+        _same_files(folders[name], to_hf(engine, out / "engine"))
+
+
+def test_ranks_of_a_mesh_each_read_and_write_their_part(folders, tmp_path):
+    mine, losses, (tokens, labels) = {}, {}, _batch(64)
+    for name in ("llama3", "qwen2", "gpt2"):
+        mine[name] = Path(shutil.copytree(folders[name], tmp_path / name))
+        logits = _theirs(name)(tokens).logits.detach()
+        losses[name] = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    run_ranks(4, _on_ranks, mine, losses)
+
+
+def test_bf16_weights_come_back_as_they_were_also_from_an_engine(tmp_path):
+    _theirs("qwen3", torch.bfloat16).save_pretrained(tmp_path / "bf16")
+    found = from_hf(tmp_path / "bf16")
+    assert found.dtype == torch.bfloat16
+    engine = Engine(found.config, Mesh().connect(), dtype=torch.bfloat16)
+    engine.load("param", found.tensor)
+    back = to_hf(engine, tmp_path / "back")
+    _same_files(tmp_path / "bf16", back)
+    assert json.loads((back / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_a_checkpoint_of_ours_is_written_too(folders, tmp_path):
+    found = from_hf(folders["mistral"])
+    gpt = found.load(GPT(found.config))
+    tensors = [(name, p.detach()) for name, p in gpt.named_parameters()]
+    tensors.append(("exp_avg/final_norm.weight", torch.ones(3)))
+    saved = save_checkpoint(
+        tmp_path / "ours", 3, tensors, config=dataclasses.asdict(found.config), state={}
+    )
+    _same_files(folders["mistral"], to_hf(saved, tmp_path / "back"))
+    half = load_file(to_hf(saved, tmp_path / "half", dtype=torch.bfloat16) / "model.safetensors")
+    assert {t.dtype for t in half.values()} == {torch.bfloat16}
+
+
+def test_what_the_source_said_besides_stays_when_the_model_has_changed(folders, tmp_path):
+    found = from_hf(folders["llama3"])
+    config = dataclasses.replace(found.config, seq_len=8, dropout=0.1, norm_eps=1e-3)
+    back = to_hf(GPT(config), tmp_path / "back", like=folders["llama3"])
+    fields = json.loads((back / "config.json").read_text())
+    assert {k for k in fields if fields[k] != found.fields[k]} == {"rms_norm_eps"}
+    assert from_hf(back).config.norm_eps == 1e-3
+
+
+# ---------------------------------------------------------------- configurations
+
+
+@pytest.mark.parametrize("name", ["toy", "toy-llama", "llama-8b", "gpt2-xl"])
+def test_presets_are_models_of_a_family(name):
+    kind, fields = write_config(PRESETS[name])
+    assert kind == ("llama" if "llama" in name else "gpt2")
+    assert read_config(fields) == (kind, canonical(PRESETS[name]))
+
+
+def test_rope_scaling_from_before_transformers_5_is_read():
+    fields = {
+        "model_type": "llama", **SIZES, "rope_theta": 5e5, "rope_scaling": {
+            "type": "yarn", "factor": 2.0, "mscale": 0.5, "mscale_all_dim": 1.0},
+    }  # fmt: skip
+    _, config = read_config(fields)
+    above, below = (0.1 * scale * math.log(2) + 1 for scale in (0.5, 1.0))
+    assert config.rope_theta == 5e5
+    assert config.rope_scaling == RopeScaling(
+        "yarn", 2.0, 64, low=1.0, high=32.0, attention_factor=above / below
+    )
+    linear = fields | {"rope_scaling": {"type": "linear", "factor": 3}}
+    assert read_config(linear)[1].rope_scaling == RopeScaling("linear", 3.0)
+
+
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        (GPTConfig(53, 8, 1, 8, 2, positions="rope"), None),
+        (dataclasses.replace(PRESETS["toy-llama"], rope_scaling=RopeScaling("ntk", 2.0)), None),
+        (dataclasses.replace(PRESETS["toy-llama"], qk_norm=True, qkv_bias=True), None),
+        (PRESETS["toy-llama"], "gpt2"),
+        (dataclasses.replace(PRESETS["toy-llama"], windows=(3, 0)), "mistral"),
+        (dataclasses.replace(PRESETS["toy-llama"], windows=(3,)), "llama"),
+    ],
+)
+def test_a_model_that_no_family_can_be_is_refused(config, kind):
+    with pytest.raises(ConvertError, match=r"^no model of .* is what this config says: GPTConfig"):
+        write_config(config, kind)
+
+
+# ---------------------------------------------------------------- what cannot be read
+
+
+def _edit(folder: Path, change: dict, drop: tuple[str, ...] = ()) -> None:
+    path = folder / "config.json"
+    fields = json.loads(path.read_text()) | change
+    path.write_text(json.dumps({k: v for k, v in fields.items() if k not in drop}))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("llama2", {"model_type": "bert"}, "model_type 'bert' is not one of those that are read: "),
+        ("llama2", {"quantization_config": {"bits": 4}}, "quantization_config = .* not supported"),
+        ("llama2", {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported, only silu"),
+        ("llama2", {"attention_bias": True}, "mlp_bias = False is not supported, only True"),
+        ("llama2", {"vocab_size": 54}, r"tensor model.embed_tokens.weight has shape \[53, 32\], "),
+        ("llama2", {"num_hidden_layers": 2}, "tensor model.layers.2.input_layernorm.weight is lef"),
+        ("llama2", {"num_hidden_layers": 4}, "tensor model.layers.3.* is missing"),
+        ("llama2", {"rope_parameters": {"rope_type": "dynamic"}}, "RoPE scaling of type 'dynamic'"),
+        ("llama2", {"rope_parameters": {"rope_type": "linear"}}, "config.json .* has no 'factor'"),
+        ("llama2", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),
+        ("llama2", {"num_key_value_heads": 3}, "heads = 4 does not divide by kv_heads = 3"),
+        ("llama2", {"hidden_size": "wide"}, "config.json of a llama model: "),
+        ("qwen3", {"attention_bias": True}, "attention_bias = True is not supported"),
+        ("qwen2", {"layer_types": ["linear"] * 3}, "layer_types = 'linear' is not supported"),
+        ("gpt2", {"add_cross_attention": True}, "add_cross_attention = True is not supported"),
+        ("gpt2", {"activation_function": "relu"}, "activation_function = 'relu' is not supported"),
+    ],
+)
+def test_a_model_that_ours_cannot_be_is_refused_by_name(name, change, message, folders, tmp_path):
+    folder = Path(shutil.copytree(folders[name], tmp_path / name))
+    _edit(folder, change)
+    with pytest.raises(ConvertError, match=message) as caught:
+        from_hf(folder)
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).startswith(f"{folder}")
+
+
+def test_a_config_without_its_sizes_is_refused(folders, tmp_path):
+    folder = Path(shutil.copytree(folders["llama2"], tmp_path / "x"))
+    _edit(folder, {}, drop=("intermediate_size",))
+    with pytest.raises(ConvertError, match=r"config.json of a llama model has no 'intermedia"):
+        from_hf(folder)
+
+
+def _rewrite(folder: Path, change) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("model.norm.weight"), "tensor model.norm.weight is missing$"),
+        (lambda t: t.update(extra=torch.ones(1)), "tensor extra is left over: no Qwen2ForCaus"),
+        (lambda t: t.update({"model.norm.weight": torch.ones(31)}), r"has shape \[31\], its conf"),
+        (lambda t: t.update({"model.norm.weight": torch.ones(32, dtype=torch.int8)}),
+         "tensor model.norm.weight is I8, only F64, F32, F16, BF16 are read"),
+    ],
+)  # fmt: skip
+def test_tensors_that_are_not_the_models_are_named(change, message, folders, tmp_path):
+    folder = Path(shutil.copytree(folders["qwen2"], tmp_path / "x"))
+    _rewrite(folder, change)
+    with pytest.raises(ConvertError, match=message):
+        from_hf(folder)
+
+
+def test_a_tied_head_that_is_stored_must_be_the_embedding(folders, tmp_path):
+    folder = Path(shutil.copytree(folders["llama3"], tmp_path / "x"))
+    _rewrite(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    assert from_hf(folder).config.tied
+    _rewrite(folder, lambda t: t["lm_head.weight"].add_(1))
+    with pytest.raises(ConvertError, match=r"lm_head.weight is not model.embed_tokens.weight, tho"):
+        from_hf(folder)
+
+
+def test_names_without_the_base_models_prefix_and_buffers_are_understood(folders, tmp_path):
+    folder = Path(shutil.copytree(folders["gpt2"], tmp_path / "x"))
+
+    def strip(tensors: dict[str, torch.Tensor]) -> None:  # as the hub's gpt2 has it
+        for name in list(tensors):
+            tensors[name.removeprefix("transformer.")] = tensors.pop(name)
+        tensors["h.0.attn.bias"] = torch.ones(1, 1, 4, 4)
+
+    _rewrite(folder, strip)
+    found, whole = from_hf(folder), from_hf(folders["gpt2"])
+    for a, b in zip(*(f.load(GPT(f.config)).parameters() for f in (found, whole)), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_folders_that_hold_no_model_are_refused(folders, tmp_path):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    for path in (tmp_path / "nowhere", empty):
+        with pytest.raises(ConvertError, match=f"^{path} holds no model of transformers: no c"):
+            from_hf(path)
+    (empty / "config.json").write_text("{")
+    with pytest.raises(ConvertError, match=f"^cannot read {empty}/config.json: "):
+        from_hf(empty)
+    shutil.copy(folders["llama2"] / "config.json", empty)
+    (empty / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ConvertError, match=r": no model.safetensors or .* \(other formats than"):
+        from_hf(empty)
+    (empty / "model.safetensors").write_bytes(b"no such thing")
+    with pytest.raises(ConvertError, match=f"^cannot read {empty}/model.safetensors: "):
+        from_hf(empty)
+    index = {"weight_map": {"model.norm.weight": "../secret.safetensors"}}
+    (empty / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConvertError, match=r"names '../secret.safetensors', which is no file of"):
+        from_hf(empty)
+
+
+def test_a_model_of_other_sizes_is_not_filled(folders):
+    found = from_hf(folders["llama2"])
+    with pytest.raises(ConvertError, match=r"has shape \[53, 32\] for embedding.weight, which is"):
+        found.load(GPT(dataclasses.replace(found.config, vocab_size=54)))
+    with pytest.raises(ConvertError, match=r"has nothing for positions.weight"):
+        found.load(GPT(dataclasses.replace(found.config, positions="learned")))
+
+
+def test_nothing_is_written_over_and_a_failure_leaves_nothing(folders, tmp_path):
+    found = from_hf(folders["llama2"])
+    gpt = GPT(found.config)
+    with pytest.raises(CheckpointError, match=f"{folders['llama2']} exists already"):
+        to_hf(gpt, folders["llama2"])
+    with (
+        mock.patch("warpweave.convert.write.save_file", side_effect=OSError(28, "No space left")),
+        pytest.raises(CheckpointError, match="No space left"),
+    ):
+        to_hf(gpt, tmp_path / "full")
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,368 @@
+"""What a config.json of each model family means as a `GPTConfig`, and the way back.
+
+A family is a class name, a function each way and the names of its modules (`tensors`). The way
+back is only taken where reading what it gives is the same model again (`write_config`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from warpweave.config import GPTConfig
+from warpweave.kernels.rope import RopeScaling
+
+
+class ConvertError(ValueError):
+    """A folder or model that cannot be converted; one line that names what stands in the way."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """A kind of model of transformers.
+
+    Attributes:
+        architecture: its class for causal language modelling.
+        read: the `GPTConfig` of a config.json's fields.
+        write: the fields of a `GPTConfig` that this family can express.
+        modules: our module's name -> theirs, joined in this order; in a block both are without the
+            block's prefix.
+        blocks: that prefix, with the block's number left open.
+        base: the prefix of all but the head, which files of a bare base model leave out.
+        transposed: the modules of ours whose weights they keep as (in, out).
+        unused: endings of tensors that hold no parameters.
+    """
+
+    architecture: str
+    read: Callable[[Mapping[str, Any]], GPTConfig]
+    write: Callable[[GPTConfig], dict[str, Any]]
+    modules: Mapping[str, tuple[str, ...]]
+    blocks: str
+    base: str
+    transposed: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+
+
+def read_config(fields: Mapping[str, Any]) -> tuple[str, GPTConfig]:
+    """(model_type, our config) of a config.json's fields.
+
+    Raises `ConvertError` for a family that is not known, a field that is missing or a model that a
+    GPT of ours cannot be.
+    """
+    kind = fields.get("model_type")
+    if kind not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        raise ConvertError(f"model_type {kind!r} is not one of those that are read: {known}")
+    _expect(fields, "quantization_config", None)
+    try:
+        return kind, canonical(FAMILIES[kind].read(fields))
+    except KeyError as error:
+        raise ConvertError(f"config.json of a {kind} model has no {error}") from None
+    except (TypeError, ValueError) as error:
+        raise ConvertError(f"config.json of a {kind} model: {error}") from None
+
+
+def write_config(config: GPTConfig, kind: str | None = None) -> tuple[str, dict[str, Any]]:
+    """(model_type, fields) of a model of ours; `kind` None is the first family that can be it.
+
+    Raises `ConvertError` if no family, or not this one, can.
+    """
+    wanted = replace(canonical(config), dropout=0.0)
+    for name in FAMILIES if kind is None else (kind,):
+        fields = {"model_type": name} | FAMILIES[name].write(wanted)
+        try:
+            found = read_config(fields)[1]
+        except ConvertError:
+            continue
+        if found == wanted:
+            return name, {"architectures": [FAMILIES[name].architecture], **fields}
+    tried = ", ".join(FAMILIES) if kind is None else kind
+    raise ConvertError(f"no model of {tried} is what this config says: {wanted}")
+
+
+def canonical(config: GPTConfig) -> GPTConfig:
+    """The same model with nothing left to a default, so that equal models are equal records."""
+    windows = tuple(config.window(i) or 0 for i in range(config.layers))
+    scaling = config.rope_scaling
+    if scaling is not None and scaling.high is None and scaling.kind in ("yarn", "llama3"):
+        scaling = replace(scaling, high={"yarn": 32.0, "llama3": 4.0}[scaling.kind])
+    return replace(
+        config,
+        kv_heads=config.num_kv_heads,
+        hidden=config.num_hidden,
+        head_size=config.head_dim,
+        qkv_bias=config.bias if config.qkv_bias is None else config.qkv_bias,
+        windows=windows if any(windows) else (),
+        rope_scaling=scaling,
+    )
+
+
+def _expect(fields: Mapping[str, Any], name: str, *values: Any) -> Any:
+    """The value of a field, the first of `values` if it is missing; it must be one of them."""
+    value = fields.get(name, values[0])
+    if value not in values:
+        raise ConvertError(
+            f"{name} = {value!r} is not supported, only {' or '.join(map(str, values))}"
+        )
+    return value
+
+
+def _or(fields: Mapping[str, Any], name: str, default: Any) -> Any:
+    """A field that is missing or null is its family's default."""
+    value = fields.get(name)
+    return default if value is None else value
+
+
+# ---------------------------------------------------------------- Llama and what grew from it
+
+
+def _read_rotary(c: Mapping[str, Any], *, kv_heads: int | None = None, **more: Any) -> GPTConfig:
+    """A decoder with rotary positions, RMSNorm and SwiGLU; `kv_heads` is the family's default."""
+    _expect(c, "hidden_act", "silu")
+    heads = c["num_attention_heads"]
+    theta, scaling = _read_rope(c)
+    return GPTConfig(
+        vocab_size=c["vocab_size"],
+        seq_len=c["max_position_embeddings"],
+        layers=c["num_hidden_layers"],
+        width=c["hidden_size"],
+        heads=heads,
+        kv_heads=_or(c, "num_key_value_heads", heads if kv_heads is None else kv_heads),
+        hidden=c["intermediate_size"],
+        head_size=c.get("head_dim"),
+        positions="rope",
+        norm="rms",
+        activation="swiglu",
+        tied=c.get("tie_word_embeddings", False),
+        norm_eps=c.get("rms_norm_eps", 1e-6),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        **{"bias": False, **more},
+    )
+
+
+def _write_rotary(c: GPTConfig) -> dict[str, Any]:
+    return {
+        "vocab_size": c.vocab_size,
+        "max_position_embeddings": c.seq_len,
+        "num_hidden_layers": c.layers,
+        "hidden_size": c.width,
+        "num_attention_heads": c.heads,
+        "num_key_value_heads": c.num_kv_heads,
+        "intermediate_size": c.num_hidden,
+        "head_dim": c.head_dim,
+        "hidden_act": "silu",
+        "tie_word_embeddings": c.tied,
+        "rms_norm_eps": c.norm_eps,
+        "rope_parameters": _write_rope(c),
+    }
+
+
+def _read_rope(c: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+    """(theta, scaling), of ``rope_parameters`` or, from before transformers 5, ``rope_scaling``."""
+    p = c.get("rope_parameters") or c.get("rope_scaling") or {}
+    theta = float(p.get("rope_theta", c.get("rope_theta", 10000.0)))
+    _expect({**c, **p}, "partial_rotary_factor", 1.0)
+    kind = p.get("rope_type", p.get("type", "default"))
+    if kind == "default":
+        return theta, None
+    if kind not in ("linear", "llama3", "yarn"):
+        raise ConvertError(
+            f"RoPE scaling of type {kind!r} is not supported, only linear, llama3, yarn"
+        )
+    factor = float(p["factor"])
+    if kind == "linear":
+        return theta, RopeScaling("linear", factor)
+    length = _or(p, "original_max_position_embeddings", c["max_position_embeddings"])
+    if kind == "llama3":
+        low, high = float(p["low_freq_factor"]), float(p["high_freq_factor"])
+        return theta, RopeScaling("llama3", factor, length, low, high)
+    attention = p.get("attention_factor")
+    if attention is None and p.get("mscale") and p.get("mscale_all_dim"):
+        above, below = (
+            0.1 * p[name] * math.log(factor) + 1 for name in ("mscale", "mscale_all_dim")
+        )
+        attention = above / below
+    low, high = float(_or(p, "beta_slow", 1.0)), float(_or(p, "beta_fast", 32.0))
+    return theta, RopeScaling("yarn", factor, length, low, high, attention, p.get("truncate", True))
+
+
+def _write_rope(c: GPTConfig) -> dict[str, Any]:
+    s, theta = c.rope_scaling, {"rope_theta": c.rope_theta}
+    if s is None:
+        return {"rope_type": "default", **theta}
+    out = {"rope_type": s.kind, "factor": s.factor, **theta}
+    if s.kind == "llama3":
+        out |= {"low_freq_factor": s.low, "high_freq_factor": s.high}
+    if s.kind == "yarn":
+        out |= {"beta_slow": s.low, "beta_fast": s.high, "truncate": s.truncate}
+        if s.attention_factor is not None:
+            out["attention_factor"] = s.attention_factor
+    if s.kind in ("llama3", "yarn"):
+        out["original_max_position_embeddings"] = s.original_length
+    return out
+
+
+def _read_llama(c: Mapping[str, Any]) -> GPTConfig:
+    bias = c.get("attention_bias", False)
+    _expect(c, "mlp_bias", bias) if "mlp_bias" in c or bias else None
+    return _read_rotary(c, bias=bias)
+
+
+def _write_llama(c: GPTConfig) -> dict[str, Any]:
+    return _write_rotary(c) | {"attention_bias": c.bias, "mlp_bias": c.bias}
+
+
+def _read_mistral(c: Mapping[str, Any]) -> GPTConfig:
+    window = c.get("sliding_window")
+    return _read_rotary(c, kv_heads=8, windows=() if window is None else (window,))
+
+
+def _write_mistral(c: GPTConfig) -> dict[str, Any]:
+    return _write_rotary(c) | {"sliding_window": c.window(0)}
+
+
+def _read_phi3(c: Mapping[str, Any]) -> GPTConfig:
+    window = c.get("sliding_window")
+    return _read_rotary(
+        {k: v for k, v in c.items() if k != "head_dim"},
+        windows=() if window is None else (window,),
+    )
+
+
+def _write_phi3(c: GPTConfig) -> dict[str, Any]:
+    fields = _write_rotary(c) | {"sliding_window": c.window(0)}
+    fields["rope_parameters"]["partial_rotary_factor"] = 1.0
+    fields |= {"original_max_position_embeddings": c.seq_len, "resid_pdrop": 0.0}
+    return {name: value for name, value in fields.items() if name != "head_dim"}
+
+
+def _qwen_windows(c: Mapping[str, Any]) -> tuple[int, ...]:
+    window, layers = c.get("sliding_window", 4096), c["num_hidden_layers"]
+    if not c.get("use_sliding_window", False) or window is None:
+        return ()
+    first = c.get("max_window_layers", 28)
+    kinds = c.get("layer_types") or ["full_attention"] * first + ["sliding_attention"] * layers
+    for kind in kinds:
+        _expect({"layer_types": kind}, "layer_types", "full_attention", "sliding_attention")
+    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds[:layers])
+
+
+def _write_qwen(c: GPTConfig) -> dict[str, Any]:
+    sizes = {w for w in c.windows if w}
+    kinds = ["sliding_attention" if c.window(i) else "full_attention" for i in range(c.layers)]
+    return _write_rotary(c) | {
+        "use_sliding_window": bool(sizes),
+        "sliding_window": min(sizes, default=None),
+        "max_window_layers": kinds.index("sliding_attention") if sizes else c.layers,
+        "layer_types": kinds,
+    }
+
+
+def _read_qwen2(c: Mapping[str, Any]) -> GPTConfig:
+    return _read_rotary(c, kv_heads=32, qkv_bias=True, windows=_qwen_windows(c))
+
+
+def _read_qwen3(c: Mapping[str, Any]) -> GPTConfig:
+    _expect(c, "attention_bias", False)
+    c = {**c, "head_dim": _or(c, "head_dim", 128)}
+    return _read_rotary(c, kv_heads=32, qk_norm=True, windows=_qwen_windows(c))
+
+
+_ROTARY = {
+    "embedding": ("model.embed_tokens",),
+    "final_norm": ("model.norm",),
+    "head": ("lm_head",),
+    "attention_norm": ("input_layernorm",),
+    "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attention.q_norm": ("self_attn.q_norm",),
+    "attention.k_norm": ("self_attn.k_norm",),
+    "attention.out": ("self_attn.o_proj",),
+    "mlp_norm": ("post_attention_layernorm",),
+    "mlp.up": ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.down": ("mlp.down_proj",),
+}
+_ROTARY_NAMES = {
+    "modules": _ROTARY,
+    "blocks": "model.layers.{}.",
+    "base": "model.",
+    "unused": (".rotary_emb.inv_freq",),
+}
+_PHI3_MODULES = {"attention.qkv": ("self_attn.qkv_proj",), "mlp.up": ("mlp.gate_up_proj",)}
+
+# ---------------------------------------------------------------- GPT-2
+
+_GPT2_GELU = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_erf"}
+
+
+def _read_gpt2(c: Mapping[str, Any]) -> GPTConfig:
+    _expect(c, "scale_attn_weights", True)
+    _expect(c, "scale_attn_by_inverse_layer_idx", False)
+    _expect(c, "add_cross_attention", False)
+    return GPTConfig(
+        vocab_size=c["vocab_size"],
+        seq_len=c["n_positions"],
+        layers=c["n_layer"],
+        width=c["n_embd"],
+        heads=c["n_head"],
+        hidden=c.get("n_inner"),
+        activation=_GPT2_GELU[_expect(c, "activation_function", *_GPT2_GELU)],
+        tied=c.get("tie_word_embeddings", True),
+        norm_eps=c.get("layer_norm_epsilon", 1e-5),
+    )
+
+
+def _write_gpt2(c: GPTConfig) -> dict[str, Any]:
+    return {
+        "vocab_size": c.vocab_size,
+        "n_positions": c.seq_len,
+        "n_layer": c.layers,
+        "n_embd": c.width,
+        "n_head": c.heads,
+        "n_inner": c.num_hidden,
+        "activation_function": "gelu" if c.activation == "gelu_erf" else "gelu_new",
+        "tie_word_embeddings": c.tied,
+        "layer_norm_epsilon": c.norm_eps,
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+    }
+
+
+_GPT2 = {
+    "embedding": ("transformer.wte",),
+    "positions": ("transformer.wpe",),
+    "final_norm": ("transformer.ln_f",),
+    "head": ("lm_head",),
+    "attention_norm": ("ln_1",),
+    "attention.qkv": ("attn.c_attn",),
+    "attention.out": ("attn.c_proj",),
+    "mlp_norm": ("ln_2",),
+    "mlp.up": ("mlp.c_fc",),
+    "mlp.down": ("mlp.c_proj",),
+}
+
+# ---------------------------------------------------------------- all of them
+
+FAMILIES: dict[str, Family] = {
+    "gpt2": Family(
+        "GPT2LMHeadModel",
+        _read_gpt2,
+        _write_gpt2,
+        modules=_GPT2,
+        blocks="transformer.h.{}.",
+        base="transformer.",
+        transposed=("attention.qkv", "attention.out", "mlp.up", "mlp.down"),
+        unused=(".attn.bias", ".attn.masked_bias"),
+    ),
+    "llama": Family("LlamaForCausalLM", _read_llama, _write_llama, **_ROTARY_NAMES),
+    "mistral": Family("MistralForCausalLM", _read_mistral, _write_mistral, **_ROTARY_NAMES),
+    "qwen2": Family("Qwen2ForCausalLM", _read_qwen2, _write_qwen, **_ROTARY_NAMES),
+    "qwen3": Family("Qwen3ForCausalLM", _read_qwen3, _write_qwen, **_ROTARY_NAMES),
+    "phi3": Family(
+        "Phi3ForCausalLM",
+        _read_phi3,
+        _write_phi3,
+        **{**_ROTARY_NAMES, "modules": _ROTARY | _PHI3_MODULES},
+    ),
+}

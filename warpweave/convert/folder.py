@@ -1,0 +1,201 @@
+"""Reading a Hugging Face folder: config.json and safetensors files, one tensor at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from warpweave.config import GPTConfig
+from warpweave.convert.families import FAMILIES, ConvertError, Family, read_config
+from warpweave.convert.tensors import Rule, rules_of
+from warpweave.gpt import GPT
+from warpweave.messages import one_line
+from warpweave.parallel.shard import ParamRecord
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+
+
+class Place(NamedTuple):
+    """Where a tensor lies: its file, its name there, its shape and safetensors' word for its
+    dtype."""
+
+    file: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class HFFolder:
+    """A model of transformers on disk; only its sizes and names are in memory.
+
+    Attributes:
+        path: the folder.
+        config: the model as ours.
+        fields: its config.json.
+        dtype: of its embedding.
+    """
+
+    path: Path
+    config: GPTConfig
+    fields: Mapping[str, Any]
+    dtype: torch.dtype
+    _rules: Mapping[str, Rule]
+    _places: Mapping[str, Place]
+    _open: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    def tensor(self, record: ParamRecord) -> Tensor:
+        """One logical parameter, in the file's dtype: what ``Engine.load("param", ...)`` asks for.
+
+        Raises `ConvertError` if the model that asks has another shape, or there is none like it.
+        """
+        rule = self._rules.get(record.name)
+        if rule is None or rule.shape != record.shape:
+            has = "nothing" if rule is None else f"shape {[*rule.shape]}"
+            raise ConvertError(
+                f"{self.path} has {has} for {record.name}, which is {[*record.shape]} in the model"
+            )
+        return rule.pack(self._read)
+
+    @torch.no_grad()
+    def load(self, gpt: GPT) -> GPT:
+        """Fill a GPT, or one rank's part of it on any mesh, in its own dtype; the same GPT."""
+        records = gpt.parameter_records()
+        for name, param in gpt.named_parameters():
+            full = self.tensor(records[name])
+            param.copy_(records[name].slice(full, gpt.mesh.coords))
+        return gpt
+
+    def _read(self, name: str) -> Tensor:
+        file, stored = self._places[name][:2]
+        try:
+            if file not in self._open:
+                self._open[file] = safe_open(self.path / file, framework="pt")
+            return self._open[file].get_tensor(stored)
+        except (OSError, SafetensorError) as error:
+            raise ConvertError(
+                f"cannot read {name}: {self.path / file}: {one_line(error)}"
+            ) from None
+
+
+def from_hf(folder: str | Path) -> HFFolder:
+    """Open a folder that ``save_pretrained`` wrote, or a download of one; reads no weights yet.
+
+    ``GPT(found.config)`` filled by ``found.load(gpt)`` computes what the transformers model does,
+    on any mesh; an `Engine` takes ``engine.load("param", found.tensor)``.
+
+    Raises `ConvertError` in one line: no such folder, no config.json or safetensors in it, an
+    unknown model_type, what a GPT of ours cannot be, tensors missing, left over, quantised or of a
+    wrong shape.
+    """
+    path = Path(folder)
+    with about(path):
+        fields = read_json(path / "config.json")
+        kind, config = read_config(fields)
+        family = FAMILIES[kind]
+        rules = rules_of(config, family)
+        places = _check(_places(path), rules, family)
+        dtypes = {name: _dtype(name, place.dtype) for name, place in places.items()}
+        embedding = next(iter(rules["embedding.weight"].shapes))
+        found = HFFolder(path, config, fields, dtypes[embedding], rules, places)
+        head = f"{family.modules['head'][0]}.weight"
+        if config.tied and head in places and not torch.equal(*map(found._read, (head, embedding))):
+            raise ConvertError(f"{head} is not {embedding}, though tie_word_embeddings is true")
+    return found
+
+
+@contextmanager
+def about(path: Path) -> Iterator[None]:
+    """A `ConvertError` of what is done here names the folder."""
+    try:
+        yield
+    except ConvertError as error:
+        raise ConvertError(str(error) if str(path) in str(error) else f"{path}: {error}") from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of a model's folder."""
+    try:
+        found = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ConvertError(
+            f"{path.parent} holds no model of transformers: no {path.name}"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ConvertError(f"cannot read {path}: {one_line(error)}") from None
+    if not isinstance(found, dict):
+        raise ConvertError(f"cannot read {path}: it holds no object")
+    return found
+
+
+def _places(path: Path) -> dict[str, Place]:
+    """Every tensor of the folder's safetensors files under its own name."""
+    if (path / INDEX).exists():
+        names = read_json(path / INDEX).get("weight_map")
+        if not isinstance(names, dict) or not all(isinstance(f, str) for f in names.values()):
+            raise ConvertError(f"{INDEX} has no weight_map of names")
+        for file in names.values():
+            if Path(file).name != file:
+                raise ConvertError(f"{INDEX} names {file!r}, which is no file of the folder")
+        files = sorted(set(names.values()))
+    elif (path / SINGLE).exists():
+        files = [SINGLE]
+    else:
+        raise ConvertError(f"no {SINGLE} or {INDEX} (other formats than safetensors are not read)")
+    places = {}
+    for file in files:
+        try:
+            with safe_open(path / file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118  it is no mapping
+                    piece = opened.get_slice(name)
+                    places[name] = Place(file, name, tuple(piece.get_shape()), piece.get_dtype())
+        except (OSError, SafetensorError) as error:
+            raise ConvertError(f"cannot read {path / file}: {one_line(error)}") from None
+    return places
+
+
+def _check(
+    places: Mapping[str, Place], rules: Mapping[str, Rule], family: Family
+) -> dict[str, Place]:
+    """The places under the names of the whole model; raises if they do not fit the rules."""
+    if not any(name.startswith(family.base) for name in places):  # of a bare base model
+        heads = f"{family.modules['head'][0]}."
+        places = {
+            name if name.startswith(heads) else family.base + name: place
+            for name, place in places.items()
+        }
+    shapes = {name: shape for rule in rules.values() for name, shape in rule.shapes.items()}
+    for name, shape in shapes.items():
+        if name not in places:
+            raise ConvertError(f"tensor {name} is missing")
+        if places[name].shape != shape:
+            raise ConvertError(
+                f"tensor {name} has shape {[*places[name].shape]}, its config.json says {[*shape]}"
+            )
+    tied = () if "head.weight" in rules else (f"{family.modules['head'][0]}.weight",)
+    for name in places:
+        if name not in shapes and name not in tied and not name.endswith(family.unused):
+            raise ConvertError(
+                f"tensor {name} is left over: no {family.architecture} of ours has it"
+            )
+    return {name: places[name] for name in (*shapes, *tied) if name in places}
+
+
+def _dtype(name: str, code: str) -> torch.dtype:
+    if code not in _DTYPES:
+        raise ConvertError(f"tensor {name} is {code}, only {', '.join(_DTYPES)} are read")
+    return _DTYPES[code]

@@ -1,0 +1,74 @@
+"""What a model starts from: a folder of transformers, a checkpoint of ours, or a run's folder."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import Tensor
+
+from warpweave.checkpoint import CheckpointReader, latest, open_checkpoint
+from warpweave.checkpoint.manifest import MANIFEST, read_manifest
+from warpweave.config import GPTConfig
+from warpweave.convert.families import ConvertError, read_config
+from warpweave.convert.folder import HFFolder, about, from_hf, read_json
+from warpweave.parallel.shard import ParamRecord
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """The weights of a checkpoint of ours, under the words of an `HFFolder`."""
+
+    config: GPTConfig
+    reader: CheckpointReader
+
+    def tensor(self, record: ParamRecord) -> Tensor:
+        """One logical parameter; `CheckpointError` if there is none of this name."""
+        return self.reader.tensor(record.name)
+
+
+def read_model_config(folder: Path) -> GPTConfig:
+    """The model in a folder; its weights are neither read nor looked at.
+
+    Raises `ConvertError`, or `CheckpointError` for a damaged checkpoint.
+    """
+    step = _step(folder)
+    if step is not None:
+        return _ours(step, read_manifest(step)["config"])
+    with about(folder):
+        return read_config(read_json(folder / "config.json"))[1]
+
+
+def open_model(folder: Path, group: dist.ProcessGroup | None = None) -> HFFolder | SavedModel:
+    """The model in a folder with its weights, checked; every rank of `group` calls it.
+
+    Both kinds give ``config`` and, one at a time, ``tensor(record)``. Raises `ConvertError` or
+    `CheckpointError` for what is damaged or no model.
+    """
+    step = _step(folder)
+    if step is None:
+        return from_hf(folder)
+    reader = open_checkpoint(step, group=group)
+    return SavedModel(_ours(step, reader.config), reader)
+
+
+def find_tokenizer(folder: Path) -> Path | None:
+    """The tokenizer.json of a folder of transformers, if it has one."""
+    path = folder / "tokenizer.json"
+    return path if path.is_file() else None
+
+
+def _step(folder: Path) -> Path | None:
+    """The checkpoint that a folder is, or that a run left in it; None if it is none of ours."""
+    if os.path.lexists(folder / MANIFEST):
+        return folder
+    return latest(folder / "checkpoints")
+
+
+def _ours(step: Path, fields: dict) -> GPTConfig:
+    try:
+        return GPTConfig(**fields)
+    except (TypeError, ValueError) as error:
+        raise ConvertError(f"{step} holds no model that this version knows: {error}") from None

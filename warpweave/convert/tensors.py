@@ -1,0 +1,89 @@
+"""Which tensors of theirs make one of ours.
+
+Ours is theirs one after the other, the rows in another order: queries, keys and values by KV head
+(for each its query heads' rows, its key's, its value's), gate and up by hidden unit. GPT-2's Conv1D
+keeps its weights transposed. So every tensor goes there and back without a bit of it changing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from warpweave.config import GPTConfig
+from warpweave.convert.families import Family
+from warpweave.gpt import GPT
+from warpweave.parallel.shard import ParamRecord
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How one parameter of ours lies in their file.
+
+    Attributes:
+        shape: of ours.
+        shapes: their tensors, in the order in which their rows follow one another -> shape.
+        rows: how many of our rows each is.
+        order: which of those rows ours are, one after the other; None is all in their order.
+        transposed: they keep (in, out).
+    """
+
+    shape: tuple[int, ...]
+    shapes: dict[str, tuple[int, ...]]
+    rows: tuple[int, ...]
+    order: Callable[[], Tensor] | None
+    transposed: bool
+
+    def pack(self, theirs: Callable[[str], Tensor]) -> Tensor:
+        """Our tensor, of theirs by name."""
+        parts = [t.T if self.transposed else t for t in map(theirs, self.shapes)]
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return (whole if self.order is None else whole[self.order()]).contiguous()
+
+    def unpack(self, ours: Tensor) -> dict[str, Tensor]:
+        """Their tensors by name, of ours."""
+        if self.order is not None:
+            ours = ours[self.order().argsort()]
+        parts = ours.split(self.rows)
+        return {
+            name: (part.T if self.transposed else part).contiguous()
+            for name, part in zip(self.shapes, parts, strict=True)
+        }
+
+
+def rules_of(config: GPTConfig, family: Family) -> dict[str, Rule]:
+    """Our parameter's name -> its rule, for every parameter of the whole model."""
+    records = GPT(config, device="meta").parameter_records()
+    return {name: _rule(record, config, family) for name, record in records.items()}
+
+
+def _rule(record: ParamRecord, config: GPTConfig, family: Family) -> Rule:
+    module, _, kind = record.name.rpartition(".")
+    prefix = ""
+    if module.startswith("blocks."):
+        _, number, module = module.split(".", 2)
+        prefix = family.blocks.format(number)
+    names = [f"{prefix}{theirs}.{kind}" for theirs in family.modules[module]]
+    H, Hkv, D, F = config.heads, config.num_kv_heads, config.head_dim, config.num_hidden
+    rows: tuple[int, ...] = (record.shape[0],)
+    order = None
+    if module == "attention.qkv":
+        rows, order = (H * D, Hkv * D, Hkv * D), lambda: _by_kv_head(H, Hkv, D)
+    elif module == "mlp.up" and config.activation == "swiglu":
+        rows, order = (F, F), lambda: torch.arange(2 * F).view(2, F).T.flatten()
+    if len(names) == 1:
+        rows = (sum(rows),)
+    transposed = module in family.transposed and len(record.shape) == 2
+    shapes = [(n, *record.shape[1:]) for n in rows]
+    if transposed:
+        shapes = [shape[::-1] for shape in shapes]
+    return Rule(record.shape, dict(zip(names, shapes, strict=True)), rows, order, transposed)
+
+
+def _by_kv_head(H: int, Hkv: int, D: int) -> Tensor:
+    """The rows of [all queries, all keys, all values] in the order of our qkv projection."""
+    parts = torch.arange((H + 2 * Hkv) * D).split((H * D, Hkv * D, Hkv * D))
+    return torch.cat([part.view(Hkv, -1) for part in parts], 1).flatten()

@@ -1,0 +1,189 @@
+"""Writing a Hugging Face folder: every rank its own tensors, one file's worth of them at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+
+from warpweave.checkpoint import CheckpointError, open_checkpoint
+from warpweave.checkpoint.files import agree, attempt
+from warpweave.config import GPTConfig
+from warpweave.convert.families import FAMILIES, canonical, read_config, write_config
+from warpweave.convert.folder import INDEX, SINGLE, read_json
+from warpweave.convert.tensors import rules_of
+from warpweave.engine import Engine
+from warpweave.gpt import GPT
+
+_CARRIED = (
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
+    "generation_config.json",
+)  # fmt: skip
+
+
+def to_hf(
+    model: GPT | Engine | str | Path,
+    folder: str | Path,
+    *,
+    like: str | Path | None = None,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = 5 << 30,
+) -> Path:
+    """Write a model as a folder that ``AutoModelForCausalLM.from_pretrained`` loads; its path.
+
+    Args:
+        model: a GPT or an engine (on any mesh: every rank calls it), or the path of a checkpoint
+            of ours (``.../checkpoints/step_00000500``).
+        folder: where to; it must not exist yet.
+        like: a folder of transformers that the model came from: its family, its tokenizer and what
+            else its config.json says are carried along. Without it the family is the first that can
+            be this model.
+        dtype: of the weights; None is the model's own.
+        shard_bytes: size of a file, unless a single tensor is larger.
+
+    Raises `ConvertError` if no family, or not that of `like`, can be this model, and
+    `CheckpointError`, on every rank, if the folder exists or cannot be written.
+    """
+    folder = Path(folder)
+    if isinstance(model, (str, Path)):
+        saved = open_checkpoint(model)
+        config, group = GPTConfig(**saved.config), None
+        tensors = ((name, saved.tensor(name)) for name in saved.names if "/" not in name)
+    else:
+        config, group = model.config, model.mesh.group("world")
+        tensors = _of_engine(model) if isinstance(model, Engine) else _of_gpt(model)
+        dtype = model.dtype if dtype is None and isinstance(model, Engine) else dtype
+    kind, fields = _fields(config, like)
+    rules = rules_of(config, FAMILIES[kind])
+    theirs = (item for name, ours in tensors for item in rules[name].unpack(ours).items())
+    rank = 0 if group is None else dist.get_rank(group)
+
+    def begin() -> dict[str, Any]:
+        if os.path.lexists(folder):
+            raise CheckpointError(f"{folder} exists already")
+        temporary = folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(8)}")
+        temporary.mkdir(parents=True)
+        return {"name": temporary.name}
+
+    def finish() -> None:
+        config_json = fields | {"dtype": next(r["dtype"] for r in reports if r["dtype"])}
+        _write_names(temporary, reports)
+        _dump(temporary / "config.json", config_json)
+        for name in _CARRIED:
+            if like is not None and (Path(like) / name).is_file():
+                shutil.copyfile(Path(like) / name, temporary / name)
+        os.rename(temporary, folder)
+
+    # Rank 0 opens a temporary folder, everyone writes into it, rank 0 names it.
+    opened = agree(attempt(folder, begin) if rank == 0 else {}, group)[0]
+    temporary = folder.with_name(opened["name"])
+    try:
+        reports = agree(_write_files(temporary, rank, theirs, dtype, shard_bytes), group)
+        agree(attempt(folder, finish) if rank == 0 else {}, group)
+    except BaseException:
+        if rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return folder
+
+
+def _fields(config: GPTConfig, like: str | Path | None) -> tuple[str, dict[str, Any]]:
+    """(model_type, config.json) of a model; of `like` as it is where it says the same model."""
+    if like is None:
+        return write_config(config)
+    old = read_json(Path(like) / "config.json")
+    kind, before = read_config(old)
+    now = replace(canonical(config), dropout=0.0)
+    if now.positions == "rope":  # what it was trained on last is no limit
+        now = replace(now, seq_len=before.seq_len)
+    if now == before:
+        return kind, dict(old)
+    kept = {k: v for k, v in old.items() if k not in ("rope_scaling", "rope_theta")}
+    return kind, kept | write_config(now, kind)[1]
+
+
+def _of_engine(engine: Engine) -> Iterator[tuple[str, Tensor]]:
+    for record, tensor, mine in engine.read("param"):
+        if mine:
+            yield record.name, tensor
+
+
+@torch.no_grad()
+def _of_gpt(gpt: GPT) -> Iterator[tuple[str, Tensor]]:
+    """The logical parameters that this rank writes; collective over the tensor ranks."""
+    mesh, records = gpt.mesh, gpt.parameter_records()
+
+    def gather(x: Tensor, axis: str) -> list[Tensor]:
+        parts = [torch.empty_like(x) for _ in range(mesh.size(axis))]
+        dist.all_gather(parts, x.contiguous(), group=mesh.group(axis))
+        return parts
+
+    first = not any(mesh.index(axis) for axis in ("dp", "cp", "tp"))
+    for name, param in gpt.named_parameters():
+        tensor = records[name].assemble(param.detach(), gather)
+        copy = name.startswith("embedding.") and not gpt.first  # of a tied embedding
+        if first and not copy:
+            yield name, tensor
+
+
+def _write_files(
+    folder: Path,
+    rank: int,
+    tensors: Iterable[tuple[str, Tensor]],
+    dtype: torch.dtype | None,
+    shard_bytes: int,
+) -> dict[str, Any]:
+    """What this rank wrote, file -> {tensor: bytes}, or {"error": what went wrong}."""
+    files: dict[str, dict[str, int]] = {}
+    waiting: dict[str, Tensor] = {}
+    problem: dict[str, Any] = {}
+    found: str | None = None
+
+    def size(tensor: Tensor) -> int:
+        return tensor.numel() * tensor.element_size()
+
+    def flush() -> None:
+        if waiting:
+            name = f"rank{rank:05d}-{len(files):05d}"
+            save_file(waiting, folder / name, metadata={"format": "pt"})
+            files[name] = {key: size(tensor) for key, tensor in waiting.items()}
+            waiting.clear()
+
+    for name, tensor in tensors:
+        if problem:
+            continue  # `tensors` may run collectives, so peers need us to draw it to its end
+        tensor = tensor.detach().to("cpu", dtype, copy=True)
+        found = str(tensor.dtype).removeprefix("torch.")
+        if sum(map(size, waiting.values())) + size(tensor) > shard_bytes:
+            problem = attempt(folder, flush)
+        waiting[name] = tensor
+    return problem or attempt(folder, flush) or {"files": files, "dtype": found}
+
+
+def _write_names(folder: Path, reports: list[dict[str, Any]]) -> None:
+    """Give all ranks' files the names that transformers looks for, and the index of several."""
+    written = [(old, sizes) for report in reports for old, sizes in report["files"].items()]
+    names, total = {}, 0
+    for number, (old, sizes) in enumerate(written, 1):
+        new = f"model-{number:05d}-of-{len(written):05d}.safetensors"
+        new = SINGLE if len(written) == 1 else new
+        os.rename(folder / old, folder / new)
+        names |= dict.fromkeys(sizes, new)
+        total += sum(sizes.values())
+    if len(written) > 1:
+        _dump(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": names})
+
+
+def _dump(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")
