@@ -1,5 +1,4 @@
-"""What ``import warpweave`` offers: every name from its module, and nothing heavy before it is asked
-for."""
+"""What ``import warpweave`` offers: names from their modules, nothing heavy until one is used."""
 
 from __future__ import annotations
 
