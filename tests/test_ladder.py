@@ -17,7 +17,7 @@ ROOMS = {
         ("kernels",),
         ("parallel",),
         ("layers",),
-        ("config", "dtypes", "exchange", "messages", "plain_gpt"),
+        ("compat", "config", "dtypes", "exchange", "messages", "plain_gpt"),
         ("gpt",),
         ("checkpoint", "data", "engine", "launch", "tune"),
         ("convert",),

@@ -1,0 +1,330 @@
+"""flash-attention's calls against its public description, written out in plain float64 torch."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from torch import Tensor
+
+from warpweave.compat import flash_attn as fa
+
+B, H, HKV, D = 2, 4, 2, 8
+TOLERANCE = 1e-12
+
+
+def _draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def _qkv(queries: int, keys: int, batch: int = B) -> list[Tensor]:
+    shapes = ((batch, queries, H, D), (batch, keys, HKV, D), (batch, keys, HKV, D))
+    return [_draw(*shape, seed=i).requires_grad_() for i, shape in enumerate(shapes)]
+
+
+def _truth(q, k, v, *, scale=None, causal=False, window=(-1, -1), softcap=0.0):
+    """(o, lse): a query at i + Sk - Sq sees the keys of the window around it, up to itself if
+    causal."""
+    queries, keys = q.shape[1], k.shape[1]
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * (scale or q.shape[3] ** -0.5)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    left, right = window
+    seen = torch.ones(queries, keys, dtype=torch.bool)
+    for i in range(queries):
+        for j in range(keys):
+            away = j - (i + keys - queries)
+            seen[i, j] = not (
+                (causal and away > 0)
+                or (left >= 0 and away < -left)
+                or (right >= 0 and away > right)
+            )
+    empty = ~seen.any(-1, keepdim=True)  # keeps finite scores, so that autograd has no NaN
+    scores = scores.masked_fill(~seen & ~empty, -torch.inf)
+    lse = scores.logsumexp(-1).masked_fill(empty[:, 0], -torch.inf)
+    weights = scores.softmax(-1).masked_fill(~seen, 0.0)
+    return torch.einsum("bhqk,bkhd->bqhd", weights, v), lse
+
+
+def _agree(ours, truth) -> None:
+    assert ours.shape == truth.shape
+    assert torch.equal(ours.isfinite(), truth.isfinite())
+    torch.testing.assert_close(ours, truth, rtol=0, atol=TOLERANCE)
+
+
+def _check(call, inputs, truth) -> None:
+    """Output, lse and the gradients through both."""
+    o, lse, none = call
+    _agree(o, truth[0])
+    _agree(lse, truth[1])
+    assert none is None
+    do, dlse = _draw(*o.shape, seed=8), _draw(*lse.shape, seed=9)
+    finite = truth[1].detach().isfinite()
+
+    def gradients(o, lse):
+        loss = (o * do).sum() + (lse.masked_fill(~finite, 0.0) * dlse).sum()
+        return torch.autograd.grad(loss, inputs)
+
+    for ours, theirs in zip(gradients(o, lse), gradients(*truth)):
+        _agree(ours, theirs)
+
+
+WINDOWS = [(-1, -1), (3, 3), (0, 0), (2, 0), (0, 2), (4, 1), (-1, 2), (-1, 0), (3, -1), (99, 5)]
+SIZES = [(7, 7), (3, 11), (11, 3), (1, 9), (5, 0)]
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("queries", "keys"), SIZES)
+def test_every_mask_is_that_of_the_description(queries, keys, causal, window):
+    inputs = _qkv(queries, keys)
+    found = fa.flash_attn_func(*inputs, causal=causal, window_size=window, return_attn_probs=True)
+    _check(found, inputs, _truth(*inputs, causal=causal, window=window))
+
+
+def test_a_call_by_position_means_what_it_means_there():
+    inputs = _qkv(5, 9)
+    found = fa.flash_attn_func(*inputs, 0.0, 0.3, True, (4, 2), 1.5, None, True, True)
+    truth = _truth(*inputs, scale=0.3, causal=True, window=(4, 2), softcap=1.5)
+    _check(found, inputs, truth)
+    plain = fa.flash_attn_func(*inputs)
+    _agree(plain, _truth(*inputs)[0])
+
+
+SIGNATURES = {
+    "flash_attn_func": "q k v {}",
+    "flash_attn_kvpacked_func": "q kv {}",
+    "flash_attn_qkvpacked_func": "qkv {}",
+    "flash_attn_varlen_func": "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k {} "
+    "block_table=None",
+    "flash_attn_varlen_kvpacked_func": "q kv cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k "
+    "{}",
+    "flash_attn_varlen_qkvpacked_func": "qkv cu_seqlens max_seqlen {}",
+    "flash_attn_with_kvcache": "q k_cache v_cache k=None v=None rotary_cos=None rotary_sin=None "
+    "cache_seqlens=None cache_batch_idx=None cache_leftpad=None block_table=None "
+    "softmax_scale=None causal=False window_size=(-1,-1) softcap=0.0 rotary_interleaved=True "
+    "alibi_slopes=None num_splits=0 return_softmax_lse=False",
+}
+COMMON = (
+    "dropout_p=0.0 softmax_scale=None causal=False window_size=(-1,-1) softcap=0.0 "
+    "alibi_slopes=None deterministic=False return_attn_probs=False"
+)
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_the_arguments_have_their_order_and_defaults(name):
+    found = [
+        p.name if p.default is p.empty else f"{p.name}={p.default}".replace(" ", "")
+        for p in inspect.signature(getattr(fa, name)).parameters.values()
+    ]
+    assert found == SIGNATURES[name].format(COMMON).split()
+
+
+def test_packed_tensors_are_their_parts():
+    q, k, v = _qkv(6, 6)
+    k4, v4 = _draw(B, 6, H, D, seed=5), _draw(B, 6, H, D, seed=6)
+    options = {"causal": True, "window_size": (3, 0)}
+    expected = fa.flash_attn_func(q, k4, v4, **options)
+    assert torch.equal(
+        fa.flash_attn_qkvpacked_func(torch.stack((q, k4, v4), 2), **options), expected
+    )
+    kv = torch.stack((k, v), 2)
+    assert torch.equal(
+        fa.flash_attn_kvpacked_func(q, kv, **options), fa.flash_attn_func(q, k, v, **options)
+    )
+    cu = torch.tensor([0, 2, 6], dtype=torch.int32)
+    flat = [x[0] for x in (q, k4, v4)]
+    expected = fa.flash_attn_varlen_func(*flat, cu, cu, 4, 4, **options)
+    packed = fa.flash_attn_varlen_qkvpacked_func(torch.stack(flat, 1), cu, 4, **options)
+    assert torch.equal(packed, expected)
+    packed = fa.flash_attn_varlen_kvpacked_func(
+        flat[0], torch.stack(flat[1:], 1), cu, cu, 4, 4, **options
+    )
+    assert torch.equal(packed, expected)
+
+
+LENGTHS = [  # and whether both have one tensor of boundaries
+    ([4, 1, 0, 6], [4, 1, 0, 6], True),
+    ([4, 1, 0, 6], [4, 1, 0, 6], False),
+    ([2, 3, 4], [5, 1, 7], False),
+    ([1, 1, 1], [6, 2, 3], False),
+]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [(-1, -1), (2, 2), (3, 1), (2, 0)])
+@pytest.mark.parametrize(("q_lengths", "k_lengths", "shared"), LENGTHS)
+def test_packed_sequences_are_each_alone(q_lengths, k_lengths, window, causal, shared):
+    cu_q, cu_k = (torch.tensor([0, *lengths]).cumsum(0).int() for lengths in (q_lengths, k_lengths))
+    inputs = [x.detach()[0].requires_grad_() for x in _qkv(sum(q_lengths), sum(k_lengths), 1)]
+    q, k, v = inputs
+    found = fa.flash_attn_varlen_func(
+        q, k, v, cu_q, cu_q if shared else cu_k, max(q_lengths), max(k_lengths),
+        causal=causal, window_size=window, return_attn_probs=True,
+    )  # fmt: skip
+    parts = zip(q.split(q_lengths), k.split(k_lengths), v.split(k_lengths))
+    truth = [_truth(*(x[None] for x in each), causal=causal, window=window) for each in parts]
+    o, lse = torch.cat([o[0] for o, _ in truth]), torch.cat([lse[0] for _, lse in truth], 1)
+    _check(found, inputs, (o, lse))
+
+
+def test_no_sequences_are_nothing():
+    none = torch.zeros(1, dtype=torch.int32)
+    q = torch.zeros(0, H, D, dtype=torch.float64)
+    o, lse, _ = fa.flash_attn_varlen_func(q, q, q, none, none.clone(), 0, 0, return_attn_probs=True)
+    assert o.shape == (0, H, D)
+    assert lse.shape == (H, 0)
+
+
+# ---------------------------------------------------------------- the cache
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """x[S, H, D] by cos and sin[S, R/2]."""
+    R = 2 * cos.shape[1]
+    a, b = (x[..., 0:R:2], x[..., 1:R:2]) if interleaved else (x[..., : R // 2], x[..., R // 2 : R])
+    c, s = cos[:, None], sin[:, None]
+    one, two = a * c - b * s, a * s + b * c
+    both = torch.stack((one, two), -1).flatten(-2) if interleaved else torch.cat((one, two), -1)
+    return torch.cat((both, x[..., R:]), -1)
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize(
+    ("causal", "window"), [(True, (-1, -1)), (False, (-1, -1)), (True, (3, 0))]
+)
+@pytest.mark.parametrize("filled", [[4, 4], [2, 5]])
+def test_a_cache_is_filled_rotated_and_seen(filled, causal, window, interleaved):
+    new, size, R = 3, 10, 4
+    samples = [2, 0]  # of a cache of three
+    q, k, v = (x.detach() for x in _qkv(new, new))
+    caches = [_draw(3, size, HKV, D, seed=i) for i in (11, 12)]
+    before = [cache.clone() for cache in caches]
+    angles = _draw(size, R // 2, seed=13)
+    cos, sin = angles.cos(), angles.sin()
+    found, lse = fa.flash_attn_with_kvcache(
+        q, *caches, k, v, cos, sin, torch.tensor(filled, dtype=torch.int32),
+        torch.tensor(samples), causal=causal, window_size=window,
+        rotary_interleaved=interleaved, return_softmax_lse=True,
+    )  # fmt: skip
+    expected = [cache.clone() for cache in before]
+    for i, (at, sample) in enumerate(zip(filled, samples)):
+        rows = slice(at, at + new)
+        expected[0][sample, rows] = _turned(k[i], cos[rows], sin[rows], interleaved)
+        expected[1][sample, rows] = v[i]
+        where = (
+            torch.arange(at, at + new) if causal or window != (-1, -1) else torch.full((new,), at)
+        )
+        turned = _turned(q[i], cos[where], sin[where], interleaved)
+        seen = [cache[sample : sample + 1, : at + new] for cache in expected]
+        o, each = _truth(turned[None], *seen, causal=causal, window=window)
+        _agree(found[i : i + 1], o)
+        _agree(lse[i : i + 1], each)
+    for ours, theirs in zip(caches, expected):
+        _agree(ours, theirs)
+
+
+def test_a_cache_alone_is_seen_whole_or_as_far_as_it_is_filled():
+    q, k, v = (x.detach() for x in _qkv(2, 7))
+    _agree(fa.flash_attn_with_kvcache(q, k, v, causal=True), _truth(q, k, v, causal=True)[0])
+    part = fa.flash_attn_with_kvcache(q, k, v, cache_seqlens=5, num_splits=3)
+    _agree(part, _truth(q, k[:, :5], v[:, :5])[0])
+
+
+# ---------------------------------------------------------------- dropout
+
+
+def test_dropout_is_repeated_by_torchs_seed_and_keeps_the_mean():
+    q, k, v = (x.detach() for x in _qkv(40, 40))
+
+    def drop(seed, p=0.25):
+        torch.manual_seed(seed)
+        return fa.flash_attn_func(q, k, v, p)
+
+    assert torch.equal(drop(1), drop(1))
+    assert not torch.equal(drop(1), drop(2))
+    mean = sum(drop(seed) for seed in range(200)) / 200
+    assert (mean - _truth(q, k, v)[0]).abs().mean() < 0.02
+    assert (drop(1) - _truth(q, k, v)[0]).abs().mean() > 0.05
+
+
+def test_packed_sequences_are_not_dropped_alike():
+    q, k, v = (x.detach()[0] for x in _qkv(6, 6, 1))
+    twice = [torch.cat((x, x)) for x in (q, k, v)]
+    cu = torch.tensor([0, 6, 12], dtype=torch.int32)
+    for other in (cu, torch.tensor([0, 6, 12])):
+        o = fa.flash_attn_varlen_func(*twice, cu, other, 6, 6, 0.5, window_size=(4, 1))
+        assert not torch.equal(o[:6], o[6:])
+
+
+# ---------------------------------------------------------------- refused
+
+
+def _varlen(q_ends, k_ends, **options):
+    q, k, v = (x.detach()[0] for x in _qkv(4, 4, 1))
+    ends = (torch.tensor(each, dtype=torch.int32) for each in (q_ends, k_ends))
+    return fa.flash_attn_varlen_func(q, k, v, *ends, 4, 4, **options)
+
+
+def _cached(**options):
+    q, k, v = (x.detach() for x in _qkv(2, 6))
+    return fa.flash_attn_with_kvcache(q, k, v, **options)
+
+
+NEW = {"k": torch.zeros(B, 2, HKV, D), "v": torch.zeros(B, 2, HKV, D)}
+TABLE = {"rotary_cos": torch.ones(3, 2), "rotary_sin": torch.ones(3, 2)}
+REFUSED = {
+    "alibi": (
+        lambda: fa.flash_attn_func(*_qkv(2, 2), alibi_slopes=torch.ones(H)),
+        "alibi_slopes is not supported: the kernel adds no bias",
+    ),
+    "paged": (
+        lambda: _varlen([0, 4], [0, 4], block_table=torch.zeros(1, 1)),
+        "block_table is not supported: the kernel reads no paged cache",
+    ),
+    "window": (lambda: fa.flash_attn_func(*_qkv(2, 2), window_size=(3,)), "must be .left, right."),
+    "packed": (
+        lambda: fa.flash_attn_qkvpacked_func(torch.ones(1, 2, 2, H, D)),
+        r"qkv must be \[B, S, 3, heads, D\], got shape \(1, 2, 2, 4, 8\)",
+    ),
+    "no tokens": (
+        lambda: fa.flash_attn_varlen_func(*_qkv(2, 2), torch.ones(1), torch.ones(1), 1, 1),
+        r"q must be \[tokens, heads, D\]",
+    ),
+    "floats": (
+        lambda: fa.flash_attn_varlen_qkvpacked_func(torch.ones(2, 3, H, D), torch.ones(2), 1),
+        r"cu_seqlens_q must be int32\[n \+ 1\], got torch.float32",
+    ),
+    "too far": (lambda: _varlen([0, 5], [0, 4]), r"cu_seqlens_q must ascend .* 4 rows, got"),
+    "descends": (lambda: _varlen([0, 4], [0, 3, 2]), "cu_seqlens_k must ascend from 0"),
+    "not as many": (lambda: _varlen([0, 4], [0, 2, 4]), "has 1 sequences, cu_seqlens_k 2"),
+    "leftpad": (lambda: _cached(cache_leftpad=torch.zeros(B)), "cache_leftpad is not supported"),
+    "v alone": (lambda: _cached(v=NEW["v"], cache_seqlens=1), "given together or not at all"),
+    "no length": (lambda: _cached(**NEW), "k needs cache_seqlens"),
+    "full": (lambda: _cached(**NEW, cache_seqlens=5), r"cache_seqlens must be 2 numbers in 0..4"),
+    "one length": (
+        lambda: _cached(cache_seqlens=torch.ones(3, dtype=torch.int32)), "must be 2 numbers in 0..6"
+    ),
+    "twice": (
+        lambda: _cached(**NEW, cache_seqlens=1, cache_batch_idx=torch.zeros(B, dtype=torch.int32)),
+        "must not name a sample twice",
+    ),
+    "nobody": (
+        lambda: _cached(cache_batch_idx=torch.tensor([0, 2])), "cache_batch_idx must be 2 numbers"
+    ),
+    "rotates nothing": (lambda: _cached(**TABLE), "rotary_cos needs k and v"),
+    "short table": (
+        lambda: _cached(**NEW, **TABLE, cache_seqlens=2, causal=True),
+        "rotary_cos has 3 positions, the last one needed is 3",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_is_refused_in_a_line(name):
+    call, words = REFUSED[name]
+    with pytest.raises(ValueError, match=words) as refusal:
+        call()
+    assert "\n" not in str(refusal.value)

@@ -1,0 +1,298 @@
+"""Liger's modules against what its documentation says they compute, in plain float64 torch."""
+
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from warpweave.compat import liger
+
+E, V, N = 12, 31, 17
+TOLERANCE = 1e-12
+
+
+@pytest.fixture(autouse=True)
+def _doubles():
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+def _agree(ours, truth, tensors) -> None:
+    """The result and its gradients by `tensors`."""
+    ours, truth = (x if isinstance(x, tuple) else (x,) for x in (ours, truth))
+    with torch.random.fork_rng():
+        weights = [torch.randn_like(x) for x in truth]
+    for a, b in zip(ours, truth, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=TOLERANCE)
+    grads = [
+        torch.autograd.grad(sum((x * w).sum() for x, w in zip(each, weights)), tensors)
+        for each in (ours, truth)
+    ]
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=TOLERANCE)
+
+
+SIGNATURES = {
+    "LigerRMSNorm": "hidden_size eps=1e-06 offset=0.0 casting_mode=llama init_fn=ones "
+    "in_place=True row_mode=None elementwise_affine=True",
+    "LigerLayerNorm": "hidden_size eps=1e-06 bias=False init_fn=ones",
+    "LigerSwiGLUMLP": "config",
+    "LigerGEGLUMLP": "config",
+    "LigerCrossEntropyLoss": "weight=None ignore_index=-100 lse_square_scale=0.0 "
+    "label_smoothing=0.0 reduction=mean softcap=None return_z_loss=False "
+    "return_token_accuracy=False",
+    "LigerFusedLinearCrossEntropyLoss": "ce_weight=None ignore_index=-100 lse_square_scale=0.0 "
+    "label_smoothing=0.0 reduction=mean softcap=None return_z_loss=False accum_dtype=None "
+    "use_token_scaling=False return_token_accuracy=False",
+    "liger_rotary_pos_emb": "q k cos sin position_ids=None unsqueeze_dim=1",
+    "LigerFusedLinearCrossEntropyLoss.forward": "self lin_weight _input target bias=None",
+    "LigerCrossEntropyLoss.forward": "self _input target",
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_the_arguments_have_their_order_and_defaults(name):
+    thing = liger
+    for part in name.split("."):
+        thing = getattr(thing, part)
+    found = [
+        p.name if p.default is p.empty else f"{p.name}={p.default}"
+        for p in inspect.signature(thing).parameters.values()
+    ]
+    assert found == SIGNATURES[name].split()
+
+
+# ---------------------------------------------------------------- norms
+
+
+@pytest.mark.parametrize("casting_mode", ["llama", "gemma", "none"])
+@pytest.mark.parametrize(("offset", "init_fn"), [(0.0, "ones"), (1.0, "zeros")])
+def test_rms_norm(offset, init_fn, casting_mode):
+    norm = liger.LigerRMSNorm(E, 1e-5, offset, casting_mode, init_fn)
+    assert [*norm.state_dict()] == ["weight"]
+    assert torch.equal(norm.weight, torch.full((E,), 1 - offset))
+    nn.init.normal_(norm.weight)
+    x = torch.randn(3, 5, E, requires_grad=True)
+    truth = x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * (offset + norm.weight)
+    _agree(norm(x), truth, [x, norm.weight])
+
+
+def test_rms_norm_without_a_weight():
+    norm, x = liger.LigerRMSNorm(E, elementwise_affine=False), torch.randn(4, E, requires_grad=True)
+    assert [*norm.state_dict()] == []
+    _agree(norm(x), x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt(), [x])
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_layer_norm(bias):
+    norm = liger.LigerLayerNorm(E, 1e-3, bias)
+    assert [*norm.state_dict()] == ["weight", "bias"]
+    assert norm.bias.requires_grad is bias
+    assert torch.equal(norm.bias, torch.zeros(E))
+    nn.init.normal_(norm.weight)
+    nn.init.normal_(norm.bias)
+    x = torch.randn(3, 5, E, requires_grad=True)
+    trained = [norm.weight, norm.bias] if bias else [norm.weight]
+    _agree(norm(x), F.layer_norm(x, (E,), norm.weight, norm.bias, 1e-3), [x, *trained])
+
+
+# ---------------------------------------------------------------- MLPs
+
+MLPS = {
+    "silu": (liger.LigerSwiGLUMLP, F.silu),
+    "swish": (liger.LigerSwiGLUMLP, F.silu),
+    "gelu_pytorch_tanh": (liger.LigerGEGLUMLP, lambda x: F.gelu(x, approximate="tanh")),
+}
+
+
+def _config(act: str) -> SimpleNamespace:
+    return SimpleNamespace(hidden_size=E, intermediate_size=20, hidden_act=act)
+
+
+def _mlp_truth(mlp: nn.Module, x: Tensor, act) -> Tensor:
+    gate, up, down = (getattr(mlp, f"{name}_proj").weight for name in ("gate", "up", "down"))
+    return F.linear(act(F.linear(x, gate)) * F.linear(x, up), down)
+
+
+@pytest.mark.parametrize("act", MLPS)
+def test_a_gated_mlp(act):
+    kind, function = MLPS[act]
+    mlp, x = kind(_config(act)), torch.randn(2, 5, E, requires_grad=True)
+    names = [f"{name}_proj.weight" for name in ("gate", "up", "down")]
+    assert [*mlp.state_dict()] == names
+    assert mlp.gate_proj.weight.shape == (20, E)
+    _agree(mlp(x), _mlp_truth(mlp, x, function), [x, *mlp.parameters()])
+
+
+@pytest.mark.parametrize("act", ["silu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize("name", ["gate_proj", "up_proj", "down_proj"])
+def test_an_adapter_in_an_mlp_is_called(name, act):
+    class Twice(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    kind, function = MLPS[act]
+    mlp, x = kind(_config(act)), torch.randn(3, E, requires_grad=True)
+    old = getattr(mlp, name)
+    new = Twice(old.in_features, old.out_features, bias=False)
+    new.weight.data.copy_(old.weight / 2)
+    truth = _mlp_truth(mlp, x, function)
+    setattr(mlp, name, new)
+    _agree(mlp(x), truth, [x])
+
+
+# ---------------------------------------------------------------- losses
+
+
+def _case(ignored: int = 4) -> tuple[Tensor, Tensor, Tensor]:
+    x, head = torch.randn(N, E, requires_grad=True), torch.randn(V, E, requires_grad=True)
+    labels = torch.randint(V, (N,))
+    labels[:ignored] = -100
+    return x, head, labels
+
+
+OPTIONS = {
+    "plain": {},
+    "z-loss and smoothing": {"lse_square_scale": 1e-2, "label_smoothing": 0.1},
+    "class weights": {"weight": torch.linspace(0.2, 3.0, V, dtype=torch.float64)},
+    "softcap": {"softcap": 2.0},
+}
+
+
+def _loss_truth(logits, labels, reduction, *, weight=None, lse_square_scale=0.0,
+                label_smoothing=0.0, softcap=None):  # fmt: skip
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    loss = F.cross_entropy(
+        logits, labels, weight, reduction=reduction, label_smoothing=label_smoothing
+    )
+    valid = labels != -100
+    squares = lse_square_scale * logits.logsumexp(1).square() * valid
+    if reduction == "none":
+        return loss + squares
+    return loss + squares.sum() / (valid.sum() if reduction == "mean" else 1)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_cross_entropy(options, reduction):
+    logits, labels = torch.randn(N, V, requires_grad=True), _case()[2]
+    options = OPTIONS[options]
+    loss = liger.LigerCrossEntropyLoss(reduction=reduction, **options)
+    assert [*loss.state_dict()] == []
+    before = logits.detach().clone()
+    _agree(loss(logits, labels), _loss_truth(logits, labels, reduction, **options), [logits])
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("options", [name for name in OPTIONS if name != "softcap"])
+def test_fused_linear_cross_entropy(options, reduction):
+    x, head, labels = _case()
+    options = OPTIONS[options]
+    renamed = {{"weight": "ce_weight"}.get(name, name): value for name, value in options.items()}
+    loss = liger.LigerFusedLinearCrossEntropyLoss(
+        reduction=reduction, accum_dtype=torch.float32, **renamed
+    )
+    truth = _loss_truth(x @ head.t(), labels, reduction, **options)
+    _agree(loss(head, x, labels), truth, [x, head])
+
+
+@pytest.mark.parametrize("weight", [None, torch.ones(V)])
+def test_a_mean_over_no_label_is_zero(weight):
+    x, head, labels = _case(ignored=N)
+    for loss in (
+        liger.LigerCrossEntropyLoss(weight)(x @ head.t(), labels),
+        liger.LigerFusedLinearCrossEntropyLoss(weight)(head, x, labels),
+    ):
+        assert loss == 0
+        assert all(not grad.any() for grad in torch.autograd.grad(loss, [x, head]))
+
+
+def test_another_ignored_label():
+    logits, labels = torch.randn(N, V), _case(0)[2]
+    labels[3] = 7
+    for weight in (None, OPTIONS["class weights"]["weight"]):
+        loss = liger.LigerCrossEntropyLoss(weight, ignore_index=7)(logits, labels)
+        torch.testing.assert_close(loss, F.cross_entropy(logits, labels, weight, ignore_index=7))
+
+
+# ---------------------------------------------------------------- rotary
+
+
+@pytest.mark.parametrize("unsqueeze_dim", [1, 2])
+@pytest.mark.parametrize("samples", [1, 3])
+def test_rotary(samples, unsqueeze_dim):
+    angles = torch.randn(samples, 7, 4)
+    cos, sin = (torch.cat((x, x), -1) for x in (angles.cos(), angles.sin()))
+    q, k = (torch.randn(3, heads, 7, 8, requires_grad=True) for heads in (4, 2))
+
+    def turn(x):
+        half = torch.cat((-x[..., 4:], x[..., :4]), -1)
+        return x * cos[:, None] + half * sin[:, None]
+
+    def ours(q, k):
+        if unsqueeze_dim == 1:
+            return liger.liger_rotary_pos_emb(q, k, cos, sin)
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+        found = liger.liger_rotary_pos_emb(q, k, cos, sin, None, 2)
+        return tuple(x.transpose(1, 2) for x in found)
+
+    _agree(ours(q, k), (turn(q), turn(k)), [q, k])
+
+
+# ---------------------------------------------------------------- refused
+
+CE, FUSED = liger.LigerCrossEntropyLoss, liger.LigerFusedLinearCrossEntropyLoss
+
+
+def _rotary(shape, **options):
+    x = torch.ones(2, 4, 7, 8)
+    return liger.liger_rotary_pos_emb(x, x, torch.ones(shape), torch.ones(shape), **options)
+
+
+REFUSED = {
+    "casting": (lambda: liger.LigerRMSNorm(E, casting_mode="fp8"), "casting_mode must be"),
+    "init": (lambda: liger.LigerLayerNorm(E, init_fn="randn"), "init_fn must be"),
+    "act": (lambda: liger.LigerSwiGLUMLP(_config("gelu")), "hidden_act must be one of silu, swish"),
+    "erf": (lambda: liger.LigerGEGLUMLP(_config("gelu")), "must be one of gelu_pytorch_tanh"),
+    "reduction": (lambda: CE(reduction="max"), "reduction must be"),
+    "smooth weights": (
+        lambda: CE(torch.ones(V), label_smoothing=0.1), "cannot be combined with label_smoothing"
+    ),
+    "z weights": (
+        lambda: FUSED(torch.ones(V), lse_square_scale=0.1), "combined with lse_square_scale"
+    ),
+    "softcap": (lambda: CE(softcap=0.0), "softcap must be positive"),
+    "fused softcap": (lambda: FUSED(softcap=30.0), "softcap = 30.0 is not supported"),
+    "z-loss": (lambda: CE(return_z_loss=True), "return_z_loss = True is not supported"),
+    "accuracy": (lambda: FUSED(return_token_accuracy=True), "return_token_accuracy = True is not"),
+    "scaling": (lambda: FUSED(use_token_scaling=True), "use_token_scaling = True is not supp"),
+    "accumulator": (lambda: FUSED(accum_dtype=torch.bfloat16), "accum_dtype = torch.bfloat16 is"),
+    "bias": (lambda: FUSED()(*_case()[1::-1], _case()[2], torch.ones(V)), "bias is not supported"),
+    "three dims": (
+        lambda: CE()(torch.ones(2, 3, V), torch.ones(2, 3, dtype=torch.int64)), "flatten them"
+    ),
+    "labels": (
+        lambda: FUSED()(torch.ones(V, E), torch.ones(6, E), torch.ones(2, 3, dtype=torch.int64)),
+        "flatten them",
+    ),
+    "dim": (lambda: _rotary((1, 7, 8), unsqueeze_dim=0), "unsqueeze_dim must be 1 or 2"),
+    "half": (lambda: _rotary((1, 7, 4)), r"cos and sin must be \[1 or 2, 7, 8\]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_is_refused_in_a_line(name):
+    call, words = REFUSED[name]
+    with pytest.raises(ValueError, match=words) as refusal:
+        call()
+    assert "\n" not in str(refusal.value)

@@ -1,0 +1,52 @@
+"""What ``import warpweave`` offers: names from their modules, nothing heavy until one is used."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import warpweave
+
+HEAVY = ("torch", "triton", "numpy", "tyro")
+
+
+def _typing_block() -> dict[str, str]:
+    """What a type checker is told: the module of every name."""
+    tree = ast.parse(Path(warpweave.__file__).read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    return {alias.name: node.module for node in block.body for alias in node.names}
+
+
+def test_a_type_checker_and_the_interpreter_are_told_the_same():
+    told = _typing_block()
+    assert {*told, "__version__"} == set(warpweave.__all__)
+    for name, module in told.items():
+        assert getattr(warpweave, name) is getattr(import_module(module), name)
+        assert name in dir(warpweave)
+    assert sum(map(len, warpweave._MODULES.values())) == len(told)
+
+
+def test_nothing_heavy_is_imported_before_a_class_is_asked_for():
+    program = f"""
+import sys, warpweave
+dir(warpweave), warpweave.__version__
+print([name for name in {HEAVY} if name in sys.modules])
+from warpweave import RMSNorm
+assert RMSNorm(8)(__import__("torch").ones(2, 8)).shape == (2, 8)
+print("torch" in sys.modules)
+"""
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=300
+    )
+    assert done.stdout.splitlines() == ["[]", "True"], done.stderr
+
+
+@pytest.mark.parametrize("name", ["RMSNrom", "attention", "rms_norm"])
+def test_another_name_is_an_attribute_error(name):
+    with pytest.raises(AttributeError, match=f"module 'warpweave' has no attribute '{name}'"):
+        getattr(warpweave, name)

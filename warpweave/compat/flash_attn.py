@@ -1,0 +1,378 @@
+"""The functions of flash-attention 2, with its arguments and their meaning.
+
+    from warpweave.compat.flash_attn import flash_attn_func      # was: from flash_attn import ...
+
+Unlike `warpweave.kernels.attention.attention`, `causal` is False unless it is set, and queries
+stand at the END of the keys: query i of Sq has position i + Sk - Sq among Sk keys. With p that
+position it sees the keys p - left .. p + right of ``window_size=(left, right)``; a negative side
+has no bound, `causal` sets right to 0. Rows that see no key are 0, with lse = -inf.
+
+How that is said in our kernel, whose window has the same width on both sides: a causal query that
+stands `right` positions further sees just as far ahead, so a lopsided window is a causal one of
+left + right + 1 keys. Packed sequences (`varlen`) whose queries and keys have the same boundaries
+are one call with documents, without waiting for the device if both are one tensor; others, and
+those with a lopsided window, are one call for each sequence, after their boundaries were read.
+
+Any floating dtype of at least 16 bits and any head size up to 256. Results do not depend on
+`deterministic`: the backward has no atomics, so both values mean the same. Dropout zeroes weights
+by a key that is drawn from torch's CPU generator: `torch.manual_seed` repeats it, other masks than
+flash-attention's. Never available: `alibi_slopes` and `block_table`; ValueError says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from warpweave.kernels.attention import attention
+from warpweave.kernels.rope import apply_rope
+
+Window = tuple[int, int]
+Result = Tensor | tuple[Tensor, Tensor, None]
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """softmax(scale q k^T + mask) v; differentiable.
+
+    q[B, Sq, Hq, D], k and v[B, Sk, Hkv, D], each KV head serving Hq / Hkv neighbouring query heads.
+    `softmax_scale` None is D**-0.5; a `softcap` of 0 is none.
+
+    Returns o[B, Sq, Hq, D]; with `return_attn_probs` (o, lse[B, Hq, Sq], None): the probabilities
+    themselves exist nowhere. Raises ValueError on `alibi_slopes`, and as `attention` does.
+    """
+    _refuse(alibi_slopes=alibi_slopes)
+    options = _options(dropout_p, softmax_scale, softcap)
+    return _result(_attend(q, k, v, causal, window_size, options), return_attn_probs)
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """`flash_attn_func` of k and v in one tensor, kv[B, Sk, 2, Hkv, D]."""
+    k, v = _unpacked("kv", kv, 2, 5)
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """`flash_attn_func` of all three in one tensor, qkv[B, S, 3, H, D]."""
+    q, k, v = _unpacked("qkv", qkv, 3, 5)
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Result:
+    """`flash_attn_func` of n sequences, one after the other: sequence j has the queries
+    cu_seqlens_q[j] .. cu_seqlens_q[j + 1] - 1 and the keys likewise.
+
+    q[Tq, Hq, D], k and v[Tk, Hkv, D]; both boundaries int32 (or int64)[n + 1], ascending from 0,
+    the last one the number of rows: rows beyond it have no meaning. The longest lengths are what
+    flash-attention sizes its launches by; nothing here needs them.
+
+    Returns o[Tq, Hq, D]; with `return_attn_probs` (o, lse[Hq, Tq], None). Raises ValueError on
+    boundaries that do not fit, on `alibi_slopes` and on `block_table` (a paged cache).
+    """
+    _refuse(alibi_slopes=alibi_slopes, block_table=block_table)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != 3:
+            raise ValueError(f"{name} must be [tokens, heads, D], got shape {tuple(x.shape)}")
+    for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if x.ndim != 1 or len(x) < 1 or x.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"{name} must be int32[n + 1], got {x.dtype} {tuple(x.shape)}")
+    options = _options(dropout_p, softmax_scale, softcap)
+    if cu_seqlens_q is cu_seqlens_k and len(q) == len(k):
+        one_call = _mask(causal, window_size, len(q), len(q))
+        if "q_runs" not in one_call:
+            rows = {"q_runs": ((0, len(q)),), "k_runs": ((0, len(q)),)}
+            o, lse = attention(
+                q[None], k[None], v[None], documents=cu_seqlens_q, return_lse=True,
+                **one_call, **rows, **options,
+            )  # fmt: skip
+            return _result((o[0], lse[0]), return_attn_probs)
+    q_ends, k_ends = (_ends(*each) for each in (
+        ("cu_seqlens_q", cu_seqlens_q, q), ("cu_seqlens_k", cu_seqlens_k, k)))  # fmt: skip
+    if len(q_ends) != len(k_ends):
+        raise ValueError(
+            f"cu_seqlens_q has {len(q_ends) - 1} sequences, cu_seqlens_k {len(k_ends) - 1}"
+        )
+    if q_ends == k_ends and cu_seqlens_q is not cu_seqlens_k and len(q) == len(k):
+        return flash_attn_varlen_func(
+            q, k, v, cu_seqlens_q, cu_seqlens_q, max_seqlen_q, max_seqlen_k, dropout_p,
+            softmax_scale, causal, window_size, softcap, None, deterministic, return_attn_probs,
+        )  # fmt: skip
+    parts = []
+    for number, (a, b, c, d) in enumerate(zip(q_ends, q_ends[1:], k_ends, k_ends[1:])):
+        sequence = q[None, a:b], k[None, c:d], v[None, c:d]
+        where = options | {"dropout_origin": (number, 0)}
+        o, lse = _attend(*sequence, causal, window_size, where)
+        parts.append((o[0], lse[0]))
+    rest = len(q) - q_ends[-1]
+    o = torch.cat([o for o, _ in parts] + [q.new_zeros(rest, *q.shape[1:])])
+    lses = [lse for _, lse in parts]
+    none = torch.full((q.shape[1], rest), -torch.inf, device=q.device)
+    return _result((o, torch.cat([*lses, none.to(lses[0].dtype if lses else None)], 1)),
+                   return_attn_probs)  # fmt: skip
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """`flash_attn_varlen_func` of k and v in one tensor, kv[Tk, 2, Hkv, D]."""
+    k, v = _unpacked("kv", kv, 2, 4)
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale,
+        causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """`flash_attn_varlen_func` of all three in one tensor, qkv[T, 3, H, D]."""
+    q, k, v = _unpacked("qkv", qkv, 3, 4)
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale,
+        causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of new queries over a cache, which `k` and `v` are first written into, in place.
+
+    Args:
+        q: [B, Sq, Hq, D]; it stands at the end of what the cache then holds.
+        k_cache, v_cache: [B, Smax, Hkv, D], or of more samples, of which `cache_batch_idx` int[B]
+            names each of q's.
+        k, v: [B, Snew, Hkv, D], written to the rows from cache_seqlens on; both or neither.
+        rotary_cos, rotary_sin: [at least all positions, R/2]: k is rotated by the rows of its
+            positions before it is written, q likewise if it is causal or has a window, and
+            otherwise all of it by the row cache_seqlens.
+        cache_seqlens: how many rows of the cache are filled before this call, for all samples or
+            int[B], which is read: this waits for the device. None (without k): all of them. Samples
+            of different lengths are one call each.
+        rotary_interleaved: pairs are (2i, 2i + 1), not (i, i + R/2).
+        num_splits: how flash-attention divides its work; it has no meaning here.
+
+    Returns o[B, Sq, Hq, D], with `return_softmax_lse` (o, lse[B, Hq, Sq]); no gradients. Raises
+    ValueError on a cache that is full, on tensors that belong together and are not given so, and on
+    `cache_leftpad`, `block_table` (a paged cache) and `alibi_slopes`.
+    """
+    _refuse(alibi_slopes=alibi_slopes, block_table=block_table, cache_leftpad=cache_leftpad)
+    if (k is None) != (v is None) or (rotary_cos is None) != (rotary_sin is None):
+        raise ValueError("k and v, and rotary_cos and rotary_sin, are given together or not at all")
+    if k is None and rotary_cos is not None:
+        raise ValueError("rotary_cos needs k and v: what the cache holds is rotated already")
+    if k is not None and cache_seqlens is None:
+        raise ValueError("k needs cache_seqlens, the rows of the cache that it is written after")
+    batch, new = q.shape[0], 0 if k is None else k.shape[1]
+    at = k_cache.shape[1] if cache_seqlens is None else cache_seqlens
+    filled = _integers("cache_seqlens", at, batch, k_cache.shape[1] - new)
+    samples = range(batch) if cache_batch_idx is None else cache_batch_idx
+    rows = _integers("cache_batch_idx", samples, batch, k_cache.shape[0] - 1)
+    if new and len(set(rows)) < batch:
+        raise ValueError(f"cache_batch_idx must not name a sample twice, got {rows}")
+    options = _options(0.0, softmax_scale, softcap)
+    as_one = len(set(filled)) == 1 and rows == list(range(len(k_cache)))
+    parts = []
+    for these in [slice(0, batch)] if as_one else [slice(i, i + 1) for i in range(batch)]:
+        cached = these if as_one else slice(rows[these.start], rows[these.start] + 1)
+        length, queries = filled[these.start], q[these]
+        if rotary_cos is not None:
+            by = rotary_cos, rotary_sin, rotary_interleaved
+            moves = causal or max(window_size) >= 0
+            queries = _rotated(queries, length, *by, moves)
+        if k is not None:
+            keys = k[these] if rotary_cos is None else _rotated(k[these], length, *by)
+            k_cache[cached, length : length + new] = keys
+            v_cache[cached, length : length + new] = v[these]
+        seen = (cache[cached, : length + new] for cache in (k_cache, v_cache))
+        parts.append(_attend(queries, *seen, causal, window_size, options))
+    o, lse = (torch.cat(each) if len(each) > 1 else each[0] for each in zip(*parts))
+    return (o, lse) if return_softmax_lse else o
+
+
+# ---------------------------------------------------------------- what they share
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, window_size: Window, options: dict
+) -> tuple[Tensor, Tensor]:
+    """(o, lse) of queries at the end of the keys."""
+    mask = _mask(causal, window_size, q.shape[1], k.shape[1])
+    return attention(q, k, v, return_lse=True, **mask, **options)
+
+
+def _mask(causal: bool, window_size: Window, queries: int, keys: int) -> dict:
+    """The keywords of `attention` that say flash-attention's mask; without runs where rows already
+    are the positions."""
+    if len(window_size) != 2:
+        raise ValueError(f"window_size must be (left, right), got {window_size}")
+    ends = queries + keys  # no key is that far away
+    left, right = (ends if side < 0 else min(int(side), ends) for side in window_size)
+    right = 0 if causal else right
+    window, ahead = None if left == ends else left + 1, 0
+    if right not in (0, left):  # lopsided
+        ahead, window = right, None if window is None else left + right + 1
+    mask = {"causal": right == 0 or ahead > 0, "window": window}
+    q_start, k_start = ahead + max(keys - queries, 0), max(queries - keys, 0)
+    if q_start or k_start:
+        mask |= {"q_runs": ((q_start, queries),), "k_runs": ((k_start, keys),)}
+    return mask
+
+
+def _options(dropout: float, scale: float | None, softcap: float) -> dict:
+    """The keywords that are the same for every sequence of a call."""
+    seed = int(torch.randint(2**63 - 1, ())) if dropout else 0
+    return {
+        "scale": scale, "softcap": softcap or None, "dropout": dropout, "dropout_seed": seed,
+    }  # fmt: skip
+
+
+def _result(found: tuple[Tensor, Tensor], return_attn_probs: bool) -> Result:
+    return (*found, None) if return_attn_probs else found[0]
+
+
+def _refuse(**given: Tensor | None) -> None:
+    reasons = {
+        "alibi_slopes": "adds no bias to the scores",
+        "block_table": "reads no paged cache",
+        "cache_leftpad": "reads caches from their first row on",
+    }
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(f"{name} is not supported: the kernel {reasons[name]}")
+
+
+def _unpacked(name: str, packed: Tensor, parts: int, ndim: int) -> tuple[Tensor, ...]:
+    if packed.ndim != ndim or packed.shape[-3] != parts:
+        shape = ("[B, S, {}, heads, D]" if ndim == 5 else "[tokens, {}, heads, D]").format(parts)
+        raise ValueError(f"{name} must be {shape}, got shape {tuple(packed.shape)}")
+    return packed.unbind(-3)
+
+
+def _ends(name: str, boundaries: Tensor, x: Tensor) -> list[int]:
+    """The boundaries as numbers; ValueError unless they ascend from 0 to at most x's rows."""
+    ends = boundaries.tolist()
+    if ends[0] != 0 or ends != sorted(ends) or ends[-1] > len(x):
+        raise ValueError(f"{name} must ascend from 0 to at most {len(x)} rows, got {ends}")
+    return ends
+
+
+def _integers(
+    name: str, value: int | Tensor | Sequence[int], batch: int, highest: int
+) -> list[int]:
+    """One number per sample; ValueError unless all lie in 0 .. highest."""
+    found = value.tolist() if isinstance(value, Tensor) else value
+    found = [found] * batch if isinstance(found, int) else list(found)
+    if len(found) != batch or not all(0 <= n <= highest for n in found):
+        raise ValueError(f"{name} must be {batch} numbers in 0..{highest}, got {found}")
+    return found
+
+
+def _rotated(
+    x: Tensor, start: int, cos: Tensor, sin: Tensor, interleaved: bool, moves: bool = True
+) -> Tensor:
+    """x[b, S, H, D] rotated by the table's rows from `start` on, or all of it by that row."""
+    end = start + (x.shape[1] if moves else 1)
+    if end > len(cos):
+        raise ValueError(f"rotary_cos has {len(cos)} positions, the last one needed is {end - 1}")
+    rows = [table[start:end].expand(x.shape[1], -1) for table in (cos, sin)]
+    return apply_rope(x, *rows, interleaved=interleaved)

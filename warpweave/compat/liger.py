@@ -1,0 +1,336 @@
+"""The modules of Liger-Kernel, with its arguments, parameter names and meaning.
+
+    from warpweave.compat.liger import LigerRMSNorm      # was: from liger_kernel.transformers
+
+State dicts go both ways. What differs: every kernel here computes in float32 and rounds once, at
+the store, whatever `casting_mode` says (which tells Liger when to round, so that float32 and
+float64 are the same either way); losses are float32 for half-precision logits; no input is ever
+overwritten, so that `in_place` saves nothing; a mean over no label at all is 0. What a kernel
+cannot do raises ValueError naming the argument.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from warpweave.kernels.cross_entropy import cross_entropy, linear_cross_entropy
+from warpweave.kernels.mlp import mlp
+from warpweave.kernels.norm import layer_norm, rms_norm
+from warpweave.kernels.rope import apply_rope_qk
+from warpweave.layers.fusable import fusable
+
+
+def _initial(init_fn: str, size: int) -> Tensor:
+    if init_fn not in ("ones", "zeros"):
+        raise ValueError(f'init_fn must be "ones" or "zeros", got {init_fn!r}')
+    return torch.ones(size) if init_fn == "ones" else torch.zeros(size)
+
+
+class LigerRMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * (offset + weight) over the last dim.
+
+    Args:
+        hidden_size, eps, offset: E; Gemma's offset is 1, with ``init_fn="zeros"``.
+        casting_mode: "llama", "gemma" or "none", see above.
+        init_fn: the weight begins as "ones" or "zeros".
+        in_place, row_mode: how Liger uses its memory and its blocks; no meaning here.
+        elementwise_affine: False has no weight, which counts as 1 - offset.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+        casting_mode: str = "llama",
+        init_fn: str = "ones",
+        in_place: bool = True,
+        row_mode: bool | None = None,
+        elementwise_affine: bool = True,
+    ) -> None:
+        super().__init__()
+        if casting_mode not in ("llama", "gemma", "none"):
+            raise ValueError(
+                f'casting_mode must be "llama", "gemma" or "none", got {casting_mode!r}'
+            )
+        self.hidden_size, self.variance_epsilon, self.offset = hidden_size, eps, offset
+        self.casting_mode, self.in_place, self.row_mode = casting_mode, in_place, row_mode
+        weight = _initial(init_fn, hidden_size)
+        self.register_parameter("weight", nn.Parameter(weight) if elementwise_affine else None)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """x[..., E] -> y[..., E]."""
+        if self.weight is None:
+            scale = hidden_states.new_ones(self.hidden_size)
+        else:
+            scale = self.weight + self.offset if self.offset else self.weight
+        return rms_norm(hidden_states, scale, self.variance_epsilon)
+
+    def extra_repr(self) -> str:
+        return f"{self.hidden_size}, eps={self.variance_epsilon}, offset={self.offset}"
+
+
+class LigerLayerNorm(nn.Module):
+    """(x - mean) / sqrt(var + eps) * weight + bias over the last dim.
+
+    Like Liger's it has a `bias` whether one was asked for or not, so that state dicts fit; it
+    begins as 0, as that of `nn.LayerNorm` does, and is trained only if it was asked for.
+    """
+
+    def __init__(
+        self, hidden_size: int, eps: float = 1e-6, bias: bool = False, init_fn: str = "ones"
+    ) -> None:
+        super().__init__()
+        self.hidden_size, self.variance_epsilon = hidden_size, eps
+        self.weight = nn.Parameter(_initial(init_fn, hidden_size))
+        self.bias = nn.Parameter(torch.zeros(hidden_size), requires_grad=bias)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """x[..., E] -> y[..., E]."""
+        return layer_norm(hidden_states, self.weight, self.bias, self.variance_epsilon)
+
+    def extra_repr(self) -> str:
+        return f"{self.hidden_size}, eps={self.variance_epsilon}"
+
+
+class _GatedMLP(nn.Module):
+    """down_proj(act(gate_proj(x)) * up_proj(x)), no biases, of a config's hidden_size and
+    intermediate_size. One that is replaced, wrapped or hooked is called, not fused."""
+
+    _activation: str
+    _names: tuple[str, ...]
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        act = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
+        if act is not None and act not in self._names:
+            raise ValueError(f"hidden_act must be one of {', '.join(self._names)}, got {act!r}")
+        self.config = config
+        self.hidden_size, self.intermediate_size = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x[..., E] -> y[..., E]. The kernel takes gate and up in one tensor, which is made anew
+        in every call: 2 F E elements copied beside 6 F E FLOPs for each token."""
+        gate, up, down = self.gate_proj, self.up_proj, self.down_proj
+        if not all(fusable(module, nn.Linear) for module in (gate, up, down)):
+            return down(self._act(gate(x)) * up(x))
+        pairs = torch.stack((gate.weight, up.weight), 1)
+        return mlp(x, pairs, down.weight, activation=self._activation)
+
+    @staticmethod
+    def _act(x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class LigerSwiGLUMLP(_GatedMLP):
+    """The gated MLP with SiLU; `config.hidden_act` is "silu" or "swish"."""
+
+    _activation, _names = "swiglu", ("silu", "swish")
+
+    @staticmethod
+    def _act(x: Tensor) -> Tensor:
+        return F.silu(x)
+
+
+class LigerGEGLUMLP(_GatedMLP):
+    """The gated MLP with GELU by its tanh approximation; ``hidden_act="gelu"``, which transformers
+    computes by erf, is refused, as Liger would take the approximation for it."""
+
+    _activation, _names = "geglu", ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_tanh")
+
+    @staticmethod
+    def _act(x: Tensor) -> Tensor:
+        return F.gelu(x, approximate="tanh")
+
+
+class _Loss(nn.Module):
+    """The options of both losses."""
+
+    def __init__(
+        self,
+        weight: Tensor | None,
+        ignore_index: int,
+        lse_square_scale: float,
+        label_smoothing: float,
+        reduction: str,
+        softcap: float | None,
+    ) -> None:
+        super().__init__()
+        if reduction not in ("mean", "sum", "none"):
+            raise ValueError(f'reduction must be "mean", "sum" or "none", got {reduction!r}')
+        if weight is not None and (label_smoothing or lse_square_scale):
+            other = "label_smoothing" if label_smoothing else "lse_square_scale"
+            raise ValueError(f"class weights cannot be combined with {other}: the kernel has not")
+        if softcap is not None and not softcap > 0:
+            raise ValueError(f"softcap must be positive or None, got {softcap}")
+        self.ignore_index, self.lse_square_scale = ignore_index, lse_square_scale
+        self.label_smoothing, self.reduction, self.softcap = label_smoothing, reduction, softcap
+
+    @property
+    def _options(self) -> dict:
+        return {
+            "ignore_index": self.ignore_index,
+            "label_smoothing": self.label_smoothing,
+            "z_loss": self.lse_square_scale,
+        }
+
+    def _weighted(self, losses: Tensor, target: Tensor, weight: Tensor) -> Tensor:
+        """losses[N] times the weight[V] of their class; the mean divides by the weights' sum."""
+        valid = target != self.ignore_index
+        scale = weight.to(losses.dtype)[target.masked_fill(~valid, 0)] * valid
+        losses = losses * scale
+        if self.reduction == "none":
+            return losses
+        total, weights = losses.sum(), scale.sum()
+        return total / torch.where(weights > 0, weights, 1) if self.reduction == "mean" else total
+
+
+def _check_labels(rows: Tensor, target: Tensor) -> None:
+    if rows.ndim != 2 or target.shape != rows.shape[:1]:
+        raise ValueError(
+            f"_input must be [tokens, size] and target [tokens]: flatten them, got "
+            f"{[*rows.shape]} and {[*target.shape]}"
+        )
+
+
+def _refuse(reason: str, **given: object) -> None:
+    for name, value in given.items():
+        if value is not None and value is not False:
+            raise ValueError(f"{name} = {value} is not supported: {reason}")
+
+
+class LigerCrossEntropyLoss(_Loss):
+    """Cross entropy of logits, with z-loss, label smoothing, softcap or class weights.
+
+    Args:
+        weight: of the classes, [V]; not with `label_smoothing` or `lse_square_scale`.
+        ignore_index, label_smoothing, reduction: as `F.cross_entropy`.
+        lse_square_scale: every token also loses this times the square of its log-sum-exp.
+        softcap: logits become softcap * tanh(logits / softcap), in a copy of them.
+        return_z_loss, return_token_accuracy: refused, the kernel returns one sum.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        lse_square_scale: float = 0.0,
+        label_smoothing: float = 0.0,
+        reduction: str = "mean",
+        softcap: float | None = None,
+        return_z_loss: bool = False,
+        return_token_accuracy: bool = False,
+    ) -> None:
+        super().__init__(
+            weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap
+        )
+        asked = {"return_z_loss": return_z_loss, "return_token_accuracy": return_token_accuracy}
+        _refuse("the kernel returns the loss alone", **asked)
+        self.weight = weight
+
+    def forward(self, _input: Tensor, target: Tensor) -> Tensor:
+        """logits[N, V] and labels int64[N] -> the loss, 0-dim, or losses[N]."""
+        _check_labels(_input, target)
+        if self.softcap is not None:
+            _input = self.softcap * torch.tanh(_input / self.softcap)
+        if self.weight is None:
+            return cross_entropy(_input, target, reduction=self.reduction, **self._options)
+        losses = cross_entropy(_input, target, reduction="none", **self._options)
+        return self._weighted(losses, target, self.weight.to(losses.device))
+
+
+class LigerFusedLinearCrossEntropyLoss(_Loss):
+    """Cross entropy of the logits `_input lin_weight^T`, which are never held whole.
+
+    Args:
+        ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction: as
+            `LigerCrossEntropyLoss` (`ce_weight` is its `weight`).
+        accum_dtype: of the weight's gradient while it is summed: always float32 here (float64 for
+            float64); anything else is refused.
+        softcap, return_z_loss, use_token_scaling, return_token_accuracy: refused.
+    """
+
+    def __init__(
+        self,
+        ce_weight: Tensor | None = None,
+        ignore_index: int = -100,
+        lse_square_scale: float = 0.0,
+        label_smoothing: float = 0.0,
+        reduction: str = "mean",
+        softcap: float | None = None,
+        return_z_loss: bool = False,
+        accum_dtype: torch.dtype | None = None,
+        use_token_scaling: bool = False,
+        return_token_accuracy: bool = False,
+    ) -> None:
+        super().__init__(
+            ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap
+        )
+        _refuse("the kernel caps no logits; LigerCrossEntropyLoss does", softcap=softcap)
+        asked = {"return_z_loss": return_z_loss, "return_token_accuracy": return_token_accuracy}
+        _refuse("the kernel returns the loss alone", **asked)
+        _refuse("losses are not weighted by their tokens", use_token_scaling=use_token_scaling)
+        if accum_dtype is not torch.float32:
+            _refuse("gradients are summed in float32", accum_dtype=accum_dtype)
+        self.ce_weight = ce_weight
+
+    def forward(
+        self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
+        """lin_weight[V, E], hidden states[N, E] and labels int64[N] -> the loss, 0-dim, or
+        losses[N]. Raises ValueError on a `bias`."""
+        if bias is not None:
+            raise ValueError(
+                "bias is not supported: the kernel multiplies by the head's weight only"
+            )
+        _check_labels(_input, target)
+        if self.ce_weight is None:
+            return linear_cross_entropy(
+                _input, lin_weight, target, reduction=self.reduction, **self._options
+            )
+        losses = linear_cross_entropy(_input, lin_weight, target, reduction="none", **self._options)
+        return self._weighted(losses, target, self.ce_weight.to(losses.device))
+
+
+def liger_rotary_pos_emb(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Tensor | None = None,
+    unsqueeze_dim: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """q[B, H, S, D] and k[B, Hkv, S, D] rotated in pairs (i, i + D/2).
+
+    Args:
+        cos, sin: [1 or B, S, D], whose second half repeats the first, as transformers makes them.
+        position_ids: unused here as there: cos and sin are those of the positions already.
+        unsqueeze_dim: where the heads stand: 1, or 2 for q[B, S, H, D] (as transformers means it).
+
+    Returns both in q's layout. Raises ValueError on shapes that do not fit.
+    """
+    if unsqueeze_dim not in (1, 2):
+        raise ValueError(f"unsqueeze_dim must be 1 or 2, got {unsqueeze_dim}")
+    if q.ndim != 4 or k.ndim != 4:
+        raise ValueError(f"q and k must have four dims, got {[*q.shape]} and {[*k.shape]}")
+    if unsqueeze_dim == 1:
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+    (B, S, _, D) = q.shape
+    if cos.shape not in ((1, S, D), (B, S, D)) or sin.shape != cos.shape:
+        raise ValueError(
+            f"cos and sin must be [1 or {B}, {S}, {D}], got {[*cos.shape]} and {[*sin.shape]}"
+        )
+    tables = [table[..., : D // 2].flatten(0, 1) for table in (cos, sin)]
+    if len(cos) == 1:
+        turned = apply_rope_qk(q, k, *tables)
+    else:  # samples with positions of their own: one after the other, as one sequence
+        one = apply_rope_qk(*(x.flatten(0, 1)[None] for x in (q, k)), *tables)
+        turned = tuple(y.view(B, S, *y.shape[2:]) for y in one)
+    return tuple(y.transpose(1, 2) for y in turned) if unsqueeze_dim == 1 else turned
