@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from warpweave.kernels.overlap.gathering import check_fusing
 from warpweave.kernels.runtime.dispatch import check_impl
 from warpweave.parallel.collectives import Pending
 from warpweave.parallel.mesh import ConnectedMesh, connected
 from warpweave.parallel.tensor import vocab_parallel_cross_entropy
 from warpweave.parallel.tensor.linear_loss import vocab_parallel_linear_cross_entropy
+from warpweave.parallel.tensor.overlap import check_overlap
 
 
 class VocabParallelCrossEntropy(nn.Module):
@@ -65,6 +67,7 @@ class VocabParallelLinearCrossEntropy(nn.Module):
             ``kernels.linear_cross_entropy``.
         mesh: the connected mesh; None is one device.
         sequence_parallel: the input is x[T/tp, E], its rows cut over the tensor axis.
+        overlap: as ``ColumnParallelLinear``.
         impl: "triton", "torch" or None, as for the kernels.
     """
 
@@ -77,11 +80,14 @@ class VocabParallelLinearCrossEntropy(nn.Module):
         recompute: bool | None = None,
         mesh: ConnectedMesh | None = None,
         sequence_parallel: bool = False,
+        overlap: str = "auto",
         impl: str | None = None,
     ) -> None:
         super().__init__()
+        if check_overlap(overlap) == "fused":
+            check_fusing(impl)
         self.vocab_size, self.label_smoothing, self.z_loss = vocab_size, label_smoothing, z_loss
-        self.recompute, self.impl = recompute, check_impl(impl)
+        self.recompute, self.overlap, self.impl = recompute, overlap, check_impl(impl)
         self.mesh = connected(mesh)
         self.sequence_parallel = sequence_parallel and self.mesh.size("tp") > 1
 
@@ -103,6 +109,8 @@ class VocabParallelLinearCrossEntropy(nn.Module):
             label_smoothing=self.label_smoothing,
             z_loss=self.z_loss,
             recompute=self.recompute,
+            overlap=self.overlap,
+            workspace=self.mesh.workspace("tp"),
             impl=self.impl,
         )
         return total / (normaliser.wait() if isinstance(normaliser, Pending) else normaliser)

@@ -159,7 +159,7 @@ def test_the_plans_words_arrive_in_every_block():
         for block in gpt.blocks.values():
             assert (block.attention.strategy, block.mlp.recompute) == (strategy, recomputed)
             products = block.attention.qkv, block.attention.out, block.mlp.up, block.mlp.down
-            assert all(layer.overlap == overlap for layer in products)
+            assert all(layer.overlap == overlap for layer in (*products, gpt.loss))
         told = mock.Mock(side_effect=InterruptedError)
         patched = mock.patch("warpweave.gpt.column_parallel_linear", told)
         with patched, pytest.raises(InterruptedError):

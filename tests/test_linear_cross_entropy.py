@@ -504,8 +504,10 @@ def test_operators_pass_opcheck(impl):
     torch.library.opcheck(ops.linear_cross_entropy_bwd.default, arguments)
     arguments = x, w, labels, True, True, *packed
     torch.library.opcheck(ops.linear_cross_entropy_fwd_bwd.default, arguments)
-    torch.library.opcheck(ops.linear_cross_entropy_rows_fwd.default, (x, w, labels, *packed))
-    stats, own, *held = ops.linear_cross_entropy_rows_fwd(x, w, labels, *packed)
+    for first in ([], [x @ w[:128].t()]):
+        given = x, w, labels, first, *packed
+        torch.library.opcheck(ops.linear_cross_entropy_rows_fwd.default, given)
+    stats, own, *held = ops.linear_cross_entropy_rows_fwd(x, w, labels, [], *packed)
     assert len(held) == 2
     arguments = x, w, labels, stats[0], own, held, torch.zeros(9, 4), dw, False, *packed
     torch.library.opcheck(ops.linear_cross_entropy_rows_bwd.default, arguments)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import inspect
 import itertools
+from collections.abc import Callable
+from contextlib import ExitStack
 from unittest import mock
 
 import pytest
@@ -16,14 +18,17 @@ import torch.nn.functional as F
 from close import assert_close_f64, assert_error_budget
 from ranks import run_ranks
 from rules import over_group, rulecheck
-from sharded import draw, noticed, world
+from sharded import draw, fused, noticed, world
 from spmd_types import I, R, S
 from spmd_types.rulecheck import RuleCheckError
 
-from warpweave.kernels.cross_entropy import blocks, linear
+from warpweave.kernels.cross_entropy import blocks, in_forward, linear
 from warpweave.kernels.cross_entropy.vocabulary import Vocabulary
 from warpweave.kernels.runtime.wgrad import WeightGradients, accumulate, collect
+from warpweave.layers.loss import VocabParallelLinearCrossEntropy
 from warpweave.parallel import collectives, tensor
+from warpweave.parallel.collectives import Pending
+from warpweave.parallel.mesh import Mesh
 from warpweave.parallel.tensor import linear_loss
 from warpweave.parallel.tensor.linear_loss import vocab_parallel_linear_cross_entropy
 from warpweave.parallel.tensor.loss import VocabularyRanks
@@ -70,6 +75,7 @@ def check(
     store: WeightGradients | None = None,
     within=accumulate,
     impl: str | None = None,
+    **overlapped,
 ) -> list[torch.Tensor]:
     group, rank, ranks = world()
     size = padded or -(-VOCAB // ranks) * ranks
@@ -89,6 +95,7 @@ def check(
             z_loss=z_loss,
             padded_vocab_size=padded,
             impl=impl,
+            **overlapped,
         )
         if store is None:
             result.backward(dloss)
@@ -149,6 +156,102 @@ def _everything(rank: int) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_losses_and_gradients_equal_plain_torch(ranks: int) -> None:
     run_ranks(ranks, _everything)
+
+
+def _overlapped(rank: int) -> None:
+    """Whatever hides what; the typing rule is that of all of them, as they inherit it."""
+    ways = {"none": {}, "chunked": {}, "fused": fused() | {"impl": "triton"}}
+    for overlap, options in ways.items():
+        options = options | {"overlap": overlap}
+        for sequence in (False, True):
+            for recompute, reduction in WAYS:
+                given = options | {"recompute": recompute, "reduction": reduction}
+                for terms in ({"padded": None}, {"smoothing": 0.3, "z_loss": 0.1}):
+                    check(sequence=sequence, **given, **terms)
+        if overlap == "fused":  # rows of two blocks of columns, of which one gathers, and of one
+            wide = blocks.Sizes(elements=150 * T, most_rows=T, fewest_rows=T)
+            with mock.patch(f"{__name__}.SMALL", wide):
+                for recompute in (True, False):
+                    check(sequence=True, recompute=recompute, smoothing=0.3, **options)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_every_overlap_equals_plain_torch(ranks: int) -> None:
+    run_ranks(ranks, _overlapped)
+
+
+def _layer(rank: int) -> None:
+    """The layer hands its mesh's workspace down, and is not made where nothing can be fused."""
+    mesh = Mesh(tp=2).connect()
+    options = {"mesh": mesh, "sequence_parallel": True, "overlap": "fused"}
+    layer = VocabParallelLinearCrossEntropy(VOCAB, impl="triton", **options)
+    own, part, x, w = problem(True, 302)
+    loss = layer(own, part, labels(), 17)
+    assert_close_f64(loss, truth(x, w, "sum", torch.tensor(1.0), 0.0, 0.0)[0] / 17, RTOL)
+    assert mesh.workspace("tp")._memory.epoch.item() == 1
+    with pytest.raises(ValueError, match="pass impl='triton', or another overlap"):
+        VocabParallelLinearCrossEntropy(VOCAB, impl="torch", **options)
+    with pytest.raises(ValueError, match="one of auto, fused, chunked, none, got 'fast'"):
+        VocabParallelLinearCrossEntropy(VOCAB, overlap="fast")
+
+
+def test_the_layer_shares_the_meshs_workspace() -> None:
+    run_ranks(2, _layer)
+
+
+# ---------------------------------------------------------------- what is moved, and when
+
+
+def _moves(overlap: str, recompute: bool) -> tuple[str, int]:
+    """(what a forward on 2 ranks that cut the tokens does, the bytes that collectives bring):
+    (g)ather of x begun, it is (w)aited for, a product, (l)ogits or (d)z, (s)um of dx begun."""
+    events, brought, (group, _, ranks) = [], [], world()
+
+    def noted(start: Callable, event: str) -> Callable:
+        def begin(x, *rest):
+            brought.append(x.nbytes * (ranks - 1) // (ranks if event == "s" else 1))
+            pending = start(x, *rest)
+            if x.dim() != 2 or x.shape[1] != E:  # statistics
+                return pending
+            events.append(event)
+            return Pending(None, lambda: (events.append("w"), pending.wait())[1])
+
+        return begin
+
+    def told(op: Callable, event: str) -> Callable:
+        return lambda *arguments: (events.append(event), op(*arguments))[1]
+
+    gather, reduce = collectives.start_all_gather, collectives.start_reduce_scatter
+    with ExitStack() as patches:
+        for module, name, instead in (
+            (tensor.loss, "start_all_gather", noted(gather, "g")),
+            (tensor.ranks, "start_all_gather", noted(gather, "g")),
+            (tensor.ranks, "start_reduce_scatter", noted(reduce, "s")),
+            (tensor.chunked, "start_exchange", noted(tensor.chunked.start_exchange, "g")),
+            (in_forward, "_rows_fwd_op", told(in_forward._rows_fwd_op, "l")),
+            (in_forward, "_rows_bwd_op", told(in_forward._rows_bwd_op, "d")),
+            (linear, "linear_cross_entropy_fwd", told(linear.linear_cross_entropy_fwd, "l")),
+        ):
+            patches.enter_context(mock.patch.object(module, name, instead))
+        own, part, *_ = problem(True, 302)
+        vocab_parallel_linear_cross_entropy(
+            own, part, labels(), group=group, vocab_size=VOCAB, sequence_parallel=True,
+            recompute=recompute, overlap=overlap,
+        )  # fmt: skip
+    return "".join(events), sum(brought)
+
+
+def _moved(rank: int) -> None:
+    whole = 8 * E * T // 2  # what a rank has not of x, and is sent of dx
+    stats = 8 * 2 * T
+    assert _moves("none", True) == ("gwl", whole + stats)
+    assert _moves("chunked", True) == ("glwl", whole + stats)
+    assert _moves("none", False) == ("gwldsw", 2 * whole + stats)
+    assert _moves("chunked", False) == ("gwgldswldsww", 2 * whole + stats)
+
+
+def test_a_piece_is_on_its_way_under_another_and_no_more_is_moved() -> None:
+    run_ranks(2, _moved)
 
 
 def test_without_a_group_too() -> None:

@@ -118,7 +118,9 @@ class GPT(nn.Module):
                 self.head = VocabParallelEmbedding(
                     config.vocab_size, config.width, **factory, **cut
                 )
-            self.loss = VocabParallelLinearCrossEntropy(config.vocab_size, **cut, impl=impl)
+            self.loss = VocabParallelLinearCrossEntropy(
+                config.vocab_size, **cut, overlap=plan.overlap, impl=impl
+            )
         self.initialise(seed)
 
     def _block(self, i: int, options: dict) -> TransformerBlock:

@@ -9,6 +9,7 @@ import torch
 
 from warpweave.kernels.cross_entropy.forward import fwd
 from warpweave.kernels.cross_entropy.vocabulary import Vocabulary
+from warpweave.kernels.overlap.gathering import Gathering, multiply
 
 
 class Sizes(NamedTuple):
@@ -51,6 +52,14 @@ def grid(x: torch.Tensor, columns: int) -> Iterator[tuple[slice, list[slice]]]:
     """Row slices of z[T, columns], and the column slices of each: one block at a time is held."""
     for rows in slices(len(x), row_step(x, columns)):
         yield rows, column_slices(columns, rows.stop - rows.start, sizes(x).elements)
+
+
+def gathering_product(x: Gathering, weight: torch.Tensor) -> torch.Tensor:
+    """The first columns of z[T, V] while x[T, E] is gathered: as many as the first block has, or a
+    few more, on all ranks alike, padding or not."""
+    wide = sizes(x.shard).elements // max(1, *x.shape)
+    cut = max(128, -(-wide // 128) * 128)
+    return multiply(x, weight[:cut].to(x.shard.dtype).t())[0]
 
 
 def product_impl(impl: str) -> str | None:

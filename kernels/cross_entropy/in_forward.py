@@ -6,7 +6,8 @@ the blocks into dz where they lie, and multiplies, for a gradient of 1 per token
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,6 +15,7 @@ from warpweave.kernels.cross_entropy import blocks
 from warpweave.kernels.cross_entropy.backward import bwd
 from warpweave.kernels.cross_entropy.vocabulary import Vocabulary, unpacked
 from warpweave.kernels.gemm.fused import gemm, gemm_into
+from warpweave.kernels.overlap.gathering import Gathering
 from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.runtime.dispatch import no_graph
 from warpweave.kernels.runtime.dtypes import no_autocast
@@ -35,34 +37,40 @@ def _narrow(x: torch.Tensor, columns: int) -> list[slice]:
     return blocks.column_slices(columns, max(x.shape), blocks.sizes(x).elements)
 
 
-@torch.library.custom_op("warpweave::linear_cross_entropy_rows_fwd", mutates_args=())
+@torch.library.custom_op("warpweave::linear_cross_entropy_rows_fwd", mutates_args=("first",))
 def _rows_fwd_op(
     x: torch.Tensor,
     weight: torch.Tensor,
     labels: torch.Tensor,
+    first: list[torch.Tensor],
     columns: list[int],
     terms: list[float],
     impl: str,
 ) -> list[torch.Tensor]:
-    """[stats[k, N], the blocks' own lse[blocks, N], the blocks of z[N, V/tp] or their softmax]."""
+    """[stats[k, N], the blocks' own lse[blocks, N], the blocks of z[N, V/tp] or their softmax].
+
+    `first` may have the first block of z: it is not among the results, it is overwritten like them.
+    """
     vocabulary = unpacked(columns, terms, impl)
     vocabulary.check_labels(labels)
-    held, parts = [], []
+    held, parts = [*first], []
     with no_autocast(x):
-        for cols in _narrow(x, vocabulary.columns(len(weight))):
-            held.append(gemm(x, weight[cols].t()))
+        for i, cols in enumerate(_narrow(x, vocabulary.columns(len(weight)))):
+            if i == len(held):
+                held.append(gemm(x, weight[cols].t()))
             block = blocks.from_column(vocabulary, cols.start)
-            parts.append(blocks.block_stats(held[-1], labels, block, _keeps_softmax(x, impl)))
+            parts.append(blocks.block_stats(held[i], labels, block, _keeps_softmax(x, impl)))
     own_lse = torch.stack([part[0] for part in parts])
-    return [blocks.merged(parts, labels, vocabulary.ignore_index), own_lse, *held]
+    stats = blocks.merged(parts, labels, vocabulary.ignore_index)
+    return [stats, own_lse, *held[len(first) :]]
 
 
 @_rows_fwd_op.register_fake
-def _(x, weight, labels, columns, terms, impl):
+def _(x, weight, labels, first, columns, terms, impl):
     own = unpacked(columns, terms, impl).columns(len(weight))
     stats = x.new_empty(2 + (terms[0] != 0.0), len(x), dtype=compute_dtype(x))
     held = [x.new_empty(len(x), cols.stop - cols.start) for cols in _narrow(x, own)]
-    return [stats, stats.new_empty(len(held), len(x)), *held]
+    return [stats, stats.new_empty(len(held), len(x)), *held[len(first) :]]
 
 
 @torch.library.custom_op(
@@ -108,6 +116,50 @@ def _(*arguments):
 # ---------------------------------------------------------------- all rows
 
 
+class Here(NamedTuple):
+    """What need not be waited for."""
+
+    tensor: Any
+
+    def wait(self) -> Any:
+        return self.tensor
+
+
+class Pieces:
+    """How the rows of x[S, E] come and those of dx go, some at a time: here all of them stay.
+
+    Over ranks a piece is the same rows of every rank's S tokens, so that all work on one at a time.
+
+    Attributes:
+        parts: ranks whose tokens make a piece; T = parts S.
+        fewest: pieces, where there are as many rows.
+    """
+
+    parts, fewest = 1, 1
+
+    def start_gather(self, x: torch.Tensor) -> Any:
+        """``wait()`` gives a piece of x[s, E], x[parts s, E] or a `Gathering` of it."""
+        return Here(x)
+
+    def start_sum(self, dx: torch.Tensor) -> Any:
+        """``wait()`` gives the sum over ranks of the piece dx[parts s, E], this rank's rows."""
+        return Here(dx)
+
+
+HERE = Pieces()
+
+
+def _arriving(x: torch.Tensor, step: int, pieces: Pieces) -> Iterator[tuple[slice, Any]]:
+    """(rows, their piece), while the next one is on its way."""
+    starting = ((rows, pieces.start_gather(x[rows])) for rows in blocks.slices(len(x), step))
+    following = next(starting, None)
+    while following is not None:
+        rows, pending = following
+        here = pending.wait()
+        following = next(starting, None)
+        yield rows, here
+
+
 @no_graph
 def linear_cross_entropy_fwd_bwd(
     x: torch.Tensor,
@@ -116,32 +168,46 @@ def linear_cross_entropy_fwd_bwd(
     vocabulary: Vocabulary,
     *,
     merge: Callable[[torch.Tensor], torch.Tensor] = lambda stats: stats,
+    pieces: Pieces = HERE,
     dx_dtype: torch.dtype | None = None,
     want_dw: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(losses[T], dx[T, E], dW[V/tp, E]), the gradients being those of the losses' plain sum.
+    """(losses[T], dx[S, E], dW[V/tp, E]), the gradients being those of the losses' plain sum.
 
-    dx has `dx_dtype` (None: it is empty); dW is float32 (float64 for float64), empty without
-    `want_dw`. `merge` combines the stats[k, N] of N rows of this shard with those of the others; it
-    is called once per slice of rows, equally often for every shard.
+    x[S, E] are the rows that `pieces` begin with: all T, or this rank's share. dx has `dx_dtype`
+    (None: it is empty); dW is float32 (float64 for float64), empty without `want_dw`. `merge`
+    combines the stats[k, N] of N rows of this shard with those of the others; it is called once per
+    piece, equally often for every shard.
     """
-    wide, sizes = compute_dtype(x), blocks.sizes(x)
-    losses = x.new_empty(len(x), dtype=wide)
+    wide, sizes, S, parts = compute_dtype(x), blocks.sizes(x), len(x), pieces.parts
+    losses, by_rank = x.new_empty(parts, S, dtype=wide), labels.view(parts, S)
     dx = x.new_empty(x.shape if dx_dtype is not None else 0, dtype=dx_dtype)
     dw = x.new_empty(weight.shape if want_dw else 0, dtype=wide)
     w, packed = weight.to(x.dtype), vocabulary.packed()
-    step = max(sizes.fewest_rows, sizes.elements // max(1, len(weight)))
-    for rows in blocks.slices(len(x), step):
-        here, mine = x[rows], labels[rows]
-        stats, own_lse, *held = _rows_fwd_op(here, w, mine, *packed)
-        stats = merge(stats)
-        losses[rows] = vocabulary.losses(stats, mine)
-        own = dx[rows] if dx_dtype is not None else dx
-        _rows_bwd_op(here, w, mine, stats[0], own_lse, held, own, dw, rows.start > 0, *packed)
-        del held  # before the next ones are made
-    if len(x) == 0:
+    step = max(sizes.fewest_rows, sizes.elements // max(1, len(weight))) // parts
+    leaving = []
+    for rows, here in _arriving(x, max(1, min(step, -(-S // pieces.fewest))), pieces):
+        mine, first = by_rank[:, rows].flatten(), []
+        if isinstance(here, Gathering):
+            z, here = blocks.gathering_product(here, w), here.whole
+            cols, *_ = _narrow(here, vocabulary.columns(len(w)))
+            first = [z[:, cols].contiguous()]
+        stats, own_lse, *held = _rows_fwd_op(here, w, mine, first, *packed)
+        stats, held = merge(stats), first + held
+        losses[:, rows] = vocabulary.losses(stats, mine).view(parts, -1)
+        terms = dx[rows] if dx.ndim > 1 else dx
+        if parts > 1 and dx_dtype is not None:  # of all ranks' tokens
+            terms = torch.empty_like(here, dtype=dx_dtype)
+        _rows_bwd_op(here, w, mine, stats[0], own_lse, held, terms, dw, rows.start > 0, *packed)
+        del held, first  # before the next ones are made
+        if dx_dtype is not None:
+            leaving.append((rows, terms, pieces.start_sum(terms)))
+    for rows, terms, pending in leaving:
+        if (total := pending.wait()) is not terms:
+            dx[rows] = total
+    if S == 0:
         dw.zero_()
-    return losses, dx, dw
+    return losses.flatten(), dx, dw
 
 
 @torch.library.custom_op("warpweave::linear_cross_entropy_fwd_bwd", mutates_args=())

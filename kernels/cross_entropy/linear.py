@@ -48,6 +48,7 @@ from warpweave.kernels.cross_entropy.recompute import (
 )
 from warpweave.kernels.cross_entropy.vocabulary import Vocabulary, check_options
 from warpweave.kernels.gemm.gradients import grad_dtype
+from warpweave.kernels.overlap.gathering import Gathering
 from warpweave.kernels.runtime.dispatch import choose, once_differentiable, wants_gradient
 from warpweave.kernels.runtime.wgrad import wgrad, wgrad_buffer
 
@@ -60,8 +61,12 @@ class _Recomputed(torch.autograd.Function):
         ctx.ranks, ctx.x_dtype, ctx.leaf = ranks, x.dtype, weight
         ctx.vocabulary = ranks.own(vocabulary, len(weight))
         x = x.to(dtype)
-        stats = linear_cross_entropy_fwd(ranks.gather(x), weight, labels, ctx.vocabulary)
-        stats = ranks.merge(stats)
+
+        def stats_of(part: torch.Tensor | Gathering, first: int) -> torch.Tensor:
+            mine = labels[first : first + part.shape[0]]
+            return linear_cross_entropy_fwd(part, weight, mine, ctx.vocabulary).t()
+
+        stats = ranks.merge(ranks.column_product(x, stats_of).t())
         losses = vocabulary.losses(stats, labels)
         # The losses too: see once_differentiable.
         ctx.save_for_backward(x, weight, labels, stats[0], losses)
@@ -102,7 +107,7 @@ class _InForward(torch.autograd.Function):
         ctx.dtypes, (want_dx, want_dw, *_) = (x.dtype, grad_dtype(weight)), ctx.needs_input_grad
         ctx.leaf = weight
         losses, dx, dw = ranks.fwd_bwd(
-            ranks.gather(x.to(dtype)),
+            x.to(dtype),
             weight,
             labels,
             ranks.own(vocabulary, len(weight)),
@@ -110,7 +115,7 @@ class _InForward(torch.autograd.Function):
             want_dw=want_dw,
         )
         if want_dx:
-            dx = ranks.sum(dx).to(dtype)
+            dx = dx.to(dtype)
         loss = losses.sum()
         ctx.save_for_backward(dx, dw, loss)  # an output: all inputs
         return loss

@@ -48,7 +48,8 @@ class LocalVocabulary(Local):
         dx_dtype: torch.dtype | None,
         want_dw: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """`linear_cross_entropy_fwd_bwd` with `merge`; here one operator, dx in the dtype of x."""
+        """`linear_cross_entropy_fwd_bwd` of all tokens of x, and the sum over ranks of this rank's
+        tokens of dx; here one operator, dx in the dtype of x."""
         want_dx = dx_dtype is not None
         return fwd_bwd_op(x, weight, labels, want_dx, want_dw, *vocabulary.packed())
 

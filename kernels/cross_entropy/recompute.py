@@ -12,6 +12,7 @@ from warpweave.kernels.cross_entropy import blocks
 from warpweave.kernels.cross_entropy.backward import bwd
 from warpweave.kernels.cross_entropy.vocabulary import Vocabulary, unpacked
 from warpweave.kernels.gemm.fused import gemm, gemm_into
+from warpweave.kernels.overlap.gathering import Gathering
 from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.runtime.dispatch import no_graph
 from warpweave.kernels.runtime.dtypes import no_autocast
@@ -52,14 +53,25 @@ def _(x, weight, labels, columns, terms, impl):
 
 @no_graph
 def linear_cross_entropy_fwd(
-    x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, vocabulary: Vocabulary
+    x: torch.Tensor | Gathering, weight: torch.Tensor, labels: torch.Tensor, vocabulary: Vocabulary
 ) -> torch.Tensor:
     """stats[2 or 3, T]: lse, target and (with smoothing) logit_sum of x[T, E] weight[V/tp, E]^T.
 
     They are those of `cross_entropy_fwd`, made block by block: nothing of the logits is kept. The
-    weight may have another dtype than x, which is then the one to compute in.
+    weight may have another dtype than x, which is then the one to compute in. Rows that are to be
+    gathered arrive under the product of the first columns, and the others follow.
     """
-    return _fwd_op(x, weight, labels, *vocabulary.packed())
+    if isinstance(x, torch.Tensor):
+        return _fwd_op(x, weight, labels, *vocabulary.packed())
+    z = blocks.gathering_product(x, weight)
+    cut = z.shape[1]
+    first = blocks.block_stats(z, labels, vocabulary)
+    del z  # before the next block is made
+    if cut == len(weight):
+        return first
+    others = blocks.from_column(vocabulary, cut).packed()
+    rest = _fwd_op(x.whole, weight[cut:], labels, *others)
+    return blocks.merged([first, rest], labels, vocabulary.ignore_index)
 
 
 # ---------------------------------------------------------------- backward

@@ -15,8 +15,10 @@ from warpweave.kernels.cross_entropy.linear import check_linear_cross_entropy, h
 from warpweave.kernels.cross_entropy.vocabulary import Vocabulary, check_options
 from warpweave.kernels.runtime.dispatch import choose
 from warpweave.parallel.collectives import group_rank, group_size
+from warpweave.parallel.symmetric import Workspace
 from warpweave.parallel.tensor.embedding import check_vocabulary
-from warpweave.parallel.tensor.loss import vocabulary_ranks
+from warpweave.parallel.tensor.loss import KINDS
+from warpweave.parallel.tensor.overlap import tensor_ranks
 
 
 def vocab_parallel_linear_cross_entropy(
@@ -33,6 +35,8 @@ def vocab_parallel_linear_cross_entropy(
     reduction: str = "sum",
     recompute: bool | None = None,
     padded_vocab_size: int | None = None,
+    overlap: str = "auto",
+    workspace: Workspace | None = None,
     impl: str | None = None,
 ) -> torch.Tensor:
     """Cross entropy of the logits x weight^T, whose columns are cut over the group.
@@ -55,6 +59,12 @@ def vocab_parallel_linear_cross_entropy(
     statistics per slice of rows is called there, and the backward calls none. A deferred weight
     gradient is then merely added later; with recompute=True it comes with dx and is not deferred.
 
+    overlap="chunked" gathers x a rank's tokens after the other under the logits of those before;
+    with recompute=False some tokens of every rank at a time, whose dx then leaves under the next
+    ones' products. "fused" gathers x within the product of the first block of columns. Only the
+    backward of recompute=True moves x and dx whole: in pieces it would read and write all of dW
+    once for each.
+
     Args:
         x: x[..., E] replicated, or x[T/R, ..., E] with sequence_parallel.
         weight: weight[V/R, E], rows [r V/R, (r+1) V/R) of the whole on rank r; the leaf parameter.
@@ -67,6 +77,7 @@ def vocab_parallel_linear_cross_entropy(
         reduction: "sum", 0-dim, or "none", losses like `labels`.
         recompute: as for `linear_cross_entropy`; None is False on CPU tensors and "sum".
         padded_vocab_size: V; None is `vocab_size` rounded up to a multiple of R.
+        overlap, workspace: as for `column_parallel_linear`.
         impl: as for `linear_cross_entropy`.
 
     Returns:
@@ -87,5 +98,7 @@ def vocab_parallel_linear_cross_entropy(
     dtype = check_linear_cross_entropy(name, x, weight, labels, parts=parts)
     impl = choose(impl, x, weight, labels)
     vocabulary = Vocabulary(0, vocab_size, ignore_index, label_smoothing, z_loss, impl)
-    ranks = vocabulary_ranks(group, sequence_parallel)
+    ranks = tensor_ranks(group, sequence_parallel, overlap, workspace, x=x, impl=impl, kinds=KINDS)
+    if group is not None and overlap in ("chunked", "fused"):
+        vocabulary.check_labels(labels)  # before the first message, not between two
     return head_loss(x, weight, labels, vocabulary, dtype, reduction, recompute, ranks)

@@ -8,12 +8,26 @@ import torch
 import torch.distributed as dist
 
 from warpweave.kernels.cross_entropy.function import CrossEntropy
-from warpweave.kernels.cross_entropy.in_forward import linear_cross_entropy_fwd_bwd
+from warpweave.kernels.cross_entropy.in_forward import (
+    Here,
+    Pieces,
+    linear_cross_entropy_fwd_bwd,
+)
 from warpweave.kernels.cross_entropy.local import LOCAL_VOCABULARY, LocalVocabulary
 from warpweave.kernels.cross_entropy.vocabulary import Vocabulary
+from warpweave.kernels.overlap.gathering import Gathering
 from warpweave.kernels.runtime.dispatch import choose
-from warpweave.parallel.collectives import group_rank, start_all_gather, sum_dtype
+from warpweave.parallel.collectives import (
+    Pending,
+    group_rank,
+    group_size,
+    start_all_gather,
+    sum_dtype,
+)
+from warpweave.parallel.tensor.chunked import ChunkedRanks
 from warpweave.parallel.tensor.embedding import check_vocabulary
+from warpweave.parallel.tensor.fused import FusedRanks
+from warpweave.parallel.tensor.overlap import Kinds, tensor_ranks
 from warpweave.parallel.tensor.ranks import TensorRanks
 
 
@@ -35,9 +49,11 @@ class VocabularyRanks(TensorRanks, LocalVocabulary):
         return self.start_sum(dx).wait()
 
     def fwd_bwd(
-        self, *tokens: Any, **wanted: Any
+        self, x: torch.Tensor, *tokens: Any, **wanted: Any
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return linear_cross_entropy_fwd_bwd(*tokens, merge=self.merge, **wanted)
+        x = self.gather(x)
+        losses, dx, dw = linear_cross_entropy_fwd_bwd(x, *tokens, merge=self.merge, **wanted)
+        return losses, dx if wanted["dx_dtype"] is None else self.sum(dx), dw
 
     def loss_type(self, equation: str, *operands: Any) -> Any:
         from spmd_types import I, P, rules
@@ -46,11 +62,39 @@ class VocabularyRanks(TensorRanks, LocalVocabulary):
         return rules.all_reduce(rules.einsum(equation, *operands), self.group, src=P, dst=I)
 
 
-def vocabulary_ranks(
-    group: dist.ProcessGroup | None, sequence_parallel: bool = False
-) -> LocalVocabulary:
-    """What the ranks of `group` do together; a group of None is one device."""
-    return LOCAL_VOCABULARY if group is None else VocabularyRanks(group, sequence_parallel)
+class _InPieces(VocabularyRanks, Pieces):
+    """Where the forward makes the gradients, x comes and dx goes in pieces: those of all ranks'
+    tokens on which all ranks work at a time, as they tell each other of every row."""
+
+    @property
+    def parts(self) -> int:
+        return group_size(self.group) if self.sequence_parallel else 1
+
+    def fwd_bwd(
+        self, *tokens: Any, **wanted: Any
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return linear_cross_entropy_fwd_bwd(*tokens, merge=self.merge, pieces=self, **wanted)
+
+
+class ChunkedVocabulary(ChunkedRanks, _InPieces):
+    """As many pieces as ranks, at least: one is on its way while another is multiplied."""
+
+    @property
+    def fewest(self) -> int:
+        return group_size(self.group)
+
+    def start_gather(self, x: torch.Tensor) -> Pending | Here:
+        return start_all_gather(x, self.group) if self.sequence_parallel else Here(x)
+
+
+class FusedVocabulary(FusedRanks, _InPieces):
+    """A piece is gathered within the product of its first columns."""
+
+    def start_gather(self, x: torch.Tensor) -> Here:
+        return Here(Gathering(x, self.workspace) if self.sequence_parallel else x)
+
+
+KINDS = Kinds(LOCAL_VOCABULARY, VocabularyRanks, ChunkedVocabulary, FusedVocabulary)
 
 
 def vocab_parallel_cross_entropy(
@@ -111,4 +155,4 @@ def vocab_parallel_cross_entropy(
     check_vocabulary(name, "logits columns", logits.shape[1], group, vocab_size, padded_vocab_size)
     impl = choose(impl, logits, labels)
     vocabulary = Vocabulary(0, vocab_size, ignore_index, label_smoothing, z_loss, impl)
-    return CrossEntropy.apply(logits, labels, vocabulary, vocabulary_ranks(group))
+    return CrossEntropy.apply(logits, labels, vocabulary, tensor_ranks(group, False, kinds=KINDS))

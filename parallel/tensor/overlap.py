@@ -12,12 +12,12 @@ products, of which there are two.
 
 from __future__ import annotations
 
-from typing import Literal, cast, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 import torch.distributed as dist
 
-from warpweave.kernels.gemm.local import LOCAL, Local
+from warpweave.kernels.gemm.local import LOCAL
 from warpweave.kernels.overlap.gathering import check_fusing
 from warpweave.kernels.runtime.dispatch import choose
 from warpweave.parallel.symmetric import Workspace
@@ -35,6 +35,18 @@ def check_overlap(overlap: str) -> Overlap:
     return cast(Overlap, overlap)
 
 
+class Kinds(NamedTuple):
+    """What stands for the ranks of a group: for one device, and the class of each way."""
+
+    local: Any = LOCAL
+    whole: type[TensorRanks] = TensorRanks
+    chunked: type[ChunkedRanks] = ChunkedRanks
+    fused: type[FusedRanks] = FusedRanks
+
+
+PRODUCT = Kinds()
+
+
 def tensor_ranks(
     group: dist.ProcessGroup | None,
     sequence_parallel: bool,
@@ -43,26 +55,28 @@ def tensor_ranks(
     *,
     x: torch.Tensor | None = None,
     impl: str | None = "triton",
-) -> Local:
+    kinds: Kinds = PRODUCT,
+) -> Any:
     """What the ranks of `group` do around a product; a group of None is one device.
 
     Args:
         overlap: see above.
         workspace: the group's symmetric memory, which `fused` needs.
         x, impl: what is multiplied, and by which implementation.
+        kinds: those of a product, `Local`, or of one that asks more of its ranks.
 
     Raises:
         ValueError: `overlap` is no such word, or what is fused cannot run.
     """
     check_overlap(overlap)
     if group is None:
-        return LOCAL
+        return kinds.local
     if overlap == "fused":
         if workspace is None:
             raise ValueError("overlap='fused' needs the workspace of the group, got None")
         if x is not None:
             check_fusing(choose(impl, x))
-        return FusedRanks(group, sequence_parallel, workspace=workspace)
+        return kinds.fused(group, sequence_parallel, workspace=workspace)
     if overlap == "chunked":
-        return ChunkedRanks(group, sequence_parallel)
-    return TensorRanks(group, sequence_parallel, bulk=overlap != "none")
+        return kinds.chunked(group, sequence_parallel)
+    return kinds.whole(group, sequence_parallel, bulk=overlap != "none")
