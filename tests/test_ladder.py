@@ -19,7 +19,7 @@ ROOMS = {
         ("layers",),
         ("config", "dtypes", "exchange", "messages", "plain_gpt"),
         ("gpt",),
-        ("checkpoint", "data", "engine", "launch", "tune"),
+        ("checkpoint", "data", "engine", "hf", "launch", "tune"),
         ("prove", "train_config"),
         ("metrics",),
         ("train",),

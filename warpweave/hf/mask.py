@@ -1,0 +1,185 @@
+"""What a Hugging Face mask means to our attention: causal or not, a window, documents, positions.
+
+transformers describes a mask as a function of (sample, head, query, key), composed of closures, and
+asks the attention's own mask function to make something of it. Ours makes no S x S tensor: it reads
+the closures and writes a `Visible`. Padding at either end makes documents of a sample, and so do
+packed sequences and chunks. What is no interval of keys per query raises ValueError.
+
+Models hand the mask on as a tensor, so a `Visible` travels on a `Mask`, a stand-in of the mask's
+shape whose one element is NaN: a model that computes with its mask gets a plain tensor of NaN,
+never a wrong number, and the attention refuses whatever is no `Mask`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from transformers import masking_utils
+
+
+class Visible(NamedTuple):
+    """The keys that each query sees, as `kernels.attention.attention` takes them."""
+
+    causal: bool
+    window: int | None
+    documents: torch.Tensor | None
+    q_run: tuple[int, int]
+    k_run: tuple[int, int]
+
+
+class Mask(torch.Tensor):
+    """A tensor [B, 1, Sq, Sk] of NaN, without memory, that carries a `Visible` in `visible`."""
+
+    visible: Visible
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func in (torch.Tensor.contiguous, torch.Tensor.detach):  # generate() asks for one
+            return args[0]
+        with torch._C.DisableTorchFunctionSubclass():
+            out = func(*args, **(kwargs or {}))
+        if func in (torch.Tensor.to, torch.Tensor.clone) and isinstance(args[0], Mask):
+            return masked(out, args[0].visible)
+        return out
+
+
+def masked(like: torch.Tensor, visible: Visible) -> Mask:
+    """A `Mask` of a tensor's shape, dtype and device."""
+    nan = torch.full((), float("nan"), dtype=like.dtype, device=like.device)
+    mask = nan.expand(like.shape).as_subclass(Mask)
+    mask.visible = visible
+    return mask
+
+
+class _Pattern(NamedTuple):
+    causal: bool = False
+    window: int | None = None
+    starts: tuple[torch.Tensor, ...] = ()  # each [B, n]: where something of its own begins
+
+
+def make_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int | torch.Tensor = 0,
+    mask_function: Callable = masking_utils.causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    **_,
+) -> Mask | None:
+    """The mask function registered beside our attention: a `Mask`, or None where a query sees all
+    keys, or all up to its own, and rows are positions.
+
+    Raises ValueError on a mask function that is none of transformers' own, and on padding in the
+    middle of a sample.
+    """
+    q_offset, kv_offset = int(q_offset), int(kv_offset)
+    pattern = _read(mask_function, kv_offset + kv_length)
+    starts = list(pattern.starts)
+    if attention_mask is not None:
+        seen = min(kv_length, q_offset + q_length - kv_offset) if pattern.causal else kv_length
+        starts += _padding(attention_mask, kv_offset, seen, pattern.causal)
+    window = pattern.window
+    if window is not None and window >= max(kv_offset + kv_length, q_offset + q_length):
+        window = None
+    rows_are_positions = q_offset == kv_offset and q_length == kv_length
+    if not starts and window is None and (rows_are_positions or not pattern.causal):
+        return None
+    visible = Visible(
+        pattern.causal, window, _documents(starts, batch_size), (q_offset, q_length),
+        (kv_offset, kv_length),
+    )  # fmt: skip
+    like = torch.empty((), dtype=dtype, device=device).expand(batch_size, 1, q_length, kv_length)
+    return masked(like, visible)
+
+
+# ---------------------------------------------------------------- 1. closures
+
+
+def _read(function: Callable, end: int) -> _Pattern:
+    """The pattern of a mask function over the keys before `end`."""
+    name = function.__qualname__.removesuffix(".<locals>.inner_mask")
+    cells = function.__closure__ or ()
+    held = dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in cells)))
+    if function is masking_utils.causal_mask_function:
+        return _Pattern(causal=True)
+    if function is masking_utils.bidirectional_mask_function:
+        return _Pattern()
+    if function.__module__ == masking_utils.__name__:
+        if name == "and_masks.<locals>.and_mask":
+            return _both([_read(part, end) for part in held["mask_functions"]])
+        if name == "sliding_window_overlay":
+            return _Pattern(window=held["sliding_window"])
+        if name == "sliding_window_bidirectional_overlay":
+            return _Pattern(window=held["sliding_window"] + 1)
+        if name == "chunked_overlay":
+            return _Pattern(starts=(_chunks(held["chunk_size"], held["left_padding"], end),))
+        if name == "packed_sequence_mask_function":
+            return _Pattern(starts=(_packed(held["packed_sequence_mask"]),))
+        if name == "remap_positions_for_packed_sequence":
+            # Within a sequence positions differ as rows do: all but chunks are what they are.
+            pattern = _read(held["mask_function"], end)
+            if not pattern.starts:
+                return pattern
+    raise ValueError(
+        f"warpweave attention knows no mask of {function.__qualname__}: what a query sees must be "
+        "one run of keys; use another attention: model.set_attn_implementation('sdpa')"
+    )
+
+
+def _both(patterns: list[_Pattern]) -> _Pattern:
+    windows = [p.window for p in patterns if p.window is not None]
+    return _Pattern(
+        any(p.causal for p in patterns),
+        min(windows, default=None),
+        tuple(start for p in patterns for start in p.starts),
+    )
+
+
+# ---------------------------------------------------------------- 2. documents
+
+
+def _packed(number: torch.Tensor) -> torch.Tensor:
+    """The first row of every sequence, of the number[B, S] of each row's."""
+    S = number.shape[1]
+    each = torch.arange(int(number[:, -1].max()) + 2, device=number.device)
+    return torch.searchsorted(number.contiguous(), each.expand(len(number), -1).contiguous()).clamp(
+        max=S
+    )
+
+
+def _chunks(size: int, left_padding: torch.Tensor, end: int) -> torch.Tensor:
+    steps = torch.arange(0, end + size, size, device=left_padding.device)
+    return (left_padding[:, None] + steps).clamp(max=end)
+
+
+def _padding(mask: torch.Tensor, kv_offset: int, seen: int, causal: bool) -> list[torch.Tensor]:
+    """[B, 2]: where the tokens of each sample begin and end, of a mask[B, S]; nothing where that
+    hides no key from a token."""
+    mask = mask[:, kv_offset : kv_offset + seen].bool()
+    mask = torch.nn.functional.pad(mask, (0, seen - mask.shape[1]))
+    count = mask.sum(1)
+    first = mask.int().argmax(1)
+    at = torch.arange(seen, device=mask.device)
+    run = (at >= first[:, None]) & (at < (first + count)[:, None])
+    hidden, broken = torch.stack(((count < seen).any(), (run != mask).any())).tolist()
+    if broken:
+        raise ValueError(
+            "warpweave attention takes padding at the ends of a sample, and attention_mask has "
+            "zeros between its ones: pad on the left, or use set_attn_implementation('sdpa')"
+        )
+    if not hidden or (causal and not first.any()):  # causal rows never see what is behind them
+        return []
+    return [torch.stack((first, first + count), 1) + kv_offset]
+
+
+def _documents(starts: list[torch.Tensor], batch_size: int) -> torch.Tensor | None:
+    """Boundaries [B, n], of everything that begins somewhere."""
+    if not starts:
+        return None
+    zero = starts[0].new_zeros(batch_size, 1)
+    return torch.cat([zero, *(s.expand(batch_size, -1) for s in starts)], 1).sort(1).values
