@@ -77,22 +77,21 @@ def make_mask(
     Raises ValueError on a mask function that is none of transformers' own, and on padding in the
     middle of a sample.
     """
-    q_offset, kv_offset = int(q_offset), int(kv_offset)
-    pattern = _read(mask_function, kv_offset + kv_length)
-    starts = list(pattern.starts)
+    q_run, k_run = (int(q_offset), q_length), (int(kv_offset), kv_length)
+    end = max(sum(q_run), sum(k_run))
+    pattern = _read(mask_function, end)
+    causal, window, starts = pattern.causal, pattern.window, list(pattern.starts)
+    window = None if window is None or window >= end else window
     if attention_mask is not None:
-        seen = min(kv_length, q_offset + q_length - kv_offset) if pattern.causal else kv_length
-        starts += _padding(attention_mask, kv_offset, seen, pattern.causal)
-    window = pattern.window
-    if window is not None and window >= max(kv_offset + kv_length, q_offset + q_length):
-        window = None
-    rows_are_positions = q_offset == kv_offset and q_length == kv_length
-    if not starts and window is None and (rows_are_positions or not pattern.causal):
+        seen = min(kv_length, sum(q_run) - k_run[0]) if causal else kv_length
+        first, stop, hides = _padding(attention_mask, k_run[0], seen, causal)
+        if hides and (causal or window or starts):
+            starts += [first + k_run[0], stop + k_run[0]]
+        elif hides:  # a query sees all tokens wherever it stands itself
+            q_run, k_run, starts = _beside(first, stop, q_length, kv_length)
+    if not starts and window is None and (q_run == k_run or not causal):
         return None
-    visible = Visible(
-        pattern.causal, window, _documents(starts, batch_size), (q_offset, q_length),
-        (kv_offset, kv_length),
-    )  # fmt: skip
+    visible = Visible(causal, window, _documents(starts, batch_size), q_run, k_run)
     like = torch.empty((), dtype=dtype, device=device).expand(batch_size, 1, q_length, kv_length)
     return masked(like, visible)
 
@@ -157,24 +156,43 @@ def _chunks(size: int, left_padding: torch.Tensor, end: int) -> torch.Tensor:
     return (left_padding[:, None] + steps).clamp(max=end)
 
 
-def _padding(mask: torch.Tensor, kv_offset: int, seen: int, causal: bool) -> list[torch.Tensor]:
-    """[B, 2]: where the tokens of each sample begin and end, of a mask[B, S]; nothing where that
-    hides no key from a token."""
+def _padding(
+    mask: torch.Tensor, kv_offset: int, seen: int, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor, bool]:
+    """Where the tokens of each sample begin and end, [B, 1] each, of a mask[B, S], among the `seen`
+    keys from `kv_offset` on; and whether that hides a key from a token."""
     mask = mask[:, kv_offset : kv_offset + seen].bool()
     mask = torch.nn.functional.pad(mask, (0, seen - mask.shape[1]))
-    count = mask.sum(1)
-    first = mask.int().argmax(1)
+    first, count = mask.int().argmax(1, keepdim=True), mask.sum(1, keepdim=True)
     at = torch.arange(seen, device=mask.device)
-    run = (at >= first[:, None]) & (at < (first + count)[:, None])
-    hidden, broken = torch.stack(((count < seen).any(), (run != mask).any())).tolist()
+    run = (at >= first) & (at < first + count)
+    hides = first.any() if causal else (count < seen).any()  # causal rows see nothing behind them
+    hides, broken = torch.stack((hides, (run != mask).any())).tolist()
     if broken:
         raise ValueError(
             "warpweave attention takes padding at the ends of a sample, and attention_mask has "
             "zeros between its ones: pad on the left, or use set_attn_implementation('sdpa')"
         )
-    if not hidden or (causal and not first.any()):  # causal rows never see what is behind them
-        return []
-    return [torch.stack((first, first + count), 1) + kv_offset]
+    return first, first + count, hides
+
+
+_Run = tuple[int, int]
+
+
+def _beside(
+    first: torch.Tensor, stop: torch.Tensor, q_length: int, kv_length: int
+) -> tuple[_Run, _Run, list[torch.Tensor]]:
+    """Positions of queries and keys that put all queries into one document with the keys in
+    [first, stop): behind the keys if these are padded on the left, else before them."""
+    left, right = torch.stack((first.any(), (stop < kv_length).any())).tolist()
+    if left and right:
+        raise ValueError(
+            "warpweave attention takes padding on one side of the samples of a batch where queries "
+            "see all tokens, and attention_mask has zeros on both"
+        )
+    if left:
+        return (kv_length, q_length), (0, kv_length), [first]
+    return (0, q_length), (q_length, kv_length), [stop + q_length]
 
 
 def _documents(starts: list[torch.Tensor], batch_size: int) -> torch.Tensor | None:

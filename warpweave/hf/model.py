@@ -177,6 +177,8 @@ def _replace_whole(
             report.add("", kind, model, False, "no transformers model")
         return
     inputs = dict(model.dummy_inputs if example is None else example)
+    if example is None:
+        inputs.pop("attention_mask", None)  # `_paddings` makes its own
     inputs = {k: v.to(model.device) for k, v in inputs.items() if isinstance(v, torch.Tensor)}
     if "attention" in kinds:
         _replace_attention(model, inputs, report)
@@ -257,8 +259,9 @@ def _paddings(
     more: dict[str, object] = {"use_cache": False} if "use_cache" in parameters else {}
     yield more, None
     ids = inputs.get("input_ids")
-    alone = set(inputs) == {"input_ids"}
-    if alone and ids.ndim == 2 and ids.shape[1] > 2 and "attention_mask" in parameters:
+    padded = ids is not None and ids.ndim == 2 and ids.shape[1] > 2
+    if padded and "attention_mask" in parameters and "attention_mask" not in inputs:
         mask = torch.ones_like(ids)
         mask[1:, :2] = 0
-        yield {**more, "attention_mask": mask}, mask.bool()
+        decoder = model.config.is_encoder_decoder  # whose output is of no padded token
+        yield {**more, "attention_mask": mask}, None if decoder else mask.bool()
