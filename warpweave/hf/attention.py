@@ -15,6 +15,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from warpweave.hf.mask import Mask, Visible, make_mask
+from warpweave.hf.patch import few
 from warpweave.kernels.attention import attention
 
 NAME = "warpweave"
@@ -54,6 +55,8 @@ def attend(
     if asked:
         raise ValueError(f"{name}: warpweave attention has no {', '.join(asked)}")
     visible = _visible(module, query, key, attention_mask, is_causal)
+    if few(query) and softcap is None and s_aux is None and not dropout:
+        return _attend_few(query, key, value, attention_mask, visible, scaling), None
     D, Dv = query.shape[-1], value.shape[-1]
     wide = max(D, Dv)
     scale = D**-0.5 if scaling is None else float(scaling)
@@ -77,6 +80,28 @@ def attend(
         k_runs=(visible.k_run,),
     )
     return (o if Dv == wide else o[..., :Dv].contiguous()), None
+
+
+def _attend_few(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: Mask | None,
+    visible: Visible,
+    scaling: float | None,
+) -> torch.Tensor:
+    """Of a `few` numbers: torch's own operator, with the mask written out once for all layers."""
+    seen = None
+    if mask is not None:
+        if mask.seen is None:
+            mask.seen = visible.written_out(query.device)
+        seen = mask.seen
+    o = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=seen, is_causal=seen is None and visible.causal,
+        scale=None if scaling is None else float(scaling),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )  # fmt: skip
+    return o.transpose(1, 2).contiguous()
 
 
 def _visible(

@@ -28,11 +28,32 @@ class Visible(NamedTuple):
     q_run: tuple[int, int]
     k_run: tuple[int, int]
 
+    def written_out(self, device: torch.device) -> torch.Tensor:
+        """bool[B or 1, 1, Sq, Sk], True where a query sees a key."""
+        q, k = (torch.arange(at, at + n, device=device) for at, n in (self.q_run, self.k_run))
+        distance = q[:, None] - k
+        seen = distance >= 0 if self.causal else torch.ones_like(distance, dtype=torch.bool)
+        if self.window is not None:
+            seen &= distance.abs() < self.window
+        if self.documents is None:
+            return seen[None, None]
+        of_q, of_k = (
+            torch.searchsorted(
+                self.documents.to(device),
+                x.expand(len(self.documents), -1).contiguous(),
+                right=True,
+            )
+            for x in (q, k)
+        )
+        return (seen & (of_q[:, :, None] == of_k[:, None]))[:, None]
+
 
 class Mask(torch.Tensor):
-    """A tensor [B, 1, Sq, Sk] of NaN, without memory, that carries a `Visible` in `visible`."""
+    """A tensor [B, 1, Sq, Sk] of NaN, without memory, that carries a `Visible` in `visible`, and in
+    `seen` what is written out of it, once asked for."""
 
     visible: Visible
+    seen: torch.Tensor | None = None
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):

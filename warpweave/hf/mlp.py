@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from warpweave.hf.patch import original
+from warpweave.hf.patch import few, original
 from warpweave.hf.probe import agree, noise, quietly, tried
 from warpweave.kernels.activation import activate
 from warpweave.kernels.mlp import mlp
@@ -67,7 +67,7 @@ def slow_activation(module: nn.Module) -> str | None:
 
 def activation_forward(name: str) -> Callable:
     def forward(self, input):
-        return activate(input, name)
+        return original(self)(input) if few(input) else activate(input, name)
 
     return forward
 
@@ -165,6 +165,8 @@ def forward_of(form: Form) -> Callable:
 
 def _gated_forward(form: Form) -> Callable:
     def forward(self, hidden_states):
+        if few(hidden_states):
+            return original(self)(hidden_states)
         up = getattr(self, form.up)(hidden_states)
         if form.gate is not None:
             gate = getattr(self, form.gate)(hidden_states)
@@ -181,7 +183,7 @@ def _gated_forward(form: Form) -> Callable:
 def _plain_forward(form: Form) -> Callable:
     def forward(self, hidden_states):
         up, down = getattr(self, form.up), getattr(self, form.down)
-        if not (is_plain_linear(up) and is_plain_linear(down)):
+        if few(hidden_states) or not (is_plain_linear(up) and is_plain_linear(down)):
             return original(self)(hidden_states)
         y = mlp(
             hidden_states, _weight(up), _weight(down), up.bias, down.bias,

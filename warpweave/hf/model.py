@@ -141,13 +141,18 @@ def _replace_mlps(model: nn.Module, report: Report) -> None:
                 patch(module, mlp.forward_of(form))
                 inside.update(module.modules())
             report.add(name, "mlp", module, isinstance(form, mlp.Form), str(form))
-        elif "activation" in type(module).__name__.lower() and not is_patched(module):
+        elif _is_named_activation(module) and not is_patched(module):
             kind = type(module)
             if kind not in activations:
                 activations[kind] = mlp.slow_activation(module)
             if activations[kind]:
                 patch(module, mlp.activation_forward(activations[kind]))
                 report.add(name, "mlp", module, True, f"activation, {activations[kind]}")
+
+
+def _is_named_activation(module: nn.Module) -> bool:
+    name = type(module).__name__.lower()
+    return any(word in name for word in ("activation", "gelu", "relu"))
 
 
 def _kind_of(module: nn.Module) -> tuple:

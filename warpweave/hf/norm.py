@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from warpweave.hf.patch import few, original, ours_always
 from warpweave.hf.probe import agree, noise, tried
 from warpweave.kernels.norm import layer_norm, rms_norm
 from warpweave.kernels.reference import compute_dtype
@@ -83,6 +84,8 @@ def forward_of(form: Form) -> Callable:
     norm = layer_norm if form.layer else rms_norm
 
     def forward(self, hidden_states):
+        if few(hidden_states):
+            return original(self)(hidden_states)
         x, weight = hidden_states, getattr(self, "weight", None)
         dtype = x.dtype
         if form.autocast and torch.is_autocast_enabled(x.device.type):
@@ -134,7 +137,8 @@ def _answers(
     for dtype, cast in product(dtypes, (False, True)):
         if wanted is not None and (dtype, cast) not in wanted:
             continue
-        with torch.no_grad(), torch.autocast(x.device.type, torch.bfloat16, enabled=cast):
+        autocast = torch.autocast(x.device.type, torch.bfloat16, enabled=cast)
+        with torch.no_grad(), ours_always(), autocast:
             y = tried(lambda dtype=dtype: forward(x.to(dtype)[None]))
         if wanted is None:
             if y is not None:

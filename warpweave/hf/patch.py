@@ -6,14 +6,23 @@ the same reason a new forward reaches the original through `original`, never thr
 
 Under accelerate's hooks (a model on several devices) `forward` is the hook's, and what it calls is
 `_old_forward`: there it is that one which is replaced.
+
+On a CPU and without gradients a new forward hands a `few` numbers to the original: where one token
+is generated, checking and dispatching a call costs more than computing it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import MethodType
 
+import torch
 from torch import nn
+
+FEW = 2**15  # numbers
+_ours_always: ContextVar[bool] = ContextVar("warpweave_hf_ours_always", default=False)
 
 _BEFORE = "_forward_before_warpweave"  # {name of the attribute: what the module's dict had, if any}
 
@@ -51,3 +60,19 @@ def unpatch(module: nn.Module) -> None:
 
 def _slot(module: nn.Module) -> str:
     return "_old_forward" if hasattr(module, "_hf_hook") else "forward"
+
+
+def few(x: torch.Tensor) -> bool:
+    """Whether calling torch's own operators directly takes less time than ours, measured."""
+    cheap = x.device.type == "cpu" and x.numel() <= FEW
+    return cheap and not torch.is_grad_enabled() and not _ours_always.get()
+
+
+@contextmanager
+def ours_always() -> Iterator[None]:
+    """Meanwhile nothing is `few`: to compare and to test."""
+    token = _ours_always.set(True)
+    try:
+        yield
+    finally:
+        _ours_always.reset(token)

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from warpweave.hf.patch import ours_always
+
 WIDE = (torch.float64, torch.float32)
 EXACT = 1e-5  # of the largest: norms of transformers round to float32 inside, whatever the dtype
 HALF = 2e-2  # of 16-bit dtypes: each side rounds in places of its own
@@ -36,7 +38,7 @@ def quietly(model: nn.Module, *, training: bool = False) -> Iterator[None]:
     modes = {module: module.training for module in model.modules()}
     parameters = list(model.parameters())
     devices = sorted({p.device.index for p in parameters if p.device.type == "cuda"})
-    with torch.no_grad(), torch.random.fork_rng(devices):
+    with torch.no_grad(), ours_always(), torch.random.fork_rng(devices):
         torch.manual_seed(0)
         model.train(training)
         try:
