@@ -19,7 +19,7 @@ ROOMS = {
         ("layers",),
         ("compat", "config", "dtypes", "exchange", "messages", "plain_gpt"),
         ("gpt",),
-        ("checkpoint", "data", "engine", "launch", "tune"),
+        ("checkpoint", "data", "engine", "hf", "launch", "tune"),
         ("convert",),
         ("prove", "train_config"),
         ("metrics",),

@@ -1,0 +1,524 @@
+"""`warpweave.hf` in random tiny models, against the untouched ones with eager attention.
+
+`benchmarks/hf_families.py` has the families, here are a few of them and what else can go wrong.
+"""
+
+import copy
+import importlib
+import inspect
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+transformers = pytest.importorskip("transformers", reason="an extra of its own")
+
+import warpweave.hf as ww  # noqa: E402
+from warpweave.hf import attention, loss, mask, mlp, norm  # noqa: E402
+from warpweave.hf.patch import ours_always  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def families():
+    transformers.logging.set_verbosity_error()
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        return importlib.import_module("hf_families")
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+
+
+@pytest.fixture
+def llama(families):
+    return families.make("llama").eval()
+
+
+def ids(batch: int = 2, length: int = 11, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, 101, (batch, length), generator=generator)
+
+
+def applied(model: nn.Module, **options) -> nn.Module:
+    found = copy.deepcopy(model)
+    ww.apply(found, **options)
+    return found
+
+
+def grads(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_close(ours: torch.Tensor, theirs: torch.Tensor, limit: float = 1e-5) -> None:
+    assert ours.shape == theirs.shape
+    assert (ours - theirs).abs().max() <= limit * theirs.abs().max()
+
+
+# ---------------------------------------------------------------- 1. families
+
+
+@pytest.mark.parametrize(
+    ("family", "replaced"),
+    [
+        ("llama 3 rope", {"norm": 5, "mlp": 2, "attention": 2, "loss": 1}),
+        ("gemma2", {"norm": 9, "mlp": 2, "attention": 2, "loss": 1}),
+        ("gpt2", {"norm": 5, "mlp": 2, "attention": 2, "loss": 1}),
+        ("gpt oss", {"norm": 5, "attention": 2, "loss": 1}),
+        ("deepseek v3", {"norm": 9, "mlp": 2, "attention": 2, "loss": 1}),
+        ("bloom", {"norm": 6, "mlp": 2, "loss": 1}),
+        ("modernbert", {"norm": 6, "mlp": 2, "attention": 2}),
+        ("bart", {"norm": 12, "attention": 6}),
+    ],
+)
+def test_a_family_computes_the_same_and_says_what_was_replaced(families, family, replaced):
+    row = families.compare(family)
+    assert row.good, row
+    assert row.replaced == replaced
+    assert {"logits:left", "logits:right", "gradients"} <= row.errors.keys()
+
+
+def test_the_benchmark_would_see_a_wrong_model(families):
+    theirs = families.make("llama").eval()
+    row, ours = families.Row("llama"), copy.deepcopy(theirs)
+    ours.model.layers[1].self_attn.scaling *= 1.01
+    families._compare_logits(row, ours, theirs, families.inputs_of(theirs))
+    families._compare_tokens(row, ours, theirs, families.inputs_of(theirs))
+    assert not row.good
+    assert all(e > 1e-4 for e in row.errors.values())
+
+
+# ---------------------------------------------------------------- 2. apply, report, revert
+
+
+def test_nothing_that_is_saved_or_read_by_name_changes(llama, tmp_path):
+    ours = applied(llama)
+    assert list(ours.state_dict()) == list(llama.state_dict())
+    assert str(inspect.signature(ours.forward)) == str(inspect.signature(llama.forward))
+    assert type(ours) is type(llama)
+    ours.save_pretrained(tmp_path)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert again.config._attn_implementation != attention.NAME
+    for name, p in llama.state_dict().items():
+        assert torch.equal(again.state_dict()[name], p)
+
+
+def test_revert_leaves_no_trace(llama):
+    ours = copy.deepcopy(llama)
+    before = {n: dict(vars(m)) for n, m in ours.named_modules()}
+    ww.apply(ours)
+    assert ours.config._attn_implementation == attention.NAME
+    ww.revert(ours)
+    assert {n: vars(m).keys() for n, m in ours.named_modules()} == {
+        n: v.keys() for n, v in before.items()
+    }
+    assert ours.config._attn_implementation == "eager"
+    assert torch.equal(ours(ids()).logits, llama(ids()).logits)
+    with pytest.raises(ValueError, match="nothing of warpweave"):
+        ww.revert(ours)
+
+
+def test_a_dry_run_reports_and_changes_nothing(llama):
+    state = torch.get_rng_state()
+    dry = ww.apply(llama, dry=True)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert llama.config._attn_implementation == "eager"
+    assert not any("forward" in vars(m) for m in llama.modules())
+    real = ww.apply(llama)
+    assert dry == real
+    assert {e.kind for e in real.replaced()} == set(ww.KINDS)
+    table = str(real).splitlines()
+    assert len(table) == 5
+    assert any(line.split()[:3] == ["5", "x", "LlamaRMSNorm"] for line in table)
+
+
+def test_only_some_kinds(llama):
+    assert {e.kind for e in ww.apply(llama, only=["norm"]).replaced()} == {"norm"}
+    ww.revert(llama)
+    assert {e.kind for e in ww.apply(llama, only={"loss", "mlp"}).replaced()} == {"loss", "mlp"}
+
+
+def test_a_copy_computes_with_its_own_weights(llama):
+    ours = applied(llama)
+    other = copy.deepcopy(ours)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.mul_(1.5)
+    theirs = copy.deepcopy(llama)
+    theirs.load_state_dict(other.state_dict())
+    for always in (False, True):
+        with torch.set_grad_enabled(always):
+            assert_close(other(ids()).logits, theirs(ids()).logits)
+            assert_close(ours(ids()).logits, llama(ids()).logits)
+
+
+def test_what_apply_refuses(llama):
+    with pytest.raises(ValueError, match="only must be some of norm, mlp, attention, loss"):
+        ww.apply(llama, only=["norms"])
+    with pytest.raises(TypeError, match="needs a model, got dict"):
+        ww.apply({})
+    with pytest.raises(ValueError, match="nothing to replace in Linear: no module is known"):
+        ww.apply(nn.Linear(2, 2), only=["norm", "mlp"])
+    with torch.device("meta"), pytest.raises(ValueError, match="on the meta device"):
+        ww.apply(nn.LayerNorm(4))
+    ww.apply(llama)
+    with pytest.raises(ValueError, match="revert it first"):
+        ww.apply(llama)
+
+
+def test_a_model_that_fails_on_the_way_is_left_as_it_was(llama, monkeypatch):
+    monkeypatch.setattr(loss, "find_form", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        ww.apply(llama)
+    assert llama.config._attn_implementation == "eager"
+    assert not any("forward" in vars(m) for m in llama.modules())
+
+
+# ---------------------------------------------------------------- 3. norms
+
+
+class OffByEps(nn.Module):
+    """RMSNorm with eps outside the root."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(16)), 1e-5
+
+    def forward(self, x):
+        return self.weight * x / (x.pow(2).mean(-1, keepdim=True).sqrt() + self.eps)
+
+
+class HalfOffset(OffByEps):
+    """Multiplies by 0.5 + w: at w = 0.5 it looks like any other."""
+
+    def forward(self, x):
+        rstd = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (0.5 + self.weight) * x * rstd
+
+
+@pytest.mark.parametrize("module", [OffByEps, HalfOffset])
+def test_a_norm_that_is_almost_one_is_kept(module):
+    model = nn.Sequential(module(), nn.LayerNorm(16))
+    report = ww.apply(model, only=["norm"])
+    assert [e.module for e in report.kept()] == [module.__name__]
+    assert [e.name for e in report.replaced()] == ["1"]
+
+
+def test_norms_have_the_dtypes_of_the_original_under_autocast():
+    from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+    from transformers.models.t5.modeling_t5 import T5LayerNorm
+
+    for make in (LlamaRMSNorm, GemmaRMSNorm, T5LayerNorm, nn.LayerNorm, nn.RMSNorm):
+        theirs = make(16, eps=1e-5)
+        ours = applied(theirs, only="norm")
+        for dtype in (torch.float32, torch.bfloat16):
+            for cast in (False, True):
+                x = torch.randn(3, 16, dtype=dtype)
+                with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+                    try:
+                        wanted = theirs(x)
+                    except RuntimeError:
+                        continue  # torch refuses mixed dtypes
+                    found = ours(x)
+                assert found.dtype == wanted.dtype, (make, dtype, cast)
+                assert_close(found.float(), wanted.float(), 1e-5 if x.dtype == wanted.dtype
+                             == torch.float32 else 2e-2)  # fmt: skip
+
+
+def test_a_norm_of_an_unknown_forward_is_not_replaced_twice():
+    theirs = nn.LayerNorm(16)
+    theirs.forward = lambda x: x
+    with pytest.raises(ValueError, match="replaced by somebody else"):
+        ww.apply(theirs, only="norm")
+    assert isinstance(norm.find_form(nn.LayerNorm(16)), norm.Form)
+
+
+# ---------------------------------------------------------------- 4. feed-forward modules
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_erf"])
+def test_the_gated_product_has_the_gradients_of_torch(name):
+    gate, up = (torch.randn(3, 7, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    assert torch.autograd.gradcheck(lambda g, u: mlp.gated_product(g, u, name), (gate, up))
+    assert torch.equal(mlp.gated_product(gate, up, name), mlp._FUNCTIONS[name](gate) * up)
+
+
+def test_which_of_gate_and_up_is_which_is_seen_not_guessed(llama):
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    class Swapped(LlamaMLP):
+        def forward(self, x):
+            return self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
+
+    x = torch.randn(2, 5, 64)
+    for make in (LlamaMLP, Swapped):
+        theirs = make(llama.config)
+        assert_close(applied(theirs, only="mlp")(x), theirs(x))
+
+
+def test_erf_and_tanh_are_told_apart():
+    assert mlp.name_of(nn.GELU()) == "gelu_erf"
+    assert mlp.name_of(nn.GELU(approximate="tanh")) == "gelu"
+    assert mlp.name_of(nn.ReLU()) is None
+
+
+def test_dropout_inside_an_mlp_stays(families):
+    model = families.make("gpt2")
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.5
+    theirs = model.transformer.h[0].mlp.train()
+    ours = applied(theirs, only="mlp")
+    x = torch.randn(2, 5, 64)
+    torch.manual_seed(3)
+    wanted = theirs(x)
+    torch.manual_seed(3)
+    found = ours(x)
+    assert_close(found, wanted)
+    assert (found == 0).float().mean() > 0.3
+
+
+def test_a_plain_mlp_steps_back_when_its_linear_layers_are_no_longer_plain(families):
+    theirs = families.make("gpt neox").gpt_neox.layers[0].mlp
+    ours = applied(theirs, only="mlp")
+    for module in (theirs, ours):
+        module.dense_h_to_4h.register_forward_hook(lambda m, args, out: 2 * out)
+    x = torch.randn(2, 5, 64)
+    assert_close(ours(x), theirs(x))
+
+
+def test_quantised_weights_are_kept_and_named(llama):
+    class Int8Linear(nn.Linear):
+        pass
+
+    for module in llama.modules():
+        if type(module) is nn.Linear and module.out_features != 101:
+            module.__class__ = Int8Linear
+    with pytest.raises(ValueError, match="quantised or wrapped linear layers"):
+        ww.apply(llama, only="mlp")
+
+
+# ---------------------------------------------------------------- 5. attention and masks
+
+
+def eager_and_ours(model: nn.Module, **inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    return model(**inputs).logits, applied(model, only="attention")(**inputs).logits
+
+
+def test_a_chunked_mask_is_documents(families):
+    functions = transformers.masking_utils
+    padding = torch.tensor([0, 3])
+    function = functions.chunked_causal_mask_function(4, padding)
+    padded = torch.ones(2, 13, dtype=torch.bool)
+    padded[1, :3] = False
+    made = mask.make_mask(2, 13, 13, mask_function=function, attention_mask=padded)
+    wanted = functions.sdpa_mask(
+        2, 13, 13, mask_function=function, attention_mask=padded, allow_is_causal_skip=False
+    )
+    seen = made.visible.written_out("cpu")
+    real = padded[:, None, :, None]
+    assert torch.equal(seen & real, wanted & real)
+    assert seen.sum() < 13 * 13
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("window", [None, 4])
+def test_what_is_written_out_is_transformers_own_mask(side, window):
+    functions = transformers.masking_utils
+    function = functions.causal_mask_function
+    if window:
+        function = functions.sliding_window_causal_mask_function(window)
+    padded = torch.ones(3, 12, dtype=torch.bool)
+    for sample, n in enumerate((0, 2, 5)):
+        padded[sample, slice(0, n) if side == "left" else slice(12 - n, 12)] = False
+    for q_offset, q_length in ((0, 12), (7, 5), (11, 1)):
+        shape = {"batch_size": 3, "q_length": q_length, "kv_length": 12, "q_offset": q_offset}
+        how = {**shape, "mask_function": function, "attention_mask": padded}
+        if side == "right" and q_offset:
+            continue  # its last tokens are padding
+        made = mask.make_mask(**how)
+        wanted = functions.sdpa_mask(**how, allow_is_causal_skip=False)
+        real = padded[:, None, q_offset : q_offset + q_length, None]
+        seen = torch.ones(12, 12).tril().bool() if made is None else made.visible.written_out("cpu")
+        assert torch.equal(seen & real, wanted & real)
+
+
+def test_packed_sequences_are_apart(llama):
+    ours = applied(llama)
+    tokens = ids(1, 12)
+    packed = torch.cat([torch.arange(5), torch.arange(7)])[None]
+    apart = [llama(part).logits for part in tokens.split((5, 7), 1)]
+    found = ours(tokens, position_ids=packed, use_cache=False).logits  # with a cache HF's mix
+    assert_close(found, torch.cat(apart, 1))
+
+
+def test_a_cache_goes_on_where_it_stopped(llama):
+    ours, tokens = applied(llama), ids(2, 11)
+    with torch.no_grad(), ours_always():
+        first = ours(tokens[:, :6], use_cache=True)
+        rest = ours(tokens[:, 6:], past_key_values=first.past_key_values)
+    assert_close(torch.cat([first.logits, rest.logits], 1), llama(tokens).logits)
+
+
+def test_masks_that_are_no_run_of_keys_are_refused(llama):
+    ours = applied(llama)
+    holes = torch.ones(2, 11, dtype=torch.int64)
+    holes[0, 4] = 0
+    with pytest.raises(ValueError, match="zeros between its ones"):
+        ours(ids(), attention_mask=holes)
+    own = torch.zeros(2, 1, 11, 11)
+    with pytest.raises(ValueError, match=r"LlamaAttention: .* mask \[2, 1, 11, 11\] of"):
+        ours(ids(), attention_mask=own)
+    functions = transformers.masking_utils
+    blocks = functions.or_masks(functions.causal_mask_function, lambda b, h, q, k: q == k)
+    with pytest.raises(ValueError, match="knows no mask of or_masks"):
+        mask.make_mask(1, 4, 4, mask_function=blocks)
+    with pytest.raises(ValueError, match="has no output_attentions"):
+        attention.attend(llama, *[torch.ones(1, 1, 2, 4)] * 3, None, output_attentions=True)
+    with pytest.raises(ValueError, match="3 queries, 5 keys and no mask"):
+        attention.attend(llama, torch.ones(1, 1, 3, 4), *[torch.ones(1, 1, 5, 4)] * 2, None)
+
+
+def test_a_model_that_computes_with_its_mask_gets_nan_never_a_number():
+    padded = torch.tensor([[False, True, True]])
+    made = mask.make_mask(1, 3, 3, attention_mask=padded)
+    assert isinstance(made.contiguous(), mask.Mask)
+    assert made.to(torch.float64).visible is made.visible
+    for changed in (made + 1, made[:, :, :2], made.expand(1, 2, 3, 3)):
+        assert type(changed) is torch.Tensor
+        assert changed.isnan().all()
+
+
+def test_dropout_of_attention_is_drawn_and_checkpointing_draws_it_again(families):
+    model = families.make("llama")
+    model.config.attention_dropout = 0.3
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.3
+    ours = applied(model, only="attention").train()
+    losses, gradients = [], []
+    for recompute in (False, True):
+        ours.gradient_checkpointing_enable() if recompute else None
+        torch.manual_seed(5)
+        ours.zero_grad()
+        found = ours(ids(), labels=ids()).loss
+        found.backward()
+        losses.append(found.detach())
+        gradients.append({n: g.clone() for n, g in grads(ours).items()})
+    assert torch.equal(*losses)
+    assert not torch.equal(losses[0], ours(ids(), labels=ids()).loss)
+    for name, g in gradients[0].items():
+        assert_close(gradients[1][name], g)
+
+
+# ---------------------------------------------------------------- 6. the loss
+
+
+def both_losses(theirs: nn.Module, ours: nn.Module, **more) -> list[torch.Tensor]:
+    found = []
+    for model in (theirs, ours):
+        model.train().zero_grad()
+        out = model(ids(), labels=ids(), **more)
+        out.loss.backward()
+        found.append(out.loss.detach())
+    return found
+
+
+@pytest.mark.parametrize("family", ["llama", "phi", "gemma2", "granite", "mixtral"])
+def test_the_loss_is_fused_and_makes_no_logits(families, family):
+    theirs = families.make(family)
+    ours = applied(theirs, only="loss")
+    items = torch.tensor(37)
+    wanted, found = both_losses(theirs, ours, num_items_in_batch=items)
+    assert_close(found, wanted)
+    assert ours.train()(ids(), labels=ids()).logits is None
+    for name, g in grads(theirs).items():
+        assert_close(grads(ours)[name], g, 1e-4)
+
+
+def test_logits_come_when_they_are_asked_for(llama):
+    ours = applied(llama)
+    wanted = llama(ids(), labels=ids())
+    for out in (
+        ours.eval()(ids(), labels=ids()),
+        ours.train()(ids(), labels=ids(), return_logits=True),
+    ):
+        assert_close(out.logits, wanted.logits)
+        assert_close(out.loss, wanted.loss)
+    assert ours.train()(ids()).logits.shape == (2, 11, 101)
+    assert ours(ids(), labels=ids(), return_dict=False)[1].shape == (2, 11, 101)
+
+
+def test_labels_that_are_shifted_or_ignored(llama):
+    ours = applied(llama, only="loss").train()
+    labels = ids()
+    labels[0] = -100
+    shifted = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
+    theirs = llama.train()(ids(), labels=labels).loss
+    assert_close(ours(ids(), labels=labels).loss, theirs)
+    assert_close(ours(ids(), labels=labels, shift_labels=shifted).loss, theirs)
+    none = ours(ids(), labels=torch.full_like(labels, -100)).loss
+    assert none == 0  # torch's mean over nothing is NaN
+    none.backward()
+
+
+class Lora(nn.Module):
+    """What peft's LoRA puts in a linear layer's place, its names and no more."""
+
+    merged = disable_adapters = False
+
+    def __init__(self, base: nn.Linear, rank: int = 3) -> None:
+        super().__init__()
+        self.base_layer, self.active_adapters, self.scaling = base, ["a"], {"a": 0.7}
+        self.lora_A = nn.ModuleDict({"a": nn.Linear(base.in_features, rank, bias=False)})
+        self.lora_B = nn.ModuleDict({"a": nn.Linear(rank, base.out_features, bias=False)})
+        self.lora_dropout = nn.ModuleDict({"a": nn.Identity()})
+        base.requires_grad_(False)
+
+    def forward(self, x):
+        small = self.lora_A["a"](self.lora_dropout["a"](x))
+        return self.base_layer(x) + self.lora_B["a"](small) * self.scaling["a"]
+
+
+@pytest.mark.parametrize("family", ["llama", "phi"])
+def test_lora_on_the_head_is_in_the_fused_loss(families, family):
+    theirs = families.make(family)
+    ours = applied(theirs, only="loss")
+    for model in (theirs, ours):
+        torch.manual_seed(1)
+        model.set_output_embeddings(Lora(model.lm_head))
+    wanted, found = both_losses(theirs, ours)
+    assert ours(ids(), labels=ids()).logits is None
+    assert_close(found, wanted)
+    assert "lm_head.lora_A.a.weight" in grads(ours)
+    for name, g in grads(theirs).items():
+        assert_close(grads(ours)[name], g, 1e-4)
+
+
+def test_a_head_that_is_something_else_makes_its_logits(llama):
+    class Head(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    ours = applied(llama, only="loss")
+    llama.lm_head.__class__ = ours.lm_head.__class__ = Head
+    wanted, found = both_losses(llama, ours)
+    assert_close(found, wanted)
+    assert ours(ids(), labels=ids()).logits is not None
+
+
+def test_a_forward_that_reads_its_logits_keeps_its_loss(families):
+    theirs = families.make("t5")
+    kept = ww.apply(theirs).kept("loss")
+    assert [e.why for e in kept] == ["its loss is not made by its loss_function"]
+
+
+def test_bfloat16_and_autocast_train(llama):
+    wanted = llama.train()(ids(), labels=ids()).loss
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_close(applied(llama).train()(ids(), labels=ids()).loss, wanted, 2e-2)
+    half = applied(llama.bfloat16()).train()(ids(), labels=ids()).loss
+    assert_close(half.float(), wanted, 2e-2)

@@ -1,0 +1,25 @@
+"""warpweave's kernels inside a Hugging Face model: `apply`, `revert`, `Report`.
+
+    model = AutoModelForCausalLM.from_pretrained(ID)
+    print(warpweave.hf.apply(model))
+
+Modules are found by what they are made of, not by their model's name, and each forward is replaced
+only after the old and the new one were seen to agree on a small probe. Parameters, their names,
+`state_dict`, `save_pretrained` and the signature of `forward` stay as they are.
+
+`model` the public calls · `report` what they return · `patch` a forward replaced and put back ·
+`probe` how two forwards are compared · `norm`, `mlp` modules · `attention` the function that models
+call, `mask` what their masks mean to it · `loss` the head and its loss.
+"""
+
+try:
+    import transformers  # noqa: F401
+except ImportError:
+    raise ImportError(
+        "warpweave.hf needs transformers: pip install 'warpweave[hf]' (transformers>=5.2)"
+    ) from None
+
+from warpweave.hf.model import KINDS, apply, revert
+from warpweave.hf.report import Entry, Report
+
+__all__ = ["KINDS", "Entry", "Report", "apply", "revert"]

@@ -1,0 +1,152 @@
+"""Attention as transformers' models call it, by `kernels.attention`.
+
+`attend` and `mask.make_mask` are registered under one name, because a model whose attention is
+registered without its mask is given none, and silently ignores padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from warpweave.hf.mask import Mask, Visible, make_mask
+from warpweave.hf.patch import few
+from warpweave.kernels.attention import attention
+
+NAME = "warpweave"
+# What some models add to the scores, or choose among keys, and the kernel has no word for.
+_UNKNOWN = ("position_bias", "indices", "block_indices", "sinks", "cache")
+_callers: list[dict[nn.Module, None]] = []  # see `callers`
+
+
+def attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: torch.Tensor | None = None,
+    **rest,
+) -> tuple[torch.Tensor, None]:
+    """o[B, Sq, Hq, D] of query[B, Hq, Sq, D], key[B, Hkv, Sk, D] and value[B, Hkv, Sk, Dv].
+
+    The mask says what is visible, also the window: as for transformers' eager attention,
+    `sliding_window` says nothing more. Dropout draws from torch's CPU generator one seed per call.
+
+    Raises ValueError, naming the module, on what the kernel cannot do: a bias of the scores, a
+    mask that `make_mask` did not make, attention weights as an output, a paged cache.
+    """
+    for caller in _callers:
+        caller[module] = None
+    name = type(module).__name__
+    asked = [n for n in _UNKNOWN if rest.get(n) is not None]
+    if rest.get("output_attentions"):
+        asked.append("output_attentions")
+    if asked:
+        raise ValueError(f"{name}: warpweave attention has no {', '.join(asked)}")
+    visible = _visible(module, query, key, attention_mask, is_causal)
+    if few(query) and softcap is None and s_aux is None and not dropout:
+        return _attend_few(query, key, value, attention_mask, visible, scaling), None
+    D, Dv = query.shape[-1], value.shape[-1]
+    wide = max(D, Dv)
+    scale = D**-0.5 if scaling is None else float(scaling)
+    query, key, value = (
+        (x if x.shape[-1] == wide else F.pad(x, (0, wide - x.shape[-1]))).transpose(1, 2)
+        for x in (query, key, value)
+    )
+    o = attention(
+        query,
+        key,
+        value,
+        causal=visible.causal,
+        window=visible.window,
+        documents=None if visible.documents is None else visible.documents.to(query.device),
+        scale=scale,
+        softcap=softcap,
+        sinks=s_aux,
+        dropout=dropout,
+        dropout_seed=int(torch.randint(2**62, ())) if dropout else 0,
+        q_runs=(visible.q_run,),
+        k_runs=(visible.k_run,),
+    )
+    return (o if Dv == wide else o[..., :Dv].contiguous()), None
+
+
+def _attend_few(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: Mask | None,
+    visible: Visible,
+    scaling: float | None,
+) -> torch.Tensor:
+    """Of a `few` numbers: torch's own operator, with the mask written out once for all layers."""
+    seen = None
+    if mask is not None:
+        if mask.seen is None:
+            mask.seen = visible.written_out(query.device)
+        seen = mask.seen
+    o = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=seen, is_causal=seen is None and visible.causal,
+        scale=None if scaling is None else float(scaling),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )  # fmt: skip
+    return o.transpose(1, 2).contiguous()
+
+
+def _visible(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    mask: torch.Tensor | None,
+    is_causal: bool | None,
+) -> Visible:
+    """What the queries of this call see."""
+    Sq, Sk, name = query.shape[2], key.shape[2], type(module).__name__
+    if mask is None:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        causal = bool(causal) and Sq > 1
+        if causal and Sq != Sk:
+            raise ValueError(
+                f"{name}: warpweave attention got {Sq} queries, {Sk} keys and no mask that says "
+                "where they stand"
+            )
+        return Visible(causal, None, None, (0, Sq), (0, Sk))
+    if not isinstance(mask, Mask):
+        raise ValueError(
+            f"{name}: warpweave attention takes masks that transformers makes from attention_mask "
+            f"or position_ids, not a mask {[*mask.shape]} of one's own or with a bias in it: "
+            "use model.set_attn_implementation('sdpa')"
+        )
+    visible = mask.visible
+    if (visible.q_run[1], visible.k_run[1]) != (Sq, Sk):
+        raise ValueError(
+            f"{name}: warpweave attention got {Sq} queries and {Sk} keys, but a mask of "
+            f"{visible.q_run[1]} and {visible.k_run[1]}"
+        )
+    return visible
+
+
+@contextmanager
+def callers() -> Iterator[dict[nn.Module, None]]:
+    """The modules that call `attend` meanwhile, in their order."""
+    found: dict[nn.Module, None] = {}
+    _callers.append(found)
+    try:
+        yield found
+    finally:
+        _callers.remove(found)
+
+
+AttentionInterface.register(NAME, attend)
+AttentionMaskInterface.register(NAME, make_mask)

@@ -1,0 +1,296 @@
+"""The head and its loss as one: a causal language model's logits are never held while it trains.
+
+A model's own forward runs unchanged. Where it calls its head, the hidden states are caught and a
+tensor without memory (on the meta device) goes on in place of the logits; where it calls its loss
+function with that, `linear_cross_entropy` makes the loss of the hidden states and the head's
+weights. Whatever else a forward does with logits fails loudly on the meta device.
+
+What a model does to its logits on the way, a factor or a softcap, was seen when `apply` compared
+both (`find_form`); the factor goes to the hidden states, and under a softcap blocks of rows are
+made again in the backward pass. A bias and LoRA's two matrices become more columns of the hidden
+states and of the weight: [x, 1, A x] [W, b, B]^T.
+
+Fused: in training mode, with `labels`, under gradients. There `logits` is None in what the model
+returns; pass `return_logits=True`, or evaluate (`model.eval()`), and Hugging Face's forward runs.
+The mean over no label at all is 0 here, NaN there.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextvars import ContextVar
+from functools import wraps
+from types import MethodType
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from warpweave.hf.mlp import is_plain_linear
+from warpweave.hf.patch import original, patch, unpatch
+from warpweave.hf.probe import agree, quietly
+from warpweave.kernels.cross_entropy import cross_entropy, linear_cross_entropy
+from warpweave.messages import one_line
+
+ROWS = 1024  # at a time under a softcap
+_BEFORE = "_loss_before_warpweave"
+
+
+class Form(NamedTuple):
+    """logits = factor * (x W^T), or softcap * tanh(x W^T / softcap)."""
+
+    factor: float = 1.0
+    softcap: float | None = None
+
+    def __str__(self) -> str:
+        more = f", logits * {self.factor:.6g}" if self.factor != 1 else ""
+        more = f", softcap {self.softcap:g}" if self.softcap else more
+        return "linear_cross_entropy" + more
+
+
+class _Caught:
+    """One forward's [x', W'], from the head to the loss."""
+
+    terms: tuple[torch.Tensor, torch.Tensor] | None = None
+
+
+_running: ContextVar[_Caught | None] = ContextVar("warpweave_hf_loss", default=None)
+_always: ContextVar[bool] = ContextVar("warpweave_hf_loss_always", default=False)  # in a probe
+
+
+# ---------------------------------------------------------------- 1. what a head is
+
+_Columns = list[tuple[torch.Tensor, torch.Tensor]]  # more of x and more of W
+
+
+def head_terms(head: nn.Module | None) -> Callable | None:
+    """x -> (x', W') with head(x) = x' W'^T, of a linear layer, or one under peft's LoRA; else None.
+
+    Asked before the head is caught: a caught one is no plain linear layer.
+    """
+    if isinstance(head, nn.Linear) and is_plain_linear(head):
+        return lambda x: _with_columns(x, head.weight, _bias_columns(head, x))
+    base, lora = getattr(head, "base_layer", None), getattr(head, "lora_A", None)
+    if lora is None or "forward" in head.__dict__ or head._forward_hooks:
+        return None
+    if not (isinstance(base, nn.Linear) and is_plain_linear(base)):
+        return None
+    names = [n for n in head.active_adapters if n in lora]
+    layers = [layer for n in names for layer in (lora[n], head.lora_B[n])]
+    variants = getattr(head, "lora_variant", {})  # DoRA and the like
+    if head.merged or head.disable_adapters or any(n in variants for n in names):
+        return None
+    if not all(map(is_plain_linear, layers)) or any(layer.bias is not None for layer in layers):
+        return None
+
+    def terms(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        columns = _bias_columns(base, x)
+        for n in names:
+            small = lora[n](head.lora_dropout[n](x.to(lora[n].weight.dtype)))
+            columns.append((small.to(x.dtype) * head.scaling[n], head.lora_B[n].weight))
+        return _with_columns(x, base.weight, columns)
+
+    return terms
+
+
+def _bias_columns(head: nn.Linear, x: torch.Tensor) -> _Columns:
+    return [] if head.bias is None else [(x.new_ones(*x.shape[:-1], 1), head.bias[:, None])]
+
+
+def _with_columns(
+    x: torch.Tensor, weight: torch.Tensor, columns: _Columns
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if not columns:
+        return x, weight
+    more_x, more_w = zip(*columns)
+    wide = torch.cat([weight, *(w.to(weight.dtype) for w in more_w)], 1)
+    return torch.cat([x, *more_x], -1), wide
+
+
+# ---------------------------------------------------------------- 2. the loss
+
+
+def fused_loss(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    form: Form,
+    num_items_in_batch: torch.Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`ForCausalLMLoss` of the logits that x[B, S, E] and weight[V, E] would make by `form`."""
+    if shift_labels is None:
+        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    shift_labels = shift_labels.to(x.device).reshape(x.shape[:-1])
+    if form.softcap is None:
+        x = x if form.factor == 1 else x * form.factor
+        total = linear_cross_entropy(
+            x, weight, shift_labels, ignore_index=ignore_index, reduction="sum"
+        )
+    else:
+        total = _capped_sum(x, weight, shift_labels, form.softcap, ignore_index)
+    if num_items_in_batch is None:
+        num_items_in_batch = (shift_labels != ignore_index).sum().clamp(min=1)
+    elif torch.is_tensor(num_items_in_batch):
+        num_items_in_batch = num_items_in_batch.to(total.device)
+    return total / num_items_in_batch
+
+
+def _capped_sum(x, weight, labels, softcap: float, ignore_index: int) -> torch.Tensor:
+    def block(x, weight, labels):
+        logits = softcap * torch.tanh(F.linear(x, weight) / softcap)
+        return cross_entropy(logits, labels, ignore_index=ignore_index, reduction="sum")
+
+    x, labels = x.flatten(0, -2), labels.flatten()
+    blocks = zip(x.split(ROWS), labels.split(ROWS))
+    return sum(
+        checkpoint(block, rows, weight, of, use_reentrant=False, preserve_rng_state=False)
+        for rows, of in blocks
+    )
+
+
+def loss_function_of(form: Form, before: Callable) -> Callable:
+    """The loss function of a model whose forward is `forward_of(form)`."""
+
+    @wraps(before)
+    def loss_function(logits, labels, vocab_size, *args, **kwargs):
+        caught = _running.get()
+        if caught is None or caught.terms is None or logits.device.type != "meta":
+            return before(logits, labels, vocab_size, *args, **kwargs)
+        x, weight = caught.terms
+        if len(weight) != vocab_size:
+            raise ValueError(
+                f"the head has {len(weight)} rows and the loss a vocabulary of {vocab_size}"
+            )
+        names = ("num_items_in_batch", "ignore_index", "shift_labels")
+        options = dict(zip(names, args)) | {n: kwargs[n] for n in names if n in kwargs}
+        return fused_loss(x, weight, labels, form, **options)
+
+    return loss_function
+
+
+# ---------------------------------------------------------------- 3. the forward
+
+
+def forward_of(model: PreTrainedModel) -> Callable:
+    """The forward of a model whose loss is fused; its signature is the model's own."""
+    signature = inspect.signature(type(model).forward)
+
+    @wraps(type(model).forward)
+    def forward(self, *args: Any, return_logits: bool = False, **kwargs: Any):
+        wanted = self.training and torch.is_grad_enabled() and not return_logits
+        terms = None
+        if wanted or _always.get():
+            named = signature.bind_partial(self, *args, **kwargs).arguments
+            returns = kwargs.get("return_dict")
+            returns = getattr(self.config, "return_dict", True) if returns is None else returns
+            if named.get("labels") is not None and returns:
+                terms = head_terms(self.get_output_embeddings())
+        if terms is None:
+            return original(self)(*args, **kwargs)
+        return _caught_forward(self, terms, args, kwargs)
+
+    return forward
+
+
+def _caught_forward(model: PreTrainedModel, terms: Callable, args: tuple, kwargs: dict):
+    """The model's own forward, without logits."""
+    head, caught = model.get_output_embeddings(), _Caught()
+
+    def catch(self, x):
+        caught.terms = terms(x)
+        width = len(caught.terms[1])
+        return torch.empty(*x.shape[:-1], width, dtype=x.dtype, device="meta")
+
+    token = _running.set(caught)
+    head.__dict__["forward"] = MethodType(catch, head)
+    try:
+        out = original(model)(*args, **kwargs)
+    finally:
+        del head.__dict__["forward"]
+        _running.reset(token)
+    return type(out)(**{name: value for name, value in out.items() if name != "logits"})
+
+
+# ---------------------------------------------------------------- 4. whether it fits a model
+
+
+def find_form(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> Form | str:
+    """What a model makes of its head's output, seen on `inputs` with labels, or why its loss is
+    not fused."""
+    parameters = inspect.signature(type(model).forward).parameters
+    if "labels" not in parameters or "input_ids" not in inputs:
+        return "its forward takes no labels"
+    head = model.get_output_embeddings()
+    if head is None or model.loss_function is not ForCausalLMLoss:
+        return "its loss is not that of a causal language model"
+    if head_terms(head) is None:
+        return "its head is no plain linear layer"
+    seen: list[torch.Tensor] = []
+    hook = head.register_forward_hook(lambda _, args, z: seen.append(z))
+    try:
+        with quietly(model):
+            out = model(**inputs, labels=inputs["input_ids"])
+    except Exception as error:  # whatever a model says to inputs that it does not know
+        return f"does not run on its dummy inputs: {one_line(error)}"
+    finally:
+        hook.remove()
+    if len(seen) != 1 or getattr(out, "logits", None) is None or out.loss is None:
+        return "its forward does not make logits of its head once"
+    return _form_of(model, seen[0], out.logits)
+
+
+def _form_of(model: PreTrainedModel, z: torch.Tensor, logits: torch.Tensor) -> Form | str:
+    if z.shape != logits.shape:
+        return "its logits are not its head's output"
+    z, logits = z.float(), logits.float()
+    softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    factor = ((z * logits).sum() / (z * z).sum()).item()
+    if agree(logits, z):
+        return Form()
+    if softcap and agree(logits, softcap * torch.tanh(z / softcap)):
+        return Form(softcap=float(softcap))
+    return Form(factor) if agree(logits, z * factor) else "its logits are not its head's output"
+
+
+def install(model: PreTrainedModel, form: Form) -> None:
+    """Let the model's forward make its loss by `form`."""
+    model.__dict__[_BEFORE] = model.__dict__.get("_loss_function")
+    model.loss_function = loss_function_of(form, model.loss_function)
+    patch(model, forward_of(model))
+
+
+def is_installed(model: nn.Module) -> bool:
+    return _BEFORE in model.__dict__
+
+
+def uninstall(model: PreTrainedModel) -> None:
+    """Put forward and loss function back."""
+    unpatch(model)
+    before = model.__dict__.pop(_BEFORE)
+    del model.__dict__["_loss_function"]
+    if before is not None:
+        model.__dict__["_loss_function"] = before
+
+
+def differs(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> str | None:
+    """Why an installed model's loss is not what its original forward makes; None if it is."""
+    with quietly(model):
+        wanted = original(model)(**inputs, labels=inputs["input_ids"]).loss
+    token = _always.set(True)
+    try:
+        with quietly(model):
+            found = model(**inputs, labels=inputs["input_ids"]).loss
+    except Exception as error:  # whatever a forward does to logits that are not there
+        return f"its forward needs the logits: {one_line(error)}"
+    finally:
+        _always.reset(token)
+    if found is None or found.device.type == "meta":  # made of the logits that are not there
+        return "its loss is not made by its loss_function"
+    return None if agree(wanted.float(), found.float()) else "its loss is another one"

@@ -1,0 +1,224 @@
+"""What a Hugging Face mask means to our attention: causal or not, a window, documents, positions.
+
+transformers describes a mask as a function of (sample, head, query, key), composed of closures, and
+asks the attention's own mask function to make something of it. Ours makes no S x S tensor: it reads
+the closures and writes a `Visible`. Padding at either end makes documents of a sample, and so do
+packed sequences and chunks. What is no interval of keys per query raises ValueError.
+
+Models hand the mask on as a tensor, so a `Visible` travels on a `Mask`, a stand-in of the mask's
+shape whose one element is NaN: a model that computes with its mask gets a plain tensor of NaN,
+never a wrong number, and the attention refuses whatever is no `Mask`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from transformers import masking_utils
+
+
+class Visible(NamedTuple):
+    """The keys that each query sees, as `kernels.attention.attention` takes them."""
+
+    causal: bool
+    window: int | None
+    documents: torch.Tensor | None
+    q_run: tuple[int, int]
+    k_run: tuple[int, int]
+
+    def written_out(self, device: torch.device) -> torch.Tensor:
+        """bool[B or 1, 1, Sq, Sk], True where a query sees a key."""
+        q, k = (torch.arange(at, at + n, device=device) for at, n in (self.q_run, self.k_run))
+        distance = q[:, None] - k
+        seen = distance >= 0 if self.causal else torch.ones_like(distance, dtype=torch.bool)
+        if self.window is not None:
+            seen &= distance.abs() < self.window
+        if self.documents is None:
+            return seen[None, None]
+        of_q, of_k = (
+            torch.searchsorted(
+                self.documents.to(device),
+                x.expand(len(self.documents), -1).contiguous(),
+                right=True,
+            )
+            for x in (q, k)
+        )
+        return (seen & (of_q[:, :, None] == of_k[:, None]))[:, None]
+
+
+class Mask(torch.Tensor):
+    """A tensor [B, 1, Sq, Sk] of NaN, without memory, that carries a `Visible` in `visible`, and in
+    `seen` what is written out of it, once asked for."""
+
+    visible: Visible
+    seen: torch.Tensor | None = None
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func in (torch.Tensor.contiguous, torch.Tensor.detach):  # generate() asks for one
+            return args[0]
+        with torch._C.DisableTorchFunctionSubclass():
+            out = func(*args, **(kwargs or {}))
+        if func in (torch.Tensor.to, torch.Tensor.clone) and isinstance(args[0], Mask):
+            return masked(out, args[0].visible)
+        return out
+
+
+def masked(like: torch.Tensor, visible: Visible) -> Mask:
+    """A `Mask` of a tensor's shape, dtype and device."""
+    nan = torch.full((), float("nan"), dtype=like.dtype, device=like.device)
+    mask = nan.expand(like.shape).as_subclass(Mask)
+    mask.visible = visible
+    return mask
+
+
+class _Pattern(NamedTuple):
+    causal: bool = False
+    window: int | None = None
+    starts: tuple[torch.Tensor, ...] = ()  # each [B, n]: where something of its own begins
+
+
+def make_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int | torch.Tensor = 0,
+    mask_function: Callable = masking_utils.causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    **_,
+) -> Mask | None:
+    """The mask function registered beside our attention: a `Mask`, or None where a query sees all
+    keys, or all up to its own, and rows are positions.
+
+    Raises ValueError on a mask function that is none of transformers' own, and on padding in the
+    middle of a sample.
+    """
+    q_run, k_run = (int(q_offset), q_length), (int(kv_offset), kv_length)
+    end = max(sum(q_run), sum(k_run))
+    pattern = _read(mask_function, end)
+    causal, window, starts = pattern.causal, pattern.window, list(pattern.starts)
+    window = None if window is None or window >= end else window
+    if attention_mask is not None:
+        seen = min(kv_length, sum(q_run) - k_run[0]) if causal else kv_length
+        first, stop, hides = _padding(attention_mask, k_run[0], seen, causal)
+        if hides and (causal or window or starts):
+            starts += [first + k_run[0], stop + k_run[0]]
+        elif hides:  # a query sees all tokens wherever it stands itself
+            q_run, k_run, starts = _beside(first, stop, q_length, kv_length)
+    if not starts and window is None and (q_run == k_run or not causal):
+        return None
+    visible = Visible(causal, window, _documents(starts, batch_size), q_run, k_run)
+    like = torch.empty((), dtype=dtype, device=device).expand(batch_size, 1, q_length, kv_length)
+    return masked(like, visible)
+
+
+# ---------------------------------------------------------------- 1. closures
+
+
+def _read(function: Callable, end: int) -> _Pattern:
+    """The pattern of a mask function over the keys before `end`."""
+    name = function.__qualname__.removesuffix(".<locals>.inner_mask")
+    cells = function.__closure__ or ()
+    held = dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in cells)))
+    if function is masking_utils.causal_mask_function:
+        return _Pattern(causal=True)
+    if function is masking_utils.bidirectional_mask_function:
+        return _Pattern()
+    if function.__module__ == masking_utils.__name__:
+        if name == "and_masks.<locals>.and_mask":
+            return _both([_read(part, end) for part in held["mask_functions"]])
+        if name == "sliding_window_overlay":
+            return _Pattern(window=held["sliding_window"])
+        if name == "sliding_window_bidirectional_overlay":
+            return _Pattern(window=held["sliding_window"] + 1)
+        if name == "chunked_overlay":
+            return _Pattern(starts=(_chunks(held["chunk_size"], held["left_padding"], end),))
+        if name == "packed_sequence_mask_function":
+            return _Pattern(starts=(_packed(held["packed_sequence_mask"]),))
+        if name == "remap_positions_for_packed_sequence":
+            # Within a sequence positions differ as rows do: all but chunks are what they are.
+            pattern = _read(held["mask_function"], end)
+            if not pattern.starts:
+                return pattern
+    raise ValueError(
+        f"warpweave attention knows no mask of {function.__qualname__}: what a query sees must be "
+        "one run of keys; use another attention: model.set_attn_implementation('sdpa')"
+    )
+
+
+def _both(patterns: list[_Pattern]) -> _Pattern:
+    windows = [p.window for p in patterns if p.window is not None]
+    return _Pattern(
+        any(p.causal for p in patterns),
+        min(windows, default=None),
+        tuple(start for p in patterns for start in p.starts),
+    )
+
+
+# ---------------------------------------------------------------- 2. documents
+
+
+def _packed(number: torch.Tensor) -> torch.Tensor:
+    """The first row of every sequence, of the number[B, S] of each row's."""
+    S = number.shape[1]
+    each = torch.arange(int(number[:, -1].max()) + 2, device=number.device)
+    return torch.searchsorted(number.contiguous(), each.expand(len(number), -1).contiguous()).clamp(
+        max=S
+    )
+
+
+def _chunks(size: int, left_padding: torch.Tensor, end: int) -> torch.Tensor:
+    steps = torch.arange(0, end + size, size, device=left_padding.device)
+    return (left_padding[:, None] + steps).clamp(max=end)
+
+
+def _padding(
+    mask: torch.Tensor, kv_offset: int, seen: int, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor, bool]:
+    """Where the tokens of each sample begin and end, [B, 1] each, of a mask[B, S], among the `seen`
+    keys from `kv_offset` on; and whether that hides a key from a token."""
+    mask = mask[:, kv_offset : kv_offset + seen].bool()
+    mask = torch.nn.functional.pad(mask, (0, seen - mask.shape[1]))
+    first, count = mask.int().argmax(1, keepdim=True), mask.sum(1, keepdim=True)
+    at = torch.arange(seen, device=mask.device)
+    run = (at >= first) & (at < first + count)
+    hides = first.any() if causal else (count < seen).any()  # causal rows see nothing behind them
+    hides, broken = torch.stack((hides, (run != mask).any())).tolist()
+    if broken:
+        raise ValueError(
+            "warpweave attention takes padding at the ends of a sample, and attention_mask has "
+            "zeros between its ones: pad on the left, or use set_attn_implementation('sdpa')"
+        )
+    return first, first + count, hides
+
+
+_Run = tuple[int, int]
+
+
+def _beside(
+    first: torch.Tensor, stop: torch.Tensor, q_length: int, kv_length: int
+) -> tuple[_Run, _Run, list[torch.Tensor]]:
+    """Positions of queries and keys that put all queries into one document with the keys in
+    [first, stop): behind the keys if these are padded on the left, else before them."""
+    left, right = torch.stack((first.any(), (stop < kv_length).any())).tolist()
+    if left and right:
+        raise ValueError(
+            "warpweave attention takes padding on one side of the samples of a batch where queries "
+            "see all tokens, and attention_mask has zeros on both"
+        )
+    if left:
+        return (kv_length, q_length), (0, kv_length), [first]
+    return (0, q_length), (q_length, kv_length), [stop + q_length]
+
+
+def _documents(starts: list[torch.Tensor], batch_size: int) -> torch.Tensor | None:
+    """Boundaries [B, n], of everything that begins somewhere."""
+    if not starts:
+        return None
+    zero = starts[0].new_zeros(batch_size, 1)
+    return torch.cat([zero, *(s.expand(batch_size, -1) for s in starts)], 1).sort(1).values

@@ -1,0 +1,264 @@
+"""Feed-forward modules, found by their parts: two or three linear layers around an activation.
+
+    plain    y = down(act(up(x)))                 one Function, `kernels.mlp.mlp`
+    gated    y = down(act(gate(x)) * up(x))       the middle is one Function, `gated_product`
+
+The gated kernel takes gate and up side by side, [F, 2, E]. A Hugging Face model keeps them apart,
+and laying them side by side in every step would copy both, so gated modules keep their three
+products and only what stands between them is fused: it keeps gate and up for the backward pass,
+where torch keeps act(gate) too. As the linear layers are still called, LoRA, hooks and parallel
+plans that were or will be put on them go on working. The plain kernel reads the weights where they
+are; a linear layer that is none any more (LoRA, hooks, quantised) makes it step back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from warpweave.hf.patch import few, original
+from warpweave.hf.probe import agree, noise, quietly, tried
+from warpweave.kernels.activation import activate
+from warpweave.kernels.mlp import mlp
+from warpweave.kernels.runtime.dispatch import once_differentiable
+
+# ---------------------------------------------------------------- 1. activations
+
+_FUNCTIONS: dict[str, Callable] = {
+    "silu": F.silu,
+    "gelu": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_erf": F.gelu,
+    "relu2": lambda x: F.relu(x).square(),
+}
+_PLAIN = ("gelu", "gelu_erf", "relu2")  # of `mlp`, whose names these are
+_GATED = ("silu", "gelu", "gelu_erf")
+
+
+def name_of(function: Callable) -> str | None:
+    """Which of our activations a function computes, seen on a grid in float32."""
+    x = torch.linspace(-8, 8, 1001)
+    with torch.no_grad():
+        y = tried(lambda: function(x.clone()))
+    for name, ours in _FUNCTIONS.items():
+        if y is not None and y.shape == x.shape and (y - ours(x)).abs().max() < 5e-6:
+            return name
+    return None
+
+
+def slow_activation(module: nn.Module) -> str | None:
+    """Which of our activations a module computes in several of torch's operators."""
+    if next(module.children(), None) is not None or next(module.parameters(), None) is not None:
+        return None
+    if isinstance(module, (nn.Dropout, nn.Identity)):
+        return None
+    name = name_of(module)
+    if name not in _PLAIN:
+        return None
+    with torch.enable_grad():
+        node = module(torch.ones(2, requires_grad=True)).grad_fn
+    one = all(hasattr(following, "variable") for following, _ in node.next_functions)
+    return None if one else name
+
+
+def activation_forward(name: str) -> Callable:
+    def forward(self, input):
+        return original(self)(input) if few(input) else activate(input, name)
+
+    return forward
+
+
+# ---------------------------------------------------------------- 2. the middle of a gated module
+
+
+class _GatedProduct(torch.autograd.Function):
+    """h = act(gate) * up; keeps gate and up only."""
+
+    @staticmethod
+    def forward(ctx, gate, up, name):
+        ctx.name = name
+        ctx.save_for_backward(gate, up)
+        return _FUNCTIONS[name](gate).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dh):
+        gate, up = ctx.saved_tensors
+        dup = _FUNCTIONS[ctx.name](gate).mul_(dh)
+        dact = dh * up
+        if ctx.name == "silu":
+            dgate = torch.ops.aten.silu_backward(dact, gate)
+        else:
+            how = "tanh" if ctx.name == "gelu" else "none"
+            dgate = torch.ops.aten.gelu_backward(dact, gate, approximate=how)
+        return dgate, dup, None
+
+
+def gated_product(gate: torch.Tensor, up: torch.Tensor, name: str) -> torch.Tensor:
+    """act(gate) * up of one shape and dtype, differentiable once; "silu", "gelu", "gelu_erf"."""
+    return _GatedProduct.apply(gate, up, name)
+
+
+# ---------------------------------------------------------------- 3. modules
+
+
+class Form(NamedTuple):
+    """How a module is a feed-forward layer: names of its parts, and its activation."""
+
+    activation: str
+    up: str
+    down: str
+    gate: str | None = None
+    fused: str = ""  # "gate, up" or "up, gate" where `up` makes both
+    after: tuple[str, ...] = ()  # dropouts at the end
+
+    def __str__(self) -> str:
+        return f"mlp, {self.activation}" if self.plain else f"gated {self.activation}"
+
+    @property
+    def plain(self) -> bool:
+        return self.gate is None and not self.fused
+
+
+def linears(module: nn.Module) -> dict[str, nn.Module]:
+    """The module's own linear layers by name."""
+    return {n: c for n, c in module.named_children() if isinstance(c, (nn.Linear, Conv1D))}
+
+
+def is_candidate(module: nn.Module) -> bool:
+    """Whether a module has two or three linear layers, around an activation, and nothing else."""
+    inner = linears(module)
+    rest = [c for n, c in module.named_children() if n not in inner]
+    return (
+        len(inner) in (2, 3)
+        and not list(module.parameters(recurse=False))
+        and all(next(c.parameters(), None) is None for c in rest)
+        and len({_units(c) for c in inner.values()}) <= 2
+        and bool(_activations(module))
+    )
+
+
+def find_form(module: nn.Module) -> Form | str:
+    """The form that agrees with the module's forward, or why there is none."""
+    inner = linears(module)
+    if not all(map(is_plain_linear, inner.values())):
+        return "quantised or wrapped linear layers"
+    names = {name_of(function) for function in _activations(module)}
+    if len(names) != 1 or None in names:
+        return "its activation is none of ours"
+    (activation,) = names
+    after = tuple(n for n, c in module.named_children() if isinstance(c, nn.Dropout))
+    for form in _forms(inner, activation, after):
+        if not (form.plain and activation not in _PLAIN) and _agrees(module, form):
+            return form
+    return "its forward computes no MLP of ours"
+
+
+def forward_of(form: Form) -> Callable:
+    """The forward of a module that is a feed-forward layer of this form."""
+    return _plain_forward(form) if form.plain else _gated_forward(form)
+
+
+def _gated_forward(form: Form) -> Callable:
+    def forward(self, hidden_states):
+        if few(hidden_states):
+            return original(self)(hidden_states)
+        up = getattr(self, form.up)(hidden_states)
+        if form.gate is not None:
+            gate = getattr(self, form.gate)(hidden_states)
+        else:
+            gate, up = up.chunk(2, -1) if form.fused == "gate, up" else up.chunk(2, -1)[::-1]
+        y = getattr(self, form.down)(gated_product(gate, up, form.activation))
+        for name in form.after:
+            y = getattr(self, name)(y)
+        return y
+
+    return forward
+
+
+def _plain_forward(form: Form) -> Callable:
+    def forward(self, hidden_states):
+        up, down = getattr(self, form.up), getattr(self, form.down)
+        if few(hidden_states) or not (is_plain_linear(up) and is_plain_linear(down)):
+            return original(self)(hidden_states)
+        y = mlp(
+            hidden_states, _weight(up), _weight(down), up.bias, down.bias,
+            activation=form.activation,
+        )  # fmt: skip
+        for name in form.after:
+            y = getattr(self, name)(y)
+        return y
+
+    return forward
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """Whether a module is its weight and bias and nothing more: no hook, wrapper, quantisation."""
+    if type(module) not in (nn.Linear, Conv1D) or "forward" in module.__dict__:
+        return False
+    weight, hooks = module.weight, (module._forward_hooks, module._forward_pre_hooks)
+    simple = type(weight) in (nn.Parameter, torch.Tensor) and type(weight.data) is torch.Tensor
+    return simple and weight.is_floating_point() and not any(hooks)
+
+
+def _weight(module: nn.Module) -> torch.Tensor:
+    """(out, in), a view."""
+    return module.weight.t() if isinstance(module, Conv1D) else module.weight
+
+
+def _units(module: nn.Module) -> frozenset[int]:
+    """Its two widths, where fused gates and ups count once."""
+    return frozenset(getattr(module, "weight", torch.empty(0, 0)).shape)
+
+
+def _activations(module: nn.Module) -> list[Callable]:
+    """Parts of a module that may be its activation."""
+    inner = linears(module)
+    own = {k: v for k, v in vars(module).items() if callable(v) and not isinstance(v, type)}
+    own.pop("forward", None)
+    children = [
+        c for n, c in module.named_children()
+        if n not in inner and not isinstance(c, (nn.Dropout, nn.Identity))
+    ]  # fmt: skip
+    return children + [v for k, v in own.items() if not k.startswith("_")]
+
+
+def _forms(inner: dict[str, nn.Module], activation: str, after: tuple[str, ...]) -> list[Form]:
+    """Every way in which linear layers of these shapes may follow each other."""
+    out = {n: (c.nf if isinstance(c, Conv1D) else c.out_features) for n, c in inner.items()}
+    into = {n: c.weight.numel() // out[n] for n, c in inner.items()}
+    found = []
+    for down in inner:
+        width, F_ = out[down], into[down]
+        others = [n for n in inner if n != down]
+        if any(into[n] != width for n in others):
+            continue
+        if len(others) == 1 and out[others[0]] == F_:
+            found.append(Form(activation, others[0], down, after=after))
+        elif len(others) == 1 and out[others[0]] == 2 * F_:
+            for order in ("gate, up", "up, gate"):
+                found.append(Form(activation, others[0], down, fused=order, after=after))
+        elif len(others) == 2 and all(out[n] == F_ for n in others):
+            for gate, up in (others, others[::-1]):
+                found.append(Form(activation, up, down, gate=gate, after=after))
+    return [f for f in found if f.plain or activation in _GATED]
+
+
+def _agrees(module: nn.Module, form: Form) -> bool:
+    """Whether a form's forward makes what the module's makes, evaluating and training."""
+    up, forward = getattr(module, form.up), forward_of(form)
+    x = noise(2, 5, _weight(up).shape[1], like=up.weight)
+    for training in (False, True):
+        with quietly(module, training=training):
+            scale = F.linear(x, _weight(up)).float().std().item()
+            near = x * (2 / scale if scale > 0 else 1.0)  # where activations bend
+            wanted = tried(lambda near=near: module.forward(near))
+        with quietly(module, training=training):
+            found = tried(lambda near=near: forward(module, near))
+        if wanted is None or found is None or not agree(wanted, found):
+            return False
+    return True

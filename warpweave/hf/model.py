@@ -1,0 +1,272 @@
+"""`apply`: warpweave inside a model, module by module; `revert`: all of it undone."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Iterator
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from warpweave.hf import attention, loss, mlp, norm
+from warpweave.hf.patch import is_foreign, is_patched, patch, unpatch
+from warpweave.hf.probe import agree, quietly
+from warpweave.hf.report import Report
+from warpweave.messages import one_line
+
+KINDS = ("norm", "mlp", "attention", "loss")
+_BEFORE = "_attention_before_warpweave"
+
+
+def apply(
+    model: nn.Module,
+    *,
+    only: Collection[str] | None = None,
+    dry: bool = False,
+    example: dict[str, torch.Tensor] | None = None,
+) -> Report:
+    """Let a model compute with warpweave's kernels wherever that was seen to compute the same.
+
+    Norms and feed-forward modules are compared one of each kind, attention and loss by the whole
+    model on a few tokens (twice, padded too), with nothing left behind: neither gradients nor
+    another random state. Names of parameters, `state_dict` and the signature of `forward` stay.
+    Call it before the model is wrapped (DDP, FSDP, compile), before or after peft.
+
+    Args:
+        model: a transformers model; of any other `nn.Module`, norms and feed-forward modules.
+        only: of the kinds "norm", "mlp", "attention" and "loss", those to replace. Default: all.
+        dry: report what would be replaced and leave the model as it is.
+        example: the inputs to compare on, as `model(**example)` takes them, for a model that does
+            not run on its own `dummy_inputs`.
+
+    Returns the report: each module, replaced or kept, and why. It prints as a short table.
+
+    Raises ValueError if `only` names another kind, if it was applied already, or if there is
+    nothing to replace. TypeError if `model` is no module. For what a replaced attention refuses
+    later see `warpweave.hf.attention`; for `logits` while training see `warpweave.hf.loss`.
+    """
+    kinds = _check(model, only)
+    report = Report()
+    try:
+        if "norm" in kinds:
+            _replace_norms(model, report)
+        if "mlp" in kinds:
+            _replace_mlps(model, report)
+        if "attention" in kinds or "loss" in kinds:
+            _replace_whole(model, kinds, example, report)
+        if not report.replaced():
+            reasons = "; ".join(sorted({e.why for e in report.entries})) or "no module is known"
+            raise ValueError(f"nothing to replace in {type(model).__name__}: {reasons}")
+    except BaseException:
+        _undo(model)
+        raise
+    if dry:
+        _undo(model)
+    return report
+
+
+def revert(model: nn.Module) -> None:
+    """Undo `apply`: every forward, the attention and the loss function are what they were.
+
+    Raises ValueError if `apply` was not called.
+    """
+    if not _is_applied(model):
+        raise ValueError(f"{type(model).__name__} has nothing of warpweave.hf in it")
+    _undo(model)
+
+
+def _check(model: nn.Module, only: Collection[str] | None) -> set[str]:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"apply needs a model, got {type(model).__name__}")
+    kinds = set(KINDS if only is None else [only] if isinstance(only, str) else only)
+    if not kinds or kinds - set(KINDS):
+        raise ValueError(f"only must be some of {', '.join(KINDS)}, got {only!r}")
+    if _is_applied(model):
+        raise ValueError(f"{type(model).__name__} has warpweave.hf in it already: revert it first")
+    if any(p.is_meta for p in model.parameters()):
+        raise ValueError(f"{type(model).__name__} has parameters on the meta device: load it first")
+    return kinds
+
+
+def _is_applied(model: nn.Module) -> bool:
+    return any(
+        is_patched(module) or loss.is_installed(module) or _BEFORE in module.__dict__
+        for module in model.modules()
+    )
+
+
+def _undo(model: nn.Module) -> None:
+    for module in model.modules():
+        if _BEFORE in module.__dict__:
+            _set_attention(module, module.__dict__.pop(_BEFORE))
+        if loss.is_installed(module):
+            loss.uninstall(module)
+        elif is_patched(module):
+            unpatch(module)
+
+
+# ---------------------------------------------------------------- 1. module by module
+
+
+def _replace_norms(model: nn.Module, report: Report) -> None:
+    found: dict[tuple, norm.Form | str] = {}
+    for name, module in model.named_modules():
+        if not norm.is_candidate(module):
+            continue
+        form = "its forward was replaced by somebody else"
+        if not is_foreign(module):
+            key = _kind_of(module)
+            form = found[key] if key in found else norm.find_form(module)
+            found[key] = form
+        if isinstance(form, norm.Form):
+            patch(module, norm.forward_of(form))
+        report.add(name, "norm", module, isinstance(form, norm.Form), str(form))
+
+
+def _replace_mlps(model: nn.Module, report: Report) -> None:
+    found: dict[tuple, mlp.Form | str] = {}
+    activations: dict[type, str | None] = {}
+    inside: set[nn.Module] = set()  # of a replaced module
+    for name, module in model.named_modules():
+        if module in inside or is_foreign(module):
+            continue
+        if any(p.ndim == 3 for p in module.parameters(recurse=False)):
+            report.add(name, "mlp", module, False, "products of grouped experts")
+        if mlp.is_candidate(module):
+            key = _kind_of(module)
+            form = found[key] if key in found else mlp.find_form(module)
+            found[key] = form
+            if isinstance(form, mlp.Form):
+                patch(module, mlp.forward_of(form))
+                inside.update(module.modules())
+            report.add(name, "mlp", module, isinstance(form, mlp.Form), str(form))
+        elif _is_named_activation(module) and not is_patched(module):
+            kind = type(module)
+            if kind not in activations:
+                activations[kind] = mlp.slow_activation(module)
+            if activations[kind]:
+                patch(module, mlp.activation_forward(activations[kind]))
+                report.add(name, "mlp", module, True, f"activation, {activations[kind]}")
+
+
+def _is_named_activation(module: nn.Module) -> bool:
+    name = type(module).__name__.lower()
+    return any(word in name for word in ("activation", "gelu", "relu"))
+
+
+def _kind_of(module: nn.Module) -> tuple:
+    """What decides whether a module's form is another's: class, parts, shapes and plain numbers."""
+    parts = [(n, type(c)) for n, c in module.named_modules()]
+    parameters = [(n, p.shape, p.dtype, p.device) for n, p in module.named_parameters()]
+    numbers = [
+        (n, k, v)
+        for n, c in module.named_modules()
+        for k, v in vars(c).items()
+        if isinstance(v, (int, float, str, bool)) and k != "layer_idx"
+    ]
+    return (type(module), *parts, *parameters, *numbers)
+
+
+# ---------------------------------------------------------------- 2. the whole model
+
+
+def _replace_whole(
+    model: nn.Module,
+    kinds: set[str],
+    example: dict[str, torch.Tensor] | None,
+    report: Report,
+) -> None:
+    if not isinstance(model, PreTrainedModel):
+        for kind in sorted(kinds & {"attention", "loss"}):
+            report.add("", kind, model, False, "no transformers model")
+        return
+    inputs = dict(model.dummy_inputs if example is None else example)
+    if example is None:
+        inputs.pop("attention_mask", None)  # `_paddings` makes its own
+    inputs = {k: v.to(model.device) for k, v in inputs.items() if isinstance(v, torch.Tensor)}
+    if "attention" in kinds:
+        _replace_attention(model, inputs, report)
+    if "loss" in kinds:
+        form = loss.find_form(model, inputs)
+        if isinstance(form, loss.Form):
+            loss.install(model, form)
+            why = loss.differs(model, inputs)
+            if why is not None:
+                loss.uninstall(model)
+                form = why
+        report.add("", "loss", model, isinstance(form, loss.Form), str(form))
+
+
+def _replace_attention(
+    model: PreTrainedModel, inputs: dict[str, torch.Tensor], report: Report
+) -> None:
+    """Switch the attention and keep it so if the whole model's output stays what it was."""
+    for name, module in model.named_modules():
+        if "inv_freq" in dict(module.named_buffers(recurse=False)):
+            why = "rotation is a function inside the attention, no module"
+            report.add(name, "rotary", module, False, why)
+    if not model._can_set_attn_implementation():
+        why = "its attention does not go through transformers' AttentionInterface"
+        report.add("", "attention", model, False, why)
+        return
+    wanted = _outputs(model, inputs)
+    if isinstance(wanted, str):
+        report.add("", "attention", model, False, f"does not run on its dummy inputs: {wanted}")
+        return
+    before = {
+        name: module.config._attn_implementation
+        for name, module in model.named_modules()
+        if isinstance(module, PreTrainedModel)
+    }
+    model.set_attn_implementation(attention.NAME)
+    model.__dict__[_BEFORE] = before
+    with attention.callers() as callers:
+        found = _outputs(model, inputs)
+    why = found if isinstance(found, str) else None
+    if why is None and not callers:
+        why = "no module called it"
+    if why is None and not all(map(agree, wanted, found)):
+        why = "the model's output was another one"
+    names = {module: name for name, module in model.named_modules()}
+    if why is not None:
+        _set_attention(model, model.__dict__.pop(_BEFORE))
+        report.add("", "attention", model, False, why)
+        return
+    for module in callers:
+        report.add(names.get(module, ""), "attention", module, True, "attention, with its mask")
+
+
+def _set_attention(model: PreTrainedModel, before: dict[str, str]) -> None:
+    for name, implementation in before.items():
+        model.get_submodule(name).config._attn_implementation_internal = implementation
+
+
+def _outputs(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor] | str:
+    """The model's first output at tokens, unpadded and padded on the left, or why there is none."""
+    found = []
+    try:
+        for more, real in _paddings(model, inputs):
+            with quietly(model):
+                out = model(**inputs, **more)
+            first = next(v for v in out.values() if isinstance(v, torch.Tensor))
+            found.append(first if real is None else first[real])
+    except Exception as error:  # whatever a model says to inputs that it does not know
+        return one_line(error)
+    return found
+
+
+def _paddings(
+    model: PreTrainedModel, inputs: dict[str, torch.Tensor]
+) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor | None]]:
+    """More inputs, and which tokens are real: None for all."""
+    parameters = inspect.signature(type(model).forward).parameters
+    more: dict[str, object] = {"use_cache": False} if "use_cache" in parameters else {}
+    yield more, None
+    ids = inputs.get("input_ids")
+    padded = ids is not None and ids.ndim == 2 and ids.shape[1] > 2
+    if padded and "attention_mask" in parameters and "attention_mask" not in inputs:
+        mask = torch.ones_like(ids)
+        mask[1:, :2] = 0
+        decoder = model.config.is_encoder_decoder  # whose output is of no padded token
+        yield {**more, "attention_mask": mask}, None if decoder else mask.bool()

@@ -1,0 +1,157 @@
+"""RMSNorm and LayerNorm, found by what their forward computes.
+
+A candidate is a module without children that has one vector of weights (or none), perhaps a bias,
+and a small number, which may be its eps. On probes with rows of very different sizes (so that a
+wrong eps shows) and with drawn weights (so that 1 + w shows) its forward must agree with one of the
+forms below, dtype included, also in bfloat16 and under autocast.
+
+    norm(x) * w        norm(x) * (1 + w)        norm(x)            (norm(x) * w + b for LayerNorm)
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from itertools import product
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from warpweave.hf.patch import few, original, ours_always
+from warpweave.hf.probe import agree, noise, tried
+from warpweave.kernels.norm import layer_norm, rms_norm
+from warpweave.kernels.reference import compute_dtype
+
+
+class Form(NamedTuple):
+    """One way to be a norm.
+
+    Attributes:
+        layer: LayerNorm, not RMSNorm.
+        offset: what is added to the weight.
+        eps: the attribute that holds it, or the number itself.
+        out: the dtype that comes out: "x" the input's, "weight" the weight's, "wider" of both.
+        autocast: whether float32 comes out under autocast, as of torch's own norms.
+    """
+
+    layer: bool
+    offset: int
+    eps: str | float
+    out: str
+    autocast: bool
+
+    def __str__(self) -> str:
+        return ("layer_norm" if self.layer else "rms_norm") + (" of 1 + w" if self.offset else "")
+
+
+def is_candidate(module: nn.Module) -> bool:
+    """Whether a module has the parts of a norm."""
+    parameters = dict(module.named_parameters(recurse=False))
+    if next(module.children(), None) is not None or parameters.keys() - {"weight", "bias"}:
+        return False
+    vectors = all(p.ndim == 1 for p in parameters.values())
+    named = "norm" in type(module).__name__.lower()
+    return vectors and bool(_eps_names(module)) and (named or "weight" in parameters)
+
+
+def find_form(module: nn.Module) -> Form | str:
+    """The form that agrees with the module's forward, or why there is none."""
+    width = _width(module)
+    if width is None:
+        return "has no weight to tell its width"
+    if any(not p.is_floating_point() for p in module.parameters()):
+        return "quantised weights"
+    own = copy.deepcopy(module)
+    with torch.no_grad():
+        for seed, p in enumerate(own.parameters(), 1):
+            p.copy_(noise(*p.shape, like=p, seed=seed))
+    bias = getattr(own, "bias", None) is not None
+    layers = (True,) if bias or isinstance(module, nn.LayerNorm) else (False, True)
+    offsets = (0, 1) if getattr(own, "weight", None) is not None else (0,)
+    wanted = _answers(own, width, own.forward)
+    forms = product(layers, offsets, _eps_names(module), ("x", "wider", "weight"), (True, False))
+    for form in map(Form._make, forms):
+        forward = forward_of(form)
+        found = _answers(own, width, lambda x, forward=forward: forward(own, x), wanted)
+        if wanted and len(wanted) == len(found):
+            return form
+    return "its forward computes no RMSNorm or LayerNorm of ours"
+
+
+def forward_of(form: Form) -> Callable:
+    """The forward of a module that is a norm of this form."""
+    norm = layer_norm if form.layer else rms_norm
+
+    def forward(self, hidden_states):
+        if few(hidden_states):
+            return original(self)(hidden_states)
+        x, weight = hidden_states, getattr(self, "weight", None)
+        dtype = x.dtype
+        if form.autocast and torch.is_autocast_enabled(x.device.type):
+            dtype = torch.promote_types(dtype, torch.float32)
+        elif weight is not None and form.out != "x":
+            wider = torch.promote_types(dtype, weight.dtype)
+            dtype = weight.dtype if form.out == "weight" else wider
+        if weight is None:
+            weight = x.new_ones(x.shape[-1])
+        elif form.offset:
+            weight = weight.to(compute_dtype(weight)) + form.offset
+        eps = form.eps if isinstance(form.eps, float) else getattr(self, form.eps)
+        if form.layer:
+            return layer_norm(x, weight, getattr(self, "bias", None), eps, out_dtype=dtype)
+        return norm(x, weight, eps, out_dtype=dtype)
+
+    return forward
+
+
+def _eps_names(module: nn.Module) -> list[str | float]:
+    """The attributes of the module that may be its eps."""
+    names = [
+        name for name, value in vars(module).items()
+        if isinstance(value, float) and 0 <= value < 0.1
+    ]  # fmt: skip
+    # One that is written in the forward, as of OLMo's norm.
+    return names if names or not hasattr(module, "normalized_shape") else [1e-5]
+
+
+def _width(module: nn.Module) -> int | None:
+    weight = getattr(module, "weight", None)
+    if weight is not None:
+        return weight.shape[0]
+    shape = getattr(module, "normalized_shape", None)
+    return shape[-1] if isinstance(shape, (tuple, list, torch.Size)) and len(shape) == 1 else None
+
+
+def _answers(
+    module: nn.Module, width: int, forward: Callable, wanted: dict | None = None
+) -> dict[tuple, torch.Tensor]:
+    """What a forward makes of the probes, by their conditions; where `wanted` is given, only what
+    agrees with it, and nothing once something does not."""
+    weight = getattr(module, "weight", None)
+    like = torch.empty(0) if weight is None else weight
+    x = noise(6, width, like=torch.empty(0, device=like.device)) + 0.5
+    x *= torch.tensor([0.0, 1e-3, 1e-2, 1.0, 3.0, 30.0], device=x.device)[:, None]
+    found: dict[tuple, torch.Tensor] = {}
+    dtypes = dict.fromkeys((torch.float32, like.dtype, torch.bfloat16))
+    for dtype, cast in product(dtypes, (False, True)):
+        if wanted is not None and (dtype, cast) not in wanted:
+            continue
+        autocast = torch.autocast(x.device.type, torch.bfloat16, enabled=cast)
+        with torch.no_grad(), ours_always(), autocast:
+            y = tried(lambda dtype=dtype: forward(x.to(dtype)[None]))
+        if wanted is None:
+            if y is not None:
+                found[dtype, cast] = y
+        elif y is None or not _rows_agree(wanted[dtype, cast], y, dtype):
+            return {}
+        else:
+            found[dtype, cast] = y
+    return found
+
+
+def _rows_agree(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether all rows agree, each by its own size, but for the first, which is made of zeros."""
+    if a.shape != b.shape:
+        return False
+    return all(agree(*rows, rounded=dtype) for rows in zip(a[0, 1:], b[0, 1:]))

@@ -1,0 +1,57 @@
+"""Whether two forwards compute the same: what is not seen to agree is never replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from warpweave.hf.patch import ours_always
+
+WIDE = (torch.float64, torch.float32)
+EXACT = 1e-5  # of the largest: norms of transformers round to float32 inside, whatever the dtype
+HALF = 2e-2  # of 16-bit dtypes: each side rounds in places of its own
+
+
+def agree(a: torch.Tensor, b: torch.Tensor, *, rounded: torch.dtype | None = None) -> bool:
+    """Whether two results have one dtype and shape and differ by rounding only; `rounded` is the
+    narrowest dtype on the way, by default theirs."""
+    if a.shape != b.shape or a.dtype != b.dtype or not torch.isfinite(a).all():
+        return False
+    scale, limit = a.abs().max().item(), HALF
+    if a.dtype in WIDE and rounded in (None, *WIDE):
+        limit = EXACT
+    return scale > 0 and (a - b).abs().max().item() <= limit * scale
+
+
+def noise(*shape: int, like: torch.Tensor, seed: int = 0) -> torch.Tensor:
+    """Standard normal, of the dtype and on the device of `like`; no global generator is asked."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(like.device, like.dtype)
+
+
+@contextmanager
+def quietly(model: nn.Module, *, training: bool = False) -> Iterator[None]:
+    """Without gradients, in one mode, and with the random state and all modes as before after."""
+    modes = {module: module.training for module in model.modules()}
+    parameters = list(model.parameters())
+    devices = sorted({p.device.index for p in parameters if p.device.type == "cuda"})
+    with torch.no_grad(), ours_always(), torch.random.fork_rng(devices):
+        torch.manual_seed(0)
+        model.train(training)
+        try:
+            yield
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+
+
+def tried(run: Callable[[], torch.Tensor]) -> torch.Tensor | None:
+    """What `run` returns, or None where it raises or returns no tensor."""
+    try:
+        found = run()
+    except Exception:  # another module's forward: whatever it says, it is not what we replace
+        return None
+    return found if isinstance(found, torch.Tensor) else None
