@@ -50,9 +50,8 @@ class ParallelPlan:
         recompute: Activation checkpointing: of the MLP's hidden activations (selective), or of all
             but each block's input (full).
         layout: How cp cuts the sequence.
-        cp_strategy: How context ranks attend to one another's tokens: keys and values go round
-            (ring) or to all (gather), or rows are traded for heads (ulysses); hybrid where the mesh
-            has a ring of neighbours that trade.
+        cp_strategy: How context ranks attend to one another's tokens: keys and values go round or
+            to all, rows are traded for heads, or these two at once (hybrid, with ulysses).
     """
 
     zero: Literal[0, 1, 2, 3] = 1
