@@ -19,7 +19,7 @@ ROOMS = {
         ("layers",),
         ("compat", "config", "dtypes", "exchange", "messages", "plain_gpt"),
         ("gpt",),
-        ("checkpoint", "data", "engine", "launch", "tune"),
+        ("checkpoint", "data", "engine", "launch", "memory", "tune"),
         ("prove", "train_config"),
         ("metrics",),
         ("train",),
