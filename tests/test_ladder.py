@@ -56,7 +56,7 @@ ROOMS = {
     ),
     "warpweave.tune": (
         ("calls", "parts", "timing"),
-        ("aot",),
+        ("aot", "options"),
         ("candidates",),
         ("search",),
         ("command",),
@@ -273,7 +273,7 @@ def test_nothing_imports_tests_or_benchmarks_and_they_import_no_bare_rung() -> N
 
 
 def text_files() -> Iterator[Path]:
-    folders = (*RUNGS, "tests", "benchmarks", "examples", ".ci")
+    folders = (*RUNGS, "tests", "benchmarks", "examples", "docs", ".ci")
     paths = [path for folder in folders for path in (ROOT / folder).rglob("*")]
     for path in sorted(paths + list(ROOT.iterdir())):
         if path.is_file() and path.suffix in (
