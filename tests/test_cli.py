@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import runpy
+import subprocess
+import sys
 
 import pytest
 
@@ -42,6 +44,33 @@ def test_a_command_gets_its_arguments_and_ctrl_c_is_quiet(monkeypatch, command):
     monkeypatch.setattr(f"warpweave.{command}.main", main)
     assert _run(monkeypatch, command, "--tp", "2") == 130
     assert given == ["--tp", "2"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["tune", "--bogus"], 2, "Unrecognized options: --bogus"),
+        (["tune", "--steps", "many"], 2, "many"),
+        (["tune", "--help"], 0, "--head-dims"),
+        (["tarin"], 2, "unknown command"),
+    ],
+)
+def test_what_is_not_understood_is_answered_without_torch(arguments, code, words):
+    program = f"""
+import sys
+from warpweave.cli import main
+sys.argv = ["warpweave", *{arguments!r}]
+try:
+    main()
+finally:
+    print("torch" in sys.modules)
+"""
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == code
+    assert words in done.stdout + done.stderr
+    assert done.stdout.endswith("False\n")
 
 
 def test_the_version_is_printed(monkeypatch, capsys):

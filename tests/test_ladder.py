@@ -19,7 +19,7 @@ ROOMS = {
         ("layers",),
         ("compat", "config", "dtypes", "exchange", "messages", "plain_gpt"),
         ("gpt",),
-        ("checkpoint", "data", "engine", "hf", "launch", "tune"),
+        ("checkpoint", "data", "engine", "hf", "launch", "memory", "tune"),
         ("convert",),
         ("prove", "train_config"),
         ("metrics",),
@@ -58,7 +58,7 @@ ROOMS = {
     ),
     "warpweave.tune": (
         ("calls", "parts", "timing"),
-        ("aot",),
+        ("aot", "options"),
         ("candidates",),
         ("search",),
         ("command",),
@@ -275,7 +275,7 @@ def test_nothing_imports_tests_or_benchmarks_and_they_import_no_bare_rung() -> N
 
 
 def text_files() -> Iterator[Path]:
-    folders = (*RUNGS, "tests", "benchmarks", "examples", ".ci")
+    folders = (*RUNGS, "tests", "benchmarks", "examples", "docs", ".ci")
     paths = [path for folder in folders for path in (ROOT / folder).rglob("*")]
     for path in sorted(paths + list(ROOT.iterdir())):
         if path.is_file() and path.suffix in (

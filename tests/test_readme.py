@@ -1,18 +1,51 @@
-"""Each of README's programs runs when it is pasted alone."""
+"""Each program of README and of docs/ runs when it is pasted alone, and each command's options
+exist."""
 
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 import torch
+import tyro
 
 from warpweave.checkpoint import save_checkpoint
+from warpweave.data import open_dataset
 from warpweave.gpt import GPT, GPTConfig
+from warpweave.prove import ProveConfig
+from warpweave.train_config import TrainConfig
+from warpweave.tune import TuneConfig
 
-README = Path(__file__).resolve().parents[1] / "README.md"
-PROGRAMS = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+CONFIGS = {"train": TrainConfig, "prove": ProveConfig, "tune": TuneConfig}
+
+
+def _blocks(page: Path, language: str) -> list[str]:
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    return [text for kind, text in blocks if kind == language]
+
+
+def _commands(page: Path) -> list[tuple[str, list[str]]]:
+    """(command, its options) of every line that calls warpweave."""
+    found = []
+    for line in "".join(_blocks(page, "")).replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True) if "warpweave" in line else []
+        at = words.index("warpweave") + 1 if "warpweave" in words[:-1] else 0
+        if at and words[at] in CONFIGS:
+            found.append((words[at], words[at + 1 :]))
+        elif "warpweave.train" in words:
+            found.append(("train", words[words.index("warpweave.train") + 1 :]))
+    return found
+
+
+PROGRAMS = _blocks(README, "python")
+DOCS = [(page.name, number, text)
+        for page in PAGES for number, text in enumerate(_blocks(page, "python"))]  # fmt: skip
+COMMANDS = [(page.name, *found) for page in (README, *PAGES) for found in _commands(page)]
 
 
 def _layers(names: dict) -> None:
@@ -51,3 +84,23 @@ def test_a_program_runs_alone(tmp_path, monkeypatch, number):
     names: dict = {}
     exec(PROGRAMS[number], names)
     (_layers, _kernels, _weights, _convert)[number](names)
+
+
+@pytest.mark.parametrize(("page", "number", "text"), DOCS)
+def test_a_program_of_the_docs_runs_alone(tmp_path, monkeypatch, page, number, text):
+    monkeypatch.chdir(tmp_path)
+    Path("train.bin").write_bytes(bytes(4000))  # as nanoGPT's prepare.py leaves one
+    exec(text, {"__name__": "__main__"})
+    if page == "from_nanogpt.md" and number == 1:
+        assert len(open_dataset("train.bin", seq_len=16).tokens) > 1000
+
+
+@pytest.mark.parametrize(("page", "command", "options"), COMMANDS)
+def test_a_command_has_the_options_that_it_is_given(page, command, options):
+    assert isinstance(tyro.cli(CONFIGS[command], args=options), CONFIGS[command])
+
+
+def test_nothing_of_the_pages_is_passed_over():
+    assert len(PROGRAMS) == 4
+    assert {page for page, *_ in DOCS} == {page.name for page in PAGES} != set()
+    assert len([c for c in COMMANDS if c[0] == "README.md"]) >= 11

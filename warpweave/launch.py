@@ -47,6 +47,11 @@ def under_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def gpu_count() -> int:
+    """GPUs of this machine; ranks use them where each has its own."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
 def launch(entry: Callable[..., Any], args: tuple, mesh: Mesh) -> Any:
     """Run ``entry(*args, port)`` on every rank of `mesh` on this machine; rank 0's result.
 
@@ -391,7 +396,7 @@ def join(
         end_with_parent(f"{name} stops: the process that started the ranks is gone")
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)  # see `launch`
     local_world = int(env.get("LOCAL_WORLD_SIZE", "1"))
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = gpu_count()
     if backend is None:
         backend = "nccl" if gpus >= local_world else "gloo"
     device, where = torch.device("cpu"), "cpu"

@@ -38,12 +38,14 @@ from warpweave.checkpoint import (
     open_latest,
     save_checkpoint,
 )
+from warpweave.config import GPTConfig
 from warpweave.convert.source import open_model
 from warpweave.dtypes import DTYPES
 from warpweave.engine import Engine
 from warpweave.gpt import GPT
 from warpweave.kernels.runtime import tiles
-from warpweave.launch import Session, join, launch, leave, reported, under_torchrun
+from warpweave.launch import Session, gpu_count, join, launch, leave, reported, under_torchrun
+from warpweave.memory import check_memory, free_host_memory
 from warpweave.messages import one_line, say
 from warpweave.metrics import Metrics, peak_memory
 from warpweave.parallel.data.optimizer import AdamW
@@ -107,6 +109,8 @@ class Trainer:
         self.mesh = config.mesh.connect(
             session.device.type, timeout=timedelta(seconds=session.timeout)
         )
+        if session.device.type == "cuda":  # on CPUs `main` has asked for all ranks of a machine
+            _check_memory(config, self.model, torch.cuda.mem_get_info(session.device)[0])
         self.engine = Engine(
             self.model,
             self.mesh,
@@ -393,6 +397,21 @@ class Trainer:
         return self.train_data.decode([t for t in tokens if t < self.train_data.vocab_size])
 
 
+def _check_memory(config: TrainConfig, model: GPTConfig, free: int, cpu_ranks: int = 0) -> None:
+    """Raise a one-line ``ValueError`` if a step will not fit into a GPU's `free` bytes, or those
+    that `cpu_ranks` ranks share."""
+    check_memory(
+        model,
+        config.mesh,
+        config.plan,
+        batch=config.batch,
+        dtype=config.dtype,
+        device_type="cpu" if cpu_ranks else "cuda",
+        free=free,
+        ranks=cpu_ranks or 1,
+    )
+
+
 def _key(seed: int, step: int) -> int:
     """The dropout key of a step: 64 bits, seed above and step below."""
     return ((seed & 0x7FFFFFFF) << 32) | (step & 0xFFFFFFFF)
@@ -457,6 +476,9 @@ def main(argv: list[str] | None = None) -> None:
         config = config.for_ranks(int(os.environ["WORLD_SIZE"]) if torchrun else config.mesh.world)
         if local_rank == 0:  # the others wait for it in `join`, and find its tokens in the cache
             config.check()
+            here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if torchrun else config.mesh.world
+            if gpu_count() < here:
+                _check_memory(config, config.model_config(1), free_host_memory(), here)
         with _locked(config.out) if rank == 0 else nullcontext():
             if torchrun:
                 train_rank(config)

@@ -283,8 +283,8 @@ def flash_attn_with_kvcache(
             keys = k[these] if rotary_cos is None else _rotated(k[these], length, *by)
             k_cache[cached, length : length + new] = keys
             v_cache[cached, length : length + new] = v[these]
-        seen = (cache[cached, : length + new] for cache in (k_cache, v_cache))
-        parts.append(_attend(queries, *seen, causal, window_size, options))
+        keys, values = (cache[cached, : length + new] for cache in (k_cache, v_cache))
+        parts.append(_attend(queries, keys, values, causal, window_size, options))
     o, lse = (torch.cat(each) if len(each) > 1 else each[0] for each in zip(*parts))
     return (o, lse) if return_softmax_lse else o
 
@@ -297,7 +297,8 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """(o, lse) of queries at the end of the keys."""
     mask = _mask(causal, window_size, q.shape[1], k.shape[1])
-    return attention(q, k, v, return_lse=True, **mask, **options)
+    o, lse = attention(q, k, v, return_lse=True, **mask, **options)
+    return o, lse
 
 
 def _mask(causal: bool, window_size: Window, queries: int, keys: int) -> dict:
@@ -311,7 +312,7 @@ def _mask(causal: bool, window_size: Window, queries: int, keys: int) -> dict:
     window, ahead = None if left == ends else left + 1, 0
     if right not in (0, left):  # lopsided
         ahead, window = right, None if window is None else left + right + 1
-    mask = {"causal": right == 0 or ahead > 0, "window": window}
+    mask: dict = {"causal": right == 0 or ahead > 0, "window": window}
     q_start, k_start = ahead + max(keys - queries, 0), max(queries - keys, 0)
     if q_start or k_start:
         mask |= {"q_runs": ((q_start, queries),), "k_runs": ((k_start, keys),)}

@@ -11,7 +11,7 @@ cannot do raises ValueError naming the argument.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -60,6 +60,7 @@ class LigerRMSNorm(nn.Module):
         self.hidden_size, self.variance_epsilon, self.offset = hidden_size, eps, offset
         self.casting_mode, self.in_place, self.row_mode = casting_mode, in_place, row_mode
         weight = _initial(init_fn, hidden_size)
+        self.weight: nn.Parameter | None
         self.register_parameter("weight", nn.Parameter(weight) if elementwise_affine else None)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
@@ -68,7 +69,7 @@ class LigerRMSNorm(nn.Module):
             scale = hidden_states.new_ones(self.hidden_size)
         else:
             scale = self.weight + self.offset if self.offset else self.weight
-        return rms_norm(hidden_states, scale, self.variance_epsilon)
+        return cast(Tensor, rms_norm(hidden_states, scale, self.variance_epsilon))
 
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, eps={self.variance_epsilon}, offset={self.offset}"
@@ -91,7 +92,8 @@ class LigerLayerNorm(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """x[..., E] -> y[..., E]."""
-        return layer_norm(hidden_states, self.weight, self.bias, self.variance_epsilon)
+        y = layer_norm(hidden_states, self.weight, self.bias, self.variance_epsilon)
+        return cast(Tensor, y)
 
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, eps={self.variance_epsilon}"
@@ -329,8 +331,8 @@ def liger_rotary_pos_emb(
         )
     tables = [table[..., : D // 2].flatten(0, 1) for table in (cos, sin)]
     if len(cos) == 1:
-        turned = apply_rope_qk(q, k, *tables)
+        q, k = apply_rope_qk(q, k, *tables)
     else:  # samples with positions of their own: one after the other, as one sequence
         one = apply_rope_qk(*(x.flatten(0, 1)[None] for x in (q, k)), *tables)
-        turned = tuple(y.view(B, S, *y.shape[2:]) for y in one)
-    return tuple(y.transpose(1, 2) for y in turned) if unsqueeze_dim == 1 else turned
+        q, k = (y.view(B, S, *y.shape[2:]) for y in one)
+    return (q.transpose(1, 2), k.transpose(1, 2)) if unsqueeze_dim == 1 else (q, k)

@@ -1,11 +1,38 @@
 """``warpweave tune``: measure tiles on this GPU and keep the best; without one, compile them.
 
-`command` the command · `search` which tile wins · `candidates` which are tried, and what is wrong
-with one · `calls` what they are compared by · `timing` on a CUDA device · `aot` compiles for GPUs
-that are not there · `parts` what each GPU offers.
+`options` the command line, without torch · `command` what it does · `search` which tile wins ·
+`candidates` which are tried, and what is wrong with one · `calls` what they are compared by ·
+`timing` on a CUDA device · `aot` compiles for GPUs that are not there · `parts` what each GPU
+offers.
 """
 
-from warpweave.tune.command import TuneConfig, main, tune_here
-from warpweave.tune.search import Bench, tune
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import tyro
+
+from warpweave.tune import options
+from warpweave.tune.options import TuneConfig
+
+if TYPE_CHECKING:
+    from warpweave.tune.command import tune_here
+    from warpweave.tune.search import Bench, tune
 
 __all__ = ["Bench", "TuneConfig", "main", "tune", "tune_here"]
+
+
+def __getattr__(name: str) -> Any:
+    """What needs torch, when it is asked for: a wrong option is answered without."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = "command" if name == "tune_here" else "search"
+    return getattr(import_module(f"warpweave.tune.{module}"), name)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """The command ``warpweave tune``; torch is imported once its options are understood."""
+    prog, about = "warpweave tune", options.__doc__
+    config = tyro.cli(TuneConfig, prog=prog, description=about, args=argv)
+    from warpweave.tune.command import run
+
+    run(config)

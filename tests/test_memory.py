@@ -1,0 +1,261 @@
+"""The estimate of memory against what is really allocated, and the refusal that it is for."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from warpweave import train
+from warpweave.config import PRESETS, GPTConfig, ParallelPlan
+from warpweave.dtypes import DTYPES
+from warpweave.engine import Engine
+from warpweave.memory import check_memory, estimate, free_host_memory
+from warpweave.parallel.mesh import Mesh
+
+GIB = 2**30
+LLAMA = {"positions": "rope", "norm": "rms", "activation": "swiglu", "bias": False, "tied": False}
+
+
+# ---------------------------------------------------------------- states, exactly
+
+TINY = GPTConfig(vocab_size=101, seq_len=16, layers=3, width=32, heads=4, dropout=0.0)
+STATES = [
+    (Mesh(), 1, "fp32", "1f1b"),
+    (Mesh(), 0, "bf16", "1f1b"),
+    (Mesh(dp=2), 1, "bf16", "1f1b"),
+    (Mesh(cp=2), 2, "fp64", "1f1b"),
+    (Mesh(dp=2), 3, "bf16", "1f1b"),
+    (Mesh(pp=2), 1, "fp32", "gpipe"),
+]
+
+
+def _bytes(tensors) -> int:
+    """Of distinct storages, what is allocated of them."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+def _allocated(rank: int, mesh: Mesh, zero: int, dtype: str, schedule: str) -> dict[str, int]:
+    plan = ParallelPlan(zero=zero, schedule=schedule, microbatches=2)
+    engine = Engine(TINY, mesh.connect(), plan, micro_batch_size=2, dtype=DTYPES[dtype])
+    shape = (2, 2, TINY.seq_len)
+    tokens = torch.randint(0, TINY.vocab_size, shape)
+    engine.step(tokens, tokens, torch.arange(4).view(2, 2), lr=1e-3)
+    weights, gradients, optimizer = [], [], []
+    for unit in engine.units:
+        weights.append(unit.parameters.flat)
+        weights += [] if unit.parameters.shard is None else [unit.parameters.shard]
+        gradients += [unit.gradients.flat, unit.gradients.reduced]
+        optimizer += [] if unit.state.is_master else [unit.state.master]
+        optimizer += unit.state.moments.values()
+    kinds = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
+    units = max(unit.layout.size for unit in engine.units)
+    return {name: _bytes(tensors) for name, tensors in kinds.items()} | {"unit": units}
+
+
+@pytest.mark.parametrize(("mesh", "zero", "dtype", "schedule"), STATES)
+def test_the_states_are_those_that_the_engine_allocates(mesh, zero, dtype, schedule):
+    plan = ParallelPlan(zero=zero, schedule=schedule, microbatches=2)
+    expected = estimate(TINY, mesh, plan, batch=2, dtype=dtype)
+    if mesh.world == 1:
+        found = [_allocated(0, mesh, zero, dtype, schedule)]
+    else:
+        found = run_ranks(mesh.world, _allocated, mesh, zero, dtype, schedule)
+    size = DTYPES[dtype].itemsize
+    for rank, real in enumerate(found):
+        told = expected[mesh.coordinates(rank)["pp"]]
+        # What is there for a moment only is not seen between steps.
+        gathered = 2 * real["unit"] if zero >= 2 and mesh.data > 1 else 0
+        weights = told.weights - (gathered * size if zero == 3 else 0)
+        gradients = told.gradients - gathered * max(size, 4)
+        # Buffers are padded to 64 bytes for each parameter and to whole slices.
+        assert real["weights"] == pytest.approx(weights, rel=0.05)
+        assert real["gradients"] == pytest.approx(gradients, rel=0.05)
+        assert real["optimizer"] == pytest.approx(told.optimizer, rel=0.05)
+
+
+# ---------------------------------------------------------------- the peak of a process
+
+MEASURE = """
+import json, resource, sys, torch
+torch.set_num_threads(1)
+from warpweave.config import GPTConfig, ParallelPlan
+from warpweave.dtypes import DTYPES
+from warpweave.engine import Engine
+from warpweave.parallel.mesh import Mesh
+
+def train(config, plan, batch, dtype):
+    engine = Engine(GPTConfig(**config), Mesh().connect(), ParallelPlan(**plan),
+                    micro_batch_size=batch, dtype=DTYPES[dtype])
+    tokens = torch.zeros(1, batch, config["seq_len"], dtype=torch.int64)
+    for _ in range(2):
+        engine.step(tokens, tokens, torch.arange(batch)[None], lr=1e-3)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+config, plan, batch, dtype = json.loads(sys.argv[1])
+before = train(dict(vocab_size=32, seq_len=8, layers=1, width=32, heads=2), {}, 1, "fp32")
+print(train(config, plan, batch, dtype) - before)
+"""
+PEAKS = {
+    "weights": ({"vocab_size": 3000, "seq_len": 16, "layers": 5, "width": 512, "heads": 8}, {}, 1,
+                "fp32"),
+    "activations": ({"vocab_size": 64, "seq_len": 256, "layers": 4, "width": 256, "heads": 4,
+                     "kv_heads": 2, **LLAMA}, {}, 6, "fp32"),
+    "recompute": ({"vocab_size": 64, "seq_len": 256, "layers": 4, "width": 256, "heads": 4,
+                   "kv_heads": 2, **LLAMA}, {"recompute": "full"}, 6, "fp32"),
+}  # fmt: skip
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss counts kilobytes on Linux")
+@pytest.mark.parametrize("name", PEAKS)
+def test_the_peak_of_a_process_is_within_a_quarter(name):
+    config, plan, batch, dtype = PEAKS[name]
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", MEASURE, json.dumps(PEAKS[name])],
+        capture_output=True, text=True, timeout=600, check=True,
+    )  # fmt: skip
+    (told,) = estimate(GPTConfig(**config), Mesh(), ParallelPlan(**plan), batch=batch, dtype=dtype)
+    assert 0.75 < told.total / int(done.stdout) < 1.3
+
+
+def test_activations_follow_the_schedule_and_the_mesh():
+    config = GPTConfig(vocab_size=64, seq_len=64, layers=8, width=64, heads=8)
+
+    def told(mesh=None, **plan):
+        parts = estimate(config, mesh or Mesh(), ParallelPlan(**plan), batch=2, dtype="fp32")
+        return [rank.activations for rank in parts]
+
+    (alone,) = told()
+    assert told(microbatches=4) == [alone]
+    early, late = told(Mesh(pp=2), microbatches=4)
+    assert early > late * 0.9
+    gpipe = told(Mesh(pp=2), microbatches=4, schedule="gpipe")
+    assert gpipe[0] > 1.4 * early
+    assert told(Mesh(tp=2))[0] < 0.55 * alone < told(Mesh(tp=2), sequence_parallel=False)[0]
+    assert told(Mesh(cp=2))[0] < 0.55 * alone
+    assert told(recompute="full")[0] < told(recompute="selective")[0] < alone
+
+
+# ---------------------------------------------------------------- what there is
+
+
+def _machine(tmp_path, meminfo: str, cgroup: str, files: dict[str, str]) -> dict:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text(meminfo)
+    (tmp_path / "proc/self/cgroup").write_text(cgroup)
+    for name, text in files.items():
+        (tmp_path / "groups" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "groups" / name).write_text(text)
+    return {"proc": tmp_path / "proc", "cgroups": tmp_path / "groups"}
+
+
+MEMINFO = "MemTotal:       9000 kB\nMemAvailable:    1000 kB\n"
+MACHINES = {  # the line of /proc/self/cgroup, the groups' files, the bytes free
+    "none": ("0::/\n", {}, 1024000),
+    "unlimited": ("0::/\n", {"memory.max": "max\n", "memory.current": "5"}, 1024000),
+    "v2": (
+        "0::/a/b\n",
+        {
+            "a/memory.max": "90000", "a/memory.current": "80000",
+            "a/memory.stat": "anon 1\ninactive_file 5000\n",
+            "a/b/memory.max": "70000", "a/b/memory.current": "10000", "a/b/memory.stat": "",
+        },
+        15000,
+    ),
+    "v1": (
+        "4:cpu:/x\n3:cpuset,memory:/job\n",
+        {
+            "memory/job/memory.limit_in_bytes": "5000", "memory/job/memory.usage_in_bytes": "4000",
+            "memory/job/memory.stat": "total_inactive_file 7\n",
+        },
+        1007,
+    ),
+    "own group as root": (
+        "0::/elsewhere\n",
+        {"memory.max": "500", "memory.current": "100", "memory.stat": ""},
+        400,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_what_is_free_honours_control_groups(tmp_path, name):
+    cgroup, files, free = MACHINES[name]
+    assert free_host_memory(**_machine(tmp_path, MEMINFO, cgroup, files)) == free
+
+
+def test_a_system_that_tells_nothing_has_all_of_its_memory(tmp_path):
+    assert free_host_memory(tmp_path, tmp_path) > 2**28
+
+
+# ---------------------------------------------------------------- the refusal
+
+
+def _check(free_gib: float, mesh=None, plan=ParallelPlan(), **options) -> None:
+    mesh = Mesh() if mesh is None else mesh
+    given = {"batch": 8, "dtype": "fp32", "device_type": "cpu", "ranks": mesh.world} | options
+    check_memory(PRESETS["gpt2"], mesh, plan, free=int(free_gib * GIB), **given)
+
+
+def test_what_fits_is_not_refused_and_what_does_not_is_with_the_figure():
+    (told,) = estimate(PRESETS["gpt2"], Mesh(), ParallelPlan(), batch=8, dtype="fp32")
+    size = told.total / GIB
+    _check(1.001 * size)
+    with pytest.raises(ValueError, match=rf"needs about {size:.1f} GiB \(a rank: weights 0.5"):
+        _check(0.99 * size)
+    # Both ranks lie in the memory of one machine.
+    _check(2.0 * size, Mesh(dp=2))
+    with pytest.raises(ValueError, match=r"for 2 ranks .*this machine has"):
+        _check(1.8 * size, Mesh(dp=2))
+
+
+@pytest.mark.parametrize(
+    ("options", "flag", "way"),
+    [
+        ({}, "--recompute full", {"plan": ParallelPlan(recompute="full")}),
+        ({}, "--batch 1", {"batch": 1}),
+        ({"dtype": "fp64"}, "--dtype bf16", {"dtype": "bf16"}),
+        ({"mesh": Mesh(dp=8), "batch": 1}, "--zero 3", {"plan": ParallelPlan(zero=3)}),
+        ({"device_type": "cuda", "ranks": 1}, "--tp 4", {"mesh": Mesh(tp=4)}),
+    ],
+)
+def test_the_flag_that_is_named_makes_the_memory_that_is_named_enough(options, flag, way):
+    with pytest.raises(ValueError, match=flag) as refusal:
+        _check(0.2, **options)
+    text = str(refusal.value)
+    named = float(text.split(f"{flag} ")[1].split(" GiB")[0])
+    _check(named + 0.06, **options | way)
+    with pytest.raises(ValueError, match="GiB free"):
+        _check(named - 0.06, **options | way)
+
+
+def test_llama_8b_in_float64_is_refused_before_anything_is_made(tmp_path, monkeypatch, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text("what is read " * 20000)
+    monkeypatch.setattr(train, "free_host_memory", lambda: 16 * GIB)
+    monkeypatch.setattr(train, "gpu_count", lambda: 0)
+    monkeypatch.setattr(train, "launch", None)
+    monkeypatch.setattr(train, "train_rank", None)
+    arguments = ["--model", "llama-8b", "--dtype", "fp64", "--data", str(text)]
+    for more in ([], ["--tp", "2"]):
+        with pytest.raises(SystemExit) as end:
+            train.main([*arguments, "--out", str(tmp_path / "out"), *more])
+        assert end.value.code == 2
+        said = capsys.readouterr().err.strip()
+        assert said.count("\n") == 0
+        assert "training needs about" in said
+        assert "16.0 GiB free" in said
+        assert "--dtype bf16" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_estimate_of_a_large_model_is_quick():
+    plan = ParallelPlan(zero=3, microbatches=8)
+    parts = estimate(PRESETS["llama-70b"], Mesh(dp=4, tp=8, pp=4), plan, batch=1, dtype="bf16")
+    assert len(parts) == 4
+    assert all(rank.total < 80 * GIB for rank in parts)

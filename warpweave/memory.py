@@ -1,0 +1,271 @@
+"""What a training step needs of a rank's memory, before anything is allocated, and what there is.
+
+Per rank, in bytes, with P the rank's own parameters, D = dp x cp the ranks that ZeRO cuts over, b
+bytes of a parameter and m of its master (8 for float64, otherwise 4), U the largest unit (a block,
+the embedding or the head):
+
+    weights       P b                                        ZeRO 3: P b / D + 2 U b
+    gradients     P m, ZeRO 1: + P m / D                     ZeRO 2, 3: P m / D + 2 U m
+    optimizer     2 P m (AdamW), + P m where b is not m      ZeRO 1 to 3: those / D
+    activations   of every micro-batch in flight, by the schedule, and every block:
+
+                      b (4 t E + T (A + H D + Z) / tp) + 4 T H / tp   (lse)
+
+                  with T = batch seq_len / cp tokens, t = T / tp of them with sequence parallelism
+                  (two norms and what they give), A the queries, keys and values (twice q and k
+                  where they are rotated), Z the MLP's hidden values: before (twice as many if it is
+                  gated) and after the activation, the latter on a CPU only; none of them with
+                  recompute "selective". With "full" b t E a block. Either way three whole blocks
+                  more for the one that is being differentiated (what it keeps, the gradients of
+                  that, and what is made along the way: measured on CPUs, not derived); and on the
+                  rank that has the loss, its block of logits and (on a CPU) dW, V E m / tp.
+    loading       the largest unit whole, in float32: while weights are drawn, before any step
+
+Their sum, with the larger of the last two. Buffers of messages, the allocator's losses and what a
+process holds without any model (about 0.3 GiB) are not in it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from warpweave.config import GPTConfig, ParallelPlan
+from warpweave.dtypes import DTYPES
+from warpweave.gpt import GPT
+from warpweave.kernels.activation import find_activation
+from warpweave.parallel.mesh import AXES, ConnectedMesh, Mesh
+from warpweave.parallel.schedule.actions import FINISHES, F
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank; the module's docstring has their formulas."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    loading: int
+
+    @property
+    def total(self) -> int:
+        """The most that is there at once."""
+        return self.weights + self.gradients + self.optimizer + max(self.activations, self.loading)
+
+
+def estimate(
+    config: GPTConfig,
+    mesh: Mesh,
+    plan: ParallelPlan,
+    *,
+    batch: int,
+    dtype: str,
+    device_type: str = "cpu",
+) -> list[Memory]:
+    """What a rank of each pipeline rank needs; all ranks of one pipeline rank need the same.
+
+    Args:
+        config, mesh, plan: as the engine takes them, checked.
+        batch: sequences in a micro-batch.
+        dtype: a key of `DTYPES`, of parameters and activations.
+        device_type: "cpu" or "cuda".
+    """
+    size = DTYPES[dtype].itemsize
+    master = max(size, 4)
+    placement = plan.placement(mesh.pp)
+    each = [_units(config, mesh, plan, rank) for rank in range(mesh.pp)]
+    schedule = plan.make_schedule(mesh.pp)
+    tokens = batch * config.seq_len // mesh.cp
+    rows = tokens // mesh.tp if plan.sequence_parallel else tokens
+    on_cpu = device_type == "cpu"
+    whole, spared = _block(config, mesh, plan, tokens, size, on_cpu=on_cpu)
+    stream = rows * config.width * size
+    kept = {"none": whole, "selective": whole - spared, "full": stream}[plan.recompute]
+    data, zero, found = mesh.data, plan.zero if mesh.data > 1 else 0, []
+    for rank, units in enumerate(each):
+        P, U = sum(units.values()), max(units.values())
+        weights = P * size if zero < 3 else P * size // data + 2 * U * size
+        gradients = P * master + (P * master // data if zero == 1 else 0)
+        if zero >= 2:
+            gradients = P * master // data + 2 * U * master
+        optimizer = (2 + (master != size)) * P * master // (data if zero else 1)
+        live = most = 0
+        for action in schedule[rank]:
+            layers = _layers(config, len(placement), action.stage)
+            live += layers * (action.op == F) - layers * (action.op in FINISHES)
+            most = max(most, live)
+        activations = most * kept + 3 * whole
+        if placement[-1] == rank:
+            activations += _loss(config, mesh, tokens, size, master, on_cpu=on_cpu)
+        loading = max(_units(config, Mesh(), plan, 0).values()) * 4 * 2
+        found.append(Memory(weights, gradients, optimizer, activations, loading))
+    return found
+
+
+def _layers(config: GPTConfig, stages: int, stage: int) -> int:
+    """Blocks of a stage, as `GPT.layers_of` has them."""
+    return config.layers * (stage + 1) // stages - config.layers * stage // stages
+
+
+def _units(config: GPTConfig, mesh: Mesh, plan: ParallelPlan, rank: int) -> Counter[str]:
+    """Elements of each ZeRO unit on a pipeline rank, counted on the meta device."""
+    alone = ConnectedMesh(
+        mesh, mesh.rank_at(pp=rank), dict.fromkeys((*AXES, "data", "world")), None
+    )
+    whole = plan if mesh.pp > 1 else dataclasses.replace(plan, schedule="1f1b", chunks=1)
+    units: Counter[str] = Counter()
+    for name, param in GPT(config, mesh=alone, plan=whole, device="meta").named_parameters():
+        parts = name.split(".")
+        units[parts[1] if parts[0] == "blocks" else parts[0]] += param.numel()
+    return units
+
+
+def _block(
+    config: GPTConfig, mesh: Mesh, plan: ParallelPlan, tokens: int, size: int, *, on_cpu: bool
+) -> tuple[int, int]:
+    """Bytes that one block keeps of a micro-batch for its backward, and how many of them are the
+    MLP's hidden values."""
+    rows = tokens // mesh.tp if plan.sequence_parallel else tokens
+    q, kv = config.heads * config.head_dim, config.num_kv_heads * config.head_dim
+    attention = 2 * q + 2 * kv + (q + kv if config.positions == "rope" else 0)
+    hidden = config.num_hidden * (2 if find_activation(config.activation).gated else 1)
+    hidden += config.num_hidden if on_cpu else 0
+    hidden = size * tokens * hidden // mesh.tp
+    cut = (size * attention + 4 * config.heads) * tokens // mesh.tp
+    return size * 4 * rows * config.width + cut + hidden, hidden
+
+
+def _loss(
+    config: GPTConfig, mesh: Mesh, tokens: int, size: int, master: int, *, on_cpu: bool
+) -> int:
+    """Bytes of the head's blocks of logits, and of what it keeps until the backward."""
+    vocabulary = math.ceil(config.vocab_size / mesh.tp)
+    most, rows = (2**20, 2**10) if on_cpu else (2**26, 2**12)
+    logits = min(max(most, rows * vocabulary), tokens * vocabulary) * size
+    return logits + tokens * config.width * size + on_cpu * vocabulary * config.width * master
+
+
+# ---------------------------------------------------------------- what there is
+
+
+def free_host_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes that this machine, and the control groups that this process is in, still give.
+
+    Of a group's use what it caches of files counts as free. Where the system tells neither (not on
+    Linux) it is all of the machine's memory.
+    """
+    try:
+        lines = (proc / "meminfo").read_text().splitlines()
+        fields = dict(line.split(":") for line in lines)
+        free = int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([free, *_limits(proc, cgroups)])
+
+
+def _limits(proc: Path, cgroups: Path) -> list[int]:
+    """Bytes left in each control group, of version 1 or 2, from this process's own to the root."""
+    names = {
+        "": ("memory.max", "memory.current", "inactive_file"),
+        "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    }
+    left = []
+    try:
+        rows = [line.split(":", 2) for line in (proc / "self/cgroup").read_text().splitlines()]
+    except OSError:
+        return []
+    for _, controllers, path in rows:
+        kind = "memory" if "memory" in controllers.split(",") else controllers
+        if kind not in names:
+            continue
+        limit, usage, cached = names[kind]
+        top = cgroups / kind
+        own = top / path.lstrip("/")
+        for folder in [own, *own.parents]:  # a container may see its own group as the root
+            try:
+                most, used = (folder / limit).read_text(), int((folder / usage).read_text())
+                stat = dict(map(str.split, (folder / "memory.stat").read_text().splitlines()))
+                if most.strip() != "max":
+                    left.append(int(most) - used + int(stat.get(cached, 0)))
+            except (OSError, ValueError):
+                pass
+            if folder == top:
+                break
+    return left
+
+
+# ---------------------------------------------------------------- the refusal
+
+
+def check_memory(
+    config: GPTConfig,
+    mesh: Mesh,
+    plan: ParallelPlan,
+    *,
+    batch: int,
+    dtype: str,
+    device_type: str,
+    free: int,
+    ranks: int,
+) -> None:
+    """Raise a one-line ``ValueError`` if a training step does not fit into `free` bytes.
+
+    Args:
+        config, mesh, plan, batch, dtype, device_type: as for `estimate`.
+        free: bytes of the memory that `ranks` of the mesh's ranks share: 1 on a GPU, all of this
+            machine's on the CPU.
+    """
+
+    def needed(mesh: Mesh, plan: ParallelPlan, batch: int, dtype: str) -> float:
+        of_ranks = [
+            rank.total
+            for rank in estimate(
+                config, mesh, plan, batch=batch, dtype=dtype, device_type=device_type
+            )
+        ]
+        return max(of_ranks) if ranks == 1 else sum(of_ranks) / len(of_ranks) * ranks
+
+    now = needed(mesh, plan, batch, dtype)
+    if now <= free:
+        return
+    spare = {"recompute": "full"} | ({"zero": 3} if mesh.data > 1 else {})
+    ways = {f"--{name} {value}": (mesh, dataclasses.replace(plan, **{name: value}), batch, dtype)
+            for name, value in spare.items()}  # fmt: skip
+    ways |= {"--dtype bf16": (mesh, plan, batch, "bf16"), "--batch 1": (mesh, plan, 1, dtype)}
+    for tp in (2, 4, 8) if device_type == "cuda" else ():  # on CPUs they share the memory
+        wider = dataclasses.replace(mesh, tp=mesh.tp * tp)
+        try:
+            config.check(wider, plan)
+        except ValueError:
+            break
+        ways[f"--tp {wider.tp}"] = (wider, plan, batch, dtype)
+    less = {name: needed(*way) for name, way in ways.items()}
+    helps = sorted((size, name) for name, size in less.items() if size < 0.95 * now)
+    words = ", ".join(f"{name} {size / _GIB:.1f} GiB" for size, name in helps)
+    if helps and helps[0][0] > free:
+        together = needed(mesh, dataclasses.replace(plan, **spare), 1, "bf16")
+        every = "all but --tp" if device_type == "cuda" else "all of them"
+        words += f"; with {every} {together / _GIB:.1f}"
+    most = max(
+        estimate(config, mesh, plan, batch=batch, dtype=dtype, device_type=device_type),
+        key=lambda rank: rank.total,
+    )
+    parts = ", ".join(
+        f"{name} {value / _GIB:.1f}"
+        for name, value in dataclasses.asdict(most).items()
+        if name != "loading"
+    )
+    where = "this GPU" if device_type == "cuda" else "this machine"
+    of = "" if ranks == 1 else f" for {ranks} ranks"
+    raise ValueError(
+        f"training needs about {now / _GIB:.1f} GiB{of} (a rank: {parts}), {where} has "
+        f"{free / _GIB:.1f} GiB free; "
+        + (f"it would need, with {words}" if words else "take a smaller --model")
+    )

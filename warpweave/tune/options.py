@@ -1,0 +1,61 @@
+"""Measure tiles of the attention and product kernels on this GPU, and keep the best for it.
+
+``warpweave tune`` takes the shipped tile of each kernel, dtype and head dim (or kind of product)
+and those around it, leaves out what spills or does not fit once compiled, checks that the others
+compute what the shipped tile does, times them, and writes a table of the best, which ``warpweave
+train --tiles`` and `kernels.runtime.tiles.load` take. A tile replaces the shipped one only if it is
+at least 1 % faster in a second, longer measurement, and compiles cleanly in every other call that
+takes it.
+
+Run it alone on the GPU. Every row is written as soon as it is measured: Ctrl-C loses one at most.
+``warpweave tune --dry --target sm_90`` needs no GPU: it lists which tiles compile cleanly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from warpweave.kernels.runtime.tile_table import MAX_HEAD_DIM
+
+if TYPE_CHECKING:
+    from warpweave.tune.calls import Problem
+
+
+@dataclass(frozen=True)
+class TuneConfig:
+    """What to tune, and for how long."""
+
+    kernels: tuple[Literal["attention_fwd", "attention_dkdv", "attention_dq", "gemm"], ...] = (
+        "attention_fwd", "attention_dkdv", "attention_dq", "gemm",
+    )  # fmt: skip
+    """Which kernels; the MLP and the QKV projection take gemm's tiles."""
+    dtypes: tuple[Literal["bf16", "fp32", "fp64"], ...] = ("bf16",)
+    """What they compute in; fp16 takes bf16's tiles."""
+    head_dims: tuple[int, ...] = (64, 128, 256)
+    """Of attention; a tile is used up to its head dim, from the next smaller one of the table."""
+    steps: int = 2
+    """How far from the shipped tile: 1 is about eight tiles a row, 2 about thirty."""
+    minutes: float = 20.0
+    """No row is begun after that."""
+    output: Path = Path("tiles.json")
+    """Table to write; rows that it has of other devices or kernels stay."""
+    dry: bool = False
+    """No GPU: list the tiles that compile cleanly for `target`, and write nothing."""
+    target: Literal["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"] = "sm_90"
+    """With --dry: what to compile for."""
+
+    def problems(self) -> list[Problem]:
+        """The rows to tune. Raises ValueError on numbers that cannot be."""
+        if wrong := [D for D in self.head_dims if not 1 <= D <= MAX_HEAD_DIM]:
+            raise ValueError(f"head dims must be 1..{MAX_HEAD_DIM}, got {wrong}")
+        if self.steps not in (1, 2):
+            raise ValueError(f"steps must be 1 or 2, got {self.steps}")
+        if not 0 < self.minutes <= 24 * 60:
+            raise ValueError(f"need 0 < minutes <= {24 * 60}, got {self.minutes}")
+        if self.dry and self.output != TuneConfig.output:
+            raise ValueError(f"--dry measures nothing and writes no table: drop {self.output}")
+        from warpweave.tune.calls import problems  # and torch: a command line does without
+
+        return problems(self.kernels, self.dtypes, self.head_dims)
