@@ -404,6 +404,9 @@ def _overlap_cases() -> list[Case]:
         "gemm_reduce_scatter": lambda: scatter_steps(
             h, down.t(), memory, bias, wire=torch.bfloat16, owners=W, name="x"
         ),
+        "gemm_reduce_scatter unrounded": lambda: scatter_steps(
+            h, down.t(), memory, bias, wire=torch.float32, owners=W, name="x"
+        ),
         "gemm_all_reduce": lambda: scatter_steps(
             h, down.t(), memory, bias, wire=torch.float32, owners=1, name="x"
         ),

@@ -174,7 +174,7 @@ def scatter_steps(
     y, _ = after.outputs(a, S, N)
     if y.numel() == 0:
         return y
-    tile = shared_tile(a, M, b)
+    tile = shared_tile(a, M, b, "wide" if wire.itemsize > a.element_size() else "large")
     rows, columns = -(-S // tile.m), -(-N // tile.n)
     like = a.new_empty(0, dtype=wire)
     size = (world if owners > 1 else 1) * S * N * wire.itemsize
