@@ -90,8 +90,9 @@ class Mesh:
         """Join the mesh: make this rank's process groups.
 
         Collective over the default process group, which must exist when the mesh has several ranks.
-        `timeout` bounds every collective of the groups made here; None is torch's default (half an
-        hour on gloo, whatever the default group's is).
+        `timeout` bounds every collective of the groups made here, and on a CPU about every wait
+        within a kernel; None is torch's default (half an hour on gloo, whatever the default group's
+        is), and some minutes for those waits.
 
         Raises:
             ValueError: the mesh does not have as many ranks as the default process group.
@@ -126,7 +127,7 @@ class Mesh:
         if self.ulysses > 1:
             groups |= self._context_groups(timeout)
         groups["world"] = dist.group.WORLD
-        return ConnectedMesh(self, dist.get_rank(), groups, device_mesh)
+        return ConnectedMesh(self, dist.get_rank(), groups, device_mesh, timeout)
 
     def _context_groups(self, timeout: timedelta | None) -> dict[str, ProcessGroup | None]:
         """This rank's groups within the cp axis: {"ring", "ulysses"}. Collective over all ranks."""
@@ -154,12 +155,14 @@ class ConnectedMesh:
         rank: this rank in the default process group.
         groups: axis name -> process group, None where the axis has one rank.
         device_mesh: the torch DeviceMesh over (pp, dp, cp, tp), None for a single rank.
+        timeout: what `Mesh.connect` was given.
     """
 
     sizes: Mesh
     rank: int
     groups: dict[str, ProcessGroup | None]
     device_mesh: DeviceMesh | None
+    timeout: timedelta | None = None
     _workspaces: dict[str, Workspace] = field(default_factory=dict, repr=False, compare=False)
 
     def group(self, axis: str) -> ProcessGroup | None:
@@ -179,7 +182,7 @@ class ConnectedMesh:
         if group is not None and axis not in self._workspaces:
             from warpweave.parallel.symmetric import Workspace  # kernels: sizes do without
 
-            self._workspaces[axis] = Workspace(group)
+            self._workspaces[axis] = Workspace(group, timeout=self.timeout)
         return self._workspaces.get(axis)
 
     def size(self, axis: str) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -24,7 +25,8 @@ from warpweave.kernels.overlap.symmetric import (
 )
 
 FOLDER = Path("/dev/shm")
-POLLS = 1_000_000  # of an interpreter that takes about a tenth of a millisecond for each
+LOOKS = 10_000  # per second: of an interpreter that takes about a tenth of a millisecond for each
+TIMEOUT = timedelta(seconds=100)
 
 
 def symmetric_memory(
@@ -33,6 +35,7 @@ def symmetric_memory(
     *,
     slots: int,
     capacity: int,
+    timeout: timedelta = TIMEOUT,
     polls: int | None = None,
 ) -> SymmetricMemory:
     """Make the memory of `group`; every rank calls it, with the same numbers.
@@ -42,8 +45,9 @@ def symmetric_memory(
         device: this rank's, CUDA or CPU.
         slots: parts that a rank may publish in one operation: tiles of its rows.
         capacity: bytes of data in one operation.
-        polls: how often a wait looks before it gives up; 0 for ever. By default a million times on
-            a CPU, some minutes, and for ever on a GPU.
+        timeout: about how long a wait looks on a CPU before it gives up, longer where that is slow:
+            no kernel of the interpreter knows the time.
+        polls: how often a wait looks, wherever it is; 0 for ever, as by default on a GPU.
 
     Raises:
         ValueError: on a CPU, on all ranks: some cannot make their files or see the others', or
@@ -65,7 +69,8 @@ def symmetric_memory(
         _agree(problem, group, "map")
     finally:  # a mapping outlives the name, and a crash from here on leaves nothing behind
         files[rank].unlink(missing_ok=True)
-    polls = POLLS if polls is None else polls
+    if polls is None:
+        polls = max(1, int(timeout.total_seconds() * LOOKS))
     return over_segments(segments, rank, slots=slots, capacity=capacity, polls=polls)
 
 
@@ -73,13 +78,20 @@ class Workspace:
     """The symmetric memory of one group and one stream: made when first needed, and made anew, by
     all ranks together, when an operation needs more than there is.
 
-    Operations fit it as they fit the memory itself, on all ranks in the same order and sizes. Under
+    Operations fit it as they fit the memory itself, on all ranks in the same order and sizes, and
+    wait as long as `timeout` and `polls` of `symmetric_memory` say (None: its defaults). Under
     capture of a CUDA graph it cannot grow: run the step before, on the stream of the capture.
     """
 
-    def __init__(self, group: dist.ProcessGroup, *, polls: int | None = None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        *,
+        timeout: timedelta | None = None,
+        polls: int | None = None,
+    ) -> None:
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
-        self._group, self._polls = group, polls
+        self._group, self._timeout, self._polls = group, timeout or TIMEOUT, polls
         self._memory: SymmetricMemory | None = None
         self._stream: int | None = None
 
@@ -106,8 +118,9 @@ class Workspace:
             slots, size = (1 << (n - 1).bit_length() for n in (slots, size))
             if memory is not None:
                 slots, size = max(slots, memory.slots), max(size, memory.capacity)
+            bounds = {"timeout": self._timeout, "polls": self._polls}
             self._memory = symmetric_memory(
-                self._group, device, slots=slots, capacity=size, polls=self._polls
+                self._group, device, slots=slots, capacity=size, **bounds
             )
         return self._memory.fitting(name, device, slots, size)
 

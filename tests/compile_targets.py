@@ -385,7 +385,7 @@ def _overlap_cases() -> list[Case]:
 
     T, E, F, W, i64 = 8192, 4096, 14336, 8, torch.int64
     segments = (m(1, dtype=torch.uint8),) * W
-    tables = m(W, dtype=i64), m(1, dtype=i64), m(3, dtype=i64)
+    tables = m(W, dtype=i64), m(1, dtype=i64), m(5, dtype=i64)
     memory = SymmetricMemory(1, W, segments, *tables, slots=2**16, capacity=2**32)
     bounded = dataclasses.replace(memory, polls=1000)
     x, up, h, down = m(T // W, E), m(F // W, E), m(T, F // W), m(E, F // W)
@@ -403,6 +403,9 @@ def _overlap_cases() -> list[Case]:
         "all_gather_gemm gelu": lambda: gather_steps(x, up.t(), memory, gelu),
         "gemm_reduce_scatter": lambda: scatter_steps(
             h, down.t(), memory, bias, wire=torch.bfloat16, owners=W, name="x"
+        ),
+        "gemm_reduce_scatter unrounded": lambda: scatter_steps(
+            h, down.t(), memory, bias, wire=torch.float32, owners=W, name="x"
         ),
         "gemm_all_reduce": lambda: scatter_steps(
             h, down.t(), memory, bias, wire=torch.float32, owners=1, name="x"

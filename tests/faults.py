@@ -585,6 +585,20 @@ FAULTS = (
         "the shards of lower ranks are multiplied before they have arrived",
     ),
     Fault(
+        "fused-signature-without-depth",
+        "kernels/overlap/gather.py",
+        "Signature(name, S, K, x.dtype",
+        "Signature(name, S, S, x.dtype",
+        "shards of other width are not noticed where waits are bounded",
+    ),
+    Fault(
+        "fused-waits-forget-the-mesh",
+        "parallel/mesh.py",
+        "Workspace(group, timeout=self.timeout)",
+        "Workspace(group)",
+        "waits within kernels end by a bound of their own, not by the timeout of the mesh",
+    ),
+    Fault(
         "fused-workspace-shrinks",
         "parallel/symmetric.py",
         "slots, size = max(slots, memory.slots), max(size, memory.capacity)",

@@ -3,6 +3,7 @@ a block equal plain torch on ranks that cut the tokens, with the same bits on ev
 
 from __future__ import annotations
 
+from datetime import timedelta
 from unittest import mock
 
 import pytest
@@ -256,6 +257,26 @@ def _left(rank: int) -> None:
             gemm_reduce_scatter(a, b, memory=bounded)
         with pytest.raises(ValueError, match="ended gemm_reduce_scatter midway"):
             all_gather_gemm(a, b, memory=bounded)
+
+
+def _bounded(rank: int) -> None:
+    """On a CPU the timeout of the mesh bounds the waits within kernels: 10,000 looks a second."""
+    for seconds, polls in ((None, 1_000_000), (0.0005, 5)):
+        timeout = None if seconds is None else timedelta(seconds=seconds)
+        workspace = Workspace(dist.group.WORLD, timeout=timeout)
+        memory = workspace.fitting("op", torch.device("cpu"), 4, 1 << 10)
+        assert memory.polls == polls
+    mesh = Mesh(tp=2).connect(timeout=timedelta(seconds=7))
+    assert mesh.workspace("tp").fitting("op", torch.device("cpu"), 1, 1).polls == 70_000
+    if rank == 0:  # the other never comes
+        with pytest.raises(
+            TimeoutError, match=r"on rank 0 of 2, epoch 1: rank 1 did not .* 5 polls"
+        ):
+            gemm_reduce_scatter(torch.ones(4, 3), torch.ones(3, 2), memory=workspace)
+
+
+def test_waits_within_kernels_follow_the_timeout_of_the_mesh() -> None:
+    run_ranks(2, _bounded)
 
 
 def test_what_an_error_left_midway_is_not_begun_again() -> None:

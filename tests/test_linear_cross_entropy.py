@@ -504,7 +504,7 @@ def test_operators_pass_opcheck(impl):
     torch.library.opcheck(ops.linear_cross_entropy_bwd.default, arguments)
     arguments = x, w, labels, True, True, *packed
     torch.library.opcheck(ops.linear_cross_entropy_fwd_bwd.default, arguments)
-    for first in ([], [x @ w[:128].t()]):
+    for first in ([], [x @ w[:128].t()]) if impl == "triton" else ([],):
         given = x, w, labels, first, *packed
         torch.library.opcheck(ops.linear_cross_entropy_rows_fwd.default, given)
     stats, own, *held = ops.linear_cross_entropy_rows_fwd(x, w, labels, [], *packed)

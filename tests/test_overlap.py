@@ -1,6 +1,7 @@
 """Overlapped products: virtual ranks in one process, and real ones over shared memory."""
 
 import functools
+import itertools
 import os
 import random
 import time
@@ -24,7 +25,14 @@ from warpweave.kernels.overlap.function import (
     gemm_reduce_scatter_steps,
     run_local,
 )
-from warpweave.kernels.overlap.symmetric import create_file, local_memory, map_file
+from warpweave.kernels.overlap.symmetric import (
+    DTYPES,
+    OPERATIONS,
+    Signature,
+    create_file,
+    local_memory,
+    map_file,
+)
 from warpweave.kernels.runtime.tile_table import KINDS, GemmTile
 from warpweave.kernels.runtime.tiles import pinned
 from warpweave.parallel.symmetric import symmetric_memory
@@ -233,6 +241,75 @@ def test_a_rank_that_never_comes_is_named():
     memory, _ = local_memory(2, slots=4, capacity=1 << 10, polls=3)
     with pytest.raises(TimeoutError, match=f"all_gather_gemm {gone}"):
         all_gather_gemm(a, b, memory=memory)
+
+
+D, F = torch.float64, torch.float32
+OTHERS = {  # (op, rows, columns, dtype) of all ranks but the last, those of the last, and as told
+    "a longer shard": (("gather", 5, 3, D), ("gather", 20, 3, D), "all_gather_gemm [20, 3]"),
+    "a shorter shard": (("gather", 20, 3, D), ("gather", 5, 3, D), "all_gather_gemm [5, 3]"),
+    "another depth": (("gather", 5, 3, D), ("gather", 5, 4, D), "all_gather_gemm [5, 4]"),
+    "more rows": (("scatter", 5, 3, D), ("scatter", 20, 3, D), "gemm_reduce_scatter [60, 3]"),
+    "more columns": (("reduce", 5, 3, D), ("reduce", 5, 40, D), "gemm_all_reduce [5, 40]"),
+    "another dtype": (("gather", 5, 3, D), ("gather", 5, 3, F), "[5, 3] of torch.float32"),
+    "another sum's": (("scatter", 5, 3, F), ("scatter", 5, 3, D), "[15, 3] of torch.float64"),
+    "another operation": (("gather", 5, 3, D), ("reduce", 5, 3, D), "gemm_all_reduce [5, 3]"),
+}
+
+
+def _different(kind: str, rank: int, world: int, memory):
+    """The steps of a rank of which the last is in another operation."""
+    op, rows, columns, dtype = OTHERS[kind][rank == world - 1]
+    if op == "gather":
+        x, b = torch.ones(rows, columns, dtype=dtype), torch.ones(columns, 2, dtype=dtype)
+        return all_gather_gemm_steps(x, b, memory, Epilogue())
+    a = torch.ones(rows * (world if op == "scatter" else 1), 2, dtype=dtype)
+    b = torch.ones(2, columns, dtype=dtype)
+    steps = gemm_reduce_scatter_steps if op == "scatter" else gemm_all_reduce_steps
+    return steps(a, b, memory, Epilogue())
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_a_rank_in_another_operation_is_named(kind):
+    world, told = 3, OTHERS[kind][2]
+    memories = local_memory(world, slots=64, capacity=1 << 16, polls=3)
+    run_local([_different(kind, rank, world, memories[rank]) for rank in range(world)])
+    for rank in range(world):
+        with pytest.raises(ValueError, match=rf"^op on rank {rank} of 3, epoch 1: rank") as caught:
+            memories[rank].check("op")
+        message = str(caught.value)
+        theirs, own = message.split(", this rank in ")
+        assert "parts of" in own
+        assert told in (own if rank == world - 1 else theirs)
+        assert rank == world - 1 or "rank 2 is in" in theirs
+
+
+def _of_other_length(rank: int) -> None:
+    memory = symmetric_memory(dist.group.WORLD, "cpu", slots=64, capacity=1 << 16)
+    x, b = torch.ones(5 + 15 * rank, 3), torch.ones(3, 2)
+    other = rf"rank {1 - rank} is in all_gather_gemm \[{20 - 15 * rank}, 3\] of torch.float32"
+    with pytest.raises(ValueError, match=f"all_gather_gemm on rank {rank} of 2, epoch 1: {other}"):
+        all_gather_gemm(x, b, memory=memory)
+    with pytest.raises(ValueError, match="ended all_gather_gemm midway"):
+        all_gather_gemm(x[:5], b, memory=memory)
+
+
+def test_processes_with_shards_of_different_length_tell_each_other():
+    run_ranks(2, _of_other_length, timeout=120.0)
+
+
+@pytest.mark.parametrize("name", [*OPERATIONS, "what nobody knows"])
+def test_a_signature_is_read_as_it_was_written(name):
+    for rows, columns, part in (
+        (1, 1, (16, 1)),
+        (2**20 - 1, 128, (256, 128)),
+        (7, 2**19, (64, 32)),
+    ):
+        for dtype, wire in itertools.product(DTYPES, DTYPES):
+            signature = Signature(name, rows, columns, dtype, wire, part)
+            word = signature.word()
+            assert 0 < word < 2**63
+            known = name if name in OPERATIONS else "another operation"
+            assert Signature.of(word) == signature._replace(name=known)
 
 
 def test_after_one_wait_in_vain_none_is_long(monkeypatch):

@@ -135,6 +135,11 @@ BULK = """            block = tl.make_tensor_descriptor(
             block.store([row.to(tl.int32), col.to(tl.int32)], y)
 """
 BARRIER = "    tl.debug_barrier()\n    tl.atomic_xchg"
+PUBLISH = '            publish(flag_of(addresses_ptr, owner, rank, slot, slots), epoch, "sys")\n'
+SIGN = """            if SIGNED:
+                word = signature_of(addresses_ptr, owner, rank, epoch, slot, slots, world)
+                tl.store(word, signature)
+"""
 FAULTS = {
     "a wait removed": ("gather", "gather", AWAIT, ""),
     "no barrier before a release": ("gather", "signals", BARRIER, "    tl.atomic_xchg"),
@@ -147,6 +152,8 @@ FAULTS = {
     "no parity": ("scatter", "signals", "(epoch % 2)", "(epoch * 0)"),
     "one flag for all tiles": ("scatter", "signals", "slots + slot", "slots + slot * 0"),
     "an asynchronous store published": ("scatter", "scatter", STORE, BULK),
+    "one signature for all epochs": ("gather", "signals", "(2 + epoch % 2)", "(2 + epoch * 0)"),
+    "a signature after its flag": ("scatter", "scatter", SIGN + PUBLISH, PUBLISH + SIGN),
 }  # fmt: skip
 
 

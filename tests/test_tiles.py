@@ -19,6 +19,7 @@ from warpweave.kernels.runtime.tile_table import (
     KERNELS,
     KINDS,
     MAX_HEAD_DIM,
+    OPTIONAL,
     AttentionTile,
     GemmTile,
     Row,
@@ -44,7 +45,8 @@ def test_the_shipped_table_answers_every_call_everywhere() -> None:
     groups = {(row.kernel, row.where, row.size) for row in rows}
     for kernel, where, size in groups:
         kinds = {r.kind for r in rows if (r.kernel, r.where, r.size) == (kernel, where, size)}
-        assert kinds == {*KINDS} if kernel == "gemm" else MAX_HEAD_DIM in kinds
+        gemm_kinds = kinds >= {*KINDS} and kinds <= {*KINDS, *OPTIONAL}
+        assert gemm_kinds if kernel == "gemm" else MAX_HEAD_DIM in kinds
     for kernel in KERNELS:
         assert {(kernel, 0, size) for size in (2, 4, 8)} <= groups
         for arch in (0, 75, 80, 86, 89, 90, 100, 103, 120):
@@ -61,6 +63,12 @@ def test_what_no_row_is_for_is_refused() -> None:
 
 
 # ---------------------------------------------------------------- the user's table
+
+
+def test_a_product_of_an_optional_kind_takes_the_large_tile_where_it_has_no_row() -> None:
+    found = {arch: tiles.find_on("gemm", arch, "", 2, "wide") for arch in (0, 80, 90, 100, 120)}
+    large = {arch: tiles.find_on("gemm", arch, "", 2, "large") for arch in found}
+    assert [arch for arch in found if found[arch] != large[arch]] == [100]
 
 
 def test_a_users_tile_is_for_its_device_kernel_element_size_and_kind(table) -> None:
@@ -200,7 +208,7 @@ PRODUCT = {**_without("head_dim"), "kernel": "gemm", "kind": "large", "tile": GE
         ([{**GOOD, "kernel": "gemm"}], r"it must have .*'kind'"),
         (
             [{**PRODUCT, "kind": ["large"]}],
-            r"kind must be one of large, heavy, small, got \['large'\]",
+            r"kind must be one of large, heavy, small, wide, got \['large'\]",
         ),
         (
             [{**PRODUCT, "tile": {**GEMM, "n": 16}}],

@@ -37,7 +37,7 @@ def _narrow(x: torch.Tensor, columns: int) -> list[slice]:
     return blocks.column_slices(columns, max(x.shape), blocks.sizes(x).elements)
 
 
-@torch.library.custom_op("warpweave::linear_cross_entropy_rows_fwd", mutates_args=("first",))
+@torch.library.custom_op("warpweave::linear_cross_entropy_rows_fwd", mutates_args=())
 def _rows_fwd_op(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -49,7 +49,8 @@ def _rows_fwd_op(
 ) -> list[torch.Tensor]:
     """[stats[k, N], the blocks' own lse[blocks, N], the blocks of z[N, V/tp] or their softmax].
 
-    `first` may have the first block of z: it is not among the results, it is overwritten like them.
+    `first` may have the first block of z, which is then not among the results: made by Triton, as
+    the statistics must be, which leave it as it is.
     """
     vocabulary = unpacked(columns, terms, impl)
     vocabulary.check_labels(labels)
@@ -129,21 +130,25 @@ class Pieces:
     """How the rows of x[S, E] come and those of dx go, some at a time: here all of them stay.
 
     Over ranks a piece is the same rows of every rank's S tokens, so that all work on one at a time.
-
-    Attributes:
-        parts: ranks whose tokens make a piece; T = parts S.
-        fewest: pieces, where there are as many rows.
     """
 
-    parts, fewest = 1, 1
+    @property
+    def parts(self) -> int:
+        """Ranks whose tokens make a piece; T = parts S."""
+        return 1
+
+    @property
+    def fewest(self) -> int:
+        """Pieces, where there are as many rows."""
+        return 1
 
     def start_gather(self, x: torch.Tensor) -> Any:
         """``wait()`` gives a piece of x[s, E], x[parts s, E] or a `Gathering` of it."""
         return Here(x)
 
-    def start_sum(self, dx: torch.Tensor) -> Any:
-        """``wait()`` gives the sum over ranks of the piece dx[parts s, E], this rank's rows."""
-        return Here(dx)
+    def start_sum(self, terms: torch.Tensor) -> Any:
+        """``wait()`` gives the sum over ranks of a piece of dx[parts s, E], this rank's rows."""
+        return Here(terms)
 
 
 HERE = Pieces()
@@ -187,7 +192,8 @@ def linear_cross_entropy_fwd_bwd(
     step = max(sizes.fewest_rows, sizes.elements // max(1, len(weight))) // parts
     leaving = []
     for rows, here in _arriving(x, max(1, min(step, -(-S // pieces.fewest))), pieces):
-        mine, first = by_rank[:, rows].flatten(), []
+        mine = by_rank[:, rows].flatten()
+        first: list[torch.Tensor] = []
         if isinstance(here, Gathering):
             z, here = blocks.gathering_product(here, w), here.whole
             cols, *_ = _narrow(here, vocabulary.columns(len(w)))

@@ -19,7 +19,8 @@ from warpweave.kernels.runtime.tiles import find
 
 def shared_tile(a: torch.Tensor, rows: int, b: torch.Tensor, kind: str = "large") -> GemmTile:
     """The tile for so many rows [rows, K] like a's, times b[K, N]: the same on every rank, by sizes
-    alone; that of `kind` where they are many.
+    alone; that of `kind` where they are many: "large", "heavy", or "wide" for what leaves in a
+    wider dtype than it is multiplied in.
 
     Parts are tiles, so ranks must agree on them; `mainloop.find_tile` also looks at where the
     operands of this rank lie in memory.

@@ -54,7 +54,8 @@ def all_gather_gemm(
     Raises:
         ValueError: shapes, dtypes or options do not fit, the memory is too small, something
             requires a gradient, or Triton cannot run.
-        TimeoutError: with bounded waits on a CPU, a rank did not publish what was awaited.
+        TimeoutError: with bounded waits on a CPU, a rank did not publish what was awaited; it is a
+            ValueError that a rank is in another operation, or in one of other sizes or dtypes.
     """
     epilogue = Epilogue(bias, activation, save_z, drop, residual, out_dtype, precision)
     return run_steps("all_gather_gemm", all_gather_gemm_steps(x, b, memory, epilogue), memory)
@@ -246,7 +247,7 @@ def _run(name: str, steps: Steps, memory: Memory) -> Any:
         raise
     try:
         memory.settle(name)
-    except TimeoutError:
+    except (TimeoutError, ValueError):
         memory.leave(name)
         raise
     return result

@@ -32,13 +32,15 @@ from warpweave.kernels.gemm.mainloop import gemm_options, grid, mainloop, tile_o
 from warpweave.kernels.overlap.epilogue import Epilogue, shared_tile
 from warpweave.kernels.overlap.signals import (
     await_,
+    compare,
     data_of,
     flag_of,
     publish,
     publish_to_all,
+    signature_of,
     this_epoch,
 )
-from warpweave.kernels.overlap.symmetric import Memory
+from warpweave.kernels.overlap.symmetric import Memory, Signature
 from warpweave.kernels.runtime.dispatch import tl, triton
 from warpweave.kernels.runtime.tile_table import GemmTile
 from warpweave.kernels.runtime.tiles import find
@@ -46,7 +48,7 @@ from warpweave.kernels.runtime.tiles import find
 COPIERS = 16  # programs that copy: enough to fill NVLink, an eighth of the processors (predicted)
 
 
-@triton.jit(do_not_specialize=["rank"])
+@triton.jit(do_not_specialize=["rank", "signature"])
 def _publish_kernel(
     x_ptr,
     whole_ptr,
@@ -61,7 +63,9 @@ def _publish_kernel(
     stride_xs,
     stride_xk,
     world,
+    signature,
     PEERS: tl.constexpr,
+    SIGNED: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
@@ -75,7 +79,7 @@ def _publish_kernel(
         x = tl.load(x_ptr + s * stride_xs + k.to(tl.int64) * stride_xk, live, 0.0)
         tl.store(own + s * K + k, x, live)
         tl.store(whole_ptr + (tl.cast(rank, tl.int64) * S + s) * K + k, x, live)
-    publish_to_all(addresses_ptr, rank, part, slots, epoch, world, PEERS)
+    publish_to_all(addresses_ptr, rank, part, slots, epoch, world, signature, PEERS, SIGNED)
 
 
 # ---------------------------------------------------------------- what a gathering product does
@@ -92,6 +96,7 @@ def copy_parts(
     slots,
     data,
     capacity,
+    signature,
     S,
     K,
     WORLD: tl.constexpr,
@@ -109,6 +114,9 @@ def copy_parts(
             flag_of(addresses_ptr, rank, source, part, slots), epoch,
             error_ptr, source, part, POLLS, "sys",
         )  # fmt: skip
+        if POLLS > 0:
+            word = signature_of(addresses_ptr, rank, source, epoch, part, slots, WORLD)
+            compare(word, signature, epoch, error_ptr, source, part)
         there = data_of(addresses_ptr, source, epoch, data, capacity, whole_ptr)
         s = tl.cast(part, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
         for start in range(0, K, BLOCK_K):
@@ -155,7 +163,7 @@ def tile_count_of(S, N, WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.
     return WORLD * tl.cdiv(S, BLOCK_M) * tl.cdiv(N, BLOCK_N)
 
 
-@triton.jit(do_not_specialize=["rank", "seed", "site"])
+@triton.jit(do_not_specialize=["rank", "signature", "seed", "site"])
 def _gather_gemm_kernel(
     whole_ptr,
     b_ptr,
@@ -171,6 +179,7 @@ def _gather_gemm_kernel(
     slots,
     data,
     capacity,
+    signature,
     seed,
     site,
     S,
@@ -197,8 +206,8 @@ def _gather_gemm_kernel(
     epoch, pid = this_epoch(epoch_ptr), tl.program_id(0)
     if pid < COPYING:
         copy_parts(
-            pid, whole_ptr, addresses_ptr, epoch, error_ptr, rank, slots, data, capacity, S, K,
-            WORLD, COPYING, POLLS, BLOCK_M, BLOCK_K,
+            pid, whole_ptr, addresses_ptr, epoch, error_ptr, rank, slots, data, capacity,
+            signature, S, K, WORLD, COPYING, POLLS, BLOCK_M, BLOCK_K,
         )  # fmt: skip
     else:
         tiles = tile_count_of(S, N, WORLD, BLOCK_M, BLOCK_N)
@@ -219,7 +228,7 @@ def _gather_gemm_kernel(
             )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["rank"])
+@triton.jit(do_not_specialize=["rank", "signature"])
 def _gather_kernel(
     whole_ptr,
     addresses_ptr,
@@ -229,6 +238,7 @@ def _gather_kernel(
     slots,
     data,
     capacity,
+    signature,
     S,
     K,
     WORLD: tl.constexpr,
@@ -240,7 +250,7 @@ def _gather_kernel(
     """No product: all programs copy."""
     copy_parts(
         tl.program_id(0), whole_ptr, addresses_ptr, this_epoch(epoch_ptr), error_ptr, rank, slots,
-        data, capacity, S, K, WORLD, COPYING, POLLS, BLOCK_M, BLOCK_K,
+        data, capacity, signature, S, K, WORLD, COPYING, POLLS, BLOCK_M, BLOCK_K,
     )  # fmt: skip
 
 
@@ -273,10 +283,12 @@ def gathered(
     parts = -(-S // tile.m)
     memory = memory.fitting(name, x.device, parts, x.numel() * x.element_size())
     where = memory.rank, memory.slots, memory.data_offset, memory.capacity
+    signature = Signature(name, S, K, x.dtype, x.dtype, (tile.m, 1)).word()
     with torch.cuda.device_of(x):
         _publish_kernel[(parts,)](
-            x, whole, memory.addresses, memory.epoch, *where, S, K, *x.stride(),
-            world, triton.next_power_of_2(world), tile.m, tile.k, num_warps=8, num_stages=1,
+            x, whole, memory.addresses, memory.epoch, *where, S, K, *x.stride(), world, signature,
+            triton.next_power_of_2(world), memory.polls > 0, tile.m, tile.k,
+            num_warps=8, num_stages=1,
         )  # fmt: skip
     yield
     copying = min(COPIERS, (world - 1) * parts)
@@ -284,7 +296,7 @@ def gathered(
         launch(
             whole,
             Peers(
-                (memory.addresses, memory.epoch, memory.error, *where),
+                (memory.addresses, memory.epoch, memory.error, *where, signature),
                 (world, copying, memory.polls),
                 copying,
             ),

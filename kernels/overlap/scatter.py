@@ -30,18 +30,20 @@ from warpweave.kernels.gemm.mainloop import gemm_options, grid, mainloop, tile_o
 from warpweave.kernels.overlap.epilogue import Epilogue, shared_tile
 from warpweave.kernels.overlap.signals import (
     await_,
+    compare,
     data_of,
     flag_of,
     publish,
     publish_to_all,
+    signature_of,
     this_epoch,
 )
-from warpweave.kernels.overlap.symmetric import Memory
+from warpweave.kernels.overlap.symmetric import Memory, Signature
 from warpweave.kernels.runtime.dispatch import tl, triton
 from warpweave.kernels.runtime.numeric import to_dtype
 
 
-@triton.jit(do_not_specialize=["rank"])
+@triton.jit(do_not_specialize=["rank", "signature"])
 def _partials_kernel(
     a_ptr,
     b_ptr,
@@ -60,9 +62,11 @@ def _partials_kernel(
     stride_bk,
     stride_bn,
     world,
+    signature,
     PRECISION: tl.constexpr,
     EVEN_K: tl.constexpr,
     PEERS: tl.constexpr,
+    SIGNED: tl.constexpr,
     OWNERS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -92,13 +96,16 @@ def _partials_kernel(
         if OWNERS > 1:
             there = data_of(addresses_ptr, owner, epoch, data, capacity, like_ptr)
             tl.store(there + tl.cast(rank, tl.int64) * S * N + at, y, live)
+            if SIGNED:
+                word = signature_of(addresses_ptr, owner, rank, epoch, slot, slots, world)
+                tl.store(word, signature)
             publish(flag_of(addresses_ptr, owner, rank, slot, slots), epoch, "sys")
         else:
             tl.store(data_of(addresses_ptr, rank, epoch, data, capacity, like_ptr) + at, y, live)
-            publish_to_all(addresses_ptr, rank, slot, slots, epoch, world, PEERS)
+            publish_to_all(addresses_ptr, rank, slot, slots, epoch, world, signature, PEERS, SIGNED)
 
 
-@triton.jit(do_not_specialize=["rank", "seed", "site"])
+@triton.jit(do_not_specialize=["rank", "signature", "seed", "site"])
 def _sum_kernel(
     like_ptr,
     bias_ptr,
@@ -113,6 +120,7 @@ def _sum_kernel(
     slots,
     data,
     capacity,
+    signature,
     seed,
     site,
     S,
@@ -145,6 +153,9 @@ def _sum_kernel(
             flag_of(addresses_ptr, rank, source, slot, slots), epoch,
             error_ptr, source, slot, POLLS, "sys",
         )  # fmt: skip
+        if POLLS > 0:
+            word = signature_of(addresses_ptr, rank, source, epoch, slot, slots, WORLD)
+            compare(word, signature, epoch, error_ptr, source, slot)
         if OWNERS > 1:
             there = data_of(addresses_ptr, rank, epoch, data, capacity, like_ptr)
             there += tl.cast(source, tl.int64) * S * N
@@ -174,17 +185,18 @@ def scatter_steps(
     y, _ = after.outputs(a, S, N)
     if y.numel() == 0:
         return y
-    tile = shared_tile(a, M, b)
+    tile = shared_tile(a, M, b, "wide" if wire.itemsize > a.element_size() else "large")
     rows, columns = -(-S // tile.m), -(-N // tile.n)
     like = a.new_empty(0, dtype=wire)
     size = (world if owners > 1 else 1) * S * N * wire.itemsize
     memory = memory.fitting(name, a.device, rows * columns, size)
     where = (memory.rank, memory.slots, memory.data_offset, memory.capacity)
+    signature = Signature(name, M, N, a.dtype, wire, (tile.m, tile.n)).word()
     with torch.cuda.device_of(a):
         _partials_kernel[grid(tile, M, N, a.device)](
             a, b, like, memory.addresses, memory.epoch, *where, S, N, K, *a.stride(), *b.stride(),
-            world, find_precision(after.precision), K % tile.k == 0,
-            triton.next_power_of_2(world), owners,
+            world, signature, find_precision(after.precision), K % tile.k == 0,
+            triton.next_power_of_2(world), memory.polls > 0, owners,
             tile.m, tile.n, tile.k, tile.group, **gemm_options(tile, a),
         )  # fmt: skip
     yield
@@ -192,7 +204,7 @@ def scatter_steps(
     with torch.cuda.device_of(a):
         _sum_kernel[(4 * rows * columns,)](
             like, *given.tensors, y, memory.addresses, memory.epoch, memory.error,
-            *where, *given.key, S, N, *given.strides,
+            *where, signature, *given.key, S, N, *given.strides,
             *given.constants, world, owners, memory.polls, tile.m, tile.n,
             num_warps=tile.warps, num_stages=1,
         )  # fmt: skip

@@ -2,6 +2,7 @@
 
     publish    whoever has awaited this epoch sees all that this program stored before
     await_     what was published for this epoch can be read from here on
+    compare    what was awaited came of the same operation, or `error` says so
 
 Built on `tl.atomic_*` and `tl.debug_barrier` alone, so that Triton's interpreter runs them. A
 program is many threads and one of them makes the atomic: the barrier before a release collects what
@@ -39,6 +40,12 @@ def flag_of(addresses_ptr, rank, source, slot, slots):
 
 
 @triton.jit
+def signature_of(addresses_ptr, rank, source, epoch, slot, slots, world):
+    """A pointer to what `source` signs its part with, in the memory of `rank`."""
+    return flag_of(addresses_ptr, rank, (2 + epoch % 2) * world + source, slot, slots)
+
+
+@triton.jit
 def publish(flag_ptr, epoch, SCOPE: tl.constexpr):
     """Set a flag, after everything that this program has stored."""
     tl.debug_barrier()
@@ -46,12 +53,26 @@ def publish(flag_ptr, epoch, SCOPE: tl.constexpr):
 
 
 @triton.jit
-def publish_to_all(addresses_ptr, source, slot, slots, epoch, world, PEERS: tl.constexpr):
-    """Set flags[source, slot] of every rank, one thread each; PEERS is the power of 2 >=
-    `world`. A loop over the ranks would take registers that a product has not to spare."""
+def publish_to_all(
+    addresses_ptr,
+    source,
+    slot,
+    slots,
+    epoch,
+    world,
+    signature,
+    PEERS: tl.constexpr,
+    SIGNED: tl.constexpr,
+):
+    """Set flags[source, slot] of every rank, one thread each, with a signature beside each if it is
+    to be SIGNED; PEERS is the power of 2 >= `world`. A loop over the ranks would take registers
+    that a product has not to spare."""
     peer = tl.arange(0, PEERS)
     flags = tl.load(addresses_ptr + peer, peer < world, 0).to(tl.pointer_type(tl.int64))
     value = tl.zeros((PEERS,), tl.int64) + epoch
+    if SIGNED:
+        word = ((2 + epoch % 2) * world + source) * slots + slot
+        tl.store(flags + word, tl.zeros((PEERS,), tl.int64) + signature, peer < world)
     tl.debug_barrier()
     tl.atomic_xchg(
         flags + source * slots + slot, value, mask=peer < world, sem="release", scope="sys"
@@ -77,3 +98,16 @@ def await_(flag_ptr, epoch, error_ptr, source, slot, POLLS: tl.constexpr, SCOPE:
             tl.store(error_ptr + 2, slot)
             tl.store(error_ptr, epoch)
     tl.debug_barrier()
+
+
+@triton.jit
+def compare(word_ptr, signature, epoch, error_ptr, source, slot):
+    """After a bounded wait: does the signature beside what came fit that of this rank? Where not,
+    `error` says so, as if it had not come; the program goes on with what it finds."""
+    theirs = tl.load(word_ptr)
+    if (theirs != signature) & (tl.load(error_ptr) == 0):
+        tl.store(error_ptr + 1, source)
+        tl.store(error_ptr + 2, slot)
+        tl.store(error_ptr + 3, theirs)
+        tl.store(error_ptr + 4, signature)
+        tl.store(error_ptr, epoch)

@@ -1,8 +1,10 @@
 """Symmetric memory: a segment per rank that every rank can read and write, and the epoch it is in.
 
-    segment of a rank:   flags int64[2 W, slots]   data of even epochs   data of odd epochs
+    segment of a rank:   flags int64[4 W, slots]   data of even epochs   data of odd epochs
     flags[s, i]          the last epoch in which rank s published its part i to this rank
     flags[W + s, i]      the last epoch in which part i of rank s arrived in this rank's own memory
+    flags[2 W + s, i]    no flag but the `Signature` of the operation in which rank s published its
+    flags[3 W + s, i]    part i, of even epochs and of odd ones: written where waits are bounded
 
 A kernel is given the addresses of all W segments, as they are seen from its own rank, and neither a
 process group nor a device: so one kernel serves NVLink peers, W virtual ranks on one device, and
@@ -25,11 +27,49 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 ALIGNMENT = 256  # bytes: of segments, and of the data in them
+OPERATIONS = ("all_gather_gemm", "qkv_rope", "gemm_reduce_scatter", "gemm_all_reduce")
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+class Signature(NamedTuple):
+    """What the ranks of an operation must agree on, or flags and data would not be where they are
+    looked for: what each moves, [rows, columns], in which dtypes, and the parts it is cut into."""
+
+    name: str
+    rows: int
+    columns: int
+    dtype: torch.dtype
+    wire: torch.dtype
+    part: tuple[int, int]
+
+    def word(self) -> int:
+        """As one positive int64; an unknown operation is number 0, sizes are modulo 2^20."""
+        word = OPERATIONS.index(self.name) + 1 if self.name in OPERATIONS else 0
+        for size in (self.rows, self.columns):
+            word = word << 20 | size % 2**20
+        for log in (size.bit_length() for size in self.part):
+            word = word << 4 | log
+        for dtype in (self.dtype, self.wire):
+            word = word << 2 | DTYPES.index(dtype)
+        return word
+
+    @classmethod
+    def of(cls, word: int) -> Signature:
+        """The inverse of `word`."""
+        dtypes = DTYPES[word >> 2 & 3], DTYPES[word & 3]
+        part = (1 << (word >> 8 & 15)) >> 1, (1 << (word >> 4 & 15)) >> 1
+        rows, columns, op = word >> 32 & 2**20 - 1, word >> 12 & 2**20 - 1, word >> 52
+        return cls((*OPERATIONS, "another operation")[op - 1], rows, columns, *dtypes, part)
+
+    def __str__(self) -> str:
+        wire = "" if self.wire == self.dtype else f", moved in {self.wire}"
+        parts = " x ".join(map(str, self.part))
+        return f"{self.name} [{self.rows}, {self.columns}] of {self.dtype}{wire}, parts of {parts}"
 
 
 @dataclass(frozen=True)
@@ -41,8 +81,9 @@ class SymmetricMemory:
         segments: uint8[bytes] of each rank, as this process sees them; zero when nothing has run.
         addresses: int64[world], where they lie.
         epoch: int64[1], how many operations have run.
-        error: int64[3]: the epoch in which a wait gave up (0: none has), the rank and the part that
-            it waited for; see `check`.
+        error: int64[5]: the epoch in which a wait gave up (0: none has), the rank and the part that
+            it waited for; where that came of another operation, the words of the two signatures,
+            the other's and this rank's. See `check`.
         slots: parts that a rank may publish in one epoch.
         capacity: bytes of data in an epoch.
         polls: how often a wait looks before it gives up; 0 for ever.
@@ -64,23 +105,29 @@ class SymmetricMemory:
     @property
     def data_offset(self) -> int:
         """Where the data of even epochs begins, in bytes."""
-        return _rounded(16 * self.world * self.slots)
+        return _rounded(32 * self.world * self.slots)
 
     def advance(self) -> None:
         """End an epoch, in stream order."""
         self.epoch.add_(1)
 
     def check(self, name: str) -> None:
-        """Raise TimeoutError if a wait of operation `name` has given up.
+        """Raise TimeoutError if a wait of operation `name` has given up, ValueError if it has found
+        a rank in another operation.
 
         Then what it returned is wrong. Waits for the device: operations check themselves on a CPU
         only, on a GPU it is for those who bound their waits.
         """
-        epoch, source, slot = self.error.tolist()
+        epoch, source, slot, theirs, own = self.error.tolist()
+        where = f"{name} on rank {self.rank} of {self.world}, epoch {epoch}"
+        if theirs != own:
+            raise ValueError(
+                f"{where}: rank {source} is in {Signature.of(theirs)}, this rank in "
+                f"{Signature.of(own)}"
+            )
         if epoch:
             raise TimeoutError(
-                f"{name} on rank {self.rank} of {self.world}, epoch {epoch}: rank {source} did not "
-                f"publish part {slot} within {self.polls} polls"
+                f"{where}: rank {source} did not publish part {slot} within {self.polls} polls"
             )
 
     def settle(self, name: str) -> None:
@@ -128,7 +175,7 @@ class Memory(Protocol):
 
 def segment_bytes(world: int, slots: int, capacity: int) -> int:
     """Bytes of one rank's segment."""
-    return _rounded(16 * world * slots) + 2 * _rounded(capacity)
+    return _rounded(32 * world * slots) + 2 * _rounded(capacity)
 
 
 def _rounded(n: int) -> int:
@@ -146,7 +193,7 @@ def over_segments(
         tuple(segments),
         torch.tensor([segment.data_ptr() for segment in segments], device=device),
         torch.zeros(1, dtype=torch.int64, device=device),
-        torch.zeros(3, dtype=torch.int64, device=device),
+        torch.zeros(5, dtype=torch.int64, device=device),
         slots,
         _rounded(capacity),
         polls,

@@ -23,7 +23,7 @@ from warpweave.kernels.qkv.pairs import columns_of_pairs, turn
 from warpweave.kernels.runtime.dispatch import tl, triton
 
 
-@triton.jit(do_not_specialize=["rank"])
+@triton.jit(do_not_specialize=["rank", "signature"])
 def _gather_qkv_kernel(
     whole_ptr,
     w_ptr,
@@ -40,6 +40,7 @@ def _gather_qkv_kernel(
     slots,
     data,
     capacity,
+    signature,
     S,
     positions,
     E,
@@ -61,8 +62,8 @@ def _gather_qkv_kernel(
     epoch, pid = this_epoch(epoch_ptr), tl.program_id(0)
     if pid < COPYING:
         copy_parts(
-            pid, whole_ptr, addresses_ptr, epoch, error_ptr, rank, slots, data, capacity, S, E,
-            WORLD, COPYING, POLLS, BLOCK_M, BLOCK_E,
+            pid, whole_ptr, addresses_ptr, epoch, error_ptr, rank, slots, data, capacity,
+            signature, S, E, WORLD, COPYING, POLLS, BLOCK_M, BLOCK_E,
         )  # fmt: skip
     else:
         N = kv_heads * (G + 2) * (2 * HALF)

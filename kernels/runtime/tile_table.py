@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 FORMAT = "warpweave tiles 1"
 MAX_HEAD_DIM = 256
 KINDS = ("large", "heavy", "small")
+OPTIONAL = ("wide",)  # kinds with a row only where the large tile will not do
 
 
 class AttentionTile(NamedTuple):
@@ -82,7 +83,7 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "triton": (lambda x: isinstance(x, str) and x != "", "a version of Triton"),
     "element_size": (lambda x: type(x) is int and x in (2, 4, 8), "2, 4 or 8 bytes"),
     "head_dim": (lambda x: type(x) is int and 0 < x <= MAX_HEAD_DIM, f"1..{MAX_HEAD_DIM}"),
-    "kind": (lambda x: x in KINDS, f"one of {', '.join(KINDS)}"),
+    "kind": (lambda x: x in (*KINDS, *OPTIONAL), f"one of {', '.join((*KINDS, *OPTIONAL))}"),
     "us": (_is_time, "microseconds"),
     "shipped_us": (_is_time, "microseconds"),
 }
@@ -97,7 +98,8 @@ class Row:
             of a device.
         kernel: a key of `KERNELS`.
         size: bytes per element.
-        kind: for attention the head dim up to which it applies; for products one of `KINDS`.
+        kind: for attention the head dim up to which it applies; for products one of `KINDS` or of
+            `OPTIONAL`.
         triton: the version of Triton that a device's tile was measured under.
         us, shipped_us: microseconds measured then, of this tile and of the shipped one.
     """

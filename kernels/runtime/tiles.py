@@ -7,9 +7,9 @@ A launch takes, of its kernel and element size,
   3. the shipped tile (`tiles.json` beside this file) of the largest capability that is not above
      the device's, or that of capability 0: for the interpreter and every device below them.
 For a head dim the row of the smallest one that fits is taken, of 2 and 3 together; of one head dim
-the user's. In half and single precision no tile shipped for A100, H100 and B200 spills registers,
-nor does what `attention.tiles` makes of it in the calls with options that benchmarks/compiled.py
-compiles. float64 may.
+the user's. A product of an optional kind that has no row takes the large tile. In half and single
+precision no tile shipped for A100, H100 and B200 spills registers, nor does what `attention.tiles`
+makes of it in the calls with options that benchmarks/compiled.py compiles. float64 may.
 
 Nothing is read at import, and no user's table unasked: another tile is another order of sums. One
 that cannot be used raises; it is not passed over. Rows that another version of Triton measured are
@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from warpweave.kernels.runtime.dispatch import INTERPRET, capability, triton
-from warpweave.kernels.runtime.tile_table import Kind, Row, Tile, read_table
+from warpweave.kernels.runtime.tile_table import OPTIONAL, Kind, Row, Tile, read_table
 
 Key = tuple[str, int, Kind]
 """Kernel, bytes per element, kind or head dim."""
@@ -78,9 +78,12 @@ def find_on(kernel: str, arch: int, name: str, size: int, kind: Kind) -> Any:
 
 
 def _fitting(rows: Mapping[Kind, Tile], kind: Kind) -> Tile | None:
-    """The row of this kind, or of the smallest head dim that fits."""
+    """The row of this kind, for an optional one that of the large, or of the smallest head dim that
+    fits."""
     if isinstance(kind, int):
         kind = min((k for k in rows if isinstance(k, int) and k >= kind), default=kind)
+    elif kind in OPTIONAL and kind not in rows:
+        kind = "large"
     return rows.get(kind)
 
 
