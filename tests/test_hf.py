@@ -498,6 +498,19 @@ def test_lora_on_the_head_is_in_the_fused_loss(families, family):
         assert_close(grads(ours)[name], g, 1e-4)
 
 
+def test_a_model_inside_another_module_is_found(llama):
+    outer = nn.ModuleDict({"base": copy.deepcopy(llama)})
+    report = ww.apply(outer)
+    assert {e.kind for e in report.replaced()} == set(ww.KINDS)
+    assert [e.name for e in report.replaced("loss")] == ["base"]
+    assert [e.name for e in report.replaced("attention")] == [
+        f"base.model.layers.{n}.self_attn" for n in range(2)
+    ]
+    assert_close(outer["base"](ids()).logits, llama(ids()).logits)
+    ww.revert(outer)
+    assert outer["base"].config._attn_implementation == "eager"
+
+
 def test_a_head_that_is_something_else_makes_its_logits(llama):
     class Head(nn.Linear):
         def forward(self, x):

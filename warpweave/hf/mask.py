@@ -80,6 +80,7 @@ class _Pattern(NamedTuple):
     starts: tuple[torch.Tensor, ...] = ()  # each [B, n]: where something of its own begins
 
 
+@torch.compiler.disable  # it reads closures and padding
 def make_mask(
     batch_size: int,
     q_length: int,
