@@ -535,3 +535,18 @@ def test_bfloat16_and_autocast_train(llama):
         assert_close(applied(llama).train()(ids(), labels=ids()).loss, wanted, 2e-2)
     half = applied(llama.bfloat16()).train()(ids(), labels=ids()).loss
     assert_close(half.float(), wanted, 2e-2)
+
+
+@pytest.mark.filterwarnings("ignore")  # of graphs that are cut
+def test_a_compiler_follows(llama):
+    ours = applied(llama)
+    padded = torch.ones(2, 11, dtype=torch.int64)
+    padded[1, :3] = 0
+    compiled = torch.compile(ours, backend="eager")
+    real = padded.bool()
+    with torch.no_grad():
+        found = compiled(ids(), attention_mask=padded, use_cache=False).logits
+        wanted = llama(ids(), attention_mask=padded, use_cache=False).logits
+    assert_close(found[real], wanted[real])
+    loss = compiled.train()(ids(), labels=ids(), use_cache=False).loss
+    assert_close(loss, llama.train()(ids(), labels=ids()).loss)
