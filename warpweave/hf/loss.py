@@ -62,7 +62,7 @@ _ALWAYS = "_fused_by_warpweave"  # in a probe: fuse without gradients too
 _Columns = list[tuple[torch.Tensor, torch.Tensor]]  # more of x and more of W
 
 
-def head_terms(head: nn.Module | None) -> Callable | None:
+def head_terms(head: Any) -> Callable | None:
     """x -> (x', W') with head(x) = x' W'^T, of a linear layer, or one under peft's LoRA; else None.
 
     Asked before the head is caught: a caught one is no plain linear layer.
@@ -136,7 +136,9 @@ def fused_loss(
     return total / num_items_in_batch
 
 
-def _capped_sum(x, weight, labels, softcap: float, ignore_index: int) -> torch.Tensor:
+def _capped_sum(
+    x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, softcap: float, ignore_index: int
+) -> torch.Tensor:
     def block(x, weight, labels):
         logits = softcap * torch.tanh(F.linear(x, weight) / softcap)
         return cross_entropy(logits, labels, ignore_index=ignore_index, reduction="sum")
@@ -176,7 +178,7 @@ def forward_of(model: PreTrainedModel) -> Callable:
     signature = inspect.signature(type(model).forward)
 
     @wraps(type(model).forward)
-    def forward(self, *args: Any, return_logits: bool = False, **kwargs: Any):
+    def forward(self: Any, *args: Any, return_logits: bool = False, **kwargs: Any) -> Any:
         wanted = self.training and torch.is_grad_enabled() and not return_logits
         terms = None
         if wanted or self.__dict__.get(_ALWAYS):
@@ -192,7 +194,7 @@ def forward_of(model: PreTrainedModel) -> Callable:
     return forward
 
 
-def _caught_forward(model: PreTrainedModel, terms: Callable, args: tuple, kwargs: dict):
+def _caught_forward(model: PreTrainedModel, terms: Callable, args: tuple, kwargs: dict) -> Any:
     """The model's own forward, without logits."""
     head, caught = model.get_output_embeddings(), []
 

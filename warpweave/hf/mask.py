@@ -91,7 +91,7 @@ def make_mask(
     attention_mask: torch.Tensor | None = None,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
-    **_,
+    **_: object,
 ) -> Mask | None:
     """The mask function registered beside our attention: a `Mask`, or None where a query sees all
     keys, or all up to its own, and rows are positions.

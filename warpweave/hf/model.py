@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -115,7 +116,7 @@ def _replace_norms(model: nn.Module, report: Report) -> None:
     for name, module in model.named_modules():
         if not norm.is_candidate(module):
             continue
-        form = "its forward was replaced by somebody else"
+        form: norm.Form | str = "its forward was replaced by somebody else"
         if not is_foreign(module):
             key = _kind_of(module)
             form = found[key] if key in found else norm.find_form(module)
@@ -263,10 +264,10 @@ def _outputs(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> list[to
 
 def _paddings(
     model: PreTrainedModel, inputs: dict[str, torch.Tensor]
-) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor | None]]:
+) -> Iterator[tuple[dict[str, Any], torch.Tensor | None]]:
     """More inputs, and which tokens are real: None for all."""
     parameters = inspect.signature(type(model).forward).parameters
-    more: dict[str, object] = {"use_cache": False} if "use_cache" in parameters else {}
+    more: dict[str, Any] = {"use_cache": False} if "use_cache" in parameters else {}
     yield more, None
     ids = inputs.get("input_ids")
     padded = ids is not None and ids.ndim == 2 and ids.shape[1] > 2
