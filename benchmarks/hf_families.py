@@ -6,7 +6,7 @@ Hugging Face's own forward stays in float64; generated tokens, greedy from a lef
 a dynamic and a static cache, and by beams. Writes ``benchmarks/results/hf/families.json`` and
 ``families.md``.
 
-    python -P benchmarks/hf_families.py [--only llama gpt2 ...]
+    python benchmarks/hf_families.py [--only llama gpt2 ...]
 """
 
 from __future__ import annotations

@@ -53,6 +53,10 @@ def _layers(names: dict) -> None:
     assert all(p.grad is not None for p in names["gpt"].parameters())
 
 
+def _hugging_face(names: dict) -> None:
+    assert {e.kind for e in names["report"].replaced()} == {"norm", "mlp", "attention", "loss"}
+
+
 def _kernels(names: dict) -> None:
     assert names["y"].shape == names["q"].shape == (2, 16, 4, 16)
     assert names["loss"].isfinite()
@@ -81,9 +85,11 @@ def _make_train() -> None:
 def test_a_program_runs_alone(tmp_path, monkeypatch, number):
     monkeypatch.chdir(tmp_path)
     _make_train()
+    if "transformers" in PROGRAMS[number]:
+        pytest.importorskip("transformers", reason="an extra of its own")
     names: dict = {}
     exec(PROGRAMS[number], names)
-    (_layers, _kernels, _weights, _convert)[number](names)
+    (_layers, _hugging_face, _kernels, _weights, _convert)[number](names)
 
 
 @pytest.mark.parametrize(("page", "number", "text"), DOCS)
@@ -101,6 +107,6 @@ def test_a_command_has_the_options_that_it_is_given(page, command, options):
 
 
 def test_nothing_of_the_pages_is_passed_over():
-    assert len(PROGRAMS) == 4
+    assert len(PROGRAMS) == 5
     assert {page for page, *_ in DOCS} == {page.name for page in PAGES} != set()
     assert len([c for c in COMMANDS if c[0] == "README.md"]) >= 11

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +37,7 @@ def attend(
     softcap: float | None = None,
     is_causal: bool | None = None,
     s_aux: torch.Tensor | None = None,
-    **rest,
+    **rest: Any,
 ) -> tuple[torch.Tensor, None]:
     """o[B, Sq, Hq, D] of query[B, Hq, Sq, D], key[B, Hkv, Sk, D] and value[B, Hkv, Sk, Dv].
 
@@ -64,7 +65,7 @@ def attend(
         (x if x.shape[-1] == wide else F.pad(x, (0, wide - x.shape[-1]))).transpose(1, 2)
         for x in (query, key, value)
     )
-    o = attention(
+    o: Any = attention(
         query,
         key,
         value,

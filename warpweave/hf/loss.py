@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from contextvars import ContextVar
 from functools import wraps
 from types import MethodType
 from typing import Any, NamedTuple
@@ -38,7 +37,6 @@ from warpweave.kernels.cross_entropy import cross_entropy, linear_cross_entropy
 from warpweave.messages import one_line
 
 ROWS = 1024  # at a time under a softcap
-_BEFORE = "_loss_before_warpweave"
 
 
 class Form(NamedTuple):
@@ -53,14 +51,10 @@ class Form(NamedTuple):
         return "linear_cross_entropy" + more
 
 
-class _Caught:
-    """One forward's [x', W'], from the head to the loss."""
-
-    terms: tuple[torch.Tensor, torch.Tensor] | None = None
-
-
-_running: ContextVar[_Caught | None] = ContextVar("warpweave_hf_loss", default=None)
-_always: ContextVar[bool] = ContextVar("warpweave_hf_loss_always", default=False)  # in a probe
+# Attributes of a model, which compilers can follow:
+_BEFORE = "_loss_before_warpweave"  # the loss function that was set on it, if any
+_CAUGHT = "_caught_by_warpweave"  # in a forward, [x', W'] on their way from the head to the loss
+_ALWAYS = "_fused_by_warpweave"  # in a probe: fuse without gradients too
 
 
 # ---------------------------------------------------------------- 1. what a head is
@@ -68,7 +62,7 @@ _always: ContextVar[bool] = ContextVar("warpweave_hf_loss_always", default=False
 _Columns = list[tuple[torch.Tensor, torch.Tensor]]  # more of x and more of W
 
 
-def head_terms(head: nn.Module | None) -> Callable | None:
+def head_terms(head: Any) -> Callable | None:
     """x -> (x', W') with head(x) = x' W'^T, of a linear layer, or one under peft's LoRA; else None.
 
     Asked before the head is caught: a caught one is no plain linear layer.
@@ -142,7 +136,9 @@ def fused_loss(
     return total / num_items_in_batch
 
 
-def _capped_sum(x, weight, labels, softcap: float, ignore_index: int) -> torch.Tensor:
+def _capped_sum(
+    x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, softcap: float, ignore_index: int
+) -> torch.Tensor:
     def block(x, weight, labels):
         logits = softcap * torch.tanh(F.linear(x, weight) / softcap)
         return cross_entropy(logits, labels, ignore_index=ignore_index, reduction="sum")
@@ -158,12 +154,11 @@ def _capped_sum(x, weight, labels, softcap: float, ignore_index: int) -> torch.T
 def loss_function_of(form: Form, before: Callable) -> Callable:
     """The loss function of a model whose forward is `forward_of(form)`."""
 
-    @wraps(before)
-    def loss_function(logits, labels, vocab_size, *args, **kwargs):
-        caught = _running.get()
-        if caught is None or caught.terms is None or logits.device.type != "meta":
+    def loss_function(self, logits, labels, vocab_size, *args, **kwargs):
+        caught = self.__dict__.get(_CAUGHT)
+        if not caught or logits.device.type != "meta":
             return before(logits, labels, vocab_size, *args, **kwargs)
-        x, weight = caught.terms
+        x, weight = caught
         if len(weight) != vocab_size:
             raise ValueError(
                 f"the head has {len(weight)} rows and the loss a vocabulary of {vocab_size}"
@@ -183,10 +178,10 @@ def forward_of(model: PreTrainedModel) -> Callable:
     signature = inspect.signature(type(model).forward)
 
     @wraps(type(model).forward)
-    def forward(self, *args: Any, return_logits: bool = False, **kwargs: Any):
+    def forward(self: Any, *args: Any, return_logits: bool = False, **kwargs: Any) -> Any:
         wanted = self.training and torch.is_grad_enabled() and not return_logits
         terms = None
-        if wanted or _always.get():
+        if wanted or self.__dict__.get(_ALWAYS):
             named = signature.bind_partial(self, *args, **kwargs).arguments
             returns = kwargs.get("return_dict")
             returns = getattr(self.config, "return_dict", True) if returns is None else returns
@@ -199,22 +194,20 @@ def forward_of(model: PreTrainedModel) -> Callable:
     return forward
 
 
-def _caught_forward(model: PreTrainedModel, terms: Callable, args: tuple, kwargs: dict):
+def _caught_forward(model: PreTrainedModel, terms: Callable, args: tuple, kwargs: dict) -> Any:
     """The model's own forward, without logits."""
-    head, caught = model.get_output_embeddings(), _Caught()
+    head, caught = model.get_output_embeddings(), []
 
     def catch(self, x):
-        caught.terms = terms(x)
-        width = len(caught.terms[1])
-        return torch.empty(*x.shape[:-1], width, dtype=x.dtype, device="meta")
+        caught[:] = terms(x)
+        return torch.empty(*x.shape[:-1], len(caught[1]), dtype=x.dtype, device="meta")
 
-    token = _running.set(caught)
+    model.__dict__[_CAUGHT] = caught
     head.__dict__["forward"] = MethodType(catch, head)
     try:
         out = original(model)(*args, **kwargs)
     finally:
-        del head.__dict__["forward"]
-        _running.reset(token)
+        del head.__dict__["forward"], model.__dict__[_CAUGHT]
     return type(out)(**{name: value for name, value in out.items() if name != "logits"})
 
 
@@ -262,7 +255,7 @@ def _form_of(model: PreTrainedModel, z: torch.Tensor, logits: torch.Tensor) -> F
 def install(model: PreTrainedModel, form: Form) -> None:
     """Let the model's forward make its loss by `form`."""
     model.__dict__[_BEFORE] = model.__dict__.get("_loss_function")
-    model.loss_function = loss_function_of(form, model.loss_function)
+    model.loss_function = MethodType(loss_function_of(form, model.loss_function), model)
     patch(model, forward_of(model))
 
 
@@ -283,14 +276,14 @@ def differs(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> str | No
     """Why an installed model's loss is not what its original forward makes; None if it is."""
     with quietly(model):
         wanted = original(model)(**inputs, labels=inputs["input_ids"]).loss
-    token = _always.set(True)
+    model.__dict__[_ALWAYS] = True
     try:
         with quietly(model):
             found = model(**inputs, labels=inputs["input_ids"]).loss
     except Exception as error:  # whatever a forward does to logits that are not there
         return f"its forward needs the logits: {one_line(error)}"
     finally:
-        _always.reset(token)
+        del model.__dict__[_ALWAYS]
     if found is None or found.device.type == "meta":  # made of the logits that are not there
         return "its loss is not made by its loss_function"
     return None if agree(wanted.float(), found.float()) else "its loss is another one"

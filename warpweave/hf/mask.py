@@ -80,6 +80,7 @@ class _Pattern(NamedTuple):
     starts: tuple[torch.Tensor, ...] = ()  # each [B, n]: where something of its own begins
 
 
+@torch.compiler.disable  # it reads closures and padding
 def make_mask(
     batch_size: int,
     q_length: int,
@@ -90,7 +91,7 @@ def make_mask(
     attention_mask: torch.Tensor | None = None,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
-    **_,
+    **_: object,
 ) -> Mask | None:
     """The mask function registered beside our attention: a `Mask`, or None where a query sees all
     keys, or all up to its own, and rows are positions.

@@ -14,7 +14,8 @@ are; a linear layer that is none any more (LoRA, hooks, quantised) makes it step
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -43,7 +44,7 @@ def name_of(function: Callable) -> str | None:
     """Which of our activations a function computes, seen on a grid in float32."""
     x = torch.linspace(-8, 8, 1001)
     with torch.no_grad():
-        y = tried(lambda: function(x.clone()))
+        y = tried(function, x.clone())
     for name, ours in _FUNCTIONS.items():
         if y is not None and y.shape == x.shape and (y - ours(x)).abs().max() < 5e-6:
             return name
@@ -124,7 +125,7 @@ class Form(NamedTuple):
         return self.gate is None and not self.fused
 
 
-def linears(module: nn.Module) -> dict[str, nn.Module]:
+def linears(module: nn.Module) -> dict[str, Any]:
     """The module's own linear layers by name."""
     return {n: c for n, c in module.named_children() if isinstance(c, (nn.Linear, Conv1D))}
 
@@ -196,7 +197,7 @@ def _plain_forward(form: Form) -> Callable:
     return forward
 
 
-def is_plain_linear(module: nn.Module) -> bool:
+def is_plain_linear(module: Any) -> bool:
     """Whether a module is its weight and bias and nothing more: no hook, wrapper, quantisation."""
     if type(module) not in (nn.Linear, Conv1D) or "forward" in module.__dict__:
         return False
@@ -205,7 +206,7 @@ def is_plain_linear(module: nn.Module) -> bool:
     return simple and weight.is_floating_point() and not any(hooks)
 
 
-def _weight(module: nn.Module) -> torch.Tensor:
+def _weight(module: Any) -> torch.Tensor:
     """(out, in), a view."""
     return module.weight.t() if isinstance(module, Conv1D) else module.weight
 
@@ -227,7 +228,7 @@ def _activations(module: nn.Module) -> list[Callable]:
     return children + [v for k, v in own.items() if not k.startswith("_")]
 
 
-def _forms(inner: dict[str, nn.Module], activation: str, after: tuple[str, ...]) -> list[Form]:
+def _forms(inner: dict[str, Any], activation: str, after: tuple[str, ...]) -> list[Form]:
     """Every way in which linear layers of these shapes may follow each other."""
     out = {n: (c.nf if isinstance(c, Conv1D) else c.out_features) for n, c in inner.items()}
     into = {n: c.weight.numel() // out[n] for n, c in inner.items()}
@@ -256,9 +257,9 @@ def _agrees(module: nn.Module, form: Form) -> bool:
         with quietly(module, training=training):
             scale = F.linear(x, _weight(up)).float().std().item()
             near = x * (2 / scale if scale > 0 else 1.0)  # where activations bend
-            wanted = tried(lambda near=near: module.forward(near))
+            wanted = tried(module.forward, near)
         with quietly(module, training=training):
-            found = tried(lambda near=near: forward(module, near))
+            found = tried(partial(forward, module), near)
         if wanted is None or found is None or not agree(wanted, found):
             return False
     return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,7 +35,8 @@ def apply(
     Call it before the model is wrapped (DDP, FSDP, compile), before or after peft.
 
     Args:
-        model: a transformers model; of any other `nn.Module`, norms and feed-forward modules.
+        model: a transformers model, or one in peft's; of any other `nn.Module`, norms and
+            feed-forward modules.
         only: of the kinds "norm", "mlp", "attention" and "loss", those to replace. Default: all.
         dry: report what would be replaced and leave the model as it is.
         example: the inputs to compare on, as `model(**example)` takes them, for a model that does
@@ -114,7 +116,7 @@ def _replace_norms(model: nn.Module, report: Report) -> None:
     for name, module in model.named_modules():
         if not norm.is_candidate(module):
             continue
-        form = "its forward was replaced by somebody else"
+        form: norm.Form | str = "its forward was replaced by somebody else"
         if not is_foreign(module):
             key = _kind_of(module)
             form = found[key] if key in found else norm.find_form(module)
@@ -177,16 +179,18 @@ def _replace_whole(
     example: dict[str, torch.Tensor] | None,
     report: Report,
 ) -> None:
-    if not isinstance(model, PreTrainedModel):
+    whole = next(((n, m) for n, m in model.named_modules() if isinstance(m, PreTrainedModel)), None)
+    if whole is None:
         for kind in sorted(kinds & {"attention", "loss"}):
             report.add("", kind, model, False, "no transformers model")
         return
+    name, model = whole  # as it is, or what peft wraps
     inputs = dict(model.dummy_inputs if example is None else example)
     if example is None:
         inputs.pop("attention_mask", None)  # `_paddings` makes its own
     inputs = {k: v.to(model.device) for k, v in inputs.items() if isinstance(v, torch.Tensor)}
     if "attention" in kinds:
-        _replace_attention(model, inputs, report)
+        _replace_attention(model, inputs, report, name)
     if "loss" in kinds:
         form = loss.find_form(model, inputs)
         if isinstance(form, loss.Form):
@@ -195,24 +199,27 @@ def _replace_whole(
             if why is not None:
                 loss.uninstall(model)
                 form = why
-        report.add("", "loss", model, isinstance(form, loss.Form), str(form))
+        report.add(name, "loss", model, isinstance(form, loss.Form), str(form))
 
 
 def _replace_attention(
-    model: PreTrainedModel, inputs: dict[str, torch.Tensor], report: Report
+    model: PreTrainedModel, inputs: dict[str, torch.Tensor], report: Report, own_name: str
 ) -> None:
     """Switch the attention and keep it so if the whole model's output stays what it was."""
-    for name, module in model.named_modules():
+    names = {m: f"{own_name}.{n}".strip(".") for n, m in model.named_modules()}
+    for module, name in names.items():
         if "inv_freq" in dict(module.named_buffers(recurse=False)):
             why = "rotation is a function inside the attention, no module"
             report.add(name, "rotary", module, False, why)
     if not model._can_set_attn_implementation():
         why = "its attention does not go through transformers' AttentionInterface"
-        report.add("", "attention", model, False, why)
+        report.add(own_name, "attention", model, False, why)
         return
     wanted = _outputs(model, inputs)
     if isinstance(wanted, str):
-        report.add("", "attention", model, False, f"does not run on its dummy inputs: {wanted}")
+        report.add(
+            own_name, "attention", model, False, f"does not run on its dummy inputs: {wanted}"
+        )
         return
     before = {
         name: module.config._attn_implementation
@@ -228,10 +235,9 @@ def _replace_attention(
         why = "no module called it"
     if why is None and not all(map(agree, wanted, found)):
         why = "the model's output was another one"
-    names = {module: name for name, module in model.named_modules()}
     if why is not None:
         _set_attention(model, model.__dict__.pop(_BEFORE))
-        report.add("", "attention", model, False, why)
+        report.add(own_name, "attention", model, False, why)
         return
     for module in callers:
         report.add(names.get(module, ""), "attention", module, True, "attention, with its mask")
@@ -258,10 +264,10 @@ def _outputs(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> list[to
 
 def _paddings(
     model: PreTrainedModel, inputs: dict[str, torch.Tensor]
-) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor | None]]:
+) -> Iterator[tuple[dict[str, Any], torch.Tensor | None]]:
     """More inputs, and which tokens are real: None for all."""
     parameters = inspect.signature(type(model).forward).parameters
-    more: dict[str, object] = {"use_cache": False} if "use_cache" in parameters else {}
+    more: dict[str, Any] = {"use_cache": False} if "use_cache" in parameters else {}
     yield more, None
     ids = inputs.get("input_ids")
     padded = ids is not None and ids.ndim == 2 and ids.shape[1] > 2

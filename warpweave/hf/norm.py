@@ -107,7 +107,7 @@ def forward_of(form: Form) -> Callable:
 
 def _eps_names(module: nn.Module) -> list[str | float]:
     """The attributes of the module that may be its eps."""
-    names = [
+    names: list[str | float] = [
         name for name, value in vars(module).items()
         if isinstance(value, float) and 0 <= value < 0.1
     ]  # fmt: skip
@@ -139,7 +139,7 @@ def _answers(
             continue
         autocast = torch.autocast(x.device.type, torch.bfloat16, enabled=cast)
         with torch.no_grad(), ours_always(), autocast:
-            y = tried(lambda dtype=dtype: forward(x.to(dtype)[None]))
+            y = tried(forward, x.to(dtype)[None])
         if wanted is None:
             if y is not None:
                 found[dtype, cast] = y

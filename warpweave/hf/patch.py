@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from types import MethodType
 
 import torch
@@ -47,7 +48,7 @@ def patch(module: nn.Module, forward: Callable) -> None:
 def original(module: nn.Module) -> Callable:
     """The forward that `patch` replaced, bound to this module."""
     (before,) = module.__dict__[_BEFORE].values()
-    return type(module).forward.__get__(module) if before is None else before
+    return partial(type(module).forward, module) if before is None else before
 
 
 def unpatch(module: nn.Module) -> None:
@@ -64,6 +65,8 @@ def _slot(module: nn.Module) -> str:
 
 def few(x: torch.Tensor) -> bool:
     """Whether calling torch's own operators directly takes less time than ours, measured."""
+    if torch.compiler.is_compiling():
+        return False
     cheap = x.device.type == "cpu" and x.numel() <= FEW
     return cheap and not torch.is_grad_enabled() and not _ours_always.get()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -48,10 +49,10 @@ def quietly(model: nn.Module, *, training: bool = False) -> Iterator[None]:
                 module.training = mode
 
 
-def tried(run: Callable[[], torch.Tensor]) -> torch.Tensor | None:
-    """What `run` returns, or None where it raises or returns no tensor."""
+def tried(run: Callable[[torch.Tensor], Any], x: torch.Tensor) -> torch.Tensor | None:
+    """What `run` makes of x, or None where it raises or makes no tensor."""
     try:
-        found = run()
+        found = run(x)
     except Exception:  # another module's forward: whatever it says, it is not what we replace
         return None
     return found if isinstance(found, torch.Tensor) else None
