@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from warpweave.kernels.attention import attention
 from warpweave.kernels.attention.checks import heads_per_kv_head
 from warpweave.kernels.attention.options import AttentionOptions, check_numbers
 from warpweave.kernels.overlap.gathering import check_fusing
@@ -182,23 +183,26 @@ class Attention(nn.Module):
         if context is None and x.dim() != 3:
             raise ValueError(f"without a context attention needs x[B, S, E], got {[*x.shape]}")
         q, k, v = self._heads(x, context)
-        layout = context.layout if context is not None else None
-        if layout is None:
-            layout = SequenceLayout(q.shape[1], 1)
-        o = context_attention(
-            q,
-            k,
-            v,
-            layout=layout,
-            group=self.mesh.group("cp"),
-            causal=self.causal,
-            window=self.window,
-            documents=None if context is None else context.documents,
-            softcap=self.softcap,
-            sinks=self.sinks,
-            strategy=self.strategy,
-            impl=self.impl,
-        )
+        masked = {
+            "causal": self.causal,
+            "window": self.window,
+            "documents": None if context is None else context.documents,
+            "softcap": self.softcap,
+            "sinks": self.sinks,
+            "impl": self.impl,
+        }
+        if context is not None and context.cache is not None:
+            runs = ((context.cache.start, q.shape[1]),)
+            k, v = context.cache.extend(self, k, v)
+            o = attention(q, k, v, q_runs=runs, **masked)
+        else:
+            layout = context.layout if context is not None else None
+            if layout is None:
+                layout = SequenceLayout(q.shape[1], 1)
+            group = self.mesh.group("cp")
+            o = context_attention(
+                q, k, v, layout=layout, group=group, strategy=self.strategy, **masked
+            )
         o = o.flatten(2)
         o = o if context is None else o.flatten(0, 1)
         return self.out(o) if add_bias else self.out(o, add_bias=False)

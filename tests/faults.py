@@ -411,8 +411,8 @@ FAULTS = (
     Fault(
         "attention-documents",
         "layers/attention.py",
-        "documents=None if context is None else context.documents,",
-        "documents=None,",
+        '"documents": None if context is None else context.documents,',
+        '"documents": None,',
         "packed documents see each other",
     ),
     Fault(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,14 +71,9 @@ class HFFolder:
             )
         return rule.pack(self._read)
 
-    @torch.no_grad()
     def load(self, gpt: GPT) -> GPT:
         """Fill a GPT, or one rank's part of it on any mesh, in its own dtype; the same GPT."""
-        records = gpt.parameter_records()
-        for name, param in gpt.named_parameters():
-            full = self.tensor(records[name])
-            param.copy_(records[name].slice(full, gpt.mesh.coords))
-        return gpt
+        return fill(gpt, self.tensor)
 
     def _read(self, name: str) -> Tensor:
         file, stored = self._places[name][:2]
@@ -90,6 +85,16 @@ class HFFolder:
             raise ConvertError(
                 f"cannot read {name}: {self.path / file}: {one_line(error)}"
             ) from None
+
+
+@torch.no_grad()
+def fill(gpt: GPT, tensor: Callable[[ParamRecord], Tensor]) -> GPT:
+    """Set every parameter of this rank's part from the logical tensor of its record; the same
+    GPT."""
+    records = gpt.parameter_records()
+    for name, param in gpt.named_parameters():
+        param.copy_(records[name].slice(tensor(records[name]), gpt.mesh.coords))
+    return gpt
 
 
 def from_hf(folder: str | Path) -> HFFolder:
