@@ -145,15 +145,7 @@ class Attention(nn.Module):
             init=out_init,
             **where,
         )
-        self.q_norm = self.k_norm = None
-        if style.qk_norm is not None:
-            # Each tensor rank normalises its own heads: the weights' gradients are partial sums.
-            over = {"mesh": mesh, "sequence_parallel": True, "impl": impl}
-            self.q_norm, self.k_norm = (
-                RMSNorm(self.head_dim, style.qk_norm, device=device, dtype=dtype, **over)
-                for _ in range(2)
-            )
-
+        self.q_norm, self.k_norm = (self._head_norm(device, dtype) for _ in range(2))
         self.records: dict[str, ParamRecord] = {}
         self.register_parameter("sinks", None)
         if sinks:
@@ -162,6 +154,16 @@ class Attention(nn.Module):
             self.records["sinks"] = record
             zeros = torch.zeros(record.local_shape, device=device, dtype=dtype)
             self.sinks = nn.Parameter(zeros)
+
+    def _head_norm(
+        self, device: torch.device | str | None, dtype: torch.dtype | None
+    ) -> RMSNorm | None:
+        """The norm over each query (or key) head, if the style has one."""
+        if self.style.qk_norm is None:
+            return None
+        # Each tensor rank normalises its own heads: the weight's gradient is a partial sum.
+        over = {"mesh": self.mesh, "sequence_parallel": True, "impl": self.impl}
+        return RMSNorm(self.head_dim, self.style.qk_norm, device=device, dtype=dtype, **over)
 
     def reset_parameters(self) -> None:
         """Sinks 0; the projections have their own."""

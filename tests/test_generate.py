@@ -131,7 +131,9 @@ def test_what_may_be_drawn_is_what_transformers_leaves(k, p):
 def test_draws_follow_the_softmax_of_the_logits_over_the_temperature():
     logits = torch.tensor([[0.0, 1.0, 2.0]], dtype=torch.float64).expand(20000, 3)
     noise = -torch.empty(20000, 3, dtype=torch.float64).exponential_().log()
-    counts = module.choose(logits, noise, Sampling(temperature=2.0)).bincount(minlength=3) / 20000
+    counts = (
+        module.choose_tokens(logits, noise, Sampling(temperature=2.0)).bincount(minlength=3) / 20000
+    )
     assert (counts - (logits[0] / 2).softmax(0)).abs().max() < 0.015
 
 

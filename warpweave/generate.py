@@ -90,7 +90,7 @@ def generate(
         noise = -noise.exponential_(generator=generator).log()
         chosen = torch.zeros(len(prompts), dtype=torch.int64, device=device)
         if logits is not None:
-            chosen = choose(logits.double(), noise.to(device), sampling)
+            chosen = choose_tokens(logits.double(), noise.to(device), sampling)
         if gpt.mesh.group("world") is not None:
             dist.broadcast(chosen, gpt.mesh.sizes.rank_at(pp=gpt.placement[-1]))
         found.append(chosen)
@@ -102,7 +102,7 @@ def generate(
     return [_until(row, sampling.stop) for row in torch.stack(found, 1).tolist()]
 
 
-def choose(logits: Tensor, noise: Tensor, sampling: Sampling) -> Tensor:
+def choose_tokens(logits: Tensor, noise: Tensor, sampling: Sampling) -> Tensor:
     """The next tokens int64[B] of logits[B, V]; noise[B, V] is standard Gumbel.
 
     The largest of logits plus Gumbel noise is a draw from their softmax.

@@ -60,9 +60,19 @@ def open_model(folder: Path, group: dist.ProcessGroup | None = None) -> HFFolder
 
 
 def find_tokenizer(folder: Path) -> Path | None:
-    """The tokenizer.json of a folder of transformers, if it has one."""
-    path = folder / "tokenizer.json"
-    return path if path.is_file() else None
+    """The tokenizer.json of a folder; None if it has no tokenizer at all.
+
+    Raises `ConvertError` for a tokenizer in another format: text must not be read as bytes instead.
+    """
+    if (folder / "tokenizer.json").is_file():
+        return folder / "tokenizer.json"
+    for other in ("tokenizer.model", "vocab.json", "tokenizer_config.json"):
+        if (folder / other).is_file():
+            raise ConvertError(
+                f"{folder} has {other} but no tokenizer.json, the only kind that is read: give "
+                "--tokenizer"
+            )
+    return None
 
 
 def read_stop_tokens(folder: Path) -> tuple[int, ...]:

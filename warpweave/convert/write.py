@@ -64,7 +64,7 @@ def to_hf(
         config, group = model.config, model.mesh.group("world")
         tensors = _of_engine(model) if isinstance(model, Engine) else _of_gpt(model)
         dtype = model.dtype if dtype is None and isinstance(model, Engine) else dtype
-    kind, fields = _fields(config, like)
+    kind, fields = _config_json(config, like)
     rules = rules_of(config, FAMILIES[kind])
     theirs = (item for name, ours in tensors for item in rules[name].unpack(ours).items())
     rank = 0 if group is None else dist.get_rank(group)
@@ -98,7 +98,7 @@ def to_hf(
     return folder
 
 
-def _fields(config: GPTConfig, like: str | Path | None) -> tuple[str, dict[str, Any]]:
+def _config_json(config: GPTConfig, like: str | Path | None) -> tuple[str, dict[str, Any]]:
     """(model_type, config.json) of a model; of `like` as it is where it says the same model."""
     if like is None:
         return write_config(config)
