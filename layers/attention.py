@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from warpweave.kernels.attention import attention
 from warpweave.kernels.attention.checks import heads_per_kv_head
 from warpweave.kernels.attention.options import AttentionOptions, check_numbers
 from warpweave.kernels.overlap.gathering import check_fusing
@@ -144,15 +145,7 @@ class Attention(nn.Module):
             init=out_init,
             **where,
         )
-        self.q_norm = self.k_norm = None
-        if style.qk_norm is not None:
-            # Each tensor rank normalises its own heads: the weights' gradients are partial sums.
-            over = {"mesh": mesh, "sequence_parallel": True, "impl": impl}
-            self.q_norm, self.k_norm = (
-                RMSNorm(self.head_dim, style.qk_norm, device=device, dtype=dtype, **over)
-                for _ in range(2)
-            )
-
+        self.q_norm, self.k_norm = (self._head_norm(device, dtype) for _ in range(2))
         self.records: dict[str, ParamRecord] = {}
         self.register_parameter("sinks", None)
         if sinks:
@@ -161,6 +154,16 @@ class Attention(nn.Module):
             self.records["sinks"] = record
             zeros = torch.zeros(record.local_shape, device=device, dtype=dtype)
             self.sinks = nn.Parameter(zeros)
+
+    def _head_norm(
+        self, device: torch.device | str | None, dtype: torch.dtype | None
+    ) -> RMSNorm | None:
+        """The norm over each query (or key) head, if the style has one."""
+        if self.style.qk_norm is None:
+            return None
+        # Each tensor rank normalises its own heads: the weight's gradient is a partial sum.
+        over = {"mesh": self.mesh, "sequence_parallel": True, "impl": self.impl}
+        return RMSNorm(self.head_dim, self.style.qk_norm, device=device, dtype=dtype, **over)
 
     def reset_parameters(self) -> None:
         """Sinks 0; the projections have their own."""
@@ -182,23 +185,25 @@ class Attention(nn.Module):
         if context is None and x.dim() != 3:
             raise ValueError(f"without a context attention needs x[B, S, E], got {[*x.shape]}")
         q, k, v = self._heads(x, context)
-        layout = context.layout if context is not None else None
-        if layout is None:
-            layout = SequenceLayout(q.shape[1], 1)
-        o = context_attention(
-            q,
-            k,
-            v,
-            layout=layout,
-            group=self.mesh.context,
-            causal=self.causal,
-            window=self.window,
-            documents=None if context is None else context.documents,
-            softcap=self.softcap,
-            sinks=self.sinks,
-            strategy=self.strategy,
-            impl=self.impl,
-        )
+        masked = {
+            "causal": self.causal,
+            "window": self.window,
+            "documents": None if context is None else context.documents,
+            "softcap": self.softcap,
+            "sinks": self.sinks,
+            "impl": self.impl,
+        }
+        if context is not None and context.cache is not None:
+            runs = ((context.cache.start, q.shape[1]),)
+            k, v = context.cache.extend(self, k, v)
+            o = attention(q, k, v, q_runs=runs, **masked)
+        else:
+            layout = context.layout if context is not None else None
+            if layout is None:
+                layout = SequenceLayout(q.shape[1], 1)
+            o = context_attention(
+                q, k, v, layout=layout, group=self.mesh.context, strategy=self.strategy, **masked
+            )
         o = o.flatten(2)
         o = o if context is None else o.flatten(0, 1)
         return self.out(o) if add_bias else self.out(o, add_bias=False)

@@ -2,11 +2,42 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from warpweave.parallel.layout import SequenceLayout
+
+
+@dataclass
+class KVCache:
+    """Keys and values of the tokens so far, of every attention layer: what decoding needs of them.
+
+    Attributes:
+        capacity: tokens that a sequence may have.
+        start: tokens that all layers have seen; whoever runs the model moves it on.
+    """
+
+    capacity: int
+    start: int = 0
+    _kept: dict[Hashable, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
+
+    def extend(self, layer: Hashable, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep k and v[B, n, Hkv/tp, D] of positions start to start + n; all so far, views.
+
+        Raises ``ValueError`` if they are more than the cache holds.
+        """
+        end = self.start + k.shape[1]
+        if end > self.capacity:
+            raise ValueError(f"the cache holds {self.capacity} tokens, got {end}")
+        if layer not in self._kept:
+            shape = (len(k), self.capacity, *k.shape[2:])
+            self._kept[layer] = (k.new_empty(shape), v.new_empty(shape))
+        for kept, new in zip(self._kept[layer], (k, v)):
+            kept[:, self.start : end] = new
+        keys, values = (kept[:, :end] for kept in self._kept[layer])
+        return keys, values
 
 
 @dataclass(frozen=True)
@@ -22,6 +53,8 @@ class TokenContext:
             parallelism): the token's number in the whole global batch, by which dropout is keyed.
         documents: int32 or int64 [n + 1] or [B, n + 1], boundaries of packed documents in positions
             of the whole sequence, across which attention does not look; None is one document.
+        cache: keys and values of the tokens before these, whose positions then begin at
+            ``cache.start``; on one context rank, without gradients.
 
     Two packed documents, of 10 and 6 tokens, whose rotations start anew::
 
@@ -38,3 +71,4 @@ class TokenContext:
     seed: int = 0
     token_ids: Tensor | None = None
     documents: Tensor | None = None
+    cache: KVCache | None = None

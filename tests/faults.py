@@ -446,8 +446,8 @@ FAULTS = (
     Fault(
         "attention-documents",
         "layers/attention.py",
-        "documents=None if context is None else context.documents,",
-        "documents=None,",
+        '"documents": None if context is None else context.documents,',
+        '"documents": None,',
         "packed documents see each other",
     ),
     Fault(
@@ -460,8 +460,8 @@ FAULTS = (
     Fault(
         "attention-norm-of-heads",
         "layers/attention.py",
-        'over = {"mesh": mesh, "sequence_parallel": True, "impl": impl}',
-        'over = {"mesh": mesh, "sequence_parallel": sequence_parallel, "impl": impl}',
+        '"sequence_parallel": True, "impl": self.impl}',
+        '"sequence_parallel": self.qkv.sequence_parallel, "impl": self.impl}',
         "without sequence parallelism gradients of q/k norms are those of one tensor rank's heads",
     ),
     Fault(
@@ -885,6 +885,27 @@ FAULTS = (
         'window if kind == "sliding_attention" else 0 for kind in kinds',
         "window for kind in kinds",
         "Qwen's first layers have a window, too",
+    ),
+    Fault(
+        "cache-first-position",
+        "layers/attention.py",
+        "runs = ((context.cache.start, q.shape[1]),)",
+        "runs = ((0, q.shape[1]),)",
+        "a token that is decoded sees the first key only",
+    ),
+    Fault(
+        "generate-padded-positions",
+        "warpweave/generate.py",
+        "own = (positions - pads[:, None]).clamp(min=0).flatten()",
+        "own = (positions - 0 * pads[:, None]).clamp(min=0).flatten()",
+        "learned positions count the padding of a shorter prompt",
+    ),
+    Fault(
+        "init-from-tied-to-resume",
+        "warpweave/train.py",
+        "elif config.init_from is not None:",
+        "if config.init_from is not None:",
+        "a resumed run starts from the first weights again",
     ),
     Fault(
         "checkpoint-forgotten-field",

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from close import relative_error
@@ -17,6 +18,7 @@ from warpweave import train
 from warpweave.checkpoint import CheckpointError, open_latest
 from warpweave.config import ParallelPlan
 from warpweave.convert import ConvertError, from_hf, to_hf
+from warpweave.data import write_token_file
 from warpweave.launch import Session
 from warpweave.train import TrainConfig, Trainer, learning_rate
 from warpweave.train_config import GPTOverrides
@@ -167,8 +169,17 @@ def test_the_models_tokenizer_is_the_default(llama, tmp_path):
         assert config.open_data("train").vocab_size == 100
         assert config.token_cache == config.out / "tokens"
         assert config.model_config(100).vocab_size == 256  # the weights', not the data's
+        write_token_file(tmp_path / "tokens.bin", np.arange(999) % 7, vocab_size=7)
+        tokens = dataclasses.replace(config, data=tmp_path / "tokens.bin")
+        assert tokens.open_data("train").vocab_size == 7
     finally:
         (llama / "tokenizer.json").unlink()
+    (llama / "tokenizer.model").touch()
+    try:
+        with pytest.raises(ConvertError, match=r"has tokenizer.model but no tokenizer.json, "):
+            config.open_data("train")
+    finally:
+        (llama / "tokenizer.model").unlink()
 
 
 @pytest.mark.parametrize(

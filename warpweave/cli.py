@@ -1,4 +1,4 @@
-"""The command line: ``warpweave train``, ``warpweave prove`` and ``warpweave tune``."""
+"""The command line: ``warpweave train``, ``prove``, ``sample`` and ``tune``."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ _USAGE = """usage: warpweave COMMAND [OPTIONS]
 commands:
   train   train a GPT on text, on any mesh (warpweave train --help)
   prove   show that a mesh computes what one plain device computes (warpweave prove --help)
+  sample  go on with texts by a trained model (warpweave sample --help)
   tune    measure tiles on this GPU, write a table of the best (warpweave tune --help)
 
 The last line that a command prints is one JSON object with its result."""
@@ -30,6 +31,8 @@ def _main() -> None:
         from warpweave.train import main as run
     elif command == "prove":
         from warpweave.prove import main as run
+    elif command == "sample":
+        from warpweave.sample import main as run
     elif command == "tune":
         from warpweave.tune import main as run
     elif command in ("", "-h", "--help"):

@@ -204,20 +204,22 @@ class GPT(nn.Module):
             if sample_ids is None:
                 sample_ids = torch.arange(batch, device=device)
             token_ids = (sample_ids[:, None] * self.config.seq_len + local).flatten()[rows]
-        rope = None
-        if self.config.positions == "rope":
-            dtype = self._dtype()
-            wide = torch.float64 if dtype == torch.float64 else torch.float32
-            c = self.config
-            rope = rope_table(
-                local, c.head_dim, theta=c.rope_theta, scaling=c.rope_scaling, dtype=wide
-            )
         return MicroBatch(
             tokens,
             labels,
             local.repeat(batch)[rows],
-            TokenContext(batch, layout, rope, seed, token_ids),
+            TokenContext(batch, layout, self.rope(local), seed, token_ids),
             normaliser,
+        )
+
+    def rope(self, positions: Tensor) -> tuple[Tensor, Tensor] | None:
+        """The rotary table of int64 positions[S]; None for learned positions."""
+        c, dtype = self.config, self._dtype()
+        if c.positions != "rope":
+            return None
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        return rope_table(
+            positions, c.head_dim, theta=c.rope_theta, scaling=c.rope_scaling, dtype=wide
         )
 
     def _dtype(self) -> torch.dtype:

@@ -17,7 +17,7 @@ import tyro
 from warpweave.checkpoint import latest
 from warpweave.config import PRESETS, GPTConfig, ParallelPlan
 from warpweave.convert.source import find_tokenizer, open_model, read_model_config
-from warpweave.data import Dataset, open_dataset
+from warpweave.data import TOKEN_FILES, Dataset, open_dataset
 from warpweave.gpt import GPT
 from warpweave.kernels.runtime.tile_table import read_table
 from warpweave.parallel.mesh import Mesh
@@ -139,8 +139,9 @@ class TrainConfig:
 
     @property
     def tokenizer_file(self) -> Path | None:
-        """The tokenizer, or None for bytes."""
-        if self.tokenizer is not None or self.init_from is None:
+        """The tokenizer; None for bytes, and for a token file unless one is given for it."""
+        tokens = self.data is not None and self.data.suffix in TOKEN_FILES
+        if self.tokenizer is not None or self.init_from is None or tokens:
             return self.tokenizer
         return find_tokenizer(self.init_from)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from warpweave.config import GPTConfig
 from warpweave.convert.families import FAMILIES, ConvertError, Family, read_config
-from warpweave.convert.tensors import Rule, rules_of
+from warpweave.convert.tensors import TensorRule, rules_of
 from warpweave.gpt import GPT
 from warpweave.messages import one_line
 from warpweave.parallel.shard import ParamRecord
@@ -54,7 +54,7 @@ class HFFolder:
     config: GPTConfig
     fields: Mapping[str, Any]
     dtype: torch.dtype
-    _rules: Mapping[str, Rule]
+    _rules: Mapping[str, TensorRule]
     _places: Mapping[str, Place]
     _open: dict[str, Any] = field(default_factory=dict, repr=False)
 
@@ -71,14 +71,9 @@ class HFFolder:
             )
         return rule.pack(self._read)
 
-    @torch.no_grad()
     def load(self, gpt: GPT) -> GPT:
         """Fill a GPT, or one rank's part of it on any mesh, in its own dtype; the same GPT."""
-        records = gpt.parameter_records()
-        for name, param in gpt.named_parameters():
-            full = self.tensor(records[name])
-            param.copy_(records[name].slice(full, gpt.mesh.coords))
-        return gpt
+        return fill(gpt, self.tensor)
 
     def _read(self, name: str) -> Tensor:
         file, stored = self._places[name][:2]
@@ -90,6 +85,16 @@ class HFFolder:
             raise ConvertError(
                 f"cannot read {name}: {self.path / file}: {one_line(error)}"
             ) from None
+
+
+@torch.no_grad()
+def fill(gpt: GPT, tensor: Callable[[ParamRecord], Tensor]) -> GPT:
+    """Set every parameter of this rank's part from the logical tensor of its record; the same
+    GPT."""
+    records = gpt.parameter_records()
+    for name, param in gpt.named_parameters():
+        param.copy_(records[name].slice(tensor(records[name]), gpt.mesh.coords))
+    return gpt
 
 
 def from_hf(folder: str | Path) -> HFFolder:
@@ -108,7 +113,7 @@ def from_hf(folder: str | Path) -> HFFolder:
         kind, config = read_config(fields)
         family = FAMILIES[kind]
         rules = rules_of(config, family)
-        places = _check(_places(path), rules, family)
+        places = _check(_find_tensors(path), rules, family)
         dtypes = {name: _dtype(name, place.dtype) for name, place in places.items()}
         embedding = next(iter(rules["embedding.weight"].shapes))
         found = HFFolder(path, config, fields, dtypes[embedding], rules, places)
@@ -142,7 +147,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
-def _places(path: Path) -> dict[str, Place]:
+def _find_tensors(path: Path) -> dict[str, Place]:
     """Every tensor of the folder's safetensors files under its own name."""
     if (path / INDEX).exists():
         names = read_json(path / INDEX).get("weight_map")
@@ -169,7 +174,7 @@ def _places(path: Path) -> dict[str, Place]:
 
 
 def _check(
-    places: Mapping[str, Place], rules: Mapping[str, Rule], family: Family
+    places: Mapping[str, Place], rules: Mapping[str, TensorRule], family: Family
 ) -> dict[str, Place]:
     """The places under the names of the whole model; raises if they do not fit the rules."""
     if not any(name.startswith(family.base) for name in places):  # of a bare base model

@@ -13,7 +13,8 @@ from warpweave.checkpoint import CheckpointReader, latest, open_checkpoint
 from warpweave.checkpoint.manifest import MANIFEST, read_manifest
 from warpweave.config import GPTConfig
 from warpweave.convert.families import ConvertError, read_config
-from warpweave.convert.folder import HFFolder, about, from_hf, read_json
+from warpweave.convert.folder import HFFolder, about, fill, from_hf, read_json
+from warpweave.gpt import GPT
 from warpweave.parallel.shard import ParamRecord
 
 
@@ -27,6 +28,10 @@ class SavedModel:
     def tensor(self, record: ParamRecord) -> Tensor:
         """One logical parameter; `CheckpointError` if there is none of this name."""
         return self.reader.tensor(record.name)
+
+    def load(self, gpt: GPT) -> GPT:
+        """As ``HFFolder.load``."""
+        return fill(gpt, self.tensor)
 
 
 def read_model_config(folder: Path) -> GPTConfig:
@@ -44,8 +49,8 @@ def read_model_config(folder: Path) -> GPTConfig:
 def open_model(folder: Path, group: dist.ProcessGroup | None = None) -> HFFolder | SavedModel:
     """The model in a folder with its weights, checked; every rank of `group` calls it.
 
-    Both kinds give ``config`` and, one at a time, ``tensor(record)``. Raises `ConvertError` or
-    `CheckpointError` for what is damaged or no model.
+    Both kinds give ``config``, ``tensor(record)``, one at a time, and ``load(gpt)``. Raises
+    `ConvertError` or `CheckpointError` for what is damaged or no model.
     """
     step = _step(folder)
     if step is None:
@@ -55,9 +60,29 @@ def open_model(folder: Path, group: dist.ProcessGroup | None = None) -> HFFolder
 
 
 def find_tokenizer(folder: Path) -> Path | None:
-    """The tokenizer.json of a folder of transformers, if it has one."""
-    path = folder / "tokenizer.json"
-    return path if path.is_file() else None
+    """The tokenizer.json of a folder; None if it has no tokenizer at all.
+
+    Raises `ConvertError` for a tokenizer in another format: text must not be read as bytes instead.
+    """
+    if (folder / "tokenizer.json").is_file():
+        return folder / "tokenizer.json"
+    for other in ("tokenizer.model", "vocab.json", "tokenizer_config.json"):
+        if (folder / other).is_file():
+            raise ConvertError(
+                f"{folder} has {other} but no tokenizer.json, the only kind that is read: give "
+                "--tokenizer"
+            )
+    return None
+
+
+def read_stop_tokens(folder: Path) -> tuple[int, ...]:
+    """The tokens that end a text for a model of transformers; () if it names none."""
+    for file in ("generation_config.json", "config.json"):
+        if (folder / file).is_file():
+            found = read_json(folder / file).get("eos_token_id")
+            if found is not None:
+                return tuple(found) if isinstance(found, list) else (found,)
+    return ()
 
 
 def _step(folder: Path) -> Path | None:

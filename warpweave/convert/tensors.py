@@ -20,7 +20,7 @@ from warpweave.parallel.shard import ParamRecord
 
 
 @dataclass(frozen=True)
-class Rule:
+class TensorRule:
     """How one parameter of ours lies in their file.
 
     Attributes:
@@ -54,13 +54,13 @@ class Rule:
         }
 
 
-def rules_of(config: GPTConfig, family: Family) -> dict[str, Rule]:
+def rules_of(config: GPTConfig, family: Family) -> dict[str, TensorRule]:
     """Our parameter's name -> its rule, for every parameter of the whole model."""
     records = GPT(config, device="meta").parameter_records()
     return {name: _rule(record, config, family) for name, record in records.items()}
 
 
-def _rule(record: ParamRecord, config: GPTConfig, family: Family) -> Rule:
+def _rule(record: ParamRecord, config: GPTConfig, family: Family) -> TensorRule:
     module, _, kind = record.name.rpartition(".")
     prefix = ""
     if module.startswith("blocks."):
@@ -80,7 +80,7 @@ def _rule(record: ParamRecord, config: GPTConfig, family: Family) -> Rule:
     shapes = [(n, *record.shape[1:]) for n in rows]
     if transposed:
         shapes = [shape[::-1] for shape in shapes]
-    return Rule(record.shape, dict(zip(names, shapes, strict=True)), rows, order, transposed)
+    return TensorRule(record.shape, dict(zip(names, shapes, strict=True)), rows, order, transposed)
 
 
 def _by_kv_head(H: int, Hkv: int, D: int) -> Tensor:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from warpweave.checkpoint import CheckpointError, open_checkpoint
+from warpweave.checkpoint import CheckpointError, CheckpointReader, open_checkpoint
 from warpweave.checkpoint.files import agree, attempt
 from warpweave.config import GPTConfig
 from warpweave.convert.families import FAMILIES, canonical, read_config, write_config
@@ -59,12 +59,12 @@ def to_hf(
     if isinstance(model, (str, Path)):
         saved = open_checkpoint(model)
         config, group = GPTConfig(**saved.config), None
-        tensors = ((name, saved.tensor(name)) for name in saved.names if "/" not in name)
+        tensors = _of_checkpoint(saved)
     else:
         config, group = model.config, model.mesh.group("world")
         tensors = _of_engine(model) if isinstance(model, Engine) else _of_gpt(model)
         dtype = model.dtype if dtype is None and isinstance(model, Engine) else dtype
-    kind, fields = _fields(config, like)
+    kind, fields = _config_json(config, like)
     rules = rules_of(config, FAMILIES[kind])
     theirs = (item for name, ours in tensors for item in rules[name].unpack(ours).items())
     rank = 0 if group is None else dist.get_rank(group)
@@ -98,7 +98,7 @@ def to_hf(
     return folder
 
 
-def _fields(config: GPTConfig, like: str | Path | None) -> tuple[str, dict[str, Any]]:
+def _config_json(config: GPTConfig, like: str | Path | None) -> tuple[str, dict[str, Any]]:
     """(model_type, config.json) of a model; of `like` as it is where it says the same model."""
     if like is None:
         return write_config(config)
@@ -111,6 +111,12 @@ def _fields(config: GPTConfig, like: str | Path | None) -> tuple[str, dict[str, 
         return kind, dict(old)
     kept = {k: v for k, v in old.items() if k not in ("rope_scaling", "rope_theta")}
     return kind, kept | write_config(now, kind)[1]
+
+
+def _of_checkpoint(saved: CheckpointReader) -> Iterator[tuple[str, Tensor]]:
+    for name in saved.names:
+        if "/" not in name:  # those are the optimizer's
+            yield name, saved.tensor(name)
 
 
 def _of_engine(engine: Engine) -> Iterator[tuple[str, Tensor]]:

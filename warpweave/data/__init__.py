@@ -27,12 +27,13 @@ validation · `tokenizer` · `dataset` samples and their order · `files` what t
 
 from warpweave.data.dataset import IGNORE, Dataset
 from warpweave.data.files import DataError
-from warpweave.data.source import open_dataset
+from warpweave.data.source import TOKEN_FILES, open_dataset
 from warpweave.data.token_file import write_token_file
 from warpweave.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer
 
 __all__ = [
     "IGNORE",
+    "TOKEN_FILES",
     "ByteTokenizer",
     "DataError",
     "Dataset",

@@ -11,6 +11,8 @@ from warpweave.data.split import Split
 from warpweave.data.text import open_text
 from warpweave.data.token_file import open_token_file
 
+TOKEN_FILES = (".bin", ".npy")  # suffixes of what holds tokens instead of text
+
 
 def open_dataset(
     source: str | Path | None = None,
@@ -36,7 +38,7 @@ def open_dataset(
     path = None if source is None else Path(source)
     if path is not None and not path.exists():
         raise DataError(f"{path} does not exist")
-    if path is not None and path.suffix in (".bin", ".npy"):
+    if path is not None and path.suffix in TOKEN_FILES:
         if tokenizer is not None:
             raise DataError(f"{path} holds tokens, so the tokenizer {tokenizer} cannot apply")
         corpus = open_token_file(path)

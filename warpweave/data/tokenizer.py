@@ -22,6 +22,9 @@ class Tokenizer(Protocol):
     def encode(self, text: bytes) -> np.ndarray:
         """Token ids of UTF-8 text, one dimension, unsigned."""
 
+    def prompt(self, text: str) -> list[int]:
+        """Ids of a text that a model is to go on with."""
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids; what is no valid UTF-8 shows as U+FFFD."""
 
@@ -36,13 +39,17 @@ class ByteTokenizer:
         """The bytes themselves, uint8."""
         return np.frombuffer(text, dtype=np.uint8)
 
+    def prompt(self, text: str) -> list[int]:
+        """The bytes of its UTF-8."""
+        return list(text.encode())
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of byte ids; a window may begin or end inside a character, which shows as U+FFFD."""
         return bytes(ids).decode("utf-8", errors="replace")
 
 
 class JsonTokenizer:
-    """Any Hugging Face `tokenizers` JSON file; no special tokens are added."""
+    """Any Hugging Face `tokenizers` JSON file; special tokens are added to a prompt only."""
 
     def __init__(self, path: str | Path) -> None:
         from tokenizers import Tokenizer as HuggingFaceTokenizer
@@ -59,6 +66,10 @@ class JsonTokenizer:
         """Ids of UTF-8 text as uint8, uint16 or uint32."""
         ids = self._tokenizer.encode(text.decode("utf-8"), add_special_tokens=False).ids
         return np.asarray(ids, dtype=smallest_dtype(self.vocab_size))
+
+    def prompt(self, text: str) -> list[int]:
+        """Ids of a text, with the special tokens with which the tokenizer begins or ends one."""
+        return self._tokenizer.encode(text).ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids."""

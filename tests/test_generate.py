@@ -1,0 +1,256 @@
+"""Decoding with kept keys and values: transformers' own tokens, on any mesh, for any batch."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shutil
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from close import relative_error
+from ranks import run_ranks
+from test_convert import _theirs
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+from warpweave import generate as module
+from warpweave import sample
+from warpweave.checkpoint import save_checkpoint
+from warpweave.convert import from_hf
+from warpweave.generate import Sampling, generate, kept
+from warpweave.gpt import GPT, GPTConfig
+from warpweave.parallel.mesh import Mesh
+from warpweave.plain_gpt import plain_gpt_logits
+from warpweave.prove.expected import plain_config
+
+GREEDY = Sampling(tokens=20, temperature=0.0)
+PROMPTS = [[5, 7, 11], [3], [2, 9, 4, 8, 1, 30, 31, 7, 5]]
+NAMES = ("gpt2", "llama3", "qwen2", "mistral", "qwen3")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("hf")
+    for name in NAMES:
+        _theirs(name).save_pretrained(root / name)
+    return {name: root / name for name in NAMES}
+
+
+def _expected(name: str, **options) -> list[list[int]]:
+    """What transformers goes on with, prompt by prompt."""
+    model, rows = _theirs(name), []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0,
+            **{"max_new_tokens": 20, "eos_token_id": None} | options,
+        )  # fmt: skip
+        rows.append(out[0, len(prompt) :].tolist())
+    return rows
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_tokens_are_those_of_transformers_alone_and_in_a_batch(name, folders):
+    found = from_hf(folders[name])
+    gpt = found.load(GPT(found.config))
+    expected = _expected(name)
+    assert len({tuple(row) for row in expected}) == 3
+    assert [generate(gpt, [prompt], GREEDY)[0] for prompt in PROMPTS] == expected
+    assert generate(gpt, PROMPTS, GREEDY) == expected
+    assert gpt.training
+
+
+def test_a_text_ends_with_its_stop_token(folders):
+    found = from_hf(folders["llama3"])
+    gpt = found.load(GPT(found.config))
+    whole = _expected("llama3")
+    stop = whole[0][4]
+    rows = generate(gpt, PROMPTS, Sampling(20, 0.0, stop=(stop, 52)))
+    for row, full in zip(rows, whole, strict=True):
+        ends = [i for i, token in enumerate(full) if token in (stop, 52)]
+        assert row == (full[: ends[0] + 1] if ends else full)
+    assert rows[0] == _expected("llama3", eos_token_id=[stop, 52])[0]
+    with mock.patch.object(module, "_logits", wraps=module._logits) as calls:
+        generate(gpt, PROMPTS[:1], Sampling(20, 0.0, stop=(stop,)))
+    assert calls.call_count == whole[0].index(stop) + 1
+
+
+def test_kept_keys_and_values_give_the_logits_of_the_whole_text():
+    config = GPTConfig(
+        33, 24, 3, 12, 6, 2, 10, "rope", "rms", "swiglu", False, head_size=4, windows=(5, 0),
+        qk_norm=True, tied=False,
+    )  # fmt: skip
+    gpt = GPT(config, dtype=torch.float64)
+    with torch.no_grad():
+        for param in gpt.parameters():
+            param.add_(torch.randn_like(param) * 0.3)
+    params = dict(gpt.named_parameters())
+    seen, original = [], module._logits
+
+    def noted(*args):
+        seen.append(original(*args))
+        return seen[-1]
+
+    with mock.patch.object(module, "_logits", noted):
+        rows = generate(gpt, PROMPTS, Sampling(12, 0.0))
+    for b, (prompt, row) in enumerate(zip(PROMPTS, rows, strict=True)):
+        for step, logits in enumerate(seen):
+            text = torch.tensor([prompt + row[:step]])
+            plain = plain_gpt_logits(params, text, plain_config(config))[0, -1]
+            assert relative_error(logits[b], plain) < 1e-12
+
+
+def _on_ranks(rank: int, folders: dict[str, Path], expected: dict[str, list]) -> None:
+    mesh = Mesh(tp=2, pp=2).connect()
+    for name, rows in expected.items():
+        found = from_hf(folders[name])
+        gpt = found.load(GPT(found.config, mesh=mesh))
+        assert generate(gpt, PROMPTS, GREEDY) == rows
+        drawn = generate(gpt, PROMPTS, Sampling(8, 1.0, top_k=9, top_p=0.9, seed=4))
+        alone = generate(found.load(GPT(found.config)), PROMPTS, Sampling(8, 1.0, 9, 0.9, seed=4))
+        assert drawn == alone
+
+
+def test_tensor_ranks_and_stages_write_the_same_text(folders):
+    run_ranks(4, _on_ranks, folders, {"qwen2": _expected("qwen2")})
+
+
+@pytest.mark.parametrize(("k", "p"), [(0, 0.8), (5, 1.0), (7, 0.6), (1, 0.5), (40, 1e-9), (9, 0.9)])
+def test_what_may_be_drawn_is_what_transformers_leaves(k, p):
+    from transformers import TopKLogitsWarper, TopPLogitsWarper
+
+    logits = torch.randn(6, 31, dtype=torch.float64) * 3
+    expected = TopKLogitsWarper(k)(None, logits) if k else logits
+    expected = TopPLogitsWarper(p)(None, expected) if p < 1 else expected
+    assert torch.equal(kept(logits, Sampling(top_k=k, top_p=p)), expected)
+
+
+def test_draws_follow_the_softmax_of_the_logits_over_the_temperature():
+    logits = torch.tensor([[0.0, 1.0, 2.0]], dtype=torch.float64).expand(20000, 3)
+    noise = -torch.empty(20000, 3, dtype=torch.float64).exponential_().log()
+    counts = (
+        module.choose_tokens(logits, noise, Sampling(temperature=2.0)).bincount(minlength=3) / 20000
+    )
+    assert (counts - (logits[0] / 2).softmax(0)).abs().max() < 0.015
+
+
+def test_the_seed_decides_the_draws(folders):
+    found = from_hf(folders["gpt2"])
+    gpt = found.load(GPT(found.config))
+    first, again, other = (generate(gpt, PROMPTS, Sampling(10, 1.0, seed=s)) for s in (1, 1, 2))
+    assert first == again != other
+
+
+@pytest.mark.parametrize(
+    ("prompts", "sampling", "message"),
+    [
+        ([[]], GREEDY, "a prompt must have at least one token"),
+        ([[1], [53]], GREEDY, r"tokens must lie in \[0, 53\), got \[53\]"),
+        ([[1] * 45], GREEDY, "prompt and new tokens are 65, the model's sequence is 64"),
+    ],
+)
+def test_prompts_that_the_model_cannot_go_on_with_are_refused(prompts, sampling, message, folders):
+    gpt = GPT(from_hf(folders["gpt2"]).config)
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        generate(gpt, prompts, sampling)
+    assert generate(gpt, [], sampling) == []
+    assert generate(gpt, [[1], [2]], Sampling(0)) == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tokens": -1}, "tokens and top_k must not be negative, got -1 and 0"),
+        ({"temperature": -0.1}, "temperature must be at least 0, got -0.1"),
+        ({"top_p": 0.0}, r"top_p must be in \(0, 1\], got 0.0"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(options, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        Sampling(**options)
+
+
+# ---------------------------------------------------------------- the command
+
+
+def _sample(capfd, *words: str) -> tuple[int, list[str], str]:
+    """(exit code, lines of stdout, stderr) of ``warpweave sample``."""
+    code = 0
+    try:
+        sample.main(list(words))
+    except SystemExit as caught:
+        code = caught.code
+    out = capfd.readouterr()
+    return code, out.out.strip().splitlines(), out.err.strip()
+
+
+def _with_words(folder: Path) -> None:
+    """A tokenizer of numbers, which begins a prompt with token 1."""
+    words = Tokenizer(models.WordLevel({str(i): i for i in range(53)}, unk_token="0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.post_processor = processors.TemplateProcessing("1 $A", special_tokens=[("1", 1)])
+    words.save(str(folder / "tokenizer.json"))
+
+
+@pytest.mark.parametrize("axes", [(), ("--tp", "2")], ids=["one", "two ranks"])
+def test_the_command_writes_transformers_tokens(axes, folders, tmp_path, capfd):
+    folder = Path(shutil.copytree(folders["llama3"], tmp_path / "llama3"))
+    _with_words(folder)
+    model = _theirs("llama3")
+    expected = []
+    for prompt in ([1, 5, 7], [1, 11]):
+        ids = torch.tensor([prompt])
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12,
+            pad_token_id=0, eos_token_id=2,
+        )  # fmt: skip
+        expected.append(out[0, len(prompt) :].tolist())
+    code, lines, err = _sample(
+        capfd, str(folder), "--prompt", "5 7", "11", "--tokens", "12", "--temperature", "0", *axes
+    )
+    assert code == 0, err
+    result = json.loads(lines[-1])
+    assert result["tokens"] == expected
+    assert result["texts"] == [" ".join(map(str, row)) for row in expected]
+    assert lines[0] == "--- '5 7'"
+
+
+def test_the_command_goes_on_by_a_checkpoint_of_ours(tmp_path, capfd):
+    config = GPTConfig(256, 32, 1, 8, 2)
+    params = [(name, p.detach()) for name, p in GPT(config).named_parameters()]
+    save_checkpoint(
+        tmp_path / "checkpoints", 1, params, config=dataclasses.asdict(config), state={}
+    )
+    code, lines, err = _sample(
+        capfd, str(tmp_path), "--prompt", "ab", "--tokens", "3", "--top-k", "2"
+    )
+    assert code == 0, err
+    assert [len(row) for row in json.loads(lines[-1])["tokens"]] == [3]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--prompt", "a", "--tp", "3"], "kv_heads = 2 does not divide by tp = 3"),
+        (["--prompt", ""], "a prompt must have at least one token"),
+        (["--prompt", "a", "--tokens", "5"], r"tokens must lie in \[0, 53\), got \[97\]"),
+        (["--prompt", "\x05", "--tokens", "64"], "prompt and new tokens are 65, the model's sequ"),
+        (["--prompt", "\x05", "--top-p", "2"], r"top_p must be in \(0, 1\], got 2.0"),
+        (["--prompt", "\x05", "--tokenizer", "nowhere"], "cannot read nowhere: No such file"),
+    ],
+)
+def test_the_command_refuses_in_one_line(words, message, folders, capfd):
+    code, _, err = _sample(capfd, str(folders["llama3"]), *words)
+    assert code == 2
+    assert re.match(f"warpweave: {message}", err)
+    assert "\n" not in err
+
+
+def test_the_command_refuses_a_folder_without_a_model(tmp_path, capfd):
+    code, _, err = _sample(capfd, str(tmp_path), "--prompt", "a")
+    assert (code, err) == (
+        2, f"warpweave: {tmp_path} holds no model of transformers: no config.json",
+    )  # fmt: skip
