@@ -142,13 +142,13 @@ def ulysses_forward(
     sinks = None if sinks is None else _heads(sinks, trade.q(me), 0)
     options = trade.of_heads(options, me)
     if trade.ring.parts == 1:
-        kv: Tensors = (k, v)
         o, lse = block_fwd(q, k, v, options, sinks=sinks)
+        saved: Tensors = (q, lse, k, v)
     else:
-        o, lse, *kv = yield from ring_forward(
+        o, lse, kv = yield from ring_forward(
             hop, q, k, v, layout=trade.ring, options=options, sinks=sinks
         )
-    saved = (q, lse, *kv)
+        saved = (q, lse, kv)
     of_o = yield from _start(
         [rows.shard(o, r, 1) for r in everyone], [(B, s, len(trade.q(r)), D) for r in everyone]
     )
@@ -175,7 +175,7 @@ def ulysses_backward(
     hop, me = divmod(rank, trade.ranks)
     everyone, rows = range(trade.ranks), trade.rows
     (B, s, _, D), n_q, n_kv = do.shape, len(trade.q(me)), len(trade.kv(me))
-    q, lse, *kv = saved
+    q, lse, *_ = saved
     of_do = yield from _start(
         [_heads(do, trade.q(r)) for r in everyone], [(B, s, n_q, D)] * trade.ranks
     )
@@ -186,11 +186,14 @@ def ulysses_backward(
     do, delta = rows.unshard(of_do, 1), rows.unshard(of_delta, 2)
     options, wide = trade.of_heads(options, me), compute_dtype(q)
     if trade.ring.parts == 1:
-        dq, dk, dv = block_bwd(do, q, *kv, lse, delta, options, grad_dtype=wide)
+        _, _, k, v = saved
+        dq, dk, dv = block_bwd(do, q, k, v, lse, delta, options, grad_dtype=wide)
     else:
+        _, _, kv = saved
         dq, dk, dv = yield from ring_backward(
-            hop, do, q, *kv, lse, delta, layout=trade.ring, options=options, kv_grad_dtype=wide
-        )
+            hop, do, q, kv, lse, delta,
+            layout=trade.ring, options=options, kv_grad_dtype=wide,
+        )  # fmt: skip
     if not trade.even(me):
         read = torch.tensor(trade.read(me), device=q.device)
         dk, dv = (x.new_zeros(*x.shape[:2], n_kv, D).index_add_(2, read, x) for x in (dk, dv))
