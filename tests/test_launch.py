@@ -173,7 +173,7 @@ def test_one_command_trains_on_a_mesh_and_torchrun_trains_the_same(job):
     result = json.loads(out[-1])
     assert list(result) == ["val_loss", "steps", "tokens_per_second", "mesh", "zero", "checkpoint",
                             "plot"]  # fmt: skip
-    assert result["mesh"] == {"dp": 1, "cp": 1, "tp": 2, "pp": 2}
+    assert result["mesh"] == {"dp": 1, "cp": 1, "tp": 2, "pp": 2, "ulysses": 1}
     assert (result["steps"], result["zero"]) == (4, 2)
     assert 4 < result["val_loss"] < 7
     assert Path(result["plot"]).read_bytes().startswith(b"\x89PNG")

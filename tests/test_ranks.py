@@ -8,8 +8,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import ranks
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
@@ -35,6 +37,34 @@ def test_results_come_back_in_rank_order(world: int) -> None:
 def test_the_failing_rank_is_named() -> None:
     with pytest.raises(AssertionError, match="planted on rank one"):
         run_ranks(2, _fail)
+
+
+_child = ranks._child
+
+
+def _dropped(rank: int, world: int, store: str, timeout: float, fn, args: tuple, pipe) -> None:
+    """A rank that gloo does not connect, as often as there are files in a folder."""
+    left = sorted(Path(args[0]).iterdir())
+    if rank == 0 and left:
+        left[0].unlink()
+        dist.init_process_group = mock.Mock(side_effect=RuntimeError("Gloo connectFullMesh failed"))
+    _child(rank, world, store, timeout, fn, args, pipe)
+
+
+def _one(rank: int, folder: str) -> float:
+    return _sum(rank, 1.0)
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_ranks_that_gloo_did_not_connect_start_anew(times: int, tmp_path) -> None:
+    for i in range(times):
+        (tmp_path / str(i)).touch()
+    with mock.patch.object(ranks, "_child", _dropped):
+        if times < 3:
+            assert run_ranks(2, _one, str(tmp_path)) == [3.0, 3.0]
+            return
+        with pytest.raises(ranks.NotMetError, match="connectFullMesh failed"):
+            run_ranks(2, _one, str(tmp_path))
 
 
 def _stay(rank: int, fifo: str) -> None:

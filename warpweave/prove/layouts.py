@@ -224,11 +224,12 @@ def table(world: int, impl: str = "torch") -> list[Layout]:
         counts = [
             m for m in _divisors(smallest(mesh, "gpt2").samples // mesh.dp) if m <= mesh.pp + 2
         ]
+        heads = smallest(mesh, "gpt2").heads // mesh.tp
         for sp, zero, schedule, strategy, style, tied in itertools.product(
             (False, True) if mesh.tp > 1 else (False,),
             range(4) if mesh.data > 1 else (0,),
             get_args(ScheduleName) if mesh.pp > 1 else ("gpipe", "1f1b"),
-            _strategies(mesh),
+            _strategies(mesh, heads),
             ("gpt2", "llama"),
             (True, False),
         ):
@@ -251,8 +252,8 @@ def table(world: int, impl: str = "torch") -> list[Layout]:
     return layouts
 
 
-def _strategies(mesh: Mesh, heads: int | None = None) -> tuple[Strategy, ...]:
-    """What has a name on this mesh; rows are traded if there are `heads` enough on a rank."""
+def _strategies(mesh: Mesh, heads: int) -> tuple[Strategy, ...]:
+    """What has a name on this mesh; rows are traded if a rank has `heads` enough."""
     if mesh.cp == 1:
         return ("auto",)
     if mesh.ulysses > 1:
