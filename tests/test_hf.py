@@ -550,3 +550,54 @@ def test_a_compiler_follows(llama):
     assert_close(found[real], wanted[real])
     loss = compiled.train()(ids(), labels=ids(), use_cache=False).loss
     assert_close(loss, llama.train()(ids(), labels=ids()).loss)
+
+
+# ---------------------------------------------------------------- what looks alike and is not
+
+
+class _Plain(nn.Module):
+    def __init__(self, act):
+        super().__init__()
+        self.up, self.down, self.act = nn.Linear(16, 48), nn.Linear(48, 16), act
+
+    def forward(self, x):
+        return self.down(self.act(self.up(x)))
+
+
+class _Clipped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up = nn.Linear(16, 48), nn.Linear(16, 48)
+        self.down, self.act = nn.Linear(48, 16), nn.SiLU()
+
+    def forward(self, x):
+        return self.down(self.act(self.gate(x)).clamp(max=10.0) * self.up(x))
+
+
+class _Activation(nn.Module):
+    def __init__(self, exponent):
+        super().__init__()
+        self.exponent = exponent
+
+    def forward(self, x):
+        return 0.5 * x * (1 + torch.erf(x / 2**0.5)) if self.exponent == 1 else x.relu() ** 2
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Sequential(_Plain(nn.functional.gelu), _Plain(lambda x: x.relu() ** 2)),
+        lambda: nn.Sequential(nn.Linear(16, 16), _Activation(1), _Activation(2)),
+        lambda: nn.Sequential(_Plain(transformers.activations.ACT2FN["gelu_10"]), _Activation(1)),
+        lambda: nn.Sequential(_Activation(1), _Clipped()),
+    ],
+    ids=["functions of one class", "activations of one class", "clipped gelu", "clipped gate"],
+)
+def test_modules_of_one_class_and_clipping_ones_are_told_apart(make):
+    torch.manual_seed(0)
+    model = make()
+    x = 60 * torch.randn(4, 5, 16)
+    wanted = model(x)
+    ww.apply(model)
+    with ours_always():
+        assert_close(model(x), wanted)

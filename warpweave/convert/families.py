@@ -52,7 +52,7 @@ def read_config(fields: Mapping[str, Any]) -> tuple[str, GPTConfig]:
     GPT of ours cannot be.
     """
     kind = fields.get("model_type")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         known = ", ".join(FAMILIES)
         raise ConvertError(f"model_type {kind!r} is not one of those that are read: {known}")
     _expect(fields, "quantization_config", None)
@@ -60,7 +60,7 @@ def read_config(fields: Mapping[str, Any]) -> tuple[str, GPTConfig]:
         return kind, canonical(FAMILIES[kind].read(fields))
     except KeyError as error:
         raise ConvertError(f"config.json of a {kind} model has no {error}") from None
-    except (TypeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError) as error:
         raise ConvertError(f"config.json of a {kind} model: {error}") from None
 
 
@@ -245,6 +245,8 @@ def _qwen_windows(c: Mapping[str, Any]) -> tuple[int, ...]:
         return ()
     first = c.get("max_window_layers", 28)
     kinds = c.get("layer_types") or ["full_attention"] * first + ["sliding_attention"] * layers
+    if len(kinds) < layers:
+        raise ConvertError(f"layer_types names {len(kinds)} of {layers} layers")
     for kind in kinds:
         _expect({"layer_types": kind}, "layer_types", "full_attention", "sliding_attention")
     return tuple(window if kind == "sliding_attention" else 0 for kind in kinds[:layers])

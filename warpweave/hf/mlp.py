@@ -41,12 +41,17 @@ _GATED = ("silu", "gelu", "gelu_erf")
 
 
 def name_of(function: Callable) -> str | None:
-    """Which of our activations a function computes, seen on a grid in float32."""
-    x = torch.linspace(-8, 8, 1001)
+    """Which of our activations a function computes, seen on a grid in float32, and far outside it,
+    where one that clips does."""
+    far = torch.logspace(1, 3, 41)
+    x = torch.cat([torch.linspace(-8, 8, 1001), far, -far])
     with torch.no_grad():
         y = tried(function, x.clone())
     for name, ours in _FUNCTIONS.items():
-        if y is not None and y.shape == x.shape and (y - ours(x)).abs().max() < 5e-6:
+        if y is None or y.shape != x.shape:
+            return None
+        wanted = ours(x)
+        if ((y - wanted).abs() < 5e-6 * wanted.abs().clamp(min=1)).all():
             return name
     return None
 
@@ -256,10 +261,12 @@ def _agrees(module: nn.Module, form: Form) -> bool:
     for training in (False, True):
         with quietly(module, training=training):
             scale = F.linear(x, _weight(up)).float().std().item()
-            near = x * (2 / scale if scale > 0 else 1.0)  # where activations bend
-            wanted = tried(module.forward, near)
-        with quietly(module, training=training):
-            found = tried(partial(forward, module), near)
-        if wanted is None or found is None or not agree(wanted, found):
-            return False
+        for units in (2, 30):  # where activations bend, and where a forward may clip
+            probe = x * (units / scale if scale > 0 else 1.0)
+            with quietly(module, training=training):
+                wanted = tried(module.forward, probe)
+            with quietly(module, training=training):
+                found = tried(partial(forward, module), probe)
+            if wanted is None or found is None or not agree(wanted, found):
+                return False
     return True

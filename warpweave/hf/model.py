@@ -128,7 +128,7 @@ def _replace_norms(model: nn.Module, report: Report) -> None:
 
 def _replace_mlps(model: nn.Module, report: Report) -> None:
     found: dict[tuple, mlp.Form | str] = {}
-    activations: dict[type, str | None] = {}
+    activations: dict[tuple, str | None] = {}
     inside: set[nn.Module] = set()  # of a replaced module
     for name, module in model.named_modules():
         if module in inside or is_foreign(module):
@@ -144,7 +144,7 @@ def _replace_mlps(model: nn.Module, report: Report) -> None:
                 inside.update(module.modules())
             report.add(name, "mlp", module, isinstance(form, mlp.Form), str(form))
         elif _is_named_activation(module) and not is_patched(module):
-            kind = type(module)
+            kind = _kind_of(module)
             if kind not in activations:
                 activations[kind] = mlp.slow_activation(module)
             if activations[kind]:
@@ -158,7 +158,8 @@ def _is_named_activation(module: nn.Module) -> bool:
 
 
 def _kind_of(module: nn.Module) -> tuple:
-    """What decides whether a module's form is another's: class, parts, shapes and plain numbers."""
+    """What decides whether a module's form is another's: class, parts, shapes, plain numbers and
+    functions."""
     parts = [(n, type(c)) for n, c in module.named_modules()]
     parameters = [(n, p.shape, p.dtype, p.device) for n, p in module.named_parameters()]
     numbers = [
@@ -167,7 +168,13 @@ def _kind_of(module: nn.Module) -> tuple:
         for k, v in vars(c).items()
         if isinstance(v, (int, float, str, bool)) and k != "layer_idx"
     ]
-    return (type(module), *parts, *parameters, *numbers)
+    functions = [
+        (n, k, id(v))
+        for n, c in module.named_modules()
+        for k, v in vars(c).items()
+        if callable(v) and k not in ("forward", "_old_forward")
+    ]
+    return (type(module), *parts, *parameters, *numbers, *functions)
 
 
 # ---------------------------------------------------------------- 2. the whole model
