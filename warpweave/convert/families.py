@@ -135,8 +135,8 @@ def _read_rotary(c: Mapping[str, Any], *, kv_heads: int | None = None, **more: A
         positions="rope",
         norm="rms",
         activation="swiglu",
-        tied=c.get("tie_word_embeddings", False),
-        norm_eps=c.get("rms_norm_eps", 1e-6),
+        tied=_or(c, "tie_word_embeddings", False),
+        norm_eps=_or(c, "rms_norm_eps", 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
         **{"bias": False, **more},
@@ -311,7 +311,7 @@ def _read_gpt2(c: Mapping[str, Any]) -> GPTConfig:
         heads=c["n_head"],
         hidden=c.get("n_inner"),
         activation=_GPT2_GELU[_expect(c, "activation_function", *_GPT2_GELU)],
-        tied=c.get("tie_word_embeddings", True),
+        tied=_or(c, "tie_word_embeddings", True),
         norm_eps=c.get("layer_norm_epsilon", 1e-5),
     )
 
