@@ -144,6 +144,24 @@ def test_a_plan_that_the_model_cannot_follow_is_refused(plan, message):
         PRESETS["toy"].check(Mesh(pp=2), plan)
 
 
+@pytest.mark.parametrize(
+    ("mesh", "strategy", "message"),
+    [
+        (Mesh(cp=8), "ulysses", "8 ranks that trade rows for heads need .*, got 4"),
+        (Mesh(tp=4, cp=2), "ulysses", "2 ranks that trade rows for heads need .*, got 1"),
+        (Mesh(cp=4), "hybrid", "strategy 'hybrid' needs a pair of groups, got one"),
+        (Mesh(cp=4, ulysses=2), "ring", "strategy 'ring' needs one group, got a pair"),
+    ],
+)
+def test_a_context_that_the_mesh_cannot_follow_is_refused(mesh, strategy, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        PRESETS["toy"].check(mesh, ParallelPlan(cp_strategy=strategy))
+
+
+def test_the_mesh_of_a_run_has_its_neighbours():
+    assert TrainConfig(cp=4, ulysses=2).mesh == Mesh(cp=4, ulysses=2)
+
+
 def test_stages_lie_where_the_schedule_has_them():
     assert ParallelPlan().placement(3) == [0, 1, 2]
     assert ParallelPlan(schedule="interleaved", chunks=2).placement(2) == [0, 1, 0, 1]

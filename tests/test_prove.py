@@ -63,7 +63,9 @@ LAYOUTS = {
         Layout(Mesh(dp=4), zero=1, style="llama"),
         Layout(Mesh(dp=2, cp=2), zero=3, recompute="full"),
         Layout(Mesh(tp=2, cp=2), True, 3, style="llama", tied=False, strategy="ulysses"),
-        Layout(Mesh(cp=4, ulysses=2), zero=1, style="llama", layout="contiguous"),
+        Layout(
+            Mesh(cp=4, ulysses=2), zero=1, style="llama", strategy="hybrid", layout="contiguous"
+        ),
         Layout(Mesh(tp=2, cp=2), True, 2, style="qwen"),
         Layout(Mesh(tp=2, pp=2), True, 0, "1f1b", recompute="selective"),
         Layout(Mesh(dp=2, pp=2), False, 2, "1f1b", "llama"),
@@ -76,7 +78,7 @@ LAYOUTS = {
     8: [
         Layout(Mesh(dp=2, tp=2, pp=2), True, 1),
         Layout(Mesh(cp=2, tp=2, pp=2), True, 3, "gpipe", "llama"),
-        Layout(Mesh(cp=4, tp=2, ulysses=2), True, 2, style="llama"),
+        Layout(Mesh(cp=4, tp=2, ulysses=2), True, 2, style="llama", strategy="hybrid"),
     ],
 }
 
