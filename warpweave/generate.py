@@ -77,14 +77,17 @@ def generate(
         row[longest - len(prompt) :] = torch.tensor(prompt)
     tokens = tokens.to(device)
 
-    cache = KVCache(longest + sampling.tokens)
+    cache, documents = KVCache(longest + sampling.tokens), None
+    if any(len(prompt) < longest for prompt in prompts):
+        ends = torch.full_like(pads, cache.capacity)
+        documents = torch.stack((torch.zeros_like(pads), pads, ends), 1)
     generator = torch.Generator().manual_seed(sampling.seed % 2**63)
     stop = torch.tensor(sampling.stop, dtype=torch.int64, device=device)
     done = torch.zeros(len(prompts), dtype=torch.bool, device=device)
     was_training, found = gpt.training, []
     gpt.eval()
     for _ in range(sampling.tokens):
-        logits = _logits(gpt, tokens, pads, cache)
+        logits = _logits(gpt, tokens, pads, documents, cache)
         # Drawn on every rank, so that it is the same wherever the logits are.
         noise = torch.empty(len(prompts), gpt.config.vocab_size, dtype=torch.float64)
         noise = -noise.exponential_(generator=generator).log()
@@ -94,9 +97,10 @@ def generate(
         if gpt.mesh.group("world") is not None:
             dist.broadcast(chosen, gpt.mesh.sizes.rank_at(pp=gpt.placement[-1]))
         found.append(chosen)
-        done |= torch.isin(chosen, stop)
-        if bool(done.all()):
-            break
+        if sampling.stop:
+            done |= torch.isin(chosen, stop)
+            if bool(done.all()):  # waits for the device, so only where a text may end
+                break
         tokens = chosen[:, None]
     gpt.train(was_training)
     return [_until(row, sampling.stop) for row in torch.stack(found, 1).tolist()]
@@ -119,21 +123,20 @@ def kept(logits: Tensor, sampling: Sampling) -> Tensor:
         logits = logits.masked_fill(logits < least, -math.inf)
     if sampling.top_p < 1:
         ordered, order = logits.sort(descending=True)
-        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)  # of likelier tokens
-        out = (before >= sampling.top_p).scatter(-1, order, before >= sampling.top_p)
+        share = ordered.softmax(-1)
+        beyond = share.cumsum(-1) - share >= sampling.top_p  # the likelier ones have it already
+        out = torch.zeros_like(beyond).scatter(-1, order, beyond)
         logits = logits.masked_fill(out, -math.inf)
     return logits
 
 
-def _logits(gpt: GPT, tokens: Tensor, pads: Tensor, cache: KVCache) -> Tensor | None:
+def _logits(
+    gpt: GPT, tokens: Tensor, pads: Tensor, documents: Tensor | None, cache: KVCache
+) -> Tensor | None:
     """Run tokens[B, n] after those in the cache; logits[B, V] of the last, on the last stage."""
     B, n = tokens.shape
     mesh, device = gpt.mesh, tokens.device
     positions = torch.arange(cache.start, cache.start + n, device=device)
-    documents = None
-    if bool(pads.any()):
-        ends = torch.full_like(pads, cache.capacity)
-        documents = torch.stack((torch.zeros_like(pads), pads, ends), 1)
     context = TokenContext(
         B, SequenceLayout(n, 1), gpt.rope(positions), documents=documents, cache=cache
     )

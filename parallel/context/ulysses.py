@@ -16,7 +16,8 @@ those ranks, travels in fp32; otherwise every message is in the inputs' dtype (b
 a number per row and head). Messages, in elements that leave a rank if U divides H and Hkv:
 forward (2 H + 2 Hkv) D S/cp (U-1)/U and H S/cp (U-1)/U of lse, the backward as many again.
 
-Nothing is re-associated with U = cp but dk and dv of copied KV heads.
+With U = cp nothing is re-associated but dk and dv of KV heads that are copied, or that a rank's
+query heads read unevenly.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 transformers describes a mask as a function of (sample, head, query, key), composed of closures, and
 asks the attention's own mask function to make something of it. Ours makes no S x S tensor: it reads
-the closures and writes a `Visible`. Padding at either end makes documents of a sample, and so do
-packed sequences and chunks. What is no interval of keys per query raises ValueError.
+the closures and writes a `Visible`, once for a forward (which waits for the device where tokens are
+padded or packed). Padding at either end makes documents of a sample, and so do packed sequences and
+chunks. What is no interval of keys per query raises ValueError.
 
 Models hand the mask on as a tensor, so a `Visible` travels on a `Mask`, a stand-in of the mask's
 shape whose one element is NaN: a model that computes with its mask gets a plain tensor of NaN,
