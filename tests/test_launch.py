@@ -328,7 +328,9 @@ def test_a_killed_suite_leaves_no_run_behind(tmp_path):
         deadline = time.monotonic() + WAIT
         while _marked(mark) and time.monotonic() < deadline:
             time.sleep(0.1)
-        assert _marked(mark) == []
+        left = [(p, Path(f"/proc/{p}/cmdline").read_bytes()) for p in _marked(mark)]
+        said = [(tmp_path / name / "stderr").read_text() for name in ("ours", "torchrun", "early")]
+        assert left == [], said
     finally:
         suite.kill()
         suite.wait()
