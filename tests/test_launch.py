@@ -284,14 +284,20 @@ def test_ctrl_c_while_ranks_start_is_quiet(job):
     assert _noise(err) == []
 
 
+RUNS = ("ours", "torchrun", "own store", "early")
+
+
 def _suite(folder: Path) -> None:
-    """What a test does that is killed: two runs that train, a third whose ranks just start."""
-    for name in ("ours", "torchrun", "early"):
+    """What a test does that is killed: three runs that train, a fourth whose ranks just start."""
+    for name in RUNS:
         (folder / name).mkdir()
     ours = Job(folder / "ours", *LONG, "--tp", "2")
     runner = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
     theirs = Job(folder / "torchrun", *LONG, command=(*runner, "-m", "warpweave.train"))
-    for run in (ours, theirs):
+    # Where a rank keeps the store instead of torchrun, no rank loses a connection with it.
+    apart = ("env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", *runner, "--standalone")
+    own = Job(folder / "own store", *LONG, command=(*apart, "-m", "warpweave.train"))
+    for run in (ours, theirs, own):
         run.wait_for(lambda run=run: run.steps() >= 2)
     early = Job(folder / "early", *LONG, "--tp", "2")
     early.wait_for(lambda: len(early.ranks()) == 2)
@@ -323,13 +329,13 @@ def test_a_killed_suite_leaves_no_run_behind(tmp_path):
     try:
         with suite.stdout:
             assert suite.stdout.readline() == b"ready\n"
-        assert len(_marked(mark)) >= 10  # three launchers, six ranks and the suite
+        assert len(_marked(mark)) >= 13  # four launchers, eight ranks and the suite
         suite.kill()
         deadline = time.monotonic() + WAIT
         while _marked(mark) and time.monotonic() < deadline:
             time.sleep(0.1)
         left = [(p, Path(f"/proc/{p}/cmdline").read_bytes()) for p in _marked(mark)]
-        said = [(tmp_path / name / "stderr").read_text() for name in ("ours", "torchrun", "early")]
+        said = [(tmp_path / name / "stderr").read_text() for name in RUNS]
         assert left == [], said
     finally:
         suite.kill()

@@ -751,8 +751,9 @@ def test_a_rank_that_dies_under_the_launcher_is_not_proven(monkeypatch, capfd):
 
 def test_one_launch_proves_worlds_of_every_size(tmp_path, capfd):
     layouts = [Layout(Mesh(cp=3)), drawn(Mesh(tp=3)), Layout(Mesh(tp=2), True), Layout(Mesh())]
-    path = tmp_path / "rows"
+    path, before = tmp_path / "rows", dict(os.environ)
     command.launch(command.prove_rank, (layouts, 300.0, str(path)), Mesh(dp=3))
+    assert dict(os.environ) == before  # what it says to its ranks is not said to later children
     summary = command.judge(layouts, path.read_text().splitlines(keepends=True))
     assert (summary["passed"], summary["right"]) == (True, 4), summary
     assert [line.endswith("  ok") for line in capfd.readouterr().out.splitlines()] == [True] * 4

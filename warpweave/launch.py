@@ -6,7 +6,7 @@ several) the launcher has opened its store already, on every interface, and we j
 Ctrl-C and SIGTERM: `launch` passes the first one on, once, as SIGTERM; ranks finish their step and
 save. A second one kills them. Ranks start with both signals blocked and `join` lets them in, so
 that a signal during the seconds of imports is neither lost nor a traceback from every rank. If
-`launch`'s own process dies, by SIGKILL too, its ranks end at once (`end_with_parent`).
+`launch`'s own process or torchrun dies, by SIGKILL too, its ranks end at once (`end_with_parent`).
 """
 
 from __future__ import annotations
@@ -68,11 +68,7 @@ def launch(entry: Callable[..., Any], args: tuple, mesh: Mesh) -> Any:
 
     for name in ("agent.server.api", "agent.server.local_elastic_agent", "multiprocessing.api"):
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
-    # A rank's failure is told in one line (`Session.explain`), not in every peer's C++ stack.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
-    # torch would open a store for the ranks on all interfaces; ours is on loopback.
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     listener = _loopback_listener(0)
     port = listener.getsockname()[1]
     store = dist.TCPStore(
@@ -113,8 +109,14 @@ def launch(entry: Callable[..., Any], args: tuple, mesh: Mesh) -> Any:
     resource_tracker.ensure_running()  # it would unblock the signals in the thread that starts it
     launcher = threading.Thread(target=run, name="launcher", daemon=True)
     try:
-        launcher.start()
-        _watch(launcher, mesh.world, received)
+        with _environment(
+            # A rank's failure is told in one line (`Session.explain`), not in every peer's stack.
+            TORCH_CPP_LOG_LEVEL=os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL"),
+            # torch would open a store for the ranks on all interfaces; ours is on loopback.
+            TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
+        ):
+            launcher.start()
+            _watch(launcher, mesh.world, received)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -126,6 +128,21 @@ def launch(entry: Callable[..., Any], args: tuple, mesh: Mesh) -> Any:
     if received:
         sys.exit(128 + received[0])
     return values[0]
+
+
+@contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    """The ranks' environment; afterwards this process has its own again, for its next children."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def _watch(launcher: threading.Thread, world: int, received: list[int]) -> None:
@@ -310,22 +327,24 @@ class Session:
 def end_with_parent(last_words: str | None = None) -> None:
     """Kill this process as soon as the one that started it is gone, wherever it is then.
 
-    For children of `multiprocessing`: the pipe through which they were started breaks when their
-    parent ends, by SIGKILL too. `last_words` are said on stderr.
+    A child of `multiprocessing` has a pipe that breaks when its parent ends, by SIGKILL too; others
+    look twice a second whether they were given another parent. `last_words` are said on stderr.
     """
     parent = multiprocessing.parent_process()
-    if parent is None:
-        raise RuntimeError("end_with_parent is for processes that multiprocessing has started")
+    starter = os.getppid()
 
-    def watch(sentinel: int) -> None:
-        connection.wait([sentinel])
+    def watch() -> None:
+        if parent is not None:
+            connection.wait([parent.sentinel])
+        while parent is None and os.getppid() == starter:
+            time.sleep(0.5)
         try:
             if last_words is not None:
                 say(last_words)
         finally:  # the terminal may be gone, too
             os.kill(os.getpid(), signal.SIGKILL)
 
-    threading.Thread(target=watch, args=(parent.sentinel,), name="parent", daemon=True).start()
+    threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
 @contextmanager
@@ -394,6 +413,8 @@ def join(
     if port is not None:
         name = mesh.describe(int(env["RANK"]))
         end_with_parent(f"{name} stops: the process that started the ranks is gone")
+    elif "TORCHELASTIC_RUN_ID" in env:  # a rank that keeps the store itself would never notice
+        end_with_parent(f"rank {env['RANK']} stops: the launcher is gone")
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)  # see `launch`
     local_world = int(env.get("LOCAL_WORLD_SIZE", "1"))
     gpus = gpu_count()
