@@ -10,14 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args, get_origin, get_type_hints
 
-from warpweave.kernels.activation import find_activation
 from warpweave.kernels.cost import gpt_step
-from warpweave.kernels.rope import RopeScaling
+from warpweave.kernels.rope_scaling import RopeScaling
 from warpweave.parallel import schedule as schedules
-from warpweave.parallel.context import Strategy, resolve_strategy
-from warpweave.parallel.layout import Kind, SequenceLayout
 from warpweave.parallel.mesh import Mesh
-from warpweave.parallel.tensor.overlap import Overlap
+from warpweave.parallel.words import Kind, Overlap, Strategy
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved"]
 Recompute = Literal["none", "selective", "full"]
@@ -193,6 +190,8 @@ class GPTConfig:
 
     def step_flops(self, tokens: int) -> int:
         """Model FLOPs of a training step on `tokens` of whole sequences, by ``cost.gpt_step``."""
+        from warpweave.kernels.activation import find_activation
+
         return gpt_step(
             tokens=tokens,
             seq_len=self.seq_len,
@@ -208,6 +207,9 @@ class GPTConfig:
 
     def check(self, mesh: Mesh, plan: ParallelPlan = ParallelPlan()) -> None:
         """Raise a one-line ``ValueError`` if this model cannot be cut over `mesh` by `plan`."""
+        from warpweave.parallel.context import resolve_strategy  # and torch: options do without
+        from warpweave.parallel.layout import SequenceLayout
+
         if self.num_kv_heads % mesh.tp:
             raise ValueError(f"kv_heads = {self.num_kv_heads} does not divide by tp = {mesh.tp}")
         if self.num_hidden % mesh.tp:

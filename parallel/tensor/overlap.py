@@ -12,7 +12,7 @@ products, of which there are two.
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Any, NamedTuple, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -24,8 +24,7 @@ from warpweave.parallel.symmetric import Workspace
 from warpweave.parallel.tensor.chunked import ChunkedRanks
 from warpweave.parallel.tensor.fused import FusedRanks
 from warpweave.parallel.tensor.ranks import TensorRanks
-
-Overlap = Literal["auto", "fused", "chunked", "none"]
+from warpweave.parallel.words import Overlap
 
 
 def check_overlap(overlap: str) -> Overlap:

@@ -14,11 +14,9 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from warpweave.config import GPTConfig, ParallelPlan, Recompute, ScheduleName
-from warpweave.kernels.rope import RopeScaling
-from warpweave.parallel.context import Strategy
-from warpweave.parallel.layout import Kind
+from warpweave.kernels.rope_scaling import RopeScaling
 from warpweave.parallel.mesh import AXES, Mesh
-from warpweave.parallel.tensor.overlap import Overlap
+from warpweave.parallel.words import Kind, Overlap, Strategy
 
 Style = Literal["gpt2", "llama", "mixed", "qwen"]
 
