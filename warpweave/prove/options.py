@@ -67,7 +67,7 @@ class ProveConfig:
     """With tp > 1, cut the residual stream's tokens over the tensor ranks."""
     style: Style = "gpt2"
     """Learned positions, LayerNorm, GELU and biases; or rotary, RMSNorm, SwiGLU and GQA; or rotary,
-    LayerNorm, SwiGLU, GQA and biases."""
+    LayerNorm, SwiGLU, GQA and biases; or what Qwen, Gemma and OLMo have besides."""
     tied: bool = True
     """The head's weight is the embedding's."""
     recompute: Recompute = "none"
