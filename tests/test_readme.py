@@ -13,7 +13,8 @@ import tyro
 
 from warpweave.checkpoint import save_checkpoint
 from warpweave.data import open_dataset
-from warpweave.gpt import GPT, GPTConfig
+from warpweave.gpt import GPT, PRESETS, GPTConfig
+from warpweave.memory import estimate
 from warpweave.prove import ProveConfig
 from warpweave.train_config import TrainConfig
 from warpweave.tune import TuneConfig
@@ -104,6 +105,23 @@ def test_a_program_of_the_docs_runs_alone(tmp_path, monkeypatch, page, number, t
 @pytest.mark.parametrize(("page", "command", "options"), COMMANDS)
 def test_a_command_has_the_options_that_it_is_given(page, command, options):
     assert isinstance(tyro.cli(CONFIGS[command], args=options), CONFIGS[command])
+
+
+def test_the_figures_of_the_layout_page_are_the_estimates():
+    model, rows = "", 0
+    for line in (ROOT / "docs" / "which_layout.md").read_text().splitlines():
+        found = re.fullmatch(r"\|(?: ([\w-]+),.*)? \| `(.*)` \|((?: [\d.]+ \|)+)", line)
+        if found is None:
+            continue
+        model, rows = found[1] or model, rows + 1
+        config = tyro.cli(TrainConfig, args=["--model", model, *shlex.split(found[2])])
+        ranks = estimate(
+            PRESETS[model], config.mesh, config.plan, batch=1, dtype="bf16", device_type="cuda"
+        )
+        most = max(ranks, key=lambda rank: rank.total)
+        parts = (most.weights, most.gradients, most.optimizer, most.activations, most.total)
+        assert [f"{part / 2**30:.1f}" for part in parts] == re.findall(r"[\d.]+", found[3]), line
+    assert rows == 11
 
 
 def test_nothing_of_the_pages_is_passed_over():

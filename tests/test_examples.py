@@ -1,0 +1,33 @@
+"""The programs of examples/ do what they say, and their figures hold."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+from ranks import run_ranks
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+pytest.importorskip("transformers", reason="an extra of its own")
+
+
+def test_a_fine_tuned_model_has_transformers_losses_and_loads_without_us(capsys):
+    program = runpy.run_path(str(EXAMPLES / "finetune_hf.py"))
+    figures = program["main"](program["Config"](steps=20))
+    assert "rms_norm" in capsys.readouterr().out
+    assert figures["first_loss"] - figures["last_loss"] > 1
+    assert figures["from_transformers_losses"] < 1e-5
+    assert figures["saved_and_loaded_logits"] < 1e-5
+
+
+def _fsdp2(rank: int) -> dict[str, float]:
+    return runpy.run_path(str(EXAMPLES / "fsdp2_hf.py"))["compare"]()
+
+
+def test_fsdp2_around_a_changed_model_is_one_process_with_the_whole_batch():
+    for figures in run_ranks(2, _fsdp2):
+        assert figures["replaced"] == 10
+        assert figures["share_of_parameters"] == pytest.approx(0.5, abs=0.01)
+        assert figures["first_loss"] - figures["last_loss"] > 0.5
+        assert figures["from_one_process"] < 1e-5
