@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from warpweave.kernels.rope import rope_table
-from warpweave.layers.attention import Attention
+from warpweave.layers.attention import Attention, HeadStyle
 from warpweave.layers.block import TransformerBlock
 from warpweave.layers.context import TokenContext
 from warpweave.layers.loss import VocabParallelCrossEntropy, VocabParallelLinearCrossEntropy
@@ -30,7 +30,11 @@ E, HEADS, HIDDEN = 12, 6, 10
 GPT2 = {}
 LLAMA = {"num_kv_heads": 2, "norm": "rms", "activation": "swiglu", "bias": False,
          "rope_theta": 100.0}  # fmt: skip
-STYLES = pytest.mark.parametrize("style", [GPT2, LLAMA], ids=["gpt2", "llama"])
+GEMMA = LLAMA | {"norm": "rms1p", "activation": "geglu", "norm_place": "sandwich", "softcap": 2.0,
+                 "style": HeadStyle(qk_norm=0.1, qk_norm_offset=True, scale=0.4)}  # fmt: skip
+OLMO = LLAMA | {"norm_place": "post", "style": HeadStyle(qk_norm=0.1, qk_norm_whole=True)}
+ALL = {"gpt2": GPT2, "llama": LLAMA, "gemma": GEMMA, "olmo": OLMO}
+STYLES = pytest.mark.parametrize("style", ALL.values(), ids=ALL.keys())
 # Dynamo instantiates every autograd Function that it traces.
 DYNAMO = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 
@@ -186,8 +190,26 @@ def test_dropout_without_token_ids_is_refused(context):
         _block(GPT2, dropout=0.1)(x, context)
 
 
+def test_norms_stand_where_they_are_told_to():
+    x, y = draw(1, 2, 6, E), []
+    for place in ("pre", "sandwich", "post"):
+        block = _block(LLAMA | {"norm_place": place})
+        a, b, c, d = (
+            getattr(block, name) or (lambda x: x)
+            for name in ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
+        )
+        h = x + b(block.attention(a(x)))
+        y.append(h + d(block.mlp(c(h))))
+        assert_close_f64(block(x), y[-1], 1e-12)
+        names = {name.split(".")[0] for name, _ in block.named_parameters() if "norm" in name}
+        assert len(names) == (4 if place == "sandwich" else 2)
+    assert len({tensor.sum().item() for tensor in y}) == 3
+    with pytest.raises(ValueError, match=r"^norm_place must be 'pre', 'sandwich' or 'post', got "):
+        _block({"norm_place": "before"})
+
+
 def test_an_unknown_norm_is_refused():
-    with pytest.raises(ValueError, match=r"^norm must be 'layer' or 'rms', got 'batch'$"):
+    with pytest.raises(ValueError, match=r"^norm must be 'layer', 'rms' or 'rms1p', got 'batch'$"):
         _block({"norm": "batch"})
 
 
@@ -196,7 +218,7 @@ def test_an_unknown_norm_is_refused():
 
 @DYNAMO
 @pytest.mark.parametrize(
-    "style", [GPT2, LLAMA, GPT2 | {"recompute": "up"}], ids=["gpt2", "llama", "selective"]
+    "style", [*ALL.values(), GPT2 | {"recompute": "up"}], ids=[*ALL.keys(), "selective"]
 )
 def test_it_compiles_without_a_graph_break(style):
     block, x = _block(style, dropout=0.3), draw(1, 12, E)

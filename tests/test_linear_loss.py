@@ -161,9 +161,10 @@ def test_losses_and_gradients_equal_plain_torch(ranks: int) -> None:
 
 
 def _capped(rank: int) -> None:
-    for sequence, reduction, rows in itertools.product((False, True), ("none", "sum"), (2, 1024)):
+    blocks = (2, 2**26), (1024, 600), (1024, 2**26)  # 600 logits are two rows of one rank
+    for sequence, reduction, most in itertools.product((False, True), ("none", "sum"), blocks):
         options = {"sequence": sequence, "reduction": reduction, "softcap": 3.0}
-        with mock.patch.object(linear_loss, "ROWS", rows):
+        with mock.patch.object(linear_loss, "CAPPED", most):
             check(**options)
             check(several_dims, **options, padded=None, smoothing=0.3, z_loss=0.1)
             check(**options, overlap="chunked")

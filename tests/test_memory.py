@@ -19,6 +19,8 @@ from warpweave.parallel.mesh import Mesh, single
 
 GIB = 2**30
 LLAMA = {"positions": "rope", "norm": "rms", "activation": "swiglu", "bias": False, "tied": False}
+GEMMA = LLAMA | {"norm": "rms1p", "activation": "geglu", "norm_place": "sandwich", "tied": True,
+                 "softcap": 5.0, "logit_softcap": 5.0}  # fmt: skip
 
 
 # ---------------------------------------------------------------- states, exactly
@@ -112,6 +114,10 @@ PEAKS = {
                      "kv_heads": 2, **LLAMA}, {}, 6, "fp32"),
     "recompute": ({"vocab_size": 64, "seq_len": 256, "layers": 4, "width": 256, "heads": 4,
                    "kv_heads": 2, **LLAMA}, {"recompute": "full"}, 6, "fp32"),
+    "sandwich": ({"vocab_size": 64, "seq_len": 256, "layers": 4, "width": 256, "heads": 4,
+                  "kv_heads": 2, **GEMMA}, {}, 6, "fp32"),
+    "softcap": ({"vocab_size": 4000, "seq_len": 256, "layers": 2, "width": 64, "heads": 4,
+                 **GEMMA}, {}, 4, "fp32"),
 }  # fmt: skip
 
 

@@ -9,17 +9,17 @@ the embedding or the head):
     optimizer     2 P m (AdamW), + P m where b is not m      ZeRO 1 to 3: those / D
     activations   of every micro-batch in flight, by the schedule, and every block:
 
-                      b (2 n t E + T (A + H D + Z) / tp) + 4 T H / tp   (lse)
+                      b (n t E + T (A + H D + Z) / tp) + 4 T H / tp   (lse)
 
                   with T = batch seq_len / cp tokens, t = T / tp of them with sequence parallelism
-                  (n = 2 norms, 4 in a sandwich, and what they give), A the queries, keys and values
-                  (twice q and k where they are rotated), Z the MLP's hidden values: before (twice
-                  as many if it is gated) and after the activation, the latter on a CPU only; none
-                  of them with recompute "selective". With "full" b t E a block. Either way three
+                  (n = 4: two norms and what they give; 6 in a sandwich), A the queries, keys and
+                  values (twice q and k where they are rotated), Z the MLP's hidden values: before
+                  (twice as many if it is gated) and after the activation, the latter on a CPU only;
+                  none of them with recompute "selective". With "full" b t E a block. Either way three
                   whole blocks more for the one that is being differentiated (what it keeps, the
                   gradients of that, and what is made along the way: measured on CPUs, not derived);
-                  and on the rank that has the loss, its block of logits and (on a CPU) dW,
-                  V E m / tp.
+                  and on the rank that has the loss, its block of logits (under a softcap with two
+                  copies) and (on a CPU) dW, V E m / tp.
     loading       the largest unit whole, in float32: while weights are drawn, before any step
 
 Their sum, with the larger of the last two. Buffers of messages, the allocator's losses and what a
@@ -41,6 +41,7 @@ from warpweave.gpt import GPT
 from warpweave.kernels.activation import find_activation
 from warpweave.parallel.mesh import AXES, ConnectedMesh, Mesh
 from warpweave.parallel.schedule.actions import FINISHES, F
+from warpweave.parallel.tensor.linear_loss import CAPPED
 
 _GIB = 2**30
 
@@ -140,8 +141,8 @@ def _block(
     hidden += config.num_hidden if on_cpu else 0
     hidden = size * tokens * hidden // mesh.tp
     cut = (size * attention + 4 * config.heads) * tokens // mesh.tp
-    norms = 4 if config.norm_place == "sandwich" else 2
-    return size * 2 * norms * rows * config.width + cut + hidden, hidden
+    kept = 6 if config.norm_place == "sandwich" else 4
+    return size * kept * rows * config.width + cut + hidden, hidden
 
 
 def _loss(
@@ -151,6 +152,8 @@ def _loss(
     vocabulary = math.ceil(config.vocab_size / mesh.tp)
     most, rows = (2**20, 2**10) if on_cpu else (2**26, 2**12)
     logits = min(max(most, rows * vocabulary), tokens * vocabulary) * size
+    if config.logit_softcap is not None:  # and of it in float32 what the backward makes
+        logits = min(max(CAPPED[1], vocabulary), tokens * vocabulary) * (size + 2 * master)
     return logits + tokens * config.width * size + on_cpu * vocabulary * config.width * master
 
 

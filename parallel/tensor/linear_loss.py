@@ -25,7 +25,7 @@ from warpweave.parallel.tensor.linear import column_parallel_linear
 from warpweave.parallel.tensor.loss import KINDS, vocab_parallel_cross_entropy
 from warpweave.parallel.tensor.overlap import tensor_ranks
 
-ROWS = 1024  # of each rank at a time under a softcap
+CAPPED = (1024, 2**26)  # rows of each rank at a time under a softcap, of so many logits at most
 
 
 def vocab_parallel_linear_cross_entropy(
@@ -84,8 +84,8 @@ def vocab_parallel_linear_cross_entropy(
         label_smoothing, z_loss: e in [0, 1] and c >= 0.
         reduction: "sum", 0-dim, or "none", losses like `labels`.
         recompute: as for `linear_cross_entropy`; None is False on CPU tensors and "sum".
-        softcap: the loss is that of softcap * tanh(z / softcap): composed, `ROWS` rows of each rank
-            at a time, whose logits the backward makes again; None is none.
+        softcap: the loss is that of softcap * tanh(z / softcap): composed, some rows of each rank
+            at a time (`CAPPED`), whose logits the backward makes again; None is none.
         padded_vocab_size: V; None is `vocab_size` rounded up to a multiple of R.
         overlap, workspace: as for `column_parallel_linear`.
         impl: as for `linear_cross_entropy`.
@@ -148,11 +148,11 @@ def _by_rows(
     the other.
     """
     again = {"use_reentrant": False, "preserve_rng_state": False}
-    rows = x.flatten(0, -2)
-    if len(rows) <= ROWS:
+    rows, most = x.flatten(0, -2), max(1, min(CAPPED[0], CAPPED[1] // len(weight)))
+    if len(rows) <= most:
         return checkpoint(losses, rows, weight, labels.flatten(), **again).view(labels.shape)
     found = [
         checkpoint(losses, some, weight, of.flatten(), **again).unflatten(0, (parts, -1))
-        for some, of in zip(rows.split(ROWS), labels.reshape(parts, -1).split(ROWS, 1))
+        for some, of in zip(rows.split(most), labels.reshape(parts, -1).split(most, 1))
     ]
     return torch.cat(found, 1).reshape(labels.shape)
