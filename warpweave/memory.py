@@ -15,11 +15,11 @@ the embedding or the head):
                   (n = 4: two norms and what they give; 6 in a sandwich), A the queries, keys and
                   values (twice q and k where they are rotated), Z the MLP's hidden values: before
                   (twice as many if it is gated) and after the activation, the latter on a CPU only;
-                  none of them with recompute "selective". With "full" b t E a block. Either way three
-                  whole blocks more for the one that is being differentiated (what it keeps, the
-                  gradients of that, and what is made along the way: measured on CPUs, not derived);
-                  and on the rank that has the loss, its block of logits (under a softcap with two
-                  copies) and (on a CPU) dW, V E m / tp.
+                  none of them with recompute "selective". With "full" b t E a block. Either way
+                  three whole blocks more for the one that is being differentiated (what it keeps,
+                  the gradients of that, and what is made along the way: measured on CPUs, not
+                  derived); and on the rank that has the loss, its block of logits (under a softcap
+                  with two copies) and (on a CPU) dW, V E m / tp.
     loading       the largest unit whole, in float32: while weights are drawn, before any step
 
 Their sum, with the larger of the last two. Buffers of messages, the allocator's losses and what a
