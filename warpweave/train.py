@@ -45,11 +45,13 @@ from warpweave.engine import Engine
 from warpweave.gpt import GPT
 from warpweave.kernels.runtime import tiles
 from warpweave.launch import Session, gpu_count, join, launch, leave, reported, under_torchrun
+from warpweave.layers.overlap import explain_overlap
 from warpweave.memory import check_memory, free_host_memory
 from warpweave.messages import one_line, say
 from warpweave.metrics import Metrics, peak_memory
 from warpweave.parallel.data.optimizer import AdamW
 from warpweave.parallel.shard import ParamRecord
+from warpweave.parallel.tensor import overlap_table
 from warpweave.train_config import CHECKPOINTS, TrainConfig, learning_rate
 
 
@@ -104,6 +106,7 @@ class Trainer:
         self.config, self.session = config, session
         self.interrupt = interrupt if interrupt is not None else Interrupt()
         tiles.load(config.tiles)
+        overlap_table.load(config.overlap_table)
         self.train_data, self.val_data = config.open_data("train"), config.open_data("validation")
         self.model = config.model_config(self.train_data.vocab_size)
         self.mesh = config.mesh.connect(
@@ -153,6 +156,14 @@ class Trainer:
             + (f"; starts from {c.init_from}" if c.init_from and not c.resume else "")
             + (f"; resumed at step {self.step}" if c.resume else "")
         )
+
+    def explain_overlap(self) -> str:
+        """What ``overlap="auto"`` takes in the products of a block; nothing without it."""
+        blocks = [*self.engine.gpt.blocks.values()]
+        if self.config.tp == 1 or self.config.plan.overlap != "auto" or not blocks:
+            return ""
+        tokens = self.config.batch * self.model.seq_len // self.config.cp
+        return "every block: " + explain_overlap(blocks[0], tokens)
 
     # ------------------------------------------------------------------ the loop
 
@@ -459,6 +470,8 @@ def train_rank(config: TrainConfig, port: int | None = None) -> int:
     with reported(session, _RAISED_BY_ALL):
         if session.rank == 0:
             say(trainer.describe())
+            if explained := trainer.explain_overlap():
+                say(explained)
         result = trainer.run()
         session.beat(trainer.step, "closing")
         session.close()

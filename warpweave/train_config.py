@@ -21,6 +21,7 @@ from warpweave.data import TOKEN_FILES, Dataset, open_dataset
 from warpweave.gpt import GPT
 from warpweave.kernels.runtime.tile_table import read_table
 from warpweave.parallel.mesh import Mesh
+from warpweave.parallel.tensor.overlap_table import read_measured
 
 # Files and folders of a run, in `out`.
 METRICS, PLOT, CHECKPOINTS, BOARD = "metrics.jsonl", "loss.png", "checkpoints", "tensorboard"
@@ -123,6 +124,9 @@ class TrainConfig:
     """What computes; default: the Triton kernels on a GPU, torch on the CPU."""
     tiles: Path | None = None
     """Table of ``warpweave tune`` for the kernels on these GPUs; default: the shipped tiles."""
+    overlap_table: Path | None = None
+    """Table of ``benchmarks/overlap.py --table`` by which overlap "auto" chooses; default: the
+    shipped one."""
     timeout: float = 300.0
     """Seconds that any exchange between ranks may take."""
 
@@ -225,6 +229,8 @@ class TrainConfig:
             raise ValueError(f"nothing to resume from: no checkpoint in {self.out / CHECKPOINTS}")
         if self.tiles is not None:
             read_table(self.tiles, by="device")
+        if self.overlap_table is not None:
+            read_measured(self.overlap_table)
         if self.tensorboard:
             import torch.utils.tensorboard  # noqa: F401  an ImportError now, not after training
         vocabulary = self.open_data("train").vocab_size
