@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from warpweave.kernels.rope import RopeScaling, apply_rope_qk, rope_table
 from warpweave.layers.context import TokenContext
 from warpweave.layers.fusable import fusable
 from warpweave.layers.linear import ColumnParallelLinear, RowParallelLinear
-from warpweave.layers.norm import RMSNorm
+from warpweave.layers.norm import ColumnParallelRMSNorm, RMSNorm
 from warpweave.parallel.context import Strategy, check_strategy, context_attention
 from warpweave.parallel.layout import SequenceLayout
 from warpweave.parallel.mesh import ConnectedMesh, connected
@@ -34,6 +35,10 @@ class HeadStyle:
         qk_norm: epsilon of an RMSNorm over each query and each key head, before the rotation, with
             one weight[head_dim] for all query heads and one for all key heads (Qwen 3); None is
             none.
+        qk_norm_whole: it is one norm over all query heads together and one over all key heads, with
+            weight[heads * head_dim] and weight[kv_heads * head_dim] (OLMo 2).
+        qk_norm_offset: their factors are 1 + weight (Gemma 3).
+        scale: factor of the scores; None is 1 / sqrt(head_dim).
         rope_scaling: how the rotary embedding of an extended context differs; a `TokenContext`
             brings a table of its own.
     """
@@ -41,6 +46,9 @@ class HeadStyle:
     head_dim: int | None = None
     qkv_bias: bool | None = None
     qk_norm: float | None = None
+    qk_norm_whole: bool = False
+    qk_norm_offset: bool = False
+    scale: float | None = None
     rope_scaling: RopeScaling | None = None
 
 
@@ -119,7 +127,9 @@ class Attention(nn.Module):
             )
         if rope_theta is not None and self.head_dim % 2:
             raise ValueError(f"rope needs an even head size, got {self.head_dim}")
-        check_numbers(AttentionOptions(causal, window, softcap=softcap, impl=impl))
+        check_numbers(
+            AttentionOptions(causal, window, scale=style.scale, softcap=softcap, impl=impl)
+        )
         self.causal, self.window, self.softcap = causal, window, softcap
         self.rope_theta, self.impl = rope_theta, impl
         self.strategy: Strategy = check_strategy(strategy)
@@ -145,7 +155,9 @@ class Attention(nn.Module):
             init=out_init,
             **where,
         )
-        self.q_norm, self.k_norm = (self._head_norm(device, dtype) for _ in range(2))
+        self.q_norm, self.k_norm = (
+            self._head_norm(heads, device, dtype) for heads in (num_heads, kv_heads)
+        )
         self.records: dict[str, ParamRecord] = {}
         self.register_parameter("sinks", None)
         if sinks:
@@ -156,14 +168,18 @@ class Attention(nn.Module):
             self.sinks = nn.Parameter(zeros)
 
     def _head_norm(
-        self, device: torch.device | str | None, dtype: torch.dtype | None
-    ) -> RMSNorm | None:
-        """The norm over each query (or key) head, if the style has one."""
-        if self.style.qk_norm is None:
+        self, heads: int, device: torch.device | str | None, dtype: torch.dtype | None
+    ) -> RMSNorm | ColumnParallelRMSNorm | None:
+        """The norm over each query (or key) head or over all of them, if the style has one."""
+        style = self.style
+        if style.qk_norm is None:
             return None
+        where: dict[str, Any] = {"device": device, "dtype": dtype, "offset": style.qk_norm_offset}
+        where |= {"mesh": self.mesh, "impl": self.impl}
+        if style.qk_norm_whole:
+            return ColumnParallelRMSNorm(heads * self.head_dim, style.qk_norm, **where)
         # Each tensor rank normalises its own heads: the weight's gradient is a partial sum.
-        over = {"mesh": self.mesh, "sequence_parallel": True, "impl": self.impl}
-        return RMSNorm(self.head_dim, self.style.qk_norm, device=device, dtype=dtype, **over)
+        return RMSNorm(self.head_dim, style.qk_norm, sequence_parallel=True, **where)
 
     def reset_parameters(self) -> None:
         """Sinks 0; the projections have their own."""
@@ -189,6 +205,7 @@ class Attention(nn.Module):
             "causal": self.causal,
             "window": self.window,
             "documents": None if context is None else context.documents,
+            "scale": self.style.scale,
             "softcap": self.softcap,
             "sinks": self.sinks,
             "impl": self.impl,
@@ -256,7 +273,13 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Queries and keys as they are attended, of projected ones: normalised, then rotated."""
         if self.q_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            if self.style.qk_norm_whole:
+                q, k = (
+                    norm(x.flatten(-2)).unflatten(-1, (-1, self.head_dim))
+                    for norm, x in ((self.q_norm, q), (self.k_norm, k))
+                )
+            else:
+                q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = apply_rope_qk(q, k, *rope, impl=self.impl)
         return q, k
@@ -271,7 +294,8 @@ class Attention(nn.Module):
                 raise ValueError(
                     "this attention layer has a rotary embedding: context.rope is None"
                 )
-            return context.rope
+            local = self.window is not None and context.local_rope is not None
+            return context.local_rope if local else context.rope
         positions = torch.arange(length, device=x.device)
         wide = compute_dtype(x)
         scaling = self.style.rope_scaling

@@ -1,28 +1,30 @@
-"""The transformer block: pre-norm attention and MLP on a residual stream."""
+"""The transformer block: attention and MLP on a residual stream, with norms before or after."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
-from warpweave.kernels.dropout import Drop
+from warpweave.kernels.dropout import Drop, dropout
 from warpweave.layers.attention import Attention, HeadStyle
 from warpweave.layers.context import TokenContext
 from warpweave.layers.fusable import fusable
 from warpweave.layers.linear import RowParallelLinear
 from warpweave.layers.mlp import MLP
-from warpweave.layers.norm import LayerNorm, RMSNorm
+from warpweave.layers.norm import make_norm
 from warpweave.parallel.context import Strategy
 from warpweave.parallel.mesh import ConnectedMesh
 
 
 class TransformerBlock(nn.Module):
-    """``x = x + attention(norm(x)); x = x + mlp(norm(x))``.
+    """``x = x + attention(norm(x)); x = x + mlp(norm(x))``, or with norms after both.
 
     Args:
         embed_dim, num_heads, hidden_dim: E, H and F.
         num_kv_heads: KV heads, by default num_heads.
-        norm: "layer" or "rms"; norm_eps its epsilon.
+        norm: "layer", "rms", or "rms1p" with factors 1 + weight; norm_eps its epsilon.
+        norm_place: "pre", before attention and MLP; "post", of what they give, before it is added
+            to the stream, ``x + norm(attention(x))`` (OLMo 2); "sandwich", both (Gemma 2).
         activation, recompute: as ``MLP``.
         bias: linear layers and LayerNorm have biases.
         causal, window, softcap, sinks, rope_theta, style, strategy: as ``Attention``.
@@ -41,6 +43,7 @@ class TransformerBlock(nn.Module):
         num_kv_heads: int | None = None,
         norm: str = "layer",
         norm_eps: float = 1e-5,
+        norm_place: str = "pre",
         activation: str = "gelu",
         bias: bool = True,
         causal: bool = True,
@@ -62,7 +65,9 @@ class TransformerBlock(nn.Module):
         impl: str | None = None,
     ) -> None:
         super().__init__()
-        self.dropout, self.site = dropout, site
+        if norm_place not in ("pre", "sandwich", "post"):
+            raise ValueError(f"norm_place must be 'pre', 'sandwich' or 'post', got {norm_place!r}")
+        self.dropout, self.site, self.impl = dropout, site, impl
         where = {
             "device": device,
             "dtype": dtype,
@@ -71,14 +76,12 @@ class TransformerBlock(nn.Module):
             "impl": impl,
         }
 
-        def make_norm() -> nn.Module:
-            if norm == "rms":
-                return RMSNorm(embed_dim, norm_eps, **where)
-            if norm == "layer":
-                return LayerNorm(embed_dim, norm_eps, bias=bias, **where)
-            raise ValueError(f"norm must be 'layer' or 'rms', got {norm!r}")
+        def norm_if(place: str) -> nn.Module | None:
+            if norm_place not in (place, "sandwich"):
+                return None
+            return make_norm(norm, embed_dim, norm_eps, bias=bias, **where)
 
-        self.attention_norm = make_norm()
+        self.attention_norm = norm_if("pre")
         self.attention = Attention(
             embed_dim,
             num_heads,
@@ -95,7 +98,8 @@ class TransformerBlock(nn.Module):
             overlap=overlap,
             **where,
         )
-        self.mlp_norm = make_norm()
+        self.attention_post_norm = norm_if("post")
+        self.mlp_norm = norm_if("pre")
         self.mlp = MLP(
             embed_dim,
             hidden_dim,
@@ -106,9 +110,12 @@ class TransformerBlock(nn.Module):
             overlap=overlap,
             **where,
         )
+        self.mlp_post_norm = norm_if("post")
 
     def forward(self, x: Tensor, context: TokenContext | None = None) -> Tensor:
         """x[B, S, E] -> y[B, S, E]; with `context`, x[T, E] or x[T/tp, E] -> the same shape."""
+        if self.mlp_post_norm is not None:
+            return self._with_post_norms(x, context)
         # The norm adds attention's bias in passing, if nothing keeps it from being read here.
         out = self.attention.out
         fuses = fusable(self.attention, Attention) and fusable(out, RowParallelLinear)
@@ -120,6 +127,20 @@ class TransformerBlock(nn.Module):
             drop=self._drop(self.site, context),
         )
         return self.mlp(h, residual=x, drop=self._drop(self.site + 1, context))
+
+    def _with_post_norms(self, x: Tensor, context: TokenContext | None) -> Tensor:
+        h = x if self.attention_norm is None else self.attention_norm(x)
+        a = self.attention_post_norm(self.attention(h, context))
+        drop = self._drop(self.site, context)
+        if self.mlp_norm is None:
+            h = x = self._add(x, a, drop)
+        else:
+            h, x = self.mlp_norm(a, residual=x, drop=drop)
+        return self._add(x, self.mlp_post_norm(self.mlp(h)), self._drop(self.site + 1, context))
+
+    def _add(self, x: Tensor, y: Tensor, drop: Drop | None) -> Tensor:
+        """x + dropout(y)."""
+        return x + (y if drop is None else dropout(y, drop, impl=self.impl))
 
     def _drop(self, site: int, context: TokenContext | None) -> Drop | None:
         """The key of a branch's dropout, or None if there is none."""

@@ -48,6 +48,7 @@ class TokenContext:
         batch: number of samples B; after gathering over the tensor axis, T = B * S/cp.
         layout: which positions each rank of the context axis holds; None is the whole sequence.
         rope: (cos, sin), each [S/cp, D/2], of this rank's positions; None without rotary embedding.
+        local_rope: the same for layers with a window, where they have another; None is `rope`.
         seed: dropout key of this step.
         token_ids: int64, one per row of the residual stream (T, or T/tp with sequence
             parallelism): the token's number in the whole global batch, by which dropout is keyed.
@@ -72,3 +73,4 @@ class TokenContext:
     token_ids: Tensor | None = None
     documents: Tensor | None = None
     cache: KVCache | None = None
+    local_rope: tuple[Tensor, Tensor] | None = None

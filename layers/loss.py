@@ -65,6 +65,7 @@ class VocabParallelLinearCrossEntropy(nn.Module):
         label_smoothing, z_loss: as for ``kernels.cross_entropy``.
         recompute: make the logits again in the backward; None chooses by device, see
             ``kernels.linear_cross_entropy``.
+        softcap: the logits are softcap * tanh(logits / softcap); None is none.
         mesh: the connected mesh; None is one device.
         sequence_parallel: the input is x[T/tp, E], its rows cut over the tensor axis.
         overlap: as ``ColumnParallelLinear``.
@@ -78,6 +79,7 @@ class VocabParallelLinearCrossEntropy(nn.Module):
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
         recompute: bool | None = None,
+        softcap: float | None = None,
         mesh: ConnectedMesh | None = None,
         sequence_parallel: bool = False,
         overlap: str = "auto",
@@ -88,6 +90,7 @@ class VocabParallelLinearCrossEntropy(nn.Module):
             check_fusing(impl)
         self.vocab_size, self.label_smoothing, self.z_loss = vocab_size, label_smoothing, z_loss
         self.recompute, self.overlap, self.impl = recompute, overlap, check_impl(impl)
+        self.softcap = softcap
         self.mesh = connected(mesh)
         self.sequence_parallel = sequence_parallel and self.mesh.size("tp") > 1
 
@@ -109,6 +112,7 @@ class VocabParallelLinearCrossEntropy(nn.Module):
             label_smoothing=self.label_smoothing,
             z_loss=self.z_loss,
             recompute=self.recompute,
+            softcap=self.softcap,
             overlap=self.overlap,
             workspace=self.mesh.workspace("tp"),
             impl=self.impl,

@@ -21,13 +21,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 
 from warpweave.kernels.reference import Run
-
-Kind = Literal["zigzag", "contiguous", "striped"]
+from warpweave.parallel.words import Kind
 
 
 @dataclass(frozen=True)

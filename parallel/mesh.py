@@ -15,11 +15,10 @@ from datetime import timedelta
 from itertools import product
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
     from warpweave.parallel.symmetric import Workspace
 
 AXES = ("pp", "dp", "cp", "tp")
@@ -97,6 +96,9 @@ class Mesh:
         Raises:
             ValueError: the mesh does not have as many ranks as the default process group.
         """
+        import torch.distributed as dist  # sizes, and a command line, do without
+        from torch.distributed.device_mesh import init_device_mesh
+
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         if ranks != self.world:
             found = f"{ranks} {'is' if ranks == 1 else 'are'} running"
@@ -131,6 +133,8 @@ class Mesh:
 
     def _context_groups(self, timeout: timedelta | None) -> dict[str, ProcessGroup | None]:
         """This rank's groups within the cp axis: {"ring", "ulysses"}. Collective over all ranks."""
+        import torch.distributed as dist
+
         members: dict[str, list[list[int]]] = {"ring": [], "ulysses": []}
         for pp, dp, tp in product(range(self.pp), range(self.dp), range(self.tp)):
             line = [self.rank_at(pp=pp, dp=dp, cp=cp, tp=tp) for cp in range(self.cp)]

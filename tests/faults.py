@@ -1038,7 +1038,7 @@ FAULTS = (
     ),
     Fault(
         "prove-one-layout-drawn",
-        "warpweave/prove/command.py",
+        "warpweave/prove/options.py",
         "draw(self.seed + i, self.impl) for i in range(self.random)",
         "draw(self.seed, self.impl) for i in range(self.random)",
         "--random N proves one layout N times",
@@ -1059,7 +1059,7 @@ FAULTS = (
     ),
     Fault(
         "prove-torch-for-triton",
-        "warpweave/prove/command.py",
+        "warpweave/prove/options.py",
         "dataclasses.replace(layout, dtype=d, impl=self.impl)",
         "dataclasses.replace(layout, dtype=d)",
         "--impl triton proves the torch path",

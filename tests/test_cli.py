@@ -25,7 +25,7 @@ def _run(monkeypatch, *arguments: str) -> int:
 def test_help_names_every_command(monkeypatch, capsys, arguments):
     assert _run(monkeypatch, *arguments) == 0
     printed = capsys.readouterr().out
-    assert all(f"  {command} " in printed for command in ("train", "prove", "tune"))
+    assert all(f"  {command} " in printed for command in ("train", "prove", "sample", "tune"))
 
 
 def test_an_unknown_command_is_refused_with_2(monkeypatch, capsys):
@@ -33,23 +33,39 @@ def test_an_unknown_command_is_refused_with_2(monkeypatch, capsys):
     assert "unknown command 'tarin'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["train", "prove", "tune"])
-def test_a_command_gets_its_arguments_and_ctrl_c_is_quiet(monkeypatch, command):
+@pytest.mark.parametrize(
+    ("command", "program", "arguments"),
+    [
+        ("train", "train", ("--steps", "1")),
+        ("prove", "prove.command", ("--world", "1")),
+        ("sample", "sample", ("folder", "--prompt", "x", "--seed", "1")),
+        ("tune", "tune.command", ("--steps", "1")),
+    ],
+)
+def test_a_command_gets_its_arguments_and_ctrl_c_is_quiet(monkeypatch, command, program, arguments):
     given = []
 
-    def main(arguments):
-        given.extend(arguments)
+    def run(config):
+        given.append(config)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(f"warpweave.{command}.main", main)
-    assert _run(monkeypatch, command, "--tp", "2") == 130
-    assert given == ["--tp", "2"]
+    monkeypatch.setattr(f"warpweave.{program}.run", run)
+    assert _run(monkeypatch, command, *arguments) == 130
+    (config,) = given
+    assert getattr(config, arguments[-2].lstrip("-")) == 1
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
         (["tune", "--bogus"], 2, "Unrecognized options: --bogus"),
+        (["train", "--bogus"], 2, "Unrecognized options: --bogus"),
+        (["train", "--help"], 0, "--overlap {auto,fused,chunked,none}"),
+        (["prove", "--strategy", "rign"], 2, "rign"),
+        (["prove", "--help"], 0, "--typecheck"),
+        (["sample"], 2, "Required options"),
+        (["sample", "--help"], 0, "--top-k"),
+        (["--version"], 0, warpweave.__version__),
         (["tune", "--steps", "many"], 2, "many"),
         (["tune", "--help"], 0, "--head-dims"),
         (["tarin"], 2, "unknown command"),

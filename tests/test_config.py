@@ -57,8 +57,10 @@ def test_every_field_of_the_model_is_an_option_that_overrides_the_preset(name):
     preset = PRESETS["toy"]
     other = _another(get_type_hints(GPTConfig)[name], getattr(preset, name))
     other = {"dropout": 0.5, "kv_heads": 2}.get(name, other)
-    words = ["--model", "toy", *_words(name, other, switch=False)]
-    model = tyro.cli(TrainConfig, args=words).model_config(1)
+    needs = {"local_rope_theta": {"positions": "rope"}, "qk_norm_whole": {"qk_norm": True}}
+    preset = dataclasses.replace(preset, **(more := needs.get(name, {})))
+    words = [w for k, v in {**more, name: other}.items() for w in _words(k, v, switch=False)]
+    model = tyro.cli(TrainConfig, args=["--model", "toy", *words]).model_config(1)
     assert model == dataclasses.replace(preset, **{name: other})
     assert model != preset
 

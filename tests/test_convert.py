@@ -42,6 +42,7 @@ GPT2 = {
     "vocab_size": 53, "n_positions": 64, "n_layer": 3, "n_embd": 32, "n_head": 4,
     "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.3,
 }  # fmt: skip
+GEMMA = SIZES | {"head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 20}
 MODELS = {
     "gpt2": ("GPT2", GPT2),
     "gpt2-erf-untied": (
@@ -58,6 +59,20 @@ MODELS = {
         SIZES | {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
     ),
     "qwen3": ("Qwen3", SIZES | {"head_dim": 16, "tie_word_embeddings": True}),
+    "gemma2": ("Gemma2", GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    "gemma3": (
+        "Gemma3Text",
+        GEMMA
+        | {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 900.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            },
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "tie_word_embeddings": False,
+        },
+    ),
+    "olmo2": ("Olmo2", SIZES),
     "phi3": ("Phi3", SIZES | {"sliding_window": 7, "resid_pdrop": 0.0}),
 }
 EACH = pytest.mark.parametrize("name", MODELS)
@@ -174,6 +189,9 @@ def _on_ranks(rank: int, folders: dict[str, Path], losses: dict[str, torch.Tenso
         ("llama3", Mesh(tp=2, pp=2), True, 0),  # tied, on two stages
         ("qwen2", Mesh(dp=2, tp=2), False, 3),  # a bias that is cut
         ("gpt2", Mesh(tp=2, pp=2), False, 0),  # transposed
+        ("gemma2", Mesh(tp=2, pp=2), True, 0),  # capped logits, an embedding that is scaled
+        ("gemma3", Mesh(cp=2, tp=2), True, 0),  # two rotary tables
+        ("olmo2", Mesh(dp=2, tp=2), True, 3),  # a norm whose weight is cut
     ):
         mesh, found = sizes.connect(), from_hf(folders[name])
         plan = ParallelPlan(sequence_parallel=sp, zero=zero, microbatches=2)
@@ -189,7 +207,7 @@ def _on_ranks(rank: int, folders: dict[str, Path], losses: dict[str, torch.Tenso
 
 def test_ranks_of_a_mesh_each_read_and_write_their_part(folders, tmp_path):
     mine, losses, (tokens, labels) = {}, {}, _batch(64)
-    for name in ("llama3", "qwen2", "gpt2"):
+    for name in ("llama3", "qwen2", "gpt2", "gemma2", "gemma3", "olmo2"):
         mine[name] = Path(shutil.copytree(folders[name], tmp_path / name))
         logits = _theirs(name)(tokens).logits.detach()
         losses[name] = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
@@ -254,6 +272,23 @@ def test_rope_scaling_from_before_transformers_5_is_read():
     assert read_config(linear)[1].rope_scaling == RopeScaling("linear", 3.0)
 
 
+def test_gemma_3_from_before_transformers_5_is_read():
+    fields = {
+        "model_type": "gemma3_text", **SIZES, "num_hidden_layers": 7, "head_dim": 16,
+        "rope_theta": 1e6, "rope_local_base_freq": 1e4, "sliding_window": 8,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0}, "query_pre_attn_scalar": 64,
+    }  # fmt: skip
+    _, config = read_config(fields)
+    assert config.windows == (8, 8, 8, 8, 8, 0, 8)
+    assert config.rope(local=False) == (1e6, RopeScaling("linear", 8.0))
+    assert config.rope(local=True) == (1e4, None)
+    assert (config.attention_scale, config.embedding_scale) == (0.125, math.sqrt(32))
+    assert (config.softcap, config.logit_softcap, config.tied) == (None, None, True)
+    kind, written = write_config(config)
+    assert kind == "gemma3_text"
+    assert read_config(written)[1] == config
+
+
 @pytest.mark.parametrize(
     ("config", "kind"),
     [
@@ -296,6 +331,20 @@ def _edit(folder: Path, change: dict, drop: tuple[str, ...] = ()) -> None:
         ("llama2", {"hidden_size": "wide"}, "config.json of a llama model: "),
         ("qwen3", {"attention_bias": True}, "attention_bias = True is not supported"),
         ("qwen2", {"layer_types": ["linear"] * 3}, "layer_types = 'linear' is not supported"),
+        ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation = 'gelu' is not supported"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
+        ("gemma3", {"layer_types": ["chunked_attention"] * 3}, "layer_types = 'chunked_attention'"),
+        (
+            "gemma3",
+            {
+                "rope_parameters": {
+                    "full_attention": {},
+                    "sliding_attention": {"rope_type": "linear", "factor": 2.0},
+                }
+            },
+            "RoPE scaling of sliding_attention is not supported",
+        ),
+        ("olmo2", {"attention_bias": True}, "attention_bias = True is not supported"),
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention = True is not supported"),
         ("gpt2", {"activation_function": "relu"}, "activation_function = 'relu' is not supported"),
     ],

@@ -29,6 +29,7 @@ def test_a_type_checker_and_the_interpreter_are_told_the_same():
         assert getattr(warpweave, name) is getattr(import_module(module), name)
         assert name in dir(warpweave)
     assert sum(map(len, warpweave._MODULES.values())) == len(told)
+    assert dir(warpweave) == sorted(warpweave.__all__)
 
 
 def test_nothing_heavy_is_imported_before_a_class_is_asked_for():

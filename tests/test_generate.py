@@ -28,7 +28,7 @@ from warpweave.prove.expected import plain_config
 
 GREEDY = Sampling(tokens=20, temperature=0.0)
 PROMPTS = [[5, 7, 11], [3], [2, 9, 4, 8, 1, 30, 31, 7, 5]]
-NAMES = ("gpt2", "llama3", "qwen2", "mistral", "qwen3")
+NAMES = ("gpt2", "llama3", "qwen2", "mistral", "qwen3", "gemma2", "gemma3", "olmo2")
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,8 @@ def _on_ranks(rank: int, folders: dict[str, Path], expected: dict[str, list]) ->
 
 
 def test_tensor_ranks_and_stages_write_the_same_text(folders):
-    run_ranks(4, _on_ranks, folders, {"qwen2": _expected("qwen2")})
+    names = ("qwen2", "gemma3", "olmo2")
+    run_ranks(4, _on_ranks, folders, {name: _expected(name) for name in names})
 
 
 @pytest.mark.parametrize(("k", "p"), [(0, 0.8), (5, 1.0), (7, 0.6), (1, 0.5), (40, 1e-9), (9, 0.9)])

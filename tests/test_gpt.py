@@ -41,6 +41,16 @@ CONFIGS = {
         **SIZES, **LLAMA, kv_heads=2, hidden=6, norm_eps=0.02, rope_theta=50.0, head_size=4,
         qkv_bias=True, qk_norm=True, windows=(4, 0), rope_scaling=RopeScaling("yarn", 4.0, 8),
     ),
+    "gemma": GPTConfig(
+        **SIZES | LLAMA | {"norm": "rms1p", "activation": "geglu", "tied": True}, kv_heads=2,
+        hidden=6, norm_eps=0.02, head_size=4, qk_norm=True, windows=(4, 0), norm_place="sandwich",
+        attention_scale=0.7, softcap=1.5, logit_softcap=2.0, embedding_scale=3.3,
+        rope_theta=50.0, local_rope_theta=9.0, rope_scaling=RopeScaling("linear", 3.0),
+    ),
+    "olmo": GPTConfig(
+        **SIZES, **LLAMA, kv_heads=2, hidden=18, norm_eps=0.02, norm_place="post", qk_norm=True,
+        qk_norm_whole=True,
+    ),
 }  # fmt: skip
 EACH = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 DROPPED = {name: dataclasses.replace(c, dropout=0.2) for name, c in CONFIGS.items()}
@@ -122,6 +132,12 @@ def _close(a: list[Tensor], b: list[Tensor]) -> None:
         ({"head_size": 3, "positions": "rope"}, "rope needs an even head size, got 3"),
         ({"windows": (4, -1)}, r"windows must be integers of at least 0, got \(4, -1\)"),
         ({"rope_scaling": RopeScaling("ntk", 2.0)}, r"rope_scaling needs positions = .*"),
+        ({"local_rope_theta": 9.0}, r"local_rope_theta needs positions = .*"),
+        ({"softcap": 0.0}, "softcap must be positive and finite, got 0.0"),
+        ({"logit_softcap": math.inf}, "logit_softcap must be positive and finite, got inf"),
+        ({"attention_scale": -1.0}, "attention_scale must be positive and finite, got -1.0"),
+        ({"norm_place": "middle"}, "norm_place must be one of pre, sandwich, post, got 'middle'"),
+        ({"qk_norm_whole": True}, "qk_norm_whole says how qk_norm is: it needs qk_norm"),
     ],
 )
 def test_sizes_and_styles_that_cannot_be_are_refused(change, message):
@@ -260,6 +276,11 @@ def test_logits_loss_and_gradients_are_the_plain_models(config, length):
     [
         {"activation": "gelu_erf"},
         {"windows": (0, 5, 3)},
+        {"norm": "rms1p"},
+        {"attention_scale": 0.3},
+        {"softcap": 1.0},
+        {"logit_softcap": 0.5},
+        {"embedding_scale": 1.5},
         {"rope_scaling": RopeScaling("linear", 4.0)},
         {"rope_scaling": RopeScaling("ntk", 4.0)},
         {"rope_scaling": RopeScaling("llama3", 4.0, 16, low=0.5, high=2.0)},
@@ -278,10 +299,23 @@ def test_every_style_that_a_model_may_have_is_the_plain_models_and_counts(change
     assert relative_error(plain_gpt_logits(params, tokens, _plain(base)), logits) > 1e-6
 
 
+def test_a_layer_with_a_window_turns_by_the_local_base():
+    config = dataclasses.replace(CONFIGS["gemma"], local_rope_theta=None)
+    gpt, params = _scattered(CONFIGS["gemma"])
+    tokens, _ = _tokens()
+    other = plain_gpt_logits(params, tokens, _plain(config))
+    assert relative_error(gpt(tokens), other) > 1e-3
+    assert CONFIGS["gemma"].rope(local=True) == (9.0, None)
+    x, block = torch.randn(2, 12, 12, **F64), gpt.blocks["0"]  # alone it makes its own table
+    context = gpt.micro_batch(tokens[:2], tokens[:2], torch.ones(())).context
+    assert_close_f64(block(x).flatten(0, 1), block(x.flatten(0, 1), context), RTOL)
+
+
 def test_a_config_comes_back_from_json_and_old_ones_have_the_defaults():
     for config in CONFIGS.values():
         assert GPTConfig(**json.loads(json.dumps(dataclasses.asdict(config)))) == config
-    old = ("head_size", "qkv_bias", "qk_norm", "windows", "rope_scaling")
+    fields = [field.name for field in dataclasses.fields(GPTConfig)]
+    old = fields[fields.index("head_size") :]
     fields = dataclasses.asdict(CONFIGS["gpt2"])
     assert GPTConfig(**{k: v for k, v in fields.items() if k not in old}) == CONFIGS["gpt2"]
 

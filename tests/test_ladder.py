@@ -21,13 +21,13 @@ ROOMS = {
         ("gpt",),
         ("checkpoint", "data", "engine", "hf", "launch", "memory", "tune"),
         ("convert", "generate"),
-        ("prove", "sample", "train_config"),
-        ("metrics",),
+        ("prove", "sample_config", "train_config"),
+        ("metrics", "sample"),
         ("train",),
         ("cli",),
     ),
     "warpweave.kernels": (
-        ("reference", "cost", "devices"),
+        ("reference", "cost", "devices", "rope_scaling"),
         ("runtime",),
         ("dropout", "merge", "activation", "rope"),
         ("gemm",),
@@ -35,6 +35,7 @@ ROOMS = {
         ("attention", "norm", "cross_entropy", "mlp", "qkv"),
     ),
     "warpweave.parallel": (
+        ("words",),
         ("shard", "layout", "collectives", "schedule", "symmetric"),
         ("mesh",),
         ("simulate", "context", "data", "tensor"),
@@ -52,7 +53,7 @@ ROOMS = {
     ),
     "warpweave.prove": (
         ("layouts", "typecheck"),
-        ("expected",),
+        ("expected", "options"),
         ("proof",),
         ("command",),
     ),

@@ -53,10 +53,11 @@ def problem(sequence: bool, padded: int, dtype: torch.dtype = torch.float64):
     return own.clone().requires_grad_(), part.clone().requires_grad_(), x, w
 
 
-def truth(x, w, reduction, dloss, smoothing, z_loss):
+def truth(x, w, reduction, dloss, smoothing, z_loss, softcap=None):
     """[loss, dx, dw] of the whole problem by plain torch."""
     x, w = x.detach().clone().requires_grad_(), w.detach().clone().requires_grad_()
     z = x @ w[:VOCAB].t()
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
     losses = F.cross_entropy(z, labels(), reduction="none", label_smoothing=smoothing)
     losses = losses + (z_loss * z.logsumexp(1).square()).masked_fill(labels() == -100, 0)
     loss = losses if reduction == "none" else losses.sum()
@@ -103,7 +104,8 @@ def check(
             with within(store):
                 result.backward(dloss)
             store.run()
-    expected = truth(x, w, reduction, dloss, smoothing, z_loss)
+    cap = overlapped.get("softcap")
+    expected = truth(x, w, reduction, dloss, smoothing, z_loss, cap)
     results = [result.detach(), own.grad, part.grad]
     expected[1] = expected[1].chunk(ranks)[rank] if sequence else expected[1]
     expected[2] = expected[2].chunk(ranks)[rank]
@@ -156,6 +158,25 @@ def _everything(rank: int) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_losses_and_gradients_equal_plain_torch(ranks: int) -> None:
     run_ranks(ranks, _everything)
+
+
+def _capped(rank: int) -> None:
+    for sequence, reduction, rows in itertools.product((False, True), ("none", "sum"), (2, 1024)):
+        options = {"sequence": sequence, "reduction": reduction, "softcap": 3.0}
+        with mock.patch.object(linear_loss, "ROWS", rows):
+            check(**options)
+            check(several_dims, **options, padded=None, smoothing=0.3, z_loss=0.1)
+            check(**options, overlap="chunked")
+    with pytest.raises(AssertionError, match="relative error"):
+        check(lambda *args, softcap, **more: vocab_parallel_linear_cross_entropy(
+            *args, softcap=softcap + 0.01, **more), softcap=3.0)  # fmt: skip
+    with pytest.raises(ValueError, match=r"softcap must be positive or None, got 0.0"):
+        check(softcap=0.0)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_logits_may_have_a_softcap(ranks: int) -> None:
+    run_ranks(ranks, _capped)
 
 
 def _overlapped(rank: int) -> None:

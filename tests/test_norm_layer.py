@@ -11,8 +11,8 @@ from ranks import run_ranks
 from sharded import MESHES, check_layer, draw
 from torch import nn
 
-from warpweave.layers.norm import LayerNorm, RMSNorm
-from warpweave.parallel.mesh import Mesh
+from warpweave.layers.norm import ColumnParallelRMSNorm, LayerNorm, RMSNorm, make_norm
+from warpweave.parallel.mesh import Mesh, single
 
 E = 13
 PAIRS = {
@@ -118,6 +118,63 @@ def test_meta_then_to_empty_then_reset_is_a_fresh_layer():
 def test_descriptions_name_width_epsilon_and_bias():
     assert repr(LayerNorm(E, bias=False)) == "LayerNorm((13,), eps=1e-05, bias=False)"
     assert RMSNorm([E], 1e-3).extra_repr().startswith("(13,), eps=0.001")
+
+
+def test_an_offset_is_added_to_the_weight_which_begins_at_zero():
+    plain, offset = RMSNorm(E, dtype=torch.float64), RMSNorm(E, dtype=torch.float64, offset=True)
+    x = draw(1, 4, E)
+    assert offset.weight.eq(0).all()
+    assert offset.records["weight"].init == "zeros"
+    assert torch.equal(offset(x), plain(x))
+    with torch.no_grad():
+        offset.weight.copy_(draw(2, E))
+        plain.weight.copy_(draw(2, E) + 1)
+    offset(x).sum().backward()
+    plain(x).sum().backward()
+    assert_close_f64(offset(x), plain(x), 1e-14)
+    assert_close_f64(offset.weight.grad, plain.weight.grad, 1e-14)
+    offset.reset_parameters()
+    assert offset.weight.eq(0).all()
+    assert "offset=True" in repr(offset)
+
+
+def test_an_offset_is_added_in_float32_to_weights_in_bf16():
+    norm = RMSNorm(E, dtype=torch.bfloat16, offset=True)
+    torch.nn.init.constant_(norm.weight, 0.001)
+    y = norm(draw(1, 4, E).float())  # bf16 has no 1.001
+    assert (y / RMSNorm(E)(draw(1, 4, E).float()) - 1.001).abs().max() < 1e-5
+
+
+def test_the_name_of_a_norm_is_its_class():
+    kinds = {kind: make_norm(kind, E, 0.3, bias=False) for kind in ("layer", "rms", "rms1p")}
+    assert isinstance(kinds["layer"], LayerNorm)
+    assert kinds["layer"].bias is None
+    assert [kinds[kind].offset for kind in ("rms", "rms1p")] == [False, True]
+    assert all(norm.eps == 0.3 for norm in kinds.values())
+    with pytest.raises(ValueError, match=r"^norm must be 'layer', 'rms' or 'rms1p', got 'rsm'$"):
+        make_norm("rsm", E, 0.3)
+
+
+def _over_cut_features(rank: int, sizes: Mesh) -> None:
+    mesh, x, width = sizes.connect(), draw(1, 5, 3, 12), {"dtype": torch.float64}
+    for offset in (False, True):
+
+        def make(m, offset=offset):
+            norm = ColumnParallelRMSNorm(12, 0.3, offset=offset, mesh=m, **width)
+            whole = draw(8, 12)
+            with torch.no_grad():
+                norm.weight.copy_(norm.records["weight"].slice(whole, (m or single()).coords))
+            return norm
+
+        check_layer(make, x, mesh, cut_in=2, cut_out=2)
+        theirs = nn.RMSNorm(12, 0.3, **width)
+        theirs.load_state_dict({"weight": draw(8, 12) + offset})
+        assert_close_f64(make(None)(x), theirs(x), 1e-14)
+
+
+@pytest.mark.parametrize("sizes", [Mesh(tp=2), Mesh(dp=2, tp=2)], ids=str)
+def test_features_that_are_cut_have_the_norm_of_all(sizes):
+    run_ranks(sizes.world, _over_cut_features, sizes)
 
 
 def _on_ranks(rank: int, sizes: Mesh) -> None:

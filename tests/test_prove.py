@@ -14,6 +14,7 @@ import json
 import os
 import shlex
 import signal
+from typing import get_args
 from unittest import mock
 
 import pytest
@@ -36,10 +37,11 @@ from warpweave.prove import (
     ProveConfig,
     command,
     expected,
+    main,
     proof,
     prove_layout,
 )
-from warpweave.prove.layouts import Sizes, draw, meshes, smallest, table
+from warpweave.prove.layouts import Sizes, Style, draw, meshes, smallest, table
 
 
 def drawn(mesh: Mesh) -> Layout:
@@ -54,6 +56,8 @@ LAYOUTS = {
         Layout(Mesh(cp=2), zero=2, style="llama", tied=False),
         Layout(Mesh(tp=2), style="llama", recompute="full"),
         Layout(Mesh(tp=2), style="qwen"),
+        Layout(Mesh(tp=2), style="olmo"),
+        Layout(Mesh(tp=2), True, style="gemma"),
         Layout(Mesh(tp=2), True, style="gpt2", tied=False),
         Layout(Mesh(pp=2), schedule="gpipe", recompute="full"),
         Layout(Mesh(pp=2), schedule="interleaved", style="llama", count=3),
@@ -67,6 +71,8 @@ LAYOUTS = {
             Mesh(cp=4, ulysses=2), zero=1, style="llama", strategy="hybrid", layout="contiguous"
         ),
         Layout(Mesh(tp=2, cp=2), True, 2, style="qwen"),
+        Layout(Mesh(tp=2, pp=2), style="gemma", tied=False, recompute="full"),
+        Layout(Mesh(tp=2, cp=2), True, 3, style="olmo", overlap="chunked"),
         Layout(Mesh(tp=2, pp=2), True, 0, "1f1b", recompute="selective"),
         Layout(Mesh(dp=2, pp=2), False, 2, "1f1b", "llama"),
         Layout(Mesh(tp=4), True, style="gpt2"),
@@ -549,7 +555,7 @@ def test_all_of_up_to_four_ranks_are_proven_largest_first():
     assert set(worlds) == {1, 2, 3}
 
 
-@pytest.mark.parametrize("style", ["gpt2", "llama", "mixed", "qwen"])
+@pytest.mark.parametrize("style", get_args(Style))
 def test_every_mesh_of_up_to_eight_ranks_has_a_model_that_fits(style):
     for mesh in itertools.chain(*map(meshes, range(1, 9))):
         layout = Layout(mesh, mesh.tp > 1, style=style)
@@ -765,7 +771,7 @@ def test_one_launch_proves_worlds_of_every_size(tmp_path, capfd):
 def _main(*argv: str) -> tuple[int, list[str]]:
     out = io.StringIO()
     with pytest.raises(SystemExit) as caught, contextlib.redirect_stdout(out):
-        command.main(list(argv))
+        main(list(argv))
     return caught.value.code, out.getvalue().splitlines()
 
 
@@ -796,7 +802,7 @@ def test_a_fault_that_raises_on_one_rank_leaves_the_line_of_json():
         pytest.raises(ZeroDivisionError),
         contextlib.redirect_stdout(out),
     ):
-        command.main([])
+        main([])
     assert json.loads(out.getvalue().splitlines()[-1])["passed"] is False
 
 
@@ -815,7 +821,7 @@ def test_a_fault_that_raises_on_one_rank_leaves_the_line_of_json():
 )  # fmt: skip
 def test_the_command_exits_with_two_and_one_line_for_a_layout_that_cannot_be(argv, message, capsys):
     with pytest.raises(SystemExit) as caught:
-        command.main(list(argv))
+        main(list(argv))
     assert caught.value.code == 2
     error = capsys.readouterr().err
     assert message in error

@@ -45,6 +45,7 @@ from warpweave.kernels.norm import torch_path as norm_cpu
 from warpweave.kernels.qkv import function as qkv
 from warpweave.kernels.rope import rope_table, rotation
 from warpweave.kernels.runtime import dispatch
+from warpweave.layers import norm as norm_layer
 from warpweave.layers.attention import Attention
 from warpweave.layers.block import TransformerBlock
 from warpweave.layers.embedding import PositionEmbedding, VocabParallelEmbedding
@@ -62,6 +63,12 @@ LLAMA = GPTConfig(
     50, 32, 2, 64, 16, 8, 96, positions="rope", norm="rms", activation="swiglu", bias=False,
     tied=False, dropout=0.1,
 )  # fmt: skip
+GEMMA = dataclasses.replace(
+    LLAMA, norm="rms1p", activation="geglu", tied=True, norm_place="sandwich", qk_norm=True,
+    head_size=6, softcap=2.0, logit_softcap=3.0, embedding_scale=8.0, windows=(7, 0),
+    local_rope_theta=50.0,
+)  # fmt: skip
+OLMO = dataclasses.replace(LLAMA, norm_place="post", qk_norm=True, qk_norm_whole=True)
 STYLES = {"gpt2": GPT2, "llama": LLAMA}
 ONE_LAYER = {name: dataclasses.replace(config, layers=1) for name, config in STYLES.items()}
 
@@ -104,6 +111,18 @@ def test_norms_of_heads_typecheck_if_their_gradients_are_summed_over_tensor_rank
     wrong = mock.patch.object(GPT, "parameter_records", flipped("q_norm.weight"))
     with wrong, pytest.raises(TypeError, match="in _turned"):
         typecheck(config, mesh, sequence_parallel=sp)
+
+
+@pytest.mark.parametrize("sp", [False, True])
+@pytest.mark.parametrize("config", [GEMMA, OLMO], ids=["gemma", "olmo"])
+def test_norms_after_a_branch_and_caps_typecheck(config, sp: bool) -> None:
+    typecheck(config, Mesh(dp=4, cp=2, tp=8, pp=2), sequence_parallel=sp)
+
+
+def test_a_norm_over_all_heads_needs_the_sum_of_every_ranks_squares() -> None:
+    alone = mock.patch.object(norm_layer, "reduce_from", lambda x, group: x)
+    with alone, pytest.raises(TypeError, match="in _turned"):
+        typecheck(dataclasses.replace(OLMO, layers=1), Mesh(dp=2, tp=8))
 
 
 def test_stages_of_the_largest_model_typecheck_in_full_size() -> None:

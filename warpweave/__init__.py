@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from warpweave.layers.norm import LayerNorm, RMSNorm
     from warpweave.parallel.mesh import Mesh
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "GPT",
@@ -73,4 +73,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return [*__all__]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 
 from warpweave import __version__
 
@@ -16,6 +17,14 @@ commands:
 
 The last line that a command prints is one JSON object with its result."""
 
+# Each command's options, and the program that takes them: modules with `parse` and `run`.
+_COMMANDS = {
+    "train": ("train_config", "train"),
+    "prove": ("prove.options", "prove.command"),
+    "sample": ("sample_config", "sample"),
+    "tune": ("tune.options", "tune.command"),
+}
+
 
 def main() -> None:
     """Entry point of the ``warpweave`` command; Ctrl-C during the imports ends it quietly."""
@@ -27,24 +36,17 @@ def main() -> None:
 
 def _main() -> None:
     command, rest = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("", [])
-    if command == "train":
-        from warpweave.train import main as run
-    elif command == "prove":
-        from warpweave.prove import main as run
-    elif command == "sample":
-        from warpweave.sample import main as run
-    elif command == "tune":
-        from warpweave.tune import main as run
+    if command in _COMMANDS:
+        options, program = (f"warpweave.{name}" for name in _COMMANDS[command])
+        config = import_module(options).parse(rest)  # without torch: a wrong option is told at once
+        import_module(program).run(config)
     elif command in ("", "-h", "--help"):
         print(_USAGE)
-        return
     elif command == "--version":
         print(f"warpweave {__version__}")
-        return
     else:
         print(f"warpweave: unknown command {command!r}\n\n{_USAGE}", file=sys.stderr)
         sys.exit(2)
-    run(rest)
 
 
 if __name__ == "__main__":

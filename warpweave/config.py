@@ -7,17 +7,15 @@ mesh, which changes no result beyond the order of sums. Every field of both is a
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, get_args, get_origin, get_type_hints
 
-from warpweave.kernels.activation import find_activation
 from warpweave.kernels.cost import gpt_step
-from warpweave.kernels.rope import RopeScaling
+from warpweave.kernels.rope_scaling import RopeScaling
 from warpweave.parallel import schedule as schedules
-from warpweave.parallel.context import Strategy, resolve_strategy
-from warpweave.parallel.layout import Kind, SequenceLayout
 from warpweave.parallel.mesh import Mesh
-from warpweave.parallel.tensor.overlap import Overlap
+from warpweave.parallel.words import Kind, Overlap, Strategy
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved"]
 Recompute = Literal["none", "selective", "full"]
@@ -107,8 +105,9 @@ class GPTConfig:
         kv_heads: Key and value heads, which divide the query heads.
         hidden: Hidden units of the MLP.
         positions: Learned, or rotary embedding of queries and keys.
-        norm: LayerNorm or RMSNorm.
-        activation: GELU by its tanh approximation or exact (by erf), or SwiGLU.
+        norm: LayerNorm, RMSNorm, or RMSNorm whose factors are 1 + weight.
+        activation: GELU by its tanh approximation or exact (by erf), SwiGLU, or GELU (by tanh) as a
+            gate.
         bias: Linear layers and LayerNorm have biases.
         tied: The head's weight is the embedding's.
         norm_eps: Epsilon of the norms.
@@ -118,6 +117,14 @@ class GPTConfig:
         qkv_bias: The qkv projection has a bias; without, it has one as the others do.
         qk_norm: RMSNorm of each query and key head, before the rotation.
         windows: Sliding windows in tokens, of one layer after the other and over again, 0 is none.
+        norm_place: Norms stand before attention and MLP, after both, or in both places.
+        qk_norm_whole: With qk_norm: one over all query heads together, and one over all key heads.
+        attention_scale: Factor of the attention scores; without, 1 / sqrt(width of a head).
+        softcap: Attention scores become softcap * tanh(score / softcap).
+        logit_softcap: The same of the logits.
+        embedding_scale: The token embedding is multiplied by it.
+        local_rope_theta: Base of the rotary embedding in layers with a window, if it is another;
+            rope_scaling is then of the others alone.
         rope_scaling: How the rotary embedding was changed for longer sequences; not an option of
             the command line.
     """
@@ -130,8 +137,8 @@ class GPTConfig:
     kv_heads: int | None = None
     hidden: int | None = None
     positions: Literal["learned", "rope"] = "learned"
-    norm: Literal["layer", "rms"] = "layer"
-    activation: Literal["gelu", "gelu_erf", "swiglu"] = "gelu"
+    norm: Literal["layer", "rms", "rms1p"] = "layer"
+    activation: Literal["gelu", "gelu_erf", "swiglu", "geglu"] = "gelu"
     bias: bool = True
     tied: bool = True
     norm_eps: float = 1e-5
@@ -141,6 +148,13 @@ class GPTConfig:
     qkv_bias: bool | None = None
     qk_norm: bool = False
     windows: tuple[int, ...] = ()
+    norm_place: Literal["pre", "sandwich", "post"] = "pre"
+    qk_norm_whole: bool = False
+    attention_scale: float | None = None
+    softcap: float | None = None
+    logit_softcap: float | None = None
+    embedding_scale: float | None = None
+    local_rope_theta: float | None = None
     rope_scaling: RopeScaling | None = None
 
     def __post_init__(self) -> None:
@@ -169,8 +183,15 @@ class GPTConfig:
             raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
         if not all(isinstance(w, int) and w >= 0 for w in self.windows):
             raise ValueError(f"windows must be integers of at least 0, got {self.windows}")
-        if self.rope_scaling is not None and self.positions != "rope":
-            raise ValueError(f"rope_scaling needs positions = 'rope', got {self.positions!r}")
+        for name in ("attention_scale", "softcap", "logit_softcap", "embedding_scale"):
+            number = getattr(self, name)
+            if number is not None and not 0 < number < math.inf:
+                raise ValueError(f"{name} must be positive and finite, got {number}")
+        for name in ("rope_scaling", "local_rope_theta"):
+            if getattr(self, name) is not None and self.positions != "rope":
+                raise ValueError(f"{name} needs positions = 'rope', got {self.positions!r}")
+        if self.qk_norm_whole and not self.qk_norm:
+            raise ValueError("qk_norm_whole says how qk_norm is: it needs qk_norm")
 
     @property
     def num_kv_heads(self) -> int:
@@ -191,8 +212,16 @@ class GPTConfig:
         """The sliding window of a block; None is none."""
         return self.windows[layer % len(self.windows)] or None if self.windows else None
 
+    def rope(self, *, local: bool) -> tuple[float, RopeScaling | None]:
+        """(base, scaling) of the rotary embedding in layers with a window (`local`) or without."""
+        if local and self.local_rope_theta is not None:
+            return self.local_rope_theta, None
+        return self.rope_theta, self.rope_scaling
+
     def step_flops(self, tokens: int) -> int:
         """Model FLOPs of a training step on `tokens` of whole sequences, by ``cost.gpt_step``."""
+        from warpweave.kernels.activation import find_activation
+
         return gpt_step(
             tokens=tokens,
             seq_len=self.seq_len,
@@ -208,6 +237,9 @@ class GPTConfig:
 
     def check(self, mesh: Mesh, plan: ParallelPlan = ParallelPlan()) -> None:
         """Raise a one-line ``ValueError`` if this model cannot be cut over `mesh` by `plan`."""
+        from warpweave.parallel.context import resolve_strategy  # and torch: options do without
+        from warpweave.parallel.layout import SequenceLayout
+
         if self.num_kv_heads % mesh.tp:
             raise ValueError(f"kv_heads = {self.num_kv_heads} does not divide by tp = {mesh.tp}")
         if self.num_hidden % mesh.tp:

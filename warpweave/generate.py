@@ -138,7 +138,7 @@ def _logits(
     mesh, device = gpt.mesh, tokens.device
     positions = torch.arange(cache.start, cache.start + n, device=device)
     context = TokenContext(
-        B, SequenceLayout(n, 1), gpt.rope(positions), documents=documents, cache=cache
+        B, SequenceLayout(n, 1), documents=documents, cache=cache, **gpt.rope_tables(positions)
     )
     own = (positions - pads[:, None]).clamp(min=0).flatten()
     ids = tokens.flatten()

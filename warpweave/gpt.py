@@ -1,4 +1,4 @@
-"""The GPT reference model: GPT-2, Llama and what lies between, cut over any mesh.
+"""The GPT reference model: GPT-2, Llama, Gemma and what lies between, cut over any mesh.
 
 ``GPT(config)`` on one device is an ordinary module. ``GPT(config, mesh=...)`` is this rank's part:
 its pipeline stage's blocks, with heads, hidden units and vocabulary cut over the tensor axis.
@@ -20,7 +20,7 @@ from warpweave.layers.block import TransformerBlock
 from warpweave.layers.context import TokenContext
 from warpweave.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from warpweave.layers.loss import VocabParallelLinearCrossEntropy
-from warpweave.layers.norm import LayerNorm, RMSNorm
+from warpweave.layers.norm import make_norm
 from warpweave.layers.records import collect_records
 from warpweave.parallel.collectives import Pending
 from warpweave.parallel.data.zero import Unit
@@ -51,6 +51,13 @@ class MicroBatch:
     positions: Tensor
     context: TokenContext
     normaliser: Tensor | Pending
+
+
+def _rounded(x: float, dtype: torch.dtype) -> float:
+    """x as a tensor of `dtype` would hold it: transformers' factor of a bf16 embedding is bf16."""
+    bits = 1 - round(math.log2(torch.finfo(dtype).eps))
+    mantissa, exponent = math.frexp(x)
+    return math.ldexp(round(math.ldexp(mantissa, bits)), exponent - bits)
 
 
 class GPT(nn.Module):
@@ -109,23 +116,33 @@ class GPT(nn.Module):
             {str(i): self._block(i, factory | cut) for s in self.stages for i in self.layers_of(s)}
         )
         if self.last:
-            norm = RMSNorm if config.norm == "rms" else LayerNorm
-            extra = {} if config.norm == "rms" else {"bias": config.bias}
-            self.final_norm = norm(
-                config.width, config.norm_eps, **factory, **cut, **extra, impl=impl
-            )
+            where = factory | cut | {"bias": config.bias, "impl": impl}
+            self.final_norm = make_norm(config.norm, config.width, config.norm_eps, **where)
             if not config.tied:
                 self.head = VocabParallelEmbedding(
                     config.vocab_size, config.width, **factory, **cut
                 )
             self.loss = VocabParallelLinearCrossEntropy(
-                config.vocab_size, **cut, overlap=plan.overlap, impl=impl
+                config.vocab_size,
+                softcap=config.logit_softcap,
+                **cut,
+                overlap=plan.overlap,
+                impl=impl,
             )
         self.initialise(seed)
 
     def _block(self, i: int, options: dict) -> TransformerBlock:
         c = self.config
-        qk_norm = c.norm_eps if c.qk_norm else None
+        theta, scaling = c.rope(local=c.window(i) is not None)
+        style = HeadStyle(
+            c.head_size,
+            c.qkv_bias,
+            c.norm_eps if c.qk_norm else None,
+            c.qk_norm_whole,
+            c.norm == "rms1p",
+            c.attention_scale,
+            scaling,
+        )
         return TransformerBlock(
             c.width,
             c.heads,
@@ -133,11 +150,13 @@ class GPT(nn.Module):
             num_kv_heads=c.num_kv_heads,
             norm=c.norm,
             norm_eps=c.norm_eps,
+            norm_place=c.norm_place,
             activation=c.activation,
             bias=c.bias,
             window=c.window(i),
-            rope_theta=c.rope_theta if c.positions == "rope" else None,
-            style=HeadStyle(c.head_size, c.qkv_bias, qk_norm, c.rope_scaling),
+            softcap=c.softcap,
+            rope_theta=theta if c.positions == "rope" else None,
+            style=style,
             dropout=c.dropout,
             site=1 + 2 * i,
             strategy=self.plan.cp_strategy,
@@ -208,19 +227,23 @@ class GPT(nn.Module):
             tokens,
             labels,
             local.repeat(batch)[rows],
-            TokenContext(batch, layout, self.rope(local), seed, token_ids),
+            TokenContext(batch, layout, seed=seed, token_ids=token_ids, **self.rope_tables(local)),
             normaliser,
         )
 
-    def rope(self, positions: Tensor) -> tuple[Tensor, Tensor] | None:
-        """The rotary table of int64 positions[S]; None for learned positions."""
+    def rope_tables(self, positions: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        """The rotary tables of int64 positions[S] under the names of a `TokenContext`."""
         c, dtype = self.config, self._dtype()
-        if c.positions != "rope":
-            return None
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        return rope_table(
-            positions, c.head_dim, theta=c.rope_theta, scaling=c.rope_scaling, dtype=wide
-        )
+        kinds = {"rope": False} if c.positions == "rope" else {}
+        kinds |= {"local_rope": True} if c.local_rope_theta is not None else {}
+        tables = {}
+        for name, local in kinds.items():
+            theta, scaling = c.rope(local=local)
+            tables[name] = rope_table(
+                positions, c.head_dim, theta=theta, scaling=scaling, dtype=wide
+            )
+        return tables
 
     def _dtype(self) -> torch.dtype:
         return next(self.parameters()).dtype
@@ -240,6 +263,8 @@ class GPT(nn.Module):
     def embed(self, _: Tensor | None, batch: MicroBatch) -> Tensor:
         """Token (and position) embedding -> x[T, E], or x[T/tp, E]."""
         x = self.embedding(batch.tokens)
+        if self.config.embedding_scale is not None:
+            x = x * _rounded(self.config.embedding_scale, x.dtype)
         if self.config.positions == "learned":
             x = x + self.positions(batch.positions)
         if self.config.dropout and self.training:
@@ -254,7 +279,7 @@ class GPT(nn.Module):
 
     def logits(self, x: Tensor | None, _: MicroBatch) -> Tensor:
         """Final norm and head: x[T, E] or x[T/tp, E] -> logits[T, ceil(V/tp)]."""
-        return column_parallel_linear(
+        logits = column_parallel_linear(
             self.final_norm(x),
             self.head_weight,
             group=self.mesh.group("tp"),
@@ -262,6 +287,8 @@ class GPT(nn.Module):
             overlap=self.plan.overlap,
             workspace=self.mesh.workspace("tp"),
         )
+        cap = self.config.logit_softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def head_loss(self, x: Tensor | None, batch: MicroBatch) -> Tensor:
         """Final norm, head and loss -> 0-dim, this context rank's share of the global mean.

@@ -9,16 +9,17 @@ the embedding or the head):
     optimizer     2 P m (AdamW), + P m where b is not m      ZeRO 1 to 3: those / D
     activations   of every micro-batch in flight, by the schedule, and every block:
 
-                      b (4 t E + T (A + H D + Z) / tp) + 4 T H / tp   (lse)
+                      b (2 n t E + T (A + H D + Z) / tp) + 4 T H / tp   (lse)
 
                   with T = batch seq_len / cp tokens, t = T / tp of them with sequence parallelism
-                  (two norms and what they give), A the queries, keys and values (twice q and k
-                  where they are rotated), Z the MLP's hidden values: before (twice as many if it is
-                  gated) and after the activation, the latter on a CPU only; none of them with
-                  recompute "selective". With "full" b t E a block. Either way three whole blocks
-                  more for the one that is being differentiated (what it keeps, the gradients of
-                  that, and what is made along the way: measured on CPUs, not derived); and on the
-                  rank that has the loss, its block of logits and (on a CPU) dW, V E m / tp.
+                  (n = 2 norms, 4 in a sandwich, and what they give), A the queries, keys and values
+                  (twice q and k where they are rotated), Z the MLP's hidden values: before (twice
+                  as many if it is gated) and after the activation, the latter on a CPU only; none
+                  of them with recompute "selective". With "full" b t E a block. Either way three
+                  whole blocks more for the one that is being differentiated (what it keeps, the
+                  gradients of that, and what is made along the way: measured on CPUs, not derived);
+                  and on the rank that has the loss, its block of logits and (on a CPU) dW,
+                  V E m / tp.
     loading       the largest unit whole, in float32: while weights are drawn, before any step
 
 Their sum, with the larger of the last two. Buffers of messages, the allocator's losses and what a
@@ -139,7 +140,8 @@ def _block(
     hidden += config.num_hidden if on_cpu else 0
     hidden = size * tokens * hidden // mesh.tp
     cut = (size * attention + 4 * config.heads) * tokens // mesh.tp
-    return size * 4 * rows * config.width + cut + hidden, hidden
+    norms = 4 if config.norm_place == "sandwich" else 2
+    return size * 2 * norms * rows * config.width + cut + hidden, hidden
 
 
 def _loss(

@@ -9,17 +9,21 @@ A model is a dict from parameter name to tensor; the names and shapes are those 
     embedding.weight (V, E)            positions.weight (max S, E)     only learned positions
     blocks.{i}.attention_norm.weight (E)
     blocks.{i}.attention.qkv.weight (Hkv * (G + 2) * D, E)    each KV head: its G query heads, k, v
-    blocks.{i}.attention.q_norm.weight, .k_norm.weight (D)         only with q/k norms
+    blocks.{i}.attention.q_norm.weight, .k_norm.weight (D)         only with q/k norms, which may
+                                       be over all heads: (H * D), (Hkv * D)
     blocks.{i}.attention.out.weight (E, H * D)
+    blocks.{i}.attention_post_norm.weight (E)              only with norms after a branch
     blocks.{i}.mlp_norm.weight (E)
-    blocks.{i}.mlp.up.weight (F, E), for swiglu (2F, E): rows gate, up, gate, up, ...
+    blocks.{i}.mlp.up.weight (F, E), for a gate (2F, E): rows gate, up, gate, up, ...
     blocks.{i}.mlp.down.weight (E, F)
+    blocks.{i}.mlp_post_norm.weight (E)                    only with norms after a branch
     final_norm.weight (E)              head.weight (V, E)              only untied
 
 and, with biases, `.bias` of the rows' size beside each of them but embedding, positions and head
 (an RMS norm has none). The architectures are GPT-2 (Radford et al. 2019), Llama (Touvron et al.
 2023, arXiv:2302.13971), Mistral's windows (arXiv:2310.06825), Qwen's biases and norms
-(arXiv:2407.10671, arXiv:2505.09388) and everything between them.
+(arXiv:2407.10671, arXiv:2505.09388), Gemma 2 and 3 (arXiv:2408.00118, arXiv:2503.19786), OLMo 2
+(arXiv:2501.00656) and everything between them.
 """
 
 from __future__ import annotations
@@ -47,8 +51,8 @@ class PlainConfig:
     kv_heads: int
     hidden: int
     positions: str = "learned"  # or "rope"
-    norm: str = "layer"  # or "rms"
-    activation: str = "gelu"  # by tanh, or "gelu_erf", or "swiglu"
+    norm: str = "layer"  # or "rms", or "rms1p": RMSNorm multiplied by 1 + weight
+    activation: str = "gelu"  # by tanh, or "gelu_erf", or the gates "swiglu" and "geglu" (by tanh)
     bias: bool = True
     tied: bool = True
     norm_eps: float = 1e-5
@@ -58,13 +62,21 @@ class PlainConfig:
     qkv_bias: bool | None = None  # None is as bias
     qk_norm: bool = False
     windows: tuple[int, ...] = ()  # of layers by turns, 0 is none
+    norm_place: str = "pre"  # of a branch, or "post", or "sandwich": both
+    qk_norm_whole: bool = False  # over all heads together
+    attention_scale: float | None = None  # None is 1 / sqrt(head_dim)
+    softcap: float | None = None  # scores are softcap * tanh(scores / softcap)
+    logit_softcap: float | None = None
+    embedding_scale: float | None = None
+    local_rope_theta: float | None = None  # of layers with a window, without rope_scaling
     rope_scaling: dict | None = None  # kind, factor, original_length, low, high, ...
 
     def __post_init__(self) -> None:
         for field, allowed in (
             ("positions", ("learned", "rope")),
-            ("norm", ("layer", "rms")),
-            ("activation", ("gelu", "gelu_erf", "swiglu")),
+            ("norm", ("layer", "rms", "rms1p")),
+            ("activation", ("gelu", "gelu_erf", "swiglu", "geglu")),
+            ("norm_place", ("pre", "sandwich", "post")),
         ):
             if getattr(self, field) not in allowed:
                 raise ValueError(f"{field} must be one of {allowed}, got {getattr(self, field)!r}")
@@ -103,16 +115,24 @@ def plain_shapes(config: PlainConfig) -> dict[str, tuple[int, ...]]:
             shapes[f"{name}.bias"] = (rows,)
 
     for i in range(config.layers):
-        norm(f"blocks.{i}.attention_norm")
+        before, after = config.norm_place != "post", config.norm_place != "pre"
+        if before:
+            norm(f"blocks.{i}.attention_norm")
         qkv_bias = config.bias if config.qkv_bias is None else config.qkv_bias
         linear(f"blocks.{i}.attention.qkv", config.kv_heads * (group + 2) * D, E, qkv_bias)
         if config.qk_norm:
-            shapes[f"blocks.{i}.attention.q_norm.weight"] = (D,)
-            shapes[f"blocks.{i}.attention.k_norm.weight"] = (D,)
+            q, k = (config.heads, config.kv_heads) if config.qk_norm_whole else (1, 1)
+            shapes[f"blocks.{i}.attention.q_norm.weight"] = (q * D,)
+            shapes[f"blocks.{i}.attention.k_norm.weight"] = (k * D,)
         linear(f"blocks.{i}.attention.out", E, config.heads * D)
-        norm(f"blocks.{i}.mlp_norm")
-        linear(f"blocks.{i}.mlp.up", 2 * F if config.activation == "swiglu" else F, E)
+        if after:
+            norm(f"blocks.{i}.attention_post_norm")
+        if before:
+            norm(f"blocks.{i}.mlp_norm")
+        linear(f"blocks.{i}.mlp.up", 2 * F if config.activation.endswith("glu") else F, E)
         linear(f"blocks.{i}.mlp.down", E, F)
+        if after:
+            norm(f"blocks.{i}.mlp_post_norm")
     norm("final_norm")
     if not config.tied:
         shapes["head.weight"] = (config.vocab_size, E)
@@ -125,14 +145,15 @@ def plain_init(
     """Fresh parameters: each drawn from (seed, its name) alone in float32, then cast to `dtype`.
 
     Matrices have standard deviation 0.02, the two projections back into the residual stream
-    0.02 / sqrt(2 * layers) as in GPT-2; norm weights are 1 and biases 0.
+    0.02 / sqrt(2 * layers) as in GPT-2; norm weights are 1 (those that 1 is added to 0), biases 0.
     """
     params = {}
     for name, shape in plain_shapes(config).items():
         if name.endswith(".bias"):
             params[name] = torch.zeros(shape, dtype=dtype)
         elif len(shape) == 1:
-            params[name] = torch.ones(shape, dtype=dtype)
+            one = 0.0 if config.norm == "rms1p" else 1.0
+            params[name] = torch.full(shape, one, dtype=dtype)
         else:
             digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
             key = int.from_bytes(digest[:8], "big") & (2**63 - 1)
@@ -186,7 +207,8 @@ def _dropout(x: Tensor, p: float, seed: int, site: int, tokens: Tensor) -> Tenso
 
 def _rms_norm(x: Tensor, params: dict[str, Tensor], name: str, config: PlainConfig) -> Tensor:
     x = x / torch.sqrt((x * x).mean(-1, keepdim=True) + config.norm_eps)
-    return x * params[f"{name}.weight"]
+    weight = params[f"{name}.weight"]
+    return x * (1.0 + weight if config.norm == "rms1p" else weight)
 
 
 def _norm(x: Tensor, params: dict[str, Tensor], name: str, config: PlainConfig) -> Tensor:
@@ -233,10 +255,10 @@ def _frequencies(half: int, theta: float, scaling: dict | None) -> tuple[list[fl
     return [s * f + (1 - s) * g for s, f, g in zip(mixed, plain, slow)], multiplier
 
 
-def _rotate(x: Tensor, config: PlainConfig) -> Tensor:
+def _rotate(x: Tensor, theta: float, scaling: dict | None) -> Tensor:
     """Rotary embedding of x[B, S, H, D]: element j turns with element j + D/2 (Llama's pairing)."""
     half = x.shape[-1] // 2
-    turn, multiplier = _frequencies(half, config.rope_theta, config.rope_scaling)
+    turn, multiplier = _frequencies(half, theta, scaling)
     position = torch.arange(x.shape[1], dtype=torch.float64, device=x.device)
     angle = position[:, None] * torch.tensor(turn, dtype=torch.float64, device=x.device)
     cos, sin = (
@@ -254,17 +276,25 @@ def _attention(
     qkv = _linear(x, params, f"{name}.qkv").view(B, S, config.kv_heads, group + 2, config.head_dim)
     q = qkv[..., :group, :].reshape(B, S, config.heads, config.head_dim)
     k, v = qkv[..., group, :], qkv[..., group + 1, :]
-    if config.qk_norm:
+    if config.qk_norm and config.qk_norm_whole:
+        q = _rms_norm(q.flatten(2), params, f"{name}.q_norm", config).view(q.shape)
+        k = _rms_norm(k.flatten(2), params, f"{name}.k_norm", config).view(k.shape)
+    elif config.qk_norm:
         q = _rms_norm(q, params, f"{name}.q_norm", config)
         k = _rms_norm(k, params, f"{name}.k_norm", config)
+    window = config.windows[layer % len(config.windows)] if config.windows else 0
     if config.positions == "rope":
-        q, k = _rotate(q, config), _rotate(k, config)
+        theta, scaling = config.rope_theta, config.rope_scaling
+        if window and config.local_rope_theta is not None:
+            theta, scaling = config.local_rope_theta, None
+        q, k = _rotate(q, theta, scaling), _rotate(k, theta, scaling)
     k = k.repeat_interleave(group, dim=2)
     v = v.repeat_interleave(group, dim=2)
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(config.head_dim)
+    scale = config.attention_scale
+    scale = 1 / math.sqrt(config.head_dim) if scale is None else scale
+    scores = _capped(torch.einsum("bqhd,bkhd->bhqk", q, k) * scale, config.softcap)
     back = torch.arange(S, device=x.device)[:, None] - torch.arange(S, device=x.device)
     hidden = back < 0
-    window = config.windows[layer % len(config.windows)] if config.windows else 0
     if window:
         hidden = hidden | (back >= window)
     weights = torch.softmax(scores.masked_fill(hidden, -math.inf), dim=-1)
@@ -272,15 +302,23 @@ def _attention(
     return _linear(out, params, f"{name}.out")
 
 
+def _capped(x: Tensor, cap: float | None) -> Tensor:
+    return x if cap is None else cap * torch.tanh(x / cap)
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)))
+
+
 def _mlp(x: Tensor, params: dict[str, Tensor], name: str, config: PlainConfig) -> Tensor:
     x = _linear(x, params, f"{name}.up")
     if config.activation == "gelu":
-        x = 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)))
+        x = _gelu_tanh(x)
     elif config.activation == "gelu_erf":
         x = 0.5 * x * (1.0 + torch.erf(x / math.sqrt(2.0)))
     else:
         gate, up = x[..., 0::2], x[..., 1::2]
-        x = gate * torch.sigmoid(gate) * up
+        x = (gate * torch.sigmoid(gate) if config.activation == "swiglu" else _gelu_tanh(gate)) * up
     return _linear(x, params, f"{name}.down")
 
 
@@ -310,18 +348,24 @@ def plain_gpt_logits(
     number = sample_ids[:, None] * config.seq_len + torch.arange(S, device=tokens.device)
 
     x = params["embedding.weight"][tokens]
+    if config.embedding_scale is not None:
+        x = x * config.embedding_scale
+    before, after = config.norm_place != "post", config.norm_place != "pre"
     if config.positions == "learned":
         x = x + params["positions.weight"][:S]
     x = _dropout(x, p, seed, 0, number)
     for i in range(config.layers):
-        y = _norm(x, params, f"blocks.{i}.attention_norm", config)
+        y = _norm(x, params, f"blocks.{i}.attention_norm", config) if before else x
         y = _attention(y, params, f"blocks.{i}.attention", i, config)
+        y = _norm(y, params, f"blocks.{i}.attention_post_norm", config) if after else y
         x = x + _dropout(y, p, seed, 1 + 2 * i, number)
-        y = _norm(x, params, f"blocks.{i}.mlp_norm", config)
+        y = _norm(x, params, f"blocks.{i}.mlp_norm", config) if before else x
         y = _mlp(y, params, f"blocks.{i}.mlp", config)
+        y = _norm(y, params, f"blocks.{i}.mlp_post_norm", config) if after else y
         x = x + _dropout(y, p, seed, 2 + 2 * i, number)
     x = _norm(x, params, "final_norm", config)
-    return x @ params["embedding.weight" if config.tied else "head.weight"].T
+    logits = x @ params["embedding.weight" if config.tied else "head.weight"].T
+    return _capped(logits, config.logit_softcap)
 
 
 def plain_gpt_loss(

@@ -1,12 +1,6 @@
-"""Train a GPT on text, on any mesh, from one command.
+"""What ``warpweave train`` does: the loop on each rank, and the ranks it starts.
 
-``warpweave train`` starts its own ranks; ``torchrun ... -m warpweave.train`` uses torchrun's (with
-several machines, `out` must be a folder that all of them share).
-
-Ctrl-C or SIGTERM finishes the step, saves and stops. Exit codes: 0 done, 1 failed, 2 refused before
-the first step (a checkpoint that cannot be gone on from, too), with nothing written, 130 (Ctrl-C)
-or 143 (SIGTERM) interrupted and saved. Under torchrun an interrupted run ends with 0, because
-torchrun would take anything else for a failed rank; a failed or refused one ends with torchrun's 1.
+Its options, and the words about them, are in `train_config`.
 """
 
 from __future__ import annotations
@@ -28,7 +22,6 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-import tyro
 from torch import Tensor
 from tqdm import tqdm
 
@@ -52,7 +45,7 @@ from warpweave.metrics import Metrics, peak_memory
 from warpweave.parallel.data.optimizer import AdamW
 from warpweave.parallel.shard import ParamRecord
 from warpweave.parallel.tensor import overlap_table
-from warpweave.train_config import CHECKPOINTS, TrainConfig, learning_rate
+from warpweave.train_config import CHECKPOINTS, TrainConfig, learning_rate, parse
 
 
 def _settings(config: TrainConfig) -> dict[str, Any]:
@@ -481,8 +474,12 @@ def train_rank(config: TrainConfig, port: int | None = None) -> int:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """The command ``warpweave train``."""
-    config = tyro.cli(TrainConfig, prog="warpweave train", description=__doc__, args=argv)
+    """The command ``warpweave train``, its options and all."""
+    run(parse(argv))
+
+
+def run(config: TrainConfig) -> NoReturn:
+    """The command ``warpweave train``; it ends the process."""
     torchrun = under_torchrun()
     rank, local_rank = (int(os.environ.get(n, "0")) for n in ("RANK", "LOCAL_RANK"))
     try:

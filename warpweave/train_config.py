@@ -1,8 +1,18 @@
-"""What a training run is asked to do: one typed record, which is the command line's options too.
+"""Train a GPT on text, on any mesh, from one command.
 
-The options of the model and of the plan are the fields of `GPTConfig` and `ParallelPlan` themselves
-(`config`): whoever adds a field there has added an option here (but for `rope_scaling`).
+``warpweave train`` starts its own ranks; ``torchrun ... -m warpweave.train`` uses torchrun's (with
+several machines, `out` must be a folder that all of them share).
+
+Ctrl-C or SIGTERM finishes the step, saves and stops. Exit codes: 0 done, 1 failed, 2 refused before
+the first step (a checkpoint that cannot be gone on from, too), with nothing written, 130 (Ctrl-C)
+or 143 (SIGTERM) interrupted and saved. Under torchrun an interrupted run ends with 0, because
+torchrun would take anything else for a failed rank; a failed or refused one ends with torchrun's 1.
 """
+
+# One typed record, which is the command line's options too. The options of the model and of the
+# plan are the fields of `GPTConfig` and `ParallelPlan` themselves (`config`): whoever adds a field
+# there has added an option here (but for `rope_scaling`). A wrong option is answered before torch
+# is imported: what needs it is imported where it is used.
 
 from __future__ import annotations
 
@@ -10,18 +20,17 @@ import dataclasses
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import tyro
 
-from warpweave.checkpoint import latest
 from warpweave.config import PRESETS, GPTConfig, ParallelPlan
-from warpweave.convert.source import find_tokenizer, open_model, read_model_config
-from warpweave.data import TOKEN_FILES, Dataset, open_dataset
-from warpweave.gpt import GPT
 from warpweave.kernels.runtime.tile_table import read_table
 from warpweave.parallel.mesh import Mesh
 from warpweave.parallel.tensor.overlap_table import read_measured
+
+if TYPE_CHECKING:
+    from warpweave.data import Dataset
 
 # Files and folders of a run, in `out`.
 METRICS, PLOT, CHECKPOINTS, BOARD = "metrics.jsonl", "loss.png", "checkpoints", "tensorboard"
@@ -144,6 +153,9 @@ class TrainConfig:
     @property
     def tokenizer_file(self) -> Path | None:
         """The tokenizer; None for bytes, and for a token file unless one is given for it."""
+        from warpweave.convert.source import find_tokenizer
+        from warpweave.data import TOKEN_FILES
+
         tokens = self.data is not None and self.data.suffix in TOKEN_FILES
         if self.tokenizer is not None or self.init_from is None or tokens:
             return self.tokenizer
@@ -152,7 +164,11 @@ class TrainConfig:
     @property
     def base(self) -> GPTConfig:
         """The model that the overrides change: that of `init_from`, or the preset."""
-        return PRESETS[self.model] if self.init_from is None else read_model_config(self.init_from)
+        if self.init_from is None:
+            return PRESETS[self.model]
+        from warpweave.convert.source import read_model_config
+
+        return read_model_config(self.init_from)
 
     @property
     def seq_len(self) -> int:
@@ -190,6 +206,8 @@ class TrainConfig:
 
     def open_data(self, split: Literal["train", "validation"]) -> Dataset:
         """One split of the data."""
+        from warpweave.data import open_dataset
+
         return open_dataset(
             self.data,
             seq_len=self.seq_len,
@@ -201,6 +219,8 @@ class TrainConfig:
 
     def check(self) -> None:
         """Raise a one-line error for what cannot work, before any rank is started."""
+        from warpweave.checkpoint import latest
+
         for low, names in (
             (1, ("steps", "batch", "keep", "eval_batches")),
             (0, ("warmup", "save_every", "eval_every", "sample", "seed")),
@@ -239,6 +259,9 @@ class TrainConfig:
 
     def _check_weights(self, folder: Path) -> None:
         """Raise if the weights in `folder` are not those of a model with the overrides."""
+        from warpweave.convert.source import open_model
+        from warpweave.gpt import GPT
+
         models = (self.model_config(1), open_model(folder).config)
         ours, theirs = (GPT(m, device="meta").parameter_records() for m in models)
         for name in {**ours, **theirs}:
@@ -248,6 +271,11 @@ class TrainConfig:
                     f"{name} is {found} in {folder}, but with the given options the model's is "
                     f"{wanted}"
                 )
+
+
+def parse(argv: list[str] | None = None) -> TrainConfig:
+    """The options of the command line; a wrong one ends the process with 2."""
+    return tyro.cli(TrainConfig, prog="warpweave train", description=__doc__, args=argv)
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:

@@ -10,7 +10,8 @@ from warpweave.kernels.rope.rotation import (
     rope_fwd,
     rope_qk_fwd,
 )
-from warpweave.kernels.rope.table import RopeScaling, rope_table
+from warpweave.kernels.rope.table import rope_table
+from warpweave.kernels.rope_scaling import RopeScaling
 
 __all__ = [
     "RopeScaling",

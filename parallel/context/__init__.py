@@ -6,11 +6,11 @@ process groups or all in one process.
 """
 
 from warpweave.parallel.context.attention import (
-    Strategy,
     check_strategy,
     choose_strategy,
     context_attention,
     resolve_strategy,
 )
+from warpweave.parallel.words import Strategy
 
 __all__ = ["Strategy", "check_strategy", "choose_strategy", "context_attention", "resolve_strategy"]

@@ -21,7 +21,7 @@ Every result equals attention on the whole sequence up to the order of sums.
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -37,8 +37,8 @@ from warpweave.parallel.context.ring import RING
 from warpweave.parallel.context.strategy import Shards
 from warpweave.parallel.context.ulysses import ULYSSES
 from warpweave.parallel.layout import SequenceLayout
+from warpweave.parallel.words import Strategy
 
-Strategy = Literal["auto", "ring", "gather", "ulysses", "hybrid"]
 ContextGroup = dist.ProcessGroup | None | tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]
 _STRATEGIES = {"ring": RING, "gather": GATHER, "ulysses": ULYSSES, "hybrid": ULYSSES}
 

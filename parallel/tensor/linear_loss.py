@@ -8,17 +8,24 @@ tell each other three numbers per token. Types and conventions are those of ``te
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 from warpweave.kernels.cross_entropy.linear import check_linear_cross_entropy, head_loss
 from warpweave.kernels.cross_entropy.vocabulary import Vocabulary, check_options
+from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.runtime.dispatch import choose
 from warpweave.parallel.collectives import group_rank, group_size
 from warpweave.parallel.symmetric import Workspace
 from warpweave.parallel.tensor.embedding import check_vocabulary
-from warpweave.parallel.tensor.loss import KINDS
+from warpweave.parallel.tensor.linear import column_parallel_linear
+from warpweave.parallel.tensor.loss import KINDS, vocab_parallel_cross_entropy
 from warpweave.parallel.tensor.overlap import tensor_ranks
+
+ROWS = 1024  # of each rank at a time under a softcap
 
 
 def vocab_parallel_linear_cross_entropy(
@@ -34,6 +41,7 @@ def vocab_parallel_linear_cross_entropy(
     z_loss: float = 0.0,
     reduction: str = "sum",
     recompute: bool | None = None,
+    softcap: float | None = None,
     padded_vocab_size: int | None = None,
     overlap: str = "auto",
     workspace: Workspace | None = None,
@@ -76,6 +84,8 @@ def vocab_parallel_linear_cross_entropy(
         label_smoothing, z_loss: e in [0, 1] and c >= 0.
         reduction: "sum", 0-dim, or "none", losses like `labels`.
         recompute: as for `linear_cross_entropy`; None is False on CPU tensors and "sum".
+        softcap: the loss is that of softcap * tanh(z / softcap): composed, `ROWS` rows of each rank
+            at a time, whose logits the backward makes again; None is none.
         padded_vocab_size: V; None is `vocab_size` rounded up to a multiple of R.
         overlap, workspace: as for `column_parallel_linear`.
         impl: as for `linear_cross_entropy`.
@@ -97,8 +107,52 @@ def vocab_parallel_linear_cross_entropy(
     parts = group_size(group) if sequence_parallel else 1
     dtype = check_linear_cross_entropy(name, x, weight, labels, parts=parts)
     impl = choose(impl, x, weight, labels)
+    if softcap is not None:
+        if not softcap > 0:
+            raise ValueError(f"{name}: softcap must be positive or None, got {softcap}")
+
+        def losses(x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            where = {"sequence_parallel": sequence_parallel, "overlap": overlap}
+            z = column_parallel_linear(x, weight, group=group, workspace=workspace, **where)
+            return vocab_parallel_cross_entropy(
+                softcap * torch.tanh(z.to(compute_dtype(z)) / softcap),
+                labels,
+                group=group,
+                vocab_size=vocab_size,
+                ignore_index=ignore_index,
+                label_smoothing=label_smoothing,
+                z_loss=z_loss,
+                padded_vocab_size=padded_vocab_size,
+                impl=impl,
+            )
+
+        each = _by_rows(losses, x, weight, labels, parts)
+        return each.sum() if reduction == "sum" else each
     vocabulary = Vocabulary(0, vocab_size, ignore_index, label_smoothing, z_loss, impl)
     ranks = tensor_ranks(group, sequence_parallel, overlap, workspace, x=x, impl=impl, kinds=KINDS)
     if group is not None and overlap in ("chunked", "fused"):
         vocabulary.check_labels(labels)  # before the first message, not between two
     return head_loss(x, weight, labels, vocabulary, dtype, reduction, recompute, ranks)
+
+
+def _by_rows(
+    losses: Callable[..., torch.Tensor],
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    parts: int,
+) -> torch.Tensor:
+    """losses(x, weight, labels) of some rows of every rank at a time, made again in the backward.
+
+    x[T/parts, ..., E] and labels[T, ...]: what `losses` gathers is the ranks' rows one rank after
+    the other.
+    """
+    again = {"use_reentrant": False, "preserve_rng_state": False}
+    rows = x.flatten(0, -2)
+    if len(rows) <= ROWS:
+        return checkpoint(losses, rows, weight, labels.flatten(), **again).view(labels.shape)
+    found = [
+        checkpoint(losses, some, weight, of.flatten(), **again).unflatten(0, (parts, -1))
+        for some, of in zip(rows.split(ROWS), labels.reshape(parts, -1).split(ROWS, 1))
+    ]
+    return torch.cat(found, 1).reshape(labels.shape)

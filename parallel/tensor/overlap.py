@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Any, NamedTuple, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -33,8 +33,7 @@ from warpweave.parallel.tensor.fused import FusedRanks
 from warpweave.parallel.tensor.overlap_model import LEAST_GAIN, Moves, Product, predict
 from warpweave.parallel.tensor.overlap_table import NEAR, WAYS, Measured, Place, nearest
 from warpweave.parallel.tensor.ranks import TensorRanks
-
-Overlap = Literal["auto", "fused", "chunked", "none"]
+from warpweave.parallel.words import Overlap
 
 
 def check_overlap(overlap: str) -> Overlap:

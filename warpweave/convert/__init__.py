@@ -1,9 +1,10 @@
 """Checkpoints of Hugging Face transformers into our GPT, and back, bit for bit.
 
-``from_hf(folder)`` reads GPT-2, Llama 2 and 3, Mistral, Qwen 2 and 3 and Phi 3: the sizes at once,
-each tensor when somebody asks for it, so that no rank ever holds more than its own part and one
-whole tensor. ``to_hf(model, folder)`` writes what ``AutoModelForCausalLM.from_pretrained`` loads,
-every rank its own tensors. transformers itself is not needed.
+``from_hf(folder)`` reads GPT-2, Llama 2 and 3, Mistral, Qwen 2 and 3, Phi 3, Gemma 2 and 3 (text)
+and OLMo 2: the sizes at once, each tensor when somebody asks for it, so that no rank ever holds
+more than its own part and one whole tensor. ``to_hf(model, folder)`` writes what
+``AutoModelForCausalLM.from_pretrained`` loads, every rank its own tensors. transformers itself is
+not needed.
 
 What a folder says and our GPT cannot do is refused by name: another kind of RoPE scaling, a bias
 where none can be, a tensor that is missing, too many, of another shape or quantised. Dropout is no

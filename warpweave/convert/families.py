@@ -85,7 +85,9 @@ def write_config(config: GPTConfig, kind: str | None = None) -> tuple[str, dict[
 def canonical(config: GPTConfig) -> GPTConfig:
     """The same model with nothing left to a default, so that equal models are equal records."""
     windows = tuple(config.window(i) or 0 for i in range(config.layers))
-    scaling = config.rope_scaling
+    scale, theta, scaling = config.attention_scale, config.local_rope_theta, config.rope_scaling
+    if not any(windows) or (theta == config.rope_theta and scaling is None):
+        theta = None
     if scaling is not None and scaling.high is None and scaling.kind in ("yarn", "llama3"):
         scaling = replace(scaling, high={"yarn": 32.0, "llama3": 4.0}[scaling.kind])
     return replace(
@@ -95,6 +97,8 @@ def canonical(config: GPTConfig) -> GPTConfig:
         head_size=config.head_dim,
         qkv_bias=config.bias if config.qkv_bias is None else config.qkv_bias,
         windows=windows if any(windows) else (),
+        attention_scale=None if scale == config.head_dim**-0.5 else scale,
+        local_rope_theta=theta,
         rope_scaling=scaling,
     )
 
@@ -119,8 +123,9 @@ def _or(fields: Mapping[str, Any], name: str, default: Any) -> Any:
 
 
 def _read_rotary(c: Mapping[str, Any], *, kv_heads: int | None = None, **more: Any) -> GPTConfig:
-    """A decoder with rotary positions, RMSNorm and SwiGLU; `kv_heads` is the family's default."""
-    _expect(c, "hidden_act", "silu")
+    """A decoder with rotary positions, RMSNorm and a gate; `kv_heads` is the family's default."""
+    if "activation" not in more:
+        _expect(c, "hidden_act", "silu")
     heads = c["num_attention_heads"]
     theta, scaling = _read_rope(c)
     return GPTConfig(
@@ -133,13 +138,16 @@ def _read_rotary(c: Mapping[str, Any], *, kv_heads: int | None = None, **more: A
         hidden=c["intermediate_size"],
         head_size=c.get("head_dim"),
         positions="rope",
-        norm="rms",
-        activation="swiglu",
-        tied=_or(c, "tie_word_embeddings", False),
         norm_eps=_or(c, "rms_norm_eps", 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
-        **{"bias": False, **more},
+        **{
+            "norm": "rms",
+            "activation": "swiglu",
+            "bias": False,
+            "tied": _or(c, "tie_word_embeddings", False),
+            **more,
+        },
     )
 
 
@@ -239,22 +247,33 @@ def _write_phi3(c: GPTConfig) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name != "head_dim"}
 
 
-def _qwen_windows(c: Mapping[str, Any]) -> tuple[int, ...]:
-    window, layers = c.get("sliding_window", 4096), c["num_hidden_layers"]
-    if not c.get("use_sliding_window", False) or window is None:
-        return ()
-    first = c.get("max_window_layers", 28)
-    kinds = c.get("layer_types") or ["full_attention"] * first + ["sliding_attention"] * layers
+_KINDS = ("full_attention", "sliding_attention")
+
+
+def _windows_of(c: Mapping[str, Any], window: int, default: Callable[[int], bool]) -> tuple:
+    """Each layer's window, by ``layer_types``, or where `default` of the layer's number is true."""
+    layers = c["num_hidden_layers"]
+    kinds = c.get("layer_types") or [_KINDS[default(i)] for i in range(layers)]
     if len(kinds) < layers:
         raise ConvertError(f"layer_types names {len(kinds)} of {layers} layers")
     for kind in kinds:
-        _expect({"layer_types": kind}, "layer_types", "full_attention", "sliding_attention")
+        _expect({"layer_types": kind}, "layer_types", *_KINDS)
     return tuple(window if kind == "sliding_attention" else 0 for kind in kinds[:layers])
 
 
+def _kinds_of(c: GPTConfig) -> list[str]:
+    return [_KINDS[c.window(i) is not None] for i in range(c.layers)]
+
+
+def _qwen_windows(c: Mapping[str, Any]) -> tuple[int, ...]:
+    window, first = c.get("sliding_window", 4096), c.get("max_window_layers", 28)
+    if not c.get("use_sliding_window", False) or window is None:
+        return ()
+    return _windows_of(c, window, lambda i: i >= first)
+
+
 def _write_qwen(c: GPTConfig) -> dict[str, Any]:
-    sizes = {w for w in c.windows if w}
-    kinds = ["sliding_attention" if c.window(i) else "full_attention" for i in range(c.layers)]
+    sizes, kinds = {w for w in c.windows if w}, _kinds_of(c)
     return _write_rotary(c) | {
         "use_sliding_window": bool(sizes),
         "sliding_window": min(sizes, default=None),
@@ -271,6 +290,87 @@ def _read_qwen3(c: Mapping[str, Any]) -> GPTConfig:
     _expect(c, "attention_bias", False)
     c = {**c, "head_dim": _or(c, "head_dim", 128)}
     return _read_rotary(c, kv_heads=32, qk_norm=True, windows=_qwen_windows(c))
+
+
+def _read_gemma(c: Mapping[str, Any], **more: Any) -> GPTConfig:
+    """What Gemma 2 and 3 share."""
+    tanh = "gelu_pytorch_tanh"
+    c = {**c, "hidden_activation": _or(c, "hidden_activation", tanh)}
+    _expect(c, "hidden_activation", tanh)
+    _expect(c, "attention_bias", False)
+    if c.get("use_bidirectional_attention"):
+        raise ConvertError("use_bidirectional_attention = True is not supported, only False")
+    return _read_rotary(
+        {**c, "head_dim": _or(c, "head_dim", 256)},
+        kv_heads=4,
+        norm="rms1p",
+        activation="geglu",
+        norm_place="sandwich",
+        tied=_or(c, "tie_word_embeddings", True),
+        attention_scale=_or(c, "query_pre_attn_scalar", 256) ** -0.5,
+        embedding_scale=c["hidden_size"] ** 0.5,
+        **more,
+    )
+
+
+def _write_gemma(c: GPTConfig) -> dict[str, Any]:
+    scale = c.head_dim**-0.5 if c.attention_scale is None else c.attention_scale
+    fields = _write_rotary(c)
+    del fields["hidden_act"]
+    return fields | {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": round(scale**-2),
+        "sliding_window": max(c.windows, default=0) or 4096,
+        "layer_types": _kinds_of(c),
+        "attn_logit_softcapping": c.softcap,
+        "final_logit_softcapping": c.logit_softcap,
+    }
+
+
+def _read_gemma2(c: Mapping[str, Any]) -> GPTConfig:
+    return _read_gemma(
+        c,
+        windows=_windows_of(c, _or(c, "sliding_window", 4096), lambda i: i % 2 == 0),
+        softcap=c.get("attn_logit_softcapping", 50.0),
+        logit_softcap=c.get("final_logit_softcapping", 30.0),
+    )
+
+
+def _read_gemma3(c: Mapping[str, Any]) -> GPTConfig:
+    """Windows turn by a base of their own, ``rope_local_base_freq`` before transformers 5."""
+    rope, every = c.get("rope_parameters") or {}, _or(c, "sliding_window_pattern", 6)
+    if "full_attention" in rope:
+        local = {**rope["sliding_attention"]}
+        rope = {"rope_theta": 1e6} | rope["full_attention"]
+    else:
+        local = {"rope_theta": _or(c, "rope_local_base_freq", 10000.0)}
+        rope = {"rope_theta": _or(c, "rope_theta", 1e6)} | (rope or c.get("rope_scaling") or {})
+    theta, scaling = _read_rope({**c, "rope_parameters": {"rope_theta": 10000.0} | local})
+    if scaling is not None:
+        raise ConvertError("RoPE scaling of sliding_attention is not supported")
+    return _read_gemma(
+        {**c, "rope_parameters": rope},
+        qk_norm=True,
+        windows=_windows_of(c, _or(c, "sliding_window", 4096), lambda i: (i + 1) % every != 0),
+        softcap=c.get("attn_logit_softcapping"),
+        logit_softcap=c.get("final_logit_softcapping"),
+        local_rope_theta=theta,
+    )
+
+
+def _write_gemma3(c: GPTConfig) -> dict[str, Any]:
+    theta, scaling = c.rope(local=True)
+    local = _write_rope(replace(c, rope_theta=theta, rope_scaling=scaling))
+    fields = _write_gemma(c)
+    rope = {"full_attention": fields["rope_parameters"], "sliding_attention": local}
+    return fields | {"rope_parameters": rope}
+
+
+def _read_olmo2(c: Mapping[str, Any]) -> GPTConfig:
+    _expect(c, "attention_bias", False)
+    return _read_rotary(
+        {"rms_norm_eps": 1e-5, **c}, norm_place="post", qk_norm=True, qk_norm_whole=True
+    )
 
 
 _ROTARY = {
@@ -292,6 +392,12 @@ _ROTARY_NAMES = {
     "base": "model.",
     "unused": (".rotary_emb.inv_freq",),
 }
+_POST_NORMS = {
+    "attention_post_norm": ("post_attention_layernorm",),
+    "mlp_norm": ("pre_feedforward_layernorm",),
+    "mlp_post_norm": ("post_feedforward_layernorm",),
+}
+_POST_NORM_NAMES = {**_ROTARY_NAMES, "modules": _ROTARY | _POST_NORMS}
 _PHI3_MODULES = {"attention.qkv": ("self_attn.qkv_proj",), "mlp.up": ("mlp.gate_up_proj",)}
 
 # ---------------------------------------------------------------- GPT-2
@@ -367,4 +473,7 @@ FAMILIES: dict[str, Family] = {
         _write_phi3,
         **{**_ROTARY_NAMES, "modules": _ROTARY | _PHI3_MODULES},
     ),
+    "gemma2": Family("Gemma2ForCausalLM", _read_gemma2, _write_gemma, **_POST_NORM_NAMES),
+    "gemma3_text": Family("Gemma3ForCausalLM", _read_gemma3, _write_gemma3, **_POST_NORM_NAMES),
+    "olmo2": Family("Olmo2ForCausalLM", _read_olmo2, _write_rotary, **_POST_NORM_NAMES),
 }

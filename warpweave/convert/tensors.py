@@ -16,6 +16,7 @@ from torch import Tensor
 from warpweave.config import GPTConfig
 from warpweave.convert.families import Family
 from warpweave.gpt import GPT
+from warpweave.kernels.activation import find_activation
 from warpweave.parallel.shard import ParamRecord
 
 
@@ -72,7 +73,7 @@ def _rule(record: ParamRecord, config: GPTConfig, family: Family) -> TensorRule:
     order = None
     if module == "attention.qkv":
         rows, order = (H * D, Hkv * D, Hkv * D), lambda: _by_kv_head(H, Hkv, D)
-    elif module == "mlp.up" and config.activation == "swiglu":
+    elif module == "mlp.up" and find_activation(config.activation).gated:
         rows, order = (F, F), lambda: torch.arange(2 * F).view(2, F).T.flatten()
     if len(names) == 1:
         rows = (sum(rows),)

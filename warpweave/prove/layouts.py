@@ -14,13 +14,11 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from warpweave.config import GPTConfig, ParallelPlan, Recompute, ScheduleName
-from warpweave.kernels.rope import RopeScaling
-from warpweave.parallel.context import Strategy
-from warpweave.parallel.layout import Kind
+from warpweave.kernels.rope_scaling import RopeScaling
 from warpweave.parallel.mesh import AXES, Mesh
-from warpweave.parallel.tensor.overlap import Overlap
+from warpweave.parallel.words import Kind, Overlap, Strategy
 
-Style = Literal["gpt2", "llama", "mixed", "qwen"]
+Style = Literal["gpt2", "llama", "mixed", "qwen", "gemma", "olmo"]
 
 STYLES: dict[str, dict] = {
     "gpt2": {"positions": "learned", "norm": "layer", "activation": "gelu", "bias": True},
@@ -31,6 +29,16 @@ STYLES: dict[str, dict] = {
         "qkv_bias": True, "qk_norm": True, "windows": (3, 0),
         "rope_scaling": RopeScaling("llama3", 4.0, original_length=8),
     },  # what a model may have besides: no real one has all of it
+    "gemma": {
+        "positions": "rope", "norm": "rms1p", "activation": "geglu", "bias": False,
+        "norm_place": "sandwich", "qk_norm": True, "attention_scale": 0.4, "softcap": 2.0,
+        "logit_softcap": 0.25, "embedding_scale": 2.5, "windows": (3, 0),
+        "local_rope_theta": 100.0, "rope_scaling": RopeScaling("linear", 4.0),
+    },  # what Gemma 2 and 3 have, in one
+    "olmo": {
+        "positions": "rope", "norm": "rms", "activation": "swiglu", "bias": False,
+        "norm_place": "post", "qk_norm": True, "qk_norm_whole": True,
+    },
 }  # fmt: skip
 PRIMES = (5, 11, 23, 37, 53)  # vocabularies; five words leave some of six tensor ranks without any
 

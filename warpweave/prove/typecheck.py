@@ -110,7 +110,7 @@ def _annotate(model: GPT, batch: MicroBatch) -> None:
     _typed(mesh, batch.labels, dp=V, cp=S(0), tp=R)
     _typed(mesh, batch.positions, dp=R, cp=S(0), tp=rows)
     _typed(mesh, batch.normaliser, dp=R, cp=R, tp=R)
-    for table in batch.context.rope or ():
+    for table in (*(batch.context.rope or ()), *(batch.context.local_rope or ())):
         _typed(mesh, table, dp=R, cp=S(0), tp=R)
     if batch.context.token_ids is not None:
         _typed(mesh, batch.context.token_ids, dp=V, cp=S(0), tp=rows)

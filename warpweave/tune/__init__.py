@@ -9,10 +9,7 @@ offers.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-import tyro
-
-from warpweave.tune import options
-from warpweave.tune.options import TuneConfig
+from warpweave.tune.options import TuneConfig, parse
 
 if TYPE_CHECKING:
     from warpweave.tune.command import tune_here
@@ -31,8 +28,7 @@ def __getattr__(name: str) -> Any:
 
 def main(argv: list[str] | None = None) -> None:
     """The command ``warpweave tune``; torch is imported once its options are understood."""
-    prog, about = "warpweave tune", options.__doc__
-    config = tyro.cli(TuneConfig, prog=prog, description=about, args=argv)
+    config = parse(argv)
     from warpweave.tune.command import run
 
     run(config)

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+import tyro
+
 from warpweave.kernels.runtime.tile_table import MAX_HEAD_DIM
 
 if TYPE_CHECKING:
@@ -59,3 +61,8 @@ class TuneConfig:
         from warpweave.tune.calls import problems  # and torch: a command line does without
 
         return problems(self.kernels, self.dtypes, self.head_dims)
+
+
+def parse(argv: list[str] | None = None) -> TuneConfig:
+    """The options of the command line; a wrong one ends the process with 2."""
+    return tyro.cli(TuneConfig, prog="warpweave tune", description=__doc__, args=argv)

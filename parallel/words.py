@@ -1,0 +1,12 @@
+"""The words by which a cut over ranks is chosen: of the standard library alone.
+
+A command line offers them as options, and answers a wrong one without torch.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Kind = Literal["zigzag", "contiguous", "striped"]  # how the sequence is cut: `layout`
+Strategy = Literal["auto", "ring", "gather", "ulysses", "hybrid"]  # of `context`
+Overlap = Literal["auto", "fused", "chunked", "none"]  # of `tensor.overlap`

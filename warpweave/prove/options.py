@@ -1,0 +1,151 @@
+"""Show that a layout computes what one plain device computes.
+
+``warpweave prove --all --world 4`` trains a tiny GPT for a few steps on every mesh of 1 to 4 ranks,
+times every ZeRO stage, schedule and model style, with real gloo processes. It compares with
+`plain_gpt`, a model that shares no code with the rest of the library: the loss of every step, every
+gathered gradient, the gradient norm, the losses of an evaluation and the tokens of a text after
+every step, and after the last one the weights, as they are gathered and as every rank computes with
+them, and the optimizer's moments. Every rank judges what it holds; the worst of all ranks counts.
+
+``warpweave prove --random 50 --seed 1`` does the same for layouts drawn at random, up to 8 ranks
+with axes of 3, 5 and 6 and other sizes each time. Layout i is drawn from seed + i alone.
+
+``warpweave prove --typecheck --model llama-70b --dp 32 --cp 4 --tp 8 --pp 8`` needs no ranks: it
+follows the types of one rank's program per stage (`typecheck` beside this file), on any mesh, in
+seconds.
+
+``TRITON_INTERPRET=1 warpweave prove --dp 2 --tp 2 --impl triton`` proves a layout and the kernels
+in one: everything that has a Triton kernel runs it, in the interpreter.
+
+The batch is made to be nasty: numbers of valid tokens differ between ranks, some ranks have none at
+all, the vocabulary and the layers do not divide evenly, dropout is on and its token numbers pass
+2**32, the learning rate changes, and clipping is active in one step and not in the next.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal
+
+import tyro
+
+from warpweave.config import Recompute, ScheduleName
+from warpweave.parallel.mesh import Mesh
+from warpweave.parallel.words import Kind, Overlap, Strategy
+from warpweave.prove.layouts import Layout, Style, draw, table
+
+
+@dataclass(frozen=True)
+class ProveConfig:
+    """Which layouts to prove."""
+
+    all: bool = False
+    """Every mesh of 1 to `world` ranks instead of the one given by the axes; above four, those of
+    exactly `world` ranks that use the most axes (8: 2 x 2 x 2)."""
+    world: int = 4
+    """With --all: number of ranks."""
+    random: int = 0
+    """This many layouts drawn at random instead, with sizes of their own."""
+    seed: int = 0
+    """With --random: layout i is drawn from seed + i."""
+    dp: int = 1
+    """Data-parallel replicas."""
+    tp: int = 1
+    """Tensor-parallel ranks."""
+    cp: int = 1
+    """Context-parallel ranks."""
+    pp: int = 1
+    """Pipeline stages."""
+    ulysses: int = 1
+    """Of the context ranks, neighbours that trade rows for heads; a ring goes over the rest."""
+    zero: Literal[0, 1, 2, 3] = 0
+    """ZeRO stage over dp x cp."""
+    schedule: ScheduleName = "1f1b"
+    """Order of the micro-batches in a pipeline."""
+    sequence_parallel: bool = True
+    """With tp > 1, cut the residual stream's tokens over the tensor ranks."""
+    style: Style = "gpt2"
+    """Learned positions, LayerNorm, GELU and biases; or rotary, RMSNorm, SwiGLU and GQA; or rotary,
+    LayerNorm, SwiGLU, GQA and biases; or what Qwen, Gemma and OLMo have besides."""
+    tied: bool = True
+    """The head's weight is the embedding's."""
+    recompute: Recompute = "none"
+    """Activation checkpointing."""
+    strategy: Strategy = "auto"
+    """How context ranks attend to one another's tokens."""
+    layout: Kind = "zigzag"
+    """How cp cuts the sequence."""
+    microbatches: int | None = None
+    """Micro-batches per step; by default more than stages, where the samples divide by it."""
+    overlap: Overlap = "auto"
+    """How messages of tensor ranks and products hide one another; "fused" needs --impl triton."""
+    dtype: Literal["fp64", "fp32", "bf16", "fp16", "both"] = "both"
+    """What to compute in."""
+    impl: Literal["torch", "triton"] = "torch"
+    """What computes on the CPU: torch, or (with TRITON_INTERPRET=1 set, a minute for a layout) the
+    Triton kernels in Triton's interpreter."""
+    timeout: float = 60.0
+    """Seconds that any exchange between ranks may take."""
+    typecheck: bool = False
+    """Run no ranks: check the program's types on a mesh of any size."""
+    model: str | None = None
+    """With --typecheck: a preset of `warpweave.gpt` instead of the proof's tiny model."""
+
+    def given(self) -> Layout:
+        """The layout that the axes give."""
+        mesh = Mesh(self.dp, self.cp, self.tp, self.pp, self.ulysses)
+        return Layout(
+            mesh,
+            self.sequence_parallel and mesh.tp > 1,
+            self.zero,
+            self.schedule,
+            self.style,
+            self.tied,
+            self.recompute,
+            self.strategy,
+            self.layout,
+            self.overlap,
+            count=self.microbatches,
+        )
+
+    def layouts(self) -> list[Layout]:
+        """The layouts to prove, largest worlds first."""
+        if self.model is not None:
+            raise ValueError(f"model = {self.model!r} needs --typecheck: a proof trains a tiny one")
+        import torch  # and the kernels: a command line does without
+
+        from warpweave.kernels.runtime.dispatch import choose
+
+        choose(self.impl, torch.empty(0))  # or a line that says what is missing
+        if self.overlap == "fused" and self.impl == "torch":
+            raise ValueError("--overlap fused is within Triton's kernels: it needs --impl triton")
+        chosen = [self.given()]
+        several = self.all or self.random != 0
+        if several and (chosen != [ProveConfig().given()] or (self.all and self.random)):
+            raise ValueError("--all and --random choose layouts themselves: no other choice beside")
+        if not several and (self.world, self.seed) != (4, 0):
+            raise ValueError("--world needs --all, --seed needs --random")
+        if self.world < 1 or self.random < 0:
+            raise ValueError(
+                f"world and random must be at least 1, got {self.world} and {self.random}"
+            )
+        if self.random:
+            chosen = [draw(self.seed + i, self.impl) for i in range(self.random)]
+        elif self.all:
+            worlds = range(1, self.world + 1) if self.world <= 4 else (self.world,)
+            chosen = [layout for world in worlds for layout in table(world, self.impl)]
+        dtypes = ("fp64", "fp32") if self.dtype == "both" else (self.dtype,)
+        every = [
+            dataclasses.replace(layout, dtype=d, impl=self.impl)
+            for layout in chosen
+            for d in dtypes
+        ]
+        for layout in every:
+            layout.model.check(layout.mesh, layout.plan)
+        return sorted(every, key=lambda layout: -layout.mesh.world)
+
+
+def parse(argv: list[str] | None = None) -> ProveConfig:
+    """The options of the command line; a wrong one ends the process with 2."""
+    return tyro.cli(ProveConfig, prog="warpweave prove", description=__doc__, args=argv)
