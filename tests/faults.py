@@ -442,6 +442,20 @@ FAULTS = (
         "ranges[-1].partial)[:2] == alike[:2]",
         "what is a partial sum over the tensor axis is forgotten beside what is not",
     ),
+    Fault(
+        "data-boundaries",
+        "warpweave/data/dataset.py",
+        "(row == IGNORE).nonzero()[:, 0] + 1 for",
+        "(row == IGNORE).nonzero()[:, 0] for",
+        "the last token of a packed document is the next one's first",
+    ),
+    Fault(
+        "gpt-packed-positions",
+        "warpweave/gpt.py",
+        "positions = positions - table[:, 0]",
+        "positions = positions - table[:, 0].clamp(max=0)",
+        "learned positions of packed documents go on counting",
+    ),
     # ---- layers -----------------------------------------------------------------------------
     Fault(
         "attention-documents",

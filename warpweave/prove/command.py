@@ -90,6 +90,8 @@ class ProveConfig:
     """How context ranks attend to one another's tokens."""
     layout: Kind = "zigzag"
     """How cp cuts the sequence."""
+    packed: bool = False
+    """Each sample is packed from several documents."""
     microbatches: int | None = None
     """Micro-batches per step; by default more than stages, where the samples divide by it."""
     overlap: Overlap = "auto"
@@ -120,6 +122,7 @@ class ProveConfig:
             self.strategy,
             self.layout,
             self.overlap,
+            packed=self.packed,
             count=self.microbatches,
         )
 
@@ -214,6 +217,8 @@ def _typecheck(config: ProveConfig) -> None:
     """The command ``warpweave prove --typecheck``."""
     from warpweave.prove.typecheck import typecheck
 
+    if config.packed:
+        raise ValueError("--packed: types see no documents, prove it with ranks")
     layout = config.given()
     mesh, model = layout.mesh, layout.model
     if config.model is not None:
