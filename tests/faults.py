@@ -273,8 +273,8 @@ FAULTS = (
     Fault(
         "ring-window-border",
         "parallel/context/ring.py",
-        "max(q[0] - k[-1], k[0] - q[-1]) < options.window",
-        "max(q[0] - k[-1], k[0] - q[-1]) < options.window - 1",
+        "most = options.window - 1 if options.window",
+        "most = options.window - 2 if options.window",
         "a block that a window reaches with one key is passed over",
     ),
     Fault(
@@ -287,8 +287,8 @@ FAULTS = (
     Fault(
         "ring-coarse-gradient",
         "parallel/context/ring.py",
-        "layout.parts, layout.runs(rank), compute_dtype(q)",
-        "layout.parts, layout.runs(rank), q.dtype",
+        "q_runs, grad_dtype = layout.runs(rank), compute_dtype(q)",
+        "q_runs, grad_dtype = layout.runs(rank), q.dtype",
         "dq and the travelling dk and dv are rounded to bf16 at every hop",
     ),
     Fault(
@@ -441,6 +441,20 @@ FAULTS = (
         "ranges[-1].partial) == alike",
         "ranges[-1].partial)[:2] == alike[:2]",
         "what is a partial sum over the tensor axis is forgotten beside what is not",
+    ),
+    Fault(
+        "data-boundaries",
+        "warpweave/data/dataset.py",
+        "(row == IGNORE).nonzero()[:, 0] + 1 for",
+        "(row == IGNORE).nonzero()[:, 0] for",
+        "the last token of a packed document is the next one's first",
+    ),
+    Fault(
+        "gpt-packed-positions",
+        "warpweave/gpt.py",
+        "positions = positions - table[:, 0]",
+        "positions = positions - table[:, 0].clamp(max=0)",
+        "learned positions of packed documents go on counting",
     ),
     # ---- layers -----------------------------------------------------------------------------
     Fault(

@@ -136,10 +136,15 @@ def _plain_run(config: TrainConfig) -> tuple[list[dict], dict[str, torch.Tensor]
     rows: list[dict] = []
     samples = config.mesh.dp * config.batch
 
+    def documents(labels: torch.Tensor) -> torch.Tensor | None:
+        ends = (labels == -100).long()
+        return ends.cumsum(1) - ends if config.packed else None
+
     def evaluate(step: int) -> None:
         count = samples * config.eval_batches
+        batch = held_out.fixed_batch(range(count), count=count)
         total, valid = plain_gpt_loss(
-            params, *held_out.fixed_batch(range(count), count=count), plain, dropout=0.0
+            params, *batch, plain, dropout=0.0, document=documents(batch[1])
         )
         rows.append({"step": step, "val_loss": float(total / valid)})
 
@@ -147,7 +152,7 @@ def _plain_run(config: TrainConfig) -> tuple[list[dict], dict[str, torch.Tensor]
         batch = train.batch(step, range(samples * config.plan.microbatches))
         leaves = {name: p.clone().requires_grad_() for name, p in params.items()}
         key = config.seed * 2**32 + step  # another mask every step, and for every seed
-        total, valid = plain_gpt_loss(leaves, *batch, plain, seed=key)
+        total, valid = plain_gpt_loss(leaves, *batch, plain, seed=key, document=documents(batch[1]))
         loss = total / valid
         grads = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
         lr, decay = learning_rate(config, step), config.weight_decay
@@ -178,6 +183,8 @@ RUNS = (
     {"pp": 2, "tp": 2, "sequence_parallel": False},
     {"pp": 4, "layers": 4, "microbatches": 3, "batch": 1},
     {"cp": 2, "cp_strategy": "gather", "betas": (0.7, 0.8), "eps": 0.01},
+    {"packed": True},
+    {"cp": 2, "cp_strategy": "ring", "packed": True, "separator": ord(" ")},
 )
 
 
