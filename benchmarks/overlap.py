@@ -2,6 +2,7 @@
 
     python benchmarks/overlap.py                                  # one GPU, or none
     torchrun --nproc-per-node 8 benchmarks/overlap.py             # several, over NVLink
+    torchrun --nproc-per-node 8 benchmarks/overlap.py --table overlap_table.json
 
 On one GPU virtual ranks share it: the product within the overlapped kernels, with all copies and
 sums at the speed of its memory, against as many products of cuBLAS. On several the whole operation,
@@ -10,18 +11,35 @@ output is compared before anything is timed. Without a GPU nothing is timed, and
 PREDICTIONS are printed, for eight of each GPU that the model knows best.
 
 `PUBLISHED` is what others measured; the model's figure stands beside each.
+
+With ``--table`` the linear layers are timed instead, forward, in each way to overlap that can be
+timed here, and the table is written by which `overlap="auto"` chooses (`overlap_table`). On several
+GPUs all three; on one none, which is refused; without a GPU `none` and `chunked` on two gloo ranks:
+what fuses runs there in an interpreter, whose time says nothing.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import Report, assert_equal, header, interleave, parser, results_folder
+from harness import (
+    Check,
+    Report,
+    assert_equal,
+    header,
+    interleave,
+    parser,
+    results_folder,
+    run_ranks,
+)
 from torch import Tensor
 
 from warpweave.kernels.devices import Device, find_device
@@ -35,12 +53,15 @@ from warpweave.kernels.overlap.function import (
 )
 from warpweave.kernels.overlap.symmetric import local_memory
 from warpweave.parallel.symmetric import Workspace
+from warpweave.parallel.tensor import column_parallel_linear, row_parallel_linear
+from warpweave.parallel.tensor.overlap import place_of
 from warpweave.parallel.tensor.overlap_model import (
     Moves,
     Product,
-    explain,
     predict,
+    recommend,
 )
+from warpweave.parallel.tensor.overlap_table import WAYS, Measured, write_measured
 from warpweave.tune.timing import CudaTimer
 from warpweave.tune.timing import interleave as interleave_on_device
 
@@ -50,6 +71,7 @@ HALF = torch.bfloat16
 MODELS = {"8B": (4096, 14336), "70B": (8192, 28672)}  # width and hidden units, of Llama 3
 ROWS = (2048, 8192, 16384)
 TINY, TINY_ROWS = {"tiny": (8, 24)}, (24,)
+CPU_MODELS, CPU_ROWS = {"small": (512, 2048), "medium": (1024, 4096)}, (1024, 4096)
 MOVES: tuple[Moves, ...] = ("gather", "scatter", "reduce")
 
 Calls = Mapping[str, Callable[[], Any]]
@@ -132,7 +154,7 @@ class OverlapReport(Report):
 
     def predict(self, product: Product, device: Device | None) -> None:
         """Say what the model expects of a product."""
-        self.predictions.append(str(explain(product, device, symmetric=True)))
+        self.predictions.append(str(recommend(product, device, symmetric=True)))
         if not dist.is_initialized() or dist.get_rank() == 0:
             print(self.predictions[-1], flush=True)
 
@@ -282,13 +304,65 @@ def waited_for(call: Callable[[], Any]) -> Callable[[], None]:
     return run
 
 
+# ---------------------------------------------------------------- the table of auto
+
+
+def layer_calls(
+    product: Product, x: Tensor, weight: Tensor, workspace: Workspace, ways: tuple[str, ...]
+) -> dict[str, Callable[[], Tensor]]:
+    """The forward of a linear layer of this product, in each way."""
+    layer = column_parallel_linear if product.moves == "gather" else row_parallel_linear
+    cut = {"group": dist.group.WORLD, "sequence_parallel": product.moves != "reduce"}
+    return {way: partial(layer, x, weight, **cut, overlap=way, workspace=workspace) for way in ways}
+
+
+@torch.no_grad()
+def measure_table(
+    quick: bool, rounds: int, device: torch.device
+) -> tuple[list[Measured], list[Check]]:
+    """On every rank: rows of all products, after a comparison with the blocking twin."""
+    ways = WAYS if device.type == "cuda" else WAYS[:2]
+    models, rows = (MODELS, ROWS) if device.type == "cuda" else (CPU_MODELS, CPU_ROWS)
+    models, rows = (TINY, TINY_ROWS) if quick else (models, rows)
+    workspace, found, checks = Workspace(dist.group.WORLD), [], []
+    for product in products(dist.get_world_size(), models, rows):
+        x, b = draw(product, dist.get_rank(), device)
+        x, weight = (t if device.type == "cuda" else t.float() for t in (x, b.t().contiguous()))
+        calls = layer_calls(product, x, weight, workspace, ways)
+        pairs = {way: (call(), calls["none"]()) for way, call in calls.items()}
+        limit = 8 * torch.finfo(x.dtype).eps if x.dtype == HALF else 1e-5
+        checks.append(assert_equal(f"{product}", pairs, limit))
+        timed = {way: waited_for(call) for way, call in calls.items()}
+        us = {w: round(1e3 * median(ms), 1) for w, ms in interleave(timed, rounds=rounds).items()}
+        sizes = product.moves, product.M, product.N, product.K
+        found.append(Measured(place_of(x, dist.group.WORLD), *sizes, us))
+    return found, checks
+
+
+def write_table(path: Path, rows: list[Measured], checks: list[Check]) -> None:
+    """The file, and what is in it."""
+    write_measured(path, rows)
+    for row, check in zip(rows, checks, strict=True):
+        us = ", ".join(f"{way} {time:.0f}" for way, time in row.us.items())
+        print(f"{row.moves} M={row.M} N={row.N} K={row.K}: {us} us, equal to {check.error:.0e}")
+    print(f"{path}: {len(rows)} rows of {rows[0].place}", flush=True)
+
+
 # ---------------------------------------------------------------- the command
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Predict, and measure what can be measured here."""
-    options = parser(CLAIM).parse_args(arguments)
+    command = parser(CLAIM)
+    command.add_argument("--table", type=Path, help="write the table of overlap='auto' here")
+    options = command.parse_args(arguments)
     sizes = (TINY, TINY_ROWS) if options.quick else (MODELS, ROWS)
+    rounds = options.rounds or (2 if options.quick else 30)
+    if options.table is not None and not torch.cuda.is_available():
+        print("there is no GPU: none and chunked on 2 gloo ranks, nothing fused", flush=True)
+        found = run_ranks(2, measure_table, options.quick, rounds, torch.device("cpu"))
+        write_table(options.table, *found)
+        return
     if not torch.cuda.is_available():
         print("there is no GPU: nothing is measured, and what follows is PREDICTED", flush=True)
         told = {"kind": "predicted", "device": "none: what follows is PREDICTED"}
@@ -299,14 +373,21 @@ def main(arguments: list[str] | None = None) -> None:
         report.finish(options.results)
         return
     several = dist.is_torchelastic_launched()
+    if options.table is not None and int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        command.error("--table times ranks that move data: start it with torchrun on several GPUs")
     if several:
         dist.init_process_group("cpu:gloo,cuda:nccl")
         torch.cuda.set_device(dist.get_node_local_rank())
     device = torch.device("cuda", torch.cuda.current_device())
+    if options.table is not None:
+        found = measure_table(options.quick, rounds, device)
+        if dist.get_rank() == 0:
+            write_table(options.table, *found)
+        dist.destroy_process_group()
+        return
     name = torch.cuda.get_device_name(device)
     told = {"kind": name.lower().replace(" ", "-"), "device": name}
     report = OverlapReport("overlap", CLAIM, header(**told), measured=True)
-    rounds = options.rounds or (2 if options.quick else 30)
     if several:
         workspace = Workspace(dist.group.WORLD)
         for product in products(dist.get_world_size(), *sizes):

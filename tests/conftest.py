@@ -1,6 +1,7 @@
 """Settings that every test shares: Triton runs in its interpreter, one thread per process."""
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 
@@ -25,3 +26,22 @@ def _fresh_compiler() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+def _process() -> dict[str, object]:
+    """What tests of other files in this process would see, were it changed."""
+    ours = {n: v for n, v in os.environ.items() if n[0] != "_" and n != "PYTEST_CURRENT_TEST"}
+    return ours | {
+        "threads": torch.get_num_threads(),
+        "dtype": torch.get_default_dtype(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "grad": torch.is_grad_enabled(),
+        "handlers": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)],
+    }
+
+
+@pytest.fixture(autouse=True)
+def _process_is_left_as_it_was() -> Iterator[None]:
+    before = _process()
+    yield
+    assert _process() == before

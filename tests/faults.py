@@ -273,8 +273,8 @@ FAULTS = (
     Fault(
         "ring-window-border",
         "parallel/context/ring.py",
-        "max(q[0] - k[-1], k[0] - q[-1]) < options.window",
-        "max(q[0] - k[-1], k[0] - q[-1]) < options.window - 1",
+        "most = options.window - 1 if options.window",
+        "most = options.window - 2 if options.window",
         "a block that a window reaches with one key is passed over",
     ),
     Fault(
@@ -287,8 +287,8 @@ FAULTS = (
     Fault(
         "ring-coarse-gradient",
         "parallel/context/ring.py",
-        "layout.parts, layout.runs(rank), compute_dtype(q)",
-        "layout.parts, layout.runs(rank), q.dtype",
+        "q_runs, grad_dtype = layout.runs(rank), compute_dtype(q)",
+        "q_runs, grad_dtype = layout.runs(rank), q.dtype",
         "dq and the travelling dk and dv are rounded to bf16 at every hop",
     ),
     Fault(
@@ -442,6 +442,20 @@ FAULTS = (
         "ranges[-1].partial)[:2] == alike[:2]",
         "what is a partial sum over the tensor axis is forgotten beside what is not",
     ),
+    Fault(
+        "data-boundaries",
+        "warpweave/data/dataset.py",
+        "(row == IGNORE).nonzero()[:, 0] + 1 for",
+        "(row == IGNORE).nonzero()[:, 0] for",
+        "the last token of a packed document is the next one's first",
+    ),
+    Fault(
+        "gpt-packed-positions",
+        "warpweave/gpt.py",
+        "positions = positions - table[:, 0]",
+        "positions = positions - table[:, 0].clamp(max=0)",
+        "learned positions of packed documents go on counting",
+    ),
     # ---- layers -----------------------------------------------------------------------------
     Fault(
         "attention-documents",
@@ -460,8 +474,8 @@ FAULTS = (
     Fault(
         "attention-norm-of-heads",
         "layers/attention.py",
-        '"sequence_parallel": True, "impl": self.impl}',
-        '"sequence_parallel": self.qkv.sequence_parallel, "impl": self.impl}',
+        "style.qk_norm, sequence_parallel=True, **where",
+        "style.qk_norm, sequence_parallel=self.qkv.sequence_parallel, **where",
         "without sequence parallelism gradients of q/k norms are those of one tensor rank's heads",
     ),
     Fault(
@@ -480,8 +494,8 @@ FAULTS = (
     ),
     Fault(
         "block-layer-norm-eps",
-        "layers/block.py",
-        "return LayerNorm(embed_dim, norm_eps, bias=bias, **where)",
+        "layers/norm.py",
+        "return LayerNorm(embed_dim, eps, bias=bias, **where)",
         "return LayerNorm(embed_dim, bias=bias, **where)",
         "norm_eps counts for RMSNorm only",
     ),
@@ -564,6 +578,20 @@ FAULTS = (
         "a weight gradient that waits leaves the sum of dx with no product to hide under",
     ),
     Fault(
+        "auto-takes-another-collective",
+        "parallel/tensor/overlap_table.py",
+        "if row.place == place and row.moves == product.moves:",
+        "if row.place == place:",
+        "a reduce-scatter is chosen for by the times of an all-gather",
+    ),
+    Fault(
+        "auto-by-first-product",
+        "parallel/tensor/overlap.py",
+        "sum(row.us[way] for row in rows)",
+        "rows[0].us[way]",
+        "how an MLP overlaps is chosen by its first product, whatever its second one loses",
+    ),
+    Fault(
         "fused-two-shots-first-rows",
         "kernels/overlap/function.py",
         "slice(memory.rank * S, (memory.rank + 1) * S)",
@@ -622,15 +650,36 @@ FAULTS = (
     Fault(
         "norm-bias-partial",
         "layers/norm.py",
-        "partial=self._partial, init=init, decay=False",
-        'partial=self._partial and name == "weight", init=init, decay=False',
+        "self._cuts, self._partial, init=init, decay=False",
+        'self._cuts, self._partial if name == "weight" else (), init=init, decay=False',
         "with sequence parallelism each tensor rank trains a LayerNorm bias of its own",
+    ),
+    Fault(
+        "norm-whole-width-alone",
+        "layers/norm.py",
+        "reduce_from(wide.square().sum(-1, keepdim=True), self.group)",
+        "wide.square().sum(-1, keepdim=True)",
+        "a norm over all heads divides by the squares of one tensor rank's heads",
+    ),
+    Fault(
+        "attention-local-rope",
+        "layers/attention.py",
+        "return context.local_rope if local else context.rope",
+        "return context.rope",
+        "layers with a window turn by the base of those without",
+    ),
+    Fault(
+        "gpt-softcap-of-the-loss",
+        "warpweave/gpt.py",
+        "softcap=config.logit_softcap,",
+        "softcap=None,",
+        "the loss is that of logits without their softcap",
     ),
     Fault(
         "norm-rms-eps",
         "layers/norm.py",
-        "rms_norm(x, self.weight, self.eps, **",
-        "rms_norm(x, self.weight, **",
+        "rms_norm(x, self._factors(), self.eps, **",
+        "rms_norm(x, self._factors(), **",
         "RMSNorm's eps is always 1e-6",
     ),
     Fault(
@@ -960,8 +1009,8 @@ FAULTS = (
     Fault(
         "gpt-rope-dtype",
         "warpweave/gpt.py",
-        "scaling=c.rope_scaling, dtype=wide",
-        "scaling=c.rope_scaling, dtype=dtype",
+        "scaling=scaling, dtype=wide",
+        "scaling=scaling, dtype=dtype",
         "angles of a bf16 model are bf16",
     ),
     Fault(

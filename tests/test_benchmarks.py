@@ -20,7 +20,7 @@ from ranks import run_ranks
 
 from warpweave.gpt import GPTConfig
 from warpweave.kernels.devices import find_device
-from warpweave.parallel.tensor import overlap_model
+from warpweave.parallel.tensor import overlap_model, overlap_table
 from warpweave.plain_gpt import plain_gpt_loss
 from warpweave.prove.expected import plain_config
 
@@ -297,6 +297,27 @@ def test_without_a_gpu_overlapped_products_are_only_predicted(load, tmp_path, ca
     assert all("PREDICTED" in words and "measured there" in words for words in last["published"])
 
 
+def test_the_table_of_auto_is_of_two_gloo_ranks_where_there_is_no_gpu(load, tmp_path, capsys):
+    path = tmp_path / "table.json"
+    load("overlap").main(["--quick", "--rounds", "1", "--table", str(path)])
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == "there is no GPU: none and chunked on 2 gloo ranks, nothing fused"
+    rows = overlap_table.read_measured(path)
+    assert [row.moves for row in rows] == ["gather", "scatter", "reduce"]
+    for row in rows:
+        assert row.place == ("CPU", "gloo", 2, "float32")
+        assert row.us.keys() == {"none", "chunked"}
+        assert row.M == 24
+
+
+def test_one_gpu_writes_no_table(load, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(SystemExit):
+        load("overlap").main(["--table", str(tmp_path / "table.json")])
+    assert "start it with torchrun on several GPUs" in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
+
+
 def test_the_model_is_within_half_of_what_others_published(load):
     """And it takes nothing fused or chunked where that lost, for fewer than 2048 rows."""
     compared = 0
@@ -307,7 +328,7 @@ def test_the_model_is_within_half_of_what_others_published(load):
         elif point.product.M < 2048:
             assert most < 1
             device = find_device(point.device)
-            choice = overlap_model.explain(point.product, device, symmetric=True)
+            choice = overlap_model.recommend(point.product, device, symmetric=True)
             assert choice.overlap == "whole"
         else:
             assert least / 1.5 < point.model() < 1.5 * most, point.words()

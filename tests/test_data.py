@@ -1,13 +1,21 @@
 """Data: samples depend on (seed, step, number) alone; splits share no file; errors name files."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from warpweave.data import IGNORE, DataError, JsonTokenizer, open_dataset, write_token_file
+from warpweave.data import (
+    IGNORE,
+    DataError,
+    JsonTokenizer,
+    boundaries,
+    open_dataset,
+    write_token_file,
+)
 
 
 def folder_of(path: Path, count: int = 10, size: int = 300) -> Path:
@@ -77,6 +85,23 @@ def test_labels_are_the_next_tokens_but_where_another_file_begins(tmp_path: Path
     for offset, row in zip(offsets, labels.tolist(), strict=True):
         following = range(offset + 1, offset + 21)
         assert row == [IGNORE if i % 7 == 0 else joined[i] for i in following]
+
+
+def test_documents_end_where_files_and_separators_do(tmp_path: Path) -> None:
+    tokens = np.array([5, 0, 6, 7, 0, 0, 8, 9, 1, 2, 3, 4])
+    write_token_file(tmp_path / "a.bin", tokens, vocab_size=10)
+    data = open_dataset(tmp_path / "a.bin", seq_len=6, split="all", separator=0)
+    _, labels = data.fixed_batch(range(2), count=2)
+    assert labels.tolist() == [[0, IGNORE, 7, 0, IGNORE, IGNORE], [IGNORE, 9, 1, 2, 3, 4]]
+    assert boundaries(labels).tolist() == [[0, 2, 5, 6, 6], [0, 1, 6, 6, 6]]
+    plain = open_dataset(tmp_path / "a.bin", seq_len=6, split="all").fixed_batch(range(2), count=2)
+    assert boundaries(plain[1]).tolist() == [[0, 6], [0, 6]]
+    files = open_dataset(folder_of(tmp_path / "text", 4, 7), seq_len=20, split="all")
+    text, labels = files.batch(0, range(50))
+    for row, bounds in zip(text, boundaries(labels)):
+        pieces = [set(row[a:b].tolist()) for a, b in pairwise(bounds) if a < b]
+        assert all(len(piece) == 1 for piece in pieces)  # a file is one letter, seven times
+        assert len(pieces) == len(row.unique())
 
 
 def test_evaluation_samples_are_fixed_disjoint_and_spread_over_the_text(tmp_path: Path) -> None:

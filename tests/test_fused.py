@@ -3,6 +3,7 @@ a block equal plain torch on ranks that cut the tokens, with the same bits on ev
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from unittest import mock
 
@@ -12,7 +13,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from close import relative_error
 from ranks import run_ranks
-from sharded import draw, part
+from sharded import draw, part, same_birth
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from warpweave.kernels.dropout import Drop, dropout
 from warpweave.kernels.overlap import all_gather_gemm, gemm_reduce_scatter
@@ -21,10 +25,13 @@ from warpweave.kernels.overlap.symmetric import local_memory
 from warpweave.kernels.rope import apply_rope, rope_table
 from warpweave.kernels.runtime.wgrad import WeightGradients, collect
 from warpweave.layers.attention import Attention
+from warpweave.layers.block import TransformerBlock
+from warpweave.layers.context import TokenContext
 from warpweave.layers.linear import ColumnParallelLinear
 from warpweave.layers.mlp import MLP
+from warpweave.layers.records import collect_records
 from warpweave.parallel.collectives import reduce_from
-from warpweave.parallel.mesh import Mesh
+from warpweave.parallel.mesh import ConnectedMesh, Mesh
 from warpweave.parallel.symmetric import Workspace
 from warpweave.parallel.tensor import column_parallel_linear, fused, row_parallel_linear
 from warpweave.parallel.tensor.mlp import parallel_mlp
@@ -311,3 +318,79 @@ def _empty_dims(rank: int) -> None:
             draw(1, 4, 0, 6), draw(2, 8, 6), sequence_parallel=sequence, **ranks
         )
         assert y.shape == (2 if sequence else 4, 0, 8)
+
+
+# ---------------------------------------------------------------- under torch's data parallelism
+
+
+def _block(mesh: ConnectedMesh | None) -> TransformerBlock:
+    """The same on every call: over the tensor ranks of `mesh` and fused, or whole and torch's."""
+    fusing = {"mesh": mesh, "sequence_parallel": True, "overlap": "fused", "impl": "triton"}
+    torch.manual_seed(7)
+    return TransformerBlock(
+        8, 2, 6, activation="swiglu", norm="rms", rope_theta=100.0, dtype=torch.float64,
+        **(fusing if mesh else {"impl": "torch"}),
+    )  # fmt: skip
+
+
+def _averaged(wrap: Callable[..., nn.Module], mesh: ConnectedMesh) -> float:
+    """The largest error of output and gradients of a wrapped block in two rounds: of this rank's
+    replica of the data, and averaged over the replicas."""
+    tokens, worst = 6, 0.0
+    whole, mine = _block(None), _block(mesh)
+    same_birth(whole, mine, mesh)
+    records = collect_records(mine)
+    wrapped = wrap(mine, mesh)
+    cos_sin = rope_table(torch.arange(tokens), 4, theta=100.0, dtype=torch.float64)
+    context = TokenContext(1, None, cos_sin, 0, None)
+    for step in range(2):
+        x, dy = draw(step, 2, tokens, 8), draw(step + 10, 2, tokens, 8)
+        replica = mesh.index("dp")
+        with mock.patch.object(fused, "gemm_reduce_scatter", wraps=gemm_reduce_scatter) as called:
+            y = wrapped(part_of(x[replica], mesh), context)
+            y.backward(part_of(dy[replica], mesh))
+        assert called.call_count == 2  # out, down
+        outputs = [whole(x[r], context) for r in range(2)]
+        (sum((a * b).sum() for a, b in zip(outputs, dy)) / 2).backward()
+        worst = max(worst, relative_error(y, part_of(outputs[replica], mesh)))
+        expected = dict(whole.named_parameters())
+        for name, p in mine.named_parameters():
+            g = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+            if records[name].partial:
+                dist.all_reduce(g, group=mesh.group("tp"))
+            worst = max(
+                worst, relative_error(g, records[name].slice(expected[name].grad, mesh.coords))
+            )
+        whole.zero_grad(), mine.zero_grad()
+    return worst
+
+
+def part_of(t: torch.Tensor, mesh: ConnectedMesh) -> torch.Tensor:
+    """This tensor rank's tokens."""
+    return t.detach().chunk(2)[mesh.index("tp")]
+
+
+def _replicas(block: nn.Module, mesh: ConnectedMesh) -> nn.Module:
+    return DistributedDataParallel(block, process_group=mesh.group("dp"))
+
+
+def _shards(block: nn.Module, mesh: ConnectedMesh) -> nn.Module:
+    return fully_shard(block, mesh=mesh.device_mesh["dp"])
+
+
+def _shards_of_layers(block: nn.Module, mesh: ConnectedMesh) -> nn.Module:
+    """Each by itself, so that MLP and attention call their layers instead of reading them."""
+    for layer in (block.attention.qkv, block.attention.out, block.mlp.up, block.mlp.down):
+        fully_shard(layer, mesh=mesh.device_mesh["dp"])
+    return _shards(block, mesh)
+
+
+def _data_parallel(rank: int) -> None:
+    mesh = Mesh(dp=2, tp=2).connect()
+    for wrap in (_replicas, _shards, _shards_of_layers):
+        assert _averaged(wrap, mesh) < 1e-12, wrap
+    assert _averaged(lambda block, mesh: block, mesh) > 1e-3  # nobody averages
+
+
+def test_ddp_and_fsdp2_average_fused_tensor_ranks_as_one_device_does() -> None:
+    run_ranks(4, _data_parallel)

@@ -366,6 +366,39 @@ def test_micro_batches_with_sample_ids_and_a_seed_add_up_to_the_plain_batch():
     assert_close_f64(loss, total / count, RTOL)
 
 
+@EACH
+def test_packed_documents_are_each_computed_as_if_alone(config):
+    """Logits and gradients; the boundaries of one sample, or of every sample, empty ones too."""
+    gpt, _ = _scattered(config)
+    tokens, labels = _tokens()
+    bounds = torch.tensor(
+        [[0, 5, 5, 9, 12], [0, 1, 7, 12, 12], [0, 12, 12, 12, 12], [0, 0, 4, 4, 6]]
+    )
+    for documents in (bounds, bounds[1]):
+        each = documents.expand(len(tokens), -1)
+        logits = gpt(tokens, documents=documents)
+        for row, ends in enumerate(each.tolist()):
+            for a, b in zip(ends, [*ends[1:], tokens.shape[1]]):
+                if a < b:
+                    alone = gpt(tokens[row : row + 1, a:b])[0]
+                    assert_close_f64(logits[row, a:b], alone, RTOL)
+    loss = gpt(tokens, labels, documents=bounds)
+    valid, sums = int((labels != -100).sum()), torch.zeros((), **F64)
+    for row, ends in enumerate(bounds.tolist()):
+        for a, b in zip(ends, [*ends[1:], tokens.shape[1]]):
+            here = labels[row : row + 1, a:b]
+            if (count := int((here != -100).sum())) > 0:
+                sums = sums + gpt(tokens[row : row + 1, a:b], here) * count / valid
+    params = list(gpt.parameters())
+    assert_close_f64(loss, sums, RTOL)
+    for got, expected in zip(
+        torch.autograd.grad(loss, params), torch.autograd.grad(sums, params), strict=True
+    ):
+        assert_close_f64(got, expected, RTOL)
+    with pytest.raises(ValueError, match=r"shape \[n \+ 1\] or \[4, n \+ 1\], got \(3, 5\)"):
+        gpt(tokens, documents=bounds[:3])
+
+
 def test_a_batch_without_labels_has_loss_zero():
     gpt, _ = _scattered(CONFIGS["gpt2"])
     tokens, labels = _tokens()

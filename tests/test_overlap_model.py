@@ -9,9 +9,9 @@ from warpweave.kernels.devices import DEVICES, find_device
 from warpweave.parallel.tensor import overlap_model
 from warpweave.parallel.tensor.overlap_model import (
     Product,
-    explain,
     predict,
     product_seconds,
+    recommend,
 )
 
 H100 = find_device("NVIDIA H100 80GB HBM3")
@@ -79,16 +79,16 @@ def test_nothing_is_faster_than_what_it_hides(moves):
 
 
 def test_it_fuses_where_peers_memory_can_be_reached_and_the_product_is_large():
-    choice = explain(LARGE, H100, symmetric=True)
+    choice = recommend(LARGE, H100, symmetric=True)
     assert choice.overlap == "fused"
     assert 1.1 < choice.gain < 1.6
     assert choice.gain == choice.predicted.whole / choice.predicted.fused
     for options in ({"symmetric": False}, {"symmetric": True, "link": "network"}):
-        other = explain(LARGE, H100, **options)
+        other = recommend(LARGE, H100, **options)
         assert other.overlap != "fused"
         assert other.predicted.fused is None
     slow = dataclasses.replace(LARGE, N=28672)  # the network takes as long as the product
-    assert explain(slow, H100, "network", symmetric=False).overlap == "chunked"
+    assert recommend(slow, H100, "network", symmetric=False).overlap == "chunked"
 
 
 @pytest.mark.parametrize(
@@ -101,18 +101,18 @@ def test_it_fuses_where_peers_memory_can_be_reached_and_the_product_is_large():
     ],
 )
 def test_it_leaves_alone_what_would_lose(product, why):
-    choice = explain(product, H100, symmetric=True)
+    choice = recommend(product, H100, symmetric=True)
     assert (choice.overlap, choice.gain) == ("whole", 1.0)
     assert choice.why.endswith(why)
 
 
 def test_it_says_what_and_why_and_that_this_is_a_prediction():
-    lines = str(explain(LARGE, H100, symmetric=True)).splitlines()
+    lines = str(recommend(LARGE, H100, symmetric=True)).splitlines()
     assert lines[0] == (
         "overlap: fused, gather around [8192, 8192] [8192, 3584] on 8 x H100 over nvlink"
     )
     assert lines[1].startswith("PREDICTION: 1.")
     assert len(lines) == 3
-    assert str(explain(LARGE, None, symmetric=True)) == (
+    assert str(recommend(LARGE, None, symmetric=True)) == (
         "overlap: whole, nothing is known of the speed of this device"
     )

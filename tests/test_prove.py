@@ -78,6 +78,11 @@ LAYOUTS = {
         Layout(Mesh(tp=4), True, style="gpt2"),
         Layout(Mesh(pp=4), schedule="1f1b", style="llama"),
         Layout(Mesh(pp=2, dp=2), zero=3, schedule="interleaved"),
+        Layout(Mesh(pp=2, dp=2), zero=2, packed=True),
+        Layout(Mesh(dp=2, cp=2), strategy="ring", packed=True),
+        Layout(Mesh(tp=2, cp=2), True, style="qwen", strategy="gather", packed=True),
+        Layout(Mesh(tp=2, cp=2), True, 3, strategy="ulysses", layout="striped", packed=True),
+        Layout(Mesh(cp=4, ulysses=2), style="llama", strategy="hybrid", packed=True),
     ],
     5: [drawn(Mesh(dp=5)), drawn(Mesh(tp=5)), drawn(Mesh(cp=5))],
     6: [drawn(Mesh(tp=3, pp=2)), drawn(Mesh(cp=3, tp=2)), Layout(Mesh(dp=3, cp=2), zero=2)],
@@ -162,8 +167,8 @@ def _with_valid(change):
     """A wrong normaliser: `change(valid, labels)` instead of the global number of valid tokens."""
 
     def value(original):
-        def run(self, tokens, labels, ids, valid, key):
-            return original(self, tokens, labels, ids, change(valid.wait(), labels), key)
+        def run(self, tokens, labels, ids, valid, *rest):
+            return original(self, tokens, labels, ids, change(valid.wait(), labels), *rest)
 
         return run
 
@@ -817,6 +822,7 @@ def test_a_fault_that_raises_on_one_rank_leaves_the_line_of_json():
      (("--random", "3", "--zero", "1"), "choose layouts themselves"),
      (("--world", "3"), "--world needs --all"),
      (("--seed", "3"), "--seed needs --random"),
+     (("--packed", "--typecheck"), "types see no documents"),
      (("--tp", "2", "--overlap", "fused"), "it needs --impl triton")],
 )  # fmt: skip
 def test_the_command_exits_with_two_and_one_line_for_a_layout_that_cannot_be(argv, message, capsys):

@@ -7,6 +7,7 @@ on gloo ranks, where messages are counted and both executors and both overlap mo
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from unittest import mock
 
 import pytest
@@ -24,13 +25,17 @@ NAMES = ("o", "lse", "dq", "dk", "dv")
 Tensors = tuple[torch.Tensor, ...]
 
 
-def whole_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Tensors:
+def whole_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, window: int | None = None
+) -> Tensors:
     """(o, lse) on one device, written out: no kernel, no layout, no merge."""
     s = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(q.shape[2] // k.shape[2], 2))
     s = s / math.sqrt(q.shape[3])
+    back = torch.arange(q.shape[1])[:, None] - torch.arange(q.shape[1])
     if causal:
-        rows = torch.arange(q.shape[1])
-        s = s.masked_fill(rows[None, :] > rows[:, None], -math.inf)
+        s = s.masked_fill(back < 0, -math.inf)
+    if window is not None:
+        s = s.masked_fill(back.abs() >= window, -math.inf)
     p = s.softmax(-1)
     v = v.repeat_interleave(q.shape[2] // k.shape[2], 2)
     return torch.einsum("bhqk,bkhd->bqhd", p, v), s.logsumexp(-1)
@@ -47,6 +52,7 @@ class Case:
     batch: int = 2
     dim: int = 8
     dtype: torch.dtype = torch.float64
+    window: int | None = None
 
     def draw(self) -> tuple[Tensors, Tensors]:
         """(q, k, v) and (do, dlse) of the whole sequence."""
@@ -67,7 +73,7 @@ class Case:
         inputs = [x.double().requires_grad_() for x in inputs]
         if do_mask is not None:
             do, dlse = do * do_mask[None, :, None, None], dlse * do_mask
-        o, lse = whole_attention(*inputs, self.causal)
+        o, lse = whole_attention(*inputs, self.causal, self.window)
         grads = torch.autograd.grad((o, lse), inputs, (do.double(), dlse.double()))
         return o.detach(), lse.detach(), *grads
 
@@ -92,7 +98,8 @@ def emulate(
     """The whole o, lse, dq, dk, dv of a ring whose ranks all run in this process."""
     ranks = range(case.layout.parts)
     shards = [case.shard(rank) for rank in ranks]
-    options = {"layout": case.layout, "options": AttentionOptions(case.causal, impl=impl)}
+    mask = AttentionOptions(case.causal, case.window, impl=impl)
+    options = {"layout": case.layout, "options": mask}
     forward = messages.run_in_process(
         [ring.ring_forward(rank, *shards[rank][0], **options) for rank in ranks], overlap=overlap
     )
@@ -286,7 +293,8 @@ def _run(case: Case, rank: int, overlap: bool) -> tuple[Tensors, list[int], list
     """This rank's o, lse, dq, dk, dv and the bytes of its forward and backward messages."""
     inputs, cotangents = case.shard(rank)
     inputs = [x.clone().requires_grad_() for x in inputs]
-    options = {"layout": case.layout, "group": dist.group.WORLD, "causal": case.causal}
+    options = {"layout": case.layout, "group": dist.group.WORLD}
+    options |= {"causal": case.causal, "window": case.window}
     wire = _Wire()
     with mock.patch.object(dist, "batch_isend_irecv", wire.batch_isend_irecv):
         o, lse = _ring_attention(*inputs, **options, overlap=overlap)
@@ -390,3 +398,83 @@ def _loss_through_one_output(rank: int, case: Case) -> None:
 
 def test_gradients_through_o_or_lse_alone_and_from_one_rank() -> None:
     run_ranks(3, _loss_through_one_output, Case(SequenceLayout(18, 3), kv_heads=2))
+
+
+# ------------------------------------------------------------------ 5. windows end the ring
+
+
+def _visited(layout: SequenceLayout, causal: bool, window: int) -> list[int]:
+    """The d of which some rank sees a key of block r-d, by looking at every pair of positions."""
+    found = set()
+    for rank in range(layout.parts):
+        for d in range(layout.parts):
+            back = layout.positions(rank)[:, None] - layout.positions((rank - d) % layout.parts)
+            seen = (back.abs() < window) & (back >= 0 if causal else back == back)
+            found |= {d} if seen.any() else set()
+    return sorted(found)
+
+
+def _bytes(case: Case) -> tuple[int, int]:
+    """Of a block's K‖V and of its fp32 (or fp64) gradient."""
+    elements = 2 * case.batch * case.layout.local_len * case.kv_heads * case.dim
+    return elements * case.dtype.itemsize, elements * max(4, case.dtype.itemsize)
+
+
+def _expected_messages(case: Case, visits: list[int]) -> tuple[list[int], list[int]]:
+    """The sizes of forward and backward messages: as many K‖V and dK‖dV as blocks are visited, both
+    in one message where they go equally far."""
+    (kv, dkv), gaps = _bytes(case), [b - a for a, b in pairwise(visits)][::-1]
+    backward = [kv] * bool(gaps)
+    for before, after in pairwise(gaps):
+        backward += [kv + dkv] if before == after else [kv, dkv]
+    return [kv] * len(gaps), backward + [dkv] * bool(gaps)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("kind", ["zigzag", "contiguous", "striped"])
+def test_a_hop_that_the_window_hides_from_all_is_not_made(kind: str, causal: bool) -> None:
+    """And the numbers are those of one device, for windows from one key to all and P up to 7."""
+    for parts, length in ((2, 4), (3, 6), (4, 4), (7, 2)):
+        layout = SequenceLayout(parts * length, parts, kind)
+        block = length // 2 if kind == "zigzag" else length
+        for window in sorted({1, 2, block, block + 1, block + 2, 2 * block + 2, 99}):
+            case = Case(layout, causal=causal, window=window, heads=2, batch=1, dim=3)
+            visits = _visited(layout, causal, window)
+            sent: list[list[messages.Hop]] = []
+
+            def deliver(hops: list[messages.Hop], neighbours: int, sent=sent) -> None:
+                sent.append([hop.send.numel() * hop.send.element_size() for hop in hops])
+                _deliver(hops, neighbours)
+
+            with mock.patch.object(messages, "_deliver", deliver):
+                assert_equal_to_whole(case, emulate(case))
+            forward, backward = _expected_messages(case, visits)
+            assert sent == [[size] * parts for size in forward + backward], case
+            reach = -(-(window - 1) // block)  # blocks that a window goes back
+            if kind == "striped":
+                count = (window - 1) if causal else 2 * (window - 1)
+            else:
+                count = reach if causal and kind == "contiguous" else 2 * reach
+            assert len(forward) == min(count, parts - 1), case
+
+
+_deliver = messages._deliver
+
+
+def _windows_on_ranks(rank: int) -> None:
+    for kind, window, causal in (
+        ("contiguous", 5, True), ("contiguous", 6, True), ("contiguous", 5, False),
+        ("striped", 2, True), ("striped", 2, False), ("contiguous", 1, False),
+    ):  # fmt: skip
+        layout = SequenceLayout(16, 4, kind)
+        case = Case(layout, causal=causal, window=window)
+        results, *sent = _run(case, rank, overlap=True)
+        blocking, *same = _run(case, rank, overlap=False)
+        assert all(map(torch.equal, results, blocking))
+        assert same == sent == [*_expected_messages(case, _visited(layout, causal, window))]
+        for name, got, whole in zip(NAMES, results, case.truth()):
+            assert_close_f64(got, layout.shard(whole, rank, 2 if name == "lse" else 1), 1e-11)
+
+
+def test_windows_on_gloo_ranks() -> None:
+    run_ranks(4, _windows_on_ranks)

@@ -31,6 +31,9 @@ from warpweave.launch import Session
 from warpweave.metrics import utilisation
 from warpweave.parallel.data.optimizer import AdamW
 from warpweave.parallel.mesh import Mesh
+from warpweave.parallel.tensor import overlap_table
+from warpweave.parallel.tensor.overlap_model import Product
+from warpweave.parallel.tensor.overlap_table import Measured, Place, write_measured
 from warpweave.plain_gpt import PlainConfig, plain_adamw_step, plain_gpt_loss, plain_init
 from warpweave.train import Interrupt, TrainConfig, Trainer, TrainingStopped, learning_rate
 from warpweave.train_config import GPTOverrides
@@ -133,10 +136,15 @@ def _plain_run(config: TrainConfig) -> tuple[list[dict], dict[str, torch.Tensor]
     rows: list[dict] = []
     samples = config.mesh.dp * config.batch
 
+    def documents(labels: torch.Tensor) -> torch.Tensor | None:
+        ends = (labels == -100).long()
+        return ends.cumsum(1) - ends if config.packed else None
+
     def evaluate(step: int) -> None:
         count = samples * config.eval_batches
+        batch = held_out.fixed_batch(range(count), count=count)
         total, valid = plain_gpt_loss(
-            params, *held_out.fixed_batch(range(count), count=count), plain, dropout=0.0
+            params, *batch, plain, dropout=0.0, document=documents(batch[1])
         )
         rows.append({"step": step, "val_loss": float(total / valid)})
 
@@ -144,7 +152,7 @@ def _plain_run(config: TrainConfig) -> tuple[list[dict], dict[str, torch.Tensor]
         batch = train.batch(step, range(samples * config.plan.microbatches))
         leaves = {name: p.clone().requires_grad_() for name, p in params.items()}
         key = config.seed * 2**32 + step  # another mask every step, and for every seed
-        total, valid = plain_gpt_loss(leaves, *batch, plain, seed=key)
+        total, valid = plain_gpt_loss(leaves, *batch, plain, seed=key, document=documents(batch[1]))
         loss = total / valid
         grads = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
         lr, decay = learning_rate(config, step), config.weight_decay
@@ -175,6 +183,8 @@ RUNS = (
     {"pp": 2, "tp": 2, "sequence_parallel": False},
     {"pp": 4, "layers": 4, "microbatches": 3, "batch": 1},
     {"cp": 2, "cp_strategy": "gather", "betas": (0.7, 0.8), "eps": 0.01},
+    {"packed": True},
+    {"cp": 2, "cp_strategy": "ring", "packed": True, "separator": ord(" ")},
 )
 
 
@@ -551,6 +561,21 @@ def test_launches_of_a_run_take_the_tiles_of_the_table_that_it_was_given(tmp_pat
         tiles.load(None)
 
 
+def test_a_run_chooses_how_to_overlap_by_the_table_that_it_was_given(tmp_path):
+    path, product = tmp_path / "overlap.json", Product(64, 32, 16, 2, "gather")
+    place = Place("CPU", "gloo", 2, "float32")
+    us = {"none": 2.0, "chunked": 1.0}
+    write_measured(path, [Measured(place, product.moves, 64, 32, 16, us)])
+    try:
+        trainer = _trainer(_config(tmp_path, overlap_table=path))
+        assert overlap_table.nearest(product, place).us == us
+        assert trainer.explain_overlap() == ""  # one rank
+        _trainer(_config(tmp_path))
+        assert overlap_table.nearest(product, place) is None
+    finally:
+        overlap_table.load(None)
+
+
 @pytest.mark.parametrize(
     ("device", "dtype", "peak"),
     [("NVIDIA H100 80GB HBM3", "bf16", 989e12), ("NVIDIA A100-SXM4-40GB", "fp16", 312e12),
@@ -623,6 +648,7 @@ REFUSED = {
     "its train split has 0 tokens, one sample needs seq_len . 1 = 17": {"data": "empty"},
     "holds no file": {"data": "folder"},
     "the tile table missing.json cannot be used": {"tiles": Path("missing.json")},
+    "the overlap table missing.json cannot be used": {"overlap_table": Path("missing.json")},
     "nothing to resume from: no checkpoint in .*run/checkpoints": {"resume": True},
 }  # fmt: skip
 

@@ -32,6 +32,14 @@ def _check_int64(tokens: Tensor, labels: Tensor) -> None:
         raise ValueError(f"tokens and labels must be int64, got {tokens.dtype} and {labels.dtype}")
 
 
+def _check_documents(documents: Tensor | None, tokens: Tensor) -> None:
+    if documents is not None and (documents.ndim, documents.shape[:2]) != (3, tokens.shape[:2]):
+        raise ValueError(
+            f"documents must have shape [{tokens.shape[0]}, {tokens.shape[1]}, boundaries], got "
+            f"{tuple(documents.shape)}"
+        )
+
+
 @dataclass(frozen=True)
 class StepResult:
     """What a step reports, still on the device: 0-dim tensors, the same on every rank.
@@ -224,6 +232,7 @@ class Engine:
         lr: float | None,
         key: int = 0,
         interrupted: bool = False,
+        documents: Tensor | None = None,
     ) -> StepResult:
         """One optimizer step on this data replica's part of the global batch.
 
@@ -234,6 +243,8 @@ class Engine:
             lr: learning rate; None leaves weights and gradients as they are after the reduction.
             key: dropout key of this step.
             interrupted: this rank was asked to stop; all ranks learn how many were.
+            documents: int64 [microbatches, micro_batch_size, n + 1], boundaries of the documents
+                that are packed into each sequence (`GPT.micro_batch`), which may repeat the last.
 
         Raises:
             ValueError: shapes or dtypes do not fit, or a parameter is frozen; nothing was sent.
@@ -249,13 +260,14 @@ class Engine:
                 f"sample_ids must have shape {expected[:2]}, got {tuple(sample_ids.shape)}"
             )
         _check_int64(tokens, labels)
+        _check_documents(documents, tokens)
         frozen = (r.name for unit in self.units for r, p in unit.params if not p.requires_grad)
         if (name := next(frozen, None)) is not None:
             raise ValueError(f"the engine trains every parameter, but {name} does not require grad")
         for unit in self.units:
             unit.gradients.clear()  # what a step without an update, or one that failed, left there
         valid = self._count_valid(labels)
-        batches = self._micro_batches(tokens, labels, sample_ids, valid, key)
+        batches = self._micro_batches(tokens, labels, sample_ids, valid, key, documents)
         if not self.gpt.training:  # it walks over all modules
             self.gpt.train()
         scale = self.optimizer.loss_scale
@@ -268,11 +280,18 @@ class Engine:
         return StepResult(loss, self._update.norm, interrupts)
 
     def _micro_batches(
-        self, tokens: Tensor, labels: Tensor, sample_ids: Tensor, valid: Pending, key: int
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        sample_ids: Tensor,
+        valid: Pending,
+        key: int,
+        documents: Tensor | None,
     ) -> list[MicroBatch]:
+        packed = [None] * len(tokens) if documents is None else documents
         return [
-            self.gpt.micro_batch(t, y, valid, sample_ids=ids, seed=key)
-            for t, y, ids in zip(tokens, labels, sample_ids, strict=True)
+            self.gpt.micro_batch(t, y, valid, sample_ids=ids, seed=key, documents=of)
+            for t, y, ids, of in zip(tokens, labels, sample_ids, packed, strict=True)
         ]
 
     def _count_valid(self, labels: Tensor) -> Pending:
@@ -310,10 +329,11 @@ class Engine:
 
     # ------------------------------------------------------------------ without training
 
-    def evaluate(self, tokens: Tensor, labels: Tensor) -> Tensor:
+    def evaluate(self, tokens: Tensor, labels: Tensor, documents: Tensor | None = None) -> Tensor:
         """Mean loss of [n, micro_batch_size, S] sequences per data replica, no dropout, 0-dim.
 
         Every data replica may bring other sequences; the mean is over all valid tokens of all.
+        `documents` are as for `step`, [n, micro_batch_size, boundaries].
         """
         size, length = self.micro_batch_size, self.config.seq_len
         fits = len(tokens) > 0 and tuple(tokens.shape[1:]) == (size, length)
@@ -323,10 +343,12 @@ class Engine:
                 f"{tuple(tokens.shape)} and {tuple(labels.shape)}"
             )
         _check_int64(tokens, labels)
+        _check_documents(documents, tokens)
         valid = self._count_valid(labels)
         ids = torch.zeros(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
         self.gpt.eval()
-        every = [self._forward(b) for b in self._micro_batches(tokens, labels, ids, valid, 0)]
+        batches = self._micro_batches(tokens, labels, ids, valid, 0, documents)
+        every = [self._forward(batch) for batch in batches]
         if self.gpt.last:
             self._last_stage.losses = [loss for loss in every if loss is not None]
         valid.wait()

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from warpweave.config import PRESETS, GPTConfig, ParallelPlan
+from warpweave.kernels.attention.options import check_documents
+from warpweave.kernels.attention.visible import document_table
 from warpweave.kernels.dropout import Drop, dropout
 from warpweave.kernels.rope import rope_table
 from warpweave.layers.attention import HeadStyle
@@ -39,8 +41,8 @@ class MicroBatch:
 
     Attributes:
         tokens, labels: int64 [T], this context rank's tokens, samples one after the other.
-        positions: int64, the position of each row of the residual stream ([T], or [T/tp] with
-            sequence parallelism).
+        positions: int64, the position in its document of each row of the residual stream ([T], or
+            [T/tp] with sequence parallelism).
         context: what the blocks need.
         normaliser: global number of valid tokens of the whole step, 0-dim; it may still be on its
             way, as only the loss waits for it.
@@ -195,6 +197,7 @@ class GPT(nn.Module):
         *,
         sample_ids: Tensor | None = None,
         seed: int = 0,
+        documents: Tensor | None = None,
     ) -> MicroBatch:
         """This rank's view of a micro-batch of whole sequences.
 
@@ -203,6 +206,9 @@ class GPT(nn.Module):
             normaliser: global number of valid tokens of the step, 0-dim, or its sum in flight.
             sample_ids: int64 [B], each sample's number in the global batch; keys the dropout.
             seed: dropout key of this step.
+            documents: int32 or int64 [n + 1] or [B, n + 1], boundaries of packed documents, the
+                same on all ranks: attention stays within them, and learned positions count from a
+                document's begin (rotary embedding sees differences only). None is one document.
 
         Raises:
             ValueError: S is not the model's sequence length while it is cut over the context axis,
@@ -216,6 +222,11 @@ class GPT(nn.Module):
             layout = SequenceLayout(length, 1)
         index, device = self.mesh.index("cp"), tokens.device
         local = layout.positions(index, device)
+        positions = local.expand(batch, -1)
+        if documents is not None:
+            check_documents(documents, tokens)
+            table = document_table(torch.atleast_2d(documents), layout.runs(index))
+            positions = positions - table[:, 0]
         tokens, labels = (layout.shard(t, index, 1).reshape(-1) for t in (tokens, labels))
         rows = self.own_rows(len(tokens))
         token_ids = None
@@ -226,8 +237,15 @@ class GPT(nn.Module):
         return MicroBatch(
             tokens,
             labels,
-            local.repeat(batch)[rows],
-            TokenContext(batch, layout, seed=seed, token_ids=token_ids, **self.rope_tables(local)),
+            positions.flatten()[rows],
+            TokenContext(
+                batch,
+                layout,
+                seed=seed,
+                token_ids=token_ids,
+                documents=documents,
+                **self.rope_tables(local),
+            ),
             normaliser,
         )
 
@@ -304,6 +322,7 @@ class GPT(nn.Module):
         *,
         seed: int | None = None,
         sample_ids: Tensor | None = None,
+        documents: Tensor | None = None,
     ) -> Tensor:
         """Whole model without pipeline: tokens int64 [B, S] -> logits or mean loss.
 
@@ -314,6 +333,7 @@ class GPT(nn.Module):
                 dropout is training: equal keys drop the same elements.
             sample_ids: int64 [B], each sample's number in the global batch, by default 0, 1, ...;
                 replicas that hold other samples give other numbers, or they drop alike.
+            documents: boundaries of packed documents; see `micro_batch`.
 
         Returns logits[B, S/cp, ceil(V/tp)], or with `labels` this rank's share of the loss averaged
         over the valid tokens of the given batch (0-dim).
@@ -331,7 +351,9 @@ class GPT(nn.Module):
             )
         targets = labels if labels is not None else torch.full_like(tokens, -100)
         valid = (targets != -100).sum().clamp(min=1)
-        batch = self.micro_batch(tokens, targets, valid, sample_ids=sample_ids, seed=seed or 0)
+        batch = self.micro_batch(
+            tokens, targets, valid, sample_ids=sample_ids, seed=seed or 0, documents=documents
+        )
         x = self.embed(None, batch)
         for block in self.blocks.values():
             x = block(x, batch.context)

@@ -132,17 +132,15 @@ def launch(entry: Callable[..., Any], args: tuple, mesh: Mesh) -> Any:
 
 @contextmanager
 def _environment(**values: str) -> Iterator[None]:
-    """The ranks' environment; afterwards this process has its own again, for its next children."""
-    before = {name: os.environ.get(name) for name in values}
+    """The ranks' environment; afterwards this process, whose launcher adds to it, has its own."""
+    before = dict(os.environ)
     os.environ.update(values)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in os.environ.keys() - before:
+            del os.environ[name]
+        os.environ.update(before)
 
 
 def _watch(launcher: threading.Thread, world: int, received: list[int]) -> None:
@@ -402,9 +400,10 @@ def join(
 ) -> Session:
     """Connect this process to the others, as the launcher's environment says.
 
-    With one rank and no launcher there is nothing to connect. `backend` is "gloo", "nccl", or None
-    for NCCL where every local rank has a GPU of its own. `port` is what `launch` passes on. On the
-    CPU the local ranks share the cores, whatever OMP_NUM_THREADS says (torchrun sets it to 1).
+    With one rank and no launcher there is nothing to connect, and torch keeps its threads.
+    `backend` is "gloo", "nccl", or None for NCCL where every local rank has a GPU of its own.
+    `port` is what `launch` passes on. On the CPU the local ranks share the cores, whatever
+    OMP_NUM_THREADS says (torchrun sets it to 1).
 
     Raises:
         ValueError: the mesh does not have as many ranks as were started.
@@ -425,15 +424,15 @@ def join(
         device = torch.device("cuda", int(env.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
         where = torch.cuda.get_device_name(device)
-    else:
-        cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-        torch.set_num_threads(max(1, cores // local_world))
-        if gpus:
-            where = f"cpu, as {gpus} GPU(s) are too few for {local_world} ranks"
+    elif gpus:
+        where = f"cpu, as {gpus} GPU(s) are too few for {local_world} ranks"
     if not under_torchrun():
         if mesh.world != 1:
             raise ValueError(f"the mesh needs {mesh.world} ranks, but 1 process is running")
         return Session(device, 0, 1, None, timeout, mesh, where)
+    if backend != "nccl":
+        cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+        torch.set_num_threads(max(1, cores // local_world))
     rank, world = int(env["RANK"]), int(env["WORLD_SIZE"])
     if mesh.world != world:
         raise ValueError(

@@ -1,7 +1,7 @@
 """What a run measures and leaves to look at: JSONL, TensorBoard events, a plot of the loss.
 
 A metric of a step is a field of the row of `Metrics.trained`, one of an evaluation of that of
-`Metrics.evaluated`.
+`Metrics.evaluated`. What the progress bar shows of them is in `train`.
 """
 
 from __future__ import annotations

@@ -269,7 +269,12 @@ def _rotate(x: Tensor, theta: float, scaling: dict | None) -> Tensor:
 
 
 def _attention(
-    x: Tensor, params: dict[str, Tensor], name: str, layer: int, config: PlainConfig
+    x: Tensor,
+    params: dict[str, Tensor],
+    name: str,
+    layer: int,
+    config: PlainConfig,
+    document: Tensor | None,
 ) -> Tensor:
     B, S, _ = x.shape
     group = config.heads // config.kv_heads
@@ -297,6 +302,8 @@ def _attention(
     hidden = back < 0
     if window:
         hidden = hidden | (back >= window)
+    if document is not None:
+        hidden = hidden | (document[:, None, :, None] != document[:, None, None, :])
     weights = torch.softmax(scores.masked_fill(hidden, -math.inf), dim=-1)
     out = torch.einsum("bhqk,bkhd->bqhd", weights, v).reshape(B, S, -1)
     return _linear(out, params, f"{name}.out")
@@ -330,6 +337,7 @@ def plain_gpt_logits(
     dropout: float | None = None,
     seed: int = 0,
     sample_ids: Tensor | None = None,
+    document: Tensor | None = None,
 ) -> Tensor:
     """The logits[B, S, V] of tokens[B, S] (int64) under next-token prediction.
 
@@ -337,6 +345,9 @@ def plain_gpt_logits(
     one each step), by the site (0 after the embedding, 1 + 2i and 2 + 2i after block i's attention
     and MLP) and by the token's number sample_id * config.seq_len + position; sample_ids[B] is
     0, 1, ... unless given.
+
+    document[B, S] says which of several packed documents each token belongs to, by numbers that do
+    not fall: a token attends to its own document, and learned positions count from its begin.
     """
     B, S = tokens.shape
     limit = config.seq_len
@@ -352,11 +363,14 @@ def plain_gpt_logits(
         x = x * config.embedding_scale
     before, after = config.norm_place != "post", config.norm_place != "pre"
     if config.positions == "learned":
-        x = x + params["positions.weight"][:S]
+        position = torch.arange(S, device=tokens.device).expand(B, S)
+        if document is not None:  # less the tokens of earlier documents
+            position = position - (document[:, None, :] < document[:, :, None]).sum(-1)
+        x = x + params["positions.weight"][position]
     x = _dropout(x, p, seed, 0, number)
     for i in range(config.layers):
         y = _norm(x, params, f"blocks.{i}.attention_norm", config) if before else x
-        y = _attention(y, params, f"blocks.{i}.attention", i, config)
+        y = _attention(y, params, f"blocks.{i}.attention", i, config, document)
         y = _norm(y, params, f"blocks.{i}.attention_post_norm", config) if after else y
         x = x + _dropout(y, p, seed, 1 + 2 * i, number)
         y = _norm(x, params, f"blocks.{i}.mlp_norm", config) if before else x
@@ -377,13 +391,20 @@ def plain_gpt_loss(
     dropout: float | None = None,
     seed: int = 0,
     sample_ids: Tensor | None = None,
+    document: Tensor | None = None,
 ) -> tuple[Tensor, int]:
     """The sum of the token losses (0-dim, the parameters' dtype) and the number of valid tokens.
 
-    labels[B, S] are int64; -100 marks a token that has no loss. Dropout as in `plain_gpt_logits`.
+    labels[B, S] are int64; -100 marks a token that has no loss. All else as in `plain_gpt_logits`.
     """
     logits = plain_gpt_logits(
-        params, tokens, config, dropout=dropout, seed=seed, sample_ids=sample_ids
+        params,
+        tokens,
+        config,
+        dropout=dropout,
+        seed=seed,
+        sample_ids=sample_ids,
+        document=document,
     )
     valid = labels != IGNORED
     chosen = torch.log_softmax(logits, dim=-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]

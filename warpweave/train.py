@@ -33,23 +33,20 @@ from warpweave.checkpoint import (
 )
 from warpweave.config import GPTConfig
 from warpweave.convert.source import open_model
+from warpweave.data import boundaries
 from warpweave.dtypes import DTYPES
 from warpweave.engine import Engine
 from warpweave.gpt import GPT
 from warpweave.kernels.runtime import tiles
 from warpweave.launch import Session, gpu_count, join, launch, leave, reported, under_torchrun
+from warpweave.layers.overlap import explain_overlap
 from warpweave.memory import check_memory, free_host_memory
 from warpweave.messages import one_line, say
 from warpweave.metrics import Metrics, peak_memory
 from warpweave.parallel.data.optimizer import AdamW
 from warpweave.parallel.shard import ParamRecord
+from warpweave.parallel.tensor import overlap_table
 from warpweave.train_config import CHECKPOINTS, TrainConfig, learning_rate, parse
-
-
-def _settings(config: TrainConfig) -> dict[str, Any]:
-    """What must stay as it was for a resumed run to be the same run, as JSON has it."""
-    names = ("steps", "lr", "min_lr", "warmup", "eps", "weight_decay", "clip", "dtype")
-    return {name: getattr(config, name) for name in names} | {"betas": list(config.betas)}
 
 
 class TrainingStopped(RuntimeError):
@@ -97,6 +94,7 @@ class Trainer:
         self.config, self.session = config, session
         self.interrupt = interrupt if interrupt is not None else Interrupt()
         tiles.load(config.tiles)
+        overlap_table.load(config.overlap_table)
         self.train_data, self.val_data = config.open_data("train"), config.open_data("validation")
         self.model = config.model_config(self.train_data.vocab_size)
         self.mesh = config.mesh.connect(
@@ -147,6 +145,14 @@ class Trainer:
             + (f"; resumed at step {self.step}" if c.resume else "")
         )
 
+    def explain_overlap(self) -> str:
+        """What ``overlap="auto"`` takes in the products of a block; nothing without it."""
+        blocks = [*self.engine.gpt.blocks.values()]
+        if self.config.tp == 1 or self.config.plan.overlap != "auto" or not blocks:
+            return ""
+        tokens = self.config.batch * self.model.seq_len // self.config.cp
+        return "every block: " + explain_overlap(blocks[0], tokens)
+
     # ------------------------------------------------------------------ the loop
 
     def run(self) -> dict[str, Any]:
@@ -185,7 +191,7 @@ class Trainer:
         """One step: (its row of metrics, its seconds, True if a rank was asked to stop)."""
         self.session.beat(self.step, "training step")
         began = time.perf_counter()
-        tokens, labels, ids = self._batch(self.step)
+        tokens, labels, documents, ids = self._batch(self.step)
         lr = learning_rate(self.config, self.step)
         result = self.engine.step(
             tokens,
@@ -194,6 +200,7 @@ class Trainer:
             lr=lr,
             key=_key(self.config.seed, self.step),
             interrupted=self.interrupt.number is not None,
+            documents=documents,
         )
         loss, norm, interrupts = (float(x) for x in result.all().cpu())
         # fp16 may overflow under its loss scale, which then shrinks; at 1 it is not to blame.
@@ -219,17 +226,18 @@ class Trainer:
         bar.set_postfix(shown, refresh=False)
         bar.update()
 
-    def _batch(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
-        """This data replica's samples of a step: tokens and labels [m, b, S], sample ids [m, b]."""
+    def _batch(self, step: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        """This data replica's samples of a step: `_micro_batches` and sample ids [m, b]."""
         m, b, dp = self.config.plan.microbatches, self.config.batch, self.mesh.index("dp")
         ids = torch.arange(dp * m * b, (dp + 1) * m * b)
-        tokens, labels = self._micro_batches(*self.train_data.batch(step, ids.tolist()))
-        return tokens, labels, ids.view(m, b).to(self.session.device)
+        cut = self._micro_batches(*self.train_data.batch(step, ids.tolist()))
+        return *cut, ids.view(m, b).to(self.session.device)
 
-    def _micro_batches(self, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Samples [n * b, S] as micro-batches [n, b, S], on the device."""
-        shape, device = (-1, self.config.batch, self.model.seq_len), self.session.device
-        return tokens.view(shape).to(device), labels.view(shape).to(device)
+    def _micro_batches(self, *samples: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Tokens and labels [n * b, S] as micro-batches [n, b, S] with documents, on the device."""
+        every = (*samples, boundaries(samples[1])) if self.config.packed else samples
+        cut = [x.unflatten(0, (-1, self.config.batch)).to(self.session.device) for x in every]
+        return cut[0], cut[1], cut[2] if self.config.packed else None
 
     def _stop(self, loss: float, norm: float, what: str = "loss") -> NoReturn:
         """Raise on every rank, naming the ranks whose loss or gradients are no longer numbers."""
@@ -278,7 +286,7 @@ class Trainer:
                 "sequences_per_step": self.sequences_per_step,
             },
             "optimizer": self.engine.optimizer.state(),
-            "settings": _settings(self.config),
+            "settings": self.config.settings,
         }
         self.checkpoint = save_checkpoint(
             self._folder,
@@ -341,9 +349,9 @@ class Trainer:
                 f"{reader.path} was trained with seed {reader.state['seed']}, "
                 f"now {self.config.seed}"
             )
-        now = _settings(self.config) | {"sequences_per_step": self.sequences_per_step}
+        now = self.config.settings | {"sequences_per_step": self.sequences_per_step}
         # A setting that was no option yet had what is now its default.
-        before = _settings(TrainConfig()) | reader.state["settings"]
+        before = TrainConfig().settings | reader.state["settings"]
         before["sequences_per_step"] = saved["sequences_per_step"]
         differing = [f"{k}: saved {before.get(k)}, now {v}" for k, v in now.items()
                      if before.get(k) != v]  # fmt: skip
@@ -452,6 +460,8 @@ def train_rank(config: TrainConfig, port: int | None = None) -> int:
     with reported(session, _RAISED_BY_ALL):
         if session.rank == 0:
             say(trainer.describe())
+            if explained := trainer.explain_overlap():
+                say(explained)
         result = trainer.run()
         session.beat(trainer.step, "closing")
         session.close()

@@ -75,6 +75,11 @@ class TrainConfig:
     """UTF-8 text file, folder of them, or token file; default: Python's standard library source."""
     tokenizer: Path | None = None
     """A Hugging Face tokenizers JSON; default: that of `init_from`, or bytes."""
+    packed: bool = False
+    """Tokens attend within their document only, and learned positions count from its begin: samples
+    are packed from documents, which the ends of files and the separator cut."""
+    separator: int | None = None
+    """With packed: the token that ends a document, of which a token file knows no other ends."""
 
     dp: int | None = None
     """Data-parallel replicas; default: as many as torchrun's ranks allow, without torchrun 1."""
@@ -132,6 +137,9 @@ class TrainConfig:
     """What computes; default: the Triton kernels on a GPU, torch on the CPU."""
     tiles: Path | None = None
     """Table of ``warpweave tune`` for the kernels on these GPUs; default: the shipped tiles."""
+    overlap_table: Path | None = None
+    """Table of ``benchmarks/overlap.py --table`` by which overlap "auto" chooses; default: the
+    shipped one."""
     timeout: float = 300.0
     """Seconds that any exchange between ranks may take."""
 
@@ -140,6 +148,13 @@ class TrainConfig:
         """The mesh's sizes; an open `dp` is 1."""
         dp = 1 if self.dp is None else self.dp
         return Mesh(dp=dp, cp=self.cp, tp=self.tp, pp=self.pp, ulysses=self.ulysses)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What must stay as it was for a resumed run to be the same run, as JSON has it."""
+        schedule = ("steps", "lr", "min_lr", "warmup", "eps", "weight_decay", "clip")
+        names = (*schedule, "dtype", "packed", "separator")
+        return {name: getattr(self, name) for name in names} | {"betas": list(self.betas)}
 
     @property
     def token_cache(self) -> Path | None:
@@ -211,11 +226,13 @@ class TrainConfig:
             split=split,
             tokenizer=self.tokenizer_file,
             cache=self.token_cache,
+            separator=self.separator,
         )
 
     def check(self) -> None:
         """Raise a one-line error for what cannot work, before any rank is started."""
         from warpweave.checkpoint import latest
+        from warpweave.parallel.tensor.overlap_table import read_measured
 
         for low, names in (
             (1, ("steps", "batch", "keep", "eval_batches")),
@@ -230,6 +247,8 @@ class TrainConfig:
                     )
         if not 0 < self.timeout <= _DAY:
             raise ValueError(f"timeout must be positive seconds, at most a day, got {self.timeout}")
+        if self.separator is not None and not self.packed:
+            raise ValueError(f"separator = {self.separator} cuts documents: it needs --packed")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must be in [0, 1), got {self.betas}")
         self.model_config(1).check(self.mesh, self.plan)
@@ -245,6 +264,8 @@ class TrainConfig:
             raise ValueError(f"nothing to resume from: no checkpoint in {self.out / CHECKPOINTS}")
         if self.tiles is not None:
             read_table(self.tiles, by="device")
+        if self.overlap_table is not None:
+            read_measured(self.overlap_table)
         if self.tensorboard:
             import torch.utils.tensorboard  # noqa: F401  an ImportError now, not after training
         vocabulary = self.open_data("train").vocab_size

@@ -93,7 +93,7 @@ def checked(
     options = check_numbers(options)
     check_tensors(q, k, v, sinks)
     if options.documents is not None:
-        _check_documents(options.documents, q)
+        check_documents(options.documents, q)
     return options._replace(
         q_runs=_checked_runs("q_runs", options.q_runs, q.shape[1]),
         k_runs=_checked_runs("k_runs", options.k_runs, k.shape[1]),
@@ -137,7 +137,8 @@ def _checked_runs(name: str, runs: Runs | None, length: int) -> tuple[Run, ...] 
     return found
 
 
-def _check_documents(documents: torch.Tensor, q: torch.Tensor) -> None:
+def check_documents(documents: torch.Tensor, q: torch.Tensor) -> None:
+    """Raise ValueError on documents that are no boundaries of q[B, ...], on its device."""
     if not isinstance(documents, torch.Tensor):
         raise ValueError(f"documents must be a tensor of boundaries, got {documents!r}")
     choose("torch", q, documents)  # one device

@@ -1,6 +1,7 @@
 """Ring attention: queries stay, K and V travel round the ranks (Liu et al. 2023, arXiv:2310.01889).
 
-Rank r holds q_r, k_r, v_r[B, S/cp, H, D] of a `SequenceLayout`. With P ranks, hop i of
+Rank r holds q_r, k_r, v_r[B, S/cp, H, D] of a `SequenceLayout`. With P ranks, hop i of a ring in
+which every rank sees something of every other's block
 
     forward    attends q_r to block r-i and sends that block to rank r+1. The partial results,
                each a softmax over one block, merge by their lse:
@@ -29,6 +30,7 @@ two buffers are enough: a block is computed and sent from one while the next arr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 
@@ -45,11 +47,31 @@ def _visible(q_runs: Sequence[Run], k_runs: Sequence[Run], options: AttentionOpt
     """Whether the mask's positions let any of these queries see any of these keys."""
 
     def sees(q: range, k: range) -> bool:
-        if not q or not k or (options.causal and k[0] > q[-1]):
+        if not q or not k:
             return False
-        return options.window is None or max(q[0] - k[-1], k[0] - q[-1]) < options.window
+        apart = range(q[0] - k[-1], q[-1] - k[0] + 1, q.step)  # of any query and key
+        ahead = 1 - options.window if options.window else apart[0]
+        least = max(0 if options.causal else ahead, apart[0])
+        most = options.window - 1 if options.window else apart[-1]
+        nearest = least + (apart[0] - least) % q.step
+        return nearest <= min(most, apart[-1])
 
     return any(sees(q.positions, k.positions) for q in q_runs for k in k_runs)
+
+
+@lru_cache(maxsize=64)
+def distances(layout: SequenceLayout, causal: bool, window: int | None) -> tuple[int, ...]:
+    """The d of which some rank r sees something of block r-d, ascending from the own block's 0.
+
+    With blocks of s tokens and a window of W, w = ceil((W-1) / s): a contiguous causal ring visits
+    0 to w; without the causal mask, and on zigzag halves with s/2 for s, also the last w of P.
+    """
+    runs, options = [layout.runs(r) for r in range(layout.parts)], AttentionOptions(causal, window)
+    seen = (
+        any(_visible(mine, runs[r - d], options) for r, mine in enumerate(runs))
+        for d in range(1, layout.parts)
+    )
+    return 0, *(d for d, visible in enumerate(seen, 1) if visible)
 
 
 # ------------------------------------------------------------------ 1. the steps of one rank
@@ -68,22 +90,22 @@ def ring_forward(
     """Forward of one rank: q[B, S/cp, Hq, D], k and v[B, S/cp, Hkv, D], sinks[Hq] or None.
 
     Returns o (like q), lse[B, Hq, S/cp] (fp32 or float64) and kv[2, B, S/cp, Hkv, D], the K‖V of
-    rank ``(rank + 1) % cp`` that the last hop left here and from which the backward starts.
+    the farthest block, which the last hop left here and from which the backward starts.
     """
-    parts, q_runs = layout.parts, layout.runs(rank)
+    q_runs, visits = layout.runs(rank), distances(layout, options.causal, options.window)
     here = torch.stack((k, v))
     spare = torch.empty_like(here)
     o = lse = None
-    for hop in range(parts):
-        if hop < parts - 1:
-            yield Hop(here, spare, +1)
-        k_runs = layout.runs((rank - hop) % parts)
+    for at, onward in zip(visits, (*visits[1:], None)):
+        if onward is not None:
+            yield Hop(here, spare, onward - at)
+        k_runs = layout.runs((rank - at) % layout.parts)
         block = options._replace(q_runs=q_runs, k_runs=k_runs)
         if o is None:  # the own block, and what each row has once
             o, lse = block_fwd(q, here[0], here[1], block, sinks=sinks, out_dtype=compute_dtype(q))
         elif _visible(q_runs, k_runs, options):
             o, lse = block_fwd(q, here[0], here[1], block, into=(o, lse))
-        if hop < parts - 1:
+        if onward is not None:
             yield None
             here, spare = spare, here
     return o.to(q.dtype), lse, here
@@ -102,9 +124,20 @@ class _Message:
         self.kv = self._bytes[: self._split].view(kv.dtype).view(kv.shape)
         self.dkv = self._bytes[self._split :].view(grad_dtype).view(kv.shape)
 
-    def part(self, *, kv: bool, dkv: bool) -> torch.Tensor:
-        """The bytes of what travels."""
-        return self._bytes[0 if kv else self._split : None if dkv else self._split]
+    @property
+    def parts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The bytes of K‖V, of dK‖dV, and of both."""
+        return self._bytes[: self._split], self._bytes[self._split :], self._bytes
+
+
+def _backward_hops(here: _Message, spare: _Message, kv: int, dkv: int) -> list[Hop]:
+    """K‖V goes `kv` ranks back and dK‖dV `dkv`, 0 if it stays: one message where they agree."""
+    if kv == dkv:
+        steps = (0, 0, kv)
+    else:
+        steps = (kv, dkv, 0)
+    parts = zip(here.parts, spare.parts, steps)
+    return [Hop(send, recv, -step) for send, recv, step in parts if step]
 
 
 def ring_backward(
@@ -126,16 +159,16 @@ def ring_backward(
     Returns dq, dk, dv of this rank's own rows, summed over all ranks, in the inputs' dtypes; dk and
     dv in `kv_grad_dtype` where they are to be added to others.
     """
-    parts, q_runs, grad_dtype = layout.parts, layout.runs(rank), compute_dtype(q)
+    q_runs, grad_dtype = layout.runs(rank), compute_dtype(q)
+    visits = distances(layout, options.causal, options.window)[::-1]
     kv_grad_dtype = kv_grad_dtype or kv.dtype
     here, spare = _Message(kv, grad_dtype), _Message(kv, grad_dtype)
     here.kv.copy_(kv)
     spare.dkv.zero_()  # the first message brings no gradient: nobody has computed one yet
     dq = None
-    for hop in range(parts):
-        travels = {"kv": hop < parts - 1, "dkv": hop > 0}
-        yield Hop(here.part(**travels), spare.part(**travels), -1)
-        k_runs = layout.runs((rank + 1 + hop) % parts)
+    for before, at, onward in zip((visits[0], *visits), visits, (*visits[1:], 0)):
+        yield from _backward_hops(here, spare, at - onward, before - at)
+        k_runs = layout.runs((rank - at) % layout.parts)
         tile = None
         if _visible(q_runs, k_runs, options):
             block = options._replace(q_runs=q_runs, k_runs=k_runs)

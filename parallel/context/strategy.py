@@ -2,8 +2,8 @@
 
 `attention._ContextAttention` is the one autograd Function; a strategy only moves keys, values and
 their gradients between the ranks, and calls `block_fwd` and `block_bwd` for what is here. Every
-argument has been checked. A new strategy is a file with one `ForwardBackward`, a name in
-`attention.Strategy` and a row in its table.
+argument has been checked. A new strategy is a file with one `ForwardBackward`, a word in
+`parallel.words.Strategy`, a row in `attention._STRATEGIES` and its needs in `resolve_strategy`.
 """
 
 from __future__ import annotations

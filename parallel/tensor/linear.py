@@ -11,7 +11,7 @@ from warpweave.kernels.runtime.dispatch import once_differentiable
 from warpweave.kernels.runtime.dtypes import no_autocast, operand_dtype
 from warpweave.parallel.collectives import group_rank, group_size
 from warpweave.parallel.symmetric import Workspace
-from warpweave.parallel.tensor.overlap import tensor_ranks
+from warpweave.parallel.tensor.overlap import column_product, row_product, tensor_ranks, tokens_of
 
 
 def _arriving_linear(
@@ -102,7 +102,12 @@ def column_parallel_linear(
         ValueError: shapes or dtypes of x, weight and bias do not fit.
     """
     dtype = _check_linear("column_parallel_linear", x, weight, bias, group)
-    ranks = tensor_ranks(group, sequence_parallel, overlap, workspace, x=x)
+    ranks = tensor_ranks(
+        group, sequence_parallel, overlap, workspace, x=x,
+        products=lambda: column_product(
+            tokens_of(x, group, sequence_parallel), weight, group, sequence_parallel
+        ),
+    )  # fmt: skip
     return _ColumnParallelLinear.apply(x, weight, bias, dtype, ranks)
 
 
@@ -187,7 +192,10 @@ def row_parallel_linear(
             f"row_parallel_linear on rank {group_rank(group)}: {x.shape[0]} tokens (dim 0 of x) "
             f"are not divisible by the {group_size(group)} tensor ranks"
         )
-    ranks = tensor_ranks(group, sequence_parallel, overlap, workspace, x=x)
+    ranks = tensor_ranks(
+        group, sequence_parallel, overlap, workspace, x=x,
+        products=lambda: row_product(x.shape[:-1].numel(), weight, group, sequence_parallel),
+    )  # fmt: skip
     return _RowParallelLinear.apply(x, weight, bias, dtype, ranks)
 
 

@@ -1,5 +1,5 @@
-"""What it should cost to hide messages under products: a model, by which `overlap="auto"` is to
-choose once its figures have been measured.
+"""What it should cost to hide messages under products: a model, for those who plan. What
+`overlap="auto"` takes was measured (`overlap_table`); this says beside it what is to be expected.
 
     whole      the product, and before or after it the whole collective; `none` takes as long
     chunked    pieces of a rank's rows: the message of one under the product of another
@@ -8,8 +8,8 @@ choose once its figures have been measured.
 Everything here is PREDICTED from data sheets (`kernels.devices`) and from the constants below, of
 which those marked "assumed" are guesses that published measurements bear out
 (`benchmarks/overlap.py` prints them side by side). Nothing was measured with this project on
-several GPUs. So `explain` also keeps what is known in general: small products lose by being cut or
-fused, whatever a model says.
+several GPUs. So `recommend` also keeps what is known in general: small products lose by being cut
+or fused, whatever a model says.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class Choice:
+class Recommendation:
     """What the model would take and why; `gain`: how many times as fast as `whole` it should be."""
 
     overlap: Literal["whole", "chunked", "fused"]
@@ -154,25 +154,25 @@ def _fused(
     return fixed + hiding + (1 - HIDDEN) * moving + adding
 
 
-def explain(
+def recommend(
     product: Product, device: Device | None, link: Link = "nvlink", *, symmetric: bool
-) -> Choice:
+) -> Recommendation:
     """What the model would take for a product; `symmetric` says whether the ranks have symmetric
     memory, and None is a device whose figures are not known, such as a CPU."""
     if product.ranks == 1:
-        return Choice("whole", "one rank moves nothing")
+        return Recommendation("whole", "one rank moves nothing")
     if device is None:
-        return Choice("whole", "nothing is known of the speed of this device")
+        return Recommendation("whole", "nothing is known of the speed of this device")
     p = predict(product, device, link, symmetric=symmetric)
     sizes = f"[{product.M}, {product.K}] [{product.K}, {product.N}]"
     where = f"{product.moves} around {sizes} on {product.ranks} x {device.name} over {link}"
     if product.M < LEAST_ROWS:
-        return Choice("whole", f"{where}: fewer than {LEAST_ROWS} rows", 1.0, p)
+        return Recommendation("whole", f"{where}: fewer than {LEAST_ROWS} rows", 1.0, p)
     if product.flops < LEAST_FLOPS:
-        return Choice("whole", f"{where}: less than {LEAST_FLOPS:.0e} FLOP", 1.0, p)
+        return Recommendation("whole", f"{where}: less than {LEAST_FLOPS:.0e} FLOP", 1.0, p)
     ways = {"chunked": p.chunked} | ({} if p.fused is None else {"fused": p.fused})
     best = min(ways, key=lambda way: ways[way])
     gain = p.whole / ways[best]
     if gain < LEAST_GAIN:
-        return Choice("whole", f"{where}: nothing would be faster", 1.0, p)
-    return Choice("fused" if best == "fused" else "chunked", where, gain, p)
+        return Recommendation("whole", f"{where}: nothing would be faster", 1.0, p)
+    return Recommendation("fused" if best == "fused" else "chunked", where, gain, p)

@@ -19,13 +19,14 @@ paths hash lowest are validation. One file alone, or a token file, is cut near i
 
 A training sample is a window of S+1 tokens. Its offset is a hash of the counters (seed, step,
 number), so every rank can fetch just its own samples and any layout sees the same batch. The label
-of the last token of a file is ``IGNORE``: nothing in the text foretells which file comes next.
+of the last token of a file, or of a `separator`, is ``IGNORE``: nothing in the text foretells what
+comes next, and there `boundaries` cuts a sample into documents.
 
 `source` opens any of them · `text` files and folders · `token_file` · `split` training and
 validation · `tokenizer` · `dataset` samples and their order · `files` what that stands on.
 """
 
-from warpweave.data.dataset import IGNORE, Dataset
+from warpweave.data.dataset import IGNORE, Dataset, boundaries
 from warpweave.data.files import DataError
 from warpweave.data.source import TOKEN_FILES, open_dataset
 from warpweave.data.token_file import write_token_file
@@ -39,6 +40,7 @@ __all__ = [
     "Dataset",
     "JsonTokenizer",
     "Tokenizer",
+    "boundaries",
     "open_dataset",
     "write_token_file",
 ]

@@ -41,10 +41,14 @@ class Corpus:
 
 @dataclasses.dataclass(frozen=True)
 class Dataset(Corpus):
-    """A corpus, and the rule that cuts samples of `seq_len` tokens out of it."""
+    """A corpus, and the rule that cuts samples of `seq_len` tokens out of it.
+
+    A token `separator` (None: there is none) ends a document, as the end of a file does.
+    """
 
     seq_len: int
     seed: int
+    separator: int | None = None
 
     def batch(self, step: int, sample_ids: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Samples `sample_ids` of step `step`: (tokens[B, S], labels[B, S]), int64 on the CPU.
@@ -84,8 +88,25 @@ class Dataset(Corpus):
         if rows.size and int(rows.max()) >= self.vocab_size:
             # Only a token file can lie about this; on a GPU it would be a device-side assertion.
             raise DataError(f"{self.name}: token {rows.max()} is not below {self.vocab_size=}")
+        if self.separator is not None:
+            ignored |= rows[:, :-1] == self.separator
         labels = np.where(ignored, IGNORE, rows[:, 1:])
         return torch.from_numpy(rows[:, :-1].copy()), torch.from_numpy(labels)
+
+
+def boundaries(labels: torch.Tensor) -> torch.Tensor:
+    """The boundaries int64[B, n + 1] of the documents in samples of these labels[B, S].
+
+    A document ends at a token that has no label: the last of a file, or a separator. Samples of
+    fewer documents than others repeat their last boundary, S.
+    """
+    rows, length = labels.shape
+    ends = [(row == IGNORE).nonzero()[:, 0] + 1 for row in labels]
+    found = torch.full((rows, 2 + max(map(len, ends), default=0)), length)
+    found[:, 0] = 0
+    for row, end in zip(found, ends):
+        row[1 : 1 + len(end)] = end
+    return found
 
 
 def _mix(x: int) -> int:

@@ -24,13 +24,15 @@ def open_dataset(
     validation_fraction: float = 0.05,
     pattern: str = "*",
     cache: str | Path | None = None,
+    separator: int | None = None,
 ) -> Dataset:
     """Open one split ("train", "validation" or "all") of a source (see the room's docstring).
 
     `tokenizer` is the path of a tokenizer JSON (default: bytes); `pattern` filters the file names
     of a folder; `cache` is a folder that keeps the ids of tokenised text under a hash of the text,
-    so that the next opening skips the tokenizer. Raises `DataError`, one line, for a source that is
-    missing, empty, or shorter than the seq_len + 1 tokens that one sample needs.
+    so that the next opening skips the tokenizer; a token `separator` ends a document. Raises
+    `DataError`, one line, for a source that is missing, empty, or shorter than the seq_len + 1
+    tokens that one sample needs.
     """
     if seq_len < 1:
         raise DataError(f"seq_len must be at least 1, got {seq_len}")
@@ -51,4 +53,4 @@ def open_dataset(
             f"{corpus.name}: its {split} split has {len(corpus)} tokens, "
             f"one sample needs seq_len + 1 = {seq_len + 1}"
         )
-    return Dataset(**vars(corpus), seq_len=seq_len, seed=seed)
+    return Dataset(**vars(corpus), seq_len=seq_len, seed=seed, separator=separator)

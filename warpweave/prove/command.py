@@ -80,6 +80,8 @@ def _typecheck(config: ProveConfig) -> None:
     """The command ``warpweave prove --typecheck``."""
     from warpweave.prove.typecheck import typecheck
 
+    if config.packed:
+        raise ValueError("--packed: types see no documents, prove it with ranks")
     layout = config.given()
     mesh, model = layout.mesh, layout.model
     if config.model is not None:

@@ -53,6 +53,26 @@ def batch(sizes: Sizes, step: int) -> tuple[Tensor, Tensor, Tensor]:
     return tokens, labels, first + step * n + torch.arange(n)
 
 
+@lru_cache(maxsize=8)
+def documents(sizes: Sizes, step: int) -> Tensor | None:
+    """Boundaries [samples, n + 1] of the documents of a step's samples; None for one in each.
+
+    Every sample is cut elsewhere, some have empty documents, some padding behind the last one.
+    """
+    if sizes.documents == 1:
+        return None
+    generator = torch.Generator().manual_seed(sizes.seed + step)
+    shape = (sizes.samples, sizes.documents)
+    ends = torch.randint(0, sizes.seq_len + 1, shape, generator=generator).sort(1).values
+    return torch.nn.functional.pad(ends, (1, 0))
+
+
+def _numbers(sizes: Sizes, step: int) -> Tensor | None:
+    """The document of every token [samples, seq_len], as the plain model wants it."""
+    bounds, position = documents(sizes, step), torch.arange(sizes.seq_len)
+    return None if bounds is None else (bounds[:, :, None] <= position).sum(1)
+
+
 def prompt(sizes: Sizes, step: int) -> Tensor:
     """The beginning of the text that is generated after a step: one token, half a window, more."""
     generator = torch.Generator().manual_seed(sizes.seed + step)
@@ -101,8 +121,9 @@ def truth(config: GPTConfig, sizes: Sizes, dtype: torch.dtype = torch.float64) -
         tokens, labels, ids = batch(sizes, step)
         params = {name: p.to(dtype, copy=True).requires_grad_() for name, p in masters.items()}
         total, valid = plain_gpt_loss(
-            params, tokens, labels, plain, seed=KEY + step, sample_ids=ids
-        )
+            params, tokens, labels, plain,
+            seed=KEY + step, sample_ids=ids, document=_numbers(sizes, step),
+        )  # fmt: skip
         loss = total / max(valid, 1)
         grads = {
             name: grad.to(wide)
@@ -117,7 +138,9 @@ def truth(config: GPTConfig, sizes: Sizes, dtype: torch.dtype = torch.float64) -
         values |= {f"{name} after step {step}": p for name, p in masters.items()}
         tokens, labels, _ = batch(sizes, STEPS + step)
         params = {name: p.to(dtype) for name, p in masters.items()}
-        total, valid = plain_gpt_loss(params, tokens, labels, plain, dropout=0.0)
+        total, valid = plain_gpt_loss(
+            params, tokens, labels, plain, dropout=0.0, document=_numbers(sizes, STEPS + step)
+        )
         values[f"evaluation after step {step}"] = total / max(valid, 1)
     for name, moment in moments.items():
         values[f"exp_avg of {name}"], values[f"exp_avg_sq of {name}"] = moment["m"], moment["v"]

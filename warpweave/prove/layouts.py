@@ -10,7 +10,7 @@ import itertools
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from warpweave.config import GPTConfig, ParallelPlan, Recompute, ScheduleName
@@ -57,6 +57,7 @@ class Sizes:
     hidden: int
     dropout: float = 0.1
     seed: int = 5
+    documents: int = 1  # that are packed into each sample
 
 
 def smallest(mesh: Mesh, style: str, chunks: int = 1) -> Sizes:
@@ -100,6 +101,7 @@ class Layout:
     overlap: Overlap = "auto"
     dtype: str = "fp64"
     impl: str = "torch"
+    packed: bool = False
     count: int | None = None
     drawn: Sizes | None = None
 
@@ -113,9 +115,8 @@ class Layout:
     @property
     def sizes(self) -> Sizes:
         """Sizes of the model and the batch."""
-        if self.drawn is not None:
-            return self.drawn
-        return smallest(self.mesh, self.style, self.chunks)
+        sizes = self.drawn or smallest(self.mesh, self.style, self.chunks)
+        return replace(sizes, documents=4) if self.packed else sizes
 
     @property
     def chunks(self) -> int:
@@ -181,6 +182,7 @@ class Layout:
                 f"--microbatches {self.microbatches} --overlap {self.overlap}",
                 "--tied" if self.tied else "--no-tied",
                 "--sequence-parallel" if self.sequence_parallel else "--no-sequence-parallel",
+                *["--packed"] * self.packed,
             ]
         return " ".join(["warpweave prove", *words, f"--dtype {self.dtype} --impl {self.impl}"])
 
@@ -191,10 +193,11 @@ class Layout:
         batch = f"{m.dp}x{self.microbatches}x{self.micro_batch_size}x{s.seq_len}"
         sp = "sp" if self.sequence_parallel else "--"
         tied = "tied" if self.tied else "untied"
+        packed = "packed" if self.packed else "------"
         seed = "" if self.drawn is None else f"seed {s.seed}: "
         return (
             f"{seed}{axes} {batch:9} {sp} zero={self.zero} {self.schedule:11} {self.style:5} "
-            f"{tied:6} {self.recompute:9} {strategy:8} {self.layout:10} {self.overlap:7} "
+            f"{tied:6} {self.recompute:9} {strategy:8} {self.layout:10} {packed} {self.overlap:7} "
             f"{self.dtype} {self.impl}"
         )
 
@@ -221,7 +224,7 @@ def table(world: int, impl: str = "torch") -> list[Layout]:
     Mesh x SP x ZeRO x schedule x context strategy x style x tie, where a choice makes a difference:
     SP needs tensor ranks, ZeRO data ranks, a strategy context ranks. Recomputation, the ways to cut
     the sequence, the numbers of micro-batches, fewer and more than stages, and for tensor ranks the
-    ways to overlap that `impl` can run take turns.
+    ways to overlap that `impl` can run, and samples of one or several documents take turns.
     """
     every = list(meshes(world))
     if world > 4:
@@ -254,6 +257,7 @@ def table(world: int, impl: str = "torch") -> list[Layout]:
                     strategy,
                     _kinds(mesh)[turn // 3 % len(_kinds(mesh))],
                     _overlaps(mesh, impl)[turn // 2 % len(_overlaps(mesh, impl))],
+                    packed=turn % 5 in (1, 3),
                     count=counts[turn % len(counts)],
                 )
             )
@@ -327,6 +331,7 @@ def draw(seed: int, impl: str = "torch") -> Layout:
         rng.choice(_strategies(mesh, heads // mesh.tp)),
         cut,
         rng.choice(_overlaps(mesh, impl)),
+        packed=seed % 3 == 1,
         count=count,
         drawn=sizes,
     )

@@ -76,6 +76,8 @@ class ProveConfig:
     """How context ranks attend to one another's tokens."""
     layout: Kind = "zigzag"
     """How cp cuts the sequence."""
+    packed: bool = False
+    """Each sample is packed from several documents."""
     microbatches: int | None = None
     """Micro-batches per step; by default more than stages, where the samples divide by it."""
     overlap: Overlap = "auto"
@@ -106,6 +108,7 @@ class ProveConfig:
             self.strategy,
             self.layout,
             self.overlap,
+            packed=self.packed,
             count=self.microbatches,
         )
 

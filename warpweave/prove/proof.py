@@ -17,7 +17,7 @@ from warpweave.exchange import exchange
 from warpweave.parallel.data.optimizer import AdamW
 from warpweave.parallel.mesh import ConnectedMesh
 from warpweave.parallel.shard import ParamRecord
-from warpweave.prove.expected import ADAMW, CLIP, KEY, RATES, STEPS, batch, prompt, truth
+from warpweave.prove.expected import ADAMW, CLIP, KEY, RATES, STEPS, batch, documents, prompt, truth
 from warpweave.prove.layouts import Layout
 
 # Largest relative error allowed: float64 leaves no room for anything but the order of sums. For low
@@ -133,9 +133,10 @@ def prove_layout(layout: Layout, mesh: ConnectedMesh, timeout: float = 60.0) -> 
     shape = (layout.mesh.dp, layout.microbatches, layout.micro_batch_size)
     owners = dict.fromkeys(compare.expected.names, 0)  # ranks that say a tensor is theirs to write
 
-    def mine(step: int) -> list[Tensor]:
-        """This replica's part of a batch, by micro-batches."""
-        return [x.unflatten(0, shape)[mesh.index("dp")] for x in batch(sizes, step)]
+    def mine(step: int) -> list[Tensor | None]:
+        """This replica's part of a batch and of its documents, by micro-batches."""
+        every = (*batch(sizes, step), documents(sizes, step))
+        return [None if x is None else x.unflatten(0, shape)[mesh.index("dp")] for x in every]
 
     def read(kind: str, state: str, what: str, scale: float = 1.0) -> None:
         for record, tensor, owned in engine.read(state):
@@ -146,14 +147,14 @@ def prove_layout(layout: Layout, mesh: ConnectedMesh, timeout: float = 60.0) -> 
     if scaler is not None:
         scaler.value.fill_(256.0)  # a step that overflowed would be skipped
     for step in range(STEPS):
-        tokens, labels, ids = mine(step)
+        tokens, labels, ids, packed = mine(step)
         scale = 1.0 if scaler is None else float(scaler.value)  # its gradients keep it
-        result = engine.step(tokens, labels, ids, lr=RATES[step], key=KEY + step)
+        result = engine.step(tokens, labels, ids, lr=RATES[step], key=KEY + step, documents=packed)
         compare.tensor("loss", f"loss of step {step}", result.loss)
         compare.tensor("norm", f"norm of step {step}", result.norm)
         read("grad", "grad", f"gradient of {{}} at step {step}", scale)
-        tokens, labels, _ = mine(STEPS + step)
-        loss = engine.evaluate(tokens, labels)
+        tokens, labels, _, packed = mine(STEPS + step)
+        loss = engine.evaluate(tokens, labels, packed)
         compare.tensor("evaluation", f"evaluation after step {step}", loss)
         new = 1 + step // 2  # the last text goes on from its own token
         start = prompt(sizes, step)
