@@ -428,6 +428,7 @@ def test_folders_that_hold_no_model_are_refused(folders, tmp_path):
     (empty / "model.safetensors").write_bytes(b"no such thing")
     with pytest.raises(ConvertError, match=f"^cannot read {empty}/model.safetensors: "):
         from_hf(empty)
+    (empty / "model.safetensors").unlink()  # which goes before an index
     index = {"weight_map": {"model.norm.weight": "../secret.safetensors"}}
     (empty / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ConvertError, match=r"names '../secret.safetensors', which is no file of"):

@@ -1,8 +1,14 @@
 """config.json files whose fields are of odd kinds: one line, never a traceback, never a guess."""
 
-import pytest
+import json
 
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from warpweave.convert import from_hf, to_hf
 from warpweave.convert.families import ConvertError, read_config
+from warpweave.gpt import GPT
 
 QWEN2 = {
     "model_type": "qwen2", "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48,
@@ -22,3 +28,98 @@ def test_odd_fields_are_refused_in_one_line(odd):
     with pytest.raises(ConvertError) as caught:
         read_config(QWEN2 | odd)
     assert "\n" not in str(caught.value)
+
+
+QWEN2_ROPE = {"rope_parameters": {"full_attention": {"rope_theta": 77.0, "rope_type": "default"}}}
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"vocab_size": 97.0}, {"hidden_size": "32"}, {"num_hidden_layers": True},
+        {"num_hidden_layers": 10**30}, {"rms_norm_eps": "1e-5"}, {"tie_word_embeddings": "false"},
+        {"is_causal": False}, QWEN2_ROPE,
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_would_be_read_wrong_or_never_is_refused(odd):
+    with pytest.raises(ConvertError) as caught:
+        read_config(QWEN2 | odd)
+    assert "\n" not in str(caught.value)
+
+
+def test_sizes_that_no_tensor_has_are_one_line(tmp_path):
+    save_file({"lm_head.weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(QWEN2 | {"vocab_size": 2**62}))
+    with pytest.raises(ConvertError, match="no model has these sizes") as caught:
+        from_hf(tmp_path)
+    assert "\n" not in str(caught.value)
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ConvertError, match="cannot read"):
+        from_hf(tmp_path)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 100.0}
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+ODD = {
+    "both names of the scaling": ("llama", {"rope_parameters": YARN, "rope_scaling": LINEAR}),
+    "original length outside": (
+        "llama", {"rope_parameters": YARN, "original_max_position_embeddings": 8},
+    ),
+    "original length in both": ("llama", {
+        "rope_parameters": YARN | {"original_max_position_embeddings": 16},
+        "original_max_position_embeddings": 8,
+    }),
+    "phi3's own epsilon": ("phi3", {"pad_token_id": 0}),
+    "mistral's own window": ("mistral", {}),
+    "gpt2's other names": ("gpt2", {"n_positions": 64, "n_layer": 2, "n_embd": 32, "n_head": 8,
+                                    "num_attention_heads": 4}),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def make_theirs():
+    make = pytest.importorskip("transformers").AutoConfig.for_model
+    make("llama", rope_scaling=LINEAR)  # what it imports changes the environment
+    return make
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_what_a_config_leaves_open_is_what_transformers_takes_it_for(name, make_theirs):
+    kind, odd = ODD[name]
+    ours = read_config(QWEN2 | {"model_type": kind} | odd)[1]
+    fields = {k: v for k, v in (QWEN2 | odd).items() if k != "model_type"}
+    theirs = make_theirs(kind, **fields)
+    assert ours.heads == theirs.num_attention_heads
+    if kind != "gpt2":
+        assert ours.norm_eps == theirs.rms_norm_eps
+        assert ours.window(0) == getattr(theirs, "sliding_window", None)
+        theirs.standardize_rope_params()  # as it does before it computes them
+        rope, scaling = theirs.rope_parameters, ours.rope_scaling
+        assert ours.rope_theta == rope["rope_theta"]
+        assert rope["rope_type"] == ("default" if scaling is None else scaling.kind)
+        if scaling is not None and scaling.kind == "yarn":
+            assert scaling.original_length == rope["original_max_position_embeddings"]
+
+
+def test_mistral_with_layers_of_both_kinds_is_refused():
+    mistral = QWEN2 | {"model_type": "mistral", "sliding_window": 8}
+    assert read_config(mistral | {"layer_types": ["sliding_attention"] * 2})[1].window(1) == 8
+    with pytest.raises(ConvertError, match="layer_types"):
+        read_config(mistral | {"layer_types": ["full_attention", "sliding_attention"]})
+
+
+def test_files_are_those_that_transformers_reads(tmp_path):
+    """One file goes before an index that was left from another save; no tensor stands twice."""
+    config = read_config(QWEN2)[1]
+    to_hf(GPT(config, seed=0), tmp_path / "old", shard_bytes=8000)
+    to_hf(GPT(config, seed=1), tmp_path / "new")
+    wanted = (tmp_path / "new" / "model.safetensors").read_bytes()
+    (tmp_path / "old" / "model.safetensors").write_bytes(wanted)
+    found, new = (from_hf(tmp_path / name).load(GPT(config)) for name in ("old", "new"))
+    assert torch.equal(found.embedding.weight, new.embedding.weight)
+    (tmp_path / "old" / "model.safetensors").unlink()
+    first, second, *_ = sorted((tmp_path / "old").glob("*.safetensors"))
+    save_file({**load_file(first), **load_file(second)}, second)
+    with pytest.raises(ConvertError, match=f"is in {first.name} and in {second.name}"):
+        from_hf(tmp_path / "old")

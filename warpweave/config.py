@@ -22,12 +22,19 @@ Recompute = Literal["none", "selective", "full"]
 
 
 def _check_words(record: GPTConfig | ParallelPlan) -> None:
-    """Raise ``ValueError`` if a field that is one of several words holds another."""
+    """Raise ``ValueError`` if a field that is one of several words holds another, or a number is
+    of another kind, as in JSON that somebody else wrote."""
     for name, kind in get_type_hints(type(record)).items():
         value = getattr(record, name)
         if get_origin(kind) is Literal and value not in get_args(kind):
             words = ", ".join(map(str, get_args(kind)))
             raise ValueError(f"{name} must be one of {words}, got {value!r}")
+        kinds = get_args(kind) or (kind,)
+        if get_origin(kind) is tuple or {int, float, bool}.isdisjoint(kinds):
+            continue
+        if type(value) not in kinds and not (float in kinds and type(value) is int):
+            names = " or ".join(k.__name__ for k in kinds)
+            raise ValueError(f"{name} must be {names}, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -161,6 +168,7 @@ class GPTConfig:
         object.__setattr__(self, "windows", tuple(self.windows))  # JSON has lists
         if isinstance(self.rope_scaling, dict):
             object.__setattr__(self, "rope_scaling", RopeScaling(**self.rope_scaling))
+        _check_words(self)
         for name in ("vocab_size", "seq_len", "layers", "width", "heads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -168,7 +176,6 @@ class GPTConfig:
             raise ValueError(
                 f"kv_heads and hidden must be at least 1, got {self.kv_heads} and {self.hidden}"
             )
-        _check_words(self)
         if self.head_size is not None and self.head_size < 1:
             raise ValueError(f"head_size must be at least 1, got {self.head_size}")
         if self.head_size is None and self.width % self.heads:

@@ -56,6 +56,10 @@ def read_config(fields: Mapping[str, Any]) -> tuple[str, GPTConfig]:
         known = ", ".join(FAMILIES)
         raise ConvertError(f"model_type {kind!r} is not one of those that are read: {known}")
     _expect(fields, "quantization_config", None)
+    _expect(fields, "is_causal", True)
+    for name in ("num_hidden_layers", "n_layer"):
+        if isinstance(fields.get(name), int) and fields[name] > 10_000:
+            raise ConvertError(f"{name} = {fields[name]} is no number of layers")
     try:
         return kind, canonical(FAMILIES[kind].read(fields))
     except KeyError as error:
@@ -169,8 +173,13 @@ def _write_rotary(c: GPTConfig) -> dict[str, Any]:
 
 
 def _read_rope(c: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    """(theta, scaling), of ``rope_parameters`` or, from before transformers 5, ``rope_scaling``."""
-    p = c.get("rope_parameters") or c.get("rope_scaling") or {}
+    """(theta, scaling), of ``rope_parameters`` or ``rope_scaling``, which was its name before
+    transformers 5 and goes before it there too, as an original length outside of both does."""
+    p = c.get("rope_scaling") or c.get("rope_parameters") or {}
+    if any(isinstance(value, dict) for value in p.values()):
+        raise ConvertError(
+            f"rope_parameters of {', '.join(p)} are not supported, only of all layers"
+        )
     theta = float(p.get("rope_theta", c.get("rope_theta", 10000.0)))
     _expect({**c, **p}, "partial_rotary_factor", 1.0)
     kind = p.get("rope_type", p.get("type", "default"))
@@ -184,6 +193,7 @@ def _read_rope(c: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     if kind == "linear":
         return theta, RopeScaling("linear", factor)
     length = _or(p, "original_max_position_embeddings", c["max_position_embeddings"])
+    length = _or(c, "original_max_position_embeddings", length)
     if kind == "llama3":
         low, high = float(p["low_freq_factor"]), float(p["high_freq_factor"])
         return theta, RopeScaling("llama3", factor, length, low, high)
@@ -224,7 +234,9 @@ def _write_llama(c: GPTConfig) -> dict[str, Any]:
 
 
 def _read_mistral(c: Mapping[str, Any]) -> GPTConfig:
-    window = c.get("sliding_window")
+    window = c.get("sliding_window", 4096)
+    kind = "full_attention" if window is None else "sliding_attention"
+    _expect({"layer_types": set(c.get("layer_types") or [kind])}, "layer_types", {kind})
     return _read_rotary(c, kv_heads=8, windows=() if window is None else (window,))
 
 
@@ -235,7 +247,8 @@ def _write_mistral(c: GPTConfig) -> dict[str, Any]:
 def _read_phi3(c: Mapping[str, Any]) -> GPTConfig:
     window = c.get("sliding_window")
     return _read_rotary(
-        {k: v for k, v in c.items() if k != "head_dim"},
+        {k: v for k, v in c.items() if k != "head_dim"}
+        | {"rms_norm_eps": _or(c, "rms_norm_eps", 1e-5)},
         windows=() if window is None else (window,),
     )
 
@@ -405,7 +418,14 @@ _PHI3_MODULES = {"attention.qkv": ("self_attn.qkv_proj",), "mlp.up": ("mlp.gate_
 _GPT2_GELU = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_erf"}
 
 
+_GPT2_ALIASES = {  # which go before its own names
+    "max_position_embeddings": "n_positions", "num_hidden_layers": "n_layer",
+    "hidden_size": "n_embd", "num_attention_heads": "n_head",
+}  # fmt: skip
+
+
 def _read_gpt2(c: Mapping[str, Any]) -> GPTConfig:
+    c = {**c, **{own: c[alias] for alias, own in _GPT2_ALIASES.items() if alias in c}}
     _expect(c, "scale_attn_weights", True)
     _expect(c, "scale_attn_by_inverse_layer_idx", False)
     _expect(c, "add_cross_attention", False)

@@ -116,7 +116,10 @@ def from_hf(folder: str | Path) -> HFFolder:
         fields = read_json(path / "config.json")
         kind, config = read_config(fields)
         family = FAMILIES[kind]
-        rules = rules_of(config, family)
+        try:
+            rules = rules_of(config, family)
+        except (RuntimeError, TypeError, ValueError, OverflowError) as error:
+            raise ConvertError(f"no model has these sizes: {one_line(error)}") from None
         places = _check(_find_tensors(path), rules, family)
         dtypes = {name: _dtype(name, place.dtype) for name, place in places.items()}
         embedding = next(iter(rules["embedding.weight"].shapes))
@@ -144,7 +147,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ConvertError(
             f"{path.parent} holds no model of transformers: no {path.name}"
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConvertError(f"cannot read {path}: {one_line(error)}") from None
     if not isinstance(found, dict):
         raise ConvertError(f"cannot read {path}: it holds no object")
@@ -153,7 +156,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _find_tensors(path: Path) -> dict[str, Place]:
     """Every tensor of the folder's safetensors files under its own name."""
-    if (path / INDEX).exists():
+    if (path / SINGLE).exists():  # the order in which transformers looks for them
+        files = [SINGLE]
+    elif (path / INDEX).exists():
         names = read_json(path / INDEX).get("weight_map")
         if not isinstance(names, dict) or not all(isinstance(f, str) for f in names.values()):
             raise ConvertError(f"{INDEX} has no weight_map of names")
@@ -161,15 +166,15 @@ def _find_tensors(path: Path) -> dict[str, Place]:
             if Path(file).name != file:
                 raise ConvertError(f"{INDEX} names {file!r}, which is no file of the folder")
         files = sorted(set(names.values()))
-    elif (path / SINGLE).exists():
-        files = [SINGLE]
     else:
         raise ConvertError(f"no {SINGLE} or {INDEX} (other formats than safetensors are not read)")
-    places = {}
+    places: dict[str, Place] = {}
     for file in files:
         try:
             with safe_open(path / file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118  it is no mapping
+                    if name in places:
+                        raise ConvertError(f"tensor {name} is in {places[name].file} and in {file}")
                     piece = opened.get_slice(name)
                     places[name] = Place(file, name, tuple(piece.get_shape()), piece.get_dtype())
         except (OSError, SafetensorError) as error:
