@@ -30,7 +30,8 @@ def _seed() -> None:
 
 def _process() -> dict[str, object]:
     """What tests of other files in this process would see, were it changed."""
-    ours = {n: v for n, v in os.environ.items() if n[0] != "_" and n != "PYTEST_CURRENT_TEST"}
+    theirs = ("_", "PYTEST_CURRENT_TEST", "TORCHINDUCTOR_")  # which pytest and torch may set
+    ours = {n: v for n, v in os.environ.items() if not n.startswith(theirs)}
     return ours | {
         "threads": torch.get_num_threads(),
         "dtype": torch.get_default_dtype(),
