@@ -344,6 +344,12 @@ def _edit(folder: Path, change: dict, drop: tuple[str, ...] = ()) -> None:
             },
             "RoPE scaling of sliding_attention is not supported",
         ),
+        (
+            "gemma3",
+            {"rope_parameters": {"rope_type": "default"}},
+            "rope_parameters of rope_type are",
+        ),
+        ("gemma2", {"sliding_window": None}, "sliding_window = None is not supported beside"),
         ("olmo2", {"attention_bias": True}, "attention_bias = True is not supported"),
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention = True is not supported"),
         ("gpt2", {"activation_function": "relu"}, "activation_function = 'relu' is not supported"),

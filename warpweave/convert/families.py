@@ -263,7 +263,7 @@ def _write_phi3(c: GPTConfig) -> dict[str, Any]:
 _KINDS = ("full_attention", "sliding_attention")
 
 
-def _windows_of(c: Mapping[str, Any], window: int, default: Callable[[int], bool]) -> tuple:
+def _windows_of(c: Mapping[str, Any], window: int | None, default: Callable[[int], bool]) -> tuple:
     """Each layer's window, by ``layer_types``, or where `default` of the layer's number is true."""
     layers = c["num_hidden_layers"]
     kinds = c.get("layer_types") or [_KINDS[default(i)] for i in range(layers)]
@@ -271,6 +271,8 @@ def _windows_of(c: Mapping[str, Any], window: int, default: Callable[[int], bool
         raise ConvertError(f"layer_types names {len(kinds)} of {layers} layers")
     for kind in kinds:
         _expect({"layer_types": kind}, "layer_types", *_KINDS)
+    if window is None and "sliding_attention" in kinds[:layers]:
+        raise ConvertError("sliding_window = None is not supported beside sliding_attention")
     return tuple(window if kind == "sliding_attention" else 0 for kind in kinds[:layers])
 
 
@@ -343,7 +345,7 @@ def _write_gemma(c: GPTConfig) -> dict[str, Any]:
 def _read_gemma2(c: Mapping[str, Any]) -> GPTConfig:
     return _read_gemma(
         c,
-        windows=_windows_of(c, _or(c, "sliding_window", 4096), lambda i: i % 2 == 0),
+        windows=_windows_of(c, c.get("sliding_window", 4096), lambda i: i % 2 == 0),
         softcap=c.get("attn_logit_softcapping", 50.0),
         logit_softcap=c.get("final_logit_softcapping", 30.0),
     )
@@ -351,20 +353,21 @@ def _read_gemma2(c: Mapping[str, Any]) -> GPTConfig:
 
 def _read_gemma3(c: Mapping[str, Any]) -> GPTConfig:
     """Windows turn by a base of their own, ``rope_local_base_freq`` before transformers 5."""
-    rope, every = c.get("rope_parameters") or {}, _or(c, "sliding_window_pattern", 6)
-    if "full_attention" in rope:
-        local = {**rope["sliding_attention"]}
-        rope = {"rope_theta": 1e6} | rope["full_attention"]
-    else:
-        local = {"rope_theta": _or(c, "rope_local_base_freq", 10000.0)}
-        rope = {"rope_theta": _or(c, "rope_theta", 1e6)} | (rope or c.get("rope_scaling") or {})
-    theta, scaling = _read_rope({**c, "rope_parameters": {"rope_theta": 10000.0} | local})
+    every, both = _or(c, "sliding_window_pattern", 6), c.get("rope_parameters") or {}
+    if not set(both) <= {"full_attention", "sliding_attention"}:
+        raise ConvertError(
+            f"rope_parameters of {', '.join(both)} are not supported, only by layers"
+        )
+    full, local = (both.get(kind) or {} for kind in _KINDS)
+    full = {"rope_theta": _or(c, "rope_theta", 1e6)} | full | (c.get("rope_scaling") or {})
+    local = {"rope_theta": _or(c, "rope_local_base_freq", 1e4)} | local
+    theta, scaling = _read_rope({**c, "rope_scaling": None, "rope_parameters": local})
     if scaling is not None:
         raise ConvertError("RoPE scaling of sliding_attention is not supported")
     return _read_gemma(
-        {**c, "rope_parameters": rope},
+        {**c, "rope_scaling": None, "rope_parameters": full},
         qk_norm=True,
-        windows=_windows_of(c, _or(c, "sliding_window", 4096), lambda i: (i + 1) % every != 0),
+        windows=_windows_of(c, c.get("sliding_window", 4096), lambda i: (i + 1) % every != 0),
         softcap=c.get("attn_logit_softcapping"),
         logit_softcap=c.get("final_logit_softcapping"),
         local_rope_theta=theta,
@@ -382,7 +385,10 @@ def _write_gemma3(c: GPTConfig) -> dict[str, Any]:
 def _read_olmo2(c: Mapping[str, Any]) -> GPTConfig:
     _expect(c, "attention_bias", False)
     return _read_rotary(
-        {"rms_norm_eps": 1e-5, **c}, norm_place="post", qk_norm=True, qk_norm_whole=True
+        {**c, "rms_norm_eps": _or(c, "rms_norm_eps", 1e-5)},
+        norm_place="post",
+        qk_norm=True,
+        qk_norm_whole=True,
     )
 
 
