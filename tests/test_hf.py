@@ -574,6 +574,30 @@ class _Clipped(nn.Module):
         return self.down(self.act(self.gate(x)).clamp(max=10.0) * self.up(x))
 
 
+class _Scaled(_Plain):
+    """Its result times 0.99: in 16 bits as near as rounding."""
+
+    def forward(self, x):
+        return 0.99 * super().forward(x)
+
+
+class _Gated(nn.LayerNorm):
+    """As in Mamba 2: without a gate, as in a probe, a norm."""
+
+    def forward(self, x, gate=None):
+        return super().forward(x if gate is None else x * gate)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_a_short_look_takes_for_ours_is_kept(dtype):
+    model = nn.Sequential(_Scaled(nn.GELU()), _Plain(nn.GELU()), _Gated(16), nn.LayerNorm(16))
+    report = ww.apply(model.to(dtype))
+    assert [e.name for e in report.replaced() if e.kind in ("norm", "mlp")] == ["3", "1"]
+    assert "also takes gate" in str(report)
+    x = torch.ones(2, 16, dtype=dtype)
+    assert not model[2](x, 0 * x).any()
+
+
 class _Activation(nn.Module):
     def __init__(self, exponent):
         super().__init__()
