@@ -30,7 +30,8 @@ def _seed() -> None:
 
 def _process() -> dict[str, object]:
     """What tests of other files in this process would see, were it changed."""
-    ours = {n: v for n, v in os.environ.items() if n[0] != "_" and n != "PYTEST_CURRENT_TEST"}
+    theirs = "PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"  # torch's, when it is first asked
+    ours = {n: v for n, v in os.environ.items() if n[0] != "_" and n not in theirs}
     return ours | {
         "threads": torch.get_num_threads(),
         "dtype": torch.get_default_dtype(),
