@@ -347,6 +347,16 @@ def test_what_is_written_out_is_transformers_own_mask(side, window):
         assert torch.equal(seen & real, wanted & real)
 
 
+@pytest.mark.parametrize("length", [3, 4, 5])
+def test_as_many_boundaries_as_tokens_are_no_documents_of_each(llama, length):
+    mask = torch.ones(2, length, dtype=torch.int64)
+    mask[0, 0] = mask[1, -1] = 0
+    tokens, ours = ids(2, length), applied(llama)
+    with ours_always():
+        found = ours(tokens, attention_mask=mask).logits[mask.bool()]
+    assert_close(found, llama(tokens, attention_mask=mask).logits[mask.bool()])
+
+
 def test_packed_sequences_are_apart(llama):
     ours = applied(llama)
     tokens = ids(1, 12)
