@@ -548,6 +548,15 @@ def test_bfloat16_and_autocast_train(llama):
 
 
 @pytest.mark.filterwarnings("ignore")  # of graphs that are cut
+def test_a_softcap_is_seen_in_bfloat16(families):
+    theirs = families.make("gemma2").bfloat16().train()
+    ours = copy.deepcopy(theirs)
+    assert "softcap 30" in str(ww.apply(ours)).replace("30.0", "30")
+    found, wanted = (model(ids(), labels=ids()) for model in (ours, theirs))
+    assert found.logits is None
+    assert_close(found.loss, wanted.loss, 1e-2)
+
+
 def test_a_compiler_follows(llama):
     ours = applied(llama)
     padded = torch.ones(2, 11, dtype=torch.int64)
