@@ -273,7 +273,7 @@ def _cached(**options):
     return fa.flash_attn_with_kvcache(q, k, v, **options)
 
 
-NEW = {"k": torch.zeros(B, 2, HKV, D), "v": torch.zeros(B, 2, HKV, D)}
+NEW = {name: torch.zeros(B, 2, HKV, D, dtype=torch.float64) for name in "kv"}
 TABLE = {"rotary_cos": torch.ones(3, 2), "rotary_sin": torch.ones(3, 2)}
 REFUSED = {
     "alibi": (
@@ -314,6 +314,19 @@ REFUSED = {
     "nobody": (
         lambda: _cached(cache_batch_idx=torch.tensor([0, 2])), "cache_batch_idx must be 2 numbers"
     ),
+    "few heads": (
+        lambda: _cached(k=NEW["k"][:, :, :1], v=NEW["v"], cache_seqlens=1), "k must be "
+    ),
+    "few values": (lambda: _cached(k=NEW["k"], v=NEW["v"][:, :1], cache_seqlens=1), "v must be "),
+    "one sample": (lambda: _cached(k=NEW["k"], v=NEW["v"][:1], cache_seqlens=1), "v must be "),
+    "other dtype": (
+        lambda: _cached(k=NEW["k"].half(), v=NEW["v"], cache_seqlens=1), "got torch.float16"
+    ),
+    "short sines": (
+        lambda: _cached(**NEW, **TABLE | {"rotary_sin": torch.ones(1, 2)}, cache_seqlens=0),
+        "rotary_cos and rotary_sin must have one shape",
+    ),
+    "half a row": (lambda: _cached(cache_seqlens=torch.full((B,), 2.5)), "must be 2 numbers in"),
     "rotates nothing": (lambda: _cached(**TABLE), "rotary_cos needs k and v"),
     "short table": (
         lambda: _cached(**NEW, **TABLE, cache_seqlens=2, causal=True),

@@ -85,6 +85,21 @@ def test_rms_norm(offset, init_fn, casting_mode):
     _agree(norm(x), truth, [x, norm.weight])
 
 
+def test_in_bfloat16_an_offset_and_a_softcap_round_once():
+    """1 + w and capped logits have more digits than bfloat16 keeps: not in a single number of the
+    result may more be lost than by rounding it."""
+    x, y = torch.randn(64, E).bfloat16(), torch.randint(E, (64,))
+    norm = liger.LigerRMSNorm(E, offset=1.0, init_fn="zeros").bfloat16()
+    nn.init.constant_(norm.weight, 0.003)
+    rstd = (x.double().square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+    truth = x.double() * rstd * (1 + norm.weight.double())
+    assert ((norm(x) - truth) / truth).mean().abs() < 5e-4  # 3e-3 where 1.003 became 1
+    x = 20 * x
+    loss = liger.LigerCrossEntropyLoss(softcap=30.0)(x, y)
+    truth = nn.functional.cross_entropy(30 * torch.tanh(x.double() / 30), y)
+    assert (loss - truth).abs() < 1e-5 * truth
+
+
 def test_rms_norm_without_a_weight():
     norm, x = liger.LigerRMSNorm(E, elementwise_affine=False), torch.randn(4, E, requires_grad=True)
     assert [*norm.state_dict()] == []
@@ -284,6 +299,10 @@ REFUSED = {
     "labels": (
         lambda: FUSED()(torch.ones(V, E), torch.ones(6, E), torch.ones(2, 3, dtype=torch.int64)),
         "flatten them",
+    ),
+    "weights of other classes": (
+        lambda: CE(torch.ones(V + 1))(torch.ones(3, V), torch.zeros(3, dtype=torch.int64)),
+        "weight must be",
     ),
     "dim": (lambda: _rotary((1, 7, 8), unsqueeze_dim=0), "unsqueeze_dim must be 1 or 2"),
     "half": (lambda: _rotary((1, 7, 4)), r"cos and sin must be \[1 or 2, 7, 8\]"),

@@ -347,6 +347,16 @@ def test_what_is_written_out_is_transformers_own_mask(side, window):
         assert torch.equal(seen & real, wanted & real)
 
 
+@pytest.mark.parametrize("length", [3, 4, 5])
+def test_as_many_boundaries_as_tokens_are_no_documents_of_each(llama, length):
+    mask = torch.ones(2, length, dtype=torch.int64)
+    mask[0, 0] = mask[1, -1] = 0
+    tokens, ours = ids(2, length), applied(llama)
+    with ours_always():
+        found = ours(tokens, attention_mask=mask).logits[mask.bool()]
+    assert_close(found, llama(tokens, attention_mask=mask).logits[mask.bool()])
+
+
 def test_packed_sequences_are_apart(llama):
     ours = applied(llama)
     tokens = ids(1, 12)
@@ -538,6 +548,15 @@ def test_bfloat16_and_autocast_train(llama):
 
 
 @pytest.mark.filterwarnings("ignore")  # of graphs that are cut
+def test_a_softcap_is_seen_in_bfloat16(families):
+    theirs = families.make("gemma2").bfloat16().train()
+    ours = copy.deepcopy(theirs)
+    assert "softcap 30" in str(ww.apply(ours)).replace("30.0", "30")
+    found, wanted = (model(ids(), labels=ids()) for model in (ours, theirs))
+    assert found.logits is None
+    assert_close(found.loss, wanted.loss, 1e-2)
+
+
 def test_a_compiler_follows(llama):
     ours = applied(llama)
     padded = torch.ones(2, 11, dtype=torch.int64)
@@ -572,6 +591,30 @@ class _Clipped(nn.Module):
 
     def forward(self, x):
         return self.down(self.act(self.gate(x)).clamp(max=10.0) * self.up(x))
+
+
+class _Scaled(_Plain):
+    """Its result times 0.99: in 16 bits as near as rounding."""
+
+    def forward(self, x):
+        return 0.99 * super().forward(x)
+
+
+class _Gated(nn.LayerNorm):
+    """As in Mamba 2: without a gate, as in a probe, a norm."""
+
+    def forward(self, x, gate=None):
+        return super().forward(x if gate is None else x * gate)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_a_short_look_takes_for_ours_is_kept(dtype):
+    model = nn.Sequential(_Scaled(nn.GELU()), _Plain(nn.GELU()), _Gated(16), nn.LayerNorm(16))
+    report = ww.apply(model.to(dtype))
+    assert [e.name for e in report.replaced() if e.kind in ("norm", "mlp")] == ["3", "1"]
+    assert "also takes gate" in str(report)
+    x = torch.ones(2, 16, dtype=dtype)
+    assert not model[2](x, 0 * x).any()
 
 
 class _Activation(nn.Module):

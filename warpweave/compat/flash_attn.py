@@ -262,7 +262,18 @@ def flash_attn_with_kvcache(
         raise ValueError("rotary_cos needs k and v: what the cache holds is rotated already")
     if k is not None and cache_seqlens is None:
         raise ValueError("k needs cache_seqlens, the rows of the cache that it is written after")
+    if rotary_cos is not None and rotary_cos.shape != rotary_sin.shape:
+        shapes = [*rotary_cos.shape], [*rotary_sin.shape]
+        raise ValueError(
+            "rotary_cos and rotary_sin must have one shape, got {} and {}".format(*shapes)
+        )
     batch, new = q.shape[0], 0 if k is None else k.shape[1]
+    for name, x, cache in (("k", k, k_cache), ("v", v, v_cache)):
+        wanted = (batch, new, *cache.shape[2:])
+        if x is not None and (x.shape != wanted or x.dtype != cache.dtype):  # none is broadcast
+            raise ValueError(
+                f"{name} must be {cache.dtype} {[*wanted]}, got {x.dtype} {[*x.shape]}"
+            )
     at = k_cache.shape[1] if cache_seqlens is None else cache_seqlens
     filled = _integers("cache_seqlens", at, batch, k_cache.shape[1] - new)
     samples = range(batch) if cache_batch_idx is None else cache_batch_idx
@@ -362,8 +373,9 @@ def _integers(
 ) -> list[int]:
     """One number per sample; ValueError unless all lie in 0 .. highest."""
     found = value.tolist() if isinstance(value, Tensor) else value
-    found = [found] * batch if isinstance(found, int) else list(found)
-    if len(found) != batch or not all(0 <= n <= highest for n in found):
+    found = list(found) if isinstance(found, (list, tuple, range)) else [found] * batch
+    fit = all(isinstance(n, int) and 0 <= n <= highest for n in found)
+    if len(found) != batch or not fit:
         raise ValueError(f"{name} must be {batch} numbers in 0..{highest}, got {found}")
     return found
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from warpweave.kernels.cross_entropy import cross_entropy, linear_cross_entropy
 from warpweave.kernels.mlp import mlp
 from warpweave.kernels.norm import layer_norm, rms_norm
+from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.rope import apply_rope_qk
 from warpweave.layers.fusable import fusable
 
@@ -67,8 +68,10 @@ class LigerRMSNorm(nn.Module):
         """x[..., E] -> y[..., E]."""
         if self.weight is None:
             scale = hidden_states.new_ones(self.hidden_size)
+        elif self.offset:  # 1.003 is no bfloat16
+            scale = self.weight.to(compute_dtype(self.weight)) + self.offset
         else:
-            scale = self.weight + self.offset if self.offset else self.weight
+            scale = self.weight
         return cast(Tensor, rms_norm(hidden_states, scale, self.variance_epsilon))
 
     def extra_repr(self) -> str:
@@ -183,10 +186,14 @@ class _Loss(nn.Module):
             "z_loss": self.lse_square_scale,
         }
 
-    def _weighted(self, losses: Tensor, target: Tensor, weight: Tensor) -> Tensor:
+    def _weighted(self, losses: Tensor, target: Tensor, weight: Tensor, classes: int) -> Tensor:
         """losses[N] times the weight[V] of their class; the mean divides by the weights' sum."""
+        if weight.shape != (classes,):
+            raise ValueError(
+                f"weight must be [{classes}], one of each class, got {[*weight.shape]}"
+            )
         valid = target != self.ignore_index
-        scale = weight.to(losses.dtype)[target.masked_fill(~valid, 0)] * valid
+        scale = weight.to(losses.device, losses.dtype)[target.masked_fill(~valid, 0)] * valid
         losses = losses * scale
         if self.reduction == "none":
             return losses
@@ -215,7 +222,7 @@ class LigerCrossEntropyLoss(_Loss):
         weight: of the classes, [V]; not with `label_smoothing` or `lse_square_scale`.
         ignore_index, label_smoothing, reduction: as `F.cross_entropy`.
         lse_square_scale: every token also loses this times the square of its log-sum-exp.
-        softcap: logits become softcap * tanh(logits / softcap), in a copy of them.
+        softcap: logits become softcap * tanh(logits / softcap), in a copy of them, in float32.
         return_z_loss, return_token_accuracy: refused, the kernel returns one sum.
     """
 
@@ -241,11 +248,12 @@ class LigerCrossEntropyLoss(_Loss):
         """logits[N, V] and labels int64[N] -> the loss, 0-dim, or losses[N]."""
         _check_labels(_input, target)
         if self.softcap is not None:
+            _input = _input.to(compute_dtype(_input))
             _input = self.softcap * torch.tanh(_input / self.softcap)
         if self.weight is None:
             return cross_entropy(_input, target, reduction=self.reduction, **self._options)
         losses = cross_entropy(_input, target, reduction="none", **self._options)
-        return self._weighted(losses, target, self.weight.to(losses.device))
+        return self._weighted(losses, target, self.weight, _input.shape[1])
 
 
 class LigerFusedLinearCrossEntropyLoss(_Loss):
@@ -298,7 +306,7 @@ class LigerFusedLinearCrossEntropyLoss(_Loss):
                 _input, lin_weight, target, reduction=self.reduction, **self._options
             )
         losses = linear_cross_entropy(_input, lin_weight, target, reduction="none", **self._options)
-        return self._weighted(losses, target, self.ce_weight.to(losses.device))
+        return self._weighted(losses, target, self.ce_weight, len(lin_weight))
 
 
 def liger_rotary_pos_emb(

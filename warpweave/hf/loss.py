@@ -242,12 +242,13 @@ def find_form(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> Form |
 def _form_of(model: PreTrainedModel, z: torch.Tensor, logits: torch.Tensor) -> Form | str:
     if z.shape != logits.shape:
         return "its logits are not its head's output"
-    z, logits = z.float(), logits.float()
     softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    capped = softcap * torch.tanh(z / softcap) if softcap else z  # in its dtype, as it does it
+    z, capped, logits = z.float(), capped.float(), logits.float()
     factor = ((z * logits).sum() / (z * z).sum()).item()
     if agree(logits, z):
         return Form()
-    if softcap and agree(logits, softcap * torch.tanh(z / softcap)):
+    if softcap and agree(logits, capped):
         return Form(softcap=float(softcap))
     return Form(factor) if agree(logits, z * factor) else "its logits are not its head's output"
 

@@ -114,7 +114,8 @@ def make_mask(
             q_run, k_run, starts = _beside(first, stop, q_length, kv_length)
     if not starts and window is None and (q_run == k_run or not causal):
         return None
-    visible = Visible(causal, window, _documents(starts, batch_size), q_run, k_run)
+    end = max(sum(q_run), sum(k_run))
+    visible = Visible(causal, window, _documents(starts, batch_size, end), q_run, k_run)
     like = torch.empty((), dtype=dtype, device=device).expand(batch_size, 1, q_length, kv_length)
     return masked(like, visible)
 
@@ -218,9 +219,11 @@ def _beside(
     return (0, q_length), (q_length, kv_length), [stop + q_length]
 
 
-def _documents(starts: list[torch.Tensor], batch_size: int) -> torch.Tensor | None:
-    """Boundaries [B, n], of everything that begins somewhere."""
+def _documents(starts: list[torch.Tensor], batch_size: int, end: int) -> torch.Tensor | None:
+    """Boundaries [B, n], of everything that begins somewhere, up to the end, by which the attention
+    tells them from the number of each token's document."""
     if not starts:
         return None
     zero = starts[0].new_zeros(batch_size, 1)
-    return torch.cat([zero, *(s.expand(batch_size, -1) for s in starts)], 1).sort(1).values
+    inner = (s.expand(batch_size, -1) for s in starts)
+    return torch.cat([zero, *inner, zero + end], 1).sort(1).values

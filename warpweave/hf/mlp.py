@@ -13,6 +13,7 @@ are; a linear layer that is none any more (LoRA, hooks, quantised) makes it step
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from warpweave.hf.patch import few, original
-from warpweave.hf.probe import agree, noise, quietly, tried
+from warpweave.hf.probe import agree, noise, quietly, takes_more, tried
 from warpweave.kernels.activation import activate
 from warpweave.kernels.mlp import mlp
 from warpweave.kernels.runtime.dispatch import once_differentiable
@@ -150,7 +151,9 @@ def is_candidate(module: nn.Module) -> bool:
 
 def find_form(module: nn.Module) -> Form | str:
     """The form that agrees with the module's forward, or why there is none."""
-    inner = linears(module)
+    inner, more = linears(module), takes_more(module)
+    if more is not None:
+        return more
     if not all(map(is_plain_linear, inner.values())):
         return "quantised or wrapped linear layers"
     names = {name_of(function) for function in _activations(module)}
@@ -158,8 +161,11 @@ def find_form(module: nn.Module) -> Form | str:
         return "its activation is none of ours"
     (activation,) = names
     after = tuple(n for n, c in module.named_children() if isinstance(c, nn.Dropout))
+    exact = copy.deepcopy(module).float()  # in 16 bits a forward with a factor of 0.99 would agree
     for form in _forms(inner, activation, after):
-        if not (form.plain and activation not in _PLAIN) and _agrees(module, form):
+        if form.plain and activation not in _PLAIN:
+            continue
+        if _agrees(module, form) and _agrees(exact, form):
             return form
     return "its forward computes no MLP of ours"
 

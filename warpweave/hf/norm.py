@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from warpweave.hf.patch import few, original, ours_always
-from warpweave.hf.probe import agree, noise, tried
+from warpweave.hf.probe import agree, noise, takes_more, tried
 from warpweave.kernels.norm import layer_norm, rms_norm
 from warpweave.kernels.reference import compute_dtype
 
@@ -57,7 +57,9 @@ def is_candidate(module: nn.Module) -> bool:
 
 def find_form(module: nn.Module) -> Form | str:
     """The form that agrees with the module's forward, or why there is none."""
-    width = _width(module)
+    more, width = takes_more(module), _width(module)
+    if more is not None:
+        return more
     if width is None:
         return "has no weight to tell its width"
     if any(not p.is_floating_point() for p in module.parameters()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -47,6 +48,13 @@ def quietly(model: nn.Module, *, training: bool = False) -> Iterator[None]:
         finally:
             for module, mode in modes.items():
                 module.training = mode
+
+
+def takes_more(module: nn.Module) -> str | None:
+    """What a module's forward takes besides hidden states, as a gate that a probe without it would
+    not see; None if nothing."""
+    _, _, *more = inspect.signature(type(module).forward).parameters
+    return f"its forward also takes {', '.join(more)}" if more else None
 
 
 def tried(run: Callable[[torch.Tensor], Any], x: torch.Tensor) -> torch.Tensor | None:
