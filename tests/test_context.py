@@ -29,7 +29,8 @@ from warpweave.kernels.attention.options import AttentionOptions
 from warpweave.parallel.context import attention as context
 from warpweave.parallel.context import choose_strategy, context_attention, gather, ring
 from warpweave.parallel.context.messages import run_in_process
-from warpweave.parallel.layout import SequenceLayout
+from warpweave.parallel.context.strategy import Shards
+from warpweave.parallel.layout import SequenceLayout, balance
 
 STRATEGIES = ["ring", "gather", "ulysses", "auto"]
 Tensors = tuple[torch.Tensor, ...]
@@ -169,6 +170,42 @@ def _second_derivative(rank: int) -> None:
 
 def test_a_second_derivative_is_refused() -> None:
     run_ranks(2, _second_derivative)
+
+
+def _any_length(rank: int, world: int) -> None:
+    """Lengths that divide by nothing, or are less than the ranks; balanced layouts."""
+    for length, causal in ((13, True), (13, False), (2, True)):
+        ends = torch.tensor([0, length // 4, length // 2 + 1])  # the last document is open
+        of_each = torch.stack((ends, ends.clamp(max=length // 2)))
+        layouts = [SequenceLayout(length, world, kind) for kind in ("zigzag", "contiguous")]
+        layouts += [SequenceLayout(length, world, "striped"), balance(length, world, ends.tolist())]
+        masks = ((None, None), (3, None), (None, ends), (3, of_each))
+        for layout, (window, documents) in itertools.product(layouts, masks):
+            case = Case(layout, causal=causal, heads=4, kv_heads=2)
+            whole, (do, dlse) = case.draw()
+            whole = [x.clone().requires_grad_() for x in whole]
+            given = {"causal": causal, "window": window, "documents": documents}
+            out = reference.attention(*whole, **given)
+            truth = *out, *torch.autograd.grad(out, whole, (do, dlse))
+            given |= {"layout": layout, "group": dist.group.WORLD, "return_lse": True}
+            real = layout.positions(rank) < length
+            for strategy in ("ring", "gather", "ulysses"):
+                mine, cotangents = case.shard(rank)
+                mine = [x.clone().requires_grad_() for x in mine]
+                if layout.kind == "balanced" and strategy == "ring":
+                    with pytest.raises(ValueError, match="balanced layout is for 'gather'"):
+                        context_attention(*mine, strategy=strategy, **given)
+                    continue
+                out = context_attention(*mine, strategy=strategy, **given)
+                got = *out, *torch.autograd.grad(out, mine, cotangents)
+                for a, b, dim in zip(got, truth, (1, 2, 1, 1, 1)):
+                    b, rows = layout.shard(b.detach(), rank, dim), real.nonzero()[:, 0]
+                    assert_close_f64(a.index_select(dim, rows), b.index_select(dim, rows))
+                assert not any(dx[:, ~real].any() for dx in got[2:])  # nothing for the padding
+
+
+def test_any_length_on_any_number_of_ranks() -> None:
+    run_ranks(3, _any_length, 3)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
@@ -414,7 +451,12 @@ def test_the_ring_has_the_type_it_states(kind: str) -> None:
 
 def test_gather_has_the_type_it_states() -> None:
     args = (*_qkv(), None, gather.GATHER, _LocalLayout(8), "cp", None, AttentionOptions(), True)
-    with mock.patch.object(gather, "block_fwd", _mapped_kernel):
+
+    def call(shards: Shards) -> list:
+        runs = shards.layout.runs(shards.rank)
+        return [(slice(None), shards.options._replace(q_runs=runs))]
+
+    with mock.patch.multiple(gather, block_fwd=_mapped_kernel, _calls=call):
         assert rulecheck(context._ContextAttention, args).checked == [SHARDED]
         rulecheck(context._ContextAttention, args, SHARDED, mesh={"cp": 4})
 

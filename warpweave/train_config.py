@@ -20,6 +20,7 @@ from warpweave.convert.source import find_tokenizer, open_model, read_model_conf
 from warpweave.data import TOKEN_FILES, Dataset, open_dataset
 from warpweave.gpt import GPT
 from warpweave.kernels.runtime.tile_table import read_table
+from warpweave.parallel.layout import SequenceLayout
 from warpweave.parallel.mesh import Mesh
 
 # Files and folders of a run, in `out`.
@@ -230,7 +231,7 @@ class TrainConfig:
         self.model_config(1).check(self.mesh, self.plan)
         if self.init_from is not None:
             self._check_weights(self.init_from)
-        rows = self.batch * self.seq_len // self.cp
+        rows = self.batch * SequenceLayout(self.seq_len, self.cp, self.plan.layout).local_len
         if self.plan.sequence_parallel and rows % self.tp:
             raise ValueError(
                 f"batch x seq_len / cp = {rows} tokens do not divide by tp = {self.tp} "

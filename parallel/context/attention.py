@@ -106,6 +106,7 @@ def context_attention(
             heads = q.shape[2], k.shape[2]
             trading = group_size(neighbours) if isinstance(group, tuple) else None
             strategy = resolve_strategy(strategy, layout, heads, trading)
+            options = _without_padding(options, layout, q.device)
             if strategy == "ulysses":
                 ring, neighbours = None, ring
     except ValueError as error:
@@ -142,6 +143,21 @@ def _check_layout(layout: SequenceLayout, size: int, q: torch.Tensor, k: torch.T
         )
 
 
+def _without_padding(
+    options: AttentionOptions, layout: SequenceLayout, device: torch.device
+) -> AttentionOptions:
+    """The options with the layout's padding hidden: from the causal mask's it lies ahead anyway,
+    without one it is a document of its own."""
+    if options.causal or layout.padded_len == layout.seq_len:
+        return options
+    end = torch.full((1,), layout.seq_len, device=device)
+    documents = options.documents
+    if documents is None:
+        documents = torch.zeros_like(end)
+    end = end.to(documents.dtype).expand(*documents.shape[:-1], 1)
+    return options._replace(documents=torch.cat((documents.clamp(max=layout.seq_len), end), -1))
+
+
 def resolve_strategy(
     strategy: Strategy, layout: SequenceLayout, heads: tuple[int, int], neighbours: int | None
 ) -> Strategy:
@@ -155,11 +171,15 @@ def resolve_strategy(
     pair = neighbours is not None
     if strategy == "auto":
         strategy = "hybrid" if pair else choose_strategy(layout.parts, *heads)
+        if strategy == "ring" and layout.kind == "balanced":
+            strategy = "gather"
     if pair != (strategy == "hybrid"):
         raise ValueError(
             f"strategy {strategy!r} needs {'one group' if pair else 'a pair of groups'}, got "
             f"{'a pair' if pair else 'one'}"
         )
+    if layout.kind == "balanced" and strategy in ("ring", "hybrid"):
+        raise ValueError(f"a balanced layout is for 'gather' and 'ulysses', not {strategy!r}")
     if strategy not in ("ulysses", "hybrid"):
         return strategy
     trading = layout.parts if neighbours is None else neighbours

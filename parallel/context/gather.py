@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from warpweave.kernels.attention.backward import block_bwd
 from warpweave.kernels.attention.forward import block_fwd
+from warpweave.kernels.attention.options import AttentionOptions
 from warpweave.kernels.reference import compute_dtype
 from warpweave.parallel.collectives import start_all_gather, start_reduce_scatter
 from warpweave.parallel.context.strategy import ForwardBackward, Shards
@@ -27,8 +28,11 @@ def gather_forward(
 ) -> tuple[torch.Tensor, torch.Tensor, Tensors]:
     """Forward of this rank's queries over all keys; see `strategy.ForwardBackward`."""
     k_all, v_all = _start_gather(k, v, shards.layout, shards.group)()
-    options = shards.options._replace(q_runs=shards.layout.runs(shards.rank))
-    o, lse = block_fwd(q, k_all, v_all, options, sinks=sinks)
+    of_runs = [
+        block_fwd(q[:, rows], k_all, v_all, options, sinks=sinks)
+        for rows, options in _calls(shards)
+    ]
+    o, lse = of_runs[0] if len(of_runs) == 1 else map(torch.cat, zip(*of_runs), (1, 2))
     return o, lse, (q, k, v)  # not the whole K‖V: P times less, gathered again
 
 
@@ -43,12 +47,27 @@ def gather_backward(
     """Backward of this rank's queries over all keys; see `strategy.ForwardBackward`."""
     q, k, v = saved
     k_all, v_all = _start_gather(k, v, shards.layout, shards.group)()
-    options = shards.options._replace(q_runs=shards.layout.runs(shards.rank))
-    dq, dk, dv = block_bwd(
-        do, q, k_all, v_all, lse, delta, options, o=o, grad_dtype=compute_dtype(q)
-    )
+    dqs, dk, dv = [], None, None
+    for rows, options in _calls(shards):
+        dq, dk, dv = block_bwd(
+            do[:, rows], q[:, rows], k_all, v_all, lse[..., rows], delta[..., rows], options,
+            o=None if o is None else o[:, rows], grad_dtype=compute_dtype(q), into=(None, dk, dv),
+        )  # fmt: skip
+        dqs.append(dq)
+    dq = dqs[0] if len(dqs) == 1 else torch.cat(dqs, 1)
     dk, dv = _reduce_scatter(dk, dv, shards.layout, shards.group)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _calls(shards: Shards) -> list[tuple[slice, AttentionOptions]]:
+    """The rows of q of each call of the kernel, which takes two runs, and its options."""
+    runs, calls, row = shards.layout.runs(shards.rank), [], 0
+    for i in range(0, len(runs), 2):
+        pair = runs[i : i + 2]
+        rows = slice(row, row + sum(run.length for run in pair))
+        calls.append((rows, shards.options._replace(q_runs=pair)))
+        row = rows.stop
+    return calls
 
 
 GATHER = ForwardBackward(gather_forward, gather_backward)

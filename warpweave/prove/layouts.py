@@ -281,6 +281,11 @@ def _overlaps(mesh: Mesh, impl: str) -> tuple[Overlap, ...]:
     return words if impl == "triton" else tuple(w for w in words if w != "fused")
 
 
+def _ragged(length: int, parts: int, seed: int) -> int:
+    """A length that fills as many rows on `parts` ranks, but most likely not all of them."""
+    return length - seed % parts if length - parts > 2 else length
+
+
 def draw(seed: int, impl: str = "torch") -> Layout:
     """The random layout of `seed`: 2 to 8 ranks, and a model and a batch that fit them barely."""
     rng = random.Random(seed)
@@ -302,7 +307,7 @@ def draw(seed: int, impl: str = "torch") -> Layout:
     style = rng.choice(get_args(Style))
     sizes = Sizes(
         samples=mesh.dp * count * size,
-        seq_len=mesh.cp * rng.choice(local),
+        seq_len=_ragged(mesh.cp * rng.choice(local), mesh.cp, seed),
         vocab=rng.choice(PRIMES),
         layers=stages + rng.randint(0, 2),
         heads=heads,
