@@ -67,8 +67,8 @@ FAULTS = (
     Fault(
         "context-gather-grad-dtype",
         "parallel/context/gather.py",
-        "o[:, rows], grad_dtype=compute_dtype(q)",
-        "o[:, rows], grad_dtype=q.dtype",
+        "grad_dtype=compute_dtype(q), into=(None, dk, dv)",
+        "grad_dtype=q.dtype, into=(None, dk, dv)",
         "the ranks' shares of dk and dv are rounded to bf16 before they are added",
     ),
     Fault(

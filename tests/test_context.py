@@ -32,7 +32,7 @@ from warpweave.parallel.context.messages import run_in_process
 from warpweave.parallel.context.strategy import Shards
 from warpweave.parallel.layout import SequenceLayout, balance
 
-STRATEGIES = ["ring", "gather", "ulysses", "auto"]
+STRATEGIES = ["ring", "gather", "stream", "ulysses", "auto"]
 Tensors = tuple[torch.Tensor, ...]
 
 
@@ -110,7 +110,7 @@ def _every_option(rank: int, world: int) -> None:
         o, lse = reference.attention(*whole[:3], sinks=(whole[3:] or [None])[0], **given)
         seen = lse.detach().isfinite()  # -inf has no gradient
         expected = torch.autograd.grad((o, lse.masked_fill(~seen, 0)), whole, (do, dlse))
-        for strategy in ("ring", "gather", "ulysses"):
+        for strategy in ("ring", "gather", "stream", "ulysses"):
             out = context_attention(
                 *mine[:3], sinks=(mine[3:] or [None])[0], layout=case.layout,
                 group=dist.group.WORLD, strategy=strategy, return_lse=True, **given,
@@ -189,7 +189,7 @@ def _any_length(rank: int, world: int) -> None:
             truth = *out, *torch.autograd.grad(out, whole, (do, dlse))
             given |= {"layout": layout, "group": dist.group.WORLD, "return_lse": True}
             real = layout.positions(rank) < length
-            for strategy in ("ring", "gather", "ulysses"):
+            for strategy in ("ring", "gather", "stream", "ulysses"):
                 mine, cotangents = case.shard(rank)
                 mine = [x.clone().requires_grad_() for x in mine]
                 if layout.kind == "balanced" and strategy == "ring":
@@ -237,6 +237,38 @@ def _low_precision(rank: int) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         cast = context_attention(*inputs, **options)
     assert torch.equal(cast, context_attention(*(x.bfloat16() for x in inputs), **options))
+
+
+def _streamed(rank: int) -> None:
+    """ "gather" in Hkv messages of one head each; the next one starts before a tile."""
+    case = Case(SequenceLayout(12, 2), heads=8, kv_heads=4)
+    events: list[int | str] = []
+
+    def start(x, group):
+        events.append(x.numel())
+        return _start(x, group)
+
+    def tile(*args, **options):
+        events.append("t")
+        return block_fwd(*args, **options)
+
+    whole = _run(case, rank, "gather")
+    with mock.patch.multiple(gather, start_all_gather=start, block_fwd=tile):
+        streamed = _run(case, rank, "stream")
+        head = 2 * case.batch * case.layout.local_len * case.dim
+        assert events == [head, head, "t", head, "t", head, "t", "t", *[head] * 4]
+        events.clear()
+        assert all(map(torch.equal, streamed, _run(case, rank, "stream", overlap=False)))
+        assert events == [head, "t"] * 4 + [head] * 4
+    for got, expected in zip(streamed, whole):
+        assert relative_error(got, expected) <= 1e-14
+
+
+_start = gather.start_all_gather
+
+
+def test_stream_is_gather_head_by_head() -> None:
+    run_ranks(2, _streamed)
 
 
 def test_bf16_and_autocast_on_two_ranks() -> None:
@@ -452,9 +484,8 @@ def test_the_ring_has_the_type_it_states(kind: str) -> None:
 def test_gather_has_the_type_it_states() -> None:
     args = (*_qkv(), None, gather.GATHER, _LocalLayout(8), "cp", None, AttentionOptions(), True)
 
-    def call(shards: Shards) -> list:
-        runs = shards.layout.runs(shards.rank)
-        return [(slice(None), shards.options._replace(q_runs=runs))]
+    def call(shards: Shards, options: AttentionOptions) -> list:
+        return [(slice(None), options._replace(q_runs=shards.layout.runs(shards.rank)))]
 
     with mock.patch.multiple(gather, block_fwd=_mapped_kernel, _calls=call):
         assert rulecheck(context._ContextAttention, args).checked == [SHARDED]
@@ -483,7 +514,7 @@ def test_a_wrong_rule_is_found() -> None:
         rulecheck(_KeepsRows, args)
 
 
-@pytest.mark.parametrize("strategy", ["ring", "gather", "ulysses"])
+@pytest.mark.parametrize("strategy", ["ring", "gather", "stream", "ulysses"])
 def test_types_on_a_mesh_of_1024_ranks(strategy: str) -> None:
     """On fake groups: sharded q, k, v give sharded o and lse; replicated k is refused."""
     sizes = {"dp": 16, "cp": 8, "tp": 8}

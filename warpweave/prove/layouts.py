@@ -262,9 +262,8 @@ def _strategies(mesh: Mesh, heads: int) -> tuple[Strategy, ...]:
         return ("auto",)
     if mesh.ulysses > 1:
         return ("hybrid",)
-    return (
-        ("ring", "gather", "ulysses") if heads is None or heads >= mesh.cp else ("ring", "gather")
-    )
+    names: tuple[Strategy, ...] = ("ring", "gather", "stream", "ulysses")
+    return names if heads is None or heads >= mesh.cp else names[:-1]
 
 
 def _kinds(mesh: Mesh) -> tuple[Kind, ...]:
