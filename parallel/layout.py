@@ -13,15 +13,22 @@ cannot disagree.
                  Attention, arXiv:2311.09431). Under a causal mask the ranks' work in a ring step
                  differs by the diagonal alone. No token has a neighbour on its rank, so windows and
                  documents leave more tiles to visit than with the others.
+    balanced     many equal chunks, as many on each rank, chosen by their work: with packed
+                 documents equal chunks are not equal work. `balance` chooses. For "gather" and
+                 "ulysses": the hops of a ring are balanced by nothing.
 
-Local rows are in ascending order of position, at most two runs per rank.
+Local rows are in ascending order of position, at most two runs per rank if not balanced. Every rank
+has as many rows: a length that does not divide is padded behind its end. The padding is in no whole
+sequence, neither one given to `shard` nor one from `unshard`; on its rank it has the positions from
+`seq_len` on, which no token attends to, and labels that are ignored.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import get_args
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Literal, get_args
 
 import torch
 
@@ -31,39 +38,59 @@ from warpweave.parallel.words import Kind
 
 @dataclass(frozen=True)
 class SequenceLayout:
-    """How a sequence of `seq_len` tokens lies on `parts` ranks, `seq_len / parts` tokens on each.
+    """How a sequence of `seq_len` tokens lies on `parts` ranks, `local_len` rows on each.
 
-    Raises ``ValueError`` when `seq_len` is not a multiple of `parts` (contiguous, striped) or of
-    ``2 * parts`` (zigzag): ranks exchange messages of one size. One part takes every length.
+    Ranks exchange messages of one size, so the last rows of all may be padding: fewer than `parts`
+    times the chunks of a rank (zigzag: two; contiguous, striped: one). `chunks` is of "balanced"
+    alone: the numbers of every rank's chunks, as `balance` makes them.
+
+    Raises ``ValueError`` for another kind, no part, a negative length, or chunks of which a rank
+    has more than another, or that are not each of them once.
     """
 
     seq_len: int
     parts: int
-    kind: Kind = "zigzag"
+    kind: Kind | Literal["balanced"] = "zigzag"
+    chunks: tuple[tuple[int, ...], ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(Kind):
+        if self.kind not in (*get_args(Kind), "balanced"):
             raise ValueError(f"kind must be one of {get_args(Kind)}, got {self.kind!r}")
         if self.parts < 1 or self.seq_len < 0:
             raise ValueError(
                 f"need parts >= 1 and seq_len >= 0, got seq_len={self.seq_len}, parts={self.parts}"
             )
-        chunks = 2 * self.parts if self.kind == "zigzag" and self.parts > 1 else self.parts
-        if self.seq_len % chunks:
-            rule = "parts" if chunks == self.parts else "2 * parts"
-            raise ValueError(
-                f"a {self.kind} layout needs seq_len to be a multiple of {rule} = {chunks}, "
-                f"got seq_len={self.seq_len}, parts={self.parts}; "
-                f"pad by {-self.seq_len % chunks} to {self.seq_len + -self.seq_len % chunks}"
-            )
+        if (self.chunks is not None) != (self.kind == "balanced"):
+            raise ValueError(f"a balanced layout, and no other, has chunks (`balance`), got {self}")
+        if self.chunks is not None:
+            numbers = sorted(n for own in self.chunks for n in own)
+            counts = {len(own) for own in self.chunks}
+            if len(self.chunks) != self.parts or len(counts) != 1 or 0 in counts:
+                raise ValueError(f"chunks must be as many for each of the {self.parts} parts")
+            if numbers != [*range(len(numbers))] or any(
+                [*own] != sorted(own) for own in self.chunks
+            ):
+                raise ValueError(f"chunks must be 0 to {len(numbers) - 1}, ascending on each rank")
 
     @property
     def local_len(self) -> int:
-        """Tokens on each rank."""
-        return self.seq_len // self.parts
+        """Rows on each rank, padding included."""
+        each = 2 if self.kind == "zigzag" and self.parts > 1 else 1
+        each = each if self.chunks is None else len(self.chunks[0])
+        return -(-self.seq_len // (self.parts * each)) * each
+
+    @property
+    def padded_len(self) -> int:
+        """Rows of all ranks."""
+        return self.local_len * self.parts
+
+    @property
+    def padded(self) -> SequenceLayout:
+        """The same rows, with padding taken for tokens."""
+        return replace(self, seq_len=self.padded_len)
 
     def runs(self, rank: int) -> tuple[Run, ...]:
-        """The global positions of `rank`'s local rows, as one or two runs."""
+        """The global positions of `rank`'s local rows, as one or two runs; if balanced, more."""
         if not 0 <= rank < self.parts:
             raise ValueError(f"rank must be in [0, {self.parts}), got {rank}")
         length = self.local_len
@@ -71,6 +98,11 @@ class SequenceLayout:
             return (Run(rank * length, length),)
         if self.kind == "striped":
             return (Run(rank, length, self.parts),)
+        if self.chunks is not None:
+            chunk, starts = length // len(self.chunks[0]), self.chunks[rank]
+            first = [n for n in starts if n - 1 not in starts]  # neighbours are one run
+            last = [n for n in starts if n + 1 not in starts]
+            return tuple(Run(a * chunk, (b - a + 1) * chunk) for a, b in zip(first, last))
         chunk = length // 2
         head, tail = rank * chunk, (2 * self.parts - 1 - rank) * chunk
         if head + chunk == tail:  # the last rank's chunks are neighbours: one run, fewer tiles
@@ -78,7 +110,7 @@ class SequenceLayout:
         return Run(head, chunk), Run(tail, chunk)
 
     def positions(self, rank: int, device: torch.device | str | None = None) -> torch.Tensor:
-        """The global position of every local row of `rank`: int64[seq_len / parts], ascending."""
+        """The global position of every local row of `rank`: int64[local_len], ascending."""
         return torch.cat(
             [torch.arange(at.start, at.stop, at.step, device=device) for at in self._ranges(rank)]
         )
@@ -90,17 +122,21 @@ class SequenceLayout:
     def _ranges(self, rank: int) -> list[range]:
         return [run.positions for run in self.runs(rank)]
 
-    def shard(self, x: torch.Tensor, rank: int, dim: int) -> torch.Tensor:
-        """`rank`'s rows of the whole `x[..., seq_len, ...]` along `dim`.
+    def shard(self, x: torch.Tensor, rank: int, dim: int, fill: float = 0) -> torch.Tensor:
+        """`rank`'s rows of the whole `x[..., seq_len, ...]` along `dim`, padding being `fill`.
 
-        A view of `x` when the rows are one run (striped rows are not contiguous in it), a copy
-        otherwise; differentiable either way.
+        A view of `x` when the rows are one run (striped rows are not contiguous in it) and nothing
+        is padded, a copy otherwise; differentiable either way.
         """
         if x.shape[dim] != self.seq_len:
             raise ValueError(
                 f"dim {dim} must have the whole sequence, {self.seq_len}, got {x.shape[dim]}"
             )
         ranges = self._ranges(rank)
+        if self.padded_len != self.seq_len:
+            behind = (0, 0) * (x.dim() - 1 - dim % x.dim())
+            missing = self.padded_len - self.seq_len
+            x = torch.nn.functional.pad(x, (*behind, 0, missing), value=fill)
         if self.kind == "striped":
             rows = x.unflatten(dim, (self.local_len, self.parts))
             return rows.select(dim % x.dim() + 1, ranges[0].start)
@@ -122,8 +158,97 @@ class SequenceLayout:
             pieces += zip([at.start for at in ranges], shard.split([*map(len, ranges)], dim))
         if self.kind == "striped":
             dim %= shards[0].dim()
-            return torch.stack(tuple(shards), dim + 1).flatten(dim, dim + 1)
-        return torch.cat([piece for _, piece in sorted(pieces, key=lambda entry: entry[0])], dim)
+            whole = torch.stack(tuple(shards), dim + 1).flatten(dim, dim + 1)
+        else:
+            pieces.sort(key=lambda entry: entry[0])
+            whole = torch.cat([piece for _, piece in pieces], dim)
+        return whole if self.padded_len == self.seq_len else whole.narrow(dim, 0, self.seq_len)
+
+    def pairs(self, documents: Sequence[int] | None = None) -> list[int]:
+        """Every rank's visible (query, key) pairs under a causal mask within documents (`balance`):
+        its share of attention's work. Padding has none."""
+        seen = _keys_seen(self.seq_len, documents)
+        return [
+            sum(sum(seen[at.start : at.stop : at.step]) for at in self._ranges(rank))
+            for rank in range(self.parts)
+        ]
+
+    def draw(self, documents: Sequence[int] | None = None, width: int = 64) -> str:
+        """A picture of who computes what under a causal mask within documents (`balance`).
+
+        A line for each rank, at most `width` letters for the sequence: ``#`` where it has queries,
+        ``-`` where it only reads keys. At the end its `pairs`, in multiples of the mean.
+        """
+        seen, work = _keys_seen(self.seq_len, documents), self.pairs(documents)
+        mean, step = sum(work) / self.parts or 1, max(1, -(-self.seq_len // width))
+        lines = []
+        for rank, pairs in enumerate(work):
+            line = ["."] * -(-self.seq_len // step)
+            mine = [p for at in self._ranges(rank) for p in at if p < self.seq_len]
+            for p in mine:
+                line[(p - seen[p] + 1) // step : p // step + 1] = "-" * (
+                    p // step + 1 - (p - seen[p] + 1) // step
+                )
+            for p in mine:
+                line[p // step] = "#"
+            lines.append(f"{rank:3} {''.join(line)} {pairs / mean:5.2f}")
+        return "\n".join(lines)
+
+
+def _keys_seen(seq_len: int, documents: Sequence[int] | None) -> list[int]:
+    """How many keys each position sees: itself and those before it in its document."""
+    inner = [n for n in documents or () if 0 < n < seq_len]
+    return [i + 1 for begin, end in pairwise((0, *inner, seq_len)) for i in range(end - begin)]
+
+
+def balance(seq_len: int, parts: int, documents: Sequence[int] | None = None) -> SequenceLayout:
+    """The balanced layout for these documents: `pairs` differ little between ranks.
+
+    With 2 chunks for each rank, and twice as many until no rank has 2 % more than the mean (or
+    there are 32): the dearest chunk goes to the rank with the least work that has room, and then
+    chunks are exchanged with the busiest rank as long as that helps.
+
+    Args:
+        seq_len, parts: of the layout.
+        documents: boundaries that ascend from 0, as attention's, by value; positions from the last
+            one on are one more document. None is one document.
+    """
+    sums = [0, *accumulate(_keys_seen(seq_len, documents))]
+    found: list[tuple[float, SequenceLayout]] = []
+    for each in (2, 4, 8, 16, 32):
+        length = max(1, -(-seq_len // (parts * each)))
+        ends = [min(i * length, seq_len) for i in range(parts * each + 1)]
+        chunks = _assign([sums[b] - sums[a] for a, b in pairwise(ends)], parts)
+        layout = SequenceLayout(seq_len, parts, "balanced", chunks)
+        work = layout.pairs(documents)
+        found.append((max(work) * parts / max(1, sum(work)), layout))
+        if found[-1][0] <= 1.02 or length == 1:
+            break
+    return min(found, key=lambda entry: entry[0])[1]
+
+
+def _assign(costs: list[int], parts: int) -> tuple[tuple[int, ...], ...]:
+    """Which chunks each of `parts` ranks has, as many each, by the chunks' costs."""
+    each, ranks = len(costs) // parts, range(parts)
+    own: list[list[int]] = [[] for _ in ranks]
+
+    def work(rank: int) -> int:
+        return sum(costs[i] for i in own[rank])
+
+    for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        own[min((r for r in ranks if len(own[r]) < each), key=work)].append(i)
+    for _ in range(8 * parts):
+        busy = max(ranks, key=work)
+        gain, rank, i, j = max(
+            (min(costs[i] - costs[j], work(busy) - work(r) - costs[i] + costs[j]), r, i, j)
+            for r in ranks
+            for i in own[busy]
+            for j in own[r]
+        )
+        if gain <= 0:
+            break
+        own[busy][own[busy].index(i)], own[rank][own[rank].index(j)] = j, i
+    return tuple(tuple(sorted(mine)) for mine in own)
 
 
 def shift_labels(tokens: torch.Tensor, *, dim: int = -1, ignore_index: int = -100) -> torch.Tensor:

@@ -67,8 +67,8 @@ FAULTS = (
     Fault(
         "context-gather-grad-dtype",
         "parallel/context/gather.py",
-        "o=o, grad_dtype=compute_dtype(q)",
-        "o=o, grad_dtype=q.dtype",
+        "grad_dtype=compute_dtype(q), into=(None, dk, dv)",
+        "grad_dtype=q.dtype, into=(None, dk, dv)",
         "the ranks' shares of dk and dv are rounded to bf16 before they are added",
     ),
     Fault(
@@ -85,6 +85,20 @@ FAULTS = (
         "rows.select(dim % x.dim() + 1, ranges[0].start)",
         "rows.select(dim + 1, ranges[0].start)",
         "a striped shard along a negative dim takes the wrong dim",
+    ),
+    Fault(
+        "padding-keys",
+        "parallel/context/attention.py",
+        "if options.causal or layout.padded_len == layout.seq_len:",
+        "if layout.padded_len >= layout.seq_len:",
+        "without a causal mask tokens attend to a layout's padding",
+    ),
+    Fault(
+        "padding-labels",
+        "warpweave/gpt.py",
+        "layout.shard(labels, index, 1, fill=-100)",
+        "layout.shard(labels, index, 1)",
+        "a layout's padding has labels",
     ),
     Fault(
         "labels-ignore-index",

@@ -29,9 +29,10 @@ from warpweave.kernels.attention.options import AttentionOptions
 from warpweave.parallel.context import attention as context
 from warpweave.parallel.context import choose_strategy, context_attention, gather, ring
 from warpweave.parallel.context.messages import run_in_process
-from warpweave.parallel.layout import SequenceLayout
+from warpweave.parallel.context.strategy import Shards
+from warpweave.parallel.layout import SequenceLayout, balance
 
-STRATEGIES = ["ring", "gather", "ulysses", "auto"]
+STRATEGIES = ["ring", "gather", "stream", "ulysses", "auto"]
 Tensors = tuple[torch.Tensor, ...]
 
 
@@ -109,7 +110,7 @@ def _every_option(rank: int, world: int) -> None:
         o, lse = reference.attention(*whole[:3], sinks=(whole[3:] or [None])[0], **given)
         seen = lse.detach().isfinite()  # -inf has no gradient
         expected = torch.autograd.grad((o, lse.masked_fill(~seen, 0)), whole, (do, dlse))
-        for strategy in ("ring", "gather", "ulysses"):
+        for strategy in ("ring", "gather", "stream", "ulysses"):
             out = context_attention(
                 *mine[:3], sinks=(mine[3:] or [None])[0], layout=case.layout,
                 group=dist.group.WORLD, strategy=strategy, return_lse=True, **given,
@@ -171,6 +172,42 @@ def test_a_second_derivative_is_refused() -> None:
     run_ranks(2, _second_derivative)
 
 
+def _any_length(rank: int, world: int) -> None:
+    """Lengths that divide by nothing, or are less than the ranks; balanced layouts."""
+    for length, causal in ((13, True), (13, False), (2, True)):
+        ends = torch.tensor([0, length // 4, length // 2 + 1])  # the last document is open
+        of_each = torch.stack((ends, ends.clamp(max=length // 2)))
+        layouts = [SequenceLayout(length, world, kind) for kind in ("zigzag", "contiguous")]
+        layouts += [SequenceLayout(length, world, "striped"), balance(length, world, ends.tolist())]
+        masks = ((None, None), (3, None), (None, ends), (3, of_each))
+        for layout, (window, documents) in itertools.product(layouts, masks):
+            case = Case(layout, causal=causal, heads=4, kv_heads=2)
+            whole, (do, dlse) = case.draw()
+            whole = [x.clone().requires_grad_() for x in whole]
+            given = {"causal": causal, "window": window, "documents": documents}
+            out = reference.attention(*whole, **given)
+            truth = *out, *torch.autograd.grad(out, whole, (do, dlse))
+            given |= {"layout": layout, "group": dist.group.WORLD, "return_lse": True}
+            real = layout.positions(rank) < length
+            for strategy in ("ring", "gather", "stream", "ulysses"):
+                mine, cotangents = case.shard(rank)
+                mine = [x.clone().requires_grad_() for x in mine]
+                if layout.kind == "balanced" and strategy == "ring":
+                    with pytest.raises(ValueError, match="balanced layout is for 'gather'"):
+                        context_attention(*mine, strategy=strategy, **given)
+                    continue
+                out = context_attention(*mine, strategy=strategy, **given)
+                got = *out, *torch.autograd.grad(out, mine, cotangents)
+                for a, b, dim in zip(got, truth, (1, 2, 1, 1, 1)):
+                    b, rows = layout.shard(b.detach(), rank, dim), real.nonzero()[:, 0]
+                    assert_close_f64(a.index_select(dim, rows), b.index_select(dim, rows))
+                assert not any(dx[:, ~real].any() for dx in got[2:])  # nothing for the padding
+
+
+def test_any_length_on_any_number_of_ranks() -> None:
+    run_ranks(3, _any_length, 3)
+
+
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_every_strategy_equals_whole_attention(world: int) -> None:
     run_ranks(world, _every_strategy, world)
@@ -200,6 +237,38 @@ def _low_precision(rank: int) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         cast = context_attention(*inputs, **options)
     assert torch.equal(cast, context_attention(*(x.bfloat16() for x in inputs), **options))
+
+
+def _streamed(rank: int) -> None:
+    """ "gather" in Hkv messages of one head each; the next one starts before a tile."""
+    case = Case(SequenceLayout(12, 2), heads=8, kv_heads=4)
+    events: list[int | str] = []
+
+    def start(x, group):
+        events.append(x.numel())
+        return _start(x, group)
+
+    def tile(*args, **options):
+        events.append("t")
+        return block_fwd(*args, **options)
+
+    whole = _run(case, rank, "gather")
+    with mock.patch.multiple(gather, start_all_gather=start, block_fwd=tile):
+        streamed = _run(case, rank, "stream")
+        head = 2 * case.batch * case.layout.local_len * case.dim
+        assert events == [head, head, "t", head, "t", head, "t", "t", *[head] * 4]
+        events.clear()
+        assert all(map(torch.equal, streamed, _run(case, rank, "stream", overlap=False)))
+        assert events == [head, "t"] * 4 + [head] * 4
+    for got, expected in zip(streamed, whole):
+        assert relative_error(got, expected) <= 1e-14
+
+
+_start = gather.start_all_gather
+
+
+def test_stream_is_gather_head_by_head() -> None:
+    run_ranks(2, _streamed)
 
 
 def test_bf16_and_autocast_on_two_ranks() -> None:
@@ -414,7 +483,11 @@ def test_the_ring_has_the_type_it_states(kind: str) -> None:
 
 def test_gather_has_the_type_it_states() -> None:
     args = (*_qkv(), None, gather.GATHER, _LocalLayout(8), "cp", None, AttentionOptions(), True)
-    with mock.patch.object(gather, "block_fwd", _mapped_kernel):
+
+    def call(shards: Shards, options: AttentionOptions) -> list:
+        return [(slice(None), options._replace(q_runs=shards.layout.runs(shards.rank)))]
+
+    with mock.patch.multiple(gather, block_fwd=_mapped_kernel, _calls=call):
         assert rulecheck(context._ContextAttention, args).checked == [SHARDED]
         rulecheck(context._ContextAttention, args, SHARDED, mesh={"cp": 4})
 
@@ -441,7 +514,7 @@ def test_a_wrong_rule_is_found() -> None:
         rulecheck(_KeepsRows, args)
 
 
-@pytest.mark.parametrize("strategy", ["ring", "gather", "ulysses"])
+@pytest.mark.parametrize("strategy", ["ring", "gather", "stream", "ulysses"])
 def test_types_on_a_mesh_of_1024_ranks(strategy: str) -> None:
     """On fake groups: sharded q, k, v give sharded o and lse; replicated k is refused."""
     sizes = {"dp": 16, "cp": 8, "tp": 8}

@@ -209,7 +209,6 @@ REFUSED = {
     "kv_heads = 2 does not divide by tp = 4": (LLAMA, _place(tp=4), {}),
     "hidden = 21 does not divide by tp = 2": (GPTConfig(**SIZES, hidden=21), _place(tp=2), {}),
     "pp = 4 stages need as many layers, got 3": (CONFIG, _place(pp=4), {}),
-    "multiple of 2 . parts = 6, got seq_len=16": (CONFIG, _place(cp=3), {}),
     "17 tokens of a micro-batch over tp = 2": (
         GPTConfig(37, 17, 3, 16, 4), _place(tp=2), {"micro_batch_size": 1}
     ),

@@ -629,7 +629,6 @@ REFUSED = {
     "hidden = 31 does not divide by tp = 2": {"tp": 2, "hidden": 31},
     "width = 16 does not divide by heads = 3": {"heads": 3},
     "pp = 3 stages need as many layers, got 2": {"pp": 3},
-    "multiple of 2 . parts = 6, got seq_len=16": {"cp": 3},
     "batch x seq_len / cp = 17 tokens do not divide by tp = 2": {
         "tp": 2, "seq_len": 17, "batch": 1
     },

@@ -183,7 +183,7 @@ class Engine:
         choose(impl, torch.empty(0, device=self.device))  # or a line that says what is missing
         self.gpt = GPT(config, mesh=mesh, plan=plan, device="meta", dtype=dtype, impl=impl)
         self.schedule = self._make_schedule()
-        rows = micro_batch_size * config.seq_len // mesh.size("cp")
+        rows = micro_batch_size * self.gpt.layout.local_len
         own = self.gpt.own_rows(rows)
         chains = self.gpt.segments(zero=plan.zero, device=self.device)
         self.units: list[Unit] = list(

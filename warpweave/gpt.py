@@ -227,7 +227,9 @@ class GPT(nn.Module):
             check_documents(documents, tokens)
             table = document_table(torch.atleast_2d(documents), layout.runs(index))
             positions = positions - table[:, 0]
-        tokens, labels = (layout.shard(t, index, 1).reshape(-1) for t in (tokens, labels))
+        positions = positions.clamp(max=self.config.seq_len - 1)  # of the layout's padding
+        tokens = layout.shard(tokens, index, 1).reshape(-1)
+        labels = layout.shard(labels, index, 1, fill=-100).reshape(-1)
         rows = self.own_rows(len(tokens))
         token_ids = None
         if self.config.dropout:

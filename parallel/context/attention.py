@@ -12,6 +12,8 @@ For q[B, S/cp, Hq, D] and k, v[B, S/cp, Hkv, D] in a `SequenceLayout`
     "hybrid"   neighbours trade rows for heads, and a ring goes over groups of neighbours.
     "gather"   all-gather of K‖V, one attention call, and a reduce-scatter of fp32 dK‖dV backward
                (gather.py); exposed, and memory for the whole K‖V (and backward dK‖dV).
+    "stream"   the same for one KV head after the other, the next one's K‖V under compute; memory
+               for two of them.
     "auto"     "gather" if cp <= 1 + Hq/Hkv, else "ring": up to there the whole K‖V is at most
                1 + Hkv/Hq times the size of this rank's q and o; "hybrid" for a pair of groups.
                Shapes decide, so ranks agree.
@@ -32,7 +34,7 @@ from warpweave.kernels.attention.options import AttentionOptions, check_boundari
 from warpweave.kernels.gemm.gradients import grad_dtype
 from warpweave.kernels.runtime.dispatch import once_differentiable
 from warpweave.parallel.collectives import group_rank, group_size
-from warpweave.parallel.context.gather import GATHER
+from warpweave.parallel.context.gather import GATHER, STREAM
 from warpweave.parallel.context.ring import RING
 from warpweave.parallel.context.strategy import Shards
 from warpweave.parallel.context.ulysses import ULYSSES
@@ -40,7 +42,13 @@ from warpweave.parallel.layout import SequenceLayout
 from warpweave.parallel.words import Strategy
 
 ContextGroup = dist.ProcessGroup | None | tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]
-_STRATEGIES = {"ring": RING, "gather": GATHER, "ulysses": ULYSSES, "hybrid": ULYSSES}
+_STRATEGIES = {
+    "ring": RING,
+    "gather": GATHER,
+    "stream": STREAM,
+    "ulysses": ULYSSES,
+    "hybrid": ULYSSES,
+}
 
 
 def context_attention(
@@ -78,10 +86,11 @@ def context_attention(
             every rank.
         sinks: [Hq], replicated; its gradient is that of this rank's rows, a partial sum.
         dropout, dropout_seed, dropout_origin: as `attention`: the mask is that of one device.
-        strategy: "ring", "gather", "ulysses", "hybrid" or "auto" (see the module).
+        strategy: "ring", "gather", "stream", "ulysses", "hybrid" or "auto" (see the module).
         return_lse: also return lse[B, Hq, S/cp] (natural log; fp32, or float64 for float64).
         overlap: False waits for each ring message before computing; the results are bitwise equal.
-            "gather" and "ulysses" have nothing to overlap.
+            In "stream" a gather waits for the head before; "gather" and "ulysses" have nothing to
+            overlap.
         impl: None, "triton" or "torch" for the kernels.
 
     Returns o[B, S/cp, Hq, D] in q's dtype, or (o, lse); both are differentiable. Every rank must
@@ -106,6 +115,7 @@ def context_attention(
             heads = q.shape[2], k.shape[2]
             trading = group_size(neighbours) if isinstance(group, tuple) else None
             strategy = resolve_strategy(strategy, layout, heads, trading)
+            options = _without_padding(options, layout, q.device)
             if strategy == "ulysses":
                 ring, neighbours = None, ring
     except ValueError as error:
@@ -142,6 +152,21 @@ def _check_layout(layout: SequenceLayout, size: int, q: torch.Tensor, k: torch.T
         )
 
 
+def _without_padding(
+    options: AttentionOptions, layout: SequenceLayout, device: torch.device
+) -> AttentionOptions:
+    """The options with the layout's padding hidden: from the causal mask's it lies ahead anyway,
+    without one it is a document of its own."""
+    if options.causal or layout.padded_len == layout.seq_len:
+        return options
+    end = torch.full((1,), layout.seq_len, device=device)
+    documents = options.documents
+    if documents is None:
+        documents = torch.zeros_like(end)
+    end = end.to(documents.dtype).expand(*documents.shape[:-1], 1)
+    return options._replace(documents=torch.cat((documents.clamp(max=layout.seq_len), end), -1))
+
+
 def resolve_strategy(
     strategy: Strategy, layout: SequenceLayout, heads: tuple[int, int], neighbours: int | None
 ) -> Strategy:
@@ -155,10 +180,16 @@ def resolve_strategy(
     pair = neighbours is not None
     if strategy == "auto":
         strategy = "hybrid" if pair else choose_strategy(layout.parts, *heads)
+        if strategy == "ring" and layout.kind == "balanced":
+            strategy = "gather"
     if pair != (strategy == "hybrid"):
         raise ValueError(
             f"strategy {strategy!r} needs {'one group' if pair else 'a pair of groups'}, got "
             f"{'a pair' if pair else 'one'}"
+        )
+    if layout.kind == "balanced" and strategy in ("ring", "hybrid"):
+        raise ValueError(
+            f"a balanced layout is for 'gather', 'stream' and 'ulysses', not {strategy!r}"
         )
     if strategy not in ("ulysses", "hybrid"):
         return strategy

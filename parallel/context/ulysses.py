@@ -58,14 +58,16 @@ class Trade:
     @property
     def rows(self) -> SequenceLayout:
         """How the rows of the U neighbours lie among one another."""
+        if self.ranks == self.layout.parts:
+            return self.layout.padded
         return SequenceLayout(self.layout.local_len * self.ranks, self.ranks, self.layout.kind)
 
     @property
     def ring(self) -> SequenceLayout:
         """How the sequence lies on groups of U neighbours."""
-        return SequenceLayout(
-            self.layout.seq_len, self.layout.parts // self.ranks, self.layout.kind
-        )
+        parts = self.layout.parts // self.ranks
+        kind = "contiguous" if parts == 1 else self.layout.kind
+        return SequenceLayout(self.layout.padded_len, parts, kind)
 
     def q(self, rank: int) -> range:
         """The query heads that neighbour `rank` attends."""

@@ -270,9 +270,8 @@ def _strategies(mesh: Mesh, heads: int) -> tuple[Strategy, ...]:
         return ("auto",)
     if mesh.ulysses > 1:
         return ("hybrid",)
-    return (
-        ("ring", "gather", "ulysses") if heads is None or heads >= mesh.cp else ("ring", "gather")
-    )
+    names: tuple[Strategy, ...] = ("ring", "gather", "stream", "ulysses")
+    return names if heads is None or heads >= mesh.cp else names[:-1]
 
 
 def _kinds(mesh: Mesh) -> tuple[Kind, ...]:
@@ -287,6 +286,11 @@ def _overlaps(mesh: Mesh, impl: str) -> tuple[Overlap, ...]:
         return ("auto",)
     words: tuple[Overlap, ...] = get_args(Overlap)
     return words if impl == "triton" else tuple(w for w in words if w != "fused")
+
+
+def _ragged(length: int, parts: int, seed: int) -> int:
+    """A length that fills as many rows on `parts` ranks, but most likely not all of them."""
+    return length - seed % parts if length - parts > 2 else length
 
 
 def draw(seed: int, impl: str = "torch") -> Layout:
@@ -310,7 +314,7 @@ def draw(seed: int, impl: str = "torch") -> Layout:
     style = rng.choice(get_args(Style))
     sizes = Sizes(
         samples=mesh.dp * count * size,
-        seq_len=mesh.cp * rng.choice(local),
+        seq_len=_ragged(mesh.cp * rng.choice(local), mesh.cp, seed),
         vocab=rng.choice(PRIMES),
         layers=stages + rng.randint(0, 2),
         heads=heads,
