@@ -16,13 +16,14 @@ from warpweave.data import open_dataset
 from warpweave.gpt import GPT, PRESETS, GPTConfig
 from warpweave.memory import estimate
 from warpweave.prove import ProveConfig
+from warpweave.sample_config import SampleConfig
 from warpweave.train_config import TrainConfig
 from warpweave.tune import TuneConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-CONFIGS = {"train": TrainConfig, "prove": ProveConfig, "tune": TuneConfig}
+CONFIGS = {"train": TrainConfig, "prove": ProveConfig, "sample": SampleConfig, "tune": TuneConfig}
 
 
 def _blocks(page: Path, language: str) -> list[str]:

@@ -309,12 +309,9 @@ def _read_qwen3(c: Mapping[str, Any]) -> GPTConfig:
 
 def _read_gemma(c: Mapping[str, Any], **more: Any) -> GPTConfig:
     """What Gemma 2 and 3 share."""
-    tanh = "gelu_pytorch_tanh"
-    c = {**c, "hidden_activation": _or(c, "hidden_activation", tanh)}
-    _expect(c, "hidden_activation", tanh)
+    _expect(c, "hidden_activation", "gelu_pytorch_tanh", None)
     _expect(c, "attention_bias", False)
-    if c.get("use_bidirectional_attention"):
-        raise ConvertError("use_bidirectional_attention = True is not supported, only False")
+    _expect(c, "use_bidirectional_attention", False, None)
     return _read_rotary(
         {**c, "head_dim": _or(c, "head_dim", 256)},
         kv_heads=4,
@@ -330,9 +327,7 @@ def _read_gemma(c: Mapping[str, Any], **more: Any) -> GPTConfig:
 
 def _write_gemma(c: GPTConfig) -> dict[str, Any]:
     scale = c.head_dim**-0.5 if c.attention_scale is None else c.attention_scale
-    fields = _write_rotary(c)
-    del fields["hidden_act"]
-    return fields | {
+    return {k: v for k, v in _write_rotary(c).items() if k != "hidden_act"} | {
         "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": round(scale**-2),
         "sliding_window": max(c.windows, default=0) or 4096,
