@@ -388,6 +388,8 @@ def _overlap_cases() -> list[Case]:
     tables = m(W, dtype=i64), m(1, dtype=i64), m(5, dtype=i64)
     memory = SymmetricMemory(1, W, segments, *tables, slots=2**16, capacity=2**32)
     bounded = dataclasses.replace(memory, polls=1000)
+    whole = (m(2**34, dtype=torch.uint8),) * W
+    engines = dataclasses.replace(memory, segments=whole, engines=True)
     x, up, h, down = m(T // W, E), m(F // W, E), m(T, F // W), m(E, F // W)
     gelu, bias = Epilogue(m(F // W), "gelu", save_z=True), Epilogue(m(E))
     heads, table = m(1, 6, 128, E), m(4096, 64, dtype=torch.float32)
@@ -399,6 +401,12 @@ def _overlap_cases() -> list[Case]:
     calls = {
         "qkv": lambda: heads_of(memory),
         "qkv bounded": lambda: heads_of(bounded),
+        "qkv by engine": lambda: heads_of(engines),
+        "all_gather_gemm by engine": lambda: gather_steps(x, up.t(), engines, Epilogue()),
+        "all_gather_gemm gelu by engine": lambda: gather_steps(x, up.t(), engines, gelu),
+        "all_gather_gemm by engine bounded": lambda: gather_steps(
+            x, up.t(), dataclasses.replace(engines, polls=1000), gelu
+        ),
         "all_gather_gemm": lambda: gather_steps(x, up.t(), memory, Epilogue()),
         "all_gather_gemm gelu": lambda: gather_steps(x, up.t(), memory, gelu),
         "gemm_reduce_scatter": lambda: scatter_steps(

@@ -1,10 +1,12 @@
 """Overlapped products: virtual ranks in one process, and real ones over shared memory."""
 
+import dataclasses
 import functools
 import itertools
 import os
 import random
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +18,13 @@ from triton.runtime.interpreter import interpreter_builder
 from warpweave.kernels.dropout import Drop
 from warpweave.kernels.gemm import fused_gemm, gemm
 from warpweave.kernels.gemm.mainloop import find_tile
-from warpweave.kernels.overlap import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter
+from warpweave.kernels.overlap import (
+    all_gather_gemm,
+    copies,
+    gather,
+    gemm_all_reduce,
+    gemm_reduce_scatter,
+)
 from warpweave.kernels.overlap import function as overlap_function
 from warpweave.kernels.overlap.epilogue import Epilogue
 from warpweave.kernels.overlap.function import (
@@ -221,6 +229,68 @@ def test_where_operands_lie_does_not_change_how_ranks_cut():
         steps = [all_gather_gemm_steps(a, b, m, Epilogue()) for a, m in zip(operands, memories)]
         run_local(steps)
     assert not any(m.error.any() for m in memories)
+
+
+# ---------------------------------------------------------------- who copies
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize(("S", "N", "K"), [(17, 33, 5), (1, 1, 1), (40, 20, 7)])
+def test_a_copy_engine_gives_the_bits_of_copying_programs(world, S, N, K, monkeypatch):
+    """And copies each peer's shard once, whole."""
+    memories = local_memory(world, slots=64, capacity=1 << 16, polls=3)
+    copied, copy = [], copies.copy
+    monkeypatch.setattr(copies, "copy", lambda *to: (copied.append(to[1].numel()), copy(*to)))
+    gelu = Epilogue(torch.randn(N).half(), "gelu", save_z=True)
+    for _ in range(3):  # both halves, and both producers in turns
+        x, b = torch.randn(world, S, K).half(), torch.randn(K, N).half()
+        found = []
+        for producer in ("programs", "engine", "programs"):
+            steps = [all_gather_gemm_steps(x[r], b, m, gelu, producer) for r, m in
+                     enumerate(memories)]  # fmt: skip
+            found.append(run_local(steps))
+        for others in found[1:]:
+            for mine, other in zip(found[0], others):
+                assert all(torch.equal(a, b) for a, b in zip(mine, other))
+        assert torch.equal(found[1][0][2], x.flatten(0, 1))
+    assert copied == [S * K] * (3 * world * (world - 1))
+    assert not any(m.error.any() for m in memories)
+
+
+def test_a_copy_engine_is_taken_between_peers_and_for_many_rows(monkeypatch):
+    memory = local_memory(2, slots=4, capacity=1 << 10, polls=3)[0]
+    peer = dataclasses.replace(memory, engines=True)
+    few, many = (
+        torch.zeros(rows, 2) for rows in (gather.COPY_ROWS // 2 - 1, gather.COPY_ROWS // 2)
+    )
+
+    def find(memory, x, producer=None):
+        return gather.find_producer("op", memory, x, producer)
+
+    assert find(peer, many) == find(memory, few, "engine") == "engine"
+    assert find(peer, few) == find(memory, many) == find(peer, many, "programs") == "programs"
+    alone = dataclasses.replace(peer, world=1)
+    assert find(alone, torch.zeros(gather.COPY_ROWS, 2)) == "programs"
+    with pytest.raises(ValueError, match="'programs', 'engine' or None, got 'dma'"):
+        find(peer, many, "dma")
+    # Whoever replays a graph moves the epoch behind the host's back: from the capture on, programs.
+    peer.advance()
+    assert peer.begun == [1]
+    on_gpu = mock.Mock(is_cuda=True)
+    capturing = mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True)
+    with capturing:
+        dataclasses.replace(peer, epoch=on_gpu).advance()
+    assert peer.begun == []
+    assert find(peer, many) == "programs"
+    with pytest.raises(ValueError, match=r"op on rank 0 of 2: a copy engine .* captured graph"):
+        find(peer, many, "engine")
+
+
+def test_products_leave_a_place_free_for_what_runs_aside():
+    """A grid that fills the device and waits would keep out what it waits for."""
+    peers = gather.Peers((), (2, 0, 0), 0, aside=True)
+    assert [peers.programs(workers) for workers in (132, 2, 1)] == [131, 1, 1]
+    assert peers._replace(copying=16, aside=False).programs(132) == 148
 
 
 def test_an_empty_operation_is_no_epoch():

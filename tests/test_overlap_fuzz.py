@@ -11,6 +11,7 @@ one rank goes on only when the other has to wait for it.
 
 import random
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -33,7 +34,13 @@ from warpweave.kernels.overlap.symmetric import create_file, map_file
 from warpweave.kernels.runtime.tiles import pinned
 from warpweave.parallel.symmetric import symmetric_memory
 
-OPS = {"gather": all_gather_gemm, "scatter": gemm_reduce_scatter, "reduce": gemm_all_reduce}
+OPS = {
+    "gather": all_gather_gemm,
+    "engine": partial(all_gather_gemm, producer="engine"),
+    "scatter": gemm_reduce_scatter,
+    "reduce": gemm_all_reduce,
+}
+GATHERS = ("gather", "engine")
 ROUNDS = {2: 300, 3: 100}  # of each operation, by ranks: what an interpreter does in half a minute
 SHAPES = ((1, 1, 1), (3, 5, 2), (7, 32, 3), (16, 3, 5), (2, 38, 1), (20, 6, 3))  # S, N, K
 
@@ -168,7 +175,7 @@ def operands(op: str, case: int, world: int, rank: int):
     rows = world * S if op == "scatter" else S
     a = torch.randn(world, rows, K, dtype=torch.float64, generator=draw)
     b = torch.randn(world, K, N, dtype=torch.float64, generator=draw)
-    if op == "gather":
+    if op in GATHERS:
         return (a[rank], b[rank]), a.flatten(0, 1) @ b[rank]
     total = torch.einsum("rmk,rkn->mn", a, b)
     return (a[rank], b[rank]), total[rank * S : (rank + 1) * S] if op == "scatter" else total
@@ -185,7 +192,7 @@ def run(rank: int, world: int, cases: list[tuple[str, int]]) -> dict:
         for i, case in enumerate(cases):
             given, expected = known[case]
             result = OPS[case[0]](*given, memory=memory)
-            y = result[0] if case[0] == "gather" else result
+            y = result[0] if case[0] in GATHERS else result
             first = seen.setdefault(case, y)
             right = relative_error(y, expected) < 1e-14 and torch.equal(y, first)
             assert right, f"{case} is wrong in round {i}"
@@ -231,6 +238,7 @@ BY_TIME = {
     name: (FAULTS[name][0], [FAULTS[name][1:]])
     for name in (
         "a wait removed",
+        "a copy that awaits nobody",
         "no barrier before a release",
         "a relaxed release",
         "one flag for all tiles",

@@ -2,7 +2,9 @@
 
 import importlib.util
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,17 @@ def _gather(module, world, memory, S, N, K):
     return module.gather_steps(x, b, memory, Epilogue()), (x, b)
 
 
+def _engine(module, world, memory, S, N, K):
+    x, b = torch.randn(S, K, dtype=torch.float64), torch.randn(K, N, dtype=torch.float64)
+    return module.gather_steps(x, b, memory, Epilogue(), "engine"), (x, b)
+
+
+def _shards(module, world, memory, S, N, K):
+    """No product awaits the shards: only that the streams are tied does."""
+    x = torch.randn(S, K, dtype=torch.float64)
+    return module.all_gather_steps("shards", x, memory, "engine"), x
+
+
 def _scatter(module, world, memory, S, N, K):
     a = torch.randn(world * S, K, dtype=torch.float64)
     b = torch.randn(K, N, dtype=torch.float64)
@@ -41,7 +54,13 @@ def _sums(module, a, b, memory, owners):
     return module.scatter_steps(a, b, memory, Epilogue(), **options), (a, b)
 
 
-OPS = {"gather": (_gather, gather), "scatter": (_scatter, scatter), "reduce": (_reduce, scatter)}
+OPS = {
+    "gather": (_gather, gather),
+    "engine": (_engine, gather),
+    "shards": (_shards, gather),
+    "scatter": (_scatter, scatter),
+    "reduce": (_reduce, scatter),
+}
 
 
 def record(names, world, modules=None, sizes=ONE_TILE, streams=1, between=None):
@@ -49,6 +68,10 @@ def record(names, world, modules=None, sizes=ONE_TILE, streams=1, between=None):
     memories = local_memory(world, slots=4, capacity=1 << 14, polls=2)
     epochs = [[torch.zeros_like(m.epoch) for m in memories] for _ in range(streams)]
     recorder, kept = Recorder(apart=[m.error for m in memories]), []
+    watched = nullcontext
+    if {"engine", "shards"} & {*names}:
+        aside = (modules or {"engine": gather})["engine"].Aside
+        watched = partial(recorder.aside, aside, sys.modules[aside.__module__])
     for name in names:
         build, module = OPS[name]
         module = (modules or {}).get(name, module)
@@ -61,7 +84,7 @@ def record(names, world, modules=None, sizes=ONE_TILE, streams=1, between=None):
                 for rank, step in [*left.items()]:
                     recorder.launch(rank, stream, own[rank].epoch.item() + 1)
                     try:
-                        with recorder.recording(), pinned(TILES):
+                        with recorder.recording(), watched(), pinned(TILES):
                             next(step)
                     except StopIteration as end:
                         kept.append(end.value)
@@ -78,7 +101,11 @@ def record(names, world, modules=None, sizes=ONE_TILE, streams=1, between=None):
         (("scatter",) * 3, 2, 2),
         (("reduce",) * 3, 2, 2),
         (("gather", "scatter", "gather", "reduce"), 2, 2),
+        (("engine",) * 3, 2, 2),
+        (("shards",) * 3, 2, 2),
+        (("engine", "gather", "scatter", "engine"), 2, 1),
         (("gather",) * 3, 3, 1),
+        (("shards",), 3, 1),
         (("scatter",) * 3, 3, 1),
         (("reduce",) * 3, 3, 1),
     ],
@@ -96,10 +123,13 @@ def test_no_order_of_events_is_wrong(names, world, residents):
 # ---------------------------------------------------------------- faults
 
 
+ROOM = ("signals", "copies", "gather", "scatter")  # a file imports from those before it
+
+
 def planted(folder, *edits):
     """gather and scatter as new modules, with edits (file, old, new) of the room's files."""
     texts = {}
-    for name in ("signals", "gather", "scatter"):
+    for name in ROOM:
         texts[name] = (Path(gather.__file__).parent / f"{name}.py").read_text()
     for file, old, new in edits:
         assert texts[file].count(old) >= 1, f"the plant is out of date: {old!r} in {file}"
@@ -107,19 +137,23 @@ def planted(folder, *edits):
     made = {}
     for name, text in texts.items():
         path = folder / f"planted_{name}.py"
-        path.write_text(text.replace("warpweave.kernels.overlap.signals", "planted_signals"))
+        for other in ROOM:
+            text = text.replace(
+                f"warpweave.kernels.overlap.{other} import", f"planted_{other} import"
+            )
+        path.write_text(text)
         spec = importlib.util.spec_from_file_location(f"planted_{name}", path)
         made[name] = importlib.util.module_from_spec(spec)
         sys.modules[f"planted_{name}"] = made[name]
         spec.loader.exec_module(made[name])
-    return {"gather": made["gather"], "scatter": made["scatter"], "reduce": made["scatter"]}
+    return {name: made[module.__name__.split(".")[-1]] for name, (_, module) in OPS.items()}
 
 
 @pytest.fixture
 def clean_modules():
     """What a plant imports is forgotten."""
     yield
-    for name in ("signals", "gather", "scatter"):
+    for name in ROOM:
         sys.modules.pop(f"planted_{name}", None)
 
 
@@ -135,6 +169,16 @@ BULK = """            block = tl.make_tensor_descriptor(
             block.store([row.to(tl.int32), col.to(tl.int32)], y)
 """
 BARRIER = "    tl.debug_barrier()\n    tl.atomic_xchg"
+AWAIT_SHARD = """            _await_shard_kernel[(1,)](
+                memory.addresses, memory.epoch, memory.error, rank, memory.slots, signature,
+                source, parts, world, memory.polls, num_warps=1,
+            )  # fmt: skip
+"""
+COPY = "            copy(shards[source], there)\n"
+ARRIVED = """            _arrived_kernel[(1,)](
+                memory.addresses, memory.epoch, rank, memory.slots, source, world, num_warps=1
+            )
+"""
 PUBLISH = '            publish(flag_of(addresses_ptr, owner, rank, slot, slots), epoch, "sys")\n'
 SIGN = """            if SIGNED:
                 word = signature_of(addresses_ptr, owner, rank, epoch, slot, slots, world)
@@ -153,6 +197,12 @@ FAULTS = {
     "one flag for all tiles": ("scatter", "signals", "slots + slot", "slots + slot * 0"),
     "an asynchronous store published": ("scatter", "scatter", STORE, BULK),
     "one signature for all epochs": ("gather", "signals", "(2 + epoch % 2)", "(2 + epoch * 0)"),
+    "a copy that awaits nobody": ("engine", "copies", AWAIT_SHARD, ""),
+    "a shard arrived before its copy": ("engine", "copies", COPY + ARRIVED, ARRIVED + COPY),
+    "a copy of the other half": ("engine", "copies", "begun[0] + 1", "begun[0]"),
+    "copies tied to nothing before them": ("engine", "copies", "    aside.fork()\n", ""),
+    "an epoch that ends before its copies": ("shards", "gather", "aside.join()", "pass"),
+    "tiles that await no shard": ("engine", "gather", "if source != rank:", "if source < 0:"),
     "a signature after its flag": ("scatter", "scatter", SIGN + PUBLISH, PUBLISH + SIGN),
 }  # fmt: skip
 

@@ -39,6 +39,7 @@ def all_gather_gemm(
     residual: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     precision: str | None = None,
+    producer: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """(y, z or None, whole) of this rank's shard x[S, K] and its b[K, N].
 
@@ -50,6 +51,9 @@ def all_gather_gemm(
             least (fewer do where the tile has more rows: what is missing is said).
         bias, activation, save_z, drop, residual, out_dtype, precision: as for `gemm.fused_gemm` of
             the gathered rows.
+        producer: what copies the peers' shards: "programs" of the product's own launch, or the copy
+            "engine", on a stream beside it; the same bits. None is the engine between NVLink peers
+            from `copies.COPY_ROWS` gathered rows on, and never once a graph was captured.
 
     Raises:
         ValueError: shapes, dtypes or options do not fit, the memory is too small, something
@@ -58,7 +62,8 @@ def all_gather_gemm(
             ValueError that a rank is in another operation, or in one of other sizes or dtypes.
     """
     epilogue = Epilogue(bias, activation, save_z, drop, residual, out_dtype, precision)
-    return run_steps("all_gather_gemm", all_gather_gemm_steps(x, b, memory, epilogue), memory)
+    steps = all_gather_gemm_steps(x, b, memory, epilogue, producer)
+    return run_steps("all_gather_gemm", steps, memory)
 
 
 @no_graph
@@ -128,11 +133,15 @@ def gemm_all_reduce(
 
 
 def all_gather_gemm_steps(
-    x: torch.Tensor, b: torch.Tensor, memory: Memory, epilogue: Epilogue
+    x: torch.Tensor,
+    b: torch.Tensor,
+    memory: Memory,
+    epilogue: Epilogue,
+    producer: str | None = None,
 ) -> Steps:
     """`all_gather_gemm`, launch by launch."""
     epilogue = _checked(x, b, epilogue, memory.world * x.shape[0])
-    return gather_steps(x, b, memory, epilogue)
+    return gather_steps(x, b, memory, epilogue, producer)
 
 
 def gemm_reduce_scatter_steps(

@@ -12,6 +12,9 @@ Nobody can wait for ever: what publishes waits for nobody, the copying programs 
 peers' first launches publish, the tiles for copying programs, which are the first of their grid to
 start. That holds where one program runs at a time, too: so the interpreter runs it as it is.
 
+Between NVLink peers, where there are rows enough, a copy engine copies instead of programs: see
+`copies`. Both producers fill `whole` with the same, so y has the same bits.
+
 `whole` is returned: the gradient of b is a product with it. Remote bytes of a rank: (W - 1) S K
 elements. The epilogue is that of `gemm.fused_gemm`; sums are over K alone, so y is bit by bit that
 of the gathered product at the same tile.
@@ -29,6 +32,7 @@ import torch
 
 from warpweave.kernels.gemm.epilogue import find_precision, finish_tile
 from warpweave.kernels.gemm.mainloop import gemm_options, grid, mainloop, tile_origin
+from warpweave.kernels.overlap.copies import COPY_ROWS, Aside, copy_shards
 from warpweave.kernels.overlap.epilogue import Epilogue, shared_tile
 from warpweave.kernels.overlap.signals import (
     await_,
@@ -40,7 +44,7 @@ from warpweave.kernels.overlap.signals import (
     signature_of,
     this_epoch,
 )
-from warpweave.kernels.overlap.symmetric import Memory, Signature
+from warpweave.kernels.overlap.symmetric import Memory, Signature, SymmetricMemory
 from warpweave.kernels.runtime.dispatch import tl, triton
 from warpweave.kernels.runtime.tile_table import GemmTile
 from warpweave.kernels.runtime.tiles import find
@@ -108,7 +112,7 @@ def copy_parts(
     """What the first COPYING programs do, the copiers: copy the peers' shards, BLOCK_M rows at a
     time, the next rank's first, as each is published."""
     parts = tl.cdiv(S, BLOCK_M)
-    for index in range(copier, (WORLD - 1) * parts, COPYING):
+    for index in range(copier, (WORLD - 1) * parts, COPYING if COPYING > 0 else 1):
         source, part = (rank + 1 + index // parts) % WORLD, index % parts
         await_(
             flag_of(addresses_ptr, rank, source, part, slots), epoch,
@@ -138,18 +142,20 @@ def await_tile(
     S,
     N,
     WORLD: tl.constexpr,
+    COPYING: tl.constexpr,
     POLLS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUP: tl.constexpr,
 ):
     """(first, row, col) of a tile whose rows have arrived: `row` of the shard that begins at row
-    `first` of the whole. Shard after shard, own first."""
+    `first` of the whole. Shard after shard, own first. Where no program copies, a shard arrives as
+    one."""
     each = tl.cdiv(S, BLOCK_M) * tl.cdiv(N, BLOCK_N)
     source = (rank + index // each) % WORLD
     row, col = tile_origin(index % each, S, N, BLOCK_M, BLOCK_N, GROUP)
     if source != rank:
-        part = row // BLOCK_M
+        part = row // BLOCK_M if COPYING > 0 else 0
         await_(
             flag_of(addresses_ptr, rank, WORLD + source, part, slots), epoch,
             error_ptr, source, part, POLLS, "gpu",
@@ -214,7 +220,7 @@ def _gather_gemm_kernel(
         for index in range(pid - COPYING, tiles, tl.num_programs(0) - COPYING):
             first, row, col = await_tile(
                 index, addresses_ptr, epoch, error_ptr, rank, slots, S, N,
-                WORLD, POLLS, BLOCK_M, BLOCK_N, GROUP,
+                WORLD, COPYING, POLLS, BLOCK_M, BLOCK_N, GROUP,
             )  # fmt: skip
             m, n = first + row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
             y = mainloop(
@@ -264,6 +270,28 @@ class Peers(NamedTuple):
     where: tuple[torch.Tensor | int, ...]
     constants: tuple[int, int, int]
     copying: int
+    aside: bool = False
+
+    def programs(self, workers: int) -> int:
+        """How many, to multiply by so many at once: copiers before them, or a place left free for
+        what runs aside."""
+        return max(1, workers - 1) if self.aside else self.copying + workers
+
+
+def find_producer(name: str, memory: SymmetricMemory, x: torch.Tensor, producer: str | None) -> str:
+    """Who copies the peers' shards x[S, K]: the one that is asked for, or a copy engine where it
+    can and has `COPY_ROWS` to copy. ValueError if it cannot."""
+    if producer not in (None, "programs", "engine"):
+        raise ValueError(f"{name}: producer must be 'programs', 'engine' or None, got {producer!r}")
+    counted = bool(memory.begun) and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+    if producer == "engine" and not counted:
+        raise ValueError(
+            f"{name} on rank {memory.rank} of {memory.world}: a copy engine is told which half of "
+            "the memory to read by the host, which sees no replay of a captured graph: pass "
+            "producer='programs'"
+        )
+    large = memory.engines and memory.world * len(x) >= COPY_ROWS
+    return producer or ("engine" if large and counted and memory.world > 1 else "programs")
 
 
 def gathered(
@@ -272,8 +300,10 @@ def gathered(
     memory: Memory,
     tile: GemmTile,
     launch: Callable[[torch.Tensor, Peers], object],
+    producer: str | None = None,
 ) -> Generator[None, None, torch.Tensor]:
-    """whole[W S, K] of x[S, K], multiplied on its way by ``launch(whole, peers)``."""
+    """whole[W S, K] of x[S, K], multiplied on its way by ``launch(whole, peers)``; for `producer`
+    see `find_producer`."""
     (S, K), world = x.shape, memory.world
     whole = x.new_empty(world * S, K)
     if whole.numel() == 0:
@@ -282,6 +312,7 @@ def gathered(
         return whole
     parts = -(-S // tile.m)
     memory = memory.fitting(name, x.device, parts, x.numel() * x.element_size())
+    engine = find_producer(name, memory, x, producer) == "engine"
     where = memory.rank, memory.slots, memory.data_offset, memory.capacity
     signature = Signature(name, S, K, x.dtype, x.dtype, (tile.m, 1)).word()
     with torch.cuda.device_of(x):
@@ -292,22 +323,29 @@ def gathered(
         )  # fmt: skip
     yield
     copying = min(COPIERS, (world - 1) * parts)
+    aside = Aside(x.device) if engine else None
     with torch.cuda.device_of(x):
+        if aside is not None:
+            copying = 0
+            copy_shards(whole, memory, parts, signature, aside)
         launch(
             whole,
             Peers(
                 (memory.addresses, memory.epoch, memory.error, *where, signature),
                 (world, copying, memory.polls),
                 copying,
+                engine,
             ),
         )
+        if aside is not None:
+            aside.join()
     memory.advance()
     yield
     return whole
 
 
 def all_gather_steps(
-    name: str, x: torch.Tensor, memory: Memory
+    name: str, x: torch.Tensor, memory: Memory, producer: str | None = None
 ) -> Generator[None, None, torch.Tensor]:
     """whole[W S, N] of x[S, N], with a yield after each launch."""
     tile = find("gemm", x.device, x.element_size(), "small")
@@ -319,11 +357,15 @@ def all_gather_steps(
                 num_warps=8, num_stages=1,
             )  # fmt: skip
 
-    return gathered(name, x, memory, tile, launch)
+    return gathered(name, x, memory, tile, launch, producer)
 
 
 def gather_steps(
-    x: torch.Tensor, b: torch.Tensor, memory: Memory, epilogue: Epilogue
+    x: torch.Tensor,
+    b: torch.Tensor,
+    memory: Memory,
+    epilogue: Epilogue,
+    producer: str | None = None,
 ) -> Generator[None, None, tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]]:
     """(y, z or None, whole), with a yield after each launch; nothing but the size is checked."""
     (S, K), N, rows = x.shape, b.shape[1], memory.world * len(x)
@@ -332,11 +374,11 @@ def gather_steps(
 
     def launch(whole: torch.Tensor, peers: Peers) -> None:
         workers = grid(tile, rows, N, x.device)[0]
-        _gather_gemm_kernel[(peers.copying + workers,)](
+        _gather_gemm_kernel[(peers.programs(workers),)](
             whole, b, *given.tensors, y, *peers.where, *given.key, S, N, K, *b.stride(),
             *given.strides, *given.constants, find_precision(epilogue.precision), K % tile.k == 0,
             *peers.constants, tile.m, tile.n, tile.k, tile.group, **gemm_options(tile, x),
         )  # fmt: skip
 
-    whole = yield from gathered("all_gather_gemm", x, memory, tile, launch)
+    whole = yield from gathered("all_gather_gemm", x, memory, tile, launch, producer)
     return y, z, whole

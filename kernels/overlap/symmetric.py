@@ -87,6 +87,9 @@ class SymmetricMemory:
         slots: parts that a rank may publish in one epoch.
         capacity: bytes of data in an epoch.
         polls: how often a wait looks before it gives up; 0 for ever.
+        engines: whether peers' data can be copied by copy engines: over NVLink.
+        begun: how many operations the host has given it, one number; none once a graph of one was
+            captured, as the host sees no replay.
         left: operations that an error ended midway. Others may have awaited what they published, so
             their epoch cannot begin again: the memory of all ranks is to be made anew.
     """
@@ -100,6 +103,8 @@ class SymmetricMemory:
     slots: int
     capacity: int
     polls: int = 0
+    engines: bool = False
+    begun: list[int] = field(default_factory=lambda: [0])
     left: list[str] = field(default_factory=list)
 
     @property
@@ -110,6 +115,10 @@ class SymmetricMemory:
     def advance(self) -> None:
         """End an epoch, in stream order."""
         self.epoch.add_(1)
+        if self.epoch.is_cuda and torch.cuda.is_current_stream_capturing():
+            self.begun.clear()
+        if self.begun:
+            self.begun[0] += 1
 
     def check(self, name: str) -> None:
         """Raise TimeoutError if a wait of operation `name` has given up, ValueError if it has found

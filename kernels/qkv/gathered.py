@@ -71,7 +71,7 @@ def _gather_qkv_kernel(
         for index in range(pid - COPYING, tiles, tl.num_programs(0) - COPYING):
             first, row, col = await_tile(
                 index, addresses_ptr, epoch, error_ptr, rank, slots, S, N,
-                WORLD, POLLS, BLOCK_M, BLOCK_N, GROUP,
+                WORLD, COPYING, POLLS, BLOCK_M, BLOCK_N, GROUP,
             )  # fmt: skip
             m, n = first + row + tl.arange(0, BLOCK_M), columns_of_pairs(col, HALF, BLOCK_N)
             z = mainloop(
@@ -106,7 +106,7 @@ def gather_qkv_steps(
 
     def launch(whole: torch.Tensor, peers: Peers) -> None:
         workers = grid(tile, T, len(w), x.device)[0]
-        _gather_qkv_kernel[(peers.copying + workers,)](
+        _gather_qkv_kernel[(peers.programs(workers),)](
             whole, w, flat, cos, sin, q, k, v, *peers.where, S, shape[1], E, kv_heads,
             *w.stride(), head_dim // 2, slots - 2, find_precision(precision), E % tile.k == 0,
             *peers.constants, tile.m, tile.n, tile.k, tile.group, **gemm_options(tile, x),
