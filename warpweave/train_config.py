@@ -141,8 +141,8 @@ class TrainConfig:
     @property
     def settings(self) -> dict[str, Any]:
         """What must stay as it was for a resumed run to be the same run, as JSON has it."""
-        names = ("steps", "lr", "min_lr", "warmup", "eps", "weight_decay", "clip", "dtype")
-        names += ("packed", "separator")
+        names = ["steps", "lr", "min_lr", "warmup", "eps", "weight_decay", "clip", "dtype"]
+        names += ["packed", "separator"]
         return {name: getattr(self, name) for name in names} | {"betas": list(self.betas)}
 
     @property
