@@ -2,7 +2,7 @@
 
 `attention` the one call and its autograd Function · `strategy` what a strategy is · `ring`,
 `gather`, `ulysses` (and its hybrid with the ring) the strategies · `messages` between ranks, on
-process groups or all in one process.
+process groups or all in one process · `explain` what each strategy sends, holds and leaves exposed.
 """
 
 from warpweave.parallel.context.attention import (

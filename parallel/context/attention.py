@@ -14,9 +14,10 @@ For q[B, S/cp, Hq, D] and k, v[B, S/cp, Hkv, D] in a `SequenceLayout`
                (gather.py); exposed, and memory for the whole K‖V (and backward dK‖dV).
     "stream"   the same for one KV head after the other, the next one's K‖V under compute; memory
                for two of them.
-    "auto"     "gather" if cp <= 1 + Hq/Hkv, else "ring": up to there the whole K‖V is at most
-               1 + Hkv/Hq times the size of this rank's q and o; "hybrid" for a pair of groups.
-               Shapes decide, so ranks agree.
+    "auto"     "ring" if a window spares it hops: it sends least then. Else "gather" if
+               cp <= 1 + Hq/Hkv: up to there the whole K‖V is at most 1 + Hkv/Hq times the size of
+               this rank's q and o; else "ring". "hybrid" for a pair of groups. Shapes and the mask
+               decide, so ranks agree. `explain` has the bytes and the memory of each.
 
 Every result equals attention on the whole sequence up to the order of sums.
 """
@@ -35,7 +36,7 @@ from warpweave.kernels.gemm.gradients import grad_dtype
 from warpweave.kernels.runtime.dispatch import once_differentiable
 from warpweave.parallel.collectives import group_rank, group_size
 from warpweave.parallel.context.gather import GATHER, STREAM
-from warpweave.parallel.context.ring import RING
+from warpweave.parallel.context.ring import RING, distances
 from warpweave.parallel.context.strategy import Shards
 from warpweave.parallel.context.ulysses import ULYSSES
 from warpweave.parallel.layout import SequenceLayout
@@ -114,6 +115,8 @@ def context_attention(
             check_boundaries(options, layout.seq_len)
             heads = q.shape[2], k.shape[2]
             trading = group_size(neighbours) if isinstance(group, tuple) else None
+            if strategy == "auto" and trading is None and _spares_hops(layout, options):
+                strategy = "ring"
             strategy = resolve_strategy(strategy, layout, heads, trading)
             options = _without_padding(options, layout, q.device)
             if strategy == "ulysses":
@@ -150,6 +153,12 @@ def _check_layout(layout: SequenceLayout, size: int, q: torch.Tensor, k: torch.T
             f"{layout} puts {layout.local_len} tokens on each rank, got q{[*q.shape]}, "
             f"k{[*k.shape]}"
         )
+
+
+def _spares_hops(layout: SequenceLayout, options: AttentionOptions) -> bool:
+    if options.window is None or layout.kind == "balanced":
+        return False
+    return len(distances(layout, options.causal, options.window)) < layout.parts
 
 
 def _without_padding(

@@ -1,0 +1,81 @@
+"""A long sequence in a small place: its tokens and all that is made of them are cut over the ranks.
+
+torchrun --nproc-per-node 4 examples/long_context.py     # 65,536 tokens, on a CPU 20 s a step
+
+A tiny GPT with a sliding window is trained on text that repeats every 64 tokens. It prints what
+each context strategy would send and hold for its attention, the losses, the seconds of each step,
+and by how much the resident memory of every rank grew from before the first step to its peak: 231
+MiB on each of 4 ranks, 490 on each of 2.
+"""
+
+import os
+import time
+from dataclasses import dataclass
+
+import torch
+import tyro
+
+from warpweave.config import ParallelPlan
+from warpweave.engine import Engine
+from warpweave.gpt import GPTConfig
+from warpweave.launch import join
+from warpweave.metrics import peak_memory
+from warpweave.parallel.context import Strategy
+from warpweave.parallel.context.explain import explain, table
+from warpweave.parallel.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Config:
+    """The sequence, its window, and how it is cut."""
+
+    tokens: int = 65536
+    window: int = 128
+    width: int = 32
+    layers: int = 2
+    cp: int | None = None
+    """Context ranks; default: all."""
+    strategy: Strategy = "auto"
+    steps: int = 3
+
+
+def main(config: Config) -> dict[str, list[float]]:
+    """Train and print; the losses and every rank's growth in MiB."""
+
+    sizes = Mesh(cp=config.cp or int(os.environ.get("WORLD_SIZE", "1")))
+    session = join(sizes)
+    mesh = sizes.connect(session.device.type)
+    heads = config.width // 16
+    model = GPTConfig(
+        64, config.tokens, config.layers, config.width, heads, positions="rope", norm="rms",
+        activation="swiglu", bias=False, windows=(config.window,),
+    )  # fmt: skip
+    plan = ParallelPlan(layout="contiguous", cp_strategy=config.strategy, recompute="full")
+    engine = Engine(model, mesh, plan, device=session.device)
+    if session.rank == 0:
+        costs = explain(
+            engine.gpt.layout, heads=heads, kv_heads=heads, head_dim=16, itemsize=4,
+            window=config.window,
+        )  # fmt: skip
+        print(table(costs))
+    before, losses = peak_memory(session.device, mesh), []
+    generator = torch.Generator().manual_seed(0)
+    for step in range(config.steps):
+        text = torch.randint(0, 64, (64,), generator=generator)
+        text = text.repeat(config.tokens // 64 + 2)[: config.tokens + 1].view(1, 1, -1)
+        began = time.perf_counter()
+        tokens, labels = text[..., :-1].contiguous(), text[..., 1:].contiguous()
+        result = engine.step(tokens, labels, torch.tensor([[step]]), lr=0.01, key=step)
+        losses.append(float(result.loss))
+        if session.rank == 0:
+            seconds = time.perf_counter() - began
+            print(f"step {step}: loss {losses[-1]:.4f}, {seconds:.1f} s", flush=True)
+    grown = [a - b for a, b in zip(peak_memory(session.device, mesh), before)]
+    if session.rank == 0:
+        print("memory per rank, MiB:", " ".join(f"{m:.0f}" for m in grown))
+    session.close()
+    return {"losses": losses, "memory": grown}
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, description=__doc__))

@@ -1,0 +1,107 @@
+"""What each strategy of context parallelism sends, holds and leaves exposed: arithmetic, not a run.
+
+    print(table(explain(SequenceLayout(131072, 8), heads=32, kv_heads=8, head_dim=128)))
+
+Bytes are those that leave a rank, exactly (`test_explain.py` counts them). Memory is what the
+strategy's own buffers take at once, to leading order: not q, k, v, o and their gradients, nor what
+a kernel takes while it runs. Seconds are a prediction: the given speeds, every message alone on its
+link, compute spread evenly over hops.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+from warpweave.parallel.context.ring import distances
+from warpweave.parallel.layout import SequenceLayout
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One strategy for one rank and one layer.
+
+    Attributes:
+        strategy: its name.
+        forward, backward: bytes that leave the rank; of "ulysses" the mean over ranks.
+        messages: collectives or hops in forward and backward.
+        memory: bytes held at the worst moment of forward or backward besides inputs and results.
+        exposed: predicted seconds in which a link is busy and the rank waits.
+    """
+
+    strategy: str
+    forward: int
+    backward: int
+    messages: int
+    memory: int
+    exposed: float
+
+
+def explain(
+    layout: SequenceLayout,
+    *,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    batch: int = 1,
+    itemsize: int = 2,
+    causal: bool = True,
+    window: int | None = None,
+    link: float = 50e9,
+    flops: float = 400e12,
+) -> list[Cost]:
+    """The costs of every strategy that fits the layout and the heads, in order of exposed time.
+
+    Args:
+        layout: who holds which positions.
+        heads, kv_heads, head_dim, batch: of this rank's q and k.
+        itemsize: bytes of an element of q, k and v.
+        causal, window: the mask, which may spare hops of the ring.
+        link: bytes per second that a rank sends, one direction.
+        flops: FLOP/s that attention reaches.
+    """
+    P, s, wide = layout.parts, layout.local_len, max(4, itemsize)
+    kv = 2 * batch * s * kv_heads * head_dim  # elements of this rank's K‖V
+    rows = batch * s * heads
+    seen = layout.seq_len / (2 if causal else 1)
+    if window is not None:
+        seen = min(seen, window if causal else 2 * window)
+    tiles = 4 * rows * head_dim * seen / flops  # of the forward; the backward has 2.5 times as much
+    found = []
+
+    def add(name: str, sent: tuple[int, int], messages: int, memory: int, hidden: float) -> None:
+        exposed = sum(max(0.0, n / link - by * hidden) for n, by in zip(sent, (tiles, 2.5 * tiles)))
+        found.append(Cost(name, *sent, messages, memory, exposed))
+
+    if layout.kind != "balanced":
+        n = len(visits := distances(layout, causal, window)) - 1
+        gaps = [b - a for a, b in pairwise(visits)]
+        split = sum(a != b for a, b in pairwise(gaps))
+        sent = n * kv * itemsize, n * kv * (itemsize + wide)
+        # A hop hides behind its tile, and one has none: of the backward that is the first K‖V.
+        add("ring", sent, n + (n + 1 + split if n else 0), 2 * kv * (itemsize + wide) + kv * wide,
+            n / (n + 1))  # fmt: skip
+    whole = P * kv
+    sent = (P - 1) * kv * itemsize, (P - 1) * kv * (itemsize + wide)
+    # What arrived and its order by position; dK‖dV, one behind the other, and cut into shards.
+    add("gather", sent, 3, 2 * whole * itemsize + 3 * whole * wide, 0.0)
+    share = whole // kv_heads
+    add("stream", sent, 3 * kv_heads, 3 * share * itemsize + 3 * share * wide,
+        0.5 * (kv_heads - 1) / kv_heads)  # fmt: skip
+    if heads >= P and kv_heads % P == 0 and heads % P == 0:
+        part = (2 * rows * head_dim + kv) * itemsize * (P - 1) // P
+        numbers = rows * wide * (P - 1) // P  # lse, delta
+        held = 2 * (2 * rows * head_dim + kv) * itemsize
+        add("ulysses", (part + numbers, part + numbers), 3 + 4, held, 0.0)
+    return sorted(found, key=lambda cost: cost.exposed)
+
+
+def table(costs: list[Cost]) -> str:
+    """The costs as lines of text."""
+    lines = ["strategy  forward MB  backward MB  messages  memory MB  exposed ms (predicted)"]
+    for c in costs:
+        lines.append(
+            f"{c.strategy:8}  {c.forward / 1e6:10.2f}  {c.backward / 1e6:11.2f}  {c.messages:8}  "
+            f"{c.memory / 1e6:9.2f}  {c.exposed * 1e3:10.3f}"
+        )
+    return "\n".join(lines)
