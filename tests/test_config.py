@@ -93,8 +93,8 @@ def test_the_help_says_what_each_option_is_and_its_default(capsys):
         "--schedule {gpipe,1f1b,interleaved} Order of the micro-batches in a pipeline. (default: "
         "1f1b)",
         "--batch INT Sequences per micro-batch. (default: 8)",
-        "--cp-strategy {auto,ring,gather,ulysses,hybrid} How context ranks attend to one another's "
-        "tokens",
+        "--cp-strategy {auto,ring,gather,stream,ulysses,hybrid} How context ranks attend to one "
+        "another's tokens",
     ):
         assert line in shown
     for record in (GPTConfig, ParallelPlan):

@@ -530,9 +530,11 @@ def test_the_table_holds_every_mesh_and_every_choice_that_means_something(world)
         mine = [lay for lay, at in zip(layouts, axes) if at == mesh]
         assert {lay.zero for lay in mine} == set(range(4 if dp * cp > 1 else 1))
         assert {lay.sequence_parallel for lay in mine} == {False} | {tp > 1}
-        strategies = {"ring", "gather", "ulysses"} if cp > 1 else {"auto"}
+        strategies = {"ring", "gather", "stream", "ulysses"} if cp > 1 else {"auto"}
         strategies |= {"hybrid"} if cp == 4 else set()  # two by two
         assert {lay.strategy for lay in mine} == strategies
+        packed = {(lay.strategy, lay.packed) for lay in mine}
+        assert packed == set(itertools.product(strategies, (False, True)))
         for sp in (False, True) if tp > 1 else (False,):  # a message of its own each
             ways = {lay.overlap for lay in mine if lay.sequence_parallel == sp}
             assert ways == ({"auto", "none", "chunked"} if tp > 1 else {"auto"})

@@ -72,6 +72,14 @@ def test_it_equals_whole_attention(ring: int, neighbours: int, heads: int, kv_he
         assert_equal_to_whole(case, emulate(case, neighbours))
 
 
+@pytest.mark.parametrize(("ring", "neighbours"), [(1, 3), (2, 2), (3, 2), (2, 3)])
+@pytest.mark.parametrize("length", [2, 13, 29])
+def test_a_length_that_does_not_divide(ring: int, neighbours: int, length: int) -> None:
+    for kind in ("zigzag", "contiguous"):
+        case = Case(SequenceLayout(length, ring * neighbours, kind), heads=6, kv_heads=3)
+        assert_equal_to_whole(case, emulate(case, neighbours))
+
+
 SINKS = torch.tensor([0.3, -2.0, 1.0, -torch.inf, 0.0, 0.1], dtype=torch.float64)
 
 

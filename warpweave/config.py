@@ -56,7 +56,8 @@ class ParallelPlan:
             but each block's input (full).
         layout: How cp cuts the sequence.
         cp_strategy: How context ranks attend to one another's tokens: keys and values go round or
-            to all, rows are traded for heads, or these two at once (hybrid, with ulysses).
+            to all (stream: head by head), rows are traded for heads, or going round and trading at
+            once (hybrid, with ulysses).
     """
 
     zero: Literal[0, 1, 2, 3] = 1
