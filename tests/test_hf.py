@@ -547,7 +547,6 @@ def test_bfloat16_and_autocast_train(llama):
     assert_close(half.float(), wanted, 2e-2)
 
 
-@pytest.mark.filterwarnings("ignore")  # of graphs that are cut
 def test_a_softcap_is_seen_in_bfloat16(families):
     theirs = families.make("gemma2").bfloat16().train()
     ours = copy.deepcopy(theirs)
@@ -557,6 +556,7 @@ def test_a_softcap_is_seen_in_bfloat16(families):
     assert_close(found.loss, wanted.loss, 1e-2)
 
 
+@pytest.mark.filterwarnings("ignore")  # of graphs that are cut
 def test_a_compiler_follows(llama):
     ours = applied(llama)
     padded = torch.ones(2, 11, dtype=torch.int64)

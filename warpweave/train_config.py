@@ -26,7 +26,6 @@ import tyro
 
 from warpweave.config import PRESETS, GPTConfig, ParallelPlan
 from warpweave.kernels.runtime.tile_table import read_table
-from warpweave.parallel.layout import SequenceLayout
 from warpweave.parallel.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -255,6 +254,8 @@ class TrainConfig:
         self.model_config(1).check(self.mesh, self.plan)
         if self.init_from is not None:
             self._check_weights(self.init_from)
+        from warpweave.parallel.layout import SequenceLayout
+
         rows = self.batch * SequenceLayout(self.seq_len, self.cp, self.plan.layout).local_len
         if self.plan.sequence_parallel and rows % self.tp:
             raise ValueError(

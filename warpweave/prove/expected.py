@@ -64,6 +64,8 @@ def documents(sizes: Sizes, step: int) -> Tensor | None:
     generator = torch.Generator().manual_seed(sizes.seed + step)
     shape = (sizes.samples, sizes.documents)
     ends = torch.randint(0, sizes.seq_len + 1, shape, generator=generator).sort(1).values
+    if sizes.documents + 1 == sizes.seq_len:  # one more than tokens: no number for each of them
+        ends = torch.cat((ends, ends[:, -1:]), 1)
     return torch.nn.functional.pad(ends, (1, 0))
 
 
