@@ -1,7 +1,4 @@
-"""What ``warpweave train`` does: the loop on each rank, and the ranks it starts.
-
-Its options, and the words about them, are in `train_config`.
-"""
+"""What ``warpweave train`` does: the loop on each rank, and the ranks; options: `train_config`."""
 
 from __future__ import annotations
 
@@ -144,14 +141,6 @@ class Trainer:
             + (f"; starts from {c.init_from}" if c.init_from and not c.resume else "")
             + (f"; resumed at step {self.step}" if c.resume else "")
         )
-
-    def explain_overlap(self) -> str:
-        """What ``overlap="auto"`` takes in the products of a block; nothing without it."""
-        blocks = [*self.engine.gpt.blocks.values()]
-        if self.config.tp == 1 or self.config.plan.overlap != "auto" or not blocks:
-            return ""
-        tokens = self.config.batch * self.model.seq_len // self.config.cp
-        return "every block: " + explain_overlap(blocks[0], tokens)
 
     # ------------------------------------------------------------------ the loop
 
@@ -460,8 +449,10 @@ def train_rank(config: TrainConfig, port: int | None = None) -> int:
     with reported(session, _RAISED_BY_ALL):
         if session.rank == 0:
             say(trainer.describe())
-            if explained := trainer.explain_overlap():
-                say(explained)
+            if config.overlap_table is not None:  # what is shipped has no rows yet: all is "none"
+                gpt = trainer.engine.gpt
+                block, tokens = next(iter(gpt.blocks.values())), config.batch * gpt.layout.local_len
+                say(f"every block: {explain_overlap(block, tokens)}")
         result = trainer.run()
         session.beat(trainer.step, "closing")
         session.close()
