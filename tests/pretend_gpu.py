@@ -125,9 +125,9 @@ def planted(fault: str) -> Iterator[None]:
         count(self, labels).wait().item()
         return count(self, labels)
 
-    def on_the_host(self, tokens, labels, sample_ids, valid, key):
+    def on_the_host(self, tokens, labels, sample_ids, valid, *more):
         there = torch.zeros_like(sample_ids, device="cpu")
-        return batches(self, tokens, labels, there, valid, key)
+        return batches(self, tokens, labels, there, valid, *more)
 
     if fault == "read back":
         Engine._count_valid = read_back

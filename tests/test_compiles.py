@@ -47,7 +47,7 @@ def test_no_kernel_adds_atomically(reports) -> None:
     assert {"attention_dkdv_kernel", "norm_bwd_kernel"} <= {r.kernel for r in found}
     assert [r for r in found if r.instructions["atomic"] != r.instructions["flag"]] == []
     telling = {r.kernel for r in found if r.instructions["flag"]}
-    gathering = {"_gather_kernel", "_gather_gemm_kernel", "_gather_qkv_kernel"}
+    gathering = {"_arrived_kernel", "_gather_kernel", "_gather_gemm_kernel", "_gather_qkv_kernel"}
     assert telling == {"_publish_kernel", "_partials_kernel"} | gathering
 
 

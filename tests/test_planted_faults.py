@@ -258,9 +258,9 @@ def mean_of_means(mesh):
     """Megatron-LM #7452 finding 3, PR #7513, #673, #906: each rank divides by its own tokens."""
     right = engine.Engine._micro_batches
 
-    def micro_batches(self, tokens, labels, ids, valid, key):
+    def micro_batches(self, tokens, labels, ids, valid, *more):
         own = (labels != -100).sum().clamp(min=1) * self.mesh.size("dp")
-        return right(self, tokens, labels, ids, own, key)
+        return right(self, tokens, labels, ids, own, *more)
 
     return [(engine.Engine, "_micro_batches", micro_batches)]
 

@@ -153,20 +153,21 @@ def check_boundaries(options: AttentionOptions, *tokens: int) -> None:
     """Raise ValueError on documents that do not ascend from 0, or that seem to be the number of
     each of so many `tokens`' document: they are as many and do not reach as far.
 
-    Their values are read on a CPU only: elsewhere that would wait for the device, and as many
-    entries as tokens are wrong. Parts of sequences (runs) are not as long as their documents.
+    Their values are read on a CPU only: elsewhere that would wait for the device. There as many
+    entries as tokens are wrong where q and k hold whole sequences.
     """
     documents = options.documents
     if documents is None:
         return
     n = documents.shape[-1]
-    suspicious = n in tokens and options.q_runs is None and options.k_runs is None
     if documents.device.type == "cpu":
         if documents[..., 0].any() or (documents.diff(dim=-1) < 0).any():
             raise ValueError(
                 f"documents must be boundaries that ascend from 0, got {documents.tolist()}"
             )
-        suspicious = suspicious and bool((documents[..., -1] < n).any())
+        suspicious = n in tokens and bool((documents[..., -1] < n).any())
+    else:
+        suspicious = n in tokens and options.q_runs is None and options.k_runs is None
     if suspicious and n > 2:  # two entries mean the same either way
         raise ValueError(
             f"documents must be boundaries, not the document of each of the {n} tokens, got "
