@@ -9,7 +9,8 @@ only after the old and the new one were seen to agree on a small probe. Paramete
 
 `model` the public calls · `report` what they return · `patch` a forward replaced and put back ·
 `probe` how two forwards are compared · `norm`, `mlp` modules · `attention` the function that models
-call, `mask` what their masks mean to it · `loss` the head and its loss.
+call, `mask` what their masks mean to it · `loss` the head and its loss · `parallel` a model over
+ranks: `options` how, `structure` where it can be cut, `shards` its parameters.
 """
 
 try:

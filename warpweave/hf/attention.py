@@ -6,9 +6,9 @@ registered without its mask is given none, and silently ignores padding.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,11 +18,27 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from warpweave.hf.mask import Mask, Visible, make_mask
 from warpweave.hf.patch import few
 from warpweave.kernels.attention import attention
+from warpweave.parallel.context.attention import ContextGroup, Strategy, context_attention
+from warpweave.parallel.layout import SequenceLayout
 
 NAME = "warpweave"
+_ACROSS = "_across_warpweave"  # attribute of a module: its `Across`
 # What some models add to the scores, or choose among keys, and the kernel has no word for.
 _UNKNOWN = ("position_bias", "indices", "block_indices", "sinks", "cache")
-_callers: list[dict[nn.Module, None]] = []  # see `callers`
+_watchers: list[Callable] = []  # see `watched`
+
+
+class Across(NamedTuple):
+    """How a sequence lies on ranks, of which each attends its own rows: as `context_attention`."""
+
+    layout: SequenceLayout
+    group: ContextGroup
+    strategy: Strategy
+
+
+def context_of(module: nn.Module) -> Across | None:
+    """How the sequence of a module's call lies on ranks, which `warpweave.hf.parallel` set."""
+    return module.__dict__.get(_ACROSS)
 
 
 def attend(
@@ -47,16 +63,15 @@ def attend(
     Raises ValueError, naming the module, on what the kernel cannot do: a bias of the scores, a
     mask that `make_mask` did not make, attention weights as an output, a paged cache.
     """
-    for caller in _callers:
-        caller[module] = None
     name = type(module).__name__
     asked = [n for n in _UNKNOWN if rest.get(n) is not None]
     if rest.get("output_attentions"):
         asked.append("output_attentions")
     if asked:
         raise ValueError(f"{name}: warpweave attention has no {', '.join(asked)}")
-    visible = _visible(module, query, key, attention_mask, is_causal)
-    if few(query) and softcap is None and s_aux is None and not dropout:
+    across = context_of(module)
+    visible = _visible(module, query, key, attention_mask, is_causal, across)
+    if across is None and few(query) and softcap is None and s_aux is None and not dropout:
         return _attend_few(query, key, value, attention_mask, visible, scaling), None
     D, Dv = query.shape[-1], value.shape[-1]
     wide = max(D, Dv)
@@ -65,22 +80,26 @@ def attend(
         (x if x.shape[-1] == wide else F.pad(x, (0, wide - x.shape[-1]))).transpose(1, 2)
         for x in (query, key, value)
     )
-    o: Any = attention(
-        query,
-        key,
-        value,
-        causal=visible.causal,
-        window=visible.window,
-        documents=None if visible.documents is None else visible.documents.to(query.device),
-        scale=scale,
-        softcap=softcap,
-        sinks=s_aux,
-        dropout=dropout,
-        dropout_seed=int(torch.randint(2**62, ())) if dropout else 0,
-        q_runs=(visible.q_run,),
-        k_runs=(visible.k_run,),
-    )
-    return (o if Dv == wide else o[..., :Dv].contiguous()), None
+    options = {
+        "causal": visible.causal,
+        "window": visible.window,
+        "documents": None if visible.documents is None else visible.documents.to(query.device),
+        "scale": scale,
+        "softcap": softcap,
+        "sinks": s_aux,
+        "dropout": dropout,
+        "dropout_seed": int(torch.randint(2**62, ())) if dropout else 0,
+    }
+    o: Any
+    if across is None:
+        runs = {"q_runs": (visible.q_run,), "k_runs": (visible.k_run,)}
+        o = attention(query, key, value, **options, **runs)
+    else:
+        o = context_attention(query, key, value, **options, **across._asdict())
+    o = o if Dv == wide else o[..., :Dv].contiguous()
+    for watch in _watchers:
+        watch(module, query, key, value, o)
+    return o, None
 
 
 def _attend_few(
@@ -111,9 +130,12 @@ def _visible(
     key: torch.Tensor,
     mask: torch.Tensor | None,
     is_causal: bool | None,
+    across: Across | None,
 ) -> Visible:
     """What the queries of this call see."""
     Sq, Sk, name = query.shape[2], key.shape[2], type(module).__name__
+    if across is not None:
+        Sq, Sk = Sq * across.layout.parts, Sk * across.layout.parts
     if mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         causal = bool(causal) and Sq > 1
@@ -139,14 +161,22 @@ def _visible(
 
 
 @contextmanager
+def watched(watch: Callable) -> Iterator[None]:
+    """Meanwhile `watch(module, q, k, v, o)` is told of every call of `attend`: its caller, and
+    heads as the kernel takes them, [B, S, H, D]."""
+    _watchers.append(watch)
+    try:
+        yield
+    finally:
+        _watchers.remove(watch)
+
+
+@contextmanager
 def callers() -> Iterator[dict[nn.Module, None]]:
     """The modules that call `attend` meanwhile, in their order."""
     found: dict[nn.Module, None] = {}
-    _callers.append(found)
-    try:
+    with watched(lambda module, *_: found.setdefault(module)):
         yield found
-    finally:
-        _callers.remove(found)
 
 
 AttentionInterface.register(NAME, attend)

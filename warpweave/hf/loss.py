@@ -31,10 +31,17 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from warpweave.hf.mlp import is_plain_linear
+from warpweave.hf.options import VOCABULARY, Vocabulary
 from warpweave.hf.patch import original, patch, unpatch
 from warpweave.hf.probe import agree, quietly
+from warpweave.hf.shards import local
 from warpweave.kernels.cross_entropy import cross_entropy, linear_cross_entropy
 from warpweave.messages import one_line
+from warpweave.parallel.collectives import copy_to, group_size, own_slice, reduce_from, scatter
+from warpweave.parallel.tensor import (
+    vocab_parallel_cross_entropy,
+    vocab_parallel_linear_cross_entropy,
+)
 
 ROWS = 1024  # at a time under a softcap
 
@@ -67,38 +74,59 @@ def head_terms(head: Any) -> Callable | None:
 
     Asked before the head is caught: a caught one is no plain linear layer.
     """
-    if isinstance(head, nn.Linear) and is_plain_linear(head):
-        return lambda x: _with_columns(x, head.weight, _bias_columns(head, x))
+    if _is_linear(head):
+        return lambda x: _with_columns(x, head, _bias_columns(head, x))
     base, lora = getattr(head, "base_layer", None), getattr(head, "lora_A", None)
     if lora is None or "forward" in head.__dict__ or head._forward_hooks:
         return None
-    if not (isinstance(base, nn.Linear) and is_plain_linear(base)):
+    if not _is_linear(base):
         return None
     names = [n for n in head.active_adapters if n in lora]
     layers = [layer for n in names for layer in (lora[n], head.lora_B[n])]
     variants = getattr(head, "lora_variant", {})  # DoRA and the like
     if head.merged or head.disable_adapters or any(n in variants for n in names):
         return None
-    if not all(map(is_plain_linear, layers)) or any(layer.bias is not None for layer in layers):
+    plain = all(is_plain_linear(x) or (_is_cut(base) and type(x) is nn.Linear) for x in layers)
+    if not plain or any(layer.bias is not None for layer in layers):
         return None
 
     def terms(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         columns = _bias_columns(base, x)
         for n in names:
             small = lora[n](head.lora_dropout[n](x.to(lora[n].weight.dtype)))
-            columns.append((small.to(x.dtype) * head.scaling[n], head.lora_B[n].weight))
-        return _with_columns(x, base.weight, columns)
+            columns.append((small.to(x.dtype) * head.scaling[n], local(head.lora_B[n].weight)))
+        return _with_columns(x, base, columns)
 
     return terms
 
 
+def _is_linear(head: Any) -> bool:
+    """Whether a head is a plain linear layer, or one whose rows are cut."""
+    return isinstance(head, nn.Linear) and (is_plain_linear(head) or _is_cut(head))
+
+
+def _is_cut(head: Any) -> bool:
+    vocabulary = head.__dict__.get(VOCABULARY)
+    return vocabulary is not None and vocabulary.cut
+
+
+def vocabulary_of(head: Any) -> Vocabulary | None:
+    """How a head, or what LoRA wraps, lies on ranks; None for one device."""
+    return getattr(head, "base_layer", head).__dict__.get(VOCABULARY)
+
+
 def _bias_columns(head: nn.Linear, x: torch.Tensor) -> _Columns:
-    return [] if head.bias is None else [(x.new_ones(*x.shape[:-1], 1), head.bias[:, None])]
+    return [] if head.bias is None else [(x.new_ones(*x.shape[:-1], 1), local(head.bias)[:, None])]
 
 
 def _with_columns(
-    x: torch.Tensor, weight: torch.Tensor, columns: _Columns
+    x: torch.Tensor, head: nn.Linear, columns: _Columns
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """The terms of a head with more columns; of one whose rows are cut, this rank's rows of all."""
+    weight, vocabulary = local(head.weight), vocabulary_of(head)
+    if vocabulary is not None and vocabulary.cut:
+        weight = vocabulary.padded(weight)
+        columns = [(more, vocabulary.own_rows(w)) for more, w in columns]
     if not columns:
         return x, weight
     more_x, more_w = zip(*columns)
@@ -117,13 +145,17 @@ def fused_loss(
     num_items_in_batch: torch.Tensor | int | None = None,
     ignore_index: int = -100,
     shift_labels: torch.Tensor | None = None,
+    vocabulary: Vocabulary | None = None,
 ) -> torch.Tensor:
-    """`ForCausalLMLoss` of the logits that x[B, S, E] and weight[V, E] would make by `form`."""
+    """`ForCausalLMLoss` of the logits that x[B, S, E] and weight[V, E] would make by `form`; of
+    weight[V/R, E] where a `vocabulary` is cut."""
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     shift_labels = shift_labels.to(x.device).reshape(x.shape[:-1])
-    if form.softcap is None:
-        x = x if form.factor == 1 else x * form.factor
+    x = x if form.factor == 1 else x * form.factor
+    if vocabulary is not None:
+        total = _sum_over_ranks(x, weight, shift_labels, form, ignore_index, vocabulary)
+    elif form.softcap is None:
         total = linear_cross_entropy(
             x, weight, shift_labels, ignore_index=ignore_index, reduction="sum"
         )
@@ -137,11 +169,21 @@ def fused_loss(
 
 
 def _capped_sum(
-    x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, softcap: float, ignore_index: int
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    softcap: float,
+    ignore_index: int,
+    vocabulary: Vocabulary | None = None,
 ) -> torch.Tensor:
     def block(x, weight, labels):
         logits = softcap * torch.tanh(F.linear(x, weight) / softcap)
-        return cross_entropy(logits, labels, ignore_index=ignore_index, reduction="sum")
+        if vocabulary is None:
+            return cross_entropy(logits, labels, ignore_index=ignore_index, reduction="sum")
+        return vocab_parallel_cross_entropy(
+            logits, labels, group=vocabulary.group, vocab_size=vocabulary.size,
+            ignore_index=ignore_index,
+        ).sum()  # fmt: skip
 
     x, labels = x.flatten(0, -2), labels.flatten()
     blocks = zip(x.split(ROWS), labels.split(ROWS))
@@ -149,6 +191,32 @@ def _capped_sum(
         checkpoint(block, rows, weight, of, use_reentrant=False, preserve_rng_state=False)
         for rows, of in blocks
     )
+
+
+def _sum_over_ranks(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    form: Form,
+    ignore_index: int,
+    vocabulary: Vocabulary,
+) -> torch.Tensor:
+    """The sum over tokens that every rank has all of; context ranks share them out."""
+    cp = vocabulary.options.mesh.group("cp")
+    x, labels = x.flatten(0, -2), labels.flatten()
+    if cp is not None:
+        short = -len(labels) % group_size(cp)
+        x, labels = F.pad(x, (0, 0, 0, short)), F.pad(labels, (0, short), value=ignore_index)
+        x, labels, weight = scatter(x, cp), own_slice(labels, cp), copy_to(weight, cp)
+    if form.softcap is None:
+        total = vocab_parallel_linear_cross_entropy(
+            x, weight, labels, group=vocabulary.group, vocab_size=vocabulary.size,
+            ignore_index=ignore_index,
+        )  # fmt: skip
+    else:
+        x = copy_to(x, vocabulary.group)
+        total = _capped_sum(x, weight, labels, form.softcap, ignore_index, vocabulary)
+    return reduce_from(total, cp)
 
 
 def loss_function_of(form: Form, before: Callable) -> Callable:
@@ -159,13 +227,13 @@ def loss_function_of(form: Form, before: Callable) -> Callable:
         if not caught or logits.device.type != "meta":
             return before(logits, labels, vocab_size, *args, **kwargs)
         x, weight = caught
-        if len(weight) != vocab_size:
-            raise ValueError(
-                f"the head has {len(weight)} rows and the loss a vocabulary of {vocab_size}"
-            )
+        vocabulary = vocabulary_of(self.get_output_embeddings())
+        rows = len(weight) if vocabulary is None else vocabulary.size
+        if rows != vocab_size:
+            raise ValueError(f"the head has {rows} rows and the loss a vocabulary of {vocab_size}")
         names = ("num_items_in_batch", "ignore_index", "shift_labels")
         options = dict(zip(names, args)) | {n: kwargs[n] for n in names if n in kwargs}
-        return fused_loss(x, weight, labels, form, **options)
+        return fused_loss(x, weight, labels, form, **options, vocabulary=vocabulary)
 
     return loss_function
 
@@ -197,17 +265,22 @@ def forward_of(model: PreTrainedModel) -> Callable:
 def _caught_forward(model: PreTrainedModel, terms: Callable, args: tuple, kwargs: dict) -> Any:
     """The model's own forward, without logits."""
     head, caught = model.get_output_embeddings(), []
+    vocabulary = vocabulary_of(head)
 
     def catch(self, x):
         caught[:] = terms(x)
-        return torch.empty(*x.shape[:-1], len(caught[1]), dtype=x.dtype, device="meta")
+        rows = len(caught[1]) if vocabulary is None else vocabulary.size
+        return torch.empty(*x.shape[:-1], rows, dtype=x.dtype, device="meta")
 
+    before = head.__dict__.get("forward")
     model.__dict__[_CAUGHT] = caught
     head.__dict__["forward"] = MethodType(catch, head)
     try:
         out = original(model)(*args, **kwargs)
     finally:
         del head.__dict__["forward"], model.__dict__[_CAUGHT]
+        if before is not None:
+            head.__dict__["forward"] = before
     return type(out)(**{name: value for name, value in out.items() if name != "logits"})
 
 

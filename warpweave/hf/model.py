@@ -10,11 +10,15 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from warpweave.hf import attention, loss, mlp, norm
+from warpweave.hf import attention, loss, mlp, norm, parallel
+from warpweave.hf.options import Options
 from warpweave.hf.patch import is_foreign, is_patched, patch, unpatch
 from warpweave.hf.probe import agree, quietly
 from warpweave.hf.report import Report
 from warpweave.messages import one_line
+from warpweave.parallel.context import check_strategy
+from warpweave.parallel.mesh import ConnectedMesh, connected
+from warpweave.parallel.tensor.overlap import check_overlap
 
 KINDS = ("norm", "mlp", "attention", "loss")
 _BEFORE = "_attention_before_warpweave"
@@ -26,8 +30,13 @@ def apply(
     only: Collection[str] | None = None,
     dry: bool = False,
     example: dict[str, torch.Tensor] | None = None,
+    mesh: ConnectedMesh | None = None,
+    sequence_parallel: bool = False,
+    overlap: str = "auto",
+    strategy: str = "auto",
 ) -> Report:
-    """Let a model compute with warpweave's kernels wherever that was seen to compute the same.
+    """Let a model compute with warpweave's kernels wherever that was seen to compute the same, and
+    over the tensor and context ranks of a mesh.
 
     Norms and feed-forward modules are compared one of each kind, attention and loss by the whole
     model on a few tokens (twice, padded too), with nothing left behind: neither gradients nor
@@ -41,14 +50,22 @@ def apply(
         dry: report what would be replaced and leave the model as it is.
         example: the inputs to compare on, as `model(**example)` takes them, for a model that does
             not run on its own `dummy_inputs`.
+        mesh: a connected mesh, whose ranks along tp and cp hold the same model, are given the same
+            tokens and share their work; see `warpweave.hf.parallel`. Every rank calls `apply`, and
+            later the model's forward, `save_pretrained` and `revert`.
+        sequence_parallel: between the layers, tokens are cut over the tensor ranks too.
+        overlap: how messages and products hide one another, see `parallel.tensor.overlap`.
+        strategy: of attention over context ranks, see `parallel.context.attention`.
 
     Returns the report: each module, replaced or kept, and why. It prints as a short table.
 
-    Raises ValueError if `only` names another kind, if it was applied already, or if there is
-    nothing to replace. TypeError if `model` is no module. For what a replaced attention refuses
-    later see `warpweave.hf.attention`; for `logits` while training see `warpweave.hf.loss`.
+    Raises ValueError if `only` names another kind, if it was applied already, if there is nothing
+    to replace, or (naming the module) if ranks cannot share it. TypeError if `model` is no module.
+    For what a replaced attention refuses later see `warpweave.hf.attention`; for `logits` while
+    training see `warpweave.hf.loss`.
     """
     kinds = _check(model, only)
+    options = _check_mesh(model, kinds, mesh, sequence_parallel, overlap, strategy)
     report = Report()
     try:
         if "norm" in kinds:
@@ -60,6 +77,8 @@ def apply(
         if not report.replaced():
             reasons = "; ".join(sorted({e.why for e in report.entries})) or "no module is known"
             raise ValueError(f"nothing to replace in {type(model).__name__}: {reasons}")
+        if options is not None:
+            _spread(model, options, example, report)
     except BaseException:
         _undo(model)
         raise
@@ -91,6 +110,28 @@ def _check(model: nn.Module, only: Collection[str] | None) -> set[str]:
     return kinds
 
 
+def _check_mesh(
+    model: nn.Module,
+    kinds: set[str],
+    mesh: ConnectedMesh | None,
+    sequence_parallel: bool,
+    overlap: str,
+    strategy: str,
+) -> Options | None:
+    mesh = connected(mesh)
+    check_overlap(overlap)
+    check_strategy(strategy)
+    if mesh.size("tp") == mesh.size("cp") == 1:
+        return None
+    if mesh.size("pp") > 1:
+        raise ValueError(f"{type(model).__name__}: its layers are not cut into pp stages here")
+    if not isinstance(model, PreTrainedModel) or "attention" not in kinds:
+        raise ValueError(
+            f"{type(model).__name__}: a mesh needs a transformers model and its attention replaced"
+        )
+    return Options(mesh, sequence_parallel and mesh.size("tp") > 1, overlap, strategy)
+
+
 def _is_applied(model: nn.Module) -> bool:
     return any(
         is_patched(module) or loss.is_installed(module) or _BEFORE in module.__dict__
@@ -100,12 +141,40 @@ def _is_applied(model: nn.Module) -> bool:
 
 def _undo(model: nn.Module) -> None:
     for module in model.modules():
+        if (spread := parallel.parallel_of(module)) is not None:
+            spread.join()
+    for module in model.modules():
         if _BEFORE in module.__dict__:
             _set_attention(module, module.__dict__.pop(_BEFORE))
         if loss.is_installed(module):
             loss.uninstall(module)
         elif is_patched(module):
             unpatch(module)
+
+
+def _spread(
+    model: PreTrainedModel,
+    options: Options,
+    example: dict[str, torch.Tensor] | None,
+    report: Report,
+) -> None:
+    """Spread an applied model and see that it computes what it did."""
+    inputs = _inputs_of(model, example)
+    if example is None:  # as many tokens as ranks can share
+        ids = inputs["input_ids"]
+        length = -(-ids.shape[1] // options.tokens) * options.tokens
+        inputs = {"input_ids": ids.repeat(1, length)[:, :length]}
+    wanted = _outputs(model, inputs)
+    parallel.Parallel(model, options).spread(inputs, report)
+    found = _outputs(model, inputs)
+    why = next((x for x in (wanted, found) if isinstance(x, str)), None)
+    if why is None and not all(map(agree, wanted, found)):
+        why = "over ranks the model's output was another one"
+    why = why or (loss.differs(model, inputs) if loss.is_installed(model) else None)
+    if why is not None:
+        raise ValueError(
+            f"{type(model).__name__} cannot be spread over {options.mesh.sizes}: {why}"
+        )
 
 
 # ---------------------------------------------------------------- 1. module by module
@@ -192,10 +261,7 @@ def _replace_whole(
             report.add("", kind, model, False, "no transformers model")
         return
     name, model = whole  # as it is, or what peft wraps
-    inputs = dict(model.dummy_inputs if example is None else example)
-    if example is None:
-        inputs.pop("attention_mask", None)  # `_paddings` makes its own
-    inputs = {k: v.to(model.device) for k, v in inputs.items() if isinstance(v, torch.Tensor)}
+    inputs = _inputs_of(model, example)
     if "attention" in kinds:
         _replace_attention(model, inputs, report, name)
     if "loss" in kinds:
@@ -207,6 +273,16 @@ def _replace_whole(
                 loss.uninstall(model)
                 form = why
         report.add(name, "loss", model, isinstance(form, loss.Form), str(form))
+
+
+def _inputs_of(
+    model: PreTrainedModel, example: dict[str, torch.Tensor] | None
+) -> dict[str, torch.Tensor]:
+    """What a model is compared on."""
+    inputs = dict(model.dummy_inputs if example is None else example)
+    if example is None:
+        inputs.pop("attention_mask", None)  # `_paddings` makes its own
+    return {k: v.to(model.device) for k, v in inputs.items() if isinstance(v, torch.Tensor)}
 
 
 def _replace_attention(

@@ -12,7 +12,7 @@ class Entry:
 
     Attributes:
         name: its name in the model, "" for the model itself.
-        kind: "norm", "mlp", "attention", "rotary" or "loss".
+        kind: "norm", "mlp", "attention", "rotary", "loss" or, over ranks, "parallel".
         module: its class.
         replaced: whether its forward is warpweave's now.
         why: by what it was replaced, or why it was kept.

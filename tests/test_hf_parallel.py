@@ -1,0 +1,381 @@
+"""`warpweave.hf.apply(model, mesh=...)`: random tiny models over tensor and context ranks, against
+the untouched ones on one."""
+
+import pytest
+import torch
+from torch import nn
+
+transformers = pytest.importorskip("transformers", reason="an extra of its own")
+
+pytest.importorskip("peft", reason="an extra of its own")
+
+from ranks import run_ranks  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+V = 61  # odd: the last rank has a row less
+
+
+def make(family: str, **more) -> nn.Module:
+    torch.manual_seed(0)
+    if family == "gpt2":
+        return transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(
+                vocab_size=V, n_embd=32, n_layer=2, n_head=4, n_positions=32, resid_pdrop=0.0,
+                embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1, eos_token_id=2, **more,
+            )
+        )  # fmt: skip
+    options = {
+        "vocab_size": V, "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32,
+        "pad_token_id": 0, "eos_token_id": None, **more,
+    }  # fmt: skip
+    if family == "qwen3":
+        options["head_dim"] = 12
+        return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**options))
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**options))
+
+
+def perturbed(family: str, **more) -> nn.Module:
+    """With nothing at its initial value: biases, and norms' weights."""
+    model = make(family, **more)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.05 * torch.randn(p.shape, generator=generator))
+    return model
+
+
+def batch(padding: bool = False) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, V, (2, 16), generator=generator)
+    found = {"input_ids": ids, "labels": ids.clone()}
+    found["labels"][1, 3:8] = -100
+    if padding:
+        found["attention_mask"] = torch.ones_like(ids)
+        found["attention_mask"][0, :5] = 0
+        found["input_ids"][0, :5] = 0
+        found["labels"][0, :6] = -100  # what padding predicts is undefined
+    return found
+
+
+def computed(model: nn.Module, padding: bool = False, items: int | None = 17) -> dict:
+    """Logits, loss and whole gradients."""
+    from warpweave.hf.shards import whole
+
+    inputs = batch(padding)
+    labels = inputs.pop("labels")
+    with torch.no_grad():
+        logits = model.eval()(**inputs, use_cache=False).logits
+    loss = model.train()(**inputs, labels=labels, num_items_in_batch=items).loss
+    model.zero_grad()
+    loss.backward()
+    found = {n: whole(p.grad).clone() for n, p in model.named_parameters()}
+    real = inputs.get("attention_mask", torch.ones_like(labels)).bool()
+    return {"logits": logits[real], "loss": loss.detach(), **found}
+
+
+def spread(family: str, sizes: dict, options: dict, more: dict | None = None) -> nn.Module:
+    import warpweave.hf as ww
+    from warpweave.parallel.mesh import Mesh
+
+    model = perturbed(family, **(more or {}))
+    ww.apply(model, mesh=Mesh(**sizes).connect(), **options)
+    return model
+
+
+def _spread_and_computed(rank: int, cases: list[tuple]) -> list[dict]:
+    return [
+        computed(spread(family, sizes, options), padding)
+        for family, sizes, options, padding in cases
+    ]
+
+
+def assert_all_close(found: dict, wanted: dict, limit: float = 1e-5) -> None:
+    assert found.keys() == wanted.keys()
+    for name, x in wanted.items():
+        assert found[name].shape == x.shape, name
+        error = (found[name] - x).abs().max() / x.abs().max()
+        assert error <= limit, (name, error.item())
+
+
+FAMILIES = ("llama", "qwen3", "gpt2")
+SEQUENCE = {"sequence_parallel": True}
+
+
+# ---------------------------------------------------------------- 1. the same numbers
+
+
+CHUNKED = {"overlap": "chunked", **SEQUENCE}
+TWO = [
+    ("llama", {"tp": 2}, {}, False),
+    ("llama", {"tp": 2}, {"overlap": "none", **SEQUENCE}, False),
+    ("llama", {"cp": 2}, {"strategy": "ring"}, True),
+    ("qwen3", {"tp": 2}, CHUNKED, True),
+    ("qwen3", {"cp": 2}, {"strategy": "ulysses"}, False),
+    ("gpt2", {"tp": 2}, {}, True),
+    ("gpt2", {"tp": 2}, CHUNKED, False),
+    ("gpt2", {"cp": 2}, {}, True),
+]
+BOTH = {"tp": 2, "cp": 2}
+FOUR = [
+    ("llama", BOTH, SEQUENCE, True),
+    ("qwen3", BOTH, {}, False),
+    ("gpt2", BOTH, SEQUENCE, True),
+]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory) -> list[dict]:
+    """What each of two ranks found, by the test that wants it: transformers is imported once."""
+    return run_ranks(2, _of_two, str(tmp_path_factory.mktemp("saved")))
+
+
+def _of_two(rank: int, folder: str) -> dict:
+    return {
+        "numbers": _spread_and_computed(rank, TWO),
+        "without sums": _without_sums(rank),
+        "lifetime": _lifetime(rank, folder),
+        "refused": _refused(rank),
+        "packed": _packed(rank),
+        "lora": _lora(rank),
+    }
+
+
+def test_logits_loss_and_gradients_are_those_of_one_rank(two):
+    """In float32, in which norms of transformers compute whatever the dtype."""
+    for rank in two:
+        assert_as_one_rank(TWO, rank["numbers"])
+
+
+def test_on_tensor_and_context_ranks_at_once_too():
+    for rank in run_ranks(4, _spread_and_computed, FOUR):
+        assert_as_one_rank(FOUR, rank)
+
+
+def assert_as_one_rank(cases: list[tuple], rank: list[dict]) -> None:
+    for case, found in zip(cases, rank, strict=True):
+        assert_all_close(found, computed(perturbed(case[0]), padding=case[3]))
+
+
+def _without_sums(rank: int) -> list[dict]:
+    from warpweave.hf import shards
+
+    before, shards.copy_to = shards.copy_to, lambda x, group: x
+    try:
+        return [
+            computed(spread("qwen3", {"tp": 2}, SEQUENCE)),
+            computed(spread("llama", {"cp": 2}, {})),
+        ]
+    finally:
+        shards.copy_to = before
+
+
+def test_a_gradient_of_a_part_of_the_tokens_or_heads_would_be_seen(two):
+    for family, found in zip(("qwen3", "llama"), two[0]["without sums"]):
+        wanted = computed(perturbed(family))
+        wrong = {n for n, x in wanted.items() if (found[n] - x).abs().max() > 0.1 * x.abs().max()}
+        assert "model.layers.0.input_layernorm.weight" in wrong
+        assert "model.embed_tokens.weight" not in wrong
+        if family == "qwen3":
+            assert "model.layers.1.self_attn.q_norm.weight" in wrong
+
+
+# ---------------------------------------------------------------- 2. what a model does otherwise
+
+
+def _lifetime(rank: int, folder: str) -> dict:
+    """Of a model on two tensor ranks: saved, clipped and trained, generating, reverted."""
+    import warpweave.hf as ww
+
+    found = {}
+    for family in ("llama", "gpt2"):
+        model = spread(family, {"tp": 2}, SEQUENCE)
+        wanted = perturbed(family)
+        model.save_pretrained(f"{folder}/{family}")
+        again = type(wanted).from_pretrained(f"{folder}/{family}").state_dict()
+        saved = all(torch.equal(again[n], x) for n, x in wanted.state_dict().items())
+        local = sum(p.to_local().numel() for p in model.parameters())
+        tokens = [
+            m.eval().generate(
+                batch()["input_ids"][:, :7], max_new_tokens=6, do_sample=False, eos_token_id=None,
+                pad_token_id=0,
+            )
+            for m in (model, wanted)
+        ]  # fmt: skip
+        norms = []
+        for m in (model, wanted):
+            optimizer = torch.optim.AdamW(m.parameters(), lr=1e-2)
+            m.train()(**batch()).loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(m.parameters(), 0.5)
+            norms.append(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+            optimizer.step()
+            optimizer.zero_grad()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        trained = computed(model), computed(wanted)
+        ww.revert(model)
+        plain = all(type(p) is nn.Parameter for p in model.parameters())
+        traces = [n for m in model.modules() for n in vars(m) if n.endswith("_warpweave")]
+        hooks = [
+            hook
+            for m in model.modules()
+            for hook in (*m._forward_pre_hooks.values(), *m._forward_hooks.values())
+            if "warpweave" in hook.__module__
+        ]
+        found[family] = {
+            "saved": saved, "local": local, "tokens": tokens, "norms": norms, "trained": trained,
+            "reverted": (plain, traces, hooks, computed(model)),
+        }  # fmt: skip
+    return found
+
+
+def test_a_spread_model_saves_clips_trains_generates_and_is_put_back(two):
+    for rank in two:
+        for family, found in rank["lifetime"].items():
+            assert found["saved"]  # under transformers' names, bit for bit
+            whole = sum(p.numel() for p in perturbed(family).parameters())
+            assert found["local"] < 0.55 * whole
+            assert torch.equal(*found["tokens"])
+            torch.testing.assert_close(*found["norms"], rtol=1e-5, atol=0)
+            assert_all_close(*found["trained"], limit=1e-4)  # after a step of AdamW
+            plain, traces, hooks, numbers = found["reverted"]
+            assert plain
+            assert not traces
+            assert not hooks
+            assert_all_close(numbers, found["trained"][1], limit=1e-4)
+
+
+def _refused(rank: int) -> list[str]:
+    import warpweave.hf as ww
+    from warpweave.parallel.mesh import Mesh
+
+    said = []
+
+    def refuse(run) -> None:
+        try:
+            run()
+        except ValueError as error:
+            said.append(str(error))
+
+    mesh, other = Mesh(tp=2).connect(), Mesh(cp=2).connect()
+    for more in (
+        {"num_key_value_heads": 1},
+        {"intermediate_size": 57},
+        {"attention_dropout": 0.1},
+    ):
+        model = perturbed("llama", **more)
+        refuse(lambda model=model: ww.apply(model, mesh=mesh))
+        assert model.config._attn_implementation != "warpweave"
+        assert not any("forward" in vars(m) for m in model.modules())
+    refuse(lambda: ww.apply(make_unseeded(rank), mesh=mesh))
+    refuse(lambda: ww.apply(perturbed("llama"), mesh=mesh, only=["norm"]))
+    refuse(lambda: ww.apply(perturbed("llama"), mesh=mesh, overlap="much"))
+    model = perturbed("llama")
+    ww.apply(model, mesh=other)
+    inputs = {name: x[:, :14] for name, x in batch().items()}
+    refuse(lambda: model.train()(**inputs))
+    model = perturbed("llama")
+    ww.apply(model, mesh=mesh)
+    for target in ("q_proj", "lm_head"):
+        adapted = with_lora(model, target)
+        refuse(lambda adapted=adapted: adapted.train()(**batch()))
+        adapted.unload()
+    return said
+
+
+def make_unseeded(rank: int) -> nn.Module:
+    config = perturbed("llama").config
+    torch.manual_seed(rank)
+    return transformers.LlamaForCausalLM(config)
+
+
+def test_what_cannot_be_spread_is_refused_by_name(two):
+    for rank in two:
+        for message, wanted in zip(
+            rank["refused"],
+            (
+                "model.layers.0.self_attn: 1 key heads do not divide by tp = 2",
+                "model.layers.0.mlp: 57 hidden units do not divide by tp = 2",
+                "model.layers.0.self_attn: attention dropout is not drawn over ranks",
+                "model.embed_tokens.weight: the ranks hold different numbers",
+                "a mesh needs a transformers model and its attention replaced",
+                "overlap must be one of",
+                "14 tokens do not divide by 4",
+                "LlamaAttention.q_proj: a layer that is cut over ranks was replaced",
+                "rows beside a head of 61 that is cut over ranks: put adapters on before",
+            ),
+            strict=True,
+        ):
+            assert wanted in message
+            assert "\n" not in message
+
+
+# ---------------------------------------------------------------- 3. rows that nobody has together
+
+
+def _packed(rank: int) -> list[torch.Tensor]:
+    """Two documents side by side under a window, over two context ranks."""
+    import warpweave.hf as ww
+    from warpweave.parallel.mesh import Mesh
+
+    model = mistral()
+    ww.apply(model, mesh=Mesh(cp=2).connect())
+    ids = batch()["input_ids"][:1]
+    positions = torch.cat([torch.arange(7), torch.arange(9)])[None]
+    logits = model.train()(ids, position_ids=positions, use_cache=False).logits
+    logits.square().sum().backward()
+    return [logits.detach(), *(p.grad for p in model.parameters())]
+
+
+def mistral() -> nn.Module:
+    torch.manual_seed(0)
+    return transformers.MistralForCausalLM(
+        transformers.MistralConfig(
+            vocab_size=V, hidden_size=32, intermediate_size=56, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32,
+            sliding_window=4, pad_token_id=None, eos_token_id=None,
+        )
+    )  # fmt: skip
+
+
+def test_packed_documents_under_a_window_over_context_ranks_are_those_apart(two):
+    model = mistral()
+    parts = batch()["input_ids"][:1].split((7, 9), 1)
+    logits = torch.cat([model.train()(part).logits for part in parts], 1)
+    logits.square().sum().backward()
+    wanted = [logits.detach(), *(p.grad for p in model.parameters())]
+    for rank in two:
+        for x, y in zip(rank["packed"], wanted, strict=True):
+            assert (x - y).abs().max() <= 1e-5 * y.abs().max()
+
+
+def with_lora(model: nn.Module, target: str = "lm_head") -> nn.Module:
+    import peft
+
+    torch.manual_seed(4)
+    config = peft.LoraConfig(r=3, target_modules=[target], init_lora_weights=False)
+    return peft.get_peft_model(model, config)
+
+
+def _lora(rank: int) -> tuple:
+    import warpweave.hf as ww
+    from warpweave.hf.shards import whole
+    from warpweave.parallel.mesh import Mesh
+
+    mesh, model = Mesh(tp=2).connect(), with_lora(perturbed("llama"))
+    ww.apply(model.get_base_model(), mesh=mesh, sequence_parallel=True)
+    out = model.train()(**batch())
+    out.loss.backward()
+    grads = {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+    return out.logits is None, out.loss.detach(), grads
+
+
+def test_lora_on_the_head_is_in_the_loss_over_a_cut_vocabulary(two):
+    model = with_lora(perturbed("llama"))
+    loss = model.train()(**batch()).loss
+    loss.backward()
+    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    assert len(grads) == 2
+    for rank in two:
+        fused, found, found_grads = rank["lora"]
+        assert fused
+        assert_all_close({"loss": found, **found_grads}, {"loss": loss.detach(), **grads})

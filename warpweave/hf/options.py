@@ -1,0 +1,78 @@
+"""How a Hugging Face model is spread over ranks: what all of its parts are told."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from warpweave.parallel.collectives import copy_to, own_slice
+from warpweave.parallel.mesh import ConnectedMesh
+
+VOCABULARY = "_vocabulary_warpweave"  # attribute of a head: its `Vocabulary`
+
+
+class Options(NamedTuple):
+    """How a model is spread: what `apply` was told."""
+
+    mesh: ConnectedMesh
+    sequence_parallel: bool = False
+    overlap: str = "auto"
+    strategy: str = "auto"
+
+    @property
+    def tokens(self) -> int:
+        """What the number of tokens must divide by."""
+        cp = self.mesh.size("cp")
+        shards = self.mesh.size("tp") if self.sequence_parallel else 1
+        return shards * cp * (2 if cp > 1 else 1)
+
+    @property
+    def over(self) -> dict[str, Any]:
+        """What functions over tensor ranks are told of them."""
+        workspace = self.mesh.workspace("tp") if self.overlap == "fused" else None
+        return {
+            "group": self.mesh.group("tp"), "overlap": self.overlap, "workspace": workspace,
+        }  # fmt: skip
+
+
+class Vocabulary(NamedTuple):
+    """Of a head whose rows are cut over tensor ranks, and whose loss's tokens over context ranks.
+
+    Attributes:
+        size: of the whole vocabulary.
+        cut: whether rows are cut, or each rank has all.
+    """
+
+    size: int
+    cut: bool
+    options: Options
+
+    @property
+    def group(self) -> Any:
+        """The ranks that have other rows."""
+        return self.options.mesh.group("tp") if self.cut else None
+
+    def padded(self, weight: torch.Tensor) -> torch.Tensor:
+        """This rank's rows, with zeros where the last ranks' are missing."""
+        return padded(weight, self.size, self.options.mesh.size("tp"))
+
+    def own_rows(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's rows, padded, of something that every rank has all of: its gradient is summed
+        over the ranks."""
+        if len(whole) != self.size:
+            raise ValueError(
+                f"{len(whole)} rows beside a head of {self.size} that is cut over ranks: put "
+                "adapters on before apply(mesh=...)"
+            )
+        ranks = self.options.mesh.size("tp")
+        rows = -(-self.size // ranks)
+        full = F.pad(copy_to(whole, self.group), (0, 0, 0, rows * ranks - self.size))
+        return own_slice(full, self.group)
+
+
+def padded(weight: torch.Tensor, rows: int, ranks: int) -> torch.Tensor:
+    """This rank's rows of a vocabulary, with zeros where the last rank's are missing."""
+    missing = -(-rows // ranks) - len(weight)
+    return F.pad(weight, (0, 0, 0, missing)) if missing else weight

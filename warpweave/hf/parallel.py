@@ -1,0 +1,382 @@
+"""An applied model over tensor and context ranks: see `apply(model, mesh=...)`.
+
+Every rank is given the same tokens and ends with the same loss, and its parameters with their whole
+gradients, or its share of them.
+
+    tensor ranks     heads and hidden units are cut (`structure`), the embedding and the head by
+                     the vocabulary, over which the loss is parallel too
+    sequence         between the first layer and the last, tokens of the residual stream are cut
+                     over the tensor ranks as well
+    context ranks    there they are cut over the context ranks, also within the layers: attention
+                     goes over all of them (`parallel.context`); the loss shares its tokens out
+
+A module with several columns (queries, keys and values, or gate and up) takes its input from the
+ranks once for all of them; a single column and every row hide their messages by `overlap`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from warpweave.hf import attention, structure
+from warpweave.hf.mlp import Conv1D
+from warpweave.hf.options import VOCABULARY, Options, Vocabulary, padded
+from warpweave.hf.patch import is_patched, patch, unpatch
+from warpweave.hf.report import Report
+from warpweave.hf.shards import (
+    check_alike,
+    placed,
+    replace_parameters,
+    saver,
+    use_local,
+    whole,
+)
+from warpweave.parallel.collectives import all_gather, copy_to, gather, scatter
+from warpweave.parallel.layout import SequenceLayout
+from warpweave.parallel.tensor import (
+    column_parallel_linear,
+    row_parallel_linear,
+    vocab_parallel_embedding,
+)
+
+_STATE = "_parallel_warpweave"  # attribute of a model: its `Parallel`
+
+
+class Parallel:
+    """A model that is spread over ranks, and the way back."""
+
+    def __init__(self, model: nn.Module, options: Options) -> None:
+        self.model, self.options = model, options
+        self.active = False  # tokens are cut between the first layer and the last
+        self._hooks: list[Any] = []
+        self._numbers: list[tuple[nn.Module, str, int]] = []
+        self._patched: list[nn.Module] = []
+
+    # ------------------------------------------------------------ there
+
+    def spread(self, inputs: dict[str, torch.Tensor], report: Report) -> None:
+        """Cut the model.
+
+        Raises ValueError, naming module and reason, where it cannot be; then nothing is changed.
+        """
+        mesh, model = self.options.mesh, self.model
+        tp = mesh.size("tp")
+        names = {m: n for n, m in model.named_modules()}
+        groups = tuple(g for g in (mesh.group("tp"), mesh.group("cp")) if g is not None)
+        check_alike(model, groups)
+        for module, name in names.items():
+            if isinstance(module, nn.Dropout) and module.p > 0:
+                raise ValueError(f"{name}: dropout {module.p} is not drawn over ranks: set it to 0")
+            if getattr(module, "attention_dropout", 0.0):
+                raise ValueError(f"{name}: attention dropout is not drawn over ranks: set it to 0")
+        parts, kept = structure.find_parts(model, inputs, tp)
+        layers = _layers(model, parts)
+        for name, why in kept.items():
+            report.add(name, "parallel", model.get_submodule(name), False, why)
+        # parameter -> the dim that is cut and into how many blocks it falls; the module's groups
+        cuts: dict[nn.Parameter, tuple[int, int]] = {}
+        sums = self._sums(parts, layers)
+        if tp > 1:
+            for part in parts:
+                self._cut_part(part, cuts)
+            self._cut_vocabulary(cuts, report)
+        head = _head_of(model)
+        if type(head) is nn.Linear:
+            cut = head.weight in cuts
+            head.__dict__[VOCABULARY] = Vocabulary(len(head.weight), cut, self.options)
+        for part in parts:
+            how = f"{len(part.columns)} columns and a row over {tp}" if tp > 1 else "tokens"
+            report.add(names[part.module], "parallel", part.module, True, how)
+            self._hooks.append(
+                part.module.register_forward_pre_hook(self._entrance(part), with_kwargs=True)
+            )
+        device_mesh = None if tp == 1 else mesh.device_mesh["tp"]
+        replace_parameters(
+            model,
+            {p: placed(p, device_mesh, *cuts.get(p, (None, 1))) for p in model.parameters()},
+        )
+        for module in names:
+            if module._parameters and (tp > 1 or sums.get(module)):
+                self._hooks += use_local(module, sums.get(module, {}))
+        if self.options.tokens > 1:
+            first, last = layers
+            self._hooks += [
+                first.register_forward_pre_hook(self._cut_tokens, with_kwargs=True),
+                last.register_forward_hook(self._join_tokens),
+            ]
+        model.__dict__[_STATE] = self
+        if tp > 1:
+            model.__dict__["save_pretrained"] = saver(model)
+
+    def _sums(
+        self, parts: list[structure.Part], layers: tuple[nn.Module, nn.Module]
+    ) -> dict[nn.Module, dict[str, tuple]]:
+        """The groups over which gradients of each module's own parameters must be summed."""
+        tp, cp = (self.options.mesh.group(axis) for axis in ("tp", "cp"))
+        stream = (tp,) if self.options.sequence_parallel else ()
+        over: dict[nn.Module, dict[str, tuple]] = {}
+        for layer in _siblings(self.model, layers):
+            for module in layer.modules():
+                over[module] = dict.fromkeys(module._parameters, (*stream, cp))
+        for part in parts:
+            if part.kind == "attention":  # the norms of a rank's heads
+                for module in part.module.modules():
+                    over[module] = dict.fromkeys(module._parameters, (tp, cp))
+            for column in part.columns:
+                over[column] = dict.fromkeys(column._parameters, (cp,))
+            over[part.row] = {"weight": (cp,), "bias": (*stream, cp)}
+        return {
+            module: {n: tuple(g for g in groups if g is not None) for n, groups in names.items()}
+            for module, names in over.items()
+            if any(g is not None for groups in names.values() for g in groups)
+        }
+
+    def _cut_part(self, part: structure.Part, cuts: dict) -> None:
+        tp = self.options.mesh.size("tp")
+        single = len(part.columns) == 1 and part.kind == "mlp"
+        for linear, blocks in part.columns.items():
+            cuts[linear.weight] = (1 if isinstance(linear, Conv1D) else 0, blocks)
+            if linear.bias is not None:
+                cuts[linear.bias] = (0, blocks)
+            self._patch(linear, self._column(single))
+        cuts[part.row.weight] = (0 if isinstance(part.row, Conv1D) else 1, 1)
+        self._patch(part.row, self._row())
+        if part.kind == "attention" and max(part.columns.values()) > 1:
+            for name, number in vars(part.module).items():  # by which it splits what it computes
+                if type(number) is int and number == part.width:
+                    self._numbers.append((part.module, name, number))
+            for module, name, number in self._numbers:
+                module.__dict__[name] = number // tp
+
+    def _cut_vocabulary(self, cuts: dict, report: Report) -> None:
+        model: Any = self.model
+        names = {m: n for n, m in model.named_modules()}
+        embedding, head = model.get_input_embeddings(), _head_of(model)
+        plain = type(embedding) is nn.Embedding and not embedding.max_norm
+        tied = head is not None and embedding.weight is head.weight
+        cuttable = type(head) is nn.Linear and (plain or not tied)
+        if plain and (cuttable or not tied):
+            cuts[embedding.weight] = (0, 1)
+            self._patch(embedding, self._embedding())
+            report.add(names[embedding], "parallel", embedding, True, "embedding, rows over tp")
+        if cuttable:
+            cuts[head.weight] = (0, 1)
+            self._patch(head, self._head())
+            report.add(names[head], "parallel", head, True, "head, rows over tp")
+
+    def _patch(self, module: nn.Module, forward: Callable) -> None:
+        patch(module, forward)
+        self._patched.append(module)
+
+    # ------------------------------------------------------------ forwards
+
+    def _column(self, single: bool) -> Callable:
+        def forward(module: Any, x: torch.Tensor) -> torch.Tensor:
+            w, b = _weight(module), module.bias
+            if not single:  # the module's entrance has taken x from the ranks
+                return column_parallel_linear(x, w, b, group=None)
+            if not self._streams():
+                return column_parallel_linear(x, w, b, **self.options.over)
+            y = column_parallel_linear(
+                x.transpose(0, 1), w, b, sequence_parallel=True, **self.options.over
+            )
+            return y.transpose(0, 1)
+
+        return forward
+
+    def _row(self) -> Callable:
+        def forward(module: Any, x: torch.Tensor) -> torch.Tensor:
+            w, b = _weight(module), module.bias
+            if not self._streams():
+                return row_parallel_linear(x, w, b, **self.options.over)
+            y = row_parallel_linear(
+                x.transpose(0, 1), w, b, sequence_parallel=True, **self.options.over
+            )
+            return y.transpose(0, 1)
+
+        return forward
+
+    def _embedding(self) -> Callable:
+        group = self.options.mesh.group("tp")
+        ranks = self.options.mesh.size("tp")
+
+        def forward(module: Any, ids: torch.Tensor) -> torch.Tensor:
+            w = padded(module.weight, module.num_embeddings, ranks)
+            y = vocab_parallel_embedding(ids, w, group=group, vocab_size=module.num_embeddings)
+            if module.padding_idx is None:
+                return y
+            return torch.where((ids == module.padding_idx)[..., None], y.detach(), y)
+
+        return forward
+
+    def _head(self) -> Callable:
+        group, ranks = self.options.mesh.group("tp"), self.options.mesh.size("tp")
+
+        def forward(module: Any, x: torch.Tensor) -> torch.Tensor:
+            w, b = padded(module.weight, module.out_features, ranks), module.bias
+            y = column_parallel_linear(x, w, **self.options.over)
+            y = gather(y, group, dim=-1)[..., : module.out_features]
+            return y if b is None else y + b
+
+        return forward
+
+    # ------------------------------------------------------------ tokens
+
+    def _is_active(self) -> bool:
+        """Recomputed layers, which nothing enters by the first, run under gradients."""
+        return self.options.tokens > 1 and (self.active or torch.is_grad_enabled())
+
+    def _streams(self) -> bool:
+        return self.options.sequence_parallel and self._is_active()
+
+    def _layout(self, length: int) -> SequenceLayout:
+        return SequenceLayout(length, self.options.mesh.size("cp"))
+
+    def _entrance(self, part: structure.Part) -> Callable:
+        """What goes into a module on this rank."""
+        tp, cp = (self.options.mesh.group(axis) for axis in ("tp", "cp"))
+        once = part.kind == "attention" or len(part.columns) > 1
+        cut = {n: m for n, m in part.module.named_modules() if m in part.columns or m is part.row}
+
+        def enter(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+            for name, linear in cut.items():
+                if tp is not None and module.get_submodule(name) is not linear:
+                    raise ValueError(
+                        f"{type(module).__name__}.{name}: a layer that is cut over "
+                        "ranks was replaced, and adapters do not know how it is cut"
+                    )
+            x, put = _hidden(module, args, kwargs)
+            if once and tp is not None:
+                x = all_gather(x, tp, dim=1) if self._streams() else copy_to(x, tp)
+            args, kwargs = put(x)
+            if part.kind == "mlp" or cp is None:
+                return args, kwargs
+            module.__dict__.pop(attention._ACROSS, None)
+            if self._is_active():
+                layout = self._layout(x.shape[1] * self.options.mesh.size("cp"))
+                across = attention.Across(layout, self.options.mesh.context, self.options.strategy)
+                module.__dict__[attention._ACROSS] = across
+                kwargs = {n: self._own_positions(n, v, layout) for n, v in kwargs.items()}
+            return args, kwargs
+
+        return enter
+
+    def _own_positions(self, name: str, value: Any, layout: SequenceLayout) -> Any:
+        """Of what is given for every position, this rank's."""
+        rank = self.options.mesh.index("cp")
+        if name == "position_embeddings" and isinstance(value, (tuple, list)):
+            return tuple(layout.shard(x, rank, dim=1) for x in value)
+        if name == "position_ids" and value is not None:
+            return layout.shard(value, rank, dim=-1)
+        return value
+
+    def _cut_tokens(self, layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        mesh, n = self.options.mesh, self.options.tokens
+        x, put = _hidden(layer, args, kwargs)
+        fits = x.shape[1] % n == 0
+        if torch.is_grad_enabled() and not fits:
+            raise ValueError(
+                f"{x.shape[1]} tokens do not divide by {n}, as this mesh needs it: pad the batch "
+                f"(pad_to_multiple_of={n})"
+            )
+        # Without gradients, what a cache goes on from is computed by every rank.
+        cached = kwargs.get("past_key_values") is not None and not torch.is_grad_enabled()
+        self.active = fits and not cached
+        if not self.active:
+            return None
+        if mesh.size("cp") > 1:
+            x = scatter(x[:, self._order(x)], mesh.group("cp"), dim=1)
+        if self.options.sequence_parallel:
+            x = scatter(x, mesh.group("tp"), dim=1)
+        return put(x)
+
+    def _join_tokens(self, layer: nn.Module, args: tuple, out: Any) -> Any:
+        if not self._is_active():
+            return None
+        mesh = self.options.mesh
+        x = out[0] if isinstance(out, tuple) else out
+        if self.options.sequence_parallel:
+            x = gather(x, mesh.group("tp"), dim=1)
+        if mesh.size("cp") > 1:
+            x = gather(x, mesh.group("cp"), dim=1)
+            x = x[:, self._order(x).argsort()]
+        return (x, *out[1:]) if isinstance(out, tuple) else x
+
+    def _order(self, x: torch.Tensor) -> torch.Tensor:
+        """The positions of all context ranks' tokens, rank after rank."""
+        layout = self._layout(x.shape[1])
+        return torch.cat([layout.positions(r, x.device) for r in range(layout.parts)])
+
+    # ------------------------------------------------------------ and back
+
+    def join(self) -> None:
+        """Undo `spread`: every rank has the whole model again."""
+        for hook in self._hooks:
+            hook.remove()
+        for module in self._patched:
+            if is_patched(module):
+                unpatch(module)
+        for module, name, number in self._numbers:
+            module.__dict__[name] = number
+        for module in self.model.modules():
+            module.__dict__.pop(attention._ACROSS, None)
+            module.__dict__.pop(VOCABULARY, None)
+        found = {
+            p: nn.Parameter(whole(p.detach()), p.requires_grad)
+            for p in self.model.parameters()
+            if isinstance(p, DTensor)
+        }
+        replace_parameters(self.model, found)
+        self.model.__dict__.pop("save_pretrained", None)
+        self.model.__dict__.pop(_STATE, None)
+
+
+def parallel_of(model: nn.Module) -> Parallel | None:
+    """What spread this model, if it is spread."""
+    return model.__dict__.get(_STATE)
+
+
+def _head_of(model: Any) -> Any:
+    """The head's linear layer, also under LoRA."""
+    head = model.get_output_embeddings()
+    return getattr(head, "base_layer", head)
+
+
+def _weight(module: Any) -> torch.Tensor:
+    """(out, in), a view."""
+    return module.weight.t() if isinstance(module, Conv1D) else module.weight
+
+
+def _hidden(module: nn.Module, args: tuple, kwargs: dict) -> tuple[torch.Tensor, Callable]:
+    """The hidden states among a call's arguments, and the arguments with others in their place."""
+    if args and isinstance(args[0], torch.Tensor):
+        return args[0], lambda x: ((x, *args[1:]), kwargs)
+    x = kwargs.get("hidden_states")
+    if not isinstance(x, torch.Tensor):
+        raise ValueError(f"{type(module).__name__}: takes no hidden_states")
+    return x, lambda x: (args, {**kwargs, "hidden_states": x})
+
+
+def _siblings(model: nn.Module, layers: tuple[nn.Module, nn.Module]) -> list[nn.Module]:
+    """All layers of the list whose first and last these are."""
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) and module[0] is layers[0]:
+            return list(module)
+    return list(dict.fromkeys(layers))
+
+
+def _layers(model: nn.Module, parts: list[structure.Part]) -> tuple[nn.Module, nn.Module]:
+    """The first and the last layer: of the list each of whose modules holds attention."""
+    callers = [part.module for part in parts if part.kind == "attention"]
+    for module in model.modules():
+        if not isinstance(module, nn.ModuleList) or not len(module):
+            continue
+        held = [[m for m in layer.modules() if m in callers] for layer in module]
+        if all(held) and sum(map(len, held)) == len(callers):
+            return module[0], module[-1]
+    raise ValueError(f"{type(model).__name__}: no list of layers holds all of its attention")

@@ -1,0 +1,135 @@
+"""Parameters of a Hugging Face model on a mesh: how each lies on the ranks, and what a module's
+forward sees of it.
+
+Over tensor ranks every parameter is a DTensor, cut or replicated, so that what asks for all of a
+model (clipping by the global norm, optimizers, saving) gets the whole and not a rank's share.
+While a module's own forward runs, its parameters are this rank's plain tensors; one that meets only
+a part of the tokens or heads there has its gradient summed over those ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from warpweave.parallel.collectives import copy_to
+
+Groups = tuple[dist.ProcessGroup, ...]
+_LOCAL = "_parameters_before_warpweave"  # of a module while its forward runs: what it owns
+
+
+def placed(p: nn.Parameter, mesh: DeviceMesh | None, dim: int | None, blocks: int) -> nn.Parameter:
+    """A whole parameter, the same on every rank, as one of which this rank keeps its share.
+
+    Args:
+        mesh: the tensor ranks; None for one, and the parameter itself.
+        dim: cut here, None to keep all of it.
+        blocks: equal parts of `dim`, each of which is cut. A single one may be uneven: every rank
+            has ceil(n/R) rows but the last, which has what is left.
+    """
+    if mesh is None:
+        return p
+    whole = p.detach()
+    placement: Placement = Replicate()
+    if dim is not None:
+        rank, ranks = mesh.get_local_rank(), mesh.size()
+        size = -(-whole.shape[dim] // (ranks * blocks))
+        pieces = [block.split(size, dim) for block in whole.chunk(blocks, dim)]
+        empty = whole.narrow(dim, 0, 0)
+        own = [piece[rank] if rank < len(piece) else empty for piece in pieces]
+        placement = Shard(dim) if blocks == 1 else _StridedShard(dim, split_factor=blocks)
+        shard = torch.cat(own, dim)  # a copy: the whole is not kept alive
+    else:
+        shard = whole
+    return nn.Parameter(_distributed(shard, mesh, placement, whole), p.requires_grad)
+
+
+def _distributed(
+    shard: torch.Tensor, mesh: DeviceMesh, placement: Placement, whole: torch.Tensor
+) -> DTensor:
+    return DTensor.from_local(
+        shard, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+
+
+def local(p: torch.Tensor) -> torch.Tensor:
+    """This rank's share of a parameter."""
+    return p.to_local() if isinstance(p, DTensor) else p
+
+
+def whole(p: torch.Tensor) -> torch.Tensor:
+    """All of a parameter; every rank of its mesh calls it."""
+    return p.full_tensor() if isinstance(p, DTensor) else p
+
+
+def replace_parameters(model: nn.Module, found: dict[nn.Parameter, nn.Parameter]) -> None:
+    """Put others in parameters' places, tied ones everywhere at once."""
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is not None and p in found:
+                module._parameters[name] = found[p]
+
+
+def use_local(module: nn.Module, sums: dict[str, Groups]) -> list[Any]:
+    """While the module's forward runs, let its own parameters be plain tensors of this rank, whose
+    gradients are summed over the groups in `sums`. Returns the hooks."""
+
+    def enter(module: nn.Module, args: tuple) -> None:
+        own: dict[str, Any] = module._parameters
+        module.__dict__[_LOCAL] = dict(own)
+        for name, p in own.items():
+            if p is None:
+                continue
+            own[name] = local(p)
+            for group in sums.get(name, ()):
+                own[name] = copy_to(own[name], group)
+
+    def leave(module: nn.Module, args: tuple, out: Any) -> None:
+        own = module.__dict__.pop(_LOCAL, None)
+        if own is not None:
+            module._parameters.update(own)
+
+    return [
+        module.register_forward_pre_hook(enter),
+        module.register_forward_hook(leave, always_call=True),
+    ]
+
+
+def check_alike(model: nn.Module, groups: Groups) -> None:
+    """Raise ValueError, on every rank, unless the ranks of each group hold the same parameters."""
+    sums = torch.stack([p.detach().double().sum() for p in model.parameters()]).cpu()
+    for group in groups:
+        every = [torch.empty_like(sums) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(every, sums, group=group)
+        for p, name in enumerate(dict(model.named_parameters())):
+            if any(not torch.equal(x[p], every[0][p]) for x in every):
+                raise ValueError(
+                    f"{name}: the ranks hold different numbers: load the same weights, or call "
+                    "torch.manual_seed, on every rank"
+                )
+
+
+def saver(model: nn.Module) -> Any:
+    """`save_pretrained` of a model whose parameters are spread: rank 0 writes them whole."""
+    before: Any = model.save_pretrained
+
+    def save_pretrained(*args: Any, state_dict: dict | None = None, **kwargs: Any) -> None:
+        """Transformers' own; every rank must call it."""
+        given = model.state_dict() if state_dict is None else state_dict
+        first = dist.get_rank() == 0
+        gathered = {}
+        for name, value in given.items():
+            value = whole(value)
+            if first:
+                gathered[name] = value.cpu()
+        if first:
+            before(*args, state_dict=gathered, **kwargs)
+        dist.barrier()
+
+    return save_pretrained

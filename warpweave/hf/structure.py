@@ -1,0 +1,172 @@
+"""Where a model can be cut over tensor ranks, seen in what it computes: see `find_parts`.
+
+attention     linear layers before the call of the attention function are columns, the one after
+              it is the row; which features make which head is read from gradients
+feed-forward  the forms of `warpweave.hf.mlp`: gate and up are columns, down is the row
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from warpweave.hf import attention, mlp
+from warpweave.hf.probe import noise, quietly
+
+
+class Part(NamedTuple):
+    """A module that is cut, and its linear layers.
+
+    Attributes:
+        columns: each with the number of equal blocks that its features fall into (3 where queries,
+            keys and values lie side by side), every one of which is cut.
+        row: the one whose input features are cut.
+        width: features of a block, before the cut.
+    """
+
+    kind: str  # "attention" or "mlp"
+    module: nn.Module
+    columns: dict[nn.Module, int]
+    row: nn.Module
+
+    @property
+    def width(self) -> int:
+        return min(out_features(c) // blocks for c, blocks in self.columns.items())
+
+
+def out_features(linear: Any) -> int:
+    return linear.nf if isinstance(linear, mlp.Conv1D) else linear.out_features
+
+
+def find_parts(
+    model: nn.Module, inputs: dict[str, torch.Tensor], ranks: int
+) -> tuple[list[Part], dict[str, str]]:
+    """The modules of an applied model that `ranks` can share, in order, and the feed-forward
+    modules that cannot be cut, by name with the reason.
+
+    Raises ValueError, naming module and reason, where an attention cannot be cut.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    calls = _calls(model, inputs)
+    if not calls:
+        raise ValueError(f"{type(model).__name__}: no attention of warpweave to cut over ranks")
+    found = {}
+    for module, call in calls.items():
+        try:
+            found[module] = _attention_part(module, call, ranks)
+        except ValueError as error:
+            raise ValueError(f"{names.get(module) or type(module).__name__}: {error}") from None
+    kept = {}
+    for module, name in names.items():
+        if not mlp.is_candidate(module):
+            continue
+        form = mlp.find_form(module)
+        if isinstance(form, str):
+            kept[name] = form
+            continue
+        blocks = 2 if form.fused else 1
+        columns = {getattr(module, n): blocks for n in (form.gate, form.up) if n is not None}
+        part = Part("mlp", module, columns, getattr(module, form.down))
+        if part.width % ranks:
+            raise ValueError(f"{name}: {part.width} hidden units do not divide by tp = {ranks}")
+        found[module] = part
+    return [found[m] for m in names if m in found], kept
+
+
+# ---------------------------------------------------------------- attention
+
+
+class _Call(NamedTuple):
+    args: tuple
+    kwargs: dict[str, Any]
+
+
+def _calls(model: nn.Module, inputs: dict[str, torch.Tensor]) -> dict[nn.Module, _Call]:
+    """The modules that call the attention, and with what they were called themselves."""
+    seen: dict[nn.Module, _Call] = {}
+
+    def note(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        seen[module] = _Call(args, kwargs)
+
+    hooks = [m.register_forward_pre_hook(note, with_kwargs=True) for m in model.modules()]
+    try:
+        with quietly(model), attention.callers() as callers:
+            model(**inputs, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {module: seen[module] for module in callers if module in seen}
+
+
+def _attention_part(module: nn.Module, call: _Call, ranks: int) -> Part:
+    """Of a module that calls the attention once; one more call of it is watched."""
+    linears = [m for m in module.modules() if isinstance(m, (nn.Linear, mlp.Conv1D))]
+    if not all(map(mlp.is_plain_linear, linears)):
+        raise ValueError("quantised or wrapped linear layers")
+    if list(module.parameters(recurse=False)):
+        raise ValueError("it has parameters of its own, whose heads are not known")
+    before: dict[nn.Module, torch.Tensor] = {}
+    after: dict[nn.Module, torch.Tensor] = {}
+    seen: list[tuple[torch.Tensor, ...]] = []
+
+    def note(linear: nn.Module, args: tuple, y: torch.Tensor) -> torch.Tensor:
+        if seen:
+            after[linear] = args[0].detach()
+            return y
+        before[linear] = y.detach().requires_grad_()
+        return before[linear]
+
+    hooks = [linear.register_forward_hook(note) for linear in linears]
+    try:
+        with quietly(module), torch.enable_grad(), attention.watched(lambda _, *x: seen.append(x)):
+            module(*call.args, **call.kwargs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if len(seen) != 1 or len(after) != 1 or len(before) + 1 != len(linears):
+        raise ValueError("its linear layers do not lie around one attention")
+    q, k, v, o = seen[0]
+    for what, x in (("query", q), ("key", k), ("value", v)):
+        if x.shape[2] % ranks:
+            raise ValueError(f"{x.shape[2]} {what} heads do not divide by tp = {ranks}")
+    ((row, x),) = after.items()
+    if x.shape[-1] != o.shape[2:].numel() or not torch.equal(x.flatten(), o.flatten()):
+        raise ValueError("what its last linear layer reads are not the heads, one after the other")
+    columns = {c: _blocks(y, (q, k, v), ranks) for c, y in before.items()}
+    if any(p.numel() not in (q.shape[-1], v.shape[-1]) for p in _others(module, linears)):
+        raise ValueError("it has other parameters than a norm of each head")
+    return Part("attention", module, columns, row)
+
+
+def _others(module: nn.Module, linears: list[nn.Module]) -> list[nn.Parameter]:
+    """Parameters that are of no linear layer."""
+    of_linears = {id(p) for linear in linears for p in linear.parameters()}
+    return [p for p in module.parameters() if id(p) not in of_linears]
+
+
+def _blocks(y: torch.Tensor, heads: tuple[torch.Tensor, ...], ranks: int) -> int:
+    """The blocks of y[..., N] of which each rank's heads come from one equal share."""
+    owner = torch.full((y.shape[-1],), -1)
+    for rank in range(ranks):
+        for x in heads:
+            own = x.chunk(ranks, 2)[rank]
+            if not own.requires_grad:
+                continue
+            weights = noise(*own.shape, like=own) + 3
+            (g,) = torch.autograd.grad(
+                (own * weights).sum(), y, retain_graph=True, allow_unused=True
+            )
+            if g is None:
+                continue
+            features = (g != 0).flatten(0, -2).any(0)
+            if (owner[features] >= 0).logical_and(owner[features] != rank).any():
+                raise ValueError("a feature belongs to heads of several ranks")
+            owner[features] = rank
+    for blocks in (1, 2, 3):
+        if len(owner) % (blocks * ranks) == 0:
+            wanted = torch.arange(ranks).repeat_interleave(len(owner) // (blocks * ranks))
+            if torch.equal(owner, wanted.repeat(blocks)):
+                return blocks
+    raise ValueError("the features of a rank's heads do not lie in one, two or three equal blocks")
