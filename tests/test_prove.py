@@ -485,6 +485,19 @@ def test_an_error_is_that_of_the_worst_element():
     assert proof._relative(actual, expected) == pytest.approx(1e-3 / 4)
 
 
+def test_what_is_zero_but_for_rounding_is_measured_by_its_kind():
+    """The gradients of queries' and keys' norms, where in a step no token sees another."""
+    noise, fault = (torch.full((4,), x, dtype=torch.float64) for x in (3e-19, 1e-9))
+    assert proof._relative(-noise, noise) == pytest.approx(2.0)
+    assert proof._relative(-noise, noise, 0.3) < 1e-17
+    assert proof._relative(fault, noise, 0.3) == pytest.approx(1e-9 / 0.3)
+    assert proof._relative(fault, 1.1 * fault, 0.3) == pytest.approx(0.1 / 1.1)
+    alone = dataclasses.replace(draw(11), mesh=Mesh(), strategy="auto", dtype="fp64")
+    at = "gradient of blocks.0.attention.q_norm.weight at step 2"
+    assert proof._Comparison(alone).expected.values[at].abs().max() < 1e-17
+    assert prove_layout(alone, single()).worst < LIMITS["fp64"]
+
+
 def test_whatever_is_never_compared_is_wrong():
     with mock.patch.object(engines.Engine, "read", return_value=()):
         errors = prove_layout(Layout(Mesh()), single())
