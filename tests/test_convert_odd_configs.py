@@ -79,7 +79,7 @@ ODD = {
 
 @pytest.fixture(scope="module")
 def make_theirs():
-    make = pytest.importorskip("transformers").AutoConfig.for_model
+    make = pytest.importorskip("transformers", reason="an extra of its own").AutoConfig.for_model
     make("llama", rope_scaling=LINEAR)  # what it imports changes the environment
     return make
 
