@@ -271,10 +271,14 @@ def find_form(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> Form |
     return _form_of(model, seen[0], out.logits)
 
 
+def _softcap_of(model: PreTrainedModel) -> float | None:
+    return getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+
+
 def _form_of(model: PreTrainedModel, z: torch.Tensor, logits: torch.Tensor) -> Form | str:
     if z.shape != logits.shape:
         return "its logits are not its head's output"
-    softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    softcap = _softcap_of(model)
     capped = softcap * torch.tanh(z / softcap) if softcap else z  # in its dtype, as it does it
     z, capped, logits = z.float(), capped.float(), logits.float()
     factor = ((z * logits).sum() / (z * z).sum()).item()
@@ -319,4 +323,8 @@ def differs(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> str | No
         del model.__dict__[_ALWAYS]
     if found is None or found.device.type == "meta":  # made of the logits that are not there
         return "its loss is not made by its loss_function"
-    return None if agree(wanted.float(), found.float()) else "its loss is another one"
+    rounded = (
+        model.dtype if _softcap_of(model) else None
+    )  # theirs caps in its dtype, ours in float32
+    same = agree(wanted.float(), found.float(), rounded=rounded)
+    return None if same else "its loss is another one"
