@@ -323,8 +323,7 @@ def differs(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> str | No
         del model.__dict__[_ALWAYS]
     if found is None or found.device.type == "meta":  # made of the logits that are not there
         return "its loss is not made by its loss_function"
-    rounded = (
-        model.dtype if _softcap_of(model) else None
-    )  # theirs caps in its dtype, ours in float32
+    # Theirs rounds capped logits to its dtype, ours has them in float32.
+    rounded = model.dtype if _softcap_of(model) else None
     same = agree(wanted.float(), found.float(), rounded=rounded)
     return None if same else "its loss is another one"
