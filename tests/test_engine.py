@@ -230,7 +230,7 @@ def test_kernels_that_cannot_run_here_are_refused_before_the_first_step(monkeypa
     assert "\n" not in str(caught.value)
 
 
-def test_a_batch_of_another_shape_is_refused():
+def test_a_batch_of_another_shape_is_refused(monkeypatch):
     engine = _engine(CONFIG, single())
     tokens, labels, ids = _data(0, single())
     for wrong in (tokens[:1], tokens[:, :3], tokens[..., :-1], tokens[0]):
@@ -248,6 +248,12 @@ def test_a_batch_of_another_shape_is_refused():
             engine.step(wrong, labels, ids, lr=0.1)
         with pytest.raises(ValueError, match="must be int64, got"):
             engine.evaluate(tokens, wrong)
+    monkeypatch.setattr(engine, "_count_valid", lambda _: pytest.fail("it was sent already"))
+    for documents in (tokens[..., :0], tokens[0], tokens.double()):
+        with pytest.raises(ValueError, match="documents must "):
+            engine.step(tokens, labels, ids, lr=0.1, documents=documents)
+        with pytest.raises(ValueError, match="documents must "):
+            engine.evaluate(tokens, labels, documents)
     with pytest.raises(ValueError, match="a prompt of at least one token"):
         engine.generate(torch.tensor([], dtype=torch.int64), 3)
     with pytest.raises(ValueError, match=r"temperature must not be negative, got -1"):

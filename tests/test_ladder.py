@@ -17,7 +17,7 @@ ROOMS = {
         ("kernels",),
         ("parallel",),
         ("layers",),
-        ("compat", "config", "dtypes", "exchange", "messages", "plain_gpt"),
+        ("compat", "config", "dtypes", "exchange", "lazy", "messages", "plain_gpt"),
         ("gpt",),
         ("checkpoint", "data", "engine", "hf", "launch", "memory", "tune"),
         ("convert", "generate"),

@@ -7,8 +7,9 @@ stay in the modules of their families (`warpweave.kernels` lists them).
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from warpweave.lazy import names_of
 
 if TYPE_CHECKING:
     from warpweave.config import PRESETS, GPTConfig, ParallelPlan
@@ -63,13 +64,7 @@ _MODULES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    """A name of `__all__`, from its module (PEP 562)."""
-    for module, names in _MODULES.items():
-        if name in names:
-            value = globals()[name] = getattr(import_module(f"warpweave.{module}"), name)
-            return value
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = names_of(__name__, _MODULES)
 
 
 def __dir__() -> list[str]:

@@ -33,7 +33,7 @@ def _check_words(record: GPTConfig | ParallelPlan) -> None:
         if get_origin(kind) is tuple or {int, float, bool}.isdisjoint(kinds):
             continue
         if type(value) not in kinds and not (float in kinds and type(value) is int):
-            names = " or ".join(k.__name__ for k in kinds)
+            names = " or ".join("None" if k is type(None) else k.__name__ for k in kinds)
             raise ValueError(f"{name} must be {names}, got {value!r}")
 
 

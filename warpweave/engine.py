@@ -16,6 +16,7 @@ from torch import Tensor
 
 from warpweave.config import GPTConfig, ParallelPlan
 from warpweave.gpt import GPT, MicroBatch
+from warpweave.kernels.attention.options import check_documents
 from warpweave.kernels.runtime.dispatch import choose
 from warpweave.parallel import schedule as schedules
 from warpweave.parallel.collectives import Pending, gather, start_all_reduce_
@@ -33,11 +34,14 @@ def _check_int64(tokens: Tensor, labels: Tensor) -> None:
 
 
 def _check_documents(documents: Tensor | None, tokens: Tensor) -> None:
-    if documents is not None and (documents.ndim, documents.shape[:2]) != (3, tokens.shape[:2]):
+    if documents is None:
+        return
+    if (documents.ndim, documents.shape[:2]) != (3, tokens.shape[:2]):
         raise ValueError(
             f"documents must have shape [{tokens.shape[0]}, {tokens.shape[1]}, boundaries], got "
             f"{tuple(documents.shape)}"
         )
+    check_documents(documents[0], tokens[0])
 
 
 @dataclass(frozen=True)

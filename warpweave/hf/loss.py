@@ -2,8 +2,9 @@
 
 A model's own forward runs unchanged. Where it calls its head, the hidden states are caught and a
 tensor without memory (on the meta device) goes on in place of the logits; where it calls its loss
-function with that, `linear_cross_entropy` makes the loss of the hidden states and the head's
-weights. Whatever else a forward does with logits fails loudly on the meta device.
+function with that, `vocab_parallel_linear_cross_entropy` makes the loss of the hidden states and
+the head's weights, on one rank or several. Whatever else a forward does with logits fails loudly on
+the meta device.
 
 What a model does to its logits on the way, a factor or a softcap, was seen when `apply` compared
 both (`find_form`); the factor goes to the hidden states, and under a softcap blocks of rows are
@@ -26,7 +27,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -35,15 +35,9 @@ from warpweave.hf.options import VOCABULARY, Vocabulary
 from warpweave.hf.patch import original, patch, unpatch
 from warpweave.hf.probe import agree, quietly
 from warpweave.hf.shards import local
-from warpweave.kernels.cross_entropy import cross_entropy, linear_cross_entropy
 from warpweave.messages import one_line
 from warpweave.parallel.collectives import copy_to, group_size, own_slice, reduce_from, scatter
-from warpweave.parallel.tensor import (
-    vocab_parallel_cross_entropy,
-    vocab_parallel_linear_cross_entropy,
-)
-
-ROWS = 1024  # at a time under a softcap
+from warpweave.parallel.tensor import vocab_parallel_linear_cross_entropy
 
 
 class Form(NamedTuple):
@@ -153,14 +147,7 @@ def fused_loss(
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     shift_labels = shift_labels.to(x.device).reshape(x.shape[:-1])
     x = x if form.factor == 1 else x * form.factor
-    if vocabulary is not None:
-        total = _sum_over_ranks(x, weight, shift_labels, form, ignore_index, vocabulary)
-    elif form.softcap is None:
-        total = linear_cross_entropy(
-            x, weight, shift_labels, ignore_index=ignore_index, reduction="sum"
-        )
-    else:
-        total = _capped_sum(x, weight, shift_labels, form.softcap, ignore_index)
+    total = _sum(x, weight, shift_labels, form.softcap, ignore_index, vocabulary)
     if num_items_in_batch is None:
         num_items_in_batch = (shift_labels != ignore_index).sum().clamp(min=1)
     elif torch.is_tensor(num_items_in_batch):
@@ -168,54 +155,26 @@ def fused_loss(
     return total / num_items_in_batch
 
 
-def _capped_sum(
+def _sum(
     x: torch.Tensor,
     weight: torch.Tensor,
     labels: torch.Tensor,
-    softcap: float,
+    softcap: float | None,
     ignore_index: int,
-    vocabulary: Vocabulary | None = None,
+    vocabulary: Vocabulary | None,
 ) -> torch.Tensor:
-    def block(x, weight, labels):
-        logits = softcap * torch.tanh(F.linear(x, weight) / softcap)
-        if vocabulary is None:
-            return cross_entropy(logits, labels, ignore_index=ignore_index, reduction="sum")
-        return vocab_parallel_cross_entropy(
-            logits, labels, group=vocabulary.group, vocab_size=vocabulary.size,
-            ignore_index=ignore_index,
-        ).sum()  # fmt: skip
-
-    x, labels = x.flatten(0, -2), labels.flatten()
-    blocks = zip(x.split(ROWS), labels.split(ROWS))
-    return sum(
-        checkpoint(block, rows, weight, of, use_reentrant=False, preserve_rng_state=False)
-        for rows, of in blocks
-    )
-
-
-def _sum_over_ranks(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
-    form: Form,
-    ignore_index: int,
-    vocabulary: Vocabulary,
-) -> torch.Tensor:
-    """The sum over tokens that every rank has all of; context ranks share them out."""
-    cp = vocabulary.options.mesh.group("cp")
+    """The sum over tokens; of those that every rank has all of, context ranks take a share each."""
+    group, cp, size = None, None, len(weight)
+    if vocabulary is not None:
+        group, cp, size = vocabulary.group, vocabulary.options.mesh.group("cp"), vocabulary.size
     x, labels = x.flatten(0, -2), labels.flatten()
     if cp is not None:
         short = -len(labels) % group_size(cp)
         x, labels = F.pad(x, (0, 0, 0, short)), F.pad(labels, (0, short), value=ignore_index)
         x, labels, weight = scatter(x, cp), own_slice(labels, cp), copy_to(weight, cp)
-    if form.softcap is None:
-        total = vocab_parallel_linear_cross_entropy(
-            x, weight, labels, group=vocabulary.group, vocab_size=vocabulary.size,
-            ignore_index=ignore_index,
-        )  # fmt: skip
-    else:
-        x = copy_to(x, vocabulary.group)
-        total = _capped_sum(x, weight, labels, form.softcap, ignore_index, vocabulary)
+    total = vocab_parallel_linear_cross_entropy(
+        x, weight, labels, group=group, vocab_size=size, softcap=softcap, ignore_index=ignore_index
+    )
     return reduce_from(total, cp)
 
 
@@ -312,10 +271,14 @@ def find_form(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> Form |
     return _form_of(model, seen[0], out.logits)
 
 
+def _softcap_of(model: PreTrainedModel) -> float | None:
+    return getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+
+
 def _form_of(model: PreTrainedModel, z: torch.Tensor, logits: torch.Tensor) -> Form | str:
     if z.shape != logits.shape:
         return "its logits are not its head's output"
-    softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    softcap = _softcap_of(model)
     capped = softcap * torch.tanh(z / softcap) if softcap else z  # in its dtype, as it does it
     z, capped, logits = z.float(), capped.float(), logits.float()
     factor = ((z * logits).sum() / (z * z).sum()).item()
@@ -360,4 +323,7 @@ def differs(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> str | No
         del model.__dict__[_ALWAYS]
     if found is None or found.device.type == "meta":  # made of the logits that are not there
         return "its loss is not made by its loss_function"
-    return None if agree(wanted.float(), found.float()) else "its loss is another one"
+    # Theirs rounds capped logits to its dtype, ours has them in float32.
+    rounded = model.dtype if _softcap_of(model) else None
+    same = agree(wanted.float(), found.float(), rounded=rounded)
+    return None if same else "its loss is another one"

@@ -198,7 +198,7 @@ def _plain_forward(form: Form) -> Callable:
         if few(hidden_states) or not (is_plain_linear(up) and is_plain_linear(down)):
             return original(self)(hidden_states)
         y = mlp(
-            hidden_states, _weight(up), _weight(down), up.bias, down.bias,
+            hidden_states, weight_of(up), weight_of(down), up.bias, down.bias,
             activation=form.activation,
         )  # fmt: skip
         for name in form.after:
@@ -217,9 +217,13 @@ def is_plain_linear(module: Any) -> bool:
     return simple and weight.is_floating_point() and not any(hooks)
 
 
-def _weight(module: Any) -> torch.Tensor:
+def weight_of(linear: Any) -> torch.Tensor:
     """(out, in), a view."""
-    return module.weight.t() if isinstance(module, Conv1D) else module.weight
+    return linear.weight.t() if isinstance(linear, Conv1D) else linear.weight
+
+
+def out_features(linear: Any) -> int:
+    return linear.nf if isinstance(linear, Conv1D) else linear.out_features
 
 
 def _units(module: nn.Module) -> frozenset[int]:
@@ -241,7 +245,7 @@ def _activations(module: nn.Module) -> list[Callable]:
 
 def _forms(inner: dict[str, Any], activation: str, after: tuple[str, ...]) -> list[Form]:
     """Every way in which linear layers of these shapes may follow each other."""
-    out = {n: (c.nf if isinstance(c, Conv1D) else c.out_features) for n, c in inner.items()}
+    out = {n: out_features(c) for n, c in inner.items()}
     into = {n: c.weight.numel() // out[n] for n, c in inner.items()}
     found = []
     for down in inner:
@@ -263,10 +267,10 @@ def _forms(inner: dict[str, Any], activation: str, after: tuple[str, ...]) -> li
 def _agrees(module: nn.Module, form: Form) -> bool:
     """Whether a form's forward makes what the module's makes, evaluating and training."""
     up, forward = getattr(module, form.up), forward_of(form)
-    x = noise(2, 5, _weight(up).shape[1], like=up.weight)
+    x = noise(2, 5, weight_of(up).shape[1], like=up.weight)
     for training in (False, True):
         with quietly(module, training=training):
-            scale = F.linear(x, _weight(up)).float().std().item()
+            scale = F.linear(x, weight_of(up)).float().std().item()
         for units in (2, 30):  # where activations bend, and where a forward may clip
             probe = x * (units / scale if scale > 0 else 1.0)
             with quietly(module, training=training):

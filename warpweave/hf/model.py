@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from warpweave.hf import attention, loss, mlp, norm, parallel
 from warpweave.hf.options import Options
 from warpweave.hf.patch import is_foreign, is_patched, patch, unpatch
-from warpweave.hf.probe import agree, quietly
+from warpweave.hf.probe import agree, kind_of, quietly
 from warpweave.hf.report import Report
 from warpweave.messages import one_line
 from warpweave.parallel.context import check_strategy
@@ -187,7 +187,7 @@ def _replace_norms(model: nn.Module, report: Report) -> None:
             continue
         form: norm.Form | str = "its forward was replaced by somebody else"
         if not is_foreign(module):
-            key = _kind_of(module)
+            key = kind_of(module)
             form = found[key] if key in found else norm.find_form(module)
             found[key] = form
         if isinstance(form, norm.Form):
@@ -205,7 +205,7 @@ def _replace_mlps(model: nn.Module, report: Report) -> None:
         if any(p.ndim == 3 for p in module.parameters(recurse=False)):
             report.add(name, "mlp", module, False, "products of grouped experts")
         if mlp.is_candidate(module):
-            key = _kind_of(module)
+            key = kind_of(module)
             form = found[key] if key in found else mlp.find_form(module)
             found[key] = form
             if isinstance(form, mlp.Form):
@@ -213,7 +213,7 @@ def _replace_mlps(model: nn.Module, report: Report) -> None:
                 inside.update(module.modules())
             report.add(name, "mlp", module, isinstance(form, mlp.Form), str(form))
         elif _is_named_activation(module) and not is_patched(module):
-            kind = _kind_of(module)
+            kind = kind_of(module)
             if kind not in activations:
                 activations[kind] = mlp.slow_activation(module)
             if activations[kind]:
@@ -224,26 +224,6 @@ def _replace_mlps(model: nn.Module, report: Report) -> None:
 def _is_named_activation(module: nn.Module) -> bool:
     name = type(module).__name__.lower()
     return any(word in name for word in ("activation", "gelu", "relu"))
-
-
-def _kind_of(module: nn.Module) -> tuple:
-    """What decides whether a module's form is another's: class, parts, shapes, plain numbers and
-    functions."""
-    parts = [(n, type(c)) for n, c in module.named_modules()]
-    parameters = [(n, p.shape, p.dtype, p.device) for n, p in module.named_parameters()]
-    numbers = [
-        (n, k, v)
-        for n, c in module.named_modules()
-        for k, v in vars(c).items()
-        if isinstance(v, (int, float, str, bool)) and k != "layer_idx"
-    ]
-    functions = [
-        (n, k, id(v))
-        for n, c in module.named_modules()
-        for k, v in vars(c).items()
-        if callable(v) and k not in ("forward", "_old_forward")
-    ]
-    return (type(module), *parts, *parameters, *numbers, *functions)
 
 
 # ---------------------------------------------------------------- 2. the whole model

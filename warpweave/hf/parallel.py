@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from warpweave.hf import attention, structure
-from warpweave.hf.mlp import Conv1D
+from warpweave.hf.mlp import Conv1D, weight_of
 from warpweave.hf.options import VOCABULARY, Options, Vocabulary, padded
 from warpweave.hf.patch import is_patched, patch, unpatch
 from warpweave.hf.report import Report
@@ -110,8 +110,7 @@ class Parallel:
                 last.register_forward_hook(self._join_tokens),
             ]
         model.__dict__[_STATE] = self
-        if tp > 1:
-            model.__dict__["save_pretrained"] = saver(model)
+        model.__dict__["save_pretrained"] = saver(model)
 
     def _sums(
         self, parts: list[structure.Part], layers: tuple[nn.Module, nn.Module]
@@ -138,20 +137,18 @@ class Parallel:
 
     def _cut_part(self, part: structure.Part, cuts: dict) -> None:
         tp = self.options.mesh.size("tp")
-        single = len(part.columns) == 1 and part.kind == "mlp"
         for linear, blocks in part.columns.items():
             cuts[linear.weight] = (1 if isinstance(linear, Conv1D) else 0, blocks)
             if linear.bias is not None:
                 cuts[linear.bias] = (0, blocks)
-            self._patch(linear, self._column(single))
+            self._patch(linear, self._linear(column_parallel_linear, taken=_takes_once(part)))
         cuts[part.row.weight] = (0 if isinstance(part.row, Conv1D) else 1, 1)
-        self._patch(part.row, self._row())
+        self._patch(part.row, self._linear(row_parallel_linear))
         if part.kind == "attention" and max(part.columns.values()) > 1:
             for name, number in vars(part.module).items():  # by which it splits what it computes
                 if type(number) is int and number == part.width:
                     self._numbers.append((part.module, name, number))
-            for module, name, number in self._numbers:
-                module.__dict__[name] = number // tp
+                    part.module.__dict__[name] = number // tp
 
     def _cut_vocabulary(self, cuts: dict, report: Report) -> None:
         model: Any = self.model
@@ -175,28 +172,16 @@ class Parallel:
 
     # ------------------------------------------------------------ forwards
 
-    def _column(self, single: bool) -> Callable:
-        def forward(module: Any, x: torch.Tensor) -> torch.Tensor:
-            w, b = _weight(module), module.bias
-            if not single:  # the module's entrance has taken x from the ranks
-                return column_parallel_linear(x, w, b, group=None)
-            if not self._streams():
-                return column_parallel_linear(x, w, b, **self.options.over)
-            y = column_parallel_linear(
-                x.transpose(0, 1), w, b, sequence_parallel=True, **self.options.over
-            )
-            return y.transpose(0, 1)
+    def _linear(self, product: Callable, *, taken: bool = False) -> Callable:
+        """Of a layer that is cut; `taken`: its module's entrance has taken x from the ranks."""
 
-        return forward
-
-    def _row(self) -> Callable:
         def forward(module: Any, x: torch.Tensor) -> torch.Tensor:
-            w, b = _weight(module), module.bias
+            w, b = weight_of(module), module.bias
+            if taken:
+                return product(x, w, b, group=None)
             if not self._streams():
-                return row_parallel_linear(x, w, b, **self.options.over)
-            y = row_parallel_linear(
-                x.transpose(0, 1), w, b, sequence_parallel=True, **self.options.over
-            )
+                return product(x, w, b, **self.options.over)
+            y = product(x.transpose(0, 1), w, b, sequence_parallel=True, **self.options.over)
             return y.transpose(0, 1)
 
         return forward
@@ -240,7 +225,7 @@ class Parallel:
     def _entrance(self, part: structure.Part) -> Callable:
         """What goes into a module on this rank."""
         tp, cp = (self.options.mesh.group(axis) for axis in ("tp", "cp"))
-        once = part.kind == "attention" or len(part.columns) > 1
+        once = _takes_once(part)
         cut = {n: m for n, m in part.module.named_modules() if m in part.columns or m is part.row}
 
         def enter(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -290,7 +275,9 @@ class Parallel:
         if not self.active:
             return None
         if mesh.size("cp") > 1:
-            x = scatter(x[:, self._order(x)], mesh.group("cp"), dim=1)
+            layout = self._layout(x.shape[1])
+            shards = [layout.shard(x, rank, dim=1) for rank in range(layout.parts)]
+            x = scatter(torch.cat(shards, 1), mesh.group("cp"), dim=1)
         if self.options.sequence_parallel:
             x = scatter(x, mesh.group("tp"), dim=1)
         return put(x)
@@ -304,13 +291,9 @@ class Parallel:
             x = gather(x, mesh.group("tp"), dim=1)
         if mesh.size("cp") > 1:
             x = gather(x, mesh.group("cp"), dim=1)
-            x = x[:, self._order(x).argsort()]
+            layout = self._layout(x.shape[1])
+            x = layout.unshard(x.chunk(layout.parts, 1), dim=1)
         return (x, *out[1:]) if isinstance(out, tuple) else x
-
-    def _order(self, x: torch.Tensor) -> torch.Tensor:
-        """The positions of all context ranks' tokens, rank after rank."""
-        layout = self._layout(x.shape[1])
-        return torch.cat([layout.positions(r, x.device) for r in range(layout.parts)])
 
     # ------------------------------------------------------------ and back
 
@@ -347,9 +330,9 @@ def _head_of(model: Any) -> Any:
     return getattr(head, "base_layer", head)
 
 
-def _weight(module: Any) -> torch.Tensor:
-    """(out, in), a view."""
-    return module.weight.t() if isinstance(module, Conv1D) else module.weight
+def _takes_once(part: structure.Part) -> bool:
+    """Whether x is taken from the ranks for all columns at once, and not by a single one."""
+    return part.kind == "attention" or len(part.columns) > 1
 
 
 def _hidden(module: nn.Module, args: tuple, kwargs: dict) -> tuple[torch.Tensor, Callable]:

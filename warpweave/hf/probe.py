@@ -57,6 +57,26 @@ def takes_more(module: nn.Module) -> str | None:
     return f"its forward also takes {', '.join(more)}" if more else None
 
 
+def kind_of(module: nn.Module) -> tuple:
+    """What decides whether a module's form is another's: class, parts, shapes, plain numbers and
+    functions."""
+    parts = [(n, type(c)) for n, c in module.named_modules()]
+    parameters = [(n, p.shape, p.dtype, p.device) for n, p in module.named_parameters()]
+    numbers = [
+        (n, k, v)
+        for n, c in module.named_modules()
+        for k, v in vars(c).items()
+        if isinstance(v, (int, float, str, bool)) and k != "layer_idx"
+    ]
+    functions = [
+        (n, k, id(v))
+        for n, c in module.named_modules()
+        for k, v in vars(c).items()
+        if callable(v) and k not in ("forward", "_old_forward")
+    ]
+    return (type(module), *parts, *parameters, *numbers, *functions)
+
+
 def tried(run: Callable[[torch.Tensor], Any], x: torch.Tensor) -> torch.Tensor | None:
     """What `run` makes of x, or None where it raises or makes no tensor."""
     try:

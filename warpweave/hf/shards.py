@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from warpweave.parallel.collectives import copy_to
+from warpweave.parallel.collectives import all_gather, copy_to
 
 Groups = tuple[dist.ProcessGroup, ...]
 _LOCAL = "_parameters_before_warpweave"  # of a module while its forward runs: what it owns
@@ -102,17 +102,17 @@ def use_local(module: nn.Module, sums: dict[str, Groups]) -> list[Any]:
 
 
 def check_alike(model: nn.Module, groups: Groups) -> None:
-    """Raise ValueError, on every rank, unless the ranks of each group hold the same parameters."""
-    sums = torch.stack([p.detach().double().sum() for p in model.parameters()]).cpu()
-    for group in groups:
-        every = [torch.empty_like(sums) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(every, sums, group=group)
-        for p, name in enumerate(dict(model.named_parameters())):
-            if any(not torch.equal(x[p], every[0][p]) for x in every):
-                raise ValueError(
-                    f"{name}: the ranks hold different numbers: load the same weights, or call "
-                    "torch.manual_seed, on every rank"
-                )
+    """Raise ValueError, on every rank, unless the ranks of all groups hold the same parameters."""
+    low = high = torch.stack([p.detach().double().sum() for p in model.parameters()])
+    for group in groups:  # one after the other, so that each rank knows of all
+        low = all_gather(low[None], group).amin(0)
+        high = all_gather(high[None], group).amax(0)
+    for (name, _), alike in zip(model.named_parameters(), (low == high).tolist(), strict=True):
+        if not alike:
+            raise ValueError(
+                f"{name}: the ranks hold different numbers: load the same weights, or call "
+                "torch.manual_seed, on every rank"
+            )
 
 
 def saver(model: nn.Module) -> Any:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from warpweave.hf import attention, mlp
-from warpweave.hf.probe import noise, quietly
+from warpweave.hf.probe import kind_of, noise, quietly
 
 
 class Part(NamedTuple):
@@ -33,11 +33,7 @@ class Part(NamedTuple):
 
     @property
     def width(self) -> int:
-        return min(out_features(c) // blocks for c, blocks in self.columns.items())
-
-
-def out_features(linear: Any) -> int:
-    return linear.nf if isinstance(linear, mlp.Conv1D) else linear.out_features
+        return min(mlp.out_features(c) // blocks for c, blocks in self.columns.items())
 
 
 def find_parts(
@@ -58,11 +54,12 @@ def find_parts(
             found[module] = _attention_part(module, call, ranks)
         except ValueError as error:
             raise ValueError(f"{names.get(module) or type(module).__name__}: {error}") from None
-    kept = {}
+    kept, forms = {}, {}
     for module, name in names.items():
         if not mlp.is_candidate(module):
             continue
-        form = mlp.find_form(module)
+        kind = kind_of(module)
+        form = forms[kind] = forms[kind] if kind in forms else mlp.find_form(module)
         if isinstance(form, str):
             kept[name] = form
             continue
@@ -160,7 +157,7 @@ def _blocks(y: torch.Tensor, heads: tuple[torch.Tensor, ...], ranks: int) -> int
             )
             if g is None:
                 continue
-            features = (g != 0).flatten(0, -2).any(0)
+            features = (g != 0).flatten(0, -2).any(0).cpu()
             if (owner[features] >= 0).logical_and(owner[features] != rank).any():
                 raise ValueError("a feature belongs to heads of several ranks")
             owner[features] = rank

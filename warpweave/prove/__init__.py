@@ -5,9 +5,9 @@
 batches and what `plain_gpt` makes of them · `typecheck` the types of a program, without any ranks.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from warpweave.lazy import names_of
 from warpweave.prove.layouts import Layout
 from warpweave.prove.options import ProveConfig, parse
 
@@ -18,12 +18,9 @@ if TYPE_CHECKING:
 __all__ = ["LIMITS", "Errors", "Layout", "ProveConfig", "judge", "main", "prove_layout"]
 
 
-def __getattr__(name: str) -> Any:
-    """What needs torch, when it is asked for: a wrong option is answered without."""
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = "command" if name == "judge" else "proof"
-    return getattr(import_module(f"warpweave.prove.{module}"), name)
+__getattr__ = names_of(
+    __name__, {"command": ("judge",), "proof": ("LIMITS", "Errors", "prove_layout")}
+)
 
 
 def main(argv: list[str] | None = None) -> None:

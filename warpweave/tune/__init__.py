@@ -6,9 +6,9 @@
 offers.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from warpweave.lazy import names_of
 from warpweave.tune.options import TuneConfig, parse
 
 if TYPE_CHECKING:
@@ -18,12 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["Bench", "TuneConfig", "main", "tune", "tune_here"]
 
 
-def __getattr__(name: str) -> Any:
-    """What needs torch, when it is asked for: a wrong option is answered without."""
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = "command" if name == "tune_here" else "search"
-    return getattr(import_module(f"warpweave.tune.{module}"), name)
+__getattr__ = names_of(__name__, {"command": ("tune_here",), "search": ("Bench", "tune")})
 
 
 def main(argv: list[str] | None = None) -> None:
