@@ -105,8 +105,8 @@ def record(names, world, modules=None, sizes=ONE_TILE, streams=1, between=None):
         (("shards",) * 3, 2, 2),
         (("engine", "gather", "scatter", "engine"), 2, 1),
         (("gather",) * 3, 3, 1),
-        (("shards",), 3, 1),
-        (("engine",), 3, 1),
+        (("shards",) * 3, 3, 1),
+        (("engine",) * 3, 3, 1),
         (("scatter",) * 3, 3, 1),
         (("reduce",) * 3, 3, 1),
     ],
@@ -158,11 +158,7 @@ def clean_modules():
         sys.modules.pop(f"planted_{name}", None)
 
 
-AWAIT = """        await_(
-            flag_of(addresses_ptr, rank, source, part, slots), epoch,
-            error_ptr, source, part, POLLS, "sys",
-        )  # fmt: skip
-"""
+AWAIT = '    await_(flag, epoch, error_ptr, source, part, POLLS, "sys")\n'
 STORE = "            tl.store(there + tl.cast(rank, tl.int64) * S * N + at, y, live)\n"
 BULK = """            block = tl.make_tensor_descriptor(
                 there + tl.cast(rank, tl.int64) * S * N, [S, N], [N, 1], [BLOCK_M, BLOCK_N]
@@ -186,14 +182,14 @@ SIGN = """            if SIGNED:
                 tl.store(word, signature)
 """
 FAULTS = {
-    "a wait removed": ("gather", "gather", AWAIT, ""),
+    "a wait removed": ("gather", "signals", AWAIT, ""),
     "no barrier before a release": ("gather", "signals", BARRIER, "    tl.atomic_xchg"),
     "a relaxed release": ("scatter", "signals", 'sem="release"', 'sem="relaxed"'),
     "a relaxed acquire": ("reduce", "signals", 'sem="acquire"', 'sem="relaxed"'),
     "no barrier after an acquire": (
         "scatter", "signals", "epoch)\n    tl.debug_barrier()", "epoch)",
     ),
-    "the scope of one device": ("reduce", "scatter", '"sys"', '"gpu"'),
+    "the scope of one device": ("reduce", "signals", 'POLLS, "sys")', 'POLLS, "gpu")'),
     "no parity": ("scatter", "signals", "(epoch % 2)", "(epoch * 0)"),
     "one flag for all tiles": ("scatter", "signals", "slots + slot", "slots + slot * 0"),
     "an asynchronous store published": ("scatter", "scatter", STORE, BULK),

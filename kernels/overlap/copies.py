@@ -25,11 +25,9 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from warpweave.kernels.overlap.signals import (
-    await_,
-    compare,
+    await_part,
     flag_of,
     publish,
-    signature_of,
     this_epoch,
 )
 from warpweave.kernels.overlap.symmetric import SymmetricMemory
@@ -57,13 +55,9 @@ def _await_shard_kernel(
     """Wait until `source` has published all parts of its shard."""
     epoch = this_epoch(epoch_ptr)
     for part in range(parts):
-        await_(
-            flag_of(addresses_ptr, rank, source, part, slots), epoch,
-            error_ptr, source, part, POLLS, "sys",
-        )  # fmt: skip
-        if POLLS > 0:
-            word = signature_of(addresses_ptr, rank, source, epoch, part, slots, WORLD)
-            compare(word, signature, epoch, error_ptr, source, part)
+        await_part(
+            addresses_ptr, epoch, error_ptr, rank, slots, signature, source, part, WORLD, POLLS
+        )
 
 
 @triton.jit(do_not_specialize=["rank", "source"])

@@ -36,12 +36,11 @@ from warpweave.kernels.overlap.copies import COPY_ROWS, Aside, copy_shards
 from warpweave.kernels.overlap.epilogue import Epilogue, shared_tile
 from warpweave.kernels.overlap.signals import (
     await_,
-    compare,
+    await_part,
     data_of,
     flag_of,
     publish,
     publish_to_all,
-    signature_of,
     this_epoch,
 )
 from warpweave.kernels.overlap.symmetric import Memory, Signature, SymmetricMemory
@@ -114,13 +113,9 @@ def copy_parts(
     parts = tl.cdiv(S, BLOCK_M)
     for index in range(copier, (WORLD - 1) * parts, COPYING if COPYING > 0 else 1):
         source, part = (rank + 1 + index // parts) % WORLD, index % parts
-        await_(
-            flag_of(addresses_ptr, rank, source, part, slots), epoch,
-            error_ptr, source, part, POLLS, "sys",
-        )  # fmt: skip
-        if POLLS > 0:
-            word = signature_of(addresses_ptr, rank, source, epoch, part, slots, WORLD)
-            compare(word, signature, epoch, error_ptr, source, part)
+        await_part(
+            addresses_ptr, epoch, error_ptr, rank, slots, signature, source, part, WORLD, POLLS
+        )
         there = data_of(addresses_ptr, source, epoch, data, capacity, whole_ptr)
         s = tl.cast(part, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
         for start in range(0, K, BLOCK_K):

@@ -29,8 +29,7 @@ from warpweave.kernels.gemm.epilogue import epilogue, find_precision
 from warpweave.kernels.gemm.mainloop import gemm_options, grid, mainloop, tile_origin
 from warpweave.kernels.overlap.epilogue import Epilogue, shared_tile
 from warpweave.kernels.overlap.signals import (
-    await_,
-    compare,
+    await_part,
     data_of,
     flag_of,
     publish,
@@ -149,13 +148,9 @@ def _sum_kernel(
     wide: tl.constexpr = tl.float64 if like_ptr.dtype.element_ty == tl.float64 else tl.float32
     y = tl.zeros((BLOCK_M, COLS), wide)
     for source in range(WORLD):
-        await_(
-            flag_of(addresses_ptr, rank, source, slot, slots), epoch,
-            error_ptr, source, slot, POLLS, "sys",
-        )  # fmt: skip
-        if POLLS > 0:
-            word = signature_of(addresses_ptr, rank, source, epoch, slot, slots, WORLD)
-            compare(word, signature, epoch, error_ptr, source, slot)
+        await_part(
+            addresses_ptr, epoch, error_ptr, rank, slots, signature, source, slot, WORLD, POLLS
+        )
         if OWNERS > 1:
             there = data_of(addresses_ptr, rank, epoch, data, capacity, like_ptr)
             there += tl.cast(source, tl.int64) * S * N

@@ -2,7 +2,7 @@
 
     publish    whoever has awaited this epoch sees all that this program stored before
     await_     what was published for this epoch can be read from here on
-    compare    what was awaited came of the same operation, or `error` says so
+    await_part what a rank published of this operation can be read, or `error` says so
 
 Built on `tl.atomic_*` and `tl.debug_barrier` alone, so that Triton's interpreter runs them. A
 program is many threads and one of them makes the atomic: the barrier before a release collects what
@@ -111,3 +111,24 @@ def compare(word_ptr, signature, epoch, error_ptr, source, slot):
         tl.store(error_ptr + 3, theirs)
         tl.store(error_ptr + 4, signature)
         tl.store(error_ptr, epoch)
+
+
+@triton.jit
+def await_part(
+    addresses_ptr,
+    epoch,
+    error_ptr,
+    rank,
+    slots,
+    signature,
+    source,
+    part,
+    WORLD: tl.constexpr,
+    POLLS: tl.constexpr,
+):
+    """Wait until `source` has published a part to this `rank`, and `compare` signatures."""
+    flag = flag_of(addresses_ptr, rank, source, part, slots)
+    await_(flag, epoch, error_ptr, source, part, POLLS, "sys")
+    if POLLS > 0:
+        word = signature_of(addresses_ptr, rank, source, epoch, part, slots, WORLD)
+        compare(word, signature, epoch, error_ptr, source, part)
