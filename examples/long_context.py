@@ -41,7 +41,6 @@ class Config:
 
 def main(config: Config) -> dict[str, list[float]]:
     """Train and print; the losses and every rank's growth in MiB."""
-
     sizes = Mesh(cp=config.cp or int(os.environ.get("WORLD_SIZE", "1")))
     session = join(sizes)
     mesh = sizes.connect(session.device.type)
@@ -60,12 +59,14 @@ def main(config: Config) -> dict[str, list[float]]:
         print(table(costs))
     before, losses = peak_memory(session.device, mesh), []
     generator = torch.Generator().manual_seed(0)
+    ids = torch.zeros(1, 1, dtype=torch.int64, device=session.device)
     for step in range(config.steps):
         text = torch.randint(0, 64, (64,), generator=generator)
-        text = text.repeat(config.tokens // 64 + 2)[: config.tokens + 1].view(1, 1, -1)
+        text = text.repeat(config.tokens // 64 + 2)[: config.tokens + 1]
+        text = text.view(1, 1, -1).to(session.device)
         began = time.perf_counter()
         tokens, labels = text[..., :-1].contiguous(), text[..., 1:].contiguous()
-        result = engine.step(tokens, labels, torch.tensor([[step]]), lr=0.01, key=step)
+        result = engine.step(tokens, labels, ids + step, lr=0.01, key=step)
         losses.append(float(result.loss))
         if session.rank == 0:
             seconds = time.perf_counter() - began
