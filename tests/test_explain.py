@@ -116,3 +116,23 @@ def test_the_table_names_every_strategy_that_fits() -> None:
     assert "ulysses" not in names  # its bytes depend on who copies which KV head
     near, far = (explain(SequenceLayout(131072, 8), **sizes, link=n) for n in (1e13, 1e9))
     assert sum(c.exposed for c in near) < sum(c.exposed for c in far)
+
+
+def test_exposed_is_what_compute_does_not_hide() -> None:
+    """4,096 tokens on 4 ranks, worked out by hand: K‖V of a rank is 0.5 MiB, its gradient 1 MiB."""
+    kv, link, flops = 2**19, 1e9, 1e13
+    pairs = {"causal": 4096 * 4096 / 2, "full": 4096 * 4096, "window": 4096 * 256}
+    for mask, seen in pairs.items():
+        given = {"causal": mask != "full", "window": 256 if mask == "window" else None}
+        costs = explain(
+            SequenceLayout(4096, 4, "contiguous"), heads=8, kv_heads=2, head_dim=64, link=link,
+            flops=flops, **given,
+        )  # fmt: skip
+        found = {cost.strategy: cost.exposed for cost in costs}
+        assert [*found.values()] == sorted(found.values())
+        compute = 3.5 * (4 * 64 * 8 * seen / 4) / flops  # of forward and backward
+        hops = 1 if mask == "window" else 3
+        sent = 4 * kv / link  # K‖V twice, and a gradient in fp32, for each hop
+        assert found["gather"] == pytest.approx(3 * sent)
+        assert found["ring"] == pytest.approx(hops * sent - hops / (hops + 1) * compute)
+        assert found["stream"] == pytest.approx(3 * sent - 0.25 * compute)
