@@ -205,8 +205,7 @@ def balance(seq_len: int, parts: int, documents: Sequence[int] | None = None) ->
     """The balanced layout for these documents: `pairs` differ little between ranks.
 
     With 2 chunks for each rank, and twice as many until no rank has 2 % more than the mean (or
-    there are 32): the dearest chunk goes to the rank with the least work that has room, and then
-    chunks are exchanged with the busiest rank as long as that helps.
+    there are 32): the dearest chunk goes to the rank with the least work that has room.
 
     Args:
         seq_len, parts: of the layout.
@@ -237,17 +236,6 @@ def _assign(costs: list[int], parts: int) -> tuple[tuple[int, ...], ...]:
 
     for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
         own[min((r for r in ranks if len(own[r]) < each), key=work)].append(i)
-    for _ in range(8 * parts):
-        busy = max(ranks, key=work)
-        gain, rank, i, j = max(
-            (min(costs[i] - costs[j], work(busy) - work(r) - costs[i] + costs[j]), r, i, j)
-            for r in ranks
-            for i in own[busy]
-            for j in own[r]
-        )
-        if gain <= 0:
-            break
-        own[busy][own[busy].index(i)], own[rank][own[rank].index(j)] = j, i
     return tuple(tuple(sorted(mine)) for mine in own)
 
 
