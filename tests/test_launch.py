@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -200,11 +202,19 @@ def test_one_command_trains_on_a_mesh_and_torchrun_trains_the_same(job):
     assert _losses(theirs) == pytest.approx(_losses(ours), rel=1e-5)
 
 
+def _spare_port() -> int:
+    """A port where nobody listens, below those that the system gives to connections."""
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    for port in random.sample(range(first - 8192, first), 64):
+        with contextlib.suppress(OSError), _loopback_listener(port):
+            return port
+    raise OSError("64 ports are all taken")
+
+
 @LINUX
 def test_torchruns_of_several_nodes_train_as_one(job, tmp_path):
     options = ("--tp", "2", "--pp", "2", "--microbatches", "2", "--steps", "3")
-    with _loopback_listener(0) as listener:
-        port = str(listener.getsockname()[1])  # free again in a moment
+    port = str(_spare_port())
     nodes = []
     for node in ("0", "1"):
         where = ("--nnodes", "2", "--nproc-per-node", "2", "--node-rank", node,
@@ -294,9 +304,11 @@ def _suite(folder: Path) -> None:
     ours = Job(folder / "ours", *LONG, "--tp", "2")
     runner = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
     theirs = Job(folder / "torchrun", *LONG, command=(*runner, "-m", "warpweave.train"))
-    # Where a rank keeps the store instead of torchrun, no rank loses a connection with it.
-    apart = ("env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", *runner, "--standalone")
-    own = Job(folder / "own store", *LONG, command=(*apart, "-m", "warpweave.train"))
+    # Where a rank keeps the store instead of torchrun, no rank loses a connection with it. torchrun
+    # names a port that was free a while ago, and a connection of others may have taken it since.
+    apart = ("env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", *runner, "--standalone", "--no-python")
+    rank = ("env", f"MASTER_PORT={_spare_port()}", sys.executable, "-m", "warpweave.train")
+    own = Job(folder / "own store", *LONG, command=(*apart, *rank))
     for run in (ours, theirs, own):
         run.wait_for(lambda run=run: run.steps() >= 2)
     early = Job(folder / "early", *LONG, "--tp", "2")
@@ -438,7 +450,9 @@ def test_a_gpu_for_every_local_rank_means_nccl(monkeypatch, gpus, backend, devic
     assert options["device_id"] == (session.device if backend == "nccl" else None)
 
 
-def test_free_ports_differ():
+def test_free_ports_differ_and_a_taken_one_is_named():
     with _loopback_listener(0) as a, _loopback_listener(0) as b:
         assert a.getsockname()[0] == b.getsockname()[0] == "127.0.0.1"
-        assert a.getsockname()[1] != b.getsockname()[1]
+        assert (taken := a.getsockname()[1]) != b.getsockname()[1]
+        with pytest.raises(OSError, match=f"store cannot listen on 127.0.0.1:{taken}: "):
+            _loopback_listener(taken)

@@ -197,8 +197,13 @@ def _loopback_listener(port: int) -> socket.socket:
     """A socket that listens on 127.0.0.1 only; port 0 takes a free one."""
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind(("127.0.0.1", port))
-    listener.listen(128)
+    try:
+        listener.bind(("127.0.0.1", port))
+        listener.listen(128)
+    except OSError as error:
+        listener.close()
+        why = f"the ranks' store cannot listen on 127.0.0.1:{port}: {error.strerror}"
+        raise OSError(error.errno, why) from None
     return listener
 
 
