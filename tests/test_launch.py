@@ -453,6 +453,7 @@ def test_a_gpu_for_every_local_rank_means_nccl(monkeypatch, gpus, backend, devic
 def test_free_ports_differ_and_a_taken_one_is_named():
     with _loopback_listener(0) as a, _loopback_listener(0) as b:
         assert a.getsockname()[0] == b.getsockname()[0] == "127.0.0.1"
-        assert (taken := a.getsockname()[1]) != b.getsockname()[1]
+        taken = a.getsockname()[1]
+        assert taken != b.getsockname()[1]
         with pytest.raises(OSError, match=f"store cannot listen on 127.0.0.1:{taken}: "):
             _loopback_listener(taken)
