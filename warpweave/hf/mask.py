@@ -112,7 +112,8 @@ def make_mask(
             starts += [first + k_run[0], stop + k_run[0]]
         elif hides:  # a query sees all tokens wherever it stands itself
             q_run, k_run, starts = _beside(first, stop, q_length, kv_length)
-    if not starts and window is None and (q_run == k_run or not causal):
+    later = causal and sum(k_run) - 1 > q_run[0]  # a key behind a query; none where one is decoded
+    if not starts and window is None and (q_run == k_run or not later):
         return None
     end = max(sum(q_run), sum(k_run))
     visible = Visible(causal, window, _documents(starts, batch_size, end), q_run, k_run)
