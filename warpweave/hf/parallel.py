@@ -25,10 +25,13 @@ from torch.distributed.tensor import DTensor
 
 from warpweave.hf import attention, structure
 from warpweave.hf.mlp import Conv1D, weight_of
-from warpweave.hf.options import VOCABULARY, Options, Vocabulary, padded
+from warpweave.hf.options import VOCABULARY, Options, Vocabulary
 from warpweave.hf.patch import is_patched, patch, unpatch
 from warpweave.hf.report import Report
-from warpweave.hf.shards import (
+from warpweave.parallel.collectives import all_gather, copy_to, gather, scatter
+from warpweave.parallel.layout import SequenceLayout
+from warpweave.parallel.tensor import column_parallel_linear, row_parallel_linear
+from warpweave.shards import (
     check_alike,
     placed,
     replace_parameters,
@@ -36,13 +39,7 @@ from warpweave.hf.shards import (
     use_local,
     whole,
 )
-from warpweave.parallel.collectives import all_gather, copy_to, gather, scatter
-from warpweave.parallel.layout import SequenceLayout
-from warpweave.parallel.tensor import (
-    column_parallel_linear,
-    row_parallel_linear,
-    vocab_parallel_embedding,
-)
+from warpweave.styles import look_up, project
 
 _STATE = "_parallel_warpweave"  # attribute of a model: its `Parallel`
 
@@ -188,27 +185,10 @@ class Parallel:
 
     def _embedding(self) -> Callable:
         group = self.options.mesh.group("tp")
-        ranks = self.options.mesh.size("tp")
-
-        def forward(module: Any, ids: torch.Tensor) -> torch.Tensor:
-            w = padded(module.weight, module.num_embeddings, ranks)
-            y = vocab_parallel_embedding(ids, w, group=group, vocab_size=module.num_embeddings)
-            if module.padding_idx is None:
-                return y
-            return torch.where((ids == module.padding_idx)[..., None], y.detach(), y)
-
-        return forward
+        return lambda module, ids: look_up(module, ids, group)
 
     def _head(self) -> Callable:
-        group, ranks = self.options.mesh.group("tp"), self.options.mesh.size("tp")
-
-        def forward(module: Any, x: torch.Tensor) -> torch.Tensor:
-            w, b = padded(module.weight, module.out_features, ranks), module.bias
-            y = column_parallel_linear(x, w, **self.options.over)
-            y = gather(y, group, dim=-1)[..., : module.out_features]
-            return y if b is None else y + b
-
-        return forward
+        return lambda module, x: project(module, x, **self.options.over)
 
     # ------------------------------------------------------------ tokens
 
@@ -235,7 +215,7 @@ class Parallel:
                         f"{type(module).__name__}.{name}: a layer that is cut over "
                         "ranks was replaced, and adapters do not know how it is cut"
                     )
-            x, put = _hidden(module, args, kwargs)
+            x, put = hidden_states(module, args, kwargs)
             if once and tp is not None:
                 x = all_gather(x, tp, dim=1) if self._streams() else copy_to(x, tp)
             args, kwargs = put(x)
@@ -262,7 +242,7 @@ class Parallel:
 
     def _cut_tokens(self, layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         mesh, n = self.options.mesh, self.options.tokens
-        x, put = _hidden(layer, args, kwargs)
+        x, put = hidden_states(layer, args, kwargs)
         fits = x.shape[1] % n == 0
         if torch.is_grad_enabled() and not fits:
             raise ValueError(
@@ -335,7 +315,7 @@ def _takes_once(part: structure.Part) -> bool:
     return part.kind == "attention" or len(part.columns) > 1
 
 
-def _hidden(module: nn.Module, args: tuple, kwargs: dict) -> tuple[torch.Tensor, Callable]:
+def hidden_states(module: nn.Module, args: tuple, kwargs: dict) -> tuple[torch.Tensor, Callable]:
     """The hidden states among a call's arguments, and the arguments with others in their place."""
     if args and isinstance(args[0], torch.Tensor):
         return args[0], lambda x: ((x, *args[1:]), kwargs)
