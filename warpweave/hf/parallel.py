@@ -28,7 +28,7 @@ from warpweave.hf.mlp import Conv1D, weight_of
 from warpweave.hf.options import VOCABULARY, Options, Vocabulary
 from warpweave.hf.patch import is_patched, patch, unpatch
 from warpweave.hf.report import Report
-from warpweave.parallel.collectives import all_gather, copy_to, gather, scatter
+from warpweave.parallel.collectives import all_gather, copy_to, gather, own_slice, scatter
 from warpweave.parallel.layout import SequenceLayout
 from warpweave.parallel.tensor import column_parallel_linear, row_parallel_linear
 from warpweave.shards import (
@@ -125,6 +125,8 @@ class Parallel:
                     over[module] = dict.fromkeys(module._parameters, (tp, cp))
             for column in part.columns:
                 over[column] = dict.fromkeys(column._parameters, (cp,))
+                if part.columns[column] > 1:
+                    over[column]["bias"] = (tp, cp)
             over[part.row] = {"weight": (cp,), "bias": (*stream, cp)}
         return {
             module: {n: tuple(g for g in groups if g is not None) for n, groups in names.items()}
@@ -136,9 +138,16 @@ class Parallel:
         tp = self.options.mesh.size("tp")
         for linear, blocks in part.columns.items():
             cuts[linear.weight] = (1 if isinstance(linear, Conv1D) else 0, blocks)
-            if linear.bias is not None:
-                cuts[linear.bias] = (0, blocks)
-            self._patch(linear, self._linear(column_parallel_linear, taken=_takes_once(part)))
+            if blocks > 1 and cuts[linear.weight][0] == 0 and self.options.mesh.size("dp") > 1:
+                name = next(n for n, m in self.model.named_modules() if m is linear)
+                raise ValueError(
+                    f"{name}: {blocks} blocks of rows are cut over tp, which fully_shard over dp "
+                    "would put together in another order"
+                )
+            if linear.bias is not None and blocks == 1:
+                cuts[linear.bias] = (0, 1)
+            taken = _takes_once(part)
+            self._patch(linear, self._linear(column_parallel_linear, taken=taken, blocks=blocks))
         cuts[part.row.weight] = (0 if isinstance(part.row, Conv1D) else 1, 1)
         self._patch(part.row, self._linear(row_parallel_linear))
         if part.kind == "attention" and max(part.columns.values()) > 1:
@@ -169,11 +178,15 @@ class Parallel:
 
     # ------------------------------------------------------------ forwards
 
-    def _linear(self, product: Callable, *, taken: bool = False) -> Callable:
-        """Of a layer that is cut; `taken`: its module's entrance has taken x from the ranks."""
+    def _linear(self, product: Callable, *, taken: bool = False, blocks: int = 1) -> Callable:
+        """Of a layer that is cut; `taken`: its module's entrance has taken x from the ranks. Of
+        several `blocks` the bias is whole."""
+        tp = self.options.mesh.group("tp")
 
         def forward(module: Any, x: torch.Tensor) -> torch.Tensor:
             w, b = weight_of(module), module.bias
+            if blocks > 1 and b is not None:
+                b = torch.cat([own_slice(block, tp) for block in b.chunk(blocks)])
             if taken:
                 return product(x, w, b, group=None)
             if not self._streams():
