@@ -33,6 +33,15 @@ def make(family: str, **more) -> nn.Module:
         return transformers.Gemma2ForCausalLM(
             transformers.Gemma2Config(**options | caps | {"head_dim": 8, "bos_token_id": None})
         )
+    if family == "starcoder2":
+        more = {"residual_dropout": 0.0, "embedding_dropout": 0.0, "bos_token_id": None}
+        return transformers.Starcoder2ForCausalLM(transformers.Starcoder2Config(**options | more))
+    if family == "olmo2":  # queries and keys are normalised all heads at once
+        return transformers.Olmo2ForCausalLM(transformers.Olmo2Config(**options))
+    if family == "gpt_oss":  # sinks, windows by turns, experts
+        options |= {"intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2}
+        more = {"head_dim": 8, "sliding_window": 5, "bos_token_id": None, "rope_parameters": None}
+        return transformers.GptOssForCausalLM(transformers.GptOssConfig(**options | more))
     if family == "qwen3":
         options["head_dim"] = 12
         return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**options))

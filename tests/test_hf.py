@@ -571,6 +571,20 @@ def test_a_compiler_follows(llama):
     assert_close(loss, llama.train()(ids(), labels=ids()).loss)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:.*should not be instantiated")
+def test_a_compiler_takes_each_layer_whole(llama):
+    """With nothing cut, forward and backward, as accelerate compiles regions."""
+    ours = applied(llama)
+    for layer in ours.model.layers:
+        layer.compile(fullgraph=True, backend="aot_eager")
+    losses = [m.train()(ids(), labels=ids(), use_cache=False).loss for m in (ours, llama)]
+    assert_close(*losses)
+    sum(losses).backward()
+    for p, q in zip(ours.parameters(), llama.parameters(), strict=True):
+        assert_close(p.grad, q.grad)
+    llama.zero_grad()
+
+
 # ---------------------------------------------------------------- what looks alike and is not
 
 

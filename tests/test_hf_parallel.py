@@ -15,11 +15,12 @@ from ranks import run_ranks  # noqa: E402
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 
-def spread(family: str, sizes: dict, options: dict) -> nn.Module:
+def spread(family: str, sizes: dict, options: dict, *, exact: bool = False) -> nn.Module:
     import warpweave.hf as ww
     from warpweave.parallel.mesh import Mesh
 
     model = perturbed(family)
+    model = model.double() if exact else model
     report = ww.apply(model, mesh=Mesh(**sizes).connect(), **options)
     assert report.replaced("loss")
     return model
@@ -53,6 +54,9 @@ TWO = [
     ("gpt2", {"cp": 2}, {}, True),
     ("gemma2", {"tp": 2}, SEQUENCE, True),
     ("gemma2", {"cp": 2}, {}, False),
+    ("olmo2", {"tp": 2}, CHUNKED, True),
+    ("gpt_oss", {"tp": 2}, SEQUENCE, False),
+    ("gpt_oss", {"cp": 2}, {"strategy": "ring"}, True),  # sinks and their gradient
 ]
 BOTH = {"tp": 2, "cp": 2}
 FOUR = [
@@ -75,6 +79,8 @@ def _of_two(rank: int, folder: str) -> dict:
         "lifetime": _lifetime(rank, folder),
         "refused": _refused(rank),
         "packed": _packed(rank),
+        "messages": _messages_of_norms(),
+        "float64": [float64(spread(*case, exact=True)) for case in EXACT],
         "lora": _lora(rank) if find_spec("peft") else None,
     }
 
@@ -115,6 +121,31 @@ def test_every_rank_is_told_of_another_that_holds_other_numbers(four):
 def assert_as_one_rank(cases: list[tuple], rank: list[tuple]) -> None:
     for case, (found, _) in zip(cases, rank, strict=True):
         assert_all_close(found, computed(perturbed(case[0]), padding=case[3]))
+
+
+EXACT = (
+    ("gpt2", {"tp": 2}, CHUNKED),
+    ("gpt2", {"cp": 2}, {"strategy": "ring"}),
+    ("starcoder2", {"tp": 2}, SEQUENCE),
+    ("starcoder2", {"cp": 2}, {}),
+)
+
+
+def float64(model: nn.Module) -> dict:
+    """Logits and the gradients of their squares: the loss of transformers is float32."""
+    from warpweave.shards import whole
+
+    logits = model.train()(batch()["input_ids"], use_cache=False).logits
+    logits.square().mean().backward()
+    return {"logits": logits.detach()} | {n: whole(p.grad) for n, p in model.named_parameters()}
+
+
+def test_where_transformers_computes_in_float64_so_do_ranks(two):
+    for rank in two:
+        for (family, *_), found in zip(EXACT, rank["float64"], strict=True):
+            wanted = float64(perturbed(family).double())
+            assert all(x.dtype == torch.float64 for x in found.values())
+            assert_all_close(found, wanted, 1e-11)
 
 
 SENDS = {"ring": "start_exchange", "ulysses": "start_all_to_all", "gather": "start_all_gather"}
@@ -333,6 +364,53 @@ def test_packed_documents_under_a_window_over_context_ranks_are_those_apart(two)
     for rank in two:
         for x, y in zip(rank["packed"], wanted, strict=True):
             assert (x - y).abs().max() <= 1e-5 * y.abs().max()
+
+
+def _messages_of_norms() -> list[list[tuple[str, int]]]:
+    """What is sent, and how many numbers, in the forward and the backward of a norm whose tokens
+    are cut, and of one whose features are."""
+    import torch.distributed as dist
+
+    from warpweave.parallel import collectives
+
+    model, sent = spread("olmo2", {"tp": 2}, SEQUENCE), []
+    spied = [(dist, "all_reduce"), (dist, "all_to_all_single"), (collectives, "all_gather_into")]
+    spied.append((collectives, "reduce_scatter_into"))
+    theirs = [getattr(where, name) for where, name in spied]
+
+    def spy(name, function):
+        def called(x, *args, **options):
+            sent.append((name, x.numel()))
+            return function(x, *args, **options)
+
+        return called
+
+    layer, found = model.model.layers[0], []
+    for (where, name), function in zip(spied, theirs):
+        setattr(where, name, spy(name, function))
+    try:
+        shapes = ((2, 8, 32), (2, 16, 16))
+        for norm, shape in zip((layer.post_attention_layernorm, layer.self_attn.q_norm), shapes):
+            y = norm(torch.ones(shape, requires_grad=True))
+            found.append(sent[:])
+            sent.clear()
+            y.square().sum().backward()
+            found.append(sent[:])
+            sent.clear()
+    finally:
+        for (where, name), function in zip(spied, theirs):
+            setattr(where, name, function)
+    return found
+
+
+def test_norms_of_cut_tokens_or_features_gather_nothing(two):
+    """Of cut tokens the gradient of the weight is summed; of cut features, all heads of a query at
+    once, a number per token, in either direction. What they compute is that of one rank, above."""
+    number_per_token = [("all_reduce", 2 * 16)]
+    for rank in two:
+        of_tokens, of_features = rank["messages"][:2], rank["messages"][2:]
+        assert of_tokens == [[], [("all_reduce", 32)]]
+        assert of_features == [number_per_token, number_per_token]
 
 
 def with_lora(model: nn.Module, target: str = "lm_head") -> nn.Module:

@@ -17,20 +17,21 @@ ranks once for all of them; a single column and every row hide their messages by
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from warpweave.hf import attention, structure
+from warpweave.hf import attention, norm, structure
 from warpweave.hf.mlp import Conv1D, weight_of
 from warpweave.hf.options import VOCABULARY, Options, Vocabulary
 from warpweave.hf.patch import is_patched, patch, unpatch
 from warpweave.hf.report import Report
 from warpweave.parallel.collectives import all_gather, copy_to, gather, own_slice, scatter
 from warpweave.parallel.layout import SequenceLayout
-from warpweave.parallel.tensor import column_parallel_linear, row_parallel_linear
+from warpweave.parallel.tensor import column_parallel_linear, cut_rms_norm, row_parallel_linear
 from warpweave.shards import (
     check_alike,
     placed,
@@ -123,6 +124,8 @@ class Parallel:
             if part.kind == "attention":  # the norms of a rank's heads
                 for module in part.module.modules():
                     over[module] = dict.fromkeys(module._parameters, (tp, cp))
+                for module in (part.module, *part.norms):  # what is cut with the heads
+                    over[module] = dict.fromkeys(module._parameters, (cp,))
             for column in part.columns:
                 over[column] = dict.fromkeys(column._parameters, (cp,))
                 if part.columns[column] > 1:
@@ -148,6 +151,15 @@ class Parallel:
                 cuts[linear.bias] = (0, 1)
             taken = _takes_once(part)
             self._patch(linear, self._linear(column_parallel_linear, taken=taken, blocks=blocks))
+        for module in part.norms:
+            cuts[module.weight] = (0, 1)
+            across = partial(cut_rms_norm, group=self.options.mesh.group("tp"))
+            form: Any = norm.find_form(module)
+            if is_patched(module):
+                unpatch(module)
+            self._patch(module, norm.forward_of(form, across))
+        if part.sinks is not None:
+            cuts[part.sinks] = (0, 1)
         cuts[part.row.weight] = (0 if isinstance(part.row, Conv1D) else 1, 1)
         self._patch(part.row, self._linear(row_parallel_linear))
         if part.kind == "attention" and max(part.columns.values()) > 1:
