@@ -202,5 +202,8 @@ def test_a_model_whose_plan_cannot_be_said_is_refused():
     assert "has no tp_plan" in raised(lambda: ww.planned(how, GPT2Config()))
     assert "has no counterpart among warpweave's styles" in raised(lambda: ww.planned(how, mixtral))
     assert "overlap must be one of" in raised(lambda: ww.planned(how, mixtral, overlap="fused"))
+    kept = ww.planned(DistributedConfig(tp_size=2), mixtral).tp_plan
+    assert kept["model.layers.*.self_attn.o_proj"] == "warpweave_rowwise"
+    assert not any("experts" in name for name in kept)
     own = DistributedConfig(tp_size=2, tp_plan={"lm_head": "colwise_gather_output"})
     assert ww.planned(own, mixtral).tp_plan["lm_head"] == "colwise_gather_output"

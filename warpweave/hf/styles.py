@@ -21,7 +21,7 @@ and, between the first layer and the last with tokens that are cut over the rank
 Those whose messages can hide also exist as `..._none` and `..._chunked`, see
 `parallel.tensor.overlap`; without an ending it is "auto". A sequence must divide by the ranks, so
 that with the latter no token is generated after another: `warpweave.hf.apply(mesh=...)` can.
-Generating with the others takes a dynamic cache: the size of a static one is told by the plan.
+Experts keep transformers' own styles, and are refused where tokens are cut.
 """
 
 from __future__ import annotations
@@ -197,12 +197,17 @@ def _words(model: Any, sequence_parallel: bool, ending: str) -> dict[str, str]:
         raise ValueError(f"{type(model).__name__} has no tp_plan: use warpweave.hf.apply(mesh=...)")
     ours, sequence = {}, "sequence_" if sequence_parallel else ""
     columns: dict[str, list[str]] = {}  # by the module that they are in
+    parametrised = _parametrised(model)
     for name, word in theirs.items():
         inside = _LAYERS in name
+        if inside and word in _KNOWN and name not in parametrised and not sequence_parallel:
+            continue  # a parameter of experts, which stays theirs
         if word in _HEADS:
             ours[name] = f"{WORD}gather_colwise{ending}"
         elif word == "embedding_rowwise":
             ours[name] = f"{WORD}embedding_rowwise"
+        elif inside and word in _KNOWN and name not in parametrised:
+            raise ValueError(f"{name}: a parameter has no counterpart among warpweave's styles")
         elif word == "colwise" and inside:
             columns.setdefault(name.rpartition(".")[0], []).append(name)
         elif word == "rowwise" and inside:
@@ -211,7 +216,7 @@ def _words(model: Any, sequence_parallel: bool, ending: str) -> dict[str, str]:
             ours[name] = f"{WORD}replicated"
         elif sequence_parallel or word in _KNOWN:
             raise ValueError(f"{name}: {word} has no counterpart among warpweave's styles")
-    for name in _parametrised(model):
+    for name in parametrised:
         parent = next((p for p in columns if name.startswith(f"{p}.")), None)
         if parent is not None and name not in theirs:
             raise ValueError(f"{name}: in a module that is cut, and the tp_plan does not say how")
