@@ -118,6 +118,8 @@ def test_the_operators_are_well_formed() -> None:
     x = _input(5, 6)
     for name in ("relu2", "geglu"):
         torch.library.opcheck(torch.ops.warpweave.activation_fwd.default, (x, name))
+        dy = torch.ops.warpweave.activation_fwd(x.detach(), name)
+        torch.library.opcheck(torch.ops.warpweave.activation_bwd.default, (dy, x.detach(), name))
 
 
 @impls

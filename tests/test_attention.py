@@ -478,6 +478,12 @@ def test_the_custom_op_passes_opcheck(impl) -> None:
     torch.library.opcheck(
         torch.ops.warpweave.attention.default, (*inputs, None, None, *pack(options))
     )
+    inputs = [x.detach() for x in inputs]
+    sinks = torch.randn(inputs[0].shape[2])
+    o, lse = torch.ops.warpweave.attention(*inputs, None, sinks, *pack(options))
+    for dlse, own in ((None, None), (torch.ones_like(lse), sinks)):
+        arguments = (o, dlse, *inputs, None, own, o, lse, *pack(options))
+        torch.library.opcheck(torch.ops.warpweave.attention_backward.default, arguments)
 
 
 def test_it_compiles_into_one_graph_with_gradients() -> None:

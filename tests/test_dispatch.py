@@ -6,6 +6,7 @@ import pkgutil
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -210,3 +211,18 @@ def test_a_tangent_is_refused_by_what_would_drop_it() -> None:
         dual = torch.autograd.forward_ad.make_dual(x, x)
         with pytest.raises(RuntimeError, match="norm_fwd has no forward-mode derivative"):
             norm_fwd(dual, torch.ones(8), layer=False)
+
+
+def test_every_operator_is_opchecked() -> None:
+    """Each that the sources register is named in a test file that calls opcheck."""
+    here = Path(__file__).resolve().parent
+    sources = [
+        p.read_text() for r in ("kernels", "parallel") for p in (here.parent / r).rglob("*.py")
+    ]
+    registered = re.compile(r'(?:custom_op|@operator)\(\s*"(?:warpweave::)?(\w+)"')
+    names = {name for text in sources for name in registered.findall(text)}
+    tests = [text for p in here.glob("test_*.py") if "library.opcheck(" in (text := p.read_text())]
+    called = re.compile(r"ops\.(?:warpweave\.)?(\w+)\.default")
+    checked = {name for text in tests for name in called.findall(text)}
+    assert len(names) > 20
+    assert not names - checked

@@ -6,6 +6,7 @@
 import copy
 import importlib
 import inspect
+import json
 import sys
 from pathlib import Path
 
@@ -569,6 +570,35 @@ def test_a_compiler_follows(llama):
     assert_close(found[real], wanted[real])
     loss = compiled.train()(ids(), labels=ids(), use_cache=False).loss
     assert_close(loss, llama.train()(ids(), labels=ids()).loss)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:.*should not be instantiated")
+def test_a_compiler_takes_each_layer_whole(llama):
+    """With nothing cut, forward and backward, as accelerate compiles regions."""
+    ours = applied(llama)
+    for layer in ours.model.layers:
+        layer.compile(fullgraph=True, backend="aot_eager")
+    losses = [m.train()(ids(), labels=ids(), use_cache=False).loss for m in (ours, llama)]
+    assert_close(*losses)
+    sum(losses).backward()
+    for p, q in zip(ours.parameters(), llama.parameters(), strict=True):
+        assert_close(p.grad, q.grad)
+    llama.zero_grad()
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux counts it")
+def test_the_loss_takes_a_quarter_of_the_memory_at_most(monkeypatch, tmp_path):
+    """As `benchmarks/results/hf/memory.json` records it of a vocabulary of 128,256; here a smaller
+    one, and processes of their own as there."""
+    monkeypatch.syspath_prepend(Path(__file__).resolve().parent.parent / "benchmarks")
+    module = importlib.import_module("hf_memory")
+    sizes = ["--vocabulary", "16384", "--tokens", "4096"]
+    found = module.main([*sizes, "--results", str(tmp_path)])
+    assert found["ratio"] <= 0.25
+    assert found["sides"]["transformers"]["added_mib"] > 2 * 16384 * 4096 * 4 / 2**20  # its logits
+    recorded = json.loads((module.RESULTS / "memory.json").read_text())
+    assert recorded["vocabulary"] >= 128_000
+    assert recorded["ratio"] <= 0.25
 
 
 # ---------------------------------------------------------------- what looks alike and is not

@@ -1,108 +1,38 @@
 """`warpweave.hf.apply(model, mesh=...)`: random tiny models over tensor and context ranks, against
 the untouched ones on one."""
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 from torch import nn
 
 transformers = pytest.importorskip("transformers", reason="an extra of its own")
 
-pytest.importorskip("peft", reason="an extra of its own")
-
+from hf_models import V, assert_all_close, batch, computed, counted, perturbed  # noqa: E402
 from ranks import run_ranks  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-V = 61  # odd: the last rank has a row less
 
 
-def make(family: str, **more) -> nn.Module:
-    torch.manual_seed(0)
-    if family == "gpt2":
-        return transformers.GPT2LMHeadModel(
-            transformers.GPT2Config(
-                vocab_size=V, n_embd=32, n_layer=2, n_head=4, n_positions=32, attn_pdrop=0.0,
-                bos_token_id=1, eos_token_id=2, **{"resid_pdrop": 0.0, "embd_pdrop": 0.0, **more},
-            )
-        )  # fmt: skip
-    options = {
-        "vocab_size": V, "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32,
-        "pad_token_id": 0, "eos_token_id": None, **more,
-    }  # fmt: skip
-    if family == "gemma2":  # windows by turns, scores and logits that are capped
-        caps = {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0, "sliding_window": 5}
-        return transformers.Gemma2ForCausalLM(
-            transformers.Gemma2Config(**options | caps | {"head_dim": 8, "bos_token_id": None})
-        )
-    if family == "qwen3":
-        options["head_dim"] = 12
-        return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**options))
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**options))
-
-
-def perturbed(family: str, **more) -> nn.Module:
-    """With nothing at its initial value: biases, and norms' weights."""
-    model = make(family, **more)
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.05 * torch.randn(p.shape, generator=generator))
-    return model
-
-
-def batch(padding: bool = False) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(3, V, (2, 16), generator=generator)
-    ids[1, 9] = 0  # the padding token, whose embedding does not learn, among the others
-    found = {"input_ids": ids, "labels": ids.clone()}
-    found["labels"][1, 3:8] = -100
-    if padding:
-        found["attention_mask"] = torch.ones_like(ids)
-        found["attention_mask"][0, :5] = 0
-        found["input_ids"][0, :5] = 0
-        found["labels"][0, :6] = -100  # what padding predicts is undefined
-    return found
-
-
-def computed(model: nn.Module, padding: bool = False, items: int | None = 17) -> dict:
-    """Logits, loss and whole gradients."""
-    from warpweave.hf.shards import whole
-
-    inputs = batch(padding)
-    labels = inputs.pop("labels")
-    with torch.no_grad():
-        logits = model.eval()(**inputs, use_cache=False).logits
-    loss = model.train()(**inputs, labels=labels, num_items_in_batch=items).loss
-    model.zero_grad()
-    loss.backward()
-    found = {n: whole(p.grad).clone() for n, p in model.named_parameters()}
-    real = inputs.get("attention_mask", torch.ones_like(labels)).bool()
-    return {"logits": logits[real], "loss": loss.detach(), **found}
-
-
-def spread(family: str, sizes: dict, options: dict) -> nn.Module:
+def spread(family: str, sizes: dict, options: dict, *, exact: bool = False) -> nn.Module:
     import warpweave.hf as ww
     from warpweave.parallel.mesh import Mesh
 
     model = perturbed(family)
+    model = model.double() if exact else model
     report = ww.apply(model, mesh=Mesh(**sizes).connect(), **options)
     assert report.replaced("loss")
     return model
 
 
-def _spread_and_computed(rank: int, cases: list[tuple]) -> list[dict]:
-    return [
-        computed(spread(family, sizes, options), padding)
-        for family, sizes, options, padding in cases
-    ]
-
-
-def assert_all_close(found: dict, wanted: dict, limit: float = 1e-5) -> None:
-    assert found.keys() == wanted.keys()
-    for name, x in wanted.items():
-        assert found[name].shape == x.shape, name
-        error = (found[name] - x).abs().max() / x.abs().max()
-        assert error <= limit, (name, error.item())
+def _spread_and_computed(cases: list[tuple]) -> list[tuple]:
+    """Numbers of each case, and what was counted meanwhile."""
+    found = []
+    for family, sizes, options, padding in cases:
+        model = spread(family, sizes, options)
+        found.append(counted(lambda model=model, padding=padding: computed(model, padding)))
+    return found
 
 
 FAMILIES = ("llama", "qwen3", "gpt2")
@@ -124,6 +54,9 @@ TWO = [
     ("gpt2", {"cp": 2}, {}, True),
     ("gemma2", {"tp": 2}, SEQUENCE, True),
     ("gemma2", {"cp": 2}, {}, False),
+    ("olmo2", {"tp": 2}, CHUNKED, True),
+    ("gpt_oss", {"tp": 2}, SEQUENCE, False),
+    ("gpt_oss", {"cp": 2}, {"strategy": "ring"}, True),  # sinks and their gradient
 ]
 BOTH = {"tp": 2, "cp": 2}
 FOUR = [
@@ -141,12 +74,14 @@ def two(tmp_path_factory) -> list[dict]:
 
 def _of_two(rank: int, folder: str) -> dict:
     return {
-        "numbers": _spread_and_computed(rank, TWO),
+        "numbers": _spread_and_computed(TWO),
         "without sums": _without_sums(rank),
         "lifetime": _lifetime(rank, folder),
         "refused": _refused(rank),
         "packed": _packed(rank),
-        "lora": _lora(rank),
+        "messages": _messages_of_norms(),
+        "float64": [float64(spread(*case, exact=True)) for case in EXACT],
+        "lora": _lora(rank) if find_spec("peft") else None,
     }
 
 
@@ -168,7 +103,7 @@ def _of_four(rank: int) -> dict:
     try:
         ww.apply(make_unseeded(rank == 3), mesh=Mesh(**BOTH).connect())
     except ValueError as error:
-        return {"numbers": _spread_and_computed(rank, FOUR), "unseeded": str(error)}
+        return {"numbers": _spread_and_computed(FOUR), "unseeded": str(error)}
     return {}
 
 
@@ -183,13 +118,57 @@ def test_every_rank_is_told_of_another_that_holds_other_numbers(four):
         assert "model.embed_tokens.weight: the ranks hold different" in rank["unseeded"]
 
 
-def assert_as_one_rank(cases: list[tuple], rank: list[dict]) -> None:
-    for case, found in zip(cases, rank, strict=True):
+def assert_as_one_rank(cases: list[tuple], rank: list[tuple]) -> None:
+    for case, (found, _) in zip(cases, rank, strict=True):
         assert_all_close(found, computed(perturbed(case[0]), padding=case[3]))
 
 
+EXACT = (
+    ("gpt2", {"tp": 2}, CHUNKED),
+    ("gpt2", {"cp": 2}, {"strategy": "ring"}),
+    ("starcoder2", {"tp": 2}, SEQUENCE),
+    ("starcoder2", {"cp": 2}, {}),
+)
+
+
+def float64(model: nn.Module) -> dict:
+    """Logits and the gradients of their squares: the loss of transformers is float32."""
+    from warpweave.shards import whole
+
+    logits = model.train()(batch()["input_ids"], use_cache=False).logits
+    logits.square().mean().backward()
+    return {"logits": logits.detach()} | {n: whole(p.grad) for n, p in model.named_parameters()}
+
+
+def test_where_transformers_computes_in_float64_so_do_ranks(two):
+    for rank in two:
+        for (family, *_), found in zip(EXACT, rank["float64"], strict=True):
+            wanted = float64(perturbed(family).double())
+            assert all(x.dtype == torch.float64 for x in found.values())
+            assert_all_close(found, wanted, 1e-11)
+
+
+SENDS = {"ring": "start_exchange", "ulysses": "start_all_to_all", "gather": "start_all_gather"}
+
+
+def test_overlap_and_strategy_reach_products_and_attention(two):
+    """Each in a forward that evaluates and in one that trains; a row's gradients are gathered."""
+    forwards, layers, rows = 2, 2, 2
+    for rank in two:
+        for (family, sizes, options, _), (_, calls) in zip(TWO, rank["numbers"], strict=True):
+            hidden = {name: n for name, n in calls.items() if name[1] is True}
+            columns = 1 if family == "gpt2" else 0  # the only one of its module
+            gathers = layers * (forwards * columns + rows)
+            sums = {("sum_product", True): forwards * layers * rows}
+            chunked = options.get("overlap") == "chunked"
+            assert hidden == ({("gather_product", True): gathers} | sums if chunked else {})
+            sent = [way for way, name in SENDS.items() if calls[name]]
+            assert len(sent) == ("cp" in sizes)
+            assert options.get("strategy") in (None, *sent)
+
+
 def _without_sums(rank: int) -> list[dict]:
-    from warpweave.hf import shards
+    from warpweave import shards
 
     before, shards.copy_to = shards.copy_to, lambda x, group: x
     try:
@@ -217,7 +196,7 @@ def test_a_gradient_of_a_part_of_the_tokens_or_heads_would_be_seen(two):
 def _lifetime(rank: int, folder: str) -> dict:
     """Of models on two ranks: saved, clipped and trained, generating, reverted."""
     import warpweave.hf as ww
-    from warpweave.hf import shards
+    from warpweave import shards
 
     found = {}
     for family, sizes in (("llama", {"tp": 2}), ("gpt2", {"tp": 2}), ("qwen3", {"cp": 2})):
@@ -308,7 +287,7 @@ def _refused(rank: int) -> list[str]:
     refuse(lambda: model.train()(**inputs))
     model = perturbed("llama")
     ww.apply(model, mesh=mesh)
-    for target in ("q_proj", "lm_head"):
+    for target in ("q_proj", "lm_head") if find_spec("peft") else ():
         adapted = with_lora(model, target)
         refuse(lambda adapted=adapted: adapted.train()(**batch()))
         adapted.unload()
@@ -321,22 +300,27 @@ def make_unseeded(seed: int) -> nn.Module:
     return transformers.LlamaForCausalLM(config)
 
 
+REFUSED = (
+    "model.layers.0.self_attn: 1 key heads do not divide by tp = 2",
+    "model.layers.0.mlp: 57 hidden units do not divide by tp = 2",
+    "model.layers.0.self_attn: attention dropout is not drawn over ranks",
+    "transformer.h.0.attn.resid_dropout: dropout 0.1 is not drawn over ranks",
+    "model.embed_tokens.weight: the ranks hold different numbers",
+    "a mesh needs a transformers model and its attention replaced",
+    "overlap must be one of",
+    "14 tokens do not divide by 4",
+)
+ADAPTERS = (
+    "LlamaAttention.q_proj: a layer that is cut over ranks was replaced",
+    "rows beside a head of 61 that is cut over ranks: put adapters on before",
+)
+
+
 def test_what_cannot_be_spread_is_refused_by_name(two):
     for rank in two:
         for message, wanted in zip(
             rank["refused"],
-            (
-                "model.layers.0.self_attn: 1 key heads do not divide by tp = 2",
-                "model.layers.0.mlp: 57 hidden units do not divide by tp = 2",
-                "model.layers.0.self_attn: attention dropout is not drawn over ranks",
-                "transformer.h.0.attn.resid_dropout: dropout 0.1 is not drawn over ranks",
-                "model.embed_tokens.weight: the ranks hold different numbers",
-                "a mesh needs a transformers model and its attention replaced",
-                "overlap must be one of",
-                "14 tokens do not divide by 4",
-                "LlamaAttention.q_proj: a layer that is cut over ranks was replaced",
-                "rows beside a head of 61 that is cut over ranks: put adapters on before",
-            ),
+            REFUSED + (ADAPTERS if find_spec("peft") else ()),
             strict=True,
         ):
             assert wanted in message
@@ -382,6 +366,53 @@ def test_packed_documents_under_a_window_over_context_ranks_are_those_apart(two)
             assert (x - y).abs().max() <= 1e-5 * y.abs().max()
 
 
+def _messages_of_norms() -> list[list[tuple[str, int]]]:
+    """What is sent, and how many numbers, in the forward and the backward of a norm whose tokens
+    are cut, and of one whose features are."""
+    import torch.distributed as dist
+
+    from warpweave.parallel import collectives
+
+    model, sent = spread("olmo2", {"tp": 2}, SEQUENCE), []
+    spied = [(dist, "all_reduce"), (dist, "all_to_all_single"), (collectives, "all_gather_into")]
+    spied.append((collectives, "reduce_scatter_into"))
+    theirs = [getattr(where, name) for where, name in spied]
+
+    def spy(name, function):
+        def called(x, *args, **options):
+            sent.append((name, x.numel()))
+            return function(x, *args, **options)
+
+        return called
+
+    layer, found = model.model.layers[0], []
+    for (where, name), function in zip(spied, theirs):
+        setattr(where, name, spy(name, function))
+    try:
+        shapes = ((2, 8, 32), (2, 16, 16))
+        for norm, shape in zip((layer.post_attention_layernorm, layer.self_attn.q_norm), shapes):
+            y = norm(torch.ones(shape, requires_grad=True))
+            found.append(sent[:])
+            sent.clear()
+            y.square().sum().backward()
+            found.append(sent[:])
+            sent.clear()
+    finally:
+        for (where, name), function in zip(spied, theirs):
+            setattr(where, name, function)
+    return found
+
+
+def test_norms_of_cut_tokens_or_features_gather_nothing(two):
+    """Of cut tokens the gradient of the weight is summed; of cut features, all heads of a query at
+    once, a number per token, in either direction. What they compute is that of one rank, above."""
+    number_per_token = [("all_reduce", 2 * 16)]
+    for rank in two:
+        of_tokens, of_features = rank["messages"][:2], rank["messages"][2:]
+        assert of_tokens == [[], [("all_reduce", 32)]]
+        assert of_features == [number_per_token, number_per_token]
+
+
 def with_lora(model: nn.Module, target: str = "lm_head") -> nn.Module:
     import peft
 
@@ -392,8 +423,8 @@ def with_lora(model: nn.Module, target: str = "lm_head") -> nn.Module:
 
 def _lora(rank: int) -> tuple:
     import warpweave.hf as ww
-    from warpweave.hf.shards import whole
     from warpweave.parallel.mesh import Mesh
+    from warpweave.shards import whole
 
     mesh, model = Mesh(tp=2).connect(), with_lora(perturbed("llama"))
     ww.apply(model.get_base_model(), mesh=mesh, sequence_parallel=True)
@@ -404,6 +435,7 @@ def _lora(rank: int) -> tuple:
 
 
 def test_lora_on_the_head_is_in_the_loss_over_a_cut_vocabulary(two):
+    pytest.importorskip("peft", reason="an extra of its own")
     model = with_lora(perturbed("llama"))
     loss = model.train()(**batch()).loss
     loss.backward()

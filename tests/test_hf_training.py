@@ -19,6 +19,8 @@ pytest.importorskip("accelerate", reason="an extra of its own, which Trainer ask
 from ranks import run_ranks  # noqa: E402
 
 import warpweave.hf as ww  # noqa: E402
+from warpweave.parallel.mesh import Mesh  # noqa: E402
+from warpweave.shards import whole  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 V, STEPS = 61, 50
@@ -178,7 +180,7 @@ def batch_of(labels: str) -> dict[str, torch.Tensor]:
     return batch
 
 
-def accumulated(model: nn.Module, labels: str, accumulate: int, rank: int, world: int):
+def accumulated(model: nn.Module, labels: str, accumulate: int, rank: int, world: int, group=None):
     """Loss and gradients of a rank's samples, in so many steps, divided by all ranks' labels.
 
     DDP takes the mean over ranks, Trainer therefore multiplies the loss by their number.
@@ -191,13 +193,13 @@ def accumulated(model: nn.Module, labels: str, accumulate: int, rank: int, world
     for step in range(accumulate):
         part = {n: x[step] for n, x in parts.items()}
         last = step == accumulate - 1
-        with contextlib.nullcontext() if last or world == 1 else model.no_sync():
+        with contextlib.nullcontext() if last or not hasattr(model, "no_sync") else model.no_sync():
             loss = model(**part, num_items_in_batch=items).loss
             (loss * world).backward()
         total += loss.detach()
     if world > 1:
-        dist.all_reduce(total)
-    grads = {n.removeprefix("module."): p.grad.clone() for n, p in model.named_parameters()}
+        dist.all_reduce(total, group=group)
+    grads = {n.removeprefix("module."): whole(p.grad).clone() for n, p in model.named_parameters()}
     return total, grads
 
 
@@ -212,19 +214,82 @@ def _table_of_two(rank: int) -> list[tuple]:
     return [accumulated(model, *row, rank, 2) for row in TABLE]
 
 
-def test_every_label_counts_once_whatever_accumulates_and_on_however_many_ranks():
-    """num_items_in_batch x accumulation x DP x samples without labels, against one step of all."""
+def _of_four(rank: int, folder: str) -> dict:
+    """On two replicas: over two context ranks each under DDP, over two tensor ranks under FSDP2."""
+    mesh = Mesh(dp=2, cp=2).connect()
+    model = make("llama")
+    ww.apply(model, mesh=mesh)
+    where = mesh.index("dp"), 2, mesh.group("dp")
+    model = nn.parallel.DistributedDataParallel(model, process_group=mesh.group("dp"))
+    found = {"table": [accumulated(model, *row, *where) for row in TABLE]}
+    mesh = Mesh(dp=2, tp=2).connect()
+    for family in ("llama", "gpt2"):
+        model = make(family)
+        ww.apply(model, mesh=mesh, sequence_parallel=True)
+        with pytest.raises(RuntimeError, match=r"DTensor|sharded"):
+            nn.parallel.DistributedDataParallel(model, process_group=mesh.group("dp"))
+        layers = model.model.layers if family == "llama" else model.transformer.h
+        for part in (*layers, model):
+            fully_shard(part, mesh=mesh.device_mesh["dp"])
+        steps = [accumulated(model, "ragged", 2, mesh.index("dp"), 2, mesh.group("dp"))]
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        steps.append(accumulated(model, "ragged", 1, mesh.index("dp"), 2, mesh.group("dp")))
+        model.save_pretrained(f"{folder}/{family}")
+        held = sum(p.to_local().numel() for p in model.parameters())
+        found[family] = steps, norm.full_tensor(), held
+    return found
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory) -> tuple:
+    """What each of four ranks found, and where they saved."""
+    folder = tmp_path_factory.mktemp("four")
+    return run_ranks(4, _of_four, str(folder)), folder
+
+
+def assert_as_one(found: tuple, wanted: tuple) -> None:
+    (loss, grads), (wanted_loss, wanted_grads) = found, wanted
+    assert (loss - wanted_loss).abs() <= 1e-6 * wanted_loss
+    assert grads.keys() == wanted_grads.keys()
+    for name, g in wanted_grads.items():
+        assert (grads[name] - g).abs().max() <= 1e-5 * g.abs().max(), name
+
+
+def test_every_label_counts_once_whatever_accumulates_and_on_however_many_ranks(four):
+    """num_items_in_batch x accumulation x DP x CP x samples without labels, against one step of
+    all."""
     theirs, ours = make("llama"), make("llama")
     ww.apply(ours)
     truth = {labels: accumulated(theirs, labels, 1, 0, 1) for labels in LABELS}
     assert len({loss.item() for loss, _ in truth.values()}) == len(LABELS)
     columns = [[accumulated(ours, *row, 0, 1) for row in TABLE], *run_ranks(2, _table_of_two)]
+    columns += [rank["table"] for rank in four[0]]
     for column in columns:
-        for (labels, _), (loss, grads) in zip(TABLE, column, strict=True):
-            wanted, wanted_grads = truth[labels]
-            assert (loss - wanted).abs() <= 1e-6 * wanted
-            for name, g in wanted_grads.items():
-                assert (grads[name] - g).abs().max() <= 1e-5 * g.abs().max(), name
+        for (labels, _), found in zip(TABLE, column, strict=True):
+            assert_as_one(found, truth[labels])
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_fsdp_around_a_model_over_tensor_ranks_is_one_rank(four, family):
+    """Loss, gradients, their norm and a step; what is saved is the whole."""
+    model = make(family)
+    wanted = [accumulated(model, "ragged", 1, 0, 1)]
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    wanted.append(accumulated(model, "ragged", 1, 0, 1))
+    ranks, folder = four
+    for rank in ranks:
+        (first, second), found_norm, held = rank[family]
+        assert_as_one(first, wanted[0])
+        assert_as_one(second, wanted[1])
+        torch.testing.assert_close(found_norm, norm)
+        assert held < 0.3 * sum(p.numel() for p in model.parameters())
+    saved = type(model).from_pretrained(folder / family)
+    assert saved.config.architectures == [type(model).__name__]
+    for name, x in model.state_dict().items():
+        assert (saved.state_dict()[name] - x).abs().max() <= 1e-5 * x.abs().max(), name
 
 
 def _sharded(rank: int) -> tuple:

@@ -113,6 +113,26 @@ def test_twenty_steps_are_those_of_transformers_and_go_back_to_it(llama, tmp_pat
     assert from_hf(tmp_path / "back").fields == from_hf(llama).fields
 
 
+def test_a_gemma_goes_on_as_transformers_does(tmp_path):
+    """Norms of 1 + w, capped logits, a scaled embedding, windows by turns."""
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Gemma2Config(
+        vocab_size=256, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=64,
+        initializer_range=0.1, pad_token_id=None, sliding_window=8,
+        attn_logit_softcapping=3.0, final_logit_softcapping=4.0,
+    )  # fmt: skip
+    Gemma2ForCausalLM(config).save_pretrained(tmp_path / "gemma")
+    config = _config(tmp_path, tmp_path / "gemma", steps=6)
+    _trainer(config).run()
+    losses, _ = _theirs(config, 6)
+    ours = _losses(config.out)
+    assert losses[0] - losses[-1] > 0.5  # it learns
+    assert max(abs(a - b) / b for a, b in zip(ours, losses, strict=True)) < 1e-5
+
+
 def _on_ranks(rank: int, config: TrainConfig) -> None:
     _trainer(config, rank).run()
 

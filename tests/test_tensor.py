@@ -678,3 +678,12 @@ def test_a_planted_fault_breaks_the_rule() -> None:
             {k: {"tp": v} for k, v in documented.items()},
             mesh={"tp": 2},
         )
+
+
+def test_a_norm_of_cut_features_is_on_one_rank_the_plain_one() -> None:
+    x, w = torch.randn(3, 7, dtype=torch.float64), torch.randn(7, dtype=torch.float64)
+    wanted = torch.nn.functional.rms_norm(x, (7,), w, 1e-5)
+    assert_close_f64(tensor.cut_rms_norm(x, w, 1e-5, group=None), wanted, 1e-14)
+    assert tensor.cut_rms_norm(x.half(), w.half(), group=None).dtype == torch.float16
+    with pytest.raises(ValueError, match=r"weight\[6\] does not fit x\[3, 7\]"):
+        tensor.cut_rms_norm(x, w[:6], group=None)

@@ -25,7 +25,7 @@ traces the Functions with group=None only; a compiled backward defers no weight 
 `ranks` what moves around a column- and a row-parallel product, `chunked` under its pieces, `fused`
 within its kernel, `overlap` the choice · `linear` the two · `embedding`, `loss` over a cut
 vocabulary · `linear_loss` head and loss in one · `mlp`, `qkv` two products, or one with its
-rotation, fused.
+rotation, fused · `norm` of features that are cut.
 """
 
 from warpweave.parallel.tensor.embedding import vocab_parallel_embedding
@@ -33,10 +33,12 @@ from warpweave.parallel.tensor.linear import column_parallel_linear, row_paralle
 from warpweave.parallel.tensor.linear_loss import vocab_parallel_linear_cross_entropy
 from warpweave.parallel.tensor.loss import vocab_parallel_cross_entropy
 from warpweave.parallel.tensor.mlp import parallel_mlp
+from warpweave.parallel.tensor.norm import cut_rms_norm
 from warpweave.parallel.tensor.qkv import parallel_qkv_rope
 
 __all__ = [
     "column_parallel_linear",
+    "cut_rms_norm",
     "parallel_mlp",
     "parallel_qkv_rope",
     "row_parallel_linear",

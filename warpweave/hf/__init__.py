@@ -10,7 +10,7 @@ only after the old and the new one were seen to agree on a small probe. Paramete
 `model` the public calls · `report` what they return · `patch` a forward replaced and put back ·
 `probe` how two forwards are compared · `norm`, `mlp` modules · `attention` the function that models
 call, `mask` what their masks mean to it · `loss` the head and its loss · `parallel` a model over
-ranks: `options` how, `structure` where it can be cut, `shards` its parameters.
+ranks: `options` how, `structure` where it can be cut · `styles` for a `tp_plan`.
 """
 
 try:
@@ -22,5 +22,6 @@ except ImportError:
 
 from warpweave.hf.model import KINDS, apply, revert
 from warpweave.hf.report import Entry, Report
+from warpweave.hf.styles import planned
 
-__all__ = ["KINDS", "Entry", "Report", "apply", "revert"]
+__all__ = ["KINDS", "Entry", "Report", "apply", "planned", "revert"]

@@ -98,7 +98,7 @@ def attend(
         o = context_attention(query, key, value, **options, **across._asdict())
     o = o if Dv == wide else o[..., :Dv].contiguous()
     for watch in _watchers:
-        watch(module, query, key, value, o)
+        watch(module, query, key, value, o, s_aux)
     return o, None
 
 
@@ -162,8 +162,8 @@ def _visible(
 
 @contextmanager
 def watched(watch: Callable) -> Iterator[None]:
-    """Meanwhile `watch(module, q, k, v, o)` is told of every call of `attend`: its caller, and
-    heads as the kernel takes them, [B, S, H, D]."""
+    """Meanwhile `watch(module, q, k, v, o, sinks)` is told of every call of `attend`: its caller,
+    heads as the kernel takes them, [B, S, H, D], and [H] or None."""
     _watchers.append(watch)
     try:
         yield

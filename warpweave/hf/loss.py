@@ -34,10 +34,10 @@ from warpweave.hf.mlp import is_plain_linear
 from warpweave.hf.options import VOCABULARY, Vocabulary
 from warpweave.hf.patch import original, patch, unpatch
 from warpweave.hf.probe import agree, quietly
-from warpweave.hf.shards import local
 from warpweave.messages import one_line
 from warpweave.parallel.collectives import copy_to, group_size, own_slice, reduce_from, scatter
 from warpweave.parallel.tensor import vocab_parallel_linear_cross_entropy
+from warpweave.shards import local
 
 
 class Form(NamedTuple):

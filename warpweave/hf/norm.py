@@ -81,12 +81,13 @@ def find_form(module: nn.Module) -> Form | str:
     return "its forward computes no RMSNorm or LayerNorm of ours"
 
 
-def forward_of(form: Form) -> Callable:
-    """The forward of a module that is a norm of this form."""
-    norm = layer_norm if form.layer else rms_norm
+def forward_of(form: Form, across: Callable | None = None) -> Callable:
+    """The forward of a module that is a norm of this form; `across` is what takes the place of
+    `rms_norm` where features are cut over ranks."""
+    norm = rms_norm if across is None else across
 
     def forward(self, hidden_states):
-        if few(hidden_states):
+        if across is None and few(hidden_states):
             return original(self)(hidden_states)
         x, weight = hidden_states, getattr(self, "weight", None)
         dtype = x.dtype

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from warpweave.parallel.collectives import copy_to, own_slice
 from warpweave.parallel.mesh import ConnectedMesh
+from warpweave.shards import padded
 
 VOCABULARY = "_vocabulary_warpweave"  # attribute of a head: its `Vocabulary`
 
@@ -70,9 +71,3 @@ class Vocabulary(NamedTuple):
         rows = -(-self.size // ranks)
         full = F.pad(copy_to(whole, self.group), (0, 0, 0, rows * ranks - self.size))
         return own_slice(full, self.group)
-
-
-def padded(weight: torch.Tensor, rows: int, ranks: int) -> torch.Tensor:
-    """This rank's rows of a vocabulary, with zeros where the last rank's are missing."""
-    missing = -(-rows // ranks) - len(weight)
-    return F.pad(weight, (0, 0, 0, missing)) if missing else weight

@@ -17,18 +17,22 @@ ranks once for all of them; a single column and every row hide their messages by
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from warpweave.hf import attention, structure
+from warpweave.hf import attention, norm, structure
 from warpweave.hf.mlp import Conv1D, weight_of
-from warpweave.hf.options import VOCABULARY, Options, Vocabulary, padded
+from warpweave.hf.options import VOCABULARY, Options, Vocabulary
 from warpweave.hf.patch import is_patched, patch, unpatch
 from warpweave.hf.report import Report
-from warpweave.hf.shards import (
+from warpweave.parallel.collectives import all_gather, copy_to, gather, own_slice, scatter
+from warpweave.parallel.layout import SequenceLayout
+from warpweave.parallel.tensor import column_parallel_linear, cut_rms_norm, row_parallel_linear
+from warpweave.shards import (
     check_alike,
     placed,
     replace_parameters,
@@ -36,13 +40,7 @@ from warpweave.hf.shards import (
     use_local,
     whole,
 )
-from warpweave.parallel.collectives import all_gather, copy_to, gather, scatter
-from warpweave.parallel.layout import SequenceLayout
-from warpweave.parallel.tensor import (
-    column_parallel_linear,
-    row_parallel_linear,
-    vocab_parallel_embedding,
-)
+from warpweave.styles import look_up, project
 
 _STATE = "_parallel_warpweave"  # attribute of a model: its `Parallel`
 
@@ -126,8 +124,12 @@ class Parallel:
             if part.kind == "attention":  # the norms of a rank's heads
                 for module in part.module.modules():
                     over[module] = dict.fromkeys(module._parameters, (tp, cp))
+                for module in (part.module, *part.norms):  # what is cut with the heads
+                    over[module] = dict.fromkeys(module._parameters, (cp,))
             for column in part.columns:
                 over[column] = dict.fromkeys(column._parameters, (cp,))
+                if part.columns[column] > 1:
+                    over[column]["bias"] = (tp, cp)
             over[part.row] = {"weight": (cp,), "bias": (*stream, cp)}
         return {
             module: {n: tuple(g for g in groups if g is not None) for n, groups in names.items()}
@@ -139,9 +141,25 @@ class Parallel:
         tp = self.options.mesh.size("tp")
         for linear, blocks in part.columns.items():
             cuts[linear.weight] = (1 if isinstance(linear, Conv1D) else 0, blocks)
-            if linear.bias is not None:
-                cuts[linear.bias] = (0, blocks)
-            self._patch(linear, self._linear(column_parallel_linear, taken=_takes_once(part)))
+            if blocks > 1 and cuts[linear.weight][0] == 0 and self.options.mesh.size("dp") > 1:
+                name = next(n for n, m in self.model.named_modules() if m is linear)
+                raise ValueError(
+                    f"{name}: {blocks} blocks of rows are cut over tp, which fully_shard over dp "
+                    "would put together in another order"
+                )
+            if linear.bias is not None and blocks == 1:
+                cuts[linear.bias] = (0, 1)
+            taken = _takes_once(part)
+            self._patch(linear, self._linear(column_parallel_linear, taken=taken, blocks=blocks))
+        for module in part.norms:
+            cuts[module.weight] = (0, 1)
+            across = partial(cut_rms_norm, group=self.options.mesh.group("tp"))
+            form: Any = norm.find_form(module)
+            if is_patched(module):
+                unpatch(module)
+            self._patch(module, norm.forward_of(form, across))
+        if part.sinks is not None:
+            cuts[part.sinks] = (0, 1)
         cuts[part.row.weight] = (0 if isinstance(part.row, Conv1D) else 1, 1)
         self._patch(part.row, self._linear(row_parallel_linear))
         if part.kind == "attention" and max(part.columns.values()) > 1:
@@ -172,11 +190,15 @@ class Parallel:
 
     # ------------------------------------------------------------ forwards
 
-    def _linear(self, product: Callable, *, taken: bool = False) -> Callable:
-        """Of a layer that is cut; `taken`: its module's entrance has taken x from the ranks."""
+    def _linear(self, product: Callable, *, taken: bool = False, blocks: int = 1) -> Callable:
+        """Of a layer that is cut; `taken`: its module's entrance has taken x from the ranks. Of
+        several `blocks` the bias is whole."""
+        tp = self.options.mesh.group("tp")
 
         def forward(module: Any, x: torch.Tensor) -> torch.Tensor:
             w, b = weight_of(module), module.bias
+            if blocks > 1 and b is not None:
+                b = torch.cat([own_slice(block, tp) for block in b.chunk(blocks)])
             if taken:
                 return product(x, w, b, group=None)
             if not self._streams():
@@ -188,27 +210,10 @@ class Parallel:
 
     def _embedding(self) -> Callable:
         group = self.options.mesh.group("tp")
-        ranks = self.options.mesh.size("tp")
-
-        def forward(module: Any, ids: torch.Tensor) -> torch.Tensor:
-            w = padded(module.weight, module.num_embeddings, ranks)
-            y = vocab_parallel_embedding(ids, w, group=group, vocab_size=module.num_embeddings)
-            if module.padding_idx is None:
-                return y
-            return torch.where((ids == module.padding_idx)[..., None], y.detach(), y)
-
-        return forward
+        return lambda module, ids: look_up(module, ids, group)
 
     def _head(self) -> Callable:
-        group, ranks = self.options.mesh.group("tp"), self.options.mesh.size("tp")
-
-        def forward(module: Any, x: torch.Tensor) -> torch.Tensor:
-            w, b = padded(module.weight, module.out_features, ranks), module.bias
-            y = column_parallel_linear(x, w, **self.options.over)
-            y = gather(y, group, dim=-1)[..., : module.out_features]
-            return y if b is None else y + b
-
-        return forward
+        return lambda module, x: project(module, x, **self.options.over)
 
     # ------------------------------------------------------------ tokens
 
@@ -235,7 +240,7 @@ class Parallel:
                         f"{type(module).__name__}.{name}: a layer that is cut over "
                         "ranks was replaced, and adapters do not know how it is cut"
                     )
-            x, put = _hidden(module, args, kwargs)
+            x, put = hidden_states(module, args, kwargs)
             if once and tp is not None:
                 x = all_gather(x, tp, dim=1) if self._streams() else copy_to(x, tp)
             args, kwargs = put(x)
@@ -262,7 +267,7 @@ class Parallel:
 
     def _cut_tokens(self, layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         mesh, n = self.options.mesh, self.options.tokens
-        x, put = _hidden(layer, args, kwargs)
+        x, put = hidden_states(layer, args, kwargs)
         fits = x.shape[1] % n == 0
         if torch.is_grad_enabled() and not fits:
             raise ValueError(
@@ -335,7 +340,7 @@ def _takes_once(part: structure.Part) -> bool:
     return part.kind == "attention" or len(part.columns) > 1
 
 
-def _hidden(module: nn.Module, args: tuple, kwargs: dict) -> tuple[torch.Tensor, Callable]:
+def hidden_states(module: nn.Module, args: tuple, kwargs: dict) -> tuple[torch.Tensor, Callable]:
     """The hidden states among a call's arguments, and the arguments with others in their place."""
     if args and isinstance(args[0], torch.Tensor):
         return args[0], lambda x: ((x, *args[1:]), kwargs)

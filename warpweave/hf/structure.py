@@ -1,7 +1,8 @@
 """Where a model can be cut over tensor ranks, seen in what it computes: see `find_parts`.
 
 attention     linear layers before the call of the attention function are columns, the one after
-              it is the row; which features make which head is read from gradients
+              it is the row; which features make which head is read from gradients. A norm of all
+              heads at once is cut with the column before it, a sink of each head with the heads
 feed-forward  the forms of `warpweave.hf.mlp`: gate and up are columns, down is the row
 """
 
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from warpweave.hf import attention, mlp
+from warpweave.hf import attention, mlp, norm
 from warpweave.hf.probe import kind_of, noise, quietly
 
 
@@ -23,6 +24,8 @@ class Part(NamedTuple):
         columns: each with the number of equal blocks that its features fall into (3 where queries,
             keys and values lie side by side), every one of which is cut.
         row: the one whose input features are cut.
+        norms: those that are as wide as a column.
+        sinks: a number of each head, the module's own.
         width: features of a block, before the cut.
     """
 
@@ -30,6 +33,8 @@ class Part(NamedTuple):
     module: nn.Module
     columns: dict[nn.Module, int]
     row: nn.Module
+    norms: tuple[nn.Module, ...] = ()
+    sinks: nn.Parameter | None = None
 
     @property
     def width(self) -> int:
@@ -102,45 +107,67 @@ def _attention_part(module: nn.Module, call: _Call, ranks: int) -> Part:
     linears = [m for m in module.modules() if isinstance(m, (nn.Linear, mlp.Conv1D))]
     if not all(map(mlp.is_plain_linear, linears)):
         raise ValueError("quantised or wrapped linear layers")
-    if list(module.parameters(recurse=False)):
-        raise ValueError("it has parameters of its own, whose heads are not known")
+    wide = _wide_norms(module, linears)
     before: dict[nn.Module, torch.Tensor] = {}
     after: dict[nn.Module, torch.Tensor] = {}
+    normed: dict[nn.Module, nn.Module] = {}  # by the column before it
     seen: list[tuple[torch.Tensor, ...]] = []
 
-    def note(linear: nn.Module, args: tuple, y: torch.Tensor) -> torch.Tensor:
+    def note(part: nn.Module, args: tuple, y: torch.Tensor) -> torch.Tensor:
         if seen:
-            after[linear] = args[0].detach()
+            after[part] = args[0].detach()
             return y
-        before[linear] = y.detach().requires_grad_()
-        return before[linear]
+        if part in wide:
+            normed.update((c, part) for c, x in before.items() if x is args[0])
+        before[part] = y.detach().requires_grad_()
+        return before[part]
 
-    hooks = [linear.register_forward_hook(note) for linear in linears]
+    hooks = [part.register_forward_hook(note) for part in (*linears, *wide)]
     try:
         with quietly(module), torch.enable_grad(), attention.watched(lambda _, *x: seen.append(x)):
             module(*call.args, **call.kwargs)
     finally:
         for hook in hooks:
             hook.remove()
-    if len(seen) != 1 or len(after) != 1 or len(before) + 1 != len(linears):
+    made = {c: before[normed.get(c, c)] for c in before if c not in wide}
+    if len(seen) != 1 or len(after) != 1 or len(made) + 1 != len(linears):
         raise ValueError("its linear layers do not lie around one attention")
-    q, k, v, o = seen[0]
+    if len(normed) != len(wide):
+        raise ValueError("a norm as wide as a linear layer does not follow one")
+    q, k, v, o, sinks = seen[0]
+    own = list(module.parameters(recurse=False))
+    if own and (len(own) > 1 or own[0] is not sinks):
+        raise ValueError("it has parameters of its own, whose heads are not known")
     for what, x in (("query", q), ("key", k), ("value", v)):
         if x.shape[2] % ranks:
             raise ValueError(f"{x.shape[2]} {what} heads do not divide by tp = {ranks}")
     ((row, x),) = after.items()
     if x.shape[-1] != o.shape[2:].numel() or not torch.equal(x.flatten(), o.flatten()):
         raise ValueError("what its last linear layer reads are not the heads, one after the other")
-    columns = {c: _blocks(y, (q, k, v), ranks) for c, y in before.items()}
-    if any(p.numel() not in (q.shape[-1], v.shape[-1]) for p in _others(module, linears)):
+    columns = {c: _blocks(y, (q, k, v), ranks) for c, y in made.items()}
+    if any(columns[c] > 1 for c in normed):
+        raise ValueError("a norm of queries, keys and values at once")
+    others = _others(module, [*linears, *wide])
+    if any(p.numel() not in (q.shape[-1], v.shape[-1]) for p in others if p is not sinks):
         raise ValueError("it has other parameters than a norm of each head")
-    return Part("attention", module, columns, row)
+    return Part("attention", module, columns, row, tuple(normed.values()), sinks)
 
 
-def _others(module: nn.Module, linears: list[nn.Module]) -> list[nn.Parameter]:
-    """Parameters that are of no linear layer."""
-    of_linears = {id(p) for linear in linears for p in linear.parameters()}
-    return [p for p in module.parameters() if id(p) not in of_linears]
+def _wide_norms(module: nn.Module, linears: list[Any]) -> list[nn.Module]:
+    """RMSNorms whose weight is as wide as a linear layer's output."""
+    widths = {mlp.out_features(linear) for linear in linears}
+    return [
+        m
+        for m in module.modules()
+        if norm.is_candidate(m) and isinstance(form := norm.find_form(m), norm.Form)
+        and not form.layer and m.weight is not None and len(m.weight) in widths
+    ]  # fmt: skip
+
+
+def _others(module: nn.Module, known: list[nn.Module]) -> list[nn.Parameter]:
+    """Parameters that are of none of the modules `known`."""
+    found = {id(p) for part in known for p in part.parameters()}
+    return [p for p in module.parameters() if id(p) not in found]
 
 
 def _blocks(y: torch.Tensor, heads: tuple[torch.Tensor, ...], ranks: int) -> int:

@@ -1,4 +1,4 @@
-"""Parameters of a Hugging Face model on a mesh: how each lies on the ranks, and what a module's
+"""Parameters of somebody else's model on a mesh: how each lies on the ranks, and what a module's
 forward sees of it.
 
 Over tensor ranks every parameter is a DTensor, cut or replicated, so that what asks for all of a
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -66,6 +67,12 @@ def local(p: torch.Tensor) -> torch.Tensor:
 def whole(p: torch.Tensor) -> torch.Tensor:
     """All of a parameter; every rank of its mesh calls it."""
     return p.full_tensor() if isinstance(p, DTensor) else p
+
+
+def padded(weight: torch.Tensor, rows: int, ranks: int) -> torch.Tensor:
+    """This rank's rows of a vocabulary, with zeros where the last rank's are missing."""
+    missing = -(-rows // ranks) - len(weight)
+    return F.pad(weight, (0, 0, 0, missing)) if missing else weight
 
 
 def replace_parameters(model: nn.Module, found: dict[nn.Parameter, nn.Parameter]) -> None:

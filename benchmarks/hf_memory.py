@@ -1,0 +1,102 @@
+"""Peak memory of a causal model's loss, and of its gradients, before and after `apply`.
+
+Each side is a process of its own: a model of one narrow layer before a head of 128,256 rows takes
+one small step, so that everything is loaded, and then the measured one, during which the operating
+system watches what the process has resident at most (Linux). Writes
+``benchmarks/results/hf/memory.json``.
+
+    python benchmarks/hf_memory.py [--vocabulary 128256] [--tokens 2048]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+RESULTS = Path(__file__).resolve().parent / "results" / "hf"
+SIDES = ("transformers", "warpweave.hf")
+MiB = 2**20
+
+
+def measured(side: str, vocabulary: int, tokens: int) -> dict[str, float]:
+    """The step's loss, and in MiB: what it added at most, and of that the gradients, which stay."""
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=vocabulary, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+            num_attention_heads=2, tie_word_embeddings=True,
+        )
+    ).train()  # fmt: skip
+    if side == "warpweave.hf":
+        import warpweave.hf
+
+        warpweave.hf.apply(model)
+    ids = torch.randint(3, vocabulary, (1, tokens))
+    model(ids[:, :8], labels=ids[:, :8]).loss.backward()
+    gradients = sum(p.grad.numel() * p.grad.element_size() for p in model.parameters())
+    model.zero_grad()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = _resident("VmRSS")
+    loss = model(ids, labels=ids).loss
+    loss.backward()
+    return {
+        "loss": loss.item(),
+        "added_mib": (_resident("VmHWM") - before) / MiB,
+        "gradients_mib": gradients / MiB,
+    }
+
+
+def _resident(what: str) -> int:
+    """Bytes of this process, now ("VmRSS") or at most so far ("VmHWM")."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == what:
+            return int(value.split()[0]) * 1024
+    raise OSError(f"/proc/self/status has no {what}")
+
+
+def main(arguments: Sequence[str] | None = None) -> dict:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--vocabulary", type=int, default=128256)
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--side", choices=SIDES, help="measure this one, in this process")
+    options = parser.parse_args(arguments)
+    if options.side:
+        print(json.dumps(measured(options.side, options.vocabulary, options.tokens)))
+        return {}
+    found = {}
+    for side in SIDES:
+        command = [sys.executable, "-P", __file__, "--side", side]
+        command += ["--vocabulary", str(options.vocabulary), "--tokens", str(options.tokens)]
+        out = subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
+        found[side] = json.loads(out.stdout.splitlines()[-1])
+    theirs, ours = (found[side] for side in SIDES)
+    if abs(ours["loss"] - theirs["loss"]) > 1e-5 * theirs["loss"]:
+        raise SystemExit(f"the losses differ: {ours['loss']} and {theirs['loss']}")
+    import torch
+    import transformers
+
+    report = {
+        "machine": platform.machine(), "torch": torch.__version__,
+        "transformers": transformers.__version__, "vocabulary": options.vocabulary,
+        "tokens": options.tokens, "dtype": "float32", "sides": found,
+        "ratio": ours["added_mib"] / theirs["added_mib"],
+    }  # fmt: skip
+    options.results.mkdir(parents=True, exist_ok=True)
+    (options.results / "memory.json").write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(report))
+    return report
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""RMSNorm of features that are cut over the tensor ranks; types and numbers as the room's
+`__init__` says. Where a model normalises all heads of a query or key at once, each rank has some of
+them: what is sent is a number per token, never the features."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from warpweave.kernels.reference import compute_dtype
+from warpweave.parallel.collectives import copy_to, group_size, reduce_from
+
+
+def cut_rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float = 1e-6,
+    *,
+    group: dist.ProcessGroup | None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """RMSNorm over the last dim, of which each rank has a slice.
+
+    Forward:         s[T]{I} = all-reduce(sum over features of x[T, N/R]{S(-1)}^2)
+                     y[T, N/R]{S(-1)} = x weight / sqrt(s / N + eps)
+    Input gradient:  that of s[T] is all-reduced; the rest is local
+    Weight gradient: dweight[N/R]{S(0)}, no collective, exact
+
+    Args:
+        x: x[..., N/R].
+        weight: weight[N/R], the rank's slice.
+        eps: added to the mean of the squares.
+        group: the R tensor ranks; None for one.
+        out_dtype: of y; by default that of x.
+
+    Raises:
+        ValueError: the weight is not as wide as x.
+    """
+    if weight.shape != x.shape[-1:]:
+        raise ValueError(f"cut_rms_norm: weight{[*weight.shape]} does not fit x{[*x.shape]}")
+    wide = x.to(compute_dtype(x))
+    squares = reduce_from(wide.square().sum(-1, keepdim=True), group)
+    mean = copy_to(squares, group) / (x.shape[-1] * group_size(group))
+    y = wide * torch.rsqrt(mean + eps) * weight.to(wide.dtype)
+    return y.to(x.dtype if out_dtype is None else out_dtype)

@@ -1,0 +1,124 @@
+"""Random tiny Hugging Face models, what they compute, and whether two of them agree: for tests over
+ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+V = 61  # odd: the last rank has a row less
+
+
+def make(family: str, **more) -> nn.Module:
+    torch.manual_seed(0)
+    if family == "gpt2":
+        return transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(
+                vocab_size=V, n_embd=32, n_layer=2, n_head=4, n_positions=32, attn_pdrop=0.0,
+                bos_token_id=1, eos_token_id=2, **{"resid_pdrop": 0.0, "embd_pdrop": 0.0, **more},
+            )
+        )  # fmt: skip
+    options = {
+        "vocab_size": V, "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32,
+        "pad_token_id": 0, "eos_token_id": None, **more,
+    }  # fmt: skip
+    if family == "gemma2":  # windows by turns, scores and logits that are capped
+        caps = {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0, "sliding_window": 5}
+        return transformers.Gemma2ForCausalLM(
+            transformers.Gemma2Config(**options | caps | {"head_dim": 8, "bos_token_id": None})
+        )
+    if family == "starcoder2":
+        more = {"residual_dropout": 0.0, "embedding_dropout": 0.0, "bos_token_id": None}
+        return transformers.Starcoder2ForCausalLM(transformers.Starcoder2Config(**options | more))
+    if family == "olmo2":  # queries and keys are normalised all heads at once
+        return transformers.Olmo2ForCausalLM(transformers.Olmo2Config(**options))
+    if family == "gpt_oss":  # sinks, windows by turns, experts
+        options |= {"intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2}
+        more = {"head_dim": 8, "sliding_window": 5, "bos_token_id": None, "rope_parameters": None}
+        return transformers.GptOssForCausalLM(transformers.GptOssConfig(**options | more))
+    if family == "qwen3":
+        options["head_dim"] = 12
+        return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**options))
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**options))
+
+
+def perturbed(family: str, **more) -> nn.Module:
+    """With nothing at its initial value: biases, and norms' weights."""
+    model = make(family, **more)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.05 * torch.randn(p.shape, generator=generator))
+    return model
+
+
+def batch(padding: bool = False) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, V, (2, 16), generator=generator)
+    ids[1, 9] = 0  # the padding token, whose embedding does not learn, among the others
+    found = {"input_ids": ids, "labels": ids.clone()}
+    found["labels"][1, 3:8] = -100
+    if padding:
+        found["attention_mask"] = torch.ones_like(ids)
+        found["attention_mask"][0, :5] = 0
+        found["input_ids"][0, :5] = 0
+        found["labels"][0, :6] = -100  # what padding predicts is undefined
+    return found
+
+
+def computed(model: nn.Module, padding: bool = False, items: int | None = 17) -> dict:
+    """Logits, loss and whole gradients."""
+    from warpweave.shards import whole
+
+    inputs = batch(padding)
+    labels = inputs.pop("labels")
+    with torch.no_grad():
+        logits = model.eval()(**inputs, use_cache=False).logits
+    loss = model.train()(**inputs, labels=labels, num_items_in_batch=items).loss
+    model.zero_grad()
+    loss.backward()
+    found = {n: whole(p.grad).clone() for n, p in model.named_parameters()}
+    real = inputs.get("attention_mask", torch.ones_like(labels)).bool()
+    return {"logits": logits[real], "loss": loss.detach(), **found}
+
+
+def assert_all_close(found: dict, wanted: dict, limit: float = 1e-5) -> None:
+    assert found.keys() == wanted.keys()
+    for name, x in wanted.items():
+        assert found[name].shape == x.shape, name
+        error = (found[name] - x).abs().max() / x.abs().max()
+        assert error <= limit, (name, error.item())
+
+
+def counted(run: Callable[[], Any]) -> tuple[Any, Counter]:
+    """What `run()` returns, and how often meanwhile a product hid its messages ((what it does,
+    whether tokens are cut)) and attention over context ranks began some."""
+    from warpweave.parallel.context import gather, messages
+    from warpweave.parallel.tensor.chunked import ChunkedRanks
+
+    calls: Counter = Counter()
+    spied = [(ChunkedRanks, name) for name in ("sum_product", "gather_product")]
+    spied += [(messages, "start_exchange"), (messages, "start_all_to_all")]
+    spied += [(gather, "start_all_gather")]
+    theirs = [getattr(where, name) for where, name in spied]
+
+    def spy(where, name, function):
+        def called(*args, **options):
+            calls[(name, args[0].sequence_parallel) if where is ChunkedRanks else name] += 1
+            return function(*args, **options)
+
+        return called
+
+    for (where, name), function in zip(spied, theirs):
+        setattr(where, name, spy(where, name, function))
+    try:
+        return run(), calls
+    finally:
+        for (where, name), function in zip(spied, theirs):
+            setattr(where, name, function)

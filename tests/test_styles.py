@@ -1,0 +1,209 @@
+"""Our layers as styles of torch's `parallelize_module` and as words of transformers' `tp_plan`: on
+random Hugging Face models over two ranks, against the untouched ones on one."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import PrepareModuleInput, parallelize_module
+
+transformers = pytest.importorskip("transformers", reason="an extra of its own")
+
+from hf_models import assert_all_close, batch, computed, counted, perturbed  # noqa: E402
+from ranks import run_ranks  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, MixtralConfig  # noqa: E402
+from transformers.distributed import DistributedConfig  # noqa: E402
+
+import warpweave.hf as ww  # noqa: E402
+from warpweave.styles import ColwiseParallel, RowwiseParallel, SequenceParallel  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+MORE = {"attention_bias": True, "mlp_bias": True}
+CASES = ((False, "chunked"), (True, "none"), (True, "chunked"))
+
+
+def torch_plan(sequence: bool, overlap: str) -> dict:
+    """Of a Llama, as one writes it with torch's own styles."""
+    tokens = Shard(1) if sequence else Replicate()
+    column = ColwiseParallel(input_layouts=tokens, overlap=overlap)
+    row = RowwiseParallel(output_layouts=tokens, overlap=overlap)
+    parts = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj")
+    plan = dict.fromkeys([f"model.layers.*.{name}" for name in (*parts, "mlp.up_proj")], column)
+    plan |= dict.fromkeys(
+        [f"model.layers.*.{n}" for n in ("self_attn.o_proj", "mlp.down_proj")], row
+    )
+    plan["lm_head"] = ColwiseParallel(output_layouts=Replicate(), overlap=overlap)
+    plan["model.embed_tokens"] = RowwiseParallel(input_layouts=Replicate(), overlap=overlap)
+    if sequence:
+        plan |= {
+            "model.layers.0": PrepareModuleInput(
+                input_layouts=Replicate(), desired_input_layouts=tokens, use_local_output=True
+            ),
+            "model.layers.*.input_layernorm": SequenceParallel(),
+            "model.layers.*.post_attention_layernorm": SequenceParallel(use_local_output=True),
+            "model.norm": PrepareModuleInput(
+                input_layouts=tokens, desired_input_layouts=Replicate(), use_local_output=True
+            ),
+        }
+    return plan
+
+
+def _of_two(rank: int, folder: str) -> dict:
+    transformers.logging.set_verbosity_error()
+    mesh = init_device_mesh("cpu", (2,))
+    found = {"torch": {}, "words": {}}
+    for sequence, overlap in CASES:
+        model = perturbed("llama", **MORE)
+        if rank == 1:  # the numbers are those of the mesh's first rank
+            nn.init.zeros_(model.lm_head.weight)
+            nn.init.zeros_(model.model.layers[1].self_attn.q_proj.weight)
+        parallelize_module(model, mesh, torch_plan(sequence, overlap))
+        found["torch"][sequence, overlap] = counted(lambda model=model: computed(model))
+    for family in ("llama", "qwen3"):
+        for sequence in (False, True):
+            overlap = "chunked" if sequence else "none"
+            config = AutoConfig.from_pretrained(f"{folder}/{family}")
+            how = DistributedConfig(tp_size=2, enable_sequence_parallel=sequence)
+            how = ww.planned(how, config, overlap=overlap)
+            model = AutoModelForCausalLM.from_pretrained(
+                f"{folder}/{family}", distributed_config=how, attn_implementation="eager"
+            )
+            found["words"][family, sequence] = counted(lambda model=model: computed(model))
+            model.save_pretrained(f"{folder}/{family} saved {sequence}")
+            if not sequence:
+                ids = batch()["input_ids"][:, :8]
+                found["tokens", family] = generated(model.eval(), ids)
+    example = {"input_ids": batch()["input_ids"]}
+    report = ww.apply(model, only=["norm", "attention"], example=example)
+    found["applied"] = (len(report.replaced()), computed(model))
+    found["said"] = _refused(mesh, model)
+    return found
+
+
+def generated(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    return model.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=0)
+
+
+def _refused(mesh, model: nn.Module) -> list[str]:
+    return [
+        raised(lambda: parallelize_module(nn.Linear(4, 6), mesh, ColwiseParallel(overlap="much"))),
+        raised(lambda: parallelize_module(nn.Linear(4, 7), mesh, ColwiseParallel())),
+        raised(lambda: parallelize_module(nn.Linear(5, 6), mesh, RowwiseParallel())),
+        raised(lambda: parallelize_module(nn.LayerNorm(4), mesh, ColwiseParallel())),
+        raised(lambda: ColwiseParallel(output_layouts=Shard(1))),
+        raised(lambda: RowwiseParallel(output_layouts=Shard(2))),
+        raised(lambda: parallelize_module(nn.Embedding(4, 6), mesh, RowwiseParallel())),
+        raised(lambda: model(input_ids=torch.ones(1, 5, dtype=torch.int64))),
+    ]
+
+
+def raised(run) -> str:
+    with pytest.raises(ValueError, match=r"\w") as error:
+        run()
+    return str(error.value)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("styles")
+    for family in ("llama", "qwen3"):
+        perturbed(family, attention_bias=True).save_pretrained(folder / family)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two(folder) -> list[dict]:
+    """What each of two ranks found: transformers is imported once."""
+    return run_ranks(2, _of_two, str(folder))
+
+
+# ---------------------------------------------------------------- 1. torch
+
+
+def test_parallelize_module_with_our_styles_computes_what_one_rank_does(two):
+    wanted = computed(perturbed("llama", **MORE))
+    for rank in two:
+        for found, _ in rank["torch"].values():
+            assert_all_close(found, wanted)
+
+
+LAYERS, COLUMNS, ROWS = 2, 5, 2
+
+
+def test_the_overlap_of_a_style_reaches_its_products(two):
+    """Once in a forward that evaluates, once in one that trains."""
+    for rank in two:
+        calls = {case: counts for case, (_, counts) in rank["torch"].items()}
+        assert not calls[True, "none"]
+        assert calls[False, "chunked"]["sum_product", False] == 2 * LAYERS * ROWS
+        assert calls[True, "chunked"]["sum_product", True] == 2 * LAYERS * ROWS
+        # and the backward of each row gathers its gradients
+        gathers = calls[True, "chunked"]["gather_product", True]
+        assert gathers == LAYERS * (2 * COLUMNS + ROWS)
+
+
+# ---------------------------------------------------------------- 2. transformers
+
+
+def test_a_tp_plan_of_our_words_loads_computes_saves_and_generates(two, folder):
+    for family in ("llama", "qwen3"):
+        model = AutoModelForCausalLM.from_pretrained(folder / family)
+        wanted, state = computed(model), model.state_dict()
+        tokens = generated(model.eval(), batch()["input_ids"][:, :8])
+        for sequence in (False, True):
+            saved = folder / f"{family} saved {sequence}"
+            again = AutoModelForCausalLM.from_pretrained(saved).state_dict()
+            assert again.keys() == state.keys()
+            assert all(torch.equal(again[name], x) for name, x in state.items())
+            for rank in two:
+                found, calls = rank["words"][family, sequence]
+                assert_all_close(found, wanted)
+                # sequences are cut, by the reserved word, and their messages hidden
+                rows = 2 * LAYERS * ROWS
+                hidden = {("sum_product", True): rows, ("gather_product", True): LAYERS * ROWS}
+                assert calls.items() >= hidden.items() if sequence else not calls
+        for rank in two:
+            assert torch.equal(rank["tokens", family], tokens)
+
+
+def test_kernels_go_into_a_model_that_a_tp_plan_cut(two, folder):
+    model = AutoModelForCausalLM.from_pretrained(folder / "qwen3")
+    for rank in two:
+        replaced, found = rank["applied"]
+        assert replaced == 4 * LAYERS + 1 + LAYERS  # norms, attention
+        assert_all_close(found, computed(model))
+
+
+# ---------------------------------------------------------------- 3. what cannot be
+
+
+def test_what_a_style_cannot_do_is_one_line(two):
+    wanted = (
+        "overlap must be one of",
+        "ColwiseParallel: 7 output features do not divide by 2 ranks",
+        "RowwiseParallel: 5 input features do not divide by 2 ranks",
+        "ColwiseParallel cuts Linear, not LayerNorm",
+        "ColwiseParallel: output_layouts cannot be S(1)",
+        "RowwiseParallel: output_layouts cannot be S(2)",
+        "RowwiseParallel: input_layouts of an embedding cannot be S(-1)",
+        "5 tokens do not divide by 2, as sequence parallelism needs it",
+    )
+    for rank in two:
+        for said, words in zip(rank["said"], wanted, strict=True):
+            assert words in said
+            assert "\n" not in said
+
+
+def test_a_model_whose_plan_cannot_be_said_is_refused():
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 11}
+    mixtral = MixtralConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)
+    how = DistributedConfig(tp_size=2, enable_sequence_parallel=True)
+    assert "has no tp_plan" in raised(lambda: ww.planned(how, GPT2Config()))
+    assert "has no counterpart among warpweave's styles" in raised(lambda: ww.planned(how, mixtral))
+    assert "overlap must be one of" in raised(lambda: ww.planned(how, mixtral, overlap="fused"))
+    kept = ww.planned(DistributedConfig(tp_size=2), mixtral).tp_plan
+    assert kept["model.layers.*.self_attn.o_proj"] == "warpweave_rowwise"
+    assert not any("experts" in name for name in kept)
+    own = DistributedConfig(tp_size=2, tp_plan={"lm_head": "colwise_gather_output"})
+    assert ww.planned(own, mixtral).tp_plan["lm_head"] == "colwise_gather_output"

@@ -1,0 +1,241 @@
+"""Our tensor-parallel layers as words of a transformers `tp_plan`, so that `from_pretrained` cuts a
+model with them while it loads, and no rank ever holds the whole.
+
+    how = DistributedConfig(tp_size=2, enable_sequence_parallel=True)
+    model = AutoModelForCausalLM.from_pretrained(ID, distributed_config=planned(how, config))
+
+`planned` writes a model's own plan in these words, which importing `warpweave.hf` registers:
+
+    warpweave_colwise, warpweave_rowwise    a linear layer whose output or input features are cut
+    warpweave_gather_colwise                a head: its output is gathered
+    warpweave_embedding_rowwise             an embedding, cut along the vocabulary
+    warpweave_input                         a module whose hidden states come from the ranks once
+    warpweave_inside_colwise                for all of its columns, and these columns
+    warpweave_replicated                    a module that sees a rank's heads only, as their norm
+
+and, between the first layer and the last with tokens that are cut over the ranks as well,
+
+    warpweave_sequence                      on the list of layers
+    warpweave_sequence_input, warpweave_sequence_colwise, warpweave_sequence_rowwise
+
+Those whose messages can hide also exist as `..._none` and `..._chunked`, see
+`parallel.tensor.overlap`; without an ending it is "auto". A sequence must divide by the ranks, so
+that with the latter no token is generated after another: `warpweave.hf.apply(mesh=...)` can.
+Experts keep transformers' own styles, and are refused where tokens are cut.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers.distributed import DistributedConfig
+from transformers.distributed.parallel_utils import (
+    ALL_PARALLEL_STYLES,
+    replace_layer_number_by_wildcard,
+)
+from transformers.distributed.tensor_parallel import TensorParallelLayer
+
+from warpweave.hf.parallel import hidden_states
+from warpweave.parallel.collectives import all_gather, copy_to, gather, scatter
+from warpweave.shards import use_local
+from warpweave.styles import ColwiseParallel, Group, RowwiseParallel, Style
+
+# ---------------------------------------------------------------- 1. words
+
+
+class _Linear(TensorParallelLayer):
+    """A style of torch's kind, as transformers asks for it."""
+
+    def __init__(self, style: Style) -> None:
+        self.style = style
+
+    def shard_param(self, module: nn.Module, param: str, mesh: DeviceMesh) -> None:
+        self.style.check(module, mesh.size())
+        self.style.cut(module, param, mesh, None)  # on the meta device: numbers come later
+
+    def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        self.style.install(module, mesh)
+        return module
+
+
+class _Inside(ColwiseParallel):
+    """Columns of a module whose input `_Input` has taken from the ranks."""
+
+    def _compute(self, module: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
+        return super()._compute(module, x, None)
+
+
+class _Input(TensorParallelLayer):
+    """Hidden states come once for all columns of a module, whose gradients are summed once."""
+
+    def __init__(self, *, sequence_parallel: bool) -> None:
+        self.sequence_parallel = sequence_parallel
+
+    def transform_inputs_pre_forward(
+        self, module: nn.Module, args: tuple, kwargs: dict, mesh: DeviceMesh
+    ) -> tuple[tuple, dict]:
+        x, put = hidden_states(module, args, kwargs)
+        group = mesh.get_group()
+        return put(all_gather(x, group, dim=1) if self.sequence_parallel else copy_to(x, group))
+
+
+class _Replicated(TensorParallelLayer):
+    """A module with whole parameters that sees some of the heads: gradients are summed."""
+
+    def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        use_local(module, dict.fromkeys(module._parameters, (mesh.get_group(),)))
+        return module
+
+
+class _Sequence(TensorParallelLayer):
+    """A list of layers, between whose first and last tokens are cut over the ranks."""
+
+    def install_forward(self, module: Any, mesh: DeviceMesh) -> nn.Module:
+        group, ranks = mesh.get_group(), mesh.size()
+        summed: list[nn.Module] = []  # modules that see some of the tokens
+
+        def cut(layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+            x, put = hidden_states(layer, args, kwargs)
+            if x.shape[1] % ranks:
+                raise ValueError(
+                    f"{x.shape[1]} tokens do not divide by {ranks}, as sequence parallelism needs "
+                    f"it: pad the batch (pad_to_multiple_of={ranks})"
+                )
+            if not summed:  # now all styles are on their modules
+                summed.extend(_without_style(module))
+                for part in summed:
+                    use_local(part, dict.fromkeys(part._parameters, (group,)))
+            return put(scatter(x, group, dim=1))
+
+        def join(layer: nn.Module, args: tuple, out: Any) -> Any:
+            if isinstance(out, tuple):
+                return gather(out[0], group, dim=1), *out[1:]
+            return gather(out, group, dim=1)
+
+        module[0].register_forward_pre_hook(cut, with_kwargs=True)
+        module[-1].register_forward_hook(join)
+        return module
+
+
+def _without_style(layers: Any) -> list[nn.Module]:
+    """Modules within layers that own parameters and that no style is on."""
+    found = [
+        part
+        for layer in layers
+        for part in layer.modules()
+        if part._parameters and not getattr(part, "_is_hooked", False)
+    ]
+    for layer in layers:
+        if layer in found:
+            raise ValueError(f"{type(layer).__name__}: a layer with parameters of its own")
+    return found
+
+
+WORD = "warpweave_"
+_ENDINGS = {"auto": "", "none": "_none", "chunked": "_chunked"}
+for _overlap, _ending in _ENDINGS.items():
+    for _word, _style in (
+        ("colwise", ColwiseParallel(overlap=_overlap)),
+        ("rowwise", RowwiseParallel(overlap=_overlap)),
+        ("gather_colwise", ColwiseParallel(output_layouts=Replicate(), overlap=_overlap)),
+        ("sequence_colwise", ColwiseParallel(input_layouts=Shard(1), overlap=_overlap)),
+        ("sequence_rowwise", RowwiseParallel(output_layouts=Shard(1), overlap=_overlap)),
+    ):
+        ALL_PARALLEL_STYLES.register(f"{WORD}{_word}{_ending}", _Linear(_style))
+for _word, _layer in (
+    ("embedding_rowwise", _Linear(RowwiseParallel(input_layouts=Replicate()))),
+    ("inside_colwise", _Linear(_Inside())),
+    ("input", _Input(sequence_parallel=False)),
+    ("replicated", _Replicated()),
+    ("sequence", _Sequence()),
+    ("sequence_input", _Input(sequence_parallel=True)),
+):
+    ALL_PARALLEL_STYLES.register(WORD + _word, _layer)
+
+
+# ---------------------------------------------------------------- 2. plans
+
+# Words of transformers that have one of ours for them.
+_HEADS = ("colwise_gather_output", "colwise_rep")
+_KNOWN = ("colwise", "rowwise", "replicated_with_grad_allreduce")
+_LAYERS = "layers.*."
+
+
+def planned(
+    how: DistributedConfig, config: PretrainedConfig, *, overlap: str = "auto"
+) -> DistributedConfig:
+    """A distributed configuration whose `tp_plan` is the model's own in our words.
+
+    Args:
+        how: what `from_pretrained` would be given. `enable_sequence_parallel`, which transformers
+            reserves, cuts the tokens between the layers too. What its own `tp_plan` says stays.
+        config: the model's.
+        overlap: "auto", "none" or "chunked".
+
+    Raises ValueError on another overlap, and, naming the module, where the model has no plan or one
+    that these words cannot say.
+    """
+    if overlap not in _ENDINGS:
+        raise ValueError(f"overlap must be one of {', '.join(_ENDINGS)}, got {overlap!r}")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    ours = _words(model, how.enable_sequence_parallel, _ENDINGS[overlap])
+    theirs = how.tp_plan if isinstance(how.tp_plan, dict) else {}
+    return dataclasses.replace(how, tp_plan={**ours, **theirs})
+
+
+def _words(model: Any, sequence_parallel: bool, ending: str) -> dict[str, str]:
+    """A model's plan in our words."""
+    theirs: dict[str, str] = dict(model.tp_plan or {})
+    if not theirs:
+        raise ValueError(f"{type(model).__name__} has no tp_plan: use warpweave.hf.apply(mesh=...)")
+    ours, sequence = {}, "sequence_" if sequence_parallel else ""
+    columns: dict[str, list[str]] = {}  # by the module that they are in
+    parametrised = _parametrised(model)
+    for name, word in theirs.items():
+        inside = _LAYERS in name
+        if inside and word in _KNOWN and name not in parametrised and not sequence_parallel:
+            continue  # a parameter of experts, which stays theirs
+        if word in _HEADS:
+            ours[name] = f"{WORD}gather_colwise{ending}"
+        elif word == "embedding_rowwise":
+            ours[name] = f"{WORD}embedding_rowwise"
+        elif inside and word in _KNOWN and name not in parametrised:
+            raise ValueError(f"{name}: a parameter has no counterpart among warpweave's styles")
+        elif word == "colwise" and inside:
+            columns.setdefault(name.rpartition(".")[0], []).append(name)
+        elif word == "rowwise" and inside:
+            ours[name] = f"{WORD}{sequence}rowwise{ending}"
+        elif word == "replicated_with_grad_allreduce" and inside:
+            ours[name] = f"{WORD}replicated"
+        elif sequence_parallel or word in _KNOWN:
+            raise ValueError(f"{name}: {word} has no counterpart among warpweave's styles")
+    for name in parametrised:
+        parent = next((p for p in columns if name.startswith(f"{p}.")), None)
+        if parent is not None and name not in theirs:
+            raise ValueError(f"{name}: in a module that is cut, and the tp_plan does not say how")
+    for parent, names in columns.items():
+        if len(names) == 1:
+            ours[names[0]] = f"{WORD}{sequence}colwise{ending}"
+        else:
+            ours[parent] = f"{WORD}{sequence}input"
+            ours |= dict.fromkeys(names, f"{WORD}inside_colwise")
+    if sequence_parallel:
+        layers = {name.partition(_LAYERS)[0] for name in theirs if _LAYERS in name}
+        ours |= {f"{prefix}layers": f"{WORD}sequence" for prefix in layers}
+    return ours
+
+
+def _parametrised(model: nn.Module) -> set[str]:
+    """Names, without numbers, of the modules that own parameters."""
+    return {
+        replace_layer_number_by_wildcard(name)
+        for name, module in model.named_modules()
+        if module._parameters
+    }
