@@ -32,7 +32,7 @@ def _run(case: Case, rank: int, strategy: str) -> tuple[list[int], list[int], in
     world, peak = dist.get_world_size(), Peak()
 
     def hop(send, recv, step, group):
-        sent.append(send.numel() * send.element_size())
+        sent.append(0 if send is None else send.numel() * send.element_size())
         return exchange(send, recv, step, group)
 
     def trade(send, recv, sizes, recv_sizes, group):
@@ -73,11 +73,15 @@ def _counted(rank: int, world: int) -> None:
         assert set(costs) == {"ring", "gather", "stream", "ulysses"}
         for strategy, cost in costs.items():
             forward, backward, _ = _run(case, rank, strategy)
-            found = sum(forward), sum(backward), len(forward + backward)
+            own = found = sum(forward), sum(backward), len(forward + backward)
+            if strategy == "ring" and (kind == "contiguous" or window):  # few ranks see some blocks
+                mean = torch.tensor(own) / world
+                dist.all_reduce(mean)
+                found = tuple(mean.tolist())
             assert found == (cost.forward, cost.backward, cost.messages), (strategy, case)
             if strategy == "ring" and kind == "contiguous" and window and world > 2:
                 forward, backward, _ = _run(case, rank, "auto")  # sends least
-                assert found == (sum(forward), sum(backward), len(forward + backward))
+                assert own == (sum(forward), sum(backward), len(forward + backward))
 
 
 @pytest.mark.parametrize("world", [2, 4])

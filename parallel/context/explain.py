@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from warpweave.parallel.context.ring import distances
+from warpweave.parallel.context.ring import distances, reaches
 from warpweave.parallel.layout import SequenceLayout
 
 
@@ -23,8 +23,9 @@ class Cost:
 
     Attributes:
         strategy: its name.
-        forward, backward: bytes that leave the rank; of "ulysses" the mean over ranks.
-        messages: collectives or hops in forward and backward.
+        forward, backward: bytes that leave the rank; of "ulysses", and of a ring in which not all
+            blocks are seen by as many ranks, the mean over ranks.
+        messages: collectives or hops in forward and backward, counted over all ranks.
         memory: bytes held at the worst moment of forward or backward besides inputs and results.
         exposed: predicted seconds in which a link is busy and the rank waits.
     """
@@ -69,18 +70,22 @@ def explain(
     tiles = 4 * rows * head_dim * seen / flops  # of the forward; the backward has 2.5 times as much
     found = []
 
-    def add(name: str, sent: tuple[int, int], messages: int, memory: int, hidden: float) -> None:
-        exposed = sum(max(0.0, n / link - by * hidden) for n, by in zip(sent, (tiles, 2.5 * tiles)))
+    def add(name: str, sent: tuple[int, int], messages: int, memory: int, hidden: float,
+            links: tuple[int, int] | None = None) -> None:  # fmt: skip
+        pairs = zip(links or sent, (tiles, 2.5 * tiles))  # what the busiest link carries
+        exposed = sum(max(0.0, n / link - by * hidden) for n, by in pairs)
         found.append(Cost(name, *sent, messages, memory, exposed))
 
     if layout.kind != "balanced":
-        n = len(visits := distances(layout, causal, window)) - 1
-        gaps = [b - a for a, b in pairwise(visits)]
-        split = sum(a != b for a, b in pairwise(gaps))
-        sent = n * kv * itemsize, n * kv * (itemsize + wide)
+        visits, reach = (of(layout, causal, window) for of in (distances, reaches))
+        n, gaps = len(visits) - 1, [b - a for a, b in pairwise(visits)]
+        extra = sum(a != b for a, b in pairwise(gaps))  # K‖V and dK‖dV go on separately
+        extra += len({d for d in reach if 0 < d < visits[-1]})  # and some start at home
+        each = kv * sum(visits.index(d) for d in reach) // P
         # A hop hides behind its tile, and one has none: of the backward that is the first K‖V.
-        add("ring", sent, n + (n + 1 + split if n else 0), 2 * kv * (itemsize + wide) + kv * wide,
-            n / (n + 1))  # fmt: skip
+        add("ring", (each * itemsize, each * (itemsize + wide)), n + (n + 1 + extra if n else 0),
+            2 * kv * (itemsize + wide) + kv * wide, n / (n + 1),
+            (n * kv * itemsize, n * kv * (itemsize + wide)))  # fmt: skip
     whole = P * kv
     sent = (P - 1) * kv * itemsize, (P - 1) * kv * (itemsize + wide)
     # What arrived and its order by position; dK‖dV, one behind the other, and cut into shards.
