@@ -24,7 +24,8 @@ from warpweave.parallel.layout import SequenceLayout
 
 CLAIM = (
     "On 2 and 4 gloo ranks our ring takes no longer than the usual one (blocking hops, SDPA "
-    "blocks, sigmoid merge), our Ulysses no longer than one of plain all-to-alls; the error is no larger."
+    "blocks, sigmoid merge), our Ulysses no longer than one of plain all-to-alls; the error of "
+    "neither is larger."
 )
 WORLDS, HEADS, DIM = (2, 4), 4, 64
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
