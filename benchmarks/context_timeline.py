@@ -31,7 +31,7 @@ CLAIM = (
     "computation where the link and the kernel are fast enough for all of it."
 )
 WORLDS, VARIANTS = (2, 4), ("overlap", "blocking")
-HEADS, KV_HEADS, DIM = 8, 2, 64
+HEADS, KV_HEADS, DIM = 8, 8, 64
 
 
 class Ring(Problem):
