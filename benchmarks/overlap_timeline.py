@@ -58,7 +58,11 @@ CLAIM = (
     'overlap="chunked", and none of it with "none".'
 )
 WORLD, VARIANTS, WARMUP, LIMIT = 2, ("chunked", "none"), 2, 1e-5
-PRODUCTS = {"aten::mm", "aten::addmm", "mkldnn::_linear_pointwise"}
+PRODUCTS = {
+    "aten::mm", "aten::addmm", "mkldnn::_linear_pointwise",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
+}  # fmt: skip
 STEP, MOST = 16, 64  # hidden units of a rank: multiples of STEP, MOST of them at most
 
 Interval = tuple[float, float]
@@ -204,13 +208,15 @@ class Problem:
         into.append(recorder.timeline)
 
 
-def check(problem: Problem) -> list[Check]:
-    """Both variants compute the same, on every rank."""
-    names = ("y", "dx", "dW1", "dW2")
-    found, expected = (problem.run(overlap) for overlap in VARIANTS)
+def check(
+    problem: Problem, variants: tuple[str, str] = VARIANTS,
+    names: tuple[str, ...] = ("y", "dx", "dW1", "dW2"),
+) -> list[Check]:  # fmt: skip
+    """Both variants compute the same, on every rank; the first of `names` is the output."""
+    found, expected = (problem.run(overlap) for overlap in variants)
     pairs = dict(zip(names, zip(found, expected, strict=True), strict=True))
     return [
-        assert_equal("output", {"y": pairs.pop("y")}, LIMIT),
+        assert_equal("output", {names[0]: pairs.pop(names[0])}, LIMIT),
         assert_equal("gradients", pairs, LIMIT),
     ]
 
@@ -311,8 +317,11 @@ class TimelineReport(Report):
         super().finish(folder)
 
 
-def draw(shown: dict[str, list[Timeline]], report: TimelineReport, path: Path) -> None:
-    """Both variants' timelines on one axis of time, as SVG."""
+def draw(
+    shown: dict[str, list[Timeline]], report: TimelineReport, path: Path, *, title: str,
+    label: str = "{}",
+) -> None:  # fmt: skip
+    """All variants' timelines on one axis of time, as SVG."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -344,7 +353,7 @@ def draw(shown: dict[str, list[Timeline]], report: TimelineReport, path: Path) -
         axis.set_yticklabels([f"rank {rank}" for rank in range(len(ranks))])
         part, row = report.hidden[name], next(r for r in report.rows if r.name == name)
         axis.set_title(
-            f'overlap="{name}": {part.median:.0%} of the messages\' time is hidden, '
+            f"{label.format(name)}: {part.median:.0%} of the messages' time is hidden, "
             f"{row.ms:.0f} ms", loc="left", fontsize=10,
         )  # fmt: skip
         axis.spines[["top", "right"]].set_visible(False)
@@ -355,7 +364,7 @@ def draw(shown: dict[str, list[Timeline]], report: TimelineReport, path: Path) -
         handles=[Patch(color=color, label=label) for label, color in colors.items()],
         loc="upper right", ncols=4, fontsize=8, frameon=False,
     )  # fmt: skip
-    figure.suptitle(f"MLP on {WORLD} gloo ranks", x=0.01, ha="left", fontsize=11)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": "warpweave"}):
@@ -383,7 +392,10 @@ def main(argv: list[str] | None = None) -> None:
     )  # fmt: skip
     folder = results_folder(options)
     if folder is not None:
-        draw(found["shown"], report, folder / report.header["kind"] / f"{report.script}.svg")
+        draw(
+            found["shown"], report, folder / report.header["kind"] / f"{report.script}.svg",
+            title=f"MLP on {WORLD} gloo ranks", label='overlap="{}"',
+        )  # fmt: skip
     report.finish(folder)
 
 

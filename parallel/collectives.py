@@ -170,12 +170,13 @@ def start_reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup | None, dim: 
 
 
 def start_exchange(
-    send: torch.Tensor, recv: torch.Tensor, step: int, group: dist.ProcessGroup
+    send: torch.Tensor | None, recv: torch.Tensor | None, step: int, group: dist.ProcessGroup
 ) -> Pending:
     """Start sending `send` to rank + `step` of `group` and filling `recv` by rank - `step`.
 
     A message of every rank at once: both tensors contiguous, of the same dtype and, over all ranks,
-    of the same size; until ``wait()`` nobody may touch `recv` or write to `send`.
+    of the same size; until ``wait()`` nobody may touch `recv` or write to `send`. None is no
+    message that way, which the rank at the other end knows too.
 
     Returns:
         A ``Pending`` whose result is `recv`.
@@ -183,14 +184,11 @@ def start_exchange(
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     there, back = (rank + step) % size, (rank - step) % size
     # One batch: NCCL deadlocks when neighbours order single sends and receives differently.
-    works = dist.batch_isend_irecv(
-        [
-            dist.P2POp(dist.isend, send, group=group, group_peer=there),
-            dist.P2POp(dist.irecv, recv, group=group, group_peer=back),
-        ]
-    )
+    ends = (dist.isend, send, there), (dist.irecv, recv, back)
+    batch = [dist.P2POp(op, x, group=group, group_peer=at) for op, x, at in ends if x is not None]
+    works = dist.batch_isend_irecv(batch) if batch else []
 
-    def finish() -> torch.Tensor:
+    def finish() -> torch.Tensor | None:
         try:
             while works:
                 works.pop().wait()

@@ -14,8 +14,9 @@ cannot disagree.
                  differs by the diagonal alone. No token has a neighbour on its rank, so windows and
                  documents leave more tiles to visit than with the others.
     balanced     many equal chunks, as many on each rank, chosen by their work: with packed
-                 documents equal chunks are not equal work. `balance` chooses. For "gather" and
-                 "ulysses": the hops of a ring are balanced by nothing.
+                 documents equal chunks are not equal work. `balance` chooses, for the documents of
+                 a batch. For "gather", "stream" and "ulysses": the hops of a ring are balanced by
+                 nothing.
 
 Local rows are in ascending order of position, at most two runs per rank if not balanced. Every rank
 has as many rows: a length that does not divide is padded behind its end. The padding is in no whole
@@ -27,13 +28,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 
 from warpweave.kernels.reference import Run
 from warpweave.parallel.words import Kind
+
+# Boundaries of packed documents, of one sample or of several; None is one document.
+Documents = Sequence[int] | torch.Tensor | None
+FEWEST_ROWS = 128  # of a chunk: a tile of the attention kernels
 
 
 @dataclass(frozen=True)
@@ -50,11 +54,11 @@ class SequenceLayout:
 
     seq_len: int
     parts: int
-    kind: Kind | Literal["balanced"] = "zigzag"
+    kind: Kind = "zigzag"
     chunks: tuple[tuple[int, ...], ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in (*get_args(Kind), "balanced"):
+        if self.kind not in get_args(Kind):
             raise ValueError(f"kind must be one of {get_args(Kind)}, got {self.kind!r}")
         if self.parts < 1 or self.seq_len < 0:
             raise ValueError(
@@ -164,12 +168,19 @@ class SequenceLayout:
             whole = torch.cat([piece for _, piece in pieces], dim)
         return whole if self.padded_len == self.seq_len else whole.narrow(dim, 0, self.seq_len)
 
-    def pairs(self, documents: Sequence[int] | None = None) -> list[int]:
+    def for_documents(self, documents: Documents) -> SequenceLayout:
+        """The layout of a batch of these documents (`balance`): if balanced, with as many chunks of
+        the same size on each rank, but others; else itself."""
+        if self.chunks is None:
+            return self
+        return balance(self.seq_len, self.parts, documents, each=len(self.chunks[0]))
+
+    def pairs(self, documents: Documents = None) -> list[int]:
         """Every rank's visible (query, key) pairs under a causal mask within documents (`balance`):
         its share of attention's work. Padding has none."""
         seen = _keys_seen(self.seq_len, documents)
         return [
-            sum(sum(seen[at.start : at.stop : at.step]) for at in self._ranges(rank))
+            sum(int(seen[at.start : at.stop : at.step].sum()) for at in self._ranges(rank))
             for rank in range(self.parts)
         ]
 
@@ -179,7 +190,7 @@ class SequenceLayout:
         A line for each rank, at most `width` letters for the sequence: ``#`` where it has queries,
         ``-`` where it only reads keys. At the end its `pairs`, in multiples of the mean.
         """
-        seen, work = _keys_seen(self.seq_len, documents), self.pairs(documents)
+        seen, work = _keys_seen(self.seq_len, documents).tolist(), self.pairs(documents)
         mean, step = sum(work) / self.parts or 1, max(1, -(-self.seq_len // width))
         lines = []
         for rank, pairs in enumerate(work):
@@ -195,13 +206,21 @@ class SequenceLayout:
         return "\n".join(lines)
 
 
-def _keys_seen(seq_len: int, documents: Sequence[int] | None) -> list[int]:
-    """How many keys each position sees: itself and those before it in its document."""
-    inner = [n for n in documents or () if 0 < n < seq_len]
-    return [i + 1 for begin, end in pairwise((0, *inner, seq_len)) for i in range(end - begin)]
+def _keys_seen(seq_len: int, documents: Documents) -> torch.Tensor:
+    """How many keys each position sees, int64[seq_len]: itself and those before it in its document;
+    summed over samples."""
+    given = [0] if documents is None else documents
+    position = torch.arange(seq_len)
+    seen = torch.zeros_like(position)
+    for row in torch.atleast_2d(torch.as_tensor(given, dtype=torch.int64, device="cpu")):
+        begins = row.contiguous()
+        seen += position + 1 - begins[torch.searchsorted(begins, position, right=True) - 1]
+    return seen
 
 
-def balance(seq_len: int, parts: int, documents: Sequence[int] | None = None) -> SequenceLayout:
+def balance(
+    seq_len: int, parts: int, documents: Documents = None, *, each: int | None = None
+) -> SequenceLayout:
     """The balanced layout for these documents: `pairs` differ little between ranks.
 
     With 2 chunks for each rank, and twice as many until no rank has 2 % more than the mean (or
@@ -209,18 +228,21 @@ def balance(seq_len: int, parts: int, documents: Sequence[int] | None = None) ->
 
     Args:
         seq_len, parts: of the layout.
-        documents: boundaries that ascend from 0, as attention's, by value; positions from the last
-            one on are one more document. None is one document.
+        documents: boundaries [n + 1] that ascend from 0, as attention's, by value; positions from
+            the last one on are one more document. None is one document. Of several samples
+            [B, n + 1], for which one layout must do, the work is added.
+        each: so many chunks for each rank, whatever comes of it.
     """
-    sums = [0, *accumulate(_keys_seen(seq_len, documents))]
+    sums = torch.cat((torch.zeros(1, dtype=torch.int64), _keys_seen(seq_len, documents).cumsum(0)))
     found: list[tuple[float, SequenceLayout]] = []
-    for each in (2, 4, 8, 16, 32):
-        length = max(1, -(-seq_len // (parts * each)))
-        ends = [min(i * length, seq_len) for i in range(parts * each + 1)]
-        chunks = _assign([sums[b] - sums[a] for a, b in pairwise(ends)], parts)
+    for count in (2, 4, 8, 16, 32) if each is None else (each,):
+        length = max(1, -(-seq_len // (parts * count)))
+        ends = (torch.arange(parts * count + 1) * length).clamp(max=seq_len)
+        costs = sums[ends].diff().tolist()
+        chunks = _assign(costs, parts)
+        most = max(sum(costs[i] for i in own) for own in chunks)
         layout = SequenceLayout(seq_len, parts, "balanced", chunks)
-        work = layout.pairs(documents)
-        found.append((max(work) * parts / max(1, sum(work)), layout))
+        found.append((most * parts / max(1, sum(costs)), layout))
         if found[-1][0] <= 1.02 or length == 1:
             break
     return min(found, key=lambda entry: entry[0])[1]
@@ -230,13 +252,22 @@ def _assign(costs: list[int], parts: int) -> tuple[tuple[int, ...], ...]:
     """Which chunks each of `parts` ranks has, as many each, by the chunks' costs."""
     each, ranks = len(costs) // parts, range(parts)
     own: list[list[int]] = [[] for _ in ranks]
-
-    def work(rank: int) -> int:
-        return sum(costs[i] for i in own[rank])
-
+    work = [0] * parts
     for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
-        own[min((r for r in ranks if len(own[r]) < each), key=work)].append(i)
+        rank = min((r for r in ranks if len(own[r]) < each), key=work.__getitem__)
+        own[rank].append(i)
+        work[rank] += costs[i]
     return tuple(tuple(sorted(mine)) for mine in own)
+
+
+def cut(seq_len: int, parts: int, kind: Kind) -> SequenceLayout:
+    """The layout of that kind. If balanced, it is for one document, and `for_documents` for others:
+    with 16 chunks on each rank, or as many, at least 2, as have `FEWEST_ROWS` rows."""
+    if kind != "balanced":
+        return SequenceLayout(seq_len, parts, kind)
+    rows = seq_len // parts
+    each = next((n for n in (16, 8, 4) if rows >= n * FEWEST_ROWS), 2)
+    return balance(seq_len, parts, each=each)
 
 
 def shift_labels(tokens: torch.Tensor, *, dim: int = -1, ignore_index: int = -100) -> torch.Tensor:

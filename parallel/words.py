@@ -7,6 +7,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-Kind = Literal["zigzag", "contiguous", "striped"]  # how the sequence is cut: `layout`
+Kind = Literal["zigzag", "contiguous", "striped", "balanced"]  # how the sequence is cut: `layout`
 Strategy = Literal["auto", "ring", "gather", "stream", "ulysses", "hybrid"]  # of `context`
 Overlap = Literal["auto", "fused", "chunked", "none"]  # of `tensor.overlap`

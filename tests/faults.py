@@ -292,6 +292,13 @@ FAULTS = (
         "a block that a window reaches with one key is passed over",
     ),
     Fault(
+        "ring-kept-block",
+        "parallel/context/ring.py",
+        "return self.reach(0) < self.visits[-1]",
+        "return False",
+        "a block that ends nearer than others is not there for the backward",
+    ),
+    Fault(
         "ring-lse-gradient",
         "parallel/context/attention.py",
         "delta, o if dlse is None else None",
@@ -301,8 +308,8 @@ FAULTS = (
     Fault(
         "ring-coarse-gradient",
         "parallel/context/ring.py",
-        "q_runs, grad_dtype = layout.runs(rank), compute_dtype(q)",
-        "q_runs, grad_dtype = layout.runs(rank), q.dtype",
+        "route, grad_dtype = _Route(rank, layout, options), compute_dtype(q)",
+        "route, grad_dtype = _Route(rank, layout, options), q.dtype",
         "dq and the travelling dk and dv are rounded to bf16 at every hop",
     ),
     Fault(

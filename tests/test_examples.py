@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import runpy
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from ranks import run_ranks
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
-pytest.importorskip("transformers", reason="an extra of its own")
+HF = pytest.mark.skipif(find_spec("transformers") is None, reason="an extra of its own")
 
 
+@HF
 def test_a_fine_tuned_model_has_transformers_losses_and_loads_without_us(capsys):
     program = runpy.run_path(str(EXAMPLES / "finetune_hf.py"))
     figures = program["main"](program["Config"](steps=20))
@@ -25,9 +27,22 @@ def _fsdp2(rank: int) -> dict[str, float]:
     return runpy.run_path(str(EXAMPLES / "fsdp2_hf.py"))["compare"]()
 
 
+@HF
 def test_fsdp2_around_a_changed_model_is_one_process_with_the_whole_batch():
     for figures in run_ranks(2, _fsdp2):
         assert figures["replaced"] == 10
         assert figures["share_of_parameters"] == pytest.approx(0.5, abs=0.01)
         assert figures["first_loss"] - figures["last_loss"] > 0.5
         assert figures["from_one_process"] < 1e-5
+
+
+def test_a_long_context_is_trained_on_and_its_strategies_are_listed(capsys, monkeypatch):
+    """In few tokens, on one rank."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    program = runpy.run_path(str(EXAMPLES / "long_context.py"))
+    figures = program["main"](program["Config"](tokens=512, window=80, layers=1, steps=4))
+    printed = capsys.readouterr().out
+    assert "strategy  forward MB" in printed
+    assert "step 3: loss" in printed
+    assert figures["losses"] == pytest.approx([4.16] * 4, abs=0.15)  # log 64, to begin with
+    assert len(figures["memory"]) == 1

@@ -365,6 +365,27 @@ def test_micro_batches_with_sample_ids_and_a_seed_add_up_to_the_plain_batch():
     assert_close_f64(loss, total / count, RTOL)
 
 
+def test_a_balanced_plan_cuts_every_micro_batch_by_its_documents():
+    """Seen from each of three context ranks, without their groups: a micro-batch needs none."""
+    tokens, labels = _tokens()
+    plan, sizes = ParallelPlan(layout="balanced", sequence_parallel=False), Mesh(cp=3)
+    documents = torch.tensor([[0, 8, 12]]).expand(len(tokens), -1).clone()
+    shards = []
+    for rank in range(3):
+        mesh = ConnectedMesh(
+            sizes, rank, dict.fromkeys(("pp", "dp", "cp", "tp", "data", "world")), None
+        )
+        gpt = GPT(CONFIGS["llama"], mesh=mesh, plan=plan, device="meta")
+        batch = gpt.micro_batch(tokens, labels, torch.ones(()), documents=documents)
+        layout = batch.context.layout
+        assert layout == gpt.layout.for_documents(documents) != gpt.layout
+        assert gpt.micro_batch(tokens, labels, torch.ones(())).context.layout == gpt.layout
+        assert torch.equal(batch.positions[:4], layout.positions(rank) % 8)
+        shards.append(batch.tokens.view(len(tokens), -1))
+    assert torch.equal(layout.unshard(shards, 1), tokens)
+    assert max(layout.pairs(documents)) < 0.7 * max(gpt.layout.pairs(documents))
+
+
 @EACH
 def test_packed_documents_are_each_computed_as_if_alone(config):
     """Logits and gradients; the boundaries of one sample, or of every sample, empty ones too."""

@@ -8,7 +8,7 @@ import torch
 
 from warpweave.kernels import reference
 from warpweave.kernels.reference import Run
-from warpweave.parallel.layout import SequenceLayout, balance, shift_labels
+from warpweave.parallel.layout import SequenceLayout, balance, cut, shift_labels
 
 KINDS = ["zigzag", "contiguous", "striped"]
 
@@ -191,6 +191,84 @@ def test_ragged_documents_are_balanced_where_zigzag_is_not(parts: int) -> None:
     assert [balance(60, 3).runs(rank) for rank in range(3)] == [
         SequenceLayout(60, 3).runs(rank) for rank in range(3)
     ]  # one document: zigzag
+
+
+# Of published corpora, how long documents are. Gao et al. 2020, The Pile (arXiv:2101.00027), Table
+# 1: effective GiB and mean KiB of a document of each component. Soldaini et al. 2024, Dolma
+# (arXiv:2402.00159, its dataset card): 10^6 documents and 10^9 tokens of each source. A document is
+# of a component as often as that has documents; its length is exponential with that mean (the
+# shape within a component is ours: no more than the mean is published), at 4 bytes a token.
+PILE = (
+    (227.12, 4.33), (180.55, 30.55), (151.44, 538.36), (125.54, 3.85), (112.42, 46.61),
+    (95.16, 5.25), (76.73, 15.06), (64.39, 2.16), (45.81, 4.08), (38.53, 1.30), (27.19, 398.73),
+    (19.47, 30.48), (19.13, 1.11), (15.49, 8.00), (11.03, 545.48), (9.45, 369.87), (9.17, 68.87),
+    (7.80, 4.92), (7.47, 22.55), (4.76, 73.37), (3.79, 2.11), (1.76, 1.78),
+)  # fmt: skip
+DOLMA = ((4600, 2415), (364, 175), (38.8, 57), (236, 430), (0.052, 4.8), (6.1, 3.6))
+# TxT360 (LLM360; the card of its English sample of 5 million documents): tokens at the least, the
+# quartiles and the most. Log-uniform between the quartiles, and above the third a Pareto tail whose
+# exponent gives the published mean, 1,004.
+TXT360 = (257, 402, 622, 1050, 24574)
+
+
+def _mixture(rng: random.Random, components: list[tuple[float, float]]):
+    counts, means = zip(*components)
+    return lambda: rng.expovariate(1 / rng.choices(means, counts)[0])
+
+
+def _quartiles(rng: random.Random):
+    def draw() -> float:
+        part, u = rng.randrange(4), rng.random()
+        if part == 3:
+            return min(TXT360[4], TXT360[3] * rng.paretovariate(1.75))
+        return TXT360[part] * (TXT360[part + 1] / TXT360[part]) ** u
+
+    return draw
+
+
+def test_documents_of_published_lengths_are_balanced_where_zigzag_is_not() -> None:
+    """64k tokens on 16 ranks: at most 5 % above the mean, where zigzag has twice the mean; so do as
+    many chunks as a model fixes."""
+    rng, length, parts = random.Random(0), 65536, 16
+    drawn = {
+        "The Pile": _mixture(rng, [(gib / kib, 256 * kib) for gib, kib in PILE]),
+        "Dolma": _mixture(rng, [(docs, 1e3 * tokens / docs) for docs, tokens in DOLMA]),
+        "TxT360": _quartiles(rng),
+    }
+    mean = sum(drawn["TxT360"]() for _ in range(20000)) / 20000
+    assert mean == pytest.approx(1004, rel=0.05)
+    plain, fixed = SequenceLayout(length, parts), cut(length, parts, "balanced")
+    for name, draw in drawn.items():
+        uneven = []
+        for _ in range(5):
+            documents = _packed(length, draw)
+            for layout in (balance(length, parts, documents), fixed.for_documents(documents)):
+                pairs = layout.pairs(documents)
+                assert max(pairs) * parts <= 1.05 * sum(pairs), name
+            pairs = plain.pairs(documents)
+            uneven.append(max(pairs) * parts / sum(pairs))
+        assert sorted(uneven)[2] >= 2, (name, uneven)
+
+
+def test_a_batch_has_one_balanced_layout_of_as_many_rows_for_any_documents() -> None:
+    """Whose chunks are chosen for the sum of the samples' work."""
+    layout = cut(1031, 3, "balanced")
+    assert cut(1031, 3, "striped") == SequenceLayout(1031, 3, "striped")
+    assert len(layout.chunks[0]) == 2
+    assert [len(cut(n, 4, "balanced").chunks[0]) for n in (1000, 2048, 4096, 1 << 20)] == [
+        2, 4, 8, 16,
+    ]  # fmt: skip
+    samples = torch.tensor([[0, 500, 500, 1031], [0, 17, 900, 1000]])
+    found = layout.for_documents(samples)
+    assert found.local_len == layout.local_len
+    assert found != layout
+    assert found == balance(1031, 3, samples.to(torch.int32), each=2)
+    each = [found.pairs(row.tolist()) for row in samples]
+    assert found.pairs(samples) == [a + b for a, b in zip(*each)]
+    worst = [max(other.pairs(samples)) for other in (found, layout, SequenceLayout(1031, 3))]
+    assert worst[0] == min(worst)
+    zigzag = SequenceLayout(1031, 3)
+    assert zigzag.for_documents(samples) is zigzag
 
 
 def test_the_picture_shows_who_has_queries_who_reads_and_how_much() -> None:

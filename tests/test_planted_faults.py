@@ -430,9 +430,9 @@ def ring_backward_keeps_the_first_keys(mesh):
     """diffusers #14265: every hop of the backward uses the K and V of the first."""
     right_ring, right, first = ring.ring_backward, ring.block_bwd, []
 
-    def ring_backward(rank, do, q, kv, *args, **options):
-        first[:] = kv.clone()
-        return right_ring(rank, do, q, kv, *args, **options)
+    def ring_backward(rank, do, q, kept, *args, **options):
+        first[:] = kept[0].clone()
+        return right_ring(rank, do, q, kept, *args, **options)
 
     def block_bwd(do, q, k, v, *args, **options):
         return right(do, q, *first, *args, **options)

@@ -83,6 +83,7 @@ LAYOUTS = {
         Layout(Mesh(tp=2, cp=2), True, style="qwen", strategy="gather", packed=True),
         Layout(Mesh(tp=2, cp=2), True, 3, strategy="ulysses", layout="striped", packed=True),
         Layout(Mesh(cp=4, ulysses=2), style="llama", strategy="hybrid", packed=True),
+        Layout(Mesh(dp=2, cp=2), zero=1, strategy="gather", layout="balanced", packed=True),
     ],
     5: [drawn(Mesh(dp=5)), drawn(Mesh(tp=5)), drawn(Mesh(cp=5))],
     6: [drawn(Mesh(tp=3, pp=2)), drawn(Mesh(cp=3, tp=2)), Layout(Mesh(dp=3, cp=2), zero=2)],

@@ -54,7 +54,7 @@ class ParallelPlan:
             Triton's kernels (ranks of one machine), none, or in the backward only (auto).
         recompute: Activation checkpointing: of the MLP's hidden activations (selective), or of all
             but each block's input (full).
-        layout: How cp cuts the sequence.
+        layout: How cp cuts the sequence; balanced is by the work of each micro-batch's documents.
         cp_strategy: How context ranks attend to one another's tokens: keys and values go round or
             to all (stream: head by head), rows are traded for heads, or going round and trading at
             once (hybrid, with ulysses).
@@ -246,7 +246,7 @@ class GPTConfig:
     def check(self, mesh: Mesh, plan: ParallelPlan = ParallelPlan()) -> None:
         """Raise a one-line ``ValueError`` if this model cannot be cut over `mesh` by `plan`."""
         from warpweave.parallel.context import resolve_strategy  # and torch: options do without
-        from warpweave.parallel.layout import SequenceLayout
+        from warpweave.parallel.layout import cut
 
         if self.num_kv_heads % mesh.tp:
             raise ValueError(f"kv_heads = {self.num_kv_heads} does not divide by tp = {mesh.tp}")
@@ -256,7 +256,7 @@ class GPTConfig:
         if stages > self.layers:
             found = f"pp = {mesh.pp}" if stages == mesh.pp else f"{stages} pipeline"
             raise ValueError(f"{found} stages need as many layers, got {self.layers}")
-        layout = SequenceLayout(self.seq_len, mesh.cp, plan.layout)
+        layout = cut(self.seq_len, mesh.cp, plan.layout)
         if mesh.cp > 1:
             heads = self.heads // mesh.tp, self.num_kv_heads // mesh.tp
             neighbours = mesh.ulysses if mesh.ulysses > 1 else None

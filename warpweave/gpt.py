@@ -26,7 +26,7 @@ from warpweave.layers.norm import make_norm
 from warpweave.layers.records import collect_records
 from warpweave.parallel.collectives import Pending
 from warpweave.parallel.data.zero import Unit
-from warpweave.parallel.layout import SequenceLayout
+from warpweave.parallel.layout import SequenceLayout, cut
 from warpweave.parallel.mesh import ConnectedMesh, connected
 from warpweave.parallel.pipeline.stage import Segment
 from warpweave.parallel.shard import ParamRecord
@@ -99,35 +99,39 @@ class GPT(nn.Module):
         self.config, self.mesh, self.plan, self.impl = config, mesh, plan, impl
         self.placement = tuple(plan.placement(mesh.size("pp")))
         self.sequence_parallel = plan.sequence_parallel and mesh.size("tp") > 1
-        self.layout = SequenceLayout(config.seq_len, mesh.size("cp"), plan.layout)
+        self.layout = cut(config.seq_len, mesh.size("cp"), plan.layout)
         here = mesh.index("pp")
         self.stages = tuple(s for s, rank in enumerate(self.placement) if rank == here)
         self.first, self.last = self.placement[0] == here, self.placement[-1] == here
         factory = {"device": device, "dtype": dtype}
-        cut = {"mesh": mesh, "sequence_parallel": self.sequence_parallel}
+        where = {"mesh": mesh, "sequence_parallel": self.sequence_parallel}
 
         if self.first or (self.last and config.tied):
             self.embedding = VocabParallelEmbedding(
-                config.vocab_size, config.width, **factory, **cut
+                config.vocab_size, config.width, **factory, **where
             )
         if self.first and config.positions == "learned":
             self.positions = PositionEmbedding(
                 config.seq_len, config.width, **factory, partial=self.sequence_parallel
             )
         self.blocks = nn.ModuleDict(
-            {str(i): self._block(i, factory | cut) for s in self.stages for i in self.layers_of(s)}
+            {
+                str(i): self._block(i, factory | where)
+                for s in self.stages
+                for i in self.layers_of(s)
+            }
         )
         if self.last:
-            where = factory | cut | {"bias": config.bias, "impl": impl}
-            self.final_norm = make_norm(config.norm, config.width, config.norm_eps, **where)
+            options = factory | where | {"bias": config.bias, "impl": impl}
+            self.final_norm = make_norm(config.norm, config.width, config.norm_eps, **options)
             if not config.tied:
                 self.head = VocabParallelEmbedding(
-                    config.vocab_size, config.width, **factory, **cut
+                    config.vocab_size, config.width, **factory, **where
                 )
             self.loss = VocabParallelLinearCrossEntropy(
                 config.vocab_size,
                 softcap=config.logit_softcap,
-                **cut,
+                **where,
                 overlap=plan.overlap,
                 impl=impl,
             )
@@ -220,6 +224,7 @@ class GPT(nn.Module):
             if length > self.config.seq_len:
                 raise ValueError(f"sequence of {length} tokens, the model's is {layout.seq_len}")
             layout = SequenceLayout(length, 1)
+        layout = layout.for_documents(documents)
         index, device = self.mesh.index("cp"), tokens.device
         local = layout.positions(index, device)
         positions = local.expand(batch, -1)

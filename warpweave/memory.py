@@ -39,7 +39,7 @@ from warpweave.config import GPTConfig, ParallelPlan
 from warpweave.dtypes import DTYPES
 from warpweave.gpt import GPT
 from warpweave.kernels.activation import find_activation
-from warpweave.parallel.layout import SequenceLayout
+from warpweave.parallel.layout import cut
 from warpweave.parallel.mesh import AXES, ConnectedMesh, Mesh
 from warpweave.parallel.schedule.actions import FINISHES, F
 from warpweave.parallel.tensor.linear_loss import CAPPED
@@ -85,7 +85,7 @@ def estimate(
     placement = plan.placement(mesh.pp)
     each = [_units(config, mesh, plan, rank) for rank in range(mesh.pp)]
     schedule = plan.make_schedule(mesh.pp)
-    tokens = batch * SequenceLayout(config.seq_len, mesh.cp, plan.layout).local_len
+    tokens = batch * cut(config.seq_len, mesh.cp, plan.layout).local_len
     rows = tokens // mesh.tp if plan.sequence_parallel else tokens
     on_cpu = device_type == "cpu"
     whole, spared = _block(config, mesh, plan, tokens, size, on_cpu=on_cpu)

@@ -254,9 +254,9 @@ class TrainConfig:
         self.model_config(1).check(self.mesh, self.plan)
         if self.init_from is not None:
             self._check_weights(self.init_from)
-        from warpweave.parallel.layout import SequenceLayout
+        from warpweave.parallel.layout import cut
 
-        rows = self.batch * SequenceLayout(self.seq_len, self.cp, self.plan.layout).local_len
+        rows = self.batch * cut(self.seq_len, self.cp, self.plan.layout).local_len
         if self.plan.sequence_parallel and rows % self.tp:
             raise ValueError(
                 f"batch x seq_len / cp = {rows} tokens do not divide by tp = {self.tp} "

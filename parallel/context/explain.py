@@ -13,7 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from warpweave.parallel.context.ring import distances
+from warpweave.parallel.context.ring import distances, reaches
+from warpweave.parallel.context.ulysses import Trade
 from warpweave.parallel.layout import SequenceLayout
 
 
@@ -23,8 +24,9 @@ class Cost:
 
     Attributes:
         strategy: its name.
-        forward, backward: bytes that leave the rank; of "ulysses" the mean over ranks.
-        messages: collectives or hops in forward and backward.
+        forward, backward: bytes that leave the rank; of "ulysses", and of a ring in which not all
+            blocks are seen by as many ranks, the mean over ranks.
+        messages: collectives or hops in forward and backward, counted over all ranks.
         memory: bytes held at the worst moment of forward or backward besides inputs and results.
         exposed: predicted seconds in which a link is busy and the rank waits.
     """
@@ -47,6 +49,7 @@ def explain(
     itemsize: int = 2,
     causal: bool = True,
     window: int | None = None,
+    neighbours: int = 1,
     link: float = 50e9,
     flops: float = 400e12,
 ) -> list[Cost]:
@@ -57,6 +60,7 @@ def explain(
         heads, kv_heads, head_dim, batch: of this rank's q and k.
         itemsize: bytes of an element of q, k and v.
         causal, window: the mask, which may spare hops of the ring.
+        neighbours: of a pair of groups, the ranks that trade rows for heads: "hybrid" alone then.
         link: bytes per second that a rank sends, one direction.
         flops: FLOP/s that attention reaches.
     """
@@ -69,18 +73,40 @@ def explain(
     tiles = 4 * rows * head_dim * seen / flops  # of the forward; the backward has 2.5 times as much
     found = []
 
-    def add(name: str, sent: tuple[int, int], messages: int, memory: int, hidden: float) -> None:
-        exposed = sum(max(0.0, n / link - by * hidden) for n, by in zip(sent, (tiles, 2.5 * tiles)))
+    def add(name: str, sent: tuple[int, int], messages: int, memory: int, hidden: float,
+            links: tuple[int, int] | None = None, bare: int = 0) -> None:  # fmt: skip
+        pairs = zip(links or sent, (tiles, 2.5 * tiles))  # what the busiest link carries
+        exposed = sum(bare / link + max(0.0, n / link - by * hidden) for n, by in pairs)
         found.append(Cost(name, *sent, messages, memory, exposed))
 
+    def ring(layout: SequenceLayout) -> tuple[int, int, int]:
+        """Hops, messages, and the mean elements that leave a rank in one direction."""
+        visits, reach = (of(layout, causal, window) for of in (distances, reaches))
+        n, gaps = len(visits) - 1, [b - a for a, b in pairwise(visits)]
+        extra = sum(a != b for a, b in pairwise(gaps))  # K‖V and dK‖dV go on separately
+        extra += len({d for d in reach if 0 < d < visits[-1]})  # and some start at home
+        messages = n + (n + 1 + extra if n else 0)
+        return n, messages, kv * sum(visits.index(d) for d in reach) // layout.parts
+
+    def traded(U: int) -> int:
+        """The mean bytes of rows, lse and delta that leave one of U ranks, one direction."""
+        return ((2 * rows * head_dim + kv) * itemsize + rows * wide) * (U - 1) // U
+
+    held = 2 * (2 * rows * head_dim + kv) * itemsize
+    buffers = 2 * kv * (itemsize + wide) + kv * wide
+    if neighbours > 1:
+        if heads % neighbours == 0 and kv_heads % neighbours == 0 and P % neighbours == 0:
+            n, messages, each = ring(Trade(layout, neighbours, heads, kv_heads).ring)
+            part = traded(neighbours)  # which nothing hides
+            add("hybrid", (part + each * itemsize, part + each * (itemsize + wide)),
+                3 + 4 + messages, held + buffers, n / (n + 1),
+                (n * kv * itemsize, n * kv * (itemsize + wide)), part)  # fmt: skip
+        return found
     if layout.kind != "balanced":
-        n = len(visits := distances(layout, causal, window)) - 1
-        gaps = [b - a for a, b in pairwise(visits)]
-        split = sum(a != b for a, b in pairwise(gaps))
-        sent = n * kv * itemsize, n * kv * (itemsize + wide)
+        n, messages, each = ring(layout)
         # A hop hides behind its tile, and one has none: of the backward that is the first K‖V.
-        add("ring", sent, n + (n + 1 + split if n else 0), 2 * kv * (itemsize + wide) + kv * wide,
-            n / (n + 1))  # fmt: skip
+        add("ring", (each * itemsize, each * (itemsize + wide)), messages, buffers, n / (n + 1),
+            (n * kv * itemsize, n * kv * (itemsize + wide)))  # fmt: skip
     whole = P * kv
     sent = (P - 1) * kv * itemsize, (P - 1) * kv * (itemsize + wide)
     # What arrived and its order by position; dK‖dV, one behind the other, and cut into shards.
@@ -89,10 +115,7 @@ def explain(
     add("stream", sent, 3 * kv_heads, 3 * share * itemsize + 3 * share * wide,
         0.5 * (kv_heads - 1) / kv_heads)  # fmt: skip
     if heads >= P and kv_heads % P == 0 and heads % P == 0:
-        part = (2 * rows * head_dim + kv) * itemsize * (P - 1) // P
-        numbers = rows * wide * (P - 1) // P  # lse, delta
-        held = 2 * (2 * rows * head_dim + kv) * itemsize
-        add("ulysses", (part + numbers, part + numbers), 3 + 4, held, 0.0)
+        add("ulysses", (traded(P), traded(P)), 3 + 4, held, 0.0)
     return sorted(found, key=lambda cost: cost.exposed)
 
 

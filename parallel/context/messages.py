@@ -20,11 +20,12 @@ T = TypeVar("T")
 class Hop(NamedTuple):
     """A message of every rank at once: `send` goes to rank + step, `recv` is from rank - step.
 
-    Both are contiguous tensors of the same dtype and, over all ranks, of the same size.
+    Both are contiguous tensors of the same dtype and, over all ranks, of the same size; None where
+    nothing is sent, or nothing arrives, on this rank.
     """
 
-    send: torch.Tensor
-    recv: torch.Tensor
+    send: torch.Tensor | None
+    recv: torch.Tensor | None
     step: int
 
 
@@ -103,10 +104,13 @@ def _deliver(messages: Sequence[Hop | AllToAll], neighbours: int) -> None:
     """Copy what every rank sends to where it is received."""
     for rank, message in enumerate(messages):
         if isinstance(message, Hop):
-            there = (rank + message.step * neighbours) % len(messages)
-            messages[there].recv.copy_(message.send)
+            into = messages[(rank + message.step * neighbours) % len(messages)].recv
+            if (into is None) != (message.send is None):
+                raise RuntimeError(f"what rank {rank} sends and what is received there differ")
+            if into is not None:
+                into.copy_(message.send)
             continue
         first, place = rank - rank % neighbours, rank % neighbours
         for other, part in enumerate(message.send.split(message.send_sizes)):
-            into = messages[first + other]
-            into.recv.split(into.recv_sizes)[place].copy_(part)
+            there = messages[first + other]
+            there.recv.split(there.recv_sizes)[place].copy_(part)

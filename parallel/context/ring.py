@@ -19,8 +19,15 @@ which every rank sees something of every other's block
 Each tile of the backward uses the final lse and delta = rowsum(o do) - dlse, so it is the true
 global probability of its pairs: the gradients are exact, not an approximation. Sums over blocks
 are re-associated. Partial outputs, dq and the travelling dK‖dV are fp32 (float64 for float64
-inputs), because sums kept in bf16 lose a factor that grows with P. Blocks that the mask hides from
-this rank are passed on but not computed.
+inputs), because sums kept in bf16 lose a factor that grows with P.
+
+What the mask hides is not sent: hops that all ranks would make for nothing are left out
+(`distances`), and a block travels as far as the last rank that sees something of it (`reaches`),
+passed on by the ranks in between. With contiguous blocks under a causal mask that is rank P-1 (or
+where the window ends): block b makes P-1-b hops forward, P(P-1)/2 for all blocks instead of P(P-1).
+In the backward a block that got as far as any starts where the forward left it; one that did not,
+as there rank P-1 has seen later ones since, is sent from home to the last rank that sees it, and
+its own rank keeps it: again P-1-b hops of K‖V, and as many of dK‖dV.
 
 The order of messages and tiles is a generator per rank (`ring_forward`, `ring_backward`) that knows
 no transport (`messages`). A message starts before the tile of its hop and is waited for after it;
@@ -74,7 +81,55 @@ def distances(layout: SequenceLayout, causal: bool, window: int | None) -> tuple
     return 0, *(d for d, visible in enumerate(seen, 1) if visible)
 
 
+@lru_cache(maxsize=64)
+def reaches(layout: SequenceLayout, causal: bool, window: int | None) -> tuple[int, ...]:
+    """For each block b the largest d of which rank b+d sees something of it, 0 for none."""
+    runs, options = [layout.runs(r) for r in range(layout.parts)], AttentionOptions(causal, window)
+    back = distances(layout, causal, window)[::-1]
+    return tuple(
+        next(d for d in back if not d or _visible(runs[(b + d) % layout.parts], block, options))
+        for b, block in enumerate(runs)
+    )
+
+
+class _Route:
+    """Which messages a rank has part in: every block visits what `distances` and `reaches` say."""
+
+    def __init__(self, rank: int, layout: SequenceLayout, options: AttentionOptions) -> None:
+        self._rank, self._parts = rank, layout.parts
+        self._runs = [layout.runs(r) for r in range(layout.parts)]
+        self._options = options._replace(q_runs=self._runs[rank])
+        self.visits = distances(layout, options.causal, options.window)
+        self._reach = reaches(layout, options.causal, options.window)
+        self.starts = {d for d in self._reach if 0 < d < self.visits[-1]}  # from home, backward
+
+    def reach(self, at: int) -> int:
+        """How far block rank - `at` travels, which is here if that is at least `at`."""
+        return self._reach[(self._rank - at) % self._parts]
+
+    @property
+    def stays(self) -> bool:
+        """Whether the own block ends nearer than others, so that the backward sends it anew."""
+        return self.reach(0) < self.visits[-1]
+
+    def comes_back(self, at: int, origin: int, target: int) -> bool:
+        """Whether K‖V of block rank - `at` goes from distance `origin` to `target` in the backward:
+        home only where it is not kept."""
+        return self.reach(at) >= origin and (target > 0 or self.reach(at) == self.visits[-1])
+
+    def block(self, at: int) -> AttentionOptions | None:
+        """The options of the tile with block rank - `at`; None if the mask hides all of it."""
+        k_runs = self._runs[(self._rank - at) % self._parts]
+        if at and not _visible(self._runs[self._rank], k_runs, self._options):
+            return None
+        return self._options._replace(k_runs=k_runs)
+
+
 # ------------------------------------------------------------------ 1. the steps of one rank
+
+# What the backward starts from: K‖V[2, B, S/cp, Hkv, D] of the farthest block, which the last hop
+# left here, and k and v of the own one; None where it is not needed.
+Kept = Sequence[torch.Tensor | None]
 
 
 def ring_forward(
@@ -86,29 +141,31 @@ def ring_forward(
     layout: SequenceLayout,
     options: AttentionOptions,
     sinks: torch.Tensor | None = None,
-) -> Steps[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+) -> Steps[tuple[torch.Tensor, torch.Tensor, Kept]]:
     """Forward of one rank: q[B, S/cp, Hq, D], k and v[B, S/cp, Hkv, D], sinks[Hq] or None.
 
-    Returns o (like q), lse[B, Hq, S/cp] (fp32 or float64) and kv[2, B, S/cp, Hkv, D], the K‖V of
-    the farthest block, which the last hop left here and from which the backward starts.
+    Returns o (like q), lse[B, Hq, S/cp] (fp32 or float64) and what the backward starts from.
     """
-    q_runs, visits = layout.runs(rank), distances(layout, options.causal, options.window)
+    route = _Route(rank, layout, options)
     here = torch.stack((k, v))
     spare = torch.empty_like(here)
     o = lse = None
-    for at, onward in zip(visits, (*visits[1:], None)):
+    for at, onward in zip(route.visits, (*route.visits[1:], None)):
         if onward is not None:
-            yield Hop(here, spare, onward - at)
-        k_runs = layout.runs((rank - at) % layout.parts)
-        block = options._replace(q_runs=q_runs, k_runs=k_runs)
+            goes, comes = route.reach(at) >= onward, route.reach(onward) >= onward
+            yield Hop(here if goes else None, spare if comes else None, onward - at)
+        block = route.block(at)
         if o is None:  # the own block, and what each row has once
             o, lse = block_fwd(q, here[0], here[1], block, sinks=sinks, out_dtype=compute_dtype(q))
-        elif _visible(q_runs, k_runs, options):
+        elif block is not None:
             o, lse = block_fwd(q, here[0], here[1], block, into=(o, lse))
         if onward is not None:
             yield None
             here, spare = spare, here
-    return o.to(q.dtype), lse, here
+    last = route.visits[-1]
+    far = here if route.reach(last) == last else None
+    own = (k, v) if route.stays or far is None else (None, None)
+    return o.to(q.dtype), lse, (far, *own)
 
 
 class _Message:
@@ -117,34 +174,55 @@ class _Message:
     Bytes, because K‖V travels in its own dtype and the gradient in fp32 (or float64).
     """
 
-    def __init__(self, kv: torch.Tensor, grad_dtype: torch.dtype) -> None:
-        self._split = kv.numel() * kv.element_size()  # a multiple of the gradient's item size
-        size = self._split + kv.numel() * grad_dtype.itemsize
-        self._bytes = torch.empty(size, dtype=torch.uint8, device=kv.device)
-        self.kv = self._bytes[: self._split].view(kv.dtype).view(kv.shape)
-        self.dkv = self._bytes[self._split :].view(grad_dtype).view(kv.shape)
+    def __init__(self, like: torch.Tensor, shape: Sequence[int], grad_dtype: torch.dtype) -> None:
+        number = torch.Size(shape).numel()
+        self._split = number * like.element_size()  # a multiple of the gradient's item size
+        size = self._split + number * grad_dtype.itemsize
+        self._bytes = torch.empty(size, dtype=torch.uint8, device=like.device)
+        self.kv = self._bytes[: self._split].view(like.dtype).view(shape)
+        self.dkv = self._bytes[self._split :].view(grad_dtype).view(shape)
 
-    @property
-    def parts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The bytes of K‖V, of dK‖dV, and of both."""
-        return self._bytes[: self._split], self._bytes[self._split :], self._bytes
+    def part(self, kv: bool, dkv: bool) -> torch.Tensor | None:
+        """The bytes of K‖V, of dK‖dV or of both; None for neither."""
+        start, stop = 0 if kv else self._split, len(self._bytes) if dkv else self._split
+        return self._bytes[start:stop] if kv or dkv else None
 
 
-def _backward_hops(here: _Message, spare: _Message, kv: int, dkv: int) -> list[Hop]:
-    """K‖V goes `kv` ranks back and dK‖dV `dkv`, 0 if it stays: one message where they agree."""
+def _backward_hops(
+    route: _Route,
+    here: _Message,
+    spare: _Message,
+    own: Kept,
+    at: tuple[int, int, int],
+) -> list[Hop]:
+    """Where `at` is the distance of the block before, of this one and of the next: this one's K‖V
+    goes on to the next distance, and dK‖dV of the one before to this one, in one message where they
+    go equally far. A block that starts at the next distance is sent there from home."""
+    before, now, onward = at
+    kv, dkv = now - onward, before - now
+    goes = bool(kv) and route.comes_back(now, now, onward)
+    comes = bool(kv) and route.comes_back(onward, now, onward)
+    grad_goes = bool(dkv) and route.reach(before) >= before
+    grad_comes = bool(dkv) and route.reach(now) >= before
+    hops = []
     if kv == dkv:
-        steps = (0, 0, kv)
+        hops.append(Hop(here.part(goes, grad_goes), spare.part(comes, grad_comes), -kv))
     else:
-        steps = (kv, dkv, 0)
-    parts = zip(here.parts, spare.parts, steps)
-    return [Hop(send, recv, -step) for send, recv, step in parts if step]
+        hops += [Hop(here.part(goes, False), spare.part(comes, False), -kv)] * bool(kv)
+        hops += [Hop(here.part(False, grad_goes), spare.part(False, grad_comes), -dkv)] * bool(dkv)
+    if onward < now and onward in route.starts:
+        starts, arrives = route.reach(0) == onward, route.reach(onward) == onward
+        hops.append(
+            Hop(torch.stack(own) if starts else None, spare.kv if arrives else None, onward)
+        )
+    return hops
 
 
 def ring_backward(
     rank: int,
     do: torch.Tensor,
     q: torch.Tensor,
-    kv: torch.Tensor,
+    kept: Kept,
     lse: torch.Tensor,
     delta: torch.Tensor,
     *,
@@ -159,19 +237,20 @@ def ring_backward(
     Returns dq, dk, dv of this rank's own rows, summed over all ranks, in the inputs' dtypes; dk and
     dv in `kv_grad_dtype` where they are to be added to others.
     """
-    q_runs, grad_dtype = layout.runs(rank), compute_dtype(q)
-    visits = distances(layout, options.causal, options.window)[::-1]
-    kv_grad_dtype = kv_grad_dtype or kv.dtype
-    here, spare = _Message(kv, grad_dtype), _Message(kv, grad_dtype)
-    here.kv.copy_(kv)
-    spare.dkv.zero_()  # the first message brings no gradient: nobody has computed one yet
+    route, grad_dtype = _Route(rank, layout, options), compute_dtype(q)
+    visits, (far, *own) = route.visits[::-1], kept
+    shape = (2, *own[0].shape) if far is None else far.shape
+    here, spare = (_Message(q, shape, grad_dtype) for _ in range(2))
+    kv_grad_dtype = kv_grad_dtype or q.dtype
+    if far is not None:
+        here.kv.copy_(far)
     dq = None
     for before, at, onward in zip((visits[0], *visits), visits, (*visits[1:], 0)):
-        yield from _backward_hops(here, spare, at - onward, before - at)
-        k_runs = layout.runs((rank - at) % layout.parts)
-        tile = None
-        if _visible(q_runs, k_runs, options):
-            block = options._replace(q_runs=q_runs, k_runs=k_runs)
+        if route.reach(at) == at:
+            spare.dkv.zero_()  # no gradient arrives: nobody has computed one yet
+        yield from _backward_hops(route, here, spare, own, (before, at, onward))
+        tile, block = None, route.block(at)
+        if block is not None:
             tile = block_bwd(
                 do, q, here.kv[0], here.kv[1], lse, delta, block,
                 o=o, grad_dtype=grad_dtype, into=(dq, None, None),
@@ -181,6 +260,8 @@ def ring_backward(
         if tile is not None:
             spare.dkv[0].add_(tile[1])
             spare.dkv[1].add_(tile[2])
+        if onward == 0 < at and route.stays:
+            torch.stack(own, out=spare.kv)
         here, spare = spare, here
     assert dq is not None  # the own block is always visible
     return dq.to(q.dtype), here.dkv[0].to(kv_grad_dtype), here.dkv[1].to(kv_grad_dtype)
@@ -194,8 +275,8 @@ def _forward(
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
     layout, options = shards.layout, shards.options
     steps = ring_forward(shards.rank, q, k, v, layout=layout, options=options, sinks=sinks)
-    o, lse, kv = run_on_group(steps, shards.group, overlap=shards.overlap)
-    return o, lse, (q, kv)
+    o, lse, kept = run_on_group(steps, shards.group, overlap=shards.overlap)
+    return o, lse, (q, *kept)
 
 
 def _backward(
@@ -206,8 +287,8 @@ def _backward(
     delta: torch.Tensor,
     o: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    (q, kv), layout, options = saved, shards.layout, shards.options
-    steps = ring_backward(shards.rank, do, q, kv, lse, delta, o=o, layout=layout, options=options)
+    (q, *kept), layout, options = saved, shards.layout, shards.options
+    steps = ring_backward(shards.rank, do, q, kept, lse, delta, o=o, layout=layout, options=options)
     return run_on_group(steps, shards.group, overlap=shards.overlap)
 
 

@@ -128,7 +128,7 @@ def ulysses_forward(
     """Forward of cp rank `rank`: q[B, S/cp, Hq, D], k and v[B, S/cp, Hkv, D], sinks[Hq] or None.
 
     Returns o (like q), lse[B, Hq, S/cp] (fp32 or float64) and what `ulysses_backward` wants: of
-    this rank's heads q, k, v (or the K‖V that a ring left here) and lse.
+    this rank's heads q, k, v (or the K‖V that a ring kept here) and lse.
     """
     hop, me = divmod(rank, trade.ranks)
     everyone, rows = range(trade.ranks), trade.rows
@@ -148,10 +148,10 @@ def ulysses_forward(
         o, lse = block_fwd(q, k, v, options, sinks=sinks)
         saved: Tensors = (q, lse, k, v)
     else:
-        o, lse, kv = yield from ring_forward(
+        o, lse, kept = yield from ring_forward(
             hop, q, k, v, layout=trade.ring, options=options, sinks=sinks
         )
-        saved = (q, lse, kv)
+        saved = (q, lse, *kept)
     of_o = yield from _start(
         [rows.shard(o, r, 1) for r in everyone], [(B, s, len(trade.q(r)), D) for r in everyone]
     )
@@ -192,9 +192,9 @@ def ulysses_backward(
         _, _, k, v = saved
         dq, dk, dv = block_bwd(do, q, k, v, lse, delta, options, grad_dtype=wide)
     else:
-        _, _, kv = saved
+        _, _, *kept = saved
         dq, dk, dv = yield from ring_backward(
-            hop, do, q, kv, lse, delta,
+            hop, do, q, kept, lse, delta,
             layout=trade.ring, options=options, kv_grad_dtype=wide,
         )  # fmt: skip
     if not trade.even(me):

@@ -255,7 +255,7 @@ def table(world: int, impl: str = "torch") -> list[Layout]:
                     tied,
                     get_args(Recompute)[turn % 3],
                     strategy,
-                    _kinds(mesh)[turn // 3 % len(_kinds(mesh))],
+                    _kinds(mesh, strategy)[turn // 3 % len(_kinds(mesh, strategy))],
                     _overlaps(mesh, impl)[turn // 2 % len(_overlaps(mesh, impl))],
                     packed=turn % 5 in (1, 3),
                     count=counts[turn % len(counts)],
@@ -274,11 +274,12 @@ def _strategies(mesh: Mesh, heads: int) -> tuple[Strategy, ...]:
     return names if heads is None or heads >= mesh.cp else names[:-1]
 
 
-def _kinds(mesh: Mesh) -> tuple[Kind, ...]:
+def _kinds(mesh: Mesh, strategy: Strategy) -> tuple[Kind, ...]:
+    """The ways to cut the sequence that the strategy knows."""
     if mesh.cp == 1:
         return ("zigzag",)
-    kinds: tuple[Kind, ...] = get_args(Kind)
-    return kinds if mesh.ulysses == 1 else tuple(kind for kind in kinds if kind != "striped")
+    unknown = {"ring": ("balanced",), "hybrid": ("striped", "balanced")}.get(strategy, ())
+    return tuple(kind for kind in get_args(Kind) if kind not in unknown)
 
 
 def _overlaps(mesh: Mesh, impl: str) -> tuple[Overlap, ...]:
@@ -298,11 +299,11 @@ def draw(seed: int, impl: str = "torch") -> Layout:
     rng = random.Random(seed)
     mesh = rng.choice(list(meshes(rng.choice((2, 3, 4, 5, 6, 6, 8, 8)))))
     sp = mesh.tp > 1 and rng.random() < 0.7
-    cut = rng.choice(_kinds(mesh))
+    cut = rng.choice(_kinds(mesh, "hybrid" if mesh.ulysses > 1 else "auto"))
     schedule = rng.choice(get_args(ScheduleName))
     stages = mesh.pp * (2 if schedule == "interleaved" else 1)
     count, size = rng.randint(1, mesh.pp + 3), rng.randint(1, 3)
-    chunks = 2 if mesh.cp > 1 and cut == "zigzag" else 1
+    chunks = 2 if mesh.cp > 1 and cut in ("zigzag", "balanced") else 1
     local = [
         n
         for n in range(1, 24 // mesh.cp + 1)
@@ -332,7 +333,7 @@ def draw(seed: int, impl: str = "torch") -> Layout:
         style,
         rng.random() < 0.5,
         rng.choice(get_args(Recompute)),
-        rng.choice(_strategies(mesh, heads // mesh.tp)),
+        rng.choice([s for s in _strategies(mesh, heads // mesh.tp) if cut in _kinds(mesh, s)]),
         cut,
         rng.choice(_overlaps(mesh, impl)),
         packed=seed % 3 == 1,
