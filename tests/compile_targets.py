@@ -44,6 +44,12 @@ from warpweave.tune.parts import PARTS
 
 TARGETS = ("sm_80", "sm_90", "sm_100")
 SHARED_LIMIT = {target: part.block_shared for target, part in PARTS.items()}
+# Cases of kernels that read rows: at least half of their loads take 128 bits (statistics and
+# labels are single values).
+ROWWISE = ("dropout", "gelu", "layer_norm", "rms_norm", "rope", "swiglu")
+# Kernels in which ranks tell one another by flags in memory, which are atomic exchanges.
+TELLING = ("_publish_kernel", "_partials_kernel", "_arrived_kernel", "_gather_kernel",
+           "_gather_gemm_kernel", "_gather_qkv_kernel")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -809,6 +815,13 @@ def failures(reports: list[Report]) -> list[str]:
             wrong.append(f"{where}: {r.unordered}")
         if r.instructions["float64"] and not r.float64:
             wrong.append(f"{where}: {r.instructions['float64']} float64 instructions")
+        if r.instructions["atomic"] != r.instructions["flag"]:  # results are deterministic
+            wrong.append(f"{where}: {r.instructions['atomic']} atomic instructions")
+        if r.instructions["flag"] and r.kernel not in TELLING:
+            wrong.append(f"{where}: {r.instructions['flag']} flags of a kernel that tells nothing")
+        wide, loads = r.instructions["load_128_bit"], r.instructions["load"]
+        if r.case.startswith(ROWWISE) and not 2 * wide >= loads > 0:
+            wrong.append(f"{where}: {wide} of {loads} loads take 128 bits")
     return wrong
 
 
