@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from warpweave.kernels import reference
+from warpweave.kernels.attention import attention
 from warpweave.kernels.attention.forward import block_fwd
 from warpweave.kernels.attention.options import AttentionOptions
 from warpweave.parallel.context import attention as context
@@ -264,11 +265,26 @@ def _streamed(rank: int) -> None:
         assert relative_error(got, expected) <= 1e-14
 
 
+def _own_value_dim(rank: int) -> None:
+    """One operator's promise, which is `attention`'s: more ranks change nothing."""
+    layout, (q, k, v) = SequenceLayout(12, 2), torch.randn(3, 1, 12, 2, 6, dtype=torch.float64)
+    v = v[..., :4]
+    whole = attention(q, k, v)
+    for strategy in ("ring", "gather", "stream", "ulysses"):
+        mine = (layout.shard(x, rank, 1) for x in (q, k, v))
+        o = context_attention(*mine, layout=layout, group=dist.group.WORLD, strategy=strategy)
+        assert_close_f64(o, layout.shard(whole, rank, 1), 1e-13)
+
+
 _start = gather.start_all_gather
 
 
 def test_stream_is_gather_head_by_head() -> None:
     run_ranks(2, _streamed)
+
+
+def test_values_may_have_a_head_dim_of_their_own() -> None:
+    run_ranks(2, _own_value_dim)
 
 
 def test_bf16_and_autocast_on_two_ranks() -> None:

@@ -30,6 +30,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 
 from warpweave.kernels.attention.backward import attention_delta, attention_dsinks, block_bwd
 from warpweave.kernels.attention.checks import (
@@ -166,7 +167,8 @@ def attention(
 
     Args:
         q: [B, Sq, Hq, D]; any strides; any size may be 0 but head_dim and Hkv.
-        k, v: [B, Sk, Hkv, D] of q's dtype, each head serving Hq / Hkv neighbouring query heads.
+        k, v: [B, Sk, Hkv, D] and [B, Sk, Hkv, Dv] of q's dtype, each head serving Hq / Hkv
+            neighbouring query heads. Where Dv is not D, the narrower are copied with zeros behind.
         causal: a query sees the keys at positions up to its own.
         window: and less than `window` >= 1 away from its own, on both sides if not causal.
         documents: and of its own document only. int32 or int64 [n + 1], or [B, n + 1] where samples
@@ -187,7 +189,7 @@ def attention(
         return_lse: also return lse.
         impl: "triton", "torch" or None.
 
-    Returns o[B, Sq, Hq, D] in q's dtype, and with `return_lse` also lse[B, Hq, Sq], the natural
+    Returns o[B, Sq, Hq, Dv] in q's dtype, and with `return_lse` also lse[B, Hq, Sq], the natural
     logarithm of the softmax denominators, sinks included (float32; float64 for float64),
     differentiable too. A row that sees no key has o = 0, lse = its sink or -inf, and gradients 0.
     Under autocast q, k and v are cast, as for `F.scaled_dot_product_attention`.
@@ -200,8 +202,10 @@ def attention(
         causal, window, documents, scale, softcap, dropout, dropout_seed, dropout_origin,
         q_runs, k_runs, impl,
     )  # fmt: skip
-    q, k, v = autocast(q, k, v)
+    width = v.shape[-1:]
+    q, k, v, options = even_heads(*autocast(q, k, v), options)
     o, lse = attend(q, k, v, sinks, checked(options, q, k, v, sinks))
+    o = o if o.shape[-1:] == width else o[..., : width[0]]
     return (o, lse) if return_lse else o
 
 
@@ -215,6 +219,23 @@ def autocast(
         return q, k, v
     dtype = torch.get_autocast_dtype(device)
     return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def even_heads(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, AttentionOptions]:
+    """q and k, or v, with zeros up to the head dim of the other, and the scale of q's own: no score
+    changes, and o has zeros behind. What fits nothing goes on as it is, to `checked`."""
+    if not q.ndim == k.ndim == v.ndim == 4:
+        return q, k, v, options
+    D, Dv = q.shape[3], v.shape[3]
+    if Dv == D or k.shape[3] != D or not D or not Dv:
+        return q, k, v, options
+    if options.scale is None:
+        options = options._replace(scale=D**-0.5)
+    if Dv > D:
+        return F.pad(q, (0, Dv - D)), F.pad(k, (0, Dv - D)), v, options
+    return q, k, F.pad(v, (0, D - Dv)), options
 
 
 @no_graph

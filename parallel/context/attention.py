@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from warpweave.kernels.attention import attention_delta, attention_dsinks
-from warpweave.kernels.attention.function import attend, autocast
+from warpweave.kernels.attention.function import attend, autocast, even_heads
 from warpweave.kernels.attention.options import AttentionOptions, check_boundaries, checked
 from warpweave.kernels.gemm.gradients import grad_dtype
 from warpweave.kernels.runtime.dispatch import once_differentiable
@@ -77,8 +77,9 @@ def context_attention(
 
     Args:
         q: [B, S/cp, Hq, D], this rank's rows of `layout`, in its order.
-        k, v: [B, S/cp, Hkv, D] of the same dtype; Hkv divides Hq (grouped queries). Under autocast
-            q, k and v are cast first, so messages are as small as the tensors that are attended.
+        k, v: [B, S/cp, Hkv, D] and [B, S/cp, Hkv, Dv] of the same dtype; Hkv divides Hq (grouped
+            queries). Under autocast q, k and v are cast first, so messages are as small as the
+            tensors that are attended; zeros make up for Dv other than D, and are sent too.
         layout: who owns which position; masks compare global positions.
         group: the cp process group, ``layout.parts`` ranks; None for one part. For "hybrid" a pair:
             the ring, and the neighbours that trade rows for heads. Rank (i, u) of them is cp rank
@@ -94,7 +95,7 @@ def context_attention(
             overlap.
         impl: None, "triton" or "torch" for the kernels.
 
-    Returns o[B, S/cp, Hq, D] in q's dtype, or (o, lse); both are differentiable. Every rank must
+    Returns o[B, S/cp, Hq, Dv] in q's dtype, or (o, lse); both are differentiable. Every rank must
     run the backward if one does (keep ``0 * o`` in the loss of a rank without labels).
 
     Raises ``ValueError`` that names this rank, before anything is sent, if the shapes, dtypes or
@@ -109,6 +110,8 @@ def context_attention(
     )
     try:
         q, k, v = autocast(q, k, v)
+        width = v.shape[-1:]
+        q, k, v, options = even_heads(q, k, v, options)
         options = checked(options, q, k, v, sinks)
         _check_layout(layout, size, q, k)
         if size > 1:  # on one device the operator looks at documents
@@ -130,6 +133,7 @@ def context_attention(
         o, lse = _ContextAttention.apply(
             q, k, v, sinks, _STRATEGIES[strategy], *where, options, overlap
         )
+    o = o if o.shape[-1:] == width else o[..., : width[0]]
     return (o, lse) if return_lse else o
 
 

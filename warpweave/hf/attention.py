@@ -73,18 +73,12 @@ def attend(
     visible = _visible(module, query, key, attention_mask, is_causal, across)
     if across is None and few(query) and softcap is None and s_aux is None and not dropout:
         return _attend_few(query, key, value, attention_mask, visible, scaling), None
-    D, Dv = query.shape[-1], value.shape[-1]
-    wide = max(D, Dv)
-    scale = D**-0.5 if scaling is None else float(scaling)
-    query, key, value = (
-        (x if x.shape[-1] == wide else F.pad(x, (0, wide - x.shape[-1]))).transpose(1, 2)
-        for x in (query, key, value)
-    )
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     options = {
         "causal": visible.causal,
         "window": visible.window,
         "documents": None if visible.documents is None else visible.documents.to(query.device),
-        "scale": scale,
+        "scale": None if scaling is None else float(scaling),
         "softcap": softcap,
         "sinks": s_aux,
         "dropout": dropout,
@@ -96,7 +90,7 @@ def attend(
         o = attention(query, key, value, **options, **runs)
     else:
         o = context_attention(query, key, value, **options, **across._asdict())
-    o = o if Dv == wide else o[..., :Dv].contiguous()
+    o = o.contiguous()
     for watch in _watchers:
         watch(module, query, key, value, o, s_aux)
     return o, None
