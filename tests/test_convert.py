@@ -295,6 +295,7 @@ def test_gemma_3_from_before_transformers_5_is_read():
         (GPTConfig(53, 8, 1, 8, 2, positions="rope"), None),
         (dataclasses.replace(PRESETS["toy-llama"], rope_scaling=RopeScaling("ntk", 2.0)), None),
         (dataclasses.replace(PRESETS["toy-llama"], qk_norm=True, qkv_bias=True), None),
+        (dataclasses.replace(PRESETS["toy-llama"], sinks=True), "llama"),
         (PRESETS["toy-llama"], "gpt2"),
         (dataclasses.replace(PRESETS["toy-llama"], windows=(3, 0)), "mistral"),
         (dataclasses.replace(PRESETS["toy-llama"], windows=(3,)), "llama"),

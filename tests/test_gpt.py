@@ -40,6 +40,7 @@ CONFIGS = {
     "qwen": GPTConfig(
         **SIZES, **LLAMA, kv_heads=2, hidden=6, norm_eps=0.02, rope_theta=50.0, head_size=4,
         qkv_bias=True, qk_norm=True, windows=(4, 0), rope_scaling=RopeScaling("yarn", 4.0, 8),
+        sinks=True,
     ),
     "gemma": GPTConfig(
         **SIZES | LLAMA | {"norm": "rms1p", "activation": "geglu", "tied": True}, kv_heads=2,
@@ -278,6 +279,7 @@ def test_logits_loss_and_gradients_are_the_plain_models(config, length):
         {"norm": "rms1p"},
         {"attention_scale": 0.3},
         {"softcap": 1.0},
+        {"sinks": True},
         {"logit_softcap": 0.5},
         {"embedding_scale": 1.5},
         {"rope_scaling": RopeScaling("linear", 4.0)},

@@ -346,7 +346,7 @@ def test_a_checkpoint_from_before_a_field_was_there_is_gone_on_from(tmp_path):
     _one_step(config)
     step = config.out / "checkpoints" / "step_00000001"
     manifest = json.loads((step / "manifest.json").read_bytes())
-    for name in ("head_size", "qkv_bias", "qk_norm", "windows", "rope_scaling"):
+    for name in ("head_size", "qkv_bias", "qk_norm", "windows", "sinks", "rope_scaling"):
         del manifest["config"][name]
     manifest["config_sha256"] = config_digest(manifest["config"])
     data = json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode()

@@ -129,6 +129,7 @@ class GPTConfig:
         qk_norm_whole: With qk_norm: one over all query heads together, and one over all key heads.
         attention_scale: Factor of the attention scores; without, 1 / sqrt(width of a head).
         softcap: Attention scores become softcap * tanh(score / softcap).
+        sinks: Each query head has one more logit, learned, in its softmax, with no value.
         logit_softcap: The same of the logits.
         embedding_scale: The token embedding is multiplied by it.
         local_rope_theta: Base of the rotary embedding in layers with a window, if it is another;
@@ -160,6 +161,7 @@ class GPTConfig:
     qk_norm_whole: bool = False
     attention_scale: float | None = None
     softcap: float | None = None
+    sinks: bool = False
     logit_softcap: float | None = None
     embedding_scale: float | None = None
     local_rope_theta: float | None = None

@@ -161,6 +161,7 @@ class GPT(nn.Module):
             bias=c.bias,
             window=c.window(i),
             softcap=c.softcap,
+            sinks=c.sinks,
             rope_theta=theta if c.positions == "rope" else None,
             style=style,
             dropout=c.dropout,

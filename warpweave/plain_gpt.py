@@ -66,6 +66,7 @@ class PlainConfig:
     qk_norm_whole: bool = False  # over all heads together
     attention_scale: float | None = None  # None is 1 / sqrt(head_dim)
     softcap: float | None = None  # scores are softcap * tanh(scores / softcap)
+    sinks: bool = False  # one more logit in each query head's softmax, with no value
     logit_softcap: float | None = None
     embedding_scale: float | None = None
     local_rope_theta: float | None = None  # of layers with a window, without rope_scaling
@@ -118,6 +119,8 @@ def plain_shapes(config: PlainConfig) -> dict[str, tuple[int, ...]]:
         before, after = config.norm_place != "post", config.norm_place != "pre"
         if before:
             norm(f"blocks.{i}.attention_norm")
+        if config.sinks:
+            shapes[f"blocks.{i}.attention.sinks"] = (config.heads,)
         qkv_bias = config.bias if config.qkv_bias is None else config.qkv_bias
         linear(f"blocks.{i}.attention.qkv", config.kv_heads * (group + 2) * D, E, qkv_bias)
         if config.qk_norm:
@@ -145,11 +148,12 @@ def plain_init(
     """Fresh parameters: each drawn from (seed, its name) alone in float32, then cast to `dtype`.
 
     Matrices have standard deviation 0.02, the two projections back into the residual stream
-    0.02 / sqrt(2 * layers) as in GPT-2; norm weights are 1 (those that 1 is added to 0), biases 0.
+    0.02 / sqrt(2 * layers) as in GPT-2; norm weights are 1 (those that 1 is added to 0), biases and
+    sinks 0.
     """
     params = {}
     for name, shape in plain_shapes(config).items():
-        if name.endswith(".bias"):
+        if name.endswith((".bias", ".sinks")):
             params[name] = torch.zeros(shape, dtype=dtype)
         elif len(shape) == 1:
             one = 0.0 if config.norm == "rms1p" else 1.0
@@ -304,7 +308,11 @@ def _attention(
         hidden = hidden | (back >= window)
     if document is not None:
         hidden = hidden | (document[:, None, :, None] != document[:, None, None, :])
-    weights = torch.softmax(scores.masked_fill(hidden, -math.inf), dim=-1)
+    scores = scores.masked_fill(hidden, -math.inf)
+    if config.sinks:
+        sink = params[f"{name}.sinks"].view(-1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sink], dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., :S]
     out = torch.einsum("bhqk,bkhd->bqhd", weights, v).reshape(B, S, -1)
     return _linear(out, params, f"{name}.out")
 

@@ -26,7 +26,7 @@ STYLES: dict[str, dict] = {
     "mixed": {"positions": "rope", "norm": "layer", "activation": "swiglu", "bias": True},
     "qwen": {
         "positions": "rope", "norm": "rms", "activation": "gelu_erf", "bias": False,
-        "qkv_bias": True, "qk_norm": True, "windows": (3, 0),
+        "qkv_bias": True, "qk_norm": True, "windows": (3, 0), "sinks": True,
         "rope_scaling": RopeScaling("llama3", 4.0, original_length=8),
     },  # what a model may have besides: no real one has all of it
     "gemma": {
