@@ -31,9 +31,10 @@ from warpweave.kernels.attention.backward import block_bwd
 from warpweave.kernels.attention.forward import block_fwd
 from warpweave.kernels.attention.options import AttentionOptions
 from warpweave.kernels.reference import compute_dtype
+from warpweave.kernels.runtime.dispatch import choose
 from warpweave.parallel.collectives import group_rank, group_size
 from warpweave.parallel.context.messages import AllToAll, Steps, run_on_group
-from warpweave.parallel.context.ring import ring_backward, ring_forward
+from warpweave.parallel.context.ring import Kept, ring_backward, ring_forward
 from warpweave.parallel.context.strategy import ForwardBackward, Shards
 from warpweave.parallel.layout import SequenceLayout
 
@@ -99,12 +100,24 @@ class Trade:
         return options._replace(dropout_origin=(sample, head + self.q(rank).start))
 
 
-def _start(pieces: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]]) -> Steps[Tensors]:
-    """Send piece r to neighbour r; buffers of the given shapes, filled at the next wait."""
+def _start(
+    pieces: Sequence[Sequence[torch.Tensor]],
+    shapes: Sequence[Sequence[int]],
+    dtype: torch.dtype,
+    dim: int = 2,
+) -> Steps[Tensors]:
+    """Send the tensors of piece r, joined along `dim`, to neighbour r in `dtype`; buffers of the
+    given shapes, filled at the next wait. Every element is copied once, into the message."""
+    sent = [sum(x.numel() for x in piece) for piece in pieces]
     sizes = [torch.Size(shape).numel() for shape in shapes]
-    recv = pieces[0].new_empty(sum(sizes))
-    send = torch.cat([piece.flatten() for piece in pieces])
-    yield AllToAll(send, recv, [piece.numel() for piece in pieces], sizes)
+    send, recv = (pieces[0][0].new_empty(sum(n), dtype=dtype) for n in (sent, sizes))
+    for part, piece in zip(send.split(sent), pieces):
+        heads = [x.shape[dim] for x in piece]
+        shape = [*piece[0].shape]
+        shape[dim] = sum(heads)
+        for there, x in zip(part.view(shape).split(heads, dim), piece):
+            there.copy_(x)
+    yield AllToAll(send, recv, sent, sizes)
     return tuple(part.view(shape) for part, shape in zip(recv.split(sizes), shapes))
 
 
@@ -124,92 +137,109 @@ def ulysses_forward(
     trade: Trade,
     options: AttentionOptions,
     sinks: torch.Tensor | None = None,
-) -> Steps[tuple[torch.Tensor, torch.Tensor, Tensors]]:
+) -> Steps[tuple[torch.Tensor, torch.Tensor, Kept]]:
     """Forward of cp rank `rank`: q[B, S/cp, Hq, D], k and v[B, S/cp, Hkv, D], sinks[Hq] or None.
 
     Returns o (like q), lse[B, Hq, S/cp] (fp32 or float64) and what `ulysses_backward` wants: of
-    this rank's heads q, k, v (or the K‖V that a ring kept here) and lse.
+    this rank's heads q, lse, o (on the CPU path, which it spares a copy; else None) and k, v (or
+    the K‖V that a ring kept here).
     """
     hop, me = divmod(rank, trade.ranks)
     everyone, rows = range(trade.ranks), trade.rows
     (B, s, _, D), n_q, n_kv = q.shape, len(trade.q(me)), len(trade.kv(me))
+    dtype, (q, k, v) = q.dtype, (x.transpose(1, 2) for x in (q, k, v))  # a head's rows together
     pieces = [
-        torch.cat([_heads(q, trade.q(r)), *(_heads(x, trade.kv(r)) for x in (k, v))], 2)
-        for r in everyone
+        [_heads(q, trade.q(r), 1), *(_heads(x, trade.kv(r), 1) for x in (k, v))] for r in everyone
     ]
-    arrived = yield from _start(pieces, [(B, s, n_q + 2 * n_kv, D)] * trade.ranks)
+    arrived = yield from _start(pieces, [(B, n_q + 2 * n_kv, s, D)] * trade.ranks, dtype, 1)
     yield None
-    q, k, v = rows.unshard(arrived, 1).split((n_q, n_kv, n_kv), 2)
+    heads = rows.unshard(arrived, 2).split((n_q, n_kv, n_kv), 1)
+    q, k, v = (x.transpose(1, 2) for x in heads)
     if not trade.even(me):
         k, v = (x[:, :, trade.read(me)] for x in (k, v))
     sinks = None if sinks is None else _heads(sinks, trade.q(me), 0)
     options = trade.of_heads(options, me)
     if trade.ring.parts == 1:
         o, lse = block_fwd(q, k, v, options, sinks=sinks)
-        saved: Tensors = (q, lse, k, v)
+        kept: Kept = (k, v)
     else:
         o, lse, kept = yield from ring_forward(
             hop, q, k, v, layout=trade.ring, options=options, sinks=sinks
         )
-        saved = (q, lse, *kept)
     of_o = yield from _start(
-        [rows.shard(o, r, 1) for r in everyone], [(B, s, len(trade.q(r)), D) for r in everyone]
+        [[rows.shard(o, r, 1)] for r in everyone],
+        [(B, s, len(trade.q(r)), D) for r in everyone],
+        dtype,
     )
     of_lse = yield from _start(
-        [rows.shard(lse, r, 2) for r in everyone], [(B, len(trade.q(r)), s) for r in everyone]
+        [[rows.shard(lse, r, 2)] for r in everyone],
+        [(B, len(trade.q(r)), s) for r in everyone],
+        lse.dtype,
     )
     yield None
-    return torch.cat(of_o, 2), torch.cat(of_lse, 1), saved
+    kept_o = o if choose(options.impl, o) == "torch" else None
+    return torch.cat(of_o, 2), torch.cat(of_lse, 1), (q, lse, kept_o, *kept)
 
 
 def ulysses_backward(
     rank: int,
     do: torch.Tensor,
-    saved: Tensors,
+    saved: Kept,
     delta: torch.Tensor,
     *,
     trade: Trade,
     options: AttentionOptions,
+    through_lse: bool,
 ) -> Steps[Tensors]:
-    """Backward of one rank from what `ulysses_forward` saved and delta[B, Hq, S/cp].
+    """Backward of one rank from what `ulysses_forward` saved and delta[B, Hq, S/cp]; whether a
+    gradient came through lse, too, so that delta is not that of o alone.
 
     Returns dq, dk, dv of this rank's own rows, summed over all ranks, in the inputs' dtypes.
     """
     hop, me = divmod(rank, trade.ranks)
     everyone, rows = range(trade.ranks), trade.rows
     (B, s, _, D), n_q, n_kv = do.shape, len(trade.q(me)), len(trade.kv(me))
-    q, lse, *_ = saved
+    q, lse, o, *kept = saved
+    if through_lse:
+        o = None
     of_do = yield from _start(
-        [_heads(do, trade.q(r)) for r in everyone], [(B, s, n_q, D)] * trade.ranks
+        [[_heads(do, trade.q(r)).transpose(1, 2)] for r in everyone],
+        [(B, n_q, s, D)] * trade.ranks,
+        q.dtype,
     )
     of_delta = yield from _start(
-        [_heads(delta, trade.q(r), 1) for r in everyone], [(B, n_q, s)] * trade.ranks
+        [[_heads(delta, trade.q(r), 1)] for r in everyone],
+        [(B, n_q, s)] * trade.ranks,
+        delta.dtype,
     )
     yield None
-    do, delta = rows.unshard(of_do, 1), rows.unshard(of_delta, 2)
+    do, delta = rows.unshard(of_do, 2).transpose(1, 2), rows.unshard(of_delta, 2)
     options, wide = trade.of_heads(options, me), compute_dtype(q)
     if trade.ring.parts == 1:
-        _, _, k, v = saved
-        dq, dk, dv = block_bwd(do, q, k, v, lse, delta, options, grad_dtype=wide)
+        dq, dk, dv = block_bwd(do, q, *kept, lse, delta, options, o=o, grad_dtype=wide)
     else:
-        _, _, *kept = saved
         dq, dk, dv = yield from ring_backward(
-            hop, do, q, kept, lse, delta,
+            hop, do, q, kept, lse, delta, o=o,
             layout=trade.ring, options=options, kv_grad_dtype=wide,
         )  # fmt: skip
     if not trade.even(me):
         read = torch.tensor(trade.read(me), device=q.device)
         dk, dv = (x.new_zeros(*x.shape[:2], n_kv, D).index_add_(2, read, x) for x in (dk, dv))
-    of_dq = yield from _start(
-        [rows.shard(dq.to(q.dtype), r, 1) for r in everyone],
-        [(B, s, len(trade.q(r)), D) for r in everyone],
-    )
-    dkv = torch.cat((dk, dv), 2).to(wide if trade.copied else q.dtype)
-    of_dkv = yield from _start(
-        [rows.shard(dkv, r, 1) for r in everyone],
-        [(B, s, 2 * len(trade.kv(r)), D) for r in everyone],
-    )
-    yield None
+    of_q, of_kv = ([len(of(r)) for r in everyone] for of in (trade.q, trade.kv))
+    pieces = [[rows.shard(x, r, 1) for x in (dq, dk, dv)] for r in everyone]
+    if trade.copied:
+        of_dq = yield from _start(
+            [piece[:1] for piece in pieces], [(B, s, n, D) for n in of_q], q.dtype
+        )
+        of_dkv = yield from _start(
+            [piece[1:] for piece in pieces], [(B, s, 2 * n, D) for n in of_kv], wide
+        )
+        yield None
+    else:
+        shapes = [(B, s, n + 2 * m, D) for n, m in zip(of_q, of_kv)]
+        of_all = yield from _start(pieces, shapes, q.dtype)
+        yield None
+        of_dq, of_dkv = zip(*(x.split((n, 2 * m), 2) for x, n, m in zip(of_all, of_q, of_kv)))
     return torch.cat(of_dq, 2), *_summed(of_dkv, trade, q.dtype)
 
 
@@ -252,7 +282,9 @@ def _backward(
     o: torch.Tensor | None,
 ) -> Tensors:
     rank, trade = _trade(shards)  # its own lse and o are of other heads and rows
-    steps = ulysses_backward(rank, do, saved, delta, trade=trade, options=shards.options)
+    steps = ulysses_backward(
+        rank, do, saved, delta, trade=trade, options=shards.options, through_lse=o is None
+    )
     return run_on_group(steps, shards.group, shards.neighbours, overlap=shards.overlap)
 
 
