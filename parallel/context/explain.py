@@ -99,7 +99,7 @@ def explain(
             n, messages, each = ring(Trade(layout, neighbours, heads, kv_heads).ring)
             part = traded(neighbours)  # which nothing hides
             add("hybrid", (part + each * itemsize, part + each * (itemsize + wide)),
-                3 + 4 + messages, held + buffers, n / (n + 1),
+                2 + 2 + messages, held + buffers, n / (n + 1),
                 (n * kv * itemsize, n * kv * (itemsize + wide)), part)  # fmt: skip
         return found
     if layout.kind != "balanced":
@@ -115,7 +115,7 @@ def explain(
     add("stream", sent, 3 * kv_heads, 3 * share * itemsize + 3 * share * wide,
         0.5 * (kv_heads - 1) / kv_heads)  # fmt: skip
     if heads >= P and kv_heads % P == 0 and heads % P == 0:
-        add("ulysses", (traded(P), traded(P)), 3 + 4, held, 0.0)
+        add("ulysses", (traded(P), traded(P)), 2 + 2, held, 0.0)
     return sorted(found, key=lambda cost: cost.exposed)
 
 
