@@ -69,7 +69,8 @@ def attention_bwd_cpu(
     grad_dtype: torch.dtype,
     into: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
 ) -> _Gradients:
-    """dq, dk, dv of resolved options; those in `into` are added to and returned."""
+    """dq, dk, dv of resolved options; those in `into` are added to and returned. New ones may have
+    any strides: as a rule those of q, k and v."""
     if not _flash_can(q, options):
         grads = _start_gradients(q, k, v, into)
         wide = compute_dtype(q)
