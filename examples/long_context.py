@@ -20,8 +20,9 @@ from warpweave.engine import Engine
 from warpweave.gpt import GPTConfig
 from warpweave.launch import join
 from warpweave.metrics import peak_memory
-from warpweave.parallel.context import Strategy
+from warpweave.parallel.context import Strategy, measure_links
 from warpweave.parallel.context.explain import explain, table
+from warpweave.parallel.layout import cut
 from warpweave.parallel.mesh import Mesh
 
 
@@ -33,6 +34,8 @@ class Config:
     window: int = 128
     width: int = 32
     layers: int = 2
+    vocab: int = 64
+    """Ids of the model; the text has 64."""
     cp: int | None = None
     """Context ranks; default: all."""
     strategy: Strategy = "auto"
@@ -46,17 +49,26 @@ def main(config: Config) -> dict[str, list[float]]:
     mesh = sizes.connect(session.device.type)
     heads = config.width // 16
     model = GPTConfig(
-        64, config.tokens, config.layers, config.width, heads, positions="rope", norm="rms",
+        config.vocab, config.tokens, config.layers, config.width, heads, positions="rope", norm="rms",
         activation="swiglu", bias=False, windows=(config.window,),
     )  # fmt: skip
-    plan = ParallelPlan(layout="contiguous", cp_strategy=config.strategy, recompute="full")
+    links = None
+    if sizes.cp > 1:
+        sample = torch.randn(1, 2048, heads, 16, device=session.device)
+        links = measure_links(mesh.group("cp"), sample)
+    costs = explain(
+        cut(config.tokens, sizes.cp, "contiguous"), heads=heads, kv_heads=heads, head_dim=16,
+        itemsize=4, window=config.window, links=links,
+    )  # fmt: skip
+    strategy = config.strategy
+    if strategy == "auto":
+        strategy = next(cost.strategy for cost in costs if cost.auto)
+    plan = ParallelPlan(layout="contiguous", cp_strategy=strategy, recompute="full")
     engine = Engine(model, mesh, plan, device=session.device)
     if session.rank == 0:
-        costs = explain(
-            engine.gpt.layout, heads=heads, kv_heads=heads, head_dim=16, itemsize=4,
-            window=config.window,
-        )  # fmt: skip
         print(table(costs))
+        logits = 4 * config.tokens * config.vocab / 2**20
+        print(f"logits of all tokens, which nobody holds: {logits:.0f} MiB")
     before, losses = peak_memory(session.device, mesh), []
     generator = torch.Generator().manual_seed(0)
     ids = torch.zeros(1, 1, dtype=torch.int64, device=session.device)
