@@ -5,7 +5,7 @@ Causal attention over 8 emulated ranks in zig-zag order, forward and backward: a
 in the forward's epilogue and add up to dq there, and to the dK‖dV that would travel, as in
 `parallel/context/ring.py`; nothing is sent. Either way the same pairs of queries and keys are
 computed, so the ratio is what smaller launches, partial results in fp32 and their sums cost. The
-outputs are compared first, on a CPU (``--device cpu``: in miniature, nothing is timed) with float64.
+outputs are compared first, on a CPU (``--device cpu``: in miniature, not timed) with float64.
 """
 
 from __future__ import annotations
