@@ -4,10 +4,15 @@ Forward and backward in float32, every variant once in each round. Nothing is ti
 and dv of all ranks, in float32 and in bfloat16, have been compared with float64 attention on one
 device of the same inputs; their relative RMS is in the report. `context_baselines` says what the
 baselines are.
+
+Rows of "CPU time" are that of a rank's process with all its threads, in the same calls: where
+ranks share cores with each other or with strangers, it says more about a variant than the clock
+on the wall, in which they wait for a core.
 """
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -32,6 +37,7 @@ LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 NAMES = ("o", "dq", "dk", "dv")
 RSA = "RSA (2105.13120)"
 BASELINES = {"usual ring": usual_ring, "plain Ulysses": plain_ulysses, RSA: rsa}
+Times = dict[str, list[float]]
 OURS = [f"warpweave {strategy}" for strategy in ("ring", "gather", "stream", "ulysses")]
 
 
@@ -62,6 +68,7 @@ class Variant:
         )  # fmt: skip
         *inputs, self.do = (self._mine(x) for x in whole)
         self.inputs = [x.requires_grad_() for x in inputs]
+        self.cpu_ms: list[float] = []  # of every call of `run`
 
     def _mine(self, x: Tensor) -> Tensor:
         mine = self.layout.shard(x, dist.get_rank(), 1)
@@ -69,8 +76,11 @@ class Variant:
 
     def run(self) -> tuple[Tensor, ...]:
         """This rank's o, dq, dk and dv."""
+        began = time.process_time()
         o = self.call(*self.inputs)
-        return o, *torch.autograd.grad(o, self.inputs, self.do)
+        results = o, *torch.autograd.grad(o, self.inputs, self.do)
+        self.cpu_ms.append(1000 * (time.process_time() - began))
+        return results
 
     def errors(self, truth: list[Tensor]) -> list[float]:
         """The relative RMS over all ranks."""
@@ -84,8 +94,8 @@ class Variant:
         return found
 
 
-def measure(tokens: int, rounds: int) -> tuple[dict[str, dict[str, float]], dict[str, list[float]]]:
-    """On every rank: the errors of all variants, then their times."""
+def measure(tokens: int, rounds: int) -> tuple[dict[str, dict[str, float]], Times, Times]:
+    """On every rank: the errors of all variants, then their times on the wall and of the CPU."""
     generator = torch.Generator().manual_seed(0)
     shape = (1, tokens, HEADS, DIM)
     drawn = [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(4)]
@@ -103,7 +113,9 @@ def measure(tokens: int, rounds: int) -> tuple[dict[str, dict[str, float]], dict
             if not max(found.values()) <= LIMITS[dtype]:
                 raise AssertionError(f"{name}, {dtype}: {found}, limit {LIMITS[dtype]:.0e}")
     times = interleave({name: v.run for name, v in variants.items()}, rounds=rounds)
-    return errors, times
+    cpu = torch.tensor([v.cpu_ms[-rounds:] for v in variants.values()], dtype=torch.float64)
+    dist.all_reduce(cpu, dist.ReduceOp.MAX)
+    return errors, times, dict(zip(variants, cpu.tolist(), strict=True))
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -113,10 +125,11 @@ def main(argv: list[str] | None = None) -> None:
     tokens = 64 if options.quick else 4096
     rounds = options.rounds or (1 if options.quick else 21)
     for world in WORLDS[:1] if options.quick else WORLDS:
-        errors, times = run_ranks(world, measure, tokens, rounds)
+        errors, times, cpu = run_ranks(world, measure, tokens, rounds)
         shape = f"B1 S{tokens} H{HEADS} D{DIM} causal cp{world}"
         report.errors[shape] = errors
-        report.add(times, list(BASELINES), shape=shape, dtype="float32", tokens=tokens)
+        for which, of in ((times, ""), (cpu, ", CPU time")):
+            report.add(which, list(BASELINES), shape=shape + of, dtype="float32", tokens=tokens)
     report.finish(results_folder(options))
 
 

@@ -22,7 +22,7 @@ from harness import Ratio, _quantiles, header, parser, results_folder, run_ranks
 from overlap_timeline import Problem, TimelineReport, check, draw, everywhere, parts, record
 from torch import Tensor
 
-from warpweave.parallel.context import context_attention
+from warpweave.parallel.context import Links, context_attention
 from warpweave.parallel.context.explain import explain
 from warpweave.parallel.layout import SequenceLayout
 
@@ -56,8 +56,8 @@ def predicted(layout: SequenceLayout, computation: float, messages: float) -> fl
     sizes = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": DIM, "itemsize": 4}
     (ring,) = (c for c in explain(layout, **sizes) if c.strategy == "ring")
     flops = 3.5 * 4 * DIM * HEADS * layout.local_len * layout.seq_len / 2
-    link = (ring.forward + ring.backward) / messages
-    costs = explain(layout, **sizes, link=link, flops=flops / computation)
+    links = Links((ring.forward + ring.backward) / messages, flops / computation)
+    costs = explain(layout, **sizes, links=links)
     return 1 - next(c.exposed for c in costs if c.strategy == "ring") / messages
 
 

@@ -151,7 +151,7 @@ class SequenceLayout:
         """The whole sequence in order of position from every rank's shard: inverse of `shard`."""
         if len(shards) != self.parts:
             raise ValueError(f"needs one shard per rank, {self.parts}, got {len(shards)}")
-        pieces = []
+        pieces: list[tuple[int, torch.Tensor]] = []
         for rank, shard in enumerate(shards):
             if shard.shape[dim] != self.local_len:
                 raise ValueError(
@@ -159,7 +159,8 @@ class SequenceLayout:
                     f"got {shard.shape[dim]}"
                 )
             ranges = self._ranges(rank)
-            pieces += zip([at.start for at in ranges], shard.split([*map(len, ranges)], dim))
+            rows = shard.split([*map(len, ranges)], dim) if len(ranges) > 1 else [shard]
+            pieces += zip([at.start for at in ranges], rows)
         if self.kind == "striped":
             dim %= shards[0].dim()
             whole = torch.stack(tuple(shards), dim + 1).flatten(dim, dim + 1)

@@ -84,12 +84,31 @@ def test_context_is_compared_with_what_others_do(load, tmp_path, capsys, monkeyp
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert last == json.loads((tmp_path / "cpu" / "context.json").read_text())
     names = [*context.OURS, *context.BASELINES]
-    assert [row["name"] for row in last["rows"]] == names
+    assert [row["name"] for row in last["rows"]] == 2 * names  # on the wall, and of the CPU
     (errors,) = last["errors"].values()
     assert len(errors) == 2 * len(names)
     for tensor in ("o", "dq", "dk", "dv"):
         theirs = [errors[f"{name}, bfloat16"][tensor] for name in ("usual ring", context.RSA)]
         assert errors["warpweave ring, bfloat16"][tensor] < 0.9 * min(theirs)
+
+
+def test_emulated_ranks_kernels_compute_what_one_does(load, capsys, monkeypatch):
+    """In miniature on a CPU, where a tile with a wrong block is found; else it wants a GPU."""
+    kernels = load("context_kernels")
+    kernels.main(["--device", "cpu"])
+    *_, last = capsys.readouterr().out.splitlines()
+    assert [c["name"] for c in json.loads(last)["checks"]] == [
+        "ranks", "ranks and float64", "whole and float64",
+    ]  # fmt: skip
+    monkeypatch.setattr(kernels.torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        kernels.main([])
+    assert capsys.readouterr().err.count("\n") == 1
+    ranks = kernels.ring_forward
+    wrong = lambda layout, q, k, v: ranks(layout, q, k[::-1], v)  # noqa: E731
+    monkeypatch.setattr(kernels, "ring_forward", wrong)
+    with pytest.raises(AssertionError, match="ranks"):
+        kernels.main(["--device", "cpu"])
 
 
 def test_the_ring_is_drawn_with_what_can_be_hidden(load, tmp_path, capsys, monkeypatch):

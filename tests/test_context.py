@@ -28,7 +28,7 @@ from warpweave.kernels.attention import attention
 from warpweave.kernels.attention.forward import block_fwd
 from warpweave.kernels.attention.options import AttentionOptions
 from warpweave.parallel.context import attention as context
-from warpweave.parallel.context import choose_strategy, context_attention, gather, ring
+from warpweave.parallel.context import context_attention, gather, ring
 from warpweave.parallel.context.messages import run_in_process
 from warpweave.parallel.context.strategy import Shards
 from warpweave.parallel.layout import SequenceLayout, balance
@@ -337,12 +337,6 @@ def test_planted_faults_show_exactly_where_they_should() -> None:
 
 
 # ------------------------------------------------------------------ 3. choice and errors
-
-
-def test_auto_gathers_while_the_whole_kv_is_no_larger_than_q_and_o() -> None:
-    assert [choose_strategy(parts, 32, 32) for parts in (2, 3)] == ["gather", "ring"]
-    assert [choose_strategy(parts, 32, 8) for parts in (5, 6)] == ["gather", "ring"]
-    assert [choose_strategy(parts, 64, 8) for parts in (9, 10)] == ["gather", "ring"]
 
 
 def _refused(rank: int) -> None:

@@ -10,18 +10,25 @@ from ranks import run_ranks
 from test_memory import Peak
 from test_ring import Case
 
-from warpweave.parallel.context import context_attention, gather, messages
+from warpweave.parallel.context import (
+    Links,
+    attention,
+    context_attention,
+    gather,
+    measure_links,
+    messages,
+)
 from warpweave.parallel.context.explain import Cost, explain, table
 from warpweave.parallel.layout import SequenceLayout
 
 
-def _costs(case: Case) -> dict[str, Cost]:
+def _costs(case: Case, links: Links | None = None) -> dict[str, Cost]:
     sizes = {"heads": case.heads, "kv_heads": case.kv_heads, "head_dim": case.dim}
     return {
         cost.strategy: cost
         for cost in explain(
             case.layout, **sizes, batch=case.batch, itemsize=case.dtype.itemsize,
-            causal=case.causal, window=case.window,
+            causal=case.causal, window=case.window, links=links,
         )
     }  # fmt: skip
 
@@ -68,21 +75,23 @@ def _run(
 
 
 def _counted(rank: int, world: int) -> None:
-    for kind, window, kv_heads in itertools.product(("zigzag", "contiguous"), (None, 3), (4, 8)):
+    grouped = ((8, 4), (8, 8), (6, 3), (12, 2))  # the last two: uneven on 4 ranks, copied
+    for kind, window, heads in itertools.product(("zigzag", "contiguous"), (None, 3), grouped):
         layout = SequenceLayout(8 * world, world, kind)
-        case = Case(layout, window=window, heads=8, kv_heads=kv_heads, dtype=torch.bfloat16)
+        case = Case(layout, window=window, heads=heads[0], kv_heads=heads[1], dtype=torch.bfloat16)
         costs = _costs(case)
         assert set(costs) == {"ring", "gather", "stream", "ulysses"}
         for strategy, cost in costs.items():
             forward, backward, _ = _run(case, rank, strategy)
             own = found = sum(forward), sum(backward), len(forward + backward)
-            if strategy == "ring" and (kind == "contiguous" or window):  # few ranks see some blocks
+            if strategy in ("ring", "ulysses"):  # few ranks see some blocks; heads do not divide
                 mean = torch.tensor(own) / world
                 dist.all_reduce(mean)
                 found = tuple(mean.tolist())
             assert found == (cost.forward, cost.backward, cost.messages), (strategy, case)
             if strategy == "ring" and kind == "contiguous" and window and world > 2:
                 forward, backward, _ = _run(case, rank, "auto")  # sends least
+                assert cost.auto == "by bytes: no link speeds were given"
                 assert own == (sum(forward), sum(backward), len(forward + backward))
 
 
@@ -101,7 +110,9 @@ def _hybrid(rank: int) -> None:
     found = sum(forward), sum(backward), len(forward + backward)
     assert found == (cost.forward, cost.backward, cost.messages)
     assert cost.strategy == "hybrid"
-    slow, fast = (explain(case.layout, **sizes, neighbours=2, link=n)[0] for n in (1e6, 1e20))
+    slow, fast = (
+        explain(case.layout, **sizes, neighbours=2, links=Links(n, 1e14))[0] for n in (1e6, 1e20)
+    )
     assert slow.exposed > sum(sum(x) for x in (forward[:1], backward[:1])) / 1e6 > fast.exposed
 
 
@@ -136,10 +147,15 @@ def test_the_table_names_every_strategy_that_fits() -> None:
     assert {line.split()[0] for line in text.splitlines()[1:]} == {
         "ring", "gather", "stream", "ulysses",
     }  # fmt: skip
-    names = {cost.strategy for cost in explain(SequenceLayout(131072, 16), **sizes)}
-    assert "ulysses" not in names  # its bytes depend on who copies which KV head
-    near, far = (explain(SequenceLayout(131072, 8), **sizes, link=n) for n in (1e13, 1e9))
+    assert next(line for line in text.splitlines() if "auto (by bytes" in line).startswith("ring")
+    assert text.count("unknown") == 4  # the seconds, without speeds
+    names = {cost.strategy for cost in explain(SequenceLayout(131072, 64), **sizes)}
+    assert "ulysses" not in names  # more ranks than heads
+    near, far = (
+        explain(SequenceLayout(131072, 8), **sizes, links=Links(n, 4e14)) for n in (1e13, 1e9)
+    )
     assert sum(c.exposed for c in near) < sum(c.exposed for c in far)
+    assert table(far).count("auto (least exposed)") == 1
 
 
 def test_exposed_is_what_compute_does_not_hide() -> None:
@@ -149,8 +165,8 @@ def test_exposed_is_what_compute_does_not_hide() -> None:
     for mask, seen in pairs.items():
         given = {"causal": mask != "full", "window": 256 if mask == "window" else None}
         costs = explain(
-            SequenceLayout(4096, 4, "contiguous"), heads=8, kv_heads=2, head_dim=64, link=link,
-            flops=flops, **given,
+            SequenceLayout(4096, 4, "contiguous"), heads=8, kv_heads=2, head_dim=64,
+            links=Links(link, flops), **given,
         )  # fmt: skip
         found = {cost.strategy: cost.exposed for cost in costs}
         assert [*found.values()] == sorted(found.values())
@@ -160,3 +176,86 @@ def test_exposed_is_what_compute_does_not_hide() -> None:
         assert found["gather"] == pytest.approx(3 * sent)
         assert found["ring"] == pytest.approx(hops * sent - hops / (hops + 1) * compute)
         assert found["stream"] == pytest.approx(3 * sent - 0.25 * compute)
+
+
+# ------------------------------------------------------------------ what "auto" takes
+
+ZIGZAG = SequenceLayout(32, 4)
+BALANCED = SequenceLayout(32, 4, "balanced", chunks=((0, 7), (1, 6), (2, 5), (3, 4)))  # has no ring
+HIDING, FAST = 1e8, 1e20  # FLOP/s of kernels whose tiles hide all hops, and none
+WINS = [  # where each strategy leaves least exposed
+    ("ring", ZIGZAG, 1, Links(1e9, HIDING)),  # its tiles hide all hops
+    ("stream", BALANCED, 8, Links(1e9, HIDING)),  # and so do those of the head before
+    ("ulysses", ZIGZAG, 8, Links(1e9, FAST)),  # nothing hides anything: the fewest bytes
+    ("gather", BALANCED, 1, Links(1e9, FAST)),  # one KV head, which Ulysses would copy
+    ("stream", ZIGZAG, 8, Links(1e9, FAST, memory=30_000)),  # too little for Ulysses' buffers
+]
+
+
+def _taken(rank: int) -> None:
+    """The strategy that runs is the least exposed of `explain`'s own rows that fit the memory."""
+    for name, layout, kv_heads, links in WINS:
+        case = Case(layout, heads=8, kv_heads=kv_heads, batch=1)
+        costs = _costs(case, links)
+        fit = [c for c in costs.values() if links.memory is None or c.memory <= links.memory]
+        assert min(fit, key=lambda cost: (cost.exposed, cost.memory)).strategy == name, costs
+        assert [c.strategy for c in costs.values() if c.auto] == [name]
+        assert _ran(case, rank, links) == name
+
+
+def _ran(case: Case, rank: int, links: Links | None) -> str:
+    """The strategy that "auto" runs."""
+    inputs, ran = case.shard(rank)[0], []
+    watched = {
+        name: strategy._replace(
+            forward=lambda *a, n=name, f=strategy.forward: (ran.append(n), f(*a))[1]
+        )
+        for name, strategy in attention._STRATEGIES.items()
+    }
+    with mock.patch.object(attention, "_STRATEGIES", watched):
+        context_attention(
+            *inputs, layout=case.layout, group=dist.group.WORLD, window=case.window, links=links
+        )
+    return ran[0]
+
+
+def test_auto_takes_what_explain_says() -> None:
+    run_ranks(4, _taken)
+
+
+def _too_much(rank: int) -> None:
+    case = Case(SequenceLayout(16, 2), batch=1)
+    links = Links(1e9, 1e12, memory=10)
+    with pytest.raises(
+        ValueError, match=r"no strategy holds at most 10 bytes: '\w+' holds least, \d"
+    ):
+        _ran(case, rank, links)
+    measured = measure_links(dist.group.WORLD, torch.randn(1, 64, 4, 8), size=2**12, rounds=2)
+    found = [None, None]
+    dist.all_gather_object(found, measured)
+    assert found[0] == found[1] == measured
+    assert _ran(case, rank, measured) in ("ring", "gather", "stream", "ulysses")
+
+
+def test_no_strategy_fits_the_memory_and_measured_speeds_are_the_same_on_every_rank() -> None:
+    run_ranks(2, _too_much)
+
+
+@pytest.mark.parametrize("name", ["link", "flops", "near", "memory"])
+def test_a_speed_is_positive(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be positive, got 0"):
+        Links(**{"link": 1.0, "flops": 1.0, name: 0})
+
+
+def test_auto_without_speeds_is_by_bytes() -> None:
+    """Gathers while the whole K‖V is no larger than q, o and K‖V of a rank."""
+    for heads, kv_heads, last in ((32, 32, 2), (32, 8, 5), (64, 8, 9)):
+        for parts, name in ((last, "gather"), (last + 1, "ring")):
+            costs = explain(
+                SequenceLayout(64 * parts, parts), heads=heads, kv_heads=kv_heads, head_dim=64
+            )
+            assert [c.strategy for c in costs if c.auto] == [name]
+    spared = explain(
+        SequenceLayout(256, 4, "contiguous"), heads=32, kv_heads=8, head_dim=64, window=8
+    )
+    assert [c.strategy for c in spared if c.auto] == ["ring"] == [spared[0].strategy]

@@ -5,7 +5,9 @@ on gloo ranks, where messages are counted and both executors and both overlap mo
 """
 
 import math
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from unittest import mock
@@ -359,6 +361,15 @@ def test_ring_on_gloo_ranks(world: int) -> None:
     run_ranks(world, _ring_on_ranks, cases)
 
 
+class _AtOnce(ThreadPoolExecutor):
+    """Does what it is given in the caller's thread: events are in the order of calls."""
+
+    def submit(self, fn: Callable, *args) -> Future:
+        done = Future()
+        done.set_result(fn(*args))
+        return done
+
+
 def _order_of_events(rank: int, layout: SequenceLayout, overlap: bool) -> tuple[str, str]:
     """What this rank did in forward and backward: (p)ost a message, compute a (t)ile, (w)ait."""
     events: list[str] = []
@@ -371,6 +382,7 @@ def _order_of_events(rank: int, layout: SequenceLayout, overlap: bool) -> tuple[
 
     with (
         mock.patch.object(dist, "batch_isend_irecv", send),
+        mock.patch.object(messages, "ThreadPoolExecutor", _AtOnce),
         mock.patch.multiple(ring, block_fwd=kernel(_fwd), block_bwd=kernel(_bwd)),
     ):
         inputs = [x.clone().requires_grad_() for x in Case(layout).shard(rank)[0]]
@@ -392,6 +404,27 @@ def test_messages_are_under_way_while_tiles_are_computed() -> None:
         ("ptwptw", "ppwwptwptw"),
         ("ptwptwt", "pptwwptwptw"),
     ]
+
+
+def _starting_threads(rank: int, overlap: bool) -> set[bool]:
+    """Whether hops are started in the thread that computes; under inference mode, too."""
+    case, main = Case(SequenceLayout(12, 2)), set()
+
+    def send(ops: list) -> list[dist.Work]:
+        main.add(threading.current_thread() is threading.main_thread())
+        return _batch_isend_irecv(ops)
+
+    options = {"layout": case.layout, "group": dist.group.WORLD, "overlap": overlap}
+    with mock.patch.object(dist, "batch_isend_irecv", send), torch.inference_mode():
+        o, _ = _ring_attention(*case.shard(rank)[0], **options)
+    assert_close_f64(o, case.layout.shard(case.truth()[0], rank, 1), 1e-11)
+    return main
+
+
+def test_a_hop_on_a_cpu_is_started_beside_the_tile() -> None:
+    """gloo may copy all of a message before isend returns; the blocking twin needs no thread."""
+    assert run_ranks(2, _starting_threads, True) == [{False}] * 2
+    assert run_ranks(2, _starting_threads, False) == [{True}] * 2
 
 
 def _loss_through_one_output(rank: int, case: Case) -> None:

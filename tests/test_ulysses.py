@@ -49,7 +49,7 @@ def emulate(
     for rank, (o, lse, saved) in enumerate(forward):
         do, dlse = shards[rank][1]
         delta = attention_delta(o, do, dlse.where(lse.isfinite(), 0))
-        backward.append(ulysses.ulysses_backward(rank, do, saved, delta, **given))
+        backward.append(ulysses.ulysses_backward(rank, do, saved, delta, **given, through_lse=True))
     grads = messages.run_in_process(backward, **how)
     return case.unshard([(o, lse, *g) for (o, lse, _), g in zip(forward, grads)])
 

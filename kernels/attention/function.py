@@ -102,7 +102,7 @@ def _attention_backward(
     if sinks is not None:
         dsinks = attention_dsinks(sinks, lse, delta)
     grads = block_bwd(do, q, k, v, lse, delta, options, o=o if dlse is None else None)
-    return *grads, dsinks
+    return *(x.contiguous() for x in grads), dsinks
 
 
 @_attention_backward.register_fake

@@ -69,9 +69,10 @@ def attention_bwd_cpu(
     grad_dtype: torch.dtype,
     into: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
 ) -> _Gradients:
-    """dq, dk, dv of resolved options; those in `into` are added to and returned."""
-    grads = _start_gradients(q, k, v, into)
+    """dq, dk, dv of resolved options; those in `into` are added to and returned. New ones may have
+    any strides: as a rule those of q, k and v."""
     if not _flash_can(q, options):
+        grads = _start_gradients(q, k, v, into)
         wide = compute_dtype(q)
         do, q, k, v = (x.to(wide) for x in (do, q, k, v))
         if delta is None and o is not None:
@@ -81,7 +82,10 @@ def attention_bwd_cpu(
                 _attend_backward(rows, do, q, k, v, lse, delta, options, grads)
         return _finish(grads, grad_dtype, into)
     blocks, D = _all_blocks(q, k, options), q.shape[3]
+    if not blocks:
+        return _finish(_start_gradients(q, k, v, into), grad_dtype, into)
     whole = _whole(blocks, q) and blocks[0].k == slice(0, k.shape[1]) and into == (None,) * 3
+    grads, shapes = into, [x.shape for x in (q, k, v)]
     dtype = _torch_dtype(q, whole and grad_dtype == q.dtype and o is not None)
     do, q, k, v = (x.to(dtype) for x in (do, q, k, v))
     group = 1 if dtype == compute_dtype(q) else q.shape[2] // k.shape[2]
@@ -99,14 +103,11 @@ def attention_bwd_cpu(
     for b in blocks:
         parts = _flash_backward(do, q, k, v, o, lse, b, options.scale)
         parts = tuple(x[..., :D] for x in parts)
-        if whole:
-            if group > 1:
-                dq, *dkdv = parts
-                wide = compute_dtype(q)
-                parts = dq, *(x.unflatten(2, (-1, group)).sum(3, dtype=wide) for x in dkdv)
-            return tuple(x.to(grad_dtype).contiguous() for x in parts)
-        for grad, own, part in zip(grads, (b.q, b.k, b.k), parts):
-            grad[b.batch, own] += part
+        if group > 1:
+            heads = (x.unflatten(2, (-1, group)) for x in parts[1:])
+            parts = parts[0], *(x.sum(3, dtype=compute_dtype(q)) for x in heads)
+        at = ((b.batch, rows) for rows in (b.q, b.k, b.k))
+        grads = tuple(map(_added, grads, shapes, at, parts))
     return _finish(grads, grad_dtype, into)
 
 
@@ -127,6 +128,17 @@ def _start_gradients(q, k, v, into) -> _Gradients:
         torch.zeros(x.shape, dtype=dtype, device=x.device) if grad is None else grad
         for x, grad in zip((q, k, v), into)
     )
+
+
+def _added(
+    grad: torch.Tensor | None, shape: torch.Size, at: tuple[slice, slice], part: torch.Tensor
+) -> torch.Tensor:
+    """`grad` of this shape, None being zero, with `part` added to some of its rows."""
+    if grad is None and part.shape == shape:
+        return part
+    grad = part.new_zeros(shape) if grad is None else grad
+    grad[at] += part
+    return grad
 
 
 def _finish(grads, grad_dtype, into) -> _Gradients:
@@ -201,6 +213,10 @@ def _within(runs: Sequence[Run], start: int, stop: int) -> list[_Part]:
 def _blocks(q_parts: list[_Part], k_parts: list[_Part], causal: bool) -> list[_Block]:
     """What is visible, cut into blocks; blocks of neighbouring rows are joined."""
     blocks: list[_Block] = []
+    if causal and q_parts and q_parts == k_parts == sorted(q_parts, key=lambda part: part[1].start):
+        (first, _), (last, (_, length, _)) = q_parts[0], q_parts[-1]
+        rows = slice(first, last + length)  # one after the other, as a document cuts only its ends
+        return [_Block(rows, rows, True)]
     for q_row, (q_start, q_len, _) in q_parts:
         for k_row, (k_start, k_len, _) in k_parts:
             # Queries before `first` see nothing; keys before `diagonal` are seen by all the others.

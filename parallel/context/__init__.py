@@ -2,15 +2,23 @@
 
 `attention` the one call and its autograd Function · `strategy` what a strategy is · `ring`,
 `gather`, `ulysses` (and its hybrid with the ring) the strategies · `messages` between ranks, on
-process groups or all in one process · `explain` what each strategy sends, holds and leaves exposed.
+process groups or all in one process · `explain` what each strategy sends, holds and leaves exposed,
+and which one "auto" is · `links` the speeds that it weighs.
 """
 
 from warpweave.parallel.context.attention import (
     check_strategy,
-    choose_strategy,
     context_attention,
     resolve_strategy,
 )
+from warpweave.parallel.context.links import Links, measure_links
 from warpweave.parallel.words import Strategy
 
-__all__ = ["Strategy", "check_strategy", "choose_strategy", "context_attention", "resolve_strategy"]
+__all__ = [
+    "Links",
+    "Strategy",
+    "check_strategy",
+    "context_attention",
+    "measure_links",
+    "resolve_strategy",
+]

@@ -14,10 +14,9 @@ For q[B, S/cp, Hq, D] and k, v[B, S/cp, Hkv, D] in a `SequenceLayout`
                (gather.py); exposed, and memory for the whole K‖V (and backward dK‖dV).
     "stream"   the same for one KV head after the other, the next one's K‖V under compute; memory
                for two of them.
-    "auto"     "ring" if a window spares it hops: it sends least then. Else "gather" if
-               cp <= 1 + Hq/Hkv: up to there the whole K‖V is at most 1 + Hkv/Hq times the size of
-               this rank's q and o; else "ring". "hybrid" for a pair of groups. Shapes and the mask
-               decide, so ranks agree. `explain` has the bytes and the memory of each.
+    "auto"     with `links`, the one that leaves least exposed of those that fit the memory;
+               without, by bytes. `explain` has bytes, memory and seconds of each, and says which
+               it is; shapes, mask and speeds decide, so ranks agree.
 
 Every result equals attention on the whole sequence up to the order of sums.
 """
@@ -35,8 +34,10 @@ from warpweave.kernels.attention.options import AttentionOptions, check_boundari
 from warpweave.kernels.gemm.gradients import grad_dtype
 from warpweave.kernels.runtime.dispatch import once_differentiable
 from warpweave.parallel.collectives import group_rank, group_size
+from warpweave.parallel.context.explain import by_bytes, explain
 from warpweave.parallel.context.gather import GATHER, STREAM
-from warpweave.parallel.context.ring import RING, distances
+from warpweave.parallel.context.links import Links
+from warpweave.parallel.context.ring import RING
 from warpweave.parallel.context.strategy import Shards
 from warpweave.parallel.context.ulysses import ULYSSES
 from warpweave.parallel.layout import SequenceLayout
@@ -69,6 +70,7 @@ def context_attention(
     dropout_seed: int = 0,
     dropout_origin: tuple[int, int] = (0, 0),
     strategy: Strategy = "auto",
+    links: Links | None = None,
     return_lse: bool = False,
     overlap: bool = True,
     impl: str | None = None,
@@ -89,6 +91,7 @@ def context_attention(
         sinks: [Hq], replicated; its gradient is that of this rank's rows, a partial sum.
         dropout, dropout_seed, dropout_origin: as `attention`: the mask is that of one device.
         strategy: "ring", "gather", "stream", "ulysses", "hybrid" or "auto" (see the module).
+        links: measured speeds, the same on every rank, by which "auto" chooses.
         return_lse: also return lse[B, Hq, S/cp] (natural log; fp32, or float64 for float64).
         overlap: False waits for each ring message before computing; the results are bitwise equal.
             In "stream" a gather waits for the head before; "gather" and "ulysses" have nothing to
@@ -118,9 +121,11 @@ def context_attention(
             check_boundaries(options, layout.seq_len)
             heads = q.shape[2], k.shape[2]
             trading = group_size(neighbours) if isinstance(group, tuple) else None
-            if strategy == "auto" and trading is None and _spares_hops(layout, options):
-                strategy = "ring"
-            strategy = resolve_strategy(strategy, layout, heads, trading)
+            if strategy == "auto" and links is not None:
+                strategy = _least_exposed(layout, q, k, options, trading, links)
+            strategy = resolve_strategy(
+                strategy, layout, heads, trading, causal=causal, window=window
+            )
             options = _without_padding(options, layout, q.device)
             if strategy == "ulysses":
                 ring, neighbours = None, ring
@@ -144,9 +149,30 @@ def check_strategy(strategy: Strategy) -> Strategy:
     return strategy
 
 
-def choose_strategy(parts: int, heads: int, kv_heads: int) -> Strategy:
-    """What "auto" means for `parts` ranks of `heads` query and `kv_heads` key heads each."""
-    return "gather" if parts <= 1 + heads // kv_heads else "ring"
+def _least_exposed(
+    layout: SequenceLayout,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    options: AttentionOptions,
+    neighbours: int | None,
+    links: Links,
+) -> Strategy:
+    """What `explain` marks."""
+    B, _, heads, head_dim = q.shape
+    costs = explain(
+        layout, heads=heads, kv_heads=k.shape[2], head_dim=head_dim, batch=B, itemsize=q.itemsize,
+        causal=options.causal, window=options.window, neighbours=neighbours, links=links,
+    )  # fmt: skip
+    if not costs:
+        return "hybrid"  # does not fit; `resolve_strategy` says why
+    taken = next((cost for cost in costs if cost.auto), None)
+    if taken is None:
+        least = min(costs, key=lambda cost: cost.memory)
+        raise ValueError(
+            f"no strategy holds at most {links.memory} bytes: {least.strategy!r} holds least, "
+            f"{least.memory}"
+        )
+    return taken.strategy
 
 
 def _check_layout(layout: SequenceLayout, size: int, q: torch.Tensor, k: torch.Tensor) -> None:
@@ -157,12 +183,6 @@ def _check_layout(layout: SequenceLayout, size: int, q: torch.Tensor, k: torch.T
             f"{layout} puts {layout.local_len} tokens on each rank, got q{[*q.shape]}, "
             f"k{[*k.shape]}"
         )
-
-
-def _spares_hops(layout: SequenceLayout, options: AttentionOptions) -> bool:
-    if options.window is None or layout.kind == "balanced":
-        return False
-    return len(distances(layout, options.causal, options.window)) < layout.parts
 
 
 def _without_padding(
@@ -181,9 +201,15 @@ def _without_padding(
 
 
 def resolve_strategy(
-    strategy: Strategy, layout: SequenceLayout, heads: tuple[int, int], neighbours: int | None
+    strategy: Strategy,
+    layout: SequenceLayout,
+    heads: tuple[int, int],
+    neighbours: int | None,
+    *,
+    causal: bool = True,
+    window: int | None = None,
 ) -> Strategy:
-    """What "auto" is for these query and KV heads of a rank.
+    """What "auto" is by bytes for these query and KV heads of a rank.
 
     `neighbours` trade rows for heads; None is one group of ranks instead of a pair.
 
@@ -192,9 +218,7 @@ def resolve_strategy(
     """
     pair = neighbours is not None
     if strategy == "auto":
-        strategy = "hybrid" if pair else choose_strategy(layout.parts, *heads)
-        if strategy == "ring" and layout.kind == "balanced":
-            strategy = "gather"
+        strategy = by_bytes(layout, *heads, causal, window, neighbours)
     if pair != (strategy == "hybrid"):
         raise ValueError(
             f"strategy {strategy!r} needs {'one group' if pair else 'a pair of groups'}, got "

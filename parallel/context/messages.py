@@ -7,6 +7,7 @@ one process. A message starts before the work that hides it and is waited for af
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -56,20 +57,31 @@ def run_on_group(
 
     ``overlap=False`` waits for every message before the tile that could hide it. The operations and
     their order are the same, so the results are bitwise equal.
+
+    On a CPU a thread starts the hops: where the receiver waits already, gloo's isend returns when
+    the message has been copied into the socket, and the tile would begin only then.
     """
-    pending: list[Pending] = []
-    while True:
-        try:
-            message = next(steps)
-        except StopIteration as stop:
-            return stop.value
-        if isinstance(message, Hop):
-            pending.append(start_exchange(*message, group))
-        elif message is not None:
-            pending.append(start_all_to_all(*message, neighbours))
-        if message is None or not overlap:
-            while pending:
-                pending.pop(0).wait()
+    pending: list[Pending | Future[Pending]] = []
+    with ThreadPoolExecutor(1) as thread:
+        while True:
+            try:
+                message = next(steps)
+            except StopIteration as stop:
+                return stop.value
+            if isinstance(message, AllToAll):
+                pending.append(start_all_to_all(*message, neighbours))
+            elif message is not None and overlap and _on_cpu(message):
+                pending.append(thread.submit(start_exchange, *message, group))
+            elif message is not None:
+                pending.append(start_exchange(*message, group))
+            if message is None or not overlap:
+                for started in pending:
+                    (started if isinstance(started, Pending) else started.result()).wait()
+                pending = []
+
+
+def _on_cpu(hop: Hop) -> bool:
+    return any(x is not None and x.device.type == "cpu" for x in (hop.send, hop.recv))
 
 
 def run_in_process(

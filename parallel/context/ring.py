@@ -127,9 +127,14 @@ class _Route:
 
 # ------------------------------------------------------------------ 1. the steps of one rank
 
-# What the backward starts from: K‖V[2, B, S/cp, Hkv, D] of the farthest block, which the last hop
+# What the backward starts from: K‖V[2, B, Hkv, S/cp, D] of the farthest block, which the last hop
 # left here, and k and v of the own one; None where it is not needed.
 Kept = Sequence[torch.Tensor | None]
+
+
+def _heads_first(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """k and v as one message [2, B, H, S/cp, D], in which a head's rows lie together."""
+    return torch.stack((k.transpose(1, 2), v.transpose(1, 2)))
 
 
 def ring_forward(
@@ -147,18 +152,18 @@ def ring_forward(
     Returns o (like q), lse[B, Hq, S/cp] (fp32 or float64) and what the backward starts from.
     """
     route = _Route(rank, layout, options)
-    here = torch.stack((k, v))
+    here = _heads_first(k, v)
     spare = torch.empty_like(here)
     o = lse = None
     for at, onward in zip(route.visits, (*route.visits[1:], None)):
         if onward is not None:
             goes, comes = route.reach(at) >= onward, route.reach(onward) >= onward
             yield Hop(here if goes else None, spare if comes else None, onward - at)
-        block = route.block(at)
+        block, kv = route.block(at), here.transpose(2, 3)
         if o is None:  # the own block, and what each row has once
-            o, lse = block_fwd(q, here[0], here[1], block, sinks=sinks, out_dtype=compute_dtype(q))
+            o, lse = block_fwd(q, kv[0], kv[1], block, sinks=sinks, out_dtype=compute_dtype(q))
         elif block is not None:
-            o, lse = block_fwd(q, here[0], here[1], block, into=(o, lse))
+            o, lse = block_fwd(q, kv[0], kv[1], block, into=(o, lse))
         if onward is not None:
             yield None
             here, spare = spare, here
@@ -213,7 +218,7 @@ def _backward_hops(
     if onward < now and onward in route.starts:
         starts, arrives = route.reach(0) == onward, route.reach(onward) == onward
         hops.append(
-            Hop(torch.stack(own) if starts else None, spare.kv if arrives else None, onward)
+            Hop(_heads_first(*own) if starts else None, spare.kv if arrives else None, onward)
         )
     return hops
 
@@ -239,32 +244,36 @@ def ring_backward(
     """
     route, grad_dtype = _Route(rank, layout, options), compute_dtype(q)
     visits, (far, *own) = route.visits[::-1], kept
-    shape = (2, *own[0].shape) if far is None else far.shape
+    shape = _heads_first(*own).shape if far is None else far.shape
     here, spare = (_Message(q, shape, grad_dtype) for _ in range(2))
     kv_grad_dtype = kv_grad_dtype or q.dtype
     if far is not None:
         here.kv.copy_(far)
     dq = None
     for before, at, onward in zip((visits[0], *visits), visits, (*visits[1:], 0)):
-        if route.reach(at) == at:
-            spare.dkv.zero_()  # no gradient arrives: nobody has computed one yet
         yield from _backward_hops(route, here, spare, own, (before, at, onward))
         tile, block = None, route.block(at)
         if block is not None:
             tile = block_bwd(
-                do, q, here.kv[0], here.kv[1], lse, delta, block,
+                do, q, *here.kv.transpose(2, 3), lse, delta, block,
                 o=o, grad_dtype=grad_dtype, into=(dq, None, None),
             )  # fmt: skip
             dq = tile[0]
         yield None  # the gradient that arrives is of the block just computed
-        if tile is not None:
-            spare.dkv[0].add_(tile[1])
-            spare.dkv[1].add_(tile[2])
+        _add(spare.dkv.transpose(2, 3), tile, first=route.reach(at) == at)
         if onward == 0 < at and route.stays:
-            torch.stack(own, out=spare.kv)
+            spare.kv.copy_(_heads_first(*own))
         here, spare = spare, here
     assert dq is not None  # the own block is always visible
-    return dq.to(q.dtype), here.dkv[0].to(kv_grad_dtype), here.dkv[1].to(kv_grad_dtype)
+    return dq.to(q.dtype), *here.dkv.transpose(2, 3).to(kv_grad_dtype)
+
+
+def _add(dkv: torch.Tensor, tile: Sequence[torch.Tensor] | None, *, first: bool) -> None:
+    """Add the tile's dk and dv to dkv[2, B, S/cp, Hkv, D]; the first's are all there is yet."""
+    if tile is None:
+        return dkv.zero_() if first else None
+    for whole, part in zip(dkv, tile[1:]):
+        whole.copy_(part) if first else whole.add_(part)
 
 
 # ------------------------------------------------------------------ 2. on a process group

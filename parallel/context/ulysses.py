@@ -12,8 +12,9 @@ hop carries 1/U of the heads and there are U times fewer hops.
 
 Query heads are cut as evenly as they come, rank u has those from ``H u / U`` on, and the KV heads
 that they read. Where several ranks read one KV head each gets a copy, and its gradient, a sum over
-those ranks, travels in fp32; otherwise every message is in the inputs' dtype (beside lse and delta,
-a number per row and head). Messages, in elements that leave a rank if U divides H and Hkv:
+those ranks, travels in fp32; otherwise all is in the inputs' dtype but lse and delta, a number per
+row and head. One message there, q, k and v, and one back, lse and o; the backward's are delta and
+do, and dk, dv and dq. In elements that leave a rank if U divides H and Hkv:
 forward (2 H + 2 Hkv) D S/cp (U-1)/U and H S/cp (U-1)/U of lse, the backward as many again.
 
 With U = cp nothing is re-associated but dk and dv of KV heads that are copied, or that a rank's
@@ -22,8 +23,10 @@ query heads read unevenly.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
 
 import torch
 
@@ -31,9 +34,10 @@ from warpweave.kernels.attention.backward import block_bwd
 from warpweave.kernels.attention.forward import block_fwd
 from warpweave.kernels.attention.options import AttentionOptions
 from warpweave.kernels.reference import compute_dtype
+from warpweave.kernels.runtime.dispatch import choose
 from warpweave.parallel.collectives import group_rank, group_size
 from warpweave.parallel.context.messages import AllToAll, Steps, run_on_group
-from warpweave.parallel.context.ring import ring_backward, ring_forward
+from warpweave.parallel.context.ring import Kept, ring_backward, ring_forward
 from warpweave.parallel.context.strategy import ForwardBackward, Shards
 from warpweave.parallel.layout import SequenceLayout
 
@@ -99,13 +103,42 @@ class Trade:
         return options._replace(dropout_origin=(sample, head + self.q(rank).start))
 
 
-def _start(pieces: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]]) -> Steps[Tensors]:
-    """Send piece r to neighbour r; buffers of the given shapes, filled at the next wait."""
-    sizes = [torch.Size(shape).numel() for shape in shapes]
-    recv = pieces[0].new_empty(sum(sizes))
-    send = torch.cat([piece.flatten() for piece in pieces])
-    yield AllToAll(send, recv, [piece.numel() for piece in pieces], sizes)
-    return tuple(part.view(shape) for part, shape in zip(recv.split(sizes), shapes))
+Shapes = Sequence[Sequence[Sequence[int]]]  # for each neighbour those of its tensors
+
+
+def _start(
+    pieces: Sequence[Sequence[torch.Tensor]], dtypes: Sequence[torch.dtype], shapes: Shapes
+) -> Steps[list[Tensors]]:
+    """Send the tensors of piece r to neighbour r in these dtypes, the widest first, in one message.
+
+    Returns for each tensor what every neighbour sent, of the given shapes, there at the next wait.
+    """
+    device = pieces[0][0].device
+    send, sizes, leaving = _message([[x.shape for x in p] for p in pieces], dtypes, device)
+    recv, recv_sizes, arriving = _message(shapes, dtypes, device)
+    for there, x in zip(chain(*leaving), chain(*pieces)):
+        there.copy_(x)
+    yield AllToAll(send, recv, sizes, recv_sizes)
+    return [*zip(*arriving)]
+
+
+def _message(
+    shapes: Shapes, dtypes: Sequence[torch.dtype], device: torch.device
+) -> tuple[torch.Tensor, list[int], list[list[torch.Tensor]]]:
+    """A flat buffer, the bytes of each neighbour's part, and the tensors in it."""
+    widths = [dtype.itemsize for dtype in dtypes]
+    counts = [[math.prod(shape) * n for shape, n in zip(part, widths)] for part in shapes]
+    sizes = [-(-sum(part) // widths[0]) * widths[0] for part in counts]  # the next one's alignment
+    flat, tensors = torch.empty(sum(sizes), dtype=torch.uint8, device=device), []
+    for part, numbers, at in zip(shapes, counts, accumulate(sizes, initial=0)):
+        starts = accumulate(numbers, initial=at)
+        tensors.append(
+            [
+                flat[start : start + n].view(dtype).view(shape)
+                for start, n, dtype, shape in zip(starts, numbers, dtypes, part)
+            ]
+        )
+    return flat, sizes, tensors
 
 
 def _heads(x: torch.Tensor, heads: range, dim: int = 2) -> torch.Tensor:
@@ -124,105 +157,105 @@ def ulysses_forward(
     trade: Trade,
     options: AttentionOptions,
     sinks: torch.Tensor | None = None,
-) -> Steps[tuple[torch.Tensor, torch.Tensor, Tensors]]:
+) -> Steps[tuple[torch.Tensor, torch.Tensor, Kept]]:
     """Forward of cp rank `rank`: q[B, S/cp, Hq, D], k and v[B, S/cp, Hkv, D], sinks[Hq] or None.
 
     Returns o (like q), lse[B, Hq, S/cp] (fp32 or float64) and what `ulysses_backward` wants: of
-    this rank's heads q, k, v (or the K‖V that a ring kept here) and lse.
+    this rank's heads q, lse, o (on the CPU path, which it spares a copy; else None) and k, v (or
+    the K‖V that a ring kept here).
     """
     hop, me = divmod(rank, trade.ranks)
     everyone, rows = range(trade.ranks), trade.rows
-    (B, s, _, D), n_q, n_kv = q.shape, len(trade.q(me)), len(trade.kv(me))
+    B, s, _, D = q.shape
+    narrow = q.dtype
+    of_q, of_kv = ([len(of(r)) for r in everyone] for of in (trade.q, trade.kv))
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # a head's rows lie together
     pieces = [
-        torch.cat([_heads(q, trade.q(r)), *(_heads(x, trade.kv(r)) for x in (k, v))], 2)
-        for r in everyone
+        [_heads(q, trade.q(r), 1), *(_heads(x, trade.kv(r), 1) for x in (k, v))] for r in everyone
     ]
-    arrived = yield from _start(pieces, [(B, s, n_q + 2 * n_kv, D)] * trade.ranks)
+    shapes = [(B, n, s, D) for n in (of_q[me], of_kv[me], of_kv[me])]
+    arrived = yield from _start(pieces, [narrow] * 3, [shapes] * trade.ranks)
     yield None
-    q, k, v = rows.unshard(arrived, 1).split((n_q, n_kv, n_kv), 2)
+    q, k, v = (rows.unshard(x, 2).transpose(1, 2) for x in arrived)
     if not trade.even(me):
         k, v = (x[:, :, trade.read(me)] for x in (k, v))
     sinks = None if sinks is None else _heads(sinks, trade.q(me), 0)
     options = trade.of_heads(options, me)
     if trade.ring.parts == 1:
         o, lse = block_fwd(q, k, v, options, sinks=sinks)
-        saved: Tensors = (q, lse, k, v)
+        kept: Kept = (k, v)
     else:
         o, lse, kept = yield from ring_forward(
             hop, q, k, v, layout=trade.ring, options=options, sinks=sinks
         )
-        saved = (q, lse, *kept)
-    of_o = yield from _start(
-        [rows.shard(o, r, 1) for r in everyone], [(B, s, len(trade.q(r)), D) for r in everyone]
-    )
-    of_lse = yield from _start(
-        [rows.shard(lse, r, 2) for r in everyone], [(B, len(trade.q(r)), s) for r in everyone]
+    of_lse, of_o = yield from _start(
+        [(rows.shard(lse, r, 2), rows.shard(o, r, 1)) for r in everyone],
+        [lse.dtype, narrow],
+        [((B, n, s), (B, s, n, D)) for n in of_q],
     )
     yield None
-    return torch.cat(of_o, 2), torch.cat(of_lse, 1), saved
+    kept_o = o if choose(options.impl, o) == "torch" else None
+    return torch.cat(of_o, 2), torch.cat(of_lse, 1), (q, lse, kept_o, *kept)
 
 
 def ulysses_backward(
     rank: int,
     do: torch.Tensor,
-    saved: Tensors,
+    saved: Kept,
     delta: torch.Tensor,
     *,
     trade: Trade,
     options: AttentionOptions,
+    through_lse: bool,
 ) -> Steps[Tensors]:
-    """Backward of one rank from what `ulysses_forward` saved and delta[B, Hq, S/cp].
+    """Backward of one rank from what `ulysses_forward` saved and delta[B, Hq, S/cp]; whether a
+    gradient came through lse, too, so that delta is not that of o alone.
 
     Returns dq, dk, dv of this rank's own rows, summed over all ranks, in the inputs' dtypes.
     """
     hop, me = divmod(rank, trade.ranks)
     everyone, rows = range(trade.ranks), trade.rows
     (B, s, _, D), n_q, n_kv = do.shape, len(trade.q(me)), len(trade.kv(me))
-    q, lse, *_ = saved
-    of_do = yield from _start(
-        [_heads(do, trade.q(r)) for r in everyone], [(B, s, n_q, D)] * trade.ranks
-    )
-    of_delta = yield from _start(
-        [_heads(delta, trade.q(r), 1) for r in everyone], [(B, n_q, s)] * trade.ranks
+    q, lse, o, *kept = saved
+    if through_lse:
+        o = None
+    of_delta, of_do = yield from _start(
+        [[_heads(x, trade.q(r), 1) for x in (delta, do.transpose(1, 2))] for r in everyone],
+        [delta.dtype, q.dtype],
+        [[(B, n_q, s), (B, n_q, s, D)]] * trade.ranks,
     )
     yield None
-    do, delta = rows.unshard(of_do, 1), rows.unshard(of_delta, 2)
+    do, delta = rows.unshard(of_do, 2).transpose(1, 2), rows.unshard(of_delta, 2)
     options, wide = trade.of_heads(options, me), compute_dtype(q)
     if trade.ring.parts == 1:
-        _, _, k, v = saved
-        dq, dk, dv = block_bwd(do, q, k, v, lse, delta, options, grad_dtype=wide)
+        dq, dk, dv = block_bwd(do, q, *kept, lse, delta, options, o=o, grad_dtype=wide)
     else:
-        _, _, *kept = saved
         dq, dk, dv = yield from ring_backward(
-            hop, do, q, kept, lse, delta,
+            hop, do, q, kept, lse, delta, o=o,
             layout=trade.ring, options=options, kv_grad_dtype=wide,
         )  # fmt: skip
     if not trade.even(me):
         read = torch.tensor(trade.read(me), device=q.device)
         dk, dv = (x.new_zeros(*x.shape[:2], n_kv, D).index_add_(2, read, x) for x in (dk, dv))
-    of_dq = yield from _start(
-        [rows.shard(dq.to(q.dtype), r, 1) for r in everyone],
-        [(B, s, len(trade.q(r)), D) for r in everyone],
-    )
-    dkv = torch.cat((dk, dv), 2).to(wide if trade.copied else q.dtype)
-    of_dkv = yield from _start(
-        [rows.shard(dkv, r, 1) for r in everyone],
-        [(B, s, 2 * len(trade.kv(r)), D) for r in everyone],
+    *of_dkv, of_dq = yield from _start(
+        [[rows.shard(x, r, 1) for x in (dk, dv, dq)] for r in everyone],
+        [wide if trade.copied else q.dtype] * 2 + [q.dtype],
+        [[(B, s, len(of(r)), D) for of in (trade.kv, trade.kv, trade.q)] for r in everyone],
     )
     yield None
-    return torch.cat(of_dq, 2), *_summed(of_dkv, trade, q.dtype)
+    dk, dv = (_summed(x, trade).to(q.dtype) for x in of_dkv)
+    return torch.cat(of_dq, 2), dk, dv
 
 
-def _summed(pieces: Tensors, trade: Trade, dtype: torch.dtype) -> Tensors:
-    """dk, dv[B, S/cp, Hkv, D] of each neighbour's dk‖dv of the KV heads that it has."""
+def _summed(pieces: Tensors, trade: Trade) -> torch.Tensor:
+    """x[B, S/cp, Hkv, D] of each neighbour's share of the KV heads that it has."""
     if not trade.copied:
-        halves = zip(*(piece.chunk(2, 2) for piece in pieces))
-        return tuple(torch.cat(half, 2) for half in halves)
-    (B, s, _, D) = pieces[0].shape
-    sums = pieces[0].new_zeros(2, B, s, trade.kv_heads, D)
+        return torch.cat(pieces, 2)
+    B, s, _, D = pieces[0].shape
+    total = pieces[0].new_zeros(B, s, trade.kv_heads, D)
     for rank, piece in enumerate(pieces):
-        _heads(sums, trade.kv(rank), 3).add_(torch.stack(piece.chunk(2, 2)))
-    return tuple(sums.to(dtype))
+        _heads(total, trade.kv(rank)).add_(piece)
+    return total
 
 
 # ------------------------------------------------------------------ 2. on process groups
@@ -252,7 +285,9 @@ def _backward(
     o: torch.Tensor | None,
 ) -> Tensors:
     rank, trade = _trade(shards)  # its own lse and o are of other heads and rows
-    steps = ulysses_backward(rank, do, saved, delta, trade=trade, options=shards.options)
+    steps = ulysses_backward(
+        rank, do, saved, delta, trade=trade, options=shards.options, through_lse=o is None
+    )
     return run_on_group(steps, shards.group, shards.neighbours, overlap=shards.overlap)
 
 

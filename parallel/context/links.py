@@ -1,0 +1,74 @@
+"""How fast ranks send and attend: what "auto" of context parallelism weighs, given or measured."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from warpweave.kernels.attention import attention
+from warpweave.parallel.collectives import start_exchange
+
+
+@dataclass(frozen=True)
+class Links:
+    """Speeds, the same on every rank: strategies that differ would wait for each other for ever.
+
+    Attributes:
+        link: bytes per second that a rank sends to others of its group, in one direction.
+        flops: FLOP/s that attention reaches.
+        near: bytes per second among the neighbours of a pair of groups; None is `link`.
+        memory: bytes that a strategy may hold besides inputs and results; None is any.
+
+    Raises:
+        ValueError: something is not positive.
+    """
+
+    link: float
+    flops: float
+    near: float | None = None
+    memory: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be positive, got {value}")
+
+
+def measure_links(
+    group: dist.ProcessGroup, x: torch.Tensor, *, size: int = 2**22, rounds: int = 5
+) -> Links:
+    """The slowest rank's speeds: `size` bytes to the next rank, and attention forward of x to x.
+
+    Args:
+        group: two ranks or more, all of which call this.
+        x: [B, S, H, D] on the device and of the dtype that are meant; long enough that a call takes
+            much longer than its launch.
+        size, rounds: bytes of a message; the median of so many runs counts.
+    """
+    sent = torch.empty(size, dtype=torch.uint8, device=x.device)
+    arrived = torch.empty_like(sent)
+    x = x.detach()
+    B, S, H, D = x.shape
+    hop = _seconds(lambda: start_exchange(sent, arrived, 1, group).wait(), x.device, rounds)
+    tile = _seconds(lambda: attention(x, x, x, causal=False), x.device, rounds)
+    speeds = torch.tensor([size / hop, 4 * B * H * S * S * D / tile], device=x.device)
+    dist.all_reduce(speeds, dist.ReduceOp.MIN, group)
+    link, flops = speeds.tolist()
+    return Links(link, flops)
+
+
+def _seconds(run: Callable[[], object], device: torch.device, rounds: int) -> float:
+    def once() -> float:
+        began = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - began
+
+    once()
+    return median(once() for _ in range(rounds))
