@@ -85,6 +85,7 @@ class Report:
     serialised: str = ""
     unordered: str = ""
     loops: list[HotLoop] = dataclasses.field(default_factory=list)
+    outside: int = 0
     unread: str = ""
 
 

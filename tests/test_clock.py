@@ -66,6 +66,13 @@ def main() -> None:
         cubins.append(kernel.asm["cubin"])
         name = target + " busy" * busy + " without loop" * (not loop)
         found[name] = compiled[0].unread or [dataclasses.asdict(x) for x in compiled[0].loops]
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    a = TensorDescriptor(x, [M, 4096], [4096, 1], [M, K])
+    b = TensorDescriptor(x, [4096, N], [N, 1], [K, N])
+    with compiling("sm_90", clock=True) as compiled:
+        _described_kernel[(1,)](a, b, y, 64, M, N, K, num_warps=WARPS, num_stages=3)
+    found["sm_90 by TMA"] = [dataclasses.asdict(x) for x in compiled[0].loops]
     hopper = cubins[1]
     wrong = {"other part": (hopper, 80), "unknown part": (hopper, 70), "no cubin": (b"x", 90)}
     wrong["cut off"] = (hopper[: len(hopper) // 2], 90)
@@ -75,6 +82,18 @@ def main() -> None:
         except ValueError as error:
             found[name] = str(error)
     print(json.dumps(found))
+
+
+@triton.jit
+def _described_kernel(
+    a_desc, b_desc, c_ptr, steps, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr
+):
+    """`_product_kernel` by TMA."""
+    c = tl.zeros((M, N), tl.float32)
+    for k in range(steps):
+        c = tl.dot(a_desc.load([0, k * K]), b_desc.load([k * K, 0]), c)
+    m, n = tl.arange(0, M), tl.arange(0, N)
+    tl.store(c_ptr + m[:, None] * N + n[None, :], c)
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +109,14 @@ def found(tmp_path_factory) -> dict:
 def loop_of(found: dict, name: str) -> HotLoop:
     (loop,) = found[name]
     return HotLoop(**loop)
+
+
+def test_bytes_by_tma_are_those_that_its_barriers_expect(found) -> None:
+    plain, described = loop_of(found, "sm_90"), loop_of(found, "sm_90 by TMA")
+    assert "T" in described.order
+    assert described.classes["copy"] < plain.classes["copy"]
+    for what in ("flops", "global_bytes", "shared_bytes"):
+        assert getattr(described, what) == getattr(plain, what)
 
 
 @pytest.mark.parametrize("target", RATES)

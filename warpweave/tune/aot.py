@@ -60,7 +60,8 @@ class Compiled:
         instructions: how often each kind stands in the PTX.
         serialised: what ptxas says (C75xx) if it lets each wgmma wait for the one before, else "".
         unordered: what of its flags orders too little, see `unordered`; else "".
-        loops: by the clock, if asked for; of kernels with products of 32 bits or fewer.
+        loops, outside: hot loops and the stalls outside of them, by the clock if it is asked for;
+            of kernels with products of 32 bits or fewer.
         unread: why the clock has not read those, else "".
     """
 
@@ -77,6 +78,7 @@ class Compiled:
     serialised: str = ""
     unordered: str = ""
     loops: list[HotLoop] = field(default_factory=list)
+    outside: int = 0
     unread: str = ""
 
 
@@ -186,10 +188,10 @@ def _clocked(part: Part, compiled: Compiled, cubin: bytes) -> Compiled:
     if not compiled.product or ".f64" in compiled.product:
         return compiled
     try:
-        loops = read_loops(cubin, arch=part.arch, warps=compiled.num_warps)
+        loops, outside = read_loops(cubin, arch=part.arch, warps=compiled.num_warps)
     except ValueError as error:
         return replace(compiled, unread=str(error))
-    return replace(compiled, loops=loops)
+    return replace(compiled, loops=loops, outside=outside)
 
 
 def unordered(ptx: str) -> str:

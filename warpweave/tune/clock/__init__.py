@@ -1,6 +1,7 @@
 """The clock: what a compiled kernel costs, read from its instructions. It needs no GPU.
 
-    for loop in read_loops(cubin, arch=90, warps=8):
+    loops, outside = read_loops(cubin, arch=90, warps=8)
+    for loop in loops:
         print(loop.ideal, loop.serial)        # shares of the tensor cores' peak: PREDICTIONS
 
 `disassembly` a cubin's instructions and their stall counts · `loops` natural loops ·

@@ -116,12 +116,23 @@ def _fifth_generation(i: Instruction, before: Sequence[Instruction]) -> Product:
     return Product((m, n, depth), None, size // 2, (rows + n) * depth * size)
 
 
+def expected(i: Instruction, before: Sequence[Instruction]) -> int:
+    """Bytes of TMA that an mbarrier is told to expect, for the whole program; 0 for anything else
+    and where no constant says it."""
+    if not i.opcode.startswith("SYNCS.ARRIVE.TRANS64"):
+        return 0
+    return _constant(re.search(r"\], (U?R\d+)$", i.operands), before) or 0
+
+
 def _constant(register: re.Match[str] | None, before: Sequence[Instruction]) -> int | None:
-    """The value of a uniform register, followed back through moves."""
+    """The value of a register, followed back through moves."""
     name = register[1] if register else ""
     for earlier in reversed(before):
         to, _, source = earlier.operands.partition(", ")
-        if to == name and earlier.base == "UMOV":
+        if to == name:
+            source = source.removeprefix("RZ, RZ, ")  # of IMAD.MOV
+            if earlier.base not in ("UMOV", "MOV") and not earlier.opcode.startswith("IMAD.MOV"):
+                return None
             if source.startswith("0x"):
                 return int(source, 16)
             name = source
@@ -146,7 +157,7 @@ def shared_cycles(i: Instruction) -> float:
 
 def copied(i: Instruction) -> int:
     """Bytes that a warp's instruction loads from global memory, or copies from it to shared memory,
-    where the instruction itself says so; TMA's stand in a descriptor."""
+    itself: not TMA's."""
     if i.base not in ("LDGSTS", "LDG"):
         return 0
     return 32 * (16 if ".128" in i.opcode else 8 if ".64" in i.opcode else 4)

@@ -22,6 +22,7 @@ from warpweave.tune.clock.instructions import (
     TENSOR_RATE,
     class_of,
     copied,
+    expected,
     pipe_of,
     product_of,
     shared_cycles,
@@ -40,8 +41,8 @@ class HotLoop:
         tensor: cycles that those take of a scheduler's tensor core.
         classes: instructions of each class.
         pipes: cycles of each other pipe, per scheduler; shared memory's are those of its warps.
-        shared_bytes: read by products and warps, and written, without TMA's.
-        global_bytes: loaded, without TMA's.
+        shared_bytes: read by products and warps, and written.
+        global_bytes: loaded, or copied to shared memory; TMA's where a constant gives them.
         order: what happens between products: P product, W wait for products, B barrier, Y mbarrier,
             D wait for copies, C copy, T copy by TMA, L load and S store of shared memory, E
             special functions; a number counts repetitions.
@@ -79,9 +80,10 @@ class HotLoop:
         return 1e3 * self.instructions / self.flops, 1e3 * self.stalls / self.flops
 
 
-def read_loops(cubin: bytes, *, arch: int, warps: int) -> list[HotLoop]:
+def read_loops(cubin: bytes, *, arch: int, warps: int) -> tuple[list[HotLoop], int]:
     """The hot loops of a cubin for capability `arch` whose programs have `warps` warps, in the
-    order of their addresses.
+    order of their addresses, and the stalls outside of them: what a program does once, or a
+    persistent one once a tile.
 
     Raises ValueError for a cubin without one, with products that the clock does not know, for
     another part, or that is none; and for an nvdisasm that prints another form.
@@ -89,12 +91,15 @@ def read_loops(cubin: bytes, *, arch: int, warps: int) -> list[HotLoop]:
     if arch not in TENSOR_RATE:
         known = ", ".join(f"sm_{number}" for number in TENSOR_RATE)
         raise ValueError(f"the clock has rates for {known}, not for sm_{arch}")
-    found = [
-        _read(loop, code, arch, warps) for code in disassemble(cubin, arch) for loop in _hot(code)
-    ]
+    found, outside = [], 0
+    for code in disassemble(cubin, arch):
+        if hot := _hot(code):
+            found += [_read(loop, code, arch, warps) for loop in hot]
+            inside = {i.address for loop in hot for i in loop}
+            outside += sum(i.stall for i in code if i.address not in inside)
     if not found:
         raise ValueError("the cubin has no loop with a tensor-core product: nothing to predict by")
-    return found
+    return found, outside
 
 
 def _hot(code: list[Instruction]) -> list[list[Instruction]]:
@@ -111,17 +116,24 @@ def _hot(code: list[Instruction]) -> list[list[Instruction]]:
 def _read(loop: list[Instruction], code: list[Instruction], arch: int, warps: int) -> HotLoop:
     """One loop's figures."""
     classes, pipes = Counter(map(class_of, loop)), Counter[str]()
-    shared, flops, tensor = 0.0, 0.0, 0.0  # shared: cycles of the multiprocessor's
+    shared, loaded, flops, tensor = 0.0, 0.0, 0.0, 0.0  # shared: cycles of the multiprocessor's
+    at = {i.address: number for number, i in enumerate(code)}
     for i in loop:
         pipe, cycles = pipe_of(i, arch)
         pipes[pipe] += cycles
         shared += shared_cycles(i)
+        loaded += copied(i)
         if class_of(i) == "tensor":
-            product = product_of(i, code[: code.index(i)])
-            share = product.flops / (product.warps or warps)
-            flops += share
-            tensor += share * product.sixteenths * SCHEDULERS / TENSOR_RATE[arch]
-            shared += product.reads / SHARED_RATE / (product.warps or warps)
+            product = product_of(i, code[: at[i.address]])
+            together = product.warps or warps
+            flops += product.flops / together
+            cycles_of_all = product.flops * product.sixteenths * SCHEDULERS / TENSOR_RATE[arch]
+            tensor += cycles_of_all / together
+            shared += product.reads / SHARED_RATE / together
+        elif i.base == "SYNCS":
+            by_tma = expected(i, code[: at[i.address]]) / warps
+            loaded += by_tma
+            shared += by_tma / SHARED_RATE
     del pipes[""]
     return HotLoop(
         instructions=len(loop),
@@ -131,7 +143,7 @@ def _read(loop: list[Instruction], code: list[Instruction], arch: int, warps: in
         classes=dict(classes.most_common()),
         pipes=dict(pipes + Counter({"shared memory": shared * SCHEDULERS})),
         shared_bytes=shared * SHARED_RATE,
-        global_bytes=sum(map(copied, loop)),
+        global_bytes=loaded,
         order=_order(loop),
     )
 
