@@ -230,12 +230,13 @@ def test_text_of_another_form_is_refused(code, message) -> None:
 
 
 def program(*steps: str) -> list[Instruction]:
-    """One instruction each: "" goes on, "3" jumps to number 3, "?3" may, "." ends."""
+    """One instruction each: "" goes on, "3" jumps to number 3, "?3" may, "!3" may by a call, "."
+    ends."""
     found = []
     for number, step in enumerate(steps):
-        target = int(step.strip("?")) if step.strip("?.") else None
-        opcode = "EXIT" if step == "." else "BRA" if step else "MOV"
-        predicate = "@P0" if "?" in step else ""
+        target = int(step.strip("?!")) if step.strip("?!.") else None
+        opcode = "EXIT" if step == "." else "CALL" if "!" in step else "BRA" if step else "MOV"
+        predicate = "@P0" if step[:1] in ("?", "!") else ""
         found.append(Instruction(number, opcode, "", predicate, 1, 0, target))
     return found
 
@@ -253,6 +254,7 @@ def program(*steps: str) -> list[Instruction]:
         (("", "?3", "", "", "?2", "."), []),  # entered at two places: no natural loop
         (("", ".", "", "2"), []),  # nothing leads there
         (("", "", "", "?1", "?1", "."), [[1, 2, 3, 4]]),  # two ways back
+        (("", "", "!4", "1", "", "?4", "."), [[1, 2, 3], [4, 5]]),  # the next by a far call
     ],
 )
 def test_natural_loops_of_drawn_programs(steps, loops) -> None:

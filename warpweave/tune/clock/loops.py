@@ -49,7 +49,8 @@ def _successors(blocks: list[list[Instruction]]) -> list[set[int]]:
         after = set()
         if end is None or not _always(end):
             after |= {number + 1} & set(range(len(blocks)))
-        if end is not None and end.base == "BRA" and end.target in at:
+        # ptxas also leaves a loop for far away by a call that nothing returns from.
+        if end is not None and end.base in ("BRA", "CALL") and end.target in at:
             after.add(at[end.target])
         found.append(after)
     return found
