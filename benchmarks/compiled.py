@@ -4,17 +4,24 @@
     python benchmarks/compiled.py --targets sm_90 --only attention
     pip install --no-deps --target build/triton-3.9.0 triton==3.9.0
     PYTHONPATH=build/triton-3.9.0 python benchmarks/compiled.py    # with another Triton
+    python benchmarks/compiled.py --accept                         # what it reads is the new table
 
 Facts, from the cubin: registers, bytes of stack (spills), shared memory, programs that one
 multiprocessor holds at once (occupancy), the tensor-core instruction used. Predictions, marked as
 such: the roofline of the op's least FLOPs and bytes (`kernels/cost.py`) at the data sheet's peaks,
 which no kernel undercuts and no real one reaches; `busy`, the share of the multiprocessors' slots
 that the launch's whole waves of programs fill; and the roofline over `busy`, the time if nothing
-but slots that stay empty kept the kernel from it.
+but slots that stay empty kept the kernel from it. `ideal` and `serial` are the clock's
+(`warpweave/tune/clock`): the tensor cores' share of a hot loop's time if everything overlapped and
+if nothing did, of the loop with the larger `serial` (the one without masks); `bound` is the pipe
+that is busiest.
 
 Exit status 1 if a kernel spills (float64, for proofs, may), does not fit the part, lacks the
 tensor-core instruction that it claims, or has its wgmma run one by one (ptxas' C75xx); the lines
-then say which. Results go to benchmarks/results/compiled/<target>.json.
+then say which. So does a hot loop with 3 % more instructions or stalls per 1,000 FLOPs of the
+tensor cores than benchmarks/results/clock/<target>.json has under the Triton of that table, or of a
+kernel that it does not have: `--accept` (with `--only`, of some) takes the new figures, which a
+commit then shows. Results go to benchmarks/results/compiled/<target>.json.
 """
 
 from __future__ import annotations
@@ -23,6 +30,7 @@ import argparse
 import dataclasses
 import json
 import sys
+from collections import Counter
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -30,14 +38,16 @@ from typing import Any
 import harness
 
 from warpweave.kernels.cost import Cost
+from warpweave.tune.clock.ratchet import read_table, worsened, write_table
 from warpweave.tune.parts import PARTS
 
 sys.path.insert(0, str(harness.ROOT / "tests"))  # the cases: tests and benchmarks share them
-from compile_targets import TARGETS, Report, compile_targets, failures
+from compile_targets import TARGETS, HotLoop, Report, compile_targets, failures
 
+CLOCK = harness.ROOT / "benchmarks" / "results" / "clock"
 CLAIM = (
     "No shipped tile of 16 or 32 bits spills, exceeds shared memory, misses the tensor cores that "
-    "it claims or keeps them waiting for one another."
+    "it claims or keeps them waiting for one another, and no hot loop costs more than is committed."
 )
 
 
@@ -53,6 +63,7 @@ class Row:
         flops, bytes: the least that the whole case needs.
         roofline_us: PREDICTION for the whole case: no kernel is faster.
         predicted_us: PREDICTION: `roofline_us` over `busy`.
+        ideal, serial, bound: PREDICTIONS of the clock; None and "" without products.
     """
 
     case: str
@@ -72,6 +83,9 @@ class Row:
     bytes: int | None
     roofline_us: float | None
     predicted_us: float | None
+    ideal: float | None
+    serial: float | None
+    bound: str
 
 
 def row(report: Report) -> Row:
@@ -84,6 +98,7 @@ def row(report: Report) -> Row:
     roofline = None
     if report.cost is not None and part.flops:
         roofline = Cost(*report.cost).seconds(part.flops, part.bandwidth) * 1e6
+    loop = _main_loop(report.loops)
     return Row(
         case=report.case,
         kernel=report.kernel,
@@ -106,7 +121,15 @@ def row(report: Report) -> Row:
         bytes=bytes_,
         roofline_us=None if roofline is None else round(roofline, 2),
         predicted_us=round(roofline / busy, 2) if roofline is not None and busy else None,
+        ideal=None if loop is None else round(loop.ideal, 3),
+        serial=None if loop is None else round(loop.serial, 3),
+        bound="" if loop is None else loop.bound,
     )
+
+
+def _main_loop(loops: list[HotLoop]) -> HotLoop | None:
+    """The one that most passes go through: the others have masks."""
+    return max(loops, key=lambda loop: loop.serial, default=None)
 
 
 def table(target: str, rows: list[Row]) -> None:
@@ -114,23 +137,25 @@ def table(target: str, rows: list[Row]) -> None:
     part = PARTS[target]
     print(
         f"\n{target} ({part.device}: {part.flops / 1e12:.0f} TFLOP/s bf16, "
-        f"{part.bandwidth / 1e12:.2f} TB/s by its data sheet); busy and us are PREDICTIONS"
+        f"{part.bandwidth / 1e12:.2f} TB/s by its data sheet); busy, ideal, serial and us are "
+        "PREDICTIONS"
     )
     print(
         f"{'case':38} {'kernel':27} {'tiles':>14} {'warps':>5} {'regs':>4} {'stack':>5} "
-        f"{'shared':>6} {'held':>4} {'occ':>4} {'busy':>5} {'roofline us':>11} {'/ busy':>8}  "
-        "product"
+        f"{'shared':>6} {'held':>4} {'occ':>4} {'busy':>5} {'ideal':>5} {'serial':>6} "
+        f"{'roofline us':>11} {'/ busy':>8}  product"
     )
     for r in rows:
         tiles = "x".join(str(v) for v in r.tiles.values())
-        roofline, predicted = (
-            "" if t is None else f"{t:.1f}" for t in (r.roofline_us, r.predicted_us)
+        roofline, predicted, ideal, serial = (
+            "" if x is None else f"{x:.{digits}f}"
+            for x, digits in ((r.roofline_us, 1), (r.predicted_us, 1), (r.ideal, 3), (r.serial, 3))
         )
         print(
             f"{r.case:38} {r.kernel.strip('_').removesuffix('_kernel'):27} {tiles:>14} "
             f"{r.num_warps:5} {r.registers:4} {r.stack:5} {r.shared:6} {r.occupancy:4} "
-            f"{r.warps_active:4.0%} {r.busy:5.2f} {roofline:>11} {predicted:>8}  "
-            f"{r.product.split('.row')[0]}"
+            f"{r.warps_active:4.0%} {r.busy:5.2f} {ideal:>5} {serial:>6} {roofline:>11} "
+            f"{predicted:>8}  {r.product.split('.row')[0]}"
         )
 
 
@@ -141,6 +166,7 @@ def main(arguments: list[str] | None = None) -> int:
     options.add_argument("--only", default="", help="cases whose name has this, or one of a|b")
     options.add_argument("--jobs", type=int, default=2, help="compilers at a time")
     options.add_argument("--results", type=Path, help="folder; by default none with --only")
+    options.add_argument("--accept", action="store_true", help="the clock's figures are as wanted")
     given = options.parse_args(arguments)
     targets = tuple(given.targets.split(","))
     if unknown := [target for target in targets if target not in PARTS]:
@@ -150,8 +176,9 @@ def main(arguments: list[str] | None = None) -> int:
     found: dict[str, list[Report]] = {target: [] for target in targets}
     for tiles in (False, True):
         part = compile_targets(
-            targets, given.only, tiles=tiles, jobs=given.jobs, timeout=3600, planted=False
-        )
+            targets, given.only, tiles=tiles, jobs=given.jobs, timeout=3600, planted=False,
+            clock=True,
+        )  # fmt: skip
         for target, reports in part.items():
             known = {report.case for report in found[target]}  # some are in both lists
             found[target] += [report for report in reports if report.case not in known]
@@ -159,7 +186,7 @@ def main(arguments: list[str] | None = None) -> int:
     for target, reports in found.items():
         rows = [row(report) for report in reports]
         table(target, rows)
-        mine = failures(reports)
+        mine = failures(reports) + ratchet(target, reports, accept=given.accept)
         wrong += mine
         summary[target] = {"kernels": len(rows), "failures": len(mine)}
         if folder is not None:
@@ -167,6 +194,29 @@ def main(arguments: list[str] | None = None) -> int:
     print("\n" + ("\n".join(wrong) or CLAIM))
     print(json.dumps({"script": "compiled", "claim": CLAIM, "ok": not wrong, "parts": summary}))
     return 1 if wrong else 0
+
+
+def ratchet(
+    target: str, reports: list[Report], *, accept: bool, folder: Path | None = None
+) -> list[str]:
+    """One line for each kernel whose hot loops cost more than the table has; with `accept` they are
+    put into it instead."""
+    path = (folder or CLOCK) / f"{target}.json"
+    version = harness.header(kind="clock", device=target)["triton"]
+    now, names = {}, Counter[str]()
+    for r in reports:
+        if r.loops or r.unread:
+            names[name := f"{r.case} {r.kernel.strip('_')}"] += 1
+            name += f" {names[name]}" if names[name] > 1 else ""
+            now[name] = [tuple(round(x, 4) for x in loop.per_1000_flops) for loop in r.loops]
+    committed = read_table(path, version)
+    if accept:
+        write_table(path, version, {**(committed or {}), **now})
+    elif committed is None:
+        print(f"{path.name}: no figures under Triton {version}, so none can have worsened")
+    else:
+        return [f"{target} {line}" for line in worsened(now, committed)]
+    return []
 
 
 def _lines(report: dict) -> str:
@@ -186,7 +236,7 @@ def write(path: Path, target: str, rows: list[Row], wrong: list[str]) -> None:
         "claim": CLAIM,
         "header": header,
         "part": part,
-        "predictions": ["busy", "roofline_us", "predicted_us"],
+        "predictions": ["busy", "roofline_us", "predicted_us", "ideal", "serial", "bound"],
         "failures": wrong,
         "rows": [dataclasses.asdict(r) for r in rows],
     }

@@ -40,6 +40,7 @@ import torch
 from warpweave.kernels.cost import Cost
 from warpweave.kernels.runtime.dispatch import tl, triton
 from warpweave.tune.aot import Compiled, compiling
+from warpweave.tune.clock import HotLoop
 from warpweave.tune.parts import PARTS
 
 TARGETS = ("sm_80", "sm_90", "sm_100")
@@ -89,6 +90,9 @@ class Report:
     error: str = ""
     serialised: str = ""
     unordered: str = ""
+    loops: list[HotLoop] = dataclasses.field(default_factory=list)
+    outside: int = 0
+    unread: str = ""
 
 
 def m(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -712,9 +716,9 @@ def _row_tiles() -> list[Case]:
 _FOUND: list[Case] = []  # of this process and its forks
 
 
-def _compile_case(task: tuple[str, int]) -> list[Report]:
+def _compile_case(task: tuple[str, int, bool]) -> list[Report]:
     """Compile one case for one target."""
-    target, index = task
+    target, index, clock = task
     case = _FOUND[index]
     of_case: dict[str, Any] = {
         "target": target,
@@ -723,7 +727,7 @@ def _compile_case(task: tuple[str, int]) -> list[Report]:
         "float64": case.float64,
         "cost": None if case.cost is None else (case.cost.flops, case.cost.bytes),
     }
-    with compiling(target) as compiled:
+    with compiling(target, clock=clock) as compiled:
         try:
             case.call()
         except Exception as error:  # of any pass of the compiler: the other cases go on
@@ -731,7 +735,7 @@ def _compile_case(task: tuple[str, int]) -> list[Report]:
             compiled[:] = [Compiled("failed", 0, {}, 0, 0, 0, 0, 0, "", {})]
     if not compiled:
         raise RuntimeError(f"case {case.name!r} launched no kernel")
-    return [Report(**of_case, **dataclasses.asdict(kernel)) for kernel in compiled]
+    return [Report(**of_case, **vars(kernel)) for kernel in compiled]
 
 
 def _reason(error: BaseException) -> str:
@@ -742,13 +746,13 @@ def _reason(error: BaseException) -> str:
 
 
 def _compile_here(
-    targets: tuple[str, ...], only: str, *, tiles: bool, planted: bool, jobs: int
+    targets: tuple[str, ...], only: str, *, tiles: bool, planted: bool, clock: bool, jobs: int
 ) -> list[Report]:
     """Compile the cases whose name contains `only`, shared out over `jobs` forks."""
     found = tile_cases() if tiles else cases()
     _FOUND.extend(c for c in found if planted or not c.name.startswith("planted"))
     tasks = [
-        (target, index)
+        (target, index, clock)
         for index, case in enumerate(_FOUND)
         for target in targets
         if any(word in case.name for word in only.split("|"))
@@ -769,14 +773,15 @@ def compile_targets(
     jobs: int = 2,
     timeout: float = 3000,  # of two minutes on two idle cores
     planted: bool = True,
+    clock: bool = False,
 ) -> dict[str, list[Report]]:
     """Compile the cases whose name contains `only` (with `tiles`, of `tile_cases`) for every
-    target; `planted` includes those that must fail."""
+    target; `planted` includes those that must fail, `clock` reads the hot loops."""
     with tempfile.TemporaryDirectory() as cache:
         environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
         environment["TRITON_CACHE_DIR"] = cache
         command = [sys.executable, "-P", __file__, ",".join(targets), only, f"--jobs={jobs}"]
-        flags = ["--tiles"] * tiles + ["--planted"] * planted
+        flags = ["--tiles"] * tiles + ["--planted"] * planted + ["--clock"] * clock
         done = subprocess.run(
             [*command, "--json", *flags],
             env=environment,
@@ -787,6 +792,10 @@ def compile_targets(
     if done.returncode:
         raise RuntimeError(f"compiling for {targets} failed:\n{done.stderr[-4000:]}")
     reports = [Report(**fields) for fields in json.loads(done.stdout.splitlines()[-1])]
+    reports = [
+        dataclasses.replace(r, loops=[HotLoop(**loop) for loop in vars(r)["loops"]])
+        for r in reports
+    ]
     return {target: [r for r in reports if r.target == target] for target in targets}
 
 
@@ -836,7 +845,7 @@ def _product(r: Report) -> str:
 
 
 def main(arguments: list[str]) -> None:
-    """``compile_targets.py sm_90[,sm_100] [PART OF A NAME] [--tiles] [--planted]
+    """``compile_targets.py sm_90[,sm_100] [PART OF A NAME] [--tiles] [--planted] [--clock]
     [--jobs=N] [--json]``"""
     words = [a for a in arguments if not a.startswith("--")]
     jobs = [int(a.removeprefix("--jobs=")) for a in arguments if a.startswith("--jobs=")]
@@ -845,6 +854,7 @@ def main(arguments: list[str]) -> None:
         words[1] if len(words) > 1 else "",
         tiles="--tiles" in arguments,
         planted="--planted" in arguments,
+        clock="--clock" in arguments,
         jobs=jobs[0] if jobs else 1,
     )
     if "--json" in arguments:

@@ -596,11 +596,32 @@ def test_compiled_reports_facts_and_marks_predictions(load, tmp_path, capsys):
     assert last["parts"] == {"sm_90": {"kernels": 1, "failures": 0}}
     report = json.loads((tmp_path / "compiled" / "sm_90.json").read_text())
     assert set(report["header"]) >= HEADER
-    assert report["predictions"] == ["busy", "roofline_us", "predicted_us"]
+    assert {"busy", "roofline_us", "predicted_us", "ideal", "serial"} <= {*report["predictions"]}
     (row,) = report["rows"]
     assert 0 < row["registers"] < 64
     assert row["occupancy"] * row["num_warps"] / 64 == row["warps_active"] > 0.5
     assert str(BENCHMARKS.parent) not in json.dumps(report)
+
+
+def test_hot_loops_that_cost_more_than_is_committed_are_told(load, tmp_path):
+    compiled = load("compiled")
+    loop = compiled.HotLoop(100, 200, 1e6, 512.0, {"tensor": 4}, {"alu": 600.0}, 0.0, 0.0, "P4 W")
+    report = compiled.Report(
+        "sm_90", "x", "_k", True, False, 8, 128, 0, 0, 2, 400, "wgmma", {}, {}, None, loops=[loop]
+    )  # fmt: skip
+    row = compiled.row(report)
+    assert (row.ideal, row.serial, row.bound) == (round(512 / 600, 3), round(512 / 712, 3), "alu")
+
+    def told(stalls: int, *, accept: bool = False) -> list[str]:
+        new = dataclasses.replace(loop, stalls=stalls)
+        reports = [dataclasses.replace(report, loops=[loop, new])]
+        return compiled.ratchet("sm_90", reports, accept=accept, folder=tmp_path)
+
+    assert told(200) == []  # there is no table yet
+    assert told(200, accept=True) == told(190) == told(205) == []
+    (line,) = told(220)
+    assert line.startswith("sm_90 x k: hot loop 2 of 2 has 0.220 stalls per 1,000 FLOPs, +10.0%")
+    assert told(220, accept=True) == told(220) == []
 
 
 def test_compiled_prices_a_case_by_its_cost(load):

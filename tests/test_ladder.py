@@ -58,8 +58,13 @@ ROOMS = {
         ("proof",),
         ("command",),
     ),
+    "warpweave.tune.clock": (
+        ("disassembly", "ratchet"),
+        ("instructions", "loops"),
+        ("reading",),
+    ),
     "warpweave.tune": (
-        ("calls", "parts", "timing"),
+        ("calls", "clock", "parts", "timing"),
         ("aot", "options"),
         ("candidates",),
         ("search",),

@@ -20,7 +20,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from warpweave.kernels.runtime import dispatch
+from warpweave.tune.clock import HotLoop, read_loops
 from warpweave.tune.parts import PARTS, Part, occupancy
 
 _INSTRUCTIONS = {
@@ -59,6 +60,9 @@ class Compiled:
         instructions: how often each kind stands in the PTX.
         serialised: what ptxas says (C75xx) if it lets each wgmma wait for the one before, else "".
         unordered: what of its flags orders too little, see `unordered`; else "".
+        loops, outside: hot loops and the stalls outside of them, by the clock if it is asked for;
+            of kernels with products of 32 bits or fewer.
+        unread: why the clock has not read those, else "".
     """
 
     kernel: str
@@ -73,15 +77,19 @@ class Compiled:
     instructions: dict[str, int]
     serialised: str = ""
     unordered: str = ""
+    loops: list[HotLoop] = field(default_factory=list)
+    outside: int = 0
+    unread: str = ""
 
 
 @contextmanager
-def compiling(target: str) -> Iterator[list[Compiled]]:
+def compiling(target: str, *, clock: bool = False) -> Iterator[list[Compiled]]:
     """Compile, and do not run, every kernel launched inside; the list holds one entry per launch.
 
     Launchers see `target` ("sm_90") through `dispatch`: `choose` answers "triton", `capability` and
-    `processors` are the target's. Tensors are meta tensors, so nothing may look at values. Raises
-    ValueError for an unknown target, and without a compiler (no Triton, or TRITON_INTERPRET set).
+    `processors` are the target's. Tensors are meta tensors, so nothing may look at values. `clock`
+    reads the hot loops too, which takes a third of a second a kernel. Raises ValueError for an
+    unknown target, and without a compiler (no Triton, or TRITON_INTERPRET set).
     """
     if target not in PARTS:
         raise ValueError(f"target must be one of {', '.join(PARTS)}, got {target!r}")
@@ -103,7 +111,8 @@ def compiling(target: str) -> Iterator[list[Compiled]]:
             kernel.serialised = serialised[0]
         own = {name: value for name, value in options.items() if name in self.arg_names}
         bound = inspect.signature(self.fn).bind(*args, **own)
-        found.append(_compiled(part, self.fn.__name__, kernel, grid, bound.arguments))
+        compiled = _compiled(part, self.fn.__name__, kernel, grid, bound.arguments)
+        found.append(_clocked(part, compiled, kernel.asm["cubin"]) if clock else compiled)
         return kernel
 
     fakes = {
@@ -172,6 +181,17 @@ def _compiled(part: Part, name: str, kernel: Any, grid: Any, arguments: Any) -> 
         serialised=getattr(kernel, "serialised", ""),
         unordered=unordered(ptx),
     )
+
+
+def _clocked(part: Part, compiled: Compiled, cubin: bytes) -> Compiled:
+    """With its hot loops. What multiplies in float64 is for proofs, and not read."""
+    if not compiled.product or ".f64" in compiled.product:
+        return compiled
+    try:
+        loops, outside = read_loops(cubin, arch=part.arch, warps=compiled.num_warps)
+    except ValueError as error:
+        return replace(compiled, unread=str(error))
+    return replace(compiled, loops=loops, outside=outside)
 
 
 def unordered(ptx: str) -> str:

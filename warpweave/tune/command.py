@@ -13,12 +13,14 @@ from torch import Tensor
 
 from warpweave.kernels.runtime import tiles
 from warpweave.kernels.runtime.dispatch import capability, triton
+from warpweave.kernels.runtime.tile_table import Tile
 from warpweave.messages import one_line
+from warpweave.tune.aot import Compiled
 from warpweave.tune.calls import Call, Problem, timed_call
 from warpweave.tune.candidates import compile_tile, first_fault, target_of
 from warpweave.tune.options import TuneConfig
 from warpweave.tune.parts import PARTS
-from warpweave.tune.search import Bench, fitting, short, tune
+from warpweave.tune.search import Bench, fitting, tune
 from warpweave.tune.timing import CudaTimer
 
 
@@ -71,7 +73,8 @@ def tune_here(config: TuneConfig, make_bench: Callable[[], Bench] = cuda_bench) 
 
 
 def dry_run(config: TuneConfig) -> dict[str, Any]:
-    """Compile the candidates for a GPU that is not there, and print those without fault."""
+    """Compile the candidates for a GPU that is not there, and print those without fault, of each
+    problem the best by the clock first: a PREDICTION."""
     began, part, rows, left_out = time.perf_counter(), PARTS[config.target], [], []
     todo = config.problems()
     for problem in todo:
@@ -79,18 +82,21 @@ def dry_run(config: TuneConfig) -> dict[str, Any]:
             left_out.append(str(problem))
             continue
         compiled = fitting(
-            problem, part, lambda p, tile: compile_tile(config.target, p, tile), config.steps
+            problem,
+            part,
+            lambda p, tile: compile_tile(config.target, p, tile, clock=True),
+            config.steps,
         )
-        for number, (tile, kernels) in enumerate(compiled.items()):
-            worst = {
-                "registers": max(k.registers for k in kernels),
-                "shared": max(k.shared for k in kernels),
-                "occupancy": min(k.occupancy for k in kernels),
-            }
-            rows.append({"problem": str(problem), "tile": tile._asdict()} | worst)
-            figures = "  ".join(f"{name} {value:6}" for name, value in worst.items())
-            mark = "  (shipped)" if number == 0 else ""
-            print(f"{problem!s:24} {short(tile):36} {figures}{mark}", flush=True)
+        shipped = next(iter(compiled))
+        found = [_dry_row(problem, tile, compiled[tile]) for tile in compiled]
+        found.sort(key=lambda row: -(row["predicted_share"] or 0))
+        for row in found:
+            figures = "  ".join(f"{name} {row[name]:6}" for name in _WORST)
+            share = row["unread"] or f"predicted share of peak {row['predicted_share']:.3f}"
+            mark = "  (shipped)" if row["tile"] == shipped._asdict() else ""
+            tile = " ".join(f"{name}={value}" for name, value in row["tile"].items())
+            print(f"{problem!s:24} {tile:36} {figures}  {share}{mark}", flush=True)
+        rows += found
     return {
         "dry": True,
         "target": config.target,
@@ -100,6 +106,27 @@ def dry_run(config: TuneConfig) -> dict[str, Any]:
         "left_out": left_out,
         "rows": rows,
         "seconds": round(time.perf_counter() - began, 1),
+    }
+
+
+_WORST = {"registers": max, "shared": max, "occupancy": min}
+
+
+def _dry_row(problem: Problem, tile: Tile, kernels: list[Compiled]) -> dict[str, Any]:
+    """One tile's figures, those of the worst of its kernels.
+
+    `predicted_share` is of the tensor cores' peak: a kernel's lesser of `ideal` and `serial`, in
+    the hot loop that does best, for that is the one without masks. None says `unread` why.
+    """
+    unread = next((kernel.unread for kernel in kernels if kernel.unread), "")
+    shares = [max(min(x.ideal, x.serial) for x in k.loops) for k in kernels if k.loops]
+    worst = {name: of(getattr(k, name) for k in kernels) for name, of in _WORST.items()}
+    return {
+        "problem": str(problem),
+        "tile": tile._asdict(),
+        **worst,
+        "predicted_share": round(min(shares), 4) if shares and not unread else None,
+        "unread": unread or ("" if shares else "no tensor-core products"),
     }
 
 

@@ -1,0 +1,287 @@
+"""The clock against arithmetic: a product of a known tile has known FLOPs, instructions and bytes.
+
+Run as a program it compiles its kernels and prints what the clock reads of them: compiling needs a
+process without TRITON_INTERPRET.
+"""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from warpweave.kernels.runtime.dispatch import tl, triton
+from warpweave.tune.aot import compiling
+from warpweave.tune.clock import HotLoop, read_loops
+from warpweave.tune.clock.disassembly import Instruction, parse
+from warpweave.tune.clock.loops import natural_loops
+from warpweave.tune.clock.ratchet import read_table, worsened, write_table
+
+M, N, K, WARPS = 128, 64, 32, 4
+# Data sheets: dense FLOPs per second in bfloat16 over multiprocessors and boost clock.
+RATES = {
+    "sm_80": 312e12 / 108 / 1.41e9,
+    "sm_90": 989.4e12 / 132 / 1.83e9,
+    "sm_100": 2.25e15 / 148 / 1.85e9,
+}
+
+
+@triton.jit
+def _product_kernel(
+    a_ptr, b_ptr, c_ptr, steps,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BUSY: tl.constexpr, LOOP: tl.constexpr,
+):  # fmt: skip
+    """c[M, N] = a[M, steps K] @ b[steps K, N]; BUSY squashes each step's sums, LOOP takes one."""
+    m, n, k = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)
+    a = a_ptr + m[:, None] * 4096 + k[None, :]
+    b = b_ptr + k[:, None] * N + n[None, :]
+    c = tl.zeros((M, N), tl.float32)
+    if LOOP:
+        for _ in range(steps):
+            c = tl.dot(tl.load(a), tl.load(b), c)
+            if BUSY:
+                c = tl.exp2(c)
+            a += K
+            b += K * N
+    else:
+        c = tl.dot(tl.load(a), tl.load(b), c)
+    tl.store(c_ptr + m[:, None] * N + n[None, :], c)
+
+
+def main() -> None:
+    """Compile, read and print."""
+    x, y = (torch.empty(2**20, dtype=t, device="meta") for t in (torch.bfloat16, torch.float32))
+    found, cubins = {}, []
+    variants = [("sm_80", False, True), ("sm_90", False, True), ("sm_100", False, True)]
+    variants += [("sm_90", True, True), ("sm_90", False, False)]
+    for target, busy, loop in variants:
+        with compiling(target, clock=True) as compiled:
+            kernel = _product_kernel[(1,)](
+                x, x, y, 64, M, N, K, busy, loop, num_warps=WARPS, num_stages=3
+            )
+        cubins.append(kernel.asm["cubin"])
+        name = target + " busy" * busy + " without loop" * (not loop)
+        found[name] = compiled[0].unread or [dataclasses.asdict(x) for x in compiled[0].loops]
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    a = TensorDescriptor(x, [M, 4096], [4096, 1], [M, K])
+    b = TensorDescriptor(x, [4096, N], [N, 1], [K, N])
+    with compiling("sm_90", clock=True) as compiled:
+        _described_kernel[(1,)](a, b, y, 64, M, N, K, num_warps=WARPS, num_stages=3)
+    found["sm_90 by TMA"] = [dataclasses.asdict(x) for x in compiled[0].loops]
+    hopper = cubins[1]
+    wrong = {"other part": (hopper, 80), "unknown part": (hopper, 70), "no cubin": (b"x", 90)}
+    wrong["cut off"] = (hopper[: len(hopper) // 2], 90)
+    for name, (cubin, arch) in wrong.items():
+        try:
+            found[name] = str(read_loops(cubin, arch=arch, warps=WARPS))
+        except ValueError as error:
+            found[name] = str(error)
+    print(json.dumps(found))
+
+
+@triton.jit
+def _described_kernel(
+    a_desc, b_desc, c_ptr, steps, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr
+):
+    """`_product_kernel` by TMA."""
+    c = tl.zeros((M, N), tl.float32)
+    for k in range(steps):
+        c = tl.dot(a_desc.load([0, k * K]), b_desc.load([k * K, 0]), c)
+    m, n = tl.arange(0, M), tl.arange(0, N)
+    tl.store(c_ptr + m[:, None] * N + n[None, :], c)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> dict:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
+    command = [sys.executable, "-P", __file__]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=800)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def loop_of(found: dict, name: str) -> HotLoop:
+    (loop,) = found[name]
+    return HotLoop(**loop)
+
+
+def test_bytes_by_tma_are_those_that_its_barriers_expect(found) -> None:
+    plain, described = loop_of(found, "sm_90"), loop_of(found, "sm_90 by TMA")
+    assert "T" in described.order
+    assert described.classes["copy"] < plain.classes["copy"]
+    for what in ("flops", "global_bytes", "shared_bytes"):
+        assert getattr(described, what) == getattr(plain, what)
+
+
+@pytest.mark.parametrize("target", RATES)
+def test_a_product_of_a_known_tile_has_known_figures(found, target) -> None:
+    loop = loop_of(found, target)
+    assert loop.flops == 2 * M * N * K / WARPS
+    # A warp's share of a multiprocessor is a fourth of it; data sheets round peaks and clocks.
+    assert loop.tensor == pytest.approx(loop.flops / (RATES[target] / 4), rel=0.02)
+    products = {
+        "sm_80": M * N * K / (16 * 8 * 16) / WARPS,
+        "sm_90": M / 64 * K / 16,
+        "sm_100": K / 16,
+    }
+    assert loop.classes["tensor"] == products[target]
+    step = (M + N) * K * 2  # bytes that a program copies in a pass
+    assert loop.global_bytes == step / WARPS
+    # Each copy is written once; wgmma reads all of B for each 64 rows, tcgen05 for its 128.
+    reads = {"sm_90": (M + M // 64 * N) * K * 2, "sm_100": step}
+    if target in reads:
+        assert loop.shared_bytes == (step + reads[target]) / WARPS
+    assert loop.instructions <= loop.stalls <= 15 * loop.instructions
+    assert 0 < min(loop.ideal, loop.serial) < 1
+    assert loop.order.count("P") >= 1
+
+
+def test_work_in_the_loop_is_seen_by_class_pipe_and_ratchet(found) -> None:
+    plain, busy = loop_of(found, "sm_90"), loop_of(found, "sm_90 busy")
+    exponentials = M * N / (32 * WARPS)  # a warp's instructions
+    assert busy.classes["special"] == exponentials
+    assert "special" not in plain.classes
+    assert busy.pipes["special"] == 32 * exponentials / (16 / 4)  # of 16 lanes, a scheduler's 4
+    assert (busy.flops, busy.bound) == (plain.flops, "special")
+    assert busy.serial < plain.serial
+    committed = {"k": [plain.per_1000_flops]}
+    assert worsened(committed, committed) == []
+    (line,) = worsened({"k": [busy.per_1000_flops]}, committed)
+    assert line.startswith("k: hot loop 1 of 1 has ")
+    assert worsened(committed, {"k": [busy.per_1000_flops]}) == []  # better needs no word
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("sm_90 without loop", "no loop with a tensor-core product"),
+        ("other part", "the cubin is for sm_90, not sm_80"),
+        ("unknown part", "rates for sm_80, sm_90, sm_100, not for sm_70"),
+        ("no cubin", "nvdisasm does not read this cubin of 1 bytes"),
+        ("cut off", "nvdisasm does not read this cubin"),
+    ],
+)
+def test_what_cannot_be_read_is_said_in_a_line(found, name, message) -> None:
+    assert message in found[name]
+    assert "\n" not in found[name]
+
+
+# ---------------------------------------------------------------- text
+
+HEAD = """
+	.headerflags	@"EF_CUDA_SM90 EF_CUDA_VIRTUAL_SM(EF_CUDA_SM90)"
+	.section	.text.k,"ax",@progbits
+"""
+
+
+def text(*lines: str | tuple[str, int]) -> str:
+    """A function: labels, and (instruction, high word)."""
+    out, address = [HEAD], 0
+    for line in lines:
+        if isinstance(line, str):
+            out.append(f"{line}:\n")
+        else:
+            word = "0x000000000000794d"
+            out.append(f"        /*{address:04x}*/     {line[0]} ;  /* {word} */\n")
+            out.append(f"    /* {line[1]:#018x} */\n")
+            address += 16
+    return "".join(out)
+
+
+def test_stalls_waits_and_targets_are_read_from_the_words() -> None:
+    waits_for_0_and_5, stall_13 = 0b100001 << 52, 13 << 41
+    code = text(
+        ("MOV R1, c[0x0][0x28]", 0xF << 37 | 1 << 45),  # neighbours of the stall's bits, and yield
+        ".L_x_0",
+        ("@!P0 HMMA.16816.F32.BF16 R4, R8, R12.reuse, R4", waits_for_0_and_5 | stall_13),
+        ("@P1 BRA `(.L_x_0)", 0),
+    )
+    ((first, product, back),) = parse(code, 90)
+    assert (first.stall, first.waits, first.predicate) == (0, 0, "")
+    assert product == Instruction(
+        16, "HMMA.16816.F32.BF16", "R4, R8, R12.reuse, R4", "@!P0", 13, 0b100001
+    )
+    assert (back.base, back.target) == ("BRA", 16)
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (text(("NOP", 0)).replace("SM90", "SM80"), "the cubin is for sm_80, not sm_90"),
+        (text(), "holds no code"),
+        ("", "names no part"),
+        (text(("NOP", 0)).rsplit("\n", 2)[0], "prints another form than .* 'the end'"),
+        (text(("NOP", 0)).replace("    /* 0x0", "    // 0x0"), "prints another form"),
+        (text(("NOP", 0)).replace("/* 0x000000000000794d */", ""), "prints another form"),
+    ],
+)
+def test_text_of_another_form_is_refused(code, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse(code, 90)
+
+
+# ---------------------------------------------------------------- loops
+
+
+def program(*steps: str) -> list[Instruction]:
+    """One instruction each: "" goes on, "3" jumps to number 3, "?3" may, "!3" may by a call, "."
+    ends."""
+    found = []
+    for number, step in enumerate(steps):
+        target = int(step.strip("?!")) if step.strip("?!.") else None
+        opcode = "EXIT" if step == "." else "CALL" if "!" in step else "BRA" if step else "MOV"
+        predicate = "@P0" if step[:1] in ("?", "!") else ""
+        found.append(Instruction(number, opcode, "", predicate, 1, 0, target))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("steps", "loops"),
+    [
+        (("", "", "."), []),
+        (("", "", "", "?1", "."), [[1, 2, 3]]),
+        (("?0", "."), [[0]]),
+        (("", "", "", "?2", "?1", "."), [[1, 2, 3, 4], [2, 3]]),  # one in the other
+        (("", "?3", "", "", "?1", "."), [[1, 2, 3, 4]]),  # with a branch inside
+        (("", "?4", "", "?1", "", "."), [[1, 2, 3]]),  # left in its middle
+        (("", "?5", "", "?1", ".", "?5", "2"), [[1, 2, 3], [5]]),  # waits behind its end
+        (("", "?3", "", "", "?2", "."), []),  # entered at two places: no natural loop
+        (("", ".", "", "2"), []),  # nothing leads there
+        (("", "", "", "?1", "?1", "."), [[1, 2, 3, 4]]),  # two ways back
+        (("", "", "!4", "1", "", "?4", "."), [[1, 2, 3], [4, 5]]),  # the next by a far call
+    ],
+)
+def test_natural_loops_of_drawn_programs(steps, loops) -> None:
+    found = natural_loops(program(*steps))
+    assert [[i.address for i in loop] for loop in found] == loops
+
+
+# ---------------------------------------------------------------- the ratchet
+
+
+def test_three_percent_is_noise_and_more_must_be_said(tmp_path) -> None:
+    committed = {"a": [(1.0, 2.0)], "b": [(1.0, 2.0), (3.0, 4.0)]}
+    assert worsened({"a": [(1.02, 2.05)]}, committed) == []
+    for worse in ([(1.04, 2.0)], [(1.0, 2.07)]):
+        (line,) = worsened({"a": worse, "b": committed["b"]}, committed)
+        assert line.startswith("a: hot loop 1 of 1")
+    (line,) = worsened({"b": [(1.0, 2.0), (3.0, 4.2)]}, committed)
+    assert "hot loop 2 of 2 has 4.200 stalls per 1,000 FLOPs, +5.0% on the 4.000" in line
+    assert worsened({"b": [(1.0, 2.0)]}, committed) == ["b: 1 hot loops, 2 are committed"]
+    assert worsened({"new": []}, committed) == ["new: the clock's table does not have it"]
+    path = tmp_path / "clock" / "sm_90.json"
+    assert read_table(path, "3.7.1") is None
+    write_table(path, "3.7.1", committed)
+    assert read_table(path, "3.7.1") == committed
+    assert read_table(path, "3.9.0") is None
+    assert len(Path(path).read_text().splitlines()) == 2 + len(committed) + 1
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""The instructions of a cubin, with their stall counts, as Triton's own nvdisasm prints them.
+
+An instruction is two lines: its address, its text and the low 64 bits of its encoding, then the
+high 64 bits. From Volta to Blackwell those hold, from bit 41 up, what the compiler tells the
+scheduler: 4 bits of stall (cycles until this warp's next instruction may be issued), 1 of yield,
+3 + 3 of the scoreboards that it sets, 6 of those that it waits for (Jia et al., "Dissecting the
+NVIDIA Volta GPU Architecture via Microbenchmarking", 2018, section 2.1, has the layout).
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+_SECTION = re.compile(r"^\s*\.section\s+(\.\S+?),")
+_LABEL = re.compile(r"^(\.L\w+):")
+_CODE = re.compile(
+    r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:(@!?U?P\w+)\s+)?(\S.*?)\s*;\s*/\* 0x[0-9a-f]{16} \*/"
+)
+_HIGH = re.compile(r"^\s*/\* (0x[0-9a-f]{16}) \*/")
+_TARGET = re.compile(r"`\((\.L\w+)\)")
+_ARCH = re.compile(r"EF_CUDA_SM(\d+)|^\s*\.target\s+sm_(\d+)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One instruction.
+
+    Attributes:
+        address: in its function, bytes.
+        opcode: with its modifiers, "HMMA.16816.F32.BF16".
+        operands: as text.
+        predicate: what it is executed under, "" if always.
+        stall: cycles until its warp's next instruction.
+        waits: one bit for each scoreboard that it waits for.
+        target: the address that it may branch to.
+    """
+
+    address: int
+    opcode: str
+    operands: str
+    predicate: str
+    stall: int
+    waits: int
+    target: int | None = None
+
+    @property
+    def base(self) -> str:
+        """The opcode without its modifiers."""
+        return self.opcode.partition(".")[0]
+
+
+def disassemble(cubin: bytes, arch: int) -> list[list[Instruction]]:
+    """The instructions of each function of a cubin for capability `arch` (90).
+
+    Raises ValueError for what is no cubin, is of another part or holds no code, and for text of
+    another form than the module's docstring says.
+    """
+    return parse(_text(cubin), arch)
+
+
+def _text(cubin: bytes) -> str:
+    """What Triton's nvdisasm prints."""
+    import triton.backends.nvidia
+
+    tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "nvdisasm"
+    if not tool.exists():
+        raise ValueError("the clock reads cubins with Triton's nvdisasm, and this Triton has none")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(tool), "-c", "-ndf", "-hex", file.name]  # code only, and no data flow
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    if done.returncode:
+        said = (done.stderr.strip().splitlines() or ["nothing"])[0]
+        raise ValueError(f"nvdisasm does not read this cubin of {len(cubin)} bytes: {said}")
+    return done.stdout
+
+
+def parse(text: str, arch: int) -> list[list[Instruction]]:
+    """`disassemble`, of what nvdisasm printed."""
+    if (found := _ARCH.search(text)) is None:
+        raise ValueError("nvdisasm's text names no part: it has another form than the clock reads")
+    if int(found[1] or found[2]) != arch:
+        raise ValueError(f"the cubin is for sm_{found[1] or found[2]}, not sm_{arch}")
+    functions = [_function(lines) for lines in _sections(text.splitlines())]
+    if not any(functions):
+        raise ValueError("the cubin holds no code")
+    return [function for function in functions if function]
+
+
+def _sections(lines: list[str]) -> list[list[str]]:
+    """The lines of each section of code."""
+    found: list[list[str]] = []
+    inside = False
+    for line in lines:
+        if section := _SECTION.match(line):
+            if inside := section[1].startswith(".text."):
+                found.append([])
+        elif inside:
+            found[-1].append(line)
+    return found
+
+
+def _function(lines: list[str]) -> list[Instruction]:
+    """The instructions of one section."""
+    codes: list[tuple[re.Match[str], int]] = []
+    labels: dict[str, int] = {}
+    pending: list[str] = []
+    first: re.Match[str] | None = None  # of an instruction's two lines
+    for line in lines:
+        if label := _LABEL.match(line):
+            pending.append(label[1])
+        elif first is not None:
+            if (high := _HIGH.match(line)) is None:
+                raise _other_form(line)
+            codes.append((first, int(high[1], 16)))
+            first = None
+        elif first := _CODE.match(line):
+            labels |= dict.fromkeys(pending, int(first[1], 16))
+            pending = []
+        elif line.lstrip().startswith("/*"):
+            raise _other_form(line)
+    if first is not None:
+        raise _other_form("the end")
+    return [_instruction(code, high, labels) for code, high in codes]
+
+
+def _other_form(line: str) -> ValueError:
+    return ValueError(
+        "nvdisasm prints another form than the clock reads (an address, an instruction and two "
+        f"words): {' '.join(line.split())[:60]!r}"
+    )
+
+
+def _instruction(code: re.Match[str], high: int, labels: dict[str, int]) -> Instruction:
+    opcode, _, operands = code[3].partition(" ")
+    target = _TARGET.search(operands)
+    return Instruction(
+        address=int(code[1], 16),
+        opcode=opcode,
+        operands=operands.strip(),
+        predicate=code[2] or "",
+        stall=high >> 41 & 15,
+        waits=high >> 52 & 63,
+        target=labels.get(target[1]) if target else None,
+    )

@@ -1,0 +1,168 @@
+"""The hot loops of a compiled kernel and what each costs in a pass: counts, and two PREDICTIONS.
+
+A hot loop is an innermost loop with a tensor-core product. Its figures are those of one warp and
+one pass, as if each of the program's warps took every instruction of it and the same share of the
+products.
+
+* `ideal`: the tensor cores' share of the time if everything overlapped, so that the busiest pipe
+  alone decided. No kernel reaches it.
+* `serial`: their share if nothing overlapped, the products' cycles with the sum of stalls. Kernels
+  whose warps cover one another's waits do better.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from warpweave.tune.clock.disassembly import Instruction, disassemble
+from warpweave.tune.clock.instructions import (
+    SCHEDULERS,
+    SHARED_RATE,
+    TENSOR_RATE,
+    class_of,
+    copied,
+    expected,
+    pipe_of,
+    product_of,
+    shared_cycles,
+)
+from warpweave.tune.clock.loops import natural_loops
+
+
+@dataclass(frozen=True)
+class HotLoop:
+    """One hot loop; counts are of a warp and a pass.
+
+    Attributes:
+        instructions: how many.
+        stalls: the sum of their stall counts, cycles.
+        flops: of its tensor-core products, per warp.
+        tensor: cycles that those take of a scheduler's tensor core.
+        classes: instructions of each class.
+        pipes: cycles of each other pipe, per scheduler; shared memory's are those of its warps.
+        shared_bytes: read by products and warps, and written.
+        global_bytes: loaded, or copied to shared memory; TMA's where a constant gives them.
+        order: what happens between products: P product, W wait for products, B barrier, Y mbarrier,
+            D wait for copies, C copy, T copy by TMA, L load and S store of shared memory, E
+            special functions; a number counts repetitions.
+    """
+
+    instructions: int
+    stalls: int
+    flops: float
+    tensor: float
+    classes: dict[str, int]
+    pipes: dict[str, float]
+    shared_bytes: float
+    global_bytes: float
+    order: str
+
+    @property
+    def ideal(self) -> float:
+        """PREDICTION: tensor cycles over those of the busiest pipe."""
+        return self.tensor / max(self.tensor, self.instructions, *self.pipes.values())
+
+    @property
+    def serial(self) -> float:
+        """PREDICTION: tensor cycles over tensor cycles and stalls."""
+        return self.tensor / (self.tensor + self.stalls)
+
+    @property
+    def bound(self) -> str:
+        """The busiest pipe."""
+        cycles = {"tensor": self.tensor, **self.pipes, "issue": self.instructions}
+        return max(cycles, key=cycles.__getitem__)
+
+    @property
+    def per_1000_flops(self) -> tuple[float, float]:
+        """(instructions, stalls) per 1,000 FLOPs of the tensor cores."""
+        return 1e3 * self.instructions / self.flops, 1e3 * self.stalls / self.flops
+
+
+def read_loops(cubin: bytes, *, arch: int, warps: int) -> tuple[list[HotLoop], int]:
+    """The hot loops of a cubin for capability `arch` whose programs have `warps` warps, in the
+    order of their addresses, and the stalls outside of them: what a program does once, or a
+    persistent one once a tile.
+
+    Raises ValueError for a cubin without one, with products that the clock does not know, for
+    another part, or that is none; and for an nvdisasm that prints another form.
+    """
+    if arch not in TENSOR_RATE:
+        known = ", ".join(f"sm_{number}" for number in TENSOR_RATE)
+        raise ValueError(f"the clock has rates for {known}, not for sm_{arch}")
+    found, outside = [], 0
+    for code in disassemble(cubin, arch):
+        if hot := _hot(code):
+            found += [_read(loop, code, arch, warps) for loop in hot]
+            inside = {i.address for loop in hot for i in loop}
+            outside += sum(i.stall for i in code if i.address not in inside)
+    if not found:
+        raise ValueError("the cubin has no loop with a tensor-core product: nothing to predict by")
+    return found, outside
+
+
+def _hot(code: list[Instruction]) -> list[list[Instruction]]:
+    """The innermost loops with a product."""
+    loops = [x for x in natural_loops(code) if any(class_of(i) == "tensor" for i in x)]
+    spans = [{i.address for i in loop} for loop in loops]
+    return [
+        loop
+        for loop, span in zip(loops, spans, strict=True)
+        if not any(other < span for other in spans)
+    ]
+
+
+def _read(loop: list[Instruction], code: list[Instruction], arch: int, warps: int) -> HotLoop:
+    """One loop's figures."""
+    classes, pipes = Counter(map(class_of, loop)), Counter[str]()
+    shared, loaded, flops, tensor = 0.0, 0.0, 0.0, 0.0  # shared: cycles of the multiprocessor's
+    at = {i.address: number for number, i in enumerate(code)}
+    for i in loop:
+        pipe, cycles = pipe_of(i, arch)
+        pipes[pipe] += cycles
+        shared += shared_cycles(i)
+        loaded += copied(i)
+        if class_of(i) == "tensor":
+            product = product_of(i, code[: at[i.address]])
+            together = product.warps or warps
+            flops += product.flops / together
+            cycles_of_all = product.flops * product.sixteenths * SCHEDULERS / TENSOR_RATE[arch]
+            tensor += cycles_of_all / together
+            shared += product.reads / SHARED_RATE / together
+        elif i.base == "SYNCS":
+            by_tma = expected(i, code[: at[i.address]]) / warps
+            loaded += by_tma
+            shared += by_tma / SHARED_RATE
+    del pipes[""]
+    return HotLoop(
+        instructions=len(loop),
+        stalls=sum(i.stall for i in loop),
+        flops=flops,
+        tensor=tensor,
+        classes=dict(classes.most_common()),
+        pipes=dict(pipes + Counter({"shared memory": shared * SCHEDULERS})),
+        shared_bytes=shared * SHARED_RATE,
+        global_bytes=loaded,
+        order=_order(loop),
+    )
+
+
+_MARKS = {
+    "BAR": "B", "SYNCS": "Y", "DEPBAR": "D", "LDGSTS": "C", "UTMALDG": "T", "UBLKCP": "T",
+    "LDSM": "L", "LDS": "L", "STSM": "S", "STS": "S", "MUFU": "E", "UTCBAR": "W",
+}  # fmt: skip
+
+
+def _order(loop: list[Instruction]) -> str:
+    """The pass in the letters of `HotLoop.order`."""
+    found: list[tuple[str, int]] = []
+    for i in loop:
+        mark = "P" if class_of(i) == "tensor" else _MARKS.get(i.base, "")
+        if i.opcode.startswith("WARPGROUP.DEPBAR"):
+            mark = "W"
+        if mark and found and found[-1][0] == mark:
+            found[-1] = (mark, found[-1][1] + 1)
+        elif mark:
+            found.append((mark, 1))
+    return " ".join(mark + (str(count) if count > 1 else "") for mark, count in found)
