@@ -311,7 +311,8 @@ def test_what_keeps_more_takes_smaller_tiles_in_the_forward(monkeypatch) -> None
 
 def test_what_keeps_more_takes_smaller_tiles_in_the_backward(monkeypatch) -> None:
     tiles_of(monkeypatch, 90)
-    assert _sizes(dkdv_tile, 128) == _sizes(dkdv_tile, 128, softcap=True) == (32, 128)
+    assert _sizes(dkdv_tile, 128) == (64, 128)
+    assert _sizes(dkdv_tile, 128, softcap=True) == (32, 128)
     assert _sizes(dkdv_tile, 128, dropout=True) == (32, 128)
     assert _sizes(dkdv_tile, 128, into=True) == (32, 64)
     assert _sizes(dkdv_tile, 128, dropout=True, softcap=True) == (32, 64)
@@ -333,11 +334,24 @@ def test_what_keeps_more_takes_smaller_tiles_in_the_backward(monkeypatch) -> Non
     assert _sizes(dq_tile, 72) == _sizes(dq_tile, 128, into=True) == (64, 64)
     assert _sizes(dq_tile, 128) == _sizes(dq_tile, 128, causal=True) == (128, 64)
     assert _sizes(dkdv_tile, 128) == (32, 128)
-    for more in ({"causal": True}, {"bounded": True}, {"into": True}):
+    for more in ({"bounded": True}, {"into": True}):
         assert _sizes(dkdv_tile, 128, **more) == (64, 64)
     q = torch.empty(1, 1, 1, 64, dtype=torch.float16)
     assert dkdv_tile(q, Variant(causal=True)).warps == 4
     assert dkdv_tile(q, Variant(bounded=True)).warps == dkdv_tile(q[..., :40], Variant()).warps == 8
+
+
+def test_versions_of_triton_that_spill_causal_dk_and_dv_take_half_the_queries(monkeypatch) -> None:
+    found = {}
+    for version in ("3.6.0", "3.7.1", "3.10.0"):
+        monkeypatch.setattr(attention_tiles.triton, "__version__", version)
+        for arch in (80, 90, 100):
+            tiles_of(monkeypatch, arch)
+            assert _sizes(dkdv_tile, 64, causal=True) == _sizes(dkdv_tile, 64)
+            assert _sizes(dkdv_tile, 128)[0] == (32 if arch == 80 else 64)
+            found[arch, version] = _sizes(dkdv_tile, 128, causal=True)[0]
+    halved = {(80, "3.6.0"): 16, (90, "3.10.0"): 32}
+    assert found == {key: halved.get(key, 32 if key[0] == 80 else 64) for key in found}
 
 
 def test_launches_that_ptxas_would_spill_state_their_registers(monkeypatch) -> None:

@@ -30,7 +30,7 @@ from warpweave.kernels.attention.device import (
 )
 from warpweave.kernels.attention.options import AttentionOptions, resolved
 from warpweave.kernels.attention.torch_path import attention_bwd_cpu
-from warpweave.kernels.attention.visible import nth_tile, reach, rows_of_tile, span
+from warpweave.kernels.attention.visible import reach, rows_of_step, rows_of_tile, span
 from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.runtime.dispatch import choose, no_graph, tl, triton
 from warpweave.kernels.runtime.numeric import dot, to_dtype, upcast
@@ -69,24 +69,17 @@ def _dkdv_steps(dk, dv, k, v, k_pos, first, last, q_ptr, do_ptr, lse_ptr, delta_
     UNIT: tl.constexpr = BASE if CAP > 0 else SCALE * BASE
     i = tl.arange(0, BLOCK_M)
     ahead = i[None, :] * q_runs[4]
-    span0 = span(ends, q_runs[0], q_runs[1], q_runs[4], MASK, FIRST, LAST, True, BLOCK_M)
-    span1 = span(ends, q_runs[2], q_runs[3], q_runs[4], MASK, FIRST, LAST, True, BLOCK_M)
-    count = span0[1] + span1[1]
+    span0 = span(ends, q_runs[0], q_runs[1], q_runs[4], MASK, FIRST, LAST, BLOCK_M)
+    span1 = span(ends, q_runs[2], q_runs[3], q_runs[4], MASK, FIRST, LAST, BLOCK_M)
     # Through the tiles of one head after another, in one loop: two nested ones take up to 60
     # registers more.
-    for j in range(group * count):
-        # 1. One tile of queries of head g. Rows past the end of a run get lse = inf, hence p = 0.
-        g = j // tl.maximum(count, 1)
-        index = nth_tile(j - g * count, span0, span1, tl.cdiv(q_runs[1], BLOCK_M), MASK and LAST)
-        row, position, rows = rows_of_tile(index, q_runs, BLOCK_M)
-        g = g.to(tl.int64)
-        q_at = q_ptr + row * q_stride[1] + g * q_stride[2]
-        do_at = do_ptr + row * do_stride[1] + g * do_stride[2]
-        at = row + g * (q_runs[1] + q_runs[3]) + i
-        q = load(q_at, q_stride[1], rows, BLOCK_M, D, BLOCK_D, True)
-        do = load(do_at, do_stride[1], rows, BLOCK_M, D, BLOCK_D, True)
-        lse = tl.load(lse_ptr + at, i < rows, float("inf"))
-        delta = tl.load(delta_ptr + at, i < rows, 0.0)
+    count, j = span0[1] + span1[1], 0
+    for _ in range(group * count):
+        # 1. Tile j of this head. Rows past the end of a run get lse = inf, hence p = 0.
+        row, position, rows = rows_of_step(j, span0, span1, q_runs, MASK and FIRST, BLOCK_M)
+        q = load(q_ptr + row * q_stride[1], q_stride[1], rows, BLOCK_M, D, BLOCK_D, MASK)
+        do = load(do_ptr + row * do_stride[1], do_stride[1], rows, BLOCK_M, D, BLOCK_D, MASK)
+        at = row + i  # lse and delta are loaded where they are used: sooner they take registers
 
         # 2. p, transposed: [keys, queries].
         zero = tl.zeros((k.shape[0], BLOCK_M), dk.dtype)
@@ -94,26 +87,37 @@ def _dkdv_steps(dk, dv, k, v, k_pos, first, last, q_ptr, do_ptr, lse_ptr, delta_
         if CAP > 0:
             t = tanh(s * (SCALE / CAP), q.dtype == tl.float32)
             s = CAP * t
-        p = exp(s * UNIT - (lse * BASE)[None, :], BASE)
+        lse = tl.load(lse_ptr + at, i < rows, float("inf")) if MASK else tl.load(lse_ptr + at)
+        s = s * UNIT - (lse * BASE)[None, :]
+        if MASK and FIRST:
+            s = tl.where(first[:, None] <= position + ahead, s, -float("inf"))
         if MASK and LAST:
-            q_pos = position + ahead
-            p = tl.where((first[:, None] <= q_pos) & (q_pos <= last[:, None]), p, 0.0)
-        elif MASK:
-            p = tl.where(first[:, None] <= position + ahead, p, 0.0)
+            s = tl.where(position + ahead <= last[:, None], s, -float("inf"))
+        p = exp(s, BASE)
 
         # 3. ds and the products with the queries' side.
         weight = p
         if DROP:
-            kept = draws(position + ahead, k_pos[:, None], head + g, sample, seed, DROP)
+            kept = draws(position + ahead, k_pos[:, None], head, sample, seed, DROP)
             weight = tl.where(kept, p * KEEP, 0.0)
         dv = dot(to_dtype(weight, do.dtype), do, dv)
         dp = dot(v, tl.trans(do), zero)
         if DROP:
             dp = tl.where(kept, dp * KEEP, 0.0)
+        delta = tl.load(delta_ptr + at, i < rows, 0.0) if MASK else tl.load(delta_ptr + at)
         ds = p * (dp - delta[None, :])
         if CAP > 0:
             ds *= 1 - t * t
         dk = dot(to_dtype(ds, q.dtype), q, dk)
+
+        # 4. The next tile of this head, or the first one of the next.
+        over = j + 1 == count
+        j = tl.where(over, 0, j + 1)
+        head += over.to(tl.int64)
+        q_ptr += tl.where(over, q_stride[2], 0)
+        do_ptr += tl.where(over, do_stride[2], 0)
+        lse_ptr += tl.where(over, q_runs[1] + q_runs[3], 0)
+        delta_ptr += tl.where(over, q_runs[1] + q_runs[3], 0)
     return dk, dv
 
 
@@ -131,6 +135,8 @@ def attention_dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_pt
                           BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                           BLOCK_D: tl.constexpr):  # fmt: skip
     # 1. One tile of keys of one key-value head.
+    if do_stride is None:  # as in the forward
+        do_stride = q_stride
     q_stride, do_stride = elements(q_stride, STEP), elements(do_stride, STEP)
     k_stride, v_stride = elements(k_stride, STEP), elements(v_stride, STEP)
     dk_stride, dv_stride = elements(dk_stride, STEP), elements(dv_stride, STEP)
@@ -164,11 +170,10 @@ def attention_dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_pt
         dk, dv, k, v, k_pos, first, last, q_ptr, do_ptr, lse_ptr + at, delta_ptr + at,
         q_stride, do_stride, q_runs, ends, group, head0 + head, sample + batch, seed,
         SCALE, CAP, DROP, KEEP, CAUSAL or LAST, LAST, False, BLOCK_M, D, BLOCK_D)  # fmt: skip
-    if CAUSAL or LAST:
-        dk, dv = _dkdv_steps(
-            dk, dv, k, v, k_pos, first, last, q_ptr, do_ptr, lse_ptr + at, delta_ptr + at,
-            q_stride, do_stride, q_runs, ends, group, head0 + head, sample + batch, seed,
-            SCALE, CAP, DROP, KEEP, CAUSAL or LAST, LAST, True, BLOCK_M, D, BLOCK_D)  # fmt: skip
+    dk, dv = _dkdv_steps(
+        dk, dv, k, v, k_pos, first, last, q_ptr, do_ptr, lse_ptr + at, delta_ptr + at,
+        q_stride, do_stride, q_runs, ends, group, head0 + head, sample + batch, seed,
+        SCALE, CAP, DROP, KEEP, CAUSAL or LAST, LAST, True, BLOCK_M, D, BLOCK_D)  # fmt: skip
 
     # 4. Store; ds was the gradient of scale q k^T.
     dk_ptr += batch * dk_stride[0] + row * dk_stride[1] + kv_head * dk_stride[2]
@@ -187,12 +192,11 @@ def _dq_steps(dq, q, do, lse, delta, q_pos, first, last, k_ptr, v_ptr, k_step, v
     UNIT: tl.constexpr = BASE if CAP > 0 else SCALE * BASE
     n = tl.arange(0, BLOCK_N)[None, :]
     ahead = n * k_runs[4]
-    span0 = span(ends, k_runs[0], k_runs[1], k_runs[4], MASK, FIRST, LAST, False, BLOCK_N)
-    span1 = span(ends, k_runs[2], k_runs[3], k_runs[4], MASK, FIRST, LAST, False, BLOCK_N)
+    span0 = span(ends, k_runs[0], k_runs[1], k_runs[4], MASK, FIRST, LAST, BLOCK_N)
+    span1 = span(ends, k_runs[2], k_runs[3], k_runs[4], MASK, FIRST, LAST, BLOCK_N)
     for j in range(span0[1] + span1[1]):
         # 1. p of one tile of keys.
-        index = nth_tile(j, span0, span1, tl.cdiv(k_runs[1], BLOCK_N), MASK and FIRST)
-        row, position, rows = rows_of_tile(index, k_runs, BLOCK_N)
+        row, position, rows = rows_of_step(j, span0, span1, k_runs, MASK and FIRST, BLOCK_N)
         k = load(k_ptr + row * k_step, k_step, rows, BLOCK_N, D, BLOCK_D, MASK)
         v = load(v_ptr + row * v_step, v_step, rows, BLOCK_N, D, BLOCK_D, MASK)
         zero = tl.zeros((q.shape[0], BLOCK_N), dq.dtype)
@@ -370,9 +374,11 @@ def _launch_dkdv(q, k, v, do, lse, delta, dk, dv, options: AttentionOptions, int
     variant = tiles.variant_of(options, into)
     tile = tiles.dkdv_tile(q, variant)
     table, by_sample = launch.table_of(options, options.k_runs, B)
-    step, steps = launch.shared_steps(q, k, v, do, dk, dv)
+    step, (of_q, of_k, of_v, of_do, *others) = launch.shared_steps(q, k, v, do, dk, dv)
+    of_q, of_do = launch.one_set(of_q, of_do)
     attention_dkdv_kernel[(launch.tile_count(options.k_runs, tile.k) * Hkv * B,)](
-        q, k, v, do, lse, delta, dk, dv, table, *steps, by_sample,
+        q, k, v, do, lse, delta, dk, dv, table,
+        of_q, of_k, of_v, of_do, *others, by_sample,
         *launch.numbers(options, Hkv, H // Hkv), *launch.constants(options, into, step, D, tile),
         **tiles.launch_options(tile, q, variant))  # fmt: skip
 

@@ -29,7 +29,7 @@ from warpweave.kernels.attention.device import (
 )
 from warpweave.kernels.attention.options import AttentionOptions, resolved
 from warpweave.kernels.attention.torch_path import attention_fwd_cpu
-from warpweave.kernels.attention.visible import nth_tile, reach, rows_of_tile, span
+from warpweave.kernels.attention.visible import reach, rows_of_step, rows_of_tile, span
 from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.runtime.dispatch import choose, no_graph, tl, triton
 from warpweave.kernels.runtime.numeric import dot, to_dtype
@@ -47,12 +47,11 @@ def _fwd_steps(acc, l, m, q, q_pos, first, last, k_ptr, v_ptr, k_step, v_step, k
     UNIT: tl.constexpr = BASE if CAP > 0 else SCALE * BASE
     n = tl.arange(0, BLOCK_N)[None, :]
     ahead = n * k_runs[4]
-    span0 = span(ends, k_runs[0], k_runs[1], k_runs[4], MASK, FIRST, LAST, False, BLOCK_N)
-    span1 = span(ends, k_runs[2], k_runs[3], k_runs[4], MASK, FIRST, LAST, False, BLOCK_N)
+    span0 = span(ends, k_runs[0], k_runs[1], k_runs[4], MASK, FIRST, LAST, BLOCK_N)
+    span1 = span(ends, k_runs[2], k_runs[3], k_runs[4], MASK, FIRST, LAST, BLOCK_N)
     for j in range(span0[1] + span1[1]):
         # 1. Scores of one tile of keys.
-        index = nth_tile(j, span0, span1, tl.cdiv(k_runs[1], BLOCK_N), MASK and FIRST)
-        row, position, rows = rows_of_tile(index, k_runs, BLOCK_N)
+        row, position, rows = rows_of_step(j, span0, span1, k_runs, MASK and FIRST, BLOCK_N)
         k = load(k_ptr + row * k_step, k_step, rows, BLOCK_N, D, BLOCK_D, MASK)
         s = dot(q, tl.trans(k), tl.zeros((q.shape[0], BLOCK_N), acc.dtype))
         if CAP > 0:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from warpweave.kernels.attention.options import AttentionOptions
-from warpweave.kernels.runtime.dispatch import INTERPRET, all_registers, capability
+from warpweave.kernels.runtime.dispatch import INTERPRET, all_registers, capability, triton
 from warpweave.kernels.runtime.tile_table import AttentionTile
 from warpweave.kernels.runtime.tiles import find
 
@@ -74,13 +74,14 @@ def dkdv_tile(q: torch.Tensor, variant: Variant) -> AttentionTile:
     """The tile of dk and dv, which hold keys and go through queries.
 
     Only plain attention has the registers to hold 128 keys in four warps: all else takes eight, and
-    past head dim 64 on Ampere, where causal attention has not enough for 128 either, 64 by 64.
-    Fewer queries cost little: with dropout 16-bit elements take at most 32 at a time, and half
-    where columns are masked off and anything more is kept, or on Ampere the head dim is past 64.
-    Fewer keys read the queries more often, and below 64 there is no wgmma or tcgen05: past head dim
-    64, up to Hopper, 64 are taken where more would spill, to add to what is there or with both
-    dropout and softcap. Float32 has neither of those instructions: half the keys, with dropout a
-    quarter.
+    past head dim 64 on Ampere 64 by 64, on Hopper at most 32 queries. Single versions of Triton
+    have not enough for causal attention past head dim 64 either, 3.6 on Ampere and from 3.9 on
+    Hopper: half the queries. Fewer queries cost little: with dropout 16-bit elements take at most
+    32 at a time, and half where columns are masked off and anything more is kept, or on Ampere the
+    head dim is past 64. Fewer keys read the queries more often, and below 64 there is no wgmma or
+    tcgen05: past head dim 64, up to Hopper, 64 are taken where more would spill, to add to what is
+    there or with both dropout and softcap. Float32 has neither of those instructions: half the
+    keys, with dropout a quarter.
     """
     tile = find("attention_dkdv", q.device, q.element_size(), q.shape[3])
     if INTERPRET:
@@ -91,8 +92,10 @@ def dkdv_tile(q: torch.Tensor, variant: Variant) -> AttentionTile:
     wide, arch, more = q.shape[3] > 64, capability(q.device), variant.more or _masked(q)
     if tile.k == 128 and more:
         tile = tile._replace(warps=8)
-    if tile.k == 128 and wide and arch < 90 and (more or variant.causal):
-        tile = tile._replace(q=64, k=64)
+    if tile.k == 128 and wide and arch < 100 and more:
+        tile = tile._replace(q=64, k=64) if arch < 90 else tile._replace(q=32)
+    elif tile.k == 128 and wide and variant.causal and _spills_causal(arch):
+        tile = tile._replace(q=tile.q // 2)
     if variant.dropout:
         tile = tile._replace(q=min(tile.q, 32))
     if _masked(q) and (variant.more if arch >= 90 else wide):
@@ -100,6 +103,12 @@ def dkdv_tile(q: torch.Tensor, variant: Variant) -> AttentionTile:
     if wide and arch < 100 and (variant.into or (variant.dropout and variant.softcap)):
         tile = tile._replace(k=min(tile.k, 64))
     return tile
+
+
+def _spills_causal(arch: int) -> bool:
+    """Whether this version of Triton spills where its neighbours do not, see `dkdv_tile`."""
+    version = [int(number) for number in triton.__version__.split(".")[:2]]
+    return version < [3, 7] if arch < 90 else version >= [3, 9] and arch < 100
 
 
 def dq_tile(q: torch.Tensor, variant: Variant) -> AttentionTile:

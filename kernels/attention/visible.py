@@ -64,7 +64,13 @@ def rows_of_tile(index, runs, BLOCK: tl.constexpr):
     """First row, first position and number of rows of tile `index`; no tile straddles two runs."""
     tiles0 = tl.cdiv(runs[1], BLOCK)
     second = index >= tiles0
-    at = (index - tl.where(second, tiles0, 0)) * BLOCK
+    return _rows_of_run(index - tl.where(second, tiles0, 0), second, runs, BLOCK)
+
+
+@triton.jit
+def _rows_of_run(index, second, runs, BLOCK: tl.constexpr):
+    """`rows_of_tile` of tile `index` of the first or the second run."""
+    at = index * BLOCK
     row = at + tl.where(second, runs[1], 0)
     position = at * runs[4] + tl.where(second, runs[2], runs[0])
     rows = tl.minimum(tl.where(second, runs[3], runs[1]) - at, BLOCK)
@@ -150,45 +156,40 @@ def span(
     MASK: tl.constexpr,
     FIRST: tl.constexpr,
     LAST: tl.constexpr,
-    RAGGED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Which tiles of the run (start, length) rows with these `ends` (see `reach`) must visit: with
     MASK those that some of them see in part, without it those that all of them see whole.
 
     As (first tile, count, where a hole begins, tiles in the hole). FIRST and LAST say which ends of
-    the intervals bound anything; RAGGED, that the last tile needs no mask though it may be short.
+    the intervals bound anything; a tile that the end of the run cuts short is seen in part.
     """
-    any_from, all_from, any_to = 0, 0, tl.cdiv(length, BLOCK)
-    all_to = any_to
-    if not RAGGED:
-        all_to = length // BLOCK
+    any_from, all_from = 0, 0
+    any_to, all_to = tl.cdiv(length, BLOCK), length // BLOCK
     if FIRST:
         any_from = rows_before(ends[0], start, length, stripes) // BLOCK
         all_from = tl.cdiv(rows_before(ends[2], start, length, stripes), BLOCK)
     if LAST:
         any_to = tl.cdiv(rows_before(ends[3] + 1, start, length, stripes), BLOCK)
         all_to = rows_before(ends[1] + 1, start, length, stripes) // BLOCK
-    if FIRST and (LAST or not RAGGED):
+    if FIRST:
         all_to = tl.maximum(all_to, all_from)
     if not MASK:
         return all_from, all_to - all_from, 0, 0
     elif not FIRST:
         return all_to, any_to - all_to, 0, 0
-    elif RAGGED and not LAST:
-        return any_from, all_from - any_from, 0, 0
     else:
         count = (all_from - any_from) + (any_to - all_to)
         return any_from, count, all_from, all_to - all_from
 
 
 @triton.jit
-def nth_tile(j, span0, span1, tiles0, HOLES: tl.constexpr):
-    """The tile of step j: through span0 of the first run's `tiles0` tiles, then span1 of the
-    second's."""
+def rows_of_step(j, span0, span1, runs, HOLES: tl.constexpr, BLOCK: tl.constexpr):
+    """`rows_of_tile` of the tile of step j: through span0 of the first run, then span1 of the
+    second."""
     second = j >= span0[1]
-    tile = tl.where(second, span1[0] + j - span0[1], span0[0] + j)
+    tile = j + tl.where(second, span1[0] - span0[1], span0[0])
     if HOLES:
         hole, size = tl.where(second, span1[2], span0[2]), tl.where(second, span1[3], span0[3])
         tile += tl.where(tile >= hole, size, 0)
-    return tile + tl.where(second, tiles0, 0)
+    return _rows_of_run(tile, second, runs, BLOCK)
