@@ -205,9 +205,13 @@ def assert_equal(name: str, pairs: Mapping[str, tuple[Tensor, Tensor]], limit: f
 
 
 def interleave(
-    variants: Mapping[str, Callable[[], object]], *, rounds: int, warmup: int = 2
+    variants: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int,
+    warmup: int = 2,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Milliseconds per call of every variant, one list entry per round.
+    """Milliseconds by the clock per call of every variant, one list entry per round.
 
     Each round calls every variant once, in an order that is drawn anew (the same on all ranks): a
     variant's time depends on what ran before it, by caches and freed memory. With several ranks (a
@@ -227,9 +231,9 @@ def interleave(
             for name in order.sample(names, len(names)):
                 if ranks:
                     dist.barrier()
-                began = time.perf_counter()
+                began = clock()
                 variants[name]()
-                times[name].append((time.perf_counter() - began) * 1000)
+                times[name].append((clock() - began) * 1000)
     finally:
         gc.enable()
     if ranks:

@@ -18,7 +18,7 @@ transformers = pytest.importorskip("transformers", reason="an extra of its own")
 
 import warpweave.hf as ww  # noqa: E402
 from warpweave.hf import attention, loss, mask, mlp, norm  # noqa: E402
-from warpweave.hf.patch import ours_always  # noqa: E402
+from warpweave.hf.patch import is_patched, original, ours_always  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
@@ -236,6 +236,28 @@ def test_a_norm_of_an_unknown_forward_is_not_replaced_twice():
     with pytest.raises(ValueError, match="replaced by somebody else"):
         ww.apply(theirs, only="norm")
     assert isinstance(norm.find_form(nn.LayerNorm(16)), norm.Form)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "gpt neox", "phi3", "nemotron"])
+def test_few_numbers_go_another_way_to_the_same_numbers(families, family, monkeypatch):
+    """Where a token is generated; rows of 1e-3 and drawn weights show eps and offset."""
+    model = applied(families.make(family).eval(), only=["norm", "mlp"])
+    kinds = {type(m): m for m in model.modules() if is_patched(m)}
+    x = torch.randn(2, 3, 64) * torch.tensor([1e-3, 1, 30])[:, None]
+    seed = torch.Generator().manual_seed(0)
+    for module in kinds.values():
+        for p in module.parameters():
+            p.add_(0.3 * torch.randn(p.shape, generator=seed))
+        wanted = original(module)(x)
+        with monkeypatch.context() as patched:
+            for file in (norm, mlp):
+                patched.setattr(file, "original", None)  # it is not asked
+            for row, found in zip(wanted.unbind(1), module(x).unbind(1), strict=True):
+                assert_close(found, row)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert module(x).dtype == original(module)(x).dtype
+        assert module.bfloat16()(x.bfloat16()).dtype == torch.bfloat16
 
 
 # ---------------------------------------------------------------- 4. feed-forward modules

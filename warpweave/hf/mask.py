@@ -105,13 +105,14 @@ def make_mask(
     pattern = _read(mask_function, end)
     causal, window, starts = pattern.causal, pattern.window, list(pattern.starts)
     window = None if window is None or window >= end else window
+    hidden = None
     if attention_mask is not None:
         seen = min(kv_length, sum(q_run) - k_run[0]) if causal else kv_length
-        first, stop, hides = _padding(attention_mask, k_run[0], seen, causal)
-        if hides and (causal or window or starts):
-            starts += [first + k_run[0], stop + k_run[0]]
-        elif hides:  # a query sees all tokens wherever it stands itself
-            q_run, k_run, starts = _beside(first, stop, q_length, kv_length)
+        hidden = _padding(attention_mask[:, k_run[0] :][:, :seen].bool(), seen, causal)
+    if hidden is not None and (causal or window or starts):
+        starts += [at + k_run[0] for at in hidden]
+    elif hidden is not None:  # a query sees all tokens wherever it stands itself
+        q_run, k_run, starts = _beside(*hidden, q_length, kv_length)
     later = causal and sum(k_run) - 1 > q_run[0]  # a key behind a query; none where one is decoded
     if not starts and window is None and (q_run == k_run or not later):
         return None
@@ -182,11 +183,12 @@ def _chunks(size: int, left_padding: torch.Tensor, end: int) -> torch.Tensor:
 
 
 def _padding(
-    mask: torch.Tensor, kv_offset: int, seen: int, causal: bool
-) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """Where the tokens of each sample begin and end, [B, 1] each, of a mask[B, S], among the `seen`
-    keys from `kv_offset` on; and whether that hides a key from a token."""
-    mask = mask[:, kv_offset : kv_offset + seen].bool()
+    mask: torch.Tensor, seen: int, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Where the tokens of each sample begin and end, [B, 1] each, of a mask[B, up to seen] of the
+    keys that are seen at all; None if it hides no key from a token."""
+    if mask.shape[1] == seen and bool(mask.all()):  # mostly, and at once
+        return None
     mask = torch.nn.functional.pad(mask, (0, seen - mask.shape[1]))
     first, count = mask.int().argmax(1, keepdim=True), mask.sum(1, keepdim=True)
     at = torch.arange(seen, device=mask.device)
@@ -198,7 +200,7 @@ def _padding(
             "warpweave attention takes padding at the ends of a sample, and attention_mask has "
             "zeros between its ones: pad on the left, or use set_attn_implementation('sdpa')"
         )
-    return first, first + count, hides
+    return (first, first + count) if hides else None
 
 
 _Run = tuple[int, int]

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from warpweave.hf.patch import few, original, ours_always
-from warpweave.hf.probe import agree, noise, takes_more, tried
+from warpweave.hf.probe import WIDE, agree, noise, takes_more, tried
 from warpweave.kernels.norm import layer_norm, rms_norm
 from warpweave.kernels.reference import compute_dtype
 
@@ -88,7 +88,7 @@ def forward_of(form: Form, across: Callable | None = None) -> Callable:
 
     def forward(self, hidden_states):
         if across is None and few(hidden_states):
-            return original(self)(hidden_states)
+            return _of_few(form, self, hidden_states)
         x, weight = hidden_states, getattr(self, "weight", None)
         dtype = x.dtype
         if form.autocast and torch.is_autocast_enabled(x.device.type):
@@ -106,6 +106,25 @@ def forward_of(form: Form, across: Callable | None = None) -> Callable:
         return norm(x, weight, eps, out_dtype=dtype)
 
     return forward
+
+
+def _of_few(form: Form, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """A norm of a `few` numbers in few operators, or, where dtypes round, by the original.
+
+    RMSNorm is LayerNorm of [x, -x], whose mean is 0: of one row that takes two thirds of the time
+    of `torch.rms_norm`, which calls seven operators.
+    """
+    weight = module._parameters.get("weight")
+    if weight is None or weight.dtype != x.dtype or x.dtype not in WIDE:
+        return original(module)(x)
+    eps = form.eps if isinstance(form.eps, float) else getattr(module, form.eps)
+    if form.offset:
+        weight = weight + form.offset
+    if form.layer:
+        bias = module._parameters.get("bias")
+        return torch.layer_norm(x, weight.shape, weight, bias, eps)
+    both = torch.cat((x, -x), -1)
+    return torch.layer_norm(both, both.shape[-1:], eps=eps)[..., : len(weight)] * weight
 
 
 def _eps_names(module: nn.Module) -> list[str | float]:

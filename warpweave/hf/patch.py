@@ -7,8 +7,9 @@ the same reason a new forward reaches the original through `original`, never thr
 Under accelerate's hooks (a model on several devices) `forward` is the hook's, and what it calls is
 `_old_forward`: there it is that one which is replaced.
 
-On a CPU and without gradients a new forward hands a `few` numbers to the original: where one token
-is generated, checking and dispatching a call costs more than computing it.
+On a CPU and without gradients a new forward hands a `few` numbers to torch's own operators, or to
+the original: where one token is generated, checking and dispatching a call of ours costs more than
+computing it.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def few(x: torch.Tensor) -> bool:
     """Whether calling torch's own operators directly takes less time than ours, measured."""
     if torch.compiler.is_compiling():
         return False
-    cheap = x.device.type == "cpu" and x.numel() <= FEW
+    cheap = x.is_cpu and x.numel() <= FEW
     return cheap and not torch.is_grad_enabled() and not _ours_always.get()
 
 
