@@ -308,9 +308,9 @@ def attention_bwd(
     lse[B, Hq, Sq] is the final one of each row over all blocks of keys (and its sink),
     delta[B, Hq, Sq] is `attention_delta` of the final o. `o`, the final output, may be given too
     when there is no gradient through lse: the CPU path then copies nothing and reads no delta,
-    which may be None. Gradients are new and contiguous, of `grad_dtype` (default q.dtype; float32
-    for those that will be summed over blocks), but those given in `into` = (dq, dk, dv), float32
-    (float64 for float64), are added to in place and returned; dk and dv are given together.
+    which may be None. Gradients are new (on a GPU contiguous), of `grad_dtype` (default q.dtype;
+    float32 for those that will be summed over blocks), but those given in `into` = (dq, dk, dv),
+    float32 (float64 for float64), are added to in place and returned; dk and dv are given together.
     Arguments and errors otherwise as `attention`.
     """
     options = AttentionOptions(
