@@ -81,7 +81,8 @@ def run_on_group(
 
 
 def _on_cpu(hop: Hop) -> bool:
-    return any(x is not None and x.device.type == "cpu" for x in (hop.send, hop.recv))
+    """Whether real tensors go, and not a typechecker's: its modes are unknown to other threads."""
+    return any(type(x) is torch.Tensor and x.device.type == "cpu" for x in (hop.send, hop.recv))
 
 
 def run_in_process(
