@@ -134,7 +134,11 @@ Kept = Sequence[torch.Tensor | None]
 
 def _heads_first(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """k and v as one message [2, B, H, S/cp, D], in which a head's rows lie together."""
-    return torch.stack((k.transpose(1, 2), v.transpose(1, 2)))
+    B, s, H, D = k.shape
+    kv = k.new_empty(2, B, H, s, D)  # which `stack` may lay out otherwise, by the inputs' strides
+    for part, x in zip(kv, (k, v)):
+        part.copy_(x.transpose(1, 2))
+    return kv
 
 
 def ring_forward(
