@@ -267,6 +267,18 @@ def _streamed(rank: int) -> None:
 _start = gather.start_all_gather
 
 
+def _interpreted(rank: int) -> None:
+    for kv_heads, strategy in itertools.product((4, 1), STRATEGIES):
+        case = Case(SequenceLayout(12, 2), heads=4, kv_heads=kv_heads, batch=1)
+        for name, got in zip(NAMES, _run(case, rank, strategy, impl="triton")):
+            expected = case.layout.shard(case.truth()[NAMES.index(name)], rank, 1 + (name == "lse"))
+            assert_close_f64(got, expected)
+
+
+def test_triton_kernels_under_every_strategy() -> None:
+    run_ranks(2, _interpreted)
+
+
 def _any_strides(rank: int) -> None:
     """A head, a row or an element of it may lie anywhere."""
     case = Case(SequenceLayout(12, 2), heads=4, kv_heads=2)
