@@ -279,6 +279,36 @@ def _own_value_dim(rank: int) -> None:
 _start = gather.start_all_gather
 
 
+def _interpreted(rank: int) -> None:
+    for kv_heads, strategy in itertools.product((4, 1), STRATEGIES):
+        case = Case(SequenceLayout(12, 2), heads=4, kv_heads=kv_heads, batch=1)
+        for name, got in zip(NAMES, _run(case, rank, strategy, impl="triton")):
+            expected = case.layout.shard(case.truth()[NAMES.index(name)], rank, 1 + (name == "lse"))
+            assert_close_f64(got, expected)
+
+
+def test_triton_kernels_under_every_strategy() -> None:
+    run_ranks(2, _interpreted)
+
+
+def _any_strides(rank: int) -> None:
+    """A head, a row or an element of it may lie anywhere."""
+    case = Case(SequenceLayout(12, 2), heads=4, kv_heads=2)
+    truth = [case.layout.shard(x, rank, dim) for x, dim in zip(case.truth(), (1, 2, 1, 1, 1))]
+    for strategy, order in itertools.product(STRATEGIES, itertools.permutations(range(4))):
+        back = [order.index(dim) for dim in range(4)]
+        inputs, cotangents = case.shard(rank)
+        inputs = [x.permute(order).contiguous().permute(back).requires_grad_() for x in inputs]
+        options = {"layout": case.layout, "group": dist.group.WORLD, "strategy": strategy}
+        out = context_attention(*inputs, **options, return_lse=True)
+        for got, expected in zip((*out, *torch.autograd.grad(out, inputs, cotangents)), truth):
+            assert_close_f64(got, expected)
+
+
+def test_any_strides() -> None:
+    run_ranks(2, _any_strides)
+
+
 def test_stream_is_gather_head_by_head() -> None:
     run_ranks(2, _streamed)
 
@@ -356,6 +386,21 @@ def _refused(rank: int) -> None:
         ((q, kv.to("meta"), kv), {}, "one device, got cpu and meta"),
         (
             (q, kv, kv),
+            {"documents": torch.tensor([0, 9, 4])},
+            r"documents must be boundaries that ascend from 0, got \[0, 9, 4\]",
+        ),
+        (
+            (q, kv, kv),
+            {"documents": torch.zeros(3, 2, dtype=torch.int64)},
+            r"documents must have the shape \[n \+ 1\] or \[2, n \+ 1\], got \(3, 2\)",
+        ),
+        (
+            (q, kv[:, :7], kv[:, :7]),
+            {},
+            r"puts 8 tokens on each rank, got q\[2, 8, 4, 8\], k\[2, 7, 2, 8\]",
+        ),
+        (
+            (q, kv, kv),
             {"documents": torch.arange(2).repeat_interleave(8)},
             r"boundaries, not the document of each of the 16 tokens, got \[16\]",
         ),
@@ -373,6 +418,9 @@ def _refused(rank: int) -> None:
             "'ring' needs one group, got a pair",
         ),
     ]
+    squared = {"group": (dist.group.WORLD, dist.group.WORLD), "strategy": "hybrid"}
+    with pytest.raises(ValueError, match="of 4: the layout has 2 parts but the group has 4 ranks"):
+        context_attention(q, kv, kv, layout=layout, **squared)
     sent = AssertionError("something was sent")
     with (
         mock.patch.object(dist, "batch_isend_irecv", side_effect=sent),

@@ -32,8 +32,8 @@ class Hop(NamedTuple):
 
 class AllToAll(NamedTuple):
     """Messages between all neighbours that trade heads: the first ``send_sizes[0]`` elements go to
-    neighbour 0, and so on; `recv` is filled alike. Flat tensors of one dtype; a rank sends itself a
-    part, too.
+    neighbour 0, and so on; `recv` is filled alike. Flat tensors of one dtype; what a rank sends to
+    itself is copied.
     """
 
     send: torch.Tensor

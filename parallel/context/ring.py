@@ -38,6 +38,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import cycle
 
 import torch
 
@@ -134,7 +135,11 @@ Kept = Sequence[torch.Tensor | None]
 
 def _heads_first(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """k and v as one message [2, B, H, S/cp, D], in which a head's rows lie together."""
-    return torch.stack((k.transpose(1, 2), v.transpose(1, 2)))
+    B, s, H, D = k.shape
+    kv = k.new_empty(2, B, H, s, D)  # which `stack` may lay out otherwise, by the inputs' strides
+    for part, x in zip(kv, (k, v)):
+        part.copy_(x.transpose(1, 2))
+    return kv
 
 
 def ring_forward(
@@ -193,9 +198,20 @@ class _Message:
         return self._bytes[start:stop] if kv or dkv else None
 
 
+class _Kept:
+    """The K‖V that the forward left here, if any, of which there is no gradient to send yet."""
+
+    def __init__(self, kv: torch.Tensor | None) -> None:
+        self.kv = kv
+
+    def part(self, kv: bool, dkv: bool) -> torch.Tensor | None:
+        """Its bytes, or None."""
+        return self.kv.view(-1).view(torch.uint8) if kv else None
+
+
 def _backward_hops(
     route: _Route,
-    here: _Message,
+    here: _Message | _Kept,
     spare: _Message,
     own: Kept,
     at: tuple[int, int, int],
@@ -245,10 +261,9 @@ def ring_backward(
     route, grad_dtype = _Route(rank, layout, options), compute_dtype(q)
     visits, (far, *own) = route.visits[::-1], kept
     shape = _heads_first(*own).shape if far is None else far.shape
-    here, spare = (_Message(q, shape, grad_dtype) for _ in range(2))
+    buffers = cycle([_Message(q, shape, grad_dtype) for _ in range(2)])
+    here, spare = _Kept(far), next(buffers)
     kv_grad_dtype = kv_grad_dtype or q.dtype
-    if far is not None:
-        here.kv.copy_(far)
     dq = None
     for before, at, onward in zip((visits[0], *visits), visits, (*visits[1:], 0)):
         yield from _backward_hops(route, here, spare, own, (before, at, onward))
@@ -263,7 +278,7 @@ def ring_backward(
         _add(spare.dkv.transpose(2, 3), tile, first=route.reach(at) == at)
         if onward == 0 < at and route.stays:
             spare.kv.copy_(_heads_first(*own))
-        here, spare = spare, here
+        here, spare = spare, next(buffers)
     assert dq is not None  # the own block is always visible
     return dq.to(q.dtype), *here.dkv.transpose(2, 3).to(kv_grad_dtype)
 

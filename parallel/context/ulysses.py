@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import accumulate
 
 import torch
 
@@ -107,19 +107,27 @@ Shapes = Sequence[Sequence[Sequence[int]]]  # for each neighbour those of its te
 
 
 def _start(
-    pieces: Sequence[Sequence[torch.Tensor]], dtypes: Sequence[torch.dtype], shapes: Shapes
+    me: int,
+    pieces: Sequence[Sequence[torch.Tensor]],
+    dtypes: Sequence[torch.dtype],
+    shapes: Shapes,
 ) -> Steps[list[Tensors]]:
     """Send the tensors of piece r to neighbour r in these dtypes, the widest first, in one message.
 
-    Returns for each tensor what every neighbour sent, of the given shapes, there at the next wait.
+    Returns for each tensor what every neighbour sent, of the given shapes, there at the next wait;
+    of the own piece, which is not copied into the message, the tensor itself.
     """
     device = pieces[0][0].device
-    send, sizes, leaving = _message([[x.shape for x in p] for p in pieces], dtypes, device)
-    recv, recv_sizes, arriving = _message(shapes, dtypes, device)
-    for there, x in zip(chain(*leaving), chain(*pieces)):
-        there.copy_(x)
+    own = [x.to(dtype) for x, dtype in zip(pieces[me], dtypes)]
+    others = [[x.shape for x in p] if r != me else [] for r, p in enumerate(pieces)]
+    send, sizes, leaving = _message(others, dtypes, device)
+    others = [of if r != me else [] for r, of in enumerate(shapes)]
+    recv, recv_sizes, arriving = _message(others, dtypes, device)
+    for there, piece in zip(leaving, pieces):
+        for part, x in zip(there, piece):
+            part.copy_(x)
     yield AllToAll(send, recv, sizes, recv_sizes)
-    return [*zip(*arriving)]
+    return [*zip(*(part or own for part in arriving))]
 
 
 def _message(
@@ -174,7 +182,7 @@ def ulysses_forward(
         [_heads(q, trade.q(r), 1), *(_heads(x, trade.kv(r), 1) for x in (k, v))] for r in everyone
     ]
     shapes = [(B, n, s, D) for n in (of_q[me], of_kv[me], of_kv[me])]
-    arrived = yield from _start(pieces, [narrow] * 3, [shapes] * trade.ranks)
+    arrived = yield from _start(me, pieces, [narrow] * 3, [shapes] * trade.ranks)
     yield None
     q, k, v = (rows.unshard(x, 2).transpose(1, 2) for x in arrived)
     if not trade.even(me):
@@ -189,6 +197,7 @@ def ulysses_forward(
             hop, q, k, v, layout=trade.ring, options=options, sinks=sinks
         )
     of_lse, of_o = yield from _start(
+        me,
         [(rows.shard(lse, r, 2), rows.shard(o, r, 1)) for r in everyone],
         [lse.dtype, narrow],
         [((B, n, s), (B, s, n, D)) for n in of_q],
@@ -220,6 +229,7 @@ def ulysses_backward(
     if through_lse:
         o = None
     of_delta, of_do = yield from _start(
+        me,
         [[_heads(x, trade.q(r), 1) for x in (delta, do.transpose(1, 2))] for r in everyone],
         [delta.dtype, q.dtype],
         [[(B, n_q, s), (B, n_q, s, D)]] * trade.ranks,
@@ -238,6 +248,7 @@ def ulysses_backward(
         read = torch.tensor(trade.read(me), device=q.device)
         dk, dv = (x.new_zeros(*x.shape[:2], n_kv, D).index_add_(2, read, x) for x in (dk, dv))
     *of_dkv, of_dq = yield from _start(
+        me,
         [[rows.shard(x, r, 1) for x in (dk, dv, dq)] for r in everyone],
         [wide if trade.copied else q.dtype] * 2 + [q.dtype],
         [[(B, s, len(of(r)), D) for of in (trade.kv, trade.kv, trade.q)] for r in everyone],
