@@ -59,8 +59,8 @@ class Point(NamedTuple):
         return self.credited / self.tflops / 1e12 * CLOCK[self.part.arch]
 
 
-def read(path: Path) -> tuple[list[Point], dict[str, Kernel], dict[str, str]]:
-    """(points, kernels by name, where each source was read)."""
+def read(path: Path) -> tuple[list[Point], dict[str, Kernel], dict[str, dict[str, str]]]:
+    """(points, kernels by name, where each source was read and what of them was left out)."""
     table = json.loads(path.read_text())
     kernels = {name: Kernel(*values) for name, values in table["kernels"].items()}
     points = [
@@ -74,7 +74,7 @@ def read(path: Path) -> tuple[list[Point], dict[str, Kernel], dict[str, str]]:
         )
         for p in table["points"]
     ]
-    return points, kernels, table["sources"]
+    return points, kernels, {name: table[name] for name in ("sources", "left_out")}
 
 
 def fit(points: list[Point], kernels: dict[str, Kernel]) -> Constants:
@@ -173,7 +173,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = argparse.ArgumentParser(description=CLAIM)
     options.add_argument("--results", type=Path, default=RESULTS)
     given = options.parse_args(arguments)
-    points, kernels, sources = read(RESULTS / "points.json")
+    points, kernels, words = read(RESULTS / "points.json")
     report: dict[str, Any] = {}
     fitted: dict[int, Constants] = {}
     for part in dict.fromkeys(p.part for p in points):
@@ -201,11 +201,12 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"  {name}: {value}")
         for source, figures in by_source.items():
             print(f"  {source}: {figures}{f', rank {ranks[source]}' if source in ranks else ''}")
+    print("\nleft out: " + "; ".join(f"{what}: {why}" for what, why in words["left_out"].items()))
     same = fitted == CONSTANTS
     if not same:
         print(f"\nwarpweave/tune/clock/predict.py has other constants than these: {fitted}")
     header = harness.header(kind="predictions", device="published figures of A100, H100, B200")
-    text = {"script": "clock", "claim": CLAIM, "header": header, "sources": sources, **report}
+    text = {"script": "clock", "claim": CLAIM, "header": header, **words, **report}
     given.results.mkdir(parents=True, exist_ok=True)
     (given.results / "calibration.json").write_text(_lines(text))
     kept = {arch: report[f"sm_{arch}"]["kept out"]["mean error"] for arch in fitted}
