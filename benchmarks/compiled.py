@@ -14,7 +14,9 @@ that the launch's whole waves of programs fill; and the roofline over `busy`, th
 but slots that stay empty kept the kernel from it. `ideal` and `serial` are the clock's
 (`warpweave/tune/clock`): the tensor cores' share of a hot loop's time if everything overlapped and
 if nothing did, of the loop with the larger `serial` (the one without masks); `bound` is the pipe
-that is busiest.
+that is busiest. `clock us` is what the clock's constants, fitted to published figures, make of the
+launch (`benchmarks/clock.py`; `warpweave/tune/clock/predict.py`), with the interval in which nine
+of ten kept-out figures lay.
 
 Exit status 1 if a kernel spills (float64, for proofs, may), does not fit the part, lacks the
 tensor-core instruction that it claims, or has its wgmma run one by one (ptxas' C75xx); the lines
@@ -38,11 +40,13 @@ from typing import Any
 import harness
 
 from warpweave.kernels.cost import Cost
+from warpweave.tune.clock.predict import main_loop
 from warpweave.tune.clock.ratchet import read_table, worsened, write_table
 from warpweave.tune.parts import PARTS
+from warpweave.tune.predicted import predicted
 
 sys.path.insert(0, str(harness.ROOT / "tests"))  # the cases: tests and benchmarks share them
-from compile_targets import TARGETS, HotLoop, Report, compile_targets, failures
+from compile_targets import TARGETS, Report, compile_targets, failures
 
 CLOCK = harness.ROOT / "benchmarks" / "results" / "clock"
 CLAIM = (
@@ -64,6 +68,7 @@ class Row:
         roofline_us: PREDICTION for the whole case: no kernel is faster.
         predicted_us: PREDICTION: `roofline_us` over `busy`.
         ideal, serial, bound: PREDICTIONS of the clock; None and "" without products.
+        clock_us: PREDICTION of the launch: [time, low, high]; None where the clock cannot say.
     """
 
     case: str
@@ -86,6 +91,7 @@ class Row:
     ideal: float | None
     serial: float | None
     bound: str
+    clock_us: list[float] | None
 
 
 def row(report: Report) -> Row:
@@ -98,7 +104,8 @@ def row(report: Report) -> Row:
     roofline = None
     if report.cost is not None and part.flops:
         roofline = Cost(*report.cost).seconds(part.flops, part.bandwidth) * 1e6
-    loop = _main_loop(report.loops)
+    loop = main_loop(report.loops) if report.loops else None
+    clock = predicted(report, report.cost and Cost(*report.cost), part)
     return Row(
         case=report.case,
         kernel=report.kernel,
@@ -124,12 +131,8 @@ def row(report: Report) -> Row:
         ideal=None if loop is None else round(loop.ideal, 3),
         serial=None if loop is None else round(loop.serial, 3),
         bound="" if loop is None else loop.bound,
+        clock_us=None if clock is None else [round(x, 2) for x in vars(clock).values()],
     )
-
-
-def _main_loop(loops: list[HotLoop]) -> HotLoop | None:
-    """The one that most passes go through: the others have masks."""
-    return max(loops, key=lambda loop: loop.serial, default=None)
 
 
 def table(target: str, rows: list[Row]) -> None:
@@ -143,7 +146,7 @@ def table(target: str, rows: list[Row]) -> None:
     print(
         f"{'case':38} {'kernel':27} {'tiles':>14} {'warps':>5} {'regs':>4} {'stack':>5} "
         f"{'shared':>6} {'held':>4} {'occ':>4} {'busy':>5} {'ideal':>5} {'serial':>6} "
-        f"{'roofline us':>11} {'/ busy':>8}  product"
+        f"{'roofline us':>11} {'/ busy':>8} {'clock us':>22}  product"
     )
     for r in rows:
         tiles = "x".join(str(v) for v in r.tiles.values())
@@ -151,11 +154,12 @@ def table(target: str, rows: list[Row]) -> None:
             "" if x is None else f"{x:.{digits}f}"
             for x, digits in ((r.roofline_us, 1), (r.predicted_us, 1), (r.ideal, 3), (r.serial, 3))
         )
+        clock = "{:.1f} ({:.1f}-{:.1f})".format(*r.clock_us) if r.clock_us else ""
         print(
             f"{r.case:38} {r.kernel.strip('_').removesuffix('_kernel'):27} {tiles:>14} "
             f"{r.num_warps:5} {r.registers:4} {r.stack:5} {r.shared:6} {r.occupancy:4} "
             f"{r.warps_active:4.0%} {r.busy:5.2f} {ideal:>5} {serial:>6} {roofline:>11} "
-            f"{predicted:>8}  {r.product.split('.row')[0]}"
+            f"{predicted:>8} {clock:>22}  {r.product.split('.row')[0]}"
         )
 
 
@@ -236,7 +240,15 @@ def write(path: Path, target: str, rows: list[Row], wrong: list[str]) -> None:
         "claim": CLAIM,
         "header": header,
         "part": part,
-        "predictions": ["busy", "roofline_us", "predicted_us", "ideal", "serial", "bound"],
+        "predictions": [
+            "busy",
+            "roofline_us",
+            "predicted_us",
+            "ideal",
+            "serial",
+            "bound",
+            "clock_us",
+        ],
         "failures": wrong,
         "rows": [dataclasses.asdict(r) for r in rows],
     }

@@ -5,7 +5,8 @@
 
 Each family runs in a process of its own, so that one that fails takes no other with it, and within
 its share of the time that is left; what was not reached is named, what was measured until then is
-written. Exit status 1 if any failed.
+written. At the end stand the clock's predictions beside what was measured. Exit status 1 if any
+failed.
 """
 
 from __future__ import annotations
@@ -48,6 +49,11 @@ def main(arguments: list[str] | None = None) -> int:
         command += [f"--tiles={given.tiles.resolve()}"] if given.tiles else []
         print(f"\n== {family}", flush=True)
         summary[family] = _run(command, left)
+    if not given.dry and {"attention", "gemm"} & set(families):
+        print("\n== predicted beside measured", flush=True)
+        command = [str(HERE / "clock_beside.py")]
+        command += [f"--results={given.results}"] if given.results else []
+        summary["clock"] = _run(command, 120.0)  # compiles: no GPU time
     print(json.dumps({"script": "run_all", "dry": given.dry, "families": summary}))
     return 0 if set(summary.values()) == {"ok"} else 1
 

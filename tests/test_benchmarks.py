@@ -24,6 +24,7 @@ from warpweave.parallel.layout import SequenceLayout
 from warpweave.parallel.tensor import overlap_model, overlap_table
 from warpweave.plain_gpt import plain_gpt_loss
 from warpweave.prove.expected import plain_config
+from warpweave.tune.clock import HotLoop
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 HEADER = {"kind", "device", "cpu_count", "torch", "triton", "commit", "dirty", "command"}
@@ -340,6 +341,38 @@ def test_one_command_runs_families_and_says_which_failed(load, capsys, monkeypat
     }
 
 
+def test_predicted_times_stand_beside_those_of_the_same_problems(
+    load, tmp_path, capsys, monkeypatch
+):
+    beside = load("clock_beside")
+    launches = beside.launches()
+    problems = [p for f in ("attention", "gemm") for p in load(f"kernels_{f}").problems("full")]
+    named = {(p.name, p.shape): p.cost for p in problems}
+    for launch in launches:  # all are problems of the families, at the same cost
+        costs = [cost for _, cost in launch.calls]
+        assert sum(costs[1:], costs[0]).flops == named[launch.name, launch.shape].flops
+    assert len(launches) == 12
+    with pytest.raises(SystemExit) as end:
+        beside.main([])
+    assert end.value.code == 2
+    assert "there is none: --target" in capsys.readouterr().err
+
+    fwd = [x for x in launches if x.name == "attention D=128 full fwd"]
+    rows = [{"variant": v, "name": fwd[0].name, "shape": fwd[0].shape, "ms": ms}
+            for v, ms in (("warpweave", 0.105), ("SDPA flash", 0.2))]  # fmt: skip
+    (tmp_path / "some-gpu").mkdir()
+    (tmp_path / "some-gpu" / "kernels_attention.json").write_text(json.dumps({"rows": rows}))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
+    for predicted, inside in (([100.0, 90.0, 110.0], 1), ([80.0, 70.0, 100.0], 0)):
+        monkeypatch.setattr(beside, "outlook", lambda launch, target, us=predicted: us)
+        assert beside.main(["--target", "sm_90", "--results", str(tmp_path)]) == 0
+        *lines, last = capsys.readouterr().out.splitlines()
+        assert (json.loads(last)["measured"], json.loads(last)["inside"]) == (1, inside)
+        (line,) = [line for line in lines if "measured" in line]
+        assert line.endswith("1.05 of it" if inside else "1.31 of it, OUTSIDE")
+
+
 # ---------------------------------------------------------------- overlapped products
 
 
@@ -605,7 +638,7 @@ def test_compiled_reports_facts_and_marks_predictions(load, tmp_path, capsys):
 
 def test_hot_loops_that_cost_more_than_is_committed_are_told(load, tmp_path):
     compiled = load("compiled")
-    loop = compiled.HotLoop(100, 200, 1e6, 512.0, {"tensor": 4}, {"alu": 600.0}, 0.0, 0.0, "P4 W")
+    loop = HotLoop(100, 200, 1e6, 512.0, {"tensor": 4}, {"alu": 600.0}, 0.0, 0.0, "P4 W")
     report = compiled.Report(
         "sm_90", "x", "_k", True, False, 8, 128, 0, 0, 2, 400, "wgmma", {}, {}, None, loops=[loop]
     )  # fmt: skip

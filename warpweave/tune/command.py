@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -16,10 +17,12 @@ from warpweave.kernels.runtime.dispatch import capability, triton
 from warpweave.kernels.runtime.tile_table import Tile
 from warpweave.messages import one_line
 from warpweave.tune.aot import Compiled
-from warpweave.tune.calls import Call, Problem, timed_call
+from warpweave.tune.calls import Call, Problem, timed_call, timed_cost
 from warpweave.tune.candidates import compile_tile, first_fault, target_of
+from warpweave.tune.clock.predict import main_loop
 from warpweave.tune.options import TuneConfig
-from warpweave.tune.parts import PARTS
+from warpweave.tune.parts import PARTS, Part
+from warpweave.tune.predicted import predicted
 from warpweave.tune.search import Bench, fitting, tune
 from warpweave.tune.timing import CudaTimer
 
@@ -88,14 +91,16 @@ def dry_run(config: TuneConfig) -> dict[str, Any]:
             config.steps,
         )
         shipped = next(iter(compiled))
-        found = [_dry_row(problem, tile, compiled[tile]) for tile in compiled]
-        found.sort(key=lambda row: -(row["predicted_share"] or 0))
+        found = [_dry_row(problem, tile, compiled[tile], part) for tile in compiled]
+        found.sort(key=lambda row: (row["predicted_us"] or [float("inf")])[0])
         for row in found:
             figures = "  ".join(f"{name} {row[name]:6}" for name in _WORST)
-            share = row["unread"] or f"predicted share of peak {row['predicted_share']:.3f}"
+            clock = row["unread"] or "predicted {:.0f} us ({:.0f}-{:.0f})".format(
+                *row["predicted_us"]
+            )
             mark = "  (shipped)" if row["tile"] == shipped._asdict() else ""
             tile = " ".join(f"{name}={value}" for name, value in row["tile"].items())
-            print(f"{problem!s:24} {tile:36} {figures}  {share}{mark}", flush=True)
+            print(f"{problem!s:24} {tile:36} {figures}  {clock}{mark}", flush=True)
         rows += found
     return {
         "dry": True,
@@ -112,21 +117,23 @@ def dry_run(config: TuneConfig) -> dict[str, Any]:
 _WORST = {"registers": max, "shared": max, "occupancy": min}
 
 
-def _dry_row(problem: Problem, tile: Tile, kernels: list[Compiled]) -> dict[str, Any]:
-    """One tile's figures, those of the worst of its kernels.
-
-    `predicted_share` is of the tensor cores' peak: a kernel's lesser of `ideal` and `serial`, in
-    the hot loop that does best, for that is the one without masks. None says `unread` why.
-    """
+def _dry_row(problem: Problem, tile: Tile, kernels: list[Compiled], part: Part) -> dict[str, Any]:
+    """One tile's figures, those of the worst of its kernels: `ideal` and `serial` in the hot loop
+    that does best, for that is the one without masks; `predicted_us` of all together, with its
+    interval. None, and `unread`, where the clock cannot say."""
+    cost = timed_cost(problem)
+    clock = [predicted(kernel, cost, part) for kernel in kernels]
+    sums = [sum(x) for x in zip(*(astuple(x) for x in clock if x), strict=True)]
     unread = next((kernel.unread for kernel in kernels if kernel.unread), "")
-    shares = [max(min(x.ideal, x.serial) for x in k.loops) for k in kernels if k.loops]
-    worst = {name: of(getattr(k, name) for k in kernels) for name, of in _WORST.items()}
+    loops = [main_loop(kernel.loops) for kernel in kernels if kernel.loops]
     return {
         "problem": str(problem),
         "tile": tile._asdict(),
-        **worst,
-        "predicted_share": round(min(shares), 4) if shares and not unread else None,
-        "unread": unread or ("" if shares else "no tensor-core products"),
+        **{name: of(getattr(k, name) for k in kernels) for name, of in _WORST.items()},
+        "ideal": min((round(x.ideal, 3) for x in loops), default=None),
+        "serial": min((round(x.serial, 3) for x in loops), default=None),
+        "predicted_us": [round(x, 1) for x in sums] if all(clock) else None,
+        "unread": "" if all(clock) else unread or "no prediction: it spills, or has no products",
     }
 
 

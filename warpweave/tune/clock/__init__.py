@@ -5,8 +5,8 @@
         print(loop.ideal, loop.serial)        # shares of the tensor cores' peak: PREDICTIONS
 
 `disassembly` a cubin's instructions and their stall counts · `loops` natural loops ·
-`instructions` what each holds, and for how long · `reading` the hot loops' figures ·
-`ratchet` figures that may not worsen.
+`instructions` what each holds, and for how long · `reading` the hot loops' figures · `predict` a
+launch's time by constants fitted to published ones · `ratchet` figures that may not worsen.
 """
 
 from warpweave.tune.clock.reading import HotLoop, read_loops

@@ -1,0 +1,147 @@
+"""Predicted times: by hand, against planted constants, and against what others have published."""
+
+import dataclasses
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from warpweave.kernels.cost import Cost
+from warpweave.tune.aot import Compiled
+from warpweave.tune.clock import HotLoop
+from warpweave.tune.clock import predict as model
+from warpweave.tune.clock.predict import CLOCK, START, Constants, Kernel, Work, cycles, terms
+from warpweave.tune.parts import PARTS
+from warpweave.tune.predicted import predicted
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+H100 = PARTS["sm_90"]
+# Two warps of each scheduler; buffers for three passes, of 32 kB each.
+KERNEL = Kernel(
+    flops=1e6,
+    busy=500.0,
+    stalls=300,
+    loaded=4096.0,
+    outside=700,
+    warps=8,
+    occupancy=1,
+    shared=98304,
+)
+WORK = Work(items=2 * 132, flops=2 * 132 * 8 * 1e6 * 10)  # two rounds of ten passes
+
+
+@pytest.fixture(scope="module")
+def script():
+    """benchmarks/clock.py as a module."""
+    sys.path.insert(0, str(BENCHMARKS))
+    spec = importlib.util.spec_from_file_location("clock_script", BENCHMARKS / "clock.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    yield module
+    sys.path.remove(str(BENCHMARKS))
+
+
+def test_terms_are_those_of_a_launch_counted_by_hand() -> None:
+    # 20 passes, each of two warps a scheduler; of the load's 32768 / 32 cycles one pass of the
+    # program, 1000 cycles, is covered; two rounds.
+    assert terms(KERNEL, WORK, H100, 32) == (20 * 1000, 20 * 600, 20 * 24, 2 * 1400, 2000)
+    assert cycles((10, 20, 30, 40, 50), Constants(1, 2, 3, 4, 5, 0, 0)) == START + 550
+
+
+@pytest.mark.parametrize(
+    ("kernel", "work", "ratio"),
+    [
+        ({"shared": 65536}, {}, (1, 1, 1024 / 24, 1, 1)),  # two buffers cover nothing
+        ({"shared": 4 * 32768}, {}, (1, 1, 0, 1, 1)),  # four cover it all
+        ({"loaded": 0.0}, {}, (1, 1, 0, 1, 1)),
+        ({"occupancy": 2}, {}, (1, 1, 1 / 2, 1, 1 / 2)),  # one round of both
+        ({}, {"items": 2 * 132 + 1}, (1.5 * 264 / 265,) * 3 + (1.5, 1.5)),  # a third round for one
+        ({}, {"items": 2 * 132 + 1, "uneven": True}, (1, 1, 1, 265 / 264, 265 / 264)),
+    ],
+)
+def test_buffers_residents_and_rounds_change_what_they_should(kernel, work, ratio) -> None:
+    base = terms(KERNEL, WORK, H100, 32)
+    new = terms(dataclasses.replace(KERNEL, **kernel), dataclasses.replace(WORK, **work), H100, 32)
+    assert [a / b for a, b in zip(new, base)] == pytest.approx(ratio)
+
+
+def test_a_prediction_has_an_interval_and_is_no_faster_than_the_memory() -> None:
+    found = model.predict(KERNEL, WORK, H100)
+    constants = model.CONSTANTS[90]
+    us = cycles(terms(KERNEL, WORK, H100, constants.rate), constants) / CLOCK[90] * 1e6
+    assert (found.us, found.high) == (us, us * (1 + constants.spread))
+    assert found.low == us / (1 + constants.spread)
+    slow = model.predict(KERNEL, dataclasses.replace(WORK, bytes=3.35e12), H100)
+    assert slow.us == slow.low == pytest.approx(1e6)
+    with pytest.raises(ValueError, match="calibrated for sm_80, sm_90, sm_100, not for sm_89"):
+        model.predict(KERNEL, WORK, PARTS["sm_89"])
+    with pytest.raises(ValueError, match="not one program of 98304 bytes"):
+        model.predict(dataclasses.replace(KERNEL, occupancy=0), WORK, H100)
+
+
+def test_a_compiled_product_is_priced_by_its_tiles_and_what_spills_is_not() -> None:
+    loop = HotLoop(100, 300, 1e6, 500.0, {}, {}, 0.0, 4096.0, "")
+    sizes = {"M": 1280, "N": 2560, "BLOCK_M": 128, "BLOCK_N": 256}
+    kernel = Compiled(
+        "_gemm_kernel", 132, sizes, 8, 200, 0, 98304, 1, "wgmma", {}, loops=[loop], outside=700
+    )
+    cost = Cost(8 * 10**6 * 100 * 10, 1)  # ten passes of each of 10 x 10 tiles
+    by_hand = model.predict(KERNEL, Work(100, cost.flops, bytes=1), H100)
+    assert predicted(kernel, cost, H100) == by_hand
+    for change in ({"stack": 8}, {"loops": []}, {"occupancy": 0}, {"kernel": "other"}):
+        assert predicted(dataclasses.replace(kernel, **change), cost, H100) is None
+    assert predicted(kernel, None, H100) is None
+    assert predicted(kernel, cost, PARTS["sm_120"]) is None
+
+
+# ---------------------------------------------------------------- calibration
+
+
+def planted(script, constants: Constants) -> tuple[list, dict[str, Kernel]]:
+    """Points that obey `constants` exactly: kernels of all sorts and sizes."""
+    kernels = {
+        f"k{n}": dataclasses.replace(
+            KERNEL, busy=400.0 + 37 * n, stalls=200 + 61 * (n * 7 % 11), outside=300 * (n % 5),
+            shared=32768 * (1 + n % 4), occupancy=1 + n % 2,
+        )
+        for n in range(12)
+    }  # fmt: skip
+    points = []
+    for n, (name, kernel) in enumerate(kernels.items()):
+        for rounds in (1, 5):
+            work = Work(rounds * 132 * 2, rounds * 132 * 2 * 8e6 * (10 + n))
+            took = cycles(terms(kernel, work, H100, constants.rate), constants) / CLOCK[90]
+            points.append(
+                script.Point(
+                    H100, f"s{n % 3}", (name,), (work,), work.flops, work.flops / took / 1e12
+                )
+            )
+    return points, kernels
+
+
+def test_constants_that_made_the_figures_are_found_again(script) -> None:
+    truth = Constants(1.1, 0.8, 0.7, 2.0, 3.0, 32, 0.0)
+    points, kernels = planted(script, truth)
+    found, summary = script.calibrate(points, kernels)
+    assert vars(found) == pytest.approx(vars(truth), rel=1e-3, abs=1e-3)
+    for kept in ("kept out", "whole sources kept out"):
+        assert summary[kept]["largest"] < 1e-3
+    # Half of the figures, twice as fast: nothing fits both.
+    wrong = [p._replace(tflops=p.tflops * (1 + n // 2 % 2)) for n, p in enumerate(points)]
+    assert script.calibrate(wrong, kernels)[1]["kept out"]["mean error"] > 0.15
+
+
+def test_published_figures_are_met_as_the_package_says(script, tmp_path, capsys) -> None:
+    assert script.main(["--results", str(tmp_path)]) == 0
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert last["ok"]
+    assert max(last["kept out"]["80"], last["kept out"]["90"]) < 0.1
+    points, kernels, words = script.read(BENCHMARKS / "results" / "clock" / "points.json")
+    assert len(points) >= 40
+    assert {p.part.arch for p in points} == set(model.CONSTANTS)
+    assert {p.source for p in points} == set(words["sources"])
+    assert all(set(p.kernels) <= set(kernels) for p in points)
+    peaks = {80: 312, 90: 989, 100: 2250}
+    assert all(0 < p.tflops < peaks[p.part.arch] for p in points)
