@@ -70,9 +70,9 @@ def find_activation(name: str) -> Activation:
 
 @triton.jit
 def _sigmoids(y):
-    """sigmoid(x) and sigmoid(-x) of x = -y ln 2: not 1 - sigmoid(x), which cancels where GELU's slope
-    multiplies it by x^3. The square of a reciprocal root is two instructions, a quotient is eight,
-    and both are right to two units of float32.
+    """sigmoid(x) and sigmoid(-x) of x = -y ln 2: not 1 - sigmoid(x), which cancels where GELU's
+    slope multiplies it by x^3. The square of a reciprocal root is two instructions, a quotient is
+    eight, and both are right to two units of float32.
 
     Nothing overflows on the way to zero (NumPy, which interprets, would warn).
     """
