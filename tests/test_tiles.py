@@ -55,6 +55,21 @@ def test_the_shipped_table_answers_every_call_everywhere() -> None:
                     assert tiles.find_on(kernel, arch, "", size, kind)
 
 
+def test_a_shipped_row_for_one_version_of_triton_is_taken_by_that_one_alone(monkeypatch) -> None:
+    found = {}
+    for version in ("3.6.0", "3.7.1", "3.70.0"):
+        monkeypatch.setattr(triton, "__version__", version)
+        for cached in (tiles.shipped_table, tiles.find_on):
+            cached.cache_clear()
+        found[version] = [tiles.find_on("gemm", a, "", 2, "large")[:2] for a in (80, 90)]
+        assert len({row.key[:4] for row in tiles.shipped_table()}) == len(tiles.shipped_table())
+    monkeypatch.undo()
+    for cached in (tiles.shipped_table, tiles.find_on):
+        cached.cache_clear()
+    assert found["3.7.1"] == [(128, 256), (128, 256)]
+    assert found["3.6.0"] == found["3.70.0"] == [(128, 128), (128, 256)]
+
+
 def test_what_no_row_is_for_is_refused() -> None:
     with pytest.raises(ValueError, match=r"no tile of gemm is for 'huge', they are for \['large'"):
         tiles.find_on("gemm", 90, "", 2, "huge")

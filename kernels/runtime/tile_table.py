@@ -5,8 +5,9 @@
       {"device": "NVIDIA H100 80GB HBM3", "kernel": "attention_fwd", "element_size": 2,
        "head_dim": 64, "tile": {"q": 128, …}, "triton": "3.7.1", "us": 980.1, "shipped_us": 1012.7}
 
-`tiles.json` beside this file is shipped: its rows are by compute capability. The table of a user,
-which ``warpweave tune`` writes, has rows by device. A file that is not exactly this raises
+`tiles.json` beside this file is shipped: its rows are by compute capability, and one with "triton":
+"3.7" is for that version alone, before another. The table of a user, which ``warpweave tune``
+writes, has rows by device. A file that is not exactly this raises
 ValueError: a tile that half fits would be a wrong result on a GPU.
 """
 
@@ -98,7 +99,8 @@ class Row:
         size: bytes per element.
         kind: for attention the head dim up to which it applies; for products one of `KINDS` or of
             `OPTIONAL`.
-        triton: the version of Triton that a device's tile was measured under.
+        triton: the version of Triton that a device's tile was measured under; the minor one that a
+            capability's is for, "" for all.
         us, shipped_us: microseconds measured then, of this tile and of the shipped one.
     """
 
@@ -112,9 +114,10 @@ class Row:
     shipped_us: float | None = None
 
     @property
-    def key(self) -> tuple[int | str, str, int, Kind]:
+    def key(self) -> tuple[int | str | Kind, ...]:
         """What a table has at most one row for."""
-        return self.where, self.kernel, self.size, self.kind
+        version = (self.triton,) if isinstance(self.where, int) and self.triton else ()
+        return self.where, self.kernel, self.size, self.kind, *version
 
 
 def read_table(path: Path, *, by: str) -> list[Row]:
@@ -133,7 +136,7 @@ def _row(fields: Any, by: str) -> Row:
     kind = "kind" if kernel == "gemm" else "head_dim"
     where = {by} if by == "capability" else {by, "triton"}
     needed = {*where, "kernel", "element_size", kind, "tile"}
-    optional = set() if by == "capability" else {"us", "shipped_us"}
+    optional = {"triton"} if by == "capability" else {"us", "shipped_us"}
     if not needed <= fields.keys() <= needed | optional:
         raise ValueError(f"it must have {sorted(needed)}, and has {sorted(fields)}")
     for name, value in fields.items():

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from warpweave.kernels.runtime.dispatch import INTERPRET, capability, triton
+from warpweave.kernels.runtime.dispatch import HAS_TRITON, INTERPRET, capability, triton
 from warpweave.kernels.runtime.tile_table import OPTIONAL, Kind, Row, Tile, read_table
 
 Key = tuple[str, int, Kind]
@@ -109,9 +109,12 @@ def shipped_rows(kernel: str, arch: int, size: int) -> dict[Kind, Tile]:
 
 @cache
 def shipped_table() -> tuple[Row, ...]:
-    """Every shipped row; for each kernel, capability and element size there are all kinds of
-    products, or the largest head dim."""
-    return tuple(read_table(Path(__file__).with_name("tiles.json"), by="capability"))
+    """Every shipped row for this version of Triton; for each kernel, capability and element size
+    there are all kinds of products, or the largest head dim."""
+    version = ".".join(triton.__version__.split(".")[:2]) if HAS_TRITON else ""
+    rows = read_table(Path(__file__).with_name("tiles.json"), by="capability")
+    ours = [row for row in rows if row.triton in ("", version)]
+    return tuple({row.key[:4]: row for row in sorted(ours, key=lambda row: row.triton)}.values())
 
 
 @cache
