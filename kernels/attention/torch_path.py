@@ -70,8 +70,8 @@ def attention_bwd_cpu(
     into: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
 ) -> _Gradients:
     """dq, dk, dv of resolved options; those in `into` are added to and returned."""
-    grads = _start_gradients(q, k, v, into)
     if not _flash_can(q, options):
+        grads = _start_gradients(q, k, v, into)
         wide = compute_dtype(q)
         do, q, k, v = (x.to(wide) for x in (do, q, k, v))
         if delta is None and o is not None:
@@ -82,6 +82,7 @@ def attention_bwd_cpu(
         return _finish(grads, grad_dtype, into)
     blocks, D = _all_blocks(q, k, options), q.shape[3]
     whole = _whole(blocks, q) and blocks[0].k == slice(0, k.shape[1]) and into == (None,) * 3
+    grads = into if whole else _start_gradients(q, k, v, into)
     dtype = _torch_dtype(q, whole and grad_dtype == q.dtype and o is not None)
     do, q, k, v = (x.to(dtype) for x in (do, q, k, v))
     group = 1 if dtype == compute_dtype(q) else q.shape[2] // k.shape[2]
