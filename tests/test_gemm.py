@@ -100,6 +100,14 @@ def test_onednn_never_gets_columns_out_of_wider_rows(monkeypatch):
     assert all(x.is_contiguous() or x.t().is_contiguous() for x in seen)
 
 
+def test_on_intel_there_is_nothing_to_gain_from_onednn(monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    for name, wanted in (("Intel Xeon", False), ("AMD EPYC", True)):
+        told = {"cpu_name": name}
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda told=told: told, raising=False)
+        assert module._has_onednn.__wrapped__() == (wanted and torch.backends.mkldnn.is_available())
+
+
 def test_large_products_go_to_onednn_and_small_thin_or_wide_ones_do_not(monkeypatch):
     seen = []
     monkeypatch.setattr(module, "_has_onednn", lambda: True)

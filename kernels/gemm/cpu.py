@@ -5,7 +5,8 @@
 On a CPU torch multiplies float32 matrices with MKL, which takes its AVX2 kernels on CPUs that are
 not Intel's, AVX-512 or not. oneDNN, which torch ships too and uses for bfloat16, generates AVX-512
 code for both: on AMD Zen 5 it takes half the time. A call of it costs about ten microseconds more,
-so small products stay with MKL, and so do CPUs without AVX-512, where there is nothing to gain.
+so small products stay with MKL, and so do Intel's CPUs and those without AVX-512, where there is
+nothing to gain: there MKL also writes, or adds, where the result shall be.
 
 On CUDA it is torch's own product (cuBLAS). Sums are made in float32 (float64 for float64) by each
 of them; they differ in the order of terms. This is the torch path of `kernels.gemm`.
@@ -31,6 +32,9 @@ _THIN = 32  # and so does a product with a side this short
 @cache
 def _has_onednn() -> bool:
     """oneDNN can be called for float32, and has more to offer than MKL."""
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)  # of newer torch
+    if capabilities().get("cpu_name", "").startswith("Intel"):
+        return False
     return (
         torch.backends.mkldnn.is_available()
         and torch.backends.cpu.get_cpu_capability().startswith("AVX512")

@@ -16,7 +16,8 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from warpweave.hf.mask import Mask, Visible, make_mask
-from warpweave.hf.patch import few
+from warpweave.hf.patch import always_ours, few
+from warpweave.hf.probe import WIDE
 from warpweave.kernels.attention import attention
 from warpweave.parallel.context.attention import ContextGroup, Strategy, context_attention
 from warpweave.parallel.layout import SequenceLayout
@@ -71,8 +72,9 @@ def attend(
         raise ValueError(f"{name}: warpweave attention has no {', '.join(asked)}")
     across = context_of(module)
     visible = _visible(module, query, key, attention_mask, is_causal, across)
-    if across is None and few(query) and softcap is None and s_aux is None and not dropout:
-        return _attend_few(query, key, value, attention_mask, visible, scaling), None
+    simple = across is None and softcap is None and s_aux is None and not dropout
+    if simple and (few(query) or (attention_mask is None and _is_torchs(query, value))):
+        return _attend_plainly(query, key, value, attention_mask, visible, scaling), None
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     options = {
         "causal": visible.causal,
@@ -96,7 +98,14 @@ def attend(
     return o, None
 
 
-def _attend_few(
+def _is_torchs(query: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether our attention without a mask would call torch's own operator, and nothing else."""
+    if torch.compiler.is_compiling() or always_ours():
+        return False
+    return query.is_cpu and query.dtype in WIDE and query.shape[-1] == value.shape[-1]
+
+
+def _attend_plainly(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -104,7 +113,7 @@ def _attend_few(
     visible: Visible,
     scaling: float | None,
 ) -> torch.Tensor:
-    """Of a `few` numbers: torch's own operator, with the mask written out once for all layers."""
+    """By torch's own operator, with the mask, of a `few` numbers, written out for all layers."""
     seen = None
     if mask is not None:
         if mask.seen is None:

@@ -69,7 +69,12 @@ def few(x: torch.Tensor) -> bool:
     if torch.compiler.is_compiling():
         return False
     cheap = x.is_cpu and x.numel() <= FEW
-    return cheap and not torch.is_grad_enabled() and not _ours_always.get()
+    return cheap and not torch.is_grad_enabled() and not always_ours()
+
+
+def always_ours() -> bool:
+    """Whether `ours_always` holds."""
+    return _ours_always.get()
 
 
 @contextmanager
