@@ -306,6 +306,20 @@ FAULTS = (
         "the CPU path makes delta of o again and forgets the gradient of lse",
     ),
     Fault(
+        "ulysses-lse-gradient",
+        "parallel/context/ulysses.py",
+        "    if through_lse:\n        o = None",
+        "    if False:\n        o = None",
+        "the CPU path makes delta of the kept o and forgets the gradient of lse",
+    ),
+    Fault(
+        "context-auto-memory",
+        "parallel/context/explain.py",
+        "if held is None or c.memory <= held), None)",
+        "if True), None)",
+        "auto takes what does not fit the memory",
+    ),
+    Fault(
         "ring-coarse-gradient",
         "parallel/context/ring.py",
         "route, grad_dtype = _Route(rank, layout, options), compute_dtype(q)",

@@ -431,7 +431,7 @@ def ring_backward_keeps_the_first_keys(mesh):
     right_ring, right, first = ring.ring_backward, ring.block_bwd, []
 
     def ring_backward(rank, do, q, kept, *args, **options):
-        first[:] = kept[0].clone()
+        first[:] = kept[0].clone().transpose(2, 3)
         return right_ring(rank, do, q, kept, *args, **options)
 
     def block_bwd(do, q, k, v, *args, **options):
