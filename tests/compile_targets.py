@@ -18,8 +18,9 @@ sake
     torch.cuda,
   * values of tensors do not exist (`.item()`, `.tolist()` fail).
 To look at one's own kernels:  python -P tests/compile_targets.py sm_90 attention
-(--tiles: the tables' cases instead). `test_compiles.py` asserts: no spills, shared memory within
-the target's limit, tensor cores where claimed, and no wgmma that waits for the one before.
+(--tiles: the tables' cases instead; --clock: with their hot loops, and what waits for what in
+them). `test_compiles.py` asserts: no spills, shared memory within the target's limit, tensor cores
+where claimed, and no wgmma that waits for the one before.
 """
 
 from __future__ import annotations
@@ -863,8 +864,15 @@ def main(arguments: list[str]) -> None:
     for r in reports:
         print(
             f"{r.target:7} {r.case:40} {r.kernel:32} warps {r.num_warps:2} regs {r.registers:3} "
-            f"stack {r.stack:4} shared {r.shared:6} {r.instructions}{r.serialised}{r.error}"
+            f"stack {r.stack:4} shared {r.shared:6} {r.instructions}"
+            f"{r.serialised}{r.error}{r.unread}"
         )
+        for loop in r.loops:
+            print(
+                f"    {loop.instructions} instructions, {loop.stalls} stalls, ideal "
+                f"{loop.ideal:.3f} ({loop.bound}), serial {loop.serial:.3f} {loop.classes}\n"
+                f"    {loop.order}"
+            )
 
 
 if __name__ == "__main__":

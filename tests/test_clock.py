@@ -18,6 +18,7 @@ from warpweave.kernels.runtime.dispatch import tl, triton
 from warpweave.tune.aot import compiling
 from warpweave.tune.clock import HotLoop, read_loops
 from warpweave.tune.clock.disassembly import Instruction, parse
+from warpweave.tune.clock.instructions import product_of
 from warpweave.tune.clock.loops import natural_loops
 from warpweave.tune.clock.ratchet import read_table, worsened, write_table
 
@@ -224,6 +225,45 @@ def test_stalls_waits_and_targets_are_read_from_the_words() -> None:
 def test_text_of_another_form_is_refused(code, message) -> None:
     with pytest.raises(ValueError, match=message):
         parse(code, 90)
+
+
+def instruction(opcode: str, operands: str) -> Instruction:
+    return Instruction(0, opcode, operands, "", 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("opcode", "operands", "expected"),
+    [
+        # (rows, columns, depth), warps, times a 16-bit FLOP, bytes of shared memory
+        ("HMMA.16816.F32.BF16", "R4, R8, R12, R4", ((16, 8, 16), 1, 1, 0)),
+        ("HMMA.1688.F32.TF32", "R4, R8, R12, R4", ((16, 8, 8), 1, 2, 0)),
+        ("HGMMA.64x32x16.F32.BF16", "R24, gdesc[UR8], R24", ((64, 32, 16), 4, 1, 96 * 16 * 2)),
+        ("HGMMA.64x32x16.F32", "R24, R4, gdesc[UR8], R24", ((64, 32, 16), 4, 1, 32 * 16 * 2)),
+        ("HGMMA.64x32x8.F32.TF32", "R24, gdesc[UR8], R24", ((64, 32, 8), 4, 2, 96 * 8 * 4)),
+        ("UTCHMMA", "gdesc[UR4], gdesc[UR6], tmem[UR10], tmem[UR2], idesc[UR3], UPT",
+         ((128, 256, 16), None, 1, 384 * 16 * 2)),
+        ("UTCHMMA", "tmem[UR4], gdesc[UR6], tmem[UR10], tmem[UR2], idesc[UR3], UPT",
+         ((128, 256, 16), None, 1, 256 * 16 * 2)),
+    ],
+)  # fmt: skip
+def test_products_are_those_of_the_instruction_set(opcode, operands, expected) -> None:
+    # 128 rows / 16 from bit 24, 256 columns / 8 from bit 17, A and B bfloat16 (1), sums float32.
+    descriptor = 8 << 24 | 32 << 17 | 1 << 10 | 1 << 7 | 1 << 4
+    before = [
+        instruction("UMOV", f"UR21, {descriptor:#x}"),
+        instruction("UMOV", "UR3, UR21"),
+        instruction("UMOV", "UR21, 0x0"),  # after it was copied: does not matter
+    ]
+    found = product_of(instruction(opcode, operands), before)
+    assert (found.shape, found.warps, found.slower, found.reads) == expected
+
+
+def test_products_that_are_not_known_are_refused() -> None:
+    with pytest.raises(ValueError, match="does not know the tensor-core instruction QGMMA"):
+        product_of(instruction("QGMMA.64x8x32.F32.E4M3.E4M3", "R24, gdesc[UR8], R24"), [])
+    product = instruction("UTCHMMA", "gdesc[UR4], gdesc[UR6], tmem[UR10], tmem[UR2], idesc[UR3]")
+    with pytest.raises(ValueError, match="no constant says how large"):
+        product_of(product, [instruction("UIADD3", "UR3, UR4, 0x1, URZ")])
 
 
 # ---------------------------------------------------------------- loops

@@ -57,13 +57,13 @@ class Product:
     Attributes:
         shape: rows, columns and depth.
         warps: how many of them issue it together (`None`: one thread for its whole program).
-        sixteenths: tensor-core time over that of 16-bit operands: 2 for TF32.
+        slower: how many times as long a FLOP takes as with 16-bit operands: 2 for TF32.
         reads: bytes of shared memory.
     """
 
     shape: tuple[int, int, int]
     warps: int | None
-    sixteenths: int
+    slower: int
     reads: int
 
     @property

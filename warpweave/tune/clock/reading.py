@@ -127,7 +127,7 @@ def _read(loop: list[Instruction], code: list[Instruction], arch: int, warps: in
             product = product_of(i, code[: at[i.address]])
             together = product.warps or warps
             flops += product.flops / together
-            cycles_of_all = product.flops * product.sixteenths * SCHEDULERS / TENSOR_RATE[arch]
+            cycles_of_all = product.flops * product.slower * SCHEDULERS / TENSOR_RATE[arch]
             tensor += cycles_of_all / together
             shared += product.reads / SHARED_RATE / together
         elif i.base == "SYNCS":
