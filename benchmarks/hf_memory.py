@@ -5,7 +5,7 @@ one small step, so that everything is loaded, and then the measured one, during 
 system watches what the process has resident at most (Linux). Writes
 ``benchmarks/results/hf/memory.json``.
 
-    python benchmarks/hf_memory.py [--vocabulary 128256] [--tokens 2048]
+    python benchmarks/hf_memory.py [--vocabulary 128256] [--tokens 256 512 1024 2048]
 """
 
 from __future__ import annotations
@@ -64,33 +64,37 @@ def _resident(what: str) -> int:
     raise OSError(f"/proc/self/status has no {what}")
 
 
-def main(arguments: Sequence[str] | None = None) -> dict:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--vocabulary", type=int, default=128256)
-    parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--side", choices=SIDES, help="measure this one, in this process")
-    options = parser.parse_args(arguments)
-    if options.side:
-        print(json.dumps(measured(options.side, options.vocabulary, options.tokens)))
-        return {}
+def compared(vocabulary: int, tokens: int) -> dict:
+    """Both sides, and the ratio of what they added at most."""
     found = {}
     for side in SIDES:
         command = [sys.executable, "-P", __file__, "--side", side]
-        command += ["--vocabulary", str(options.vocabulary), "--tokens", str(options.tokens)]
+        command += ["--vocabulary", str(vocabulary), "--tokens", str(tokens)]
         out = subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
         found[side] = json.loads(out.stdout.splitlines()[-1])
     theirs, ours = (found[side] for side in SIDES)
     if abs(ours["loss"] - theirs["loss"]) > 1e-5 * theirs["loss"]:
         raise SystemExit(f"the losses differ: {ours['loss']} and {theirs['loss']}")
+    return {"sides": found, "ratio": ours["added_mib"] / theirs["added_mib"]}
+
+
+def main(arguments: Sequence[str] | None = None) -> dict:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--vocabulary", type=int, default=128256)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[256, 512, 1024, 2048])
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--side", choices=SIDES, help="measure this one, in this process")
+    options = parser.parse_args(arguments)
+    if options.side:
+        print(json.dumps(measured(options.side, options.vocabulary, *options.tokens)))
+        return {}
     import torch
     import transformers
 
     report = {
         "machine": platform.machine(), "torch": torch.__version__,
         "transformers": transformers.__version__, "vocabulary": options.vocabulary,
-        "tokens": options.tokens, "dtype": "float32", "sides": found,
-        "ratio": ours["added_mib"] / theirs["added_mib"],
+        "dtype": "float32", "tokens": {n: compared(options.vocabulary, n) for n in options.tokens},
     }  # fmt: skip
     options.results.mkdir(parents=True, exist_ok=True)
     (options.results / "memory.json").write_text(json.dumps(report, indent=1) + "\n")

@@ -13,16 +13,18 @@ from warpweave.kernels.overlap.gathering import Gathering, multiply
 
 
 class Sizes(NamedTuple):
-    """How many elements of z are held, the most rows of a block, the fewest of a whole-row one."""
+    """How many elements of z are held, the most rows of a block, the fewest of a whole-row one; and
+    of how many elements z may be to be held at once, where half of its rows would do."""
 
     elements: int
     most_rows: int
     fewest_rows: int
+    at_once: int = 2**62
 
 
 # A CPU's block is 4 MiB of float32: malloc keeps it and caches hold it. A GPU's is 128 MiB of
 # bfloat16: 4096 columns of 16384 rows, products of which are bound by arithmetic.
-CPU, GPU = Sizes(2**20, 2**10, 2**10), Sizes(2**26, 2**14, 2**12)
+CPU, GPU = Sizes(2**20, 2**10, 2**10, 2**23), Sizes(2**26, 2**14, 2**12)
 
 
 def sizes(x: torch.Tensor) -> Sizes:

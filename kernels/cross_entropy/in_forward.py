@@ -190,8 +190,10 @@ def linear_cross_entropy_fwd_bwd(
     dw = x.new_empty(weight.shape if want_dw else 0, dtype=wide)
     w, packed = weight.to(x.dtype), vocabulary.packed()
     step = max(sizes.fewest_rows, sizes.elements // max(1, len(weight))) // parts
+    # Loss and gradients of torch hold three times z: halves of it are a sixth of that.
+    fewest = max(pieces.fewest, 2 if len(labels) * len(weight) > sizes.at_once else 1)
     leaving = []
-    for rows, here in _arriving(x, max(1, min(step, -(-S // pieces.fewest))), pieces):
+    for rows, here in _arriving(x, max(1, min(step, -(-S // fewest))), pieces):
         mine = by_rank[:, rows].flatten()
         first: list[torch.Tensor] = []
         if isinstance(here, Gathering):

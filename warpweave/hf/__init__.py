@@ -17,7 +17,7 @@ try:
     import transformers  # noqa: F401
 except ImportError:
     raise ImportError(
-        "warpweave.hf needs transformers: pip install 'warpweave[hf]' (transformers>=5.2)"
+        "warpweave.hf needs transformers: pip install 'transformers>=5.2' 'accelerate>=1.1'"
     ) from None
 
 from warpweave.hf.model import KINDS, apply, revert
