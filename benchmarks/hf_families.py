@@ -293,7 +293,7 @@ def compare(family: str) -> Row:
     """Everything that can be asked of one family."""
     row, theirs = Row(family), make(family).eval()
     ours = copy.deepcopy(theirs)
-    report = warpweave.hf.apply(ours)
+    warpweave.hf.apply(ours, report=(report := warpweave.hf.Report()))
     row.replaced = dict(Counter(e.kind for e in report.replaced()))
     row.kept = dict(Counter(f"{e.kind}: {e.module}: {e.why}" for e in report.kept()))
     ours.eval()

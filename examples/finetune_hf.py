@@ -52,7 +52,7 @@ def main(config: Config) -> dict[str, float]:
     sizes = {"hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=97, num_hidden_layers=2, **sizes))
     plain = copy.deepcopy(model)
-    print(warpweave.hf.apply(model))
+    warpweave.hf.apply(model)
     ours, theirs = train(model, config), train(plain, config)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)

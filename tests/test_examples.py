@@ -30,7 +30,6 @@ def _fsdp2(rank: int) -> dict[str, float]:
 @HF
 def test_fsdp2_around_a_changed_model_is_one_process_with_the_whole_batch():
     for figures in run_ranks(2, _fsdp2):
-        assert figures["replaced"] == 10
         assert figures["share_of_parameters"] == pytest.approx(0.5, abs=0.01)
         assert figures["first_loss"] - figures["last_loss"] > 0.5
         assert figures["from_one_process"] < 1e-5

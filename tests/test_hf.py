@@ -45,9 +45,21 @@ def ids(batch: int = 2, length: int = 11, seed: int = 0) -> torch.Tensor:
 
 
 def applied(model: nn.Module, **options) -> nn.Module:
-    found = copy.deepcopy(model)
-    ww.apply(found, **options)
-    return found
+    return ww.apply(copy.deepcopy(model), **options)
+
+
+def reported(model: nn.Module, **options) -> ww.Report:
+    ww.apply(model, report=(report := ww.Report()), **options)
+    return report
+
+
+def test_apply_prints_the_report_or_fills_one_and_returns_the_model(llama, capsys):
+    assert ww.apply(llama, only=["norm"]) is llama
+    printed = capsys.readouterr().out
+    ww.revert(llama)
+    assert printed == f"{reported(llama, only=['norm'])}\n"
+    assert printed.split()[:5] == ["5", "x", "LlamaRMSNorm", "norm", "replaced"]
+    assert capsys.readouterr().out == ""
 
 
 def grads(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -124,11 +136,11 @@ def test_revert_leaves_no_trace(llama):
 
 def test_a_dry_run_reports_and_changes_nothing(llama):
     state = torch.get_rng_state()
-    dry = ww.apply(llama, dry=True)
+    dry = reported(llama, dry=True)
     assert torch.equal(torch.get_rng_state(), state)
     assert llama.config._attn_implementation == "eager"
     assert not any("forward" in vars(m) for m in llama.modules())
-    real = ww.apply(llama)
+    real = reported(llama)
     assert dry == real
     assert {e.kind for e in real.replaced()} == set(ww.KINDS)
     table = str(real).splitlines()
@@ -137,9 +149,9 @@ def test_a_dry_run_reports_and_changes_nothing(llama):
 
 
 def test_only_some_kinds(llama):
-    assert {e.kind for e in ww.apply(llama, only=["norm"]).replaced()} == {"norm"}
+    assert {e.kind for e in reported(llama, only=["norm"]).replaced()} == {"norm"}
     ww.revert(llama)
-    assert {e.kind for e in ww.apply(llama, only={"loss", "mlp"}).replaced()} == {"loss", "mlp"}
+    assert {e.kind for e in reported(llama, only={"loss", "mlp"}).replaced()} == {"loss", "mlp"}
 
 
 def test_a_copy_computes_with_its_own_weights(llama):
@@ -203,7 +215,7 @@ class HalfOffset(OffByEps):
 @pytest.mark.parametrize("module", [OffByEps, HalfOffset])
 def test_a_norm_that_is_almost_one_is_kept(module):
     model = nn.Sequential(module(), nn.LayerNorm(16))
-    report = ww.apply(model, only=["norm"])
+    report = reported(model, only=["norm"])
     assert [e.module for e in report.kept()] == [module.__name__]
     assert [e.name for e in report.replaced()] == ["1"]
 
@@ -533,7 +545,7 @@ def test_lora_on_the_head_is_in_the_fused_loss(families, family):
 
 def test_a_model_inside_another_module_is_found(llama):
     outer = nn.ModuleDict({"base": copy.deepcopy(llama)})
-    report = ww.apply(outer)
+    report = reported(outer)
     assert {e.kind for e in report.replaced()} == set(ww.KINDS)
     assert [e.name for e in report.replaced("loss")] == ["base"]
     assert [e.name for e in report.replaced("attention")] == [
@@ -558,7 +570,7 @@ def test_a_head_that_is_something_else_makes_its_logits(llama):
 
 def test_a_forward_that_reads_its_logits_keeps_its_loss(families):
     theirs = families.make("t5")
-    kept = ww.apply(theirs).kept("loss")
+    kept = reported(theirs).kept("loss")
     assert [e.why for e in kept] == ["its loss is not made by its loss_function"]
 
 
@@ -573,7 +585,7 @@ def test_bfloat16_and_autocast_train(llama):
 def test_a_softcap_is_seen_in_bfloat16(families):
     theirs = families.make("gemma2").bfloat16().train()
     ours = copy.deepcopy(theirs)
-    assert "softcap 30" in str(ww.apply(ours)).replace("30.0", "30")
+    assert "softcap 30" in str(reported(ours)).replace("30.0", "30")
     found, wanted = (model(ids(), labels=ids()) for model in (ours, theirs))
     assert found.logits is None
     assert_close(found.loss, wanted.loss, 1e-2)
@@ -663,7 +675,7 @@ class _Gated(nn.LayerNorm):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_what_a_short_look_takes_for_ours_is_kept(dtype):
     model = nn.Sequential(_Scaled(nn.GELU()), _Plain(nn.GELU()), _Gated(16), nn.LayerNorm(16))
-    report = ww.apply(model.to(dtype))
+    report = reported(model.to(dtype))
     assert [e.name for e in report.replaced() if e.kind in ("norm", "mlp")] == ["3", "1"]
     assert "also takes gate" in str(report)
     x = torch.ones(2, 16, dtype=dtype)

@@ -21,7 +21,7 @@ def spread(family: str, sizes: dict, options: dict, *, exact: bool = False) -> n
 
     model = perturbed(family)
     model = model.double() if exact else model
-    report = ww.apply(model, mesh=Mesh(**sizes).connect(), **options)
+    ww.apply(model, mesh=Mesh(**sizes).connect(), report=(report := ww.Report()), **options)
     assert report.replaced("loss")
     return model
 

@@ -56,7 +56,9 @@ def _layers(names: dict) -> None:
 
 
 def _hugging_face(names: dict) -> None:
-    assert {e.kind for e in names["report"].replaced()} == {"norm", "mlp", "attention", "loss"}
+    changed = {type(m).__name__ for m in names["model"].modules() if "forward" in vars(m)}
+    assert changed == {"LlamaForCausalLM", "LlamaMLP", "LlamaRMSNorm"}
+    assert names["model"].config._attn_implementation == "warpweave"
 
 
 def _kernels(names: dict) -> None:

@@ -75,7 +75,8 @@ def _of_two(rank: int, folder: str) -> dict:
                 ids = batch()["input_ids"][:, :8]
                 found["tokens", family] = generated(model.eval(), ids)
     example = {"input_ids": batch()["input_ids"]}
-    report = ww.apply(model, only=["norm", "attention"], example=example)
+    report = ww.Report()
+    ww.apply(model, only=["norm", "attention"], example=example, report=report)
     found["applied"] = (len(report.replaced()), computed(model))
     found["said"] = _refused(mesh, model)
     return found

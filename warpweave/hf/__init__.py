@@ -1,13 +1,12 @@
 """warpweave's kernels inside a Hugging Face model: `apply`, `revert`, `Report`.
 
-    model = AutoModelForCausalLM.from_pretrained(ID)
-    print(warpweave.hf.apply(model))
+    model = warpweave.hf.apply(AutoModelForCausalLM.from_pretrained(ID))
 
 Modules are found by what they are made of, not by their model's name, and each forward is replaced
 only after the old and the new one were seen to agree on a small probe. Parameters, their names,
 `state_dict`, `save_pretrained` and the signature of `forward` stay as they are.
 
-`model` the public calls · `report` what they return · `patch` a forward replaced and put back ·
+`model` the public calls · `report` what they print · `patch` a forward replaced and put back ·
 `probe` how two forwards are compared · `norm`, `mlp` modules · `attention` the function that models
 call, `mask` what their masks mean to it · `loss` the head and its loss · `parallel` a model over
 ranks: `options` how, `structure` where it can be cut · `styles` for a `tp_plan`.

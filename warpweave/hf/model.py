@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -22,10 +23,11 @@ from warpweave.parallel.tensor.overlap import check_overlap
 
 KINDS = ("norm", "mlp", "attention", "loss")
 _BEFORE = "_attention_before_warpweave"
+_Model = TypeVar("_Model", bound=nn.Module)
 
 
 def apply(
-    model: nn.Module,
+    model: _Model,
     *,
     only: Collection[str] | None = None,
     dry: bool = False,
@@ -34,7 +36,8 @@ def apply(
     sequence_parallel: bool = False,
     overlap: str = "auto",
     strategy: str = "auto",
-) -> Report:
+    report: Report | None = None,
+) -> _Model:
     """Let a model compute with warpweave's kernels wherever that was seen to compute the same, and
     over the tensor and context ranks of a mesh.
 
@@ -56,8 +59,10 @@ def apply(
         sequence_parallel: between the layers, tokens are cut over the tensor ranks too.
         overlap: how messages and products hide one another, see `parallel.tensor.overlap`.
         strategy: of attention over context ranks, see `parallel.context.attention`.
+        report: a `Report` to add each module to, replaced or kept, and why. Without one a short
+            table of that is printed, by the first rank.
 
-    Returns the report: each module, replaced or kept, and why. It prints as a short table.
+    Returns the model itself.
 
     Raises ValueError if `only` names another kind, if it was applied already, if there is nothing
     to replace, or (naming the module) if ranks cannot share it. TypeError if `model` is no module.
@@ -66,25 +71,29 @@ def apply(
     """
     kinds = _check(model, only)
     options = _check_mesh(model, kinds, mesh, sequence_parallel, overlap, strategy)
-    report = Report()
+    found = Report()
     try:
         if "norm" in kinds:
-            _replace_norms(model, report)
+            _replace_norms(model, found)
         if "mlp" in kinds:
-            _replace_mlps(model, report)
+            _replace_mlps(model, found)
         if "attention" in kinds or "loss" in kinds:
-            _replace_whole(model, kinds, example, report)
-        if not report.replaced():
-            reasons = "; ".join(sorted({e.why for e in report.entries})) or "no module is known"
+            _replace_whole(model, kinds, example, found)
+        if not found.replaced():
+            reasons = "; ".join(sorted({e.why for e in found.entries})) or "no module is known"
             raise ValueError(f"nothing to replace in {type(model).__name__}: {reasons}")
         if options is not None:
-            _spread(model, options, example, report)
+            _spread(model, options, example, found)
     except BaseException:
         _undo(model)
         raise
     if dry:
         _undo(model)
-    return report
+    if report is not None:
+        report.entries += found.entries
+    elif not (dist.is_initialized() and dist.get_rank()):
+        print(found)
+    return model
 
 
 def revert(model: nn.Module) -> None:
