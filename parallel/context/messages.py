@@ -70,7 +70,7 @@ def run_on_group(
                 return stop.value
             if isinstance(message, AllToAll):
                 pending.append(start_all_to_all(*message, neighbours))
-            elif message is not None and overlap and _on_cpu(message):
+            elif message is not None and overlap and _by_gloo(message, group):
                 pending.append(thread.submit(start_exchange, *message, group))
             elif message is not None:
                 pending.append(start_exchange(*message, group))
@@ -80,9 +80,9 @@ def run_on_group(
                 pending = []
 
 
-def _on_cpu(hop: Hop) -> bool:
-    """Whether real tensors go, and not a typechecker's: its modes are unknown to other threads."""
-    return any(type(x) is torch.Tensor and x.device.type == "cpu" for x in (hop.send, hop.recv))
+def _by_gloo(hop: Hop, group: dist.ProcessGroup | None) -> bool:
+    tensors = [x for x in (hop.send, hop.recv) if x is not None and x.device.type == "cpu"]
+    return bool(tensors) and "cpu:gloo" in dist.get_backend_config(group)
 
 
 def run_in_process(
