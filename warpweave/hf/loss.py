@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -55,6 +55,7 @@ class Form(NamedTuple):
 # Attributes of a model, which compilers can follow:
 _BEFORE = "_loss_before_warpweave"  # the loss function that was set on it, if any
 _CAUGHT = "_caught_by_warpweave"  # in a forward, [x', W'] on their way from the head to the loss
+_STAND_IN = "_stand_in_of_warpweave"  # a module in a list, so that it is none of the model's
 _ALWAYS = "_fused_by_warpweave"  # in a probe: fuse without gradients too
 
 
@@ -226,21 +227,55 @@ def _caught_forward(model: PreTrainedModel, terms: Callable, args: tuple, kwargs
     head, caught = model.get_output_embeddings(), []
     vocabulary = vocabulary_of(head)
 
-    def catch(self, x):
+    def catch(x):
         caught[:] = terms(x)
         rows = len(caught[1]) if vocabulary is None else vocabulary.size
         return torch.empty(*x.shape[:-1], rows, dtype=x.dtype, device="meta")
 
-    before = head.__dict__.get("forward")
-    model.__dict__[_CAUGHT] = caught
-    head.__dict__["forward"] = MethodType(catch, head)
+    run = _compiled if torch.compiler.is_compiling() else _patched
+    setattr(model, _CAUGHT, caught)
     try:
-        out = original(model)(*args, **kwargs)
+        out = run(model, head, catch, partial(original(model), *args, **kwargs))
     finally:
-        del head.__dict__["forward"], model.__dict__[_CAUGHT]
+        delattr(model, _CAUGHT)
+    return type(out)(**{name: value for name, value in out.items() if name != "logits"})
+
+
+def _patched(model: nn.Module, head: Any, catch: Callable, run: Callable) -> Any:
+    """`run` while `catch` is the head's forward, around which its hooks go on (FSDP's gather)."""
+    before = head.__dict__.get("forward")
+    head.__dict__["forward"] = catch
+    try:
+        return run()
+    finally:
+        del head.__dict__["forward"]
         if before is not None:
             head.__dict__["forward"] = before
-    return type(out)(**{name: value for name, value in out.items() if name != "logits"})
+
+
+class _StandIn(nn.Module):
+    """Takes the place of a head."""
+
+    catch: Callable | None = None
+
+    def forward(self, x):
+        return self.catch(x)
+
+
+def _compiled(model: Any, head: Any, catch: Callable, run: Callable) -> Any:
+    """The same as compilers can follow it, who know no forward that comes and goes. A head that is
+    no child of the model makes its logits there."""
+    (stand_in,) = model.__dict__[_STAND_IN]
+    names = [name for name, child in model._modules.items() if child is head]
+    stand_in.catch = catch
+    for name in names:
+        setattr(model, name, stand_in)
+    try:
+        return run()
+    finally:
+        for name in names:
+            setattr(model, name, head)
+        stand_in.catch = None
 
 
 # ---------------------------------------------------------------- 4. whether it fits a model
@@ -292,6 +327,7 @@ def _form_of(model: PreTrainedModel, z: torch.Tensor, logits: torch.Tensor) -> F
 def install(model: PreTrainedModel, form: Form) -> None:
     """Let the model's forward make its loss by `form`."""
     model.__dict__[_BEFORE] = model.__dict__.get("_loss_function")
+    model.__dict__[_STAND_IN] = [_StandIn()]
     model.loss_function = MethodType(loss_function_of(form, model.loss_function), model)
     patch(model, forward_of(model))
 
@@ -304,6 +340,7 @@ def uninstall(model: PreTrainedModel) -> None:
     """Put forward and loss function back."""
     unpatch(model)
     before = model.__dict__.pop(_BEFORE)
+    del model.__dict__[_STAND_IN]
     del model.__dict__["_loss_function"]
     if before is not None:
         model.__dict__["_loss_function"] = before

@@ -19,6 +19,8 @@ from typing import NamedTuple
 import torch
 from transformers import masking_utils
 
+_Run = tuple[int, int]
+
 
 class Visible(NamedTuple):
     """The keys that each query sees, as `kernels.attention.attention` takes them."""
@@ -26,8 +28,8 @@ class Visible(NamedTuple):
     causal: bool
     window: int | None
     documents: torch.Tensor | None
-    q_run: tuple[int, int]
-    k_run: tuple[int, int]
+    q_run: _Run
+    k_run: _Run
 
     def written_out(self, device: torch.device) -> torch.Tensor:
         """bool[B or 1, 1, Sq, Sk], True where a query sees a key."""
@@ -81,7 +83,6 @@ class _Pattern(NamedTuple):
     starts: tuple[torch.Tensor, ...] = ()  # each [B, n]: where something of its own begins
 
 
-@torch.compiler.disable  # it reads closures and padding
 def make_mask(
     batch_size: int,
     q_length: int,
@@ -100,9 +101,26 @@ def make_mask(
     Raises ValueError on a mask function that is none of transformers' own, and on padding in the
     middle of a sample.
     """
+    plain = mask_function is masking_utils.causal_mask_function and attention_mask is None
+    if plain and isinstance(q_offset, int) and q_offset == kv_offset == 0 and q_length == kv_length:
+        return None
     q_run, k_run = (int(q_offset), q_length), (int(kv_offset), kv_length)
+    like = torch.empty((), dtype=dtype, device=device).expand(batch_size, 1, q_length, kv_length)
+    return _mask_of(mask_function, attention_mask, q_run, k_run, like)
+
+
+@torch.compiler.disable  # it reads closures and padding
+def _mask_of(
+    function: Callable,
+    attention_mask: torch.Tensor | None,
+    q_run: _Run,
+    k_run: _Run,
+    like: torch.Tensor,
+) -> Mask | None:
+    """`make_mask` of a mask function, as a `Mask` of the shape and dtype of `like`."""
+    batch_size, _, q_length, kv_length = like.shape
     end = max(sum(q_run), sum(k_run))
-    pattern = _read(mask_function, end)
+    pattern = _read(function, end)
     causal, window, starts = pattern.causal, pattern.window, list(pattern.starts)
     window = None if window is None or window >= end else window
     hidden = None
@@ -118,7 +136,6 @@ def make_mask(
         return None
     end = max(sum(q_run), sum(k_run))
     visible = Visible(causal, window, _documents(starts, batch_size, end), q_run, k_run)
-    like = torch.empty((), dtype=dtype, device=device).expand(batch_size, 1, q_length, kv_length)
     return masked(like, visible)
 
 
@@ -201,9 +218,6 @@ def _padding(
             "zeros between its ones: pad on the left, or use set_attn_implementation('sdpa')"
         )
     return (first, first + count) if hides else None
-
-
-_Run = tuple[int, int]
 
 
 def _beside(
