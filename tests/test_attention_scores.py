@@ -311,8 +311,9 @@ def test_what_keeps_more_takes_smaller_tiles_in_the_forward(monkeypatch) -> None
 
 def test_what_keeps_more_takes_smaller_tiles_in_the_backward(monkeypatch) -> None:
     tiles_of(monkeypatch, 90)
-    assert _sizes(dkdv_tile, 128) == (64, 128)
-    assert _sizes(dkdv_tile, 128, softcap=True) == (32, 128)
+    assert _sizes(dkdv_tile, 128) == _sizes(dkdv_tile, 128, bounded=True) == (64, 128)
+    assert _sizes(dkdv_tile, 128, bounded=True, striped=True) == (32, 128)
+    assert _sizes(dkdv_tile, 128, softcap=True) == _sizes(dkdv_tile, 80) == (32, 128)
     assert _sizes(dkdv_tile, 128, dropout=True) == (32, 128)
     assert _sizes(dkdv_tile, 128, into=True) == (32, 64)
     assert _sizes(dkdv_tile, 128, dropout=True, softcap=True) == (32, 64)

@@ -73,13 +73,13 @@ def _dkdv_steps(dk, dv, k, v, k_pos, first, last, q_ptr, do_ptr, lse_ptr, delta_
     span1 = span(ends, q_runs[2], q_runs[3], q_runs[4], MASK, FIRST, LAST, BLOCK_M)
     # Through the tiles of one head after another, in one loop: two nested ones take up to 60
     # registers more.
-    count, j = span0[1] + span1[1], 0
+    count, j, at_head = span0[1] + span1[1], 0, tl.full((), 0, tl.int64)
     for _ in range(group * count):
         # 1. Tile j of this head. Rows past the end of a run get lse = inf, hence p = 0.
         row, position, rows = rows_of_step(j, span0, span1, q_runs, MASK and FIRST, BLOCK_M)
         q = load(q_ptr + row * q_stride[1], q_stride[1], rows, BLOCK_M, D, BLOCK_D, MASK)
         do = load(do_ptr + row * do_stride[1], do_stride[1], rows, BLOCK_M, D, BLOCK_D, MASK)
-        at = row + i  # lse and delta are loaded where they are used: sooner they take registers
+        at = at_head + row + i  # lse and delta wait in memory until they are used: fewer registers
 
         # 2. p, transposed: [keys, queries].
         zero = tl.zeros((k.shape[0], BLOCK_M), dk.dtype)
@@ -116,8 +116,7 @@ def _dkdv_steps(dk, dv, k, v, k_pos, first, last, q_ptr, do_ptr, lse_ptr, delta_
         head += over.to(tl.int64)
         q_ptr += tl.where(over, q_stride[2], 0)
         do_ptr += tl.where(over, do_stride[2], 0)
-        lse_ptr += tl.where(over, q_runs[1] + q_runs[3], 0)
-        delta_ptr += tl.where(over, q_runs[1] + q_runs[3], 0)
+        at_head += tl.where(over, q_runs[1] + q_runs[3], 0)
     return dk, dv
 
 

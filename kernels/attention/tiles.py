@@ -19,13 +19,14 @@ from warpweave.kernels.runtime.tiles import find
 
 class Variant(NamedTuple):
     """Which variant of a kernel a call takes, by what it keeps in registers: `bounded` by a window
-    or documents, `into` the sums of earlier calls."""
+    or documents, `into` the sums of earlier calls, rows in stripes."""
 
     causal: bool = False
     bounded: bool = False
     softcap: bool = False
     dropout: bool = False
     into: bool = False
+    striped: bool = False
 
     @property
     def more(self) -> bool:
@@ -36,7 +37,9 @@ class Variant(NamedTuple):
 def variant_of(options: AttentionOptions, into: bool) -> Variant:
     """The variant that a call with these resolved options takes."""
     bounded = options.window is not None or options.documents is not None
-    return Variant(options.causal, bounded, bool(options.softcap), options.dropout > 0, into)
+    striped = any(run.stripes > 1 for run in (*options.q_runs, *options.k_runs))
+    capped, drops = bool(options.softcap), options.dropout > 0
+    return Variant(options.causal, bounded, capped, drops, into, striped)
 
 
 def forward_tile(q: torch.Tensor, variant: Variant) -> AttentionTile:
@@ -74,14 +77,15 @@ def dkdv_tile(q: torch.Tensor, variant: Variant) -> AttentionTile:
     """The tile of dk and dv, which hold keys and go through queries.
 
     Only plain attention has the registers to hold 128 keys in four warps: all else takes eight, and
-    past head dim 64 on Ampere 64 by 64, on Hopper at most 32 queries. Single versions of Triton
-    have not enough for causal attention past head dim 64 either, 3.6 on Ampere and from 3.9 on
-    Hopper: half the queries. Fewer queries cost little: with dropout 16-bit elements take at most
-    32 at a time, and half where columns are masked off and anything more is kept, or on Ampere the
-    head dim is past 64. Fewer keys read the queries more often, and below 64 there is no wgmma or
-    tcgen05: past head dim 64, up to Hopper, 64 are taken where more would spill, to add to what is
-    there or with both dropout and softcap. Float32 has neither of those instructions: half the
-    keys, with dropout a quarter.
+    past head dim 64 on Ampere 64 by 64, on Hopper at most 32 queries, but for bounds alone on rows
+    that are not striped. Single versions of Triton have not enough for causal attention past head
+    dim 64 either, 3.6 on Ampere and from 3.9 on Hopper: half the queries. Fewer queries cost
+    little: with dropout 16-bit elements take at most 32 at a time, and half where columns are
+    masked off and anything more is kept, or on Ampere the head dim is past 64. Fewer keys read the
+    queries more often, and below 64 there is no wgmma or tcgen05: past head dim 64, up to Hopper,
+    64 are taken where more would spill, to add to what is there or with both dropout and softcap.
+    Float32 has neither of those instructions: half the keys, with dropout a quarter. For a plain
+    call whose q and do have not the same strides no tile is smaller: up to 40 bytes spill.
     """
     tile = find("attention_dkdv", q.device, q.element_size(), q.shape[3])
     if INTERPRET:
@@ -92,8 +96,11 @@ def dkdv_tile(q: torch.Tensor, variant: Variant) -> AttentionTile:
     wide, arch, more = q.shape[3] > 64, capability(q.device), variant.more or _masked(q)
     if tile.k == 128 and more:
         tile = tile._replace(warps=8)
-    if tile.k == 128 and wide and arch < 100 and more:
-        tile = tile._replace(q=64, k=64) if arch < 90 else tile._replace(q=32)
+    bounds = variant == Variant(variant.causal, bounded=True) and not _masked(q)
+    if tile.k == 128 and wide and arch < 90 and more:
+        tile = tile._replace(q=64, k=64)
+    elif tile.k == 128 and wide and arch < 100 and more:
+        tile = tile if bounds else tile._replace(q=32)
     elif tile.k == 128 and wide and variant.causal and _spills_causal(arch):
         tile = tile._replace(q=tile.q // 2)
     if variant.dropout:
