@@ -334,7 +334,8 @@ def test_what_keeps_more_takes_smaller_tiles_in_the_backward(monkeypatch) -> Non
     assert _sizes(dq_tile, 40) == (64, 32)  # four warps that mask columns off
     assert _sizes(dq_tile, 72) == _sizes(dq_tile, 128, into=True) == (64, 64)
     assert _sizes(dq_tile, 128) == _sizes(dq_tile, 128, causal=True) == (128, 64)
-    assert _sizes(dkdv_tile, 128) == (32, 128)
+    assert _sizes(dkdv_tile, 128) == _sizes(dkdv_tile, 40, dropout=True) == (32, 128)
+    assert _sizes(dkdv_tile, 40, dropout=True, softcap=True) == (16, 128)
     for more in ({"bounded": True}, {"into": True}):
         assert _sizes(dkdv_tile, 128, **more) == (64, 64)
     q = torch.empty(1, 1, 1, 64, dtype=torch.float16)
