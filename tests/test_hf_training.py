@@ -239,7 +239,7 @@ def _of_four(rank: int, folder: str) -> dict:
         model.save_pretrained(f"{folder}/{family}")
         held = sum(p.to_local().numel() for p in model.parameters())
         found[family] = steps, norm.full_tensor(), held
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError, match="blocks of rows") as refused:
         ww.apply(phi3(), mesh=mesh)
     found["refused"] = str(refused.value)
     return found
