@@ -12,9 +12,9 @@ from warpweave.kernels.dropout import Drop
 from warpweave.kernels.norm import layer_norm, rms_norm
 from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.runtime.dispatch import check_impl
-from warpweave.parallel.collectives import copy_to, reduce_from
 from warpweave.parallel.mesh import ConnectedMesh, connected
 from warpweave.parallel.shard import Cut, ParamRecord
+from warpweave.parallel.tensor import cut_rms_norm
 
 
 class _Norm(nn.Module):
@@ -146,11 +146,7 @@ class ColumnParallelRMSNorm(_Norm):
         """x[..., E/tp] -> y[..., E/tp] = x / sqrt(mean of all E squares + eps) * weight."""
         if self.group is None:
             return cast(Tensor, rms_norm(x, self._factors(), self.eps, impl=self.impl))
-        wide = x.to(compute_dtype(x))
-        # Every rank's features depend on the sum, and the sum on every rank's.
-        squares = reduce_from(wide.square().sum(-1, keepdim=True), self.group)
-        mean = copy_to(squares, self.group) / self.num_features
-        return (wide * torch.rsqrt(mean + self.eps) * self._factors()).to(x.dtype)
+        return cut_rms_norm(x, self._factors(), self.eps, group=self.group)
 
 
 class LayerNorm(_Norm):

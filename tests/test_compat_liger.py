@@ -209,16 +209,18 @@ def test_cross_entropy(options, reduction):
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("options", [name for name in OPTIONS if name != "softcap"])
-def test_fused_linear_cross_entropy(options, reduction):
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_fused_linear_cross_entropy(options, biased, reduction):
     x, head, labels = _case()
+    bias = torch.randn(V, requires_grad=True) if biased else None
     options = OPTIONS[options]
     renamed = {{"weight": "ce_weight"}.get(name, name): value for name, value in options.items()}
     loss = liger.LigerFusedLinearCrossEntropyLoss(
         reduction=reduction, accum_dtype=torch.float32, **renamed
     )
-    truth = _loss_truth(x @ head.t(), labels, reduction, **options)
-    _agree(loss(head, x, labels), truth, [x, head])
+    truth = _loss_truth(F.linear(x, head, bias), labels, reduction, **options)
+    _agree(loss(head, x, labels, bias), truth, [x, head] if bias is None else [x, head, bias])
 
 
 @pytest.mark.parametrize("weight", [None, torch.ones(V)])
@@ -287,12 +289,14 @@ REFUSED = {
         lambda: FUSED(torch.ones(V), lse_square_scale=0.1), "combined with lse_square_scale"
     ),
     "softcap": (lambda: CE(softcap=0.0), "softcap must be positive"),
-    "fused softcap": (lambda: FUSED(softcap=30.0), "softcap = 30.0 is not supported"),
+    "fused softcap": (lambda: FUSED(softcap=-30.0), "softcap must be positive"),
     "z-loss": (lambda: CE(return_z_loss=True), "return_z_loss = True is not supported"),
     "accuracy": (lambda: FUSED(return_token_accuracy=True), "return_token_accuracy = True is not"),
     "scaling": (lambda: FUSED(use_token_scaling=True), "use_token_scaling = True is not supp"),
     "accumulator": (lambda: FUSED(accum_dtype=torch.bfloat16), "accum_dtype = torch.bfloat16 is"),
-    "bias": (lambda: FUSED()(*_case()[1::-1], _case()[2], torch.ones(V)), "bias is not supported"),
+    "bias": (
+        lambda: FUSED()(*_case()[1::-1], _case()[2], torch.ones(V + 1)), f"bias must be .{V}., got"
+    ),
     "three dims": (
         lambda: CE()(torch.ones(2, 3, V), torch.ones(2, 3, dtype=torch.int64)), "flatten them"
     ),

@@ -278,6 +278,10 @@ def _refused(rank: int) -> list[str]:
         refuse(lambda model=model: ww.apply(model, mesh=mesh))
         assert model.config._attn_implementation != "warpweave"
         assert not any("forward" in vars(m) for m in model.modules())
+    for sp in (False, True):
+        model = opt()
+        refuse(lambda model=model, sp=sp: ww.apply(model, mesh=mesh, sequence_parallel=sp))
+        assert not any("forward" in vars(m) for m in model.modules())
     refuse(lambda: ww.apply(make_unseeded(rank), mesh=mesh))
     refuse(lambda: ww.apply(perturbed("llama"), mesh=mesh, only=["norm"]))
     refuse(lambda: ww.apply(perturbed("llama"), mesh=mesh, overlap="much"))
@@ -294,6 +298,16 @@ def _refused(rank: int) -> list[str]:
     return said
 
 
+def opt() -> nn.Module:
+    """Its attention counts all heads, not those that come."""
+    return transformers.OPTForCausalLM(
+        transformers.OPTConfig(
+            vocab_size=61, hidden_size=32, ffn_dim=64, num_hidden_layers=1, num_attention_heads=4,
+            word_embed_proj_dim=32, dropout=0.0, max_position_embeddings=32,
+        )
+    )  # fmt: skip
+
+
 def make_unseeded(seed: int) -> nn.Module:
     config = perturbed("llama").config
     torch.manual_seed(seed)
@@ -305,6 +319,8 @@ REFUSED = (
     "model.layers.0.mlp: 57 hidden units do not divide by tp = 2",
     "model.layers.0.self_attn: attention dropout is not drawn over ranks",
     "transformer.h.0.attn.resid_dropout: dropout 0.1 is not drawn over ranks",
+    "OPTForCausalLM cannot be spread over Mesh(dp=1, cp=1, tp=2",
+    "OPTForCausalLM cannot be spread over Mesh(dp=1, cp=1, tp=2",
     "model.embed_tokens.weight: the ranks hold different numbers",
     "a mesh needs a transformers model and its attention replaced",
     "overlap must be one of",

@@ -239,7 +239,20 @@ def _of_four(rank: int, folder: str) -> dict:
         model.save_pretrained(f"{folder}/{family}")
         held = sum(p.to_local().numel() for p in model.parameters())
         found[family] = steps, norm.full_tensor(), held
+    with pytest.raises(ValueError, match="blocks of rows") as refused:
+        ww.apply(phi3(), mesh=mesh)
+    found["refused"] = str(refused.value)
     return found
+
+
+def phi3() -> nn.Module:
+    """Queries, keys and values of one `nn.Linear`, gate and up of another."""
+    return transformers.Phi3ForCausalLM(
+        transformers.Phi3Config(
+            vocab_size=61, hidden_size=32, intermediate_size=56, num_hidden_layers=1,
+            num_attention_heads=4, num_key_value_heads=4, pad_token_id=0,
+        )
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -247,6 +260,13 @@ def four(tmp_path_factory) -> tuple:
     """What each of four ranks found, and where they saved."""
     folder = tmp_path_factory.mktemp("four")
     return run_ranks(4, _of_four, str(folder)), folder
+
+
+def test_blocks_of_rows_over_tensor_ranks_are_refused_beside_data_ranks(four):
+    """FSDP2 would put them together in another order."""
+    for rank in four[0]:
+        assert rank["refused"].startswith("model.layers.0.self_attn.qkv_proj: 3 blocks of rows")
+        assert "\n" not in rank["refused"]
 
 
 def assert_as_one(found: tuple, wanted: tuple) -> None:

@@ -45,7 +45,6 @@ from warpweave.kernels.norm import torch_path as norm_cpu
 from warpweave.kernels.qkv import function as qkv
 from warpweave.kernels.rope import rope_table, rotation
 from warpweave.kernels.runtime import dispatch
-from warpweave.layers import norm as norm_layer
 from warpweave.layers.attention import Attention
 from warpweave.layers.block import TransformerBlock
 from warpweave.layers.embedding import PositionEmbedding, VocabParallelEmbedding
@@ -120,7 +119,7 @@ def test_norms_after_a_branch_and_caps_typecheck(config, sp: bool) -> None:
 
 
 def test_a_norm_over_all_heads_needs_the_sum_of_every_ranks_squares() -> None:
-    alone = mock.patch.object(norm_layer, "reduce_from", lambda x, group: x)
+    alone = mock.patch.object(tensor.norm, "reduce_from", lambda x, group: x)
     with alone, pytest.raises(TypeError, match="in _turned"):
         typecheck(dataclasses.replace(OLMO, layers=1), Mesh(dp=2, tp=8))
 

@@ -39,6 +39,7 @@ def cut_rms_norm(
     if weight.shape != x.shape[-1:]:
         raise ValueError(f"cut_rms_norm: weight{[*weight.shape]} does not fit x{[*x.shape]}")
     wide = x.to(compute_dtype(x))
+    # Every rank's features depend on the sum, and the sum on every rank's.
     squares = reduce_from(wide.square().sum(-1, keepdim=True), group)
     mean = copy_to(squares, group) / (x.shape[-1] * group_size(group))
     y = wide * torch.rsqrt(mean + eps) * weight.to(wide.dtype)

@@ -23,6 +23,7 @@ from warpweave.kernels.norm import layer_norm, rms_norm
 from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.rope import apply_rope_qk
 from warpweave.layers.fusable import fusable
+from warpweave.parallel.tensor import vocab_parallel_linear_cross_entropy
 
 
 def _initial(init_fn: str, size: int) -> Tensor:
@@ -264,7 +265,9 @@ class LigerFusedLinearCrossEntropyLoss(_Loss):
             `LigerCrossEntropyLoss` (`ce_weight` is its `weight`).
         accum_dtype: of the weight's gradient while it is summed: always float32 here (float64 for
             float64); anything else is refused.
-        softcap, return_z_loss, use_token_scaling, return_token_accuracy: refused.
+        softcap: as for ``LigerCrossEntropyLoss``; some rows at a time, whose logits the backward
+            makes again.
+        return_z_loss, use_token_scaling, return_token_accuracy: refused.
     """
 
     def __init__(
@@ -283,7 +286,6 @@ class LigerFusedLinearCrossEntropyLoss(_Loss):
         super().__init__(
             ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap
         )
-        _refuse("the kernel caps no logits; LigerCrossEntropyLoss does", softcap=softcap)
         asked = {"return_z_loss": return_z_loss, "return_token_accuracy": return_token_accuracy}
         _refuse("the kernel returns the loss alone", **asked)
         _refuse("losses are not weighted by their tokens", use_token_scaling=use_token_scaling)
@@ -294,19 +296,29 @@ class LigerFusedLinearCrossEntropyLoss(_Loss):
     def forward(
         self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None
     ) -> Tensor:
-        """lin_weight[V, E], hidden states[N, E] and labels int64[N] -> the loss, 0-dim, or
-        losses[N]. Raises ValueError on a `bias`."""
-        if bias is not None:
-            raise ValueError(
-                "bias is not supported: the kernel multiplies by the head's weight only"
-            )
+        """lin_weight[V, E], hidden states[N, E], labels int64[N] and maybe a bias[V] -> the loss,
+        0-dim, or losses[N]. With a bias the weight is copied, to be one column wider."""
         _check_labels(_input, target)
-        if self.ce_weight is None:
-            return linear_cross_entropy(
-                _input, lin_weight, target, reduction=self.reduction, **self._options
-            )
-        losses = linear_cross_entropy(_input, lin_weight, target, reduction="none", **self._options)
-        return self._weighted(losses, target, self.ce_weight, len(lin_weight))
+        if bias is not None:
+            if bias.shape != lin_weight.shape[:1]:
+                raise ValueError(f"bias must be [{len(lin_weight)}], got {[*bias.shape]}")
+            _input = torch.cat((_input, _input.new_ones(len(_input), 1)), 1)
+            lin_weight = torch.cat((lin_weight, bias[:, None].to(lin_weight.dtype)), 1)
+        if self.ce_weight is not None:
+            losses = self._losses(_input, lin_weight, target, "none")
+            return self._weighted(losses, target, self.ce_weight, len(lin_weight))
+        return self._losses(_input, lin_weight, target, self.reduction)
+
+    def _losses(self, x: Tensor, weight: Tensor, target: Tensor, reduction: str) -> Tensor:
+        if self.softcap is None:
+            return linear_cross_entropy(x, weight, target, reduction=reduction, **self._options)
+        whole = {"group": None, "vocab_size": len(weight), "softcap": self.softcap}
+        kind = "sum" if reduction == "mean" else reduction
+        loss = vocab_parallel_linear_cross_entropy(
+            x, weight, target, reduction=kind, **whole, **self._options
+        )
+        valid = (target != self.ignore_index).sum().clamp(min=1)
+        return loss / valid if reduction == "mean" else loss
 
 
 def liger_rotary_pos_emb(

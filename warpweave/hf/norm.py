@@ -114,7 +114,7 @@ def _of_few(form: Form, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     RMSNorm is LayerNorm of [x, -x], whose mean is 0: of one row that takes two thirds of the time
     of `torch.rms_norm`, which calls seven operators.
     """
-    weight = module._parameters.get("weight")
+    weight: torch.Tensor | None = module._parameters.get("weight")
     if weight is None or weight.dtype != x.dtype or x.dtype not in WIDE:
         return original(module)(x)
     eps = form.eps if isinstance(form.eps, float) else getattr(module, form.eps)
