@@ -102,7 +102,8 @@ def _attention_backward(
     if sinks is not None:
         dsinks = attention_dsinks(sinks, lse, delta)
     grads = block_bwd(do, q, k, v, lse, delta, options, o=o if dlse is None else None)
-    return *(x.contiguous() for x in grads), dsinks
+    dq, dk, dv = (x.contiguous() for x in grads)
+    return dq, dk, dv, dsinks
 
 
 @_attention_backward.register_fake

@@ -262,15 +262,17 @@ def ring_backward(
     visits, (far, *own) = route.visits[::-1], kept
     shape = _heads_first(*own).shape if far is None else far.shape
     buffers = cycle([_Message(q, shape, grad_dtype) for _ in range(2)])
-    here, spare = _Kept(far), next(buffers)
+    here: _Message | _Kept = _Kept(far)
+    spare = next(buffers)
     kv_grad_dtype = kv_grad_dtype or q.dtype
     dq = None
     for before, at, onward in zip((visits[0], *visits), visits, (*visits[1:], 0)):
         yield from _backward_hops(route, here, spare, own, (before, at, onward))
         tile, block = None, route.block(at)
         if block is not None:
+            k, v = here.kv.transpose(2, 3)
             tile = block_bwd(
-                do, q, *here.kv.transpose(2, 3), lse, delta, block,
+                do, q, k, v, lse, delta, block,
                 o=o, grad_dtype=grad_dtype, into=(dq, None, None),
             )  # fmt: skip
             dq = tile[0]
@@ -280,14 +282,16 @@ def ring_backward(
             spare.kv.copy_(_heads_first(*own))
         here, spare = spare, next(buffers)
     assert dq is not None  # the own block is always visible
-    return dq.to(q.dtype), *here.dkv.transpose(2, 3).to(kv_grad_dtype)
+    assert not isinstance(here, _Kept)
+    dk, dv = here.dkv.transpose(2, 3).to(kv_grad_dtype)
+    return dq.to(q.dtype), dk, dv
 
 
 def _add(dkv: torch.Tensor, tile: Sequence[torch.Tensor] | None, *, first: bool) -> None:
     """Add the tile's dk and dv to dkv[2, B, S/cp, Hkv, D]; the first's are all there is yet."""
-    if tile is None:
-        return dkv.zero_() if first else None
-    for whole, part in zip(dkv, tile[1:]):
+    if first and tile is None:
+        dkv.zero_()
+    for whole, part in zip(dkv, tile[1:] if tile else ()):
         whole.copy_(part) if first else whole.add_(part)
 
 
@@ -296,7 +300,7 @@ def _add(dkv: torch.Tensor, tile: Sequence[torch.Tensor] | None, *, first: bool)
 
 def _forward(
     shards: Shards, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
+) -> tuple[torch.Tensor, torch.Tensor, Kept]:
     layout, options = shards.layout, shards.options
     steps = ring_forward(shards.rank, q, k, v, layout=layout, options=options, sinks=sinks)
     o, lse, kept = run_on_group(steps, shards.group, overlap=shards.overlap)

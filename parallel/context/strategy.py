@@ -8,7 +8,7 @@ argument has been checked. A new strategy is a file with one `ForwardBackward`, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -59,5 +59,5 @@ class ForwardBackward(NamedTuple):
     gradient came through lse; otherwise it spares the CPU path a copy.
     """
 
-    forward: Callable[..., tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]]
+    forward: Callable[..., tuple[torch.Tensor, torch.Tensor, Sequence[torch.Tensor | None]]]
     backward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]

@@ -119,10 +119,10 @@ def _start(
     """
     device = pieces[0][0].device
     own = [x.to(dtype) for x, dtype in zip(pieces[me], dtypes)]
-    others = [[x.shape for x in p] if r != me else [] for r, p in enumerate(pieces)]
-    send, sizes, leaving = _message(others, dtypes, device)
-    others = [of if r != me else [] for r, of in enumerate(shapes)]
-    recv, recv_sizes, arriving = _message(others, dtypes, device)
+    theirs = [[x.shape for x in p] if r != me else [] for r, p in enumerate(pieces)]
+    send, sizes, leaving = _message(theirs, dtypes, device)
+    mine = [of if r != me else [] for r, of in enumerate(shapes)]
+    recv, recv_sizes, arriving = _message(mine, dtypes, device)
     for there, piece in zip(leaving, pieces):
         for part, x in zip(there, piece):
             part.copy_(x)
@@ -238,7 +238,8 @@ def ulysses_backward(
     do, delta = rows.unshard(of_do, 2).transpose(1, 2), rows.unshard(of_delta, 2)
     options, wide = trade.of_heads(options, me), compute_dtype(q)
     if trade.ring.parts == 1:
-        dq, dk, dv = block_bwd(do, q, *kept, lse, delta, options, o=o, grad_dtype=wide)
+        k, v = kept
+        dq, dk, dv = block_bwd(do, q, k, v, lse, delta, options, o=o, grad_dtype=wide)
     else:
         dq, dk, dv = yield from ring_backward(
             hop, do, q, kept, lse, delta, o=o,
@@ -281,7 +282,7 @@ def _trade(shards: Shards) -> tuple[int, Trade]:
 
 def _forward(
     shards: Shards, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, Tensors]:
+) -> tuple[torch.Tensor, torch.Tensor, Kept]:
     rank, trade = _trade(shards)
     steps = ulysses_forward(rank, q, k, v, trade=trade, options=shards.options, sinks=sinks)
     return run_on_group(steps, shards.group, shards.neighbours, overlap=shards.overlap)
