@@ -75,7 +75,7 @@ def test_values_may_have_a_head_dim_of_their_own(impl, dims) -> None:
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
-def test_real_numbers_that_change_are_symbols_to_a_compiler(dynamic) -> None:
+def test_real_numbers_may_change_under_a_compiler(dynamic) -> None:
     """A scale or softcap of each layer's own, and the default scale of any head dim."""
 
     def f(q, k, v, scale, softcap):
