@@ -84,7 +84,7 @@ def test_real_numbers_may_change_under_a_compiler(dynamic) -> None:
 
     torch._dynamo.reset()
     compiled = torch.compile(f, fullgraph=True, backend="aot_eager", dynamic=dynamic)
-    for D, Dv, scale, softcap in ((8, 5, 0.5, 3.0), (6, 4, 0.25, 2.0), (12, 10, 0.125, 1.0)):
+    for D, Dv, scale, softcap in ((8, 5, 0.5, 3.0), (6, 4, 0.25, 2.0)):
         inputs = [draw(Sq=5, Sk=5, D=d)[i].detach() for i, d in enumerate((D, D, Dv))]
         inputs = [x.requires_grad_() for x in inputs]
         found, wanted = (run(*inputs, scale, softcap) for run in (compiled, f))
