@@ -74,6 +74,25 @@ def test_values_may_have_a_head_dim_of_their_own(impl, dims) -> None:
         assert_close_f64(a, b, 1e-12)
 
 
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_real_numbers_may_change_under_a_compiler(dynamic) -> None:
+    """A scale or softcap of each layer's own, and the default scale of any head dim."""
+
+    def f(q, k, v, scale, softcap):
+        own = attention(q, k, v, scale=scale, softcap=softcap)
+        return own.sin() + attention(q, k, v, scale=q.shape[3] ** -0.5) + attention(q, k, v)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for D, Dv, scale, softcap in ((8, 5, 0.5, 3.0), (6, 4, 0.25, 2.0)):
+        inputs = [draw(Sq=5, Sk=5, D=d)[i].detach() for i, d in enumerate((D, D, Dv))]
+        inputs = [x.requires_grad_() for x in inputs]
+        found, wanted = (run(*inputs, scale, softcap) for run in (compiled, f))
+        grads = (torch.autograd.grad(y.sin().sum(), inputs) for y in (found, wanted))
+        for a, b in zip((found, *next(grads)), (wanted, *next(grads)), strict=True):
+            assert_close_f64(a, b, 1e-13)
+
+
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 @pytest.mark.parametrize(
     ("q_runs", "k_runs"),
@@ -704,6 +723,10 @@ def test_backward_refuses_statistics_that_do_not_fit() -> None:
         attention_fwd(q, k, v, out_dtype=torch.int64)
     with pytest.raises(ValueError, match="q must be a tensor, got None"):
         attention(None, k, v)
+    with pytest.raises(ValueError, match="v must be a tensor, got None"):
+        attention(q, k, None)
+    with pytest.raises(ValueError, match=r"and \(1, 3, 1, 5\)$"):  # as it was given
+        attention(q, k, v[:, :3, :, :5])
     with pytest.raises(ValueError, match=r"lse must be torch.float64 .* got torch.float32"):
         attention_bwd(q, q, k, v, lse.float(), None, o=o)
     with pytest.raises(ValueError, match=r"dlse must have the shape \(1, 2, 4\)"):

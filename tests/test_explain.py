@@ -19,7 +19,7 @@ from warpweave.parallel.context import (
     messages,
 )
 from warpweave.parallel.context.explain import Cost, explain, table
-from warpweave.parallel.layout import SequenceLayout
+from warpweave.parallel.layout import SequenceLayout, balance
 
 
 def _costs(case: Case, links: Links | None = None) -> dict[str, Cost]:
@@ -118,6 +118,15 @@ def _hybrid(rank: int) -> None:
 
 def test_the_hybrid_sends_what_its_row_says() -> None:
     run_ranks(4, _hybrid)
+
+
+@pytest.mark.parametrize("layout", [balance(96, 4), SequenceLayout(96, 4, "striped")])
+def test_a_layout_without_a_hybrid_has_no_row_for_a_pair(layout: SequenceLayout) -> None:
+    """Then "auto" is told by `resolve_strategy` what does not fit."""
+    sizes = {"heads": 4, "kv_heads": 2, "head_dim": 8}
+    for links in (None, Links(1e9, 1e14)):
+        assert explain(layout, **sizes, neighbours=2, links=links) == ()
+    assert explain(SequenceLayout(96, 4, "striped"), **sizes, neighbours=4)
 
 
 def _measured(rank: int, world: int, length: int) -> dict[str, int]:

@@ -19,8 +19,8 @@ from test_ring import Case, assert_equal_to_whole
 from warpweave.kernels import reference
 from warpweave.kernels.attention import attention_delta
 from warpweave.kernels.attention.options import AttentionOptions, checked
-from warpweave.parallel.context import context_attention, messages, ulysses
-from warpweave.parallel.layout import SequenceLayout
+from warpweave.parallel.context import Links, context_attention, messages, ulysses
+from warpweave.parallel.layout import SequenceLayout, balance
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -231,6 +231,10 @@ def _hybrid(rank: int, world: int, neighbours: int) -> None:
     striped = replace(case, layout=replace(case.layout, kind="striped"))
     with pytest.raises(ValueError, match="'hybrid' needs a zigzag or contiguous layout"):
         context_attention(*striped.shard(rank)[0], layout=striped.layout, group=pair)
+    cut = replace(case, layout=balance(8 * world, world))
+    given = {"layout": cut.layout, "group": pair, "links": Links(1e9, 1e14)}
+    with pytest.raises(ValueError, match=r"balanced layout is for .* not 'hybrid'"):
+        context_attention(*cut.shard(rank)[0], **given)
 
 
 @pytest.mark.parametrize(("world", "neighbours"), [(4, 2), (6, 2), (6, 3)])

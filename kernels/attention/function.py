@@ -203,8 +203,9 @@ def attention(
         causal, window, documents, scale, softcap, dropout, dropout_seed, dropout_origin,
         q_runs, k_runs, impl,
     )  # fmt: skip
+    q, k, v = autocast(q, k, v)
     width = v.shape[-1:]
-    q, k, v, options = even_heads(*autocast(q, k, v), options)
+    q, k, v, options = even_heads(q, k, v, options)
     o, lse = attend(q, k, v, sinks, checked(options, q, k, v, sinks))
     o = o if o.shape[-1:] == width else o[..., : width[0]]
     return (o, lse) if return_lse else o
@@ -230,7 +231,7 @@ def even_heads(
     if not q.ndim == k.ndim == v.ndim == 4:
         return q, k, v, options
     D, Dv = q.shape[3], v.shape[3]
-    if Dv == D or k.shape[3] != D or not D or not Dv:
+    if Dv == D or k.shape[3] != D or k.shape[:3] != v.shape[:3] or not D or not Dv:
         return q, k, v, options
     if options.scale is None:
         options = options._replace(scale=D**-0.5)

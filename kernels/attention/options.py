@@ -110,6 +110,8 @@ def _integer(name: str, n: Any) -> int:
 
 
 def _real(name: str, x: Any) -> float:
+    if type(x) in (float, torch.SymFloat):  # of a compiler's symbol nothing can be asked
+        return float(x)
     if isinstance(x, torch.Tensor) or not hasattr(x, "__float__"):
         raise ValueError(f"{name} must be a number, got {x!r}")
     return float(x)

@@ -250,9 +250,12 @@ def _ulysses(shape: _Shape) -> Iterator[_Use]:
 
 
 def _hybrid(shape: _Shape, ranks: int) -> Iterator[_Use]:
-    if shape.heads < ranks or shape.layout.parts % ranks:
+    layout = shape.layout
+    if shape.heads < ranks or layout.parts % ranks or layout.kind == "balanced":
         return
-    trade = Trade(shape.layout, ranks, shape.heads, shape.kv_heads)
+    if layout.kind == "striped" and 1 < ranks < layout.parts:
+        return
+    trade = Trade(layout, ranks, shape.heads, shape.kv_heads)
     bare, held, kv = _traded(shape, ranks)
     n, messages, each = _hops(shape, trade.ring)
     width = shape.itemsize, shape.itemsize + shape.wide
