@@ -705,8 +705,8 @@ FAULTS = (
     ),
     Fault(
         "norm-whole-width-alone",
-        "layers/norm.py",
-        "reduce_from(wide.square().sum(-1, keepdim=True), self.group)",
+        "parallel/tensor/norm.py",
+        "reduce_from(wide.square().sum(-1, keepdim=True), group)",
         "wide.square().sum(-1, keepdim=True)",
         "a norm over all heads divides by the squares of one tensor rank's heads",
     ),
