@@ -133,10 +133,10 @@ class _Route:
 Kept = Sequence[torch.Tensor | None]
 
 
-def _heads_first(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def _heads_first(k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """k and v as one message [2, B, H, S/cp, D], in which a head's rows lie together."""
-    B, s, H, D = k.shape
-    kv = k.new_empty(2, B, H, s, D)  # which `stack` may lay out otherwise, by the inputs' strides
+    B, s, H, D = k.shape  # `stack` may lay them out otherwise, by the inputs' strides
+    kv = k.new_empty(2, B, H, s, D) if out is None else out
     for part, x in zip(kv, (k, v)):
         part.copy_(x.transpose(1, 2))
     return kv
@@ -260,7 +260,8 @@ def ring_backward(
     """
     route, grad_dtype = _Route(rank, layout, options), compute_dtype(q)
     visits, (far, *own) = route.visits[::-1], kept
-    shape = _heads_first(*own).shape if far is None else far.shape
+    B, s, _, D = q.shape
+    shape = (2, B, own[0].shape[2], s, D) if far is None else far.shape
     buffers = cycle([_Message(q, shape, grad_dtype) for _ in range(2)])
     here: _Message | _Kept = _Kept(far)
     spare = next(buffers)
@@ -279,7 +280,7 @@ def ring_backward(
         yield None  # the gradient that arrives is of the block just computed
         _add(spare.dkv.transpose(2, 3), tile, first=route.reach(at) == at)
         if onward == 0 < at and route.stays:
-            spare.kv.copy_(_heads_first(*own))
+            _heads_first(*own, out=spare.kv)
         here, spare = spare, next(buffers)
     assert dq is not None  # the own block is always visible
     assert not isinstance(here, _Kept)

@@ -204,7 +204,7 @@ def _padding(
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Where the tokens of each sample begin and end, [B, 1] each, of a mask[B, up to seen] of the
     keys that are seen at all; None if it hides no key from a token."""
-    if mask.shape[1] == seen and bool(mask.all()):  # mostly, and at once
+    if mask.is_cpu and mask.shape[1] == seen and bool(mask.all()):  # a GPU is waited for once
         return None
     mask = torch.nn.functional.pad(mask, (0, seen - mask.shape[1]))
     first, count = mask.int().argmax(1, keepdim=True), mask.sum(1, keepdim=True)
