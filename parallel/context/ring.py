@@ -133,7 +133,9 @@ class _Route:
 Kept = Sequence[torch.Tensor | None]
 
 
-def _heads_first(k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+def _heads_first(
+    k: torch.Tensor, v: torch.Tensor, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """k and v as one message [2, B, H, S/cp, D], in which a head's rows lie together."""
     B, s, H, D = k.shape  # `stack` may lay them out otherwise, by the inputs' strides
     kv = k.new_empty(2, B, H, s, D) if out is None else out
