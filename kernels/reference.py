@@ -235,15 +235,18 @@ def visible(
     """bool[Sq, Sk] (or [B, 1, Sq, Sk]): the keys at k_pos that the queries at q_pos see.
 
     causal: key position <= query position. window: they are less than `window` apart. documents
-    [n + 1] (or [B, n + 1]), cumulative boundaries: as many boundaries up to one as to the other.
+    [n + 1], [B, n + 1] or [B, 2, n + 1], cumulative boundaries, the last of queries and of keys: as
+    many boundaries up to one as to the other.
     """
     distance = q_pos[:, None] - k_pos[None, :]
     seen = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
     if window is not None:
         seen = seen & (distance.abs() < window)
     if documents is not None:
+        bounds = documents.cpu()
+        of_q, of_k = bounds.unbind(1) if bounds.ndim == 3 else (bounds, bounds)
         q_doc, k_doc = (
-            (documents.cpu()[..., None, :] <= pos[:, None]).sum(-1) for pos in (q_pos, k_pos)
+            (of[..., None, :] <= pos[:, None]).sum(-1) for of, pos in ((of_q, q_pos), (of_k, k_pos))
         )
         same = q_doc[..., :, None] == k_doc[..., None, :]
         seen = seen & (same if documents.ndim == 1 else same[:, None])

@@ -57,8 +57,8 @@ def _rules(args, *choices):
 def _attention_inputs(documents, sinks, d):
     """Placements of documents and sinks, as far as there are any, where q is cut in dim d."""
     found = []
-    if documents is not None:  # [n + 1], or [B, n + 1]
-        found.append(Shard(0) if d == 0 and len(documents.shape) == 2 else _WHOLE)
+    if documents is not None:  # [n + 1], or of samples
+        found.append(Shard(0) if d == 0 and len(documents.shape) > 1 else _WHOLE)
     if sinks is not None:
         found.append(_WHOLE if d == 0 else Shard(0))
     return found

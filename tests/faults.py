@@ -44,6 +44,27 @@ FAULTS = (
         "bf16 terms are added in bf16, rounded once per rank",
     ),
     Fault(
+        "padding-sees-padding",
+        "warpweave/hf/mask.py",
+        "documents.clamp(first, stop)",
+        "documents.clamp(max=stop)",
+        "padding in front of all tokens sees itself, where transformers' sees nothing",
+    ),
+    Fault(
+        "keys-end-causal",
+        "kernels/attention/visible.py",
+        "last = doc_last if AHEAD and not WINDOW else tl.minimum(last, doc_last)",
+        "last = doc_last if AHEAD and not WINDOW else last",
+        "a causal query sees keys behind the end that its document has among keys",
+    ),
+    Fault(
+        "tiles-below-zero",
+        "kernels/attention/visible.py",
+        "tl.maximum(any_to - all_to, 0)",
+        "any_to - all_to",
+        "tiles of one run are left out where those of the other count below zero",
+    ),
+    Fault(
         "all-gather-gradient-dim",
         "parallel/collectives.py",
         "return _summed_slice(dy, ctx.group, ctx.dim), None, None",

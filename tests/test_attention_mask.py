@@ -76,6 +76,38 @@ def test_any_pair_of_runs_equals_the_reference(impl, causal, q_runs, k_runs) -> 
     check(impl, sizes, **options, documents=documents)
 
 
+# Documents of keys apart: padding before and behind tokens is hidden; and others.
+BEGINS, ENDS = torch.tensor([[0], [20]]), torch.tensor([[41], [67]])
+PADDED = torch.tensor([[0, 67]] * 2)
+KEYS_APART = [
+    torch.stack((PADDED, PADDED.clamp(BEGINS, ENDS)), 1),
+    torch.stack((EACH, EACH.clamp(BEGINS, ENDS)), 1),
+    torch.stack((EACH, EACH.flip(0)), 1),
+    torch.stack((PACKED, _documents(9, 0, 3, 30, 0, 1, 9, 9))).expand(2, -1, -1),
+]
+
+
+@IMPLS
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("documents", KEYS_APART)
+def test_keys_may_have_boundaries_of_their_own(impl, causal, window, documents) -> None:
+    sizes = {"B": 2, "Sq": 67, "Sk": 67, "Hq": 2, "D": 16}
+    check(impl, sizes, with_dlse=causal, causal=causal, window=window, documents=documents)
+
+
+@IMPLS
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("q_runs", [ZIGZAG, STRIPED, ((130, 37, 2),)])
+def test_hidden_keys_leave_no_tile_of_another_run_out(impl, causal, q_runs) -> None:
+    """A tile whose rows see nothing of one run, which would count tiles below zero."""
+    ends = torch.tensor([0, 40, 150, 200])
+    documents = torch.stack((ends, ends.clamp(100, 190)))[None]
+    for k_runs in (((110, 40), (3, 90)), ((3, 90), (110, 90)), ((0, 70, 3),)):
+        sizes = {"Sk": sum(n for _, n, *_ in k_runs), "D": 8}
+        check(impl, sizes, causal=causal, documents=documents, q_runs=q_runs, k_runs=k_runs)
+
+
 @IMPLS
 def test_packed_documents_are_separate_calls(impl) -> None:
     """Without the reference: each document alone, bit for bit but for the order of sums."""
@@ -288,7 +320,10 @@ def test_the_table_has_the_document_of_every_row_and_waits_for_no_device(documen
         ({"window": 0}, r"window must be at least 1 or None, got 0"),
         ({"window": -3}, r"window must be at least 1 or None, got -3"),
         ({"documents": torch.tensor([0.0, 8.0])}, r"int32 or int64, got torch.float32"),
-        ({"documents": torch.tensor(8)}, r"shape \[n \+ 1\] or \[2, n \+ 1\], got \(\)"),
+        ({"documents": torch.tensor(8)}, r"\[2, n \+ 1\] or \[2, 2, n \+ 1\], got \(\)"),
+        ({"documents": torch.tensor([[[0, 8]] * 3] * 2)}, r"got \(2, 3, 2\)"),
+        ({"documents": torch.tensor([[[0, 8], [-1, 8]]] * 2)}, r"ascend from 0, got \[\[\[0, 8"),
+        ({"documents": torch.tensor([[[1, 8], [0, 8]]] * 2)}, r"ascend from 0, got \[\[\[1, 8"),
         ({"documents": torch.tensor([[0, 8]] * 3)}, r"got \(3, 2\)"),
         ({"documents": torch.zeros(0, dtype=torch.int64)}, r"got \(0,\)"),
         ({"documents": torch.tensor([1, 8])}, r"ascend from 0, got \[1, 8\]"),

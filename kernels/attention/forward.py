@@ -192,7 +192,7 @@ def _launch(q, k, v, o, lse, sinks, options: AttentionOptions, into: bool) -> No
     B, _, H, D = q.shape
     variant = tiles.variant_of(options, into)
     tile = tiles.forward_tile(q, variant)
-    table, by_sample = launch.table_of(options, options.q_runs, B)
+    table, by_sample = launch.table_of(options, B)
     step, (of_q, of_k, of_v, of_o) = launch.shared_steps(q, k, v, o)
     attention_fwd_kernel[(launch.tile_count(options.q_runs, tile.q) * H * B,)](
         q, k, v, o, lse, table, sinks,

@@ -57,12 +57,13 @@ def one_set(k: Steps, v: Steps) -> tuple[Steps, Steps | None]:
 
 
 def table_of(
-    options: AttentionOptions, runs: Sequence[Run], batch: int
+    options: AttentionOptions, batch: int, keys: bool = False
 ) -> tuple[torch.Tensor | None, int]:
-    """The documents of the rows in `runs` for a kernel, and the step from sample to sample."""
+    """The documents of the rows of q, or of `keys`, for a kernel, and the step from sample to
+    sample."""
     if options.documents is None:
         return None, 0
-    table = document_table(options.documents, runs)
+    table = document_table(options.documents, options.k_runs if keys else options.q_runs, keys)
     return table, 0 if len(table) < batch else table.stride(0)
 
 

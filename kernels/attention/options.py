@@ -147,8 +147,10 @@ def check_documents(documents: torch.Tensor, q: torch.Tensor) -> None:
     if documents.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"documents must be int32 or int64, got {documents.dtype}")
     shape, B = tuple(documents.shape), q.shape[0]
-    if len(shape) not in (1, 2) or shape[-1] < 1 or (len(shape) == 2 and shape[0] != B):
-        raise ValueError(f"documents must have the shape [n + 1] or [{B}, n + 1], got {shape}")
+    if shape[-1:] < (1,) or shape[:-1] not in ((), (B,), (B, 2)):
+        raise ValueError(
+            f"documents must have the shape [n + 1], [{B}, n + 1] or [{B}, 2, n + 1], got {shape}"
+        )
 
 
 def check_boundaries(options: AttentionOptions, *tokens: int) -> None:
@@ -163,11 +165,12 @@ def check_boundaries(options: AttentionOptions, *tokens: int) -> None:
         return
     n = documents.shape[-1]
     if documents.device.type == "cpu":
-        if documents[..., 0].any() or (documents.diff(dim=-1) < 0).any():
+        of_q = documents[:, 0] if documents.ndim == 3 else documents
+        if of_q[..., 0].any() or (documents < 0).any() or (documents.diff(dim=-1) < 0).any():
             raise ValueError(
                 f"documents must be boundaries that ascend from 0, got {documents.tolist()}"
             )
-        suspicious = n in tokens and bool((documents[..., -1] < n).any())
+        suspicious = n in tokens and bool((of_q[..., -1] < n).any())
     else:
         suspicious = n in tokens and options.q_runs is None and options.k_runs is None
     if suspicious and n > 2:  # two entries mean the same either way
@@ -243,7 +246,7 @@ def resolved(options: AttentionOptions, q: torch.Tensor, k: torch.Tensor) -> Att
             f"{end - 1} and the window {window}"
         )
     if documents is not None:
-        documents = documents if documents.ndim == 2 else documents[None]
+        documents = documents if documents.ndim > 1 else documents[None]
     elif window is None and not options.dropout:
         q_runs, k_runs = _as_rows(causal, q_runs, k_runs)
     scale = q.shape[3] ** -0.5 if scale is None else scale

@@ -175,24 +175,27 @@ def _all_blocks(q: torch.Tensor, k: torch.Tensor, options: AttentionOptions) -> 
     found: list[_Block] = []
     if not q.numel() or not k.numel():
         return found
-    for batch, bounds in _samples(options.documents):
-        for start, stop in pairwise(bounds):
-            q_parts = _within(options.q_runs, start, stop)
-            k_parts = _within(options.k_runs, start, stop)
-            for block in _blocks(q_parts, k_parts, options.causal):
-                found.append(block._replace(batch=batch))
+    for batch, of_q, of_k in _documents(options.documents):
+        q_parts, k_parts = _within(options.q_runs, *of_q), _within(options.k_runs, *of_k)
+        for block in _blocks(q_parts, k_parts, options.causal):
+            found.append(block._replace(batch=batch))
     return found
 
 
-def _samples(documents: torch.Tensor | None) -> Iterator[tuple[slice, list[int]]]:
-    """Samples with the same documents, and those documents' boundaries from 0 to beyond every
-    position. Elsewhere than on a CPU reading them waits for the device."""
+_Ends = tuple[int, int]
+
+
+def _documents(documents: torch.Tensor | None) -> Iterator[tuple[slice, _Ends, _Ends]]:
+    """Samples with the same documents, and where each of these begins and ends among queries and
+    among keys. Elsewhere than on a CPU reading them waits for the device."""
     if documents is None:
-        yield _ALL, [0, _BEYOND]
+        yield _ALL, (0, _BEYOND), (0, _BEYOND)
         return
-    shared = len(documents) == 1
-    for sample, boundaries in enumerate(documents.tolist()):
-        yield _ALL if shared else slice(sample, sample + 1), [0, *boundaries, _BEYOND]
+    pairs = documents if documents.ndim == 3 else documents[:, None].expand(-1, 2, -1)
+    for sample, sides in enumerate(pairs.tolist()):
+        batch = _ALL if len(pairs) == 1 else slice(sample, sample + 1)
+        for ends in zip(*(pairwise([0, *side, _BEYOND]) for side in sides)):
+            yield batch, *ends
 
 
 _Part = tuple[int, Run]  # a run and its first row
@@ -299,22 +302,21 @@ def _row_blocks(q: torch.Tensor, k: torch.Tensor, options: AttentionOptions) -> 
         return
     back, where = options.window - 1 if options.window else _BEYOND, {"device": q.device}
     ahead = 0 if options.causal else back
-    for batch, bounds in _samples(options.documents):
-        for start, stop in pairwise(bounds):
-            for row, (position, length, by) in _within(options.q_runs, start, stop):
-                for at in range(0, length, ROWS):
-                    first, n = position + at * by, min(ROWS, length - at)
-                    last = first + (n - 1) * by
-                    seen = max(start, first - back), min(stop, last + 1 + ahead)
-                    keys = _within(options.k_runs, *seen)
-                    if keys:
-                        yield _Rows(
-                            batch,
-                            slice(row + at, row + at + n),
-                            torch.arange(first, last + 1, by, **where),
-                            torch.cat([torch.arange(r, r + m, **where) for r, (_, m, _) in keys]),
-                            torch.cat([torch.arange(m, **where) * s + p for _, (p, m, s) in keys]),
-                        )
+    for batch, of_q, (start, stop) in _documents(options.documents):
+        for row, (position, length, by) in _within(options.q_runs, *of_q):
+            for at in range(0, length, ROWS):
+                first, n = position + at * by, min(ROWS, length - at)
+                last = first + (n - 1) * by
+                seen = max(start, first - back), min(stop, last + 1 + ahead)
+                keys = _within(options.k_runs, *seen)
+                if keys:
+                    yield _Rows(
+                        batch,
+                        slice(row + at, row + at + n),
+                        torch.arange(first, last + 1, by, **where),
+                        torch.cat([torch.arange(r, r + m, **where) for r, (_, m, _) in keys]),
+                        torch.cat([torch.arange(m, **where) * s + p for _, (p, m, s) in keys]),
+                    )
 
 
 def _attend(rows: _Rows, q, k, v, options: AttentionOptions) -> tuple[torch.Tensor, torch.Tensor]:

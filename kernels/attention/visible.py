@@ -14,8 +14,11 @@ five numbers, (start, length) of the first and of the second and `stripes`, whic
 
 Documents are cumulative boundaries in global positions, as FlashAttention's cu_seqlens: position p
 belongs to the document [documents[j], documents[j + 1]) that holds it; documents may be empty, and
-positions from the last boundary on (padding) are one more. `document_table` turns them into the
-first and the last position of every row's document, on their device and without waiting for it.
+positions from the last boundary on (padding) are one more. Keys may have boundaries of their own:
+a query of document j sees keys of document j, start and end above are theirs, and keys that no
+query's document holds (padding among tokens) are hidden. `document_table` turns both into the first
+and the last position that every row's document has on the other side, on their device and without
+waiting for it.
 
 Window: Beltagy et al. 2020 (arXiv:2004.05150). Packing: Krell et al. 2021 (arXiv:2107.02027).
 """
@@ -32,17 +35,24 @@ from warpweave.kernels.runtime.dispatch import tl, triton
 _FAR = 2**31 - 1  # ends the last, open document; tables are int32
 
 
-def document_table(documents: torch.Tensor, runs: Sequence[Run]) -> torch.Tensor:
-    """int32[1 or B, 2, S]: the first and the last position of the document of every row.
+def document_table(
+    documents: torch.Tensor, runs: Sequence[Run], keys: bool = False
+) -> torch.Tensor:
+    """int32[1 or B, 2, S]: the first and the last position that the document of every row has on
+    the other side.
 
-    documents[1 or B, n + 1]; the S rows hold the `runs`. Never waits for the device.
+    documents[1 or B, n + 1], or [B, 2, n + 1] where keys have boundaries of their own; the S rows,
+    of queries or of `keys`, hold the `runs`. Never waits for the device.
     """
     documents = documents.clamp(max=_FAR)  # a table's entries are int32
+    own, other = (documents, documents) if documents.ndim == 2 else documents.unbind(1)
+    if keys:
+        own, other = other, own
     where = {"device": documents.device, "dtype": documents.dtype}
     position = torch.cat([torch.arange(n, **where) * by + start for start, n, by in runs])
     position = position.expand(documents.shape[0], -1).contiguous()
-    after = torch.searchsorted(documents.contiguous(), position, right=True)
-    bounds = torch.nn.functional.pad(torch.nn.functional.pad(documents, (1, 0)), (0, 1), value=_FAR)
+    after = torch.searchsorted(own.contiguous(), position, right=True)
+    bounds = torch.nn.functional.pad(torch.nn.functional.pad(other, (1, 0)), (0, 1), value=_FAR)
     table = torch.stack((bounds.gather(1, after), bounds.gather(1, after + 1) - 1), 1)
     return table.to(torch.int32)
 
@@ -91,21 +101,16 @@ def _interval(
     WINDOW: tl.constexpr,
     DOCUMENTS: tl.constexpr,
 ):
-    """The positions first..last that `position` reaches, back and ahead. An end that nothing
-    bounds is `position`, and nobody asks for it."""
+    """The positions first..last that `position` reaches, back and ahead; none if last < first. An
+    end that nothing bounds is `position`, and nobody asks for it."""
     first, last = position, position
     if BACK and WINDOW:
         first = position - window + 1
-        if DOCUMENTS:
-            first = tl.maximum(first, doc_first)
-    elif BACK and DOCUMENTS:
-        first = doc_first
     if AHEAD and WINDOW:
         last = position + window - 1
-        if DOCUMENTS:
-            last = tl.minimum(last, doc_last)
-    elif AHEAD and DOCUMENTS:
-        last = doc_last
+    if DOCUMENTS:  # also under a causal mask: the keys of a document may begin or end elsewhere
+        first = doc_first if BACK and not WINDOW else tl.maximum(first, doc_first)
+        last = doc_last if AHEAD and not WINDOW else tl.minimum(last, doc_last)
     return first, last
 
 
@@ -179,7 +184,8 @@ def span(
     elif not FIRST:
         return all_to, any_to - all_to, 0, 0
     else:
-        count = (all_from - any_from) + (any_to - all_to)
+        # Where all intervals are empty they may end tiles before they begin.
+        count = (all_from - any_from) + tl.maximum(any_to - all_to, 0)
         return any_from, count, all_from, all_to - all_from
 
 

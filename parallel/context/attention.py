@@ -290,7 +290,8 @@ class _ContextAttention(torch.autograd.Function):
         for axis in axes:
             q, k, v = (rules.all_gather(x, axis, src=S(1), dst=R) for x in (q, k, v))
         if documents is not None:
-            q = rules.einsum(f"b_h_,{'b_' if documents.ndim == 2 else '_'}->b_h_", q, documents)
+            of = ("_", "b_", "b__")[documents.ndim - 1]
+            q = rules.einsum(f"b_h_,{of}->b_h_", q, documents)
         if sinks is not None:
             q = rules.einsum("b_h_,h->b_h_", q, sinks)
         o = rules.einsum("b_h_,b_h_,b_h_->b_h_", q, k, v, linear_in=(2,))

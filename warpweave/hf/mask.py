@@ -3,8 +3,10 @@
 transformers describes a mask as a function of (sample, head, query, key), composed of closures, and
 asks the attention's own mask function to make something of it. Ours makes no S x S tensor: it reads
 the closures and writes a `Visible`, once for a forward (which waits for the device where tokens are
-padded or packed). Padding at either end makes documents of a sample, and so do packed sequences and
-chunks. What is no interval of keys per query raises ValueError.
+padded or packed). Packed sequences and chunks are documents. Padding at either end is hidden from
+all queries, also from those that are padding: these see tokens, and in front of all tokens nothing,
+which makes their output 0, as with transformers' "sdpa". What is no interval of keys per query
+raises ValueError.
 
 Models hand the mask on as a tensor, so a `Visible` travels on a `Mask`, a stand-in of the mask's
 shape whose one element is NaN: a model that computes with its mask gets a plain tensor of NaN,
@@ -40,13 +42,13 @@ class Visible(NamedTuple):
             seen &= distance.abs() < self.window
         if self.documents is None:
             return seen[None, None]
+        bounds = self.documents.to(device)
+        sides = bounds.unbind(1) if bounds.ndim == 3 else (bounds, bounds)
         of_q, of_k = (
             torch.searchsorted(
-                self.documents.to(device),
-                x.expand(len(self.documents), -1).contiguous(),
-                right=True,
+                side.contiguous(), x.expand(len(bounds), -1).contiguous(), right=True
             )
-            for x in (q, k)
+            for side, x in zip(sides, (q, k))
         )
         return (seen & (of_q[:, :, None] == of_k[:, None]))[:, None]
 
@@ -118,7 +120,7 @@ def _mask_of(
     like: torch.Tensor,
 ) -> Mask | None:
     """`make_mask` of a mask function, as a `Mask` of the shape and dtype of `like`."""
-    batch_size, _, q_length, kv_length = like.shape
+    batch_size, kv_length = len(like), like.shape[-1]
     end = max(sum(q_run), sum(k_run))
     pattern = _read(function, end)
     causal, window, starts = pattern.causal, pattern.window, list(pattern.starts)
@@ -126,17 +128,17 @@ def _mask_of(
     hidden = None
     if attention_mask is not None:
         seen = min(kv_length, sum(q_run) - k_run[0]) if causal else kv_length
-        hidden = _padding(attention_mask[:, k_run[0] :][:, :seen].bool(), seen, causal)
-    if hidden is not None and (causal or window or starts):
-        starts += [at + k_run[0] for at in hidden]
-    elif hidden is not None:  # a query sees all tokens wherever it stands itself
-        q_run, k_run, starts = _beside(*hidden, q_length, kv_length)
+        hidden = _padding(attention_mask[:, k_run[0] :][:, :seen].bool(), seen)
     later = causal and sum(k_run) - 1 > q_run[0]  # a key behind a query; none where one is decoded
-    if not starts and window is None and (q_run == k_run or not later):
+    if not starts and hidden is None and window is None and (q_run == k_run or not later):
         return None
-    end = max(sum(q_run), sum(k_run))
-    visible = Visible(causal, window, _documents(starts, batch_size, end), q_run, k_run)
-    return masked(like, visible)
+    documents = None
+    if starts or hidden is not None:
+        documents = _documents(starts, batch_size, end, like.device)
+    if hidden is not None:
+        first, stop = (at + k_run[0] for at in hidden)
+        documents = torch.stack((documents, documents.clamp(first, stop)), 1)
+    return masked(like, Visible(causal, window, documents, q_run, k_run))
 
 
 # ---------------------------------------------------------------- 1. closures
@@ -199,19 +201,16 @@ def _chunks(size: int, left_padding: torch.Tensor, end: int) -> torch.Tensor:
     return (left_padding[:, None] + steps).clamp(max=end)
 
 
-def _padding(
-    mask: torch.Tensor, seen: int, causal: bool
-) -> tuple[torch.Tensor, torch.Tensor] | None:
+def _padding(mask: torch.Tensor, seen: int) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Where the tokens of each sample begin and end, [B, 1] each, of a mask[B, up to seen] of the
-    keys that are seen at all; None if it hides no key from a token."""
+    keys that are seen at all; None if it hides none."""
     if mask.is_cpu and mask.shape[1] == seen and bool(mask.all()):  # a GPU is waited for once
         return None
     mask = torch.nn.functional.pad(mask, (0, seen - mask.shape[1]))
     first, count = mask.int().argmax(1, keepdim=True), mask.sum(1, keepdim=True)
     at = torch.arange(seen, device=mask.device)
     run = (at >= first) & (at < first + count)
-    hides = first.any() if causal else (count < seen).any()  # causal rows see nothing behind them
-    hides, broken = torch.stack((hides, (run != mask).any())).tolist()
+    hides, broken = torch.stack(((count < seen).any(), (run != mask).any())).tolist()
     if broken:
         raise ValueError(
             "warpweave attention takes padding at the ends of a sample, and attention_mask has "
@@ -220,27 +219,11 @@ def _padding(
     return (first, first + count) if hides else None
 
 
-def _beside(
-    first: torch.Tensor, stop: torch.Tensor, q_length: int, kv_length: int
-) -> tuple[_Run, _Run, list[torch.Tensor]]:
-    """Positions of queries and keys that put all queries into one document with the keys in
-    [first, stop): behind the keys if these are padded on the left, else before them."""
-    left, right = torch.stack((first.any(), (stop < kv_length).any())).tolist()
-    if left and right:
-        raise ValueError(
-            "warpweave attention takes padding on one side of the samples of a batch where queries "
-            "see all tokens, and attention_mask has zeros on both"
-        )
-    if left:
-        return (kv_length, q_length), (0, kv_length), [first]
-    return (0, q_length), (q_length, kv_length), [stop + q_length]
-
-
-def _documents(starts: list[torch.Tensor], batch_size: int, end: int) -> torch.Tensor | None:
+def _documents(
+    starts: list[torch.Tensor], batch_size: int, end: int, device: torch.device
+) -> torch.Tensor:
     """Boundaries [B, n], of everything that begins somewhere, up to the end, by which the attention
     tells them from the number of each token's document."""
-    if not starts:
-        return None
-    zero = starts[0].new_zeros(batch_size, 1)
+    zero = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
     inner = (s.expand(batch_size, -1) for s in starts)
     return torch.cat([zero, *inner, zero + end], 1).sort(1).values
