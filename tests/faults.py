@@ -58,13 +58,6 @@ FAULTS = (
         "a causal query sees keys behind the end that its document has among keys",
     ),
     Fault(
-        "tiles-below-zero",
-        "kernels/attention/visible.py",
-        "tl.maximum(any_to - all_to, 0)",
-        "any_to - all_to",
-        "tiles of one run are left out where those of the other count below zero",
-    ),
-    Fault(
         "all-gather-gradient-dim",
         "parallel/collectives.py",
         "return _summed_slice(dy, ctx.group, ctx.dim), None, None",

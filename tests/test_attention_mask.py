@@ -100,7 +100,7 @@ def test_keys_may_have_boundaries_of_their_own(impl, causal, window, documents) 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("q_runs", [ZIGZAG, STRIPED, ((130, 37, 2),)])
 def test_hidden_keys_leave_no_tile_of_another_run_out(impl, causal, q_runs) -> None:
-    """A tile whose rows see nothing of one run, which would count tiles below zero."""
+    """Also where no row of a tile sees any key of one run, whose tiles count below zero."""
     ends = torch.tensor([0, 40, 150, 200])
     documents = torch.stack((ends, ends.clamp(100, 190)))[None]
     for k_runs in (((110, 40), (3, 90)), ((3, 90), (110, 90)), ((0, 70, 3),)):

@@ -184,8 +184,7 @@ def span(
     elif not FIRST:
         return all_to, any_to - all_to, 0, 0
     else:
-        # Where all intervals are empty they may end tiles before they begin.
-        count = (all_from - any_from) + tl.maximum(any_to - all_to, 0)
+        count = (all_from - any_from) + (any_to - all_to)  # below 0 only where no row sees any key
         return any_from, count, all_from, all_to - all_from
 
 
