@@ -231,6 +231,16 @@ def test_a_cache_alone_is_seen_whole_or_as_far_as_it_is_filled():
     _agree(fa.flash_attn_with_kvcache(q, k, v, causal=True), _truth(q, k, v, causal=True)[0])
     part = fa.flash_attn_with_kvcache(q, k, v, cache_seqlens=5, num_splits=3)
     _agree(part, _truth(q, k[:, :5], v[:, :5])[0])
+    for queries, window in ((q, (-1, -1)), (torch.cat([q] * 5, 1), (4, 2))):  # 2, 10 of 7 keys
+        causal = window == (-1, -1)
+        padded = fa.flash_attn_with_kvcache(
+            queries, k, v, cache_seqlens=torch.tensor([7, 6]), cache_leftpad=torch.tensor([0, 4]),
+            causal=causal, window_size=window,
+        )  # fmt: skip
+        for i, rows in enumerate((slice(0, 7), slice(4, 6))):
+            seen = (x[i : i + 1, rows] for x in (k, v))
+            wanted = _truth(queries[i : i + 1], *seen, causal=causal, window=window)[0]
+            _agree(padded[i : i + 1], wanted)
 
 
 # ---------------------------------------------------------------- dropout
@@ -300,7 +310,7 @@ REFUSED = {
     "too far": (lambda: _varlen([0, 5], [0, 4]), r"cu_seqlens_q must ascend .* 4 rows, got"),
     "descends": (lambda: _varlen([0, 4], [0, 3, 2]), "cu_seqlens_k must ascend from 0"),
     "not as many": (lambda: _varlen([0, 4], [0, 2, 4]), "has 1 sequences, cu_seqlens_k 2"),
-    "leftpad": (lambda: _cached(cache_leftpad=torch.zeros(B)), "cache_leftpad is not supported"),
+    "leftpad": (lambda: _cached(cache_leftpad=torch.tensor([0, 7])), "cache_leftpad must be 2 num"),
     "v alone": (lambda: _cached(v=NEW["v"], cache_seqlens=1), "given together or not at all"),
     "no length": (lambda: _cached(**NEW), "k needs cache_seqlens"),
     "full": (lambda: _cached(**NEW, cache_seqlens=5), r"cache_seqlens must be 2 numbers in 0..4"),

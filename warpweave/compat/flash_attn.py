@@ -9,9 +9,9 @@ has no bound, `causal` sets right to 0. Rows that see no key are 0, with lse = -
 
 How that is said in our kernel, whose window has the same width on both sides: a causal query that
 stands `right` positions further sees just as far ahead, so a lopsided window is a causal one of
-left + right + 1 keys. Packed sequences (`varlen`) whose queries and keys have the same boundaries
-are one call with documents, without waiting for the device if both are one tensor; others, and
-those with a lopsided window, are one call for each sequence, after their boundaries were read.
+left + right + 1 keys. Packed sequences (`varlen`) are one call with documents, without waiting for
+the device, if they have no mask or one tensor of boundaries; others, and those with a lopsided
+window, are one call for each sequence after their boundaries were read, if these differ.
 
 Any floating dtype of at least 16 bits and any head size up to 256. Results do not depend on
 `deterministic`: the backward has no atomics, so both values mean the same. Dropout zeroes weights
@@ -134,17 +134,21 @@ def flash_attn_varlen_func(
         if x.ndim != 1 or len(x) < 1 or x.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"{name} must be int32[n + 1], got {x.dtype} {tuple(x.shape)}")
     options = _options(dropout_p, softmax_scale, softcap)
-    if cu_seqlens_q is cu_seqlens_k and len(q) == len(k):
-        one_call = _mask(causal, window_size, len(q), len(q))
-        if "q_runs" not in one_call:
-            rows = {"q_runs": ((0, len(q)),), "k_runs": ((0, len(q)),)}
-            o, lse = attention(
-                q[None], k[None], v[None], documents=cu_seqlens_q, return_lse=True,
-                **one_call, **rows, **options,
-            )  # fmt: skip
-            return _result((o[0], lse[0]), return_attn_probs)
-    q_ends, k_ends = (_ends(*each) for each in (
-        ("cu_seqlens_q", cu_seqlens_q, q), ("cu_seqlens_k", cu_seqlens_k, k)))  # fmt: skip
+    both = ("cu_seqlens_q", cu_seqlens_q, q), ("cu_seqlens_k", cu_seqlens_k, k)
+    if q.is_cpu:  # elsewhere reading them waits for the device
+        for each in both:
+            _ends(*each)
+    same = cu_seqlens_q is cu_seqlens_k and len(q) == len(k)
+    unmasked = not causal and max(window_size) < 0 and len(cu_seqlens_q) == len(cu_seqlens_k)
+    one_call = _mask(causal, window_size, len(q), len(q))
+    if unmasked or (same and "q_runs" not in one_call):
+        one_call |= {"q_runs": ((0, len(q)),), "k_runs": ((0, len(k)),)}
+        documents = torch.stack((cu_seqlens_q, cu_seqlens_k.to(cu_seqlens_q)))[None]
+        o, lse = attention(
+            q[None], k[None], v[None], documents=documents, return_lse=True, **one_call, **options
+        )
+        return _result((o[0], lse[0]), return_attn_probs)
+    q_ends, k_ends = (_ends(*each) for each in both)
     if len(q_ends) != len(k_ends):
         raise ValueError(
             f"cu_seqlens_q has {len(q_ends) - 1} sequences, cu_seqlens_k {len(k_ends) - 1}"
@@ -249,13 +253,15 @@ def flash_attn_with_kvcache(
             int[B], which is read: this waits for the device. None (without k): all of them. Samples
             of different lengths are one call each.
         rotary_interleaved: pairs are (2i, 2i + 1), not (i, i + R/2).
+        cache_leftpad: the first row of the cache that holds a token, for all samples or int[B],
+            which is read; those before it are hidden.
         num_splits: how flash-attention divides its work; it has no meaning here.
 
     Returns o[B, Sq, Hq, D], with `return_softmax_lse` (o, lse[B, Hq, Sq]); no gradients. Raises
     ValueError on a cache that is full, on tensors that belong together and are not given so, and on
-    `cache_leftpad`, `block_table` (a paged cache) and `alibi_slopes`.
+    `block_table` (a paged cache) and `alibi_slopes`.
     """
-    _refuse(alibi_slopes=alibi_slopes, block_table=block_table, cache_leftpad=cache_leftpad)
+    _refuse(alibi_slopes=alibi_slopes, block_table=block_table)
     if (k is None) != (v is None) or (rotary_cos is None) != (rotary_sin is None):
         raise ValueError("k and v, and rotary_cos and rotary_sin, are given together or not at all")
     if k is None and rotary_cos is not None:
@@ -280,6 +286,10 @@ def flash_attn_with_kvcache(
     rows = _integers("cache_batch_idx", samples, batch, k_cache.shape[0] - 1)
     if new and len(set(rows)) < batch:
         raise ValueError(f"cache_batch_idx must not name a sample twice, got {rows}")
+    begins = None
+    if cache_leftpad is not None:
+        found = _integers("cache_leftpad", cache_leftpad, batch, k_cache.shape[1])
+        begins = torch.tensor(found, device=q.device)
     options = _options(0.0, softmax_scale, softcap)
     as_one = len(set(filled)) == 1 and rows == list(range(len(k_cache)))
     parts = []
@@ -295,7 +305,8 @@ def flash_attn_with_kvcache(
             k_cache[cached, length : length + new] = keys
             v_cache[cached, length : length + new] = v[these]
         keys, values = (cache[cached, : length + new] for cache in (k_cache, v_cache))
-        parts.append(_attend(queries, keys, values, causal, window_size, options))
+        first = None if begins is None else begins[these]
+        parts.append(_attend(queries, keys, values, causal, window_size, options, first))
     o, lse = (torch.cat(each) if len(each) > 1 else each[0] for each in zip(*parts))
     return (o, lse) if return_softmax_lse else o
 
@@ -304,10 +315,20 @@ def flash_attn_with_kvcache(
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, window_size: Window, options: dict
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    window_size: Window,
+    options: dict,
+    first: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(o, lse) of queries at the end of the keys."""
+    """(o, lse) of queries at the end of the keys, of which those before row first[B] are hidden."""
     mask = _mask(causal, window_size, q.shape[1], k.shape[1])
+    if first is not None:
+        start = max(q.shape[1] - k.shape[1], 0)  # where the keys' rows begin
+        ends = torch.tensor([[0, start + k.shape[1]]], device=q.device).expand(len(q), -1)
+        mask["documents"] = torch.stack((ends, ends.clamp(min=start + first[:, None])), 1)
     o, lse = attention(q, k, v, return_lse=True, **mask, **options)
     return o, lse
 
@@ -346,7 +367,6 @@ def _refuse(**given: Tensor | None) -> None:
     reasons = {
         "alibi_slopes": "adds no bias to the scores",
         "block_table": "reads no paged cache",
-        "cache_leftpad": "reads caches from their first row on",
     }
     for name, value in given.items():
         if value is not None:
