@@ -431,7 +431,7 @@ def _refused(rank: int) -> None:
             options = {"layout": layout, "group": dist.group.WORLD} | options
             with pytest.raises(ValueError, match=rf"cp rank {rank} of 2: .*{message}"):
                 context_attention(*tensors, **options)
-        with pytest.raises(ValueError, match=r"^strategy must be one of .* got 'rings'$"):
+        with pytest.raises(ValueError, match=r"^strategy must be Links or one of .* got 'rings'$"):
             context_attention(q, kv, kv, layout=layout, group=dist.group.WORLD, strategy="rings")
         with pytest.raises(AssertionError, match="something was sent"):
             context_attention(q, kv, kv, layout=layout, group=dist.group.WORLD)

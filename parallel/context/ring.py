@@ -274,14 +274,15 @@ def ring_backward(
     dq = None
     for before, at, onward in zip((visits[0], *visits), visits, (*visits[1:], 0)):
         yield from _backward_hops(route, here, spare, own, (before, at, onward))
-        block, first, tile = route.block(at), route.reach(at) == at, (None, None)
+        block, first = route.block(at), route.reach(at) == at
+        into: Sequence[torch.Tensor | None] = (None, None)
         if first:  # no gradient arrives beside this tile: it is made where it is sent from
-            tile = spare.dkv.zero_().transpose(2, 3)
+            into = [*spare.dkv.zero_().transpose(2, 3)]
         if block is not None:
             k, v = here.kv.transpose(2, 3)
             dq, *tile = block_bwd(
                 do, q, k, v, lse, delta, block,
-                o=o, grad_dtype=grad_dtype, into=(dq, *tile),
+                o=o, grad_dtype=grad_dtype, into=(dq, *into),
             )  # fmt: skip
         yield None  # the gradient that arrives is of the block just computed
         if block is not None and not first:
