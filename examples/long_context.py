@@ -23,10 +23,9 @@ from warpweave.engine import Engine
 from warpweave.gpt import GPTConfig
 from warpweave.launch import join
 from warpweave.metrics import peak_memory
-from warpweave.parallel.context import Strategy, measure_links
-from warpweave.parallel.context.explain import explain, table
-from warpweave.parallel.layout import cut
+from warpweave.parallel.context.explain import table
 from warpweave.parallel.mesh import Mesh
+from warpweave.parallel.words import Choice
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class Config:
     """Ids of the model; the text has 64."""
     cp: int | None = None
     """Context ranks; default: all."""
-    strategy: Strategy = "auto"
+    strategy: Choice = "measured"
     steps: int = 3
 
 
@@ -55,21 +54,11 @@ def main(config: Config) -> dict[str, list[float]]:
         config.vocab, config.tokens, config.layers, config.width, heads, positions="rope",
         norm="rms", activation="swiglu", bias=False, windows=(config.window,),
     )  # fmt: skip
-    links = None
-    if sizes.cp > 1:
-        sample = torch.randn(1, 2048, heads, 16, device=session.device)
-        links = measure_links(mesh.group("cp"), sample)
-    costs = explain(
-        cut(config.tokens, sizes.cp, "contiguous"), heads=heads, kv_heads=heads, head_dim=16,
-        itemsize=4, window=config.window, links=links,
-    )  # fmt: skip
-    strategy = config.strategy
-    if strategy == "auto":
-        strategy = next(cost.strategy for cost in costs if cost.auto)
-    plan = ParallelPlan(layout="contiguous", cp_strategy=strategy, recompute="full")
+    plan = ParallelPlan(layout="contiguous", cp_strategy=config.strategy, recompute="full")
     engine = Engine(model, mesh, plan, device=session.device)
     if session.rank == 0:
-        print(table(costs))
+        attention = engine.gpt.blocks["0"].attention
+        print(table(attention.context_costs(engine.gpt.layout, 1)))
         logits = 4 * config.tokens * config.vocab / 2**20
         print(f"logits of all tokens, which nobody holds: {logits:.0f} MiB")
     before, losses = peak_memory(session.device, mesh), []

@@ -18,7 +18,8 @@ from warpweave.layers.context import TokenContext
 from warpweave.layers.fusable import fusable
 from warpweave.layers.linear import ColumnParallelLinear, RowParallelLinear
 from warpweave.layers.norm import ColumnParallelRMSNorm, RMSNorm
-from warpweave.parallel.context import Strategy, check_strategy, context_attention
+from warpweave.parallel.context import Links, Strategy, check_strategy, context_attention
+from warpweave.parallel.context.explain import Cost, explain
 from warpweave.parallel.layout import SequenceLayout
 from warpweave.parallel.mesh import ConnectedMesh, connected
 from warpweave.parallel.shard import Cut, ParamRecord
@@ -76,7 +77,7 @@ class Attention(nn.Module):
         sequence_parallel: input and output are x[T/tp, E], rows cut over the tensor axis.
         overlap: as ``ColumnParallelLinear``.
         strategy: how ranks of the context axis attend to one another's tokens: "ring", "gather",
-            "ulysses", "hybrid" or "auto", see ``parallel.context``.
+            "stream", "ulysses", "hybrid", "auto" or `Links`, see ``parallel.context``.
         out_init: standard deviation of a keyed initialisation of the output projection.
         impl: "triton", "torch" or None, as for the kernels.
 
@@ -104,7 +105,7 @@ class Attention(nn.Module):
         mesh: ConnectedMesh | None = None,
         sequence_parallel: bool = False,
         overlap: str = "auto",
-        strategy: Strategy = "auto",
+        strategy: Strategy | Links = "auto",
         out_init: float = 0.02,
         impl: str | None = None,
     ) -> None:
@@ -132,7 +133,7 @@ class Attention(nn.Module):
         )
         self.causal, self.window, self.softcap = causal, window, softcap
         self.rope_theta, self.impl = rope_theta, impl
-        self.strategy: Strategy = check_strategy(strategy)
+        self.strategy = check_strategy(strategy)
         if overlap == "fused":
             check_fusing(impl)
         where = {
@@ -185,6 +186,23 @@ class Attention(nn.Module):
         """Sinks 0; the projections have their own."""
         if self.sinks is not None:
             nn.init.zeros_(self.sinks)
+
+    def context_costs(self, layout: SequenceLayout, batch: int) -> tuple[Cost, ...]:
+        """What each strategy costs here, and which is taken; see ``parallel.context.explain``."""
+        sizes, strategy = self.mesh.sizes, self.strategy
+        heads = self.num_heads // sizes.tp
+        return explain(
+            layout,
+            heads=heads,
+            kv_heads=heads // self.group,
+            head_dim=self.head_dim,
+            batch=batch,
+            itemsize=self.qkv.weight.itemsize,
+            causal=self.causal,
+            window=self.window,
+            neighbours=sizes.ulysses if sizes.ulysses > 1 else None,
+            links=strategy if isinstance(strategy, Links) else None,
+        )
 
     def forward(
         self, x: Tensor, context: TokenContext | None = None, *, add_bias: bool = True

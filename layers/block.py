@@ -12,7 +12,7 @@ from warpweave.layers.fusable import fusable
 from warpweave.layers.linear import RowParallelLinear
 from warpweave.layers.mlp import MLP
 from warpweave.layers.norm import make_norm
-from warpweave.parallel.context import Strategy
+from warpweave.parallel.context import Links, Strategy
 from warpweave.parallel.mesh import ConnectedMesh
 
 
@@ -60,7 +60,7 @@ class TransformerBlock(nn.Module):
         mesh: ConnectedMesh | None = None,
         sequence_parallel: bool = False,
         overlap: str = "auto",
-        strategy: Strategy = "auto",
+        strategy: Strategy | Links = "auto",
         out_init: float = 0.02,
         impl: str | None = None,
     ) -> None:

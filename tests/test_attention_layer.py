@@ -232,20 +232,26 @@ def test_heads_cut_over_tensor_ranks_equal_one_device(sizes):
 
 def _on_context_ranks(rank: int) -> None:
     mesh = Mesh(cp=2, tp=2).connect()
+    _over_context_ranks(mesh, {})
+    for strategy in ("ring", "gather", "stream", "ulysses"):
+        _over_context_ranks(mesh, {"strategy": strategy, "impl": "triton"})
+
+
+def _over_context_ranks(mesh: ConnectedMesh, how: dict) -> None:
     at = mesh.index("cp")
     torch.manual_seed(7)
     options = {"num_kv_heads": 2, "rope_theta": 100.0, "window": 5, "softcap": 1.0, "sinks": True}
-    layer = Attention(12, 6, mesh=mesh, **options, **F64)
+    layer = Attention(12, 6, mesh=mesh, **how, **options, **F64)
     torch.manual_seed(7)
     alone = Attention(12, 6, **options, **F64)
     with torch.no_grad():
         alone.sinks.copy_(draw(3, 6))
         layer.sinks.copy_(layer.records["sinks"].slice(alone.sinks, mesh.coords))
-    x, layout = draw(1, 2, 8, 12).requires_grad_(), SequenceLayout(8, 2)
+    x, layout = draw(1, 1, 8, 12).requires_grad_(), SequenceLayout(8, 2)
     rope = rope_table(layout.positions(at), 2, theta=100.0, dtype=torch.float64)
     mine = layout.shard(x, at, 1).flatten(0, 1).detach().requires_grad_()
-    y = layer(mine, TokenContext(2, layout, rope))
-    truth, dy = alone(x), draw(4, 2, 8, 12)
+    y = layer(mine, TokenContext(1, layout, rope))
+    truth, dy = alone(x), draw(4, 1, 8, 12)
     truth.backward(dy)
     y.backward(layout.shard(dy, at, 1).flatten(0, 1))
     assert_close_f64(y, layout.shard(truth, at, 1).flatten(0, 1), RTOL)

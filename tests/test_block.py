@@ -468,5 +468,5 @@ def test_an_unknown_impl_is_refused_when_a_layer_is_made(make) -> None:
 
 
 def test_an_unknown_strategy_is_refused_when_a_layer_is_made() -> None:
-    with pytest.raises(ValueError, match=r"^strategy must be one of .*, got 'rings'$"):
+    with pytest.raises(ValueError, match=r"^strategy must be Links or one of .*, got 'rings'$"):
         TransformerBlock(8, 2, 16, strategy="rings")

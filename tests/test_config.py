@@ -93,8 +93,8 @@ def test_the_help_says_what_each_option_is_and_its_default(capsys):
         "--schedule {gpipe,1f1b,interleaved} Order of the micro-batches in a pipeline. (default: "
         "1f1b)",
         "--batch INT Sequences per micro-batch. (default: 8)",
-        "--cp-strategy {auto,ring,gather,stream,ulysses,hybrid} How context ranks attend to one "
-        "another's tokens",
+        "--cp-strategy {auto,ring,gather,stream,ulysses,hybrid,measured} How context ranks "
+        "attend to one another's tokens",
     ):
         assert line in shown
     for record in (GPTConfig, ParallelPlan):
@@ -153,6 +153,7 @@ def test_a_plan_that_the_model_cannot_follow_is_refused(plan, message):
         (Mesh(tp=4, cp=2), "ulysses", "2 ranks that trade rows for heads need .*, got 1"),
         (Mesh(cp=4), "hybrid", "strategy 'hybrid' needs a pair of groups, got one"),
         (Mesh(cp=4, ulysses=2), "ring", "strategy 'ring' needs one group, got a pair"),
+        (Mesh(cp=4, ulysses=2), "measured", "cp_strategy = 'measured' has no choice with .*: .*"),
     ],
 )
 def test_a_context_that_the_mesh_cannot_follow_is_refused(mesh, strategy, message):

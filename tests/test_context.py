@@ -98,16 +98,20 @@ def _options(length: int) -> list[dict]:
 
 
 def _every_option(rank: int, world: int) -> None:
-    for kind, i in itertools.product(("zigzag", "contiguous", "striped"), range(10)):
-        case = Case(SequenceLayout(6 * world, world, kind), batch=2, heads=4, kv_heads=2)
+    kinds = ("zigzag", "contiguous", "striped") if world <= 4 else ("zigzag",)
+    for kind, i in itertools.product(kinds, range(10) if world <= 4 else (7, 9)):
+        heads = 4 if world <= 4 else 8
+        case = Case(SequenceLayout(6 * world, world, kind), batch=2, heads=heads, kv_heads=2)
         options = {"causal": True} | _options(case.layout.seq_len)[i]
+        if "sinks" in options:
+            options["sinks"] = SINKS.repeat(heads // 4)
         if kind == "striped" and i not in (0, 4, 6, 7, 9):
             continue  # enough to meet windows, sinks, documents and dropout
         (whole, (do, dlse)), (mine, cotangents) = case.draw(), case.shard(rank)
         whole, mine = ([x.clone().requires_grad_() for x in xs] for xs in (whole, mine))
         if "sinks" in options:  # every rank has them whole, and a share of their gradient
-            whole.append(SINKS.clone().requires_grad_())
-            mine.append(SINKS.clone().requires_grad_())
+            whole.append(options["sinks"].clone().requires_grad_())
+            mine.append(options["sinks"].clone().requires_grad_())
         given = {key: value for key, value in options.items() if key != "sinks"}
         o, lse = reference.attention(*whole[:3], sinks=(whole[3:] or [None])[0], **given)
         seen = lse.detach().isfinite()  # -inf has no gradient
@@ -128,7 +132,7 @@ def _every_option(rank: int, world: int) -> None:
                 assert_close_f64(dsinks, expected[3])
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3, 4, 6, 8])
 def test_masks_scores_sinks_and_dropout_equal_one_device(world: int) -> None:
     run_ranks(world, _every_option, world)
 
@@ -280,18 +284,6 @@ def _own_value_dim(rank: int) -> None:
 _start = gather.start_all_gather
 
 
-def _interpreted(rank: int) -> None:
-    for kv_heads, strategy in itertools.product((4, 1), STRATEGIES):
-        case = Case(SequenceLayout(12, 2), heads=4, kv_heads=kv_heads, batch=1)
-        for name, got in zip(NAMES, _run(case, rank, strategy, impl="triton")):
-            expected = case.layout.shard(case.truth()[NAMES.index(name)], rank, 1 + (name == "lse"))
-            assert_close_f64(got, expected)
-
-
-def test_triton_kernels_under_every_strategy() -> None:
-    run_ranks(2, _interpreted)
-
-
 def _any_strides(rank: int) -> None:
     """A head, a row or an element of it may lie anywhere."""
     case = Case(SequenceLayout(12, 2), heads=4, kv_heads=2)
@@ -432,7 +424,7 @@ def _refused(rank: int) -> None:
             options = {"layout": layout, "group": dist.group.WORLD} | options
             with pytest.raises(ValueError, match=rf"cp rank {rank} of 2: .*{message}"):
                 context_attention(*tensors, **options)
-        with pytest.raises(ValueError, match=r"^strategy must be one of .* got 'rings'$"):
+        with pytest.raises(ValueError, match=r"^strategy must be Links or one of .* got 'rings'$"):
             context_attention(q, kv, kv, layout=layout, group=dist.group.WORLD, strategy="rings")
         with pytest.raises(AssertionError, match="something was sent"):
             context_attention(q, kv, kv, layout=layout, group=dist.group.WORLD)

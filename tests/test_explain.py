@@ -207,7 +207,7 @@ def _taken(rank: int) -> None:
         case = Case(layout, heads=8, kv_heads=kv_heads, batch=1)
         costs = _costs(case, links)
         fit = [c for c in costs.values() if links.memory is None or c.memory <= links.memory]
-        assert min(fit, key=lambda cost: (cost.exposed, cost.memory)).strategy == name, costs
+        assert min(fit, key=lambda cost: (cost.exposed, cost.messages)).strategy == name, costs
         assert [c.strategy for c in costs.values() if c.auto] == [name]
         assert _ran(case, rank, links) == name
 
@@ -223,7 +223,7 @@ def _ran(case: Case, rank: int, links: Links | None) -> str:
     }
     with mock.patch.object(attention, "_STRATEGIES", watched):
         context_attention(
-            *inputs, layout=case.layout, group=dist.group.WORLD, window=case.window, links=links
+            *inputs, layout=case.layout, group=dist.group.WORLD, window=case.window, strategy=links
         )
     return ran[0]
 

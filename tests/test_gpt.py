@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from warpweave.config import ParallelPlan
 from warpweave.gpt import GPT, PRESETS, GPTConfig
 from warpweave.kernels.rope import RopeScaling
+from warpweave.parallel.context import Links
 from warpweave.parallel.mesh import ConnectedMesh, Mesh
 from warpweave.plain_gpt import plain_gpt_logits, plain_gpt_loss, plain_init, plain_shapes
 from warpweave.prove.expected import plain_config as _plain
@@ -181,6 +182,25 @@ def test_the_plans_words_arrive_in_every_block():
         with patched, pytest.raises(InterruptedError):
             gpt.logits(torch.empty(3, gpt.config.width, device="meta"), None)
         assert told.call_args.kwargs["overlap"] == overlap
+
+
+def _measured(rank: int) -> None:
+    plan, mesh = ParallelPlan(cp_strategy="measured"), Mesh(cp=2).connect()
+    for links, name in ((Links(1e9, 1e8), "ring"), (Links(1e9, 1e20), "ulysses")):
+        with mock.patch("warpweave.gpt.measure_links", return_value=links) as measured:
+            gpt = GPT(CONFIGS["gpt2"], mesh=mesh, plan=plan, **F64)
+        (group, x), _ = measured.call_args
+        assert (group, x.shape, x.dtype) == (mesh.group("cp"), (1, 6, 6, 2), torch.float64)
+        assert {block.attention.strategy for block in gpt.blocks.values()} == {links}
+        rows = gpt.explain_context(3).splitlines()[2:]  # one for all layers, as they are alike
+        assert [row.split()[0] for row in rows if "auto (least exposed)" in row] == [name]
+
+
+def test_a_plan_may_let_ranks_choose_by_their_measured_speeds():
+    run_ranks(2, _measured)
+    with mock.patch("warpweave.gpt.measure_links", side_effect=InterruptedError):  # one rank: none
+        alone = GPT(CONFIGS["gpt2"], plan=ParallelPlan(cp_strategy="measured"), device="meta")
+    assert alone.strategy == "auto"
 
 
 @pytest.mark.parametrize(

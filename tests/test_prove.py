@@ -554,13 +554,21 @@ def test_the_table_holds_every_mesh_and_every_choice_that_means_something(world)
             assert ways == ({"auto", "none", "chunked"} if tp > 1 else {"auto"})
         several = {"interleaved"} if pp > 1 else set()
         assert {lay.schedule for lay in mine} == {"gpipe", "1f1b"} | several
-        styles = set(itertools.product(("gpt2", "llama"), (True, False)))
+        styles = set(itertools.product(("gpt2", "llama", "qwen"), (True, False)))
         assert {(lay.style, lay.tied) for lay in mine} == styles
         if pp > 1:  # fewer micro-batches than stages, and more
             assert (
                 min(lay.microbatches for lay in mine) < pp < max(lay.microbatches for lay in mine)
             )
     assert {lay.recompute for lay in layouts} == {"none", "selective", "full"}
+    if world == 4:  # every strategy on every cut that it knows, of windows and of packed documents
+        sequences = [lay for lay in layouts if lay.mesh.cp > 1]
+        cuts = {(lay.strategy, lay.layout) for lay in sequences}
+        assert len(cuts) == 3 + 4 * 3 + 2  # a ring has no balanced one, a hybrid no striped either
+        met = {(lay.strategy, lay.layout, bool(lay.model.windows), lay.packed) for lay in sequences}
+        assert met == {
+            (*cut, *b) for cut in cuts for b in itertools.product((True, False), repeat=2)
+        }
 
 
 @pytest.mark.parametrize(("world", "axes"), [(5, {1}), (6, {2}), (7, {1}), (8, {3}), (9, {2})])

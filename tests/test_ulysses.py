@@ -232,7 +232,7 @@ def _hybrid(rank: int, world: int, neighbours: int) -> None:
     with pytest.raises(ValueError, match="'hybrid' needs a zigzag or contiguous layout"):
         context_attention(*striped.shard(rank)[0], layout=striped.layout, group=pair)
     cut = replace(case, layout=balance(8 * world, world))
-    given = {"layout": cut.layout, "group": pair, "links": Links(1e9, 1e14)}
+    given = {"layout": cut.layout, "group": pair, "strategy": Links(1e9, 1e14)}
     with pytest.raises(ValueError, match=r"balanced layout is for .* not 'hybrid'"):
         context_attention(*cut.shard(rank)[0], **given)
 

@@ -17,7 +17,7 @@ from warpweave.kernels.attention.options import check_documents
 from warpweave.kernels.attention.visible import document_table
 from warpweave.kernels.dropout import Drop, dropout
 from warpweave.kernels.rope import rope_table
-from warpweave.layers.attention import HeadStyle
+from warpweave.layers.attention import Attention, HeadStyle
 from warpweave.layers.block import TransformerBlock
 from warpweave.layers.context import TokenContext
 from warpweave.layers.embedding import PositionEmbedding, VocabParallelEmbedding
@@ -25,6 +25,8 @@ from warpweave.layers.loss import VocabParallelLinearCrossEntropy
 from warpweave.layers.norm import make_norm
 from warpweave.layers.records import collect_records
 from warpweave.parallel.collectives import Pending
+from warpweave.parallel.context import Links, Strategy, measure_links
+from warpweave.parallel.context.explain import table
 from warpweave.parallel.data.zero import Unit
 from warpweave.parallel.layout import SequenceLayout, cut
 from warpweave.parallel.mesh import ConnectedMesh, connected
@@ -55,6 +57,9 @@ class MicroBatch:
     normaliser: Tensor | Pending
 
 
+_TIMED = 2048  # tokens whose attention is timed: much longer than a launch, no second on a CPU
+
+
 def _rounded(x: float, dtype: torch.dtype) -> float:
     """x as a tensor of `dtype` would hold it: transformers' factor of a bf16 embedding is bf16."""
     bits = 1 - round(math.log2(torch.finfo(dtype).eps))
@@ -72,6 +77,7 @@ class GPT(nn.Module):
         config: sizes and style.
         mesh: the connected mesh; None is one device.
         plan: how the model is cut over it; of its recomputations, "full" is applied by `segments`.
+            With ``cp_strategy="measured"`` context ranks exchange and attend here, to time it.
             Left out, tensor ranks do not cut the tokens; a plan that is given cuts them unless it
             says otherwise.
         seed: of the initialisation.
@@ -104,6 +110,7 @@ class GPT(nn.Module):
         self.stages = tuple(s for s, rank in enumerate(self.placement) if rank == here)
         self.first, self.last = self.placement[0] == here, self.placement[-1] == here
         factory = {"device": device, "dtype": dtype}
+        self.strategy = self._strategy(dtype)
         where = {"mesh": mesh, "sequence_parallel": self.sequence_parallel}
 
         if self.first or (self.last and config.tied):
@@ -166,13 +173,34 @@ class GPT(nn.Module):
             style=style,
             dropout=c.dropout,
             site=1 + 2 * i,
-            strategy=self.plan.cp_strategy,
+            strategy=self.strategy,
             overlap=self.plan.overlap,
             recompute="up" if self.plan.recompute == "selective" else None,
             out_init=0.02 / math.sqrt(2 * c.layers),
             impl=self.impl,
             **options,
         )
+
+    def _strategy(self, dtype: torch.dtype | None) -> Strategy | Links:
+        """What the plan says, or how fast these context ranks are."""
+        choice, ranks = self.plan.cp_strategy, self.mesh.device_mesh
+        if choice != "measured":
+            return choice
+        group = self.mesh.group("cp")
+        if group is None or ranks is None:
+            return "auto"
+        rows, heads = min(self.layout.local_len, _TIMED), self.config.heads // self.mesh.size("tp")
+        shape = 1, rows, heads, self.config.head_dim
+        return measure_links(group, torch.zeros(shape, dtype=dtype, device=ranks.device_type))
+
+    def explain_context(self, batch: int) -> str:
+        """The speeds of context ranks, if known, and what attention of so many samples does."""
+        taken = {}
+        for layer in self.modules():
+            if isinstance(layer, Attention):
+                costs = layer.context_costs(self.layout, batch)
+                taken |= {cost: None for cost in costs if cost.auto}
+        return f"context ranks, {self.strategy}:\n{table([*taken])}"
 
     def layers_of(self, stage: int) -> range:
         """The blocks that lie on pipeline stage `stage`, as even as can be."""

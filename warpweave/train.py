@@ -449,6 +449,8 @@ def train_rank(config: TrainConfig, port: int | None = None) -> int:
     with reported(session, _RAISED_BY_ALL):
         if session.rank == 0:
             say(trainer.describe())
+            if config.plan.cp_strategy == "measured":
+                say(trainer.engine.gpt.explain_context(config.batch))
             if config.overlap_table is not None:  # what is shipped has no rows yet: all is "none"
                 gpt = trainer.engine.gpt
                 block, tokens = next(iter(gpt.blocks.values())), config.batch * gpt.layout.local_len

@@ -14,9 +14,9 @@ For q[B, S/cp, Hq, D] and k, v[B, S/cp, Hkv, D] in a `SequenceLayout`
                (gather.py); exposed, and memory for the whole K‖V (and backward dK‖dV).
     "stream"   the same for one KV head after the other, the next one's K‖V under compute; memory
                for two of them.
-    "auto"     with `links`, the one that leaves least exposed of those that fit the memory;
-               without, by bytes. `explain` has bytes, memory and seconds of each, and says which
-               it is; shapes, mask and speeds decide, so ranks agree.
+    "auto"     one of them by bytes; given `Links` instead of a name, the one that leaves least
+               exposed of those that fit the memory. `explain` has bytes, memory and seconds of
+               each, and says which it is; shapes, mask and speeds decide, so ranks agree.
 
 Every result equals attention on the whole sequence up to the order of sums.
 """
@@ -69,8 +69,7 @@ def context_attention(
     dropout: float = 0.0,
     dropout_seed: int = 0,
     dropout_origin: tuple[int, int] = (0, 0),
-    strategy: Strategy = "auto",
-    links: Links | None = None,
+    strategy: Strategy | Links = "auto",
     return_lse: bool = False,
     overlap: bool = True,
     impl: str | None = None,
@@ -90,8 +89,8 @@ def context_attention(
             every rank.
         sinks: [Hq], replicated; its gradient is that of this rank's rows, a partial sum.
         dropout, dropout_seed, dropout_origin: as `attention`: the mask is that of one device.
-        strategy: "ring", "gather", "stream", "ulysses", "hybrid" or "auto" (see the module).
-        links: measured speeds, the same on every rank, by which "auto" chooses.
+        strategy: "ring", "gather", "stream", "ulysses", "hybrid" or "auto" (see the module), or the
+            speeds by which to choose, the same on every rank (`measure_links`).
         return_lse: also return lse[B, Hq, S/cp] (natural log; fp32, or float64 for float64).
         overlap: False waits for each ring message before computing; the results are bitwise equal.
             In "stream" a gather waits for the head before; "gather" and "ulysses" have nothing to
@@ -121,13 +120,13 @@ def context_attention(
             check_boundaries(options, layout.seq_len)
             heads = q.shape[2], k.shape[2]
             trading = group_size(neighbours) if isinstance(group, tuple) else None
-            if strategy == "auto" and links is not None:
-                strategy = _least_exposed(layout, q, k, options, trading, links)
-            strategy = resolve_strategy(
-                strategy, layout, heads, trading, causal=causal, window=window
-            )
+            if isinstance(strategy, Links):
+                taken = _least_exposed(layout, q, k, options, trading, strategy)
+            else:
+                taken = strategy
+            taken = resolve_strategy(taken, layout, heads, trading, causal=causal, window=window)
             options = _without_padding(options, layout, q.device)
-            if strategy == "ulysses":
+            if taken == "ulysses":
                 ring, neighbours = None, ring
     except ValueError as error:
         raise ValueError(f"context_attention, cp rank {rank} of {size}: {error}") from None
@@ -136,16 +135,16 @@ def context_attention(
     else:
         where = layout, ring, neighbours
         o, lse = _ContextAttention.apply(
-            q, k, v, sinks, _STRATEGIES[strategy], *where, options, overlap
+            q, k, v, sinks, _STRATEGIES[taken], *where, options, overlap
         )
     o = o if o.shape[-1:] == width else o[..., : width[0]]
     return (o, lse) if return_lse else o
 
 
-def check_strategy(strategy: Strategy) -> Strategy:
+def check_strategy(strategy: Strategy | Links) -> Strategy | Links:
     """`strategy` itself; ValueError if it is no known name. Layers ask when they are made."""
-    if strategy not in get_args(Strategy):
-        raise ValueError(f"strategy must be one of {get_args(Strategy)}, got {strategy!r}")
+    if not isinstance(strategy, Links) and strategy not in get_args(Strategy):
+        raise ValueError(f"strategy must be Links or one of {get_args(Strategy)}, got {strategy!r}")
     return strategy
 
 

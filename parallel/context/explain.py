@@ -69,9 +69,9 @@ def explain(
         itemsize: bytes of an element of q, k and v.
         causal, window: the mask, which may spare hops of the ring.
         neighbours: of a pair of groups, the ranks that trade rows for heads: "hybrid" alone then.
-        links: measured speeds. With them the strategies are in order of exposed time, and "auto" is
-            the first that holds no more than ``links.memory``, if any does. Without they are in
-            order of bytes, and "auto" is what `by_bytes` says.
+        links: measured speeds. With them the strategies are in order of exposed time, then of
+            messages, and "auto" is the first that holds no more than ``links.memory``, if any does.
+            Without they are in order of bytes, and "auto" is what `by_bytes` says.
     """
     shape = _Shape(layout, heads, kv_heads, head_dim, batch, itemsize, causal, window)
     if neighbours is not None:
@@ -86,7 +86,7 @@ def explain(
         return tuple(replace(c, auto=why if c.strategy == taken else "") for c in costs)
     costs = sorted(
         (use.cost(use.exposed(shape, links)) for use in found),
-        key=lambda cost: (cost.exposed, cost.memory),
+        key=lambda cost: (cost.exposed, cost.messages, cost.memory),
     )
     held, why = links.memory, "least exposed"
     if held is not None:

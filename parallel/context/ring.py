@@ -46,6 +46,7 @@ from warpweave.kernels.attention.backward import block_bwd
 from warpweave.kernels.attention.forward import block_fwd
 from warpweave.kernels.attention.options import AttentionOptions
 from warpweave.kernels.reference import Run, compute_dtype
+from warpweave.kernels.runtime.dispatch import choose
 from warpweave.parallel.context.messages import Hop, Steps, run_on_group
 from warpweave.parallel.context.strategy import ForwardBackward, Shards
 from warpweave.parallel.layout import SequenceLayout
@@ -159,6 +160,8 @@ def ring_forward(
     Returns o (like q), lse[B, Hq, S/cp] (fp32 or float64) and what the backward starts from.
     """
     route = _Route(rank, layout, options)
+    if choose(options.impl, q) == "torch":  # the copy takes less than torch's kernel gains by it
+        q = q.transpose(1, 2).contiguous().transpose(1, 2)
     here = _heads_first(k, v)
     spare = torch.empty_like(here)
     o = lse = None
@@ -271,16 +274,20 @@ def ring_backward(
     dq = None
     for before, at, onward in zip((visits[0], *visits), visits, (*visits[1:], 0)):
         yield from _backward_hops(route, here, spare, own, (before, at, onward))
-        tile, block = None, route.block(at)
+        block, first = route.block(at), route.reach(at) == at
+        into: Sequence[torch.Tensor | None] = (None, None)
+        if first:  # no gradient arrives beside this tile: it is made where it is sent from
+            into = [*spare.dkv.zero_().transpose(2, 3)]
         if block is not None:
             k, v = here.kv.transpose(2, 3)
-            tile = block_bwd(
+            dq, *tile = block_bwd(
                 do, q, k, v, lse, delta, block,
-                o=o, grad_dtype=grad_dtype, into=(dq, None, None),
+                o=o, grad_dtype=grad_dtype, into=(dq, *into),
             )  # fmt: skip
-            dq = tile[0]
         yield None  # the gradient that arrives is of the block just computed
-        _add(spare.dkv.transpose(2, 3), tile, first=route.reach(at) == at)
+        if block is not None and not first:
+            for whole, part in zip(spare.dkv.transpose(2, 3), tile):
+                whole.add_(part)
         if onward == 0 < at and route.stays:
             _heads_first(*own, out=spare.kv)
         here, spare = spare, next(buffers)
@@ -288,14 +295,6 @@ def ring_backward(
     assert not isinstance(here, _Kept)
     dk, dv = here.dkv.transpose(2, 3).to(kv_grad_dtype)
     return dq.to(q.dtype), dk, dv
-
-
-def _add(dkv: torch.Tensor, tile: Sequence[torch.Tensor] | None, *, first: bool) -> None:
-    """Add the tile's dk and dv to dkv[2, B, S/cp, Hkv, D]; the first's are all there is yet."""
-    if first and tile is None:
-        dkv.zero_()
-    for whole, part in zip(dkv, tile[1:] if tile else ()):
-        whole.copy_(part) if first else whole.add_(part)
 
 
 # ------------------------------------------------------------------ 2. on a process group

@@ -26,7 +26,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 
@@ -137,15 +136,11 @@ def _message(
     widths = [dtype.itemsize for dtype in dtypes]
     counts = [[math.prod(shape) * n for shape, n in zip(part, widths)] for part in shapes]
     sizes = [-(-sum(part) // widths[0]) * widths[0] for part in counts]  # the next one's alignment
-    flat, tensors = torch.empty(sum(sizes), dtype=torch.uint8, device=device), []
-    for part, numbers, at in zip(shapes, counts, accumulate(sizes, initial=0)):
-        starts = accumulate(numbers, initial=at)
-        tensors.append(
-            [
-                flat[start : start + n].view(dtype).view(shape)
-                for start, n, dtype, shape in zip(starts, numbers, dtypes, part)
-            ]
-        )
+    flat = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+    tensors = []
+    for part, numbers, piece in zip(shapes, counts, flat.split_with_sizes(sizes)):
+        cut = piece.split_with_sizes([*numbers, len(piece) - sum(numbers)])
+        tensors.append([x.view(t).view(shape) for x, t, shape in zip(cut, dtypes, part)])
     return flat, sizes, tensors
 
 

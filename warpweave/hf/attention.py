@@ -19,7 +19,12 @@ from warpweave.hf.mask import Mask, Visible, make_mask
 from warpweave.hf.patch import always_ours, few
 from warpweave.hf.probe import WIDE
 from warpweave.kernels.attention import attention
-from warpweave.parallel.context.attention import ContextGroup, Strategy, context_attention
+from warpweave.parallel.context.attention import (
+    ContextGroup,
+    Links,
+    Strategy,
+    context_attention,
+)
 from warpweave.parallel.layout import SequenceLayout
 
 NAME = "warpweave"
@@ -34,7 +39,7 @@ class Across(NamedTuple):
 
     layout: SequenceLayout
     group: ContextGroup
-    strategy: Strategy
+    strategy: Strategy | Links
 
 
 def context_of(module: nn.Module) -> Across | None:

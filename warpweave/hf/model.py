@@ -17,7 +17,7 @@ from warpweave.hf.patch import is_foreign, is_patched, patch, unpatch
 from warpweave.hf.probe import agree, kind_of, quietly
 from warpweave.hf.report import Report
 from warpweave.messages import one_line
-from warpweave.parallel.context import check_strategy
+from warpweave.parallel.context import Links, Strategy, check_strategy
 from warpweave.parallel.mesh import ConnectedMesh, connected
 from warpweave.parallel.tensor.overlap import check_overlap
 
@@ -35,7 +35,7 @@ def apply(
     mesh: ConnectedMesh | None = None,
     sequence_parallel: bool = False,
     overlap: str = "auto",
-    strategy: str = "auto",
+    strategy: Strategy | Links = "auto",
     report: Report | None = None,
 ) -> _Model:
     """Let a model compute with warpweave's kernels wherever that was seen to compute the same, and
@@ -58,7 +58,7 @@ def apply(
             later the model's forward, `save_pretrained` and `revert`.
         sequence_parallel: between the layers, tokens are cut over the tensor ranks too.
         overlap: how messages and products hide one another, see `parallel.tensor.overlap`.
-        strategy: of attention over context ranks, see `parallel.context.attention`.
+        strategy: of attention over context ranks, or their speeds, see `parallel.context`.
         report: a `Report` to add each module to, replaced or kept, and why. Without one a short
             table of that is printed, by the first rank.
 
@@ -125,7 +125,7 @@ def _check_mesh(
     mesh: ConnectedMesh | None,
     sequence_parallel: bool,
     overlap: str,
-    strategy: str,
+    strategy: Strategy | Links,
 ) -> Options | None:
     mesh = connected(mesh)
     check_overlap(overlap)

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from warpweave.parallel.collectives import copy_to, own_slice
+from warpweave.parallel.context import Links, Strategy
 from warpweave.parallel.mesh import ConnectedMesh
 from warpweave.shards import padded
 
@@ -20,7 +21,7 @@ class Options(NamedTuple):
     mesh: ConnectedMesh
     sequence_parallel: bool = False
     overlap: str = "auto"
-    strategy: str = "auto"
+    strategy: Strategy | Links = "auto"
 
     @property
     def tokens(self) -> int:

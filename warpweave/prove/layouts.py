@@ -224,7 +224,8 @@ def table(world: int, impl: str = "torch") -> list[Layout]:
     Mesh x SP x ZeRO x schedule x context strategy x style x tie, where a choice makes a difference:
     SP needs tensor ranks, ZeRO data ranks, a strategy context ranks. Recomputation, the ways to cut
     the sequence, the numbers of micro-batches, fewer and more than stages, and for tensor ranks the
-    ways to overlap that `impl` can run, and samples of one or several documents take turns.
+    ways to overlap that `impl` can run, samples of one or several documents, and "llama" without or
+    "qwen" with windows and sinks take turns.
     """
     every = list(meshes(world))
     if world > 4:
@@ -245,6 +246,8 @@ def table(world: int, impl: str = "torch") -> list[Layout]:
             (True, False),
         ):
             turn = len(layouts)
+            if style == "llama" and turn % 7 < 3:
+                style = "qwen"
             layouts.append(
                 Layout(
                     mesh,
