@@ -13,7 +13,8 @@ collectives around its products, which its `ranks` give it (`gemm.local`).
 Saved for backward: x and z. h is made again from the z that act's derivative reads anyway, so the
 activations of a block shrink by [T, F]. `recompute="up"` saves x only and replays the first product
 (one product more, no z kept); "nothing" saves h too, which is what is fastest on a CPU. All three
-give the same numbers. Gradients of parameters are made in their grad_dtype, through ``wgrad``.
+give the same numbers, on a GPU to rounding (`hidden` may make dz in another way where h is kept).
+Gradients of parameters are made in their grad_dtype, through ``wgrad``.
 
 The products with nothing to fuse (dx, dW1, dW2) are torch's, see `gemm`. Compilers trace the
 Function over the operators of its kernels, or of torch.
@@ -21,10 +22,20 @@ Function over the operators of its kernels, or of torch.
 Sources: Shazeer 2020 (arXiv:2002.05202); Korthikanti et al. 2022 (arXiv:2205.05198) for what to
 recompute. Limits: gradients of gradients do not exist.
 
-`function` the Function and the public ops · `hidden` z and h, and the kernel of dz.
+`function` the Function and the public ops · `hidden` z and h, and the kernel of dz · `explain` what
+is fused and what is not.
 """
 
+from warpweave.kernels.mlp.explain import explain_mlp
 from warpweave.kernels.mlp.function import RECOMPUTE, gelu_mlp, mlp, swiglu_mlp
 from warpweave.kernels.mlp.hidden import hidden_bwd, hidden_fwd
 
-__all__ = ["RECOMPUTE", "gelu_mlp", "hidden_bwd", "hidden_fwd", "mlp", "swiglu_mlp"]
+__all__ = [
+    "RECOMPUTE",
+    "explain_mlp",
+    "gelu_mlp",
+    "hidden_bwd",
+    "hidden_fwd",
+    "mlp",
+    "swiglu_mlp",
+]
