@@ -50,6 +50,7 @@ class Case(NamedTuple):
 
 
 def m(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """A tensor that has a shape and a dtype but no values."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
 

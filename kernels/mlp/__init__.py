@@ -6,6 +6,9 @@
     do = dropout'(dy)    dh = do W2     dz = dh act'(z)      one kernel, which makes h again
     dx = dz W1           dW1 = dz^T x   dW2 = do^T h         db1, db2: sums over tokens of dz, do
 
+Each of the three is torch's product and then kernels over its result where that is PREDICTED to be
+faster, unless impl="triton": see `runtime.fusion`, and `explain_mlp` for what is taken.
+
 x, y: [..., E]; W1: [F, E], or gated [F, 2, E], gate and up side by side; W2: [E, F]. Any slice of F
 is an MLP of its own whose y is a partial sum: over tensor ranks the same Function runs with their
 collectives around its products, which its `ranks` give it (`gemm.local`).

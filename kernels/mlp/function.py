@@ -212,7 +212,7 @@ def mlp(
         recompute: what backward computes again instead of keeping it: "activation" (the default),
             "up" (the first product too) or "nothing" (the default where torch computes on a CPU).
         precision: how Triton multiplies float32, see `gemm`.
-        impl: None is Triton on CUDA tensors, torch on others.
+        impl: None is torch on all but CUDA tensors, and there as for `fused_gemm`.
         ranks: over which F is cut; `parallel.tensor.parallel_mlp` gives others than this one.
 
     Under autocast everything is computed in its dtype.

@@ -105,7 +105,7 @@ def qkv_rope(
         bias: [Hkv, G + 2, D], or None.
         cos, sin: [S, D/2] of `rope_table`, or both None to rotate nothing.
         precision: how Triton multiplies float32, see `gemm`.
-        impl: None is Triton on CUDA tensors, torch on others.
+        impl: None is torch on all but CUDA tensors, and there as for `fused_gemm`.
         shape, ranks: of x[T, E] with T = B S the (B, S), and over which ranks heads are cut:
             `parallel.tensor.parallel_qkv_rope` gives them.
 
