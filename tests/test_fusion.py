@@ -33,12 +33,13 @@ NAMES = [op for _, op in fusion.shipped()]
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """gpu(way): this CPU passes for an H100 on which `way` is predicted to win, always; the list
-    that it returns holds the fused kernels that are launched."""
+    """gpu(way, op): this CPU passes for an H100 on which `way` is predicted to win, always but for
+    `op`; the list that it returns holds the fused kernels that are launched."""
 
-    def use(way: str) -> list[str]:
-        rates = (CHEAP, DEAR) if way == "fused" else (DEAR, CHEAP)
-        table = {(90, op): Fusion(90, op, 0, *rates) for op in NAMES}
+    def use(way: str, other: str = "") -> list[str]:
+        ways = {"fused": (CHEAP, DEAR), "apart": (DEAR, CHEAP)}
+        rates, others = ways.pop(way), *ways.values()
+        table = {(90, op): Fusion(90, op, 0, *(others if op == other else rates)) for op in NAMES}
         monkeypatch.setattr(fusion, "shipped", lambda: table)
         monkeypatch.setattr(fusion, "capability", lambda device: 90)
         choose = fusion.choose
@@ -105,6 +106,37 @@ def test_what_is_recomputed_is_made_the_same_way(way, recompute, gpu) -> None:
     assert ran == (["epilogue", "epilogue", *again, "hidden"] if way == "fused" else [])
 
 
+PRODUCTS = {  # of an MLP, and the recompute with which each is among them
+    "swiglu": "activation",
+    "dropout and residual": "activation",
+    "slope of swiglu": "activation",
+    "slope of swiglu, h kept": "nothing",
+}
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_each_product_is_decided_by_its_own_row(product, gpu, monkeypatch) -> None:
+    ran, how = gpu("fused", product), set[str]()
+    for place, name in ((fused, "activation_fwd"), (fused, "dropout"), (hidden, "activation_bwd")):
+        half = getattr(place, name)
+        monkeypatch.setattr(
+            place, name, lambda *a, impl, f=half: (how.add(impl), f(*a, impl=impl))[1]
+        )
+    _check_mlp("swiglu", recompute=PRODUCTS[product])
+    slope = product.startswith("slope")
+    assert ran == (["epilogue", "epilogue"] if slope else ["epilogue", "hidden"])
+    assert how == {"triton"}  # what follows torch's product is ours
+
+
+def test_apart_too_h_is_made_where_it_is_wanted(gpu) -> None:
+    gpu("apart")
+    (_, _, down, *_, dy), _ = _mlp("swiglu")
+    for wanted in (True, False):
+        _, h = hidden.hidden_bwd(dy, down, dy.new_ones(37, 48), activation="swiglu",
+                                 want_hidden=wanted)  # fmt: skip
+        assert (h is not None) == wanted
+
+
 def test_who_asks_for_the_kernel_gets_it_and_float32_is_not_predicted(gpu) -> None:
     ran = gpu("apart")
     _check_mlp("gelu", impl="triton")
@@ -134,7 +166,7 @@ def _check_qkv(turned: bool) -> None:
 @pytest.mark.parametrize("turned", [True, False])
 @pytest.mark.parametrize("way", ["fused", "apart"])
 def test_qkv_is_right_either_way_and_takes_the_faster(way, turned, gpu) -> None:
-    ran = gpu(way)
+    ran = gpu("fused" if way == "apart" else "apart", "qkv")  # all others the other way
     _check_qkv(turned)
     assert ran == (["kernels"] if way == "fused" else [])
 
