@@ -456,10 +456,12 @@ def _linear_cases() -> list[Case]:
 
     def fused(activation, wide=False, **options):
         weight, b = (up, bias) if wide else (up[:F], bias[:F])
-        return gemm.fused_gemm(x, weight.t(), b, activation=activation, save_z=True, **options)
+        options |= {"save_z": True, "impl": "triton"}
+        return gemm.fused_gemm(x, weight.t(), b, activation=activation, **options)
 
     def slope(activation, z, want_hidden=True):
-        return mlp.hidden_bwd(x, down, m(T, z), activation=activation, want_hidden=want_hidden)
+        options = {"want_hidden": want_hidden, "impl": "triton"}
+        return mlp.hidden_bwd(x, down, m(T, z), activation=activation, **options)
 
     def wide(dtype, precision=None):
         a, b = m(T, E, dtype=dtype), m(E, E, dtype=dtype)
@@ -474,13 +476,22 @@ def _linear_cases() -> list[Case]:
         "gemm swiglu": lambda: fused("swiglu", wide=True),
         "gemm everything": lambda: fused("geglu", wide=True, drop=drop, residual=row),
         "gemm dropout residual": lambda: gemm.fused_gemm(
-            row, down.t(), bias[:E], drop=drop, residual=x
+            row, down.t(), bias[:E], drop=drop, residual=x, impl="triton"
         ),
-        "gemm small": lambda: gemm.fused_gemm(x[:500], m(E, 1024), activation="gelu", save_z=True),
+        "gemm small": lambda: gemm.fused_gemm(
+            x[:500], m(E, 1024), activation="gelu", save_z=True, impl="triton"
+        ),
         "gemm odd": lambda: gemm.fused_gemm(
-            m(4099, 1031), m(1031, 2054), activation="swiglu", save_z=True, residual=m(4099, 1027)
+            m(4099, 1031),
+            m(1031, 2054),
+            activation="swiglu",
+            save_z=True,
+            residual=m(4099, 1027),
+            impl="triton",
         ),
-        "gemm offsets past 2^31": lambda: gemm.fused_gemm(far, m(E, E), residual=far),
+        "gemm offsets past 2^31": lambda: gemm.fused_gemm(
+            far, m(E, E), residual=far, impl="triton"
+        ),
         "gemm tf32": lambda: wide(fp32, "tf32"),
         "gemm tf32x3": lambda: wide(fp32, "tf32x3"),
         "mlp gelu bwd": lambda: slope("gelu", F),
@@ -493,7 +504,7 @@ def _linear_cases() -> list[Case]:
     }
     for D in (80, 128):
         calls[f"qkv fwd D={D}"] = lambda D=D: qkv.qkv_fwd(
-            x.view(2, 4096, E), m(8, 6, D, E), m(8, 6, D), table[D], table[D]
+            x.view(2, 4096, E), m(8, 6, D, E), m(8, 6, D), table[D], table[D], impl="triton"
         )
     kept = {"bias": True, "save_z": True}
     slopes = {
@@ -553,7 +564,7 @@ def _planted_order() -> None:
 
     x, w, z = m(8192, 4096), m(4096, 14336), m(8192, 2 * 14336)
     with pinned({("gemm", 2, "large"): GemmTile(128, 128, 64, 8, 1, 8, 4)}):
-        mlp.hidden_bwd(x, w, z, activation="swiglu", want_hidden=True)
+        mlp.hidden_bwd(x, w, z, activation="swiglu", want_hidden=True, impl="triton")
 
 
 # ---------------------------------------------------------------- every shipped tile
@@ -642,10 +653,12 @@ def _product_tiles() -> list[Case]:
         for M in (4096, 128):
             a, b, z = m(M, K, dtype=dtype), m(K, N, dtype=dtype), m(M, N, dtype=dtype)
             calls = {
-                "plain": lambda a=a, b=b: gemm.fused_gemm(a, b),
-                "fused": lambda a=a, b=b: gemm.fused_gemm(a, b, activation="gelu", save_z=True),
+                "plain": lambda a=a, b=b: gemm.fused_gemm(a, b, impl="triton"),
+                "fused": lambda a=a, b=b: gemm.fused_gemm(
+                    a, b, activation="gelu", save_z=True, impl="triton"
+                ),
                 "slope": lambda a=a, b=b, z=z: mlp.hidden_bwd(
-                    a, b, z, activation="gelu", want_hidden=True
+                    a, b, z, activation="gelu", want_hidden=True, impl="triton"
                 ),
             }
             more = {"plain": 0, "fused": 1, "slope": 2}  # z; z and h

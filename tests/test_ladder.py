@@ -63,6 +63,7 @@ ROOMS = {
         ("instructions", "loops"),
         ("reading",),
         ("predict",),
+        ("fusion",),
     ),
     "warpweave.tune": (
         ("calls", "parts", "timing"),

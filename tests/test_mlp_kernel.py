@@ -314,7 +314,7 @@ def test_the_operator_is_well_formed() -> None:
     dy, _, down = (t.detach() for t in _tensors("swiglu", (5,), E=4, F=3, bias=False))
     z = torch.randn(5, 6, dtype=torch.float64)
     for want_hidden in (False, True):
-        arguments = dy, down, z, "swiglu", want_hidden, None
+        arguments = dy, down, z, "swiglu", want_hidden, None, "triton"
         torch.library.opcheck(torch.ops.warpweave.hidden_bwd.default, arguments)
 
 

@@ -184,7 +184,7 @@ def test_the_operators_are_well_formed() -> None:
     ops = torch.ops.warpweave
     heads = qkv_fwd(x, weight, bias, *table)
     for b, turned in ((bias, table), (None, (None, None))):
-        torch.library.opcheck(ops.qkv_fwd.default, (x, weight, b, *turned, None))
+        torch.library.opcheck(ops.qkv_fwd.default, (x, weight, b, *turned, None, "triton"))
         torch.library.opcheck(ops.qkv_bwd.default, (*heads, *turned))
 
 

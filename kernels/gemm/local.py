@@ -19,6 +19,7 @@ import torch
 from warpweave.kernels.dropout import Drop, dropout
 from warpweave.kernels.gemm.fused import fused_gemm, gemm
 from warpweave.kernels.gemm.gradients import bias_gradient, rows, weight_gradient
+from warpweave.kernels.runtime.dispatch import choose
 
 _Made = TypeVar("_Made")
 _Gradient = torch.Tensor | None
@@ -80,7 +81,7 @@ class Local:
         `drop`, `residual`, `precision` and `impl` are those of `fused_gemm`.
         """
         flat, bias = rows(h), None if bias is None else bias.to(h.dtype)
-        if impl == "triton" and not (drop is None and residual is None):
+        if choose(impl, flat) == "triton" and not (drop is None and residual is None):
             options = {"drop": drop, "residual": residual, "precision": precision, "impl": impl}
             y, _ = fused_gemm(flat, weight.t(), bias, **options)
         else:  # by torch one after the other: a compiler fuses them

@@ -11,12 +11,14 @@ import torch
 
 from warpweave.kernels.activation import activation_fwd, find_activation
 from warpweave.kernels.dropout import Drop, check_drop, dropout
+from warpweave.kernels.gemm.fused import gemm
 from warpweave.kernels.gemm.gradients import leaf_of, rows, weight_gradient
 from warpweave.kernels.gemm.local import LOCAL, Local
 from warpweave.kernels.mlp.hidden import hidden_bwd, hidden_fwd
 from warpweave.kernels.overlap.gathering import Gathering, multiply
 from warpweave.kernels.runtime.dispatch import choose, no_graph, once_differentiable, wants_gradient
 from warpweave.kernels.runtime.dtypes import no_autocast, operand_dtype
+from warpweave.kernels.runtime.fusion import ask, taken
 
 RECOMPUTE = ("nothing", "activation", "up")
 
@@ -73,8 +75,15 @@ def mlp_up_again(
     ranks: Local = LOCAL,
 ) -> torch.Tensor:
     """z of all tokens, as the forward made it."""
-    how = {"precision": options.precision, "impl": options.impl}
-    return ranks.column_product(x, lambda x, _: multiply(x, up_weight.t(), up_bias, **how)[0])
+
+    def up(x: torch.Tensor | Gathering, first: int) -> torch.Tensor:
+        if isinstance(x, torch.Tensor):  # by the kernel or by torch, as there
+            impl = taken(ask(options.impl, x), options.activation, x, len(up_weight))
+            if impl != "triton":
+                return gemm(x, up_weight.t(), up_bias)
+        return multiply(x, up_weight.t(), up_bias, precision=options.precision, impl="triton")[0]
+
+    return ranks.column_product(x, up)
 
 
 @no_graph
@@ -203,7 +212,7 @@ def mlp(
         recompute: what backward computes again instead of keeping it: "activation" (the default),
             "up" (the first product too) or "nothing" (the default where torch computes on a CPU).
         precision: how Triton multiplies float32, see `gemm`.
-        impl: None is Triton on CUDA tensors, torch on others.
+        impl: None is torch on all but CUDA tensors, and there as for `fused_gemm`.
         ranks: over which F is cut; `parallel.tensor.parallel_mlp` gives others than this one.
 
     Under autocast everything is computed in its dtype.
@@ -232,7 +241,7 @@ def mlp(
         x,
         *map(leaf_of, parameters.values()),
         added,
-        Options(activation, drop, recompute, precision, chosen),
+        Options(activation, drop, recompute, precision, impl),
         dtype,
         wants_gradient(x, *parameters.values(), added),
         ranks,

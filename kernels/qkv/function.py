@@ -105,7 +105,7 @@ def qkv_rope(
         bias: [Hkv, G + 2, D], or None.
         cos, sin: [S, D/2] of `rope_table`, or both None to rotate nothing.
         precision: how Triton multiplies float32, see `gemm`.
-        impl: None is Triton on CUDA tensors, torch on others.
+        impl: None is torch on all but CUDA tensors, and there as for `fused_gemm`.
         shape, ranks: of x[T, E] with T = B S the (B, S), and over which ranks heads are cut:
             `parallel.tensor.parallel_qkv_rope` gives them.
 
@@ -116,11 +116,11 @@ def qkv_rope(
         ValueError: shapes or dtypes do not fit, or `impl` cannot run.
     """
     name = ranks.name("qkv_rope")
-    chosen = choose(impl, x, weight, bias, cos, sin)
+    choose(impl, x, weight, bias, cos, sin)
     check_qkv(x.shape if shape is None else (*shape, x.shape[-1]), weight, bias, cos, sin, name)
     dtype = operand_dtype(name, x, {"weight": weight, "bias": bias})
     leaves, heads = (leaf_of(weight), leaf_of(bias)), tuple(weight.shape[1:3])
-    found = _QKV.apply(x, *leaves, cos, sin, shape, heads, dtype, precision, chosen, ranks)
+    found = _QKV.apply(x, *leaves, cos, sin, shape, heads, dtype, precision, impl, ranks)
     if shape is None:
         return found
     # the length as -1: sizes as such would not do for typechecking a sequence that is cut

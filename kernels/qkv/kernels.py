@@ -23,8 +23,10 @@ from warpweave.kernels.overlap.function import run_steps
 from warpweave.kernels.overlap.gathering import Gathering, multiply
 from warpweave.kernels.qkv.gathered import gather_qkv_steps
 from warpweave.kernels.qkv.pairs import angles, columns_of_pairs, places, turn
-from warpweave.kernels.rope import check_table, rope_fwd
+from warpweave.kernels.rope import check_table, rope_fwd, rope_qk_fwd
 from warpweave.kernels.runtime.dispatch import choose, no_graph, operator, tl, triton
+from warpweave.kernels.runtime.dtypes import no_autocast
+from warpweave.kernels.runtime.fusion import ask, taken
 from warpweave.kernels.runtime.numeric import to_dtype, upcast
 
 QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -75,7 +77,7 @@ def _qkv_fwd_kernel(
         turn(z, bias_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr, m, col, M, S, kv_heads, HALF, G)
 
 
-def _fwd_fake(x, weight, bias, cos, sin, precision):
+def _fwd_fake(x, weight, bias, cos, sin, precision, impl):
     kv_heads, slots, head_dim, _ = weight.shape
     shapes = ((*x.shape[:2], n, head_dim) for n in (kv_heads * (slots - 2), kv_heads, kv_heads))
     return tuple(x.new_empty(shape) for shape in shapes)
@@ -89,18 +91,25 @@ def _launch_fwd(
     cos: torch.Tensor | None,
     sin: torch.Tensor | None,
     precision: str | None,
+    impl: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     (B, S, E), (kv_heads, slots, head_dim, _) = x.shape, weight.shape
-    q, k, v = _fwd_fake(x, weight, bias, cos, sin, precision)
+    flat, flat_bias = rows(x), None if bias is None else bias.flatten().contiguous()
+    if taken(impl, "qkv", flat, len(rows(weight))) == "apart":
+        with no_autocast(x):
+            z = gemm(flat, rows(weight).t(), flat_bias)
+        q, k, v = _apart(z, (B, S), weight, cos, sin, "triton")
+        return q.contiguous(), k.contiguous(), v.contiguous()
+    q, k, v = _fwd_fake(x, weight, bias, cos, sin, precision, impl)
     if not q.numel():
         return q, k, v
-    flat, weight = rows(x), rows(weight)
+    weight = rows(weight)
     tile = find_tile(flat, weight.t(), "large")
     with torch.cuda.device_of(x):
         _qkv_fwd_kernel[grid(tile, B * S, len(weight), x.device)](
             flat,
             weight,
-            None if bias is None else bias.flatten().contiguous(),
+            flat_bias,
             None if cos is None else cos.contiguous(),
             None if sin is None else sin.contiguous(),
             q,
@@ -137,12 +146,12 @@ def qkv_fwd(
     impl: str | None = None,
 ) -> QKV:
     """(q, k, v) of x[B, S, E]: the forward half of `qkv_rope`. Raises what that raises."""
-    impl = choose(impl, x, weight, bias, cos, sin)
+    impl = ask(impl, x, weight, bias, cos, sin)
     check_qkv(x.shape, weight, bias, cos, sin)
     flat_bias = None if bias is None else bias.flatten()
     check_operands(rows(x), rows(weight).t(), flat_bias)
-    if impl == "triton" and weight.shape[2] % 2 == 0:
-        return _launch_fwd(x, weight, bias, cos, sin, precision)
+    if impl != "torch" and weight.shape[2] % 2 == 0:
+        return _launch_fwd(x, weight, bias, cos, sin, precision, impl)
     return _apart(gemm(rows(x), rows(weight).t(), flat_bias), x.shape[:2], weight, cos, sin)
 
 
@@ -177,15 +186,16 @@ def _apart(
     weight: torch.Tensor,
     cos: torch.Tensor | None,
     sin: torch.Tensor | None,
+    impl: str = "torch",
 ) -> QKV:
-    """q, k and v of the products z[B S, N], where nothing is fused."""
+    """q, k and v of the products z[B S, N], where nothing is fused; rotated by `impl`."""
     slots = weight.shape[1]
     z = z.view(*shape, *weight.shape[:3])
     q, k, v = z.split((slots - 2, 1, 1), 3)
     q, k, v = q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
     if cos is None:
         return q, k, v
-    q, k = (rope_fwd(t, cos, sin, impl="torch") for t in (q, k))
+    q, k = rope_qk_fwd(q, k, cos, sin, impl=impl)
     return q, k, v
 
 

@@ -1,0 +1,195 @@
+"""What each fused product saves, and what dispatch takes: PREDICTED by the clock, nothing measured.
+
+    python benchmarks/fusion.py              # no GPU, 2 minutes: compares with the packaged table
+    python benchmarks/fusion.py --accept     # writes kernels/runtime/fusions.json and fusion.md
+
+Every fused product is compiled for A100, H100 and B200 in the sizes of Llama 8B at 16,384 tokens,
+and read by the clock. Beside it stand cuBLAS's published figures (`results/clock/points.json`) and
+the bytes of the passes that would follow (`warpweave/tune/clock/fusion.py`). An epilogue saves
+those passes less its own time, and so much slower than cuBLAS may the kernel's loop be:
+results/clock/fusion.md has it for each op. Dispatch takes the packaged factors at any size
+(`kernels/runtime/fusion.py`). Exit status 1 if they are no longer what is packaged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from typing import NamedTuple
+
+import harness
+import torch
+
+from warpweave.kernels.activation import ACTIVATIONS
+from warpweave.kernels.dropout import Drop
+from warpweave.kernels.gemm import fused_gemm
+from warpweave.kernels.mlp import hidden_bwd
+from warpweave.kernels.qkv import qkv_fwd
+from warpweave.kernels.runtime.fusion import FORMAT, TABLE, Fusion, Rates, read_table
+from warpweave.kernels.runtime.json_table import write_rows
+from warpweave.tune.aot import compiling
+from warpweave.tune.clock.fusion import apart_rates, fit_product, fused_rates
+from warpweave.tune.clock.predict import kernel_of
+from warpweave.tune.parts import PARTS
+
+CLAIM = "Dispatch fuses products where the clock predicts that it saves time."
+TARGETS = ("sm_80", "sm_90", "sm_100")
+CLOCK = harness.ROOT / "benchmarks" / "results" / "clock"
+T, E, F = 16384, 4096, 14336  # tokens, width and hidden units
+
+
+class Case(NamedTuple):
+    """A fused product of [M, K] [K, N], and the bytes for each element of [M, N] in 16 bits of the
+    passes that do the same after torch's product."""
+
+    call: Callable[[], object]
+    sizes: tuple[int, int, int]
+    passes: tuple[float, ...]
+
+
+def m(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """A tensor that has a shape and a dtype but no values."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def cases() -> dict[str, Case]:
+    """By their names in the table; those without z are for the words alone."""
+    x, h, down = m(T, E), m(T, F), m(E, F)
+    found = {"bias": _up(None, False)}
+    for name, (_, gated) in ACTIVATIONS.items():
+        found |= {name: _up(name, True), f"{name}, z not kept": _up(name, False)}
+        for kept in (False, True):
+            z, own = (m(T, 2 * F), 10.0) if gated else (h, 6.0)  # dh, z and dz
+            found[f"slope of {name}" + ", h kept" * kept] = Case(
+                lambda name=name, z=z, kept=kept: hidden_bwd(
+                    x, down, z, activation=name, want_hidden=not kept, impl="triton"
+                ),
+                (T, F, E),
+                (own,) if kept else (own, own - 4),
+            )
+    drop = {"drop": Drop(0.1, 7, 3, m(T, dtype=torch.int64))}
+    after: dict[str, tuple[dict, tuple[float, ...]]] = {
+        "dropout": (drop, (4.0,)),
+        "residual": ({"residual": x}, (6.0,)),
+        "dropout and residual": ({**drop, "residual": x}, (4.0, 6.0)),
+    }
+    for name, (options, passes) in after.items():
+        found[name] = Case(
+            lambda options=options: fused_gemm(h, down.t(), impl="triton", **options),
+            (T, E, F),
+            passes,
+        )
+    table = m(T // 2, 64, dtype=torch.float32)
+    found["qkv"] = Case(  # 8 heads of 4 queries, a key, a value: queries are copied, turned with
+        # the keys; values are copied
+        lambda: qkv_fwd(x.view(2, T // 2, E), m(8, 6, 128, E), None, table, table, impl="triton"),
+        (T, 48 * 128, E),
+        (4 * 4 / 6, 4 * 5 / 6, 4 * 1 / 6),
+    )
+    return found
+
+
+def _up(name: str | None, save_z: bool) -> Case:
+    gated = name is not None and ACTIVATIONS[name].gated
+    N = 2 * F if gated or name is None else F
+    call = lambda: fused_gemm(  # noqa: E731
+        m(T, E), m(N, E).t(), m(N), activation=name, save_z=save_z, impl="triton"
+    )
+    return Case(call, (T, N, E), () if name is None else (3.0,) if gated else (4.0,))
+
+
+def read(target: str, product: Rates) -> dict[str, Fusion]:
+    """Each op's rates on `target`, whose cuBLAS has those of `product`."""
+    part, found, plain = PARTS[target], {}, 0
+    for name, case in cases().items():
+        with compiling(target, clock=True) as launches:
+            case.call()
+        (one,) = (x for x in launches if x.product)
+        rows, columns = (
+            next(one.constants[n] for n in names if n in one.constants)
+            for names in (("BLOCK_M", "BLOCK_T"), ("BLOCK_N", "BLOCK_F"))
+        )
+        kernel = kernel_of(
+            one.loops,
+            one.outside,
+            warps=one.num_warps,
+            occupancy=one.occupancy,
+            shared=one.shared,
+        )
+        plain = plain or one.outside  # "bias" comes first
+        fused = fused_rates(kernel, (rows, columns), plain, part)
+        apart = apart_rates(product, case.passes, part)
+        least = part.processors * rows * columns
+        found[name] = Fusion(part.arch, name, least, _rounded(fused), _rounded(apart))
+    return found
+
+
+def _rounded(rates: Rates) -> Rates:
+    return Rates(*(round(x, 4) for x in rates))
+
+
+def words(target: str, rows: dict[str, Fusion], product: Rates) -> str:
+    """A table of Markdown."""
+    lines = [
+        f"\n## {PARTS[target].device}\n",
+        "| op | M, N, K | epilogue | passes | saves | the loop may be slower by | is by | fused | "
+        "apart | taken |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, row in rows.items():
+        sizes = cases()[name].sizes
+        cublas, fused, apart = (r.us(*sizes) / 1e3 for r in (product, row.fused, row.apart))
+        epilogue = (row.fused.element - rows["bias"].fused.element) * sizes[0] * sizes[1] / 1e9
+        passes = max(0.0, apart - cublas)  # what is less is rounding
+        saves = passes - epilogue
+        taken = "fused" if fused <= apart else "apart"
+        lines.append(
+            f"| {name} | {', '.join(map(str, sizes))} | {epilogue:.2f} | {passes:.2f} | "
+            f"{saves:.2f} | {saves / cublas:.1%} | {(fused - epilogue) / cublas - 1:.1%} | "
+            f"{fused:.2f} | {apart:.2f} | {taken} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+INTRODUCTION = """# What fusions save
+
+PREDICTIONS of the clock (`python benchmarks/fusion.py --accept` writes this file and the table that
+dispatch takes): nothing was measured. Milliseconds in bfloat16 for Llama 8B with 16,384 tokens.
+`epilogue`: what the kernel does once a tile beyond one that adds a bias. `passes`: bytes of the
+kernels after torch's product through 0.9 of the stated bandwidth, and their launches. `saves` is
+the difference, and so much of cuBLAS's time the kernel's loop may be slower; what it is by stands
+beside it. `apart`: cuBLAS by its published figures (`points.json`), and the passes. Dispatch does
+not ask whether z is kept: checkpointing must not change what is computed. The clock's own mean
+error is 5 % on A100, 6 % on H100 and 12 % on B200 (`calibration.json`): closer calls are open.
+"""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Compile, predict, print; compare with the packaged table, or write it."""
+    options = argparse.ArgumentParser(description=CLAIM)
+    options.add_argument("--accept", action="store_true", help="write the table and the words")
+    given = options.parse_args(arguments)
+    published = json.loads((CLOCK / "points.json").read_text())["cublas"]
+    found: dict[tuple[int, str], Fusion] = {}
+    text = INTRODUCTION
+    for target in TARGETS:
+        own = [(p["M"], p["N"], p["K"], p["tflops"]) for p in published if p["part"] == target]
+        product = fit_product(own, PARTS[target])
+        rows = read(target, product)
+        text += words(target, rows, product)
+        found |= {row.key: row for row in rows.values() if "z not" not in row.op}
+    print(text)
+    if given.accept:
+        write_rows(TABLE, FORMAT, (row._asdict() for row in found.values()))
+        (CLOCK / "fusion.md").write_text(text)
+    packaged = read_table(TABLE)
+    other = [f"sm_{arch} {op}" for arch, op in found if packaged.get((arch, op)) != found[arch, op]]
+    print("not as packaged: " + ", ".join(other) if other else "as packaged")
+    print(json.dumps({"script": "fusion", "claim": CLAIM, "ok": not other, "other": other}))
+    return 1 if other else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
