@@ -406,9 +406,9 @@ FAULTS = (
     Fault(
         "stage-recompute-first-batch",
         "parallel/pipeline/stage.py",
-        "                with torch.enable_grad():\n"
+        "                with torch.enable_grad(), y.second():\n"
         "                    y = segment.fn(entry, self._batches[mb])",
-        "                with torch.enable_grad():\n"
+        "                with torch.enable_grad(), y.second():\n"
         "                    y = segment.fn(entry, self._batches[0])",
         "a block is recomputed with the first micro-batch's positions and dropout",
     ),

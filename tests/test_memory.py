@@ -150,6 +150,8 @@ def test_activations_follow_the_schedule_and_the_mesh():
     assert told(Mesh(tp=2))[0] < 0.55 * alone < told(Mesh(tp=2), sequence_parallel=False)[0]
     assert told(Mesh(cp=2))[0] < 0.55 * alone
     assert told(recompute="full")[0] < told(recompute="selective")[0] < alone
+    cut = told(Mesh(cp=2), recompute="full")[0]  # and what its attention made
+    assert told(recompute="full")[0] / 2 < cut < told(Mesh(cp=2), recompute="selective")[0]
 
 
 # ---------------------------------------------------------------- what there is

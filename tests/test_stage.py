@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +16,8 @@ from warpweave.config import ParallelPlan
 from warpweave.gpt import GPT, GPTConfig
 from warpweave.kernels.runtime.wgrad import wgrad
 from warpweave.layers.records import collect_records
+from warpweave.parallel.context import attention
+from warpweave.parallel.context.kept import Kept
 from warpweave.parallel.data.zero import Unit
 from warpweave.parallel.mesh import Mesh, single
 from warpweave.parallel.pipeline.stage import ChainStage, Segment
@@ -186,8 +190,9 @@ CONFIGS = {
 }
 
 
-def _gpt_grads(config: GPTConfig, recompute: str) -> dict[str, torch.Tensor]:
-    model = GPT(config, plan=ParallelPlan(recompute=recompute), dtype=torch.float32)
+def _gpt_grads(config: GPTConfig, recompute: str, mesh=None, **plan) -> dict[str, torch.Tensor]:
+    plan = ParallelPlan(recompute=recompute, **plan)
+    model = GPT(config, mesh=mesh, plan=plan, dtype=torch.float32)
     chain = ChainStage(model.segments()[0], last=True)
     tokens = torch.randint(0, 23, (2, 3, 9), generator=torch.Generator().manual_seed(4))
     batches = [
@@ -205,6 +210,29 @@ def test_recomputation_changes_no_bit_of_a_gpts_gradients_with_dropout(recompute
     found = _gpt_grads(CONFIGS[style], recompute)
     assert expected.keys() == found.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def _on_context_ranks(rank: int) -> None:
+    mesh, config = Mesh(cp=2).connect(), CONFIGS["llama"]
+    watched = {
+        name: mock.Mock(forward=mock.Mock(side_effect=own.forward), backward=own.backward)
+        for name, own in attention._STRATEGIES.items()
+    }
+    with mock.patch.object(attention, "_STRATEGIES", watched):
+        for name in ("ring", "gather", "stream", "ulysses"):
+            found, attended = [], watched[name].forward
+            for recompute in ("none", "full"):
+                found.append(_gpt_grads(config, recompute, mesh, cp_strategy=name))
+                assert attended.call_count == 2 * config.layers, (name, recompute)
+                attended.reset_mock()
+            assert all(torch.equal(found[1][key], found[0][key]) for key in found[0]), name
+        with mock.patch.multiple(Kept, first=nullcontext, second=nullcontext):
+            _gpt_grads(config, "full", mesh, cp_strategy=name)
+        assert attended.call_count == 4 * config.layers
+
+
+def test_full_recomputation_sends_and_attends_nothing_twice_over_context_ranks():
+    run_ranks(2, _on_context_ranks)
 
 
 def _two_readers(mesh, stage: int) -> None:

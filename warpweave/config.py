@@ -53,7 +53,7 @@ class ParallelPlan:
         overlap: How messages of tensor ranks and products hide one another: chunked, fused into
             Triton's kernels (ranks of one machine), none, or in the backward only (auto).
         recompute: Activation checkpointing: of the MLP's hidden activations (selective), or of all
-            but each block's input (full).
+            but each block's input and what attention over context ranks made (full).
         layout: How cp cuts the sequence; balanced is by the work of each micro-batch's documents.
         cp_strategy: How context ranks attend to one another's tokens: keys and values go round or
             to all (stream: head by head), rows are traded for heads, or going round and trading at

@@ -15,7 +15,9 @@ the embedding or the head):
                   (n = 4: two norms and what they give; 6 in a sandwich), A the queries, keys and
                   values (twice q and k where they are rotated), Z the MLP's hidden values: before
                   (twice as many if it is gated) and after the activation, the latter on a CPU only;
-                  none of them with recompute "selective". With "full" b t E a block. Either way
+                  none of them with recompute "selective". With "full" b t E a block, and over
+                  context ranks T (b (2 H + 2 Hkv) D + 8 H) / tp of what attention made, which is
+                  what Ulysses keeps of it; a ring less. Either way
                   three whole blocks more for the one that is being differentiated (what it keeps,
                   the gradients of that, and what is made along the way: measured on CPUs, not
                   derived); and on the rank that has the loss, its block of logits (under a softcap
@@ -90,7 +92,10 @@ def estimate(
     on_cpu = device_type == "cpu"
     whole, spared = _block(config, mesh, plan, tokens, size, on_cpu=on_cpu)
     stream = rows * config.width * size
-    kept = {"none": whole, "selective": whole - spared, "full": stream}[plan.recompute]
+    heads = config.heads + config.num_kv_heads
+    attended = 2 * heads * config.head_dim * size + 8 * config.heads if mesh.cp > 1 else 0
+    again = stream + attended * tokens // mesh.tp
+    kept = {"none": whole, "selective": whole - spared, "full": again}[plan.recompute]
     data, zero, found = mesh.data, plan.zero if mesh.data > 1 else 0, []
     for rank, units in enumerate(each):
         P, U = sum(units.values()), max(units.values())

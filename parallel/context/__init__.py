@@ -2,8 +2,9 @@
 
 `attention` the one call and its autograd Function · `strategy` what a strategy is · `ring`,
 `gather`, `ulysses` (and its hybrid with the ring) the strategies · `messages` between ranks, on
-process groups or all in one process · `explain` what each strategy sends, holds and leaves exposed,
-and which one "auto" is · `links` the speeds that it weighs.
+process groups or all in one process · `kept` what recomputation does not attend again · `explain`
+what each strategy sends, holds and leaves exposed, and which one "auto" is · `links` the speeds
+that it weighs.
 """
 
 from warpweave.parallel.context.attention import (

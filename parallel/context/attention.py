@@ -36,6 +36,7 @@ from warpweave.kernels.runtime.dispatch import once_differentiable
 from warpweave.parallel.collectives import group_rank, group_size
 from warpweave.parallel.context.explain import by_bytes, explain
 from warpweave.parallel.context.gather import GATHER, STREAM
+from warpweave.parallel.context.kept import attend_once
 from warpweave.parallel.context.links import Links
 from warpweave.parallel.context.ring import RING
 from warpweave.parallel.context.strategy import Shards
@@ -244,7 +245,7 @@ class _ContextAttention(torch.autograd.Function):
     def forward(ctx, q, k, v, sinks, strategy, layout, group, neighbours, options, overlap):
         heads = q.shape[2], k.shape[2]
         shards = Shards(layout, group, options, heads, neighbours, overlap)
-        o, lse, saved = strategy.forward(shards, q, k, v, sinks)
+        o, lse, saved = attend_once(lambda: strategy.forward(shards, q, k, v, sinks), (q, k, v))
         ctx.save_for_backward(sinks, o, lse, *saved)
         ctx.strategy, ctx.shards = strategy, shards
         ctx.of_sinks = None if sinks is None else grad_dtype(sinks)

@@ -10,6 +10,7 @@ segments are still in their backward pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from warpweave.kernels.runtime.wgrad import WeightGradients, accumulate, collect
+from warpweave.parallel.context.kept import Kept
 from warpweave.parallel.data.reduce import join
 from warpweave.parallel.data.zero import Unit
 
@@ -33,7 +35,8 @@ class Segment:
         fn: computes the output from the input and the micro-batch's data.
         units: the units whose parameters `fn` reads.
         recompute: keep only the input in the forward pass and run `fn` again in the backward pass
-            (full activation checkpointing, Chen et al. 2016, arXiv:1604.06174).
+            (full activation checkpointing, Chen et al. 2016, arXiv:1604.06174); of attention over
+            context ranks its results too (`parallel.context.kept`).
     """
 
     name: str
@@ -76,7 +79,7 @@ class _Saved:
     chain: _Chain
     weights: list[WeightGradients]
     inputs: list[Tensor | None] = field(default_factory=list)
-    outputs: list[Tensor | None] = field(default_factory=list)
+    outputs: list[Tensor | Kept] = field(default_factory=list)
 
 
 class ChainStage:
@@ -151,10 +154,11 @@ class ChainStage:
         for k, segment in enumerate(segments):
             self._enter(segments, k, k + 1)
             entry = None if x is None else x.detach().requires_grad_()
-            with torch.set_grad_enabled(not segment.recompute):
+            kept = Kept() if segment.recompute else None
+            with torch.set_grad_enabled(kept is None), kept.first() if kept else nullcontext():
                 y = segment.fn(entry, self._batches[mb])
             saved.inputs.append(entry)
-            saved.outputs.append(None if segment.recompute else y)
+            saved.outputs.append(y if kept is None else kept)
             x = y.detach()
             if k + 1 < len(segments):  # the last one is needed first in the backward pass
                 self._leave(segments, k, k + 1)
@@ -220,8 +224,8 @@ class ChainStage:
             segment = segments[k]
             self._enter(segments, k, k - 1)
             entry, y = saved.inputs.pop(), saved.outputs.pop()
-            if y is None:
-                with torch.enable_grad():
+            if isinstance(y, Kept):
+                with torch.enable_grad(), y.second():
                     y = segment.fn(entry, self._batches[mb])
             for unit in segment.units:
                 unit.gradients.before_backward()
