@@ -25,7 +25,13 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from warpweave.kernels import reference
-from warpweave.kernels.attention import attention, attention_bwd, attention_delta, attention_fwd
+from warpweave.kernels.attention import (
+    attention,
+    attention_bwd,
+    attention_delta,
+    attention_fwd,
+    forward,
+)
 from warpweave.kernels.attention import tiles as attention_tiles
 from warpweave.kernels.attention import torch_path as attention_cpu
 from warpweave.kernels.attention.launch import shared_steps
@@ -731,3 +737,11 @@ def test_backward_refuses_statistics_that_do_not_fit() -> None:
         attention_bwd(q, q, k, v, lse.float(), None, o=o)
     with pytest.raises(ValueError, match=r"dlse must have the shape \(1, 2, 4\)"):
         attention_delta(o, o, lse[..., :3])
+
+
+def test_largest_scores_found_in_halves_as_on_hopper_are_the_same(monkeypatch):
+    q, k, v = (torch.randn(1, 70, 2, 40) for _ in range(3))
+    k[:, 9:30:20] *= 100  # of either half of a tile: a smaller pivot overflows
+    whole = attention_fwd(q, k, v, causal=False, impl="triton")
+    monkeypatch.setattr(forward, "capability", lambda device: 90)
+    assert all(map(torch.equal, attention_fwd(q, k, v, causal=False, impl="triton"), whole))

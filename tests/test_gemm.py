@@ -369,6 +369,44 @@ def test_tiles_are_found_by_device_dtype_and_size(monkeypatch):
     assert mainloop.grid(shipped[90, 2, "large"], 100, 100, torch.device("cpu")) == (1,)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("rows", ["ab", "a", "b", ""], ids="contiguous rows: {!r}".format)
+def test_descriptors_read_what_pointers_do(monkeypatch, dtype, rows):
+    """Either operand with contiguous rows or columns, of sides that no tile divides: what lies
+    beyond them is NaN and must not be read."""
+
+    def draw(m, n, name):
+        m, n = (m, n) if name in rows else (n, m)
+        x = torch.full((m, n + 16 - n % 16), math.nan, dtype=dtype)[:, :n]
+        x.copy_(_draw(m, n, dtype=dtype))
+        return x if name in rows else x.t()
+
+    a, b, bias = draw(131, 77, "a"), draw(77, 67, "b"), _draw(67)
+    with pinned({("gemm", 2, "large"): GemmTile(128, 32, 32, 2, 1, 4, 1)}):
+        by_pointers = fused_gemm(a, b, bias, activation="gelu", save_z=True, impl="triton")
+        monkeypatch.setattr(mainloop, "capability", lambda device: 90)
+        monkeypatch.delattr(mainloop, "mainloop")  # of pointers
+        found = fused_gemm(a, b, bias, activation="gelu", save_z=True, impl="triton")
+    for ours, theirs in zip(found, by_pointers):
+        assert torch.equal(ours, theirs)
+    assert_error_budget(found[1], a @ b + bias.to(dtype), a.double() @ b.double() + bias.double())
+
+
+def test_descriptors_are_for_large_products_of_aligned_16_bits_from_hopper_on(monkeypatch):
+    def described(a, b, rows=128, arch=90):
+        monkeypatch.setattr(mainloop, "capability", lambda device: arch)
+        a, b, strides = mainloop.operands(a, b, GemmTile(rows, 64, 32, 8, 1, 8, 3))
+        assert (strides.count(None) == 2) == (not isinstance(a, torch.Tensor))
+        return None if isinstance(a, torch.Tensor) else (strides, a.block_shape, b.block_shape)
+
+    a, b = torch.zeros(128, 256, dtype=torch.bfloat16), torch.zeros(64, 256, dtype=torch.bfloat16)
+    assert described(a, b.t()) == ((None, 1, 1, None), [128, 32], [64, 32])
+    assert described(a.t(), a, arch=100) == ((1, None, None, 1), [32, 128], [32, 64])
+    for x in (a.float(), a[:, 1:], a[:, ::2], a[:, :0], a[:1].expand(128, -1), a[:, :250].clone()):
+        assert described(x, b[:, : x.shape[1]].to(x.dtype).t()) is None
+    assert described(a, b.t(), rows=64) is described(a, b.t(), arch=89) is None
+
+
 def test_float32_is_multiplied_as_torch_is_set_to_or_as_asked():
     assert kernel.find_precision(None) == "ieee"
     before = torch.get_float32_matmul_precision()

@@ -13,9 +13,12 @@ from torch.utils.checkpoint import checkpoint
 from warpweave.kernels import reference
 from warpweave.kernels.activation import ACTIVATIONS
 from warpweave.kernels.dropout import Drop
+from warpweave.kernels.gemm import mainloop
 from warpweave.kernels.gemm.local import LOCAL
 from warpweave.kernels.mlp import function as module
 from warpweave.kernels.mlp import gelu_mlp, hidden_bwd, hidden_fwd, mlp, swiglu_mlp
+from warpweave.kernels.runtime.tile_table import GemmTile
+from warpweave.kernels.runtime.tiles import pinned
 from warpweave.kernels.runtime.wgrad import WeightGradients, accumulate, collect
 
 impls = pytest.mark.parametrize("impl", ["torch", "triton"])
@@ -249,6 +252,19 @@ def test_strided_operands(impl) -> None:
     truth = torch.autograd.grad(reference.mlp(*tensors, activation="swiglu"), tensors, dy)
     for a, b in zip(ours, truth):
         assert_close_f64(a, b, 1e-12)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "geglu"])
+def test_hidden_units_gradient_reads_descriptors_as_it_does_pointers(monkeypatch, activation):
+    dy, down = torch.randn(131, 48).half(), torch.randn(48, 64).half()
+    z = torch.randn(131, 128 if activation == "geglu" else 64).half()
+    options = {"activation": activation, "want_hidden": True, "impl": "triton"}
+    with pinned({("gemm", 2, "large"): GemmTile(128, 32, 32, 2, 1, 4, 1)}):
+        by_pointers = hidden_bwd(dy, down, z, **options)
+        monkeypatch.setattr(mainloop, "capability", lambda device: 90)
+        monkeypatch.delattr(mainloop, "mainloop")  # of pointers
+        found = hidden_bwd(dy, down, z, **options)
+    assert all(map(torch.equal, found, by_pointers))
 
 
 @impls

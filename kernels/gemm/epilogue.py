@@ -13,9 +13,10 @@ from warpweave.kernels.gemm.mainloop import (
     find_tile,
     gemm_options,
     grid,
-    mainloop,
+    operands,
     split_columns,
     tile_origin,
+    tile_product,
 )
 from warpweave.kernels.runtime.dispatch import tl, triton
 from warpweave.kernels.runtime.numeric import to_dtype, upcast
@@ -140,8 +141,8 @@ def finish_tile(
 
 @triton.jit(do_not_specialize=["seed", "site"])
 def _gemm_kernel(
-    a_ptr,
-    b_ptr,
+    a,
+    b,
     bias_ptr,
     z_ptr,
     tokens_ptr,
@@ -172,21 +173,22 @@ def _gemm_kernel(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
+    DESCRIBED: tl.constexpr = stride_am is None or stride_ak is None
+    DTYPE: tl.constexpr = a.dtype if DESCRIBED else a.dtype.element_ty
     tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
     for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
         # 1. The accumulators of a tile.
         row, col = tile_origin(index, M, N, BLOCK_M, BLOCK_N, GROUP)
-        m, n = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
-        y = mainloop(
-            a_ptr, b_ptr, m, n, M, N, K, stride_am, stride_ak, stride_bk, stride_bn,
+        y = tile_product(
+            a, b, row, col, M, N, K, stride_am, stride_ak, stride_bk, stride_bn,
             PRECISION, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
 
         # 2. All that follows.
         finish_tile(
-            y, bias_ptr, z_ptr, tokens_ptr, residual_ptr, y_ptr, seed, site, m, col,
-            M, N, stride_rm, stride_rn, stride_ym, stride_yn,
-            a_ptr.dtype.element_ty, ACT, GATED, THRESHOLD, SCALE, ADD,
+            y, bias_ptr, z_ptr, tokens_ptr, residual_ptr, y_ptr, seed, site,
+            row + tl.arange(0, BLOCK_M), col, M, N, stride_rm, stride_rn, stride_ym, stride_yn,
+            DTYPE, ACT, GATED, THRESHOLD, SCALE, ADD,
         )  # fmt: skip
 
 
@@ -211,10 +213,11 @@ def launch(
     heavy = add or (drop is not None and residual is not None)
     tile = find_tile(a, b, "heavy" if heavy else "large")
     tokens, seed, site, constants = launch_arguments(drop)
+    a_tiles, b_tiles, strides = operands(a, b, tile)
     with torch.cuda.device_of(a):
         _gemm_kernel[grid(tile, M, N, a.device)](
-            a,
-            b,
+            a_tiles,
+            b_tiles,
             None if bias is None else bias.contiguous(),
             z,
             tokens,
@@ -225,8 +228,7 @@ def launch(
             M,
             N,
             K,
-            *a.stride(),
-            *b.stride(),
+            *strides,
             *((0, 0) if residual is None else residual.stride()),
             *y.stride(),
             name,

@@ -1,11 +1,14 @@
 """What every kernel that multiplies matrices shares: its tile, its grid, and its main loop.
 
-`gemm`, `mlp` and `qkv` put their own epilogues behind `mainloop`. Their programs are persistent: a
+`gemm` and `mlp` put their own epilogues behind `tile_product`, `qkv` and what overlaps with
+communication behind `mainloop`, which takes pointers only. Their programs are persistent: a
 tile's `residents` per multiprocessor walk over the tiles, column groups of GROUP rows first, so
 that the programs of one moment share operands in L2 (Kerr et al. 2017, CUTLASS).
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
@@ -31,11 +34,39 @@ def find_tile(a: torch.Tensor, b: torch.Tensor, kind: str) -> GemmTile:
 
 
 def _is_aligned(x: torch.Tensor) -> bool:
-    """Rows, or columns, are contiguous, and all start where 16 bytes can be loaded at a time (what
-    Triton asks for: addresses that are multiples of 16 bytes, strides of 16 elements)."""
-    strides = x.stride()
-    whole = any(s == 1 and t % 16 == 0 for s, t in (strides, strides[::-1]))
-    return whole and x.data_ptr() % 16 == 0
+    """Rows, or columns, are contiguous and apart, and all start where 16 bytes can be loaded at a
+    time (what Triton asks for: addresses that are multiples of 16 bytes, strides of 16 elements).
+    A descriptor, see `operands`, asks for no more but that there be some, and fewer than 2^31."""
+    (m, n), (s, t) = x.shape, x.stride()
+    rows, columns = t == 1 and s % 16 == 0 and s >= n, s == 1 and t % 16 == 0 and t >= m
+    return (rows or columns) and x.data_ptr() % 16 == 0 and 0 < min(m, n) <= max(m, n) < 2**31
+
+
+def operands(
+    a: torch.Tensor, b: torch.Tensor, tile: GemmTile
+) -> tuple[Any, Any, tuple[int | None, ...]]:
+    """(a, b, strides) as a kernel takes them for `tile_product`.
+
+    From Hopper on, a and b of 16 bits whose rows or columns are aligned are tensor descriptors: the
+    copy engine (TMA) loads their tiles, and no thread computes addresses. A descriptor is of the
+    matrix or of its transpose, whichever has contiguous rows; the stride of these is None. Two cost
+    the host 10 us a launch, which small products (tiles of fewer than 128 rows) do not pay.
+    """
+    if a.element_size() != 2 or tile.m < 128 or capability(a.device) < 90:
+        return a, b, (*a.stride(), *b.stride())
+    if not (_is_aligned(a) and _is_aligned(b)):
+        return a, b, (*a.stride(), *b.stride())
+    a, a_strides = _descriptor(a, tile.m, tile.k)
+    b, b_strides = _descriptor(b, tile.k, tile.n)
+    return a, b, (*a_strides, *b_strides)
+
+
+def _descriptor(x: torch.Tensor, rows: int, columns: int) -> tuple[Any, tuple[int | None, ...]]:
+    from triton.tools.tensor_descriptor import TensorDescriptor  # dispatch: there may be no Triton
+
+    if x.stride(1) == 1:
+        return TensorDescriptor.from_tensor(x, [rows, columns]), (None, 1)
+    return TensorDescriptor.from_tensor(x.t(), [columns, rows]), (1, None)
 
 
 def tile_count(tile: GemmTile, M: int, N: int) -> int:
@@ -109,6 +140,43 @@ def mainloop(
         acc = dot(a, b, acc, PRECISION)
         a_ptrs += step * stride_ak
         b_ptrs += step * stride_bk
+    return acc
+
+
+@triton.jit
+def tile_product(
+    a,
+    b,
+    row,
+    col,
+    M,
+    N,
+    K,
+    stride_am,
+    stride_ak,
+    stride_bk,
+    stride_bn,
+    PRECISION: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """The accumulators of the tile at `row` and `col` of a b, which are what `operands` made of
+    them."""
+    if stride_am is None or stride_ak is None:
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        i, j = row.to(tl.int32), col.to(tl.int32)
+        for k in range(0, K, BLOCK_K):  # past the ends a descriptor reads 0
+            x = a.load([i, k]) if stride_am is None else tl.trans(a.load([k, i]))
+            y = b.load([k, j]) if stride_bk is None else tl.trans(b.load([j, k]))
+            acc = dot(x, y, acc)
+    else:
+        m, n = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
+        acc = mainloop(
+            a, b, m, n, M, N, K, stride_am, stride_ak, stride_bk, stride_bn,
+            PRECISION, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
     return acc
 
 

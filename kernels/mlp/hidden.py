@@ -26,9 +26,10 @@ from warpweave.kernels.gemm.mainloop import (
     find_tile,
     gemm_options,
     grid,
-    mainloop,
+    operands,
     split_columns,
     tile_origin,
+    tile_product,
 )
 from warpweave.kernels.overlap.gathering import Gathering, multiply
 from warpweave.kernels.runtime.dispatch import choose, no_graph, operator, tl, triton
@@ -94,8 +95,8 @@ def _slope_tile(dh, z_ptr, dz_ptr, h_ptr, t, col, T, F, ACT: tl.constexpr, GATED
 
 @triton.jit
 def _hidden_bwd_kernel(
-    dy_ptr,
-    w_ptr,
+    dy,
+    w,
     z_ptr,
     dz_ptr,
     h_ptr,
@@ -119,15 +120,15 @@ def _hidden_bwd_kernel(
     for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
         # 1. dh of a tile.
         row, col = tile_origin(index, T, F, BLOCK_T, BLOCK_F, GROUP)
-        t, f = row + tl.arange(0, BLOCK_T), col + tl.arange(0, BLOCK_F)
-        dh = mainloop(
-            dy_ptr, w_ptr, t, f, T, F, E, stride_yt, stride_ye, stride_we, stride_wf,
+        dh = tile_product(
+            dy, w, row, col, T, F, E, stride_yt, stride_ye, stride_we, stride_wf,
             PRECISION, EVEN_E, BLOCK_T, BLOCK_F, BLOCK_E,
         )  # fmt: skip
 
         # 2. Times the slope at z, a quarter at a time: what dh, z, dz and h of a whole tile take
         #    is more than the registers.
         STEP: tl.constexpr = BLOCK_F // 4
+        t = row + tl.arange(0, BLOCK_T)
         left, right = split_columns(dh)
         first, second = split_columns(left)
         third, fourth = split_columns(right)
@@ -169,18 +170,18 @@ def _launch(
     if not z.numel():
         return found
     tile = find_tile(dy, down_weight, "large" if want_hidden else "heavy")
+    dy_tiles, weight_tiles, strides = operands(dy, down_weight, tile)
     with torch.cuda.device_of(dy):
         _hidden_bwd_kernel[grid(tile, T, F, dy.device)](
-            dy,
-            down_weight,
+            dy_tiles,
+            weight_tiles,
             z,
             dz,
             h,
             T,
             F,
             E,
-            *dy.stride(),
-            *down_weight.stride(),
+            *strides,
             name,
             gated,
             find_precision(precision),
