@@ -265,14 +265,23 @@ def _attention_options(attention) -> list[Case]:
 
 
 def _attention_with(
-    attention, name: str, like: torch.Tensor, carried: bool = False, **options
+    attention,
+    name: str,
+    like: torch.Tensor,
+    carried: bool = False,
+    sliced: bool = False,
+    **options,
 ) -> list[Case]:
-    """Both directions, for heads `like` this vector; what is not `carried` has sinks."""
+    """Both directions, for heads `like` this vector; what is not `carried` has sinks. The q of what
+    is `sliced` is one of a packed projection, so that its rows lie further apart than those of do.
+    """
     from warpweave.kernels import cost
 
     (D,), dtype, fp32 = like.shape, like.dtype, torch.float32
-    q, k = m(2, 4096, 16, D, dtype=dtype), m(2, 4096, 4, D, dtype=dtype)
-    sizes = {"kv_heads": 4, "window": options.get("window"), "size": dtype.itemsize}
+    do, k = m(2, 4096, 16, D, dtype=dtype), m(2, 4096, 4, D, dtype=dtype)
+    q = m(2, 4096, 24, D, dtype=dtype)[:, :, :16] if sliced else do
+    given = {name: options[name] for name in ("window", "causal") if name in options}
+    sizes = {"kv_heads": 4, "size": dtype.itemsize, **given}
     if carried:  # the sums are float32, read and written
         more = 2 * 4 - dtype.itemsize
         add_o, add_grads = more * q.numel() + 4 * 2 * 16 * 4096, more * (q.numel() + 2 * k.numel())
@@ -287,7 +296,7 @@ def _attention_with(
     add = (o, dk, dk) if carried else (None, None, None)
     calls = {
         "fwd": lambda: attention.attention_fwd(q, k, k, **start, **options),
-        "bwd": lambda: attention.attention_bwd(q, q, k, k, row, row, into=add, **options),
+        "bwd": lambda: attention.attention_bwd(do, q, k, k, row, row, into=add, **options),
     }
     kind = f"D={D} {dtype}".replace("torch.", "")
     return [
@@ -629,17 +638,23 @@ def _attention_variants() -> list[Case]:
         "dropout carried": {**drop, "carried": True},
         "striped window": {"window": 512, "q_runs": ((2, 4096, 8),), "k_runs": ((3, 4096, 8),)},
     }
+    sliced: dict[str, dict] = {
+        "sliced": {"sliced": True},
+        "sliced full": {"sliced": True, "causal": False},
+        "sliced window": {"sliced": True, "window": 512},
+    }
     masked = ("window", "carried softcap", "dropout softcap window", "striped window")
     return [
         case
         for dims, dtypes, names in (
             ((40, 72, 200), (torch.bfloat16,), masked),  # columns beyond the head are masked off
             ((64, 128, 256), (torch.bfloat16, torch.float32), variants),
+            ((128,), (torch.bfloat16,), sliced),
         )
         for D in dims
         for dtype in dtypes
         for name in names
-        for case in _attention_with(attention, name, m(D, dtype=dtype), **variants[name])
+        for case in _attention_with(attention, name, m(D, dtype=dtype), **(variants | sliced)[name])
     ]
 
 

@@ -63,7 +63,8 @@ def attention_delta_kernel(o_ptr, do_ptr, dlse_ptr, delta_ptr, o_stride, do_stri
 def _dkdv_steps(dk, dv, k, v, k_pos, first, last, q_ptr, do_ptr, lse_ptr, delta_ptr,
                 q_stride, do_stride, q_runs, ends, group, head, sample, seed,
                 SCALE: tl.constexpr, CAP: tl.constexpr, DROP: tl.constexpr,
-                KEEP: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, MASK: tl.constexpr,
+                KEEP: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, OWN: tl.constexpr,
+                MASK: tl.constexpr,
                 BLOCK_M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     BASE: tl.constexpr = 1.0 if k.dtype == tl.float32 else LOG2E
     UNIT: tl.constexpr = BASE if CAP > 0 else SCALE * BASE
@@ -77,8 +78,12 @@ def _dkdv_steps(dk, dv, k, v, k_pos, first, last, q_ptr, do_ptr, lse_ptr, delta_
     for _ in range(group * count):
         # 1. Tile j of this head. Rows past the end of a run get lse = inf, hence p = 0.
         row, position, rows = rows_of_step(j, span0, span1, q_runs, MASK and FIRST, BLOCK_M)
-        q = load(q_ptr + row * q_stride[1], q_stride[1], rows, BLOCK_M, D, BLOCK_D, MASK)
-        do = load(do_ptr + row * do_stride[1], do_stride[1], rows, BLOCK_M, D, BLOCK_D, MASK)
+        begin = 0
+        q_at, do_at = q_ptr + row * q_stride[1], do_ptr + row * do_stride[1]
+        if OWN:  # there are no registers for two sets of distances
+            q_at, do_at, begin = q_ptr, do_ptr, row.to(tl.int32)
+        q = load(q_at, q_stride[1], rows, BLOCK_M, D, BLOCK_D, MASK, begin)
+        do = load(do_at, do_stride[1], rows, BLOCK_M, D, BLOCK_D, MASK, begin)
         at = at_head + row + i  # lse and delta wait in memory until they are used: fewer registers
 
         # 2. p, transposed: [keys, queries].
@@ -134,7 +139,8 @@ def attention_dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_pt
                           BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                           BLOCK_D: tl.constexpr):  # fmt: skip
     # 1. One tile of keys of one key-value head.
-    if do_stride is None:  # as in the forward
+    OWN: tl.constexpr = do_stride is not None  # None where it is q_stride
+    if not OWN:
         do_stride = q_stride
     q_stride, do_stride = elements(q_stride, STEP), elements(do_stride, STEP)
     k_stride, v_stride = elements(k_stride, STEP), elements(v_stride, STEP)
@@ -168,11 +174,11 @@ def attention_dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_pt
     dk, dv = _dkdv_steps(
         dk, dv, k, v, k_pos, first, last, q_ptr, do_ptr, lse_ptr + at, delta_ptr + at,
         q_stride, do_stride, q_runs, ends, group, head0 + head, sample + batch, seed,
-        SCALE, CAP, DROP, KEEP, CAUSAL or LAST, LAST, False, BLOCK_M, D, BLOCK_D)  # fmt: skip
+        SCALE, CAP, DROP, KEEP, CAUSAL or LAST, LAST, OWN, False, BLOCK_M, D, BLOCK_D)  # fmt: skip
     dk, dv = _dkdv_steps(
         dk, dv, k, v, k_pos, first, last, q_ptr, do_ptr, lse_ptr + at, delta_ptr + at,
         q_stride, do_stride, q_runs, ends, group, head0 + head, sample + batch, seed,
-        SCALE, CAP, DROP, KEEP, CAUSAL or LAST, LAST, True, BLOCK_M, D, BLOCK_D)  # fmt: skip
+        SCALE, CAP, DROP, KEEP, CAUSAL or LAST, LAST, OWN, True, BLOCK_M, D, BLOCK_D)  # fmt: skip
 
     # 4. Store; ds was the gradient of scale q k^T.
     dk_ptr += batch * dk_stride[0] + row * dk_stride[1] + kv_head * dk_stride[2]

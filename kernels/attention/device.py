@@ -46,11 +46,13 @@ def load(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     CHECK: tl.constexpr,
+    ahead=0,
 ):
-    """The tile [BLOCK, BLOCK_D] at `ptr`, zero from column D on and, if CHECK, from row `rows`
-    on."""
+    """The tile [BLOCK, BLOCK_D] that begins `ahead` rows from `ptr`, zero from column D on and, if
+    CHECK, from its row `rows` on. In a loop that changes `ptr` its rows' distances are kept in
+    registers; in one that changes `ahead`, an int32, they are multiplied anew."""
     r, d = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK_D)[None, :]
-    at = ptr + r.to(tl.int64) * stride + d
+    at = ptr + (ahead + r).to(tl.int64) * stride + d
     if CHECK and D != BLOCK_D:
         return tl.load(at, (r < rows) & (d < D), 0.0)
     elif CHECK:

@@ -85,8 +85,6 @@ def dkdv_tile(q: torch.Tensor, variant: Variant) -> AttentionTile:
     keys read the queries more often, and below 64 there is no wgmma or tcgen05: past head dim 64,
     up to Hopper, 64 are taken where more would spill, to add to what is there or with both dropout
     and softcap. Float32 has neither of those instructions: half the keys, with dropout a quarter.
-    For a plain call whose q and do have not the same strides no tile is smaller: up to 40 bytes
-    spill.
     """
     tile = find("attention_dkdv", q.device, q.element_size(), q.shape[3])
     if INTERPRET:
