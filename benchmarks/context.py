@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from context_baselines import plain_ulysses, rsa, usual_ring
+from context_baselines import exact_ring, plain_ulysses, rsa, usual_ring
 from harness import Report, header, interleave, parser, results_folder, run_ranks
 from torch import Tensor
 
@@ -37,6 +37,7 @@ LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 NAMES = ("o", "dq", "dk", "dv")
 RSA = "RSA (2105.13120)"
 BASELINES = {"usual ring": usual_ring, "plain Ulysses": plain_ulysses, RSA: rsa}
+EXACT = "exact ring"  # of whose errors the report tells, and no times
 Times = dict[str, list[float]]
 OURS = [f"warpweave {strategy}" for strategy in ("ring", "gather", "stream", "ulysses")]
 
@@ -61,8 +62,9 @@ class Variant:
     def __init__(self, name: str, whole: list[Tensor]) -> None:
         kind = "contiguous" if name in ("warpweave ulysses", "plain Ulysses", RSA) else "zigzag"
         self.layout = SequenceLayout(whole[0].shape[1], dist.get_world_size(), kind)
-        self.swap = name in BASELINES  # which have heads before rows
-        self.call = BASELINES.get(name) or partial(
+        theirs = BASELINES | {EXACT: exact_ring}
+        self.swap = name in theirs  # which have heads before rows
+        self.call = theirs.get(name) or partial(
             context_attention, layout=self.layout, group=dist.group.WORLD,
             strategy=name.removeprefix("warpweave "),
         )  # fmt: skip
@@ -106,12 +108,13 @@ def measure(tokens: int, rounds: int) -> tuple[dict[str, dict[str, float]], Time
         of_heads = (x.transpose(1, 2) for x in leaves)
         o = F.scaled_dot_product_attention(*of_heads, is_causal=True).transpose(1, 2)
         truth = [o.detach(), *torch.autograd.grad(o, leaves, do)]
-        variants = {name: Variant(name, whole) for name in (*OURS, *BASELINES)}
+        variants = {name: Variant(name, whole) for name in (*OURS, *BASELINES, EXACT)}
         for name, variant in variants.items():
             found = dict(zip(NAMES, variant.errors(truth), strict=True))
             errors[f"{name}, {str(dtype).removeprefix('torch.')}"] = found
             if not max(found.values()) <= LIMITS[dtype]:
                 raise AssertionError(f"{name}, {dtype}: {found}, limit {LIMITS[dtype]:.0e}")
+    del variants[EXACT]
     times = interleave({name: v.run for name, v in variants.items()}, rounds=rounds)
     cpu = torch.tensor([v.cpu_ms[-rounds:] for v in variants.values()], dtype=torch.float64)
     dist.all_reduce(cpu, dist.ReduceOp.MAX)

@@ -7,6 +7,8 @@ default group that returns its rows of causal attention, differentiable:
                    ``o - sigmoid(lse_b - lse) (o - o_b)``, every hop waited for before its block;
                    gradients of K and V travel P hops (zhuzilin/ring-flash-attention and torch's
                    context_parallel do so, but for the waiting)
+    exact_ring     the same, its outputs and gradients merged and summed in float64: no more of an
+                   error than the kernel's own on every block. Nobody's; it is not timed
     plain_ulysses  contiguous shards, one all-to-all for each of q, k, v and o and each of their
                    gradients, SDPA between (arXiv:2309.14509)
     rsa            ring self-attention, arXiv:2105.13120: contiguous shards, K goes round and fills
@@ -55,28 +57,28 @@ def _tile(step: int, rows: int) -> tuple[slice, slice, bool]:
 
 class _UsualRing(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v):
-        o, lse, block = q, q, (k, v)
+    def forward(ctx, q, k, v, wide):
+        o, lse, block, ctx.wide = q, q, (k, v), wide
         for step in range(dist.get_world_size()):
             if step:
                 block = _next(*block)
             rows, keys, causal = _tile(step, q.shape[2])
             o_b, lse_b = _flash(q[:, :, rows], *(x[:, :, keys] for x in block), 0.0, causal)
             if step == 0:
-                o, lse = o_b.float(), lse_b
+                o, lse = o_b.to(wide), lse_b.to(wide)
                 continue
             weight = torch.sigmoid(lse_b - lse[:, :, rows])[..., None]
             o[:, :, rows] -= weight * (o[:, :, rows] - o_b)
             lse[:, :, rows] -= F.logsigmoid(lse[:, :, rows] - lse_b)
         o = o.to(q.dtype)
-        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.save_for_backward(q, k, v, o, lse.float())
         return o
 
     @staticmethod
     def backward(ctx, do):
         q, k, v, o, lse = ctx.saved_tensors
-        block, dq = (k, v), torch.zeros_like(q, dtype=torch.float32)
-        of_block = [torch.zeros_like(x, dtype=torch.float32) for x in block]
+        block, dq = (k, v), torch.zeros_like(q, dtype=ctx.wide)
+        of_block = [torch.zeros_like(x, dtype=ctx.wide) for x in block]
         for step in range(dist.get_world_size()):
             if step:
                 block, of_block = _next(*block), _next(*of_block)
@@ -88,10 +90,17 @@ class _UsualRing(torch.autograd.Function):
             dq[:, :, rows] += parts[0]
             for whole, part in zip(of_block, parts[1:]):
                 whole[:, :, keys] += part
-        return (*(x.to(q.dtype) for x in (dq, *_next(*of_block))),)
+        return *(x.to(q.dtype) for x in (dq, *_next(*of_block))), None
 
 
-usual_ring: Callable[[Tensor, Tensor, Tensor], Tensor] = _UsualRing.apply
+def usual_ring(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """See the module."""
+    return _UsualRing.apply(q, k, v, torch.float32)
+
+
+def exact_ring(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """See the module."""
+    return _UsualRing.apply(q, k, v, torch.float64)
 
 
 # ---------------------------------------------------------------- Ulysses

@@ -1,13 +1,13 @@
 """A long sequence in a small place: its tokens and all that is made of them are cut over the ranks.
 
-torchrun --nproc-per-node 4 examples/long_context.py     # 65,536 tokens, on a CPU 4 s a step
+torchrun --nproc-per-node 4 examples/long_context.py     # 65,536 tokens, on a CPU 3 s a step
 torchrun --nproc-per-node 4 examples/long_context.py --tokens 1048576 --vocab 8192 --steps 1
 
 A tiny GPT with a sliding window is trained on text that repeats every 64 tokens. It measures the
 links and prints what each context strategy would send, hold and leave exposed and which one it
 takes, the losses, the seconds of each step, and by how much the resident memory of every rank grew
-from before the first step to its peak. On two busy cores: 592 MiB on one rank, 302 on each of 2,
-146 to 167 on each of 4; of the million tokens 1.6 to 1.7 GiB on each of 4 in 188 s, and the logits,
+from before the first step to its peak. On two busy cores: 575 MiB on one rank, 273 on each of 2,
+134 to 149 on each of 4; of the million tokens 1.6 to 1.7 GiB on each of 4 in 90 s, and the logits,
 which the loss makes chunk by chunk, would be 32 GiB.
 """
 
