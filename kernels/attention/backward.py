@@ -381,8 +381,11 @@ def block_bwd(
         if k.numel():
             _launch_dkdv(q, k, v, do, lse, delta, wide_dk, wide_dv, options, carried[1], sums)
         if sums is not None:
-            whole = sums.transpose(1, 2) * options.scale
-            wide_dq.add_(whole) if carried[0] else wide_dq.copy_(whole)
+            sums = sums.transpose(1, 2)
+            if carried[0]:
+                wide_dq.add_(sums, alpha=options.scale)
+            else:
+                torch.mul(sums, options.scale, out=wide_dq)  # in one pass, rounded too
         elif q.numel():
             _launch_dq(q, k, v, do, lse, delta, wide_dq, options, carried[0])
     for wide, given in ((wide_dq, dq), (wide_dk, dk), (wide_dv, dv)):
