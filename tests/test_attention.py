@@ -175,6 +175,25 @@ def test_rows_of_queries_and_of_do_may_lie_at_other_distances() -> None:
         assert_close_f64(g, w, 1e-13)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_dq_may_be_added_up_in_any_order_beside_dk_and_dv(causal) -> None:
+    """One kernel for all three: new gradients, and added to earlier dq; heads share keys, and tiles
+    of queries and of keys end inside."""
+    q, k, v = draw(B=2, Sq=70, Sk=75, Hq=4, Hkv=2, D=64)
+    do, mask = torch.randn_like(q), {"causal": causal, "q_runs": ((5, 30), (40, 40))}
+    *_, dq, dk, dv = with_grads(reference.attention, (q, k, v), do, **mask)
+    q, k, v = (x.detach() for x in (q, k, v))
+    o, lse = attention_fwd(q, k, v, impl="triton", **mask)
+    rows = (lse, attention_delta(o, do, impl="triton"))
+    given = {"deterministic": False, "impl": "triton", **mask}
+    earlier = torch.randn_like(q)
+    with mock.patch("warpweave.kernels.attention.backward._launch_dq"):  # that one runs not
+        got = attention_bwd(do, q, k, v, *rows, **given)
+        attention_bwd(do, q, k, v, *rows, into=(more := earlier.clone(), None, None), **given)
+    for g, w in zip((*got, more - earlier), (dq, dk, dv, dq), strict=True):
+        assert_close_f64(g, w, 1e-13)
+
+
 @pytest.mark.parametrize(
     ("shape", "step"),
     [

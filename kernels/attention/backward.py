@@ -8,8 +8,9 @@
 s and keep as in `forward`, lse and delta [B, Hq, Sq] of the whole row, float32 (float64 for
 float64). With them p of any block of keys is its share of the whole, so `attention_bwd` over
 blocks, summed, is exact: that is ring attention. The gradient through lse only shifts delta. Three
-kernels rather than one with atomics: seven products instead of five, and every result
-deterministic. `device` has what both directions load and draw.
+kernels, of seven products, and every result deterministic. Where the caller does not need that and
+`tiles.dkdv_dq_tile` has room, the kernel of dk and dv adds its parts of dq to float32 sums by
+atomics, five products in all. `device` has what both directions load and draw.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def attention_delta_kernel(o_ptr, do_ptr, dlse_ptr, delta_ptr, o_stride, do_stri
 
 
 @triton.jit
-def _dkdv_steps(dk, dv, k, v, k_pos, first, last, q_ptr, do_ptr, lse_ptr, delta_ptr,
+def _dkdv_steps(dk, dv, k, v, k_pos, first, last, q_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr,
                 q_stride, do_stride, q_runs, ends, group, head, sample, seed,
                 SCALE: tl.constexpr, CAP: tl.constexpr, DROP: tl.constexpr,
                 KEEP: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, OWN: tl.constexpr,
@@ -113,7 +114,15 @@ def _dkdv_steps(dk, dv, k, v, k_pos, first, last, q_ptr, do_ptr, lse_ptr, delta_
         ds = p * (dp - delta[None, :])
         if CAP > 0:
             ds *= 1 - t * t
-        dk = dot(to_dtype(ds, q.dtype), q, dk)
+        ds = to_dtype(ds, q.dtype)
+        dk = dot(ds, q, dk)
+        if dq_ptr is not None:
+            dq = dot(tl.trans(ds), k, tl.zeros((BLOCK_M, BLOCK_D), dk.dtype))
+            dq_at = dq_ptr + at[:, None] * D + tl.arange(0, D)[None, :]
+            if MASK:
+                tl.atomic_add(dq_at, dq, (i < rows)[:, None], sem="relaxed")
+            else:
+                tl.atomic_add(dq_at, dq, sem="relaxed")
 
         # 4. The next tile of this head, or the first one of the next.
         over = j + 1 == count
@@ -127,7 +136,7 @@ def _dkdv_steps(dk, dv, k, v, k_pos, first, last, q_ptr, do_ptr, lse_ptr, delta_
 
 @triton.jit(do_not_specialize=RUNTIME)
 def attention_dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
-                          table_ptr,
+                          dq_ptr, table_ptr,
                           q_stride, k_stride, v_stride, do_stride, dk_stride, dv_stride,
                           table_stride,
                           q_start0, q_len0, q_start1, q_len1, q_stripes,
@@ -171,12 +180,14 @@ def attention_dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_pt
     q_ptr += batch * q_stride[0] + head * q_stride[2]
     do_ptr += batch * do_stride[0] + head * do_stride[2]
     at = (batch * kv_heads * group + head) * (q_runs[1] + q_runs[3])
+    if dq_ptr is not None:
+        dq_ptr += at * D
     dk, dv = _dkdv_steps(
-        dk, dv, k, v, k_pos, first, last, q_ptr, do_ptr, lse_ptr + at, delta_ptr + at,
+        dk, dv, k, v, k_pos, first, last, q_ptr, do_ptr, lse_ptr + at, delta_ptr + at, dq_ptr,
         q_stride, do_stride, q_runs, ends, group, head0 + head, sample + batch, seed,
         SCALE, CAP, DROP, KEEP, CAUSAL or LAST, LAST, OWN, False, BLOCK_M, D, BLOCK_D)  # fmt: skip
     dk, dv = _dkdv_steps(
-        dk, dv, k, v, k_pos, first, last, q_ptr, do_ptr, lse_ptr + at, delta_ptr + at,
+        dk, dv, k, v, k_pos, first, last, q_ptr, do_ptr, lse_ptr + at, delta_ptr + at, dq_ptr,
         q_stride, do_stride, q_runs, ends, group, head0 + head, sample + batch, seed,
         SCALE, CAP, DROP, KEEP, CAUSAL or LAST, LAST, OWN, True, BLOCK_M, D, BLOCK_D)  # fmt: skip
 
@@ -347,6 +358,7 @@ def block_bwd(
     o: torch.Tensor | None = None,
     grad_dtype: torch.dtype | None = None,
     into: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None] = (None, None, None),
+    deterministic: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`attention_bwd` of arguments that have been checked: (dq, dk, dv) of these rows and keys."""
     options = resolved(options, q, k)
@@ -363,26 +375,42 @@ def block_bwd(
         for x, given in zip((q, k, v), into)
     )
     q, k, v, do, wide_dq, wide_dk, wide_dv = launch.widened(q, q, k, v, do, dq, dk, dv)
+    carried = [x is not None for x in into]
     with torch.cuda.device_of(q):
+        sums = None if deterministic else _sums_of_dq(q, lse, options, carried[1])
         if k.numel():
-            carried = into[1] is not None
-            _launch_dkdv(q, k, v, do, lse, delta, wide_dk, wide_dv, options, carried)
-        if q.numel():
-            _launch_dq(q, k, v, do, lse, delta, wide_dq, options, into[0] is not None)
+            _launch_dkdv(q, k, v, do, lse, delta, wide_dk, wide_dv, options, carried[1], sums)
+        if sums is not None:
+            sums = sums.transpose(1, 2)
+            if carried[0]:
+                wide_dq.add_(sums, alpha=options.scale)
+            else:
+                torch.mul(sums, options.scale, out=wide_dq)  # in one pass, rounded too
+        elif q.numel():
+            _launch_dq(q, k, v, do, lse, delta, wide_dq, options, carried[0])
     for wide, given in ((wide_dq, dq), (wide_dk, dk), (wide_dv, dv)):
         launch.narrow_into(wide, given)
     return dq, dk, dv
 
 
-def _launch_dkdv(q, k, v, do, lse, delta, dk, dv, options: AttentionOptions, into: bool) -> None:
+def _sums_of_dq(q, lse, options: AttentionOptions, into: bool) -> torch.Tensor | None:
+    """Zeros [B, Hq, Sq, D] for the kernel of dk and dv to add dq / scale to; None if it cannot."""
+    (B, S, H, D), variant = q.shape, tiles.variant_of(options, into)
+    fits = tiles.dkdv_dq_tile(q, variant) is not None
+    return torch.zeros((B, H, S, D), dtype=lse.dtype, device=q.device) if fits else None
+
+
+def _launch_dkdv(
+    q, k, v, do, lse, delta, dk, dv, options: AttentionOptions, into: bool, sums_of_dq
+) -> None:
     (B, _, H, D), Hkv = q.shape, k.shape[2]
     variant = tiles.variant_of(options, into)
-    tile = tiles.dkdv_tile(q, variant)
+    tile = (tiles.dkdv_tile if sums_of_dq is None else tiles.dkdv_dq_tile)(q, variant)
     table, by_sample = launch.table_of(options, B, keys=True)
     step, (of_q, of_k, of_v, of_do, *others) = launch.shared_steps(q, k, v, do, dk, dv)
     of_q, of_do = launch.one_set(of_q, of_do)
     attention_dkdv_kernel[(launch.tile_count(options.k_runs, tile.k) * Hkv * B,)](
-        q, k, v, do, lse, delta, dk, dv, table,
+        q, k, v, do, lse, delta, dk, dv, sums_of_dq, table,
         of_q, of_k, of_v, of_do, *others, by_sample,
         *launch.numbers(options, Hkv, H // Hkv), *launch.constants(options, into, step, D, tile),
         **tiles.launch_options(tile, q, variant))  # fmt: skip

@@ -306,6 +306,7 @@ def attention_bwd(
     k_runs: Runs | None = None,
     grad_dtype: torch.dtype | None = None,
     into: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None] = (None, None, None),
+    deterministic: bool = True,
     impl: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return this block's dq[B, Sq, Hq, D], dk and dv[B, Sk, Hkv, D].
@@ -316,6 +317,7 @@ def attention_bwd(
     which may be None. Gradients are new (on a GPU contiguous), of `grad_dtype` (default q.dtype;
     float32 for those that will be summed over blocks), but those given in `into` = (dq, dk, dv),
     float32 (float64 for float64), are added to in place and returned; dk and dv are given together.
+    Where not `deterministic`, kernels may add parts of dq in any order: see `backward`.
     Arguments and errors otherwise as `attention`.
     """
     options = AttentionOptions(
@@ -327,4 +329,6 @@ def attention_bwd(
     check_dtype("grad_dtype", grad_dtype)
     check_row_sums(q, do, lse, delta, o)
     check_carried_gradients(into, q, k, v)
-    return block_bwd(do, q, k, v, lse, delta, options, o=o, grad_dtype=grad_dtype, into=into)
+    return block_bwd(
+        do, q, k, v, lse, delta, options, o=o, grad_dtype=grad_dtype, into=into,
+        deterministic=deterministic)  # fmt: skip
