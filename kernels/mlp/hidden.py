@@ -6,8 +6,8 @@
 dh = dy W2 never leaves the registers. Any slice of the hidden units is a problem of its own.
 
 What that saves, PREDICTED as in `gemm.fused`, of products that cuBLAS makes in 2.98 ms: slope of
-swiglu: epilogue 0.60 ms, passes 1.25 ms, so the loop may be 22 % slower than cuBLAS, and is 12 %
-slower: one kernel, by default; slope of gelu: epilogue 0.36 ms, passes 0.63 ms, 9 % against 14 %:
+swiglu: epilogue 0.72 ms, passes 1.25 ms, so the loop may be 18 % slower than cuBLAS, and is 9 %
+slower: one kernel, by default; slope of gelu: epilogue 0.48 ms, passes 0.63 ms, 5 % against 9 %:
 torch's product and two passes.
 """
 
