@@ -190,7 +190,9 @@ def test_dq_may_be_added_up_in_any_order_beside_dk_and_dv(causal) -> None:
     with mock.patch("warpweave.kernels.attention.backward._launch_dq"):  # that one runs not
         got = attention_bwd(do, q, k, v, *rows, **given)
         attention_bwd(do, q, k, v, *rows, into=(more := earlier.clone(), None, None), **given)
-    for g, w in zip((*got, more - earlier), (dq, dk, dv, dq), strict=True):
+        inputs = [x.requires_grad_() for x in (q, k, v)]
+        layer = torch.autograd.grad(attention(*inputs, **given), inputs, do)
+    for g, w in zip((*got, more - earlier, *layer), (dq, dk, dv, dq, dq, dk, dv), strict=True):
         assert_close_f64(g, w, 1e-13)
 
 

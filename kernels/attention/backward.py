@@ -358,7 +358,6 @@ def block_bwd(
     o: torch.Tensor | None = None,
     grad_dtype: torch.dtype | None = None,
     into: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None] = (None, None, None),
-    deterministic: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`attention_bwd` of arguments that have been checked: (dq, dk, dv) of these rows and keys."""
     options = resolved(options, q, k)
@@ -377,7 +376,7 @@ def block_bwd(
     q, k, v, do, wide_dq, wide_dk, wide_dv = launch.widened(q, q, k, v, do, dq, dk, dv)
     carried = [x is not None for x in into]
     with torch.cuda.device_of(q):
-        sums = None if deterministic else _sums_of_dq(q, lse, options, carried[1])
+        sums = None if options.deterministic else _sums_of_dq(q, lse, options, carried[1])
         if k.numel():
             _launch_dkdv(q, k, v, do, lse, delta, wide_dk, wide_dv, options, carried[1], sums)
         if sums is not None:

@@ -41,6 +41,7 @@ class AttentionOptions(NamedTuple):
     q_runs: Sequence[Run] | None = None  # from `checked` on; a user gives what they are made from
     k_runs: Sequence[Run] | None = None
     impl: str | None = None
+    deterministic: bool = True
 
 
 # ---------------------------------------------------------------- 1. at the boundary
@@ -194,7 +195,8 @@ def pack(options: AttentionOptions) -> tuple[int, list[int], list[float]]:
     alone: DTensor remembers a call's sharding by what follows its first plain integer.
     """
     q_runs, k_runs = options.q_runs, options.k_runs
-    kinds = _IMPLS.index(options.impl), int(options.causal), options.window or 0
+    kinds = [_IMPLS.index(options.impl), int(options.causal), options.window or 0]
+    kinds.append(int(options.deterministic))
     counts = [-1 if runs is None else len(runs) for runs in (q_runs, k_runs)]
     runs = [n for run in (*(q_runs or ()), *(k_runs or ())) for n in run]
     integers = [*kinds, *options.dropout_origin, *counts, *runs]
@@ -206,7 +208,7 @@ def unpack(
     seed: int, integers: Sequence[int], reals: Sequence[float], documents: torch.Tensor | None
 ) -> AttentionOptions:
     """The options that `pack` packed."""
-    impl, causal, window, sample, head, q_count, k_count, *runs = integers
+    impl, causal, window, deterministic, sample, head, q_count, k_count, *runs = integers
     scale, softcap, dropout = reals
     each = tuple(Run(*runs[i : i + 3]) for i in range(0, len(runs), 3))
     at = max(q_count, 0)
@@ -222,6 +224,7 @@ def unpack(
         None if q_count < 0 else each[:at],
         None if k_count < 0 else each[at:],
         _IMPLS[impl],
+        bool(deterministic),
     )
 
 
