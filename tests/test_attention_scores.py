@@ -330,6 +330,11 @@ def test_what_keeps_more_takes_smaller_tiles_in_the_backward(monkeypatch) -> Non
     assert _sizes(dkdv_tile, 128, into=True) == (64, 128)
     assert _sizes(dq_tile, 128, bounded=True) == (128, 32)
     assert _sizes(dq_tile, 64, torch.float32, bounded=True) == (32, 32)
+    heads = torch.empty(1, 1, 1, 128, dtype=torch.float16)
+    assert dq_tile(heads, Variant(causal=True)).warps == 4
+    assert (
+        dq_tile(heads, Variant(into=True)).warps == dq_tile(heads[..., :40], Variant()).warps == 8
+    )
     tiles_of(monkeypatch, 80)
     assert _sizes(dq_tile, 40) == (64, 32)  # four warps that mask columns off
     assert _sizes(dq_tile, 72) == _sizes(dq_tile, 128, into=True) == (64, 64)

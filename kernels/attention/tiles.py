@@ -141,8 +141,9 @@ def _spills_causal(arch: int) -> bool:
 def dq_tile(q: torch.Tensor, variant: Variant) -> AttentionTile:
     """The tile of dq, which holds queries and goes through keys.
 
-    On Ampere only plain attention has the registers for 128 queries: all else takes 64 by 64. Half
-    the keys with dropout, or of 16-bit elements if four warps mask columns off or Blackwell bounds.
+    On Ampere only plain attention has the registers for 128 queries: all else takes 64 by 64. On
+    B200 only plain and bounded attention has them for four warps: all else takes eight. Half the
+    keys with dropout, or of 16-bit elements if four warps mask columns off or Blackwell bounds.
     """
     tile = find("attention_dq", q.device, q.element_size(), q.shape[3])
     if INTERPRET:
@@ -151,6 +152,9 @@ def dq_tile(q: torch.Tensor, variant: Variant) -> AttentionTile:
     bounds = low and variant.bounded and blackwell
     if tile.q == 128 and capability(q.device) < 90 and (variant.more or _masked(q)):
         tile = tile._replace(q=64, k=64)
+    keeps = variant.softcap or variant.dropout or variant.into
+    if low and blackwell and tile.q == 128 and (keeps or _masked(q)):
+        tile = tile._replace(warps=8)
     masks = low and _masked(q) and tile.warps == 4
     return _half_keys(tile) if variant.dropout or bounds or masks else tile
 
