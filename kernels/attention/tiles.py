@@ -81,10 +81,11 @@ def dkdv_tile(q: torch.Tensor, variant: Variant) -> AttentionTile:
     that are not striped. Single versions of Triton have not enough for causal attention past head
     dim 64 either, 3.6 on Ampere and from 3.9 on Hopper: half the queries. Fewer queries cost
     little: with dropout 16-bit elements take at most 32 at a time, and half where columns are
-    masked off and anything more is kept, on Ampere past head dim 64 or with a softcap too. Fewer
-    keys read the queries more often, and below 64 there is no wgmma or tcgen05: past head dim 64,
-    up to Hopper, 64 are taken where more would spill, to add to what is there or with both dropout
-    and softcap. Float32 has neither of those instructions: half the keys, with dropout a quarter.
+    masked off and anything more is kept, on Ampere past head dim 64, with a softcap too or, under
+    Triton 3.6, bounds. Fewer keys read the queries more often, and below 64 there is no wgmma or
+    tcgen05: past head dim 64, up to Hopper, 64 are taken where more would spill, to add to what is
+    there or with both dropout and softcap. Float32 has neither of those instructions: half the
+    keys, with dropout a quarter.
     """
     tile = find("attention_dkdv", q.device, q.element_size(), q.shape[3])
     if INTERPRET:
@@ -105,7 +106,8 @@ def dkdv_tile(q: torch.Tensor, variant: Variant) -> AttentionTile:
     if variant.dropout:
         tile = tile._replace(q=min(tile.q, 32))
     both = variant.dropout and variant.softcap
-    if _masked(q) and (variant.more if arch >= 90 else wide or both):
+    old = variant.bounded and _version() < [3, 7]
+    if _masked(q) and (variant.more if arch >= 90 else wide or both or old):
         tile = tile._replace(q=max(16, tile.q // 2))
     if wide and arch < 100 and (variant.into or both):
         tile = tile._replace(k=min(tile.k, 64))
