@@ -358,6 +358,8 @@ def test_the_document_of_each_token_is_no_boundary(impl) -> None:
     with pytest.raises(ValueError, match=told):  # of these rows only
         attention(q, k, v, documents=ids, q_runs=runs, k_runs=runs, impl=impl)
     check(impl, {"Sq": 5, "Sk": 5}, documents=torch.tensor([0, 1, 1, 3, 5]))  # five, but boundaries
+    pair = torch.tensor([[[0, 1, 2, 2], [0, 1, 3, 4]]])  # as many as keys, and these they hold
+    check(impl, {"B": 1, "Sq": 2, "Sk": 4}, documents=pair, causal=False)
     for same in ([0, 0], [0, 1]):  # two mean the same either way
         check(impl, {"Sq": 2, "Sk": 2}, documents=torch.tensor(same))
 

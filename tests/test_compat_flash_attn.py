@@ -170,6 +170,18 @@ def test_packed_sequences_are_each_alone(q_lengths, k_lengths, window, causal, s
     _check(found, inputs, (o, lse))
 
 
+@pytest.mark.parametrize(("q_lengths", "rows"), [([1, 1, 1], 4), ([1, 1, 0], 2)])
+def test_as_many_boundaries_as_rows_are_boundaries(q_lengths, rows):
+    """Of a batch that is padded, and where keys are as many."""
+    q, k, v = (x.detach()[0] for x in _qkv(rows, 4, 1))
+    cu_q, cu_k = torch.tensor([0, *q_lengths]).cumsum(0).int(), torch.tensor([0, 1, 3, 4]).int()
+    found = fa.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 1, 2)
+    total = sum(q_lengths)
+    truth = [_truth(*(x[None] for x in each))[0][0] for each in
+             zip(q[:total].split(q_lengths), k.split([1, 2, 1]), v.split([1, 2, 1]))]  # fmt: skip
+    _agree(found[:total], torch.cat(truth))
+
+
 def test_no_sequences_are_nothing():
     none = torch.zeros(1, dtype=torch.int32)
     q = torch.zeros(0, H, D, dtype=torch.float64)

@@ -165,6 +165,7 @@ def check_boundaries(options: AttentionOptions, *tokens: int) -> None:
     if documents is None:
         return
     n = documents.shape[-1]
+    tokens = tokens[:1] if documents.ndim == 3 else tokens
     if documents.device.type == "cpu":
         of_q = documents[:, 0] if documents.ndim == 3 else documents
         if of_q[..., 0].any() or (documents < 0).any() or (documents.diff(dim=-1) < 0).any():

@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from warpweave.kernels.attention import attention
@@ -144,6 +145,9 @@ def flash_attn_varlen_func(
     if unmasked or (same and "q_runs" not in one_call):
         one_call |= {"q_runs": ((0, len(q)),), "k_runs": ((0, len(k)),)}
         documents = torch.stack((cu_seqlens_q, cu_seqlens_k.to(cu_seqlens_q)))[None]
+        # Rows beyond the last sequence are one more: as many boundaries as rows, with an end behind
+        # them all, are not taken for the document of each row.
+        documents = F.pad(documents, (0, 1), value=torch.iinfo(torch.int32).max)
         o, lse = attention(
             q[None], k[None], v[None], documents=documents, return_lse=True, **one_call, **options
         )
