@@ -211,5 +211,5 @@ def _launch(q, k, v, o, lse, sinks, options: AttentionOptions, into: bool) -> No
         of_q, *launch.one_set(of_k, of_v), of_o, by_sample,
         *launch.numbers(options, H, H // k.shape[2]),
         *launch.constants(options, into, step, D, tile),
-        HALVES=capability(q.device) // 10 == 9 and not options.softcap,
+        HALVES=capability(q.device) // 10 == 9 and q.element_size() == 2 and not options.softcap,
         **tiles.launch_options(tile, q, variant))  # fmt: skip
