@@ -35,6 +35,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -566,14 +567,17 @@ def _planted_kernel(x_ptr, y_ptr, N: tl.constexpr, DOT: tl.constexpr):
 
 
 def _planted_order() -> None:
-    """A tile at which ptxas lets each wgmma wait for the one before; that of CUDA 13.4, which
-    Triton 3.9 takes, no longer does."""
+    """A tile, loaded by pointers, at which ptxas lets each wgmma wait for the one before; that of
+    CUDA 13.4, which Triton 3.9 takes, no longer does."""
     from warpweave.kernels import mlp
     from warpweave.kernels.runtime.tile_table import GemmTile
     from warpweave.kernels.runtime.tiles import pinned
 
     x, w, z = m(8192, 4096), m(4096, 14336), m(8192, 2 * 14336)
-    with pinned({("gemm", 2, "large"): GemmTile(128, 128, 64, 8, 1, 8, 4)}):
+    pointers = mock.patch.object(
+        mlp.hidden, "operands", lambda a, b, tile: (a, b, (*a.stride(), *b.stride()))
+    )
+    with pointers, pinned({("gemm", 2, "large"): GemmTile(128, 128, 64, 8, 1, 8, 4)}):
         mlp.hidden_bwd(x, w, z, activation="swiglu", want_hidden=True, impl="triton")
 
 

@@ -437,7 +437,7 @@ def test_packed_documents_are_each_computed_as_if_alone(config):
         torch.autograd.grad(loss, params), torch.autograd.grad(sums, params), strict=True
     ):
         assert_close_f64(got, expected, RTOL)
-    with pytest.raises(ValueError, match=r"shape \[n \+ 1\] or \[4, n \+ 1\], got \(3, 5\)"):
+    with pytest.raises(ValueError, match=r"\[4, n \+ 1\] or \[4, 2, n \+ 1\], got \(3, 5\)"):
         gpt(tokens, documents=bounds[:3])
 
 
