@@ -31,8 +31,8 @@ from warpweave.kernels.runtime.fusion import FORMAT, TABLE, Fusion, Rates, read_
 from warpweave.kernels.runtime.json_table import write_rows
 from warpweave.tune.aot import compiling
 from warpweave.tune.clock.fusion import apart_rates, fit_product, fused_rates
-from warpweave.tune.clock.predict import kernel_of
 from warpweave.tune.parts import PARTS
+from warpweave.tune.predicted import reading_of
 
 CLAIM = "Dispatch fuses products where the clock predicts that it saves time."
 TARGETS = ("sm_80", "sm_90", "sm_100")
@@ -111,15 +111,8 @@ def read(target: str, product: Rates) -> dict[str, Fusion]:
             next(one.constants[n] for n in names if n in one.constants)
             for names in (("BLOCK_M", "BLOCK_T"), ("BLOCK_N", "BLOCK_F"))
         )
-        kernel = kernel_of(
-            one.loops,
-            one.outside,
-            warps=one.num_warps,
-            occupancy=one.occupancy,
-            shared=one.shared,
-        )
         plain = plain or one.outside  # "bias" comes first
-        fused = fused_rates(kernel, (rows, columns), plain, part)
+        fused = fused_rates(reading_of(one), (rows, columns), plain, part)
         apart = apart_rates(product, case.passes, part)
         least = part.processors * rows * columns
         found[name] = Fusion(part.arch, name, least, _rounded(fused), _rounded(apart))

@@ -437,8 +437,10 @@ def test_packed_documents_are_each_computed_as_if_alone(config):
         torch.autograd.grad(loss, params), torch.autograd.grad(sums, params), strict=True
     ):
         assert_close_f64(got, expected, RTOL)
-    with pytest.raises(ValueError, match=r"\[4, n \+ 1\] or \[4, 2, n \+ 1\], got \(3, 5\)"):
-        gpt(tokens, documents=bounds[:3])
+    apart = torch.stack((bounds, bounds), 1)  # keys': positions count from those of queries
+    for wrong, shape in ((bounds[:3], r"\(3, 5\)"), (apart, r"\(4, 2, 5\)")):
+        with pytest.raises(ValueError, match=rf"shape \[n \+ 1\] or \[4, n \+ 1\], got {shape}"):
+            gpt(tokens, documents=wrong)
 
 
 def test_a_batch_without_labels_has_loss_zero():

@@ -253,12 +253,13 @@ class GPT(nn.Module):
             if length > self.config.seq_len:
                 raise ValueError(f"sequence of {length} tokens, the model's is {layout.seq_len}")
             layout = SequenceLayout(length, 1)
+        if documents is not None:
+            check_documents(documents, tokens)
         layout = layout.for_documents(documents)
         index, device = self.mesh.index("cp"), tokens.device
         local = layout.positions(index, device)
         positions = local.expand(batch, -1)
         if documents is not None:
-            check_documents(documents, tokens)
             table = document_table(torch.atleast_2d(documents), layout.runs(index))
             positions = positions - table[:, 0]
         positions = positions.clamp(max=self.config.seq_len - 1)  # of the layout's padding

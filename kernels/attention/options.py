@@ -94,7 +94,7 @@ def checked(
     options = check_numbers(options)
     check_tensors(q, k, v, sinks)
     if options.documents is not None:
-        check_documents(options.documents, q)
+        check_documents(options.documents, q, apart=True)
     return options._replace(
         q_runs=_checked_runs("q_runs", options.q_runs, q.shape[1]),
         k_runs=_checked_runs("k_runs", options.k_runs, k.shape[1]),
@@ -140,18 +140,19 @@ def _checked_runs(name: str, runs: Runs | None, length: int) -> tuple[Run, ...] 
     return found
 
 
-def check_documents(documents: torch.Tensor, q: torch.Tensor) -> None:
-    """Raise ValueError on documents that are no boundaries of q[B, ...], on its device."""
+def check_documents(documents: torch.Tensor, q: torch.Tensor, *, apart: bool = False) -> None:
+    """Raise ValueError on documents that are no boundaries of q[B, ...], on its device; keys may
+    have boundaries of their own if `apart`."""
     if not isinstance(documents, torch.Tensor):
         raise ValueError(f"documents must be a tensor of boundaries, got {documents!r}")
     choose("torch", q, documents)  # one device
     if documents.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"documents must be int32 or int64, got {documents.dtype}")
     shape, B = tuple(documents.shape), q.shape[0]
-    if shape[-1:] < (1,) or shape[:-1] not in ((), (B,), (B, 2)):
-        raise ValueError(
-            f"documents must have the shape [n + 1], [{B}, n + 1] or [{B}, 2, n + 1], got {shape}"
-        )
+    allowed = [(), (B,), (B, 2)] if apart else [(), (B,)]
+    if shape[-1:] < (1,) or shape[:-1] not in allowed:
+        words = " or ".join(f"[{', '.join([*map(str, each), 'n + 1'])}]" for each in allowed)
+        raise ValueError(f"documents must have the shape {words}, got {shape}")
 
 
 def check_boundaries(options: AttentionOptions, *tokens: int) -> None:
@@ -196,11 +197,10 @@ def pack(options: AttentionOptions) -> tuple[int, list[int], list[float]]:
     alone: DTensor remembers a call's sharding by what follows its first plain integer.
     """
     q_runs, k_runs = options.q_runs, options.k_runs
-    kinds = [_IMPLS.index(options.impl), int(options.causal), options.window or 0]
-    kinds.append(int(options.deterministic))
+    flags = int(options.causal), options.window or 0, int(options.deterministic)
     counts = [-1 if runs is None else len(runs) for runs in (q_runs, k_runs)]
     runs = [n for run in (*(q_runs or ()), *(k_runs or ())) for n in run]
-    integers = [*kinds, *options.dropout_origin, *counts, *runs]
+    integers = [_IMPLS.index(options.impl), *flags, *options.dropout_origin, *counts, *runs]
     reals = [options.scale or 0.0, options.softcap or 0.0, options.dropout]
     return options.dropout_seed, integers, reals
 

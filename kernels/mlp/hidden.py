@@ -56,9 +56,8 @@ def hidden_fwd(
     With `save_z`, z[T, F or 2F] is what `hidden_bwd` needs. x may be on its way, see
     `overlap.gathering`. Raises what `fused_gemm` raises.
     """
-    if choose(impl, up_weight, up_bias) == "torch" and isinstance(
-        x, torch.Tensor
-    ):  # apart: a compiler fuses them
+    here = isinstance(x, torch.Tensor)
+    if choose(impl, up_weight, up_bias) == "torch" and here:  # apart: a compiler fuses them
         check_operands(x, up_weight.t(), up_bias)
         z = gemm(x, up_weight.t(), up_bias)
         return activation_fwd(z, activation, impl="torch"), z if save_z else None

@@ -6,7 +6,7 @@ from math import ceil
 
 from warpweave.kernels.cost import Cost
 from warpweave.tune.aot import Compiled
-from warpweave.tune.clock.predict import CONSTANTS, Prediction, Work, kernel_of, predict
+from warpweave.tune.clock.predict import CONSTANTS, Kernel, Prediction, Work, kernel_of, predict
 from warpweave.tune.parts import Part
 
 # Products that a kernel executes over those that its op is credited with: the backward of attention
@@ -25,6 +25,17 @@ _TILED = {
 }
 
 
+def reading_of(kernel: Compiled) -> Kernel:
+    """What the clock read in a kernel that was compiled with it."""
+    return kernel_of(
+        kernel.loops,
+        kernel.outside,
+        warps=kernel.num_warps,
+        occupancy=kernel.occupancy,
+        shared=kernel.shared,
+    )
+
+
 def predicted(kernel: Compiled, cost: Cost | None, part: Part) -> Prediction | None:
     """How long `kernel` takes for an op of `cost`.
 
@@ -38,13 +49,7 @@ def predicted(kernel: Compiled, cost: Cost | None, part: Part) -> Prediction | N
     if kernel.kernel in _TILED:
         rows, columns = (ceil(sizes[n] / sizes[b]) for n, b in _TILED[kernel.kernel])
         items = rows * columns
-    read = kernel_of(
-        kernel.loops,
-        kernel.outside,
-        warps=kernel.num_warps,
-        occupancy=kernel.occupancy,
-        shared=kernel.shared,
-    )
+    read = reading_of(kernel)
     executed = cost.flops * EXECUTED[kernel.kernel]
     work = Work(items, executed, uneven=bool(sizes.get("CAUSAL")), bytes=cost.bytes)
     return predict(read, work, part)
