@@ -16,6 +16,7 @@ import argparse
 import itertools
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -129,8 +130,7 @@ def calibrate(points: list[Point], kernels: dict[str, Kernel]) -> tuple[Constant
     found = fit(points[::2], kernels)
     seen, kept = (errors(half, kernels, found) for half in (points[::2], points[1::2]))
     spread = round(float(np.quantile(np.abs(kept), 0.9)), 3)
-    found = Constants(*vars(found).values())
-    found = Constants(**{**vars(found), "spread": spread})
+    found = replace(found, spread=spread)
     without: list[float] = []
     for source in dict.fromkeys(p.source for p in points):
         others = [p for p in points if p.source != source]

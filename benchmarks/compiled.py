@@ -40,8 +40,8 @@ from typing import Any
 import harness
 
 from warpweave.kernels.cost import Cost
-from warpweave.tune.clock.predict import main_loop
 from warpweave.tune.clock.ratchet import read_table, worsened, write_table
+from warpweave.tune.clock.reading import main_loop
 from warpweave.tune.parts import PARTS
 from warpweave.tune.predicted import predicted
 

@@ -195,19 +195,17 @@ def text(*lines: str | tuple[str, int]) -> str:
     return "".join(out)
 
 
-def test_stalls_waits_and_targets_are_read_from_the_words() -> None:
-    waits_for_0_and_5, stall_13 = 0b100001 << 52, 13 << 41
+def test_stalls_and_targets_are_read_from_the_words() -> None:
+    stall_13 = 13 << 41
     code = text(
         ("MOV R1, c[0x0][0x28]", 0xF << 37 | 1 << 45),  # neighbours of the stall's bits, and yield
         ".L_x_0",
-        ("@!P0 HMMA.16816.F32.BF16 R4, R8, R12.reuse, R4", waits_for_0_and_5 | stall_13),
+        ("@!P0 HMMA.16816.F32.BF16 R4, R8, R12.reuse, R4", stall_13 | 0b100001 << 52),
         ("@P1 BRA `(.L_x_0)", 0),
     )
     ((first, product, back),) = parse(code, 90)
-    assert (first.stall, first.waits, first.predicate) == (0, 0, "")
-    assert product == Instruction(
-        16, "HMMA.16816.F32.BF16", "R4, R8, R12.reuse, R4", "@!P0", 13, 0b100001
-    )
+    assert (first.stall, first.predicate) == (0, "")
+    assert product == Instruction(16, "HMMA.16816.F32.BF16", "R4, R8, R12.reuse, R4", "@!P0", 13)
     assert (back.base, back.target) == ("BRA", 16)
 
 
@@ -228,7 +226,7 @@ def test_text_of_another_form_is_refused(code, message) -> None:
 
 
 def instruction(opcode: str, operands: str) -> Instruction:
-    return Instruction(0, opcode, operands, "", 1, 0)
+    return Instruction(0, opcode, operands, "", 1)
 
 
 @pytest.mark.parametrize(
@@ -277,7 +275,7 @@ def program(*steps: str) -> list[Instruction]:
         target = int(step.strip("?!")) if step.strip("?!.") else None
         opcode = "EXIT" if step == "." else "CALL" if "!" in step else "BRA" if step else "MOV"
         predicate = "@P0" if step[:1] in ("?", "!") else ""
-        found.append(Instruction(number, opcode, "", predicate, 1, 0, target))
+        found.append(Instruction(number, opcode, "", predicate, 1, target))
     return found
 
 

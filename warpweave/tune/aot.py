@@ -14,21 +14,19 @@ from __future__ import annotations
 import inspect
 import io
 import re
-import subprocess
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field, replace
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from warpweave.kernels.runtime import dispatch
 from warpweave.tune.clock import HotLoop, read_loops
+from warpweave.tune.clock.disassembly import run_tool
 from warpweave.tune.parts import PARTS, Part, occupancy
 
 _INSTRUCTIONS = {
@@ -220,12 +218,5 @@ def unordered(ptx: str) -> str:
 
 
 def _resources(cubin: bytes) -> dict[str, int]:
-    import triton.backends.nvidia
-
-    tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [str(tool), "--dump-resource-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    text = run_tool("cuobjdump", "--dump-resource-usage", cubin=cubin)
     return {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}

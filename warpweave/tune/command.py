@@ -19,7 +19,7 @@ from warpweave.messages import one_line
 from warpweave.tune.aot import Compiled
 from warpweave.tune.calls import Call, Problem, timed_call, timed_cost
 from warpweave.tune.candidates import compile_tile, first_fault, target_of
-from warpweave.tune.clock.predict import main_loop
+from warpweave.tune.clock.reading import main_loop
 from warpweave.tune.options import TuneConfig
 from warpweave.tune.parts import PARTS, Part
 from warpweave.tune.predicted import predicted

@@ -6,7 +6,8 @@ from math import ceil
 
 from warpweave.kernels.cost import Cost
 from warpweave.tune.aot import Compiled
-from warpweave.tune.clock.predict import CONSTANTS, Kernel, Prediction, Work, kernel_of, predict
+from warpweave.tune.clock.predict import CONSTANTS, Kernel, Prediction, Work, predict
+from warpweave.tune.clock.reading import main_loop
 from warpweave.tune.parts import Part
 
 # Products that a kernel executes over those that its op is credited with: the backward of attention
@@ -26,14 +27,9 @@ _TILED = {
 
 
 def reading_of(kernel: Compiled) -> Kernel:
-    """What the clock read in a kernel that was compiled with it."""
-    return kernel_of(
-        kernel.loops,
-        kernel.outside,
-        warps=kernel.num_warps,
-        occupancy=kernel.occupancy,
-        shared=kernel.shared,
-    )
+    """What the model takes of a kernel whose hot loops the clock has read."""
+    loop, rest = main_loop(kernel.loops), (kernel.num_warps, kernel.occupancy, kernel.shared)
+    return Kernel(loop.flops, loop.busy, loop.stalls, loop.global_bytes, kernel.outside, *rest)
 
 
 def predicted(kernel: Compiled, cost: Cost | None, part: Part) -> Prediction | None:
@@ -49,7 +45,6 @@ def predicted(kernel: Compiled, cost: Cost | None, part: Part) -> Prediction | N
     if kernel.kernel in _TILED:
         rows, columns = (ceil(sizes[n] / sizes[b]) for n, b in _TILED[kernel.kernel])
         items = rows * columns
-    read = reading_of(kernel)
     executed = cost.flops * EXECUTED[kernel.kernel]
     work = Work(items, executed, uneven=bool(sizes.get("CAUSAL")), bytes=cost.bytes)
-    return predict(read, work, part)
+    return predict(reading_of(kernel), work, part)

@@ -1,10 +1,9 @@
 """The instructions of a cubin, with their stall counts, as Triton's own nvdisasm prints them.
 
 An instruction is two lines: its address, its text and the low 64 bits of its encoding, then the
-high 64 bits. From Volta to Blackwell those hold, from bit 41 up, what the compiler tells the
-scheduler: 4 bits of stall (cycles until this warp's next instruction may be issued), 1 of yield,
-3 + 3 of the scoreboards that it sets, 6 of those that it waits for (Jia et al., "Dissecting the
-NVIDIA Volta GPU Architecture via Microbenchmarking", 2018, section 2.1, has the layout).
+high 64 bits. From Volta to Blackwell those hold, from bit 41 up, 4 bits of stall: the cycles until
+this warp's next instruction may be issued (Jia et al., "Dissecting the NVIDIA Volta GPU
+Architecture via Microbenchmarking", 2018, section 2.1, has the layout).
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ class Instruction:
         operands: as text.
         predicate: what it is executed under, "" if always.
         stall: cycles until its warp's next instruction.
-        waits: one bit for each scoreboard that it waits for.
         target: the address that it may branch to.
     """
 
@@ -44,7 +42,6 @@ class Instruction:
     operands: str
     predicate: str
     stall: int
-    waits: int
     target: int | None = None
 
     @property
@@ -59,24 +56,26 @@ def disassemble(cubin: bytes, arch: int) -> list[list[Instruction]]:
     Raises ValueError for what is no cubin, is of another part or holds no code, and for text of
     another form than the module's docstring says.
     """
-    return parse(_text(cubin), arch)
+    code_only, no_data_flow = "-c", "-ndf"
+    return parse(run_tool("nvdisasm", code_only, no_data_flow, "-hex", cubin=cubin), arch)
 
 
-def _text(cubin: bytes) -> str:
-    """What Triton's nvdisasm prints."""
+def run_tool(tool: str, *options: str, cubin: bytes) -> str:
+    """What one of the binary tools that come with Triton prints of a cubin. Raises ValueError if
+    Triton has it not, or if it cannot read the cubin."""
     import triton.backends.nvidia
 
-    tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "nvdisasm"
-    if not tool.exists():
-        raise ValueError("the clock reads cubins with Triton's nvdisasm, and this Triton has none")
+    path = Path(triton.backends.nvidia.__file__).parent / "bin" / tool
+    if not path.exists():
+        raise ValueError(f"cubins are read with Triton's {tool}, and this Triton has none")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [str(tool), "-c", "-ndf", "-hex", file.name]  # code only, and no data flow
+        command = [str(path), *options, file.name]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     if done.returncode:
         said = (done.stderr.strip().splitlines() or ["nothing"])[0]
-        raise ValueError(f"nvdisasm does not read this cubin of {len(cubin)} bytes: {said}")
+        raise ValueError(f"{tool} does not read this cubin of {len(cubin)} bytes: {said}")
     return done.stdout
 
 
@@ -145,6 +144,5 @@ def _instruction(code: re.Match[str], high: int, labels: dict[str, int]) -> Inst
         operands=operands.strip(),
         predicate=code[2] or "",
         stall=high >> 41 & 15,
-        waits=high >> 52 & 63,
         target=labels.get(target[1]) if target else None,
     )

@@ -1,7 +1,7 @@
 """PREDICTED rates of the two ways to multiply and go on: see `kernels.runtime.fusion`.
 
 The fused kernel's are those of its main loop and of what stands outside of it, by `predict` for
-whole rounds of tiles. Apart, cuBLAS's come from published figures (`fit_product`), and each pass
+whole waves of tiles. Apart, cuBLAS's come from published figures (`fit_product`), and each pass
 over its result takes its bytes through 0.9 of the stated bandwidth, and a launch: kernels that
 only move reach about that (QuACK's published 3 TB/s of an H100's 3.35).
 """
@@ -23,16 +23,16 @@ def fused_rates(kernel: Kernel, tile: tuple[int, int], plain: int, part: Part) -
     """Of a compiled product whose tiles have (rows, columns).
 
     Published figures tell nothing of A100's stalls outside of loops, whose price is in that of a
-    round: there those beyond the `plain` ones of a kernel without epilogue cost what the loop's do.
+    wave: there those beyond the `plain` ones of a kernel without epilogue cost what the loop's do.
     """
     c, cycle = CONSTANTS[part.arch], 1 / CLOCK[part.arch]
     items = max(1, kernel.occupancy) * part.processors
-    flops = 2.0 * 4096 * items * tile[0] * tile[1]  # of a round, at any depth
-    busy, stalls, exposed, outside, rounds = terms(kernel, Work(items, flops), part, c.rate)
+    elements = items * tile[0] * tile[1]
+    flops = 2.0 * 4096 * elements  # of a wave, at any depth
+    busy, stalls, exposed, outside, wave = terms(kernel, Work(items, flops), part, c.rate)
     loop = busy * c.busy + stalls * c.stalls + exposed * c.exposed
     beyond = 0.0 if c.outside else outside * (1 - plain / kernel.outside) * c.stalls
-    rest = outside * c.outside + rounds * c.round + beyond
-    elements = items * tile[0] * tile[1]
+    rest = outside * c.outside + wave * c.wave + beyond
     return Rates(loop * cycle / flops * 1e15, rest * cycle / elements * 1e12, START * cycle * 1e6)
 
 

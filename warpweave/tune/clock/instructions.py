@@ -40,14 +40,14 @@ _CLASS = {opcode: name for name, opcodes in _CLASSES.items() for opcode in opcod
 # (pipe, cycles of a scheduler's pipe); what is in no class is "integer" or, if uniform, "uniform".
 _PIPES = {
     "special": ("special", 8),  # 16 results per cycle
-    "fp32": ("fma", 1),  # 128
+    "fp32": ("fma", 1),  # 128, A100: 64
     "imad": ("fma", 2),  # 64
     "integer": ("alu", 2),  # 64
     "convert": ("alu", 2),  # 64
     "uniform": ("uniform", 2),
 }
 _MATRIX = re.compile(r"(\d+)x(\d+)x(\d+)")
-_FRAGMENT = {"16816": (16, 8, 16), "1688": (16, 8, 8), "1684": (16, 8, 4), "16832": (16, 8, 32)}
+_HMMA = re.compile(r"HMMA\.168(16|8)\.")  # 16 rows, 8 columns, and a depth
 
 
 @dataclass(frozen=True)
@@ -82,10 +82,9 @@ def class_of(i: Instruction) -> str:
 
 def pipe_of(i: Instruction, arch: int) -> tuple[str, int]:
     """(pipe, cycles that it is held); ("", 0) for what holds none but the scheduler."""
-    if i.base in ("FFMA2", "FMUL2", "FADD2"):  # two results a lane
-        return "fma", 2
-    pipe, cycles = _PIPES.get(class_of(i), ("", 0))
-    return pipe, 2 if arch < 86 and class_of(i) == "fp32" else cycles
+    pipe, cycles = _PIPES.get(kind := class_of(i), ("", 0))
+    two_results = i.base in ("FFMA2", "FMUL2", "FADD2")
+    return pipe, 2 if two_results or (kind == "fp32" and arch == 80) else cycles
 
 
 def product_of(i: Instruction, before: Sequence[Instruction]) -> Product:
@@ -96,8 +95,8 @@ def product_of(i: Instruction, before: Sequence[Instruction]) -> Product:
         size = 4 if k == 8 else 2
         rows = 0 if re.match(r"R\d+, R\d+", i.operands) else m  # A comes from registers
         return Product((m, n, k), 4, size // 2, (rows + n) * k * size)
-    if i.base == "HMMA" and i.opcode.split(".")[1] in _FRAGMENT:
-        return Product(_FRAGMENT[i.opcode.split(".")[1]], 1, 2 if "TF32" in i.opcode else 1, 0)
+    if depth := _HMMA.match(i.opcode):
+        return Product((16, 8, int(depth[1])), 1, 2 if "TF32" in i.opcode else 1, 0)
     if i.base == "UTCHMMA":
         return _fifth_generation(i, before)
     raise ValueError(f"the clock does not know the tensor-core instruction {i.opcode}")

@@ -1,16 +1,18 @@
 """PREDICTED times: what a kernel's main loop costs, through constants that are fitted per part.
 
-A multiprocessor holds `held` programs. A pass of all of them takes, in cycles of the boost clock,
+An iteration of all programs that a multiprocessor holds at once takes, in cycles of the boost
+clock,
 
-    busiest pipe of all their warps · a + stalls of all their warps · b + loads in the open · c
+    their warps' cycles of the busiest pipe · busy + their warps' stalls · stalls
+    + exposed loads · exposed
 
-and a round of them, once, the stalls outside the loop of all their warps · d, and e. A launch is as
-many rounds as its items need, and `START`. Loads in the open are those of a pass, at `rate`
-bytes a cycle, less what the passes between their issue and their use take: of the buffers in
-shared memory one is being filled and one in use. a above 1 is clocks that do not hold their boost
-under load, b below 1 is warps that cover for one another.
+and a wave of programs, once, their warps' stalls outside the loop · outside, and `wave` thousand. A
+launch is as many waves as its items need, and `START`. Exposed loads are those of an iteration, at
+`rate` bytes a cycle, less what the iterations between their issue and their use take: of the
+buffers in shared memory one is being filled and one in use. `busy` above 1 is clocks that do not
+hold their boost under load, `stalls` below 1 is warps that cover for one another.
 
-`CONSTANTS` come from `benchmarks/clock.py`, which fits them to published figures, half of them, and
+`CONSTANTS` come from `benchmarks/clock.py`, which fits them to half of the published figures and
 tests them on the other half: `spread` is the error that nine of ten of those stay below.
 """
 
@@ -19,7 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from warpweave.tune.clock.reading import HotLoop
+from warpweave.tune.clock.instructions import SCHEDULERS
 from warpweave.tune.parts import Part
 
 
@@ -28,8 +30,8 @@ class Kernel:
     """What the model takes of a compiled kernel.
 
     Attributes:
-        flops, busy, stalls, loaded: of its main loop, of one warp and pass; `busy` are the cycles
-            of the busiest pipe, tensor cores included, `loaded` bytes.
+        flops, busy, stalls, loaded: of its main loop, a warp and an iteration; `busy` are the
+            cycles of the busiest pipe, tensor cores included, `loaded` bytes.
         outside: stalls outside of hot loops.
         warps, occupancy, shared: as in `aot.Compiled`.
     """
@@ -51,7 +53,7 @@ class Work:
     Attributes:
         items: programs; of a persistent kernel its tiles.
         flops: of all items together, in tensor cores, as they are executed.
-        uneven: items differ in length, so that short ones fill the last round.
+        uneven: items differ in length, so that short ones fill the last wave.
         bytes: that have to pass through the device's memory.
     """
 
@@ -63,13 +65,19 @@ class Work:
 
 @dataclass(frozen=True)
 class Constants:
-    """Fitted to one part; `round` is in thousands of cycles."""
+    """What a part's published figures were fitted by: factors of `terms`, and two more.
+
+    Attributes:
+        busy, stalls, exposed, outside, wave: see the module; `wave` is in thousands of cycles.
+        rate: bytes that a multiprocessor loads in a cycle.
+        spread: the interval is a prediction over, and times, 1 + spread.
+    """
 
     busy: float
     stalls: float
     exposed: float
     outside: float
-    round: float
+    wave: float
     rate: float
     spread: float
 
@@ -84,52 +92,36 @@ class Prediction:
 
 
 CLOCK = {80: 1.41e9, 90: 1.83e9, 100: 1.85e9}  # boost clocks of the data sheets
-START = 5000  # cycles, about 3 us: assumed, as no published figure is of a single round
+START = 5000  # cycles, about 3 us: assumed, as no published figure is of a single wave
 CONSTANTS = {
-    80: Constants(0.0, 1.1771, 1.4348, 0.0, 9.288, 96, 0.124),  # products' own stalls are in b
+    80: Constants(0.0, 1.1771, 1.4348, 0.0, 9.288, 96, 0.124),
     90: Constants(1.1095, 0.8571, 0.6749, 2.1878, 0.0, 48, 0.143),
     100: Constants(0.5903, 0.2206, 0.2639, 3.8704, 0.0, 16, 0.226),
 }
 
 
-def main_loop(loops: list[HotLoop]) -> HotLoop:
-    """The one that most passes go through: the others have masks."""
-    return max(loops, key=lambda loop: loop.serial)
-
-
-def kernel_of(
-    loops: list[HotLoop], outside: int, *, warps: int, occupancy: int, shared: int
-) -> Kernel:
-    """What the model takes of what the clock has read."""
-    loop = main_loop(loops)
-    busy = max(loop.tensor, loop.instructions, *loop.pipes.values())
-    return Kernel(
-        loop.flops, busy, loop.stalls, loop.global_bytes, outside, warps, occupancy, shared
-    )
-
-
 def terms(kernel: Kernel, work: Work, part: Part, rate: float) -> tuple[float, ...]:
-    """What `Constants.busy`, `.stalls`, `.exposed`, `.outside` and `.round` multiply, in cycles."""
+    """What the constants busy, stalls, exposed, outside and wave multiply, in cycles."""
     held = max(1, min(kernel.occupancy, ceil(work.items / part.processors)))
-    rounds = work.items / (held * part.processors)
-    rounds = max(1.0, rounds) if work.uneven else ceil(rounds)
-    passes = rounds * work.flops / work.items / (kernel.flops * kernel.warps)
-    warps = held * kernel.warps / 4  # of a scheduler
+    waves = work.items / (held * part.processors)
+    waves = max(1.0, waves) if work.uneven else ceil(waves)
+    iterations = waves * work.flops / work.items / (kernel.flops * kernel.warps)
+    warps = held * kernel.warps / SCHEDULERS  # of each
     loaded = kernel.loaded * kernel.warps
     buffers = round(kernel.shared / loaded) if loaded else 0
-    covered = max(0, buffers - 2) * kernel.busy * kernel.warps / 4
+    covered = max(0, buffers - 2) * kernel.busy * kernel.warps / SCHEDULERS
     return (
-        passes * warps * kernel.busy,
-        passes * warps * kernel.stalls,
-        passes * max(0.0, loaded / rate - covered),
-        rounds * warps * kernel.outside,
-        rounds * 1000.0,
+        iterations * warps * kernel.busy,
+        iterations * warps * kernel.stalls,
+        iterations * max(0.0, loaded / rate - covered),
+        waves * warps * kernel.outside,
+        waves * 1000.0,
     )
 
 
 def cycles(found: tuple[float, ...], c: Constants) -> float:
     """Of the boost clock, that `terms` come to."""
-    factors = (c.busy, c.stalls, c.exposed, c.outside, c.round)
+    factors = (c.busy, c.stalls, c.exposed, c.outside, c.wave)
     return START + sum(term * factor for term, factor in zip(found, factors, strict=True))
 
 
@@ -143,8 +135,8 @@ def predict(kernel: Kernel, work: Work, part: Part) -> Prediction:
         raise ValueError(f"the clock is calibrated for {known}, not for sm_{part.arch}")
     if not kernel.occupancy:
         raise ValueError(f"not one program of {kernel.shared} bytes of shared memory fits")
-    constants = CONSTANTS[part.arch]
-    ours = cycles(terms(kernel, work, part, constants.rate), constants) / CLOCK[part.arch] * 1e6
-    least = work.bytes / part.bandwidth * 1e6 if part.bandwidth else 0.0
+    c = CONSTANTS[part.arch]
+    ours = cycles(terms(kernel, work, part, c.rate), c) / CLOCK[part.arch] * 1e6
+    least = work.bytes / part.bandwidth * 1e6
     us = max(ours, least)
-    return Prediction(us, max(least, us / (1 + constants.spread)), us * (1 + constants.spread))
+    return Prediction(us, max(least, us / (1 + c.spread)), us * (1 + c.spread))

@@ -1,8 +1,8 @@
-"""The hot loops of a compiled kernel and what each costs in a pass: counts, and two PREDICTIONS.
+"""The hot loops of a compiled kernel and what an iteration of each costs: counts and PREDICTIONS.
 
 A hot loop is an innermost loop with a tensor-core product. Its figures are those of one warp and
-one pass, as if each of the program's warps took every instruction of it and the same share of the
-products.
+one iteration, as if each of the program's warps took every instruction of it and the same share of
+the products.
 
 * `ideal`: the tensor cores' share of the time if everything overlapped, so that the busiest pipe
   alone decided. No kernel reaches it.
@@ -32,7 +32,7 @@ from warpweave.tune.clock.loops import natural_loops
 
 @dataclass(frozen=True)
 class HotLoop:
-    """One hot loop; counts are of a warp and a pass.
+    """One hot loop; counts are of a warp and an iteration.
 
     Attributes:
         instructions: how many.
@@ -59,9 +59,19 @@ class HotLoop:
     order: str
 
     @property
+    def bound(self) -> str:
+        """The busiest pipe, tensor cores and issue included."""
+        return max(self._cycles(), key=self._cycles().__getitem__)
+
+    @property
+    def busy(self) -> float:
+        """Its cycles."""
+        return self._cycles()[self.bound]
+
+    @property
     def ideal(self) -> float:
         """PREDICTION: tensor cycles over those of the busiest pipe."""
-        return self.tensor / max(self.tensor, self.instructions, *self.pipes.values())
+        return self.tensor / self.busy
 
     @property
     def serial(self) -> float:
@@ -69,15 +79,17 @@ class HotLoop:
         return self.tensor / (self.tensor + self.stalls)
 
     @property
-    def bound(self) -> str:
-        """The busiest pipe."""
-        cycles = {"tensor": self.tensor, **self.pipes, "issue": self.instructions}
-        return max(cycles, key=cycles.__getitem__)
-
-    @property
     def per_1000_flops(self) -> tuple[float, float]:
         """(instructions, stalls) per 1,000 FLOPs of the tensor cores."""
         return 1e3 * self.instructions / self.flops, 1e3 * self.stalls / self.flops
+
+    def _cycles(self) -> dict[str, float]:
+        return {"tensor": self.tensor, **self.pipes, "issue": self.instructions}
+
+
+def main_loop(loops: list[HotLoop]) -> HotLoop:
+    """The one in which most iterations are: the others have masks."""
+    return max(loops, key=lambda loop: loop.serial)
 
 
 def read_loops(cubin: bytes, *, arch: int, warps: int) -> tuple[list[HotLoop], int]:
@@ -155,7 +167,7 @@ _MARKS = {
 
 
 def _order(loop: list[Instruction]) -> str:
-    """The pass in the letters of `HotLoop.order`."""
+    """An iteration in the letters of `HotLoop.order`."""
     found: list[tuple[str, int]] = []
     for i in loop:
         mark = "P" if class_of(i) == "tensor" else _MARKS.get(i.base, "")
