@@ -1,6 +1,6 @@
 """The clock against published figures: its constants, its errors, and what does not fit.
 
-    python benchmarks/clock.py      # no GPU: writes benchmarks/results/clock/calibration.json
+    python benchmarks/clock.py      # no GPU, seconds: writes results/clock/calibration.json
 
 `results/clock/points.json` holds the figures that others have published, with the page or file on
 which each was read, and what the clock reads of their kernels as the pinned Triton compiles them.
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -129,15 +130,12 @@ def calibrate(points: list[Point], kernels: dict[str, Kernel]) -> tuple[Constant
     """One part's constants, and what they are worth on points that they have not seen."""
     found = fit(points[::2], kernels)
     seen, kept = (errors(half, kernels, found) for half in (points[::2], points[1::2]))
-    spread = round(float(np.quantile(np.abs(kept), 0.9)), 3)
-    found = replace(found, spread=spread)
-    without: list[float] = []
-    for source in dict.fromkeys(p.source for p in points):
-        others = [p for p in points if p.source != source]
-        if others:
-            out = [p for p in points if p.source == source]
+    sources, without = by_source(points), list[float]()
+    for source, out in sources.items():
+        if others := [p for p in points if p.source != source]:
             without += errors(out, kernels, fit(others, kernels)).tolist()
-    return found, {
+    spread = round(float(np.quantile(np.abs(kept), 0.9)), 3)
+    return replace(found, spread=spread), {
         "points": len(points),
         "seen": _summary(seen),
         "kept out": _summary(kept),
@@ -145,27 +143,62 @@ def calibrate(points: list[Point], kernels: dict[str, Kernel]) -> tuple[Constant
     }
 
 
+def by_source(points: list[Point]) -> dict[str, list[Point]]:
+    """The points of each source."""
+    found: dict[str, list[Point]] = {}
+    for p in points:
+        found.setdefault(p.source, []).append(p)
+    return found
+
+
 def _summary(found: np.ndarray) -> dict[str, float]:
     if not len(found):
         return {}
-    figures = {
-        "mean error": np.abs(found).mean(),
-        "bias": found.mean(),
-        "largest": np.abs(found).max(),
-    }
+    sizes = np.abs(found)
+    figures = {"mean error": sizes.mean(), "bias": found.mean(), "largest": sizes.max()}
     return {name: round(float(value), 3) for name, value in figures.items()}
 
 
 def rankings(points: list[Point], kernels: dict[str, Kernel], c: Constants) -> dict[str, Any]:
     """Spearman's correlation of tiles, predicted and published, where a table has four or more."""
     found = {}
-    for source in dict.fromkeys(p.source for p in points):
-        table = [p for p in points if p.source == source and len(p.kernels) == 1]
+    for source, own in by_source(points).items():
+        table = [p for p in own if len(p.kernels) == 1]
         if len({p.kernels for p in table}) == len(table) >= 4:
             predicted = [-cycles(_chosen(p, kernels, c), c) / p.credited for p in table]
             ranks = [np.argsort(np.argsort(x)) for x in (predicted, [p.tflops for p in table])]
             found[source] = round(float(np.corrcoef(*ranks)[0, 1]), 2)
     return found
+
+
+def report(points: list[Point], kernels: dict[str, Kernel]) -> tuple[Constants, dict[str, Any]]:
+    """Fit one part, print what the errors are, and return its constants and all figures."""
+    part, (found, summary) = points[0].part, calibrate(points, kernels)
+    off, ranks = errors(points, kernels, found), rankings(points, kernels, found)
+    tables = {
+        source: _summary(errors(own, kernels, found)) for source, own in by_source(points).items()
+    }
+    print(f"\nsm_{part.arch} ({part.device}): {len(points)} published figures; PREDICTIONS err by")
+    for name in ("seen", "kept out", "whole sources kept out"):
+        print(f"  {name:24} {_percent(summary[name])}")
+    for source, figures in tables.items():
+        rank = f", rank correlation of tiles {ranks[source]}" if source in ranks else ""
+        print(f"  {source:24} {_percent(figures)}{rank}")
+    return found, {
+        "constants": vars(found),
+        **summary,
+        "rank correlation of tiles": ranks,
+        "by source": tables,
+        "figures": [
+            {"source": p.source, "kernel": p.kernels[0] if len(p.kernels) == 1 else "best of "
+             f"{len(p.kernels)}", "published": p.tflops, "error": round(float(e), 3)}
+            for p, e in zip(points, off)
+        ],
+    }  # fmt: skip
+
+
+def _percent(figures: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:.1%}" for name, value in figures.items())
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -174,43 +207,21 @@ def main(arguments: list[str] | None = None) -> int:
     options.add_argument("--results", type=Path, default=RESULTS)
     given = options.parse_args(arguments)
     points, kernels, words = read(RESULTS / "points.json")
-    report: dict[str, Any] = {}
-    fitted: dict[int, Constants] = {}
+    fitted, parts = dict[int, Constants](), dict[str, Any]()
     for part in dict.fromkeys(p.part for p in points):
         own = [p for p in points if p.part == part]
-        fitted[part.arch], summary = calibrate(own, kernels)
-        off = errors(own, kernels, fitted[part.arch])
-        by_source = {
-            source: _summary(np.array([e for p, e in zip(own, off) if p.source == source]))
-            for source in dict.fromkeys(p.source for p in own)
-        }
-        ranks = rankings(own, kernels, fitted[part.arch])
-        report[f"sm_{part.arch}"] = {
-            "constants": vars(fitted[part.arch]),
-            **summary,
-            "rank correlation of tiles": ranks,
-            "by source": by_source,
-            "figures": [
-                {"source": p.source, "kernel": p.kernels[0] if len(p.kernels) == 1 else "best of "
-                 f"{len(p.kernels)}", "published": p.tflops, "error": round(float(e), 3)}
-                for p, e in zip(own, off)
-            ],
-        }  # fmt: skip
-        print(f"\nsm_{part.arch} ({part.device}): {len(own)} published figures; PREDICTIONS")
-        for name, value in summary.items():
-            print(f"  {name}: {value}")
-        for source, figures in by_source.items():
-            print(f"  {source}: {figures}{f', rank {ranks[source]}' if source in ranks else ''}")
-    print("\nleft out: " + "; ".join(f"{what}: {why}" for what, why in words["left_out"].items()))
-    same = fitted == CONSTANTS
-    if not same:
+        fitted[part.arch], parts[f"sm_{part.arch}"] = report(own, kernels)
+    for title, lines in words.items():
+        print(f"\n{title.replace('_', ' ')}:")
+        print(*(f"  {name}: {said}" for name, said in lines.items()), sep="\n")
+    if fitted != CONSTANTS:
         print(f"\nwarpweave/tune/clock/predict.py has other constants than these: {fitted}")
     header = harness.header(kind="predictions", device="published figures of A100, H100, B200")
-    text = {"script": "clock", "claim": CLAIM, "header": header, **words, **report}
+    text = {"script": "clock", "claim": CLAIM, "header": header, **words, **parts}
     given.results.mkdir(parents=True, exist_ok=True)
     (given.results / "calibration.json").write_text(_lines(text))
-    kept = {arch: report[f"sm_{arch}"]["kept out"]["mean error"] for arch in fitted}
-    ok = same and all(error < LIMITS[arch] for arch, error in kept.items())
+    kept = {arch: parts[f"sm_{arch}"]["kept out"]["mean error"] for arch in fitted}
+    ok = fitted == CONSTANTS and all(error < LIMITS[arch] for arch, error in kept.items())
     print(json.dumps({"script": "clock", "claim": CLAIM, "ok": ok, "kept out": kept}))
     return 0 if ok else 1
 
@@ -218,12 +229,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _lines(report: dict[str, Any]) -> str:
     """JSON, a line for each published figure."""
     text = json.dumps(report, indent=1)
-    start = 0
-    while (at := text.find('{\n    "source"', start)) >= 0:
-        end = text.index("}", at)
-        text = text[:at] + " ".join(text[at:end].split()) + text[end:]
-        start = at + 1
-    return text + "\n"
+    return re.sub(r'\{\s+"source":[^}]*', lambda found: " ".join(found[0].split()), text) + "\n"
 
 
 if __name__ == "__main__":
