@@ -1,29 +1,30 @@
 """What the compiler makes of every kernel at every tile that is shipped. It needs no GPU.
 
-    python benchmarks/compiled.py                                  # sm_80, sm_90, sm_100: minutes
+    python benchmarks/compiled.py                                  # all three parts: 20 minutes
     python benchmarks/compiled.py --targets sm_90 --only attention
     pip install --no-deps --target build/triton-3.9.0 triton==3.9.0
     PYTHONPATH=build/triton-3.9.0 python benchmarks/compiled.py    # with another Triton
     python benchmarks/compiled.py --accept                         # what it reads is the new table
 
-Facts, from the cubin: registers, bytes of stack (spills), shared memory, programs that one
-multiprocessor holds at once (occupancy), the tensor-core instruction used. Predictions, marked as
-such: the roofline of the op's least FLOPs and bytes (`kernels/cost.py`) at the data sheet's peaks,
-which no kernel undercuts and no real one reaches; `busy`, the share of the multiprocessors' slots
-that the launch's whole waves of programs fill; and the roofline over `busy`, the time if nothing
-but slots that stay empty kept the kernel from it. `ideal` and `serial` are the clock's
-(`warpweave/tune/clock`): the tensor cores' share of a hot loop's time if everything overlapped and
-if nothing did, of the loop with the larger `serial` (the one without masks); `bound` is the pipe
-that is busiest. `clock us` is what the clock's constants, fitted to published figures, make of the
-launch (`benchmarks/clock.py`; `warpweave/tune/clock/predict.py`), with the interval in which nine
-of ten kept-out figures lay.
+Facts, from the cubin: registers of a thread, bytes of stack (spills) and of shared memory, programs
+that one multiprocessor holds at once (`held`), its warps that these are (`occ`), the tensor-core
+instruction used. PREDICTIONS, `us` in microseconds:
+
+    busy         of the slots for programs, how many the launch's whole waves fill
+    ideal        of a hot loop's time, the tensor cores' share if everything overlapped ...
+    serial       ... and if nothing did (`warpweave/tune/clock`); of the loop without masks
+    roofline us  the op's least FLOPs and bytes (`kernels/cost.py`) at the data sheet's peaks: no
+                 kernel is faster, no real one as fast
+    / busy       the same over `busy`: if nothing but empty slots kept the kernel from it
+    clock us     the launch by the clock, whose constants are fitted to published figures
+                 (`benchmarks/clock.py`), and the interval in which nine of ten kept-out ones lay
 
 Exit status 1 if a kernel spills (float64, for proofs, may), does not fit the part, lacks the
-tensor-core instruction that it claims, or has its wgmma run one by one (ptxas' C75xx); the lines
-then say which. So does a hot loop with 3 % more instructions or stalls per 1,000 FLOPs of the
-tensor cores than benchmarks/results/clock/<target>.json has under the Triton of that table, or of a
-kernel that it does not have: `--accept` (with `--only`, of some) takes the new figures, which a
-commit then shows. Results go to benchmarks/results/compiled/<target>.json.
+tensor-core instruction that it claims, or has its wgmma run one by one (ptxas' C75xx). So it is if
+a hot loop has 3 % more instructions or stalls per 1,000 FLOPs of the tensor cores than
+benchmarks/results/clock/<target>.json has under the Triton of that table, or is not in it:
+`--accept` (with `--only`, of some) takes the new figures, which a commit then shows. Results go to
+benchmarks/results/compiled/<target>.json.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from typing import Any
 import harness
 
 from warpweave.kernels.cost import Cost
+from warpweave.kernels.runtime.dispatch import triton
 from warpweave.tune.clock.ratchet import read_table, worsened, write_table
 from warpweave.tune.clock.reading import main_loop
 from warpweave.tune.parts import PARTS
@@ -65,9 +67,9 @@ class Row:
         busy: PREDICTION: waves over whole waves, the share of slots that are filled.
         tiles: the launch's constants in capitals that are sizes.
         flops, bytes: the least that the whole case needs.
-        roofline_us: PREDICTION for the whole case: no kernel is faster.
+        roofline_us, ideal, serial: PREDICTIONS, see the module; None where there is none.
         predicted_us: PREDICTION: `roofline_us` over `busy`.
-        ideal, serial, bound: PREDICTIONS of the clock; None and "" without products.
+        bound: PREDICTION: the hot loop's busiest pipe, "" without a loop.
         clock_us: PREDICTION of the launch: [time, low, high]; None where the clock cannot say.
     """
 
@@ -94,44 +96,39 @@ class Row:
     clock_us: list[float] | None
 
 
+# What a row takes from the report as it is, and what of it is a prediction.
+READ = (
+    "case", "kernel", "num_warps", "registers", "stack", "shared", "occupancy", "product",
+    "programs",
+)  # fmt: skip
+PREDICTIONS = ("busy", "roofline_us", "predicted_us", "ideal", "serial", "bound", "clock_us")
+
+
 def row(report: Report) -> Row:
     """The figures of one compiled kernel."""
-    part = PARTS[report.target]
+    part, programs = PARTS[report.target], report.programs
     held = report.occupancy * part.processors
-    waves = report.programs / held if held else 0.0
-    flops, bytes_ = report.cost or (None, None)
+    waves = programs / held if held else 0.0
     busy = waves / ceil(waves) if waves else 0.0
-    roofline = None
-    if report.cost is not None and part.flops:
-        roofline = Cost(*report.cost).seconds(part.flops, part.bandwidth) * 1e6
+    cost = Cost(*report.cost) if report.cost else None
+    roofline = cost.seconds(part.flops, part.bandwidth) * 1e6 if cost and part.flops else None
     loop = main_loop(report.loops) if report.loops else None
-    clock = predicted(report, report.cost and Cost(*report.cost), part)
+    clock = predicted(report, cost, part)
+    sizes = ("BLOCK", "ROWS", "TILES", "STRIDE")
     return Row(
-        case=report.case,
-        kernel=report.kernel,
-        tiles={
-            name: value
-            for name, value in report.constants.items()
-            if name.startswith(("BLOCK", "ROWS", "TILES", "STRIDE")) and value
-        },
-        num_warps=report.num_warps,
-        registers=report.registers,
-        stack=report.stack,
-        shared=report.shared,
-        occupancy=report.occupancy,
+        **{name: getattr(report, name) for name in READ},
+        tiles={n: v for n, v in report.constants.items() if n.startswith(sizes) and v},
         warps_active=round(report.occupancy * report.num_warps / part.warps, 3),
-        product=report.product,
-        programs=report.programs,
         waves=round(waves, 2),
         busy=round(busy, 3),
-        flops=flops,
-        bytes=bytes_,
-        roofline_us=None if roofline is None else round(roofline, 2),
-        predicted_us=round(roofline / busy, 2) if roofline is not None and busy else None,
-        ideal=None if loop is None else round(loop.ideal, 3),
-        serial=None if loop is None else round(loop.serial, 3),
-        bound="" if loop is None else loop.bound,
-        clock_us=None if clock is None else [round(x, 2) for x in vars(clock).values()],
+        flops=cost and cost.flops,
+        bytes=cost and cost.bytes,
+        roofline_us=roofline and round(roofline, 2),
+        predicted_us=round(roofline / busy, 2) if roofline and busy else None,
+        ideal=loop and round(loop.ideal, 3),
+        serial=loop and round(loop.serial, 3),
+        bound=loop.bound if loop else "",
+        clock_us=clock and [round(x, 2) for x in vars(clock).values()],
     )
 
 
@@ -141,7 +138,7 @@ def table(target: str, rows: list[Row]) -> None:
     print(
         f"\n{target} ({part.device}: {part.flops / 1e12:.0f} TFLOP/s bf16, "
         f"{part.bandwidth / 1e12:.2f} TB/s by its data sheet); busy, ideal, serial and us are "
-        "PREDICTIONS"
+        "PREDICTIONS, see the head of benchmarks/compiled.py"
     )
     print(
         f"{'case':38} {'kernel':27} {'tiles':>14} {'warps':>5} {'regs':>4} {'stack':>5} "
@@ -150,17 +147,18 @@ def table(target: str, rows: list[Row]) -> None:
     )
     for r in rows:
         tiles = "x".join(str(v) for v in r.tiles.values())
-        roofline, predicted, ideal, serial = (
-            "" if x is None else f"{x:.{digits}f}"
-            for x, digits in ((r.roofline_us, 1), (r.predicted_us, 1), (r.ideal, 3), (r.serial, 3))
-        )
         clock = "{:.1f} ({:.1f}-{:.1f})".format(*r.clock_us) if r.clock_us else ""
         print(
             f"{r.case:38} {r.kernel.strip('_').removesuffix('_kernel'):27} {tiles:>14} "
             f"{r.num_warps:5} {r.registers:4} {r.stack:5} {r.shared:6} {r.occupancy:4} "
-            f"{r.warps_active:4.0%} {r.busy:5.2f} {ideal:>5} {serial:>6} {roofline:>11} "
-            f"{predicted:>8} {clock:>22}  {r.product.split('.row')[0]}"
+            f"{r.warps_active:4.0%} {r.busy:5.2f} {_cell(r.ideal, 3):>5} {_cell(r.serial, 3):>6} "
+            f"{_cell(r.roofline_us, 1):>11} {_cell(r.predicted_us, 1):>8} {clock:>22}  "
+            f"{r.product.split('.row')[0]}"
         )
+
+
+def _cell(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -177,6 +175,7 @@ def main(arguments: list[str] | None = None) -> int:
         options.error(f"unknown targets {unknown}, known are {', '.join(PARTS)}")
     folder = given.results or (None if given.only else harness.ROOT / "benchmarks" / "results")
 
+    print("compiling; tables at the end, all of it takes 20 minutes on 2 cores", flush=True)
     found: dict[str, list[Report]] = {target: [] for target in targets}
     for tiles in (False, True):
         part = compile_targets(
@@ -186,6 +185,8 @@ def main(arguments: list[str] | None = None) -> int:
         for target, reports in part.items():
             known = {report.case for report in found[target]}  # some are in both lists
             found[target] += [report for report in reports if report.case not in known]
+    if not any(found.values()):
+        options.error(f"no case has {given.only!r} in its name")
     wrong, summary = [], {}
     for target, reports in found.items():
         rows = [row(report) for report in reports]
@@ -195,7 +196,8 @@ def main(arguments: list[str] | None = None) -> int:
         summary[target] = {"kernels": len(rows), "failures": len(mine)}
         if folder is not None:
             write(folder / "compiled" / f"{target}.json", target, rows, mine)
-    print("\n" + ("\n".join(wrong) or CLAIM))
+    kernels = sum(part["kernels"] for part in summary.values())
+    print("\n" + ("\n".join(wrong) or f"nothing is wrong with any of these {kernels} kernels"))
     print(json.dumps({"script": "compiled", "claim": CLAIM, "ok": not wrong, "parts": summary}))
     return 1 if wrong else 0
 
@@ -206,18 +208,19 @@ def ratchet(
     """One line for each kernel whose hot loops cost more than the table has; with `accept` they are
     put into it instead."""
     path = (folder or CLOCK) / f"{target}.json"
-    version = harness.header(kind="clock", device=target)["triton"]
-    now, names = {}, Counter[str]()
+    now, names = dict[str, list[tuple[float, ...]]](), Counter[str]()
     for r in reports:
         if r.loops or r.unread:
             names[name := f"{r.case} {r.kernel.strip('_')}"] += 1
             name += f" {names[name]}" if names[name] > 1 else ""
             now[name] = [tuple(round(x, 4) for x in loop.per_1000_flops) for loop in r.loops]
-    committed = read_table(path, version)
+    committed = read_table(path, triton.__version__)
     if accept:
-        write_table(path, version, {**(committed or {}), **now})
+        write_table(path, triton.__version__, {**(committed or {}), **now})
     elif committed is None:
-        print(f"{path.name}: no figures under Triton {version}, so none can have worsened")
+        print(
+            f"{path.name}: no figures under Triton {triton.__version__}, so none can have worsened"
+        )
     else:
         return [f"{target} {line}" for line in worsened(now, committed)]
     return []
@@ -240,15 +243,7 @@ def write(path: Path, target: str, rows: list[Row], wrong: list[str]) -> None:
         "claim": CLAIM,
         "header": header,
         "part": part,
-        "predictions": [
-            "busy",
-            "roofline_us",
-            "predicted_us",
-            "ideal",
-            "serial",
-            "bound",
-            "clock_us",
-        ],
+        "predictions": PREDICTIONS,
         "failures": wrong,
         "rows": [dataclasses.asdict(r) for r in rows],
     }
