@@ -1,11 +1,10 @@
 """The clock's predicted times beside what `run_all.py` has measured of the same launches.
 
     python benchmarks/clock_beside.py                    # on a GPU: after run_all's attention, gemm
-    python benchmarks/clock_beside.py --target sm_90     # without: the predictions alone
+    python benchmarks/clock_beside.py --target sm_90     # without: the predictions alone, a minute
 
-Each launch is compiled for the part, as `run_all.py` would run it, and read; nothing is timed here.
-Its last line counts how many measured times lie in their predictions' intervals, so that a first
-hour on a GPU says where the clock is wrong.
+Each launch is compiled as `run_all.py` runs it and read; nothing is timed here. The last line
+counts how many measured times lie in their predictions' intervals.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,26 +51,24 @@ def launches(only: str = "") -> list[Launch]:
     for B, S, H, kv, D, causal in kernels_attention._shapes("full"):
         q, k, row = _meta(B, S, H, D), _meta(B, S, kv, D), _meta(B, H, S, dtype=torch.float32)
         sizes: dict[str, Any] = {"kv_heads": kv, "causal": causal}
-        forward = (
-            lambda q=q, k=k, c=causal: attention.attention_fwd(q, k, k, causal=c),
-            cost.attention(B, S, S, H, D, **sizes),
+        both = (
+            (
+                partial(attention.attention_fwd, q, k, k, causal=causal),
+                cost.attention(B, S, S, H, D, **sizes),
+            ),
+            (
+                partial(attention.attention_bwd, q, q, k, k, row, row, causal=causal),
+                cost.attention(B, S, S, H, D, backward=True, **sizes),
+            ),
         )
-        backward = (
-            lambda q=q, k=k, r=row, c=causal: attention.attention_bwd(q, q, k, k, r, r, causal=c),
-            cost.attention(B, S, S, H, D, backward=True, **sizes),
-        )
-        name = f"attention D={D} {'causal' if causal else 'full'}"
-        shape = f"B={B} S={S} H={H}/{kv}"
-        found.append(Launch("attention", f"{name} fwd", shape, (forward,)))
-        found.append(Launch("attention", f"{name} fwd+bwd", shape, (forward, backward)))
+        name, shape = f"attention D={D} {'causal' if causal else 'full'}", f"B={B} S={S} H={H}/{kv}"
+        found.append(Launch("attention", f"{name} fwd", shape, both[:1]))
+        found.append(Launch("attention", f"{name} fwd+bwd", shape, both))
     M, K, N = kernels_gemm.SIZES["full"]
     a, b, bias = _meta(M, K), _meta(K, N), _meta(N)
     for name, activation in (("gemm + bias", None), ("gemm + bias + gelu", "gelu")):
-        call = (
-            lambda x=activation: fused_gemm(a, b, bias, activation=x, impl="triton"),
-            cost.gemm(M, N, K),
-        )
-        found.append(Launch("gemm", name, f"M={M} N={N} K={K}", (call,)))
+        call = partial(fused_gemm, a, b, bias, activation=activation, impl="triton")
+        found.append(Launch("gemm", name, f"M={M} N={N} K={K}", ((call, cost.gemm(M, N, K)),)))
     return [x for x in found if only in x.name]
 
 
@@ -107,17 +105,20 @@ def measured(folder: Path) -> dict[tuple[str, str, str], float]:
 def main(arguments: list[str] | None = None) -> int:
     """Print and return 0: predictions that fail are what it is for."""
     options = argparse.ArgumentParser(description=CLAIM)
-    options.add_argument("--target", help=f"of {', '.join(PARTS)}; by default this GPU's")
+    options.add_argument("--target", choices=PARTS, help="by default this GPU's")
     options.add_argument("--only", default="", help="launches whose name contains this")
     options.add_argument("--results", type=Path, default=harness.ROOT / "benchmarks" / "results")
     given = options.parse_args(arguments)
-    here = torch.cuda.is_available()
-    if given.target is None and not here:
-        options.exit(2, "clock_beside compares with a GPU's times and there is none: --target\n")
-    target = given.target or target_of(capability(torch.device("cuda")))
-    device = torch.cuda.get_device_name().lower().replace(" ", "-") if here else ""
-    times = measured(given.results / device) if device else {}
+    gpu = torch.cuda.is_available()
+    here = target_of(capability(torch.device("cuda"))) if gpu else None
+    if (target := given.target or here) is None:
+        options.exit(2, "clock_beside: there is no GPU to compare with; `--target sm_90` prints "
+                     "the predictions alone\n")  # fmt: skip
+    times = {}
+    if target == here:
+        times = measured(given.results / torch.cuda.get_device_name().lower().replace(" ", "-"))
     inside, rows = 0, []
+    print(f"PREDICTED us on {PARTS[target].device}, in brackets where nine of ten should lie")
     for launch in launches(given.only):
         us, took = outlook(launch, target), times.get((launch.family, launch.name, launch.shape))
         inside += bool(us and took and us[1] <= took <= us[2])
@@ -130,12 +131,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _words(launch: Launch, us: list[float] | None, took: float | None) -> str:
-    clock = "PREDICTION {:9.1f} us ({:.1f}-{:.1f})".format(*us) if us else "no prediction"
+    clock = "predicted {:9.1f} us ({:.1f}-{:.1f})".format(*us) if us else "no prediction"
     beside = "" if took is None else f"  measured {took:9.1f} us"
     if us and took:
         beside += f", {took / us[0]:.2f} of it"
         beside += "" if us[1] <= took <= us[2] else ", OUTSIDE"
-    return f"{launch.name:28} {launch.shape:26} {clock}{beside}"
+    return f"{launch.name:30} {launch.shape:22} {clock}{beside}"
 
 
 if __name__ == "__main__":

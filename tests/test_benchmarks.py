@@ -355,7 +355,7 @@ def test_predicted_times_stand_beside_those_of_the_same_problems(
     with pytest.raises(SystemExit) as end:
         beside.main([])
     assert end.value.code == 2
-    assert "there is none: --target" in capsys.readouterr().err
+    assert "no GPU to compare with; `--target sm_90`" in capsys.readouterr().err
 
     fwd = [x for x in launches if x.name == "attention D=128 full fwd"]
     rows = [{"variant": v, "name": fwd[0].name, "shape": fwd[0].shape, "ms": ms}
@@ -364,9 +364,12 @@ def test_predicted_times_stand_beside_those_of_the_same_problems(
     (tmp_path / "some-gpu" / "kernels_attention.json").write_text(json.dumps({"rows": rows}))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
+    monkeypatch.setattr(beside, "capability", lambda device: 90)
     for predicted, inside in (([100.0, 90.0, 110.0], 1), ([80.0, 70.0, 100.0], 0)):
         monkeypatch.setattr(beside, "outlook", lambda launch, target, us=predicted: us)
-        assert beside.main(["--target", "sm_90", "--results", str(tmp_path)]) == 0
+        assert beside.main(["--target", "sm_100", "--results", str(tmp_path)]) == 0
+        assert json.loads(capsys.readouterr().out.splitlines()[-1])["measured"] == 0  # of another
+        assert beside.main(["--results", str(tmp_path)]) == 0
         *lines, last = capsys.readouterr().out.splitlines()
         assert (json.loads(last)["measured"], json.loads(last)["inside"]) == (1, inside)
         (line,) = [line for line in lines if "measured" in line]

@@ -388,7 +388,9 @@ def test_dry_lists_the_tiles_that_compile_and_writes_nothing(tmp_path, table) ->
     command = [sys.executable, "-P", "-c", DRY]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stderr
-    spills, full, wide, clean, *rows, last = done.stdout.splitlines()
+    spills, full, wide, clean, *words, last = done.stdout.splitlines()
+    assert "PREDICTED times" in words[1]
+    rows = words[3:]
     assert spills.startswith("spills ")
     assert full.startswith("full: spills ")
     assert re.search(r"2949\d\d bytes of shared memory", wide)  # and what its copies wait on

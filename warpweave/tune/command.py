@@ -17,7 +17,7 @@ from warpweave.kernels.runtime.dispatch import capability, triton
 from warpweave.kernels.runtime.tile_table import Tile
 from warpweave.messages import one_line
 from warpweave.tune.aot import Compiled
-from warpweave.tune.calls import Call, Problem, timed_call, timed_cost
+from warpweave.tune.calls import TOKENS, Call, Problem, timed_call, timed_cost
 from warpweave.tune.candidates import compile_tile, first_fault, target_of
 from warpweave.tune.clock.reading import main_loop
 from warpweave.tune.options import TuneConfig
@@ -77,9 +77,10 @@ def tune_here(config: TuneConfig, make_bench: Callable[[], Bench] = cuda_bench) 
 
 def dry_run(config: TuneConfig) -> dict[str, Any]:
     """Compile the candidates for a GPU that is not there, and print those without fault, of each
-    problem the best by the clock first: a PREDICTION."""
+    problem the one that is PREDICTED to be fastest first."""
     began, part, rows, left_out = time.perf_counter(), PARTS[config.target], [], []
     todo = config.problems()
+    print(_HEADING.format(part=part), flush=True)
     for problem in todo:
         if time.perf_counter() - began > config.minutes * 60:
             left_out.append(str(problem))
@@ -100,7 +101,7 @@ def dry_run(config: TuneConfig) -> dict[str, Any]:
             )
             mark = "  (shipped)" if row["tile"] == shipped._asdict() else ""
             tile = " ".join(f"{name}={value}" for name, value in row["tile"].items())
-            print(f"{problem!s:24} {tile:36} {figures}  {clock}{mark}", flush=True)
+            print(f"{problem!s:24} {tile:58} {figures}  {clock}{mark}", flush=True)
         rows += found
     return {
         "dry": True,
@@ -114,6 +115,10 @@ def dry_run(config: TuneConfig) -> dict[str, Any]:
     }
 
 
+_HEADING = f"""\
+Compiled for {{part.device}}, not run: sizes of an 8B Llama at {TOKENS} tokens, bytes of shared memory,
+PREDICTED times with the interval in which nine of ten should lie, the shortest first. One that is
+shorter than the shipped tile's may spill in other calls, which only the GPU's own run compiles."""
 _WORST = {"registers": max, "shared": max, "occupancy": min}
 
 
