@@ -116,7 +116,7 @@ def dry_run(config: TuneConfig) -> dict[str, Any]:
 
 
 _HEADING = f"""\
-Compiled for {{part.device}}, not run: sizes of an 8B Llama at {TOKENS} tokens, bytes of shared memory,
+Compiled for {{part.device}}, not run: {TOKENS} tokens of an 8B Llama, bytes of shared memory,
 PREDICTED times with the interval in which nine of ten should lie, the shortest first. One that is
 shorter than the shipped tile's may spill in other calls, which only the GPU's own run compiles."""
 _WORST = {"registers": max, "shared": max, "occupancy": min}
