@@ -21,7 +21,6 @@ from warpweave.kernels.qkv import kernels, qkv_rope
 from warpweave.kernels.rope import rope_table
 from warpweave.kernels.runtime import fusion
 from warpweave.kernels.runtime.fusion import Fusion, Rates, choose_way, explain
-from warpweave.tune.clock import fusion as clock
 from warpweave.tune.clock import predict as model
 from warpweave.tune.clock.predict import CLOCK, CONSTANTS, START, Kernel, Work
 from warpweave.tune.parts import PARTS
@@ -277,13 +276,21 @@ def test_a_broken_table_is_one_line_that_names_file_and_row(wrong, tmp_path) -> 
 # ---------------------------------------------------------------- predictions
 
 
-def test_rates_are_the_clocks_own_prediction() -> None:
-    """Of whole rounds of tiles, at any depth; on A100 stalls beyond a plain kernel's come on top,
-    of two warps a scheduler in each of three rounds."""
+@pytest.fixture(scope="module")
+def script():
+    """benchmarks/fusion.py."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    yield importlib.import_module("fusion")
+    sys.path.remove(str(ROOT / "benchmarks"))
+
+
+def test_rates_are_the_clocks_own_prediction(script) -> None:
+    """Of whole waves of tiles, at any depth; on A100 stalls beyond a plain kernel's come on top,
+    of two warps a scheduler in each of three waves."""
     for target in ("sm_80", "sm_90", "sm_100"):
         part = PARTS[target]
         kernel = Kernel(5e5, 500.0, 400, 3072.0, 3000, warps=8, occupancy=1, shared=147456)
-        rates = clock.fused_rates(kernel, (128, 256), 1000, part)
+        rates = script.fused_rates(kernel, (128, 256), 1000, part)
         for K in (1024, 8192):
             M, N = 128 * part.processors, 256 * 3
             work = Work(3 * part.processors, 2.0 * M * N * K)
@@ -294,38 +301,30 @@ def test_rates_are_the_clocks_own_prediction() -> None:
             assert rates.us(M, N, K) == pytest.approx(want, rel=1e-9)
 
 
-def test_a_product_apart_is_fitted_and_its_passes_are_bytes() -> None:
+def test_a_product_apart_is_fitted_and_its_passes_are_bytes(script) -> None:
     part = PARTS["sm_90"]
     start = START / CLOCK[90] * 1e6
     planted = Rates(1.5, 0.2, start)
     sizes = [(8192, 8192, K) for K in (512, 4096, 16384)]
     published = [(*s, 2e-6 * s[0] * s[1] * s[2] / planted.us(*s)) for s in sizes]
-    fitted = clock.fit_product(published, part)
+    fitted = script.fit_product(published, part)
     assert fitted == pytest.approx(planted)
-    apart = clock.apart_rates(fitted, (4.0, 6.0), part)
+    apart = script.apart_rates(fitted, (4.0, 6.0), part)
     assert apart == pytest.approx((1.5, 0.2 + 10 / (0.9 * 3.35e12) * 1e12, 3 * start))
     square = [(n, n, n, 200.0 + n / 1000) for n in (2048, 4096)]  # faster where it is smaller
-    assert clock.fit_product([(*s[:3], 400 - s[3]) for s in square], part).element == 0.0
-
-
-@pytest.fixture(scope="module")
-def script():
-    """benchmarks/fusion.py."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    yield importlib.import_module("fusion")
-    sys.path.remove(str(ROOT / "benchmarks"))
+    assert script.fit_product([(*s[:3], 400 - s[3]) for s in square], part).element == 0.0
 
 
 def test_what_is_published_is_what_dispatch_takes(script) -> None:
     """Each row of fusion.md is the packaged row's, and says what is taken."""
-    text = (script.CLOCK / "fusion.md").read_text()
-    published = json.loads((script.CLOCK / "points.json").read_text())["cublas"]
+    text = (script.RESULTS / "fusion.md").read_text()
+    published = json.loads((script.RESULTS / "points.json").read_text())["cublas"]
     for target in script.TARGETS:
         part, cases = PARTS[target], script.cases()
         own = [(p["M"], p["N"], p["K"], p["tflops"]) for p in published if p["part"] == target]
         rows = {op: row for (arch, op), row in fusion.shipped().items() if arch == part.arch}
         assert [*rows] == [name for name in cases if "z not" not in name]
-        for line in script.words(target, rows, clock.fit_product(own, part)).splitlines():
+        for line in script.words(target, rows, script.fit_product(own, part)).splitlines():
             assert line in text
             if (name := line.split(" | ")[0].strip("| ")) in rows:
                 way = choose_way(name, *cases[name].sizes, dtype=torch.bfloat16, arch=part.arch)
@@ -338,7 +337,7 @@ SAID = {fused: 3, hidden: 2, qkv: 1}
 
 @pytest.mark.parametrize("module", SAID, ids=lambda module: module.__name__)
 def test_docstrings_say_what_is_published_of_an_h100(module, script) -> None:
-    rows = (script.CLOCK / "fusion.md").read_text().partition("## H100")[2].partition("\n## ")[0]
+    rows = (script.RESULTS / "fusion.md").read_text().partition("## H100")[2].partition("\n## ")[0]
     said = FIGURES.findall(" ".join(module.__doc__.split()))
     assert len(said) == SAID[module]
     for op, own, passes in said:
@@ -346,10 +345,10 @@ def test_docstrings_say_what_is_published_of_an_h100(module, script) -> None:
         assert row.split(" | ")[2:4] == [own, passes], op
 
 
-def test_the_loss_head_says_what_its_passes_take() -> None:
+def test_the_loss_head_says_what_its_passes_take(script) -> None:
     """Statistics read each logit, gradients read it and write it; four products."""
     logits, part = 16384 * 128256, PARTS["sm_90"]
-    passes = (2 + 4) * logits / (clock.REACHED * part.bandwidth) * 1e3
+    passes = (2 + 4) * logits / (script.REACHED * part.bandwidth) * 1e3
     row = fusion.shipped()[90, "bias"].apart
     products = 4 * row.us(16384, 128256, 4096) / 1e3
     said = re.search(

@@ -6,8 +6,7 @@
 
 `disassembly` a cubin's instructions and their stall counts · `loops` natural loops ·
 `instructions` what each holds, and for how long · `reading` the hot loops' figures · `predict` a
-launch's time by constants fitted to published ones · `fusion` what an epilogue costs in a product
-and apart from it · `ratchet` figures that may not worsen.
+launch's time by constants fitted to published ones · `ratchet` figures that may not worsen.
 """
 
 from warpweave.tune.clock.reading import HotLoop, read_loops

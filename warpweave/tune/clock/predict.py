@@ -102,7 +102,7 @@ CONSTANTS = {
 
 def terms(kernel: Kernel, work: Work, part: Part, rate: float) -> tuple[float, ...]:
     """What the constants busy, stalls, exposed, outside and wave multiply, in cycles."""
-    held = max(1, min(kernel.occupancy, ceil(work.items / part.processors)))
+    held = min(kernel.occupancy, ceil(work.items / part.processors))
     waves = work.items / (held * part.processors)
     waves = max(1.0, waves) if work.uneven else ceil(waves)
     iterations = waves * work.flops / work.items / (kernel.flops * kernel.warps)
@@ -126,15 +126,8 @@ def cycles(found: tuple[float, ...], c: Constants) -> float:
 
 
 def predict(kernel: Kernel, work: Work, part: Part) -> Prediction:
-    """How long the launch takes on `part`: never less than its bytes through the memory.
-
-    Raises ValueError for a part without constants, and for a kernel of which not one program fits.
-    """
-    if part.arch not in CONSTANTS:
-        known = ", ".join(f"sm_{arch}" for arch in CONSTANTS)
-        raise ValueError(f"the clock is calibrated for {known}, not for sm_{part.arch}")
-    if not kernel.occupancy:
-        raise ValueError(f"not one program of {kernel.shared} bytes of shared memory fits")
+    """How long the launch takes on `part`, of CONSTANTS: never less than its bytes through the
+    memory."""
     c = CONSTANTS[part.arch]
     ours = cycles(terms(kernel, work, part, c.rate), c) / CLOCK[part.arch] * 1e6
     least = work.bytes / part.bandwidth * 1e6
