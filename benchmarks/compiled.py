@@ -13,9 +13,8 @@ instruction used. PREDICTIONS, `us` in microseconds:
     busy         of the slots for programs, how many the launch's whole waves fill
     ideal        of a hot loop's time, the tensor cores' share if everything overlapped ...
     serial       ... and if nothing did (`warpweave/tune/clock`); of the loop without masks
-    roofline us  the op's least FLOPs and bytes (`kernels/cost.py`) at the data sheet's peaks: no
-                 kernel is faster, no real one as fast
-    / busy       the same over `busy`: if nothing but empty slots kept the kernel from it
+    roofline us  the least FLOPs and bytes of all the case (`kernels/cost.py`) at the data sheet's
+                 peaks: nothing is faster, nothing real as fast
     clock us     the launch by the clock, whose constants are fitted to published figures
                  (`benchmarks/clock.py`), and the interval in which nine of ten kept-out ones lay
 
@@ -68,7 +67,6 @@ class Row:
         tiles: the launch's constants in capitals that are sizes.
         flops, bytes: the least that the whole case needs.
         roofline_us, ideal, serial: PREDICTIONS, see the module; None where there is none.
-        predicted_us: PREDICTION: `roofline_us` over `busy`.
         bound: PREDICTION: the hot loop's busiest pipe, "" without a loop.
         clock_us: PREDICTION of the launch: [time, low, high]; None where the clock cannot say.
     """
@@ -89,7 +87,6 @@ class Row:
     flops: int | None
     bytes: int | None
     roofline_us: float | None
-    predicted_us: float | None
     ideal: float | None
     serial: float | None
     bound: str
@@ -101,7 +98,7 @@ READ = (
     "case", "kernel", "num_warps", "registers", "stack", "shared", "occupancy", "product",
     "programs",
 )  # fmt: skip
-PREDICTIONS = ("busy", "roofline_us", "predicted_us", "ideal", "serial", "bound", "clock_us")
+PREDICTIONS = ("busy", "roofline_us", "ideal", "serial", "bound", "clock_us")
 
 
 def row(report: Report) -> Row:
@@ -124,7 +121,6 @@ def row(report: Report) -> Row:
         flops=cost and cost.flops,
         bytes=cost and cost.bytes,
         roofline_us=roofline and round(roofline, 2),
-        predicted_us=round(roofline / busy, 2) if roofline and busy else None,
         ideal=loop and round(loop.ideal, 3),
         serial=loop and round(loop.serial, 3),
         bound=loop.bound if loop else "",
@@ -143,7 +139,7 @@ def table(target: str, rows: list[Row]) -> None:
     print(
         f"{'case':38} {'kernel':27} {'tiles':>14} {'warps':>5} {'regs':>4} {'stack':>5} "
         f"{'shared':>6} {'held':>4} {'occ':>4} {'busy':>5} {'ideal':>5} {'serial':>6} "
-        f"{'roofline us':>11} {'/ busy':>8} {'clock us':>22}  product"
+        f"{'roofline us':>11} {'clock us':>22}  product"
     )
     for r in rows:
         tiles = "x".join(str(v) for v in r.tiles.values())
@@ -152,7 +148,7 @@ def table(target: str, rows: list[Row]) -> None:
             f"{r.case:38} {r.kernel.strip('_').removesuffix('_kernel'):27} {tiles:>14} "
             f"{r.num_warps:5} {r.registers:4} {r.stack:5} {r.shared:6} {r.occupancy:4} "
             f"{r.warps_active:4.0%} {r.busy:5.2f} {_cell(r.ideal, 3):>5} {_cell(r.serial, 3):>6} "
-            f"{_cell(r.roofline_us, 1):>11} {_cell(r.predicted_us, 1):>8} {clock:>22}  "
+            f"{_cell(r.roofline_us, 1):>11} {clock:>22}  "
             f"{r.product.split('.row')[0]}"
         )
 
