@@ -169,8 +169,7 @@ def words(target: str, rows: dict[str, Fusion], product: Rates) -> str:
     """A table of Markdown."""
     lines = [
         f"\n## {PARTS[target].device}\n",
-        "| op | M, N, K | epilogue | passes | saves | the loop may be slower by | is by | fused | "
-        "apart | taken |",
+        "| op | M, N, K | epilogue | passes | saves | may | is | fused | apart | taken |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, row in rows.items():
@@ -192,12 +191,17 @@ INTRODUCTION = """# What fusions save
 
 PREDICTIONS of the clock (`python benchmarks/fusion.py --accept` writes this file and the table that
 dispatch takes): nothing was measured. Milliseconds in bfloat16 for Llama 8B with 16,384 tokens.
-`epilogue`: what the kernel does once a tile beyond one that adds a bias. `passes`: bytes of the
-kernels after torch's product through 0.9 of the stated bandwidth, and their launches. `saves` is
-the difference, and so much of cuBLAS's time the kernel's loop may be slower; what it is by stands
-beside it. `apart`: cuBLAS by its published figures (`points.json`), and the passes. Dispatch does
-not ask whether z is kept: checkpointing must not change what is computed. The clock's own mean
-error is 5 % on A100, 6 % on H100 and 12 % on B200 (`calibration.json`): closer calls are open.
+
+* epilogue: what the kernel does once a tile beyond one that adds a bias
+* passes: the kernels after torch's product: their launches, and their bytes through 0.9 of the
+  stated bandwidth
+* saves: passes less epilogue. As a share of cuBLAS's time that is what the kernel's loop may be
+  slower by than cuBLAS (may); beside it, by how much it is slower (is)
+* fused: the kernel. apart: cuBLAS by its published figures (`points.json`), and the passes
+
+Dispatch does not ask whether z is kept: checkpointing must not change what is computed. On figures
+kept out of its constants the clock errs on average by 5 % on A100, 6 % on H100 and 12 % on B200; of
+ten, nine lay within 12, 14 and 23 % (`calibration.json`). Closer calls are open.
 """
 
 
