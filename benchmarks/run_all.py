@@ -1,12 +1,13 @@
 """Check and time kernels and training steps on the CUDA device: one command, nine minutes at most.
 
     python benchmarks/run_all.py            # writes benchmarks/results/<device>/kernels_*.json
-    python benchmarks/run_all.py --dry      # no GPU: outputs in the interpreter, predicted times
+    python benchmarks/run_all.py --dry      # no GPU: outputs in the interpreter, bounds of times
+    python benchmarks/clock_beside.py --target sm_90    # no GPU: times of the same, PREDICTED
 
 Each family runs in a process of its own, so that one that fails takes no other with it, and within
 its share of the time that is left; what was not reached is named, what was measured until then is
-written. At the end stand the clock's predictions beside what was measured. Exit status 1 if any
-failed.
+written. At the end, in up to two minutes more, stand predicted times beside the measured ones
+(`clock_beside.py`). Exit status 1 if any failed.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the families one after another; the last line is JSON."""
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument(
-        "--dry", action="store_true", help="no GPU: outputs in miniature, predictions"
+        "--dry", action="store_true", help="no GPU: outputs in miniature, bounds of times"
     )
     options.add_argument("--minutes", type=float, default=9.0, help="for everything")
     options.add_argument("--families", default=",".join(FAMILIES))
@@ -53,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
         print("\n== predicted beside measured", flush=True)
         command = [str(HERE / "clock_beside.py")]
         command += [f"--results={given.results}"] if given.results else []
-        summary["clock"] = _run(command, 120.0)  # compiles: no GPU time
+        summary["clock"] = _run(command, 120.0)  # compiles, a minute on 2 cores
     print(json.dumps({"script": "run_all", "dry": given.dry, "families": summary}))
     return 0 if set(summary.values()) == {"ok"} else 1
 
