@@ -50,8 +50,7 @@ class Point(NamedTuple):
 
     part: Part
     source: str
-    kernels: tuple[str, ...]
-    works: tuple[Work, ...]  # of each of the kernels, whose tiles differ
+    launches: dict[str, tuple[Kernel, Work]]  # that it may be of, by the kernel's name
     credited: float  # FLOPs that its TFLOP/s count
     tflops: float
 
@@ -60,39 +59,33 @@ class Point(NamedTuple):
         """As many as the launch took at the boost clock."""
         return self.credited / self.tflops / 1e12 * CLOCK[self.part.arch]
 
+    def terms(self, c: Constants) -> tuple[float, ...]:
+        """Those of the kernel that is predicted to be fastest."""
+        every = (terms(*launch, self.part, c.rate) for launch in self.launches.values())
+        return min(every, key=lambda found: cycles(found, c))
 
-def read(path: Path) -> tuple[list[Point], dict[str, Kernel], dict[str, dict[str, str]]]:
-    """(points, kernels by name, where each source was read and what of them was left out)."""
+
+def read(path: Path) -> tuple[list[Point], dict[str, dict[str, str]]]:
+    """(points, where each source was read and what of them was left out)."""
     table = json.loads(path.read_text())
-    kernels = {name: Kernel(*values) for name, values in table["kernels"].items()}
-    points = [
-        Point(
-            PARTS[p["part"]],
-            p["source"],
-            tuple(p["kernels"]),
-            tuple(Work(*work) for work in p["works"]),
-            p["credited"],
-            p["tflops"],
-        )
-        for p in table["points"]
-    ]
-    return points, kernels, {name: table[name] for name in ("sources", "left_out")}
+    points = []
+    for p in table["points"]:
+        works = dict(zip(p["kernels"], p["works"], strict=True))
+        launches = {n: (Kernel(*table["kernels"][n]), Work(*work)) for n, work in works.items()}
+        points.append(Point(PARTS[p["part"]], p["source"], launches, p["credited"], p["tflops"]))
+    return points, {name: table[name] for name in ("sources", "left_out")}
 
 
-def fit(points: list[Point], kernels: dict[str, Kernel]) -> Constants:
+def fit(points: list[Point]) -> Constants:
     """The constants that come nearest, by squares of relative errors of the time."""
-    fits = (_fit_at(rate, points, kernels) for rate in RATES)
-    return min(fits, key=lambda pair: pair[0])[1]
+    return min((_fit_at(rate, points) for rate in RATES), key=lambda pair: pair[0])[1]
 
 
-def _fit_at(
-    rate: float, points: list[Point], kernels: dict[str, Kernel]
-) -> tuple[float, Constants]:
+def _fit_at(rate: float, points: list[Point]) -> tuple[float, Constants]:
     """(sum of squares, constants) at one rate of loads."""
-    found = Constants(1.0, 0.7, 0.0, 0.0, 0.0, rate, 0.0)
-    error = float("inf")
+    found, error = Constants(1.0, 0.7, 0.0, 0.0, 0.0, rate, 0.0), 0.0
     for _ in range(5):  # the fastest of a point's kernels may become another
-        rows = [np.array(_chosen(p, kernels, found)) / (p.cycles - START) for p in points]
+        rows = [np.array(p.terms(found)) / (p.cycles - START) for p in points]
         factors, error = _nonnegative(np.array(rows))
         found = Constants(*factors, rate, 0.0)
     return error, found
@@ -100,40 +93,30 @@ def _fit_at(
 
 def _nonnegative(rows: np.ndarray) -> tuple[list[float], float]:
     """The factors >= 0 by which the columns come nearest to 1, and their sum of squares."""
-    best: tuple[float, list[float]] = (float("inf"), [])
+    best, least = np.zeros(rows.shape[1]), float("inf")
     columns = range(rows.shape[1])
-    for some in itertools.chain(*(itertools.combinations(columns, n) for n in range(1, 6))):
+    for some in itertools.chain(*(itertools.combinations(columns, n + 1) for n in columns)):
         values = np.linalg.lstsq(rows[:, some], np.ones(len(rows)), rcond=None)[0]
         error = float(((rows[:, some] @ values - 1) ** 2).sum())
-        if (values >= 0).all() and error < best[0] - 1e-9:
-            best = error, [0.0] * len(columns)
-            for column, value in zip(some, values, strict=True):
-                best[1][column] = round(float(value), 4)
-    return best[1], best[0]
+        if (values >= 0).all() and error < least - 1e-9:
+            best, least = np.zeros(len(columns)), error
+            best[[*some]] = values
+    return best.round(4).tolist(), least
 
 
-def _chosen(p: Point, kernels: dict[str, Kernel], c: Constants) -> tuple[float, ...]:
-    """The terms of the kernel that is predicted to be fastest."""
-    every = (
-        terms(kernels[name], work, p.part, c.rate)
-        for name, work in zip(p.kernels, p.works, strict=True)
-    )
-    return min(every, key=lambda found: cycles(found, c))
-
-
-def errors(points: list[Point], kernels: dict[str, Kernel], c: Constants) -> np.ndarray:
+def errors(points: list[Point], c: Constants) -> np.ndarray:
     """Predicted over published TFLOP/s, less 1."""
-    return np.array([p.cycles / cycles(_chosen(p, kernels, c), c) - 1 for p in points])
+    return np.array([p.cycles / cycles(p.terms(c), c) - 1 for p in points])
 
 
-def calibrate(points: list[Point], kernels: dict[str, Kernel]) -> tuple[Constants, dict[str, Any]]:
+def calibrate(points: list[Point]) -> tuple[Constants, dict[str, Any]]:
     """One part's constants, and what they are worth on points that they have not seen."""
-    found = fit(points[::2], kernels)
-    seen, kept = (errors(half, kernels, found) for half in (points[::2], points[1::2]))
-    sources, without = by_source(points), list[float]()
-    for source, out in sources.items():
+    found = fit(points[::2])
+    seen, kept = (errors(half, found) for half in (points[::2], points[1::2]))
+    without = list[float]()
+    for source, out in by_source(points).items():
         if others := [p for p in points if p.source != source]:
-            without += errors(out, kernels, fit(others, kernels)).tolist()
+            without += errors(out, fit(others)).tolist()
     spread = round(float(np.quantile(np.abs(kept), 0.9)), 3)
     return replace(found, spread=spread), {
         "points": len(points),
@@ -152,32 +135,28 @@ def by_source(points: list[Point]) -> dict[str, list[Point]]:
 
 
 def _summary(found: np.ndarray) -> dict[str, float]:
-    if not len(found):
-        return {}
     sizes = np.abs(found)
     figures = {"mean error": sizes.mean(), "bias": found.mean(), "largest": sizes.max()}
     return {name: round(float(value), 3) for name, value in figures.items()}
 
 
-def rankings(points: list[Point], kernels: dict[str, Kernel], c: Constants) -> dict[str, Any]:
+def rankings(points: list[Point], c: Constants) -> dict[str, Any]:
     """Spearman's correlation of tiles, predicted and published, where a table has four or more."""
     found = {}
     for source, own in by_source(points).items():
-        table = [p for p in own if len(p.kernels) == 1]
-        if len({p.kernels for p in table}) == len(table) >= 4:
-            predicted = [-cycles(_chosen(p, kernels, c), c) / p.credited for p in table]
+        table = [p for p in own if len(p.launches) == 1]
+        if len({name for p in table for name in p.launches}) == len(table) >= 4:
+            predicted = [-cycles(p.terms(c), c) / p.credited for p in table]
             ranks = [np.argsort(np.argsort(x)) for x in (predicted, [p.tflops for p in table])]
             found[source] = round(float(np.corrcoef(*ranks)[0, 1]), 2)
     return found
 
 
-def report(points: list[Point], kernels: dict[str, Kernel]) -> tuple[Constants, dict[str, Any]]:
+def report(points: list[Point]) -> tuple[Constants, dict[str, Any]]:
     """Fit one part, print what the errors are, and return its constants and all figures."""
-    part, (found, summary) = points[0].part, calibrate(points, kernels)
-    off, ranks = errors(points, kernels, found), rankings(points, kernels, found)
-    tables = {
-        source: _summary(errors(own, kernels, found)) for source, own in by_source(points).items()
-    }
+    part, (found, summary) = points[0].part, calibrate(points)
+    off, ranks = errors(points, found), rankings(points, found)
+    tables = {source: _summary(errors(own, found)) for source, own in by_source(points).items()}
     print(f"\nsm_{part.arch} ({part.device}): {len(points)} published figures; PREDICTIONS err by")
     for name in ("seen", "kept out", "whole sources kept out"):
         print(f"  {name:24} {_percent(summary[name])}")
@@ -190,11 +169,14 @@ def report(points: list[Point], kernels: dict[str, Kernel]) -> tuple[Constants, 
         "rank correlation of tiles": ranks,
         "by source": tables,
         "figures": [
-            {"source": p.source, "kernel": p.kernels[0] if len(p.kernels) == 1 else "best of "
-             f"{len(p.kernels)}", "published": p.tflops, "error": round(float(e), 3)}
-            for p, e in zip(points, off)
+            {"source": p.source, "kernel": _name(p), "published": p.tflops, "error": round(e, 3)}
+            for p, e in zip(points, off.tolist(), strict=True)
         ],
-    }  # fmt: skip
+    }
+
+
+def _name(p: Point) -> str:
+    return f"best of {len(p.launches)}" if len(p.launches) > 1 else next(iter(p.launches))
 
 
 def _percent(figures: dict[str, float]) -> str:
@@ -206,11 +188,11 @@ def main(arguments: list[str] | None = None) -> int:
     options = argparse.ArgumentParser(description=CLAIM)
     options.add_argument("--results", type=Path, default=RESULTS)
     given = options.parse_args(arguments)
-    points, kernels, words = read(RESULTS / "points.json")
+    points, words = read(RESULTS / "points.json")
     fitted, parts = dict[int, Constants](), dict[str, Any]()
     for part in dict.fromkeys(p.part for p in points):
         own = [p for p in points if p.part == part]
-        fitted[part.arch], parts[f"sm_{part.arch}"] = report(own, kernels)
+        fitted[part.arch], parts[f"sm_{part.arch}"] = report(own)
     for title, lines in words.items():
         print(f"\n{title.replace('_', ' ')}:")
         print(*(f"  {name}: {said}" for name, said in lines.items()), sep="\n")

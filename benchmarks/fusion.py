@@ -19,6 +19,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import harness
@@ -48,7 +49,7 @@ class Case(NamedTuple):
     """A fused product of [M, K] [K, N], and the bytes for each element of [M, N] in 16 bits of the
     passes that do the same after torch's product."""
 
-    call: Callable[[], object]
+    call: Callable[..., object]
     sizes: tuple[int, int, int]
     passes: tuple[float, ...]
 
@@ -64,15 +65,10 @@ def cases() -> dict[str, Case]:
     found = {"bias": _up(None, False)}
     for name, (_, gated) in ACTIVATIONS.items():
         found |= {name: _up(name, True), f"{name}, z not kept": _up(name, False)}
-        for kept in (False, True):
-            z, own = (m(T, 2 * F), 10.0) if gated else (h, 6.0)  # dh, z and dz
-            found[f"slope of {name}" + ", h kept" * kept] = Case(
-                lambda name=name, z=z, kept=kept: hidden_bwd(
-                    x, down, z, activation=name, want_hidden=not kept, impl="triton"
-                ),
-                (T, F, E),
-                (own,) if kept else (own, own - 4),
-            )
+        z, own = (m(T, 2 * F), 10.0) if gated else (h, 6.0)  # dh, z and dz
+        for kept, passes in ((False, (own, own - 4)), (True, (own,))):
+            slope = partial(hidden_bwd, x, down, z, activation=name, want_hidden=not kept)
+            found[f"slope of {name}" + ", h kept" * kept] = Case(slope, (T, F, E), passes)
     drop = {"drop": Drop(0.1, 7, 3, m(T, dtype=torch.int64))}
     after: dict[str, tuple[dict, tuple[float, ...]]] = {
         "dropout": (drop, (4.0,)),
@@ -80,27 +76,19 @@ def cases() -> dict[str, Case]:
         "dropout and residual": ({**drop, "residual": x}, (4.0, 6.0)),
     }
     for name, (options, passes) in after.items():
-        found[name] = Case(
-            lambda options=options: fused_gemm(h, down.t(), impl="triton", **options),
-            (T, E, F),
-            passes,
-        )
+        found[name] = Case(partial(fused_gemm, h, down.t(), **options), (T, E, F), passes)
     table = m(T // 2, 64, dtype=torch.float32)
-    found["qkv"] = Case(  # 8 heads of 4 queries, a key, a value: queries are copied, turned with
-        # the keys; values are copied
-        lambda: qkv_fwd(x.view(2, T // 2, E), m(8, 6, 128, E), None, table, table, impl="triton"),
-        (T, 48 * 128, E),
-        (4 * 4 / 6, 4 * 5 / 6, 4 * 1 / 6),
-    )
+    # 8 heads of 4 queries, a key, a value: queries are copied, turned with the keys; values are
+    # copied.
+    qkv = partial(qkv_fwd, x.view(2, T // 2, E), m(8, 6, 128, E), None, table, table)
+    found["qkv"] = Case(qkv, (T, 48 * 128, E), (4 * 4 / 6, 4 * 5 / 6, 4 * 1 / 6))
     return found
 
 
 def _up(name: str | None, save_z: bool) -> Case:
     gated = name is not None and ACTIVATIONS[name].gated
     N = 2 * F if gated or name is None else F
-    call = lambda: fused_gemm(  # noqa: E731
-        m(T, E), m(N, E).t(), m(N), activation=name, save_z=save_z, impl="triton"
-    )
+    call = partial(fused_gemm, m(T, E), m(N, E).t(), m(N), activation=name, save_z=save_z)
     return Case(call, (T, N, E), () if name is None else (3.0,) if gated else (4.0,))
 
 
@@ -147,7 +135,7 @@ def read(target: str, product: Rates) -> dict[str, Fusion]:
     part, found, plain = PARTS[target], {}, 0
     for name, case in cases().items():
         with compiling(target, clock=True) as launches:
-            case.call()
+            case.call(impl="triton")
         (one,) = (x for x in launches if x.product)
         rows, columns = (
             next(one.constants[n] for n in names if n in one.constants)

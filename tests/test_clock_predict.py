@@ -1,7 +1,7 @@
 """Predicted times: by hand, against planted constants, and against what others have published."""
 
 import dataclasses
-import importlib.util
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -18,7 +18,7 @@ from warpweave.tune.predicted import predicted
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 H100 = PARTS["sm_90"]
-# Two warps of each scheduler; buffers for three passes, of 32 kB each.
+# Two warps of each scheduler; buffers for three iterations, of 32 kB each.
 KERNEL = Kernel(
     flops=1e6,
     busy=500.0,
@@ -29,23 +29,20 @@ KERNEL = Kernel(
     occupancy=1,
     shared=98304,
 )
-WORK = Work(items=2 * 132, flops=2 * 132 * 8 * 1e6 * 10)  # two rounds of ten passes
+WORK = Work(items=2 * 132, flops=2 * 132 * 8 * 1e6 * 10)  # two waves of ten iterations
 
 
 @pytest.fixture(scope="module")
 def script():
-    """benchmarks/clock.py as a module."""
+    """benchmarks/clock.py."""
     sys.path.insert(0, str(BENCHMARKS))
-    spec = importlib.util.spec_from_file_location("clock_script", BENCHMARKS / "clock.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    yield module
+    yield importlib.import_module("clock")
     sys.path.remove(str(BENCHMARKS))
 
 
 def test_terms_are_those_of_a_launch_counted_by_hand() -> None:
-    # 20 passes, each of two warps a scheduler; of the load's 32768 / 32 cycles one pass of the
-    # program, 1000 cycles, is covered; two rounds.
+    # 20 iterations, each of two warps a scheduler; of the load's 32768 / 32 cycles one iteration
+    # of the program, 1000 cycles, is covered; two waves.
     assert terms(KERNEL, WORK, H100, 32) == (20 * 1000, 20 * 600, 20 * 24, 2 * 1400, 2000)
     assert cycles((10, 20, 30, 40, 50), Constants(1, 2, 3, 4, 5, 0, 0)) == START + 550
 
@@ -57,11 +54,11 @@ def test_terms_are_those_of_a_launch_counted_by_hand() -> None:
         ({"shared": 4 * 32768}, {}, (1, 1, 0, 1, 1)),  # four cover it all
         ({"loaded": 0.0}, {}, (1, 1, 0, 1, 1)),
         ({"occupancy": 2}, {}, (1, 1, 1 / 2, 1, 1 / 2)),  # one round of both
-        ({}, {"items": 2 * 132 + 1}, (1.5 * 264 / 265,) * 3 + (1.5, 1.5)),  # a third round for one
+        ({}, {"items": 2 * 132 + 1}, (1.5 * 264 / 265,) * 3 + (1.5, 1.5)),  # a third wave for one
         ({}, {"items": 2 * 132 + 1, "uneven": True}, (1, 1, 1, 265 / 264, 265 / 264)),
     ],
 )
-def test_buffers_residents_and_rounds_change_what_they_should(kernel, work, ratio) -> None:
+def test_buffers_residents_and_waves_change_what_they_should(kernel, work, ratio) -> None:
     base = terms(KERNEL, WORK, H100, 32)
     new = terms(dataclasses.replace(KERNEL, **kernel), dataclasses.replace(WORK, **work), H100, 32)
     assert [a / b for a, b in zip(new, base)] == pytest.approx(ratio)
@@ -95,38 +92,32 @@ def test_a_compiled_product_is_priced_by_its_tiles_and_what_spills_is_not() -> N
 # ---------------------------------------------------------------- calibration
 
 
-def planted(script, constants: Constants) -> tuple[list, dict[str, Kernel]]:
+def planted(script, constants: Constants) -> list:
     """Points that obey `constants` exactly: kernels of all sorts and sizes."""
-    kernels = {
-        f"k{n}": dataclasses.replace(
+    points = []
+    for n in range(12):
+        kernel = dataclasses.replace(
             KERNEL, busy=400.0 + 37 * n, stalls=200 + 61 * (n * 7 % 11), outside=300 * (n % 5),
             shared=32768 * (1 + n % 4), occupancy=1 + n % 2,
-        )
-        for n in range(12)
-    }  # fmt: skip
-    points = []
-    for n, (name, kernel) in enumerate(kernels.items()):
-        for rounds in (1, 5):
-            work = Work(rounds * 132 * 2, rounds * 132 * 2 * 8e6 * (10 + n))
+        )  # fmt: skip
+        for waves in (1, 5):
+            work = Work(waves * 132 * 2, waves * 132 * 2 * 8e6 * (10 + n))
             took = cycles(terms(kernel, work, H100, constants.rate), constants) / CLOCK[90]
-            points.append(
-                script.Point(
-                    H100, f"s{n % 3}", (name,), (work,), work.flops, work.flops / took / 1e12
-                )
-            )
-    return points, kernels
+            launch, rate = {f"k{n}": (kernel, work)}, work.flops / took / 1e12
+            points.append(script.Point(H100, f"s{n % 3}", launch, work.flops, rate))
+    return points
 
 
 def test_constants_that_made_the_figures_are_found_again(script) -> None:
     truth = Constants(1.1, 0.8, 0.7, 2.0, 3.0, 32, 0.0)
-    points, kernels = planted(script, truth)
-    found, summary = script.calibrate(points, kernels)
+    points = planted(script, truth)
+    found, summary = script.calibrate(points)
     assert vars(found) == pytest.approx(vars(truth), rel=1e-3, abs=1e-3)
     for kept in ("kept out", "whole sources kept out"):
         assert summary[kept]["largest"] < 1e-3
     # Half of the figures, twice as fast: nothing fits both.
     wrong = [p._replace(tflops=p.tflops * (1 + n // 2 % 2)) for n, p in enumerate(points)]
-    assert script.calibrate(wrong, kernels)[1]["kept out"]["mean error"] > 0.15
+    assert script.calibrate(wrong)[1]["kept out"]["mean error"] > 0.15
 
 
 def test_published_figures_are_met_as_the_package_says(script, tmp_path, capsys) -> None:
@@ -134,10 +125,9 @@ def test_published_figures_are_met_as_the_package_says(script, tmp_path, capsys)
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert last["ok"]
     assert max(last["kept out"]["80"], last["kept out"]["90"]) < 0.1
-    points, kernels, words = script.read(BENCHMARKS / "results" / "clock" / "points.json")
+    points, words = script.read(BENCHMARKS / "results" / "clock" / "points.json")
     assert len(points) >= 40
     assert {p.part.arch for p in points} == set(model.CONSTANTS)
     assert {p.source for p in points} == set(words["sources"])
-    assert all(set(p.kernels) <= set(kernels) for p in points)
     peaks = {80: 312, 90: 989, 100: 2250}
     assert all(0 < p.tflops < peaks[p.part.arch] for p in points)
