@@ -14,7 +14,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-_SECTION = re.compile(r"^\s*\.section\s+(\.\S+?),")
+_SECTION = re.compile(r"^\s*\.section\s+(\.\S+?),", re.MULTILINE)
 _LABEL = re.compile(r"^(\.L\w+):")
 _CODE = re.compile(
     r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:(@!?U?P\w+)\s+)?(\S.*?)\s*;\s*/\* 0x[0-9a-f]{16} \*/"
@@ -85,23 +85,12 @@ def parse(text: str, arch: int) -> list[list[Instruction]]:
         raise ValueError("nvdisasm's text names no part: it has another form than the clock reads")
     if int(found[1] or found[2]) != arch:
         raise ValueError(f"the cubin is for sm_{found[1] or found[2]}, not sm_{arch}")
-    functions = [_function(lines) for lines in _sections(text.splitlines())]
+    _, *parts = _SECTION.split(text)  # name, lines, name, lines ...
+    code = (lines for name, lines in zip(parts[::2], parts[1::2]) if name.startswith(".text."))
+    functions = [_function(lines.splitlines()) for lines in code]
     if not any(functions):
         raise ValueError("the cubin holds no code")
     return [function for function in functions if function]
-
-
-def _sections(lines: list[str]) -> list[list[str]]:
-    """The lines of each section of code."""
-    found: list[list[str]] = []
-    inside = False
-    for line in lines:
-        if section := _SECTION.match(line):
-            if inside := section[1].startswith(".text."):
-                found.append([])
-        elif inside:
-            found[-1].append(line)
-    return found
 
 
 def _function(lines: list[str]) -> list[Instruction]:
