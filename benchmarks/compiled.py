@@ -56,79 +56,60 @@ CLAIM = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """One kernel of one case on one part.
+PREDICTIONS = ("busy", "roofline_us", "ideal", "serial", "bound", "clock_us")  # of a row
+LINE = (
+    "{case:38} {kernel:27} {tiles:>14} {num_warps:>5} {registers:>4} {stack:>5} {shared:>6} "
+    "{occupancy:>4} {warps_active:>4} {busy:>5} {ideal:>5} {serial:>6} {roofline_us:>11} "
+    "{clock_us:>23}  {product}"
+)
+HEADINGS = {
+    "case": "case", "kernel": "kernel", "tiles": "tiles", "num_warps": "warps",
+    "registers": "regs", "stack": "stack", "shared": "shared", "occupancy": "held",
+    "warps_active": "occ", "busy": "busy", "ideal": "ideal", "serial": "serial",
+    "roofline_us": "roofline us", "clock_us": "clock us", "product": "product",
+}  # fmt: skip
 
-    Attributes:
-        occupancy: programs per multiprocessor; `warps_active` is that of the part's warps.
-        waves: programs of the launch over those that the whole part holds at once.
-        busy: PREDICTION: waves over whole waves, the share of slots that are filled.
-        tiles: the launch's constants in capitals that are sizes.
-        flops, bytes: the least that the whole case needs.
-        roofline_us, ideal, serial: PREDICTIONS, see the module; None where there is none.
-        bound: PREDICTION: the hot loop's busiest pipe, "" without a loop.
-        clock_us: PREDICTION of the launch: [time, low, high]; None where the clock cannot say.
+
+def row(report: Report) -> dict[str, Any]:
+    """The figures of one compiled kernel: see the module. None is what there is none of.
+
+    Besides: `tiles`, the launch's constants in capitals that are sizes; `programs` of the launch,
+    and `waves` of all that the part holds at once; `flops` and `bytes`, the least of the case;
+    `bound`, the busiest pipe; `clock_us`: [time, low, high].
     """
-
-    case: str
-    kernel: str
-    tiles: dict[str, int]
-    num_warps: int
-    registers: int
-    stack: int
-    shared: int
-    occupancy: int
-    warps_active: float
-    product: str
-    programs: int
-    waves: float
-    busy: float
-    flops: int | None
-    bytes: int | None
-    roofline_us: float | None
-    ideal: float | None
-    serial: float | None
-    bound: str
-    clock_us: list[float] | None
-
-
-# What a row takes from the report as it is, and what of it is a prediction.
-READ = (
-    "case", "kernel", "num_warps", "registers", "stack", "shared", "occupancy", "product",
-    "programs",
-)  # fmt: skip
-PREDICTIONS = ("busy", "roofline_us", "ideal", "serial", "bound", "clock_us")
-
-
-def row(report: Report) -> Row:
-    """The figures of one compiled kernel."""
-    part, programs = PARTS[report.target], report.programs
+    part = PARTS[report.target]
     held = report.occupancy * part.processors
-    waves = programs / held if held else 0.0
-    busy = waves / ceil(waves) if waves else 0.0
+    waves = report.programs / held if held else 0.0
     cost = Cost(*report.cost) if report.cost else None
     roofline = cost.seconds(part.flops, part.bandwidth) * 1e6 if cost and part.flops else None
     loop = main_loop(report.loops) if report.loops else None
     clock = predicted(report, cost, part)
     sizes = ("BLOCK", "ROWS", "TILES", "STRIDE")
-    return Row(
-        **{name: getattr(report, name) for name in READ},
-        tiles={n: v for n, v in report.constants.items() if n.startswith(sizes) and v},
-        warps_active=round(report.occupancy * report.num_warps / part.warps, 3),
-        waves=round(waves, 2),
-        busy=round(busy, 3),
-        flops=cost and cost.flops,
-        bytes=cost and cost.bytes,
-        roofline_us=roofline and round(roofline, 2),
-        ideal=loop and round(loop.ideal, 3),
-        serial=loop and round(loop.serial, 3),
-        bound=loop.bound if loop else "",
-        clock_us=clock and [round(x, 2) for x in vars(clock).values()],
-    )
+    return {
+        "case": report.case,
+        "kernel": report.kernel,
+        "tiles": {n: v for n, v in report.constants.items() if n.startswith(sizes) and v},
+        "num_warps": report.num_warps,
+        "registers": report.registers,
+        "stack": report.stack,
+        "shared": report.shared,
+        "occupancy": report.occupancy,
+        "warps_active": round(report.occupancy * report.num_warps / part.warps, 3),
+        "product": report.product,
+        "programs": report.programs,
+        "waves": round(waves, 2),
+        "busy": round(waves / ceil(waves), 3) if waves else 0.0,
+        "flops": cost and cost.flops,
+        "bytes": cost and cost.bytes,
+        "roofline_us": roofline and round(roofline, 2),
+        "ideal": loop and round(loop.ideal, 3),
+        "serial": loop and round(loop.serial, 3),
+        "bound": loop.bound if loop else "",
+        "clock_us": clock and [round(x, 2) for x in vars(clock).values()],
+    }
 
 
-def table(target: str, rows: list[Row]) -> None:
+def table(target: str, rows: list[dict[str, Any]]) -> None:
     """Print the rows of one part."""
     part = PARTS[target]
     print(
@@ -136,25 +117,17 @@ def table(target: str, rows: list[Row]) -> None:
         f"{part.bandwidth / 1e12:.2f} TB/s by its data sheet); busy, ideal, serial and us are "
         "PREDICTIONS, see the head of benchmarks/compiled.py"
     )
-    print(
-        f"{'case':38} {'kernel':27} {'tiles':>14} {'warps':>5} {'regs':>4} {'stack':>5} "
-        f"{'shared':>6} {'held':>4} {'occ':>4} {'busy':>5} {'ideal':>5} {'serial':>6} "
-        f"{'roofline us':>11} {'clock us':>22}  product"
-    )
+    print(LINE.format(**HEADINGS))
     for r in rows:
-        tiles = "x".join(str(v) for v in r.tiles.values())
-        clock = "{:.1f} ({:.1f}-{:.1f})".format(*r.clock_us) if r.clock_us else ""
-        print(
-            f"{r.case:38} {r.kernel.strip('_').removesuffix('_kernel'):27} {tiles:>14} "
-            f"{r.num_warps:5} {r.registers:4} {r.stack:5} {r.shared:6} {r.occupancy:4} "
-            f"{r.warps_active:4.0%} {r.busy:5.2f} {_cell(r.ideal, 3):>5} {_cell(r.serial, 3):>6} "
-            f"{_cell(r.roofline_us, 1):>11} {clock:>22}  "
-            f"{r.product.split('.row')[0]}"
-        )
-
-
-def _cell(value: float | None, digits: int) -> str:
-    return "" if value is None else f"{value:.{digits}f}"
+        shown = {name: "" if value is None else value for name, value in r.items()}
+        shown |= {
+            "kernel": r["kernel"].strip("_").removesuffix("_kernel"),
+            "tiles": "x".join(map(str, r["tiles"].values())),
+            "warps_active": f"{r['warps_active']:.0%}",
+            "clock_us": "{:.1f} ({:.1f}-{:.1f})".format(*r["clock_us"]) if r["clock_us"] else "",
+            "product": r["product"].split(".row")[0],
+        }
+        print(LINE.format(**shown))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -229,7 +202,7 @@ def _lines(report: dict) -> str:
     return "{\n" + ",\n".join([*head, f'"rows": [\n{rows}\n]']) + "\n}\n"
 
 
-def write(path: Path, target: str, rows: list[Row], wrong: list[str]) -> None:
+def write(path: Path, target: str, rows: list[dict[str, Any]], wrong: list[str]) -> None:
     """One part's rows, with the header that all results have."""
     part: dict[str, Any] = dataclasses.asdict(PARTS[target])
     header = harness.header(kind="compiled", device=f"{part['device']}, compiled for, not run on")
@@ -241,7 +214,7 @@ def write(path: Path, target: str, rows: list[Row], wrong: list[str]) -> None:
         "part": part,
         "predictions": PREDICTIONS,
         "failures": wrong,
-        "rows": [dataclasses.asdict(r) for r in rows],
+        "rows": rows,
     }
     path.write_text(_lines(report))
 
