@@ -21,9 +21,9 @@ float32 buffer, where torch would need a float32 matrix beside it.
 What an epilogue saves, PREDICTED by the clock (results/clock/fusion.md) for an H100 and Llama 8B at
 16,384 tokens; gelu: epilogue 0.32 ms, passes 0.31 ms over a product that cuBLAS makes in 2.98;
 swiglu: epilogue 0.65 ms, passes 0.47 ms (5.96); dropout and residual: epilogue 0.23 ms, passes
-0.23 ms (2.95). The difference is what the loop may be slower by than cuBLAS. With the activations
-it is by 7 %, and by default `runtime.fusion` takes torch's product and then passes there; with the
-third by nothing, and it takes the kernel.
+0.23 ms (2.95). The difference is what the loop may lose against cuBLAS. With the activations it
+loses 7 %, so by default (`runtime.fusion`) torch's product and then passes run there; with dropout
+and residual it loses nothing, and the kernel runs.
 
 Sources: Kerr et al. 2017 (CUTLASS) for the epilogue; Korthikanti et al. 2022 (arXiv:2205.05198) for
 what is worth keeping. Limits: not differentiable (the callers are the halves of autograd

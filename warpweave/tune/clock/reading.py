@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from itertools import groupby
 
 from warpweave.tune.clock.disassembly import Instruction, disassemble
 from warpweave.tune.clock.instructions import (
@@ -117,12 +118,7 @@ def read_loops(cubin: bytes, *, arch: int, warps: int) -> tuple[list[HotLoop], i
 def _hot(code: list[Instruction]) -> list[list[Instruction]]:
     """The innermost loops with a product."""
     loops = [x for x in natural_loops(code) if any(class_of(i) == "tensor" for i in x)]
-    spans = [{i.address for i in loop} for loop in loops]
-    return [
-        loop
-        for loop, span in zip(loops, spans, strict=True)
-        if not any(other < span for other in spans)
-    ]
+    return [x for x in loops if not any({*other} < {*x} for other in loops)]
 
 
 def _read(loop: list[Instruction], code: list[Instruction], arch: int, warps: int) -> HotLoop:
@@ -137,10 +133,9 @@ def _read(loop: list[Instruction], code: list[Instruction], arch: int, warps: in
         loaded += copied(i)
         if class_of(i) == "tensor":
             product = product_of(i, code[: at[i.address]])
-            together = product.warps or warps
-            flops += product.flops / together
-            cycles_of_all = product.flops * product.slower * SCHEDULERS / TENSOR_RATE[arch]
-            tensor += cycles_of_all / together
+            own = product.flops / (together := product.warps or warps)
+            flops += own
+            tensor += own * product.slower * SCHEDULERS / TENSOR_RATE[arch]
             shared += product.reads / SHARED_RATE / together
         elif i.base == "SYNCS":
             by_tma = expected(i, code[: at[i.address]]) / warps
@@ -168,13 +163,11 @@ _MARKS = {
 
 def _order(loop: list[Instruction]) -> str:
     """An iteration in the letters of `HotLoop.order`."""
-    found: list[tuple[str, int]] = []
-    for i in loop:
-        mark = "P" if class_of(i) == "tensor" else _MARKS.get(i.base, "")
-        if i.opcode.startswith("WARPGROUP.DEPBAR"):
-            mark = "W"
-        if mark and found and found[-1][0] == mark:
-            found[-1] = (mark, found[-1][1] + 1)
-        elif mark:
-            found.append((mark, 1))
-    return " ".join(mark + (str(count) if count > 1 else "") for mark, count in found)
+    runs = [(mark, len([*run])) for mark, run in groupby(filter(None, map(_mark, loop)))]
+    return " ".join(mark + (str(count) if count > 1 else "") for mark, count in runs)
+
+
+def _mark(i: Instruction) -> str:
+    if i.opcode.startswith("WARPGROUP.DEPBAR"):
+        return "W"
+    return "P" if class_of(i) == "tensor" else _MARKS.get(i.base, "")
