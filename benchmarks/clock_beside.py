@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import harness
 import kernels_attention
@@ -36,13 +36,11 @@ CLAIM = "Nine of ten measured times lie in the intervals that the clock predicts
 
 
 class Launch(NamedTuple):
-    """A problem of a family: its rows' name and shape, its launches, each with the cost of its
-    op."""
+    """A problem of a family: its rows' name and shape, and its launches with what each costs."""
 
-    family: str
     name: str
     shape: str
-    calls: tuple[tuple[Callable[[], object], Cost], ...]
+    calls: list[tuple[Callable[[], object], Cost]]
 
 
 def launches(only: str = "") -> list[Launch]:
@@ -50,25 +48,18 @@ def launches(only: str = "") -> list[Launch]:
     found = []
     for B, S, H, kv, D, causal in kernels_attention._shapes("full"):
         q, k, row = _meta(B, S, H, D), _meta(B, S, kv, D), _meta(B, H, S, dtype=torch.float32)
-        sizes: dict[str, Any] = {"kv_heads": kv, "causal": causal}
-        both = (
-            (
-                partial(attention.attention_fwd, q, k, k, causal=causal),
-                cost.attention(B, S, S, H, D, **sizes),
-            ),
-            (
-                partial(attention.attention_bwd, q, q, k, k, row, row, causal=causal),
-                cost.attention(B, S, S, H, D, backward=True, **sizes),
-            ),
-        )
+        forward = partial(attention.attention_fwd, q, k, k, causal=causal)
+        backward = partial(attention.attention_bwd, q, q, k, k, row, row, causal=causal)
+        least = partial(cost.attention, B, S, S, H, D, kv_heads=kv, causal=causal)
+        calls = [(forward, least()), (backward, least(backward=True))]
         name, shape = f"attention D={D} {'causal' if causal else 'full'}", f"B={B} S={S} H={H}/{kv}"
-        found.append(Launch("attention", f"{name} fwd", shape, both[:1]))
-        found.append(Launch("attention", f"{name} fwd+bwd", shape, both))
+        found.append(Launch(f"{name} fwd", shape, calls[:1]))
+        found.append(Launch(f"{name} fwd+bwd", shape, calls))
     M, K, N = kernels_gemm.SIZES["full"]
-    a, b, bias = _meta(M, K), _meta(K, N), _meta(N)
     for name, activation in (("gemm + bias", None), ("gemm + bias + gelu", "gelu")):
-        call = partial(fused_gemm, a, b, bias, activation=activation, impl="triton")
-        found.append(Launch("gemm", name, f"M={M} N={N} K={K}", ((call, cost.gemm(M, N, K)),)))
+        product = partial(fused_gemm, _meta(M, K), _meta(K, N), _meta(N), activation=activation)
+        call = partial(product, impl="triton"), cost.gemm(M, N, K)
+        found.append(Launch(name, f"M={M} N={N} K={K}", [call]))
     return [x for x in found if only in x.name]
 
 
@@ -91,15 +82,15 @@ def outlook(launch: Launch, target: str) -> list[float] | None:
     return [round(x, 1) for x in total]
 
 
-def measured(folder: Path) -> dict[tuple[str, str, str], float]:
-    """Microseconds of our rows by family, name and shape, from the reports in a device's folder."""
-    found = {}
-    for family in ("attention", "gemm"):
-        path = folder / f"kernels_{family}.json"
-        for row in json.loads(path.read_text())["rows"] if path.exists() else []:
-            if row["variant"] == "warpweave" and row["ms"] is not None:
-                found[family, row["name"], row["shape"]] = row["ms"] * 1e3
-    return found
+def measured(folder: Path) -> dict[tuple[str, str], float]:
+    """Microseconds of our rows by name and shape, from the reports in a device's folder."""
+    paths = [folder / f"kernels_{family}.json" for family in ("attention", "gemm")]
+    return {
+        (row["name"], row["shape"]): row["ms"] * 1e3
+        for path in paths
+        for row in (json.loads(path.read_text())["rows"] if path.exists() else [])
+        if row["variant"] == "warpweave" and row["ms"] is not None
+    }
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -120,13 +111,13 @@ def main(arguments: list[str] | None = None) -> int:
     inside, rows = 0, []
     print(f"PREDICTED us on {PARTS[target].device}, in brackets where nine of ten should lie")
     for launch in launches(given.only):
-        us, took = outlook(launch, target), times.get((launch.family, launch.name, launch.shape))
+        us, took = outlook(launch, target), times.get((launch.name, launch.shape))
         inside += bool(us and took and us[1] <= took <= us[2])
         rows.append({"name": launch.name, "shape": launch.shape, "predicted_us": us, "us": took})
         print(_words(launch, us, took), flush=True)
     both = sum(bool(row["predicted_us"] and row["us"]) for row in rows)
-    summary = {"target": target, "measured": both, "inside": inside, "rows": rows}
-    print(json.dumps({"script": "clock_beside", "claim": CLAIM, **summary}))
+    summary = {"script": "clock_beside", "claim": CLAIM, "target": target, "measured": both}
+    print(json.dumps({**summary, "inside": inside, "rows": rows}))
     return 0
 
 
