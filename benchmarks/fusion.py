@@ -116,6 +116,13 @@ def apart_rates(product: Rates, passes: Sequence[float], part: Part) -> Rates:
     return Rates(product.flop, product.element + element, starts)
 
 
+def cublas(target: str) -> Rates:
+    """What cuBLAS costs on `target`, by published figures."""
+    published = json.loads((RESULTS / "points.json").read_text())["cublas"]
+    own = [(p["M"], p["N"], p["K"], p["tflops"]) for p in published if p["part"] == target]
+    return fit_product(own, PARTS[target])
+
+
 def fit_product(published: Sequence[tuple[int, int, int, float]], part: Part) -> Rates:
     """What cuBLAS costs, by published (M, N, K, TFLOP/s): least squares of relative errors, nothing
     less than 0."""
@@ -198,12 +205,10 @@ def main(arguments: list[str] | None = None) -> int:
     options = argparse.ArgumentParser(description=CLAIM)
     options.add_argument("--accept", action="store_true", help="write the table and the words")
     given = options.parse_args(arguments)
-    published = json.loads((RESULTS / "points.json").read_text())["cublas"]
     found: dict[tuple[int, str], Fusion] = {}
     text = INTRODUCTION
     for target in TARGETS:
-        own = [(p["M"], p["N"], p["K"], p["tflops"]) for p in published if p["part"] == target]
-        product = fit_product(own, PARTS[target])
+        product = cublas(target)
         rows = read(target, product)
         text += words(target, rows, product)
         found |= {row.key: row for row in rows.values() if "z not" not in row.op}
