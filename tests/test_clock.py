@@ -34,49 +34,42 @@ RATES = {
 @triton.jit
 def _product_kernel(
     a_ptr, b_ptr, c_ptr, steps,
-    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BUSY: tl.constexpr, LOOP: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BUSY: tl.constexpr,
 ):  # fmt: skip
-    """c[M, N] = a[M, steps K] @ b[steps K, N]; BUSY squashes each step's sums, LOOP takes one."""
+    """c[M, N] = a[M, steps K] @ b[steps K, N]; BUSY squashes each step's sums."""
     m, n, k = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)
     a = a_ptr + m[:, None] * 4096 + k[None, :]
     b = b_ptr + k[:, None] * N + n[None, :]
     c = tl.zeros((M, N), tl.float32)
-    if LOOP:
-        for _ in range(steps):
-            c = tl.dot(tl.load(a), tl.load(b), c)
-            if BUSY:
-                c = tl.exp2(c)
-            a += K
-            b += K * N
-    else:
+    for _ in range(steps):
         c = tl.dot(tl.load(a), tl.load(b), c)
+        if BUSY:
+            c = tl.exp2(c)
+        a += K
+        b += K * N
     tl.store(c_ptr + m[:, None] * N + n[None, :], c)
 
 
 def main() -> None:
     """Compile, read and print."""
     x, y = (torch.empty(2**20, dtype=t, device="meta") for t in (torch.bfloat16, torch.float32))
-    found, cubins = {}, []
-    variants = [("sm_80", False, True), ("sm_90", False, True), ("sm_100", False, True)]
-    variants += [("sm_90", True, True), ("sm_90", False, False)]
-    for target, busy, loop in variants:
-        with compiling(target, clock=True) as compiled:
-            kernel = _product_kernel[(1,)](
-                x, x, y, 64, M, N, K, busy, loop, num_warps=WARPS, num_stages=3
-            )
-        cubins.append(kernel.asm["cubin"])
-        name = target + " busy" * busy + " without loop" * (not loop)
+    found, cubins, pipeline = {}, {}, {"num_warps": WARPS, "num_stages": 3}
+    for name in ("sm_80", "sm_90", "sm_100", "sm_90 busy", "sm_90 without loop"):
+        steps = 1 if "without" in name else 64  # Triton takes an argument of 1 for a constant
+        with compiling(name.split()[0], clock=True) as compiled:
+            kernel = _product_kernel[(1,)](x, x, y, steps, M, N, K, "busy" in name, **pipeline)
+        cubins[name] = kernel.asm["cubin"]
         found[name] = compiled[0].unread or [dataclasses.asdict(x) for x in compiled[0].loops]
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     a = TensorDescriptor(x, [M, 4096], [4096, 1], [M, K])
     b = TensorDescriptor(x, [4096, N], [N, 1], [K, N])
     with compiling("sm_90", clock=True) as compiled:
-        _described_kernel[(1,)](a, b, y, 64, M, N, K, num_warps=WARPS, num_stages=3)
+        _described_kernel[(1,)](a, b, y, 64, M, N, K, **pipeline)
     found["sm_90 by TMA"] = [dataclasses.asdict(x) for x in compiled[0].loops]
-    hopper = cubins[1]
-    wrong = {"other part": (hopper, 80), "unknown part": (hopper, 70), "no cubin": (b"x", 90)}
-    wrong["cut off"] = (hopper[: len(hopper) // 2], 90)
+    hopper = cubins["sm_90"]
+    wrong = {"other part": (hopper, 80), "unknown part": (hopper, 70), "no cubin": (b"x", 90),
+             "cut off": (hopper[: len(hopper) // 2], 90)}  # fmt: skip
     for name, (cubin, arch) in wrong.items():
         try:
             found[name] = str(read_loops(cubin, arch=arch, warps=WARPS))
