@@ -131,3 +131,23 @@ def test_published_figures_are_met_as_the_package_says(script, tmp_path, capsys)
     assert {p.source for p in points} == set(words["sources"])
     peaks = {80: 312, 90: 989, 100: 2250}
     assert all(0 < p.tflops < peaks[p.part.arch] for p in points)
+
+
+def test_readme_and_fusions_say_how_far_the_clock_errs() -> None:
+    results = BENCHMARKS / "results" / "clock"
+    table = json.loads((results / "calibration.json").read_text())
+    parts = [table[f"sm_{arch}"] for arch in model.CONSTANTS]
+
+    def said(words: str, first: str, second: str) -> str:
+        return words.format(*(round(100 * part[first][second]) for part in parts))
+
+    mean = said("{} % on A100, {} % on H100 and {} % on B200", "kept out", "mean error")
+    within = said("within {}, {} and {} %", "constants", "spread")
+    unseen = said("seen none by {}, {} and {} %", "whole sources kept out", "mean error")
+    points = f"half of {sum(part['points'] for part in parts)} figures"
+    readme, fusions = (
+        " ".join(path.read_text().split())
+        for path in (BENCHMARKS.parent / "README.md", results / "fusion.md")
+    )
+    assert [x for x in (mean, within, unseen, points) if x not in readme] == []
+    assert [x for x in (mean, within) if x not in fusions] == []
