@@ -264,7 +264,9 @@ ROW = {"capability": 90, "op": "gelu", "least": 1, "fused": [1.0, 1.0, 1.0], "ap
 
 
 @pytest.mark.parametrize("wrong", [{"more": 1}, {"fused": [1.0, -1.0, 0.0]}, {"apart": [1.0, 2.0]},
-                                   {"apart": [1.0, 2.0, "3"]}, {"fused": 3}])  # fmt: skip
+                                   {"apart": [1.0, 2.0, "3"]}, {"fused": 3}, {"least": "1"},
+                                   {"least": -1}, {"op": ["gelu"]}, {"capability": 9.0}]
+)  # fmt: skip
 def test_a_broken_table_is_one_line_that_names_file_and_row(wrong, tmp_path) -> None:
     path = tmp_path / "table.json"
     path.write_text(json.dumps({"format": fusion.FORMAT, "rows": [ROW]}))
