@@ -28,7 +28,6 @@ from warpweave.kernels.cost import Cost
 from warpweave.kernels.gemm import fused_gemm
 from warpweave.kernels.runtime.dispatch import capability
 from warpweave.tune.aot import compiling
-from warpweave.tune.candidates import target_of
 from warpweave.tune.parts import PARTS
 from warpweave.tune.predicted import predicted
 
@@ -111,14 +110,18 @@ def main(arguments: list[str] | None = None) -> int:
     options.add_argument("--only", default="", help="launches whose name contains this")
     options.add_argument("--results", type=Path, default=harness.ROOT / "benchmarks" / "results")
     given = options.parse_args(arguments)
-    here = torch.cuda.is_available()
-    if given.target is None and not here:
+    here = f"sm_{capability(torch.device('cuda'))}" if torch.cuda.is_available() else None
+    target, todo = given.target or here, launches(given.only)
+    if target is None:
         options.exit(2, "clock_beside compares with a GPU's times and there is none: --target\n")
-    target = given.target or target_of(capability(torch.device("cuda")))
-    device = torch.cuda.get_device_name().lower().replace(" ", "-") if here else ""
+    if target not in PARTS:
+        options.error(f"unknown target {target}, known are {', '.join(PARTS)}")
+    if not todo:
+        options.error(f"no launch has {given.only!r} in its name")
+    device = torch.cuda.get_device_name().lower().replace(" ", "-") if target == here else ""
     times = measured(given.results / device) if device else {}
     inside, rows = 0, []
-    for launch in launches(given.only):
+    for launch in todo:
         us, took = outlook(launch, target), times.get((launch.family, launch.name, launch.shape))
         inside += bool(us and took and us[1] <= took <= us[2])
         rows.append({"name": launch.name, "shape": launch.shape, "predicted_us": us, "us": took})

@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import Any
 
 import harness
+import triton
 
 from warpweave.kernels.cost import Cost
 from warpweave.tune.clock.predict import main_loop
@@ -175,6 +176,8 @@ def main(arguments: list[str] | None = None) -> int:
     targets = tuple(given.targets.split(","))
     if unknown := [target for target in targets if target not in PARTS]:
         options.error(f"unknown targets {unknown}, known are {', '.join(PARTS)}")
+    if given.accept and given.only and (other := [t for t in targets if _of_another_triton(t)]):
+        options.error(f"the tables of {other} are of another Triton: --accept them without --only")
     folder = given.results or (None if given.only else harness.ROOT / "benchmarks" / "results")
 
     found: dict[str, list[Report]] = {target: [] for target in targets}
@@ -186,6 +189,8 @@ def main(arguments: list[str] | None = None) -> int:
         for target, reports in part.items():
             known = {report.case for report in found[target]}  # some are in both lists
             found[target] += [report for report in reports if report.case not in known]
+    if not any(found.values()):
+        options.error(f"no case has {given.only!r} in its name")
     wrong, summary = [], {}
     for target, reports in found.items():
         rows = [row(report) for report in reports]
@@ -206,7 +211,7 @@ def ratchet(
     """One line for each kernel whose hot loops cost more than the table has; with `accept` they are
     put into it instead."""
     path = (folder or CLOCK) / f"{target}.json"
-    version = harness.header(kind="clock", device=target)["triton"]
+    version = triton.__version__
     now, names = {}, Counter[str]()
     for r in reports:
         if r.loops or r.unread:
@@ -221,6 +226,12 @@ def ratchet(
     else:
         return [f"{target} {line}" for line in worsened(now, committed)]
     return []
+
+
+def _of_another_triton(target: str, folder: Path | None = None) -> bool:
+    """Whether what is committed for `target` could not be kept beside new figures of some cases."""
+    path = (folder or CLOCK) / f"{target}.json"
+    return path.exists() and read_table(path, triton.__version__) is None
 
 
 def _lines(report: dict) -> str:

@@ -321,6 +321,11 @@ def test_three_percent_is_noise_and_more_must_be_said(tmp_path) -> None:
     assert read_table(path, "3.7.1") == committed
     assert read_table(path, "3.9.0") is None
     assert len(Path(path).read_text().splitlines()) == 2 + len(committed) + 1
+    whole = path.read_text()
+    for damaged in (whole[:-40], "{}", "[]", whole.replace("[[1.0, 2.0]]", "[[1.0]]")):
+        path.write_text(damaged)
+        with pytest.raises(ValueError, match=r"sm_90\.json is no table of the clock: "):
+            read_table(path, "3.7.1")
 
 
 if __name__ == "__main__":
