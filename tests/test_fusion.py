@@ -281,6 +281,11 @@ def test_an_mlp_explains_each_of_its_products() -> None:
             ("swiglu", 28672, 4096), ("residual", 4096, 14336), ("slope of swiglu", 14336, 4096)
         )
     ]  # fmt: skip
+    nothing = Drop(0.0, 0, 0, torch.arange(16384))
+    for more in ({"drop": nothing, "residual": None}, {"residual": x.float()}):
+        assert len(explain_mlp(x, up, down, **options | more)) == 2  # nothing to fuse with y
+    with pytest.raises(ValueError, match="recompute must be one of"):
+        explain_mlp(x, up, down, **options, recompute="all")
     assert explain_mlp(x, up, down, **options | {"impl": "triton"}) == ["mlp: triton, asked for"]
     x, up, down = (torch.empty(s) for s in ((2, 3), (4, 3), (3, 4)))
     assert explain_mlp(x, up, down, activation="gelu") == ["mlp: torch, as on every cpu"]
