@@ -776,6 +776,8 @@ def test_backward_refuses_statistics_that_do_not_fit() -> None:
         attention_bwd(q, q, k, v, lse, None, o=o, grad_dtype=torch.int32)
     with pytest.raises(ValueError, match=r"out_dtype must be a floating .* got torch\.int64"):
         attention_fwd(q, k, v, out_dtype=torch.int64)
+    with pytest.raises(ValueError, match="deterministic must be a bool, got None"):
+        attention(q, k, v, deterministic=None)
     with pytest.raises(ValueError, match="q must be a tensor, got None"):
         attention(None, k, v)
     with pytest.raises(ValueError, match="v must be a tensor, got None"):
