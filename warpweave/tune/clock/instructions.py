@@ -96,8 +96,8 @@ def product_of(i: Instruction, before: Sequence[Instruction]) -> Product:
         size = 4 if k == 8 else 2
         rows = 0 if re.match(r"R\d+, R\d+", i.operands) else m  # A comes from registers
         return Product((m, n, k), 4, size // 2, (rows + n) * k * size)
-    if i.base == "HMMA" and i.opcode.split(".")[1] in _FRAGMENT:
-        return Product(_FRAGMENT[i.opcode.split(".")[1]], 1, 2 if "TF32" in i.opcode else 1, 0)
+    if i.base == "HMMA" and (shape := _FRAGMENT.get(i.opcode.partition(".")[2].partition(".")[0])):
+        return Product(shape, 1, 2 if "TF32" in i.opcode else 1, 0)
     if i.base == "UTCHMMA":
         return _fifth_generation(i, before)
     raise ValueError(f"the clock does not know the tensor-core instruction {i.opcode}")
