@@ -28,7 +28,6 @@ from warpweave.kernels.cost import Cost
 from warpweave.kernels.gemm import fused_gemm
 from warpweave.kernels.runtime.dispatch import capability
 from warpweave.tune.aot import compiling
-from warpweave.tune.candidates import target_of
 from warpweave.tune.parts import PARTS
 from warpweave.tune.predicted import predicted
 
@@ -96,21 +95,24 @@ def measured(folder: Path) -> dict[tuple[str, str], float]:
 def main(arguments: list[str] | None = None) -> int:
     """Print and return 0: predictions that fail are what it is for."""
     options = argparse.ArgumentParser(description=CLAIM)
-    options.add_argument("--target", choices=PARTS, help="by default this GPU's")
+    options.add_argument("--target", help=f"of {', '.join(PARTS)}; by default this GPU's")
     options.add_argument("--only", default="", help="launches whose name contains this")
     options.add_argument("--results", type=Path, default=harness.ROOT / "benchmarks" / "results")
     given = options.parse_args(arguments)
-    gpu = torch.cuda.is_available()
-    here = target_of(capability(torch.device("cuda"))) if gpu else None
+    here = f"sm_{capability(torch.device('cuda'))}" if torch.cuda.is_available() else None
     if (target := given.target or here) is None:
         options.exit(2, "clock_beside: there is no GPU to compare with; `--target sm_90` prints "
                      "the predictions alone\n")  # fmt: skip
+    if target not in PARTS:
+        options.error(f"unknown target {target}, known are {', '.join(PARTS)}")
+    if not (todo := launches(given.only)):
+        options.error(f"no launch has {given.only!r} in its name")
     times = {}
     if target == here:
         times = measured(given.results / torch.cuda.get_device_name().lower().replace(" ", "-"))
     inside, rows = 0, []
     print(f"PREDICTED us on {PARTS[target].device}, in brackets where nine of ten should lie")
-    for launch in launches(given.only):
+    for launch in todo:
         us, took = outlook(launch, target), times.get((launch.name, launch.shape))
         inside += bool(us and took and us[1] <= took <= us[2])
         rows.append({"name": launch.name, "shape": launch.shape, "predicted_us": us, "us": took})

@@ -142,6 +142,8 @@ def main(arguments: list[str] | None = None) -> int:
     targets = tuple(given.targets.split(","))
     if unknown := [target for target in targets if target not in PARTS]:
         options.error(f"unknown targets {unknown}, known are {', '.join(PARTS)}")
+    if given.accept and given.only and (other := [t for t in targets if _of_another_triton(t)]):
+        options.error(f"the tables of {other} are of another Triton: --accept them without --only")
     folder = given.results or (None if given.only else harness.ROOT / "benchmarks" / "results")
 
     print("compiling; tables at the end, all of it takes 20 minutes on 2 cores", flush=True)
@@ -193,6 +195,12 @@ def ratchet(
     else:
         return [f"{target} {line}" for line in worsened(now, committed)]
     return []
+
+
+def _of_another_triton(target: str, folder: Path | None = None) -> bool:
+    """Whether what is committed for `target` could not be kept beside new figures of some cases."""
+    path = (folder or CLOCK) / f"{target}.json"
+    return path.exists() and read_table(path, triton.__version__) is None
 
 
 def _lines(report: dict) -> str:

@@ -51,7 +51,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"\n== {family}", flush=True)
         summary[family] = _run(command, left)
     if not given.dry and {"attention", "gemm"} & set(families):
-        print("\n== predicted beside measured", flush=True)
+        tiles = " (with the shipped tiles)" if given.tiles else ""
+        print(f"\n== predicted{tiles} beside measured", flush=True)
         command = [str(HERE / "clock_beside.py")]
         command += [f"--results={given.results}"] if given.results else []
         summary["clock"] = _run(command, 120.0)  # compiles, a minute on 2 cores

@@ -374,6 +374,13 @@ def test_predicted_times_stand_beside_those_of_the_same_problems(
         assert (json.loads(last)["measured"], json.loads(last)["inside"]) == (1, inside)
         (line,) = [line for line in lines if "measured" in line]
         assert line.endswith("1.05 of it" if inside else "1.31 of it, OUTSIDE")
+    assert beside.main(["--target", "sm_80", "--results", str(tmp_path)]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["measured"] == 0  # elsewhere
+    for wrong in (["--target", "sm_75"], ["--only", "no such"]):
+        with pytest.raises(SystemExit) as end:
+            beside.main(wrong)
+        assert end.value.code == 2
+        assert wrong[1] in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- overlapped products
@@ -658,6 +665,25 @@ def test_hot_loops_that_cost_more_than_is_committed_are_told(load, tmp_path):
     (line,) = told(220)
     assert line.startswith("sm_90 x k: hot loop 2 of 2 has 0.220 stalls per 1,000 FLOPs, +10.0%")
     assert told(220, accept=True) == told(220) == []
+
+
+def test_compiled_takes_no_case_for_none_wrong_and_keeps_tables_whole(
+    load, tmp_path, capsys, monkeypatch
+):
+    """A misspelt --only is no success; --accept with --only would drop the rest of a table that
+    another Triton made."""
+    compiled = load("compiled")
+    monkeypatch.setattr(compiled, "compile_targets", lambda targets, *a, **k: {targets[0]: []})
+    monkeypatch.setattr(compiled, "CLOCK", tmp_path)
+    arguments, path = ["--targets", "sm_90", "--only", "misspelt"], tmp_path / "sm_90.json"
+    compiled.write_table(path, "3.0.0", {"x k": [(1.0, 2.0)]})
+    before = path.read_text()
+    for more, message in (([], "no case has 'misspelt'"), (["--accept"], "of another Triton")):
+        with pytest.raises(SystemExit) as end:
+            compiled.main(arguments + more)
+        assert end.value.code == 2
+        assert message in capsys.readouterr().err
+    assert path.read_text() == before
 
 
 def test_compiled_prices_a_case_by_its_cost(load):

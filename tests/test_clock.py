@@ -211,6 +211,7 @@ def test_stalls_and_targets_are_read_from_the_words() -> None:
         (text(("NOP", 0)).rsplit("\n", 2)[0], "prints another form than .* 'the end'"),
         (text(("NOP", 0)).replace("    /* 0x0", "    // 0x0"), "prints another form"),
         (text(("NOP", 0)).replace("/* 0x000000000000794d */", ""), "prints another form"),
+        (text(("BRA `(.L_x_0)", 0)), r"BRA goes to \.L_x_0, which stands nowhere"),
     ],
 )
 def test_text_of_another_form_is_refused(code, message) -> None:
@@ -252,6 +253,8 @@ def test_products_are_those_of_the_instruction_set(opcode, operands, expected) -
 def test_products_that_are_not_known_are_refused() -> None:
     with pytest.raises(ValueError, match="does not know the tensor-core instruction QGMMA"):
         product_of(instruction("QGMMA.64x8x32.F32.E4M3.E4M3", "R24, gdesc[UR8], R24"), [])
+    with pytest.raises(ValueError, match="does not know the tensor-core instruction HMMA"):
+        product_of(instruction("HMMA", "R4, R8, R12, R4"), [])
     product = instruction("UTCHMMA", "gdesc[UR4], gdesc[UR6], tmem[UR10], tmem[UR2], idesc[UR3]")
     with pytest.raises(ValueError, match="no constant says how large"):
         product_of(product, [instruction("UIADD3", "UR3, UR4, 0x1, URZ")])
@@ -312,6 +315,11 @@ def test_three_percent_is_noise_and_more_must_be_said(tmp_path) -> None:
     assert read_table(path, "3.7.1") == committed
     assert read_table(path, "3.9.0") is None
     assert len(Path(path).read_text().splitlines()) == 2 + len(committed) + 1
+    whole = path.read_text()
+    for damaged in (whole[:-40], "{}", "[]", whole.replace("[[1.0, 2.0]]", "[[1.0]]")):
+        path.write_text(damaged)
+        with pytest.raises(ValueError, match=r"sm_90\.json is no table of the clock: "):
+            read_table(path, "3.7.1")
 
 
 if __name__ == "__main__":

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from close import assert_error_budget
+from close import assert_close_f64, assert_error_budget
 
 from warpweave.kernels import mlp, qkv, reference
-from warpweave.kernels.activation import ACTIVATIONS
+from warpweave.kernels.activation import ACTIVATIONS, activation_fwd
 from warpweave.kernels.cross_entropy import linear
 from warpweave.kernels.dropout import Drop
 from warpweave.kernels.gemm import epilogue, fused
@@ -103,6 +103,33 @@ def test_what_is_recomputed_is_made_the_same_way(way, recompute, gpu) -> None:
     _check_mlp("swiglu", recompute=recompute)
     again = ["epilogue"] * (recompute == "up")
     assert ran == (["epilogue", "epilogue", *again, "hidden"] if way == "fused" else [])
+
+
+@pytest.mark.parametrize("way", ["fused", "apart"])
+def test_a_compiler_of_any_length_finds_no_way_while_it_traces(way, gpu) -> None:
+    ran, options = gpu(way), {"activation": "swiglu", "recompute": "up"}
+    (x, *weights), _ = _mlp("swiglu")
+    given = [x, *(t.requires_grad_() for t in weights[:2])]
+    compiled = torch.compile(mlp.mlp, backend="aot_eager", fullgraph=True, dynamic=True)
+    found = [
+        torch.autograd.grad(op(*given, **options).float().sum(), given[1:])
+        for op in (mlp.mlp, compiled)
+    ]
+    assert all(map(torch.equal, *found))
+    once = ["epilogue", "epilogue", "hidden"]  # y's product has nothing to fuse
+    assert ran == (once * 2 if way == "fused" else [])
+
+
+@pytest.mark.parametrize("impl", ["torch", None])
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_float32_of_16_bits_is_not_rounded_apart_either(activation, impl, gpu) -> None:
+    gpu("apart")
+    (x, up, *_), _ = _mlp(activation)
+    given = (x, up.flatten(0, -2).t())
+    options = {"activation": activation, "out_dtype": torch.float32}
+    y, _ = fused.fused_gemm(*given, **options, impl=impl)
+    _, z = fused.fused_gemm(*given, activation=activation, save_z=True, impl=impl)
+    assert_close_f64(y, activation_fwd(z.double(), activation, impl="torch"), 1e-6)
 
 
 PRODUCTS = {  # of an MLP, and the recompute with which each is among them
@@ -253,6 +280,11 @@ def test_an_mlp_explains_each_of_its_products() -> None:
             ("swiglu", 28672, 4096), ("residual", 4096, 14336), ("slope of swiglu", 14336, 4096)
         )
     ]  # fmt: skip
+    nothing = Drop(0.0, 0, 0, torch.arange(16384))
+    for more in ({"drop": nothing, "residual": None}, {"residual": x.float()}):
+        assert len(explain_mlp(x, up, down, **options | more)) == 2  # nothing to fuse with y
+    with pytest.raises(ValueError, match="recompute must be one of"):
+        explain_mlp(x, up, down, **options, recompute="all")
     assert explain_mlp(x, up, down, **options | {"impl": "triton"}) == ["mlp: triton, asked for"]
     x, up, down = (torch.empty(s) for s in ((2, 3), (4, 3), (3, 4)))
     assert explain_mlp(x, up, down, activation="gelu") == ["mlp: torch, as on every cpu"]
@@ -263,7 +295,9 @@ ROW = {"capability": 90, "op": "gelu", "least": 1, "fused": [1.0, 1.0, 1.0], "ap
 
 
 @pytest.mark.parametrize("wrong", [{"more": 1}, {"fused": [1.0, -1.0, 0.0]}, {"apart": [1.0, 2.0]},
-                                   {"apart": [1.0, 2.0, "3"]}, {"fused": 3}])  # fmt: skip
+                                   {"apart": [1.0, 2.0, "3"]}, {"fused": 3}, {"least": "1"},
+                                   {"least": -1}, {"op": ["gelu"]}, {"capability": 9.0}]
+)  # fmt: skip
 def test_a_broken_table_is_one_line_that_names_file_and_row(wrong, tmp_path) -> None:
     path = tmp_path / "table.json"
     path.write_text(json.dumps({"format": fusion.FORMAT, "rows": [ROW]}))

@@ -330,6 +330,8 @@ def test_variants_take_turns_in_an_order_drawn_anew() -> None:
         (["--steps", "0"], "steps must be 1 or 2, got 0"),
         (["--minutes", "0"], "need 0 < minutes <= 1440, got 0.0"),
         (["--dry"], "TRITON_INTERPRET must not be set"),
+        (["--target", "sm_80"], "this GPU is tuned, not sm_80: that is for --dry"),
+        (["--dry", "--kernels"], "nothing to tune: --kernels, --dtypes or --head-dims are empty"),
     ],
 )
 def test_it_says_in_one_line_what_it_cannot_do(capsys, table, arguments, message) -> None:

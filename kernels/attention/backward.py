@@ -10,7 +10,8 @@ float64). With them p of any block of keys is its share of the whole, so `attent
 blocks, summed, is exact: that is ring attention. The gradient through lse only shifts delta. Three
 kernels, of seven products, and every result deterministic. Where the caller does not need that and
 `tiles.dkdv_dq_tile` has room, the kernel of dk and dv adds its parts of dq to float32 sums by
-atomics, five products in all. `device` has what both directions load and draw.
+atomics, five products in all; but not where queries see past a ragged end of the keys. `device` has
+what both directions load and draw.
 """
 
 from __future__ import annotations
@@ -395,8 +396,20 @@ def block_bwd(
 def _sums_of_dq(q, lse, options: AttentionOptions, into: bool) -> torch.Tensor | None:
     """Zeros [B, Hq, Sq, D] for the kernel of dk and dv to add dq / scale to; None if it cannot."""
     (B, S, H, D), variant = q.shape, tiles.variant_of(options, into)
-    fits = tiles.dkdv_dq_tile(q, variant) is not None
-    return torch.zeros((B, H, S, D), dtype=lse.dtype, device=q.device) if fits else None
+    tile = tiles.dkdv_dq_tile(q, variant)
+    if tile is None or _overhang(options, tile.k):
+        return None
+    return torch.zeros((B, H, S, D), dtype=lse.dtype, device=q.device)
+
+
+def _overhang(options: AttentionOptions, keys: int) -> bool:
+    """Whether a tile of so many keys has rows past the end of a run that a query sees. Their k is
+    0, but ds of them may be infinite, exp(-lse) being that of no score: dq would be NaN."""
+    end = max((run.start + run.length for run in options.q_runs), default=0)
+    return any(
+        run.length % keys and not (options.causal and end <= run.start + run.length)
+        for run in options.k_runs
+    )
 
 
 def _launch_dkdv(

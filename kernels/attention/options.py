@@ -53,6 +53,8 @@ def check_numbers(options: AttentionOptions) -> AttentionOptions:
     causal, origin = options.causal, options.dropout_origin
     if not isinstance(causal, int):
         raise ValueError(f"causal must be a bool, got {causal!r}")
+    if not isinstance(options.deterministic, int):
+        raise ValueError(f"deterministic must be a bool, got {options.deterministic!r}")
     window = None if options.window is None else _integer("window", options.window)
     if window is not None and window < 1:
         raise ValueError(f"window must be at least 1 or None, got {window}")

@@ -318,7 +318,7 @@ def _apart(
     if activation is None:
         y = z
     else:
-        y = activation_fwd(z, activation, impl=impl).to(dtype)
+        y = activation_fwd(z.to(dtype), activation, impl=impl)
     if drop is not None:
         y = dropout(y, drop, impl=impl)
     if residual is not None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from warpweave.kernels.activation import find_activation
-from warpweave.kernels.dropout import Drop
+from warpweave.kernels.dropout import Drop, check_drop
 from warpweave.kernels.gemm.fused import epilogue_name
-from warpweave.kernels.mlp.function import check_mlp
+from warpweave.kernels.mlp.function import check_mlp, choose_recompute
 from warpweave.kernels.mlp.hidden import slope_name
 from warpweave.kernels.runtime.dispatch import capability, check_impl
 from warpweave.kernels.runtime.dtypes import operand_dtype
@@ -34,9 +34,11 @@ def explain_mlp(
             and autocast does not count.
 
     Raises:
-        ValueError: shapes do not fit, or `impl` cannot run.
+        ValueError: shapes or options do not fit, or `impl` cannot run.
     """
     check_mlp(x, up_weight, down_weight, None, None, residual, activation, "explain_mlp")
+    recompute, T = choose_recompute(recompute, "triton", x), x.shape[:-1].numel()
+    drop = check_drop(drop, torch.Size((T,)))
     if check_impl(impl) is not None:
         return [f"mlp: {impl}, asked for"]
     dtype = x.dtype
@@ -46,7 +48,9 @@ def explain_mlp(
         dtype = operand_dtype("explain_mlp", x, {"up_weight": up_weight})
         arch = capability(x.device)
     where = {"dtype": dtype, "arch": arch}
-    T, (E, F) = x.shape[:-1].numel(), down_weight.shape
+    if residual is not None and residual.dtype != dtype:
+        residual = None  # a wider one is added after the product
+    E, F = down_weight.shape
     lines = [explain(activation, T, F * (1 + find_activation(activation).gated), E, **where)]
     if drop is not None or residual is not None:
         lines.append(explain(epilogue_name(None, drop, residual), T, E, F, **where))

@@ -11,14 +11,12 @@ import torch
 
 from warpweave.kernels.activation import activation_fwd, find_activation
 from warpweave.kernels.dropout import Drop, check_drop, dropout
-from warpweave.kernels.gemm.fused import gemm
 from warpweave.kernels.gemm.gradients import leaf_of, rows, weight_gradient
 from warpweave.kernels.gemm.local import LOCAL, Local
-from warpweave.kernels.mlp.hidden import hidden_bwd, hidden_fwd
-from warpweave.kernels.overlap.gathering import Gathering, multiply
+from warpweave.kernels.mlp.hidden import hidden_again, hidden_bwd, hidden_fwd
+from warpweave.kernels.overlap.gathering import Gathering
 from warpweave.kernels.runtime.dispatch import choose, no_graph, once_differentiable, wants_gradient
 from warpweave.kernels.runtime.dtypes import no_autocast, operand_dtype
-from warpweave.kernels.runtime.fusion import ask, taken
 
 RECOMPUTE = ("nothing", "activation", "up")
 
@@ -77,11 +75,10 @@ def mlp_up_again(
     """z of all tokens, as the forward made it."""
 
     def up(x: torch.Tensor | Gathering, first: int) -> torch.Tensor:
-        if isinstance(x, torch.Tensor):  # by the kernel or by torch, as there
-            impl = taken(ask(options.impl, x), options.activation, x, len(up_weight))
-            if impl != "triton":
-                return gemm(x, up_weight.t(), up_bias)
-        return multiply(x, up_weight.t(), up_bias, precision=options.precision, impl="triton")[0]
+        return hidden_again(
+            x, up_weight, up_bias, activation=options.activation, precision=options.precision,
+            impl=options.impl,
+        )  # fmt: skip
 
     return ranks.column_product(x, up)
 

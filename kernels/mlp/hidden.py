@@ -65,6 +65,43 @@ def hidden_fwd(
     return multiply(x, up_weight.t(), up_bias, **options, impl=impl)
 
 
+def _again_fake(x, up_weight, up_bias, activation, precision, impl):
+    return x.new_empty(x.shape[0], up_weight.shape[0])
+
+
+@operator("hidden_again", _again_fake)
+def _again(
+    x: torch.Tensor,
+    up_weight: torch.Tensor,
+    up_bias: torch.Tensor | None,
+    activation: str,
+    precision: str | None,
+    impl: str,
+) -> torch.Tensor:
+    if taken(impl, activation, x, len(up_weight)) == "triton":
+        return gemm(x, up_weight.t(), up_bias, precision=precision, impl="triton")
+    with no_autocast(x):
+        return gemm(x, up_weight.t(), up_bias)
+
+
+@no_graph
+def hidden_again(
+    x: torch.Tensor | Gathering,
+    up_weight: torch.Tensor,
+    up_bias: torch.Tensor | None = None,
+    *,
+    activation: str,
+    precision: str | None = None,
+    impl: str | None = None,
+) -> torch.Tensor:
+    """z of `hidden_fwd` with these arguments, by the kernel or by torch as there."""
+    if not isinstance(x, torch.Tensor):
+        return multiply(x, up_weight.t(), up_bias, precision=precision, impl="triton")[0]
+    if (impl := ask(impl, x, up_weight, up_bias)) == "torch":
+        return gemm(x, up_weight.t(), up_bias)
+    return _again(x, up_weight, up_bias, activation, precision, impl)
+
+
 # ---------------------------------------------------------------- backward
 
 

@@ -70,6 +70,12 @@ def read_table(path: Path) -> dict[tuple[int, str], Fusion]:
 def _row(fields: Any) -> Fusion:
     if not isinstance(fields, dict) or fields.keys() != {*Fusion._fields}:
         raise ValueError(f"it must have {', '.join(Fusion._fields)}, got {fields!r}")
+    capability, op, least = (fields[name] for name in ("capability", "op", "least"))
+    if not (type(capability) is type(least) is int and least >= 0 and type(op) is str):
+        raise ValueError(
+            "capability and least >= 0 must be whole and op a word, got "
+            f"{capability!r}, {least!r} and {op!r}"
+        )
     for rates in (fields["fused"], fields["apart"]):
         three = isinstance(rates, list) and len(rates) == len(Rates._fields)
         if not three or not all(type(x) is float and 0 <= x < inf for x in rates):

@@ -60,9 +60,13 @@ class TuneConfig:
             raise ValueError(f"need 0 < minutes <= {24 * 60}, got {self.minutes}")
         if self.dry and self.output != TuneConfig.output:
             raise ValueError(f"--dry measures nothing and writes no table: drop {self.output}")
+        if not self.dry and self.target != TuneConfig.target:
+            raise ValueError(f"this GPU is tuned, not {self.target}: that is for --dry")
         from warpweave.tune.calls import problems  # and torch: a command line does without
 
-        return problems(self.kernels, self.dtypes, self.head_dims)
+        if not (found := problems(self.kernels, self.dtypes, self.head_dims)):
+            raise ValueError("nothing to tune: --kernels, --dtypes or --head-dims are empty")
+        return found
 
 
 def parse(argv: list[str] | None = None) -> TuneConfig:

@@ -127,11 +127,16 @@ def _other_form(line: str) -> ValueError:
 def _instruction(code: re.Match[str], high: int, labels: dict[str, int]) -> Instruction:
     opcode, _, operands = code[3].partition(" ")
     target = _TARGET.search(operands)
+    if target and target[1] not in labels:
+        raise ValueError(
+            f"nvdisasm prints another form than the clock reads: {opcode} goes to {target[1]}, "
+            "which stands nowhere"
+        )
     return Instruction(
         address=int(code[1], 16),
         opcode=opcode,
         operands=operands.strip(),
         predicate=code[2] or "",
         stall=high >> 41 & 15,
-        target=labels.get(target[1]) if target else None,
+        target=labels[target[1]] if target else None,
     )

@@ -38,13 +38,16 @@ def _worse(now: list[tuple[float, float]], committed: list[tuple[float, float]] 
 
 def read_table(path: Path, triton: str) -> Figures | None:
     """The committed figures; None if they are of another Triton than `triton`, or there are none
-    yet."""
+    yet. ValueError, which names the file, for what is no such table."""
     if not path.exists():
         return None
-    table = json.loads(path.read_text())
-    if table["triton"] != triton:
-        return None
-    return {name: [(i, s) for i, s in loops] for name, loops in table["kernels"].items()}
+    try:
+        table = json.loads(path.read_text())
+        if table["triton"] != triton:
+            return None
+        return {name: [(i, s) for i, s in loops] for name, loops in table["kernels"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is no table of the clock: {error!r}") from error
 
 
 def write_table(path: Path, triton: str, figures: Figures) -> None:
