@@ -49,11 +49,11 @@ def _row_max(s, HALVES: tl.constexpr):
 
 
 @triton.jit
-def _fwd_steps(acc, l, m, q, q_pos, first, last, k_ptr, v_ptr, k_step, v_step, k_runs, ends,
+def _fwd_steps(acc, l, m, q, q_at, first, last, k_ptr, v_ptr, k_step, v_step, k_runs, ends,
                head, sample, seed,
                SCALE: tl.constexpr, CAP: tl.constexpr, DROP: tl.constexpr,
-               KEEP: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, MASK: tl.constexpr,
-               BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+               KEEP: tl.constexpr, ALIGNED: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
+               MASK: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
                HALVES: tl.constexpr):  # fmt: skip
     BASE: tl.constexpr = 1.0 if q.dtype == tl.float32 else LOG2E
     UNIT: tl.constexpr = BASE if CAP > 0 else SCALE * BASE
@@ -90,7 +90,8 @@ def _fwd_steps(acc, l, m, q, q_pos, first, last, k_ptr, v_ptr, k_step, v_step, k
         l = l * shrink + tl.sum(p, 1)
         weight = p
         if DROP:
-            kept = draws(q_pos[:, None], position + ahead, head, sample, seed, DROP)
+            k_at = position, k_runs[4]
+            kept = draws(q_at, k_at, head, sample, seed, q.shape[0], BLOCK_N, DROP, ALIGNED)
             weight = tl.where(kept, p * KEEP, 0.0)
         acc = dot(to_dtype(weight, v.dtype), v, acc * shrink[:, None])
         m = m_new
@@ -104,9 +105,9 @@ def attention_fwd_kernel(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, table_ptr, sinks_p
                          k_start0, k_len0, k_start1, k_len1, k_stripes,
                          heads, group, window, seed, sample, head0,
                          SCALE: tl.constexpr, CAP: tl.constexpr, DROP: tl.constexpr,
-                         KEEP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-                         INTO: tl.constexpr, STEP: tl.constexpr, D: tl.constexpr,
-                         BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                         KEEP: tl.constexpr, ALIGNED: tl.constexpr, CAUSAL: tl.constexpr,
+                         WINDOW: tl.constexpr, INTO: tl.constexpr, STEP: tl.constexpr,
+                         D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                          BLOCK_D: tl.constexpr, HALVES: tl.constexpr):  # fmt: skip
     # 1. One tile of queries of one head. v_stride is None where it is k_stride: then one set of
     #    addresses serves both.
@@ -126,7 +127,7 @@ def attention_fwd_kernel(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, table_ptr, sinks_p
     lse_ptr += (batch * heads + head) * seq + row
     q = load(q_ptr, q_stride[1], rows, BLOCK_M, D, BLOCK_D, True)
     i = tl.arange(0, BLOCK_M)
-    q_pos = position + i * q_stripes
+    q_at = position, q_stripes
 
     # 2. Nothing is seen yet but what earlier calls carry over, or a sink: a logit without a value.
     ACC: tl.constexpr = lse_ptr.dtype.element_ty
@@ -151,12 +152,12 @@ def attention_fwd_kernel(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, table_ptr, sinks_p
         position, rows, q_stripes, table_ptr, seq, window,
         True, not CAUSAL, WINDOW, BLOCK_M)  # fmt: skip
     acc, l, m = _fwd_steps(
-        acc, l, m, q, q_pos, first, last, k_ptr, v_ptr, k_stride[1], v_stride[1], k_runs,
-        ends, head0 + head, sample + batch, seed, SCALE, CAP, DROP, KEEP,
+        acc, l, m, q, q_at, first, last, k_ptr, v_ptr, k_stride[1], v_stride[1],
+        k_runs, ends, head0 + head, sample + batch, seed, SCALE, CAP, DROP, KEEP, ALIGNED,
         FIRST, CAUSAL or FIRST, False, BLOCK_N, D, BLOCK_D, HALVES)  # fmt: skip
     acc, l, m = _fwd_steps(
-        acc, l, m, q, q_pos, first, last, k_ptr, v_ptr, k_stride[1], v_stride[1], k_runs,
-        ends, head0 + head, sample + batch, seed, SCALE, CAP, DROP, KEEP,
+        acc, l, m, q, q_at, first, last, k_ptr, v_ptr, k_stride[1], v_stride[1],
+        k_runs, ends, head0 + head, sample + batch, seed, SCALE, CAP, DROP, KEEP, ALIGNED,
         FIRST, CAUSAL or FIRST, True, BLOCK_N, D, BLOCK_D, False)  # fmt: skip
 
     # 4. Normalise; l = 0 and m = -inf only in rows that saw no key. log2(l) in units of m.

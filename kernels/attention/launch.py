@@ -89,9 +89,12 @@ def numbers(options: AttentionOptions, heads: int, group: int) -> tuple[int, ...
 def constants(
     options: AttentionOptions, into: bool, step: int, head_dim: int, tile: AttentionTile
 ) -> tuple[float | bool, ...]:
-    """The kernels' constants SCALE, CAP, DROP, KEEP, CAUSAL, WINDOW, INTO, STEP, D, BLOCK_M,
-    BLOCK_N, BLOCK_D."""
+    """The kernels' constants SCALE, CAP, DROP, KEEP, ALIGNED, CAUSAL, WINDOW, INTO, STEP, D,
+    BLOCK_M, BLOCK_N, BLOCK_D."""
     drop = min(round(options.dropout * 2**32), 2**32 - 1)
-    scores = options.scale, options.softcap or 0.0, drop, 1 / (1 - options.dropout)
+    runs = *options.q_runs, *options.k_runs
+    aligned = drop > 0 and all(run.stripes == 1 and run.start % 16 == 0 for run in runs)
+    dropout = drop, 1 / (1 - options.dropout), aligned
+    scores = options.scale, options.softcap or 0.0, *dropout
     mask = options.causal, options.window is not None
     return *scores, *mask, into, step, head_dim, tile.q, tile.k, padded(head_dim)
