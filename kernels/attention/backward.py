@@ -21,6 +21,7 @@ from warpweave.kernels.attention import launch, tiles
 from warpweave.kernels.attention.device import (
     LOG2E,
     RUNTIME,
+    drawn,
     draws,
     elements,
     exp,
@@ -61,7 +62,7 @@ def attention_delta_kernel(o_ptr, do_ptr, dlse_ptr, delta_ptr, o_stride, do_stri
 
 
 @triton.jit
-def _dkdv_steps(dk, dv, k, v, k_at, first, last, q_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr,
+def _dkdv_steps(dk, dv, k, v, k_pos, first, last, q_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr,
                 q_stride, do_stride, q_runs, ends, group, head, sample, seed,
                 SCALE: tl.constexpr, CAP: tl.constexpr, DROP: tl.constexpr,
                 KEEP: tl.constexpr, ALIGNED: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
@@ -71,6 +72,7 @@ def _dkdv_steps(dk, dv, k, v, k_at, first, last, q_ptr, do_ptr, lse_ptr, delta_p
     UNIT: tl.constexpr = BASE if CAP > 0 else SCALE * BASE
     i = tl.arange(0, BLOCK_M)
     ahead = i[None, :] * q_runs[4]
+    q_at = drawn(BLOCK_M, ALIGNED) * q_runs[4]
     span0 = span(ends, q_runs[0], q_runs[1], q_runs[4], MASK, FIRST, LAST, BLOCK_M)
     span1 = span(ends, q_runs[2], q_runs[3], q_runs[4], MASK, FIRST, LAST, BLOCK_M)
     # Through the tiles of one head after another, in one loop: two nested ones take up to 60
@@ -104,9 +106,7 @@ def _dkdv_steps(dk, dv, k, v, k_at, first, last, q_ptr, do_ptr, lse_ptr, delta_p
         # 3. ds and the products with the queries' side.
         weight = p
         if DROP:
-            q_at = position, q_runs[4]
-            kept = draws(q_at, k_at, head, sample, seed, BLOCK_M, k.shape[0], DROP, ALIGNED)
-            kept = tl.trans(kept)
+            kept = tl.trans(draws(position + q_at, k_pos, head, sample, seed, DROP, ALIGNED))
             weight = tl.where(kept, p * KEEP, 0.0)
         dv = dot(to_dtype(weight, do.dtype), do, dv)
         dp = dot(v, tl.trans(do), zero)
@@ -165,7 +165,7 @@ def attention_dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_pt
     v_ptr += batch * v_stride[0] + row * v_stride[1] + kv_head * v_stride[2]
     k = load(k_ptr, k_stride[1], rows, BLOCK_N, D, BLOCK_D, True)
     v = load(v_ptr, v_stride[1], rows, BLOCK_N, D, BLOCK_D, True)
-    k_at = position, k_stripes
+    k_pos = position + drawn(BLOCK_N, ALIGNED) * k_stripes
     dk = tl.zeros((BLOCK_N, BLOCK_D), lse_ptr.dtype.element_ty)
     dv = tl.zeros((BLOCK_N, BLOCK_D), lse_ptr.dtype.element_ty)
 
@@ -185,12 +185,12 @@ def attention_dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_pt
     if dq_ptr is not None:
         dq_ptr += at * D
     dk, dv = _dkdv_steps(
-        dk, dv, k, v, k_at, first, last, q_ptr, do_ptr, lse_ptr + at, delta_ptr + at, dq_ptr,
+        dk, dv, k, v, k_pos, first, last, q_ptr, do_ptr, lse_ptr + at, delta_ptr + at, dq_ptr,
         q_stride, do_stride, q_runs, ends, group, head0 + head, sample + batch, seed,
         SCALE, CAP, DROP, KEEP, ALIGNED, CAUSAL or LAST, LAST, OWN,
         False, BLOCK_M, D, BLOCK_D)  # fmt: skip
     dk, dv = _dkdv_steps(
-        dk, dv, k, v, k_at, first, last, q_ptr, do_ptr, lse_ptr + at, delta_ptr + at, dq_ptr,
+        dk, dv, k, v, k_pos, first, last, q_ptr, do_ptr, lse_ptr + at, delta_ptr + at, dq_ptr,
         q_stride, do_stride, q_runs, ends, group, head0 + head, sample + batch, seed,
         SCALE, CAP, DROP, KEEP, ALIGNED, CAUSAL or LAST, LAST, OWN,
         True, BLOCK_M, D, BLOCK_D)  # fmt: skip
@@ -203,7 +203,7 @@ def attention_dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_pt
 
 
 @triton.jit
-def _dq_steps(dq, q, do, lse, delta, q_at, first, last, k_ptr, v_ptr, k_step, v_step, k_runs, ends,
+def _dq_steps(dq, q, do, lse, delta, q_pos, first, last, k_ptr, v_ptr, k_step, v_step, k_runs, ends,
               head, sample, seed,
               SCALE: tl.constexpr, CAP: tl.constexpr, DROP: tl.constexpr,
               KEEP: tl.constexpr, ALIGNED: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
@@ -213,6 +213,7 @@ def _dq_steps(dq, q, do, lse, delta, q_at, first, last, k_ptr, v_ptr, k_step, v_
     UNIT: tl.constexpr = BASE if CAP > 0 else SCALE * BASE
     n = tl.arange(0, BLOCK_N)[None, :]
     ahead = n * k_runs[4]
+    at = drawn(BLOCK_N, ALIGNED) * k_runs[4]
     span0 = span(ends, k_runs[0], k_runs[1], k_runs[4], MASK, FIRST, LAST, BLOCK_N)
     span1 = span(ends, k_runs[2], k_runs[3], k_runs[4], MASK, FIRST, LAST, BLOCK_N)
     for j in range(span0[1] + span1[1]):
@@ -237,8 +238,7 @@ def _dq_steps(dq, q, do, lse, delta, q_at, first, last, k_ptr, v_ptr, k_step, v_
         # 2. ds and its product with the keys.
         dp = dot(do, tl.trans(v), zero)
         if DROP:
-            k_at = position, k_runs[4]
-            kept = draws(q_at, k_at, head, sample, seed, q.shape[0], BLOCK_N, DROP, ALIGNED)
+            kept = draws(q_pos, position + at, head, sample, seed, DROP, ALIGNED)
             dp = tl.where(kept, dp * KEEP, 0.0)
         ds = p * (dp - delta[:, None])
         if CAP > 0:
@@ -276,7 +276,7 @@ def attention_dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr,
     v_ptr += batch * v_stride[0] + (head // group).to(tl.int64) * v_stride[2]
     at = (batch * heads + head) * seq + row
     i = tl.arange(0, BLOCK_M)
-    q_at = position, q_stripes
+    q_pos = position + drawn(BLOCK_M, ALIGNED) * q_stripes
     q = load(q_ptr, q_stride[1], rows, BLOCK_M, D, BLOCK_D, True)
     do = load(do_ptr, do_stride[1], rows, BLOCK_M, D, BLOCK_D, True)
     lse = tl.load(lse_ptr + at + i, i < rows, float("inf"))
@@ -291,11 +291,11 @@ def attention_dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr,
         position, rows, q_stripes, table_ptr, seq, window,
         True, not CAUSAL, WINDOW, BLOCK_M)  # fmt: skip
     dq = _dq_steps(
-        dq, q, do, lse, delta, q_at, first, last, k_ptr, v_ptr, k_stride[1], v_stride[1],
+        dq, q, do, lse, delta, q_pos, first, last, k_ptr, v_ptr, k_stride[1], v_stride[1],
         k_runs, ends, head0 + head, sample + batch, seed, SCALE, CAP, DROP, KEEP, ALIGNED,
         FIRST, CAUSAL or FIRST, False, BLOCK_N, D, BLOCK_D)  # fmt: skip
     dq = _dq_steps(
-        dq, q, do, lse, delta, q_at, first, last, k_ptr, v_ptr, k_stride[1], v_stride[1],
+        dq, q, do, lse, delta, q_pos, first, last, k_ptr, v_ptr, k_stride[1], v_stride[1],
         k_runs, ends, head0 + head, sample + batch, seed, SCALE, CAP, DROP, KEEP, ALIGNED,
         FIRST, CAUSAL or FIRST, True, BLOCK_N, D, BLOCK_D)  # fmt: skip
     store(dq_ptr, dq_stride[1], dq * SCALE, rows, BLOCK_M, D, BLOCK_D, INTO)

@@ -120,24 +120,32 @@ def exp(x, BASE: tl.constexpr):
 
 
 @triton.jit
-def draws(q_at, k_at, head, sample, seed, M: tl.constexpr, N: tl.constexpr, DROP: tl.constexpr,
-          ALIGNED: tl.constexpr):  # fmt: skip
-    """Which probabilities of a tile [M queries, N keys] dropout keeps; DROP is p in units of 2^-32.
+def drawn(BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
+    """Which rows of a tile `draws` asks for: all, or if ALIGNED those whose bit 3 is clear. To be
+    called before a loop: what LLVM finds in one loop and behind it, it computes anew between them,
+    on a path of its own, and there ptxas sees the sums of a wgmma that it thinks under way."""
+    if ALIGNED:
+        i = tl.arange(0, BLOCK // 2)
+        return i + (i & -8)
+    else:
+        return tl.arange(0, BLOCK)
 
-    q_at and k_at are the first position and the step of either side. ALIGNED: both first positions
-    are multiples of 16 and both steps 1. The four probabilities of a draw then lie 8 rows and 8
+
+@triton.jit
+def draws(q, k, head, sample, seed, DROP: tl.constexpr, ALIGNED: tl.constexpr):
+    """Which probabilities of a tile [queries, keys] dropout keeps; DROP is p in units of 2^-32.
+
+    q and k are the positions of the rows that are `drawn`. ALIGNED: positions ascend one by one, on
+    either side from a multiple of 16. Then the four probabilities of a draw lie 8 rows and 8
     columns apart, which mma and wgmma leave in one thread, and each draw is made once.
     """
-    if ALIGNED:
-        i, j = tl.arange(0, M // 2), tl.arange(0, N // 2)
-        q, k = q_at[0] + i + (i & -8), k_at[0] + j + (j & -8)  # those whose bit 3 is clear
-    else:
-        q, k = q_at[0] + tl.arange(0, M) * q_at[1], k_at[0] + tl.arange(0, N) * k_at[1]
     zero = (q[:, None] * 0 + k[None, :] * 0).to(tl.uint32)
     c0, c1 = zero + (q & ~8).to(tl.uint32)[:, None], zero + (k & ~8).to(tl.uint32)[None, :]
     c2, c3 = zero + head.to(tl.uint32), zero + sample.to(tl.uint32)
     w00, w01, w10, w11 = tl.philox(tl.cast(seed, tl.int64), c0, c1, c2, c3, n_rounds=ROUNDS)
     if ALIGNED:
+        M: tl.constexpr = 2 * q.shape[0]
+        N: tl.constexpr = 2 * k.shape[0]
         words = tl.join(tl.join(w00, w10), tl.join(w01, w11)).reshape(M // 16, 8, N // 16, 8, 2, 2)
         word = words.permute(0, 4, 1, 2, 5, 3).reshape(M, N)
     else:
