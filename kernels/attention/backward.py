@@ -72,7 +72,7 @@ def _dkdv_steps(dk, dv, k, v, k_pos, first, last, q_ptr, do_ptr, lse_ptr, delta_
     UNIT: tl.constexpr = BASE if CAP > 0 else SCALE * BASE
     i = tl.arange(0, BLOCK_M)
     ahead = i[None, :] * q_runs[4]
-    q_at = drawn(BLOCK_M, ALIGNED) * q_runs[4]
+    q_drawn = drawn(BLOCK_M, ALIGNED) * q_runs[4]
     span0 = span(ends, q_runs[0], q_runs[1], q_runs[4], MASK, FIRST, LAST, BLOCK_M)
     span1 = span(ends, q_runs[2], q_runs[3], q_runs[4], MASK, FIRST, LAST, BLOCK_M)
     # Through the tiles of one head after another, in one loop: two nested ones take up to 60
@@ -106,7 +106,7 @@ def _dkdv_steps(dk, dv, k, v, k_pos, first, last, q_ptr, do_ptr, lse_ptr, delta_
         # 3. ds and the products with the queries' side.
         weight = p
         if DROP:
-            kept = tl.trans(draws(position + q_at, k_pos, head, sample, seed, DROP, ALIGNED))
+            kept = tl.trans(draws(position + q_drawn, k_pos, head, sample, seed, DROP, ALIGNED))
             weight = tl.where(kept, p * KEEP, 0.0)
         dv = dot(to_dtype(weight, do.dtype), do, dv)
         dp = dot(v, tl.trans(do), zero)
@@ -213,7 +213,7 @@ def _dq_steps(dq, q, do, lse, delta, q_pos, first, last, k_ptr, v_ptr, k_step, v
     UNIT: tl.constexpr = BASE if CAP > 0 else SCALE * BASE
     n = tl.arange(0, BLOCK_N)[None, :]
     ahead = n * k_runs[4]
-    at = drawn(BLOCK_N, ALIGNED) * k_runs[4]
+    k_drawn = drawn(BLOCK_N, ALIGNED) * k_runs[4]
     span0 = span(ends, k_runs[0], k_runs[1], k_runs[4], MASK, FIRST, LAST, BLOCK_N)
     span1 = span(ends, k_runs[2], k_runs[3], k_runs[4], MASK, FIRST, LAST, BLOCK_N)
     for j in range(span0[1] + span1[1]):
@@ -238,7 +238,7 @@ def _dq_steps(dq, q, do, lse, delta, q_pos, first, last, k_ptr, v_ptr, k_step, v
         # 2. ds and its product with the keys.
         dp = dot(do, tl.trans(v), zero)
         if DROP:
-            kept = draws(q_pos, position + at, head, sample, seed, DROP, ALIGNED)
+            kept = draws(q_pos, position + k_drawn, head, sample, seed, DROP, ALIGNED)
             dp = tl.where(kept, dp * KEEP, 0.0)
         ds = p * (dp - delta[:, None])
         if CAP > 0:

@@ -60,7 +60,7 @@ def _fwd_steps(acc, l, m, q, q_pos, first, last, k_ptr, v_ptr, k_step, v_step, k
     UNIT: tl.constexpr = BASE if CAP > 0 else SCALE * BASE
     n = tl.arange(0, BLOCK_N)[None, :]
     ahead = n * k_runs[4]
-    at = drawn(BLOCK_N, ALIGNED) * k_runs[4]
+    k_drawn = drawn(BLOCK_N, ALIGNED) * k_runs[4]
     span0 = span(ends, k_runs[0], k_runs[1], k_runs[4], MASK, FIRST, LAST, BLOCK_N)
     span1 = span(ends, k_runs[2], k_runs[3], k_runs[4], MASK, FIRST, LAST, BLOCK_N)
     for j in range(span0[1] + span1[1]):
@@ -92,7 +92,7 @@ def _fwd_steps(acc, l, m, q, q_pos, first, last, k_ptr, v_ptr, k_step, v_step, k
         l = l * shrink + tl.sum(p, 1)
         weight = p
         if DROP:
-            kept = draws(q_pos, position + at, head, sample, seed, DROP, ALIGNED)
+            kept = draws(q_pos, position + k_drawn, head, sample, seed, DROP, ALIGNED)
             weight = tl.where(kept, p * KEEP, 0.0)
         acc = dot(to_dtype(weight, v.dtype), v, acc * shrink[:, None])
         m = m_new

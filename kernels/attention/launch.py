@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from warpweave.kernels.attention.options import AttentionOptions
-from warpweave.kernels.attention.tiles import padded
+from warpweave.kernels.attention.tiles import draws_are_shared, padded
 from warpweave.kernels.attention.visible import document_table
 from warpweave.kernels.reference import Run
 from warpweave.kernels.runtime.dispatch import triton
@@ -92,9 +92,7 @@ def constants(
     """The kernels' constants SCALE, CAP, DROP, KEEP, ALIGNED, CAUSAL, WINDOW, INTO, STEP, D,
     BLOCK_M, BLOCK_N, BLOCK_D."""
     drop = min(round(options.dropout * 2**32), 2**32 - 1)
-    runs = *options.q_runs, *options.k_runs
-    aligned = drop > 0 and all(run.stripes == 1 and run.start % 16 == 0 for run in runs)
-    dropout = drop, 1 / (1 - options.dropout), aligned
+    dropout = drop, 1 / (1 - options.dropout), drop > 0 and draws_are_shared(options)
     scores = options.scale, options.softcap or 0.0, *dropout
     mask = options.causal, options.window is not None
     return *scores, *mask, into, step, head_dim, tile.q, tile.k, padded(head_dim)

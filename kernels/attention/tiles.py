@@ -19,7 +19,7 @@ from warpweave.kernels.runtime.tiles import find
 
 class Variant(NamedTuple):
     """Which variant of a kernel a call takes, by what it keeps in registers: `bounded` by a window
-    or documents, `into` the sums of earlier calls, rows in stripes."""
+    or documents, `into` the sums of earlier calls, rows in stripes, dropout's draws `shared`."""
 
     causal: bool = False
     bounded: bool = False
@@ -27,6 +27,7 @@ class Variant(NamedTuple):
     dropout: bool = False
     into: bool = False
     striped: bool = False
+    shared: bool = False
 
     @property
     def more(self) -> bool:
@@ -39,14 +40,29 @@ def variant_of(options: AttentionOptions, into: bool) -> Variant:
     bounded = options.window is not None or options.documents is not None
     striped = any(run.stripes > 1 for run in (*options.q_runs, *options.k_runs))
     capped, drops = bool(options.softcap), options.dropout > 0
-    return Variant(options.causal, bounded, capped, drops, into, striped)
+    shared = drops and draws_are_shared(options)
+    return Variant(options.causal, bounded, capped, drops, into, striped, shared)
+
+
+def draws_are_shared(options: AttentionOptions) -> bool:
+    """Whether four probabilities of a tile share each of dropout's draws, see `device.draws`."""
+    runs = *options.q_runs, *options.k_runs
+    return all(run.stripes == 1 and run.start % 16 == 0 for run in runs)
+
+
+def _eased(q: torch.Tensor, variant: Variant) -> bool:
+    """Whether a call keeps little more than plain attention: dropout with shared draws alone, of
+    16-bit heads of 64 and 128."""
+    alone = Variant(variant.causal, dropout=True, shared=True)
+    return variant == alone and q.element_size() == 2 and q.shape[3] in (64, 128)
 
 
 def forward_tile(q: torch.Tensor, variant: Variant) -> AttentionTile:
     """The tile of the forward, which holds queries and goes through keys, for q[B, S, H, D].
 
     Only plain attention has the registers for 128 keys at a time: all else takes half of them.
-    Dropout, and a softcap in a program of four warps, keep more per score: half the keys. What goes
+    Dropout, and a softcap in a program of four warps, keep more per score: half the keys, but not
+    where draws are shared, with nothing else, on Hopper or in eight warps. What goes
     on from earlier sums keeps more per row: at most 64 rows past head dim 128 or in four warps (as
     with both dropout and softcap), and past head dim 128 in float32 two stages, since with one the
     compiler spills kilobytes. Columns that are masked off take eight warps, and of 16-bit elements
@@ -69,7 +85,10 @@ def forward_tile(q: torch.Tensor, variant: Variant) -> AttentionTile:
     if variant.into and wide and q.element_size() == 4:
         tile = tile._replace(stages=2)
     masks = masks and q.element_size() == 2 and (wide or capability(q.device) < 90)
-    half = variant.dropout or masks or (variant.softcap and tile.warps == 4)
+    drops = variant.dropout
+    if _eased(q, variant):
+        drops = tile.warps == 4 and capability(q.device) // 10 != 9
+    half = drops or masks or (variant.softcap and tile.warps == 4)
     return _half_keys(tile) if half else tile
 
 
@@ -80,7 +99,8 @@ def dkdv_tile(q: torch.Tensor, variant: Variant) -> AttentionTile:
     past head dim 64 on Ampere 64 by 64, on Hopper at most 32 queries, but for bounds alone on rows
     that are not striped. Single versions of Triton have not enough for causal attention past head
     dim 64 either, 3.6 on Ampere and from 3.9 on Hopper: half the queries. Fewer queries cost
-    little: with dropout 16-bit elements take at most 32 at a time, and half where columns are
+    little: with dropout 16-bit elements take at most 32 at a time unless draws are shared, with
+    nothing else (then, on Ampere, 16 past head dim 64, by 128 keys), and half where columns are
     masked off and anything more is kept, on Ampere past head dim 64, with a softcap too or, under
     Triton 3.6, bounds. Fewer keys read the queries more often, and below 64 there is no wgmma or
     tcgen05: past head dim 64, up to Hopper, 64 are taken where more would spill, to add to what is
@@ -94,16 +114,19 @@ def dkdv_tile(q: torch.Tensor, variant: Variant) -> AttentionTile:
         tile = _half_keys(tile) if variant.dropout else tile
         return _half_keys(tile) if variant.dropout or variant.softcap or variant.into else tile
     wide, arch, more = q.shape[3] > 64, capability(q.device), variant.more or _masked(q)
+    eased = _eased(q, variant)
     if tile.k == 128 and more:
         tile = tile._replace(warps=8)
     bounds = variant == Variant(variant.causal, bounded=True) and not _masked(q)
-    if tile.k == 128 and wide and arch < 90 and more:
+    if tile.k == 128 and wide and arch < 90 and eased:
+        tile = tile._replace(q=16)
+    elif tile.k == 128 and wide and arch < 90 and more:
         tile = tile._replace(q=64, k=64)
     elif tile.k == 128 and wide and arch < 100 and more:
         tile = tile if bounds else tile._replace(q=32)
     elif tile.k == 128 and wide and variant.causal and _spills_causal(arch):
         tile = tile._replace(q=tile.q // 2)
-    if variant.dropout:
+    if variant.dropout and not eased:
         tile = tile._replace(q=min(tile.q, 32))
     both = variant.dropout and variant.softcap
     old = variant.bounded and _version() < [3, 7]
@@ -146,10 +169,13 @@ def dq_tile(q: torch.Tensor, variant: Variant) -> AttentionTile:
     On Ampere only plain attention has the registers for 128 queries: all else takes 64 by 64. On
     B200 only plain and bounded attention has them for four warps: all else takes eight. Half the
     keys with dropout, or of 16-bit elements if four warps mask columns off or Blackwell bounds.
+    Dropout whose draws are shared, with nothing else, only halves the keys, and not on Hopper.
     """
     tile = find("attention_dq", q.device, q.element_size(), q.shape[3])
     if INTERPRET:
         return tile
+    if _eased(q, variant):
+        return tile if capability(q.device) // 10 == 9 else _half_keys(tile)
     low, blackwell = q.element_size() == 2, capability(q.device) >= 100
     bounds = low and variant.bounded and blackwell
     if tile.q == 128 and capability(q.device) < 90 and (variant.more or _masked(q)):
