@@ -121,9 +121,11 @@ def exp(x, BASE: tl.constexpr):
 
 @triton.jit
 def drawn(BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
-    """Which rows of a tile `draws` asks for: all, or if ALIGNED those whose bit 3 is clear. To be
-    called before a loop: what LLVM finds in one loop and behind it, it computes anew between them,
-    on a path of its own, and there ptxas sees the sums of a wgmma that it thinks under way."""
+    """Which rows of a tile `draws` asks for: all, or if ALIGNED those whose bit 3 is clear.
+
+    To be called before the loop over tiles: inside it LLVM moves what the next loop needs too to a
+    path around this one, with the zeros that the sums then are, and ptxas takes those for writes
+    to a wgmma under way: it runs all of them one by one (C7515)."""
     if ALIGNED:
         i = tl.arange(0, BLOCK // 2)
         return i + (i & -8)
