@@ -121,14 +121,14 @@ def activate(x, activation):
 # ---------------------------------------------------------------- dropout
 
 
-def philox(counter, key):
-    """philox4x32-10 of Salmon et al. 2011: four words from four counter words and two key words.
+def philox(counter, key, rounds=10):
+    """philox4x32 of Salmon et al. 2011: four words from four counter words and two key words.
 
     Words are ints or int64 tensors below 2^32; products wrap in int64 with all 64 bits right.
     """
     low = 0xFFFFFFFF
     (c0, c1, c2, c3), (k0, k1) = counter, key
-    for _ in range(10):
+    for _ in range(rounds):
         a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57
         c0, c1 = ((b >> 32) & low) ^ c1 ^ k0, b & low
         c2, c3 = ((a >> 32) & low) ^ c3 ^ k1, a & low
@@ -256,13 +256,16 @@ def visible(
 def attention_dropout(p, seed, origin, samples, heads, q_pos, k_pos) -> torch.Tensor:
     """0 or 1 / (1 - p), float64[samples, heads, Sq, Sk]: 0 where a word is below p * 2^32.
 
-    The word is the first of philox((q_pos, k_pos, head, sample), (seed lo, seed hi)), heads and
-    samples counted from `origin` = (sample, head).
+    Four probabilities share philox4x32-7 of ((q_pos, k_pos, head, sample), (seed lo, seed hi)), bit
+    3 of both positions cleared: the word is number 2 [bit 3 of q_pos] + [bit 3 of k_pos]. Heads and
+    samples are counted from `origin` = (sample, head).
     """
-    low = 0xFFFFFFFF
+    low, bit = 0xFFFFFFFF, 8
     c2, c3 = (heads + origin[1])[:, None, None], (samples + origin[0])[:, None, None, None]
-    counter = torch.broadcast_tensors(q_pos[:, None], k_pos, c2, c3)
-    word = philox([x & low for x in counter], (seed & low, seed >> 32))[0]
+    counter = torch.broadcast_tensors(q_pos[:, None] & ~bit, k_pos & ~bit, c2, c3)
+    words = torch.stack(philox([x & low for x in counter], (seed & low, seed >> 32), rounds=7))
+    number = 2 * (q_pos & bit != 0)[:, None] + (k_pos & bit != 0)
+    word = words.gather(0, number.expand(1, *words.shape[1:]))[0]
     return (word >= round(p * 2**32)).double() / (1 - p)
 
 

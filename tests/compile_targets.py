@@ -662,6 +662,7 @@ def _attention_variants() -> list[Case]:
         "dropout": drop,
         "dropout softcap window": {**drop, "softcap": 50.0, "window": 512},
         "dropout carried": {**drop, "carried": True},
+        "dropout unaligned": {**drop, "q_runs": ((8, 4096),), "k_runs": ((8, 4096),)},
         "striped window": {"window": 512, "q_runs": ((2, 4096, 8),), "k_runs": ((3, 4096, 8),)},
     }
     sliced: dict[str, dict] = {

@@ -133,6 +133,8 @@ def test_a_sink_counts_once_when_blocks_of_keys_are_merged(impl) -> None:
         {"causal": False, "q_runs": ((5, 37),), "k_runs": ((20, 37),)},
         {"q_runs": ZIGZAG, "k_runs": ZIGZAG, "documents": DOCUMENTS, "window": 15, "softcap": 3.0},
         {"q_runs": STRIPED, "k_runs": ((3, 37, 4),), "documents": DOCUMENTS},
+        {"q_runs": ((16, 21), (64, 16)), "k_runs": ((0, 7), (32, 30)), "window": 70},
+        {"q_runs": ((16, 37),), "k_runs": ((8, 37),)},  # draws are shared on one side alone
     ],
 )
 def test_dropout_equals_the_reference(impl, options) -> None:
@@ -167,6 +169,20 @@ def test_as_many_are_dropped_as_was_asked_for_and_the_mean_stays(impl) -> None:
     assert_close_f64(kept, kept.round(), 1e-12)
     assert abs(kept.mean() - 48) < 1.5  # of a standard deviation of 0.43
     assert kept.unique().numel() > 5
+
+
+@IMPLS
+def test_the_four_probabilities_of_a_draw_are_independent(impl) -> None:
+    """Each two are dropped together as often as chance has it: words are not used twice."""
+    S, p = 64, 0.5
+    q, k = torch.zeros(1, S, 16, 1, dtype=F64), torch.zeros(1, S, 16, 1, dtype=F64)
+    v = torch.eye(S, dtype=F64)[None, :, None, :].expand(1, S, 16, S)
+    o = attention(q, k, v, causal=False, dropout=p, dropout_seed=11, impl=impl)
+    kept = (o > 0).double().permute(0, 2, 1, 3).reshape(-1, S // 16, 2, 8, S // 16, 2, 8)
+    four = torch.stack([kept[:, :, i, :, :, j] for i in (0, 1) for j in (0, 1)]).flatten(1)
+    limit = 5 / four.shape[1] ** 0.5  # of a correlation's standard deviation
+    assert (torch.corrcoef(four) - torch.eye(4, dtype=F64)).abs().max() < limit
+    assert (four.mean(1) - (1 - p)).abs().max() < limit * p
 
 
 # ---------------------------------------------------------------- 4. into
@@ -276,6 +292,9 @@ def test_planted_faults_are_far_outside_the_tolerance(impl) -> None:
         assert all(relative_error(g, w) > 1e-2 for g, w in zip(got, want)), fault
 
 
+SHARED = {"dropout": True, "shared": True}  # four probabilities to a draw
+
+
 def _sizes(tile, D, dtype=torch.float16, **call) -> tuple[int, int]:
     """Queries and keys of a tile for heads of D."""
     return tile(torch.empty(1, 1, 1, D, dtype=dtype), Variant(**call))[:2]
@@ -286,6 +305,9 @@ def test_what_keeps_more_takes_smaller_tiles_in_the_forward(monkeypatch) -> None
     assert _sizes(forward_tile, 128) == _sizes(forward_tile, 128, causal=True) == (128, 128)
     assert _sizes(forward_tile, 128, softcap=True) == _sizes(forward_tile, 80) == (128, 64)
     assert _sizes(forward_tile, 128, dropout=True) == (128, 32)
+    assert _sizes(forward_tile, 128, **SHARED) == _sizes(forward_tile, 64, **SHARED) == (128, 64)
+    assert _sizes(forward_tile, 256, **SHARED) == (128, 32)
+    assert _sizes(forward_tile, 128, softcap=True, **SHARED) == (128, 32)
     assert _sizes(forward_tile, 128, into=True) == (128, 64)
     assert _sizes(forward_tile, 64, softcap=True) == (128, 32)
     assert _sizes(forward_tile, 64, into=True) == (64, 64)  # rows, not keys
@@ -305,6 +327,7 @@ def test_what_keeps_more_takes_smaller_tiles_in_the_forward(monkeypatch) -> None
     assert forward_tile(wide[..., :72], Variant()) == (32, 16, 8, 2)
     assert forward_tile(wide[..., :128], Variant()) == (32, 16, 4, 2)
     tiles_of(monkeypatch, 80)
+    assert _sizes(forward_tile, 64, **SHARED) == (128, 32)
     assert _sizes(forward_tile, 72) == (128, 32)
     assert _sizes(forward_tile, 128) == (128, 64)
 
@@ -315,6 +338,8 @@ def test_what_keeps_more_takes_smaller_tiles_in_the_backward(monkeypatch) -> Non
     assert _sizes(dkdv_tile, 128, bounded=True, striped=True) == (32, 128)
     assert _sizes(dkdv_tile, 128, softcap=True) == _sizes(dkdv_tile, 80) == (32, 128)
     assert _sizes(dkdv_tile, 128, dropout=True) == (32, 128)
+    assert _sizes(dkdv_tile, 64, **SHARED) == (64, 128)
+    assert _sizes(dkdv_tile, 64, bounded=True, **SHARED) == (32, 128)
     assert _sizes(dkdv_tile, 128, into=True) == (32, 64)
     assert _sizes(dkdv_tile, 128, dropout=True, softcap=True) == (32, 64)
     assert _sizes(dkdv_tile, 64) == _sizes(dkdv_tile, 64, into=True) == (64, 128)
@@ -326,6 +351,7 @@ def test_what_keeps_more_takes_smaller_tiles_in_the_backward(monkeypatch) -> Non
     assert _sizes(dkdv_tile, 72, into=True) == (16, 64)
     assert _sizes(dq_tile, 128) == _sizes(dq_tile, 128, bounded=True) == (128, 64)
     assert _sizes(dq_tile, 128, dropout=True) == (128, 32)
+    assert _sizes(dq_tile, 128, **SHARED) == (128, 64)
     tiles_of(monkeypatch, 100)
     assert _sizes(dkdv_tile, 128, into=True) == (64, 128)
     assert _sizes(dq_tile, 128, bounded=True) == (128, 32)
@@ -339,6 +365,8 @@ def test_what_keeps_more_takes_smaller_tiles_in_the_backward(monkeypatch) -> Non
     assert _sizes(dq_tile, 40) == (64, 32)  # four warps that mask columns off
     assert _sizes(dq_tile, 72) == _sizes(dq_tile, 128, into=True) == (64, 64)
     assert _sizes(dq_tile, 128) == _sizes(dq_tile, 128, causal=True) == (128, 64)
+    assert _sizes(dkdv_tile, 128, **SHARED) == (16, 128)
+    assert _sizes(dq_tile, 128, **SHARED) == (128, 32)
     assert _sizes(dkdv_tile, 128) == _sizes(dkdv_tile, 40, dropout=True) == (32, 128)
     assert _sizes(dkdv_tile, 40, dropout=True, softcap=True) == (16, 128)
     for more in ({"bounded": True}, {"into": True}):

@@ -22,6 +22,7 @@ from warpweave.kernels.attention import launch, tiles
 from warpweave.kernels.attention.device import (
     LOG2E,
     RUNTIME,
+    drawn,
     draws,
     elements,
     exp,
@@ -65,13 +66,14 @@ def attention_delta_kernel(o_ptr, do_ptr, dlse_ptr, delta_ptr, o_stride, do_stri
 def _dkdv_steps(dk, dv, k, v, k_pos, first, last, q_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr,
                 q_stride, do_stride, q_runs, ends, group, head, sample, seed,
                 SCALE: tl.constexpr, CAP: tl.constexpr, DROP: tl.constexpr,
-                KEEP: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, OWN: tl.constexpr,
-                MASK: tl.constexpr,
+                KEEP: tl.constexpr, ALIGNED: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
+                OWN: tl.constexpr, MASK: tl.constexpr,
                 BLOCK_M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     BASE: tl.constexpr = 1.0 if k.dtype == tl.float32 else LOG2E
     UNIT: tl.constexpr = BASE if CAP > 0 else SCALE * BASE
     i = tl.arange(0, BLOCK_M)
     ahead = i[None, :] * q_runs[4]
+    q_drawn = drawn(BLOCK_M, ALIGNED) * q_runs[4]
     span0 = span(ends, q_runs[0], q_runs[1], q_runs[4], MASK, FIRST, LAST, BLOCK_M)
     span1 = span(ends, q_runs[2], q_runs[3], q_runs[4], MASK, FIRST, LAST, BLOCK_M)
     # Through the tiles of one head after another, in one loop: two nested ones take up to 60
@@ -105,7 +107,7 @@ def _dkdv_steps(dk, dv, k, v, k_pos, first, last, q_ptr, do_ptr, lse_ptr, delta_
         # 3. ds and the products with the queries' side.
         weight = p
         if DROP:
-            kept = draws(position + ahead, k_pos[:, None], head, sample, seed, DROP)
+            kept = tl.trans(draws(position + q_drawn, k_pos, head, sample, seed, DROP, ALIGNED))
             weight = tl.where(kept, p * KEEP, 0.0)
         dv = dot(to_dtype(weight, do.dtype), do, dv)
         dp = dot(v, tl.trans(do), zero)
@@ -144,9 +146,9 @@ def attention_dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_pt
                           k_start0, k_len0, k_start1, k_len1, k_stripes,
                           kv_heads, group, window, seed, sample, head0,
                           SCALE: tl.constexpr, CAP: tl.constexpr, DROP: tl.constexpr,
-                          KEEP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-                          INTO: tl.constexpr, STEP: tl.constexpr, D: tl.constexpr,
-                          BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                          KEEP: tl.constexpr, ALIGNED: tl.constexpr, CAUSAL: tl.constexpr,
+                          WINDOW: tl.constexpr, INTO: tl.constexpr, STEP: tl.constexpr,
+                          D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                           BLOCK_D: tl.constexpr):  # fmt: skip
     # 1. One tile of keys of one key-value head.
     OWN: tl.constexpr = do_stride is not None  # None where it is q_stride
@@ -164,7 +166,7 @@ def attention_dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_pt
     v_ptr += batch * v_stride[0] + row * v_stride[1] + kv_head * v_stride[2]
     k = load(k_ptr, k_stride[1], rows, BLOCK_N, D, BLOCK_D, True)
     v = load(v_ptr, v_stride[1], rows, BLOCK_N, D, BLOCK_D, True)
-    k_pos = position + tl.arange(0, BLOCK_N) * k_stripes
+    k_pos = position + drawn(BLOCK_N, ALIGNED) * k_stripes
     dk = tl.zeros((BLOCK_N, BLOCK_D), lse_ptr.dtype.element_ty)
     dv = tl.zeros((BLOCK_N, BLOCK_D), lse_ptr.dtype.element_ty)
 
@@ -186,11 +188,13 @@ def attention_dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_pt
     dk, dv = _dkdv_steps(
         dk, dv, k, v, k_pos, first, last, q_ptr, do_ptr, lse_ptr + at, delta_ptr + at, dq_ptr,
         q_stride, do_stride, q_runs, ends, group, head0 + head, sample + batch, seed,
-        SCALE, CAP, DROP, KEEP, CAUSAL or LAST, LAST, OWN, False, BLOCK_M, D, BLOCK_D)  # fmt: skip
+        SCALE, CAP, DROP, KEEP, ALIGNED, CAUSAL or LAST, LAST, OWN,
+        False, BLOCK_M, D, BLOCK_D)  # fmt: skip
     dk, dv = _dkdv_steps(
         dk, dv, k, v, k_pos, first, last, q_ptr, do_ptr, lse_ptr + at, delta_ptr + at, dq_ptr,
         q_stride, do_stride, q_runs, ends, group, head0 + head, sample + batch, seed,
-        SCALE, CAP, DROP, KEEP, CAUSAL or LAST, LAST, OWN, True, BLOCK_M, D, BLOCK_D)  # fmt: skip
+        SCALE, CAP, DROP, KEEP, ALIGNED, CAUSAL or LAST, LAST, OWN,
+        True, BLOCK_M, D, BLOCK_D)  # fmt: skip
 
     # 4. Store; ds was the gradient of scale q k^T.
     dk_ptr += batch * dk_stride[0] + row * dk_stride[1] + kv_head * dk_stride[2]
@@ -203,12 +207,14 @@ def attention_dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_pt
 def _dq_steps(dq, q, do, lse, delta, q_pos, first, last, k_ptr, v_ptr, k_step, v_step, k_runs, ends,
               head, sample, seed,
               SCALE: tl.constexpr, CAP: tl.constexpr, DROP: tl.constexpr,
-              KEEP: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, MASK: tl.constexpr,
-              BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+              KEEP: tl.constexpr, ALIGNED: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
+              MASK: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr,
+              BLOCK_D: tl.constexpr):  # fmt: skip
     BASE: tl.constexpr = 1.0 if q.dtype == tl.float32 else LOG2E
     UNIT: tl.constexpr = BASE if CAP > 0 else SCALE * BASE
     n = tl.arange(0, BLOCK_N)[None, :]
     ahead = n * k_runs[4]
+    k_drawn = drawn(BLOCK_N, ALIGNED) * k_runs[4]
     span0 = span(ends, k_runs[0], k_runs[1], k_runs[4], MASK, FIRST, LAST, BLOCK_N)
     span1 = span(ends, k_runs[2], k_runs[3], k_runs[4], MASK, FIRST, LAST, BLOCK_N)
     for j in range(span0[1] + span1[1]):
@@ -233,7 +239,7 @@ def _dq_steps(dq, q, do, lse, delta, q_pos, first, last, k_ptr, v_ptr, k_step, v
         # 2. ds and its product with the keys.
         dp = dot(do, tl.trans(v), zero)
         if DROP:
-            kept = draws(q_pos[:, None], position + ahead, head, sample, seed, DROP)
+            kept = draws(q_pos, position + k_drawn, head, sample, seed, DROP, ALIGNED)
             dp = tl.where(kept, dp * KEEP, 0.0)
         ds = p * (dp - delta[:, None])
         if CAP > 0:
@@ -249,9 +255,9 @@ def attention_dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr,
                         k_start0, k_len0, k_start1, k_len1, k_stripes,
                         heads, group, window, seed, sample, head0,
                         SCALE: tl.constexpr, CAP: tl.constexpr, DROP: tl.constexpr,
-                        KEEP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-                        INTO: tl.constexpr, STEP: tl.constexpr, D: tl.constexpr,
-                        BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                        KEEP: tl.constexpr, ALIGNED: tl.constexpr, CAUSAL: tl.constexpr,
+                        WINDOW: tl.constexpr, INTO: tl.constexpr, STEP: tl.constexpr,
+                        D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                         BLOCK_D: tl.constexpr):  # fmt: skip
     # 1. One tile of queries of one head; rows past its end get lse = inf, hence p = 0.
     if v_stride is None:  # as in the forward
@@ -271,7 +277,7 @@ def attention_dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr,
     v_ptr += batch * v_stride[0] + (head // group).to(tl.int64) * v_stride[2]
     at = (batch * heads + head) * seq + row
     i = tl.arange(0, BLOCK_M)
-    q_pos = position + i * q_stripes
+    q_pos = position + drawn(BLOCK_M, ALIGNED) * q_stripes
     q = load(q_ptr, q_stride[1], rows, BLOCK_M, D, BLOCK_D, True)
     do = load(do_ptr, do_stride[1], rows, BLOCK_M, D, BLOCK_D, True)
     lse = tl.load(lse_ptr + at + i, i < rows, float("inf"))
@@ -287,11 +293,11 @@ def attention_dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr,
         True, not CAUSAL, WINDOW, BLOCK_M)  # fmt: skip
     dq = _dq_steps(
         dq, q, do, lse, delta, q_pos, first, last, k_ptr, v_ptr, k_stride[1], v_stride[1],
-        k_runs, ends, head0 + head, sample + batch, seed, SCALE, CAP, DROP, KEEP,
+        k_runs, ends, head0 + head, sample + batch, seed, SCALE, CAP, DROP, KEEP, ALIGNED,
         FIRST, CAUSAL or FIRST, False, BLOCK_N, D, BLOCK_D)  # fmt: skip
     dq = _dq_steps(
         dq, q, do, lse, delta, q_pos, first, last, k_ptr, v_ptr, k_stride[1], v_stride[1],
-        k_runs, ends, head0 + head, sample + batch, seed, SCALE, CAP, DROP, KEEP,
+        k_runs, ends, head0 + head, sample + batch, seed, SCALE, CAP, DROP, KEEP, ALIGNED,
         FIRST, CAUSAL or FIRST, True, BLOCK_N, D, BLOCK_D)  # fmt: skip
     store(dq_ptr, dq_stride[1], dq * SCALE, rows, BLOCK_M, D, BLOCK_D, INTO)
 

@@ -7,9 +7,10 @@ dropout, sums carried over from earlier keys), so the plain kernels contain none
 Each loop over tiles runs twice: over those that every row sees whole, without a mask, and over the
 others. Rows past the end of a run load zeros, and in the backward lse = inf, hence p = 0.
 
-Dropout draws a word of philox4x32-10 per probability, from counter (query position, key position,
+Dropout draws a word of philox4x32-7 per probability, from counter (query position, key position,
 head, sample) and key `seed`, all global: every tiling and every layout of the sequence, heads or
-batch draws the same mask, and the backward draws it again.
+batch draws the same mask, and the backward draws it again. A draw is four words: positions go into
+the counter without their bit 3, and the two bits number the word.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from warpweave.kernels.runtime.numeric import to_dtype
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+ROUNDS = tl.constexpr(7)  # of philox: the fewest that no known test rejects (Salmon et al. 2011)
 
 # They change from one ring hop, layer or step to the next: plain arguments (Triton specialises the
 # elements of a tuple whatever one says), so that none of them compiles a kernel of its own.
@@ -118,10 +120,37 @@ def exp(x, BASE: tl.constexpr):
 
 
 @triton.jit
-def draws(q_pos, k_pos, head, sample, seed, DROP: tl.constexpr):
-    """Which probabilities dropout keeps; DROP is p in units of 2^-32, q_pos and k_pos broadcast."""
-    zero = (q_pos * 0 + k_pos * 0).to(tl.uint32)
-    c0, c1 = zero + q_pos.to(tl.uint32), zero + k_pos.to(tl.uint32)
+def drawn(BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
+    """Which rows of a tile `draws` asks for: all, or if ALIGNED those whose bit 3 is clear.
+
+    To be called before the loop over tiles: inside it LLVM moves what the next loop needs too to a
+    path around this one, with the zeros that the sums then are, and ptxas takes those for writes
+    to a wgmma under way: it runs all of them one by one (C7515)."""
+    if ALIGNED:
+        i = tl.arange(0, BLOCK // 2)
+        return i + (i & -8)
+    else:
+        return tl.arange(0, BLOCK)
+
+
+@triton.jit
+def draws(q, k, head, sample, seed, DROP: tl.constexpr, ALIGNED: tl.constexpr):
+    """Which probabilities of a tile [queries, keys] dropout keeps; DROP is p in units of 2^-32.
+
+    q and k are the positions of the rows that are `drawn`. ALIGNED: positions ascend one by one, on
+    either side from a multiple of 16. Then the four probabilities of a draw lie 8 rows and 8
+    columns apart, which mma and wgmma leave in one thread, and each draw is made once.
+    """
+    zero = (q[:, None] * 0 + k[None, :] * 0).to(tl.uint32)
+    c0, c1 = zero + (q & ~8).to(tl.uint32)[:, None], zero + (k & ~8).to(tl.uint32)[None, :]
     c2, c3 = zero + head.to(tl.uint32), zero + sample.to(tl.uint32)
-    word, _, _, _ = tl.philox(tl.cast(seed, tl.int64), c0, c1, c2, c3)
-    return word.to(tl.int64) >= DROP
+    w00, w01, w10, w11 = tl.philox(tl.cast(seed, tl.int64), c0, c1, c2, c3, n_rounds=ROUNDS)
+    if ALIGNED:
+        M: tl.constexpr = 2 * q.shape[0]
+        N: tl.constexpr = 2 * k.shape[0]
+        words = tl.join(tl.join(w00, w10), tl.join(w01, w11)).reshape(M // 16, 8, N // 16, 8, 2, 2)
+        word = words.permute(0, 4, 1, 2, 5, 3).reshape(M, N)
+    else:
+        low, high = (q & 8 == 0)[:, None], (k & 8 != 0)[None, :]
+        word = tl.where(low, tl.where(high, w01, w00), tl.where(high, w11, w10))
+    return word >= tl.full((1, 1), DROP, tl.uint32)

@@ -19,6 +19,7 @@ from warpweave.kernels.attention.device import (
     LN2,
     LOG2E,
     RUNTIME,
+    drawn,
     draws,
     elements,
     exp,
@@ -52,13 +53,14 @@ def _row_max(s, HALVES: tl.constexpr):
 def _fwd_steps(acc, l, m, q, q_pos, first, last, k_ptr, v_ptr, k_step, v_step, k_runs, ends,
                head, sample, seed,
                SCALE: tl.constexpr, CAP: tl.constexpr, DROP: tl.constexpr,
-               KEEP: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, MASK: tl.constexpr,
-               BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+               KEEP: tl.constexpr, ALIGNED: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
+               MASK: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
                HALVES: tl.constexpr):  # fmt: skip
     BASE: tl.constexpr = 1.0 if q.dtype == tl.float32 else LOG2E
     UNIT: tl.constexpr = BASE if CAP > 0 else SCALE * BASE
     n = tl.arange(0, BLOCK_N)[None, :]
     ahead = n * k_runs[4]
+    k_drawn = drawn(BLOCK_N, ALIGNED) * k_runs[4]
     span0 = span(ends, k_runs[0], k_runs[1], k_runs[4], MASK, FIRST, LAST, BLOCK_N)
     span1 = span(ends, k_runs[2], k_runs[3], k_runs[4], MASK, FIRST, LAST, BLOCK_N)
     for j in range(span0[1] + span1[1]):
@@ -90,7 +92,7 @@ def _fwd_steps(acc, l, m, q, q_pos, first, last, k_ptr, v_ptr, k_step, v_step, k
         l = l * shrink + tl.sum(p, 1)
         weight = p
         if DROP:
-            kept = draws(q_pos[:, None], position + ahead, head, sample, seed, DROP)
+            kept = draws(q_pos, position + k_drawn, head, sample, seed, DROP, ALIGNED)
             weight = tl.where(kept, p * KEEP, 0.0)
         acc = dot(to_dtype(weight, v.dtype), v, acc * shrink[:, None])
         m = m_new
@@ -104,9 +106,9 @@ def attention_fwd_kernel(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, table_ptr, sinks_p
                          k_start0, k_len0, k_start1, k_len1, k_stripes,
                          heads, group, window, seed, sample, head0,
                          SCALE: tl.constexpr, CAP: tl.constexpr, DROP: tl.constexpr,
-                         KEEP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-                         INTO: tl.constexpr, STEP: tl.constexpr, D: tl.constexpr,
-                         BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                         KEEP: tl.constexpr, ALIGNED: tl.constexpr, CAUSAL: tl.constexpr,
+                         WINDOW: tl.constexpr, INTO: tl.constexpr, STEP: tl.constexpr,
+                         D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                          BLOCK_D: tl.constexpr, HALVES: tl.constexpr):  # fmt: skip
     # 1. One tile of queries of one head. v_stride is None where it is k_stride: then one set of
     #    addresses serves both.
@@ -126,7 +128,7 @@ def attention_fwd_kernel(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, table_ptr, sinks_p
     lse_ptr += (batch * heads + head) * seq + row
     q = load(q_ptr, q_stride[1], rows, BLOCK_M, D, BLOCK_D, True)
     i = tl.arange(0, BLOCK_M)
-    q_pos = position + i * q_stripes
+    q_pos = position + drawn(BLOCK_M, ALIGNED) * q_stripes
 
     # 2. Nothing is seen yet but what earlier calls carry over, or a sink: a logit without a value.
     ACC: tl.constexpr = lse_ptr.dtype.element_ty
@@ -151,12 +153,12 @@ def attention_fwd_kernel(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, table_ptr, sinks_p
         position, rows, q_stripes, table_ptr, seq, window,
         True, not CAUSAL, WINDOW, BLOCK_M)  # fmt: skip
     acc, l, m = _fwd_steps(
-        acc, l, m, q, q_pos, first, last, k_ptr, v_ptr, k_stride[1], v_stride[1], k_runs,
-        ends, head0 + head, sample + batch, seed, SCALE, CAP, DROP, KEEP,
+        acc, l, m, q, q_pos, first, last, k_ptr, v_ptr, k_stride[1], v_stride[1],
+        k_runs, ends, head0 + head, sample + batch, seed, SCALE, CAP, DROP, KEEP, ALIGNED,
         FIRST, CAUSAL or FIRST, False, BLOCK_N, D, BLOCK_D, HALVES)  # fmt: skip
     acc, l, m = _fwd_steps(
-        acc, l, m, q, q_pos, first, last, k_ptr, v_ptr, k_stride[1], v_stride[1], k_runs,
-        ends, head0 + head, sample + batch, seed, SCALE, CAP, DROP, KEEP,
+        acc, l, m, q, q_pos, first, last, k_ptr, v_ptr, k_stride[1], v_stride[1],
+        k_runs, ends, head0 + head, sample + batch, seed, SCALE, CAP, DROP, KEEP, ALIGNED,
         FIRST, CAUSAL or FIRST, True, BLOCK_N, D, BLOCK_D, False)  # fmt: skip
 
     # 4. Normalise; l = 0 and m = -inf only in rows that saw no key. log2(l) in units of m.

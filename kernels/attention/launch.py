@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from warpweave.kernels.attention.options import AttentionOptions
-from warpweave.kernels.attention.tiles import padded
+from warpweave.kernels.attention.tiles import draws_are_shared, padded
 from warpweave.kernels.attention.visible import document_table
 from warpweave.kernels.reference import Run
 from warpweave.kernels.runtime.dispatch import triton
@@ -89,9 +89,10 @@ def numbers(options: AttentionOptions, heads: int, group: int) -> tuple[int, ...
 def constants(
     options: AttentionOptions, into: bool, step: int, head_dim: int, tile: AttentionTile
 ) -> tuple[float | bool, ...]:
-    """The kernels' constants SCALE, CAP, DROP, KEEP, CAUSAL, WINDOW, INTO, STEP, D, BLOCK_M,
-    BLOCK_N, BLOCK_D."""
+    """The kernels' constants SCALE, CAP, DROP, KEEP, ALIGNED, CAUSAL, WINDOW, INTO, STEP, D,
+    BLOCK_M, BLOCK_N, BLOCK_D."""
     drop = min(round(options.dropout * 2**32), 2**32 - 1)
-    scores = options.scale, options.softcap or 0.0, drop, 1 / (1 - options.dropout)
+    dropout = drop, 1 / (1 - options.dropout), drop > 0 and draws_are_shared(options)
+    scores = options.scale, options.softcap or 0.0, *dropout
     mask = options.causal, options.window is not None
     return *scores, *mask, into, step, head_dim, tile.q, tile.k, padded(head_dim)

@@ -294,6 +294,8 @@ class _Rows(NamedTuple):
     q_pos: torch.Tensor
     k: torch.Tensor  # rows
     k_pos: torch.Tensor
+    q_runs: Sequence[Run]  # the positions, without their tensors
+    k_runs: Sequence[Run]
 
 
 def _row_blocks(q: torch.Tensor, k: torch.Tensor, options: AttentionOptions) -> Iterator[_Rows]:
@@ -316,6 +318,8 @@ def _row_blocks(q: torch.Tensor, k: torch.Tensor, options: AttentionOptions) -> 
                         torch.arange(first, last + 1, by, **where),
                         torch.cat([torch.arange(r, r + m, **where) for r, (_, m, _) in keys]),
                         torch.cat([torch.arange(m, **where) * s + p for _, (p, m, s) in keys]),
+                        [Run(first, n, by)],
+                        [run for _, run in keys],
                     )
 
 
@@ -380,12 +384,35 @@ def _scores(rows: _Rows, q, k, options: AttentionOptions):
 def _dropout(rows: _Rows, q: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
     """0 or 1 / (1 - p) for every [B, Hq, row, key] of `rows`: the words that the kernels draw."""
     B, _, H, _ = q.shape
-    low, seed, (first_sample, first_head) = 0xFFFFFFFF, options.dropout_seed, options.dropout_origin
+    low, bit, seed = 0xFFFFFFFF, 8, options.dropout_seed
+    first_sample, first_head = options.dropout_origin
     sample = torch.arange(B, device=q.device)[rows.batch] + first_sample
     head = torch.arange(H, device=q.device) + first_head
+    (q_pos, of_q), (k_pos, of_k) = (_draws(runs, q.device) for runs in (rows.q_runs, rows.k_runs))
     counter = torch.broadcast_tensors(
-        rows.q_pos[:, None], rows.k_pos, head[:, None, None], sample[:, None, None, None]
+        q_pos[:, None], k_pos, head[:, None, None], sample[:, None, None, None]
     )
-    word = philox([x & low for x in counter], (seed & low, seed >> 32))[0]
-    kept = word >= round(options.dropout * 2**32)
+    words = philox([x & low for x in counter], (seed & low, seed >> 32), rounds=7)
+    kept = torch.stack(words, -1) >= round(options.dropout * 2**32)
+    number = 2 * (rows.q_pos & bit != 0)[:, None] + (rows.k_pos & bit != 0)
+    kept = kept[:, :, of_q[:, None], of_k, number]
     return kept.to(q.dtype).mul_(1 / (1 - options.dropout))
+
+
+def _draws(runs: Sequence[Run], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The positions without bit 3 of all draws that the rows of `runs` need, and the number of each
+    row's draw among them: every second eight of neighbouring positions shares the first one's."""
+    positions, numbers, count = [], [], 0
+    for start, length, step in runs:
+        at = torch.arange(length, device=device)
+        if step == 1:
+            first = start // 16 * 16
+            eights = torch.arange(first, start + length, 16, device=device)[:, None]
+            positions.append((eights + torch.arange(8, device=device)).flatten())
+            at += start - first
+            at = (at >> 4) * 8 + (at & 7)
+        else:
+            positions.append(start + at * step & ~8)
+        numbers.append(at + count)
+        count += len(positions[-1])
+    return torch.cat(positions), torch.cat(numbers)
