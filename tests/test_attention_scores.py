@@ -352,9 +352,15 @@ def test_what_keeps_more_takes_smaller_tiles_in_the_backward(monkeypatch) -> Non
     assert _sizes(dq_tile, 128) == _sizes(dq_tile, 128, bounded=True) == (128, 64)
     assert _sizes(dq_tile, 128, dropout=True) == (128, 32)
     assert _sizes(dq_tile, 128, **SHARED) == (128, 64)
+    assert _sizes(dq_tile, 256) == _sizes(dq_tile, 256, bounded=True) == (128, 32)
+    assert _sizes(dq_tile, 256, into=True) == (64, 32)
+    assert _sizes(dkdv_tile, 256, bounded=True) == _sizes(dkdv_tile, 200) == (32, 32)
     tiles_of(monkeypatch, 100)
     assert _sizes(dkdv_tile, 128, into=True) == (64, 128)
-    assert _sizes(dq_tile, 128, bounded=True) == (128, 32)
+    assert _sizes(dq_tile, 128, bounded=True) == _sizes(dq_tile, 256) == (128, 32)
+    assert _sizes(forward_tile, 256) == (128, 32)
+    assert _sizes(forward_tile, 256, striped=True) == (64, 64)
+    assert _sizes(dq_tile, 256, bounded=True, dropout=True) == (64, 16)
     assert _sizes(dq_tile, 64, torch.float32, bounded=True) == (32, 32)
     heads = torch.empty(1, 1, 1, 128, dtype=torch.float16)
     assert dq_tile(heads, Variant(causal=True)).warps == 4
@@ -376,7 +382,7 @@ def test_what_keeps_more_takes_smaller_tiles_in_the_backward(monkeypatch) -> Non
     assert dkdv_tile(q, Variant(bounded=True)).warps == dkdv_tile(q[..., :40], Variant()).warps == 8
 
 
-def test_versions_of_triton_that_spill_causal_dk_and_dv_take_half_the_queries(monkeypatch) -> None:
+def test_versions_of_triton_that_spill_dk_and_dv_take_smaller_tiles(monkeypatch) -> None:
     found = {}
     for version in ("3.6.0", "3.7.1", "3.10.0"):
         monkeypatch.setattr(attention_tiles.triton, "__version__", version)
@@ -387,6 +393,11 @@ def test_versions_of_triton_that_spill_causal_dk_and_dv_take_half_the_queries(mo
             found[arch, version] = _sizes(dkdv_tile, 128, causal=True)[0]
     halved = {(80, "3.6.0"): 16, (90, "3.10.0"): 32}
     assert found == {key: halved.get(key, 32 if key[0] == 80 else 64) for key in found}
+    tiles_of(monkeypatch, 90)
+    assert _sizes(dkdv_tile, 256) == (32, 32)  # of 3.10, which is still set
+    assert _sizes(dkdv_tile, 128, dropout=True) == (16, 128)
+    monkeypatch.setattr(attention_tiles.triton, "__version__", "3.7.1")
+    assert _sizes(dkdv_tile, 256) == (16, 64)
 
 
 def test_launches_that_ptxas_would_spill_state_their_registers(monkeypatch) -> None:
