@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(3600)
 # Words in the names of cases.
 CASES = (
     "planted", "gelu tanh fwd", "swiglu bwd", "dropout", "rms_norm fwd E=768", "norm bwd E=768",
-    "norm chain fwd E=768", "R=32 interleaved", "D=64", "attention delta", "V=256 ", "adamw float32",
+    "norm chain fwd E=768", "R=32 interleaved", "D=64", "attention delta", "V=256 ", "adamw float3",
     "squares float32", "gemm swiglu", "mlp swiglu bwd", "qkv fwd D=128", "qkv bwd", "qkv bounded",
     "gather_gemm gelu", "scatter unrounded", "two shots",
 )  # fmt: skip
