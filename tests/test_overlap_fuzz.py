@@ -41,7 +41,7 @@ OPS = {
     "reduce": gemm_all_reduce,
 }
 GATHERS = ("gather", "engine")
-ROUNDS = {2: 300, 3: 100}  # of each operation, by ranks: what an interpreter does in half a minute
+ROUNDS = {2: 60, 3: 20}  # of each operation, by ranks: an interpreter does forty in a second
 SHAPES = ((1, 1, 1), (3, 5, 2), (7, 32, 3), (16, 3, 5), (2, 38, 1), (20, 6, 3))  # S, N, K
 
 

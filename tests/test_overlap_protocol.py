@@ -106,7 +106,7 @@ def record(names, world, modules=None, sizes=ONE_TILE, streams=1, between=None):
         (("engine", "gather", "scatter", "engine"), 2, 1),
         (("gather",) * 3, 3, 1),
         (("shards",) * 3, 3, 1),
-        (("engine",) * 3, 3, 1),
+        (("engine",) * 2, 3, 1),
         (("scatter",) * 3, 3, 1),
         (("reduce",) * 3, 3, 1),
     ],
