@@ -18,18 +18,20 @@ from collections.abc import Callable
 from multiprocessing.connection import wait
 from typing import Any
 
+# What ranks of many files import, which would take each of them longer than most tests: all of the
+# package, and what Triton's interpreter, torch.compile and FSDP2 ask for.
 _PRELOAD = [
     "torch",
     "torch.distributed",
     "torch.distributed.device_mesh",
     "torch.testing._comparison",
-    "torch._dynamo",
-    "triton",
-    "triton.language",
+    "torch._dynamo.backends.debugging",
+    "triton.experimental.gluon.language",
     "conftest",
     "ranks",
     "close",
-    "warpweave.launch",
+    "warpweave.prove",
+    "warpweave.train",
 ]
 
 

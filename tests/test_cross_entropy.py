@@ -114,8 +114,9 @@ def test_gradcheck(impl):
     for smoothing, z_loss in ((0.0, 0.0), (0.3, 0.0), (0.3, 0.1)):
         options = {"label_smoothing": smoothing, "z_loss": z_loss, "impl": impl}
         assert torch.autograd.gradcheck(
-            lambda z, o=options: cross_entropy(z, labels, **o), logits.requires_grad_(True)
-        )
+            lambda z, o=options: cross_entropy(z, labels, **o), logits.requires_grad_(True),
+            fast_mode=impl == "triton",
+        )  # fmt: skip
 
 
 @IMPLS

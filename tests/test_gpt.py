@@ -481,7 +481,7 @@ def test_recomputing_or_checkpointing_changes_no_bit(config):
 
 
 @DYNAMO
-@pytest.mark.parametrize("name", ["gpt2", "llama", "selective"])
+@pytest.mark.parametrize("name", ["gpt2", "selective"])  # a llama is what inductor compiles
 def test_it_compiles_without_a_graph_break(name):
     recompute = "selective" if name == "selective" else "none"
     config = dataclasses.replace(DROPPED.get(name, DROPPED["between"]), layers=1)

@@ -155,7 +155,7 @@ def _everything(rank: int) -> None:
                 assert torch.equal(every, loss.reshape(1, -1).expand(ranks, -1))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_losses_and_gradients_equal_plain_torch(ranks: int) -> None:
     run_ranks(ranks, _everything)
 
@@ -197,7 +197,7 @@ def _overlapped(rank: int) -> None:
                     check(sequence=True, recompute=recompute, smoothing=0.3, **options)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_every_overlap_equals_plain_torch(ranks: int) -> None:
     run_ranks(ranks, _overlapped)
 

@@ -41,7 +41,7 @@ OPS = {
     "reduce": gemm_all_reduce,
 }
 GATHERS = ("gather", "engine")
-ROUNDS = {2: 60, 3: 20}  # of each operation, by ranks: an interpreter does forty in a second
+ROUNDS = {2: 40, 3: 15}  # of each operation, by ranks
 SHAPES = ((1, 1, 1), (3, 5, 2), (7, 32, 3), (16, 3, 5), (2, 38, 1), (20, 6, 3))  # S, N, K
 
 

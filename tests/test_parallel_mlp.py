@@ -109,7 +109,7 @@ def _everything(rank: int) -> None:
         check(activation="swiglu", sequence=sequence, impl="triton", overlap="chunked")
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_outputs_and_gradients_equal_the_plain_mlp(ranks: int) -> None:
     run_ranks(ranks, _everything)
 

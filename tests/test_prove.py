@@ -64,32 +64,27 @@ LAYOUTS = {
         Layout(Mesh(dp=2), zero=1, schedule="interleaved"),  # both stages on each rank
     ],
     4: [
-        Layout(Mesh(dp=4), zero=1, style="llama"),
         Layout(Mesh(dp=2, cp=2), zero=3, recompute="full"),
         Layout(Mesh(tp=2, cp=2), True, 3, style="llama", tied=False, strategy="ulysses"),
         Layout(
             Mesh(cp=4, ulysses=2), zero=1, style="llama", strategy="hybrid", layout="contiguous"
         ),
-        Layout(Mesh(tp=2, cp=2), True, 2, style="qwen"),
         Layout(Mesh(tp=2, pp=2), style="gemma", tied=False, recompute="full"),
         Layout(Mesh(tp=2, cp=2), True, 3, style="olmo", overlap="chunked"),
-        Layout(Mesh(tp=2, pp=2), True, 0, "1f1b", recompute="selective"),
         Layout(Mesh(dp=2, pp=2), False, 2, "1f1b", "llama"),
         Layout(Mesh(tp=4), True, style="gpt2"),
         Layout(Mesh(pp=4), schedule="1f1b", style="llama"),
         Layout(Mesh(pp=2, dp=2), zero=3, schedule="interleaved"),
         Layout(Mesh(pp=2, dp=2), zero=2, packed=True),
-        Layout(Mesh(dp=2, cp=2), strategy="ring", packed=True),
         Layout(Mesh(tp=2, cp=2), True, style="qwen", strategy="gather", packed=True),
         Layout(Mesh(tp=2, cp=2), True, 3, strategy="ulysses", layout="striped", packed=True),
         Layout(Mesh(cp=4, ulysses=2), style="llama", strategy="hybrid", packed=True),
         Layout(Mesh(dp=2, cp=2), zero=1, strategy="gather", layout="balanced", packed=True),
     ],
-    5: [drawn(Mesh(dp=5)), drawn(Mesh(tp=5)), drawn(Mesh(cp=5))],
-    6: [drawn(Mesh(tp=3, pp=2)), drawn(Mesh(cp=3, tp=2)), Layout(Mesh(dp=3, cp=2), zero=2)],
+    5: [drawn(Mesh(cp=5))],
+    6: [drawn(Mesh(tp=3, pp=2)), Layout(Mesh(dp=3, cp=2), zero=2)],
     8: [
         Layout(Mesh(dp=2, tp=2, pp=2), True, 1),
-        Layout(Mesh(cp=2, tp=2, pp=2), True, 3, "gpipe", "llama"),
         Layout(Mesh(cp=4, tp=2, ulysses=2), True, 2, style="llama", strategy="hybrid"),
     ],
 }
@@ -103,10 +98,10 @@ def _prove(rank: int, layouts: list[Layout], dtypes: tuple[str, ...]) -> list[Er
 
 @pytest.mark.parametrize(
     ("world", "dtypes"),
-    [(2, ("fp64", "fp32", "bf16", "fp16"))] + [(world, ("fp64",)) for world in (4, 5, 6, 8)],
+    [(world, ("fp64",)) for world in LAYOUTS] + [(2, ("fp32", "bf16", "fp16"))],
 )
 def test_sampled_layouts_equal_the_plain_model_within_the_limits(world, dtypes):
-    layouts = LAYOUTS[world]
+    layouts = LAYOUTS[world] if len(dtypes) == 1 else LAYOUTS[world][::2]
     ranks = run_ranks(world, _prove, layouts, dtypes)
     for layout, dtype in itertools.product(layouts, dtypes):
         for errors in ranks:
