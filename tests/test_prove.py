@@ -71,11 +71,13 @@ LAYOUTS = {
         ),
         Layout(Mesh(tp=2, pp=2), style="gemma", tied=False, recompute="full"),
         Layout(Mesh(tp=2, cp=2), True, 3, style="olmo", overlap="chunked"),
+        Layout(Mesh(tp=2, pp=2), True, 0, "1f1b", recompute="selective"),
         Layout(Mesh(dp=2, pp=2), False, 2, "1f1b", "llama"),
         Layout(Mesh(tp=4), True, style="gpt2"),
         Layout(Mesh(pp=4), schedule="1f1b", style="llama"),
         Layout(Mesh(pp=2, dp=2), zero=3, schedule="interleaved"),
         Layout(Mesh(pp=2, dp=2), zero=2, packed=True),
+        Layout(Mesh(dp=2, cp=2), strategy="ring", packed=True),
         Layout(Mesh(tp=2, cp=2), True, style="qwen", strategy="gather", packed=True),
         Layout(Mesh(tp=2, cp=2), True, 3, strategy="ulysses", layout="striped", packed=True),
         Layout(Mesh(cp=4, ulysses=2), style="llama", strategy="hybrid", packed=True),
@@ -85,6 +87,7 @@ LAYOUTS = {
     6: [drawn(Mesh(tp=3, pp=2)), Layout(Mesh(dp=3, cp=2), zero=2)],
     8: [
         Layout(Mesh(dp=2, tp=2, pp=2), True, 1),
+        Layout(Mesh(cp=2, tp=2, pp=2), True, 3, "gpipe", "llama"),
         Layout(Mesh(cp=4, tp=2, ulysses=2), True, 2, style="llama", strategy="hybrid"),
     ],
 }
