@@ -235,9 +235,9 @@ FAULTS = (
     ),
     Fault(
         "mlp-up-again-unbiased",
-        "kernels/mlp/function.py",
-        "return gemm(x, up_weight.t(), up_bias)",
-        "return gemm(x, up_weight.t(), None)",
+        "kernels/mlp/hidden.py",
+        "return gemm(x, up_weight.t(), up_bias)\n    return _again",
+        "return gemm(x, up_weight.t(), None)\n    return _again",
         "the recomputed first product has no bias",
     ),
     Fault(

@@ -332,6 +332,10 @@ def test_the_operator_is_well_formed() -> None:
     for want_hidden in (False, True):
         arguments = dy, down, z, "swiglu", want_hidden, None, "triton"
         torch.library.opcheck(torch.ops.warpweave.hidden_bwd.default, arguments)
+    x, up = torch.randn(5, 4), torch.randn(6, 4)
+    for bias in (None, torch.randn(6)):
+        arguments = x, up, bias, "swiglu", None, "triton"
+        torch.library.opcheck(torch.ops.warpweave.hidden_again.default, arguments)
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's

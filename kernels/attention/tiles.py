@@ -114,9 +114,8 @@ def dkdv_tile(q: torch.Tensor, variant: Variant) -> AttentionTile:
     Triton 3.6, bounds. Fewer keys read the queries more often, and below 64 there is no wgmma or
     tcgen05: past head dim 64, up to Hopper, 64 are taken where more would spill, to add to what is
     there or with both dropout and softcap. Heads past 128 are plain attention's 16 by 64 up to
-    Hopper, which spills from Triton 3.9 on, and on Blackwell 32 by 64 in four warps: else 32 by 32
-    and eight warps. Float32 has neither of those instructions: half the keys, with dropout a
-    quarter.
+    Hopper, which spills from Triton 3.9 on: else 32 by 32. Float32 has neither of those
+    instructions: half the keys, with dropout a quarter.
     """
     tile = find("attention_dkdv", q.device, q.element_size(), q.shape[3])
     if INTERPRET:
@@ -126,9 +125,8 @@ def dkdv_tile(q: torch.Tensor, variant: Variant) -> AttentionTile:
         return _half_keys(tile) if variant.dropout or variant.softcap or variant.into else tile
     wide, arch, more = q.shape[3] > 64, capability(q.device), variant.more or _masked(q)
     eased = _eased(q, variant)
-    if q.shape[3] > 128 and not _plain(q, variant):
-        tile = tile._replace(warps=8) if arch >= 100 else tile._replace(q=32, k=32)
-    elif q.shape[3] > 128 and 90 <= arch < 100 and _version() >= [3, 9]:
+    spills = 90 <= arch < 100 and _version() >= [3, 9]
+    if q.shape[3] > 128 and arch < 100 and (spills or not _plain(q, variant)):
         tile = tile._replace(q=32, k=32)
     if tile.k == 128 and more:
         tile = tile._replace(warps=8)
@@ -143,13 +141,7 @@ def dkdv_tile(q: torch.Tensor, variant: Variant) -> AttentionTile:
         tile = tile._replace(q=tile.q // 2)
     if variant.dropout and not eased:
         tile = tile._replace(q=min(tile.q, 32))
-    if (
-        wide
-        and 90 <= arch < 100
-        and variant.dropout
-        and not variant.shared
-        and _version() >= [3, 9]
-    ):
+    if wide and spills and variant.dropout and not variant.shared:
         tile = tile._replace(q=min(tile.q, 16))
     both = variant.dropout and variant.softcap
     old = variant.bounded and _version() < [3, 7]
