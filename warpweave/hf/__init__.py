@@ -12,15 +12,29 @@ call, `mask` what their masks mean to it · `loss` the head and its loss · `par
 ranks: `options` how, `structure` where it can be cut · `styles` for a `tp_plan`.
 """
 
+from typing import NoReturn
+
 try:
-    import transformers  # noqa: F401
+    import transformers
 except ImportError:
     raise ImportError(
-        "warpweave.hf needs transformers: pip install 'transformers>=5.2' 'accelerate>=1.1'"
+        "warpweave.hf needs transformers: pip install 'transformers>=5.4' 'accelerate>=1.1'"
     ) from None
+
+from importlib.util import find_spec
 
 from warpweave.hf.model import KINDS, apply, revert
 from warpweave.hf.report import Entry, Report
-from warpweave.hf.styles import planned
+
+if find_spec("transformers.distributed.tensor_parallel") is not None:
+    from warpweave.hf.styles import planned
+else:
+
+    def planned(*_: object, **__: object) -> NoReturn:
+        """Refuse: before 5.19 transformers has no styles of its own to replace."""
+        raise ImportError(
+            f"warpweave.hf.planned needs transformers >= 5.19, this is {transformers.__version__}: "
+            "warpweave.hf.apply(model, mesh=...) cuts a model with any"
+        )
 
 __all__ = ["KINDS", "Entry", "Report", "apply", "planned", "revert"]

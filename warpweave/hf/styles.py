@@ -27,6 +27,7 @@ Experts keep transformers' own styles, and are refused where tokens are cut.
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import torch
@@ -35,11 +36,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.distributed import DistributedConfig
-from transformers.distributed.parallel_utils import (
-    ALL_PARALLEL_STYLES,
-    replace_layer_number_by_wildcard,
-)
-from transformers.distributed.tensor_parallel import TensorParallelLayer
+from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
 
 from warpweave.hf.parallel import hidden_states
 from warpweave.parallel.collectives import all_gather, copy_to, gather, scatter
@@ -235,7 +232,7 @@ def _words(model: Any, sequence_parallel: bool, ending: str) -> dict[str, str]:
 def _parametrised(model: nn.Module) -> set[str]:
     """Names, without numbers, of the modules that own parameters."""
     return {
-        replace_layer_number_by_wildcard(name)
+        re.sub(r"\.\d+(?=\.|$)", ".*", name)
         for name, module in model.named_modules()
         if module._parameters
     }
