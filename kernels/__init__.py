@@ -27,6 +27,6 @@ if __name__ != "warpweave.kernels":
     def __getattr__(name: str) -> object:
         raise AttributeError(
             f"this folder is the package 'warpweave.kernels', but it was imported as {__name__!r}, "
-            f"which has no {name!r}: import warpweave.kernels; where PyPI's kernels is wanted, keep "
-            "the checkout off sys.path (python -P)"
+            f"which has no {name!r}: import warpweave.kernels; where PyPI's kernels is wanted, "
+            "keep the checkout off sys.path (python -P)"
         )

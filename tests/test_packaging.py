@@ -123,6 +123,16 @@ def test_an_editable_install_works_and_a_bare_rung_has_nothing_in_it(
         assert "ImportError: " in result.stderr
 
 
+_IN_A_PROCESS_TOO = """
+import subprocess, sys, warpweave.parallel
+
+def test_it():
+    program = "import warpweave.layers; print(warpweave.__file__)"
+    found = subprocess.check_output([sys.executable, "-P", "-c", program], text=True)
+    assert found.strip() == warpweave.__file__
+"""
+
+
 def test_a_checkout_that_nobody_installed_works_and_so_do_its_tests(
     copy: Path, tmp_path: Path
 ) -> None:
@@ -130,12 +140,7 @@ def test_a_checkout_that_nobody_installed_works_and_so_do_its_tests(
     _works_from_the_checkout(python, copy)
     (copy / "tests").mkdir()
     shutil.copy(ROOT / "tests" / "conftest.py", copy / "tests")
-    command = "'import warpweave.layers; print(warpweave.__file__)'"
-    (copy / "tests" / "test_it.py").write_text(
-        "import subprocess, sys, warpweave.parallel\n\ndef test_it():\n"
-        f"    found = subprocess.check_output([sys.executable, '-P', '-c', {command!r}], text=True)\n"
-        "    assert found.strip() == warpweave.__file__\n"
-    )
+    (copy / "tests" / "test_it.py").write_text(_IN_A_PROCESS_TOO)
     for pytest_ in (("-P", "-m", "pytest"), ("-m", "pytest")):
         run(python, *pytest_, "-q", "-p", "no:cacheprovider", "-c", ROOT / "pyproject.toml",
             "--rootdir", copy, copy / "tests" / "test_it.py", cwd=tmp_path)  # fmt: skip

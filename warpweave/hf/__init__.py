@@ -37,4 +37,5 @@ else:
             "warpweave.hf.apply(model, mesh=...) cuts a model with any"
         )
 
+
 __all__ = ["KINDS", "Entry", "Report", "apply", "planned", "revert"]
