@@ -21,19 +21,18 @@ except ImportError:
         "warpweave.hf needs transformers: pip install 'transformers>=5.4' 'accelerate>=1.1'"
     ) from None
 
-from importlib.util import find_spec
-
 from warpweave.hf.model import KINDS, apply, revert
 from warpweave.hf.report import Entry, Report
 
-if find_spec("transformers.distributed.tensor_parallel") is not None:
+# Before 5.23 transformers calls the words in another way: norms would get part of a gradient.
+if tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23):
     from warpweave.hf.styles import planned
 else:
 
     def planned(*_: object, **__: object) -> NoReturn:
-        """Refuse: before 5.19 transformers has no styles of its own to replace."""
+        """Refuse: the words of a `tp_plan` that are ours are not registered."""
         raise ImportError(
-            f"warpweave.hf.planned needs transformers >= 5.19, this is {transformers.__version__}: "
+            f"warpweave.hf.planned needs transformers >= 5.23, this is {transformers.__version__}: "
             "warpweave.hf.apply(model, mesh=...) cuts a model with any"
         )
 
