@@ -48,10 +48,11 @@ class Job:
         self.out = folder / "run"
         self.stdout, self.stderr = folder / "stdout", folder / "stderr"
         sizes = "--model toy --layers 2 --width 16 --heads 2 --seq-len 16 --batch 2 --sample 4"
+        files = ("--data", text, "--out", self.out, "--warmup", "1")
         command = command or (sys.executable, "-P", "-m", "warpweave.cli", "train")
         with self.stdout.open("w") as out, self.stderr.open("w") as err:
             self.process = subprocess.Popen(
-                [*command, *sizes.split(), "--data", text, "--out", self.out, *options],
+                [*command, *sizes.split(), *files, *options],
                 cwd=ROOT,
                 stdout=out,
                 stderr=err,
