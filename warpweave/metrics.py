@@ -25,7 +25,7 @@ from warpweave.parallel.collectives import gather
 from warpweave.parallel.mesh import ConnectedMesh
 from warpweave.train_config import CHECKPOINTS, CONFIG, METRICS, PLOT, UNWRITTEN, TrainConfig
 
-_HEADING = "# The options of a run. Again, into the same folder: warpweave train --config {}\n"
+_HEADING = "# The options of a run, which `warpweave train --config` with this file is again.\n"
 
 
 def utilisation(
@@ -80,7 +80,7 @@ class Metrics:
         else:
             set_aside(self.folder)
         text = write_options(config, UNWRITTEN)
-        (self.folder / CONFIG).write_text(_HEADING.format(self.folder / CONFIG) + text)
+        (self.folder / CONFIG).write_text(_HEADING + text)
         self.boards = open_boards(self.folder, step, options_of(config))
 
     def trained(self, row: dict[str, Any], seconds: float) -> dict[str, Any]:
