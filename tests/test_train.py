@@ -12,6 +12,7 @@ import re
 import shutil
 import signal
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ from warpweave.data import write_token_file
 from warpweave.kernels.runtime import tiles
 from warpweave.kernels.runtime.tile_table import AttentionTile, Row, write_table
 from warpweave.launch import Session
-from warpweave.metrics import utilisation
+from warpweave.metrics import peak_memory, set_aside, utilisation
 from warpweave.parallel.mesh import Mesh
 from warpweave.parallel.tensor import overlap_table
 from warpweave.parallel.tensor.overlap_model import Product
@@ -304,12 +305,27 @@ def test_resuming_a_finished_run_repeats_the_result_and_writes_nothing_new(tmp_p
 def test_a_resumed_run_says_every_setting_that_is_another(tmp_path, capsys):
     config = _config(tmp_path)
     _one_step(config)
-    saved = {"lr": 0.02, "min_lr": 0.1, "warmup": 2, "weight_decay": 0.1, "clip": 1.0}
-    now = {"lr": 0.01, "min_lr": 0.3, "warmup": 1, "weight_decay": 0.2, "clip": 0.5}
+    saved = {"lr": 0.02, "min_lr": 0.1, "warmup": 2, "weight_decay": 0.1, "clip": 1.0,
+             "lr_schedule": "cosine", "decay": 0.2, "eps": 1e-8, "packed": False,
+             "separator": None}  # fmt: skip
+    now = {
+        "lr": 0.01,
+        "min_lr": 0.3,
+        "warmup": 1,
+        "weight_decay": 0.2,
+        "clip": 0.5,
+        "lr_schedule": "wsd",
+        "decay": 0.4,
+        "eps": 1e-6,
+        "packed": True,
+        "separator": 32,
+    }
     capsys.readouterr()
-    _trainer(_replace(config, resume=True, steps=6, microbatches=3, dtype="bf16", **now))
+    betas = {"betas": (0.5, 0.9)}
+    _trainer(_replace(config, resume=True, steps=6, microbatches=3, dtype="bf16", **betas, **now))
     said = capsys.readouterr().err.strip().split(": ", 2)[2]
     expected = {f"{name}: saved {saved[name]}, now {now[name]}" for name in saved}
+    expected |= {"betas: saved [0.9, 0.95], now [0.5, 0.9]"}
     expected |= {"steps: saved 5, now 6", "dtype: saved fp32, now bf16"}
     assert set(said.split("; ")) == expected | {"sequences_per_step: saved 4, now 6"}
 
@@ -347,11 +363,13 @@ def test_a_checkpoint_from_before_a_field_was_there_is_gone_on_from(tmp_path):
     manifest = json.loads((step / "manifest.json").read_bytes())
     for name in ("head_size", "qkv_bias", "qk_norm", "windows", "sinks", "rope_scaling"):
         del manifest["config"][name]
+    del manifest["state"]["progress"]
     manifest["config_sha256"] = config_digest(manifest["config"])
     data = json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode()
     (step / "manifest.json").write_bytes(data)
     (step / "manifest.sha256").write_text(hashlib.sha256(data).hexdigest())
-    assert _trainer(_replace(config, resume=True)).step == 1
+    trainer = _trainer(_replace(config, resume=True, batch=1, steps=1))
+    assert (trainer.step, trainer.progress.tokens, trainer.progress.evaluated) == (1, 64, 1)
     with pytest.raises(CheckpointError, match=r"another config; qk_norm: saved False, now True$"):
         _trainer(_replace(config, resume=True, qk_norm=True))
 
@@ -526,7 +544,7 @@ def test_the_options_that_a_run_leaves_are_the_same_run_bit_for_bit(tmp_path, ca
     assert _same(_saved(config.out, 4), _saved(again.out, 4))
 
 
-LOSSES = {2: 3.0, 4: 2.0, 6: 2.5, 8: 2.0, 10: 1.0, 12: 1.5}
+LOSSES = {2: 3.0, 4: 2.0, 6: 2.5, 8: 2.0, 10: 1.0, 12: 0.5}
 
 
 def _with_losses(config: TrainConfig) -> Trainer:
@@ -559,7 +577,7 @@ def test_a_run_stops_early_keeps_its_lowest_loss_and_counts_on_when_it_is_resume
     assert _with_losses(_replace(interrupted, resume=True)).run()["steps"] == 8
     assert _rows(interrupted.out) == rows
     longer = _with_losses(_replace(resumed, early_stop=3)).run()
-    assert (longer["steps"], longer["lowest_step"], longer["val_loss"]) == (12, 10, 1.5)
+    assert (longer["steps"], longer["lowest_step"], longer["val_loss"]) == (12, 12, 0.5)
 
 
 def test_a_new_run_moves_an_earlier_one_aside(tmp_path, capsys):
@@ -570,6 +588,10 @@ def test_a_new_run_moves_an_earlier_one_aside(tmp_path, capsys):
     for folder in (config.out, config.out / "earlier-1", config.out / "earlier-2"):
         assert len(_rows(folder)) == 2
         assert _saved(folder, 1)
+    shutil.rmtree(config.out / "earlier-1")  # as a user may, whose other folders stay
+    set_aside(config.out)
+    assert _saved(config.out / "earlier-1", 1)
+    assert (config.out / "earlier-1" / "config.toml").exists()
 
 
 def test_tokens_outside_the_data_are_left_out_of_the_sample(tmp_path, monkeypatch):
@@ -636,12 +658,26 @@ def test_utilisation_is_of_all_ranks_peaks_and_only_where_one_is_known(
     assert found() == {"mfu": pytest.approx(flops / (4 * peak), rel=1e-3)}
 
 
+def test_the_peak_of_a_gpu_is_what_was_allocated_in_mib(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda *device: 3 * 2**20)
+    monkeypatch.setattr(torch, "tensor", lambda values, device: torch.Tensor(values))
+    mesh = mock.Mock(group=lambda axis: None)
+    assert peak_memory(torch.device("cuda"), mesh) == [3.0]
+
+
+def test_dropout_keys_tell_seeds_of_31_bits_and_steps_of_32_apart():
+    numbers = [0, 1, 2**15, 2**16, 2**24 + 1, 2**30, 2**31 - 1]
+    assert len({train._key(seed, step) for seed in numbers for step in numbers}) == 49
+
+
 def test_a_second_ctrl_c_stops_at_once_but_not_the_echo_of_the_first(monkeypatch):
     clock = [100.0]
     monkeypatch.setattr(train.time, "monotonic", lambda: clock[0])
     interrupt = Interrupt()
     interrupt._handle(signal.SIGINT, None)
     interrupt._handle(signal.SIGINT, None)  # from the terminal and from the launcher
+    clock[0] = 101.5
+    interrupt._handle(signal.SIGINT, None)  # late, on a busy machine
     clock[0] = 103.0
     interrupt._handle(signal.SIGTERM, None)  # is already on its way
     with pytest.raises(KeyboardInterrupt):
