@@ -845,9 +845,9 @@ FAULTS = (
     ),
     Fault(
         "train-data-by-name",
-        "warpweave/train.py",
-        'if saved["fingerprint"] != self.train_data.fingerprint:',
-        'if saved["name"] != self.train_data.name:',
+        "warpweave/resume.py",
+        'if saved["fingerprint"] != data.fingerprint:',
+        'if saved["name"] != data.name:',
         "a file whose contents have changed is resumed on",
     ),
     Fault(
@@ -887,8 +887,8 @@ FAULTS = (
     ),
     Fault(
         "config-rate-never-low",
-        "warpweave/train_config.py",
-        "max(1, config.steps - config.warmup)",
+        "warpweave/lr_schedule.py",
+        "max(1, config.steps - begin)",
         "max(1, config.steps)",
         "with a warm-up the learning rate does not come down to its floor",
     ),
@@ -1029,8 +1029,8 @@ FAULTS = (
     Fault(
         "metrics-last-evaluation-twice",
         "warpweave/metrics.py",
-        'if row["step"] < step or (row["step"] == step and not (final and "val_loss" in row))',
-        'if row["step"] <= step',
+        'if row["step"] <= step and row not in again]',
+        'if row["step"] <= step]',
         "resuming a finished run writes its evaluation a second time",
     ),
     Fault(
@@ -1043,8 +1043,8 @@ FAULTS = (
     Fault(
         "metrics-checkpoints-stay",
         "warpweave/metrics.py",
-        "for n in (METRICS, PLOT, CHECKPOINTS, BOARD)",
-        "for n in (METRICS, PLOT, BOARD)",
+        "ours = (METRICS, PLOT, CHECKPOINTS, EVENTS, WANDB, CONFIG)",
+        "ours = (METRICS, PLOT, EVENTS, WANDB, CONFIG)",
         "a new run's folder still holds the earlier run's checkpoints",
     ),
     Fault(

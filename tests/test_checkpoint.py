@@ -131,6 +131,11 @@ def test_a_wrong_config_is_refused_listing_the_fields(tmp_path: Path) -> None:
     ("tensors", "options", "says"),
     [
         ([("a", torch.ones(2)), ("a", torch.ones(2))], {}, "'a' was given twice"),
+        (
+            [("a", torch.ones(2)), ("b", torch.ones(2)), ("a", torch.ones(2))],
+            {"shard_bytes": 8},
+            "'a' was given twice",
+        ),
         ([("__metadata__", torch.ones(2))], {}, "cannot be a tensor's name"),
         ([("a", torch.ones(2, dtype=torch.complex64))], {}, "complex64"),
         ([("a", torch.ones(2, device="meta"))], {}, "meta"),

@@ -1,6 +1,7 @@
 """Data: samples depend on (seed, step, number) alone; splits share no file; errors name files."""
 
 import json
+from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,11 +12,13 @@ import torch
 from warpweave.data import (
     IGNORE,
     DataError,
+    Dataset,
     JsonTokenizer,
     boundaries,
     open_dataset,
     write_token_file,
 )
+from warpweave.data.split import Split
 
 
 def folder_of(path: Path, count: int = 10, size: int = 300) -> Path:
@@ -145,6 +148,36 @@ def test_one_file_is_cut_near_its_end(tmp_path: Path) -> None:
     validation = open_dataset(file, seq_len=4, split="validation", validation_fraction=0.1)
     assert bytes(train.tokens) == bytes(range(1, 91))
     assert bytes(validation.tokens) == bytes(range(91, 101))
+    assert train.starts.dtype == np.int64
+
+
+@pytest.mark.parametrize("fraction", [0.05, 0.1, 0.3])
+def test_the_validation_part_is_the_fraction_to_half_a_token(fraction: float) -> None:
+    for size in range(2, 120):
+        low, high = Split("validation", fraction).cut(size)
+        assert high == size
+        assert high - low == 1 or abs(high - low - fraction * size) <= 0.5, size
+        assert Split("train", fraction).cut(size) == (0, low)
+
+
+# Where float32, int32 and float64 stop counting.
+@pytest.mark.parametrize("size", [2**24 + 7, 2**31 + 7, 2**53 + 7])
+def test_samples_of_a_row_of_any_length_begin_where_whole_numbers_say(size, monkeypatch) -> None:
+    tokens = np.broadcast_to(np.uint8(0), size)  # no memory
+    starts = np.array([0, size - 3], dtype=np.int64)
+    data = Dataset(tokens, starts, 256, "", "", None, seq_len=4, seed=1)
+    assert data.batch(2**40, [2**33])[1].tolist() == [[0, 0, 0, 0]]
+    last = data._windows([size - 5])[1]  # its third label would be the next file's
+    assert last.tolist() == [[0, IGNORE, 0, 0]]
+    begun: list[int] = []
+    monkeypatch.setattr(Dataset, "_windows", lambda self, offsets: begun.extend(offsets))
+    data.fixed_batch(range(7), count=7)
+    data.batch(2**40, range(2**33, 2**33 + 500))
+    assert begun[:7] == [Fraction(i * (size - 5), 6).__floor__() for i in range(7)]
+    assert len(set(begun[7:])) == 500
+    assert max(begun) == size - 5
+    odd = sum(offset % 2 for offset in begun[7:])  # a float of 24 bits has no odd ones here
+    assert 200 < odd < 300
 
 
 def test_the_default_text_is_the_standard_library() -> None:

@@ -18,12 +18,13 @@ ROOMS = {
         ("parallel",),
         ("layers",),
         ("compat", "config", "dtypes", "exchange", "lazy", "messages", "plain_gpt", "shards"),
+        ("config_file", "interrupt", "lr_schedule"),
         ("styles",),
         ("gpt",),
-        ("checkpoint", "data", "engine", "hf", "launch", "memory", "tune"),
+        ("boards", "checkpoint", "data", "engine", "hf", "launch", "memory", "tune"),
         ("convert", "generate"),
         ("prove", "sample_config", "train_config"),
-        ("metrics", "sample"),
+        ("metrics", "resume", "sample"),
         ("train",),
         ("cli",),
     ),
@@ -78,8 +79,8 @@ STDLIB_ONLY = ("warpweave.parallel.schedule", "warpweave.parallel.simulate")
 ALONE = {"warpweave.plain_gpt"}
 LOWER_DEPENDENCIES = {"torch", "triton", "numpy", "einops", "spmd_types"}
 TOP_DEPENDENCIES = LOWER_DEPENDENCIES | {
-    "safetensors", "tyro", "tokenizers", "tqdm", "rich", "matplotlib", "tensorboard",
-    "transformers",
+    "safetensors", "tyro", "tokenizers", "tqdm", "rich", "matplotlib", "tensorboard", "tomli",
+    "transformers", "wandb",
 }  # fmt: skip
 FORBIDDEN_MODULES = (
     "pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve",
