@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 import shutil
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from unittest import mock
 
@@ -20,6 +21,7 @@ from warpweave import generate as module
 from warpweave import sample
 from warpweave.checkpoint import save_checkpoint
 from warpweave.convert import from_hf
+from warpweave.engine import Engine
 from warpweave.generate import Sampling, generate, kept
 from warpweave.gpt import GPT, GPTConfig
 from warpweave.parallel.mesh import Mesh
@@ -145,11 +147,32 @@ def test_the_seed_decides_the_draws(folders):
     assert first == again != other
 
 
+@pytest.mark.parametrize("fails", [False, True], ids=["done", "failed"])
+def test_every_module_is_left_in_the_mode_that_it_was_in(fails):
+    config = GPTConfig(53, 16, 2, 8, 2)
+    gpt, engine = GPT(config), Engine(config, Mesh().connect())
+    runs = {
+        gpt: lambda: generate(gpt, [[1, 2]], Sampling(2)),
+        engine.gpt: lambda: engine.generate(torch.tensor([1]), 2),
+    }
+    for model, run in runs.items():
+        for mode in (True, False):
+            model.train(mode)
+            model.blocks["0"].train(not mode)
+            before = [m.training for m in model.modules()]
+            broken = mock.patch.object(model, "logits", side_effect=RuntimeError("out of memory"))
+            with broken if fails else nullcontext(), suppress(RuntimeError):
+                run()
+            assert [m.training for m in model.modules()] == before
+
+
 @pytest.mark.parametrize(
     ("prompts", "sampling", "message"),
     [
         ([[]], GREEDY, "a prompt must have at least one token"),
         ([[1], [53]], GREEDY, r"tokens must lie in \[0, 53\), got \[53\]"),
+        ([[1.5]], GREEDY, r"a prompt is a row of whole numbers, got \[1.5\]"),
+        ({"input_ids": 1}, GREEDY, "a prompt is a row of whole numbers, got 'input_ids'"),
         ([[1] * 45], GREEDY, "prompt and new tokens are 65, the model's sequence is 64"),
     ],
 )
@@ -158,6 +181,8 @@ def test_prompts_that_the_model_cannot_go_on_with_are_refused(prompts, sampling,
     with pytest.raises(ValueError, match=f"^{message}$"):
         generate(gpt, prompts, sampling)
     assert generate(gpt, [], sampling) == []
+    rows = torch.tensor([[5, 7], [3, 2]])
+    assert generate(gpt, rows, GREEDY) == generate(gpt, rows.tolist(), GREEDY)
     assert generate(gpt, [[1], [2]], Sampling(0)) == [[], []]
 
 
