@@ -110,7 +110,8 @@ def test_twenty_steps_are_those_of_transformers_and_go_back_to_it(llama, tmp_pat
     assert set(back) == set(trained)
     for name in back:
         assert relative_error(back[name], trained[name]) < 1e-3, name
-    assert from_hf(tmp_path / "back").fields == from_hf(llama).fields
+    ends = dict.fromkeys(("bos_token_id", "eos_token_id"))  # its text was bytes
+    assert from_hf(tmp_path / "back").fields == from_hf(llama).fields | ends
 
 
 def test_a_gemma_goes_on_as_transformers_does(tmp_path):

@@ -29,6 +29,7 @@ from warpweave.checkpoint import (
     save_checkpoint,
 )
 from warpweave.config import GPTConfig
+from warpweave.convert.beside import keep_origin
 from warpweave.convert.source import open_model
 from warpweave.data import boundaries
 from warpweave.dtypes import DTYPES
@@ -127,6 +128,8 @@ class Trainer:
             self.metrics = Metrics(
                 config, session, self.model, self.step, tokens_per_step=self.tokens_per_step
             )
+            files = config.out, config.init_from, config.tokenizer_file
+            keep_origin(*files, self.train_data.tokenizer_name, again=config.resume)
 
     def describe(self) -> str:
         """Where and what this run trains, in one line."""
@@ -273,6 +276,7 @@ class Trainer:
                 "name": self.train_data.name,
                 "fingerprint": self.train_data.fingerprint,
                 "sequences_per_step": self.sequences_per_step,
+                "tokenizer": self.train_data.tokenizer_name,
             },
             "optimizer": self.engine.optimizer.state(),
             "settings": self.config.settings,
