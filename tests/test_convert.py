@@ -425,6 +425,8 @@ def test_folders_that_hold_no_model_are_refused(folders, tmp_path):
     for path in (tmp_path / "nowhere", empty):
         with pytest.raises(ConvertError, match=f"^{path} holds no model of transformers: no c"):
             from_hf(path)
+    with pytest.raises(ConvertError, match=r"hub is fetched before: hf download owner/name --loc"):
+        from_hf("owner/name")
     (empty / "config.json").write_text("{")
     with pytest.raises(ConvertError, match=f"^cannot read {empty}/config.json: "):
         from_hf(empty)
