@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from warpweave import export
 from warpweave.checkpoint import open_latest
 from warpweave.convert import ConvertError, from_hf, to_hf
+from warpweave.convert.beside import keep_origin, special_tokens
 from warpweave.convert.source import find_tokenizer, read_stop_tokens
 from warpweave.data import ByteTokenizer, JsonTokenizer
 from warpweave.generate import Sampling, generate
@@ -41,6 +42,7 @@ def _run(folder: Path, **options):
         folder, options.pop("init_from", None), overrides=SMALL, model="toy", **options
     )
     trainer = _trainer(config)
+    trainer.step = 3
     trainer.save()
     return config.out
 
@@ -96,8 +98,52 @@ def test_a_run_is_exported_with_its_own_tokenizer(kind, request, tmp_path, capfd
     assert result["tokenizer"]
     assert set(result["files"]) == {path.name for path in (tmp_path / "out").iterdir()}
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "* Data: text\n* Steps: 0 (0 tokens)\n" in card
+    assert "* Data: text\n* Steps: 3 (192 tokens)\n" in card
     assert str(run.parent) not in card
+
+
+ENDS = ["</s>", "<|endoftext|>"]
+
+
+@pytest.mark.parametrize(
+    ("special", "said", "separator", "eos"),
+    [
+        (["</s>"], {}, None, 99),
+        (ENDS, {}, None, None),  # which of the two is not guessed
+        (ENDS, {"eos_token": "<|endoftext|>"}, None, 100),
+        (ENDS, {"eos_token": {"content": "<|endoftext|>", "special": True}}, 5, 100),
+        (ENDS, {"eos_token": None}, 5, 5),
+        (["</s>"], {}, 5, 5),
+        (["</s>"], {"bos_token": "3"}, None, 99),
+        ([], {}, None, None),
+    ],
+)
+def test_what_ends_a_text_is_said_then_the_separator_then_called_so(
+    special, said, separator, eos, tmp_path
+):
+    files = {
+        "tokenizer.json": _words(tmp_path / "tokenizer.json", *special).read_bytes(),
+        "tokenizer_config.json": json.dumps(said).encode(),
+    }
+    ids = special_tokens(files, GPTConfig(256, 8, 1, 8, 2), separator)
+    bos = 3 if "bos_token" in said else 98
+    assert ids == {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": None}
+
+
+def test_a_run_keeps_what_its_last_beginning_had(tmp_path):
+    def kept() -> set[str]:
+        return {path.name for path in (tmp_path / "run" / "origin").iterdir()}
+
+    one, other = (_words(tmp_path / name, "</s>") for name in ("tokenizer.json", "other.json"))
+    (tmp_path / "merges.txt").touch()
+    keep_origin(tmp_path / "run", None, one, "x", again=False)
+    assert kept() == {"tokenizer.json", "merges.txt"}
+    keep_origin(tmp_path / "run", None, None, "bytes", again=True)
+    assert kept() == {"tokenizer.json", "merges.txt"}
+    keep_origin(tmp_path / "run", None, other, "x", again=False)
+    assert kept() == {"tokenizer.json"}
+    keep_origin(tmp_path / "run", None, None, "bytes", again=False)
+    assert kept() == set()
 
 
 def test_what_a_user_has_is_not_written_over(bytes_run, tmp_path, capfd):

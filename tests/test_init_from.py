@@ -195,12 +195,13 @@ def test_the_models_tokenizer_is_the_default(llama, tmp_path):
         assert tokens.open_data("train").vocab_size == 7
     finally:
         (llama / "tokenizer.json").unlink()
-    (llama / "tokenizer.model").touch()
-    try:
-        with pytest.raises(ConvertError, match=r"has tokenizer.model but no tokenizer.json, "):
-            config.open_data("train")
-    finally:
-        (llama / "tokenizer.model").unlink()
+    for other in ("tokenizer.model", "vocab.json", "tokenizer_config.json"):
+        (llama / other).touch()
+        try:
+            with pytest.raises(ConvertError, match=rf"has {other} but no tokenizer.json, "):
+                config.open_data("train")
+        finally:
+            (llama / other).unlink()
 
 
 @pytest.mark.parametrize(
