@@ -18,6 +18,7 @@ import torch
 from warpweave.boards import EVENTS, WANDB, open_boards
 from warpweave.config import GPTConfig
 from warpweave.config_file import options_of, write_options
+from warpweave.convert.beside import ORIGIN
 from warpweave.kernels.devices import find_device
 from warpweave.launch import Session
 from warpweave.messages import say
@@ -165,6 +166,7 @@ def set_aside(folder: Path) -> None:
         number += 1
     aside = folder / f"earlier-{number}"
     aside.mkdir()
-    for name in names:
-        (folder / name).rename(aside / name)
+    for name in (*names, ORIGIN):
+        if (folder / name).exists():
+            (folder / name).rename(aside / name)
     say(f"the earlier run in {folder} was moved to {aside} (--resume would have gone on with it)")

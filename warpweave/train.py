@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from warpweave.checkpoint import CheckpointError, save_checkpoint
 from warpweave.config import GPTConfig
+from warpweave.convert.beside import keep_origin
 from warpweave.convert.source import open_model
 from warpweave.data import boundaries
 from warpweave.dtypes import DTYPES
@@ -107,6 +108,8 @@ class Trainer:
                 tokens_per_step=self.tokens_per_step,
                 evaluates=self.over or self._due,
             )
+            files = config.out, config.init_from, config.tokenizer_file
+            keep_origin(*files, self.train_data.tokenizer_name, again=config.resume)
 
     def describe(self) -> str:
         """Where and what this run trains, in one line."""
@@ -292,6 +295,7 @@ class Trainer:
                 "name": self.train_data.name,
                 "fingerprint": self.train_data.fingerprint,
                 "sequences_per_step": self.sequences_per_step,
+                "tokenizer": self.train_data.tokenizer_name,
             },
             "progress": dataclasses.asdict(self.progress),
             "optimizer": self.engine.optimizer.state(),

@@ -77,7 +77,8 @@ class TrainConfig:
     )
     """What is other than in the preset."""
     init_from: Path | None = None
-    """Start from a model instead of a preset: of transformers, or a run's folder or checkpoint."""
+    """Start from a model instead of a preset: a folder of transformers (``hf download NAME
+    --local-dir FOLDER`` fetches one of the hub), or a run's folder or checkpoint."""
 
     data: Path | None = None
     """UTF-8 text file, folder of them, or token file; default: Python's standard library source."""

@@ -117,6 +117,15 @@ def _expect(fields: Mapping[str, Any], name: str, *values: Any) -> Any:
     return value
 
 
+def _expect_whole_heads(c: Mapping[str, Any]) -> None:
+    """What the records of some families insist on, though their heads may be of any width."""
+    if c["hidden_size"] % c["num_attention_heads"]:
+        raise ConvertError(
+            f"hidden_size = {c['hidden_size']} does not divide by num_attention_heads = "
+            f"{c['num_attention_heads']}"
+        )
+
+
 def _or(fields: Mapping[str, Any], name: str, default: Any) -> Any:
     """A field that is missing or null is its family's default."""
     value = fields.get(name)
@@ -127,18 +136,18 @@ def _or(fields: Mapping[str, Any], name: str, default: Any) -> Any:
 
 
 def _read_rotary(c: Mapping[str, Any], *, kv_heads: int | None = None, **more: Any) -> GPTConfig:
-    """A decoder with rotary positions, RMSNorm and a gate; `kv_heads` is the family's default."""
+    """A decoder with rotary positions, RMSNorm and a gate; `kv_heads` is the family's default where
+    the field is missing, null is as many as `heads`."""
     if "activation" not in more:
         _expect(c, "hidden_act", "silu")
-    heads = c["num_attention_heads"]
     theta, scaling = _read_rope(c)
     return GPTConfig(
         vocab_size=c["vocab_size"],
         seq_len=c["max_position_embeddings"],
         layers=c["num_hidden_layers"],
         width=c["hidden_size"],
-        heads=heads,
-        kv_heads=_or(c, "num_key_value_heads", heads if kv_heads is None else kv_heads),
+        heads=c["num_attention_heads"],
+        kv_heads=c.get("num_key_value_heads", kv_heads),
         hidden=c["intermediate_size"],
         head_size=c.get("head_dim"),
         positions="rope",
@@ -224,8 +233,9 @@ def _write_rope(c: GPTConfig) -> dict[str, Any]:
 
 
 def _read_llama(c: Mapping[str, Any]) -> GPTConfig:
+    _expect_whole_heads(c)
     bias = c.get("attention_bias", False)
-    _expect(c, "mlp_bias", bias) if "mlp_bias" in c or bias else None
+    _expect({"mlp_bias": c.get("mlp_bias", False)}, "mlp_bias", bias)
     return _read_rotary(c, bias=bias)
 
 
@@ -246,6 +256,8 @@ def _write_mistral(c: GPTConfig) -> dict[str, Any]:
 
 def _read_phi3(c: Mapping[str, Any]) -> GPTConfig:
     window = c.get("sliding_window")
+    if _read_rope(c)[1] is not None:
+        raise ConvertError("RoPE scaling of phi3 models is not supported")
     return _read_rotary(
         {k: v for k, v in c.items() if k != "head_dim"}
         | {"rms_norm_eps": _or(c, "rms_norm_eps", 1e-5)},
@@ -281,10 +293,9 @@ def _kinds_of(c: GPTConfig) -> list[str]:
 
 
 def _qwen_windows(c: Mapping[str, Any]) -> tuple[int, ...]:
-    window, first = c.get("sliding_window", 4096), c.get("max_window_layers", 28)
-    if not c.get("use_sliding_window", False) or window is None:
-        return ()
-    return _windows_of(c, window, lambda i: i >= first)
+    first, used = c.get("max_window_layers", 28), c.get("use_sliding_window", False)
+    window = c.get("sliding_window", 4096) if used else None
+    return _windows_of(c, window, lambda i: window is not None and i >= first)
 
 
 def _write_qwen(c: GPTConfig) -> dict[str, Any]:
@@ -309,6 +320,7 @@ def _read_qwen3(c: Mapping[str, Any]) -> GPTConfig:
 
 def _read_gemma(c: Mapping[str, Any], **more: Any) -> GPTConfig:
     """What Gemma 2 and 3 share."""
+    _expect_whole_heads(c)
     _expect(c, "hidden_activation", "gelu_pytorch_tanh", None)
     _expect(c, "attention_bias", False)
     _expect(c, "use_bidirectional_attention", False, None)
@@ -353,19 +365,29 @@ def _read_gemma3(c: Mapping[str, Any]) -> GPTConfig:
         raise ConvertError(
             f"rope_parameters of {', '.join(both)} are not supported, only by layers"
         )
-    full, local = (both.get(kind) or {} for kind in _KINDS)
+    full, local = (both.get(kind) or {"rope_type": "default"} for kind in _KINDS)
     full = {"rope_theta": _or(c, "rope_theta", 1e6)} | full | (c.get("rope_scaling") or {})
     local = {"rope_theta": _or(c, "rope_local_base_freq", 1e4)} | local
-    theta, scaling = _read_rope({**c, "rope_scaling": None, "rope_parameters": local})
-    if scaling is not None:
-        raise ConvertError("RoPE scaling of sliding_attention is not supported")
+    c = {
+        k: v for k, v in c.items() if k not in ("rope_scaling", "original_max_position_embeddings")
+    }
+    windows = _windows_of(c, c.get("sliding_window", 4096), lambda i: (i + 1) % every != 0)
+    theta, scaling = _read_rope(c | {"rope_parameters": local})
+    if (
+        any(windows)
+        and scaling is not None
+        and (theta, scaling) != _read_rope(c | {"rope_parameters": full})
+    ):
+        raise ConvertError(
+            "RoPE scaling of sliding_attention is not supported, unless it is that of all"
+        )
     return _read_gemma(
-        {**c, "rope_scaling": None, "rope_parameters": full},
+        c | {"rope_parameters": full},
         qk_norm=True,
-        windows=_windows_of(c, c.get("sliding_window", 4096), lambda i: (i + 1) % every != 0),
+        windows=windows,
         softcap=c.get("attn_logit_softcapping"),
         logit_softcap=c.get("final_logit_softcapping"),
-        local_rope_theta=theta,
+        local_rope_theta=theta if scaling is None else None,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -144,8 +145,13 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_bytes())
     except FileNotFoundError:
+        name, recipe = path.parent, ""
+        if not name.exists() and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(name)):
+            recipe = (
+                f"; a model of the hub is fetched before: hf download {name} --local-dir FOLDER"
+            )
         raise ConvertError(
-            f"{path.parent} holds no model of transformers: no {path.name}"
+            f"{name} holds no model of transformers: no {path.name}{recipe}"
         ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise ConvertError(f"cannot read {path}: {one_line(error)}") from None

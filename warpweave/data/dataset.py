@@ -38,6 +38,12 @@ class Corpus:
         """Number of tokens."""
         return len(self.tokens)
 
+    @property
+    def tokenizer_name(self) -> str | None:
+        """What the text went through: "bytes", or the SHA-256 of a tokenizers JSON; None of a token
+        file."""
+        return None if self.tokenizer is None else self.tokenizer.fingerprint
+
 
 @dataclasses.dataclass(frozen=True)
 class Dataset(Corpus):
