@@ -188,6 +188,7 @@ def _head(group, dtype, most, way: str, cut: bool, softcap: float | None) -> Non
             x, mine, LABELS, recompute=recompute, softcap=softcap, **options
         )
         (dx,) = torch.autograd.grad(loss, [x])
+        assert loss.dtype == torch.float32
         assert_rounded(loss, 15 * torch.tensor(V).double().log(), "loss")
         assert_rounded(dx, share(wanted, tokens, group), ("dx", recompute))
 
@@ -211,10 +212,12 @@ def _losses(group, dtype, most, softcap: float | None) -> None:
             x.to(dtype), share(weight, 0, group).to(dtype), LABELS, softcap=softcap,
             reduction="none", **options,
         )  # fmt: skip
+        assert found.dtype == torch.float32
         return assert_rounded(found, truth.detach(), "losses")
     (dz,) = torch.autograd.grad(truth.sum(), [leaf])
     (mine,) = leaves(group, dtype, (z, 1))
     losses = tensor.vocab_parallel_cross_entropy(mine, LABELS, **options)
+    assert losses.dtype == torch.float32
     assert_rounded(losses, truth.detach(), "losses")
     found = torch.autograd.grad(losses.sum(), [mine])[0]
     return assert_rounded(found, share(dz, 1, group), "dz", noise=2**-20 if most < 60 else 2**-15)
