@@ -27,6 +27,7 @@ from warpweave.parallel.schedule.actions import (
     RESHARD,
     SEND_F,
     TIE,
+    UNSHARD,
     UPDATE,
     WHOLE,
     Action,
@@ -158,7 +159,7 @@ LINEARS = [
         (lambda group, f=linear: f(group, x=x[0]), r"last dim of x \(of two at least\)"),
         (lambda _, f=linear: f(None, x=x[0]), None),
         (lambda group, f=linear: f(group, x=x[:, :5]), "must be dim 1 of the weight"),
-        (lambda group, f=linear: f(group, w=w[None]), "must be dim 1 of the weight"),
+        (lambda group, f=linear: f(group, w=w[..., None]), "must be dim 1 of the weight"),
         (lambda group, f=linear: f(group, b=b[:4]), r"bias\(4,\) does not fit"),
     )
 ]
@@ -169,6 +170,7 @@ LINEARS = [
         *LINEARS,
         (lambda group: _row(group, x=x[:3], **CUT), "3 tokens .* not divisible by the 2"),
         (lambda group: _row(group, x=x[:3]), None),
+        (lambda group: _row(group, **CUT), None),
         (lambda _: _row(None, x=x[:3], **CUT), None),
         (lambda group: _column(group, x=x[:3], **CUT), None),  # of each rank
         (lambda group: _embedding(group), None),
@@ -193,7 +195,7 @@ LINEARS = [
         (lambda group: _mlp(group, x=x[0]), "two dims at least"),
         (lambda _: _mlp(None, x=x[0]), None),
         (lambda group: _qkv(group), None),
-        (lambda group: _qkv(group, x=x[None]), r"got \[1, 4, 6\] on 1 ranks"),
+        (lambda group: _qkv(group, x=x[:, None]), r"got \[4, 1, 6\] on 1 ranks"),
         (lambda group: _qkv(group, x=x[:3]), r"\[2, 2\], .* got \[3, 6\] on 1 ranks"),
         (lambda group: _qkv(group, x=x[:2], **CUT), None),
         (lambda group: _qkv(group, **CUT), r"got \[4, 6\] on 2 ranks"),
@@ -223,6 +225,13 @@ def _replaced(old: str, *new: Action) -> list[list[Action]]:
     return [[x for a in own for x in (new if str(a) == old else (a,))] for own in CROSSED]
 
 
+SPLIT = [Action(op, 0, 0) for op in (F, I, W)]
+
+
+def _gathered(*actions: Action | str) -> None:
+    validate([[Action(a, 0) if isinstance(a, str) else a for a in actions]])
+
+
 GENERATORS = [gpipe, one_f_one_b, lambda p, m: interleaved(p, m, 2)]
 
 
@@ -248,7 +257,7 @@ GENERATORS = [gpipe, one_f_one_b, lambda p, m: interleaved(p, m, 2)]
         (lambda: _valid(Action(F, 0, 0)), "2 F, 1 B"),
         (lambda: _valid(Action(B, 0, 0)), "1 F, 2 B"),
         (lambda: _valid(lists=[[Action(F, 0, 0), Action(I, 0, 0)]]), "1 I and 0 W"),
-        (lambda: _valid(lists=[[Action(F, 0, 0), Action(I, 0, 0), Action(W, 0, 0)]]), None),
+        (lambda: _valid(lists=[SPLIT]), None),
         (lambda: _valid(microbatches=2), "micro-batch 1 has 0 F"),
         (lambda: _valid(Action(F, 0, 1), microbatches=1), "micro-batch 1 is not one of 1"),
         (lambda: _valid(Action(F, 0, WHOLE)), "micro-batch -1 is not one of 1"),
@@ -274,6 +283,15 @@ GENERATORS = [gpipe, one_f_one_b, lambda p, m: interleaved(p, m, 2)]
         (lambda: _valid(Action(REDUCE, 0), at=1), "not reduced before the end"),
         (lambda: _valid(Action(UPDATE, 0, WHOLE, 1), Action(REDUCE, 0)), "not reduced before UPD"),
         (lambda: _valid(Action(TIE, 0), Action(REDUCE, 0)), "not reduced before TIE"),
+        # parameters that are gathered
+        (lambda: _gathered(UNSHARD, *ONE, RESHARD), None),
+        (lambda: _gathered(*ONE, UNSHARD, RESHARD), "reads parameters that are not gathered"),
+        (lambda: _gathered(UNSHARD, *ONE, RESHARD, Action(UPDATE, 0, WHOLE, 1)), None),
+        (lambda: _gathered(UNSHARD, *ONE, Action(UPDATE, 0, WHOLE, 1), RESHARD), "are gathered"),
+        (lambda: _gathered(UNSHARD, UNSHARD, *ONE, RESHARD), "stage 0 are gathered"),
+        (lambda: _gathered(UNSHARD, *ONE, RESHARD, RESHARD), "stage 0 are not gathered"),
+        (lambda: _gathered(UNSHARD, *ONE), "left gathered at the end"),
+        (lambda: _gathered(UNSHARD, *SPLIT[:2], RESHARD, SPLIT[2]), None),  # a W reads none
         # messages
         (lambda: _valid(lists=CROSSED), None),
         (lambda: _valid(lists=_replaced("0SEND_F0")), "0SEND_F0 occurs 0 times"),

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from warpweave.parallel import collectives, tensor
 from warpweave.parallel.collectives import group_rank, group_size
-from warpweave.parallel.data.optimizer import SGD
+from warpweave.parallel.data.optimizer import SGD, AdamW
 from warpweave.parallel.data.zero import Unit, ZeroOptimizer
-from warpweave.parallel.mesh import ConnectedMesh, Mesh
+from warpweave.parallel.mesh import ConnectedMesh, Mesh, single
 from warpweave.parallel.shard import Cut, ParamRecord
 
 RANKS = (1, 2, 8)
@@ -335,3 +335,14 @@ def _zero(mesh: ConnectedMesh, stage: int) -> None:
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(dp=8), MESH])
 def test_gradients_in_16_bits_are_summed_in_fp32_over_micro_batches_and_ranks(mesh, stage) -> None:
     on_mesh(mesh, _zero, stage)
+
+
+def test_an_update_after_two_to_the_24_is_counted() -> None:
+    """fp32 has no odd numbers there."""
+    unit = Unit("unit", [(ParamRecord("p", (3,)), nn.Parameter(torch.ones(3)))], single())
+    optimizer = ZeroOptimizer([unit], single(), AdamW())
+    optimizer.load_state({"count": 2.0**24})
+    for _ in range(3):
+        optimizer.step(0.1)
+    assert optimizer.state()["count"] == 2**24 + 3
+    assert [float(step) for steps in optimizer.steps for step in steps] == [2**24 + 3]
