@@ -291,6 +291,19 @@ def test_products_run_in_the_dtype_of_autocast_but_for_float64():
     assert on_threads(3, places) == [[Place("CPU", "gloo", 3, name) for name in names]] * 3
 
 
+def test_times_of_two_products_are_added_up(table):
+    """Of which the slower one alone would say the opposite."""
+    first = row(us={"none": 10.0, "chunked": 9.0})
+    table(first, row(moves="scatter", us={"none": 10.0, "chunked": 10.5}))
+    products = [Product(1024, 256, 512, 2, moves) for moves in ("gather", "scatter")]
+
+    def take(group: Group) -> str:
+        return choose_way(products, torch.empty(0), group, None, "triton").why
+
+    said = "measured, none 20, chunked 20 us: 1.03 x none"
+    assert on_threads(2, take) == [said] * 2
+
+
 def _compiled(rank: int) -> None:
     x, w = draw(rank, 6, 4), draw(1, 8, 4)
     call = torch.compile(column_parallel_linear, backend="aot_eager")

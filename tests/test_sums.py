@@ -11,6 +11,8 @@ Ranks are threads (`threads.py`), which also see that all of them begin the same
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -337,12 +339,15 @@ def test_gradients_in_16_bits_are_summed_in_fp32_over_micro_batches_and_ranks(me
     on_mesh(mesh, _zero, stage)
 
 
-def test_an_update_after_two_to_the_24_is_counted() -> None:
+@pytest.mark.parametrize("rule", [AdamW(), SGD()])
+def test_an_update_after_two_to_the_24_is_counted_and_none_that_was_skipped(rule) -> None:
     """fp32 has no odd numbers there."""
     unit = Unit("unit", [(ParamRecord("p", (3,)), nn.Parameter(torch.ones(3)))], single())
-    optimizer = ZeroOptimizer([unit], single(), AdamW())
+    optimizer = ZeroOptimizer([unit], single(), rule)
     optimizer.load_state({"count": 2.0**24})
-    for _ in range(3):
+    for gradient in (0.0, 1.0, math.inf, 2.0):
+        unit.gradients.flat[:3] = gradient
         optimizer.step(0.1)
     assert optimizer.state()["count"] == 2**24 + 3
     assert [float(step) for steps in optimizer.steps for step in steps] == [2**24 + 3]
+    assert unit.parameters.flat.isfinite().all()
