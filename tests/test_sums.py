@@ -261,7 +261,11 @@ def _norm(group, dtype, most) -> None:
     y = F.rms_norm(truth, (64,), w, 1e-5)
     (dx,) = torch.autograd.grad(y, [truth], dy)
     (mine,), of_dy = leaves(group, dtype, (x, 1)), share(dy, 1, group).to(dtype)
-    found = tensor.cut_rms_norm(mine, share(w, 0, group).to(dtype), 1e-5, group=group)
+    given = mine, share(w, 0, group).to(dtype), 1e-5
+    wide = tensor.cut_rms_norm(*given, group=group, out_dtype=torch.float32)
+    assert wide.dtype == torch.float32
+    assert_rounded(wide, share(y.detach(), 1, group), "fp32 y")
+    found = tensor.cut_rms_norm(*given, group=group)
     assert_rounded(found, share(y.detach(), 1, group), "y")
     assert_rounded(torch.autograd.grad(found, [mine], of_dy)[0], share(dx, 1, group), "dx")
 
