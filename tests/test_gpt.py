@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import json
 import math
+from itertools import pairwise
 from unittest import mock
 
 import pytest
@@ -414,20 +415,20 @@ def test_packed_documents_are_each_computed_as_if_alone(config):
     gpt, _ = _scattered(config)
     tokens, labels = _tokens()
     bounds = torch.tensor(
-        [[0, 5, 5, 9, 12], [0, 1, 7, 12, 12], [0, 12, 12, 12, 12], [0, 0, 4, 4, 6]]
+        [[0, 5, 5, 9, 12], [0, 1, 7, 12, 12], [0, 12, 12, 12, 12], [0, 0, 4, 6, 12]]
     )
     for documents in (bounds, bounds[1]):
         each = documents.expand(len(tokens), -1)
         logits = gpt(tokens, documents=documents)
         for row, ends in enumerate(each.tolist()):
-            for a, b in zip(ends, [*ends[1:], tokens.shape[1]]):
+            for a, b in pairwise(ends):
                 if a < b:
                     alone = gpt(tokens[row : row + 1, a:b])[0]
                     assert_close_f64(logits[row, a:b], alone, RTOL)
     loss = gpt(tokens, labels, documents=bounds)
     valid, sums = int((labels != -100).sum()), torch.zeros((), **F64)
     for row, ends in enumerate(bounds.tolist()):
-        for a, b in zip(ends, [*ends[1:], tokens.shape[1]]):
+        for a, b in pairwise(ends):
             here = labels[row : row + 1, a:b]
             if (count := int((here != -100).sum())) > 0:
                 sums = sums + gpt(tokens[row : row + 1, a:b], here) * count / valid
@@ -441,6 +442,8 @@ def test_packed_documents_are_each_computed_as_if_alone(config):
     for wrong, shape in ((bounds[:3], r"\(3, 5\)"), (apart, r"\(4, 2, 5\)")):
         with pytest.raises(ValueError, match=rf"shape \[n \+ 1\] or \[4, n \+ 1\], got {shape}"):
             gpt(tokens, documents=wrong)
+    with pytest.raises(ValueError, match=r"boundaries up to 12, where .* got \[0, 5, 48\]"):
+        gpt.micro_batch(tokens, labels, valid, documents=torch.tensor([0, 5, 48]))
 
 
 def test_a_batch_without_labels_has_loss_zero():

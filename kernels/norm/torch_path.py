@@ -51,6 +51,16 @@ def norm_sum(
     return s if residual is None else s + residual
 
 
+def whole_features(x: torch.Tensor) -> torch.Tensor:
+    """x[..., E], gathered if it is a DTensor that is cut on E: as `sharding` does for operators."""
+    if not hasattr(x, "placements"):
+        return x
+    from torch.distributed.tensor import Replicate  # imported already: x is one
+
+    places = [Replicate() if place.is_shard(x.ndim - 1) else place for place in x.placements]
+    return x if places == list(x.placements) else x.redistribute(placements=places)
+
+
 def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """x.to(dtype), without the microsecond that this takes to do nothing."""
     return x if x.dtype == dtype else x.to(dtype)

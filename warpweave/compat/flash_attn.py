@@ -331,7 +331,8 @@ def _attend(
     mask = _mask(causal, window_size, q.shape[1], k.shape[1])
     if first is not None:
         start = max(q.shape[1] - k.shape[1], 0)  # where the keys' rows begin
-        end = 2 * (q.shape[1] + k.shape[1])  # beyond every position, also of a lopsided window's
+        # beyond every position, also of a lopsided window's
+        end = 2 * (q.shape[1] + k.shape[1]) if "q_runs" in mask else q.shape[1]
         ends = torch.tensor([[0, end]], device=q.device).expand(len(q), -1)
         mask["documents"] = torch.stack((ends, ends.clamp(min=start + first[:, None])), 1)
     o, lse = attention(q, k, v, return_lse=True, **mask, **options)
