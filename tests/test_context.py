@@ -91,11 +91,7 @@ def _options(length: int) -> list[dict]:
         {"softcap": 2.0, "scale": 0.7},
         {"sinks": SINKS},
         {"documents": documents, "causal": False},
-        {
-            "documents": F.pad(
-                torch.stack((documents, documents.clamp(max=2))), (0, 1), value=length
-            )
-        },
+        {"documents": torch.stack((documents, others))},
         {"documents": torch.stack((documents, documents.clamp(2, length - 3))).expand(2, -1, -1)},
         dropout,
         together | dropout,

@@ -173,7 +173,7 @@ def check_boundaries(options: AttentionOptions, queries: int, keys: int) -> None
     whole = options.q_runs is None and options.k_runs is None
     if not documents.is_cpu:
         if of_each and n > 2 and whole:  # two entries mean the same either way
-            raise ValueError(_boundaries_of_each(n, [*documents.shape]))
+            raise ValueError(_boundaries_of_each(documents))
         return
     if type(documents) is not torch.Tensor or torch.compiler.is_compiling():  # no values: a tracer
         return
@@ -187,7 +187,7 @@ def check_boundaries(options: AttentionOptions, queries: int, keys: int) -> None
     end, end_of_k = _end(options.q_runs, queries), _end(options.k_runs, keys)
     end = end if apart else max(end, end_of_k)
     if of_each and (ends < n).any() and n > 2:
-        raise ValueError(_boundaries_of_each(n, documents.tolist()))
+        raise ValueError(_boundaries_of_each(documents))
     if (ends < end).any() or (whole and (ends > end).any()):
         raise ValueError(
             f"documents must be boundaries up to {end}{'' if whole else ' or more'}, where the "
@@ -214,10 +214,10 @@ def _end(runs: Sequence[Run] | None, rows: int) -> int:
     return max((run.positions[-1] + 1 for run in runs if run.length), default=0)
 
 
-def _boundaries_of_each(n: int, given: list) -> str:
+def _boundaries_of_each(documents: torch.Tensor) -> str:
     return (
-        f"documents must be boundaries, not the document of each of the {n} tokens, got {given}; "
-        "boundaries that are as many may repeat the last one"
+        f"documents must be boundaries, not the document of each of the {documents.shape[-1]} "
+        f"tokens, got {[*documents.shape]}; boundaries that are as many may repeat the last one"
     )
 
 
