@@ -158,7 +158,9 @@ LENGTHS = [  # and whether both have one tensor of boundaries
 @pytest.mark.parametrize(("q_lengths", "k_lengths", "shared"), LENGTHS)
 def test_packed_sequences_are_each_alone(q_lengths, k_lengths, window, causal, shared):
     cu_q, cu_k = (torch.tensor([0, *lengths]).cumsum(0).int() for lengths in (q_lengths, k_lengths))
-    inputs = [x.detach()[0].requires_grad_() for x in _qkv(sum(q_lengths), sum(k_lengths), 1)]
+    inputs = [x.detach()[0] for x in _qkv(sum(q_lengths), sum(k_lengths), 1)]
+    inputs[2] = inputs[2][..., : D if causal else 5].clone()  # values of a head size of their own
+    inputs = [x.requires_grad_() for x in inputs]
     q, k, v = inputs
     found = fa.flash_attn_varlen_func(
         q, k, v, cu_q, cu_q if shared else cu_k, max(q_lengths), max(k_lengths),
@@ -178,6 +180,12 @@ def test_as_many_boundaries_as_rows_are_boundaries(q_lengths, rows):
     found = fa.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 1, 2)
     total = sum(q_lengths)
     truth = [_truth(*(x[None] for x in each))[0][0] for each in
+             zip(q[:total].split(q_lengths), k.split([1, 2, 1]), v.split([1, 2, 1]))]  # fmt: skip
+    _agree(found[:total], torch.cat(truth))
+    v = v[..., :3]  # one call for each
+    found = fa.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 1, 2, causal=True)
+    assert found.shape == (rows, H, 3)
+    truth = [_truth(*(x[None] for x in each), causal=True)[0][0] for each in
              zip(q[:total].split(q_lengths), k.split([1, 2, 1]), v.split([1, 2, 1]))]  # fmt: skip
     _agree(found[:total], torch.cat(truth))
 

@@ -169,7 +169,7 @@ def flash_attn_varlen_func(
         o, lse = _attend(*sequence, causal, window_size, where)
         parts.append((o[0], lse[0]))
     rest = len(q) - q_ends[-1]
-    o = torch.cat([o for o, _ in parts] + [q.new_zeros(rest, *q.shape[1:])])
+    o = torch.cat([o for o, _ in parts] + [q.new_zeros(rest, q.shape[1], v.shape[2])])
     lses = [lse for _, lse in parts]
     none = torch.full((q.shape[1], rest), -torch.inf, device=q.device)
     return _result((o, torch.cat([*lses, none.to(lses[0].dtype if lses else None)], 1)),
