@@ -83,7 +83,8 @@ def _options(length: int) -> list[dict]:
     documents = torch.tensor([0, 3, 3, length // 2 + 1, length])
     others = torch.tensor([0, 0, 2, length - 2, length])
     dropout = {"dropout": 0.3, "dropout_seed": 7, "dropout_origin": (3, 2)}
-    together = {"window": length // 2, "documents": documents, "softcap": 2.0, "sinks": SINKS}
+    each = torch.stack((documents, others))
+    together = {"window": length // 2, "documents": each, "softcap": 2.0, "sinks": SINKS}
     return [
         {"window": 4},
         {"window": length // 2 + 1, "causal": False},
@@ -91,7 +92,7 @@ def _options(length: int) -> list[dict]:
         {"softcap": 2.0, "scale": 0.7},
         {"sinks": SINKS},
         {"documents": documents, "causal": False},
-        {"documents": torch.stack((documents, others))},
+        {"documents": each},
         {"documents": torch.stack((documents, documents.clamp(2, length - 3))).expand(2, -1, -1)},
         dropout,
         together | dropout,

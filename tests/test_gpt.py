@@ -409,6 +409,27 @@ def test_a_balanced_plan_cuts_every_micro_batch_by_its_documents():
     assert max(layout.pairs(documents)) < 0.7 * max(gpt.layout.pairs(documents))
 
 
+@pytest.mark.parametrize("kind", ["zigzag", "contiguous", "striped", "balanced"])
+def test_a_layer_drops_by_the_number_of_the_token_wherever_it_lies(kind):
+    """Whatever the cut and the documents of its sample; the mask of a token is a function of it."""
+    tokens, labels = _tokens()
+    plan = ParallelPlan(layout=kind, sequence_parallel=False)
+    config = dataclasses.replace(CONFIGS["gpt2"], dropout=0.1)
+    ids = torch.tensor([2**40, 3, 1, 7])
+    wanted = ids[:, None] * 12 + torch.arange(12)
+    each = torch.tensor([[0, 5, 5, 12], [0, 1, 12, 12], [0, 0, 4, 12], [0, 12, 12, 12]])
+    for documents, sizes in ((None, Mesh(cp=3)), (each, Mesh(cp=3)), (each, Mesh(cp=2))):
+        shards = []
+        for rank in range(sizes.cp):
+            names = ("pp", "dp", "cp", "tp", "data", "world")
+            mesh = ConnectedMesh(sizes, rank, dict.fromkeys(names), None)
+            gpt = GPT(config, mesh=mesh, plan=plan, device="meta")
+            given = {"sample_ids": ids, "documents": documents}
+            context = gpt.micro_batch(tokens, labels, torch.ones(()), **given).context
+            shards.append(context.token_ids.view(4, -1))
+        assert torch.equal(context.layout.unshard(shards, 1), wanted)
+
+
 @EACH
 def test_packed_documents_are_each_computed_as_if_alone(config):
     """Logits and gradients; the boundaries of one sample, or of every sample, empty ones too."""
