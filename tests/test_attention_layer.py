@@ -174,6 +174,7 @@ def test_a_token_sees_no_later_one_but_all_earlier_ones():
         (6, {"num_kv_heads": 4}, "6 query heads do not divide by 4 KV heads"),
         (6, {"num_kv_heads": 0}, "need at least one head, got 6 and 0 KV heads"),
         (0, {}, "need at least one head, got 0 and 0 KV heads"),
+        (0, {"num_kv_heads": 1}, "need at least one head, got 0 and 1 KV heads"),
         (4, {"rope_theta": 1e4}, "rope needs an even head size, got 3"),
         (4, {"style": HeadStyle(0)}, "head_dim must be at least 1, got 0"),
         (6, {"num_kv_heads": 3, "mesh": ConnectedMesh(Mesh(tp=2), 0, {"tp": None}, None)},
@@ -183,6 +184,8 @@ def test_a_token_sees_no_later_one_but_all_earlier_ones():
 def test_heads_that_do_not_fit_are_refused_by_their_numbers(heads, options, message):
     with pytest.raises(ValueError, match=f"^{message}$"):
         Attention(12, heads, **options)
+    assert Attention(12, 5, style=HeadStyle(4)).head_dim == 4  # whatever does not divide
+    assert Attention(12, 4).head_dim == 3  # nothing turns
 
 
 def test_inputs_without_batch_or_rotary_table_are_refused():

@@ -381,6 +381,15 @@ REFUSED = {
     "three dims": (
         lambda: CE()(torch.ones(2, 3, V), torch.ones(2, 3, dtype=torch.int64)), "flatten them"
     ),
+    "three q": (
+        lambda: liger.liger_rotary_pos_emb(*[torch.ones(4, 7, 8), torch.ones(2, 4, 7, 8)] * 2),
+        "q and k must have four dims, got .4, 7, 8. and",
+    ),
+    "three k": (
+        lambda: liger.liger_rotary_pos_emb(*[torch.ones(2, 4, 7, 8), torch.ones(4, 7, 8)] * 2),
+        "q and k must have four dims, got .2, 4, 7, 8. and .4, 7, 8.",
+    ),
+    "flat logits": (lambda: CE()(torch.ones(V), torch.ones(V, dtype=torch.int64)), "flatten"),
     "labels": (
         lambda: FUSED()(torch.ones(V, E), torch.ones(6, E), torch.ones(2, 3, dtype=torch.int64)),
         "flatten them",

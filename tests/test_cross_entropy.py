@@ -321,7 +321,10 @@ def test_labels_outside_the_vocabulary_are_refused_on_cpu(label, impl):
             ),
             r"contiguous rows, got strides \[1, 3\]",
         ),
+        (lambda z, t: cross_entropy(z[:, 0], t[:, None].expand(3, 1)[:, 0]), r"got \[3\] and"),
         (lambda z, t: cross_entropy_fwd(z, t, vocab_start=-1), "-1"),
+        (lambda z, t: cross_entropy_fwd(z, t, vocab_size=0), "vocab_size >= 1, got 0, 0"),
+        (lambda z, t: cross_entropy_bwd(z[0], z, t, z[:, 0]), r"dloss and lse \[3\], got \[10\]"),
         (lambda z, t: cross_entropy_bwd(z[:, 0], z, t, z[0]), r"\[10\]"),
     ],
 )

@@ -125,8 +125,9 @@ def test_shapes_that_do_not_fit_raise(impl) -> None:
         apply_rope(x, cos[:, :0], sin[:, :0], impl=impl)
     with pytest.raises(ValueError, match=r"float dtype, got torch\.int64 and torch\.float"):
         apply_rope(x, cos.long(), sin, impl=impl)
-    with pytest.raises(ValueError, match=r"must be \[S, R/2\]"):
-        apply_rope(x, cos[:4], sin[:4], impl=impl)
+    for table in ((cos[:4], sin[:4]), (cos, sin[:, :2]), (cos[..., None], sin[..., None])):
+        with pytest.raises(ValueError, match=r"must be \[S, R/2\]"):
+            apply_rope(x, *table, impl=impl)
     with pytest.raises(ValueError, match=r"x must be \[B, S, H, D\]"):
         apply_rope(x[0], cos, sin, impl=impl)
     with pytest.raises(ValueError, match="of a float dtype"):

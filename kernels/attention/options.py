@@ -186,7 +186,7 @@ def check_boundaries(options: AttentionOptions, queries: int, keys: int) -> None
         )
     end, end_of_k = _end(options.q_runs, queries), _end(options.k_runs, keys)
     end = end if apart else max(end, end_of_k)
-    if of_each and (ends < n).any() and n > 2:
+    if of_each and (ends < n).any():
         raise ValueError(_boundaries_of_each(documents))
     if (ends < end).any() or (whole and (ends > end).any()):
         raise ValueError(
