@@ -8,6 +8,8 @@ subtracts mean(g) too: that is added again.
 
 from __future__ import annotations
 
+from typing import cast as cast_type
+
 import torch
 
 from warpweave.kernels.dropout import Drop, dropout, dropped
@@ -55,10 +57,11 @@ def whole_features(x: torch.Tensor) -> torch.Tensor:
     """x[..., E], gathered if it is a DTensor that is cut on E: as `sharding` does for operators."""
     if not hasattr(x, "placements"):
         return x
-    from torch.distributed.tensor import Replicate  # imported already: x is one
+    from torch.distributed.tensor import DTensor, Replicate  # imported already: x is one
 
-    places = [Replicate() if place.is_shard(x.ndim - 1) else place for place in x.placements]
-    return x if places == list(x.placements) else x.redistribute(placements=places)
+    whole = cast_type(DTensor, x)
+    places = [Replicate() if place.is_shard(x.ndim - 1) else place for place in whole.placements]
+    return x if places == [*whole.placements] else whole.redistribute(placements=places)
 
 
 def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
