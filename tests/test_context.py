@@ -85,8 +85,10 @@ SINKS = torch.tensor([0.3, -2.0, 1.0, -math.inf], dtype=torch.float64)  # the la
 def _options(length: int) -> list[dict]:
     """What attention may be asked besides a causal mask, alone and together."""
     documents = torch.tensor([0, 3, 3, length // 2 + 1, length])
+    others = torch.tensor([0, 0, 2, length - 2, length])
     dropout = {"dropout": 0.3, "dropout_seed": 7, "dropout_origin": (3, 2)}
-    together = {"window": length // 2, "documents": documents, "softcap": 2.0, "sinks": SINKS}
+    each = torch.stack((documents, others))
+    together = {"window": length // 2, "documents": each, "softcap": 2.0, "sinks": SINKS}
     return [
         {"window": 4},
         {"window": length // 2 + 1, "causal": False},
@@ -94,7 +96,7 @@ def _options(length: int) -> list[dict]:
         {"softcap": 2.0, "scale": 0.7},
         {"sinks": SINKS},
         {"documents": documents, "causal": False},
-        {"documents": torch.stack((documents, documents.clamp(max=length - 2)))},
+        {"documents": each},
         {"documents": torch.stack((documents, documents.clamp(2, length - 3))).expand(2, -1, -1)},
         dropout,
         together | dropout,
@@ -405,6 +407,11 @@ def _refused(rank: int) -> None:
             (q, kv, kv),
             {"documents": torch.tensor([0, 9, 4])},
             r"documents must be boundaries that ascend from 0, got \[0, 9, 4\]",
+        ),
+        (
+            (q, kv, kv),  # 16 tokens, 8 of them here
+            {"documents": torch.tensor([0, 5, 8])},
+            r"documents must be boundaries up to 16, where .* got \[0, 5, 8\]",
         ),
         (
             (q, kv, kv),

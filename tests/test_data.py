@@ -97,6 +97,10 @@ def test_documents_end_where_files_and_separators_do(tmp_path: Path) -> None:
     _, labels = data.fixed_batch(range(2), count=2)
     assert labels.tolist() == [[0, IGNORE, 7, 0, IGNORE, IGNORE], [IGNORE, 9, 1, 2, 3, 4]]
     assert boundaries(labels).tolist() == [[0, 2, 5, 6, 6], [0, 1, 6, 6, 6]]
+    few = boundaries(labels[:, :5])  # five would be taken for the document of each of five tokens
+    assert few.tolist() == [[0, 2, 5, 5], [0, 1, 5, 5]]
+    assert boundaries(labels[:1, :4]).tolist() == [[0, 2, 4]]
+    assert boundaries(labels[:1, 1:5]).tolist() == [[0, 1, 4, 4, 4]]
     plain = open_dataset(tmp_path / "a.bin", seq_len=6, split="all").fixed_batch(range(2), count=2)
     assert boundaries(plain[1]).tolist() == [[0, 6], [0, 6]]
     files = open_dataset(folder_of(tmp_path / "text", 4, 7), seq_len=20, split="all")

@@ -289,6 +289,7 @@ def test_labels_outside_the_vocabulary_are_refused_on_cpu(label, recompute, impl
     [
         (lambda x, w, t: linear_cross_entropy(x[0], w, t), r"got \[4\] and \[10, 4\]"),
         (lambda x, w, t: linear_cross_entropy(x[:, :3], w, t), r"got \[3, 3\] and \[10, 4\]"),
+        (lambda x, w, t: linear_cross_entropy(x, w[0], t), r"got \[3, 4\] and \[4\]"),
         (lambda x, w, t: linear_cross_entropy(x, w, t[:2]), r"labels int64\[3\], got .* \[2\]"),
         (lambda x, w, t: linear_cross_entropy(x, w, t.int()), "got torch.int32"),
         (lambda x, w, t: linear_cross_entropy(x.double(), w, t), "x torch.float64, weight"),

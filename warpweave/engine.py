@@ -16,7 +16,7 @@ from torch import Tensor
 
 from warpweave.config import GPTConfig, ParallelPlan
 from warpweave.gpt import GPT, MicroBatch
-from warpweave.kernels.attention.options import check_documents
+from warpweave.kernels.attention.options import check_packed
 from warpweave.kernels.runtime.dispatch import choose
 from warpweave.modes import in_mode
 from warpweave.parallel import schedule as schedules
@@ -42,7 +42,7 @@ def _check_documents(documents: Tensor | None, tokens: Tensor) -> None:
             f"documents must have shape [{tokens.shape[0]}, {tokens.shape[1]}, boundaries], got "
             f"{tuple(documents.shape)}"
         )
-    check_documents(documents[0], tokens[0])
+    check_packed(documents.flatten(0, 1), tokens.flatten(0, 1))
 
 
 @dataclass(frozen=True)
