@@ -27,7 +27,7 @@ from warpweave import engine as engines
 from warpweave import gpt
 from warpweave.dtypes import DTYPES
 from warpweave.kernels.norm import forward as norm
-from warpweave.launch import Session
+from warpweave.launch import Session, Stopped
 from warpweave.parallel.data import parameters, reduce, zero
 from warpweave.parallel.mesh import AXES, Mesh, single
 from warpweave.parallel.shard import ParamRecord
@@ -43,6 +43,7 @@ from warpweave.prove import (
     prove_layout,
 )
 from warpweave.prove import truth as truths
+from warpweave.prove import typecheck as typechecks
 from warpweave.prove.layouts import Sizes, Style, draw, meshes, smallest, table
 
 
@@ -901,6 +902,7 @@ def test_a_rank_that_dies_under_the_launcher_is_not_proven(monkeypatch, capfd):
     summary, printed = json.loads(lines[-1]), capfd.readouterr()
     assert code == 1
     assert (summary["passed"], summary["right"], summary["layouts"]) == (False, 1, 2), printed
+    assert "stopped" not in summary
     assert "rank 1 (dp=1) was killed by SIGKILL" in printed.err
 
 
@@ -953,6 +955,70 @@ def test_a_fault_that_raises_on_one_rank_leaves_the_line_of_json():
     ):
         main([])
     assert json.loads(out.getvalue().splitlines()[-1])["passed"] is False
+
+
+SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("words", [("--dtype", "fp64"), ("--typecheck", "--pp", "2")])
+def test_a_proof_that_a_signal_stopped_says_so_and_not_that_it_passed_or_not(number, words):
+    """The second evaluation, or the second stage, gets no further."""
+    calls = itertools.count()
+
+    def interrupted(original):
+        def run(*args, **options):
+            if next(calls):
+                os.kill(os.getpid(), number)
+            return original(*args, **options)
+
+        return run
+
+    place = (
+        (engines.Engine, "evaluate") if "--typecheck" not in words else (typechecks, "typecheck")
+    )
+    with _planted(*place, interrupted):
+        code, lines = _main(*words)
+    summary = json.loads(lines[-1])
+    assert (code, summary["passed"], summary["stopped"]) == (128 + number, None, True)
+    assert summary.get("right", 0) == 0
+    assert summary.get("typechecked", 1) == 1
+    assert next(calls) == 2
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_signals_reach_the_launcher_of_ranks_and_what_was_proven_by_then_is_told(number):
+    """Which knows the first two itself; the terminal's end comes to it as the second."""
+
+    def launch(entry, args, mesh):
+        received = []
+        handlers = {n: signal.signal(n, lambda n, _: received.append(n)) for n in SIGNALS[:2]}
+        *_, path = args
+        with open(path, "w") as file:
+            file.write(_row(args[0][0]))
+        os.kill(os.getpid(), number)
+        for n, handler in handlers.items():
+            signal.signal(n, handler)
+        assert len(received) == 1
+        raise Stopped(received[0], code=1)  # a rank failed then, for what its peers did not say
+
+    with mock.patch.object(command, "launch", launch):
+        code, lines = _main("--dp", "2")
+    summary = json.loads(lines[-1])
+    assert (code, summary["passed"], summary["stopped"]) == (128 + number, None, True)
+    assert (summary["right"], summary["layouts"]) == (1, 2)
+
+
+def test_what_is_ignored_does_not_stop_a_proof():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup
+    try:
+        with command._stoppable() as received:
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+            assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert not received
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize(
