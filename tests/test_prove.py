@@ -39,6 +39,7 @@ from warpweave.prove import (
     command,
     expected,
     main,
+    options,
     proof,
     prove_layout,
 )
@@ -1021,6 +1022,51 @@ def test_what_is_ignored_does_not_stop_a_proof():
         signal.signal(signal.SIGHUP, before)
 
 
+# Another value of every option, and the options that it needs.
+OPTIONS = {
+    "all": (True, {}), "world": (2, {"all": True}), "random": (2, {}), "seed": (3, {"random": 2}),
+    "dp": (2, {}), "tp": (2, {}), "cp": (2, {}), "pp": (2, {}), "ulysses": (2, {"cp": 4}),
+    "zero": (3, {}), "schedule": ("gpipe", {}), "sequence_parallel": (False, {"tp": 2}),
+    "style": ("olmo", {}), "tied": (False, {}), "recompute": ("full", {}), "packed": (True, {}),
+    "strategy": ("gather", {}), "layout": ("striped", {}), "microbatches": (6, {}),
+    "overlap": ("chunked", {}), "dtype": ("bf16", {}), "impl": ("triton", {}), "timeout": (9.0, {}),
+    "typecheck": (True, {}), "model": ("small", {"typecheck": True}),
+}  # fmt: skip
+SEEN_BY_TYPES = {"dp", "tp", "cp", "pp", "sequence_parallel", "style", "tied", "recompute",
+                 "layout"}  # fmt: skip
+
+
+def _told(chosen: dict) -> str:
+    """What the program that does the work is told, or the line of a refusal."""
+    told, line = [], io.StringIO()
+    with (
+        mock.patch.object(options, "table", lambda world, _: [Layout(Mesh(dp=world))]),
+        mock.patch.object(command, "prove_rank", lambda *args: told.append(args[:2])),
+        mock.patch.object(command, "launch", lambda entry, args, mesh: told.append(args[:2])),
+        mock.patch.object(typechecks, "typecheck", lambda *of, **how: told.append((of, how))),
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(line),
+        pytest.raises(SystemExit),
+    ):
+        command.run(ProveConfig(**chosen))
+    return line.getvalue() or f"{told}"
+
+
+def test_every_option_is_passed_on_or_refused():
+    assert set(OPTIONS) == {field.name for field in dataclasses.fields(ProveConfig)}
+    for name, (value, needs) in OPTIONS.items():
+        told = _told(needs | {name: value})
+        assert told != _told(needs), name
+        assert not told.startswith("warpweave:"), told
+        types = {"typecheck": True}
+        if name in SEEN_BY_TYPES:
+            assert _told(needs | types | {name: value}) != _told(needs | types), name
+        elif name not in ("typecheck", "model"):
+            assert f"{name}" in _told({name: value} | types).partition(": ")[2], name
+    for option in ({"style": "olmo"}, {"tied": False}):  # of the tiny model
+        assert "types do not see it" in _told(types | {"model": "small"} | option)
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [(("--microbatches", "5"), "12 samples over dp = 1 do not divide by 5 micro-batches\n"),
@@ -1032,7 +1078,7 @@ def test_what_is_ignored_does_not_stop_a_proof():
      (("--random", "3", "--zero", "1"), "choose layouts themselves"),
      (("--world", "3"), "--world needs --all"),
      (("--seed", "3"), "--seed needs --random"),
-     (("--packed", "--typecheck"), "types see no documents"),
+     (("--packed", "--typecheck"), "--packed: types do not see it, prove it with ranks"),
      (("--tp", "2", "--overlap", "fused"), "it needs --impl triton")],
 )  # fmt: skip
 def test_the_command_exits_with_two_and_one_line_for_a_layout_that_cannot_be(argv, message, capsys):

@@ -112,12 +112,10 @@ def _typecheck(config: ProveConfig, summary: dict) -> None:
     """Check the types of a layout's program, one stage after the other."""
     from warpweave.prove.typecheck import typecheck
 
-    if config.packed:
-        raise _RefusedError("--packed: types see no documents, prove it with ranks")
     if config.model is not None and config.model not in PRESETS:
         raise _RefusedError(f"model must be one of {', '.join(PRESETS)}, got {config.model!r}")
     try:
-        layout = config.given()
+        layout = config.typechecked()
         mesh, model = layout.mesh, layout.model
         if config.model is not None:
             model = dataclasses.replace(PRESETS[config.model], dropout=model.dropout)

@@ -35,6 +35,10 @@ from warpweave.parallel.mesh import Mesh
 from warpweave.parallel.words import Kind, Overlap, Strategy
 from warpweave.prove.layouts import Layout, Style, draw, table
 
+# With --typecheck, which follows one program whatever its values, order and messages are.
+_UNSEEN = ("all", "world", "random", "seed", "zero", "schedule", "strategy", "packed",
+           "microbatches", "overlap", "dtype", "impl", "timeout")  # fmt: skip
+
 
 @dataclass(frozen=True)
 class ProveConfig:
@@ -90,7 +94,8 @@ class ProveConfig:
     timeout: float = 60.0
     """Seconds that any exchange between ranks may take."""
     typecheck: bool = False
-    """Run no ranks: check the program's types on a mesh of any size."""
+    """Run no ranks: check the program's types on a mesh of any size. Options that types do not see
+    are refused beside it."""
     model: str | None = None
     """With --typecheck: a preset of `warpweave.gpt` instead of the proof's tiny model."""
 
@@ -111,6 +116,14 @@ class ProveConfig:
             packed=self.packed,
             count=self.microbatches,
         )
+
+    def typechecked(self) -> Layout:
+        """The layout whose types are checked; raises ValueError for what types do not see."""
+        of_the_tiny_model = () if self.model is None else ("style", "tied")
+        for name in (*_UNSEEN, *of_the_tiny_model):
+            if getattr(self, name) != getattr(ProveConfig(), name):
+                raise ValueError(f"--{name}: types do not see it, prove it with ranks")
+        return self.given()
 
     def layouts(self) -> list[Layout]:
         """The layouts to prove, largest worlds first."""
