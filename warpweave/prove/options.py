@@ -7,6 +7,13 @@ gathered gradient, the gradient norm, the losses of an evaluation and the tokens
 every step, and after the last one the weights, as they are gathered and as every rank computes with
 them, and the optimizer's moments. Every rank judges what it holds; the worst of all ranks counts.
 
+An error is counted in what rounding alone does to that number in the plain model, when its initial
+weights move by one unit in the last place (`truth` beside this file): ``grad 1.3e-15 x0.9`` is an
+error of 1.3e-15 of the number's size, 0.9 times what rounding does. Up to 32 times is right in fp64
+and fp32, up to 8 in bf16 and fp16, more is WRONG. In the line of JSON at the end ``worst`` and
+``limits`` are such multiples; a signal that ends the proof leaves ``"stopped": true`` there and
+``"passed": null``.
+
 ``warpweave prove --random 50 --seed 1`` does the same for layouts drawn at random, up to 8 ranks
 with axes of 3, 5 and 6 and other sizes each time. Layout i is drawn from seed + i alone.
 
