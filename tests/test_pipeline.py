@@ -302,58 +302,78 @@ def test_a_single_rank_needs_no_process_group() -> None:
 # ---------------------------------------------------------------------------------- versions
 
 
-def _delayed(m: int, lr: float, delay: int) -> list[Tensor]:
-    """w_{t+1} = w_t - lr g_t(w_{max(t - delay, 0)}), one micro-batch after the other."""
+def _delayed(m: int, lr: float, delay: int, each: int) -> list[Tensor]:
+    """w_{t+1} = w_t - lr g_t(w_{max(t - delay, 0)}), g_t summed over `each` micro-batches."""
     blocks, (x, target) = model(), data(m)
     loss, parameters = loss_of(m, target), [p for b in blocks for p in b.parameters()]
     weights = [[p.detach().clone() for p in parameters]]
-    for mb in range(m):
-        now = weights[-1]
-        for p, old in zip(parameters, weights[max(mb - delay, 0)]):
+    for t in range(m // each):
+        for p, old in zip(parameters, weights[max(t - delay, 0)]):
             p.data.copy_(old)
-        grads = torch.autograd.grad(loss(mb, nn.Sequential(*blocks)(x[mb])), parameters)
-        for p, w, g in zip(parameters, now, grads):
-            p.data.copy_(w - lr * g)
-        weights.append([p.detach().clone() for p in parameters])
-    return [p.detach() for p in parameters]
+        total = sum(
+            loss(mb, nn.Sequential(*blocks)(x[mb])) for mb in range(t * each, (t + 1) * each)
+        )
+        grads = torch.autograd.grad(total, parameters)
+        weights.append([w - lr * g for w, g in zip(weights[-1], grads)])
+    return weights[-1]
 
 
-def _one_version_behind(stages: int, m: int) -> list[list[Action]]:
-    """Every forward but the first reads the weights before the newest, which UPDATEs follow."""
+def _versions_behind(
+    stages: int, m: int, delay: int, each: int, weights: str = "B"
+) -> list[list[Action]]:
+    """An UPDATE after every `each` micro-batches; forwards read the weights of `delay` UPDATEs ago,
+    or the first, not the newest."""
     rows = []
     for s in range(stages):
-        row = [Action("F", s, 0)]
-        for mb in range(m):
-            if mb + 1 < m:
-                row.append(Action("F", s, mb + 1, mb))
-            row += [Action("B", s, mb, max(mb - 1, 0)), Action("UPDATE", s, ver=mb + 1)]
+        row = []
+        for t in range(m // each + delay):
+            ahead, done = (range(k * each, (k + 1) * each) for k in (t, t - delay))
+            if t >= delay:
+                ver = max(t - 2 * delay, 0)
+                ops = {"B": ["B"], "IW": ["I", "W"], "I..W": ["I"]}[weights]
+                row += [Action(op, s, mb, ver) for mb in done for op in ops]
+                row += [Action("W", s, mb, ver) for mb in done if weights == "I..W"]
+                row.append(Action("UPDATE", s, ver=t - delay + 1))
+            row += [Action("F", s, mb, max(t - delay, 0)) for mb in ahead if mb < m]
         rows.append(row)
     return rows
 
 
-@pytest.mark.parametrize("stages", [1, 2, 4])
-@pytest.mark.parametrize("deferred", [False, True])
-def test_two_versions_of_the_weights_give_the_delayed_gradient(stages: int, deferred: bool) -> None:
-    m, lr = 5, 0.3
-    lists = _one_version_behind(stages, m)
-    validate(lists, staleness=1)
-    with pytest.raises(ValueError, match="1 versions old, allowed 0"):
-        validate(lists)
-    lists = with_comm(split_backward(lists) if deferred else lists)
-    made = build(stages, m, versions=2)
+@pytest.mark.parametrize("stages", [1, 3])
+@pytest.mark.parametrize(("delay", "each"), [(1, 1), (1, 3), (2, 2)])
+@pytest.mark.parametrize("weights", ["B", "IW", "I..W"])
+def test_versions_of_the_weights_give_the_delayed_gradient(stages, delay, each, weights) -> None:
+    """PipeDream-2BW (arXiv:2006.09503) and further behind, micro-batches accumulated or not."""
+    m, lr = 4 * each, 0.3
+    lists = _versions_behind(stages, m, delay, each, weights)
+    validate(lists, staleness=delay)
+    with pytest.raises(ValueError, match=f"{delay} versions old, allowed {delay - 1}"):
+        validate(lists, staleness=delay - 1)
+    lists = with_comm(lists)
+    made = build(stages, m, versions=delay + 1)
     for stage in made.values():
         stage.optimizer = torch.optim.SGD(stage.module.parameters(), lr=lr)
     execute(lists, made, InProcess())
     found = [p.detach() for s in sorted(made) for p in made[s].module.parameters()]
-    expected, fresh = (_delayed(m, lr, delay) for delay in (1, 0))
+    expected, fresh = (_delayed(m, lr, d, each) for d in (delay, 0))
     for a, b in zip(found, expected, strict=True):
         assert torch.allclose(a, b, rtol=0, atol=3e-5), (a - b).abs().max()
     assert max((a - b).abs().max() for a, b in zip(expected, fresh)) > 1e-2  # the delay shows
-    one = build(stages, m)  # stages that hold one version
-    for stage in one.values():
+    fewer = build(stages, m, versions=delay)  # than are read
+    for stage in fewer.values():
         stage.optimizer = torch.optim.SGD(stage.module.parameters(), lr=lr)
     with pytest.raises(ValueError, match="reads version 0, the stage holds"):
-        execute(lists, one, InProcess())
+        execute(lists, fewer, InProcess())
+
+
+def test_what_is_frozen_stays_so_in_every_version() -> None:
+    lists = _versions_behind(1, 4, 1, 2)
+    made = build(1, 4, versions=2)
+    frozen = made[0].module[1].weight.requires_grad_(False)
+    before = frozen.clone()
+    made[0].optimizer = torch.optim.SGD(made[0].module.parameters(), lr=0.3)
+    execute(lists, made, InProcess())
+    assert torch.equal(frozen, before)
 
 
 # ---------------------------------------------------------------------------------- real ranks

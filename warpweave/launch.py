@@ -42,6 +42,14 @@ _LINGER = _GRACE + 2.0  # seconds after a rank's failure in which the others mus
 _STOPS = (signal.SIGINT, signal.SIGTERM)
 
 
+class Stopped(SystemExit):
+    """Signal `number` asked this process to end: 128 + that, or what a rank then failed with."""
+
+    def __init__(self, number: int, code: int = 0) -> None:
+        super().__init__(code or 128 + number)
+        self.number = number
+
+
 def under_torchrun() -> bool:
     """True in a process that a launcher started as one of several ranks."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
@@ -60,8 +68,8 @@ def launch(entry: Callable[..., Any], args: tuple, mesh: Mesh) -> Any:
     function). No restarts: a run is resumed from its last checkpoint by the same command with
     ``--resume``. Must be called from the main thread.
 
-    Exits with a rank's exit code (1 for one that was killed) if a rank fails, 128 + the signal's
-    number if ranks had to be stopped; no rank outlives this call.
+    Exits with a rank's exit code (1 for one that was killed) if a rank fails, with `Stopped` if a
+    signal came; no rank outlives this call.
     """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -126,7 +134,7 @@ def launch(entry: Callable[..., Any], args: tuple, mesh: Mesh) -> Any:
     elif errors:
         raise errors[0]
     if received:
-        sys.exit(128 + received[0])
+        raise Stopped(received[0])
     return values[0]
 
 
@@ -184,13 +192,14 @@ def _exit_for(error: Any, mesh: Mesh, store: dist.Store, received: list[int]) ->
     if received and failure.exitcode < 0:
         if len(received) > 1:
             say("stopped at once, without saving")
-        sys.exit(128 + received[0])
+        raise Stopped(received[0])
     if failure.exitcode < 0:
         name = signal.Signals(-failure.exitcode).name
         say(f"{mesh.describe(rank)} was killed by {name}{_last_seen(store, rank)}")
     elif store.check(["verdict"]):
         say(store.get("verdict").decode())
-    sys.exit(failure.exitcode if failure.exitcode > 0 else 1)
+    code = failure.exitcode if failure.exitcode > 0 else 1
+    raise Stopped(received[0], code) if received else SystemExit(code)
 
 
 def _loopback_listener(port: int) -> socket.socket:

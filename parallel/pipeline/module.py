@@ -111,8 +111,10 @@ class ModuleStage:
     def _stash_newest(self) -> None:
         """Keep a copy of the weights, if several versions are to be kept; drop the oldest."""
         if self._versions > 1:
-            named = self.module.named_parameters()
-            self._stash[self._newest] = {n: p.detach().clone().requires_grad_() for n, p in named}
+            self._stash[self._newest] = {
+                name: p.detach().clone().requires_grad_(p.requires_grad)
+                for name, p in self.module.named_parameters()
+            }
             self._stash.pop(self._newest - self._versions, None)
 
     def _need(self, version: int, mb: int) -> None:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
+import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import NoReturn
 
 import torch
 
 from warpweave.gpt import PRESETS
-from warpweave.launch import join, launch, reported, under_torchrun
+from warpweave.launch import Stopped, join, launch, reported, under_torchrun
 from warpweave.parallel.mesh import Mesh
 from warpweave.prove.layouts import Layout
 from warpweave.prove.options import ProveConfig
@@ -34,16 +36,23 @@ def prove_rank(layouts: list[Layout], timeout: float, path: str, port: int | Non
         for number, layout in enumerate(layouts):
             if session.rank >= layout.mesh.world:
                 break
-            if number:
-                session.renew(layout.mesh)
             session.beat(number, str(layout))
-            mesh = layout.mesh.connect()
+            if number == 0:
+                mesh = layout.mesh.connect()
+            elif (
+                dataclasses.replace(layout, dtype=layouts[number - 1].dtype) != layouts[number - 1]
+            ):
+                session.renew(layout.mesh)  # the same one in another dtype keeps its groups
+                mesh = layout.mesh.connect()
             errors = prove_layout(layout, mesh, timeout)
             if session.rank == 0:
                 with open(path, "a") as file:
                     row = {"layout": str(layout), "errors": dataclasses.asdict(errors)}
                     file.write(json.dumps(row) + "\n")
-                found = "  ".join(f"{kind} {error:.1e}" for kind, error in errors.each.items())
+                found = "  ".join(
+                    f"{kind} {errors.relative[kind]:.1e} x{times:.2g}"
+                    for kind, times in errors.each.items()
+                )
                 words = "ok"
                 if not errors.worst <= LIMITS[layout.dtype]:
                     words = f"WRONG: {errors.where}; again: {layout.command}"
@@ -76,59 +85,19 @@ def judge(layouts: Sequence[Layout], lines: Sequence[str]) -> dict:
     }
 
 
-def _typecheck(config: ProveConfig) -> None:
-    """The command ``warpweave prove --typecheck``."""
-    from warpweave.prove.typecheck import typecheck
+class _RefusedError(Exception):
+    """What was asked for cannot be; its words are all that is said."""
 
-    if config.packed:
-        raise ValueError("--packed: types see no documents, prove it with ranks")
-    layout = config.given()
-    mesh, model = layout.mesh, layout.model
-    if config.model is not None:
-        if config.model not in PRESETS:
-            raise ValueError(f"model must be one of {', '.join(PRESETS)}, got {config.model!r}")
-        model = dataclasses.replace(PRESETS[config.model], dropout=model.dropout)
-    began, stage, problem = time.perf_counter(), 0, None
+
+def _prove(config: ProveConfig, summary: dict) -> None:
+    """Prove layouts on ranks of this machine; `summary` says what was, whatever ends them."""
     try:
-        for stage in range(mesh.pp):
-            only = range(stage, stage + 1)
-            typecheck(
-                model,
-                mesh,
-                stages=only,
-                sequence_parallel=layout.sequence_parallel,
-                recompute=layout.recompute,
-                layout=layout.layout,
-            )
-            print(f"stage {stage} of {mesh.pp}: ok", flush=True)
-    except TypeError as error:
-        problem = str(error)
-    summary = {
-        "typechecked": mesh.pp if problem is None else stage,
-        "ranks": mesh.world,
-        "seconds": round(time.perf_counter() - began, 1),
-        "passed": problem is None,
-    }
-    print(json.dumps(summary if problem is None else summary | {"error": problem}))
-    sys.exit(0 if problem is None else 1)
-
-
-def run(config: ProveConfig) -> NoReturn:
-    """The command ``warpweave prove``: exits with 0 if everything was proven, else with 1.
-
-    2 is for layouts that cannot be. Whatever ends the ranks, the last line says what was proven.
-    """
-    try:
-        if config.typecheck:
-            _typecheck(config)
         layouts = config.layouts()
     except (ValueError, ImportError) as error:
-        print(f"warpweave: {error}", file=sys.stderr)
-        sys.exit(2)
+        raise _RefusedError(error) from error
     if under_torchrun():
-        print("warpweave: prove starts its own ranks, run it without torchrun", file=sys.stderr)
-        sys.exit(2)
-    began, world = time.perf_counter(), layouts[0].mesh.world
+        raise _RefusedError("prove starts its own ranks, run it without torchrun")
+    world = layouts[0].mesh.world
     with tempfile.NamedTemporaryFile("r", suffix=".jsonl") as file:
         try:
             if world == 1:
@@ -136,7 +105,86 @@ def run(config: ProveConfig) -> NoReturn:
             else:
                 launch(prove_rank, (layouts, config.timeout, file.name), Mesh(dp=world))
         finally:  # a rank that died has its own exit code, and what is missing is not proven
-            summary = judge(layouts, file.readlines())
-            summary["seconds"] = round(time.perf_counter() - began, 1)
-            print(json.dumps(summary))
-    sys.exit(0 if summary["passed"] else 1)
+            summary |= judge(layouts, file.readlines())
+
+
+def _typecheck(config: ProveConfig, summary: dict) -> None:
+    """Check the types of a layout's program, one stage after the other."""
+    from warpweave.prove.typecheck import typecheck
+
+    if config.model is not None and config.model not in PRESETS:
+        raise _RefusedError(f"model must be one of {', '.join(PRESETS)}, got {config.model!r}")
+    try:
+        layout = config.typechecked()
+        mesh, model = layout.mesh, layout.model
+        if config.model is not None:
+            model = dataclasses.replace(PRESETS[config.model], dropout=model.dropout)
+        summary |= {"typechecked": 0, "ranks": mesh.world}
+        for stage in range(mesh.pp):
+            typecheck(
+                model,
+                mesh,
+                stages=range(stage, stage + 1),
+                sequence_parallel=layout.sequence_parallel,
+                recompute=layout.recompute,
+                layout=layout.layout,
+            )
+            summary["typechecked"] = stage + 1
+            print(f"stage {stage} of {mesh.pp}: ok", flush=True)
+        summary["passed"] = True
+    except TypeError as error:
+        summary |= {"passed": False, "error": str(error)}
+    except (ValueError, ImportError) as error:
+        raise _RefusedError(error) from error
+
+
+@contextmanager
+def _stoppable() -> Iterator[list[int]]:
+    """Signals that ask to end raise `Stopped`, here or in `launch`; the numbers of those that came.
+
+    SIGHUP, of a terminal that is gone, is passed on as SIGTERM, which `launch` knows. What is
+    ignored stays so (nohup).
+    """
+    received: list[int] = []
+
+    def stop(number: int, frame: object) -> None:
+        received.append(number)
+        if signal.getsignal(signal.SIGTERM) is not stop:  # `launch` ends its ranks
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif len(received) == 1:
+            raise Stopped(number)
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {n: signal.getsignal(n) for n in numbers if signal.getsignal(n) != signal.SIG_IGN}
+    for number in before:
+        signal.signal(number, stop)
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def run(config: ProveConfig) -> NoReturn:
+    """The command ``warpweave prove``: exits with 0 if everything was proven, else with 1.
+
+    2 is for layouts that cannot be, 128 and its number for a signal. Whatever ends the ranks, the
+    last line says what was proven; where a signal did, neither that all passed nor that not.
+    """
+    began, code = time.perf_counter(), 1
+    summary: dict = {"passed": None}
+    with _stoppable() as received:
+        try:
+            (_typecheck if config.typecheck else _prove)(config, summary)
+            code = 0 if summary["passed"] else 1
+        except _RefusedError as error:
+            print(f"warpweave: {error}", file=sys.stderr)
+            summary, code = {}, 2
+        except Stopped as error:
+            summary |= {"passed": None, "stopped": True}
+            code = 128 + (received or [error.number])[0]
+        finally:
+            if summary:
+                summary["seconds"] = round(time.perf_counter() - began, 1)
+                print(json.dumps(summary), flush=True)
+    sys.exit(code)

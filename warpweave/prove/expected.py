@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -83,48 +82,61 @@ def prompt(sizes: Sizes, step: int) -> Tensor:
     return torch.randint(0, sizes.vocab, (length,), generator=generator)
 
 
-@dataclass(frozen=True)
-class Truth:
-    """What the plain model computes: its sizes, and every value under the words that name it."""
-
-    config: PlainConfig
-    values: dict[str, Tensor]
-
-    def logits(self, tokens: Tensor, step: int) -> Tensor:
-        """The logits [V] of the token after `tokens`, with the weights after `step`."""
-        params = {name: self.values[f"{name} after step {step}"] for name in self.names}
-        window = tokens[None, -self.config.seq_len :]
-        return plain_gpt_logits(params, window, self.config, dropout=0.0)[0, -1]
-
-    @property
-    def names(self) -> list[str]:
-        """The names of the parameters."""
-        return list(plain_shapes(self.config))
-
-
 def plain_config(config: GPTConfig) -> PlainConfig:
     """The plain model's configuration of the same GPT."""
     sizes = {"kv_heads": config.num_kv_heads, "hidden": config.num_hidden}
     return PlainConfig(**dataclasses.asdict(config) | sizes)
 
 
-@lru_cache(maxsize=32)
-def truth(config: GPTConfig, sizes: Sizes, dtype: torch.dtype = torch.float64) -> Truth:
-    """Train the plain model on one device for STEPS steps.
+def families(config: PlainConfig) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Words of what is compared -> its shape, for each parameter or, of scalars, for "" alone."""
+    params, one = plain_shapes(config), {"": ()}
+    found: dict[str, dict[str, tuple[int, ...]]] = {}
+    for step in range(STEPS):
+        found[f"loss of step {step}"] = found[f"norm of step {step}"] = one
+        found[f"gradient of {{}} at step {step}"] = found[f"{{}} after step {step}"] = params
+        found[f"evaluation after step {step}"] = one
+        found[f"logits after step {step}"] = {"": (config.vocab_size,)}
+    return found | {"exp_avg of {}": params, "exp_avg_sq of {}": params}
 
-    In float64 it is the truth; in a low `dtype`, with masters in float32, it shows how far off one
-    plain device is.
+
+def _moved(params: dict[str, Tensor], number: int) -> dict[str, Tensor]:
+    """Every weight moved by about one unit in its last place, up or down as `number` draws."""
+    generator = torch.Generator().manual_seed(number)
+
+    def signs(p: Tensor) -> Tensor:
+        return torch.randint(2, p.shape, generator=generator).mul_(2).sub_(1)
+
+    return {name: p + torch.finfo(p.dtype).eps * p * signs(p) for name, p in params.items()}
+
+
+def last_logits(params: dict[str, Tensor], tokens: Tensor, config: PlainConfig) -> Tensor:
+    """The logits [V] of the token after `tokens`."""
+    window = tokens[None, -config.seq_len :]
+    return plain_gpt_logits(params, window, config, dropout=0.0)[0, -1]
+
+
+@lru_cache(maxsize=8)
+def train(
+    model: GPTConfig, sizes: Sizes, dtype: torch.dtype = torch.float64, moved: int = 0
+) -> dict[str, Tensor]:
+    """Train the plain model on one device for STEPS steps; all that `families` names.
+
+    In float64 it is the truth. With `moved` > 0 the initial weights are first moved by one unit in
+    the last place of `dtype`, in a pattern of that number. Low dtypes have masters in float32.
     """
-    plain = plain_config(config)
+    config = plain_config(model)
     wide = torch.promote_types(dtype, torch.float32)
-    masters = plain_init(plain, sizes.seed, wide)
+    masters = plain_init(config, sizes.seed, wide)
+    if moved:
+        masters = _moved(masters, moved)
     moments: dict[str, dict[str, Tensor]] = {}
     values: dict[str, Tensor] = {}
     for step in range(STEPS):
         tokens, labels, ids = batch(sizes, step)
         params = {name: p.to(dtype, copy=True).requires_grad_() for name, p in masters.items()}
         total, valid = plain_gpt_loss(
-            params, tokens, labels, plain,
+            params, tokens, labels, config,
             seed=KEY + step, sample_ids=ids, document=_numbers(sizes, step),
         )  # fmt: skip
         loss = total / max(valid, 1)
@@ -142,9 +154,10 @@ def truth(config: GPTConfig, sizes: Sizes, dtype: torch.dtype = torch.float64) -
         tokens, labels, _ = batch(sizes, STEPS + step)
         params = {name: p.to(dtype) for name, p in masters.items()}
         total, valid = plain_gpt_loss(
-            params, tokens, labels, plain, dropout=0.0, document=_numbers(sizes, STEPS + step)
+            params, tokens, labels, config, dropout=0.0, document=_numbers(sizes, STEPS + step)
         )
         values[f"evaluation after step {step}"] = total / max(valid, 1)
+        values[f"logits after step {step}"] = last_logits(params, prompt(sizes, step), config)
     for name, moment in moments.items():
         values[f"exp_avg of {name}"], values[f"exp_avg_sq of {name}"] = moment["m"], moment["v"]
-    return Truth(plain, values)
+    return values

@@ -17,21 +17,22 @@ from warpweave.exchange import exchange
 from warpweave.parallel.data.optimizer import AdamW
 from warpweave.parallel.mesh import ConnectedMesh
 from warpweave.parallel.shard import ParamRecord
-from warpweave.prove.expected import ADAMW, CLIP, KEY, RATES, STEPS, batch, documents, prompt, truth
+from warpweave.prove.expected import ADAMW, CLIP, KEY, RATES, STEPS, batch, documents, prompt
 from warpweave.prove.layouts import Layout
+from warpweave.prove.truth import Truth, truth
 
-# Largest relative error allowed: float64 leaves no room for anything but the order of sums. For low
-# dtypes, how many times the error that the plain model has there on one device.
-LIMITS = {"fp64": 1e-11, "fp32": 5e-5, "bf16": 8.0, "fp16": 8.0}
-_ROUNDING = 2.0**-46  # of the largest value: what float64 makes of a sum that is zero
+# How many times what rounding does to a number in the plain model an error of it may be.
+LIMITS = {"fp64": 32.0, "fp32": 32.0, "bf16": 8.0, "fp16": 8.0}
 
 
 @dataclass(frozen=True)
 class Errors:
-    """Largest relative errors of a layout, and what the largest of them was of.
+    """Largest errors of a layout, and what the largest of them was of.
 
-    `evaluation` is that of losses without training; `token` is by how much, of their range, the
-    plain logit of a generated token is below the largest: 0 for the one that the plain model takes.
+    Each in multiples of what rounding alone does to that number (`truth`). `evaluation` is that of
+    losses without training; `token` is by how much the plain logit of a generated token is below
+    the largest, in twice what rounding does to logits: 0 for the one that the plain model takes.
+    `relative` are the same errors as parts of the numbers' size.
     """
 
     loss: float
@@ -42,11 +43,12 @@ class Errors:
     evaluation: float
     token: float
     where: str
+    relative: dict[str, float]
 
     @property
     def each(self) -> dict[str, float]:
         """The errors by name."""
-        return {k: v for k, v in dataclasses.asdict(self).items() if k != "where"}
+        return {kind: getattr(self, kind) for kind in KINDS}
 
     @property
     def worst(self) -> float:
@@ -54,41 +56,29 @@ class Errors:
         return max(e if e == e else float("inf") for e in self.each.values())
 
 
-def _relative(actual: Tensor, expected: Tensor, largest: float = 0.0) -> float:
-    """max|actual - expected| / max|expected|; infinite for other shapes or NaN.
-
-    What is zero but for rounding beside the `largest` value of its kind is measured by that: where
-    every token sees itself alone, queries and keys have no gradient, and 3e-19 is not one either.
-    """
-    if actual.shape != expected.shape:
-        return float("inf")
-    difference = (actual.double() - expected).abs().max().item()
-    scale = expected.abs().max().item()
-    if scale <= _ROUNDING * largest:
-        scale = largest
-    error = difference / scale if scale else difference
-    return error if error == error else float("inf")
+KINDS = tuple(f.name for f in dataclasses.fields(Errors) if f.type == "float")
 
 
 class _Comparison:
-    """This rank's largest error of each kind, and what the largest of all was of.
+    """This rank's largest error of each kind, and what the largest of all was of."""
 
-    In a low dtype errors are counted in those of the plain model in that dtype.
-    """
-
-    def __init__(self, layout: Layout) -> None:
-        dtype = DTYPES[layout.dtype]
-        self.expected = truth(layout.model, layout.sizes)
-        self.low = truth(layout.model, layout.sizes, dtype) if dtype.itemsize < 4 else None
-        self.eps = torch.finfo(dtype).eps
+    def __init__(self, truth: Truth) -> None:
+        self.truth = truth
         self.errors: dict[str, float] = {}
+        self.relative: dict[str, float] = {}
         self.where = ""
 
-    def add(self, kind: str, what: str, error: float) -> None:
-        """Count an error in."""
-        if error > max(self.errors.values(), default=0.0):
+    def add(self, kind: str, what: str, times: float, relative: float = math.inf) -> None:
+        """Count an error in; one that is not a number is infinite."""
+        times, relative = (e if e == e else math.inf for e in (times, relative))
+        if times > max(self.errors.values(), default=0.0):
             self.where = what
-        self.errors[kind] = max(error, self.errors.get(kind, 0.0))
+        if times >= self.errors.get(kind, 0.0):
+            self.errors[kind], self.relative[kind] = times, relative
+
+    def difference(self, kind: str, what: str, of: str, by: float) -> None:
+        """Count in that a number named `what` is off by `by`, where rounding does as to `of`."""
+        self.add(kind, what, *(_ratio(by, x[of]) for x in (self.truth.rounding, self.truth.sizes)))
 
     def tensor(
         self,
@@ -96,26 +86,34 @@ class _Comparison:
         what: str,
         actual: Tensor,
         cut: Callable[[Tensor], Tensor] = lambda t: t,
-        largest: float = 0.0,
     ) -> None:
         """Compare `actual` with the (cut of the) value whose words are `what`."""
-        expected = cut(self.expected.values[what])
-        error = _relative(actual, expected, largest)
-        if self.low is not None:
-            plain = _relative(cut(self.low.values[what]), expected, largest)
-            error = error / (plain + self.eps) if math.isfinite(plain) else float("inf")
-        self.add(kind, what, error)
+        expected = cut(self.truth.values[what])
+        if actual.shape != expected.shape:
+            self.add(kind, what, math.inf)
+            return
+        by = (actual.double() - expected).abs().max().item() if actual.numel() else 0.0
+        self.difference(kind, what, what, by)
 
     def text(self, text: Tensor, start: Tensor, step: int, new: int) -> None:
-        """By how much of their range the plain logits of the `new` tokens after `start` are low."""
+        """By how much the plain logits of the `new` tokens after `start` are below the largest.
+
+        Rounding may turn the order of two logits that are closer than twice what it does to one.
+        """
+        what, of = f"text after step {step}", f"logits after step {step}"
         if len(text) != len(start) + new or not torch.equal(text[: len(start)], start):
-            self.add("token", f"text after step {step}", float("inf"))
+            self.add("token", what, math.inf)
             return
+        logits = self.truth.values[of]
         for at in range(len(start), len(text)):
-            logits = self.expected.logits(text[:at], step)
-            best, least = logits.max(), logits.min()
-            error = float((best - logits[text[at]]) / (best - least))
-            self.add("token", f"text after step {step}", error / (self.eps if self.low else 1.0))
+            if at > len(start):
+                logits = self.truth.logits(text[:at], step)
+            self.difference("token", what, of, float(logits.max() - logits[text[at]]) / 2)
+
+
+def _ratio(error: float, unit: float) -> float:
+    """How many units an error is: none is 0 of anything, any is infinite where none may be."""
+    return error / unit if error and unit else math.inf if error else 0.0
 
 
 def _engine(layout: Layout, mesh: ConnectedMesh, timeout: float) -> Engine:
@@ -141,9 +139,10 @@ def prove_layout(layout: Layout, mesh: ConnectedMesh, timeout: float = 60.0) -> 
     """
     sizes = layout.sizes
     engine = _engine(layout, mesh, timeout)
-    compare = _Comparison(layout)
+    dtype = DTYPES[layout.dtype]
+    compare = _Comparison(truth(layout.model, sizes, dtype, mesh.group("world")))
     shape = (layout.mesh.dp, layout.microbatches, layout.micro_batch_size)
-    owners = dict.fromkeys(compare.expected.names, 0)  # ranks that say a tensor is theirs to write
+    owners = dict.fromkeys(compare.truth.names, 0)  # ranks that say a tensor is theirs to write
 
     def mine(step: int) -> list[Tensor | None]:
         """This replica's part of a batch and of its documents, by micro-batches."""
@@ -151,11 +150,9 @@ def prove_layout(layout: Layout, mesh: ConnectedMesh, timeout: float = 60.0) -> 
         return [None if x is None else x.unflatten(0, shape)[mesh.index("dp")] for x in every]
 
     def read(kind: str, state: str, what: str, scale: float = 1.0) -> None:
-        values = (compare.expected.values[what.format(name)] for name in owners)
-        largest = max(value.abs().max().item() for value in values)
         for record, tensor, owned in engine.read(state):
             owners[record.name] += owned
-            compare.tensor(kind, what.format(record.name), tensor / scale, largest=largest)
+            compare.tensor(kind, what.format(record.name), tensor / scale)
 
     scaler = engine.optimizer.loss_scale
     if scaler is not None:
@@ -184,9 +181,9 @@ def prove_layout(layout: Layout, mesh: ConnectedMesh, timeout: float = 60.0) -> 
     for name, count in zip(owners, counts.tolist(), strict=True):
         if count != STEPS + 3:  # lost in a checkpoint, or written twice
             compare.add("weight", f"{name} read {count} times, not {STEPS + 3},", float("inf"))
-    kinds = (field.name for field in dataclasses.fields(Errors) if field.name != "where")
-    errors = {kind: compare.errors.get(kind, float("inf")) for kind in kinds}  # inf: never compared
-    return _worst_rank(Errors(**errors, where=compare.where), mesh)
+    errors = {kind: compare.errors.get(kind, math.inf) for kind in KINDS}  # inf: never compared
+    relative = {kind: compare.relative.get(kind, math.inf) for kind in KINDS}
+    return _worst_rank(Errors(**errors, where=compare.where, relative=relative), mesh)
 
 
 def _compare_parameters(
@@ -209,5 +206,9 @@ def _worst_rank(own: Errors, mesh: ConnectedMesh) -> Errors:
     """Every error at its largest over all ranks, and the words of the rank with the largest."""
     ranks = [Errors(**e) for e in exchange(dataclasses.asdict(own), mesh.group("world"))]
     rank = max(range(len(ranks)), key=lambda r: ranks[r].worst)
-    largest = {kind: max(errors.each[kind] for errors in ranks) for kind in own.each}
-    return Errors(**largest, where=f"{ranks[rank].where} on {mesh.sizes.describe(rank)}")
+    largest = {kind: max(ranks, key=lambda errors: errors.each[kind]) for kind in KINDS}
+    return Errors(
+        **{kind: errors.each[kind] for kind, errors in largest.items()},
+        where=f"{ranks[rank].where} on {mesh.sizes.describe(rank)}",
+        relative={kind: errors.relative[kind] for kind, errors in largest.items()},
+    )

@@ -1,0 +1,99 @@
+"""The numbers that a layout must reproduce, and how far rounding alone moves each of them.
+
+A layout adds the same terms in another order, so that every number differs by some units in the
+last place, times what the model itself makes of them: a norm of something small multiplies them,
+a gradient whose terms cancel is made of little else. How much that is, the plain model says. It is
+trained again with its initial weights moved by one unit in the last place, in the dtype that is
+proven, some times with other signs: every product behind them is then another number with the same
+rounding errors as in another order, and a low dtype rounds as it does. The largest change of a
+number, or a few units in the last place of its size where that is more, is what a proof counts
+errors in. Nothing that is proven has a part in it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from warpweave.gpt import GPTConfig
+from warpweave.plain_gpt import plain_shapes
+from warpweave.prove.expected import families, last_logits, plain_config, train
+from warpweave.prove.layouts import Sizes
+
+MOVED = 3  # trainings with moved weights
+_ZERO = 2.0**-46  # of the largest value of its family: what float64 makes of a sum that is zero
+
+
+@dataclass(frozen=True)
+class Truth:
+    """Every value that is compared, in float64, under the words that name it.
+
+    `sizes` are their largest elements; what is zero but for rounding beside the largest of its
+    family has that one's: where every token sees itself alone, queries and keys have no gradient,
+    and 3e-19 is not one either. `rounding` is how far rounding moves any element.
+    """
+
+    model: GPTConfig
+    values: dict[str, Tensor]
+    sizes: dict[str, float]
+    rounding: dict[str, float]
+
+    def logits(self, tokens: Tensor, step: int) -> Tensor:
+        """The logits [V] of the token after `tokens`, with the weights after `step`."""
+        params = {name: self.values[f"{name} after step {step}"] for name in self.names}
+        return last_logits(params, tokens, plain_config(self.model))
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the parameters."""
+        return list(plain_shapes(plain_config(self.model)))
+
+
+def truth(
+    model: GPTConfig,
+    sizes: Sizes,
+    dtype: torch.dtype = torch.float64,
+    group: dist.ProcessGroup | None = None,
+) -> Truth:
+    """What every layout of `model` in `dtype` is compared with; collective over `group`.
+
+    Each training of the plain model is one rank's, who tells the others.
+    """
+    shapes = families(plain_config(model))
+    words = [what.format(name) for what, family in shapes.items() for name in family]
+    lengths = [torch.Size(s) for family in shapes.values() for s in family.values()]
+    rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    mine = {
+        n: train(model, sizes, dtype if n else torch.float64, n)
+        for n in range(rank, 1 + MOVED, ranks)
+    }
+    if rank == 0:
+        flat = torch.cat([mine[0][what].reshape(-1) for what in words])
+    else:
+        flat = torch.empty(sum(s.numel() for s in lengths), dtype=torch.float64)
+    if group is not None:
+        dist.broadcast(flat, group_src=0, group=group)
+    parts = flat.split([s.numel() for s in lengths])
+    values = {what: part.view(shape) for what, part, shape in zip(words, parts, lengths)}
+    moved = torch.zeros(len(words), dtype=torch.float64)
+    for n in mine.keys() - {0}:
+        change = [(mine[n][what].double() - value).abs().max() for what, value in values.items()]
+        moved = torch.maximum(moved, torch.stack(change).nan_to_num(nan=torch.inf))
+    if group is not None:
+        dist.all_reduce(moved, dist.ReduceOp.MAX, group=group)
+    large = dict(zip(words, torch.stack([part.abs().max() for part in parts]).tolist()))
+    for what, family in shapes.items():
+        most = max(large[what.format(name)] for name in family)
+        for name in family:
+            if large[what.format(name)] <= _ZERO * most:
+                large[what.format(name)] = most
+    eps = torch.finfo(dtype).eps
+    rounding = {  # what overflows in the plain model allows nothing
+        what: max(m, eps * large[what]) if math.isfinite(m) else 0.0
+        for what, m in zip(words, moved.tolist())
+    }
+    return Truth(model, values, large, rounding)
