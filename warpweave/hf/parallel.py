@@ -40,7 +40,7 @@ from warpweave.shards import (
     use_local,
     whole,
 )
-from warpweave.styles import look_up, project
+from warpweave.styles import is_plain_embedding, look_up, project
 
 _STATE = "_parallel_warpweave"  # attribute of a model: its `Parallel`
 
@@ -172,7 +172,7 @@ class Parallel:
         model: Any = self.model
         names = {m: n for n, m in model.named_modules()}
         embedding, head = model.get_input_embeddings(), _head_of(model)
-        plain = type(embedding) is nn.Embedding and not embedding.max_norm
+        plain = is_plain_embedding(embedding)
         tied = head is not None and embedding.weight is head.weight
         cuttable = type(head) is nn.Linear and (plain or not tied)
         if plain and (cuttable or not tied):
