@@ -311,6 +311,8 @@ def look_up(
         group: the tensor ranks.
         sequence_parallel: cut dim 0 of the output over them, which they must divide.
     """
+    if _does_more(module):
+        raise ValueError("an embedding with max_norm, scale_grad_by_freq or sparse is not cut")
     w = padded(local(module.weight), module.num_embeddings, group_size(group))
     own = own_slice(ids, group) if sequence_parallel else ids
     y = vocab_parallel_embedding(
@@ -324,8 +326,11 @@ def look_up(
 
 def is_plain_embedding(module: Any) -> bool:
     """Whether an embedding is its rows and nothing more, which `look_up` computes."""
-    more = module.max_norm is not None or module.scale_grad_by_freq or module.sparse
-    return type(module) is nn.Embedding and not more
+    return type(module) is nn.Embedding and not _does_more(module)
+
+
+def _does_more(embedding: Any) -> bool:
+    return embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse
 
 
 def project(
