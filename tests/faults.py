@@ -1264,8 +1264,8 @@ FAULTS = (
     Fault(
         "tp-plan-input-unsummed",
         "warpweave/hf/styles.py",
-        "else copy_to(x, group))",
-        "else x)",
+        "return put(copy_to(x, group))",
+        "return put(x)",
         "what comes before a module that a tp_plan cuts learns from the rank's own columns only",
     ),
     Fault(

@@ -34,6 +34,15 @@ def families():
         sys.path.remove(str(BENCHMARKS))
 
 
+@pytest.fixture(scope="module")
+def hf_changes(families):
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        return importlib.import_module("hf_changes")
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+
+
 @pytest.fixture
 def llama(families):
     return families.make("llama").eval()
@@ -299,31 +308,6 @@ def test_erf_and_tanh_are_told_apart():
     assert mlp.name_of(nn.GELU()) == "gelu_erf"
     assert mlp.name_of(nn.GELU(approximate="tanh")) == "gelu"
     assert mlp.name_of(nn.ReLU()) is None
-
-
-def test_dropout_inside_an_mlp_stays(families):
-    model = families.make("gpt2")
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.5
-    theirs = model.transformer.h[0].mlp.train()
-    ours = applied(theirs, only="mlp")
-    x = torch.randn(2, 5, 64)
-    torch.manual_seed(3)
-    wanted = theirs(x)
-    torch.manual_seed(3)
-    found = ours(x)
-    assert_close(found, wanted)
-    assert (found == 0).float().mean() > 0.3
-
-
-def test_a_plain_mlp_steps_back_when_its_linear_layers_are_no_longer_plain(families):
-    theirs = families.make("gpt neox").gpt_neox.layers[0].mlp
-    ours = applied(theirs, only="mlp")
-    for module in (theirs, ours):
-        module.dense_h_to_4h.register_forward_hook(lambda m, args, out: 2 * out)
-    x = torch.randn(2, 5, 64)
-    assert_close(ours(x), theirs(x))
 
 
 def test_quantised_weights_are_kept_and_named(llama):
@@ -607,6 +591,7 @@ def test_a_softcap_is_seen_in_bfloat16(families):
 
 @pytest.mark.filterwarnings("ignore")  # of graphs that are cut
 def test_a_compiler_follows(llama):
+    del llama.model.layers[1:]  # compiling takes long
     ours = applied(llama)
     padded = torch.ones(2, 11, dtype=torch.int64)
     padded[1, :3] = 0
@@ -626,6 +611,7 @@ def test_a_compiler_takes_a_whole_model(families, family):
     """With nothing cut, forward and backward, the loss fused; twice, as what a forward leaves
     behind shows in the next."""
     theirs = families.make(family).train()
+    del (theirs.model.layers if family == "llama" else theirs.transformer.h)[1:]
     theirs.loss_type = "ForCausalLM"  # GPT-2 has none, of which transformers warns, which cuts
     ours = applied(theirs)
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
@@ -730,3 +716,60 @@ def test_modules_of_one_class_and_clipping_ones_are_told_apart(make):
     ww.apply(model)
     with ours_always():
         assert_close(model(x), wanted)
+
+
+# ---------------------------------------------------------------- 8. what changes after apply
+
+
+WORDS = {
+    "gpt2": ("mlp.act", "mlp.dropout", "mlp.c_fc:", "mlp.act:", "ln_1.eps", "config.output_att"),
+    "gemma2": ("mlp.act_fn", "softcap", "logit_cap", "pre_feedforward_layernorm.eps"),
+    "granite": ("config.logits_scaling", "model.layers.0.mlp:"),
+    "cohere": ("logit_scale", "mlp.act_fn ="),
+    "modernbert": ("mlp.drop",),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*backward hook", "ignore:Full backward")
+@pytest.mark.parametrize("family", WORDS)
+def test_what_is_changed_or_hooked_after_apply_is_followed_or_refused(hf_changes, family):
+    """`benchmarks/hf_changes.py` walks everything of every family, here are some of some."""
+    wrong, acted, _ = hf_changes.compare(
+        family, only=lambda change: any(word in change.name for word in WORDS[family])
+    )
+    assert not wrong, wrong[0]
+    assert acted >= len(WORDS[family])
+
+
+def test_what_is_put_over_a_class_or_a_configuration_is_followed(llama, monkeypatch):
+    ours = applied(llama)
+    kind = type(llama.model.layers[0].mlp)
+    before = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, x: 0.5 * before(self, x))
+    assert_close(ours(ids()).logits, llama(ids()).logits)
+    ours.loss_function = llama.loss_function = lambda logits, labels, *_, **__: logits.sum()
+    wanted, found = both_losses(llama, ours)
+    assert_close(found, wanted)
+
+
+def test_attention_weights_are_refused_wherever_they_are_asked_for(families, llama):
+    for theirs in (llama, families.make("gpt2").eval()):
+        ours = applied(theirs)
+        with pytest.raises(ValueError, match="has no output_attentions"):
+            ours(ids(), output_attentions=True)
+        with pytest.raises(ValueError, match="output_attentions"):
+            ours.config.output_attentions = True
+        theirs.config.output_attentions = True
+        kept = reported(theirs).kept("attention")
+        assert "output_attentions" in kept[0].why
+        assert theirs(ids()).attentions[0].shape[-2:] == (11, 11)
+
+
+def test_a_compiled_module_follows_too(families):
+    theirs = families.make("gpt2").transformer.h[0].mlp
+    ours = applied(theirs, only="mlp")
+    compiled = torch.compile(ours, fullgraph=True, backend="eager")
+    x = torch.randn(2, 5, 64)
+    assert_close(compiled(x), theirs(x))
+    ours.act = theirs.act = nn.Tanh()
+    assert_close(compiled(x), theirs(x))

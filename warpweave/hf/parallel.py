@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from warpweave.hf import attention, norm, structure
+from warpweave.hf import attention, norm, seen, structure
 from warpweave.hf.mlp import Conv1D, weight_of
 from warpweave.hf.options import VOCABULARY, Options, Vocabulary
 from warpweave.hf.patch import is_patched, patch, unpatch
@@ -40,7 +40,7 @@ from warpweave.shards import (
     use_local,
     whole,
 )
-from warpweave.styles import look_up, project
+from warpweave.styles import is_plain_embedding, look_up, project
 
 _STATE = "_parallel_warpweave"  # attribute of a model: its `Parallel`
 
@@ -67,6 +67,7 @@ class Parallel:
         names = {m: n for n, m in model.named_modules()}
         groups = tuple(g for g in (mesh.group("tp"), mesh.group("cp")) if g is not None)
         check_alike(model, groups)
+        self._dropouts = {m: n for m, n in names.items() if isinstance(m, nn.Dropout)}
         for module, name in names.items():
             if isinstance(module, nn.Dropout) and module.p > 0:
                 raise ValueError(f"{name}: dropout {module.p} is not drawn over ranks: set it to 0")
@@ -107,6 +108,7 @@ class Parallel:
                 first.register_forward_pre_hook(self._cut_tokens, with_kwargs=True),
                 last.register_forward_hook(self._join_tokens),
             ]
+        self._hooks.append(model.register_forward_pre_hook(self._check_dropout))
         model.__dict__[_STATE] = self
         model.__dict__["save_pretrained"] = saver(model)
 
@@ -157,6 +159,7 @@ class Parallel:
             form: Any = norm.find_form(module)
             if is_patched(module):
                 unpatch(module)
+            seen.look(module, form.live)
             self._patch(module, norm.forward_of(form, across))
         if part.sinks is not None:
             cuts[part.sinks] = (0, 1)
@@ -172,7 +175,7 @@ class Parallel:
         model: Any = self.model
         names = {m: n for n, m in model.named_modules()}
         embedding, head = model.get_input_embeddings(), _head_of(model)
-        plain = type(embedding) is nn.Embedding and not embedding.max_norm
+        plain = is_plain_embedding(embedding)
         tied = head is not None and embedding.weight is head.weight
         cuttable = type(head) is nn.Linear and (plain or not tied)
         if plain and (cuttable or not tied):
@@ -240,6 +243,13 @@ class Parallel:
                         f"{type(module).__name__}.{name}: a layer that is cut over "
                         "ranks was replaced, and adapters do not know how it is cut"
                     )
+            if any(map(seen.changed, part.norms)):
+                raise ValueError(
+                    f"{type(module).__name__}: a norm whose features are cut over ranks was "
+                    "changed: warpweave.hf.revert first"
+                )
+            if part.kind == "attention":
+                self._check_attention(module)
             x, put = hidden_states(module, args, kwargs)
             if once and tp is not None:
                 x = all_gather(x, tp, dim=1) if self._streams() else copy_to(x, tp)
@@ -255,6 +265,23 @@ class Parallel:
             return args, kwargs
 
         return enter
+
+    def _check_attention(self, module: Any) -> None:
+        """Raise ValueError if what the module computes now would not be that of one rank."""
+        name = type(module).__name__
+        config = getattr(module, "config", self.model.config)
+        if config._attn_implementation != attention.NAME:
+            raise ValueError(
+                f"{name}: over ranks its attention is {attention.NAME}, and was set to "
+                f"{config._attn_implementation}: warpweave.hf.revert first"
+            )
+        if module.training and getattr(module, "attention_dropout", 0.0):
+            raise ValueError(f"{name}: attention dropout is not drawn over ranks: set it to 0")
+
+    def _check_dropout(self, model: nn.Module, args: tuple) -> None:
+        for module, name in self._dropouts.items():
+            if module.p > 0 and module.training:
+                raise ValueError(f"{name}: dropout {module.p} is not drawn over ranks: set it to 0")
 
     def _own_positions(self, name: str, value: Any, layout: SequenceLayout) -> Any:
         """Of what is given for every position, this rank's."""
