@@ -192,7 +192,7 @@ def test_a_field_that_is_missing_or_null_is_what_transformers_takes_it_for(kind)
 @EACH
 def test_several_fields_at_once_are_the_model_of_transformers_there_and_back(kind):
     read = 0
-    for fields in (*ODD.get(kind, ()), *(_drawn(kind, seed) for seed in range(40))):
+    for fields in (*ODD.get(kind, ()), *(_drawn(kind, seed) for seed in range(24))):
         ours, theirs = _both(kind, fields)
         if ours is None or theirs is None:
             continue
@@ -202,7 +202,7 @@ def test_several_fields_at_once_are_the_model_of_transformers_there_and_back(kin
             back = _theirs(name, written)
             assert back is not None, (fields, written)  # transformers takes what we write
             assert _said(name, back.to_dict()) == ours, (fields, written)
-    assert read > 12
+    assert read > 6
 
 
 @EACH

@@ -59,49 +59,6 @@ def test_sizes_that_no_tensor_has_are_one_line(tmp_path):
         from_hf(tmp_path)
 
 
-YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 100.0}
-LINEAR = {"rope_type": "linear", "factor": 2.0}
-ODD = {
-    "both names of the scaling": ("llama", {"rope_parameters": YARN, "rope_scaling": LINEAR}),
-    "original length outside": (
-        "llama", {"rope_parameters": YARN, "original_max_position_embeddings": 8},
-    ),
-    "original length in both": ("llama", {
-        "rope_parameters": YARN | {"original_max_position_embeddings": 16},
-        "original_max_position_embeddings": 8,
-    }),
-    "phi3's own epsilon": ("phi3", {"pad_token_id": 0}),
-    "mistral's own window": ("mistral", {}),
-    "gpt2's other names": ("gpt2", {"n_positions": 64, "n_layer": 2, "n_embd": 32, "n_head": 8,
-                                    "num_attention_heads": 4}),
-}  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def make_theirs():
-    make = pytest.importorskip("transformers", reason="an extra of its own").AutoConfig.for_model
-    make("llama", rope_scaling=LINEAR)  # what it imports changes the environment
-    return make
-
-
-@pytest.mark.parametrize("name", ODD)
-def test_what_a_config_leaves_open_is_what_transformers_takes_it_for(name, make_theirs):
-    kind, odd = ODD[name]
-    ours = read_config(QWEN2 | {"model_type": kind} | odd)[1]
-    fields = {k: v for k, v in (QWEN2 | odd).items() if k != "model_type"}
-    theirs = make_theirs(kind, **fields)
-    assert ours.heads == theirs.num_attention_heads
-    if kind != "gpt2":
-        assert ours.norm_eps == theirs.rms_norm_eps
-        assert ours.window(0) == getattr(theirs, "sliding_window", None)
-        theirs.standardize_rope_params()  # as it does before it computes them
-        rope, scaling = theirs.rope_parameters, ours.rope_scaling
-        assert ours.rope_theta == rope["rope_theta"]
-        assert rope["rope_type"] == ("default" if scaling is None else scaling.kind)
-        if scaling is not None and scaling.kind == "yarn":
-            assert scaling.original_length == rope["original_max_position_embeddings"]
-
-
 def test_mistral_with_layers_of_both_kinds_is_refused():
     mistral = QWEN2 | {"model_type": "mistral", "sliding_window": 8}
     assert read_config(mistral | {"layer_types": ["sliding_attention"] * 2})[1].window(1) == 8

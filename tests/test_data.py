@@ -479,3 +479,12 @@ def test_an_npy_of_another_kind_or_that_its_sidecar_denies_is_refused(tmp_path: 
 def test_bad_options_are_refused(options: dict, says: str) -> None:
     with pytest.raises(DataError, match=says):
         open_dataset(**options)
+
+
+@pytest.mark.parametrize(
+    ("count", "fraction", "chosen"), [(30, 0.05, 2), (7, 0.25, 2), (7, 0.2, 1), (2, 0.9, 1)]
+)
+def test_validation_has_the_nearest_number_of_files_and_never_all(count, fraction, chosen) -> None:
+    files = [f"{i}.txt" for i in range(count)]
+    mine, others = (Split(name, fraction).choose(files) for name in ("validation", "train"))
+    assert (len(mine), sorted(mine + others)) == (chosen, sorted(files))

@@ -151,7 +151,7 @@ def _plain_rows(gpt: GPT, prompts: list[list[int]], how: Sampling) -> list[list[
     """The whole text of each prompt again for every token, without a batch, a cache or our choice
     of tokens; only the noise is drawn as `generate` says: of all rows, token by token."""
     params, config = dict(gpt.named_parameters()), plain_config(gpt.config)
-    generator = torch.Generator().manual_seed(how.seed)
+    generator = torch.Generator().manual_seed(how.seed % 2**63)
     rows: list[list[int]] = [[] for _ in prompts]
     for _ in range(how.tokens):
         noise = torch.empty(len(prompts), gpt.config.vocab_size, dtype=torch.float64)
@@ -178,14 +178,18 @@ def test_any_options_at_once_give_the_texts_of_a_plain_loop(seed):
             param.mul_(8)
     prompts = [[draw.randrange(31) for _ in range(draw.randint(1, 9))] for _ in range(3)]
     how = Sampling(
-        tokens=draw.choice((1, 9)),
-        temperature=draw.choice((0.0, 0.4, 1.0, 3.0)),
+        tokens=draw.choice((1, 9, 9, 9)),
+        temperature=draw.choice((0.0, 0.4, 1.0, 3.0, 9.0)),
         top_k=draw.choice((0, 1, 4, 40)),
         top_p=draw.choice((1.0, 0.9, 0.3)),
-        stop=draw.choice(((), (3,), tuple(range(0, 31, 4)))),
-        seed=draw.choice((0, 5, 2**40)),
+        stop=draw.choice(((), (3,), tuple(range(0, 31, 2)))),
+        seed=draw.choice((5, 2**40, -1)),
     )
     with torch.no_grad():
+        rows = _plain_rows(gpt, prompts, how)
+        assert generate(gpt, prompts, how) == rows
+        # Many ends, none of them in the middle row: the others end early, and it goes on.
+        how = dataclasses.replace(how, stop=tuple(set(range(31)) - set(rows[1])))
         assert generate(gpt, prompts, how) == _plain_rows(gpt, prompts, how)
 
 
@@ -380,6 +384,16 @@ def test_every_option_of_the_command_arrives(words, seen, folders, tmp_path, cap
         }  # fmt: skip
         seen = usual | seen
     assert {name: got[name] for name in seen} == seen
+
+
+def test_tokens_that_the_tokenizer_has_not_are_left_out_of_the_text(tmp_path, capfd):
+    config = GPTConfig(300, 32, 1, 8, 2)
+    params = [(name, p.detach()) for name, p in GPT(config).named_parameters()]
+    fields = dataclasses.asdict(config)
+    save_checkpoint(tmp_path / "checkpoints", 1, params, config=fields, state={})
+    with mock.patch.object(sample, "generate", return_value=[[97, 256, 0, 255, 299, 98]]):
+        _, lines, _ = _sample(capfd, str(tmp_path), "--prompt", "ab", "--tokens", "6")
+    assert json.loads(lines[-1])["texts"] == ["a\0\ufffdb"]
 
 
 def test_the_ends_of_texts_are_those_of_transformers(tmp_path):
