@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import copy
 import random
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ import torch
 from close import relative_error
 
 from warpweave.convert import families
-from warpweave.convert.families import FAMILIES, ConvertError, read_config, write_config
+from warpweave.convert import fields as shared
+from warpweave.convert.families import FAMILIES, read_config, write_config
+from warpweave.convert.fields import ConvertError
 from warpweave.convert.folder import fill
 from warpweave.convert.tensors import rules_of
 from warpweave.gpt import GPT
@@ -118,16 +121,17 @@ EACH = pytest.mark.parametrize("kind", OPEN)
 
 
 def _names() -> set[str]:
-    """The fields that `families` reads, of its source."""
+    """The fields that `families` and `fields` read, of their sources."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(Path(families.__file__).read_text())):
+    trees = [ast.parse(Path(module.__file__).read_text()) for module in (families, shared)]
+    for node in chain.from_iterable(map(ast.walk, trees)):
         if isinstance(node, ast.Subscript):
             found |= _words([node.slice])
         elif isinstance(node, ast.Call):
             called = ast.unparse(node.func)
             if called.endswith(".get"):
                 found |= _words(node.args[:1])
-            elif called in ("_or", "_expect"):
+            elif called in ("given", "expect"):
                 found |= _words(node.args[1:2])
     return found | set(families._GPT2_ALIASES)
 

@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from warpweave.convert import from_hf, to_hf
-from warpweave.convert.families import ConvertError, read_config
+from warpweave.convert.families import read_config
+from warpweave.convert.fields import ConvertError
 from warpweave.gpt import GPT
 
 QWEN2 = {

@@ -55,6 +55,7 @@ ROOMS = {
     ),
     "warpweave.checkpoint": (("files",), ("manifest",), ("steps",), ("read", "save")),
     "warpweave.convert": (
+        ("fields",),
         ("families",),
         ("tensors",),
         ("folder",),

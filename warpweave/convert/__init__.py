@@ -11,12 +11,12 @@ What a folder says and our GPT cannot do is refused by name: another kind of RoP
 where none can be, a tensor that is missing, too many, of another shape or quantised. Dropout is no
 property of the weights: what is read has none.
 
-`families` one family's config.json as a `GPTConfig` and back · `tensors` which of their tensors
-make one of ours · `folder` reading · `beside` tokenizer, ends of texts, card · `source` reading, or
-a checkpoint of ours · `write` writing.
+`fields` that families share · `families` one family's config.json as a `GPTConfig` and back ·
+`tensors` which of their tensors make one of ours · `folder` reading · `beside` tokenizer, ends of
+texts, card · `source` reading, or a checkpoint of ours · `write` writing.
 """
 
-from warpweave.convert.families import ConvertError
+from warpweave.convert.fields import ConvertError
 from warpweave.convert.folder import HFFolder, from_hf
 from warpweave.convert.write import to_hf
 

@@ -15,7 +15,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from warpweave.config import GPTConfig
-from warpweave.convert.families import FAMILIES, ConvertError, Family, read_config
+from warpweave.convert.families import FAMILIES, Family, read_config
+from warpweave.convert.fields import ConvertError
 from warpweave.convert.tensors import TensorRule, rules_of
 from warpweave.gpt import GPT
 from warpweave.messages import one_line
