@@ -10,7 +10,7 @@ from ranks import run_ranks
 from sharded import MESHES, RTOL, check_layer, draw, own
 from torch import Tensor, nn
 
-from warpweave.kernels.rope import rope_table
+from warpweave.kernels.rope import RopeScaling, rope_table
 from warpweave.layers.attention import Attention, HeadStyle
 from warpweave.layers.context import KVCache, TokenContext
 from warpweave.layers.records import collect_records
@@ -150,6 +150,21 @@ def test_flattened_tokens_with_a_context_are_the_batch_without():
     for layout in (None, SequenceLayout(5, 1)):
         y = layer(x.flatten(0, 1), TokenContext(3, layout, rope))
         assert torch.equal(y.unflatten(0, (3, 5)), layer(x))
+
+
+def test_without_a_context_the_table_is_scaled_as_the_style_says():
+    scaling = RopeScaling("linear", 4.0)
+    layer = Attention(12, 2, rope_theta=100.0, style=HeadStyle(rope_scaling=scaling), **F64)
+    rope = rope_table(torch.arange(5), 6, theta=100.0, scaling=scaling, dtype=torch.float64)
+    x = draw(1, 3, 5, 12)
+    assert torch.equal(layer(x).flatten(0, 1), layer(x.flatten(0, 1), TokenContext(3, rope=rope)))
+
+
+def test_a_style_decides_on_the_bias_of_qkv_alone():
+    for both, alone in ((True, False), (False, True), (True, None), (False, None)):
+        layer = Attention(12, 2, bias=both, style=HeadStyle(qkv_bias=alone))
+        assert (layer.qkv.bias is not None) == (both if alone is None else alone)
+        assert (layer.out.bias is not None) == both
 
 
 def test_an_empty_batch_has_empty_output_and_zero_gradients():

@@ -92,6 +92,13 @@ def test_any_pair_of_runs_equals_the_reference(impl, causal, q_runs, k_runs) -> 
     check(impl, sizes, **options, documents=documents)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_striped_keys_of_neighbouring_queries_equal_the_reference(causal) -> None:
+    """Without a window, where torch's own kernel might be called."""
+    runs = {"q_runs": ((60, 37),), "k_runs": ((1, 40, 3),)}
+    check("torch", {"Sk": 40, "D": 8}, causal=causal, **runs)
+
+
 # Documents of keys apart: padding before and behind tokens is hidden; and others.
 BEGINS, ENDS = torch.tensor([[0], [20]]), torch.tensor([[41], [67]])
 PADDED = torch.tensor([[0, 67]] * 2)

@@ -21,6 +21,7 @@ from warpweave.checkpoint import CheckpointError, save_checkpoint
 from warpweave.config import PRESETS, GPTConfig, ParallelPlan
 from warpweave.convert import ConvertError, from_hf, to_hf
 from warpweave.convert.families import canonical, read_config, write_config
+from warpweave.convert.write import _config_json
 from warpweave.engine import Engine
 from warpweave.gpt import GPT
 from warpweave.kernels.rope import RopeScaling
@@ -273,6 +274,14 @@ def test_rope_scaling_from_before_transformers_5_is_read():
     )
     linear = fields | {"rope_scaling": {"type": "linear", "factor": 3}}
     assert read_config(linear)[1].rope_scaling == RopeScaling("linear", 3.0)
+
+
+def test_a_scaling_from_before_transformers_5_is_not_kept_beside_another(tmp_path):
+    old = {"model_type": "llama", **SIZES, "rope_scaling": {"type": "linear", "factor": 3.0}}
+    (tmp_path / "config.json").write_text(json.dumps(old))
+    for scaling in (None, RopeScaling("linear", 2.0)):
+        config = dataclasses.replace(read_config(old)[1], rope_scaling=scaling)
+        assert read_config(_config_json(config, tmp_path)[1])[1] == config
 
 
 def test_gemma_3_from_before_transformers_5_is_read():

@@ -70,7 +70,12 @@ def test_mistral_with_layers_of_both_kinds_is_refused():
 def test_files_are_those_that_transformers_reads(tmp_path):
     """One file goes before an index that was left from another save; no tensor stands twice."""
     config = read_config(QWEN2)[1]
-    to_hf(GPT(config, seed=0), tmp_path / "old", shard_bytes=8000)
+    to_hf(GPT(config, seed=0), tmp_path / "old", shard_bytes=8000, dtype=torch.bfloat16)
+    index = json.loads((tmp_path / "old" / "model.safetensors.index.json").read_text())
+    files = (tmp_path / "old").glob("*.safetensors")
+    assert index["metadata"]["total_size"] == sum(
+        t.nbytes for file in files for t in load_file(file).values()
+    )
     to_hf(GPT(config, seed=1), tmp_path / "new")
     wanted = (tmp_path / "new" / "model.safetensors").read_bytes()
     (tmp_path / "old" / "model.safetensors").write_bytes(wanted)

@@ -145,6 +145,15 @@ def test_train_and_validation_share_no_file_and_lose_none(tmp_path: Path) -> Non
     assert again.fingerprint == validation.fingerprint != train.fingerprint
 
 
+def test_each_split_has_a_file_whatever_the_fraction():
+    files = ["a", "b", "c"]
+    for fraction in (1e-9, 0.5, 0.99):
+        train, rest = (Split(name, fraction).choose(files) for name in ("train", "validation"))
+        assert train
+        assert rest
+        assert sorted(train + rest) == files
+
+
 def test_one_file_is_cut_near_its_end(tmp_path: Path) -> None:
     file = tmp_path / "a.txt"
     file.write_bytes(bytes(range(1, 101)))

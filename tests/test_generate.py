@@ -147,6 +147,14 @@ def test_what_may_be_drawn_is_what_transformers_leaves(k, p):
         assert torch.equal(module.choose_tokens(logits, noise, how), expected)
 
 
+def test_the_fewest_tokens_that_have_just_top_p_are_enough():
+    logits = torch.zeros(1, 8, dtype=torch.float64)  # an eighth each, exactly
+    for p, count in ((0.25, 2), (0.26, 3), (0.5, 4)):
+        how = Sampling(temperature=1.0, top_p=p)
+        for left in (kept(logits, how), _left(logits, how)):
+            assert left.isfinite().sum() == count
+
+
 def _plain_rows(gpt: GPT, prompts: list[list[int]], how: Sampling) -> list[list[int]]:
     """The whole text of each prompt again for every token, without a batch, a cache or our choice
     of tokens; only the noise is drawn as `generate` says: of all rows, token by token."""
@@ -317,6 +325,13 @@ def test_the_command_goes_on_by_a_checkpoint_of_ours(tmp_path, capfd):
     )
     assert code == 0, err
     assert [len(row) for row in json.loads(lines[-1])["tokens"]] == [3]
+
+
+def test_tokens_that_are_no_text_are_left_out_of_the_commands(folders, capfd, monkeypatch):
+    monkeypatch.setattr(sample, "generate", lambda *_: [[65, 256, 300, 66]])
+    _, lines, _ = _sample(capfd, str(folders["llama3"]), "--prompt", "\x05", "--tokens", "4")
+    result = json.loads(lines[-1])
+    assert (result["texts"], result["tokens"]) == (["AB"], [[65, 256, 300, 66]])
 
 
 @pytest.mark.parametrize(

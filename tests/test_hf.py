@@ -8,6 +8,7 @@ import importlib
 import inspect
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -143,6 +144,19 @@ def test_revert_leaves_no_trace(llama):
         ww.revert(ours)
 
 
+def test_a_forward_that_a_hook_calls_is_put_back():
+    """As accelerate keeps it: `forward` is its own, and calls `_old_forward`."""
+    norm, x = nn.LayerNorm(16), torch.randn(3, 16)
+    norm._hf_hook, norm._old_forward = object(), nn.LayerNorm.forward.__get__(norm)
+    norm.forward = partial(lambda self, x: self._old_forward(x), norm)
+    before, wanted = dict(vars(norm)), norm(x)
+    ww.apply(norm, only="norm")
+    assert_close(norm(x), wanted)
+    assert is_patched(norm)
+    ww.revert(norm)
+    assert vars(norm) == before
+
+
 def test_a_dry_run_reports_and_changes_nothing(llama):
     state = torch.get_rng_state()
     dry = reported(llama, dry=True)
@@ -251,6 +265,15 @@ def test_norms_have_the_dtypes_of_the_original_under_autocast():
                              == torch.float32 else 2e-2)  # fmt: skip
 
 
+def test_an_offset_is_added_in_float32_to_weights_in_bfloat16():
+    from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+
+    theirs, x = GemmaRMSNorm(16).bfloat16(), torch.rand(4096, 16).bfloat16() + 1
+    nn.init.constant_(theirs.weight, 0.003)  # bfloat16 has no 1.003
+    ratio = applied(theirs, only="norm")(x).double() / theirs(x).double()
+    assert (ratio.mean() - 1).abs() < 3e-4
+
+
 def test_a_norm_of_an_unknown_forward_is_not_replaced_twice():
     theirs = nn.LayerNorm(16)
     theirs.forward = lambda x: x
@@ -356,6 +379,15 @@ def test_what_is_written_out_is_transformers_own_mask(side, window):
         how = {**shape, "mask_function": function, "attention_mask": padded}
         wanted = functions.sdpa_mask(**how, allow_is_causal_skip=False)
         assert torch.equal(mask.make_mask(**how).visible.written_out("cpu"), wanted)
+
+
+def test_of_two_windows_a_query_sees_what_both_show():
+    functions = transformers.masking_utils
+    windows = [functions.sliding_window_causal_mask_function(n) for n in (6, 3, 5)]
+    how = {"batch_size": 1, "q_length": 9, "kv_length": 9,
+           "mask_function": functions.and_masks(*windows)}  # fmt: skip
+    wanted = functions.sdpa_mask(**how, allow_is_causal_skip=False)
+    assert torch.equal(mask.make_mask(**how).visible.written_out("cpu"), wanted)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt2", "bert"])
@@ -508,6 +540,25 @@ def test_labels_that_are_shifted_or_ignored(llama):
     none.backward()
 
 
+def test_another_label_may_be_ignored(llama):
+    ours, labels = applied(llama, only="loss").train(), ids()
+    labels[:, ::3] = 7
+    given = {"input_ids": ids(), "labels": labels, "ignore_index": 7}
+    assert_close(ours(**given).loss, llama.train()(**given).loss)
+    assert ours(**given).logits is None
+
+
+def test_a_loss_function_that_was_set_is_there_after_a_step_and_a_failed_one(llama):
+    ours = applied(llama, only="loss").train()
+    ours.loss_function = own = loss.ForCausalLMLoss
+    before = {m: dict(vars(m)) for m in (ours, ours.lm_head)}
+    assert ours(ids(), labels=ids()).logits is None
+    with pytest.raises(ValueError, match="label"):
+        ours(ids(), labels=torch.full((2, 11), 101))
+    assert {m: dict(vars(m)) for m in before} == before
+    assert ours.loss_function is own
+
+
 class Lora(nn.Module):
     """What peft's LoRA puts in a linear layer's place, its names and no more."""
 
@@ -522,6 +573,8 @@ class Lora(nn.Module):
         base.requires_grad_(False)
 
     def forward(self, x):
+        if self.disable_adapters:
+            return self.base_layer(x)
         small = self.lora_A["a"](self.lora_dropout["a"](x))
         return self.base_layer(x) + self.lora_B["a"](small) * self.scaling["a"]
 
@@ -539,6 +592,9 @@ def test_lora_on_the_head_is_in_the_fused_loss(families, family):
     assert "lm_head.lora_A.a.weight" in grads(ours)
     for name, g in grads(theirs).items():
         assert_close(grads(ours)[name], g, 1e-4)
+    for model in (theirs, ours):
+        model.lm_head.disable_adapters = True
+    assert_close(ours(ids(), labels=ids()).loss, theirs(ids(), labels=ids()).loss)
 
 
 def test_a_model_inside_another_module_is_found(llama):

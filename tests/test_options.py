@@ -397,6 +397,7 @@ def test_every_option_comes_back_from_the_file_that_a_run_leaves(tmp_path):
         ("steps = true", "steps must be an integer, got true"),
         ("resume = 1", "resume must be true or false, got 1"),
         ("lr = '1e-3'", 'lr must be a number, got "1e-3"'),
+        ("lr = true", "lr must be a number, got true"),
         ("lr = 1" + 400 * "0", "lr must be a number, got 1000"),
         ("data = 3", "data must be a path in quotes, got 3"),
         ("out = 2026-01-01", 'out must be a path in quotes, got "2026-01-01"'),

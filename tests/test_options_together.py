@@ -87,6 +87,18 @@ def test_any_of_x_weight_and_bias_may_be_frozen_and_weights_deferred(name, way, 
     on_threads(3, _layer, name, way, cut)
 
 
+def _row(group: Group) -> None:
+    x, w, b = (t.bfloat16() for t in (draw(1, T, 6), draw(2, 5, 6), 8 * draw(3, 5)))
+    y = tensor.row_parallel_linear(share(x, 1, group), share(w, 1, group), b, group=group)
+    truth = x.double() @ w.double().t() + b.double()
+    assert y.dtype == torch.bfloat16
+    assert ((y - truth).abs() <= 1.01 * 2**-8 * truth.abs() + 1e-5).all()
+
+
+def test_sum_and_bias_of_a_row_in_bfloat16_are_rounded_once() -> None:
+    on_threads(2, _row)
+
+
 # ---------------------------------------------------------------- the head
 
 V, PADDED, IGNORED = 13, 18, 4

@@ -12,6 +12,7 @@ import re
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -34,6 +35,7 @@ from warpweave.parallel.tensor import overlap_table
 from warpweave.parallel.tensor.overlap_model import Product
 from warpweave.parallel.tensor.overlap_table import Measured, Place, write_measured
 from warpweave.plain_gpt import PlainConfig, plain_adamw_step, plain_gpt_loss, plain_init
+from warpweave.resume import differences
 from warpweave.train import Interrupt, TrainConfig, Trainer, TrainingStopped, learning_rate
 from warpweave.train_config import GPTOverrides, parse
 
@@ -372,6 +374,13 @@ def test_a_checkpoint_from_before_a_field_was_there_is_gone_on_from(tmp_path):
     assert (trainer.step, trainer.progress.tokens, trainer.progress.evaluated) == (1, 64, 1)
     with pytest.raises(CheckpointError, match=r"another config; qk_norm: saved False, now True$"):
         _trainer(_replace(config, resume=True, qk_norm=True))
+
+
+def test_a_setting_from_before_it_was_there_is_no_other_one():
+    state = {"data": {"sequences_per_step": 8}, "settings": {"lr": 1.0}}
+    reader, config = SimpleNamespace(state=state), TrainConfig(decay=0.5)
+    said = differences(reader, config, 8).split("; ")
+    assert set(said) == {"lr: saved 1.0, now 0.001", "decay: saved 0.2, now 0.5"}
 
 
 def test_a_damaged_checkpoint_is_passed_over_by_name(tmp_path, capsys):
