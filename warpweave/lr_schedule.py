@@ -31,7 +31,7 @@ def learning_rate(config: Rates, step: int) -> float:
         cosine      lr (m + (1 - m) (1 + cos(pi t)) / 2)              t = (step - W) / (N - W)
         linear      lr (m + (1 - m) (1 - t))
         constant    lr
-        wsd         lr, and in the last D = round(`decay` N) steps linear, t = (step - N + D) / D
+        wsd         lr, and in the last D = min(round(`decay` N), N - W) linear, t = (step - N + D) / D
 
     Cosine is SGDR's (arXiv:1608.03983), wsd the warm-up-stable-decay of MiniCPM (arXiv:2404.06395),
     whose decay is linear here (arXiv:2405.18392 compares its forms). They are transformers'

@@ -13,7 +13,7 @@ head and its loss · `parallel` a model over ranks: `options` how, `structure` w
 `styles` for a `tp_plan`.
 """
 
-from typing import NoReturn
+from typing import Any
 
 try:
     import transformers
@@ -30,7 +30,7 @@ if tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23):
     from warpweave.hf.styles import planned
 else:
 
-    def planned(*_: object, **__: object) -> NoReturn:
+    def planned(how: Any, config: Any, *, overlap: str = "auto") -> Any:
         """Refuse: the words of a `tp_plan` that are ours are not registered."""
         raise ImportError(
             f"warpweave.hf.planned needs transformers >= 5.23, this is {transformers.__version__}: "

@@ -90,7 +90,8 @@ def plain_config(config: GPTConfig) -> PlainConfig:
 
 def families(config: PlainConfig) -> dict[str, dict[str, tuple[int, ...]]]:
     """Words of what is compared -> its shape, for each parameter or, of scalars, for "" alone."""
-    params, one = plain_shapes(config), {"": ()}
+    params = plain_shapes(config)
+    one: dict[str, tuple[int, ...]] = {"": ()}
     found: dict[str, dict[str, tuple[int, ...]]] = {}
     for step in range(STEPS):
         found[f"loss of step {step}"] = found[f"norm of step {step}"] = one
