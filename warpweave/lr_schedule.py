@@ -31,9 +31,9 @@ def learning_rate(config: Rates, step: int) -> float:
         cosine      lr (m + (1 - m) (1 + cos(pi t)) / 2)              t = (step - W) / (N - W)
         linear      lr (m + (1 - m) (1 - t))
         constant    lr
-        wsd         lr, and in the last D = min(round(`decay` N), N - W) linear, t = (step - N + D) / D
+        wsd         lr, and in the last D steps linear                t = (step - N + D) / D
 
-    Cosine is SGDR's (arXiv:1608.03983), wsd the warm-up-stable-decay of MiniCPM (arXiv:2404.06395),
+    with D = round(`decay` N), at most N - W. Cosine is SGDR's (arXiv:1608.03983), wsd the warm-up-stable-decay of MiniCPM (arXiv:2404.06395),
     whose decay is linear here (arXiv:2405.18392 compares its forms). They are transformers'
     `get_cosine_with_min_lr_schedule_with_warmup`, `get_wsd_schedule` and so on after the warm-up,
     which begins at 0 there. Update N would have lr m; later ones keep that.
