@@ -33,8 +33,9 @@ def learning_rate(config: Rates, step: int) -> float:
         constant    lr
         wsd         lr, and in the last D steps linear                t = (step - N + D) / D
 
-    with D = round(`decay` N), at most N - W. Cosine is SGDR's (arXiv:1608.03983), wsd the warm-up-stable-decay of MiniCPM (arXiv:2404.06395),
-    whose decay is linear here (arXiv:2405.18392 compares its forms). They are transformers'
+    with D = round(`decay` N), at most N - W. Cosine is SGDR's (arXiv:1608.03983), wsd the
+    warm-up-stable-decay of MiniCPM (arXiv:2404.06395), whose decay is linear here
+    (arXiv:2405.18392 compares its forms). They are transformers'
     `get_cosine_with_min_lr_schedule_with_warmup`, `get_wsd_schedule` and so on after the warm-up,
     which begins at 0 there. Update N would have lr m; later ones keep that.
     """
