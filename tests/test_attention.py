@@ -467,7 +467,7 @@ def test_the_rows_within_an_interval_are_found() -> None:
 ROW_CASES = [
     {"causal": True},
     {"causal": False},
-    {"q_runs": ZIGZAG, "k_runs": ((0, 10), (87, 27)), "documents": torch.tensor([0, 15, 75])},
+    {"q_runs": ZIGZAG, "k_runs": ((0, 10), (87, 27)), "documents": torch.tensor([0, 15, 75, 114])},
     {"window": 9, "softcap": 2.0, "dropout": 0.3},
 ]
 

@@ -207,8 +207,8 @@ def test_a_second_derivative_is_refused() -> None:
 def _any_length(rank: int, world: int) -> None:
     """Lengths that divide by nothing, or are less than the ranks; balanced layouts."""
     for length, causal in ((13, True), (13, False), (2, True)):
-        ends = torch.tensor([0, length // 4, length // 2 + 1])  # the last document is open
-        of_each = torch.stack((ends, ends.clamp(max=length // 2)))
+        ends = torch.tensor([0, length // 4, length // 2 + 1, length])
+        of_each = torch.stack((ends, torch.tensor([0, length // 4, length // 2, length])))
         layouts = [SequenceLayout(length, world, kind) for kind in ("zigzag", "contiguous")]
         layouts += [SequenceLayout(length, world, "striped"), balance(length, world, ends.tolist())]
         masks = ((None, None), (3, None), (None, ends), (3, of_each))

@@ -74,6 +74,7 @@ ROOMS = {
     "warpweave.prove": (
         ("layouts", "typecheck"),
         ("expected", "options"),
+        ("truth",),
         ("proof",),
         ("command",),
     ),
