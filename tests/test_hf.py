@@ -334,11 +334,31 @@ def test_a_chunked_mask_is_documents(families):
     function = functions.chunked_causal_mask_function(4, padding)
     padded = torch.ones(2, 13, dtype=torch.bool)
     padded[1, :3] = False
-    made = mask.make_mask(2, 13, 13, mask_function=function, attention_mask=padded)
-    wanted = functions.sdpa_mask(
-        2, 13, 13, mask_function=function, attention_mask=padded, allow_is_causal_skip=False
-    )
-    assert torch.equal(made.visible.written_out("cpu"), wanted)
+    packed = torch.tensor([[*range(13)], [*range(3), *range(9), 0]])  # documents, of chunks each
+    apart = functions.packed_sequence_compatibility_function(
+        functions.chunked_causal_mask_function(4, torch.zeros(2, dtype=torch.int64)),
+        packed, functions.find_packed_sequence_indices(packed),
+    )  # fmt: skip
+    for one, hidden in ((function, padded), (apart, None)):
+        how = {"mask_function": one, "attention_mask": hidden}
+        made = mask.make_mask(2, 13, 13, **how)
+        wanted = functions.sdpa_mask(2, 13, 13, **how, allow_is_causal_skip=False)
+        assert torch.equal(made.visible.written_out("cpu"), wanted)
+
+
+def test_a_model_of_one_output_per_sample_has_its_attention_replaced(families):
+    config = families.make("gpt oss").config
+    config.num_labels = 3
+    torch.manual_seed(0)
+    theirs = transformers.GptOssForSequenceClassification(config).eval()
+    theirs.set_attn_implementation("eager")
+    ours = copy.deepcopy(theirs)
+    assert len(reported(ours).replaced("attention")) == 2
+    mask = torch.ones(2, 11, dtype=torch.int64)
+    mask[0, :4] = 0
+    tokens = ids().masked_fill(mask == 0, 0)
+    for more in ({}, {"attention_mask": mask}):
+        assert_close(ours(tokens, **more).logits, theirs(tokens, **more).logits)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
