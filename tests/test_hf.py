@@ -3,6 +3,7 @@
 `benchmarks/hf_families.py` has the families, here are a few of them and what else can go wrong.
 """
 
+import contextlib
 import copy
 import importlib
 import inspect
@@ -419,12 +420,38 @@ def test_packed_sequences_are_apart(llama):
     assert_close(found, torch.cat(apart, 1))
 
 
-def test_a_cache_goes_on_where_it_stopped(llama):
-    ours, tokens = applied(llama), ids(2, 11)
-    with torch.no_grad(), ours_always():
-        first = ours(tokens[:, :6], use_cache=True)
-        rest = ours(tokens[:, 6:], past_key_values=first.past_key_values)
-    assert_close(torch.cat([first.logits, rest.logits], 1), llama(tokens).logits)
+STEPS = (5, 3, 1, 2, 4, 1)  # a prompt in pieces, and tokens that somebody guessed
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "gpt oss"])
+def test_with_a_cache_every_step_is_that_of_the_untouched_model(families, family):
+    """Left-padded, one token or several at once, up to a cache that is full and windows that have
+    rolled on, and after tokens were taken back."""
+    theirs, length = families.make(family).eval(), sum(STEPS)
+    ours, tokens, mask = applied(theirs), ids(3, length), torch.ones(3, length, dtype=torch.int64)
+    mask[1, :2] = mask[2, :6] = 0  # of which one sample has no token in the first step
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    config = theirs.config
+    makes = [lambda n=n: transformers.StaticCache(config, max_cache_len=n) for n in (length, 23)]
+    makes.append(lambda: transformers.DynamicCache(config=config))
+    for always, make in [(True, each) for each in makes] + [(False, makes[2])]:
+        caches, at = (make(), make()), 0
+        for n in STEPS:
+            step = slice(at, at + n)
+            given = {"attention_mask": mask[:, : at + n], "position_ids": positions[:, step]}
+            with ours_always() if always else contextlib.nullcontext():
+                found, wanted = (
+                    m(tokens[:, step], past_key_values=c, use_cache=True, **given).logits
+                    for m, c in zip((ours, theirs), caches)
+                )
+            real = mask[:, step].bool()
+            assert_close(found[real], wanted[real])
+            at += n
+            if n == 2 and not always and family in ("llama", "gpt2"):
+                at -= 1
+                for cache in caches:
+                    cache.crop(-1)
 
 
 def test_masks_that_are_no_run_of_keys_are_refused(llama):
