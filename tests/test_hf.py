@@ -131,6 +131,8 @@ def test_nothing_that_is_saved_or_read_by_name_changes(llama, tmp_path):
 
 def test_revert_leaves_no_trace(llama):
     ours = copy.deepcopy(llama)
+    hooks = pytest.importorskip("accelerate.hooks", reason="an extra of its own")
+    hooks.add_hook_to_module(ours.model.norm, hooks.ModelHook())  # as on several devices
     before = {n: dict(vars(m)) for n, m in ours.named_modules()}
     ww.apply(ours)
     assert ours.config._attn_implementation == attention.NAME
@@ -146,7 +148,10 @@ def test_revert_leaves_no_trace(llama):
 
 def test_a_dry_run_reports_and_changes_nothing(llama):
     state = torch.get_rng_state()
+    llama.model.layers[1].train()
+    modes = [m.training for m in llama.modules()]
     dry = reported(llama, dry=True)
+    assert [m.training for m in llama.modules()] == modes
     assert torch.equal(torch.get_rng_state(), state)
     assert llama.config._attn_implementation == "eager"
     assert not any("forward" in vars(m) for m in llama.modules())
@@ -279,7 +284,11 @@ def test_few_numbers_go_another_way_to_the_same_numbers(families, family, monkey
                 assert_close(found, row)
         with torch.autocast("cpu", torch.bfloat16):
             assert module(x).dtype == original(module)(x).dtype
-        assert module.bfloat16()(x.bfloat16()).dtype == torch.bfloat16
+        module.bfloat16()
+        assert module(x.bfloat16()).dtype == torch.bfloat16
+        with contextlib.suppress(RuntimeError):  # torch refuses two dtypes, transformers do not
+            wanted = original(module)(x)
+            assert module(x).dtype == wanted.dtype
 
 
 # ---------------------------------------------------------------- 4. feed-forward modules
@@ -363,12 +372,14 @@ def test_a_model_of_one_output_per_sample_has_its_attention_replaced(families):
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("window", [None, 4, (3, 6)])
 def test_what_is_written_out_is_transformers_own_mask(side, window):
     functions = transformers.masking_utils
     function = functions.causal_mask_function
-    if window:
+    if isinstance(window, int):
         function = functions.sliding_window_causal_mask_function(window)
+    elif window:
+        function = functions.and_masks(function, *map(functions.sliding_window_overlay, window))
     padded = torch.ones(3, 12, dtype=torch.bool)
     for sample, n in enumerate((0, 2, 5)):
         padded[sample, slice(0, n) if side == "left" else slice(12 - n, 12)] = False
@@ -477,7 +488,8 @@ def test_a_model_that_computes_with_its_mask_gets_nan_never_a_number():
     padded = torch.tensor([[False, True, True]])
     made = mask.make_mask(1, 3, 3, attention_mask=padded)
     assert isinstance(made.contiguous(), mask.Mask)
-    assert made.to(torch.float64).visible is made.visible
+    for same in (made.to(torch.float64), made.clone(), made.detach(), made.contiguous()):
+        assert same.visible is made.visible
     for changed in (made + 1, made[:, :, :2], made.expand(1, 2, 3, 3)):
         assert type(changed) is torch.Tensor
         assert changed.isnan().all()
@@ -550,6 +562,9 @@ def test_labels_that_are_shifted_or_ignored(llama):
     theirs = llama.train()(ids(), labels=labels).loss
     assert_close(ours(ids(), labels=labels).loss, theirs)
     assert_close(ours(ids(), labels=labels, shift_labels=shifted).loss, theirs)
+    labels = labels.masked_fill(labels == -100, 7)
+    given = {"labels": labels, "ignore_index": 7, "num_items_in_batch": 5}
+    assert_close(ours(ids(), **given).loss, llama(ids(), **given).loss)
     none = ours(ids(), labels=torch.full_like(labels, -100)).loss
     assert none == 0  # torch's mean over nothing is NaN
     none.backward()
@@ -569,6 +584,8 @@ class Lora(nn.Module):
         base.requires_grad_(False)
 
     def forward(self, x):
+        if self.disable_adapters:
+            return self.base_layer(x)
         small = self.lora_A["a"](self.lora_dropout["a"](x))
         return self.base_layer(x) + self.lora_B["a"](small) * self.scaling["a"]
 
@@ -586,6 +603,11 @@ def test_lora_on_the_head_is_in_the_fused_loss(families, family):
     assert "lm_head.lora_A.a.weight" in grads(ours)
     for name, g in grads(theirs).items():
         assert_close(grads(ours)[name], g, 1e-4)
+    for state in ("merged", "disable_adapters"):  # then it is no sum of two any more
+        for model in (theirs, ours):
+            setattr(model.get_output_embeddings(), state, True)
+        wanted, found = both_losses(theirs, ours)
+        assert_close(found, wanted)
 
 
 def test_a_model_inside_another_module_is_found(llama):
