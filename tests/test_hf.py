@@ -3,6 +3,7 @@
 `benchmarks/hf_families.py` has the families, here are a few of them and what else can go wrong.
 """
 
+import contextlib
 import copy
 import importlib
 import inspect
@@ -131,6 +132,8 @@ def test_nothing_that_is_saved_or_read_by_name_changes(llama, tmp_path):
 
 def test_revert_leaves_no_trace(llama):
     ours = copy.deepcopy(llama)
+    hooks = pytest.importorskip("accelerate.hooks", reason="an extra of its own")
+    hooks.add_hook_to_module(ours.model.norm, hooks.ModelHook())  # as on several devices
     before = {n: dict(vars(m)) for n, m in ours.named_modules()}
     ww.apply(ours)
     assert ours.config._attn_implementation == attention.NAME
@@ -159,7 +162,10 @@ def test_a_forward_that_a_hook_calls_is_put_back():
 
 def test_a_dry_run_reports_and_changes_nothing(llama):
     state = torch.get_rng_state()
+    llama.model.layers[1].train()
+    modes = [m.training for m in llama.modules()]
     dry = reported(llama, dry=True)
+    assert [m.training for m in llama.modules()] == modes
     assert torch.equal(torch.get_rng_state(), state)
     assert llama.config._attn_implementation == "eager"
     assert not any("forward" in vars(m) for m in llama.modules())
@@ -301,7 +307,11 @@ def test_few_numbers_go_another_way_to_the_same_numbers(families, family, monkey
                 assert_close(found, row)
         with torch.autocast("cpu", torch.bfloat16):
             assert module(x).dtype == original(module)(x).dtype
-        assert module.bfloat16()(x.bfloat16()).dtype == torch.bfloat16
+        module.bfloat16()
+        assert module(x.bfloat16()).dtype == torch.bfloat16
+        with contextlib.suppress(RuntimeError):  # torch refuses two dtypes, transformers do not
+            wanted = original(module)(x)
+            assert module(x).dtype == wanted.dtype
 
 
 # ---------------------------------------------------------------- 4. feed-forward modules
@@ -357,20 +367,42 @@ def test_a_chunked_mask_is_documents(families):
     function = functions.chunked_causal_mask_function(4, padding)
     padded = torch.ones(2, 13, dtype=torch.bool)
     padded[1, :3] = False
-    made = mask.make_mask(2, 13, 13, mask_function=function, attention_mask=padded)
-    wanted = functions.sdpa_mask(
-        2, 13, 13, mask_function=function, attention_mask=padded, allow_is_causal_skip=False
-    )
-    assert torch.equal(made.visible.written_out("cpu"), wanted)
+    packed = torch.tensor([[*range(13)], [*range(3), *range(9), 0]])  # documents, of chunks each
+    apart = functions.packed_sequence_compatibility_function(
+        functions.chunked_causal_mask_function(4, torch.zeros(2, dtype=torch.int64)),
+        packed, functions.find_packed_sequence_indices(packed),
+    )  # fmt: skip
+    for one, hidden in ((function, padded), (apart, None)):
+        how = {"mask_function": one, "attention_mask": hidden}
+        made = mask.make_mask(2, 13, 13, **how)
+        wanted = functions.sdpa_mask(2, 13, 13, **how, allow_is_causal_skip=False)
+        assert torch.equal(made.visible.written_out("cpu"), wanted)
+
+
+def test_a_model_of_one_output_per_sample_has_its_attention_replaced(families):
+    config = families.make("gpt oss").config
+    config.num_labels = 3
+    torch.manual_seed(0)
+    theirs = transformers.GptOssForSequenceClassification(config).eval()
+    theirs.set_attn_implementation("eager")
+    ours = copy.deepcopy(theirs)
+    assert len(reported(ours).replaced("attention")) == 2
+    mask = torch.ones(2, 11, dtype=torch.int64)
+    mask[0, :4] = 0
+    tokens = ids().masked_fill(mask == 0, 0)
+    for more in ({}, {"attention_mask": mask}):
+        assert_close(ours(tokens, **more).logits, theirs(tokens, **more).logits)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("window", [None, 4, (3, 6)])
 def test_what_is_written_out_is_transformers_own_mask(side, window):
     functions = transformers.masking_utils
     function = functions.causal_mask_function
-    if window:
+    if isinstance(window, int):
         function = functions.sliding_window_causal_mask_function(window)
+    elif window:
+        function = functions.and_masks(function, *map(functions.sliding_window_overlay, window))
     padded = torch.ones(3, 12, dtype=torch.bool)
     for sample, n in enumerate((0, 2, 5)):
         padded[sample, slice(0, n) if side == "left" else slice(12 - n, 12)] = False
@@ -431,12 +463,38 @@ def test_packed_sequences_are_apart(llama):
     assert_close(found, torch.cat(apart, 1))
 
 
-def test_a_cache_goes_on_where_it_stopped(llama):
-    ours, tokens = applied(llama), ids(2, 11)
-    with torch.no_grad(), ours_always():
-        first = ours(tokens[:, :6], use_cache=True)
-        rest = ours(tokens[:, 6:], past_key_values=first.past_key_values)
-    assert_close(torch.cat([first.logits, rest.logits], 1), llama(tokens).logits)
+STEPS = (5, 3, 1, 2, 4, 1)  # a prompt in pieces, and tokens that somebody guessed
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "gpt oss"])
+def test_with_a_cache_every_step_is_that_of_the_untouched_model(families, family):
+    """Left-padded, one token or several at once, up to a cache that is full and windows that have
+    rolled on, and after tokens were taken back."""
+    theirs, length = families.make(family).eval(), sum(STEPS)
+    ours, tokens, mask = applied(theirs), ids(3, length), torch.ones(3, length, dtype=torch.int64)
+    mask[1, :2] = mask[2, :6] = 0  # of which one sample has no token in the first step
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    config = theirs.config
+    makes = [lambda n=n: transformers.StaticCache(config, max_cache_len=n) for n in (length, 23)]
+    makes.append(lambda: transformers.DynamicCache(config=config))
+    for always, make in [(True, each) for each in makes] + [(False, makes[2])]:
+        caches, at = (make(), make()), 0
+        for n in STEPS:
+            step = slice(at, at + n)
+            given = {"attention_mask": mask[:, : at + n], "position_ids": positions[:, step]}
+            with ours_always() if always else contextlib.nullcontext():
+                found, wanted = (
+                    m(tokens[:, step], past_key_values=c, use_cache=True, **given).logits
+                    for m, c in zip((ours, theirs), caches)
+                )
+            real = mask[:, step].bool()
+            assert_close(found[real], wanted[real])
+            at += n
+            if n == 2 and not always and family in ("llama", "gpt2"):
+                at -= 1
+                for cache in caches:
+                    cache.crop(-1)
 
 
 def test_masks_that_are_no_run_of_keys_are_refused(llama):
@@ -462,7 +520,8 @@ def test_a_model_that_computes_with_its_mask_gets_nan_never_a_number():
     padded = torch.tensor([[False, True, True]])
     made = mask.make_mask(1, 3, 3, attention_mask=padded)
     assert isinstance(made.contiguous(), mask.Mask)
-    assert made.to(torch.float64).visible is made.visible
+    for same in (made.to(torch.float64), made.clone(), made.detach(), made.contiguous()):
+        assert same.visible is made.visible
     for changed in (made + 1, made[:, :, :2], made.expand(1, 2, 3, 3)):
         assert type(changed) is torch.Tensor
         assert changed.isnan().all()
@@ -535,6 +594,9 @@ def test_labels_that_are_shifted_or_ignored(llama):
     theirs = llama.train()(ids(), labels=labels).loss
     assert_close(ours(ids(), labels=labels).loss, theirs)
     assert_close(ours(ids(), labels=labels, shift_labels=shifted).loss, theirs)
+    labels = labels.masked_fill(labels == -100, 7)
+    given = {"labels": labels, "ignore_index": 7, "num_items_in_batch": 5}
+    assert_close(ours(ids(), **given).loss, llama(ids(), **given).loss)
     none = ours(ids(), labels=torch.full_like(labels, -100)).loss
     assert none == 0  # torch's mean over nothing is NaN
     none.backward()
@@ -592,9 +654,11 @@ def test_lora_on_the_head_is_in_the_fused_loss(families, family):
     assert "lm_head.lora_A.a.weight" in grads(ours)
     for name, g in grads(theirs).items():
         assert_close(grads(ours)[name], g, 1e-4)
-    for model in (theirs, ours):
-        model.lm_head.disable_adapters = True
-    assert_close(ours(ids(), labels=ids()).loss, theirs(ids(), labels=ids()).loss)
+    for state in ("merged", "disable_adapters"):  # then it is no sum of two any more
+        for model in (theirs, ours):
+            setattr(model.get_output_embeddings(), state, True)
+        wanted, found = both_losses(theirs, ours)
+        assert_close(found, wanted)
 
 
 def test_a_model_inside_another_module_is_found(llama):

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from warpweave.hf import attention, norm, seen, structure
 from warpweave.hf.mlp import Conv1D, weight_of
-from warpweave.hf.options import VOCABULARY, Options, Vocabulary
+from warpweave.hf.options import VOCABULARY, Options, Replicas, Vocabulary
 from warpweave.hf.patch import is_patched, patch, unpatch
 from warpweave.hf.report import Report
 from warpweave.parallel.collectives import all_gather, copy_to, gather, own_slice, scatter
@@ -43,6 +43,8 @@ from warpweave.shards import (
 from warpweave.styles import is_plain_embedding, look_up, project
 
 _STATE = "_parallel_warpweave"  # attribute of a model: its `Parallel`
+# What transformers notes on a model whose ranks share it.
+_TOLD = ("_tp_size", "_is_distributed_loading_by_transformers", "_tp_plan")
 
 
 class Parallel:
@@ -54,6 +56,7 @@ class Parallel:
         self._hooks: list[Any] = []
         self._numbers: list[tuple[nn.Module, str, int]] = []
         self._patched: list[nn.Module] = []
+        self._told: dict[str, Any] = {}
 
     # ------------------------------------------------------------ there
 
@@ -109,6 +112,12 @@ class Parallel:
                 last.register_forward_hook(self._join_tokens),
             ]
         self._hooks.append(model.register_forward_pre_hook(self._check_dropout))
+        self._told = {name: model.__dict__.get(name) for name in _TOLD}
+        ranks = tp * mesh.size("cp")
+        plan = self._told["_tp_plan"] if tp > 1 else {}  # by which caches count heads
+        model.__dict__.update(zip(_TOLD, (ranks, True, plan)))
+        device = next(model.parameters()).device.type
+        model.config.distributed_config = Replicas(ranks, mesh.size("dp"), device)
         model.__dict__[_STATE] = self
         model.__dict__["save_pretrained"] = saver(model)
 
@@ -347,6 +356,11 @@ class Parallel:
             if isinstance(p, DTensor)
         }
         replace_parameters(self.model, found)
+        for name, before in self._told.items():
+            self.model.__dict__.pop(name, None)
+            if before is not None:
+                self.model.__dict__[name] = before
+        self.model.config.__dict__.pop("distributed_config", None)
         self.model.__dict__.pop("save_pretrained", None)
         self.model.__dict__.pop(_STATE, None)
 
