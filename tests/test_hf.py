@@ -307,11 +307,14 @@ def test_few_numbers_go_another_way_to_the_same_numbers(families, family, monkey
                 assert_close(found, row)
         with torch.autocast("cpu", torch.bfloat16):
             assert module(x).dtype == original(module)(x).dtype
-        module.bfloat16()
-        assert module(x.bfloat16()).dtype == torch.bfloat16
-        with contextlib.suppress(RuntimeError):  # torch refuses two dtypes, transformers do not
-            wanted = original(module)(x)
-            assert module(x).dtype == wanted.dtype
+        if norm.is_candidate(module):  # where dtypes round, by the original
+            for dtype in (torch.bfloat16, torch.float64):
+                with contextlib.suppress(RuntimeError):  # torch refuses two dtypes
+                    wanted = original(module)(x.to(dtype))
+                    assert torch.equal(module(x.to(dtype)), wanted)
+        module, few = module.bfloat16(), x.bfloat16()
+        assert module(few).dtype == torch.bfloat16
+        assert not norm.is_candidate(module) or torch.equal(module(few), original(module)(few))
 
 
 # ---------------------------------------------------------------- 4. feed-forward modules
@@ -659,6 +662,8 @@ def test_lora_on_the_head_is_in_the_fused_loss(families, family):
             setattr(model.get_output_embeddings(), state, True)
         wanted, found = both_losses(theirs, ours)
         assert_close(found, wanted)
+        for model in (theirs, ours):
+            setattr(model.get_output_embeddings(), state, False)
 
 
 def test_a_model_inside_another_module_is_found(llama):
@@ -701,6 +706,10 @@ def test_bfloat16_and_autocast_train(llama):
 
 
 def test_a_softcap_is_seen_in_bfloat16(families):
+    text = {"final_logit_softcapping": 3.0}
+    outer = nn.Module()
+    outer.config = transformers.Gemma3Config(text_config=text)  # which holds one of text
+    assert loss._softcap_of(outer) == 3.0
     theirs = families.make("gemma2").bfloat16().train()
     ours = copy.deepcopy(theirs)
     assert "softcap 30" in str(reported(ours)).replace("30.0", "30")
@@ -867,9 +876,26 @@ def test_what_is_put_over_a_class_or_a_configuration_is_followed(llama, monkeypa
     before = kind.forward
     monkeypatch.setattr(kind, "forward", lambda self, x: 0.5 * before(self, x))
     assert_close(ours(ids()).logits, llama(ids()).logits)
+    ours.model.norm.weight = None  # of which LlamaRMSNorm knows nothing
+    with pytest.raises(TypeError, match="NoneType"):
+        ours(ids())
+    ours.model.norm.weight = nn.Parameter(llama.model.norm.weight.detach().clone())
     ours.loss_function = llama.loss_function = lambda logits, labels, *_, **__: logits.sum()
     wanted, found = both_losses(llama, ours)
     assert_close(found, wanted)
+
+
+def test_what_is_changed_in_place_is_followed():
+    class Scaled(_Plain):
+        def forward(self, x):
+            return self.scale[0] * super().forward(x)
+
+    theirs = Scaled(nn.GELU())
+    theirs.scale = [1.0]
+    ours, x = applied(theirs), torch.randn(2, 5, 16)
+    assert_close(ours(x), theirs(x))
+    theirs.scale[0] = ours.scale[0] = 3.0
+    assert_close(ours(x), theirs(x))
 
 
 def test_attention_weights_are_refused_wherever_they_are_asked_for(families, llama):
