@@ -20,8 +20,13 @@ how it may be cut; `runtime` is what all kernels stand on.
 """
 
 if __name__ != "warpweave.kernels":
-    raise ImportError(
-        f"this folder is the package 'warpweave.kernels', but it was imported as {__name__!r}: "
-        "install the project (pip install -e .), import warpweave.kernels, and keep the repository "
-        "root off sys.path (run pytest rather than python -m pytest, or use python -P)"
-    )
+    # The checkout is on sys.path, and somebody looks for PyPI's package of this name, as
+    # transformers does when it is imported: it finds one that has no version and nothing in it.
+    del __path__
+
+    def __getattr__(name: str) -> object:
+        raise AttributeError(
+            f"this folder is the package 'warpweave.kernels', but it was imported as {__name__!r}, "
+            f"which has no {name!r}: import warpweave.kernels; where PyPI's kernels is wanted, "
+            "keep the checkout off sys.path (python -P)"
+        )

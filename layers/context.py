@@ -52,8 +52,8 @@ class TokenContext:
         seed: dropout key of this step.
         token_ids: int64, one per row of the residual stream (T, or T/tp with sequence
             parallelism): the token's number in the whole global batch, by which dropout is keyed.
-        documents: int32 or int64 [n + 1] or [B, n + 1], boundaries of packed documents in positions
-            of the whole sequence, across which attention does not look; None is one document.
+        documents: int32 or int64 [n + 1] or [B, n + 1], boundaries of packed documents from 0 to S,
+            across which attention does not look; None is one document.
         cache: keys and values of the tokens before these, whose positions then begin at
             ``cache.start``; on one context rank, without gradients.
 

@@ -3,6 +3,5 @@
 if __name__ != "warpweave.parallel":
     raise ImportError(
         f"this folder is the package 'warpweave.parallel', but it was imported as {__name__!r}: "
-        "install the project (pip install -e .), import warpweave.parallel, and keep the "
-        "repository root off sys.path (run pytest rather than python -m pytest, or use python -P)"
+        "import warpweave.parallel"
     )

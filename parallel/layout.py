@@ -116,7 +116,10 @@ class SequenceLayout:
     def positions(self, rank: int, device: torch.device | str | None = None) -> torch.Tensor:
         """The global position of every local row of `rank`: int64[local_len], ascending."""
         return torch.cat(
-            [torch.arange(at.start, at.stop, at.step, device=device) for at in self._ranges(rank)]
+            [
+                torch.arange(start, start + length * stripes, stripes, device=device)
+                for start, length, stripes in self.runs(rank)
+            ]
         )
 
     def owner(self, position: int) -> int:
@@ -136,15 +139,15 @@ class SequenceLayout:
             raise ValueError(
                 f"dim {dim} must have the whole sequence, {self.seq_len}, got {x.shape[dim]}"
             )
-        ranges = self._ranges(rank)
+        runs = self.runs(rank)
         if self.padded_len != self.seq_len:
             behind = (0, 0) * (x.dim() - 1 - dim % x.dim())
             missing = self.padded_len - self.seq_len
             x = torch.nn.functional.pad(x, (*behind, 0, missing), value=fill)
         if self.kind == "striped":
             rows = x.unflatten(dim, (self.local_len, self.parts))
-            return rows.select(dim % x.dim() + 1, ranges[0].start)
-        pieces = [x.narrow(dim, at.start, len(at)) for at in ranges]
+            return rows.select(dim % x.dim() + 1, runs[0].start)
+        pieces = [x.narrow(dim, run.start, run.length) for run in runs]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
     def unshard(self, shards: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
@@ -158,9 +161,10 @@ class SequenceLayout:
                     f"dim {dim} of shard {rank} must have {self.local_len} rows, "
                     f"got {shard.shape[dim]}"
                 )
-            ranges = self._ranges(rank)
-            rows = shard.split([*map(len, ranges)], dim) if len(ranges) > 1 else [shard]
-            pieces += zip([at.start for at in ranges], rows)
+            runs = self.runs(rank)
+            pieces += zip(
+                [run.start for run in runs], shard.split([run.length for run in runs], dim)
+            )
         if self.kind == "striped":
             dim %= shards[0].dim()
             whole = torch.stack(tuple(shards), dim + 1).flatten(dim, dim + 1)

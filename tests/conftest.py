@@ -4,10 +4,16 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated, so before any import
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+if find_spec("warpweave") is None:  # a checkout that is not installed; processes want it, too
+    _CHECKOUT = str(Path(__file__).resolve().parents[1])
+    sys.path.append(_CHECKOUT)
+    os.environ["PYTHONPATH"] = os.pathsep.join((os.environ.get("PYTHONPATH", ""), _CHECKOUT))
 
 import pytest
 import torch

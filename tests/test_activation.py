@@ -62,6 +62,15 @@ def test_error_is_within_twice_that_of_the_same_dtype(name, dtype, impl) -> None
 
 
 @impls
+@pytest.mark.parametrize("name", ["swiglu", "geglu"])
+def test_a_product_in_bfloat16_is_rounded_once(name, impl) -> None:
+    x = _input(37, 134, dtype=torch.bfloat16)
+    truth = reference.activate(x.double(), name)
+    error = (activate(x, name, impl=impl) - truth).abs()
+    assert (error <= 1.01 * 2**-8 * truth.abs() + 1e-5).all()
+
+
+@impls
 @ops
 def test_gradcheck(name, impl) -> None:
     assert torch.autograd.gradcheck(partial(activate, activation=name, impl=impl), _input(2, 6))

@@ -78,6 +78,10 @@ def test_values_may_have_a_head_dim_of_their_own(impl, dims) -> None:
     found, wanted = (with_grads(run, (q, k, v), do) for run in (ours, dense))
     for a, b in zip(found, wanted, strict=True):
         assert_close_f64(a, b, 1e-12)
+    own = attention(q, k, v, scale=0.5, impl=impl)
+    wide = attention(q, k, F.pad(v, (0, D - Dv)) if Dv < D else v, scale=0.5, impl=impl)
+    assert_close_f64(own, wide[..., :Dv], 1e-12)
+    assert relative_error(own, attention(q, k, v, impl=impl)) > 1e-2
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
@@ -463,7 +467,7 @@ def test_the_rows_within_an_interval_are_found() -> None:
 ROW_CASES = [
     {"causal": True},
     {"causal": False},
-    {"q_runs": ZIGZAG, "k_runs": ((0, 10), (87, 27)), "documents": torch.tensor([0, 15, 75])},
+    {"q_runs": ZIGZAG, "k_runs": ((0, 10), (87, 27)), "documents": torch.tensor([0, 15, 75, 114])},
     {"window": 9, "softcap": 2.0, "dropout": 0.3},
 ]
 
@@ -723,6 +727,9 @@ def test_tiles_are_chosen_by_capability_element_size_and_head_dim(monkeypatch) -
         ({"q": (1, 8, 4, 257), "k": (1, 8, 2, 257), "v": (1, 8, 2, 257)}, r"1\.\.256, got 257"),
         ({"v": (1, 9, 2, 4)}, r"one shape .*\(1, 8, 2, 4\) and \(1, 9, 2, 4\)"),
         ({"q": (8, 4, 4)}, r"q must be \[B, S, H, D\], got shape \(8, 4, 4\)"),
+        ({"k": (2, 8, 2, 4), "v": (2, 8, 2, 4)}, r"one shape \[1, Sk, Hkv, 4\] .* got \(2, 8"),
+        ({"k": (1, 8, 2, 3), "v": (1, 8, 2, 3)}, r"one shape \[1, Sk, Hkv, 4\] .* got \(1, 8"),
+        ({"k": (1, 8, 0, 4), "v": (1, 8, 0, 4)}, r"4 query heads do not divide by 0 KV heads"),
         ({"dtype": torch.float16}, r"one floating dtype .* got torch.float32, torch.float16"),
         ({"device": "meta"}, r"one device, got cpu and meta"),
         ({"q_runs": ((0, 5), (9, 2))}, r"q_runs .* must add up to the 8 rows"),
@@ -788,6 +795,20 @@ def test_backward_refuses_statistics_that_do_not_fit() -> None:
         attention_bwd(q, q, k, v, lse.float(), None, o=o)
     with pytest.raises(ValueError, match=r"dlse must have the shape \(1, 2, 4\)"):
         attention_delta(o, o, lse[..., :3])
+    for pair in ((o[0], o[0]), (o, o[:, :3])):
+        with pytest.raises(ValueError, match="o"):
+            attention_delta(*pair)
+    with pytest.raises(ValueError, match=r"into must be \(o, lse\), got tuple of 3"):
+        attention_fwd(q, k, v, into=(o, lse, lse))
+    with pytest.raises(ValueError, match="give no out_dtype"):
+        attention_fwd(q, k, v, into=(o, lse), out_dtype=torch.float64)
+    for wrong in (lse[..., :3].contiguous(), lse.float()):
+        with pytest.raises(ValueError, match=r"lse to add to must be contiguous torch\.float64"):
+            attention_fwd(q, k, v, into=(o, wrong))
+    with pytest.raises(ValueError, match="no gradient, got"):
+        attention_fwd(q, k, v, into=(o.clone().requires_grad_(), lse))
+    for empty in (((0, 0, 2), (0, 4)), ((0, 4), (7, 0, 3))):  # has no stripes to agree on
+        assert torch.equal(attention_fwd(q, k, v, q_runs=empty)[0], o)
 
 
 def test_largest_scores_found_in_halves_as_on_hopper_are_the_same(monkeypatch):

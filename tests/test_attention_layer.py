@@ -10,9 +10,9 @@ from ranks import run_ranks
 from sharded import MESHES, RTOL, check_layer, draw, own
 from torch import Tensor, nn
 
-from warpweave.kernels.rope import rope_table
+from warpweave.kernels.rope import RopeScaling, rope_table
 from warpweave.layers.attention import Attention, HeadStyle
-from warpweave.layers.context import TokenContext
+from warpweave.layers.context import KVCache, TokenContext
 from warpweave.layers.records import collect_records
 from warpweave.parallel.layout import SequenceLayout
 from warpweave.parallel.mesh import ConnectedMesh, Mesh
@@ -75,7 +75,7 @@ def _truth(layer: Attention, x: Tensor, theta: float | None) -> Tensor:
     for kv in range(rows.shape[2]):
         k, v = turn(rows[:, :, kv, -2]), rows[:, :, kv, -1]
         for g in range(layer.group):
-            scores = turn(rows[:, :, kv, g]) @ k.mT / layer.head_dim**0.5
+            scores = turn(rows[:, :, kv, g]) @ k.mT * (layer.style.scale or layer.head_dim**-0.5)
             if layer.softcap is not None:
                 scores = layer.softcap * (scores / layer.softcap).tanh()
             scores = scores.masked_fill(hidden, -torch.inf)
@@ -100,6 +100,7 @@ OPTIONS = [
     {"softcap": 0.5},
     {"sinks": True},
     {"window": 2, "softcap": 0.5, "sinks": True, "rope_theta": 100.0},
+    {"style": HeadStyle(scale=0.9), "softcap": 2.0},  # the cap is of what was scaled
 ]
 
 
@@ -117,6 +118,12 @@ def test_windows_softcaps_and_sinks_follow_the_formula(options):
         grads.append([y, *(p.grad for p in layer.parameters())])
     for ours, truth in zip(*grads, strict=True):
         assert_close_f64(ours, truth, RTOL)
+    x, cache = draw(1, 2, 7, 36), KVCache(9)
+    for tokens in torch.arange(7).split([4, 1, 2]):  # decoded, which is a call of its own
+        rope = rope_table(tokens, 6, theta=layer.rope_theta or 2.0, dtype=torch.float64)
+        decoded = layer(x[:, tokens].flatten(0, 1), TokenContext(2, rope=rope, cache=cache))
+        assert_close_f64(decoded.view(2, -1, 36), grads[0][0][:, tokens], RTOL)
+        cache.start += len(tokens)
     plain = Attention(36, 6, num_kv_heads=2, **F64)
     plain.load_state_dict(layer.state_dict(), strict=not options.get("sinks"))
     assert not torch.allclose(plain(draw(1, 2, 7, 36)), layer(draw(1, 2, 7, 36)))
@@ -145,6 +152,21 @@ def test_flattened_tokens_with_a_context_are_the_batch_without():
         assert torch.equal(y.unflatten(0, (3, 5)), layer(x))
 
 
+def test_without_a_context_the_table_is_scaled_as_the_style_says():
+    scaling = RopeScaling("linear", 4.0)
+    layer = Attention(12, 2, rope_theta=100.0, style=HeadStyle(rope_scaling=scaling), **F64)
+    rope = rope_table(torch.arange(5), 6, theta=100.0, scaling=scaling, dtype=torch.float64)
+    x = draw(1, 3, 5, 12)
+    assert torch.equal(layer(x).flatten(0, 1), layer(x.flatten(0, 1), TokenContext(3, rope=rope)))
+
+
+def test_a_style_decides_on_the_bias_of_qkv_alone():
+    for both, alone in ((True, False), (False, True), (True, None), (False, None)):
+        layer = Attention(12, 2, bias=both, style=HeadStyle(qkv_bias=alone))
+        assert (layer.qkv.bias is not None) == (both if alone is None else alone)
+        assert (layer.out.bias is not None) == both
+
+
 def test_an_empty_batch_has_empty_output_and_zero_gradients():
     layer = Attention(12, 2, num_kv_heads=1, rope_theta=100.0)
     y = layer(torch.zeros(0, 5, 12))
@@ -167,6 +189,7 @@ def test_a_token_sees_no_later_one_but_all_earlier_ones():
         (6, {"num_kv_heads": 4}, "6 query heads do not divide by 4 KV heads"),
         (6, {"num_kv_heads": 0}, "need at least one head, got 6 and 0 KV heads"),
         (0, {}, "need at least one head, got 0 and 0 KV heads"),
+        (0, {"num_kv_heads": 1}, "need at least one head, got 0 and 1 KV heads"),
         (4, {"rope_theta": 1e4}, "rope needs an even head size, got 3"),
         (4, {"style": HeadStyle(0)}, "head_dim must be at least 1, got 0"),
         (6, {"num_kv_heads": 3, "mesh": ConnectedMesh(Mesh(tp=2), 0, {"tp": None}, None)},
@@ -176,6 +199,8 @@ def test_a_token_sees_no_later_one_but_all_earlier_ones():
 def test_heads_that_do_not_fit_are_refused_by_their_numbers(heads, options, message):
     with pytest.raises(ValueError, match=f"^{message}$"):
         Attention(12, heads, **options)
+    assert Attention(12, 5, style=HeadStyle(4)).head_dim == 4  # whatever does not divide
+    assert Attention(12, 4).head_dim == 3  # nothing turns
 
 
 def test_inputs_without_batch_or_rotary_table_are_refused():

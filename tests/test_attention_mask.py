@@ -1,6 +1,7 @@
 """Windows and packed documents, on both paths: against the reference, alone and with any runs."""
 
 import math
+import re
 from itertools import pairwise
 
 import pytest
@@ -17,12 +18,27 @@ from attention_cases import (
 )
 from close import assert_close_f64, relative_error
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from warpweave.kernels import reference
-from warpweave.kernels.attention import attention, attention_bwd, attention_delta, attention_fwd
-from warpweave.kernels.attention.options import AttentionOptions, check_boundaries, checked, pack
+from warpweave.kernels.attention import (
+    attention,
+    attention_bwd,
+    attention_delta,
+    attention_fwd,
+    function,
+)
+from warpweave.kernels.attention.options import (
+    AttentionOptions,
+    check_boundaries,
+    check_packed,
+    checked,
+    pack,
+)
 from warpweave.kernels.attention.visible import document_table, rows_before
 from warpweave.kernels.runtime.dispatch import tl, triton
+from warpweave.layers.attention import Attention
+from warpweave.layers.context import TokenContext
 from warpweave.parallel.context import context_attention
 from warpweave.parallel.layout import SequenceLayout
 
@@ -72,8 +88,15 @@ def test_any_pair_of_runs_equals_the_reference(impl, causal, q_runs, k_runs) -> 
     sizes = {"Sk": sum(n for _, n, *_ in k_runs), "Hq": 1 + causal, "D": 8}
     options = {"causal": causal, "q_runs": q_runs, "k_runs": k_runs, "window": 12}
     check(impl, sizes, **options)
-    documents = _documents(13, 0, 10, 50, 3, 21).int()  # what follows is padding
+    documents = _documents(13, 0, 10, 50, 3, 21, 54).int()
     check(impl, sizes, **options, documents=documents)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_striped_keys_of_neighbouring_queries_equal_the_reference(causal) -> None:
+    """Without a window, where torch's own kernel might be called."""
+    runs = {"q_runs": ((60, 37),), "k_runs": ((1, 40, 3),)}
+    check("torch", {"Sk": 40, "D": 8}, causal=causal, **runs)
 
 
 # Documents of keys apart: padding before and behind tokens is hidden; and others.
@@ -105,7 +128,7 @@ def test_keys_may_have_boundaries_of_their_own(impl, causal, window, documents) 
 )
 def test_hidden_keys_leave_no_tile_of_another_run_out(impl, causal, q_runs) -> None:
     """Also where no row of a tile sees any key of one run, whose tiles count below zero."""
-    ends = torch.tensor([0, 40, 150, 200])
+    ends = torch.tensor([0, 40, 150, 204])
     documents = torch.stack((ends, ends.clamp(100, 190)))[None]
     for k_runs in (((110, 40), (3, 90)), ((3, 90), (110, 90)), ((0, 70, 3),)):
         sizes = {"Sk": sum(n for _, n, *_ in k_runs), "D": 8}
@@ -136,9 +159,70 @@ def test_a_window_beyond_every_key_and_one_document_are_plain_attention(impl) ->
 
 
 @IMPLS
-def test_positions_beyond_the_last_boundary_are_one_more_document(impl) -> None:
+def test_positions_beyond_the_last_boundary_are_one_more_document(impl, monkeypatch) -> None:
+    """Where nobody reads their values: on a GPU, and of the padding of a layout."""
+    monkeypatch.setattr(function, "check_boundaries", lambda *_: None)
     check(impl, {}, documents=_documents(9, 11))
     check(impl, {}, documents=torch.tensor([0]))  # no document at all
+
+
+def _wrong_ends() -> dict[str, tuple[dict, list, str]]:
+    """What documents of 2 samples of 8 tokens must not be, and what is said."""
+    early, late = r"up to 8, where .* got {}", r"up to 8 or more, where .* got {}"
+    queries, keys = ((3, 5), (0, 3)), ((0, 4), (4, 4))
+    return {
+        "short": ({}, [0, 3], early),
+        "of one sample": ({}, [[0, 8, 8], [0, 3, 7]], early),
+        "none": ({}, [0], early),
+        "of a flat batch": ({}, [0, 5, 16], early),
+        "beyond one sample": ({}, [[0, 4, 8], [0, 4, 9]], early),
+        "short of a run of queries": ({"q_runs": queries}, [0, 5, 7], late),
+        "short of a run of keys": ({"k_runs": keys}, [[0, 7], [0, 8]], late),
+        "short of stripes": ({"q_runs": ((1, 8, 4),)}, [0, 29], "up to 30 or more"),
+        "queries apart": ({}, [[[0, 3, 8], [0, 3, 8]], [[0, 3, 7], [0, 3, 8]]], early),
+        "queries apart, late": ({}, [[[0, 9], [0, 8]]] * 2, early),
+        "keys apart": ({}, [[[0, 8], [0, 16]]] * 2, r"of the 8 keys must not .* got \[\[0, 16"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", _wrong_ends())
+def test_documents_begin_at_0_and_end_where_the_sequence_does(name) -> None:
+    """On every way in; what ends early or late would be cut or joined without a word."""
+    options, given, message = _wrong_ends()[name]
+    documents = torch.tensor(given)
+    message = message.format(re.escape(str(given)))
+    q, k, v = (x.detach() for x in draw(B=2, Sq=8, Sk=8))
+    options = {**options, "documents": documents}
+    rows = torch.zeros(2, 2, 8, dtype=F64)
+    calls = {
+        "attention": lambda: attention(q, k, v, **options),
+        "fwd": lambda: attention_fwd(q, k, v, **options),
+        "bwd": lambda: attention_bwd(q, q, k, v, rows, None, o=q, **options),
+    }
+    if set(options) == {"documents"}:
+        whole = {"layout": SequenceLayout(8, 1), "group": None}
+        layer = Attention(8, 2)
+        context = TokenContext(2, documents=documents)
+        calls |= {
+            "context": lambda: context_attention(q, k, v, documents=documents, **whole),
+            "layer": lambda: layer(torch.zeros(16, 8), context),
+        }
+    for call in calls.values():
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+def test_documents_of_the_whole_sequence_pass_whatever_a_call_sees_of_it() -> None:
+    check("torch", {"Sq": 3, "Sk": 8}, documents=_documents(2, 6))
+    apart = torch.tensor([[[0, 1, 3], [0, 2, 5]], [[0, 0, 3], [4, 8, 8]]])
+    check("torch", {"B": 2, "Sq": 3, "Sk": 8}, documents=apart, causal=False)
+    for end in (8, 9, 2**31 + 5):
+        documents = torch.tensor([0, 6, end])
+        check("torch", {"Sq": 3, "Sk": 8}, documents=documents, q_runs=((5, 3),))
+    with FakeTensorMode():  # no values
+        q, documents = torch.empty(2, 8, 2, 16), torch.empty(3, dtype=torch.int64)
+        attention(q, q, q, documents=documents)
+        check_packed(documents, q)
 
 
 @IMPLS
@@ -157,8 +241,10 @@ def test_rows_that_see_no_key_are_zero_with_lse_minus_infinity(impl) -> None:
 @pytest.mark.parametrize("empty", [{"B": 0}, {"Sq": 0}, {"Sk": 0}, {"Sq": 0, "Sk": 0}])
 def test_empty_batches_and_sequences_work(impl, empty) -> None:
     sizes = {"Sq": 3, "Sk": 4, **empty}
-    check(impl, sizes, window=2, documents=_documents(2, 2))
-    documents = _documents(2, 2).expand(sizes.get("B", 1), -1)
+    length = max(sizes["Sq"], sizes["Sk"])
+    documents = torch.tensor([0, min(2, length), length])
+    check(impl, sizes, window=2, documents=documents)
+    documents = documents.expand(sizes.get("B", 1), -1)
     check(impl, sizes, causal=False, documents=documents)
 
 
@@ -248,7 +334,10 @@ def test_planted_faults_are_far_outside_the_tolerance(impl) -> None:
     exact = [x.clone().requires_grad_() for x in (q, k, v)]
     for right, faults in (
         ({"window": 4}, ({"window": 3}, {"window": 5}, {"window": 4, "causal": False})),
-        ({"documents": documents}, ({"documents": documents + (documents > 0)},)),
+        (
+            {"documents": documents},
+            ({"documents": documents + documents.gt(0) * documents.lt(23)},),
+        ),
         ({"documents": documents, "window": 4}, ({"documents": documents}, {"window": 4})),
     ):
         found = with_grads(reference.attention, exact, do, **right)
@@ -292,7 +381,7 @@ def test_the_custom_op_passes_opcheck_and_compiles(impl) -> None:
 
 
 def test_it_follows_autocast_and_checkpointing() -> None:
-    q, k, v = draw(dtype=torch.float32)
+    q, k, v = draw(Sq=67, Sk=67, dtype=torch.float32)
     options = {"window": 5, "documents": PACKED}
     with torch.autocast("cpu", torch.bfloat16):
         o = attention(q, k, v, **options)
@@ -334,7 +423,7 @@ def test_the_table_has_the_document_of_every_row_and_waits_for_no_device(documen
         ({"documents": torch.tensor([0, 5, 4, 8])}, r"ascend from 0, got \[0, 5, 4, 8\]"),
         ({"documents": torch.tensor([0, 8], device="meta")}, r"one device, got cpu and meta"),
         (
-            {"documents": torch.tensor([0, 8]), "q_runs": ((2**31, 8),)},
+            {"documents": torch.tensor([0, 2**32]), "q_runs": ((2**31, 8),)},
             r"lie below 2147483646, got the position 2147483655",
         ),
     ],
@@ -364,8 +453,6 @@ def test_the_document_of_each_token_is_no_boundary(impl) -> None:
     check(impl, {"Sq": 5, "Sk": 5}, documents=torch.tensor([0, 1, 1, 3, 5]))  # five, but boundaries
     pair = torch.tensor([[[0, 1, 2, 2], [0, 1, 3, 4]]])  # as many as keys, and these they hold
     check(impl, {"B": 1, "Sq": 2, "Sk": 4}, documents=pair, causal=False)
-    for same in ([0, 0], [0, 1]):  # two mean the same either way
-        check(impl, {"Sq": 2, "Sk": 2}, documents=torch.tensor(same))
 
 
 def test_where_nobody_reads_them_as_many_boundaries_as_tokens_are_refused() -> None:
@@ -376,6 +463,8 @@ def test_where_nobody_reads_them_as_many_boundaries_as_tokens_are_refused() -> N
             check_boundaries(checked(AttentionOptions(documents=documents), meta, meta, meta), 5, 5)
         part = AttentionOptions(documents=documents, q_runs=((3, 5),), k_runs=((0, 5),))
         check_boundaries(checked(part, meta, meta, meta), 5, 5)  # one rank's of many
+    pair = torch.empty(2, dtype=torch.int64, device="meta")  # two mean the same either way
+    check_boundaries(AttentionOptions(documents=pair), 2, 2)
     documents = documents.new_empty(6, dtype=torch.int64)
     check_boundaries(checked(AttentionOptions(documents=documents), meta, meta, meta), 5, 5)
 
@@ -386,7 +475,8 @@ def test_positions_at_the_end_of_int32_are_right_or_refused(impl) -> None:
     q, k, v = (x.detach() for x in draw(Sq=4, Sk=4))
     far = torch.tensor([0, 2, 2**31])
     for causal in (True, False):
-        check(impl, {"Sq": 4, "Sk": 4}, causal=causal, documents=far)
+        whole = {"q_runs": ((0, 4),), "k_runs": ((0, 4),)}
+        check(impl, {"Sq": 4, "Sk": 4}, causal=causal, documents=far, **whole)
         wide = {"q_runs": ((0, 4, 2**29),), "k_runs": ((1, 4, 2**28),), "window": 2**28}
         check(impl, {"Sq": 4, "Sk": 4}, causal=causal, **wide)
     for options in (

@@ -6,7 +6,6 @@ import pytest
 import torch
 from attention_cases import (
     F64,
-    STRIPED,
     ZIGZAG,
     assert_within,
     check,
@@ -33,7 +32,10 @@ from warpweave.kernels.runtime.tile_table import AttentionTile
 
 IMPLS = pytest.mark.parametrize("impl", ["torch", "triton"])
 DROP = {"dropout": 0.3, "dropout_seed": 2**40 + 7, "dropout_origin": (2**31 + 5, 3)}
-DOCUMENTS = torch.tensor([0, 13, 13, 75, 87])
+DOCUMENTS = torch.tensor([0, 13, 13, 75, 87, 150])
+EACH = torch.tensor([[0, 13, 13, 75, 150], [0, 40, 44, 60, 150]])  # of each of two samples
+APART = torch.stack((EACH, EACH.clamp(torch.tensor([[4], [0]]), torch.tensor([[70], [61]]))), 1)
+TWO_STRIPED = ((3, 20, 3), (82, 17, 3))
 
 
 # ---------------------------------------------------------------- 1. softcap
@@ -131,14 +133,35 @@ def test_a_sink_counts_once_when_blocks_of_keys_are_merged(impl) -> None:
     [
         {},
         {"causal": False, "q_runs": ((5, 37),), "k_runs": ((20, 37),)},
-        {"q_runs": ZIGZAG, "k_runs": ZIGZAG, "documents": DOCUMENTS, "window": 15, "softcap": 3.0},
-        {"q_runs": STRIPED, "k_runs": ((3, 37, 4),), "documents": DOCUMENTS},
-        {"q_runs": ((16, 21), (64, 16)), "k_runs": ((0, 7), (32, 30)), "window": 70},
+        {"q_runs": ZIGZAG, "k_runs": ZIGZAG, "documents": EACH, "window": 15, "softcap": 3.0},
+        {"q_runs": TWO_STRIPED, "k_runs": ((3, 37, 4),), "documents": EACH, "causal": False},
+        {"q_runs": ((16, 21), (64, 16)), "k_runs": ((0, 7), (32, 30)), "documents": APART},
         {"q_runs": ((16, 37),), "k_runs": ((8, 37),)},  # draws are shared on one side alone
     ],
 )
 def test_dropout_equals_the_reference(impl, options) -> None:
     check(impl, {"B": 2}, **DROP, **options, sinks=torch.randn(2, dtype=F64).requires_grad_())
+
+
+def test_dropout_of_samples_with_documents_of_their_own_is_that_of_each_alone() -> None:
+    """On more rows than the CPU takes at once: every block knows its sample, head and rows."""
+    rows = 141
+    runs = {"q_runs": ((5, rows, 3),), "k_runs": ((2, 37, 9),)}
+    options = {**DROP, **runs, "causal": False}
+    qkv, do = draw(B=2, Sq=rows, D=8, Hkv=2), torch.randn(2, rows, 2, 8, dtype=F64)
+    documents = torch.tensor([[0, 20, 139, 500], [0, 9, 30, 500]])
+    got = with_grads(attention, qkv, do, documents=documents, return_lse=True, **options)
+    for sample in range(2):
+        for head in range(2):
+            part = [x[sample, None, :, head, None].detach().requires_grad_() for x in qkv]
+            options["dropout_origin"] = (2**31 + 5 + sample, 3 + head)
+            found = with_grads(
+                reference.attention, part, do[sample, None, :, head, None],
+                documents=documents[sample], **options,
+            )  # fmt: skip
+            for i, (whole, x) in enumerate(zip(got, found, strict=True)):
+                mine = whole[sample, head] if i == 1 else whole[sample, :, head]
+                assert_close_f64(mine, x[0, 0] if i == 1 else x[0, :, 0], 1e-12)
 
 
 @IMPLS

@@ -93,6 +93,13 @@ def test_what_was_saved_comes_back_bit_for_bit(tmp_path: Path, shard_bytes: int)
     assert shards == {1: 10, 400: 7, 1 << 30: 1}[shard_bytes]
 
 
+def test_a_file_holds_just_so_many_bytes(tmp_path: Path) -> None:
+    each = [(name, torch.zeros(25)) for name in "abcd"]
+    for most, files in ((199, 4), (200, 2), (299, 2), (400, 1)):
+        path = save_checkpoint(tmp_path, 1, each, config={}, state={}, shard_bytes=most)
+        assert len(list(path.glob("*.safetensors"))) == files
+
+
 def test_a_rank_reads_only_its_slice_and_owns_it(tmp_path: Path) -> None:
     reader = open_checkpoint(save(tmp_path))
     part = reader.tensor("blocks.0.weight", (slice(4, 9), slice(1, 3)))
@@ -131,6 +138,11 @@ def test_a_wrong_config_is_refused_listing_the_fields(tmp_path: Path) -> None:
     ("tensors", "options", "says"),
     [
         ([("a", torch.ones(2)), ("a", torch.ones(2))], {}, "'a' was given twice"),
+        (
+            [("a", torch.ones(2)), ("b", torch.ones(2)), ("a", torch.ones(2))],
+            {"shard_bytes": 8},
+            "'a' was given twice",
+        ),
         ([("__metadata__", torch.ones(2))], {}, "cannot be a tensor's name"),
         ([("a", torch.ones(2, dtype=torch.complex64))], {}, "complex64"),
         ([("a", torch.ones(2, device="meta"))], {}, "meta"),

@@ -25,7 +25,7 @@ def _run(monkeypatch, *arguments: str) -> int:
 def test_help_names_every_command(monkeypatch, capsys, arguments):
     assert _run(monkeypatch, *arguments) == 0
     printed = capsys.readouterr().out
-    assert all(f"  {command} " in printed for command in ("train", "prove", "sample", "tune"))
+    assert all(f"  {command} " in printed for command in cli._COMMANDS)
 
 
 def test_an_unknown_command_is_refused_with_2(monkeypatch, capsys):
@@ -40,6 +40,7 @@ def test_an_unknown_command_is_refused_with_2(monkeypatch, capsys):
         ("prove", "prove.command", ("--world", "1")),
         ("sample", "sample", ("folder", "--prompt", "x", "--seed", "1")),
         ("tune", "tune.command", ("--steps", "1")),
+        ("export", "export", ("run", "out", "--dtype", "fp16")),
     ],
 )
 def test_a_command_gets_its_arguments_and_ctrl_c_is_quiet(monkeypatch, command, program, arguments):
@@ -52,7 +53,7 @@ def test_a_command_gets_its_arguments_and_ctrl_c_is_quiet(monkeypatch, command, 
     monkeypatch.setattr(f"warpweave.{program}.run", run)
     assert _run(monkeypatch, command, *arguments) == 130
     (config,) = given
-    assert getattr(config, arguments[-2].lstrip("-")) == 1
+    assert str(getattr(config, arguments[-2].lstrip("-"))) == arguments[-1]
 
 
 @pytest.mark.parametrize(
@@ -64,6 +65,7 @@ def test_a_command_gets_its_arguments_and_ctrl_c_is_quiet(monkeypatch, command, 
         (["prove", "--strategy", "rign"], 2, "rign"),
         (["prove", "--help"], 0, "--typecheck"),
         (["sample"], 2, "Required options"),
+        (["export", "run", "out", "--dtype", "int8"], 2, "int8"),
         (["sample", "--help"], 0, "--top-k"),
         (["--version"], 0, warpweave.__version__),
         (["tune", "--steps", "many"], 2, "many"),

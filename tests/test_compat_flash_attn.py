@@ -6,6 +6,7 @@ import inspect
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from warpweave.compat import flash_attn as fa
@@ -84,15 +85,6 @@ def test_every_mask_is_that_of_the_description(queries, keys, causal, window):
     _check(found, inputs, _truth(*inputs, causal=causal, window=window))
 
 
-def test_a_call_by_position_means_what_it_means_there():
-    inputs = _qkv(5, 9)
-    found = fa.flash_attn_func(*inputs, 0.0, 0.3, True, (4, 2), 1.5, None, True, True)
-    truth = _truth(*inputs, scale=0.3, causal=True, window=(4, 2), softcap=1.5)
-    _check(found, inputs, truth)
-    plain = fa.flash_attn_func(*inputs)
-    _agree(plain, _truth(*inputs)[0])
-
-
 SIGNATURES = {
     "flash_attn_func": "q k v {}",
     "flash_attn_kvpacked_func": "q kv {}",
@@ -122,27 +114,55 @@ def test_the_arguments_have_their_order_and_defaults(name):
     assert found == SIGNATURES[name].format(COMMON).split()
 
 
-def test_packed_tensors_are_their_parts():
-    q, k, v = _qkv(6, 6)
-    k4, v4 = _draw(B, 6, H, D, seed=5), _draw(B, 6, H, D, seed=6)
-    options = {"causal": True, "window_size": (3, 0)}
-    expected = fa.flash_attn_func(q, k4, v4, **options)
-    assert torch.equal(
-        fa.flash_attn_qkvpacked_func(torch.stack((q, k4, v4), 2), **options), expected
-    )
-    kv = torch.stack((k, v), 2)
-    assert torch.equal(
-        fa.flash_attn_kvpacked_func(q, kv, **options), fa.flash_attn_func(q, k, v, **options)
-    )
-    cu = torch.tensor([0, 2, 6], dtype=torch.int32)
-    flat = [x[0] for x in (q, k4, v4)]
-    expected = fa.flash_attn_varlen_func(*flat, cu, cu, 4, 4, **options)
-    packed = fa.flash_attn_varlen_qkvpacked_func(torch.stack(flat, 1), cu, 4, **options)
-    assert torch.equal(packed, expected)
-    packed = fa.flash_attn_varlen_kvpacked_func(
-        flat[0], torch.stack(flat[1:], 1), cu, cu, 4, 4, **options
-    )
-    assert torch.equal(packed, expected)
+ALL = {"softmax_scale": 0.3, "causal": True, "window_size": (3, 1), "softcap": 1.5}
+LSE = {"return_attn_probs": True}
+ENDS = torch.tensor([0, 5, 10], dtype=torch.int32)
+CALLS = {  # of q[2, 5, H, D], and of k and v of as many tokens, or of 9
+    "positional": (5, lambda q, k, v, o: fa.flash_attn_func(
+        q, k, v, *[o.get(n) for n in ("dropout_p", *ALL)], None, True, True)),
+    "keywords": (9, lambda q, k, v, o: fa.flash_attn_func(q, k, v, **o, **LSE)),
+    "kvpacked": (9, lambda q, k, v, o: fa.flash_attn_kvpacked_func(
+        q, torch.stack((k, v), 2), **o, **LSE)),
+    "qkvpacked": (5, lambda q, k, v, o: fa.flash_attn_qkvpacked_func(
+        torch.stack((q, k, v), 2), **o, **LSE)),
+    "one tensor of ends": (5, lambda q, k, v, o: fa.flash_attn_varlen_func(
+        *_flat(q, k, v), ENDS, ENDS, 5, 5, **o, **LSE)),
+    "equal ends": (5, lambda q, k, v, o: fa.flash_attn_varlen_func(
+        *_flat(q, k, v), ENDS, ENDS.clone(), 5, 5, **o, **LSE)),
+    "other ends": (9, lambda q, k, v, o: fa.flash_attn_varlen_func(
+        *_flat(q, k, v), ENDS, ENDS // 5 * 9, 5, 9, **o, **LSE)),
+    "varlen kvpacked": (9, lambda q, k, v, o: fa.flash_attn_varlen_kvpacked_func(
+        *_flat(q, torch.stack((k, v), 2)), ENDS, ENDS // 5 * 9, 5, 9, **o, **LSE)),
+    "varlen qkvpacked": (5, lambda q, k, v, o: fa.flash_attn_varlen_qkvpacked_func(
+        *_flat(torch.stack((q, k, v), 2)), ENDS, 5, **o, **LSE)),
+    "cache": (9, lambda q, k, v, o: fa.flash_attn_with_kvcache(
+        q, k, v, **o, return_softmax_lse=True)),
+    "new in a cache": (9, lambda q, k, v, o: fa.flash_attn_with_kvcache(
+        q, *(F.pad(x[:, :7], (0, 0, 0, 0, 0, 4)) for x in (k, v)), k[:, 7:], v[:, 7:],
+        cache_seqlens=7, **o, return_softmax_lse=True)),
+}  # fmt: skip
+
+
+def _flat(*tensors: Tensor) -> list[Tensor]:
+    return [x.flatten(0, 1) for x in tensors]
+
+
+@pytest.mark.parametrize("window", [(3, 1), (-1, -1), (2, 2)])  # which take paths of their own
+@pytest.mark.parametrize("name", CALLS)
+def test_every_call_passes_every_option_on(name, window):
+    keys, call = CALLS[name]
+    q, k, v = (_draw(B, n, H, D, seed=i) for i, n in enumerate((5, keys, keys)))
+    drops = {} if "cache" in name else {"dropout_p": 0.0}
+    for causal in (True, False):
+        options = {**drops, **ALL, "window_size": window, "causal": causal}
+        o, lse, *_ = call(q, k, v, options)
+        truth = _truth(q, k, v, scale=0.3, causal=causal, window=window, softcap=1.5)
+        _agree(o.view(B, 5, H, D), truth[0])
+        _agree(lse if lse.ndim == 3 else lse.view(H, B, 5).transpose(0, 1), truth[1])
+        if drops:
+            dropped, same, _ = call(q, k, v, {**options, "dropout_p": 0.5})
+            _agree(same, lse)
+            assert (dropped - o).abs().mean() > 0.05
 
 
 LENGTHS = [  # and whether both have one tensor of boundaries
@@ -158,7 +178,9 @@ LENGTHS = [  # and whether both have one tensor of boundaries
 @pytest.mark.parametrize(("q_lengths", "k_lengths", "shared"), LENGTHS)
 def test_packed_sequences_are_each_alone(q_lengths, k_lengths, window, causal, shared):
     cu_q, cu_k = (torch.tensor([0, *lengths]).cumsum(0).int() for lengths in (q_lengths, k_lengths))
-    inputs = [x.detach()[0].requires_grad_() for x in _qkv(sum(q_lengths), sum(k_lengths), 1)]
+    inputs = [x.detach()[0] for x in _qkv(sum(q_lengths), sum(k_lengths), 1)]
+    inputs[2] = inputs[2][..., : D if causal else 5].clone()  # values of a head size of their own
+    inputs = [x.requires_grad_() for x in inputs]
     q, k, v = inputs
     found = fa.flash_attn_varlen_func(
         q, k, v, cu_q, cu_q if shared else cu_k, max(q_lengths), max(k_lengths),
@@ -178,6 +200,12 @@ def test_as_many_boundaries_as_rows_are_boundaries(q_lengths, rows):
     found = fa.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 1, 2)
     total = sum(q_lengths)
     truth = [_truth(*(x[None] for x in each))[0][0] for each in
+             zip(q[:total].split(q_lengths), k.split([1, 2, 1]), v.split([1, 2, 1]))]  # fmt: skip
+    _agree(found[:total], torch.cat(truth))
+    v = v[..., :3]  # one call for each
+    found = fa.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 1, 2, causal=True)
+    assert found.shape == (rows, H, 3)
+    truth = [_truth(*(x[None] for x in each), causal=True)[0][0] for each in
              zip(q[:total].split(q_lengths), k.split([1, 2, 1]), v.split([1, 2, 1]))]  # fmt: skip
     _agree(found[:total], torch.cat(truth))
 
@@ -320,9 +348,19 @@ REFUSED = {
         r"cu_seqlens_q must be int32\[n \+ 1\], got torch.float32",
     ),
     "too far": (lambda: _varlen([0, 5], [0, 4]), r"cu_seqlens_q must ascend .* 4 rows, got"),
+    "later": (lambda: _varlen([1, 4], [0, 4]), "cu_seqlens_q must ascend from 0 .* got .1, 4"),
+    "two dims": (lambda: _varlen([[0, 4]], [0, 4]), r"cu_seqlens_q must be .* \(1, 2\)"),
+    "no ends": (lambda: _varlen([0, 4], []), r"cu_seqlens_k must be .* \(0,\)"),
     "descends": (lambda: _varlen([0, 4], [0, 3, 2]), "cu_seqlens_k must ascend from 0"),
     "not as many": (lambda: _varlen([0, 4], [0, 2, 4]), "has 1 sequences, cu_seqlens_k 2"),
     "leftpad": (lambda: _cached(cache_leftpad=torch.tensor([0, 7])), "cache_leftpad must be 2 num"),
+    "k alone": (lambda: _cached(k=NEW["k"], cache_seqlens=1), "given together or not at all"),
+    "cos alone": (
+        lambda: _cached(**NEW, cache_seqlens=1, rotary_cos=torch.ones(3, 2)), "given together or"
+    ),
+    "sin alone": (
+        lambda: _cached(**NEW, cache_seqlens=1, rotary_sin=torch.ones(3, 2)), "given together or"
+    ),
     "v alone": (lambda: _cached(v=NEW["v"], cache_seqlens=1), "given together or not at all"),
     "no length": (lambda: _cached(**NEW), "k needs cache_seqlens"),
     "full": (lambda: _cached(**NEW, cache_seqlens=5), r"cache_seqlens must be 2 numbers in 0..4"),

@@ -48,10 +48,10 @@ SIGNATURES = {
     "LigerGEGLUMLP": "config",
     "LigerCrossEntropyLoss": "weight=None ignore_index=-100 lse_square_scale=0.0 "
     "label_smoothing=0.0 reduction=mean softcap=None return_z_loss=False "
-    "return_token_accuracy=False",
+    "return_token_accuracy=False return_predicted_tokens=False",
     "LigerFusedLinearCrossEntropyLoss": "ce_weight=None ignore_index=-100 lse_square_scale=0.0 "
     "label_smoothing=0.0 reduction=mean softcap=None return_z_loss=False accum_dtype=None "
-    "use_token_scaling=False return_token_accuracy=False",
+    "use_token_scaling=False return_token_accuracy=False return_predicted_tokens=False",
     "liger_rotary_pos_emb": "q k cos sin position_ids=None unsqueeze_dim=1",
     "LigerFusedLinearCrossEntropyLoss.forward": "self lin_weight _input target bias=None",
     "LigerCrossEntropyLoss.forward": "self _input target",
@@ -68,6 +68,48 @@ def test_the_arguments_have_their_order_and_defaults(name):
         for p in inspect.signature(thing).parameters.values()
     ]
     assert found == SIGNATURES[name].split()
+
+
+# What Liger's modules are and hold when nothing but the size is said: every attribute that its own
+# (ead96b6) sets from an argument, and its parameters, all of which are trained.
+LOSS = {"ignore_index": -100, "lse_square_scale": 0.0, "label_smoothing": 0.0, "reduction": "mean",
+        "softcap": None, "return_z_loss": False, "return_token_accuracy": False,
+        "return_predicted_tokens": False}  # fmt: skip
+MLP = {"gate_proj.weight": (20, E), "up_proj.weight": (20, E), "down_proj.weight": (E, 20)}
+DEFAULTS = {
+    "LigerRMSNorm": (
+        {"weight": torch.ones(E)},
+        {"variance_epsilon": 1e-6, "offset": 0.0, "casting_mode": "llama", "in_place": True,
+         "row_mode": None, "elementwise_affine": True},
+    ),
+    "LigerLayerNorm": (
+        {"weight": torch.ones(E), "bias": torch.zeros(E)},
+        {"hidden_size": E, "eps": 1e-6, "variance_epsilon": 1e-6},
+    ),
+    "LigerSwiGLUMLP": (MLP, {"hidden_size": E, "intermediate_size": 20}),
+    "LigerGEGLUMLP": (MLP, {"hidden_size": E, "intermediate_size": 20}),
+    "LigerCrossEntropyLoss": ({}, LOSS | {"weight": None}),
+    "LigerFusedLinearCrossEntropyLoss": (
+        {}, LOSS | {"ce_weight": None, "accum_dtype": None, "use_token_scaling": False},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_a_module_of_defaults_is_ligers(name):
+    parameters, attributes = DEFAULTS[name]
+    act = "gelu_pytorch_tanh" if "GEGLU" in name else "silu"
+    size = {"Norm": (E,), "MLP": (_config(act),), "Loss": ()}
+    module = getattr(liger, name)(*next(v for k, v in size.items() if name.endswith(k)))
+    assert {each: getattr(module, each) for each in attributes} == attributes
+    found = dict(module.named_parameters())
+    assert [*found] == [*module.state_dict()] == [*parameters]
+    for each, wanted in parameters.items():
+        assert found[each].requires_grad
+        if isinstance(wanted, Tensor):
+            assert torch.equal(found[each], wanted.to(found[each]))
+        else:
+            assert found[each].shape == wanted
 
 
 # ---------------------------------------------------------------- norms
@@ -110,13 +152,12 @@ def test_rms_norm_without_a_weight():
 def test_layer_norm(bias):
     norm = liger.LigerLayerNorm(E, 1e-3, bias)
     assert [*norm.state_dict()] == ["weight", "bias"]
-    assert norm.bias.requires_grad is bias
     assert torch.equal(norm.bias, torch.zeros(E))
     nn.init.normal_(norm.weight)
     nn.init.normal_(norm.bias)
     x = torch.randn(3, 5, E, requires_grad=True)
-    trained = [norm.weight, norm.bias] if bias else [norm.weight]
-    _agree(norm(x), F.layer_norm(x, (E,), norm.weight, norm.bias, 1e-3), [x, *trained])
+    truth = F.layer_norm(x, (E,), norm.weight, norm.bias, 1e-3)
+    _agree(norm(x), truth, [x, norm.weight, norm.bias])
 
 
 # ---------------------------------------------------------------- MLPs
@@ -223,6 +264,38 @@ def test_fused_linear_cross_entropy(options, biased, reduction):
     _agree(loss(head, x, labels, bias), truth, [x, head] if bias is None else [x, head, bias])
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("asked", [(True, False), (False, True), (True, True)])
+def test_accuracy_and_predicted_tokens_come_beside_the_loss(asked, reduction):
+    """Liger's: -1 and a miss where the label is ignored, a mean over the others unless "none"."""
+    x, head, labels = _case()
+    with torch.no_grad():
+        head[labels[-3:]] += 9 * x[-3:]  # three hits
+    bias = torch.randn(V)
+    logits = F.linear(x, head, bias)
+    best, ignored = logits.argmax(1), labels == -100
+    hits = ((best == labels) & ~ignored).float()
+    assert hits.sum() >= 3
+    options = dict(zip(("return_token_accuracy", "return_predicted_tokens"), asked))
+    options |= {"reduction": reduction, "softcap": 20.0}
+    for found, kind in (
+        (liger.LigerCrossEntropyLoss(**options)(logits, labels), CE),
+        (liger.LigerFusedLinearCrossEntropyLoss(**options)(head, x, labels, bias), FUSED),
+    ):
+        options = {"reduction": reduction, "softcap": 20.0}
+        given = (logits, labels) if kind is CE else (head, x, labels, bias)
+        assert torch.equal(found.loss, kind(**options)(*given))
+        assert found.z_loss is None
+        accuracy = hits if reduction == "none" else hits.sum() / (~ignored).sum()
+        assert asked[0] == (found.token_accuracy is not None)
+        if asked[0]:
+            assert found.token_accuracy.dtype == torch.float32
+            torch.testing.assert_close(found.token_accuracy, accuracy.float())
+        assert asked[1] == (found.predicted_tokens is not None)
+        if asked[1]:
+            assert torch.equal(found.predicted_tokens, best.masked_fill(ignored, -1))
+
+
 @pytest.mark.parametrize("weight", [None, torch.ones(V)])
 def test_a_mean_over_no_label_is_zero(weight):
     x, head, labels = _case(ignored=N)
@@ -232,6 +305,8 @@ def test_a_mean_over_no_label_is_zero(weight):
     ):
         assert loss == 0
         assert all(not grad.any() for grad in torch.autograd.grad(loss, [x, head]))
+    found = liger.LigerCrossEntropyLoss(weight, return_token_accuracy=True)(x @ head.t(), labels)
+    assert found.token_accuracy == 0
 
 
 def test_another_ignored_label():
@@ -246,15 +321,15 @@ def test_another_ignored_label():
 
 
 @pytest.mark.parametrize("unsqueeze_dim", [1, 2])
-@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize("samples", [0, 1, 3])
 def test_rotary(samples, unsqueeze_dim):
-    angles = torch.randn(samples, 7, 4)
+    angles = torch.randn(*([samples] if samples else []), 7, 4)  # one table without a batch
     cos, sin = (torch.cat((x, x), -1) for x in (angles.cos(), angles.sin()))
     q, k = (torch.randn(3, heads, 7, 8, requires_grad=True) for heads in (4, 2))
 
     def turn(x):
         half = torch.cat((-x[..., 4:], x[..., :4]), -1)
-        return x * cos[:, None] + half * sin[:, None]
+        return x * cos.unsqueeze(-3) + half * sin.unsqueeze(-3)
 
     def ours(q, k):
         if unsqueeze_dim == 1:
@@ -291,7 +366,13 @@ REFUSED = {
     "softcap": (lambda: CE(softcap=0.0), "softcap must be positive"),
     "fused softcap": (lambda: FUSED(softcap=-30.0), "softcap must be positive"),
     "z-loss": (lambda: CE(return_z_loss=True), "return_z_loss = True is not supported"),
-    "accuracy": (lambda: FUSED(return_token_accuracy=True), "return_token_accuracy = True is not"),
+    "fused z-loss": (lambda: FUSED(return_z_loss=True), "return_z_loss = True is not supported"),
+    "smoothing": (lambda: FUSED(label_smoothing=1.5), "label_smoothing must be in 0..1, got 1.5"),
+    "flat sin": (
+        lambda: liger.liger_rotary_pos_emb(
+            *[torch.ones(2, 4, 7, 8)] * 2, torch.ones(7, 8), torch.ones(2, 7, 8)
+        ), r"cos and sin must be .* got \[1, 7, 8\] and \[2, 7, 8\]",
+    ),
     "scaling": (lambda: FUSED(use_token_scaling=True), "use_token_scaling = True is not supp"),
     "accumulator": (lambda: FUSED(accum_dtype=torch.bfloat16), "accum_dtype = torch.bfloat16 is"),
     "bias": (
@@ -300,6 +381,15 @@ REFUSED = {
     "three dims": (
         lambda: CE()(torch.ones(2, 3, V), torch.ones(2, 3, dtype=torch.int64)), "flatten them"
     ),
+    "three q": (
+        lambda: liger.liger_rotary_pos_emb(*[torch.ones(4, 7, 8), torch.ones(2, 4, 7, 8)] * 2),
+        "q and k must have four dims, got .4, 7, 8. and",
+    ),
+    "three k": (
+        lambda: liger.liger_rotary_pos_emb(*[torch.ones(2, 4, 7, 8), torch.ones(4, 7, 8)] * 2),
+        "q and k must have four dims, got .2, 4, 7, 8. and .4, 7, 8.",
+    ),
+    "flat logits": (lambda: CE()(torch.ones(V), torch.ones(V, dtype=torch.int64)), "flatten"),
     "labels": (
         lambda: FUSED()(torch.ones(V, E), torch.ones(6, E), torch.ones(2, 3, dtype=torch.int64)),
         "flatten them",

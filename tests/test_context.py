@@ -2,9 +2,10 @@
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import NamedTuple
 from unittest import mock
 
 import pytest
@@ -19,6 +20,7 @@ from spmd_types.checker import typecheck
 from spmd_types.rulecheck import RuleCheckError
 from spmd_types.types import SpmdTypeError
 from test_ring import NAMES, Case, whole_attention
+from threads import Group, on_mesh, on_threads
 from torch.distributed._local_tensor import LocalTensor, maybe_disable_local_tensor_mode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -27,11 +29,13 @@ from warpweave.kernels import reference
 from warpweave.kernels.attention import attention
 from warpweave.kernels.attention.forward import block_fwd
 from warpweave.kernels.attention.options import AttentionOptions
+from warpweave.parallel.collectives import group_rank, group_size, reduce_from
 from warpweave.parallel.context import attention as context
 from warpweave.parallel.context import context_attention, gather, ring
 from warpweave.parallel.context.messages import run_in_process
 from warpweave.parallel.context.strategy import Shards
 from warpweave.parallel.layout import SequenceLayout, balance
+from warpweave.parallel.mesh import Mesh
 
 STRATEGIES = ["ring", "gather", "stream", "ulysses", "auto"]
 Tensors = tuple[torch.Tensor, ...]
@@ -81,8 +85,10 @@ SINKS = torch.tensor([0.3, -2.0, 1.0, -math.inf], dtype=torch.float64)  # the la
 def _options(length: int) -> list[dict]:
     """What attention may be asked besides a causal mask, alone and together."""
     documents = torch.tensor([0, 3, 3, length // 2 + 1, length])
+    others = torch.tensor([0, 0, 2, length - 2, length])
     dropout = {"dropout": 0.3, "dropout_seed": 7, "dropout_origin": (3, 2)}
-    together = {"window": length // 2, "documents": documents, "softcap": 2.0, "sinks": SINKS}
+    each = torch.stack((documents, others))
+    together = {"window": length // 2, "documents": each, "softcap": 2.0, "sinks": SINKS}
     return [
         {"window": 4},
         {"window": length // 2 + 1, "causal": False},
@@ -90,51 +96,71 @@ def _options(length: int) -> list[dict]:
         {"softcap": 2.0, "scale": 0.7},
         {"sinks": SINKS},
         {"documents": documents, "causal": False},
-        {"documents": torch.stack((documents, documents.clamp(max=length - 2)))},
+        {"documents": each},
         {"documents": torch.stack((documents, documents.clamp(2, length - 3))).expand(2, -1, -1)},
         dropout,
         together | dropout,
     ]
 
 
-def _every_option(rank: int, world: int) -> None:
-    kinds = ("zigzag", "contiguous", "striped") if world <= 4 else ("zigzag",)
-    for kind, i in itertools.product(kinds, range(10) if world <= 4 else (7, 9)):
-        heads = 4 if world <= 4 else 8
+class Problem(NamedTuple):
+    """Inputs and cotangents of a case with what attention is asked besides, and the truth."""
+
+    case: Case
+    given: dict
+    sinks: torch.Tensor | None
+    truth: Tensors  # o, lse, dq, dk, dv and dsinks
+
+
+def _problems(world: int, kinds: Sequence[str], options: Sequence[int]) -> list[Problem]:
+    found, heads = [], 4 if world <= 4 else 8
+    for kind, i in itertools.product(kinds, options):
         case = Case(SequenceLayout(6 * world, world, kind), batch=2, heads=heads, kv_heads=2)
-        options = {"causal": True} | _options(case.layout.seq_len)[i]
-        if "sinks" in options:
-            options["sinks"] = SINKS.repeat(heads // 4)
-        if kind == "striped" and i not in (0, 4, 6, 7, 9):
-            continue  # enough to meet windows, sinks, documents and dropout
-        (whole, (do, dlse)), (mine, cotangents) = case.draw(), case.shard(rank)
-        whole, mine = ([x.clone().requires_grad_() for x in xs] for xs in (whole, mine))
-        if "sinks" in options:  # every rank has them whole, and a share of their gradient
-            whole.append(options["sinks"].clone().requires_grad_())
-            mine.append(options["sinks"].clone().requires_grad_())
-        given = {key: value for key, value in options.items() if key != "sinks"}
-        o, lse = reference.attention(*whole[:3], sinks=(whole[3:] or [None])[0], **given)
+        given = {"causal": True} | _options(case.layout.seq_len)[i]
+        inputs, (do, dlse) = case.draw()
+        inputs = [x.clone().requires_grad_() for x in inputs]
+        if (sinks := given.pop("sinks", None)) is not None:
+            sinks = sinks.repeat(heads // 4)
+            inputs.append(sinks.clone().requires_grad_())
+        o, lse = reference.attention(*inputs[:3], sinks=(inputs[3:] or [None])[0], **given)
         seen = lse.detach().isfinite()  # -inf has no gradient
-        expected = torch.autograd.grad((o, lse.masked_fill(~seen, 0)), whole, (do, dlse))
-        for strategy in ("ring", "gather", "stream", "ulysses"):
-            out = context_attention(
-                *mine[:3], sinks=(mine[3:] or [None])[0], layout=case.layout,
-                group=dist.group.WORLD, strategy=strategy, return_lse=True, **given,
-            )  # fmt: skip
-            got = torch.autograd.grad(out, mine, cotangents)
-            dims = (1, 2, 1, 1, 1)
-            truth = (o, lse, *expected)
-            for x, y, dim in zip((*out, *got[:3]), truth, dims):
-                assert_close_f64(x, case.layout.shard(y, rank, dim))
-            if len(got) == 4:
-                dsinks = got[3].clone()
-                dist.all_reduce(dsinks)
-                assert_close_f64(dsinks, expected[3])
+        grads = torch.autograd.grad((o, lse.masked_fill(~seen, 0)), inputs, (do, dlse))
+        found.append(Problem(case, given, sinks, (o.detach(), lse.detach(), *grads)))
+    return found
 
 
-@pytest.mark.parametrize("world", [2, 3, 4, 6, 8])
+def _every_option(group: Group | tuple[Group, Group], problems: list[Problem]) -> None:
+    pair = group if isinstance(group, tuple) else (group, None)
+    rank = group_rank(pair[0]) * group_size(pair[1]) + group_rank(pair[1])
+    strategies = ["hybrid"] if isinstance(group, tuple) else ["ring", "gather", "stream", "ulysses"]
+    for (case, given, sinks, truth), strategy in itertools.product(problems, strategies):
+        inputs, cotangents = case.shard(rank)
+        inputs = [x.clone().requires_grad_() for x in inputs]
+        if sinks is not None:  # every rank has them whole, and a share of their gradient
+            inputs.append(sinks.clone().requires_grad_())
+        out = context_attention(
+            *inputs[:3], sinks=(inputs[3:] or [None])[0], layout=case.layout, group=group,
+            strategy=strategy, return_lse=True, **given,
+        )  # fmt: skip
+        got = torch.autograd.grad(out, inputs, cotangents)
+        for x, y, dim in zip((*out, *got[:3]), truth, (1, 2, 1, 1, 1)):
+            assert_close_f64(x, case.layout.shard(y, rank, dim))
+        if sinks is not None:
+            assert_close_f64(reduce_from(reduce_from(got[3], pair[0]), pair[1]), truth[5])
+
+
+@pytest.mark.parametrize("world", [2, 3, 8])
 def test_masks_scores_sinks_and_dropout_equal_one_device(world: int) -> None:
-    run_ranks(world, _every_option, world)
+    every = ("zigzag", "contiguous", "striped"), range(10)
+    problems = _problems(world, *(every if world < 8 else (("zigzag", "striped"), (7, 9))))
+    on_threads(world, _every_option, problems)
+
+
+@pytest.mark.parametrize("neighbours", [2, 3])  # of six: fewer than the ring has ranks, and more
+def test_so_they_do_on_a_ring_of_neighbours_that_trade(neighbours: int) -> None:
+    problems = _problems(6, ("zigzag", "contiguous"), (1, 7, 8, 9))
+    mesh = Mesh(cp=6, ulysses=neighbours)
+    on_mesh(mesh, lambda connected: _every_option(connected.context, problems))
 
 
 def _hidden(rank: int) -> None:
@@ -181,8 +207,8 @@ def test_a_second_derivative_is_refused() -> None:
 def _any_length(rank: int, world: int) -> None:
     """Lengths that divide by nothing, or are less than the ranks; balanced layouts."""
     for length, causal in ((13, True), (13, False), (2, True)):
-        ends = torch.tensor([0, length // 4, length // 2 + 1])  # the last document is open
-        of_each = torch.stack((ends, ends.clamp(max=length // 2)))
+        ends = torch.tensor([0, length // 4, length // 2 + 1, length])
+        of_each = torch.stack((ends, torch.tensor([0, length // 4, length // 2, length])))
         layouts = [SequenceLayout(length, world, kind) for kind in ("zigzag", "contiguous")]
         layouts += [SequenceLayout(length, world, "striped"), balance(length, world, ends.tolist())]
         masks = ((None, None), (3, None), (None, ends), (3, of_each))
@@ -381,6 +407,11 @@ def _refused(rank: int) -> None:
             (q, kv, kv),
             {"documents": torch.tensor([0, 9, 4])},
             r"documents must be boundaries that ascend from 0, got \[0, 9, 4\]",
+        ),
+        (
+            (q, kv, kv),  # 16 tokens, 8 of them here
+            {"documents": torch.tensor([0, 5, 8])},
+            r"documents must be boundaries up to 16, where .* got \[0, 5, 8\]",
         ),
         (
             (q, kv, kv),

@@ -21,6 +21,7 @@ from warpweave.checkpoint import CheckpointError, save_checkpoint
 from warpweave.config import PRESETS, GPTConfig, ParallelPlan
 from warpweave.convert import ConvertError, from_hf, to_hf
 from warpweave.convert.families import canonical, read_config, write_config
+from warpweave.convert.write import _config_json
 from warpweave.engine import Engine
 from warpweave.gpt import GPT
 from warpweave.kernels.rope import RopeScaling
@@ -168,7 +169,10 @@ def test_the_way_back_is_bitwise_and_carries_the_tokenizer(name, folders, tmp_pa
     assert {p.name for p in back.iterdir()} >= {"tokenizer.json", "tokenizer_config.json"}
     # Of the model alone: transformers reads the same model from what is written.
     plain = to_hf(gpt, tmp_path / "plain", shard_bytes=20000)
-    assert len(list(plain.glob("model-*.safetensors"))) > 1
+    files = [load_file(file) for file in plain.glob("model-*.safetensors")]
+    assert len(files) > 1
+    index = json.loads((plain / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(t.nbytes for f in files for t in f.values())
     if name != "phi3":  # which without a hint is written as the Mistral that it equals
         _same_files(folders[name], plain)
     from transformers import AutoModelForCausalLM
@@ -270,6 +274,14 @@ def test_rope_scaling_from_before_transformers_5_is_read():
     )
     linear = fields | {"rope_scaling": {"type": "linear", "factor": 3}}
     assert read_config(linear)[1].rope_scaling == RopeScaling("linear", 3.0)
+
+
+def test_a_scaling_from_before_transformers_5_is_not_kept_beside_another(tmp_path):
+    old = {"model_type": "llama", **SIZES, "rope_scaling": {"type": "linear", "factor": 3.0}}
+    (tmp_path / "config.json").write_text(json.dumps(old))
+    for scaling in (None, RopeScaling("linear", 2.0)):
+        config = dataclasses.replace(read_config(old)[1], rope_scaling=scaling)
+        assert read_config(_config_json(config, tmp_path)[1])[1] == config
 
 
 def test_gemma_3_from_before_transformers_5_is_read():
@@ -405,8 +417,9 @@ def test_a_tied_head_that_is_stored_must_be_the_embedding(folders, tmp_path):
         from_hf(folder)
 
 
-def test_names_without_the_base_models_prefix_and_buffers_are_understood(folders, tmp_path):
-    folder = Path(shutil.copytree(folders["gpt2"], tmp_path / "x"))
+@pytest.mark.parametrize("name", ["gpt2", "gpt2-erf-untied"])
+def test_names_without_the_base_models_prefix_and_buffers_are_understood(name, folders, tmp_path):
+    folder = Path(shutil.copytree(folders[name], tmp_path / "x"))
 
     def strip(tensors: dict[str, torch.Tensor]) -> None:  # as the hub's gpt2 has it
         for name in list(tensors):
@@ -414,7 +427,7 @@ def test_names_without_the_base_models_prefix_and_buffers_are_understood(folders
         tensors["h.0.attn.bias"] = torch.ones(1, 1, 4, 4)
 
     _rewrite(folder, strip)
-    found, whole = from_hf(folder), from_hf(folders["gpt2"])
+    found, whole = from_hf(folder), from_hf(folders[name])
     for a, b in zip(*(f.load(GPT(f.config)).parameters() for f in (found, whole)), strict=True):
         assert torch.equal(a, b)
 
@@ -425,6 +438,8 @@ def test_folders_that_hold_no_model_are_refused(folders, tmp_path):
     for path in (tmp_path / "nowhere", empty):
         with pytest.raises(ConvertError, match=f"^{path} holds no model of transformers: no c"):
             from_hf(path)
+    with pytest.raises(ConvertError, match=r"hub is fetched before: hf download owner/name --loc"):
+        from_hf("owner/name")
     (empty / "config.json").write_text("{")
     with pytest.raises(ConvertError, match=f"^cannot read {empty}/config.json: "):
         from_hf(empty)

@@ -321,7 +321,10 @@ def test_labels_outside_the_vocabulary_are_refused_on_cpu(label, impl):
             ),
             r"contiguous rows, got strides \[1, 3\]",
         ),
+        (lambda z, t: cross_entropy(z[:, 0], t[:, None].expand(3, 1)[:, 0]), r"got \[3\] and"),
         (lambda z, t: cross_entropy_fwd(z, t, vocab_start=-1), "-1"),
+        (lambda z, t: cross_entropy_fwd(z, t, vocab_size=0), "vocab_size >= 1, got 0, 0"),
+        (lambda z, t: cross_entropy_bwd(z[0], z, t, z[:, 0]), r"dloss and lse \[3\], got \[10\]"),
         (lambda z, t: cross_entropy_bwd(z[:, 0], z, t, z[0]), r"\[10\]"),
     ],
 )
@@ -364,3 +367,17 @@ def test_a_vocabulary_wider_than_the_logits_and_logits_that_are_no_floats_are_re
     options = (torch.zeros(3, dtype=torch.int64), torch.zeros(3))
     with pytest.raises(ValueError, match="logits is written and needs every element once"):
         cross_entropy_bwd(torch.ones(3), logits, *options, in_place=True, impl=impl)
+
+
+def test_rows_times_strides_past_two_to_the_31_do_not_wrap():
+    """Of memory that is never touched between the rows, forward and in place."""
+    rows, stride = 2**11 + 16, 2**20
+    far = torch.empty(rows * stride, dtype=torch.float16).as_strided((rows, 2), (stride, 1))
+    near = far.copy_(torch.randn(rows, 2)).contiguous()
+    labels, dloss = torch.randint(2, (rows,)), torch.randn(rows)
+    found, wanted = (cross_entropy_fwd(x, labels, impl="triton") for x in (far, near))
+    for a, b in zip(found, wanted, strict=True):
+        assert torch.equal(a, b)
+    wanted = cross_entropy_bwd(dloss, near, labels, wanted[0], impl="triton")
+    cross_entropy_bwd(dloss, far, labels, found[0], in_place=True, impl="triton")
+    assert torch.equal(far, wanted)

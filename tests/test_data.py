@@ -1,6 +1,7 @@
 """Data: samples depend on (seed, step, number) alone; splits share no file; errors name files."""
 
 import json
+from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,11 +12,13 @@ import torch
 from warpweave.data import (
     IGNORE,
     DataError,
+    Dataset,
     JsonTokenizer,
     boundaries,
     open_dataset,
     write_token_file,
 )
+from warpweave.data.split import Split
 
 
 def folder_of(path: Path, count: int = 10, size: int = 300) -> Path:
@@ -94,6 +97,10 @@ def test_documents_end_where_files_and_separators_do(tmp_path: Path) -> None:
     _, labels = data.fixed_batch(range(2), count=2)
     assert labels.tolist() == [[0, IGNORE, 7, 0, IGNORE, IGNORE], [IGNORE, 9, 1, 2, 3, 4]]
     assert boundaries(labels).tolist() == [[0, 2, 5, 6, 6], [0, 1, 6, 6, 6]]
+    few = boundaries(labels[:, :5])  # five would be taken for the document of each of five tokens
+    assert few.tolist() == [[0, 2, 5, 5], [0, 1, 5, 5]]
+    assert boundaries(labels[:1, :4]).tolist() == [[0, 2, 4]]
+    assert boundaries(labels[:1, 1:5]).tolist() == [[0, 1, 4, 4, 4]]
     plain = open_dataset(tmp_path / "a.bin", seq_len=6, split="all").fixed_batch(range(2), count=2)
     assert boundaries(plain[1]).tolist() == [[0, 6], [0, 6]]
     files = open_dataset(folder_of(tmp_path / "text", 4, 7), seq_len=20, split="all")
@@ -138,6 +145,15 @@ def test_train_and_validation_share_no_file_and_lose_none(tmp_path: Path) -> Non
     assert again.fingerprint == validation.fingerprint != train.fingerprint
 
 
+def test_each_split_has_a_file_whatever_the_fraction():
+    files = ["a", "b", "c"]
+    for fraction in (1e-9, 0.5, 0.99):
+        train, rest = (Split(name, fraction).choose(files) for name in ("train", "validation"))
+        assert train
+        assert rest
+        assert sorted(train + rest) == files
+
+
 def test_one_file_is_cut_near_its_end(tmp_path: Path) -> None:
     file = tmp_path / "a.txt"
     file.write_bytes(bytes(range(1, 101)))
@@ -145,6 +161,36 @@ def test_one_file_is_cut_near_its_end(tmp_path: Path) -> None:
     validation = open_dataset(file, seq_len=4, split="validation", validation_fraction=0.1)
     assert bytes(train.tokens) == bytes(range(1, 91))
     assert bytes(validation.tokens) == bytes(range(91, 101))
+    assert train.starts.dtype == np.int64
+
+
+@pytest.mark.parametrize("fraction", [0.05, 0.1, 0.3])
+def test_the_validation_part_is_the_fraction_to_half_a_token(fraction: float) -> None:
+    for size in range(2, 120):
+        low, high = Split("validation", fraction).cut(size)
+        assert high == size
+        assert high - low == 1 or abs(high - low - fraction * size) <= 0.5, size
+        assert Split("train", fraction).cut(size) == (0, low)
+
+
+# Where float32, int32 and float64 stop counting.
+@pytest.mark.parametrize("size", [2**24 + 7, 2**31 + 7, 2**53 + 7])
+def test_samples_of_a_row_of_any_length_begin_where_whole_numbers_say(size, monkeypatch) -> None:
+    tokens = np.broadcast_to(np.uint8(0), size)  # no memory
+    starts = np.array([0, size - 3], dtype=np.int64)
+    data = Dataset(tokens, starts, 256, "", "", None, seq_len=4, seed=1)
+    assert data.batch(2**40, [2**33])[1].tolist() == [[0, 0, 0, 0]]
+    last = data._windows([size - 5])[1]  # its third label would be the next file's
+    assert last.tolist() == [[0, IGNORE, 0, 0]]
+    begun: list[int] = []
+    monkeypatch.setattr(Dataset, "_windows", lambda self, offsets: begun.extend(offsets))
+    data.fixed_batch(range(7), count=7)
+    data.batch(2**40, range(2**33, 2**33 + 500))
+    assert begun[:7] == [Fraction(i * (size - 5), 6).__floor__() for i in range(7)]
+    assert len(set(begun[7:])) == 500
+    assert max(begun) == size - 5
+    odd = sum(offset % 2 for offset in begun[7:])  # a float of 24 bits has no odd ones here
+    assert 200 < odd < 300
 
 
 def test_the_default_text_is_the_standard_library() -> None:
@@ -442,3 +488,12 @@ def test_an_npy_of_another_kind_or_that_its_sidecar_denies_is_refused(tmp_path: 
 def test_bad_options_are_refused(options: dict, says: str) -> None:
     with pytest.raises(DataError, match=says):
         open_dataset(**options)
+
+
+@pytest.mark.parametrize(
+    ("count", "fraction", "chosen"), [(30, 0.05, 2), (7, 0.25, 2), (7, 0.2, 1), (2, 0.9, 1)]
+)
+def test_validation_has_the_nearest_number_of_files_and_never_all(count, fraction, chosen) -> None:
+    files = [f"{i}.txt" for i in range(count)]
+    mine, others = (Split(name, fraction).choose(files) for name in ("validation", "train"))
+    assert (len(mine), sorted(mine + others)) == (chosen, sorted(files))

@@ -145,3 +145,12 @@ def test_it_compiles_without_breaks(impl) -> None:
 def test_integers_are_refused(impl) -> None:
     with pytest.raises(ValueError, match=r"x must have a float dtype, got torch.int64"):
         dropout(torch.ones(3, 5).long(), Drop(0.5, 1, 1, torch.arange(3)), impl=impl)
+
+
+def test_rows_times_strides_past_two_to_the_31_do_not_wrap() -> None:
+    """Of memory that is never touched between the rows."""
+    rows, stride = 2**11 + 16, 2**20
+    x = torch.empty(rows * stride, dtype=torch.float16).as_strided((rows, 2), (stride, 1))
+    near = x.copy_(torch.randn(rows, 2)).contiguous()
+    drop = Drop(0.5, SEED, 2, torch.arange(rows))
+    assert torch.equal(dropout(x, drop, impl="triton"), dropout(near, drop, impl="torch"))

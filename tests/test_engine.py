@@ -254,7 +254,8 @@ def test_a_batch_of_another_shape_is_refused(monkeypatch):
         with pytest.raises(ValueError, match="must be int64, got"):
             engine.evaluate(tokens, wrong)
     monkeypatch.setattr(engine, "_count_valid", lambda _: pytest.fail("it was sent already"))
-    for documents in (tokens[..., :0], tokens[0], tokens.double()):
+    short = torch.tensor([[[0, 16, 16]] * 4, [[0, 3, 16], [0, 3, 15]] * 2])
+    for documents in (tokens[..., :0], tokens[0], tokens.double(), short):
         with pytest.raises(ValueError, match="documents must "):
             engine.step(tokens, labels, ids, lr=0.1, documents=documents)
         with pytest.raises(ValueError, match="documents must "):

@@ -46,3 +46,22 @@ def test_a_long_context_is_trained_on_and_its_strategies_are_listed(capsys, monk
     assert "step 3: loss" in printed
     assert figures["losses"] == pytest.approx([4.16] * 4, abs=0.15)  # log 64, to begin with
     assert len(figures["memory"]) == 1
+
+
+def _schedules(rank: int, ranks: int) -> dict[str, list[float]]:
+    program = runpy.run_path(str(EXAMPLES / "own_schedule.py"))
+    plans = {"folded": program["FoldedPlan"], "1f1b": program["ParallelPlan"]}
+    return {name: program["losses"](ranks, plan(microbatches=4)) for name, plan in plans.items()}
+
+
+def test_a_schedule_of_ones_own_is_drawn_and_trains_as_one_device_does(capsys, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    program = runpy.run_path(str(EXAMPLES / "own_schedule.py"))
+    alone = program["main"](4)["1f1b"]
+    first, second = capsys.readouterr().out.splitlines()[:2]  # the drawing for two ranks
+    assert first.startswith("0F0 0F1 0F2 0F3 .   .   3F0 3F1 3F2 3F3 3B0 -")
+    assert second.startswith(".   1F0 1F1 1F2 1F3 2F0 2F1 2F2 2F3 .   .   .   2B0")
+    assert alone[0] - alone[-1] > 0.5
+    for found in run_ranks(2, _schedules, 2):
+        assert found["folded"] == pytest.approx(alone, rel=1e-5)
+        assert found["1f1b"] == pytest.approx(alone, rel=1e-5)

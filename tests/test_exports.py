@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import runpy
 import subprocess
 import sys
 from importlib import import_module
@@ -18,7 +19,11 @@ HEAVY = ("torch", "triton", "numpy", "tyro")
 def _typing_block() -> dict[str, str]:
     """What a type checker is told: the module of every name."""
     tree = ast.parse(Path(warpweave.__file__).read_text())
-    block = next(node for node in tree.body if isinstance(node, ast.If))
+    block = next(
+        node
+        for node in tree.body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    )
     return {alias.name: node.module for node in block.body for alias in node.names}
 
 
@@ -51,3 +56,11 @@ print("torch" in sys.modules)
 def test_another_name_is_an_attribute_error(name):
     with pytest.raises(AttributeError, match=f"module 'warpweave' has no attribute '{name}'"):
         getattr(warpweave, name)
+
+
+def test_an_older_transformers_has_no_words_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers", reason="an extra of its own")
+    monkeypatch.setattr(transformers, "__version__", "5.22.3")
+    old = runpy.run_path(str(Path(warpweave.__file__).parent / "hf" / "__init__.py"))
+    with pytest.raises(ImportError, match=r"needs transformers >= 5\.23, this is 5\.22\.3"):
+        old["planned"](None, None)

@@ -447,6 +447,8 @@ def test_what_does_not_fit_raises_before_any_launch():
     gemms = [
         ("need a\\[M, K\\]", (a, a), {}),
         ("need a\\[M, K\\]", (a[0], b), {}),
+        ("need a\\[M, K\\]", (a, b[:, 0]), {}),
+        ("bias must be", (a, b, torch.ones(6).int()), {}),
         ("one floating dtype", (a, b.double()), {}),
         ("one floating dtype", (a.int(), b.int()), {}),
         ("bias must be", (a, b, torch.ones(5)), {}),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
 import re
 import shutil
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from unittest import mock
 
@@ -20,6 +22,8 @@ from warpweave import generate as module
 from warpweave import sample
 from warpweave.checkpoint import save_checkpoint
 from warpweave.convert import from_hf
+from warpweave.convert.source import read_stop_tokens
+from warpweave.engine import Engine
 from warpweave.generate import Sampling, generate, kept
 from warpweave.gpt import GPT, GPTConfig
 from warpweave.parallel.mesh import Mesh
@@ -109,9 +113,9 @@ def _on_ranks(rank: int, folders: dict[str, Path], expected: dict[str, list]) ->
         found = from_hf(folders[name])
         gpt = found.load(GPT(found.config, mesh=mesh))
         assert generate(gpt, PROMPTS, GREEDY) == rows
-        drawn = generate(gpt, PROMPTS, Sampling(8, 1.0, top_k=9, top_p=0.9, seed=4))
-        alone = generate(found.load(GPT(found.config)), PROMPTS, Sampling(8, 1.0, 9, 0.9, seed=4))
-        assert drawn == alone
+        how = Sampling(8, 1.0, top_k=9, top_p=0.9, stop=tuple(range(0, 53, 5)), seed=4)
+        alone = generate(found.load(GPT(found.config)), PROMPTS, how)
+        assert generate(gpt, PROMPTS, how) == alone
 
 
 def test_tensor_ranks_and_stages_write_the_same_text(folders):
@@ -119,14 +123,82 @@ def test_tensor_ranks_and_stages_write_the_same_text(folders):
     run_ranks(4, _on_ranks, folders, {name: _expected(name) for name in names})
 
 
+def _left(logits: torch.Tensor, how: Sampling) -> torch.Tensor:
+    """The logits that transformers' own warpers leave, in their order."""
+    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    warpers = [TemperatureLogitsWarper(how.temperature)]
+    warpers += [TopKLogitsWarper(how.top_k)] if how.top_k else []
+    warpers += [TopPLogitsWarper(how.top_p)] if how.top_p < 1 else []
+    for warper in warpers:
+        logits = warper(None, logits)
+    return logits
+
+
 @pytest.mark.parametrize(("k", "p"), [(0, 0.8), (5, 1.0), (7, 0.6), (1, 0.5), (40, 1e-9), (9, 0.9)])
 def test_what_may_be_drawn_is_what_transformers_leaves(k, p):
-    from transformers import TopKLogitsWarper, TopPLogitsWarper
-
     logits = torch.randn(6, 31, dtype=torch.float64) * 3
-    expected = TopKLogitsWarper(k)(None, logits) if k else logits
-    expected = TopPLogitsWarper(p)(None, expected) if p < 1 else expected
-    assert torch.equal(kept(logits, Sampling(top_k=k, top_p=p)), expected)
+    noise = torch.rand(6, 31, dtype=torch.float64) * 9
+    plain = Sampling(temperature=1.0, top_k=k, top_p=p)
+    assert torch.equal(kept(logits, plain), _left(logits, plain))
+    for temperature in (0.3, 1.7):  # before top_p, which depends on it
+        how = dataclasses.replace(plain, temperature=temperature)
+        expected = (_left(logits, how) + noise).argmax(-1)
+        assert torch.equal(module.choose_tokens(logits, noise, how), expected)
+
+
+def test_the_fewest_tokens_that_have_just_top_p_are_enough():
+    logits = torch.zeros(1, 8, dtype=torch.float64)  # an eighth each, exactly
+    for p, count in ((0.25, 2), (0.26, 3), (0.5, 4)):
+        how = Sampling(temperature=1.0, top_p=p)
+        for left in (kept(logits, how), _left(logits, how)):
+            assert left.isfinite().sum() == count
+
+
+def _plain_rows(gpt: GPT, prompts: list[list[int]], how: Sampling) -> list[list[int]]:
+    """The whole text of each prompt again for every token, without a batch, a cache or our choice
+    of tokens; only the noise is drawn as `generate` says: of all rows, token by token."""
+    params, config = dict(gpt.named_parameters()), plain_config(gpt.config)
+    generator = torch.Generator().manual_seed(how.seed % 2**63)
+    rows: list[list[int]] = [[] for _ in prompts]
+    for _ in range(how.tokens):
+        noise = torch.empty(len(prompts), gpt.config.vocab_size, dtype=torch.float64)
+        noise.exponential_(generator=generator)
+        for row, prompt, e in zip(rows, prompts, noise, strict=True):
+            if row and row[-1] in how.stop:
+                continue
+            logits = plain_gpt_logits(params, torch.tensor([prompt + row]), config)[:, -1]
+            best = _left(logits, how) - e.log() if how.temperature else logits
+            row.append(int(best.argmax()))
+    return rows
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_options_at_once_give_the_texts_of_a_plain_loop(seed):
+    draw = random.Random(seed)
+    config = GPTConfig(
+        31, 24, 1, 12, 6, draw.choice((2, 6)), 10, draw.choice(("rope", "learned")), "rms",
+        "swiglu", False, head_size=4, windows=draw.choice(((), (5,))), tied=False,
+    )  # fmt: skip
+    gpt = GPT(config, dtype=torch.float64, seed=seed)
+    with torch.no_grad():
+        for param in gpt.parameters():
+            param.mul_(8)
+    prompts = [[draw.randrange(31) for _ in range(draw.randint(1, 9))] for _ in range(3)]
+    how = Sampling(
+        tokens=draw.choice((1, 9, 9, 9)),
+        temperature=draw.choice((0.0, 0.4, 1.0, 3.0, 9.0)),
+        top_k=draw.choice((0, 1, 4, 40)),
+        top_p=draw.choice((1.0, 0.9, 0.3)),
+        stop=draw.choice(((), (3,), tuple(range(0, 31, 2)))),
+        seed=draw.choice((5, 2**40, -1)),
+    )
+    with torch.no_grad():
+        rows = _plain_rows(gpt, prompts, how)
+        assert generate(gpt, prompts, how) == rows
+        # Many ends, none of them in the middle row: the others end early, and it goes on.
+        how = dataclasses.replace(how, stop=tuple(set(range(31)) - set(rows[1])))
+        assert generate(gpt, prompts, how) == _plain_rows(gpt, prompts, how)
 
 
 def test_draws_follow_the_softmax_of_the_logits_over_the_temperature():
@@ -145,11 +217,32 @@ def test_the_seed_decides_the_draws(folders):
     assert first == again != other
 
 
+@pytest.mark.parametrize("fails", [False, True], ids=["done", "failed"])
+def test_every_module_is_left_in_the_mode_that_it_was_in(fails):
+    config = GPTConfig(53, 16, 2, 8, 2)
+    gpt, engine = GPT(config), Engine(config, Mesh().connect())
+    runs = {
+        gpt: lambda: generate(gpt, [[1, 2]], Sampling(2)),
+        engine.gpt: lambda: engine.generate(torch.tensor([1]), 2),
+    }
+    for model, run in runs.items():
+        for mode in (True, False):
+            model.train(mode)
+            model.blocks["0"].train(not mode)
+            before = [m.training for m in model.modules()]
+            broken = mock.patch.object(model, "logits", side_effect=RuntimeError("out of memory"))
+            with broken if fails else nullcontext(), suppress(RuntimeError):
+                run()
+            assert [m.training for m in model.modules()] == before
+
+
 @pytest.mark.parametrize(
     ("prompts", "sampling", "message"),
     [
         ([[]], GREEDY, "a prompt must have at least one token"),
         ([[1], [53]], GREEDY, r"tokens must lie in \[0, 53\), got \[53\]"),
+        ([[1.5]], GREEDY, r"a prompt is a row of whole numbers, got \[1.5\]"),
+        ({"input_ids": 1}, GREEDY, "a prompt is a row of whole numbers, got 'input_ids'"),
         ([[1] * 45], GREEDY, "prompt and new tokens are 65, the model's sequence is 64"),
     ],
 )
@@ -158,6 +251,8 @@ def test_prompts_that_the_model_cannot_go_on_with_are_refused(prompts, sampling,
     with pytest.raises(ValueError, match=f"^{message}$"):
         generate(gpt, prompts, sampling)
     assert generate(gpt, [], sampling) == []
+    rows = torch.tensor([[5, 7], [3, 2]])
+    assert generate(gpt, rows, GREEDY) == generate(gpt, rows.tolist(), GREEDY)
     assert generate(gpt, [[1], [2]], Sampling(0)) == [[], []]
 
 
@@ -232,6 +327,13 @@ def test_the_command_goes_on_by_a_checkpoint_of_ours(tmp_path, capfd):
     assert [len(row) for row in json.loads(lines[-1])["tokens"]] == [3]
 
 
+def test_tokens_that_are_no_text_are_left_out_of_the_commands(folders, capfd, monkeypatch):
+    monkeypatch.setattr(sample, "generate", lambda *_: [[65, 256, 300, 66]])
+    _, lines, _ = _sample(capfd, str(folders["llama3"]), "--prompt", "\x05", "--tokens", "4")
+    result = json.loads(lines[-1])
+    assert (result["texts"], result["tokens"]) == (["AB"], [[65, 256, 300, 66]])
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -248,6 +350,80 @@ def test_the_command_refuses_in_one_line(words, message, folders, capfd):
     assert code == 2
     assert re.match(f"warpweave: {message}", err)
     assert "\n" not in err
+
+
+@pytest.mark.parametrize(
+    ("words", "seen"),
+    [
+        ((), {}),
+        (("--tokens", "3"), {"tokens": 3}),
+        (("--temperature", "0.5"), {"temperature": 0.5}),
+        (("--top-k", "4"), {"top_k": 4}),
+        (("--top-p", "0.5"), {"top_p": 0.5}),
+        (("--seed", "7"), {"seed": 7}),
+        (("--dtype", "bf16"), {"dtype": torch.bfloat16}),
+        (("--impl", "torch"), {"impl": "torch"}),
+        (("--timeout", "9"), {"timeout": 9.0}),
+        (("--tp", "2"), {"mesh": Mesh(tp=2)}),
+        (("--pp", "3"), {"mesh": Mesh(pp=3)}),
+        (("--tokenizer", "TOKENIZER"), {"prompts": [[1, 0]]}),
+    ],
+)  # fmt: skip
+def test_every_option_of_the_command_arrives(words, seen, folders, tmp_path, capfd):
+    _with_words(tmp_path)
+    tokenizer = str(tmp_path / "tokenizer.json")
+    words = [tokenizer if word == "TOKENIZER" else word for word in words]
+    got = {}
+
+    def start(entry, args, mesh):
+        got["mesh"] = mesh
+        raise ValueError("not here")
+
+    def go_on(gpt, prompts, sampling):
+        param = next(gpt.parameters())
+        got.update(dataclasses.asdict(sampling), prompts=prompts, dtype=param.dtype)
+        return [[] for _ in prompts]
+
+    built, joined = mock.Mock(wraps=GPT), mock.Mock(wraps=sample.join)
+    with (
+        mock.patch.object(sample, "launch", start), mock.patch.object(sample, "generate", go_on),
+        mock.patch.object(sample, "GPT", built), mock.patch.object(sample, "join", joined),
+    ):  # fmt: skip
+        few = () if "--tokens" in words else ("--tokens", "5")
+        _sample(capfd, str(folders["llama3"]), "--prompt", "\x05", *words, *few)
+    if "mesh" not in seen:
+        got |= {"impl": built.call_args.kwargs["impl"], **joined.call_args.kwargs}
+        usual = {
+            "tokens": 5, "temperature": 0.8, "top_k": 0, "top_p": 1.0, "seed": 0, "stop": (2,),
+            "dtype": torch.float32, "impl": None, "timeout": 300.0, "prompts": [[5]],
+        }  # fmt: skip
+        seen = usual | seen
+    assert {name: got[name] for name in seen} == seen
+
+
+def test_tokens_that_the_tokenizer_has_not_are_left_out_of_the_text(tmp_path, capfd):
+    config = GPTConfig(300, 32, 1, 8, 2)
+    params = [(name, p.detach()) for name, p in GPT(config).named_parameters()]
+    fields = dataclasses.asdict(config)
+    save_checkpoint(tmp_path / "checkpoints", 1, params, config=fields, state={})
+    with mock.patch.object(sample, "generate", return_value=[[97, 256, 0, 255, 299, 98]]):
+        _, lines, _ = _sample(capfd, str(tmp_path), "--prompt", "ab", "--tokens", "6")
+    assert json.loads(lines[-1])["texts"] == ["a\0\ufffdb"]
+
+
+def test_the_ends_of_texts_are_those_of_transformers(tmp_path):
+    from transformers import GenerationConfig
+
+    (tmp_path / "config.json").write_text('{"eos_token_id": [7, 8], "model_type": "llama"}')
+    there = {"config_file_name": "config.json", "_from_model_config": True}
+    assert read_stop_tokens(tmp_path) == (7, 8)
+    assert GenerationConfig.from_pretrained(tmp_path, **there).eos_token_id == [7, 8]
+    for said, ends in (("{}", ()), ('{"eos_token_id": 0}', (0,))):
+        (tmp_path / "generation_config.json").write_text(said)
+        assert read_stop_tokens(tmp_path) == ends
+        assert GenerationConfig.from_pretrained(tmp_path).eos_token_id == (
+            ends[0] if ends else None
+        )
 
 
 def test_the_command_refuses_a_folder_without_a_model(tmp_path, capfd):

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import json
 import math
+from itertools import pairwise
 from unittest import mock
 
 import pytest
@@ -408,26 +409,47 @@ def test_a_balanced_plan_cuts_every_micro_batch_by_its_documents():
     assert max(layout.pairs(documents)) < 0.7 * max(gpt.layout.pairs(documents))
 
 
+@pytest.mark.parametrize("kind", ["zigzag", "contiguous", "striped", "balanced"])
+def test_a_layer_drops_by_the_number_of_the_token_wherever_it_lies(kind):
+    """Whatever the cut and the documents of its sample; the mask of a token is a function of it."""
+    tokens, labels = _tokens()
+    plan = ParallelPlan(layout=kind, sequence_parallel=False)
+    config = dataclasses.replace(CONFIGS["gpt2"], dropout=0.1)
+    ids = torch.tensor([2**40, 3, 1, 7])
+    wanted = ids[:, None] * 12 + torch.arange(12)
+    each = torch.tensor([[0, 5, 5, 12], [0, 1, 12, 12], [0, 0, 4, 12], [0, 12, 12, 12]])
+    for documents, sizes in ((None, Mesh(cp=3)), (each, Mesh(cp=3)), (each, Mesh(cp=2))):
+        shards = []
+        for rank in range(sizes.cp):
+            names = ("pp", "dp", "cp", "tp", "data", "world")
+            mesh = ConnectedMesh(sizes, rank, dict.fromkeys(names), None)
+            gpt = GPT(config, mesh=mesh, plan=plan, device="meta")
+            given = {"sample_ids": ids, "documents": documents}
+            context = gpt.micro_batch(tokens, labels, torch.ones(()), **given).context
+            shards.append(context.token_ids.view(4, -1))
+        assert torch.equal(context.layout.unshard(shards, 1), wanted)
+
+
 @EACH
 def test_packed_documents_are_each_computed_as_if_alone(config):
     """Logits and gradients; the boundaries of one sample, or of every sample, empty ones too."""
     gpt, _ = _scattered(config)
     tokens, labels = _tokens()
     bounds = torch.tensor(
-        [[0, 5, 5, 9, 12], [0, 1, 7, 12, 12], [0, 12, 12, 12, 12], [0, 0, 4, 4, 6]]
+        [[0, 5, 5, 9, 12], [0, 1, 7, 12, 12], [0, 12, 12, 12, 12], [0, 0, 4, 6, 12]]
     )
     for documents in (bounds, bounds[1]):
         each = documents.expand(len(tokens), -1)
         logits = gpt(tokens, documents=documents)
         for row, ends in enumerate(each.tolist()):
-            for a, b in zip(ends, [*ends[1:], tokens.shape[1]]):
+            for a, b in pairwise(ends):
                 if a < b:
                     alone = gpt(tokens[row : row + 1, a:b])[0]
                     assert_close_f64(logits[row, a:b], alone, RTOL)
     loss = gpt(tokens, labels, documents=bounds)
     valid, sums = int((labels != -100).sum()), torch.zeros((), **F64)
     for row, ends in enumerate(bounds.tolist()):
-        for a, b in zip(ends, [*ends[1:], tokens.shape[1]]):
+        for a, b in pairwise(ends):
             here = labels[row : row + 1, a:b]
             if (count := int((here != -100).sum())) > 0:
                 sums = sums + gpt(tokens[row : row + 1, a:b], here) * count / valid
@@ -441,6 +463,8 @@ def test_packed_documents_are_each_computed_as_if_alone(config):
     for wrong, shape in ((bounds[:3], r"\(3, 5\)"), (apart, r"\(4, 2, 5\)")):
         with pytest.raises(ValueError, match=rf"shape \[n \+ 1\] or \[4, n \+ 1\], got {shape}"):
             gpt(tokens, documents=wrong)
+    with pytest.raises(ValueError, match=r"boundaries up to 12, where .* got \[0, 5, 48\]"):
+        gpt.micro_batch(tokens, labels, valid, documents=torch.tensor([0, 5, 48]))
 
 
 def test_a_batch_without_labels_has_loss_zero():

@@ -3,11 +3,13 @@
 `benchmarks/hf_families.py` has the families, here are a few of them and what else can go wrong.
 """
 
+import contextlib
 import copy
 import importlib
 import inspect
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,15 @@ def families():
     sys.path.insert(0, str(BENCHMARKS))
     try:
         return importlib.import_module("hf_families")
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+
+
+@pytest.fixture(scope="module")
+def hf_changes(families):
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        return importlib.import_module("hf_changes")
     finally:
         sys.path.remove(str(BENCHMARKS))
 
@@ -121,6 +132,8 @@ def test_nothing_that_is_saved_or_read_by_name_changes(llama, tmp_path):
 
 def test_revert_leaves_no_trace(llama):
     ours = copy.deepcopy(llama)
+    hooks = pytest.importorskip("accelerate.hooks", reason="an extra of its own")
+    hooks.add_hook_to_module(ours.model.norm, hooks.ModelHook())  # as on several devices
     before = {n: dict(vars(m)) for n, m in ours.named_modules()}
     ww.apply(ours)
     assert ours.config._attn_implementation == attention.NAME
@@ -134,9 +147,25 @@ def test_revert_leaves_no_trace(llama):
         ww.revert(ours)
 
 
+def test_a_forward_that_a_hook_calls_is_put_back():
+    """As accelerate keeps it: `forward` is its own, and calls `_old_forward`."""
+    norm, x = nn.LayerNorm(16), torch.randn(3, 16)
+    norm._hf_hook, norm._old_forward = object(), nn.LayerNorm.forward.__get__(norm)
+    norm.forward = partial(lambda self, x: self._old_forward(x), norm)
+    before, wanted = dict(vars(norm)), norm(x)
+    ww.apply(norm, only="norm")
+    assert_close(norm(x), wanted)
+    assert is_patched(norm)
+    ww.revert(norm)
+    assert vars(norm) == before
+
+
 def test_a_dry_run_reports_and_changes_nothing(llama):
     state = torch.get_rng_state()
+    llama.model.layers[1].train()
+    modes = [m.training for m in llama.modules()]
     dry = reported(llama, dry=True)
+    assert [m.training for m in llama.modules()] == modes
     assert torch.equal(torch.get_rng_state(), state)
     assert llama.config._attn_implementation == "eager"
     assert not any("forward" in vars(m) for m in llama.modules())
@@ -242,6 +271,15 @@ def test_norms_have_the_dtypes_of_the_original_under_autocast():
                              == torch.float32 else 2e-2)  # fmt: skip
 
 
+def test_an_offset_is_added_in_float32_to_weights_in_bfloat16():
+    from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+
+    theirs, x = GemmaRMSNorm(16).bfloat16(), torch.rand(4096, 16).bfloat16() + 1
+    nn.init.constant_(theirs.weight, 0.003)  # bfloat16 has no 1.003
+    ratio = applied(theirs, only="norm")(x).double() / theirs(x).double()
+    assert (ratio.mean() - 1).abs() < 3e-4
+
+
 def test_a_norm_of_an_unknown_forward_is_not_replaced_twice():
     theirs = nn.LayerNorm(16)
     theirs.forward = lambda x: x
@@ -269,7 +307,14 @@ def test_few_numbers_go_another_way_to_the_same_numbers(families, family, monkey
                 assert_close(found, row)
         with torch.autocast("cpu", torch.bfloat16):
             assert module(x).dtype == original(module)(x).dtype
-        assert module.bfloat16()(x.bfloat16()).dtype == torch.bfloat16
+        if norm.is_candidate(module):  # where dtypes round, by the original
+            for dtype in (torch.bfloat16, torch.float64):
+                with contextlib.suppress(RuntimeError):  # torch refuses two dtypes
+                    wanted = original(module)(x.to(dtype))
+                    assert torch.equal(module(x.to(dtype)), wanted)
+        module, few = module.bfloat16(), x.bfloat16()
+        assert module(few).dtype == torch.bfloat16
+        assert not norm.is_candidate(module) or torch.equal(module(few), original(module)(few))
 
 
 # ---------------------------------------------------------------- 4. feed-forward modules
@@ -301,31 +346,6 @@ def test_erf_and_tanh_are_told_apart():
     assert mlp.name_of(nn.ReLU()) is None
 
 
-def test_dropout_inside_an_mlp_stays(families):
-    model = families.make("gpt2")
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.5
-    theirs = model.transformer.h[0].mlp.train()
-    ours = applied(theirs, only="mlp")
-    x = torch.randn(2, 5, 64)
-    torch.manual_seed(3)
-    wanted = theirs(x)
-    torch.manual_seed(3)
-    found = ours(x)
-    assert_close(found, wanted)
-    assert (found == 0).float().mean() > 0.3
-
-
-def test_a_plain_mlp_steps_back_when_its_linear_layers_are_no_longer_plain(families):
-    theirs = families.make("gpt neox").gpt_neox.layers[0].mlp
-    ours = applied(theirs, only="mlp")
-    for module in (theirs, ours):
-        module.dense_h_to_4h.register_forward_hook(lambda m, args, out: 2 * out)
-    x = torch.randn(2, 5, 64)
-    assert_close(ours(x), theirs(x))
-
-
 def test_quantised_weights_are_kept_and_named(llama):
     class Int8Linear(nn.Linear):
         pass
@@ -350,20 +370,42 @@ def test_a_chunked_mask_is_documents(families):
     function = functions.chunked_causal_mask_function(4, padding)
     padded = torch.ones(2, 13, dtype=torch.bool)
     padded[1, :3] = False
-    made = mask.make_mask(2, 13, 13, mask_function=function, attention_mask=padded)
-    wanted = functions.sdpa_mask(
-        2, 13, 13, mask_function=function, attention_mask=padded, allow_is_causal_skip=False
-    )
-    assert torch.equal(made.visible.written_out("cpu"), wanted)
+    packed = torch.tensor([[*range(13)], [*range(3), *range(9), 0]])  # documents, of chunks each
+    apart = functions.packed_sequence_compatibility_function(
+        functions.chunked_causal_mask_function(4, torch.zeros(2, dtype=torch.int64)),
+        packed, functions.find_packed_sequence_indices(packed),
+    )  # fmt: skip
+    for one, hidden in ((function, padded), (apart, None)):
+        how = {"mask_function": one, "attention_mask": hidden}
+        made = mask.make_mask(2, 13, 13, **how)
+        wanted = functions.sdpa_mask(2, 13, 13, **how, allow_is_causal_skip=False)
+        assert torch.equal(made.visible.written_out("cpu"), wanted)
+
+
+def test_a_model_of_one_output_per_sample_has_its_attention_replaced(families):
+    config = families.make("gpt oss").config
+    config.num_labels = 3
+    torch.manual_seed(0)
+    theirs = transformers.GptOssForSequenceClassification(config).eval()
+    theirs.set_attn_implementation("eager")
+    ours = copy.deepcopy(theirs)
+    assert len(reported(ours).replaced("attention")) == 2
+    mask = torch.ones(2, 11, dtype=torch.int64)
+    mask[0, :4] = 0
+    tokens = ids().masked_fill(mask == 0, 0)
+    for more in ({}, {"attention_mask": mask}):
+        assert_close(ours(tokens, **more).logits, theirs(tokens, **more).logits)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("window", [None, 4, (3, 6)])
 def test_what_is_written_out_is_transformers_own_mask(side, window):
     functions = transformers.masking_utils
     function = functions.causal_mask_function
-    if window:
+    if isinstance(window, int):
         function = functions.sliding_window_causal_mask_function(window)
+    elif window:
+        function = functions.and_masks(function, *map(functions.sliding_window_overlay, window))
     padded = torch.ones(3, 12, dtype=torch.bool)
     for sample, n in enumerate((0, 2, 5)):
         padded[sample, slice(0, n) if side == "left" else slice(12 - n, 12)] = False
@@ -372,6 +414,15 @@ def test_what_is_written_out_is_transformers_own_mask(side, window):
         how = {**shape, "mask_function": function, "attention_mask": padded}
         wanted = functions.sdpa_mask(**how, allow_is_causal_skip=False)
         assert torch.equal(mask.make_mask(**how).visible.written_out("cpu"), wanted)
+
+
+def test_of_two_windows_a_query_sees_what_both_show():
+    functions = transformers.masking_utils
+    windows = [functions.sliding_window_causal_mask_function(n) for n in (6, 3, 5)]
+    how = {"batch_size": 1, "q_length": 9, "kv_length": 9,
+           "mask_function": functions.and_masks(*windows)}  # fmt: skip
+    wanted = functions.sdpa_mask(**how, allow_is_causal_skip=False)
+    assert torch.equal(mask.make_mask(**how).visible.written_out("cpu"), wanted)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt2", "bert"])
@@ -415,12 +466,38 @@ def test_packed_sequences_are_apart(llama):
     assert_close(found, torch.cat(apart, 1))
 
 
-def test_a_cache_goes_on_where_it_stopped(llama):
-    ours, tokens = applied(llama), ids(2, 11)
-    with torch.no_grad(), ours_always():
-        first = ours(tokens[:, :6], use_cache=True)
-        rest = ours(tokens[:, 6:], past_key_values=first.past_key_values)
-    assert_close(torch.cat([first.logits, rest.logits], 1), llama(tokens).logits)
+STEPS = (5, 3, 1, 2, 4, 1)  # a prompt in pieces, and tokens that somebody guessed
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "gpt oss"])
+def test_with_a_cache_every_step_is_that_of_the_untouched_model(families, family):
+    """Left-padded, one token or several at once, up to a cache that is full and windows that have
+    rolled on, and after tokens were taken back."""
+    theirs, length = families.make(family).eval(), sum(STEPS)
+    ours, tokens, mask = applied(theirs), ids(3, length), torch.ones(3, length, dtype=torch.int64)
+    mask[1, :2] = mask[2, :6] = 0  # of which one sample has no token in the first step
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    config = theirs.config
+    makes = [lambda n=n: transformers.StaticCache(config, max_cache_len=n) for n in (length, 23)]
+    makes.append(lambda: transformers.DynamicCache(config=config))
+    for always, make in [(True, each) for each in makes] + [(False, makes[2])]:
+        caches, at = (make(), make()), 0
+        for n in STEPS:
+            step = slice(at, at + n)
+            given = {"attention_mask": mask[:, : at + n], "position_ids": positions[:, step]}
+            with ours_always() if always else contextlib.nullcontext():
+                found, wanted = (
+                    m(tokens[:, step], past_key_values=c, use_cache=True, **given).logits
+                    for m, c in zip((ours, theirs), caches)
+                )
+            real = mask[:, step].bool()
+            assert_close(found[real], wanted[real])
+            at += n
+            if n == 2 and not always and family in ("llama", "gpt2"):
+                at -= 1
+                for cache in caches:
+                    cache.crop(-1)
 
 
 def test_masks_that_are_no_run_of_keys_are_refused(llama):
@@ -446,7 +523,8 @@ def test_a_model_that_computes_with_its_mask_gets_nan_never_a_number():
     padded = torch.tensor([[False, True, True]])
     made = mask.make_mask(1, 3, 3, attention_mask=padded)
     assert isinstance(made.contiguous(), mask.Mask)
-    assert made.to(torch.float64).visible is made.visible
+    for same in (made.to(torch.float64), made.clone(), made.detach(), made.contiguous()):
+        assert same.visible is made.visible
     for changed in (made + 1, made[:, :, :2], made.expand(1, 2, 3, 3)):
         assert type(changed) is torch.Tensor
         assert changed.isnan().all()
@@ -519,9 +597,31 @@ def test_labels_that_are_shifted_or_ignored(llama):
     theirs = llama.train()(ids(), labels=labels).loss
     assert_close(ours(ids(), labels=labels).loss, theirs)
     assert_close(ours(ids(), labels=labels, shift_labels=shifted).loss, theirs)
+    labels = labels.masked_fill(labels == -100, 7)
+    given = {"labels": labels, "ignore_index": 7, "num_items_in_batch": 5}
+    assert_close(ours(ids(), **given).loss, llama(ids(), **given).loss)
     none = ours(ids(), labels=torch.full_like(labels, -100)).loss
     assert none == 0  # torch's mean over nothing is NaN
     none.backward()
+
+
+def test_another_label_may_be_ignored(llama):
+    ours, labels = applied(llama, only="loss").train(), ids()
+    labels[:, ::3] = 7
+    given = {"input_ids": ids(), "labels": labels, "ignore_index": 7}
+    assert_close(ours(**given).loss, llama.train()(**given).loss)
+    assert ours(**given).logits is None
+
+
+def test_a_loss_function_that_was_set_is_there_after_a_step_and_a_failed_one(llama):
+    ours = applied(llama, only="loss").train()
+    ours.loss_function = own = loss.ForCausalLMLoss
+    before = {m: dict(vars(m)) for m in (ours, ours.lm_head)}
+    assert ours(ids(), labels=ids()).logits is None
+    with pytest.raises(ValueError, match="label"):
+        ours(ids(), labels=torch.full((2, 11), 101))
+    assert {m: dict(vars(m)) for m in before} == before
+    assert ours.loss_function is own
 
 
 class Lora(nn.Module):
@@ -538,6 +638,8 @@ class Lora(nn.Module):
         base.requires_grad_(False)
 
     def forward(self, x):
+        if self.disable_adapters:
+            return self.base_layer(x)
         small = self.lora_A["a"](self.lora_dropout["a"](x))
         return self.base_layer(x) + self.lora_B["a"](small) * self.scaling["a"]
 
@@ -555,6 +657,13 @@ def test_lora_on_the_head_is_in_the_fused_loss(families, family):
     assert "lm_head.lora_A.a.weight" in grads(ours)
     for name, g in grads(theirs).items():
         assert_close(grads(ours)[name], g, 1e-4)
+    for state in ("merged", "disable_adapters"):  # then it is no sum of two any more
+        for model in (theirs, ours):
+            setattr(model.get_output_embeddings(), state, True)
+        wanted, found = both_losses(theirs, ours)
+        assert_close(found, wanted)
+        for model in (theirs, ours):
+            setattr(model.get_output_embeddings(), state, False)
 
 
 def test_a_model_inside_another_module_is_found(llama):
@@ -597,6 +706,10 @@ def test_bfloat16_and_autocast_train(llama):
 
 
 def test_a_softcap_is_seen_in_bfloat16(families):
+    text = {"final_logit_softcapping": 3.0}
+    outer = nn.Module()
+    outer.config = transformers.Gemma3Config(text_config=text)  # which holds one of text
+    assert loss._softcap_of(outer) == 3.0
     theirs = families.make("gemma2").bfloat16().train()
     ours = copy.deepcopy(theirs)
     assert "softcap 30" in str(reported(ours)).replace("30.0", "30")
@@ -607,6 +720,7 @@ def test_a_softcap_is_seen_in_bfloat16(families):
 
 @pytest.mark.filterwarnings("ignore")  # of graphs that are cut
 def test_a_compiler_follows(llama):
+    del llama.model.layers[1:]  # compiling takes long
     ours = applied(llama)
     padded = torch.ones(2, 11, dtype=torch.int64)
     padded[1, :3] = 0
@@ -626,6 +740,7 @@ def test_a_compiler_takes_a_whole_model(families, family):
     """With nothing cut, forward and backward, the loss fused; twice, as what a forward leaves
     behind shows in the next."""
     theirs = families.make(family).train()
+    del (theirs.model.layers if family == "llama" else theirs.transformer.h)[1:]
     theirs.loss_type = "ForCausalLM"  # GPT-2 has none, of which transformers warns, which cuts
     ours = applied(theirs)
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
@@ -730,3 +845,77 @@ def test_modules_of_one_class_and_clipping_ones_are_told_apart(make):
     ww.apply(model)
     with ours_always():
         assert_close(model(x), wanted)
+
+
+# ---------------------------------------------------------------- 8. what changes after apply
+
+
+WORDS = {
+    "gpt2": ("mlp.act", "mlp.dropout", "mlp.c_fc:", "mlp.act:", "ln_1.eps", "config.output_att"),
+    "gemma2": ("mlp.act_fn", "softcap", "logit_cap", "pre_feedforward_layernorm.eps"),
+    "granite": ("config.logits_scaling", "model.layers.0.mlp:"),
+    "cohere": ("logit_scale", "mlp.act_fn ="),
+    "modernbert": ("mlp.drop",),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*backward hook", "ignore:Full backward")
+@pytest.mark.parametrize("family", WORDS)
+def test_what_is_changed_or_hooked_after_apply_is_followed_or_refused(hf_changes, family):
+    """`benchmarks/hf_changes.py` walks everything of every family, here are some of some."""
+    wrong, acted, _ = hf_changes.compare(
+        family, only=lambda change: any(word in change.name for word in WORDS[family])
+    )
+    assert not wrong, wrong[0]
+    assert acted >= len(WORDS[family])
+
+
+def test_what_is_put_over_a_class_or_a_configuration_is_followed(llama, monkeypatch):
+    ours = applied(llama)
+    kind = type(llama.model.layers[0].mlp)
+    before = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, x: 0.5 * before(self, x))
+    assert_close(ours(ids()).logits, llama(ids()).logits)
+    ours.model.norm.weight = None  # of which LlamaRMSNorm knows nothing
+    with pytest.raises(TypeError, match="NoneType"):
+        ours(ids())
+    ours.model.norm.weight = nn.Parameter(llama.model.norm.weight.detach().clone())
+    ours.loss_function = llama.loss_function = lambda logits, labels, *_, **__: logits.sum()
+    wanted, found = both_losses(llama, ours)
+    assert_close(found, wanted)
+
+
+def test_what_is_changed_in_place_is_followed():
+    class Scaled(_Plain):
+        def forward(self, x):
+            return self.scale[0] * super().forward(x)
+
+    theirs = Scaled(nn.GELU())
+    theirs.scale = [1.0]
+    ours, x = applied(theirs), torch.randn(2, 5, 16)
+    assert_close(ours(x), theirs(x))
+    theirs.scale[0] = ours.scale[0] = 3.0
+    assert_close(ours(x), theirs(x))
+
+
+def test_attention_weights_are_refused_wherever_they_are_asked_for(families, llama):
+    for theirs in (llama, families.make("gpt2").eval()):
+        ours = applied(theirs)
+        with pytest.raises(ValueError, match="has no output_attentions"):
+            ours(ids(), output_attentions=True)
+        with pytest.raises(ValueError, match="output_attentions"):
+            ours.config.output_attentions = True
+        theirs.config.output_attentions = True
+        kept = reported(theirs).kept("attention")
+        assert "output_attentions" in kept[0].why
+        assert theirs(ids()).attentions[0].shape[-2:] == (11, 11)
+
+
+def test_a_compiled_module_follows_too(families):
+    theirs = families.make("gpt2").transformer.h[0].mlp
+    ours = applied(theirs, only="mlp")
+    compiled = torch.compile(ours, fullgraph=True, backend="eager")
+    x = torch.randn(2, 5, 64)
+    assert_close(compiled(x), theirs(x))
+    ours.act = theirs.act = nn.Tanh()
+    assert_close(compiled(x), theirs(x))

@@ -291,8 +291,17 @@ def _refused(rank: int) -> list[str]:
     ww.apply(model, mesh=other)
     inputs = {name: x[:, :14] for name, x in batch().items()}
     refuse(lambda: model.train()(**inputs))
+    model.set_attn_implementation("sdpa")  # of this rank's tokens alone
+    refuse(lambda: model.train()(**batch()))
+    model = perturbed("gpt2")
+    ww.apply(model, mesh=other)
+    model.transformer.h[1].mlp.dropout.p = 0.1
+    refuse(lambda: model.train()(**batch()))
     model = perturbed("llama")
     ww.apply(model, mesh=mesh)
+    model.model.layers[1].self_attn.attention_dropout = 0.1
+    refuse(lambda: model.train()(**batch()))
+    model.model.layers[1].self_attn.attention_dropout = 0.0
     for target in ("q_proj", "lm_head") if find_spec("peft") else ():
         adapted = with_lora(model, target)
         refuse(lambda adapted=adapted: adapted.train()(**batch()))
@@ -327,6 +336,9 @@ REFUSED = (
     "a mesh needs a transformers model and its attention replaced",
     "overlap must be one of",
     "14 tokens do not divide by 4",
+    "LlamaAttention: over ranks its attention is warpweave, and was set to sdpa",
+    "transformer.h.1.mlp.dropout: dropout 0.1 is not drawn over ranks",
+    "LlamaAttention: attention dropout is not drawn over ranks",
 )
 ADAPTERS = (
     "LlamaAttention.q_proj: a layer that is cut over ranks was replaced",

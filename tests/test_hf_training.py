@@ -14,11 +14,12 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 transformers = pytest.importorskip("transformers", reason="an extra of its own")
-pytest.importorskip("accelerate", reason="an extra of its own, which Trainer asks for")
+accelerate = pytest.importorskip("accelerate", reason="an extra of its own, which Trainer asks for")
 
 from ranks import run_ranks  # noqa: E402
 
 import warpweave.hf as ww  # noqa: E402
+from warpweave.hf import options  # noqa: E402
 from warpweave.parallel.mesh import Mesh  # noqa: E402
 from warpweave.shards import whole  # noqa: E402
 
@@ -61,8 +62,8 @@ def curve(model: nn.Module, folder, steps: int = STEPS, **options) -> list[float
     transformers.logging.set_verbosity_error()
     arguments = transformers.TrainingArguments(
         output_dir=str(folder), use_cpu=True, max_steps=steps, learning_rate=1e-3,
-        logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True, seed=3,
-        **{"per_device_train_batch_size": 4, **options},
+        logging_steps=1, report_to=[], disable_tqdm=True, seed=3,
+        **{"per_device_train_batch_size": 4, "save_strategy": "no", **options},
     )  # fmt: skip
     trainer = transformers.Trainer(model, arguments, train_dataset=rows(48))
     trainer.remove_callback(transformers.PrinterCallback)
@@ -155,19 +156,50 @@ def test_a_trainer_goes_the_same_way_with_lora_also_on_the_head(folder):
 # ---------------------------------------------------------------- 2. several ranks
 
 
-def _trainer_of_two(rank: int, folder: str) -> list[float]:
+def _trainer_of_two(rank: int, folder: str) -> dict:
     # accelerate asks for these, although the ranks are connected already
     here = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "MASTER_PORT": 0}
     os.environ.update({name: str(n) for name, n in here.items()}, MASTER_ADDR="127.0.0.1")
     model = make("llama")
     ww.apply(model)
-    return curve(model, folder, per_device_train_batch_size=2, ddp_backend="gloo")
+    found = {"data": curve(model, folder, per_device_train_batch_size=2, ddp_backend="gloo")}
+    model = make("llama")
+    ww.apply(model, mesh=Mesh(tp=2).connect(), sequence_parallel=True)
+    with pytest.raises(ValueError, match="on GPUs only: on CPUs train it in a loop") as refused:
+        curve(model, folder, 1, ddp_backend="gloo")
+    assert "\n" not in str(refused.value)
+    # As on GPUs, of which accelerate asks the number of processes only.
+    options.Replicas.dp_size = 1
+    accelerate.ParallelismConfig._validate_accelerator = lambda *_: None
+    for axis, more in (("tp", {"save_strategy": "steps", "save_only_model": True}), ("cp", {})):
+        accelerate.state.AcceleratorState._reset_state(True)
+        model = make("llama")
+        ww.apply(model, mesh=Mesh(**{axis: 2}).connect())
+        here = f"{folder}/{axis}"
+        how = {**ACCUMULATION, **more, "save_steps": 10}
+        found[axis] = curve(model, here, 10, ddp_backend="gloo", **how)
+        if more:
+            found["saved"] = {n: whole(p) for n, p in model.state_dict().items()}
+    return found
 
 
 def test_a_trainer_of_two_ranks_goes_the_way_of_one_without_us(folder):
+    """Of data ranks, and of tensor and of context ranks, which are given the same tokens."""
     theirs = plain_curve("llama", folder)
+    shorter = plain_curve("llama", folder, ("steps", 10), *ACCUMULATION.items())
     for found in run_ranks(2, _trainer_of_two, str(folder)):
-        assert worst(found, theirs) <= 1e-5
+        assert worst(found["data"], theirs) <= 1e-5
+        for axis in ("tp", "cp"):
+            assert worst(found[axis], shorter) <= 1e-5
+        saved = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/tp/checkpoint-10")
+        for name, x in saved.state_dict().items():
+            assert torch.equal(found["saved"][name], x)
+
+
+def test_a_trainer_refuses_data_ranks_beside_tensor_ranks():
+    with pytest.raises(ValueError, match="fully_shard it over") as refused:
+        options.Replicas(2, 2, "cuda").dp_size  # noqa: B018
+    assert "\n" not in str(refused.value)
 
 
 def batch_of(labels: str) -> dict[str, torch.Tensor]:

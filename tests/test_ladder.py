@@ -17,13 +17,24 @@ ROOMS = {
         ("kernels",),
         ("parallel",),
         ("layers",),
-        ("compat", "config", "dtypes", "exchange", "lazy", "messages", "plain_gpt", "shards"),
+        (
+            "compat",
+            "config",
+            "dtypes",
+            "exchange",
+            "lazy",
+            "messages",
+            "modes",
+            "plain_gpt",
+            "shards",
+        ),
+        ("config_file", "interrupt", "lr_schedule"),
         ("styles",),
         ("gpt",),
-        ("checkpoint", "data", "engine", "hf", "launch", "memory", "tune"),
+        ("boards", "checkpoint", "data", "engine", "hf", "launch", "memory", "tune"),
         ("convert", "generate"),
-        ("prove", "sample_config", "train_config"),
-        ("metrics", "sample"),
+        ("export_config", "prove", "sample_config", "train_config"),
+        ("export", "metrics", "resume", "sample"),
         ("train",),
         ("cli",),
     ),
@@ -43,7 +54,15 @@ ROOMS = {
         ("pipeline",),
     ),
     "warpweave.checkpoint": (("files",), ("manifest",), ("steps",), ("read", "save")),
-    "warpweave.convert": (("families",), ("tensors",), ("folder",), ("source", "write")),
+    "warpweave.convert": (
+        ("fields",),
+        ("families",),
+        ("tensors",),
+        ("folder",),
+        ("beside",),
+        ("source",),
+        ("write",),
+    ),
     "warpweave.data": (
         ("files",),
         ("split", "tokenizer"),
@@ -55,6 +74,7 @@ ROOMS = {
     "warpweave.prove": (
         ("layouts", "typecheck"),
         ("expected", "options"),
+        ("truth",),
         ("proof",),
         ("command",),
     ),
@@ -78,8 +98,8 @@ STDLIB_ONLY = ("warpweave.parallel.schedule", "warpweave.parallel.simulate")
 ALONE = {"warpweave.plain_gpt"}
 LOWER_DEPENDENCIES = {"torch", "triton", "numpy", "einops", "spmd_types"}
 TOP_DEPENDENCIES = LOWER_DEPENDENCIES | {
-    "safetensors", "tyro", "tokenizers", "tqdm", "rich", "matplotlib", "tensorboard",
-    "transformers",
+    "safetensors", "tyro", "tokenizers", "tqdm", "rich", "matplotlib", "tensorboard", "tomli",
+    "transformers", "wandb",
 }  # fmt: skip
 FORBIDDEN_MODULES = (
     "pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve",

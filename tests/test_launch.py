@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from warpweave.checkpoint import CheckpointError, open_latest
-from warpweave.launch import Session, _loopback_listener, join
+from warpweave.launch import Session, _loopback_listener, _store, join
 from warpweave.parallel.mesh import Mesh
 
 ROOT = Path(__file__).parent.parent
@@ -48,10 +49,11 @@ class Job:
         self.out = folder / "run"
         self.stdout, self.stderr = folder / "stdout", folder / "stderr"
         sizes = "--model toy --layers 2 --width 16 --heads 2 --seq-len 16 --batch 2 --sample 4"
+        files = ("--data", text, "--out", self.out, "--warmup", "1")
         command = command or (sys.executable, "-P", "-m", "warpweave.cli", "train")
         with self.stdout.open("w") as out, self.stderr.open("w") as err:
             self.process = subprocess.Popen(
-                [*command, *sizes.split(), "--data", text, "--out", self.out, *options],
+                [*command, *sizes.split(), *files, *options],
                 cwd=ROOT,
                 stdout=out,
                 stderr=err,
@@ -422,6 +424,7 @@ def test_a_gpu_for_every_local_rank_means_nccl(monkeypatch, gpus, backend, devic
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     threads = torch.get_num_threads()
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(8), raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
@@ -429,12 +432,27 @@ def test_a_gpu_for_every_local_rank_means_nccl(monkeypatch, gpus, backend, devic
     monkeypatch.setattr("warpweave.launch._store", lambda *args: "store")
     monkeypatch.setattr(dist, "init_process_group", lambda *a, **k: groups.append((a, k)))
     session = join(Mesh(tp=2, pp=2))
+    if backend == "gloo" and sys.platform == "linux":
+        assert torch.get_num_threads() == 4  # of 8 cores, with another rank on this machine
     torch.set_num_threads(threads)
     assert (str(session.device), session.where) == (device, where)
     assert chosen == ([session.device] if backend == "nccl" else [])
     ((name,), options) = groups[0]
     assert (name, options["rank"], options["world_size"]) == (backend, 3, 4)
     assert options["device_id"] == (session.device if backend == "nccl" else None)
+
+
+def test_ranks_that_torchrun_starts_again_do_not_read_what_the_dead_wrote(monkeypatch):
+    kept = dist.HashStore()
+    monkeypatch.setattr(dist, "TCPStore", lambda *args, **options: kept)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    for attempt in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        store = _store(1, 4, 2, timedelta(seconds=1), None)
+        assert not store.check(["address"])
+        store.set("address", "here")
 
 
 def test_free_ports_differ_and_a_taken_one_is_named():

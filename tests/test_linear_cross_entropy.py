@@ -102,6 +102,16 @@ def test_tokens_may_have_several_dims(shape, recompute, reduction, impl):
         assert torch.equal(a.flatten(), b.flatten())
 
 
+def test_a_mean_is_over_the_labels_that_are_not_the_ignored_one():
+    x, w, _ = _case(9, 31, 4)
+    labels = torch.arange(9) % 5
+    for ignored in (3, -1):
+        labels[0] = ignored
+        found = linear_cross_entropy(x, w, labels, ignore_index=ignored)
+        truth = F.cross_entropy(x @ w.t(), labels, ignore_index=ignored)
+        assert_close_f64(found.detach(), truth.detach(), 1e-13)
+
+
 @IMPLS
 @WAYS
 @pytest.mark.parametrize(("T", "V", "E"), [(1, 1, 1), (1, 7, 3), (23, 301, 5), (9, 129, 16)])
@@ -289,6 +299,7 @@ def test_labels_outside_the_vocabulary_are_refused_on_cpu(label, recompute, impl
     [
         (lambda x, w, t: linear_cross_entropy(x[0], w, t), r"got \[4\] and \[10, 4\]"),
         (lambda x, w, t: linear_cross_entropy(x[:, :3], w, t), r"got \[3, 3\] and \[10, 4\]"),
+        (lambda x, w, t: linear_cross_entropy(x, w[0], t), r"got \[3, 4\] and \[4\]"),
         (lambda x, w, t: linear_cross_entropy(x, w, t[:2]), r"labels int64\[3\], got .* \[2\]"),
         (lambda x, w, t: linear_cross_entropy(x, w, t.int()), "got torch.int32"),
         (lambda x, w, t: linear_cross_entropy(x.double(), w, t), "x torch.float64, weight"),

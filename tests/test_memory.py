@@ -154,6 +154,24 @@ def test_activations_follow_the_schedule_and_the_mesh():
     assert told(recompute="full")[0] / 2 < cut < told(Mesh(cp=2), recompute="selective")[0]
 
 
+def test_what_a_style_keeps_is_counted_for_that_style_alone():
+    """Bytes on one GPU rank: 2 layers in flight and three blocks more, 2 x 64 tokens."""
+    sizes = {"vocab_size": 70000, "seq_len": 64, "layers": 2, "width": 64, "heads": 8}
+
+    def told(**style) -> int:
+        config = GPTConfig(**sizes, **style)
+        (rank,) = estimate(
+            config, Mesh(), ParallelPlan(), batch=2, dtype="bf16", device_type="cuda"
+        )
+        return rank.activations
+
+    stream, alone = 2 * 64 * 64 * 2, told()
+    assert told(norm_place="sandwich") - alone == 5 * 2 * stream  # two norms more
+    assert told(positions="rope") - alone == 5 * 2 * stream  # rotated queries and keys
+    assert told(softcap=30.0) == alone  # inside the attention kernel
+    assert told(logit_softcap=30.0) != alone
+
+
 # ---------------------------------------------------------------- what there is
 
 

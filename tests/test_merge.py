@@ -77,5 +77,13 @@ def test_what_does_not_fit_is_refused_with_its_values() -> None:
         merge(o.bfloat16(), lse, o, lse)
     with pytest.raises(ValueError, match=r"\(2, 3, 7\).*\(2, 7, 3\)"):
         merge(o, lse.transpose(1, 2), o, lse)
+    with pytest.raises(ValueError, match=r"\(2, 3, 7\).*and \(2, 3, 1\)"):
+        merge(o, lse, o, lse[..., :1])
+    for wrong in (o[:, :3], o[0]):
+        with pytest.raises(ValueError, match="one shape"):
+            merge(o, lse, wrong, lse)
     with pytest.raises(ValueError, match="one shape"):
-        merge(o, lse, o[:, :3], lse)
+        merge(o[0], lse, o[0], lse)
+    for pair in ((o.float(), lse), (o.half(), lse.half())):
+        with pytest.raises(ValueError, match="float32 or float64 partials, all of one dtype"):
+            merge(*pair, *pair)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,7 @@ from close import assert_close_f64
 from ranks import run_ranks
 from sharded import MESHES, check_layer, draw
 
+from warpweave.kernels.dropout import Drop
 from warpweave.layers.mlp import MLP
 from warpweave.parallel.mesh import ConnectedMesh, Mesh
 
@@ -39,6 +42,16 @@ def test_it_is_down_of_activation_of_up(activation, bias):
             results.append([y, leaf.grad, *(p.grad for p in mlp.parameters())])
         for a, b in zip(*results, strict=True):
             assert_close_f64(a, b, 1e-12)
+
+
+def test_a_hooked_one_adds_and_drops_as_a_fused_one():
+    mlp, x, residual = MLP(7, 11, dtype=torch.float64), draw(1, 6, 7), draw(2, 6, 7)
+    drop = Drop(0.5, 3, 1, torch.arange(6))
+    options = list(itertools.product((None, residual), (None, drop)))
+    fused = [mlp(x, *given) for given in options]
+    mlp.up.register_forward_hook(lambda *_: None)
+    for given, y in zip(options, fused, strict=True):
+        assert_close_f64(mlp(x, *given), y, 1e-12)
 
 
 @EACH

@@ -170,6 +170,8 @@ def test_shapes_that_do_not_fit_raise() -> None:
     for impl in IMPLS:
         with pytest.raises(ValueError, match=r"weight must be \[E\]"):
             norm.rms_norm(x, torch.randn(5), impl=impl)
+        with pytest.raises(ValueError, match=r"weight must be \[E\] .* got \[\], x \[\]"):
+            norm.rms_norm(x[0, 0], w[0], impl=impl)
         with pytest.raises(ValueError, match="bias must be like weight"):
             norm.layer_norm(x, w, torch.randn(1), impl=impl)
         with pytest.raises(ValueError, match="residual must be like x"):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections import Counter
 from pathlib import Path
 from unittest import mock
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from close import relative_error
 from ranks import run_ranks
 from sharded import draw, part
+from threads import Group, on_threads
 
 from warpweave.kernels.devices import find_device
 from warpweave.layers.block import TransformerBlock
@@ -22,6 +24,8 @@ from warpweave.parallel.tensor import (
     column_parallel_linear,
     overlap,
     overlap_table,
+    parallel_mlp,
+    parallel_qkv_rope,
     row_parallel_linear,
 )
 from warpweave.parallel.tensor.chunked import ChunkedRanks
@@ -250,6 +254,54 @@ def _whole(rank: int, path: Path) -> None:
 
 def test_sums_without_sequence_parallelism_are_products_of_their_own(tmp_path):
     run_ranks(2, _whole, tmp_path / "table")
+
+
+def _looked_up(group: Group, cut: bool) -> None:
+    """By one call of each layer of 12 tokens; where they are cut a rank is given its own."""
+    own = {"group": group, "sequence_parallel": cut}
+    x, h = torch.zeros(6 if cut else 12, 4), torch.zeros(12, 3)
+    column_parallel_linear(x, torch.zeros(10, 4), **own)
+    row_parallel_linear(h, torch.zeros(5, 3), **own)
+    parallel_mlp(x, torch.zeros(6, 2, 4), torch.zeros(4, 6), activation="swiglu", **own)
+    parallel_qkv_rope(x, torch.zeros(2, 3, 4, 4), None, None, None, shape=(2, 6), **own)
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_what_is_looked_up_are_the_tokens_of_all_ranks_and_the_sizes_of_one(cut):
+    """For what moves in the forward alone."""
+    gathers = [Product(12, n, 4, 2, "gather", 4) for n in (10, 12, 24)]
+    column, up, qkv = ((product,) if cut else () for product in gathers)
+    moves = "scatter" if cut else "reduce"
+    row, down = (Product(12, n, k, 2, moves, 4) for n, k in ((5, 3), (4, 6)))
+    none = overlap.Choice("none", "")
+    with mock.patch.object(overlap, "choose_way", return_value=none) as asked:
+        on_threads(2, _looked_up, cut)
+    found = [tuple(call.args[0]) for call in asked.call_args_list]
+    assert Counter(found) == Counter(2 * [column, (row,), (*up, down), qkv])
+
+
+def test_products_run_in_the_dtype_of_autocast_but_for_float64():
+    def places(group: Group) -> list[Place]:
+        given = [torch.zeros(1, dtype=t) for t in (torch.float32, torch.float16, torch.float64)]
+        plain = [overlap.place_of(x, group) for x in given]
+        with torch.autocast("cpu", torch.bfloat16):
+            return [*plain, *(overlap.place_of(x, group) for x in given)]
+
+    names = "float32", "float16", "float64", "bfloat16", "bfloat16", "float64"
+    assert on_threads(3, places) == [[Place("CPU", "gloo", 3, name) for name in names]] * 3
+
+
+def test_times_of_two_products_are_added_up(table):
+    """Of which the slower one alone would say the opposite."""
+    first = row(us={"none": 10.0, "chunked": 9.0})
+    table(first, row(moves="scatter", us={"none": 10.0, "chunked": 10.5}))
+    products = [Product(1024, 256, 512, 2, moves) for moves in ("gather", "scatter")]
+
+    def take(group: Group) -> str:
+        return choose_way(products, torch.empty(0), group, None, "triton").why
+
+    said = "measured, none 20, chunked 20 us: 1.03 x none"
+    assert on_threads(2, take) == [said] * 2
 
 
 def _compiled(rank: int) -> None:

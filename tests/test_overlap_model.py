@@ -34,6 +34,30 @@ def test_what_moves_is_counted_by_hand():
     assert Product(M, N, K, 1, "reduce").moved == 0
 
 
+def test_pieces_are_as_many_messages_as_ranks_that_receive_them():
+    """A product of nothing, whose messages take all the time: a gather sends R-1 pieces, a sum that
+    all ranks want R of them. A quarter of what moves is paid for by who multiplies."""
+    for moves, pieces in (("gather", 7), ("scatter", 7), ("reduce", 8)):
+        product = Product(8 * 2**17, 8, 8, 8, moves)
+        found = predict(product, H100, "network", symmetric=True)
+        piece = product_seconds(2**17, 8, 8, H100)
+        moving = product.moved / (overlap_model.TRAFFIC * H100.network)
+        messages = pieces * overlap_model.MESSAGE + moving
+        assert moving > 10 * piece
+        assert found.chunked == pytest.approx(piece + messages + 0.25 * moving)
+        assert found.fused is None  # there is no symmetric memory over a network
+
+
+@pytest.mark.parametrize("size", [2, 8])
+def test_what_is_fused_moves_rows_in_their_dtype_and_terms_in_fp32(size):
+    for moves, wire in (("gather", size), ("scatter", max(4, size)), ("reduce", max(4, size))):
+        product = dataclasses.replace(LARGE, moves=moves, size=size)
+        said = dataclasses.replace(product, wire=wire)
+        assert predict(product, H100, symmetric=True) == predict(said, H100, symmetric=True)
+        half = dataclasses.replace(product, wire=wire // 2)
+        assert predict(half, H100, symmetric=True).fused < predict(said, H100, symmetric=True).fused
+
+
 def test_a_product_takes_whole_waves():
     """132 tiles of 128 x 256 are one wave, one more is two; unless smaller tiles suit better."""
     K = 8192

@@ -102,9 +102,10 @@ def test_a_wheel_holds_every_source_file_once_and_works(
     pip("--python", python, "install", "--no-index", "--no-deps", wheel, cwd=tmp_path)
     where = run(python, "-c", PROBE, cwd=elsewhere).strip()
     assert where.startswith(str((tmp_path / "venv").resolve()))
+    _works_from_the_checkout(python, copy)
 
 
-def test_an_editable_install_works_and_a_bare_rung_says_what_to_do(
+def test_an_editable_install_works_and_a_bare_rung_has_nothing_in_it(
     copy: Path, elsewhere: Path, tmp_path: Path
 ) -> None:
     python = clean_environment(tmp_path / "venv")
@@ -112,13 +113,48 @@ def test_an_editable_install_works_and_a_bare_rung_says_what_to_do(
     pip("--python", python, "install", *options, "-e", copy, cwd=tmp_path)
     where = run(python, "-c", PROBE, cwd=elsewhere).strip()
     assert where == str((copy / "kernels" / "norm" / "__init__.py").resolve())
+    _works_from_the_checkout(python, copy)
     for rung in RUNGS[:3]:
         result = subprocess.run(
-            [python, "-c", f"import {rung}"], cwd=copy, capture_output=True, text=True, timeout=800
-        )
+            [python, "-c", f"from {rung} import norm"], cwd=copy, capture_output=True, text=True,
+            timeout=800,
+        )  # fmt: skip
         assert result.returncode == 1
-        assert f"ImportError: this folder is the package 'warpweave.{rung}'" in result.stderr
-        assert "python -P" in result.stderr
+        assert "ImportError: " in result.stderr
+
+
+_IN_A_PROCESS_TOO = """
+import subprocess, sys, warpweave.parallel
+
+def test_it():
+    program = "import warpweave.layers; print(warpweave.__file__)"
+    found = subprocess.check_output([sys.executable, "-P", "-c", program], text=True)
+    assert found.strip() == warpweave.__file__
+"""
+
+
+def test_a_checkout_that_nobody_installed_works_and_so_do_its_tests(
+    copy: Path, tmp_path: Path
+) -> None:
+    python = clean_environment(tmp_path / "venv")
+    _works_from_the_checkout(python, copy)
+    (copy / "tests").mkdir()
+    shutil.copy(ROOT / "tests" / "conftest.py", copy / "tests")
+    (copy / "tests" / "test_it.py").write_text(_IN_A_PROCESS_TOO)
+    for pytest_ in (("-P", "-m", "pytest"), ("-m", "pytest")):
+        run(python, *pytest_, "-q", "-p", "no:cacheprovider", "-c", ROOT / "pyproject.toml",
+            "--rootdir", copy, copy / "tests" / "test_it.py", cwd=tmp_path)  # fmt: skip
+
+
+def _works_from_the_checkout(python: Path, checkout: Path) -> None:
+    """With the checkout as working folder, which comes before what is installed."""
+    program = (
+        "import warpweave.layers, warpweave.kernels.norm, warpweave.parallel.mesh, kernels\n"
+        "print(warpweave.kernels.norm.__file__, hasattr(kernels, '__version__'))\n"
+    )
+    file = checkout / "kernels" / "norm" / "__init__.py"
+    assert run(python, "-c", program, cwd=checkout).split() == [str(file), "False"]
+    assert run(python, "-m", "warpweave", "--version", cwd=checkout).startswith("warpweave ")
 
 
 def test_no_source_file_is_loaded_under_two_names_here() -> None:

@@ -219,6 +219,8 @@ def test_what_does_not_fit_raises(impl) -> None:
     for message, arguments in cases:
         with pytest.raises(ValueError, match=message):
             qkv_rope(*arguments, impl=impl)
+    odd = qkv_rope(x, weight[:, :, 1:], None, None, None, impl=impl)  # nothing turns
+    assert odd[0].shape[-1] == weight.shape[2] - 1
     q, k, v = (t.detach() for t in qkv_rope(x, weight, bias, cos, sin, impl=impl))
     with pytest.raises(ValueError, match="do not fit"):
         qkv_bwd(q, k, v[:, :1], cos, sin, impl=impl)
@@ -252,6 +254,9 @@ def test_gradients_that_do_not_fit_are_refused(impl) -> None:
     for change in (
         (dq, dk.half(), dk, cos, sin),
         (dq, dk[0], dk[0], cos, sin),
+        (dq, dk[:, :2], dk[:, :2], cos, sin),
+        (dq, dk[..., :6], dk[..., :6], cos, sin),
+        (dq[:, :, :3], dk, dk, cos, sin),
         (dq, dk, dk, cos[:1], sin[:1]),
         (dq, dk, dk, cos, None),
     ):

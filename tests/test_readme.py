@@ -12,6 +12,7 @@ import torch
 import tyro
 
 from warpweave.checkpoint import save_checkpoint
+from warpweave.config_file import read_options
 from warpweave.data import open_dataset
 from warpweave.gpt import GPT, PRESETS, GPTConfig
 from warpweave.memory import estimate
@@ -108,6 +109,13 @@ def test_a_program_of_the_docs_runs_alone(tmp_path, monkeypatch, page, number, t
 @pytest.mark.parametrize(("page", "command", "options"), COMMANDS)
 def test_a_command_has_the_options_that_it_is_given(page, command, options):
     assert isinstance(tyro.cli(CONFIGS[command], args=options), CONFIGS[command])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_file_of_options_has_only_options(tmp_path, page):
+    for text in _blocks(page, "toml"):
+        (tmp_path / "run.toml").write_text(text)
+        read_options(tmp_path / "run.toml", TrainConfig())
 
 
 def test_the_figures_of_the_layout_page_are_the_estimates():

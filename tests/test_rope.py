@@ -125,8 +125,9 @@ def test_shapes_that_do_not_fit_raise(impl) -> None:
         apply_rope(x, cos[:, :0], sin[:, :0], impl=impl)
     with pytest.raises(ValueError, match=r"float dtype, got torch\.int64 and torch\.float"):
         apply_rope(x, cos.long(), sin, impl=impl)
-    with pytest.raises(ValueError, match=r"must be \[S, R/2\]"):
-        apply_rope(x, cos[:4], sin[:4], impl=impl)
+    for table in ((cos[:4], sin[:4]), (cos, sin[:, :2]), (cos[..., None], sin[..., None])):
+        with pytest.raises(ValueError, match=r"must be \[S, R/2\]"):
+            apply_rope(x, *table, impl=impl)
     with pytest.raises(ValueError, match=r"x must be \[B, S, H, D\]"):
         apply_rope(x[0], cos, sin, impl=impl)
     with pytest.raises(ValueError, match="of a float dtype"):
@@ -263,14 +264,12 @@ SCALINGS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SCALINGS)
-@pytest.mark.parametrize(("head_dim", "part", "theta"), [(128, 1.0, 5e5), (80, 0.5, 1e4)])
-def test_scaled_tables_are_those_of_transformers(name, head_dim, part, theta) -> None:
+def _transformers(scaling: RopeScaling, kind: str, more: dict, head_dim, part, theta):
+    """The frequencies and the multiplier by the independent implementation."""
     pytest.importorskip("transformers", reason="the independent implementation of the tables")
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    scaling, kind, more = SCALINGS[name]
     parameters = {
         "rope_type": kind,
         "rope_theta": theta,
@@ -287,7 +286,22 @@ def test_scaled_tables_are_those_of_transformers(name, head_dim, part, theta) ->
         max_position_embeddings=int(scaling.factor * max(scaling.original_length, 4096)),
         rope_parameters=parameters,
     )
-    frequencies, multiplier = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+
+
+def test_a_ramp_that_would_begin_or_end_beyond_the_dims_is_that_of_transformers() -> None:
+    """As of a base so small that the slowest dim turns often."""
+    scaling = RopeScaling("yarn", 4.0, 100)
+    frequencies, _ = _transformers(scaling, "yarn", {}, 16, 1.0, 2.0)
+    plain = 2.0 ** (torch.arange(0, 16, 2, dtype=torch.float64) / -16)
+    assert ((scaling.scale(plain, 2.0) - frequencies) / frequencies).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+@pytest.mark.parametrize(("head_dim", "part", "theta"), [(128, 1.0, 5e5), (80, 0.5, 1e4)])
+def test_scaled_tables_are_those_of_transformers(name, head_dim, part, theta) -> None:
+    scaling, kind, more = SCALINGS[name]
+    frequencies, multiplier = _transformers(scaling, kind, more, head_dim, part, theta)
     assert multiplier == pytest.approx(scaling.multiplier, abs=1e-12)
     rotary_dim = int(head_dim * part)
     plain = theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.float64) / -rotary_dim)

@@ -242,6 +242,7 @@ def test_with_comm_is_silent_between_neighbours_on_one_rank() -> None:
     )
     validate(full(vee))
     assert with_tie(vee) == lists_of("0F0 3F0 3B0 0B0 0TIE", "1F0 2F0 2B0 1B0")
+    assert links(with_tie(with_comm(vee))) == links(with_comm(vee))  # both ends on one rank
 
 
 def test_links_are_shared_by_both_ends_and_separate_by_payload() -> None:

@@ -35,6 +35,12 @@ def cases() -> dict[str, tuple[Callable, list, list, list]]:
     def rms(x, w, r=None):
         return norm.rms_norm(x, w, residual=r, impl="triton")
 
+    def plain_rms(x, w, r=None):
+        return norm.rms_norm(x, w, residual=r, impl="torch")
+
+    def plain_layer(x, w, b=None):
+        return norm.layer_norm(x, w, b, impl="torch")
+
     def layer(x, w, b=None, r=None):
         return norm.layer_norm(x, w, b, residual=r, impl="triton")
 
@@ -102,6 +108,11 @@ def cases() -> dict[str, tuple[Callable, list, list, list]]:
             lambda *a: chain(a[0].float(), *a[1:]), [x, w, b, r, w, rows],
             [0, None, None, 0, None, 0], [0, 0],
         ),
+        "rms_norm features": (rms, [x, w], [2, None], [None]),
+        "rms_norm features, torch": (plain_rms, [x, w], [2, None], [None]),
+        "rms_norm features and weight, torch": (plain_rms, [x, w, r], [2, 0, 2], [None, None]),
+        "rms_norm rows, torch": (plain_rms, [x, w, r], [0, None, 0], [0, 0]),
+        "layer_norm features, torch": (plain_layer, [x, w, b], [2, 0, 0], [None]),
         "gelu last": (lambda x: activation.activate(x, "gelu", impl="triton"), [r.mT], [2], [2]),
         "swiglu rows": (lambda x: activation.activate(x, "swiglu", impl="triton"), [t], [0], [0]),
         "swiglu pairs": (lambda x: activation.activate(x, "swiglu", impl="triton"), [t], [3], [3]),

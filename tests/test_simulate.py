@@ -139,6 +139,11 @@ def test_several_stages_on_a_rank_share_it() -> None:
         "0F0 .   .   .   .   3F0 3B0 .   .   .   .   0B0",
         ".   .   1F0 2F0 .   .   .   .   2B0 1B0 .   .",
     ]
+    uneven = [from_csv(row)[0] for row in ("0F0,2F0,2B0,0B0", "1F0,1B0")]
+    assert simulate(uneven, {"F": 1, "B": 1}).draw().splitlines() == [
+        "0F0 .   2F0 2B0 .   0B0",
+        ".   1F0 .   .   1B0 .",
+    ]
 
 
 def test_a_deadlock_is_reported() -> None:

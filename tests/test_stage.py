@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from threads import on_mesh
 from torch import nn
 
 from warpweave.config import ParallelPlan
@@ -19,8 +20,9 @@ from warpweave.layers.records import collect_records
 from warpweave.parallel.context import attention
 from warpweave.parallel.context.kept import Kept
 from warpweave.parallel.data.zero import Unit
-from warpweave.parallel.mesh import Mesh, single
+from warpweave.parallel.mesh import ConnectedMesh, Mesh, single
 from warpweave.parallel.pipeline.stage import ChainStage, Segment
+from warpweave.parallel.shard import ParamRecord
 
 WIDTH, MICRO_BATCHES = 7, 3
 
@@ -408,3 +410,42 @@ def _timely(rank: int) -> None:
 
 def test_gathers_start_ahead_parameters_are_freed_and_reductions_start_early():
     run_ranks(2, _timely)
+
+
+def test_what_stands_in_for_the_last_segment_is_run_once_and_no_other_is_left_out() -> None:
+    p = nn.Parameter(torch.ones(1))
+    unit = Unit("unit", [(ParamRecord("p", (1,)), p)], single())
+    chain = [
+        Segment(str(k), lambda x, batch, k=k: 10 * (batch if x is None else x) + k, (unit,))
+        for k in range(1, 4)
+    ]
+    stage = ChainStage(chain, last=False)
+    assert stage.evaluate(None, 7) == 7123
+    assert stage.evaluate(None, 7, lambda x, batch: 10 * x + batch) == 7127
+    assert stage.evaluate(8, 7) == 8123
+
+
+def _two_dtypes(mesh: ConnectedMesh) -> None:
+    """Whole gradients of one data group, but of two dtypes: a buffer for each."""
+    units, terms = [], [3.0 + mesh.rank, 2.0**-40 * (1 + mesh.rank)]
+    for name, dtype in (("a", torch.float32), ("b", torch.float64), ("c", torch.float32)):
+        p = nn.Parameter(torch.ones(2, dtype=dtype))
+        units.append(Unit(name, [(ParamRecord(name, (2,)), p)], mesh))
+    segments = [Segment(u.name, lambda x, _: x, (u,)) for u in units]
+    stage = ChainStage(segments, last=True, bucket_bytes=1)
+    assert units[2].gradients.is_before(units[0].gradients)  # complete in the other order
+    assert not units[1].gradients.is_before(units[0].gradients)
+    for unit, term in zip(units, (terms[0], terms[0] + terms[1], terms[0])):
+        unit.gradients.views[unit.params[0][1]].fill_(term)
+    stage.begin([None])
+    stage._backwards_left = 0
+    stage._reduce_completed(units)
+    stage.reduce()
+    for unit, total in zip(units, (12.0, 12.0 + 2.0**-40 * 6, 12.0)):
+        wide = torch.float64 if unit.name == "b" else torch.float32
+        assert unit.gradients.reduced.dtype == wide
+        assert (unit.gradients.reduced[:2] == total).all(), unit.name
+
+
+def test_gradients_of_two_dtypes_are_reduced_in_their_own() -> None:
+    on_mesh(Mesh(dp=3), _two_dtypes)

@@ -1,11 +1,15 @@
 """Our layers as styles of torch's `parallelize_module` and as words of transformers' `tp_plan`: on
 random Hugging Face models over two ranks, against the untouched ones on one."""
 
+import itertools
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import PrepareModuleInput, parallelize_module
 
 transformers = pytest.importorskip("transformers", reason="an extra of its own")
@@ -19,6 +23,7 @@ import warpweave.hf as ww  # noqa: E402
 from warpweave.styles import ColwiseParallel, RowwiseParallel, SequenceParallel  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 MORE = {"attention_bias": True, "mlp_bias": True}
 CASES = ((False, "chunked"), (True, "none"), (True, "chunked"))
 
@@ -79,7 +84,42 @@ def _of_two(rank: int, folder: str) -> dict:
     ww.apply(model, only=["norm", "attention"], example=example, report=report)
     found["applied"] = (len(report.replaced()), computed(model))
     found["said"] = _refused(mesh, model)
+    found["layouts"] = _layouts(mesh)
+    found["sequences"] = [_sequence(rank, mesh, *case) for case in SEQUENCES]
     return found
+
+
+def _layouts(mesh) -> list[str | None]:
+    """Of some of the cases of `benchmarks/hf_styles.py`: every layout in, every one out."""
+    sys.path.insert(0, str(BENCHMARKS))
+    import hf_styles
+
+    found = []
+    for _, group in itertools.groupby(hf_styles.cases(3), lambda case: case[:3]):
+        group = list(group)
+        ins, outs = (list(dict.fromkeys(each)) for each in zip(*(case[3:5] for case in group)))
+        for n in range(len(outs)):
+            at = ins[n % len(ins)], outs[(n + 1) % len(outs)]
+            alike = [case for case in group if case[3:5] == at]
+            found.append(hf_styles.difference(alike[3 * n % len(alike)], mesh))
+    return found
+
+
+SEQUENCES = ((2, 0), (2, -2), (3, 1), (3, 0), (4, -2), (4, 1))  # dims of x, and the one that is cut
+
+
+def _sequence(rank: int, mesh, ndim: int, dim: int) -> bool:
+    norm, style = nn.LayerNorm(6), SequenceParallel(sequence_dim=dim, use_local_output=True)
+    wanted = nn.LayerNorm(6)
+    x = torch.arange(48.0).cos().view((-1, *(2,) * (ndim - 2), 6))
+    whole_y = wanted(x)
+    whole_y.pow(3).sum().backward()
+    parallelize_module(norm, mesh, style)
+    y = norm(x.chunk(2, dim)[rank])
+    y.pow(3).sum().backward()
+    grad = norm.weight.grad.full_tensor()
+    close = torch.allclose(grad, wanted.weight.grad, rtol=1e-4, atol=1e-5)
+    return close and torch.equal(y, whole_y.chunk(2, dim)[rank])
 
 
 def generated(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
@@ -87,14 +127,32 @@ def generated(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
 
 
 def _refused(mesh, model: nn.Module) -> list[str]:
+    from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
+
+    x = torch.ones(3, 4)
+    uneven = DTensor.from_local(x, mesh, [Replicate()]).redistribute(mesh, [Shard(0)])
+    words = {
+        w: ALL_PARALLEL_STYLES[f"warpweave_{w}"] for w in ("sequence_colwise", "sequence_rowwise")
+    }
+
+    def on(module: nn.Module, style) -> nn.Module:
+        return parallelize_module(module, mesh, style)
+
     return [
         raised(lambda: parallelize_module(nn.Linear(4, 6), mesh, ColwiseParallel(overlap="much"))),
         raised(lambda: parallelize_module(nn.Linear(4, 7), mesh, ColwiseParallel())),
         raised(lambda: parallelize_module(nn.Linear(5, 6), mesh, RowwiseParallel())),
         raised(lambda: parallelize_module(nn.LayerNorm(4), mesh, ColwiseParallel())),
-        raised(lambda: ColwiseParallel(output_layouts=Shard(1))),
-        raised(lambda: RowwiseParallel(output_layouts=Shard(2))),
-        raised(lambda: parallelize_module(nn.Embedding(4, 6), mesh, RowwiseParallel())),
+        raised(lambda: ColwiseParallel(output_layouts=Partial())),
+        raised(lambda: on(nn.Linear(4, 6), ColwiseParallel(input_layouts=Shard(2)))(x)),
+        raised(lambda: on(nn.Linear(4, 6), RowwiseParallel(output_layouts=Shard(-3)))(x)),
+        raised(lambda: on(nn.Linear(4, 6), RowwiseParallel(output_layouts=Shard(0)))(x[:, :2])),
+        raised(lambda: on(nn.Linear(4, 6), ColwiseParallel(input_layouts=Shard(0)))(uneven)),
+        raised(lambda: on(nn.Embedding(4, 6, max_norm=1.0), RowwiseParallel())),
+        raised(lambda: on(nn.LayerNorm(4), SequenceParallel())(x)),
+        raised(lambda: on(nn.LayerNorm(4), SequenceParallel(sequence_dim=2))(x)),
+        raised(lambda: words["sequence_colwise"].style.compute(nn.Linear(4, 6), x, None)),
+        raised(lambda: words["sequence_rowwise"].style.compute(nn.Linear(4, 6), x, None)),
         raised(lambda: model(input_ids=torch.ones(1, 5, dtype=torch.int64))),
     ]
 
@@ -144,6 +202,18 @@ def test_the_overlap_of_a_style_reaches_its_products(two):
         assert gathers == LAYERS * (2 * COLUMNS + ROWS)
 
 
+def test_a_layout_means_what_it_means_to_torch_whatever_the_number_of_dims(two):
+    """Against torch's styles and one device, in float64 with all gradients."""
+    for rank in two:
+        assert len(rank["layouts"]) == 2 * (3 + 5 + 7) + 2 * (5 + 7 + 9)
+        assert not any(rank["layouts"]), next(filter(None, rank["layouts"]))
+
+
+def test_a_sequence_may_be_any_dim_but_the_features(two):
+    for rank in two:
+        assert all(rank["sequences"])
+
+
 # ---------------------------------------------------------------- 2. transformers
 
 
@@ -184,10 +254,17 @@ def test_what_a_style_cannot_do_is_one_line(two):
         "overlap must be one of",
         "ColwiseParallel: 7 output features do not divide by 2 ranks",
         "RowwiseParallel: 5 input features do not divide by 2 ranks",
-        "ColwiseParallel cuts Linear, not LayerNorm",
-        "ColwiseParallel: output_layouts cannot be S(1)",
-        "RowwiseParallel: output_layouts cannot be S(2)",
-        "RowwiseParallel: input_layouts of an embedding cannot be S(-1)",
+        "ColwiseParallel cuts Linear or Embedding, not LayerNorm",
+        "ColwiseParallel: output_layouts cannot be P(sum)",
+        "ColwiseParallel: input_layouts S(2) is no dim of a tensor of 2 dims",
+        "RowwiseParallel: output_layouts S(-3) is no dim of a tensor of 2 dims",
+        "3 tokens (dim 0 of x) are not divisible by the 2 tensor ranks",
+        "ColwiseParallel: input_layouts S(0): 3 do not divide by 2 ranks",
+        "an embedding with max_norm, scale_grad_by_freq or sparse is not cut",
+        "SequenceParallel: S(1) of a tensor of 2 dims is its features",
+        "SequenceParallel: sequence_dim S(2) is no dim of a tensor of 2 dims",
+        "Linear: x[3, 4] has 2 dims, and a sequence is cut along dim 1 of 3",
+        "Linear: x[3, 4] has 2 dims, and a sequence is cut along dim 1 of 3",
         "5 tokens do not divide by 2, as sequence parallelism needs it",
     )
     for rank in two:

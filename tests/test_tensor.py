@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from close import assert_close_f64, assert_error_budget
+from close import assert_close_f64
 from ranks import run_ranks
 from rules import over_group, rulecheck
 from sharded import beside_replicas, draw, fused, noticed, world
@@ -341,63 +341,7 @@ def test_a_linear_layer_without_features_is_that_of_torch(n: int, k: int) -> Non
         assert all(torch.equal(p, q) for p, q in zip(*results, strict=True))
 
 
-# ---------------------------------------------------------------- low precision
-
-
-def _low_precision(rank: int) -> None:
-    """bf16 on several ranks is as good as bf16 on one; gradients come in ``weight.grad_dtype``."""
-    group, _, _ = world()
-    low = torch.bfloat16
-    x, w, b, dy = draw(1, T, 96), draw(2, NARROW, 96), draw(3, NARROW), draw(4, T, NARROW)
-    x, w, b, dy = (
-        t.to(low).double() for t in (x, w, b, dy)
-    )  # the truth starts from the same numbers
-    truth = F.linear(x, w, b)
-    for sequence in (False, True):
-        xs, ws = own(x.to(low), -1), own(w.to(low), 1)
-        ws.grad_dtype = torch.float32
-        y = tensor.row_parallel_linear(
-            xs, ws, own(b.to(low), 0, False), group=group, sequence_parallel=sequence
-        )
-        assert y.dtype == low
-        single = F.linear(x.to(low), w.to(low), b.to(low))
-        assert_error_budget(y, own(single, 0, sequence), own(truth, 0, sequence), factor=1.0)
-        y.backward(own(dy.to(low), 0, sequence).detach())
-        assert ws.grad.dtype == torch.float32
-        assert_close_f64(ws.grad, own(dy.t() @ x, 1), 1e-6)  # never rounded to bf16
-        assert xs.grad.dtype == low
-
-        xs, ws = own(dy.to(low), 0, sequence), own(w.t().to(low), 0)
-        y = tensor.column_parallel_linear(xs, ws, group=group, sequence_parallel=sequence)
-        y.backward(own(x.to(low), -1).detach())
-        assert ws.grad.dtype == low
-        dx, single = x @ w.t(), x.to(low) @ w.t().to(low)
-        assert_error_budget(xs.grad, own(single, 0, sequence), own(dx, 0, sequence), factor=1.0)
-
-    table = own(draw(1, PADDED, E, dtype=low), 0)
-    table.grad_dtype = torch.float32
-    ids = torch.zeros(
-        T, dtype=torch.int64
-    )  # one row takes every gradient: fp32 sums differ from bf16
-    y = tensor.vocab_parallel_embedding(
-        ids, table, group=group, vocab_size=VOCAB, padded_vocab_size=PADDED
-    )
-    assert torch.equal(y, draw(1, PADDED, E, dtype=low)[ids])  # the sum over ranks is exact in bf16
-    y.backward(draw(2, T, E, dtype=low))
-    expected = torch.zeros(PADDED, E).index_add(0, ids, draw(2, T, E, dtype=low).float())
-    assert_close_f64(table.grad, own(expected, 0), 1e-6)
-    losses = tensor.vocab_parallel_cross_entropy(
-        own(draw(1, T, PADDED, dtype=low), 1),
-        ids,
-        group=group,
-        vocab_size=VOCAB,
-        padded_vocab_size=PADDED,
-    )
-    assert losses.dtype == torch.float32
-
-
-def test_low_precision_is_as_good_as_on_one_rank() -> None:
-    run_ranks(4, _low_precision)
+# ---------------------------------------------------------------- low precision (test_sums.py)
 
 
 def test_autocast_computes_in_its_dtype_and_keeps_fp32_weights() -> None:

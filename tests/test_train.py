@@ -12,6 +12,7 @@ import re
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -28,15 +29,15 @@ from warpweave.data import write_token_file
 from warpweave.kernels.runtime import tiles
 from warpweave.kernels.runtime.tile_table import AttentionTile, Row, write_table
 from warpweave.launch import Session
-from warpweave.metrics import utilisation
-from warpweave.parallel.data.optimizer import AdamW
+from warpweave.metrics import peak_memory, set_aside, utilisation
 from warpweave.parallel.mesh import Mesh
 from warpweave.parallel.tensor import overlap_table
 from warpweave.parallel.tensor.overlap_model import Product
 from warpweave.parallel.tensor.overlap_table import Measured, Place, write_measured
 from warpweave.plain_gpt import PlainConfig, plain_adamw_step, plain_gpt_loss, plain_init
+from warpweave.resume import differences
 from warpweave.train import Interrupt, TrainConfig, Trainer, TrainingStopped, learning_rate
-from warpweave.train_config import GPTOverrides
+from warpweave.train_config import GPTOverrides, parse
 
 RESULT = ["val_loss", "steps", "tokens_per_second", "mesh", "zero", "checkpoint", "plot"]
 REFUSALS = (TrainingStopped, CheckpointError)
@@ -160,7 +161,8 @@ def _plain_run(config: TrainConfig) -> tuple[list[dict], dict[str, torch.Tensor]
         norm = plain_adamw_step(params, grads, moments, step + 1, lr=lr, weight_decay=decay,
                                 clip=clip, beta1=config.betas[0], beta2=config.betas[1],
                                 eps=config.eps)  # fmt: skip
-        rows.append({"step": step + 1, "loss": loss.item(), "grad_norm": norm.item(), "lr": lr})
+        rows.append({"step": step + 1, "loss": loss.item(), "grad_norm": norm.item(), "lr": lr,
+                     "tokens": (step + 1) * batch[0].numel()})  # fmt: skip
         if config.eval_every and (step + 1) % config.eval_every == 0 and step + 1 < config.steps:
             evaluate(step + 1)
     evaluate(config.steps)
@@ -305,12 +307,27 @@ def test_resuming_a_finished_run_repeats_the_result_and_writes_nothing_new(tmp_p
 def test_a_resumed_run_says_every_setting_that_is_another(tmp_path, capsys):
     config = _config(tmp_path)
     _one_step(config)
-    saved = {"lr": 0.02, "min_lr": 0.1, "warmup": 2, "weight_decay": 0.1, "clip": 1.0}
-    now = {"lr": 0.01, "min_lr": 0.3, "warmup": 1, "weight_decay": 0.2, "clip": 0.5}
+    saved = {"lr": 0.02, "min_lr": 0.1, "warmup": 2, "weight_decay": 0.1, "clip": 1.0,
+             "lr_schedule": "cosine", "decay": 0.2, "eps": 1e-8, "packed": False,
+             "separator": None}  # fmt: skip
+    now = {
+        "lr": 0.01,
+        "min_lr": 0.3,
+        "warmup": 1,
+        "weight_decay": 0.2,
+        "clip": 0.5,
+        "lr_schedule": "wsd",
+        "decay": 0.4,
+        "eps": 1e-6,
+        "packed": True,
+        "separator": 32,
+    }
     capsys.readouterr()
-    _trainer(_replace(config, resume=True, steps=6, microbatches=3, dtype="bf16", **now))
+    betas = {"betas": (0.5, 0.9)}
+    _trainer(_replace(config, resume=True, steps=6, microbatches=3, dtype="bf16", **betas, **now))
     said = capsys.readouterr().err.strip().split(": ", 2)[2]
     expected = {f"{name}: saved {saved[name]}, now {now[name]}" for name in saved}
+    expected |= {"betas: saved [0.9, 0.95], now [0.5, 0.9]"}
     expected |= {"steps: saved 5, now 6", "dtype: saved fp32, now bf16"}
     assert set(said.split("; ")) == expected | {"sequences_per_step: saved 4, now 6"}
 
@@ -348,13 +365,22 @@ def test_a_checkpoint_from_before_a_field_was_there_is_gone_on_from(tmp_path):
     manifest = json.loads((step / "manifest.json").read_bytes())
     for name in ("head_size", "qkv_bias", "qk_norm", "windows", "sinks", "rope_scaling"):
         del manifest["config"][name]
+    del manifest["state"]["progress"]
     manifest["config_sha256"] = config_digest(manifest["config"])
     data = json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode()
     (step / "manifest.json").write_bytes(data)
     (step / "manifest.sha256").write_text(hashlib.sha256(data).hexdigest())
-    assert _trainer(_replace(config, resume=True)).step == 1
+    trainer = _trainer(_replace(config, resume=True, batch=1, steps=1))
+    assert (trainer.step, trainer.progress.tokens, trainer.progress.evaluated) == (1, 64, 1)
     with pytest.raises(CheckpointError, match=r"another config; qk_norm: saved False, now True$"):
         _trainer(_replace(config, resume=True, qk_norm=True))
+
+
+def test_a_setting_from_before_it_was_there_is_no_other_one():
+    state = {"data": {"sequences_per_step": 8}, "settings": {"lr": 1.0}}
+    reader, config = SimpleNamespace(state=state), TrainConfig(decay=0.5)
+    said = differences(reader, config, 8).split("; ")
+    assert set(said) == {"lr: saved 1.0, now 0.001", "decay: saved 0.2, now 0.5"}
 
 
 def test_a_damaged_checkpoint_is_passed_over_by_name(tmp_path, capsys):
@@ -476,8 +502,7 @@ def test_a_validation_loss_that_is_no_number_stops_the_run(tmp_path, monkeypatch
 
 
 def test_a_run_leaves_metrics_a_plot_and_the_last_checkpoints(tmp_path, capsys):
-    pytest.importorskip("tensorboard", reason="an extra that only event files need")
-    config = _config(tmp_path, keep=2, sample=6, tensorboard=True, layers=1)
+    config = _config(tmp_path, keep=2, sample=6, layers=1)
     result = _trainer(config).run()
     out = config.out
     assert list(result) == RESULT
@@ -486,12 +511,10 @@ def test_a_run_leaves_metrics_a_plot_and_the_last_checkpoints(tmp_path, capsys):
     assert result["tokens_per_second"] > 0
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert result["plot"] == str(out / "loss.png")
-    assert list((out / "tensorboard").glob("events*"))
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "loss" in row]
     assert [row["step"] for row in steps] == [1, 2, 3, 4, 5]
-    assert set(steps[0]) == {"step", "loss", "grad_norm", "lr", "tokens_per_second"}
-    assert [row["lr"] for row in steps] == [learning_rate(config, i) for i in range(5)]
+    assert set(steps[0]) == {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second"}
     evaluations = [row for row in rows if "val_loss" in row]
     assert [row["step"] for row in evaluations] == [2, 4, 5]
     assert round(evaluations[-1]["val_loss"], 4) == result["val_loss"]
@@ -518,11 +541,52 @@ def test_a_step_that_takes_long_once_does_not_count_in_the_rate(tmp_path, monkey
     assert trainer.run()["tokens_per_second"] == round(2 * 64 / 0.75, 1)
 
 
-def test_the_learning_rate_warms_up_and_falls_as_a_cosine(tmp_path):
-    config = _config(tmp_path, steps=102, warmup=2, lr=0.5, min_lr=0.2)
-    rates = [learning_rate(config, step) for step in (0, 1, 2, 52, 101, 500)]
-    end = 0.1 + 0.2 * (1 + math.cos(math.pi * 0.99))
-    assert rates == pytest.approx([0.25, 0.5, 0.5, 0.3, end, 0.1])
+def test_the_options_that_a_run_leaves_are_the_same_run_bit_for_bit(tmp_path, capsys):
+    config = _config(tmp_path, steps=4, eval_every=3, kv_heads=1, tied=False, seed=3, clip=0.1,
+                     betas=(0.7, 0.8), lr_schedule="wsd", decay=0.5)  # fmt: skip
+    _one_step(config)
+    _trainer(_replace(config, resume=True)).run()
+    again = parse(["--config", str(config.out / "config.toml"), "--out", str(tmp_path / "again")])
+    assert again == _replace(config, out=tmp_path / "again")
+    _trainer(again).run()
+    assert _rows(config.out) == _rows(again.out)
+    assert _same(_saved(config.out, 4), _saved(again.out, 4))
+
+
+LOSSES = {2: 3.0, 4: 2.0, 6: 2.5, 8: 2.0, 10: 1.0, 12: 0.5}
+
+
+def _with_losses(config: TrainConfig) -> Trainer:
+    """A trainer whose evaluations are those of `LOSSES`."""
+    trainer = _trainer(config)
+    trainer.engine.evaluate = lambda *_: torch.tensor(LOSSES[trainer.step])
+    return trainer
+
+
+def test_a_run_stops_early_keeps_its_lowest_loss_and_counts_on_when_it_is_resumed(tmp_path, capsys):
+    config = _config(tmp_path, steps=12, keep=1, save_every=3, early_stop=2, layers=1)
+    result = _with_losses(config).run()
+    assert (result["steps"], result["val_loss"]) == (8, 2.0)
+    assert (result["lowest_val_loss"], result["lowest_step"]) == (2.0, 4)
+    assert "the run has stopped early at step 8: 2 evaluations had no lower validation loss than " \
+        "2.0000 at step 4" in capsys.readouterr().err  # fmt: skip
+    kept = sorted(path.name for path in (config.out / "checkpoints").glob("step*"))
+    assert kept == ["step_00000004", "step_00000008"]
+    rows, resumed = _rows(config.out), _replace(config, resume=True)
+    assert [row["step"] for row in rows if "val_loss" in row] == [2, 4, 6, 8]
+    assert _with_losses(resumed).run() == result | {"tokens_per_second": 0.0}
+    assert "step_00000008 has stopped early at step 8" in capsys.readouterr().err
+    assert _rows(config.out) == rows
+    interrupted = _config(tmp_path, out=tmp_path / "b", steps=12, keep=1, early_stop=2,
+                          layers=1)  # fmt: skip
+    trainer = _with_losses(interrupted)
+    train_step = trainer._train_step
+    trainer._train_step = lambda: (*train_step()[:2], trainer.step == 6)
+    trainer.run()
+    assert _with_losses(_replace(interrupted, resume=True)).run()["steps"] == 8
+    assert _rows(interrupted.out) == rows
+    longer = _with_losses(_replace(resumed, early_stop=3)).run()
+    assert (longer["steps"], longer["lowest_step"], longer["val_loss"]) == (12, 12, 0.5)
 
 
 def test_a_new_run_moves_an_earlier_one_aside(tmp_path, capsys):
@@ -533,6 +597,10 @@ def test_a_new_run_moves_an_earlier_one_aside(tmp_path, capsys):
     for folder in (config.out, config.out / "earlier-1", config.out / "earlier-2"):
         assert len(_rows(folder)) == 2
         assert _saved(folder, 1)
+    shutil.rmtree(config.out / "earlier-1")  # as a user may, whose other folders stay
+    set_aside(config.out)
+    assert _saved(config.out / "earlier-1", 1)
+    assert (config.out / "earlier-1" / "config.toml").exists()
 
 
 def test_tokens_outside_the_data_are_left_out_of_the_sample(tmp_path, monkeypatch):
@@ -599,12 +667,26 @@ def test_utilisation_is_of_all_ranks_peaks_and_only_where_one_is_known(
     assert found() == {"mfu": pytest.approx(flops / (4 * peak), rel=1e-3)}
 
 
+def test_the_peak_of_a_gpu_is_what_was_allocated_in_mib(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda *device: 3 * 2**20)
+    monkeypatch.setattr(torch, "tensor", lambda values, device: torch.Tensor(values))
+    mesh = mock.Mock(group=lambda axis: None)
+    assert peak_memory(torch.device("cuda"), mesh) == [3.0]
+
+
+def test_dropout_keys_tell_seeds_of_31_bits_and_steps_of_32_apart():
+    numbers = [0, 1, 2**15, 2**16, 2**24 + 1, 2**30, 2**31 - 1]
+    assert len({train._key(seed, step) for seed in numbers for step in numbers}) == 49
+
+
 def test_a_second_ctrl_c_stops_at_once_but_not_the_echo_of_the_first(monkeypatch):
     clock = [100.0]
     monkeypatch.setattr(train.time, "monotonic", lambda: clock[0])
     interrupt = Interrupt()
     interrupt._handle(signal.SIGINT, None)
     interrupt._handle(signal.SIGINT, None)  # from the terminal and from the launcher
+    clock[0] = 101.5
+    interrupt._handle(signal.SIGINT, None)  # late, on a busy machine
     clock[0] = 103.0
     interrupt._handle(signal.SIGTERM, None)  # is already on its way
     with pytest.raises(KeyboardInterrupt):
@@ -634,6 +716,9 @@ REFUSED = {
     "microbatches must be at least 1, got 0": {"microbatches": 0},
     "mesh axis dp must be a positive integer, got 0": {"dp": 0},
     "lr must be at least 0 and finite, got nan": {"lr": math.nan},
+    "early_stop = 2 evaluations need --eval-every": {"early_stop": 2, "eval_every": 0},
+    "decay is a part of the steps, 0 to 1, got nan": {"decay": math.nan},
+    "decay is a part of the steps, 0 to 1, got 1.5": {"decay": 1.5},
     "timeout must be positive seconds, at most a day, got 0": {"timeout": 0.0},
     "betas must be in .0, 1., got .0.9, 1.0": {"betas": (0.9, 1.0)},
     "eps must be at least 0 and finite, got -1": {"eps": -1e-8},
@@ -725,37 +810,6 @@ def test_torchruns_other_ranks_stay_silent_about_a_mesh_that_does_not_fit(
         said = capsys.readouterr().err.strip().splitlines()
         assert len(said) == lines
     assert not (tmp_path / "run").exists()
-
-
-# -------------------------------------------------------------------------- options arrive
-
-
-def test_what_the_options_say_is_what_model_data_and_engine_are_told(tmp_path, monkeypatch):
-    sizes = {"layers": 3, "width": 24, "heads": 3, "kv_heads": 1, "hidden": 20, "seq_len": 12,
-             "dropout": 0.25, "vocab_size": 300}  # fmt: skip
-    how = {"microbatches": 3, "zero": 3, "schedule": "gpipe", "sequence_parallel": False,
-           "recompute": "full", "layout": "striped", "cp_strategy": "gather",
-           "early_gradients": False}  # fmt: skip
-    own = {"seed": 9, "clip": 0.7, "impl": "torch", "timeout": 77.0}
-    adamw = {"betas": (0.8, 0.9), "eps": 1e-5, "weight_decay": 0.3}
-    config = _config(tmp_path, **sizes, **how, **own, **adamw, batch=5, dtype="bf16")
-    told = mock.Mock(side_effect=InterruptedError)
-    monkeypatch.setattr(train, "Engine", told)
-    with pytest.raises(InterruptedError):
-        _trainer(config)
-    ((model, mesh, plan), options) = told.call_args
-    assert {name: getattr(model, name) for name in sizes} == sizes
-    assert mesh.sizes == config.mesh
-    assert {name: getattr(plan, name) for name in how} == how
-    assert {name: options[name] for name in own} == own
-    assert options["rule"] == AdamW(**adamw, impl="torch")
-    assert (options["micro_batch_size"], options["dtype"]) == (5, torch.bfloat16)
-    for split in ("train", "validation"):
-        data = config.open_data(split)
-        assert (data.seq_len, data.seed) == (12, 9)
-    with pytest.raises(InterruptedError):
-        _trainer(_replace(config, clip=0.0))
-    assert told.call_args.kwargs["clip"] is None
 
 
 def test_a_resume_on_a_file_whose_contents_have_changed_is_refused(tmp_path):

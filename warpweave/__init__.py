@@ -7,7 +7,13 @@ stay in the modules of their families (`warpweave.kernels` lists them).
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
+
+# An installation has the rungs inside this folder, a checkout beside it: whole in both, also where
+# a checkout is the working folder and so comes before what is installed.
+if not os.path.isdir(os.path.join(__path__[0], "kernels")):
+    __path__.append(os.path.dirname(__path__[0]))
 
 from warpweave.lazy import names_of
 

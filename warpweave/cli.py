@@ -1,4 +1,4 @@
-"""The command line: ``warpweave train``, ``prove``, ``sample`` and ``tune``."""
+"""The command line: ``warpweave train``, ``prove``, ``sample``, ``export`` and ``tune``."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ commands:
   train   train a GPT on text, on any mesh (warpweave train --help)
   prove   show that a mesh computes what one plain device computes (warpweave prove --help)
   sample  go on with texts by a trained model (warpweave sample --help)
+  export  write a trained model for Hugging Face transformers (warpweave export --help)
   tune    measure tiles on this GPU, write a table of the best (warpweave tune --help)
 
 The last line that a command prints is one JSON object with its result."""
@@ -22,6 +23,7 @@ _COMMANDS = {
     "train": ("train_config", "train"),
     "prove": ("prove.options", "prove.command"),
     "sample": ("sample_config", "sample"),
+    "export": ("export_config", "export"),
     "tune": ("tune.options", "tune.command"),
 }
 

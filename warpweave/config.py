@@ -45,7 +45,7 @@ class ParallelPlan:
         zero: ZeRO stage over dp x cp.
         schedule: Order of the micro-batches in a pipeline.
         chunks: With the interleaved schedule: stages on each pipeline rank.
-        microbatches: Micro-batches per step and data replica.
+        microbatches: Micro-batches per step and data replica: gradient accumulation.
         early_gradients: A pipeline stage sends its input's gradient before it makes those of its
             weights: the same bits, sooner. Not with ZeRO 2 and 3 over data ranks, which free
             gradients block by block.

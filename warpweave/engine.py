@@ -16,8 +16,9 @@ from torch import Tensor
 
 from warpweave.config import GPTConfig, ParallelPlan
 from warpweave.gpt import GPT, MicroBatch
-from warpweave.kernels.attention.options import check_documents
+from warpweave.kernels.attention.options import check_packed
 from warpweave.kernels.runtime.dispatch import choose
+from warpweave.modes import in_mode
 from warpweave.parallel import schedule as schedules
 from warpweave.parallel.collectives import Pending, gather, start_all_reduce_
 from warpweave.parallel.data.optimizer import AdamW, LossScale, Rule
@@ -41,7 +42,7 @@ def _check_documents(documents: Tensor | None, tokens: Tensor) -> None:
             f"documents must have shape [{tokens.shape[0]}, {tokens.shape[1]}, boundaries], got "
             f"{tuple(documents.shape)}"
         )
-    check_documents(documents[0], tokens[0])
+    check_packed(documents.flatten(0, 1), tokens.flatten(0, 1))
 
 
 @dataclass(frozen=True)
@@ -350,9 +351,9 @@ class Engine:
         _check_documents(documents, tokens)
         valid = self._count_valid(labels)
         ids = torch.zeros(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
-        self.gpt.eval()
         batches = self._micro_batches(tokens, labels, ids, valid, 0, documents)
-        every = [self._forward(batch) for batch in batches]
+        with in_mode(self.gpt, training=False):
+            every = [self._forward(batch) for batch in batches]
         if self.gpt.last:
             self._last_stage.losses = [loss for loss in every if loss is not None]
         valid.wait()
@@ -386,7 +387,6 @@ class Engine:
         if temperature < 0:
             raise ValueError(f"temperature must not be negative, got {temperature}")
         generator = torch.Generator().manual_seed(seed % 2**63)
-        self.gpt.eval()
         tokens, size = prompt.tolist(), self.config.seq_len
         if not tokens:
             raise ValueError("generate needs a prompt of at least one token")
@@ -396,7 +396,8 @@ class Engine:
             padded = torch.tensor(window + [0] * (size - len(window)), device=self.device)
             padded = padded.expand(self.micro_batch_size, size)
             batch = self.gpt.micro_batch(padded, torch.full_like(padded, -100), ones)
-            logits = self._forward(batch, self.gpt.logits)
+            with in_mode(self.gpt, training=False):
+                logits = self._forward(batch, self.gpt.logits)
             # Drawn on every rank, so that it is the same whichever of them holds the position.
             draw = torch.empty(self.config.vocab_size, dtype=torch.float64)
             noise = -draw.exponential_(generator=generator).log()

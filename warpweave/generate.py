@@ -8,7 +8,8 @@ count from a prompt's first token (a rotary embedding only knows distances).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from warpweave.config import GPTConfig
 from warpweave.gpt import GPT, MicroBatch
 from warpweave.layers.context import KVCache, TokenContext
+from warpweave.modes import in_mode
 from warpweave.parallel.collectives import gather
 from warpweave.parallel.layout import SequenceLayout
 
@@ -55,18 +57,19 @@ class Sampling:
 
 @torch.no_grad()
 def generate(
-    gpt: GPT, prompts: Sequence[Sequence[int]], sampling: Sampling = Sampling()
+    gpt: GPT, prompts: Iterable[Iterable[int]], sampling: Sampling = Sampling()
 ) -> list[list[int]]:
     """The tokens after each of the prompts (token ids), with the token that ended it if one did.
 
-    On a mesh of tensor ranks and pipeline stages every rank calls it and gets the same.
+    Prompts are of their own lengths, without padding. On a mesh of tensor ranks and pipeline stages
+    every rank calls it and gets the same. Modules are left in the modes that they were in.
 
-    Raises ``ValueError``: a prompt is empty or its text would be longer than the model's sequence,
-    a token is none of the vocabulary, or the mesh has data or context ranks, several stages on a
-    rank, or sequence parallelism.
+    Raises ``ValueError``: a prompt is empty or no whole numbers, or its text would be longer than
+    the model's sequence, a token is none of the vocabulary, or the mesh has data or context ranks,
+    several stages on a rank, or sequence parallelism.
     """
     _check_mesh(gpt)
-    check_prompts(gpt.config, prompts, sampling)
+    prompts = check_prompts(gpt.config, prompts, sampling)
     if not prompts or not sampling.tokens:
         return [[] for _ in prompts]
     device = next(gpt.parameters()).device
@@ -84,25 +87,24 @@ def generate(
     generator = torch.Generator().manual_seed(sampling.seed % 2**63)
     stop = torch.tensor(sampling.stop, dtype=torch.int64, device=device)
     done = torch.zeros(len(prompts), dtype=torch.bool, device=device)
-    was_training, found = gpt.training, []
-    gpt.eval()
-    for _ in range(sampling.tokens):
-        logits = _logits(gpt, tokens, pads, documents, cache)
-        # Drawn on every rank, so that it is the same wherever the logits are.
-        noise = torch.empty(len(prompts), gpt.config.vocab_size, dtype=torch.float64)
-        noise = -noise.exponential_(generator=generator).log()
-        chosen = torch.zeros(len(prompts), dtype=torch.int64, device=device)
-        if logits is not None:
-            chosen = choose_tokens(logits.double(), noise.to(device), sampling)
-        if gpt.mesh.group("world") is not None:
-            dist.broadcast(chosen, gpt.mesh.sizes.rank_at(pp=gpt.placement[-1]))
-        found.append(chosen)
-        if sampling.stop:
-            done |= torch.isin(chosen, stop)
-            if bool(done.all()):  # waits for the device, so only where a text may end
-                break
-        tokens = chosen[:, None]
-    gpt.train(was_training)
+    found: list[Tensor] = []
+    with in_mode(gpt, training=False):
+        for _ in range(sampling.tokens):
+            logits = _logits(gpt, tokens, pads, documents, cache)
+            # Drawn on every rank, so that it is the same wherever the logits are.
+            noise = torch.empty(len(prompts), gpt.config.vocab_size, dtype=torch.float64)
+            noise = -noise.exponential_(generator=generator).log()
+            chosen = torch.zeros(len(prompts), dtype=torch.int64, device=device)
+            if logits is not None:
+                chosen = choose_tokens(logits.double(), noise.to(device), sampling)
+            if gpt.mesh.group("world") is not None:
+                dist.broadcast(chosen, gpt.mesh.sizes.rank_at(pp=gpt.placement[-1]))
+            found.append(chosen)
+            if sampling.stop:
+                done |= torch.isin(chosen, stop)
+                if bool(done.all()):  # waits for the device, so only where a text may end
+                    break
+            tokens = chosen[:, None]
     return [_until(row, sampling.stop) for row in torch.stack(found, 1).tolist()]
 
 
@@ -160,18 +162,29 @@ def _logits(
     return gather(gpt.logits(last, batch), mesh.group("tp"), dim=-1)[:, : gpt.config.vocab_size]
 
 
-def check_prompts(config: GPTConfig, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
-    """Raise ``ValueError`` for prompts that a model cannot go on with."""
-    if any(not len(prompt) for prompt in prompts):
+def check_prompts(
+    config: GPTConfig, prompts: Iterable[Iterable[int]], sampling: Sampling
+) -> list[list[int]]:
+    """The prompts as lists; raises ``ValueError`` for what a model cannot go on with."""
+    rows = [_whole_numbers(prompt) for prompt in prompts]
+    if not all(rows):
         raise ValueError("a prompt must have at least one token")
-    length = max(map(len, prompts), default=0) + sampling.tokens
+    length = max(map(len, rows), default=0) + sampling.tokens
     if length > config.seq_len:
         raise ValueError(
             f"prompt and new tokens are {length}, the model's sequence is {config.seq_len}"
         )
-    for prompt in prompts:
-        if not 0 <= min(prompt) <= max(prompt) < config.vocab_size:
-            raise ValueError(f"tokens must lie in [0, {config.vocab_size}), got {[*prompt]}")
+    for row in rows:
+        if not 0 <= min(row) <= max(row) < config.vocab_size:
+            raise ValueError(f"tokens must lie in [0, {config.vocab_size}), got {row}")
+    return rows
+
+
+def _whole_numbers(prompt: Iterable[int]) -> list[int]:
+    try:
+        return [operator.index(token) for token in prompt]
+    except TypeError:
+        raise ValueError(f"a prompt is a row of whole numbers, got {prompt!r}") from None
 
 
 def _check_mesh(gpt: GPT) -> None:

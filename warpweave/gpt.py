@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from warpweave.config import PRESETS, GPTConfig, ParallelPlan
-from warpweave.kernels.attention.options import check_documents
+from warpweave.kernels.attention.options import check_packed
 from warpweave.kernels.attention.visible import document_table
 from warpweave.kernels.dropout import Drop, dropout
 from warpweave.kernels.rope import rope_table
@@ -239,13 +239,15 @@ class GPT(nn.Module):
             normaliser: global number of valid tokens of the step, 0-dim, or its sum in flight.
             sample_ids: int64 [B], each sample's number in the global batch; keys the dropout.
             seed: dropout key of this step.
-            documents: int32 or int64 [n + 1] or [B, n + 1], boundaries of packed documents, the
-                same on all ranks: attention stays within them, and learned positions count from a
-                document's begin (rotary embedding sees differences only). None is one document.
+            documents: int32 or int64 [n + 1] or [B, n + 1], boundaries of packed documents from 0
+                to S, the same on all ranks: attention stays within them, and learned positions
+                count from a document's begin (rotary embedding sees differences only). None is one
+                document.
 
         Raises:
             ValueError: S is not the model's sequence length while it is cut over the context axis,
-                is longer than it, or the tensor axis does not divide the micro-batch's tokens.
+                is longer than it, the tensor axis does not divide the micro-batch's tokens, or
+                documents are no boundaries from 0 to S (on a GPU their values are not read).
         """
         batch, length = tokens.shape
         layout = self.layout
@@ -253,8 +255,7 @@ class GPT(nn.Module):
             if length > self.config.seq_len:
                 raise ValueError(f"sequence of {length} tokens, the model's is {layout.seq_len}")
             layout = SequenceLayout(length, 1)
-        if documents is not None:
-            check_documents(documents, tokens)
+        check_packed(documents, tokens)
         layout = layout.for_documents(documents)
         index, device = self.mesh.index("cp"), tokens.device
         local = layout.positions(index, device)

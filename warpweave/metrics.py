@@ -1,4 +1,4 @@
-"""What a run measures and leaves to look at: JSONL, TensorBoard events, a plot of the loss.
+"""What a run measures and leaves to look at: JSONL, its options, a plot of the loss, `boards`.
 
 A metric of a step is a field of the row of `Metrics.trained`, one of an evaluation of that of
 `Metrics.evaluated`. What the progress bar shows of them is in `train`.
@@ -15,13 +15,18 @@ from typing import Any
 
 import torch
 
+from warpweave.boards import EVENTS, WANDB, open_boards
 from warpweave.config import GPTConfig
+from warpweave.config_file import options_of, write_options
+from warpweave.convert.beside import ORIGIN
 from warpweave.kernels.devices import find_device
 from warpweave.launch import Session
 from warpweave.messages import say
 from warpweave.parallel.collectives import gather
 from warpweave.parallel.mesh import ConnectedMesh
-from warpweave.train_config import BOARD, CHECKPOINTS, METRICS, PLOT, TrainConfig
+from warpweave.train_config import CHECKPOINTS, CONFIG, METRICS, PLOT, UNWRITTEN, TrainConfig
+
+_HEADING = "# The options of a run, which `warpweave train --config` with this file is again.\n"
 
 
 def utilisation(
@@ -48,10 +53,11 @@ def peak_memory(device: torch.device, mesh: ConnectedMesh) -> list[float]:
 
 
 class Metrics:
-    """Metrics as JSONL, optionally TensorBoard, and a plot; on rank 0.
+    """Metrics as JSONL, on the boards that are asked for, and as a plot; on rank 0.
 
-    A run that goes on from step `step` forgets the rows after it, which it will write again; a new
-    run moves what is in its folder into a folder ``earlier-N`` beside it.
+    A run that goes on from step `step` forgets the rows after it, which it will write again, and
+    with `evaluates` the evaluation at it; a new run moves what is in its folder into a folder
+    ``earlier-N`` beside it. The run's options stand in ``config.toml``.
     """
 
     def __init__(
@@ -62,21 +68,21 @@ class Metrics:
         step: int,
         *,
         tokens_per_step: int,
+        evaluates: bool = False,
     ) -> None:
         self.session, self.model, self.dtype = session, model, config.dtype
         self.tokens_per_step = tokens_per_step
         self.folder = config.out
         self.folder.mkdir(parents=True, exist_ok=True)
         self.path = self.folder / METRICS
+        self._shown = -1  # step of an evaluation that is made again, which boards have already
         if config.resume:
-            self._rewind(step, final=step >= config.steps)
+            self._rewind(step, evaluates=evaluates)
         else:
             set_aside(self.folder)
-        self.board = None
-        if config.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self.board = SummaryWriter(str(self.folder / BOARD), purge_step=step + 1)
+        text = write_options(config, UNWRITTEN)
+        (self.folder / CONFIG).write_text(_HEADING + text)
+        self.boards = open_boards(self.folder, step, options_of(config))
 
     def trained(self, row: dict[str, Any], seconds: float) -> dict[str, Any]:
         """Write the row of a step that took `seconds`, with what follows from them; the row."""
@@ -95,20 +101,23 @@ class Metrics:
         """Append one row; the file is complete up to here at any time."""
         with self.path.open("a") as file:
             file.write(json.dumps(row) + "\n")
-        if self.board is not None:
-            for name, value in row.items():
-                if name != "step" and isinstance(value, float):
-                    self.board.add_scalar(name, value, int(row["step"]))
+        if "val_loss" not in row or row["step"] != self._shown:
+            for board in self.boards:
+                board.row(row)
 
-    def _rewind(self, step: int, *, final: bool) -> None:
-        """Keep the rows up to `step`, without its evaluation if that is the `final` one."""
-        kept = [
-            json.dumps(row) + "\n"
-            for row in (self._rows() if self.path.exists() else [])
-            if row["step"] < step or (row["step"] == step and not (final and "val_loss" in row))
-        ]
+    def flush(self) -> None:
+        """Let no row so far be lost if this process is killed."""
+        for board in self.boards:
+            board.flush()
+
+    def _rewind(self, step: int, *, evaluates: bool) -> None:
+        """Keep the rows up to `step`, without the evaluation at it if the run `evaluates` there."""
+        rows = self._rows() if self.path.exists() else []
+        again = [row for row in rows if row["step"] == step and "val_loss" in row and evaluates]
+        kept = [row for row in rows if row["step"] <= step and row not in again]
+        self._shown = step if again else -1
         new = self.path.with_suffix(".tmp")
-        new.write_text("".join(kept))
+        new.write_text("".join(json.dumps(row) + "\n" for row in kept))
         os.replace(new, self.path)
 
     def _rows(self) -> list[dict[str, Any]]:
@@ -141,14 +150,15 @@ class Metrics:
         return path
 
     def close(self) -> None:
-        """Close the TensorBoard events."""
-        if self.board is not None:
-            self.board.close()
+        """Close the boards."""
+        for board in self.boards:
+            board.close()
 
 
 def set_aside(folder: Path) -> None:
     """Move an earlier run's files in `folder` out of the way of a new one."""
-    names = [n for n in (METRICS, PLOT, CHECKPOINTS, BOARD) if (folder / n).exists()]
+    ours = (METRICS, PLOT, CHECKPOINTS, EVENTS, WANDB, CONFIG)
+    names = [name for name in ours if (folder / name).exists()]
     if not names:
         return
     number = 1
@@ -156,6 +166,7 @@ def set_aside(folder: Path) -> None:
         number += 1
     aside = folder / f"earlier-{number}"
     aside.mkdir()
-    for name in names:
-        (folder / name).rename(aside / name)
+    for name in (*names, ORIGIN):
+        if (folder / name).exists():
+            (folder / name).rename(aside / name)
     say(f"the earlier run in {folder} was moved to {aside} (--resume would have gone on with it)")

@@ -122,9 +122,9 @@ def check_alike(model: nn.Module, groups: Groups) -> None:
             )
 
 
-def saver(model: nn.Module) -> Any:
+def saver(model: Any) -> Any:
     """`save_pretrained` of a model whose parameters are spread: rank 0 writes them whole."""
-    before: Any = model.save_pretrained
+    before = model.save_pretrained
 
     def save_pretrained(*args: Any, state_dict: dict | None = None, **kwargs: Any) -> None:
         """Transformers' own; every rank must call it."""
@@ -135,8 +135,13 @@ def saver(model: nn.Module) -> Any:
             value = whole(value)
             if first:
                 gathered[name] = value.cpu()
-        if first:
-            before(*args, state_dict=gathered, **kwargs)
+        if first:  # which gathers no more, and waits for nobody
+            told = model.config.__dict__.pop("distributed_config", None)
+            try:
+                before(*args, state_dict=gathered, **kwargs)
+            finally:
+                if told is not None:
+                    model.config.distributed_config = told
         dist.barrier()
 
     return save_pretrained

@@ -6,8 +6,11 @@
 Names, arguments and layouts are those of `torch.distributed.tensor.parallel`, beside whose styles
 these may stand in a plan; what runs are the functions of `parallel.tensor`, whose messages hide
 under the products by `overlap`. Parameters become DTensors, cut as by torch, with the numbers of
-the mesh's first rank, so that optimizers, clipping and saving see whole ones. For sequences that
-are cut as well:
+the mesh's first rank, so that optimizers, clipping and saving see whole ones.
+
+A layout says how a tensor lies on the ranks: Replicate(), or Shard(d), whose dim d, of however many
+there are, is cut evenly. The last dim, Shard(-1), is the features, any other is tokens. For
+sequences that are cut as well:
 
     ColwiseParallel(input_layouts=Shard(1))    x[B, S/R, E] is gathered under the product
     RowwiseParallel(output_layouts=Shard(1))   y[B, S/R, E] is the scattered sum
@@ -23,13 +26,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
-from warpweave.parallel.collectives import copy_to, gather, group_size, own_slice, scatter
+from warpweave.parallel.collectives import (
+    all_gather,
+    copy_to,
+    gather,
+    group_size,
+    own_slice,
+    scatter,
+)
 from warpweave.parallel.symmetric import Workspace
 from warpweave.parallel.tensor import (
     column_parallel_linear,
@@ -43,20 +54,21 @@ Group = dist.ProcessGroup | None
 
 
 class Style(ParallelStyle):
-    """What columns and rows share.
+    """What columns and rows share: linear layers and embeddings whose weight is cut.
 
     Args:
-        input_layouts, output_layouts: how tokens and features lie on the ranks, outside.
+        input_layouts, output_layouts: how what comes in and goes out lies on the ranks, Replicate()
+            or Shard(d); features and tokens must divide by the ranks where they are cut.
         use_local_output: give a plain tensor, not a DTensor.
         overlap, workspace: as `column_parallel_linear` takes them; "fused" needs the latter.
 
     Raises ValueError on a layout or an overlap that there is not; where it is put on a module, if
-    the module is of another class or the ranks do not divide its features.
+    the module is of another class or the ranks do not divide its features; in a call, if a layout
+    is of a dim that the tensor does not have, or that the ranks do not divide.
     """
 
     inputs: Placement = Replicate()  # the default
     outputs: Placement = Replicate()
-    modules: tuple[type, ...] = (nn.Linear,)
 
     def __init__(
         self,
@@ -70,6 +82,12 @@ class Style(ParallelStyle):
         super().__init__()
         self.input_layouts = self.inputs if input_layouts is None else input_layouts
         self.output_layouts = self.outputs if output_layouts is None else output_layouts
+        for what in ("input_layouts", "output_layouts"):
+            if type(getattr(self, what)) not in (Replicate, Shard):
+                raise ValueError(
+                    f"{type(self).__name__}: {what} cannot be {getattr(self, what)}, but "
+                    "Replicate() or Shard(d)"
+                )
         self.use_local_output = use_local_output
         self.over: dict[str, Any] = {"overlap": check_overlap(overlap), "workspace": workspace}
 
@@ -90,9 +108,14 @@ class Style(ParallelStyle):
 
     def check(self, module: Any, ranks: int) -> None:
         """Raise ValueError, naming the module, if this style cannot be put on it."""
-        if type(module) not in self.modules:
-            known = " or ".join(kind.__name__ for kind in self.modules)
-            raise ValueError(f"{type(self).__name__} cuts {known}, not {type(module).__name__}")
+        if type(module) not in (nn.Linear, nn.Embedding):
+            kind = type(module).__name__
+            raise ValueError(f"{type(self).__name__} cuts Linear or Embedding, not {kind}")
+        if type(module) is nn.Embedding and not is_plain_embedding(module):
+            raise ValueError(
+                f"{type(self).__name__}: an embedding with max_norm, scale_grad_by_freq or sparse "
+                "is not cut"
+            )
 
     def placement(self, module: Any, name: str) -> Placement:
         """How a parameter of the module lies on the ranks."""
@@ -103,19 +126,40 @@ class Style(ParallelStyle):
         module.forward = MethodType(self._forward_on(mesh), module)
 
     def _forward_on(self, mesh: DeviceMesh) -> Any:
+        name = type(self).__name__
+
         def forward(module: Any, x: torch.Tensor) -> torch.Tensor:
-            y = self._compute(module, _local(x, mesh, self.input_layouts), mesh.get_group())
+            x = _local(x, mesh, self.input_layouts, f"{name}: input_layouts")
+            ndim = x.ndim + isinstance(module, nn.Embedding)
+            dim_of(self.output_layouts, ndim, f"{name}: output_layouts")
+            y = self.compute(module, x, mesh.get_group())
             if self.use_local_output:
                 return y
             return DTensor.from_local(y, mesh, [self.output_layouts], run_check=False)
 
         return forward
 
-    def _compute(self, module: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
+    def compute(self, module: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
+        """The module's output on this rank, by `output_layouts`, of x by `input_layouts`."""
+        dim = dim_of(self.input_layouts, x.ndim)
+        if type(module) is nn.Embedding:
+            ids = x if dim is None else all_gather(x, group, dim)
+            return self._look_up(module, ids, group, dim_of(self.output_layouts, x.ndim + 1))
+        if x.ndim == 1:  # one token
+            dim = None if dim is None else -1
+            out = None if self.output_layouts == Replicate() else -1
+            return self._multiply(module, x[None], group, dim, out)[0]
+        return self._multiply(module, x, group, dim, dim_of(self.output_layouts, x.ndim))
+
+    def _multiply(
+        self, module: Any, x: torch.Tensor, group: Group, dim: int | None, out: int | None
+    ) -> torch.Tensor:
+        """Of a linear layer; x is cut along `dim` and y along `out`: -1 for features, or None."""
         raise NotImplementedError
 
-    def _refuse(self, what: str, found: Placement) -> ValueError:
-        return ValueError(f"{type(self).__name__}: {what} cannot be {found}")
+    def _look_up(self, module: Any, ids: torch.Tensor, group: Group, out: int | None) -> Any:
+        """Of an embedding and ids that every rank has; y is cut along `out`."""
+        raise NotImplementedError
 
     def _check_features(self, what: str, features: int, ranks: int) -> None:
         if features % ranks:
@@ -125,92 +169,88 @@ class Style(ParallelStyle):
 
 
 class ColwiseParallel(Style):
-    """A linear layer whose output features are cut.
+    """A linear layer or an embedding whose output features are cut.
 
-    `input_layouts` is Replicate() or tokens, Shard(0) or Shard(1) of three dims; `output_layouts`
-    Shard(-1), or Replicate(), for which the ranks need not divide the features. Others as `Style`.
+    By default `input_layouts` is Replicate() and `output_layouts` Shard(-1); Replicate() out of a
+    linear layer needs no ranks that divide its features. Others as `Style`.
     """
 
     outputs = Shard(-1)
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self._tokens = _tokens_of(self.input_layouts)
-        if self._tokens is None and self.input_layouts != Replicate():
-            raise self._refuse("input_layouts", self.input_layouts)
-        if self.output_layouts not in (Shard(-1), Replicate()):
-            raise self._refuse("output_layouts", self.output_layouts)
-        self._whole = self.output_layouts == Replicate()
-
     def check(self, module: Any, ranks: int) -> None:
         super().check(module, ranks)
-        if not self._whole:
+        if type(module) is nn.Embedding:
+            self._check_features("output", module.embedding_dim, ranks)
+        elif self.output_layouts != Replicate():
             self._check_features("output", module.out_features, ranks)
 
     def placement(self, module: Any, name: str) -> Placement:
-        return Replicate() if self._whole and name == "bias" else Shard(0)
+        if type(module) is nn.Embedding:
+            return Shard(1)
+        return Replicate() if self.output_layouts == Replicate() and name == "bias" else Shard(0)
 
-    def _compute(self, module: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
-        if self._tokens is not None:
-            over = {**self.over, "group": group, "sequence_parallel": True}
-            x = x.movedim(self._tokens, 0)
-        else:
-            over = {**self.over, "group": group}
-        if self._whole:
-            y = project(module, x, **over)
+    def _multiply(
+        self, module: Any, x: torch.Tensor, group: Group, dim: int | None, out: int | None
+    ) -> torch.Tensor:
+        over, tokens = {**self.over, "group": group}, None
+        if dim == -1:
+            x, over = all_gather(x, group, -1), {**self.over, "group": None}
+        elif dim is not None:
+            x, tokens, over["sequence_parallel"] = x.movedim(dim, 0), dim, True
+        if out is None:
+            y = project(module, x, whole=group, **over)
         else:
             y = column_parallel_linear(x, local(module.weight), _bias(module), **over)
-        return y if self._tokens is None else y.movedim(0, self._tokens)
+        y = y if tokens is None else y.movedim(0, tokens)
+        return y if out in (None, -1) else scatter(gather(y, group, -1), group, out)
+
+    def _look_up(self, module: Any, ids: torch.Tensor, group: Group, out: int | None) -> Any:
+        y = F.embedding(ids, local(module.weight), module.padding_idx)
+        if out == -1:
+            return y
+        y = gather(y, group, -1)
+        return y if out is None else scatter(y, group, out)
 
 
 class RowwiseParallel(Style):
     """A linear layer whose input features are cut, or an embedding whose rows are.
 
-    `input_layouts` is Shard(-1), or Replicate() where each rank takes its features of x (always, of
-    the ids of an embedding); `output_layouts` Replicate() or tokens, Shard(0) or Shard(1) of three
-    dims. Others as `Style`.
+    By default `input_layouts` is Shard(-1), also of an embedding's ids (a model's are mostly
+    Replicate()), and `output_layouts` Replicate(). Others as `Style`.
     """
 
     inputs = Shard(-1)
-    modules = (nn.Linear, nn.Embedding)
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self._tokens = _tokens_of(self.output_layouts)
-        if self.input_layouts not in (Shard(-1), Replicate()):
-            raise self._refuse("input_layouts", self.input_layouts)
-        if self._tokens is None and self.output_layouts != Replicate():
-            raise self._refuse("output_layouts", self.output_layouts)
 
     def check(self, module: Any, ranks: int) -> None:
         super().check(module, ranks)
         if type(module) is nn.Linear:
             self._check_features("input", module.in_features, ranks)
-        elif self.input_layouts != Replicate():
-            raise self._refuse("input_layouts of an embedding", self.input_layouts)
-        elif module.max_norm is not None:
-            raise ValueError(f"{type(self).__name__}: an embedding with max_norm is not cut")
 
     def placement(self, module: Any, name: str) -> Placement:
         if type(module) is nn.Embedding:
             return Shard(0)
         return Replicate() if name == "bias" else Shard(1)
 
-    def _compute(self, module: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
-        sequence = self._tokens is not None
-        if type(module) is nn.Embedding:
-            ids = x.movedim(self._tokens, 0) if sequence else x
-            y = look_up(module, ids, group, sequence_parallel=sequence)
-            return y.movedim(0, self._tokens) if sequence else y
-        if self.input_layouts == Replicate():
-            x = scatter(x, group, dim=-1)
+    def _multiply(
+        self, module: Any, x: torch.Tensor, group: Group, dim: int | None, out: int | None
+    ) -> torch.Tensor:
+        if dim != -1:
+            x = scatter(x if dim is None else gather(x, group, dim), group, -1)
         w, b = local(module.weight), _bias(module)
         over = {**self.over, "group": group}
-        if self._tokens is None:
-            return row_parallel_linear(x, w, b, **over)
+        if out in (None, -1):
+            y = row_parallel_linear(x, w, b, **over)
+            return y if out is None else scatter(y, group, -1)
         b = None if b is None else copy_to(b, group)  # each rank adds it to tokens of its own
-        y = row_parallel_linear(x.movedim(self._tokens, 0), w, b, sequence_parallel=True, **over)
-        return y.movedim(0, self._tokens)
+        y = row_parallel_linear(x.movedim(out, 0), w, b, sequence_parallel=True, **over)
+        return y.movedim(0, out)
+
+    def _look_up(self, module: Any, ids: torch.Tensor, group: Group, out: int | None) -> Any:
+        if out in (None, -1):
+            y = look_up(module, ids, group)
+            return y if out is None else scatter(y, group, -1)
+        y = look_up(module, ids.movedim(out, 0), group, sequence_parallel=True)
+        return y.movedim(0, out)
 
 
 class SequenceParallel(ParallelStyle):
@@ -221,6 +261,8 @@ class SequenceParallel(ParallelStyle):
     Args:
         sequence_dim: the dim of x that is cut.
         use_local_output: give a plain tensor, not a DTensor.
+
+    Raises ValueError in a call, if that dim is none of x, or its last, the features.
     """
 
     def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:
@@ -239,7 +281,12 @@ class SequenceParallel(ParallelStyle):
             use_local(part, dict.fromkeys(part._parameters, sums))
 
         def enter(_: nn.Module, args: tuple) -> tuple:
-            return (_local(args[0], mesh, self.layout), *args[1:])
+            x = args[0]
+            if dim_of(self.layout, x.ndim, "SequenceParallel: sequence_dim") == -1:
+                raise ValueError(
+                    f"SequenceParallel: {self.layout} of a tensor of {x.ndim} dims is its features"
+                )
+            return (_local(x, mesh, self.layout, "SequenceParallel: sequence_dim"), *args[1:])
 
         def leave(_: nn.Module, args: tuple, y: torch.Tensor) -> torch.Tensor:
             return DTensor.from_local(y, mesh, [self.layout], run_check=False)
@@ -262,24 +309,44 @@ def look_up(
         module: an `nn.Embedding`, whose `padding_idx` learns nothing.
         ids: int64[...], whole on every rank.
         group: the tensor ranks.
-        sequence_parallel: cut dim 0 of the output over them.
+        sequence_parallel: cut dim 0 of the output over them, which they must divide.
     """
+    if _does_more(module):
+        raise ValueError("an embedding with max_norm, scale_grad_by_freq or sparse is not cut")
     w = padded(local(module.weight), module.num_embeddings, group_size(group))
+    own = own_slice(ids, group) if sequence_parallel else ids
     y = vocab_parallel_embedding(
-        ids, w, group=group, vocab_size=module.num_embeddings, sequence_parallel=sequence_parallel
-    )
+        ids.flatten(), w, group=group, vocab_size=module.num_embeddings,
+        sequence_parallel=sequence_parallel,
+    ).view(*own.shape, -1)  # fmt: skip
     if module.padding_idx is None:
         return y
-    if sequence_parallel:
-        ids = own_slice(ids, group)
-    return torch.where((ids == module.padding_idx)[..., None], y.detach(), y)
+    return torch.where((own == module.padding_idx)[..., None], y.detach(), y)
 
 
-def project(module: Any, x: torch.Tensor, *, group: Group, **over: Any) -> torch.Tensor:
+def is_plain_embedding(module: Any) -> bool:
+    """Whether an embedding is its rows and nothing more, which `look_up` computes."""
+    return type(module) is nn.Embedding and not _does_more(module)
+
+
+def _does_more(embedding: Any) -> bool:
+    return embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse
+
+
+def project(
+    module: Any, x: torch.Tensor, *, group: Group, whole: Group = None, **over: Any
+) -> torch.Tensor:
     """The whole y[..., V] of a linear layer whose rows are cut into parts of ceil(V/R), the last
-    one shorter, and whose bias is whole; `over` is what `column_parallel_linear` is told."""
-    w = padded(local(module.weight), module.out_features, group_size(group))
-    y = gather(column_parallel_linear(x, w, group=group, **over), group, dim=-1)
+    one shorter, and whose bias is whole.
+
+    Args:
+        group: the ranks that x is to be taken from, None where that was done.
+        whole: the ranks that share the rows, by default `group`.
+        over: more that `column_parallel_linear` is told.
+    """
+    whole = group if whole is None else whole
+    w = padded(local(module.weight), module.out_features, group_size(whole))
+    y = gather(column_parallel_linear(x, w, group=group, **over), whole, dim=-1)
     b = _bias(module)
     return y[..., : module.out_features] if b is None else y[..., : module.out_features] + b
 
@@ -288,11 +355,21 @@ def _bias(module: Any) -> torch.Tensor | None:
     return None if module.bias is None else local(module.bias)
 
 
-def _tokens_of(layout: Placement) -> int | None:
-    """The dim along which tokens are cut, None where they are not."""
-    return layout.dim if isinstance(layout, Shard) and layout.dim in (0, 1) else None
+def dim_of(layout: Placement, ndim: int, what: str = "layout") -> int | None:
+    """The dim that is cut of a tensor of so many dims: -1 for the last, None if none is cut."""
+    if not isinstance(layout, Shard):
+        return None
+    if not -ndim <= layout.dim < ndim:
+        raise ValueError(f"{what} {layout} is no dim of a tensor of {ndim} dims")
+    dim = layout.dim % ndim
+    return -1 if dim == ndim - 1 else dim
 
 
-def _local(x: torch.Tensor, mesh: DeviceMesh, layout: Placement) -> torch.Tensor:
+def _local(x: torch.Tensor, mesh: DeviceMesh, layout: Placement, what: str) -> torch.Tensor:
     """This rank's part of x, which lies on the ranks by `layout` if it is plain."""
-    return x.redistribute(mesh, [layout]).to_local() if isinstance(x, DTensor) else x
+    dim = dim_of(layout, x.ndim, what)
+    if not isinstance(x, DTensor):
+        return x
+    if dim is not None and x.shape[dim] % mesh.size():
+        raise ValueError(f"{what} {layout}: {x.shape[dim]} do not divide by {mesh.size()} ranks")
+    return x.redistribute(mesh, [layout]).to_local()

@@ -10,7 +10,6 @@ import signal
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -22,28 +21,27 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from warpweave.checkpoint import (
-    CheckpointError,
-    CheckpointReader,
-    open_latest,
-    save_checkpoint,
-)
+from warpweave.checkpoint import CheckpointError, save_checkpoint
 from warpweave.config import GPTConfig
+from warpweave.convert.beside import keep_origin
 from warpweave.convert.source import open_model
 from warpweave.data import boundaries
 from warpweave.dtypes import DTYPES
 from warpweave.engine import Engine
 from warpweave.gpt import GPT
+from warpweave.interrupt import Interrupt
 from warpweave.kernels.runtime import tiles
 from warpweave.launch import Session, gpu_count, join, launch, leave, reported, under_torchrun
 from warpweave.layers.overlap import explain_overlap
+from warpweave.lr_schedule import learning_rate, short_of_peak
 from warpweave.memory import check_memory, free_host_memory
 from warpweave.messages import one_line, say
 from warpweave.metrics import Metrics, peak_memory
 from warpweave.parallel.data.optimizer import AdamW
 from warpweave.parallel.shard import ParamRecord
 from warpweave.parallel.tensor import overlap_table
-from warpweave.train_config import CHECKPOINTS, TrainConfig, learning_rate, parse
+from warpweave.resume import Progress, check_run, differences, open_run, progress_of
+from warpweave.train_config import CHECKPOINTS, TrainConfig, parse
 
 
 class TrainingStopped(RuntimeError):
@@ -51,29 +49,6 @@ class TrainingStopped(RuntimeError):
 
 
 _RAISED_BY_ALL = (TrainingStopped, CheckpointError)  # on every rank alike
-
-
-class Interrupt:
-    """Ctrl-C or SIGTERM asks for a stop after the current step; Ctrl-C again stops at once.
-
-    One Ctrl-C can arrive twice, from the terminal and from the launcher.
-    """
-
-    def __init__(self) -> None:
-        self.number: int | None = None
-        self._when = 0.0
-
-    def listen(self) -> None:
-        """Take over the two signals; in the main thread."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._handle)
-
-    def _handle(self, number: int, _: Any) -> None:
-        if self.number is None:
-            self.number, self._when = number, time.monotonic()
-        elif number == signal.SIGINT and time.monotonic() > self._when + 2.0:
-            self._when = math.inf  # raise once
-            raise KeyboardInterrupt
 
 
 class Trainer:
@@ -112,7 +87,8 @@ class Trainer:
             impl=config.impl,
             timeout=config.timeout,
         )
-        self.step, self.stopped = 0, False
+        self.step, self.progress, self.stopped = 0, Progress(), False
+        self._evaluation = (-1, math.nan)  # step and loss of the last one in this process
         self.checkpoint: Path | None = None
         self.sequences_per_step = config.mesh.dp * config.plan.microbatches * config.batch
         self.tokens_per_step = self.sequences_per_step * self.model.seq_len
@@ -125,8 +101,15 @@ class Trainer:
         self.metrics: Metrics | None = None
         if session.rank == 0:
             self.metrics = Metrics(
-                config, session, self.model, self.step, tokens_per_step=self.tokens_per_step
+                config,
+                session,
+                self.model,
+                self.step,
+                tokens_per_step=self.tokens_per_step,
+                evaluates=self.over or self._due,
             )
+            files = config.out, config.init_from, config.tokenizer_file
+            keep_origin(*files, self.train_data.tokenizer_name, again=config.resume)
 
     def describe(self) -> str:
         """Where and what this run trains, in one line."""
@@ -145,10 +128,22 @@ class Trainer:
     # ------------------------------------------------------------------ the loop
 
     def run(self) -> dict[str, Any]:
-        """Train to the last step (or an interrupt), save, evaluate, sample; the result's fields."""
+        """Train to the last step (or an interrupt, or an early stop), save, evaluate, sample; the
+        result's fields."""
         tqdm.set_lock(threading.RLock())  # its default lock is one of processes, and leaks
+        try:
+            seconds = self._steps()
+        finally:
+            self._flush()
         # A step's first run compiles and connects; it does not count unless it is the only one.
+        counted = seconds[1:] or seconds
+        rate = len(counted) * self.tokens_per_step / sum(counted) if counted else 0.0
+        return self._result(None if self.stopped else self._final_loss(), rate)
+
+    def _steps(self) -> list[float]:
+        """Train until the run is over or stopped; the seconds of each step."""
         seconds: list[float] = []
+        self._evaluate_if_due()  # an interrupted run has not come to that
         with tqdm(
             total=self.config.steps,
             initial=self.step,
@@ -156,25 +151,49 @@ class Trainer:
             mininterval=0.5,
             unit="step",
         ) as bar:
-            while self.step < self.config.steps and not self.stopped:
+            bar.set_postfix_str("first step: compiling and connecting")
+            while not self.over and not self.stopped:
                 row, took, self.stopped = self._train_step()
                 seconds.append(took)
                 if len(seconds) == 1:
                     self.peak_memory = peak_memory(self.session.device, self.mesh)
                 self._log(bar, row, took)
                 self._after_step()
-        counted = seconds[1:] or seconds
-        rate = len(counted) * self.tokens_per_step / sum(counted) if counted else 0.0
-        val_loss = None if self.stopped else self.evaluate()
-        return self._result(val_loss, rate)
+        return seconds
+
+    def _final_loss(self) -> float:
+        """The validation loss of the last step, which an early stop has been told already."""
+        step, value = self._evaluation
+        return value if step == self.step else self.evaluate()
+
+    @property
+    def over(self) -> bool:
+        """All steps are done, or the validation loss has stopped falling (`early_stop`)."""
+        c = self.config
+        return self.step >= c.steps or self.progress.stops_early(c.early_stop)
+
+    @property
+    def _due(self) -> bool:
+        """It is time for an evaluation that has not been yet."""
+        every = self.config.eval_every
+        return every > 0 and self.step > self.progress.evaluated and self.step % every == 0
 
     def _after_step(self) -> None:
         """Evaluate and save, if it is time to; the last step is saved, and evaluated afterwards."""
-        c, last = self.config, self.stopped or self.step >= self.config.steps
-        if c.eval_every and self.step % c.eval_every == 0 and not last:
-            self.evaluate()
-        if last or (c.save_every and self.step % c.save_every == 0):
+        c = self.config
+        lowest = not self.stopped and self._evaluate_if_due() and c.early_stop > 0
+        timely = c.save_every and self.step % c.save_every == 0
+        if self.over or self.stopped or timely or lowest:
             self.save()
+
+    def _evaluate_if_due(self) -> bool:
+        """Evaluate, if it is time to; True if the loss is the lowest so far."""
+        if self.over or not self._due:
+            return False
+        lowest = self.progress.see(self.step, self.evaluate())
+        if self.over and self.session.rank == 0:
+            say(f"the run {self.progress.why(self.step, self.config.steps)}")
+        return lowest
 
     def _train_step(self) -> tuple[dict[str, Any], float, bool]:
         """One step: (its row of metrics, its seconds, True if a rank was asked to stop)."""
@@ -198,7 +217,9 @@ class Trainer:
         if not math.isfinite(loss) or (not math.isfinite(norm) and not overflow):
             self._stop(loss, norm)
         self.step += 1
-        row = {"step": self.step, "loss": loss, "grad_norm": None if overflow else norm, "lr": lr}
+        self.progress.tokens += self.tokens_per_step
+        row = {"step": self.step, "loss": loss, "grad_norm": None if overflow else norm, "lr": lr,
+               "tokens": self.progress.tokens}  # fmt: skip
         return row, time.perf_counter() - began, interrupts > 0
 
     def _log(self, bar: tqdm, row: dict[str, Any], seconds: float) -> None:
@@ -252,6 +273,7 @@ class Trainer:
         value = float(self.engine.evaluate(*self._micro_batches(*samples)))
         if not math.isfinite(value):
             self._stop(value, 0.0, "validation loss")
+        self._evaluation = (self.step, value)
         self.peak_memory = peak_memory(self.session.device, self.mesh)
         if self.metrics is not None:
             self.metrics.evaluated(self.step, value, self.peak_memory)
@@ -273,10 +295,13 @@ class Trainer:
                 "name": self.train_data.name,
                 "fingerprint": self.train_data.fingerprint,
                 "sequences_per_step": self.sequences_per_step,
+                "tokenizer": self.train_data.tokenizer_name,
             },
+            "progress": dataclasses.asdict(self.progress),
             "optimizer": self.engine.optimizer.state(),
             "settings": self.config.settings,
         }
+        self._flush()
         self.checkpoint = save_checkpoint(
             self._folder,
             self.step,
@@ -286,7 +311,12 @@ class Trainer:
             mesh=dataclasses.asdict(self.config.mesh) | {"zero": self.config.plan.zero},
             group=self.mesh.group("world"),
             keep=self.config.keep,
+            spare=self.progress.best_step if self.config.early_stop else None,
         )
+
+    def _flush(self) -> None:
+        if self.metrics is not None:
+            self.metrics.flush()
 
     def _kinds(self) -> list[tuple[str, str]]:
         """(state, prefix of its tensors' names) of all that a checkpoint holds of a parameter."""
@@ -301,17 +331,8 @@ class Trainer:
                     yield prefix + record.name, tensor.cpu().contiguous()
 
     def _resume(self) -> None:
-        with warnings.catch_warnings(record=True) as passed_over:
-            warnings.simplefilter("always")
-            reader = open_latest(self._folder, group=self.mesh.group("world"))
-        for warning in passed_over:  # on rank 0
-            say(str(warning.message))
-        if reader is None:
-            raise CheckpointError(f"nothing to resume from: no checkpoint in {self._folder}")
-        fields = dataclasses.fields(self.model)
-        defaults = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
-        reader.require_config(dataclasses.asdict(self.model), defaults)
-        self._check_data(reader)
+        reader = open_run(self._folder, self.model, self.mesh.group("world"))
+        check_run(reader, self.config, self.train_data)
         for kind, prefix in self._kinds():
 
             def saved(record: ParamRecord, prefix: str = prefix) -> Tensor:
@@ -320,37 +341,14 @@ class Trainer:
             self.engine.load(kind, saved)
         self.engine.optimizer.load_state(reader.state["optimizer"])
         self.step = reader.step
+        self.progress = progress_of(reader, self.model.seq_len)
         self.checkpoint = reader.path
-
-    def _check_data(self, reader: CheckpointReader) -> None:
-        """Refuse other data or another seed; say which settings differ, which a user may want."""
-        if not {"data", "seed", "optimizer", "settings"} <= set(reader.state):
-            raise CheckpointError(f"{reader.path} was not written by the trainer")
-        saved = reader.state["data"]
-        if saved["fingerprint"] != self.train_data.fingerprint:
-            raise CheckpointError(
-                f"{reader.path} was trained on other data: saved {saved['name']} "
-                f"({saved['fingerprint'][:12]}), now {self.train_data.name} "
-                f"({self.train_data.fingerprint[:12]})"
-            )
-        if reader.state["seed"] != self.config.seed:
-            raise CheckpointError(
-                f"{reader.path} was trained with seed {reader.state['seed']}, "
-                f"now {self.config.seed}"
-            )
-        now = self.config.settings | {"sequences_per_step": self.sequences_per_step}
-        # A setting that was no option yet had what is now its default.
-        before = TrainConfig().settings | reader.state["settings"]
-        before["sequences_per_step"] = saved["sequences_per_step"]
-        differing = [f"{k}: saved {before.get(k)}, now {v}" for k, v in now.items()
-                     if before.get(k) != v]  # fmt: skip
-        if differing and self.session.rank == 0:
-            say(f"goes on with other settings than {reader.path}: {'; '.join(differing)}")
-        if reader.step >= self.config.steps and self.session.rank == 0:
-            say(
-                f"{reader.path} has all of the {self.config.steps} steps: there is nothing to "
-                "train, only to evaluate"
-            )
+        if self.session.rank == 0:
+            if differing := differences(reader, self.config, self.sequences_per_step):
+                say(f"goes on with other settings than {reader.path}: {differing}")
+            if self.over:
+                why = self.progress.why(self.step, self.config.steps)
+                say(f"{reader.path} {why}: there is nothing to train, only to evaluate")
 
     # ------------------------------------------------------------------ the end
 
@@ -377,7 +375,7 @@ class Trainer:
             "zero": self.config.plan.zero,
             "checkpoint": str(self.checkpoint),
             "plot": str(plot),
-        }
+        } | (self.progress.lowest(self.step, val_loss) if self.config.early_stop else {})
 
     def _sample_text(self) -> str:
         """A continuation of the validation text's first few tokens."""
@@ -480,6 +478,8 @@ def run(config: TrainConfig) -> NoReturn:
             if gpu_count() < here:
                 _check_memory(config, config.model_config(1), free_host_memory(), here)
         with _locked(config.out) if rank == 0 else nullcontext():
+            if rank == 0 and (line := short_of_peak(config)):
+                say(line)
             if torchrun:
                 train_rank(config)
                 code = 0

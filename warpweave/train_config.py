@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
@@ -25,14 +26,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 import tyro
 
 from warpweave.config import PRESETS, GPTConfig, ParallelPlan
+from warpweave.config_file import read_options
 from warpweave.kernels.runtime.tile_table import read_table
+from warpweave.lr_schedule import LRSchedule
+from warpweave.messages import one_line, say
 from warpweave.parallel.mesh import Mesh
 
 if TYPE_CHECKING:
     from warpweave.data import Dataset
 
 # Files and folders of a run, in `out`.
-METRICS, PLOT, CHECKPOINTS, BOARD = "metrics.jsonl", "loss.png", "checkpoints", "tensorboard"
+METRICS, PLOT, CHECKPOINTS, CONFIG = "metrics.jsonl", "loss.png", "checkpoints", "config.toml"
+UNWRITTEN = ("config", "resume")  # how the command was called, not what the run is
 
 _DAY = 86400.0  # seconds
 
@@ -59,6 +64,9 @@ GPTOverrides: Any = _overrides_of(GPTConfig)
 class TrainConfig:
     """What to train, on what, and over which mesh."""
 
+    config: Path | None = None
+    """TOML file of options, which those on the command line change: steps = 500. Every run leaves
+    such a file of its own, config.toml in `out`."""
     model: Literal[
         "toy", "small", "toy-llama", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl",
         "llama-1b", "llama-8b", "llama-70b",
@@ -69,7 +77,8 @@ class TrainConfig:
     )
     """What is other than in the preset."""
     init_from: Path | None = None
-    """Start from a model instead of a preset: of transformers, or a run's folder or checkpoint."""
+    """Start from a model instead of a preset: a folder of transformers (``hf download NAME
+    --local-dir FOLDER`` fetches one of the hub), or a run's folder or checkpoint."""
 
     data: Path | None = None
     """UTF-8 text file, folder of them, or token file; default: Python's standard library source."""
@@ -102,10 +111,15 @@ class TrainConfig:
     """Optimizer steps of the whole run."""
     lr: float = 1e-3
     """Largest learning rate."""
+    lr_schedule: LRSchedule = "cosine"
+    """How it falls after the warm-up: as a half cosine, linearly, not at all, or linearly in the
+    last steps only (warm-up, stable, decay)."""
     min_lr: float = 0.1
-    """Final learning rate, as a part of `lr`."""
+    """Final learning rate, as a part of `lr`; not of a constant one."""
     warmup: int = 20
     """Steps of linear warm-up."""
+    decay: float = 0.2
+    """With lr_schedule wsd: the part of the steps in which the learning rate falls."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's decay rates of the two moments."""
     eps: float = 1e-8
@@ -127,12 +141,17 @@ class TrainConfig:
     """Go on from the newest good checkpoint in `out`."""
     eval_every: int = 100
     """Steps between evaluations; 0 for one at the end only."""
+    early_stop: int = 0
+    """Stop after this many evaluations without a lower validation loss, and keep the checkpoint of
+    the lowest, too; 0 for never."""
     eval_batches: int = 8
     """Micro-batches of validation text per data replica."""
     sample: int = 200
     """Tokens of sampled text at the end."""
     tensorboard: bool = False
     """Also write TensorBoard events (needs warpweave[tensorboard])."""
+    wandb: str | None = None
+    """Also log to this project of Weights & Biases (needs warpweave[wandb])."""
     impl: Literal["triton", "torch"] | None = None
     """What computes; default: the Triton kernels on a GPU, torch on the CPU."""
     tiles: Path | None = None
@@ -152,8 +171,8 @@ class TrainConfig:
     @property
     def settings(self) -> dict[str, Any]:
         """What must stay as it was for a resumed run to be the same run, as JSON has it."""
-        schedule = ("steps", "lr", "min_lr", "warmup", "eps", "weight_decay", "clip")
-        names = (*schedule, "dtype", "packed", "separator")
+        schedule = ("steps", "lr", "lr_schedule", "min_lr", "warmup", "decay")
+        names = (*schedule, "eps", "weight_decay", "clip", "dtype", "packed", "separator")
         return {name: getattr(self, name) for name in names} | {"betas": list(self.betas)}
 
     @property
@@ -231,12 +250,13 @@ class TrainConfig:
 
     def check(self) -> None:
         """Raise a one-line error for what cannot work, before any rank is started."""
+        from warpweave.boards import check_boards
         from warpweave.checkpoint import latest
         from warpweave.parallel.tensor.overlap_table import read_measured
 
         for low, names in (
             (1, ("steps", "batch", "keep", "eval_batches")),
-            (0, ("warmup", "save_every", "eval_every", "sample", "seed")),
+            (0, ("warmup", "save_every", "eval_every", "early_stop", "sample", "seed")),
             (0, ("lr", "min_lr", "eps", "weight_decay", "clip")),
         ):
             for name in names:
@@ -245,6 +265,10 @@ class TrainConfig:
                     raise ValueError(
                         f"{name} must be at least {low}{finite}, got {getattr(self, name)}"
                     )
+        if not 0 <= self.decay <= 1:
+            raise ValueError(f"decay is a part of the steps, 0 to 1, got {self.decay}")
+        if self.early_stop and not self.eval_every:
+            raise ValueError(f"early_stop = {self.early_stop} evaluations need --eval-every")
         if not 0 < self.timeout <= _DAY:
             raise ValueError(f"timeout must be positive seconds, at most a day, got {self.timeout}")
         if self.separator is not None and not self.packed:
@@ -268,8 +292,7 @@ class TrainConfig:
             read_table(self.tiles, by="device")
         if self.overlap_table is not None:
             read_measured(self.overlap_table)
-        if self.tensorboard:
-            import torch.utils.tensorboard  # noqa: F401  an ImportError now, not after training
+        check_boards(self.tensorboard, self.wandb)
         vocabulary = self.open_data("train").vocab_size
         self.open_data("validation")
         self.model_config(vocabulary)
@@ -291,14 +314,15 @@ class TrainConfig:
 
 
 def parse(argv: list[str] | None = None) -> TrainConfig:
-    """The options of the command line; a wrong one ends the process with 2."""
-    return tyro.cli(TrainConfig, prog="warpweave train", description=__doc__, args=argv)
-
-
-def learning_rate(config: TrainConfig, step: int) -> float:
-    """Linear warm-up, then a cosine down to ``min_lr * lr`` (arXiv:1608.03983)."""
-    if step < config.warmup:
-        return config.lr * (step + 1) / config.warmup
-    done = (step - config.warmup) / max(1, config.steps - config.warmup)
-    floor = config.min_lr
-    return config.lr * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
+    """The options of the command line, and below them those of ``--config``; a wrong one ends the
+    process with 2."""
+    about: dict[str, Any] = {"prog": "warpweave train", "description": __doc__, "args": argv}
+    given = tyro.cli(TrainConfig, **about)
+    if given.config is None:
+        return given
+    try:
+        defaults = read_options(given.config, TrainConfig(), without=("config",))
+    except ValueError as error:
+        say(one_line(error))
+        sys.exit(2)
+    return dataclasses.replace(tyro.cli(TrainConfig, default=defaults, **about), config=None)

@@ -175,12 +175,13 @@ def attention(
         window: and less than `window` >= 1 away from its own, on both sides if not causal.
         documents: and of its own document only. int32 or int64 [n + 1], or [B, n + 1] where samples
             differ: cumulative boundaries in global positions (not the number of each token's
-            document), the first 0, the last as a rule the total length: positions from it on are
-            one more document. Documents may be empty. [B, 2, n + 1] are the boundaries of queries
-            and, apart, of keys (whose first need not be 0): a query of document j sees keys of
-            document j, so that ``stack((ends, ends.clamp(first, stop)), 1)`` hides all keys but
-            those at positions first to stop - 1. On a GPU nobody reads them but the kernels, so
-            boundaries that do not ascend are an error on a CPU only.
+            document), ascending from 0 to the end of the sequence: the longer of Sq and Sk, with
+            runs at least the last position. Documents may be empty, and padding behind the last
+            one is a document, too. [B, 2, n + 1] are the boundaries of queries, up to Sq, and,
+            apart, of keys, anywhere up to Sk: a query of document j sees keys of document j, so
+            that ``stack((ends, ends.clamp(first, stop)), 1)`` hides all keys but those at positions
+            first to stop - 1. On a GPU nobody reads them but the kernels, so that wrong ones are an
+            error on a CPU only: there a document begins at 0 and one at the last boundary.
         scale: of the scores, D**-0.5 by default.
         softcap: scores become softcap * tanh(score / softcap).
         sinks: [Hq], floating: one more logit per head, in the normaliser, with no value.

@@ -157,32 +157,68 @@ def check_documents(documents: torch.Tensor, q: torch.Tensor, *, apart: bool = F
         raise ValueError(f"documents must have the shape {words}, got {shape}")
 
 
-def check_boundaries(options: AttentionOptions, *tokens: int) -> None:
-    """Raise ValueError on documents that do not ascend from 0, or that seem to be the number of
-    each of so many `tokens`' document: they are as many and do not reach as far.
+def check_boundaries(options: AttentionOptions, queries: int, keys: int) -> None:
+    """Raise ValueError on documents of checked options that do not ascend from 0 to the end of the
+    sequence, or that seem to be the number of each token's document: they are as many as tokens.
 
-    Their values are read on a CPU only: elsewhere that would wait for the device. There as many
-    entries as tokens are wrong where q and k hold whole sequences.
+    The sequence ends with the last of so many `queries` and `keys`, where runs cut it no earlier
+    than with their last position. Keys' own boundaries may begin and end anywhere before. Values
+    are read on a CPU only: elsewhere that would wait for the device, and a compiler has none yet.
     """
     documents = options.documents
     if documents is None:
         return
-    n = documents.shape[-1]
-    tokens = tokens[:1] if documents.ndim == 3 else tokens
-    if documents.device.type == "cpu":
-        of_q = documents[:, 0] if documents.ndim == 3 else documents
-        if of_q[..., 0].any() or (documents < 0).any() or (documents.diff(dim=-1) < 0).any():
-            raise ValueError(
-                f"documents must be boundaries that ascend from 0, got {documents.tolist()}"
-            )
-        suspicious = n in tokens and bool((of_q[..., -1] < n).any())
-    else:
-        suspicious = n in tokens and options.q_runs is None and options.k_runs is None
-    if suspicious and n > 2:  # two entries mean the same either way
+    n, apart = documents.shape[-1], documents.ndim == 3
+    of_each = n in ((queries,) if apart else (queries, keys))
+    whole = options.q_runs is None and options.k_runs is None
+    if not documents.is_cpu:
+        if of_each and n > 2 and whole:  # two entries mean the same either way
+            raise ValueError(_boundaries_of_each(documents))
+        return
+    if type(documents) is not torch.Tensor or torch.compiler.is_compiling():  # no values: a tracer
+        return
+    bounds = documents.numpy()
+    of_q = bounds[:, 0] if apart else bounds
+    begins, ends = of_q[..., 0], of_q[..., -1]
+    if begins.any() or (bounds[..., 0] < 0).any() or (bounds[..., 1:] < bounds[..., :-1]).any():
         raise ValueError(
-            f"documents must be boundaries, not the document of each of the {n} tokens, got "
-            f"{[*documents.shape]}; boundaries that are as many may repeat the last one"
+            f"documents must be boundaries that ascend from 0, got {documents.tolist()}"
         )
+    end, end_of_k = _end(options.q_runs, queries), _end(options.k_runs, keys)
+    end = end if apart else max(end, end_of_k)
+    if of_each and (ends < n).any():
+        raise ValueError(_boundaries_of_each(documents))
+    if (ends < end).any() or (whole and (ends > end).any()):
+        raise ValueError(
+            f"documents must be boundaries up to {end}{'' if whole else ' or more'}, where the "
+            f"sequence ends (padding is a document, too), got {documents.tolist()}"
+        )
+    if apart and whole and (bounds[:, 1, -1] > keys).any():
+        raise ValueError(
+            f"documents of the {keys} keys must not go beyond them, got {bounds[:, 1].tolist()}"
+        )
+
+
+def check_packed(documents: torch.Tensor | None, tokens: torch.Tensor) -> None:
+    """Raise ValueError unless documents are None or boundaries of whole sequences tokens[B, S]."""
+    if documents is not None:
+        check_documents(documents, tokens)
+        length = tokens.shape[1]
+        check_boundaries(AttentionOptions(documents=documents), length, length)
+
+
+def _end(runs: Sequence[Run] | None, rows: int) -> int:
+    """The position behind the last one."""
+    if runs is None:
+        return rows
+    return max((run.positions[-1] + 1 for run in runs if run.length), default=0)
+
+
+def _boundaries_of_each(documents: torch.Tensor) -> str:
+    return (
+        f"documents must be boundaries, not the document of each of the {documents.shape[-1]} "
+        f"tokens, got {[*documents.shape]}; boundaries that are as many may repeat the last one"
+    )
 
 
 # ---------------------------------------------------------------- 2. through an operator

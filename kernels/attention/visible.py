@@ -14,11 +14,11 @@ five numbers, (start, length) of the first and of the second and `stripes`, whic
 
 Documents are cumulative boundaries in global positions, as FlashAttention's cu_seqlens: position p
 belongs to the document [documents[j], documents[j + 1]) that holds it; documents may be empty, and
-positions from the last boundary on (padding) are one more. Keys may have boundaries of their own:
-a query of document j sees keys of document j, start and end above are theirs, and keys that no
-query's document holds (padding among tokens) are hidden. `document_table` turns both into the first
-and the last position that every row's document has on the other side, on their device and without
-waiting for it.
+positions from the last boundary on (a layout's padding) are one more. Keys may have boundaries of
+their own: a query of document j sees keys of document j, start and end above are theirs, and keys
+that no query's document holds (padding among tokens) are hidden. `document_table` turns both into
+the first and the last position that every row's document has on the other side, on their device and
+without waiting for it.
 
 Window: Beltagy et al. 2020 (arXiv:2004.05150). Packing: Krell et al. 2021 (arXiv:2107.02027).
 """

@@ -45,7 +45,13 @@ from warpweave.kernels.gemm.gradients import grad_dtype
 from warpweave.kernels.norm.backward import norm_bwd
 from warpweave.kernels.norm.checks import check_out, check_tensors, stream_dtype
 from warpweave.kernels.norm.forward import norm_fwd
-from warpweave.kernels.norm.torch_path import cast, norm_bwd_cpu, norm_fwd_cpu, norm_sum
+from warpweave.kernels.norm.torch_path import (
+    cast,
+    norm_bwd_cpu,
+    norm_fwd_cpu,
+    norm_sum,
+    whole_features,
+)
 from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.runtime.dispatch import (
     choose,
@@ -255,7 +261,8 @@ def _norm(x, weight, bias, eps, residual, x_bias, drop, out_dtype, out, layer, i
     if dtype not in _DTYPES:
         raise ValueError(f"out_dtype must be one of {_DTYPES}, got {dtype}")
     if impl == "torch":
-        s = norm_sum(x, x_bias, drop, residual)
+        s = whole_features(norm_sum(x, x_bias, drop, residual))
+        weight, bias = whole_features(weight), bias if bias is None else whole_features(bias)
         wide = compute_dtype(s)
         if layer and (weight.dtype == wide or torch.compiler.is_compiling()):
             b = None if bias is None else bias.to(wide)
@@ -290,8 +297,10 @@ def rms_norm(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """RMSNorm of s = residual + dropout(x + x_bias) by weight[E]; differentiable.
 
-    x[..., E]: any sharding but of E. With `residual` (like x, possibly of another float dtype),
-    `x_bias`[E] or `drop` it returns (y, s), gradients flowing through both; else y alone.
+    x[..., E]: any sharding but of E, along which a DTensor is gathered (`cut_rms_norm` of
+    ``warpweave.parallel.tensor`` sends a number per row instead). With `residual` (like x, possibly
+    of another float dtype), `x_bias`[E] or `drop` it returns (y, s), gradients flowing through
+    both; else y alone.
 
     Args:
         drop: the key of `dropout.dropout`, with the same mask; its tokens are the global indices of

@@ -118,7 +118,7 @@ def context_attention(
         options = checked(options, q, k, v, sinks)
         _check_layout(layout, size, q, k)
         if size > 1:  # on one device the operator looks at documents
-            check_boundaries(options, layout.seq_len)
+            check_boundaries(options, layout.seq_len, layout.seq_len)
             heads = q.shape[2], k.shape[2]
             trading = group_size(neighbours) if isinstance(group, tuple) else None
             if isinstance(strategy, Links):

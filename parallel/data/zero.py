@@ -209,8 +209,9 @@ class ZeroOptimizer:
         for unit in units:
             unit.state.add_moments(rule.moments)
         device = units[0].state.master.device
-        self.steps = [[torch.zeros((), device=device) for _ in u.layout.ranges] for u in units]
-        self.count = torch.zeros((), device=device)  # updates made; equal on every rank
+        zero = torch.zeros((), dtype=torch.float64, device=device)  # fp32 counts to 2**24
+        self.steps = [[zero.clone() for _ in u.layout.ranges] for u in units]
+        self.count = zero  # updates made; equal on every rank
         self.finite = torch.ones((), device=device)  # this rank's own gradients were, last time
         self._norm_axes = self._find_norm_axes()
         self._in_one_message = self._agree(len(self._norm_axes) == len(mesh.coords))

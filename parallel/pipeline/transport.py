@@ -236,7 +236,7 @@ class Distributed:
 
     def open(self, lists: Schedule, stages: Mapping[int, Stage]) -> None:
         """The first time, collective: all ranks learn what each stage takes as input."""
-        if lists is not self._lists and lists != self._lists:
+        if lists != self._lists:
             raise ValueError(f"rank {self.rank}: this transport was built for another schedule")
         _check_stages(lists, stages, self.ranks(lists))
         if self._table is None:

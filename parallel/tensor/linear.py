@@ -187,7 +187,7 @@ def row_parallel_linear(
         ValueError: shapes or dtypes do not fit, or R does not divide the T to be cut.
     """
     dtype = _check_linear("row_parallel_linear", x, weight, bias, group)
-    if sequence_parallel and group is not None and x.shape[0] % group_size(group):
+    if sequence_parallel and x.shape[0] % group_size(group):
         raise ValueError(
             f"row_parallel_linear on rank {group_rank(group)}: {x.shape[0]} tokens (dim 0 of x) "
             f"are not divisible by the {group_size(group)} tensor ranks"

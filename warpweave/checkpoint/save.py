@@ -29,6 +29,7 @@ def save_checkpoint(
     group: dist.ProcessGroup | None = None,
     shard_bytes: int = 1 << 30,
     keep: int = 3,
+    spare: int | None = None,
 ) -> Path:
     """Write ``folder/step_<step>`` and return its path; every rank of `group` calls it.
 
@@ -39,9 +40,9 @@ def save_checkpoint(
     `config`, `state` and `mesh` are JSON (rank 0's count); floats must be finite and come back bit
     for bit.
 
-    Afterwards the folder keeps this step and the `keep` - 1 highest others. A step that already
-    exists is replaced. Raises `CheckpointError` on every rank when any rank failed; whatever was in
-    the folder before is then untouched and no partial step is visible.
+    Afterwards the folder keeps this step, the `keep` - 1 highest others and step `spare`. A step
+    that already exists is replaced. Raises `CheckpointError` on every rank when any rank failed;
+    whatever was in the folder before is then untouched and no partial step is visible.
     """
     if step < 0 or keep < 1 or shard_bytes < 1:
         raise CheckpointError(
@@ -72,7 +73,7 @@ def save_checkpoint(
             discard(temporary)
         raise
     if rank == 0:
-        prune(folder, target, keep)
+        prune(folder, target, keep, spare)
     return target
 
 

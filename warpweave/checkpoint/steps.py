@@ -120,9 +120,10 @@ def publish(temporary: Path, step: Path, digest: str) -> None:
 # ---- how they go ---------------------------------------------------------------------------------
 
 
-def prune(folder: Path, newest: Path, keep: int) -> None:
-    """Remove all steps but `newest` and the `keep` - 1 highest others."""
-    others = [path for path in _steps(folder) if path != newest]
+def prune(folder: Path, newest: Path, keep: int, spare: int | None) -> None:
+    """Remove all steps but `newest`, the `keep` - 1 highest others, and step `spare`."""
+    kept = (newest.name, "" if spare is None else f"step_{spare:08d}")
+    others = [path for path in _steps(folder) if path.name not in kept]
     for path in others[keep - 1 :]:
         try:
             if not _is_ours(path):

@@ -169,7 +169,7 @@ def flash_attn_varlen_func(
         o, lse = _attend(*sequence, causal, window_size, where)
         parts.append((o[0], lse[0]))
     rest = len(q) - q_ends[-1]
-    o = torch.cat([o for o, _ in parts] + [q.new_zeros(rest, *q.shape[1:])])
+    o = torch.cat([o for o, _ in parts] + [q.new_zeros(rest, q.shape[1], v.shape[2])])
     lses = [lse for _, lse in parts]
     none = torch.full((q.shape[1], rest), -torch.inf, device=q.device)
     return _result((o, torch.cat([*lses, none.to(lses[0].dtype if lses else None)], 1)),
@@ -331,7 +331,8 @@ def _attend(
     mask = _mask(causal, window_size, q.shape[1], k.shape[1])
     if first is not None:
         start = max(q.shape[1] - k.shape[1], 0)  # where the keys' rows begin
-        end = 2 * (q.shape[1] + k.shape[1])  # beyond every position, also of a lopsided window's
+        # beyond every position, also of a lopsided window's
+        end = 2 * (q.shape[1] + k.shape[1]) if "q_runs" in mask else q.shape[1]
         ends = torch.tensor([[0, end]], device=q.device).expand(len(q), -1)
         mask["documents"] = torch.stack((ends, ends.clamp(min=start + first[:, None])), 1)
     o, lse = attention(q, k, v, return_lse=True, **mask, **options)

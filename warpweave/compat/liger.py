@@ -5,12 +5,15 @@
 State dicts go both ways. What differs: every kernel here computes in float32 and rounds once, at
 the store, whatever `casting_mode` says (which tells Liger when to round, so that float32 and
 float64 are the same either way); losses are float32 for half-precision logits; no input is ever
-overwritten, so that `in_place` saves nothing; a mean over no label at all is 0. What a kernel
-cannot do raises ValueError naming the argument.
+overwritten, so that `in_place` saves nothing; a mean over no label at all is 0; a `bias` of
+`LigerLayerNorm` that is asked for begins as 0, not at random. What a kernel cannot do raises
+ValueError naming the argument.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -61,6 +64,7 @@ class LigerRMSNorm(nn.Module):
             )
         self.hidden_size, self.variance_epsilon, self.offset = hidden_size, eps, offset
         self.casting_mode, self.in_place, self.row_mode = casting_mode, in_place, row_mode
+        self.elementwise_affine = elementwise_affine
         weight = _initial(init_fn, hidden_size)
         self.weight: nn.Parameter | None
         self.register_parameter("weight", nn.Parameter(weight) if elementwise_affine else None)
@@ -82,17 +86,17 @@ class LigerRMSNorm(nn.Module):
 class LigerLayerNorm(nn.Module):
     """(x - mean) / sqrt(var + eps) * weight + bias over the last dim.
 
-    Like Liger's it has a `bias` whether one was asked for or not, so that state dicts fit; it
-    begins as 0, as that of `nn.LayerNorm` does, and is trained only if it was asked for.
+    Like Liger's it has a `bias`, which is trained, whether one was asked for or not; it begins as
+    0, as that of `nn.LayerNorm` does.
     """
 
     def __init__(
         self, hidden_size: int, eps: float = 1e-6, bias: bool = False, init_fn: str = "ones"
     ) -> None:
         super().__init__()
-        self.hidden_size, self.variance_epsilon = hidden_size, eps
+        self.hidden_size, self.eps, self.variance_epsilon = hidden_size, eps, eps
         self.weight = nn.Parameter(_initial(init_fn, hidden_size))
-        self.bias = nn.Parameter(torch.zeros(hidden_size), requires_grad=bias)
+        self.bias = nn.Parameter(torch.zeros(hidden_size))
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """x[..., E] -> y[..., E]."""
@@ -156,8 +160,29 @@ class LigerGEGLUMLP(_GatedMLP):
         return F.gelu(x, approximate="tanh")
 
 
+@dataclass
+class CrossEntropyOutput:
+    """What a loss returns that was asked for more than itself; what was not asked for is None.
+
+    Attributes:
+        loss: 0-dim, or losses[N].
+        z_loss: never asked for here.
+        token_accuracy: the share of labels that have the largest logit, float32, 0-dim, whatever
+            the reduction; for "none" 1 or 0 of each token, 0 of ignored ones.
+        predicted_tokens: int64[N], the class of the largest logit, -1 for ignored tokens.
+    """
+
+    loss: Tensor
+    z_loss: Tensor | None = None
+    token_accuracy: Tensor | None = None
+    predicted_tokens: Tensor | None = None
+
+
 class _Loss(nn.Module):
     """The options of both losses."""
+
+    return_token_accuracy: bool
+    return_predicted_tokens: bool
 
     def __init__(
         self,
@@ -167,8 +192,12 @@ class _Loss(nn.Module):
         label_smoothing: float,
         reduction: str,
         softcap: float | None,
+        return_z_loss: bool,
     ) -> None:
         super().__init__()
+        _refuse("the kernel returns one sum", return_z_loss=return_z_loss)
+        if not 0 <= label_smoothing <= 1:
+            raise ValueError(f"label_smoothing must be in 0..1, got {label_smoothing}")
         if reduction not in ("mean", "sum", "none"):
             raise ValueError(f'reduction must be "mean", "sum" or "none", got {reduction!r}')
         if weight is not None and (label_smoothing or lse_square_scale):
@@ -178,6 +207,27 @@ class _Loss(nn.Module):
             raise ValueError(f"softcap must be positive or None, got {softcap}")
         self.ignore_index, self.lse_square_scale = ignore_index, lse_square_scale
         self.label_smoothing, self.reduction, self.softcap = label_smoothing, reduction, softcap
+        self.return_z_loss = return_z_loss
+
+    def _returned(
+        self, loss: Tensor, target: Tensor, predict: Callable[[], Tensor]
+    ) -> Tensor | CrossEntropyOutput:
+        """The loss, with what else was asked for: `predict` finds the class of the largest logit of
+        every token."""
+        if not self.return_token_accuracy and not self.return_predicted_tokens:
+            return loss
+        with torch.no_grad():
+            valid = target != self.ignore_index
+            predicted = predict().masked_fill(~valid, -1)
+            right = (predicted == target) & valid
+            accuracy = right.float()
+            if self.reduction != "none":
+                accuracy = (right.sum() / valid.sum().clamp(min=1)).float()
+        return CrossEntropyOutput(
+            loss,
+            token_accuracy=accuracy if self.return_token_accuracy else None,
+            predicted_tokens=predicted if self.return_predicted_tokens else None,
+        )
 
     @property
     def _options(self) -> dict:
@@ -224,7 +274,9 @@ class LigerCrossEntropyLoss(_Loss):
         ignore_index, label_smoothing, reduction: as `F.cross_entropy`.
         lse_square_scale: every token also loses this times the square of its log-sum-exp.
         softcap: logits become softcap * tanh(logits / softcap), in a copy of them, in float32.
-        return_z_loss, return_token_accuracy: refused, the kernel returns one sum.
+        return_token_accuracy, return_predicted_tokens: return a `CrossEntropyOutput`, for which the
+            logits are read once more.
+        return_z_loss: refused, the kernel returns one sum.
     """
 
     def __init__(
@@ -237,24 +289,28 @@ class LigerCrossEntropyLoss(_Loss):
         softcap: float | None = None,
         return_z_loss: bool = False,
         return_token_accuracy: bool = False,
+        return_predicted_tokens: bool = False,
     ) -> None:
         super().__init__(
-            weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap
-        )
-        asked = {"return_z_loss": return_z_loss, "return_token_accuracy": return_token_accuracy}
-        _refuse("the kernel returns the loss alone", **asked)
+            weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap,
+            return_z_loss,
+        )  # fmt: skip
+        self.return_token_accuracy = return_token_accuracy
+        self.return_predicted_tokens = return_predicted_tokens
         self.weight = weight
 
-    def forward(self, _input: Tensor, target: Tensor) -> Tensor:
+    def forward(self, _input: Tensor, target: Tensor) -> Tensor | CrossEntropyOutput:
         """logits[N, V] and labels int64[N] -> the loss, 0-dim, or losses[N]."""
         _check_labels(_input, target)
         if self.softcap is not None:
             _input = _input.to(compute_dtype(_input))
             _input = self.softcap * torch.tanh(_input / self.softcap)
         if self.weight is None:
-            return cross_entropy(_input, target, reduction=self.reduction, **self._options)
-        losses = cross_entropy(_input, target, reduction="none", **self._options)
-        return self._weighted(losses, target, self.weight, _input.shape[1])
+            loss = cross_entropy(_input, target, reduction=self.reduction, **self._options)
+        else:
+            losses = cross_entropy(_input, target, reduction="none", **self._options)
+            loss = self._weighted(losses, target, self.weight, _input.shape[1])
+        return self._returned(loss, target, lambda: _input.argmax(1))
 
 
 class LigerFusedLinearCrossEntropyLoss(_Loss):
@@ -267,7 +323,9 @@ class LigerFusedLinearCrossEntropyLoss(_Loss):
             float64); anything else is refused.
         softcap: as for ``LigerCrossEntropyLoss``; some rows at a time, whose logits the backward
             makes again.
-        return_z_loss, use_token_scaling, return_token_accuracy: refused.
+        return_token_accuracy, return_predicted_tokens: return a `CrossEntropyOutput`, for which the
+            logits are made once more, some rows at a time.
+        return_z_loss, use_token_scaling: refused.
     """
 
     def __init__(
@@ -282,12 +340,15 @@ class LigerFusedLinearCrossEntropyLoss(_Loss):
         accum_dtype: torch.dtype | None = None,
         use_token_scaling: bool = False,
         return_token_accuracy: bool = False,
+        return_predicted_tokens: bool = False,
     ) -> None:
         super().__init__(
-            ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap
-        )
-        asked = {"return_z_loss": return_z_loss, "return_token_accuracy": return_token_accuracy}
-        _refuse("the kernel returns the loss alone", **asked)
+            ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap,
+            return_z_loss,
+        )  # fmt: skip
+        self.return_token_accuracy = return_token_accuracy
+        self.return_predicted_tokens = return_predicted_tokens
+        self.use_token_scaling, self.accum_dtype = use_token_scaling, accum_dtype
         _refuse("losses are not weighted by their tokens", use_token_scaling=use_token_scaling)
         if accum_dtype is not torch.float32:
             _refuse("gradients are summed in float32", accum_dtype=accum_dtype)
@@ -295,7 +356,7 @@ class LigerFusedLinearCrossEntropyLoss(_Loss):
 
     def forward(
         self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None
-    ) -> Tensor:
+    ) -> Tensor | CrossEntropyOutput:
         """lin_weight[V, E], hidden states[N, E], labels int64[N] and maybe a bias[V] -> the loss,
         0-dim, or losses[N]. With a bias the weight is copied, to be one column wider."""
         _check_labels(_input, target)
@@ -306,8 +367,10 @@ class LigerFusedLinearCrossEntropyLoss(_Loss):
             lin_weight = torch.cat((lin_weight, bias[:, None].to(lin_weight.dtype)), 1)
         if self.ce_weight is not None:
             losses = self._losses(_input, lin_weight, target, "none")
-            return self._weighted(losses, target, self.ce_weight, len(lin_weight))
-        return self._losses(_input, lin_weight, target, self.reduction)
+            loss = self._weighted(losses, target, self.ce_weight, len(lin_weight))
+        else:
+            loss = self._losses(_input, lin_weight, target, self.reduction)
+        return self._returned(loss, target, lambda: _largest(_input, lin_weight))
 
     def _losses(self, x: Tensor, weight: Tensor, target: Tensor, reduction: str) -> Tensor:
         if self.softcap is None:
@@ -321,6 +384,13 @@ class LigerFusedLinearCrossEntropyLoss(_Loss):
         return loss / valid if reduction == "mean" else loss
 
 
+def _largest(x: Tensor, weight: Tensor) -> Tensor:
+    """int64[N], the row of weight[V, E] that has the largest product with each of x[N, E]; 2^26
+    products at most are held at a time."""
+    rows = x.split(max(1, 2**26 // len(weight)))
+    return torch.cat([F.linear(part, weight.to(x.dtype)).argmax(1) for part in rows])
+
+
 def liger_rotary_pos_emb(
     q: Tensor,
     k: Tensor,
@@ -332,7 +402,8 @@ def liger_rotary_pos_emb(
     """q[B, H, S, D] and k[B, Hkv, S, D] rotated in pairs (i, i + D/2).
 
     Args:
-        cos, sin: [1 or B, S, D], whose second half repeats the first, as transformers makes them.
+        cos, sin: [S, D] or [1 or B, S, D], whose second half repeats the first, as transformers
+            makes them.
         position_ids: unused here as there: cos and sin are those of the positions already.
         unsqueeze_dim: where the heads stand: 1, or 2 for q[B, S, H, D] (as transformers means it).
 
@@ -345,9 +416,11 @@ def liger_rotary_pos_emb(
     if unsqueeze_dim == 1:
         q, k = q.transpose(1, 2), k.transpose(1, 2)
     (B, S, _, D) = q.shape
+    cos, sin = (table[None] if table.ndim == 2 else table for table in (cos, sin))
     if cos.shape not in ((1, S, D), (B, S, D)) or sin.shape != cos.shape:
         raise ValueError(
-            f"cos and sin must be [1 or {B}, {S}, {D}], got {[*cos.shape]} and {[*sin.shape]}"
+            f"cos and sin must be [1 or {B}, {S}, {D}] or without a batch, got {[*cos.shape]} and "
+            f"{[*sin.shape]}"
         )
     tables = [table[..., : D // 2].flatten(0, 1) for table in (cos, sin)]
     if len(cos) == 1:

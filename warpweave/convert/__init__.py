@@ -3,18 +3,20 @@
 ``from_hf(folder)`` reads GPT-2, Llama 2 and 3, Mistral, Qwen 2 and 3, Phi 3, Gemma 2 and 3 (text)
 and OLMo 2: the sizes at once, each tensor when somebody asks for it, so that no rank ever holds
 more than its own part and one whole tensor. ``to_hf(model, folder)`` writes what
-``AutoModelForCausalLM.from_pretrained`` loads, every rank its own tensors. transformers itself is
+``AutoModelForCausalLM.from_pretrained`` loads, every rank its own tensors, with the tokenizer that
+the model was trained with. transformers itself is
 not needed.
 
 What a folder says and our GPT cannot do is refused by name: another kind of RoPE scaling, a bias
 where none can be, a tensor that is missing, too many, of another shape or quantised. Dropout is no
 property of the weights: what is read has none.
 
-`families` one family's config.json as a `GPTConfig` and back · `tensors` which of their tensors
-make one of ours · `folder` reading · `write` writing · `source` reading, or a checkpoint of ours.
+`fields` that families share · `families` one family's config.json as a `GPTConfig` and back ·
+`tensors` which of their tensors make one of ours · `folder` reading · `beside` tokenizer, ends of
+texts, card · `source` reading, or a checkpoint of ours · `write` writing.
 """
 
-from warpweave.convert.families import ConvertError
+from warpweave.convert.fields import ConvertError
 from warpweave.convert.folder import HFFolder, from_hf
 from warpweave.convert.write import to_hf
 

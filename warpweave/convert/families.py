@@ -6,17 +6,12 @@ back is only taken where reading what it gives is the same model again (`write_c
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from warpweave.config import GPTConfig
-from warpweave.kernels.rope import RopeScaling
-
-
-class ConvertError(ValueError):
-    """A folder or model that cannot be converted; one line that names what stands in the way."""
+from warpweave.convert.fields import ConvertError, expect, given, read_rope, write_rope
 
 
 @dataclass(frozen=True)
@@ -55,8 +50,8 @@ def read_config(fields: Mapping[str, Any]) -> tuple[str, GPTConfig]:
     if not isinstance(kind, str) or kind not in FAMILIES:
         known = ", ".join(FAMILIES)
         raise ConvertError(f"model_type {kind!r} is not one of those that are read: {known}")
-    _expect(fields, "quantization_config", None)
-    _expect(fields, "is_causal", True)
+    expect(fields, "quantization_config", None)
+    expect(fields, "is_causal", True)
     for name in ("num_hidden_layers", "n_layer"):
         if isinstance(fields.get(name), int) and fields[name] > 10_000:
             raise ConvertError(f"{name} = {fields[name]} is no number of layers")
@@ -107,49 +102,39 @@ def canonical(config: GPTConfig) -> GPTConfig:
     )
 
 
-def _expect(fields: Mapping[str, Any], name: str, *values: Any) -> Any:
-    """The value of a field, the first of `values` if it is missing; it must be one of them."""
-    value = fields.get(name, values[0])
-    if value not in values:
+def _expect_whole_heads(c: Mapping[str, Any]) -> None:
+    """What the records of some families insist on, though their heads may be of any width."""
+    if c["hidden_size"] % c["num_attention_heads"]:
         raise ConvertError(
-            f"{name} = {value!r} is not supported, only {' or '.join(map(str, values))}"
+            f"hidden_size = {c['hidden_size']} does not divide by num_attention_heads = "
+            f"{c['num_attention_heads']}"
         )
-    return value
-
-
-def _or(fields: Mapping[str, Any], name: str, default: Any) -> Any:
-    """A field that is missing or null is its family's default."""
-    value = fields.get(name)
-    return default if value is None else value
-
-
-# ---------------------------------------------------------------- Llama and what grew from it
 
 
 def _read_rotary(c: Mapping[str, Any], *, kv_heads: int | None = None, **more: Any) -> GPTConfig:
-    """A decoder with rotary positions, RMSNorm and a gate; `kv_heads` is the family's default."""
+    """A decoder with rotary positions, RMSNorm and a gate; `kv_heads` is the family's default where
+    the field is missing, null is as many as `heads`."""
     if "activation" not in more:
-        _expect(c, "hidden_act", "silu")
-    heads = c["num_attention_heads"]
-    theta, scaling = _read_rope(c)
+        expect(c, "hidden_act", "silu")
+    theta, scaling = read_rope(c)
     return GPTConfig(
         vocab_size=c["vocab_size"],
         seq_len=c["max_position_embeddings"],
         layers=c["num_hidden_layers"],
         width=c["hidden_size"],
-        heads=heads,
-        kv_heads=_or(c, "num_key_value_heads", heads if kv_heads is None else kv_heads),
+        heads=c["num_attention_heads"],
+        kv_heads=c.get("num_key_value_heads", kv_heads),
         hidden=c["intermediate_size"],
         head_size=c.get("head_dim"),
         positions="rope",
-        norm_eps=_or(c, "rms_norm_eps", 1e-6),
+        norm_eps=given(c, "rms_norm_eps", 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
         **{
             "norm": "rms",
             "activation": "swiglu",
             "bias": False,
-            "tied": _or(c, "tie_word_embeddings", False),
+            "tied": given(c, "tie_word_embeddings", False),
             **more,
         },
     )
@@ -168,64 +153,14 @@ def _write_rotary(c: GPTConfig) -> dict[str, Any]:
         "hidden_act": "silu",
         "tie_word_embeddings": c.tied,
         "rms_norm_eps": c.norm_eps,
-        "rope_parameters": _write_rope(c),
+        "rope_parameters": write_rope(c),
     }
 
 
-def _read_rope(c: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    """(theta, scaling), of ``rope_parameters`` or ``rope_scaling``, which was its name before
-    transformers 5 and goes before it there too, as an original length outside of both does."""
-    p = c.get("rope_scaling") or c.get("rope_parameters") or {}
-    if any(isinstance(value, dict) for value in p.values()):
-        raise ConvertError(
-            f"rope_parameters of {', '.join(p)} are not supported, only of all layers"
-        )
-    theta = float(p.get("rope_theta", c.get("rope_theta", 10000.0)))
-    _expect({**c, **p}, "partial_rotary_factor", 1.0)
-    kind = p.get("rope_type", p.get("type", "default"))
-    if kind == "default":
-        return theta, None
-    if kind not in ("linear", "llama3", "yarn"):
-        raise ConvertError(
-            f"RoPE scaling of type {kind!r} is not supported, only linear, llama3, yarn"
-        )
-    factor = float(p["factor"])
-    if kind == "linear":
-        return theta, RopeScaling("linear", factor)
-    length = _or(p, "original_max_position_embeddings", c["max_position_embeddings"])
-    length = _or(c, "original_max_position_embeddings", length)
-    if kind == "llama3":
-        low, high = float(p["low_freq_factor"]), float(p["high_freq_factor"])
-        return theta, RopeScaling("llama3", factor, length, low, high)
-    attention = p.get("attention_factor")
-    if attention is None and p.get("mscale") and p.get("mscale_all_dim"):
-        above, below = (
-            0.1 * p[name] * math.log(factor) + 1 for name in ("mscale", "mscale_all_dim")
-        )
-        attention = above / below
-    low, high = float(_or(p, "beta_slow", 1.0)), float(_or(p, "beta_fast", 32.0))
-    return theta, RopeScaling("yarn", factor, length, low, high, attention, p.get("truncate", True))
-
-
-def _write_rope(c: GPTConfig) -> dict[str, Any]:
-    s, theta = c.rope_scaling, {"rope_theta": c.rope_theta}
-    if s is None:
-        return {"rope_type": "default", **theta}
-    out = {"rope_type": s.kind, "factor": s.factor, **theta}
-    if s.kind == "llama3":
-        out |= {"low_freq_factor": s.low, "high_freq_factor": s.high}
-    if s.kind == "yarn":
-        out |= {"beta_slow": s.low, "beta_fast": s.high, "truncate": s.truncate}
-        if s.attention_factor is not None:
-            out["attention_factor"] = s.attention_factor
-    if s.kind in ("llama3", "yarn"):
-        out["original_max_position_embeddings"] = s.original_length
-    return out
-
-
 def _read_llama(c: Mapping[str, Any]) -> GPTConfig:
+    _expect_whole_heads(c)
     bias = c.get("attention_bias", False)
-    _expect(c, "mlp_bias", bias) if "mlp_bias" in c or bias else None
+    expect({"mlp_bias": c.get("mlp_bias", False)}, "mlp_bias", bias)
     return _read_rotary(c, bias=bias)
 
 
@@ -236,7 +171,7 @@ def _write_llama(c: GPTConfig) -> dict[str, Any]:
 def _read_mistral(c: Mapping[str, Any]) -> GPTConfig:
     window = c.get("sliding_window", 4096)
     kind = "full_attention" if window is None else "sliding_attention"
-    _expect({"layer_types": set(c.get("layer_types") or [kind])}, "layer_types", {kind})
+    expect({"layer_types": set(c.get("layer_types") or [kind])}, "layer_types", {kind})
     return _read_rotary(c, kv_heads=8, windows=() if window is None else (window,))
 
 
@@ -246,9 +181,11 @@ def _write_mistral(c: GPTConfig) -> dict[str, Any]:
 
 def _read_phi3(c: Mapping[str, Any]) -> GPTConfig:
     window = c.get("sliding_window")
+    if read_rope(c)[1] is not None:
+        raise ConvertError("RoPE scaling of phi3 models is not supported")
     return _read_rotary(
         {k: v for k, v in c.items() if k != "head_dim"}
-        | {"rms_norm_eps": _or(c, "rms_norm_eps", 1e-5)},
+        | {"rms_norm_eps": given(c, "rms_norm_eps", 1e-5)},
         windows=() if window is None else (window,),
     )
 
@@ -270,7 +207,7 @@ def _windows_of(c: Mapping[str, Any], window: int | None, default: Callable[[int
     if len(kinds) < layers:
         raise ConvertError(f"layer_types names {len(kinds)} of {layers} layers")
     for kind in kinds:
-        _expect({"layer_types": kind}, "layer_types", *_KINDS)
+        expect({"layer_types": kind}, "layer_types", *_KINDS)
     if window is None and "sliding_attention" in kinds[:layers]:
         raise ConvertError("sliding_window = None is not supported beside sliding_attention")
     return tuple(window if kind == "sliding_attention" else 0 for kind in kinds[:layers])
@@ -281,10 +218,9 @@ def _kinds_of(c: GPTConfig) -> list[str]:
 
 
 def _qwen_windows(c: Mapping[str, Any]) -> tuple[int, ...]:
-    window, first = c.get("sliding_window", 4096), c.get("max_window_layers", 28)
-    if not c.get("use_sliding_window", False) or window is None:
-        return ()
-    return _windows_of(c, window, lambda i: i >= first)
+    first, used = c.get("max_window_layers", 28), c.get("use_sliding_window", False)
+    window = c.get("sliding_window", 4096) if used else None
+    return _windows_of(c, window, lambda i: window is not None and i >= first)
 
 
 def _write_qwen(c: GPTConfig) -> dict[str, Any]:
@@ -302,24 +238,25 @@ def _read_qwen2(c: Mapping[str, Any]) -> GPTConfig:
 
 
 def _read_qwen3(c: Mapping[str, Any]) -> GPTConfig:
-    _expect(c, "attention_bias", False)
-    c = {**c, "head_dim": _or(c, "head_dim", 128)}
+    expect(c, "attention_bias", False)
+    c = {**c, "head_dim": given(c, "head_dim", 128)}
     return _read_rotary(c, kv_heads=32, qk_norm=True, windows=_qwen_windows(c))
 
 
 def _read_gemma(c: Mapping[str, Any], **more: Any) -> GPTConfig:
     """What Gemma 2 and 3 share."""
-    _expect(c, "hidden_activation", "gelu_pytorch_tanh", None)
-    _expect(c, "attention_bias", False)
-    _expect(c, "use_bidirectional_attention", False, None)
+    _expect_whole_heads(c)
+    expect(c, "hidden_activation", "gelu_pytorch_tanh", None)
+    expect(c, "attention_bias", False)
+    expect(c, "use_bidirectional_attention", False, None)
     return _read_rotary(
-        {**c, "head_dim": _or(c, "head_dim", 256)},
+        {**c, "head_dim": given(c, "head_dim", 256)},
         kv_heads=4,
         norm="rms1p",
         activation="geglu",
         norm_place="sandwich",
-        tied=_or(c, "tie_word_embeddings", True),
-        attention_scale=_or(c, "query_pre_attn_scalar", 256) ** -0.5,
+        tied=given(c, "tie_word_embeddings", True),
+        attention_scale=given(c, "query_pre_attn_scalar", 256) ** -0.5,
         embedding_scale=c["hidden_size"] ** 0.5,
         **more,
     )
@@ -348,39 +285,49 @@ def _read_gemma2(c: Mapping[str, Any]) -> GPTConfig:
 
 def _read_gemma3(c: Mapping[str, Any]) -> GPTConfig:
     """Windows turn by a base of their own, ``rope_local_base_freq`` before transformers 5."""
-    every, both = _or(c, "sliding_window_pattern", 6), c.get("rope_parameters") or {}
+    every, both = given(c, "sliding_window_pattern", 6), c.get("rope_parameters") or {}
     if not set(both) <= {"full_attention", "sliding_attention"}:
         raise ConvertError(
             f"rope_parameters of {', '.join(both)} are not supported, only by layers"
         )
-    full, local = (both.get(kind) or {} for kind in _KINDS)
-    full = {"rope_theta": _or(c, "rope_theta", 1e6)} | full | (c.get("rope_scaling") or {})
-    local = {"rope_theta": _or(c, "rope_local_base_freq", 1e4)} | local
-    theta, scaling = _read_rope({**c, "rope_scaling": None, "rope_parameters": local})
-    if scaling is not None:
-        raise ConvertError("RoPE scaling of sliding_attention is not supported")
+    full, local = (both.get(kind) or {"rope_type": "default"} for kind in _KINDS)
+    full = {"rope_theta": given(c, "rope_theta", 1e6)} | full | (c.get("rope_scaling") or {})
+    local = {"rope_theta": given(c, "rope_local_base_freq", 1e4)} | local
+    c = {
+        k: v for k, v in c.items() if k not in ("rope_scaling", "original_max_position_embeddings")
+    }
+    windows = _windows_of(c, c.get("sliding_window", 4096), lambda i: (i + 1) % every != 0)
+    theta, scaling = read_rope(c | {"rope_parameters": local})
+    if (
+        any(windows)
+        and scaling is not None
+        and (theta, scaling) != read_rope(c | {"rope_parameters": full})
+    ):
+        raise ConvertError(
+            "RoPE scaling of sliding_attention is not supported, unless it is that of all"
+        )
     return _read_gemma(
-        {**c, "rope_scaling": None, "rope_parameters": full},
+        c | {"rope_parameters": full},
         qk_norm=True,
-        windows=_windows_of(c, c.get("sliding_window", 4096), lambda i: (i + 1) % every != 0),
+        windows=windows,
         softcap=c.get("attn_logit_softcapping"),
         logit_softcap=c.get("final_logit_softcapping"),
-        local_rope_theta=theta,
+        local_rope_theta=theta if scaling is None else None,
     )
 
 
 def _write_gemma3(c: GPTConfig) -> dict[str, Any]:
     theta, scaling = c.rope(local=True)
-    local = _write_rope(replace(c, rope_theta=theta, rope_scaling=scaling))
+    local = write_rope(replace(c, rope_theta=theta, rope_scaling=scaling))
     fields = _write_gemma(c)
     rope = {"full_attention": fields["rope_parameters"], "sliding_attention": local}
     return fields | {"rope_parameters": rope}
 
 
 def _read_olmo2(c: Mapping[str, Any]) -> GPTConfig:
-    _expect(c, "attention_bias", False)
+    expect(c, "attention_bias", False)
     return _read_rotary(
-        {**c, "rms_norm_eps": _or(c, "rms_norm_eps", 1e-5)},
+        {**c, "rms_norm_eps": given(c, "rms_norm_eps", 1e-5)},
         norm_place="post",
         qk_norm=True,
         qk_norm_whole=True,
@@ -427,9 +374,9 @@ _GPT2_ALIASES = {  # which go before its own names
 
 def _read_gpt2(c: Mapping[str, Any]) -> GPTConfig:
     c = {**c, **{own: c[alias] for alias, own in _GPT2_ALIASES.items() if alias in c}}
-    _expect(c, "scale_attn_weights", True)
-    _expect(c, "scale_attn_by_inverse_layer_idx", False)
-    _expect(c, "add_cross_attention", False)
+    expect(c, "scale_attn_weights", True)
+    expect(c, "scale_attn_by_inverse_layer_idx", False)
+    expect(c, "add_cross_attention", False)
     return GPTConfig(
         vocab_size=c["vocab_size"],
         seq_len=c["n_positions"],
@@ -437,8 +384,8 @@ def _read_gpt2(c: Mapping[str, Any]) -> GPTConfig:
         width=c["n_embd"],
         heads=c["n_head"],
         hidden=c.get("n_inner"),
-        activation=_GPT2_GELU[_expect(c, "activation_function", *_GPT2_GELU)],
-        tied=_or(c, "tie_word_embeddings", True),
+        activation=_GPT2_GELU[expect(c, "activation_function", *_GPT2_GELU)],
+        tied=given(c, "tie_word_embeddings", True),
         norm_eps=c.get("layer_norm_epsilon", 1e-5),
     )
 

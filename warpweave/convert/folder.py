@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,7 +15,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from warpweave.config import GPTConfig
-from warpweave.convert.families import FAMILIES, ConvertError, Family, read_config
+from warpweave.convert.families import FAMILIES, Family, read_config
+from warpweave.convert.fields import ConvertError
 from warpweave.convert.tensors import TensorRule, rules_of
 from warpweave.gpt import GPT
 from warpweave.messages import one_line
@@ -144,8 +146,13 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_bytes())
     except FileNotFoundError:
+        name, recipe = path.parent, ""
+        if not name.exists() and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(name)):
+            recipe = (
+                f"; a model of the hub is fetched before: hf download {name} --local-dir FOLDER"
+            )
         raise ConvertError(
-            f"{path.parent} holds no model of transformers: no {path.name}"
+            f"{name} holds no model of transformers: no {path.name}{recipe}"
         ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise ConvertError(f"cannot read {path}: {one_line(error)}") from None

@@ -12,7 +12,9 @@ from torch import Tensor
 from warpweave.checkpoint import CheckpointReader, latest, open_checkpoint
 from warpweave.checkpoint.manifest import MANIFEST, read_manifest
 from warpweave.config import GPTConfig
-from warpweave.convert.families import ConvertError, read_config
+from warpweave.convert.beside import GENERATION, find_origin
+from warpweave.convert.families import read_config
+from warpweave.convert.fields import ConvertError
 from warpweave.convert.folder import HFFolder, about, fill, from_hf, read_json
 from warpweave.gpt import GPT
 from warpweave.parallel.shard import ParamRecord
@@ -39,7 +41,7 @@ def read_model_config(folder: Path) -> GPTConfig:
 
     Raises `ConvertError`, or `CheckpointError` for a damaged checkpoint.
     """
-    step = _step(folder)
+    step = find_step(folder)
     if step is not None:
         return _ours(step, read_manifest(step)["config"])
     with about(folder):
@@ -52,7 +54,7 @@ def open_model(folder: Path, group: dist.ProcessGroup | None = None) -> HFFolder
     Both kinds give ``config``, ``tensor(record)``, one at a time, and ``load(gpt)``. Raises
     `ConvertError` or `CheckpointError` for what is damaged or no model.
     """
-    step = _step(folder)
+    step = find_step(folder)
     if step is None:
         return from_hf(folder)
     reader = open_checkpoint(step, group=group)
@@ -60,10 +62,11 @@ def open_model(folder: Path, group: dist.ProcessGroup | None = None) -> HFFolder
 
 
 def find_tokenizer(folder: Path) -> Path | None:
-    """The tokenizer.json of a folder; None if it has no tokenizer at all.
+    """The tokenizer.json of a folder, or of a run's ``origin``; None if it has no tokenizer at all.
 
     Raises `ConvertError` for a tokenizer in another format: text must not be read as bytes instead.
     """
+    folder = find_origin(folder) or folder
     if (folder / "tokenizer.json").is_file():
         return folder / "tokenizer.json"
     for other in ("tokenizer.model", "vocab.json", "tokenizer_config.json"):
@@ -76,16 +79,23 @@ def find_tokenizer(folder: Path) -> Path | None:
 
 
 def read_stop_tokens(folder: Path) -> tuple[int, ...]:
-    """The tokens that end a text for a model of transformers; () if it names none."""
-    for file in ("generation_config.json", "config.json"):
+    """The tokens that end a text for a model of transformers, or of a run that started from one; ()
+    if it names none.
+
+    As in transformers, generation_config.json decides alone if there is one.
+    """
+    folder = find_origin(folder) or folder
+    for file in (GENERATION, "config.json"):
         if (folder / file).is_file():
             found = read_json(folder / file).get("eos_token_id")
-            if found is not None:
-                return tuple(found) if isinstance(found, list) else (found,)
+            ends = found if isinstance(found, list) else [] if found is None else [found]
+            if not all(type(token) is int for token in ends):
+                raise ConvertError(f"{folder / file}: eos_token_id = {found!r} is no token")
+            return tuple(ends)
     return ()
 
 
-def _step(folder: Path) -> Path | None:
+def find_step(folder: Path) -> Path | None:
     """The checkpoint that a folder is, or that a run left in it; None if it is none of ours."""
     if os.path.lexists(folder / MANIFEST):
         return folder

@@ -6,7 +6,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,17 +19,20 @@ from torch import Tensor
 from warpweave.checkpoint import CheckpointError, CheckpointReader, open_checkpoint
 from warpweave.checkpoint.files import agree, attempt
 from warpweave.config import GPTConfig
+from warpweave.convert.beside import (
+    GENERATION,
+    card,
+    find_origin,
+    special_tokens,
+    tokenizer_config,
+    tokenizer_of,
+)
 from warpweave.convert.families import FAMILIES, canonical, read_config, write_config
 from warpweave.convert.folder import INDEX, SINGLE, read_json
+from warpweave.convert.source import find_step
 from warpweave.convert.tensors import rules_of
 from warpweave.engine import Engine
 from warpweave.gpt import GPT
-
-_CARRIED = (
-    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
-    "generation_config.json",
-)  # fmt: skip
 
 
 def to_hf(
@@ -37,34 +40,47 @@ def to_hf(
     folder: str | Path,
     *,
     like: str | Path | None = None,
+    tokenizer: str | Path | None = None,
     dtype: torch.dtype | None = None,
     shard_bytes: int = 5 << 30,
 ) -> Path:
     """Write a model as a folder that ``AutoModelForCausalLM.from_pretrained`` loads; its path.
 
+    With a tokenizer that ``AutoTokenizer`` loads, if one is known, generation_config.json and a
+    README.md to be filled in.
+
     Args:
-        model: a GPT or an engine (on any mesh: every rank calls it), or the path of a checkpoint
-            of ours (``.../checkpoints/step_00000500``).
+        model: a GPT or an engine (on any mesh: every rank calls it), or the path of a run's folder
+            (its newest checkpoint) or a checkpoint of ours (``.../checkpoints/step_00000500``).
         folder: where to; it must not exist yet.
         like: a folder of transformers that the model came from: its family, its tokenizer and what
-            else its config.json says are carried along. Without it the family is the first that can
-            be this model.
+            else its config.json says are carried along. Without it that is what a run started from;
+            without that the family is the first that can be this model.
+        tokenizer: a tokenizers JSON, or "bytes"; None is what a run was trained with, or `like`'s.
         dtype: of the weights; None is the model's own.
         shard_bytes: size of a file, unless a single tensor is larger.
 
-    Raises `ConvertError` if no family, or not that of `like`, can be this model, and
+    Raises `ConvertError` if no family, or not that of `like`, can be this model, or the tokenizer
+    is not to be found or larger than the model, and
     `CheckpointError`, on every rank, if the folder exists or cannot be written.
     """
     folder = Path(folder)
+    state: Mapping[str, Any] = {}
+    places = [] if like is None else [Path(like)]
     if isinstance(model, (str, Path)):
-        saved = open_checkpoint(model)
-        config, group = GPTConfig(**saved.config), None
+        saved = open_checkpoint(find_step(Path(model)) or model)
+        config, group, state = GPTConfig(**saved.config), None, saved.state
         tensors = _of_checkpoint(saved)
+        places += [place for place in [find_origin(saved.path)] if place is not None]
     else:
         config, group = model.config, model.mesh.group("world")
         tensors = _of_engine(model) if isinstance(model, Engine) else _of_gpt(model)
         dtype = model.dtype if dtype is None and isinstance(model, Engine) else dtype
-    kind, fields = _config_json(config, like)
+    source = next((place for place in places if (place / "config.json").is_file()), like)
+    kind, fields = _config_json(config, source)
+    files, place = tokenizer_of(tokenizer, state.get("data", {}).get("tokenizer"), places)
+    source = source if not files or place == source else None  # what it says of tokens
+    beside = _beside(folder.name, config, kind, fields, files, source, state)
     rules = rules_of(config, FAMILIES[kind])
     theirs = (item for name, ours in tensors for item in rules[name].unpack(ours).items())
     rank = 0 if group is None else dist.get_rank(group)
@@ -80,9 +96,8 @@ def to_hf(
         config_json = fields | {"dtype": next(r["dtype"] for r in reports if r["dtype"])}
         _write_names(temporary, reports)
         _dump(temporary / "config.json", config_json)
-        for name in _CARRIED:
-            if like is not None and (Path(like) / name).is_file():
-                shutil.copyfile(Path(like) / name, temporary / name)
+        for name, data in beside.items():
+            (temporary / name).write_bytes(data)
         os.rename(temporary, folder)
 
     # Rank 0 opens a temporary folder, everyone writes into it, rank 0 names it.
@@ -111,6 +126,37 @@ def _config_json(config: GPTConfig, like: str | Path | None) -> tuple[str, dict[
         return kind, dict(old)
     kept = {k: v for k, v in old.items() if k not in ("rope_scaling", "rope_theta")}
     return kind, kept | write_config(now, kind)[1]
+
+
+def _beside(
+    name: str,
+    config: GPTConfig,
+    kind: str,
+    fields: dict[str, Any],
+    files: dict[str, bytes],
+    source: str | Path | None,
+    state: Mapping[str, Any],
+) -> dict[str, bytes]:
+    """The tokenizer's `files` and what else is written besides config.json and the weights, file ->
+    content. The tokens that begin and end a text go into `fields`, unless these and `source`, where
+    they are from, are of this tokenizer and say so."""
+    data, settings = state.get("data", {}), state.get("settings", {})
+    if source is None or "eos_token_id" not in fields:
+        ids = special_tokens(files, config, settings.get("separator"))
+        fields |= ids
+        if "tokenizer.json" in files and "tokenizer_config.json" not in files:
+            files["tokenizer_config.json"] = _json(tokenizer_config(files, config, ids))
+    if source is not None and (Path(source) / GENERATION).is_file():
+        files[GENERATION] = (Path(source) / GENERATION).read_bytes()
+    else:
+        names = ("bos_token_id", "eos_token_id", "pad_token_id")
+        files[GENERATION] = _json({n: fields.get(n) for n in names})
+    trained = {}
+    if "name" in data:  # no folder of the machine that it was trained on
+        tokens = state["step"] * data["sequences_per_step"] * config.seq_len
+        trained = {"Data": Path(data["name"]).name, "Steps": f"{state['step']} ({tokens:,} tokens)"}
+    written = card(name, config, FAMILIES[kind].architecture, trained)
+    return files | {"README.md": written.encode()}
 
 
 def _of_checkpoint(saved: CheckpointReader) -> Iterator[tuple[str, Tensor]]:
@@ -192,4 +238,8 @@ def _write_names(folder: Path, reports: list[dict[str, Any]]) -> None:
 
 
 def _dump(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")
+    path.write_bytes(_json(value))
+
+
+def _json(value: dict[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()

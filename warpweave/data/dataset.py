@@ -38,6 +38,12 @@ class Corpus:
         """Number of tokens."""
         return len(self.tokens)
 
+    @property
+    def tokenizer_name(self) -> str | None:
+        """What the text went through: "bytes", or the SHA-256 of a tokenizers JSON; None of a token
+        file."""
+        return None if self.tokenizer is None else self.tokenizer.fingerprint
+
 
 @dataclasses.dataclass(frozen=True)
 class Dataset(Corpus):
@@ -102,7 +108,9 @@ def boundaries(labels: torch.Tensor) -> torch.Tensor:
     """
     rows, length = labels.shape
     ends = [(row == IGNORE).nonzero()[:, 0] + 1 for row in labels]
-    found = torch.full((rows, 2 + max(map(len, ends), default=0)), length)
+    count = 2 + max(map(len, ends), default=0)
+    count += count == length  # as many as tokens are taken for the document of each
+    found = torch.full((rows, count), length)
     found[:, 0] = 0
     for row, end in zip(found, ends):
         row[1 : 1 + len(end)] = end

@@ -7,20 +7,35 @@ only after the old and the new one were seen to agree on a small probe. Paramete
 `state_dict`, `save_pretrained` and the signature of `forward` stay as they are.
 
 `model` the public calls · `report` what they print · `patch` a forward replaced and put back ·
-`probe` how two forwards are compared · `norm`, `mlp` modules · `attention` the function that models
-call, `mask` what their masks mean to it · `loss` the head and its loss · `parallel` a model over
-ranks: `options` how, `structure` where it can be cut · `styles` for a `tp_plan`.
+`probe` how two forwards are compared · `seen` whether a module is still what it was · `norm`, `mlp`
+modules · `attention` the function that models call, `mask` what their masks mean to it · `loss` the
+head and its loss · `parallel` a model over ranks: `options` how, `structure` where it can be cut ·
+`styles` for a `tp_plan`.
 """
 
+from typing import Any
+
 try:
-    import transformers  # noqa: F401
+    import transformers
 except ImportError:
     raise ImportError(
-        "warpweave.hf needs transformers: pip install 'transformers>=5.2' 'accelerate>=1.1'"
+        "warpweave.hf needs transformers: pip install 'transformers>=5.4' 'accelerate>=1.1'"
     ) from None
 
 from warpweave.hf.model import KINDS, apply, revert
 from warpweave.hf.report import Entry, Report
-from warpweave.hf.styles import planned
+
+# Before 5.23 transformers calls the words in another way: norms would get part of a gradient.
+if tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23):
+    from warpweave.hf.styles import planned
+else:
+
+    def planned(how: Any, config: Any, *, overlap: str = "auto") -> Any:
+        """Refuse: the words of a `tp_plan` that are ours are not registered."""
+        raise ImportError(
+            f"warpweave.hf.planned needs transformers >= 5.23, this is {transformers.__version__}: "
+            "warpweave.hf.apply(model, mesh=...) cuts a model with any"
+        )
+
 
 __all__ = ["KINDS", "Entry", "Report", "apply", "planned", "revert"]

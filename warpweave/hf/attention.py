@@ -15,6 +15,11 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+try:  # what a forward was asked to give besides, where its modules are not told
+    from transformers.utils.output_capturing import _active_collector as _collector
+except ImportError:  # of versions that tell them
+    _collector = None
+
 from warpweave.hf.mask import Mask, Visible, make_mask
 from warpweave.hf.patch import always_ours, few
 from warpweave.hf.probe import WIDE
@@ -31,6 +36,7 @@ NAME = "warpweave"
 _ACROSS = "_across_warpweave"  # attribute of a module: its `Across`
 # What some models add to the scores, or choose among keys, and the kernel has no word for.
 _UNKNOWN = ("position_bias", "indices", "block_indices", "sinks", "cache")
+_WEIGHTS = {"attentions", "cross_attentions"}  # among what transformers collects of a forward
 _watchers: list[Callable] = []  # see `watched`
 
 
@@ -71,8 +77,9 @@ def attend(
     """
     name = type(module).__name__
     asked = [n for n in _UNKNOWN if rest.get(n) is not None]
-    if rest.get("output_attentions"):
-        asked.append("output_attentions")
+    collected = None if _collector is None else _collector.get()
+    if rest.get("output_attentions") or (collected and _WEIGHTS & collected.keys()):
+        asked.append("output_attentions (set_attn_implementation('eager') has)")
     if asked:
         raise ValueError(f"{name}: warpweave attention has no {', '.join(asked)}")
     across = context_of(module)

@@ -7,12 +7,14 @@ the head's weights, on one rank or several. Whatever else a forward does with lo
 the meta device.
 
 What a model does to its logits on the way, a factor or a softcap, was seen when `apply` compared
-both (`find_form`); the factor goes to the hidden states, and under a softcap blocks of rows are
-made again in the backward pass. A bias and LoRA's two matrices become more columns of the hidden
-states and of the weight: [x, 1, A x] [W, b, B]^T.
+both (`find_form`), with the fields and numbers that it read; the factor goes to the hidden states,
+and under a softcap blocks of rows are made again in the backward pass. A bias and LoRA's two
+matrices become more columns of the hidden states and of the weight: [x, 1, A x] [W, b, B]^T.
 
-Fused: in training mode, with `labels`, under gradients. There `logits` is None in what the model
-returns; pass `return_logits=True`, or evaluate (`model.eval()`), and Hugging Face's forward runs.
+Fused: in training mode, with `labels`, under gradients, as long as the model's loss function is
+that of transformers and what it does to its logits is what it did. There `logits` is None in what
+the model returns; pass `return_logits=True`, or evaluate (`model.eval()`), and Hugging Face's
+forward runs.
 The mean over no label at all is 0 here, NaN there.
 """
 
@@ -21,15 +23,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import partial, wraps
-from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
+from warpweave.hf import seen
 from warpweave.hf.mlp import is_plain_linear
 from warpweave.hf.options import VOCABULARY, Vocabulary
 from warpweave.hf.patch import original, patch, unpatch
@@ -53,10 +55,11 @@ class Form(NamedTuple):
 
 
 # Attributes of a model, which compilers can follow:
-_BEFORE = "_loss_before_warpweave"  # the loss function that was set on it, if any
 _CAUGHT = "_caught_by_warpweave"  # in a forward, [x', W'] on their way from the head to the loss
 _STAND_IN = "_stand_in_of_warpweave"  # a module in a list, so that it is none of the model's
 _ALWAYS = "_fused_by_warpweave"  # in a probe: fuse without gradients too
+# Numbers of a model that its forward hands on, or that only say what else it returns: beginnings.
+_LIVE = ("vocab_size", "output_", "use_cache", "return_dict", "use_return_dict")
 
 
 # ---------------------------------------------------------------- 1. what a head is
@@ -72,7 +75,7 @@ def head_terms(head: Any) -> Callable | None:
     if _is_linear(head):
         return lambda x: _with_columns(x, head, _bias_columns(head, x))
     base, lora = getattr(head, "base_layer", None), getattr(head, "lora_A", None)
-    if lora is None or "forward" in head.__dict__ or head._forward_hooks:
+    if lora is None or "forward" in head.__dict__ or seen.has_hooks(head):
         return None
     if not _is_linear(base):
         return None
@@ -179,13 +182,13 @@ def _sum(
     return reduce_from(total, cp)
 
 
-def loss_function_of(form: Form, before: Callable) -> Callable:
-    """The loss function of a model whose forward is `forward_of(form)`."""
+def loss_function_of(form: Form) -> Callable:
+    """The loss function of a model while its forward runs without logits."""
 
     def loss_function(self, logits, labels, vocab_size, *args, **kwargs):
-        caught = self.__dict__.get(_CAUGHT)
+        caught = self.__dict__[_CAUGHT]
         if not caught or logits.device.type != "meta":
-            return before(logits, labels, vocab_size, *args, **kwargs)
+            return ForCausalLMLoss(logits, labels, vocab_size, *args, **kwargs)
         x, weight = caught
         vocabulary = vocabulary_of(self.get_output_embeddings())
         rows = len(weight) if vocabulary is None else vocabulary.size
@@ -201,7 +204,7 @@ def loss_function_of(form: Form, before: Callable) -> Callable:
 # ---------------------------------------------------------------- 3. the forward
 
 
-def forward_of(model: PreTrainedModel) -> Callable:
+def forward_of(model: PreTrainedModel, form: Form) -> Callable:
     """The forward of a model whose loss is fused; its signature is the model's own."""
     signature = inspect.signature(type(model).forward)
 
@@ -213,16 +216,20 @@ def forward_of(model: PreTrainedModel) -> Callable:
             named = signature.bind_partial(self, *args, **kwargs).arguments
             returns = kwargs.get("return_dict")
             returns = getattr(self.config, "return_dict", True) if returns is None else returns
-            if named.get("labels") is not None and returns:
+            fits = named.get("labels") is not None and returns
+            if fits and _is_causal(self):
                 terms = head_terms(self.get_output_embeddings())
         if terms is None:
             return original(self)(*args, **kwargs)
-        return _caught_forward(self, terms, args, kwargs)
+        return _caught_forward(self, terms, loss_function, args, kwargs)
 
+    loss_function = loss_function_of(form)
     return forward
 
 
-def _caught_forward(model: PreTrainedModel, terms: Callable, args: tuple, kwargs: dict) -> Any:
+def _caught_forward(
+    model: PreTrainedModel, terms: Callable, loss_function: Callable, args: tuple, kwargs: dict
+) -> Any:
     """The model's own forward, without logits."""
     head, caught = model.get_output_embeddings(), []
     vocabulary = vocabulary_of(head)
@@ -233,11 +240,16 @@ def _caught_forward(model: PreTrainedModel, terms: Callable, args: tuple, kwargs
         return torch.empty(*x.shape[:-1], rows, dtype=x.dtype, device="meta")
 
     run = _compiled if torch.compiler.is_compiling() else _patched
+    before = model.__dict__.get("_loss_function", model)
     setattr(model, _CAUGHT, caught)
+    model.loss_function = partial(loss_function, model)
     try:
         out = run(model, head, catch, partial(original(model), *args, **kwargs))
     finally:
         delattr(model, _CAUGHT)
+        del model._loss_function
+        if before is not model:
+            model._loss_function = before
     return type(out)(**{name: value for name, value in out.items() if name != "logits"})
 
 
@@ -281,29 +293,44 @@ def _compiled(model: Any, head: Any, catch: Callable, run: Callable) -> Any:
 # ---------------------------------------------------------------- 4. whether it fits a model
 
 
-def find_form(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> Form | str:
+def find_form(
+    model: PreTrainedModel, inputs: dict[str, torch.Tensor], fields: dict | None = None
+) -> Form | str:
     """What a model makes of its head's output, seen on `inputs` with labels, or why its loss is
-    not fused."""
+    not fused; `fields` is filled by what it reads of its configuration."""
     parameters = inspect.signature(type(model).forward).parameters
     if "labels" not in parameters or "input_ids" not in inputs:
         return "its forward takes no labels"
     head = model.get_output_embeddings()
-    if head is None or model.loss_function is not ForCausalLMLoss:
+    if head is None or not _is_causal(model):
         return "its loss is not that of a causal language model"
     if head_terms(head) is None:
         return "its head is no plain linear layer"
-    seen: list[torch.Tensor] = []
-    hook = head.register_forward_hook(lambda _, args, z: seen.append(z))
+    if seen.owns_numbers(model):
+        return "its logits may meet numbers of its own"
+    made: list[torch.Tensor] = []
+    hook = head.register_forward_hook(lambda _, args, z: made.append(z))
     try:
-        with quietly(model):
+        with quietly(model), seen.noted(model) as found:
             out = model(**inputs, labels=inputs["input_ids"])
     except Exception as error:  # whatever a model says to inputs that it does not know
         return f"does not run on its dummy inputs: {one_line(error)}"
     finally:
         hook.remove()
-    if len(seen) != 1 or getattr(out, "logits", None) is None or out.loss is None:
+    if fields is not None:
+        fields.update(found)
+    if len(made) != 1 or getattr(out, "logits", None) is None or out.loss is None:
         return "its forward does not make logits of its head once"
-    return _form_of(model, seen[0], out.logits)
+    return _form_of(model, made[0], out.logits)
+
+
+def _is_causal(model: Any) -> bool:
+    """Whether a model's loss function is transformers' own of causal language models; asking the
+    model would warn where it falls back to that, and cut a compiler's graph."""
+    own = model.__dict__.get("_loss_function")
+    if own is None:
+        own = LOSS_MAPPING.get(getattr(model, "loss_type", None), ForCausalLMLoss)
+    return own is ForCausalLMLoss
 
 
 def _softcap_of(model: PreTrainedModel) -> float | None:
@@ -324,26 +351,26 @@ def _form_of(model: PreTrainedModel, z: torch.Tensor, logits: torch.Tensor) -> F
     return Form(factor) if agree(logits, z * factor) else "its logits are not its head's output"
 
 
-def install(model: PreTrainedModel, form: Form) -> None:
-    """Let the model's forward make its loss by `form`."""
-    model.__dict__[_BEFORE] = model.__dict__.get("_loss_function")
+def install(model: PreTrainedModel, form: Form, fields: dict) -> None:
+    """Let the model's forward make its loss by `form`, which it has by these `fields`."""
+    live = [name for name, _ in model.named_children()]
+    for name, value in vars(model).items():
+        if not isinstance(value, (int, float, tuple)) or name.startswith(("_", *_LIVE)):
+            live.append(name)
+    fixed = {path: x for path, x in fields.items() if not path[-1].startswith(_LIVE)}
     model.__dict__[_STAND_IN] = [_StandIn()]
-    model.loss_function = MethodType(loss_function_of(form, model.loss_function), model)
-    patch(model, forward_of(model))
+    seen.look(model, live, fixed)
+    patch(model, forward_of(model, form))
 
 
 def is_installed(model: nn.Module) -> bool:
-    return _BEFORE in model.__dict__
+    return _STAND_IN in model.__dict__
 
 
 def uninstall(model: PreTrainedModel) -> None:
-    """Put forward and loss function back."""
+    """Put the forward back."""
     unpatch(model)
-    before = model.__dict__.pop(_BEFORE)
     del model.__dict__[_STAND_IN]
-    del model.__dict__["_loss_function"]
-    if before is not None:
-        model.__dict__["_loss_function"] = before
 
 
 def differs(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> str | None:

@@ -144,8 +144,9 @@ def _mask_of(
 # ---------------------------------------------------------------- 1. closures
 
 
-def _read(function: Callable, end: int) -> _Pattern:
-    """The pattern of a mask function over the keys before `end`."""
+def _read(function: Callable, end: int, positions: torch.Tensor | None = None) -> _Pattern:
+    """The pattern of a mask function over the keys before `end`, of rows that stand at `positions`
+    [B, S] of their packed sequences, if not at their own."""
     name = function.__qualname__.removesuffix(".<locals>.inner_mask")
     cells = function.__closure__ or ()
     held = dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in cells)))
@@ -155,20 +156,21 @@ def _read(function: Callable, end: int) -> _Pattern:
         return _Pattern()
     if function.__module__ == masking_utils.__name__:
         if name == "and_masks.<locals>.and_mask":
-            return _both([_read(part, end) for part in held["mask_functions"]])
+            return _both([_read(part, end, positions) for part in held["mask_functions"]])
         if name == "sliding_window_overlay":
             return _Pattern(window=held["sliding_window"])
         if name == "sliding_window_bidirectional_overlay":
             return _Pattern(window=held["sliding_window"] + 1)
         if name == "chunked_overlay":
-            return _Pattern(starts=(_chunks(held["chunk_size"], held["left_padding"], end),))
+            size, padding = held["chunk_size"], held["left_padding"]
+            if positions is None:
+                return _Pattern(starts=(_chunks(size, padding, end),))
+            return _Pattern(starts=(_packed(_runs((positions - padding[:, None]) // size)),))
         if name == "packed_sequence_mask_function":
             return _Pattern(starts=(_packed(held["packed_sequence_mask"]),))
         if name == "remap_positions_for_packed_sequence":
             # Within a sequence positions differ as rows do: all but chunks are what they are.
-            pattern = _read(held["mask_function"], end)
-            if not pattern.starts:
-                return pattern
+            return _read(held["mask_function"], end, held["position_ids"])
     raise ValueError(
         f"warpweave attention knows no mask of {function.__qualname__}: what a query sees must be "
         "one run of keys; use another attention: model.set_attn_implementation('sdpa')"
@@ -194,6 +196,12 @@ def _packed(number: torch.Tensor) -> torch.Tensor:
     return torch.searchsorted(number.contiguous(), each.expand(len(number), -1).contiguous()).clamp(
         max=S
     )
+
+
+def _runs(number: torch.Tensor) -> torch.Tensor:
+    """Which run of equal numbers[B, S] each row is in, counted from 0."""
+    changes = number[:, 1:] != number[:, :-1]
+    return torch.nn.functional.pad(changes, (1, 0)).cumsum(1)
 
 
 def _chunks(size: int, left_padding: torch.Tensor, end: int) -> torch.Tensor:

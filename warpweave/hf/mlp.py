@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from warpweave.hf import seen
 from warpweave.hf.patch import few, original
 from warpweave.hf.probe import agree, noise, quietly, takes_more, tried
 from warpweave.kernels.activation import activate
@@ -59,7 +60,7 @@ def name_of(function: Callable) -> str | None:
 
 def slow_activation(module: nn.Module) -> str | None:
     """Which of our activations a module computes in several of torch's operators."""
-    if next(module.children(), None) is not None or next(module.parameters(), None) is not None:
+    if next(module.children(), None) is not None or seen.owns_numbers(module):
         return None
     if isinstance(module, (nn.Dropout, nn.Identity)):
         return None
@@ -73,6 +74,8 @@ def slow_activation(module: nn.Module) -> str | None:
 
 
 def activation_forward(name: str) -> Callable:
+    """The forward of a module that is this activation."""
+
     def forward(self, input):
         return _FUNCTIONS[name](input) if few(input) else activate(input, name)
 
@@ -121,6 +124,7 @@ class Form(NamedTuple):
     down: str
     gate: str | None = None
     fused: str = ""  # "gate, up" or "up, gate" where `up` makes both
+    inside: tuple[str, ...] = ()  # dropouts of the hidden units
     after: tuple[str, ...] = ()  # dropouts at the end
 
     def __str__(self) -> str:
@@ -129,6 +133,12 @@ class Form(NamedTuple):
     @property
     def plain(self) -> bool:
         return self.gate is None and not self.fused
+
+    @property
+    def live(self) -> tuple[str, ...]:
+        """The children that the forward calls, or reads."""
+        names = (self.up, self.down, self.gate, *self.inside, *self.after)
+        return tuple(n for n in names if n is not None)
 
 
 def linears(module: nn.Module) -> dict[str, Any]:
@@ -142,15 +152,16 @@ def is_candidate(module: nn.Module) -> bool:
     rest = [c for n, c in module.named_children() if n not in inner]
     return (
         len(inner) in (2, 3)
-        and not list(module.parameters(recurse=False))
-        and all(next(c.parameters(), None) is None for c in rest)
+        and not seen.owns_numbers(module)
+        and not any(seen.owns_numbers(part) for c in rest for part in c.modules())
         and len({_units(c) for c in inner.values()}) <= 2
         and bool(_activations(module))
     )
 
 
-def find_form(module: nn.Module) -> Form | str:
-    """The form that agrees with the module's forward, or why there is none."""
+def find_form(module: nn.Module, fields: dict | None = None) -> Form | str:
+    """The form that agrees with the module's forward, or why there is none; `fields` is filled by
+    what that reads of its configuration."""
     inner, more = linears(module), takes_more(module)
     if more is not None:
         return more
@@ -160,13 +171,20 @@ def find_form(module: nn.Module) -> Form | str:
     if len(names) != 1 or None in names:
         return "its activation is none of ours"
     (activation,) = names
-    after = tuple(n for n, c in module.named_children() if isinstance(c, nn.Dropout))
+    drops = tuple(n for n, c in module.named_children() if isinstance(c, nn.Dropout))
     exact = copy.deepcopy(module).float()  # in 16 bits a forward with a factor of 0.99 would agree
-    for form in _forms(inner, activation, after):
+    for part in exact.modules():
+        if isinstance(part, nn.Dropout):  # where it stands shows, also of one that is off
+            part.p = 0.5
+    for form in _forms(inner, activation, drops):
         if form.plain and activation not in _PLAIN:
             continue
-        if _agrees(module, form) and _agrees(exact, form):
-            return form
+        with seen.noted(exact) as found:
+            if not (_agrees(module, form) and _agrees(exact, form)):
+                continue
+        if fields is not None:
+            fields.update(found)
+        return form
     return "its forward computes no MLP of ours"
 
 
@@ -187,6 +205,8 @@ def _gated_forward(form: Form) -> Callable:
         else:
             gate, up = up.chunk(2, -1) if form.fused == "gate, up" else up.chunk(2, -1)[::-1]
         h = activate(gate).mul_(up) if small else gated_product(gate, up, form.activation)
+        for name in form.inside:
+            h = getattr(self, name)(h)
         y = product(getattr(self, form.down), h)
         for name in form.after:
             y = getattr(self, name)(y)
@@ -200,6 +220,8 @@ def _plain_forward(form: Form) -> Callable:
 
     def forward(self, hidden_states):
         up, down = getattr(self, form.up), getattr(self, form.down)
+        if form.inside and not all(_is_off(getattr(self, name)) for name in form.inside):
+            return original(self)(hidden_states)
         if few(hidden_states):
             y = _product(down, activate(_product(up, hidden_states)))
         elif is_plain_linear(up) and is_plain_linear(down):
@@ -214,6 +236,12 @@ def _plain_forward(form: Form) -> Callable:
         return y
 
     return forward
+
+
+def _is_off(dropout: Any) -> bool:
+    """Whether a dropout hands on what it is given, and nobody looks."""
+    plain = type(dropout) is nn.Dropout and not seen.has_hooks(dropout)
+    return plain and (dropout.p == 0 or not dropout.training)
 
 
 def _call(linear: Any, x: torch.Tensor) -> torch.Tensor:
@@ -233,7 +261,7 @@ def is_plain_linear(module: Any) -> bool:
     """Whether a module is its weight and bias and nothing more: no hook, wrapper, quantisation."""
     if type(module) not in (nn.Linear, Conv1D) or "forward" in module.__dict__:
         return False
-    if module._forward_hooks or module._forward_pre_hooks:
+    if seen.has_hooks(module):
         return False
     weight = module._parameters.get("weight")
     return type(weight) in (nn.Parameter, torch.Tensor) and weight.is_floating_point()
@@ -265,8 +293,8 @@ def _activations(module: nn.Module) -> list[Callable]:
     return children + [v for k, v in own.items() if not k.startswith("_")]
 
 
-def _forms(inner: dict[str, Any], activation: str, after: tuple[str, ...]) -> list[Form]:
-    """Every way in which linear layers of these shapes may follow each other."""
+def _forms(inner: dict[str, Any], activation: str, drops: tuple[str, ...]) -> list[Form]:
+    """Every way in which linear layers of these shapes, and dropouts, may follow each other."""
     out = {n: out_features(c) for n, c in inner.items()}
     into = {n: c.weight.numel() // out[n] for n, c in inner.items()}
     found = []
@@ -276,14 +304,16 @@ def _forms(inner: dict[str, Any], activation: str, after: tuple[str, ...]) -> li
         if any(into[n] != width for n in others):
             continue
         if len(others) == 1 and out[others[0]] == F_:
-            found.append(Form(activation, others[0], down, after=after))
+            found.append(Form(activation, others[0], down))
         elif len(others) == 1 and out[others[0]] == 2 * F_:
             for order in ("gate, up", "up, gate"):
-                found.append(Form(activation, others[0], down, fused=order, after=after))
+                found.append(Form(activation, others[0], down, fused=order))
         elif len(others) == 2 and all(out[n] == F_ for n in others):
             for gate, up in (others, others[::-1]):
-                found.append(Form(activation, up, down, gate=gate, after=after))
-    return [f for f in found if f.plain or activation in _GATED]
+                found.append(Form(activation, up, down, gate=gate))
+    found = [f for f in found if f.plain or activation in _GATED]
+    inside = [f._replace(inside=drops) for f in found] if drops else []
+    return [f._replace(after=drops) for f in found] + inside
 
 
 def _agrees(module: nn.Module, form: Form) -> bool:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-from warpweave.hf import attention, loss, mlp, norm, parallel
+from warpweave.hf import attention, loss, mlp, norm, parallel, seen
 from warpweave.hf.options import Options
 from warpweave.hf.patch import is_foreign, is_patched, patch, unpatch
 from warpweave.hf.probe import agree, kind_of, quietly
@@ -190,22 +190,24 @@ def _spread(
 
 
 def _replace_norms(model: nn.Module, report: Report) -> None:
-    found: dict[tuple, norm.Form | str] = {}
+    found: dict[tuple, tuple[norm.Form | str, dict]] = {}
     for name, module in model.named_modules():
         if not norm.is_candidate(module):
             continue
         form: norm.Form | str = "its forward was replaced by somebody else"
         if not is_foreign(module):
-            key = kind_of(module)
-            form = found[key] if key in found else norm.find_form(module)
-            found[key] = form
+            key, fields = kind_of(module), {}
+            if key not in found:
+                found[key] = norm.find_form(module, fields), fields
+            form, fields = found[key]
         if isinstance(form, norm.Form):
+            seen.look(module, form.live, fields)
             patch(module, norm.forward_of(form))
         report.add(name, "norm", module, isinstance(form, norm.Form), str(form))
 
 
 def _replace_mlps(model: nn.Module, report: Report) -> None:
-    found: dict[tuple, mlp.Form | str] = {}
+    found: dict[tuple, tuple[mlp.Form | str, dict]] = {}
     activations: dict[tuple, str | None] = {}
     inside: set[nn.Module] = set()  # of a replaced module
     for name, module in model.named_modules():
@@ -214,10 +216,12 @@ def _replace_mlps(model: nn.Module, report: Report) -> None:
         if any(p.ndim == 3 for p in module.parameters(recurse=False)):
             report.add(name, "mlp", module, False, "products of grouped experts")
         if mlp.is_candidate(module):
-            key = kind_of(module)
-            form = found[key] if key in found else mlp.find_form(module)
-            found[key] = form
+            key, fields = kind_of(module), {}
+            if key not in found:
+                found[key] = mlp.find_form(module, fields), fields
+            form, fields = found[key]
             if isinstance(form, mlp.Form):
+                seen.look(module, form.live, fields)
                 patch(module, mlp.forward_of(form))
                 inside.update(module.modules())
             report.add(name, "mlp", module, isinstance(form, mlp.Form), str(form))
@@ -226,6 +230,7 @@ def _replace_mlps(model: nn.Module, report: Report) -> None:
             if kind not in activations:
                 activations[kind] = mlp.slow_activation(module)
             if activations[kind]:
+                seen.look(module)
                 patch(module, mlp.activation_forward(activations[kind]))
                 report.add(name, "mlp", module, True, f"activation, {activations[kind]}")
 
@@ -254,9 +259,9 @@ def _replace_whole(
     if "attention" in kinds:
         _replace_attention(model, inputs, report, name)
     if "loss" in kinds:
-        form = loss.find_form(model, inputs)
+        form = loss.find_form(model, inputs, fields := {})
         if isinstance(form, loss.Form):
-            loss.install(model, form)
+            loss.install(model, form, fields)
             why = loss.differs(model, inputs)
             if why is not None:
                 loss.uninstall(model)
@@ -328,7 +333,8 @@ def _outputs(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> list[to
             with quietly(model):
                 out = model(**inputs, **more)
             first = next(v for v in out.values() if isinstance(v, torch.Tensor))
-            found.append(first if real is None else first[real])
+            whole = real is None or first.shape[:2] != real.shape  # as of a class per sample
+            found.append(first if whole else first[real])
     except Exception as error:  # whatever a model says to inputs that it does not know
         return one_line(error)
     return found

@@ -20,6 +20,7 @@ from torch import nn
 
 from warpweave.hf.patch import few, original, ours_always
 from warpweave.hf.probe import WIDE, agree, noise, takes_more, tried
+from warpweave.hf.seen import noted, owns_numbers
 from warpweave.kernels.norm import layer_norm, rms_norm
 from warpweave.kernels.reference import compute_dtype
 
@@ -41,6 +42,11 @@ class Form(NamedTuple):
     out: str
     autocast: bool
 
+    @property
+    def live(self) -> tuple[str, ...]:
+        """The attributes that the forward reads, weights aside."""
+        return (self.eps,) if isinstance(self.eps, str) else ()
+
     def __str__(self) -> str:
         return ("layer_norm" if self.layer else "rms_norm") + (" of 1 + w" if self.offset else "")
 
@@ -52,11 +58,13 @@ def is_candidate(module: nn.Module) -> bool:
         return False
     vectors = all(p.ndim == 1 for p in parameters.values())
     named = "norm" in type(module).__name__.lower()
-    return vectors and bool(_eps_names(module)) and (named or "weight" in parameters)
+    whole = vectors and not owns_numbers(module, parameters)
+    return whole and bool(_eps_names(module)) and (named or "weight" in parameters)
 
 
-def find_form(module: nn.Module) -> Form | str:
-    """The form that agrees with the module's forward, or why there is none."""
+def find_form(module: nn.Module, fields: dict | None = None) -> Form | str:
+    """The form that agrees with the module's forward, or why there is none; `fields` is filled by
+    what that reads of its configuration."""
     more, width = takes_more(module), _width(module)
     if more is not None:
         return more
@@ -71,7 +79,10 @@ def find_form(module: nn.Module) -> Form | str:
     bias = getattr(own, "bias", None) is not None
     layers = (True,) if bias or isinstance(module, nn.LayerNorm) else (False, True)
     offsets = (0, 1) if getattr(own, "weight", None) is not None else (0,)
-    wanted = _answers(own, width, own.forward)
+    with noted(own) as found:
+        wanted = _answers(own, width, own.forward)
+    if fields is not None:
+        fields.update(found)
     forms = product(layers, offsets, _eps_names(module), ("x", "wider", "weight"), (True, False))
     for form in map(Form._make, forms):
         forward = forward_of(form)

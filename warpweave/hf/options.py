@@ -39,6 +39,39 @@ class Options(NamedTuple):
         }  # fmt: skip
 
 
+class Replicas(NamedTuple):
+    """What transformers' Trainer asks of the configuration of a model that its ranks share: it then
+    gives them the same tokens, wraps nothing and lets all of them save.
+
+    Attributes:
+        tp_size: ranks that share one replica, over tensor and context ranks.
+        replicas: data ranks.
+        device: where the parameters are.
+    """
+
+    tp_size: int
+    replicas: int
+    device: str
+    ep_size: int = 1
+    fsdp_size: int = 1
+    dp_replicate_size: int = 1
+
+    @property
+    def dp_size(self) -> int:
+        """Data ranks as a Trainer takes them: one; ValueError where it, or accelerate, does not."""
+        recipe = "train it in a loop of your own (docs/from_hugging_face.md)"
+        if self.replicas > 1:
+            raise ValueError(
+                f"Trainer takes no model over Mesh(dp={self.replicas}, ...): fully_shard it over "
+                f'mesh.device_mesh["dp"] and {recipe}, or use Mesh(dp=1, ...)'
+            )
+        if self.device == "cpu":
+            raise ValueError(
+                f"accelerate lets {self.tp_size} ranks share a model on GPUs only: on CPUs {recipe}"
+            )
+        return 1
+
+
 class Vocabulary(NamedTuple):
     """Of a head whose rows are cut over tensor ranks, and whose loss's tokens over context ranks.
 

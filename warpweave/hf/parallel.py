@@ -24,9 +24,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from warpweave.hf import attention, norm, structure
+from warpweave.hf import attention, norm, seen, structure
 from warpweave.hf.mlp import Conv1D, weight_of
-from warpweave.hf.options import VOCABULARY, Options, Vocabulary
+from warpweave.hf.options import VOCABULARY, Options, Replicas, Vocabulary
 from warpweave.hf.patch import is_patched, patch, unpatch
 from warpweave.hf.report import Report
 from warpweave.parallel.collectives import all_gather, copy_to, gather, own_slice, scatter
@@ -40,9 +40,11 @@ from warpweave.shards import (
     use_local,
     whole,
 )
-from warpweave.styles import look_up, project
+from warpweave.styles import is_plain_embedding, look_up, project
 
 _STATE = "_parallel_warpweave"  # attribute of a model: its `Parallel`
+# What transformers notes on a model whose ranks share it.
+_TOLD = ("_tp_size", "_is_distributed_loading_by_transformers", "_tp_plan")
 
 
 class Parallel:
@@ -54,6 +56,7 @@ class Parallel:
         self._hooks: list[Any] = []
         self._numbers: list[tuple[nn.Module, str, int]] = []
         self._patched: list[nn.Module] = []
+        self._told: dict[str, Any] = {}
 
     # ------------------------------------------------------------ there
 
@@ -67,6 +70,7 @@ class Parallel:
         names = {m: n for n, m in model.named_modules()}
         groups = tuple(g for g in (mesh.group("tp"), mesh.group("cp")) if g is not None)
         check_alike(model, groups)
+        self._dropouts = {m: n for m, n in names.items() if isinstance(m, nn.Dropout)}
         for module, name in names.items():
             if isinstance(module, nn.Dropout) and module.p > 0:
                 raise ValueError(f"{name}: dropout {module.p} is not drawn over ranks: set it to 0")
@@ -107,6 +111,13 @@ class Parallel:
                 first.register_forward_pre_hook(self._cut_tokens, with_kwargs=True),
                 last.register_forward_hook(self._join_tokens),
             ]
+        self._hooks.append(model.register_forward_pre_hook(self._check_dropout))
+        self._told = {name: model.__dict__.get(name) for name in _TOLD}
+        ranks = tp * mesh.size("cp")
+        plan = self._told["_tp_plan"] if tp > 1 else {}  # by which caches count heads
+        model.__dict__.update(zip(_TOLD, (ranks, True, plan)))
+        device = next(model.parameters()).device.type
+        model.config.distributed_config = Replicas(ranks, mesh.size("dp"), device)
         model.__dict__[_STATE] = self
         model.__dict__["save_pretrained"] = saver(model)
 
@@ -157,6 +168,7 @@ class Parallel:
             form: Any = norm.find_form(module)
             if is_patched(module):
                 unpatch(module)
+            seen.look(module, form.live)
             self._patch(module, norm.forward_of(form, across))
         if part.sinks is not None:
             cuts[part.sinks] = (0, 1)
@@ -172,7 +184,7 @@ class Parallel:
         model: Any = self.model
         names = {m: n for n, m in model.named_modules()}
         embedding, head = model.get_input_embeddings(), _head_of(model)
-        plain = type(embedding) is nn.Embedding and not embedding.max_norm
+        plain = is_plain_embedding(embedding)
         tied = head is not None and embedding.weight is head.weight
         cuttable = type(head) is nn.Linear and (plain or not tied)
         if plain and (cuttable or not tied):
@@ -240,6 +252,13 @@ class Parallel:
                         f"{type(module).__name__}.{name}: a layer that is cut over "
                         "ranks was replaced, and adapters do not know how it is cut"
                     )
+            if any(map(seen.changed, part.norms)):
+                raise ValueError(
+                    f"{type(module).__name__}: a norm whose features are cut over ranks was "
+                    "changed: warpweave.hf.revert first"
+                )
+            if part.kind == "attention":
+                self._check_attention(module)
             x, put = hidden_states(module, args, kwargs)
             if once and tp is not None:
                 x = all_gather(x, tp, dim=1) if self._streams() else copy_to(x, tp)
@@ -255,6 +274,23 @@ class Parallel:
             return args, kwargs
 
         return enter
+
+    def _check_attention(self, module: Any) -> None:
+        """Raise ValueError if what the module computes now would not be that of one rank."""
+        name = type(module).__name__
+        config = getattr(module, "config", self.model.config)
+        if config._attn_implementation != attention.NAME:
+            raise ValueError(
+                f"{name}: over ranks its attention is {attention.NAME}, and was set to "
+                f"{config._attn_implementation}: warpweave.hf.revert first"
+            )
+        if module.training and getattr(module, "attention_dropout", 0.0):
+            raise ValueError(f"{name}: attention dropout is not drawn over ranks: set it to 0")
+
+    def _check_dropout(self, model: nn.Module, args: tuple) -> None:
+        for module, name in self._dropouts.items():
+            if module.p > 0 and module.training:
+                raise ValueError(f"{name}: dropout {module.p} is not drawn over ranks: set it to 0")
 
     def _own_positions(self, name: str, value: Any, layout: SequenceLayout) -> Any:
         """Of what is given for every position, this rank's."""
@@ -320,6 +356,11 @@ class Parallel:
             if isinstance(p, DTensor)
         }
         replace_parameters(self.model, found)
+        for name, before in self._told.items():
+            self.model.__dict__.pop(name, None)
+            if before is not None:
+                self.model.__dict__[name] = before
+        self.model.config.__dict__.pop("distributed_config", None)
         self.model.__dict__.pop("save_pretrained", None)
         self.model.__dict__.pop(_STATE, None)
 

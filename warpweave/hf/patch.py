@@ -3,6 +3,8 @@
 The new forward is a method in the module's own dictionary, so that its class, its parameters and
 its place in the model stay as they are, and a deep copy of the model has forwards of its own: for
 the same reason a new forward reaches the original through `original`, never through a closure.
+What a new forward does not read of its module is compared before each call, see `seen`: where it is
+another than it was, the original runs.
 
 Under accelerate's hooks (a model on several devices) `forward` is the hook's, and what it calls is
 `_old_forward`: there it is that one which is replaced.
@@ -17,11 +19,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
+from functools import partial, wraps
 from types import MethodType
 
 import torch
 from torch import nn
+
+from warpweave.hf import seen
 
 FEW = 2**15  # numbers
 _ours_always: ContextVar[bool] = ContextVar("warpweave_hf_ours_always", default=False)
@@ -40,10 +44,18 @@ def is_foreign(module: nn.Module) -> bool:
 
 
 def patch(module: nn.Module, forward: Callable) -> None:
-    """Let `forward`, a plain function of self and the arguments, be the module's forward."""
+    """Let `forward`, a plain function of self and the arguments, be the module's forward, as long
+    as what `seen.look` saw of the module is there."""
     slot = _slot(module)
+
+    @wraps(forward)
+    def guarded(self, *args, **kwargs):
+        if seen.changed(self):
+            return original(self)(*args, **kwargs)
+        return forward(self, *args, **kwargs)
+
     module.__dict__[_BEFORE] = {slot: module.__dict__.get(slot)}
-    module.__dict__[slot] = MethodType(forward, module)
+    module.__dict__[slot] = MethodType(guarded, module)
 
 
 def original(module: nn.Module) -> Callable:
@@ -54,6 +66,7 @@ def original(module: nn.Module) -> Callable:
 
 def unpatch(module: nn.Module) -> None:
     """Put the forward back that `patch` replaced."""
+    seen.forget(module)
     for slot, before in module.__dict__.pop(_BEFORE).items():
         del module.__dict__[slot]
         if before is not None:

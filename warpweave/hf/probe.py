@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from warpweave.hf.patch import ours_always
+from warpweave.modes import in_mode
 
 WIDE = (torch.float64, torch.float32)
 EXACT = 1e-5  # of the largest: norms of transformers round to float32 inside, whatever the dtype
@@ -37,17 +38,12 @@ def noise(*shape: int, like: torch.Tensor, seed: int = 0) -> torch.Tensor:
 @contextmanager
 def quietly(model: nn.Module, *, training: bool = False) -> Iterator[None]:
     """Without gradients, in one mode, and with the random state and all modes as before after."""
-    modes = {module: module.training for module in model.modules()}
     parameters = list(model.parameters())
     devices = sorted({p.device.index for p in parameters if p.device.type == "cuda"})
     with torch.no_grad(), ours_always(), torch.random.fork_rng(devices):
         torch.manual_seed(0)
-        model.train(training)
-        try:
+        with in_mode(model, training=training):
             yield
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
 
 
 def takes_more(module: nn.Module) -> str | None:

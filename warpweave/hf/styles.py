@@ -27,6 +27,7 @@ Experts keep transformers' own styles, and are refused where tokens are cut.
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import torch
@@ -35,11 +36,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.distributed import DistributedConfig
-from transformers.distributed.parallel_utils import (
-    ALL_PARALLEL_STYLES,
-    replace_layer_number_by_wildcard,
-)
-from transformers.distributed.tensor_parallel import TensorParallelLayer
+from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
 
 from warpweave.hf.parallel import hidden_states
 from warpweave.parallel.collectives import all_gather, copy_to, gather, scatter
@@ -67,8 +64,32 @@ class _Linear(TensorParallelLayer):
 class _Inside(ColwiseParallel):
     """Columns of a module whose input `_Input` has taken from the ranks."""
 
-    def _compute(self, module: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
-        return super()._compute(module, x, None)
+    def compute(self, module: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
+        return super().compute(module, x, None)
+
+
+class _SequenceColumn(ColwiseParallel):
+    """Of x[B, S/R, E]."""
+
+    def compute(self, module: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
+        return super().compute(module, _checked(module, x), group)
+
+
+class _SequenceRow(RowwiseParallel):
+    """To y[B, S/R, E]."""
+
+    def compute(self, module: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
+        return super().compute(module, _checked(module, x), group)
+
+
+def _checked(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """x[B, S, ...], or ValueError: of another number of dims, dim 1 is not the sequence."""
+    if x.ndim != 3:
+        raise ValueError(
+            f"{type(module).__name__}: x{[*x.shape]} has {x.ndim} dims, and a sequence is cut along"
+            " dim 1 of 3: leave this module out of the tp_plan, or cut no sequences"
+        )
+    return x
 
 
 class _Input(TensorParallelLayer):
@@ -82,7 +103,9 @@ class _Input(TensorParallelLayer):
     ) -> tuple[tuple, dict]:
         x, put = hidden_states(module, args, kwargs)
         group = mesh.get_group()
-        return put(all_gather(x, group, dim=1) if self.sequence_parallel else copy_to(x, group))
+        if self.sequence_parallel:
+            return put(all_gather(_checked(module, x), group, dim=1))
+        return put(copy_to(x, group))
 
 
 class _Replicated(TensorParallelLayer):
@@ -144,8 +167,8 @@ for _overlap, _ending in _ENDINGS.items():
         ("colwise", ColwiseParallel(overlap=_overlap)),
         ("rowwise", RowwiseParallel(overlap=_overlap)),
         ("gather_colwise", ColwiseParallel(output_layouts=Replicate(), overlap=_overlap)),
-        ("sequence_colwise", ColwiseParallel(input_layouts=Shard(1), overlap=_overlap)),
-        ("sequence_rowwise", RowwiseParallel(output_layouts=Shard(1), overlap=_overlap)),
+        ("sequence_colwise", _SequenceColumn(input_layouts=Shard(1), overlap=_overlap)),
+        ("sequence_rowwise", _SequenceRow(output_layouts=Shard(1), overlap=_overlap)),
     ):
         ALL_PARALLEL_STYLES.register(f"{WORD}{_word}{_ending}", _Linear(_style))
 for _word, _layer in (
@@ -235,7 +258,7 @@ def _words(model: Any, sequence_parallel: bool, ending: str) -> dict[str, str]:
 def _parametrised(model: nn.Module) -> set[str]:
     """Names, without numbers, of the modules that own parameters."""
     return {
-        replace_layer_number_by_wildcard(name)
+        re.sub(r"\.\d+(?=\.|$)", ".*", name)
         for name, module in model.named_modules()
         if module._parameters
     }

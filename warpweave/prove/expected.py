@@ -56,15 +56,16 @@ def batch(sizes: Sizes, step: int) -> tuple[Tensor, Tensor, Tensor]:
 def documents(sizes: Sizes, step: int) -> Tensor | None:
     """Boundaries [samples, n + 1] of the documents of a step's samples; None for one in each.
 
-    Every sample is cut elsewhere, some have empty documents, some padding behind the last one.
+    Every sample is cut elsewhere, and some have empty documents; the last is the rest.
     """
     if sizes.documents == 1:
         return None
     generator = torch.Generator().manual_seed(sizes.seed + step)
     shape = (sizes.samples, sizes.documents)
     ends = torch.randint(0, sizes.seq_len + 1, shape, generator=generator).sort(1).values
-    if sizes.documents + 1 == sizes.seq_len:  # one more than tokens: no number for each of them
+    if sizes.documents + 2 == sizes.seq_len:  # one more than tokens: no number for each of them
         ends = torch.cat((ends, ends[:, -1:]), 1)
+    ends = torch.nn.functional.pad(ends, (0, 1), value=sizes.seq_len)
     return torch.nn.functional.pad(ends, (1, 0))
 
 

@@ -136,12 +136,10 @@ def _other_attention(
     q, k, rows = _attention_inputs(problem, make, tokens, width)
     o, dk = (make(*x.shape, dtype=rows.dtype) for x in (q, k))
     forward = problem.kernel == "attention_fwd"
+    documents = torch.linspace(0, q.shape[1], 9, device=q.device).to(torch.int32)
     options: dict[str, dict] = {
         "full": {"causal": False},
-        "packed window": {
-            "documents": torch.zeros(9, dtype=torch.int32, device=q.device),
-            "window": 512,
-        },
+        "packed window": {"documents": documents, "window": 512},
         "softcap": {"softcap": 50.0},
         "dropout": {"dropout": 0.1, "dropout_seed": 7},
         "carried": {"into": (o, rows) if forward else (o, dk, dk)},

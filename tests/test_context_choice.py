@@ -1,0 +1,284 @@
+"""What stands around the arithmetic of context parallelism: which strategy runs and by what it is
+chosen, the speeds that it weighs, what recomputation keeps, padding. Nothing here needs a rank that
+is a process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from unittest import mock
+
+import pytest
+import torch
+from threads import Group, on_threads
+
+from warpweave.kernels.attention.options import AttentionOptions
+from warpweave.parallel.context import Links, attention, context_attention, links
+from warpweave.parallel.context.attention import resolve_strategy
+from warpweave.parallel.context.explain import Cost, explain
+from warpweave.parallel.context.kept import Kept, attend_once
+from warpweave.parallel.layout import SequenceLayout, balance
+
+ZIGZAG, STRIPED, CONTIGUOUS = (
+    SequenceLayout(24, 4, k) for k in ("zigzag", "striped", "contiguous")
+)
+BALANCED = balance(24, 4)
+KV = 2**20  # bytes of a rank's K‖V below
+
+
+def costs(layout: SequenceLayout = CONTIGUOUS, **options) -> dict[str, Cost]:
+    """Of 4,096 tokens, 16 heads of 64 that read 4 KV heads, in 16 bits, on 4 ranks."""
+    layout = dataclasses.replace(layout, seq_len=4096)
+    sizes = {"heads": 16, "kv_heads": 4, "head_dim": 64} | options
+    return {cost.strategy: cost for cost in explain(layout, **sizes)}
+
+
+# ---------------------------------------------------------------- what a row says
+
+
+@pytest.mark.parametrize(
+    ("mask", "keys"),
+    [
+        ({"causal": True}, 2048),
+        ({"causal": False}, 4096),
+        ({"causal": True, "window": 256}, 256),
+        ({"causal": False, "window": 256}, 512),  # as many behind as ahead
+        ({"causal": True, "window": 4000}, 2048),
+        ({"causal": False, "window": 4000}, 4096),
+    ],
+)
+def test_tiles_are_those_of_the_keys_that_a_query_sees(mask: dict, keys: int) -> None:
+    """By the stream, whose first head has nothing to hide under and hides half of the others'."""
+    compute = 4 * 64 * 16 * 1024 * keys / 1e15
+    slow = costs(**mask, links=Links(1e9, 1e15))["stream"].exposed
+    assert slow == pytest.approx((3 * KV + 3 * 3 * KV) / 1e9 - 0.5 * 3 / 4 * 3.5 * compute)
+
+
+def test_only_a_pair_of_groups_has_a_nearer_link() -> None:
+    """What a hybrid trades goes over the near link, its ring and all of Ulysses over the other."""
+    for options, strategy in (({}, "ulysses"), ({"neighbours": 2}, "hybrid")):
+        of = {
+            near: costs(**options, links=Links(1e9, 1e30, near))[strategy] for near in (None, 5e8)
+        }
+        traded = {"ulysses": 0, "hybrid": None}[strategy]
+        if traded is None:
+            ring = costs(SequenceLayout(0, 2, "contiguous"), heads=8, kv_heads=2)["ring"]
+            whole = sum(dataclasses.astuple(of[None])[1:3])
+            traded = whole - ring.forward - ring.backward  # of half the heads, on two ranks
+        assert of[5e8].exposed - of[None].exposed == pytest.approx(traded / 1e9, rel=0.01)
+
+
+def test_memory_is_that_of_the_buffers() -> None:
+    """Two messages of K‖V and fp32 dK‖dV and a tile's gradient; all or two heads of all K‖V; and
+    what is traded, sent and received."""
+    found = {name: cost.memory for name, cost in costs().items()}
+    assert found["ring"] == 2 * (KV + 2 * KV) + 2 * KV
+    assert found["gather"] == 4 * (2 * KV + 3 * 2 * KV)
+    assert found["stream"] == 4 * (3 * KV + 3 * 2 * KV) // 4
+    assert found["ulysses"] == 2 * (2 * 1024 * 16 * 64 * 2 + KV)
+    (pair,) = costs(neighbours=2).values()
+    assert pair.memory == found["ulysses"] + found["ring"]
+    wide = {name: cost.memory for name, cost in costs(itemsize=8).items()}
+    assert wide["ring"] == 2 * (4 * KV + 4 * KV) + 4 * KV  # in fp64 gradients are as wide
+    assert all(wide[name] > found[name] for name in wide)
+
+
+def test_the_least_exposed_that_fits_is_marked_and_a_tie_goes_to_fewer_messages() -> None:
+    free = Links(1e9, 1.0)  # every tile hides every hop
+    found = list(costs(links=free).values())
+    assert [c.exposed for c in found] == sorted(c.exposed for c in found)
+    assert found[0].strategy == "ring"
+    assert [bool(c.auto) for c in found] == [True, False, False, False]
+    for memory, marked in ((found[0].memory, 0), (found[0].memory - 1, None)):
+        rows = list(costs(links=dataclasses.replace(free, memory=memory)).values())
+        fit = [i for i, c in enumerate(rows) if c.memory <= memory]
+        assert [i for i, c in enumerate(rows) if c.auto] == fit[:1]
+        assert marked is None or fit[0] == marked
+    alone = list(costs(BALANCED, links=Links(1e9, 1e30)).values())
+    tied = [c for c in alone if c.strategy in ("gather", "stream")]  # as many bytes, nothing hidden
+    assert tied[0].exposed == pytest.approx(tied[1].exposed)
+    assert [c.strategy for c in tied] == ["gather", "stream"]
+
+
+# ---------------------------------------------------------------- what runs
+
+
+@pytest.mark.parametrize(
+    ("strategy", "layout", "neighbours", "heads", "refusal"),
+    [
+        ("ring", BALANCED, None, 4, "balanced layout is for .* not 'ring'"),
+        ("hybrid", BALANCED, 2, 4, "balanced layout is for .* not 'hybrid'"),
+        ("gather", BALANCED, None, 4, None),
+        ("ulysses", BALANCED, None, 4, None),
+        ("ring", STRIPED, None, 1, None),
+        ("hybrid", STRIPED, 2, 4, "needs a zigzag or contiguous layout, got striped"),
+        ("hybrid", STRIPED, 1, 4, None),  # a ring alone
+        ("hybrid", STRIPED, 4, 4, None),  # a trade alone
+        ("hybrid", ZIGZAG, 2, 2, None),
+        ("hybrid", ZIGZAG, 2, 1, "2 ranks that trade rows for heads .* got 1"),
+        ("ulysses", STRIPED, None, 4, None),
+        ("ulysses", ZIGZAG, None, 3, "4 ranks that trade rows for heads .* got 3"),
+        ("stream", ZIGZAG, None, 1, None),
+        ("stream", ZIGZAG, 2, 4, "'stream' needs one group, got a pair"),
+        ("hybrid", ZIGZAG, None, 4, "'hybrid' needs a pair of groups, got one"),
+    ],
+)
+def test_each_strategy_runs_where_it_fits(strategy, layout, neighbours, heads, refusal) -> None:
+    def resolved() -> str:
+        return resolve_strategy(strategy, layout, (heads, 1), neighbours)
+
+    if refusal is None:
+        assert resolved() == strategy
+    else:
+        with pytest.raises(ValueError, match=refusal):
+            resolved()
+
+
+def test_what_is_weighed_is_what_is_attended() -> None:
+    """Every size and option of a call reaches `explain`, and by bytes the mask does."""
+    given = Links(1.0, 1.0)
+    row = Cost("gather", 0, 0, 0, 0, 0.0, "least exposed")
+    q, k = torch.randn(3, 6, 10, 7).bfloat16(), torch.randn(3, 6, 5, 7).bfloat16()
+    seen = {
+        "heads": 10, "kv_heads": 5, "head_dim": 7, "batch": 3, "itemsize": 2, "causal": False,
+        "window": 5, "neighbours": None, "links": given,
+    }  # fmt: skip
+
+    def call(group: Group, strategy) -> None:
+        context_attention(
+            q, k, k, layout=ZIGZAG, group=group, causal=False, window=5, strategy=strategy
+        )
+
+    with mock.patch.object(attention, "explain", return_value=(row,)) as asked:
+        on_threads(4, call, given)
+    assert asked.call_args_list == [mock.call(ZIGZAG, **seen)] * 4
+    with mock.patch.object(attention, "by_bytes", return_value="gather") as asked:
+        on_threads(4, call, "auto")
+    assert asked.call_args_list == [mock.call(ZIGZAG, 10, 5, False, 5, None)] * 4
+
+
+def test_what_holds_least_is_named_where_nothing_fits() -> None:
+    q = torch.zeros(1, 6, 4, 8)
+
+    def call(group: Group) -> None:
+        context_attention(q, q, q, layout=ZIGZAG, group=group, strategy=Links(1.0, 1.0, memory=1))
+
+    sizes = {"heads": 4, "kv_heads": 4, "head_dim": 8, "batch": 1, "itemsize": 4}
+    least = min(explain(ZIGZAG, **sizes), key=lambda cost: cost.memory)
+    words = f"at most 1 bytes: '{least.strategy}' holds least, {least.memory}"
+    with pytest.raises(ValueError, match=words):
+        on_threads(4, call)
+
+
+# ---------------------------------------------------------------- speeds
+
+
+def test_the_slowest_ranks_speeds_count() -> None:
+    """A message of so many bytes to the next rank, and 4 B H S^2 D of attention."""
+    taken = {0: (2.0, 1.0), 1: (0.5, 8.0), 2: (1.0, 4.0)}
+    x = torch.zeros(2, 6, 3, 5)
+
+    of_thread = threading.local()
+
+    def seconds(run, device, rounds) -> float:
+        run()
+        assert rounds == 3
+        return next(of_thread.times)
+
+    def measure(group: Group) -> Links:
+        of_thread.times = iter(taken[group.rank])
+        return links.measure_links(group, x, size=1000, rounds=3)
+
+    with (
+        mock.patch.object(links, "_seconds", seconds),
+        mock.patch.object(links, "attention") as attended,
+        mock.patch.object(links, "start_exchange", wraps=links.start_exchange) as sent,
+    ):
+        found = on_threads(3, measure)
+    assert all(call.args[0].nbytes == 1000 and call.args[2] == 1 for call in sent.call_args_list)
+    assert len(sent.call_args_list) == len(attended.call_args_list) == 3
+    assert attended.call_args.kwargs == {"causal": False}
+    assert found == [Links(500.0, 4 * 2 * 3 * 6 * 6 * 5 / 8)] * 3
+
+
+def test_a_time_is_the_median_without_the_first_run() -> None:
+    ends = [0.0, 0.5, 0.0, 3.0, 0.0, 1.0, 0.0, 7.0]
+    with mock.patch.object(links.time, "perf_counter", side_effect=ends):
+        assert links._seconds(lambda: None, torch.device("cpu"), 3) == 3.0
+
+
+@pytest.mark.parametrize(("value", "fits"), [(0, False), (float("nan"), False), (1e-9, True)])
+def test_a_speed_is_a_positive_number(value: float, fits: bool) -> None:
+    if fits:
+        assert Links(value, value).near is None
+    else:
+        with pytest.raises(ValueError, match="near must be positive"):
+            Links(1.0, 1.0, near=value)
+
+
+# ---------------------------------------------------------------- recomputation
+
+
+def _call(number: int, *inputs: torch.Tensor):
+    """A call whose backward wants the second of its inputs, and something else."""
+    return lambda: (torch.tensor(number), torch.tensor(-number), [inputs[1], torch.ones(number)])
+
+
+def test_a_second_run_gets_what_its_calls_were_in_their_order() -> None:
+    kept, first, second = Kept(), torch.zeros(3, 2), torch.ones(3, 2)
+    ran = []
+    with kept.first():
+        for n in (1, 2):
+            o, lse, saved = attend_once(_call(n, *first), first)
+            assert (o.item(), lse.item()) == (n, -n)
+            assert saved[0].equal(first[1])
+    with kept.second():
+        for n in (1, 2):
+            inputs = [*second]
+            o, lse, saved = attend_once(lambda n=n: ran.append(n), inputs)
+            assert (o.item(), lse.item()) == (n, -n)
+            assert len(saved[1]) == n
+    assert not ran  # nothing was attended again
+    with pytest.raises(ZeroDivisionError), kept.first():
+        1 / 0  # noqa: B018
+    assert attend_once(_call(5, *first), first)[0] == 5  # and outside nothing is kept or taken
+    assert not kept._calls
+
+
+def test_inputs_are_not_kept_but_taken_from_the_second_run() -> None:
+    kept, q, k, o = Kept(), *torch.zeros(3, 2)
+    with kept.first():
+        attend_once(lambda: (o, o, [k, q, None]), [q, k])
+    (((_, _, others), _),) = kept._calls
+    assert others == [None] * 3  # their memory is free
+    again = [torch.full((2,), 7.0), torch.full((2,), 8.0)]
+    with kept.second():
+        _, _, saved = attend_once(lambda: 1 / 0, again)
+    assert saved[0] is again[1]
+    assert saved[1] is again[0]
+    assert saved[2] is None
+
+
+# ---------------------------------------------------------------- padding
+
+
+@pytest.mark.parametrize(
+    "documents", [None, [0, 5], [0, 5, 13], [0, 5, 40], [[0, 5, 13], [0, 13, 40]]]
+)
+def test_padding_is_a_document_of_its_own(documents) -> None:
+    """Whatever lies behind the last token: boundaries ascend, end there, and nothing is cut."""
+    layout = SequenceLayout(13, 3, "contiguous")
+    given = None if documents is None else torch.tensor(documents, dtype=torch.int32)
+    options = AttentionOptions(causal=False, documents=given)
+    hidden = attention._without_padding(options, layout, torch.device("cpu")).documents
+    rows = torch.atleast_2d(hidden).tolist()
+    for row, of in zip(rows, [[0]] if documents is None else torch.atleast_2d(given).tolist()):
+        assert row == sorted(row)
+        assert row[-1] == 13
+        assert sorted({*row} - {13}) == sorted({b for b in of if b < 13})
+    assert given is None or hidden.dtype == given.dtype
+    causal = options._replace(causal=True)
+    assert attention._without_padding(causal, layout, torch.device("cpu")) is causal
+    whole = SequenceLayout(12, 3, "contiguous")
+    assert attention._without_padding(options, whole, torch.device("cpu")) is options

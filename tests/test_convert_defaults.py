@@ -1,0 +1,226 @@
+"""What a config.json leaves open is what transformers takes it for, field by field and several at
+once, there and back: every field that is read is left out of every family, and set to null."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import random
+from itertools import chain
+from pathlib import Path
+
+import pytest
+import torch
+from close import relative_error
+
+from warpweave.convert import families
+from warpweave.convert import fields as shared
+from warpweave.convert.families import FAMILIES, read_config, write_config
+from warpweave.convert.fields import ConvertError
+from warpweave.convert.folder import fill
+from warpweave.convert.tensors import rules_of
+from warpweave.gpt import GPT
+
+transformers = pytest.importorskip("transformers", reason="an extra of its own")
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+OTHER_YARN = {"type": "yarn", "factor": 2, "mscale": 0.7, "mscale_all_dim": 1.0, "beta_slow": 2.0}
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+}  # fmt: skip
+LINEAR = {"type": "linear", "factor": 2.0, "rope_theta": 50.0}
+RAW_YARN = {
+    "rope_type": "yarn", "factor": 4.0, "beta_fast": 20.0, "attention_factor": 1.5,
+    "truncate": False, "rope_theta": 100.0,
+}  # fmt: skip
+SIZES = {
+    "vocab_size": 53, "max_position_embeddings": 64, "num_hidden_layers": 3, "hidden_size": 24,
+    "num_attention_heads": 4, "intermediate_size": 20, "pad_token_id": None, "eos_token_id": None,
+    "bos_token_id": None,
+}  # fmt: skip
+EIGHT = SIZES | {"num_attention_heads": 8, "hidden_size": 48}  # as many as key heads by default
+MANY = SIZES | {"num_attention_heads": 32, "hidden_size": 128}
+FULL, SLIDING = "full_attention", "sliding_attention"
+ROTARY = {
+    "num_key_value_heads": (2, None), "rms_norm_eps": (1e-3,), "rope_theta": (77.0,),
+    "tie_word_embeddings": (True, False), "hidden_act": ("silu",),
+    "rope_parameters": (None, YARN, LLAMA3, {"rope_theta": 30.0}),
+    "rope_scaling": (None, LINEAR, OTHER_YARN, RAW_YARN),
+    "original_max_position_embeddings": (32,), "partial_rotary_factor": (1.0, 0.5),
+}  # fmt: skip
+WINDOWS = {
+    "use_sliding_window": (True, False), "sliding_window": (5, None), "max_window_layers": (1,),
+    "layer_types": (None, [SLIDING, FULL, SLIDING], [FULL] * 3),
+}  # fmt: skip
+GEMMA = {
+    **{k: v for k, v in ROTARY.items() if k != "hidden_act"},
+    "head_dim": (16,), "hidden_activation": ("gelu_pytorch_tanh",), "query_pre_attn_scalar": (20,),
+    "attention_bias": (False, True), "use_bidirectional_attention": (None, False),
+    "sliding_window": (5, 6), "layer_types": (None, [SLIDING, FULL, SLIDING], [FULL] * 3),
+    "attn_logit_softcapping": (2.0, None), "final_logit_softcapping": (3.0, None),
+}  # fmt: skip
+# Each family's sizes, which no file leaves out, and what may be said of a model besides.
+OPEN: dict[str, tuple[dict, dict]] = {
+    "gpt2": (
+        {"vocab_size": 53, "n_positions": 64, "n_layer": 3, "n_embd": 24, "n_head": 4},
+        {
+            "n_inner": (40, None), "activation_function": ("gelu", "gelu_pytorch_tanh", "relu"),
+            "tie_word_embeddings": (False, True), "layer_norm_epsilon": (1e-3,),
+            "num_attention_heads": (2,), "scale_attn_weights": (True, False),
+            "scale_attn_by_inverse_layer_idx": (False, True), "add_cross_attention": (False,),
+            "num_hidden_layers": (2,), "hidden_size": (32,), "max_position_embeddings": (48,),
+        },
+    ),
+    "llama": (
+        SIZES,
+        ROTARY
+        | {"attention_bias": (True, False), "mlp_bias": (True, False), "head_dim": (10, None)},
+    ),
+    "mistral": (EIGHT, ROTARY | {"sliding_window": (5, None), "head_dim": (10, None)}),
+    "qwen2": (MANY, ROTARY | WINDOWS),
+    "qwen3": (MANY, ROTARY | WINDOWS | {"head_dim": (10,), "attention_bias": (False, True)}),
+    "phi3": (SIZES, ROTARY | {"sliding_window": (5, None)}),
+    "gemma2": (SIZES, GEMMA),
+    "gemma3_text": (
+        SIZES,
+        GEMMA
+        | {
+            "rope_local_base_freq": (40.0,), "sliding_window_pattern": (2,),
+            "rope_parameters": (
+                None,
+                {FULL: LLAMA3, SLIDING: {"rope_theta": 30.0}},
+                {FULL: {"rope_theta": 20.0}, SLIDING: None},
+            ),
+        },
+    ),
+    "olmo2": (SIZES, ROTARY | {"attention_bias": (False, True)}),
+}  # fmt: skip
+# What was once written as a model that transformers refuses, or not written at all.
+ODD = {
+    "mistral": (
+        EIGHT
+        | {
+            "num_attention_heads": 10, "num_key_value_heads": 2, "head_dim": 8,
+            "sliding_window": None,
+        },
+    ),
+    "gemma3_text": (
+        SIZES
+        | {
+            "layer_types": [FULL] * 3,
+            "rope_parameters": {FULL: LLAMA3 | {"rope_theta": 90.0}, SLIDING: {"rope_theta": 30.0}},
+        },
+        SIZES
+        | {
+            "layer_types": [SLIDING, FULL, SLIDING],
+            "rope_parameters": dict.fromkeys((FULL, SLIDING), YARN | {"rope_theta": 90.0}),
+        },
+    ),
+}  # fmt: skip
+EACH = pytest.mark.parametrize("kind", OPEN)
+
+
+def _names() -> set[str]:
+    """The fields that `families` and `fields` read, of their sources."""
+    found: set[str] = set()
+    trees = [ast.parse(Path(module.__file__).read_text()) for module in (families, shared)]
+    for node in chain.from_iterable(map(ast.walk, trees)):
+        if isinstance(node, ast.Subscript):
+            found |= _words([node.slice])
+        elif isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            if called.endswith(".get"):
+                found |= _words(node.args[:1])
+            elif called in ("given", "expect"):
+                found |= _words(node.args[1:2])
+    return found | set(families._GPT2_ALIASES)
+
+
+def _words(nodes: list[ast.expr]) -> set[str]:
+    return {n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+
+
+def _theirs(kind: str, fields: dict):
+    """transformers' own record of a config.json, or None where it refuses it."""
+    rest = {k: v for k, v in copy.deepcopy(fields).items() if k != "model_type"}
+    try:
+        config = transformers.AutoConfig.for_model(kind, **rest)
+        config.validate_rope() if getattr(config, "rope_parameters", None) else None
+    except Exception:
+        return None
+    return config
+
+
+def _said(kind: str, fields: dict):
+    """Our model of a config.json, or None where it is refused."""
+    try:
+        return read_config({**fields, "model_type": kind})[1]
+    except ConvertError:
+        return None
+
+
+def _both(kind: str, fields: dict) -> tuple:
+    """(ours, theirs) of a config.json, seen to be the same model; None where one refuses."""
+    ours, theirs = _said(kind, fields), _theirs(kind, fields)
+    if ours is not None and theirs is not None:
+        assert ours == _said(kind, theirs.to_dict()), fields
+    return ours, theirs
+
+
+def _drawn(kind: str, seed: int) -> dict:
+    """Some of the open fields, each with one of its values."""
+    draw = random.Random(seed)
+    sizes, more = OPEN[kind]
+    few = draw.sample(sorted(more), draw.randint(2, 5))
+    return sizes | {name: draw.choice(more[name]) for name in few}
+
+
+@EACH
+def test_a_field_that_is_missing_or_null_is_what_transformers_takes_it_for(kind):
+    sizes, more = OPEN[kind]
+    bare, theirs = _both(kind, sizes)
+    assert bare is not None
+    assert theirs is not None
+    explicit = theirs.to_dict()
+    for name in _names() & set(explicit):
+        without = {k: v for k, v in explicit.items() if k != name}
+        ours, _ = _both(kind, without)
+        assert (ours is None) == (name in sizes), name  # sizes are not guessed
+        _both(kind, explicit | {name: None})
+        _both(kind, sizes | {name: None})
+    for name, values in more.items():
+        for value in values:
+            _both(kind, sizes | {name: value})
+
+
+@EACH
+def test_several_fields_at_once_are_the_model_of_transformers_there_and_back(kind):
+    read = 0
+    for fields in (*ODD.get(kind, ()), *(_drawn(kind, seed) for seed in range(24))):
+        ours, theirs = _both(kind, fields)
+        if ours is None or theirs is None:
+            continue
+        read += 1
+        for family in (kind, None):
+            name, written = write_config(ours, family)
+            back = _theirs(name, written)
+            assert back is not None, (fields, written)  # transformers takes what we write
+            assert _said(name, back.to_dict()) == ours, (fields, written)
+    assert read > 6
+
+
+@EACH
+@pytest.mark.parametrize("seed", [None, 1, 2])
+def test_models_of_such_fields_have_transformers_logits(kind, seed):
+    many = [OPEN[kind][0]] if seed is None else (_drawn(kind, seed + 10 * i) for i in range(99))
+    ours, theirs = next(both for both in (_both(kind, f) for f in many) if None not in both)
+    torch.manual_seed(0)
+    auto = transformers.AutoModelForCausalLM
+    model = auto.from_config(theirs, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            param.copy_(torch.randn_like(param) * (0.01 if "emb" in name or "wte" in name else 0.2))
+        state, rules = model.state_dict(), rules_of(ours, FAMILIES[kind])
+        gpt = fill(GPT(ours), lambda record: rules[record.name].pack(state.__getitem__))
+        tokens = torch.randint(53, (1, 19), generator=torch.Generator().manual_seed(3))
+        assert relative_error(gpt(tokens), model(tokens).logits) < 1e-4

@@ -1,0 +1,194 @@
+"""What a run writes to its boards, when it goes through and when it dies and is resumed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections import defaultdict
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from test_train import _config, _replace, _trainer
+
+from warpweave.boards import WeightsAndBiases, check_boards
+from warpweave.train import Interrupt
+
+
+class Wandb(ModuleType):
+    """As Weights & Biases documents itself: a run drops steps below the last one it was given, and
+    goes on under its id. `history` is what its site would show: {run: {step: row}}."""
+
+    class Error(Exception):
+        pass
+
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.history: dict[str, dict[int, dict]] = {}
+        self.configs: dict[str, dict] = {}
+        self.finished: list[str] = []
+
+    def init(self, *, project, dir, id, resume, config, allow_val_change):
+        if project == "forbidden":
+            raise Wandb.Error("No API key\nconfigured")
+        assert Path(dir).is_dir()
+        assert (resume == "allow") == (id is not None)
+        name = id or f"run{len(self.history)}"
+        rows = self.history.setdefault(name, {})
+        self.configs[name] = config
+        last = max(rows, default=-1)
+
+        def log(row, *, step):
+            assert step >= max(rows, default=0), "W&B would drop this row"
+            rows.setdefault(step, {}).update(row)
+
+        def finish():
+            self.finished.append(name)
+
+        return SimpleNamespace(id=name, starting_step=last + 1, log=log, finish=finish)
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    fake = Wandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    return fake
+
+
+def _events(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """{scalar: (step, value) of every event that TensorBoard shows}."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(folder / "tensorboard"))
+    board.Reload()
+    scalars = {name: board.Scalars(name) for name in board.Tags()["scalars"]}
+    return {name: [(e.step, e.value) for e in events] for name, events in scalars.items()}
+
+
+def _lines(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """The same of the run's own rows."""
+    found = defaultdict(list)
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        for name, value in row.items():
+            if name != "step" and isinstance(value, (int, float)):
+                found[name].append((row["step"], value))
+    return found
+
+
+def _drawn(trainer, monkeypatch) -> dict[str, list[tuple[int, float]]]:
+    """The points of the plot."""
+    from matplotlib.axes import Axes
+
+    found, plot = {}, Axes.plot
+    with monkeypatch.context() as patch:
+        patch.setattr(Axes, "plot", lambda self, *a, label, **k: (
+            found.update({label: list(zip(*a))}), plot(self, *a, label=label, **k))[1])  # fmt: skip
+        trainer.metrics.plot()
+    return found
+
+
+SAME = ("loss", "val_loss", "lr", "tokens", "grad_norm")  # of every run alike
+
+
+def test_boards_of_a_run_that_died_and_was_resumed_are_those_of_one_that_went_through(
+    tmp_path, wandb, monkeypatch, capsys
+):
+    """After a crash behind a checkpoint, after Ctrl-C at an evaluation's step, after its end."""
+    pytest.importorskip("tensorboard", reason="an extra that only event files need")
+    config = _config(tmp_path, steps=6, save_every=2, tensorboard=True, wandb="project", layers=1)
+    _trainer(config).run()
+    whole = _lines(config.out)
+    assert [step for step, _ in whole["val_loss"]] == [2, 4, 6]
+    assert whole["tokens"] == [(i, 64 * i) for i in range(1, 7)]
+    (site,) = wandb.history.values()
+
+    again = _replace(config, out=tmp_path / "again")
+    interrupt = Interrupt()
+    trainer = _trainer(again, interrupt=interrupt)
+    while trainer.step < 3:  # a crash after step 3: step 2 is saved
+        row, took, _ = trainer._train_step()
+        trainer.metrics.trained(row, took)
+        trainer._after_step()
+    trainer.metrics.flush()
+    again = _replace(again, resume=True)
+    trainer = _trainer(again, interrupt=interrupt)
+    step = trainer._train_step
+    monkeypatch.setattr(
+        trainer, "_train_step",
+        lambda: (setattr(interrupt, "number", 2 if trainer.step == 3 else None), step())[1],
+    )  # fmt: skip
+    trainer.run()
+    assert trainer.step == 4
+    for _ in range(2):  # to the end, and once more at the end
+        trainer = _trainer(again)
+        trainer.run()
+    (_, resumed) = wandb.history.values()
+    assert wandb.configs["run1"]["layers"] == 1
+    assert set(wandb.finished) == {"run0", "run1"}
+    ours, events = _lines(again.out), _events(again.out)
+    for name in SAME:
+        assert ours[name] == whole[name], name
+        if name != "tokens":
+            assert events[name] == [(s, pytest.approx(v)) for s, v in whole[name]], name
+        assert [(s, r[name]) for s, r in site.items() if name in r] == whole[name], name
+        shown = [(4 if name == "val_loss" and s == 5 else s, r[name])
+                 for s, r in resumed.items() if name in r]  # fmt: skip
+        assert shown == whole[name], name
+    drawn = _drawn(trainer, monkeypatch)
+    assert drawn == {"training": whole["loss"], "validation": whole["val_loss"]}
+
+
+def test_tokens_are_counted_on_when_the_batch_is_another(tmp_path):
+    config = _config(tmp_path, steps=3)
+    _trainer(config).run()
+    _trainer(_replace(config, steps=5, resume=True, batch=3)).run()
+    assert [n for _, n in _lines(config.out)["tokens"]] == [64, 128, 192, 288, 384]
+
+
+def test_a_board_that_is_not_installed_is_one_line_before_anything_starts(monkeypatch):
+    for name, asked in {"wandb": (False, "p"), "tensorboard": (True, None)}.items():
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, name, None)
+            patch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
+            with pytest.raises(ImportError) as caught:
+                check_boards(*asked)
+        assert str(caught.value) == (
+            f"--{name} needs {name}, which is not installed: pip install 'warpweave[{name}]'"
+        )
+    monkeypatch.setitem(sys.modules, "wandb", ModuleType("wandb"))  # a folder of that name
+    with pytest.raises(ImportError, match="--wandb needs wandb"):
+        check_boards(False, "p")
+
+
+def test_what_weights_and_biases_refuses_is_one_line(tmp_path, wandb):
+    with pytest.raises(ValueError, match=r"^--wandb forbidden: No API key configured$"):
+        WeightsAndBiases(tmp_path, 0, "forbidden", {})
+
+
+def test_rows_and_bar_have_the_utilisation_of_a_gpu(tmp_path, monkeypatch, capsys):
+    """6 N + attention's causal half per token, of the parameters that multiply; 2 ranks on H100."""
+    trainer = _trainer(_config(tmp_path, dtype="bf16", steps=1, save_every=0, tied=False))
+    metrics, m = trainer.metrics, trainer.model
+    trained = metrics.trained
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    metrics.session = dataclasses.replace(metrics.session, device=torch.device("cuda"), world=2)
+    monkeypatch.setattr(metrics, "trained", lambda row, seconds: trained(row, 1e-9))
+    trainer.run()
+    found = trainer.engine.gpt.named_parameters()
+    matrices = sum(p.numel() for n, p in found if p.dim() > 1 and n[:5] not in ("embed", "posit"))
+    flops = 6 * matrices + 12 * m.layers * m.seq_len * m.heads * m.head_dim / 2
+    rate = 64 / 1e-9
+    ((_, mfu),) = _lines(tmp_path / "run")["mfu"]
+    assert mfu == pytest.approx(rate * flops / (2 * 989e12), rel=1e-3)
+    assert f"mfu={mfu:.1%}" in capsys.readouterr().err
+
+
+def test_the_bar_says_what_the_first_step_waits_for(tmp_path, capsys):
+    _trainer(_config(tmp_path, steps=1, save_every=0)).run()
+    said = capsys.readouterr().err
+    assert "0/1 [00:00<?, ?step/s, first step: compiling and connecting]" in said
+    assert "loss=" in said.rsplit("\r", 1)[1]
+    assert "compiling" not in said.rsplit("\r", 1)[1]

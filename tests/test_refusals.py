@@ -1,0 +1,426 @@
+"""What does not fit is refused, and what fits is not: each condition of a check alone.
+
+A check of two conditions that is tried with both at once passes its tests with `and` for `or`. So
+every row here breaks one rule and no other, and rows without words break none though they come
+near. A check of a new condition gets a row for it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+import torch
+from threads import Group, on_threads
+
+from warpweave.parallel import tensor
+from warpweave.parallel.context import Links, check_strategy, context_attention
+from warpweave.parallel.data.optimizer import SGD
+from warpweave.parallel.data.zero import Unit, ZeroOptimizer
+from warpweave.parallel.layout import SequenceLayout
+from warpweave.parallel.mesh import Mesh, single
+from warpweave.parallel.pipeline.execute import execute
+from warpweave.parallel.pipeline.transport import Distributed, InProcess
+from warpweave.parallel.schedule.actions import (
+    REDUCE,
+    RESHARD,
+    SEND_F,
+    TIE,
+    UNSHARD,
+    UPDATE,
+    WHOLE,
+    Action,
+    B,
+    F,
+    I,
+    W,
+    placement,
+)
+from warpweave.parallel.schedule.gpipe_1f1b import gpipe, interleaved, one_f_one_b
+from warpweave.parallel.schedule.passes import split_backward, with_comm, with_unshard
+from warpweave.parallel.schedule.text import from_csv
+from warpweave.parallel.schedule.validation import validate
+from warpweave.parallel.shard import ParamRecord
+from warpweave.parallel.tensor.overlap_table import read_measured
+
+NAN = float("nan")
+x, w, b = torch.zeros(4, 6), torch.zeros(5, 6), torch.zeros(5)
+ids, table = torch.zeros(4, dtype=torch.int64), torch.zeros(8, 3)
+q, kv = torch.zeros(1, 4, 2, 8), torch.zeros(1, 4, 1, 8)
+
+
+def check(call: Callable[[], object], words: str | None) -> None:
+    """`call` is refused with these words, or (None) fits."""
+    if words is None:
+        call()
+    else:
+        with pytest.raises(ValueError, match=words):
+            call()
+
+
+def rows(cases: list[tuple[Callable[..., object], str | None]]):
+    """A test of each row, by its line."""
+    numbers = [f"line{call.__code__.co_firstlineno}" for call, _ in cases]
+    return pytest.mark.parametrize(("call", "words"), cases, ids=numbers)
+
+
+# ---------------------------------------------------------------- sizes
+
+
+def _layout(*of: tuple[int, ...], parts: int = 2) -> SequenceLayout:
+    return SequenceLayout(8, parts, "balanced", chunks=of)
+
+
+def _optimizer(clip: float | None) -> ZeroOptimizer:
+    p = torch.nn.Parameter(torch.zeros(3))
+    unit = Unit("unit", [(ParamRecord("p", (3,)), p)], single())
+    return ZeroOptimizer([unit], single(), SGD(), clip=clip)
+
+
+def _attention(rows: int = 4, keys: int = 4, **layout) -> object:
+    layout = SequenceLayout(**{"seq_len": 4, "parts": 1} | layout)
+    return context_attention(q[:, :rows], kv[:, :keys], kv[:, :keys], layout=layout, group=None)
+
+
+@rows(
+    [
+        (lambda: Mesh(dp=0), "dp must be a positive integer, got 0"),
+        (lambda: Mesh(tp=2.0), "tp must be a positive integer, got 2.0"),
+        (lambda: Mesh(cp=4, ulysses=3), "ulysses = 3 does not divide cp = 4"),
+        (lambda: Mesh(cp=1), None),
+        (lambda: SequenceLayout(8, 0), "parts >= 1"),
+        (lambda: SequenceLayout(-1, 2), "seq_len >= 0"),
+        (lambda: SequenceLayout(0, 1), None),
+        (lambda: SequenceLayout(8, 2, "balanced"), "has chunks"),
+        (lambda: SequenceLayout(8, 2, chunks=((0, 3), (1, 2))), "and no other, has chunks"),
+        (lambda: _layout((0,), (1,), (2,)), "as many for each of the 2 parts"),
+        (lambda: _layout((0, 1, 2), (3,)), "as many for each of the 2 parts"),
+        (lambda: _layout((), ()), "as many for each of the 2 parts"),
+        (lambda: _layout((0, 3), (1, 1)), "must be 0 to 3"),
+        (lambda: _layout((0, 4), (1, 2)), "must be 0 to 3"),
+        (lambda: _layout((3, 0), (1, 2)), "ascending on each rank"),
+        (lambda: _layout((0, 3), (1, 2)), None),
+        (lambda: check_strategy("rings"), "strategy must be Links or one of"),
+        (lambda: check_strategy(Links(1.0, 1.0)), None),
+        (lambda: check_strategy("stream"), None),
+        (lambda: _attention(), None),
+        (lambda: _attention(seq_len=3), r"puts 3 tokens on each rank"),
+        (lambda: _attention(rows=3), r"puts 4 tokens on each rank, got q\[1, 3"),
+        (lambda: _attention(keys=3), r"puts 4 tokens on each rank, .* k\[1, 3"),
+        (lambda: _optimizer(None), None),
+        (lambda: _optimizer(0.0), "clip must be positive"),
+        (lambda: _optimizer(NAN), "clip must be positive"),
+        (lambda: _optimizer(1e-9), None),
+    ]
+)
+def test_sizes(call, words) -> None:
+    check(call, words)
+
+
+# ---------------------------------------------------------------- tensors over tensor ranks
+
+
+def _embedding(group, ids=ids, rows=4, size=8, **options):
+    tensor.vocab_parallel_embedding(
+        ids, table[:rows], group=group, **{"vocab_size": size} | options
+    )
+
+
+def _mlp(group, x=x):
+    up, down = torch.zeros(5, 6), torch.zeros(6, 5)
+    tensor.parallel_mlp(x, up, down, activation="relu2", group=group)
+
+
+def _qkv(group, x=x, shape=(2, 2), **options):
+    weight = torch.zeros(1, 3, 2, 6)
+    tensor.parallel_qkv_rope(x, weight, None, None, None, shape=shape, group=group, **options)
+
+
+def _loss(group, logits=x, labels=ids, size=12):
+    tensor.vocab_parallel_cross_entropy(logits, labels, group=group, vocab_size=size)
+
+
+def _column(group, x=x, w=w, b=b, **options):
+    tensor.column_parallel_linear(x, w, b, group=group, **options)
+
+
+def _row(group, x=x, w=w, b=b, **options):
+    tensor.row_parallel_linear(x, w, b, group=group, **options)
+
+
+CUT = {"sequence_parallel": True}
+LINEARS = [
+    row
+    for linear in (_column, _row)
+    for row in (
+        (lambda group, f=linear: f(group), None),
+        (lambda group, f=linear: f(group, b=None), None),
+        (lambda group, f=linear: f(group, x=x[0]), r"last dim of x \(of two at least\)"),
+        (lambda _, f=linear: f(None, x=x[0]), None),
+        (lambda group, f=linear: f(group, x=x[:, :5]), "must be dim 1 of the weight"),
+        (lambda group, f=linear: f(group, w=w[..., None]), "must be dim 1 of the weight"),
+        (lambda group, f=linear: f(group, b=b[:4]), r"bias\(4,\) does not fit"),
+    )
+]
+
+
+@rows(
+    [
+        *LINEARS,
+        (lambda group: _row(group, x=x[:3], **CUT), "3 tokens .* not divisible by the 2"),
+        (lambda group: _row(group, x=x[:3]), None),
+        (lambda group: _row(group, **CUT), None),
+        (lambda _: _row(None, x=x[:3], **CUT), None),
+        (lambda group: _column(group, x=x[:3], **CUT), None),  # of each rank
+        (lambda group: _embedding(group), None),
+        (lambda group: _embedding(group, ids=ids.view(2, 2)), None),
+        (lambda group: _embedding(group, ids=ids[:3]), None),
+        (lambda group: _embedding(group, ids=ids, **CUT), None),
+        (lambda group: _embedding(group, ids=ids.view(2, 2), **CUT), r"got ids\(2, 2\)"),
+        (lambda group: _embedding(group, ids=ids[:3], **CUT), r"got ids\(3,\)"),
+        (lambda group: _embedding(group, rows=3), "3 rows on each of 2 .* not the 8"),
+        (lambda group: _embedding(group, rows=8), "a rank takes its shard, not the whole"),
+        (lambda group: _embedding(group, size=7), None),  # padded by one
+        (lambda group: _embedding(group, size=5), "not the 6 of the padded"),
+        (lambda group: _embedding(group, size=5, padded_vocab_size=8), None),
+        (lambda group: _embedding(group, size=1, padded_vocab_size=8), None),
+        (lambda group: _embedding(group, size=0, padded_vocab_size=8), "vocab_size 0"),
+        (lambda group: _embedding(group, size=9, padded_vocab_size=8), "vocab_size 9"),
+        (lambda group: _loss(group), None),
+        (lambda group: _loss(group, logits=x[None], labels=ids[:1]), "needs logits"),
+        (lambda group: _loss(group, labels=ids[:3]), r"and \(3,\)"),
+        (lambda group: _loss(group, labels=ids[:, None]), r"and \(4, 1\)"),
+        (lambda group: _mlp(group), None),
+        (lambda group: _mlp(group, x=x[0]), "two dims at least"),
+        (lambda _: _mlp(None, x=x[0]), None),
+        (lambda group: _qkv(group), None),
+        (lambda group: _qkv(group, x=x[:, None]), r"got \[4, 1, 6\] on 1 ranks"),
+        (lambda group: _qkv(group, x=x[:3]), r"\[2, 2\], .* got \[3, 6\] on 1 ranks"),
+        (lambda group: _qkv(group, x=x[:2], **CUT), None),
+        (lambda group: _qkv(group, **CUT), r"got \[4, 6\] on 2 ranks"),
+        (lambda _: _qkv(None, **CUT), None),
+    ]
+)
+def test_tensors_over_two_ranks(call, words) -> None:
+    def on_rank(group: Group) -> None:
+        check(lambda: call(group), words)
+
+    on_threads(2, on_rank)
+
+
+# ---------------------------------------------------------------- schedules
+
+ONE = [Action(F, 0, 0), Action(B, 0, 0)]  # one stage, one micro-batch
+CROSSED = with_comm(gpipe(2, 1))
+
+
+def _valid(*more: Action, lists=None, at: int | None = None, **options) -> None:
+    place = len(ONE) if at is None else at
+    validate(lists or [[*ONE[:place], *more, *ONE[place:]]], **options)
+
+
+def _replaced(old: str, *new: Action) -> list[list[Action]]:
+    """Two stages on two ranks, lowered, with `new` where `old` was."""
+    return [[x for a in own for x in (new if str(a) == old else (a,))] for own in CROSSED]
+
+
+SPLIT = [Action(op, 0, 0) for op in (F, I, W)]
+
+
+def _gathered(*actions: Action | str) -> None:
+    validate([[Action(a, 0) if isinstance(a, str) else a for a in actions]])
+
+
+GENERATORS = [gpipe, one_f_one_b, lambda p, m: interleaved(p, m, 2)]
+
+
+@rows(
+    [
+        *[(lambda f=f: f(0, 1), "p=0 m=1") for f in GENERATORS],
+        *[(lambda f=f: f(1, 0), "p=1 m=0") for f in GENERATORS],
+        *[(lambda f=f: f(1, 1), None) for f in GENERATORS],
+        (lambda: interleaved(1, 1, 0), "c >= 1"),
+        (lambda: split_backward([ONE], lag=-1), "lag must be >= 0"),
+        (lambda: split_backward([ONE]), None),
+        (lambda: with_unshard([ONE], window=-1), "window must be None or >= 0"),
+        (lambda: with_unshard([ONE], window=0), None),
+        (lambda: with_unshard([ONE]), None),
+        (lambda: placement([[]]), "stages must be 0 to -1"),
+        (lambda: placement([[Action(F, 1, 0)]]), r"found \[1\]"),
+        (lambda: placement([[Action(F, 0, 0)], [Action(F, 0, 0)]]), "ranks 0 and 1"),
+        (lambda: from_csv("0F0,,0B0\n"), None),
+        (lambda: from_csv("F0\n"), "'F0' is not"),
+        (lambda: from_csv("0Q0\n"), "'0Q0' is not"),
+        # micro-batches
+        (lambda: _valid(), None),
+        (lambda: _valid(Action(F, 0, 0)), "2 F, 1 B"),
+        (lambda: _valid(Action(B, 0, 0)), "1 F, 2 B"),
+        (lambda: _valid(lists=[[Action(F, 0, 0), Action(I, 0, 0)]]), "1 I and 0 W"),
+        (lambda: _valid(lists=[SPLIT]), None),
+        (lambda: _valid(microbatches=2), "micro-batch 1 has 0 F"),
+        (lambda: _valid(Action(F, 0, 1), microbatches=1), "micro-batch 1 is not one of 1"),
+        (lambda: _valid(Action(F, 0, WHOLE)), "micro-batch -1 is not one of 1"),
+        (lambda: _valid(Action(UPDATE, 0, 0, 1)), "concerns a whole stage"),
+        (lambda: _valid(Action(UPDATE, 0, WHOLE, 1)), None),
+        # order within a stage
+        (lambda: _valid(lists=[ONE[::-1]]), "0B0 comes before 0F0"),
+        # versions
+        (lambda: _valid(lists=[[Action(F, 0, 0, 1), Action(B, 0, 0, 1)]]), "newest there is is 0"),
+        (lambda: _valid(lists=[[ONE[0], Action(B, 0, 0, 1)]]), "its F read version 0"),
+        (lambda: _valid(Action(UPDATE, 0, WHOLE, 2)), "produces version 2 after version 0"),
+        (lambda: _valid(Action(UPDATE, 0, WHOLE, 1), at=1), "has no gradient to apply"),
+        (
+            lambda: _valid(*[Action(op, 0, 1) for op in (F, B)], Action(UPDATE, 0, WHOLE, 1)),
+            None,
+        ),
+        (
+            lambda: _valid(Action(UPDATE, 0, WHOLE, 1), Action(F, 0, 1, 1), Action(B, 0, 1, 1)),
+            "comes after the last UPDATE",
+        ),
+        # reductions, ties
+        (lambda: _valid(Action(REDUCE, 0)), None),
+        (lambda: _valid(Action(REDUCE, 0), at=1), "not reduced before the end"),
+        (lambda: _valid(Action(UPDATE, 0, WHOLE, 1), Action(REDUCE, 0)), "not reduced before UPD"),
+        (lambda: _valid(Action(TIE, 0), Action(REDUCE, 0)), "not reduced before TIE"),
+        # parameters that are gathered
+        (lambda: _gathered(UNSHARD, *ONE, RESHARD), None),
+        (lambda: _gathered(*ONE, UNSHARD, RESHARD), "reads parameters that are not gathered"),
+        (lambda: _gathered(UNSHARD, *ONE, RESHARD, Action(UPDATE, 0, WHOLE, 1)), None),
+        (lambda: _gathered(UNSHARD, *ONE, Action(UPDATE, 0, WHOLE, 1), RESHARD), "are gathered"),
+        (lambda: _gathered(UNSHARD, UNSHARD, *ONE, RESHARD), "stage 0 are gathered"),
+        (lambda: _gathered(UNSHARD, *ONE, RESHARD, RESHARD), "stage 0 are not gathered"),
+        (lambda: _gathered(UNSHARD, *ONE), "left gathered at the end"),
+        (lambda: _gathered(UNSHARD, *SPLIT[:2], RESHARD, SPLIT[2]), None),  # a W reads none
+        # messages
+        (lambda: _valid(lists=CROSSED), None),
+        (lambda: _valid(lists=_replaced("0SEND_F0")), "0SEND_F0 occurs 0 times"),
+        (lambda: _valid(lists=_replaced("1RECV_F0")), "1RECV_F0 occurs 0 times"),
+        (
+            lambda: _valid(lists=_replaced("1B0", Action(B, 1, 0), Action(SEND_F, 1, 0))),
+            "from stage 1 to 2, where no other rank is",
+        ),
+        (
+            lambda: _valid(lists=[[*ONE, Action(F, 1, 0), Action(B, 1, 0), Action(SEND_F, 0, 0)]]),
+            "from stage 0 to 1, where no other rank is",
+        ),
+    ]
+)
+def test_schedules(call, words) -> None:
+    check(call, words)
+
+
+# ---------------------------------------------------------------- running them
+
+
+class Plain:
+    """A stage that hands on what it gets, and keeps the order in which it was called."""
+
+    def __init__(self, like=((2,), torch.float32)) -> None:
+        self.like = like
+
+    def start(self) -> None: ...
+
+    def input_like(self, mb):
+        return *self.like, torch.device("cpu")
+
+    def forward(self, mb, x, version):
+        return torch.zeros(2)
+
+    backward = backward_input = lambda self, mb, dy: torch.zeros(2)
+
+    def backward_weight(self, mb) -> None: ...
+
+    def update(self) -> None: ...
+
+    def reshard(self) -> None: ...
+
+
+def _ran(*lists: list[Action], stages: int = 1) -> None:
+    try:
+        execute([*lists], {s: Plain() for s in range(stages)}, InProcess())
+    except RuntimeError as error:
+        raise ValueError(str(error)) from None
+
+
+def _opened(lists, built=None, like=((2,), torch.float32), stages: int = 2) -> None:
+    transport = Distributed(built or lists, None)
+    transport.open(lists, {s: Plain(like) for s in range(stages)})
+
+
+TWO = [[Action(F, 0, 0), Action(F, 1, 0), Action(B, 1, 0), Action(B, 0, 0)]]  # on one rank
+
+
+@rows(
+    [
+        (lambda: _ran(ONE), None),
+        (lambda: _ran([ONE[0], *ONE]), "0F0 occurs twice"),
+        (lambda: _ran(ONE[::-1]), "0B0 comes before 0F0"),
+        (lambda: _ran([*ONE, *[Action(UPDATE, 0, WHOLE, n) for n in (1, 1)]]), None),
+        (
+            lambda: _ran([Action(F, 0, 0), Action(I, 0, 0), Action(UPDATE, 0, WHOLE, 1)]),
+            r"UPDATE@1 while W is owed for micro-batches \[0\]",
+        ),
+        (
+            lambda: _ran(
+                [*TWO[0][:1], *[Action(*a) for a in ((I, 0, 0), (RESHARD, 0), (W, 0, 0))]]
+            ),
+            None,
+        ),
+        (lambda: _ran([Action(F, 0, 0), Action(I, 0, 0)]), "the list ends while W is owed"),
+        (
+            lambda: _ran(
+                [*TWO[0][:3], Action(I, 0, 0), Action(UPDATE, 1, WHOLE, 1), Action(W, 0, 0)],
+                stages=2,
+            ),
+            None,  # what is owed is another stage's
+        ),
+        (lambda: _ran(*CROSSED, stages=2), None),
+        (lambda: _ran(*gpipe(2, 1), stages=2), "2 ranks and no SEND or RECV"),
+        (lambda: _ran(TWO[0], stages=2), None),
+        (lambda: _ran(TWO[0], stages=1), r"run stages \[0, 1\], got \[0\]"),
+        (lambda: _opened(TWO), None),
+        (lambda: _opened([[*TWO[0]]], built=TWO), None),  # equal is the same
+        (lambda: _opened(gpipe(1, 1), built=TWO), "built for another schedule"),
+        (lambda: _opened(TWO, like=((1,) * 8, torch.int32)), None),
+        (lambda: _opened(TWO, like=((1,) * 9, torch.int32)), "allowed are 8 dims"),
+        (lambda: _opened(TWO, like=((2,), torch.bool)), "is .2,. torch.bool, allowed"),
+    ]
+)
+def test_lists_that_run(call, words) -> None:
+    check(call, words)
+
+
+# ---------------------------------------------------------------- a table of measured times
+
+ROW = {
+    "device": "CPU", "link": "gloo", "ranks": 2, "dtype": "float32", "moves": "gather",
+    "M": 1, "N": 1, "K": 1, "us": {"none": 1.0, "chunked": 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (ROW, None),
+        ([ROW], "it must have"),
+        ({k: v for k, v in ROW.items() if k != "K"}, "it must have"),
+        (ROW | {"P": 1}, "it must have"),
+        (ROW | {"device": ""}, "device must be a device's name, got ''"),
+        (ROW | {"device": 3}, "device must be a device's name, got 3"),
+        (ROW | {"ranks": 1}, "ranks must be an integer >= 2, got 1"),
+        (ROW | {"ranks": 2.0}, "ranks must be an integer >= 2, got 2.0"),
+        (ROW | {"M": True}, "M must be an integer >= 1, got True"),
+        (ROW | {"us": 1.0}, "us must have none and at least one of"),
+        (ROW | {"us": {"none": 1.0}}, "us must have none and at least one of"),
+        (ROW | {"us": {"chunked": 1.0}}, "us must have none and at least one of"),
+        (ROW | {"us": {"none": 1.0, "bulk": 1.0}}, "us must have none and at least one of"),
+        (ROW | {"us": {"none": 1.0, "fused": 0}}, "us of fused must be microseconds, got 0"),
+        (ROW | {"us": {"none": NAN, "fused": 1}}, "us of none must be microseconds, got nan"),
+        (ROW | {"us": {"none": "1", "fused": 1}}, "us of none must be microseconds, got '1'"),
+    ],
+)
+def test_rows_of_the_overlap_table(tmp_path, row, words) -> None:
+    file = tmp_path / "table.json"
+    file.write_text(json.dumps({"format": "warpweave overlap 1", "rows": [row]}))
+    check(lambda: read_measured(file), words)

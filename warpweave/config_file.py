@@ -1,0 +1,154 @@
+"""Options of a command as TOML: `read_options` from a file of a user's, `write_options` of a run.
+
+A key is an option's name, with underscores or with hyphens as on the command line; the records in
+an options' record (a model's overrides, a plan) have no table of their own, as they have no prefix
+there. TOML has no null: a key that is not there is the default, which `write_options` leaves as a
+comment.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import sys
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from warpweave.messages import one_line
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+_Record = TypeVar("_Record")
+_SCALARS = {int: "an integer", float: "a number", bool: "true or false", str: "a string in quotes",
+            Path: "a path in quotes"}  # fmt: skip
+
+
+def options_of(record: Any) -> dict[str, Any]:
+    """Every option's name and value, those of the records in `record` among them."""
+    found: dict[str, Any] = {}
+    for item in dataclasses.fields(record):
+        value = getattr(record, item.name)
+        found |= options_of(value) if dataclasses.is_dataclass(value) else {item.name: value}
+    return found
+
+
+def with_options(record: _Record, given: dict[str, Any]) -> _Record:
+    """`record` with other values of the options `given`, by name."""
+    own: dict[str, Any] = {}
+    for item in dataclasses.fields(record):  # type: ignore[arg-type]
+        value = getattr(record, item.name)
+        if dataclasses.is_dataclass(value):
+            own[item.name] = with_options(value, given)
+        elif item.name in given:
+            own[item.name] = given[item.name]
+    return dataclasses.replace(record, **own)  # type: ignore[type-var]
+
+
+def read_options(path: Path, defaults: _Record, without: tuple[str, ...] = ()) -> _Record:
+    """`defaults` with the values that the TOML file at `path` has of its options.
+
+    Raises:
+        ValueError: no such file, no TOML, a key that is no option (or one of those `without`), a
+            value of another type; one line that names file and key.
+    """
+    try:
+        found = tomllib.loads(path.read_bytes().decode())
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:  # a TOMLDecodeError, a UnicodeDecodeError
+        raise ValueError(f"{path} is not TOML: {one_line(error)}") from None
+    kinds = {name: kind for name, kind in _kinds(defaults).items() if name not in without}
+    given: dict[str, Any] = {}
+    for key, value in found.items():
+        name = key.replace("-", "_")
+        if name not in kinds:
+            near = difflib.get_close_matches(name, kinds, 1)
+            hint = f"; is {near[0]} meant?" if near else ""
+            raise ValueError(f"{path}: {key} is no option{hint}")
+        if name in given:
+            raise ValueError(f"{path}: {name} is given twice")
+        try:
+            given[name] = _read(kinds[name], value)
+        except (TypeError, OverflowError):
+            says = json.dumps(value, default=str, ensure_ascii=False)
+            raise ValueError(f"{path}: {key} must be {_words(kinds[name])}, got {says}") from None
+    try:
+        return with_options(defaults, given)
+    except ValueError as error:  # what a record checks of its own
+        raise ValueError(f"{path}: {error}") from None
+
+
+def write_options(record: Any, without: tuple[str, ...] = ()) -> str:
+    """TOML of every option of `record`; `read_options` makes the same record of it."""
+    lines = []
+    for name, value in options_of(record).items():
+        if name not in without:
+            lines.append(f"# {name} is not set" if value is None else f"{name} = {_toml(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def _kinds(record: Any) -> dict[str, Any]:
+    """Every option's name and type."""
+    hints, found = get_type_hints(type(record)), {}
+    for item in dataclasses.fields(record):
+        value = getattr(record, item.name)
+        found |= _kinds(value) if dataclasses.is_dataclass(value) else {item.name: hints[item.name]}
+    return found
+
+
+def _alternatives(kind: Any) -> tuple[Any, ...]:
+    """The types of a union, but for None; of another type, itself."""
+    union = get_origin(kind) in (Union, UnionType)
+    return tuple(k for k in get_args(kind) if k is not type(None)) if union else (kind,)
+
+
+def _read(kind: Any, value: Any) -> Any:
+    """A value of TOML as one of the type `kind`; TypeError if it is none."""
+    for each in _alternatives(kind):
+        origin, inner = get_origin(each), get_args(each)
+        if origin is Literal and any(type(value) is type(x) and value == x for x in inner):
+            return value
+        if origin is tuple and isinstance(value, list):
+            if inner[-1] is Ellipsis:
+                inner = (inner[0],) * len(value)
+            if len(inner) == len(value):
+                return tuple(map(_read, inner, value))
+        elif each is Path and isinstance(value, str):
+            return Path(value)
+        elif each is float and type(value) is int:
+            return float(value)
+        elif each in (int, float, bool, str) and type(value) is each:
+            return value
+    raise TypeError
+
+
+def _words(kind: Any) -> str:
+    """A type as a sentence has it."""
+    words = []
+    for each in _alternatives(kind):
+        origin, inner = get_origin(each), get_args(each)
+        if origin is Literal:
+            words.append("one of " + ", ".join(map(json.dumps, inner)))
+        elif origin is tuple:
+            many = "any number of" if inner[-1] is Ellipsis else str(len(inner))
+            words.append(f"a list of {many}, each {_words(inner[0])}")
+        else:
+            words.append(_SCALARS[each])
+    return " or ".join(words)
+
+
+def _toml(value: Any) -> str:
+    """A value as TOML has it; numbers come back bit for bit."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    # JSON's strings are TOML's, but for one more character that has to be escaped.
+    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,0 +1,206 @@
+"""What stands beside a model's weights: its tokenizer, where its texts end, and a card.
+
+A run keeps in its folder ``origin`` what an export will want: the tokenizer that its text went
+through and, of a model of transformers that it started from, config.json and
+generation_config.json. A checkpoint's state says which tokenizer it was, so that no other is
+exported with it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from warpweave.config import GPTConfig
+from warpweave.convert.fields import ConvertError
+from warpweave.convert.folder import read_json
+from warpweave.data import ByteTokenizer
+from warpweave.messages import one_line
+
+ORIGIN = "origin"
+GENERATION = "generation_config.json"
+_TOKENIZER = (
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+_KINDS = ("bos", "eos", "pad")
+# What special tokens are called, where nothing but a tokenizers JSON says what they are for.
+_CALLED = {
+    "bos": ("<s>", "<bos>", "<|begin_of_text|>", "[BOS]", "<|startoftext|>"),
+    "eos": ("</s>", "<eos>", "<|end_of_text|>", "[EOS]", "<|endoftext|>"),
+    "pad": ("<pad>", "[PAD]", "<|pad|>"),
+}
+
+
+def keep_origin(
+    run: Path, source: Path | None, tokenizer: Path | None, record: str | None, *, again: bool
+) -> None:
+    """Copy into a run's folder what its export will want, of the model that it started from and of
+    its tokenizer (`record` as for `tokenizer_of`); what is there stays if it goes on (`again`)."""
+    folder = run / ORIGIN
+    if again and folder.exists():
+        return
+    source = None if source is None else find_origin(source) or source
+    own = None if source is None else source / "tokenizer.json"
+    files: dict[str, bytes] = {}
+    if source is not None and tokenizer in (None, own) and record != ByteTokenizer.fingerprint:
+        files = _copies(source, ("config.json", GENERATION, *_TOKENIZER))
+    else:
+        files = {} if tokenizer is None else _tokenizer_files(tokenizer)
+        if source is not None and (source / "config.json").is_file():  # its tokens are no more
+            fields = read_json(source / "config.json")
+            kept = {k: v for k, v in fields.items() if not k.endswith("_token_id")}
+            files["config.json"] = json.dumps(kept).encode()
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("config.json", GENERATION, *_TOKENIZER):  # of an earlier run
+        (folder / name).unlink(missing_ok=True)
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+
+
+def find_origin(folder: Path) -> Path | None:
+    """The ``origin`` of a run's folder, or of the run that a checkpoint lies in; None without."""
+    for run in (folder, folder.absolute().parent.parent):
+        if (run / ORIGIN).is_dir() and (run / "checkpoints").is_dir():
+            return run / ORIGIN
+    return None
+
+
+def tokenizer_of(
+    given: str | Path | None, record: str | None, places: list[Path]
+) -> tuple[dict[str, bytes], Path | None]:
+    """A tokenizer's files, name -> content ({} if there is none), and which of `places` has them.
+
+    Args:
+        given: a tokenizers JSON, or "bytes".
+        record: what the text of a training went through, by the checkpoint's state: "bytes", or the
+            SHA-256 of a tokenizers JSON.
+        places: folders that may hold it.
+
+    Raises `ConvertError` if none of the folders holds the one on record.
+    """
+    if given is not None:
+        return (_bytes_files() if str(given) == "bytes" else _tokenizer_files(Path(given))), None
+    if record == ByteTokenizer.fingerprint:
+        return _bytes_files(), None
+    for place in places:
+        found = _copies(place, _TOKENIZER)
+        digest = hashlib.sha256(found.get("tokenizer.json", b"")).hexdigest()
+        if digest == record or (record is None and found):
+            return found, place
+    if record is not None:
+        where = " or ".join(map(str, places)) or "no folder"
+        raise ConvertError(
+            f"the tokenizer of the training (SHA-256 {record[:12]}) is not in {where}: give it"
+        )
+    return {}, None
+
+
+def special_tokens(
+    files: Mapping[str, bytes], config: GPTConfig, separator: int | None
+) -> dict[str, int | None]:
+    """{"bos_token_id", "eos_token_id", "pad_token_id"} of a tokenizer's files; None is not known.
+
+    By tokenizer_config.json, then by the separator of the training, which ends a text, then by the
+    names of special tokens. Raises `ConvertError` if the model has no room for its vocabulary.
+    """
+    ids: dict[str, int | None] = dict.fromkeys(f"{kind}_token_id" for kind in _KINDS)
+    if separator is not None:
+        ids["eos_token_id"] = separator
+    if "tokenizer.json" not in files:
+        return ids
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_buffer(files["tokenizer.json"])
+        said = json.loads(files.get("tokenizer_config.json", b"{}"))
+    except Exception as error:  # the Rust side raises bare Exception
+        raise ConvertError(f"tokenizer.json is no tokenizer: {one_line(error)}") from None
+    if (size := tokenizer.get_vocab_size(with_added_tokens=True)) > config.vocab_size:
+        raise ConvertError(f"the tokenizer has {size} tokens, the model {config.vocab_size}")
+    special = {t.content: i for i, t in tokenizer.get_added_tokens_decoder().items() if t.special}
+    for kind in _KINDS:
+        name = said.get(f"{kind}_token")
+        name = name.get("content") if isinstance(name, dict) else name
+        called = [special[n] for n in _CALLED[kind] if n in special]
+        if name is not None:
+            ids[f"{kind}_token_id"] = tokenizer.token_to_id(name)
+        elif len(called) == 1 and ids[f"{kind}_token_id"] is None:
+            ids[f"{kind}_token_id"] = called[0]
+    return ids
+
+
+def tokenizer_config(
+    files: Mapping[str, bytes], config: GPTConfig, ids: Mapping[str, int | None]
+) -> dict[str, Any]:
+    """The tokenizer_config.json by which transformers loads a tokenizers JSON."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_buffer(files["tokenizer.json"])
+    names = {f"{k}_token": ids[f"{k}_token_id"] for k in _KINDS}
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": config.seq_len,
+        "clean_up_tokenization_spaces": False,
+        **{name: tokenizer.id_to_token(i) for name, i in names.items() if i is not None},
+    }
+
+
+def card(name: str, config: GPTConfig, architecture: str, trained: Mapping[str, Any]) -> str:
+    """A README.md to be filled in: what the model is, what it was trained on, how to load it."""
+    sizes = (
+        f"{config.layers} layers of width {config.width}, {config.heads} heads, vocabulary "
+        f"{config.vocab_size}, sequences of {config.seq_len} tokens"
+    )
+    facts = {architecture: sizes, **trained}
+    about = "\n".join(f"* {what}: {value}" for what, value in facts.items())
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+---
+
+# {name}
+
+A language model, exported by warpweave.
+
+{about}
+* License: not chosen yet. Fill in `license:` above, and what the data's licenses ask for.
+* Intended use, limits, evaluation: to be filled in.
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{name}")
+tokenizer = AutoTokenizer.from_pretrained("{name}")
+```
+"""
+
+
+def _copies(folder: Path, names: tuple[str, ...]) -> dict[str, bytes]:
+    return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
+
+
+def _tokenizer_files(path: Path) -> dict[str, bytes]:
+    """A tokenizers JSON; with what stands beside it if it is called as in transformers' folders."""
+    try:
+        files = {"tokenizer.json": path.read_bytes()}
+    except OSError as error:
+        raise ConvertError(f"cannot read {path}: {error.strerror}") from None
+    beside = _copies(path.parent, _TOKENIZER) if path.name == "tokenizer.json" else {}
+    return beside | files
+
+
+def _bytes_files() -> dict[str, bytes]:
+    """Bytes as a tokenizers JSON: the byte-level alphabet in the order of the bytes, no merges."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    shown = [b for b in range(256) if 33 <= b <= 126 or 161 <= b <= 172 or b >= 174]
+    hidden = [b for b in range(256) if b not in shown]
+    names = {b: chr(b) for b in shown} | {b: chr(256 + i) for i, b in enumerate(hidden)}
+    tokenizer = Tokenizer(models.BPE(vocab={names[b]: b for b in range(256)}, merges=[]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = level, decoders.ByteLevel()
+    return {"tokenizer.json": tokenizer.to_str().encode()}

@@ -1,0 +1,84 @@
+"""Fields of a config.json that families share: expected values, defaults, rotary embedding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from warpweave.config import GPTConfig
+from warpweave.kernels.rope import RopeScaling
+
+
+class ConvertError(ValueError):
+    """A folder or model that cannot be converted; one line that names what stands in the way."""
+
+
+def expect(fields: Mapping[str, Any], name: str, *values: Any) -> Any:
+    """The value of a field, the first of `values` if it is missing; it must be one of them."""
+    value = fields.get(name, values[0])
+    if value not in values:
+        raise ConvertError(
+            f"{name} = {value!r} is not supported, only {' or '.join(map(str, values))}"
+        )
+    return value
+
+
+def given(fields: Mapping[str, Any], name: str, default: Any) -> Any:
+    """A field that is missing or null is its family's default."""
+    value = fields.get(name)
+    return default if value is None else value
+
+
+# ---------------------------------------------------------------- Llama and what grew from it
+
+
+def read_rope(c: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+    """(theta, scaling), of ``rope_parameters`` or ``rope_scaling``, which was its name before
+    transformers 5 and goes before it there too, as an original length outside of both does."""
+    p = c.get("rope_scaling") or c.get("rope_parameters") or {}
+    if any(isinstance(value, dict) for value in p.values()):
+        raise ConvertError(
+            f"rope_parameters of {', '.join(p)} are not supported, only of all layers"
+        )
+    theta = float(p.get("rope_theta", c.get("rope_theta", 10000.0)))
+    expect({**c, **p}, "partial_rotary_factor", 1.0)
+    kind = p.get("rope_type", p.get("type", "default"))
+    if kind == "default":
+        return theta, None
+    if kind not in ("linear", "llama3", "yarn"):
+        raise ConvertError(
+            f"RoPE scaling of type {kind!r} is not supported, only linear, llama3, yarn"
+        )
+    factor = float(p["factor"])
+    if kind == "linear":
+        return theta, RopeScaling("linear", factor)
+    length = given(p, "original_max_position_embeddings", c["max_position_embeddings"])
+    length = given(c, "original_max_position_embeddings", length)
+    if kind == "llama3":
+        low, high = float(p["low_freq_factor"]), float(p["high_freq_factor"])
+        return theta, RopeScaling("llama3", factor, length, low, high)
+    attention = p.get("attention_factor")
+    if attention is None and p.get("mscale") and p.get("mscale_all_dim"):
+        above, below = (
+            0.1 * p[name] * math.log(factor) + 1 for name in ("mscale", "mscale_all_dim")
+        )
+        attention = above / below
+    low, high = float(given(p, "beta_slow", 1.0)), float(given(p, "beta_fast", 32.0))
+    return theta, RopeScaling("yarn", factor, length, low, high, attention, p.get("truncate", True))
+
+
+def write_rope(c: GPTConfig) -> dict[str, Any]:
+    s, theta = c.rope_scaling, {"rope_theta": c.rope_theta}
+    if s is None:
+        return {"rope_type": "default", **theta}
+    out = {"rope_type": s.kind, "factor": s.factor, **theta}
+    if s.kind == "llama3":
+        out |= {"low_freq_factor": s.low, "high_freq_factor": s.high}
+    if s.kind == "yarn":
+        out |= {"beta_slow": s.low, "beta_fast": s.high, "truncate": s.truncate}
+        if s.attention_factor is not None:
+            out["attention_factor"] = s.attention_factor
+    if s.kind in ("llama3", "yarn"):
+        out["original_max_position_embeddings"] = s.original_length
+    return out

@@ -1,0 +1,50 @@
+"""What ``warpweave export`` does."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from warpweave.checkpoint import CheckpointError
+from warpweave.convert import ConvertError, to_hf
+from warpweave.convert.folder import read_json
+from warpweave.convert.source import find_step, read_stop_tokens
+from warpweave.dtypes import DTYPES
+from warpweave.export_config import ExportConfig, parse
+from warpweave.messages import one_line, say
+
+
+def main(argv: list[str] | None = None) -> None:
+    """The command ``warpweave export``, its options and all."""
+    run(parse(argv))
+
+
+def run(config: ExportConfig) -> None:
+    """The command ``warpweave export``."""
+    try:
+        step = find_step(config.run)
+        if step is None:
+            raise ConvertError(f"{config.run} is no run and no checkpoint of warpweave train")
+        dtype = None if config.dtype is None else DTYPES[config.dtype]
+        folder = to_hf(step, config.out, like=config.like, tokenizer=config.tokenizer, dtype=dtype)
+    except (ValueError, ImportError, OSError, CheckpointError) as error:
+        say(one_line(error))
+        sys.exit(2)
+    fields = read_json(folder / "config.json")
+    tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
+    if not tokenizer:
+        say("no tokenizer is known for this model: --tokenizer FILE or --tokenizer bytes adds one")
+    result = {
+        "folder": str(folder),
+        "checkpoint": str(step),
+        "architecture": fields["architectures"][0],
+        "dtype": fields["dtype"],
+        "tokenizer": tokenizer,
+        "eos_token_ids": read_stop_tokens(folder),
+        "files": sorted(path.name for path in folder.iterdir()),
+    }
+    print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""Whether a module is still what its replaced forward was seen to compute.
+
+A replaced forward reads weights, linear layers and eps of its module at each call. What else the
+module's own forward reads, an activation, numbers, fields of the configuration, it does not read:
+that was looked at when both were compared, and `look` writes it down. `changed` compares it with
+what is there now, and tells of hooks that would not fire. Then the original forward runs, so that
+whatever is changed, replaced or hooked after `apply` has the effect that it would have without.
+
+Comparing is a dozen identities: nothing waits for a device, and compilers guard on the same.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
+from transformers import PretrainedConfig
+
+_SEEN = "_seen_warpweave"  # attribute of a module: its `Seen`
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"forward", _SEEN}
+# Beginnings of what transformers and accelerate note on modules, of which no forward makes numbers.
+_NOTES = ("_is_h", "_hf_", "_old_forward")
+_MUTABLE = (list, dict, set)
+_Fields = dict[tuple[str, ...], Any]  # of a configuration, by their path
+
+
+class Seen(NamedTuple):
+    """What was there: of the module itself and of those below it that are called no more.
+
+    Attributes:
+        attributes: (module, name, value).
+        children: (module, name, child).
+        forwards: (module, the forward of its class).
+        weights: (name, whether the module has it).
+        bypassed: the modules that are called no more.
+        fields: (path, value) in the module's configuration.
+    """
+
+    attributes: tuple[tuple[nn.Module, str, Any], ...]
+    children: tuple[tuple[nn.Module, str, Any], ...]
+    forwards: tuple[tuple[nn.Module, Any], ...]
+    weights: tuple[tuple[str, bool], ...]
+    bypassed: tuple[nn.Module, ...]
+    fields: tuple[tuple[tuple[str, ...], Any], ...]
+
+
+def look(module: nn.Module, live: Collection[str] = (), fields: _Fields | None = None) -> None:
+    """Write down on a module what its replacement does not read.
+
+    Args:
+        live: names of the attributes and children that it reads or calls.
+        fields: what the original reads of the configuration, from `noted`.
+    """
+    gone = [c for n, c in module.named_children() if n not in live]
+    bypassed = tuple(dict.fromkeys(part for child in gone for part in child.modules()))
+    children = [(module, n, c) for n, c in module.named_children() if n not in live]
+    attributes = [(module, n, v) for n, v in _attributes(module) if n not in live]
+    for part in bypassed:
+        children += [(part, n, c) for n, c in part.named_children()]
+        attributes += [(part, n, v) for n, v in _attributes(part)]
+        attributes.append((part, "forward", part.__dict__.get("forward")))
+    module.__dict__[_SEEN] = Seen(
+        tuple((m, n, copy.copy(v) if isinstance(v, _MUTABLE) else v) for m, n, v in attributes),
+        tuple(children),
+        tuple((part, type(part).forward) for part in (module, *bypassed)),
+        tuple((n, p is not None) for n, p in module._parameters.items()),
+        bypassed,
+        tuple((fields or {}).items()),
+    )
+
+
+def forget(module: nn.Module) -> None:
+    """Undo `look`."""
+    module.__dict__.pop(_SEEN, None)
+
+
+def changed(module: nn.Module) -> bool:
+    """Whether something that the replaced forward does not read is another than `look` saw, or a
+    hook would not fire."""
+    seen: Seen | None = module.__dict__.get(_SEEN)
+    if seen is None:
+        return False
+    for part, name, value in seen.attributes:
+        found = part.__dict__.get(name)
+        if found is not value and not _equal(found, value):
+            return True
+    for part, name, child in seen.children:
+        if part._modules.get(name) is not child:
+            return True
+    for part, forward in seen.forwards:
+        if type(part).forward is not forward:
+            return True
+    for name, given in seen.weights:
+        if (module._parameters.get(name) is not None) is not given:
+            return True
+    for part in seen.bypassed:
+        if has_hooks(part):
+            return True
+    for path, value in seen.fields:
+        found = module.config
+        for name in path:
+            found = getattr(found, name)
+        if found is not value and not _equal(found, value):
+            return True
+    return bool(seen.bypassed) and not torch.compiler.is_compiling() and _has_any_global_hook()
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether calling a module does more than its forward."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
+
+
+def owns_numbers(module: nn.Module, known: Collection[str] = ()) -> bool:
+    """Whether a module has tensors besides the `known` ones, whose numbers a look does not tell."""
+    tensors = [*module._parameters.items(), *module._buffers.items(), *vars(module).items()]
+    return any(isinstance(v, torch.Tensor) and n not in known for n, v in tensors)
+
+
+def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, value in vars(module).items():
+        note = name.startswith(_NOTES) or name.endswith("warpweave")
+        if not note and name not in _OF_EVERY_MODULE and not isinstance(value, PretrainedConfig):
+            yield name, value
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Of numbers, words and what is made of them; other things are equal to themselves only."""
+    return type(a) is type(b) and isinstance(a, (int, float, str, tuple, *_MUTABLE)) and a == b
+
+
+# ---------------------------------------------------------------- fields of a configuration
+
+
+@contextmanager
+def noted(module: nn.Module) -> Iterator[_Fields]:
+    """The fields of its configuration that the module's own forward reads meanwhile."""
+    fields: _Fields = {}
+    config = module.__dict__.get("config")
+    if not isinstance(config, PretrainedConfig):
+        yield fields
+        return
+    module.__dict__["config"] = _Noting(config, fields, ())
+    try:
+        yield fields
+    finally:
+        module.__dict__["config"] = config
+
+
+class _Noting:
+    """Takes the place of a configuration and notes what is read of it."""
+
+    def __init__(self, config: PretrainedConfig, fields: _Fields, path: tuple[str, ...]) -> None:
+        self.__dict__.update(_config=config, _fields=fields, _path=path)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return type(self._config)
+
+    def __getattr__(self, name: str) -> Any:
+        value, path = getattr(self._config, name), (*self._path, name)
+        if isinstance(value, PretrainedConfig):
+            return _Noting(value, self._fields, path)
+        if isinstance(value, MethodType):
+            return MethodType(value.__func__, self)
+        self._fields[path] = value
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._config, name, value)

@@ -1,0 +1,61 @@
+"""The learning rate of a step, by the name of its schedule; functions of the step alone.
+
+A resumed run therefore goes on where it was, if `steps` and the other numbers are what they were.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, Protocol
+
+LRSchedule = Literal["cosine", "linear", "constant", "wsd"]
+
+
+class Rates(Protocol):
+    """What the learning rate follows from: these fields of `TrainConfig`."""
+
+    lr: float
+    min_lr: float
+    warmup: int
+    steps: int
+    lr_schedule: LRSchedule
+    decay: float
+
+
+def learning_rate(config: Rates, step: int) -> float:
+    """The learning rate of update `step`, which is counted from 0.
+
+    With lr the peak, m = `min_lr`, W = `warmup`, N = `steps`:
+
+        warm-up     lr (step + 1) / W                                 step < W, in every schedule
+        cosine      lr (m + (1 - m) (1 + cos(pi t)) / 2)              t = (step - W) / (N - W)
+        linear      lr (m + (1 - m) (1 - t))
+        constant    lr
+        wsd         lr, and in the last D steps linear                t = (step - N + D) / D
+
+    with D = round(`decay` N), at most N - W. Cosine is SGDR's (arXiv:1608.03983), wsd the
+    warm-up-stable-decay of MiniCPM (arXiv:2404.06395), whose decay is linear here
+    (arXiv:2405.18392 compares its forms). They are transformers'
+    `get_cosine_with_min_lr_schedule_with_warmup`, `get_wsd_schedule` and so on after the warm-up,
+    which begins at 0 there. Update N would have lr m; later ones keep that.
+    """
+    if step < config.warmup:
+        return config.lr * (step + 1) / config.warmup
+    if config.lr_schedule == "constant":
+        return config.lr
+    begin = config.warmup
+    if config.lr_schedule == "wsd":
+        begin = max(begin, config.steps - round(config.decay * config.steps))
+    done = min(1.0, max(0.0, (step - begin) / max(1, config.steps - begin)))
+    high = 0.5 * (1 + math.cos(math.pi * done)) if config.lr_schedule == "cosine" else 1 - done
+    return config.lr * (config.min_lr + (1 - config.min_lr) * high)
+
+
+def short_of_peak(config: Rates) -> str | None:
+    """A line for a run that ends within its warm-up; None if it reaches `lr`."""
+    if config.warmup <= config.steps:
+        return None
+    return (
+        f"warmup = {config.warmup} steps are more than steps = {config.steps}: the learning rate "
+        f"comes to {learning_rate(config, config.steps - 1):.3g} and not to lr = {config.lr:g}"
+    )

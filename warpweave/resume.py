@@ -1,0 +1,117 @@
+"""What of a checkpoint decides whether a run may go on from it, and as what it goes on."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from warpweave.checkpoint import CheckpointError, CheckpointReader, open_latest
+from warpweave.config import GPTConfig
+from warpweave.data import Dataset
+from warpweave.messages import say
+from warpweave.train_config import TrainConfig
+
+
+@dataclasses.dataclass
+class Progress:
+    """How far a run has come, as a checkpoint's state has it.
+
+    Attributes:
+        tokens: positions that it was trained on, over all ranks.
+        evaluated: the last step after which the run was evaluated, but for the end of a run.
+        best, best_step: the lowest validation loss of those evaluations, and its step; None and 0
+            before any.
+        since: evaluations since then.
+    """
+
+    tokens: int = 0
+    evaluated: int = 0
+    best: float | None = None
+    best_step: int = 0
+    since: int = 0
+
+    def see(self, step: int, val_loss: float) -> bool:
+        """Count the evaluation after `step`; True if none before was lower or as low."""
+        self.evaluated = step
+        if self.best is not None and val_loss >= self.best:
+            self.since += 1
+            return False
+        self.best, self.best_step, self.since = val_loss, step, 0
+        return True
+
+    def stops_early(self, patience: int) -> bool:
+        """True after `patience` evaluations without a lower loss; 0 is never."""
+        return 0 < patience <= self.since
+
+    def why(self, step: int, steps: int) -> str:
+        """What a run of `steps` that is over at `step` has done."""
+        if step >= steps:
+            return f"has all of the {steps} steps"
+        return (
+            f"has stopped early at step {step}: {self.since} evaluations had no lower validation "
+            f"loss than {self.best:.4f} at step {self.best_step}"
+        )
+
+    def lowest(self, step: int, val_loss: float | None) -> dict[str, Any]:
+        """The lowest validation loss and its step, with that after the last `step` among them."""
+        found = [(self.best, self.best_step), (val_loss, step)]
+        known = [(loss, at) for loss, at in found if loss is not None]
+        loss, at = min(known, default=(None, None))
+        return {"lowest_val_loss": loss if loss is None else round(loss, 4), "lowest_step": at}
+
+
+def open_run(folder: Path, config: GPTConfig, group: dist.ProcessGroup | None) -> CheckpointReader:
+    """The newest good checkpoint in `folder`, of a model of `config`; rank 0 says what it passed.
+
+    Raises:
+        CheckpointError: there is none, or it is of another model, or of no run of the trainer.
+    """
+    with warnings.catch_warnings(record=True) as passed_over:
+        warnings.simplefilter("always")
+        reader = open_latest(folder, group=group)
+    for warning in passed_over:  # on rank 0
+        say(str(warning.message))
+    if reader is None:
+        raise CheckpointError(f"nothing to resume from: no checkpoint in {folder}")
+    fields = dataclasses.fields(config)
+    defaults = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
+    reader.require_config(dataclasses.asdict(config), defaults)
+    if not {"data", "seed", "optimizer", "settings"} <= set(reader.state):
+        raise CheckpointError(f"{reader.path} was not written by the trainer")
+    return reader
+
+
+def check_run(reader: CheckpointReader, config: TrainConfig, data: Dataset) -> None:
+    """Refuse other data or another seed by a `CheckpointError`."""
+    saved = reader.state["data"]
+    if saved["fingerprint"] != data.fingerprint:
+        raise CheckpointError(
+            f"{reader.path} was trained on other data: saved {saved['name']} "
+            f"({saved['fingerprint'][:12]}), now {data.name} ({data.fingerprint[:12]})"
+        )
+    if reader.state["seed"] != config.seed:
+        raise CheckpointError(
+            f"{reader.path} was trained with seed {reader.state['seed']}, now {config.seed}"
+        )
+
+
+def differences(reader: CheckpointReader, config: TrainConfig, sequences_per_step: int) -> str:
+    """The settings that are not those of the checkpoint, which a user may want; "" if none."""
+    now: dict[str, Any] = config.settings | {"sequences_per_step": sequences_per_step}
+    # A setting that was no option yet had what is now its default.
+    before = TrainConfig().settings | reader.state["settings"]
+    before["sequences_per_step"] = reader.state["data"]["sequences_per_step"]
+    return "; ".join(
+        f"{k}: saved {before.get(k)}, now {v}" for k, v in now.items() if before.get(k) != v
+    )
+
+
+def progress_of(reader: CheckpointReader, seq_len: int) -> Progress:
+    """How far the run had come; what an older version of the trainer did not save, is derived."""
+    step, sequences = reader.step, reader.state["data"]["sequences_per_step"]
+    old = {"tokens": step * sequences * seq_len, "evaluated": step}
+    return Progress(**old | reader.state.get("progress", {}))
