@@ -188,6 +188,11 @@ def test_an_fp16_overflow_skips_the_step_and_halves_the_scale():
     assert engine.not_finite_ranks() == [0]
 
 
+def test_valid_tokens_are_counted_beyond_what_float32_counts():
+    labels = torch.zeros(1, dtype=torch.int64).expand(2**24 + 1)
+    assert int(_engine(CONFIG, single())._count_valid(labels).wait()) == 2**24 + 1
+
+
 # -------------------------------------------------------------------------- one-line refusals
 
 

@@ -570,6 +570,13 @@ def test_angles_are_never_rounded_to_the_models_dtype(dtype):
         assert table.dtype == torch.promote_types(dtype, torch.float32)
 
 
+def test_gemmas_factor_of_embeddings_is_rounded_to_their_dtype_as_in_transformers():
+    gpt, (tokens, labels) = GPT(CONFIGS["gemma"], dtype=torch.bfloat16).eval(), _tokens()
+    x = gpt.embed(None, gpt.micro_batch(tokens, labels, torch.ones(())))
+    factor = torch.tensor(CONFIGS["gemma"].embedding_scale, dtype=torch.bfloat16)
+    assert torch.equal(x, gpt.embedding.weight[tokens.flatten()] * factor)
+
+
 @EACH
 def test_autocast_leaves_a_float64_model_alone(config):
     gpt, (tokens, labels) = GPT(config, **F64), _tokens()

@@ -89,7 +89,7 @@ def plain_config(config: GPTConfig) -> PlainConfig:
 
 
 def families(config: PlainConfig) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Words of what is compared -> its shape, for each parameter or, of scalars, for "" alone."""
+    """Words of what is compared -> parameter -> shape; of what no parameter has, "" -> shape."""
     params = plain_shapes(config)
     one: dict[str, tuple[int, ...]] = {"": ()}
     found: dict[str, dict[str, tuple[int, ...]]] = {}
@@ -117,7 +117,7 @@ def last_logits(params: dict[str, Tensor], tokens: Tensor, config: PlainConfig) 
     return plain_gpt_logits(params, window, config, dropout=0.0)[0, -1]
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=16)
 def train(
     model: GPTConfig, sizes: Sizes, dtype: torch.dtype = torch.float64, moved: int = 0
 ) -> dict[str, Tensor]:

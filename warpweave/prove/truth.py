@@ -5,9 +5,9 @@ last place, times what the model itself makes of them: a norm of something small
 a gradient whose terms cancel is made of little else. How much that is, the plain model says. It is
 trained again with its initial weights moved by one unit in the last place, in the dtype that is
 proven, some times with other signs: every product behind them is then another number with the same
-rounding errors as in another order, and a low dtype rounds as it does. The largest change of a
-number, or a few units in the last place of its size where that is more, is what a proof counts
-errors in. Nothing that is proven has a part in it.
+rounding errors as in another order. (Low dtypes round as they do; their masters, in float32, are
+what moves.) The largest change of a number, or one unit in the last place of its size where that is
+more, is what a proof counts errors in. Nothing that is proven has a part in it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from warpweave.plain_gpt import plain_shapes
 from warpweave.prove.expected import families, last_logits, plain_config, train
 from warpweave.prove.layouts import Sizes
 
-MOVED = 3  # trainings with moved weights
+MOVED = 3  # trainings with moved weights: one alone may hardly move some number, by chance
 _ZERO = 2.0**-46  # of the largest value of its family: what float64 makes of a sum that is zero
 
 
