@@ -4,8 +4,8 @@ Of every family of `hf_families.py`, of the first module of every class: each at
 activation and dropout is changed, hooks are put on it, and each field of the configuration is
 changed, one after the other, in the applied model and in the untouched one. Logits (of few numbers,
 too), the loss and all gradients must be those of the untouched one (by its eager attention, or by
-its "sdpa", which reads `is_causal`), or a ValueError of one line; what transformers itself refuses
-is not asked.
+its "sdpa", which reads `is_causal` where there is no mask), or a ValueError of one line; what
+transformers itself refuses is not asked.
 
     python benchmarks/hf_changes.py [--only llama gpt2 ...]
 """
@@ -31,7 +31,7 @@ from torch import nn
 import warpweave.hf
 from warpweave.hf.patch import ours_always
 
-LIMITS = {"logits": 2e-5, "loss": 2e-5, "gradients": 5e-4}
+LIMITS = {"logits": 2e-5, "loss": 2e-5, "gradients": 1e-3}
 NOISE = "dropout", "attn_pdrop", "attention_probs"  # in names: of attention, drawn otherwise
 
 
@@ -257,7 +257,7 @@ def compare(family: str, only: Callable[[Change], bool] = lambda _: True) -> tup
                 what = None if _differs(where, x, was) else "nothing happened"
             else:
                 what = _differs(where, x, y)
-            if what is not None and "is_causal" in change.name:
+            if what is not None and not isinstance(x, Exception):
                 what = _differs(where, x, by_sdpa(theirs, change, inputs)[where])
             calls = f"{where}: calls"
             if what is None and not isinstance(x, Exception) and found[calls] != wanted[calls]:

@@ -1,7 +1,9 @@
 """`warpweave.hf.apply(model, mesh=...)`: random tiny models over tensor and context ranks, against
 the untouched ones on one."""
 
+import functools
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +14,9 @@ transformers = pytest.importorskip("transformers", reason="an extra of its own")
 from hf_models import V, assert_all_close, batch, computed, counted, perturbed  # noqa: E402
 from ranks import run_ranks  # noqa: E402
 
+from warpweave.hf.parallel import Parallel  # noqa: E402
 from warpweave.parallel.context import Links  # noqa: E402
+from warpweave.parallel.layout import SequenceLayout  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -207,6 +211,11 @@ def _lifetime(rank: int, folder: str) -> dict:
         model.save_pretrained(f"{folder}/{family}")
         again = type(wanted).from_pretrained(f"{folder}/{family}").state_dict()
         saved = all(torch.equal(again[n], x) for n, x in wanted.state_dict().items())
+        if family == "gpt2":  # of what is given
+            given = {n: 2 * x for n, x in model.state_dict().items()}
+            model.save_pretrained(f"{folder}/double", state_dict=given)
+            again = type(wanted).from_pretrained(f"{folder}/double").state_dict()
+            saved &= all(torch.equal(again[n], 2 * x) for n, x in wanted.state_dict().items())
         local = sum(shards.local(p).numel() for p in model.parameters())
         tokens = [
             m.eval().generate(
@@ -441,6 +450,19 @@ def test_norms_of_cut_tokens_or_features_gather_nothing(two):
         of_tokens, of_features = rank["messages"][:2], rank["messages"][2:]
         assert of_tokens == [[], [("all_reduce", 32)]]
         assert of_features == [number_per_token, number_per_token]
+
+
+def test_an_attention_that_reads_positions_is_given_its_own():
+    layout = SequenceLayout(8, 2)
+    mesh = SimpleNamespace(index=lambda axis: 1)
+    spread = SimpleNamespace(options=SimpleNamespace(mesh=mesh))
+    positions, pair = torch.arange(8)[None], (torch.randn(1, 8, 4), torch.randn(1, 8, 4))
+    own = functools.partial(Parallel._own_positions, spread, layout=layout)
+    assert own("position_ids", positions).tolist() == [layout.positions(1).tolist()]
+    for x, y in zip(own("position_embeddings", pair), pair, strict=True):
+        assert torch.equal(x, layout.shard(y, 1, dim=1))
+    assert own("position_ids", None) is None
+    assert own("attention_mask", positions) is positions
 
 
 def with_lora(model: nn.Module, target: str = "lm_head") -> nn.Module:

@@ -85,6 +85,12 @@ def _of_two(rank: int, folder: str) -> dict:
     found["applied"] = (len(report.replaced()), computed(model))
     found["said"] = _refused(mesh, model)
     found["layouts"] = _layouts(mesh)
+    found["frozen"] = [
+        p.requires_grad
+        for style in (ColwiseParallel(), RowwiseParallel(), SequenceParallel())
+        for p in parallelize_module(_frozen(style), mesh, style).parameters()
+    ]
+    found["tuples"] = _layers_of_tuples(mesh)
     found["sequences"] = [_sequence(rank, mesh, *case) for case in SEQUENCES]
     return found
 
@@ -103,6 +109,25 @@ def _layouts(mesh) -> list[str | None]:
             alike = [case for case in group if case[3:5] == at]
             found.append(hf_styles.difference(alike[3 * n % len(alike)], mesh))
     return found
+
+
+def _frozen(style) -> nn.Module:
+    module = nn.LayerNorm(4) if isinstance(style, SequenceParallel) else nn.Linear(4, 6)
+    return module.requires_grad_(False)
+
+
+def _layers_of_tuples(mesh) -> tuple[torch.Tensor, str]:
+    """What layers that give more than hidden states give where tokens are cut between them."""
+    from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
+
+    class Layer(nn.Module):
+        def forward(self, hidden_states, more=""):
+            return hidden_states + hidden_states.shape[1], f"{more}x"
+
+    layers = nn.ModuleList([Layer(), Layer()])
+    ALL_PARALLEL_STYLES["warpweave_sequence"].install_forward(layers, mesh)
+    x = torch.arange(12.0).view(1, 4, 3)
+    return layers[1](*layers[0](hidden_states=x))
 
 
 SEQUENCES = ((2, 0), (2, -2), (3, 1), (3, 0), (4, -2), (4, 1))  # dims of x, and the one that is cut
@@ -212,6 +237,14 @@ def test_a_layout_means_what_it_means_to_torch_whatever_the_number_of_dims(two):
 def test_a_sequence_may_be_any_dim_but_the_features(two):
     for rank in two:
         assert all(rank["sequences"])
+
+
+def test_what_is_frozen_stays_so_and_what_layers_give_besides_goes_on(two):
+    for rank in two:
+        assert not any(rank["frozen"])
+        x, more = rank["tuples"]
+        assert torch.equal(x, torch.arange(12.0).view(1, 4, 3) + 2 + 2)  # of two tokens each
+        assert more == "xx"
 
 
 # ---------------------------------------------------------------- 2. transformers

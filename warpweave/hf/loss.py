@@ -359,8 +359,16 @@ def install(model: PreTrainedModel, form: Form, fields: dict) -> None:
             live.append(name)
     fixed = {path: x for path, x in fields.items() if not path[-1].startswith(_LIVE)}
     model.__dict__[_STAND_IN] = [_StandIn()]
-    seen.look(model, live, fixed)
+    seen.look(model, live, fixed, _around_head(model))
     patch(model, forward_of(model, form))
+
+
+def _around_head(model: PreTrainedModel) -> list[nn.Module]:
+    """The modules that hold the head, within the model: logits go through them."""
+    head = model.get_output_embeddings()
+    name = next((n for n, m in model.named_modules() if m is head), "")
+    names = name.split(".")[:-1]
+    return [model.get_submodule(".".join(names[: n + 1])) for n in range(len(names))]
 
 
 def is_installed(model: nn.Module) -> bool:

@@ -38,7 +38,7 @@ class Seen(NamedTuple):
         children: (module, name, child).
         forwards: (module, the forward of its class).
         weights: (name, whether the module has it).
-        bypassed: the modules that are called no more.
+        bypassed: the modules that are called no more, or without numbers.
         fields: (path, value) in the module's configuration.
     """
 
@@ -50,19 +50,26 @@ class Seen(NamedTuple):
     fields: tuple[tuple[tuple[str, ...], Any], ...]
 
 
-def look(module: nn.Module, live: Collection[str] = (), fields: _Fields | None = None) -> None:
+def look(
+    module: nn.Module,
+    live: Collection[str] = (),
+    fields: _Fields | None = None,
+    blind: Collection[nn.Module] = (),
+) -> None:
     """Write down on a module what its replacement does not read.
 
     Args:
         live: names of the attributes and children that it reads or calls.
         fields: what the original reads of the configuration, from `noted`.
+        blind: modules that are called, but not with the numbers that they would be called with.
     """
     gone = [c for n, c in module.named_children() if n not in live]
     bypassed = tuple(dict.fromkeys(part for child in gone for part in child.modules()))
+    bypassed += tuple(blind)
     children = [(module, n, c) for n, c in module.named_children() if n not in live]
     attributes = [(module, n, v) for n, v in _attributes(module) if n not in live]
     for part in bypassed:
-        children += [(part, n, c) for n, c in part.named_children()]
+        children += [(part, n, c) for n, c in part.named_children() if part not in blind]
         attributes += [(part, n, v) for n, v in _attributes(part)]
         attributes.append((part, "forward", part.__dict__.get("forward")))
     module.__dict__[_SEEN] = Seen(
