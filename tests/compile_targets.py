@@ -237,11 +237,12 @@ def cases() -> list[Case]:
     for dtype in (fp32, torch.float64):
         flat, low = m(10**7, dtype=dtype), m(10**7)
         one, rates = m(dtype=fp32), adamw._Rates(1e-3, 0.9, 0.95, 1e-8, 0.1)
+        step = m(dtype=torch.float64)  # as the trainer counts
         found += [
             Case(
                 f"adamw {dtype}".replace("torch.", ""),
-                lambda flat=flat, low=low, one=one, rates=rates: adamw._adamw_triton(
-                    flat, low, flat, flat, low, one, one, one, rates
+                lambda flat=flat, low=low, step=step, one=one, rates=rates: adamw._adamw_triton(
+                    flat, low, flat, flat, low, step, one, one, rates
                 ),
                 float64=True,  # the scalars of a step
                 cost=cost.adamw(10**7, grad_size=2, param_size=2) if dtype == fp32 else None,

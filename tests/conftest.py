@@ -13,7 +13,8 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 if find_spec("warpweave") is None:  # a checkout that is not installed; processes want it, too
     _CHECKOUT = str(Path(__file__).resolve().parents[1])
     sys.path.append(_CHECKOUT)
-    os.environ["PYTHONPATH"] = os.pathsep.join((os.environ.get("PYTHONPATH", ""), _CHECKOUT))
+    _given = filter(None, (os.environ.get("PYTHONPATH"), _CHECKOUT))
+    os.environ["PYTHONPATH"] = os.pathsep.join(_given)
 
 import pytest
 import torch

@@ -123,7 +123,7 @@ SEEN = LIMITS["fp32"] * 2**29  # in fp64 such an error is of a size that fp32 se
 def test_errors_are_rounding_and_the_limits_leave_no_room_for_faults(dtype, sharp):
     layout = Layout(Mesh(), style="llama", dtype=dtype)
     errors, truth = prove_layout(layout, single()), _truth(layout)
-    allowed = {w: LIMITS[dtype] * by / truth.sizes[w] for w, by in truth.rounding.items()}
+    allowed = {w: LIMITS[dtype] * by / truth.largest[w] for w, by in truth.rounding.items()}
     assert 0 < errors.worst < LIMITS[dtype] / 4
     assert max(allowed.values()) < sharp  # of a number's size; of the loss a few units
     assert all(by < 3 * LIMITS[dtype] * EPS[dtype] for w, by in allowed.items() if "loss" in w)
@@ -151,7 +151,7 @@ def test_what_rounding_alone_makes_of_an_unlucky_model_is_no_error():
         assert max(errors.relative.values()) > moves
         assert errors.worst < LIMITS[dtype] / 4
     at, truth = "loss of step 0", _truth(unlucky)  # judged as sharply as any model's
-    assert truth.rounding[at] < 1e-6 * truth.sizes[at]
+    assert truth.rounding[at] < 1e-6 * truth.largest[at]
 
 
 def test_what_a_layout_says_is_what_the_engine_is_told():
@@ -582,7 +582,7 @@ def test_what_is_zero_but_for_rounding_is_measured_by_its_kind():
     truth, at = _truth(alone), "gradient of blocks.0.attention.q_norm.weight at step 2"
     assert truth.values[at].abs().max() < 1e-17
     largest = max(v.abs().max() for w, v in truth.values.items() if "at step 2" in w)
-    assert truth.sizes[at] == largest
+    assert truth.largest[at] == largest
     assert truth.rounding[at] == pytest.approx(float(largest) * EPS["fp64"])
     assert prove_layout(alone, single()).worst < LIMITS["fp64"]
 
@@ -618,7 +618,7 @@ def test_ranks_share_the_trainings_of_the_plain_model():
     assert sum(count for _, count in shared) == 1 + truths.MOVED
     for found, _ in shared:
         assert found.rounding == alone.rounding
-        assert found.sizes == alone.sizes
+        assert found.largest == alone.largest
         assert all(torch.equal(found.values[w], v) for w, v in alone.values.items())
 
 

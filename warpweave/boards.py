@@ -75,7 +75,7 @@ class WeightsAndBiases:
                 dir=str(folder),
                 id=known,
                 resume="allow" if known else None,
-                config={k: _plain(v) for k, v in options.items()},
+                config={k: _json_value(v) for k, v in options.items()},
                 allow_val_change=True,
             )
         except wandb.Error as error:
@@ -98,7 +98,7 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-def _plain(value: Any) -> Any:
+def _json_value(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 

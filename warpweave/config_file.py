@@ -62,7 +62,7 @@ def read_options(path: Path, defaults: _Record, without: tuple[str, ...] = ()) -
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # a TOMLDecodeError, a UnicodeDecodeError
         raise ValueError(f"{path} is not TOML: {one_line(error)}") from None
-    kinds = {name: kind for name, kind in _kinds(defaults).items() if name not in without}
+    kinds = {name: kind for name, kind in _types(defaults).items() if name not in without}
     given: dict[str, Any] = {}
     for key, value in found.items():
         name = key.replace("-", "_")
@@ -76,7 +76,9 @@ def read_options(path: Path, defaults: _Record, without: tuple[str, ...] = ()) -
             given[name] = _read(kinds[name], value)
         except (TypeError, OverflowError):
             says = json.dumps(value, default=str, ensure_ascii=False)
-            raise ValueError(f"{path}: {key} must be {_words(kinds[name])}, got {says}") from None
+            raise ValueError(
+                f"{path}: {key} must be {_described(kinds[name])}, got {says}"
+            ) from None
     try:
         return with_options(defaults, given)
     except ValueError as error:  # what a record checks of its own
@@ -92,12 +94,12 @@ def write_options(record: Any, without: tuple[str, ...] = ()) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _kinds(record: Any) -> dict[str, Any]:
+def _types(record: Any) -> dict[str, Any]:
     """Every option's name and type."""
     hints, found = get_type_hints(type(record)), {}
     for item in dataclasses.fields(record):
         value = getattr(record, item.name)
-        found |= _kinds(value) if dataclasses.is_dataclass(value) else {item.name: hints[item.name]}
+        found |= _types(value) if dataclasses.is_dataclass(value) else {item.name: hints[item.name]}
     return found
 
 
@@ -127,7 +129,7 @@ def _read(kind: Any, value: Any) -> Any:
     raise TypeError
 
 
-def _words(kind: Any) -> str:
+def _described(kind: Any) -> str:
     """A type as a sentence has it."""
     words = []
     for each in _alternatives(kind):
@@ -136,7 +138,7 @@ def _words(kind: Any) -> str:
             words.append("one of " + ", ".join(map(json.dumps, inner)))
         elif origin is tuple:
             many = "any number of" if inner[-1] is Ellipsis else str(len(inner))
-            words.append(f"a list of {many}, each {_words(inner[0])}")
+            words.append(f"a list of {many}, each {_described(inner[0])}")
         else:
             words.append(_SCALARS[each])
     return " or ".join(words)

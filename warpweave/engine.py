@@ -391,17 +391,17 @@ class Engine:
         if not tokens:
             raise ValueError("generate needs a prompt of at least one token")
         ones = torch.ones((), device=self.device)
-        for _ in range(length):
-            window = tokens[-size:]
-            padded = torch.tensor(window + [0] * (size - len(window)), device=self.device)
-            padded = padded.expand(self.micro_batch_size, size)
-            batch = self.gpt.micro_batch(padded, torch.full_like(padded, -100), ones)
-            with in_mode(self.gpt, training=False):
+        with in_mode(self.gpt, training=False):
+            for _ in range(length):
+                window = tokens[-size:]
+                padded = torch.tensor(window + [0] * (size - len(window)), device=self.device)
+                padded = padded.expand(self.micro_batch_size, size)
+                batch = self.gpt.micro_batch(padded, torch.full_like(padded, -100), ones)
                 logits = self._forward(batch, self.gpt.logits)
-            # Drawn on every rank, so that it is the same whichever of them holds the position.
-            draw = torch.empty(self.config.vocab_size, dtype=torch.float64)
-            noise = -draw.exponential_(generator=generator).log()
-            tokens.append(self._sample(logits, len(window) - 1, temperature * noise))
+                # Drawn on every rank, so that it is the same whichever of them holds the position.
+                draw = torch.empty(self.config.vocab_size, dtype=torch.float64)
+                noise = -draw.exponential_(generator=generator).log()
+                tokens.append(self._sample(logits, len(window) - 1, temperature * noise))
         return torch.tensor(tokens)
 
     def _sample(self, logits: Tensor | None, at: int, noise: Tensor) -> int:

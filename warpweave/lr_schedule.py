@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 LRSchedule = Literal["cosine", "linear", "constant", "wsd"]
 
 
-class Rates(Protocol):
+class LRConfig(Protocol):
     """What the learning rate follows from: these fields of `TrainConfig`."""
 
     lr: float
@@ -22,7 +22,7 @@ class Rates(Protocol):
     decay: float
 
 
-def learning_rate(config: Rates, step: int) -> float:
+def learning_rate(config: LRConfig, step: int) -> float:
     """The learning rate of update `step`, which is counted from 0.
 
     With lr the peak, m = `min_lr`, W = `warmup`, N = `steps`:
@@ -51,7 +51,7 @@ def learning_rate(config: Rates, step: int) -> float:
     return config.lr * (config.min_lr + (1 - config.min_lr) * high)
 
 
-def short_of_peak(config: Rates) -> str | None:
+def short_of_peak(config: LRConfig) -> str | None:
     """A line for a run that ends within its warm-up; None if it reaches `lr`."""
     if config.warmup <= config.steps:
         return None

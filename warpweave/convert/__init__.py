@@ -4,8 +4,7 @@
 and OLMo 2: the sizes at once, each tensor when somebody asks for it, so that no rank ever holds
 more than its own part and one whole tensor. ``to_hf(model, folder)`` writes what
 ``AutoModelForCausalLM.from_pretrained`` loads, every rank its own tensors, with the tokenizer that
-the model was trained with. transformers itself is
-not needed.
+the model was trained with. transformers itself is not needed.
 
 What a folder says and our GPT cannot do is refused by name: another kind of RoPE scaling, a bias
 where none can be, a tensor that is missing, too many, of another shape or quantised. Dropout is no

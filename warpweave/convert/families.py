@@ -102,6 +102,9 @@ def canonical(config: GPTConfig) -> GPTConfig:
     )
 
 
+# ---------------------------------------------------------------- Llama and what grew from it
+
+
 def _expect_whole_heads(c: Mapping[str, Any]) -> None:
     """What the records of some families insist on, though their heads may be of any width."""
     if c["hidden_size"] % c["num_attention_heads"]:

@@ -30,9 +30,6 @@ def given(fields: Mapping[str, Any], name: str, default: Any) -> Any:
     return default if value is None else value
 
 
-# ---------------------------------------------------------------- Llama and what grew from it
-
-
 def read_rope(c: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     """(theta, scaling), of ``rope_parameters`` or ``rope_scaling``, which was its name before
     transformers 5 and goes before it there too, as an original length outside of both does."""
@@ -69,6 +66,7 @@ def read_rope(c: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
 
 
 def write_rope(c: GPTConfig) -> dict[str, Any]:
+    """The ``rope_parameters`` of a model's rotary embedding: `read_rope` makes it of them again."""
     s, theta = c.rope_scaling, {"rope_theta": c.rope_theta}
     if s is None:
         return {"rope_type": "default", **theta}

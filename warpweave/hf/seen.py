@@ -63,10 +63,9 @@ def look(
         fields: what the original reads of the configuration, from `noted`.
         blind: modules that are called, but not with the numbers that they would be called with.
     """
-    gone = [c for n, c in module.named_children() if n not in live]
-    bypassed = tuple(dict.fromkeys(part for child in gone for part in child.modules()))
-    bypassed += tuple(blind)
     children = [(module, n, c) for n, c in module.named_children() if n not in live]
+    bypassed = tuple(dict.fromkeys(part for _, _, child in children for part in child.modules()))
+    bypassed += tuple(blind)
     attributes = [(module, n, v) for n, v in _attributes(module) if n not in live]
     for part in bypassed:
         children += [(part, n, c) for n, c in part.named_children() if part not in blind]

@@ -72,17 +72,17 @@ class _SequenceColumn(ColwiseParallel):
     """Of x[B, S/R, E]."""
 
     def compute(self, module: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
-        return super().compute(module, _checked(module, x), group)
+        return super().compute(module, _sequence_of(module, x), group)
 
 
 class _SequenceRow(RowwiseParallel):
     """To y[B, S/R, E]."""
 
     def compute(self, module: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
-        return super().compute(module, _checked(module, x), group)
+        return super().compute(module, _sequence_of(module, x), group)
 
 
-def _checked(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def _sequence_of(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """x[B, S, ...], or ValueError: of another number of dims, dim 1 is not the sequence."""
     if x.ndim != 3:
         raise ValueError(
@@ -104,7 +104,7 @@ class _Input(TensorParallelLayer):
         x, put = hidden_states(module, args, kwargs)
         group = mesh.get_group()
         if self.sequence_parallel:
-            return put(all_gather(_checked(module, x), group, dim=1))
+            return put(all_gather(_sequence_of(module, x), group, dim=1))
         return put(copy_to(x, group))
 
 

@@ -88,7 +88,7 @@ def plain_config(config: GPTConfig) -> PlainConfig:
     return PlainConfig(**dataclasses.asdict(config) | sizes)
 
 
-def families(config: PlainConfig) -> dict[str, dict[str, tuple[int, ...]]]:
+def compared(config: PlainConfig) -> dict[str, dict[str, tuple[int, ...]]]:
     """Words of what is compared -> parameter -> shape; of what no parameter has, "" -> shape."""
     params = plain_shapes(config)
     one: dict[str, tuple[int, ...]] = {"": ()}
@@ -121,7 +121,7 @@ def last_logits(params: dict[str, Tensor], tokens: Tensor, config: PlainConfig) 
 def train(
     model: GPTConfig, sizes: Sizes, dtype: torch.dtype = torch.float64, moved: int = 0
 ) -> dict[str, Tensor]:
-    """Train the plain model on one device for STEPS steps; all that `families` names.
+    """Train the plain model on one device for STEPS steps; all that `compared` names.
 
     In float64 it is the truth. With `moved` > 0 the initial weights are first moved by one unit in
     the last place of `dtype`, in a pattern of that number. Low dtypes have masters in float32.

@@ -79,7 +79,9 @@ class _Comparison:
 
     def difference(self, kind: str, what: str, of: str, by: float) -> None:
         """Count in that a number named `what` is off by `by`, where rounding does as to `of`."""
-        self.add(kind, what, *(_ratio(by, x[of]) for x in (self.truth.rounding, self.truth.sizes)))
+        self.add(
+            kind, what, *(_ratio(by, x[of]) for x in (self.truth.rounding, self.truth.largest))
+        )
 
     def tensor(
         self,

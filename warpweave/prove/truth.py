@@ -21,7 +21,7 @@ from torch import Tensor
 
 from warpweave.gpt import GPTConfig
 from warpweave.plain_gpt import plain_shapes
-from warpweave.prove.expected import families, last_logits, plain_config, train
+from warpweave.prove.expected import compared, last_logits, plain_config, train
 from warpweave.prove.layouts import Sizes
 
 MOVED = 3  # trainings with moved weights: one alone may hardly move some number, by chance
@@ -32,14 +32,14 @@ _ZERO = 2.0**-46  # of the largest value of its family: what float64 makes of a 
 class Truth:
     """Every value that is compared, in float64, under the words that name it.
 
-    `sizes` are their largest elements; what is zero but for rounding beside the largest of its
+    `largest` are their largest elements; what is zero but for rounding beside the largest of its
     family has that one's: where every token sees itself alone, queries and keys have no gradient,
     and 3e-19 is not one either. `rounding` is how far rounding moves any element.
     """
 
     model: GPTConfig
     values: dict[str, Tensor]
-    sizes: dict[str, float]
+    largest: dict[str, float]
     rounding: dict[str, float]
 
     def logits(self, tokens: Tensor, step: int) -> Tensor:
@@ -63,7 +63,7 @@ def truth(
 
     Each training of the plain model is one rank's, who tells the others.
     """
-    shapes = families(plain_config(model))
+    shapes = compared(plain_config(model))
     words = [what.format(name) for what, family in shapes.items() for name in family]
     lengths = [torch.Size(s) for family in shapes.values() for s in family.values()]
     rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
