@@ -317,8 +317,7 @@ class Session:
         """
         if self.store is None:
             return
-        if self._renewals % 16 == 15:
-            gc.collect()  # what was built on the old groups holds them in cycles
+        gc.collect()  # what was built on the old groups holds them, and their threads, in cycles
         dist.destroy_process_group()
         self._renewals += 1
         self.mesh, self.world = mesh, mesh.world

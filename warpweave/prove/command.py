@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import math
 import os
@@ -32,6 +33,7 @@ def prove_rank(layouts: list[Layout], timeout: float, path: str, port: int | Non
     """
     session = join(layouts[0].mesh, timeout=timeout, backend="gloo", port=port)
     torch.set_num_threads(1)
+    gc.freeze()  # what is imported stays: collecting a layout's groups need not go through it
     with reported(session) if session.store is not None else nullcontext():
         for number, layout in enumerate(layouts):
             if session.rank >= layout.mesh.world:
