@@ -268,12 +268,15 @@ def gpt_step(
     vocab: int,
     gated: bool,
     causal: bool = True,
+    windows: Sequence[int | None] = (),
 ) -> int:
     """Model FLOPs of one training step on `tokens` tokens in sequences of `seq_len`; the MFU
     numerator.
 
         3 * tokens * (2 * gpt_weights + layers * 4 * seq_len * heads * head_dim [/ 2 if causal])
 
+    `windows` holds the sliding window of each causal layer, None for none: a window W < seq_len
+    shows a token W (1 - W / (2 seq_len)) keys on average, in the place of seq_len / 2.
     Forward once, backward twice; what is recomputed (attention's scores, checkpointed layers) does
     not count, and neither do elementwise ops. MFU = gpt_step / (step seconds * devices * peak
     FLOP/s). PaLM's formula (Chowdhery et al. 2022, arXiv:2204.02311, appendix B; 6 N + 12 L H Q T
@@ -290,5 +293,8 @@ def gpt_step(
         vocab=vocab,
         gated=gated,
     )
-    scores = layers * 4 * seq_len * heads * head_dim // (2 if causal else 1)
-    return 3 * tokens * (2 * weights + scores)
+    visible = layers * seq_len * 2 * seq_len  # keys of 2 seq_len tokens, summed over the layers
+    if causal:
+        reach = [min(window or seq_len, seq_len) for window in windows or [None] * layers]
+        visible = sum(w * (2 * seq_len - w) for w in reach)
+    return 6 * tokens * weights + 12 * tokens * heads * head_dim * visible // (2 * seq_len)

@@ -219,3 +219,15 @@ def test_a_gpt_step_counts_what_torch_counts_in_forward_and_backward(gated: bool
     assert cost.gpt_step(tokens=B * S, seq_len=S, causal=False, **shape) == counted
     causal = cost.gpt_step(tokens=B * S, seq_len=S, **shape)
     assert counted - causal == 3 * L * 2 * B * H * S * S * D
+
+
+def test_a_gpt_step_counts_the_keys_that_a_window_shows() -> None:
+    """Of S keys that causal attention shows, W: as for a whole layer, half of the last one."""
+    shape = {"layers": 3, "width": 8, "heads": 4, "kv_heads": 2, "head_dim": 5, "hidden": 7}
+    shape |= {"vocab": 11, "gated": False}
+    S, windows = 24, [6, None, 40]
+    pairs = [min(q + 1, W or S) for W in windows for q in range(S)]
+    halves = sum(min(W or S, S) / 2 for W in windows)
+    counted = cost.gpt_step(tokens=S, seq_len=S, windows=windows, **shape)
+    weights = 2 * S * cost.gpt_weights(**shape)
+    assert counted == 3 * (weights + 4 * 4 * 5 * (sum(pairs) - halves))

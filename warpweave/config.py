@@ -244,6 +244,7 @@ class GPTConfig:
             hidden=self.num_hidden,
             vocab=self.vocab_size,
             gated=find_activation(self.activation).gated,
+            windows=[self.window(layer) for layer in range(self.layers)],
         )
 
     def check(self, mesh: Mesh, plan: ParallelPlan = ParallelPlan()) -> None:
