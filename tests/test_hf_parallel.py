@@ -308,6 +308,7 @@ def _refused(rank: int) -> list[str]:
     refuse(lambda: model.train()(**batch()))
     model = perturbed("llama")
     ww.apply(model, mesh=mesh)
+    refuse(lambda: model(**{name: x.roll(rank, 1) for name, x in batch().items()}))
     model.model.layers[1].self_attn.attention_dropout = 0.1
     refuse(lambda: model.train()(**batch()))
     model.model.layers[1].self_attn.attention_dropout = 0.0
@@ -347,6 +348,7 @@ REFUSED = (
     "14 tokens do not divide by 4",
     "LlamaAttention: over ranks its attention is warpweave, and was set to sdpa",
     "transformer.h.1.mlp.dropout: dropout 0.1 is not drawn over ranks",
+    "the ranks of tp and cp are given different tokens",
     "LlamaAttention: attention dropout is not drawn over ranks",
 )
 ADAPTERS = (

@@ -1076,7 +1076,7 @@ def test_every_option_is_passed_on_or_refused():
      (("--random", "-1"), "world and random must be at least 1, got 4 and -1"),
      (("--all", "--random", "3"), "choose layouts themselves"),
      (("--all", "--dp", "2"), "choose layouts themselves"),
-     (("--random", "3", "--zero", "1"), "choose layouts themselves"),
+     (("--random", "3", "--zero", "2"), "choose layouts themselves"),
      (("--world", "3"), "--world needs --all"),
      (("--seed", "3"), "--seed needs --random"),
      (("--packed", "--typecheck"), "--packed: types do not see it, prove it with ranks"),

@@ -9,6 +9,7 @@ a part of the tokens or heads there has its gradient summed over those ranks.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -110,16 +111,38 @@ def use_local(module: nn.Module, sums: dict[str, Groups]) -> list[Any]:
 
 def check_alike(model: nn.Module, groups: Groups) -> None:
     """Raise ValueError, on every rank, unless the ranks of all groups hold the same parameters."""
-    low = high = torch.stack([p.detach().double().sum() for p in model.parameters()])
-    for group in groups:  # one after the other, so that each rank knows of all
-        low = all_gather(low[None], group).amin(0)
-        high = all_gather(high[None], group).amax(0)
-    for (name, _), alike in zip(model.named_parameters(), (low == high).tolist(), strict=True):
+    sums = torch.stack([p.detach().double().sum() for p in model.parameters()])
+    for (name, _), alike in zip(model.named_parameters(), _alike(sums, groups), strict=True):
         if not alike:
             raise ValueError(
                 f"{name}: the ranks hold different numbers: load the same weights, or call "
                 "torch.manual_seed, on every rank"
             )
+
+
+def check_same_inputs(inputs: Iterable[Any], groups: Groups) -> None:
+    """Raise ValueError, on every rank, unless the ranks of all groups are given the same integers
+    (ids, labels, masks) in tensors of the same sizes."""
+    tensors = (x for x in inputs if isinstance(x, torch.Tensor) and not x.is_floating_point())
+    given = [x.double().flatten() for x in tensors]
+    if given:
+        x = torch.cat(given)
+        places = torch.arange(1, len(x) + 1, device=x.device, dtype=x.dtype)
+        digest = torch.stack((places.new_tensor(len(x)), x.sum(), (x * places.sin()).sum()))
+        if not all(_alike(digest, groups)):
+            raise ValueError(
+                "the ranks of tp and cp are given different tokens: give all of them the same "
+                "batch (a DistributedSampler is for data ranks alone)"
+            )
+
+
+def _alike(numbers: torch.Tensor, groups: Groups) -> list[bool]:
+    """Which of `numbers` are the same on the ranks of all groups."""
+    low = high = numbers
+    for group in groups:  # one after the other, so that each rank knows of all
+        low = all_gather(low[None], group).amin(0)
+        high = all_gather(high[None], group).amax(0)
+    return (low == high).tolist()
 
 
 def saver(model: Any) -> Any:

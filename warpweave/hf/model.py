@@ -174,7 +174,8 @@ def _spread(
         length = -(-ids.shape[1] // options.tokens) * options.tokens
         inputs = {"input_ids": ids.repeat(1, length)[:, :length]}
     wanted = _outputs(model, inputs)
-    parallel.Parallel(model, options).spread(inputs, report)
+    ranks = parallel.Parallel(model, options)
+    ranks.spread(inputs, report)
     found = _outputs(model, inputs)
     why = next((x for x in (wanted, found) if isinstance(x, str)), None)
     if why is None and not all(map(agree, wanted, found)):
@@ -184,6 +185,7 @@ def _spread(
         raise ValueError(
             f"{type(model).__name__} cannot be spread over {options.mesh.sizes}: {why}"
         )
+    ranks.check_next_inputs()
 
 
 # ---------------------------------------------------------------- 1. module by module

@@ -34,6 +34,7 @@ from warpweave.parallel.layout import SequenceLayout
 from warpweave.parallel.tensor import column_parallel_linear, cut_rms_norm, row_parallel_linear
 from warpweave.shards import (
     check_alike,
+    check_same_inputs,
     placed,
     replace_parameters,
     saver,
@@ -68,8 +69,7 @@ class Parallel:
         mesh, model = self.options.mesh, self.model
         tp = mesh.size("tp")
         names = {m: n for n, m in model.named_modules()}
-        groups = tuple(g for g in (mesh.group("tp"), mesh.group("cp")) if g is not None)
-        check_alike(model, groups)
+        check_alike(model, self._groups())
         self._dropouts = {m: n for m, n in names.items() if isinstance(m, nn.Dropout)}
         for module, name in names.items():
             if isinstance(module, nn.Dropout) and module.p > 0:
@@ -228,6 +228,21 @@ class Parallel:
         return lambda module, x: project(module, x, **self.options.over)
 
     # ------------------------------------------------------------ tokens
+
+    def _groups(self) -> tuple:
+        groups = (self.options.mesh.group(axis) for axis in ("tp", "cp"))
+        return tuple(g for g in groups if g is not None)
+
+    def check_next_inputs(self) -> None:
+        """At the next call, compare the ranks' batches once: another one on a rank would be a wrong
+        loss and no error."""
+
+        def check(module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+            check_same_inputs((*args, *kwargs.values()), self._groups())
+            hook.remove()
+
+        hook = self.model.register_forward_pre_hook(check, with_kwargs=True)
+        self._hooks.append(hook)
 
     def _is_active(self) -> bool:
         """Recomputed layers, which nothing enters by the first, run under gradients."""

@@ -178,7 +178,8 @@ class Layout:
             words = [f"--{axis} {n}" for axis in axes if (n := getattr(self.mesh, axis)) > 1]
             words += [
                 f"--zero {self.zero} --schedule {self.schedule} --style {self.style}",
-                f"--recompute {self.recompute} --strategy {self.strategy} --layout {self.layout}",
+                f"--recompute {self.recompute} --cp-strategy {self.strategy}",
+                f"--layout {self.layout}",
                 f"--microbatches {self.microbatches} --overlap {self.overlap}",
                 "--tied" if self.tied else "--no-tied",
                 "--sequence-parallel" if self.sequence_parallel else "--no-sequence-parallel",
@@ -187,19 +188,19 @@ class Layout:
         return " ".join(["warpweave prove", *words, f"--dtype {self.dtype} --impl {self.impl}"])
 
     def __str__(self) -> str:
+        """One line; batch is replicas x micro-batches x samples of each x tokens."""
         m, s = self.mesh, self.sizes
-        axes = " ".join(f"{a}={getattr(m, a)}" for a in ("dp", "tp", "cp", "pp"))
-        strategy = self.strategy if m.ulysses == 1 else f"{self.strategy} {m.ulysses}"
-        batch = f"{m.dp}x{self.microbatches}x{self.micro_batch_size}x{s.seq_len}"
-        sp = "sp" if self.sequence_parallel else "--"
-        tied = "tied" if self.tied else "untied"
-        packed = "packed" if self.packed else "------"
-        seed = "" if self.drawn is None else f"seed {s.seed}: "
-        return (
-            f"{seed}{axes} {batch:9} {sp} zero={self.zero} {self.schedule:11} {self.style:5} "
-            f"{tied:6} {self.recompute:9} {strategy:8} {self.layout:10} {packed} {self.overlap:7} "
-            f"{self.dtype} {self.impl}"
-        )
+        words = [] if self.drawn is None else [f"seed {s.seed}:"]
+        words += [f"{axis}={getattr(m, axis)}" for axis in ("dp", "tp", "cp", "pp")]
+        words += [f"batch={m.dp}x{self.microbatches}x{self.micro_batch_size}x{s.seq_len}"]
+        words += [f"zero={self.zero}", self.schedule, self.style, "tied" if self.tied else "untied"]
+        words += ["packed"] * self.packed + [f"recompute={self.recompute}"]
+        if m.cp > 1:
+            neighbours = f" ulysses={m.ulysses}" if m.ulysses > 1 else ""
+            words += [f"cp_strategy={self.strategy}{neighbours} layout={self.layout}"]
+        if m.tp > 1:
+            words += ["sp"] * self.sequence_parallel + [f"overlap={self.overlap}"]
+        return " ".join([*words, self.dtype, self.impl])
 
 
 def _divisors(n: int) -> list[int]:

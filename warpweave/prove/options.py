@@ -43,7 +43,7 @@ from warpweave.parallel.words import Kind, Overlap, Strategy
 from warpweave.prove.layouts import Layout, Style, draw, table
 
 # With --typecheck, which follows one program whatever its values, order and messages are.
-_UNSEEN = ("all", "world", "random", "seed", "zero", "schedule", "strategy", "packed",
+_UNSEEN = ("all", "world", "random", "seed", "zero", "schedule", "cp_strategy", "packed",
            "microbatches", "overlap", "dtype", "impl", "timeout")  # fmt: skip
 
 
@@ -70,7 +70,7 @@ class ProveConfig:
     """Pipeline stages."""
     ulysses: int = 1
     """Of the context ranks, neighbours that trade rows for heads; a ring goes over the rest."""
-    zero: Literal[0, 1, 2, 3] = 0
+    zero: Literal[0, 1, 2, 3] = 1
     """ZeRO stage over dp x cp."""
     schedule: ScheduleName = "1f1b"
     """Order of the micro-batches in a pipeline."""
@@ -83,7 +83,7 @@ class ProveConfig:
     """The head's weight is the embedding's."""
     recompute: Recompute = "none"
     """Activation checkpointing."""
-    strategy: Strategy = "auto"
+    cp_strategy: Strategy = "auto"
     """How context ranks attend to one another's tokens."""
     layout: Kind = "zigzag"
     """How cp cuts the sequence."""
@@ -117,7 +117,7 @@ class ProveConfig:
             self.style,
             self.tied,
             self.recompute,
-            self.strategy,
+            self.cp_strategy,
             self.layout,
             self.overlap,
             packed=self.packed,
@@ -129,7 +129,9 @@ class ProveConfig:
         of_the_tiny_model = () if self.model is None else ("style", "tied")
         for name in (*_UNSEEN, *of_the_tiny_model):
             if getattr(self, name) != getattr(ProveConfig(), name):
-                raise ValueError(f"--{name}: types do not see it, prove it with ranks")
+                raise ValueError(
+                    f"--{name.replace('_', '-')}: types do not see it, prove it with ranks"
+                )
         return self.given()
 
     def layouts(self) -> list[Layout]:

@@ -40,7 +40,7 @@ def typecheck(
     Raises:
         TypeError: it does not; the message names the stage, the file and the line.
         ValueError: the model cannot be cut over the mesh at all.
-        ImportError: spmd_types, of the development extra, is not installed, or torch is too old.
+        ImportError: spmd_types, of the extra `typecheck`, is not installed, or torch is too old.
         RuntimeError: a process group exists (a pretended one is made here).
     """
     plan = ParallelPlan(sequence_parallel=sequence_parallel, recompute=recompute, layout=layout)
@@ -52,7 +52,7 @@ def typecheck(
     try:
         from spmd_types.types import SpmdTypeError
     except ImportError:
-        raise ImportError("typecheck needs spmd_types: pip install 'warpweave[dev]'") from None
+        raise ImportError("typecheck needs spmd_types: the extra `typecheck` brings it") from None
     if not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::allreduce_", "Meta"):
         raise ImportError(
             "typecheck needs a torch whose collectives take tensors without data, as 2.13 is; this "
