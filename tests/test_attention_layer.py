@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from close import assert_close_f64
-from ranks import run_ranks
 from sharded import MESHES, RTOL, check_layer, draw, own
+from threads import run_threads
 from torch import Tensor, nn
 
 from warpweave.kernels.rope import RopeScaling, rope_table
@@ -252,7 +252,7 @@ def _on_ranks(rank: int, sizes: Mesh) -> None:
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_heads_cut_over_tensor_ranks_equal_one_device(sizes):
-    run_ranks(sizes.world, _on_ranks, sizes)
+    run_threads(sizes.world, _on_ranks, sizes)
 
 
 def _on_context_ranks(rank: int) -> None:
@@ -291,4 +291,4 @@ def _over_context_ranks(mesh: ConnectedMesh, how: dict) -> None:
 
 
 def test_a_sequence_cut_over_context_ranks_is_attended_whole():
-    run_ranks(4, _on_context_ranks)
+    run_threads(4, _on_context_ranks)
