@@ -58,6 +58,7 @@ def _child(
     from warpweave.launch import end_with_parent
 
     end_with_parent()
+    _look_at_leisure()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     try:
@@ -82,6 +83,25 @@ def _child(
     pipe.close()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _look_at_leisure() -> None:
+    """A kernel that waits in Triton's interpreter sleeps between its looks, a millisecond each:
+    the rank that it waits for needs the processor."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    look, last = InterpreterBuilder.create_atomic_rmw, None
+
+    def patient(builder, op, ptr, val, mask, sem, scope):
+        nonlocal last
+        if sem.name == "ACQUIRE":
+            this = ptr.data.item(), builder.grid_idx
+            if this == last:
+                time.sleep(0.001)
+            last = this
+        return look(builder, op, ptr, val, mask, sem, scope)
+
+    InterpreterBuilder.create_atomic_rmw = patient
 
 
 class NotMetError(Exception):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -25,15 +26,23 @@ def draw(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 MESHES = [Mesh(tp=2), Mesh(tp=3), Mesh(tp=4), Mesh(dp=2, tp=2)]  # all ranks, or two times two
-_place: list[ConnectedMesh] = []  # where `beside_replicas` has put this rank
+
+
+class _Place(threading.local):
+    """Where `beside_replicas` or `on_first` have put this rank, which may be a thread."""
+
+    tensor: tuple[dist.ProcessGroup, int, int] | None = None
+
+
+_place = _Place()
 
 
 def world() -> tuple[dist.ProcessGroup | None, int, int]:
-    """(group, rank, ranks) of the tensor ranks: all ranks, half of them, or there is no group."""
+    """(group, rank, ranks) of the tensor ranks: all ranks, some of them, or there is no group."""
     if not dist.is_initialized():
         return None, 0, 1
-    if _place:
-        return _place[0].group("tp"), _place[0].index("tp"), _place[0].size("tp")
+    if _place.tensor is not None:
+        return _place.tensor
     return dist.group.WORLD, dist.get_rank(), dist.get_world_size()
 
 
@@ -46,8 +55,21 @@ def fused() -> dict[str, object]:
 
 def beside_replicas(rank: int, check: Callable[[int], object]) -> None:
     """Run `check` with two tensor ranks beside two others: the group is not the world."""
-    _place[:] = [Mesh(dp=2, tp=2).connect()]
+    mesh = Mesh(dp=2, tp=2).connect()
+    _place.tensor = mesh.group("tp"), mesh.index("tp"), mesh.size("tp")
     check(rank)
+    _place.tensor = None
+
+
+def on_first(rank: int, counts: Iterable[int], check: Callable[[int], object]) -> None:
+    """Run `check` on so many of the first ranks, while the others wait."""
+    for ranks in counts:
+        group = dist.new_group([*range(ranks)])
+        if rank < ranks:
+            _place.tensor = group, rank, ranks
+            check(rank)
+            _place.tensor = None
+        dist.barrier()
 
 
 def part(t: Tensor, dim: int | None) -> Tensor:

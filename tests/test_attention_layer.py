@@ -8,6 +8,7 @@ import torch.distributed as dist
 from close import assert_close_f64
 from ranks import run_ranks
 from sharded import MESHES, RTOL, check_layer, draw, own
+from threads import run_threads
 from torch import Tensor, nn
 
 from warpweave.kernels.rope import RopeScaling, rope_table
@@ -252,7 +253,7 @@ def _on_ranks(rank: int, sizes: Mesh) -> None:
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_heads_cut_over_tensor_ranks_equal_one_device(sizes):
-    run_ranks(sizes.world, _on_ranks, sizes)
+    run_threads(sizes.world, _on_ranks, sizes)
 
 
 def _on_context_ranks(rank: int) -> None:

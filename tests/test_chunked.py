@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from ranks import NotedWork, run_ranks
 from sharded import beside_replicas, draw, noticed, part, world
+from threads import run_threads
 
 from warpweave.kernels.dropout import Drop
 from warpweave.kernels.gemm.gradients import linear, rows
@@ -111,7 +112,7 @@ def _equal(rank: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_pieces_give_the_bits_of_the_blocking_twin(ranks: int) -> None:
-    run_ranks(ranks, _equal)
+    run_threads(ranks, _equal)
 
 
 def test_the_group_need_not_be_the_world() -> None:
@@ -129,7 +130,7 @@ def _sums(rank: int) -> None:
 
 
 def test_terms_are_added_in_the_order_of_ranks_everywhere() -> None:
-    run_ranks(3, _sums)
+    run_threads(3, _sums)
 
 
 def _mlp(sequence: bool, recompute: str, wanted: tuple[str, ...], store, overlap: str) -> list:
@@ -164,7 +165,7 @@ def _frozen(rank: int) -> None:
 
 
 def test_frozen_parameters_and_deferred_gradients_are_those_of_the_twin() -> None:
-    run_ranks(3, _frozen)
+    run_threads(3, _frozen)
 
 
 def test_one_device_and_the_words() -> None:

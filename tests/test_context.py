@@ -20,7 +20,7 @@ from spmd_types.checker import typecheck
 from spmd_types.rulecheck import RuleCheckError
 from spmd_types.types import SpmdTypeError
 from test_ring import NAMES, Case, whole_attention
-from threads import Group, on_mesh, on_threads
+from threads import Group, on_mesh, on_threads, run_threads
 from torch.distributed._local_tensor import LocalTensor, maybe_disable_local_tensor_mode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -201,7 +201,7 @@ def _second_derivative(rank: int) -> None:
 
 
 def test_a_second_derivative_is_refused() -> None:
-    run_ranks(2, _second_derivative)
+    run_threads(2, _second_derivative)
 
 
 def _any_length(rank: int, world: int) -> None:
@@ -237,12 +237,12 @@ def _any_length(rank: int, world: int) -> None:
 
 
 def test_any_length_on_any_number_of_ranks() -> None:
-    run_ranks(3, _any_length, 3)
+    run_threads(3, _any_length, 3)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_every_strategy_equals_whole_attention(world: int) -> None:
-    run_ranks(world, _every_strategy, world)
+    (run_threads if world < 4 else run_ranks)(world, _every_strategy, world)
 
 
 def test_without_a_group_it_is_plain_attention() -> None:
@@ -325,7 +325,7 @@ def _any_strides(rank: int) -> None:
 
 
 def test_any_strides() -> None:
-    run_ranks(2, _any_strides)
+    run_threads(2, _any_strides)
 
 
 def test_stream_is_gather_head_by_head() -> None:
@@ -333,7 +333,7 @@ def test_stream_is_gather_head_by_head() -> None:
 
 
 def test_values_may_have_a_head_dim_of_their_own() -> None:
-    run_ranks(2, _own_value_dim)
+    run_threads(2, _own_value_dim)
 
 
 def test_bf16_and_autocast_on_two_ranks() -> None:
@@ -462,7 +462,7 @@ def _refused(rank: int) -> None:
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_sent() -> None:
-    run_ranks(2, _refused)
+    run_threads(2, _refused)
 
 
 # ------------------------------------------------------------------ 4. types

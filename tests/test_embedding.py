@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from close import assert_close_f64
-from ranks import run_ranks
 from sharded import MESHES, RTOL, check_layer, draw
+from threads import run_threads
 from torch import nn
 
 from warpweave.layers.embedding import PositionEmbedding, VocabParallelEmbedding
@@ -119,4 +119,4 @@ def _positions(mesh, tp: int) -> None:
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_prime_vocabularies_equal_one_device_on_tensor_ranks(sizes):
-    run_ranks(sizes.world, _on_ranks, sizes)
+    run_threads(sizes.world, _on_ranks, sizes)

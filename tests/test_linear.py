@@ -8,8 +8,8 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from ranks import run_ranks
 from sharded import MESHES, check_layer, draw
+from threads import run_threads
 from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
@@ -165,7 +165,7 @@ def _on_ranks(rank: int, sizes: Mesh) -> None:
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_every_form_equals_one_device_on_tensor_ranks(sizes):
-    run_ranks(sizes.world, _on_ranks, sizes)
+    run_threads(sizes.world, _on_ranks, sizes)
 
 
 def _faulty(rank: int) -> list[str]:
@@ -188,4 +188,4 @@ def _faulty(rank: int) -> list[str]:
 
 
 def test_the_comparison_notices_planted_faults():
-    assert run_ranks(2, _faulty) == [["bias", "cut"]] * 2
+    assert run_threads(2, _faulty) == [["bias", "cut"]] * 2

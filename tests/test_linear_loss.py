@@ -18,9 +18,10 @@ import torch.nn.functional as F
 from close import assert_close_f64
 from ranks import run_ranks
 from rules import over_group, rulecheck
-from sharded import draw, fused, noticed, world
+from sharded import draw, fused, noticed, on_first, world
 from spmd_types import I, R, S
 from spmd_types.rulecheck import RuleCheckError
+from threads import run_threads
 
 from warpweave.kernels.cross_entropy import blocks, in_forward, linear
 from warpweave.kernels.cross_entropy.vocabulary import Vocabulary
@@ -119,6 +120,12 @@ def check(
     return results
 
 
+def on_small_blocks(ranks: int, fn: Callable[[int], None]) -> None:
+    """`fn` on threads, which have one size of blocks."""
+    with mock.patch.object(blocks, "CPU", SMALL):
+        run_threads(ranks, fn)
+
+
 WAYS = [(True, "none"), (True, "sum"), (False, "sum")]
 
 
@@ -157,17 +164,18 @@ def _everything(rank: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_losses_and_gradients_equal_plain_torch(ranks: int) -> None:
-    run_ranks(ranks, _everything)
+    on_small_blocks(ranks, _everything)
 
 
 def _capped(rank: int) -> None:
-    blocks = (2, 2**26), (1024, 600), (1024, 2**26)  # 600 logits are two rows of one rank
-    for sequence, reduction, most in itertools.product((False, True), ("none", "sum"), blocks):
+    for sequence, reduction in itertools.product((False, True), ("none", "sum")):
         options = {"sequence": sequence, "reduction": reduction, "softcap": 3.0}
-        with mock.patch.object(linear_loss, "CAPPED", most):
-            check(**options)
-            check(several_dims, **options, padded=None, smoothing=0.3, z_loss=0.1)
-            check(**options, overlap="chunked")
+        check(**options)
+        check(several_dims, **options, padded=None, smoothing=0.3, z_loss=0.1)
+        check(**options, overlap="chunked")
+
+
+def _not_that_cap(rank: int) -> None:
     with pytest.raises(AssertionError, match="relative error"):
         check(lambda *args, softcap, **more: vocab_parallel_linear_cross_entropy(
             *args, softcap=softcap + 0.01, **more), softcap=3.0)  # fmt: skip
@@ -177,29 +185,44 @@ def _capped(rank: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_logits_may_have_a_softcap(ranks: int) -> None:
-    run_ranks(ranks, _capped)
+    for most in ((2, 2**26), (1024, 600), (1024, 2**26)):  # 600 logits are two rows of one rank
+        with mock.patch.object(linear_loss, "CAPPED", most):
+            on_small_blocks(ranks, _capped)
+    on_small_blocks(ranks, _not_that_cap)
 
 
 def _overlapped(rank: int) -> None:
     """Whatever hides what; the typing rule is that of all of them, as they inherit it."""
-    ways = {"none": {}, "chunked": {}, "fused": fused() | {"impl": "triton"}}
-    for overlap, options in ways.items():
-        options = options | {"overlap": overlap}
-        for sequence in (False, True):
-            for recompute, reduction in WAYS:
-                given = options | {"recompute": recompute, "reduction": reduction}
-                for terms in ({"padded": None}, {"smoothing": 0.3, "z_loss": 0.1}):
-                    check(sequence=sequence, **given, **terms)
-        if overlap == "fused":  # rows of two blocks of columns, of which one gathers, and of one
-            wide = blocks.Sizes(elements=150 * T, most_rows=T, fewest_rows=T)
-            with mock.patch(f"{__name__}.SMALL", wide):
-                for recompute in (True, False):
-                    check(sequence=True, recompute=recompute, smoothing=0.3, **options)
+    for overlap in ("none", "chunked"):
+        _one_way(overlap=overlap)
+
+
+def _one_way(**options) -> None:
+    for sequence in (False, True):
+        for recompute, reduction in WAYS:
+            given = options | {"recompute": recompute, "reduction": reduction}
+            for terms in ({"padded": None}, {"smoothing": 0.3, "z_loss": 0.1}):
+                check(sequence=sequence, **given, **terms)
+
+
+def _fused(rank: int) -> None:
+    """What moves within the products, by kernels that share memory."""
+    options = fused() | {"impl": "triton"}
+    _one_way(**options)
+    # rows of two blocks of columns, of which one gathers, and of one
+    wide = blocks.Sizes(elements=150 * T, most_rows=T, fewest_rows=T)
+    with mock.patch(f"{__name__}.SMALL", wide):
+        for recompute in (True, False):
+            check(sequence=True, recompute=recompute, smoothing=0.3, **options)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_every_overlap_equals_plain_torch(ranks: int) -> None:
-    run_ranks(ranks, _overlapped)
+    on_small_blocks(ranks, _overlapped)
+
+
+def test_so_does_what_moves_within_the_products() -> None:
+    run_ranks(3, on_first, (1, 3), _fused)
 
 
 def _layer(rank: int) -> None:
@@ -313,11 +336,11 @@ def _frozen(rank: int) -> None:
 
 
 def test_a_frozen_head_passes_its_gradient_on_and_a_frozen_input_trains_the_head() -> None:
-    run_ranks(2, _frozen)
+    run_threads(2, _frozen)
 
 
 def test_the_triton_kernels_agree() -> None:
-    run_ranks(2, _triton)
+    on_small_blocks(2, _triton)
 
 
 # ---------------------------------------------------------------- weight gradients
@@ -336,7 +359,7 @@ def _deferred(rank: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_weight_gradients_can_be_deferred(ranks: int) -> None:
-    run_ranks(ranks, _deferred)
+    on_small_blocks(ranks, _deferred)
 
 
 def _added(rank: int) -> None:
@@ -373,7 +396,7 @@ def _added(rank: int) -> None:
 
 
 def test_gradients_of_micro_batches_add_up_in_their_home() -> None:
-    run_ranks(2, _added)
+    on_small_blocks(2, _added)
 
 
 # ---------------------------------------------------------------- errors come before any launch
@@ -407,7 +430,7 @@ def _refused(rank: int) -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    run_ranks(2, _refused)
+    run_threads(2, _refused)
 
 
 # ---------------------------------------------------------------- planted faults

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from close import assert_close_f64
-from ranks import run_ranks
 from sharded import MESHES, RTOL, draw
+from threads import run_threads
 
 from warpweave.layers.loss import VocabParallelCrossEntropy, VocabParallelLinearCrossEntropy
 from warpweave.parallel.collectives import start_all_reduce_
@@ -109,7 +109,7 @@ def _on_ranks(rank: int, sizes: Mesh) -> None:
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_prime_vocabularies_equal_one_device_whatever_lies_in_the_padding(sizes):
-    run_ranks(sizes.world, _on_ranks, sizes)
+    run_threads(sizes.world, _on_ranks, sizes)
 
 
 # ------------------------------------------------------------------- head and loss in one
@@ -159,7 +159,7 @@ def _heads_on_ranks(rank: int, sizes: Mesh) -> None:
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_head_and_loss_in_one_equal_one_device(sizes):
-    run_ranks(sizes.world, _heads_on_ranks, sizes)
+    run_threads(sizes.world, _heads_on_ranks, sizes)
 
 
 def test_head_and_loss_own_no_parameters_and_take_the_z_loss():

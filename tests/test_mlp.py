@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from close import assert_close_f64
-from ranks import run_ranks
 from sharded import MESHES, check_layer, draw
+from threads import run_threads
 
 from warpweave.kernels.dropout import Drop
 from warpweave.layers.mlp import MLP
@@ -96,4 +96,4 @@ def _on_ranks(rank: int, sizes: Mesh) -> None:
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_both_activations_equal_one_device_on_tensor_ranks(sizes):
-    run_ranks(sizes.world, _on_ranks, sizes)
+    run_threads(sizes.world, _on_ranks, sizes)

@@ -7,8 +7,8 @@ import inspect
 import pytest
 import torch
 from close import assert_close_f64, assert_error_budget
-from ranks import run_ranks
 from sharded import MESHES, check_layer, draw
+from threads import run_threads
 from torch import nn
 
 from warpweave.layers.norm import ColumnParallelRMSNorm, LayerNorm, RMSNorm, make_norm
@@ -174,7 +174,7 @@ def _over_cut_features(rank: int, sizes: Mesh) -> None:
 
 @pytest.mark.parametrize("sizes", [Mesh(tp=2), Mesh(dp=2, tp=2)], ids=str)
 def test_features_that_are_cut_have_the_norm_of_all(sizes):
-    run_ranks(sizes.world, _over_cut_features, sizes)
+    run_threads(sizes.world, _over_cut_features, sizes)
 
 
 def _on_ranks(rank: int, sizes: Mesh) -> None:
@@ -197,4 +197,4 @@ def _on_ranks(rank: int, sizes: Mesh) -> None:
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_tensor_ranks_that_hold_different_tokens_sum_the_gradients(sizes):
-    run_ranks(sizes.world, _on_ranks, sizes)
+    run_threads(sizes.world, _on_ranks, sizes)

@@ -14,6 +14,7 @@ from rules import over_group, rulecheck
 from sharded import draw, fused, noticed, own_tokens_again, part, without_the_sum_of_dx, world
 from spmd_types import I, R, S
 from spmd_types.types import SpmdTypeError
+from threads import run_threads
 
 from warpweave.kernels import reference
 from warpweave.kernels.activation import ACTIVATIONS
@@ -134,7 +135,7 @@ def _subsets(rank: int) -> None:
 
 
 def test_frozen_parameters_cost_and_change_nothing() -> None:
-    run_ranks(2, _subsets)
+    run_threads(2, _subsets)
 
 
 def _deferred(rank: int) -> None:
@@ -165,7 +166,7 @@ def _deferred(rank: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_weight_gradients_can_be_deferred(ranks: int) -> None:
-    run_ranks(ranks, _deferred)
+    run_threads(ranks, _deferred)
 
 
 def _kept(rank: int) -> None:
@@ -194,7 +195,7 @@ def _kept(rank: int) -> None:
 
 
 def test_only_what_is_promised_is_kept() -> None:
-    run_ranks(2, _kept)
+    run_threads(2, _kept)
 
 
 def _low_precision(rank: int) -> None:
@@ -222,7 +223,7 @@ def _low_precision(rank: int) -> None:
 
 
 def test_low_precision_is_as_good_as_on_one_rank() -> None:
-    run_ranks(4, _low_precision)
+    run_threads(4, _low_precision)
 
 
 def _autocast(rank: int) -> None:
@@ -239,7 +240,7 @@ def _autocast(rank: int) -> None:
 
 
 def test_autocast_computes_in_its_dtype_and_keeps_wide_streams_and_weights() -> None:
-    run_ranks(2, _autocast)
+    run_threads(2, _autocast)
 
 
 def _refused(rank: int) -> None:
@@ -260,7 +261,7 @@ def _refused(rank: int) -> None:
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_sent() -> None:
-    run_ranks(2, _refused)
+    run_threads(2, _refused)
 
 
 # ---------------------------------------------------------------- planted faults

@@ -12,6 +12,7 @@ from ranks import run_ranks
 from rules import over_group, rulecheck
 from sharded import draw, fused, noticed, own_tokens_again, part, without_the_sum_of_dx, world
 from spmd_types import I, R, S
+from threads import run_threads
 
 from warpweave.kernels import reference
 from warpweave.kernels.qkv import function as qkv
@@ -129,7 +130,7 @@ def _frozen(rank: int) -> None:
 
 
 def test_frozen_parameters_cost_and_change_nothing() -> None:
-    run_ranks(2, _frozen)
+    run_threads(2, _frozen)
 
 
 def _empty(rank: int) -> None:
@@ -145,7 +146,7 @@ def _empty(rank: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_no_samples_and_no_positions_have_no_heads_and_gradient_zero(ranks: int) -> None:
-    run_ranks(ranks, _empty)
+    run_threads(ranks, _empty)
 
 
 def _deferred(rank: int) -> None:
@@ -175,7 +176,7 @@ def _deferred(rank: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_weight_gradients_can_be_deferred(ranks: int) -> None:
-    run_ranks(ranks, _deferred)
+    run_threads(ranks, _deferred)
 
 
 def _low_precision(rank: int) -> None:
@@ -206,7 +207,7 @@ def _low_precision(rank: int) -> None:
 
 
 def test_low_precision_is_as_good_as_on_one_rank() -> None:
-    run_ranks(4, _low_precision)
+    run_threads(4, _low_precision)
 
 
 def _refused(rank: int) -> None:
@@ -229,7 +230,7 @@ def _refused(rank: int) -> None:
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_sent() -> None:
-    run_ranks(2, _refused)
+    run_threads(2, _refused)
 
 
 # ---------------------------------------------------------------- planted faults

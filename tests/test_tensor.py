@@ -17,9 +17,10 @@ import torch.nn.functional as F
 from close import assert_close_f64
 from ranks import run_ranks
 from rules import over_group, rulecheck
-from sharded import beside_replicas, draw, fused, noticed, world
+from sharded import beside_replicas, draw, fused, noticed, on_first, world
 from spmd_types import I, R, S
 from spmd_types.rulecheck import RuleCheckError
+from threads import run_threads
 
 from warpweave.kernels.cross_entropy.vocabulary import Vocabulary
 from warpweave.kernels.runtime.wgrad import WeightGradients, accumulate, collect
@@ -146,29 +147,43 @@ def check_loss(loss, *, smoothing: float = 0.0, padded: int | None = PADDED, imp
 # ---------------------------------------------------------------- right answers
 
 
+LAYERS = [
+    (check_column, tensor.column_parallel_linear),
+    (check_row, tensor.row_parallel_linear),
+]
+
+
+def _no_tokens_and_many_dims(how: dict[str, object]) -> None:
+    check_row(tensor.row_parallel_linear, shape=(0, WIDE), **how)
+    check_column(tensor.column_parallel_linear, shape=(T, 2, NARROW), sequence=True, **how)
+    check_row(tensor.row_parallel_linear, shape=(T, 2, WIDE), sequence=True, **how)
+
+
+def _fused(rank: int) -> None:
+    """What moves within the products, by kernels that share memory."""
+    workspace = fused()
+    for sequence, bias in itertools.product((False, True), repeat=2):
+        for check, function in LAYERS:
+            check(function, sequence=sequence, bias=bias, **workspace)
+    _no_tokens_and_many_dims(workspace)
+
+
 def _everything(rank: int) -> None:
     _, _, ranks = world()
-    workspace = fused()
     for sequence in (False, True):
         for bias in (False, True):
-            for check, function in (
-                (check_column, tensor.column_parallel_linear),
-                (check_row, tensor.row_parallel_linear),
-            ):
+            for check, function in LAYERS:
                 blocking, overlapped, _ = (
                     check(function, sequence=sequence, bias=bias, overlap=overlap)
                     for overlap in ("none", "auto", "chunked")
                 )
                 assert all(torch.equal(a, b) for a, b in zip(blocking, overlapped, strict=True))
-                check(function, sequence=sequence, bias=bias, **workspace)
         for padded in (None, PADDED):
             check_embedding(tensor.vocab_parallel_embedding, sequence=sequence, padded=padded)
     check_column(tensor.column_parallel_linear, shape=(2, 5, NARROW))  # any leading dims
     check_row(tensor.row_parallel_linear, shape=(1, 3, WIDE))
-    for how in ({}, {"overlap": "chunked"}, workspace):
-        check_row(tensor.row_parallel_linear, shape=(0, WIDE), **how)  # no tokens at all
-        check_column(tensor.column_parallel_linear, shape=(T, 2, NARROW), sequence=True, **how)
-        check_row(tensor.row_parallel_linear, shape=(T, 2, WIDE), sequence=True, **how)
+    for how in ({}, {"overlap": "chunked"}):
+        _no_tokens_and_many_dims(how)
     for padded in (None, PADDED):
         for smoothing in (0.0, 0.3):
             results = check_loss(
@@ -184,16 +199,30 @@ def _everything(rank: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_every_output_and_gradient_equals_plain_torch(ranks: int) -> None:
-    run_ranks(ranks, _everything)
+    run_threads(ranks, _everything)
+
+
+def _within_products(rank: int) -> None:
+    on_first(rank, (1, 2, 3, 4), _fused)
+    on_first(rank, (1, 2), _fused_and_deferred)
+
+
+def test_so_they_do_where_data_moves_within_the_products() -> None:
+    run_ranks(4, _within_products)
+
+
+def _beside(rank: int) -> None:
+    for check in (_everything, _fused, _deferred, _fused_and_deferred):
+        beside_replicas(rank, check)
 
 
 def test_the_group_need_not_be_the_world() -> None:
-    run_ranks(4, beside_replicas, _everything)
-    run_ranks(4, beside_replicas, _deferred)
+    run_ranks(4, _beside)
 
 
 def test_without_a_group_too() -> None:
     _everything(0)
+    _fused(0)
 
 
 def test_the_triton_loss_agrees() -> None:
@@ -208,15 +237,31 @@ def test_the_triton_loss_agrees() -> None:
 
 def _deferred(rank: int) -> None:
     """With a collector, backward makes dx only; the store makes the same weight gradients."""
-    group, _, ranks = world()
-    hows = ({}, fused())
+    _deferred_linear({})
+    group, *_ = world()
+    options = {"group": group, "vocab_size": VOCAB, "padded_vocab_size": PADDED}
     for sequence in (False, True):
-        for (function, cut_x, cut_w, width), how in itertools.product(
-            (
-                (tensor.column_parallel_linear, 0, 0, NARROW),
-                (tensor.row_parallel_linear, -1, 1, WIDE),
-            ),
-            hows,
+        store, w = WeightGradients(), own(draw(1, PADDED, E), 0)
+        ids = torch.arange(T)
+        y = tensor.vocab_parallel_embedding(ids, w, sequence_parallel=sequence, **options)
+        dy = draw(2, *y.shape)
+        (expected,) = torch.autograd.grad(y, w, dy, retain_graph=True)
+        with collect(store):
+            y.backward(dy)
+        store.run()
+        assert torch.equal(w.grad, expected)
+
+
+def _fused_and_deferred(rank: int) -> None:
+    _deferred_linear(fused())
+
+
+def _deferred_linear(how: dict[str, object]) -> None:
+    group, _, ranks = world()
+    for sequence in (False, True):
+        for function, cut_x, cut_w, width in (
+            (tensor.column_parallel_linear, 0, 0, NARROW),
+            (tensor.row_parallel_linear, -1, 1, WIDE),
         ):
             for bias in (None, draw(3, WIDE // ranks if cut_w == 0 else NARROW)):
                 outcomes = []
@@ -237,21 +282,11 @@ def _deferred(rank: int) -> None:
                 if how:  # dx is another product then, whose ranks add in another order
                     assert_close_f64(outcomes[1].pop(0), outcomes[0].pop(0), RTOL)
                 assert all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
-        store, w = WeightGradients(), own(draw(1, PADDED, E), 0)
-        ids = torch.arange(T)
-        options = {"group": group, "vocab_size": VOCAB, "padded_vocab_size": PADDED}
-        y = tensor.vocab_parallel_embedding(ids, w, sequence_parallel=sequence, **options)
-        dy = draw(2, *y.shape)
-        (expected,) = torch.autograd.grad(y, w, dy, retain_graph=True)
-        with collect(store):
-            y.backward(dy)
-        store.run()
-        assert torch.equal(w.grad, expected)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_weight_gradients_can_be_deferred(ranks: int) -> None:
-    run_ranks(ranks, _deferred)
+    run_threads(ranks, _deferred)
 
 
 def _functions(sequence: bool) -> list[tuple]:
@@ -296,7 +331,7 @@ def _at_home(rank: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_gradients_of_micro_batches_add_up_in_their_home(ranks: int) -> None:
-    run_ranks(ranks, _at_home)
+    run_threads(ranks, _at_home)
 
 
 def _frozen(rank: int) -> None:
@@ -317,7 +352,7 @@ def _frozen(rank: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_frozen_parameters_cost_and_change_nothing(ranks: int) -> None:
-    run_ranks(ranks, _frozen)
+    run_threads(ranks, _frozen)
 
 
 def test_the_gradient_of_a_computed_weight_is_never_deferred() -> None:
@@ -443,7 +478,7 @@ def _refused(rank: int) -> None:
 
 
 def test_gathered_logits_and_uneven_tokens_are_refused() -> None:
-    run_ranks(2, _refused)
+    run_threads(2, _refused)
 
 
 # ---------------------------------------------------------------- planted faults

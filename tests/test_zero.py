@@ -1,4 +1,8 @@
-"""ZeRO stages 0 to 3 against a textbook AdamW on whole float64 tensors, and against torch's own."""
+"""ZeRO stages 0 to 3 against a textbook AdamW on whole float64 tensors, and against torch's own.
+
+Ranks are threads, but where torch's own optimizers run, messages are counted or processes are
+asked for by name.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +15,9 @@ import torch
 import torch.distributed as dist
 from close import relative_error
 from ranks import run_ranks
+from threads import run_threads
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed import device_mesh
 
 from warpweave.checkpoint import open_checkpoint, save_checkpoint
 from warpweave.layers.linear import ColumnParallelLinear
@@ -210,7 +215,12 @@ def test_one_device_equals_textbook_adamw_with_a_global_clip():
 
 @pytest.mark.parametrize("world", MESHES)
 def test_every_stage_on_every_mesh_equals_textbook_adamw_with_a_global_clip(world):
-    run_ranks(world, _check_meshes, MESHES[world])
+    run_threads(world, _check_meshes, MESHES[world])
+
+
+def test_so_it_does_on_processes():
+    """Data over a product of axes; then parameters that are cut, and one that is tied."""
+    run_ranks(4, _check_meshes, [Mesh(dp=2, cp=2), Mesh(tp=2, pp=2)])
 
 
 # -------------------------------------------------------------------------- low precision
@@ -234,7 +244,7 @@ def _masters(rank: int) -> None:
 
 
 def test_bf16_parameters_have_the_fp32_masters_of_an_fp32_run():
-    run_ranks(2, _masters)
+    run_threads(2, _masters)
 
 
 def _snapshot(units, optimizer) -> list[torch.Tensor]:
@@ -277,7 +287,7 @@ def _overflow(rank: int) -> None:
 
 
 def test_an_overflow_on_one_rank_makes_every_rank_skip_and_halves_the_scale():
-    run_ranks(3, _overflow)
+    run_threads(3, _overflow)
 
 
 @pytest.mark.parametrize("interval", [1, 2, 5])
@@ -336,7 +346,7 @@ def _norms(rank: int, meshes: list[Mesh]) -> list[float]:
 def test_the_norm_counts_every_parameter_once_however_often_it_is_held():
     meshes = [Mesh(tp=4), Mesh(tp=2, pp=2), Mesh(dp=2, pp=2), Mesh(dp=2, tp=2), Mesh(cp=4)]
     count = sum(math.prod(row[1]) for rows in SPEC.values() for row in rows)
-    for norms in run_ranks(4, _norms, meshes):
+    for norms in run_threads(4, _norms, meshes):
         assert len(norms) == 1 + 1 + 3 * 4
         assert norms == pytest.approx([math.sqrt(count)] * len(norms), rel=1e-14)
 
@@ -373,7 +383,7 @@ def _memory(rank: int) -> None:
 
 
 def test_sharded_states_are_a_quarter_on_four_ranks_and_the_rest_is_really_freed():
-    run_ranks(4, _memory)
+    run_threads(4, _memory)
 
 
 class _Traffic:
@@ -485,7 +495,7 @@ def _joined(rank: int) -> None:
 
 
 def test_joined_gradients_are_summed_in_one_message():
-    run_ranks(2, _joined)
+    run_threads(2, _joined)
 
 
 def _two_chains(rank: int) -> None:
@@ -503,7 +513,7 @@ def _two_chains(rank: int) -> None:
 
 
 def test_a_unit_of_two_chains_keeps_its_gradients_where_they_are():
-    run_ranks(2, _two_chains)
+    run_threads(2, _two_chains)
 
 
 # -------------------------------------------------------------------------- state in and out
@@ -546,14 +556,14 @@ def _resume(rank: int, sizes: Mesh, stage: int, state, counts, steps):
 
 
 def test_state_moves_from_four_ranks_to_two_to_three_and_goes_on_as_if_nothing_had_happened():
-    state, counts, norm = run_ranks(4, _save, Mesh(dp=4), 3)[3]
+    state, counts, norm = run_threads(4, _save, Mesh(dp=4), 3)[3]
     assert counts == {"count": 2.0}
     assert norm == pytest.approx(_textbook(4, 1)[0][1], rel=1e-13)
     for world, sizes, stage in ((2, Mesh(tp=2), 0), (2, Mesh(dp=2), 1), (3, Mesh(cp=3), 2)):
-        for moved, *_ in run_ranks(world, _resume, sizes, stage, state, counts, ()):
+        for moved, *_ in run_threads(world, _resume, sizes, stage, state, counts, ()):
             assert all(torch.equal(moved[k][n], state[k][n]) for k in KINDS for n in state[k])
     truth = _textbook(4, 1)[1]
-    for resumed, counts_now, _ in run_ranks(4, _resume, Mesh(dp=4), 3, moved, counts, (3,)):
+    for resumed, counts_now, _ in run_threads(4, _resume, Mesh(dp=4), 3, moved, counts, (3,)):
         assert counts_now == {"count": 3.0}
         for kind in KINDS:
             for name, tensor in resumed[kind].items():
@@ -674,7 +684,7 @@ def _sgd(rank: int) -> None:
 
 
 def test_sgd_with_momentum_over_every_stage_equals_torchs_own_and_skips_overflows():
-    run_ranks(2, _sgd)
+    run_threads(2, _sgd)
 
 
 def test_sgd_keeps_bf16_parameters_as_copies_of_its_masters():
@@ -708,9 +718,9 @@ class _ExpertMesh:
     @classmethod
     def connect(cls, **sizes: int) -> _ExpertMesh:
         sizes = {"pp": 1, "dp": 1, "ep": 1, "tp": 1} | sizes
-        device_mesh = init_device_mesh("cpu", (*sizes.values(),), mesh_dim_names=(*sizes,))
-        groups = {axis: device_mesh.get_group(axis) if n > 1 else None for axis, n in sizes.items()}
-        groups["data"] = device_mesh["dp", "ep"]._flatten("data").get_group()
+        axes = device_mesh.init_device_mesh("cpu", (*sizes.values(),), mesh_dim_names=(*sizes,))
+        groups = {axis: axes.get_group(axis) if n > 1 else None for axis, n in sizes.items()}
+        groups["data"] = axes["dp", "ep"]._flatten("data").get_group()
         return cls(sizes, dist.get_rank(), groups | {"world": dist.group.WORLD})
 
     @property
@@ -812,9 +822,9 @@ def _unlike_stages(rank: int) -> None:
 
 
 def test_the_norm_is_right_where_stages_lie_over_other_data_axes():
-    run_ranks(4, _unlike_stages)
+    run_threads(4, _unlike_stages)
 
 
 @pytest.mark.parametrize("sizes", [{"ep": 2, "tp": 2}, {"dp": 2, "ep": 2}, {"ep": 3}], ids=str)
 def test_a_made_up_axis_is_data_for_zero_the_norm_and_checkpoints(sizes, tmp_path):
-    run_ranks(math.prod(sizes.values()), _experts, sizes, tmp_path)
+    run_threads(math.prod(sizes.values()), _experts, sizes, tmp_path)

@@ -1,85 +1,251 @@
 """Ranks that are threads of this process: eight of them cost less than two processes.
 
-``on_threads(8, fn, *args)`` calls ``fn(group, *args)`` on eight threads, each of which has a
-`Group` of its own in the place of a process group, and returns the results in rank order; `on_mesh`
-gives each rank of a mesh its `ConnectedMesh`. Only what code over groups asks of torch.distributed
-is there, on the CPU.
+``run_threads(4, fn, *args)`` stands in for `ranks.run_ranks`: it calls ``fn(rank, *args)`` on four
+threads, each of which finds a default process group, its own random numbers, and meshes that
+connect. ``on_threads(4, fn, *args)`` calls ``fn(group, *args)`` with the group of all ranks,
+`on_mesh` gives each rank of a mesh its `ConnectedMesh`. All return the results in rank order. Only
+what code over groups asks of torch.distributed is there, on the CPU.
+
+The ranks take turns: one runs until it waits for another. So torch's random numbers are each
+rank's own, as in processes, and what a rank patches and takes back before it waits is seen by no
+other; a patch that is held over a collective is everybody's, and belongs outside.
 
 What the network would take without a word is an error here: ranks of one group that begin another
-collective than each other, or the same of another shape or dtype. Sums are made in rank order and
-in the dtype of the terms, as a network makes them.
+collective than each other, or the same of another shape or dtype; results that are read before they
+are waited for, as nothing arrives earlier; and ranks that all wait for each other. Sums are made in
+rank order and in the dtype of the terms, as a network makes them.
+
+Kernels that wait for other ranks would wait in vain here; `run_ranks` is for them.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from queue import Empty, Queue
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed import device_mesh
 
 from warpweave.parallel import collectives
 from warpweave.parallel.data import parameters, reduce, zero
-from warpweave.parallel.mesh import AXES, PRODUCTS, ConnectedMesh, Mesh
+from warpweave.parallel.mesh import Mesh
 
-SECONDS = 60.0  # until a rank that waits for another gives up
+
+class _StoppedError(Exception):
+    """Another rank failed."""
+
+
+class _Turns:
+    """Lets one rank run at a time, until it waits."""
+
+    def __init__(self, ranks: int) -> None:
+        self.turn, self.left = threading.Condition(), set(range(ranks))
+        self.waits: dict[int, tuple[str, Callable[[], bool]]] = {}
+        self.over = False
+
+    def wait(self, rank: int, what: str, ready: Callable[[], bool]) -> None:
+        """Let the others run until `ready`."""
+        if ready():
+            return
+        numbers = torch.get_rng_state()
+        self.waits[rank] = what, ready
+        try:
+            self.check()
+            self.turn.wait_for(lambda: ready() or self.over)
+        finally:
+            del self.waits[rank]
+            torch.set_rng_state(numbers)
+        if not ready():
+            raise _StoppedError
+
+    def check(self) -> None:
+        """Raise if nobody is left who could go on."""
+        if self.over or not self.waits or self.waits.keys() != self.left:
+            return
+        if not any(ready() for _, ready in self.waits.values()):
+            waits = ", ".join(f"rank {r} for {what}" for r, (what, _) in self.waits.items())
+            raise RuntimeError(f"all ranks that are left wait: {waits}")
+
+    def end(self, rank: int, failed: bool) -> None:
+        self.left.discard(rank)
+        self.over |= failed
+        self.turn.notify_all()
+
+
+@dataclass
+class _Collective:
+    """One of a group's, in flight: what the ranks gave, then what came of it."""
+
+    begun: tuple[Any, ...]
+    given: dict[int, Any] = field(default_factory=dict)
+    taken: int = 0
+    result: Any = None
 
 
 @dataclass
 class _Shared:
     """What the ranks of one group have in common."""
 
-    ranks: int
-    slots: list[Any] = field(init=False)
-    met: threading.Barrier = field(init=False)
-    boxes: dict[tuple[int, int], Queue] = field(default_factory=lambda: defaultdict(Queue))
+    members: tuple[int, ...]  # ranks of the world
+    turns: _Turns
+    flights: dict[int, _Collective] = field(default_factory=dict)
+    groups: dict[int, Group] = field(default_factory=dict)
+    sent: dict[tuple[int, int, int], torch.Tensor] = field(default_factory=dict)  # src, dst, number
     sums: list[torch.dtype] = field(default_factory=list)  # of every sum, as rank 0 began it
-
-    def __post_init__(self) -> None:
-        self.slots, self.met = [None] * self.ranks, threading.Barrier(self.ranks, timeout=SECONDS)
 
 
 class Group:
     """A process group, seen from `rank`."""
 
     def __init__(self, shared: _Shared, rank: int) -> None:
-        self.shared, self.rank, self.ranks = shared, rank, shared.ranks
+        self.shared, self.rank, self.ranks = shared, rank, len(shared.members)
+        self._begun = 0
+        self._sends: dict[int, Iterator[int]] = defaultdict(itertools.count)  # numbers, by peer
+        self._receives: dict[int, Iterator[int]] = defaultdict(itertools.count)
 
     @property
     def sums(self) -> list[torch.dtype]:
         """The dtypes of all sums so far."""
         return self.shared.sums
 
-    def all(self, op: str, x: torch.Tensor) -> list[torch.Tensor]:
-        """x of every rank, which all take part in the same."""
-        self.shared.slots[self.rank] = op, x.shape, x.dtype, x.detach().clone()
-        self.shared.met.wait()
-        every = list(self.shared.slots)
-        self.shared.met.wait()
-        begun = {entry[:3] for entry in every}
-        assert len(begun) == 1, f"the ranks of a group begin different collectives: {begun}"
-        return [entry[3] for entry in every]
+    def begin(
+        self, begun: tuple[Any, ...], given: Any, make: Callable[[list[Any]], Any]
+    ) -> Callable[[], Any]:
+        """Take part in a collective of all ranks; gives what waits for ``make(every given)``, which
+        is one object for all."""
+        number, flights = self._begun, self.shared.flights
+        self._begun += 1
+        flight = flights.setdefault(number, _Collective(begun))
+        assert flight.begun == begun, (
+            f"the ranks of a group begin different collectives: {flight.begun}, on rank "
+            f"{self.rank} {begun}"
+        )
+        flight.given[self.rank] = given
+        if len(flight.given) == self.ranks:
+            flight.result = make([flight.given[rank] for rank in range(self.ranks)])
+            self.shared.turns.turn.notify_all()
 
-    def sum(self, op: str, x: torch.Tensor) -> torch.Tensor:
-        first, *others = self.all(op, x)
-        if self.rank == 0:
-            self.sums.append(x.dtype)
-        total = first.clone()
-        for other in others:
-            total += other
-        return total
+        def finish() -> Any:
+            self._wait(f"{begun[0]} of {self.shared.members}", lambda: self._full(flight))
+            flight.taken += 1
+            if flight.taken == self.ranks:
+                del flights[number]
+            return flight.result
+
+        return finish
+
+    def _full(self, flight: _Collective) -> bool:
+        return len(flight.given) == self.ranks
+
+    def send(self, x: torch.Tensor, peer: int) -> None:
+        """Its copy is on its way."""
+        self.shared.sent[self.rank, peer, next(self._sends[peer])] = x.detach().clone()
+        self.shared.turns.turn.notify_all()
+
+    def receive(self, x: torch.Tensor, peer: int) -> Callable[[], None]:
+        """What waits for the next message of `peer`."""
+        end, sent = (peer, self.rank, next(self._receives[peer])), self.shared.sent
+
+        def finish() -> None:
+            self._wait(f"a message of {self.shared.members[peer]}", lambda: end in sent)
+            message = sent.pop(end)
+            assert (message.shape, message.dtype) == (x.shape, x.dtype), "sent and received differ"
+            x.detach().copy_(message)
+
+        return finish
+
+    def _wait(self, what: str, ready: Callable[[], bool]) -> None:
+        self.shared.turns.wait(self.shared.members[self.rank], what, ready)
+
+
+class _World:
+    """All ranks, and the groups that they make."""
+
+    def __init__(self, ranks: int) -> None:
+        self.turns = _Turns(ranks)
+        self.shared: dict[tuple[Any, ...], _Shared] = {}
+
+    def group(self, name: tuple[Any, ...], members: Sequence[int], rank: int) -> Group:
+        members = tuple(members)
+        shared = self.shared.setdefault((*name, members), _Shared(members, self.turns))
+        at = members.index(rank)
+        return shared.groups.setdefault(at, Group(shared, at))
+
+
+class _Here(threading.local):
+    """Where this thread is."""
+
+    rank: int | None = None
+    world: _World
+    group: Group  # of all ranks
+    made: Any  # numbers for the groups that it makes, in the order that is the same on all ranks
+
+
+_here = _Here()
+
+
+class _Axes:
+    """torch's DeviceMesh, as far as it makes groups."""
+
+    def __init__(self, number: int, sizes: dict[str, int], along: tuple[str, ...]) -> None:
+        self._number, self._sizes, self._along = number, sizes, along
+
+    def __getitem__(self, along: str | tuple[str, ...]) -> _Axes:
+        return _Axes(self._number, self._sizes, (along,) if isinstance(along, str) else along)
+
+    def _flatten(self, name: str) -> _Axes:
+        return self
+
+    def get_group(self, axis: str | None = None) -> Group:
+        along = self._along if axis is None else (axis,)
+        at = _coordinates(_here.rank, self._sizes)
+        every = ((r, _coordinates(r, self._sizes)) for r in range(math.prod(self._sizes.values())))
+        members = [r for r, there in every if all(there[a] == at[a] for a in at if a not in along)]
+        return _here.world.group((self._number, along), members, _here.rank)
+
+
+def _coordinates(rank: int, sizes: dict[str, int]) -> dict[str, int]:
+    at = {}
+    for axis, size in reversed(sizes.items()):
+        rank, at[axis] = divmod(rank, size)
+    return at
+
+
+def _init_device_mesh(device_type, shape, *, mesh_dim_names):
+    sizes = dict(zip(mesh_dim_names, shape, strict=True))
+    return _Axes(next(_here.made), sizes, mesh_dim_names)
+
+
+def _subgroups(ranks_per_subgroup, timeout=None):
+    number = next(_here.made)
+    for members in ranks_per_subgroup:
+        if _here.rank in members:
+            return _here.world.group((number,), members, _here.rank), []
+    return None, []
+
+
+class _Groups(type):
+    @property
+    def WORLD(cls) -> Group | None:
+        return None if _here.rank is None else _here.group
+
+
+class _Group(metaclass=_Groups):
+    """torch's `distributed.group`."""
 
 
 class _Message(NamedTuple):
     """torch's P2POp, which looks its group up."""
 
-    op: str
+    op: Callable[..., _Work]
     tensor: torch.Tensor
     group: Group
     group_peer: int
@@ -87,140 +253,194 @@ class _Message(NamedTuple):
 
 class _Work:
     def __init__(self, finish: Callable[[], object] = lambda: None) -> None:
-        self._finish = finish
+        self._finish: Callable[[], object] | None = finish
 
     def wait(self) -> bool:
-        self._finish()
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
         return True
 
 
+def _given(x: torch.Tensor) -> torch.Tensor:
+    assert x.is_contiguous(), "gloo takes contiguous tensors"
+    return x.detach().clone()
+
+
+def _collective(op, x, make, take, group, async_op) -> _Work | None:
+    """The collective `op` that is given `x`; ``take(make(every x))`` when it is waited for."""
+    group = _of(group)
+    arrive = group.begin((op, tuple(x.shape), x.dtype), _given(x), make)
+    work = _Work(lambda: take(arrive()))
+    if async_op:
+        return work
+    work.wait()
+    return None
+
+
+def _sum(terms: list[torch.Tensor]) -> torch.Tensor:
+    total = terms[0].clone()
+    for term in terms[1:]:
+        total += term
+    return total
+
+
 def _all_reduce(x, op=dist.ReduceOp.SUM, group=None, async_op=False):
+    group = _of(group)
     if op == dist.ReduceOp.SUM:
-        total = group.sum("all_reduce", x)
+        _note_sum(x, group)
+        name, make = "all_reduce", _sum
     else:
-        pick = {dist.ReduceOp.MIN: torch.minimum, dist.ReduceOp.MAX: torch.maximum}[op]
-        total, *others = group.all(f"all_reduce {op}", x)
-        for other in others:
-            total = pick(total, other)
-    x.detach().copy_(total)
-    return _Work() if async_op else None
+        pick = {dist.ReduceOp.MIN: torch.amin, dist.ReduceOp.MAX: torch.amax}[op]
+        name, make = f"all_reduce {op}", lambda terms: pick(torch.stack(terms), 0)
+    return _collective(name, x, make, x.detach().copy_, group, async_op)
+
+
+def _note_sum(x: torch.Tensor, group: Group) -> None:
+    if group.rank == 0:
+        group.sums.append(x.dtype)
 
 
 def _all_gather_into(out, x, group=None, async_op=False):
-    out.detach().copy_(torch.cat(group.all("all_gather", x)).view(out.shape))
-    return _Work() if async_op else None
+    def take(whole: torch.Tensor) -> None:
+        out.detach().copy_(whole.view(out.shape))
+
+    return _collective("all_gather", x, torch.cat, take, group, async_op)
 
 
 def _all_gather(out, x, group=None, async_op=False):
-    for mine, theirs in zip(out, group.all("all_gather", x), strict=True):
-        mine.copy_(theirs)
-    return _Work() if async_op else None
+    def take(parts: list[torch.Tensor]) -> None:
+        for mine, theirs in zip(out, parts, strict=True):
+            mine.copy_(theirs)
+
+    return _collective("all_gather", x, list, take, group, async_op)
 
 
 def _reduce_scatter_into(out, x, group=None, async_op=False):
-    out.detach().copy_(group.sum("reduce_scatter", x).chunk(group.ranks)[group.rank])
-    return _Work() if async_op else None
+    group = _of(group)
+    _note_sum(x, group)
+    assert x.numel() == group.ranks * out.numel(), (x.shape, out.shape)
+
+    def take(total: torch.Tensor) -> None:
+        mine = total.view(-1).narrow(0, group.rank * out.numel(), out.numel())
+        out.detach().copy_(mine.view(out.shape))
+
+    return _collective("reduce_scatter", x, _sum, take, group, async_op)
+
+
+def _broadcast(x, src=None, group=None, async_op=False, group_src=None):
+    group = _of(group)
+    source = _peer(group, src, group_src)
+    return _collective(
+        f"broadcast of {source}", x, lambda given: given[source], x.detach().copy_, group, async_op
+    )
+
+
+def _barrier(group=None, async_op=False):
+    return _collective("barrier", torch.empty(0), list, list, group, async_op)
 
 
 def _all_to_all(recv, send, recv_sizes, send_sizes, group=None, async_op=False):
     """Parts of a message differ in size, so each travels by itself."""
+    group = _of(group)
     for peer, part in enumerate(send.split(send_sizes)):
-        group.shared.boxes[group.rank, peer].put(part.clone())
+        group.send(part, peer)
+    parts = [group.receive(part, peer) for peer, part in enumerate(recv.split(recv_sizes))]
+    work = _Work(lambda: [finish() for finish in parts])
+    return work if async_op else work.wait()
 
-    def finish() -> None:
-        for peer, part in enumerate(recv.split(recv_sizes)):
-            _arrive(part, group, peer)
 
-    return _Work(finish)
+def _peer(group: Group, rank: int | None, in_group: int | None) -> int:
+    return group.shared.members.index(rank) if in_group is None else in_group
+
+
+def _isend(x, dst=None, group=None, tag=0, group_dst=None):
+    group = _of(group)
+    group.send(_given(x), _peer(group, dst, group_dst))
+    return _Work()
+
+
+def _irecv(x, src=None, group=None, tag=0, group_src=None):
+    group = _of(group)
+    return _Work(group.receive(x, _peer(group, src, group_src)))
 
 
 def _batch(messages: Sequence[_Message]) -> list[_Work]:
-    works = []
-    for op, x, group, peer in messages:
-        if op == "isend":
-            group.shared.boxes[group.rank, peer].put(x.detach().clone())
-            works.append(_Work())
-        else:
-            works.append(_Work(lambda x=x, group=group, peer=peer: _arrive(x, group, peer)))
-    return works
+    return [op(x, None, group, 0, peer) for op, x, group, peer in messages]
 
 
-def _arrive(x: torch.Tensor, group: Group, peer: int) -> None:
-    try:
-        sent = group.shared.boxes[peer, group.rank].get(timeout=SECONDS)
-    except Empty:
-        raise RuntimeError(f"nothing arrived from rank {peer}") from None
-    assert (sent.shape, sent.dtype) == (x.shape, x.dtype), "sent and received differ"
-    x.detach().copy_(sent)
+def _of(group: Group | None) -> Group:
+    return _here.group if group is None else group
 
 
 _PRETENDED = {
-    "get_rank": lambda group: group.rank,
-    "get_world_size": lambda group: group.ranks,
-    "get_backend_config": lambda group: "threads",
+    "is_initialized": lambda: _here.rank is not None,
+    "group": _Group,
+    "get_rank": lambda group=None: _of(group).rank,
+    "get_world_size": lambda group=None: _of(group).ranks,
+    "get_process_group_ranks": lambda group=None: [*_of(group).shared.members],
+    "get_backend": lambda group=None: "threads",
+    "get_backend_config": lambda group=None: "threads",
     "all_reduce": _all_reduce,
     "all_gather": _all_gather,
+    "broadcast": _broadcast,
+    "barrier": _barrier,
     "all_to_all_single": _all_to_all,
+    "new_subgroups_by_enumeration": _subgroups,
     "P2POp": _Message,
-    "isend": "isend",
-    "irecv": "irecv",
+    "isend": _isend,
+    "irecv": _irecv,
+    "send": lambda *args, **options: _isend(*args, **options).wait(),
+    "recv": lambda *args, **options: _irecv(*args, **options).wait(),
     "batch_isend_irecv": _batch,
 }
 _BY_NAME = {"all_gather_into": _all_gather_into, "reduce_scatter_into": _reduce_scatter_into}
 
 
 def on_threads(ranks: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
-    """``fn(group, *args)`` on every rank; the error of the first rank that fails by itself."""
-    shared = _Shared(ranks)
-    return _run([Group(shared, rank) for rank in range(ranks)], [shared], fn, args)
+    """``fn(group, *args)`` on every rank."""
+    return run_threads(ranks, lambda rank: fn(_here.group, *args))
 
 
 def on_mesh(mesh: Mesh, fn: Callable[..., Any], *args: Any) -> list[Any]:
-    """``fn(connected, *args)`` on every rank of `mesh`."""
-    shared: dict[tuple[Any, ...], _Shared] = {}
-
-    def connected(rank: int) -> ConnectedMesh:
-        at = mesh.coordinates(rank)
-        mine = ConnectedMesh(mesh, rank, {}, None)
-        for axis in (*AXES, *PRODUCTS):
-            others = (*(at[other] for other in AXES if other not in mine.factors(axis)),)
-            here = shared.setdefault((axis, *others), _Shared(mesh.size(axis)))
-            mine.groups[axis] = Group(here, mine.index(axis)) if here.ranks > 1 else None
-        ring, place = divmod(at.pop("cp"), mesh.ulysses)
-        for axis, size, index, lane in (
-            ("ring", mesh.cp // mesh.ulysses, ring, place),
-            ("ulysses", mesh.ulysses, place, ring),
-        ):
-            here = shared.setdefault((axis, lane, *at.values()), _Shared(size))
-            mine.groups[axis] = Group(here, index) if size > 1 else None
-        return mine
-
-    ranks = [connected(rank) for rank in range(mesh.world)]
-    return _run(ranks, [*shared.values()], fn, args)
+    """``fn(connected, *args)`` on every rank of `mesh`, connected."""
+    return run_threads(mesh.world, lambda rank: fn(mesh.connect(), *args))
 
 
-def _run(ranks: list[Any], shared: list[_Shared], fn: Callable[..., Any], args: tuple) -> list[Any]:
-    results, errors = [None] * len(ranks), {}
+def run_threads(ranks: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    """``fn(rank, *args)`` on every rank; the error of the first rank that fails by itself."""
+    world, results, errors = _World(ranks), [None] * ranks, {}
 
-    def run(at: int) -> None:
-        try:
-            results[at] = fn(ranks[at], *args)
-        except BaseException as error:
-            errors[at] = error
-            for group in shared:
-                group.met.abort()
+    def run(rank: int) -> None:
+        _here.world, _here.rank, _here.made = world, rank, itertools.count()
+        _here.group = world.group(("world",), range(ranks), rank)
+        with world.turns.turn:
+            torch.manual_seed(0)
+            try:
+                results[rank] = fn(rank, *args)
+            except BaseException as error:
+                errors[rank] = error
+            world.turns.end(rank, rank in errors)
+            try:
+                world.turns.check()
+            except RuntimeError as error:
+                errors[rank] = error
+                world.turns.end(rank, True)
 
+    numbers = torch.get_rng_state()
     with ExitStack() as patches:
         patches.enter_context(mock.patch.multiple(dist, **_PRETENDED))
+        patches.enter_context(mock.patch.object(device_mesh, "init_device_mesh", _init_device_mesh))
         for module in (collectives, parameters, reduce, zero):
             for name in _BY_NAME.keys() & vars(module).keys():
                 patches.enter_context(mock.patch.object(module, name, _BY_NAME[name]))
-        threads = [threading.Thread(target=run, args=(at,)) for at in range(len(ranks))]
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-    alone = [e for e in errors.values() if not isinstance(e, threading.BrokenBarrierError)]
+    torch.set_rng_state(numbers)
+    alone = [e for e in errors.values() if not isinstance(e, _StoppedError)]
     for error in alone or errors.values():
         raise error
     return results
