@@ -144,13 +144,8 @@ def test_a_wrong_config_is_refused_listing_the_fields(tmp_path: Path) -> None:
             {"shard_bytes": 8},
             "'a' was given twice",
         ),
-        ([("__metadata__", torch.ones(2))], {}, "cannot be a tensor's name"),
         ([("a", torch.ones(2, dtype=torch.complex64))], {}, "complex64"),
         ([("a", torch.ones(2, device="meta"))], {}, "meta"),
-        ([], {"state": {"loss": float("nan")}}, r"state\.loss is nan"),
-        ([], {"state": {"shape": {1, 2}}}, r"state\.shape is a set"),
-        ([], {"config": {1: 2}}, "config: key 1 must be a string"),
-        ([], {"keep": 0}, "keep >= 1"),
     ],
 )
 def test_what_cannot_be_saved_is_refused_and_leaves_nothing(
@@ -316,6 +311,10 @@ def test_links_and_foreign_files_are_refused(tmp_path: Path) -> None:
         shutil.move(file, away)
         file.symlink_to(away)
         with pytest.raises(CheckpointError, match="links are refused"):
+            open_checkpoint(path)
+        file.unlink()
+        os.mkfifo(file)
+        with pytest.raises(CheckpointError, match=f"{file} is not a regular file"):
             open_checkpoint(path)
         file.unlink()
         shutil.move(away, file)

@@ -99,6 +99,10 @@ TWICE = ParallelPlan(schedule="interleaved", chunks=2, microbatches=2)
             for x in (0.0, -1.0, INF, NAN)
         ),
         (lambda: _gpt(softcap=1e-9, attention_scale=1e9), None),
+        *(
+            (lambda n=n: _gpt(**{n: "odd"}), f"{n} must be one of .*, got 'odd'")
+            for n in ("positions", "norm", "activation", "norm_place")
+        ),
         (lambda: _gpt(local_rope_theta=9.0), "local_rope_theta needs positions = 'rope'"),
         (lambda: _gpt(rope_scaling=RopeScaling("ntk", 2.0)), "rope_scaling needs positions"),
         (lambda: _gpt(local_rope_theta=9.0, **ROPE), None),
