@@ -600,7 +600,7 @@ def test_a_new_run_moves_an_earlier_one_aside(tmp_path, capsys):
     shutil.rmtree(config.out / "earlier-1")  # as a user may, whose other folders stay
     parts = {path.name for path in config.out.iterdir() if path.name != "earlier-2"}
     for name in (more := {"origin", "tensorboard", "wandb"}):  # which not every run has
-        (config.out / name).mkdir()
+        (config.out / name).mkdir(exist_ok=True)
     set_aside(config.out)
     assert _saved(config.out / "earlier-1", 1)
     assert {path.name for path in (config.out / "earlier-1").iterdir()} == parts | more
