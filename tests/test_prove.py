@@ -25,12 +25,14 @@ from ranks import run_ranks
 
 from warpweave import engine as engines
 from warpweave import gpt
+from warpweave.config import GPTConfig, ParallelPlan
 from warpweave.dtypes import DTYPES
 from warpweave.kernels.norm import forward as norm
 from warpweave.launch import Session, Stopped
 from warpweave.parallel.data import parameters, reduce, zero
 from warpweave.parallel.mesh import AXES, Mesh, single
 from warpweave.parallel.shard import ParamRecord
+from warpweave.parallel.words import Strategy
 from warpweave.prove import (
     LIMITS,
     Errors,
@@ -45,7 +47,7 @@ from warpweave.prove import (
 )
 from warpweave.prove import truth as truths
 from warpweave.prove import typecheck as typechecks
-from warpweave.prove.layouts import Sizes, Style, draw, meshes, smallest, table
+from warpweave.prove.layouts import Sizes, Style, _strategies, draw, meshes, smallest, table
 
 
 def drawn(mesh: Mesh) -> Layout:
@@ -699,6 +701,19 @@ def test_more_ranks_are_proven_on_the_meshes_with_the_most_axes(world, axes):
     chosen = {lay.mesh for lay in ProveConfig(all=True, world=world, dtype="fp64").layouts()}
     assert {sum(mesh.size(axis) > 1 for axis in AXES) for mesh in chosen} == axes
     assert {mesh.world for mesh in chosen} == {world}
+
+
+def test_a_strategy_is_offered_wherever_a_model_of_so_many_heads_can_take_it():
+    every = itertools.chain(*map(meshes, (2, 3, 4, 8)))
+    rings = [mesh for mesh in every if mesh.cp > 1 == mesh.ulysses]
+    for mesh, heads in itertools.product(rings, (1, 2, 3, 4, 8)):
+        model = GPTConfig(8, 4 * mesh.cp, mesh.pp, 2 * heads * mesh.tp, heads * mesh.tp)
+        fit = set()
+        for name in set(get_args(Strategy)) - {"auto"}:
+            with contextlib.suppress(ValueError):
+                model.check(mesh, ParallelPlan(cp_strategy=name))
+                fit.add(name)
+        assert set(_strategies(mesh, heads)) == fit, (mesh, heads)
 
 
 def test_all_of_up_to_four_ranks_are_proven_largest_first():
