@@ -172,6 +172,18 @@ def test_a_launch_ends_as_its_first_rank_did_or_as_the_signal_says(
     assert bool(err) == bool(said)
 
 
+def test_what_ranks_are_told_is_told_to_nobody_else(monkeypatch):
+    """Whatever the launcher says besides, and however it ends."""
+    monkeypatch.setenv("THERE", "before")
+    before = dict(os.environ)
+    with pytest.raises(LeftError), launch._environment(THERE="now", NEW="1"):
+        assert (os.environ["THERE"], os.environ["NEW"]) == ("now", "1")
+        os.environ["RANK"] = os.environ["WORLD_SIZE"] = "0"
+        del os.environ["THERE"]
+        raise LeftError
+    assert dict(os.environ) == before
+
+
 # -------------------------------------------------------------------------- one rank of a run
 
 
