@@ -11,7 +11,10 @@ import tyro
 
 from warpweave import train
 from warpweave.config import PRESETS, GPTConfig, ParallelPlan
+from warpweave.convert.families import canonical, read_config
+from warpweave.gpt import GPT
 from warpweave.parallel.mesh import Mesh
+from warpweave.prove.layouts import STYLES
 from warpweave.train_config import TrainConfig, _overrides_of
 
 
@@ -168,3 +171,49 @@ def test_the_mesh_of_a_run_has_its_neighbours():
 def test_stages_lie_where_the_schedule_has_them():
     assert ParallelPlan().placement(3) == [0, 1, 2]
     assert ParallelPlan(schedule="interleaved", chunks=2).placement(2) == [0, 1, 0, 1]
+
+
+LLAMA3 = {
+    "model_type": "llama", "vocab_size": 128256, "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "hidden_act": "silu", "num_key_value_heads": 8,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def _llama3(layers: int, width: int, heads: int, hidden: int, **more: object) -> dict:
+    own = {"num_hidden_layers": layers, "hidden_size": width, "num_attention_heads": heads}
+    return LLAMA3 | own | {"intermediate_size": hidden} | more
+
+
+def _gpt2(layers: int, width: int, heads: int) -> dict:
+    own = {"n_layer": layers, "n_embd": width, "n_head": heads}
+    return own | {"model_type": "gpt2", "vocab_size": 50257, "n_positions": 1024,
+                  "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5}  # fmt: skip
+
+
+PUBLISHED = {  # what stands in the config.json of each; Llama 3.2's without its rope_scaling
+    "gpt2": _gpt2(12, 768, 12),
+    "gpt2-medium": _gpt2(24, 1024, 16),
+    "gpt2-large": _gpt2(36, 1280, 20),
+    "gpt2-xl": _gpt2(48, 1600, 25),
+    "llama-1b": _llama3(16, 2048, 32, 8192, tie_word_embeddings=True),
+    "llama-8b": _llama3(32, 4096, 32, 14336),
+    "llama-70b": _llama3(80, 8192, 64, 28672),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_preset_is_the_model_that_was_published_under_its_name(name):
+    assert canonical(PRESETS[name]) == read_config(PUBLISHED[name])[1]
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_the_flops_of_a_step_are_of_the_parameters_that_multiply_and_of_half_the_scores(style):
+    config = GPTConfig(53, 24, 3, 20, 10, 5, 14, head_size=6, tied=False, **STYLES[style])
+    named = GPT(config, device="meta").named_parameters()
+    looked_up = ("embedding", "positions")
+    weights = sum(p.numel() for n, p in named if p.dim() > 1 and not n.startswith(looked_up))
+    reach = [config.window(layer) or config.seq_len for layer in range(config.layers)]
+    keys = sum(w - w * w / (2 * config.seq_len) for w in reach)  # of a token, over the layers
+    scores = 2 * 2 * config.heads * config.head_dim * keys
+    assert config.step_flops(48) == 3 * 48 * (2 * weights + scores)

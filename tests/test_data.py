@@ -478,19 +478,6 @@ def test_an_npy_of_another_kind_or_that_its_sidecar_denies_is_refused(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"seq_len": 0}, "seq_len must be at least 1"),
-        ({"seq_len": 4, "split": "test"}, "split must be"),
-        ({"seq_len": 4, "validation_fraction": 1.0}, r"must lie in \(0, 1\)"),
-    ],
-)
-def test_bad_options_are_refused(options: dict, says: str) -> None:
-    with pytest.raises(DataError, match=says):
-        open_dataset(**options)
-
-
-@pytest.mark.parametrize(
     ("count", "fraction", "chosen"), [(30, 0.05, 2), (7, 0.25, 2), (7, 0.2, 1), (2, 0.9, 1)]
 )
 def test_validation_has_the_nearest_number_of_files_and_never_all(count, fraction, chosen) -> None:

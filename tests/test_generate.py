@@ -256,19 +256,6 @@ def test_prompts_that_the_model_cannot_go_on_with_are_refused(prompts, sampling,
     assert generate(gpt, [[1], [2]], Sampling(0)) == [[], []]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"tokens": -1}, "tokens and top_k must not be negative, got -1 and 0"),
-        ({"temperature": -0.1}, "temperature must be at least 0, got -0.1"),
-        ({"top_p": 0.0}, r"top_p must be in \(0, 1\], got 0.0"),
-    ],
-)
-def test_numbers_out_of_range_are_refused(options, message):
-    with pytest.raises(ValueError, match=f"^{message}$"):
-        Sampling(**options)
-
-
 # ---------------------------------------------------------------- the command
 
 

@@ -117,50 +117,6 @@ def _close(a: list[Tensor], b: list[Tensor]) -> None:
 # ------------------------------------------------------------------- configurations
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"vocab_size": 0}, "vocab_size must be at least 1, got 0"),
-        ({"layers": 0}, "layers must be at least 1, got 0"),
-        ({"kv_heads": 0}, "kv_heads and hidden must be at least 1, got 0 and None"),
-        ({"hidden": 0}, "kv_heads and hidden must be at least 1, got None and 0"),
-        ({"positions": "alibi"}, "positions must be one of .*, got 'alibi'"),
-        ({"norm": "batch"}, "norm must be one of .*, got 'batch'"),
-        ({"activation": "relu"}, "activation must be one of .*, got 'relu'"),
-        ({"heads": 5}, "width = 12 does not divide by heads = 5"),
-        ({"kv_heads": 4}, "heads = 6 does not divide by kv_heads = 4"),
-        ({"heads": 4, "positions": "rope"}, "rope needs an even head size, got 3"),
-        ({"dropout": 1.0}, r"dropout must be in \[0, 1\), got 1.0"),
-        ({"head_size": 0}, "head_size must be at least 1, got 0"),
-        ({"head_size": 3, "positions": "rope"}, "rope needs an even head size, got 3"),
-        ({"windows": (4, -1)}, r"windows must be integers of at least 0, got \(4, -1\)"),
-        ({"rope_scaling": RopeScaling("ntk", 2.0)}, r"rope_scaling needs positions = .*"),
-        ({"local_rope_theta": 9.0}, r"local_rope_theta needs positions = .*"),
-        ({"softcap": 0.0}, "softcap must be positive and finite, got 0.0"),
-        ({"logit_softcap": math.inf}, "logit_softcap must be positive and finite, got inf"),
-        ({"attention_scale": -1.0}, "attention_scale must be positive and finite, got -1.0"),
-        ({"norm_place": "middle"}, "norm_place must be one of pre, sandwich, post, got 'middle'"),
-        ({"qk_norm_whole": True}, "qk_norm_whole says how qk_norm is: it needs qk_norm"),
-    ],
-)
-def test_sizes_and_styles_that_cannot_be_are_refused(change, message):
-    with pytest.raises(ValueError, match=f"^{message}$"):
-        GPTConfig(**SIZES | change)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "options", "message"),
-    [
-        (Mesh(tp=4), {}, "kv_heads = 6 does not divide by tp = 4"),
-        (Mesh(tp=3), {"hidden": 7}, "hidden = 7 does not divide by tp = 3"),
-        (Mesh(pp=4), {}, "pp = 4 stages need as many layers, got 3"),
-    ],
-)
-def test_meshes_over_which_it_cannot_be_cut_are_refused(sizes, options, message):
-    with pytest.raises(ValueError, match=f"^{message}$"):
-        GPT(GPTConfig(**SIZES | options), mesh=_place(sizes, 0), device="meta")
-
-
 def test_unknown_recomputation_and_layout_are_refused():
     words = r"^recompute must be one of none, selective, full, got 'all'$"
     with pytest.raises(ValueError, match=words):

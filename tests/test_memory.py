@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import weakref
 
 import pytest
 import torch
 from ranks import run_ranks
+from threads import on_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -15,7 +18,8 @@ from warpweave.config import PRESETS, GPTConfig, ParallelPlan
 from warpweave.dtypes import DTYPES
 from warpweave.engine import Engine
 from warpweave.memory import check_memory, estimate, free_host_memory
-from warpweave.parallel.mesh import Mesh, single
+from warpweave.parallel.mesh import ConnectedMesh, Mesh, single
+from warpweave.parallel.tensor.linear_loss import CAPPED
 
 GIB = 2**30
 LLAMA = {"positions": "rope", "norm": "rms", "activation": "swiglu", "bias": False, "tied": False}
@@ -29,6 +33,7 @@ TINY = GPTConfig(vocab_size=101, seq_len=16, layers=3, width=32, heads=4, dropou
 STATES = [
     (Mesh(), 1, "fp32", "1f1b"),
     (Mesh(), 0, "bf16", "1f1b"),
+    (Mesh(dp=2), 0, "bf16", "1f1b"),
     (Mesh(dp=2), 1, "bf16", "1f1b"),
     (Mesh(cp=2), 2, "fp64", "1f1b"),
     (Mesh(dp=2), 3, "bf16", "1f1b"),
@@ -42,9 +47,9 @@ def _bytes(tensors) -> int:
     return sum(storages.values())
 
 
-def _allocated(rank: int, mesh: Mesh, zero: int, dtype: str, schedule: str) -> dict[str, int]:
+def _allocated(mesh: ConnectedMesh, zero: int, dtype: str, schedule: str) -> dict[str, int]:
     plan = ParallelPlan(zero=zero, schedule=schedule, microbatches=2)
-    engine = Engine(TINY, mesh.connect(), plan, micro_batch_size=2, dtype=DTYPES[dtype])
+    engine = Engine(TINY, mesh, plan, micro_batch_size=2, dtype=DTYPES[dtype])
     shape = (2, 2, TINY.seq_len)
     tokens = torch.randint(0, TINY.vocab_size, shape)
     engine.step(tokens, tokens, torch.arange(4).view(2, 2), lr=1e-3)
@@ -60,14 +65,18 @@ def _allocated(rank: int, mesh: Mesh, zero: int, dtype: str, schedule: str) -> d
     return {name: _bytes(tensors) for name, tensors in kinds.items()} | {"unit": units}
 
 
+def _connected(rank: int, mesh: Mesh, *how) -> dict[str, int]:
+    return _allocated(mesh.connect(), *how)
+
+
 @pytest.mark.parametrize(("mesh", "zero", "dtype", "schedule"), STATES)
 def test_the_states_are_those_that_the_engine_allocates(mesh, zero, dtype, schedule):
     plan = ParallelPlan(zero=zero, schedule=schedule, microbatches=2)
     expected = estimate(TINY, mesh, plan, batch=2, dtype=dtype)
-    if mesh.world == 1:
-        found = [_allocated(0, mesh, zero, dtype, schedule)]
-    else:
-        found = run_ranks(mesh.world, _allocated, mesh, zero, dtype, schedule)
+    if mesh.pp == 1:
+        found = on_mesh(mesh, _allocated, zero, dtype, schedule)
+    else:  # whose messages need processes
+        found = run_ranks(mesh.world, _connected, mesh, zero, dtype, schedule)
     size = DTYPES[dtype].itemsize
     for rank, real in enumerate(found):
         told = expected[mesh.coordinates(rank)["pp"]]
@@ -134,42 +143,92 @@ def test_the_estimate_is_a_third_above_the_peak_at_most(name):
     assert 0.95 < told.total / found.most < 1.33
 
 
-def test_activations_follow_the_schedule_and_the_mesh():
-    config = GPTConfig(vocab_size=64, seq_len=64, layers=8, width=64, heads=8)
+def _documented(
+    c: GPTConfig, mesh: Mesh, plan: ParallelPlan, batch: int, dtype: str, on_cpu: bool
+) -> list[dict[str, float]]:
+    """The formulas of the module's docstring, where everything divides, for gpipe and 1f1b."""
+    b, D = DTYPES[dtype].itemsize, mesh.data
+    m, zero = max(b, 4), plan.zero if D > 1 else 0
+    heads, kv, V = c.heads * c.head_dim, c.num_kv_heads * c.head_dim, c.vocab_size / mesh.tp
+    gated, rope = c.activation.endswith("glu"), c.positions == "rope"
+    norms = 2 * c.width * (1 + (c.norm_place == "sandwich")) * (2 if c.norm == "layer" else 1)
 
-    def told(mesh=None, **plan):
-        parts = estimate(config, mesh or Mesh(), ParallelPlan(**plan), batch=2, dtype="fp32")
-        return [rank.activations for rank in parts]
+    def block_over(tp: int) -> float:
+        rows = heads + 2 * kv + (2 if gated else 1) * c.num_hidden
+        matrices = c.width * (rows + heads + c.num_hidden) / tp
+        return matrices + norms + (c.bias and rows / tp + 2 * c.width)
 
-    (alone,) = told()
-    assert told(microbatches=4) == [alone]
-    early, late = told(Mesh(pp=2), microbatches=4)
-    assert early > late * 0.9
-    gpipe = told(Mesh(pp=2), microbatches=4, schedule="gpipe")
-    assert gpipe[0] > 1.4 * early
-    assert told(Mesh(tp=2))[0] < 0.55 * alone < told(Mesh(tp=2), sequence_parallel=False)[0]
-    assert told(Mesh(cp=2))[0] < 0.55 * alone
-    assert told(recompute="full")[0] < told(recompute="selective")[0] < alone
-    cut = told(Mesh(cp=2), recompute="full")[0]  # and what its attention made
-    assert told(recompute="full")[0] / 2 < cut < told(Mesh(cp=2), recompute="selective")[0]
+    block, positions = block_over(mesh.tp), 0 if rope else c.seq_len * c.width
+    loading = 2 * 4 * max(block_over(1), c.vocab_size * c.width, positions)
+    T = batch * c.seq_len / mesh.cp
+    t = T / mesh.tp if plan.sequence_parallel else T
+    A = heads + 2 * kv + (heads + kv if rope else 0)
+    Z = c.num_hidden * (1 + gated + on_cpu)
+    n = 6 if c.norm_place == "sandwich" else 4
+    whole = b * (n * t * c.width + T * (A + heads + Z) / mesh.tp) + 4 * T * c.heads / mesh.tp
+    made = b * (2 * heads + 2 * kv) + 8 * c.heads if mesh.cp > 1 else 0
+    kept = {
+        "none": whole,
+        "selective": whole - b * T * Z / mesh.tp,
+        "full": b * t * c.width + T * made / mesh.tp,
+    }[plan.recompute]
+    most, rows = (2**20, 2**10) if on_cpu else (2**26, 2**12)
+    logits = min(max(most, rows * V), T * V) * b
+    if c.logit_softcap is not None:
+        logits = min(max(CAPPED[1], V), T * V) * (b + 2 * m)
+    loss = logits + T * c.width * b + (V * c.width * m if on_cpu else 0)
+    found, layers = [], c.layers / mesh.pp
+    for rank in range(mesh.pp):
+        first, last = rank == 0, rank == mesh.pp - 1
+        ends = (first or (last and c.tied)) + (last and not c.tied)
+        P = layers * block + ends * V * c.width
+        P += first and positions
+        P += last and c.width * (2 if c.norm == "layer" and c.bias else 1)
+        U = max(block, ends and V * c.width, first and positions)
+        flight = plan.microbatches
+        if plan.schedule == "1f1b":
+            flight = min(flight, mesh.pp - rank)
+        found.append({
+            "weights": P * b / D + 2 * U * b if zero == 3 else P * b,
+            "gradients": P * m / D + 2 * U * m if zero > 1 else P * m + (zero and P * m / D),
+            "optimizer": (2 + (b != m)) * P * m / (D if zero else 1),
+            "activations": flight * layers * kept + 3 * whole + (last and loss),
+            "loading": loading,
+        })  # fmt: skip
+    return found
 
 
-def test_what_a_style_keeps_is_counted_for_that_style_alone():
-    """Bytes on one GPU rank: 2 layers in flight and three blocks more, 2 x 64 tokens."""
-    sizes = {"vocab_size": 70000, "seq_len": 64, "layers": 2, "width": 64, "heads": 8}
+FORMS = {
+    "gpt2": {"vocab_size": 96, "bias": True},
+    "llama": {"vocab_size": 4096, "kv_heads": 2, "hidden": 96, **LLAMA},
+    "gemma": {"vocab_size": 4096, "kv_heads": 2, "head_size": 16, **GEMMA},
+}
+SHAPES = [Mesh(), Mesh(dp=2), Mesh(cp=2, tp=2), Mesh(tp=2, pp=2), Mesh(dp=2, cp=2, pp=2)]
 
-    def told(**style) -> int:
-        config = GPTConfig(**sizes, **style)
-        (rank,) = estimate(
-            config, Mesh(), ParallelPlan(), batch=2, dtype="bf16", device_type="cuda"
-        )
-        return rank.activations
 
-    stream, alone = 2 * 64 * 64 * 2, told()
-    assert told(norm_place="sandwich") - alone == 5 * 2 * stream  # two norms more
-    assert told(positions="rope") - alone == 5 * 2 * stream  # rotated queries and keys
-    assert told(softcap=30.0) == alone  # inside the attention kernel
-    assert told(logit_softcap=30.0) != alone
+@pytest.mark.parametrize("form", FORMS)
+def test_every_number_of_the_estimate_is_what_its_formula_says(form):
+    """Every ZeRO stage, recomputation, schedule and dtype, on CPUs and GPUs, by turns."""
+    config = GPTConfig(**{"seq_len": 64, "layers": 4, "width": 32, "heads": 4} | FORMS[form])
+    turn = 0
+    for mesh, zero, recompute in itertools.product(
+        SHAPES, (0, 1, 2, 3), ("none", "selective", "full")
+    ):
+        turn += 1
+        if turn % 3 and mesh != SHAPES[-1]:
+            continue
+        schedule = ("1f1b", "gpipe")[turn % 2]
+        plan = ParallelPlan(zero=zero, recompute=recompute, schedule=schedule,
+                            microbatches=1 + turn % 4, sequence_parallel=turn % 5 < 3)  # fmt: skip
+        dtype, on_cpu = ("fp32", "bf16", "fp64")[turn // 2 % 3], turn % 4 < 2
+        device = "cpu" if on_cpu else "cuda"
+        found = estimate(config, mesh, plan, batch=2, dtype=dtype, device_type=device)
+        for told, truth in zip(
+            found, _documented(config, mesh, plan, 2, dtype, on_cpu), strict=True
+        ):
+            assert dataclasses.asdict(told) == pytest.approx(truth), (mesh, plan, dtype)
+            states = truth["weights"] + truth["gradients"] + truth["optimizer"]
+            assert told.total == pytest.approx(states + max(truth["activations"], truth["loading"]))
 
 
 # ---------------------------------------------------------------- what there is

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -211,6 +212,46 @@ def test_a_slightly_different_style_is_seen(style, fault):
     assert gradient > 1e-5
 
 
+@pytest.mark.parametrize("kind", [None, "linear", "llama3", "yarn"])
+def test_every_pair_turns_as_in_transformers_under_every_scaling(kind):
+    """Bases and lengths at which a ramp begins before the first pair, or ends after the last."""
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    for half, theta, length, more in itertools.product(
+        (1, 4, 9), (2.0, 500.0, 1e6), (3, 64, 100_000), RAMPS.get(kind, ({},))
+    ):
+        if kind == "llama3" and more.get("high") is None:
+            more = more | {"high": 4.0}  # which has no default there
+        ours = {"kind": kind, "factor": 4.0, "original_length": length, "low": 1.0, "high": None,
+                "attention_factor": None, "truncate": True} | more  # fmt: skip
+        found, multiplier = plain_gpt._frequencies(half, theta, kind and ours)
+        if kind is None:
+            expected, factor = [1 / theta ** (i / half) for i in range(half)], 1.0
+        else:
+            named = {k: v for k, v in ours.items() if v is not None}
+            fields = {"rope_type": kind, "rope_theta": theta, "factor": 4.0}
+            fields |= {t: named[k] for k, t in THEIRS.get(kind, {}).items() if k in named}
+            config = LlamaConfig(
+                head_dim=2 * half, max_position_embeddings=4 * length, rope_parameters=fields
+            )
+            expected, factor = ROPE_INIT_FUNCTIONS[kind](config, device=torch.device("cpu"))
+        assert found == pytest.approx(list(map(float, expected)), rel=1e-5), (half, theta, ours)
+        assert multiplier == pytest.approx(factor), ours
+
+
+RAMPS = {
+    "llama3": ({}, {"low": 0.5, "high": 2.0}),
+    "yarn": ({}, {"truncate": False}, {"low": 0.5, "high": 3.0, "attention_factor": 0.7}),
+}
+THEIRS = {
+    "llama3": {"original_length": "original_max_position_embeddings", "low": "low_freq_factor",
+               "high": "high_freq_factor"},
+    "yarn": {"original_length": "original_max_position_embeddings", "low": "beta_slow",
+             "high": "beta_fast", "truncate": "truncate", "attention_factor": "attention_factor"},
+}  # fmt: skip
+
+
 # ------------------------------------------------------------------- dropout
 
 
@@ -321,15 +362,8 @@ def test_initial_parameters_have_their_standard_deviation():
     assert abs(params["blocks.2.attention.out.weight"].std() - 0.005) < 0.0002
     assert params["blocks.2.mlp_norm.weight"].unique().tolist() == [1.0]
     assert params["blocks.2.mlp.down.bias"].unique().tolist() == [0.0]
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [{"heads": 5}, {"kv_heads": 2}, {"norm": "batch"}, {"dropout": 1.0}],
-)
-def test_impossible_configurations_are_refused(fault):
-    with pytest.raises(ValueError, match=next(iter(fault))):
-        dataclasses.replace(GPT2, **fault)
+    flat = plain_init(dataclasses.replace(LLAMA, norm="rms1p", sinks=True), seed=0)
+    assert {v.sum().item() for n, v in flat.items() if v.ndim == 1} == {0.0}
 
 
 def test_too_long_a_sequence_is_refused():

@@ -25,12 +25,14 @@ from ranks import run_ranks
 
 from warpweave import engine as engines
 from warpweave import gpt
+from warpweave.config import GPTConfig, ParallelPlan
 from warpweave.dtypes import DTYPES
 from warpweave.kernels.norm import forward as norm
 from warpweave.launch import Session, Stopped
 from warpweave.parallel.data import parameters, reduce, zero
 from warpweave.parallel.mesh import AXES, Mesh, single
 from warpweave.parallel.shard import ParamRecord
+from warpweave.parallel.words import Strategy
 from warpweave.prove import (
     LIMITS,
     Errors,
@@ -45,7 +47,7 @@ from warpweave.prove import (
 )
 from warpweave.prove import truth as truths
 from warpweave.prove import typecheck as typechecks
-from warpweave.prove.layouts import Sizes, Style, draw, meshes, smallest, table
+from warpweave.prove.layouts import Sizes, Style, _strategies, draw, meshes, smallest, table
 
 
 def drawn(mesh: Mesh) -> Layout:
@@ -701,6 +703,19 @@ def test_more_ranks_are_proven_on_the_meshes_with_the_most_axes(world, axes):
     assert {mesh.world for mesh in chosen} == {world}
 
 
+def test_a_strategy_is_offered_wherever_a_model_of_so_many_heads_can_take_it():
+    every = itertools.chain(*map(meshes, (2, 3, 4, 8)))
+    rings = [mesh for mesh in every if mesh.cp > 1 == mesh.ulysses]
+    for mesh, heads in itertools.product(rings, (1, 2, 3, 4, 8)):
+        model = GPTConfig(8, 4 * mesh.cp, mesh.pp, 2 * heads * mesh.tp, heads * mesh.tp)
+        fit = set()
+        for name in set(get_args(Strategy)) - {"auto"}:
+            with contextlib.suppress(ValueError):
+                model.check(mesh, ParallelPlan(cp_strategy=name))
+                fit.add(name)
+        assert set(_strategies(mesh, heads)) == fit, (mesh, heads)
+
+
 def test_all_of_up_to_four_ranks_are_proven_largest_first():
     worlds = [lay.mesh.world for lay in ProveConfig(all=True, world=3, dtype="fp64").layouts()]
     assert worlds == sorted(worlds, reverse=True)
@@ -715,6 +730,10 @@ def test_every_mesh_of_up_to_eight_ranks_has_a_model_that_fits(style):
         local = layout.micro_batch_size * layout.sizes.seq_len // mesh.cp
         assert local % mesh.tp == 0
         assert layout.sizes.vocab % mesh.tp or mesh.tp == 1
+        s = layout.sizes
+        assert (s.kv_heads < s.heads) == (style != "gpt2" and mesh.tp < 5)
+        assert s.dropout > 0
+        assert s.layers % mesh.pp or mesh.pp == 1
         powers = (mesh.dp, mesh.tp, mesh.cp)
         if set(powers) <= {1, 2, 4}:  # they share one truth
             assert smallest(mesh, "gpt2") == smallest(Mesh(pp=mesh.pp), "gpt2")
@@ -1072,13 +1091,6 @@ def test_every_option_is_passed_on_or_refused():
     ("argv", "message"),
     [(("--microbatches", "5"), "12 samples over dp = 1 do not divide by 5 micro-batches\n"),
      (("--tp", "0"), "mesh axis tp must be a positive integer, got 0"),
-     (("--all", "--world", "0"), "world and random must be at least 1, got 0 and 0"),
-     (("--random", "-1"), "world and random must be at least 1, got 4 and -1"),
-     (("--all", "--random", "3"), "choose layouts themselves"),
-     (("--all", "--dp", "2"), "choose layouts themselves"),
-     (("--random", "3", "--zero", "2"), "choose layouts themselves"),
-     (("--world", "3"), "--world needs --all"),
-     (("--seed", "3"), "--seed needs --random"),
      (("--packed", "--typecheck"), "--packed: types do not see it, prove it with ranks"),
      (("--tp", "2", "--overlap", "fused"), "it needs --impl triton")],
 )  # fmt: skip

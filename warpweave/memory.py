@@ -22,7 +22,7 @@ the embedding or the head):
                   the gradients of that, and what is made along the way: measured on CPUs, not
                   derived); and on the rank that has the loss, its block of logits (under a softcap
                   with two copies) and (on a CPU) dW, V E m / tp.
-    loading       the largest unit whole, in float32: while weights are drawn, before any step
+    loading       the largest unit whole, in float32, twice: drawn and scaled, before any step
 
 Their sum, with the larger of the last two. Buffers of messages, the allocator's losses and what a
 process holds without any model (about 0.3 GiB) are not in it.

@@ -1,0 +1,359 @@
+"""How runs end and what they say on the way: exit codes, who speaks, and the words and numbers.
+
+Ranks, engines and launchers are stand-ins: nothing is computed and no process is left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_train import _config, _replace, _rows, _trainer
+
+import warpweave.launch as launch
+import warpweave.train as train
+from warpweave.checkpoint import CheckpointError
+from warpweave.config import ParallelPlan
+from warpweave.launch import Session, Stopped, reported
+from warpweave.metrics import peak_memory
+from warpweave.parallel.mesh import Mesh
+from warpweave.resume import Progress
+from warpweave.train import Interrupt, Trainer, TrainingStopped
+from warpweave.train_config import TrainConfig
+
+LOST = RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer")
+
+
+class LeftError(Exception):
+    """In the place of a process that ends."""
+
+
+def _leaves(monkeypatch, module) -> None:
+    def leave(code: int):
+        raise LeftError(code)
+
+    monkeypatch.setattr(module, "leave", leave)
+
+
+# -------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "traced"),
+    [
+        (ValueError("x"), 2, False),
+        (CheckpointError("x"), 2, False),
+        (TrainingStopped("x"), 1, False),
+        (OSError("x"), 1, False),
+        (MemoryError("x"), 1, False),
+        (torch.OutOfMemoryError("x"), 1, False),
+        (LOST, 1, False),
+        (dist.DistBackendError("x"), 1, False),
+        (RuntimeError("x"), 1, True),
+        (KeyError("x"), 1, True),
+        (SystemExit(3), 1, True),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
+)
+def test_an_error_ends_a_rank_with_its_code_and_bugs_come_with_their_traceback(
+    monkeypatch, capsys, error, code, traced
+):
+    _leaves(monkeypatch, launch)
+    for spoken in (True, False):  # another rank may have said it
+        session = mock.Mock(explain=lambda *_, spoken=spoken: "a line" if spoken else None)
+        refused = {"refused": (ValueError, CheckpointError)}
+        with (
+            pytest.raises(LeftError) as left,
+            reported(session, (TrainingStopped, CheckpointError), **refused),
+        ):
+            raise error
+        said = capsys.readouterr().err
+        assert left.value.args == (code,)
+        assert ("warpweave: a line" in said) == spoken
+        assert ("Traceback" in said) == (spoken and traced)
+    with pytest.raises(LeftError) as left, reported(session):  # once the run has begun
+        raise error
+    assert left.value.args == (1,)
+
+
+def test_a_second_ctrl_c_ends_with_130_and_no_error_with_nothing(monkeypatch, capsys):
+    _leaves(monkeypatch, launch)
+    with pytest.raises(LeftError, match="130"), reported(mock.Mock()):
+        raise KeyboardInterrupt
+    assert "stopped at once, without saving" in capsys.readouterr().err
+    with reported(mock.Mock()):
+        pass
+
+
+def test_what_was_printed_is_out_before_a_process_leaves(monkeypatch):
+    done: list[object] = []
+    for name in ("stdout", "stderr"):
+        stream = SimpleNamespace(flush=lambda name=name: done.append(name))
+        monkeypatch.setattr(sys, name, stream)
+    monkeypatch.setattr(os, "_exit", done.append)
+    launch.leave(7)
+    monkeypatch.undo()
+    assert (set(done[:2]), done[2:]) == ({"stdout", "stderr"}, [7])
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (LOST, True),
+        (dist.DistNetworkError("x"), True),
+        *((RuntimeError(f"a {word} b"), True) for word in ("NCCL", "Timed out", "timeout")),
+        (RuntimeError("x"), False),
+        (ValueError("gloo timeout"), False),
+        (TrainingStopped("timeout"), False),
+    ],
+)
+def test_what_torch_raises_for_a_peer_that_is_gone_is_no_error_of_ones_own(error, lost):
+    assert launch._is_connection_error(error) == lost
+
+
+def _child(end: Callable[[], object]) -> SimpleNamespace:
+    pid = os.posix_spawn(sys.executable, [sys.executable, "-S", "-c", end], os.environ)
+    return SimpleNamespace(pid=pid, exitcode=None)
+
+
+@pytest.mark.skipif(not hasattr(os, "waitid"), reason="no way to look without collecting")
+def test_a_child_that_ended_badly_is_seen_and_left_for_others_to_collect():
+    ends = {"pass": False, "import os; os._exit(3)": True, "import os; os.abort()": True}
+    children = {end: _child(end) for end in ends}
+    sleeping = _child("import time; time.sleep(99)")
+    for end, failed in ends.items():
+        os.waitid(os.P_PID, children[end].pid, os.WEXITED | os.WNOWAIT)
+        assert launch._failed(children[end]) is failed, end
+        os.waitpid(children[end].pid, 0)
+        for code in (None, 0, 3):  # what multiprocessing has collected
+            children[end].exitcode = code
+            assert launch._failed(children[end]) is (code == 3)
+    assert not launch._failed(sleeping)
+    os.kill(sleeping.pid, signal.SIGKILL)
+    os.waitpid(sleeping.pid, 0)
+
+
+@pytest.mark.parametrize(
+    ("codes", "received", "raised", "said"),
+    [
+        ({1: 2}, [], SystemExit(2), "word"),
+        ({1: 2, 0: 5}, [], SystemExit(5), "word"),
+        ({1: -9}, [], SystemExit(1), "rank 1 (tp=1) was killed by SIGKILL before its first step"),
+        ({0: -11, 1: 1}, [], SystemExit(1), "rank 0 (tp=0) was killed by SIGSEGV, last seen at"),
+        ({1: -9}, [15], Stopped(15), ""),
+        ({1: -9}, [2, 15], Stopped(2), "stopped at once, without saving"),
+        ({1: 3}, [15], Stopped(15, 3), "word"),
+    ],
+)  # fmt: skip
+def test_a_launch_ends_as_its_first_rank_did_or_as_the_signal_says(
+    capsys, codes, received, raised, said
+):
+    store = dist.HashStore()
+    store.set("verdict", "word")
+    store.set("beat/0", json.dumps([4, "saving", 0.0]))
+    failures = {rank: SimpleNamespace(exitcode=code) for rank, code in codes.items()}
+    with pytest.raises(SystemExit) as caught:
+        launch._exit_for(SimpleNamespace(failures=failures), Mesh(tp=2), store, received)
+    assert (type(caught.value), caught.value.code) == (type(raised), raised.code)
+    assert getattr(caught.value, "number", None) == getattr(raised, "number", None)
+    err = capsys.readouterr().err
+    assert said in err
+    assert bool(err) == bool(said)
+
+
+def _told_and_failed() -> None:
+    with launch._environment(THERE="now", NEW="1"):
+        assert (os.environ["THERE"], os.environ["NEW"]) == ("now", "1")
+        os.environ["RANK"] = os.environ["WORLD_SIZE"] = "0"  # as the launcher may
+        del os.environ["THERE"]
+        raise LeftError
+
+
+def test_what_ranks_are_told_is_told_to_nobody_else_however_a_launch_ends(monkeypatch):
+    monkeypatch.setenv("THERE", "before")
+    before = dict(os.environ)
+    with pytest.raises(LeftError):
+        _told_and_failed()
+    assert dict(os.environ) == before
+
+
+# -------------------------------------------------------------------------- one rank of a run
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("stopped", "number", "code"),
+    [(False, None, 0), (False, 15, 0), (True, 2, 130), (True, 15, 143), (True, None, 143)],
+)
+def test_a_rank_ends_with_the_signal_that_stopped_the_run_and_the_first_one_prints(
+    monkeypatch, capsys, rank, stopped, number, code
+):
+    """Without a signal of its own it was another rank that SIGTERM came to."""
+    session = Session(torch.device("cpu"), rank, 2, None, 9.0, Mesh(dp=2))
+    trainer = mock.Mock(stopped=stopped, step=3, run=lambda: {"steps": 3}, describe=lambda: "it")
+    monkeypatch.setattr(train, "join", lambda *_, **__: session)
+    monkeypatch.setattr(train, "Trainer", lambda *_: trainer)
+    monkeypatch.setattr(train, "reported", lambda *_, **__: contextlib.nullcontext())
+    interrupt = Interrupt()
+    interrupt.number, interrupt.listen = number, lambda: None
+    monkeypatch.setattr(train, "Interrupt", lambda: interrupt)
+    assert train.train_rank(TrainConfig(dp=2), 1) == code
+    out, err = capsys.readouterr()
+    assert (out, err.strip()) == (('{"steps": 3}\n', "warpweave: it") if rank == 0 else ("", ""))
+
+
+def test_an_interrupted_run_saves_and_leaves_evaluation_sample_and_last_loss_to_the_next(tmp_path):
+    """Also at a step after which it would be evaluated, whether or not it may stop early."""
+    for number, early in enumerate((0, 2)):
+        config = _config(tmp_path, steps=4, save_every=0, early_stop=early, sample=3, layers=1,
+                         out=tmp_path / f"{number}")  # fmt: skip
+        trainer = _trainer(config)
+        step = trainer._train_step
+        trainer._train_step = lambda step=step, t=trainer: (*step()[:2], t.step == 2)
+        trainer.engine.evaluate = trainer.engine.generate = mock.Mock(side_effect=AssertionError)
+        result = trainer.run()
+        assert (result["steps"], result["val_loss"]) == (2, None)
+        assert Path(result["checkpoint"]).name == "step_00000002"
+        assert [row["step"] for row in _rows(config.out)] == [1, 2]
+        resumed = _trainer(_replace(config, resume=True))
+        resumed.run()
+        evaluated = [row["step"] for row in _rows(config.out) if "val_loss" in row]
+        assert evaluated == [2, 4]
+        assert (resumed.progress.evaluated, resumed.progress.since) == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("loss", "norm", "what", "words"),
+    [
+        (math.nan, 1.0, "loss", "loss is nan at step 8"),
+        (math.inf, math.nan, "loss", "loss is inf at step 8"),
+        (1.0, math.inf, "loss", "gradient norm is inf at step 8"),
+        (math.nan, 0.0, "validation loss", "validation loss is nan at step 7"),
+    ],
+)
+@pytest.mark.parametrize("ranks", [[], [1], [0, 3]])
+@pytest.mark.parametrize("checkpoint", [None, Path("runs/step_00000006")])
+def test_a_run_that_cannot_go_on_says_what_where_and_what_is_left(
+    loss, norm, what, words, ranks, checkpoint
+):
+    engine = mock.Mock(not_finite_ranks=lambda: ranks)
+    trainer = SimpleNamespace(
+        step=7, engine=engine, config=TrainConfig(dp=2, tp=2), checkpoint=checkpoint
+    )
+    with pytest.raises(TrainingStopped) as caught:
+        Trainer._stop(trainer, loss, norm, what)
+    names = {0: "rank 0 (dp=0, tp=0)", 1: "rank 1 (dp=0, tp=1)", 3: "rank 3 (dp=1, tp=1)"}
+    where = ", ".join(names[rank] for rank in ranks) or "no single rank"
+    kept = "" if math.isfinite(norm) else "the weights were not updated, "
+    last = "there is no checkpoint"
+    if checkpoint is not None:
+        last = "the last good checkpoint is runs/step_00000006"
+    assert str(caught.value) == f"{words}, first seen on {where}; {kept}{last}"
+
+
+def test_a_run_says_what_it_trains_and_shows_where_it_is(capsys):
+    plan = ParallelPlan(zero=3, schedule="gpipe", microbatches=5)
+    config = TrainConfig(model="toy", dp=2, tp=3, cp=4, pp=6, plan=plan, batch=7, dtype="bf16")
+    stub = SimpleNamespace(
+        config=config, model=config.model_config(1), session=SimpleNamespace(where="somewhere"),
+        tokens_per_step=12345, step=9,
+    )  # fmt: skip
+    # 256 x 128 + 128 x 128 + 2 (12 x 128^2 + 13 x 128) + 2 x 128
+    assert Trainer.describe(stub) == (
+        "144 ranks (somewhere), dp=2 tp=3 cp=4 pp=6, ZeRO 3, gpipe with 5 micro-batches of 7; "
+        "445,952 parameters in bf16, 12,345 tokens per step"
+    )
+    stub.config = TrainConfig(model="toy", init_from=Path("there"))
+    assert Trainer.describe(stub).startswith("1 rank (somewhere), dp=1 ")
+    assert Trainer.describe(stub).endswith("12,345 tokens per step; starts from there")
+    stub.config = TrainConfig(model="toy", init_from=Path("there"), resume=True)
+    assert Trainer.describe(stub).endswith("tokens per step; resumed at step 9")
+
+    row = {"loss": 1.23456, "tokens_per_second": 98.7, "mfu": 0.4567}
+    stub.metrics = mock.Mock(trained=lambda row, seconds: row)
+    for peak, words in (([1.4, 2.6], "1/3 MiB"), ([1.4] * 8 + [9.0], "9 MiB max")):
+        bar, stub.peak_memory = mock.Mock(), peak
+        Trainer._log(stub, bar, row, 2.0)
+        shown = {"loss": "1.235", "tokens/s": "99", "mfu": "45.7%", "peak": words}
+        bar.set_postfix.assert_called_once_with(shown, refresh=False)
+        bar.update.assert_called_once_with()
+
+
+def test_the_lowest_loss_is_told_of_evaluations_and_of_the_end() -> None:
+    def lowest(best, at, step, last):
+        return (*Progress(best=best, best_step=at).lowest(step, last).values(),)
+
+    assert lowest(None, 0, 9, None) == (None, None)
+    assert lowest(2.123456, 4, 9, None) == (2.1235, 4)
+    assert lowest(None, 0, 9, 1.0) == (1.0, 9)
+    assert lowest(2.0, 4, 9, 1.0) == (1.0, 9)
+    assert lowest(1.0, 4, 9, 2.0) == (1.0, 4)
+    progress = Progress()
+    seen = [progress.see(step, loss) for step, loss in ((2, 3.0), (4, 3.0), (6, 2.0), (8, 5.0))]
+    assert seen == [True, False, True, False]
+    assert progress == Progress(evaluated=8, best=2.0, best_step=6, since=1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_peak_of_a_process_is_what_the_system_says_in_mib():
+    (line,) = [x for x in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in x]
+    (peak,) = peak_memory(torch.device("cpu"), mock.Mock(group=lambda axis: None))
+    assert peak == pytest.approx(int(line.split()[1]) / 1024, rel=0.05)
+
+
+# -------------------------------------------------------------------------- the command
+
+
+@pytest.mark.parametrize("ranks", ["one", "launched", "first", "of its node", "other"])
+def test_one_rank_checks_one_locks_and_each_ends_as_it_should(monkeypatch, capsys, ranks):
+    """On torchrun's machines the first rank of each checks, for as many as there are on it."""
+    done: dict[str, object] = {}
+    places = {"first": ("0", "0"), "of its node": ("2", "0"), "other": ("3", "1")}
+    if ranks in places:
+        rank, local = places[ranks]
+        for name, value in (("RANK", rank), ("LOCAL_RANK", local), ("WORLD_SIZE", "6"),
+                            ("LOCAL_WORLD_SIZE", "2")):  # fmt: skip
+            monkeypatch.setenv(name, value)
+
+    @contextlib.contextmanager
+    def locked(folder):
+        done["locked"] = folder
+        yield
+
+    monkeypatch.setattr(TrainConfig, "check", lambda config: done.update(checked=config.dp))
+    monkeypatch.setattr(train, "gpu_count", lambda: 1)
+    monkeypatch.setattr(train, "free_host_memory", lambda: 77)
+    memory = lambda _, __, free, here: done.update(memory=(free, here))  # noqa: E731
+    monkeypatch.setattr(train, "_check_memory", memory)
+    monkeypatch.setattr(train, "_locked", locked)
+    monkeypatch.setattr(train, "train_rank", lambda config: done.update(alone=config.dp) or 143)
+    told = lambda entry, args, mesh: done.update(launched=mesh) or 130  # noqa: E731
+    monkeypatch.setattr(train, "launch", told)
+    _leaves(monkeypatch, train)
+    config = TrainConfig(model="toy", tp=1 if ranks == "one" else 2, warmup=3, steps=2)
+    with pytest.raises((SystemExit, LeftError)) as ended:
+        train.run(config)
+    end = (type(ended.value).__name__, *ended.value.args)
+    expected = {
+        "one": {"checked": 1, "locked": config.out, "alone": 1, "end": ("SystemExit", 143)},
+        "launched": {"checked": 1, "memory": (77, 2), "locked": config.out,
+                     "launched": Mesh(tp=2), "end": ("SystemExit", 130)},
+        "first": {"checked": 3, "memory": (77, 2), "locked": config.out, "alone": 3,
+                  "end": ("LeftError", 0)},
+        "of its node": {"checked": 3, "memory": (77, 2), "alone": 3, "end": ("LeftError", 0)},
+        "other": {"alone": 3, "end": ("LeftError", 0)},
+    }  # fmt: skip
+    assert done | {"end": end} == expected[ranks]
+    said = "warmup = 3 steps are more than steps = 2" in capsys.readouterr().err
+    assert said == ("locked" in done)

@@ -1,0 +1,181 @@
+"""Parameters of somebody else's model on tensor ranks: shares that are the whole, and what a
+forward sees of them. Each rank is one of a pretended group, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from threads import on_threads
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from warpweave import shards
+
+
+@contextmanager
+def _rank(rank: int, ranks: int) -> Iterator[DeviceMesh]:
+    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+    try:
+        yield init_device_mesh("cpu", (ranks,))
+    finally:
+        dist.destroy_process_group()
+
+
+def _shares(p: nn.Parameter, ranks: int, dim: int | None, blocks: int) -> list[torch.Tensor]:
+    """What each rank holds of `p`, once the records of all say that they are of it."""
+    found = []
+    for rank in range(ranks):
+        with _rank(rank, ranks) as mesh:
+            own = shards.placed(p, mesh, dim, blocks)
+            assert isinstance(own, nn.Parameter)
+            assert isinstance(own.data, DTensor)
+            assert (own.shape, own.stride(), own.dtype) == (p.shape, p.stride(), p.dtype)
+            assert own.requires_grad == p.requires_grad
+            share = shards.local(own).detach()
+            assert dim is None or share.untyped_storage().nbytes() == share.nbytes
+            found.append(share.clone())
+    return found
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_shares_of_all_ranks_are_the_parameter(ranks, trains):
+    """The blocks of a dim are cut each; a single one may be uneven, down to ranks with nothing."""
+    for shape, dim, blocks in (
+        ((12, 5), 0, 1), ((5, 12), 1, 1), ((12,), 0, 2), ((12, 5), 0, 2), ((5, 12), 1, 2),
+        ((7, 3), 0, 1), ((1, 4), 0, 1), ((3, 7), 1, 1),
+    ):  # fmt: skip
+        p = nn.Parameter(torch.randn(shape), requires_grad=trains)
+        found = _shares(p, ranks, dim, blocks)
+        rows = -(-shape[dim] // (ranks * blocks))
+        assert [s.shape[dim] for s in found[:-1]] == [
+            min(rows * blocks, max(0, shape[dim] - r * rows)) for r in range(ranks - 1)
+        ]
+        pieces = [s.chunk(blocks, dim) for s in found]
+        whole = [part for block in zip(*pieces, strict=True) for part in block]
+        assert torch.equal(torch.cat(whole, dim), p)
+        assert all(torch.equal(s, p) for s in _shares(p, ranks, None, 1))
+    assert shards.placed(p, None, 0, 1) is p
+    assert shards.local(p) is p
+    assert shards.whole(p) is p
+
+
+def test_a_ranks_rows_of_a_vocabulary_are_filled_up_with_zeros():
+    weight = torch.ones(2, 3)
+    for rows, ranks, size in ((8, 4, 2), (5, 2, 3), (9, 2, 5), (4, 3, 2)):
+        found = shards.padded(weight, rows, ranks)
+        assert found.shape == (size, 3)
+        assert torch.equal(found[:2], weight)
+        assert not found[2:].any()
+
+
+def test_tied_parameters_are_replaced_everywhere_and_others_stay():
+    a, b = nn.Linear(3, 3), nn.Linear(3, 3, bias=False)
+    b.weight = a.weight
+    new = nn.Parameter(torch.zeros(3, 3))
+    bias = a.bias
+    shards.replace_parameters(nn.Sequential(a, b), {a.weight: new})
+    assert a.weight is b.weight is new
+    assert a.bias is bias
+
+
+def _used(group, fails: bool) -> tuple:
+    torch.manual_seed(0)
+    layer = nn.Linear(3, 2)
+    layer.weight = nn.Parameter(layer.weight.detach(), requires_grad=False)
+    hooks = shards.use_local(layer, {"bias": (group,)})
+    seen = {}
+
+    def forward(x):
+        seen.update(layer._parameters)
+        if fails:
+            raise ArithmeticError
+        return x @ layer.weight.T + layer.bias
+
+    before = dict(layer._parameters)
+    layer.forward = forward
+    x = torch.full((4, 3), float(1 + group.rank))
+    if fails:
+        with pytest.raises(ArithmeticError):
+            layer(x)
+    else:
+        (layer(x) * (1 + group.rank)).sum().backward()
+    assert dict(layer._parameters) == before
+    assert seen["weight"] is before["weight"]
+    for hook in hooks:
+        hook.remove()
+    return layer.bias.grad
+
+
+def test_while_a_forward_runs_gradients_are_summed_and_afterwards_all_is_as_before():
+    assert on_threads(3, _used, True) == [None] * 3
+    for gradient in on_threads(3, _used, False):
+        assert gradient.tolist() == [4.0 * (1 + 2 + 3)] * 2
+
+
+def _alike(group, culprit: int | None) -> str:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    if group.rank == culprit:
+        model[1].bias.data[0] += 1e-7
+    try:
+        shards.check_alike(model, (group,))
+    except ValueError as error:
+        return str(error)
+    return "alike"
+
+
+def test_every_rank_names_the_first_parameter_that_some_rank_has_otherwise():
+    assert on_threads(3, _alike, None) == ["alike"] * 3
+    for culprit in range(3):
+        said = on_threads(3, _alike, culprit)
+        assert len(set(said)) == 1
+        assert said[0].startswith("1.bias: the ranks hold different numbers")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("told", [None, {"tp": 2}])
+def test_the_first_rank_saves_the_whole_and_leaves_the_models_config_as_it_was(rank, fails, told):
+    """Whatever it is asked to save and however that ends; every rank gathers and waits."""
+    config = SimpleNamespace(distributed_config=told) if told else SimpleNamespace()
+    before, saved = dict(vars(config)), []
+
+    def save_pretrained(folder, *, state_dict, **options):
+        assert "distributed_config" not in vars(config)
+        saved.append((folder, state_dict, options))
+        if fails:
+            raise OSError("full")
+
+    state = {"a": torch.ones(2), "b": torch.zeros(3)}
+    model = SimpleNamespace(save_pretrained=save_pretrained, state_dict=state.copy, config=config)
+    save = shards.saver(model)
+    for given in (None, {"c": torch.ones(1)}):
+        saved.clear()
+        with (
+            mock.patch.object(dist, "get_rank", return_value=rank),
+            mock.patch.object(dist, "barrier") as barrier,
+            mock.patch.object(shards, "whole", side_effect=lambda x: x + 1) as whole,
+        ):
+            if rank == 0 and fails:
+                with pytest.raises(OSError, match="full"):
+                    save("folder", state_dict=given, safe=True)
+            else:
+                save("folder", state_dict=given, safe=True)
+                barrier.assert_called_once_with()
+        expected = state if given is None else given
+        assert whole.call_count == len(expected)
+        assert vars(config) == before
+        assert len(saved) == (rank == 0)
+        for folder, written, options in saved:
+            assert (folder, options) == ("folder", {"safe": True})
+            assert written.keys() == expected.keys()
+            assert all(torch.equal(written[n], x + 1) for n, x in expected.items())
