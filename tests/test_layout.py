@@ -280,4 +280,6 @@ def test_the_picture_shows_who_has_queries_who_reads_and_how_much() -> None:
         "  0 ##.---#  0.88",
         "  1 --####.  1.12",
     ]
-    assert len(SequenceLayout(1000, 4).draw(width=50).splitlines()[2]) == 4 + 50 + 6
+    for length in (1, 49, 50, 51, 99, 1000, 1001):
+        line = SequenceLayout(length, 4).draw(width=50).splitlines()[2]
+        assert len(line) == 4 + min(length, -(-length // -(-length // 50))) + 6 <= 60

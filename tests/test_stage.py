@@ -435,7 +435,7 @@ def _two_kinds(mesh: ConnectedMesh) -> None:
         record = ParamRecord(name, (2,), group="dp" if name == "d" else "data")
         units.append(Unit(name, [(record, p)], mesh))
     segments = [Segment(u.name, lambda x, _: x, (u,)) for u in units]
-    stage = ChainStage(segments, last=True, bucket_bytes=1)
+    stage = ChainStage(segments, last=True)
     assert units[2].gradients.is_before(units[0].gradients)  # complete in the other order
     assert not units[1].gradients.is_before(units[0].gradients)
     for unit, term in zip(units, (terms[0], terms[0] + terms[1], terms[0], terms[0])):
