@@ -94,18 +94,6 @@ def test_one_part_takes_any_length() -> None:
 
 
 def test_errors_name_the_numbers() -> None:
-    for chunks, message in (
-        (None, "a balanced layout, and no other, has chunks"),
-        (((0, 1), (2, 3), (4, 5)), "as many for each of the 2 parts"),
-        (((0, 1), (2,)), "as many for each of the 2 parts"),
-        (((), ()), "as many for each of the 2 parts"),
-        (((0, 1), (1, 3)), "chunks must be 0 to 3, ascending on each rank"),
-        (((1, 0), (2, 3)), "chunks must be 0 to 3, ascending on each rank"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            SequenceLayout(16, 2, "balanced", chunks)
-    with pytest.raises(ValueError, match="a balanced layout, and no other, has chunks"):
-        SequenceLayout(16, 2, "zigzag", ((0, 1), (2, 3)))
     with pytest.raises(ValueError, match=r"kind must be .* got 'spiral'"):
         SequenceLayout(16, 4, "spiral")
     with pytest.raises(ValueError, match="seq_len=-4"):
