@@ -331,22 +331,6 @@ def test_ddp_and_fsdp2_train_it_as_one_device_does():
     run_ranks(2, _on_data_ranks)
 
 
-@pytest.mark.parametrize("norm", ["layer", "rms"])
-def test_every_option_reaches_the_part_that_it_is_for(norm):
-    heard = {"causal": False, "window": 3, "softcap": 2.0, "rope_theta": 50.0, "strategy": "gather"}
-    options = {"num_kv_heads": 2, "norm_eps": 0.3, "activation": "geglu", "bias": False,
-               "sinks": True, "recompute": "up", "impl": "torch"}  # fmt: skip
-    block = TransformerBlock(E, HEADS, HIDDEN, norm=norm, **heard, **options)
-    norms = (block.attention_norm, block.mlp_norm)
-    assert [type(part) for part in norms] == [{"layer": LayerNorm, "rms": RMSNorm}[norm]] * 2
-    assert [part.eps for part in norms] == [0.3, 0.3]
-    assert {name: getattr(block.attention, name) for name in heard} == heard
-    assert (block.attention.group, block.attention.sinks.shape) == (3, (HEADS,))
-    assert (block.mlp.activation, block.mlp.recompute) == ("geglu", "up")
-    assert {part.impl for part in (*norms, block.attention, block.mlp)} == {"torch"}
-    assert not any(name.endswith("bias") for name, _ in block.named_parameters())
-
-
 # ------------------------------------------------------------------- parts that were replaced
 
 

@@ -169,6 +169,18 @@ def test_the_table_names_every_strategy_that_fits() -> None:
     assert table(far).count("auto (least exposed)") == 1
 
 
+@pytest.mark.parametrize("links", [None, Links(5e10, 4e14)])
+def test_the_table_has_the_numbers_of_its_rows(links: Links | None) -> None:
+    costs = explain(SequenceLayout(131072, 8), heads=32, kv_heads=8, head_dim=128, links=links)
+    for cost, line in zip(costs, table(costs).splitlines()[1:], strict=True):
+        name, *numbers, exposed = line.partition("  auto")[0].split()
+        assert name == cost.strategy
+        megabytes = [n / 1e6 for n in (cost.forward, cost.backward, cost.memory)]
+        expected = [*megabytes[:2], cost.messages, megabytes[2]]
+        assert [*map(float, numbers)] == pytest.approx(expected, abs=0.006)
+        assert exposed == ("unknown" if links is None else f"{cost.exposed * 1e3:.3f}")
+
+
 def test_exposed_is_what_compute_does_not_hide() -> None:
     """4,096 tokens on 4 ranks, worked out by hand: K‖V of a rank is 0.5 MiB, its gradient 1 MiB."""
     kv, link, flops = 2**19, 1e9, 1e13

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
 from close import assert_close_f64
 from sharded import MESHES, RTOL, draw
-from threads import run_threads
+from threads import Group, on_threads, run_threads
 
 from warpweave.layers.loss import VocabParallelCrossEntropy, VocabParallelLinearCrossEntropy
-from warpweave.parallel.collectives import start_all_reduce_
+from warpweave.parallel.collectives import group_rank, group_size, start_all_reduce_
 from warpweave.parallel.mesh import ConnectedMesh, Mesh
 from warpweave.parallel.shard import Cut, ParamRecord
+from warpweave.parallel.tensor import (
+    vocab_parallel_cross_entropy,
+    vocab_parallel_linear_cross_entropy,
+)
 
 
 def _problem(vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -169,3 +175,53 @@ def test_head_and_loss_own_no_parameters_and_take_the_z_loss():
     lse = (x @ weight.t()).logsumexp(1)[labels >= 0]
     truth = F.cross_entropy(x @ weight.t(), labels, reduction="sum") + 0.1 * lse.square().sum()
     assert_close_f64(layer(x, weight, labels, 3), truth / 3, RTOL)
+
+
+# ------------------------------------------------------------------- every option at once
+
+VOCAB, PADDED, IGNORED = 11, 18, 4  # of three ranks one holds padding alone
+LABELS = torch.tensor([0, 4, 10, 3, 4, 7])
+
+
+def _formula(z: torch.Tensor) -> torch.Tensor:
+    """Losses of the logits z, which are those of the vocabulary alone."""
+    lse = z.logsumexp(1)
+    losses = lse - 0.9 * z.gather(1, LABELS[:, None])[:, 0] - 0.1 * z.mean(1) + 0.2 * lse**2
+    return losses.masked_fill(LABELS == IGNORED, 0)
+
+
+def _every_option(group: Group | None) -> None:
+    rank, ranks = group_rank(group), group_size(group)
+    options = {
+        "group": group, "vocab_size": VOCAB, "padded_vocab_size": PADDED, "ignore_index": IGNORED,
+        "label_smoothing": 0.1, "z_loss": 0.2, "impl": "torch",
+    }  # fmt: skip
+    x, weight, dloss = draw(1, 6, 5).requires_grad_(), draw(2, PADDED, 5), draw(3, 6)
+    weight.requires_grad_()
+    z = x @ weight.t()
+    (dz,) = torch.autograd.grad(_formula(z[:, :VOCAB]), z, dloss, retain_graph=True)
+    mine = z.detach().chunk(ranks, 1)[rank].requires_grad_()
+    losses = vocab_parallel_cross_entropy(mine, LABELS, **options)
+    assert_close_f64(losses, _formula(z[:, :VOCAB]), RTOL)
+    assert_close_f64(torch.autograd.grad(losses, mine, dloss)[0], dz.chunk(ranks, 1)[rank], RTOL)
+    ways = (("none", True), ("sum", True), ("sum", False))
+    for cap, (reduction, recompute), cut in itertools.product((None, 2.0), ways, (True, False)):
+        truth = _formula(z[:, :VOCAB] if cap is None else cap * (z[:, :VOCAB] / cap).tanh())
+        truth, dy = (truth, dloss) if reduction == "none" else (truth.sum(), dloss[0])
+        expected = torch.autograd.grad(truth, (x, weight), dy, retain_graph=True)
+        own = x.detach().chunk(ranks if cut else 1)[rank if cut else 0].requires_grad_()
+        shard = weight.detach().chunk(ranks)[rank].requires_grad_()
+        found = vocab_parallel_linear_cross_entropy(
+            own, shard, LABELS, reduction=reduction, recompute=recompute, softcap=cap,
+            sequence_parallel=cut, **options,
+        )  # fmt: skip
+        dx, dw = torch.autograd.grad(found, (own, shard), dy)
+        assert_close_f64(found, truth, RTOL)
+        assert_close_f64(dx, expected[0].chunk(ranks)[rank] if cut else expected[0], RTOL)
+        assert_close_f64(dw, expected[1].chunk(ranks)[rank], RTOL)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_every_option_of_the_loss_is_in_the_formula_with_all_others(ranks):
+    """Of logits, and of the head's input with and without a softcap."""
+    _every_option(None) if ranks == 1 else on_threads(ranks, _every_option)

@@ -320,7 +320,7 @@ def test_a_compiler_makes_the_choice_no_worse() -> None:
 
 def _explained(rank: int, path: Path) -> list[str]:
     mesh = Mesh(tp=2).connect()
-    write_measured(path.with_suffix(f".{rank}"), [row(12, 8, 8, "scatter")])
+    write_measured(path.with_suffix(f".{rank}"), [row(12, 8, 8, "scatter", us=FUSED)])
     overlap_table.load(path.with_suffix(f".{rank}"))
     block = TransformerBlock(16, 2, 32, mesh=mesh, sequence_parallel=True)
     asked = MLP(8, 8, mesh=mesh, overlap="chunked")
@@ -335,7 +335,7 @@ def test_it_says_of_every_product_what_and_whether_it_was_measured(tmp_path):
         assert block.splitlines() == [
             f"attention.qkv: {nothing}",
             f"  gather around [12, 16] [16, 24]: not measured; {unknown}",
-            "attention.out: overlap chunked, measured, none 9, chunked 5, fused 9 us: 1.80 x none",
+            "attention.out: overlap fused, measured, none 9, chunked 9, fused 5 us: 1.80 x none",
             f"  scatter around [12, 8] [8, 16]: measured at [12, 8] [8, 8]; {unknown}",
             f"mlp: {nothing}",
             f"  gather around [12, 16] [16, 16]: not measured; {unknown}",

@@ -48,6 +48,26 @@ def test_pieces_are_as_many_messages_as_ranks_that_receive_them():
         assert found.fused is None  # there is no symmetric memory over a network
 
 
+def test_what_is_fused_adds_terms_where_there_are_any():
+    """A product of nothing again: two launches and a flag, what moves, a quarter of it once more;
+    and a sum reads its terms, all of all ranks' in one shot where all ranks want it."""
+    R, rows = 8, 8 * 2**17
+    for moves in ("gather", "scatter", "reduce"):
+        product = Product(rows, 8, 8, R, moves)
+        found = predict(product, H100, symmetric=True)
+        terms, rate = rows * 8 * 4, overlap_model.TRAFFIC * H100.nvlink
+        multiplying = (found.product - overlap_model.LAUNCH) / overlap_model.TRITON
+        moving = product.moved / rate
+        fixed = 2 * overlap_model.LAUNCH + overlap_model.FLAG
+        assert moving > multiplying / R
+        expected = {
+            "gather": moving + multiplying / R + 0.25 * moving,
+            "scatter": moving + multiplying / R + 0.25 * moving + terms / H100.memory,
+            "reduce": multiplying + max((R - 1) * terms / rate, R * terms / H100.memory),
+        }
+        assert found.fused == pytest.approx(fixed + expected[moves]), moves
+
+
 @pytest.mark.parametrize("size", [2, 8])
 def test_what_is_fused_moves_rows_in_their_dtype_and_terms_in_fp32(size):
     for moves, wire in (("gather", size), ("scatter", max(4, size)), ("reduce", max(4, size))):

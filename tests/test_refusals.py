@@ -14,13 +14,16 @@ import pytest
 import torch
 from threads import Group, on_threads
 
-from warpweave.parallel import tensor
+from warpweave.layers.context import KVCache
+from warpweave.layers.mlp import MLP
+from warpweave.parallel import collectives, tensor
 from warpweave.parallel.context import Links, check_strategy, context_attention
 from warpweave.parallel.data.optimizer import SGD
 from warpweave.parallel.data.zero import Unit, ZeroOptimizer
 from warpweave.parallel.layout import SequenceLayout
 from warpweave.parallel.mesh import Mesh, single
 from warpweave.parallel.pipeline.execute import execute
+from warpweave.parallel.pipeline.module import ModuleStage
 from warpweave.parallel.pipeline.transport import Distributed, InProcess
 from warpweave.parallel.schedule.actions import (
     REDUCE,
@@ -112,6 +115,11 @@ def _attention(rows: int = 4, keys: int = 4, **layout) -> object:
         (lambda: _optimizer(0.0), "clip must be positive"),
         (lambda: _optimizer(NAN), "clip must be positive"),
         (lambda: _optimizer(1e-9), None),
+        (lambda: KVCache(4).extend("layer", kv, kv), None),
+        (lambda: KVCache(3).extend("layer", kv, kv), "the cache holds 3 tokens, got 4"),
+        (lambda: KVCache(4, start=1).extend("layer", kv, kv), "the cache holds 4 tokens, got 5"),
+        (lambda: KVCache(5, start=1).extend("layer", kv, kv), None),
+        (lambda: MLP(4, 8, recompute="all"), "recompute must be one of"),
     ]
 )
 def test_sizes(call, words) -> None:
@@ -137,8 +145,13 @@ def _qkv(group, x=x, shape=(2, 2), **options):
     tensor.parallel_qkv_rope(x, weight, None, None, None, shape=shape, group=group, **options)
 
 
-def _loss(group, logits=x, labels=ids, size=12):
-    tensor.vocab_parallel_cross_entropy(logits, labels, group=group, vocab_size=size)
+def _loss(group, logits=x, labels=ids, size=12, **options):
+    tensor.vocab_parallel_cross_entropy(logits, labels, group=group, vocab_size=size, **options)
+
+
+def _head(group, **options):
+    given = {"group": group, "vocab_size": 10} | options
+    tensor.vocab_parallel_linear_cross_entropy(x, w, ids, **given)
 
 
 def _column(group, x=x, w=w, b=b, **options):
@@ -164,10 +177,20 @@ LINEARS = [
     )
 ]
 
+CUT_BY = ("scatter", "gather", "all_gather", "reduce_scatter", "own_slice", "start_all_gather",
+          "start_reduce_scatter")  # fmt: skip
+DIMS = {2: "dim 2 does not exist", -3: "dim -3 does not exist", 1: None, -2: None}
+COLLECTIVES = [
+    (lambda group, name=name, dim=dim: getattr(collectives, name)(x, group, dim), words)
+    for name in CUT_BY
+    for dim, words in DIMS.items()
+]
+
 
 @rows(
     [
         *LINEARS,
+        *COLLECTIVES,
         (lambda group: _row(group, x=x[:3], **CUT), "3 tokens .* not divisible by the 2"),
         (lambda group: _row(group, x=x[:3]), None),
         (lambda group: _row(group, **CUT), None),
@@ -191,6 +214,16 @@ LINEARS = [
         (lambda group: _loss(group, logits=x[None], labels=ids[:1]), "needs logits"),
         (lambda group: _loss(group, labels=ids[:3]), r"and \(3,\)"),
         (lambda group: _loss(group, labels=ids[:, None]), r"and \(4, 1\)"),
+        (lambda group: _loss(group, label_smoothing=1.0), r"must lie in \[0, 1\), got 1.0"),
+        (lambda group: _loss(group, label_smoothing=-0.1), r"must lie in \[0, 1\), got -0.1"),
+        (lambda group: _loss(group, label_smoothing=0.999), None),
+        (lambda group: _loss(group, z_loss=-0.1), "z_loss must not be negative, got -0.1"),
+        (lambda group: _loss(group, z_loss=NAN), "z_loss must not be negative, got nan"),
+        (lambda group: _head(group), None),
+        (lambda group: _head(group, reduction="mean"), 'must be "sum" or "none"'),
+        (lambda group: _head(group, softcap=0.0), "softcap must be positive or None, got 0.0"),
+        (lambda group: _head(group, softcap=NAN), "softcap must be positive or None, got nan"),
+        (lambda group: _head(group, vocab_size=11), "5 weight rows .* not the 12"),
         (lambda group: _mlp(group), None),
         (lambda group: _mlp(group, x=x[0]), "two dims at least"),
         (lambda _: _mlp(None, x=x[0]), None),
@@ -351,10 +384,20 @@ def _opened(lists, built=None, like=((2,), torch.float32), stages: int = 2) -> N
 TWO = [[Action(F, 0, 0), Action(F, 1, 0), Action(B, 1, 0), Action(B, 0, 0)]]  # on one rank
 
 
+def _module(**options) -> None:
+    ModuleStage(torch.nn.Linear(2, 2), **options)
+
+
+STALE = from_csv("0F0,0F1,0B0,0UPDATE@1,0B1,0UPDATE@2\n")[0]
+
+
 @rows(
     [
         (lambda: _ran(ONE), None),
         (lambda: _ran([ONE[0], *ONE]), "0F0 occurs twice"),
+        (lambda: _ran([*ONE, ONE[1]]), "0B0 occurs twice"),
+        (lambda: _ran([*ONE, Action(I, 0, 0)]), "0I0 occurs twice"),
+        (lambda: _ran([*SPLIT, ONE[1]]), "0B0 occurs twice"),
         (lambda: _ran(ONE[::-1]), "0B0 comes before 0F0"),
         (lambda: _ran([*ONE, *[Action(UPDATE, 0, WHOLE, n) for n in (1, 1)]]), None),
         (
@@ -379,6 +422,12 @@ TWO = [[Action(F, 0, 0), Action(F, 1, 0), Action(B, 1, 0), Action(B, 0, 0)]]  # 
         (lambda: _ran(*gpipe(2, 1), stages=2), "2 ranks and no SEND or RECV"),
         (lambda: _ran(TWO[0], stages=2), None),
         (lambda: _ran(TWO[0], stages=1), r"run stages \[0, 1\], got \[0\]"),
+        (lambda: _module(), "either inputs"),
+        (lambda: _module(inputs=[x].__getitem__), None),
+        (lambda: _module(like=((2,), torch.float32, "cpu")), None),
+        (lambda: _module(inputs=[x].__getitem__, like=((2,), x.dtype, "cpu")), "either inputs"),
+        (lambda: Distributed([STALE], None), "1 versions old, allowed 0"),
+        (lambda: Distributed([STALE], None, staleness=1), None),
         (lambda: _opened(TWO), None),
         (lambda: _opened([[*TWO[0]]], built=TWO), None),  # equal is the same
         (lambda: _opened(gpipe(1, 1), built=TWO), "built for another schedule"),
@@ -389,6 +438,13 @@ TWO = [[Action(F, 0, 0), Action(F, 1, 0), Action(B, 1, 0), Action(B, 0, 0)]]  # 
 )
 def test_lists_that_run(call, words) -> None:
     check(call, words)
+
+
+def test_a_run_that_failed_leaves_no_message_for_the_next() -> None:
+    transport, stages = InProcess(), {s: Plain() for s in range(2)}
+    with pytest.raises(RuntimeError, match="1F0 comes before 1RECV_F0"):
+        execute(_replaced("1RECV_F0"), stages, transport)
+    execute(CROSSED, stages, transport)
 
 
 # ---------------------------------------------------------------- a table of measured times

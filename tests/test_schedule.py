@@ -120,6 +120,13 @@ def test_split_backward_lets_w_fill_the_bubbles() -> None:
     ]
 
 
+def test_the_lag_of_a_weight_gradient_is_counted_for_each_stage_of_a_rank() -> None:
+    both = lists_of("0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1")
+    assert split_backward(both, lag=1) == lists_of(
+        "0F0 1F0 1I0 0I0 0F1 1F1 1I1 1W0 0I1 0W0 1W1 0W1"
+    )
+
+
 def test_send_first_splits_what_another_rank_waits_for_and_nothing_else() -> None:
     assert send_first(one_f_one_b(2, 2)) == lists_of(
         "0F0 0F1 0B0 0B1", "1F0 1I0 1W0 1F1 1I1 1W1"
@@ -241,6 +248,7 @@ def test_with_comm_is_silent_between_neighbours_on_one_rank() -> None:
         "1RECV_F0 1F0 2F0 2SEND_F0 2RECV_B0 2B0 1B0 1SEND_B0",
     )
     validate(full(vee))
+    assert with_tie(gpipe(1, 2)) == gpipe(1, 2)  # one stage shares the parameter with nobody
     assert with_tie(vee) == lists_of("0F0 3F0 3B0 0B0 0TIE", "1F0 2F0 2B0 1B0")
     assert links(with_tie(with_comm(vee))) == links(with_comm(vee))  # both ends on one rank
 

@@ -125,6 +125,8 @@ def test_versions_of_synchronous_and_asynchronous_lists() -> None:
     assert simulate(rows, {"F": 1, "B": 1}).activations == (4, 3, 2, 1)
     double = "0F0 0F1 0B0 0B1 0UPDATE@1 0F2 0F3 0B2 0B3 0UPDATE@2 0F4@1 0B4@1 0UPDATE@3"
     assert simulate([from_csv(double.replace(" ", ","))[0]], {"F": 1}).versions == (2,)
+    owed = "0F0 0F1 0I1 0I0 0W0 0UPDATE@1 0W1"  # a W reads no weights
+    assert simulate([from_csv(owed.replace(" ", ","))[0]], {"F": 1}).versions == (1,)
     later = "0F0 0F1 0B0 0UPDATE@1 0F2@1 0B2@1 0UPDATE@2 0B1 0UPDATE@3 0F3@1 0B3@1 0UPDATE@4"
     held = simulate([from_csv(later.replace(" ", ","))[0]], {"F": 1})
     assert held.versions == (3,)  # at UPDATE@2: 2 is newest, 0 in flight, 1 still to be read by F3

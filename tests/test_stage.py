@@ -425,27 +425,75 @@ def test_what_stands_in_for_the_last_segment_is_run_once_and_no_other_is_left_ou
     assert stage.evaluate(8, 7) == 8123
 
 
-def _two_dtypes(mesh: ConnectedMesh) -> None:
-    """Whole gradients of one data group, but of two dtypes: a buffer for each."""
-    units, terms = [], [3.0 + mesh.rank, 2.0**-40 * (1 + mesh.rank)]
-    for name, dtype in (("a", torch.float32), ("b", torch.float64), ("c", torch.float32)):
+def _two_kinds(mesh: ConnectedMesh) -> None:
+    """Whole gradients of two dtypes, or of two groups of ranks: a buffer for each kind."""
+    at = mesh.index("dp")
+    units, terms = [], [3.0 + at, 2.0**-40 * (1 + at)]
+    for name, dtype in (("a", torch.float32), ("b", torch.float64), ("c", torch.float32),
+                        ("d", torch.float32)):  # fmt: skip
         p = nn.Parameter(torch.ones(2, dtype=dtype))
-        units.append(Unit(name, [(ParamRecord(name, (2,)), p)], mesh))
+        record = ParamRecord(name, (2,), group="dp" if name == "d" else "data")
+        units.append(Unit(name, [(record, p)], mesh))
     segments = [Segment(u.name, lambda x, _: x, (u,)) for u in units]
-    stage = ChainStage(segments, last=True, bucket_bytes=1)
+    stage = ChainStage(segments, last=True)
     assert units[2].gradients.is_before(units[0].gradients)  # complete in the other order
     assert not units[1].gradients.is_before(units[0].gradients)
-    for unit, term in zip(units, (terms[0], terms[0] + terms[1], terms[0])):
+    for unit, term in zip(units, (terms[0], terms[0] + terms[1], terms[0], terms[0])):
         unit.gradients.views[unit.params[0][1]].fill_(term)
     stage.begin([None])
     stage._backwards_left = 0
     stage._reduce_completed(units)
     stage.reduce()
-    for unit, total in zip(units, (12.0, 12.0 + 2.0**-40 * 6, 12.0)):
+    for unit, total in zip(units, (24.0, 24.0 + 2.0**-40 * 12, 24.0, 12.0)):
         wide = torch.float64 if unit.name == "b" else torch.float32
         assert unit.gradients.reduced.dtype == wide
         assert (unit.gradients.reduced[:2] == total).all(), unit.name
 
 
-def test_gradients_of_two_dtypes_are_reduced_in_their_own() -> None:
-    on_mesh(Mesh(dp=3), _two_dtypes)
+def test_gradients_of_two_dtypes_or_groups_are_reduced_in_their_own() -> None:
+    on_mesh(Mesh(dp=3, cp=2), _two_kinds)
+
+
+def test_a_parameter_that_a_step_does_not_reach_has_no_gradient() -> None:
+    p, q = (nn.Parameter(torch.ones(3)) for _ in "pq")
+    unit = Unit("unit", [(ParamRecord("p", (3,)), p), (ParamRecord("q", (3,)), q)], single())
+    for loss, grads in ((lambda: (p + 2 * q).sum(), (1, 2)), (lambda: (3 * p).sum(), (3, 0))):
+        unit.gradients.before_backward()
+        loss().backward()
+        unit.gradients.after_backward()
+        assert [(x.grad.min(), x.grad.max()) for x in (p, q)] == [(g, g) for g in grads]
+        assert unit.gradients.flat.sum() == 3 * sum(grads)  # nothing between or behind them
+        unit.gradients.clear()
+
+
+def test_a_step_begins_with_nothing_of_the_one_before() -> None:
+    """Nor of one that ended midway."""
+    chain, again = _chain(_layers(2)), _chain(_layers(2))
+    chain.begin(_batches())
+    chain.forward(2, None)
+    for _ in range(2):
+        _go(chain, _batches())
+        for unit in chain.units:
+            unit.gradients.clear()
+    _go(again, _batches())
+    assert torch.equal(torch.stack(chain.losses), torch.stack(again.losses))
+    assert not chain._saved
+
+
+def _left_to_another(mesh: ConnectedMesh, layers: list[_Layer], every: list, cut: bool) -> None:
+    """One list of layers for each rank; a segment that is recomputed is cut from the others."""
+    first, second = mine = layers[2 * mesh.rank : 2 * mesh.rank + 2]
+    units = [_unit(k, layer, mesh) for k, layer in enumerate(mine)]
+    fns = (lambda x, b: first(b), lambda x, b: second(x).square().sum())
+    segments = [Segment("s", f, (u,), cut) for f, u in zip(fns, units)]
+    _go(ChainStage(segments, last=True, shared=units[:1]), _batches() + mesh.rank)
+    found = [p.grad for layer in mine for p in (layer.weight, layer.bias)]
+    total = [sum(terms) for terms in zip(*every)]
+    for grad, expected in zip(found, every[mesh.rank][:2] + total[2:], strict=True):
+        torch.testing.assert_close(grad, expected)
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_unit_that_another_stage_completes_is_not_reduced_here(cut) -> None:
+    every = [_one_graph(_layers(2), _batches() + rank)[1] for rank in range(2)]
+    on_mesh(Mesh(dp=2), _left_to_another, [*_layers(2), *_layers(2)], every, cut)

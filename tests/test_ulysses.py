@@ -144,6 +144,13 @@ def test_error_does_not_grow_with_ranks(dtype: torch.dtype, kv_heads: int) -> No
         assert all(ratio <= limit for ratio in ratios), (ring, neighbours, ratios)
 
 
+def test_messages_hold_an_odd_number_of_16_bit_elements_beside_fp32() -> None:
+    layout = SequenceLayout(9, 3, "contiguous")
+    case = Case(layout, heads=3, kv_heads=3, batch=1, dim=5, dtype=torch.bfloat16)
+    for got, expected in zip(emulate(case, 3), case.truth()):
+        assert relative_error(got, expected) <= 2**-6
+
+
 # ------------------------------------------------------------------ 2. messages
 
 
