@@ -7,6 +7,7 @@ import contextlib
 import copy
 import importlib
 import inspect
+import itertools
 import json
 import sys
 from functools import partial
@@ -70,6 +71,9 @@ def test_apply_prints_the_report_or_fills_one_and_returns_the_model(llama, capsy
     ww.revert(llama)
     assert printed == f"{reported(llama, only=['norm'])}\n"
     assert printed.split()[:5] == ["5", "x", "LlamaRMSNorm", "norm", "replaced"]
+    ww.revert(llama)
+    ww.apply(llama, only="mlp", report=(both := reported(nn.LayerNorm(4), only="norm")))
+    assert [e.kind for e in both.entries] == ["norm", "mlp", "mlp"]  # of one model and another
     assert capsys.readouterr().out == ""
 
 
@@ -576,17 +580,28 @@ def test_the_loss_is_fused_and_makes_no_logits(families, family):
         assert_close(grads(ours)[name], g, 1e-4)
 
 
-def test_logits_come_when_they_are_asked_for(llama):
-    ours = applied(llama)
-    wanted = llama(ids(), labels=ids())
-    for out in (
-        ours.eval()(ids(), labels=ids()),
-        ours.train()(ids(), labels=ids(), return_logits=True),
-    ):
-        assert_close(out.logits, wanted.logits)
-        assert_close(out.loss, wanted.loss)
-    assert ours.train()(ids()).logits.shape == (2, 11, 101)
-    assert ours(ids(), labels=ids(), return_dict=False)[1].shape == (2, 11, 101)
+@pytest.mark.parametrize("said", [None, True, False])
+@pytest.mark.parametrize("of_config", [True, False])
+def test_logits_are_left_out_only_where_a_loss_is_learnt_from(llama, of_config, said):
+    """And nobody asked for them, or for a tuple."""
+    ours, wanted = applied(llama, only="loss"), llama(ids(), labels=ids())
+    ours.config.return_dict = of_config
+    named = of_config if said is None else said
+    for training, learns, asked, labels in itertools.product((True, False), repeat=4):
+        more = {"labels": ids()} if labels else {}
+        with torch.set_grad_enabled(learns):
+            out = ours.train(training)(ids(), return_dict=said, return_logits=asked, **more)
+        assert isinstance(out, tuple) is not named
+        if named:
+            loss, logits = out.loss, out.logits
+        else:
+            loss, logits = out[:2] if labels else (None, out[0])
+        assert (logits is None) == (training and learns and labels and named and not asked)
+        if labels:
+            assert_close(loss, wanted.loss)
+            assert loss.requires_grad is learns
+        if logits is not None:
+            assert_close(logits, wanted.logits)
 
 
 def test_labels_that_are_shifted_or_ignored(llama):
@@ -689,6 +704,16 @@ def test_a_head_that_is_something_else_makes_its_logits(llama):
     wanted, found = both_losses(llama, ours)
     assert_close(found, wanted)
     assert ours(ids(), labels=ids()).logits is not None
+
+
+def test_a_model_with_numbers_of_its_own_or_no_labels_keeps_its_loss(llama):
+    """Which its logits may meet, though they are zeros now."""
+    ours = copy.deepcopy(llama)
+    ours.register_buffer("final_logits_bias", torch.zeros(101))
+    for model, why in ((ours, "its logits may meet numbers of its own"),
+                       (llama.model, "its forward takes no labels")):  # fmt: skip
+        assert [e.why for e in reported(model).kept("loss")] == [why]
+        ww.revert(model)
 
 
 def test_a_forward_that_reads_its_logits_keeps_its_loss(families):
