@@ -73,8 +73,10 @@ def test_a_norm_is_known_by_what_it_computes_and_computes_it_in_every_dtype(name
     if wanted is None:
         assert found == "its forward computes no RMSNorm or LayerNorm of ours"
         return
-    if name == "the weight's" and weights == torch.float32:
+    if wanted.out == "weight" and weights == torch.float32:
         wanted = form(out="wider")  # it is the same
+    elif wanted.out == "wider" and weights == torch.bfloat16:
+        wanted = form()
     assert found._replace(autocast=False) == wanted
     generator = torch.Generator().manual_seed(3)
     for p in theirs.parameters():
@@ -175,7 +177,9 @@ def test_every_shape_of_a_feed_forward_layer_computes_the_same_in_every_mode(sha
     options = SHAPES[shape]
     theirs = Mlp(ACTS[act], drop=drop, **options).double()
     found = mlp.find_form(theirs)
-    known = act != "silu" if shape == "plain" else act != "relu2"
+    known = act != "relu2"
+    if shape == "plain":
+        known = act != "silu" and drop != "inside"
     if not known:
         assert found == "its forward computes no MLP of ours"
         return
@@ -238,15 +242,6 @@ LINEAR = {
 def test_a_linear_layer_with_anything_more_is_called_not_read():
     for name, (module, known) in LINEAR.items():
         assert mlp.is_plain_linear(module) is known, name
-
-
-def test_a_dropout_is_off_only_where_it_hands_on_what_it_is_given_and_nobody_looks():
-    for p, training, hook in itertools.product((0.0, 0.5), (True, False), (None, *HOOKS)):
-        dropout = nn.Dropout(p).train(training)
-        if hook:
-            getattr(dropout, f"register_{hook}")(len)
-        assert mlp._is_off(dropout) == (hook is None and (p == 0 or not training))
-    assert not mlp._is_off(nn.AlphaDropout(0.0))
 
 
 # ---------------------------------------------------------------- attention that ranks can share
