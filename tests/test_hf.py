@@ -714,6 +714,28 @@ def test_a_model_with_numbers_of_its_own_or_no_labels_keeps_its_loss(llama):
         ww.revert(model)
 
 
+@pytest.mark.parametrize("family", ["granite", "cohere"])
+def test_a_factor_that_changes_after_apply_is_followed_and_what_is_handed_on_changes_nothing(
+    families, family
+):
+    """Of the configuration or the model's own; the loss is fused as long as it is what was seen."""
+    theirs = families.make(family)
+    ours = applied(theirs, only="loss").train()
+    for model in (theirs, ours):
+        model.config.use_cache = not model.config.use_cache
+    assert ours(ids(), labels=ids()).logits is None
+    for holder, name in ((theirs, "logit_scale"), (theirs.config, "logits_scaling")):
+        if hasattr(holder, name):
+            before = getattr(holder, name)
+            for model in (theirs, ours):
+                setattr(model if holder is theirs else model.config, name, 3 * before)
+            wanted, found = both_losses(theirs, ours)
+            assert_close(found, wanted)
+            assert ours(ids(), labels=ids()).logits is not None
+            setattr(ours if holder is theirs else ours.config, name, before)
+    assert ours(ids(), labels=ids()).logits is None
+
+
 def test_a_forward_that_reads_its_logits_keeps_its_loss(families):
     theirs = families.make("t5")
     kept = reported(theirs).kept("loss")

@@ -18,6 +18,7 @@ from threads import on_mesh  # noqa: E402
 
 from warpweave.hf import attention, loss, mask, probe, seen, structure  # noqa: E402
 from warpweave.hf.options import VOCABULARY, Options, Replicas, Vocabulary  # noqa: E402
+from warpweave.hf.parallel import Parallel, hidden_states  # noqa: E402
 from warpweave.hf.patch import ours_always  # noqa: E402
 from warpweave.hf.report import Report  # noqa: E402
 from warpweave.parallel.layout import SequenceLayout  # noqa: E402
@@ -260,6 +261,80 @@ def test_replicas_on_gpus_are_one_data_rank_and_others_are_refused():
     ):
         with pytest.raises(ValueError, match=words):
             _ = others.dp_size
+
+
+def _through_layers(mesh, sequence_parallel: bool) -> None:
+    """Tokens cut in front of the first layer and joined behind the last."""
+    spread = Parallel(nn.Module(), Options(mesh, sequence_parallel))
+    layer, n = nn.Module(), spread.options.tokens
+    parts = mesh.size("cp") * (mesh.size("tp") if sequence_parallel else 1)
+    for length, learns, cached, as_tuple in itertools.product(
+        (n, 3 * n, n + 1), (True, False), (True, False), (True, False)
+    ):
+        x = draw(2, length, 3).requires_grad_(learns)
+        kwargs = {"past_key_values": object() if cached else None, "more": 5}
+        with torch.set_grad_enabled(learns):
+            if learns and length % n:
+                with pytest.raises(ValueError, match=rf"{length} tokens do not divide by {n}, "):
+                    spread._cut_tokens(layer, (x,), kwargs)
+                continue
+            cut = spread._cut_tokens(layer, (), {"hidden_states": x, **kwargs})
+            whole = length % n or (cached and not learns)
+            assert (cut is None) == bool(whole)
+            if whole:
+                assert spread._join_tokens(layer, (), x) is None
+                continue
+            (own, args), more = (cut[1].pop("hidden_states"), cut[0]), cut[1]
+            assert (own.shape, args, more) == ((2, length // parts, 3), (), kwargs)
+            out = own * own
+            y = spread._join_tokens(layer, (), (out, "b") if as_tuple else out)
+            y, *rest = y if as_tuple else (y,)
+            assert rest == ["b"] * as_tuple
+            assert torch.equal(y, x * x)
+        if learns:
+            (g,) = torch.autograd.grad((y * y.detach()).sum(), x)
+            torch.testing.assert_close(g, 2 * x.detach() ** 3, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("mesh", [Mesh(tp=2), Mesh(cp=2), Mesh(tp=2, cp=2)])
+def test_tokens_are_cut_where_ranks_can_share_them_and_whole_behind(mesh, sequence_parallel):
+    if mesh.cp > 1 or sequence_parallel:
+        on_mesh(mesh, _through_layers, sequence_parallel)
+
+
+def test_hidden_states_are_found_by_place_or_name_and_the_rest_goes_on():
+    x, y = draw(2, 3), draw(3, 2)
+    for args, kwargs in (((x, 1), {"more": 2}), ((), {"more": 2, "hidden_states": x})):
+        found, put = hidden_states(nn.Tanh(), args, kwargs)
+        assert found is x
+        new_args, new_kwargs = put(y)
+        assert (new_args[0] if args else new_kwargs.pop("hidden_states")) is y
+        assert (new_args[1:], new_kwargs) == (args[1:], {"more": 2})
+    for args, kwargs in (((), {}), ((1,), {}), ((), {"hidden_states": None})):
+        with pytest.raises(ValueError, match="Tanh: takes no hidden_states"):
+            hidden_states(nn.Tanh(), args, kwargs)
+
+
+def test_a_module_whose_wide_norm_or_cut_layer_changed_is_not_entered():
+    module, x = nn.Module(), draw(2, 3)
+    module.norm, module.up = nn.RMSNorm(3, 1e-5), nn.Linear(3, 3)
+    seen.look(module.norm, ("eps",))
+    part = structure.Part("mlp", module, {module.up: 1}, module.up, (module.norm,))
+    groups = {"tp": object(), "cp": None}
+    spread = SimpleNamespace(
+        options=SimpleNamespace(mesh=SimpleNamespace(group=groups.get)), _streams=lambda: False
+    )
+    enter = Parallel._entrance(spread, part)
+    assert enter(module, (x,), {"a": 1}) == ((x,), {"a": 1})
+    module.norm.eps = 2e-5  # is read in every call
+    assert enter(module, (x,), {}) == ((x,), {})
+    module.norm.weight = None
+    with pytest.raises(ValueError, match="a norm whose features are cut over ranks was changed"):
+        enter(module, (x,), {})
+    module.up = nn.Linear(3, 3)
+    with pytest.raises(ValueError, match=r"Module.up: a layer that is cut over ranks was replaced"):
+        enter(module, (x,), {})
 
 
 # ---------------------------------------------------------------- what agrees, and what is seen
