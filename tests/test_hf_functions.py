@@ -171,6 +171,17 @@ def test_keys_that_begin_later_are_hidden_where_they_stand(offset, short, window
                 assert torch.equal(made.visible.written_out("cpu").expand_as(wanted), wanted)
 
 
+def test_keys_behind_the_end_of_a_mask_are_hidden():
+    how = {"batch_size": 2, "q_length": 4, "kv_length": 9,
+           "mask_function": functions.bidirectional_mask_function}  # fmt: skip
+    hidden = torch.ones(2, 6, dtype=torch.bool)
+    wanted = functions.sdpa_mask(
+        **how, attention_mask=F.pad(hidden, (0, 3)), allow_is_causal_skip=False
+    )
+    made = mask.make_mask(**how, attention_mask=hidden)
+    assert torch.equal(made.visible.written_out("cpu").expand_as(wanted), wanted)
+
+
 # ---------------------------------------------------------------- the loss over ranks
 
 V, E = 13, 6
