@@ -16,9 +16,15 @@ import torch
 
 from warpweave.kernels.runtime.dispatch import tl, triton
 from warpweave.tune.aot import compiling
-from warpweave.tune.clock import HotLoop, read_loops
+from warpweave.tune.clock import HotLoop, read_loops, reading
 from warpweave.tune.clock.disassembly import Instruction, parse
-from warpweave.tune.clock.instructions import product_of
+from warpweave.tune.clock.instructions import (
+    class_of,
+    copied,
+    pipe_of,
+    product_of,
+    shared_cycles,
+)
 from warpweave.tune.clock.loops import natural_loops
 from warpweave.tune.clock.ratchet import read_table, worsened, write_table
 
@@ -260,18 +266,92 @@ def test_products_that_are_not_known_are_refused() -> None:
         product_of(product, [instruction("UIADD3", "UR3, UR4, 0x1, URZ")])
 
 
+# class, pipe and its cycles on an A100 and on an H100, cycles of shared memory, bytes loaded
+HELD = {
+    "FFMA": ("fp32", ("fma", 2), ("fma", 1), 0, 0),  # 64 and 128 a cycle
+    "FMUL2": ("fp32", ("fma", 2), ("fma", 2), 0, 0),  # two results
+    "MUFU.EX2": ("special", ("special", 8), ("special", 8), 0, 0),
+    "IMAD": ("imad", ("fma", 2), ("fma", 2), 0, 0),
+    "IMAD.MOV.U32": ("move", ("", 0), ("", 0), 0, 0),
+    "CS2R": ("move", ("", 0), ("", 0), 0, 0),
+    "IADD3": ("integer", ("alu", 2), ("alu", 2), 0, 0),
+    "UIADD3": ("uniform", ("uniform", 2), ("uniform", 2), 0, 0),
+    "R2UR": ("uniform", ("uniform", 2), ("uniform", 2), 0, 0),
+    "F2FP.BF16.F32.PACK_AB": ("convert", ("alu", 2), ("alu", 2), 0, 0),
+    "HMMA.16816.F32.BF16": ("tensor", ("", 0), ("", 0), 0, 0),
+    "UTCHMMA": ("tensor", ("", 0), ("", 0), 0, 0),
+    "DFMA": ("fp64", ("", 0), ("", 0), 0, 0),
+    "LDS.128": ("shared", ("", 0), ("", 0), 4, 0),
+    "STS.64": ("shared", ("", 0), ("", 0), 2, 0),
+    "STS": ("shared", ("", 0), ("", 0), 1, 0),
+    "LDSM.16.M88.4": ("shared", ("", 0), ("", 0), 4, 0),
+    "STSM.16.MT88.2": ("shared", ("", 0), ("", 0), 2, 0),
+    "LDSM.16.M88": ("shared", ("", 0), ("", 0), 1, 0),
+    "SHFL.BFLY": ("shuffle", ("", 0), ("", 0), 1, 0),
+    "LDGSTS.E.BYPASS.128": ("copy", ("", 0), ("", 0), 4, 512),
+    "LDGSTS.E": ("copy", ("", 0), ("", 0), 1, 128),
+    "LDG.E.64": ("global", ("", 0), ("", 0), 0, 256),
+    "STG.E.128": ("global", ("", 0), ("", 0), 0, 0),
+    "LDL": ("spill", ("", 0), ("", 0), 0, 0),
+    "BAR.SYNC": ("wait", ("", 0), ("", 0), 0, 0),
+    "BRA": ("branch", ("", 0), ("", 0), 0, 0),
+}
+
+
+@pytest.mark.parametrize("opcode", HELD)
+def test_an_instruction_holds_what_the_guide_says(opcode) -> None:
+    i = instruction(opcode, "R4, R8")
+    found = class_of(i), pipe_of(i, 80), pipe_of(i, 90), shared_cycles(i), copied(i)
+    assert found == HELD[opcode]
+    assert shared_cycles(dataclasses.replace(i, predicate="@!PT")) == 0
+
+
+def test_the_figures_of_a_loop_are_those_of_its_instructions_added_by_hand() -> None:
+    descriptor = 8 << 24 | 16 << 17 | 1 << 7  # 128 x 128
+    opcodes = [
+        ("UMOV", f"UR3, {descriptor:#x}"), ("MOV", "R7, 0x4000"), ("BAR.SYNC", ""),
+        ("LDS.64", "R4, [R5]"), ("LDSM.16.M88.4", "R4, [R5]"),
+        ("SYNCS.ARRIVE.TRANS64", "[UR4], R7"),
+        ("UTCHMMA", "gdesc[UR4], gdesc[UR6], tmem[UR10], tmem[UR2], idesc[UR3], UPT"),
+        ("UTCHMMA", "gdesc[UR4], gdesc[UR6], tmem[UR10], tmem[UR2], idesc[UR3], UPT"),
+        ("WARPGROUP.DEPBAR.LE", ""), ("MUFU.EX2", ""), ("FFMA", ""), ("STS", ""), ("BRA", ""),
+    ]  # fmt: skip
+    code = [
+        Instruction(16 * n, opcode, operands, "", 1 + n % 3)
+        for n, (opcode, operands) in enumerate(opcodes)
+    ]
+    loop = reading._read(code[2:], code, 100, 8)
+    flops = 2 * 2 * 128 * 128 * 16 / 8  # a warp's of eight
+    by_tma, reads = 0x4000 / 8, 2 * (128 + 128) * 16 * 2 / 8
+    shared = (2 + 4 + 1) * 128 + by_tma + reads
+    assert (loop.instructions, loop.flops) == (11, flops)
+    assert loop.stalls == sum(i.stall for i in code[2:])
+    assert loop.tensor == flops * 4 / 8192
+    assert loop.global_bytes == by_tma
+    assert loop.shared_bytes == shared
+    assert loop.pipes == {"special": 8, "fma": 1, "shared memory": 4 * shared / 128}
+    assert loop.classes["shared"] == 3
+    assert loop.order == "B L2 Y P2 W E S"
+    assert (loop.bound, loop.busy) == ("shared memory", 4 * shared / 128)
+    assert loop.ideal == loop.tensor / loop.busy
+    assert loop.serial == loop.tensor / (loop.tensor + loop.stalls)
+    assert loop.per_1000_flops == (11e3 / flops, 1e3 * loop.stalls / flops)
+    assert reading.main_loop([loop, dataclasses.replace(loop, stalls=1)]).stalls == 1
+
+
 # ---------------------------------------------------------------- loops
 
 
 def program(*steps: str) -> list[Instruction]:
-    """One instruction each: "" goes on, "3" jumps to number 3, "?3" may, "!3" may by a call, "."
-    ends."""
+    """One instruction each: "" goes on, "3" jumps to number 3, "=3" says that it always does, "?3"
+    may, "u3" may by an operand, "!3" may by a call, "." ends, "?." may."""
     found = []
     for number, step in enumerate(steps):
-        target = int(step.strip("?!")) if step.strip("?!.") else None
-        opcode = "EXIT" if step == "." else "CALL" if "!" in step else "BRA" if step else "MOV"
-        predicate = "@P0" if step[:1] in ("?", "!") else ""
-        found.append(Instruction(number, opcode, "", predicate, 1, target))
+        target = int(step.strip("?!=u")) if step.strip("?!=u.") else None
+        opcode = "EXIT" if "." in step else "CALL" if "!" in step else "BRA" if step else "MOV"
+        predicate = {"?": "@P0", "!": "@P0", "=": "@PT"}.get(step[:1], "")
+        operands = "UP0, `(.L_x_0)" if "u" in step else "`(.LUP_0)"
+        found.append(Instruction(number, opcode, operands, predicate, 1, target))
     return found
 
 
@@ -289,6 +369,9 @@ def program(*steps: str) -> list[Instruction]:
         (("", ".", "", "2"), []),  # nothing leads there
         (("", "", "", "?1", "?1", "."), [[1, 2, 3, 4]]),  # two ways back
         (("", "", "!4", "1", "", "?4", "."), [[1, 2, 3], [4, 5]]),  # the next by a far call
+        (("", "=3", "?1", "", "."), []),  # what always jumps does not go on
+        (("", "u3", "1", "."), [[1, 2]]),
+        (("", "?.", "1"), [[1, 2]]),
     ],
 )
 def test_natural_loops_of_drawn_programs(steps, loops) -> None:

@@ -89,6 +89,31 @@ def test_a_compiled_product_is_priced_by_its_tiles_and_what_spills_is_not() -> N
     assert predicted(kernel, cost, PARTS["sm_120"]) is None
 
 
+@pytest.mark.parametrize(
+    ("name", "share", "sizes", "items"),
+    [
+        ("attention_fwd_kernel", 1.0, {"CAUSAL": True}, 264),
+        ("attention_dkdv_kernel", 4 / 5, {"CAUSAL": False}, 264),  # four of its five products
+        ("attention_dq_kernel", 3 / 5, {"CAUSAL": True}, 264),
+        ("_hidden_bwd_kernel", 1.0, {"T": 1000, "F": 600, "BLOCK_T": 128, "BLOCK_F": 64}, 8 * 10),
+        ("_gemm_kernel", 1.0, {"M": 129, "N": 64, "BLOCK_M": 128, "BLOCK_N": 64}, 2),
+    ],
+)
+@pytest.mark.parametrize("moved", [1, 10**12])
+def test_a_kernel_is_priced_by_what_it_executes_its_programs_and_its_bytes(
+    name, share, sizes, items, moved
+) -> None:
+    masked = HotLoop(100, 900, 1e6, 500.0, {}, {}, 0.0, 4096.0, "")
+    loop = dataclasses.replace(masked, stalls=300)
+    kernel = Compiled(
+        name, 264, sizes, 8, 200, 0, 98304, 1, "wgmma", {}, loops=[masked, loop], outside=700
+    )
+    work = Work(items, 10**12 * share, uneven=sizes.get("CAUSAL", False), bytes=moved)
+    for part in ("sm_80", "sm_90", "sm_100"):
+        found = predicted(kernel, Cost(10**12, moved), PARTS[part])
+        assert found == model.predict(KERNEL, work, PARTS[part])
+
+
 # ---------------------------------------------------------------- calibration
 
 

@@ -233,11 +233,14 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize(
-    ("causal", "window"), [(True, (-1, -1)), (False, (-1, -1)), (True, (3, 0))]
+    ("causal", "window"),
+    [(True, (-1, -1)), (False, (-1, -1)), (True, (3, 0)), (False, (2, 2)), (False, (-1, 1))],
 )
 @pytest.mark.parametrize("filled", [[4, 4], [2, 5]])
 def test_a_cache_is_filled_rotated_and_seen(filled, causal, window, interleaved):
-    new, size, R = 3, 10, 4
+    """With a cache and a table that end with the last new row."""
+    new, R = 3, 4
+    size = max(filled) + new
     samples = [2, 0]  # of a cache of three
     q, k, v = (x.detach() for x in _qkv(new, new))
     caches = [_draw(3, size, HKV, D, seed=i) for i in (11, 12)]
@@ -271,7 +274,12 @@ def test_a_cache_alone_is_seen_whole_or_as_far_as_it_is_filled():
     _agree(fa.flash_attn_with_kvcache(q, k, v, causal=True), _truth(q, k, v, causal=True)[0])
     part = fa.flash_attn_with_kvcache(q, k, v, cache_seqlens=5, num_splits=3)
     _agree(part, _truth(q, k[:, :5], v[:, :5])[0])
-    for queries, window in ((q, (-1, -1)), (torch.cat([q] * 5, 1), (4, 2))):  # 2, 10 of 7 keys
+    for queries, window in (
+        (q, (-1, -1)),
+        (torch.cat([q] * 5, 1), (4, 2)),
+        (q, (1, 9)),
+        (q, (-1, 5)),
+    ):  # 2, 10 of 7 keys; sides that reach behind all of them
         causal = window == (-1, -1)
         padded = fa.flash_attn_with_kvcache(
             queries, k, v, cache_seqlens=torch.tensor([7, 6]), cache_leftpad=torch.tensor([0, 4]),
@@ -371,6 +379,10 @@ REFUSED = {
         lambda: _cached(**NEW, cache_seqlens=1, cache_batch_idx=torch.zeros(B, dtype=torch.int32)),
         "must not name a sample twice",
     ),
+    "below": (
+        lambda: _cached(cache_batch_idx=torch.tensor([-1, 0])), "must be 2 numbers in 0..1, got"
+    ),
+    "negative": (lambda: _cached(cache_seqlens=-1), "cache_seqlens must be 2 numbers in 0..6"),
     "nobody": (
         lambda: _cached(cache_batch_idx=torch.tensor([0, 2])), "cache_batch_idx must be 2 numbers"
     ),

@@ -188,6 +188,20 @@ def test_a_gated_mlp(act):
     _agree(mlp(x), _mlp_truth(mlp, x, function), [x, *mlp.parameters()])
 
 
+def test_a_gemma_says_its_activation_under_another_name_which_goes_first():
+    sizes = {"hidden_size": E, "intermediate_size": 20}
+    gemma = SimpleNamespace(hidden_activation="gelu_pytorch_tanh", hidden_act="gelu", **sizes)
+    assert liger.LigerGEGLUMLP(gemma).up_proj.weight.shape == (20, E)
+    with pytest.raises(ValueError, match="got 'gelu_pytorch_tanh'"):
+        liger.LigerSwiGLUMLP(gemma)
+    for unsaid in ({}, {"hidden_activation": None}, {"hidden_act": None}):
+        for kind in (liger.LigerGEGLUMLP, liger.LigerSwiGLUMLP):
+            kind(SimpleNamespace(**sizes, **unsaid))
+    older = SimpleNamespace(hidden_activation=None, hidden_act="silu", **sizes)
+    with pytest.raises(ValueError, match="got 'silu'"):
+        liger.LigerGEGLUMLP(older)
+
+
 @pytest.mark.parametrize("act", ["silu", "gelu_pytorch_tanh"])
 @pytest.mark.parametrize("name", ["gate_proj", "up_proj", "down_proj"])
 def test_an_adapter_in_an_mlp_is_called(name, act):
@@ -309,12 +323,25 @@ def test_a_mean_over_no_label_is_zero(weight):
     assert found.token_accuracy == 0
 
 
-def test_another_ignored_label():
-    logits, labels = torch.randn(N, V), _case(0)[2]
-    labels[3] = 7
-    for weight in (None, OPTIONS["class weights"]["weight"]):
-        loss = liger.LigerCrossEntropyLoss(weight, ignore_index=7)(logits, labels)
-        torch.testing.assert_close(loss, F.cross_entropy(logits, labels, weight, ignore_index=7))
+@pytest.mark.parametrize("options", OPTIONS)
+def test_another_ignored_label_counts_nowhere(options):
+    x, head, labels = _case(0)
+    labels[[3, 5]], rest = 7, OPTIONS[options]
+    logits, usual = F.linear(x, head), labels.masked_fill(labels == 7, -100)
+    extra = {"return_token_accuracy": True, "return_predicted_tokens": True}
+    for reduction in ("mean", "sum", "none"):
+        how = {"reduction": reduction, "ignore_index": 7, **rest}
+        weight = {"ce_weight": how.pop("weight")} if "weight" in how else {}
+        one = CE(*weight.values(), **how, **extra)(logits, labels)
+        other = FUSED(**weight, **how, **extra)(head, x, labels)
+        truth = _loss_truth(logits, usual, reduction, **rest)
+        predicted = logits.argmax(1).masked_fill(labels == 7, -1)
+        hits = (predicted == labels).float()
+        accuracy = hits if reduction == "none" else hits.sum() / (labels != 7).sum()
+        for found in (one, other):
+            torch.testing.assert_close(found.loss, truth, rtol=0, atol=TOLERANCE)
+            assert torch.equal(found.predicted_tokens, predicted)
+            torch.testing.assert_close(found.token_accuracy, accuracy.float())
 
 
 # ---------------------------------------------------------------- rotary

@@ -122,8 +122,12 @@ def test_flags_that_order_too_little_are_told(lines, fault) -> None:
         ("sm_90", 8, 128, 0, 2),  # registers: 65536 / (8 * 32 * 128)
         ("sm_90", 8, 129, 0, 1),  # in units of 256 a warp: 65536 / (8 * 4352), and 15 warps are 12
         ("sm_90", 4, 255, 0, 2),
+        ("sm_90", 1, 129, 0, 12),  # 15 would fit, but each of four schedulers has as many
+        ("sm_90", 1, 97, 0, 16),  # 3328 of a warp, not 3104
+        ("sm_90", 4, 256, 0, 0),  # more than a thread may have
         ("sm_80", 4, 32, 80 * 1024, 2),  # shared memory: 164 KB over 80 + 1
         ("sm_80", 4, 32, 82 * 1024, 1),
+        ("sm_80", 4, 32, 54946, 2),  # in units of 128: three would need 256 bytes more
         ("sm_80", 4, 32, 164 * 1024, 0),  # more than a program may have
         ("sm_90", 4, 32, 164 * 1024, 1),
     ],

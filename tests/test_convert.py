@@ -115,10 +115,11 @@ def _batch(length: int = 19) -> tuple[torch.Tensor, torch.Tensor]:
 def _same_files(one: Path, other: Path) -> None:
     """All tensors of two folders are equal bit for bit, under equal names."""
     a, b = (
-        {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
+        [(k, v) for file in folder.glob("*.safetensors") for k, v in load_file(file).items()]
         for folder in (one, other)
     )
-    assert set(a) == set(b)
+    assert sorted(k for k, _ in a) == sorted(k for k, _ in b)  # each once
+    a, b = dict(a), dict(b)
     assert all(a[k].dtype == b[k].dtype and torch.equal(a[k], b[k]) for k in a)
 
 
@@ -249,6 +250,26 @@ def test_what_the_source_said_besides_stays_when_the_model_has_changed(folders, 
     fields = json.loads((back / "config.json").read_text())
     assert {k for k in fields if fields[k] != found.fields[k]} == {"rms_norm_eps"}
     assert from_hf(back).config.norm_eps == 1e-3
+
+
+@EACH
+def test_what_has_changed_is_said_and_how_long_rotary_texts_may_be_is_not(name, folders):
+    """Beside a source that says otherwise."""
+    config = from_hf(folders[name]).config
+    rotary = config.positions == "rope"
+    for change in (
+        {"seq_len": config.seq_len // 2},
+        {"norm_eps": 3e-3},
+        {"vocab_size": 71},
+        {"tied": not config.tied},
+        {"seq_len": 2 * config.seq_len, "hidden": 24},
+        {"dropout": 0.3},  # is none of the weights'
+    ):
+        changed = dataclasses.replace(config, **change)
+        wanted = dataclasses.replace(changed, dropout=0.0)
+        wanted = dataclasses.replace(wanted, seq_len=config.seq_len) if rotary else wanted
+        kind, fields = _config_json(changed, folders[name])
+        assert read_config(fields) == (kind, canonical(wanted))
 
 
 # ---------------------------------------------------------------- configurations

@@ -13,13 +13,15 @@ import pytest
 import torch
 from close import relative_error
 
+from warpweave.config import GPTConfig
 from warpweave.convert import families
 from warpweave.convert import fields as shared
-from warpweave.convert.families import FAMILIES, read_config, write_config
+from warpweave.convert.families import FAMILIES, canonical, read_config, write_config
 from warpweave.convert.fields import ConvertError
 from warpweave.convert.folder import fill
 from warpweave.convert.tensors import rules_of
 from warpweave.gpt import GPT
+from warpweave.kernels.rope import RopeScaling
 
 transformers = pytest.importorskip("transformers", reason="an extra of its own")
 
@@ -207,6 +209,36 @@ def test_several_fields_at_once_are_the_model_of_transformers_there_and_back(kin
             assert back is not None, (fields, written)  # transformers takes what we write
             assert _said(name, back.to_dict()) == ours, (fields, written)
     assert read > 6
+
+
+def _computed(config) -> dict:
+    """What a model computes by its record, whatever is left to a default."""
+    windows = [config.window(i) for i in range(config.layers)]
+    bias = config.bias if config.qkv_bias is None else config.qkv_bias
+    scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
+    return {
+        "sizes": (config.num_kv_heads, config.num_hidden, config.head_dim), "windows": windows,
+        "bias": (config.bias, bias), "scale": scale, "rope": config.rope(local=False),
+        "local": config.rope(local=True) if any(windows) else None,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("scaling", [None, RopeScaling("linear", 4.0)])
+@pytest.mark.parametrize("local", [None, 50.0, 90.0])
+@pytest.mark.parametrize("windows", [(), (0,), (5,), (5, 0), (0, 0, 5)])
+def test_with_every_default_written_out_it_is_the_same_model(windows, local, scaling):
+    for more in (
+        {}, {"kv_heads": 2, "hidden": 40, "head_size": 10}, {"bias": False, "qkv_bias": True},
+        {"attention_scale": 0.3}, {"attention_scale": 8**-0.5}, {"bias": False},
+    ):  # fmt: skip
+        config = GPTConfig(
+            53, 64, 3, 32, 4, positions="rope", windows=windows, rope_theta=90.0,
+            local_rope_theta=local, rope_scaling=scaling, **more,
+        )  # fmt: skip
+        written = canonical(config)
+        assert _computed(written) == _computed(config)
+        assert canonical(written) == written
+        assert None not in (written.kv_heads, written.hidden, written.head_size, written.qkv_bias)
 
 
 @EACH

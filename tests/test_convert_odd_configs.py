@@ -1,5 +1,6 @@
 """config.json files whose fields are of odd kinds: one line, never a traceback, never a guess."""
 
+import itertools
 import json
 
 import pytest
@@ -76,6 +77,11 @@ def test_files_are_those_that_transformers_reads(tmp_path):
     assert index["metadata"]["total_size"] == sum(
         t.nbytes for file in files for t in load_file(file).values()
     )
+    sizes = [
+        sum(t.nbytes for t in load_file(file).values())
+        for file in sorted((tmp_path / "old").glob("*.safetensors"))
+    ]
+    assert all(a <= 8000 < a + b for a, b in itertools.pairwise(sizes))  # none fits
     to_hf(GPT(config, seed=1), tmp_path / "new")
     wanted = (tmp_path / "new" / "model.safetensors").read_bytes()
     (tmp_path / "old" / "model.safetensors").write_bytes(wanted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from warpweave import export
 from warpweave.checkpoint import open_latest
 from warpweave.convert import ConvertError, from_hf, to_hf
-from warpweave.convert.beside import keep_origin, special_tokens
+from warpweave.convert.beside import keep_origin, special_tokens, tokenizer_of
 from warpweave.convert.source import find_tokenizer, read_stop_tokens
 from warpweave.data import ByteTokenizer, JsonTokenizer
 from warpweave.generate import Sampling, generate
@@ -146,6 +147,120 @@ def test_a_run_keeps_what_its_last_beginning_had(tmp_path):
     assert kept() == set()
 
 
+SAID = {"model_type": "llama", "eos_token_id": 7, "pad_token_id": 1, "hidden_size": 3}
+FILES = ("tokenizer.json", "merges.txt", "chat_template.jinja")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    """A model of transformers, without its weights."""
+    folder = tmp_path_factory.mktemp("source")
+    (folder / "config.json").write_text(json.dumps(SAID))
+    (folder / "generation_config.json").write_text('{"eos_token_id": 5}')
+    _words(folder / "tokenizer.json", "</s>")
+    for name in FILES[1:]:
+        (folder / name).write_text(name)
+    return folder
+
+
+@pytest.mark.parametrize("behind", ["a folder", "a run", "a checkpoint"])
+@pytest.mark.parametrize(
+    ("tokenizer", "record", "whole", "files"),
+    [
+        (None, "x", True, FILES),
+        ("own", "x", True, FILES),
+        (None, "bytes", False, ()),  # its texts went through another than the source's
+        ("other", "x", False, ("tokenizer.json",)),
+    ],
+)
+def test_a_run_keeps_of_its_source_what_is_true_of_its_own_tokens(
+    source, tokenizer, record, whole, files, behind, tmp_path
+):
+    beginning = source
+    if behind != "a folder":
+        beginning = tmp_path / "first"
+        keep_origin(beginning, source, None, "x", again=False)
+        (beginning / "checkpoints" / "step").mkdir(parents=True)
+        source = beginning / "origin"
+        beginning = beginning if behind == "a run" else beginning / "checkpoints" / "step"
+    other = _words(tmp_path / "other.json", "<eos>")
+    given = {None: None, "own": source / "tokenizer.json", "other": other}[tokenizer]
+    keep_origin(tmp_path / "run", beginning, given, record, again=False)
+    kept = tmp_path / "run" / "origin"
+    names = {"config.json", *files, *(["generation_config.json"] if whole else [])}
+    assert {path.name for path in kept.iterdir()} == names
+    said = SAID if whole else {k: v for k, v in SAID.items() if not k.endswith("_token_id")}
+    assert json.loads((kept / "config.json").read_text()) == said
+    for name in files:
+        wanted = source / name if whole else given
+        assert (kept / name).read_bytes() == wanted.read_bytes()
+
+
+def test_a_tokenizer_is_the_one_given_or_on_record_or_the_first_there_is(source, tmp_path):
+    empty, second = tmp_path / "empty", tmp_path / "second"
+    empty.mkdir()
+    second.mkdir()
+    mine = _words(second / "tokenizer.json", "<eos>").read_bytes()
+    (second / "merges.txt").touch()
+    places, digest = [empty, source, second], hashlib.sha256(mine).hexdigest()
+    theirs, own = {n: (source / n).read_bytes() for n in FILES}, {"tokenizer.json": mine}
+    beside = own | {"merges.txt": b""}
+    assert tokenizer_of(None, None, places) == (theirs, source)
+    assert tokenizer_of(None, digest, places) == (beside, second)
+    assert tokenizer_of(None, None, [empty]) == tokenizer_of(None, None, []) == ({}, None)
+    assert tokenizer_of(second / "tokenizer.json", "x", places) == (beside, None)
+    other = second / "other.json"
+    other.write_bytes(mine)
+    assert tokenizer_of(other, None, places) == (own, None)
+    found = tokenizer_of(None, "bytes", places)
+    assert found == tokenizer_of("bytes", digest, [])
+    level = Tokenizer.from_str(found[0]["tokenizer.json"].decode())
+    assert level.encode("é \x00").ids == [195, 169, 32, 0]
+    assert (set(found[0]), found[1]) == ({"tokenizer.json"}, None)
+    with pytest.raises(ConvertError, match=rf"SHA-256 0{{12}}. is not in {empty} or"):
+        tokenizer_of(None, "0" * 64, places)
+
+
+def test_tokens_that_were_added_need_room_in_the_model_too(tmp_path):
+    files = {"tokenizer.json": _words(tmp_path / "tokenizer.json", "</s>").read_bytes()}  # 98 + 2
+    assert special_tokens(files, GPTConfig(100, 8, 1, 8, 2), None)["eos_token_id"] == 99
+    with pytest.raises(ConvertError, match="the tokenizer has 100 tokens, the model 99"):
+        special_tokens(files, GPTConfig(99, 8, 1, 8, 2), None)
+    with pytest.raises(ConvertError, match=r"tokenizer.json is no tokenizer"):
+        special_tokens({"tokenizer.json": b"{}"}, GPTConfig(99, 8, 1, 8, 2), None)
+
+
+def test_where_a_text_ends_is_said_by_generation_config_alone_if_there_is_one(source, tmp_path):
+    keep_origin(tmp_path / "run", source, None, "x", again=False)
+    step = tmp_path / "run" / "checkpoints" / "step"
+    step.mkdir(parents=True)
+    for folder in (source, tmp_path / "run", step):
+        assert read_stop_tokens(folder) == (5,)
+        kept = source if folder is source else tmp_path / "run" / "origin"
+        assert find_tokenizer(folder) == kept / "tokenizer.json"
+    assert read_stop_tokens(tmp_path) == ()
+    assert find_tokenizer(tmp_path) is None
+    for said, ends in (
+        ({}, ()), ({"eos_token_id": None}, ()), ({"eos_token_id": [3, 4]}, (3, 4)),
+        ({"eos_token_id": 0}, (0,)),
+    ):  # fmt: skip
+        (tmp_path / "config.json").write_text(json.dumps(said))
+        assert read_stop_tokens(tmp_path) == ends
+        (tmp_path / "config.json").write_text(json.dumps(SAID))
+        (tmp_path / "generation_config.json").write_text(json.dumps(said))
+        assert read_stop_tokens(tmp_path) == ends
+        (tmp_path / "generation_config.json").unlink()
+    for odd in ("7", [7, None], True):
+        (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": odd}))
+        with pytest.raises(ConvertError, match="is no token"):
+            read_stop_tokens(tmp_path)
+    for name in ("tokenizer.model", "vocab.json", "tokenizer_config.json"):
+        (tmp_path / name).touch()
+        with pytest.raises(ConvertError, match=f"has {name} but no tokenizer.json"):
+            find_tokenizer(tmp_path)
+        (tmp_path / name).unlink()
+
+
 def test_what_a_user_has_is_not_written_over(bytes_run, tmp_path, capfd):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis").touch()
@@ -163,6 +278,8 @@ def test_what_a_user_has_is_not_written_over(bytes_run, tmp_path, capfd):
 def test_every_option_of_the_command_changes_what_is_written(words_run, tmp_path, capfd):
     like = to_hf(GPT(GPTConfig(256, 32, 1, 8, 2)), tmp_path / "like")
     (like / "chat_template.jinja").write_text("{{ messages }}")
+    fields = json.loads((like / "config.json").read_text()) | {"eos_token_id": 5, "more": 1}
+    (like / "config.json").write_text(json.dumps(fields))
     saved, other = open_latest(words_run / "checkpoints").path, tmp_path / "b.json"
     _words(other, "x", "</s>")
     for number, (words, seen) in enumerate((
@@ -170,6 +287,9 @@ def test_every_option_of_the_command_changes_what_is_written(words_run, tmp_path
         (("--dtype", "bf16"), lambda r: r["dtype"] == "bfloat16"),
         (("--tokenizer", "bytes"), lambda r: r["tokenizer"] and not r["eos_token_ids"]),
         (("--like", like), lambda r: from_hf(r["folder"]).config.seq_len == 16),
+        (("--like", like), lambda r: from_hf(r["folder"]).fields["more"] == 1),
+        (("--like", like, "--tokenizer", other), lambda r: r["eos_token_ids"] == [100]),
+        (("--like", like, "--tokenizer", "bytes"), lambda r: r["eos_token_ids"] == []),
         (("--tokenizer", other), lambda r: r["eos_token_ids"] == [100]),
     )):  # fmt: skip
         code, result, err = _export(capfd, saved, tmp_path / str(number), *words)

@@ -7,6 +7,7 @@ import contextlib
 import copy
 import importlib
 import inspect
+import itertools
 import json
 import sys
 from functools import partial
@@ -70,6 +71,9 @@ def test_apply_prints_the_report_or_fills_one_and_returns_the_model(llama, capsy
     ww.revert(llama)
     assert printed == f"{reported(llama, only=['norm'])}\n"
     assert printed.split()[:5] == ["5", "x", "LlamaRMSNorm", "norm", "replaced"]
+    ww.revert(llama)
+    ww.apply(llama, only="mlp", report=(both := reported(nn.LayerNorm(4), only="norm")))
+    assert [e.kind for e in both.entries] == ["norm", "mlp", "mlp"]  # of one model and another
     assert capsys.readouterr().out == ""
 
 
@@ -318,13 +322,6 @@ def test_few_numbers_go_another_way_to_the_same_numbers(families, family, monkey
 
 
 # ---------------------------------------------------------------- 4. feed-forward modules
-
-
-@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_erf"])
-def test_the_gated_product_has_the_gradients_of_torch(name):
-    gate, up = (torch.randn(3, 7, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    assert torch.autograd.gradcheck(lambda g, u: mlp.gated_product(g, u, name), (gate, up))
-    assert torch.equal(mlp.gated_product(gate, up, name), mlp._FUNCTIONS[name](gate) * up)
 
 
 def test_which_of_gate_and_up_is_which_is_seen_not_guessed(llama):
@@ -576,17 +573,26 @@ def test_the_loss_is_fused_and_makes_no_logits(families, family):
         assert_close(grads(ours)[name], g, 1e-4)
 
 
-def test_logits_come_when_they_are_asked_for(llama):
-    ours = applied(llama)
-    wanted = llama(ids(), labels=ids())
-    for out in (
-        ours.eval()(ids(), labels=ids()),
-        ours.train()(ids(), labels=ids(), return_logits=True),
-    ):
-        assert_close(out.logits, wanted.logits)
-        assert_close(out.loss, wanted.loss)
-    assert ours.train()(ids()).logits.shape == (2, 11, 101)
-    assert ours(ids(), labels=ids(), return_dict=False)[1].shape == (2, 11, 101)
+@pytest.mark.parametrize("said", [None, True, False])
+def test_logits_are_left_out_only_where_a_loss_is_learnt_from(llama, said):
+    """And nobody asked for them, or for a tuple."""
+    ours, wanted = applied(llama, only="loss"), llama(ids(), labels=ids())
+    named = said is not False
+    for training, learns, asked, labels in itertools.product((True, False), repeat=4):
+        more = {"labels": ids()} if labels else {}
+        with torch.set_grad_enabled(learns):
+            out = ours.train(training)(ids(), return_dict=said, return_logits=asked, **more)
+        assert isinstance(out, tuple) is not named
+        if named:
+            loss, logits = out.loss, out.logits
+        else:
+            loss, logits = out[:2] if labels else (None, out[0])
+        assert (logits is None) == (training and learns and labels and named and not asked)
+        if labels:
+            assert_close(loss, wanted.loss)
+            assert loss.requires_grad is learns
+        if logits is not None:
+            assert_close(logits, wanted.logits)
 
 
 def test_labels_that_are_shifted_or_ignored(llama):
@@ -603,14 +609,6 @@ def test_labels_that_are_shifted_or_ignored(llama):
     none = ours(ids(), labels=torch.full_like(labels, -100)).loss
     assert none == 0  # torch's mean over nothing is NaN
     none.backward()
-
-
-def test_another_label_may_be_ignored(llama):
-    ours, labels = applied(llama, only="loss").train(), ids()
-    labels[:, ::3] = 7
-    given = {"input_ids": ids(), "labels": labels, "ignore_index": 7}
-    assert_close(ours(**given).loss, llama.train()(**given).loss)
-    assert ours(**given).logits is None
 
 
 def test_a_loss_function_that_was_set_is_there_after_a_step_and_a_failed_one(llama):
@@ -689,6 +687,38 @@ def test_a_head_that_is_something_else_makes_its_logits(llama):
     wanted, found = both_losses(llama, ours)
     assert_close(found, wanted)
     assert ours(ids(), labels=ids()).logits is not None
+
+
+def test_a_model_with_numbers_of_its_own_or_no_labels_keeps_its_loss(llama):
+    """Which its logits may meet, though they are zeros now."""
+    ours = copy.deepcopy(llama)
+    ours.register_buffer("final_logits_bias", torch.zeros(101))
+    for model, why in ((ours, "its logits may meet numbers of its own"),
+                       (llama.model, "its forward takes no labels")):  # fmt: skip
+        assert [e.why for e in reported(model).kept("loss")] == [why]
+        ww.revert(model)
+
+
+@pytest.mark.parametrize("family", ["granite", "cohere"])
+def test_a_factor_that_changes_after_apply_is_followed_and_what_is_handed_on_changes_nothing(
+    families, family
+):
+    """Of the configuration or the model's own; the loss is fused as long as it is what was seen."""
+    theirs = families.make(family)
+    ours = applied(theirs, only="loss").train()
+    for model in (theirs, ours):
+        model.config.use_cache = not model.config.use_cache
+    assert ours(ids(), labels=ids()).logits is None
+    for holder, name in ((theirs, "logit_scale"), (theirs.config, "logits_scaling")):
+        if hasattr(holder, name):
+            before = getattr(holder, name)
+            for model in (theirs, ours):
+                setattr(model if holder is theirs else model.config, name, 3 * before)
+            wanted, found = both_losses(theirs, ours)
+            assert_close(found, wanted)
+            assert ours(ids(), labels=ids()).logits is not None
+            setattr(ours if holder is theirs else ours.config, name, before)
+    assert ours(ids(), labels=ids()).logits is None
 
 
 def test_a_forward_that_reads_its_logits_keeps_its_loss(families):

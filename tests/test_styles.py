@@ -306,6 +306,31 @@ def test_what_a_style_cannot_do_is_one_line(two):
             assert "\n" not in said
 
 
+@pytest.mark.parametrize(
+    ("overlap", "end"), [("auto", ""), ("none", "_none"), ("chunked", "_chunked")]
+)
+@pytest.mark.parametrize("sequence", [False, True])
+def test_a_plan_is_the_models_own_in_our_words(sequence, overlap, end):
+    config = perturbed("qwen3").config
+    how = DistributedConfig(tp_size=2, enable_sequence_parallel=sequence)
+    found = ww.planned(how, config, overlap=overlap)
+    cut = "warpweave_sequence_" if sequence else "warpweave_"
+    layer, inside = "model.layers.*.", "warpweave_inside_colwise"
+    wanted = {
+        "lm_head": f"warpweave_gather_colwise{end}",
+        "model.embed_tokens": "warpweave_embedding_rowwise",
+        **{f"{layer}{module}": f"{cut}input" for module in ("self_attn", "mlp")},
+        **{f"{layer}self_attn.{x}_proj": inside for x in "qkv"},
+        **{f"{layer}mlp.{x}_proj": inside for x in ("gate", "up")},
+        **{f"{layer}self_attn.{x}_norm": "warpweave_replicated" for x in "qk"},
+        f"{layer}self_attn.o_proj": f"{cut}rowwise{end}",
+        f"{layer}mlp.down_proj": f"{cut}rowwise{end}",
+        **({"model.layers": "warpweave_sequence"} if sequence else {}),
+    }
+    assert found.tp_plan == wanted
+    assert (found.tp_size, found.enable_sequence_parallel) == (2, sequence)
+
+
 def test_a_model_whose_plan_cannot_be_said_is_refused():
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 11}
     mixtral = MixtralConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)

@@ -1,4 +1,4 @@
-"""Tuning: which tiles are tried, which is kept, and that what is written is what launches take.
+"""Tuning: which tile is kept, that what is written is what launches take, and what is printed.
 
 There is no GPU here: a bench of the tests' own says how fast a tile is and what it computes.
 """
@@ -9,32 +9,26 @@ import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 import triton
 
 from warpweave.kernels.runtime import tiles
-from warpweave.kernels.runtime.tile_table import (
-    KERNELS,
-    KINDS,
-    SIZES,
-    AttentionTile,
-    Row,
-    write_table,
-)
-from warpweave.tune import Bench, TuneConfig, main, search, tune, tune_here
+from warpweave.kernels.runtime.tile_table import AttentionTile, Row, write_table
+from warpweave.tune import Bench, TuneConfig, aot, command, main, search, tune, tune_here
 from warpweave.tune.aot import Compiled
-from warpweave.tune.calls import Problem, other_calls, problems, timed_call
-from warpweave.tune.candidates import around, candidates, could_fit, fault, resident, target_of
+from warpweave.tune.calls import Problem, problems, timed_cost
+from warpweave.tune.candidates import candidates, resident
+from warpweave.tune.clock import HotLoop
 from warpweave.tune.parts import PARTS
+from warpweave.tune.predicted import predicted
 from warpweave.tune.search import add_rows, difference
-from warpweave.tune.timing import interleave
 
 FWD = Problem("attention_fwd", "bf16", 64)
 SHIPPED = AttentionTile(128, 64, 4, 3)  # of FWD on sm_90
 FAST, OTHER = AttentionTile(64, 64, 4, 3), AttentionTile(128, 32, 4, 3)
-ALL = problems(tuple(KERNELS), ("bf16", "fp32", "fp64"), (64, 96, 128, 256))
 GOOD = Compiled("_attention_fwd_kernel", 1, {}, 4, 128, 0, 65536, 2, "", {})
 
 
@@ -182,6 +176,15 @@ def test_what_time_does_not_reach_is_named(table) -> None:
     assert tiles.read_table(table, by="device") == []
 
 
+def test_a_row_is_begun_in_the_minutes_that_are_given_and_none_after(table, monkeypatch) -> None:
+    clock = iter(range(0, 1000, 100))  # seconds, each time that somebody looks
+    monkeypatch.setattr(search.time, "monotonic", lambda: next(clock))
+    todo = problems(("attention_fwd", "attention_dq"), ("bf16",), (32, 64, 128))
+    report = tune(todo, FakeGpu({}).bench(), table, minutes=5, steps=1)
+    assert [row.problem for row in report.rows] == todo[:3]
+    assert report.left_out == [str(problem) for problem in todo[3:]]
+
+
 def test_a_broken_table_is_refused_before_anything_is_measured(table) -> None:
     table.write_text("{}")
     gpu = FakeGpu({})
@@ -198,121 +201,6 @@ def test_rows_replace_those_of_their_key_only(tmp_path) -> None:
     add_rows(path, [dataclasses.replace(second, tile=OTHER)])
     rows = tiles.read_table(path, by="device")
     assert [row.tile for row in rows] == [FAST, OTHER]
-
-
-# ---------------------------------------------------------------- what is tried
-
-
-@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
-def test_candidates_begin_with_the_shipped_tile_and_can_stand_in_a_table(target) -> None:
-    for problem in ALL:
-        found = candidates(problem, PARTS[target], 2)
-        shipped = problem.shipped(PARTS[target].arch)
-        assert found[0] == shipped
-        assert could_fit(problem, shipped, PARTS[target])
-        assert 10 <= len(found) == len({*found}) <= 50
-        for tile in found:
-            assert all(size in SIZES[name] for name, size in tile._asdict().items())
-            assert could_fit(problem, tile, PARTS[target])
-
-
-def test_candidates_are_at_most_two_steps_away_nearest_first() -> None:
-    def steps(tile):
-        near, far = zip(*((min(a, b), max(a, b)) for a, b in zip(tile[:3], SHIPPED[:3])))
-        return abs(tile.stages - SHIPPED.stages) + sum(
-            (b // a).bit_length() - 1 for a, b in zip(near, far)
-        )
-
-    found = [steps(tile) for tile in around(SHIPPED, 2)]
-    assert found == sorted(found)
-    assert {*found} == {1, 2}
-    assert FAST in around(SHIPPED, 1)
-    assert SHIPPED not in around(SHIPPED, 2)
-
-
-@pytest.mark.parametrize(
-    ("problem", "tile"),
-    [
-        (FWD, SHIPPED._replace(q=512)),  # 512 x 64 sums and as many scores in 128 threads
-        (Problem("attention_fwd", "fp32", 256), AttentionTile(16, 128, 8, 2)),  # 2 x 128 KB
-        (Problem("attention_dkdv", "bf16", 128), AttentionTile(32, 256, 8, 1)),  # 2 x 256 x 128
-        (Problem("gemm", "bf16", "large"), (256, 512, 64, 8, 1, 8, 3)),
-        (Problem("gemm", "fp64", "large"), (128, 128, 128, 8, 1, 8, 3)),
-    ],
-)
-def test_what_cannot_fit_is_not_compiled(problem, tile) -> None:
-    assert not could_fit(problem, KERNELS[problem.kernel](*tile), PARTS["sm_90"])
-
-
-def test_faults_are_named_and_float64_may_spill() -> None:
-    spilled = dataclasses.replace(GOOD, stack=16)
-    assert fault([GOOD], FWD) == ""
-    assert fault([GOOD, spilled], FWD) == fault([spilled], FWD, 15) == "spills 16 bytes"
-    assert fault([spilled], FWD, 16) == ""
-    assert fault([spilled], Problem("gemm", "fp64", "large")) == ""
-    none = dataclasses.replace(GOOD, occupancy=0, shared=250_000)
-    too_much = "250000 bytes of shared memory and 128 registers"
-    assert fault([none], FWD) == fault([none], FWD, 16) == too_much
-    assert fault("CompilationError", FWD) == "CompilationError"
-    assert target_of(90) == "sm_90"
-    with pytest.raises(ValueError, match=r"compiled for sm_80, .*, and this GPU is sm_75"):
-        target_of(75)
-
-
-# ---------------------------------------------------------------- the calls
-
-
-def _small(*sizes, dtype):
-    return torch.randn(sizes, dtype=torch.float32).to(dtype)
-
-
-@pytest.mark.parametrize("problem", problems(tuple(KERNELS), ("fp32",), (16,)), ids=str)
-def test_every_call_of_a_problem_takes_its_tile(problem) -> None:
-    """A tile that no kernel can take makes each of them fail, in the interpreter."""
-    shipped = problem.shipped(0)
-    broken = shipped._replace(**{shipped._fields[0]: 48})
-    calls = other_calls(problem, _small, 64, 64)
-    assert len(calls) >= 5
-    for call in (timed_call(problem, _small, 64, 64), *calls.values()):
-        with tiles.pinned(problem.pins(broken)), pytest.raises(Exception, match="power of 2"):
-            call()
-
-
-@pytest.mark.parametrize("problem", problems(tuple(KERNELS), ("fp32",), (16,)), ids=str)
-def test_timed_calls_compute_the_same_under_another_tile(problem) -> None:
-    outputs = []
-    for tile in (problem.shipped(0), next(iter(around(problem.shipped(0), 1)))):
-        torch.manual_seed(0)
-        call = timed_call(problem, _small, 64, 32)
-        with tiles.pinned(problem.pins(tile)):
-            outputs.append([x.clone() for x in call()])
-    first, second = outputs
-    assert max(map(difference, first, second)) <= search.TOLERANCES["fp32"]
-    assert all(x.isfinite().all() and x.any() for x in first)
-
-
-def test_problems_are_rows_of_the_table() -> None:
-    assert len(problems(("gemm",), ("bf16", "fp32"), ())) == 2 * len(KINDS)
-    assert [p.kind for p in problems(("attention_dq",), ("fp64",), (40, 64))] == [40, 64]
-    assert Problem("gemm", "fp64", "small").pins(FAST) == {("gemm", 8, k): FAST for k in KINDS}
-    assert FWD.pins(FAST) == {("attention_fwd", 2, 64): FAST}
-
-
-def test_variants_take_turns_in_an_order_drawn_anew() -> None:
-    done, timed = [], []
-    calls = {name: lambda name=name: done.append(name) for name in "abc"}
-
-    def timer(call):
-        call()
-        timed.append(done[-1])
-        return float(len(timed))
-
-    times = interleave(calls, timer, rounds=20, warmup=2)
-    rounds = ["".join(timed[i : i + 3]) for i in range(0, 60, 3)]
-    assert done[:6] == [*"abcabc"]
-    assert {"".join(sorted(r)) for r in rounds} == {"abc"}
-    assert len({*rounds}) > 3
-    assert all(times[name] == [i + 1.0 for i, x in enumerate(timed) if x == name] for name in "abc")
 
 
 # ---------------------------------------------------------------- the command
@@ -363,6 +251,73 @@ def test_it_prints_old_against_new_and_sums_up(table, capsys) -> None:
     other = table.parent / "elsewhere.json"
     tune_here(dataclasses.replace(config, output=other), gpu.bench)
     assert tiles.read_table(other, by="device") == tiles.read_table(table, by="device")
+
+
+LOOP = HotLoop(100, 300, 1e6, 500.0, {}, {}, 0.0, 4096.0, "")
+READ = dataclasses.replace(GOOD, kernel="attention_fwd_kernel", programs=500, loops=[LOOP])
+
+
+def test_a_dry_run_says_the_worst_of_each_tiles_kernels_the_fastest_tile_first(
+    monkeypatch, capsys
+) -> None:
+    masked = dataclasses.replace(LOOP, stalls=900)
+    quick = dataclasses.replace(READ, loops=[dataclasses.replace(LOOP, stalls=150), masked])
+    second = dataclasses.replace(READ, registers=99, shared=70_000, occupancy=1)
+    unread = dataclasses.replace(GOOD, unread="QGMMA is not known")
+    compiled = {SHIPPED: [READ, second], FAST: [quick], OTHER: [unread]}
+    compiled[AttentionTile(128, 64, 4, 2)] = [GOOD]
+
+    def compile_tile(target, problem, tile, *, clock):
+        assert (target, problem, clock) == ("sm_90", FWD, True)
+        return compiled.get(tile, "does not compile")
+
+    monkeypatch.setattr(command, "compile_tile", compile_tile)
+    config = TuneConfig(kernels=("attention_fwd",), head_dims=(64,), steps=1, dry=True)
+    summary = command.dry_run(config)
+    rows, part, cost = summary["rows"], PARTS["sm_90"], timed_cost(FWD)
+    assert [AttentionTile(**row["tile"]) for row in rows[:2]] == [FAST, SHIPPED]
+    assert {AttentionTile(**row["tile"]) for row in rows[2:]} == {OTHER, *[*compiled][3:]}
+    both = [predicted(kernel, cost, part) for kernel in compiled[SHIPPED]]
+    us = [round(sum(getattr(x, n) for x in both), 1) for n in ("us", "low", "high")]
+    assert rows[1] == {
+        "problem": str(FWD), "tile": SHIPPED._asdict(), "registers": 128, "shared": 70_000,
+        "occupancy": 1, "ideal": 1.0, "serial": 0.625, "predicted_us": us, "unread": "",
+    }  # fmt: skip
+    assert rows[0]["serial"] == round(500 / 650, 3)  # of the loop without masks
+    assert [row["predicted_us"] for row in rows[2:]] == [None, None]
+    assert {row["unread"] for row in rows[2:]} == {
+        "QGMMA is not known", "no prediction: it spills, or has no products",
+    }  # fmt: skip
+    lines = capsys.readouterr().out.splitlines()[-4:]
+    assert ["(shipped)" in line for line in lines] == [False, True, False, False]
+    assert "predicted {:.0f} us ({:.0f}-{:.0f})".format(*us) in lines[1]
+    assert (summary["tuned"], summary["left_out"], summary["table"]) == (0, [], None)
+    late = command.dry_run(dataclasses.replace(config, minutes=1e-9))
+    assert (late["rows"], late["left_out"]) == ([], [str(FWD)])
+
+
+def test_what_is_said_of_a_compiled_kernel_is_what_the_tools_print_of_it(monkeypatch) -> None:
+    printed = "Function k:\n REG:40 STACK:8 SHARED:0 LOCAL:16 CONSTANT[0]:500 TEXTURE:0"
+    monkeypatch.setattr(aot, "run_tool", lambda tool, option, cubin: printed)
+    ptx = "\n".join([
+        "mma.sync.aligned.m16n8k8.f32", "mma.sync.aligned.m16n8k16.f32",
+        "mma.sync.aligned.m16n8k16.f32", "ld.global.v4.b32 {%r1}", "ld.global.b16 %r2",
+        "cp.async.cg.shared.global", "cp.async.bulk.tensor.2d", "atom.global.add", "red.global.add",
+        "atom.acq_rel.gpu.exch", "fma.rn.f64", "st.global.b32",
+    ])  # fmt: skip
+    metadata = SimpleNamespace(num_warps=4, shared=50_000)
+    kernel = SimpleNamespace(asm={"cubin": b"", "ptx": ptx}, metadata=metadata)
+    arguments = {"x": torch.ones(1), "BLOCK": 64, "CAUSAL": True, "scale": 0.5, "name": "a"}
+    found = aot._compiled(PARTS["sm_90"], "k", kernel, (3, 4), arguments)
+    assert found == Compiled(
+        "k", 12, {"BLOCK": 64, "CAUSAL": True, "scale": 0.5}, 4, 40, 24, 50_000, 4,
+        "mma.sync.aligned.m16n8k16.f32",
+        {"tensor_core": 3, "cp.async": 1, "tma": 1, "load": 2, "load_128_bit": 1, "atomic": 3,
+         "flag": 1, "float64": 1},
+    )  # fmt: skip
+    kernel.serialised = "(C7510) waits"
+    found = aot._compiled(PARTS["sm_90"], "k", kernel, lambda meta: (1,), {})
+    assert (found.programs, found.serialised) == (0, "(C7510) waits")
 
 
 def test_the_default_is_every_kernel_in_bf16() -> None:

@@ -124,7 +124,7 @@ class Form(NamedTuple):
     down: str
     gate: str | None = None
     fused: str = ""  # "gate, up" or "up, gate" where `up` makes both
-    inside: tuple[str, ...] = ()  # dropouts of the hidden units
+    inside: tuple[str, ...] = ()  # dropouts of the hidden units, of a gated one
     after: tuple[str, ...] = ()  # dropouts at the end
 
     def __str__(self) -> str:
@@ -220,8 +220,6 @@ def _plain_forward(form: Form) -> Callable:
 
     def forward(self, hidden_states):
         up, down = getattr(self, form.up), getattr(self, form.down)
-        if form.inside and not all(_is_off(getattr(self, name)) for name in form.inside):
-            return original(self)(hidden_states)
         if few(hidden_states):
             y = _product(down, activate(_product(up, hidden_states)))
         elif is_plain_linear(up) and is_plain_linear(down):
@@ -236,12 +234,6 @@ def _plain_forward(form: Form) -> Callable:
         return y
 
     return forward
-
-
-def _is_off(dropout: Any) -> bool:
-    """Whether a dropout hands on what it is given, and nobody looks."""
-    plain = type(dropout) is nn.Dropout and not seen.has_hooks(dropout)
-    return plain and (dropout.p == 0 or not dropout.training)
 
 
 def _call(linear: Any, x: torch.Tensor) -> torch.Tensor:
@@ -312,7 +304,7 @@ def _forms(inner: dict[str, Any], activation: str, drops: tuple[str, ...]) -> li
             for gate, up in (others, others[::-1]):
                 found.append(Form(activation, up, down, gate=gate))
     found = [f for f in found if f.plain or activation in _GATED]
-    inside = [f._replace(inside=drops) for f in found] if drops else []
+    inside = [f._replace(inside=drops) for f in found if drops and not f.plain]
     return [f._replace(after=drops) for f in found] + inside
 
 

@@ -1,0 +1,209 @@
+"""Tuning: which tiles are tried, what is wrong with one, and the calls that compare them."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from warpweave.kernels.runtime import tiles
+from warpweave.kernels.runtime.tile_table import KERNELS, KINDS, SIZES, AttentionTile
+from warpweave.tune import candidates as tile_candidates
+from warpweave.tune import search
+from warpweave.tune.aot import Compiled
+from warpweave.tune.calls import Problem, other_calls, problems, timed_call, timed_cost
+from warpweave.tune.candidates import around, candidates, could_fit, fault, target_of
+from warpweave.tune.parts import PARTS
+from warpweave.tune.search import difference
+from warpweave.tune.timing import interleave
+
+FWD = Problem("attention_fwd", "bf16", 64)
+SHIPPED = AttentionTile(128, 64, 4, 3)  # of FWD on sm_90
+FAST, OTHER = AttentionTile(64, 64, 4, 3), AttentionTile(128, 32, 4, 3)
+ALL = problems(tuple(KERNELS), ("bf16", "fp32", "fp64"), (64, 96, 128, 256))
+GOOD = Compiled("_attention_fwd_kernel", 1, {}, 4, 128, 0, 65536, 2, "", {})
+
+
+# ---------------------------------------------------------------- what is tried
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
+def test_candidates_begin_with_the_shipped_tile_and_can_stand_in_a_table(target) -> None:
+    for problem in ALL:
+        found = candidates(problem, PARTS[target], 2)
+        shipped = problem.shipped(PARTS[target].arch)
+        assert found[0] == shipped
+        assert could_fit(problem, shipped, PARTS[target])
+        assert 10 <= len(found) == len({*found}) <= 50
+        for tile in found:
+            assert all(size in SIZES[name] for name, size in tile._asdict().items())
+            assert could_fit(problem, tile, PARTS[target])
+
+
+def test_candidates_are_at_most_two_steps_away_nearest_first() -> None:
+    def steps(tile):
+        near, far = zip(*((min(a, b), max(a, b)) for a, b in zip(tile[:3], SHIPPED[:3])))
+        return abs(tile.stages - SHIPPED.stages) + sum(
+            (b // a).bit_length() - 1 for a, b in zip(near, far)
+        )
+
+    assert {tile.warps for tile in around(SHIPPED, 2)} == {4, 8}  # tensor cores take fours
+    found = [steps(tile) for tile in around(SHIPPED, 2)]
+    assert found == sorted(found)
+    assert {*found} == {1, 2}
+    assert FAST in around(SHIPPED, 1)
+    assert SHIPPED not in around(SHIPPED, 2)
+
+
+@pytest.mark.parametrize(
+    ("problem", "tile"),
+    [
+        (FWD, SHIPPED._replace(q=512)),  # 512 x 64 sums and as many scores in 128 threads
+        (Problem("attention_fwd", "fp32", 256), AttentionTile(16, 128, 8, 2)),  # 2 x 128 KB
+        (Problem("attention_dkdv", "bf16", 128), AttentionTile(32, 256, 8, 1)),  # 2 x 256 x 128
+        (Problem("gemm", "bf16", "large"), (256, 512, 64, 8, 1, 8, 3)),
+        (Problem("gemm", "fp64", "large"), (128, 128, 128, 8, 1, 8, 3)),
+    ],
+)
+def test_what_cannot_fit_is_not_compiled(problem, tile) -> None:
+    assert not could_fit(problem, KERNELS[problem.kernel](*tile), PARTS["sm_90"])
+
+
+def test_what_fits_in_one_buffer_less_than_stages_is_compiled() -> None:
+    """Some versions of Triton keep one of the stages in registers; in float64 a sum takes two."""
+    byte, part = 128 * 64 * 2 * 2, PARTS["sm_90"]  # K and V of a step in bfloat16
+    stages = part.block_shared // byte + 1
+    problem = Problem("attention_fwd", "bf16", 128)
+    for more, fits in ((0, True), (1, False)):
+        assert could_fit(problem, AttentionTile(64, 64, 4, stages + more), part) is fits
+    for kernel, tile in (
+        ("attention_fwd", AttentionTile(128, 128, 8, 1)),  # 128 x 128 sums and as many scores
+        ("attention_dkdv", AttentionTile(64, 128, 8, 1)),  # twice 128 x 128 and 128 x 64
+    ):
+        rows = tile.k if kernel == "attention_dkdv" else tile.q
+        sums = (2 if kernel == "attention_dkdv" else 1) * rows * 128 + tile.q * tile.k
+        for warps, size in ((4, "fp32"), (8, "fp32"), (8, "fp64"), (16, "fp64")):
+            wide = 2 if size == "fp64" else 1
+            free = dataclasses.replace(part, block_shared=2**40)
+            wanted = sums * wide <= 255 * 32 * warps
+            found = could_fit(Problem(kernel, size, 128), tile._replace(warps=warps), free)
+            assert found is wanted
+
+
+def test_what_the_shipped_tile_spills_in_another_call_others_may_too(monkeypatch) -> None:
+    spilled = {SHIPPED: {"full": 16}, FAST: {"full": 16}, OTHER: {"full": 24}}
+
+    def compiled(target, problem, tile, call, clock=False):
+        assert (target, problem) == ("sm_90", FWD)
+        return [GOOD, dataclasses.replace(GOOD, stack=spilled[tile].get(call, 0))]
+
+    calls = lambda problem, make: {name: name for name in ("full", "softcap")}  # noqa: E731
+    monkeypatch.setattr(tile_candidates, "other_calls", calls)
+    monkeypatch.setattr(tile_candidates, "_compile", compiled)
+    first_fault = tile_candidates.first_fault
+    assert [first_fault("sm_90", FWD, tile) for tile in spilled] == [
+        "",
+        "",
+        "full: spills 24 bytes",
+    ]
+    spilled[FAST] = {"softcap": 8}
+    assert first_fault("sm_90", FWD, FAST) == "softcap: spills 8 bytes"
+
+
+def test_faults_are_named_and_float64_may_spill() -> None:
+    spilled = dataclasses.replace(GOOD, stack=16)
+    assert fault([GOOD], FWD) == ""
+    assert fault([GOOD, spilled], FWD) == fault([spilled], FWD, 15) == "spills 16 bytes"
+    assert fault([spilled], FWD, 16) == ""
+    assert fault([spilled], Problem("gemm", "fp64", "large")) == ""
+    none = dataclasses.replace(GOOD, occupancy=0, shared=250_000)
+    too_much = "250000 bytes of shared memory and 128 registers"
+    assert fault([none], FWD) == fault([none], FWD, 16) == too_much
+    assert fault("CompilationError", FWD) == "CompilationError"
+    assert target_of(90) == "sm_90"
+    with pytest.raises(ValueError, match=r"compiled for sm_80, .*, and this GPU is sm_75"):
+        target_of(75)
+
+
+# ---------------------------------------------------------------- the calls
+
+
+def _small(*sizes, dtype):
+    return torch.randn(sizes, dtype=torch.float32).to(dtype)
+
+
+@pytest.mark.parametrize("problem", problems(tuple(KERNELS), ("fp32",), (16,)), ids=str)
+def test_every_call_of_a_problem_takes_its_tile(problem) -> None:
+    """A tile that no kernel can take makes each of them fail, in the interpreter."""
+    shipped = problem.shipped(0)
+    broken = shipped._replace(**{shipped._fields[0]: 48})
+    calls = other_calls(problem, _small, 64, 64)
+    assert len(calls) >= 5
+    for call in (timed_call(problem, _small, 64, 64), *calls.values()):
+        with tiles.pinned(problem.pins(broken)), pytest.raises(Exception, match="power of 2"):
+            call()
+
+
+@pytest.mark.parametrize("problem", problems(tuple(KERNELS), ("fp32",), (16,)), ids=str)
+def test_timed_calls_compute_the_same_under_another_tile(problem) -> None:
+    outputs = []
+    for tile in (problem.shipped(0), next(iter(around(problem.shipped(0), 1)))):
+        torch.manual_seed(0)
+        call = timed_call(problem, _small, 64, 32)
+        with tiles.pinned(problem.pins(tile)):
+            outputs.append([x.clone() for x in call()])
+    first, second = outputs
+    assert max(map(difference, first, second)) <= search.TOLERANCES["fp32"]
+    assert all(x.isfinite().all() and x.any() for x in first)
+
+
+def test_problems_are_rows_of_the_table() -> None:
+    assert len(problems(("gemm",), ("bf16", "fp32"), ())) == 2 * len(KINDS)
+    assert [p.kind for p in problems(("attention_dq",), ("fp64",), (40, 64))] == [40, 64]
+    assert Problem("gemm", "fp64", "small").pins(FAST) == {("gemm", 8, k): FAST for k in KINDS}
+    assert FWD.pins(FAST) == {("attention_fwd", 2, 64): FAST}
+
+
+@pytest.mark.parametrize("problem", problems(tuple(KERNELS), ("bf16", "fp32"), (64, 96)), ids=str)
+def test_a_timed_call_costs_what_its_tensors_say(problem) -> None:
+    shapes = []
+
+    def make(*sizes, dtype):
+        shapes.append(sizes)
+        return torch.empty(sizes, dtype=dtype, device="meta")
+
+    timed_call(problem, make, 2048, 1024)
+    found = timed_cost(problem, 2048, 1024)
+    if problem.kernel == "gemm":
+        (T, E), other = shapes[:2]
+        F = other[1] if other[0] == E else other[0]
+        flops = 2 * T * E * F
+        moved = T * E + E * F + T * F
+    else:
+        (B, S, H, D), (*_, kv, _) = shapes[:2]
+        assert B * S == 2048
+        assert 4 * kv == H
+        assert problem.kind == D
+        forward = 4 * B * H * S * S * D // 2  # causal
+        backward = problem.kernel != "attention_fwd"
+        flops = forward * 5 // 2 if backward else forward
+        moved = (4 if backward else 2) * B * S * D * (H + kv)
+    assert found.flops == flops
+    statistics = 0 if problem.kernel == "gemm" else 4 * B * H * S
+    assert found.bytes == moved * problem.size + statistics
+
+
+def test_variants_take_turns_in_an_order_drawn_anew() -> None:
+    done, timed = [], []
+    calls = {name: lambda name=name: done.append(name) for name in "abc"}
+
+    def timer(call):
+        call()
+        timed.append(done[-1])
+        return float(len(timed))
+
+    times = interleave(calls, timer, rounds=20, warmup=2)
+    rounds = ["".join(timed[i : i + 3]) for i in range(0, 60, 3)]
+    assert done[:6] == [*"abcabc"]
+    assert {"".join(sorted(r)) for r in rounds} == {"abc"}
+    assert len({*rounds}) > 3
+    assert all(times[name] == [i + 1.0 for i, x in enumerate(timed) if x == name] for name in "abc")
