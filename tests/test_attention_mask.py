@@ -107,6 +107,9 @@ KEYS_APART = [
     torch.stack((EACH, EACH.clamp(BEGINS, ENDS)), 1),
     torch.stack((EACH, EACH.flip(0)), 1),
     torch.stack((PACKED, _documents(9, 0, 3, 30, 0, 1, 9, 9))).expand(2, -1, -1),
+    torch.stack(
+        (PADDED, PADDED.clamp(max=torch.tensor([[67], [0]]))), 1
+    ),  # one sample sees nothing
 ]
 
 

@@ -283,6 +283,27 @@ def test_masked_and_huge_logits_are_exact(impl):
 
 
 @IMPLS
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_row_may_be_masked_wholly_on_some_shards(dtype, impl):
+    """Its lse there is -inf and its gradient 0, as of columns that are padding."""
+    logits, labels = _case(5, 12, dtype)
+    labels[:] = torch.tensor([0, 5, 1, -100, 7])
+    for row, masked in enumerate((slice(4, 12), slice(0, 4), slice(8, 12), slice(0, 8))):
+        logits[row, masked] = -float("inf")
+    lses = torch.stack([cross_entropy_fwd(z, labels, impl=impl, vocab_start=4 * n, vocab_size=12)[0]
+                        for n, z in enumerate(logits.split(4, 1))])  # fmt: skip
+    whole = logits.to(lses.dtype).logsumexp(1).masked_fill(labels == -100, 0.0)
+    assert lses[1:, 0].isneginf().all()
+    assert_close_f64(lses.logsumexp(0)[labels != -100], whole[labels != -100], 1e-6)
+    losses, gradient = _sharded(logits, labels, torch.ones(5).to(whole), 3, 12, impl, z_loss=0.0)
+    truth = _loss_and_gradient(
+        lambda z: reference.cross_entropy(z, labels), logits.double(), torch.ones(5)
+    )
+    assert_close_f64(losses, truth[0], 1e-6)
+    assert_close_f64(gradient, truth[1], 1e-2 if dtype == torch.bfloat16 else 1e-13)
+
+
+@IMPLS
 def test_the_running_maximum_may_grow_in_every_block(impl):
     logits, labels = _case(4, 13000)
     logits += torch.linspace(0, 60, 13000, dtype=torch.float64)

@@ -19,7 +19,7 @@ from warpweave.kernels.mlp import mlp
 from warpweave.kernels.norm import layer_norm, rms_norm
 from warpweave.kernels.qkv import qkv_rope
 from warpweave.kernels.rope import apply_rope, rope_table
-from warpweave.kernels.runtime.wgrad import WeightGradients, accumulate, collect
+from warpweave.kernels.runtime.wgrad import WeightGradients, accumulate, collect, wgrad_buffer
 
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
 IMPLS = pytest.mark.parametrize("impl", ["torch", "triton"])
@@ -80,6 +80,13 @@ def test_what_is_made_of_16_bits_is_rounded_once_both_ways(name, impl) -> None:
             assert_rounded_once(a, b, f"gradient {n} of {name} in {dtype}")
 
 
+def _at_once(p: torch.Tensor, dw: torch.Tensor) -> torch.Tensor | None:
+    """The gradient of what cannot wait for it."""
+    buffer, add, gradient = wgrad_buffer(p, p.grad_dtype)
+    buffer.copy_(dw.view(p.shape) + (buffer.double() if add else 0))
+    return gradient
+
+
 def test_gradients_of_parameters_are_sums_in_float32() -> None:
     """Of whole numbers whose sums have no place in 16 bits."""
     dy, x = (torch.randint(-100, 201, (5, 60, n)).to(BF16) for n in (6, 4))
@@ -89,6 +96,7 @@ def test_gradients_of_parameters_are_sums_in_float32() -> None:
         for p, right, make in (
             (weight, truth[0], lambda p: weight_gradient(p, lambda: (dy, x))),
             (bias, truth[1], lambda p: bias_gradient(p, dy)),
+            (weight, truth[0], lambda p, dw=truth[0]: _at_once(p, dw)),
         ):
             p.grad_dtype, right = wanted, right.view(p.shape).to(wanted)
             assert torch.equal(make(p), right)

@@ -400,6 +400,7 @@ MOVED: Rows = [
 ]
 SENT: Rows = [
     *MOVED,
+    ({"b": z(2, 24)}, "needs 1 parts and 384 bytes of symmetric memory, it has 2 and 256"),
     ({"wire_dtype": F16}, "travel in"),
     ({"wire_dtype": INT}, "travel in"),
     ({"a": A.half(), "b": B.half(), "wire_dtype": torch.bfloat16}, "travel in"),

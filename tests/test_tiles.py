@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 import torch
@@ -178,6 +179,9 @@ def test_what_is_written_is_read_back_and_a_failure_leaves_the_old_file(table) -
     before = table.read_text()
     with pytest.raises(TypeError):
         write_table(table, [dataclasses.replace(ODD, us=object())])
+    for failure in (OSError, KeyboardInterrupt):
+        with mock.patch("os.fsync", side_effect=failure), pytest.raises(failure):
+            write_table(table, rows[:1])
     assert table.read_text() == before
     assert [*table.parent.iterdir()] == [table]
 
