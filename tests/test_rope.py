@@ -1,5 +1,7 @@
 """Rotary embedding against plain torch in float64; Triton runs interpreted."""
 
+import itertools
+
 import pytest
 import torch
 from close import assert_close_f64, assert_error_budget, relative_error
@@ -296,6 +298,19 @@ def test_ntk_changes_the_base_as_transformers_dynamic_form_does_at_one_length() 
     assert ((ours - frequencies.double()) / ours).abs().max() < 1e-5
     assert ours[0] == plain[0]
     assert_close_f64(ours[-1:] * 10, plain[-1:])  # the lowest is interpolated by the whole factor
+
+
+@pytest.mark.parametrize("kind", ["linear", "ntk", "yarn", "llama3"])
+def test_every_frequency_is_divided_by_something_from_1_to_the_factor(kind) -> None:
+    """The faster it turns the less, whatever the dims, base and factor, one pair and 1 included."""
+    for R, theta, factor in itertools.product((2, 4, 6, 16), (1.5, 1e4), (1.0, 3.0)):
+        plain = theta ** (torch.arange(0, R, 2, dtype=torch.float64) / -R)
+        by = plain / RopeScaling(kind, factor, 100).scale(plain, theta)
+        assert ((by >= 1 - 1e-12) & (by <= factor + 1e-12)).all(), (R, theta, factor, by)
+        assert (by.diff() >= -1e-12).all()
+        if kind == "ntk":
+            assert by[0] == 1
+            assert R == 2 or abs(by[-1] - factor) < 1e-12
 
 
 @pytest.mark.parametrize("impl", IMPLS)
