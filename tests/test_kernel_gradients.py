@@ -3,7 +3,7 @@ leaf, at once or later; and in 16 bits every result is float32's, rounded once."
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch
@@ -19,7 +19,14 @@ from warpweave.kernels.mlp import mlp
 from warpweave.kernels.norm import layer_norm, rms_norm
 from warpweave.kernels.qkv import qkv_rope
 from warpweave.kernels.rope import apply_rope, rope_table
-from warpweave.kernels.runtime.wgrad import WeightGradients, accumulate, collect, wgrad_buffer
+from warpweave.kernels.runtime.wgrad import (
+    WeightGradients,
+    accumulate,
+    collect,
+    waits,
+    wgrad,
+    wgrad_buffer,
+)
 
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
 IMPLS = pytest.mark.parametrize("impl", ["torch", "triton"])
@@ -120,6 +127,20 @@ def test_gradients_of_parameters_are_sums_in_float32() -> None:
                     store.run()  # what was written is forgotten
                     assert p.grad is None or left is not None or torch.equal(p.grad, 2 * right)
                     p.grad = None
+
+
+@pytest.mark.parametrize("context", [collect, accumulate])
+def test_gradients_are_handed_over_within_the_block_only_also_where_it_ends_by_an_error(context):
+    weight, dw = torch.zeros(2, requires_grad=True), torch.ones(2)
+    store = WeightGradients({weight: torch.zeros(2)})
+    with suppress(KeyError), context(store):
+        assert wgrad(weight, lambda: dw) is None
+        assert waits(weight) == (context is collect)
+        assert not torch.autograd.is_multithreading_enabled()
+        raise KeyError
+    assert wgrad(weight, lambda: dw) is dw
+    assert not waits(weight)
+    assert torch.autograd.is_multithreading_enabled()
 
 
 # ---------------------------------------------------------------- of any view, at any time

@@ -325,6 +325,9 @@ def _through_a_file(path, rows):
 def test_pins_hold_inside_their_block_only_and_for_their_key_only() -> None:
     tile, cpu = AttentionTile(16, 16, 1, 1), torch.device("cpu")
     shipped = tiles.find("attention_fwd", cpu, 4, 64)
+    with pytest.raises(KeyError), tiles.pinned({("attention_fwd", 4, 64): tile}):
+        raise KeyError
+    assert tiles.find("attention_fwd", cpu, 4, 64) == shipped
     with tiles.pinned({("attention_fwd", 4, 64): tile}):
         assert tiles.find("attention_fwd", cpu, 4, 40) == tile
         for key in (("attention_fwd", 4, 65), ("attention_fwd", 8, 64), ("attention_dq", 4, 64)):
