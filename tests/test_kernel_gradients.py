@@ -14,7 +14,7 @@ from warpweave.kernels.activation import ACTIVATIONS, activate
 from warpweave.kernels.cross_entropy import cross_entropy, linear_cross_entropy
 from warpweave.kernels.dropout import Drop, dropout
 from warpweave.kernels.gemm import gemm
-from warpweave.kernels.gemm.gradients import bias_gradient, weight_gradient
+from warpweave.kernels.gemm.gradients import bias_gradient, rows, weight_gradient
 from warpweave.kernels.mlp import mlp
 from warpweave.kernels.norm import layer_norm, rms_norm
 from warpweave.kernels.qkv import qkv_rope
@@ -141,6 +141,18 @@ def test_gradients_are_handed_over_within_the_block_only_also_where_it_ends_by_a
     assert wgrad(weight, lambda: dw) is dw
     assert not waits(weight)
     assert torch.autograd.is_multithreading_enabled()
+
+
+def test_tokens_without_features_are_as_many() -> None:
+    assert rows(torch.zeros(2, 3, 0)).shape == (6, 0)
+    x, up, down, bias = torch.ones(2, 3), torch.ones(0, 3), torch.ones(3, 0), torch.arange(3.0)
+    leaves = [t.requires_grad_() for t in (x, up, down, bias)]
+    y = mlp(*leaves[:3], None, bias, activation="gelu")
+    assert torch.equal(y, bias.expand(2, 3))
+    y.sum().backward()
+    assert [[*t.grad.shape] for t in leaves] == [[*t.shape] for t in leaves]
+    assert torch.equal(bias.grad, torch.full((3,), 2.0))
+    assert not x.grad.any()
 
 
 # ---------------------------------------------------------------- of any view, at any time
