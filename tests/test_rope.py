@@ -303,6 +303,8 @@ def test_ntk_changes_the_base_as_transformers_dynamic_form_does_at_one_length() 
 @pytest.mark.parametrize("kind", ["linear", "ntk", "yarn", "llama3"])
 def test_every_frequency_is_divided_by_something_from_1_to_the_factor(kind) -> None:
     """The faster it turns the less, whatever the dims, base and factor, one pair and 1 included."""
+    for own in (0.0, 0.5, 1.0):
+        assert RopeScaling(kind, 3.0, 100, attention_factor=own).multiplier == own
     for R, theta, factor in itertools.product((2, 4, 6, 16), (1.5, 1e4), (1.0, 3.0)):
         plain = theta ** (torch.arange(0, R, 2, dtype=torch.float64) / -R)
         by = plain / RopeScaling(kind, factor, 100).scale(plain, theta)
