@@ -172,9 +172,10 @@ def test_rows_of_queries_and_of_do_may_lie_at_other_distances() -> None:
     """A slice of a packed projection, its do whole: dk and dv find every tile of both."""
     packed = torch.randn(2, 75, 8, 16, dtype=F64)
     inputs = [x.requires_grad_() for x in (packed[:, :, :4], packed[:, :, 4:6], packed[:, :, 6:])]
-    do = torch.randn(2, 75, 4, 16, dtype=F64)
-    want = with_grads(reference.attention, inputs, do)
-    got = with_grads(attention, inputs, do, return_lse=True, impl="triton")
+    do, dlse = torch.randn(2, 75, 4, 16, dtype=F64), torch.randn(75, 2, 4, dtype=F64)
+    dlse = dlse.permute(1, 2, 0)
+    want = with_grads(reference.attention, inputs, do, dlse)
+    got = with_grads(attention, inputs, do, dlse, return_lse=True, impl="triton")
     for g, w in zip(got, want):
         assert_close_f64(g, w, 1e-13)
 
