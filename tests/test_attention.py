@@ -178,6 +178,8 @@ def test_rows_of_queries_and_of_do_may_lie_at_other_distances() -> None:
     got = with_grads(attention, inputs, do, dlse, return_lse=True, impl="triton")
     for g, w in zip(got, want):
         assert_close_f64(g, w, 1e-13)
+    delta = attention_delta(got[0].detach(), do, dlse, impl="triton")
+    assert_close_f64(delta, (want[0].detach() * do).sum(3).transpose(1, 2) - dlse, 1e-12)
 
 
 @pytest.mark.parametrize("causal", [True, False])
