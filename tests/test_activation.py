@@ -101,18 +101,6 @@ def test_strided_and_empty_inputs(name, impl) -> None:
 
 
 @impls
-def test_what_does_not_fit_raises(impl) -> None:
-    with pytest.raises(ValueError, match="gate, up pairs"):
-        activate(_input(3, 5), "swiglu", impl=impl)
-    with pytest.raises(ValueError, match="gate, up pairs"):
-        activate(torch.tensor(1.0), "geglu", impl=impl)
-    with pytest.raises(ValueError, match="activation must be one of gelu"):
-        activate(_input(3), "silu", impl=impl)
-    with pytest.raises(ValueError, match="no gradient of swiglu"):
-        activation_bwd(torch.ones(3, 4), torch.ones(3, 4), "swiglu", impl=impl)
-
-
-@impls
 @ops
 def test_raw_halves_are_the_gradients(name, impl) -> None:
     x = _input(7, 10)
@@ -161,12 +149,6 @@ def test_compiled_gelu_rounds_no_more_than_its_dtype_and_stays_finite(dtype) -> 
     assert_close_f64(compiled(x), reference.gelu(x.double()), 4 * torch.finfo(dtype).eps)
     far = torch.tensor([-1e4, -90.0, 0.0, 90.0, 1e4]).to(dtype)
     assert_close_f64(slope(compiled, far), torch.tensor([0.0, 0.0, 0.5, 1.0, 1.0]), 1e-30)
-
-
-@impls
-def test_integers_are_refused(impl) -> None:
-    with pytest.raises(ValueError, match=r"gelu needs a float dtype, got torch.int64"):
-        activate(torch.arange(-3, 3), "gelu", impl=impl)
 
 
 @pytest.mark.parametrize("function", ["_pointwise_fwd_kernel", "_pointwise_bwd_kernel"])

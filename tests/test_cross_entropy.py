@@ -283,6 +283,27 @@ def test_masked_and_huge_logits_are_exact(impl):
 
 
 @IMPLS
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_row_may_be_masked_wholly_on_some_shards(dtype, impl):
+    """Its lse there is -inf and its gradient 0, as of columns that are padding."""
+    logits, labels = _case(5, 12, dtype)
+    labels[:] = torch.tensor([0, 5, 1, -100, 7])
+    for row, masked in enumerate((slice(4, 12), slice(0, 4), slice(8, 12), slice(0, 8))):
+        logits[row, masked] = -float("inf")
+    lses = torch.stack([cross_entropy_fwd(z, labels, impl=impl, vocab_start=4 * n, vocab_size=12)[0]
+                        for n, z in enumerate(logits.split(4, 1))])  # fmt: skip
+    whole = logits.to(lses.dtype).logsumexp(1).masked_fill(labels == -100, 0.0)
+    assert lses[1:, 0].isneginf().all()
+    assert_close_f64(lses.logsumexp(0)[labels != -100], whole[labels != -100], 1e-6)
+    losses, gradient = _sharded(logits, labels, torch.ones(5).to(whole), 3, 12, impl, z_loss=0.0)
+    truth = _loss_and_gradient(
+        lambda z: reference.cross_entropy(z, labels), logits.double(), torch.ones(5)
+    )
+    assert_close_f64(losses, truth[0], 1e-6)
+    assert_close_f64(gradient, truth[1], 1e-2 if dtype == torch.bfloat16 else 1e-13)
+
+
+@IMPLS
 def test_the_running_maximum_may_grow_in_every_block(impl):
     logits, labels = _case(4, 13000)
     logits += torch.linspace(0, 60, 13000, dtype=torch.float64)
@@ -306,33 +327,6 @@ def test_labels_outside_the_vocabulary_are_refused_on_cpu(label, impl):
         cross_entropy_fwd(torch.randn(3, 16), labels, vocab_size=10, impl=impl)
 
 
-@pytest.mark.parametrize(
-    ("call", "match"),
-    [
-        (lambda z, t: cross_entropy(z[0], t), r"\[10\]"),
-        (lambda z, t: cross_entropy(z, t[:2]), r"\[2\]"),
-        (lambda z, t: cross_entropy(z, t.int()), "int32"),
-        (lambda z, t: cross_entropy(z, t, reduction="avg"), "avg"),
-        (lambda z, t: cross_entropy(z, t, label_smoothing=1.5), "1.5"),
-        (lambda z, t: cross_entropy(z, t, z_loss=-0.1), "not negative, got -0.1"),
-        (
-            lambda z, t: cross_entropy_bwd(
-                z[:, 0], z.t().contiguous().t(), t, z[:, 0], in_place=True
-            ),
-            r"contiguous rows, got strides \[1, 3\]",
-        ),
-        (lambda z, t: cross_entropy(z[:, 0], t[:, None].expand(3, 1)[:, 0]), r"got \[3\] and"),
-        (lambda z, t: cross_entropy_fwd(z, t, vocab_start=-1), "-1"),
-        (lambda z, t: cross_entropy_fwd(z, t, vocab_size=0), "vocab_size >= 1, got 0, 0"),
-        (lambda z, t: cross_entropy_bwd(z[0], z, t, z[:, 0]), r"dloss and lse \[3\], got \[10\]"),
-        (lambda z, t: cross_entropy_bwd(z[:, 0], z, t, z[0]), r"\[10\]"),
-    ],
-)
-def test_what_does_not_fit_is_refused(call, match):
-    with pytest.raises(ValueError, match=match):
-        call(torch.randn(3, 10), torch.zeros(3, dtype=torch.int64))
-
-
 # Dynamo itself instantiates autograd.Function when it traces one, and torch warns about that.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @IMPLS
@@ -354,19 +348,6 @@ def test_operators_pass_opcheck_and_compile_whole(impl):
         _loss_and_gradient(compiled, logits, one), _loss_and_gradient(loss, logits, one)
     ):
         assert_close_f64(a, b, 1e-6)
-
-
-@IMPLS
-def test_a_vocabulary_wider_than_the_logits_and_logits_that_are_no_floats_are_refused(impl):
-    labels = torch.tensor([6])
-    with pytest.raises(ValueError, match="vocab_size must be at most the 5 columns, got 7"):
-        cross_entropy(torch.zeros(1, 5), labels, vocab_size=7, impl=impl)
-    with pytest.raises(ValueError, match=r"logits floating, got torch.int64 and torch.int64"):
-        cross_entropy(torch.zeros(1, 9, dtype=torch.int64), labels, impl=impl)
-    logits = torch.zeros(1, 9).expand(3, 9)
-    options = (torch.zeros(3, dtype=torch.int64), torch.zeros(3))
-    with pytest.raises(ValueError, match="logits is written and needs every element once"):
-        cross_entropy_bwd(torch.ones(3), logits, *options, in_place=True, impl=impl)
 
 
 def test_rows_times_strides_past_two_to_the_31_do_not_wrap():

@@ -268,6 +268,8 @@ def test_the_smaller_prediction_is_taken_and_said(monkeypatch) -> None:
         way = choose_way(op, M, 1000, 1_500_001, **where | more)
         assert way.fused, more
         assert way.why.startswith("nothing is predicted")
+    least = [choose_way("gelu", M, 100, 10**9, **where).why[:7] for M in (99, 100)]
+    assert least == ["nothing", "PREDICT"]  # from 10,000 elements on
 
 
 def test_an_mlp_explains_each_of_its_products() -> None:

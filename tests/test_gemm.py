@@ -341,7 +341,7 @@ def test_large_persistent_products_visit_every_tile_once():
     """More tiles than programs, an incomplete group of rows, tiles of every residue."""
     a, b = _draw(16 * 7 + 3, 5), _draw(5, 16 * 4 + 9)
     out = torch.zeros(115, 73, dtype=torch.float64)
-    with pinned({("gemm", 8, "heavy"): GemmTile(16, 16, 16, 3, 1, 4, 1)}):
+    with pinned({("gemm", 8, "small"): GemmTile(16, 32, 16, 3, 1, 4, 1)}):  # of odd strides
         gemm_into(a, b, out, True, impl="triton")
     assert_close_f64(out, a @ b, 1e-13)
 
@@ -439,51 +439,6 @@ def test_what_has_no_gradient_refuses_to_drop_one(impl):
     else:
         with pytest.raises(ValueError, match="the Triton kernel of gemm has no gradient"):
             gemm(a, b, impl=impl)
-
-
-def test_what_does_not_fit_raises_before_any_launch():
-    a, b = torch.ones(3, 4), torch.ones(4, 6)
-    tokens = torch.arange(3)
-    gemms = [
-        ("need a\\[M, K\\]", (a, a), {}),
-        ("need a\\[M, K\\]", (a[0], b), {}),
-        ("need a\\[M, K\\]", (a, b[:, 0]), {}),
-        ("bias must be", (a, b, torch.ones(6).int()), {}),
-        ("one floating dtype", (a, b.double()), {}),
-        ("one floating dtype", (a.int(), b.int()), {}),
-        ("bias must be", (a, b, torch.ones(5)), {}),
-        ("is given in", (a, b), {"out_dtype": torch.float64}),
-        ("is given in", (a, b), {"out_dtype": torch.bfloat16}),
-    ]
-    for message, arguments, options in gemms:
-        with pytest.raises(ValueError, match=message):
-            gemm(*arguments, **options, impl="triton")
-        with pytest.raises(ValueError, match=message):
-            fused_gemm(*arguments, **options, impl="torch")
-    with pytest.raises(ValueError, match="precision must be"):
-        gemm(a, b, precision="fp32", impl="triton")
-    with pytest.raises(ValueError, match="out must be"):
-        gemm_into(a, b, torch.ones(6, 3), True, impl="triton")
-    fused = [
-        ("activation must be", {"activation": "silu"}),
-        ("gate, up pairs", {"activation": "swiglu", "b": torch.ones(4, 5)}),
-        ("save_z=True", {"save_z": True}),
-        ("residual must be", {"residual": torch.ones(6)}),
-        ("0 <= p < 1", {"drop": Drop(1.0, 0, 0, tokens)}),
-        ("int64 tokens", {"drop": Drop(0.1, 0, 0, tokens[:2])}),
-        ("seed < ", {"drop": Drop(0.1, -1, 0, tokens)}),
-    ]
-    for message, options in fused:
-        for impl in ("torch", "triton"):
-            with pytest.raises(ValueError, match=message):
-                fused_gemm(
-                    a,
-                    options.get("b", b),
-                    **{k: v for k, v in options.items() if k != "b"},
-                    impl=impl,
-                )
-    with pytest.raises(ValueError, match="one device"):
-        fused_gemm(a, b.to("meta"))
 
 
 @pytest.mark.parametrize("fault", ["bias of the next column", "gate and up swapped", "K cut short"])
@@ -668,26 +623,6 @@ def test_torchs_products_are_differentiable_whichever_library_they_go_to(library
 
 
 # ---------------------------------------------------------------- dtypes
-
-
-@IMPLS
-@pytest.mark.parametrize(
-    ("operands", "out"),
-    [
-        (torch.float32, torch.int64),
-        (torch.float32, torch.float16),
-        (torch.float64, torch.float32),
-        (torch.float16, torch.bfloat16),
-        (torch.float32, torch.float64),
-    ],
-    ids=str,
-)
-def test_gemm_into_refuses_a_buffer_that_would_cut_or_stretch_the_numbers(impl, operands, out):
-    a, b, into = torch.ones(3, 4).to(operands), torch.ones(4, 6).to(operands), torch.ones(3, 6)
-    into = into.to(out)
-    with pytest.raises(ValueError, match=f"is given in {operands} or .*, not in {out}"):
-        gemm_into(a, b, into, False, impl=impl)
-    assert (into == 1).all()
 
 
 @IMPLS

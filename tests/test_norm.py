@@ -157,54 +157,6 @@ def test_parameter_gradients_are_the_same_bits_every_time() -> None:
     assert torch.equal(first.dw, second.dw)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("op", [norm.rms_norm, norm.layer_norm])
-def test_a_norm_without_a_weight_is_refused(op, impl) -> None:
-    """torch's own are plain then; ours say what to pass."""
-    with pytest.raises(ValueError, match=r"^weight must be \[E\] .* got None: ones\(E\)"):
-        op(torch.randn(4, 6), None, impl=impl)
-
-
-def test_shapes_that_do_not_fit_raise() -> None:
-    x, w = torch.randn(4, 6), torch.randn(6)
-    for impl in IMPLS:
-        with pytest.raises(ValueError, match=r"weight must be \[E\]"):
-            norm.rms_norm(x, torch.randn(5), impl=impl)
-        with pytest.raises(ValueError, match=r"weight must be \[E\] .* got \[\], x \[\]"):
-            norm.rms_norm(x[0, 0], w[0], impl=impl)
-        with pytest.raises(ValueError, match="bias must be like weight"):
-            norm.layer_norm(x, w, torch.randn(1), impl=impl)
-        with pytest.raises(ValueError, match="residual must be like x"):
-            norm.rms_norm(x, w, residual=torch.randn(1, 6), impl=impl)
-        with pytest.raises(ValueError, match="x_bias must be like weight"):
-            norm.rms_norm(x, w, x_bias=torch.randn(4), impl=impl)
-        with pytest.raises(ValueError, match=r"weight must be \[E\]"):
-            norm.rms_norm(torch.randn(4, 0), torch.randn(0), impl=impl)
-        with pytest.raises(ValueError, match="x must have a float dtype"):
-            norm.rms_norm(torch.ones(4, 6, dtype=torch.int64), w, impl=impl)
-        with pytest.raises(ValueError, match=r"bias must have a float dtype, got torch\.int64"):
-            norm.layer_norm(x, w, torch.ones(6, dtype=torch.int64), impl=impl)
-        with pytest.raises(ValueError, match="eps must be at least 0, got -1"):
-            norm.layer_norm(x, w, w, eps=-1.0, impl=impl)
-        with pytest.raises(ValueError, match="a tensor is wanted, got float 1e-05"):
-            norm.layer_norm(x, w, 1e-5, impl=impl)
-        for p, tokens, match in (
-            (1.0, torch.arange(4), "0 <= p < 1, got 1.0"),
-            (0.1, None, "int64 tokens.* got None"),
-            (0.1, torch.arange(3), r"int64 tokens\[4\] .*, got torch.int64 \[3\]"),
-            (0.1, torch.arange(4).int(), "got torch.int32"),
-        ):
-            with pytest.raises(ValueError, match=match):
-                norm.rms_norm(x, w, drop=Drop(p, 0, 0, tokens), impl=impl)
-        with pytest.raises(ValueError, match="need 0 <= seed"):
-            norm.rms_norm(x, w, drop=Drop(0.1, -1, 0, torch.arange(4)), impl=impl)
-        with pytest.raises(ValueError, match="out_dtype must be one of"):
-            norm.rms_norm(x, w, out_dtype=torch.int32, impl=impl)
-        for name, (dy, ds) in {"dy": (x[:3], None), "ds": (x, x[:3])}.items():
-            with pytest.raises(ValueError, match=rf"{name} must be like s \[4, 6\], got \[3, 6\]"):
-                norm.norm_bwd(dy, x, w, None, x[:, 0], ds=ds, impl=impl)
-
-
 def test_the_operator_is_well_formed() -> None:
     x, w, b, r = _inputs((5, 12), torch.float32, True, True)
     op = torch.ops.warpweave.norm_fwd.default
@@ -511,26 +463,6 @@ def test_y_goes_into_the_rows_of_a_given_buffer(layer, impl) -> None:
     norm.rms_norm(x[:0], w, out=torch.empty(0, 5, 12), impl=impl)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-def test_a_buffer_that_does_not_fit_is_refused(impl) -> None:
-    x, w = torch.randn(3, 5, 12), torch.randn(12)
-    for out in (
-        torch.empty(3, 5, 11),
-        torch.empty(15, 12),
-        torch.empty(5, 3, 12).transpose(0, 1),  # rows at two distances
-        torch.empty(3, 5, 24)[..., ::2],
-        torch.empty(3, 12, 5).mT,
-    ):
-        with pytest.raises(ValueError, match=r"out must be like x \[3, 5, 12\]"):
-            norm.rms_norm(x, w, out=out, impl=impl)
-    with pytest.raises(ValueError, match="of dtype"):
-        norm.rms_norm(x, w, out=torch.empty(3, 5, 12), out_dtype=torch.float16, impl=impl)
-    with pytest.raises(ValueError, match="no gradient"):
-        norm.rms_norm(x.requires_grad_(), w, out=torch.empty(3, 5, 12), impl=impl)
-    with torch.no_grad():
-        norm.rms_norm(x, w, out=torch.empty(3, 5, 12), impl=impl)
-
-
 def test_rows_further_apart_than_int32_can_count() -> None:
     """The pages between the two rows are never touched, so they take no memory."""
     far = torch.empty(2**31 + 64, dtype=torch.float16).as_strided((2, 64), (2**31, 1))
@@ -591,15 +523,3 @@ def test_writing_into_a_buffer_compiles(impl) -> None:
     assert torch.equal(compiled(x, w, r, buffers[0]), gather(x, w, r, buffers[1]))
     assert torch.equal(buffers[0], buffers[1])
     assert buffers.any()
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-def test_what_the_kernels_would_read_or_write_beyond_is_refused(impl) -> None:
-    x, w = torch.randn(4, 6), torch.randn(6)
-    for name, statistics in (("rstd", (None, torch.ones(2))), ("mean", (x[:2, 0], x[:, 0]))):
-        with pytest.raises(ValueError, match=rf"{name} must be \[4\] of s \[4, 6\], got \[2\]"):
-            norm.norm_bwd(x, x, w, *statistics, impl=impl)
-    with pytest.raises(ValueError, match="out is written and needs every element once"):
-        norm.rms_norm(x, w, out=torch.empty(1, 6).expand(4, 6), impl=impl)
-    with pytest.raises(ValueError, match="with out= has no gradient"):
-        norm.rms_norm(x, w, out=torch.empty(4, 6, requires_grad=True), impl=impl)

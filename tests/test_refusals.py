@@ -8,10 +8,10 @@ near. A check of a new condition gets a row for it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 
 import pytest
 import torch
+from refused import check, rows
 from threads import Group, on_threads
 
 from warpweave.layers.context import KVCache
@@ -51,21 +51,6 @@ NAN = float("nan")
 x, w, b = torch.zeros(4, 6), torch.zeros(5, 6), torch.zeros(5)
 ids, table = torch.zeros(4, dtype=torch.int64), torch.zeros(8, 3)
 q, kv = torch.zeros(1, 4, 2, 8), torch.zeros(1, 4, 1, 8)
-
-
-def check(call: Callable[[], object], words: str | None) -> None:
-    """`call` is refused with these words, or (None) fits."""
-    if words is None:
-        call()
-    else:
-        with pytest.raises(ValueError, match=words):
-            call()
-
-
-def rows(cases: list[tuple[Callable[..., object], str | None]]):
-    """A test of each row, by its line."""
-    numbers = [f"line{call.__code__.co_firstlineno}" for call, _ in cases]
-    return pytest.mark.parametrize(("call", "words"), cases, ids=numbers)
 
 
 # ---------------------------------------------------------------- sizes

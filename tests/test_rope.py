@@ -1,5 +1,7 @@
 """Rotary embedding against plain torch in float64; Triton runs interpreted."""
 
+import itertools
+
 import pytest
 import torch
 from close import assert_close_f64, assert_error_budget, relative_error
@@ -114,43 +116,6 @@ def test_gradients_come_with_a_graph_where_one_is_asked_for(impl) -> None:
     (want,) = torch.autograd.grad(y.square().sum(), x, retain_graph=True)
     (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
     assert torch.equal(dx, want)
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-def test_shapes_that_do_not_fit_raise(impl) -> None:
-    x, _, cos, sin = _inputs((2, 5, 3, 8))
-    with pytest.raises(ValueError, match="2 <= R <= D = 7, got R = 8"):
-        apply_rope(x[..., :7], cos, sin, impl=impl)
-    with pytest.raises(ValueError, match="got R = 0"):
-        apply_rope(x, cos[:, :0], sin[:, :0], impl=impl)
-    with pytest.raises(ValueError, match=r"float dtype, got torch\.int64 and torch\.float"):
-        apply_rope(x, cos.long(), sin, impl=impl)
-    for table in ((cos[:4], sin[:4]), (cos, sin[:, :2]), (cos[..., None], sin[..., None])):
-        with pytest.raises(ValueError, match=r"must be \[S, R/2\]"):
-            apply_rope(x, *table, impl=impl)
-    with pytest.raises(ValueError, match=r"x must be \[B, S, H, D\]"):
-        apply_rope(x[0], cos, sin, impl=impl)
-    with pytest.raises(ValueError, match="of a float dtype"):
-        apply_rope(x.long(), cos, sin, impl=impl)
-    for k in (x[:1], x[..., :6], x.float()):
-        with pytest.raises(ValueError, match=r"must fit|2 <= R <= D"):
-            apply_rope_qk(x, k, cos, sin, impl=impl)
-
-
-def test_tables_that_cannot_be_made_are_refused() -> None:
-    for width, positions in ((7, torch.arange(4)), (0, torch.arange(4)), (8, torch.ones(2, 2))):
-        with pytest.raises(ValueError, match="even head_dim"):
-            rope_table(positions, width)
-    with pytest.raises(ValueError, match="theta must be greater"):
-        rope_table(torch.arange(4), 8, theta=1.0)
-    for arguments, match in (
-        (("dynamic", 2.0), "kind must be"),
-        (("linear", 0.5), "at least 1"),
-        (("yarn", 2.0), "original_length >= 1, got 0"),
-        (("llama3", 2.0, 8192, 4.0, 1.0), "0 < low < high, got 4.0 and 1.0"),
-    ):
-        with pytest.raises(ValueError, match=match):
-            RopeScaling(*arguments)
 
 
 def test_the_operators_are_well_formed() -> None:
@@ -335,6 +300,21 @@ def test_ntk_changes_the_base_as_transformers_dynamic_form_does_at_one_length() 
     assert_close_f64(ours[-1:] * 10, plain[-1:])  # the lowest is interpolated by the whole factor
 
 
+@pytest.mark.parametrize("kind", ["linear", "ntk", "yarn", "llama3"])
+def test_every_frequency_is_divided_by_something_from_1_to_the_factor(kind) -> None:
+    """The faster it turns the less, whatever the dims, base and factor, one pair and 1 included."""
+    for own in (0.0, 0.5, 1.0):
+        assert RopeScaling(kind, 3.0, 100, attention_factor=own).multiplier == own
+    for R, theta, factor in itertools.product((2, 4, 6, 16), (1.5, 1e4), (1.0, 3.0)):
+        plain = theta ** (torch.arange(0, R, 2, dtype=torch.float64) / -R)
+        by = plain / RopeScaling(kind, factor, 100).scale(plain, theta)
+        assert ((by >= 1 - 1e-12) & (by <= factor + 1e-12)).all(), (R, theta, factor, by)
+        assert (by.diff() >= -1e-12).all()
+        if kind == "ntk":
+            assert by[0] == 1
+            assert R == 2 or abs(by[-1] - factor) < 1e-12
+
+
 @pytest.mark.parametrize("impl", IMPLS)
 def test_a_temperature_in_the_table_scales_scores_by_its_square(impl) -> None:
     q = torch.randn(1, 9, 1, 16, dtype=torch.float64, requires_grad=True)
@@ -350,9 +330,3 @@ def test_a_temperature_in_the_table_scales_scores_by_its_square(impl) -> None:
     assert_close_f64(scores[0], scores[1] * scaling.multiplier**2, 1e-13)
     dq, dtruth = (torch.autograd.grad(s.square().sum(), q, retain_graph=True)[0] for s in scores)
     assert_close_f64(dq, dtruth * scaling.multiplier**4, 1e-12)
-
-
-def test_tables_that_want_a_gradient_are_refused() -> None:
-    x, (cos, sin) = torch.randn(1, 5, 2, 8), rope_table(torch.arange(5), 8)
-    with pytest.raises(ValueError, match="cos and sin get no gradient: detach them"):
-        apply_rope(x, cos.requires_grad_(), sin)

@@ -108,6 +108,18 @@ def cases() -> dict[str, tuple[Callable, list, list, list]]:
             lambda *a: chain(a[0].float(), *a[1:]), [x, w, b, r, w, rows],
             [0, None, None, 0, None, 0], [0, 0],
         ),
+        "norm of a float32 x beside a wider stream": (
+            lambda x, w, r: rms(x.float(), w, r), [x, w, r], [0, None, 0], [0, 0],
+        ),
+        "norm after a bias alone": (
+            lambda x, w, b: norm.rms_norm(x, w, x_bias=b, impl="triton"), [x, w, b],
+            [1, None, None], [1, 1],
+        ),
+        "norm after dropout alone": (
+            lambda x, w, rows: norm.layer_norm(
+                x, w, drop=dropout.Drop(0.5, 3, 1, rows), impl="triton"
+            ), [x, w, rows], [1, None, 1], [1, 1],
+        ),
         "rms_norm features": (rms, [x, w], [2, None], [None]),
         "rms_norm features, torch": (plain_rms, [x, w], [2, None], [None]),
         "rms_norm features and weight, torch": (plain_rms, [x, w, r], [2, 0, 2], [None, None]),

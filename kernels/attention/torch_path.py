@@ -45,6 +45,8 @@ def attention_fwd_cpu(
         return o.contiguous().to(out_dtype), lse.contiguous()
     q, k, v = (x.to(compute_dtype(q)) for x in (q, k, v))
     o, lse = _start(q, sinks) if into is None else into
+    if into is not None:  # what o holds where nothing was seen counts for nothing
+        o.masked_fill_(lse.isneginf().transpose(1, 2).unsqueeze(-1), 0.0)
     if blocks is not None:
         for b in blocks:
             part = _flash(q, k, v, b, options.scale)

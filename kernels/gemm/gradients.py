@@ -43,17 +43,19 @@ def grad_dtype(parameter: torch.Tensor) -> torch.dtype:
     return parameter.grad_dtype or parameter.dtype  # None means that any dtype will do
 
 
-def leaf_of(parameter: torch.Tensor | None) -> torch.Tensor | None:
+def leaf_of(parameter: torch.Tensor | None, *, bias: bool = False) -> torch.Tensor | None:
     """The leaf that `parameter` is a view of the whole of, or else `parameter` itself.
 
     Functions are given the leaf: through a view its gradient could be neither collected nor wider
-    than the parameter, because autograd rounds it to the dtype of the view.
+    than the parameter, because autograd rounds it to the dtype of the view. They know a weight by
+    its rows, so its leaf must have rows as long; that of a `bias` may have any shape.
     """
     if parameter is None or torch.compiler.is_compiling() or parameter.is_leaf:
         return parameter
     if parameter.grad_fn.name() != "ViewBackward0":
         return parameter
-    return getattr(parameter.grad_fn.next_functions[0][0], "variable", parameter)
+    leaf = getattr(parameter.grad_fn.next_functions[0][0], "variable", parameter)
+    return leaf if bias or leaf.shape[-1:] == parameter.shape[-1:] else parameter
 
 
 def weight_gradient(

@@ -224,8 +224,7 @@ def mlp(
         "down_weight": down_weight,
         "down_bias": down_bias,
     }
-    tokens = None if drop is None else drop.tokens
-    chosen = choose(impl, x, *parameters.values(), residual, tokens)
+    chosen = choose(impl, x, *parameters.values(), residual, getattr(drop, "tokens", None))
     check_mlp(x, up_weight, down_weight, up_bias, down_bias, residual, activation, name)
     recompute = choose_recompute(recompute, chosen, x)
     dtype = operand_dtype(name, x, parameters)
@@ -236,7 +235,7 @@ def mlp(
         added = x.view_as(x)
     y = _MLP.apply(
         x,
-        *map(leaf_of, parameters.values()),
+        *(leaf_of(p, bias=kind.endswith("bias")) for kind, p in parameters.items()),
         added,
         Options(activation, drop, recompute, precision, impl),
         dtype,

@@ -119,7 +119,7 @@ def qkv_rope(
     choose(impl, x, weight, bias, cos, sin)
     check_qkv(x.shape if shape is None else (*shape, x.shape[-1]), weight, bias, cos, sin, name)
     dtype = operand_dtype(name, x, {"weight": weight, "bias": bias})
-    leaves, heads = (leaf_of(weight), leaf_of(bias)), tuple(weight.shape[1:3])
+    leaves, heads = (leaf_of(weight), leaf_of(bias, bias=True)), tuple(weight.shape[1:3])
     found = _QKV.apply(x, *leaves, cos, sin, shape, heads, dtype, precision, impl, ranks)
     if shape is None:
         return found

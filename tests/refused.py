@@ -1,0 +1,66 @@
+"""Tables of refusals: what breaks one rule of a check and no other, and what breaks none.
+
+A check of two conditions that is tried with both at once passes its tests with `and` for `or`. So a
+row changes as little of a call that fits as it can, and says with which words it is refused or, by
+None, that it fits though it comes near.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+Rows = list[tuple[dict[str, Any], str | None]]
+
+
+def check(call: Callable[[], object], words: str | None) -> None:
+    """`call` is refused with these words, or (None) fits."""
+    if words is None:
+        call()
+    else:
+        with pytest.raises(ValueError, match=words):
+            call()
+
+
+def rows(cases: list[tuple[Callable[..., object], str | None]]):
+    """A test of each row, by its line."""
+    numbers = [f"line{call.__code__.co_firstlineno}" for call, _ in cases]
+    return pytest.mark.parametrize(("call", "words"), cases, ids=numbers)
+
+
+class Table(NamedTuple):
+    """A call of these keywords fits; `rows` change some of them."""
+
+    call: Callable[..., object]
+    base: dict[str, Any]
+    rows: Rows
+
+    def check(self) -> None:
+        """Assert of every row that it is refused with its words, or fits."""
+        wrong = []
+        for change, words in self.rows:
+            said = None
+            try:
+                self.call(**self.base | change)
+            except ValueError as error:
+                said = str(error)
+            if (words is None) != (said is None) or (words and not re.search(words, said)):
+                wrong.append(f"{change} is to be refused with {words!r} and says {said!r}")
+        assert not wrong, "\n".join(wrong)
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype).requires_grad_(grad)
+
+
+def ints(*values: Any) -> torch.Tensor:
+    return torch.tensor(values)
+
+
+def strided(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers at twice the distances."""
+    return torch.stack((x, x), -1)[..., 0]

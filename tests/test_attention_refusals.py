@@ -1,0 +1,221 @@
+"""What attention, its halves and merges cannot take is refused, each condition of a check alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from refused import Rows, Table, check, ints, strided
+from refused import zeros as z
+
+from warpweave.kernels.attention import (
+    attention,
+    attention_bwd,
+    attention_delta,
+    attention_fwd,
+)
+from warpweave.kernels.attention.options import check_packed
+from warpweave.kernels.merge import merge
+
+NAN, INF = float("nan"), float("inf")
+F16, F64, INT = torch.float16, torch.float64, torch.int64
+
+QKV = {"q": z(2, 8, 4, 4), "k": z(2, 8, 2, 4), "v": z(2, 8, 2, 4)}
+NUMBERS: Rows = [
+    ({}, None),
+    ({"causal": 1}, None),
+    ({"causal": None}, "causal must be a bool, got None"),
+    ({"window": 1}, None),
+    ({"window": 0}, "window must be at least 1 or None, got 0"),
+    ({"window": 10**30}, None),
+    ({"window": 2.0}, "window must be an integer, got 2.0"),
+    ({"window": (3, 0)}, r"window must be an integer, got \(3, 0\)"),
+    ({"window": ints(3, 4)}, r"window must be an integer, got tensor\(\[3, 4\]\)"),
+    *[
+        ({name: value}, words and f"{name} must be positive and finite.* got {value}")
+        for name in ("scale", "softcap")
+        for value, words in ((1e-30, None), (0.0, "x"), (-1.0, "x"), (INF, "x"), (NAN, "x"))
+    ],
+    ({"scale": z()}, "scale must be a number"),
+    ({"softcap": "x"}, "softcap must be a number, got 'x'"),
+    ({"dropout": None}, "dropout must be a number, got None"),
+    ({"dropout_seed": None}, "dropout_seed must be an integer, got None"),
+    ({"impl": "cuda"}, 'impl must be None, "triton" or "torch"'),
+    ({"dropout": 1 - 1e-9}, None),
+    ({"dropout": 1.0}, "need 0 <= dropout < 1, got 1.0"),
+    ({"dropout": -1e-9}, "need 0 <= dropout < 1, got -1e-09"),
+    ({"dropout": NAN}, "need 0 <= dropout < 1, got nan"),
+    ({"dropout_seed": 2**63 - 1}, None),
+    ({"dropout_seed": 2**63}, "0 <= seed < 2"),
+    ({"dropout_seed": -1}, "0 <= seed < 2"),
+    ({"dropout_origin": (2**32 - 1, 2**32 - 1)}, None),
+    ({"dropout_origin": (2**32, 0)}, "0 <= sample, head < 2.* got 0 and 4294967296 and 0"),
+    ({"dropout_origin": (0, 2**32)}, "0 <= sample, head < 2.* got 0 and 0 and 4294967296"),
+    ({"dropout_origin": (-1, 0)}, "0 <= sample, head < 2"),
+    ({"dropout_origin": (0,)}, r"must be \(sample, head\), got \(0,\)"),
+    ({"dropout_origin": (0, 0, 0)}, r"must be \(sample, head\)"),
+    # positions of the rows
+    ({"q_runs": ((0, 8),)}, None),
+    ({"q_runs": ((5, 3), (90, 5))}, None),
+    ({"q_runs": ((0, 3), (3, 3), (6, 2))}, "at most two"),
+    ({"q_runs": ((-1, 8),)}, "start >= 0"),
+    ({"q_runs": ((0, 9), (9, -1))}, "length >= 0"),
+    ({"q_runs": ((0, 8, 0),)}, "stripes >= 1"),
+    ({"k_runs": ((0, 8, 1, 1),)}, r"left out\), got \(\(0, 8, 1, 1\),\)"),
+    ({"k_runs": ((8,),)}, r"left out\), got \(\(8,\),\)"),
+    ({"q_runs": ((0.5, 8.2),)}, r"q_runs must be .* got \(\(0\.5, 8\.2\),\)"),
+    ({"q_runs": (0, 8)}, r"q_runs must be .* got \(0, 8\)"),
+    ({"q_runs": ((0, 7),)}, "q_runs .* add up to the 8 rows"),
+    ({"k_runs": ((0, 9),)}, "k_runs .* add up to the 8 rows"),
+    ({"q_runs": ((2**62, 8),)}, r"numbers of q_runs must lie below 2\*\*62"),
+    ({"q_runs": ((0, 4, 2), (9, 4, 3))}, "both of q_runs must have as many stripes"),
+    ({"q_runs": ((0, 8, 2), (9, 0, 3))}, None),
+    ({"q_runs": ((0, 0, 2), (9, 8, 3))}, None),
+    # boundaries
+    ({"documents": [0, 8]}, r"documents must be a tensor of boundaries, got \[0, 8\]"),
+    ({"documents": ints(0, 8).to("meta")}, "one device, got cpu and meta"),
+    ({"documents": ints(0.0, 8.0)}, "int32 or int64, got torch.float32"),
+    ({"documents": torch.tensor(8)}, r"\[2, n \+ 1\] or \[2, 2, n \+ 1\], got \(\)"),
+    ({"documents": ints(*[[[0, 8]] * 3] * 2)}, r"the shape .* got \(2, 3, 2\)"),
+    ({"documents": z(0, dtype=INT)}, r"the shape .* got \(0,\)"),
+    ({"documents": ints(0, 2**32), "q_runs": ((2**31, 8),)}, "lie below 2147483646, got the"),
+    ({"documents": ints(0, 3, 8)}, None),
+    ({"documents": ints(0, 3, 8).int()}, None),
+    ({"documents": ints(0, 3, 8).short()}, "int32 or int64, got torch.int16"),
+    ({"documents": ints([0, 8], [0, 8])}, None),
+    ({"documents": ints([0, 8])}, r"the shape .* got \(1, 2\)"),
+    ({"documents": ints([[0, 8], [1, 5]], [[0, 8], [0, 7]])}, None),
+    ({"documents": ints([[0, 8], [0, 9]], [[0, 8], [0, 8]])}, "must not go beyond them"),
+    ({"documents": ints([[0, 8], [-1, 8]], [[0, 8], [0, 8]])}, "ascend from 0"),
+    ({"documents": ints([[0, 8], [5, 4]], [[0, 8], [0, 8]])}, "ascend from 0"),
+    ({"documents": ints([[0, 8], [0, 8]], [[1, 8], [0, 8]])}, "ascend from 0"),
+    ({"documents": ints(1, 8)}, "ascend from 0"),
+    ({"documents": ints(0, 5, 4, 8)}, "ascend from 0"),
+    ({"documents": ints(0, 7)}, "boundaries up to 8, where"),
+    ({"documents": ints(0, 9)}, "boundaries up to 8, where"),
+    ({"documents": ints([0, 8], [0, 7])}, "boundaries up to 8, where"),
+    ({"documents": ints([0, 8], [0, 9])}, "boundaries up to 8, where"),
+    ({"documents": ints(0, 9), "q_runs": ((0, 8),)}, None),
+    ({"documents": ints(0, 7), "k_runs": ((0, 8),)}, "boundaries up to 8 or more, where"),
+    ({"documents": ints(0, 0, 0, 1, 1, 2, 2, 2)}, "not the document of each of the 8 tokens"),
+]
+TWELVE = {"q": z(2, 8, 4, 4), "k": z(2, 12, 2, 4), "v": z(2, 12, 2, 4)}
+OF_KEYS = ints(0, 0, 0, 1, 1, 2, 2, 2, 3, 3, 3, 3)
+FORWARD: Rows = [
+    *NUMBERS,
+    *[({"q": q}, r"q must be \[B, S, H, D\]") for q in (z(8, 4, 4), z(1, 2, 8, 4, 4))],
+    ({"q": z(1, 8, 4, 4)}, r"one shape \[1, Sk"),
+    ({"q": z(2, 9, 4, 4)}, None),
+    ({"q": z(2, 8, 3, 4)}, "3 query heads do not divide by 2 KV heads"),
+    ({"q": z(2, 8, 4, 3)}, "one shape"),
+    ({"k": z(2, 7, 2, 4)}, "one shape"),
+    ({"v": z(2, 8, 1, 4)}, "one shape"),
+    ({"v": z(2, 7, 2, 5)}, r"one shape .* and \(2, 7, 2, 5\)$"),  # as it was given
+    ({"q": z(2, 8, 4, 4, dtype=F64)}, "one floating dtype"),
+    ({"v": z(2, 8, 2, 4, dtype=F64)}, "one floating dtype"),
+    ({n: x.long() for n, x in QKV.items()}, "one floating dtype"),
+    ({n: x.to(torch.float8_e4m3fn) for n, x in QKV.items()}, "at least 16 bits, got torch.float8"),
+    ({"k": QKV["k"].to("meta")}, "one device, got cpu and meta"),
+    ({"k": z(2, 8, 0, 4), "v": z(2, 8, 0, 4)}, "4 query heads do not divide by 0 KV heads"),
+    ({n: x.repeat(1, 1, 1, 64) for n, x in QKV.items()}, None),
+    ({n: x.repeat(1, 1, 1, 65) for n, x in QKV.items()}, "1..256, got 260"),
+    ({"sinks": z(4)}, None),
+    ({"sinks": z(4, dtype=F16)}, None),
+    ({"sinks": z(2)}, r"of shape \(4,\)"),
+    ({"sinks": z(4, 1)}, r"of shape \(4,\)"),
+    ({"sinks": z(4, dtype=INT)}, "sinks must be floating"),
+    ({**TWELVE, "documents": ints(0, 12)}, None),
+    ({**TWELVE, "documents": ints(0, 8)}, "boundaries up to 12, where"),
+    ({**TWELVE, "documents": OF_KEYS}, "not the document of each of the 12 tokens"),
+    ({**TWELVE, "documents": ints([[0, 8], [0, 12]], [[0, 8], [3, 9]])}, None),
+]
+O, LSE = z(2, 8, 4, 4), z(2, 4, 8)
+HALF: Rows = [
+    *FORWARD,
+    ({"out_dtype": F64}, None),
+    ({"out_dtype": INT}, "out_dtype must be a floating dtype"),
+    ({"into": (O, LSE)}, None),
+    ({"into": (O, LSE), "sinks": z(4)}, "start lse from the sinks instead"),
+    ({"into": (O, LSE), "out_dtype": torch.float32}, "give no out_dtype"),
+    ({"into": O}, r"into must be \(o, lse\)"),
+    ({"into": (O,)}, r"into must be \(o, lse\)"),
+    ({"into": (strided(O), LSE)}, "stride 1"),
+    ({"into": (O[:, :7], LSE)}, "o to add to must be"),
+    ({"into": (O.half(), LSE)}, "o to add to must be torch.float32"),
+    ({"into": (O.clone().requires_grad_(), LSE)}, "no gradient"),
+    ({"into": (O[:, :, :1].expand_as(O), LSE)}, "needs every element once"),
+    ({"into": (O, LSE[..., :7].contiguous())}, "lse to add to must be"),
+    ({"into": (O, LSE.double())}, "lse to add to must be contiguous torch.float32"),
+    ({"into": (O, strided(LSE))}, "lse to add to must be contiguous"),
+]
+G, K = O.clone(), QKV["k"].clone()
+BACKWARD: Rows = [
+    *NUMBERS,
+    ({"do": z(2, 7, 4, 4)}, "do must have q's shape"),
+    ({"o": z(2, 8, 4, 3)}, "o must have q's shape"),
+    ({"lse": z(2, 8, 4)}, "lse must be torch.float32 of shape"),
+    ({"lse": LSE.double()}, "lse must be torch.float32 of shape"),
+    ({"lse": LSE.half()}, "lse must be torch.float32 of shape"),
+    ({"delta": LSE}, None),
+    ({"delta": LSE, "o": None}, None),
+    ({"o": None}, "needs delta or o"),
+    ({"delta": z(2, 8, 4)}, "delta must be torch.float32 of shape"),
+    ({"delta": LSE.double()}, "delta must be torch.float32 of shape"),
+    ({"grad_dtype": F64}, None),
+    ({"grad_dtype": INT}, "grad_dtype must be a floating dtype"),
+    ({"deterministic": None}, "deterministic must be a bool"),
+    ({"into": (G, None, None)}, None),
+    ({"into": (None, K, K.clone())}, None),
+    ({"into": (None, K, None)}, "both dk and dv or neither"),
+    ({"into": (None, None, K)}, "both dk and dv or neither"),
+    ({"into": (K, None, None)}, "dq to add to must be"),
+    ({"into": (None, G, K)}, "dk to add to must be"),
+    ({"into": (None, K, G)}, "dv to add to must be"),
+    ({"into": (G.double(), None, None)}, "dq to add to must be torch.float32"),
+    ({"into": (strided(G), None, None)}, "stride 1"),
+]
+DELTA: Rows = [
+    ({}, None),
+    ({"do": O.half()}, None),
+    ({"do": O[:, :7]}, "one shape"),
+    ({"o": O[0], "do": O[0]}, r"one shape \[B, S, H, D\]"),
+    ({"dlse": z(2, 8, 4)}, r"dlse must have the shape \(2, 4, 8\)"),
+]
+PACKED: Rows = [  # of a model, whose keys have no boundaries of their own
+    ({"documents": None}, None),
+    ({"documents": ints(0, 3, 8)}, None),
+    ({"documents": ints([0, 8], [0, 8])}, None),
+    ({"documents": ints([[0, 8], [0, 8]], [[0, 8], [0, 8]])}, "must have the shape"),
+    ({"documents": ints(0, 7)}, "boundaries up to 8, where"),
+]
+MERGED: Rows = [
+    ({}, None),
+    ({"o_b": O[:, :7]}, "one shape"),
+    ({"o_a": O[0], "o_b": O[0]}, "one shape"),
+    ({"lse_a": z(2, 8, 4)}, "have the shape"),
+    ({"lse_b": z(2, 8, 4)}, "have the shape"),
+    ({"lse_b": LSE.double()}, "all of one dtype"),
+    ({"o_a": O.double()}, "all of one dtype"),
+    ({n: x.half() for n, x in (("o_a", O), ("o_b", O), ("lse_a", LSE), ("lse_b", LSE))}, "float32"),
+]
+
+LSES = {"lse_a": LSE, "lse_b": LSE}
+TABLES = {
+    "attention": Table(attention, QKV, FORWARD),
+    "attention_fwd": Table(attention_fwd, QKV, HALF),
+    "attention_bwd": Table(
+        attention_bwd, {**QKV, "do": O, "o": O, "lse": LSE, "delta": None}, BACKWARD
+    ),
+    "attention_delta": Table(attention_delta, {"o": O, "do": O}, DELTA),
+    "packed": Table(check_packed, {"documents": None, "tokens": z(2, 8)}, PACKED),
+    "merge": Table(merge, {"o_a": O, "o_b": O, **LSES}, MERGED),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_what_breaks_one_rule_is_refused_and_what_breaks_none_is_not(name) -> None:
+    TABLES[name].check()
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_what_is_no_tensor_is_called_by_its_name(name) -> None:
+    check(lambda: attention(**QKV | {name: None}), f"{name} must be a tensor, got None")

@@ -1,0 +1,241 @@
+"""Gradients of what the kernels multiply by and add: as wide as they are wanted, of any view of a
+leaf, at once or later; and in 16 bits every result is float32's, rounded once."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext, suppress
+
+import pytest
+import torch
+from close import assert_close_f64
+
+from warpweave.kernels import reference
+from warpweave.kernels.activation import ACTIVATIONS, activate
+from warpweave.kernels.cross_entropy import cross_entropy, linear_cross_entropy
+from warpweave.kernels.dropout import Drop, dropout
+from warpweave.kernels.gemm import gemm
+from warpweave.kernels.gemm.gradients import bias_gradient, rows, weight_gradient
+from warpweave.kernels.mlp import mlp
+from warpweave.kernels.norm import layer_norm, rms_norm
+from warpweave.kernels.qkv import qkv_rope
+from warpweave.kernels.rope import apply_rope, rope_table
+from warpweave.kernels.runtime.wgrad import (
+    WeightGradients,
+    accumulate,
+    collect,
+    waits,
+    wgrad,
+    wgrad_buffer,
+)
+
+F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
+IMPLS = pytest.mark.parametrize("impl", ["torch", "triton"])
+
+# ---------------------------------------------------------------- rounded once
+
+T, E = 37, 66
+KEY = {"seed": 5, "site": 1, "tokens": torch.arange(T)}
+LABELS = torch.arange(T) * 7 % E
+TABLE = rope_table(torch.arange(T) + 9, 6, dtype=F32)
+ONCE = {  # of x[T, E]: ours and the truth
+    "rms_norm": (rms_norm, reference.rms_norm, (E,)),
+    "layer_norm": (layer_norm, reference.layer_norm, (E,), (E,)),
+    **{
+        f"activate {name}": (
+            lambda x, impl, name=name: activate(x, name, impl=impl),
+            lambda x, name=name: reference.activate(x, name),
+        )
+        for name in ACTIVATIONS
+    },
+    "dropout": (
+        lambda x, impl: dropout(x, Drop(0.3, **KEY), impl=impl),
+        lambda x: reference.dropout(x, 0.3, **KEY),
+    ),
+    "apply_rope": (
+        lambda x, impl: apply_rope(x.view(1, T, 6, 11), *TABLE, impl=impl),
+        lambda x: reference.apply_rope(x.view(1, T, 6, 11), *TABLE),
+    ),
+    "cross_entropy": (
+        lambda x, impl: cross_entropy(x, LABELS, label_smoothing=0.1, reduction="none", impl=impl),
+        lambda x: reference.cross_entropy(x, LABELS, label_smoothing=0.1),
+    ),
+}
+
+
+def assert_rounded_once(found: torch.Tensor, truth: torch.Tensor, what: str) -> None:
+    """To its dtype, from what is right in float32 up to a few units of the largest."""
+    half = torch.finfo(found.dtype).eps / 2
+    bound = 1.01 * half * truth.abs() + 2**-20 * truth.abs().max()
+    assert ((found.double() - truth).abs() <= bound).all(), what
+
+
+@IMPLS
+@pytest.mark.parametrize("name", ONCE)
+def test_what_is_made_of_16_bits_is_rounded_once_both_ways(name, impl) -> None:
+    ours, truth, *shapes = ONCE[name]
+    for dtype in (BF16, torch.float16):
+        leaves = [torch.randn(s).to(dtype).requires_grad_() for s in ((T, E), *shapes)]
+        for p in leaves[1:]:
+            p.grad_dtype = F32
+        exact = [t.detach().double().requires_grad_() for t in leaves]
+        y, right = ours(*leaves, impl=impl), truth(*exact)
+        dy = torch.randn_like(y)
+        assert_rounded_once(y, right.detach(), f"{name} in {dtype}")
+        found = torch.autograd.grad(y, leaves, dy)
+        assert [g.dtype for g in found] == [dtype, *[F32] * len(shapes)]
+        for n, (a, b) in enumerate(zip(found, torch.autograd.grad(right, exact, dy.double()))):
+            assert_rounded_once(a, b, f"gradient {n} of {name} in {dtype}")
+
+
+def _at_once(p: torch.Tensor, dw: torch.Tensor) -> torch.Tensor | None:
+    """The gradient of what cannot wait for it."""
+    buffer, add, gradient = wgrad_buffer(p, p.grad_dtype)
+    buffer.copy_(dw.view(p.shape) + (buffer.double() if add else 0))
+    return gradient
+
+
+def test_gradients_of_parameters_are_sums_in_float32() -> None:
+    """Of whole numbers whose sums have no place in 16 bits."""
+    dy, x = (torch.randint(-100, 201, (5, 60, n)).to(BF16) for n in (6, 4))
+    for wanted in (F32, BF16):
+        weight, bias = (torch.zeros(s, dtype=BF16, requires_grad=True) for s in ((3, 2, 4), (3, 2)))
+        truth = torch.einsum("btn,btk->nk", dy.double(), x.double()), dy.double().sum((0, 1))
+        for p, right, make in (
+            (weight, truth[0], lambda p: weight_gradient(p, lambda: (dy, x))),
+            (bias, truth[1], lambda p: bias_gradient(p, dy)),
+            (weight, truth[0], lambda p, dw=truth[0]: _at_once(p, dw)),
+        ):
+            p.grad_dtype, right = wanted, right.view(p.shape).to(wanted)
+            assert torch.equal(make(p), right)
+            for context in (collect, accumulate):
+                for home in (None, torch.full(p.shape, float("nan"), dtype=wanted)):
+                    store = WeightGradients({} if home is None else {p: home})
+                    for times in (1, 2):
+                        with context(store):
+                            left = make(p)
+                        if left is not None:  # nobody keeps it: autograd does
+                            assert (context, home) == (accumulate, None)
+                            assert torch.equal(left, right)
+                            break
+                        store.run()
+                        assert len(store) == 0
+                        assert p.grad.dtype == wanted
+                        assert home is None or p.grad is home
+                        assert torch.equal(
+                            p.grad.double(), (times * right.double()).to(wanted).double()
+                        )
+                    store.run()  # what was written is forgotten
+                    assert p.grad is None or left is not None or torch.equal(p.grad, 2 * right)
+                    p.grad = None
+
+
+@pytest.mark.parametrize("context", [collect, accumulate])
+def test_gradients_are_handed_over_within_the_block_only_also_where_it_ends_by_an_error(context):
+    weight, dw = torch.zeros(2, requires_grad=True), torch.ones(2)
+    store = WeightGradients({weight: torch.zeros(2)})
+    with suppress(KeyError), context(store):
+        assert wgrad(weight, lambda: dw) is None
+        assert waits(weight) == (context is collect)
+        assert not torch.autograd.is_multithreading_enabled()
+        raise KeyError
+    assert wgrad(weight, lambda: dw) is dw
+    assert not waits(weight)
+    assert torch.autograd.is_multithreading_enabled()
+
+
+def test_tokens_without_features_are_as_many() -> None:
+    assert rows(torch.zeros(2, 3, 0)).shape == (6, 0)
+    x, up, down, bias = torch.ones(2, 3), torch.ones(0, 3), torch.ones(3, 0), torch.arange(3.0)
+    leaves = [t.requires_grad_() for t in (x, up, down, bias)]
+    y = mlp(*leaves[:3], None, bias, activation="gelu")
+    assert torch.equal(y, bias.expand(2, 3))
+    y.sum().backward()
+    assert [[*t.grad.shape] for t in leaves] == [[*t.shape] for t in leaves]
+    assert torch.equal(bias.grad, torch.full((3,), 2.0))
+    assert not x.grad.any()
+
+
+# ---------------------------------------------------------------- of any view, at any time
+
+VIEWS = {  # a leaf for a weight w, and the way back
+    "itself": (lambda w: w, lambda p: p),
+    "flat": (lambda w: w.flatten(), None),
+    "turned": (lambda w: w.transpose(0, 1), lambda p: p.transpose(0, 1)),
+    "turned, matrix": (lambda w: w.flatten(1).t(), None),
+    "last first": (lambda w: w.movedim(-1, 0), lambda p: p.movedim(0, -1)),
+    "a part": (lambda w: torch.cat((w, w)), lambda p: p[len(p) // 2 :]),
+    "every second": (lambda w: w.repeat_interleave(2, -1), lambda p: p[..., ::2]),
+    "twice a view": (lambda w: w.flatten(), None),
+    "computed": (lambda w: w / 2, lambda p: p * 2),
+}
+
+
+def _back(name: str, p: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    if name == "turned, matrix":
+        return p.t().view(shape)
+    if name == "twice a view":
+        return p.view(shape[0], -1).view(shape)
+    way = VIEWS[name][1]
+    return p.view(shape) if way is None else way(p)
+
+
+def _mlp(x, up, down, b, c):
+    return mlp(x, up, down, b, c, activation="swiglu")
+
+
+OPS = {
+    "mlp": (
+        _mlp,
+        lambda x, up, down, b, c: reference.mlp(x, up, down, b, c, activation="swiglu"),
+        [(3, 2, 4), (4, 3), (3, 2), (4,)],
+    ),
+    "qkv_rope": (
+        lambda x, w, b: qkv_rope(x[None], w, b, *TABLE2),
+        lambda x, w, b: reference.qkv_rope(x[None], w, b, *TABLE2),
+        [(2, 3, 2, 4), (2, 3, 2)],
+    ),
+    **{
+        f"linear_cross_entropy {recompute}": (
+            lambda x, w, recompute=recompute: linear_cross_entropy(
+                x, w, torch.tensor([0, 3, -100, 5, 1]), recompute=recompute, reduction="sum"
+            ),
+            lambda x, w: reference.linear_cross_entropy(
+                x, w, torch.tensor([0, 3, -100, 5, 1])
+            ).sum(),
+            [(6, 4)],
+        )
+        for recompute in (True, False)
+    },
+    "rms_norm": (rms_norm, reference.rms_norm, [(4,)]),
+    "gemm": (lambda x, w: gemm(x, w), lambda x, w: x @ w, [(4, 7)]),
+}
+TABLE2 = rope_table(torch.arange(5), 2, dtype=F64)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_gradients_reach_the_leaf_of_any_view_of_a_parameter_now_or_later(op) -> None:
+    ours, truth, shapes = OPS[op]
+    x = torch.randn(5, 4, dtype=F64)
+    for name in VIEWS:
+        if any(len(s) < 2 for s in shapes) and "turned" in name:
+            views = [name if len(s) > 1 else "itself" for s in shapes]
+        else:
+            views = [name] * len(shapes)
+        given = [VIEWS[v][0](torch.randn(s, dtype=F64)) for v, s in zip(views, shapes)]
+        pairs = []
+        for run, contexts in ((truth, (None,)), (ours, (None, collect, accumulate))):
+            for context in contexts:
+                leaves = [p.clone().requires_grad_() for p in given]
+                store = WeightGradients({p: torch.full_like(p, float("nan")) for p in leaves})
+                weights = [
+                    _back(v, p, s) for v, p, s in zip(views, leaves, map(torch.Size, shapes))
+                ]
+                y = run(x, *weights)
+                y = y if isinstance(y, tuple) else (y,)
+                with context(store) if context else nullcontext():
+                    sum((t.sin()).sum() for t in y).backward()
+                store.run()
+                pairs.append([p.grad for p in leaves])
+        for found in pairs[1:]:
+            for a, b in zip(found, pairs[0], strict=True):
+                assert_close_f64(a, b, 1e-12)

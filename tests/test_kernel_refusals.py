@@ -1,0 +1,480 @@
+"""What a kernel cannot take is refused, and what it can is not: each condition of a check alone.
+
+Of products, norms, rotations, elementwise ops, steps of AdamW and products over which the ranks'
+data moves. `test_attention_refusals` and `test_loss_refusals` have the others'.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from refused import Rows, Table, ints, strided
+from refused import zeros as z
+
+from warpweave.kernels import cost
+from warpweave.kernels.activation import activate, activation_bwd
+from warpweave.kernels.adamw import adamw_step, sum_of_squares
+from warpweave.kernels.dropout import Drop, dropout
+from warpweave.kernels.gemm import fused_gemm, gemm, gemm_into
+from warpweave.kernels.mlp import explain_mlp, gelu_mlp, hidden_bwd, mlp
+from warpweave.kernels.norm import layer_norm, norm_bwd, rms_norm
+from warpweave.kernels.overlap import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter
+from warpweave.kernels.overlap.symmetric import local_memory
+from warpweave.kernels.qkv import qkv_bwd, qkv_rope
+from warpweave.kernels.rope import RopeScaling, apply_rope, apply_rope_qk, rope_table
+
+NAN, INF = float("nan"), float("inf")
+F16, F32, F64, INT = torch.float16, torch.float32, torch.float64, torch.int64
+
+# ---------------------------------------------------------------- products
+
+TOKENS = torch.arange(3)
+DROPS: Rows = [
+    ({"drop": Drop(0.5, 2**63 - 1, 2**32 - 1, TOKENS)}, None),
+    ({"drop": Drop(0.0, 0, 0, TOKENS)}, None),
+    ({"drop": (0.5, 0, 0, TOKENS)}, "drop must be a Drop"),
+    ({"drop": Drop(1.0, 0, 0, TOKENS)}, "need 0 <= p < 1, got 1.0"),
+    ({"drop": Drop(-0.01, 0, 0, TOKENS)}, "need 0 <= p < 1"),
+    ({"drop": Drop(NAN, 0, 0, TOKENS)}, "need 0 <= p < 1"),
+    ({"drop": Drop(0.5, 0, 0, None)}, "int64 tokens"),
+    ({"drop": Drop(0.5, 0, 0, TOKENS[:2])}, r"int64 tokens\[3\]"),
+    ({"drop": Drop(0.5, 0, 0, TOKENS.int())}, "got torch.int32"),
+    ({"drop": Drop(0.5, 0, 0, TOKENS[:, None])}, None),
+    ({"drop": Drop(0.5, -1, 0, TOKENS)}, "need 0 <= seed"),
+    ({"drop": Drop(0.5, 2**63, 0, TOKENS)}, "need 0 <= seed"),
+    ({"drop": Drop(0.5, 0, -1, TOKENS)}, "0 <= site < 2"),
+    ({"drop": Drop(0.5, 0, 2**32, TOKENS)}, "0 <= site < 2"),
+]
+AB = {"a": z(3, 4), "b": z(4, 6)}
+HALVES = {name: x.half() for name, x in AB.items()}
+PRODUCT: Rows = [
+    ({}, None),
+    ({"b": z(5, 6)}, r"need a\[M, K\] and b\[K, N\]"),
+    ({"a": z(4)}, "need a"),
+    ({"b": z(4)}, "need a"),
+    ({"b": z(4, 6, dtype=F64)}, "one floating dtype"),
+    ({"a": z(3, 4, dtype=INT), "b": z(4, 6, dtype=INT)}, "one floating dtype"),
+    ({"bias": z(6)}, None),
+    ({"bias": z(6, dtype=F16)}, None),
+    ({"bias": z(4)}, "bias must be floating"),
+    ({"bias": z(1, 6)}, "bias must be floating"),
+    ({"bias": z(6, dtype=INT)}, "bias must be floating"),
+    ({"out_dtype": F32}, None),
+    ({"out_dtype": F64}, "is given in torch.float32 or"),
+    ({"out_dtype": F16}, "is given in"),
+    ({**HALVES, "out_dtype": F32}, None),
+    ({**HALVES, "out_dtype": torch.bfloat16}, "is given in"),
+    ({"a": z(3, 4, grad=True)}, "has no gradient"),
+    ({"b": z(4, 6, grad=True)}, "has no gradient"),
+    ({"bias": z(6, grad=True)}, "has no gradient"),
+    ({"precision": "tf32x3"}, None),
+    ({"precision": "fp32"}, "precision must be"),
+]
+FUSED: Rows = [
+    *PRODUCT,
+    *DROPS,
+    ({"activation": "silu"}, "activation must be one of"),
+    ({"activation": "swiglu"}, None),
+    ({"activation": "swiglu", "b": z(4, 5)}, "gate, up pairs"),
+    ({"activation": "gelu", "b": z(4, 5)}, None),
+    ({"activation": "gelu", "save_z": True}, None),
+    ({"save_z": True}, "save_z=True saves the argument"),
+    ({"residual": z(3, 6)}, None),
+    ({"residual": z(6)}, "residual must be"),
+    ({"residual": z(3, 6), "activation": "swiglu"}, r"residual must be \[3, 3\]"),
+    ({"residual": z(3, 3), "activation": "swiglu"}, None),
+    ({"residual": z(3, 6, grad=True)}, "has no gradient"),
+    ({"b": z(4, 6).to("meta")}, "one device"),
+]
+INTO: Rows = [
+    ({}, None),
+    ({"out": z(3, 5)}, r"out must be \[M, N\]"),
+    ({"out": z(4, 6)}, "out must be"),
+    ({"out": z(3, 1).expand(3, 6)}, "needs every element once"),
+    ({"out": torch.empty_strided((1, 6), (0, 1)).zero_(), "a": z(1, 4)}, None),
+    ({"out": z(3, 6, dtype=INT)}, "is given in"),
+    ({"out": z(3, 6, dtype=F64)}, "is given in"),
+    ({**HALVES}, None),
+    ({**HALVES, "out": z(3, 6, dtype=torch.bfloat16)}, "is given in"),
+    ({"out": z(3, 6, grad=True)}, "has no gradient"),
+    ({"a": z(3, 4, grad=True)}, "has no gradient"),
+]
+MLP: Rows = [
+    ({}, None),
+    *DROPS,
+    ({"activation": "silu"}, "activation must be one of"),
+    ({"activation": "gelu"}, r"gelu needs x\[..., E\], up_weight\[F, E\]"),
+    ({"activation": "gelu", "up_weight": z(5, 4)}, None),
+    ({"up_weight": z(10, 4)}, r"\[F, 2, E\]"),
+    ({"up_weight": z(2, 5, 4)}, r"\[F, 2, E\]"),
+    ({"x": z(3, 5)}, "swiglu needs x"),
+    ({"x": z(4), "residual": z(4)}, None),
+    ({"x": z()}, "swiglu needs x"),
+    ({"down_weight": z(4, 6)}, "swiglu needs x"),
+    ({"down_weight": z(5, 5)}, "swiglu needs x"),
+    ({"residual": z(3, 4)}, None),
+    ({"residual": z(4)}, r"residual must be \[3, 4\]"),
+]
+MLP_ONLY: Rows = [
+    *MLP,
+    ({"up_bias": z(5, 2)}, None),
+    ({"up_bias": z(10)}, r"up_bias must be \[5, 2\]"),
+    ({"up_bias": z(2, 5)}, r"up_bias must be \[5, 2\]"),
+    ({"down_bias": z(4)}, None),
+    ({"down_bias": z(1)}, r"down_bias must be \[4\]"),
+    ({"down_bias": z(1, 4)}, r"down_bias must be \[4\]"),
+    *[({"recompute": name}, None) for name in ("nothing", "activation", "up")],
+    ({"recompute": "full"}, "recompute must be one of"),
+    ({"x": z(3, 4, dtype=F64)}, "dtypes differ"),
+    *[
+        ({name: z(*shape, dtype=F64)}, f"mlp: dtypes differ: .*{name} torch.float64")
+        for name, shape in (("up_weight", (5, 2, 4)), ("down_weight", (4, 5)),
+                            ("up_bias", (5, 2)), ("down_bias", (4,)))
+    ],
+    ({"residual": z(3, 4, dtype=F64)}, None),
+]  # fmt: skip
+MLP_BASE = {
+    "x": z(3, 4), "up_weight": z(5, 2, 4), "down_weight": z(4, 5), "activation": "swiglu",
+}  # fmt: skip
+GELU_BASE = {"x": z(3, 4), "up_weight": z(5, 4), "down_weight": z(4, 5)}
+GELU: Rows = [
+    ({}, None),
+    ({"approximate": "none"}, None),
+    ({"approximate": "erf"}, "approximate must be"),
+]
+HIDDEN: Rows = [
+    ({}, None),
+    ({"z": z(3, 5)}, "z must be torch.float32"),
+    ({"z": z(2, 10)}, "z must be torch.float32"),
+    ({"z": z(3, 10, dtype=F64)}, "z must be torch.float32"),
+    ({"z": z(3, 10, dtype=F16)}, "z must be torch.float32"),
+    ({"activation": "relu2", "z": z(3, 5)}, None),
+    ({"activation": "relu2"}, "z must be torch.float32"),
+    ({"down_weight": z(5, 5)}, "need a"),
+    ({"dy": z(3, 4, dtype=F64)}, "one floating dtype"),
+]
+COS = z(3, 2)
+QKV_ROWS: Rows = [
+    ({}, None),
+    ({"x": z(3, 6)}, r"need x\[B, S, E\]"),
+    ({"x": z(2, 3, 5)}, "need x"),
+    ({"weight": z(2, 4 * 4, 6)}, "need x"),
+    ({"weight": z(2, 3, 4, 6)}, None),
+    ({"weight": z(2, 2, 4, 6)}, "need x"),
+    ({"weight": z(2, 4, 0, 6), "cos": None, "sin": None}, "need x"),
+    ({"weight": z(2, 4, 3, 6)}, "even head_dim, got 3"),
+    ({"weight": z(2, 4, 3, 6), "cos": None, "sin": None}, None),
+    ({"bias": z(2, 4, 4)}, None),
+    ({"bias": z(32)}, r"bias must be \[2, 4, 4\]"),
+    ({"cos": None}, "both be tensors, or both None"),
+    ({"sin": None}, "both be tensors, or both None"),
+    ({"cos": z(2, 2)}, r"cos and sin must be \[S, D/2\]"),
+    ({"sin": z(3, 3)}, r"cos and sin must be \[S, D/2\]"),
+    ({"cos": COS.long()}, "float dtype"),
+    ({"sin": COS.long()}, "float dtype"),
+    ({"cos": z(3, 2, grad=True)}, "get no gradient"),
+    ({"sin": z(3, 2, grad=True)}, "get no gradient"),
+    ({"x": z(2, 3, 6, dtype=F64)}, "dtypes differ"),
+    ({"bias": z(2, 4, 4, dtype=F64)}, "dtypes differ"),
+]
+DK = z(2, 3, 2, 4)
+QKV_BACK: Rows = [
+    ({}, None),
+    ({"cos": None, "sin": None}, None),
+    ({"dq": z(3, 4, 4)}, "do not fit"),
+    ({"dq": z(1, 3, 4, 4)}, "do not fit"),
+    ({"dq": z(2, 2, 4, 4)}, "do not fit"),
+    ({"dq": z(2, 3, 3, 4)}, "do not fit"),
+    ({"dq": z(2, 3, 4, 6)}, "do not fit"),
+    ({"dq": z(2, 3, 4, 4, dtype=F64)}, "do not fit"),
+    ({"dv": z(2, 3, 1, 4)}, "do not fit"),
+    ({"dv": DK.double()}, "do not fit"),
+    ({"sin": None}, "cos and sin must be"),
+    ({"sin": z(3, 1)}, "cos and sin must be"),
+    ({"cos": z(2, 2)}, "cos and sin must be"),
+]
+ROPE: Rows = [
+    ({}, None),
+    ({"x": z(3, 2, 4)}, r"x must be \[B, S, H, D\]"),
+    ({"x": z(2, 3, 2, 4, dtype=INT)}, "of a float dtype"),
+    ({"x": z(2, 3, 2, 9)}, None),
+    ({"x": z(2, 3, 2, 3)}, "2 <= R <= D = 3, got R = 4"),
+    ({"cos": z(3, 0), "sin": z(3, 0)}, "got R = 0"),
+    ({"cos": z(2, 2), "sin": z(2, 2)}, r"must be \[S, R/2\]"),
+    ({"cos": z(3, 1)}, r"must be \[S, R/2\]"),
+    ({"cos": COS[..., None], "sin": COS[..., None]}, r"must be \[S, R/2\]"),
+    *QKV_ROWS[15:19],
+]
+ROPE_QK: Rows = [
+    ({}, None),
+    ({"k": z(2, 3, 1, 4)}, None),
+    ({"k": z(1, 3, 2, 4)}, "must fit"),
+    ({"k": z(2, 3, 2, 6)}, "must fit"),
+    ({"k": z(2, 2, 2, 4)}, r"must be \[S, R/2\]"),
+    ({"k": z(2, 3, 2, 4, dtype=F64)}, "must fit"),
+    ({"k": z(3, 2, 4)}, r"x must be \[B, S, H, D\]"),
+]
+ANGLES: Rows = [
+    ({}, None),
+    ({"rotary_dim": 7}, "even head_dim"),
+    ({"rotary_dim": 0}, "even head_dim"),
+    ({"rotary_dim": 2}, None),
+    ({"positions": z(2, 2)}, "even head_dim"),
+    ({"theta": 1.0}, "theta must be greater than 1"),
+    ({"theta": 1.001}, None),
+    ({"theta": NAN}, "theta must be greater than 1"),
+]
+BAND = {"kind": "yarn", "original_length": 1}
+SCALING: Rows = [
+    ({}, None),
+    ({"kind": "dynamic"}, "kind must be"),
+    ({"factor": 0.999}, "factor must be at least 1"),
+    ({"factor": 1.0}, None),
+    ({"factor": NAN}, "factor must be at least 1"),
+    (BAND, None),
+    ({"kind": "yarn"}, "yarn needs original_length >= 1, got 0"),
+    ({"kind": "llama3"}, "llama3 needs original_length >= 1, got 0"),
+    ({**BAND, "low": 0.0}, "0 < low < high"),
+    ({**BAND, "low": 32.0}, "0 < low < high, got 32.0 and 32.0"),
+    ({**BAND, "low": 31.9}, None),
+    ({**BAND, "kind": "llama3", "low": 4.0}, "0 < low < high, got 4.0 and 4.0"),
+    ({"low": 0.0}, None),  # which no band asks for
+]
+
+# ---------------------------------------------------------------- norms and elements
+
+X, E6 = z(4, 6), z(6)
+NORMS: Rows = [
+    ({}, None),
+    ({"eps": 0.0}, None),
+    ({"eps": -1e-9}, "eps must be at least 0"),
+    ({"eps": NAN}, "eps must be at least 0"),
+    ({"weight": None}, r"weight must be \[E\] .* ones\(E\)"),
+    ({"weight": z(5)}, r"weight must be \[E\]"),
+    ({"weight": z(1, 6)}, r"weight must be \[E\]"),
+    ({"x": z(4, 0), "weight": z(0)}, r"weight must be \[E\]"),
+    ({"x": z(), "weight": z()}, r"weight must be \[E\]"),
+    ({"x": z(6)}, None),
+    ({"x": z(4, 6, dtype=INT)}, "x must have a float dtype"),
+    ({"weight": z(6, dtype=INT)}, "weight must have a float dtype"),
+    ({"residual": X}, None),
+    ({"residual": z(4, 6, dtype=F64)}, None),
+    ({"residual": z(1, 6)}, "residual must be like x"),
+    ({"residual": z(4, 6, dtype=INT)}, "residual must have a float dtype"),
+    ({"x_bias": E6}, None),
+    ({"x_bias": z(1)}, "x_bias must be like weight"),
+    ({"x_bias": z(6, dtype=INT)}, "x_bias must have a float dtype"),
+    ({"out_dtype": F16}, None),
+    ({"out_dtype": INT}, "out_dtype must be one of"),
+    ({"out": z(4, 6)}, None),
+    ({"out": z(4, 6, dtype=F16)}, None),
+    ({"out": z(4, 6, dtype=INT)}, "out_dtype must be one of"),
+    ({"out": z(4, 6), "out_dtype": F16}, "out must be like x"),
+    ({"out": z(6, 4)}, "out must be like x"),
+    ({"out": strided(X)}, "out must be like x"),
+    ({"out": z(1, 6).expand(4, 6)}, "needs every element once"),
+    ({"out": z(4, 6, grad=True)}, "no gradient"),
+    ({"out": z(4, 6), "x": z(4, 6, grad=True)}, "no gradient"),
+    ({"out": z(4, 6), "weight": z(6, grad=True)}, "no gradient"),
+    ({"out": z(4, 6), "residual": z(4, 6, grad=True)}, "no gradient"),
+    ({"x": z(2, 2, 6), "out": z(2, 3, 6)[:, :2]}, "out must be like x"),  # at two distances
+    ({"x": z(2, 2, 6), "out": z(2, 2, 9)[..., :6]}, None),
+    *[(change | {"x": z(3, 6)}, words) for change, words in DROPS],
+]
+LAYER: Rows = [
+    *NORMS,
+    ({"bias": E6}, None),
+    ({"bias": z(1)}, "bias must be like weight"),
+    ({"bias": 1e-5}, "a tensor is wanted, got float 1e-05"),
+    ({"bias": z(6, dtype=INT)}, "bias must have a float dtype"),
+    ({"out": z(4, 6), "bias": z(6, grad=True)}, "no gradient"),
+]
+NORM_BACK: Rows = [
+    ({}, None),
+    ({"mean": None}, None),
+    ({"dy": z(3, 6)}, "dy must be like s"),
+    ({"ds": X}, None),
+    ({"ds": z(3, 6)}, "ds must be like s"),
+    ({"mean": z(3)}, r"mean must be \[4\]"),
+    ({"rstd": z(4, 1)}, r"rstd must be \[4\]"),
+    ({"weight": z(5)}, r"weight must be \[E\]"),
+]
+ACTIVATE: Rows = [
+    ({}, None),
+    ({"activation": "silu"}, "activation must be one of"),
+    ({"x": z(3, 5)}, "gate, up pairs"),
+    ({"x": z()}, "gate, up pairs"),
+    ({"x": z(), "activation": "gelu"}, None),
+    ({"x": z(3, 5), "activation": "relu2"}, None),
+    ({"x": z(3, 4, dtype=INT)}, "needs a float dtype"),
+]
+ACTIVATE_BACK: Rows = [
+    ({}, None),
+    ({"dy": z(3, 4)}, "no gradient of swiglu"),
+    ({"dy": z(2, 2)}, "no gradient of swiglu"),
+    ({"dy": z(3, 4), "activation": "gelu"}, None),
+    ({"activation": "gelu"}, "no gradient of gelu"),
+]
+DROPPED: Rows = [
+    *DROPS,
+    ({"x": z(3, 5, dtype=INT)}, "x must have a float dtype"),
+    ({"x": z()}, "and a dim"),
+    ({"x": z(5), "drop": Drop(0.5, 0, 0, ints(7))}, None),
+    ({"x": z(3, 1, 5)}, None),
+]
+ONE = torch.ones(())
+RATES = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
+STEP_BASE = dict.fromkeys(("master", "grad", "m", "v"), E6) | {"step": ONE, **RATES}
+STEP: Rows = [
+    ({}, None),
+    ({"master": z(6, dtype=F16)}, "master must be float32 or float64"),
+    *[({name: z(5)}, f"{name} must be flat") for name in ("grad", "m", "v", "param")],
+    *[({name: strided(E6)}, f"{name} must be flat") for name in ("grad", "m", "v", "param")],
+    ({"master": z(2, 3), "grad": z(2, 3), "m": z(2, 3), "v": z(2, 3)}, "master must be flat"),
+    ({"grad": z(6, dtype=F16)}, None),
+    ({"grad": z(6, dtype=INT)}, "grad has dtype"),
+    ({"grad": z(6).to("meta")}, "one device"),
+    ({"param": z(6, dtype=F16)}, None),
+    ({"param": z(6, dtype=INT)}, "param has dtype"),
+    ({"m": z(6, dtype=F64)}, "m has dtype"),
+    ({"v": z(6, dtype=F64)}, "v has dtype"),
+    *[({name: z(1)}, f"{name} must be a 0-dim") for name in ("step", "grad_scale", "skip")],
+    *[({name: ONE}, None) for name in ("grad_scale", "skip")],
+    ({"step": ONE.double()}, None),
+    ({"step": ONE.half()}, "step must be float32 or float64"),
+    ({"step": ONE.long()}, "step must be float32 or float64"),
+    *[({name: 0.0}, None) for name in ("lr", "eps", "weight_decay", "beta1", "beta2")],
+    *[
+        ({name: value}, "need 0 <= beta < 1 and lr, eps, weight_decay >= 0")
+        for name in ("lr", "eps", "weight_decay", "beta1", "beta2")
+        for value in ((-1e-9, NAN, 1.0) if "beta" in name else (-1e-9, NAN))
+    ],
+]
+SQUARES: Rows = [
+    ({}, None),
+    ({"flat": z(2, 3)}, "flat contiguous float"),
+    ({"flat": strided(E6)}, "flat contiguous float"),
+    ({"flat": z(6, dtype=INT)}, "flat contiguous float"),
+]
+SEEN: Rows = [
+    ({}, None),
+    ({"window": 3}, None),
+    ({"Sk": 9}, None),
+    ({"Sk": 9, "window": 3}, "need Sq = Sk"),
+    ({"Sk": 9, "documents": [8]}, "need Sq = Sk"),
+    ({"documents": [5, 3]}, None),
+    ({"documents": [5, 2]}, "need Sq = Sk"),
+]
+
+# ---------------------------------------------------------------- over two ranks' memory
+
+
+def shared(call, slots=2, capacity=256, **given):
+    """A call that its check, or else what the other rank never published, ends."""
+    memory, _ = local_memory(2, slots=slots, capacity=capacity, polls=1)
+    try:
+        call(memory=memory, **given)
+    except TimeoutError:
+        pass
+    except ValueError:
+        assert not memory.segments[0].any(), "refused when something was published"
+        raise
+
+
+A, B = z(4, 2), z(2, 3)
+MOVED: Rows = [
+    ({}, None),
+    ({"b": z(3, 3)}, "need a"),
+    ({"b": z(2, 3, dtype=F64)}, "one floating dtype"),
+    ({"bias": z(3)}, None),
+    ({"bias": z(2)}, "bias must be"),
+    ({"out_dtype": F16}, "is given in"),
+    ({"precision": "fp32"}, "precision must be"),
+    ({"b": z(2, 3, grad=True)}, "has no gradient"),
+    ({"bias": z(3, grad=True)}, "has no gradient"),
+    ({"b": z(2, 99)}, "needs .* parts and .* bytes of symmetric memory, it has"),
+    ({"slots": 0}, "needs 1 parts and .* it has 0 and 256"),
+    ({"drop": Drop(1.0, 0, 0, TOKENS)}, "need 0 <= p < 1"),
+]
+SENT: Rows = [
+    *MOVED,
+    ({"b": z(2, 24)}, "needs 1 parts and 384 bytes of symmetric memory, it has 2 and 256"),
+    ({"wire_dtype": F16}, "travel in"),
+    ({"wire_dtype": INT}, "travel in"),
+    ({"a": A.half(), "b": B.half(), "wire_dtype": torch.bfloat16}, "travel in"),
+    ({"a": z(4, 2, grad=True)}, "has no gradient"),
+]
+SCATTER: Rows = [
+    *SENT,
+    ({"a": z(5, 2)}, "2 ranks do not divide the rows"),
+    ({"residual": z(4, 3)}, r"residual must be \[2, 3\]"),
+]
+REDUCE: Rows = [
+    *SENT,
+    ({"a": z(5, 2), "shots": 1}, None),
+    ({"a": z(5, 2), "shots": 2}, "2 where the 2 ranks divide the 5 rows"),
+    ({"shots": 2}, None),
+    ({"shots": 3}, "shots must be None, 1, or 2"),
+    ({"residual": z(2, 3)}, r"residual must be \[4, 3\]"),
+]
+GATHER: Rows = [
+    *[row for row in MOVED if "b" not in row[0] or row[0]["b"].shape[1] < 9],
+    ({"x": z(4, 2, grad=True)}, "has no gradient"),
+    ({"x": z(4, 0), "b": z(0, 3)}, "needs K >= 1"),
+    ({"x": z(0, 0), "b": z(0, 3)}, None),
+    ({"x": z(33, 2)}, "needs 1 parts and 264 bytes .* it has 2 and 256"),
+    ({"x": z(32, 2), "producer": "engine"}, None),
+    ({"producer": "dma"}, "producer must be 'programs', 'engine' or None"),
+    ({"residual": z(4, 3)}, r"residual must be \[8, 3\]"),
+    ({"save_z": True}, "save_z=True"),
+    ({"activation": "swiglu"}, "gate, up pairs"),
+]
+
+TABLES = {
+    "gemm": Table(gemm, {**AB, "impl": "triton"}, PRODUCT),
+    "gemm_into": Table(gemm_into, {**AB, "out": z(3, 6), "add": True}, INTO),
+    "fused_gemm": Table(fused_gemm, AB, FUSED),
+    "mlp": Table(mlp, MLP_BASE, MLP_ONLY),
+    "explain_mlp": Table(explain_mlp, MLP_BASE, MLP),
+    "gelu_mlp": Table(gelu_mlp, GELU_BASE, GELU),
+    "hidden_bwd": Table(
+        hidden_bwd,
+        {"dy": z(3, 4), "down_weight": z(4, 5), "z": z(3, 10), "activation": "swiglu"},
+        HIDDEN,
+    ),
+    "qkv_rope": Table(
+        qkv_rope,
+        {"x": z(2, 3, 6), "weight": z(2, 4, 4, 6), "bias": None, "cos": COS, "sin": COS},
+        QKV_ROWS,
+    ),
+    "qkv_bwd": Table(
+        qkv_bwd, {"dq": z(2, 3, 4, 4), "dk": DK, "dv": DK, "cos": COS, "sin": COS}, QKV_BACK
+    ),
+    "apply_rope": Table(apply_rope, {"x": DK, "cos": COS, "sin": COS}, ROPE),
+    "apply_rope_qk": Table(apply_rope_qk, {"q": DK, "k": DK, "cos": COS, "sin": COS}, ROPE_QK),
+    "rope_table": Table(rope_table, {"positions": TOKENS, "rotary_dim": 4}, ANGLES),
+    "RopeScaling": Table(RopeScaling, {"kind": "linear", "factor": 2.0}, SCALING),
+    "rms_norm": Table(rms_norm, {"x": X, "weight": E6}, NORMS),
+    "layer_norm": Table(layer_norm, {"x": X, "weight": E6}, LAYER),
+    "norm_bwd": Table(
+        norm_bwd, {"dy": X, "s": X, "weight": E6, "mean": z(4), "rstd": z(4)}, NORM_BACK
+    ),
+    "activate": Table(activate, {"x": z(3, 4), "activation": "swiglu"}, ACTIVATE),
+    "activation_bwd": Table(
+        activation_bwd, {"dy": z(3, 2), "x": z(3, 4), "activation": "swiglu"}, ACTIVATE_BACK
+    ),
+    "dropout": Table(dropout, {"x": z(3, 5), "drop": Drop(0.5, 0, 0, TOKENS)}, DROPPED),
+    "adamw_step": Table(adamw_step, STEP_BASE, STEP),
+    "sum_of_squares": Table(sum_of_squares, {"flat": E6}, SQUARES),
+    "cost of attention": Table(cost.attention, {"B": 1, "Sq": 8, "Sk": 8, "H": 1, "D": 4}, SEEN),
+    "all_gather_gemm": Table(partial(shared, all_gather_gemm), {"x": A, "b": B}, GATHER),
+    "gemm_reduce_scatter": Table(partial(shared, gemm_reduce_scatter), {"a": A, "b": B}, SCATTER),
+    "gemm_all_reduce": Table(partial(shared, gemm_all_reduce), {"a": A, "b": B}, REDUCE),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_what_breaks_one_rule_is_refused_and_what_breaks_none_is_not(name) -> None:
+    TABLES[name].check()
