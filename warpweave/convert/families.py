@@ -288,6 +288,7 @@ def _read_gemma2(c: Mapping[str, Any]) -> GPTConfig:
 
 def _read_gemma3(c: Mapping[str, Any]) -> GPTConfig:
     """Windows turn by a base of their own, ``rope_local_base_freq`` before transformers 5."""
+    expect(c, "attn_logit_softcapping", None)  # which transformers keeps and does not compute
     every, both = given(c, "sliding_window_pattern", 6), c.get("rope_parameters") or {}
     if not set(both) <= {"full_attention", "sliding_attention"}:
         raise ConvertError(
@@ -313,7 +314,6 @@ def _read_gemma3(c: Mapping[str, Any]) -> GPTConfig:
         c | {"rope_parameters": full},
         qk_norm=True,
         windows=windows,
-        softcap=c.get("attn_logit_softcapping"),
         logit_softcap=c.get("final_logit_softcapping"),
         local_rope_theta=theta if scaling is None else None,
     )
