@@ -113,6 +113,7 @@ def test_real_numbers_may_change_under_a_compiler(dynamic) -> None:
         (ZIGZAG, ((0, 97),)),  # all keys gathered
         (ZIGZAG, ((15, 40), (20, 9))),  # runs that overlap the queries' own anyhow
         (((70, 17), (10, 20)), ((15, 60), (0, 15))),  # descending
+        (((70, 17), (10, 20)),) * 2,  # the rank's own
         (((50, 37),), ((0, 0), (20, 60))),
         (STRIPED, ((2, 37, 4),)),  # the rank's own keys
         (STRIPED, ((0, 41, 4),)),  # a ring hop from a lower rank, and from a higher one

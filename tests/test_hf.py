@@ -164,7 +164,7 @@ def test_a_forward_that_a_hook_calls_is_put_back():
     assert vars(norm) == before
 
 
-def test_a_dry_run_reports_and_changes_nothing(llama):
+def test_a_dry_run_reports_or_prints_and_changes_nothing(llama, capsys):
     state = torch.get_rng_state()
     llama.model.layers[1].train()
     modes = [m.training for m in llama.modules()]
@@ -173,6 +173,9 @@ def test_a_dry_run_reports_and_changes_nothing(llama):
     assert torch.equal(torch.get_rng_state(), state)
     assert llama.config._attn_implementation == "eager"
     assert not any("forward" in vars(m) for m in llama.modules())
+    assert ww.apply(llama, dry=True) is llama
+    assert not any("forward" in vars(m) for m in llama.modules())
+    assert str(dry) in capsys.readouterr().out
     real = reported(llama)
     assert dry == real
     assert {e.kind for e in real.replaced()} == set(ww.KINDS)
