@@ -14,6 +14,7 @@ import json
 import os
 import shlex
 import signal
+from collections.abc import Iterator
 from typing import get_args
 from unittest import mock
 
@@ -981,6 +982,16 @@ def test_a_fault_that_raises_on_one_rank_leaves_the_line_of_json():
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
 
+@pytest.fixture
+def heard() -> Iterator[None]:
+    """Signals that whoever started the tests has ignored (nohup) are not."""
+    before = {n: signal.signal(n, signal.SIG_DFL) for n in SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("heard")
 @pytest.mark.parametrize("number", SIGNALS)
 @pytest.mark.parametrize("words", [("--dtype", "fp64"), ("--typecheck", "--pp", "2")])
 def test_a_proof_that_a_signal_stopped_says_so_and_not_that_it_passed_or_not(number, words):
@@ -1007,6 +1018,7 @@ def test_a_proof_that_a_signal_stopped_says_so_and_not_that_it_passed_or_not(num
     assert next(calls) == 2
 
 
+@pytest.mark.usefixtures("heard")
 @pytest.mark.parametrize("number", SIGNALS)
 def test_signals_reach_the_launcher_of_ranks_and_what_was_proven_by_then_is_told(number):
     """Which knows the first two itself; the terminal's end comes to it as the second."""
@@ -1048,7 +1060,7 @@ OPTIONS = {
     "dp": (2, {}), "tp": (2, {}), "cp": (2, {}), "pp": (2, {}), "ulysses": (2, {"cp": 4}),
     "zero": (3, {}), "schedule": ("gpipe", {}), "sequence_parallel": (False, {"tp": 2}),
     "style": ("olmo", {}), "tied": (False, {}), "recompute": ("full", {}), "packed": (True, {}),
-    "strategy": ("gather", {}), "layout": ("striped", {}), "microbatches": (6, {}),
+    "cp_strategy": ("gather", {}), "layout": ("striped", {}), "microbatches": (6, {}),
     "overlap": ("chunked", {}), "dtype": ("bf16", {}), "impl": ("triton", {}), "timeout": (9.0, {}),
     "typecheck": (True, {}), "model": ("small", {"typecheck": True}),
 }  # fmt: skip
@@ -1082,7 +1094,7 @@ def test_every_option_is_passed_on_or_refused():
         if name in SEEN_BY_TYPES:
             assert _told(needs | types | {name: value}) != _told(needs | types), name
         elif name not in ("typecheck", "model"):
-            assert f"{name}" in _told({name: value} | types).partition(": ")[2], name
+            assert name.replace("_", "-") in _told({name: value} | types).partition(": ")[2], name
     for option in ({"style": "olmo"}, {"tied": False}):  # of the tiny model
         assert "types do not see it" in _told(types | {"model": "small"} | option)
 

@@ -530,7 +530,7 @@ def test_what_cannot_be_cut_and_what_is_missing_is_said_in_one_line() -> None:
         typecheck(GPT2, Mesh(tp=3))
     with (
         mock.patch.dict(sys.modules, {"spmd_types.types": None}),
-        pytest.raises(ImportError, match=r"pip install 'warpweave\[dev\]'"),
+        pytest.raises(ImportError, match="needs spmd_types: the extra `typecheck`"),
     ):
         typecheck(GPT2, Mesh(tp=2))
 
