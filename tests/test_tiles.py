@@ -87,6 +87,13 @@ def test_a_product_of_an_optional_kind_takes_the_large_tile_where_it_has_no_row(
     assert [arch for arch in found if found[arch] != large[arch]] == [100]
 
 
+def test_a_table_may_lie_in_folders_that_are_not_there_yet(table) -> None:
+    path = table.parent / "of" / "mine" / "tiles.json"
+    write_table(path, [ODD])
+    tiles.load(path)
+    assert tiles.find_on("attention_fwd", 90, "Planted GPU", 2, 65) == ODD.tile
+
+
 def test_a_users_tile_is_for_its_device_kernel_element_size_and_kind(table) -> None:
     gemm_row = Row("Planted GPU", "gemm", 4, "heavy", GemmTile(32, 64, 16, 2, 3, 4, 2), "x")
     gemm_row = dataclasses.replace(gemm_row, triton=triton.__version__, us=1.5, shipped_us=2)
