@@ -125,7 +125,9 @@ class Mesh:
             groups["data"] = groups["dp"] or groups["cp"]
         if timeout is not None:
             # Public from torch 2.14 on, where the private name warns.
-            set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
+            set_timeout = (
+                getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+            )
             for group in {id(g): g for g in groups.values() if g is not None}.values():
                 set_timeout(timeout, group)
         if self.ulysses > 1:

@@ -4,8 +4,6 @@ import math
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 from attention_cases import (
     F64,
     ZIGZAG,
@@ -27,7 +25,6 @@ from warpweave.kernels.attention import (
     attention_fwd,
 )
 from warpweave.kernels.attention import tiles as attention_tiles
-from warpweave.kernels.attention.device import drawn
 from warpweave.kernels.attention.options import AttentionOptions, pack
 from warpweave.kernels.attention.tiles import Variant, dkdv_tile, dq_tile, forward_tile
 from warpweave.kernels.merge import merge
@@ -145,18 +142,6 @@ def test_a_sink_counts_once_when_blocks_of_keys_are_merged(impl) -> None:
 def test_dropout_equals_the_reference(impl, options) -> None:
     sinks = torch.randn(2, dtype=F64).requires_grad_()
     check(impl, {"B": 2}, **DROP | options, sinks=sinks)
-
-
-@triton.jit
-def _store_drawn(out_ptr, BLOCK: tl.constexpr):
-    tl.store(out_ptr + tl.arange(0, BLOCK // 2), drawn(BLOCK, True))
-
-
-@pytest.mark.parametrize("rows", [16, 32, 64, 128])
-def test_aligned_rows_of_a_tile_of_any_height_are_drawn_by_those_whose_bit_3_is_clear(rows) -> None:
-    found = torch.full((rows // 2,), -1)
-    _store_drawn[(1,)](found, BLOCK=rows)
-    assert found.tolist() == [i for i in range(rows) if not i & 8]
 
 
 def test_dropout_of_samples_with_documents_of_their_own_is_that_of_each_alone() -> None:

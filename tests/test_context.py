@@ -210,7 +210,9 @@ def _any_length(rank: int, world: int) -> None:
         ends = torch.tensor([0, length // 4, length // 2 + 1, length])
         of_each = torch.stack((ends, torch.tensor([0, length // 4, length // 2, length])))
         layouts = [SequenceLayout(length, world, kind) for kind in ("zigzag", "contiguous")]
-        layouts += [SequenceLayout(length, world, "striped"), balance(length, world, ends.tolist())]
+        layouts += [SequenceLayout(length, world, "striped")]
+        # Of four chunks a rank, which are two calls of the kernel.
+        layouts += [balance(length, world, ends.tolist(), each=each) for each in (2, 4)]
         masks = ((None, None), (3, None), (None, ends), (3, of_each))
         for layout, (window, documents) in itertools.product(layouts, masks):
             case = Case(layout, causal=causal, heads=4, kv_heads=2)

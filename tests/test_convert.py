@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from close import relative_error
 from ranks import run_ranks
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from warpweave.checkpoint import CheckpointError, save_checkpoint
@@ -172,6 +173,10 @@ def test_the_way_back_is_bitwise_and_carries_the_tokenizer(name, folders, tmp_pa
     plain = to_hf(gpt, tmp_path / "plain", shard_bytes=20000)
     files = [load_file(file) for file in plain.glob("model-*.safetensors")]
     assert len(files) > 1
+    theirs = folders[name].glob("*.safetensors")
+    for file in (*theirs, *plain.glob("model-*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            assert opened.metadata() == {"format": "pt"}
     index = json.loads((plain / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(t.nbytes for f in files for t in f.values())
     if name != "phi3":  # which without a hint is written as the Mistral that it equals

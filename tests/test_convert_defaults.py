@@ -215,6 +215,15 @@ def test_several_fields_at_once_are_the_model_of_transformers_there_and_back(kin
     assert read > 6
 
 
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+def test_windows_are_those_of_the_number_of_layers_without_one_too(kind):
+    """By which versions of transformers read that know no layer_types."""
+    layers = {"layer_types": [FULL, SLIDING, SLIDING], "use_sliding_window": True}
+    ours = _said(kind, MANY | layers | {"sliding_window": 5})
+    _, written = write_config(ours, kind)
+    assert _said(kind, {k: v for k, v in written.items() if k != "layer_types"}) == ours
+
+
 def _computed(config) -> dict:
     """What a model computes by its record, whatever is left to a default."""
     windows = [config.window(i) for i in range(config.layers)]

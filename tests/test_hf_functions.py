@@ -108,6 +108,16 @@ def test_attention_obeys_every_mask_and_option_on_every_way_through(name, way):
 NOTHING = contextlib.nullcontext()
 
 
+def test_who_watches_calls_hears_them_after_another_has_stopped():
+    inputs = [draw(B, HEADS, S, D), draw(B, KV, S, D, seed=1), draw(B, KV, S, DV, seed=2)]
+    with attention.callers() as outer:
+        with attention.callers() as inner:
+            pass
+        called("causal", inputs, {})
+    called("causal", inputs, {})
+    assert (len(outer), len(inner)) == (1, 0)
+
+
 @pytest.mark.parametrize("own", [None, True, False])
 @pytest.mark.parametrize("said", [None, True, False])
 def test_without_a_mask_what_is_said_of_causality_goes_before_what_the_module_has(own, said):

@@ -158,5 +158,6 @@ def test_meshes_are_values():
 
 
 def test_sizes_alone_are_refused_where_a_connected_mesh_is_needed():
-    with pytest.raises(ValueError, match=r"mesh must be connected, .* pass mesh.connect"):
-        ColumnParallelLinear(4, 4, mesh=Mesh(tp=2))
+    for sizes in (Mesh(), Mesh(tp=2)):
+        with pytest.raises(ValueError, match=r"mesh must be connected, .* pass mesh.connect"):
+            ColumnParallelLinear(4, 4, mesh=sizes)

@@ -894,6 +894,23 @@ def _ranked(rank: int, args: tuple, name: str) -> None:
         command.prove_rank(*args)
 
 
+def _renewed(rank: int) -> list[int]:
+    """Threads of the process after each of several layouts, whose groups are held in a cycle."""
+    store = dist.distributed_c10d._get_default_store()
+    session, threads = Session(torch.device("cpu"), rank, 2, store, 30.0, Mesh(dp=2)), []
+    for _ in range(4):
+        session.renew(Mesh(dp=2))
+        held = [Mesh(dp=2).connect()]
+        held.append(held)
+        threads.append(len(os.listdir("/proc/self/task")))
+    return threads
+
+
+def test_a_layouts_groups_and_their_threads_end_before_those_of_the_next_but_one():
+    for _, second, *later in run_ranks(2, _renewed):
+        assert later == [second, second]
+
+
 @pytest.mark.parametrize("name", OF_THE_LAST_RANK)
 def test_the_command_is_red_for_a_fault_on_another_rank_than_the_first(name, monkeypatch):
     def launch(entry, args, mesh):
@@ -1097,6 +1114,14 @@ def test_every_option_is_passed_on_or_refused():
             assert name.replace("_", "-") in _told({name: value} | types).partition(": ")[2], name
     for option in ({"style": "olmo"}, {"tied": False}):  # of the tiny model
         assert "types do not see it" in _told(types | {"model": "small"} | option)
+
+
+def test_the_line_of_a_layout_tells_it_from_every_other():
+    plan = {field.name for field in dataclasses.fields(ParallelPlan)} & set(OPTIONS)
+    for name in plan | {"dp", "pp", "ulysses", "style", "tied", "packed"}:
+        other = {"tp": 2, "cp": 4} | {name: OPTIONS[name][0]}
+        layouts = ProveConfig(tp=2, cp=4).given(), ProveConfig(**other).given()
+        assert str(layouts[0]) != str(layouts[1]), name
 
 
 @pytest.mark.parametrize(

@@ -287,8 +287,8 @@ def _read_gemma2(c: Mapping[str, Any]) -> GPTConfig:
 
 
 def _read_gemma3(c: Mapping[str, Any]) -> GPTConfig:
-    """Windows turn by a base of their own, ``rope_local_base_freq`` before transformers 5."""
-    expect(c, "attn_logit_softcapping", None)  # which transformers keeps and does not compute
+    """Windows turn by a base of their own, ``rope_local_base_freq`` before transformers 5. Scores
+    have no softcap: transformers keeps ``attn_logit_softcapping`` and computes without it."""
     every, both = given(c, "sliding_window_pattern", 6), c.get("rope_parameters") or {}
     if not set(both) <= {"full_attention", "sliding_attention"}:
         raise ConvertError(

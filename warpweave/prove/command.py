@@ -33,7 +33,8 @@ def prove_rank(layouts: list[Layout], timeout: float, path: str, port: int | Non
     """
     session = join(layouts[0].mesh, timeout=timeout, backend="gloo", port=port)
     torch.set_num_threads(1)
-    gc.freeze()  # what is imported stays: collecting a layout's groups need not go through it
+    if session.store is not None:  # a process of its own
+        gc.freeze()  # what is imported stays: collecting a layout's groups need not go through it
     with reported(session) if session.store is not None else nullcontext():
         for number, layout in enumerate(layouts):
             if session.rank >= layout.mesh.world:
