@@ -13,7 +13,6 @@ import random
 import time
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +20,6 @@ import torch.distributed as dist
 from close import relative_error
 from ranks import run_ranks
 from test_overlap_protocol import FAULTS, TILES, planted
-from triton.runtime import interpreter
 from triton.runtime.interpreter import GridExecutor, interpreter_builder
 
 from warpweave.kernels.overlap import (
@@ -104,9 +102,7 @@ def delay(luck: Luck) -> None:
         builder.create_masked_store,
         builder.create_descriptor_store,
     )
-    atomic, patch = builder.create_atomic_rmw, interpreter._patch_lang
-    modules: set[str] = set()  # whose `tl` this launch interprets
-    nothing = SimpleNamespace(restore=lambda: None)
+    atomic = builder.create_atomic_rmw
     last: list[int] = []  # the flag that was looked at
     held: list[tuple] = []  # stores of the program that runs
     ready: list[tuple] = []  # those that a barrier has collected: the next release shows them
@@ -150,18 +146,11 @@ def delay(luck: Luck) -> None:
 
     def launch_late(*args, **options):
         luck.publish()
-        modules.clear()
         launch(*args, **options)
         begin_program(0, 0, 0)
         luck.publish()
         show(unseen)
 
-    def patch_once(function):  # and not at every call, which takes half of the time
-        known = function.__module__ in modules
-        modules.add(function.__module__)
-        return nothing if known else patch(function)
-
-    interpreter._patch_lang = patch_once
     builder.set_grid_idx = begin_program
     builder.create_masked_store, builder.create_descriptor_store = store_later, store_bulk
     builder.create_barrier, builder.create_atomic_rmw = collect, atomic_late
