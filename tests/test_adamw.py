@@ -32,9 +32,10 @@ def _textbook(state, grads, scale=1.0, **rates) -> dict[str, torch.Tensor]:
 
 @IMPLS
 @pytest.mark.parametrize("n", [1, 7, 1024, 2500])
-def test_steps_equal_the_textbook_in_float64(n, impl):
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_steps_equal_the_textbook_in_float64_whatever_gradients_arrive_in(dtype, n, impl):
     state = _start(n)
-    grads = [torch.randn(n, dtype=torch.float64) for _ in range(4)]
+    grads = [torch.randn(n).to(dtype) for _ in range(4)]
     truth = _textbook(state, grads, scale=0.37)
     scale = torch.tensor(0.37, dtype=torch.float64)
     for grad in grads:
