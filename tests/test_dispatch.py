@@ -38,8 +38,9 @@ def test_explicit_choice_is_honoured() -> None:
 
 
 def test_unknown_names_mixed_devices_and_no_tensor_raise() -> None:
-    with pytest.raises(ValueError, match=r"impl must be None.*'cuda'"):
-        choose("cuda", torch.empty(1))
+    for impl in ("cuda", "Triton", "TORCH", "", 1):
+        with pytest.raises(ValueError, match=rf"impl must be None.*{impl!r}"):
+            choose(impl, torch.empty(1))
     with pytest.raises(ValueError, match="one device, got cuda:0 and cuda:1"):
         choose(None, _On("cuda:0"), _On("cuda:1"))
     with pytest.raises(ValueError, match=r"a tensor is wanted, got float 0\.5"):
@@ -122,7 +123,8 @@ def _halves() -> dict[str, object]:
 def test_every_public_half_refuses_what_wants_a_gradient_through_it() -> None:
     halves = _halves()
     assert len(halves) == 28
-    x = torch.zeros(2, requires_grad=True)
+    leaf = torch.zeros(2, requires_grad=True)
+    computed = leaf + 1
     for name, half in halves.items():
         named = inspect.signature(half).parameters.values()
         given = {p.name: torch.zeros(2) for p in named if p.default is p.empty}
@@ -130,11 +132,12 @@ def test_every_public_half_refuses_what_wants_a_gradient_through_it() -> None:
             rf"^{name.partition('.')[2]} has no gradient and was given \[2\] that requires one"
         )
         for argument in given:  # the check comes before all others
-            with pytest.raises(ValueError, match=message):
-                half(**{**given, argument: x})
+            for x in (leaf, computed):
+                with pytest.raises(ValueError, match=message):
+                    half(**{**given, argument: x})
         first = next(iter(given))
         with pytest.raises(ValueError, match=message):
-            half(x, **{name: value for name, value in given.items() if name != first})
+            half(leaf, **{name: value for name, value in given.items() if name != first})
 
 
 def test_a_half_runs_where_no_gradient_is_wanted() -> None:

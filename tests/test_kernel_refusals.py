@@ -18,7 +18,7 @@ from warpweave.kernels.activation import activate, activation_bwd
 from warpweave.kernels.adamw import adamw_step, sum_of_squares
 from warpweave.kernels.dropout import Drop, dropout
 from warpweave.kernels.gemm import fused_gemm, gemm, gemm_into
-from warpweave.kernels.mlp import explain_mlp, gelu_mlp, hidden_bwd, mlp
+from warpweave.kernels.mlp import explain_mlp, gelu_mlp, hidden_bwd, hidden_fwd, mlp
 from warpweave.kernels.norm import layer_norm, norm_bwd, rms_norm
 from warpweave.kernels.overlap import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter
 from warpweave.kernels.overlap.symmetric import local_memory
@@ -143,6 +143,16 @@ GELU: Rows = [
     ({}, None),
     ({"approximate": "none"}, None),
     ({"approximate": "erf"}, "approximate must be"),
+]
+HIDDEN_IN: Rows = [
+    ({}, None),
+    ({"x": z(3, 4)}, "need a"),
+    ({"x": z(3, 5, dtype=F64)}, "one floating dtype"),
+    ({"up_bias": z(10)}, None),
+    ({"up_bias": z(1)}, r"bias must be"),
+    ({"up_weight": z(9, 5)}, "gate, up pairs"),
+    ({"up_weight": z(9, 5), "activation": "gelu"}, None),
+    ({"activation": "silu"}, "activation must be one of"),
 ]
 HIDDEN: Rows = [
     ({}, None),
@@ -439,6 +449,9 @@ TABLES = {
     "mlp": Table(mlp, MLP_BASE, MLP_ONLY),
     "explain_mlp": Table(explain_mlp, MLP_BASE, MLP),
     "gelu_mlp": Table(gelu_mlp, GELU_BASE, GELU),
+    "hidden_fwd": Table(
+        hidden_fwd, {"x": z(3, 5), "up_weight": z(10, 5), "activation": "swiglu"}, HIDDEN_IN
+    ),
     "hidden_bwd": Table(
         hidden_bwd,
         {"dy": z(3, 4), "down_weight": z(4, 5), "z": z(3, 10), "activation": "swiglu"},

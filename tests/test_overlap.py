@@ -147,6 +147,16 @@ def _alone(op, *operands, **options):
     return op(*operands, memory=memory, **options)
 
 
+@pytest.mark.parametrize("K", [16, 32, 48])
+def test_a_depth_may_be_any_part_of_its_tiles(K):
+    tiles = {("gemm", 8, kind): GemmTile(16, 32, 32, 1, 1, 4, 1) for kind in KINDS}
+    a, b = torch.randn(5, K, dtype=torch.float64), torch.randn(K, 7, dtype=torch.float64)
+    with pinned(tiles):
+        for op in (all_gather_gemm, gemm_reduce_scatter, gemm_all_reduce):
+            found = _alone(op, a, b)
+            assert_close_f64(found if isinstance(found, torch.Tensor) else found[0], a @ b, 1e-14)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("activation", [None, "gelu", "swiglu"])
 def test_epilogues_are_those_of_the_fused_product(dtype, activation):
