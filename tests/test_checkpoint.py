@@ -181,6 +181,14 @@ def test_keeping_one_never_drops_the_step_just_written(tmp_path: Path) -> None:
     assert latest(tmp_path) == tmp_path / "step_00000004"
 
 
+def test_a_step_may_be_spared_beside_the_newest(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step, keep=2, spare=1 if step > 1 else None)
+    assert {p.name for p in tmp_path.glob("step_*")} == {f"step_0000000{i}" for i in (1, 3, 4)}
+    save(tmp_path, 5, keep=1)  # another is the best, or none
+    assert [p.name for p in tmp_path.glob("step_*")] == ["step_00000005"]
+
+
 def test_latest_follows_the_pointer_and_does_without_it(tmp_path: Path) -> None:
     assert latest(tmp_path) is None
     assert latest(tmp_path / "absent") is None
