@@ -59,7 +59,7 @@ def column(ranks: TensorRanks, x: torch.Tensor, weight: torch.Tensor, **_) -> Te
     """A product, nothing, and which tokens each run of them was said to be."""
 
     def multiply(x: torch.Tensor, first: int) -> tuple:
-        return linear(x, weight, None, x.dtype), None, first + torch.arange(len(x))
+        return linear(x, weight, None), None, first + torch.arange(len(x))
 
     return ranks.column_product(part(x, 0 if ranks.sequence_parallel else None), multiply)
 

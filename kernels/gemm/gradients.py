@@ -24,14 +24,8 @@ def rows(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(x.shape[:-1].numel(), x.shape[-1])  # -1 is ambiguous without features
 
 
-def linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
-) -> torch.Tensor:
-    """x[..., K] weight[N, K]^T + bias[N], each taken to `dtype`, as `gemm` multiplies.
-
-    Functions call it in their forward; compilers trace it, gradient and all, in their place.
-    """
-    x, weight, bias = (t if t is None else t.to(dtype) for t in (x, weight, bias))
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x[..., K] weight[N, K]^T + bias[N] of one dtype, as `gemm` multiplies."""
     return gemm(rows(x), weight.t(), bias).view(*x.shape[:-1], weight.shape[0])
 
 

@@ -15,15 +15,12 @@ from warpweave.parallel.tensor.overlap import column_product, row_product, tenso
 
 
 def _arriving_linear(
-    x: torch.Tensor | Gathering,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    dtype: torch.dtype,
+    x: torch.Tensor | Gathering, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """`linear` of x[..., K], which is gathered on the way if it is to be."""
     if isinstance(x, torch.Tensor):
-        return linear(x, weight, bias, dtype)
-    y, _ = multiply(x, weight.to(dtype).t(), None if bias is None else bias.to(dtype))
+        return linear(x, weight, bias)
+    y, _ = multiply(x, weight.t(), bias)
     return y.view(*x.shape[:-1], len(weight))
 
 
@@ -39,7 +36,7 @@ class _ColumnParallelLinear(torch.autograd.Function):
             # The shard is kept and gathered again in the backward: 1/R of the memory.
             ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
             w, b = (t if t is None else t.to(dtype) for t in (weight, bias))
-            return ranks.column_product(x, lambda x, _: _arriving_linear(x, w, b, dtype))
+            return ranks.column_product(x, lambda x, _: _arriving_linear(x, w, b))
 
     @staticmethod
     @once_differentiable
@@ -131,7 +128,7 @@ class _RowParallelLinear(torch.autograd.Function):
         def input_gradient(dy: torch.Tensor | Gathering, first: int) -> torch.Tensor | None:
             if not needs[0]:
                 return None
-            return _arriving_linear(dy, w.t(), None, w.dtype).to(ctx.x_dtype)
+            return _arriving_linear(dy, w.t(), None).to(ctx.x_dtype)
 
         with no_autocast(dy):
             w = weight.to(dy.dtype)
