@@ -222,6 +222,14 @@ def test_folders_are_read_in_order_by_pattern_without_hidden_files(tmp_path: Pat
 # ---- tokenizers ----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("vocab_size", "width"), [(256, 1), (257, 2), (1 << 16, 2), (65537, 4)])
+def test_a_token_takes_as_few_bytes_as_its_vocabulary_needs(tmp_path, vocab_size, width) -> None:
+    ids = np.array([0, vocab_size - 1, 3])
+    write_token_file(tmp_path / "a.bin", ids, vocab_size=vocab_size)
+    assert (tmp_path / "a.bin").stat().st_size == 3 * width
+    assert open_dataset(tmp_path / "a.bin", seq_len=1, split="all").tokens.tolist() == ids.tolist()
+
+
 def tokenizer_file(path: Path) -> Path:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
