@@ -212,6 +212,21 @@ def test_inputs_without_batch_or_rotary_table_are_refused():
         layer(torch.zeros(5, 12), TokenContext(1))
 
 
+def test_what_a_hooked_projection_makes_turns_as_the_context_says():
+    x = draw(1, 2 * 6, 12)
+    one, other = (
+        rope_table(torch.arange(6) * n, 4, theta=100.0, dtype=torch.float64) for n in (3, 7)
+    )
+    for window, context in (
+        (None, TokenContext(2, rope=one)),
+        (4, TokenContext(2, rope=one, local_rope=other)),
+    ):
+        layer = Attention(12, 3, rope_theta=100.0, window=window, **F64)
+        expected = layer(x, context)
+        layer.qkv.register_forward_hook(lambda *_: None)
+        assert_close_f64(layer(x, context), expected, 1e-13)
+
+
 def test_dropout_of_multihead_attention_is_not_taken_for_bias():
     with pytest.raises(TypeError, match="positional"):
         Attention(12, 2, 0.1)

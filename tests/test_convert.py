@@ -234,8 +234,11 @@ def test_bf16_weights_come_back_as_they_were_also_from_an_engine(tmp_path):
     _same_files(tmp_path / "bf16", back)
     assert json.loads((back / "config.json").read_text())["dtype"] == "bfloat16"
     for model in (engine, GPT(found.config, dtype=torch.bfloat16)):
-        wide = to_hf(model, tmp_path / type(model).__name__, dtype=torch.float32)
+        wide = to_hf(
+            model, tmp_path / type(model).__name__, dtype=torch.float32, like=tmp_path / "bf16"
+        )
         assert {t.dtype for t in load_file(wide / "model.safetensors").values()} == {torch.float32}
+        assert json.loads((wide / "config.json").read_text())["dtype"] == "float32"
 
 
 def test_a_checkpoint_of_ours_is_written_too(folders, tmp_path):

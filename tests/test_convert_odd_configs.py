@@ -61,6 +61,12 @@ def test_sizes_that_no_tensor_has_are_one_line(tmp_path):
         from_hf(tmp_path)
 
 
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_key_heads_of_null_are_as_many_as_heads(family):
+    config = QWEN2 | {"model_type": family, "num_key_value_heads": None}  # from before GQA
+    assert read_config(config)[1].kv_heads == 4
+
+
 def test_mistral_with_layers_of_both_kinds_is_refused():
     mistral = QWEN2 | {"model_type": "mistral", "sliding_window": 8}
     assert read_config(mistral | {"layer_types": ["sliding_attention"] * 2})[1].window(1) == 8

@@ -57,7 +57,7 @@ def padded(*ends: tuple[int, int], length: int = S) -> torch.Tensor:
     return found
 
 
-PACKED = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2]]).expand(B, -1)
+PACKED = torch.tensor([[0] * 8, [0, 0, 0, 1, 1, 1, 1, 2], [0, 1, 1, 2, 3, 3, 3, 3]])
 MASKS = {  # of queries at the end of S keys
     "causal": (S, functions.causal_mask_function, None),
     "left": (S, functions.causal_mask_function, padded((0, 8), (3, 8), (5, 8))),

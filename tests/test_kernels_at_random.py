@@ -129,6 +129,8 @@ def _qkv(rng: Draw) -> Call:
     D = rng.choice((1, 2, 3, 6, 10))
     turns = D % 2 == 0 and rng.random() < 0.7
     table = rope_table(torch.arange(S) * 7 + 3, D, dtype=F64) if turns else (None, None)
+    if turns and rng.random() < 0.5:
+        table = [t.repeat_interleave(2, 1)[:, ::2] for t in table]  # with gaps
     still = torch.ones(S, D, dtype=F64)[:, : D // 2]
 
     def truth(x, w, b):

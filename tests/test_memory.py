@@ -324,6 +324,16 @@ def test_the_flag_that_is_named_makes_the_memory_that_is_named_enough(options, f
         _check(named - 0.06, **options | way)
 
 
+def test_what_all_flags_together_make_of_it_is_said_where_none_is_enough():
+    with pytest.raises(ValueError, match=r"; with all of them \d+\.\d") as refusal:
+        _check(0.2, Mesh(dp=2))
+    named = float(str(refusal.value).split("with all of them ")[1])
+    all_of_them = {"plan": ParallelPlan(recompute="full", zero=3), "batch": 1, "dtype": "bf16"}
+    _check(named + 0.06, Mesh(dp=2), **all_of_them)
+    with pytest.raises(ValueError, match="GiB free"):
+        _check(named - 0.06, Mesh(dp=2), **all_of_them)
+
+
 def test_llama_8b_in_float64_is_refused_before_anything_is_made(tmp_path, monkeypatch, capsys):
     text = tmp_path / "text.txt"
     text.write_text("what is read " * 20000)

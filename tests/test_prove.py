@@ -1116,6 +1116,16 @@ def test_every_option_is_passed_on_or_refused():
         assert "types do not see it" in _told(types | {"model": "small"} | option)
 
 
+def test_an_engine_is_told_all_that_a_layout_says():
+    for layout in [*table(4)[::7], *map(draw, range(60))]:
+        plan = dataclasses.asdict(layout.plan) | {"strategy": layout.plan.cp_strategy}
+        told = {name for name in plan if hasattr(layout, name)}
+        assert len(told) == len(plan) - 2  # the strategy's other name, early_gradients
+        assert {name: plan[name] for name in told} == {n: getattr(layout, n) for n in told}
+        batch = layout.mesh.dp, layout.microbatches, layout.micro_batch_size, layout.sizes.seq_len
+        assert f" batch={'x'.join(map(str, batch))} " in str(layout)
+
+
 def test_the_line_of_a_layout_tells_it_from_every_other():
     plan = {field.name for field in dataclasses.fields(ParallelPlan)} & set(OPTIONS)
     for name in plan | {"dp", "pp", "ulysses", "style", "tied", "packed"}:
