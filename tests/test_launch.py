@@ -389,6 +389,13 @@ def test_an_error_of_all_ranks_is_said_once_and_blames_nobody():
     assert said == [str(error), None, None]
 
 
+def test_a_rank_that_said_why_leaves_no_blame_for_those_that_had_not_yet(monkeypatch):
+    monkeypatch.setattr("warpweave.launch._GRACE", 0.3)
+    first, second, _ = _sessions(3)  # the third one is silent
+    assert second.explain(TypeError("no")) == "rank 1 (tp=1) failed: TypeError: no"
+    assert first.explain(RuntimeError(LOST)) is None
+
+
 def test_silent_ranks_are_named_with_their_last_word(monkeypatch):
     monkeypatch.setattr("warpweave.launch._GRACE", 0.3)
     sessions = _sessions(4)
@@ -409,6 +416,22 @@ def test_a_single_process_speaks_for_itself():
     assert alone.explain(ValueError("two\nlines")) == "two lines"
 
 
+def _torchrun(monkeypatch):
+    """Rank 3 of 4, the second one on its machine."""
+    environment = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize("tp", [2, 8])
+def test_as_many_ranks_as_the_mesh_needs_are_wanted(monkeypatch, tp):
+    _torchrun(monkeypatch)
+    threads = torch.get_num_threads()
+    with pytest.raises(ValueError, match=rf"tp={tp} x pp=1 needs {tp} ranks"):
+        join(Mesh(tp=tp))
+    torch.set_num_threads(threads)
+
+
 @pytest.mark.parametrize(
     ("gpus", "backend", "device", "where"),
     [
@@ -420,9 +443,7 @@ def test_a_single_process_speaks_for_itself():
 def test_a_gpu_for_every_local_rank_means_nccl(monkeypatch, gpus, backend, device, where):
     """The choice alone: CUDA's answers are made up and nothing is connected."""
     chosen, groups = [], []
-    environment = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
+    _torchrun(monkeypatch)
     threads = torch.get_num_threads()
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(8), raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
