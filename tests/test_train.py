@@ -35,7 +35,7 @@ from warpweave.parallel.tensor import overlap_table
 from warpweave.parallel.tensor.overlap_model import Product
 from warpweave.parallel.tensor.overlap_table import Measured, Place, write_measured
 from warpweave.plain_gpt import PlainConfig, plain_adamw_step, plain_gpt_loss, plain_init
-from warpweave.resume import differences
+from warpweave.resume import check_run, differences
 from warpweave.train import Interrupt, TrainConfig, Trainer, TrainingStopped, learning_rate
 from warpweave.train_config import GPTOverrides, parse
 
@@ -356,6 +356,18 @@ def test_a_resume_that_is_another_run_is_refused(tmp_path):
             _trainer(_replace(config, resume=True, **changes))
         assert "\n" not in str(caught.value)
     assert sorted(config.out.rglob("*")) == before
+
+
+def test_another_tokenizer_is_not_taken_for_another_text():
+    saved = {"name": "text", "fingerprint": 20 * "a", "tokenizer": "bytes"}
+    reader = SimpleNamespace(path="run", state={"data": saved, "seed": 0})
+    now = SimpleNamespace(name="text", fingerprint=20 * "b", tokenizer_name=20 * "c")
+    with pytest.raises(CheckpointError) as caught:
+        check_run(reader, TrainConfig(data="text"), now)
+    assert str(caught.value) == (
+        "run was trained on other tokens (tokenizer bytes, now cccccccccccc): "
+        "saved text (aaaaaaaaaaaa), now text (bbbbbbbbbbbb)"
+    )
 
 
 def test_a_checkpoint_from_before_a_field_was_there_is_gone_on_from(tmp_path):

@@ -146,14 +146,13 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_bytes())
     except FileNotFoundError:
-        name, recipe = path.parent, ""
-        if not name.exists() and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(name)):
-            recipe = (
-                f"; a model of the hub is fetched before: hf download {name} --local-dir FOLDER"
-            )
-        raise ConvertError(
-            f"{name} holds no model of transformers: no {path.name}{recipe}"
-        ) from None
+        name = path.parent
+        text = f"{name} holds no model of transformers: no {path.name}"
+        if not name.exists():
+            text = f"{name} does not exist"
+            if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(name)):
+                text += f"; one of the hub is fetched before: hf download {name} --local-dir FOLDER"
+        raise ConvertError(text) from None
     except (OSError, ValueError, RecursionError) as error:
         raise ConvertError(f"cannot read {path}: {one_line(error)}") from None
     if not isinstance(found, dict):
