@@ -184,8 +184,8 @@ def test_one_command_trains_on_a_mesh_and_torchruns_of_two_nodes_train_the_same(
     assert heard <= {"0100007F", "0" * 24 + "01000000"}, "listens beyond loopback"
     assert "0100007F" in heard
     result = json.loads(out[-1])
-    assert list(result) == ["val_loss", "steps", "tokens_per_second", "mesh", "zero", "checkpoint",
-                            "plot"]  # fmt: skip
+    assert list(result) == ["val_loss", "steps", "stopped", "tokens_per_second", "mesh", "zero",
+                            "checkpoint", "plot"]  # fmt: skip
     assert result["mesh"] == {"dp": 1, "cp": 1, "tp": 2, "pp": 2, "ulysses": 1}
     assert (result["steps"], result["zero"]) == (4, 2)
     assert 4 < result["val_loss"] < 7
@@ -253,7 +253,7 @@ def test_ctrl_c_saves_and_leaves_nobody(job):
     code, out, err = run.end()
     assert code == 130, err
     result = json.loads(out[-1])
-    assert result["val_loss"] is None
+    assert (result["val_loss"], result["stopped"]) == (None, True)
     assert open_latest(run.out / "checkpoints").step == result["steps"] == run.steps()
     assert len(_said(err)) == 1, err
     assert _noise(err) == []

@@ -39,7 +39,7 @@ from warpweave.resume import check_run, differences
 from warpweave.train import Interrupt, TrainConfig, Trainer, TrainingStopped, learning_rate
 from warpweave.train_config import GPTOverrides, parse
 
-RESULT = ["val_loss", "steps", "tokens_per_second", "mesh", "zero", "checkpoint", "plot"]
+RESULT = ["val_loss", "steps", "stopped", "tokens_per_second", "mesh", "zero", "checkpoint", "plot"]
 REFUSALS = (TrainingStopped, CheckpointError)
 
 

@@ -365,11 +365,11 @@ class Trainer:
             self.metrics.close()
             if text is not None:
                 print(f"\n--- sample ---\n{text}\n--------------")
-            peak = ", ".join(f"{m:.0f} MiB" for m in self.peak_memory)
-            print(f"peak memory per rank: {peak}")
+            print("peak memory per rank:", ", ".join(f"{m:.0f} MiB" for m in self.peak_memory))
         return {
             "val_loss": None if val_loss is None else round(val_loss, 4),
             "steps": self.step,
+            "stopped": self.stopped,
             "tokens_per_second": round(rate, 1),
             "mesh": dataclasses.asdict(self.config.mesh),
             "zero": self.config.plan.zero,
