@@ -43,10 +43,8 @@ def make(family: str, **more) -> nn.Module:
         more = {"head_dim": 8, "sliding_window": 5, "bos_token_id": None, "rope_parameters": None}
         return transformers.GptOssForCausalLM(transformers.GptOssConfig(**options | more))
     if family == "qwen3":
-        more = {"num_hidden_layers": 3, **more}  # one that is neither the first nor the last
-        return transformers.Qwen3ForCausalLM(
-            transformers.Qwen3Config(**options | {"head_dim": 12} | more)
-        )
+        own = {"head_dim": 12, "num_hidden_layers": 3}  # one is neither the first nor the last
+        return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**options | own | more))
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**options))
 
 

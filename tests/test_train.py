@@ -358,15 +358,19 @@ def test_a_resume_that_is_another_run_is_refused(tmp_path):
     assert sorted(config.out.rglob("*")) == before
 
 
-def test_another_tokenizer_is_not_taken_for_another_text():
-    saved = {"name": "text", "fingerprint": 20 * "a", "tokenizer": "bytes"}
+@pytest.mark.parametrize(
+    ("tokenizer", "what"),
+    [({"tokenizer": "bytes"}, "other tokens (tokenizer bytes, now cccccccccccc)"),
+     ({"tokenizer": 20 * "c"}, "other data"), ({}, "other data")],
+)  # fmt: skip
+def test_another_tokenizer_is_not_taken_for_another_text(tokenizer, what):
+    saved = {"name": "text", "fingerprint": 20 * "a"} | tokenizer
     reader = SimpleNamespace(path="run", state={"data": saved, "seed": 0})
     now = SimpleNamespace(name="text", fingerprint=20 * "b", tokenizer_name=20 * "c")
     with pytest.raises(CheckpointError) as caught:
         check_run(reader, TrainConfig(data="text"), now)
     assert str(caught.value) == (
-        "run was trained on other tokens (tokenizer bytes, now cccccccccccc): "
-        "saved text (aaaaaaaaaaaa), now text (bbbbbbbbbbbb)"
+        f"run was trained on {what}: saved text (aaaaaaaaaaaa), now text (bbbbbbbbbbbb)"
     )
 
 

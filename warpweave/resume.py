@@ -89,7 +89,8 @@ def check_run(reader: CheckpointReader, config: TrainConfig, data: Dataset) -> N
     """Refuse other data or another seed by a `CheckpointError`."""
     saved = reader.state["data"]
     if saved["fingerprint"] != data.fingerprint:
-        before, now = (str(name)[:12] for name in (saved.get("tokenizer"), data.tokenizer_name))
+        now = data.tokenizer_name
+        before, now = (str(name)[:12] for name in (saved.get("tokenizer", now), now))
         other = "other data" if before == now else f"other tokens (tokenizer {before}, now {now})"
         raise CheckpointError(
             f"{reader.path} was trained on {other}: saved {saved['name']} "

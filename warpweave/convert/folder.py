@@ -151,7 +151,8 @@ def read_json(path: Path) -> dict[str, Any]:
         if not name.exists():
             text = f"{name} does not exist"
             if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(name)):
-                text += f"; one of the hub is fetched before: hf download {name} --local-dir FOLDER"
+                text += "; a model of the hub is fetched before: "
+                text += f"hf download {name} --local-dir FOLDER"
         raise ConvertError(text) from None
     except (OSError, ValueError, RecursionError) as error:
         raise ConvertError(f"cannot read {path}: {one_line(error)}") from None
