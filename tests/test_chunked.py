@@ -21,9 +21,9 @@ from sharded import beside_replicas, draw, noticed, part, world
 from threads import run_threads
 
 from warpweave.kernels.dropout import Drop
-from warpweave.kernels.gemm.gradients import linear, rows
+from warpweave.kernels.gemm.gradients import linear
 from warpweave.kernels.mlp import RECOMPUTE
-from warpweave.kernels.runtime.wgrad import WeightGradients, collect
+from warpweave.kernels.runtime.wgrad import WeightGradients, collect, rows
 from warpweave.parallel import collectives
 from warpweave.parallel.tensor import chunked
 from warpweave.parallel.tensor.chunked import ChunkedRanks

@@ -49,9 +49,9 @@ from warpweave.kernels.attention.options import (
     pack,
     unpack,
 )
-from warpweave.kernels.gemm.gradients import grad_dtype
 from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.runtime.dispatch import no_graph, refuse_tangents
+from warpweave.kernels.runtime.wgrad import grad_dtype
 
 # ---------------------------------------------------------------- 1. the operator
 

@@ -49,10 +49,9 @@ from warpweave.kernels.cross_entropy.recompute import (
     linear_cross_entropy_fwd,
 )
 from warpweave.kernels.cross_entropy.vocabulary import Vocabulary, check_options
-from warpweave.kernels.gemm.gradients import grad_dtype
 from warpweave.kernels.overlap.gathering import Gathering
 from warpweave.kernels.runtime.dispatch import choose, once_differentiable, wants_gradient
-from warpweave.kernels.runtime.wgrad import wgrad, wgrad_buffer
+from warpweave.kernels.runtime.wgrad import grad_dtype, wgrad, wgrad_buffer
 
 
 class _Recomputed(torch.autograd.Function):

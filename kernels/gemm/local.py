@@ -18,8 +18,9 @@ import torch
 
 from warpweave.kernels.dropout import Drop, dropout
 from warpweave.kernels.gemm.fused import fused_gemm, gemm
-from warpweave.kernels.gemm.gradients import bias_gradient, rows, weight_gradient
+from warpweave.kernels.gemm.gradients import weight_gradient
 from warpweave.kernels.runtime.dispatch import choose
+from warpweave.kernels.runtime.wgrad import bias_gradient, rows
 
 _Made = TypeVar("_Made")
 _Gradient = torch.Tensor | None

@@ -41,7 +41,6 @@ import torch
 import torch.nn.functional as F
 
 from warpweave.kernels.dropout import Drop, check_drop, make_drop
-from warpweave.kernels.gemm.gradients import grad_dtype
 from warpweave.kernels.norm.backward import norm_bwd
 from warpweave.kernels.norm.checks import check_out, check_tensors, stream_dtype
 from warpweave.kernels.norm.forward import norm_fwd
@@ -59,6 +58,7 @@ from warpweave.kernels.runtime.dispatch import (
     refuse_graph,
     refuse_tangents,
 )
+from warpweave.kernels.runtime.wgrad import grad_dtype
 
 # ---------------------------------------------------------------- registration
 

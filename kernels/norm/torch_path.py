@@ -13,13 +13,13 @@ from typing import cast as cast_type
 import torch
 
 from warpweave.kernels.dropout import Drop, dropout, dropped
-from warpweave.kernels.gemm.gradients import bias_gradient
 from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.runtime.dtypes import no_autocast
+from warpweave.kernels.runtime.wgrad import bias_gradient
 
 
 class _AddBias(torch.autograd.Function):
-    """x[..., E] + x_bias[E], whose gradient is a linear layer's: see `kernels.gemm.gradients`."""
+    """x[..., E] + x_bias[E], whose gradient is a linear layer's: see `runtime.wgrad`."""
 
     @staticmethod
     def forward(ctx, x, x_bias):

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from warpweave.kernels.gemm.fused import fused_gemm
-from warpweave.kernels.gemm.gradients import rows
 from warpweave.kernels.overlap.function import all_gather_gemm
 from warpweave.kernels.overlap.symmetric import Memory
+from warpweave.kernels.runtime.wgrad import rows
 
 
 class Gathering:

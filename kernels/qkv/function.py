@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from warpweave.kernels.gemm.gradients import leaf_of, rows
 from warpweave.kernels.gemm.local import LOCAL, Local
 from warpweave.kernels.overlap.gathering import Gathering
 from warpweave.kernels.qkv.kernels import QKV, check_qkv, gather_qkv_fwd, qkv_bwd, qkv_fwd
 from warpweave.kernels.runtime.dispatch import choose, once_differentiable
 from warpweave.kernels.runtime.dtypes import no_autocast, operand_dtype
+from warpweave.kernels.runtime.wgrad import leaf_of, rows
 
 
 class _QKV(torch.autograd.Function):

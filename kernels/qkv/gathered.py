@@ -6,7 +6,6 @@ from __future__ import annotations
 import torch
 
 from warpweave.kernels.gemm.epilogue import find_precision
-from warpweave.kernels.gemm.gradients import rows
 from warpweave.kernels.gemm.mainloop import gemm_options, grid, mainloop
 from warpweave.kernels.overlap.epilogue import shared_tile
 from warpweave.kernels.overlap.function import Steps
@@ -21,6 +20,7 @@ from warpweave.kernels.overlap.signals import this_epoch
 from warpweave.kernels.overlap.symmetric import Memory
 from warpweave.kernels.qkv.pairs import columns_of_pairs, turn
 from warpweave.kernels.runtime.dispatch import tl, triton
+from warpweave.kernels.runtime.wgrad import rows
 
 
 @triton.jit(do_not_specialize=["rank", "signature"])

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import torch
 
 from warpweave.kernels.gemm.fused import check_operands, find_precision, gemm
-from warpweave.kernels.gemm.gradients import rows
 from warpweave.kernels.gemm.mainloop import (
     find_tile,
     gemm_options,
@@ -28,6 +27,7 @@ from warpweave.kernels.runtime.dispatch import choose, no_graph, operator, tl, t
 from warpweave.kernels.runtime.dtypes import no_autocast
 from warpweave.kernels.runtime.fusion import ask, taken
 from warpweave.kernels.runtime.numeric import to_dtype, upcast
+from warpweave.kernels.runtime.wgrad import rows
 
 QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

@@ -21,6 +21,8 @@ from contextvars import ContextVar
 
 import torch
 
+from warpweave.kernels.reference import compute_dtype
+
 _Make = Callable[[], torch.Tensor]
 _Into = Callable[[torch.Tensor, bool], object]
 
@@ -155,3 +157,47 @@ def wgrad_buffer(
             return *store.buffer(weight, dtype), None
     buffer = torch.empty_like(weight, dtype=dtype)
     return buffer, False, buffer
+
+
+# ---------------------------------------------------------------- of parameters
+
+
+def grad_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """The dtype in which the gradient of a parameter is wanted."""
+    # One computed from others (a weight norm, an adapter) has no say, and dynamo knows no say.
+    if torch.compiler.is_compiling() or not parameter.is_leaf:
+        return parameter.dtype
+    return parameter.grad_dtype or parameter.dtype  # None means that any dtype will do
+
+
+def leaf_of(parameter: torch.Tensor | None, *, bias: bool = False) -> torch.Tensor | None:
+    """The leaf that `parameter` is a view of the whole of, or else `parameter` itself.
+
+    Functions are given the leaf: through a view its gradient could be neither collected nor wider
+    than the parameter, because autograd rounds it to the dtype of the view. They know a weight by
+    its rows, so its leaf must have rows as long; that of a `bias` may have any shape.
+    """
+    if parameter is None or torch.compiler.is_compiling() or parameter.is_leaf:
+        return parameter
+    if parameter.grad_fn.name() != "ViewBackward0":
+        return parameter
+    leaf = getattr(parameter.grad_fn.next_functions[0][0], "variable", parameter)
+    return leaf if bias or leaf.shape[-1:] == parameter.shape[-1:] else parameter
+
+
+def rows(x: torch.Tensor) -> torch.Tensor:
+    """x[..., K] as [T, K]."""
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])  # -1 is ambiguous without features
+
+
+def bias_gradient(bias: torch.Tensor, dy: torch.Tensor) -> torch.Tensor | None:
+    """db[N] = sum over tokens of dy[..., N], or None: see `wgrad`.
+
+    Summed in float32 (float64 for float64) in one order: deterministic.
+    """
+
+    def make() -> torch.Tensor:
+        total = rows(dy).sum(0, dtype=compute_dtype(dy))
+        return total.to(grad_dtype(bias)).view(bias.shape)
+
+    return wgrad(bias, make)

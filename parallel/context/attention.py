@@ -31,8 +31,8 @@ import torch.distributed as dist
 from warpweave.kernels.attention import attention_delta, attention_dsinks
 from warpweave.kernels.attention.function import attend, autocast, even_heads
 from warpweave.kernels.attention.options import AttentionOptions, check_boundaries, checked
-from warpweave.kernels.gemm.gradients import grad_dtype
 from warpweave.kernels.runtime.dispatch import once_differentiable
+from warpweave.kernels.runtime.wgrad import grad_dtype
 from warpweave.parallel.collectives import group_rank, group_size
 from warpweave.parallel.context.explain import by_bytes, explain
 from warpweave.parallel.context.gather import GATHER, STREAM

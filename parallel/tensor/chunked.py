@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from warpweave.kernels.gemm.gradients import bias_gradient
+from warpweave.kernels.runtime.wgrad import bias_gradient
 from warpweave.parallel.collectives import Pending, group_rank, group_size, start_exchange
 from warpweave.parallel.tensor.ranks import Gradient, Made, TensorRanks
 

@@ -6,9 +6,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from warpweave.kernels.gemm.gradients import grad_dtype, rows
 from warpweave.kernels.runtime.dispatch import once_differentiable
-from warpweave.kernels.runtime.wgrad import wgrad
+from warpweave.kernels.runtime.wgrad import grad_dtype, rows, wgrad
 from warpweave.parallel.collectives import (
     group_rank,
     group_size,

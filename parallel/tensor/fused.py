@@ -16,10 +16,9 @@ from typing import Any
 import torch
 
 from warpweave.kernels.dropout import Drop
-from warpweave.kernels.gemm.gradients import bias_gradient, rows
 from warpweave.kernels.overlap import gemm_all_reduce, gemm_reduce_scatter
 from warpweave.kernels.overlap.gathering import Gathering
-from warpweave.kernels.runtime.wgrad import waits
+from warpweave.kernels.runtime.wgrad import bias_gradient, rows, waits
 from warpweave.parallel.symmetric import Workspace
 from warpweave.parallel.tensor.ranks import Gradient, Made, TensorRanks
 

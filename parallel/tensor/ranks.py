@@ -17,8 +17,9 @@ import torch.distributed as dist
 
 from warpweave.kernels.dropout import Drop, dropout
 from warpweave.kernels.gemm import gemm
-from warpweave.kernels.gemm.gradients import bias_gradient, rows, weight_gradient
+from warpweave.kernels.gemm.gradients import weight_gradient
 from warpweave.kernels.gemm.local import Local
+from warpweave.kernels.runtime.wgrad import bias_gradient, rows
 from warpweave.parallel.collectives import (
     Pending,
     group_rank,
