@@ -50,7 +50,6 @@ SHARED_LIMIT = {target: part.block_shared for target, part in PARTS.items()}
 # Cases of kernels that read rows: at least half of their loads take 128 bits (statistics and
 # labels are single values).
 ROWWISE = ("dropout", "gelu", "layer_norm", "rms_norm", "rope", "swiglu")
-ANY_ORDER = "any order"  # in the names of cases that may add up by atomics
 # Kernels in which ranks tell one another by flags in memory, which are atomic exchanges.
 TELLING = ("_publish_kernel", "_partials_kernel", "_arrived_kernel", "_gather_kernel",
            "_gather_gemm_kernel", "_gather_qkv_kernel")  # fmt: skip
@@ -587,7 +586,7 @@ def _planted_order() -> None:
 
 def tile_cases() -> list[Case]:
     """A call for every tile that the three targets find, and the launch sizes of formulas."""
-    attention = [*_attention_tiles(), *_attention_any_order(), *_attention_variants()]
+    attention = [*_attention_tiles(), *_attention_variants()]
     return [*attention, *_product_tiles(), *_row_tiles()]
 
 
@@ -628,26 +627,6 @@ def _attention_tiles() -> list[Case]:
                     ),
                 ]
     return found
-
-
-def _attention_any_order() -> list[Case]:
-    """dk, dv and dq of one kernel where it has room; the clock's cost is of two."""
-    from warpweave.kernels.attention import function as attention
-
-    def call(D: int, causal: bool) -> None:
-        q, k, row = m(2, 4096, 16, D), m(2, 4096, 4, D), m(2, 16, 4096, dtype=torch.float32)
-        attention.attention_bwd(q, q, k, k, row, row, causal=causal, deterministic=False)
-
-    return [
-        Case(
-            f"attention bwd {ANY_ORDER} D={D} {'causal' if causal else 'full'}",
-            lambda D=D, causal=causal: call(D, causal),
-            tensor_cores=True,
-            targets=("sm_90",),
-        )
-        for D in (64, 128)
-        for causal in (True, False)
-    ]
 
 
 def _attention_variants() -> list[Case]:
@@ -881,7 +860,7 @@ def failures(reports: list[Report]) -> list[str]:
             wrong.append(f"{where}: {r.unordered}")
         if r.instructions["float64"] and not r.float64:
             wrong.append(f"{where}: {r.instructions['float64']} float64 instructions")
-        if r.instructions["atomic"] != r.instructions["flag"] and ANY_ORDER not in r.case:
+        if r.instructions["atomic"] != r.instructions["flag"]:
             wrong.append(f"{where}: {r.instructions['atomic']} atomic instructions")
         if r.instructions["flag"] and r.kernel not in TELLING:
             wrong.append(f"{where}: {r.instructions['flag']} flags of a kernel that tells nothing")

@@ -183,44 +183,6 @@ def test_rows_of_queries_and_of_do_may_lie_at_other_distances() -> None:
     assert_close_f64(delta, (want[0].detach() * do).sum(3).transpose(1, 2) - dlse, 1e-12)
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_dq_may_be_added_up_in_any_order_beside_dk_and_dv(causal) -> None:
-    """One kernel for all three: new gradients, and added to earlier dq; heads share keys, and tiles
-    of queries and, where no query sees past their end, of keys end inside."""
-    q, k, v = draw(B=2, Sq=70, Sk=80 if causal else 128, Hq=4, Hkv=2, D=64)
-    do, mask = torch.randn_like(q), {"causal": causal, "q_runs": ((5, 30), (40, 40))}
-    *_, dq, dk, dv = with_grads(reference.attention, (q, k, v), do, **mask)
-    q, k, v = (x.detach() for x in (q, k, v))
-    o, lse = attention_fwd(q, k, v, impl="triton", **mask)
-    rows = (lse, attention_delta(o, do, impl="triton"))
-    given = {"deterministic": False, "impl": "triton", **mask}
-    earlier = torch.randn_like(q)
-    with mock.patch("warpweave.kernels.attention.backward._launch_dq"):  # that one runs not
-        got = attention_bwd(do, q, k, v, *rows, **given)
-        attention_bwd(do, q, k, v, *rows, into=(more := earlier.clone(), None, None), **given)
-        inputs = [x.requires_grad_() for x in (q, k, v)]
-        layer = torch.autograd.grad(attention(*inputs, **given), inputs, do)
-    for g, w in zip((*got, more - earlier, *layer), (dq, dk, dv, dq, dq, dk, dv), strict=True):
-        assert_close_f64(g, w, 1e-13)
-
-
-@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
-@pytest.mark.parametrize(
-    "mask", [{"causal": False}, {"q_runs": ((0, 20), (60, 20)), "k_runs": ((0, 20), (30, 20))}]
-)
-def test_in_any_order_too_no_dq_comes_from_past_the_keys(mask) -> None:
-    """Their exp(0 - lse) is infinite in float16 where all scores are far below 0."""
-    q, k, v = (x.detach().half() for x in draw(Sq=40, Sk=40, Hq=2, Hkv=1, D=64))
-    q, k = (q / 4 + 2).requires_grad_(), (k / 4 - 2).requires_grad_()
-    inputs, do = (q, k, v.requires_grad_()), torch.randn_like(q)
-    found = [
-        torch.autograd.grad(attention(*inputs, deterministic=d, impl="triton", **mask), inputs, do)
-        for d in (False, True)
-    ]
-    for g, w in zip(*found, strict=True):
-        assert_close_f64(g, w, 1e-3)
-
-
 @pytest.mark.parametrize(
     ("shape", "step"),
     [

@@ -162,7 +162,6 @@ BACKWARD: Rows = [
     ({"delta": LSE.double()}, "delta must be torch.float32 of shape"),
     ({"grad_dtype": F64}, None),
     ({"grad_dtype": INT}, "grad_dtype must be a floating dtype"),
-    ({"deterministic": None}, "deterministic must be a bool"),
     ({"into": (G, None, None)}, None),
     ({"into": (None, K, K.clone())}, None),
     ({"into": (None, K, None)}, "both dk and dv or neither"),

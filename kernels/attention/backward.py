@@ -8,10 +8,8 @@
 s and keep as in `forward`, lse and delta [B, Hq, Sq] of the whole row, float32 (float64 for
 float64). With them p of any block of keys is its share of the whole, so `attention_bwd` over
 blocks, summed, is exact: that is ring attention. The gradient through lse only shifts delta. Three
-kernels, of seven products, and every result deterministic. Where the caller does not need that and
-`tiles.dkdv_dq_tile` has room, the kernel of dk and dv adds its parts of dq to float32 sums by
-atomics, five products in all; but not where queries see past a ragged end of the keys. `device` has
-what both directions load and draw.
+kernels, of seven products, without atomics: every result is deterministic. `device` has what both
+directions load and draw.
 """
 
 from __future__ import annotations
@@ -63,7 +61,7 @@ def attention_delta_kernel(o_ptr, do_ptr, dlse_ptr, delta_ptr, o_stride, do_stri
 
 
 @triton.jit
-def _dkdv_steps(dk, dv, k, v, k_pos, first, last, q_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr,
+def _dkdv_steps(dk, dv, k, v, k_pos, first, last, q_ptr, do_ptr, lse_ptr, delta_ptr,
                 q_stride, do_stride, q_runs, ends, group, head, sample, seed,
                 SCALE: tl.constexpr, CAP: tl.constexpr, DROP: tl.constexpr,
                 KEEP: tl.constexpr, ALIGNED: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
@@ -119,13 +117,6 @@ def _dkdv_steps(dk, dv, k, v, k_pos, first, last, q_ptr, do_ptr, lse_ptr, delta_
             ds *= 1 - t * t
         ds = to_dtype(ds, q.dtype)
         dk = dot(ds, q, dk)
-        if dq_ptr is not None:
-            dq = dot(tl.trans(ds), k, tl.zeros((BLOCK_M, BLOCK_D), dk.dtype))
-            dq_at = dq_ptr + at[:, None] * D + tl.arange(0, D)[None, :]
-            if MASK:
-                tl.atomic_add(dq_at, dq, (i < rows)[:, None], sem="relaxed")
-            else:
-                tl.atomic_add(dq_at, dq, sem="relaxed")
 
         # 4. The next tile of this head, or the first one of the next.
         over = j + 1 == count
@@ -139,7 +130,7 @@ def _dkdv_steps(dk, dv, k, v, k_pos, first, last, q_ptr, do_ptr, lse_ptr, delta_
 
 @triton.jit(do_not_specialize=RUNTIME)
 def attention_dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
-                          dq_ptr, table_ptr,
+                          table_ptr,
                           q_stride, k_stride, v_stride, do_stride, dk_stride, dv_stride,
                           table_stride,
                           q_start0, q_len0, q_start1, q_len1, q_stripes,
@@ -183,15 +174,13 @@ def attention_dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_pt
     q_ptr += batch * q_stride[0] + head * q_stride[2]
     do_ptr += batch * do_stride[0] + head * do_stride[2]
     at = (batch * kv_heads * group + head) * (q_runs[1] + q_runs[3])
-    if dq_ptr is not None:
-        dq_ptr += at * D
     dk, dv = _dkdv_steps(
-        dk, dv, k, v, k_pos, first, last, q_ptr, do_ptr, lse_ptr + at, delta_ptr + at, dq_ptr,
+        dk, dv, k, v, k_pos, first, last, q_ptr, do_ptr, lse_ptr + at, delta_ptr + at,
         q_stride, do_stride, q_runs, ends, group, head0 + head, sample + batch, seed,
         SCALE, CAP, DROP, KEEP, ALIGNED, CAUSAL or LAST, LAST, OWN,
         False, BLOCK_M, D, BLOCK_D)  # fmt: skip
     dk, dv = _dkdv_steps(
-        dk, dv, k, v, k_pos, first, last, q_ptr, do_ptr, lse_ptr + at, delta_ptr + at, dq_ptr,
+        dk, dv, k, v, k_pos, first, last, q_ptr, do_ptr, lse_ptr + at, delta_ptr + at,
         q_stride, do_stride, q_runs, ends, group, head0 + head, sample + batch, seed,
         SCALE, CAP, DROP, KEEP, ALIGNED, CAUSAL or LAST, LAST, OWN,
         True, BLOCK_M, D, BLOCK_D)  # fmt: skip
@@ -383,52 +372,24 @@ def block_bwd(
     q, k, v, do, wide_dq, wide_dk, wide_dv = launch.widened(q, q, k, v, do, dq, dk, dv)
     carried = [x is not None for x in into]
     with torch.cuda.device_of(q):
-        sums = None if options.deterministic else _sums_of_dq(q, lse, options, carried[1])
         if k.numel():
-            _launch_dkdv(q, k, v, do, lse, delta, wide_dk, wide_dv, options, carried[1], sums)
-        if sums is not None:
-            sums = sums.transpose(1, 2)
-            if carried[0]:
-                wide_dq.add_(sums, alpha=options.scale)
-            else:
-                torch.mul(sums, options.scale, out=wide_dq)  # in one pass, rounded too
-        elif q.numel():
+            _launch_dkdv(q, k, v, do, lse, delta, wide_dk, wide_dv, options, carried[1])
+        if q.numel():
             _launch_dq(q, k, v, do, lse, delta, wide_dq, options, carried[0])
     for wide, given in ((wide_dq, dq), (wide_dk, dk), (wide_dv, dv)):
         launch.narrow_into(wide, given)
     return dq, dk, dv
 
 
-def _sums_of_dq(q, lse, options: AttentionOptions, into: bool) -> torch.Tensor | None:
-    """Zeros [B, Hq, Sq, D] for the kernel of dk and dv to add dq / scale to; None if it cannot."""
-    (B, S, H, D), variant = q.shape, tiles.variant_of(options, into)
-    tile = tiles.dkdv_dq_tile(q, variant)
-    if tile is None or _overhang(options, tile.k):
-        return None
-    return torch.zeros((B, H, S, D), dtype=lse.dtype, device=q.device)
-
-
-def _overhang(options: AttentionOptions, keys: int) -> bool:
-    """Whether a tile of so many keys has rows past the end of a run that a query sees. Their k is
-    0, but ds of them may be infinite, exp(-lse) being that of no score: dq would be NaN."""
-    end = max((run.start + run.length for run in options.q_runs), default=0)
-    return any(
-        run.length % keys and not (options.causal and end <= run.start + run.length)
-        for run in options.k_runs
-    )
-
-
-def _launch_dkdv(
-    q, k, v, do, lse, delta, dk, dv, options: AttentionOptions, into: bool, sums_of_dq
-) -> None:
+def _launch_dkdv(q, k, v, do, lse, delta, dk, dv, options: AttentionOptions, into: bool) -> None:
     (B, _, H, D), Hkv = q.shape, k.shape[2]
     variant = tiles.variant_of(options, into)
-    tile = (tiles.dkdv_tile if sums_of_dq is None else tiles.dkdv_dq_tile)(q, variant)
+    tile = tiles.dkdv_tile(q, variant)
     table, by_sample = launch.table_of(options, B, keys=True)
     step, (of_q, of_k, of_v, of_do, *others) = launch.shared_steps(q, k, v, do, dk, dv)
     of_q, of_do = launch.one_set(of_q, of_do)
     attention_dkdv_kernel[(launch.tile_count(options.k_runs, tile.k) * Hkv * B,)](
-        q, k, v, do, lse, delta, dk, dv, sums_of_dq, table,
+        q, k, v, do, lse, delta, dk, dv, table,
         of_q, of_k, of_v, of_do, *others, by_sample,
         *launch.numbers(options, Hkv, H // Hkv), *launch.constants(options, into, step, D, tile),
         **tiles.launch_options(tile, q, variant))  # fmt: skip

@@ -162,7 +162,6 @@ def attention(
     q_runs: Runs | None = None,
     k_runs: Runs | None = None,
     return_lse: bool = False,
-    deterministic: bool = True,
     impl: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(scale q k^T + mask) v, differentiable in q, k, v and sinks.
@@ -195,8 +194,6 @@ def attention(
             (start, length), or (start, length, stripes) for start, start + stripes, ... The last Sq
             of Sk tokens, as in decoding, are ``q_runs=((Sk - Sq, Sq),)``.
         return_lse: also return lse.
-        deterministic: False allows the gradient of q to be added up in any order, which on an H100
-            saves two of seven products (`backward`); elsewhere it changes nothing.
         impl: "triton", "torch" or None.
 
     Returns o[B, Sq, Hq, Dv] in q's dtype, and with `return_lse` also lse[B, Hq, Sq], the natural
@@ -210,7 +207,7 @@ def attention(
     """
     options = AttentionOptions(
         causal, window, documents, scale, softcap, dropout, dropout_seed, dropout_origin,
-        q_runs, k_runs, impl, deterministic,
+        q_runs, k_runs, impl,
     )  # fmt: skip
     q, k, v = autocast(q, k, v)
     width = v.shape[-1:]
@@ -312,7 +309,6 @@ def attention_bwd(
     k_runs: Runs | None = None,
     grad_dtype: torch.dtype | None = None,
     into: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None] = (None, None, None),
-    deterministic: bool = True,
     impl: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return this block's dq[B, Sq, Hq, D], dk and dv[B, Sk, Hkv, D].
@@ -323,12 +319,11 @@ def attention_bwd(
     which may be None. Gradients are new (on a GPU contiguous), of `grad_dtype` (default q.dtype;
     float32 for those that will be summed over blocks), but those given in `into` = (dq, dk, dv),
     float32 (float64 for float64), are added to in place and returned; dk and dv are given together.
-    Where not `deterministic`, kernels may add parts of dq in any order: see `backward`.
     Arguments and errors otherwise as `attention`.
     """
     options = AttentionOptions(
         causal, window, documents, scale, softcap, dropout, dropout_seed, dropout_origin,
-        q_runs, k_runs, impl, deterministic,
+        q_runs, k_runs, impl,
     )  # fmt: skip
     options = checked(options, q, k, v)
     check_boundaries(options, q.shape[1], k.shape[1])

@@ -41,7 +41,6 @@ class AttentionOptions(NamedTuple):
     q_runs: Sequence[Run] | None = None  # from `checked` on; a user gives what they are made from
     k_runs: Sequence[Run] | None = None
     impl: str | None = None
-    deterministic: bool = True
 
 
 # ---------------------------------------------------------------- 1. at the boundary
@@ -53,8 +52,6 @@ def check_numbers(options: AttentionOptions) -> AttentionOptions:
     causal, origin = options.causal, options.dropout_origin
     if not isinstance(causal, int):
         raise ValueError(f"causal must be a bool, got {causal!r}")
-    if not isinstance(options.deterministic, int):
-        raise ValueError(f"deterministic must be a bool, got {options.deterministic!r}")
     window = None if options.window is None else _integer("window", options.window)
     if window is not None and window < 1:
         raise ValueError(f"window must be at least 1 or None, got {window}")
@@ -235,7 +232,7 @@ def pack(options: AttentionOptions) -> tuple[int, list[int], list[float]]:
     alone: DTensor remembers a call's sharding by what follows its first plain integer.
     """
     q_runs, k_runs = options.q_runs, options.k_runs
-    flags = int(options.causal), options.window or 0, int(options.deterministic)
+    flags = int(options.causal), options.window or 0
     counts = [-1 if runs is None else len(runs) for runs in (q_runs, k_runs)]
     runs = [n for run in (*(q_runs or ()), *(k_runs or ())) for n in run]
     integers = [_IMPLS.index(options.impl), *flags, *options.dropout_origin, *counts, *runs]
@@ -247,7 +244,7 @@ def unpack(
     seed: int, integers: Sequence[int], reals: Sequence[float], documents: torch.Tensor | None
 ) -> AttentionOptions:
     """The options that `pack` packed."""
-    impl, causal, window, deterministic, sample, head, q_count, k_count, *runs = integers
+    impl, causal, window, sample, head, q_count, k_count, *runs = integers
     scale, softcap, dropout = reals
     each = tuple(Run(*runs[i : i + 3]) for i in range(0, len(runs), 3))
     at = max(q_count, 0)
@@ -263,7 +260,6 @@ def unpack(
         None if q_count < 0 else each[:at],
         None if k_count < 0 else each[at:],
         _IMPLS[impl],
-        bool(deterministic),
     )
 
 

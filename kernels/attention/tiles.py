@@ -152,23 +152,6 @@ def dkdv_tile(q: torch.Tensor, variant: Variant) -> AttentionTile:
     return tile
 
 
-def dkdv_dq_tile(q: torch.Tensor, variant: Variant) -> AttentionTile | None:
-    """The tile of the kernel that makes dk and dv and adds dq to memory in no fixed order.
-
-    None where two kernels are taken whatever the caller allows: dq keeps 32 registers more, for
-    which there is room in plain attention of 16-bit heads of 64 and 128 on Hopper, of 128 with
-    Triton before 3.9.
-    """
-    D = q.shape[3]
-    if variant.more or variant.striped or D not in (64, 128):
-        return None
-    if INTERPRET:
-        return find("attention_dkdv", q.device, q.element_size(), D)
-    if q.element_size() != 2 or capability(q.device) != 90 or (D == 128 and _version() >= [3, 9]):
-        return None
-    return AttentionTile(q=64, k=128, warps=8, stages=2)
-
-
 def _version() -> list[int]:
     return [int(number) for number in triton.__version__.split(".")[:2]]
 

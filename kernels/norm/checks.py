@@ -6,11 +6,7 @@ what the arguments mean.
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import torch
-
-from warpweave.kernels.runtime.dispatch import check_written
 
 
 def check_tensors(
@@ -38,23 +34,6 @@ def check_tensors(
     for name, v in given.items():
         if v is not None and not v.dtype.is_floating_point:
             raise ValueError(f"{name} must have a float dtype, got {v.dtype}")
-
-
-def check_out(out: torch.Tensor, x: torch.Tensor, out_dtype: torch.dtype | None) -> torch.Tensor:
-    """`out` as [rows, E], a view; ValueError unless it is like x, of `out_dtype` if that is given,
-    with rows at one distance."""
-    check_written("out", out)
-    rows, E = x.shape[:-1].numel(), x.shape[-1]
-    dims = [(n, step) for n, step in zip(out.shape[:-1], out.stride()) if n != 1]
-    even = all(a[1] == b[0] * b[1] for a, b in pairwise(dims))
-    beside = out.ndim > 0 and (out.stride(-1) == 1 or E == 1)
-    fits = out.shape == x.shape and out_dtype in (None, out.dtype)
-    if fits and ((even and beside) or rows == 0):
-        return out.view(rows, E)
-    raise ValueError(
-        f"out must be like x {[*x.shape]}, in rows at one distance with elements side by side, and "
-        f"of dtype {out_dtype}; got {[*out.shape]} {out.dtype} with strides {out.stride()}"
-    )
 
 
 def stream_dtype(x: torch.Tensor, residual: torch.Tensor | None) -> torch.dtype:

@@ -77,12 +77,12 @@ def sum_of(x_ptr, x_bias_ptr, residual_ptr, tokens_ptr, s_ptr, row, start, rows,
 
 
 @triton.jit
-def store_y(s, rstd, weight_ptr, bias_ptr, y_ptr, stride_y, row, col, mask, E: tl.constexpr):
+def store_y(s, rstd, weight_ptr, bias_ptr, y_ptr, row, col, mask, E: tl.constexpr):
     """Normalise, scale and shift a tile of s, from which the mean is gone."""
     y = s * rstd[:, None] * vector(weight_ptr, col, E)
     if bias_ptr is not None:
         y += vector(bias_ptr, col, E)
-    store(y_ptr, stride_y, y, row, col, mask)
+    store(y_ptr, E, y, row, col, mask)
 
 
 @triton.jit

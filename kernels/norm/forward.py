@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from warpweave.kernels.dropout import Drop, check_drop, launch_arguments
-from warpweave.kernels.norm.checks import check_out, check_tensors, stream_dtype
+from warpweave.kernels.norm.checks import check_tensors, stream_dtype
 from warpweave.kernels.norm.device import RUNTIME, columns, load, store_y, sum_of
 from warpweave.kernels.norm.launch import as_rows, contiguous, tile_of
 from warpweave.kernels.norm.torch_path import norm_fwd_cpu, norm_sum
@@ -23,7 +23,7 @@ FWD_WIDTH = 16384  # longest rows that are held in registers
 @triton.jit(do_not_specialize=RUNTIME)
 def norm_fwd_kernel(x_ptr, x_bias_ptr, residual_ptr, tokens_ptr, weight_ptr, bias_ptr,
                     y_ptr, s_ptr, mean_ptr, rstd_ptr,
-                    rows, stride_x, stride_residual, stride_y, seed, site,
+                    rows, stride_x, stride_residual, seed, site,
                     E: tl.constexpr, EPS: tl.constexpr, THRESHOLD: tl.constexpr,
                     SCALE: tl.constexpr, ROWS: tl.constexpr, BLOCK_E: tl.constexpr):  # fmt: skip
     # 1. One tile of whole rows; go on with what is stored.
@@ -41,13 +41,13 @@ def norm_fwd_kernel(x_ptr, x_bias_ptr, residual_ptr, tokens_ptr, weight_ptr, bia
     tl.store(rstd_ptr + row, rstd, row < rows)
 
     # 3. The result.
-    store_y(s, rstd, weight_ptr, bias_ptr, y_ptr, stride_y, row, col, mask, E)
+    store_y(s, rstd, weight_ptr, bias_ptr, y_ptr, row, col, mask, E)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
 def norm_fwd_wide_kernel(x_ptr, x_bias_ptr, residual_ptr, tokens_ptr, weight_ptr, bias_ptr,
                          y_ptr, s_ptr, mean_ptr, rstd_ptr,
-                         rows, stride_x, stride_residual, stride_y, seed, site,
+                         rows, stride_x, stride_residual, seed, site,
                          E: tl.constexpr, EPS: tl.constexpr, THRESHOLD: tl.constexpr,
                          SCALE: tl.constexpr, ROWS: tl.constexpr,
                          BLOCK_E: tl.constexpr):  # fmt: skip
@@ -84,7 +84,7 @@ def norm_fwd_wide_kernel(x_ptr, x_bias_ptr, residual_ptr, tokens_ptr, weight_ptr
             s = load(x_ptr, stride_x, row, col, mask)
         if mean_ptr is not None:
             s -= mean[:, None]
-        store_y(s, rstd, weight_ptr, bias_ptr, y_ptr, stride_y, row, col, mask, E)
+        store_y(s, rstd, weight_ptr, bias_ptr, y_ptr, row, col, mask, E)
 
 
 # ---------------------------------------------------------------- launch
@@ -102,32 +102,28 @@ def norm_fwd(
     x_bias: torch.Tensor | None = None,
     drop: Drop | None = None,
     out_dtype: torch.dtype | None = None,
-    out: torch.Tensor | None = None,
     impl: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """(y, s, mean or None, rstd): the forward half of both norms, of LayerNorm if `layer`.
 
-    Arguments and errors as `rms_norm`. y is `out` if that is given, else new; s is x itself where
+    Arguments and errors as `rms_norm`. y is new; s is x itself where
     nothing is added to x and nothing dropped. mean and rstd are [...], fp32 (fp64).
     """
-    impl = choose(impl, x, weight, bias, residual, x_bias, getattr(drop, "tokens", None), out)
+    impl = choose(impl, x, weight, bias, residual, x_bias, getattr(drop, "tokens", None))
     check_tensors(x, weight, bias, residual, x_bias, eps)
     drop = check_drop(drop, x.shape[:-1])
-    y2 = None if out is None else check_out(out, x, out_dtype)
-    out_dtype = out_dtype or (x.dtype if out is None else out.dtype)
+    out_dtype = out_dtype or x.dtype
     if impl == "torch":
         s = norm_sum(x, x_bias, drop, residual)
         y, mean, rstd = norm_fwd_cpu(s, weight, bias, eps, layer, out_dtype)
-        y, mean = y if out is None else out.copy_(y), mean.squeeze(-1) if layer else None
-        return y, s, mean, rstd.squeeze(-1)
-    s, y = x, torch.empty(x.shape, dtype=out_dtype, device=x.device) if out is None else out
+        return y, s, mean.squeeze(-1) if layer else None, rstd.squeeze(-1)
+    s, y = x, torch.empty(x.shape, dtype=out_dtype, device=x.device)
     if residual is not None or x_bias is not None or drop is not None:
         s = torch.empty(x.shape, dtype=stream_dtype(x, residual), device=x.device)
     rstd = torch.empty(x.shape[:-1], dtype=compute_dtype(s), device=x.device)
     mean = torch.empty_like(rstd) if layer else None
     if rstd.numel():
-        y2 = y.view(-1, x.shape[-1]) if y2 is None else y2
-        _launch_fwd(x, x_bias, residual, drop, weight, bias, eps, y2, s, mean, rstd)
+        _launch_fwd(x, x_bias, residual, drop, weight, bias, eps, y, s, mean, rstd)
     return y, s, mean, rstd
 
 
@@ -144,6 +140,6 @@ def _launch_fwd(
         kernel[(triton.cdiv(len(x2), rows),)](
             x2, contiguous(x_bias), r2, tokens, weight.contiguous(), contiguous(bias),
             y, None if s is x else s, mean, rstd,
-            len(x2), x2.stride(0), 0 if r2 is None else r2.stride(0), y.stride(0),
+            len(x2), x2.stride(0), 0 if r2 is None else r2.stride(0),
             seed, site, E, eps, *constants, rows, block,
             num_warps=warps)  # fmt: skip

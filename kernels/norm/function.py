@@ -42,7 +42,7 @@ import torch.nn.functional as F
 
 from warpweave.kernels.dropout import Drop, check_drop, make_drop
 from warpweave.kernels.norm.backward import norm_bwd
-from warpweave.kernels.norm.checks import check_out, check_tensors, stream_dtype
+from warpweave.kernels.norm.checks import check_tensors, stream_dtype
 from warpweave.kernels.norm.forward import norm_fwd
 from warpweave.kernels.norm.torch_path import (
     cast,
@@ -55,7 +55,6 @@ from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.runtime.dispatch import (
     choose,
     once_differentiable,
-    refuse_graph,
     refuse_tangents,
 )
 from warpweave.kernels.runtime.wgrad import grad_dtype
@@ -105,35 +104,6 @@ def _(
         s = _empty(x)
     y = x.new_empty(x.shape, dtype=_DTYPES[out_dtype])
     return y, s, torch.empty_like(rstd) if layer else _empty(rstd), rstd
-
-
-@torch.library.custom_op("warpweave::norm_fwd_out", mutates_args=("out",))
-def _norm_fwd_out_op(
-    out: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    x_bias: torch.Tensor | None,
-    tokens: torch.Tensor | None,
-    eps: float,
-    layer: int,
-    dropout: float,
-    seed: int,
-    site: int,
-) -> torch.Tensor:
-    s = norm_fwd(
-        x, weight, bias, eps, layer=bool(layer), residual=residual, x_bias=x_bias,
-        drop=make_drop(dropout, seed, site, tokens), out=out, impl="triton",
-    )[1]  # fmt: skip
-    return _empty(s) if s is x else s
-
-
-@_norm_fwd_out_op.register_fake
-def _(out, x, weight, bias, residual, x_bias, tokens, eps, layer, dropout, seed, site):
-    if residual is None and x_bias is None and tokens is None:
-        return _empty(x)
-    return x.new_empty(x.shape, dtype=stream_dtype(x, residual))
 
 
 @torch.library.custom_op("warpweave::norm_bwd", mutates_args=())
@@ -248,16 +218,13 @@ class _Norm(torch.autograd.Function):
 # ---------------------------------------------------------------- public
 
 
-def _norm(x, weight, bias, eps, residual, x_bias, drop, out_dtype, out, layer, impl):
+def _norm(x, weight, bias, eps, residual, x_bias, drop, out_dtype, layer, impl):
     """Both norms: y, or (y, s) if anything that makes s was given."""
-    impl = choose(impl, x, weight, bias, residual, x_bias, getattr(drop, "tokens", None), out)
+    impl = choose(impl, x, weight, bias, residual, x_bias, getattr(drop, "tokens", None))
     check_tensors(x, weight, bias, residual, x_bias, eps)
     alone = residual is None and x_bias is None and drop is None
     drop = check_drop(drop, x.shape[:-1])
-    if out is not None:
-        check_out(out, x, out_dtype)
-        refuse_graph("a norm with out=", x, weight, bias, residual, x_bias, out)
-    dtype = out_dtype or (x.dtype if out is None else out.dtype)
+    dtype = out_dtype or x.dtype
     if dtype not in _DTYPES:
         raise ValueError(f"out_dtype must be one of {_DTYPES}, got {dtype}")
     if impl == "torch":
@@ -269,15 +236,12 @@ def _norm(x, weight, bias, eps, residual, x_bias, drop, out_dtype, out, layer, i
             y = F.layer_norm(s.to(wide), weight.shape, weight.to(wide), b, eps).to(dtype)
         else:
             y = _Norm.apply(s, weight, bias, eps, layer, dtype)
-        y = y if out is None else out.copy_(y)
     else:
         refuse_tangents("layer_norm" if layer else "rms_norm", x, weight, bias, residual, x_bias)
         *draw, tokens = drop or (0.0, 0, 0, None)
-        made = (x, weight, bias, residual, x_bias, tokens, eps, layer, *draw)
-        if out is None:
-            y, s, _, _ = _norm_fwd_op(*made, _DTYPES.index(dtype))
-        else:
-            y, s = out, _norm_fwd_out_op(out, *made)
+        y, s, _, _ = _norm_fwd_op(
+            x, weight, bias, residual, x_bias, tokens, eps, layer, *draw, _DTYPES.index(dtype)
+        )
         if residual is None and x_bias is None and drop is None:
             s = x
     return y if alone else (y, s)
@@ -292,7 +256,6 @@ def rms_norm(
     x_bias: torch.Tensor | None = None,
     drop: Drop | None = None,
     out_dtype: torch.dtype | None = None,
-    out: torch.Tensor | None = None,
     impl: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """RMSNorm of s = residual + dropout(x + x_bias) by weight[E]; differentiable.
@@ -305,18 +268,14 @@ def rms_norm(
     Args:
         drop: the key of `dropout.dropout`, with the same mask; its tokens are the global indices of
             the rows of x. With p = 0 nothing is dropped.
-        out_dtype: dtype of y, by default that of x (or of `out`); s has the wider one of x and
+        out_dtype: dtype of y, by default that of x; s has the wider one of x and
             residual.
-        out: where to write y (and what is returned as y): like x, rows at one distance, such as
-            this rank's part of an all-gather's buffer or a slice of a wider one. As torch's own
-            `out=` it has no gradient; a Function that has one calls `norm_fwd` and `norm_bwd`.
 
-    Raises ValueError on a weight of None, on shapes, dtypes or numbers that do not fit, on `out`
-    with inputs that require grad, or if `impl` cannot run (`dispatch.choose`). Zhang, Sennrich 2019
-    (arXiv:1910.07467).
+    Raises ValueError on a weight of None, on shapes, dtypes or numbers that do not fit, or if
+    `impl` cannot run (`dispatch.choose`). Zhang, Sennrich 2019 (arXiv:1910.07467).
     """
     return _norm(
-        x, weight, None, eps, residual, x_bias, drop, out_dtype, out, False, impl
+        x, weight, None, eps, residual, x_bias, drop, out_dtype, False, impl
     )  # fmt: skip
 
 
@@ -330,10 +289,9 @@ def layer_norm(
     x_bias: torch.Tensor | None = None,
     drop: Drop | None = None,
     out_dtype: torch.dtype | None = None,
-    out: torch.Tensor | None = None,
     impl: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """LayerNorm by weight[E] and bias[E]; the rest as `rms_norm`. Ba et al. 2016."""
     return _norm(
-        x, weight, bias, eps, residual, x_bias, drop, out_dtype, out, True, impl
+        x, weight, bias, eps, residual, x_bias, drop, out_dtype, True, impl
     )  # fmt: skip
