@@ -21,6 +21,8 @@ import harness
 import kernels_attention
 import kernels_gemm
 import torch
+from clock.kernel import read_kernel
+from clock.predict import predicted
 
 from warpweave.kernels import cost
 from warpweave.kernels.attention import function as attention
@@ -29,7 +31,6 @@ from warpweave.kernels.gemm import fused_gemm
 from warpweave.kernels.runtime.dispatch import capability
 from warpweave.tune.aot import compiling
 from warpweave.tune.parts import PARTS
-from warpweave.tune.predicted import predicted
 
 CLAIM = "Nine of ten measured times lie in the intervals that the clock predicts."
 
@@ -71,9 +72,9 @@ def outlook(launch: Launch, target: str) -> list[float] | None:
     say of one."""
     total = [0.0, 0.0, 0.0]
     for call, least in launch.calls:
-        with compiling(target, clock=True) as found:
+        with compiling(target) as found:
             call()
-        for kernel in found:
+        for kernel in (read_kernel(compiled, target) for compiled in found):
             if kernel.product:  # the others take little beside them
                 if (one := predicted(kernel, least, PARTS[target])) is None:
                     return None

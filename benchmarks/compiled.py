@@ -12,11 +12,11 @@ instruction used. PREDICTIONS, `us` in microseconds:
 
     busy         of the slots for programs, how many the launch's whole waves fill
     ideal        of a hot loop's time, the tensor cores' share if everything overlapped ...
-    serial       ... and if nothing did (`warpweave/tune/clock`); of the loop without masks
+    serial       ... and if nothing did (`benchmarks/clock`); of the loop without masks
     roofline us  the least FLOPs and bytes of all the case (`kernels/cost.py`) at the data sheet's
                  peaks: nothing is faster, nothing real as fast
-    clock us     the launch by the clock, whose constants are fitted to published figures
-                 (`benchmarks/clock.py`), and the interval in which nine of ten kept-out ones lay
+    clock us     the launch by the clock, whose constants `clock_fit.py` fits to published
+                 figures, and the interval in which nine of ten kept-out ones lay
 
 Exit status 1 if a kernel spills (float64, for proofs, may), does not fit the part, lacks the
 tensor-core instruction that it claims, or has its wgmma run one by one (ptxas' C75xx). So it is if
@@ -38,16 +38,16 @@ from pathlib import Path
 from typing import Any
 
 import harness
+from clock.predict import predicted
+from clock.ratchet import read_table, worsened, write_table
+from clock.reading import main_loop
+from gate.cases import TARGETS
+from gate.compile import compile_targets
+from gate.report import Report, failures
 
 from warpweave.kernels.cost import Cost
 from warpweave.kernels.runtime.dispatch import triton
-from warpweave.tune.clock.ratchet import read_table, worsened, write_table
-from warpweave.tune.clock.reading import main_loop
 from warpweave.tune.parts import PARTS
-from warpweave.tune.predicted import predicted
-
-sys.path.insert(0, str(harness.ROOT / "tests"))  # the cases: tests and benchmarks share them
-from compile_targets import TARGETS, Report, compile_targets, failures
 
 CLOCK = harness.ROOT / "benchmarks" / "results" / "clock"
 CLAIM = (

@@ -25,6 +25,8 @@ from typing import NamedTuple
 import harness
 import numpy as np
 import torch
+from clock.kernel import read_kernel
+from clock.predict import CLOCK, CONSTANTS, START, Kernel, Work, reading_of, terms
 
 from warpweave.kernels.activation import ACTIVATIONS
 from warpweave.kernels.dropout import Drop
@@ -34,9 +36,7 @@ from warpweave.kernels.qkv import qkv_fwd
 from warpweave.kernels.runtime.fusion import FORMAT, TABLE, Fusion, Rates, read_table
 from warpweave.kernels.runtime.json_table import write_rows
 from warpweave.tune.aot import compiling
-from warpweave.tune.clock.predict import CLOCK, CONSTANTS, START, Kernel, Work, terms
 from warpweave.tune.parts import PARTS, Part
-from warpweave.tune.predicted import reading_of
 
 CLAIM = "Dispatch fuses products where the clock predicts that it saves time."
 TARGETS = ("sm_80", "sm_90", "sm_100")
@@ -141,9 +141,9 @@ def read(target: str, product: Rates) -> dict[str, Fusion]:
     """Each op's rates on `target`, whose cuBLAS has those of `product`."""
     part, found, plain = PARTS[target], {}, 0
     for name, case in cases().items():
-        with compiling(target, clock=True) as launches:
+        with compiling(target) as launches:
             case.call(impl="triton")
-        (one,) = (x for x in launches if x.product)
+        (one,) = (x for x in (read_kernel(launch, target) for launch in launches) if x.product)
         rows, columns = (
             next(one.constants[n] for n in names if n in one.constants)
             for names in (("BLOCK_M", "BLOCK_T"), ("BLOCK_N", "BLOCK_F"))

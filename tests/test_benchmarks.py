@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from clock import HotLoop
 from ranks import run_ranks
 
 from warpweave.gpt import GPTConfig
@@ -24,7 +25,6 @@ from warpweave.parallel.layout import SequenceLayout
 from warpweave.parallel.tensor import overlap_model, overlap_table
 from warpweave.plain_gpt import plain_gpt_loss
 from warpweave.prove.expected import plain_config
-from warpweave.tune.clock import HotLoop
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 HEADER = {"kind", "device", "cpu_count", "torch", "triton", "commit", "dirty", "command"}

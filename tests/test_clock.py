@@ -11,22 +11,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import clock
 import pytest
 import torch
+from clock import HotLoop, read_loops, reading
+from clock.disassembly import Instruction, parse
+from clock.instructions import class_of, copied, pipe_of, product_of, shared_cycles
+from clock.kernel import read_kernel
+from clock.loops import natural_loops
+from clock.ratchet import read_table, worsened, write_table
 
 from warpweave.kernels.runtime.dispatch import tl, triton
 from warpweave.tune.aot import compiling
-from warpweave.tune.clock import HotLoop, read_loops, reading
-from warpweave.tune.clock.disassembly import Instruction, parse
-from warpweave.tune.clock.instructions import (
-    class_of,
-    copied,
-    pipe_of,
-    product_of,
-    shared_cycles,
-)
-from warpweave.tune.clock.loops import natural_loops
-from warpweave.tune.clock.ratchet import read_table, worsened, write_table
 
 M, N, K, WARPS = 128, 64, 32, 4
 # Data sheets: dense FLOPs per second in bfloat16 over multiprocessors and boost clock.
@@ -62,17 +58,18 @@ def main() -> None:
     found, cubins, pipeline = {}, {}, {"num_warps": WARPS, "num_stages": 3}
     for name in ("sm_80", "sm_90", "sm_100", "sm_90 busy", "sm_90 without loop"):
         steps = 1 if "without" in name else 64  # Triton takes an argument of 1 for a constant
-        with compiling(name.split()[0], clock=True) as compiled:
+        with compiling(target := name.split()[0]) as compiled:
             kernel = _product_kernel[(1,)](x, x, y, steps, M, N, K, "busy" in name, **pipeline)
         cubins[name] = kernel.asm["cubin"]
-        found[name] = compiled[0].unread or [dataclasses.asdict(x) for x in compiled[0].loops]
+        read = read_kernel(compiled[0], target)
+        found[name] = read.unread or [dataclasses.asdict(x) for x in read.loops]
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     a = TensorDescriptor(x, [M, 4096], [4096, 1], [M, K])
     b = TensorDescriptor(x, [4096, N], [N, 1], [K, N])
-    with compiling("sm_90", clock=True) as compiled:
+    with compiling("sm_90") as compiled:
         _described_kernel[(1,)](a, b, y, 64, M, N, K, **pipeline)
-    found["sm_90 by TMA"] = [dataclasses.asdict(x) for x in compiled[0].loops]
+    found["sm_90 by TMA"] = [dataclasses.asdict(x) for x in read_kernel(*compiled, "sm_90").loops]
     hopper = cubins["sm_90"]
     wrong = {"other part": (hopper, 80), "unknown part": (hopper, 70), "no cubin": (b"x", 90),
              "cut off": (hopper[: len(hopper) // 2], 90)}  # fmt: skip
@@ -100,6 +97,8 @@ def _described_kernel(
 def found(tmp_path_factory) -> dict:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
+    path = str(Path(clock.__file__).parents[1]), environment.get("PYTHONPATH", "")
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
     command = [sys.executable, "-P", __file__]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stderr

@@ -1,20 +1,18 @@
 """Predicted times: by hand, against planted constants, and against what others have published."""
 
 import dataclasses
-import importlib
 import json
-import sys
 from pathlib import Path
 
+import clock_fit
 import pytest
+from clock import HotLoop
+from clock import predict as model
+from clock.kernel import ReadKernel
+from clock.predict import CLOCK, START, Constants, Kernel, Work, cycles, predicted, terms
 
 from warpweave.kernels.cost import Cost
-from warpweave.tune.aot import Compiled
-from warpweave.tune.clock import HotLoop
-from warpweave.tune.clock import predict as model
-from warpweave.tune.clock.predict import CLOCK, START, Constants, Kernel, Work, cycles, terms
 from warpweave.tune.parts import PARTS
-from warpweave.tune.predicted import predicted
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 H100 = PARTS["sm_90"]
@@ -30,14 +28,6 @@ KERNEL = Kernel(
     shared=98304,
 )
 WORK = Work(items=2 * 132, flops=2 * 132 * 8 * 1e6 * 10)  # two waves of ten iterations
-
-
-@pytest.fixture(scope="module")
-def script():
-    """benchmarks/clock.py."""
-    sys.path.insert(0, str(BENCHMARKS))
-    yield importlib.import_module("clock")
-    sys.path.remove(str(BENCHMARKS))
 
 
 def test_terms_are_those_of_a_launch_counted_by_hand() -> None:
@@ -77,9 +67,7 @@ def test_a_prediction_has_an_interval_and_is_no_faster_than_the_memory() -> None
 def test_a_compiled_product_is_priced_by_its_tiles_and_what_spills_is_not() -> None:
     loop = HotLoop(100, 300, 1e6, 500.0, {}, {}, 0.0, 4096.0, "")
     sizes = {"M": 1280, "N": 2560, "BLOCK_M": 128, "BLOCK_N": 256}
-    kernel = Compiled(
-        "_gemm_kernel", 132, sizes, 8, 200, 0, 98304, 1, "wgmma", {}, loops=[loop], outside=700
-    )
+    kernel = ReadKernel("_gemm_kernel", 132, sizes, 8, 200, 0, 98304, 1, loops=[loop], outside=700)
     cost = Cost(8 * 10**6 * 100 * 10, 1)  # ten passes of each of 10 x 10 tiles
     by_hand = model.predict(KERNEL, Work(100, cost.flops, bytes=1), H100)
     assert predicted(kernel, cost, H100) == by_hand
@@ -105,9 +93,7 @@ def test_a_kernel_is_priced_by_what_it_executes_its_programs_and_its_bytes(
 ) -> None:
     masked = HotLoop(100, 900, 1e6, 500.0, {}, {}, 0.0, 4096.0, "")
     loop = dataclasses.replace(masked, stalls=300)
-    kernel = Compiled(
-        name, 264, sizes, 8, 200, 0, 98304, 1, "wgmma", {}, loops=[masked, loop], outside=700
-    )
+    kernel = ReadKernel(name, 264, sizes, 8, 200, 0, 98304, 1, loops=[masked, loop], outside=700)
     work = Work(items, 10**12 * share, uneven=sizes.get("CAUSAL", False), bytes=moved)
     for part in ("sm_80", "sm_90", "sm_100"):
         found = predicted(kernel, Cost(10**12, moved), PARTS[part])
@@ -117,7 +103,7 @@ def test_a_kernel_is_priced_by_what_it_executes_its_programs_and_its_bytes(
 # ---------------------------------------------------------------- calibration
 
 
-def planted(script, constants: Constants) -> list:
+def planted(constants: Constants) -> list:
     """Points that obey `constants` exactly: kernels of all sorts and sizes."""
     points = []
     for n in range(12):
@@ -129,28 +115,28 @@ def planted(script, constants: Constants) -> list:
             work = Work(waves * 132 * 2, waves * 132 * 2 * 8e6 * (10 + n))
             took = cycles(terms(kernel, work, H100, constants.rate), constants) / CLOCK[90]
             launch, rate = {f"k{n}": (kernel, work)}, work.flops / took / 1e12
-            points.append(script.Point(H100, f"s{n % 3}", launch, work.flops, rate))
+            points.append(clock_fit.Point(H100, f"s{n % 3}", launch, work.flops, rate))
     return points
 
 
-def test_constants_that_made_the_figures_are_found_again(script) -> None:
+def test_constants_that_made_the_figures_are_found_again() -> None:
     truth = Constants(1.1, 0.8, 0.7, 2.0, 3.0, 32, 0.0)
-    points = planted(script, truth)
-    found, summary = script.calibrate(points)
+    points = planted(truth)
+    found, summary = clock_fit.calibrate(points)
     assert vars(found) == pytest.approx(vars(truth), rel=1e-3, abs=1e-3)
     for kept in ("kept out", "whole sources kept out"):
         assert summary[kept]["largest"] < 1e-3
     # Half of the figures, twice as fast: nothing fits both.
     wrong = [p._replace(tflops=p.tflops * (1 + n // 2 % 2)) for n, p in enumerate(points)]
-    assert script.calibrate(wrong)[1]["kept out"]["mean error"] > 0.15
+    assert clock_fit.calibrate(wrong)[1]["kept out"]["mean error"] > 0.15
 
 
-def test_published_figures_are_met_as_the_package_says(script, tmp_path, capsys) -> None:
-    assert script.main(["--results", str(tmp_path)]) == 0
+def test_published_figures_are_met_as_the_package_says(tmp_path, capsys) -> None:
+    assert clock_fit.main(["--results", str(tmp_path)]) == 0
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert last["ok"]
     assert max(last["kept out"]["80"], last["kept out"]["90"]) < 0.1
-    points, words = script.read(BENCHMARKS / "results" / "clock" / "points.json")
+    points, words = clock_fit.read(BENCHMARKS / "results" / "clock" / "points.json")
     assert len(points) >= 40
     assert {p.part.arch for p in points} == set(model.CONSTANTS)
     assert {p.source for p in points} == set(words["sources"])

@@ -7,9 +7,12 @@ tile are compiled for every part by ``make compiled``, in minutes.
 import dataclasses
 
 import pytest
-from compile_targets import SHARED_LIMIT, TELLING, Report, cases, compile_targets, failures
+from clock.kernel import read_kernel, unordered
+from gate.cases import cases
+from gate.compile import compile_targets
+from gate.report import SHARED_LIMIT, TELLING, Report, failures
 
-from warpweave.tune.aot import compiling, unordered
+from warpweave.tune.aot import Compiled, compiling
 from warpweave.tune.parts import PARTS, occupancy
 
 pytestmark = pytest.mark.timeout(3600)
@@ -48,7 +51,7 @@ def test_a_planted_fault_is_told(reports, planted, message) -> None:
 
 
 def test_every_case_says_what_it_costs() -> None:
-    named = [c for c in cases() if not c.name.startswith("planted") and "float64" not in c.name]
+    named = [c for c in cases() if "float64" not in c.name]
     assert [c.name for c in named if c.cost is None] == []
 
 
@@ -111,6 +114,30 @@ READ, DONE = "cp.async.bulk.wait_group.read 0;", "cp.async.bulk.wait_group 0;"
 def test_flags_that_order_too_little_are_told(lines, fault) -> None:
     found = unordered("\n".join(lines))
     assert found.startswith(fault) if fault else found == ""
+
+
+def test_what_is_read_of_a_kernel_is_what_stands_in_its_ptx_and_log() -> None:
+    ptx = "\n".join([
+        "mma.sync.aligned.m16n8k8.f64", "mma.sync.aligned.m16n8k16.f64",
+        "mma.sync.aligned.m16n8k16.f64", "ld.global.v4.b32 {%r1}", "ld.global.b16 %r2",
+        "cp.async.cg.shared.global", "cp.async.bulk.tensor.2d", "atom.global.add", "red.global.add",
+        "atom.acq_rel.gpu.exch", "fma.rn.f64", "st.global.b32",
+    ])  # fmt: skip
+    kernel = Compiled("k", 12, {}, 4, 40, 24, 50_000, 4, {"ptx": ptx, "cubin": b""})
+    found = read_kernel(kernel, "sm_90")
+    assert found.product == "mma.sync.aligned.m16n8k16.f64"
+    assert found.instructions == {
+        "tensor_core": 3, "cp.async": 1, "tma": 1, "load": 2, "load_128_bit": 1, "atomic": 3,
+        "flag": 1, "float64": 1,
+    }  # fmt: skip
+    assert (found.serialised, found.loops, found.unread) == ("", [], "")  # of float64, for proofs
+    kernel = dataclasses.replace(kernel, log="ptxas info: (C7510) waits\nmore", asm={
+        "ptx": ptx.replace(".f64", ".f32"), "cubin": b"",
+    })  # fmt: skip
+    found = read_kernel(kernel, "sm_90")
+    assert found.serialised == "(C7510) waits"
+    assert "nvdisasm does not read this cubin of 0 bytes" in found.unread
+    assert read_kernel(kernel, "sm_90", clock=False).unread == ""
 
 
 @pytest.mark.parametrize(

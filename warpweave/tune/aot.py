@@ -14,33 +14,20 @@ from __future__ import annotations
 import inspect
 import io
 import re
+import subprocess
 import sys
-from collections import Counter
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from warpweave.kernels.runtime import dispatch
-from warpweave.tune.clock import HotLoop, read_loops
-from warpweave.tune.clock.disassembly import run_tool
 from warpweave.tune.parts import PARTS, Part, occupancy
-
-_INSTRUCTIONS = {
-    "tensor_core": r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)\b",
-    "cp.async": r"\bcp\.async\.(?:cg|ca)\b",
-    "tma": r"\bcp\.async\.bulk\.tensor\b",
-    "load": r"\bld\.global\b",
-    "load_128_bit": r"\bld\.global\S*\.v(?:4\.b32|2\.b64|8\.b16)\b",
-    "atomic": r"\b(?:atom|red)\.",
-    "flag": r"\batom\.\S*\.exch\b",
-    "float64": r"\b(?:add|mul|fma|div)\S*\.f64\b",
-}
-_PRODUCT = re.compile(r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)[\w.:]*")
-_SERIALISED = re.compile(r"\(C75\d\d\)[^\n]*")
 
 
 @dataclass(frozen=True)
@@ -54,13 +41,8 @@ class Compiled:
         num_warps, registers (of a thread), shared (bytes).
         stack: bytes, spills included.
         occupancy: programs that one multiprocessor holds at once.
-        product: the tensor-core instruction used most, "" if none is.
-        instructions: how often each kind stands in the PTX.
-        serialised: what ptxas says (C75xx) if it lets each wgmma wait for the one before, else "".
-        unordered: what of its flags orders too little, see `unordered`; else "".
-        loops, outside: hot loops and the stalls outside of them, by the clock if it is asked for;
-            of kernels with products of 32 bits or fewer.
-        unread: why the clock has not read those, else "".
+        asm: what the compiler made on the way: "ptx" as text, "cubin" as bytes.
+        log: what ptxas said.
     """
 
     kernel: str
@@ -71,23 +53,17 @@ class Compiled:
     stack: int
     shared: int
     occupancy: int
-    product: str
-    instructions: dict[str, int]
-    serialised: str = ""
-    unordered: str = ""
-    loops: list[HotLoop] = field(default_factory=list)
-    outside: int = 0
-    unread: str = ""
+    asm: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    log: str = field(default="", repr=False)
 
 
 @contextmanager
-def compiling(target: str, *, clock: bool = False) -> Iterator[list[Compiled]]:
+def compiling(target: str) -> Iterator[list[Compiled]]:
     """Compile, and do not run, every kernel launched inside; the list holds one entry per launch.
 
     Launchers see `target` ("sm_90") through `dispatch`: `choose` answers "triton", `capability` and
-    `processors` are the target's. Tensors are meta tensors, so nothing may look at values. `clock`
-    reads the hot loops too, which takes a third of a second a kernel. Raises ValueError for an
-    unknown target, and without a compiler (no Triton, or TRITON_INTERPRET set).
+    `processors` are the target's. Tensors are meta tensors, so nothing may look at values. Raises
+    ValueError for an unknown target, and without a compiler (no Triton, or TRITON_INTERPRET set).
     """
     if target not in PARTS:
         raise ValueError(f"target must be one of {', '.join(PARTS)}, got {target!r}")
@@ -104,13 +80,11 @@ def compiling(target: str, *, clock: bool = False) -> Iterator[list[Compiled]]:
     def compile_only(self, *args, grid, warmup, **options):
         with redirect_stdout(io.StringIO()) as log:  # where Triton prints what ptxas says
             kernel = run(self, *args, grid=grid, warmup=True, **options)
-        serialised = _SERIALISED.search(log.getvalue())
-        if serialised:  # kept, as Triton keeps the kernel: the next launch does not compile it
-            kernel.serialised = serialised[0]
+        if said := log.getvalue():  # stays with the kernel, which Triton does not compile again
+            kernel.ptxas_log = said
         own = {name: value for name, value in options.items() if name in self.arg_names}
         bound = inspect.signature(self.fn).bind(*args, **own)
-        compiled = _compiled(part, self.fn.__name__, kernel, grid, bound.arguments)
-        found.append(_clocked(part, compiled, kernel.asm["cubin"]) if clock else compiled)
+        found.append(_compiled(part, self.fn.__name__, kernel, grid, bound.arguments))
         return kernel
 
     fakes = {
@@ -162,61 +136,41 @@ def _driver(part: Part, target: Any) -> Any:
 
 
 def _compiled(part: Part, name: str, kernel: Any, grid: Any, arguments: Any) -> Compiled:
-    usage, ptx = _resources(kernel.asm["cubin"]), kernel.asm["ptx"]
-    products = Counter(_PRODUCT.findall(ptx)).most_common(1)
-    warps, shared = kernel.metadata.num_warps, kernel.metadata.shared
+    usage, warps = _resources(kernel.asm["cubin"]), kernel.metadata.num_warps
+    registers, shared = usage["REG"], kernel.metadata.shared
     return Compiled(
         kernel=name,
         programs=prod(grid) if isinstance(grid, tuple) else 0,
         constants={n: v for n, v in arguments.items() if isinstance(v, (bool, int, float))},
         num_warps=warps,
-        registers=usage["REG"],
+        registers=registers,
         stack=usage["STACK"] + usage["LOCAL"],
         shared=shared,
-        occupancy=occupancy(part, warps=warps, registers=usage["REG"], shared=shared),
-        product=products[0][0] if products else "",
-        instructions={k: len(re.findall(v, ptx)) for k, v in _INSTRUCTIONS.items()},
-        serialised=getattr(kernel, "serialised", ""),
-        unordered=unordered(ptx),
+        occupancy=occupancy(part, warps=warps, registers=registers, shared=shared),
+        asm=kernel.asm,
+        log=getattr(kernel, "ptxas_log", ""),
     )
-
-
-def _clocked(part: Part, compiled: Compiled, cubin: bytes) -> Compiled:
-    """With its hot loops. What multiplies in float64 is for proofs, and not read."""
-    if not compiled.product or ".f64" in compiled.product:
-        return compiled
-    try:
-        loops, outside = read_loops(cubin, arch=part.arch, warps=compiled.num_warps)
-    except ValueError as error:
-        return replace(compiled, unread=str(error))
-    return replace(compiled, loops=loops, outside=outside)
-
-
-def unordered(ptx: str) -> str:
-    """The first release or acquire, as they stand in the text, that orders only what its own thread
-    does: a program's other threads need a barrier between their stores and a release, and between
-    an acquire and their loads; asynchronous stores must be over before a release. "" if there is
-    none."""
-    stored = bulk = acquired = False
-    for line in map(str.strip, ptx.splitlines()):
-        if "bar.sync" in line:
-            stored = acquired = False
-        elif re.search(r"\bcp\.async\.bulk\.wait_group \d", line):
-            bulk = False
-        elif re.search(r"\bcp\.async\.bulk\S*\.global\.shared", line):
-            bulk = True
-        elif ".release" in line:
-            if stored or bulk:
-                return f"{'a store' if stored else 'an asynchronous store'} before {line}"
-        elif ".acquire" in line:
-            acquired = True
-        elif re.search(r"\bst\.global\b", line):
-            stored = True
-        elif acquired and re.search(r"\b(?:ld\.global|cp\.async\.c[ag])\b", line):
-            return f"no barrier between an acquire and {line}"
-    return ""
 
 
 def _resources(cubin: bytes) -> dict[str, int]:
     text = run_tool("cuobjdump", "--dump-resource-usage", cubin=cubin)
     return {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
+
+
+def run_tool(tool: str, *options: str, cubin: bytes) -> str:
+    """What one of the binary tools that come with Triton prints of a cubin. Raises ValueError if
+    Triton does not have it, or if it cannot read the cubin."""
+    import triton.backends.nvidia
+
+    path = Path(triton.backends.nvidia.__file__).parent / "bin" / tool
+    if not path.exists():
+        raise ValueError(f"cubins are read with Triton's {tool}, and this Triton has none")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(path), *options, file.name]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    if done.returncode:
+        said = (done.stderr.strip().splitlines() or ["nothing"])[0]
+        raise ValueError(f"{tool} does not read this cubin of {len(cubin)} bytes: {said}")
+    return done.stdout

@@ -14,9 +14,8 @@ from functools import partial
 import torch
 
 from warpweave.dtypes import DTYPES
-from warpweave.kernels import cost, mlp, qkv
+from warpweave.kernels import mlp, qkv
 from warpweave.kernels.attention import function as attention
-from warpweave.kernels.cost import Cost
 from warpweave.kernels.dropout import Drop
 from warpweave.kernels.gemm import fused as gemm
 from warpweave.kernels.reference import compute_dtype
@@ -95,18 +94,6 @@ def timed_call(problem: Problem, make: Make, tokens: int = TOKENS, width: int = 
     # Any rows will do, the same for every tile; a large lse keeps p = exp(s - lse) small.
     lse, delta, do = rows.abs() + 8, rows, q.flip(1)
     return lambda: attention.attention_bwd(do, q, k, k, lse, delta, impl="triton")
-
-
-def timed_cost(problem: Problem, tokens: int = TOKENS, width: int = WIDTH) -> Cost:
-    """What each kernel of `timed_call`, or attention's all together, must compute and move."""
-    if problem.kernel == "gemm":
-        small = problem.kind == "small"
-        T, F = (tokens // 32, width // 2) if small else (tokens, width * 7 // 2)
-        return cost.gemm(T, F, width, size=problem.size)
-    D, kv = problem.head_dim, max(1, width // problem.head_dim // 4)
-    sizes = (2, tokens // 2, tokens // 2, 4 * kv, D)
-    backward = problem.kernel != "attention_fwd"
-    return cost.attention(*sizes, kv_heads=kv, backward=backward, size=problem.size)
 
 
 def other_calls(

@@ -76,12 +76,9 @@ def could_fit(problem: Problem, tile: Tile, part: Part) -> bool:
 # ---------------------------------------------------------------- compiled
 
 
-def compile_tile(
-    target: str, problem: Problem, tile: Tile, *, clock: bool = False
-) -> list[Compiled] | str:
-    """What the compiler makes of the timed call under `tile`, or in a line why it does not;
-    `clock` reads the hot loops too."""
-    return _compile(target, problem, tile, timed_call(problem, _meta), clock=clock)
+def compile_tile(target: str, problem: Problem, tile: Tile) -> list[Compiled] | str:
+    """What the compiler makes of the timed call under `tile`, or in a line why it does not."""
+    return _compile(target, problem, tile, timed_call(problem, _meta))
 
 
 def first_fault(target: str, problem: Problem, tile: Tile) -> str:
@@ -118,10 +115,8 @@ def resident(tile: Tile, found: list[Compiled]) -> Tile:
     return tile._replace(residents=min(kernel.occupancy for kernel in found))
 
 
-def _compile(
-    target: str, problem: Problem, tile: Tile, call: Callable, *, clock: bool = False
-) -> list[Compiled] | str:
-    with compiling(target, clock=clock) as found, pinned(problem.pins(tile)):
+def _compile(target: str, problem: Problem, tile: Tile, call: Callable) -> list[Compiled] | str:
+    with compiling(target) as found, pinned(problem.pins(tile)):
         try:
             call()
         except Exception as error:  # of any pass of the compiler: the other tiles go on

@@ -6,7 +6,6 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -14,16 +13,12 @@ from torch import Tensor
 
 from warpweave.kernels.runtime import tiles
 from warpweave.kernels.runtime.dispatch import capability, triton
-from warpweave.kernels.runtime.tile_table import Tile
 from warpweave.messages import one_line
-from warpweave.tune.aot import Compiled
-from warpweave.tune.calls import TOKENS, Call, Problem, timed_call, timed_cost
+from warpweave.tune.calls import TOKENS, Call, Problem, timed_call
 from warpweave.tune.candidates import compile_tile, first_fault, target_of
-from warpweave.tune.clock.reading import main_loop
 from warpweave.tune.options import TuneConfig
-from warpweave.tune.parts import PARTS, Part
-from warpweave.tune.predicted import predicted
-from warpweave.tune.search import Bench, fitting, tune
+from warpweave.tune.parts import PARTS
+from warpweave.tune.search import Bench, fitting, short, tune
 from warpweave.tune.timing import CudaTimer
 
 
@@ -76,8 +71,8 @@ def tune_here(config: TuneConfig, make_bench: Callable[[], Bench] = cuda_bench) 
 
 
 def dry_run(config: TuneConfig) -> dict[str, Any]:
-    """Compile the candidates for a GPU that is not there, and print those without fault, of each
-    problem the one that is PREDICTED to be fastest first."""
+    """Compile the candidates for a GPU that is not there, and print those without fault: of each
+    problem the shipped tile, then the others, nearest first. Nothing is timed or written."""
     began, part, rows, left_out = time.perf_counter(), PARTS[config.target], [], []
     todo = config.problems()
     print(_HEADING.format(part=part), flush=True)
@@ -86,23 +81,14 @@ def dry_run(config: TuneConfig) -> dict[str, Any]:
             left_out.append(str(problem))
             continue
         compiled = fitting(
-            problem,
-            part,
-            lambda p, tile: compile_tile(config.target, p, tile, clock=True),
-            config.steps,
+            problem, part, lambda p, tile: compile_tile(config.target, p, tile), config.steps
         )
-        shipped = next(iter(compiled))
-        found = [_dry_row(problem, tile, compiled[tile], part) for tile in compiled]
-        found.sort(key=lambda row: (row["predicted_us"] or [float("inf")])[0])
-        for row in found:
-            figures = "  ".join(f"{name} {row[name]:6}" for name in _WORST)
-            clock = row["unread"] or "predicted {:.0f} us ({:.0f}-{:.0f})".format(
-                *row["predicted_us"]
-            )
-            mark = "  (shipped)" if row["tile"] == shipped._asdict() else ""
-            tile = " ".join(f"{name}={value}" for name, value in row["tile"].items())
-            print(f"{problem!s:24} {tile:58} {figures}  {clock}{mark}", flush=True)
-        rows += found
+        for number, (tile, kernels) in enumerate(compiled.items()):
+            worst = {name: of(getattr(k, name) for k in kernels) for name, of in _WORST.items()}
+            figures = "  ".join(f"{name} {value:6}" for name, value in worst.items())
+            mark = "" if number else "  (shipped)"
+            print(f"{problem!s:24} {short(tile):58} {figures}{mark}", flush=True)
+            rows.append({"problem": str(problem), "tile": tile._asdict(), **worst})
     return {
         "dry": True,
         "target": config.target,
@@ -116,30 +102,10 @@ def dry_run(config: TuneConfig) -> dict[str, Any]:
 
 
 _HEADING = f"""\
-Compiled for {{part.device}}, not run: {TOKENS} tokens of an 8B Llama, bytes of shared memory,
-PREDICTED times with the interval in which nine of ten should lie, the shortest first. One that is
-shorter than the shipped tile's may spill in other calls, which only the GPU's own run compiles."""
+Compiled for {{part.device}}, not run: {TOKENS} tokens of an 8B Llama. Registers of a thread, bytes
+of shared memory, programs that one multiprocessor holds at once (occupancy), of the kernel that
+does worst. A tile may still spill in other calls, which only the GPU's own run compiles."""
 _WORST = {"registers": max, "shared": max, "occupancy": min}
-
-
-def _dry_row(problem: Problem, tile: Tile, kernels: list[Compiled], part: Part) -> dict[str, Any]:
-    """One tile's figures, those of the worst of its kernels: `ideal` and `serial` in the hot loop
-    that does best, for that is the one without masks; `predicted_us` of all together, with its
-    interval. None, and `unread`, where the clock cannot say."""
-    cost = timed_cost(problem)
-    clock = [predicted(kernel, cost, part) for kernel in kernels]
-    sums = [sum(x) for x in zip(*(astuple(x) for x in clock if x), strict=True)]
-    unread = next((kernel.unread for kernel in kernels if kernel.unread), "")
-    loops = [main_loop(kernel.loops) for kernel in kernels if kernel.loops]
-    return {
-        "problem": str(problem),
-        "tile": tile._asdict(),
-        **{name: of(getattr(k, name) for k in kernels) for name, of in _WORST.items()},
-        "ideal": min((round(x.ideal, 3) for x in loops), default=None),
-        "serial": min((round(x.serial, 3) for x in loops), default=None),
-        "predicted_us": [round(x, 1) for x in sums] if all(clock) else None,
-        "unread": "" if all(clock) else unread or "no prediction: it spills, or has no products",
-    }
 
 
 def run(config: TuneConfig) -> None:

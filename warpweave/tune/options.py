@@ -9,8 +9,7 @@ takes it.
 
 Run it alone on the GPU. Every row is written as soon as it is measured: Ctrl-C loses one at most.
 ``warpweave tune --dry --target sm_90`` needs no GPU: it lists which tiles compile cleanly, with
-times that are predicted from the compiled instructions, the shortest first: 2 to 5 minutes with
-``--steps 1``.
+their registers, shared memory and occupancy: 2 to 5 minutes with ``--steps 1``.
 """
 
 from __future__ import annotations

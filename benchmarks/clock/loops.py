@@ -7,7 +7,7 @@ failed once, which come back into the loop and are not its usual path.
 
 from __future__ import annotations
 
-from warpweave.tune.clock.disassembly import Instruction
+from clock.disassembly import Instruction
 
 _ENDS = ("BRA", "BRX", "JMP", "EXIT", "RET", "CALL", "BREAK", "BSYNC")
 _LEAVES = ("EXIT", "RET", "BRX", "JMP")  # without a target in this function

@@ -9,10 +9,9 @@ Architecture via Microbenchmarking", 2018, section 2.1, has the layout).
 from __future__ import annotations
 
 import re
-import subprocess
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
+
+from warpweave.tune.aot import run_tool
 
 _SECTION = re.compile(r"^\s*\.section\s+(\.\S+?),", re.MULTILINE)
 _LABEL = re.compile(r"^(\.L\w+):")
@@ -58,25 +57,6 @@ def disassemble(cubin: bytes, arch: int) -> list[list[Instruction]]:
     """
     code_only, no_data_flow = "-c", "-ndf"
     return parse(run_tool("nvdisasm", code_only, no_data_flow, "-hex", cubin=cubin), arch)
-
-
-def run_tool(tool: str, *options: str, cubin: bytes) -> str:
-    """What one of the binary tools that come with Triton prints of a cubin. Raises ValueError if
-    Triton has it not, or if it cannot read the cubin."""
-    import triton.backends.nvidia
-
-    path = Path(triton.backends.nvidia.__file__).parent / "bin" / tool
-    if not path.exists():
-        raise ValueError(f"cubins are read with Triton's {tool}, and this Triton has none")
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [str(path), *options, file.name]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    if done.returncode:
-        said = (done.stderr.strip().splitlines() or ["nothing"])[0]
-        raise ValueError(f"{tool} does not read this cubin of {len(cubin)} bytes: {said}")
-    return done.stdout
 
 
 def parse(text: str, arch: int) -> list[list[Instruction]]:

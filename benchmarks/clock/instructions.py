@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from warpweave.tune.clock.disassembly import Instruction
+from clock.disassembly import Instruction
 
 TENSOR_RATE = {80: 2048, 90: 4096, 100: 8192}  # FLOPs per cycle of a multiprocessor
 SCHEDULERS, SHARED_RATE = 4, 128  # of a multiprocessor; bytes per cycle of its shared memory

@@ -12,8 +12,8 @@ launch is as many waves as its items need, and `START`. Exposed loads are those 
 buffers in shared memory one is being filled and one in use. `busy` above 1 is clocks that do not
 hold their boost under load, `stalls` below 1 is warps that cover for one another.
 
-`CONSTANTS` come from `benchmarks/clock.py`, which fits them to half of the published figures and
-tests them on the other half: `spread` is the error that nine of ten of those stay below.
+`CONSTANTS` come from `clock_fit.py`, which fits them to half of the published figures and tests
+them on the other half: `spread` is the error that nine of ten of those stay below.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from warpweave.tune.clock.instructions import SCHEDULERS
+from clock.instructions import SCHEDULERS
+from clock.kernel import ReadKernel
+from clock.reading import main_loop
+from warpweave.kernels.cost import Cost
 from warpweave.tune.parts import Part
 
 
@@ -98,6 +101,20 @@ CONSTANTS = {
     90: Constants(1.1095, 0.8571, 0.6749, 2.1878, 0.0, 48, 0.143),
     100: Constants(0.5903, 0.2206, 0.2639, 3.8704, 0.0, 16, 0.226),
 }
+# Products that a kernel executes over those that its op is credited with: the backward of attention
+# has five, of which each of its kernels does some again.
+EXECUTED = {
+    "attention_fwd_kernel": 1.0,
+    "attention_dkdv_kernel": 4 / 5,
+    "attention_dq_kernel": 3 / 5,
+    "_gemm_kernel": 1.0,
+    "_hidden_bwd_kernel": 1.0,
+}
+# Programs of a product walk over its tiles: (rows, columns) and (those of a tile) by argument.
+_TILED = {
+    "_gemm_kernel": (("M", "BLOCK_M"), ("N", "BLOCK_N")),
+    "_hidden_bwd_kernel": (("T", "BLOCK_T"), ("F", "BLOCK_F")),
+}
 
 
 def terms(kernel: Kernel, work: Work, part: Part, rate: float) -> tuple[float, ...]:
@@ -133,3 +150,30 @@ def predict(kernel: Kernel, work: Work, part: Part) -> Prediction:
     least = work.bytes / part.bandwidth * 1e6
     us = max(ours, least)
     return Prediction(us, max(least, us / (1 + c.spread)), us * (1 + c.spread))
+
+
+# ---------------------------------------------------------------- of our kernels
+
+
+def reading_of(kernel: ReadKernel) -> Kernel:
+    """What the model takes of a kernel whose hot loops the clock has read."""
+    loop, rest = main_loop(kernel.loops), (kernel.num_warps, kernel.occupancy, kernel.shared)
+    return Kernel(loop.flops, loop.busy, loop.stalls, loop.global_bytes, kernel.outside, *rest)
+
+
+def predicted(kernel: ReadKernel, cost: Cost | None, part: Part) -> Prediction | None:
+    """How long `kernel` takes for an op of `cost`.
+
+    None for what the clock cannot say: kernels without tensor-core products or with others than the
+    five above, those that spill or do not fit, and parts for which it is not calibrated.
+    """
+    readable = kernel.loops and kernel.occupancy and not kernel.stack and part.arch in CONSTANTS
+    if cost is None or not readable or kernel.kernel not in EXECUTED:
+        return None
+    sizes, items = kernel.constants, kernel.programs
+    if kernel.kernel in _TILED:
+        rows, columns = (ceil(sizes[n] / sizes[b]) for n, b in _TILED[kernel.kernel])
+        items = rows * columns
+    executed = cost.flops * EXECUTED[kernel.kernel]
+    work = Work(items, executed, uneven=bool(sizes.get("CAUSAL")), bytes=cost.bytes)
+    return predict(reading_of(kernel), work, part)

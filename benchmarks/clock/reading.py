@@ -16,8 +16,8 @@ from collections import Counter
 from dataclasses import dataclass
 from itertools import groupby
 
-from warpweave.tune.clock.disassembly import Instruction, disassemble
-from warpweave.tune.clock.instructions import (
+from clock.disassembly import Instruction, disassemble
+from clock.instructions import (
     SCHEDULERS,
     SHARED_RATE,
     TENSOR_RATE,
@@ -28,7 +28,7 @@ from warpweave.tune.clock.instructions import (
     product_of,
     shared_cycles,
 )
-from warpweave.tune.clock.loops import natural_loops
+from clock.loops import natural_loops
 
 
 @dataclass(frozen=True)

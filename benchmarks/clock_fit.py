@@ -1,12 +1,12 @@
 """The clock against published figures: its constants, its errors, and what does not fit.
 
-    python benchmarks/clock.py      # no GPU, seconds: writes results/clock/calibration.json
+    python benchmarks/clock_fit.py  # no GPU, seconds: writes results/clock/calibration.json
 
 `results/clock/points.json` holds the figures that others have published, with the page or file on
 which each was read, and what the clock reads of their kernels as the pinned Triton compiles them.
 Where a page's autotuner chose among configurations and does not say which, all that fit are listed
 and the one that is predicted to be fastest stands for it. Every other point fits the constants of
-its part (`warpweave/tune/clock/predict.py`), the rest test them. Points of one table resemble one
+its part (`clock/predict.py`), the rest test them. Points of one table resemble one
 another, so a second test keeps out whole sources. Nothing here was measured by this project.
 """
 
@@ -23,17 +23,8 @@ from typing import Any, NamedTuple
 
 import harness
 import numpy as np
+from clock.predict import CLOCK, CONSTANTS, START, Constants, Kernel, Work, cycles, terms
 
-from warpweave.tune.clock.predict import (
-    CLOCK,
-    CONSTANTS,
-    START,
-    Constants,
-    Kernel,
-    Work,
-    cycles,
-    terms,
-)
 from warpweave.tune.parts import PARTS, Part
 
 CLAIM = (
@@ -197,14 +188,14 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"\n{title.replace('_', ' ')}:")
         print(*(f"  {name}: {said}" for name, said in lines.items()), sep="\n")
     if fitted != CONSTANTS:
-        print(f"\nwarpweave/tune/clock/predict.py has other constants than these: {fitted}")
+        print(f"\nbenchmarks/clock/predict.py has other constants than these: {fitted}")
     header = harness.header(kind="predictions", device="published figures of A100, H100, B200")
-    text = {"script": "clock", "claim": CLAIM, "header": header, **words, **parts}
+    text = {"script": "clock_fit", "claim": CLAIM, "header": header, **words, **parts}
     given.results.mkdir(parents=True, exist_ok=True)
     (given.results / "calibration.json").write_text(_lines(text))
     kept = {arch: parts[f"sm_{arch}"]["kept out"]["mean error"] for arch in fitted}
     ok = fitted == CONSTANTS and all(error < LIMITS[arch] for arch, error in kept.items())
-    print(json.dumps({"script": "clock", "claim": CLAIM, "ok": ok, "kept out": kept}))
+    print(json.dumps({"script": "clock_fit", "claim": CLAIM, "ok": ok, "kept out": kept}))
     return 0 if ok else 1
 
 

@@ -1,7 +1,4 @@
-"""Compile the kernels for GPUs that are not there, and report what the compiler made of them.
-
-A case is a call of an ordinary launcher on meta tensors. In a subprocess without TRITON_INTERPRET,
-`warpweave.tune.aot` compiles every kernel the call launches down to the cubin, and nothing runs.
+"""The calls whose kernels are compiled: an ordinary launcher each, on meta tensors.
 
 To add a kernel, append a `Case` in `cases` below:
 
@@ -10,49 +7,24 @@ To add a kernel, append a `Case` in `cases` below:
 with `m(*shape, dtype=torch.bfloat16)` for a tensor. `tensor_cores=True` asserts the part's fastest
 products (mma.sync, wgmma or tcgen05); `float64=True` permits float64 ones, which otherwise are a
 constant that widened a kernel; `targets=("sm_90", "sm_100")` restricts a case; `cost` is what the
-call must at least move and compute. `tile_cases` goes through the tile tables: every tile that is
-shipped, and attention's once more with the options that keep more in registers. For the launcher's
-sake
+call must at least move and compute. For the launcher's sake
   * `dispatch.choose` answers "triton" for meta tensors,
   * `dispatch.capability` and `dispatch.processors` answer for the target, so ask them, not
     torch.cuda,
   * values of tensors do not exist (`.item()`, `.tolist()` fail).
-To look at one's own kernels:  python -P tests/compile_targets.py sm_90 attention
-(--tiles: the tables' cases instead; --clock: with their hot loops, and what waits for what in
-them). `test_compiles.py` asserts: no spills, shared memory within the target's limit, tensor cores
-where claimed, and no wgmma that waits for the one before.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing import get_context
-from typing import Any
-from unittest import mock
 
 import torch
 
 from warpweave.kernels.cost import Cost
-from warpweave.kernels.runtime.dispatch import tl, triton
-from warpweave.tune.aot import Compiled, compiling
-from warpweave.tune.clock import HotLoop
-from warpweave.tune.parts import PARTS
 
 TARGETS = ("sm_80", "sm_90", "sm_100")
-SHARED_LIMIT = {target: part.block_shared for target, part in PARTS.items()}
-# Cases of kernels that read rows: at least half of their loads take 128 bits (statistics and
-# labels are single values).
-ROWWISE = ("dropout", "gelu", "layer_norm", "rms_norm", "rope", "swiglu")
-# Kernels in which ranks tell one another by flags in memory, which are atomic exchanges.
-TELLING = ("_publish_kernel", "_partials_kernel", "_arrived_kernel", "_gather_kernel",
-           "_gather_gemm_kernel", "_gather_qkv_kernel")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -67,43 +39,13 @@ class Case:
     cost: Cost | None = None
 
 
-@dataclass(frozen=True)
-class Report:
-    """What the compiler made of one kernel of one case: see `aot.Compiled`.
-
-    `cost` is the case's [FLOPs, bytes]; `error` is what the compiler said instead, if it failed.
-    """
-
-    target: str
-    case: str
-    kernel: str
-    tensor_cores: bool
-    float64: bool
-    num_warps: int
-    registers: int
-    stack: int
-    shared: int
-    occupancy: int
-    programs: int
-    product: str
-    constants: dict[str, Any]
-    instructions: dict[str, int]
-    cost: tuple[int, int] | None
-    error: str = ""
-    serialised: str = ""
-    unordered: str = ""
-    loops: list[HotLoop] = dataclasses.field(default_factory=list)
-    outside: int = 0
-    unread: str = ""
-
-
 def m(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """A tensor that has a shape and a dtype but no values."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def cases() -> list[Case]:
-    """Every case; called in the subprocess only."""
+    """A case of each family and option; called in the subprocess only."""
     from warpweave.kernels import activation, adamw, cost, dropout, rope
     from warpweave.kernels.attention import function as attention
     from warpweave.kernels.cross_entropy import backward, forward
@@ -111,17 +53,9 @@ def cases() -> list[Case]:
     from warpweave.kernels.norm import function as norm
 
     T, fp32 = 8192, torch.float32
-    f, b, f2, h = m(1, dtype=fp32), m(1), m(128, 64, dtype=fp32), m(T, 4096)
+    f2, h = m(128, 64, dtype=fp32), m(T, 4096)
     tokens = m(T, dtype=torch.int64)
     found = [
-        Case("planted spill", lambda: _planted_kernel[(1,)](f, f, 16384, False, num_warps=1)),
-        Case("planted tile", lambda: _planted_kernel[(1,)](b, b, 1024, True, num_warps=16)),
-        Case(
-            "planted claim",
-            lambda: _planted_kernel[(1,)](f, f, 128, False, num_warps=4),
-            tensor_cores=True,
-        ),
-        Case("planted order", _planted_order, targets=("sm_90",)),
         Case(
             "rope",
             lambda: rope.rope_fwd(m(2, 128, 8, 128), f2, f2),
@@ -260,13 +194,13 @@ def _attention_options(attention) -> list[Case]:
     """Attention with all that can be asked of it at once in real models."""
     documents = m(9, dtype=torch.int32)
     return [
-        *_attention_with(attention, "packed window", m(128), documents=documents, window=512),
-        *_attention_with(attention, "carried softcap", m(128), softcap=50.0, carried=True),
-        *_attention_with(attention, "dropout", m(64), dropout=0.1, dropout_seed=7),
+        *attention_with(attention, "packed window", m(128), documents=documents, window=512),
+        *attention_with(attention, "carried softcap", m(128), softcap=50.0, carried=True),
+        *attention_with(attention, "dropout", m(64), dropout=0.1, dropout_seed=7),
     ]
 
 
-def _attention_with(
+def attention_with(
     attention,
     name: str,
     like: torch.Tensor,
@@ -549,366 +483,3 @@ def _linear_cases() -> list[Case]:
         Case("gemm ieee", lambda: wide(fp32, "ieee"), cost=least["gemm tf32"]),
         Case("gemm float64", lambda: wide(fp64), float64=True),
     ]
-
-
-@triton.jit
-def _planted_kernel(x_ptr, y_ptr, N: tl.constexpr, DOT: tl.constexpr):
-    """What the checks must catch: a row that no warp can hold, a product whose tiles are too
-    large."""
-    if DOT:
-        k, i = tl.arange(0, N), tl.arange(0, 128)
-        a = tl.load(x_ptr + i[:, None] * N + k[None, :])
-        b = tl.load(y_ptr + i[None, :] + k[:, None] * 128)
-        tl.store(x_ptr + i[:, None] * 128 + i[None, :], tl.dot(a, b).to(tl.bfloat16))
-    else:
-        k = tl.arange(0, N)
-        x = tl.load(x_ptr + k)
-        tl.store(y_ptr + k, x - tl.sum(x, 0))
-
-
-def _planted_order() -> None:
-    """A tile, loaded by pointers, at which ptxas lets each wgmma wait for the one before; that of
-    CUDA 13.4, which Triton 3.9 takes, no longer does."""
-    from warpweave.kernels import mlp
-    from warpweave.kernels.runtime.tile_table import GemmTile
-    from warpweave.kernels.runtime.tiles import pinned
-
-    x, w, z = m(8192, 4096), m(4096, 14336), m(8192, 2 * 14336)
-    pointers = mock.patch.object(
-        mlp.hidden, "operands", lambda a, b, tile: (a, b, (*a.stride(), *b.stride()))
-    )
-    with pointers, pinned({("gemm", 2, "large"): GemmTile(128, 128, 64, 8, 1, 8, 4)}):
-        mlp.hidden_bwd(x, w, z, activation="swiglu", want_hidden=True, impl="triton")
-
-
-# ---------------------------------------------------------------- every shipped tile
-
-
-def tile_cases() -> list[Case]:
-    """A call for every tile that the three targets find, and the launch sizes of formulas."""
-    attention = [*_attention_tiles(), *_attention_variants()]
-    return [*attention, *_product_tiles(), *_row_tiles()]
-
-
-def _attention_tiles() -> list[Case]:
-    from warpweave.kernels import cost
-    from warpweave.kernels.attention import function as attention
-    from warpweave.kernels.runtime.tiles import shipped_table
-
-    found = []
-    B, S, H, kv = 2, 4096, 16, 4
-    dims = sorted({72, *(row.kind for row in shipped_table() if row.kernel == "attention_fwd")})
-    for dtype in (torch.bfloat16, torch.float32, torch.float64):
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        row = m(B, H, S, dtype=wide)
-        for D in dims:
-            q, k = m(B, S, H, D, dtype=dtype), m(B, S, kv, D, dtype=dtype)
-            for causal in (True, False):
-                name = f"D={D} {'causal' if causal else 'full'} {dtype}".replace("torch.", "")
-                sizes = {"kv_heads": kv, "causal": causal, "size": dtype.itemsize}
-                common = {
-                    "tensor_cores": dtype == torch.bfloat16,
-                    "float64": dtype == torch.float64,
-                }
-                found += [
-                    Case(
-                        f"attention fwd {name}",
-                        lambda q=q, k=k, c=causal: attention.attention_fwd(q, k, k, causal=c),
-                        cost=cost.attention(B, S, S, H, D, **sizes),
-                        **common,
-                    ),
-                    Case(
-                        f"attention bwd {name}",
-                        lambda q=q, k=k, r=row, c=causal: attention.attention_bwd(
-                            q, q, k, k, r, r, causal=c
-                        ),
-                        cost=cost.attention(B, S, S, H, D, backward=True, **sizes),
-                        **common,
-                    ),
-                ]
-    return found
-
-
-def _attention_variants() -> list[Case]:
-    """What keeps more in registers than plain attention does. Each has spilled at a tile that was
-    clean without, or is the next of kin of one that has; `attention.tiles` has the rules."""
-    from warpweave.kernels.attention import function as attention
-
-    drop = {"dropout": 0.1, "dropout_seed": 7}
-    variants: dict[str, dict] = {
-        "window": {"window": 512},
-        "carried": {"carried": True},
-        "carried softcap": {"carried": True, "softcap": 50.0},
-        "dropout": drop,
-        "dropout softcap window": {**drop, "softcap": 50.0, "window": 512},
-        "dropout carried": {**drop, "carried": True},
-        "dropout unaligned": {**drop, "q_runs": ((8, 4096),), "k_runs": ((8, 4096),)},
-        "striped window": {"window": 512, "q_runs": ((2, 4096, 8),), "k_runs": ((3, 4096, 8),)},
-    }
-    sliced: dict[str, dict] = {
-        "sliced": {"sliced": True},
-        "sliced full": {"sliced": True, "causal": False},
-        "sliced window": {"sliced": True, "window": 512},
-    }
-    masked = ("window", "carried softcap", "dropout softcap window", "striped window")
-    return [
-        case
-        for dims, dtypes, names in (
-            ((40, 72, 200), (torch.bfloat16,), masked),  # columns beyond the head are masked off
-            ((64, 128, 256), (torch.bfloat16, torch.float32), variants),
-            ((128,), (torch.bfloat16,), sliced),
-        )
-        for D in dims
-        for dtype in dtypes
-        for name in names
-        for case in _attention_with(attention, name, m(D, dtype=dtype), **(variants | sliced)[name])
-    ]
-
-
-def _product_tiles() -> list[Case]:
-    """Every kind of product; "small" is what a product of few tiles takes, whatever its kind."""
-    from warpweave.kernels import cost, mlp
-    from warpweave.kernels.gemm import fused as gemm
-
-    found, N, K = [], 4096, 4096
-    for dtype in (torch.bfloat16, torch.float32, torch.float64):
-        for M in (4096, 128):
-            a, b, z = m(M, K, dtype=dtype), m(K, N, dtype=dtype), m(M, N, dtype=dtype)
-            calls = {
-                "plain": lambda a=a, b=b: gemm.fused_gemm(a, b, impl="triton"),
-                "fused": lambda a=a, b=b: gemm.fused_gemm(
-                    a, b, activation="gelu", save_z=True, impl="triton"
-                ),
-                "slope": lambda a=a, b=b, z=z: mlp.hidden_bwd(
-                    a, b, z, activation="gelu", want_hidden=True, impl="triton"
-                ),
-            }
-            more = {"plain": 0, "fused": 1, "slope": 2}  # z; z and h
-            size = dtype.itemsize
-            found += [
-                Case(
-                    f"product {kind} M={M} {dtype}".replace("torch.", ""),
-                    call,
-                    tensor_cores=dtype == torch.bfloat16,
-                    float64=dtype == torch.float64,
-                    cost=cost.gemm(M, N, K, size=size) + Cost(0, more[kind] * M * N * size),
-                )
-                for kind, call in calls.items()
-            ]
-    return found
-
-
-def _row_tiles() -> list[Case]:
-    """Norms of every padded width, losses of every padded vocabulary up to the block's limit."""
-    from warpweave.kernels import cost
-    from warpweave.kernels.cross_entropy import backward, forward
-    from warpweave.kernels.cross_entropy.vocabulary import Vocabulary
-    from warpweave.kernels.norm import function as norm
-
-    found, T = [], 8192
-    for power in range(4, 17):
-        E = 2**power
-        x, w, row = m(T, E), m(E), m(T, dtype=torch.float32)
-        for layer in (False, True):
-            kind, sizes = "layer_norm" if layer else "rms_norm", {"layer": layer, "residual": True}
-            found += [
-                Case(
-                    f"{kind} fwd E={E}",
-                    lambda x=x, w=w, layer=layer: norm.norm_fwd(
-                        x, w, w if layer else None, layer=layer, residual=x
-                    ),
-                    cost=cost.norm(T, E, **sizes),
-                ),
-                Case(
-                    f"{kind} bwd E={E}",
-                    lambda x=x, w=w, row=row, layer=layer: norm.norm_bwd(
-                        x, x, w, row if layer else None, row, ds=x, bias=layer
-                    ),
-                    cost=cost.norm(T, E, backward=True, **sizes),
-                ),
-            ]
-    for power in range(4, 13):
-        V = 2**power if power < 12 else 128256
-        z, t, row = m(T, V), m(T, dtype=torch.int64), m(T, dtype=torch.float32)
-        found += [
-            Case(
-                f"cross_entropy fwd V={V}",
-                lambda z=z, t=t, V=V: forward._fwd_triton(z, t, Vocabulary(0, V), False),
-                cost=cost.cross_entropy(T, V),
-            ),
-            Case(
-                f"cross_entropy bwd V={V}",
-                lambda z=z, t=t, row=row, V=V: backward._bwd_triton(
-                    row, z, t, row, Vocabulary(0, V)
-                ),
-                cost=cost.cross_entropy(T, V, backward=True),
-            ),
-        ]
-    return found
-
-
-# ---------------------------------------------------------------- in the subprocess
-
-_FOUND: list[Case] = []  # of this process and its forks
-
-
-def _compile_case(task: tuple[str, int, bool]) -> list[Report]:
-    """Compile one case for one target."""
-    target, index, clock = task
-    case = _FOUND[index]
-    of_case: dict[str, Any] = {
-        "target": target,
-        "case": case.name,
-        "tensor_cores": case.tensor_cores,
-        "float64": case.float64,
-        "cost": None if case.cost is None else (case.cost.flops, case.cost.bytes),
-    }
-    with compiling(target, clock=clock) as compiled:
-        try:
-            case.call()
-        except Exception as error:  # of any pass of the compiler: the other cases go on
-            of_case["error"] = _reason(error)
-            compiled[:] = [Compiled("failed", 0, {}, 0, 0, 0, 0, 0, "", {})]
-    if not compiled:
-        raise RuntimeError(f"case {case.name!r} launched no kernel")
-    return [Report(**of_case, **vars(kernel)) for kernel in compiled]
-
-
-def _reason(error: BaseException) -> str:
-    """The innermost error: Triton wraps it in one per call of a device function."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return f"{type(error).__name__}: {error}"[-2000:]
-
-
-def _compile_here(
-    targets: tuple[str, ...], only: str, *, tiles: bool, planted: bool, clock: bool, jobs: int
-) -> list[Report]:
-    """Compile the cases whose name contains `only`, shared out over `jobs` forks."""
-    found = tile_cases() if tiles else cases()
-    _FOUND.extend(c for c in found if planted or not c.name.startswith("planted"))
-    tasks = [
-        (target, index, clock)
-        for index, case in enumerate(_FOUND)
-        for target in targets
-        if any(word in case.name for word in only.split("|"))
-        and (target in case.targets or target not in TARGETS)
-    ]
-    with get_context("fork").Pool(jobs) as pool:
-        return [report for reports in pool.imap(_compile_case, tasks) for report in reports]
-
-
-# ---------------------------------------------------------------- in the test process
-
-
-def compile_targets(
-    targets: tuple[str, ...] = TARGETS,
-    only: str = "",
-    *,
-    tiles: bool = False,
-    jobs: int = 2,
-    timeout: float = 3000,  # of two minutes on two idle cores
-    planted: bool = True,
-    clock: bool = False,
-) -> dict[str, list[Report]]:
-    """Compile the cases whose name contains `only` (with `tiles`, of `tile_cases`) for every
-    target; `planted` includes those that must fail, `clock` reads the hot loops."""
-    with tempfile.TemporaryDirectory() as cache:
-        environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-        environment["TRITON_CACHE_DIR"] = cache
-        command = [sys.executable, "-P", __file__, ",".join(targets), only, f"--jobs={jobs}"]
-        flags = ["--tiles"] * tiles + ["--planted"] * planted + ["--clock"] * clock
-        done = subprocess.run(
-            [*command, "--json", *flags],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-        )
-    if done.returncode:
-        raise RuntimeError(f"compiling for {targets} failed:\n{done.stderr[-4000:]}")
-    reports = [Report(**fields) for fields in json.loads(done.stdout.splitlines()[-1])]
-    reports = [
-        dataclasses.replace(r, loops=[HotLoop(**loop) for loop in vars(r)["loops"]])
-        for r in reports
-    ]
-    return {target: [r for r in reports if r.target == target] for target in targets}
-
-
-def failures(reports: list[Report]) -> list[str]:
-    """One line for each thing that is wrong with a kernel."""
-    wrong = []
-    for r in reports:
-        where = f"{r.target} {r.case} ({r.kernel})"
-        limit = SHARED_LIMIT[r.target]
-        if r.error:
-            wrong.append(f"{where}: {r.error}")
-            continue
-        if r.stack and "float64" not in r.case:  # float64 is for proofs: it must fit, not be fast
-            wrong.append(f"{where}: {r.registers} registers and {r.stack} bytes of stack")
-        if r.shared > limit:
-            wrong.append(f"{where}: {r.shared} bytes of shared memory > {limit}")
-        elif not r.occupancy:
-            wrong.append(f"{where}: not one program fits")
-        if r.tensor_cores and not r.instructions["tensor_core"]:
-            wrong.append(f"{where}: no tensor-core instruction")
-        elif r.tensor_cores and not r.product.startswith(_product(r)):
-            wrong.append(f"{where}: {r.product} instead of {_product(r)}")
-        if r.serialised:
-            wrong.append(f"{where}: {r.serialised}")
-        if r.unordered:
-            wrong.append(f"{where}: {r.unordered}")
-        if r.instructions["float64"] and not r.float64:
-            wrong.append(f"{where}: {r.instructions['float64']} float64 instructions")
-        if r.instructions["atomic"] != r.instructions["flag"]:
-            wrong.append(f"{where}: {r.instructions['atomic']} atomic instructions")
-        if r.instructions["flag"] and r.kernel not in TELLING:
-            wrong.append(f"{where}: {r.instructions['flag']} flags of a kernel that tells nothing")
-        wide, loads = r.instructions["load_128_bit"], r.instructions["load"]
-        if r.case.startswith(ROWWISE) and not 2 * wide >= loads > 0:
-            wrong.append(f"{where}: {wide} of {loads} loads take 128 bits")
-    return wrong
-
-
-def _product(r: Report) -> str:
-    """The tensor-core instruction that a kernel is to use.
-
-    wgmma takes 64 keys at least, for which dk and dv of heads past 128 have registers on Hopper
-    only in plain attention: else mma.sync has to do there.
-    """
-    few = r.kernel == "attention_dkdv_kernel" and r.constants.get("BLOCK_N", 64) < 64
-    return "mma.sync" if r.target == "sm_90" and few else PARTS[r.target].product
-
-
-def main(arguments: list[str]) -> None:
-    """``compile_targets.py sm_90[,sm_100] [PART OF A NAME] [--tiles] [--planted] [--clock]
-    [--jobs=N] [--json]``"""
-    words = [a for a in arguments if not a.startswith("--")]
-    jobs = [int(a.removeprefix("--jobs=")) for a in arguments if a.startswith("--jobs=")]
-    reports = _compile_here(
-        tuple(words[0].split(",")),
-        words[1] if len(words) > 1 else "",
-        tiles="--tiles" in arguments,
-        planted="--planted" in arguments,
-        clock="--clock" in arguments,
-        jobs=jobs[0] if jobs else 1,
-    )
-    if "--json" in arguments:
-        print(json.dumps([dataclasses.asdict(r) for r in reports]))
-        return
-    for r in reports:
-        print(
-            f"{r.target:7} {r.case:40} {r.kernel:32} warps {r.num_warps:2} regs {r.registers:3} "
-            f"stack {r.stack:4} shared {r.shared:6} {r.instructions}"
-            f"{r.serialised}{r.error}{r.unread}"
-        )
-        for loop in r.loops:
-            print(
-                f"    {loop.instructions} instructions, {loop.stalls} stalls, ideal "
-                f"{loop.ideal:.3f} ({loop.bound}), serial {loop.serial:.3f} {loop.classes}\n"
-                f"    {loop.order}"
-            )
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

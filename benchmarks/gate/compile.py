@@ -1,0 +1,158 @@
+"""Compile the cases for GPUs that are not there, in a subprocess without TRITON_INTERPRET.
+
+`warpweave.tune.aot` compiles every kernel that a case's call launches down to the cubin, and
+nothing runs. To look at one's own kernels, from ``benchmarks``:
+
+    python -m gate.compile sm_90 attention
+
+(--tiles: the cases of every shipped tile instead; --clock: with their hot loops, and what waits for
+what in them).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from clock import HotLoop
+from clock.kernel import ReadKernel, read_kernel
+
+from gate.cases import TARGETS, Case, cases
+from gate.planted import planted_cases
+from gate.report import Report
+from gate.tiles import tile_cases
+from warpweave.tune.aot import compiling
+
+BENCHMARKS = Path(__file__).resolve().parent.parent
+
+# ---------------------------------------------------------------- in the subprocess
+
+_FOUND: list[Case] = []  # of this process and its forks
+
+
+def _compile_case(task: tuple[str, int, bool]) -> list[Report]:
+    """Compile one case for one target."""
+    target, index, clock = task
+    case = _FOUND[index]
+    of_case: dict[str, Any] = {
+        "target": target,
+        "case": case.name,
+        "tensor_cores": case.tensor_cores,
+        "float64": case.float64,
+        "cost": None if case.cost is None else (case.cost.flops, case.cost.bytes),
+    }
+    with compiling(target) as compiled:
+        try:
+            case.call()
+            kernels = [read_kernel(kernel, target, clock=clock) for kernel in compiled]
+        except Exception as error:  # of any pass of the compiler: the other cases go on
+            of_case["error"] = _reason(error)
+            kernels = [ReadKernel("failed", 0, {}, 0, 0, 0, 0, 0)]
+    if not kernels:
+        raise RuntimeError(f"case {case.name!r} launched no kernel")
+    kept = {field.name for field in dataclasses.fields(Report)}
+    figures = [{n: x for n, x in vars(kernel).items() if n in kept} for kernel in kernels]
+    return [Report(**of_case, **facts) for facts in figures]
+
+
+def _reason(error: BaseException) -> str:
+    """The innermost error: Triton wraps it in one per call of a device function."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {error}"[-2000:]
+
+
+def _compile_here(
+    targets: tuple[str, ...], only: str, *, tiles: bool, planted: bool, clock: bool, jobs: int
+) -> list[Report]:
+    """Compile the cases whose name contains `only`, shared out over `jobs` forks."""
+    _FOUND.extend(tile_cases() if tiles else [*planted_cases(), *cases()] if planted else cases())
+    tasks = [
+        (target, index, clock)
+        for index, case in enumerate(_FOUND)
+        for target in targets
+        if any(word in case.name for word in only.split("|"))
+        and (target in case.targets or target not in TARGETS)
+    ]
+    with get_context("fork").Pool(jobs) as pool:
+        return [report for reports in pool.imap(_compile_case, tasks) for report in reports]
+
+
+# ---------------------------------------------------------------- in the test process
+
+
+def compile_targets(
+    targets: tuple[str, ...] = TARGETS,
+    only: str = "",
+    *,
+    tiles: bool = False,
+    jobs: int = 2,
+    timeout: float = 3000,  # of two minutes on two idle cores
+    planted: bool = True,
+    clock: bool = False,
+) -> dict[str, list[Report]]:
+    """Compile the cases whose name contains `only` (with `tiles`, of `tile_cases`) for every
+    target; `planted` includes those that must fail, `clock` reads the hot loops."""
+    with tempfile.TemporaryDirectory() as cache:
+        environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+        environment["TRITON_CACHE_DIR"] = cache
+        path = str(BENCHMARKS), environment.get("PYTHONPATH", "")
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+        command = [sys.executable, "-P", "-m", __name__, ",".join(targets), only, f"--jobs={jobs}"]
+        flags = ["--tiles"] * tiles + ["--planted"] * planted + ["--clock"] * clock
+        done = subprocess.run(
+            [*command, "--json", *flags],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+    if done.returncode:
+        raise RuntimeError(f"compiling for {targets} failed:\n{done.stderr[-4000:]}")
+    reports = [Report(**fields) for fields in json.loads(done.stdout.splitlines()[-1])]
+    reports = [
+        dataclasses.replace(r, loops=[HotLoop(**loop) for loop in vars(r)["loops"]])
+        for r in reports
+    ]
+    return {target: [r for r in reports if r.target == target] for target in targets}
+
+
+def main(arguments: list[str]) -> None:
+    """``python -m gate.compile sm_90[,sm_100] [PART OF A NAME] [--tiles] [--planted] [--clock]
+    [--jobs=N] [--json]``"""
+    words = [a for a in arguments if not a.startswith("--")]
+    jobs = [int(a.removeprefix("--jobs=")) for a in arguments if a.startswith("--jobs=")]
+    reports = _compile_here(
+        tuple(words[0].split(",")),
+        words[1] if len(words) > 1 else "",
+        tiles="--tiles" in arguments,
+        planted="--planted" in arguments,
+        clock="--clock" in arguments,
+        jobs=jobs[0] if jobs else 1,
+    )
+    if "--json" in arguments:
+        print(json.dumps([dataclasses.asdict(r) for r in reports]))
+        return
+    for r in reports:
+        print(
+            f"{r.target:7} {r.case:40} {r.kernel:32} warps {r.num_warps:2} regs {r.registers:3} "
+            f"stack {r.stack:4} shared {r.shared:6} {r.instructions}"
+            f"{r.serialised}{r.error}{r.unread}"
+        )
+        for loop in r.loops:
+            print(
+                f"    {loop.instructions} instructions, {loop.stalls} stalls, ideal "
+                f"{loop.ideal:.3f} ({loop.bound}), serial {loop.serial:.3f} {loop.classes}\n"
+                f"    {loop.order}"
+            )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

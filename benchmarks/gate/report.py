@@ -1,0 +1,93 @@
+"""What the compiler made of one kernel of one case, and what is wrong with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from clock import HotLoop
+
+from warpweave.tune.parts import PARTS
+
+SHARED_LIMIT = {target: part.block_shared for target, part in PARTS.items()}
+# Cases of kernels that read rows: at least half of their loads take 128 bits (statistics and
+# labels are single values).
+ROWWISE = ("dropout", "gelu", "layer_norm", "rms_norm", "rope", "swiglu")
+# Kernels in which ranks tell one another by flags in memory, which are atomic exchanges.
+TELLING = ("_publish_kernel", "_partials_kernel", "_arrived_kernel", "_gather_kernel",
+           "_gather_gemm_kernel", "_gather_qkv_kernel")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the compiler made of one kernel of one case: see `clock.kernel.ReadKernel`.
+
+    `cost` is the case's [FLOPs, bytes]; `error` is what the compiler said instead, if it failed.
+    """
+
+    target: str
+    case: str
+    kernel: str
+    tensor_cores: bool
+    float64: bool
+    num_warps: int
+    registers: int
+    stack: int
+    shared: int
+    occupancy: int
+    programs: int
+    product: str
+    constants: dict[str, Any]
+    instructions: dict[str, int]
+    cost: tuple[int, int] | None
+    error: str = ""
+    serialised: str = ""
+    unordered: str = ""
+    loops: list[HotLoop] = field(default_factory=list)
+    outside: int = 0
+    unread: str = ""
+
+
+def failures(reports: list[Report]) -> list[str]:
+    """One line for each thing that is wrong with a kernel."""
+    wrong = []
+    for r in reports:
+        where = f"{r.target} {r.case} ({r.kernel})"
+        limit = SHARED_LIMIT[r.target]
+        if r.error:
+            wrong.append(f"{where}: {r.error}")
+            continue
+        if r.stack and "float64" not in r.case:  # float64 is for proofs: it must fit, not be fast
+            wrong.append(f"{where}: {r.registers} registers and {r.stack} bytes of stack")
+        if r.shared > limit:
+            wrong.append(f"{where}: {r.shared} bytes of shared memory > {limit}")
+        elif not r.occupancy:
+            wrong.append(f"{where}: not one program fits")
+        if r.tensor_cores and not r.instructions["tensor_core"]:
+            wrong.append(f"{where}: no tensor-core instruction")
+        elif r.tensor_cores and not r.product.startswith(_product(r)):
+            wrong.append(f"{where}: {r.product} instead of {_product(r)}")
+        if r.serialised:
+            wrong.append(f"{where}: {r.serialised}")
+        if r.unordered:
+            wrong.append(f"{where}: {r.unordered}")
+        if r.instructions["float64"] and not r.float64:
+            wrong.append(f"{where}: {r.instructions['float64']} float64 instructions")
+        if r.instructions["atomic"] != r.instructions["flag"]:
+            wrong.append(f"{where}: {r.instructions['atomic']} atomic instructions")
+        if r.instructions["flag"] and r.kernel not in TELLING:
+            wrong.append(f"{where}: {r.instructions['flag']} flags of a kernel that tells nothing")
+        wide, loads = r.instructions["load_128_bit"], r.instructions["load"]
+        if r.case.startswith(ROWWISE) and not 2 * wide >= loads > 0:
+            wrong.append(f"{where}: {wide} of {loads} loads take 128 bits")
+    return wrong
+
+
+def _product(r: Report) -> str:
+    """The tensor-core instruction that a kernel is to use.
+
+    wgmma takes 64 keys at least, for which dk and dv of heads past 128 have registers on Hopper
+    only in plain attention: else mma.sync has to do there.
+    """
+    few = r.kernel == "attention_dkdv_kernel" and r.constants.get("BLOCK_N", 64) < 64
+    return "mma.sync" if r.target == "sm_90" and few else PARTS[r.target].product
