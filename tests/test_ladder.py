@@ -88,7 +88,7 @@ ROOMS = {
 }
 STDLIB_ONLY = ("warpweave.parallel.schedule", "warpweave.parallel.simulate")
 ALONE = {"warpweave.plain_gpt"}
-LOWER_DEPENDENCIES = {"torch", "triton", "numpy", "einops", "spmd_types"}
+LOWER_DEPENDENCIES = {"torch", "triton", "numpy", "spmd_types"}
 TOP_DEPENDENCIES = LOWER_DEPENDENCIES | {
     "safetensors", "tyro", "tokenizers", "tqdm", "rich", "matplotlib", "tensorboard", "tomli",
     "transformers", "wandb",
@@ -247,7 +247,7 @@ def test_every_import_goes_down_the_ladder() -> None:
         ("warpweave.prove.command", "from warpweave.train import main"),
         ("warpweave.metrics", "from warpweave.cli import main"),
         ("warpweave.plain_gpt", "from warpweave.kernels.reference import attention"),
-        ("warpweave.plain_gpt", "import einops"),
+        ("warpweave.plain_gpt", "import safetensors"),
         ("warpweave.gpt", "import scipy"),
         ("warpweave.gpt", "import pickle"),
         ("warpweave.gpt", "from torch.distributed import rpc"),

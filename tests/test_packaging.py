@@ -94,10 +94,11 @@ def test_a_wheel_holds_every_source_file_once_and_works(
     expected = sorted(
         ("" if rung == "warpweave" else "warpweave/") + path.relative_to(copy).as_posix()
         for rung in RUNGS
-        for pattern in ("*.py", "*.json")
+        for pattern in ("*.py", "*.json", "py.typed")
         for path in (copy / rung).rglob(pattern)
     )
     assert packed == expected
+    assert "warpweave/py.typed" in packed  # users' type checkers read our annotations
     python = clean_environment(tmp_path / "venv")
     pip("--python", python, "install", "--no-index", "--no-deps", wheel, cwd=tmp_path)
     where = run(python, "-c", PROBE, cwd=elsewhere).strip()
@@ -194,6 +195,11 @@ def test_the_pins_agree_with_each_other() -> None:
     assert {n.lower().replace("_", "-"): v for n, v in exact}.items() <= pins.items()
     assert (pins["torch"], pins["triton"]) == ("2.13.0", "3.7.1")
     assert tuple(map(int, pins["numpy"].split(".")))[:2] < (2, 4)
+    project = (ROOT / "pyproject.toml").read_text()
+    [installed] = re.findall(r"^dependencies = \[\n(.*?)^\]", project, re.DOTALL | re.MULTILINE)
+    bounds = re.findall(r'^    "([\w-]+)([^";]*)', installed, re.MULTILINE)
+    assert {name for name, _ in bounds} >= {"torch", "triton", "numpy"}
+    assert all(re.fullmatch(r">=[\d.]+", bound) for _, bound in bounds), "caps are for the pins"
 
 
 PUBLIC = {
