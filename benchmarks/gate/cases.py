@@ -274,14 +274,6 @@ def _norm_chains(norm) -> list[Case]:
                 stream_size=4,
             )  # fmt: skip
             found.append(Case(f"{name} E={E}", call, cost=least))
-    x, w, wide = m(2**20, 4096), m(4096), m(2**20, 8192)
-    found.append(
-        Case(
-            "rms_norm fwd into a slice, offsets past 2^31",
-            lambda: norm.norm_fwd(x, w, layer=False, residual=x, out=wide[:, 4096:]),
-            cost=cost.norm(2**20, 4096, residual=True),
-        )
-    )
     return found
 
 
