@@ -104,7 +104,7 @@ class Attention(nn.Module):
         style: HeadStyle = HeadStyle(),
         mesh: ConnectedMesh | None = None,
         sequence_parallel: bool = False,
-        overlap: str = "auto",
+        overlap: str = "bulk",
         strategy: Strategy | Links = "auto",
         out_init: float = 0.02,
         impl: str | None = None,

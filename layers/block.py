@@ -59,7 +59,7 @@ class TransformerBlock(nn.Module):
         dtype: torch.dtype | None = None,
         mesh: ConnectedMesh | None = None,
         sequence_parallel: bool = False,
-        overlap: str = "auto",
+        overlap: str = "bulk",
         strategy: Strategy | Links = "auto",
         out_init: float = 0.02,
         impl: str | None = None,

@@ -113,8 +113,8 @@ class ColumnParallelLinear(_ParallelLinear):
         mesh: the connected mesh; None is one device.
         sequence_parallel: the input is x[T/tp, in], its rows cut over the tensor axis, and is
             gathered here; otherwise it is x[..., in], the same on every tensor rank.
-        overlap: how messages and products hide one another: "auto", "fused", "chunked" or "none",
-            see ``parallel.tensor.overlap``.
+        overlap: how collectives and products hide one another: "none", "bulk", "chunked" or
+            "fused", see ``parallel.tensor.overlap``.
         gather_output: return y[..., out] whole on every rank instead of y[..., out/tp].
         init: standard deviation by which a keyed initialisation (``GPT``) draws the weight.
 
@@ -132,7 +132,7 @@ class ColumnParallelLinear(_ParallelLinear):
         *,
         mesh: ConnectedMesh | None = None,
         sequence_parallel: bool = False,
-        overlap: str = "auto",
+        overlap: str = "bulk",
         gather_output: bool = False,
         init: float = 0.02,
     ) -> None:
@@ -183,7 +183,7 @@ class RowParallelLinear(_ParallelLinear):
         *,
         mesh: ConnectedMesh | None = None,
         sequence_parallel: bool = False,
-        overlap: str = "auto",
+        overlap: str = "bulk",
         input_is_parallel: bool = True,
         init: float = 0.02,
     ) -> None:

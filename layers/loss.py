@@ -82,7 +82,7 @@ class VocabParallelLinearCrossEntropy(nn.Module):
         softcap: float | None = None,
         mesh: ConnectedMesh | None = None,
         sequence_parallel: bool = False,
-        overlap: str = "auto",
+        overlap: str = "bulk",
         impl: str | None = None,
     ) -> None:
         super().__init__()

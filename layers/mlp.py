@@ -52,7 +52,7 @@ class MLP(nn.Module):
         *,
         mesh: ConnectedMesh | None = None,
         sequence_parallel: bool = False,
-        overlap: str = "auto",
+        overlap: str = "bulk",
         out_init: float = 0.02,
         recompute: str | None = None,
         impl: str | None = None,

@@ -627,20 +627,6 @@ FAULTS = (
         "a weight gradient that waits leaves the sum of dx with no product to hide under",
     ),
     Fault(
-        "auto-takes-another-collective",
-        "parallel/tensor/overlap_table.py",
-        "if row.place == place and row.moves == product.moves:",
-        "if row.place == place:",
-        "a reduce-scatter is chosen for by the times of an all-gather",
-    ),
-    Fault(
-        "auto-by-first-product",
-        "parallel/tensor/overlap.py",
-        "sum(row.us[way] for row in rows)",
-        "rows[0].us[way]",
-        "how an MLP overlaps is chosen by its first product, whatever its second one loses",
-    ),
-    Fault(
         "fused-two-shots-first-rows",
         "kernels/overlap/function.py",
         "slice(memory.rank * S, (memory.rank + 1) * S)",

@@ -20,9 +20,7 @@ from clock import HotLoop
 from ranks import run_ranks
 
 from warpweave.gpt import GPTConfig
-from warpweave.kernels.devices import find_device
 from warpweave.parallel.layout import SequenceLayout
-from warpweave.parallel.tensor import overlap_model, overlap_table
 from warpweave.plain_gpt import plain_gpt_loss
 from warpweave.prove.expected import plain_config
 
@@ -387,57 +385,26 @@ def test_predicted_times_stand_beside_those_of_the_same_problems(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here it would measure")
-def test_without_a_gpu_overlapped_products_are_only_predicted(load, tmp_path, capsys):
-    load("overlap").main(["--results", str(tmp_path)])
+def test_without_a_gpu_layers_say_which_overlap_is_fastest_of_what_runs(load, tmp_path, capsys):
+    load("overlap").main(["--quick", "--rounds", "1", "--results", str(tmp_path)])
     out = capsys.readouterr().out.splitlines()
-    assert out[0] == "there is no GPU: nothing is measured, and what follows is PREDICTED"
+    assert out[0] == "there is no GPU: layers on 2 gloo ranks, nothing fused"
     last = json.loads(out[-1])
-    assert last == json.loads((tmp_path / "predicted" / "overlap.json").read_text())
+    assert last == json.loads((tmp_path / "cpu" / "overlap.json").read_text())
     assert set(last["header"]) >= HEADER
-    assert not last["measured"]
-    assert last["rows"] == last["checks"] == []
-    assert len(last["predictions"]) == 3 * 18
-    assert all("PREDICTION" in words for words in last["predictions"])
-    assert all("PREDICTED" in words and "measured there" in words for words in last["published"])
-
-
-def test_the_table_of_auto_is_of_two_gloo_ranks_where_there_is_no_gpu(load, tmp_path, capsys):
-    path = tmp_path / "table.json"
-    load("overlap").main(["--quick", "--rounds", "1", "--table", str(path)])
-    out = capsys.readouterr().out.splitlines()
-    assert out[0] == "there is no GPU: none and chunked on 2 gloo ranks, nothing fused"
-    rows = overlap_table.read_measured(path)
-    assert [row.moves for row in rows] == ["gather", "scatter", "reduce"]
-    for row in rows:
-        assert row.place == ("CPU", "gloo", 2, "float32")
-        assert row.us.keys() == {"none", "chunked"}
-        assert row.M == 24
-
-
-def test_one_gpu_writes_no_table(load, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(SystemExit):
-        load("overlap").main(["--table", str(tmp_path / "table.json")])
-    assert "start it with torchrun on several GPUs" in capsys.readouterr().err
-    assert not any(tmp_path.iterdir())
-
-
-def test_the_model_is_within_half_of_what_others_published(load):
-    """And it takes nothing fused or chunked where that lost, for fewer than 2048 rows."""
-    compared = 0
-    for point in load("overlap").PUBLISHED:
-        least, most = point.gains
-        if point.product.moves == "reduce":  # theirs is another algorithm; ours should lose
-            assert point.model() < 1
-        elif point.product.M < 2048:
-            assert most < 1
-            device = find_device(point.device)
-            choice = overlap_model.recommend(point.product, device, symmetric=True)
-            assert choice.overlap == "whole"
-        else:
-            assert least / 1.5 < point.model() < 1.5 * most, point.words()
-            compared += 1
-    assert compared >= 14
+    sizes = {"gather": "N=12 K=8", "scatter": "N=8 K=12", "reduce": "N=8 K=12"}
+    shapes = [f"{moves} M=24 {size} ranks=2" for moves, size in sizes.items()]
+    words = ["none", "bulk", "chunked"]
+    assert [(r["name"], r["shape"]) for r in last["rows"]] == [
+        (word, f"layer {shape}") for shape in shapes for word in words
+    ]
+    assert [check["name"] for check in last["checks"]] == [f"layer {shape}" for shape in shapes]
+    for at, line in enumerate(last["fastest"]):
+        ms = {r["name"]: r["ms"] for r in last["rows"][3 * at : 3 * at + 3]}
+        best = min(words, key=ms.get)
+        assert line.startswith(f"{shapes[at]}: overlap='{best}' is fastest")
+        assert line.endswith("x none") == (best != "none")
+        assert line in out
 
 
 def _tiny(overlap):
@@ -446,7 +413,7 @@ def _tiny(overlap):
 
 def test_virtual_ranks_are_compared_with_products_before_they_are_timed(load, capsys, monkeypatch):
     overlap = load("overlap")
-    report = overlap.OverlapReport("overlap", "claim", {}, measured=True)
+    report = overlap.OverlapReport("overlap", "claim", {})
     products = [*_tiny(overlap)]
     assert [p.moves for p in products] == ["gather", "scatter", "reduce"]
     for product in products:
@@ -471,7 +438,7 @@ def test_virtual_ranks_are_compared_with_products_before_they_are_timed(load, ca
 def _real_ranks(rank, folder):
     sys.path.insert(0, folder)
     overlap = importlib.import_module("overlap")
-    report = overlap.OverlapReport("overlap", "claim", {}, measured=True)
+    report = overlap.OverlapReport("overlap", "claim", {})
     workspace, found = overlap.Workspace(torch.distributed.group.WORLD), []
     for product in _tiny(overlap):
         calls = overlap.real_ranks(product, torch.device("cpu"), workspace, report)

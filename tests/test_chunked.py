@@ -11,6 +11,7 @@ import datetime
 import itertools
 import time
 from collections.abc import Callable
+from typing import get_args
 from unittest import mock
 
 import pytest
@@ -30,6 +31,7 @@ from warpweave.parallel.tensor.chunked import ChunkedRanks
 from warpweave.parallel.tensor.mlp import parallel_mlp
 from warpweave.parallel.tensor.overlap import tensor_ranks
 from warpweave.parallel.tensor.ranks import TensorRanks
+from warpweave.parallel.words import Overlap
 
 K, N = 7, 5
 SHARE = 3  # tokens of a rank
@@ -169,9 +171,9 @@ def test_frozen_parameters_and_deferred_gradients_are_those_of_the_twin() -> Non
 
 
 def test_one_device_and_the_words() -> None:
-    for overlap in ("auto", "fused", "chunked", "none"):
+    for overlap in get_args(Overlap):
         assert tensor_ranks(None, True, overlap) is tensor_ranks(None, False)
-    with pytest.raises(ValueError, match="overlap must be one of auto, fused, chunked, none"):
+    with pytest.raises(ValueError, match="overlap must be one of none, bulk, chunked, fused"):
         tensor_ranks(None, True, "chunks")
 
 

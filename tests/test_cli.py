@@ -61,7 +61,7 @@ def test_a_command_gets_its_arguments_and_ctrl_c_is_quiet(monkeypatch, command, 
     [
         (["tune", "--bogus"], 2, "Unrecognized options: --bogus"),
         (["train", "--bogus"], 2, "Unrecognized options: --bogus"),
-        (["train", "--help"], 0, "--overlap {auto,fused,chunked,none}"),
+        (["train", "--help"], 0, "--overlap {none,bulk,chunked,fused}"),
         (["prove", "--cp-strategy", "rign"], 2, "rign"),
         (["prove", "--help"], 0, "--typecheck"),
         (["sample"], 2, "Required options"),

@@ -203,7 +203,7 @@ def test_layers_of_a_mesh_share_its_workspace() -> None:
 def _refused(rank: int) -> None:
     group, x, w = dist.group.WORLD, draw(1, 6, 5), draw(2, 8, 5)
     ranks = {"group": group, "sequence_parallel": True}
-    with pytest.raises(ValueError, match="one of auto, fused, chunked, none, got 'fast'"):
+    with pytest.raises(ValueError, match="one of none, bulk, chunked, fused, got 'fast'"):
         column_parallel_linear(x, w, overlap="fast", **ranks)
     with pytest.raises(ValueError, match="needs the workspace of the group"):
         column_parallel_linear(x, w, overlap="fused", **ranks)

@@ -127,7 +127,7 @@ def test_unknown_recomputation_and_layout_are_refused():
 
 def test_the_plans_words_arrive_in_every_block():
     plan = ParallelPlan(cp_strategy="gather", recompute="selective", overlap="chunked")
-    expected = ((plan, "gather", "up", "chunked"), (ParallelPlan(), "auto", None, "auto"))
+    expected = ((plan, "gather", "up", "chunked"), (ParallelPlan(), "auto", None, "bulk"))
     for chosen, strategy, recomputed, overlap in expected:
         gpt = GPT(CONFIGS["gpt2"], plan=chosen, device="meta")
         for block in gpt.blocks.values():

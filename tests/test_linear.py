@@ -113,7 +113,7 @@ def test_under_checkpointing_gradients_still_belong_to_the_parameters(layer, def
 def test_its_description_names_sizes_and_cut(layer):
     linear = layer(6, 4, bias=False, mesh=_mesh(2), sequence_parallel=True)
     assert linear.extra_repr() == (
-        "in_features=6, out_features=4, bias=False, tp=2, sequence_parallel=True, overlap='auto'"
+        "in_features=6, out_features=4, bias=False, tp=2, sequence_parallel=True, overlap='bulk'"
     )
 
 

@@ -25,6 +25,7 @@ import warpweave.train as train
 import warpweave.tune.command as tune_command
 from warpweave import boards, metrics
 from warpweave.checkpoint import save_checkpoint
+from warpweave.config import ParallelPlan
 from warpweave.config_file import options_of, read_options, write_options
 from warpweave.gpt import GPT, PRESETS
 from warpweave.interrupt import Interrupt
@@ -33,8 +34,6 @@ from warpweave.kernels.runtime.tile_table import AttentionTile, write_table
 from warpweave.kernels.runtime.tile_table import Row as TileRow
 from warpweave.launch import Session
 from warpweave.parallel.mesh import AXES, ConnectedMesh, Mesh
-from warpweave.parallel.tensor import overlap_table
-from warpweave.parallel.tensor.overlap_table import Measured, Place, write_measured
 from warpweave.train_config import TrainConfig, parse
 from warpweave.tune.options import TuneConfig
 from warpweave.tune.options import parse as parse_tune
@@ -87,7 +86,6 @@ TRAIN = {
     "wandb": Row("--wandb project", {"boards"}),
     "impl": Row("--impl torch", {"engine.impl", "rule.impl"}),
     "tiles": Row("--tiles tiles.json", {"tiles"}),
-    "overlap_table": Row("--overlap-table overlap.json", {"overlap table"}),
     "timeout": Row("--timeout 77", {"engine.timeout", "join timeout", "mesh timeout"}),
     "vocab_size": Row("--vocab-size 300", {"model.vocab_size"}),
     "seq_len": Row("--seq-len 32", {"model.seq_len", "data.seq_len", "samples", "validation",
@@ -196,9 +194,6 @@ def folder(tmp_path_factory) -> Path:
     write_table(folder / "tiles.json", [
         TileRow("GPU", "attention_fwd", 2, 64, AttentionTile(16, 16, 1, 1), triton.__version__)
     ])  # fmt: skip
-    place = Place("CPU", "gloo", 2, "float32")
-    us = {"none": 2.0, "chunked": 1.0}
-    write_measured(folder / "overlap.json", [Measured(place, "gather", 64, 32, 16, us)])
     toy = GPT(dataclasses.replace(PRESETS["toy"], seq_len=16))
     parameters = {name: p.detach() for name, p in toy.named_parameters()}
     save_checkpoint(folder / "toy" / "checkpoints", 1, parameters.items(), state={},
@@ -248,7 +243,6 @@ def seen_of_train(argv: list[str], patch: pytest.MonkeyPatch) -> dict[str, Any]:
         return ""
 
     patch.setattr(train, "reported", lambda *args, **options: nullcontext())
-    patch.setattr(train, "explain_overlap", lambda block, tokens: "")
     patch.setattr(Interrupt, "listen", lambda self: None)
     patch.setattr(train, "join", join)
     patch.setattr(Mesh, "connect", connect)
@@ -261,7 +255,6 @@ def seen_of_train(argv: list[str], patch: pytest.MonkeyPatch) -> dict[str, Any]:
     patch.setattr(train, "open_model", lambda path, group: seen.update({"starts from": path})
                   or SimpleNamespace(tensor=None))  # fmt: skip
     patch.setattr(tiles, "load", lambda path: seen.update(tiles=path))
-    patch.setattr(overlap_table, "load", lambda path: seen.update({"overlap table": path}))
     for board in ("TensorBoard", "WeightsAndBiases"):
         patch.setattr(boards, board, lambda *args, name=board: seen["boards"].append(name)
                       or SimpleNamespace(flush=list, close=list))  # fmt: skip
@@ -432,6 +425,22 @@ def test_a_file_gives_options_in_any_spelling_and_the_command_line_wins(tmp_path
     assert (found.lr, type(found.lr), found.out) == (1.0, float, Path('a "b'))
     assert found.plan.sequence_parallel
     assert found.config is None
+
+
+def test_the_file_that_an_earlier_run_left_is_read_and_its_words_are_those_of_today(
+    tmp_path, capsys
+):
+    """`auto` was what is `bulk`; whoever types it now is told the words."""
+    path = tmp_path / "config.toml"
+    path.write_text('overlap = "auto"\ncp_strategy = "auto"\nlayout = "zigzag"\n')
+    plan = parse(["--config", str(path)]).plan
+    assert (plan.overlap, plan.cp_strategy) == ("bulk", "auto")
+    with pytest.raises(SystemExit):
+        parse(["--overlap", "auto"])
+    said = capsys.readouterr().err
+    assert all(f"'{word}'" in said for word in ("auto", "none", "bulk", "chunked", "fused"))
+    with pytest.raises(ValueError, match="overlap must be one of none, bulk, chunked, fused"):
+        ParallelPlan(overlap="auto")
 
 
 @pytest.mark.parametrize("name", ["a\\b'\"\x7f\n", "\U0001f600 é", ""])

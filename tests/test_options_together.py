@@ -81,7 +81,7 @@ def _layer(group: Group, name: str, way: str, cut: bool) -> None:
 
 
 @pytest.mark.parametrize("cut", [False, True])
-@pytest.mark.parametrize("way", ["none", "auto", "chunked"])
+@pytest.mark.parametrize("way", ["none", "bulk", "chunked"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_any_of_x_weight_and_bias_may_be_frozen_and_weights_deferred(name, way, cut) -> None:
     on_threads(3, _layer, name, way, cut)

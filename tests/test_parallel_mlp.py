@@ -101,7 +101,7 @@ def _everything(rank: int) -> None:
         runs = [
             check(activation="swiglu", sequence=sequence, recompute=recompute, overlap=overlap)
             for recompute in (None, *RECOMPUTE)
-            for overlap in ("auto", "none")
+            for overlap in ("bulk", "none")
         ]
         for other in runs[1:]:
             assert all(torch.equal(other[name], t) for name, t in runs[0].items())
@@ -205,7 +205,7 @@ def _low_precision(rank: int) -> None:
     exact = truth(whole, "gelu", False)
     narrow = {n: t.to(low) for n, t in whole.items()}
     single = run(narrow, lambda **t: reference.mlp(**t, activation="gelu"), draw(9, T, E).to(low))
-    for sequence, overlap in itertools.product((False, True), ("auto", "chunked")):
+    for sequence, overlap in itertools.product((False, True), ("bulk", "chunked")):
         cuts = CUTS | dict.fromkeys(("x", "y"), 0 if sequence else None)
         leaves = {n: part(t, cuts.get(n)).clone().requires_grad_() for n, t in narrow.items()}
         options = {"group": world()[0], "sequence_parallel": sequence, "overlap": overlap}

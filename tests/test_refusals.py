@@ -7,8 +7,6 @@ near. A check of a new condition gets a row for it.
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from refused import check, rows
@@ -45,7 +43,6 @@ from warpweave.parallel.schedule.passes import split_backward, with_comm, with_u
 from warpweave.parallel.schedule.text import from_csv
 from warpweave.parallel.schedule.validation import validate
 from warpweave.parallel.shard import ParamRecord
-from warpweave.parallel.tensor.overlap_table import read_measured
 
 NAN = float("nan")
 x, w, b = torch.zeros(4, 6), torch.zeros(5, 6), torch.zeros(5)
@@ -430,38 +427,3 @@ def test_a_run_that_failed_leaves_no_message_for_the_next() -> None:
     with pytest.raises(RuntimeError, match="1F0 comes before 1RECV_F0"):
         execute(_replaced("1RECV_F0"), stages, transport)
     execute(CROSSED, stages, transport)
-
-
-# ---------------------------------------------------------------- a table of measured times
-
-ROW = {
-    "device": "CPU", "link": "gloo", "ranks": 2, "dtype": "float32", "moves": "gather",
-    "M": 1, "N": 1, "K": 1, "us": {"none": 1.0, "chunked": 2},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("row", "words"),
-    [
-        (ROW, None),
-        ([ROW], "it must have"),
-        ({k: v for k, v in ROW.items() if k != "K"}, "it must have"),
-        (ROW | {"P": 1}, "it must have"),
-        (ROW | {"device": ""}, "device must be a device's name, got ''"),
-        (ROW | {"device": 3}, "device must be a device's name, got 3"),
-        (ROW | {"ranks": 1}, "ranks must be an integer >= 2, got 1"),
-        (ROW | {"ranks": 2.0}, "ranks must be an integer >= 2, got 2.0"),
-        (ROW | {"M": True}, "M must be an integer >= 1, got True"),
-        (ROW | {"us": 1.0}, "us must have none and at least one of"),
-        (ROW | {"us": {"none": 1.0}}, "us must have none and at least one of"),
-        (ROW | {"us": {"chunked": 1.0}}, "us must have none and at least one of"),
-        (ROW | {"us": {"none": 1.0, "bulk": 1.0}}, "us must have none and at least one of"),
-        (ROW | {"us": {"none": 1.0, "fused": 0}}, "us of fused must be microseconds, got 0"),
-        (ROW | {"us": {"none": NAN, "fused": 1}}, "us of none must be microseconds, got nan"),
-        (ROW | {"us": {"none": "1", "fused": 1}}, "us of none must be microseconds, got '1'"),
-    ],
-)
-def test_rows_of_the_overlap_table(tmp_path, row, words) -> None:
-    file = tmp_path / "table.json"
-    file.write_text(json.dumps({"format": "warpweave overlap 1", "rows": [row]}))
-    check(lambda: read_measured(file), words)

@@ -307,7 +307,7 @@ def test_what_a_style_cannot_do_is_one_line(two):
 
 
 @pytest.mark.parametrize(
-    ("overlap", "end"), [("auto", ""), ("none", "_none"), ("chunked", "_chunked")]
+    ("overlap", "end"), [("bulk", ""), ("none", "_none"), ("chunked", "_chunked")]
 )
 @pytest.mark.parametrize("sequence", [False, True])
 def test_a_plan_is_the_models_own_in_our_words(sequence, overlap, end):

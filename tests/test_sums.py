@@ -29,7 +29,7 @@ from warpweave.parallel.shard import Cut, ParamRecord
 
 RANKS = (1, 2, 8)
 DTYPES = {torch.bfloat16: 15, torch.float16: 60}  # and numbers whose products need more bits
-WAYS = ("none", "auto", "chunked")  # "fused" is in test_fused.py
+WAYS = ("none", "bulk", "chunked")  # "fused" is in test_fused.py
 T = 16
 
 

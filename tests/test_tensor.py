@@ -175,7 +175,7 @@ def _everything(rank: int) -> None:
             for check, function in LAYERS:
                 blocking, overlapped, _ = (
                     check(function, sequence=sequence, bias=bias, overlap=overlap)
-                    for overlap in ("none", "auto", "chunked")
+                    for overlap in ("none", "bulk", "chunked")
                 )
                 assert all(torch.equal(a, b) for a, b in zip(blocking, overlapped, strict=True))
         for padded in (None, PADDED):

@@ -31,9 +31,6 @@ from warpweave.kernels.runtime.tile_table import AttentionTile, Row, write_table
 from warpweave.launch import Session
 from warpweave.metrics import peak_memory, set_aside, utilisation
 from warpweave.parallel.mesh import Mesh
-from warpweave.parallel.tensor import overlap_table
-from warpweave.parallel.tensor.overlap_model import Product
-from warpweave.parallel.tensor.overlap_table import Measured, Place, write_measured
 from warpweave.plain_gpt import PlainConfig, plain_adamw_step, plain_gpt_loss, plain_init
 from warpweave.resume import check_run, differences
 from warpweave.train import Interrupt, TrainConfig, Trainer, TrainingStopped, learning_rate
@@ -649,20 +646,6 @@ def test_launches_of_a_run_take_the_tiles_of_the_table_that_it_was_given(tmp_pat
         tiles.load(None)
 
 
-def test_a_run_chooses_how_to_overlap_by_the_table_that_it_was_given(tmp_path):
-    path, product = tmp_path / "overlap.json", Product(64, 32, 16, 2, "gather")
-    place = Place("CPU", "gloo", 2, "float32")
-    us = {"none": 2.0, "chunked": 1.0}
-    write_measured(path, [Measured(place, product.moves, 64, 32, 16, us)])
-    try:
-        _trainer(_config(tmp_path, overlap_table=path))
-        assert overlap_table.nearest(product, place).us == us
-        _trainer(_config(tmp_path))
-        assert overlap_table.nearest(product, place) is None
-    finally:
-        overlap_table.load(None)
-
-
 @pytest.mark.parametrize(
     ("device", "dtype", "peak"),
     [("NVIDIA H100 80GB HBM3", "bf16", 989e12), ("NVIDIA A100-SXM4-40GB", "fp16", 312e12),
@@ -739,7 +722,6 @@ REFUSED = {
     "its train split has 0 tokens, one sample needs seq_len . 1 = 17": {"data": "empty"},
     "holds no file": {"data": "folder"},
     "the tile table missing.json cannot be used": {"tiles": Path("missing.json")},
-    "the overlap table missing.json cannot be used": {"overlap_table": Path("missing.json")},
     "nothing to resume from: no checkpoint in .*run/checkpoints": {"resume": True},
 }  # fmt: skip
 

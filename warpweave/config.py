@@ -50,8 +50,9 @@ class ParallelPlan:
             weights: the same bits, sooner. Not with ZeRO 2 and 3 over data ranks, which free
             gradients block by block.
         sequence_parallel: With tp > 1, cut the residual stream's tokens over the tensor ranks.
-        overlap: How messages of tensor ranks and products hide one another: chunked, fused into
-            Triton's kernels (ranks of one machine), none, or in the backward only (auto).
+        overlap: How collectives of tensor ranks and products hide one another: not at all (none),
+            whole collectives in the backward only (bulk), chunk by chunk of the tokens (chunked),
+            or within Triton's kernels (fused; ranks of one machine).
         recompute: Activation checkpointing: of the MLP's hidden activations (selective), or of all
             but each block's input and what attention over context ranks made (full).
         layout: How cp cuts the sequence; balanced is by the work of each micro-batch's documents.
@@ -67,7 +68,7 @@ class ParallelPlan:
     microbatches: int = 1
     early_gradients: bool = True
     sequence_parallel: bool = True
-    overlap: Overlap = "auto"
+    overlap: Overlap = "bulk"
     recompute: Recompute = "none"
     layout: Kind = "zigzag"
     cp_strategy: Choice = "auto"

@@ -12,8 +12,9 @@ import dataclasses
 import difflib
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from types import UnionType
+from types import MappingProxyType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from warpweave.messages import one_line
@@ -49,8 +50,14 @@ def with_options(record: _Record, given: dict[str, Any]) -> _Record:
     return dataclasses.replace(record, **own)  # type: ignore[type-var]
 
 
-def read_options(path: Path, defaults: _Record, without: tuple[str, ...] = ()) -> _Record:
-    """`defaults` with the values that the TOML file at `path` has of its options.
+def read_options(
+    path: Path,
+    defaults: _Record,
+    without: tuple[str, ...] = (),
+    formerly: Mapping[tuple[str, str], str] = MappingProxyType({}),
+) -> _Record:
+    """`defaults` with the values that the TOML file at `path` has of its options; `formerly` has
+    those words of files of earlier versions that are other words today: {(name, then): now}.
 
     Raises:
         ValueError: no such file, no TOML, a key that is no option (or one of those `without`), a
@@ -73,6 +80,8 @@ def read_options(path: Path, defaults: _Record, without: tuple[str, ...] = ()) -
         if name in given:
             raise ValueError(f"{path}: {name} is given twice")
         try:
+            if isinstance(value, str):
+                value = formerly.get((name, value), value)
             given[name] = _read(kinds[name], value)
         except (TypeError, OverflowError):
             says = json.dumps(value, default=str, ensure_ascii=False)

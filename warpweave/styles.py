@@ -76,7 +76,7 @@ class Style(ParallelStyle):
         input_layouts: Placement | None = None,
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
-        overlap: str = "auto",
+        overlap: str = "bulk",
         workspace: Workspace | None = None,
     ) -> None:
         super().__init__()

@@ -32,14 +32,12 @@ from warpweave.gpt import GPT
 from warpweave.interrupt import Interrupt
 from warpweave.kernels.runtime import tiles
 from warpweave.launch import Session, gpu_count, join, launch, leave, reported, under_torchrun
-from warpweave.layers.overlap import explain_overlap
 from warpweave.lr_schedule import learning_rate, short_of_peak
 from warpweave.memory import check_memory, free_host_memory
 from warpweave.messages import one_line, say
 from warpweave.metrics import Metrics, peak_memory
 from warpweave.parallel.data.optimizer import AdamW
 from warpweave.parallel.shard import ParamRecord
-from warpweave.parallel.tensor import overlap_table
 from warpweave.resume import Progress, check_run, differences, open_run, progress_of
 from warpweave.train_config import CHECKPOINTS, TrainConfig, parse
 
@@ -66,7 +64,6 @@ class Trainer:
         self.config, self.session = config, session
         self.interrupt = interrupt if interrupt is not None else Interrupt()
         tiles.load(config.tiles)
-        overlap_table.load(config.overlap_table)
         self.train_data, self.val_data = config.open_data("train"), config.open_data("validation")
         self.model = config.model_config(self.train_data.vocab_size)
         self.mesh = config.mesh.connect(
@@ -449,10 +446,6 @@ def train_rank(config: TrainConfig, port: int | None = None) -> int:
             say(trainer.describe())
             if config.plan.cp_strategy == "measured":
                 say(trainer.engine.gpt.explain_context(config.batch))
-            if config.overlap_table is not None:  # what is shipped has no rows yet: all is "none"
-                gpt = trainer.engine.gpt
-                block, tokens = next(iter(gpt.blocks.values())), config.batch * gpt.layout.local_len
-                say(f"every block: {explain_overlap(block, tokens)}")
         result = trainer.run()
         session.beat(trainer.step, "closing")
         session.close()

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 # Files and folders of a run, in `out`.
 METRICS, PLOT, CHECKPOINTS, CONFIG = "metrics.jsonl", "loss.png", "checkpoints", "config.toml"
 UNWRITTEN = ("config", "resume")  # how the command was called, not what the run is
+FORMERLY = {("overlap", "auto"): "bulk"}  # what the config.toml of earlier runs says
 
 _DAY = 86400.0  # seconds
 
@@ -156,9 +157,6 @@ class TrainConfig:
     """What computes; default: the Triton kernels on a GPU, torch on the CPU."""
     tiles: Path | None = None
     """Table of ``warpweave tune`` for the kernels on these GPUs; default: the shipped tiles."""
-    overlap_table: Path | None = None
-    """Table of ``benchmarks/overlap.py --table`` by which overlap "auto" chooses; default: the
-    shipped one."""
     timeout: float = 300.0
     """Seconds that any exchange between ranks may take."""
 
@@ -252,7 +250,6 @@ class TrainConfig:
         """Raise a one-line error for what cannot work, before any rank is started."""
         from warpweave.boards import check_boards
         from warpweave.checkpoint import latest
-        from warpweave.parallel.tensor.overlap_table import read_measured
 
         for low, names in (
             (1, ("steps", "batch", "keep", "eval_batches")),
@@ -290,8 +287,6 @@ class TrainConfig:
             raise ValueError(f"nothing to resume from: no checkpoint in {self.out / CHECKPOINTS}")
         if self.tiles is not None:
             read_table(self.tiles, by="device")
-        if self.overlap_table is not None:
-            read_measured(self.overlap_table)
         check_boards(self.tensorboard, self.wandb)
         vocabulary = self.open_data("train").vocab_size
         self.open_data("validation")
@@ -321,7 +316,7 @@ def parse(argv: list[str] | None = None) -> TrainConfig:
     if given.config is None:
         return given
     try:
-        defaults = read_options(given.config, TrainConfig(), without=("config",))
+        defaults = read_options(given.config, TrainConfig(), ("config",), FORMERLY)
     except ValueError as error:
         say(one_line(error))
         sys.exit(2)

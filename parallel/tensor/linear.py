@@ -11,7 +11,7 @@ from warpweave.kernels.runtime.dispatch import once_differentiable
 from warpweave.kernels.runtime.dtypes import no_autocast, operand_dtype
 from warpweave.parallel.collectives import group_rank, group_size
 from warpweave.parallel.symmetric import Workspace
-from warpweave.parallel.tensor.overlap import column_product, row_product, tensor_ranks, tokens_of
+from warpweave.parallel.tensor.overlap import tensor_ranks
 
 
 def _arriving_linear(
@@ -64,7 +64,7 @@ def column_parallel_linear(
     *,
     group: dist.ProcessGroup | None,
     sequence_parallel: bool = False,
-    overlap: str = "auto",
+    overlap: str = "bulk",
     workspace: Workspace | None = None,
 ) -> torch.Tensor:
     """Linear layer that makes this rank's slice of the output features.
@@ -87,7 +87,7 @@ def column_parallel_linear(
         bias: bias[N/R] or None; the leaf parameter.
         group: the R tensor ranks; None for one.
         sequence_parallel: tokens of x are cut over the group along dim 0.
-        overlap: "auto", "fused", "chunked" or "none", with equal results: see ``overlap``. In the
+        overlap: "none", "bulk", "chunked" or "fused", with equal results: see ``overlap``. In the
             backward of all but "none", the gather of x runs under the GEMM of dx and the sum of dx
             under the GEMM of dW.
         workspace: symmetric memory of the group, without which nothing is fused.
@@ -99,12 +99,7 @@ def column_parallel_linear(
         ValueError: shapes or dtypes of x, weight and bias do not fit.
     """
     dtype = _check_linear("column_parallel_linear", x, weight, bias, group)
-    ranks = tensor_ranks(
-        group, sequence_parallel, overlap, workspace, x=x,
-        products=lambda: column_product(
-            tokens_of(x, group, sequence_parallel), weight, group, sequence_parallel
-        ),
-    )  # fmt: skip
+    ranks = tensor_ranks(group, sequence_parallel, overlap, workspace, x=x)
     return _ColumnParallelLinear.apply(x, weight, bias, dtype, ranks)
 
 
@@ -151,7 +146,7 @@ def row_parallel_linear(
     *,
     group: dist.ProcessGroup | None,
     sequence_parallel: bool = False,
-    overlap: str = "auto",
+    overlap: str = "bulk",
     workspace: Workspace | None = None,
 ) -> torch.Tensor:
     """Linear layer over this rank's slice of the input features; the ranks' results are summed.
@@ -189,10 +184,7 @@ def row_parallel_linear(
             f"row_parallel_linear on rank {group_rank(group)}: {x.shape[0]} tokens (dim 0 of x) "
             f"are not divisible by the {group_size(group)} tensor ranks"
         )
-    ranks = tensor_ranks(
-        group, sequence_parallel, overlap, workspace, x=x,
-        products=lambda: row_product(x.shape[:-1].numel(), weight, group, sequence_parallel),
-    )  # fmt: skip
+    ranks = tensor_ranks(group, sequence_parallel, overlap, workspace, x=x)
     return _RowParallelLinear.apply(x, weight, bias, dtype, ranks)
 
 

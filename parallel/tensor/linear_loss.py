@@ -43,7 +43,7 @@ def vocab_parallel_linear_cross_entropy(
     recompute: bool | None = None,
     softcap: float | None = None,
     padded_vocab_size: int | None = None,
-    overlap: str = "auto",
+    overlap: str = "bulk",
     workspace: Workspace | None = None,
     impl: str | None = None,
 ) -> torch.Tensor:

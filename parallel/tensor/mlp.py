@@ -14,13 +14,7 @@ import torch.distributed as dist
 from warpweave.kernels.dropout import Drop
 from warpweave.kernels.mlp import mlp
 from warpweave.parallel.symmetric import Workspace
-from warpweave.parallel.tensor.overlap import (
-    column_product,
-    row_product,
-    tensor_ranks,
-    tokens_of,
-)
-from warpweave.parallel.tensor.overlap_model import Product
+from warpweave.parallel.tensor.overlap import tensor_ranks
 
 
 def parallel_mlp(
@@ -36,7 +30,7 @@ def parallel_mlp(
     residual: torch.Tensor | None = None,
     drop: Drop | None = None,
     recompute: str | None = None,
-    overlap: str = "auto",
+    overlap: str = "bulk",
     workspace: Workspace | None = None,
     impl: str | None = None,
 ) -> torch.Tensor:
@@ -71,15 +65,7 @@ def parallel_mlp(
     Raises:
         ValueError: shapes, dtypes or options do not fit.
     """
-
-    def products() -> tuple[Product, ...]:
-        tokens, cut = tokens_of(x, group, sequence_parallel), (group, sequence_parallel)
-        up, down = column_product(tokens, up_weight, *cut), row_product(tokens, down_weight, *cut)
-        return up + down
-
-    ranks = tensor_ranks(
-        group, sequence_parallel, overlap, workspace, x=x, impl=impl, products=products
-    )
+    ranks = tensor_ranks(group, sequence_parallel, overlap, workspace, x=x, impl=impl)
     if group is not None and x.ndim < 2:
         raise ValueError(
             f"{ranks.name('mlp')}: tensor ranks need x[..., E] of two dims at least, got "

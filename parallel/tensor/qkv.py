@@ -15,7 +15,7 @@ from warpweave.kernels.qkv import qkv_rope
 from warpweave.kernels.qkv.kernels import QKV
 from warpweave.parallel.collectives import group_rank, group_size
 from warpweave.parallel.symmetric import Workspace
-from warpweave.parallel.tensor.overlap import column_product, tensor_ranks
+from warpweave.parallel.tensor.overlap import tensor_ranks
 
 
 def parallel_qkv_rope(
@@ -28,7 +28,7 @@ def parallel_qkv_rope(
     shape: tuple[int, int],
     group: dist.ProcessGroup | None,
     sequence_parallel: bool = False,
-    overlap: str = "auto",
+    overlap: str = "bulk",
     workspace: Workspace | None = None,
     impl: str | None = None,
 ) -> QKV:
@@ -67,10 +67,5 @@ def parallel_qkv_rope(
         )
     if group is None:
         return qkv_rope(x.view(*shape, x.shape[1]), weight, bias, cos, sin, impl=impl)
-    ranks = tensor_ranks(
-        group, sequence_parallel, overlap, workspace, x=x, impl=impl,
-        products=lambda: column_product(
-            shape[0] * shape[1], weight, group, sequence_parallel
-        ),
-    )  # fmt: skip
+    ranks = tensor_ranks(group, sequence_parallel, overlap, workspace, x=x, impl=impl)
     return qkv_rope(x, weight, bias, cos, sin, impl=impl, shape=shape, ranks=ranks)

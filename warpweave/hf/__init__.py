@@ -30,7 +30,7 @@ if tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23):
     from warpweave.hf.styles import planned
 else:
 
-    def planned(how: Any, config: Any, *, overlap: str = "auto") -> Any:
+    def planned(how: Any, config: Any, *, overlap: str = "bulk") -> Any:
         """Refuse: the words of a `tp_plan` that are ours are not registered."""
         raise ImportError(
             f"warpweave.hf.planned needs transformers >= 5.23, this is {transformers.__version__}: "

@@ -34,7 +34,7 @@ def apply(
     example: dict[str, torch.Tensor] | None = None,
     mesh: ConnectedMesh | None = None,
     sequence_parallel: bool = False,
-    overlap: str = "auto",
+    overlap: str = "bulk",
     strategy: Strategy | Links = "auto",
     report: Report | None = None,
 ) -> _Model:

@@ -20,7 +20,7 @@ class Options(NamedTuple):
 
     mesh: ConnectedMesh
     sequence_parallel: bool = False
-    overlap: str = "auto"
+    overlap: str = "bulk"
     strategy: Strategy | Links = "auto"
 
     @property

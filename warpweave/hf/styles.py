@@ -19,7 +19,7 @@ and, between the first layer and the last with tokens that are cut over the rank
     warpweave_sequence_input, warpweave_sequence_colwise, warpweave_sequence_rowwise
 
 Those whose messages can hide also exist as `..._none` and `..._chunked`, see
-`parallel.tensor.overlap`; without an ending it is "auto". A sequence must divide by the ranks, so
+`parallel.tensor.overlap`; without an ending it is "bulk". A sequence must divide by the ranks, so
 that with the latter no token is generated after another: `warpweave.hf.apply(mesh=...)` can.
 Experts keep transformers' own styles, and are refused where tokens are cut.
 """
@@ -161,7 +161,7 @@ def _without_style(layers: Any) -> list[nn.Module]:
 
 
 WORD = "warpweave_"
-_ENDINGS = {"auto": "", "none": "_none", "chunked": "_chunked"}
+_ENDINGS = {"none": "_none", "bulk": "", "chunked": "_chunked"}
 for _overlap, _ending in _ENDINGS.items():
     for _word, _style in (
         ("colwise", ColwiseParallel(overlap=_overlap)),
@@ -191,7 +191,7 @@ _LAYERS = "layers.*."
 
 
 def planned(
-    how: DistributedConfig, config: PretrainedConfig, *, overlap: str = "auto"
+    how: DistributedConfig, config: PretrainedConfig, *, overlap: str = "bulk"
 ) -> DistributedConfig:
     """A distributed configuration whose `tp_plan` is the model's own in our words.
 
@@ -199,7 +199,7 @@ def planned(
         how: what `from_pretrained` would be given. `enable_sequence_parallel`, which transformers
             reserves, cuts the tokens between the layers too. What its own `tp_plan` says stays.
         config: the model's.
-        overlap: "auto", "none" or "chunked".
+        overlap: "none", "bulk" or "chunked".
 
     Raises ValueError on another overlap, and, naming the module, where the model has no plan or one
     that these words cannot say.

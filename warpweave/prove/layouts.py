@@ -98,7 +98,7 @@ class Layout:
     recompute: str = "none"
     strategy: Strategy = "auto"
     layout: str = "zigzag"
-    overlap: Overlap = "auto"
+    overlap: Overlap = "bulk"
     dtype: str = "fp64"
     impl: str = "torch"
     packed: bool = False
@@ -288,7 +288,7 @@ def _kinds(mesh: Mesh, strategy: Strategy) -> tuple[Kind, ...]:
 
 def _overlaps(mesh: Mesh, impl: str) -> tuple[Overlap, ...]:
     if mesh.tp == 1:
-        return ("auto",)
+        return ("bulk",)
     words: tuple[Overlap, ...] = get_args(Overlap)
     return words if impl == "triton" else tuple(w for w in words if w != "fused")
 

@@ -91,7 +91,7 @@ class ProveConfig:
     """Each sample is packed from several documents."""
     microbatches: int | None = None
     """Micro-batches per step; by default more than stages, where the samples divide by it."""
-    overlap: Overlap = "auto"
+    overlap: Overlap = "bulk"
     """How messages of tensor ranks and products hide one another; "fused" needs --impl triton."""
     dtype: Literal["fp64", "fp32", "bf16", "fp16", "both"] = "both"
     """What to compute in."""
