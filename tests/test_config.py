@@ -92,12 +92,13 @@ def test_the_help_says_what_each_option_is_and_its_default(capsys):
         "--layers {None}|INT Transformer blocks. (default: the preset's)",
         "--vocab-size {None}|INT Size of the vocabulary. (default: the larger of the preset's and "
         "the data's)",
-        "--zero {0,1,2,3} ZeRO stage over dp x cp. (default: 1)",
-        "--schedule {gpipe,1f1b,interleaved} Order of the micro-batches in a pipeline. (default: "
-        "1f1b)",
-        "--batch INT Sequences per micro-batch. (default: 8)",
-        "--cp-strategy {auto,ring,gather,stream,ulysses,hybrid,measured} How context ranks "
-        "attend to one another's tokens",
+        "--zero {0,1,2,3} ZeRO stage, sharded over the dp x cp ranks. (default: 1)",
+        "--schedule {gpipe,1f1b,interleaved} Pipeline schedule: the order of the micro-batches. "
+        "(default: 1f1b)",
+        "--batch INT Micro-batch size: sequences per micro-batch. (default: 8)",
+        "--ulysses INT Ulysses degree: ",
+        "--cp-strategy {auto,ring,gather,stream,ulysses,hybrid,measured} Context-parallel "
+        "attention: ",
     ):
         assert line in shown
     for record in (GPTConfig, ParallelPlan):

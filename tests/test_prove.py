@@ -952,10 +952,38 @@ def test_one_launch_proves_worlds_of_every_size(tmp_path, capfd):
     assert dict(os.environ) == before  # what it says to its ranks is not said to later children
     summary = command.judge(layouts, path.read_text().splitlines(keepends=True))
     assert (summary["passed"], summary["right"]) == (True, 4), summary
-    assert [line.endswith("  ok") for line in capfd.readouterr().out.splitlines()] == [True] * 4
+    rows = _rows(capfd.readouterr().out.splitlines())
+    assert [row.split("] ")[1].split()[0] for row in rows] == ["ok"] * 4
 
 
 # -------------------------------------------------------------------------- the command
+
+
+def _rows(lines: list[str]) -> list[str]:
+    """Of what the command printed, the rows of layouts; each is below the head of the table."""
+    heads = [at for at, line in enumerate(lines) if line.startswith("row ")]
+    rows = [at for at, line in enumerate(lines) if line.startswith("[")]
+    assert len(heads) == 1
+    assert heads[0] < min(rows)
+    return [lines[at] for at in rows]
+
+
+def test_each_column_of_the_table_stands_under_a_name_of_whole_words():
+    errors = Errors(*map(float, range(1, 8)), "x", dict.fromkeys(proof.KINDS, 1e-15))
+    for count in (1, 99, 1316):
+        head = command.table_head(count).splitlines()[-1]
+        row = command.table_row(count, count, DP, errors)
+        starts = [head.index(name) for name in command._COLUMNS.values()]
+        assert starts == sorted(starts)
+        for times, (kind, name) in enumerate(command._COLUMNS.items(), 1):
+            assert getattr(errors, kind) == times
+            assert row[head.index(f"{name} ") :].startswith(f"1.0e-15 x{times} ")
+        assert row[head.rindex("layout") :] == str(DP)
+        wrong = command.table_row(1, count, DP, dataclasses.replace(errors, loss=float("nan")))
+        assert wrong[head.rindex("layout") :].startswith(f"{DP}; largest: x; again: warpweave")
+        assert wrong.split("] ")[1].startswith("WRONG ")
+        assert row.split("] ")[1].startswith("ok ")
+    assert tuple(command._COLUMNS) == proof.KINDS
 
 
 def _main(*argv: str) -> tuple[int, list[str]]:
@@ -972,7 +1000,7 @@ def test_the_command_exits_with_zero_and_a_line_of_json():
     assert (summary["passed"], summary["layouts"], summary["right"]) == (True, 2, 2)
     assert summary["worst"] == summary["worst_by_dtype"]["fp64"] <= LIMITS["fp64"]
     assert summary["limits"] == {dtype: LIMITS[dtype] for dtype in ("fp64", "fp32")}
-    assert [line.endswith("ok") for line in lines[:-1]] == [True, True]
+    assert [row.split("] ")[1].split()[0] for row in _rows(lines)] == ["ok", "ok"]
 
 
 def test_the_command_exits_with_one_when_a_layout_is_wrong():
@@ -980,8 +1008,9 @@ def test_the_command_exits_with_one_when_a_layout_is_wrong():
     with _planted(engines.Engine, "_micro_batches", fault):
         code, lines = _main("--dtype", "fp64")
     assert code == 1
-    assert "WRONG: " in lines[0]
-    assert "again: warpweave prove" in lines[0]
+    (row,) = _rows(lines)
+    assert row.split("] ")[1].startswith("WRONG ")
+    assert "again: warpweave prove" in row
     assert json.loads(lines[-1])["passed"] is False
 
 

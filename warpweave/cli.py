@@ -12,7 +12,7 @@ _USAGE = """usage: warpweave COMMAND [OPTIONS]
 commands:
   train   train a GPT on text, on any mesh (warpweave train --help)
   prove   show that a mesh computes what one plain device computes (warpweave prove --help)
-  sample  go on with texts by a trained model (warpweave sample --help)
+  sample  generate text with a trained model (warpweave sample --help)
   export  write a trained model for Hugging Face transformers (warpweave export --help)
   tune    measure tiles on this GPU, write a table of the best (warpweave tune --help)
 

@@ -42,24 +42,26 @@ class ParallelPlan:
     """How the model, the batch and the work of a step are cut over the ranks of a mesh.
 
     Attributes:
-        zero: ZeRO stage over dp x cp.
-        schedule: Order of the micro-batches in a pipeline.
-        chunks: With the interleaved schedule: stages on each pipeline rank.
+        zero: ZeRO stage, sharded over the dp x cp ranks.
+        schedule: Pipeline schedule: the order of the micro-batches.
+        chunks: Model chunks (virtual stages) of each pipeline rank, with the interleaved schedule.
         microbatches: Micro-batches per step and data replica: gradient accumulation.
-        early_gradients: A pipeline stage sends its input's gradient before it makes those of its
-            weights: the same bits, sooner. Not with ZeRO 2 and 3 over data ranks, which free
-            gradients block by block.
-        sequence_parallel: With tp > 1, cut the residual stream's tokens over the tensor ranks.
-        overlap: How collectives of tensor ranks and products hide one another: not at all (none),
+        early_gradients: Early input gradients: a pipeline stage sends its input's gradient before
+            it computes those of its weights, the same bits, sooner. Not with ZeRO 2 and 3 over data
+            ranks, which free gradients block by block.
+        sequence_parallel: Sequence parallelism: with tp > 1, cut the residual stream's tokens over
+            the tensor ranks.
+        overlap: Overlap of tensor ranks' collectives with products: not at all (none),
             whole collectives in the backward only (bulk), chunk by chunk of the tokens (chunked),
             or within Triton's kernels (fused; ranks of one machine).
         recompute: Activation checkpointing: of the MLP's hidden activations (selective), or of all
             but each block's input and what attention over context ranks made (full).
-        layout: How cp cuts the sequence; balanced is by the work of each micro-batch's documents.
-        cp_strategy: How context ranks attend to one another's tokens: keys and values go round or
-            to all (stream: head by head), rows are traded for heads, or going round and trading at
-            once (hybrid, with ulysses); what sends least (auto), or what keeps ranks waiting least
-            at the speeds that the run measures when it starts (measured).
+        layout: Sequence sharding over the context ranks; balanced cuts each micro-batch by the work
+            of its documents.
+        cp_strategy: Context-parallel attention: keys and values go round a ring (ring), are
+            all-gathered (gather; stream: head by head), all-to-alls exchange sequence for heads
+            (ulysses), or both (hybrid, with ulysses > 1). auto takes what sends least, measured
+            what keeps ranks waiting least at the link speeds that the run measures when it starts.
     """
 
     zero: Literal[0, 1, 2, 3] = 1

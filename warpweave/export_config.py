@@ -22,16 +22,16 @@ class ExportConfig:
     """What to export, and as what."""
 
     run: Annotated[Path, tyro.conf.Positional]
-    """A run's folder, or a checkpoint in it."""
+    """Run to export: its folder, or a checkpoint in it."""
     out: Annotated[Path, tyro.conf.Positional]
-    """The folder to write; it must not exist yet."""
+    """Output folder to write; it must not exist yet."""
     like: Path | None = None
-    """A folder of transformers whose family and other files to take; default: that of the run's
+    """Folder of transformers whose model family and other files to take; default: that of the run's
     --init-from, or the first family that can be this model."""
     tokenizer: Path | None = None
-    """A Hugging Face tokenizers JSON, or the word bytes; default: the run's own."""
+    """Tokenizer: a Hugging Face tokenizers JSON, or the word bytes; default: the run's own."""
     dtype: Literal["fp32", "bf16", "fp16", "fp64"] | None = None
-    """Of the weights; default: as they were saved."""
+    """Precision of the weights; default: as they were saved."""
 
 
 def parse(argv: list[str] | None = None) -> ExportConfig:

@@ -1,4 +1,4 @@
-"""Go on with texts by a trained model, on one device or on tensor ranks and pipeline stages.
+"""Generate text with a trained model, on one device or on tensor ranks and pipeline stages.
 
 MODEL is a folder of transformers, the folder of a run of ``warpweave train``, or one checkpoint of
 it. Several prompts are one batch. Exit codes: 0 done, 1 failed, 2 refused.
@@ -23,34 +23,35 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SampleConfig:
-    """What to go on with, and how."""
+    """Which model, which prompts, and how to sample."""
 
     model: Annotated[Path, tyro.conf.Positional]
-    """A folder of transformers, a run's folder, or a checkpoint in it."""
+    """Model: a folder of transformers, a run's folder, or a checkpoint in it."""
     prompt: tuple[str, ...]
-    """The texts to go on with."""
+    """Prompts: the texts to continue."""
     tokens: int = 100
-    """New tokens of each, at most."""
+    """Largest number of new tokens of each prompt."""
     temperature: float = 0.8
-    """Of the softmax that is drawn from; 0 takes the likeliest token."""
+    """Temperature of the softmax that is sampled from; 0 takes the likeliest token (greedy)."""
     top_k: int = 0
-    """Draw from so many of the likeliest tokens; 0 from all."""
+    """Top-k sampling: draw from so many of the likeliest tokens; 0 from all."""
     top_p: float = 1.0
-    """Draw from the fewest of the likeliest tokens that have this probability together."""
+    """Top-p (nucleus) sampling: draw from the fewest of the likeliest tokens that have this
+    probability together."""
     seed: int = 0
-    """Of the draws."""
+    """Random seed of the sampling."""
     tokenizer: Path | None = None
-    """A Hugging Face tokenizers JSON; default: the model's, or bytes if it has none."""
+    """Tokenizer: a Hugging Face tokenizers JSON; default: the model's, or bytes if it has none."""
     tp: int = 1
-    """Tensor-parallel ranks."""
+    """Tensor-parallel degree."""
     pp: int = 1
-    """Pipeline ranks."""
+    """Pipeline-parallel degree."""
     dtype: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
-    """Of parameters and activations."""
+    """Precision of parameters and activations."""
     impl: Literal["triton", "torch"] | None = None
-    """What computes; default: the Triton kernels on a GPU, torch on the CPU."""
+    """Implementation that computes; default: the Triton kernels on a GPU, torch on the CPU."""
     timeout: float = 300.0
-    """Seconds that any exchange between ranks may take."""
+    """Timeout in seconds of any message between ranks."""
 
     @property
     def mesh(self) -> Mesh:

@@ -66,99 +66,105 @@ class TrainConfig:
     """What to train, on what, and over which mesh."""
 
     config: Path | None = None
-    """TOML file of options, which those on the command line change: steps = 500. Every run leaves
-    such a file of its own, config.toml in `out`."""
+    """TOML file of options (steps = 500); options on the command line win over it. Every run writes
+    one of its own, config.toml in `out`."""
     model: Literal[
         "toy", "small", "toy-llama", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl",
         "llama-1b", "llama-8b", "llama-70b",
     ] = "small"  # fmt: skip
-    """Preset, of which the overrides change single numbers."""
+    """Model preset; the model's own options change single numbers of it."""
     overrides: Annotated[Any, tyro.conf.arg(constructor=GPTOverrides)] = field(
         default_factory=GPTOverrides
     )
-    """What is other than in the preset."""
+    """Model options that differ from the preset."""
     init_from: Path | None = None
-    """Start from a model instead of a preset: a folder of transformers (``hf download NAME
-    --local-dir FOLDER`` fetches one of the hub), or a run's folder or checkpoint."""
+    """Pretrained model to start from instead of a preset: a folder of transformers (``hf download
+    NAME --local-dir FOLDER`` fetches one of the hub), or the folder or checkpoint of a run."""
 
     data: Path | None = None
-    """UTF-8 text file, folder of them, or token file; default: Python's standard library source."""
+    """Training data: UTF-8 text file, folder of them, or token file; default: the source of
+    Python's standard library."""
     tokenizer: Path | None = None
-    """A Hugging Face tokenizers JSON; default: that of `init_from`, or bytes."""
+    """Tokenizer: a Hugging Face tokenizers JSON; default: that of `init_from`, or bytes."""
     packed: bool = False
-    """Tokens attend within their document only, and learned positions count from its begin: samples
-    are packed from documents, which the ends of files and the separator cut."""
+    """Sequence packing: each sample is several documents, tokens attend within their own, and
+    learned positions count from its beginning. Documents end with their file and at the
+    separator."""
     separator: int | None = None
-    """With packed: the token that ends a document, of which a token file knows no other ends."""
+    """End-of-document token id, with --packed; in a token file nothing else ends a document."""
 
     dp: int | None = None
-    """Data-parallel replicas; default: as many as torchrun's ranks allow, without torchrun 1."""
+    """Data-parallel degree: replicas. Default: as many as torchrun's ranks allow, 1 without
+    torchrun."""
     tp: int = 1
-    """Tensor-parallel ranks."""
+    """Tensor-parallel degree."""
     cp: int = 1
-    """Context-parallel ranks, over which the sequence is cut."""
+    """Context-parallel degree: ranks over which the sequence is cut."""
     ulysses: int = 1
-    """Of the context ranks, neighbours that trade rows for heads; a ring goes over the rest."""
+    """Ulysses degree: neighbouring context ranks that exchange sequence for heads by all-to-all; a
+    ring runs over the cp / ulysses groups of them. 1 for a ring alone."""
     pp: int = 1
-    """Pipeline ranks."""
+    """Pipeline-parallel degree."""
     plan: ParallelPlan = ParallelPlan()
-    """How a step is cut over the ranks."""
+    """Parallel plan: how a step is cut over the ranks."""
     batch: int = 8
-    """Sequences per micro-batch."""
+    """Micro-batch size: sequences per micro-batch."""
 
     dtype: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
-    """Of parameters and activations; masters, gradients and sums are fp32 (fp64 for fp64)."""
+    """Precision of parameters and activations; master weights, gradients and sums are fp32 (fp64
+    for fp64)."""
     steps: int = 500
-    """Optimizer steps of the whole run."""
+    """Training steps (optimizer steps) of the whole run."""
     lr: float = 1e-3
-    """Largest learning rate."""
+    """Peak learning rate."""
     lr_schedule: LRSchedule = "cosine"
-    """How it falls after the warm-up: as a half cosine, linearly, not at all, or linearly in the
-    last steps only (warm-up, stable, decay)."""
+    """Learning-rate schedule after the warm-up: half a cosine, linear, constant, or linear in the
+    last steps only (wsd: warm-up, stable, decay)."""
     min_lr: float = 0.1
-    """Final learning rate, as a part of `lr`; not of a constant one."""
+    """Final learning rate as a fraction of `lr`; a constant schedule has none."""
     warmup: int = 20
-    """Steps of linear warm-up."""
+    """Warm-up steps, linear."""
     decay: float = 0.2
-    """With lr_schedule wsd: the part of the steps in which the learning rate falls."""
+    """Decay phase of lr_schedule wsd, as a fraction of the steps."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """AdamW's decay rates of the two moments."""
+    """AdamW's beta1 and beta2, decay rates of the two moments."""
     eps: float = 1e-8
-    """AdamW's, beside the square root of the second moment."""
+    """AdamW's epsilon, beside the square root of the second moment."""
     weight_decay: float = 0.1
-    """AdamW's, of matrices only."""
+    """AdamW's weight decay, of matrices only."""
     clip: float = 1.0
-    """Largest gradient norm; 0 for none."""
+    """Gradient clipping: largest global norm; 0 for none."""
     seed: int = 0
-    """Of the initialisation, the order of the data, the dropout and the sample."""
+    """Random seed of initialisation, data order, dropout and sampled text."""
 
     out: Path = Path("runs/train")
-    """Folder for metrics, plot and checkpoints; an earlier run in it is moved into a subfolder."""
+    """Output folder for metrics, plot and checkpoints; an earlier run in it is moved into a
+    subfolder."""
     save_every: int = 0
-    """Steps between checkpoints; 0 for one at the end only."""
+    """Checkpoint interval in steps; 0 for one at the end only."""
     keep: int = 3
-    """Checkpoints kept."""
+    """Number of newest checkpoints to keep."""
     resume: bool = False
-    """Go on from the newest good checkpoint in `out`."""
+    """Resume from the newest good checkpoint in `out`."""
     eval_every: int = 100
-    """Steps between evaluations; 0 for one at the end only."""
+    """Evaluation interval in steps; 0 for one at the end only."""
     early_stop: int = 0
-    """Stop after this many evaluations without a lower validation loss, and keep the checkpoint of
-    the lowest, too; 0 for never."""
+    """Early stopping after this many evaluations without a lower validation loss; the checkpoint of
+    the lowest is kept, too. 0 for never."""
     eval_batches: int = 8
-    """Micro-batches of validation text per data replica."""
+    """Evaluation size: micro-batches of validation text per data replica."""
     sample: int = 200
-    """Tokens of sampled text at the end."""
+    """Number of tokens of sampled text at the end; 0 for none."""
     tensorboard: bool = False
-    """Also write TensorBoard events (needs warpweave[tensorboard])."""
+    """TensorBoard events are written, too (needs warpweave[tensorboard])."""
     wandb: str | None = None
-    """Also log to this project of Weights & Biases (needs warpweave[wandb])."""
+    """Weights & Biases project to log to (needs warpweave[wandb])."""
     impl: Literal["triton", "torch"] | None = None
-    """What computes; default: the Triton kernels on a GPU, torch on the CPU."""
+    """Implementation that computes; default: the Triton kernels on a GPU, torch on the CPU."""
     tiles: Path | None = None
-    """Table of ``warpweave tune`` for the kernels on these GPUs; default: the shipped tiles."""
+    """Tile table for the kernels, as ``warpweave tune`` writes it; default: the shipped tiles."""
     timeout: float = 300.0
-    """Seconds that any exchange between ranks may take."""
+    """Timeout in seconds of any message between ranks."""
 
     @property
     def mesh(self) -> Mesh:

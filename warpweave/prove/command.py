@@ -52,15 +52,52 @@ def prove_rank(layouts: list[Layout], timeout: float, path: str, port: int | Non
                 with open(path, "a") as file:
                     row = {"layout": str(layout), "errors": dataclasses.asdict(errors)}
                     file.write(json.dumps(row) + "\n")
-                found = "  ".join(
-                    f"{kind} {errors.relative[kind]:.1e} x{times:.2g}"
-                    for kind, times in errors.each.items()
-                )
-                words = "ok"
-                if not errors.worst <= LIMITS[layout.dtype]:
-                    words = f"WRONG: {errors.where}; again: {layout.command}"
-                print(f"[{number + 1}/{len(layouts)}] {layout}  {found}  {words}", flush=True)
+                if number == 0:
+                    print(table_head(len(layouts)))
+                print(table_row(number + 1, len(layouts), layout, errors), flush=True)
         session.close()
+
+
+_COLUMNS = {  # of `Errors`, and what stands above them
+    "loss": "loss",
+    "grad": "gradient",
+    "norm": "gradient norm",
+    "weight": "weight",
+    "moment": "Adam moment",
+    "evaluation": "evaluation",
+    "token": "token",
+}
+_WIDTH = 14  # of a column: "2.5e-16 x0.67"
+_LEGEND = """\
+Largest error of each kind of number: as a part of the number's size, then (x) in multiples of what
+rounding alone does to it in the plain model. ok: at most {limits}.
+evaluation: the losses without training; token: the logit of each generated token; layout: options
+of `warpweave prove`, batch = data ranks x micro-batches x sequences x tokens.
+"""
+
+
+def table_head(count: int) -> str:
+    """What stands above the rows of `count` layouts: what the columns mean, and their names."""
+    limits = ", ".join(f"x{LIMITS[dtype]:.0f} in {dtype}" for dtype in LIMITS)
+    names = "".join(f"{name:<{_WIDTH}}" for name in _COLUMNS.values())
+    return f"{_LEGEND.format(limits=limits)}{_place(count, count, '')}{names}layout"
+
+
+def table_row(number: int, count: int, layout: Layout, errors: Errors) -> str:
+    """The row of a layout: its verdict, its errors, and if it is wrong the command to repeat it."""
+    wrong = not errors.worst <= LIMITS[layout.dtype]
+    row = _place(number, count, "WRONG" if wrong else "ok")
+    for kind in _COLUMNS:
+        row += f"{errors.relative[kind]:.1e} x{errors.each[kind]:.2g}".ljust(_WIDTH - 1) + " "
+    where = f"; largest: {errors.where}; again: {layout.command}" if wrong else ""
+    return f"{row}{layout}{where}"
+
+
+def _place(number: int, count: int, verdict: str) -> str:
+    """The first two columns: which of how many rows, and the verdict."""
+    places = len(str(count))
+    text = f"[{number:>{places}}/{count}] {verdict}" if verdict else "row"
+    return text.ljust(2 * places + 10)
 
 
 def judge(layouts: Sequence[Layout], lines: Sequence[str]) -> dict:

@@ -188,19 +188,21 @@ class Layout:
         return " ".join(["warpweave prove", *words, f"--dtype {self.dtype} --impl {self.impl}"])
 
     def __str__(self) -> str:
-        """One line; batch is replicas x micro-batches x samples of each x tokens."""
+        """One line, in the words of the options; batch is data ranks x micro-batches x sequences x
+        tokens."""
         m, s = self.mesh, self.sizes
         words = [] if self.drawn is None else [f"seed {s.seed}:"]
         words += [f"{axis}={getattr(m, axis)}" for axis in ("dp", "tp", "cp", "pp")]
         words += [f"batch={m.dp}x{self.microbatches}x{self.micro_batch_size}x{s.seq_len}"]
-        words += [f"zero={self.zero}", self.schedule, self.style, "tied" if self.tied else "untied"]
+        words += [f"zero={self.zero}", f"schedule={self.schedule}", f"style={self.style}"]
+        words += ["tied" if self.tied else "no-tied"]
         words += ["packed"] * self.packed + [f"recompute={self.recompute}"]
         if m.cp > 1:
             neighbours = f" ulysses={m.ulysses}" if m.ulysses > 1 else ""
-            words += [f"cp_strategy={self.strategy}{neighbours} layout={self.layout}"]
+            words += [f"cp-strategy={self.strategy}{neighbours} layout={self.layout}"]
         if m.tp > 1:
-            words += ["sp"] * self.sequence_parallel + [f"overlap={self.overlap}"]
-        return " ".join([*words, self.dtype, self.impl])
+            words += ["sequence-parallel"] * self.sequence_parallel + [f"overlap={self.overlap}"]
+        return " ".join([*words, f"dtype={self.dtype}", f"impl={self.impl}"])
 
 
 def _divisors(n: int) -> list[int]:

@@ -7,12 +7,12 @@ gathered gradient, the gradient norm, the losses of an evaluation and the tokens
 every step, and after the last one the weights, as they are gathered and as every rank computes with
 them, and the optimizer's moments. Every rank judges what it holds; the worst of all ranks counts.
 
-An error is counted in what rounding alone does to that number in the plain model, when its initial
-weights move by one unit in the last place (`truth` beside this file): ``grad 1.3e-15 x0.9`` is an
-error of 1.3e-15 of the number's size, 0.9 times what rounding does. Up to 32 times is right in fp64
-and fp32, up to 8 in bf16 and fp16, more is WRONG. In the line of JSON at the end ``worst`` and
-``limits`` are such multiples; a signal that ends the proof leaves ``"stopped": true`` there and
-``"passed": null``.
+It prints a table with a row for each layout and a column for each kind of number. An error is
+counted in what rounding alone does to that number in the plain model, when its initial weights move
+by one unit in the last place (`truth` beside this file): ``1.3e-15 x0.9`` is an error of 1.3e-15 of
+the number's size, 0.9 times what rounding does. Up to 32 times is ok in fp64 and fp32, up to 8 in
+bf16 and fp16, more is WRONG. In the line of JSON at the end ``worst`` and ``limits`` are such
+multiples; a signal that ends the proof leaves ``"stopped": true`` there and ``"passed": null``.
 
 ``warpweave prove --random 50 --seed 1`` does the same for layouts drawn at random, up to 8 ranks
 with axes of 3, 5 and 6 and other sizes each time. Layout i is drawn from seed + i alone.
@@ -52,59 +52,62 @@ class ProveConfig:
     """Which layouts to prove."""
 
     all: bool = False
-    """Every mesh of 1 to `world` ranks instead of the one given by the axes; above four, those of
-    exactly `world` ranks that use the most axes (8: 2 x 2 x 2)."""
+    """Prove every mesh of 1 to `world` ranks, not the one of --dp, --tp, --cp and --pp; above four
+    ranks, the meshes of exactly `world` ranks with the most axes (8: 2 x 2 x 2)."""
     world: int = 4
-    """With --all: number of ranks."""
+    """Number of ranks with --all."""
     random: int = 0
-    """This many layouts drawn at random instead, with sizes of their own."""
+    """Number of layouts drawn at random, each with model sizes of its own; 0 for none."""
     seed: int = 0
-    """With --random: layout i is drawn from seed + i."""
+    """Random seed of --random: layout i is drawn from seed + i."""
     dp: int = 1
-    """Data-parallel replicas."""
+    """Data-parallel degree."""
     tp: int = 1
-    """Tensor-parallel ranks."""
+    """Tensor-parallel degree."""
     cp: int = 1
-    """Context-parallel ranks."""
+    """Context-parallel degree: ranks over which the sequence is cut."""
     pp: int = 1
-    """Pipeline stages."""
+    """Pipeline-parallel degree."""
     ulysses: int = 1
-    """Of the context ranks, neighbours that trade rows for heads; a ring goes over the rest."""
+    """Ulysses degree: neighbouring context ranks that exchange sequence for heads by all-to-all; a
+    ring runs over the cp / ulysses groups of them. 1 for a ring alone."""
     zero: Literal[0, 1, 2, 3] = 1
-    """ZeRO stage over dp x cp."""
+    """ZeRO stage, sharded over the dp x cp ranks."""
     schedule: ScheduleName = "1f1b"
-    """Order of the micro-batches in a pipeline."""
+    """Pipeline schedule: the order of the micro-batches."""
     sequence_parallel: bool = True
-    """With tp > 1, cut the residual stream's tokens over the tensor ranks."""
+    """Sequence parallelism: with tp > 1, cut the residual stream's tokens over the tensor ranks."""
     style: Style = "gpt2"
-    """Learned positions, LayerNorm, GELU and biases; or rotary, RMSNorm, SwiGLU and GQA; or rotary,
-    LayerNorm, SwiGLU, GQA and biases; or what Qwen, Gemma and OLMo have besides."""
+    """Architecture of the model: gpt2 has learned positions, LayerNorm, GELU and biases; llama
+    rotary positions, RMSNorm, SwiGLU and GQA; mixed rotary positions, LayerNorm, SwiGLU, GQA and
+    biases; qwen, gemma and olmo add what those models have."""
     tied: bool = True
-    """The head's weight is the embedding's."""
+    """Weight tying: the head's weight is the embedding's."""
     recompute: Recompute = "none"
-    """Activation checkpointing."""
+    """Activation checkpointing: what the backward recomputes."""
     cp_strategy: Strategy = "auto"
-    """How context ranks attend to one another's tokens."""
+    """Context-parallel attention: the algorithm by which ranks attend to one another's tokens."""
     layout: Kind = "zigzag"
-    """How cp cuts the sequence."""
+    """Sequence sharding: which tokens each context rank holds."""
     packed: bool = False
-    """Each sample is packed from several documents."""
+    """Sequence packing: each sample is several documents."""
     microbatches: int | None = None
-    """Micro-batches per step; by default more than stages, where the samples divide by it."""
+    """Micro-batches per step; default: more than pipeline stages, where the samples divide by
+    it."""
     overlap: Overlap = "bulk"
     """How messages of tensor ranks and products hide one another; "fused" needs --impl triton."""
     dtype: Literal["fp64", "fp32", "bf16", "fp16", "both"] = "both"
-    """What to compute in."""
+    """Precision of the proof; both is fp64, then fp32."""
     impl: Literal["torch", "triton"] = "torch"
-    """What computes on the CPU: torch, or (with TRITON_INTERPRET=1 set, a minute for a layout) the
-    Triton kernels in Triton's interpreter."""
+    """Implementation that computes on the CPU: torch, or the Triton kernels in Triton's interpreter
+    (needs TRITON_INTERPRET=1; a minute for a layout)."""
     timeout: float = 60.0
-    """Seconds that any exchange between ranks may take."""
+    """Timeout in seconds of any message between ranks."""
     typecheck: bool = False
-    """Run no ranks: check the program's types on a mesh of any size. Options that types do not see
-    are refused beside it."""
+    """Typecheck the program on a mesh of any size instead of running ranks. Options that types do
+    not see are refused beside it."""
     model: str | None = None
-    """With --typecheck: a preset of `warpweave.gpt` instead of the proof's tiny model."""
+    """Model preset to --typecheck instead of the proof's tiny model."""
 
     def given(self) -> Layout:
         """The layout that the axes give."""
