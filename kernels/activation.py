@@ -37,6 +37,7 @@ from warpweave.kernels.runtime.dispatch import (
     triton,
 )
 from warpweave.kernels.runtime.numeric import to_dtype, upcast
+from warpweave.kernels.runtime.op import Op
 
 _SLOPE = 2 * math.sqrt(2 / math.pi)  # of GELU's sigmoid at 0
 _BLOCK = 2048  # elements of x per program: 16 per thread of 4 warps
@@ -281,24 +282,12 @@ def _check_pairs(x: torch.Tensor, activation: str) -> None:
 # ---------------------------------------------------------------- autograd
 
 
-@torch.library.custom_op("warpweave::activation_fwd", mutates_args=())
-def _activation_fwd_op(x: torch.Tensor, activation: str) -> torch.Tensor:
+def _forward(x: torch.Tensor, activation: str) -> torch.Tensor:
     return activation_fwd(x, activation, impl="triton")
 
 
-@torch.library.custom_op("warpweave::activation_bwd", mutates_args=())
-def _activation_bwd_op(dy: torch.Tensor, x: torch.Tensor, activation: str) -> torch.Tensor:
+def _gradient_of(dy: torch.Tensor, x: torch.Tensor, activation: str) -> torch.Tensor:
     return activation_bwd(dy, x, activation, impl="triton")
-
-
-@_activation_fwd_op.register_fake
-def _(x, activation):
-    return x.new_empty(_out_shape(x, ACTIVATIONS[activation].gated))
-
-
-@_activation_bwd_op.register_fake
-def _(dy, x, activation):
-    return x.new_empty(x.shape)
 
 
 def _save(ctx, inputs, output) -> None:
@@ -307,10 +296,18 @@ def _save(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, dy):
-    return _activation_bwd_op(dy, *ctx.saved_tensors, ctx.activation), None
+    return ACTIVATION_BWD(dy, *ctx.saved_tensors, ctx.activation)
 
 
-_activation_fwd_op.register_autograd(_backward, setup_context=_save)
+ACTIVATION_BWD = Op(
+    "activation_bwd", _gradient_of, lambda dy, x, activation: x.new_empty(x.shape),
+    sharding="..., ... -> ...",
+)  # fmt: skip
+ACTIVATION_FWD = Op(
+    "activation_fwd", _forward,
+    lambda x, activation: x.new_empty(_out_shape(x, ACTIVATIONS[activation].gated)),
+    save=_save, backward=_backward, sharding="... -> ...",
+)  # fmt: skip
 
 
 class _Gated(torch.autograd.Function):
@@ -352,5 +349,5 @@ def activate(x: torch.Tensor, activation: str, *, impl: str | None = None) -> to
         _check_pairs(x, activation)
     if impl == "triton":
         refuse_tangents(activation, x)
-        return _activation_fwd_op(x, activation)
+        return ACTIVATION_FWD(x, activation)
     return _Gated.apply(x, activation) if gated else _value(x, name)

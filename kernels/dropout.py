@@ -26,6 +26,7 @@ import torch
 
 from warpweave.kernels.runtime.dispatch import choose, no_graph, refuse_tangents, tl, triton
 from warpweave.kernels.runtime.numeric import to_dtype, upcast
+from warpweave.kernels.runtime.op import Op
 
 _LOW = 0xFFFFFFFF
 
@@ -176,35 +177,26 @@ def dropout_fwd(x: torch.Tensor, drop: Drop) -> torch.Tensor:
     return y
 
 
-@torch.library.custom_op("warpweave::dropout", mutates_args=())
-def _dropout_op(
-    x: torch.Tensor, tokens: torch.Tensor, p: float, seed: int, site: int
-) -> torch.Tensor:
-    return dropout_fwd(x, Drop(p, seed, site, tokens))
-
-
-@_dropout_op.register_fake
-def _(x, tokens, p, seed, site):
-    return x.new_empty(x.shape)
-
-
 def _save(ctx, inputs, output) -> None:
-    _, tokens, *ctx.draw = inputs
-    ctx.save_for_backward(tokens)
+    _, drop = inputs
+    ctx.drop = drop._replace(tokens=None)
+    ctx.save_for_backward(drop.tokens)
 
 
 def _backward(ctx, dy):
-    return _dropout_op(dy, *ctx.saved_tensors, *ctx.draw), None, None, None, None
+    return DROPOUT(dy, ctx.drop._replace(tokens=ctx.saved_tensors[0]))
 
 
-_dropout_op.register_autograd(_backward, setup_context=_save)
+DROPOUT = Op(
+    "dropout", dropout_fwd, lambda x, drop: x.new_empty(x.shape), records=(Drop,),
+    save=_save, backward=_backward, sharding="t_, t -> t_",
+)  # fmt: skip
 
 
 # ---------------------------------------------------------------- torch
 
 
-@torch.library.custom_op("warpweave::dropped", mutates_args=())
-def dropped(tokens: torch.Tensor, E: int, p: float, seed: int, site: int) -> torch.Tensor:
+def _dropped(drop: Drop, E: int) -> torch.Tensor:
     """bool[T, E], true where dropout drops. An operator, so that compilers need not trace the
     rounds.
 
@@ -212,6 +204,7 @@ def dropped(tokens: torch.Tensor, E: int, p: float, seed: int, site: int) -> tor
     clean to 32 bits, because they are multiplied; 1 and 3 are products whose upper half is cut off
     later. A few rows at a time, in place, so that the six buffers stay in cache.
     """
+    p, seed, site, tokens = drop
     groups = torch.arange((E + 3) // 4, device=tokens.device)
     drawn = torch.empty(len(tokens), len(groups), 4, dtype=torch.bool, device=tokens.device)
     rows = max(1, 2**14 // max(1, len(groups)))
@@ -235,9 +228,11 @@ def dropped(tokens: torch.Tensor, E: int, p: float, seed: int, site: int) -> tor
     return drawn.flatten(1)[:, :E].contiguous()
 
 
-@dropped.register_fake
-def _(tokens, E, p, seed, site):
-    return tokens.new_empty(tokens.shape[0], E, dtype=torch.bool)  # len would be a constant
+def _dropped_fake(drop: Drop, E: int) -> torch.Tensor:
+    return drop.tokens.new_empty(drop.tokens.shape[0], E, dtype=torch.bool)  # len is a constant
+
+
+dropped = Op("dropped", _dropped, _dropped_fake, records=(Drop,), sharding="t -> t_")
 
 
 # ---------------------------------------------------------------- public
@@ -257,10 +252,8 @@ def dropout(x: torch.Tensor, drop: Drop, *, impl: str | None = None) -> torch.Te
     key = check_drop(drop, torch.Size((x.shape[:-1].numel(),)))
     if key is None:
         return x
-    p, seed, site, tokens = key
-    flat = x.reshape(tokens.numel(), x.shape[-1])
+    flat = x.reshape(key.tokens.numel(), x.shape[-1])
     if impl == "torch":
-        mask = dropped(tokens, x.shape[-1], p, seed, site)
-        return (flat * (1 / (1 - p))).masked_fill(mask, 0).view(x.shape)
+        return (flat * (1 / (1 - key.p))).masked_fill(dropped(key, x.shape[-1]), 0).view(x.shape)
     refuse_tangents("dropout", x)
-    return _dropout_op(flat, tokens, p, seed, site).view(x.shape)
+    return DROPOUT(flat, key).view(x.shape)

@@ -23,6 +23,7 @@ from attention_cases import (
 from close import assert_close_f64, relative_error
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
+from well_formed import well_formed
 
 from warpweave.kernels import reference
 from warpweave.kernels.attention import (
@@ -34,8 +35,9 @@ from warpweave.kernels.attention import (
 )
 from warpweave.kernels.attention import tiles as attention_tiles
 from warpweave.kernels.attention import torch_path as attention_cpu
+from warpweave.kernels.attention.function import ATTENTION_BWD, ATTENTION_FWD
 from warpweave.kernels.attention.launch import shared_steps
-from warpweave.kernels.attention.options import AttentionOptions, checked, pack, resolved, unpack
+from warpweave.kernels.attention.options import AttentionOptions, checked, resolved
 from warpweave.kernels.merge import merge_
 from warpweave.kernels.runtime.tiles import shipped_table
 
@@ -526,14 +528,19 @@ def test_offsets_beyond_32_bits_reach_the_right_elements(monkeypatch) -> None:
 
 
 def test_options_come_out_of_an_operator_as_they_went_in() -> None:
-    runs = (reference.Run(4, 3),), (reference.Run(0, 1, 2), reference.Run(5, 2, 2))
+    runs, x = ((reference.Run(4, 3),), (reference.Run(0, 1, 2), reference.Run(5, 2, 2))), draw()[0]
     for options in (
         AttentionOptions(),
         AttentionOptions(False, 3, torch.tensor([0, 9]), 0.5, 2.0, 0.1, 2**40, (1, 2), *runs),
         AttentionOptions(q_runs=(), k_runs=runs[1], impl="triton"),
         AttentionOptions(k_runs=runs[0], impl="torch"),
     ):
-        assert unpack(*pack(options), options.documents) == options
+        operands = ATTENTION_FWD.flattened((x, x, x, None, options))
+        found = ATTENTION_FWD.nested(operands)[-1]
+        assert found == options
+        assert all(
+            type(run) is reference.Run for run in (*(found.q_runs or ()), *(found.k_runs or ()))
+        )
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
@@ -541,15 +548,12 @@ def test_the_custom_op_passes_opcheck(impl) -> None:
     inputs = draw(Sq=4, Sk=4, D=4)
     runs = ((1, 2), (5, 2, 1))
     options = checked(AttentionOptions(q_runs=runs, k_runs=runs, impl=impl), *inputs)
-    torch.library.opcheck(
-        torch.ops.warpweave.attention.default, (*inputs, None, None, *pack(options))
-    )
+    well_formed(ATTENTION_FWD, *inputs, None, options)
     inputs = [x.detach() for x in inputs]
     sinks = torch.randn(inputs[0].shape[2])
-    o, lse = torch.ops.warpweave.attention(*inputs, None, sinks, *pack(options))
+    o, lse = ATTENTION_FWD(*inputs, sinks, options)
     for dlse, own in ((None, None), (torch.ones_like(lse), sinks)):
-        arguments = (o, dlse, *inputs, None, own, o, lse, *pack(options))
-        torch.library.opcheck(torch.ops.warpweave.attention_backward.default, arguments)
+        well_formed(ATTENTION_BWD, o, dlse, o, lse, *inputs, own, options)
 
 
 def test_it_compiles_into_one_graph_with_gradients() -> None:

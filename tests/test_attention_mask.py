@@ -19,6 +19,7 @@ from attention_cases import (
 from close import assert_close_f64, relative_error
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
+from well_formed import well_formed
 
 from warpweave.kernels import reference
 from warpweave.kernels.attention import (
@@ -28,12 +29,12 @@ from warpweave.kernels.attention import (
     attention_fwd,
     function,
 )
+from warpweave.kernels.attention.function import ATTENTION_FWD
 from warpweave.kernels.attention.options import (
     AttentionOptions,
     check_boundaries,
     check_packed,
     checked,
-    pack,
 )
 from warpweave.kernels.attention.visible import document_table, rows_before
 from warpweave.kernels.runtime.dispatch import tl, triton
@@ -368,10 +369,8 @@ def test_gradients_pass_gradcheck(impl) -> None:
 @IMPLS
 def test_the_custom_op_passes_opcheck_and_compiles(impl) -> None:
     qkv, documents = draw(Sq=5, Sk=5, D=4), _documents(2, 3)
-    torch.library.opcheck(
-        torch.ops.warpweave.attention.default,
-        (*qkv, documents, None, *pack(AttentionOptions(window=2, impl=impl))),
-    )
+    options = AttentionOptions(window=2, documents=documents, impl=impl)
+    well_formed(ATTENTION_FWD, *qkv, None, options)
 
     def loss(q, k, v, documents):
         return attention(q, k, v, window=3, documents=documents, impl=impl).square().sum()

@@ -15,6 +15,7 @@ from attention_cases import (
     with_grads,
 )
 from close import assert_close_f64, relative_error
+from well_formed import well_formed
 
 from warpweave.kernels import reference
 from warpweave.kernels.attention import (
@@ -25,7 +26,8 @@ from warpweave.kernels.attention import (
     attention_fwd,
 )
 from warpweave.kernels.attention import tiles as attention_tiles
-from warpweave.kernels.attention.options import AttentionOptions, pack
+from warpweave.kernels.attention.function import ATTENTION_FWD
+from warpweave.kernels.attention.options import AttentionOptions
 from warpweave.kernels.attention.tiles import Variant, dkdv_tile, dq_tile, forward_tile
 from warpweave.kernels.merge import merge
 from warpweave.kernels.runtime.tile_table import AttentionTile
@@ -284,9 +286,7 @@ def test_the_custom_op_passes_opcheck_and_compiles(impl) -> None:
     qkv, sinks = draw(Sq=4, Sk=4, D=4), torch.randn(2, dtype=F64).requires_grad_()
     key = {"dropout": 0.5, "dropout_seed": 7, "dropout_origin": (1, 2)}
     options = AttentionOptions(softcap=2.0, **key, impl=impl)
-    torch.library.opcheck(
-        torch.ops.warpweave.attention.default, (*qkv, None, sinks, *pack(options))
-    )
+    well_formed(ATTENTION_FWD, *qkv, sinks, options)
 
     def loss(q, k, v, sinks):
         return attention(q, k, v, sinks=sinks, softcap=2.0, **DROP, impl=impl).square().sum()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from close import assert_close_f64, assert_error_budget, relative_error
+from well_formed import well_formed
 
 from warpweave.kernels import reference
 from warpweave.kernels.cross_entropy import (
@@ -13,6 +14,9 @@ from warpweave.kernels.cross_entropy import (
     cross_entropy_fwd,
     token_losses,
 )
+from warpweave.kernels.cross_entropy.backward import CROSS_ENTROPY_BWD, CROSS_ENTROPY_BWD_IN_PLACE
+from warpweave.kernels.cross_entropy.forward import CROSS_ENTROPY_FWD
+from warpweave.kernels.cross_entropy.vocabulary import Vocabulary
 
 IMPLS = pytest.mark.parametrize("impl", ["triton", "torch"])
 
@@ -332,12 +336,11 @@ def test_labels_outside_the_vocabulary_are_refused_on_cpu(label, impl):
 @IMPLS
 def test_operators_pass_opcheck_and_compile_whole(impl):
     logits, labels = _case(6, 21, torch.float32, vocab=19)
-    ops = torch.ops.warpweave
-    torch.library.opcheck(ops.cross_entropy_fwd.default, (logits, labels, 0, 19, -100, True, impl))
-    lse = logits.logsumexp(1)
-    arguments = (torch.ones(6), logits, labels, lse, 0, 19, -100, 0.1, 0.01, impl)
-    torch.library.opcheck(ops.cross_entropy_bwd.default, arguments)
-    torch.library.opcheck(ops.cross_entropy_bwd_.default, arguments)
+    vocabulary = Vocabulary(0, 19, -100, 0.1, 0.01, impl)
+    well_formed(CROSS_ENTROPY_FWD, logits, labels, vocabulary, True)
+    arguments = (torch.ones(6), logits, labels, logits.logsumexp(1), vocabulary)
+    well_formed(CROSS_ENTROPY_BWD, *arguments)
+    well_formed(CROSS_ENTROPY_BWD_IN_PLACE, *arguments)
 
     def loss(z):
         return cross_entropy(z * 2, labels, label_smoothing=0.1, z_loss=0.01, impl=impl)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from close import assert_close_f64
+from well_formed import well_formed
 
 from warpweave.kernels import dropout as module
 from warpweave.kernels import reference
@@ -42,7 +43,7 @@ def test_every_implementation_gives_the_bits_of_the_reference(shape, impl) -> No
 
 def test_the_torch_path_is_right_across_its_chunks() -> None:
     tokens = torch.arange(700) + 5
-    dropped = module.dropped(tokens, 101, 0.3, SEED, 9)  # 26 groups: 630 rows at a time
+    dropped = module.dropped(Drop(0.3, SEED, 9, tokens), 101)  # 26 groups: 630 rows at a time
     kept = reference.dropout(torch.ones(700, 101), 0.3, seed=SEED, site=9, tokens=tokens) != 0
     assert torch.equal(dropped, ~kept)
 
@@ -111,8 +112,8 @@ def test_gradcheck(impl) -> None:
 
 def test_the_operators_are_well_formed() -> None:
     x, tokens = torch.randn(3, 5, requires_grad=True), torch.arange(3)
-    torch.library.opcheck(torch.ops.warpweave.dropout.default, (x, tokens, 0.1, SEED, 2))
-    torch.library.opcheck(torch.ops.warpweave.dropped.default, (tokens, 5, 0.1, SEED, 2))
+    well_formed(module.DROPOUT, x, Drop(0.1, SEED, 2, tokens))
+    well_formed(module.dropped, Drop(0.1, SEED, 2, tokens), 5)
 
 
 @impls

@@ -7,6 +7,7 @@ import torch
 from close import assert_close_f64, assert_error_budget, relative_error
 from torch.utils.checkpoint import checkpoint
 from traffic import traffic
+from well_formed import well_formed
 
 from warpweave.kernels import cost, reference
 from warpweave.kernels.rope import (
@@ -17,6 +18,7 @@ from warpweave.kernels.rope import (
     rope_qk_fwd,
     rope_table,
 )
+from warpweave.kernels.rope.rotation import ROPE, ROPE_QK
 
 IMPLS = ("torch", "triton")
 SHAPES = ((1, 1, 1, 2), (2, 37, 3, 10), (1, 5, 2, 80), (3, 7, 5, 64), (1, 3, 2, 256))
@@ -120,9 +122,9 @@ def test_gradients_come_with_a_graph_where_one_is_asked_for(impl) -> None:
 
 def test_the_operators_are_well_formed() -> None:
     x, _, cos, sin = _inputs((1, 5, 2, 8))
-    ops, table, k = torch.ops.warpweave, (cos, sin), x.detach()[:, :, :1].clone()
-    torch.library.opcheck(ops.rope.default, (x, *table, 1, 0))
-    torch.library.opcheck(ops.rope_qk.default, (x, k.requires_grad_(), *table, 0, 1))
+    table, k = (cos, sin), x.detach()[:, :, :1].clone()
+    well_formed(ROPE, x, *table, True, False)
+    well_formed(ROPE_QK, x, k.requires_grad_(), *table, False, True)
 
 
 @pytest.mark.filterwarnings(

@@ -144,10 +144,8 @@ def check(rank: int, broken: bool = False) -> list[str]:
 
     chosen = cases()
     if broken:  # dims that must be whole, cut as if each rank could do its part alone
-        sharding._rope = lambda *a: [([Shard(3)], [Shard(3), Shard(1), Shard(1), None, None])]
-        sharding._attention = lambda *a: [
-            ([Shard(1), Shard(2)], [Shard(1)] * 3 + [None] * (len(a) - 3))
-        ]
+        sharding.ROPE.sharding = "___d, _d, _d -> ___d"
+        sharding.ATTENTION_FWD.sharding = "_s__, _s__, _s__, _, _ -> _s__, __s"
         (rotate, rope_args, _, _), (attend, qkv, _, _) = (
             chosen[name] for name in ("rope heads", "attention heads")
         )

@@ -46,56 +46,53 @@ from warpweave.kernels.attention.options import (
     Runs,
     check_boundaries,
     checked,
-    pack,
-    unpack,
 )
-from warpweave.kernels.reference import compute_dtype
+from warpweave.kernels.reference import Run, compute_dtype
 from warpweave.kernels.runtime.dispatch import no_graph, refuse_tangents
+from warpweave.kernels.runtime.op import Op
 from warpweave.kernels.runtime.wgrad import grad_dtype
 
 # ---------------------------------------------------------------- 1. the operator
 
 
-@torch.library.custom_op("warpweave::attention", mutates_args=())
-def _attention(
+def _forward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    documents: torch.Tensor | None,
     sinks: torch.Tensor | None,
-    seed: int,
-    integers: Sequence[int],
-    reals: Sequence[float],
+    options: AttentionOptions,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`attend`, whose options are packed."""
-    options = unpack(seed, integers, reals, documents)
+    """(o, lse) under checked options."""
     check_boundaries(options, q.shape[1], k.shape[1])
     return block_fwd(q, k, v, options, sinks=sinks)
 
 
-@_attention.register_fake
-def _(q, k, v, *options):
+def _forward_fake(q, k, v, sinks, options):
     B, S, H, _ = q.shape
     return q.new_empty(q.shape), q.new_empty((B, H, S), dtype=compute_dtype(q))
 
 
-@torch.library.custom_op("warpweave::attention_backward", mutates_args=())
-def _attention_backward(
+def _forward_sharding(q, k, v, sinks, options) -> str:
+    """Over samples and heads; but dropout draws by their numbers, which a shard does not know."""
+    if options.dropout:
+        return "____, ____, ____, _, __ -> ____, ___"
+    of_documents = {None: "", 1: "_", 2: "b_", 3: "b__"}
+    bounds = None if options.documents is None else len(options.documents.shape)
+    return f"b_h_, b_h_, b_h_, h, {of_documents[bounds]} -> b_h_, bh_"
+
+
+def _gradients(
     do: torch.Tensor,
     dlse: torch.Tensor | None,
+    o: torch.Tensor,
+    lse: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    documents: torch.Tensor | None,
     sinks: torch.Tensor | None,
-    o: torch.Tensor,
-    lse: torch.Tensor,
-    seed: int,
-    integers: Sequence[int],
-    reals: Sequence[float],
+    options: AttentionOptions,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk, dv and dsinks, which is empty without sinks."""
-    options = unpack(seed, integers, reals, documents)
     delta, dsinks = None, lse.new_empty(0)
     if dlse is not None or sinks is not None:
         delta = attention_delta(o, do, dlse, impl=options.impl)
@@ -106,28 +103,42 @@ def _attention_backward(
     return dq, dk, dv, dsinks
 
 
-@_attention_backward.register_fake
-def _(do, dlse, q, k, v, documents, sinks, o, lse, *options):
+def _gradients_fake(do, dlse, o, lse, q, k, v, sinks, options):
     dsinks = lse.new_empty(0 if sinks is None else sinks.shape)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
 
 
+def _gradients_sharding(do, dlse, o, lse, q, k, v, sinks, options) -> str:
+    inputs, outputs = _forward_sharding(q, k, v, sinks, options).split(" -> ")
+    *of_qkv, of_sinks, _ = inputs.split(", ")
+    dsinks = "whole" if sinks is None else of_sinks
+    return f"{outputs}, {outputs}, {inputs} -> {', '.join(of_qkv)}, {dsinks}"
+
+
 def _save(ctx, inputs, output):
-    tensors, ctx.options = inputs[:5], inputs[5:]
-    ctx.of_sinks = None if tensors[4] is None else grad_dtype(tensors[4])
+    q, k, v, sinks, ctx.options = inputs
+    ctx.of_sinks = None if sinks is None else grad_dtype(sinks)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, *output)
+    documents, ctx.options = ctx.options.documents, ctx.options._replace(documents=None)
+    ctx.save_for_backward(*output, q, k, v, sinks, documents)
 
 
 def _backward(ctx, do, dlse):
-    *inputs, o, lse = ctx.saved_tensors
-    do = torch.zeros_like(o) if do is None else do
-    dq, dk, dv, dsinks = _attention_backward(do, dlse, *inputs, o, lse, *ctx.options)
-    dsinks = None if ctx.of_sinks is None else dsinks.to(ctx.of_sinks)
-    return dq, dk, dv, None, dsinks, None, None, None
+    *inputs, documents = ctx.saved_tensors
+    do = torch.zeros_like(inputs[0]) if do is None else do
+    options = ctx.options._replace(documents=documents)
+    dq, dk, dv, dsinks = ATTENTION_BWD(do, dlse, *inputs, options)
+    return dq, dk, dv, None if ctx.of_sinks is None else dsinks.to(ctx.of_sinks)
 
 
-_attention.register_autograd(_backward, setup_context=_save)
+ATTENTION_BWD = Op(
+    "attention_backward", _gradients, _gradients_fake, records=(AttentionOptions, Run),
+    sharding=_gradients_sharding,
+)  # fmt: skip
+ATTENTION_FWD = Op(
+    "attention", _forward, _forward_fake, records=(AttentionOptions, Run), save=_save,
+    backward=_backward, sharding=_forward_sharding,
+)  # fmt: skip
 
 
 def attend(
@@ -139,7 +150,7 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`attention` of arguments that have been checked: (o, lse), differentiable."""
     refuse_tangents("attention", q, k, v, sinks)
-    return _attention(q, k, v, options.documents, sinks, *pack(options))
+    return ATTENTION_FWD(q, k, v, sinks, options)
 
 
 # ---------------------------------------------------------------- 2. public

@@ -4,8 +4,8 @@
 their keywords and ask `checked` for it; operators, launches, the torch path and the strategies of
 context parallelism take the record and check nothing again. Each block of queries and keys has its
 own `q_runs` and `k_runs`, all else is the same for the whole sequence. Shapes, dtypes and numbers
-decide everything: nothing waits for a device, and a compiler may trace `checked` and `pack`, which
-compare no symbol with anything but a bound.
+decide everything: nothing waits for a device, and a compiler may trace `checked`, which compares
+no symbol with anything but a bound.
 """
 
 from __future__ import annotations
@@ -218,52 +218,7 @@ def _boundaries_of_each(documents: torch.Tensor) -> str:
     )
 
 
-# ---------------------------------------------------------------- 2. through an operator
-
-
-_IMPLS = (None, "triton", "torch")
-
-
-def pack(options: AttentionOptions) -> tuple[int, list[int], list[float]]:
-    """Checked options as an operator takes them besides `documents`: seed, integers, reals.
-
-    In a list integers that change from call to call remain symbols of a compiler. None is a number
-    out of range: 0 of a window, scale or softcap, -1 of how many runs q or k has. The seed stands
-    alone: DTensor remembers a call's sharding by what follows its first plain integer.
-    """
-    q_runs, k_runs = options.q_runs, options.k_runs
-    flags = int(options.causal), options.window or 0
-    counts = [-1 if runs is None else len(runs) for runs in (q_runs, k_runs)]
-    runs = [n for run in (*(q_runs or ()), *(k_runs or ())) for n in run]
-    integers = [_IMPLS.index(options.impl), *flags, *options.dropout_origin, *counts, *runs]
-    reals = [options.scale or 0.0, options.softcap or 0.0, options.dropout]
-    return options.dropout_seed, integers, reals
-
-
-def unpack(
-    seed: int, integers: Sequence[int], reals: Sequence[float], documents: torch.Tensor | None
-) -> AttentionOptions:
-    """The options that `pack` packed."""
-    impl, causal, window, sample, head, q_count, k_count, *runs = integers
-    scale, softcap, dropout = reals
-    each = tuple(Run(*runs[i : i + 3]) for i in range(0, len(runs), 3))
-    at = max(q_count, 0)
-    return AttentionOptions(
-        bool(causal),
-        window or None,
-        documents,
-        scale or None,
-        softcap or None,
-        dropout,
-        seed,
-        (sample, head),
-        None if q_count < 0 else each[:at],
-        None if k_count < 0 else each[at:],
-        _IMPLS[impl],
-    )
-
-
-# ---------------------------------------------------------------- 3. for a kernel
+# ---------------------------------------------------------------- 2. for a kernel
 
 
 def resolved(options: AttentionOptions, q: torch.Tensor, k: torch.Tensor) -> AttentionOptions:

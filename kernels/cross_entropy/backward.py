@@ -15,6 +15,7 @@ from warpweave.kernels.cross_entropy.forward import chunks, local_columns, tile
 from warpweave.kernels.cross_entropy.vocabulary import Vocabulary, check_logits
 from warpweave.kernels.runtime.dispatch import check_written, choose, no_graph, tl, triton
 from warpweave.kernels.runtime.numeric import to_dtype, upcast
+from warpweave.kernels.runtime.op import Op
 
 # ---------------------------------------------------------------- Triton
 
@@ -174,48 +175,33 @@ def bwd(
     return _bwd_triton(dloss, logits, labels, lse, vocabulary, out)
 
 
-@torch.library.custom_op("warpweave::cross_entropy_bwd", mutates_args=())
-def _cross_entropy_bwd_op(
+def _new(
     dloss: torch.Tensor,
     logits: torch.Tensor,
     labels: torch.Tensor,
     lse: torch.Tensor,
-    vocab_start: int,
-    vocab_size: int,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    impl: str,
+    vocabulary: Vocabulary,
 ) -> torch.Tensor:
-    options = vocab_start, vocab_size, ignore_index, label_smoothing, z_loss, impl
-    return bwd(dloss, logits, labels, lse, Vocabulary(*options))
+    return bwd(dloss, logits, labels, lse, vocabulary)
 
 
-@_cross_entropy_bwd_op.register_fake
-def _(dloss, logits, *rest):
-    return logits.new_empty(logits.shape)
-
-
-@torch.library.custom_op("warpweave::cross_entropy_bwd_", mutates_args=("logits",))
-def _cross_entropy_bwd_in_place_op(
+def _in_place(
     dloss: torch.Tensor,
     logits: torch.Tensor,
     labels: torch.Tensor,
     lse: torch.Tensor,
-    vocab_start: int,
-    vocab_size: int,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    impl: str,
+    vocabulary: Vocabulary,
 ) -> None:
-    options = vocab_start, vocab_size, ignore_index, label_smoothing, z_loss, impl
-    bwd(dloss, logits, labels, lse, Vocabulary(*options), out=logits)
+    bwd(dloss, logits, labels, lse, vocabulary, out=logits)
 
 
-@_cross_entropy_bwd_in_place_op.register_fake
-def _(*arguments):
-    return None
+CROSS_ENTROPY_BWD = Op(
+    "cross_entropy_bwd", _new, lambda dloss, logits, *_: logits.new_empty(logits.shape),
+    records=(Vocabulary,), sharding="n, n_, n, n -> n_",
+)  # fmt: skip
+CROSS_ENTROPY_BWD_IN_PLACE = Op(
+    "cross_entropy_bwd_", _in_place, lambda *_: None, records=(Vocabulary,), writes=("logits",)
+)
 
 
 @no_graph
@@ -245,11 +231,11 @@ def cross_entropy_bwd(
         raise ValueError(
             f"need dloss and lse [{len(labels)}], got {[*dloss.shape]} and {[*lse.shape]}"
         )
-    options = vocab_start, size, ignore_index, label_smoothing, z_loss, impl
+    vocabulary = Vocabulary(vocab_start, size, ignore_index, label_smoothing, z_loss, impl)
     if not in_place:
-        return _cross_entropy_bwd_op(dloss, logits, labels, lse, *options)
+        return CROSS_ENTROPY_BWD(dloss, logits, labels, lse, vocabulary)
     if logits.shape[1] > 1 and logits.stride(1) != 1:
         raise ValueError(f"in_place needs contiguous rows, got strides {[*logits.stride()]}")
     check_written("logits", logits)
-    _cross_entropy_bwd_in_place_op(dloss, logits, labels, lse, *options)
+    CROSS_ENTROPY_BWD_IN_PLACE(dloss, logits, labels, lse, vocabulary)
     return logits

@@ -37,10 +37,12 @@ chain: Dao's layer_norm of flash-attention.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 
-from warpweave.kernels.dropout import Drop, check_drop, make_drop
+from warpweave.kernels.dropout import Drop, check_drop
 from warpweave.kernels.norm.backward import norm_bwd
 from warpweave.kernels.norm.checks import check_tensors, stream_dtype
 from warpweave.kernels.norm.forward import norm_fwd
@@ -57,13 +59,30 @@ from warpweave.kernels.runtime.dispatch import (
     once_differentiable,
     refuse_tangents,
 )
+from warpweave.kernels.runtime.op import Op
 from warpweave.kernels.runtime.wgrad import grad_dtype
 
 # ---------------------------------------------------------------- registration
 
-# Flags and dtypes are int: DTensor caches rules and outputs by tensors and ints, and both depend on
-# them.
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+class Options(NamedTuple):
+    """What a norm is told besides tensors."""
+
+    layer: bool
+    eps: float
+    out_dtype: torch.dtype
+
+
+class Wanted(NamedTuple):
+    """Which sums over tokens its backward makes, and in which dtypes dx and dresidual are wanted;
+    residual_dtype is None where there is no residual."""
+
+    bias: bool
+    x_bias: bool
+    x_dtype: torch.dtype
+    residual_dtype: torch.dtype | None
 
 
 def _empty(x: torch.Tensor) -> torch.Tensor:
@@ -72,92 +91,94 @@ def _empty(x: torch.Tensor) -> torch.Tensor:
     return x.new_empty(0)
 
 
-@torch.library.custom_op("warpweave::norm_fwd", mutates_args=())
-def _norm_fwd_op(
+def _forward(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
     x_bias: torch.Tensor | None,
-    tokens: torch.Tensor | None,
-    eps: float,
-    layer: int,
-    dropout: float,
-    seed: int,
-    site: int,
-    out_dtype: int,
+    drop: Drop | None,
+    options: Options,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """y, s unless it is x, mean and rstd."""
+    layer, eps, out_dtype = options
     y, s, mean, rstd = norm_fwd(
-        x, weight, bias, eps, layer=bool(layer), residual=residual, x_bias=x_bias,
-        drop=make_drop(dropout, seed, site, tokens), out_dtype=_DTYPES[out_dtype], impl="triton",
+        x, weight, bias, eps, layer=layer, residual=residual, x_bias=x_bias, drop=drop,
+        out_dtype=out_dtype, impl="triton",
     )  # fmt: skip
-    return y, _empty(s) if s is x else s, mean if layer else _empty(rstd), rstd
+    return y, _empty(s) if s is x else s, _empty(rstd) if mean is None else mean, rstd
 
 
-@_norm_fwd_op.register_fake
-def _(
-    x, weight, bias, residual, x_bias, tokens, eps, layer, dropout, seed, site, out_dtype
-):  # fmt: skip
+def _forward_fake(x, weight, bias, residual, x_bias, drop, options):
     s = x.new_empty(x.shape, dtype=stream_dtype(x, residual))
     rstd = x.new_empty(x.shape[:-1], dtype=compute_dtype(s))
-    if residual is None and x_bias is None and tokens is None:
+    if residual is None and x_bias is None and drop is None:
         s = _empty(x)
-    y = x.new_empty(x.shape, dtype=_DTYPES[out_dtype])
-    return y, s, torch.empty_like(rstd) if layer else _empty(rstd), rstd
+    y = x.new_empty(x.shape, dtype=options.out_dtype)
+    return y, s, torch.empty_like(rstd) if options.layer else _empty(rstd), rstd
 
 
-@torch.library.custom_op("warpweave::norm_bwd", mutates_args=())
-def _norm_bwd_op(
+def _forward_sharding(x, weight, bias, residual, x_bias, drop, options) -> str:
+    alone = residual is None and x_bias is None and drop is None
+    s, mean = "whole" if alone else "..._", "..." if options.layer else "whole"
+    return f"..._, _, _, ..._, _, ... -> ..._, {s}, {mean}, ..."
+
+
+def _gradients(
     dy: torch.Tensor,
     ds: torch.Tensor | None,
     s: torch.Tensor,
     weight: torch.Tensor,
     mean: torch.Tensor | None,
     rstd: torch.Tensor,
-    tokens: torch.Tensor | None,
-    bias: int,
-    x_bias: int,
-    dropout: float,
-    seed: int,
-    site: int,
-    x_dtype: int,
-    residual_dtype: int,
+    drop: Drop | None,
+    wanted: Wanted,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    found = norm_bwd(
-        dy, s, weight, mean, rstd, ds=ds, bias=bool(bias), x_bias=bool(x_bias),
-        drop=make_drop(dropout, seed, site, tokens), x_dtype=_DTYPES[x_dtype],
-        residual_dtype=None if residual_dtype < 0 else _DTYPES[residual_dtype], impl="triton",
-    )  # fmt: skip
-    dx, dresidual, dx_bias, dw, db = found
+    """dx, dresidual unless it is dx, and the sums over tokens dx_bias, dw and db."""
+    found = norm_bwd(dy, s, weight, mean, rstd, ds=ds, drop=drop, **wanted._asdict(), impl="triton")
+    dx, dresidual, *sums = found
     if dresidual is None or dresidual is dx:
         dresidual = _empty(dx)
-    return dx, dresidual, dx_bias if x_bias else _empty(rstd), dw, db if bias else _empty(dw)
+    dx_bias, dw, db = (_empty(rstd) if total is None else total for total in sums)
+    return dx, dresidual, dx_bias, dw, db
 
 
-@_norm_bwd_op.register_fake
-def _(
-    dy, ds, s, weight, mean, rstd, tokens, bias, x_bias, dropout, seed, site, x_dtype,
-    residual_dtype,
-):  # fmt: skip
-    dx, dw = s.new_empty(s.shape, dtype=_DTYPES[x_dtype]), rstd.new_empty(weight.shape)
+def _is_dx(drop: Drop | None, wanted: Wanted) -> bool:
+    """Whether the residual's gradient is that of x, or there is none."""
+    return wanted.residual_dtype is None or (
+        drop is None and wanted.residual_dtype == wanted.x_dtype
+    )
+
+
+def _gradients_fake(dy, ds, s, weight, mean, rstd, drop, wanted):
+    dx, dw = s.new_empty(s.shape, dtype=wanted.x_dtype), rstd.new_empty(weight.shape)
     dresidual = _empty(dx)
-    if residual_dtype >= 0 and (tokens is not None or residual_dtype != x_dtype):
-        dresidual = s.new_empty(s.shape, dtype=_DTYPES[residual_dtype])
-    dx_bias = torch.empty_like(dw) if x_bias else _empty(rstd)
-    return dx, dresidual, dx_bias, dw, torch.empty_like(dw) if bias else _empty(dw)
+    if not _is_dx(drop, wanted):
+        dresidual = s.new_empty(s.shape, dtype=wanted.residual_dtype)
+    dx_bias, db = (
+        torch.empty_like(dw) if each else _empty(rstd) for each in (wanted.x_bias, wanted.bias)
+    )
+    return dx, dresidual, dx_bias, dw, db
+
+
+def _gradients_sharding(dy, ds, s, weight, mean, rstd, drop, wanted) -> str:
+    dresidual = "whole" if _is_dx(drop, wanted) else "..._"
+    dx_bias, db = ("_" if each else "whole" for each in (wanted.x_bias, wanted.bias))
+    return f"..._, ..._, ..._, _, ..., ..., ... -> ..._, {dresidual}, {dx_bias}, _, {db}"
 
 
 def _save(ctx, inputs, output) -> None:
-    x, weight, bias, residual, x_bias, tokens, _, layer, *ctx.draw, _ = inputs
+    x, weight, bias, residual, x_bias, drop, options = inputs
     _, s, mean, rstd = output
-    ctx.layer, ctx.x_dtype = layer, x.dtype
     # The sums over tokens go to the parameters as wide as they are wanted.
-    ctx.wanted = [None if p is None else grad_dtype(p) for p in (weight, bias, x_bias)]
-    ctx.residual_dtype = None if residual is None else residual.dtype
-    ctx.unchanged = residual is None and x_bias is None and tokens is None
+    ctx.dtypes = [None if p is None else grad_dtype(p) for p in (weight, bias, x_bias)]
+    residual_dtype = None if residual is None else residual.dtype
+    ctx.wanted = Wanted(bias is not None, x_bias is not None, x.dtype, residual_dtype)
+    ctx.unchanged = residual is None and x_bias is None and drop is None
     ctx.set_materialize_grads(False)
+    ctx.drop, tokens = (None, None) if drop is None else (drop._replace(tokens=None), drop.tokens)
     saved = x if ctx.unchanged else s
-    ctx.save_for_backward(saved, weight, mean if layer else None, rstd, tokens)
+    ctx.save_for_backward(saved, weight, mean if options.layer else None, rstd, tokens)
 
 
 def _backward(ctx, dy, ds, dmean, drstd):
@@ -166,24 +187,26 @@ def _backward(ctx, dy, ds, dmean, drstd):
         dy = torch.zeros_like(s)
     if ctx.unchanged:
         ds = None  # the gradient of a stand-in
-    to_residual = -1 if ctx.residual_dtype is None else _DTYPES.index(ctx.residual_dtype)
-    _, bias, x_bias = (wanted is not None for wanted in ctx.wanted)
-    dx, dresidual, dx_bias, *sums = _norm_bwd_op(
-        dy, ds, s, weight, mean, rstd, tokens, bias, x_bias, *ctx.draw,
-        _DTYPES.index(ctx.x_dtype), to_residual,
-    )  # fmt: skip
+    drop = None if ctx.drop is None else ctx.drop._replace(tokens=tokens)
+    dx, dresidual, dx_bias, *sums = NORM_BWD(dy, ds, s, weight, mean, rstd, drop, ctx.wanted)
     dw, db, dx_bias = (
-        None if wanted is None else total.to(wanted)
-        for total, wanted in zip((*sums, dx_bias), ctx.wanted, strict=True)
+        None if dtype is None else total.to(dtype)
+        for total, dtype in zip((*sums, dx_bias), ctx.dtypes, strict=True)
     )
-    if ctx.residual_dtype is None:
+    if ctx.wanted.residual_dtype is None:
         dresidual = None
-    elif tokens is None and ctx.residual_dtype == ctx.x_dtype:
+    elif _is_dx(drop, ctx.wanted):
         dresidual = dx
-    return dx, dw, db, dresidual, dx_bias, *[None] * 7
+    return dx, dw, db, dresidual, dx_bias
 
 
-_norm_fwd_op.register_autograd(_backward, setup_context=_save)
+NORM_BWD = Op(
+    "norm_bwd", _gradients, _gradients_fake, records=(Drop, Wanted), sharding=_gradients_sharding
+)
+NORM_FWD = Op(
+    "norm_fwd", _forward, _forward_fake, records=(Drop, Options), save=_save, backward=_backward,
+    sharding=_forward_sharding,
+)  # fmt: skip
 
 
 class _Norm(torch.autograd.Function):
@@ -238,10 +261,8 @@ def _norm(x, weight, bias, eps, residual, x_bias, drop, out_dtype, layer, impl):
             y = _Norm.apply(s, weight, bias, eps, layer, dtype)
     else:
         refuse_tangents("layer_norm" if layer else "rms_norm", x, weight, bias, residual, x_bias)
-        *draw, tokens = drop or (0.0, 0, 0, None)
-        y, s, _, _ = _norm_fwd_op(
-            x, weight, bias, residual, x_bias, tokens, eps, layer, *draw, _DTYPES.index(dtype)
-        )
+        options = Options(bool(layer), eps, dtype)
+        y, s, _, _ = NORM_FWD(x, weight, bias, residual, x_bias, drop, options)
         if residual is None and x_bias is None and drop is None:
             s = x
     return y if alone else (y, s)

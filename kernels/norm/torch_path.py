@@ -122,9 +122,8 @@ def norm_bwd_cpu(
     # A copy: dx may be of this dtype, and is about to change.
     dresidual = None if apart is None else dx.to(apart, copy=True)
     if drop is not None:
-        p, seed, site, tokens = drop
-        mask = dropped(tokens.reshape(-1), E, p, seed, site)
-        dx.mul_(1 / (1 - p)).masked_fill_(mask.view(s.shape), 0)
+        mask = dropped(drop._replace(tokens=drop.tokens.reshape(-1)), E)
+        dx.mul_(1 / (1 - drop.p)).masked_fill_(mask.view(s.shape), 0)
     dx_bias = dx.reshape(-1, E).sum(0) if x_bias else None
     dx = cast(dx, s.dtype if x_dtype is None else x_dtype)
     return dx, dresidual, dx_bias, dw, db if bias else None

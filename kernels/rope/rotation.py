@@ -31,6 +31,7 @@ from warpweave.kernels.runtime.dispatch import (
     wants_gradient,
 )
 from warpweave.kernels.runtime.numeric import to_dtype, upcast
+from warpweave.kernels.runtime.op import Op
 
 # ---------------------------------------------------------------- Triton
 
@@ -276,37 +277,21 @@ def rope_qk_fwd(
 # ---------------------------------------------------------------- registration
 
 
-@torch.library.custom_op("warpweave::rope", mutates_args=())
-def _rope_op(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: int, conjugate: int
+def _turn(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, conjugate: bool
 ) -> torch.Tensor:
-    return rope_fwd(
-        x, cos, sin, interleaved=bool(interleaved), conjugate=bool(conjugate), impl="triton"
-    )
+    return rope_fwd(x, cos, sin, interleaved=interleaved, conjugate=conjugate, impl="triton")
 
 
-@_rope_op.register_fake
-def _(x, cos, sin, interleaved, conjugate):
-    return x.new_empty(x.shape)
-
-
-@torch.library.custom_op("warpweave::rope_qk", mutates_args=())
-def _rope_qk_op(
+def _turn_qk(
     q: torch.Tensor,
     k: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    interleaved: int,
-    conjugate: int,
+    interleaved: bool,
+    conjugate: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return rope_qk_fwd(
-        q, k, cos, sin, interleaved=bool(interleaved), conjugate=bool(conjugate), impl="triton"
-    )
-
-
-@_rope_qk_op.register_fake
-def _(q, k, cos, sin, interleaved, conjugate):
-    return q.new_empty(q.shape), k.new_empty(k.shape)
+    return rope_qk_fwd(q, k, cos, sin, interleaved=interleaved, conjugate=conjugate, impl="triton")
 
 
 def _save(ctx, inputs, output) -> None:
@@ -315,17 +300,21 @@ def _save(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, dy):
-    dx = _rope_op(dy, *ctx.saved_tensors, ctx.interleaved, not ctx.conjugate)
-    return dx, None, None, None, None
+    return ROPE(dy, *ctx.saved_tensors, ctx.interleaved, not ctx.conjugate)
 
 
 def _backward_qk(ctx, dy, dz):
-    dq, dk = _rope_qk_op(dy, dz, *ctx.saved_tensors, ctx.interleaved, not ctx.conjugate)
-    return dq, dk, None, None, None, None
+    return ROPE_QK(dy, dz, *ctx.saved_tensors, ctx.interleaved, not ctx.conjugate)
 
 
-_rope_op.register_autograd(_backward, setup_context=_save)
-_rope_qk_op.register_autograd(_backward_qk, setup_context=_save)
+ROPE = Op(
+    "rope", _turn, lambda x, *_: x.new_empty(x.shape), save=_save, backward=_backward,
+    sharding="bsh_, s_, s_ -> bsh_",
+)  # fmt: skip
+ROPE_QK = Op(
+    "rope_qk", _turn_qk, lambda q, k, *_: (q.new_empty(q.shape), k.new_empty(k.shape)),
+    save=_save, backward=_backward_qk, sharding="bsh_, bsh_, s_, s_ -> bsh_, bsh_",
+)  # fmt: skip
 
 
 class _Rope(torch.autograd.Function):
@@ -373,7 +362,7 @@ def apply_rope(
     if impl == "torch":
         return _Rope.apply(x, cos, sin, interleaved)
     refuse_tangents("apply_rope", x)
-    return _rope_op(x, cos, sin, interleaved, False)
+    return ROPE(x, cos, sin, interleaved, False)
 
 
 def apply_rope_qk(
@@ -392,4 +381,4 @@ def apply_rope_qk(
     if impl == "torch":
         return _Rope.apply(q, cos, sin, interleaved), _Rope.apply(k, cos, sin, interleaved)
     refuse_tangents("apply_rope_qk", q, k)
-    return _rope_qk_op(q, k, cos, sin, interleaved, False)
+    return ROPE_QK(q, k, cos, sin, interleaved, False)

@@ -1,0 +1,216 @@
+"""The one way in which a function becomes an operator ``torch.ops.warpweave.<name>``.
+
+Compilers can trace no launch of Triton and DTensor no kernel, so both see an operator. An `Op` is
+made of plain functions and a line:
+
+    run       the work: tensors, numbers and records in; a tensor, a tuple or list of them, or None
+    fake      the same signature: empty outputs of the right shapes and dtypes
+    save      what the backward needs: ``save(ctx, inputs, output)``, as `torch.autograd` has it
+    backward  gradients of run's arguments, of records None, from those of the outputs; what is
+              left out at the end is None
+    sharding  the dims that ranks may cut, as an einsum: "b_h_, b_h_, b_h_ -> b_h_, bh_"
+
+An operator of torch takes no records, so a NamedTuple crosses its border as its tensors, integers,
+reals and words, see `flatten`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, get_args, get_type_hints
+
+import torch
+
+# ---------------------------------------------------------------- records
+
+_NONE, _FALSE, _TRUE, _INT, _FLOAT, _WORD, _DTYPE, _TUPLE = range(8)  # 8, 9, ...: the records
+
+
+def flatten(value: Any, records: Sequence[type]) -> tuple[int, list[int], list[float], str]:
+    """A record, without its tensors, as (length, integers, reals, words); see `unflatten`.
+
+    The integers tell what each field is, in order: [_INT, 5], [_FLOAT] for the next real, [_WORD]
+    for the next word, [kind, length, ...] for a tuple or another record. Within lists the symbols
+    of a compiler stay symbols. The length stands alone, because DTensor remembers a call's sharding
+    by what follows its first plain integer, and all of this may matter to it.
+    """
+    integers: list[int] = []
+    reals: list[float] = []
+    words: list[str] = []
+    _put((value,), records, integers, reals, words)
+    return len(integers), integers, reals, " ".join(words)
+
+
+def _put(fields: Sequence, records: Sequence[type], integers: list, reals: list, words: list):
+    for value in fields:
+        if value is None or isinstance(value, torch.Tensor):
+            integers.append(_NONE)
+        elif isinstance(value, bool):
+            integers.append(_TRUE if value else _FALSE)
+        elif isinstance(value, (int, torch.SymInt)):
+            integers += (_INT, value)
+        elif isinstance(value, (float, torch.SymFloat)):
+            integers.append(_FLOAT)
+            reals.append(value)
+        elif isinstance(value, str):
+            integers.append(_WORD)
+            words.append(value)
+        elif isinstance(value, torch.dtype):
+            integers.append(_DTYPE)
+            words.append(str(value).removeprefix("torch."))
+        else:
+            plain = type(value) in (tuple, list)
+            integers += (_TUPLE if plain else _TUPLE + 1 + records.index(type(value)), len(value))
+            _put(value, records, integers, reals, words)
+
+
+def unflatten(
+    integers: Sequence[int], reals: Sequence[float], words: str, records: Sequence[type]
+) -> Any:
+    """What `flatten` took apart, with None for tensors."""
+    return _take(1, iter(integers), iter(reals), iter(words.split()), records)[0]
+
+
+def _take(
+    length: int,
+    integers: Iterator[int],
+    reals: Iterator[float],
+    words: Iterator[str],
+    records: Sequence[type],
+) -> list[Any]:
+    fields: list[Any] = []
+    for _ in range(length):
+        kind = next(integers)
+        if kind < _INT:
+            fields.append((None, False, True)[kind])
+        elif kind < _DTYPE:
+            fields.append(next((integers, reals, words)[kind - _INT]))
+        elif kind == _DTYPE:
+            fields.append(getattr(torch, next(words)))
+        else:
+            inner = _take(next(integers), integers, reals, words, records)
+            fields.append(tuple(inner) if kind == _TUPLE else records[kind - _TUPLE - 1](*inner))
+    return fields
+
+
+# ---------------------------------------------------------------- operators
+
+
+class Op:
+    """An operator, called with positional arguments as `run` takes them.
+
+    One without `backward` has no gradient; Functions that have one call it in both directions.
+
+    Args:
+        name: of ``torch.ops.warpweave.<name>``.
+        run: every argument annotated: a tensor, ``Tensor | None``, ``list[Tensor]``, bool, int,
+            float, str, or a record of `records` or None.
+        fake: see above.
+        records: the types of records among the arguments, and of those within them.
+        writes: names of the arguments that `run` writes to.
+        save, backward: see above.
+        direct: where no compiler traces, a call runs `run` as it is, microseconds faster. For ops
+            within Functions, which never meet a tensor of a subclass.
+        sharding: the einsum, or a function of run's arguments that makes it, with a term for each
+            tensor, those of records in place of them; see `kernels.sharding`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        run: Callable[..., Any],
+        fake: Callable[..., Any],
+        *,
+        records: Sequence[type] = (),
+        writes: Sequence[str] = (),
+        save: Callable[..., None] | None = None,
+        backward: Callable[..., Any] | None = None,
+        direct: bool = False,
+        sharding: str | Callable[..., str] | None = None,
+    ) -> None:
+        self.name, self.run, self.records, self.sharding = name, run, records, sharding
+        self.direct = direct
+        hints = get_type_hints(run)
+        result = hints.pop("return")
+        self._tensors = [_tensor_fields(hint, records) for hint in hints.values()]
+        parameters = [
+            inspect.Parameter(part, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=of)
+            for (arg, hint), tensors in zip(hints.items(), self._tensors, strict=True)
+            for part, of in _parts(arg, hint, tensors).items()
+        ]
+
+        def flat(*args: Any) -> Any:
+            return run(*self.nested(args))
+
+        flat.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            parameters, return_annotation=None if result is type(None) else result
+        )
+        self.operator = torch.library.custom_op(f"warpweave::{name}", flat, mutates_args=writes)
+        self.operator.register_fake(lambda *args: fake(*self.nested(args)))
+        if backward is None or save is None:
+            return
+
+        def setup(ctx: Any, inputs: tuple, output: Any) -> None:
+            save(ctx, self.nested(inputs), output)
+
+        def back(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+            found = backward(ctx, *grads)
+            left = iter(found if isinstance(found, tuple) else (found,))
+            flat: list[torch.Tensor | None] = []
+            for tensors in self._tensors:
+                grad = next(left, None)
+                flat += [grad] if tensors is None else [None] * (len(tensors) + 4)
+            return tuple(flat)
+
+        self.operator.register_autograd(back, setup_context=setup)
+
+    def __call__(self, *args: Any) -> Any:
+        if self.direct and not torch.compiler.is_compiling():
+            return self.run(*args)
+        return self.operator(*self.flattened(args))
+
+    def flattened(self, args: Sequence[Any]) -> list[Any]:
+        """The operator's arguments from those of `run`."""
+        found: list[Any] = []
+        for arg, tensors in zip(args, self._tensors, strict=True):
+            if tensors is None:
+                found.append(arg)
+            else:
+                found += [None if arg is None else getattr(arg, name) for name in tensors]
+                found += flatten(arg, self.records)
+        return found
+
+    def nested(self, args: Sequence[Any]) -> list[Any]:
+        """The arguments of `run` from the operator's."""
+        left, found = iter(args), []
+        for tensors in self._tensors:
+            if tensors is None:
+                found.append(next(left))
+                continue
+            given = {name: next(left) for name in tensors}
+            _, *rest = (next(left) for _ in range(4))
+            record = unflatten(*rest, self.records)
+            found.append(record._replace(**given) if record is not None and given else record)
+        return found
+
+
+def _tensor_fields(hint: Any, records: Sequence[type]) -> list[str] | None:
+    """The names of the tensors in a record; None if `hint` is no record's type."""
+    record = next((each for each in (hint, *get_args(hint)) if each in records), None)
+    if record is None:
+        return None
+    fields = get_type_hints(record).items()
+    return [name for name, of in fields if of is torch.Tensor or torch.Tensor in get_args(of)]
+
+
+def _parts(name: str, hint: Any, tensors: list[str] | None) -> dict[str, Any]:
+    """What an argument of `run` is to the operator: names and types."""
+    if tensors is None:
+        return {name: hint}
+    return dict.fromkeys(tensors, torch.Tensor | None) | {
+        f"{name}_length": int,
+        f"{name}_integers": Sequence[int],
+        f"{name}_reals": Sequence[float],
+        f"{name}_words": str,
+    }

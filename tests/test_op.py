@@ -1,0 +1,132 @@
+"""The registrar of operators: records that cross the border, gradients, and who sees them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from close import assert_close_f64
+
+from warpweave.kernels.runtime.op import Op, flatten, unflatten
+
+
+class Inner(NamedTuple):
+    start: int
+    name: str | None
+
+
+class Scale(NamedTuple):
+    factor: float
+    flags: tuple
+    offset: torch.Tensor | None
+    dtype: torch.dtype | None = None
+
+
+RECORDS = (Scale, Inner)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        None,
+        Scale(-0.0, (), None),
+        Scale(1e-300, (True, 1, False, 0, None), None, torch.bfloat16),
+        Scale(float("inf"), (Inner(-(2**62), "a"), (Inner(0, None), (3,)), "b"), None),
+        (Inner(1, "x"), 2.5, Inner(2, "y")),
+    ],
+    ids=str,
+)
+def test_what_is_flattened_comes_out_as_it_went_in(record) -> None:
+    _, *flat = flatten(record, RECORDS)
+    found = unflatten(*flat, RECORDS)
+    assert repr(found) == repr(record)  # 1 is not True, nor a record a tuple of its fields
+
+
+def test_records_that_differ_anywhere_are_flattened_differently() -> None:
+    values = (None, False, True, 0, 1, 0.0, 1.0, "0", torch.float32, torch.float64, (), (None,))
+    made = [Scale(1.0, (value,), None) for value in (*values, Inner(0, None), (0, None))]
+    assert len({repr(flatten(record, RECORDS)) for record in made}) == len(made)
+
+
+def test_what_no_operator_can_hold_is_refused() -> None:
+    class Other(NamedTuple):
+        n: int
+
+    for value in (Other(1), {1, 2}, b"x"):
+        with pytest.raises((ValueError, TypeError)):
+            flatten(Scale(1.0, (value,), None), RECORDS)
+
+
+# ---------------------------------------------------------------- operators
+
+seen: list[str] = []
+
+
+def _run(x: torch.Tensor, scale: Scale, y: torch.Tensor | None) -> torch.Tensor:
+    seen.append(type(x).__name__)
+    z = x * scale.factor if scale.offset is None else x * scale.factor + scale.offset
+    return z.clone() if y is None else z + y
+
+
+def _save(ctx, inputs, output) -> None:
+    _, ctx.scale, ctx.y = inputs[0], inputs[1]._replace(offset=None), inputs[2] is not None
+
+
+def _backward(ctx, dz):
+    return dz * ctx.scale.factor, None, dz.clone() if ctx.y else None
+
+
+def _fake(x, scale, y):
+    return torch.empty_like(x)
+
+
+AFFINE = Op("test_affine", _run, _fake, records=RECORDS, save=_save, backward=_backward)
+DIRECT = Op("test_direct", _run, _fake, records=RECORDS, direct=True)
+
+
+def test_gradients_come_through_records_with_tensors_in_them() -> None:
+    x, y = (torch.randn(3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    for offset in (None, torch.randn(3, dtype=torch.float64)):
+        for other in (None, y):
+            z = AFFINE(x, Scale(2.5, (Inner(0, "a"),), offset), other)
+            parts = [x * 2.5, *(t for t in (offset, other) if t is not None)]
+            assert_close_f64(z, sum(parts), 1e-15)
+            (dx,) = torch.autograd.grad(z.sum(), x)
+            assert_close_f64(dx, torch.full_like(x, 2.5), 1e-15)
+
+
+def test_compilers_see_one_operator_and_the_numbers_of_a_record_stay_symbols() -> None:
+    class Shift(NamedTuple):
+        by: int
+
+    def add(x: torch.Tensor, shift: Shift) -> torch.Tensor:
+        return x + shift.by
+
+    add.__annotations__ = {"x": torch.Tensor, "shift": Shift, "return": torch.Tensor}
+    op = Op("test_shift", add, lambda x, shift: torch.empty_like(x), records=(Shift,))
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append([node.target for node in graph.graph.nodes if node.op == "call_function"])
+        return graph.forward
+
+    compiled = torch.compile(lambda x, n: op(x, Shift(n)), backend=backend, fullgraph=True)
+    for n in (3, 4, 5, 6):
+        assert compiled(torch.zeros(2), n).tolist() == [n, n]
+    assert len(graphs) == 2  # the first, and one for every n
+    assert torch.ops.warpweave.test_shift.default in graphs[-1] or (
+        torch.ops.warpweave.test_shift in graphs[-1]
+    )
+
+
+def test_a_direct_op_is_a_plain_call_but_for_compilers() -> None:
+    x, scale = torch.ones(2), Scale(2.0, (), None)
+    with torch._subclasses.FakeTensorMode() as mode:
+        fake = mode.from_tensor(x)
+        assert AFFINE(fake, scale, None).shape == (2,)  # `fake` answers, `run` is not asked
+    seen.clear()
+    assert DIRECT(x, scale, None).tolist() == [2.0, 2.0]
+    assert seen == ["Tensor"]
+    compiled = torch.compile(lambda x: DIRECT(x, scale, None), backend="aot_eager", fullgraph=True)
+    assert compiled(x).tolist() == [2.0, 2.0]
