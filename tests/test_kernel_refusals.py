@@ -18,7 +18,7 @@ from warpweave.kernels.activation import activate, activation_bwd
 from warpweave.kernels.adamw import adamw_step, sum_of_squares
 from warpweave.kernels.dropout import Drop, dropout
 from warpweave.kernels.gemm import fused_gemm, gemm, gemm_into
-from warpweave.kernels.mlp import explain_mlp, gelu_mlp, hidden_bwd, hidden_fwd, mlp
+from warpweave.kernels.mlp import gelu_mlp, hidden_bwd, hidden_fwd, mlp
 from warpweave.kernels.norm import layer_norm, norm_bwd, rms_norm
 from warpweave.kernels.overlap import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter
 from warpweave.kernels.overlap.symmetric import local_memory
@@ -116,9 +116,6 @@ MLP: Rows = [
     ({"down_weight": z(5, 5)}, "swiglu needs x"),
     ({"residual": z(3, 4)}, None),
     ({"residual": z(4)}, r"residual must be \[3, 4\]"),
-]
-MLP_ONLY: Rows = [
-    *MLP,
     ({"up_bias": z(5, 2)}, None),
     ({"up_bias": z(10)}, r"up_bias must be \[5, 2\]"),
     ({"up_bias": z(2, 5)}, r"up_bias must be \[5, 2\]"),
@@ -432,8 +429,7 @@ TABLES = {
     "gemm": Table(gemm, {**AB, "impl": "triton"}, PRODUCT),
     "gemm_into": Table(gemm_into, {**AB, "out": z(3, 6), "add": True}, INTO),
     "fused_gemm": Table(fused_gemm, AB, FUSED),
-    "mlp": Table(mlp, MLP_BASE, MLP_ONLY),
-    "explain_mlp": Table(explain_mlp, MLP_BASE, MLP),
+    "mlp": Table(mlp, MLP_BASE, MLP),
     "gelu_mlp": Table(gelu_mlp, GELU_BASE, GELU),
     "hidden_fwd": Table(
         hidden_fwd, {"x": z(3, 5), "up_weight": z(10, 5), "activation": "swiglu"}, HIDDEN_IN

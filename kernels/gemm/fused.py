@@ -18,12 +18,9 @@ Products with nothing to fuse go to torch (cuBLAS; `cpu` on a CPU): no Triton ke
 there, and what an epilogue saves is memory, not arithmetic. Triton also adds a 16-bit product to a
 float32 buffer, where torch would need a float32 matrix beside it.
 
-What an epilogue saves, PREDICTED by the clock (results/clock/fusion.md) for an H100 and Llama 8B at
-16,384 tokens; gelu: epilogue 0.32 ms, passes 0.31 ms over a product that cuBLAS makes in 2.98;
-swiglu: epilogue 0.65 ms, passes 0.47 ms (5.96); dropout and residual: epilogue 0.23 ms, passes
-0.23 ms (2.95). The difference is what the loop may lose against cuBLAS. With the activations it
-loses 7 %, so by default (`runtime.fusion`) torch's product and then passes run there; with dropout
-and residual it loses nothing, and the kernel runs.
+An epilogue saves a pass over the result in memory, its launch and the memory for what lies between.
+It pays where our main loop is not slower than cuBLAS' by more than that: `runtime.fusion` has the
+GPUs and epilogues on which impl=None takes torch's product and then our kernels instead.
 
 Sources: Kerr et al. 2017 (CUTLASS) for the epilogue; Korthikanti et al. 2022 (arXiv:2205.05198) for
 what is worth keeping. Limits: not differentiable (the callers are the halves of autograd
@@ -41,7 +38,7 @@ from warpweave.kernels.gemm.epilogue import find_precision, launch
 from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.runtime.dispatch import check_written, choose, operator, refuse_graph
 from warpweave.kernels.runtime.dtypes import no_autocast
-from warpweave.kernels.runtime.fusion import ask, taken
+from warpweave.kernels.runtime.fusion import choose_or_auto, fused_or_apart
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -150,7 +147,7 @@ def _fused(
 ) -> list[torch.Tensor]:
     """[y], or [y, z]."""
     drop = make_drop(p, seed, site, tokens)
-    impl = taken(impl, epilogue_name(activation, drop, residual), a, b.shape[1])
+    impl = fused_or_apart(impl, epilogue_name(activation, drop, residual), a)
     if impl != "triton":
         after = "torch" if impl == "torch" else "triton"
         return _apart(a, b, bias, residual, activation, save_z, drop, dtype, after)
@@ -276,8 +273,8 @@ def fused_gemm(
         residual: [M, N] (N/2 if gated), any strides.
         out_dtype: of the result; float32 with 16-bit operands leaves it unrounded.
         precision: as for `gemm`.
-        impl: None is torch on all but CUDA tensors, and there the kernel or torch's product with
-            our kernels after it, whichever `runtime.fusion` predicts to be faster.
+        impl: None is torch on all but CUDA tensors, and there the kernel, or torch's product with
+            our kernels after it where `runtime.fusion` has that for faster; "triton" is the kernel.
 
     Returns:
         (y, z or None).
@@ -286,7 +283,7 @@ def fused_gemm(
         ValueError: shapes, dtypes or numbers do not fit, something requires a gradient, or `impl`
             cannot run.
     """
-    impl = ask(impl, a, b, bias, residual, getattr(drop, "tokens", None))
+    impl = choose_or_auto(impl, a, b, bias, residual, getattr(drop, "tokens", None))
     check_operands(a, b, bias)
     refuse_graph("fused_gemm", a, b, bias, residual)
     dtype = a.dtype if out_dtype is None else out_dtype

@@ -5,10 +5,8 @@
 
 dh = dy W2 never leaves the registers. Any slice of the hidden units is a problem of its own.
 
-What that saves, PREDICTED as in `gemm.fused`, of products that cuBLAS makes in 2.98 ms: slope of
-swiglu: epilogue 0.72 ms, passes 1.25 ms, so the loop may be 18 % slower than cuBLAS, and is 9 %
-slower: one kernel, by default; slope of gelu: epilogue 0.48 ms, passes 0.63 ms, 5 % against 9 %:
-torch's product and two passes.
+That saves the passes of dh through memory; where they cost less than what our main loop loses
+against cuBLAS, impl=None takes torch's product and then kernels over dh (`runtime.fusion`).
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ from warpweave.kernels.gemm.mainloop import (
 from warpweave.kernels.overlap.gathering import Gathering, multiply
 from warpweave.kernels.runtime.dispatch import choose, no_graph, operator, tl, triton
 from warpweave.kernels.runtime.dtypes import no_autocast
-from warpweave.kernels.runtime.fusion import ask, taken
+from warpweave.kernels.runtime.fusion import choose_or_auto, fused_or_apart
 from warpweave.kernels.runtime.numeric import to_dtype, upcast
 
 # ---------------------------------------------------------------- forward
@@ -78,7 +76,7 @@ def _again(
     precision: str | None,
     impl: str,
 ) -> torch.Tensor:
-    if taken(impl, activation, x, len(up_weight)) == "triton":
+    if fused_or_apart(impl, activation, x) == "triton":
         return gemm(x, up_weight.t(), up_bias, precision=precision, impl="triton")
     with no_autocast(x):
         return gemm(x, up_weight.t(), up_bias)
@@ -97,7 +95,7 @@ def hidden_again(
     """z of `hidden_fwd` with these arguments, by the kernel or by torch as there."""
     if not isinstance(x, torch.Tensor):
         return multiply(x, up_weight.t(), up_bias, precision=precision, impl="triton")[0]
-    if (impl := ask(impl, x, up_weight, up_bias)) == "torch":
+    if (impl := choose_or_auto(impl, x, up_weight, up_bias)) == "torch":
         return gemm(x, up_weight.t(), up_bias)
     return _again(x, up_weight, up_bias, activation, precision, impl)
 
@@ -174,11 +172,6 @@ def _hidden_bwd_kernel(
         _slope_tile(fourth, z_ptr, dz_ptr, h_ptr, t, col + 3 * STEP, T, F, ACT, GATED)
 
 
-def slope_name(activation: str, want_hidden: bool) -> str:
-    """What `runtime.fusion` calls the gradient of an activation."""
-    return f"slope of {activation}" + ("" if want_hidden else ", h kept")
-
-
 def _fake(dy, down_weight, z, activation, want_hidden, precision, impl):
     h = z.new_empty(dy.shape[0], down_weight.shape[1])
     return [torch.empty_like(z), h] if want_hidden else [torch.empty_like(z)]
@@ -196,7 +189,7 @@ def _launch(
 ) -> list[torch.Tensor]:
     """[dz], or [dz, h]."""
     (T, E), F = dy.shape, down_weight.shape[1]
-    if taken(impl, slope_name(activation, want_hidden), dy, F) == "apart":
+    if fused_or_apart(impl, f"slope of {activation}", dy) == "apart":
         with no_autocast(dy):
             dz = activation_bwd(gemm(dy, down_weight), z, activation, impl="triton")
         return [dz, activation_fwd(z, activation, impl="triton")] if want_hidden else [dz]
@@ -255,7 +248,7 @@ def hidden_bwd(
         ValueError: shapes or dtypes do not fit, or `impl` cannot run.
     """
     here = dy.shard if isinstance(dy, Gathering) else dy
-    impl, (_, gated) = ask(impl, here, down_weight, z), find_activation(activation)
+    impl, (_, gated) = choose_or_auto(impl, here, down_weight, z), find_activation(activation)
     check_operands(here, down_weight, None)
     T, F = dy.shape[0], down_weight.shape[1]
     if z.shape != (T, 2 * F if gated else F) or z.dtype != here.dtype:

@@ -15,9 +15,8 @@ that both are in one tile, side by side, whatever D is: column 2p + h of the pro
 Saved for backward: x and the table. One kernel rotates dq and dk back and writes dz; the products
 are torch's. Rotation is in float32 (float64 for float64) from the accumulators, rounded once.
 
-What rotating there saves, PREDICTED as in `gemm.fused`; qkv: epilogue 0.10 ms, passes 0.23 ms of a
-product that cuBLAS makes in 1.28: 10 % of it, and the loop is 28 % slower. So by default torch's
-product is taken there, then a copy of q, the kernel of `rope` and a copy of v.
+Where `runtime.fusion` has that for faster, impl=None takes torch's product, then a copy of q, the
+kernel of `rope` and a copy of v.
 
 Sources: Su et al. 2021 (arXiv:2104.09864); Ainslie et al. 2023 (arXiv:2305.13245) for the groups.
 Limits: all of D is rotated, half with half (not the interleaved pairs of GPT-J); gradients of

@@ -25,7 +25,7 @@ from warpweave.kernels.qkv.pairs import angles, columns_of_pairs, places, turn
 from warpweave.kernels.rope import check_table, rope_fwd, rope_qk_fwd
 from warpweave.kernels.runtime.dispatch import choose, no_graph, operator, tl, triton
 from warpweave.kernels.runtime.dtypes import no_autocast
-from warpweave.kernels.runtime.fusion import ask, taken
+from warpweave.kernels.runtime.fusion import choose_or_auto, fused_or_apart
 from warpweave.kernels.runtime.numeric import to_dtype, upcast
 from warpweave.kernels.runtime.wgrad import rows
 
@@ -95,7 +95,7 @@ def _launch_fwd(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     (B, S, E), (kv_heads, slots, head_dim, _) = x.shape, weight.shape
     flat, flat_bias = rows(x), None if bias is None else bias.flatten().contiguous()
-    if taken(impl, "qkv", flat, len(rows(weight))) == "apart":
+    if fused_or_apart(impl, "qkv", flat) == "apart":
         with no_autocast(x):
             z = gemm(flat, rows(weight).t(), flat_bias)
         q, k, v = _apart(z, (B, S), weight, cos, sin, "triton")
@@ -146,7 +146,7 @@ def qkv_fwd(
     impl: str | None = None,
 ) -> QKV:
     """(q, k, v) of x[B, S, E]: the forward half of `qkv_rope`. Raises what that raises."""
-    impl = ask(impl, x, weight, bias, cos, sin)
+    impl = choose_or_auto(impl, x, weight, bias, cos, sin)
     check_qkv(x.shape, weight, bias, cos, sin)
     flat_bias = None if bias is None else bias.flatten()
     check_operands(rows(x), rows(weight).t(), flat_bias)

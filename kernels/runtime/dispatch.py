@@ -1,7 +1,7 @@
 """Which implementation runs: Triton or torch, decided per call from the tensors, never silently.
 
     impl=None      Triton on CUDA (and ROCm) tensors, torch on every other device; a product with an
-                   epilogue by torch and Triton, where `fusion` predicts that to be faster
+                   epilogue by torch and then Triton, where `fusion` has that for faster
     impl="torch"   plain torch, anywhere
     impl="triton"  the Triton kernel: on CUDA tensors, or on CPU tensors when Triton interprets
                    (TRITON_INTERPRET=1 in the environment before anything imports a kernel)
