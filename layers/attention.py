@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -11,46 +11,20 @@ from torch import Tensor, nn
 from warpweave.kernels.attention import attention
 from warpweave.kernels.attention.checks import heads_per_kv_head
 from warpweave.kernels.attention.options import AttentionOptions, check_numbers
-from warpweave.kernels.overlap.gathering import check_fusing
 from warpweave.kernels.reference import compute_dtype
-from warpweave.kernels.rope import RopeScaling, apply_rope_qk, rope_table
+from warpweave.kernels.rope import apply_rope_qk, rope_table
 from warpweave.layers.context import TokenContext
 from warpweave.layers.fusable import fusable
 from warpweave.layers.linear import ColumnParallelLinear, RowParallelLinear
 from warpweave.layers.norm import ColumnParallelRMSNorm, RMSNorm
-from warpweave.parallel.context import Links, Strategy, check_strategy, context_attention
+from warpweave.layers.place import Place
+from warpweave.layers.style import AttentionStyle, HeadStyle, fields_as_keywords
+from warpweave.parallel.context import Links, context_attention
 from warpweave.parallel.context.explain import Cost, explain
 from warpweave.parallel.layout import SequenceLayout
-from warpweave.parallel.mesh import ConnectedMesh, connected
+from warpweave.parallel.mesh import connected
 from warpweave.parallel.shard import Cut, ParamRecord
 from warpweave.parallel.tensor.qkv import parallel_qkv_rope
-
-
-@dataclass(frozen=True)
-class HeadStyle:
-    """What the heads of some models have and those of others do not. The defaults are GPT-2's.
-
-    Attributes:
-        head_dim: width of a head; None is embed_dim / num_heads.
-        qkv_bias: the qkv projection has a bias; None is as the layer's `bias` (Qwen 2: it alone).
-        qk_norm: epsilon of an RMSNorm over each query and each key head, before the rotation, with
-            one weight[head_dim] for all query heads and one for all key heads (Qwen 3); None is
-            none.
-        qk_norm_whole: it is one norm over all query heads together and one over all key heads, with
-            weight[heads * head_dim] and weight[kv_heads * head_dim] (OLMo 2).
-        qk_norm_offset: their factors are 1 + weight (Gemma 3).
-        scale: factor of the scores; None is 1 / sqrt(head_dim).
-        rope_scaling: how the rotary embedding of an extended context differs; a `TokenContext`
-            brings a table of its own.
-    """
-
-    head_dim: int | None = None
-    qkv_bias: bool | None = None
-    qk_norm: float | None = None
-    qk_norm_whole: bool = False
-    qk_norm_offset: bool = False
-    scale: float | None = None
-    rope_scaling: RopeScaling | None = None
 
 
 class Attention(nn.Module):
@@ -64,123 +38,91 @@ class Attention(nn.Module):
     Args:
         embed_dim, num_heads: as ``nn.MultiheadAttention``, whose probabilities' dropout there is
             none of.
-        bias: both projections have one.
-        device, dtype: of the parameters.
-        num_kv_heads: KV heads, by default num_heads.
-        causal: a query sees keys at its own and earlier positions.
-        window: and less than `window` away from its own (sliding window).
-        softcap: scores become softcap * tanh(score / softcap).
-        sinks: ``sinks[num_heads/tp]``, one more logit per head with no value, are learned.
-        rope_theta: base of the rotary embedding; None for none.
-        style: what else the heads have: a width of their own, norms, see `HeadStyle`.
-        mesh: the connected mesh; None is one device.
-        sequence_parallel: input and output are x[T/tp, E], rows cut over the tensor axis.
-        overlap: as ``ColumnParallelLinear``.
-        strategy: how ranks of the context axis attend to one another's tokens: "ring", "gather",
-            "stream", "ulysses", "hybrid", "auto" or `Links`, see ``parallel.context``.
+        style, place: `AttentionStyle` and `Place`, or fields of theirs by keyword: num_kv_heads,
+            window, rope_theta, mesh and so on. Its norms, over query and key heads, are RMSNorms
+            whatever `norm` says, but their factors are 1 + weight if it is "rms1p".
         out_init: standard deviation of a keyed initialisation of the output projection.
-        impl: "triton", "torch" or None, as for the kernels.
 
     Raises:
-        ValueError: heads do not divide embed_dim (and `style` has no head_dim), KV heads do not
+        ValueError: heads do not divide embed_dim (and there is no head_size), KV heads do not
             divide heads, the tensor axis does not divide the KV heads, a rotary embedding needs an
             even head size, or window, softcap, strategy or impl is no such thing.
     """
 
+    @fields_as_keywords(unused=("recompute",), style=AttentionStyle, place=Place)
     def __init__(
         self,
         embed_dim: int,
         num_heads: int,
         *,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        num_kv_heads: int | None = None,
-        causal: bool = True,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: bool = False,
-        rope_theta: float | None = None,
-        style: HeadStyle = HeadStyle(),
-        mesh: ConnectedMesh | None = None,
-        sequence_parallel: bool = False,
-        overlap: str = "bulk",
-        strategy: Strategy | Links = "auto",
+        style: AttentionStyle,
+        place: Place,
         out_init: float = 0.02,
-        impl: str | None = None,
     ) -> None:
         super().__init__()
-        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        self.mesh = connected(mesh)
+        kv_heads = num_heads if style.num_kv_heads is None else style.num_kv_heads
+        self.mesh = connected(place.mesh)
         tp = self.mesh.size("tp")
         if num_heads < 1 or kv_heads < 1:
             raise ValueError(f"need at least one head, got {num_heads} and {kv_heads} KV heads")
-        if style.head_dim is None and embed_dim % num_heads:
+        if style.head_size is None and embed_dim % num_heads:
             raise ValueError(f"embed_dim = {embed_dim} does not divide by num_heads = {num_heads}")
         self.num_heads, self.style = num_heads, style
-        self.head_dim = embed_dim // num_heads if style.head_dim is None else style.head_dim
+        self.strategy, self.impl = place.strategy, place.impl
+        self.head_dim = embed_dim // num_heads if style.head_size is None else style.head_size
         if self.head_dim < 1:
-            raise ValueError(f"head_dim must be at least 1, got {self.head_dim}")
+            raise ValueError(f"head_size must be at least 1, got {self.head_dim}")
         self.group = heads_per_kv_head(num_heads, kv_heads)
         if kv_heads % tp:
             raise ValueError(
                 f"num_kv_heads = {kv_heads} does not divide by the tensor axis tp = {tp}"
             )
-        if rope_theta is not None and self.head_dim % 2:
+        if style.rope_theta is not None and self.head_dim % 2:
             raise ValueError(f"rope needs an even head size, got {self.head_dim}")
-        check_numbers(
-            AttentionOptions(causal, window, scale=style.scale, softcap=softcap, impl=impl)
-        )
-        self.causal, self.window, self.softcap = causal, window, softcap
-        self.rope_theta, self.impl = rope_theta, impl
-        self.strategy = check_strategy(strategy)
-        if overlap == "fused":
-            check_fusing(impl)
-        where = {
-            "device": device,
-            "dtype": dtype,
-            "mesh": mesh,
-            "sequence_parallel": sequence_parallel,
-            "overlap": overlap,
-        }
-        self.qkv = ColumnParallelLinear(
-            embed_dim,
+        check_numbers(AttentionOptions(**self._mask))
+        qkv_bias = style.bias if style.qkv_bias is None else style.qkv_bias
+        qkv_features, out_features = (
             kv_heads * (self.group + 2) * self.head_dim,
-            bias if style.qkv_bias is None else style.qkv_bias,
-            **where,
-        )
-        self.out = RowParallelLinear(
             num_heads * self.head_dim,
-            embed_dim,
-            bias,
-            init=out_init,
-            **where,
+        )
+        self.qkv = ColumnParallelLinear(embed_dim, qkv_features, qkv_bias, place=place)
+        self.out = RowParallelLinear(
+            out_features, embed_dim, style.bias, init=out_init, place=place
         )
         self.q_norm, self.k_norm = (
-            self._head_norm(heads, device, dtype) for heads in (num_heads, kv_heads)
+            self._head_norm(heads, place) for heads in (num_heads, kv_heads)
         )
         self.records: dict[str, ParamRecord] = {}
         self.register_parameter("sinks", None)
-        if sinks:
+        if style.sinks:
             cut = Cut("tp", 0, tp)
             record = ParamRecord("sinks", (num_heads,), (cut,), init="zeros", decay=False)
             self.records["sinks"] = record
-            zeros = torch.zeros(record.local_shape, device=device, dtype=dtype)
+            zeros = torch.zeros(record.local_shape, device=place.device, dtype=place.dtype)
             self.sinks = nn.Parameter(zeros)
 
-    def _head_norm(
-        self, heads: int, device: torch.device | str | None, dtype: torch.dtype | None
-    ) -> RMSNorm | ColumnParallelRMSNorm | None:
+    def _head_norm(self, heads: int, place: Place) -> RMSNorm | ColumnParallelRMSNorm | None:
         """The norm over each query (or key) head or over all of them, if the style has one."""
         style = self.style
-        if style.qk_norm is None:
+        if not style.qk_norm:
             return None
-        where: dict[str, Any] = {"device": device, "dtype": dtype, "offset": style.qk_norm_offset}
-        where |= {"mesh": self.mesh, "impl": self.impl}
+        like: dict[str, Any] = {"offset": style.norm == "rms1p", "place": place}
         if style.qk_norm_whole:
-            return ColumnParallelRMSNorm(heads * self.head_dim, style.qk_norm, **where)
+            return ColumnParallelRMSNorm(heads * self.head_dim, style.norm_eps, **like)
         # Each tensor rank normalises its own heads: the weight's gradient is a partial sum.
-        return RMSNorm(self.head_dim, style.qk_norm, sequence_parallel=True, **where)
+        return RMSNorm(self.head_dim, style.norm_eps, sequence_parallel=True, **like)
+
+    @property
+    def _mask(self) -> dict[str, Any]:
+        """What attention is told of scores and mask, by the names of its arguments."""
+        style = self.style
+        return {
+            "causal": style.causal,
+            "window": style.window,
+            "scale": style.attention_scale,
+            "softcap": style.softcap,
+            "impl": self.impl,
+        }
 
     def reset_parameters(self) -> None:
         """Sinks 0; the projections have their own."""
@@ -198,8 +140,8 @@ class Attention(nn.Module):
             head_dim=self.head_dim,
             batch=batch,
             itemsize=self.qkv.weight.itemsize,
-            causal=self.causal,
-            window=self.window,
+            causal=self.style.causal,
+            window=self.style.window,
             neighbours=sizes.ulysses if sizes.ulysses > 1 else None,
             links=strategy if isinstance(strategy, Links) else None,
         )
@@ -219,14 +161,9 @@ class Attention(nn.Module):
         if context is None and x.dim() != 3:
             raise ValueError(f"without a context attention needs x[B, S, E], got {[*x.shape]}")
         q, k, v = self._heads(x, context)
-        masked = {
-            "causal": self.causal,
-            "window": self.window,
+        masked = self._mask | {
             "documents": None if context is None else context.documents,
-            "scale": self.style.scale,
-            "softcap": self.softcap,
             "sinks": self.sinks,
-            "impl": self.impl,
         }
         if context is not None and context.cache is not None:
             runs = ((context.cache.start, q.shape[1]),)
@@ -305,28 +242,28 @@ class Attention(nn.Module):
     def _rope(
         self, length: int, x: Tensor, context: TokenContext | None
     ) -> tuple[Tensor, Tensor] | None:
-        if self.rope_theta is None:
+        theta, scaling = self.style.rope_theta, self.style.rope_scaling
+        if theta is None:
             return None
         if context is not None:
             if context.rope is None:
                 raise ValueError(
                     "this attention layer has a rotary embedding: context.rope is None"
                 )
-            local = self.window is not None and context.local_rope is not None
+            local = self.style.window is not None and context.local_rope is not None
             return context.local_rope if local else context.rope
         positions = torch.arange(length, device=x.device)
         wide = compute_dtype(x)
-        scaling = self.style.rope_scaling
-        return rope_table(
-            positions, self.head_dim, theta=self.rope_theta, scaling=scaling, dtype=wide
-        )
+        return rope_table(positions, self.head_dim, theta=theta, scaling=scaling, dtype=wide)
 
     def extra_repr(self) -> str:
-        kv_heads = self.num_heads // self.group
-        shown = "" if self.style == HeadStyle() else f", {self.style}"
+        style = self.style
+        shown = ["causal", "window", "softcap", "sinks", "rope_theta"]
+        for field in fields(HeadStyle):
+            if field.name not in shown and getattr(style, field.name) != field.default:
+                shown.append(field.name)
         return (
             f"embed_dim={self.qkv.in_features}, num_heads={self.num_heads}, "
-            f"num_kv_heads={kv_heads}, causal={self.causal}, window={self.window}, "
-            f"softcap={self.softcap}, sinks={self.sinks is not None}, "
-            f"rope_theta={self.rope_theta}{shown}"
+            f"num_kv_heads={self.num_heads // self.group}, "
+            + ", ".join(f"{name}={getattr(style, name)}" for name in shown)
         )

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
 from torch import Tensor, nn
 
 from warpweave.kernels.dropout import Drop, dropout
-from warpweave.layers.attention import Attention, HeadStyle
+from warpweave.layers.attention import Attention
 from warpweave.layers.context import TokenContext
 from warpweave.layers.fusable import fusable
 from warpweave.layers.linear import RowParallelLinear
 from warpweave.layers.mlp import MLP
 from warpweave.layers.norm import make_norm
-from warpweave.parallel.context import Links, Strategy
-from warpweave.parallel.mesh import ConnectedMesh
+from warpweave.layers.place import Place
+from warpweave.layers.style import BlockStyle, fields_as_keywords
 
 
 class TransformerBlock(nn.Module):
@@ -21,96 +22,42 @@ class TransformerBlock(nn.Module):
 
     Args:
         embed_dim, num_heads, hidden_dim: E, H and F.
-        num_kv_heads: KV heads, by default num_heads.
-        norm: "layer", "rms", or "rms1p" with factors 1 + weight; norm_eps its epsilon.
-        norm_place: "pre", before attention and MLP; "post", of what they give, before it is added
-            to the stream, ``x + norm(attention(x))`` (OLMo 2); "sandwich", both (Gemma 2).
-        activation, recompute: as ``MLP``.
-        bias: linear layers and LayerNorm have biases.
-        causal, window, softcap, sinks, rope_theta, style, strategy: as ``Attention``.
-        dropout: probability on both branches, keyed by global token ids (needs a context).
+        style, place: `BlockStyle` and `Place`, or fields of theirs by keyword: norm, activation,
+            num_kv_heads, rope_theta, dropout, mesh and so on. With norm_place "pre" norms stand
+            before attention and MLP; with "post" they are of what these give, before it is added to
+            the stream, ``x + norm(attention(x))`` (OLMo 2); "sandwich" is both (Gemma 2).
         site: number of the first of the block's two dropout sites.
-        device, dtype, mesh, sequence_parallel, overlap, impl: as ``Attention``.
         out_init: standard deviation of a keyed initialisation of both output projections.
     """
 
+    @fields_as_keywords(style=BlockStyle, place=Place)
     def __init__(
         self,
         embed_dim: int,
         num_heads: int,
         hidden_dim: int,
         *,
-        num_kv_heads: int | None = None,
-        norm: str = "layer",
-        norm_eps: float = 1e-5,
-        norm_place: str = "pre",
-        activation: str = "gelu",
-        bias: bool = True,
-        causal: bool = True,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: bool = False,
-        rope_theta: float | None = None,
-        style: HeadStyle = HeadStyle(),
-        dropout: float = 0.0,
+        style: BlockStyle,
+        place: Place,
         site: int = 1,
-        recompute: str | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        mesh: ConnectedMesh | None = None,
-        sequence_parallel: bool = False,
-        overlap: str = "bulk",
-        strategy: Strategy | Links = "auto",
         out_init: float = 0.02,
-        impl: str | None = None,
     ) -> None:
         super().__init__()
-        if norm_place not in ("pre", "sandwich", "post"):
-            raise ValueError(f"norm_place must be 'pre', 'sandwich' or 'post', got {norm_place!r}")
-        self.dropout, self.site, self.impl = dropout, site, impl
-        where = {
-            "device": device,
-            "dtype": dtype,
-            "mesh": mesh,
-            "sequence_parallel": sequence_parallel,
-            "impl": impl,
-        }
+        where = style.norm_place
+        if where not in ("pre", "sandwich", "post"):
+            raise ValueError(f"norm_place must be 'pre', 'sandwich' or 'post', got {where!r}")
+        self.dropout, self.site, self.impl = style.dropout, site, place.impl
 
-        def norm_if(place: str) -> nn.Module | None:
-            if norm_place not in (place, "sandwich"):
-                return None
-            return make_norm(norm, embed_dim, norm_eps, bias=bias, **where)
+        def norm_if(*places: str) -> nn.Module | None:
+            return make_norm(style, embed_dim, place) if where in places else None
 
-        self.attention_norm = norm_if("pre")
-        self.attention = Attention(
-            embed_dim,
-            num_heads,
-            bias=bias,
-            num_kv_heads=num_kv_heads,
-            causal=causal,
-            window=window,
-            softcap=softcap,
-            sinks=sinks,
-            rope_theta=rope_theta,
-            style=style,
-            strategy=strategy,
-            out_init=out_init,
-            overlap=overlap,
-            **where,
-        )
-        self.attention_post_norm = norm_if("post")
-        self.mlp_norm = norm_if("pre")
-        self.mlp = MLP(
-            embed_dim,
-            hidden_dim,
-            activation,
-            bias,
-            out_init=out_init,
-            recompute=recompute,
-            overlap=overlap,
-            **where,
-        )
-        self.mlp_post_norm = norm_if("post")
+        same: dict[str, Any] = {"style": style, "place": place, "out_init": out_init}
+        self.attention_norm = norm_if("pre", "sandwich")
+        self.attention = Attention(embed_dim, num_heads, **same)
+        self.attention_post_norm = norm_if("post", "sandwich")
+        self.mlp_norm = norm_if("pre", "sandwich")
+        self.mlp = MLP(embed_dim, hidden_dim, **same)
+        self.mlp_post_norm = norm_if("post", "sandwich")
 
     def forward(self, x: Tensor, context: TokenContext | None = None) -> Tensor:
         """x[B, S, E] -> y[B, S, E]; with `context`, x[T, E] or x[T/tp, E] -> the same shape."""

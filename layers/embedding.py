@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from warpweave.parallel.mesh import ConnectedMesh, connected
+from warpweave.layers.place import Place
+from warpweave.layers.style import fields_as_keywords
+from warpweave.parallel.mesh import connected
 from warpweave.parallel.shard import Cut, ParamRecord
 from warpweave.parallel.tensor import vocab_parallel_embedding
 
@@ -19,28 +21,23 @@ class VocabParallelEmbedding(nn.Module):
         num_embeddings, embedding_dim, device, dtype: as ``nn.Embedding``.
         mesh: the connected mesh; None is one device.
         sequence_parallel: return y[T/tp, E], cut over the tensor axis (ids must then be 1-D).
+        place: a `Place` that has these, device and dtype, instead of them one by one.
         init: standard deviation by which a keyed initialisation (``GPT``) draws the weight.
     """
 
+    @fields_as_keywords(unused=("overlap", "strategy", "recompute", "impl"), place=Place)
     def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        mesh: ConnectedMesh | None = None,
-        sequence_parallel: bool = False,
-        init: float = 0.02,
+        self, num_embeddings: int, embedding_dim: int, *, place: Place, init: float = 0.02
     ) -> None:
         super().__init__()
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
-        self.mesh = connected(mesh)
-        self.sequence_parallel = sequence_parallel
+        self.mesh = connected(place.mesh)
+        self.sequence_parallel = place.sequence_parallel
         cut = Cut("tp", 0, self.mesh.size("tp"))
         record = ParamRecord("weight", (num_embeddings, embedding_dim), (cut,), init=init)
         self.records = {"weight": record}
-        self.weight = nn.Parameter(torch.empty(record.local_shape, device=device, dtype=dtype))
+        weight = torch.empty(record.local_shape, device=place.device, dtype=place.dtype)
+        self.weight = nn.Parameter(weight)
         self.reset_parameters()
 
     @torch.no_grad()

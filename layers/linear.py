@@ -11,11 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from warpweave.layers.place import Place
+from warpweave.layers.style import fields_as_keywords
 from warpweave.parallel.collectives import gather, scatter
-from warpweave.parallel.mesh import ConnectedMesh, connected
+from warpweave.parallel.mesh import connected
 from warpweave.parallel.shard import Cut, ParamRecord
 from warpweave.parallel.tensor import column_parallel_linear, row_parallel_linear
-from warpweave.parallel.tensor.overlap import check_overlap
+
+_UNUSED = ("strategy", "recompute", "impl")  # of a `Place`: what a product by itself has no use for
 
 
 def _check_divides(what: str, size: int, parts: int) -> None:
@@ -31,25 +34,22 @@ class _ParallelLinear(nn.Module):
         in_features: int,
         out_features: int,
         bias: bool,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
-        mesh: ConnectedMesh | None,
-        sequence_parallel: bool,
-        overlap: str,
-        init: float,
         shard_dim: int,
+        init: float,
+        place: Place,
     ) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
-        self.mesh = connected(mesh)
-        self.sequence_parallel, self.overlap = sequence_parallel, check_overlap(overlap)
+        self.mesh = connected(place.mesh)
+        self.sequence_parallel, self.overlap = place.sequence_parallel, place.overlap
+        factory = {"device": place.device, "dtype": place.dtype}
         tp = self.mesh.size("tp")
         cut = "in_features" if shard_dim else "out_features"
         _check_divides(cut, in_features if shard_dim else out_features, tp)
         shape: tuple[int, ...] = (out_features, in_features)
         weight = ParamRecord("weight", shape, (Cut("tp", shard_dim, tp),), init=init)
         self.records = {"weight": weight}
-        self.weight = nn.Parameter(torch.empty(weight.local_shape, device=device, dtype=dtype))
+        self.weight = nn.Parameter(torch.empty(weight.local_shape, **factory))
         if bias:
             # A row-parallel bias is added after the sum over ranks; with sequence parallelism each
             # rank adds it to its own tokens, so that its gradient is a partial sum.
@@ -58,12 +58,12 @@ class _ParallelLinear(nn.Module):
                 "bias",
                 (out_features,),
                 () if whole else (Cut("tp", 0, tp),),
-                partial=("tp",) if whole and sequence_parallel and tp > 1 else (),
+                partial=("tp",) if whole and self.sequence_parallel and tp > 1 else (),
                 init="zeros",
                 decay=False,
             )
             shape = self.records["bias"].local_shape
-            self.bias = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+            self.bias = nn.Parameter(torch.empty(shape, **factory))
         else:
             self.register_parameter("bias", None)
         self.reset_parameters()
@@ -115,6 +115,7 @@ class ColumnParallelLinear(_ParallelLinear):
             gathered here; otherwise it is x[..., in], the same on every tensor rank.
         overlap: how collectives and products hide one another: "none", "bulk", "chunked" or
             "fused", see ``parallel.tensor.overlap``.
+        place: a `Place` that has these, device and dtype, instead of them one by one.
         gather_output: return y[..., out] whole on every rank instead of y[..., out/tp].
         init: standard deviation by which a keyed initialisation (``GPT``) draws the weight.
 
@@ -122,32 +123,18 @@ class ColumnParallelLinear(_ParallelLinear):
         ValueError: out_features does not divide by tp.
     """
 
+    @fields_as_keywords("device", "dtype", unused=_UNUSED, place=Place)
     def __init__(
         self,
         in_features: int,
         out_features: int,
         bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
         *,
-        mesh: ConnectedMesh | None = None,
-        sequence_parallel: bool = False,
-        overlap: str = "bulk",
+        place: Place,
         gather_output: bool = False,
         init: float = 0.02,
     ) -> None:
-        super().__init__(
-            in_features,
-            out_features,
-            bias,
-            device,
-            dtype,
-            mesh,
-            sequence_parallel,
-            overlap,
-            init,
-            0,
-        )
+        super().__init__(in_features, out_features, bias, 0, init, place)
         self.gather_output = gather_output
 
     def forward(self, x: Tensor) -> Tensor:
@@ -166,6 +153,7 @@ class RowParallelLinear(_ParallelLinear):
         sequence_parallel: the output is y[T/tp, out], summed and cut over the tensor axis;
             otherwise y[..., out], summed and the same on every tensor rank.
         overlap: as ``ColumnParallelLinear``.
+        place: a `Place` that has these, device and dtype, instead of them one by one.
         input_is_parallel: the input is already x[..., in/tp]; otherwise it is whole, cut here.
         init: standard deviation by which a keyed initialisation (``GPT``) draws the weight.
 
@@ -173,32 +161,18 @@ class RowParallelLinear(_ParallelLinear):
         ValueError: in_features does not divide by tp.
     """
 
+    @fields_as_keywords("device", "dtype", unused=_UNUSED, place=Place)
     def __init__(
         self,
         in_features: int,
         out_features: int,
         bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
         *,
-        mesh: ConnectedMesh | None = None,
-        sequence_parallel: bool = False,
-        overlap: str = "bulk",
+        place: Place,
         input_is_parallel: bool = True,
         init: float = 0.02,
     ) -> None:
-        super().__init__(
-            in_features,
-            out_features,
-            bias,
-            device,
-            dtype,
-            mesh,
-            sequence_parallel,
-            overlap,
-            init,
-            1,
-        )
+        super().__init__(in_features, out_features, bias, 1, init, place)
         self.input_is_parallel = input_is_parallel
 
     def forward(self, x: Tensor, *, add_bias: bool = True) -> Tensor:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from warpweave.kernels.overlap.gathering import check_fusing
 from warpweave.kernels.runtime.dispatch import check_impl
+from warpweave.layers.place import Place
+from warpweave.layers.style import fields_as_keywords
 from warpweave.parallel.collectives import Pending
 from warpweave.parallel.mesh import ConnectedMesh, connected
 from warpweave.parallel.tensor import vocab_parallel_cross_entropy
 from warpweave.parallel.tensor.linear_loss import vocab_parallel_linear_cross_entropy
-from warpweave.parallel.tensor.overlap import check_overlap
 
 
 class VocabParallelCrossEntropy(nn.Module):
@@ -70,8 +70,10 @@ class VocabParallelLinearCrossEntropy(nn.Module):
         sequence_parallel: the input is x[T/tp, E], its rows cut over the tensor axis.
         overlap: as ``ColumnParallelLinear``.
         impl: "triton", "torch" or None, as for the kernels.
+        place: a `Place` that has these four, instead of them one by one.
     """
 
+    @fields_as_keywords(unused=("device", "dtype", "strategy", "recompute"), place=Place)
     def __init__(
         self,
         vocab_size: int,
@@ -80,19 +82,13 @@ class VocabParallelLinearCrossEntropy(nn.Module):
         z_loss: float = 0.0,
         recompute: bool | None = None,
         softcap: float | None = None,
-        mesh: ConnectedMesh | None = None,
-        sequence_parallel: bool = False,
-        overlap: str = "bulk",
-        impl: str | None = None,
+        place: Place,
     ) -> None:
         super().__init__()
-        if check_overlap(overlap) == "fused":
-            check_fusing(impl)
         self.vocab_size, self.label_smoothing, self.z_loss = vocab_size, label_smoothing, z_loss
-        self.recompute, self.overlap, self.impl = recompute, overlap, check_impl(impl)
-        self.softcap = softcap
-        self.mesh = connected(mesh)
-        self.sequence_parallel = sequence_parallel and self.mesh.size("tp") > 1
+        self.recompute, self.softcap = recompute, softcap
+        self.overlap, self.impl, self.mesh = place.overlap, place.impl, connected(place.mesh)
+        self.sequence_parallel = place.sequence_parallel and self.mesh.size("tp") > 1
 
     def forward(
         self, x: Tensor, weight: Tensor, labels: Tensor, normaliser: Tensor | Pending | float

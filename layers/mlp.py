@@ -8,12 +8,11 @@ from torch.utils.checkpoint import checkpoint
 
 from warpweave.kernels.activation import activate, find_activation
 from warpweave.kernels.dropout import Drop, dropout
-from warpweave.kernels.mlp import RECOMPUTE
-from warpweave.kernels.overlap.gathering import check_fusing
-from warpweave.kernels.runtime.dispatch import check_impl
 from warpweave.layers.fusable import fusable
 from warpweave.layers.linear import ColumnParallelLinear, RowParallelLinear
-from warpweave.parallel.mesh import ConnectedMesh, connected
+from warpweave.layers.place import Place
+from warpweave.layers.style import MLPStyle, fields_as_keywords
+from warpweave.parallel.mesh import connected
 from warpweave.parallel.tensor.mlp import parallel_mlp
 
 
@@ -27,54 +26,39 @@ class MLP(nn.Module):
 
     Args:
         embed_dim, hidden_dim: E and F.
-        activation: "gelu" (tanh approximation), "gelu_erf", "relu2", "swiglu" or "geglu".
-        bias: both layers have one.
-        device, dtype, mesh, sequence_parallel, overlap: as ``ColumnParallelLinear``.
+        style, place: `MLPStyle` and `Place`, or fields of theirs by keyword: activation, "gelu"
+            (tanh approximation), "gelu_erf", "relu2", "swiglu" or "geglu", and bias, of both
+            layers; device, dtype, mesh, recompute and so on.
         out_init: standard deviation of a keyed initialisation of the down projection.
-        recompute: what the backward computes again instead of keeping it: "nothing", "activation"
-            (the hidden activations) or "up" (the up projection, too); None is "activation" on a
-            GPU and "nothing" on a CPU. The results are the same.
-        impl: "triton", "torch" or None, as for the kernels.
 
     Raises:
         ValueError: unknown activation, recompute or impl, or the tensor axis does not divide
             hidden_dim.
     """
 
+    @fields_as_keywords(
+        "activation", "bias", "device", "dtype", unused=("strategy",), style=MLPStyle, place=Place
+    )
     def __init__(
         self,
         embed_dim: int,
         hidden_dim: int,
-        activation: str = "gelu",
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
         *,
-        mesh: ConnectedMesh | None = None,
-        sequence_parallel: bool = False,
-        overlap: str = "bulk",
+        style: MLPStyle,
+        place: Place,
         out_init: float = 0.02,
-        recompute: str | None = None,
-        impl: str | None = None,
     ) -> None:
         super().__init__()
-        gated = find_activation(activation).gated
-        if recompute is not None and recompute not in RECOMPUTE:
-            raise ValueError(f"recompute must be one of {RECOMPUTE} or None, got {recompute!r}")
-        if overlap == "fused":
-            check_fusing(impl)
-        tp = connected(mesh).size("tp")
+        gated = find_activation(style.activation).gated
+        tp = connected(place.mesh).size("tp")
         if hidden_dim % tp:
             raise ValueError(
                 f"hidden_dim = {hidden_dim} does not divide by the tensor axis tp = {tp}"
             )
-        self.activation, self.recompute, self.impl = activation, recompute, check_impl(impl)
+        self.activation, self.recompute, self.impl = style.activation, place.recompute, place.impl
         up_features = 2 * hidden_dim if gated else hidden_dim
-        over = {"mesh": mesh, "sequence_parallel": sequence_parallel, "overlap": overlap}
-        self.up = ColumnParallelLinear(embed_dim, up_features, bias, device, dtype, **over)
-        self.down = RowParallelLinear(
-            hidden_dim, embed_dim, bias, device, dtype, init=out_init, **over
-        )
+        self.up = ColumnParallelLinear(embed_dim, up_features, style.bias, place=place)
+        self.down = RowParallelLinear(hidden_dim, embed_dim, style.bias, init=out_init, place=place)
 
     def forward(
         self, x: Tensor, residual: Tensor | None = None, drop: Drop | None = None

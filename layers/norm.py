@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -11,10 +11,13 @@ from torch import Tensor, nn
 from warpweave.kernels.dropout import Drop
 from warpweave.kernels.norm import layer_norm, rms_norm
 from warpweave.kernels.reference import compute_dtype
-from warpweave.kernels.runtime.dispatch import check_impl
-from warpweave.parallel.mesh import ConnectedMesh, connected
+from warpweave.layers.place import Place
+from warpweave.layers.style import NormStyle, fields_as_keywords
+from warpweave.parallel.mesh import connected
 from warpweave.parallel.shard import Cut, ParamRecord
 from warpweave.parallel.tensor import cut_rms_norm
+
+_UNUSED = ("overlap", "strategy", "recompute")  # of a `Place`: what a norm has no use for
 
 
 class _Norm(nn.Module):
@@ -24,37 +27,32 @@ class _Norm(nn.Module):
         self,
         normalized_shape: int | Sequence[int],
         eps: float,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
-        mesh: ConnectedMesh | None,
-        sequence_parallel: bool,
-        impl: str | None,
+        place: Place,
         offset: bool = False,
         cuts: tuple[Cut, ...] = (),
     ) -> None:
         super().__init__()
-        mesh = connected(mesh)
+        mesh = connected(place.mesh)
         whole = isinstance(normalized_shape, int)
         shape = (normalized_shape,) if whole else tuple(normalized_shape)
         if len(shape) != 1:
             raise ValueError(f"normalized_shape must be one dim, got {shape}")
-        self.normalized_shape, self.eps, self.impl = shape, eps, check_impl(impl)
+        self.normalized_shape, self.eps, self.impl = shape, eps, place.impl
         # With sequence parallelism each tensor rank normalises its own tokens, so that the
         # gradients of weight and bias are partial sums.
-        self._partial = ("tp",) if sequence_parallel and mesh.size("tp") > 1 else ()
+        others = place.sequence_parallel and not cuts and mesh.size("tp") > 1
+        self._partial = ("tp",) if others else ()
         self.offset, self._cuts = offset, cuts
         self.records: dict[str, ParamRecord] = {}
-        self.weight = self._parameter("weight", "zeros" if offset else "ones", device, dtype)
+        self.weight = self._parameter("weight", "zeros" if offset else "ones", place)
         self.register_parameter("bias", None)
 
-    def _parameter(
-        self, name: str, init: str, device: torch.device | str | None, dtype: torch.dtype | None
-    ) -> nn.Parameter:
+    def _parameter(self, name: str, init: str, place: Place) -> nn.Parameter:
         record = self.records[name] = ParamRecord(
             name, self.normalized_shape, self._cuts, self._partial, init=init, decay=False
         )
         fill = torch.ones if init == "ones" else torch.zeros
-        return nn.Parameter(fill(record.local_shape, device=device, dtype=dtype))
+        return nn.Parameter(fill(record.local_shape, device=place.device, dtype=place.dtype))
 
     def reset_parameters(self) -> None:
         """Weight 1 (0 with an offset) and bias 0."""
@@ -82,22 +80,19 @@ class RMSNorm(_Norm):
         mesh, sequence_parallel: set when tensor ranks hold different tokens, or other heads of a
             norm over each head: the gradients are then partial sums.
         impl: "triton", "torch" or None, as for the kernels.
+        place: a `Place` that has these, device and dtype, instead of them one by one.
     """
 
+    @fields_as_keywords(unused=_UNUSED, place=Place)
     def __init__(
         self,
         normalized_shape: int | Sequence[int],
         eps: float = 1e-6,
         *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        place: Place,
         offset: bool = False,
-        mesh: ConnectedMesh | None = None,
-        sequence_parallel: bool = False,
-        impl: str | None = None,
     ) -> None:
-        over = mesh, sequence_parallel, impl
-        super().__init__(normalized_shape, eps, device, dtype, *over, offset)
+        super().__init__(normalized_shape, eps, place, offset)
 
     def forward(
         self,
@@ -122,25 +117,21 @@ class ColumnParallelRMSNorm(_Norm):
 
     Args:
         num_features: E, of all ranks together, which the tensor axis divides.
-        eps, device, dtype, offset, mesh, impl: as ``RMSNorm``.
+        eps, device, dtype, offset, mesh, impl, place: as ``RMSNorm``.
     """
 
+    @fields_as_keywords(unused=("sequence_parallel", *_UNUSED), place=Place)
     def __init__(
         self,
         num_features: int,
         eps: float = 1e-6,
         *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        place: Place,
         offset: bool = False,
-        mesh: ConnectedMesh | None = None,
-        impl: str | None = None,
     ) -> None:
-        connected_mesh = connected(mesh)
-        cuts = (Cut("tp", 0, connected_mesh.size("tp")),)
-        super().__init__(num_features, eps, device, dtype, mesh, False, impl, offset, cuts)
-        self.num_features = num_features
-        self.group = connected_mesh.group("tp")
+        mesh = connected(place.mesh)
+        super().__init__(num_features, eps, place, offset, (Cut("tp", 0, mesh.size("tp")),))
+        self.num_features, self.group = num_features, mesh.group("tp")
 
     def forward(self, x: Tensor) -> Tensor:
         """x[..., E/tp] -> y[..., E/tp] = x / sqrt(mean of all E squares + eps) * weight."""
@@ -158,23 +149,21 @@ class LayerNorm(_Norm):
         mesh, sequence_parallel: set when tensor ranks hold different tokens, or other heads of a
             norm over each head: the gradients are then partial sums.
         impl: "triton", "torch" or None, as for the kernels.
+        place: a `Place` that has these, device and dtype, instead of them one by one.
     """
 
+    @fields_as_keywords(unused=_UNUSED, place=Place)
     def __init__(
         self,
         normalized_shape: int | Sequence[int],
         eps: float = 1e-5,
         *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        place: Place,
         bias: bool = True,
-        mesh: ConnectedMesh | None = None,
-        sequence_parallel: bool = False,
-        impl: str | None = None,
     ) -> None:
-        super().__init__(normalized_shape, eps, device, dtype, mesh, sequence_parallel, impl)
+        super().__init__(normalized_shape, eps, place)
         if bias:
-            self.bias = self._parameter("bias", "zeros", device, dtype)
+            self.bias = self._parameter("bias", "zeros", place)
 
     def forward(
         self,
@@ -190,15 +179,10 @@ class LayerNorm(_Norm):
         return layer_norm(x, self.weight, self.bias, self.eps, **terms, impl=self.impl)
 
 
-def make_norm(
-    kind: str, embed_dim: int, eps: float, *, bias: bool = True, **where: Any
-) -> RMSNorm | LayerNorm:
-    """The norm that a model names: "layer", "rms", or "rms1p", whose factors are 1 + weight.
-
-    `bias` is of a LayerNorm; `where` as for both classes. Raises ValueError for another name.
-    """
-    if kind == "layer":
-        return LayerNorm(embed_dim, eps, bias=bias, **where)
-    if kind in ("rms", "rms1p"):
-        return RMSNorm(embed_dim, eps, offset=kind == "rms1p", **where)
-    raise ValueError(f"norm must be 'layer', 'rms' or 'rms1p', got {kind!r}")
+def make_norm(style: NormStyle, embed_dim: int, place: Place) -> RMSNorm | LayerNorm:
+    """The norm over embed_dim features that a style names; ValueError for a name of none."""
+    if style.norm == "layer":
+        return LayerNorm(embed_dim, style.norm_eps, bias=style.bias, place=place)
+    if style.norm in ("rms", "rms1p"):
+        return RMSNorm(embed_dim, style.norm_eps, offset=style.norm == "rms1p", place=place)
+    raise ValueError(f"norm must be 'layer', 'rms' or 'rms1p', got {style.norm!r}")

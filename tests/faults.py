@@ -523,8 +523,8 @@ FAULTS = (
     Fault(
         "attention-norm-of-heads",
         "layers/attention.py",
-        "style.qk_norm, sequence_parallel=True, **where",
-        "style.qk_norm, sequence_parallel=self.qkv.sequence_parallel, **where",
+        "style.norm_eps, sequence_parallel=True, **like",
+        "style.norm_eps, sequence_parallel=self.qkv.sequence_parallel, **like",
         "without sequence parallelism gradients of q/k norms are those of one tensor rank's heads",
     ),
     Fault(
@@ -544,14 +544,14 @@ FAULTS = (
     Fault(
         "block-layer-norm-eps",
         "layers/norm.py",
-        "return LayerNorm(embed_dim, eps, bias=bias, **where)",
-        "return LayerNorm(embed_dim, bias=bias, **where)",
+        "return LayerNorm(embed_dim, style.norm_eps, bias",
+        "return LayerNorm(embed_dim, bias",
         "norm_eps counts for RMSNorm only",
     ),
     Fault(
         "block-window",
-        "layers/block.py",
-        "            window=window,\n",
+        "warpweave/config.py",
+        '"window": window, ',
         "",
         "the block's sliding window is not handed on",
     ),
@@ -685,8 +685,8 @@ FAULTS = (
     Fault(
         "mlp-down-init",
         "layers/mlp.py",
-        "dtype, init=out_init, **over",
-        "dtype, **over",
+        "style.bias, init=out_init, place=place",
+        "style.bias, place=place",
         "the down projection starts as large as any other",
     ),
     Fault(

@@ -12,7 +12,7 @@ from threads import run_threads
 from torch import Tensor, nn
 
 from warpweave.kernels.rope import RopeScaling, rope_table
-from warpweave.layers.attention import Attention, HeadStyle
+from warpweave.layers.attention import Attention
 from warpweave.layers.context import KVCache, TokenContext
 from warpweave.layers.records import collect_records
 from warpweave.parallel.layout import SequenceLayout
@@ -72,13 +72,15 @@ def _truth(layer: Attention, x: Tensor, theta: float | None) -> Tensor:
         z = torch.complex(t[..., :half], t[..., half:]) * torch.polar(torch.ones_like(angle), angle)
         return torch.cat((z.real, z.imag), -1)
 
-    hidden = future if layer.window is None else future | future.mT.triu(-S).tril(-layer.window)
+    style = layer.style
+    scale = style.attention_scale or layer.head_dim**-0.5
+    hidden = future if style.window is None else future | future.mT.triu(-S).tril(-style.window)
     for kv in range(rows.shape[2]):
         k, v = turn(rows[:, :, kv, -2]), rows[:, :, kv, -1]
         for g in range(layer.group):
-            scores = turn(rows[:, :, kv, g]) @ k.mT * (layer.style.scale or layer.head_dim**-0.5)
-            if layer.softcap is not None:
-                scores = layer.softcap * (scores / layer.softcap).tanh()
+            scores = turn(rows[:, :, kv, g]) @ k.mT * scale
+            if style.softcap is not None:
+                scores = style.softcap * (scores / style.softcap).tanh()
             scores = scores.masked_fill(hidden, -torch.inf)
             if layer.sinks is not None:
                 sink = layer.sinks[kv * layer.group + g].expand(len(x), S, 1)
@@ -101,7 +103,7 @@ OPTIONS = [
     {"softcap": 0.5},
     {"sinks": True},
     {"window": 2, "softcap": 0.5, "sinks": True, "rope_theta": 100.0},
-    {"style": HeadStyle(scale=0.9), "softcap": 2.0},  # the cap is of what was scaled
+    {"attention_scale": 0.9, "softcap": 2.0},  # the cap is of what was scaled
 ]
 
 
@@ -112,7 +114,7 @@ def test_windows_softcaps_and_sinks_follow_the_formula(options):
         for i, p in enumerate(layer.parameters()):
             p.copy_(draw(20 + i, *p.shape) / 2)
     grads = []
-    for fn in (layer, lambda x: _truth(layer, x, layer.rope_theta)):
+    for fn in (layer, lambda x: _truth(layer, x, layer.style.rope_theta)):
         layer.zero_grad()
         y = fn(draw(1, 2, 7, 36))
         y.backward(draw(2, 2, 7, 36))
@@ -121,7 +123,7 @@ def test_windows_softcaps_and_sinks_follow_the_formula(options):
         assert_close_f64(ours, truth, RTOL)
     x, cache = draw(1, 2, 7, 36), KVCache(9)
     for tokens in torch.arange(7).split([4, 1, 2]):  # decoded, which is a call of its own
-        rope = rope_table(tokens, 6, theta=layer.rope_theta or 2.0, dtype=torch.float64)
+        rope = rope_table(tokens, 6, theta=layer.style.rope_theta or 2.0, dtype=torch.float64)
         decoded = layer(x[:, tokens].flatten(0, 1), TokenContext(2, rope=rope, cache=cache))
         assert_close_f64(decoded.view(2, -1, 36), grads[0][0][:, tokens], RTOL)
         cache.start += len(tokens)
@@ -155,7 +157,7 @@ def test_flattened_tokens_with_a_context_are_the_batch_without():
 
 def test_without_a_context_the_table_is_scaled_as_the_style_says():
     scaling = RopeScaling("linear", 4.0)
-    layer = Attention(12, 2, rope_theta=100.0, style=HeadStyle(rope_scaling=scaling), **F64)
+    layer = Attention(12, 2, rope_theta=100.0, rope_scaling=scaling, **F64)
     rope = rope_table(torch.arange(5), 6, theta=100.0, scaling=scaling, dtype=torch.float64)
     x = draw(1, 3, 5, 12)
     assert torch.equal(layer(x).flatten(0, 1), layer(x.flatten(0, 1), TokenContext(3, rope=rope)))
@@ -163,7 +165,7 @@ def test_without_a_context_the_table_is_scaled_as_the_style_says():
 
 def test_a_style_decides_on_the_bias_of_qkv_alone():
     for both, alone in ((True, False), (False, True), (True, None), (False, None)):
-        layer = Attention(12, 2, bias=both, style=HeadStyle(qkv_bias=alone))
+        layer = Attention(12, 2, bias=both, qkv_bias=alone)
         assert (layer.qkv.bias is not None) == (both if alone is None else alone)
         assert (layer.out.bias is not None) == both
 
@@ -192,7 +194,7 @@ def test_a_token_sees_no_later_one_but_all_earlier_ones():
         (0, {}, "need at least one head, got 0 and 0 KV heads"),
         (0, {"num_kv_heads": 1}, "need at least one head, got 0 and 1 KV heads"),
         (4, {"rope_theta": 1e4}, "rope needs an even head size, got 3"),
-        (4, {"style": HeadStyle(0)}, "head_dim must be at least 1, got 0"),
+        (4, {"head_size": 0}, "head_size must be at least 1, got 0"),
         (6, {"num_kv_heads": 3, "mesh": ConnectedMesh(Mesh(tp=2), 0, {"tp": None}, None)},
          "num_kv_heads = 3 does not divide by the tensor axis tp = 2"),
     ],
@@ -200,7 +202,7 @@ def test_a_token_sees_no_later_one_but_all_earlier_ones():
 def test_heads_that_do_not_fit_are_refused_by_their_numbers(heads, options, message):
     with pytest.raises(ValueError, match=f"^{message}$"):
         Attention(12, heads, **options)
-    assert Attention(12, 5, style=HeadStyle(4)).head_dim == 4  # whatever does not divide
+    assert Attention(12, 5, head_size=4).head_dim == 4  # whatever does not divide
     assert Attention(12, 4).head_dim == 3  # nothing turns
 
 
@@ -244,7 +246,7 @@ def _on_ranks(rank: int, sizes: Mesh) -> None:
     more = {"window": 4, "softcap": 0.7, "sinks": True}
     for group, bias, theta, extra in (
         (1, True, None, {}), (2, False, 100.0, {}), (3, True, 100.0, {}), (2, True, 100.0, more),
-        (2, False, 100.0, {"style": HeadStyle(4, qkv_bias=True, qk_norm=0.1)}),
+        (2, False, 100.0, {"head_size": 4, "qkv_bias": True, "qk_norm": True, "norm_eps": 0.1}),
     ):  # fmt: skip
         heads = tp * group * (2 if tp == 2 else 1)  # two KV heads or one a rank
         options = {"num_kv_heads": heads // group, "bias": bias, "rope_theta": theta} | extra
@@ -254,7 +256,7 @@ def _on_ranks(rank: int, sizes: Mesh) -> None:
             return Attention(2 * heads, heads, **F64, **cut, **options)
 
         x = draw(1, 2, 6, 2 * heads)
-        dim = 4 if "style" in extra else 2
+        dim = extra.get("head_size", 2)
         rope = rope_table(torch.arange(6), dim, theta=100.0, dtype=torch.float64)
         context = TokenContext(2, rope=rope if theta else None)
         check_layer(make, x, mesh)

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from warpweave.kernels.rope import rope_table
-from warpweave.layers.attention import Attention, HeadStyle
+from warpweave.layers.attention import Attention
 from warpweave.layers.block import TransformerBlock
 from warpweave.layers.context import TokenContext
 from warpweave.layers.loss import VocabParallelCrossEntropy, VocabParallelLinearCrossEntropy
@@ -31,8 +31,8 @@ GPT2 = {}
 LLAMA = {"num_kv_heads": 2, "norm": "rms", "activation": "swiglu", "bias": False,
          "rope_theta": 100.0}  # fmt: skip
 GEMMA = LLAMA | {"norm": "rms1p", "activation": "geglu", "norm_place": "sandwich", "softcap": 2.0,
-                 "style": HeadStyle(qk_norm=0.1, qk_norm_offset=True, scale=0.4)}  # fmt: skip
-OLMO = LLAMA | {"norm_place": "post", "style": HeadStyle(qk_norm=0.1, qk_norm_whole=True)}
+                 "qk_norm": True, "norm_eps": 0.1, "attention_scale": 0.4}  # fmt: skip
+OLMO = LLAMA | {"norm_place": "post", "qk_norm": True, "qk_norm_whole": True, "norm_eps": 0.1}
 ALL = {"gpt2": GPT2, "llama": LLAMA, "gemma": GEMMA, "olmo": OLMO}
 STYLES = pytest.mark.parametrize("style", ALL.values(), ids=ALL.keys())
 # Dynamo instantiates every autograd Function that it traces.

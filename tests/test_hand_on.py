@@ -6,6 +6,7 @@ takes by default, so that what is forgotten is another value. A new option gets 
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from typing import Any
 from unittest import mock
@@ -20,6 +21,8 @@ from warpweave.kernels.dropout import Drop
 from warpweave.kernels.rope import RopeScaling
 from warpweave.layers import attention, block, embedding, linear, loss, mlp, norm
 from warpweave.layers.context import KVCache, TokenContext
+from warpweave.layers.place import Place
+from warpweave.layers.style import BlockStyle
 from warpweave.parallel.collectives import Pending
 from warpweave.parallel.context import Links
 from warpweave.parallel.context import attention as context
@@ -127,14 +130,13 @@ def test_embedding_and_losses() -> None:
 
 # ---------------------------------------------------------------- attention
 
-STYLE = attention.HeadStyle(
-    head_dim=6, qk_norm=0.2, scale=0.7, rope_scaling=RopeScaling("linear", 3.0)
-)
+HEADS = {"head_size": 6, "qk_norm": True, "norm_eps": 0.2, "attention_scale": 0.7,
+         "rope_scaling": RopeScaling("linear", 3.0)}  # fmt: skip
 MASK = {"causal": False, "window": 3, "softcap": 2.0, "impl": "torch"}
 
 
 def _attention(**options: Any) -> attention.Attention:
-    given = {"num_kv_heads": 2, "sinks": True, "rope_theta": 50.0, "style": STYLE} | MASK
+    given = {"num_kv_heads": 2, "sinks": True, "rope_theta": 50.0} | HEADS | MASK
     return attention.Attention(4, 4, **given | options)
 
 
@@ -192,7 +194,7 @@ def test_the_table_of_an_attention_without_a_context() -> None:
     layer, wide = _attention(), {"dtype": torch.float64}
     found = told(attention, "rope_table", lambda: layer._rope(3, x.double(), None))
     expected = {"positions": torch.arange(3), "rotary_dim": 6, "theta": 50.0}
-    check(found, expected | {"scaling": STYLE.rope_scaling} | wide)
+    check(found, expected | {"scaling": HEADS["rope_scaling"]} | wide)
 
 
 def test_a_layer_with_a_window_turns_by_the_local_table_and_no_other_does() -> None:
@@ -233,35 +235,33 @@ def test_what_a_layer_says_it_costs_is_what_its_call_weighs(ulysses: int) -> Non
 # ---------------------------------------------------------------- blocks
 
 
-def test_a_block_hands_each_option_to_the_parts_that_have_it() -> None:
-    """By name: what a part is called with is what the block was given, and nothing is left over."""
-    given = {
-        "num_kv_heads": 2, "norm": "rms1p", "norm_eps": 0.3, "norm_place": "sandwich",
-        "activation": "relu2", "bias": False, "causal": False, "window": 3, "softcap": 2.0,
-        "sinks": True, "rope_theta": 50.0, "style": STYLE, "dropout": 0.25, "site": 7,
-        "recompute": "up", "device": "meta", "dtype": torch.float64, "mesh": PLACE,
-        "sequence_parallel": True, "overlap": "chunked", "strategy": "gather", "out_init": 0.5,
-        "impl": "torch",
-    }  # fmt: skip
-    sizes = {"embed_dim": 4, "num_heads": 4, "hidden_dim": 8}
-    theirs = {name: inspect.signature(getattr(block, name)) for name in ("Attention", "MLP")}
+def _others(record: type, **known: Any) -> dict[str, Any]:
+    """A value for each field of a record, none of them the default."""
+    words = {"norm": "rms1p", "norm_place": "sandwich", "activation": "geglu", "device": "meta"}
+    of = words | {"dtype": torch.float64, "overlap": "chunked", "strategy": "gather"} | known
+    of |= {"recompute": "up", "impl": "torch", "mesh": PLACE, "num_kv_heads": 2, "head_size": 6}
+    values = {}
+    for number, field in enumerate(dataclasses.fields(record), 3):
+        plain = not field.default if isinstance(field.default, bool) else number / 64
+        values[field.name] = of.get(field.name, plain)
+        assert values[field.name] != field.default
+    return values
+
+
+def test_a_block_hands_its_records_whole_to_its_parts() -> None:
+    style = BlockStyle(**_others(BlockStyle, window=3))
+    place = Place(**_others(Place))
     with (
         mock.patch.object(block, "make_norm", return_value=nn.Identity()) as norms,
         mock.patch.object(block, "Attention", return_value=nn.Identity()) as heads,
         mock.patch.object(block, "MLP", return_value=nn.Identity()) as hidden,
     ):
-        made = block.TransformerBlock(**sizes, **given)
-    used = {"norm", "norm_eps", "norm_place", "dropout", "site"}
-    assert (made.dropout, made.site, made.impl) == (0.25, 7, "torch")
-    for part, name in ((heads, "Attention"), (hidden, "MLP")):
-        (call,) = part.call_args_list
-        told = theirs[name].bind(*call.args, **call.kwargs).arguments
-        known = given | sizes
-        assert dict(told) == {key: known[key] for key in theirs[name].parameters if key in known}
-        used |= told.keys()
-    where = ("bias", "device", "dtype", "mesh", "sequence_parallel", "impl")
-    assert norms.call_args_list == [mock.call("rms1p", 4, 0.3, **{k: given[k] for k in where})] * 4
-    assert given.keys() <= used
+        made = block.TransformerBlock(4, 4, 8, style=style, place=place, site=7, out_init=0.5)
+    assert (made.dropout, made.site, made.impl) == (style.dropout, 7, "torch")
+    same = {"style": style, "place": place, "out_init": 0.5}
+    assert heads.call_args_list == [mock.call(4, 4, **same)]
+    assert hidden.call_args_list == [mock.call(4, 8, **same)]
+    assert norms.call_args_list == [mock.call(style, 4, place)] * 4
 
 
 def test_options_that_attention_checks_are_the_ones_it_attends_by() -> None:

@@ -12,6 +12,8 @@ from threads import run_threads
 from torch import nn
 
 from warpweave.layers.norm import ColumnParallelRMSNorm, LayerNorm, RMSNorm, make_norm
+from warpweave.layers.place import Place
+from warpweave.layers.style import NormStyle
 from warpweave.parallel.mesh import Mesh, single
 
 E = 13
@@ -146,13 +148,16 @@ def test_an_offset_is_added_in_float32_to_weights_in_bf16():
 
 
 def test_the_name_of_a_norm_is_its_class():
-    kinds = {kind: make_norm(kind, E, 0.3, bias=False) for kind in ("layer", "rms", "rms1p")}
+    kinds = {
+        kind: make_norm(NormStyle(norm=kind, norm_eps=0.3, bias=False), E, Place())
+        for kind in ("layer", "rms", "rms1p")
+    }
     assert isinstance(kinds["layer"], LayerNorm)
     assert kinds["layer"].bias is None
     assert [kinds[kind].offset for kind in ("rms", "rms1p")] == [False, True]
     assert all(norm.eps == 0.3 for norm in kinds.values())
     with pytest.raises(ValueError, match=r"^norm must be 'layer', 'rms' or 'rms1p', got 'rsm'$"):
-        make_norm("rsm", E, 0.3)
+        make_norm(NormStyle(norm="rsm"), E, Place())
 
 
 def _over_cut_features(rank: int, sizes: Mesh) -> None:

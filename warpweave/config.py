@@ -8,11 +8,12 @@ mesh, which changes no result beyond the order of sums. Every field of both is a
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal, get_args, get_origin, get_type_hints
 
 from warpweave.kernels.cost import gpt_step
 from warpweave.kernels.rope_scaling import RopeScaling
+from warpweave.layers.style import BlockStyle, HeadStyle, MLPStyle
 from warpweave.parallel import schedule as schedules
 from warpweave.parallel.mesh import Mesh
 from warpweave.parallel.words import Choice, Kind, Overlap
@@ -102,11 +103,12 @@ class ParallelPlan:
 
 
 @dataclass(frozen=True)
-class GPTConfig:
+class GPTConfig(HeadStyle, MLPStyle):
     """Sizes and style of a GPT. The defaults are GPT-2's style.
 
     Without `kv_heads` there are as many as `heads`, without `hidden` it is 4 * width, without
-    `head_size` it is width / heads. JSON of ``dataclasses.asdict`` makes the same record again.
+    `head_size` it is width / heads. What blocks of all kinds have are fields of ``layers.style``.
+    JSON of ``dataclasses.asdict`` makes the same record again.
 
     Attributes:
         vocab_size: Size of the vocabulary.
@@ -117,29 +119,14 @@ class GPTConfig:
         kv_heads: Key and value heads, which divide the query heads.
         hidden: Hidden units of the MLP.
         positions: Learned, or rotary embedding of queries and keys.
-        norm: LayerNorm, RMSNorm, or RMSNorm whose factors are 1 + weight.
-        activation: GELU by its tanh approximation or exact (by erf), SwiGLU, or GELU (by tanh) as a
-            gate.
-        bias: Linear layers and LayerNorm have biases.
         tied: The head's weight is the embedding's.
-        norm_eps: Epsilon of the norms.
         rope_theta: Base of the rotary embedding.
         dropout: Dropout of the embedding and of both branches of a block.
-        head_size: Width of a head.
-        qkv_bias: The qkv projection has a bias; without, it has one as the others do.
-        qk_norm: RMSNorm of each query and key head, before the rotation.
         windows: Sliding windows in tokens, of one layer after the other and over again, 0 is none.
-        norm_place: Norms stand before attention and MLP, after both, or in both places.
-        qk_norm_whole: With qk_norm: one over all query heads together, and one over all key heads.
-        attention_scale: Factor of the attention scores; without, 1 / sqrt(width of a head).
-        softcap: Attention scores become softcap * tanh(score / softcap).
-        sinks: Each query head has one more logit, learned, in its softmax, with no value.
-        logit_softcap: The same of the logits.
+        logit_softcap: The same as softcap, of the logits.
         embedding_scale: The token embedding is multiplied by it.
         local_rope_theta: Base of the rotary embedding in layers with a window, if it is another;
             rope_scaling is then of the others alone.
-        rope_scaling: How the rotary embedding was changed for longer sequences; not an option of
-            the command line.
     """
 
     vocab_size: int
@@ -150,26 +137,13 @@ class GPTConfig:
     kv_heads: int | None = None
     hidden: int | None = None
     positions: Literal["learned", "rope"] = "learned"
-    norm: Literal["layer", "rms", "rms1p"] = "layer"
-    activation: Literal["gelu", "gelu_erf", "swiglu", "geglu"] = "gelu"
-    bias: bool = True
     tied: bool = True
-    norm_eps: float = 1e-5
     rope_theta: float = 10000.0
     dropout: float = 0.0
-    head_size: int | None = None
-    qkv_bias: bool | None = None
-    qk_norm: bool = False
     windows: tuple[int, ...] = ()
-    norm_place: Literal["pre", "sandwich", "post"] = "pre"
-    qk_norm_whole: bool = False
-    attention_scale: float | None = None
-    softcap: float | None = None
-    sinks: bool = False
     logit_softcap: float | None = None
     embedding_scale: float | None = None
     local_rope_theta: float | None = None
-    rope_scaling: RopeScaling | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "windows", tuple(self.windows))  # JSON has lists
@@ -231,6 +205,15 @@ class GPTConfig:
         if local and self.local_rope_theta is not None:
             return self.local_rope_theta, None
         return self.rope_theta, self.rope_scaling
+
+    def block(self, layer: int) -> BlockStyle:
+        """The style of one block, with the window and the rotary embedding of that layer."""
+        window = self.window(layer)
+        theta, scaling = self.rope(local=window is not None)
+        alike = {f.name: getattr(self, f.name) for f in (*fields(HeadStyle), *fields(MLPStyle))}
+        own = {"num_kv_heads": self.num_kv_heads, "window": window, "rope_scaling": scaling}
+        own["rope_theta"] = theta if self.positions == "rope" else None
+        return BlockStyle(**alike | own, dropout=self.dropout)
 
     def step_flops(self, tokens: int) -> int:
         """Model FLOPs of a training step on `tokens` of whole sequences, by ``cost.gpt_step``."""

@@ -17,12 +17,13 @@ from warpweave.kernels.attention.options import check_packed
 from warpweave.kernels.attention.visible import document_table
 from warpweave.kernels.dropout import Drop, dropout
 from warpweave.kernels.rope import rope_table
-from warpweave.layers.attention import Attention, HeadStyle
+from warpweave.layers.attention import Attention
 from warpweave.layers.block import TransformerBlock
 from warpweave.layers.context import TokenContext
 from warpweave.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from warpweave.layers.loss import VocabParallelLinearCrossEntropy
 from warpweave.layers.norm import make_norm
+from warpweave.layers.place import Place
 from warpweave.layers.records import collect_records
 from warpweave.parallel.collectives import Pending
 from warpweave.parallel.context import Links, Strategy, measure_links
@@ -109,76 +110,40 @@ class GPT(nn.Module):
         here = mesh.index("pp")
         self.stages = tuple(s for s, rank in enumerate(self.placement) if rank == here)
         self.first, self.last = self.placement[0] == here, self.placement[-1] == here
-        factory = {"device": device, "dtype": dtype}
         self.strategy = self._strategy(dtype)
-        where = {"mesh": mesh, "sequence_parallel": self.sequence_parallel}
-
+        place = Place(
+            device=device,
+            dtype=dtype,
+            mesh=mesh,
+            sequence_parallel=self.sequence_parallel,
+            overlap=plan.overlap,
+            strategy=self.strategy,
+            recompute="up" if plan.recompute == "selective" else None,
+            impl=impl,
+        )
         if self.first or (self.last and config.tied):
-            self.embedding = VocabParallelEmbedding(
-                config.vocab_size, config.width, **factory, **where
-            )
+            self.embedding = VocabParallelEmbedding(config.vocab_size, config.width, place=place)
         if self.first and config.positions == "learned":
+            factory = {"device": device, "dtype": dtype}
             self.positions = PositionEmbedding(
                 config.seq_len, config.width, **factory, partial=self.sequence_parallel
             )
-        self.blocks = nn.ModuleDict(
-            {
-                str(i): self._block(i, factory | where)
-                for s in self.stages
-                for i in self.layers_of(s)
-            }
-        )
+        layers = [i for stage in self.stages for i in self.layers_of(stage)]
+        self.blocks = nn.ModuleDict({str(i): self._block(i, place) for i in layers})
         if self.last:
-            options = factory | where | {"bias": config.bias, "impl": impl}
-            self.final_norm = make_norm(config.norm, config.width, config.norm_eps, **options)
+            self.final_norm = make_norm(config, config.width, place)
             if not config.tied:
-                self.head = VocabParallelEmbedding(
-                    config.vocab_size, config.width, **factory, **where
-                )
+                self.head = VocabParallelEmbedding(config.vocab_size, config.width, place=place)
             self.loss = VocabParallelLinearCrossEntropy(
-                config.vocab_size,
-                softcap=config.logit_softcap,
-                **where,
-                overlap=plan.overlap,
-                impl=impl,
+                config.vocab_size, softcap=config.logit_softcap, place=place
             )
         self.initialise(seed)
 
-    def _block(self, i: int, options: dict) -> TransformerBlock:
+    def _block(self, i: int, place: Place) -> TransformerBlock:
         c = self.config
-        theta, scaling = c.rope(local=c.window(i) is not None)
-        style = HeadStyle(
-            c.head_size,
-            c.qkv_bias,
-            c.norm_eps if c.qk_norm else None,
-            c.qk_norm_whole,
-            c.norm == "rms1p",
-            c.attention_scale,
-            scaling,
-        )
+        init, sizes = 0.02 / math.sqrt(2 * c.layers), (c.width, c.heads, c.num_hidden)
         return TransformerBlock(
-            c.width,
-            c.heads,
-            c.num_hidden,
-            num_kv_heads=c.num_kv_heads,
-            norm=c.norm,
-            norm_eps=c.norm_eps,
-            norm_place=c.norm_place,
-            activation=c.activation,
-            bias=c.bias,
-            window=c.window(i),
-            softcap=c.softcap,
-            sinks=c.sinks,
-            rope_theta=theta if c.positions == "rope" else None,
-            style=style,
-            dropout=c.dropout,
-            site=1 + 2 * i,
-            strategy=self.strategy,
-            overlap=self.plan.overlap,
-            recompute="up" if self.plan.recompute == "selective" else None,
-            out_init=0.02 / math.sqrt(2 * c.layers),
-            impl=self.impl,
-            **options,
+            *sizes, style=c.block(i), place=place, site=1 + 2 * i, out_init=init
         )
 
     def _strategy(self, dtype: torch.dtype | None) -> Strategy | Links:

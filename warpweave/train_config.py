@@ -17,6 +17,7 @@ torchrun would take anything else for a failed rank; a failed or refused one end
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 import sys
 from dataclasses import dataclass, field
@@ -46,14 +47,16 @@ _DAY = 86400.0  # seconds
 def _overrides_of(config: type) -> Any:
     """A frozen record of the fields of `config`, their types and their help; None is not given."""
     hints = {"vocab_size": "(default: the larger of the preset's and the data's)"}
-    fields = []
-    for name, kind in get_type_hints(config).items():
-        if name == "rope_scaling":  # a record, which comes with a model
+    kinds, fields = get_type_hints(config), []
+    sizes_first = sorted(dataclasses.fields(config), key=lambda item: bool(item.kw_only))
+    for item in sizes_first:
+        if item.name == "rope_scaling":  # a record, which comes with a model
             continue
-        hint = hints.get(name, "(default: the preset's)")
-        option: Any = Annotated[kind | None, tyro.conf.arg(help_behavior_hint=hint)]
-        fields.append((name, option, None))
-    namespace = {"__doc__": config.__doc__, "__module__": __name__}
+        hint = hints.get(item.name, "(default: the preset's)")
+        option: Any = Annotated[kinds[item.name] | None, tyro.conf.arg(help_behavior_hint=hint)]
+        fields.append((item.name, option, None))
+    said = [(inspect.getdoc(c) or "").partition("Attributes:")[2] for c in config.__mro__[:-1]]
+    namespace = {"__doc__": "A model.\n\nAttributes:" + "".join(said), "__module__": __name__}
     return dataclasses.make_dataclass("GPTOverrides", fields, frozen=True, namespace=namespace)
 
 

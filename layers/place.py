@@ -1,0 +1,58 @@
+"""Where a layer lies and how it is computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from warpweave.kernels.mlp import RECOMPUTE
+from warpweave.kernels.overlap.gathering import check_fusing
+from warpweave.kernels.runtime.dispatch import check_impl
+from warpweave.parallel.context import Links, Strategy, check_strategy
+from warpweave.parallel.mesh import ConnectedMesh, connected
+from warpweave.parallel.tensor.overlap import check_overlap
+from warpweave.parallel.words import Overlap
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the parameters of a layer lie and how it is computed: none of it changes what is
+    computed, but `dtype` its rounding. A layer hands it whole to the layers inside it.
+
+    Attributes:
+        device, dtype: of the parameters.
+        mesh: the connected mesh; None is one device.
+        sequence_parallel: the residual stream is x[T/tp, E], its rows cut over the tensor axis.
+        overlap: how collectives of tensor ranks and products hide one another: "none", "bulk",
+            "chunked" or "fused", see ``parallel.tensor.overlap``.
+        strategy: how ranks of the context axis attend to one another's tokens: "ring", "gather",
+            "stream", "ulysses", "hybrid", "auto" or `Links`, see ``parallel.context``.
+        recompute: what the backward of an MLP computes again instead of keeping it: "nothing",
+            "activation" (the hidden activations) or "up" (the up projection, too); None is
+            "activation" on a GPU and "nothing" on a CPU.
+        impl: "triton", "torch" or None, as for the kernels.
+
+    Raises:
+        ValueError: the mesh is not connected, a word is none of those, or "fused" is asked of
+            torch.
+    """
+
+    device: torch.device | str | None = None
+    dtype: torch.dtype | None = None
+    mesh: ConnectedMesh | None = None
+    sequence_parallel: bool = False
+    overlap: Overlap = "bulk"
+    strategy: Strategy | Links = "auto"
+    recompute: str | None = None
+    impl: str | None = None
+
+    def __post_init__(self) -> None:
+        connected(self.mesh)
+        check_impl(self.impl)
+        check_strategy(self.strategy)
+        if check_overlap(self.overlap) == "fused":
+            check_fusing(self.impl)
+        recompute = self.recompute
+        if recompute is not None and recompute not in RECOMPUTE:
+            raise ValueError(f"recompute must be one of {RECOMPUTE} or None, got {recompute!r}")

@@ -1,0 +1,138 @@
+"""A layer's records: given whole, or field by field as keywords."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from warpweave.layers.attention import Attention
+from warpweave.layers.block import TransformerBlock
+from warpweave.layers.embedding import VocabParallelEmbedding
+from warpweave.layers.linear import ColumnParallelLinear, RowParallelLinear
+from warpweave.layers.loss import VocabParallelLinearCrossEntropy
+from warpweave.layers.mlp import MLP
+from warpweave.layers.norm import ColumnParallelRMSNorm, LayerNorm, RMSNorm
+from warpweave.layers.place import Place
+from warpweave.layers.style import AttentionStyle, BlockStyle, MLPStyle, fields_as_keywords
+
+
+@dataclass(frozen=True)
+class Colour:
+    hue: str = "red"
+    bright: bool = False
+
+
+@dataclass(frozen=True)
+class Size:
+    width: int = 1
+    depth: int = 2
+    height: int = 3
+
+
+class Box:
+    @fields_as_keywords("hue", unused=("depth",), colour=Colour, size=Size)
+    def __init__(self, label: str, *, colour: Colour, size: Size, lid: bool = True) -> None:
+        self.all = label, colour, size, lid
+
+
+@pytest.mark.parametrize(
+    ("box", "found"),
+    [
+        (Box("a"), ("a", Colour(), Size(), True)),
+        (Box("a", "blue", height=5), ("a", Colour("blue"), Size(height=5), True)),
+        (Box(label="a", hue="blue", lid=False), ("a", Colour("blue"), Size(), False)),
+        (Box("a", size=Size(4, 5)), ("a", Colour(), Size(4, 5), True)),
+        (
+            Box("a", colour=Colour("blue", True), hue="red", size=Size(4, 5, 6), width=1),
+            ("a", Colour("red", True), Size(1, 5, 6), True),
+        ),
+    ],
+)
+def test_a_field_by_keyword_is_that_field_of_its_record(box, found):
+    assert box.all == found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keywords", "message"),
+    [
+        ((), {}, "missing a required argument: 'label'"),
+        (("a",), {"shape": 1}, "got an unexpected keyword argument 'shape'"),
+        (("a",), {"depth": 1}, "got an unexpected keyword argument 'depth'"),
+        (("a", "blue"), {"hue": "red"}, "multiple values for argument 'hue'"),
+        (("a", "blue", True), {}, "too many positional arguments"),
+    ],
+)
+def test_another_keyword_is_refused_by_its_name(arguments, keywords, message):
+    with pytest.raises(TypeError, match=message):
+        Box(*arguments, **keywords)
+
+
+def test_the_signature_shows_the_fields_and_their_defaults():
+    shown = {name: p.default for name, p in inspect.signature(Box).parameters.items()}
+    assert shown == {
+        "label": inspect.Parameter.empty, "hue": "red", "bright": False, "width": 1, "height": 3,
+        "colour": None, "size": None, "lid": True,
+    }  # fmt: skip
+
+
+LEAVES = {
+    ColumnParallelLinear: (4, 8),
+    RowParallelLinear: (4, 8),
+    RMSNorm: (4,),
+    LayerNorm: (4,),
+    ColumnParallelRMSNorm: (4,),
+    VocabParallelEmbedding: (4, 8),
+    VocabParallelLinearCrossEntropy: (4,),
+}
+
+
+@pytest.mark.parametrize("layer", LEAVES)
+def test_what_a_layer_has_no_use_for_is_no_keyword_of_it(layer):
+    """But a place whole, as its neighbours in a block need it, may have it."""
+    sizes = LEAVES[layer]
+    layer(*sizes, place=Place(strategy="ring", overlap="chunked", impl="torch"))
+    with pytest.raises(TypeError, match="'strategy'"):
+        layer(*sizes, strategy="ring")
+    product = layer in (ColumnParallelLinear, RowParallelLinear)
+    other = {"impl": "torch"} if product else {"recompute": "up"}
+    if layer is not VocabParallelLinearCrossEntropy:  # whose recompute is one of its own
+        with pytest.raises(TypeError, match=f"'{next(iter(other))}'"):
+            layer(*sizes, **other)
+
+
+def test_records_and_keywords_make_the_same_block():
+    style = {"norm": "rms", "activation": "swiglu", "num_kv_heads": 2, "window": 3, "bias": False}
+    place = {"dtype": torch.float64, "device": "meta"}
+    by_keyword = TransformerBlock(12, 6, 10, **style, **place)
+    by_record = TransformerBlock(12, 6, 10, style=BlockStyle(**style), place=Place(**place))
+    assert repr(by_keyword) == repr(by_record)
+    assert {n: (p.shape, p.dtype, p.device) for n, p in by_keyword.named_parameters()} == {
+        n: (p.shape, p.dtype, p.device) for n, p in by_record.named_parameters()
+    }
+
+
+def test_each_part_of_a_block_takes_the_record_of_the_block():
+    fields = {field.name for field in dataclasses.fields(BlockStyle)}
+    for record, layer in ((AttentionStyle, Attention), (MLPStyle, MLP)):
+        own = {field.name for field in dataclasses.fields(record)}
+        assert own < fields
+        assert own < set(inspect.signature(layer).parameters)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"impl": "cuda"}, 'impl must be None, "triton" or "torch"'),
+        ({"overlap": "fast"}, "overlap must be one of"),
+        ({"strategy": "rings"}, "strategy must be Links or one of"),
+        ({"recompute": "all"}, "recompute must be one of"),
+        ({"overlap": "fused", "impl": "torch"}, "overlap='fused' is within Triton's kernels"),
+    ],
+)
+def test_a_place_of_other_words_is_refused(given, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        Place(**given)
