@@ -81,12 +81,12 @@ class MLPStyle:
     """The feed-forward half of a block.
 
     Attributes:
-        activation: GELU by its tanh approximation or exact (by erf), SwiGLU, or GELU (by tanh) as a
-            gate.
+        activation: GELU by its tanh approximation or exact (by erf), SwiGLU, GELU (by tanh) as a
+            gate, or squared ReLU.
         bias: Linear layers and LayerNorm have biases.
     """
 
-    activation: Literal["gelu", "gelu_erf", "swiglu", "geglu"] = "gelu"
+    activation: Literal["gelu", "gelu_erf", "swiglu", "geglu", "relu2"] = "gelu"
     bias: bool = True
 
 

@@ -341,6 +341,7 @@ def test_gemma_3_from_before_transformers_5_is_read():
         (dataclasses.replace(PRESETS["toy-llama"], qk_norm=True, qkv_bias=True), None),
         (dataclasses.replace(PRESETS["toy-llama"], sinks=True), "llama"),
         (PRESETS["toy-llama"], "gpt2"),
+        (dataclasses.replace(PRESETS["toy"], activation="relu2"), None),
         (dataclasses.replace(PRESETS["toy-llama"], windows=(3, 0)), "mistral"),
         (dataclasses.replace(PRESETS["toy-llama"], windows=(3,)), "llama"),
     ],

@@ -54,6 +54,7 @@ CONFIGS = {
         **SIZES, **LLAMA, kv_heads=2, hidden=18, norm_eps=0.02, norm_place="post", qk_norm=True,
         qk_norm_whole=True,
     ),
+    "primer": GPTConfig(**SIZES, kv_heads=2, hidden=6, norm_eps=0.02, activation="relu2"),
 }  # fmt: skip
 EACH = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 DROPPED = {name: dataclasses.replace(c, dropout=0.2) for name, c in CONFIGS.items()}

@@ -15,13 +15,15 @@ from warpweave.kernels.dropout import Drop
 from warpweave.layers.mlp import MLP
 from warpweave.parallel.mesh import ConnectedMesh, Mesh
 
-STYLES = [("gelu", True), ("gelu", False), ("swiglu", True), ("swiglu", False)]
+STYLES = [("gelu", True), ("gelu", False), ("swiglu", True), ("swiglu", False), ("relu2", True)]
 EACH = pytest.mark.parametrize(("activation", "bias"), STYLES)
 
 
 def _truth(mlp: MLP, x: torch.Tensor) -> torch.Tensor:
     h = F.linear(x, mlp.up.weight, mlp.up.bias)
-    if mlp.activation == "swiglu":
+    if mlp.activation == "relu2":
+        h = F.relu(h).square()
+    elif mlp.activation == "swiglu":
         h = F.silu(h[..., 0::2]) * h[..., 1::2]
     else:
         h = F.gelu(h, approximate="tanh")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from close import assert_close_f64, relative_error
 
 from warpweave import plain_gpt
@@ -210,6 +212,49 @@ def test_a_slightly_different_style_is_seen(style, fault):
     logits, gradient = _compare(style, config)
     assert logits > 1e-5
     assert gradient > 1e-5
+
+
+# ------------------------------------------------------------------- against torch's own functions
+
+
+def _by_torch(params: dict[str, torch.Tensor], tokens: torch.Tensor, config: PlainConfig):
+    """The logits of GPT-2 with a squared ReLU, by torch's functions for its layers."""
+
+    def linear(x: torch.Tensor, name: str) -> torch.Tensor:
+        return F.linear(x, params[f"{name}.weight"], params.get(f"{name}.bias"))
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        weight, bias = params[f"{name}.weight"], params.get(f"{name}.bias")
+        return F.layer_norm(x, (config.width,), weight, bias, config.norm_eps)
+
+    x = F.embedding(tokens, params["embedding.weight"])
+    x = x + params["positions.weight"][: tokens.shape[1]]
+    for i in range(config.layers):
+        block = f"blocks.{i}"
+        qkv = linear(norm(x, f"{block}.attention_norm"), f"{block}.attention.qkv")
+        q, k, v = qkv.unflatten(-1, (config.heads, 3, -1)).transpose(1, 2).unbind(3)
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + linear(o, f"{block}.attention.out")
+        h = F.relu(linear(norm(x, f"{block}.mlp_norm"), f"{block}.mlp.up")).square()
+        x = x + linear(h, f"{block}.mlp.down")
+    return F.linear(norm(x, "final_norm"), params["embedding.weight"])
+
+
+@pytest.mark.parametrize("style", [{}])
+def test_a_squared_relu_is_that_of_torch_forward_and_backward(style):
+    config = dataclasses.replace(GPT2, activation="relu2", **style)
+    params = {name: p.requires_grad_() for name, p in _random(config).items()}
+    tokens, _ = _batch(config)
+    other = dataclasses.replace(config, activation="gelu")
+    for logits, least, most in (
+        (plain_gpt_logits(params, tokens, config), 0.0, 1e-12),
+        (plain_gpt_logits(params, tokens, other), 1e-2, math.inf),
+    ):
+        truth = _by_torch(params, tokens, config)
+        grads = [_gradients(y.square().sum(), params) for y in (logits, truth)]
+        errors = [relative_error(grads[0][name], grads[1][name]) for name in params]
+        assert least <= relative_error(logits, truth) <= most
+        assert least <= max(errors) <= most
 
 
 @pytest.mark.parametrize("kind", [None, "linear", "llama3", "yarn"])

@@ -23,7 +23,7 @@ and, with biases, `.bias` of the rows' size beside each of them but embedding, p
 (an RMS norm has none). The architectures are GPT-2 (Radford et al. 2019), Llama (Touvron et al.
 2023, arXiv:2302.13971), Mistral's windows (arXiv:2310.06825), Qwen's biases and norms
 (arXiv:2407.10671, arXiv:2505.09388), Gemma 2 and 3 (arXiv:2408.00118, arXiv:2503.19786), OLMo 2
-(arXiv:2501.00656) and everything between them.
+(arXiv:2501.00656), Primer's squared ReLU (arXiv:2109.08668) and everything between them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class PlainConfig:
     hidden: int
     positions: str = "learned"  # or "rope"
     norm: str = "layer"  # or "rms", or "rms1p": RMSNorm multiplied by 1 + weight
-    activation: str = "gelu"  # by tanh, or "gelu_erf", or the gates "swiglu" and "geglu" (by tanh)
+    activation: str = "gelu"  # by tanh, "gelu_erf", "relu2", the gates "swiglu", "geglu" (by tanh)
     bias: bool = True
     tied: bool = True
     norm_eps: float = 1e-5
@@ -76,7 +76,7 @@ class PlainConfig:
         for field, allowed in (
             ("positions", ("learned", "rope")),
             ("norm", ("layer", "rms", "rms1p")),
-            ("activation", ("gelu", "gelu_erf", "swiglu", "geglu")),
+            ("activation", ("gelu", "gelu_erf", "swiglu", "geglu", "relu2")),
             ("norm_place", ("pre", "sandwich", "post")),
         ):
             if getattr(self, field) not in allowed:
@@ -331,6 +331,8 @@ def _mlp(x: Tensor, params: dict[str, Tensor], name: str, config: PlainConfig) -
         x = _gelu_tanh(x)
     elif config.activation == "gelu_erf":
         x = 0.5 * x * (1.0 + torch.erf(x / math.sqrt(2.0)))
+    elif config.activation == "relu2":
+        x = torch.where(x > 0.0, x * x, 0.0)
     else:
         gate, up = x[..., 0::2], x[..., 1::2]
         x = (gate * torch.sigmoid(gate) if config.activation == "swiglu" else _gelu_tanh(gate)) * up

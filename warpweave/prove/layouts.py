@@ -18,7 +18,7 @@ from warpweave.kernels.rope_scaling import RopeScaling
 from warpweave.parallel.mesh import AXES, Mesh
 from warpweave.parallel.words import Kind, Overlap, Strategy
 
-Style = Literal["gpt2", "llama", "mixed", "qwen", "gemma", "olmo"]
+Style = Literal["gpt2", "llama", "mixed", "qwen", "gemma", "olmo", "primer"]
 
 STYLES: dict[str, dict] = {
     "gpt2": {"positions": "learned", "norm": "layer", "activation": "gelu", "bias": True},
@@ -39,6 +39,7 @@ STYLES: dict[str, dict] = {
         "positions": "rope", "norm": "rms", "activation": "swiglu", "bias": False,
         "norm_place": "post", "qk_norm": True, "qk_norm_whole": True,
     },
+    "primer": {"positions": "rope", "norm": "layer", "activation": "relu2", "bias": True},
 }  # fmt: skip
 PRIMES = (5, 11, 23, 37, 53)  # vocabularies; five words leave some of six tensor ranks without any
 

@@ -80,7 +80,7 @@ class ProveConfig:
     style: Style = "gpt2"
     """Architecture of the model: gpt2 has learned positions, LayerNorm, GELU and biases; llama
     rotary positions, RMSNorm, SwiGLU and GQA; mixed rotary positions, LayerNorm, SwiGLU, GQA and
-    biases; qwen, gemma and olmo add what those models have."""
+    biases; qwen, gemma, olmo and primer add options that such models have."""
     tied: bool = True
     """Weight tying: the head's weight is the embedding's."""
     recompute: Recompute = "none"
