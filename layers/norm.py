@@ -182,7 +182,8 @@ class LayerNorm(_Norm):
 def make_norm(style: NormStyle, embed_dim: int, place: Place) -> RMSNorm | LayerNorm:
     """The norm over embed_dim features that a style names; ValueError for a name of none."""
     if style.norm == "layer":
-        return LayerNorm(embed_dim, style.norm_eps, bias=style.bias, place=place)
+        bias = style.bias if style.norm_bias is None else style.norm_bias
+        return LayerNorm(embed_dim, style.norm_eps, bias=bias, place=place)
     if style.norm in ("rms", "rms1p"):
         return RMSNorm(embed_dim, style.norm_eps, offset=style.norm == "rms1p", place=place)
     raise ValueError(f"norm must be 'layer', 'rms' or 'rms1p', got {style.norm!r}")

@@ -24,12 +24,14 @@ class NormStyle:
         norm: LayerNorm, RMSNorm, or RMSNorm whose factors are 1 + weight.
         norm_eps: Epsilon of the norms.
         norm_place: Norms stand before attention and MLP, after both, or in both places.
+        norm_bias: LayerNorm has a bias; without, it has one as the linear layers do.
         bias: Linear layers and LayerNorm have biases.
     """
 
     norm: Literal["layer", "rms", "rms1p"] = "layer"
     norm_eps: float = 1e-5
     norm_place: Literal["pre", "sandwich", "post"] = "pre"
+    norm_bias: bool | None = None
     bias: bool = True
 
 

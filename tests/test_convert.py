@@ -342,6 +342,7 @@ def test_gemma_3_from_before_transformers_5_is_read():
         (dataclasses.replace(PRESETS["toy-llama"], sinks=True), "llama"),
         (PRESETS["toy-llama"], "gpt2"),
         (dataclasses.replace(PRESETS["toy"], activation="relu2"), None),
+        (dataclasses.replace(PRESETS["toy"], norm_bias=False), None),
         (dataclasses.replace(PRESETS["toy-llama"], windows=(3, 0)), "mistral"),
         (dataclasses.replace(PRESETS["toy-llama"], windows=(3,)), "llama"),
     ],
@@ -349,6 +350,14 @@ def test_gemma_3_from_before_transformers_5_is_read():
 def test_a_model_that_no_family_can_be_is_refused(config, kind):
     with pytest.raises(ConvertError, match=r"^no model of .* is what this config says: GPTConfig"):
         write_config(config, kind)
+
+
+@pytest.mark.parametrize(
+    ("preset", "other"), [("toy", {"norm_bias": True}), ("toy-llama", {"norm_bias": False})]
+)
+def test_an_option_that_says_what_holds_anyhow_changes_no_conversion(preset, other):
+    config = PRESETS[preset]
+    assert write_config(dataclasses.replace(config, **other)) == write_config(config)
 
 
 # ---------------------------------------------------------------- what cannot be read

@@ -55,6 +55,8 @@ CONFIGS = {
         qk_norm_whole=True,
     ),
     "primer": GPTConfig(**SIZES, kv_heads=2, hidden=6, norm_eps=0.02, activation="relu2"),
+    "layer norm without bias": GPTConfig(**SIZES, hidden=6, norm_eps=0.02, norm_bias=False),
+    "biases of norms alone": GPTConfig(**SIZES, hidden=6, bias=False, norm_bias=True),
 }  # fmt: skip
 EACH = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 DROPPED = {name: dataclasses.replace(c, dropout=0.2) for name, c in CONFIGS.items()}

@@ -156,6 +156,9 @@ def test_the_name_of_a_norm_is_its_class():
     assert kinds["layer"].bias is None
     assert [kinds[kind].offset for kind in ("rms", "rms1p")] == [False, True]
     assert all(norm.eps == 0.3 for norm in kinds.values())
+    for both, alone in ((True, None), (True, False), (False, True), (False, None)):
+        layer = make_norm(NormStyle(bias=both, norm_bias=alone), E, Place())
+        assert (layer.bias is not None) == (both if alone is None else alone)
     with pytest.raises(ValueError, match=r"^norm must be 'layer', 'rms' or 'rms1p', got 'rsm'$"):
         make_norm(NormStyle(norm="rsm"), E, Place())
 

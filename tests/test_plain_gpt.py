@@ -240,9 +240,10 @@ def _by_torch(params: dict[str, torch.Tensor], tokens: torch.Tensor, config: Pla
     return F.linear(norm(x, "final_norm"), params["embedding.weight"])
 
 
-@pytest.mark.parametrize("style", [{}])
-def test_a_squared_relu_is_that_of_torch_forward_and_backward(style):
-    config = dataclasses.replace(GPT2, activation="relu2", **style)
+@pytest.mark.parametrize("norm_bias", [None, False])
+def test_squared_relu_and_layer_norm_without_bias_are_those_of_torch_with_gradients(norm_bias):
+    config = dataclasses.replace(GPT2, activation="relu2", norm_bias=norm_bias)
+    assert ("final_norm.bias" in plain_shapes(config)) == (norm_bias is None)
     params = {name: p.requires_grad_() for name, p in _random(config).items()}
     tokens, _ = _batch(config)
     other = dataclasses.replace(config, activation="gelu")

@@ -60,6 +60,7 @@ class PlainConfig:
     dropout: float = 0.0
     head_size: int | None = None  # None is width / heads
     qkv_bias: bool | None = None  # None is as bias
+    norm_bias: bool | None = None  # of a LayerNorm; None is as bias
     qk_norm: bool = False
     windows: tuple[int, ...] = ()  # of layers by turns, 0 is none
     norm_place: str = "pre"  # of a branch, or "post", or "sandwich": both
@@ -107,7 +108,8 @@ def plain_shapes(config: PlainConfig) -> dict[str, tuple[int, ...]]:
 
     def norm(name: str) -> None:
         shapes[f"{name}.weight"] = (E,)
-        if config.bias and config.norm == "layer":
+        bias = config.bias if config.norm_bias is None else config.norm_bias
+        if bias and config.norm == "layer":
             shapes[f"{name}.bias"] = (E,)
 
     def linear(name: str, rows: int, columns: int, bias: bool = config.bias) -> None:

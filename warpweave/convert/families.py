@@ -84,6 +84,7 @@ def write_config(config: GPTConfig, kind: str | None = None) -> tuple[str, dict[
 def canonical(config: GPTConfig) -> GPTConfig:
     """The same model with nothing left to a default, so that equal models are equal records."""
     windows = tuple(config.window(i) or 0 for i in range(config.layers))
+    norm_bias = config.bias if config.norm_bias is None else config.norm_bias
     scale, theta, scaling = config.attention_scale, config.local_rope_theta, config.rope_scaling
     if not any(windows) or (theta == config.rope_theta and scaling is None):
         theta = None
@@ -95,6 +96,7 @@ def canonical(config: GPTConfig) -> GPTConfig:
         hidden=config.num_hidden,
         head_size=config.head_dim,
         qkv_bias=config.bias if config.qkv_bias is None else config.qkv_bias,
+        norm_bias=norm_bias if config.norm == "layer" else None,
         windows=windows if any(windows) else (),
         attention_scale=None if scale == config.head_dim**-0.5 else scale,
         local_rope_theta=theta,

@@ -39,7 +39,10 @@ STYLES: dict[str, dict] = {
         "positions": "rope", "norm": "rms", "activation": "swiglu", "bias": False,
         "norm_place": "post", "qk_norm": True, "qk_norm_whole": True,
     },
-    "primer": {"positions": "rope", "norm": "layer", "activation": "relu2", "bias": True},
+    "primer": {
+        "positions": "rope", "norm": "layer", "norm_bias": False, "activation": "relu2",
+        "bias": True,
+    },
 }  # fmt: skip
 PRIMES = (5, 11, 23, 37, 53)  # vocabularies; five words leave some of six tensor ranks without any
 
