@@ -215,6 +215,10 @@ class GPTConfig(HeadStyle, MLPStyle):
         own["rope_theta"] = theta if self.positions == "rope" else None
         return BlockStyle(**alike | own, dropout=self.dropout)
 
+    def blocks_of(self, stage: int, stages: int) -> range:
+        """The blocks that lie on one of `stages` pipeline stages, as even as can be."""
+        return range(self.layers * stage // stages, self.layers * (stage + 1) // stages)
+
     def step_flops(self, tokens: int) -> int:
         """Model FLOPs of a training step on `tokens` of whole sequences, by ``cost.gpt_step``."""
         from warpweave.kernels.activation import find_activation

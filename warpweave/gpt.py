@@ -168,9 +168,8 @@ class GPT(nn.Module):
         return f"context ranks, {self.strategy}:\n{table([*taken])}"
 
     def layers_of(self, stage: int) -> range:
-        """The blocks that lie on pipeline stage `stage`, as even as can be."""
-        layers, stages = self.config.layers, len(self.placement)
-        return range(layers * stage // stages, layers * (stage + 1) // stages)
+        """The blocks that lie on pipeline stage `stage`."""
+        return self.config.blocks_of(stage, len(self.placement))
 
     def parameter_records(self) -> dict[str, ParamRecord]:
         """Full name -> record of every parameter of this rank's stages."""

@@ -36,6 +36,7 @@ import os
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from warpweave.config import GPTConfig, ParallelPlan
 from warpweave.dtypes import DTYPES
@@ -65,36 +66,49 @@ class Memory:
         return self.weights + self.gradients + self.optimizer + max(self.activations, self.loading)
 
 
-def estimate(
-    config: GPTConfig,
-    mesh: Mesh,
-    plan: ParallelPlan,
-    *,
-    batch: int,
-    dtype: str,
-    device_type: str = "cpu",
-) -> list[Memory]:
-    """What a rank of each pipeline rank needs; all ranks of one pipeline rank need the same.
+@dataclass(frozen=True)
+class TrainingStep:
+    """A step whose memory is asked for.
 
-    Args:
+    Attributes:
         config, mesh, plan: as the engine takes them, checked.
         batch: sequences in a micro-batch.
         dtype: a key of `DTYPES`, of parameters and activations.
         device_type: "cpu" or "cuda".
     """
-    size = DTYPES[dtype].itemsize
+
+    config: GPTConfig
+    mesh: Mesh
+    plan: ParallelPlan
+    batch: int
+    dtype: str
+    device_type: str = "cpu"
+
+    @property
+    def tokens(self) -> int:
+        """T, of a micro-batch on a context rank."""
+        layout = cut(self.config.seq_len, self.mesh.cp, self.plan.layout)
+        return self.batch * layout.local_len
+
+    @property
+    def rows(self) -> int:
+        """Rows of the residual stream on a tensor rank."""
+        return self.tokens // self.mesh.tp if self.plan.sequence_parallel else self.tokens
+
+
+def estimate(step: TrainingStep) -> list[Memory]:
+    """What a rank of each pipeline rank needs; all ranks of one pipeline rank need the same."""
+    config, mesh, plan = step.config, step.mesh, step.plan
+    size = DTYPES[step.dtype].itemsize
     master = max(size, 4)
     placement = plan.placement(mesh.pp)
     each = [_units(config, mesh, plan, rank) for rank in range(mesh.pp)]
     schedule = plan.make_schedule(mesh.pp)
-    tokens = batch * cut(config.seq_len, mesh.cp, plan.layout).local_len
-    rows = tokens // mesh.tp if plan.sequence_parallel else tokens
-    on_cpu = device_type == "cpu"
-    whole, spared = _block(config, mesh, plan, tokens, size, on_cpu=on_cpu)
-    stream = rows * config.width * size
+    whole, spared = _block(step, size)
+    stream = step.rows * config.width * size
     heads = config.heads + config.num_kv_heads
     attended = 2 * heads * config.head_dim * size + 8 * config.heads if mesh.cp > 1 else 0
-    again = stream + attended * tokens // mesh.tp
+    again = stream + attended * step.tokens // mesh.tp
     kept = {"none": whole, "selective": whole - spared, "full": again}[plan.recompute]
     data, zero, found = mesh.data, plan.zero if mesh.data > 1 else 0, []
     for rank, units in enumerate(each):
@@ -106,20 +120,15 @@ def estimate(
         optimizer = (2 + (master != size)) * P * master // (data if zero else 1)
         live = most = 0
         for action in schedule[rank]:
-            layers = _layers(config, len(placement), action.stage)
+            layers = len(config.blocks_of(action.stage, len(placement)))
             live += layers * (action.op == F) - layers * (action.op in FINISHES)
             most = max(most, live)
         activations = most * kept + 3 * whole
         if placement[-1] == rank:
-            activations += _loss(config, mesh, tokens, size, master, on_cpu=on_cpu)
+            activations += _loss(step, size, master)
         loading = max(_units(config, Mesh(), plan, 0).values()) * 4 * 2
         found.append(Memory(weights, gradients, optimizer, activations, loading))
     return found
-
-
-def _layers(config: GPTConfig, stages: int, stage: int) -> int:
-    """Blocks of a stage, as `GPT.layers_of` has them."""
-    return config.layers * (stage + 1) // stages - config.layers * stage // stages
 
 
 def _units(config: GPTConfig, mesh: Mesh, plan: ParallelPlan, rank: int) -> Counter[str]:
@@ -135,27 +144,24 @@ def _units(config: GPTConfig, mesh: Mesh, plan: ParallelPlan, rank: int) -> Coun
     return units
 
 
-def _block(
-    config: GPTConfig, mesh: Mesh, plan: ParallelPlan, tokens: int, size: int, *, on_cpu: bool
-) -> tuple[int, int]:
+def _block(step: TrainingStep, size: int) -> tuple[int, int]:
     """Bytes that one block keeps of a micro-batch for its backward, and how many of them are the
     MLP's hidden values."""
-    rows = tokens // mesh.tp if plan.sequence_parallel else tokens
+    config, tp = step.config, step.mesh.tp
     q, kv = config.heads * config.head_dim, config.num_kv_heads * config.head_dim
     attention = 2 * q + 2 * kv + (q + kv if config.positions == "rope" else 0)
     hidden = config.num_hidden * (2 if find_activation(config.activation).gated else 1)
-    hidden += config.num_hidden if on_cpu else 0
-    hidden = size * tokens * hidden // mesh.tp
-    cut = (size * attention + 4 * config.heads) * tokens // mesh.tp
+    hidden += config.num_hidden if step.device_type == "cpu" else 0
+    hidden = size * step.tokens * hidden // tp
+    cut = (size * attention + 4 * config.heads) * step.tokens // tp
     kept = 6 if config.norm_place == "sandwich" else 4
-    return size * kept * rows * config.width + cut + hidden, hidden
+    return size * kept * step.rows * config.width + cut + hidden, hidden
 
 
-def _loss(
-    config: GPTConfig, mesh: Mesh, tokens: int, size: int, master: int, *, on_cpu: bool
-) -> int:
+def _loss(step: TrainingStep, size: int, master: int) -> int:
     """Bytes of the head's blocks of logits, and of what it keeps until the backward."""
-    vocabulary = math.ceil(config.vocab_size / mesh.tp)
+    config, tokens, on_cpu = step.config, step.tokens, step.device_type == "cpu"
+    vocabulary = math.ceil(config.vocab_size / step.mesh.tp)
     most, rows = (2**20, 2**10) if on_cpu else (2**26, 2**12)
     logits = min(max(most, rows * vocabulary), tokens * vocabulary) * size
     if config.logit_softcap is not None:  # and of it in float32 what the backward makes
@@ -215,65 +221,47 @@ def _limits(proc: Path, cgroups: Path) -> list[int]:
 # ---------------------------------------------------------------- the refusal
 
 
-def check_memory(
-    config: GPTConfig,
-    mesh: Mesh,
-    plan: ParallelPlan,
-    *,
-    batch: int,
-    dtype: str,
-    device_type: str,
-    free: int,
-    ranks: int,
-) -> None:
-    """Raise a one-line ``ValueError`` if a training step does not fit into `free` bytes.
+def check_memory(step: TrainingStep, *, free: int, ranks: int) -> None:
+    """Raise a one-line ``ValueError`` if a training step does not fit into `free` bytes of the
+    memory that `ranks` of the mesh's ranks share: 1 on a GPU, all of this machine's on the CPU."""
 
-    Args:
-        config, mesh, plan, batch, dtype, device_type: as for `estimate`.
-        free: bytes of the memory that `ranks` of the mesh's ranks share: 1 on a GPU, all of this
-            machine's on the CPU.
-    """
+    def needed(step: TrainingStep) -> float:
+        totals = [rank.total for rank in estimate(step)]
+        return max(totals) if ranks == 1 else sum(totals) / len(totals) * ranks
 
-    def needed(mesh: Mesh, plan: ParallelPlan, batch: int, dtype: str) -> float:
-        of_ranks = [
-            rank.total
-            for rank in estimate(
-                config, mesh, plan, batch=batch, dtype=dtype, device_type=device_type
-            )
-        ]
-        return max(of_ranks) if ranks == 1 else sum(of_ranks) / len(of_ranks) * ranks
+    def other(**changes: Any) -> TrainingStep:
+        return dataclasses.replace(step, **changes)
 
-    now = needed(mesh, plan, batch, dtype)
+    now, mesh, plan, on_gpu = needed(step), step.mesh, step.plan, step.device_type == "cuda"
     if now <= free:
         return
-    spare = {"recompute": "full"} | ({"zero": 3} if mesh.data > 1 else {})
-    ways = {f"--{name} {value}": (mesh, dataclasses.replace(plan, **{name: value}), batch, dtype)
-            for name, value in spare.items()}  # fmt: skip
-    ways |= {"--dtype bf16": (mesh, plan, batch, "bf16"), "--batch 1": (mesh, plan, 1, dtype)}
-    for tp in (2, 4, 8) if device_type == "cuda" else ():  # on CPUs they share the memory
+    spare: dict[str, Any] = {"recompute": "full"} | ({"zero": 3} if mesh.data > 1 else {})
+    ways = {
+        f"--{name} {value}": other(plan=dataclasses.replace(plan, **{name: value}))
+        for name, value in spare.items()
+    }
+    ways |= {"--dtype bf16": other(dtype="bf16"), "--batch 1": other(batch=1)}
+    for tp in (2, 4, 8) if on_gpu else ():  # on CPUs they share the memory
         wider = dataclasses.replace(mesh, tp=mesh.tp * tp)
         try:
-            config.check(wider, plan)
+            step.config.check(wider, plan)
         except ValueError:
             break
-        ways[f"--tp {wider.tp}"] = (wider, plan, batch, dtype)
-    less = {name: needed(*way) for name, way in ways.items()}
+        ways[f"--tp {wider.tp}"] = other(mesh=wider)
+    less = {name: needed(way) for name, way in ways.items()}
     helps = sorted((size, name) for name, size in less.items() if size < 0.95 * now)
     words = ", ".join(f"{name} {size / _GIB:.1f} GiB" for size, name in helps)
     if helps and helps[0][0] > free:
-        together = needed(mesh, dataclasses.replace(plan, **spare), 1, "bf16")
-        every = "all but --tp" if device_type == "cuda" else "all of them"
-        words += f"; with {every} {together / _GIB:.1f}"
-    most = max(
-        estimate(config, mesh, plan, batch=batch, dtype=dtype, device_type=device_type),
-        key=lambda rank: rank.total,
-    )
+        together = other(plan=dataclasses.replace(plan, **spare), batch=1, dtype="bf16")
+        every = "all but --tp" if on_gpu else "all of them"
+        words += f"; with {every} {needed(together) / _GIB:.1f}"
+    most = max(estimate(step), key=lambda rank: rank.total)
     parts = ", ".join(
         f"{name} {value / _GIB:.1f}"
         for name, value in dataclasses.asdict(most).items()
         if name != "loading"
     )
-    where = "this GPU" if device_type == "cuda" else "this machine"
+    where = "this GPU" if on_gpu else "this machine"
     of = "" if ranks == 1 else f" for {ranks} ranks"
     raise ValueError(
         f"training needs about {now / _GIB:.1f} GiB{of} (a rank: {parts}), {where} has "

@@ -33,7 +33,7 @@ from warpweave.interrupt import Interrupt
 from warpweave.kernels.runtime import tiles
 from warpweave.launch import Session, gpu_count, join, launch, leave, reported, under_torchrun
 from warpweave.lr_schedule import learning_rate, short_of_peak
-from warpweave.memory import check_memory, free_host_memory
+from warpweave.memory import TrainingStep, check_memory, free_host_memory
 from warpweave.messages import one_line, say
 from warpweave.metrics import Metrics, peak_memory
 from warpweave.parallel.data.optimizer import AdamW
@@ -385,16 +385,9 @@ class Trainer:
 def _check_memory(config: TrainConfig, model: GPTConfig, free: int, cpu_ranks: int = 0) -> None:
     """Raise a one-line ``ValueError`` if a step will not fit into a GPU's `free` bytes, or those
     that `cpu_ranks` ranks share."""
-    check_memory(
-        model,
-        config.mesh,
-        config.plan,
-        batch=config.batch,
-        dtype=config.dtype,
-        device_type="cpu" if cpu_ranks else "cuda",
-        free=free,
-        ranks=cpu_ranks or 1,
-    )
+    device = "cpu" if cpu_ranks else "cuda"
+    step = TrainingStep(model, config.mesh, config.plan, config.batch, config.dtype, device)
+    check_memory(step, free=free, ranks=cpu_ranks or 1)
 
 
 def _key(seed: int, step: int) -> int:
