@@ -15,10 +15,11 @@ from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.rope import apply_rope_qk, rope_table
 from warpweave.layers.context import TokenContext
 from warpweave.layers.fusable import fusable
+from warpweave.layers.keywords import fields_as_keywords
 from warpweave.layers.linear import ColumnParallelLinear, RowParallelLinear
 from warpweave.layers.norm import ColumnParallelRMSNorm, RMSNorm
 from warpweave.layers.place import Place
-from warpweave.layers.style import AttentionStyle, HeadStyle, fields_as_keywords
+from warpweave.layers.style import AttentionStyle, HeadStyle
 from warpweave.parallel.context import Links, context_attention
 from warpweave.parallel.context.explain import Cost, explain
 from warpweave.parallel.layout import SequenceLayout

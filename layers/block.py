@@ -10,11 +10,12 @@ from warpweave.kernels.dropout import Drop, dropout
 from warpweave.layers.attention import Attention
 from warpweave.layers.context import TokenContext
 from warpweave.layers.fusable import fusable
+from warpweave.layers.keywords import fields_as_keywords
 from warpweave.layers.linear import RowParallelLinear
 from warpweave.layers.mlp import MLP
 from warpweave.layers.norm import make_norm
 from warpweave.layers.place import Place
-from warpweave.layers.style import BlockStyle, fields_as_keywords
+from warpweave.layers.style import BlockStyle
 
 
 class TransformerBlock(nn.Module):

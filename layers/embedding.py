@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from warpweave.layers.keywords import fields_as_keywords
 from warpweave.layers.place import Place
-from warpweave.layers.style import fields_as_keywords
 from warpweave.parallel.mesh import connected
 from warpweave.parallel.shard import Cut, ParamRecord
 from warpweave.parallel.tensor import vocab_parallel_embedding

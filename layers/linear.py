@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from warpweave.layers.keywords import fields_as_keywords
 from warpweave.layers.place import Place
-from warpweave.layers.style import fields_as_keywords
 from warpweave.parallel.collectives import gather, scatter
 from warpweave.parallel.mesh import connected
 from warpweave.parallel.shard import Cut, ParamRecord

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from warpweave.kernels.runtime.dispatch import check_impl
+from warpweave.layers.keywords import fields_as_keywords
 from warpweave.layers.place import Place
-from warpweave.layers.style import fields_as_keywords
 from warpweave.parallel.collectives import Pending
 from warpweave.parallel.mesh import ConnectedMesh, connected
 from warpweave.parallel.tensor import vocab_parallel_cross_entropy

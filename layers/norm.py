@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from warpweave.kernels.dropout import Drop
 from warpweave.kernels.norm import layer_norm, rms_norm
 from warpweave.kernels.reference import compute_dtype
+from warpweave.layers.keywords import fields_as_keywords
 from warpweave.layers.place import Place
-from warpweave.layers.style import NormStyle, fields_as_keywords
+from warpweave.layers.style import NormStyle
 from warpweave.parallel.mesh import connected
 from warpweave.parallel.shard import Cut, ParamRecord
 from warpweave.parallel.tensor import cut_rms_norm

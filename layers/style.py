@@ -2,16 +2,13 @@
 
 A layer takes its record whole (``style``), and so does each layer inside it: `BlockStyle` is an
 `AttentionStyle`, which is a `NormStyle`, and an `MLPStyle`. ``GPTConfig`` has the same fields. For
-whoever uses one layer alone they are keywords too, see `fields_as_keywords`.
+whoever uses one layer alone they are keywords too (``layers.keywords``).
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 from warpweave.kernels.rope_scaling import RopeScaling
 
@@ -40,7 +37,7 @@ class HeadStyle(NormStyle):
     """What the attention heads of all blocks of a model have alike.
 
     Attributes:
-        head_size: Width of a head.
+        head_size: Width of a head; without, model width / heads.
         qkv_bias: The qkv projection has a bias; without, it has one as the others do.
         qk_norm: RMSNorm of each query and key head, before the rotation.
         qk_norm_whole: With qk_norm: one over all query heads together, and one over all key heads.
@@ -101,57 +98,3 @@ class BlockStyle(AttentionStyle, MLPStyle):
     """
 
     dropout: float = 0.0
-
-
-def fields_as_keywords(
-    *positional: str, unused: tuple[str, ...] = (), **records: Any
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorate a constructor that takes records: it takes their fields as keywords, too.
-
-    With ``@fields_as_keywords(style=AttentionStyle, place=Place)`` the call
-    ``Attention(64, 8, window=3, mesh=mesh)`` is
-    ``Attention(64, 8, style=AttentionStyle(window=3), place=Place(mesh=mesh))``. A field that is
-    given beside its record replaces the record's value. ``inspect.signature`` shows the fields.
-
-    Args:
-        positional: fields that may be given without their names, after the constructor's own.
-        unused: fields that the layer has no use for, which are no keywords.
-        records: parameter of the constructor, by keyword only -> the frozen dataclass it takes.
-    """
-
-    def decorate(init: Callable[..., None]) -> Callable[..., None]:
-        own = inspect.signature(init).parameters.values()
-        offered = {
-            name: [f for f in fields(kind) if f.name not in unused]
-            for name, kind in records.items()
-        }
-        every = {f.name: f for of_record in offered.values() for f in of_record}
-        named = {p.name for p in own} | {*positional}
-        parameters = [p for p in own if p.kind is not p.KEYWORD_ONLY]
-        for kind_of, names in (
-            (inspect.Parameter.POSITIONAL_OR_KEYWORD, positional),
-            (inspect.Parameter.KEYWORD_ONLY, [name for name in every if name not in named]),
-        ):
-            parameters += [
-                inspect.Parameter(n, kind_of, default=every[n].default, annotation=every[n].type)
-                for n in names
-            ]
-        parameters += [
-            p.replace(default=None) if p.name in records else p
-            for p in own
-            if p.kind is p.KEYWORD_ONLY
-        ]
-        public = inspect.Signature(parameters)
-
-        @functools.wraps(init)
-        def wrapped(*args: Any, **keywords: Any) -> None:
-            given = public.bind(*args, **keywords).arguments
-            for name, kind in records.items():
-                chosen = {f.name: given.pop(f.name) for f in offered[name] if f.name in given}
-                given[name] = replace(given.get(name) or kind(), **chosen)
-            init(**given)
-
-        wrapped.__signature__ = public  # type: ignore[attr-defined]
-        return wrapped
-
-    return decorate

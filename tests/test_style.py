@@ -12,12 +12,13 @@ import torch
 from warpweave.layers.attention import Attention
 from warpweave.layers.block import TransformerBlock
 from warpweave.layers.embedding import VocabParallelEmbedding
+from warpweave.layers.keywords import fields_as_keywords
 from warpweave.layers.linear import ColumnParallelLinear, RowParallelLinear
 from warpweave.layers.loss import VocabParallelLinearCrossEntropy
 from warpweave.layers.mlp import MLP
 from warpweave.layers.norm import ColumnParallelRMSNorm, LayerNorm, RMSNorm
 from warpweave.layers.place import Place
-from warpweave.layers.style import AttentionStyle, BlockStyle, MLPStyle, fields_as_keywords
+from warpweave.layers.style import AttentionStyle, BlockStyle, MLPStyle
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def test_a_field_by_keyword_is_that_field_of_its_record(box, found):
     ],
 )
 def test_another_keyword_is_refused_by_its_name(arguments, keywords, message):
-    with pytest.raises(TypeError, match=message):
+    with pytest.raises(TypeError, match=rf"^Box.__init__\(\): {message}"):
         Box(*arguments, **keywords)
 
 

@@ -51,7 +51,7 @@ _GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryEstimate:
     """Bytes of one rank; the module's docstring has their formulas."""
 
     weights: int
@@ -96,7 +96,7 @@ class TrainingStep:
         return self.tokens // self.mesh.tp if self.plan.sequence_parallel else self.tokens
 
 
-def estimate(step: TrainingStep) -> list[Memory]:
+def estimate(step: TrainingStep) -> list[MemoryEstimate]:
     """What a rank of each pipeline rank needs; all ranks of one pipeline rank need the same."""
     config, mesh, plan = step.config, step.mesh, step.plan
     size = DTYPES[step.dtype].itemsize
@@ -127,7 +127,7 @@ def estimate(step: TrainingStep) -> list[Memory]:
         if placement[-1] == rank:
             activations += _loss(step, size, master)
         loading = max(_units(config, Mesh(), plan, 0).values()) * 4 * 2
-        found.append(Memory(weights, gradients, optimizer, activations, loading))
+        found.append(MemoryEstimate(weights, gradients, optimizer, activations, loading))
     return found
 
 

@@ -31,7 +31,7 @@ _DTYPES = {
 }
 
 
-class Place(NamedTuple):
+class StoredTensor(NamedTuple):
     """Where a tensor lies: its file, its name there, its shape and safetensors' word for its
     dtype."""
 
@@ -57,7 +57,7 @@ class HFFolder:
     fields: Mapping[str, Any]
     dtype: torch.dtype
     _rules: Mapping[str, TensorRule]
-    _places: Mapping[str, Place]
+    _places: Mapping[str, StoredTensor]
     _open: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def tensor(self, record: ParamRecord) -> Tensor:
@@ -161,7 +161,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
-def _find_tensors(path: Path) -> dict[str, Place]:
+def _find_tensors(path: Path) -> dict[str, StoredTensor]:
     """Every tensor of the folder's safetensors files under its own name."""
     if (path / SINGLE).exists():  # the order in which transformers looks for them
         files = [SINGLE]
@@ -175,7 +175,7 @@ def _find_tensors(path: Path) -> dict[str, Place]:
         files = sorted(set(names.values()))
     else:
         raise ConvertError(f"no {SINGLE} or {INDEX} (other formats than safetensors are not read)")
-    places: dict[str, Place] = {}
+    places: dict[str, StoredTensor] = {}
     for file in files:
         try:
             with safe_open(path / file, framework="pt") as opened:
@@ -183,15 +183,17 @@ def _find_tensors(path: Path) -> dict[str, Place]:
                     if name in places:
                         raise ConvertError(f"tensor {name} is in {places[name].file} and in {file}")
                     piece = opened.get_slice(name)
-                    places[name] = Place(file, name, tuple(piece.get_shape()), piece.get_dtype())
+                    places[name] = StoredTensor(
+                        file, name, tuple(piece.get_shape()), piece.get_dtype()
+                    )
         except (OSError, SafetensorError) as error:
             raise ConvertError(f"cannot read {path / file}: {one_line(error)}") from None
     return places
 
 
 def _check(
-    places: Mapping[str, Place], rules: Mapping[str, TensorRule], family: Family
-) -> dict[str, Place]:
+    places: Mapping[str, StoredTensor], rules: Mapping[str, TensorRule], family: Family
+) -> dict[str, StoredTensor]:
     """The places under the names of the whole model; raises if they do not fit the rules."""
     if not any(name.startswith(family.base) for name in places):  # of a bare base model
         heads = f"{family.modules['head'][0]}."
