@@ -240,7 +240,7 @@ def attention_of_gathered_keys(q, k, v, *, layout, group, causal, strategy, impl
 
 def local_angles(self, length, x, context):
     positions = torch.arange(length)
-    return rope_table(positions, self.head_dim, theta=self.rope_theta)
+    return rope_table(positions, self.head_dim, theta=self.style.rope_theta)
 
 
 def local_drop(self, site, context):
