@@ -177,8 +177,8 @@ def _plain_rows(gpt: GPT, prompts: list[list[int]], how: Sampling) -> list[list[
 def test_any_options_at_once_give_the_texts_of_a_plain_loop(seed):
     draw = random.Random(seed)
     config = GPTConfig(
-        31, 24, 1, 12, 6, draw.choice((2, 6)), 10, draw.choice(("rope", "learned")), "rms",
-        "swiglu", False, head_size=4, windows=draw.choice(((), (5,))), tied=False,
+        31, 24, 1, 12, 6, draw.choice((2, 6)), 10, draw.choice(("rope", "learned")), norm="rms",
+        activation="swiglu", bias=False, head_size=4, windows=draw.choice(((), (5,))), tied=False,
     )  # fmt: skip
     gpt = GPT(config, dtype=torch.float64, seed=seed)
     with torch.no_grad():
