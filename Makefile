@@ -1,4 +1,4 @@
-# make venv | test | train | compiled | check | clean. PYTHON chooses the interpreter, ARGS goes to
+# make venv | test | train | compiled | check | docs | clean. PYTHON chooses the interpreter, ARGS goes to
 # the command.
 
 PYTHON ?= python3
@@ -6,7 +6,7 @@ VENV := .venv
 STAMP := $(VENV)/.installed
 TYPECHECK := build/typecheck
 
-.PHONY: venv test train compiled check clean
+.PHONY: venv test train compiled check docs clean
 .DELETE_ON_ERROR:
 
 venv: $(STAMP)
@@ -59,6 +59,21 @@ check: venv
 	  ln -s ../../../kernels ../../../parallel ../../../layers .
 	cd $(TYPECHECK) && MYPYPATH=. ../../$(VENV)/bin/mypy --config-file ../../pyproject.toml -p warpweave
 	@echo "make check: lint, format and types are clean"
+
+# The site of docs/ into build/site; a dead link fails. The reference is read from the sources without
+# importing them, from a tree of links like that of the type checker.
+SOURCES := build/sources
+
+docs: venv
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	  --no-build-isolation -e '.[docs]'
+	$(VENV)/bin/python -P docs/scripts/pipeline_picture.py
+	$(VENV)/bin/python -P docs/scripts/map.py
+	@rm -rf $(SOURCES) && mkdir -p $(SOURCES)/warpweave
+	@cd $(SOURCES)/warpweave && ln -s ../../../warpweave/* . && \
+	  ln -s ../../../kernels ../../../parallel ../../../layers .
+	$(VENV)/bin/mkdocs build --strict
+	@echo "make docs: open build/site/index.html"
 
 clean:
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache *.egg-info

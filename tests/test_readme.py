@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -45,9 +46,11 @@ def _commands(page: Path) -> list[tuple[str, list[str]]]:
     return found
 
 
-PROGRAMS = _blocks(README, "python")
-DOCS = [(page.name, number, text)
-        for page in PAGES for number, text in enumerate(_blocks(page, "python"))]  # fmt: skip
+PROGRAMS = [
+    pytest.param(page.name, number, text, id=f"{page.name}-{number}")
+    for page in (README, *PAGES)
+    for number, text in enumerate(_blocks(page, "python"))
+]
 COMMANDS = [(page.name, *found) for page in (README, *PAGES) for found in _commands(page)]
 
 
@@ -86,24 +89,32 @@ def _make_train() -> None:
     save_checkpoint(folder, 500, (params | moments).items(), config=config, state={})
 
 
-@pytest.mark.parametrize("number", range(len(PROGRAMS)))
-def test_a_program_runs_alone(tmp_path, monkeypatch, number):
+def _nanogpt(names: dict) -> None:
+    assert len(open_dataset("train.bin", seq_len=16).tokens) > 1000
+
+
+# What must be so after a program that asserts nothing itself.
+CHECKS = {
+    ("README.md", 0): _layers,
+    ("README.md", 1): _hugging_face,
+    ("library.md", 0): _layers,
+    ("library.md", 1): _kernels,
+    ("library.md", 2): _weights,
+    ("library.md", 3): _convert,
+    ("from_nanogpt.md", 1): _nanogpt,
+}
+
+
+@pytest.mark.parametrize(("page", "number", "text"), PROGRAMS)
+def test_a_program_runs_alone(tmp_path, monkeypatch, page, number, text):
     monkeypatch.chdir(tmp_path)
     _make_train()
-    if "transformers" in PROGRAMS[number]:
-        pytest.importorskip("transformers", reason="an extra of its own")
-    names: dict = {}
-    exec(PROGRAMS[number], names)
-    (_layers, _hugging_face, _kernels, _weights, _convert)[number](names)
-
-
-@pytest.mark.parametrize(("page", "number", "text"), DOCS)
-def test_a_program_of_the_docs_runs_alone(tmp_path, monkeypatch, page, number, text):
-    monkeypatch.chdir(tmp_path)
     Path("train.bin").write_bytes(bytes(4000))  # as nanoGPT's prepare.py leaves one
-    exec(text, {"__name__": "__main__"})
-    if page == "from_nanogpt.md" and number == 1:
-        assert len(open_dataset("train.bin", seq_len=16).tokens) > 1000
+    if page == "README.md" and "transformers" in text:
+        pytest.importorskip("transformers", reason="an extra of its own")
+    names: dict = {"__name__": "__main__"}
+    exec(text, names)
+    CHECKS.get((page, number), lambda names: None)(names)
 
 
 @pytest.mark.parametrize(("page", "command", "options"), COMMANDS)
@@ -135,6 +146,15 @@ def test_the_figures_of_the_layout_page_are_the_estimates():
 
 
 def test_nothing_of_the_pages_is_passed_over():
-    assert len(PROGRAMS) == 5
-    assert {page for page, *_ in DOCS} == {page.name for page in PAGES} != set()
-    assert len([c for c in COMMANDS if c[0] == "README.md"]) >= 11
+    programs = Counter(program.values[0] for program in PROGRAMS)
+    commands = Counter(page for page, *_ in COMMANDS)
+    pages = {"from_hugging_face.md", "from_liger.md", "from_flash_attention.md", "from_nanogpt.md",
+             "from_transformer_engine.md", "gpu_quick_start.md", "train_from_scratch.md",
+             "which_layout.md"}  # fmt: skip
+    assert set(programs) == pages | {"README.md", "library.md"}
+    assert (programs["README.md"], programs["library.md"]) == (2, 4)
+    assert set(CHECKS) <= {(page, n) for page, n, _ in (program.values for program in PROGRAMS)}
+    assert commands["README.md"] >= 3
+    assert commands["commands.md"] >= 13
+    lines = README.read_text().splitlines()
+    assert len(lines) <= 150

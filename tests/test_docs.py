@@ -1,0 +1,147 @@
+"""The pages of docs/: the map is current, figures are those of benchmarks/results, links and the
+names of the API reference exist."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS, RESULTS = ROOT / "docs", ROOT / "benchmarks" / "results"
+PAGES = [*ROOT.glob("*.md"), *DOCS.rglob("*.md")]
+
+
+def _script(monkeypatch, name: str):
+    monkeypatch.syspath_prepend(str(DOCS / "scripts"))
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    return importlib.import_module(name)
+
+
+def _cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("| ").split("|")]
+
+
+def test_the_map_is_what_the_sources_and_tests_say(monkeypatch) -> None:
+    script = _script(monkeypatch, "map")
+    message = "the map is old: python docs/scripts/map.py writes it anew"
+    assert (DOCS / "map.md").read_text() == script.page(), message
+
+
+def test_the_map_has_every_source_file_and_says_what_it_is_for(monkeypatch) -> None:
+    script = _script(monkeypatch, "map")
+    rows = [_cells(line) for line in script.page().splitlines() if line.startswith("| `")]
+    files = [p for part in script.PARTS for p in (ROOT / part).rglob("*.py")]
+    assert sorted(cells[0].strip("`") for cells in rows) == sorted(
+        path.name for path in files if path.name != "__init__.py"
+    )
+    assert [cells[0] for cells in rows if len(cells[1]) < 12] == []
+    tests = script.tests_by_module()
+    assert "test_docs.py" not in tests["warpweave.kernels.merge"]
+    assert "test_merge.py" in tests["warpweave.kernels.merge"]
+    assert script.named("warpweave.kernels.merge", {"test_a.py", "test_merge.py"}) == (
+        "`test_merge.py`, `test_a.py`"
+    )
+
+
+def test_the_picture_is_what_the_simulator_draws(monkeypatch) -> None:
+    script = _script(monkeypatch, "pipeline_picture")
+    assert script.PICTURE.read_text() == script.picture()
+    assert script.PICTURE.stat().st_size < 40_000
+
+
+def _quoted(page: Path) -> Iterator[tuple[str, str]]:
+    """(script, ratio with its quantiles) of every figure in a page's tables of measurements."""
+    for line in page.read_text().splitlines():
+        found = re.search(r"`(\w+)\.py` \|$", line)
+        for ratio in re.findall(r"\d\.\d\d \(\d\.\d\d to \d\.\d\d\)", line) if found else ():
+            yield found[1], ratio
+
+
+@pytest.mark.parametrize(
+    ("page", "count"), [(ROOT / "README.md", 8), (DOCS / "performance.md", 17)]
+)
+def test_what_is_quoted_as_measured_is_in_the_results(page, count) -> None:
+    quoted = list(_quoted(page))
+    assert len(quoted) >= count
+    for script, ratio in quoted:
+        files = [json.loads(path.read_text()) for path in RESULTS.glob(f"cpu*/{script}.json")]
+        rows = [row for file in files for row in file["rows"]]
+        measured = {
+            f"{r['median']:.2f} ({r['p20']:.2f} to {r['p80']:.2f})"
+            for row in rows
+            for r in row["ratios"].values()
+        }
+        assert ratio in measured, (script, measured)
+
+
+def test_the_page_of_performance_says_what_is_predicted_of_an_h100() -> None:
+    """Each row is one of fusion.md: epilogue, passes, may, is, taken."""
+    text = (RESULTS / "clock" / "fusion.md").read_text()
+    rows = text.partition("## H100")[2].partition("\n## ")[0].splitlines()
+    predicted = {cells[0]: cells for cells in map(_cells, rows) if len(cells) > 8}
+    page = (DOCS / "performance.md").read_text().partition("## Fused or not")[2]
+    said = [cells for cells in map(_cells, page.splitlines()) if cells[0] in predicted]
+    said = [cells for cells in said if cells[0] not in ("op", "---")]
+    assert len(said) == 6
+    for op, *figures in said:
+        _, _, epilogue, passes, _, allowed, slower, _, _, taken = predicted[op]
+        assert figures == [epilogue, passes, allowed, slower, taken], op
+
+
+def _anchors(page: Path) -> set[str]:
+    heads = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).strip().replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_of_a_page_leads_somewhere(page) -> None:
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        path, _, anchor = link.partition("#")
+        if "://" in path:
+            assert page.name == "CHANGELOG.md", f"{link}: nothing of ours is published yet"
+            continue
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        if anchor:
+            assert anchor in _anchors(target), link
+        inside = page.is_relative_to(DOCS)
+        assert not inside or target.is_relative_to(DOCS), f"{link} leaves the site"
+
+
+def test_the_site_has_every_page() -> None:
+    listed = re.findall(r"([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(p.relative_to(DOCS).as_posix() for p in DOCS.rglob("*.md"))
+
+
+DOCUMENTED = re.findall(
+    r"^::: ([\w.]+)$", "\n".join(p.read_text() for p in (DOCS / "api").glob("*.md")), re.MULTILINE
+)
+
+
+def test_every_name_of_the_reference_exists_and_is_documented() -> None:
+    assert len(DOCUMENTED) > 40
+    for name in DOCUMENTED:
+        module, _, member = name.rpartition(".")
+        found = getattr(importlib.import_module(module), member)
+        assert (found.__doc__ or "").strip(), name
+
+
+def test_every_class_that_the_package_exports_is_in_the_reference() -> None:
+    import warpweave
+
+    members = {name.rpartition(".")[2] for name in DOCUMENTED}
+    assert set(warpweave.__all__) - {"PRESETS", "__version__"} <= members
+
+
+def test_a_script_of_the_docs_imports_no_test() -> None:
+    for path in (DOCS / "scripts").glob("*.py"):
+        names = {n.module for n in ast.walk(ast.parse(path.read_text())) if hasattr(n, "module")}
+        assert not {name for name in names if str(name).startswith("test")}
