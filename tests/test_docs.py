@@ -3,19 +3,19 @@ names of the API reference exist."""
 
 from __future__ import annotations
 
-import ast
 import importlib
 import json
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS, RESULTS = ROOT / "docs", ROOT / "benchmarks" / "results"
-PAGES = [*ROOT.glob("*.md"), *DOCS.rglob("*.md")]
+PAGES = [*ROOT.glob("*.md"), ROOT / "examples" / "README.md", *DOCS.rglob("*.md")]
 
 
 def _script(monkeypatch, name: str):
@@ -100,7 +100,7 @@ def _anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", head.lower()).strip().replace(" ", "-") for head in heads}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_every_link_of_a_page_leads_somewhere(page) -> None:
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     for link in re.findall(r"\]\(([^)\s]+)\)", text):
@@ -141,7 +141,19 @@ def test_every_class_that_the_package_exports_is_in_the_reference() -> None:
     assert set(warpweave.__all__) - {"PRESETS", "__version__"} <= members
 
 
-def test_a_script_of_the_docs_imports_no_test() -> None:
-    for path in (DOCS / "scripts").glob("*.py"):
-        names = {n.module for n in ast.walk(ast.parse(path.read_text())) if hasattr(n, "module")}
-        assert not {name for name in names if str(name).startswith("test")}
+def test_the_examples_are_all_listed() -> None:
+    text = (ROOT / "examples" / "README.md").read_text()
+    assert set(re.findall(r"examples/(\w+\.py)", text)) == {
+        path.name for path in (ROOT / "examples").glob("*.py")
+    }
+
+
+def test_the_words_of_ours_are_words_of_the_code() -> None:
+    """The overlaps and layouts that the glossary explains are those that options take."""
+    from warpweave.parallel.words import Kind, Overlap
+
+    glossary = (DOCS / "glossary.md").read_text()
+    overlaps = next(line for line in glossary.splitlines() if line.startswith("| overlap |"))
+    assert re.findall(r"`(\w+)`", overlaps) == list(get_args(Overlap))
+    layouts = next(line for line in glossary.splitlines() if line.startswith("| zigzag,"))
+    assert set(re.findall(r"\w+", layouts.split("|")[1])) == set(get_args(Kind))

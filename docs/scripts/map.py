@@ -72,7 +72,7 @@ def named(module: str, tests: set[str]) -> str:
     """The tests of a module: first those that are named like it, then by the alphabet."""
     stem = module.rpartition(".")[2]
     order = sorted(tests, key=lambda name: (stem not in name, name))
-    return ", ".join(f"`{name}`" for name in order[:MOST]) + ", …" * (len(order) > MOST)
+    return ", ".join(f"`{name}`" for name in order[:MOST]) + " and others" * (len(order) > MOST)
 
 
 def section(folder: Path, tests: dict[str, set[str]]) -> list[str]:
