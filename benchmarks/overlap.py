@@ -152,7 +152,7 @@ def virtual_ranks(product: Product, device: torch.device, report: OverlapReport)
     drawn = [draw(product, rank, device) for rank in range(product.ranks)]
     memories = local_memory(
         product.ranks, slots=-(-product.M // 16) * -(-product.N // 32), device=device,
-        capacity=2 * product.M * max(product.N, product.K),
+        capacity=4 * product.M * max(product.N, product.K),
     )  # fmt: skip
     whole = [a for a, _ in drawn]
     if product.moves == "gather":
@@ -163,7 +163,7 @@ def virtual_ranks(product: Product, device: torch.device, report: OverlapReport)
             steps = [all_gather_gemm_steps(*x, m, Epilogue()) for x, m in zip(drawn, memories)]
             return [y for y, _, _ in run_local(steps)]
         op = gemm_reduce_scatter_steps if product.moves == "scatter" else gemm_all_reduce_steps
-        return run_local([op(*x, m, Epilogue(), HALF) for x, m in zip(drawn, memories)])
+        return run_local([op(*x, m, Epilogue()) for x, m in zip(drawn, memories)])
 
     def cublas() -> list[Tensor]:
         return [a @ b for a, (_, b) in zip(whole, drawn)]
@@ -192,7 +192,7 @@ def real_ranks(
         if product.moves == "gather":
             return all_gather_gemm(a, b, memory=workspace)[0]
         op = gemm_reduce_scatter if product.moves == "scatter" else gemm_all_reduce
-        return op(a, b, memory=workspace, wire_dtype=HALF)
+        return op(a, b, memory=workspace)
 
     def theirs() -> Tensor:
         if product.moves == "gather":

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -186,5 +185,4 @@ def _over_peers(
     segments = [handle.get_buffer(peer, (size,), torch.uint8) for peer in range(world)]
     segments[rank] = own
     handle.barrier()  # all are zero
-    memory = over_segments(segments, rank, slots=slots, capacity=capacity, polls=polls)
-    return replace(memory, engines=True)
+    return over_segments(segments, rank, slots=slots, capacity=capacity, polls=polls)

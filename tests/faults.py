@@ -648,20 +648,6 @@ FAULTS = (
         "the shards of lower ranks are multiplied before they have arrived",
     ),
     Fault(
-        "engine-fills-the-device",
-        "kernels/overlap/gather.py",
-        "return max(1, workers - 1) if self.aside else self.copying + workers",
-        "return self.copying + workers",
-        "products that wait on every processor keep out the kernels that they wait for",
-    ),
-    Fault(
-        "engine-after-a-graph",
-        "kernels/overlap/symmetric.py",
-        "            self.begun.clear()",
-        "            pass",
-        "after a replay the host has a copy engine read the half of another epoch",
-    ),
-    Fault(
         "fused-signature-without-depth",
         "kernels/overlap/gather.py",
         "Signature(name, S, K, x.dtype",

@@ -20,15 +20,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any, NamedTuple
-from unittest import mock
 
 import numpy as np
 import torch
-from triton.runtime.interpreter import GridExecutor, interpreter_builder
-
-from warpweave.kernels.overlap.symmetric import SymmetricMemory
+from triton.runtime.interpreter import interpreter_builder
 
 Stream = tuple[int, int]  # a rank, and which of its streams
 
@@ -52,12 +48,6 @@ class Program(NamedTuple):
     events: list[Event]
 
 
-def _cells(t: torch.Tensor) -> frozenset[int]:
-    """The cells of a tensor without gaps."""
-    first = t.data_ptr() // 8
-    return frozenset(range(first, first + t.numel() * t.element_size() // 8))
-
-
 class Recorder:
     """Notes the programs of launches made while it is ``recording``.
 
@@ -70,7 +60,6 @@ class Recorder:
         self._stream: Stream = (0, 0)
         self._epoch = 0
         self._launches: dict[Stream, int] = defaultdict(int)
-        self._ties = 0
 
     def launch(self, rank: int, stream: int, epoch: int) -> None:
         """What follows is the next launch of a rank's stream; its waits are for `epoch`."""
@@ -82,68 +71,6 @@ class Recorder:
         if event.kind == "await" and events and events[-1][:3] == event[:3]:
             events.pop()  # it looked again
         events.append(event)
-
-    def _launch_of_one(self, *events: Event) -> None:
-        """A launch whose one program did this: what is no kernel."""
-        self._launches[self._stream] += 1
-        self.programs.append(Program(self._stream, self._launches[self._stream], [*events]))
-
-    @contextmanager
-    def _on(self, stream: Stream) -> Iterator[None]:
-        self._stream, before = stream, self._stream
-        try:
-            yield
-        finally:
-            self._stream = before
-
-    @contextmanager
-    def aside(self, aside: type, copies: ModuleType) -> Iterator[None]:
-        """Watch, too, the stream beside that of the launches, which `aside` stands for, the copies
-        of `copies` and the epochs that end. Two streams are tied as by a flag that nobody else
-        uses: one sets it after all that it was given, the other waits for it before all that it
-        will be given."""
-
-        def beside() -> Stream:
-            rank, stream = self._stream
-            return rank, -1 - stream
-
-        def tie(first: Stream, then: Stream) -> None:
-            self._ties += 1
-            for stream, kind in ((first, "publish"), (then, "await")):
-                with self._on(stream):
-                    self._launch_of_one(Event(kind, flag=-self._ties, value=1))
-
-        def copied(here: torch.Tensor, there: torch.Tensor) -> None:
-            copy(here, there)
-            self._launch_of_one(Event("load", _cells(there)), Event("store", _cells(here)))
-
-        def advanced(memory: SymmetricMemory) -> None:
-            advance(memory)
-            self._launch_of_one(Event("store", _cells(memory.epoch)))
-
-        def launched(*args: Any, **options: Any) -> None:
-            self._launches[self._stream] += 1  # of several between two steps
-            launch(*args, **options)
-
-        def fork(_: Any) -> None:
-            tie(self._stream, beside())
-
-        def join(_: Any) -> None:
-            tie(beside(), self._stream)
-
-        def running(_: Any) -> Any:
-            return self._on(beside())
-
-        copy, advance, launch = copies.copy, SymmetricMemory.advance, GridExecutor.__call__
-        with (
-            mock.patch.object(aside, "fork", fork),
-            mock.patch.object(aside, "join", join),
-            mock.patch.object(aside, "running", running),
-            mock.patch.object(copies, "copy", copied),
-            mock.patch.object(SymmetricMemory, "advance", advanced),
-            mock.patch.object(GridExecutor, "__call__", launched),
-        ):
-            yield
 
     @contextmanager
     def recording(self) -> Iterator[None]:

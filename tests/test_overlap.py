@@ -1,11 +1,9 @@
 """Overlapped products: virtual ranks in one process, and real ones over shared memory."""
 
-import dataclasses
-import functools
-import itertools
 import os
 import random
 import time
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
@@ -20,8 +18,6 @@ from warpweave.kernels.gemm import fused_gemm, gemm
 from warpweave.kernels.gemm.mainloop import find_tile
 from warpweave.kernels.overlap import (
     all_gather_gemm,
-    copies,
-    gather,
     gemm_all_reduce,
     gemm_reduce_scatter,
 )
@@ -45,7 +41,17 @@ from warpweave.kernels.runtime.tile_table import KINDS, GemmTile
 from warpweave.kernels.runtime.tiles import pinned
 from warpweave.parallel.symmetric import symmetric_memory
 
-TWO_SHOTS = functools.partial(gemm_all_reduce_steps, shots=2)
+
+def in_two_shots():
+    """Within it, every all-reduce whose rows divide by the ranks takes two shots."""
+    return mock.patch.object(overlap_function, "ONE_SHOT", -1)
+
+
+def two_shots(*args):
+    with in_two_shots():
+        return gemm_all_reduce_steps(*args)
+
+
 ROUNDS = 4  # of the three operations at every shape, nothing reset between them
 SHAPES = ((1, 1, 1), (5, 7, 3), (33, 40, 17), (64, 32, 64))
 
@@ -66,7 +72,7 @@ def test_virtual_ranks_gather_and_multiply(world):
 
 
 @pytest.mark.parametrize("world", [1, 3, 4])
-@pytest.mark.parametrize("op", [gemm_reduce_scatter_steps, gemm_all_reduce_steps, TWO_SHOTS])
+@pytest.mark.parametrize("op", [gemm_reduce_scatter_steps, gemm_all_reduce_steps, two_shots])
 def test_virtual_ranks_multiply_and_sum(world, op):
     memories = local_memory(world, slots=64, capacity=1 << 18, polls=3)
     for S, N, K in SHAPES:
@@ -110,7 +116,8 @@ def _run_shared(rank: int, world: int, rounds: int) -> list:
         total = torch.einsum("rmk,rkn->mn", a, b)
         y = gemm_reduce_scatter(a[rank], b[rank], memory=memory)
         assert_close_f64(y, total[rank * S : (rank + 1) * S], 1e-14)
-        y = gemm_all_reduce(a[rank], b[rank], memory=memory, shots=1 + i % 2)
+        with in_two_shots() if i % 2 else nullcontext():
+            y = gemm_all_reduce(a[rank], b[rank], memory=memory)
         assert_close_f64(y, total, 1e-14)
         found.append(y)
     return found
@@ -174,7 +181,8 @@ def test_epilogues_are_those_of_the_fused_product(dtype, activation):
     if activation is None:
         for op in (gemm_reduce_scatter, gemm_all_reduce):
             assert torch.equal(_alone(op, a, b, bias, **options), plain[0])
-        assert torch.equal(_alone(gemm_all_reduce, a, b, bias, shots=2, **options), plain[0])
+        with in_two_shots():
+            assert torch.equal(_alone(gemm_all_reduce, a, b, bias, **options), plain[0])
 
 
 def test_two_shots_drop_and_add_by_the_rows_of_each_rank():
@@ -183,13 +191,10 @@ def test_two_shots_drop_and_add_by_the_rows_of_each_rank():
     drop, residual = Drop(0.4, 3, 1, torch.arange(M) + 5), torch.randn(M, N).double()
     epilogue = Epilogue(torch.randn(N).double(), drop=drop, residual=residual)
     found = []
-    for shots in (1, 2):
+    for shots, op in enumerate((gemm_all_reduce_steps, two_shots), 1):
         memories = local_memory(world, slots=64, capacity=1 << 14, polls=3)
-        steps = [
-            gemm_all_reduce_steps(a[r], b[r], memories[r], epilogue, shots=shots)
-            for r in range(world)
-        ]
-        found += run_local(steps)
+        found += run_local([op(a[r], b[r], memories[r], epilogue) for r in range(world)])
+        assert all(m.epoch.item() == shots for m in memories)
     assert all(torch.equal(y, found[0]) for y in found)
 
 
@@ -203,18 +208,16 @@ def test_an_all_reduce_takes_two_shots_where_that_saves_bytes_enough(monkeypatch
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_partial_sums_travel_unrounded_unless_asked(dtype):
+def test_partial_sums_travel_unrounded(dtype):
     world, a, b = 3, torch.randn(3, 9, 8).to(dtype), torch.randn(3, 8, 5).to(dtype)
     truth = torch.einsum("rmk,rkn->mn", a.double(), b.double())
-    errors = {}
-    for wire in (None, dtype):
-        memories = local_memory(world, slots=8, capacity=1 << 12, polls=3)
-        epilogue = Epilogue(out_dtype=torch.float32)
-        steps = [
-            gemm_reduce_scatter_steps(a[r], b[r], memories[r], epilogue, wire) for r in range(world)
-        ]
-        errors[wire] = relative_error(torch.cat(run_local(steps)), truth)
-    assert errors[None] < 1e-6 < errors[dtype] < 2 * torch.finfo(dtype).eps
+    rounded = sum((a[r] @ b[r]).double() for r in range(world))
+    memories = local_memory(world, slots=8, capacity=1 << 12, polls=3)
+    epilogue = Epilogue(out_dtype=torch.float32)
+    for op in (gemm_reduce_scatter_steps, gemm_all_reduce_steps):
+        y = run_local([op(a[r], b[r], memories[r], epilogue) for r in range(world)])
+        found = torch.cat(y) if op is gemm_reduce_scatter_steps else y[0]
+        assert relative_error(found, truth) < 1e-6 < relative_error(rounded, truth)
 
 
 def test_files_that_are_not_there_or_of_another_size_are_refused(tmp_path):
@@ -239,69 +242,6 @@ def test_where_operands_lie_does_not_change_how_ranks_cut():
         steps = [all_gather_gemm_steps(a, b, m, Epilogue()) for a, m in zip(operands, memories)]
         run_local(steps)
     assert not any(m.error.any() for m in memories)
-
-
-# ---------------------------------------------------------------- who copies
-
-
-@pytest.mark.parametrize(
-    ("world", "S", "N", "K"), [(1, 17, 33, 5), (2, 17, 33, 5), (3, 1, 1, 1), (3, 40, 20, 7)]
-)
-def test_a_copy_engine_gives_the_bits_of_copying_programs(world, S, N, K, monkeypatch):
-    """And copies each peer's shard once, whole."""
-    memories = local_memory(world, slots=64, capacity=1 << 16, polls=3)
-    copied, copy = [], copies.copy
-    monkeypatch.setattr(copies, "copy", lambda *to: (copied.append(to[1].numel()), copy(*to)))
-    gelu = Epilogue(torch.randn(N).half(), "gelu", save_z=True)
-    for _ in range(3):  # both halves, and both producers in turns
-        x, b = torch.randn(world, S, K).half(), torch.randn(K, N).half()
-        found = []
-        for producer in ("programs", "engine", "programs"):
-            steps = [all_gather_gemm_steps(x[r], b, m, gelu, producer) for r, m in
-                     enumerate(memories)]  # fmt: skip
-            found.append(run_local(steps))
-        for others in found[1:]:
-            for mine, other in zip(found[0], others):
-                assert all(torch.equal(a, b) for a, b in zip(mine, other))
-        assert torch.equal(found[1][0][2], x.flatten(0, 1))
-    assert copied == [S * K] * (3 * world * (world - 1))
-    assert not any(m.error.any() for m in memories)
-
-
-def test_a_copy_engine_is_taken_between_peers_and_for_many_rows(monkeypatch):
-    memory = local_memory(2, slots=4, capacity=1 << 10, polls=3)[0]
-    peer = dataclasses.replace(memory, engines=True)
-    few, many = (
-        torch.zeros(rows, 2) for rows in (gather.COPY_ROWS // 2 - 1, gather.COPY_ROWS // 2)
-    )
-
-    def find(memory, x, producer=None):
-        return gather.find_producer("op", memory, x, producer)
-
-    assert find(peer, many) == find(memory, few, "engine") == "engine"
-    assert find(peer, few) == find(memory, many) == find(peer, many, "programs") == "programs"
-    alone = dataclasses.replace(peer, world=1)
-    assert find(alone, torch.zeros(gather.COPY_ROWS, 2)) == "programs"
-    with pytest.raises(ValueError, match="'programs', 'engine' or None, got 'dma'"):
-        find(peer, many, "dma")
-    # Whoever replays a graph moves the epoch behind the host's back: from the capture on, programs.
-    peer.advance()
-    assert peer.begun == [1]
-    on_gpu = mock.Mock(is_cuda=True)
-    capturing = mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True)
-    with capturing:
-        dataclasses.replace(peer, epoch=on_gpu).advance()
-    assert peer.begun == []
-    assert find(peer, many) == "programs"
-    with pytest.raises(ValueError, match=r"op on rank 0 of 2: a copy engine .* captured graph"):
-        find(peer, many, "engine")
-
-
-def test_products_leave_a_place_free_for_what_runs_aside():
-    """A grid that fills the device and waits would keep out what it waits for."""
-    peers = gather.Peers((), (2, 0, 0), 0, aside=True)
-    assert [peers.programs(workers) for workers in (132, 2, 1)] == [131, 1, 1]
-    assert peers._replace(copying=16, aside=False).programs(132) == 148
 
 
 def test_an_empty_operation_is_no_epoch():
@@ -385,8 +325,8 @@ def test_a_signature_is_read_as_it_was_written(name):
         (2**20 - 1, 128, (256, 128)),
         (7, 2**19, (64, 32)),
     ):
-        for dtype, wire in itertools.product(DTYPES, DTYPES):
-            signature = Signature(name, rows, columns, dtype, wire, part)
+        for dtype in DTYPES:
+            signature = Signature(name, rows, columns, dtype, part)
             word = signature.word()
             assert 0 < word < 2**63
             known = name if name in OPERATIONS else "another operation"

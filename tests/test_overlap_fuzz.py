@@ -11,7 +11,6 @@ one rank goes on only when the other has to wait for it.
 
 import random
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -34,11 +33,9 @@ from warpweave.parallel.symmetric import symmetric_memory
 
 OPS = {
     "gather": all_gather_gemm,
-    "engine": partial(all_gather_gemm, producer="engine"),
     "scatter": gemm_reduce_scatter,
     "reduce": gemm_all_reduce,
 }
-GATHERS = ("gather", "engine")
 ROUNDS = {2: 40, 3: 15}  # of each operation, by ranks
 SHAPES = ((1, 1, 1), (3, 5, 2), (7, 32, 3), (16, 3, 5), (2, 38, 1), (20, 6, 3))  # S, N, K
 
@@ -164,7 +161,7 @@ def operands(op: str, case: int, world: int, rank: int):
     rows = world * S if op == "scatter" else S
     a = torch.randn(world, rows, K, dtype=torch.float64, generator=draw)
     b = torch.randn(world, K, N, dtype=torch.float64, generator=draw)
-    if op in GATHERS:
+    if op == "gather":
         return (a[rank], b[rank]), a.flatten(0, 1) @ b[rank]
     total = torch.einsum("rmk,rkn->mn", a, b)
     return (a[rank], b[rank]), total[rank * S : (rank + 1) * S] if op == "scatter" else total
@@ -181,7 +178,7 @@ def run(rank: int, world: int, cases: list[tuple[str, int]]) -> dict:
         for i, case in enumerate(cases):
             given, expected = known[case]
             result = OPS[case[0]](*given, memory=memory)
-            y = result[0] if case[0] in GATHERS else result
+            y = result[0] if case[0] == "gather" else result
             first = seen.setdefault(case, y)
             right = relative_error(y, expected) < 1e-14 and torch.equal(y, first)
             assert right, f"{case} is wrong in round {i}"

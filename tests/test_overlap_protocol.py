@@ -2,9 +2,7 @@
 
 import importlib.util
 import sys
-from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -27,17 +25,6 @@ def _gather(module, world, memory, S, N, K):
     return module.gather_steps(x, b, memory, Epilogue()), (x, b)
 
 
-def _engine(module, world, memory, S, N, K):
-    x, b = torch.randn(S, K, dtype=torch.float64), torch.randn(K, N, dtype=torch.float64)
-    return module.gather_steps(x, b, memory, Epilogue(), "engine"), (x, b)
-
-
-def _shards(module, world, memory, S, N, K):
-    """No product awaits the shards: only that the streams are tied does."""
-    x = torch.randn(S, K, dtype=torch.float64)
-    return module.all_gather_steps("shards", x, memory, "engine"), x
-
-
 def _scatter(module, world, memory, S, N, K):
     a = torch.randn(world * S, K, dtype=torch.float64)
     b = torch.randn(K, N, dtype=torch.float64)
@@ -50,14 +37,11 @@ def _reduce(module, world, memory, S, N, K):
 
 
 def _sums(module, a, b, memory, owners):
-    options = {"wire": torch.float64, "owners": owners, "name": "sums"}
-    return module.scatter_steps(a, b, memory, Epilogue(), **options), (a, b)
+    return module.scatter_steps(a, b, memory, Epilogue(), owners=owners, name="sums"), (a, b)
 
 
 OPS = {
     "gather": (_gather, gather),
-    "engine": (_engine, gather),
-    "shards": (_shards, gather),
     "scatter": (_scatter, scatter),
     "reduce": (_reduce, scatter),
 }
@@ -68,10 +52,6 @@ def record(names, world, modules=None, sizes=ONE_TILE, streams=1, between=None):
     memories = local_memory(world, slots=4, capacity=1 << 14, polls=2)
     epochs = [[torch.zeros_like(m.epoch) for m in memories] for _ in range(streams)]
     recorder, kept = Recorder(apart=[m.error for m in memories]), []
-    watched = nullcontext
-    if {"engine", "shards"} & {*names}:
-        aside = (modules or {"engine": gather})["engine"].Aside
-        watched = partial(recorder.aside, aside, sys.modules[aside.__module__])
     for name in names:
         build, module = OPS[name]
         module = (modules or {}).get(name, module)
@@ -84,7 +64,7 @@ def record(names, world, modules=None, sizes=ONE_TILE, streams=1, between=None):
                 for rank, step in [*left.items()]:
                     recorder.launch(rank, stream, own[rank].epoch.item() + 1)
                     try:
-                        with recorder.recording(), watched(), pinned(TILES):
+                        with recorder.recording(), pinned(TILES):
                             next(step)
                     except StopIteration as end:
                         kept.append(end.value)
@@ -101,12 +81,7 @@ def record(names, world, modules=None, sizes=ONE_TILE, streams=1, between=None):
         (("scatter",) * 3, 2, 2),
         (("reduce",) * 3, 2, 2),
         (("gather", "scatter", "gather", "reduce"), 2, 2),
-        (("engine",) * 3, 2, 2),
-        (("shards",) * 3, 2, 2),
-        (("engine", "gather", "scatter", "engine"), 2, 1),
         (("gather",) * 3, 3, 1),
-        (("shards",) * 3, 3, 1),
-        (("engine",) * 2, 3, 1),
         (("scatter",) * 3, 3, 1),
         (("reduce",) * 3, 3, 1),
     ],
@@ -124,7 +99,7 @@ def test_no_order_of_events_is_wrong(names, world, residents):
 # ---------------------------------------------------------------- faults
 
 
-ROOM = ("signals", "copies", "gather", "scatter")  # a file imports from those before it
+ROOM = ("signals", "gather", "scatter")  # a file imports from those before it
 
 
 def planted(folder, *edits):
@@ -166,16 +141,6 @@ BULK = """            block = tl.make_tensor_descriptor(
             block.store([row.to(tl.int32), col.to(tl.int32)], y)
 """
 BARRIER = "    tl.debug_barrier()\n    tl.atomic_xchg"
-AWAIT_SHARD = """            _await_shard_kernel[(1,)](
-                memory.addresses, memory.epoch, memory.error, rank, memory.slots, signature,
-                source, parts, world, memory.polls, num_warps=1,
-            )  # fmt: skip
-"""
-COPY = "            copy(shards[source], there)\n"
-ARRIVED = """            _arrived_kernel[(1,)](
-                memory.addresses, memory.epoch, rank, memory.slots, source, world, num_warps=1
-            )
-"""
 PUBLISH = '            publish(flag_of(addresses_ptr, owner, rank, slot, slots), epoch, "sys")\n'
 SIGN = """            if SIGNED:
                 word = signature_of(addresses_ptr, owner, rank, epoch, slot, slots, world)
@@ -194,12 +159,7 @@ FAULTS = {
     "one flag for all tiles": ("scatter", "signals", "slots + slot", "slots + slot * 0"),
     "an asynchronous store published": ("scatter", "scatter", STORE, BULK),
     "one signature for all epochs": ("gather", "signals", "(2 + epoch % 2)", "(2 + epoch * 0)"),
-    "a copy that awaits nobody": ("engine", "copies", AWAIT_SHARD, ""),
-    "a shard arrived before its copy": ("engine", "copies", COPY + ARRIVED, ARRIVED + COPY),
-    "a copy of the other half": ("engine", "copies", "begun[0] + 1", "begun[0]"),
-    "copies tied to nothing before them": ("engine", "copies", "    aside.fork()\n", ""),
-    "an epoch that ends before its copies": ("shards", "gather", "aside.join()", "pass"),
-    "tiles that await no shard": ("engine", "gather", "if source != rank:", "if source < 0:"),
+    "tiles that await no shard": ("gather", "gather", "if source != rank:", "if source < 0:"),
     "a signature after its flag": ("scatter", "scatter", SIGN + PUBLISH, PUBLISH + SIGN),
 }  # fmt: skip
 

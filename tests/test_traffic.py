@@ -198,24 +198,6 @@ def test_between_ranks_moves_what_the_algorithm_says_and_nothing_more(world, S, 
     steps = [function.gemm_all_reduce_steps(a, b, m, plain) for m in symmetric]
     assert _remote(symmetric, steps) == [meter.Flow(read=output * others)] * world
 
-    steps = [function.gemm_reduce_scatter_steps(a, b, m, plain, dtype) for m in symmetric]
-    sent = others * S * N * dtype.itemsize
-    assert _remote(symmetric, steps) == [meter.Flow(written=sent)] * world
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_a_copy_engine_copies_each_shard_once_and_kernels_read_no_peers_data(world):
-    S, N, K = 17, 33, 5
-    symmetric = local_memory(world, slots=32, capacity=1 << 14, polls=3)
-    x, b = torch.randn(S, K).half(), torch.randn(K, N).half()
-    steps = [function.all_gather_gemm_steps(x, b, m, Epilogue(), "engine") for m in symmetric]
-    with traffic(symmetric) as t:
-        function.run_local(steps)
-    assert all(launch.flows["peer data"].moved == 0 for launch in t.launches)
-    shard = 3 * S * K * x.element_size()  # both operands, and the first again as the result
-    copied = [operator.moved for operator in t.operators if operator.name == "copy_"]
-    assert copied == [shard] * (world * (world - 1))
-
 
 def test_a_peer_that_is_read_twice_is_found() -> None:
     """Own and peers' segments are told apart, and so are flags and data."""

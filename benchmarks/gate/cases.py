@@ -336,8 +336,6 @@ def _overlap_cases() -> list[Case]:
     tables = m(W, dtype=i64), m(1, dtype=i64), m(5, dtype=i64)
     memory = SymmetricMemory(1, W, segments, *tables, slots=2**16, capacity=2**32)
     bounded = dataclasses.replace(memory, polls=1000)
-    whole = (m(2**34, dtype=torch.uint8),) * W
-    engines = dataclasses.replace(memory, segments=whole, engines=True)
     x, up, h, down = m(T // W, E), m(F // W, E), m(T, F // W), m(E, F // W)
     gelu, bias = Epilogue(m(F // W), "gelu", save_z=True), Epilogue(m(E))
     heads, table = m(1, 6, 128, E), m(4096, 64, dtype=torch.float32)
@@ -349,27 +347,16 @@ def _overlap_cases() -> list[Case]:
     calls = {
         "qkv": lambda: heads_of(memory),
         "qkv bounded": lambda: heads_of(bounded),
-        "qkv by engine": lambda: heads_of(engines),
-        "all_gather_gemm by engine": lambda: gather_steps(x, up.t(), engines, Epilogue()),
-        "all_gather_gemm gelu by engine": lambda: gather_steps(x, up.t(), engines, gelu),
-        "all_gather_gemm by engine bounded": lambda: gather_steps(
-            x, up.t(), dataclasses.replace(engines, polls=1000), gelu
-        ),
         "all_gather_gemm": lambda: gather_steps(x, up.t(), memory, Epilogue()),
         "all_gather_gemm gelu": lambda: gather_steps(x, up.t(), memory, gelu),
-        "gemm_reduce_scatter": lambda: scatter_steps(
-            h, down.t(), memory, bias, wire=torch.bfloat16, owners=W, name="x"
-        ),
         "gemm_reduce_scatter unrounded": lambda: scatter_steps(
-            h, down.t(), memory, bias, wire=torch.float32, owners=W, name="x"
+            h, down.t(), memory, bias, owners=W, name="x"
         ),
-        "gemm_all_reduce": lambda: scatter_steps(
-            h, down.t(), memory, bias, wire=torch.float32, owners=1, name="x"
-        ),
+        "gemm_all_reduce": lambda: scatter_steps(h, down.t(), memory, bias, owners=1, name="x"),
         "gemm_all_reduce in two shots": lambda: all_gather_steps("x", m(T // W, E), memory),
         "all_gather_gemm bounded": lambda: gather_steps(x, up.t(), bounded, gelu),
-        "gemm_reduce_scatter bounded": lambda: scatter_steps(
-            h, down.t(), bounded, bias, wire=torch.bfloat16, owners=W, name="x"
+        "gemm_reduce_scatter unrounded bounded": lambda: scatter_steps(
+            h, down.t(), bounded, bias, owners=W, name="x"
         ),
     }
     flops, read = 2 * T * E * F // W, 2 * (T * E + E * F // W + T * F // W)

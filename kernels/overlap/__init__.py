@@ -4,7 +4,6 @@ GEMM -> all-reduce, in plain Triton over symmetric memory.
     symmetric   a segment per rank that all can reach, its layout and its epochs
     signals     publish and await, on the device
     gather      all-gather -> GEMM          scatter    GEMM -> reduce-scatter, GEMM -> all-reduce
-    copies      the copy engine's part of the first
     epilogue    what follows a product      function   the public functions and their checks
 """
 

@@ -39,7 +39,6 @@ def all_gather_gemm(
     residual: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     precision: str | None = None,
-    producer: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """(y, z or None, whole) of this rank's shard x[S, K] and its b[K, N].
 
@@ -51,9 +50,6 @@ def all_gather_gemm(
             least (fewer do where the tile has more rows: what is missing is said).
         bias, activation, save_z, drop, residual, out_dtype, precision: as for `gemm.fused_gemm` of
             the gathered rows.
-        producer: what copies the peers' shards: "programs" of the product's own launch, or the copy
-            "engine", on a stream beside it; the same bits. None is the engine between NVLink peers
-            from `copies.COPY_ROWS` gathered rows on, and never once a graph was captured.
 
     Raises:
         ValueError: shapes, dtypes or options do not fit, the memory is too small, something
@@ -62,7 +58,7 @@ def all_gather_gemm(
             ValueError that a rank is in another operation, or in one of other sizes or dtypes.
     """
     epilogue = Epilogue(bias, activation, save_z, drop, residual, out_dtype, precision)
-    steps = all_gather_gemm_steps(x, b, memory, epilogue, producer)
+    steps = all_gather_gemm_steps(x, b, memory, epilogue)
     return run_steps("all_gather_gemm", steps, memory)
 
 
@@ -76,25 +72,23 @@ def gemm_reduce_scatter(
     drop: Drop | None = None,
     residual: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-    wire_dtype: torch.dtype | None = None,
     precision: str | None = None,
 ) -> torch.Tensor:
     """y[S, N] of a[W S, K] and b[K, N]: this rank's rows of the sum of a b over the ranks.
 
-    y = residual + dropout(sum + bias), the sum in the order of the ranks in float32.
+    y = residual + dropout(sum + bias), the sum in the order of the ranks. Partial products travel
+    and are added in float32 (float64 for float64), unrounded.
 
     Args:
-        memory: the group's symmetric memory, of W S N elements of the wire's dtype and ceil(S / 16)
+        memory: the group's symmetric memory, of W S N elements of float32 and ceil(S / 16)
             ceil(N / 32) slots at least (as above).
         bias, drop, residual, out_dtype, precision: as for `gemm.fused_gemm` of this rank's rows;
             bias is added once, by the rank that has the rows.
-        wire_dtype: in which partial products travel: float32 (float64 for float64) by default,
-            which rounds nothing, or the dtype of a.
 
     Raises what `all_gather_gemm` raises, and ValueError if the ranks do not divide the rows.
     """
     epilogue = Epilogue(bias, None, False, drop, residual, out_dtype, precision)
-    steps = gemm_reduce_scatter_steps(a, b, memory, epilogue, wire_dtype)
+    steps = gemm_reduce_scatter_steps(a, b, memory, epilogue)
     return run_steps("gemm_reduce_scatter", steps, memory)
 
 
@@ -108,22 +102,21 @@ def gemm_all_reduce(
     drop: Drop | None = None,
     residual: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-    wire_dtype: torch.dtype | None = None,
-    shots: int | None = None,
     precision: str | None = None,
 ) -> torch.Tensor:
     """y[M, N] of a[M, K] and b[K, N]: the sum of a b over the ranks, the same bits on all of them.
 
+    In one shot, in which every rank reads all partial products; or, where the ranks divide the rows
+    and the bytes that it saves take longer than a wait (`ONE_SHOT`), in two: a reduce-scatter and
+    an all-gather of its result.
+
     Args:
         memory, bias, ...: as for `gemm_reduce_scatter`, for all rows.
-        shots: 1, every rank reads all partial products, or 2, a reduce-scatter and an all-gather of
-            its result: fewer bytes, one wait more. None is 2 where the ranks divide the rows and
-            the bytes saved take longer than the wait (`ONE_SHOT`).
 
-    Raises what `gemm_reduce_scatter` raises, and ValueError for other shots.
+    Raises what `gemm_reduce_scatter` raises, but that the ranks need not divide the rows.
     """
     epilogue = Epilogue(bias, None, False, drop, residual, out_dtype, precision)
-    steps = gemm_all_reduce_steps(a, b, memory, epilogue, wire_dtype, shots)
+    steps = gemm_all_reduce_steps(a, b, memory, epilogue)
     return run_steps("gemm_all_reduce", steps, memory)
 
 
@@ -137,11 +130,10 @@ def all_gather_gemm_steps(
     b: torch.Tensor,
     memory: Memory,
     epilogue: Epilogue,
-    producer: str | None = None,
 ) -> Steps:
     """`all_gather_gemm`, launch by launch."""
     epilogue = _checked(x, b, epilogue, memory.world * x.shape[0])
-    return gather_steps(x, b, memory, epilogue, producer)
+    return gather_steps(x, b, memory, epilogue)
 
 
 def gemm_reduce_scatter_steps(
@@ -149,15 +141,13 @@ def gemm_reduce_scatter_steps(
     b: torch.Tensor,
     memory: Memory,
     epilogue: Epilogue,
-    wire_dtype: torch.dtype | None = None,
 ) -> Steps:
     """`gemm_reduce_scatter`, launch by launch."""
     name, world = "gemm_reduce_scatter", memory.world
     if a.shape[0] % world:
         raise ValueError(f"{name}: {world} ranks do not divide the rows of a {[*a.shape]}")
     epilogue = _checked(a, b, epilogue, a.shape[0] // world)
-    wire = _wire(name, a, wire_dtype)
-    return scatter_steps(a, b, memory, epilogue, wire=wire, owners=world, name=name)
+    return scatter_steps(a, b, memory, epilogue, owners=world, name=name)
 
 
 def gemm_all_reduce_steps(
@@ -165,24 +155,14 @@ def gemm_all_reduce_steps(
     b: torch.Tensor,
     memory: Memory,
     epilogue: Epilogue,
-    wire_dtype: torch.dtype | None = None,
-    shots: int | None = None,
 ) -> Steps:
     """`gemm_all_reduce`, launch by launch."""
     name, M, world = "gemm_all_reduce", a.shape[0], memory.world
     epilogue = _checked(a, b, epilogue, M)
-    wire = _wire(name, a, wire_dtype)
-    if shots is None:
-        saved = (world - 1) * (1 - 2 / world) * M * b.shape[1] * wire.itemsize
-        shots = 2 if M % world == 0 and saved > ONE_SHOT else 1
-    if shots not in (1, 2) or (shots == 2 and M % world):
-        raise ValueError(
-            f"{name}: shots must be None, 1, or 2 where the {world} ranks divide the {M} rows of "
-            f"a, got {shots}"
-        )
-    if shots == 1:
-        return scatter_steps(a, b, memory, epilogue, wire=wire, owners=1, name=name)
-    return _two_shots(name, a, b, memory, epilogue, wire)
+    saved = (world - 1) * (1 - 2 / world) * M * b.shape[1] * compute_dtype(a).itemsize
+    if M % world or saved <= ONE_SHOT:
+        return scatter_steps(a, b, memory, epilogue, owners=1, name=name)
+    return _two_shots(name, a, b, memory, epilogue)
 
 
 def _two_shots(
@@ -191,23 +171,11 @@ def _two_shots(
     b: torch.Tensor,
     memory: Memory,
     epilogue: Epilogue,
-    wire: torch.dtype,
 ) -> Steps:
     S = len(a) // memory.world
     own = epilogue.of_rows(slice(memory.rank * S, (memory.rank + 1) * S))
-    options = {"wire": wire, "owners": memory.world, "name": name}
-    y = yield from scatter_steps(a, b, memory, own, **options)
+    y = yield from scatter_steps(a, b, memory, own, owners=memory.world, name=name)
     return (yield from all_gather_steps(name, y, memory))
-
-
-def _wire(name: str, a: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    dtype = compute_dtype(a) if dtype is None else dtype
-    if dtype not in (a.dtype, compute_dtype(a)):
-        raise ValueError(
-            f"{name}: partial products of {a.dtype} travel in {a.dtype} or {compute_dtype(a)}, "
-            f"not in {dtype}"
-        )
-    return dtype
 
 
 def _checked(a: torch.Tensor, b: torch.Tensor, epilogue: Epilogue, rows: int) -> Epilogue:

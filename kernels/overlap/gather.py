@@ -12,9 +12,6 @@ Nobody can wait for ever: what publishes waits for nobody, the copying programs 
 peers' first launches publish, the tiles for copying programs, which are the first of their grid to
 start. That holds where one program runs at a time, too: so the interpreter runs it as it is.
 
-Between NVLink peers, where there are rows enough, a copy engine copies instead of programs: see
-`copies`. Both producers fill `whole` with the same, so y has the same bits.
-
 `whole` is returned: the gradient of b is a product with it. Remote bytes of a rank: (W - 1) S K
 elements. The epilogue is that of `gemm.fused_gemm`; sums are over K alone, so y is bit by bit that
 of the gathered product at the same tile.
@@ -32,7 +29,6 @@ import torch
 
 from warpweave.kernels.gemm.epilogue import find_precision, finish_tile
 from warpweave.kernels.gemm.mainloop import gemm_options, grid, mainloop, tile_origin
-from warpweave.kernels.overlap.copies import COPY_ROWS, Aside, copy_shards
 from warpweave.kernels.overlap.epilogue import Epilogue, shared_tile
 from warpweave.kernels.overlap.signals import (
     await_,
@@ -43,7 +39,7 @@ from warpweave.kernels.overlap.signals import (
     publish_to_all,
     this_epoch,
 )
-from warpweave.kernels.overlap.symmetric import Memory, Signature, SymmetricMemory
+from warpweave.kernels.overlap.symmetric import Memory, Signature
 from warpweave.kernels.runtime.dispatch import tl, triton
 from warpweave.kernels.runtime.tile_table import GemmTile
 from warpweave.kernels.runtime.tiles import find
@@ -144,13 +140,12 @@ def await_tile(
     GROUP: tl.constexpr,
 ):
     """(first, row, col) of a tile whose rows have arrived: `row` of the shard that begins at row
-    `first` of the whole. Shard after shard, own first. Where no program copies, a shard arrives as
-    one."""
+    `first` of the whole. Shard after shard, own first."""
     each = tl.cdiv(S, BLOCK_M) * tl.cdiv(N, BLOCK_N)
     source = (rank + index // each) % WORLD
     row, col = tile_origin(index % each, S, N, BLOCK_M, BLOCK_N, GROUP)
     if source != rank:
-        part = row // BLOCK_M if COPYING > 0 else 0
+        part = row // BLOCK_M
         await_(
             flag_of(addresses_ptr, rank, WORLD + source, part, slots), epoch,
             error_ptr, source, part, POLLS, "gpu",
@@ -265,28 +260,6 @@ class Peers(NamedTuple):
     where: tuple[torch.Tensor | int, ...]
     constants: tuple[int, int, int]
     copying: int
-    aside: bool = False
-
-    def programs(self, workers: int) -> int:
-        """How many, to multiply by so many at once: copiers before them, or a place left free for
-        what runs aside."""
-        return max(1, workers - 1) if self.aside else self.copying + workers
-
-
-def find_producer(name: str, memory: SymmetricMemory, x: torch.Tensor, producer: str | None) -> str:
-    """Who copies the peers' shards x[S, K]: the one that is asked for, or a copy engine where it
-    can and has `COPY_ROWS` to copy. ValueError if it cannot."""
-    if producer not in (None, "programs", "engine"):
-        raise ValueError(f"{name}: producer must be 'programs', 'engine' or None, got {producer!r}")
-    counted = bool(memory.begun) and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
-    if producer == "engine" and not counted:
-        raise ValueError(
-            f"{name} on rank {memory.rank} of {memory.world}: a copy engine is told which half of "
-            "the memory to read by the host, which sees no replay of a captured graph: pass "
-            "producer='programs'"
-        )
-    large = memory.engines and memory.world * len(x) >= COPY_ROWS
-    return producer or ("engine" if large and counted and memory.world > 1 else "programs")
 
 
 def gathered(
@@ -295,10 +268,8 @@ def gathered(
     memory: Memory,
     tile: GemmTile,
     launch: Callable[[torch.Tensor, Peers], object],
-    producer: str | None = None,
 ) -> Generator[None, None, torch.Tensor]:
-    """whole[W S, K] of x[S, K], multiplied on its way by ``launch(whole, peers)``; for `producer`
-    see `find_producer`."""
+    """whole[W S, K] of x[S, K], multiplied on its way by ``launch(whole, peers)``."""
     (S, K), world = x.shape, memory.world
     whole = x.new_empty(world * S, K)
     if whole.numel() == 0:
@@ -307,9 +278,8 @@ def gathered(
         return whole
     parts = -(-S // tile.m)
     memory = memory.fitting(name, x.device, parts, x.numel() * x.element_size())
-    engine = find_producer(name, memory, x, producer) == "engine"
     where = memory.rank, memory.slots, memory.data_offset, memory.capacity
-    signature = Signature(name, S, K, x.dtype, x.dtype, (tile.m, 1)).word()
+    signature = Signature(name, S, K, x.dtype, (tile.m, 1)).word()
     with torch.cuda.device_of(x):
         _publish_kernel[(parts,)](
             x, whole, memory.addresses, memory.epoch, *where, S, K, *x.stride(), world, signature,
@@ -318,29 +288,17 @@ def gathered(
         )  # fmt: skip
     yield
     copying = min(COPIERS, (world - 1) * parts)
-    aside = Aside(x.device) if engine else None
+    addresses = memory.addresses, memory.epoch, memory.error
+    peers = Peers((*addresses, *where, signature), (world, copying, memory.polls), copying)
     with torch.cuda.device_of(x):
-        if aside is not None:
-            copying = 0
-            copy_shards(whole, memory, parts, signature, aside)
-        launch(
-            whole,
-            Peers(
-                (memory.addresses, memory.epoch, memory.error, *where, signature),
-                (world, copying, memory.polls),
-                copying,
-                engine,
-            ),
-        )
-        if aside is not None:
-            aside.join()
+        launch(whole, peers)
     memory.advance()
     yield
     return whole
 
 
 def all_gather_steps(
-    name: str, x: torch.Tensor, memory: Memory, producer: str | None = None
+    name: str, x: torch.Tensor, memory: Memory
 ) -> Generator[None, None, torch.Tensor]:
     """whole[W S, N] of x[S, N], with a yield after each launch."""
     tile = find("gemm", x.device, x.element_size(), "small")
@@ -352,7 +310,7 @@ def all_gather_steps(
                 num_warps=8, num_stages=1,
             )  # fmt: skip
 
-    return gathered(name, x, memory, tile, launch, producer)
+    return gathered(name, x, memory, tile, launch)
 
 
 def gather_steps(
@@ -360,7 +318,6 @@ def gather_steps(
     b: torch.Tensor,
     memory: Memory,
     epilogue: Epilogue,
-    producer: str | None = None,
 ) -> Generator[None, None, tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]]:
     """(y, z or None, whole), with a yield after each launch; nothing but the size is checked."""
     (S, K), N, rows = x.shape, b.shape[1], memory.world * len(x)
@@ -369,11 +326,11 @@ def gather_steps(
 
     def launch(whole: torch.Tensor, peers: Peers) -> None:
         workers = grid(tile, rows, N, x.device)[0]
-        _gather_gemm_kernel[(peers.programs(workers),)](
+        _gather_gemm_kernel[(peers.copying + workers,)](
             whole, b, *given.tensors, y, *peers.where, *given.key, S, N, K, *b.stride(),
             *given.strides, *given.constants, find_precision(epilogue.precision), K % tile.k == 0,
             *peers.constants, tile.m, tile.n, tile.k, tile.group, **gemm_options(tile, x),
         )  # fmt: skip
 
-    whole = yield from gathered("all_gather_gemm", x, memory, tile, launch, producer)
+    whole = yield from gathered("all_gather_gemm", x, memory, tile, launch)
     return y, z, whole

@@ -9,7 +9,7 @@ nothing is added by atomics, so the sum is the same bits on every run, and for a
 every rank. Bias, dropout and residual follow the sum, once.
 
 A reduce-scatter stores a tile into the memory of the rank that owns its rows, an all-reduce in one
-shot into this rank's own, for all peers to read. Remote elements of a rank, in the wire's dtype:
+shot into this rank's own, for all peers to read. Remote elements of a rank, in float32:
 (W - 1) S N sent, or (W - 1) M N read. In two shots, a reduce-scatter and an all-gather of its
 result, it is (W - 1) S N sent and as many read, in the dtype of y, and one wait more.
 
@@ -38,6 +38,7 @@ from warpweave.kernels.overlap.signals import (
     this_epoch,
 )
 from warpweave.kernels.overlap.symmetric import Memory, Signature
+from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.runtime.dispatch import tl, triton
 from warpweave.kernels.runtime.numeric import to_dtype
 
@@ -170,7 +171,6 @@ def scatter_steps(
     memory: Memory,
     after: Epilogue,
     *,
-    wire: torch.dtype,
     owners: int,
     name: str,
 ) -> Generator[None, None, torch.Tensor]:
@@ -180,13 +180,14 @@ def scatter_steps(
     y, _ = after.outputs(a, S, N)
     if y.numel() == 0:
         return y
+    wire = compute_dtype(a)
     tile = shared_tile(a, M, b, "wide" if wire.itemsize > a.element_size() else "large")
     rows, columns = -(-S // tile.m), -(-N // tile.n)
     like = a.new_empty(0, dtype=wire)
     size = (world if owners > 1 else 1) * S * N * wire.itemsize
     memory = memory.fitting(name, a.device, rows * columns, size)
     where = (memory.rank, memory.slots, memory.data_offset, memory.capacity)
-    signature = Signature(name, M, N, a.dtype, wire, (tile.m, tile.n)).word()
+    signature = Signature(name, M, N, a.dtype, (tile.m, tile.n)).word()
     with torch.cuda.device_of(a):
         _partials_kernel[grid(tile, M, N, a.device)](
             a, b, like, memory.addresses, memory.epoch, *where, S, N, K, *a.stride(), *b.stride(),

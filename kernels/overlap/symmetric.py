@@ -38,13 +38,12 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 class Signature(NamedTuple):
     """What the ranks of an operation must agree on, or flags and data would not be where they are
-    looked for: what each moves, [rows, columns], in which dtypes, and the parts it is cut into."""
+    looked for: what each moves, [rows, columns], of which dtype, and the parts it is cut into."""
 
     name: str
     rows: int
     columns: int
     dtype: torch.dtype
-    wire: torch.dtype
     part: tuple[int, int]
 
     def word(self) -> int:
@@ -54,22 +53,19 @@ class Signature(NamedTuple):
             word = word << 20 | size % 2**20
         for log in (size.bit_length() for size in self.part):
             word = word << 4 | log
-        for dtype in (self.dtype, self.wire):
-            word = word << 2 | DTYPES.index(dtype)
-        return word
+        return word << 2 | DTYPES.index(self.dtype)
 
     @classmethod
     def of(cls, word: int) -> Signature:
         """The inverse of `word`."""
-        dtypes = DTYPES[word >> 2 & 3], DTYPES[word & 3]
-        part = (1 << (word >> 8 & 15)) >> 1, (1 << (word >> 4 & 15)) >> 1
-        rows, columns, op = word >> 32 & 2**20 - 1, word >> 12 & 2**20 - 1, word >> 52
-        return cls((*OPERATIONS, "another operation")[op - 1], rows, columns, *dtypes, part)
+        part = (1 << (word >> 6 & 15)) >> 1, (1 << (word >> 2 & 15)) >> 1
+        rows, columns, op = word >> 30 & 2**20 - 1, word >> 10 & 2**20 - 1, word >> 50
+        name = (*OPERATIONS, "another operation")[op - 1]
+        return cls(name, rows, columns, DTYPES[word & 3], part)
 
     def __str__(self) -> str:
-        wire = "" if self.wire == self.dtype else f", moved in {self.wire}"
         parts = " x ".join(map(str, self.part))
-        return f"{self.name} [{self.rows}, {self.columns}] of {self.dtype}{wire}, parts of {parts}"
+        return f"{self.name} [{self.rows}, {self.columns}] of {self.dtype}, parts of {parts}"
 
 
 @dataclass(frozen=True)
@@ -87,9 +83,6 @@ class SymmetricMemory:
         slots: parts that a rank may publish in one epoch.
         capacity: bytes of data in an epoch.
         polls: how often a wait looks before it gives up; 0 for ever.
-        engines: whether peers' data can be copied by copy engines: over NVLink.
-        begun: how many operations the host has given it, one number; none once a graph of one was
-            captured, as the host sees no replay.
         left: operations that an error ended midway. Others may have awaited what they published, so
             their epoch cannot begin again: the memory of all ranks is to be made anew.
     """
@@ -103,8 +96,6 @@ class SymmetricMemory:
     slots: int
     capacity: int
     polls: int = 0
-    engines: bool = False
-    begun: list[int] = field(default_factory=lambda: [0])
     left: list[str] = field(default_factory=list)
 
     @property
@@ -115,10 +106,6 @@ class SymmetricMemory:
     def advance(self) -> None:
         """End an epoch, in stream order."""
         self.epoch.add_(1)
-        if self.epoch.is_cuda and torch.cuda.is_current_stream_capturing():
-            self.begun.clear()
-        if self.begun:
-            self.begun[0] += 1
 
     def check(self, name: str) -> None:
         """Raise TimeoutError if a wait of operation `name` has given up, ValueError if it has found

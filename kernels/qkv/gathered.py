@@ -106,7 +106,7 @@ def gather_qkv_steps(
 
     def launch(whole: torch.Tensor, peers: Peers) -> None:
         workers = grid(tile, T, len(w), x.device)[0]
-        _gather_qkv_kernel[(peers.programs(workers),)](
+        _gather_qkv_kernel[(peers.copying + workers,)](
             whole, w, flat, cos, sin, q, k, v, *peers.where, S, shape[1], E, kv_heads,
             *w.stride(), head_dim // 2, slots - 2, find_precision(precision), E % tile.k == 0,
             *peers.constants, tile.m, tile.n, tile.k, tile.group, **gemm_options(tile, x),
