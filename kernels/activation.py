@@ -37,7 +37,7 @@ from warpweave.kernels.runtime.dispatch import (
     triton,
 )
 from warpweave.kernels.runtime.numeric import to_dtype, upcast
-from warpweave.kernels.runtime.op import Op
+from warpweave.kernels.runtime.op import operator
 
 _SLOPE = 2 * math.sqrt(2 / math.pi)  # of GELU's sigmoid at 0
 _BLOCK = 2048  # elements of x per program: 16 per thread of 4 warps
@@ -282,32 +282,31 @@ def _check_pairs(x: torch.Tensor, activation: str) -> None:
 # ---------------------------------------------------------------- autograd
 
 
-def _forward(x: torch.Tensor, activation: str) -> torch.Tensor:
-    return activation_fwd(x, activation, impl="triton")
-
-
-def _gradient_of(dy: torch.Tensor, x: torch.Tensor, activation: str) -> torch.Tensor:
-    return activation_bwd(dy, x, activation, impl="triton")
-
-
 def _save(ctx, inputs, output) -> None:
     x, ctx.activation = inputs
     ctx.save_for_backward(x)
 
 
 def _backward(ctx, dy):
-    return ACTIVATION_BWD(dy, *ctx.saved_tensors, ctx.activation)
+    return activation_bwd_op(dy, *ctx.saved_tensors, ctx.activation)
 
 
-ACTIVATION_BWD = Op(
-    "activation_bwd", _gradient_of, lambda dy, x, activation: x.new_empty(x.shape),
-    sharding="..., ... -> ...",
-)  # fmt: skip
-ACTIVATION_FWD = Op(
-    "activation_fwd", _forward,
-    lambda x, activation: x.new_empty(_out_shape(x, ACTIVATIONS[activation].gated)),
-    save=_save, backward=_backward, sharding="... -> ...",
-)  # fmt: skip
+def _fake(x, activation):
+    return x.new_empty(_out_shape(x, ACTIVATIONS[activation].gated))
+
+
+@operator("activation_fwd", _fake, save=_save, backward=_backward, sharding="... -> ...")
+def activation_op(x: torch.Tensor, activation: str) -> torch.Tensor:
+    """The Triton path of `activate`."""
+    return activation_fwd(x, activation, impl="triton")
+
+
+@operator(
+    "activation_bwd", lambda dy, x, activation: x.new_empty(x.shape), sharding="..., ... -> ..."
+)
+def activation_bwd_op(dy: torch.Tensor, x: torch.Tensor, activation: str) -> torch.Tensor:
+    """The gradient of `activation_op`."""
+    return activation_bwd(dy, x, activation, impl="triton")
 
 
 class _Gated(torch.autograd.Function):
@@ -349,5 +348,5 @@ def activate(x: torch.Tensor, activation: str, *, impl: str | None = None) -> to
         _check_pairs(x, activation)
     if impl == "triton":
         refuse_tangents(activation, x)
-        return ACTIVATION_FWD(x, activation)
+        return activation_op(x, activation)
     return _Gated.apply(x, activation) if gated else _value(x, name)

@@ -34,6 +34,7 @@ import torch
 from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.runtime.dispatch import choose, no_graph, tl, triton
 from warpweave.kernels.runtime.numeric import to_dtype, upcast
+from warpweave.kernels.runtime.op import operator
 
 _BLOCK = 1024  # elements of a program in the update
 _CHUNK = 2**19  # elements at a time on a CPU, where the gradient must be scaled or cast
@@ -168,6 +169,10 @@ def _adamw_triton(master, grad, m, v, param, step, grad_scale, skip, rates: _Rat
         )
 
 
+@operator(
+    "adamw_step", lambda *_: None, records=(_Rates,),
+    writes=("master", "m", "v", "step", "param"),
+)  # fmt: skip
 def _adamw_step(
     master: torch.Tensor,
     grad: torch.Tensor,
@@ -177,7 +182,7 @@ def _adamw_step(
     step: torch.Tensor,
     grad_scale: torch.Tensor | None,
     skip: torch.Tensor | None,
-    rates: list[float],
+    rates: _Rates,
     impl: str,
 ) -> None:
     # Counted before the kernel reads it: a program that wrote it would race with the others.
@@ -185,12 +190,7 @@ def _adamw_step(
     if master.numel() == 0:
         return
     half = _adamw_torch if impl == "torch" else _adamw_triton
-    half(master, grad, m, v, param, step, grad_scale, skip, _Rates(*rates))
-
-
-_adamw_step_op = torch.library.custom_op(
-    "warpweave::adamw_step", mutates_args=("master", "m", "v", "step", "param")
-)(_adamw_step)
+    half(master, grad, m, v, param, step, grad_scale, skip, rates)
 
 
 @torch.no_grad()
@@ -243,10 +243,10 @@ def adamw_step(
             f"need 0 <= beta < 1 and lr, eps, weight_decay >= 0, got betas {beta1}, {beta2}, "
             f"lr {lr}, eps {eps}, weight_decay {weight_decay}"
         )
+    rates = _Rates(lr, beta1, beta2, eps, weight_decay)
     # torch's own operators need no wrapper, whose call costs more than ten thousand weights do.
     direct = impl == "torch" and not torch.compiler.is_compiling()
-    rates = [lr, beta1, beta2, eps, weight_decay]
-    update = _adamw_step if direct else _adamw_step_op
+    update = _adamw_step.run if direct else _adamw_step
     update(master, grad, m, v, param, step, grad_scale, skip, rates, impl)
 
 
@@ -275,6 +275,11 @@ def _sum_of_squares_triton(flat: torch.Tensor) -> torch.Tensor:
     return partial.sum()
 
 
+def _sum_of_squares_fake(flat, impl):
+    return flat.new_empty((), dtype=compute_dtype(flat))
+
+
+@operator("sum_of_squares", _sum_of_squares_fake, direct=True)
 def _sum_of_squares(flat: torch.Tensor, impl: str) -> torch.Tensor:
     n, dtype = flat.numel(), compute_dtype(flat)
     if impl == "torch":
@@ -287,16 +292,6 @@ def _sum_of_squares(flat: torch.Tensor, impl: str) -> torch.Tensor:
             total += rest.double().square()
         return total.to(dtype)
     return _sum_of_squares_triton(flat)
-
-
-_sum_of_squares_op = torch.library.custom_op("warpweave::sum_of_squares", mutates_args=())(
-    _sum_of_squares
-)
-
-
-@_sum_of_squares_op.register_fake
-def _(flat, impl):
-    return flat.new_empty((), dtype=compute_dtype(flat))
 
 
 @no_graph
@@ -313,5 +308,4 @@ def sum_of_squares(flat: torch.Tensor, *, impl: str | None = None) -> torch.Tens
             f"need a flat contiguous float tensor, got {[*flat.shape]} {flat.dtype} with strides "
             f"{flat.stride()}"
         )
-    direct = impl == "torch" and not torch.compiler.is_compiling()
-    return (_sum_of_squares if direct else _sum_of_squares_op)(flat, impl)
+    return _sum_of_squares(flat, impl)

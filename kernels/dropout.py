@@ -26,7 +26,7 @@ import torch
 
 from warpweave.kernels.runtime.dispatch import choose, no_graph, refuse_tangents, tl, triton
 from warpweave.kernels.runtime.numeric import to_dtype, upcast
-from warpweave.kernels.runtime.op import Op
+from warpweave.kernels.runtime.op import operator
 
 _LOW = 0xFFFFFFFF
 
@@ -38,11 +38,6 @@ class Drop(NamedTuple):
     seed: int
     site: int
     tokens: torch.Tensor
-
-
-def make_drop(p: float, seed: int, site: int, tokens: torch.Tensor | None) -> Drop | None:
-    """What operators, whose arguments are single, were given of a key."""
-    return None if tokens is None else Drop(p, seed, site, tokens)
 
 
 def check_drop(drop: Drop | None, shape: torch.Size) -> Drop | None:
@@ -184,19 +179,27 @@ def _save(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, dy):
-    return DROPOUT(dy, ctx.drop._replace(tokens=ctx.saved_tensors[0]))
+    return dropout_op(dy, ctx.drop._replace(tokens=ctx.saved_tensors[0]))
 
 
-DROPOUT = Op(
-    "dropout", dropout_fwd, lambda x, drop: x.new_empty(x.shape), records=(Drop,),
-    save=_save, backward=_backward, sharding="t_, t -> t_",
+@operator(
+    "dropout", lambda x, drop: x.new_empty(x.shape), records=(Drop,), save=_save,
+    backward=_backward, sharding="t_, t -> t_",
 )  # fmt: skip
+def dropout_op(x: torch.Tensor, drop: Drop) -> torch.Tensor:
+    """The Triton path of `dropout`, x[T, E]."""
+    return dropout_fwd(x, drop)
 
 
 # ---------------------------------------------------------------- torch
 
 
-def _dropped(drop: Drop, E: int) -> torch.Tensor:
+def _dropped_fake(drop: Drop, E: int) -> torch.Tensor:
+    return drop.tokens.new_empty(drop.tokens.shape[0], E, dtype=torch.bool)  # len is a constant
+
+
+@operator("dropped", _dropped_fake, records=(Drop,), sharding="t -> t_")
+def dropped(drop: Drop, E: int) -> torch.Tensor:
     """bool[T, E], true where dropout drops. An operator, so that compilers need not trace the
     rounds.
 
@@ -228,13 +231,6 @@ def _dropped(drop: Drop, E: int) -> torch.Tensor:
     return drawn.flatten(1)[:, :E].contiguous()
 
 
-def _dropped_fake(drop: Drop, E: int) -> torch.Tensor:
-    return drop.tokens.new_empty(drop.tokens.shape[0], E, dtype=torch.bool)  # len is a constant
-
-
-dropped = Op("dropped", _dropped, _dropped_fake, records=(Drop,), sharding="t -> t_")
-
-
 # ---------------------------------------------------------------- public
 
 
@@ -256,4 +252,4 @@ def dropout(x: torch.Tensor, drop: Drop, *, impl: str | None = None) -> torch.Te
     if impl == "torch":
         return (flat * (1 / (1 - key.p))).masked_fill(dropped(key, x.shape[-1]), 0).view(x.shape)
     refuse_tangents("dropout", x)
-    return DROPOUT(flat, key).view(x.shape)
+    return dropout_op(flat, key).view(x.shape)

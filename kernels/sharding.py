@@ -20,13 +20,13 @@ from typing import Any
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
-from warpweave.kernels.activation import ACTIVATION_BWD, ACTIVATION_FWD
-from warpweave.kernels.attention.function import ATTENTION_BWD, ATTENTION_FWD
-from warpweave.kernels.cross_entropy.backward import CROSS_ENTROPY_BWD
-from warpweave.kernels.cross_entropy.forward import CROSS_ENTROPY_FWD
-from warpweave.kernels.dropout import DROPOUT, dropped
-from warpweave.kernels.norm.function import NORM_BWD, NORM_FWD
-from warpweave.kernels.rope.rotation import ROPE, ROPE_QK
+from warpweave.kernels.activation import activation_bwd_op, activation_op
+from warpweave.kernels.attention.function import attention_bwd_op, attention_op
+from warpweave.kernels.cross_entropy.backward import cross_entropy_bwd_op
+from warpweave.kernels.cross_entropy.forward import cross_entropy_fwd_op
+from warpweave.kernels.dropout import dropout_op, dropped
+from warpweave.kernels.norm.function import norm_bwd_op, norm_op
+from warpweave.kernels.rope.rotation import rope_op, rope_qk_op
 from warpweave.kernels.runtime.op import Op
 
 _Rules = list[tuple[list, list]]
@@ -76,7 +76,8 @@ def _place(term: str, letter: str | None, without: Any) -> Any:
 def register_shardings() -> None:
     """Make the operators of ``warpweave.kernels`` take DTensors; once per process is enough."""
     for op in (
-        *(ATTENTION_FWD, ATTENTION_BWD, NORM_FWD, NORM_BWD, ROPE, ROPE_QK),
-        *(ACTIVATION_FWD, ACTIVATION_BWD, DROPOUT, dropped, CROSS_ENTROPY_FWD, CROSS_ENTROPY_BWD),
+        *(attention_op, attention_bwd_op, norm_op, norm_bwd_op, rope_op, rope_qk_op),
+        *(activation_op, activation_bwd_op, dropout_op, dropped),
+        *(cross_entropy_fwd_op, cross_entropy_bwd_op),
     ):
         register_sharding(op.operator._opoverload)(_rules(op))

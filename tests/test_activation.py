@@ -10,12 +10,12 @@ from well_formed import well_formed
 
 from warpweave.kernels import activation, reference
 from warpweave.kernels.activation import (
-    ACTIVATION_BWD,
-    ACTIVATION_FWD,
     ACTIVATIONS,
     activate,
     activation_bwd,
+    activation_bwd_op,
     activation_fwd,
+    activation_op,
 )
 
 IMPLS = ("torch", "triton")
@@ -125,8 +125,8 @@ def test_raw_halves_are_the_gradients(name, impl) -> None:
 def test_the_operators_are_well_formed() -> None:
     x = _input(5, 6)
     for name in ("relu2", "geglu"):
-        well_formed(ACTIVATION_FWD, x, name)
-        well_formed(ACTIVATION_BWD, ACTIVATION_FWD(x.detach(), name), x.detach(), name)
+        well_formed(activation_op, x, name)
+        well_formed(activation_bwd_op, activation_op(x.detach(), name), x.detach(), name)
 
 
 @impls

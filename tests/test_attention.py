@@ -35,7 +35,7 @@ from warpweave.kernels.attention import (
 )
 from warpweave.kernels.attention import tiles as attention_tiles
 from warpweave.kernels.attention import torch_path as attention_cpu
-from warpweave.kernels.attention.function import ATTENTION_BWD, ATTENTION_FWD
+from warpweave.kernels.attention.function import attention_bwd_op, attention_op
 from warpweave.kernels.attention.launch import shared_steps
 from warpweave.kernels.attention.options import AttentionOptions, checked, resolved
 from warpweave.kernels.merge import merge_
@@ -535,8 +535,8 @@ def test_options_come_out_of_an_operator_as_they_went_in() -> None:
         AttentionOptions(q_runs=(), k_runs=runs[1], impl="triton"),
         AttentionOptions(k_runs=runs[0], impl="torch"),
     ):
-        operands = ATTENTION_FWD.flattened((x, x, x, None, options))
-        found = ATTENTION_FWD.nested(operands)[-1]
+        operands = attention_op.flattened((x, x, x, None, options))
+        found = attention_op.nested(operands)[-1]
         assert found == options
         assert all(
             type(run) is reference.Run for run in (*(found.q_runs or ()), *(found.k_runs or ()))
@@ -548,12 +548,12 @@ def test_the_custom_op_passes_opcheck(impl) -> None:
     inputs = draw(Sq=4, Sk=4, D=4)
     runs = ((1, 2), (5, 2, 1))
     options = checked(AttentionOptions(q_runs=runs, k_runs=runs, impl=impl), *inputs)
-    well_formed(ATTENTION_FWD, *inputs, None, options)
+    well_formed(attention_op, *inputs, None, options)
     inputs = [x.detach() for x in inputs]
     sinks = torch.randn(inputs[0].shape[2])
-    o, lse = ATTENTION_FWD(*inputs, sinks, options)
+    o, lse = attention_op(*inputs, sinks, options)
     for dlse, own in ((None, None), (torch.ones_like(lse), sinks)):
-        well_formed(ATTENTION_BWD, o, dlse, o, lse, *inputs, own, options)
+        well_formed(attention_bwd_op, o, dlse, o, lse, *inputs, own, options)
 
 
 def test_it_compiles_into_one_graph_with_gradients() -> None:

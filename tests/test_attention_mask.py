@@ -29,7 +29,7 @@ from warpweave.kernels.attention import (
     attention_fwd,
     function,
 )
-from warpweave.kernels.attention.function import ATTENTION_FWD
+from warpweave.kernels.attention.function import attention_op
 from warpweave.kernels.attention.options import (
     AttentionOptions,
     check_boundaries,
@@ -370,7 +370,7 @@ def test_gradients_pass_gradcheck(impl) -> None:
 def test_the_custom_op_passes_opcheck_and_compiles(impl) -> None:
     qkv, documents = draw(Sq=5, Sk=5, D=4), _documents(2, 3)
     options = AttentionOptions(window=2, documents=documents, impl=impl)
-    well_formed(ATTENTION_FWD, *qkv, None, options)
+    well_formed(attention_op, *qkv, None, options)
 
     def loss(q, k, v, documents):
         return attention(q, k, v, window=3, documents=documents, impl=impl).square().sum()

@@ -26,7 +26,7 @@ from warpweave.kernels.attention import (
     attention_fwd,
 )
 from warpweave.kernels.attention import tiles as attention_tiles
-from warpweave.kernels.attention.function import ATTENTION_FWD
+from warpweave.kernels.attention.function import attention_op
 from warpweave.kernels.attention.options import AttentionOptions
 from warpweave.kernels.attention.tiles import Variant, dkdv_tile, dq_tile, forward_tile
 from warpweave.kernels.merge import merge
@@ -286,7 +286,7 @@ def test_the_custom_op_passes_opcheck_and_compiles(impl) -> None:
     qkv, sinks = draw(Sq=4, Sk=4, D=4), torch.randn(2, dtype=F64).requires_grad_()
     key = {"dropout": 0.5, "dropout_seed": 7, "dropout_origin": (1, 2)}
     options = AttentionOptions(softcap=2.0, **key, impl=impl)
-    well_formed(ATTENTION_FWD, *qkv, sinks, options)
+    well_formed(attention_op, *qkv, sinks, options)
 
     def loss(q, k, v, sinks):
         return attention(q, k, v, sinks=sinks, softcap=2.0, **DROP, impl=impl).square().sum()

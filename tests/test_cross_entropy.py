@@ -14,8 +14,11 @@ from warpweave.kernels.cross_entropy import (
     cross_entropy_fwd,
     token_losses,
 )
-from warpweave.kernels.cross_entropy.backward import CROSS_ENTROPY_BWD, CROSS_ENTROPY_BWD_IN_PLACE
-from warpweave.kernels.cross_entropy.forward import CROSS_ENTROPY_FWD
+from warpweave.kernels.cross_entropy.backward import (
+    cross_entropy_bwd_in_place_op,
+    cross_entropy_bwd_op,
+)
+from warpweave.kernels.cross_entropy.forward import cross_entropy_fwd_op
 from warpweave.kernels.cross_entropy.vocabulary import Vocabulary
 
 IMPLS = pytest.mark.parametrize("impl", ["triton", "torch"])
@@ -337,10 +340,10 @@ def test_labels_outside_the_vocabulary_are_refused_on_cpu(label, impl):
 def test_operators_pass_opcheck_and_compile_whole(impl):
     logits, labels = _case(6, 21, torch.float32, vocab=19)
     vocabulary = Vocabulary(0, 19, -100, 0.1, 0.01, impl)
-    well_formed(CROSS_ENTROPY_FWD, logits, labels, vocabulary, True)
+    well_formed(cross_entropy_fwd_op, logits, labels, vocabulary, True)
     arguments = (torch.ones(6), logits, labels, logits.logsumexp(1), vocabulary)
-    well_formed(CROSS_ENTROPY_BWD, *arguments)
-    well_formed(CROSS_ENTROPY_BWD_IN_PLACE, *arguments)
+    well_formed(cross_entropy_bwd_op, *arguments)
+    well_formed(cross_entropy_bwd_in_place_op, *arguments)
 
     def loss(z):
         return cross_entropy(z * 2, labels, label_smoothing=0.1, z_loss=0.01, impl=impl)

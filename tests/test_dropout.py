@@ -112,7 +112,7 @@ def test_gradcheck(impl) -> None:
 
 def test_the_operators_are_well_formed() -> None:
     x, tokens = torch.randn(3, 5, requires_grad=True), torch.arange(3)
-    well_formed(module.DROPOUT, x, Drop(0.1, SEED, 2, tokens))
+    well_formed(module.dropout_op, x, Drop(0.1, SEED, 2, tokens))
     well_formed(module.dropped, Drop(0.1, SEED, 2, tokens), 5)
 
 

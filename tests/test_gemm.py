@@ -8,13 +8,14 @@ import torch
 from close import assert_close_f64, assert_error_budget, relative_error
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
+from well_formed import well_formed
 
 from warpweave.kernels import reference
 from warpweave.kernels.activation import activation_fwd
 from warpweave.kernels.dropout import Drop
 from warpweave.kernels.gemm import cpu as module
+from warpweave.kernels.gemm import fused, fused_gemm, gemm, gemm_into, mainloop
 from warpweave.kernels.gemm import fused as kernel
-from warpweave.kernels.gemm import fused_gemm, gemm, gemm_into, mainloop
 from warpweave.kernels.runtime import tiles
 from warpweave.kernels.runtime.tile_table import KINDS, GemmTile
 from warpweave.kernels.runtime.tiles import pinned
@@ -492,9 +493,10 @@ def test_operators_pass_opcheck(impl):
         torch.library.opcheck(ops.gemm_into.default, (*narrow, torch.zeros(7, 6), add, None, impl))
     for activation, save_z in ((None, False), ("gelu", False), ("relu2", True), ("swiglu", True)):
         r = _draw(7, 3 if activation == "swiglu" else 6)
-        for bias, residual, drop in ((None, None, None), (_draw(6), r, tokens)):
-            how = (activation, save_z, drop, 0.25, 2**40, 3, torch.float64, None, impl)
-            torch.library.opcheck(ops.fused_gemm.default, (a, b, bias, residual, *how))
+        drop = Drop(0.25, 2**40, 3, tokens)
+        for bias, residual, drops in ((None, None, None), (_draw(6), r, drop)):
+            how = (activation, save_z, drops, torch.float64, None, impl)
+            well_formed(fused._fused, a, b, bias, residual, *how)
 
 
 @IMPLS

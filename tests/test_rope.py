@@ -18,7 +18,7 @@ from warpweave.kernels.rope import (
     rope_qk_fwd,
     rope_table,
 )
-from warpweave.kernels.rope.rotation import ROPE, ROPE_QK
+from warpweave.kernels.rope.rotation import rope_op, rope_qk_op
 
 IMPLS = ("torch", "triton")
 SHAPES = ((1, 1, 1, 2), (2, 37, 3, 10), (1, 5, 2, 80), (3, 7, 5, 64), (1, 3, 2, 256))
@@ -123,8 +123,8 @@ def test_gradients_come_with_a_graph_where_one_is_asked_for(impl) -> None:
 def test_the_operators_are_well_formed() -> None:
     x, _, cos, sin = _inputs((1, 5, 2, 8))
     table, k = (cos, sin), x.detach()[:, :, :1].clone()
-    well_formed(ROPE, x, *table, True, False)
-    well_formed(ROPE_QK, x, k.requires_grad_(), *table, False, True)
+    well_formed(rope_op, x, *table, True, False)
+    well_formed(rope_qk_op, x, k.requires_grad_(), *table, False, True)
 
 
 @pytest.mark.filterwarnings(

@@ -49,13 +49,59 @@ from warpweave.kernels.attention.options import (
 )
 from warpweave.kernels.reference import Run, compute_dtype
 from warpweave.kernels.runtime.dispatch import no_graph, refuse_tangents
-from warpweave.kernels.runtime.op import Op
+from warpweave.kernels.runtime.op import operator
 from warpweave.kernels.runtime.wgrad import grad_dtype
 
 # ---------------------------------------------------------------- 1. the operator
 
 
-def _forward(
+def _fake(q, k, v, sinks, options):
+    B, S, H, _ = q.shape
+    return q.new_empty(q.shape), q.new_empty((B, H, S), dtype=compute_dtype(q))
+
+
+def _sharding(q, k, v, sinks, options) -> str:
+    """Over samples and heads; but dropout draws by their numbers, which a shard does not know."""
+    if options.dropout:
+        return "____, ____, ____, _, __ -> ____, ___"
+    of_documents = {None: "", 1: "_", 2: "b_", 3: "b__"}
+    bounds = None if options.documents is None else len(options.documents.shape)
+    return f"b_h_, b_h_, b_h_, h, {of_documents[bounds]} -> b_h_, bh_"
+
+
+def _bwd_fake(do, dlse, o, lse, q, k, v, sinks, options):
+    dsinks = lse.new_empty(0 if sinks is None else sinks.shape)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
+
+
+def _bwd_sharding(do, dlse, o, lse, q, k, v, sinks, options) -> str:
+    inputs, outputs = _sharding(q, k, v, sinks, options).split(" -> ")
+    *of_qkv, of_sinks, _ = inputs.split(", ")
+    dsinks = "whole" if sinks is None else of_sinks
+    return f"{outputs}, {outputs}, {inputs} -> {', '.join(of_qkv)}, {dsinks}"
+
+
+def _save(ctx, inputs, output):
+    q, k, v, sinks, ctx.options = inputs
+    ctx.of_sinks = None if sinks is None else grad_dtype(sinks)
+    ctx.set_materialize_grads(False)
+    documents, ctx.options = ctx.options.documents, ctx.options._replace(documents=None)
+    ctx.save_for_backward(*output, q, k, v, sinks, documents)
+
+
+def _backward(ctx, do, dlse):
+    *inputs, documents = ctx.saved_tensors
+    do = torch.zeros_like(inputs[0]) if do is None else do
+    options = ctx.options._replace(documents=documents)
+    dq, dk, dv, dsinks = attention_bwd_op(do, dlse, *inputs, options)
+    return dq, dk, dv, None if ctx.of_sinks is None else dsinks.to(ctx.of_sinks)
+
+
+@operator(
+    "attention", _fake, records=(AttentionOptions, Run), save=_save, backward=_backward,
+    sharding=_sharding,
+)  # fmt: skip
+def attention_op(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -67,21 +113,8 @@ def _forward(
     return block_fwd(q, k, v, options, sinks=sinks)
 
 
-def _forward_fake(q, k, v, sinks, options):
-    B, S, H, _ = q.shape
-    return q.new_empty(q.shape), q.new_empty((B, H, S), dtype=compute_dtype(q))
-
-
-def _forward_sharding(q, k, v, sinks, options) -> str:
-    """Over samples and heads; but dropout draws by their numbers, which a shard does not know."""
-    if options.dropout:
-        return "____, ____, ____, _, __ -> ____, ___"
-    of_documents = {None: "", 1: "_", 2: "b_", 3: "b__"}
-    bounds = None if options.documents is None else len(options.documents.shape)
-    return f"b_h_, b_h_, b_h_, h, {of_documents[bounds]} -> b_h_, bh_"
-
-
-def _gradients(
+@operator("attention_backward", _bwd_fake, records=(AttentionOptions, Run), sharding=_bwd_sharding)
+def attention_bwd_op(
     do: torch.Tensor,
     dlse: torch.Tensor | None,
     o: torch.Tensor,
@@ -103,44 +136,6 @@ def _gradients(
     return dq, dk, dv, dsinks
 
 
-def _gradients_fake(do, dlse, o, lse, q, k, v, sinks, options):
-    dsinks = lse.new_empty(0 if sinks is None else sinks.shape)
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
-
-
-def _gradients_sharding(do, dlse, o, lse, q, k, v, sinks, options) -> str:
-    inputs, outputs = _forward_sharding(q, k, v, sinks, options).split(" -> ")
-    *of_qkv, of_sinks, _ = inputs.split(", ")
-    dsinks = "whole" if sinks is None else of_sinks
-    return f"{outputs}, {outputs}, {inputs} -> {', '.join(of_qkv)}, {dsinks}"
-
-
-def _save(ctx, inputs, output):
-    q, k, v, sinks, ctx.options = inputs
-    ctx.of_sinks = None if sinks is None else grad_dtype(sinks)
-    ctx.set_materialize_grads(False)
-    documents, ctx.options = ctx.options.documents, ctx.options._replace(documents=None)
-    ctx.save_for_backward(*output, q, k, v, sinks, documents)
-
-
-def _backward(ctx, do, dlse):
-    *inputs, documents = ctx.saved_tensors
-    do = torch.zeros_like(inputs[0]) if do is None else do
-    options = ctx.options._replace(documents=documents)
-    dq, dk, dv, dsinks = ATTENTION_BWD(do, dlse, *inputs, options)
-    return dq, dk, dv, None if ctx.of_sinks is None else dsinks.to(ctx.of_sinks)
-
-
-ATTENTION_BWD = Op(
-    "attention_backward", _gradients, _gradients_fake, records=(AttentionOptions, Run),
-    sharding=_gradients_sharding,
-)  # fmt: skip
-ATTENTION_FWD = Op(
-    "attention", _forward, _forward_fake, records=(AttentionOptions, Run), save=_save,
-    backward=_backward, sharding=_forward_sharding,
-)  # fmt: skip
-
-
 def attend(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -150,7 +145,7 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`attention` of arguments that have been checked: (o, lse), differentiable."""
     refuse_tangents("attention", q, k, v, sinks)
-    return ATTENTION_FWD(q, k, v, sinks, options)
+    return attention_op(q, k, v, sinks, options)
 
 
 # ---------------------------------------------------------------- 2. public

@@ -15,7 +15,7 @@ from warpweave.kernels.cross_entropy.forward import chunks, local_columns, tile
 from warpweave.kernels.cross_entropy.vocabulary import Vocabulary, check_logits
 from warpweave.kernels.runtime.dispatch import check_written, choose, no_graph, tl, triton
 from warpweave.kernels.runtime.numeric import to_dtype, upcast
-from warpweave.kernels.runtime.op import Op
+from warpweave.kernels.runtime.op import operator
 
 # ---------------------------------------------------------------- Triton
 
@@ -175,7 +175,11 @@ def bwd(
     return _bwd_triton(dloss, logits, labels, lse, vocabulary, out)
 
 
-def _new(
+@operator(
+    "cross_entropy_bwd", lambda dloss, logits, *_: logits.new_empty(logits.shape),
+    records=(Vocabulary,), sharding="n, n_, n, n -> n_",
+)  # fmt: skip
+def cross_entropy_bwd_op(
     dloss: torch.Tensor,
     logits: torch.Tensor,
     labels: torch.Tensor,
@@ -185,7 +189,8 @@ def _new(
     return bwd(dloss, logits, labels, lse, vocabulary)
 
 
-def _in_place(
+@operator("cross_entropy_bwd_", lambda *_: None, records=(Vocabulary,), writes=("logits",))
+def cross_entropy_bwd_in_place_op(
     dloss: torch.Tensor,
     logits: torch.Tensor,
     labels: torch.Tensor,
@@ -193,15 +198,6 @@ def _in_place(
     vocabulary: Vocabulary,
 ) -> None:
     bwd(dloss, logits, labels, lse, vocabulary, out=logits)
-
-
-CROSS_ENTROPY_BWD = Op(
-    "cross_entropy_bwd", _new, lambda dloss, logits, *_: logits.new_empty(logits.shape),
-    records=(Vocabulary,), sharding="n, n_, n, n -> n_",
-)  # fmt: skip
-CROSS_ENTROPY_BWD_IN_PLACE = Op(
-    "cross_entropy_bwd_", _in_place, lambda *_: None, records=(Vocabulary,), writes=("logits",)
-)
 
 
 @no_graph
@@ -233,9 +229,9 @@ def cross_entropy_bwd(
         )
     vocabulary = Vocabulary(vocab_start, size, ignore_index, label_smoothing, z_loss, impl)
     if not in_place:
-        return CROSS_ENTROPY_BWD(dloss, logits, labels, lse, vocabulary)
+        return cross_entropy_bwd_op(dloss, logits, labels, lse, vocabulary)
     if logits.shape[1] > 1 and logits.stride(1) != 1:
         raise ValueError(f"in_place needs contiguous rows, got strides {[*logits.stride()]}")
     check_written("logits", logits)
-    CROSS_ENTROPY_BWD_IN_PLACE(dloss, logits, labels, lse, vocabulary)
+    cross_entropy_bwd_in_place_op(dloss, logits, labels, lse, vocabulary)
     return logits

@@ -16,7 +16,7 @@ from warpweave.kernels.cross_entropy.vocabulary import Vocabulary, check_logits
 from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.runtime.dispatch import choose, no_graph, tl, triton
 from warpweave.kernels.runtime.numeric import upcast
-from warpweave.kernels.runtime.op import Op
+from warpweave.kernels.runtime.op import operator
 
 _CHUNK = 2**18  # elements the CPU path works on at a time: its passes then hit the cache
 
@@ -170,24 +170,21 @@ def fwd(
     return _fwd_triton(logits, labels, vocabulary, want_sum)
 
 
-def _checked_fwd(
-    logits: torch.Tensor, labels: torch.Tensor, vocabulary: Vocabulary, want_sum: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    vocabulary.check_labels(labels)
-    return fwd(logits, labels, vocabulary, want_sum)
-
-
 def _fake(logits, labels, vocabulary, want_sum):
     lse = logits.new_empty(labels.shape, dtype=compute_dtype(logits))
     return lse, torch.empty_like(lse), torch.empty_like(lse) if want_sum else lse.new_empty(0)
 
 
-CROSS_ENTROPY_FWD = Op(
-    "cross_entropy_fwd", _checked_fwd, _fake, records=(Vocabulary,),
-    sharding=lambda logits, labels, vocabulary, want_sum: (
-        f"n_, n -> n, n, {'n' if want_sum else 'whole'}"
-    ),
-)  # fmt: skip
+def _sharding(logits, labels, vocabulary, want_sum) -> str:
+    return f"n_, n -> n, n, {'n' if want_sum else 'whole'}"
+
+
+@operator("cross_entropy_fwd", _fake, records=(Vocabulary,), sharding=_sharding)
+def cross_entropy_fwd_op(
+    logits: torch.Tensor, labels: torch.Tensor, vocabulary: Vocabulary, want_sum: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    vocabulary.check_labels(labels)
+    return fwd(logits, labels, vocabulary, want_sum)
 
 
 @no_graph
@@ -211,5 +208,5 @@ def cross_entropy_fwd(
     impl = choose(impl, logits, labels)
     size = check_logits(logits, labels, vocab_start, vocab_size)
     vocabulary = Vocabulary(vocab_start, size, ignore_index, impl=impl)
-    lse, target, total = CROSS_ENTROPY_FWD(logits, labels, vocabulary, want_sum)
+    lse, target, total = cross_entropy_fwd_op(logits, labels, vocabulary, want_sum)
     return lse, target, total if want_sum else None

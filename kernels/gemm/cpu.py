@@ -24,6 +24,7 @@ import torch
 from torch.autograd import forward_ad
 
 from warpweave.kernels.runtime.dispatch import wants_gradient
+from warpweave.kernels.runtime.op import operator
 
 _SMALL = 1 << 20  # M * N * K below which MKL's cheaper call wins
 _THIN = 32  # and so does a product with a side this short
@@ -80,20 +81,6 @@ def _multiply_faster(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None
     return _multiply(a, b, bias)
 
 
-@torch.library.custom_op("warpweave::cpu_linear", mutates_args=())
-def _linear_op(a: torch.Tensor, bt: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """a[M, K] bt[N, K]^T + bias[N]: b transposed, as weights lie in memory.
-
-    So do their gradients then, which are products of the same kind.
-    """
-    return _multiply_faster(a, bt.t(), bias)
-
-
-@_linear_op.register_fake
-def _(a, bt, bias):
-    return _multiply(a, bt.t(), bias)
-
-
 def _save(ctx, inputs, output) -> None:
     a, bt, _ = inputs
     ctx.save_for_backward(a, bt)
@@ -101,12 +88,20 @@ def _save(ctx, inputs, output) -> None:
 
 def _backward(ctx, dy):
     (a, bt), needs = ctx.saved_tensors, ctx.needs_input_grad
-    da = _linear_op(dy, bt.t(), None) if needs[0] else None
-    dbt = _linear_op(dy.t(), a.t(), None) if needs[1] else None
+    da = _linear(dy, bt.t(), None) if needs[0] else None
+    dbt = _linear(dy.t(), a.t(), None) if needs[1] else None
     return da, dbt, dy.sum(0) if needs[2] else None
 
 
-_linear_op.register_autograd(_backward, setup_context=_save)
+@operator(
+    "cpu_linear", lambda a, bt, bias: _multiply(a, bt.t(), bias), save=_save, backward=_backward
+)
+def _linear(a: torch.Tensor, bt: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """a[M, K] bt[N, K]^T + bias[N]: b transposed, as weights lie in memory.
+
+    So do their gradients then, which are products of the same kind.
+    """
+    return _multiply_faster(a, bt.t(), bias)
 
 
 def product(
@@ -123,7 +118,7 @@ def product(
         return _multiply(a, b, bias)  # only torch's has every derivative
     if torch.compiler.is_compiling():
         ours = dtype == torch.float32 and a.device.type == "cpu"
-        return _linear_op(a, b.t(), bias) if ours else _multiply(a, b, bias)
+        return _linear(a, b.t(), bias) if ours else _multiply(a, b, bias)
     return (_multiply if wants_gradient(a, b, bias) else _multiply_faster)(a, b, bias)
 
 

@@ -32,13 +32,14 @@ from __future__ import annotations
 import torch
 
 from warpweave.kernels.activation import activation_fwd, find_activation
-from warpweave.kernels.dropout import Drop, check_drop, dropout, make_drop
+from warpweave.kernels.dropout import Drop, check_drop, dropout
 from warpweave.kernels.gemm import cpu as gemm_cpu
 from warpweave.kernels.gemm.epilogue import find_precision, launch
 from warpweave.kernels.reference import compute_dtype
-from warpweave.kernels.runtime.dispatch import check_written, choose, operator, refuse_graph
+from warpweave.kernels.runtime.dispatch import check_written, choose, refuse_graph
 from warpweave.kernels.runtime.dtypes import no_autocast
 from warpweave.kernels.runtime.fusion import choose_or_auto, fused_or_apart
+from warpweave.kernels.runtime.op import operator
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -96,7 +97,7 @@ def _gemm_fake(a, b, bias, dtype, precision):
     return a.new_empty(a.shape[0], b.shape[1], dtype=dtype)
 
 
-@operator("gemm", _gemm_fake)
+@operator("gemm", _gemm_fake, direct=True)
 def _gemm(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -109,7 +110,7 @@ def _gemm(
     return y
 
 
-@operator("gemm_into", lambda *arguments: None, writes=("out",))
+@operator("gemm_into", lambda *_: None, writes=("out",), direct=True)
 def _gemm_into(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -124,12 +125,12 @@ def _gemm_into(
         launch(a, b, None, out, add=add, precision=precision)
 
 
-def _fused_fake(a, b, bias, residual, activation, save_z, tokens, p, seed, site, dtype, *how):
+def _fused_fake(a, b, bias, residual, activation, save_z, drop, dtype, *how):
     y = a.new_empty(_fused_shape(a, b, activation), dtype=dtype)
     return [y, a.new_empty(a.shape[0], b.shape[1])] if save_z else [y]
 
 
-@operator("fused_gemm", _fused_fake)
+@operator("fused_gemm", _fused_fake, records=(Drop,), direct=True)
 def _fused(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -137,16 +138,12 @@ def _fused(
     residual: torch.Tensor | None,
     activation: str | None,
     save_z: bool,
-    tokens: torch.Tensor | None,
-    p: float,
-    seed: int,
-    site: int,
+    drop: Drop | None,
     dtype: torch.dtype,
     precision: str | None,
     impl: str,
 ) -> list[torch.Tensor]:
     """[y], or [y, z]."""
-    drop = make_drop(p, seed, site, tokens)
     impl = fused_or_apart(impl, epilogue_name(activation, drop, residual), a)
     if impl != "triton":
         after = "torch" if impl == "torch" else "triton"
@@ -290,10 +287,7 @@ def fused_gemm(
     check_result(a, dtype)
     products = a.shape[0], b.shape[1]
     drop = check_epilogue(products, activation, save_z, residual, drop, precision)
-    p, seed, site, tokens = drop or (0.0, 0, 0, None)
-    y, *z = _fused(
-        a, b, bias, residual, activation, save_z, tokens, p, seed, site, dtype, precision, impl
-    )  # fmt: skip
+    y, *z = _fused(a, b, bias, residual, activation, save_z, drop, dtype, precision, impl)
     return y, z[0] if z else None
 
 

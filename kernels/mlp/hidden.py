@@ -30,10 +30,11 @@ from warpweave.kernels.gemm.mainloop import (
     tile_product,
 )
 from warpweave.kernels.overlap.gathering import Gathering, multiply
-from warpweave.kernels.runtime.dispatch import choose, no_graph, operator, tl, triton
+from warpweave.kernels.runtime.dispatch import choose, no_graph, tl, triton
 from warpweave.kernels.runtime.dtypes import no_autocast
 from warpweave.kernels.runtime.fusion import choose_or_auto, fused_or_apart
 from warpweave.kernels.runtime.numeric import to_dtype, upcast
+from warpweave.kernels.runtime.op import operator
 
 # ---------------------------------------------------------------- forward
 
@@ -67,7 +68,7 @@ def _again_fake(x, up_weight, up_bias, activation, precision, impl):
     return x.new_empty(x.shape[0], up_weight.shape[0])
 
 
-@operator("hidden_again", _again_fake)
+@operator("hidden_again", _again_fake, direct=True)
 def _again(
     x: torch.Tensor,
     up_weight: torch.Tensor,
@@ -177,7 +178,7 @@ def _fake(dy, down_weight, z, activation, want_hidden, precision, impl):
     return [torch.empty_like(z), h] if want_hidden else [torch.empty_like(z)]
 
 
-@operator("hidden_bwd", _fake)
+@operator("hidden_bwd", _fake, direct=True)
 def _launch(
     dy: torch.Tensor,
     down_weight: torch.Tensor,

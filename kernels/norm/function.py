@@ -59,7 +59,7 @@ from warpweave.kernels.runtime.dispatch import (
     once_differentiable,
     refuse_tangents,
 )
-from warpweave.kernels.runtime.op import Op
+from warpweave.kernels.runtime.op import operator
 from warpweave.kernels.runtime.wgrad import grad_dtype
 
 # ---------------------------------------------------------------- registration
@@ -91,25 +91,7 @@ def _empty(x: torch.Tensor) -> torch.Tensor:
     return x.new_empty(0)
 
 
-def _forward(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    x_bias: torch.Tensor | None,
-    drop: Drop | None,
-    options: Options,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """y, s unless it is x, mean and rstd."""
-    layer, eps, out_dtype = options
-    y, s, mean, rstd = norm_fwd(
-        x, weight, bias, eps, layer=layer, residual=residual, x_bias=x_bias, drop=drop,
-        out_dtype=out_dtype, impl="triton",
-    )  # fmt: skip
-    return y, _empty(s) if s is x else s, _empty(rstd) if mean is None else mean, rstd
-
-
-def _forward_fake(x, weight, bias, residual, x_bias, drop, options):
+def _fake(x, weight, bias, residual, x_bias, drop, options):
     s = x.new_empty(x.shape, dtype=stream_dtype(x, residual))
     rstd = x.new_empty(x.shape[:-1], dtype=compute_dtype(s))
     if residual is None and x_bias is None and drop is None:
@@ -118,29 +100,10 @@ def _forward_fake(x, weight, bias, residual, x_bias, drop, options):
     return y, s, torch.empty_like(rstd) if options.layer else _empty(rstd), rstd
 
 
-def _forward_sharding(x, weight, bias, residual, x_bias, drop, options) -> str:
+def _sharding(x, weight, bias, residual, x_bias, drop, options) -> str:
     alone = residual is None and x_bias is None and drop is None
     s, mean = "whole" if alone else "..._", "..." if options.layer else "whole"
     return f"..._, _, _, ..._, _, ... -> ..._, {s}, {mean}, ..."
-
-
-def _gradients(
-    dy: torch.Tensor,
-    ds: torch.Tensor | None,
-    s: torch.Tensor,
-    weight: torch.Tensor,
-    mean: torch.Tensor | None,
-    rstd: torch.Tensor,
-    drop: Drop | None,
-    wanted: Wanted,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dx, dresidual unless it is dx, and the sums over tokens dx_bias, dw and db."""
-    found = norm_bwd(dy, s, weight, mean, rstd, ds=ds, drop=drop, **wanted._asdict(), impl="triton")
-    dx, dresidual, *sums = found
-    if dresidual is None or dresidual is dx:
-        dresidual = _empty(dx)
-    dx_bias, dw, db = (_empty(rstd) if total is None else total for total in sums)
-    return dx, dresidual, dx_bias, dw, db
 
 
 def _is_dx(drop: Drop | None, wanted: Wanted) -> bool:
@@ -150,7 +113,7 @@ def _is_dx(drop: Drop | None, wanted: Wanted) -> bool:
     )
 
 
-def _gradients_fake(dy, ds, s, weight, mean, rstd, drop, wanted):
+def _bwd_fake(dy, ds, s, weight, mean, rstd, drop, wanted):
     dx, dw = s.new_empty(s.shape, dtype=wanted.x_dtype), rstd.new_empty(weight.shape)
     dresidual = _empty(dx)
     if not _is_dx(drop, wanted):
@@ -161,7 +124,7 @@ def _gradients_fake(dy, ds, s, weight, mean, rstd, drop, wanted):
     return dx, dresidual, dx_bias, dw, db
 
 
-def _gradients_sharding(dy, ds, s, weight, mean, rstd, drop, wanted) -> str:
+def _bwd_sharding(dy, ds, s, weight, mean, rstd, drop, wanted) -> str:
     dresidual = "whole" if _is_dx(drop, wanted) else "..._"
     dx_bias, db = ("_" if each else "whole" for each in (wanted.x_bias, wanted.bias))
     return f"..._, ..._, ..._, _, ..., ..., ... -> ..._, {dresidual}, {dx_bias}, _, {db}"
@@ -188,7 +151,7 @@ def _backward(ctx, dy, ds, dmean, drstd):
     if ctx.unchanged:
         ds = None  # the gradient of a stand-in
     drop = None if ctx.drop is None else ctx.drop._replace(tokens=tokens)
-    dx, dresidual, dx_bias, *sums = NORM_BWD(dy, ds, s, weight, mean, rstd, drop, ctx.wanted)
+    dx, dresidual, dx_bias, *sums = norm_bwd_op(dy, ds, s, weight, mean, rstd, drop, ctx.wanted)
     dw, db, dx_bias = (
         None if dtype is None else total.to(dtype)
         for total, dtype in zip((*sums, dx_bias), ctx.dtypes, strict=True)
@@ -200,13 +163,45 @@ def _backward(ctx, dy, ds, dmean, drstd):
     return dx, dw, db, dresidual, dx_bias
 
 
-NORM_BWD = Op(
-    "norm_bwd", _gradients, _gradients_fake, records=(Drop, Wanted), sharding=_gradients_sharding
+@operator(
+    "norm_fwd", _fake, records=(Drop, Options), save=_save, backward=_backward, sharding=_sharding
 )
-NORM_FWD = Op(
-    "norm_fwd", _forward, _forward_fake, records=(Drop, Options), save=_save, backward=_backward,
-    sharding=_forward_sharding,
-)  # fmt: skip
+def norm_op(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    x_bias: torch.Tensor | None,
+    drop: Drop | None,
+    options: Options,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """y, s unless it is x, mean and rstd."""
+    layer, eps, out_dtype = options
+    y, s, mean, rstd = norm_fwd(
+        x, weight, bias, eps, layer=layer, residual=residual, x_bias=x_bias, drop=drop,
+        out_dtype=out_dtype, impl="triton",
+    )  # fmt: skip
+    return y, _empty(s) if s is x else s, _empty(rstd) if mean is None else mean, rstd
+
+
+@operator("norm_bwd", _bwd_fake, records=(Drop, Wanted), sharding=_bwd_sharding)
+def norm_bwd_op(
+    dy: torch.Tensor,
+    ds: torch.Tensor | None,
+    s: torch.Tensor,
+    weight: torch.Tensor,
+    mean: torch.Tensor | None,
+    rstd: torch.Tensor,
+    drop: Drop | None,
+    wanted: Wanted,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dx, dresidual unless it is dx, and the sums over tokens dx_bias, dw and db."""
+    found = norm_bwd(dy, s, weight, mean, rstd, ds=ds, drop=drop, **wanted._asdict(), impl="triton")
+    dx, dresidual, *sums = found
+    if dresidual is None or dresidual is dx:
+        dresidual = _empty(dx)
+    dx_bias, dw, db = (_empty(rstd) if total is None else total for total in sums)
+    return dx, dresidual, dx_bias, dw, db
 
 
 class _Norm(torch.autograd.Function):
@@ -262,7 +257,7 @@ def _norm(x, weight, bias, eps, residual, x_bias, drop, out_dtype, layer, impl):
     else:
         refuse_tangents("layer_norm" if layer else "rms_norm", x, weight, bias, residual, x_bias)
         options = Options(bool(layer), eps, dtype)
-        y, s, _, _ = NORM_FWD(x, weight, bias, residual, x_bias, drop, options)
+        y, s, _, _ = norm_op(x, weight, bias, residual, x_bias, drop, options)
         if residual is None and x_bias is None and drop is None:
             s = x
     return y if alone else (y, s)

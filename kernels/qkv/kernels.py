@@ -23,10 +23,11 @@ from warpweave.kernels.overlap.gathering import Gathering, multiply
 from warpweave.kernels.qkv.gathered import gather_qkv_steps
 from warpweave.kernels.qkv.pairs import angles, columns_of_pairs, places, turn
 from warpweave.kernels.rope import check_table, rope_fwd, rope_qk_fwd
-from warpweave.kernels.runtime.dispatch import choose, no_graph, operator, tl, triton
+from warpweave.kernels.runtime.dispatch import choose, no_graph, tl, triton
 from warpweave.kernels.runtime.dtypes import no_autocast
 from warpweave.kernels.runtime.fusion import choose_or_auto, fused_or_apart
 from warpweave.kernels.runtime.numeric import to_dtype, upcast
+from warpweave.kernels.runtime.op import operator
 from warpweave.kernels.runtime.wgrad import rows
 
 QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -83,7 +84,7 @@ def _fwd_fake(x, weight, bias, cos, sin, precision, impl):
     return tuple(x.new_empty(shape) for shape in shapes)
 
 
-@operator("qkv_fwd", _fwd_fake)
+@operator("qkv_fwd", _fwd_fake, direct=True)
 def _launch_fwd(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -243,7 +244,7 @@ def _bwd_fake(dq, dk, dv, cos, sin):
     return dq.new_empty(B * S, (heads + 2 * kv_heads) * D)
 
 
-@operator("qkv_bwd", _bwd_fake)
+@operator("qkv_bwd", _bwd_fake, direct=True)
 def _launch_bwd(
     dq: torch.Tensor,
     dk: torch.Tensor,

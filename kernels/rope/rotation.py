@@ -31,7 +31,7 @@ from warpweave.kernels.runtime.dispatch import (
     wants_gradient,
 )
 from warpweave.kernels.runtime.numeric import to_dtype, upcast
-from warpweave.kernels.runtime.op import Op
+from warpweave.kernels.runtime.op import operator
 
 # ---------------------------------------------------------------- Triton
 
@@ -277,13 +277,35 @@ def rope_qk_fwd(
 # ---------------------------------------------------------------- registration
 
 
-def _turn(
+def _save(ctx, inputs, output) -> None:
+    *_, cos, sin, ctx.interleaved, ctx.conjugate = inputs
+    ctx.save_for_backward(cos, sin)
+
+
+def _backward(ctx, dy):
+    return rope_op(dy, *ctx.saved_tensors, ctx.interleaved, not ctx.conjugate)
+
+
+def _backward_qk(ctx, dy, dz):
+    return rope_qk_op(dy, dz, *ctx.saved_tensors, ctx.interleaved, not ctx.conjugate)
+
+
+@operator(
+    "rope", lambda x, *_: x.new_empty(x.shape), save=_save, backward=_backward,
+    sharding="bsh_, s_, s_ -> bsh_",
+)  # fmt: skip
+def rope_op(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, conjugate: bool
 ) -> torch.Tensor:
+    """The Triton path of `apply_rope`."""
     return rope_fwd(x, cos, sin, interleaved=interleaved, conjugate=conjugate, impl="triton")
 
 
-def _turn_qk(
+@operator(
+    "rope_qk", lambda q, k, *_: (q.new_empty(q.shape), k.new_empty(k.shape)), save=_save,
+    backward=_backward_qk, sharding="bsh_, bsh_, s_, s_ -> bsh_, bsh_",
+)  # fmt: skip
+def rope_qk_op(
     q: torch.Tensor,
     k: torch.Tensor,
     cos: torch.Tensor,
@@ -291,30 +313,8 @@ def _turn_qk(
     interleaved: bool,
     conjugate: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """The Triton path of `apply_rope_qk`."""
     return rope_qk_fwd(q, k, cos, sin, interleaved=interleaved, conjugate=conjugate, impl="triton")
-
-
-def _save(ctx, inputs, output) -> None:
-    *_, cos, sin, ctx.interleaved, ctx.conjugate = inputs
-    ctx.save_for_backward(cos, sin)
-
-
-def _backward(ctx, dy):
-    return ROPE(dy, *ctx.saved_tensors, ctx.interleaved, not ctx.conjugate)
-
-
-def _backward_qk(ctx, dy, dz):
-    return ROPE_QK(dy, dz, *ctx.saved_tensors, ctx.interleaved, not ctx.conjugate)
-
-
-ROPE = Op(
-    "rope", _turn, lambda x, *_: x.new_empty(x.shape), save=_save, backward=_backward,
-    sharding="bsh_, s_, s_ -> bsh_",
-)  # fmt: skip
-ROPE_QK = Op(
-    "rope_qk", _turn_qk, lambda q, k, *_: (q.new_empty(q.shape), k.new_empty(k.shape)),
-    save=_save, backward=_backward_qk, sharding="bsh_, bsh_, s_, s_ -> bsh_, bsh_",
-)  # fmt: skip
 
 
 class _Rope(torch.autograd.Function):
@@ -362,7 +362,7 @@ def apply_rope(
     if impl == "torch":
         return _Rope.apply(x, cos, sin, interleaved)
     refuse_tangents("apply_rope", x)
-    return ROPE(x, cos, sin, interleaved, False)
+    return rope_op(x, cos, sin, interleaved, False)
 
 
 def apply_rope_qk(
@@ -381,4 +381,4 @@ def apply_rope_qk(
     if impl == "torch":
         return _Rope.apply(q, cos, sin, interleaved), _Rope.apply(k, cos, sin, interleaved)
     refuse_tangents("apply_rope_qk", q, k)
-    return ROPE_QK(q, k, cos, sin, interleaved, False)
+    return rope_qk_op(q, k, cos, sin, interleaved, False)

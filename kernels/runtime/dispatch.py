@@ -195,29 +195,6 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-def operator(
-    name: str, fake: Callable[..., Any], *, writes: tuple[str, ...] = ()
-) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
-    """Decorate what is left of a call when all is checked, so that compilers, which can trace no
-    launch, see an operator ``warpweave::name`` of it, whose outputs `fake` makes and which writes
-    to the arguments named. Without a compiler it is called as it is, which costs less.
-
-    It has no gradient: the Functions that call it are traced, forward and backward.
-    """
-
-    def register(run: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-        op = torch.library.custom_op(f"warpweave::{name}", run, mutates_args=writes)
-        op.register_fake(fake)
-
-        @wraps(run)
-        def call(*args: _Arguments.args, **options: _Arguments.kwargs) -> _Result:
-            return (op if torch.compiler.is_compiling() else run)(*args, **options)
-
-        return call
-
-    return register
-
-
 def check_written(name: str, x: torch.Tensor) -> None:
     """Raise ValueError if elements of x, which is written, are one in memory (an expanded view)."""
     if any(n > 1 and step == 0 for n, step in zip(x.shape, x.stride())):

@@ -97,6 +97,13 @@ def _take(
 # ---------------------------------------------------------------- operators
 
 
+def operator(
+    name: str, fake: Callable[..., Any], **options: Any
+) -> Callable[[Callable[..., Any]], Op]:
+    """Decorate the `run` of an `Op`: from there on the name is the Op."""
+    return lambda run: Op(name, run, fake, **options)
+
+
 class Op:
     """An operator, called with positional arguments as `run` takes them.
 
@@ -189,8 +196,8 @@ class Op:
                 found.append(next(left))
                 continue
             given = {name: next(left) for name in tensors}
-            _, *rest = (next(left) for _ in range(4))
-            record = unflatten(*rest, self.records)
+            _, integers, reals, words = (next(left) for _ in range(4))
+            record = unflatten(integers, reals, words, self.records)
             found.append(record._replace(**given) if record is not None and given else record)
         return found
 
