@@ -84,8 +84,8 @@ def test_a_text_ends_with_its_stop_token(folders):
 
 def test_kept_keys_and_values_give_the_logits_of_the_whole_text():
     config = GPTConfig(
-        33, 24, 3, 12, 6, 2, 10, "rope", "rms", "swiglu", False, head_size=4, windows=(5, 0),
-        qk_norm=True, sinks=True, tied=False,
+        33, 24, 3, 12, 6, 2, 10, "rope", norm="rms", activation="swiglu", bias=False, head_size=4,
+        windows=(5, 0), qk_norm=True, sinks=True, tied=False,
     )  # fmt: skip
     gpt = GPT(config, dtype=torch.float64)
     with torch.no_grad():

@@ -188,8 +188,11 @@ def test_the_loss_scale_multiplies_every_gradient_and_not_the_loss():
 
 CONFIGS = {
     "gpt2": GPTConfig(23, 8, 2, 16, 4, dropout=0.3),
-    "llama": GPTConfig(23, 8, 2, 16, 4, 2, 24, "rope", "rms", "swiglu", False, False, dropout=0.3),
-}
+    "llama": GPTConfig(
+        23, 8, 2, 16, 4, 2, 24, "rope", norm="rms", activation="swiglu", bias=False, tied=False,
+        dropout=0.3,
+    ),
+}  # fmt: skip
 
 
 def _gpt_grads(config: GPTConfig, recompute: str, mesh=None, **plan) -> dict[str, torch.Tensor]:
