@@ -104,6 +104,7 @@ TRAIN = {
     "rope_theta": Row("--rope-theta 500.0", {"model.rope_theta"}),
     "dropout": Row("--dropout 0.25", {"model.dropout"}),
     "head_size": Row("--head-size 20", {"model.head_size"}),
+    "norm_bias": Row("--norm-bias False", {"model.norm_bias"}),
     "qkv_bias": Row("--qkv-bias False", {"model.qkv_bias"}),
     "qk_norm": Row("--qk-norm True", {"model.qk_norm"}),
     "windows": Row("--windows 8 0", {"model.windows"}),
