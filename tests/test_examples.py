@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from ranks import run_ranks
+
+from warpweave.launch import launch
+from warpweave.parallel.mesh import Mesh
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 HF = pytest.mark.skipif(find_spec("transformers") is None, reason="an extra of its own")
@@ -65,3 +69,36 @@ def test_a_schedule_of_ones_own_is_drawn_and_trains_as_one_device_does(capsys, m
     for found in run_ranks(2, _schedules, 2):
         assert found["folded"] == pytest.approx(alone, rel=1e-5)
         assert found["1f1b"] == pytest.approx(alone, rel=1e-5)
+
+
+def _cut_mlp(port: int) -> None:
+    runpy.run_path(str(EXAMPLES / "parallel_mlp.py"))["main"]()
+
+
+def test_a_module_that_is_cut_has_half_of_its_weights_and_the_same_numbers(capfd):
+    launch(_cut_mlp, (), Mesh(tp=2))  # the program compares, and fails where they differ
+    lines = sorted(capfd.readouterr().out.splitlines())
+    assert lines == [f"rank {rank}: (128, 64) of (256, 64), ok" for rank in range(2)]
+
+
+def _loop(**mesh: int) -> None:
+    program = runpy.run_path(str(EXAMPLES / "train_gpt.py"))
+    program["main"](program["Config"](steps=31, **mesh))
+
+
+def _losses(printed: str) -> list[float]:
+    return [float(x) for x in re.findall(r"step \d+: loss ([\d.]+)", printed)]
+
+
+def test_a_training_loop_of_ones_own_prints_one_devices_losses_on_any_mesh(capfd):
+    _loop()
+    alone = _losses(capfd.readouterr().out)
+    assert len(alone) == 4
+    assert alone[0] > 2
+    assert alone[-1] < 1
+    launch(_loop_of_two, (), Mesh(tp=2))
+    assert _losses(capfd.readouterr().out) == pytest.approx(alone, abs=2e-4)
+
+
+def _loop_of_two(port: int) -> None:
+    _loop(tp=2)
