@@ -33,21 +33,23 @@ class TuneConfig:
     kernels: tuple[Literal["attention_fwd", "attention_dkdv", "attention_dq", "gemm"], ...] = (
         "attention_fwd", "attention_dkdv", "attention_dq", "gemm",
     )  # fmt: skip
-    """Which kernels; the MLP and the QKV projection take gemm's tiles."""
+    """Kernels to tune; the MLP and the QKV projection take gemm's tiles."""
     dtypes: tuple[Literal["bf16", "fp32", "fp64"], ...] = ("bf16",)
-    """What they compute in; fp16 takes bf16's tiles."""
+    """Precisions to tune; fp16 takes bf16's tiles."""
     head_dims: tuple[int, ...] = (64, 128, 256)
-    """Of attention; a tile is used up to its head dim, from the next smaller one of the table."""
+    """Head dims of attention to tune; a tile is used up to its head dim, from the next smaller one
+    of the table."""
     steps: int = 2
-    """How far from the shipped tile: 1 is about eight tiles a row, 2 about thirty."""
+    """Search distance from the shipped tile: 1 is about eight tiles a row, 2 about thirty."""
     minutes: float = 20.0
-    """No row is begun after that."""
+    """Time limit in minutes: no row is begun after that."""
     output: Path = Path("tiles.json")
-    """Table to write; rows that it has of other devices or kernels stay."""
+    """Output table; rows that it has of other devices or kernels stay."""
     dry: bool = False
-    """No GPU: list the tiles that compile cleanly for `target`, and write nothing."""
+    """Dry run without a GPU: list the tiles that compile cleanly for `target`, and write
+    nothing."""
     target: Literal["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"] = "sm_90"
-    """With --dry: what to compile for."""
+    """Compilation target of --dry."""
 
     def problems(self) -> list[Problem]:
         """The rows to tune. Raises ValueError on numbers that cannot be."""
