@@ -27,10 +27,10 @@ from clock.predict import predicted
 from warpweave.kernels import cost
 from warpweave.kernels.attention import function as attention
 from warpweave.kernels.cost import Cost
+from warpweave.kernels.devices import TARGETS
 from warpweave.kernels.gemm import fused_gemm
 from warpweave.kernels.runtime.dispatch import capability
 from warpweave.tune.aot import compiling
-from warpweave.tune.parts import PARTS
 
 CLAIM = "Nine of ten measured times lie in the intervals that the clock predicts."
 
@@ -76,7 +76,7 @@ def outlook(launch: Launch, target: str) -> list[float] | None:
             call()
         for kernel in (read_kernel(compiled, target) for compiled in found):
             if kernel.product:  # the others take little beside them
-                if (one := predicted(kernel, least, PARTS[target])) is None:
+                if (one := predicted(kernel, least, TARGETS[target])) is None:
                     return None
                 total = [a + b for a, b in zip(total, vars(one).values(), strict=True)]
     return [round(x, 1) for x in total]
@@ -96,7 +96,7 @@ def measured(folder: Path) -> dict[tuple[str, str], float]:
 def main(arguments: list[str] | None = None) -> int:
     """Print and return 0: predictions that fail are what it is for."""
     options = argparse.ArgumentParser(description=CLAIM)
-    options.add_argument("--target", help=f"of {', '.join(PARTS)}; by default this GPU's")
+    options.add_argument("--target", help=f"of {', '.join(TARGETS)}; by default this GPU's")
     options.add_argument("--only", default="", help="launches whose name contains this")
     options.add_argument("--results", type=Path, default=harness.ROOT / "benchmarks" / "results")
     given = options.parse_args(arguments)
@@ -104,15 +104,15 @@ def main(arguments: list[str] | None = None) -> int:
     if (target := given.target or here) is None:
         options.exit(2, "clock_beside: there is no GPU to compare with; `--target sm_90` prints "
                      "the predictions alone\n")  # fmt: skip
-    if target not in PARTS:
-        options.error(f"unknown target {target}, known are {', '.join(PARTS)}")
+    if target not in TARGETS:
+        options.error(f"unknown target {target}, known are {', '.join(TARGETS)}")
     if not (todo := launches(given.only)):
         options.error(f"no launch has {given.only!r} in its name")
     times = {}
     if target == here:
         times = measured(given.results / torch.cuda.get_device_name().lower().replace(" ", "-"))
     inside, rows = 0, []
-    print(f"PREDICTED us on {PARTS[target].device}, in brackets where nine of ten should lie")
+    print(f"PREDICTED us on {TARGETS[target].name}, in brackets where nine of ten should lie")
     for launch in todo:
         us, took = outlook(launch, target), times.get((launch.name, launch.shape))
         inside += bool(us and took and us[1] <= took <= us[2])

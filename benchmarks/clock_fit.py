@@ -25,7 +25,7 @@ import harness
 import numpy as np
 from clock.predict import CLOCK, CONSTANTS, START, Constants, Kernel, Work, cycles, terms
 
-from warpweave.tune.parts import PARTS, Part
+from warpweave.kernels.devices import TARGETS, Device
 
 CLAIM = (
     "On published figures that its constants have not seen, the clock errs by less than 10 % on "
@@ -39,7 +39,7 @@ RATES = (8, 12, 16, 24, 32, 48, 64, 96)  # bytes per cycle that a multiprocessor
 class Point(NamedTuple):
     """A published figure: what was run, on what, how fast."""
 
-    part: Part
+    part: Device
     source: str
     launches: dict[str, tuple[Kernel, Work]]  # that it may be of, by the kernel's name
     credited: float  # FLOPs that its TFLOP/s count
@@ -63,7 +63,7 @@ def read(path: Path) -> tuple[list[Point], dict[str, dict[str, str]]]:
     for p in table["points"]:
         works = dict(zip(p["kernels"], p["works"], strict=True))
         launches = {n: (Kernel(*table["kernels"][n]), Work(*work)) for n, work in works.items()}
-        points.append(Point(PARTS[p["part"]], p["source"], launches, p["credited"], p["tflops"]))
+        points.append(Point(TARGETS[p["part"]], p["source"], launches, p["credited"], p["tflops"]))
     return points, {name: table[name] for name in ("sources", "left_out")}
 
 
@@ -148,7 +148,7 @@ def report(points: list[Point]) -> tuple[Constants, dict[str, Any]]:
     part, (found, summary) = points[0].part, calibrate(points)
     off, ranks = errors(points, found), rankings(points, found)
     tables = {source: _summary(errors(own, found)) for source, own in by_source(points).items()}
-    print(f"\nsm_{part.arch} ({part.device}): {len(points)} published figures; PREDICTIONS err by")
+    print(f"\nsm_{part.arch} ({part.name}): {len(points)} published figures; PREDICTIONS err by")
     for name in ("seen", "kept out", "whole sources kept out"):
         print(f"  {name:24} {_percent(summary[name])}")
     for source, figures in tables.items():

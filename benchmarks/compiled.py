@@ -41,13 +41,13 @@ import harness
 from clock.predict import predicted
 from clock.ratchet import read_table, worsened, write_table
 from clock.reading import main_loop
-from gate.cases import TARGETS
+from gate.cases import GATED
 from gate.compile import compile_targets
 from gate.report import Report, failures
 
 from warpweave.kernels.cost import Cost
+from warpweave.kernels.devices import TARGETS
 from warpweave.kernels.runtime.dispatch import triton
-from warpweave.tune.parts import PARTS
 
 CLOCK = harness.ROOT / "benchmarks" / "results" / "clock"
 CLAIM = (
@@ -77,11 +77,11 @@ def row(report: Report) -> dict[str, Any]:
     and `waves` of all that the part holds at once; `flops` and `bytes`, the least of the case;
     `bound`, the busiest pipe; `clock_us`: [time, low, high].
     """
-    part = PARTS[report.target]
+    part = TARGETS[report.target]
     held = report.occupancy * part.processors
     waves = report.programs / held if held else 0.0
     cost = Cost(*report.cost) if report.cost else None
-    roofline = cost.seconds(part.flops, part.bandwidth) * 1e6 if cost and part.flops else None
+    roofline = cost.seconds(part.half, part.memory) * 1e6 if cost and part.half else None
     loop = main_loop(report.loops) if report.loops else None
     clock = predicted(report, cost, part)
     sizes = ("BLOCK", "ROWS", "TILES", "STRIDE")
@@ -111,10 +111,10 @@ def row(report: Report) -> dict[str, Any]:
 
 def table(target: str, rows: list[dict[str, Any]]) -> None:
     """Print the rows of one part."""
-    part = PARTS[target]
+    part = TARGETS[target]
     print(
-        f"\n{target} ({part.device}: {part.flops / 1e12:.0f} TFLOP/s bf16, "
-        f"{part.bandwidth / 1e12:.2f} TB/s by its data sheet); busy, ideal, serial and us are "
+        f"\n{target} ({part.name}: {part.half / 1e12:.0f} TFLOP/s bf16, "
+        f"{part.memory / 1e12:.2f} TB/s by its data sheet); busy, ideal, serial and us are "
         "PREDICTIONS, see the head of benchmarks/compiled.py"
     )
     print(LINE.format(**HEADINGS))
@@ -133,15 +133,15 @@ def table(target: str, rows: list[dict[str, Any]]) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Compile, print, write; returns the exit status."""
     options = argparse.ArgumentParser(description=CLAIM)
-    options.add_argument("--targets", default=",".join(TARGETS), help=f"of {', '.join(PARTS)}")
+    options.add_argument("--targets", default=",".join(GATED), help=f"of {', '.join(TARGETS)}")
     options.add_argument("--only", default="", help="cases whose name has this, or one of a|b")
     options.add_argument("--jobs", type=int, default=2, help="compilers at a time")
     options.add_argument("--results", type=Path, help="folder; by default none with --only")
     options.add_argument("--accept", action="store_true", help="the clock's figures are as wanted")
     given = options.parse_args(arguments)
     targets = tuple(given.targets.split(","))
-    if unknown := [target for target in targets if target not in PARTS]:
-        options.error(f"unknown targets {unknown}, known are {', '.join(PARTS)}")
+    if unknown := [target for target in targets if target not in TARGETS]:
+        options.error(f"unknown targets {unknown}, known are {', '.join(TARGETS)}")
     if given.accept and given.only and (other := [t for t in targets if _of_another_triton(t)]):
         options.error(f"the tables of {other} are of another Triton: --accept them without --only")
     folder = given.results or (None if given.only else harness.ROOT / "benchmarks" / "results")
@@ -212,8 +212,8 @@ def _lines(report: dict) -> str:
 
 def write(path: Path, target: str, rows: list[dict[str, Any]], wrong: list[str]) -> None:
     """One part's rows, with the header that all results have."""
-    part: dict[str, Any] = dataclasses.asdict(PARTS[target])
-    header = harness.header(kind="compiled", device=f"{part['device']}, compiled for, not run on")
+    part: dict[str, Any] = dataclasses.asdict(TARGETS[target])
+    header = harness.header(kind="compiled", device=f"{part['name']}, compiled for, not run on")
     path.parent.mkdir(parents=True, exist_ok=True)
     report = {
         "script": "compiled",

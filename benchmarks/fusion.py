@@ -26,18 +26,18 @@ import numpy as np
 import torch
 from clock.kernel import read_kernel
 from clock.predict import CLOCK, CONSTANTS, START, Kernel, Work, reading_of, terms
+from gate.cases import GATED
 
 from warpweave.kernels.activation import ACTIVATIONS
+from warpweave.kernels.devices import TARGETS, Device
 from warpweave.kernels.dropout import Drop
 from warpweave.kernels.gemm import fused_gemm
 from warpweave.kernels.mlp import hidden_bwd
 from warpweave.kernels.qkv import qkv_fwd
 from warpweave.kernels.runtime.fusion import FUSED
 from warpweave.tune.aot import compiling
-from warpweave.tune.parts import PARTS, Part
 
 CLAIM = "Products are fused where the clock predicts that it saves time."
-TARGETS = ("sm_80", "sm_90", "sm_100")
 RESULTS = harness.ROOT / "benchmarks" / "results" / "clock"
 T, E, F = 16384, 4096, 14336  # tokens, width and hidden units
 REACHED = 0.9  # of the stated bandwidth, by a kernel that only moves
@@ -102,7 +102,7 @@ def _up(name: str | None, save_z: bool) -> Case:
     return Case(call, (T, N, E), () if name is None else (3.0,) if gated else (4.0,))
 
 
-def fused_rates(kernel: Kernel, tile: tuple[int, int], plain: int, part: Part) -> Rates:
+def fused_rates(kernel: Kernel, tile: tuple[int, int], plain: int, part: Device) -> Rates:
     """What a compiled product costs whose tiles have (rows, columns), by whole waves of them.
 
     Published figures tell nothing of A100's stalls outside of loops, whose price is in that of a
@@ -119,9 +119,9 @@ def fused_rates(kernel: Kernel, tile: tuple[int, int], plain: int, part: Part) -
     return Rates(loop * cycle / flops * 1e15, rest * cycle / elements * 1e12, START * cycle * 1e6)
 
 
-def apart_rates(product: Rates, passes: Sequence[float], part: Part) -> Rates:
+def apart_rates(product: Rates, passes: Sequence[float], part: Device) -> Rates:
     """What cuBLAS's `product` costs with passes that move so many bytes for each element of it."""
-    element = sum(passes) / (REACHED * part.bandwidth) * 1e12
+    element = sum(passes) / (REACHED * part.memory) * 1e12
     starts = (1 + len(passes)) * product.start
     return Rates(product.flop, product.element + element, starts)
 
@@ -130,10 +130,10 @@ def cublas(target: str) -> Rates:
     """What cuBLAS costs on `target`, by published figures."""
     published = json.loads((RESULTS / "points.json").read_text())["cublas"]
     own = [(p["M"], p["N"], p["K"], p["tflops"]) for p in published if p["part"] == target]
-    return fit_product(own, PARTS[target])
+    return fit_product(own, TARGETS[target])
 
 
-def fit_product(published: Sequence[tuple[int, int, int, float]], part: Part) -> Rates:
+def fit_product(published: Sequence[tuple[int, int, int, float]], part: Device) -> Rates:
     """What cuBLAS costs, by published (M, N, K, TFLOP/s): least squares of relative errors, nothing
     less than 0."""
     sizes = np.array([point[:3] for point in published], dtype=float)
@@ -149,7 +149,7 @@ def fit_product(published: Sequence[tuple[int, int, int, float]], part: Part) ->
 
 def read(target: str, product: Rates) -> dict[str, tuple[Rates, Rates]]:
     """(fused, apart) of each case on `target`, whose cuBLAS has the rates of `product`."""
-    part, found, plain = PARTS[target], {}, 0
+    part, found, plain = TARGETS[target], {}, 0
     for name, case in cases().items():
         with compiling(target) as launches:
             case.call(impl="triton")
@@ -167,7 +167,7 @@ def read(target: str, product: Rates) -> dict[str, tuple[Rates, Rates]]:
 def words(target: str, rows: dict[str, tuple[Rates, Rates]], product: Rates) -> str:
     """A table of Markdown."""
     lines = [
-        f"\n## {PARTS[target].device}\n",
+        f"\n## {TARGETS[target].name}\n",
         "| op | M, N, K | epilogue | passes | saves | may | is | fused | apart | faster |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
@@ -212,12 +212,12 @@ def main(arguments: list[str] | None = None) -> int:
     options.add_argument("--accept", action="store_true", help="write the words")
     given = options.parse_args(arguments)
     text, other = INTRODUCTION, []
-    for target in TARGETS:
+    for target in GATED:
         product = cublas(target)
         rows = read(target, product)
         text += words(target, rows, product)
         for name, (fused, apart) in rows.items():
-            sizes, listed = cases()[name].sizes, name in FUSED[PARTS[target].arch]
+            sizes, listed = cases()[name].sizes, name in FUSED[TARGETS[target].arch]
             if "kept" not in name and listed != (fused.us(*sizes) <= apart.us(*sizes)):
                 other.append(f"{target} {name}")
     print(text)

@@ -32,15 +32,15 @@ if "--dry" in sys.argv:  # read when a kernel is decorated, so before any import
 
 import harness
 import torch
+from gate.cases import GATED
 from torch import Tensor
 
 from warpweave.kernels.cost import Cost
+from warpweave.kernels.devices import TARGETS
 from warpweave.kernels.runtime import tiles
-from warpweave.tune.parts import PARTS
 from warpweave.tune.timing import CudaTimer, Timer, interleave
 
 OURS = "warpweave"
-PREDICTED = ("sm_80", "sm_90", "sm_100")
 REFUSALS = (RuntimeError, TypeError, ImportError, AttributeError)  # of a baseline that cannot run
 Outputs = Sequence[Tensor]
 
@@ -97,7 +97,7 @@ class Row:
         start += f"error {self.error:.1e}/{self.limit:.1e}"
         if self.ms is None:
             bound = ", ".join(
-                f"{PARTS[t].device} >= {us:.1f} us" for t, us in self.predicted_us.items()
+                f"{TARGETS[t].name} >= {us:.1f} us" for t, us in self.predicted_us.items()
             )
             return f"{start}  PREDICTION {bound}  {self.shape}"
         return (
@@ -316,9 +316,9 @@ def measure(small: Problem, problem: Problem, bench: Bench) -> Measured:
 def predictions(problem: Problem) -> dict[str, float]:
     """Microseconds that no kernel undercuts, by target: the roofline of stated peaks."""
     found = {}
-    for target in PREDICTED:
-        part = PARTS[target]
-        found[target] = problem.cost.seconds(part.flops, part.bandwidth) * 1e6
+    for target in GATED:
+        part = TARGETS[target]
+        found[target] = problem.cost.seconds(part.half, part.memory) * 1e6
     return found
 
 

@@ -307,8 +307,9 @@ def step_row(row: Row, problem: StepProblem, trial: Trial, bench: Bench) -> Step
     """With what a step is judged by: tokens/s, memory, MFU."""
     rate = 1000 / row.ms
     device = torch.cuda.get_device_name(bench.device) if bench.device.type == "cuda" else ""
-    stated = find_device(device)
-    by = {"measured peak": bench.peak[0]} | ({"data sheet": stated.half} if stated else {})
+    by, stated = {"measured peak": bench.peak[0]}, find_device(device)
+    if stated and stated.half:
+        by["data sheet"] = stated.half
     return StepRow(
         **vars(row),
         tokens_per_s=problem.batch * problem.config.seq_len * rate,

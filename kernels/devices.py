@@ -1,39 +1,74 @@
 """What the data sheets say of the GPUs that the project aims at: the one place for these figures.
 
-NVIDIA's data sheets of A100 80GB SXM, H100 SXM, H200, HGX H800 and HGX B200 (dense FLOP/s; NVLink
-as half of the stated two-way bytes/s); InfiniBand of their DGX systems, one adapter per GPU: HDR
-200 Gbit/s for A100, NDR 400 Gbit/s later.
+Limits of a multiprocessor are those of the compute capability (CUDA C++ Programming Guide,
+"Technical specifications per compute capability"). Speeds are from NVIDIA's data sheets of A100
+80GB SXM, H100 SXM, H200, HGX H800, HGX B200, A40 and L40S (dense FLOP/s; NVLink as half of the
+stated two-way bytes/s); InfiniBand of their DGX systems, one adapter per GPU: HDR 200 Gbit/s for
+A100, NDR 400 Gbit/s later.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
+
+KB = 1024
 
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU's figures, per second: FLOPs in 16 bits and in float32, bytes of memory, and in one
-    direction over NVLink and over its share of the network."""
+    """A GPU in figures; speeds are per second, and 0 where none is quoted.
+
+    Attributes:
+        name: a word of its name as CUDA tells it.
+        arch: compute capability as major * 10 + minor.
+        processors: its multiprocessors.
+        block_shared: bytes of shared memory that one program may use.
+        shared, warps, blocks: of one multiprocessor, bytes of shared memory and the warps and
+            programs that it holds at once.
+        product: the instruction that reaches `half` (PTX ISA); all have mma.sync as well.
+        half: FLOPs in 16 bits.
+        memory: bytes.
+        nvlink, network: bytes in one direction over NVLink and over its share of the network.
+    """
 
     name: str
+    arch: int
     processors: int
-    half: float
-    single: float
-    memory: float
-    nvlink: float
-    network: float
+    block_shared: int
+    shared: int
+    warps: int
+    blocks: int
+    product: str = "mma.sync"
+    half: float = 0.0
+    memory: float = 0.0
+    nvlink: float = 0.0
+    network: float = 0.0
 
 
-DEVICES = (
-    Device("A100", 108, 312e12, 19.5e12, 2.039e12, 300e9, 25e9),
-    Device("H100", 132, 989e12, 67e12, 3.35e12, 450e9, 50e9),
-    Device("H200", 132, 989e12, 67e12, 4.8e12, 450e9, 50e9),
-    Device("H800", 132, 989e12, 67e12, 3.35e12, 200e9, 50e9),
-    Device("B200", 148, 2.25e15, 80e12, 8.0e12, 900e9, 50e9),
-)
+A100 = Device(
+    "A100", 80, 108, 163 * KB, 164 * KB, 64, 32,
+    half=312e12, memory=2.039e12, nvlink=300e9, network=25e9,
+)  # fmt: skip
+A40 = Device("A40", 86, 84, 99 * KB, 100 * KB, 48, 16, half=149.7e12, memory=696e9)
+L40S = Device("L40S", 89, 142, 99 * KB, 100 * KB, 48, 24, half=362e12, memory=864e9)
+H100 = Device(
+    "H100", 90, 132, 227 * KB, 228 * KB, 64, 32, "wgmma",
+    half=989e12, memory=3.35e12, nvlink=450e9, network=50e9,
+)  # fmt: skip
+H200 = replace(H100, name="H200", memory=4.8e12)
+H800 = replace(H100, name="H800", nvlink=200e9)
+B200 = Device(
+    "B200", 100, 148, 227 * KB, 228 * KB, 64, 32, "tcgen05",
+    half=2.25e15, memory=8.0e12, nvlink=900e9, network=50e9,
+)  # fmt: skip
+RTX_PRO_6000 = Device("RTX PRO 6000 Blackwell", 120, 188, 99 * KB, 100 * KB, 48, 24)
+
+DEVICES = (A100, A40, L40S, H100, H200, H800, B200, RTX_PRO_6000)
+TARGETS = {f"sm_{d.arch}": d for d in (A100, A40, L40S, H100, B200, RTX_PRO_6000)}
+"""What kernels can be compiled for without being there, each by one device."""
 
 
 def find_device(name: str) -> Device | None:
-    """The device whose name is part of `name`, as CUDA tells it; None if its figures are not
-    known."""
-    return next((device for device in DEVICES if device.name in name), None)
+    """The device whose name is a word of `name`, as CUDA tells it; None if it is not known."""
+    return next((d for d in DEVICES if re.search(rf"\b{d.name}\b", name)), None)

@@ -12,10 +12,10 @@ from clock.kernel import ReadKernel
 from clock.predict import CLOCK, START, Constants, Kernel, Work, cycles, predicted, terms
 
 from warpweave.kernels.cost import Cost
-from warpweave.tune.parts import PARTS
+from warpweave.kernels.devices import TARGETS
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
-H100 = PARTS["sm_90"]
+H100 = TARGETS["sm_90"]
 # Two warps of each scheduler; buffers for three iterations, of 32 kB each.
 KERNEL = Kernel(
     flops=1e6,
@@ -74,7 +74,7 @@ def test_a_compiled_product_is_priced_by_its_tiles_and_what_spills_is_not() -> N
     for change in ({"stack": 8}, {"loops": []}, {"occupancy": 0}, {"kernel": "other"}):
         assert predicted(dataclasses.replace(kernel, **change), cost, H100) is None
     assert predicted(kernel, None, H100) is None
-    assert predicted(kernel, cost, PARTS["sm_120"]) is None
+    assert predicted(kernel, cost, TARGETS["sm_120"]) is None
 
 
 @pytest.mark.parametrize(
@@ -96,8 +96,8 @@ def test_a_kernel_is_priced_by_what_it_executes_its_programs_and_its_bytes(
     kernel = ReadKernel(name, 264, sizes, 8, 200, 0, 98304, 1, loops=[masked, loop], outside=700)
     work = Work(items, 10**12 * share, uneven=sizes.get("CAUSAL", False), bytes=moved)
     for part in ("sm_80", "sm_90", "sm_100"):
-        found = predicted(kernel, Cost(10**12, moved), PARTS[part])
-        assert found == model.predict(KERNEL, work, PARTS[part])
+        found = predicted(kernel, Cost(10**12, moved), TARGETS[part])
+        assert found == model.predict(KERNEL, work, TARGETS[part])
 
 
 # ---------------------------------------------------------------- calibration

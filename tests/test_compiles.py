@@ -12,8 +12,8 @@ from gate.cases import cases
 from gate.compile import compile_targets
 from gate.report import SHARED_LIMIT, TELLING, Report, failures
 
-from warpweave.tune.aot import Compiled, compiling
-from warpweave.tune.parts import PARTS, occupancy
+from warpweave.kernels.devices import TARGETS
+from warpweave.tune.aot import Compiled, compiling, occupancy
 
 pytestmark = pytest.mark.timeout(3600)
 # Words in the names of cases.
@@ -162,7 +162,7 @@ def test_what_is_read_of_a_kernel_is_what_stands_in_its_ptx_and_log() -> None:
 def test_occupancy_is_the_least_of_what_each_limit_allows(
     target, warps, registers, shared, programs
 ) -> None:
-    part = PARTS[target]
+    part = TARGETS[target]
     assert occupancy(part, warps=warps, registers=registers, shared=shared) == programs
 
 

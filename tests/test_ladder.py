@@ -79,7 +79,7 @@ ROOMS = {
         ("command",),
     ),
     "warpweave.tune": (
-        ("calls", "parts", "timing"),
+        ("calls", "timing"),
         ("aot", "options"),
         ("candidates",),
         ("search",),

@@ -15,13 +15,13 @@ import pytest
 import torch
 import triton
 
+from warpweave.kernels.devices import TARGETS
 from warpweave.kernels.runtime import tiles
 from warpweave.kernels.runtime.tile_table import AttentionTile, Row, write_table
 from warpweave.tune import Bench, TuneConfig, aot, command, main, search, tune, tune_here
 from warpweave.tune.aot import Compiled
 from warpweave.tune.calls import Problem, problems
 from warpweave.tune.candidates import candidates, resident
-from warpweave.tune.parts import PARTS
 from warpweave.tune.search import add_rows, difference
 
 FWD = Problem("attention_fwd", "bf16", 64)
@@ -65,7 +65,7 @@ class FakeGpu:
     def bench(self):
         return Bench(
             "Planted GPU",
-            PARTS["sm_90"],
+            TARGETS["sm_90"],
             self.timer,
             lambda problem, tile: self.compiled.get(tile, [GOOD]),
             lambda problem, tile: self.others.get(tile, ""),
@@ -150,7 +150,7 @@ def test_a_tile_with_a_fault_in_another_call_loses_to_the_next(table, capsys) ->
 
 
 def test_who_was_only_lucky_in_the_first_pass_loses_in_the_second(table) -> None:
-    tried = len(candidates(FWD, PARTS["sm_90"], 2)) * search.ROUNDS
+    tried = len(candidates(FWD, TARGETS["sm_90"], 2)) * search.ROUNDS
     lucky = {FAST: lambda timed: 0.5 if timed <= tried else 1.1}
     assert FakeGpu({SHIPPED: 1.0, OTHER: 0.9} | lucky).tune(table)[0] == OTHER
 
@@ -287,11 +287,11 @@ def test_what_is_said_of_a_compiled_kernel_is_what_the_tools_print_of_it(monkeyp
     metadata = SimpleNamespace(num_warps=4, shared=50_000)
     kernel = SimpleNamespace(asm={"cubin": b"", "ptx": "bar.sync"}, metadata=metadata)
     arguments = {"x": torch.ones(1), "BLOCK": 64, "CAUSAL": True, "scale": 0.5, "name": "a"}
-    found = aot._compiled(PARTS["sm_90"], "k", kernel, (3, 4), arguments)
+    found = aot._compiled(TARGETS["sm_90"], "k", kernel, (3, 4), arguments)
     constants = {"BLOCK": 64, "CAUSAL": True, "scale": 0.5}
     assert found == Compiled("k", 12, constants, 4, 40, 24, 50_000, 4, kernel.asm)
     kernel.ptxas_log = "(C7510) waits"
-    found = aot._compiled(PARTS["sm_90"], "k", kernel, lambda meta: (1,), {})
+    found = aot._compiled(TARGETS["sm_90"], "k", kernel, lambda meta: (1,), {})
     assert (found.programs, found.log) == (0, "(C7510) waits")
 
 

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from warpweave.kernels.devices import TARGETS
 from warpweave.kernels.runtime import tiles
 from warpweave.kernels.runtime.tile_table import KERNELS, KINDS, SIZES, AttentionTile
 from warpweave.tune import candidates as tile_candidates
@@ -12,7 +13,6 @@ from warpweave.tune import search
 from warpweave.tune.aot import Compiled
 from warpweave.tune.calls import Problem, other_calls, problems, timed_call
 from warpweave.tune.candidates import around, candidates, could_fit, fault, target_of
-from warpweave.tune.parts import PARTS
 from warpweave.tune.search import difference
 from warpweave.tune.timing import interleave
 
@@ -29,14 +29,14 @@ GOOD = Compiled("_attention_fwd_kernel", 1, {}, 4, 128, 0, 65536, 2)
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
 def test_candidates_begin_with_the_shipped_tile_and_can_stand_in_a_table(target) -> None:
     for problem in ALL:
-        found = candidates(problem, PARTS[target], 2)
-        shipped = problem.shipped(PARTS[target].arch)
+        found = candidates(problem, TARGETS[target], 2)
+        shipped = problem.shipped(TARGETS[target].arch)
         assert found[0] == shipped
-        assert could_fit(problem, shipped, PARTS[target])
+        assert could_fit(problem, shipped, TARGETS[target])
         assert 10 <= len(found) == len({*found}) <= 50
         for tile in found:
             assert all(size in SIZES[name] for name, size in tile._asdict().items())
-            assert could_fit(problem, tile, PARTS[target])
+            assert could_fit(problem, tile, TARGETS[target])
 
 
 def test_candidates_are_at_most_two_steps_away_nearest_first() -> None:
@@ -65,12 +65,12 @@ def test_candidates_are_at_most_two_steps_away_nearest_first() -> None:
     ],
 )
 def test_what_cannot_fit_is_not_compiled(problem, tile) -> None:
-    assert not could_fit(problem, KERNELS[problem.kernel](*tile), PARTS["sm_90"])
+    assert not could_fit(problem, KERNELS[problem.kernel](*tile), TARGETS["sm_90"])
 
 
 def test_what_fits_in_one_buffer_less_than_stages_is_compiled() -> None:
     """Some versions of Triton keep one of the stages in registers; in float64 a sum takes two."""
-    byte, part = 128 * 64 * 2 * 2, PARTS["sm_90"]  # K and V of a step in bfloat16
+    byte, part = 128 * 64 * 2 * 2, TARGETS["sm_90"]  # K and V of a step in bfloat16
     stages = part.block_shared // byte + 1
     problem = Problem("attention_fwd", "bf16", 128)
     for more, fits in ((0, True), (1, False)):

@@ -36,7 +36,7 @@ def utilisation(
     if session.device.type != "cuda":
         return {}
     device = find_device(torch.cuda.get_device_name())
-    if device is None or dtype not in ("bf16", "fp16"):
+    if device is None or not device.half or dtype not in ("bf16", "fp16"):
         return {}
     flops = model.step_flops(1)
     return {"mfu": round(tokens_per_second * flops / (device.half * session.world), 4)}

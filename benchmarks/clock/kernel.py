@@ -7,8 +7,8 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from clock.reading import HotLoop, read_loops
+from warpweave.kernels.devices import TARGETS
 from warpweave.tune.aot import Compiled
-from warpweave.tune.parts import PARTS
 
 _INSTRUCTIONS = {
     "tensor_core": r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)\b",
@@ -63,7 +63,7 @@ def read_kernel(kernel: Compiled, target: str, *, clock: bool = True) -> ReadKer
     # What multiplies in float64 is for proofs, and not read.
     if not clock or not found.product or ".f64" in found.product:
         return found
-    arch, warps = PARTS[target].arch, kernel.num_warps
+    arch, warps = TARGETS[target].arch, kernel.num_warps
     try:
         loops, outside = read_loops(kernel.asm["cubin"], arch=arch, warps=warps)
     except ValueError as error:

@@ -25,7 +25,7 @@ from clock.instructions import SCHEDULERS
 from clock.kernel import ReadKernel
 from clock.reading import main_loop
 from warpweave.kernels.cost import Cost
-from warpweave.tune.parts import Part
+from warpweave.kernels.devices import Device
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ _TILED = {
 }
 
 
-def terms(kernel: Kernel, work: Work, part: Part, rate: float) -> tuple[float, ...]:
+def terms(kernel: Kernel, work: Work, part: Device, rate: float) -> tuple[float, ...]:
     """What the constants busy, stalls, exposed, outside and wave multiply, in cycles."""
     held = min(kernel.occupancy, ceil(work.items / part.processors))
     waves = work.items / (held * part.processors)
@@ -142,12 +142,12 @@ def cycles(found: tuple[float, ...], c: Constants) -> float:
     return START + sum(term * factor for term, factor in zip(found, factors, strict=True))
 
 
-def predict(kernel: Kernel, work: Work, part: Part) -> Prediction:
+def predict(kernel: Kernel, work: Work, part: Device) -> Prediction:
     """How long the launch takes on `part`, of CONSTANTS: never less than its bytes through the
     memory."""
     c = CONSTANTS[part.arch]
     ours = cycles(terms(kernel, work, part, c.rate), c) / CLOCK[part.arch] * 1e6
-    least = work.bytes / part.bandwidth * 1e6
+    least = work.bytes / part.memory * 1e6
     us = max(ours, least)
     return Prediction(us, max(least, us / (1 + c.spread)), us * (1 + c.spread))
 
@@ -161,7 +161,7 @@ def reading_of(kernel: ReadKernel) -> Kernel:
     return Kernel(loop.flops, loop.busy, loop.stalls, loop.global_bytes, kernel.outside, *rest)
 
 
-def predicted(kernel: ReadKernel, cost: Cost | None, part: Part) -> Prediction | None:
+def predicted(kernel: ReadKernel, cost: Cost | None, part: Device) -> Prediction | None:
     """How long `kernel` takes for an op of `cost`.
 
     None for what the clock cannot say: kernels without tensor-core products or with others than the

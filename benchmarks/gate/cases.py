@@ -24,7 +24,7 @@ import torch
 
 from warpweave.kernels.cost import Cost
 
-TARGETS = ("sm_80", "sm_90", "sm_100")
+GATED = ("sm_80", "sm_90", "sm_100")  # of `devices.TARGETS`, what is aimed at
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Case:
     call: Callable[[], object]
     tensor_cores: bool = False
     float64: bool = False
-    targets: tuple[str, ...] = TARGETS
+    targets: tuple[str, ...] = GATED
     cost: Cost | None = None
 
 

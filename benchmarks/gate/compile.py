@@ -24,7 +24,7 @@ from typing import Any
 from clock import HotLoop
 from clock.kernel import ReadKernel, read_kernel
 
-from gate.cases import TARGETS, Case, cases
+from gate.cases import GATED, Case, cases
 from gate.planted import planted_cases
 from gate.report import Report
 from gate.tiles import tile_cases
@@ -79,7 +79,7 @@ def _compile_here(
         for index, case in enumerate(_FOUND)
         for target in targets
         if any(word in case.name for word in only.split("|"))
-        and (target in case.targets or target not in TARGETS)
+        and (target in case.targets or target not in GATED)
     ]
     with get_context("fork").Pool(jobs) as pool:
         return [report for reports in pool.imap(_compile_case, tasks) for report in reports]
@@ -89,7 +89,7 @@ def _compile_here(
 
 
 def compile_targets(
-    targets: tuple[str, ...] = TARGETS,
+    targets: tuple[str, ...] = GATED,
     only: str = "",
     *,
     tiles: bool = False,

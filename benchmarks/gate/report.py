@@ -7,9 +7,9 @@ from typing import Any
 
 from clock import HotLoop
 
-from warpweave.tune.parts import PARTS
+from warpweave.kernels.devices import TARGETS
 
-SHARED_LIMIT = {target: part.block_shared for target, part in PARTS.items()}
+SHARED_LIMIT = {target: part.block_shared for target, part in TARGETS.items()}
 # Cases of kernels that read rows: at least half of their loads take 128 bits (statistics and
 # labels are single values).
 ROWWISE = ("dropout", "gelu", "layer_norm", "rms_norm", "rope", "swiglu")
@@ -90,4 +90,4 @@ def _product(r: Report) -> str:
     only in plain attention: else mma.sync has to do there.
     """
     few = r.kernel == "attention_dkdv_kernel" and r.constants.get("BLOCK_N", 64) < 64
-    return "mma.sync" if r.target == "sm_90" and few else PARTS[r.target].product
+    return "mma.sync" if r.target == "sm_90" and few else TARGETS[r.target].product

@@ -2,7 +2,7 @@
 
 `options` the command line, without torch · `command` what it does · `search` which tile wins ·
 `candidates` which are tried, and what is wrong with one · `calls` what they are compared by ·
-`timing` on a CUDA device · `aot` compiles for GPUs that are not there · `parts` what each offers.
+`timing` on a CUDA device · `aot` compiles for GPUs that are not there.
 """
 
 from typing import TYPE_CHECKING

@@ -26,8 +26,8 @@ from typing import Any
 
 import torch
 
+from warpweave.kernels.devices import KB, TARGETS, Device
 from warpweave.kernels.runtime import dispatch
-from warpweave.tune.parts import PARTS, Part, occupancy
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ def compiling(target: str) -> Iterator[list[Compiled]]:
     `processors` are the target's. Tensors are meta tensors, so nothing may look at values. Raises
     ValueError for an unknown target, and without a compiler (no Triton, or TRITON_INTERPRET set).
     """
-    if target not in PARTS:
-        raise ValueError(f"target must be one of {', '.join(PARTS)}, got {target!r}")
+    if target not in TARGETS:
+        raise ValueError(f"target must be one of {', '.join(TARGETS)}, got {target!r}")
     if not dispatch.HAS_TRITON or dispatch.INTERPRET:
         raise ValueError("compiling needs Triton, and TRITON_INTERPRET must not be set")
     from triton import knobs
@@ -74,7 +74,7 @@ def compiling(target: str) -> Iterator[list[Compiled]]:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    part, found = PARTS[target], list[Compiled]()
+    part, found = TARGETS[target], list[Compiled]()
     run, active = JITFunction.run, driver._active  # asking for `active` itself would look for a GPU
 
     def compile_only(self, *args, grid, warmup, **options):
@@ -115,7 +115,7 @@ def _replace(old: dict[str, Any], new: dict[str, Any]) -> None:
                 setattr(module, name, new[name])
 
 
-def _driver(part: Part, target: Any) -> Any:
+def _driver(part: Device, target: Any) -> Any:
     """A driver that only names a target, which is its own device: Triton caches by device."""
 
     class Driver:
@@ -135,7 +135,7 @@ def _driver(part: Part, target: Any) -> Any:
     return Driver()
 
 
-def _compiled(part: Part, name: str, kernel: Any, grid: Any, arguments: Any) -> Compiled:
+def _compiled(part: Device, name: str, kernel: Any, grid: Any, arguments: Any) -> Compiled:
     usage, warps = _resources(kernel.asm["cubin"]), kernel.metadata.num_warps
     registers, shared = usage["REG"], kernel.metadata.shared
     return Compiled(
@@ -174,3 +174,19 @@ def run_tool(tool: str, *options: str, cubin: bytes) -> str:
         said = (done.stderr.strip().splitlines() or ["nothing"])[0]
         raise ValueError(f"{tool} does not read this cubin of {len(cubin)} bytes: {said}")
     return done.stdout
+
+
+def occupancy(part: Device, *, warps: int, registers: int, shared: int) -> int:
+    """How many programs of `warps` warps one multiprocessor holds; 0 if not even one fits.
+
+    The least of what warps, program slots, registers and shared memory allow. A multiprocessor has
+    65,536 registers, which go to warps in units of 256, and warps to one of four schedulers; each
+    program's shared memory is rounded to 128 bytes after the kilobyte that the system takes (CUDA
+    occupancy calculator; Programming Guide, "Multiprocessor level").
+    """
+    per_warp = -(-registers * 32 // 256) * 256
+    by_registers = 65_536 // max(per_warp, 256) // 4 * 4 // warps
+    by_shared = part.shared // (-(-(shared + KB) // 128) * 128)
+    if shared > part.block_shared or registers > 255:
+        return 0
+    return min(part.warps // warps, part.blocks, by_registers, by_shared)

@@ -11,16 +11,16 @@ from collections.abc import Callable
 
 import torch
 
+from warpweave.kernels.devices import TARGETS, Device
 from warpweave.kernels.runtime.tile_table import SIZES, GemmTile, Tile
 from warpweave.kernels.runtime.tiles import pinned
 from warpweave.tune.aot import Compiled, compiling
 from warpweave.tune.calls import Problem, other_calls, timed_call
-from warpweave.tune.parts import PARTS, Part
 
 # ---------------------------------------------------------------- which
 
 
-def candidates(problem: Problem, part: Part, steps: int) -> list[Tile]:
+def candidates(problem: Problem, part: Device, steps: int) -> list[Tile]:
     """The shipped tile, then those up to so many steps from it that could fit, nearest first."""
     found = [problem.shipped(part.arch)]
     for tile in around(found[0], steps):
@@ -53,7 +53,7 @@ def _next(tile: Tile) -> list[Tile]:
     ]
 
 
-def could_fit(problem: Problem, tile: Tile, part: Part) -> bool:
+def could_fit(problem: Problem, tile: Tile, part: Device) -> bool:
     """False if not even the least that a tile needs is there.
 
     That is, in shared memory, the operands of the steps in flight (Triton keeps one of `stages` in
@@ -84,7 +84,7 @@ def compile_tile(target: str, problem: Problem, tile: Tile) -> list[Compiled] | 
 def first_fault(target: str, problem: Problem, tile: Tile) -> str:
     """What is wrong with `tile` in the calls that are not timed; "" if nothing is. Where the
     shipped tile spills, it may spill as much."""
-    shipped = problem.shipped(PARTS[target].arch)
+    shipped = problem.shipped(TARGETS[target].arch)
     for name, call in other_calls(problem, _meta).items():
         found, spilled = _compile(target, problem, tile, call), 0
         if fault(found, problem):
@@ -137,6 +137,6 @@ def _meta(*sizes: int, dtype: torch.dtype) -> torch.Tensor:
 def target_of(arch: int) -> str:
     """The target of `compiling` for a capability, or ValueError."""
     target = f"sm_{arch}"
-    if target not in PARTS:
-        raise ValueError(f"tiles are compiled for {', '.join(PARTS)}, and this GPU is {target}")
+    if target not in TARGETS:
+        raise ValueError(f"tiles are compiled for {', '.join(TARGETS)}, and this GPU is {target}")
     return target

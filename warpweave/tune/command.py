@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from warpweave.kernels.devices import TARGETS
 from warpweave.kernels.runtime import tiles
 from warpweave.kernels.runtime.dispatch import capability, triton
 from warpweave.messages import one_line
 from warpweave.tune.calls import TOKENS, Call, Problem, timed_call
 from warpweave.tune.candidates import compile_tile, first_fault, target_of
 from warpweave.tune.options import TuneConfig
-from warpweave.tune.parts import PARTS
 from warpweave.tune.search import Bench, fitting, short, tune
 from warpweave.tune.timing import CudaTimer
 
@@ -43,7 +43,7 @@ def cuda_bench() -> Bench:
 
     return Bench(
         tiles.device_name(device),
-        PARTS[target],
+        TARGETS[target],
         CudaTimer(device),
         lambda problem, tile: compile_tile(target, problem, tile),
         lambda problem, tile: first_fault(target, problem, tile),
@@ -73,7 +73,7 @@ def tune_here(config: TuneConfig, make_bench: Callable[[], Bench] = cuda_bench) 
 def dry_run(config: TuneConfig) -> dict[str, Any]:
     """Compile the candidates for a GPU that is not there, and print those without fault: of each
     problem the shipped tile, then the others, nearest first. Nothing is timed or written."""
-    began, part, rows, left_out = time.perf_counter(), PARTS[config.target], [], []
+    began, part, rows, left_out = time.perf_counter(), TARGETS[config.target], [], []
     todo = config.problems()
     print(_HEADING.format(part=part), flush=True)
     for problem in todo:
@@ -92,7 +92,7 @@ def dry_run(config: TuneConfig) -> dict[str, Any]:
     return {
         "dry": True,
         "target": config.target,
-        "device": f"{part.device}, compiled for, not run on",
+        "device": f"{part.name}, compiled for, not run on",
         "table": None,
         "tuned": 0,
         "left_out": left_out,
@@ -102,7 +102,7 @@ def dry_run(config: TuneConfig) -> dict[str, Any]:
 
 
 _HEADING = f"""\
-Compiled for {{part.device}}, not run: {TOKENS} tokens of an 8B Llama. Registers of a thread, bytes
+Compiled for {{part.name}}, not run: {TOKENS} tokens of an 8B Llama. Registers of a thread, bytes
 of shared memory, programs that one multiprocessor holds at once (occupancy), of the kernel that
 does worst. A tile may still spill in other calls, which only the GPU's own run compiles."""
 _WORST = {"registers": max, "shared": max, "occupancy": min}

@@ -16,13 +16,13 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from warpweave.kernels.devices import Device
 from warpweave.kernels.runtime import tiles
 from warpweave.kernels.runtime.dispatch import triton
 from warpweave.kernels.runtime.tile_table import Row, Tile, read_table, write_table
 from warpweave.tune.aot import Compiled
 from warpweave.tune.calls import Call, Problem
 from warpweave.tune.candidates import candidates, fault, resident
-from warpweave.tune.parts import Part
 from warpweave.tune.timing import Timer, interleave
 
 GAIN = 0.01  # less is a tie: medians of interleaved rounds repeat to a few tenths of a percent
@@ -46,7 +46,7 @@ class Bench:
     """
 
     device: str
-    part: Part
+    part: Device
     timer: Timer
     compile: Callable[[Problem, Tile], list[Compiled] | str]
     first_fault: Callable[[Problem, Tile], str]
@@ -88,7 +88,7 @@ def short(tile: Tile) -> str:
 
 def fitting(
     problem: Problem,
-    part: Part,
+    part: Device,
     compiler: Callable[[Problem, Tile], list[Compiled] | str],
     steps: int,
 ) -> dict[Tile, list[Compiled]]:
