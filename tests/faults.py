@@ -123,9 +123,9 @@ FAULTS = (
     ),
     Fault(
         "head-loss-global-rank",
-        "parallel/tensor/loss.py",
-        "start=group_rank(self.group) * width",
-        "start=dist.get_rank() * width",
+        "parallel/tensor/ranks.py",
+        "return group_rank(self.group) * width",
+        "return dist.get_rank() * width",
         "where other axes exist a rank takes its vocabulary rows for another's",
     ),
     Fault(
@@ -158,10 +158,10 @@ FAULTS = (
     ),
     Fault(
         "head-loss-pieces-unwaited",
-        "parallel/tensor/loss.py",
-        "return start_all_gather(x, self.group) if self.sequence_parallel else Here(x)",
-        "return Here(x.repeat(self.parts, 1))",
-        "in pieces this rank's tokens stand for those of all",
+        "parallel/tensor/ranks.py",
+        "return start_all_gather(x, self.group).wait\n\n",
+        "return lambda: x.repeat(ranks, 1)\n\n",
+        "in chunks this rank's tokens stand for those of all",
     ),
     Fault(
         "head-loss-gathering-columns",
@@ -201,8 +201,8 @@ FAULTS = (
     Fault(
         "mlp-bias-of-all-tokens",
         "parallel/tensor/ranks.py",
-        "db = None if bias is None else bias_gradient(bias, dy)",
-        "db = None if bias is None else bias_gradient(bias, self.gather(dy))",
+        "return None if bias is None else bias_gradient(bias, dy)",
+        "return None if bias is None else bias_gradient(bias, self.gather(dy))",
         "with sequence parallelism a partial sum becomes the whole one, R times too much",
     ),
     Fault(
@@ -229,8 +229,8 @@ FAULTS = (
     Fault(
         "chunked-wrong-owner",
         "parallel/tensor/chunked.py",
-        "multiply(pieces[(rank + step) % ranks])",
-        "multiply(pieces[(rank - step) % ranks])",
+        "multiply(chunks[(rank + step) % ranks])",
+        "multiply(chunks[(rank - step) % ranks])",
         "on three ranks and more a piece goes to another rank than that of its tokens",
     ),
     Fault(
@@ -428,7 +428,7 @@ FAULTS = (
     ),
     Fault(
         "loss-own-columns",
-        "parallel/tensor/loss.py",
+        "parallel/tensor/ranks.py",
         "torch.cat((every[:, 0].logsumexp(0)[None], every[:, 1:].sum(0)))",
         "torch.cat((every[:, 0].logsumexp(0)[None], every[:, 1:2].sum(0), stats[2:]))",
         "label smoothing sees this rank's columns only",
@@ -621,9 +621,9 @@ FAULTS = (
     ),
     Fault(
         "fused-dx-never",
-        "parallel/tensor/fused.py",
-        "if not needs[0] or (needs[1] and not waits(leaves[0])):",
-        "if not needs[0] or needs[1]:",
+        "parallel/tensor/ranks.py",
+        "and not (needs[1] and not waits(leaf)):",
+        "and not needs[1]:",
         "a weight gradient that waits leaves the sum of dx with no product to hide under",
     ),
     Fault(

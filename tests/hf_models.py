@@ -97,26 +97,27 @@ def assert_all_close(found: dict, wanted: dict, limit: float = 1e-5) -> None:
 
 
 def counted(run: Callable[[], Any]) -> tuple[Any, Counter]:
-    """What `run()` returns, and how often meanwhile a product hid its messages ((what it does,
-    whether tokens are cut)) and attention over context ranks began some."""
+    """What `run()` returns, and how often meanwhile a product hid its messages (by what it does)
+    and attention over context ranks began some."""
     from warpweave.parallel.context import gather, messages
-    from warpweave.parallel.tensor.chunked import ChunkedRanks
+    from warpweave.parallel.tensor import chunked
 
     calls: Counter = Counter()
-    spied = [(ChunkedRanks, name) for name in ("sum_product", "gather_product")]
+    products = ("gather_product", "product_scatter", "product_reduce")
+    spied = [(chunked, name) for name in products]
     spied += [(messages, "start_exchange"), (messages, "start_all_to_all")]
     spied += [(gather, "start_all_gather")]
     theirs = [getattr(where, name) for where, name in spied]
 
-    def spy(where, name, function):
+    def spy(name, function):
         def called(*args, **options):
-            calls[(name, args[0].sequence_parallel) if where is ChunkedRanks else name] += 1
+            calls[name] += 1
             return function(*args, **options)
 
         return called
 
     for (where, name), function in zip(spied, theirs):
-        setattr(where, name, spy(where, name, function))
+        setattr(where, name, spy(name, function))
     try:
         return run(), calls
     finally:

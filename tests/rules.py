@@ -27,9 +27,9 @@ def _noise(like: torch.Tensor, *key: object) -> torch.Tensor:
     return torch.randn(like.shape, generator=generator, dtype=like.dtype)
 
 
-def over_group(function: type, over: type = TensorRanks) -> type:
-    """`function`, whose forward takes `ranks` of the class `over` last, with (group,
-    sequence_parallel) in their place: what names a group must be an argument."""
+def over_group(function: type) -> type:
+    """`function`, whose forward takes `ranks` last, with (group, sequence_parallel) in their place:
+    what names a group must be an argument."""
     forward, rule = (inspect.signature(f) for f in (function.forward, function.spmd_typecheck))
     *given, ranks = forward.parameters.values()
     last = [ranks.replace(name=name) for name in ("group", "sequence_parallel")]
@@ -39,11 +39,11 @@ def over_group(function: type, over: type = TensorRanks) -> type:
         @staticmethod
         def forward(ctx, *args):
             *args, group, sequence_parallel = args
-            return function.forward(ctx, *args, over(group, sequence_parallel))
+            return function.forward(ctx, *args, TensorRanks(group, sequence_parallel))
 
         @staticmethod
         def spmd_typecheck(**named):
-            ranks = over(named.pop("group"), named.pop("sequence_parallel"))
+            ranks = TensorRanks(named.pop("group"), named.pop("sequence_parallel"))
             return function.spmd_typecheck(**named, ranks=ranks)
 
     Grouped.forward.__signature__ = forward.replace(parameters=[*given, *last])

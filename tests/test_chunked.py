@@ -1,4 +1,4 @@
-"""`ChunkedRanks`: the products of the blocking twin by pieces, with messages under the pieces.
+"""`overlap="chunked"`: the products of the blocking twin by chunks, with messages under the chunks.
 
 Operands are small whole numbers wherever bits are compared: every sum of them is exact, so that the
 order in which a product of fewer rows adds does not matter, and whatever differs is a fault. That
@@ -27,7 +27,6 @@ from warpweave.kernels.mlp import RECOMPUTE
 from warpweave.kernels.runtime.wgrad import WeightGradients, collect, rows
 from warpweave.parallel import collectives
 from warpweave.parallel.tensor import chunked
-from warpweave.parallel.tensor.chunked import ChunkedRanks
 from warpweave.parallel.tensor.mlp import parallel_mlp
 from warpweave.parallel.tensor.overlap import tensor_ranks
 from warpweave.parallel.tensor.ranks import TensorRanks
@@ -90,8 +89,9 @@ def gradients(ranks: TensorRanks, dy, weight, bias, **_) -> Tensors:
 def check(product: Callable[..., Tensors], sequence: bool, given: dict, **options) -> None:
     """Chunked results are those of the blocking twin, bit by bit, and so is a repeat of them."""
     group, *_ = world()
-    kinds = (TensorRanks(group, sequence, bulk=False), *[ChunkedRanks(group, sequence)] * 2)
-    twin, *found = (product(ranks, **given, **options) for ranks in kinds)
+    words = ("none", "chunked", "chunked")
+    every = (TensorRanks(group, sequence, word) for word in words)
+    twin, *found = (product(ranks, **given, **options) for ranks in every)
     for tensors in found:
         for a, b in zip(tensors, twin, strict=True):
             assert (a is None) == (b is None)
@@ -113,7 +113,7 @@ def _equal(rank: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_pieces_give_the_bits_of_the_blocking_twin(ranks: int) -> None:
+def test_chunks_give_the_bits_of_the_blocking_twin(ranks: int) -> None:
     run_threads(ranks, _equal)
 
 
@@ -126,7 +126,7 @@ def _sums(rank: int) -> None:
     _, _, ranks = world()
     scale = torch.tensor([1e16, 1.0, -1e16][:ranks], dtype=torch.float64)
     whole = torch.arange(1.0, ranks * SHARE + 1, dtype=torch.float64)[:, None]
-    y = ChunkedRanks(dist.group.WORLD, True).sum_product(whole, lambda h: h * scale[rank])
+    y = chunked.product_scatter(whole, lambda h: h * scale[rank], dist.group.WORLD)
     terms = part(whole, 0) * scale
     assert torch.equal(y, ((terms[:, 0] + terms[:, 1]) + terms[:, 2])[:, None])
 
@@ -181,7 +181,7 @@ def test_one_device_and_the_words() -> None:
 
 
 def _order(rank: int) -> list[str]:
-    """Per product: a message is (p)osted, a piece is (m)ultiplied, one is (w)aited for."""
+    """Per product: a message is (p)osted, a chunk is (m)ultiplied, one is (w)aited for."""
     events: list[str] = []
 
     def multiply(part: torch.Tensor, first: int = 0) -> torch.Tensor:
@@ -194,7 +194,7 @@ def _order(rank: int) -> list[str]:
         mock.patch.object(dist, "all_reduce", lambda x, **o: NotedWork([reduce(x, **o)], events)),
     ):
         x = torch.zeros(SHARE * world()[2], K)
-        cut, uncut = (ChunkedRanks(dist.group.WORLD, sequence) for sequence in (True, False))
+        cut, uncut = (tensor_ranks(dist.group.WORLD, cut, "chunked") for cut in (True, False))
         for product in (
             lambda: cut.column_product(part(x, 0), multiply),
             lambda: cut.row_gradients(part(x, 0), None, multiply),
@@ -208,8 +208,8 @@ def _order(rank: int) -> list[str]:
     return drawn
 
 
-def test_messages_are_under_way_while_pieces_are_multiplied() -> None:
-    """Of all but the last piece of a gather and the first of a sum, as there is no way round."""
+def test_messages_are_under_way_while_chunks_are_multiplied() -> None:
+    """Of all but the last chunk of a gather and the first of a sum, as there is no way round."""
     expected = {
         2: ["pmwm", "pmwm", "mpmw", "mpmpww", "m"],
         3: ["ppmwmwm", "ppmwmwm", "mpmpmww", "mpmpmpwww", "m"],
@@ -227,7 +227,7 @@ def _absent(rank: int) -> None:
         if rank == 0:
             began = time.monotonic()
             with pytest.raises(RuntimeError, match=r"rank 0 of 2: the message .*[Tt]imed out"):
-                product(ChunkedRanks(group, True))
+                product(tensor_ranks(group, True, "chunked"))
             assert time.monotonic() - began < 60
         dist.barrier()
 
@@ -239,11 +239,11 @@ def test_a_rank_that_never_comes_is_waited_for_as_long_as_the_group_says() -> No
 # ---------------------------------------------------------------- planted faults
 
 EXCHANGE, JOINED = chunked.start_exchange, chunked.joined
-GATHER, SUM, ROW = ChunkedRanks.gather_product, ChunkedRanks.sum_product, TensorRanks.row_product
+GATHER, SCATTER, ROW = chunked.gather_product, chunked.product_scatter, TensorRanks.row_product
 
 
 def _stale(send, recv, step, group):
-    """A piece is used before it has arrived: its place holds what it held."""
+    """A chunk is used before it has arrived: its place holds what it held."""
     EXCHANGE(send, torch.empty_like(recv), step, group).wait()
     return collectives.Pending(None, recv.zero_)
 
@@ -253,34 +253,34 @@ def _the_other_way(send, recv, step, group):
     return EXCHANGE(send, recv, -step, group)
 
 
-def _by_arrival(pieces):
-    """The own piece first, then those of rank + 1, ..."""
-    rank = world()[1] * isinstance(pieces[0], torch.Tensor)  # not of tuples, then of tensors again
-    return JOINED([*pieces[rank:], *pieces[:rank]])
+def _by_arrival(chunks):
+    """The own chunk first, then those of rank + 1, ..."""
+    rank = world()[1] * isinstance(chunks[0], torch.Tensor)  # not of tuples, then of tensors again
+    return JOINED([*chunks[rank:], *chunks[:rank]])
 
 
-def _always_own_run(ranks, x, multiply):
-    """Every piece is said to begin where this rank's tokens do."""
-    return GATHER(ranks, x, lambda part, _: multiply(part, world()[1] * len(x)))
+def _always_own_run(x, multiply, group):
+    """Every chunk is said to begin where this rank's tokens do."""
+    return GATHER(x, lambda part, _: multiply(part, world()[1] * len(x)), group)
 
 
-def _twice(ranks, h, multiply):
+def _twice(h, multiply, group):
     """This rank's own term is added once more."""
-    return SUM(ranks, h, multiply) + part(multiply(h), 0 if ranks.sequence_parallel else None)
+    return SCATTER(h, multiply, group) + part(multiply(h), 0)
 
 
-def _bias_per_piece(ranks, h, weight, bias, **options):
+def _bias_per_chunk(ranks, h, weight, bias, **options):
     y = ROW(ranks, h, weight, bias, **options)
-    return y if bias is None else y + (world()[2] - 1) * bias
+    return y if bias is None or ranks.overlap == "none" else y + (world()[2] - 1) * bias
 
 
 FAULTS = {
-    "a stale piece": (chunked, "start_exchange", _stale, (column, row, gradients), 2),
+    "a stale chunk": (chunked, "start_exchange", _stale, (column, row, gradients), 2),
     "the other way": (chunked, "start_exchange", _the_other_way, (column, row, gradients), 3),
     "joined by arrival": (chunked, "joined", _by_arrival, (column, gradients), 2),
-    "first of the own run": (ChunkedRanks, "gather_product", _always_own_run, (column,), 2),
-    "a term twice": (ChunkedRanks, "sum_product", _twice, (row,), 2),
-    "a bias per piece": (ChunkedRanks, "row_product", _bias_per_piece, (row,), 2),
+    "first of the own run": (chunked, "gather_product", _always_own_run, (column,), 2),
+    "a term twice": (chunked, "product_scatter", _twice, (row,), 2),
+    "a bias per chunk": (TensorRanks, "row_product", _bias_per_chunk, (row,), 2),
 }
 
 

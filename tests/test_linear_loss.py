@@ -32,7 +32,7 @@ from warpweave.parallel.collectives import Pending
 from warpweave.parallel.mesh import Mesh
 from warpweave.parallel.tensor import linear_loss
 from warpweave.parallel.tensor.linear_loss import vocab_parallel_linear_cross_entropy
-from warpweave.parallel.tensor.loss import VocabularyRanks
+from warpweave.parallel.tensor.ranks import TensorRanks
 
 T, E, VOCAB, PADDED = 12, 5, 301, 1200  # 4 ranks of 300: one whole, one of one row, two of padding
 RTOL = 1e-12
@@ -236,7 +236,7 @@ def _layer(rank: int) -> None:
     assert mesh.workspace("tp")._memory.epoch.item() == 1
     with pytest.raises(ValueError, match="pass impl='triton', or another overlap"):
         VocabParallelLinearCrossEntropy(VOCAB, impl="torch", **options)
-    with pytest.raises(ValueError, match="one of auto, fused, chunked, none, got 'fast'"):
+    with pytest.raises(ValueError, match="one of none, bulk, chunked, fused, got 'fast'"):
         VocabParallelLinearCrossEntropy(VOCAB, overlap="fast")
 
 
@@ -269,7 +269,6 @@ def _moves(overlap: str, recompute: bool) -> tuple[str, int]:
     gather, reduce = collectives.start_all_gather, collectives.start_reduce_scatter
     with ExitStack() as patches:
         for module, name, instead in (
-            (tensor.loss, "start_all_gather", noted(gather, "g")),
             (tensor.ranks, "start_all_gather", noted(gather, "g")),
             (tensor.ranks, "start_reduce_scatter", noted(reduce, "s")),
             (tensor.chunked, "start_exchange", noted(tensor.chunked.start_exchange, "g")),
@@ -437,7 +436,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 def _plant(name: str, value) -> mock._patch:
-    return mock.patch.object(VocabularyRanks, name, value)
+    return mock.patch.object(TensorRanks, name, value)
 
 
 def _no_sum_of_dx():
@@ -452,7 +451,7 @@ def _no_merge():
 
 
 def _merge_of_the_maximum():
-    right = VocabularyRanks.merge
+    right = TensorRanks.merge
 
     def merge(ranks, stats):
         return torch.cat((stats[:1], right(ranks, stats)[1:]))
@@ -461,7 +460,7 @@ def _merge_of_the_maximum():
 
 
 def _everybody_is_the_first_shard():
-    return _plant("own", lambda ranks, vocabulary, width: vocabulary)
+    return _plant("first_column", lambda ranks, width: 0)
 
 
 def _padding_takes_part():
@@ -507,7 +506,7 @@ def _case(function: type, sequence: bool):
     ids = torch.tensor([0, 3, 2, 1, 4, 2, -100, 6])  # as many as rows of the weight: only dims of
     args = draw(1, 8, 4), draw(2, 8, 4), ids  # one size are cut together where all is tried
     args = *args, VOCABULARY, torch.float64, "tp", sequence
-    function = over_group(function, VocabularyRanks)
+    function = over_group(function)
     return function, args, {"x": S(0) if sequence else I, "weight": S(0), "labels": R}
 
 

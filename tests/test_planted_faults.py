@@ -48,7 +48,6 @@ from warpweave.parallel.pipeline.stage import ChainStage
 from warpweave.parallel.shard import ParamRecord
 from warpweave.parallel.tensor import linear_loss
 from warpweave.parallel.tensor import ranks as tensor_ranks
-from warpweave.parallel.tensor.loss import VocabularyRanks
 from warpweave.parallel.tensor.ranks import TensorRanks
 from warpweave.prove import LIMITS, Layout, expected, proof, prove_layout
 
@@ -213,12 +212,12 @@ def deferred_weights(mesh: ConnectedMesh) -> float:
 @fault(1, smoothed_loss, Mesh(tp=2))
 def smoothing_over_the_local_vocabulary(mesh):
     """Megatron-LM #737 and #7452 finding 1: every rank smooths over its own shard."""
-    right_own, right_merge = VocabularyRanks.own, VocabularyRanks.merge
+    right_first, right_merge = TensorRanks.first_column, TensorRanks.merge
     right, width = Vocabulary.losses, []
 
-    def own(ranks, vocabulary, columns):
+    def first_column(ranks, columns):
         width[:] = [columns]
-        return right_own(ranks, vocabulary, columns)
+        return right_first(ranks, columns)
 
     def merge(ranks, stats):
         return torch.cat((right_merge(ranks, stats)[:2], stats[2:]))
@@ -226,9 +225,9 @@ def smoothing_over_the_local_vocabulary(mesh):
     def losses(self, stats, labels):
         return right(self._replace(size=width[0]), stats, labels)
 
-    faults = {"own": own, "merge": merge}
+    faults = {"first_column": first_column, "merge": merge}
     return [
-        *((VocabularyRanks, *fault) for fault in faults.items()),
+        *((TensorRanks, *fault) for fault in faults.items()),
         (Vocabulary, "losses", losses),
     ]
 
@@ -560,14 +559,14 @@ def tied_embedding_cut_differently(mesh):
 @fault(16, TP)
 def partial_gradient_leaves_the_loss(mesh):
     """torchtitan PR #3412: one shard's gradient of the head's input goes on as if whole."""
-    return [(VocabularyRanks, "sum", lambda ranks, dx: dx)]
+    return [(TensorRanks, "sum", lambda ranks, dx: dx)]
 
 
 @fault(16, SP)
 def partial_gradient_leaves_the_loss_in_slices(mesh):
     """The same under sequence parallelism: a slice of it where its sum is to be scattered."""
 
-    return [(VocabularyRanks, "sum", lambda ranks, dx: own_slice(dx, ranks.group))]
+    return [(TensorRanks, "sum", lambda ranks, dx: own_slice(dx, ranks.group))]
 
 
 @fault(17, TP)
@@ -597,12 +596,12 @@ def row_bias_once_per_rank(mesh):
 def padding_takes_part_in_the_softmax(mesh):
     """Megatron-LM #1754: the padding rows of the vocabulary have probability, too."""
 
-    right = VocabularyRanks.own
+    right = Vocabulary.columns
 
-    def own(ranks, vocabulary, width):
-        return right(ranks, vocabulary._replace(size=vocabulary.size + vocabulary.size % 2), width)
+    def columns(vocabulary, width):
+        return right(vocabulary._replace(size=vocabulary.size + vocabulary.size % 2), width)
 
-    return [(VocabularyRanks, "own", own)]
+    return [(Vocabulary, "columns", columns)]
 
 
 # ------------------------------------------------------------------ 20-22: the step

@@ -220,10 +220,10 @@ def test_the_overlap_of_a_style_reaches_its_products(two):
     for rank in two:
         calls = {case: counts for case, (_, counts) in rank["torch"].items()}
         assert not calls[True, "none"]
-        assert calls[False, "chunked"]["sum_product", False] == 2 * LAYERS * ROWS
-        assert calls[True, "chunked"]["sum_product", True] == 2 * LAYERS * ROWS
+        assert calls[False, "chunked"]["product_reduce"] == 2 * LAYERS * ROWS
+        assert calls[True, "chunked"]["product_scatter"] == 2 * LAYERS * ROWS
         # and the backward of each row gathers its gradients
-        gathers = calls[True, "chunked"]["gather_product", True]
+        gathers = calls[True, "chunked"]["gather_product"]
         assert gathers == LAYERS * (2 * COLUMNS + ROWS)
 
 
@@ -265,7 +265,7 @@ def test_a_tp_plan_of_our_words_loads_computes_saves_and_generates(two, folder):
                 assert_all_close(found, wanted)
                 # sequences are cut, by the reserved word, and their messages hidden
                 rows = ROWS * model.config.num_hidden_layers
-                hidden = {("sum_product", True): 2 * rows, ("gather_product", True): rows}
+                hidden = {"product_scatter": 2 * rows, "gather_product": rows}
                 assert calls.items() >= hidden.items() if sequence else not calls
         for rank in two:
             assert torch.equal(rank["tokens", family], tokens)

@@ -532,9 +532,7 @@ def padding_in_the_softmax(logits, labels, *, vocab_size, padded_vocab_size, **o
 
 
 def no_merge_of_the_maxima(logits, labels, **options):
-    with mock.patch.object(
-        tensor.loss, "start_all_gather", lambda x, group: collectives.Pending(None, lambda: x)
-    ):
+    with mock.patch.object(tensor.ranks.TensorRanks, "merge", lambda ranks, stats: stats):
         return tensor.vocab_parallel_cross_entropy(logits, labels, **options)
 
 
@@ -566,12 +564,12 @@ def test_planted_faults_are_noticed() -> None:
 
 IDS = torch.tensor([0, 3, 2, 1, 4, 2])
 VOCABULARY = Vocabulary(0, 7, -100, 0.1, 0.0, "torch")
-RANKED = {
-    tensor.linear._ColumnParallelLinear: tensor.ranks.TensorRanks,
-    tensor.linear._RowParallelLinear: tensor.ranks.TensorRanks,
-    tensor.loss.CrossEntropy: tensor.loss.VocabularyRanks,
-}
-COLUMN, ROW, LOSS = (over_group(*ranked) for ranked in RANKED.items())
+RANKED = (
+    tensor.linear._ColumnParallelLinear,
+    tensor.linear._RowParallelLinear,
+    tensor.loss.CrossEntropy,
+)
+COLUMN, ROW, LOSS = map(over_group, RANKED)
 CASES = {
     "column": (
         COLUMN,
@@ -639,7 +637,7 @@ def test_every_function_has_a_rule() -> None:
         if issubclass(f, torch.autograd.Function)
     }
     cases = {function for function, _, _ in CASES.values()}
-    assert functions == cases - {COLUMN, ROW, LOSS} | RANKED.keys()
+    assert functions == cases - {COLUMN, ROW, LOSS} | {*RANKED}
 
 
 class _BiasOnEveryRank(tensor.linear._RowParallelLinear):

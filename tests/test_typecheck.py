@@ -35,7 +35,6 @@ from warpweave.kernels.activation import activate
 from warpweave.kernels.attention import attention
 from warpweave.kernels.cross_entropy import function as cross_entropy
 from warpweave.kernels.cross_entropy import linear as linear_cross_entropy
-from warpweave.kernels.cross_entropy.local import LOCAL_VOCABULARY
 from warpweave.kernels.cross_entropy.vocabulary import Vocabulary
 from warpweave.kernels.dropout import Drop
 from warpweave.kernels.gemm import local
@@ -424,7 +423,7 @@ VOCABULARY = Vocabulary(0, 6, -100, 0.1, 0.01, "torch")
 
 def _linear_loss() -> tuple:
     x, weight, labels = torch.randn(4, 8, **T64), torch.randn(6, 8, **T64), [0, -100, 3, 5]
-    return x, weight, torch.tensor(labels), VOCABULARY, torch.float64, LOCAL_VOCABULARY
+    return x, weight, torch.tensor(labels), VOCABULARY, torch.float64, local.LOCAL
 
 
 LOCAL = {
@@ -435,7 +434,7 @@ LOCAL = {
     rotation._Rope: lambda: (torch.randn(2, 4, 6, 8, **T64), torch.randn(4, 4), torch.randn(4, 4)),
     activation._Gated: lambda: (torch.randn(4, 6, 8, **T64),),
     cross_entropy.CrossEntropy: lambda: (
-        torch.randn(4, 6, **T64), torch.tensor([0, -100, 3, 5]), VOCABULARY, LOCAL_VOCABULARY,
+        torch.randn(4, 6, **T64), torch.tensor([0, -100, 3, 5]), VOCABULARY, local.LOCAL,
     ),
     linear_cross_entropy._Recomputed: lambda: _linear_loss(),
     linear_cross_entropy._InForward: lambda: _linear_loss(),

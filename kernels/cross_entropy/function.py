@@ -10,8 +10,8 @@ import torch
 
 from warpweave.kernels.cross_entropy.backward import cross_entropy_bwd
 from warpweave.kernels.cross_entropy.forward import cross_entropy_fwd
-from warpweave.kernels.cross_entropy.local import LOCAL_VOCABULARY
 from warpweave.kernels.cross_entropy.vocabulary import Vocabulary, check_logits, check_options
+from warpweave.kernels.gemm.local import LOCAL
 from warpweave.kernels.runtime.dispatch import choose, once_differentiable
 
 
@@ -20,7 +20,7 @@ class CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, labels, vocabulary, ranks):
-        vocabulary = ranks.own(vocabulary, logits.shape[1])
+        vocabulary = vocabulary._replace(start=ranks.first_column(logits.shape[1]))
         start, size, ignore_index, label_smoothing, z_loss, impl = vocabulary
         where = {"vocab_start": start, "vocab_size": size, "ignore_index": ignore_index}
         want_sum = label_smoothing != 0.0
@@ -66,7 +66,7 @@ def cross_entropy(
     if size > logits.shape[1]:
         raise ValueError(f"vocab_size must be at most the {logits.shape[1]} columns, got {size}")
     vocabulary = Vocabulary(0, size, ignore_index, label_smoothing, z_loss, impl)
-    losses = CrossEntropy.apply(logits, labels, vocabulary, LOCAL_VOCABULARY)
+    losses = CrossEntropy.apply(logits, labels, vocabulary, LOCAL)
     if reduction == "none":
         return losses
     if reduction == "sum":

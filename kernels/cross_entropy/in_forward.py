@@ -7,7 +7,7 @@ the blocks into dz where they lie, and multiplies, for a gradient of 1 per token
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -15,6 +15,7 @@ from warpweave.kernels.cross_entropy import blocks
 from warpweave.kernels.cross_entropy.backward import bwd
 from warpweave.kernels.cross_entropy.vocabulary import Vocabulary, unpacked
 from warpweave.kernels.gemm.fused import gemm, gemm_into
+from warpweave.kernels.gemm.local import Chunks
 from warpweave.kernels.overlap.gathering import Gathering
 from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.runtime.dispatch import no_graph
@@ -117,52 +118,15 @@ def _(*arguments):
 # ---------------------------------------------------------------- all rows
 
 
-class Here(NamedTuple):
-    """What need not be waited for."""
-
-    tensor: Any
-
-    def wait(self) -> Any:
-        return self.tensor
-
-
-class Pieces:
-    """How the rows of x[S, E] come and those of dx go, some at a time: here all of them stay.
-
-    Over ranks a piece is the same rows of every rank's S tokens, so that all work on one at a time.
-    """
-
-    @property
-    def parts(self) -> int:
-        """Ranks whose tokens make a piece; T = parts S."""
-        return 1
-
-    @property
-    def fewest(self) -> int:
-        """Pieces, where there are as many rows."""
-        return 1
-
-    def start_gather(self, x: torch.Tensor) -> Any:
-        """``wait()`` gives a piece of x[s, E], x[parts s, E] or a `Gathering` of it."""
-        return Here(x)
-
-    def start_sum(self, terms: torch.Tensor) -> Any:
-        """``wait()`` gives the sum over ranks of a piece of dx[parts s, E], this rank's rows."""
-        return Here(terms)
-
-
-HERE = Pieces()
-
-
-def _arriving(x: torch.Tensor, step: int, pieces: Pieces) -> Iterator[tuple[slice, Any]]:
-    """(rows, their piece), while the next one is on its way."""
-    starting = ((rows, pieces.start_gather(x[rows])) for rows in blocks.slices(len(x), step))
+def _arriving(x: torch.Tensor, step: int, chunks: Chunks) -> Iterator[tuple[slice, Any]]:
+    """(rows, their chunk), while the next one is on its way."""
+    starting = ((rows, chunks.start_gather(x[rows])) for rows in blocks.slices(len(x), step))
     following = next(starting, None)
     while following is not None:
-        rows, pending = following
-        here = pending.wait()
+        rows, wait = following
+        chunk = wait()
         following = next(starting, None)
-        yield rows, here
+        yield rows, chunk
 
 
 @no_graph
@@ -173,45 +137,46 @@ def linear_cross_entropy_fwd_bwd(
     vocabulary: Vocabulary,
     *,
     merge: Callable[[torch.Tensor], torch.Tensor] = lambda stats: stats,
-    pieces: Pieces = HERE,
+    chunks: Chunks | None = None,
     dx_dtype: torch.dtype | None = None,
     want_dw: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(losses[T], dx[S, E], dW[V/tp, E]), the gradients being those of the losses' plain sum.
 
-    x[S, E] are the rows that `pieces` begin with: all T, or this rank's share. dx has `dx_dtype`
-    (None: it is empty); dW is float32 (float64 for float64), empty without `want_dw`. `merge`
-    combines the stats[k, N] of N rows of this shard with those of the others; it is called once per
-    piece, equally often for every shard.
+    x[S, E] are all T rows, or this rank's share of them where they come in `chunks`. dx has
+    `dx_dtype` (None: it is empty); dW is float32 (float64 for float64), empty without `want_dw`.
+    `merge` combines the stats[k, N] of N rows of this shard with those of the others; it is called
+    once per chunk, equally often for every shard.
     """
-    wide, sizes, S, parts = compute_dtype(x), blocks.sizes(x), len(x), pieces.parts
+    chunks = Chunks() if chunks is None else chunks
+    wide, sizes, S, parts = compute_dtype(x), blocks.sizes(x), len(x), chunks.parts
     losses, by_rank = x.new_empty(parts, S, dtype=wide), labels.view(parts, S)
     dx = x.new_empty(x.shape if dx_dtype is not None else 0, dtype=dx_dtype)
     dw = x.new_empty(weight.shape if want_dw else 0, dtype=wide)
     w, packed = weight.to(x.dtype), vocabulary.packed()
     step = max(sizes.fewest_rows, sizes.elements // max(1, len(weight))) // parts
     # Loss and gradients of torch hold three times z: halves of it are a sixth of that.
-    fewest = max(pieces.fewest, 2 if len(labels) * len(weight) > sizes.at_once else 1)
+    fewest = max(chunks.fewest, 2 if len(labels) * len(weight) > sizes.at_once else 1)
     leaving = []
-    for rows, here in _arriving(x, max(1, min(step, -(-S // fewest))), pieces):
+    for rows, chunk in _arriving(x, max(1, min(step, -(-S // fewest))), chunks):
         mine = by_rank[:, rows].flatten()
         first: list[torch.Tensor] = []
-        if isinstance(here, Gathering):
-            z, here = blocks.gathering_product(here, w), here.whole
-            cols, *_ = _narrow(here, vocabulary.columns(len(w)))
+        if isinstance(chunk, Gathering):
+            z, chunk = blocks.gathering_product(chunk, w), chunk.whole
+            cols, *_ = _narrow(chunk, vocabulary.columns(len(w)))
             first = [z[:, cols].contiguous()]
-        stats, own_lse, *held = _rows_fwd_op(here, w, mine, first, *packed)
+        stats, own_lse, *held = _rows_fwd_op(chunk, w, mine, first, *packed)
         stats, held = merge(stats), first + held
         losses[:, rows] = vocabulary.losses(stats, mine).view(parts, -1)
         terms = dx[rows] if dx.ndim > 1 else dx
         if parts > 1 and dx_dtype is not None:  # of all ranks' tokens
-            terms = torch.empty_like(here, dtype=dx_dtype)
-        _rows_bwd_op(here, w, mine, stats[0], own_lse, held, terms, dw, rows.start > 0, *packed)
+            terms = torch.empty_like(chunk, dtype=dx_dtype)
+        _rows_bwd_op(chunk, w, mine, stats[0], own_lse, held, terms, dw, rows.start > 0, *packed)
         del held, first  # before the next ones are made
         if dx_dtype is not None:
-            leaving.append((rows, terms, pieces.start_sum(terms)))
-    for rows, terms, pending in leaving:
-        if (total := pending.wait()) is not terms:
+            leaving.append((rows, terms, chunks.start_sum(terms)))
+    for rows, terms, wait in leaving:
+        if (total := wait()) is not terms:
             dx[rows] = total
     if S == 0:
         dw.zero_()

@@ -42,12 +42,13 @@ from __future__ import annotations
 
 import torch
 
-from warpweave.kernels.cross_entropy.local import LOCAL_VOCABULARY, LocalVocabulary
+from warpweave.kernels.cross_entropy.in_forward import fwd_bwd_op, linear_cross_entropy_fwd_bwd
 from warpweave.kernels.cross_entropy.recompute import (
     linear_cross_entropy_bwd,
     linear_cross_entropy_fwd,
 )
 from warpweave.kernels.cross_entropy.vocabulary import Vocabulary, check_options
+from warpweave.kernels.gemm.local import LOCAL, Local
 from warpweave.kernels.overlap.gathering import Gathering
 from warpweave.kernels.runtime.dispatch import choose, once_differentiable, wants_gradient
 from warpweave.kernels.runtime.wgrad import grad_dtype, wgrad, wgrad_buffer
@@ -59,7 +60,7 @@ class _Recomputed(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, labels, vocabulary, dtype, ranks):
         ctx.ranks, ctx.x_dtype, ctx.leaf = ranks, x.dtype, weight
-        ctx.vocabulary = ranks.own(vocabulary, len(weight))
+        ctx.vocabulary = vocabulary._replace(start=ranks.first_column(len(weight)))
         x = x.to(dtype)
 
         def stats_of(part: torch.Tensor | Gathering, first: int) -> torch.Tensor:
@@ -106,11 +107,12 @@ class _InForward(torch.autograd.Function):
     def forward(ctx, x, weight, labels, vocabulary, dtype, ranks):
         ctx.dtypes, (want_dx, want_dw, *_) = (x.dtype, grad_dtype(weight)), ctx.needs_input_grad
         ctx.leaf = weight
-        losses, dx, dw = ranks.fwd_bwd(
+        losses, dx, dw = _fwd_bwd(
+            ranks,
             x.to(dtype),
             weight,
             labels,
-            ranks.own(vocabulary, len(weight)),
+            vocabulary._replace(start=ranks.first_column(len(weight))),
             dx_dtype=ranks.term_dtype(dtype) if want_dx else None,
             want_dw=want_dw,
         )
@@ -132,6 +134,28 @@ class _InForward(torch.autograd.Function):
     @staticmethod
     def spmd_typecheck(*, x, weight, labels, ranks):
         return ranks.loss_type("t_,v_,t->", ranks.column_input_type(x), weight, labels)
+
+
+def _fwd_bwd(
+    ranks: Local,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    vocabulary: Vocabulary,
+    *,
+    dx_dtype: torch.dtype | None,
+    want_dw: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`linear_cross_entropy_fwd_bwd` of this rank's tokens of x; dx is the sum over the ranks."""
+    if ranks is LOCAL:  # one operator, which a compiler takes whole
+        packed = vocabulary.packed()
+        return fwd_bwd_op(x, weight, labels, dx_dtype is not None, want_dw, *packed)
+    wanted = {"merge": ranks.merge, "dx_dtype": dx_dtype, "want_dw": want_dw}
+    tokens = weight, labels, vocabulary
+    if ranks.chunks is not None:
+        return linear_cross_entropy_fwd_bwd(x, *tokens, chunks=ranks.chunks, **wanted)
+    losses, dx, dw = linear_cross_entropy_fwd_bwd(ranks.gather(x), *tokens, **wanted)
+    return losses, dx if dx_dtype is None else ranks.sum(dx), dw
 
 
 def _scaled(
@@ -203,7 +227,7 @@ def head_loss(
     dtype: torch.dtype,
     reduction: str,
     recompute: bool | None,
-    ranks: LocalVocabulary = LOCAL_VOCABULARY,
+    ranks: Local = LOCAL,
 ) -> torch.Tensor:
     """losses[...], or their sum unless `reduction` is "none", of checked arguments.
 

@@ -1,4 +1,4 @@
-"""A layer's first and last product on one device, as tensor parallelism sees them.
+"""A layer's first and last product, and its loss, on one device, as tensor parallelism sees them.
 
     z[T, N] = x[T, K] W[N, K]^T + b        the first: column-parallel, by output features
     y[T, N] = h[T, K] W[N, K]^T + b        the last: row-parallel, by input features
@@ -6,13 +6,14 @@
 Over ranks the first needs all tokens of x, and dx is a sum over ranks; y is a sum, and the backward
 of the last needs all tokens of dy. A fused layer's Function asks its `ranks` for these four, each a
 product together with what moves around it, so that the move may run before it, after it, in chunks
-of it or within its kernel. `Local` moves nothing; `parallel.tensor.ranks` has the one that does.
+of it or within its kernel. A head and its loss are a column-parallel product whose columns are the
+vocabulary. `Local` moves nothing; `parallel.tensor.ranks` has the one that does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -26,8 +27,29 @@ _Made = TypeVar("_Made")
 _Gradient = torch.Tensor | None
 
 
+class Chunks(NamedTuple):
+    """How rows of x[S, E] come to a product and those of its gradient dx go, some at a time.
+
+    A chunk is the same rows of every rank's S tokens, so that all ranks work on one at a time. By
+    default one device has all of them.
+
+    Attributes:
+        parts: ranks whose tokens make a chunk; T = parts S.
+        fewest: chunks, where there are as many rows.
+        start_gather: of a rank's rows x[s, E]: what waits for, and gives, the chunk x[parts s, E]
+            or an `overlap.gathering.Gathering` of it.
+        start_sum: of a chunk's terms dx[parts s, E]: what waits for, and gives, this rank's rows of
+            their sum over the ranks.
+    """
+
+    parts: int = 1
+    fewest: int = 1
+    start_gather: Callable[[torch.Tensor], Callable[[], Any]] = lambda x: lambda: x
+    start_sum: Callable[[torch.Tensor], Callable[[], torch.Tensor]] = lambda terms: lambda: terms
+
+
 class Local:
-    """One device: all tokens and all features are here."""
+    """One device: it has all tokens and all features."""
 
     def name(self, op: str) -> str:
         """What errors call the op."""
@@ -105,6 +127,34 @@ class Local:
         db = None if bias is None else bias_gradient(bias, dy)
         return multiply(dy, 0), dy, db
 
+    # What a loss asks of the ranks that have columns of the vocabulary each.
+
+    def first_column(self, width: int) -> int:
+        """The first of this rank's `width` columns."""
+        return 0
+
+    def merge(self, stats: torch.Tensor) -> torch.Tensor:
+        """This rank's stats[k, N] (lse, target and, with smoothing, logit_sum) combined with those
+        of the others."""
+        return stats
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """All tokens of x."""
+        return x
+
+    def sum(self, terms: torch.Tensor) -> torch.Tensor:
+        """The sum of the ranks' terms[T, ...], this rank's tokens of it."""
+        return terms
+
+    def term_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """That of a rank's terms of a dx of this dtype."""
+        return dtype
+
+    @property
+    def chunks(self) -> Chunks | None:
+        """How a head and loss whose forward makes the gradients moves x and dx; None is whole."""
+        return None
+
     # What typing rules say of the moves.
 
     def column_input_type(self, x: Any) -> Any:
@@ -118,6 +168,12 @@ class Local:
     def row_tokens_type(self, tokens: Any) -> Any:
         """The type of the tokens by which the output of `row_product` is dropped out."""
         return tokens
+
+    def loss_type(self, equation: str, *operands: Any) -> Any:
+        """The type of losses whose einsum over the columns v of the vocabulary is `equation`."""
+        from spmd_types import rules
+
+        return rules.einsum(equation.replace("v", "_"), *operands)  # v is whole
 
 
 LOCAL = Local()

@@ -22,7 +22,7 @@ from warpweave.parallel.collectives import group_rank, group_size
 from warpweave.parallel.symmetric import Workspace
 from warpweave.parallel.tensor.embedding import check_vocabulary
 from warpweave.parallel.tensor.linear import column_parallel_linear
-from warpweave.parallel.tensor.loss import KINDS, vocab_parallel_cross_entropy
+from warpweave.parallel.tensor.loss import vocab_parallel_cross_entropy
 from warpweave.parallel.tensor.overlap import tensor_ranks
 
 CAPPED = (1024, 2**26)  # rows of each rank at a time under a softcap, of so many logits at most
@@ -129,7 +129,7 @@ def vocab_parallel_linear_cross_entropy(
         each = _by_rows(losses, x, weight, labels, parts)
         return each.sum() if reduction == "sum" else each
     vocabulary = Vocabulary(0, vocab_size, ignore_index, label_smoothing, z_loss, impl)
-    ranks = tensor_ranks(group, sequence_parallel, overlap, workspace, x=x, impl=impl, kinds=KINDS)
+    ranks = tensor_ranks(group, sequence_parallel, overlap, workspace, x=x, impl=impl)
     if group is not None and overlap in ("chunked", "fused"):
         vocabulary.check_labels(labels)  # before the first message, not between two
     return head_loss(x, weight, labels, vocabulary, dtype, reduction, recompute, ranks)

@@ -12,17 +12,15 @@ The backward of a column-parallel product is that of `bulk` in the last two as w
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast, get_args
+from typing import cast, get_args
 
 import torch
 import torch.distributed as dist
 
-from warpweave.kernels.gemm.local import LOCAL
+from warpweave.kernels.gemm.local import LOCAL, Local
 from warpweave.kernels.overlap.gathering import check_fusing
 from warpweave.kernels.runtime.dispatch import choose
 from warpweave.parallel.symmetric import Workspace
-from warpweave.parallel.tensor.chunked import ChunkedRanks
-from warpweave.parallel.tensor.fused import FusedRanks
 from warpweave.parallel.tensor.ranks import TensorRanks
 from warpweave.parallel.words import Overlap
 
@@ -34,18 +32,6 @@ def check_overlap(overlap: str) -> Overlap:
     return cast(Overlap, overlap)
 
 
-class Kinds(NamedTuple):
-    """What stands for the ranks of a group: for one device, and the class of each way."""
-
-    local: Any = LOCAL
-    whole: type[TensorRanks] = TensorRanks
-    chunked: type[ChunkedRanks] = ChunkedRanks
-    fused: type[FusedRanks] = FusedRanks
-
-
-PRODUCT = Kinds()
-
-
 def tensor_ranks(
     group: dist.ProcessGroup | None,
     sequence_parallel: bool,
@@ -54,33 +40,23 @@ def tensor_ranks(
     *,
     x: torch.Tensor | None = None,
     impl: str | None = "triton",
-    kinds: Kinds = PRODUCT,
-) -> Any:
-    """What the ranks of `group` do around a product; a group of None is one device.
+) -> Local:
+    """The ranks of `group` as a layer's Function sees them; a group of None is one device.
 
     Args:
         overlap: see above.
         workspace: the group's symmetric memory, which `fused` needs.
         x, impl: what is multiplied, and by which implementation.
-        kinds: those of a product, `Local`, or of one that asks more of its ranks.
 
     Raises:
         ValueError: `overlap` is no such word, or what is fused cannot run.
     """
-    check_overlap(overlap)
+    word = check_overlap(overlap)
     if group is None:
-        return kinds.local
-    if overlap == "fused":
-        _check_fused(x, workspace, impl)
-        return kinds.fused(group, sequence_parallel, workspace=workspace)
-    if overlap == "chunked":
-        return kinds.chunked(group, sequence_parallel)
-    return kinds.whole(group, sequence_parallel, bulk=overlap == "bulk")
-
-
-def _check_fused(x: torch.Tensor | None, workspace: Workspace | None, impl: str | None) -> None:
-    """ValueError if what is fused cannot run."""
-    if workspace is None:
-        raise ValueError("overlap='fused' needs the workspace of the group, got None")
-    if x is not None:
-        check_fusing(choose(impl, x))
+        return LOCAL
+    if word == "fused":
+        if workspace is None:
+            raise ValueError("overlap='fused' needs the workspace of the group, got None")
+        if x is not None:
+            check_fusing(choose(impl, x))
+    return TensorRanks(group, sequence_parallel, word, workspace if word == "fused" else None)

@@ -3,6 +3,12 @@
     column-parallel   x: whole, or gathered from shards of tokens    dx: all-reduce, reduce-scatter
     row-parallel      y: all-reduce, or reduce-scatter               dy: whole, or gathered
 
+One record says over which ranks, and which word of `overlap` the moves follow:
+
+    none, bulk   whole collectives before and after whole products: what stands in this file
+    chunked      messages under chunks of a product: `chunked`
+    fused        tiles of a product that await, or leave for, other ranks: `fused`
+
 Types and conventions are those of the room's ``__init__``.
 """
 
@@ -18,16 +24,21 @@ import torch.distributed as dist
 from warpweave.kernels.dropout import Drop, dropout
 from warpweave.kernels.gemm import gemm
 from warpweave.kernels.gemm.gradients import weight_gradient
-from warpweave.kernels.gemm.local import Local
-from warpweave.kernels.runtime.wgrad import bias_gradient, rows
+from warpweave.kernels.gemm.local import Chunks, Local
+from warpweave.kernels.overlap.gathering import Gathering
+from warpweave.kernels.runtime.wgrad import bias_gradient, rows, waits
 from warpweave.parallel.collectives import (
     Pending,
     group_rank,
+    group_size,
     start_all_gather,
     start_all_reduce_,
     start_reduce_scatter,
     sum_dtype,
 )
+from warpweave.parallel.symmetric import Workspace
+from warpweave.parallel.tensor import chunked, fused
+from warpweave.parallel.words import Overlap
 
 Made = TypeVar("Made")
 Gradient = torch.Tensor | None
@@ -35,20 +46,25 @@ Gradient = torch.Tensor | None
 
 @dataclass(frozen=True)
 class TensorRanks(Local):
-    """The R ranks of `group`: features are cut over them, and dim 0 of x and y, the tokens, too
-    with `sequence_parallel`.
+    """The R ranks of a group, as a layer's Function sees them.
 
-    In the backward with `bulk` the gather of dy runs under the bias gradient, that of x under the
-    GEMM of dx and the sum of dx under that of dW: whole collectives under whole products. Without,
-    each collective is waited for at once, with equal results.
+    Attributes:
+        group: the ranks, over which features are cut.
+        sequence_parallel: dim 0 of x and y, the tokens, is cut over them, too.
+        overlap: how collectives and products hide one another, with equal results; see `overlap`.
+        workspace: the group's symmetric memory, with "fused": all ranks have the same number of
+            tokens and want the same gradients, since which operation comes next follows from both.
     """
 
     group: dist.ProcessGroup
     sequence_parallel: bool
-    bulk: bool = True
+    overlap: Overlap = "bulk"
+    workspace: Workspace | None = None
 
     def name(self, op: str) -> str:
         return f"parallel_{op} on rank {group_rank(self.group)}"
+
+    # ---------------------------------------------------------------- whole collectives
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """All tokens of x[T/R, ...], or x itself where tokens are not cut."""
@@ -56,17 +72,29 @@ class TensorRanks(Local):
 
     def start_sum(self, terms: torch.Tensor) -> Pending:
         """The sum over ranks of terms[T, ...], or this rank's tokens of it, on its way."""
-        return (start_reduce_scatter if self.sequence_parallel else start_all_reduce_)(
-            terms, self.group
-        )
+        start = start_reduce_scatter if self.sequence_parallel else start_all_reduce_
+        return start(terms, self.group)
+
+    def sum(self, terms: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks of terms[T, ...], or this rank's tokens of it."""
+        return self.start_sum(terms).wait()
+
+    def term_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return sum_dtype(dtype)
 
     def _launched(self, pending: Pending) -> Pending:
         """The blocking twin waits before anything else is launched."""
-        if not self.bulk:
+        if self.overlap == "none":
             pending.wait()
         return pending
 
+    # ---------------------------------------------------------------- column-parallel
+
     def column_product(self, x: torch.Tensor, multiply: Callable[[Any, int], Made]) -> Made:
+        if self.sequence_parallel and self.overlap == "chunked":
+            return chunked.gather_product(x, multiply, self.group)[0]
+        if self.sequence_parallel and self.overlap == "fused":
+            return multiply(Gathering(x, self.workspace), 0)
         return multiply(self.gather(x), 0)
 
     def column_gradients(
@@ -77,6 +105,9 @@ class TensorRanks(Local):
         leaves: tuple[torch.Tensor, torch.Tensor | None],
         needs: Sequence[bool],
     ) -> tuple[Gradient, Gradient, Gradient]:
+        """Unless overlap is "none", the gather of x runs under the GEMM of dx and the sum of dx
+        under that of dW: whole collectives under whole products. Where dW is not made now there is
+        but one product, and "fused" reduces dx within it."""
         leaf, bias = leaves
 
         def start_input_gradient() -> Pending:
@@ -86,6 +117,10 @@ class TensorRanks(Local):
         # Popped when it runs: a weight gradient that is deferred then keeps no dx alive.
         todo = [start_input_gradient] if needs[0] else []
         pending: list[Pending] = []
+        dx = None
+        if todo and self.overlap == "fused" and not (needs[1] and not waits(leaf)):
+            dx = fused.sum_of_products(dz, weight, self.workspace, self.sequence_parallel)
+            todo.clear()
 
         def operands() -> tuple[torch.Tensor, torch.Tensor]:
             if not self.sequence_parallel:
@@ -100,14 +135,9 @@ class TensorRanks(Local):
         if todo:
             pending.append(todo.pop()())
         db = bias_gradient(bias, dz) if needs[2] else None
-        return pending.pop().wait() if pending else None, dw, db
+        return pending.pop().wait() if pending else dx, dw, db
 
-    def sum_product(
-        self, h: torch.Tensor, multiply: Callable[[torch.Tensor], torch.Tensor]
-    ) -> torch.Tensor:
-        """The sum over ranks of ``multiply(h)`` of all tokens h[T, ...], or this rank's tokens of
-        it; `multiply` gives a new tensor."""
-        return self.start_sum(multiply(h)).wait()
+    # ---------------------------------------------------------------- row-parallel
 
     def row_product(
         self,
@@ -120,6 +150,11 @@ class TensorRanks(Local):
         precision: str | None = None,
         impl: str | None = None,
     ) -> torch.Tensor:
+        if self.overlap == "fused":
+            options = {"bias": bias, "drop": drop, "residual": residual, "precision": precision}
+            where = self.workspace, self.sequence_parallel
+            return fused.sum_of_products(h, weight.t(), *where, **options)
+
         def multiply(h: torch.Tensor) -> torch.Tensor:
             terms = gemm(rows(h), weight.t(), out_dtype=sum_dtype(h.dtype))
             return terms.view(*h.shape[:-1], len(weight))
@@ -132,19 +167,76 @@ class TensorRanks(Local):
             y = dropout(y, drop, impl=impl)
         return y if residual is None else residual + y
 
+    def sum_product(
+        self, h: torch.Tensor, multiply: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """The sum over ranks of ``multiply(h)`` of all tokens h[T, ...], or this rank's tokens of
+        it; `multiply` gives a new tensor."""
+        if self.overlap != "chunked":
+            return self.sum(multiply(h))
+        if self.sequence_parallel:
+            return chunked.product_scatter(h, multiply, self.group)
+        return chunked.product_reduce(h, multiply, self.group)
+
     def row_gradients(
         self,
         dy: torch.Tensor,
         bias: torch.Tensor | None,
         multiply: Callable[[Any, int], Made],
     ) -> tuple[Made, torch.Tensor, Gradient]:
-        gathering = None
-        if self.sequence_parallel:
-            gathering = self._launched(start_all_gather(dy, self.group))
-        # of this rank's own tokens, while the others' arrive
-        db = None if bias is None else bias_gradient(bias, dy)
-        whole = dy if gathering is None else gathering.wait()
+        """db is of this rank's own tokens, made while the others' arrive."""
+
+        def bias_gradient_of_own() -> Gradient:
+            return None if bias is None else bias_gradient(bias, dy)
+
+        if not self.sequence_parallel:
+            db = bias_gradient_of_own()
+            return multiply(dy, 0), dy, db
+        if self.overlap == "chunked":
+            made, whole = chunked.gather_product(dy, multiply, self.group)
+            return made, whole, bias_gradient_of_own()
+        if self.overlap == "fused":
+            db, arriving = bias_gradient_of_own(), Gathering(dy, self.workspace)
+            made = multiply(arriving, 0)
+            return made, self.gather(dy) if arriving.whole is None else arriving.whole, db
+        gathering = self._launched(start_all_gather(dy, self.group))
+        db, whole = bias_gradient_of_own(), gathering.wait()
         return multiply(whole, 0), whole, db
+
+    # ---------------------------------------------------------------- a cut vocabulary
+
+    def first_column(self, width: int) -> int:
+        return group_rank(self.group) * width
+
+    def merge(self, stats: torch.Tensor) -> torch.Tensor:
+        """By one all-gather, merged on every rank in the same order."""
+        every = start_all_gather(stats.unsqueeze(0), self.group).wait()
+        return torch.cat((every[:, 0].logsumexp(0)[None], every[:, 1:].sum(0)))
+
+    @property
+    def chunks(self) -> Chunks | None:
+        """Chunks of every rank's tokens, of which ranks tell each other the statistics: with
+        "chunked" as many as ranks at least, so that one is on its way while another is multiplied;
+        with "fused" a chunk is gathered within the product of its first columns."""
+        if self.overlap not in ("chunked", "fused"):
+            return None
+        ranks = group_size(self.group)
+
+        def gather(x: torch.Tensor) -> Callable[[], Any]:
+            if not self.sequence_parallel:
+                return lambda: x
+            if self.overlap == "fused":
+                return lambda: Gathering(x, self.workspace)
+            return start_all_gather(x, self.group).wait
+
+        return Chunks(
+            parts=ranks if self.sequence_parallel else 1,
+            fewest=ranks if self.overlap == "chunked" else 1,
+            start_gather=gather,
+            start_sum=lambda terms: self.start_sum(terms).wait,
+        )
+
+    # ---------------------------------------------------------------- typing rules
 
     def column_input_type(self, x: Any) -> Any:
         from spmd_types import I, R, S, rules
@@ -165,3 +257,9 @@ class TensorRanks(Local):
 
         # Without a gradient, what is replicated is invariant.
         return tokens if self.sequence_parallel else rules.convert(tokens, self.group, src=R, dst=I)
+
+    def loss_type(self, equation: str, *operands: Any) -> Any:
+        from spmd_types import I, P, rules
+
+        # exp-sum, target logit and sum of logits are each a sum over v
+        return rules.all_reduce(rules.einsum(equation, *operands), self.group, src=P, dst=I)
