@@ -13,15 +13,18 @@ import torch.nn.functional as F
 from close import assert_close_f64, assert_error_budget, relative_error
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from well_formed import well_formed
 
 from warpweave.kernels import reference
 from warpweave.kernels.cross_entropy import (
     blocks,
     cross_entropy_fwd,
+    in_forward,
     linear,
     linear_cross_entropy,
     linear_cross_entropy_bwd,
     linear_cross_entropy_fwd,
+    recompute,
 )
 from warpweave.kernels.cross_entropy.vocabulary import Vocabulary
 from warpweave.kernels.runtime.wgrad import WeightGradients, accumulate, collect
@@ -478,22 +481,19 @@ def test_compiles_whole(recompute, reduction, impl):
 @IMPLS
 def test_operators_pass_opcheck(impl):
     x, w, labels = (t.detach() for t in _case(9, 150, 4, torch.float32, vocab=149))
-    ops, vocabulary = torch.ops.warpweave, Vocabulary(0, 149, -100, 0.1, 0.01, impl)
-    packed = vocabulary.packed()
-    torch.library.opcheck(ops.linear_cross_entropy_fwd.default, (x, w, labels, *packed))
+    vocabulary = Vocabulary(0, 149, -100, 0.1, 0.01, impl)
+    well_formed(recompute._fwd_op, x, w, labels, vocabulary)
     stats = linear_cross_entropy_fwd(x, w, labels, vocabulary)
     dw = torch.zeros(150, 4)
-    arguments = torch.ones(9), x, w, labels, stats[0], dw, True, True, x.dtype, *packed
-    torch.library.opcheck(ops.linear_cross_entropy_bwd.default, arguments)
-    arguments = x, w, labels, True, True, *packed
-    torch.library.opcheck(ops.linear_cross_entropy_fwd_bwd.default, arguments)
+    given = torch.ones(9), x, w, labels, stats[0], dw, True, True, x.dtype, vocabulary
+    well_formed(recompute._bwd_op, *given)
+    well_formed(in_forward.fwd_bwd_op, x, w, labels, True, True, vocabulary)
     for first in ([], [x @ w[:128].t()]) if impl == "triton" else ([],):
-        given = x, w, labels, first, *packed
-        torch.library.opcheck(ops.linear_cross_entropy_rows_fwd.default, given)
-    stats, own, *held = ops.linear_cross_entropy_rows_fwd(x, w, labels, [], *packed)
+        well_formed(in_forward._rows_fwd_op, x, w, labels, first, vocabulary)
+    stats, own, *held = in_forward._rows_fwd_op(x, w, labels, [], vocabulary)
     assert len(held) == 2
-    arguments = x, w, labels, stats[0], own, held, torch.zeros(9, 4), dw, False, *packed
-    torch.library.opcheck(ops.linear_cross_entropy_rows_bwd.default, arguments)
+    given = x, w, labels, stats[0], own, held, torch.zeros(9, 4), dw, False, vocabulary
+    well_formed(in_forward._rows_bwd_op, *given)
 
 
 # ------------------------------------------------------------------- planted faults

@@ -13,13 +13,14 @@ import torch
 
 from warpweave.kernels.cross_entropy import blocks
 from warpweave.kernels.cross_entropy.backward import bwd
-from warpweave.kernels.cross_entropy.vocabulary import Vocabulary, unpacked
+from warpweave.kernels.cross_entropy.vocabulary import Vocabulary
 from warpweave.kernels.gemm.fused import gemm, gemm_into
 from warpweave.kernels.gemm.local import Chunks
 from warpweave.kernels.overlap.gathering import Gathering
 from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.runtime.dispatch import no_graph
 from warpweave.kernels.runtime.dtypes import no_autocast
+from warpweave.kernels.runtime.op import operator
 
 # ---------------------------------------------------------------- some rows
 
@@ -38,22 +39,26 @@ def _narrow(x: torch.Tensor, columns: int) -> list[slice]:
     return blocks.column_slices(columns, max(x.shape), blocks.sizes(x).elements)
 
 
-@torch.library.custom_op("warpweave::linear_cross_entropy_rows_fwd", mutates_args=())
+def _rows_fwd_fake(x, weight, labels, first, vocabulary):
+    own, kinds = vocabulary.columns(len(weight)), 2 + (vocabulary.label_smoothing != 0.0)
+    stats = x.new_empty(kinds, len(x), dtype=compute_dtype(x))
+    held = [x.new_empty(len(x), cols.stop - cols.start) for cols in _narrow(x, own)]
+    return [stats, stats.new_empty(len(held), len(x)), *held[len(first) :]]
+
+
+@operator("linear_cross_entropy_rows_fwd", _rows_fwd_fake, records=(Vocabulary,))
 def _rows_fwd_op(
     x: torch.Tensor,
     weight: torch.Tensor,
     labels: torch.Tensor,
     first: list[torch.Tensor],
-    columns: list[int],
-    terms: list[float],
-    impl: str,
+    vocabulary: Vocabulary,
 ) -> list[torch.Tensor]:
     """[stats[k, N], the blocks' own lse[blocks, N], the blocks of z[N, V/tp] or their softmax].
 
     `first` may have the first block of z, which is then not among the results: made by Triton, as
     the statistics must be, which leave it as it is.
     """
-    vocabulary = unpacked(columns, terms, impl)
     vocabulary.check_labels(labels)
     held, parts = [*first], []
     with no_autocast(x):
@@ -61,22 +66,19 @@ def _rows_fwd_op(
             if i == len(held):
                 held.append(gemm(x, weight[cols].t()))
             block = blocks.from_column(vocabulary, cols.start)
-            parts.append(blocks.block_stats(held[i], labels, block, _keeps_softmax(x, impl)))
+            parts.append(
+                blocks.block_stats(held[i], labels, block, _keeps_softmax(x, vocabulary.impl))
+            )
     own_lse = torch.stack([part[0] for part in parts])
     stats = blocks.merged(parts, labels, vocabulary.ignore_index)
     return [stats, own_lse, *held[len(first) :]]
 
 
-@_rows_fwd_op.register_fake
-def _(x, weight, labels, first, columns, terms, impl):
-    own = unpacked(columns, terms, impl).columns(len(weight))
-    stats = x.new_empty(2 + (terms[0] != 0.0), len(x), dtype=compute_dtype(x))
-    held = [x.new_empty(len(x), cols.stop - cols.start) for cols in _narrow(x, own)]
-    return [stats, stats.new_empty(len(held), len(x)), *held[len(first) :]]
-
-
-@torch.library.custom_op(
-    "warpweave::linear_cross_entropy_rows_bwd", mutates_args=("held", "dx", "dw")
+@operator(
+    "linear_cross_entropy_rows_bwd",
+    lambda *_: None,
+    records=(Vocabulary,),
+    writes=("held", "dx", "dw"),
 )
 def _rows_bwd_op(
     x: torch.Tensor,
@@ -88,17 +90,15 @@ def _rows_bwd_op(
     dx: torch.Tensor,
     dw: torch.Tensor,
     add: bool,
-    columns: list[int],
-    terms: list[float],
-    impl: str,
+    vocabulary: Vocabulary,
 ) -> None:
-    vocabulary, product = unpacked(columns, terms, impl), blocks.product_impl(impl)
+    product = blocks.product_impl(vocabulary.impl)
     ones, own = torch.ones_like(lse), vocabulary.columns(len(weight))
     sums = dx if dx.dtype == lse.dtype else torch.empty_like(dx, dtype=lse.dtype)
     with no_autocast(x):
         for cols, z, z_lse in zip(_narrow(x, own), held, own_lse, strict=True):
             block = blocks.from_column(vocabulary, cols.start)
-            softmax_lse = z_lse if _keeps_softmax(x, impl) else None
+            softmax_lse = z_lse if _keeps_softmax(x, vocabulary.impl) else None
             bwd(ones, z, labels, lse, block, out=z, own_lse=softmax_lse)
             if dx.numel():
                 gemm_into(z, weight[cols], sums, cols.start > 0, impl=product)
@@ -108,11 +108,6 @@ def _rows_bwd_op(
             dw[own:] = 0
     if sums is not dx:
         dx.copy_(sums)
-
-
-@_rows_bwd_op.register_fake
-def _(*arguments):
-    return None
 
 
 # ---------------------------------------------------------------- all rows
@@ -153,7 +148,7 @@ def linear_cross_entropy_fwd_bwd(
     losses, by_rank = x.new_empty(parts, S, dtype=wide), labels.view(parts, S)
     dx = x.new_empty(x.shape if dx_dtype is not None else 0, dtype=dx_dtype)
     dw = x.new_empty(weight.shape if want_dw else 0, dtype=wide)
-    w, packed = weight.to(x.dtype), vocabulary.packed()
+    w = weight.to(x.dtype)
     step = max(sizes.fewest_rows, sizes.elements // max(1, len(weight))) // parts
     # Loss and gradients of torch hold three times z: halves of it are a sixth of that.
     fewest = max(chunks.fewest, 2 if len(labels) * len(weight) > sizes.at_once else 1)
@@ -165,13 +160,13 @@ def linear_cross_entropy_fwd_bwd(
             z, chunk = blocks.gathering_product(chunk, w), chunk.whole
             cols, *_ = _narrow(chunk, vocabulary.columns(len(w)))
             first = [z[:, cols].contiguous()]
-        stats, own_lse, *held = _rows_fwd_op(chunk, w, mine, first, *packed)
+        stats, own_lse, *held = _rows_fwd_op(chunk, w, mine, first, vocabulary)
         stats, held = merge(stats), first + held
         losses[:, rows] = vocabulary.losses(stats, mine).view(parts, -1)
         terms = dx[rows] if dx.ndim > 1 else dx
         if parts > 1 and dx_dtype is not None:  # of all ranks' tokens
             terms = torch.empty_like(chunk, dtype=dx_dtype)
-        _rows_bwd_op(chunk, w, mine, stats[0], own_lse, held, terms, dw, rows.start > 0, *packed)
+        _rows_bwd_op(chunk, w, mine, stats[0], own_lse, held, terms, dw, rows.start > 0, vocabulary)
         del held, first  # before the next ones are made
         if dx_dtype is not None:
             leaving.append((rows, terms, chunks.start_sum(terms)))
@@ -183,28 +178,24 @@ def linear_cross_entropy_fwd_bwd(
     return losses.flatten(), dx, dw
 
 
-@torch.library.custom_op("warpweave::linear_cross_entropy_fwd_bwd", mutates_args=())
+def _fwd_bwd_fake(x, weight, labels, want_dx, want_dw, vocabulary):
+    wide = compute_dtype(x)
+    losses = x.new_empty(x.shape[0], dtype=wide)
+    dx = x.new_empty(x.shape if want_dx else 0)
+    return losses, dx, x.new_empty(weight.shape if want_dw else 0, dtype=wide)
+
+
+@operator("linear_cross_entropy_fwd_bwd", _fwd_bwd_fake, records=(Vocabulary,))
 def fwd_bwd_op(
     x: torch.Tensor,
     weight: torch.Tensor,
     labels: torch.Tensor,
     want_dx: bool,
     want_dw: bool,
-    columns: list[int],
-    terms: list[float],
-    impl: str,
+    vocabulary: Vocabulary,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The same as one operator, which a compiler takes whole, for any number of tokens."""
     dtype = x.dtype if want_dx else None
-    vocabulary = unpacked(columns, terms, impl)
     return linear_cross_entropy_fwd_bwd(
         x, weight, labels, vocabulary, dx_dtype=dtype, want_dw=want_dw
     )
-
-
-@fwd_bwd_op.register_fake
-def _(x, weight, labels, want_dx, want_dw, *vocabulary):
-    wide = compute_dtype(x)
-    losses = x.new_empty(x.shape[0], dtype=wide)
-    dx = x.new_empty(x.shape if want_dx else 0)
-    return losses, dx, x.new_empty(weight.shape if want_dw else 0, dtype=wide)

@@ -148,8 +148,7 @@ def _fwd_bwd(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`linear_cross_entropy_fwd_bwd` of this rank's tokens of x; dx is the sum over the ranks."""
     if ranks is LOCAL:  # one operator, which a compiler takes whole
-        packed = vocabulary.packed()
-        return fwd_bwd_op(x, weight, labels, dx_dtype is not None, want_dw, *packed)
+        return fwd_bwd_op(x, weight, labels, dx_dtype is not None, want_dw, vocabulary)
     wanted = {"merge": ranks.merge, "dx_dtype": dx_dtype, "want_dw": want_dw}
     tokens = weight, labels, vocabulary
     if ranks.chunks is not None:

@@ -10,26 +10,30 @@ import torch
 
 from warpweave.kernels.cross_entropy import blocks
 from warpweave.kernels.cross_entropy.backward import bwd
-from warpweave.kernels.cross_entropy.vocabulary import Vocabulary, unpacked
+from warpweave.kernels.cross_entropy.vocabulary import Vocabulary
 from warpweave.kernels.gemm.fused import gemm, gemm_into
 from warpweave.kernels.overlap.gathering import Gathering
 from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.runtime.dispatch import no_graph
 from warpweave.kernels.runtime.dtypes import no_autocast
+from warpweave.kernels.runtime.op import operator
 
 # ---------------------------------------------------------------- forward
 
 
-@torch.library.custom_op("warpweave::linear_cross_entropy_fwd", mutates_args=())
+def _fwd_fake(x, weight, labels, vocabulary):
+    # x.shape[0], not len(x): to a compiler that would be a constant.
+    kinds = 2 + (vocabulary.label_smoothing != 0.0)
+    return x.new_empty(kinds, x.shape[0], dtype=compute_dtype(x))
+
+
+@operator("linear_cross_entropy_fwd", _fwd_fake, records=(Vocabulary,))
 def _fwd_op(
     x: torch.Tensor,
     weight: torch.Tensor,
     labels: torch.Tensor,
-    columns: list[int],
-    terms: list[float],
-    impl: str,
+    vocabulary: Vocabulary,
 ) -> torch.Tensor:
-    vocabulary = unpacked(columns, terms, impl)
     vocabulary.check_labels(labels)
     kinds = 2 + (vocabulary.label_smoothing != 0.0)
     out = torch.empty(kinds, len(x), dtype=compute_dtype(x), device=x.device)
@@ -45,12 +49,6 @@ def _fwd_op(
     return out
 
 
-@_fwd_op.register_fake
-def _(x, weight, labels, columns, terms, impl):
-    # x.shape[0], not len(x): to a compiler that would be a constant.
-    return x.new_empty(2 + (terms[0] != 0.0), x.shape[0], dtype=compute_dtype(x))
-
-
 @no_graph
 def linear_cross_entropy_fwd(
     x: torch.Tensor | Gathering, weight: torch.Tensor, labels: torch.Tensor, vocabulary: Vocabulary
@@ -62,22 +60,26 @@ def linear_cross_entropy_fwd(
     gathered arrive under the product of the first columns, and the others follow.
     """
     if isinstance(x, torch.Tensor):
-        return _fwd_op(x, weight, labels, *vocabulary.packed())
+        return _fwd_op(x, weight, labels, vocabulary)
     z = blocks.gathering_product(x, weight)
     cut = z.shape[1]
     first = blocks.block_stats(z, labels, vocabulary)
     del z  # before the next block is made
     if cut == len(weight):
         return first
-    others = blocks.from_column(vocabulary, cut).packed()
-    rest = _fwd_op(x.whole, weight[cut:], labels, *others)
+    others = blocks.from_column(vocabulary, cut)
+    rest = _fwd_op(x.whole, weight[cut:], labels, others)
     return blocks.merged([first, rest], labels, vocabulary.ignore_index)
 
 
 # ---------------------------------------------------------------- backward
 
 
-@torch.library.custom_op("warpweave::linear_cross_entropy_bwd", mutates_args=("dw",))
+def _bwd_fake(dloss, x, weight, labels, lse, dw, add, want_dx, dx_dtype, vocabulary):
+    return x.new_empty(x.shape if want_dx else 0, dtype=dx_dtype)
+
+
+@operator("linear_cross_entropy_bwd", _bwd_fake, records=(Vocabulary,), writes=("dw",))
 def _bwd_op(
     dloss: torch.Tensor,
     x: torch.Tensor,
@@ -88,14 +90,11 @@ def _bwd_op(
     add: bool,
     want_dx: bool,
     dx_dtype: torch.dtype,
-    columns: list[int],
-    terms: list[float],
-    impl: str,
+    vocabulary: Vocabulary,
 ) -> torch.Tensor:
-    vocabulary = unpacked(columns, terms, impl)
     own, wide, want_dw = vocabulary.columns(len(weight)), compute_dtype(x), dw.numel() > 0
     dx = x.new_empty(x.shape if want_dx else 0, dtype=dx_dtype)
-    total, product = dw, blocks.product_impl(impl)
+    total, product = dw, blocks.product_impl(vocabulary.impl)
     if dw.dtype != wide and len(x) > blocks.row_step(x, own):
         total = torch.empty_like(dw, dtype=wide)  # several products are added: not in 16 bits
     with no_autocast(x):
@@ -122,11 +121,6 @@ def _bwd_op(
     return dx
 
 
-@_bwd_op.register_fake
-def _(dloss, x, weight, labels, lse, dw, add, want_dx, dx_dtype, *vocabulary):
-    return x.new_empty(x.shape if want_dx else 0, dtype=dx_dtype)
-
-
 @no_graph
 def linear_cross_entropy_bwd(
     dloss: torch.Tensor,
@@ -149,5 +143,5 @@ def linear_cross_entropy_bwd(
     want_dx = dx_dtype is not None
     into = x.new_empty(0) if dw is None else dw
     dtype = dx_dtype or x.dtype
-    dx = _bwd_op(dloss, x, weight, labels, lse, into, add, want_dx, dtype, *vocabulary.packed())
+    dx = _bwd_op(dloss, x, weight, labels, lse, into, add, want_dx, dtype, vocabulary)
     return dx if want_dx else None

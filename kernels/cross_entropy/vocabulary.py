@@ -67,16 +67,6 @@ class Vocabulary(NamedTuple):
             z_loss=self.z_loss,
         )
 
-    def packed(self) -> tuple[list[int], list[float], str]:
-        """The same for an operator, whose arguments are no records; `unpacked` is the inverse."""
-        return [*self[:3]], [*self[3:5]], self.impl
-
-
-def unpacked(columns: list[int], terms: list[float], impl: str) -> Vocabulary:
-    """The record that `Vocabulary.packed` stands for."""
-    (start, size, ignore_index), (label_smoothing, z_loss) = columns, terms
-    return Vocabulary(start, size, ignore_index, label_smoothing, z_loss, impl)
-
 
 def token_losses(
     lse: torch.Tensor,
