@@ -292,7 +292,7 @@ def test_a_norm_of_an_unknown_forward_is_not_replaced_twice():
     theirs.forward = lambda x: x
     with pytest.raises(ValueError, match="replaced by somebody else"):
         ww.apply(theirs, only="norm")
-    assert isinstance(norm.find_form(nn.LayerNorm(16)), norm.Form)
+    assert isinstance(norm.find_form(nn.LayerNorm(16)), norm.NormForm)
 
 
 @torch.no_grad()

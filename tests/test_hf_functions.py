@@ -16,8 +16,9 @@ transformers = pytest.importorskip("transformers", reason="an extra of its own")
 
 from threads import on_mesh  # noqa: E402
 
+from warpweave import changes  # noqa: E402
 from warpweave.hf import attention, loss, mask, probe, seen, structure  # noqa: E402
-from warpweave.hf.options import VOCABULARY, Options, Replicas, Vocabulary  # noqa: E402
+from warpweave.hf.options import HeadVocabulary, Replicas, Spread  # noqa: E402
 from warpweave.hf.parallel import Parallel, hidden_states  # noqa: E402
 from warpweave.hf.patch import ours_always  # noqa: E402
 from warpweave.hf.report import Report  # noqa: E402
@@ -108,14 +109,16 @@ def test_attention_obeys_every_mask_and_option_on_every_way_through(name, way):
 NOTHING = contextlib.nullcontext()
 
 
-def test_who_watches_calls_hears_them_after_another_has_stopped():
+def test_who_watches_a_model_hears_its_calls_no_others_and_none_afterwards():
     inputs = [draw(B, HEADS, S, D), draw(B, KV, S, D, seed=1), draw(B, KV, S, DV, seed=2)]
-    with attention.callers() as outer:
-        with attention.callers() as inner:
-            pass
-        called("causal", inputs, {})
-    called("causal", inputs, {})
-    assert (len(outer), len(inner)) == (1, 0)
+    model, other = nn.Sequential(nn.Module(), nn.Module()), nn.Module()
+    before = [dict(vars(m)) for m in model.modules()]
+    with attention.callers(model) as found:
+        for module in (model[1], other):
+            attention.attend(module, *inputs, None)
+    assert [dict(vars(m)) for m in model.modules()] == before
+    attention.attend(model[0], *inputs, None)
+    assert list(found) == [model[1]]
 
 
 @pytest.mark.parametrize("own", [None, True, False])
@@ -138,7 +141,7 @@ def test_without_a_mask_what_is_said_of_causality_goes_before_what_the_module_ha
 def _over_ranks(mesh, name: str, options: dict) -> torch.Tensor:
     inputs = [draw(B, n, S, d, seed=n + d) for n, d in ((HEADS, D), (KV, D), (KV, DV))]
     layout, module = SequenceLayout(S, mesh.size("cp")), nn.Module()
-    module.__dict__[attention._ACROSS] = attention.Across(layout, mesh.context, "gather")
+    changes.note(module, attention.Across(layout, mesh.context, "gather"))
     own = [layout.shard(x, mesh.index("cp"), dim=2) for x in inputs]
     _, function, hidden = MASKS[name]
     made = mask.make_mask(B, S, S, mask_function=function, attention_mask=hidden)
@@ -203,10 +206,10 @@ LOSSES = {  # more that the loss is told
     LABELS.roll(2, 1)},
     "flat": {"shift_labels": LABELS.roll(3, 1).flatten(), "ignore_index": 7},
 }  # fmt: skip
-FORMS = [loss.Form(), loss.Form(0.3), loss.Form(softcap=1.5)]
+FORMS = [loss.LossForm(), loss.LossForm(0.3), loss.LossForm(softcap=1.5)]
 
 
-def theirs(logits: torch.Tensor, form: loss.Form, more: dict) -> torch.Tensor:
+def theirs(logits: torch.Tensor, form: loss.LossForm, more: dict) -> torch.Tensor:
     logits = logits * form.factor
     if form.softcap is not None:
         logits = form.softcap * torch.tanh(logits / form.softcap)
@@ -219,7 +222,7 @@ def theirs(logits: torch.Tensor, form: loss.Form, more: dict) -> torch.Tensor:
 
 
 def _loss(mesh, cut: bool) -> None:
-    vocabulary = Vocabulary(V, cut, Options(mesh))
+    vocabulary = HeadVocabulary(V, cut, Spread(mesh))
     tp, at = mesh.size("tp"), mesh.index("tp")
     rows = -(-V // tp)
     for form, (name, more) in zip(2 * FORMS, LOSSES.items()):
@@ -235,7 +238,7 @@ def _loss(mesh, cut: bool) -> None:
         head = nn.Linear(E, V, bias=False)
         own = whole.detach()[at * rows : (at + 1) * rows] if cut else whole.detach()
         head.weight = nn.Parameter(own.clone())
-        head.__dict__[VOCABULARY] = vocabulary
+        changes.note(head, vocabulary)
         columns = [(x[..., :2], lora), (torch.ones_like(x[..., :1]), bias[:, None])]
         wide = loss._with_columns(x, head, columns)
         labels = LABELS.masked_fill(LABELS == -100, ignored)
@@ -267,7 +270,7 @@ def test_a_length_is_taken_wherever_every_rank_has_as_many_tokens(sequence_paral
     """In two blocks each over context ranks, whose layout is a zigzag, cut once more over tp."""
     for tp, cp in itertools.product((1, 2, 3), (1, 2, 4)):
         sizes = SimpleNamespace(size={"tp": tp, "cp": cp}.get)
-        options = Options(sizes, sequence_parallel)
+        options = Spread(sizes, sequence_parallel)
         cut = tp if sequence_parallel else 1
         fits = [n for n in range(1, 49) if n % (cp * cut * (2 if cp > 1 else 1)) == 0]
         assert [n for n in range(1, 49) if n % options.tokens == 0] == fits
@@ -286,7 +289,7 @@ def test_replicas_on_gpus_are_one_data_rank_and_others_are_refused():
 
 def _through_layers(mesh, sequence_parallel: bool) -> None:
     """Tokens cut in front of the first layer and joined behind the last."""
-    spread = Parallel(nn.Module(), Options(mesh, sequence_parallel))
+    spread = Parallel(nn.Module(), Spread(mesh, sequence_parallel))
     layer, n = nn.Module(), spread.options.tokens
     parts = mesh.size("cp") * (mesh.size("tp") if sequence_parallel else 1)
     for length, learns, cached, as_tuple in itertools.product(
@@ -445,11 +448,11 @@ def test_what_a_replaced_forward_would_not_follow_is_seen_and_no_other(name):
     assert holder.config is before
     assert {("hidden_size",): 3, ("text_config", "eps"): 1.0}.items() <= fields.items()
     assert ("vocab_size",) not in fields
-    seen.look(holder, ("called", "live"), fields)
+    seen.look(holder, ("called", "live"), tuple(fields.items()))
     assert not seen.changed(holder)
     change(holder)
     assert bool(seen.changed(holder)) is counts
-    seen.forget(holder)
+    changes.forget(holder, seen.Seen)
     assert not seen.changed(holder)
 
 
@@ -474,7 +477,7 @@ def test_a_report_is_added_to_and_told_by_kind():
     report = Report()
     for name, kind, replaced in (("a", "norm", True), ("b", "norm", False), ("c", "mlp", True),
                                  ("d", "norm", True)):  # fmt: skip
-        report.add(name, kind, nn.Tanh(), replaced, "why")
+        report.add(name, kind, nn.Tanh(), "why", replaced=replaced)
 
     def names(entries):
         return "".join(e.name for e in entries)

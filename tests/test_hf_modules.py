@@ -49,8 +49,8 @@ class Norm(nn.Module):
         return y.to(self.weight.dtype if self.out == "weight" else wider)
 
 
-def form(layer=False, offset=0, out="x") -> norm.Form:
-    return norm.Form(layer, offset, "variance_epsilon", out, False)
+def form(layer=False, offset=0, out="x") -> norm.NormForm:
+    return norm.NormForm(layer, offset, "variance_epsilon", out, False)
 
 
 FORMS = {
@@ -86,7 +86,7 @@ def test_a_norm_is_known_by_what_it_computes_and_computes_it_in_every_dtype(name
     for given in (torch.float32, torch.bfloat16):
         x = rows.to(given)
         with ours_always():
-            y = norm.forward_of(found)(theirs, x)
+            y = found.forward(theirs, x)
         truth = theirs(x)
         assert y.dtype == truth.dtype
         limit = 1e-5 if truth.dtype == torch.float32 else 8e-3
@@ -187,7 +187,7 @@ def test_every_shape_of_a_feed_forward_layer_computes_the_same_in_every_mode(sha
     assert (found.fused, found.plain) == (options.get("fused", ""), shape == "plain")
     assert found.inside == ("dropout",) * (drop == "inside")
     assert found.after == ("dropout",) * (drop == "after")
-    ours, x = mlp.forward_of(found), torch.randn(2, 3, E, dtype=torch.float64)
+    ours, x = found.forward, torch.randn(2, 3, E, dtype=torch.float64)
     ww.apply(theirs, only="mlp", report=ww.Report())
     for training, p, learns in itertools.product((True, False), (0.0, 0.5), (True, False)):
         theirs.train(training)

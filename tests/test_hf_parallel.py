@@ -14,6 +14,7 @@ transformers = pytest.importorskip("transformers", reason="an extra of its own")
 from hf_models import V, assert_all_close, batch, computed, counted, perturbed  # noqa: E402
 from ranks import run_ranks  # noqa: E402
 
+from warpweave.changes import NAME  # noqa: E402
 from warpweave.hf.parallel import Parallel  # noqa: E402
 from warpweave.parallel.context import Links  # noqa: E402
 from warpweave.parallel.layout import SequenceLayout  # noqa: E402
@@ -238,7 +239,7 @@ def _lifetime(rank: int, folder: str) -> dict:
         trained = computed(model), computed(wanted)
         ww.revert(model)
         plain = all(type(p) is nn.Parameter for p in model.parameters())
-        traces = [n for m in model.modules() for n in vars(m) if n.endswith("_warpweave")]
+        traces = [n for m in model.modules() for n in vars(m) if n == NAME]
         hooks = [
             hook
             for m in model.modules()

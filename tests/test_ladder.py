@@ -18,6 +18,7 @@ ROOMS = {
         ("parallel",),
         ("layers",),
         (
+            "changes",
             "compat",
             "config",
             "dtypes",

@@ -23,7 +23,6 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from warpweave.parallel.collectives import all_gather, copy_to
 
 Groups = tuple[dist.ProcessGroup, ...]
-_LOCAL = "_parameters_before_warpweave"  # of a module while its forward runs: what it owns
 
 
 def placed(p: nn.Parameter, mesh: DeviceMesh | None, dim: int | None, blocks: int) -> nn.Parameter:
@@ -88,9 +87,11 @@ def use_local(module: nn.Module, sums: dict[str, Groups]) -> list[Any]:
     """While the module's forward runs, let its own parameters be plain tensors of this rank, whose
     gradients are summed over the groups in `sums`. Returns the hooks."""
 
+    whole: dict[nn.Module, dict[str, Any]] = {}  # of the module or a copy, while it runs
+
     def enter(module: nn.Module, args: tuple) -> None:
         own: dict[str, Any] = module._parameters
-        module.__dict__[_LOCAL] = dict(own)
+        whole[module] = dict(own)
         for name, p in own.items():
             if p is None:
                 continue
@@ -99,9 +100,7 @@ def use_local(module: nn.Module, sums: dict[str, Groups]) -> list[Any]:
                 own[name] = copy_to(own[name], group)
 
     def leave(module: nn.Module, args: tuple, out: Any) -> None:
-        own = module.__dict__.pop(_LOCAL, None)
-        if own is not None:
-            module._parameters.update(own)
+        module._parameters.update(whole.pop(module, {}))
 
     return [
         module.register_forward_pre_hook(enter),

@@ -20,6 +20,7 @@ try:  # what a forward was asked to give besides, where its modules are not told
 except ImportError:  # of versions that tell them
     _collector = None
 
+from warpweave.changes import forget, known, note
 from warpweave.hf.mask import Mask, Visible, make_mask
 from warpweave.hf.patch import always_ours, few
 from warpweave.hf.probe import WIDE
@@ -33,24 +34,24 @@ from warpweave.parallel.context.attention import (
 from warpweave.parallel.layout import SequenceLayout
 
 NAME = "warpweave"
-_ACROSS = "_across_warpweave"  # attribute of a module: its `Across`
 # What some models add to the scores, or choose among keys, and the kernel has no word for.
 _UNKNOWN = ("position_bias", "indices", "block_indices", "sinks", "cache")
 _WEIGHTS = {"attentions", "cross_attentions"}  # among what transformers collects of a forward
-_watchers: list[Callable] = []  # see `watched`
 
 
 class Across(NamedTuple):
-    """How a sequence lies on ranks, of which each attends its own rows: as `context_attention`."""
+    """How the sequence of a module's call lies on ranks, each of which attends its own rows: as
+    `context_attention` takes it. A fact of the module."""
 
     layout: SequenceLayout
     group: ContextGroup
     strategy: Strategy | Links
 
 
-def context_of(module: nn.Module) -> Across | None:
-    """How the sequence of a module's call lies on ranks, which `warpweave.hf.parallel` set."""
-    return module.__dict__.get(_ACROSS)
+class _Watched(NamedTuple):
+    """Who is told of a module's calls, see `watched`."""
+
+    watch: Callable
 
 
 def attend(
@@ -82,7 +83,7 @@ def attend(
         asked.append("output_attentions (set_attn_implementation('eager') has)")
     if asked:
         raise ValueError(f"{name}: warpweave attention has no {', '.join(asked)}")
-    across = context_of(module)
+    across = known(module, Across)
     visible = _visible(module, query, key, attention_mask, is_causal, across)
     simple = across is None and softcap is None and s_aux is None and not dropout
     if simple and (few(query) or (attention_mask is None and _is_torchs(query, value))):
@@ -105,8 +106,9 @@ def attend(
     else:
         o = context_attention(query, key, value, **options, **across._asdict())
     o = o.contiguous()
-    for watch in _watchers:
-        watch(module, query, key, value, o, s_aux)
+    watched = known(module, _Watched)
+    if watched is not None:
+        watched.watch(module, query, key, value, o, s_aux)
     return o, None
 
 
@@ -176,21 +178,25 @@ def _visible(
 
 
 @contextmanager
-def watched(watch: Callable) -> Iterator[None]:
-    """Meanwhile `watch(module, q, k, v, o, sinks)` is told of every call of `attend`: its caller,
-    heads as the kernel takes them, [B, S, H, D], and [H] or None."""
-    _watchers.append(watch)
+def watched(model: nn.Module, watch: Callable) -> Iterator[None]:
+    """Meanwhile `watch(module, q, k, v, o, sinks)` is told of every call of `attend` by a module of
+    the model: heads as the kernel takes them, [B, S, H, D], and [H] or None. One watches at a time.
+    """
+    modules = list(model.modules())
+    for module in modules:
+        note(module, _Watched(watch))
     try:
         yield
     finally:
-        _watchers.remove(watch)
+        for module in modules:
+            forget(module, _Watched)
 
 
 @contextmanager
-def callers() -> Iterator[dict[nn.Module, None]]:
-    """The modules that call `attend` meanwhile, in their order."""
+def callers(model: nn.Module) -> Iterator[dict[nn.Module, None]]:
+    """The modules of a model that call `attend` meanwhile, in their order."""
     found: dict[nn.Module, None] = {}
-    with watched(lambda module, *_: found.setdefault(module)):
+    with watched(model, lambda module, *_: found.setdefault(module)):
         yield found
 
 

@@ -31,9 +31,10 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
+from warpweave.changes import forget, known, note
 from warpweave.hf import seen
 from warpweave.hf.mlp import is_plain_linear
-from warpweave.hf.options import VOCABULARY, Vocabulary
+from warpweave.hf.options import HeadVocabulary
 from warpweave.hf.patch import original, patch, unpatch
 from warpweave.hf.probe import agree, quietly
 from warpweave.messages import one_line
@@ -42,11 +43,24 @@ from warpweave.parallel.tensor import vocab_parallel_linear_cross_entropy
 from warpweave.shards import local
 
 
-class Form(NamedTuple):
-    """logits = factor * (x W^T), or softcap * tanh(x W^T / softcap)."""
+class LossForm(NamedTuple):
+    """logits = factor * (x W^T), or softcap * tanh(x W^T / softcap).
+
+    Attributes:
+        model: the model's class.
+        live: what its forward may read of the model and change nothing, the children with it.
+        fields: what its forward read of its configuration.
+    """
 
     factor: float = 1.0
     softcap: float | None = None
+    model: Any = PreTrainedModel
+    live: tuple[str, ...] = ()
+    fields: seen.Fields = ()
+
+    @property
+    def forward(self) -> Callable:
+        return _forward_of(self)
 
     def __str__(self) -> str:
         more = f", logits * {self.factor:.6g}" if self.factor != 1 else ""
@@ -54,10 +68,6 @@ class Form(NamedTuple):
         return "linear_cross_entropy" + more
 
 
-# Attributes of a model, which compilers can follow:
-_CAUGHT = "_caught_by_warpweave"  # in a forward, [x', W'] on their way from the head to the loss
-_STAND_IN = "_stand_in_of_warpweave"  # a module in a list, so that it is none of the model's
-_ALWAYS = "_fused_by_warpweave"  # in a probe: fuse without gradients too
 # Numbers of a model that its forward hands on, or that only say what else it returns: beginnings.
 _LIVE = ("vocab_size", "output_", "use_cache", "return_dict", "use_return_dict")
 
@@ -104,13 +114,13 @@ def _is_linear(head: Any) -> bool:
 
 
 def _is_cut(head: Any) -> bool:
-    vocabulary = head.__dict__.get(VOCABULARY)
+    vocabulary = known(head, HeadVocabulary)
     return vocabulary is not None and vocabulary.cut
 
 
-def vocabulary_of(head: Any) -> Vocabulary | None:
+def vocabulary_of(head: Any) -> HeadVocabulary | None:
     """How a head, or what LoRA wraps, lies on ranks; None for one device."""
-    return getattr(head, "base_layer", head).__dict__.get(VOCABULARY)
+    return known(getattr(head, "base_layer", head), HeadVocabulary)
 
 
 def _bias_columns(head: nn.Linear, x: torch.Tensor) -> _Columns:
@@ -139,11 +149,11 @@ def fused_loss(
     x: torch.Tensor,
     weight: torch.Tensor,
     labels: torch.Tensor,
-    form: Form,
+    form: LossForm,
     num_items_in_batch: torch.Tensor | int | None = None,
     ignore_index: int = -100,
     shift_labels: torch.Tensor | None = None,
-    vocabulary: Vocabulary | None = None,
+    vocabulary: HeadVocabulary | None = None,
 ) -> torch.Tensor:
     """`ForCausalLMLoss` of the logits that x[B, S, E] and weight[V, E] would make by `form`; of
     weight[V/R, E] where a `vocabulary` is cut."""
@@ -165,12 +175,12 @@ def _sum(
     labels: torch.Tensor,
     softcap: float | None,
     ignore_index: int,
-    vocabulary: Vocabulary | None,
+    vocabulary: HeadVocabulary | None,
 ) -> torch.Tensor:
     """The sum over tokens; of those that every rank has all of, context ranks take a share each."""
     group, cp, size = None, None, len(weight)
     if vocabulary is not None:
-        group, cp, size = vocabulary.group, vocabulary.options.mesh.group("cp"), vocabulary.size
+        group, cp, size = vocabulary.group, vocabulary.spread.mesh.group("cp"), vocabulary.size
     x, labels = x.flatten(0, -2), labels.flatten()
     if cp is not None:
         short = -len(labels) % group_size(cp)
@@ -182,56 +192,59 @@ def _sum(
     return reduce_from(total, cp)
 
 
-def loss_function_of(form: Form) -> Callable:
-    """The loss function of a model while its forward runs without logits."""
-
-    def loss_function(self, logits, labels, vocab_size, *args, **kwargs):
-        caught = self.__dict__[_CAUGHT]
-        if not caught or logits.device.type != "meta":
-            return ForCausalLMLoss(logits, labels, vocab_size, *args, **kwargs)
-        x, weight = caught
-        vocabulary = vocabulary_of(self.get_output_embeddings())
-        rows = len(weight) if vocabulary is None else vocabulary.size
-        if rows != vocab_size:
-            raise ValueError(f"the head has {rows} rows and the loss a vocabulary of {vocab_size}")
-        names = ("num_items_in_batch", "ignore_index", "shift_labels")
-        options = dict(zip(names, args)) | {n: kwargs[n] for n in names if n in kwargs}
-        return fused_loss(x, weight, labels, form, **options, vocabulary=vocabulary)
-
-    return loss_function
+def _loss_function(
+    model: Any, form: LossForm, caught: list[torch.Tensor],
+    logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, *args: Any, **kwargs: Any,
+) -> torch.Tensor:  # fmt: skip
+    """The loss function of a model while its forward runs without logits; its head has left x' and
+    W' in `caught`."""
+    if not caught or logits.device.type != "meta":
+        return ForCausalLMLoss(logits, labels, vocab_size, *args, **kwargs)
+    x, weight = caught
+    vocabulary = vocabulary_of(model.get_output_embeddings())
+    rows = len(weight) if vocabulary is None else vocabulary.size
+    if rows != vocab_size:
+        raise ValueError(f"the head has {rows} rows and the loss a vocabulary of {vocab_size}")
+    names = ("num_items_in_batch", "ignore_index", "shift_labels")
+    options = dict(zip(names, args)) | {n: kwargs[n] for n in names if n in kwargs}
+    return fused_loss(x, weight, labels, form, **options, vocabulary=vocabulary)
 
 
 # ---------------------------------------------------------------- 3. the forward
 
 
-def forward_of(model: PreTrainedModel, form: Form) -> Callable:
-    """The forward of a model whose loss is fused; its signature is the model's own."""
-    signature = inspect.signature(type(model).forward)
+class _Fused(NamedTuple):
+    """Of a model whose loss is fused: how, and what takes the place of its head in compilers."""
 
-    @wraps(type(model).forward)
+    form: LossForm
+    stand_in: _StandIn
+
+
+def _forward_of(form: LossForm) -> Callable:
+    """The forward of a model whose loss is fused; its signature is the model's own."""
+    theirs = form.model.forward
+    signature = inspect.signature(theirs)
+
+    @wraps(theirs)
     def forward(self: Any, *args: Any, return_logits: bool = False, **kwargs: Any) -> Any:
-        wanted = self.training and torch.is_grad_enabled() and not return_logits
         terms = None
-        if wanted or self.__dict__.get(_ALWAYS):
+        if self.training and torch.is_grad_enabled() and not return_logits:
             named = signature.bind_partial(self, *args, **kwargs).arguments
             returns = kwargs.get("return_dict")
             returns = getattr(self.config, "return_dict", True) if returns is None else returns
-            fits = named.get("labels") is not None and returns
-            if fits and _is_causal(self):
+            if named.get("labels") is not None and returns and _is_causal(self):
                 terms = head_terms(self.get_output_embeddings())
         if terms is None:
             return original(self)(*args, **kwargs)
-        return _caught_forward(self, terms, loss_function, args, kwargs)
+        return _caught_forward(self, form, terms, args, kwargs)
 
-    loss_function = loss_function_of(form)
     return forward
 
 
-def _caught_forward(
-    model: PreTrainedModel, terms: Callable, loss_function: Callable, args: tuple, kwargs: dict
-) -> Any:
+def _caught_forward(model: Any, form: LossForm, terms: Callable, args: tuple, kwargs: dict) -> Any:
     """The model's own forward, without logits."""
-    head, caught = model.get_output_embeddings(), []
+    head = model.get_output_embeddings()
+    caught: list[torch.Tensor] = []  # x' and W', on their way from the head to the loss
     vocabulary = vocabulary_of(head)
 
     def catch(x):
@@ -241,12 +254,10 @@ def _caught_forward(
 
     run = _compiled if torch.compiler.is_compiling() else _patched
     before = model.__dict__.get("_loss_function", model)
-    setattr(model, _CAUGHT, caught)
-    model.loss_function = partial(loss_function, model)
+    model.loss_function = partial(_loss_function, model, form, caught)
     try:
         out = run(model, head, catch, partial(original(model), *args, **kwargs))
     finally:
-        delattr(model, _CAUGHT)
         del model._loss_function
         if before is not model:
             model._loss_function = before
@@ -277,7 +288,8 @@ class _StandIn(nn.Module):
 def _compiled(model: Any, head: Any, catch: Callable, run: Callable) -> Any:
     """The same as compilers can follow it, who know no forward that comes and goes. A head that is
     no child of the model makes its logits there."""
-    (stand_in,) = model.__dict__[_STAND_IN]
+    fused: Any = known(model, _Fused)
+    stand_in = fused.stand_in
     names = [name for name, child in model._modules.items() if child is head]
     stand_in.catch = catch
     for name in names:
@@ -293,11 +305,9 @@ def _compiled(model: Any, head: Any, catch: Callable, run: Callable) -> Any:
 # ---------------------------------------------------------------- 4. whether it fits a model
 
 
-def find_form(
-    model: PreTrainedModel, inputs: dict[str, torch.Tensor], fields: dict | None = None
-) -> Form | str:
+def find_form(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> LossForm | str:
     """What a model makes of its head's output, seen on `inputs` with labels, or why its loss is
-    not fused; `fields` is filled by what it reads of its configuration."""
+    not fused."""
     parameters = inspect.signature(type(model).forward).parameters
     if "labels" not in parameters or "input_ids" not in inputs:
         return "its forward takes no labels"
@@ -311,17 +321,23 @@ def find_form(
     made: list[torch.Tensor] = []
     hook = head.register_forward_hook(lambda _, args, z: made.append(z))
     try:
-        with quietly(model), seen.noted(model) as found:
+        with quietly(model), seen.noted(model) as fields:
             out = model(**inputs, labels=inputs["input_ids"])
     except Exception as error:  # whatever a model says to inputs that it does not know
         return f"does not run on its dummy inputs: {one_line(error)}"
     finally:
         hook.remove()
-    if fields is not None:
-        fields.update(found)
     if len(made) != 1 or getattr(out, "logits", None) is None or out.loss is None:
         return "its forward does not make logits of its head once"
-    return _form_of(model, made[0], out.logits)
+    form = _form_of(model, made[0], out.logits)
+    if isinstance(form, str):
+        return form
+    live = [name for name, _ in model.named_children()]
+    for name, value in vars(model).items():
+        if not isinstance(value, (int, float, tuple)) or name.startswith(("_", *_LIVE)):
+            live.append(name)
+    fixed = tuple(f for f in fields.items() if not f[0][-1].startswith(_LIVE))
+    return form._replace(model=type(model), live=tuple(live), fields=fixed)
 
 
 def _is_causal(model: Any) -> bool:
@@ -337,7 +353,7 @@ def _softcap_of(model: PreTrainedModel) -> float | None:
     return getattr(model.config.get_text_config(), "final_logit_softcapping", None)
 
 
-def _form_of(model: PreTrainedModel, z: torch.Tensor, logits: torch.Tensor) -> Form | str:
+def _form_of(model: PreTrainedModel, z: torch.Tensor, logits: torch.Tensor) -> LossForm | str:
     if z.shape != logits.shape:
         return "its logits are not its head's output"
     softcap = _softcap_of(model)
@@ -345,22 +361,16 @@ def _form_of(model: PreTrainedModel, z: torch.Tensor, logits: torch.Tensor) -> F
     z, capped, logits = z.float(), capped.float(), logits.float()
     factor = ((z * logits).sum() / (z * z).sum()).item()
     if agree(logits, z):
-        return Form()
+        return LossForm()
     if softcap and agree(logits, capped):
-        return Form(softcap=float(softcap))
-    return Form(factor) if agree(logits, z * factor) else "its logits are not its head's output"
+        return LossForm(softcap=float(softcap))
+    return LossForm(factor) if agree(logits, z * factor) else "its logits are not its head's output"
 
 
-def install(model: PreTrainedModel, form: Form, fields: dict) -> None:
-    """Let the model's forward make its loss by `form`, which it has by these `fields`."""
-    live = [name for name, _ in model.named_children()]
-    for name, value in vars(model).items():
-        if not isinstance(value, (int, float, tuple)) or name.startswith(("_", *_LIVE)):
-            live.append(name)
-    fixed = {path: x for path, x in fields.items() if not path[-1].startswith(_LIVE)}
-    model.__dict__[_STAND_IN] = [_StandIn()]
-    seen.look(model, live, fixed, _around_head(model))
-    patch(model, forward_of(model, form))
+def install(model: PreTrainedModel, form: LossForm) -> None:
+    """Let the model's forward make its loss by `form`."""
+    note(model, _Fused(form, _StandIn()))
+    patch(model, form, _around_head(model))
 
 
 def _around_head(model: PreTrainedModel) -> list[nn.Module]:
@@ -372,27 +382,29 @@ def _around_head(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def is_installed(model: nn.Module) -> bool:
-    return _STAND_IN in model.__dict__
+    return known(model, _Fused) is not None
 
 
 def uninstall(model: PreTrainedModel) -> None:
     """Put the forward back."""
     unpatch(model)
-    del model.__dict__[_STAND_IN]
+    forget(model, _Fused)
 
 
 def differs(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> str | None:
     """Why an installed model's loss is not what its original forward makes; None if it is."""
+    fused: Any = known(model, _Fused)
+    terms = head_terms(model.get_output_embeddings())
+    if terms is None:  # the original forward runs
+        return None
+    given = {**inputs, "labels": inputs["input_ids"]}
     with quietly(model):
-        wanted = original(model)(**inputs, labels=inputs["input_ids"]).loss
-    model.__dict__[_ALWAYS] = True
+        wanted = original(model)(**given).loss
     try:
         with quietly(model):
-            found = model(**inputs, labels=inputs["input_ids"]).loss
+            found = _caught_forward(model, fused.form, terms, (), given).loss
     except Exception as error:  # whatever a forward does to logits that are not there
         return f"its forward needs the logits: {one_line(error)}"
-    finally:
-        del model.__dict__[_ALWAYS]
     if found is None or found.device.type == "meta":  # made of the logits that are not there
         return "its loss is not made by its loss_function"
     # Theirs rounds capped logits to its dtype, ours has them in float32.

@@ -58,28 +58,38 @@ def name_of(function: Callable) -> str | None:
     return None
 
 
-def slow_activation(module: nn.Module) -> str | None:
-    """Which of our activations a module computes in several of torch's operators."""
-    if next(module.children(), None) is not None or seen.owns_numbers(module):
-        return None
-    if isinstance(module, (nn.Dropout, nn.Identity)):
-        return None
+class ActivationForm(NamedTuple):
+    """A module that is one of our activations, which it computes in several operators of torch."""
+
+    name: str
+    live: tuple[str, ...] = ()
+    fields: seen.Fields = ()
+
+    def __str__(self) -> str:
+        return f"activation, {self.name}"
+
+    @property
+    def forward(self) -> Callable:
+        name = self.name
+        return lambda self, input: _FUNCTIONS[name](input) if few(input) else activate(input, name)
+
+
+def is_activation(module: nn.Module) -> bool:
+    """Whether a module is named as an activation is, and has no parts."""
+    name = type(module).__name__.lower()
+    named = any(word in name for word in ("activation", "gelu", "relu"))
+    return named and next(module.children(), None) is None and not seen.owns_numbers(module)
+
+
+def find_activation(module: nn.Module) -> ActivationForm | str:
+    """The activation that a module computes, or why it stays."""
     name = name_of(module)
     if name not in _PLAIN:
-        return None
+        return "none of ours"
     with torch.enable_grad():
         node = module(torch.ones(2, requires_grad=True)).grad_fn
     one = all(hasattr(following, "variable") for following, _ in node.next_functions)
-    return None if one else name
-
-
-def activation_forward(name: str) -> Callable:
-    """The forward of a module that is this activation."""
-
-    def forward(self, input):
-        return _FUNCTIONS[name](input) if few(input) else activate(input, name)
-
-    return forward
+    return "one operator of torch" if one else ActivationForm(name)
 
 
 # ---------------------------------------------------------------- 2. the middle of a gated module
@@ -116,7 +126,7 @@ def gated_product(gate: torch.Tensor, up: torch.Tensor, name: str) -> torch.Tens
 # ---------------------------------------------------------------- 3. modules
 
 
-class Form(NamedTuple):
+class MLPForm(NamedTuple):
     """How a module is a feed-forward layer: names of its parts, and its activation."""
 
     activation: str
@@ -126,6 +136,7 @@ class Form(NamedTuple):
     fused: str = ""  # "gate, up" or "up, gate" where `up` makes both
     inside: tuple[str, ...] = ()  # dropouts of the hidden units, of a gated one
     after: tuple[str, ...] = ()  # dropouts at the end
+    fields: seen.Fields = ()  # what it read of its configuration
 
     def __str__(self) -> str:
         return f"mlp, {self.activation}" if self.plain else f"gated {self.activation}"
@@ -136,9 +147,12 @@ class Form(NamedTuple):
 
     @property
     def live(self) -> tuple[str, ...]:
-        """The children that the forward calls, or reads."""
         names = (self.up, self.down, self.gate, *self.inside, *self.after)
         return tuple(n for n in names if n is not None)
+
+    @property
+    def forward(self) -> Callable:
+        return partial(_plain_forward if self.plain else _gated_forward, self)
 
 
 def linears(module: nn.Module) -> dict[str, Any]:
@@ -159,9 +173,8 @@ def is_candidate(module: nn.Module) -> bool:
     )
 
 
-def find_form(module: nn.Module, fields: dict | None = None) -> Form | str:
-    """The form that agrees with the module's forward, or why there is none; `fields` is filled by
-    what that reads of its configuration."""
+def find_form(module: nn.Module) -> MLPForm | str:
+    """The form that agrees with the module's forward, or why there is none."""
     inner, more = linears(module), takes_more(module)
     if more is not None:
         return more
@@ -179,61 +192,43 @@ def find_form(module: nn.Module, fields: dict | None = None) -> Form | str:
     for form in _forms(inner, activation, drops):
         if form.plain and activation not in _PLAIN:
             continue
-        with seen.noted(exact) as found:
-            if not (_agrees(module, form) and _agrees(exact, form)):
-                continue
-        if fields is not None:
-            fields.update(found)
-        return form
+        with seen.noted(exact) as fields:
+            if _agrees(module, form) and _agrees(exact, form):
+                return form._replace(fields=tuple(fields.items()))
     return "its forward computes no MLP of ours"
 
 
-def forward_of(form: Form) -> Callable:
-    """The forward of a module that is a feed-forward layer of this form."""
-    return _plain_forward(form) if form.plain else _gated_forward(form)
+def _gated_forward(form: MLPForm, module: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    activation, small = _FUNCTIONS[form.activation], few(hidden_states)
+    product = _product if small else _call
+    up = product(getattr(module, form.up), hidden_states)
+    if form.gate is not None:
+        gate = product(getattr(module, form.gate), hidden_states)
+    else:
+        gate, up = up.chunk(2, -1) if form.fused == "gate, up" else up.chunk(2, -1)[::-1]
+    h = activation(gate).mul_(up) if small else gated_product(gate, up, form.activation)
+    for name in form.inside:
+        h = getattr(module, name)(h)
+    y = product(getattr(module, form.down), h)
+    for name in form.after:
+        y = getattr(module, name)(y)
+    return y
 
 
-def _gated_forward(form: Form) -> Callable:
-    activate = _FUNCTIONS[form.activation]
-
-    def forward(self, hidden_states):
-        small = few(hidden_states)
-        product = _product if small else _call
-        up = product(getattr(self, form.up), hidden_states)
-        if form.gate is not None:
-            gate = product(getattr(self, form.gate), hidden_states)
-        else:
-            gate, up = up.chunk(2, -1) if form.fused == "gate, up" else up.chunk(2, -1)[::-1]
-        h = activate(gate).mul_(up) if small else gated_product(gate, up, form.activation)
-        for name in form.inside:
-            h = getattr(self, name)(h)
-        y = product(getattr(self, form.down), h)
-        for name in form.after:
-            y = getattr(self, name)(y)
-        return y
-
-    return forward
-
-
-def _plain_forward(form: Form) -> Callable:
-    activate = _FUNCTIONS[form.activation]
-
-    def forward(self, hidden_states):
-        up, down = getattr(self, form.up), getattr(self, form.down)
-        if few(hidden_states):
-            y = _product(down, activate(_product(up, hidden_states)))
-        elif is_plain_linear(up) and is_plain_linear(down):
-            y = mlp(
-                hidden_states, weight_of(up), weight_of(down), up.bias, down.bias,
-                activation=form.activation,
-            )  # fmt: skip
-        else:
-            return original(self)(hidden_states)
-        for name in form.after:
-            y = getattr(self, name)(y)
-        return y
-
-    return forward
+def _plain_forward(form: MLPForm, module: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    up, down = getattr(module, form.up), getattr(module, form.down)
+    if few(hidden_states):
+        y = _product(down, _FUNCTIONS[form.activation](_product(up, hidden_states)))
+    elif is_plain_linear(up) and is_plain_linear(down):
+        y = mlp(
+            hidden_states, weight_of(up), weight_of(down), up.bias, down.bias,
+            activation=form.activation,
+        )  # fmt: skip
+    else:
+        return original(module)(hidden_states)
+    for name in form.after:
+        y = getattr(module, name)(y)
+    return y
 
 
 def _call(linear: Any, x: torch.Tensor) -> torch.Tensor:
@@ -285,7 +280,7 @@ def _activations(module: nn.Module) -> list[Callable]:
     return children + [v for k, v in own.items() if not k.startswith("_")]
 
 
-def _forms(inner: dict[str, Any], activation: str, drops: tuple[str, ...]) -> list[Form]:
+def _forms(inner: dict[str, Any], activation: str, drops: tuple[str, ...]) -> list[MLPForm]:
     """Every way in which linear layers of these shapes, and dropouts, may follow each other."""
     out = {n: out_features(c) for n, c in inner.items()}
     into = {n: c.weight.numel() // out[n] for n, c in inner.items()}
@@ -296,21 +291,21 @@ def _forms(inner: dict[str, Any], activation: str, drops: tuple[str, ...]) -> li
         if any(into[n] != width for n in others):
             continue
         if len(others) == 1 and out[others[0]] == F_:
-            found.append(Form(activation, others[0], down))
+            found.append(MLPForm(activation, others[0], down))
         elif len(others) == 1 and out[others[0]] == 2 * F_:
             for order in ("gate, up", "up, gate"):
-                found.append(Form(activation, others[0], down, fused=order))
+                found.append(MLPForm(activation, others[0], down, fused=order))
         elif len(others) == 2 and all(out[n] == F_ for n in others):
             for gate, up in (others, others[::-1]):
-                found.append(Form(activation, up, down, gate=gate))
+                found.append(MLPForm(activation, up, down, gate=gate))
     found = [f for f in found if f.plain or activation in _GATED]
     inside = [f._replace(inside=drops) for f in found if drops and not f.plain]
     return [f._replace(after=drops) for f in found] + inside
 
 
-def _agrees(module: nn.Module, form: Form) -> bool:
+def _agrees(module: nn.Module, form: MLPForm) -> bool:
     """Whether a form's forward makes what the module's makes, evaluating and training."""
-    up, forward = getattr(module, form.up), forward_of(form)
+    up, forward = getattr(module, form.up), form.forward
     x = noise(2, 5, weight_of(up).shape[1], like=up.weight)
     for training in (False, True):
         with quietly(module, training=training):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-from warpweave.hf import attention, loss, mlp, norm, parallel, seen
-from warpweave.hf.options import Options
-from warpweave.hf.patch import is_foreign, is_patched, patch, unpatch
+from warpweave.changes import NAME, changes_of, undo
+from warpweave.hf import attention, loss, mlp, norm, parallel
+from warpweave.hf.options import Spread
+from warpweave.hf.patch import Form, is_foreign, patch
 from warpweave.hf.probe import agree, kind_of, quietly
 from warpweave.hf.report import Report
 from warpweave.messages import one_line
@@ -22,7 +23,7 @@ from warpweave.parallel.mesh import ConnectedMesh, connected
 from warpweave.parallel.tensor.overlap import check_overlap
 
 KINDS = ("norm", "mlp", "attention", "loss")
-_BEFORE = "_attention_before_warpweave"
+_IMPLEMENTATION = "_attn_implementation_internal"  # where a configuration has it
 _Model = TypeVar("_Model", bound=nn.Module)
 
 
@@ -70,7 +71,7 @@ def apply(
     training see `warpweave.hf.loss`.
     """
     kinds = _check(model, only)
-    options = _check_mesh(model, kinds, mesh, sequence_parallel, overlap, strategy)
+    spread = _check_mesh(model, kinds, mesh, sequence_parallel, overlap, strategy)
     found = Report()
     try:
         if "norm" in kinds:
@@ -82,8 +83,8 @@ def apply(
         if not found.replaced():
             reasons = "; ".join(sorted({e.why for e in found.entries})) or "no module is known"
             raise ValueError(f"nothing to replace in {type(model).__name__}: {reasons}")
-        if options is not None:
-            _spread(model, options, example, found)
+        if spread is not None:
+            _spread(model, spread, example, found)
     except BaseException:
         _undo(model)
         raise
@@ -126,7 +127,7 @@ def _check_mesh(
     sequence_parallel: bool,
     overlap: str,
     strategy: Strategy | Links,
-) -> Options | None:
+) -> Spread | None:
     mesh = connected(mesh)
     check_overlap(overlap)
     check_strategy(strategy)
@@ -138,32 +139,22 @@ def _check_mesh(
         raise ValueError(
             f"{type(model).__name__}: a mesh needs a transformers model and its attention replaced"
         )
-    return Options(mesh, sequence_parallel and mesh.size("tp") > 1, overlap, strategy)
+    return Spread(mesh, sequence_parallel and mesh.size("tp") > 1, overlap, strategy)
 
 
 def _is_applied(model: nn.Module) -> bool:
-    return any(
-        is_patched(module) or loss.is_installed(module) or _BEFORE in module.__dict__
-        for module in model.modules()
-    )
+    return any(NAME in module.__dict__ for module in model.modules())
 
 
 def _undo(model: nn.Module) -> None:
+    parallel.join_parameters(model)
     for module in model.modules():
-        if (spread := parallel.parallel_of(module)) is not None:
-            spread.join()
-    for module in model.modules():
-        if _BEFORE in module.__dict__:
-            _set_attention(module, module.__dict__.pop(_BEFORE))
-        if loss.is_installed(module):
-            loss.uninstall(module)
-        elif is_patched(module):
-            unpatch(module)
+        undo(module)
 
 
 def _spread(
     model: PreTrainedModel,
-    options: Options,
+    spread: Spread,
     example: dict[str, torch.Tensor] | None,
     report: Report,
 ) -> None:
@@ -171,10 +162,10 @@ def _spread(
     inputs = _inputs_of(model, example)
     if example is None:  # as many tokens as ranks can share
         ids = inputs["input_ids"]
-        length = -(-ids.shape[1] // options.tokens) * options.tokens
+        length = -(-ids.shape[1] // spread.tokens) * spread.tokens
         inputs = {"input_ids": ids.repeat(1, length)[:, :length]}
     wanted = _outputs(model, inputs)
-    ranks = parallel.Parallel(model, options)
+    ranks = parallel.Parallel(model, spread)
     ranks.spread(inputs, report)
     found = _outputs(model, inputs)
     why = next((x for x in (wanted, found) if isinstance(x, str)), None)
@@ -182,9 +173,7 @@ def _spread(
         why = "over ranks the model's output was another one"
     why = why or (loss.differs(model, inputs) if loss.is_installed(model) else None)
     if why is not None:
-        raise ValueError(
-            f"{type(model).__name__} cannot be spread over {options.mesh.sizes}: {why}"
-        )
+        raise ValueError(f"{type(model).__name__} cannot be spread over {spread.mesh.sizes}: {why}")
     ranks.check_next_inputs()
 
 
@@ -192,54 +181,46 @@ def _spread(
 
 
 def _replace_norms(model: nn.Module, report: Report) -> None:
-    found: dict[tuple, tuple[norm.Form | str, dict]] = {}
+    forms: dict[tuple, Form | str] = {}
     for name, module in model.named_modules():
         if not norm.is_candidate(module):
             continue
-        form: norm.Form | str = "its forward was replaced by somebody else"
-        if not is_foreign(module):
-            key, fields = kind_of(module), {}
-            if key not in found:
-                found[key] = norm.find_form(module, fields), fields
-            form, fields = found[key]
-        if isinstance(form, norm.Form):
-            seen.look(module, form.live, fields)
-            patch(module, norm.forward_of(form))
-        report.add(name, "norm", module, isinstance(form, norm.Form), str(form))
+        if is_foreign(module):
+            report.add(name, "norm", module, "its forward was replaced by somebody else")
+        else:
+            report.add(name, "norm", module, _replace(module, norm.find_form, forms))
 
 
 def _replace_mlps(model: nn.Module, report: Report) -> None:
-    found: dict[tuple, tuple[mlp.Form | str, dict]] = {}
-    activations: dict[tuple, str | None] = {}
+    forms: dict[tuple, Form | str] = {}
     inside: set[nn.Module] = set()  # of a replaced module
     for name, module in model.named_modules():
         if module in inside or is_foreign(module):
             continue
         if any(p.ndim == 3 for p in module.parameters(recurse=False)):
-            report.add(name, "mlp", module, False, "products of grouped experts")
+            report.add(name, "mlp", module, "products of grouped experts")
         if mlp.is_candidate(module):
-            key, fields = kind_of(module), {}
-            if key not in found:
-                found[key] = mlp.find_form(module, fields), fields
-            form, fields = found[key]
-            if isinstance(form, mlp.Form):
-                seen.look(module, form.live, fields)
-                patch(module, mlp.forward_of(form))
+            form = _replace(module, mlp.find_form, forms)
+            report.add(name, "mlp", module, form)
+            if not isinstance(form, str):
                 inside.update(module.modules())
-            report.add(name, "mlp", module, isinstance(form, mlp.Form), str(form))
-        elif _is_named_activation(module) and not is_patched(module):
-            kind = kind_of(module)
-            if kind not in activations:
-                activations[kind] = mlp.slow_activation(module)
-            if activations[kind]:
-                seen.look(module)
-                patch(module, mlp.activation_forward(activations[kind]))
-                report.add(name, "mlp", module, True, f"activation, {activations[kind]}")
+        elif mlp.is_activation(module):
+            form = _replace(module, mlp.find_activation, forms)
+            if not isinstance(form, str):
+                report.add(name, "mlp", module, form)
 
 
-def _is_named_activation(module: nn.Module) -> bool:
-    name = type(module).__name__.lower()
-    return any(word in name for word in ("activation", "gelu", "relu"))
+def _replace(
+    module: nn.Module, find: Callable[[Any], Form | str], forms: dict[tuple, Form | str]
+) -> Form | str:
+    """Patch a module by its form, if there is one; `forms` are those of the kinds seen so far."""
+    kind = kind_of(module)
+    if kind not in forms:
+        forms[kind] = find(module)
+    form = forms[kind]
+    if not isinstance(form, str):
+        patch(module, form)
+    return form
 
 
 # ---------------------------------------------------------------- 2. the whole model
@@ -254,21 +235,21 @@ def _replace_whole(
     whole = next(((n, m) for n, m in model.named_modules() if isinstance(m, PreTrainedModel)), None)
     if whole is None:
         for kind in sorted(kinds & {"attention", "loss"}):
-            report.add("", kind, model, False, "no transformers model")
+            report.add("", kind, model, "no transformers model")
         return
     name, model = whole  # as it is, or what peft wraps
     inputs = _inputs_of(model, example)
     if "attention" in kinds:
         _replace_attention(model, inputs, report, name)
     if "loss" in kinds:
-        form = loss.find_form(model, inputs, fields := {})
-        if isinstance(form, loss.Form):
-            loss.install(model, form, fields)
+        form = loss.find_form(model, inputs)
+        if not isinstance(form, str):
+            loss.install(model, form)
             why = loss.differs(model, inputs)
             if why is not None:
                 loss.uninstall(model)
                 form = why
-        report.add(name, "loss", model, isinstance(form, loss.Form), str(form))
+        report.add(name, "loss", model, form)
 
 
 def _inputs_of(
@@ -289,25 +270,21 @@ def _replace_attention(
     for module, name in names.items():
         if "inv_freq" in dict(module.named_buffers(recurse=False)):
             why = "rotation is a function inside the attention, no module"
-            report.add(name, "rotary", module, False, why)
+            report.add(name, "rotary", module, why)
     if not model._can_set_attn_implementation():
         why = "its attention does not go through transformers' AttentionInterface"
-        report.add(own_name, "attention", model, False, why)
+        report.add(own_name, "attention", model, why)
         return
     wanted = _outputs(model, inputs)
     if isinstance(wanted, str):
-        report.add(
-            own_name, "attention", model, False, f"does not run on its dummy inputs: {wanted}"
-        )
+        report.add(own_name, "attention", model, f"does not run on its dummy inputs: {wanted}")
         return
-    before = {
-        name: module.config._attn_implementation
-        for name, module in model.named_modules()
-        if isinstance(module, PreTrainedModel)
-    }
+    changes = changes_of(model)
+    configs = [m.config for m in model.modules() if isinstance(m, PreTrainedModel)]
+    for config in configs:
+        changes.remember(config, _IMPLEMENTATION)
     model.set_attn_implementation(attention.NAME)
-    model.__dict__[_BEFORE] = before
-    with attention.callers() as callers:
+    with attention.callers(model) as callers:
         found = _outputs(model, inputs)
     why = found if isinstance(found, str) else None
     if why is None and not callers:
@@ -315,16 +292,14 @@ def _replace_attention(
     if why is None and not all(map(agree, wanted, found)):
         why = "the model's output was another one"
     if why is not None:
-        _set_attention(model, model.__dict__.pop(_BEFORE))
-        report.add(own_name, "attention", model, False, why)
+        for config in configs:
+            changes.restore(config, _IMPLEMENTATION)
+        report.add(own_name, "attention", model, why)
         return
     for module in callers:
-        report.add(names.get(module, ""), "attention", module, True, "attention, with its mask")
-
-
-def _set_attention(model: PreTrainedModel, before: dict[str, str]) -> None:
-    for name, implementation in before.items():
-        model.get_submodule(name).config._attn_implementation_internal = implementation
+        report.add(
+            names.get(module, ""), "attention", module, "attention, with its mask", replaced=True
+        )
 
 
 def _outputs(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor] | str:

@@ -12,20 +12,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from warpweave.hf.patch import few, original, ours_always
 from warpweave.hf.probe import WIDE, agree, noise, takes_more, tried
-from warpweave.hf.seen import noted, owns_numbers
+from warpweave.hf.seen import Fields, noted, owns_numbers
 from warpweave.kernels.norm import layer_norm, rms_norm
 from warpweave.kernels.reference import compute_dtype
 
 
-class Form(NamedTuple):
+class NormForm(NamedTuple):
     """One way to be a norm.
 
     Attributes:
@@ -34,6 +35,8 @@ class Form(NamedTuple):
         eps: the attribute that holds it, or the number itself.
         out: the dtype that comes out: "x" the input's, "weight" the weight's, "wider" of both.
         autocast: whether float32 comes out under autocast, as of torch's own norms.
+        fields: what it read of its configuration.
+        across: what takes the place of `rms_norm` where features are cut over ranks.
     """
 
     layer: bool
@@ -41,11 +44,16 @@ class Form(NamedTuple):
     eps: str | float
     out: str
     autocast: bool
+    fields: Fields = ()
+    across: Callable | None = None
 
     @property
     def live(self) -> tuple[str, ...]:
-        """The attributes that the forward reads, weights aside."""
         return (self.eps,) if isinstance(self.eps, str) else ()
+
+    @property
+    def forward(self) -> Callable:
+        return partial(_forward, self)
 
     def __str__(self) -> str:
         return ("layer_norm" if self.layer else "rms_norm") + (" of 1 + w" if self.offset else "")
@@ -62,9 +70,8 @@ def is_candidate(module: nn.Module) -> bool:
     return whole and bool(_eps_names(module)) and (named or "weight" in parameters)
 
 
-def find_form(module: nn.Module, fields: dict | None = None) -> Form | str:
-    """The form that agrees with the module's forward, or why there is none; `fields` is filled by
-    what that reads of its configuration."""
+def find_form(module: nn.Module) -> NormForm | str:
+    """The form that agrees with the module's forward, or why there is none."""
     more, width = takes_more(module), _width(module)
     if more is not None:
         return more
@@ -79,47 +86,38 @@ def find_form(module: nn.Module, fields: dict | None = None) -> Form | str:
     bias = getattr(own, "bias", None) is not None
     layers = (True,) if bias or isinstance(module, nn.LayerNorm) else (False, True)
     offsets = (0, 1) if getattr(own, "weight", None) is not None else (0,)
-    with noted(own) as found:
+    with noted(own) as fields:
         wanted = _answers(own, width, own.forward)
-    if fields is not None:
-        fields.update(found)
     forms = product(layers, offsets, _eps_names(module), ("x", "wider", "weight"), (True, False))
-    for form in map(Form._make, forms):
-        forward = forward_of(form)
-        found = _answers(own, width, lambda x, forward=forward: forward(own, x), wanted)
+    for form in (NormForm(*each, tuple(fields.items())) for each in forms):
+        found = _answers(own, width, partial(form.forward, own), wanted)
         if wanted and len(wanted) == len(found):
             return form
     return "its forward computes no RMSNorm or LayerNorm of ours"
 
 
-def forward_of(form: Form, across: Callable | None = None) -> Callable:
-    """The forward of a module that is a norm of this form; `across` is what takes the place of
-    `rms_norm` where features are cut over ranks."""
-    norm = rms_norm if across is None else across
-
-    def forward(self, hidden_states):
-        if across is None and few(hidden_states):
-            return _of_few(form, self, hidden_states)
-        x, weight = hidden_states, getattr(self, "weight", None)
-        dtype = x.dtype
-        if form.autocast and torch.is_autocast_enabled(x.device.type):
-            dtype = torch.promote_types(dtype, torch.float32)
-        elif weight is not None and form.out != "x":
-            wider = torch.promote_types(dtype, weight.dtype)
-            dtype = weight.dtype if form.out == "weight" else wider
-        if weight is None:
-            weight = x.new_ones(x.shape[-1])
-        elif form.offset:
-            weight = weight.to(compute_dtype(weight)) + form.offset
-        eps = form.eps if isinstance(form.eps, float) else getattr(self, form.eps)
-        if form.layer:
-            return layer_norm(x, weight, getattr(self, "bias", None), eps, out_dtype=dtype)
-        return norm(x, weight, eps, out_dtype=dtype)
-
-    return forward
+def _forward(form: NormForm, module: Any, hidden_states: torch.Tensor) -> Any:
+    """The forward of a module that is a norm of this form."""
+    if form.across is None and few(hidden_states):
+        return _of_few(form, module, hidden_states)
+    x, weight = hidden_states, getattr(module, "weight", None)
+    dtype = x.dtype
+    if form.autocast and torch.is_autocast_enabled(x.device.type):
+        dtype = torch.promote_types(dtype, torch.float32)
+    elif weight is not None and form.out != "x":
+        wider = torch.promote_types(dtype, weight.dtype)
+        dtype = weight.dtype if form.out == "weight" else wider
+    if weight is None:
+        weight = x.new_ones(x.shape[-1])
+    elif form.offset:
+        weight = weight.to(compute_dtype(weight)) + form.offset
+    eps = form.eps if isinstance(form.eps, float) else getattr(module, form.eps)
+    if form.layer:
+        return layer_norm(x, weight, getattr(module, "bias", None), eps, out_dtype=dtype)
+    return (form.across or rms_norm)(x, weight, eps, out_dtype=dtype)
 
 
-def _of_few(form: Form, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def _of_few(form: NormForm, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """A norm of a `few` numbers in few operators, or, where dtypes round, by the original.
 
     RMSNorm is LayerNorm of [x, -x], whose mean is 0: of one row that takes two thirds of the time

@@ -12,10 +12,8 @@ from warpweave.parallel.context import Links, Strategy
 from warpweave.parallel.mesh import ConnectedMesh
 from warpweave.shards import padded
 
-VOCABULARY = "_vocabulary_warpweave"  # attribute of a head: its `Vocabulary`
 
-
-class Options(NamedTuple):
+class Spread(NamedTuple):
     """How a model is spread: what `apply` was told."""
 
     mesh: ConnectedMesh
@@ -72,8 +70,9 @@ class Replicas(NamedTuple):
         return 1
 
 
-class Vocabulary(NamedTuple):
-    """Of a head whose rows are cut over tensor ranks, and whose loss's tokens over context ranks.
+class HeadVocabulary(NamedTuple):
+    """Of a head whose rows are cut over tensor ranks, and whose loss's tokens over context ranks; a
+    fact of the head.
 
     Attributes:
         size: of the whole vocabulary.
@@ -82,16 +81,16 @@ class Vocabulary(NamedTuple):
 
     size: int
     cut: bool
-    options: Options
+    spread: Spread
 
     @property
     def group(self) -> Any:
         """The ranks that have other rows."""
-        return self.options.mesh.group("tp") if self.cut else None
+        return self.spread.mesh.group("tp") if self.cut else None
 
     def padded(self, weight: torch.Tensor) -> torch.Tensor:
         """This rank's rows, with zeros where the last ranks' are missing."""
-        return padded(weight, self.size, self.options.mesh.size("tp"))
+        return padded(weight, self.size, self.spread.mesh.size("tp"))
 
     def own_rows(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's rows, padded, of something that every rank has all of: its gradient is summed
@@ -101,7 +100,7 @@ class Vocabulary(NamedTuple):
                 f"{len(whole)} rows beside a head of {self.size} that is cut over ranks: put "
                 "adapters on before apply(mesh=...)"
             )
-        ranks = self.options.mesh.size("tp")
+        ranks = self.spread.mesh.size("tp")
         rows = -(-self.size // ranks)
         full = F.pad(copy_to(whole, self.group), (0, 0, 0, rows * ranks - self.size))
         return own_slice(full, self.group)

@@ -18,16 +18,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from warpweave.changes import changes_of, forget, note
 from warpweave.hf import attention, norm, seen, structure
 from warpweave.hf.mlp import Conv1D, weight_of
-from warpweave.hf.options import VOCABULARY, Options, Replicas, Vocabulary
-from warpweave.hf.patch import is_patched, patch, unpatch
+from warpweave.hf.options import HeadVocabulary, Replicas, Spread
+from warpweave.hf.patch import patch
 from warpweave.hf.report import Report
 from warpweave.parallel.collectives import all_gather, copy_to, gather, own_slice, scatter
 from warpweave.parallel.layout import SequenceLayout
@@ -43,7 +45,6 @@ from warpweave.shards import (
 )
 from warpweave.styles import is_plain_embedding, look_up, project
 
-_STATE = "_parallel_warpweave"  # attribute of a model: its `Parallel`
 # What transformers notes on a model whose ranks share it.
 _TOLD = ("_tp_size", "_is_distributed_loading_by_transformers", "_tp_plan")
 
@@ -51,13 +52,9 @@ _TOLD = ("_tp_size", "_is_distributed_loading_by_transformers", "_tp_plan")
 class Parallel:
     """A model that is spread over ranks, and the way back."""
 
-    def __init__(self, model: nn.Module, options: Options) -> None:
+    def __init__(self, model: nn.Module, options: Spread) -> None:
         self.model, self.options = model, options
         self.active = False  # tokens are cut between the first layer and the last
-        self._hooks: list[Any] = []
-        self._numbers: list[tuple[nn.Module, str, int]] = []
-        self._patched: list[nn.Module] = []
-        self._told: dict[str, Any] = {}
 
     # ------------------------------------------------------------ there
 
@@ -67,7 +64,7 @@ class Parallel:
         Raises ValueError, naming module and reason, where it cannot be; then nothing is changed.
         """
         mesh, model = self.options.mesh, self.model
-        tp = mesh.size("tp")
+        tp, changes = mesh.size("tp"), changes_of(model)
         names = {m: n for n, m in model.named_modules()}
         check_alike(model, self._groups())
         self._dropouts = {m: n for m, n in names.items() if isinstance(m, nn.Dropout)}
@@ -79,7 +76,7 @@ class Parallel:
         parts, kept = structure.find_parts(model, inputs, tp)
         layers = _layers(model, parts)
         for name, why in kept.items():
-            report.add(name, "parallel", model.get_submodule(name), False, why)
+            report.add(name, "parallel", model.get_submodule(name), why)
         # parameter -> the dim that is cut and into how many blocks it falls; the module's groups
         cuts: dict[nn.Parameter, tuple[int, int]] = {}
         sums = self._sums(parts, layers)
@@ -90,12 +87,13 @@ class Parallel:
         head = _head_of(model)
         if type(head) is nn.Linear:
             cut = head.weight in cuts
-            head.__dict__[VOCABULARY] = Vocabulary(len(head.weight), cut, self.options)
+            note(head, HeadVocabulary(len(head.weight), cut, self.options))
         for part in parts:
             how = f"{len(part.columns)} columns and a row over {tp}" if tp > 1 else "tokens"
-            report.add(names[part.module], "parallel", part.module, True, how)
-            self._hooks.append(
-                part.module.register_forward_pre_hook(self._entrance(part), with_kwargs=True)
+            report.add(names[part.module], "parallel", part.module, how, replaced=True)
+            enter = self._entrance(part)
+            changes_of(part.module).hooks.append(
+                part.module.register_forward_pre_hook(enter, with_kwargs=True)
             )
         device_mesh = None if tp == 1 else mesh.device_mesh["tp"]
         replace_parameters(
@@ -104,22 +102,21 @@ class Parallel:
         )
         for module in names:
             if module._parameters and (tp > 1 or sums.get(module)):
-                self._hooks += use_local(module, sums.get(module, {}))
+                changes_of(module).hooks += use_local(module, sums.get(module, {}))
         if self.options.tokens > 1:
             first, last = layers
-            self._hooks += [
+            changes.hooks += [
                 first.register_forward_pre_hook(self._cut_tokens, with_kwargs=True),
                 last.register_forward_hook(self._join_tokens),
             ]
-        self._hooks.append(model.register_forward_pre_hook(self._check_dropout))
-        self._told = {name: model.__dict__.get(name) for name in _TOLD}
+        changes.hooks.append(model.register_forward_pre_hook(self._check_dropout))
         ranks = tp * mesh.size("cp")
-        plan = self._told["_tp_plan"] if tp > 1 else {}  # by which caches count heads
-        model.__dict__.update(zip(_TOLD, (ranks, True, plan)))
+        plan = model.__dict__.get("_tp_plan") if tp > 1 else {}  # by which caches count heads
+        for name, told in zip(_TOLD, (ranks, True, plan)):
+            changes.set(model, name, told)
         device = next(model.parameters()).device.type
-        model.config.distributed_config = Replicas(ranks, mesh.size("dp"), device)
-        model.__dict__[_STATE] = self
-        model.__dict__["save_pretrained"] = saver(model)
+        changes.set(model.config, "distributed_config", Replicas(ranks, mesh.size("dp"), device))
+        changes.set(model, "save_pretrained", saver(model))
 
     def _sums(
         self, parts: list[structure.Part], layers: tuple[nn.Module, nn.Module]
@@ -166,19 +163,15 @@ class Parallel:
             cuts[module.weight] = (0, 1)
             across = partial(cut_rms_norm, group=self.options.mesh.group("tp"))
             form: Any = norm.find_form(module)
-            if is_patched(module):
-                unpatch(module)
-            seen.look(module, form.live)
-            self._patch(module, norm.forward_of(form, across))
+            patch(module, form._replace(across=across))
         if part.sinks is not None:
             cuts[part.sinks] = (0, 1)
         cuts[part.row.weight] = (0 if isinstance(part.row, Conv1D) else 1, 1)
         self._patch(part.row, self._linear(row_parallel_linear))
         if part.kind == "attention" and max(part.columns.values()) > 1:
-            for name, number in vars(part.module).items():  # by which it splits what it computes
+            for name, number in list(vars(part.module).items()):  # by which it splits
                 if type(number) is int and number == part.width:
-                    self._numbers.append((part.module, name, number))
-                    part.module.__dict__[name] = number // tp
+                    changes_of(part.module).set(part.module, name, number // tp)
 
     def _cut_vocabulary(self, cuts: dict, report: Report) -> None:
         model: Any = self.model
@@ -190,15 +183,16 @@ class Parallel:
         if plain and (cuttable or not tied):
             cuts[embedding.weight] = (0, 1)
             self._patch(embedding, self._embedding())
-            report.add(names[embedding], "parallel", embedding, True, "embedding, rows over tp")
+            report.add(
+                names[embedding], "parallel", embedding, "embedding, rows over tp", replaced=True
+            )
         if cuttable:
             cuts[head.weight] = (0, 1)
             self._patch(head, self._head())
-            report.add(names[head], "parallel", head, True, "head, rows over tp")
+            report.add(names[head], "parallel", head, "head, rows over tp", replaced=True)
 
     def _patch(self, module: nn.Module, forward: Callable) -> None:
-        patch(module, forward)
-        self._patched.append(module)
+        changes_of(module).set(module, "forward", MethodType(forward, module))
 
     # ------------------------------------------------------------ forwards
 
@@ -242,7 +236,7 @@ class Parallel:
             hook.remove()
 
         hook = self.model.register_forward_pre_hook(check, with_kwargs=True)
-        self._hooks.append(hook)
+        changes_of(self.model).hooks.append(hook)
 
     def _is_active(self) -> bool:
         """Recomputed layers, which nothing enters by the first, run under gradients."""
@@ -280,11 +274,11 @@ class Parallel:
             args, kwargs = put(x)
             if part.kind == "mlp" or cp is None:
                 return args, kwargs
-            module.__dict__.pop(attention._ACROSS, None)
+            forget(module, attention.Across)
             if self._is_active():
                 layout = self._layout(x.shape[1] * self.options.mesh.size("cp"))
                 across = attention.Across(layout, self.options.mesh.context, self.options.strategy)
-                module.__dict__[attention._ACROSS] = across
+                note(module, across)
                 kwargs = {n: self._own_positions(n, v, layout) for n, v in kwargs.items()}
             return args, kwargs
 
@@ -351,38 +345,15 @@ class Parallel:
             x = layout.unshard(x.chunk(layout.parts, 1), dim=1)
         return (x, *out[1:]) if isinstance(out, tuple) else x
 
-    # ------------------------------------------------------------ and back
 
-    def join(self) -> None:
-        """Undo `spread`: every rank has the whole model again."""
-        for hook in self._hooks:
-            hook.remove()
-        for module in self._patched:
-            if is_patched(module):
-                unpatch(module)
-        for module, name, number in self._numbers:
-            module.__dict__[name] = number
-        for module in self.model.modules():
-            module.__dict__.pop(attention._ACROSS, None)
-            module.__dict__.pop(VOCABULARY, None)
-        found = {
-            p: nn.Parameter(whole(p.detach()), p.requires_grad)
-            for p in self.model.parameters()
-            if isinstance(p, DTensor)
-        }
-        replace_parameters(self.model, found)
-        for name, before in self._told.items():
-            self.model.__dict__.pop(name, None)
-            if before is not None:
-                self.model.__dict__[name] = before
-        self.model.config.__dict__.pop("distributed_config", None)
-        self.model.__dict__.pop("save_pretrained", None)
-        self.model.__dict__.pop(_STATE, None)
-
-
-def parallel_of(model: nn.Module) -> Parallel | None:
-    """What spread this model, if it is spread."""
-    return model.__dict__.get(_STATE)
+def join_parameters(model: nn.Module) -> None:
+    """Give every rank all of the parameters that `Parallel.spread` cut."""
+    found = {
+        p: nn.Parameter(whole(p.detach()), p.requires_grad)
+        for p in model.parameters()
+        if isinstance(p, DTensor)
+    }
+    replace_parameters(model, found)
 
 
 def _head_of(model: Any) -> Any:

@@ -16,26 +16,77 @@ computing it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial, wraps
 from types import MethodType
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
+from warpweave.changes import changes_of, forget, known
 from warpweave.hf import seen
 
 FEW = 2**15  # numbers
 _ours_always: ContextVar[bool] = ContextVar("warpweave_hf_ours_always", default=False)
 
-_BEFORE = "_forward_before_warpweave"  # {name of the attribute: what the module's dict had, if any}
+
+class Form(Protocol):
+    """What a module was seen to compute: a norm, a feed-forward layer, an activation, a loss.
+
+    As a string, what a report says of it.
+    """
+
+    @property
+    def live(self) -> tuple[str, ...]:
+        """The attributes and children of the module that `forward` reads or calls."""
+
+    @property
+    def fields(self) -> seen.Fields:
+        """What the module's own forward read of its configuration."""
+
+    @property
+    def forward(self) -> Callable:
+        """A forward that computes it: a plain function of the module and the arguments."""
+
+
+class _Original(NamedTuple):
+    """A forward that was replaced; None is that of the module's class."""
+
+    forward: Callable | None
+
+
+def patch(module: nn.Module, form: Form, blind: Collection[nn.Module] = ()) -> None:
+    """Let a form's forward be the module's, as long as what `seen.look` sees of it now is there.
+
+    `blind` are modules that the new forward calls with other numbers than the original would.
+    """
+    seen.look(module, form.live, form.fields, blind)
+    changes, slot, forward = changes_of(module), _slot(module), form.forward
+    if _Original not in changes.facts:
+        changes.facts[_Original] = _Original(module.__dict__.get(slot))
+
+    @wraps(forward)
+    def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if seen.changed(self):
+            return original(self)(*args, **kwargs)
+        return forward(self, *args, **kwargs)
+
+    changes.set(module, slot, MethodType(guarded, module))
+
+
+def unpatch(module: nn.Module) -> None:
+    """Put the forward back that `patch` replaced."""
+    changes_of(module).restore(module, _slot(module))
+    forget(module, _Original)
+    forget(module, seen.Seen)
 
 
 def is_patched(module: nn.Module) -> bool:
     """Whether `patch` replaced this module's forward."""
-    return _BEFORE in module.__dict__
+    return known(module, _Original) is not None
 
 
 def is_foreign(module: nn.Module) -> bool:
@@ -43,34 +94,10 @@ def is_foreign(module: nn.Module) -> bool:
     return _slot(module) in module.__dict__ and _slot(module) != "_old_forward"
 
 
-def patch(module: nn.Module, forward: Callable) -> None:
-    """Let `forward`, a plain function of self and the arguments, be the module's forward, as long
-    as what `seen.look` saw of the module is there."""
-    slot = _slot(module)
-
-    @wraps(forward)
-    def guarded(self, *args, **kwargs):
-        if seen.changed(self):
-            return original(self)(*args, **kwargs)
-        return forward(self, *args, **kwargs)
-
-    module.__dict__[_BEFORE] = {slot: module.__dict__.get(slot)}
-    module.__dict__[slot] = MethodType(guarded, module)
-
-
 def original(module: nn.Module) -> Callable:
     """The forward that `patch` replaced, bound to this module."""
-    (before,) = module.__dict__[_BEFORE].values()
-    return partial(type(module).forward, module) if before is None else before
-
-
-def unpatch(module: nn.Module) -> None:
-    """Put the forward back that `patch` replaced."""
-    seen.forget(module)
-    for slot, before in module.__dict__.pop(_BEFORE).items():
-        del module.__dict__[slot]
-        if before is not None:
-            module.__dict__[slot] = before
+    before: Any = known(module, _Original)
+    return partial(type(module).forward, module) if before.forward is None else before.forward
 
 
 def _slot(module: nn.Module) -> str:

@@ -31,8 +31,12 @@ class Report:
 
     entries: list[Entry] = field(default_factory=list)
 
-    def add(self, name: str, kind: str, module: object, replaced: bool, why: str) -> None:
-        self.entries.append(Entry(name, kind, type(module).__name__, replaced, why))
+    def add(
+        self, name: str, kind: str, module: object, why: object, *, replaced: bool | None = None
+    ) -> None:
+        """Add a module; by default it was replaced unless `why` is a string, and no form."""
+        replaced = not isinstance(why, str) if replaced is None else replaced
+        self.entries.append(Entry(name, kind, type(module).__name__, replaced, str(why)))
 
     def replaced(self, kind: str | None = None) -> list[Entry]:
         """The entries whose forward is warpweave's now, of one kind or of all."""

@@ -22,12 +22,13 @@ from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 from transformers import PretrainedConfig
 
-_SEEN = "_seen_warpweave"  # attribute of a module: its `Seen`
-_OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"forward", _SEEN}
+from warpweave import changes
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"forward", changes.NAME}
 # Beginnings of what transformers and accelerate note on modules, of which no forward makes numbers.
 _NOTES = ("_is_h", "_hf_", "_old_forward")
 _MUTABLE = (list, dict, set)
-_Fields = dict[tuple[str, ...], Any]  # of a configuration, by their path
+Fields = tuple[tuple[tuple[str, ...], Any], ...]  # path and value, in a configuration
 
 
 class Seen(NamedTuple):
@@ -47,13 +48,13 @@ class Seen(NamedTuple):
     forwards: tuple[tuple[nn.Module, Any], ...]
     weights: tuple[tuple[str, bool], ...]
     bypassed: tuple[nn.Module, ...]
-    fields: tuple[tuple[tuple[str, ...], Any], ...]
+    fields: Fields
 
 
 def look(
     module: nn.Module,
     live: Collection[str] = (),
-    fields: _Fields | None = None,
+    fields: Fields = (),
     blind: Collection[nn.Module] = (),
 ) -> None:
     """Write down on a module what its replacement does not read.
@@ -71,25 +72,21 @@ def look(
         children += [(part, n, c) for n, c in part.named_children() if part not in blind]
         attributes += [(part, n, v) for n, v in _attributes(part)]
         attributes.append((part, "forward", part.__dict__.get("forward")))
-    module.__dict__[_SEEN] = Seen(
+    found = Seen(
         tuple((m, n, copy.copy(v) if isinstance(v, _MUTABLE) else v) for m, n, v in attributes),
         tuple(children),
         tuple((part, type(part).forward) for part in (module, *bypassed)),
         tuple((n, p is not None) for n, p in module._parameters.items()),
         bypassed,
-        tuple((fields or {}).items()),
+        fields,
     )
-
-
-def forget(module: nn.Module) -> None:
-    """Undo `look`."""
-    module.__dict__.pop(_SEEN, None)
+    changes.note(module, found)
 
 
 def changed(module: nn.Module) -> bool:
     """Whether something that the replaced forward does not read is another than `look` saw, or a
     hook would not fire."""
-    seen: Seen | None = module.__dict__.get(_SEEN)
+    seen = changes.known(module, Seen)
     if seen is None:
         return False
     for part, name, value in seen.attributes:
@@ -135,7 +132,7 @@ def owns_numbers(module: nn.Module, known: Collection[str] = ()) -> bool:
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, value in vars(module).items():
-        note = name.startswith(_NOTES) or name.endswith("warpweave")
+        note = name.startswith(_NOTES)
         if not note and name not in _OF_EVERY_MODULE and not isinstance(value, PretrainedConfig):
             yield name, value
 
@@ -149,9 +146,9 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 @contextmanager
-def noted(module: nn.Module) -> Iterator[_Fields]:
+def noted(module: nn.Module) -> Iterator[dict[tuple[str, ...], Any]]:
     """The fields of its configuration that the module's own forward reads meanwhile."""
-    fields: _Fields = {}
+    fields: dict[tuple[str, ...], Any] = {}
     config = module.__dict__.get("config")
     if not isinstance(config, PretrainedConfig):
         yield fields
@@ -166,7 +163,7 @@ def noted(module: nn.Module) -> Iterator[_Fields]:
 class _Noting:
     """Takes the place of a configuration and notes what is read of it."""
 
-    def __init__(self, config: PretrainedConfig, fields: _Fields, path: tuple[str, ...]) -> None:
+    def __init__(self, config: PretrainedConfig, fields: dict, path: tuple[str, ...]) -> None:
         self.__dict__.update(_config=config, _fields=fields, _path=path)
 
     @property  # type: ignore[misc]

@@ -94,7 +94,7 @@ def _calls(model: nn.Module, inputs: dict[str, torch.Tensor]) -> dict[nn.Module,
 
     hooks = [m.register_forward_pre_hook(note, with_kwargs=True) for m in model.modules()]
     try:
-        with quietly(model), attention.callers() as callers:
+        with quietly(model), attention.callers(model) as callers:
             model(**inputs, use_cache=False)
     finally:
         for hook in hooks:
@@ -124,7 +124,8 @@ def _attention_part(module: nn.Module, call: _Call, ranks: int) -> Part:
 
     hooks = [part.register_forward_hook(note) for part in (*linears, *wide)]
     try:
-        with quietly(module), torch.enable_grad(), attention.watched(lambda _, *x: seen.append(x)):
+        watch = attention.watched(module, lambda _, *x: seen.append(x))
+        with quietly(module), torch.enable_grad(), watch:
             module(*call.args, **call.kwargs)
     finally:
         for hook in hooks:
@@ -159,7 +160,7 @@ def _wide_norms(module: nn.Module, linears: list[Any]) -> list[nn.Module]:
     return [
         m
         for m in module.modules()
-        if norm.is_candidate(m) and isinstance(form := norm.find_form(m), norm.Form)
+        if norm.is_candidate(m) and isinstance(form := norm.find_form(m), norm.NormForm)
         and not form.layer and m.weight is not None and len(m.weight) in widths
     ]  # fmt: skip
 

@@ -1,0 +1,92 @@
+"""One record on each module that warpweave changed: what was there before, and how to undo it.
+
+The record is the attribute `_warpweave` of the module. It holds data and no closure, so that a deep
+copy of a module has a record of its own. The facts in it are what replaced forwards must know of
+their module, at most one of each class: `note`, `known` and `forget` write, read and remove one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from torch import nn
+
+NAME = "_warpweave"
+_Fact = TypeVar("_Fact")
+
+
+@dataclass
+class Changes:
+    """What was changed on one module.
+
+    Attributes:
+        before: (owner, name, value) of attributes that were set, of the module or of what belongs
+            to it, as its configuration; the value in a tuple, which is empty where there was none.
+        hooks: the handles of hooks.
+        facts: by their class.
+    """
+
+    before: list[tuple[Any, str, tuple]] = field(default_factory=list)
+    hooks: list[Any] = field(default_factory=list)
+    facts: dict[type, Any] = field(default_factory=dict)
+
+    def remember(self, owner: Any, name: str) -> None:
+        """Let `undo` put back the value that an attribute has now, if none is remembered yet."""
+        if not any(known is owner and other == name for known, other, _ in self.before):
+            value = (owner.__dict__[name],) if name in owner.__dict__ else ()
+            self.before.append((owner, name, value))
+
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        """Set an attribute, until `undo`."""
+        self.remember(owner, name)
+        owner.__dict__[name] = value
+
+    def restore(self, owner: Any, name: str) -> None:
+        """Put one attribute back."""
+        for entry in self.before:
+            if entry[0] is owner and entry[1] == name:
+                self.before.remove(entry)
+                owner.__dict__.pop(name, None)
+                if entry[2]:
+                    owner.__dict__[name] = entry[2][0]
+                return
+
+    def undo(self) -> None:
+        """Remove the hooks and put every attribute back."""
+        for hook in self.hooks:
+            hook.remove()
+        for owner, name, _ in list(self.before):
+            self.restore(owner, name)
+
+
+def changes_of(module: nn.Module) -> Changes:
+    """The record of a module, an empty one if it has none yet."""
+    return module.__dict__.setdefault(NAME, Changes())
+
+
+def undo(module: nn.Module) -> None:
+    """Undo all changes of a module, if there are any, and remove the record."""
+    changes: Changes | None = module.__dict__.pop(NAME, None)
+    if changes is not None:
+        changes.undo()
+
+
+def note(module: nn.Module, fact: Any) -> None:
+    """Let a module be known by a fact, in the place of another of its class."""
+    changes_of(module).facts[type(fact)] = fact
+
+
+def known(module: nn.Module, kind: type[_Fact]) -> _Fact | None:
+    """The fact of a class that is known of a module, or None."""
+    changes: Changes | None = module.__dict__.get(NAME)
+    return None if changes is None else changes.facts.get(kind)
+
+
+def forget(module: nn.Module, kind: type) -> None:
+    """Remove the fact of a class, and with the last one a record without changes."""
+    changes: Changes | None = module.__dict__.get(NAME)
+    if changes is not None:
+        changes.facts.pop(kind, None)
+        if changes == Changes():
+            del module.__dict__[NAME]
