@@ -50,7 +50,9 @@ class Attention(nn.Module):
             even head size, or window, softcap, strategy or impl is no such thing.
     """
 
-    @fields_as_keywords(unused=("recompute",), style=AttentionStyle, place=Place)
+    @fields_as_keywords(
+        unused=("norm_place", "norm_bias", "recompute"), style=AttentionStyle, place=Place
+    )
     def __init__(
         self,
         embed_dim: int,

@@ -53,17 +53,23 @@ def fields_as_keywords(
 
 
 def _with_fields(own: Signature, positional: tuple[str, ...], offered: dict) -> Signature:
-    """`own`, whose records have defaults, with the fields that are offered of each."""
-    after = dict.fromkeys(positional, Parameter.POSITIONAL_OR_KEYWORD)
-    first, options, last = [], [], []
-    for parameter in own.parameters.values():
-        if parameter.kind is not Parameter.KEYWORD_ONLY:
-            first.append(parameter)
-        else:
-            is_record = parameter.name in offered
-            last.append(parameter.replace(default=None) if is_record else parameter)
+    """`own`, whose records are optional, with the fields that are offered of each."""
+    by_keyword, by_place = Parameter.KEYWORD_ONLY, Parameter.POSITIONAL_OR_KEYWORD
+    parameters = own.parameters.values()
+    first = [p for p in parameters if p.kind is not by_keyword]
+    last = [
+        p.replace(default=None) if p.name in offered else p
+        for p in parameters
+        if p.kind is by_keyword
+    ]
     every = {f.name: f for of_record in offered.values() for f in of_record}
-    for name in dict.fromkeys((*positional, *every)):
-        kind, field = after.get(name, Parameter.KEYWORD_ONLY), every[name]
-        options.append(Parameter(name, kind, default=field.default, annotation=field.type))
+    options = [
+        Parameter(
+            name,
+            by_place if name in positional else by_keyword,
+            default=every[name].default,
+            annotation=every[name].type,
+        )
+        for name in (*positional, *(name for name in every if name not in positional))
+    ]
     return Signature([*first, *options, *last])

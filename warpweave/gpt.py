@@ -124,9 +124,12 @@ class GPT(nn.Module):
         if self.first or (self.last and config.tied):
             self.embedding = VocabParallelEmbedding(config.vocab_size, config.width, place=place)
         if self.first and config.positions == "learned":
-            factory = {"device": device, "dtype": dtype}
             self.positions = PositionEmbedding(
-                config.seq_len, config.width, **factory, partial=self.sequence_parallel
+                config.seq_len,
+                config.width,
+                device=device,
+                dtype=dtype,
+                partial=self.sequence_parallel,
             )
         layers = [i for stage in self.stages for i in self.layers_of(stage)]
         self.blocks = nn.ModuleDict({str(i): self._block(i, place) for i in layers})
