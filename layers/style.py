@@ -18,11 +18,12 @@ class NormStyle:
     """The norms of a model.
 
     Attributes:
-        norm: LayerNorm, RMSNorm, or RMSNorm whose factors are 1 + weight.
+        norm: Normalization: LayerNorm, RMSNorm, or RMSNorm whose factors are 1 + weight.
         norm_eps: Epsilon of the norms.
-        norm_place: Norms stand before attention and MLP, after both, or in both places.
-        norm_bias: LayerNorm has a bias; without, it has one as the linear layers do.
-        bias: Linear layers and LayerNorm have biases.
+        norm_place: Placement of the norms: before attention and MLP (pre), after both (post), or in
+            both places (sandwich).
+        norm_bias: Bias of LayerNorm; without, it has one as the linear layers do.
+        bias: Biases of linear layers and of LayerNorm.
     """
 
     norm: Literal["layer", "rms", "rms1p"] = "layer"
@@ -37,13 +38,14 @@ class HeadStyle(NormStyle):
     """What the attention heads of all blocks of a model have alike.
 
     Attributes:
-        head_size: Width of a head; without, model width / heads.
-        qkv_bias: The qkv projection has a bias; without, it has one as the others do.
-        qk_norm: RMSNorm of each query and key head, before the rotation.
-        qk_norm_whole: With qk_norm: one over all query heads together, and one over all key heads.
-        attention_scale: Factor of the attention scores; without, 1 / sqrt(width of a head).
-        softcap: Attention scores become softcap * tanh(score / softcap).
-        sinks: Each query head has one more logit, learned, in its softmax, with no value.
+        head_size: Head dim; without, model width / heads.
+        qkv_bias: Bias of the qkv projection; without, it has one as the others do.
+        qk_norm: QK norm: RMSNorm of each query and key head, before the rotation.
+        qk_norm_whole: QK norm over all query heads together, and over all key heads; needs qk_norm.
+        attention_scale: Scale of the attention scores; without, 1 / sqrt(head dim).
+        softcap: Softcap of the attention scores, softcap * tanh(score / softcap).
+        sinks: Attention sinks: each query head has one more logit, learned, in its softmax, with no
+            value.
         rope_scaling: How the rotary embedding was changed for longer sequences; not an option of
             the command line.
     """
@@ -80,9 +82,9 @@ class MLPStyle:
     """The feed-forward half of a block.
 
     Attributes:
-        activation: GELU by its tanh approximation or exact (by erf), SwiGLU, GELU (by tanh) as a
-            gate, or squared ReLU.
-        bias: Linear layers and LayerNorm have biases.
+        activation: Activation of the MLP: GELU by its tanh approximation or exact (by erf), SwiGLU,
+            GELU (by tanh) as a gate, or squared ReLU.
+        bias: Biases of linear layers and of LayerNorm.
     """
 
     activation: Literal["gelu", "gelu_erf", "swiglu", "geglu", "relu2"] = "gelu"

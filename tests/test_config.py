@@ -89,7 +89,7 @@ def test_a_field_that_is_added_is_an_option_with_its_help(capsys):
 def test_the_help_says_what_each_option_is_and_its_default(capsys):
     shown = _help(capsys, TrainConfig)
     for line in (
-        "--layers {None}|INT Transformer blocks. (default: the preset's)",
+        "--layers {None}|INT Number of transformer blocks. (default: the preset's)",
         "--vocab-size {None}|INT Size of the vocabulary. (default: the larger of the preset's and "
         "the data's)",
         "--zero {0,1,2,3} ZeRO stage, sharded over the dp x cp ranks. (default: 1)",

@@ -112,19 +112,19 @@ class GPTConfig(HeadStyle, MLPStyle):
 
     Attributes:
         vocab_size: Size of the vocabulary.
-        seq_len: Tokens of a sequence.
-        layers: Transformer blocks.
-        width: Model width.
-        heads: Query heads.
-        kv_heads: Key and value heads, which divide the query heads.
+        seq_len: Sequence length in tokens.
+        layers: Number of transformer blocks.
+        width: Model width (hidden size).
+        heads: Number of query heads.
+        kv_heads: Number of key and value heads (GQA), which divide the query heads.
         hidden: Hidden units of the MLP.
-        positions: Learned, or rotary embedding of queries and keys.
-        tied: The head's weight is the embedding's.
+        positions: Position encoding: learned, or rotary embedding of queries and keys.
+        tied: Weight tying: the head's weight is the embedding's.
         rope_theta: Base of the rotary embedding.
         dropout: Dropout of the embedding and of both branches of a block.
-        windows: Sliding windows in tokens, of one layer after the other and over again, 0 is none.
-        logit_softcap: The same as softcap, of the logits.
-        embedding_scale: The token embedding is multiplied by it.
+        windows: Sliding windows in tokens, one for each layer in turn; 0 is full attention.
+        logit_softcap: Softcap of the logits, softcap * tanh(logit / softcap).
+        embedding_scale: Scale by which the token embedding is multiplied.
         local_rope_theta: Base of the rotary embedding in layers with a window, if it is another;
             rope_scaling is then of the others alone.
     """
