@@ -24,8 +24,8 @@ def draw(B=1, Sq=37, Sk=37, Hq=2, Hkv=1, D=16, dtype=F64) -> list[Tensor]:
 
 def tiles_of(monkeypatch, arch: int) -> None:
     """From here on the tiles are those of a device of capability `arch`."""
+    monkeypatch.setattr(tiles, "INTERPRET", False)
     for module in (tiles, attention_tiles):
-        monkeypatch.setattr(module, "INTERPRET", False)
         monkeypatch.setattr(module, "capability", lambda device: arch)
 
 

@@ -39,7 +39,7 @@ from warpweave.kernels.attention.function import attention_bwd_op, attention_op
 from warpweave.kernels.attention.launch import shared_steps
 from warpweave.kernels.attention.options import AttentionOptions, checked, resolved
 from warpweave.kernels.merge import merge_
-from warpweave.kernels.runtime.tiles import shipped_table
+from warpweave.kernels.runtime.tiles import shipped_rows
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
@@ -685,9 +685,8 @@ def test_tiles_are_chosen_by_capability_element_size_and_head_dim(monkeypatch) -
         tiles_of(monkeypatch, arch)
         q = torch.empty(1, 1, 1, D, dtype=dtype)
         kernels = ("attention_fwd", "attention_dkdv", "attention_dq")
-        want = (r.tile for k in kernels for r in shipped_table() if r.key == (row[0], k, *row[1:]))
-        got = (attention_tiles.forward_tile, attention_tiles.dkdv_tile, attention_tiles.dq_tile)
-        assert [tile(q, attention_tiles.Variant()) for tile in got] == [*want]
+        want = [shipped_rows(kernel, row[0], row[1])[row[2]] for kernel in kernels]
+        assert [attention_tiles.find_tile(kernel, q, frozenset()) for kernel in kernels] == want
 
 
 def test_largest_scores_found_in_halves_as_on_hopper_are_the_same(monkeypatch):

@@ -28,8 +28,8 @@ from warpweave.kernels.attention import (
 from warpweave.kernels.attention import tiles as attention_tiles
 from warpweave.kernels.attention.function import attention_op
 from warpweave.kernels.attention.options import AttentionOptions
-from warpweave.kernels.attention.tiles import Variant, dkdv_tile, dq_tile, forward_tile
 from warpweave.kernels.merge import merge
+from warpweave.kernels.reference import Run
 from warpweave.kernels.runtime.tile_table import AttentionTile
 
 IMPLS = pytest.mark.parametrize("impl", ["torch", "triton"])
@@ -316,130 +316,52 @@ def test_planted_faults_are_far_outside_the_tolerance(impl) -> None:
         assert all(relative_error(g, w) > 1e-2 for g, w in zip(got, want)), fault
 
 
-SHARED = {"dropout": True, "shared": True}  # four probabilities to a draw
-
-
-def _sizes(tile, D, dtype=torch.float16, **call) -> tuple[int, int]:
-    """Queries and keys of a tile for heads of D."""
-    return tile(torch.empty(1, 1, 1, D, dtype=dtype), Variant(**call))[:2]
-
-
-def test_what_keeps_more_takes_smaller_tiles_in_the_forward(monkeypatch) -> None:
-    tiles_of(monkeypatch, 90)
-    assert _sizes(forward_tile, 128) == _sizes(forward_tile, 128, causal=True) == (128, 128)
-    assert _sizes(forward_tile, 128, softcap=True) == _sizes(forward_tile, 80) == (128, 64)
-    assert _sizes(forward_tile, 128, dropout=True) == (128, 32)
-    assert _sizes(forward_tile, 128, **SHARED) == _sizes(forward_tile, 64, **SHARED) == (128, 64)
-    assert _sizes(forward_tile, 256, **SHARED) == (128, 32)
-    assert _sizes(forward_tile, 128, softcap=True, **SHARED) == (128, 32)
-    assert _sizes(forward_tile, 128, into=True) == (128, 64)
-    assert _sizes(forward_tile, 64, softcap=True) == (128, 32)
-    assert _sizes(forward_tile, 64, into=True) == (64, 64)  # rows, not keys
-    assert _sizes(forward_tile, 64, softcap=True, dropout=True) == (64, 32)
-    assert _sizes(forward_tile, 256, into=True) == (64, 64)
-    assert _sizes(forward_tile, 256) == (128, 64)
-    wide = torch.empty(1, 1, 1, 256)
-    assert forward_tile(wide, Variant(into=True)) == (16, 16, 4, 2)
-    assert forward_tile(wide, Variant()) == (16, 16, 4, 1)
-    masked = torch.empty(1, 1, 1, 40, dtype=torch.float16)  # its tiles have 64 columns
-    assert forward_tile(masked, Variant(softcap=True)) == (128, 64, 8, 3)
-    assert forward_tile(masked, Variant()) == (128, 64, 8, 3)
-    assert _sizes(forward_tile, 200) == _sizes(forward_tile, 200, dropout=True) == (64, 32)
-    assert _sizes(forward_tile, 200, dropout=True, softcap=True) == (64, 16)
-    assert forward_tile(wide[..., :64].half(), Variant()) == (128, 64, 4, 3)
-    assert forward_tile(masked.float(), Variant()) == (64, 32, 8, 2)
-    assert forward_tile(wide[..., :72], Variant()) == (32, 16, 8, 2)
-    assert forward_tile(wide[..., :128], Variant()) == (32, 16, 4, 2)
-    tiles_of(monkeypatch, 80)
-    assert _sizes(forward_tile, 64, **SHARED) == (128, 32)
-    assert _sizes(forward_tile, 72) == (128, 32)
-    assert _sizes(forward_tile, 128) == (128, 64)
-
-
-def test_what_keeps_more_takes_smaller_tiles_in_the_backward(monkeypatch) -> None:
-    tiles_of(monkeypatch, 90)
-    assert _sizes(dkdv_tile, 128) == _sizes(dkdv_tile, 128, bounded=True) == (64, 128)
-    assert _sizes(dkdv_tile, 128, bounded=True, striped=True) == (32, 128)
-    assert _sizes(dkdv_tile, 128, softcap=True) == _sizes(dkdv_tile, 80) == (32, 128)
-    assert _sizes(dkdv_tile, 128, dropout=True) == (32, 128)
-    assert _sizes(dkdv_tile, 64, **SHARED) == (64, 128)
-    assert _sizes(dkdv_tile, 64, bounded=True, **SHARED) == (32, 128)
-    assert _sizes(dkdv_tile, 128, into=True) == (32, 64)
-    assert _sizes(dkdv_tile, 128, dropout=True, softcap=True) == (32, 64)
-    assert _sizes(dkdv_tile, 64) == _sizes(dkdv_tile, 64, into=True) == (64, 128)
-    assert _sizes(dkdv_tile, 64, dropout=True) == (32, 128)
-    single = {"softcap": True, "dropout": True}, {"into": True}, {}
-    assert [_sizes(dkdv_tile, 64, torch.float32, **kind)[1] for kind in single] == [16, 16, 32]
-    assert _sizes(dkdv_tile, 72) == (32, 128)  # columns are masked off
-    assert _sizes(dkdv_tile, 72, bounded=True) == (16, 128)
-    assert _sizes(dkdv_tile, 72, into=True) == (16, 64)
-    assert _sizes(dq_tile, 128) == _sizes(dq_tile, 128, bounded=True) == (128, 64)
-    assert _sizes(dq_tile, 128, dropout=True) == (128, 32)
-    assert _sizes(dq_tile, 128, **SHARED) == (128, 64)
-    assert _sizes(dq_tile, 256) == _sizes(dq_tile, 256, bounded=True) == (128, 32)
-    assert _sizes(dq_tile, 256, into=True) == (64, 32)
-    assert _sizes(dkdv_tile, 256, bounded=True) == _sizes(dkdv_tile, 200) == (32, 32)
-    tiles_of(monkeypatch, 100)
-    assert _sizes(dkdv_tile, 128, into=True) == (64, 128)
-    assert _sizes(dq_tile, 128, bounded=True) == _sizes(dq_tile, 256) == (128, 32)
-    assert _sizes(forward_tile, 256) == (128, 32)
-    assert _sizes(forward_tile, 256, striped=True) == (64, 64)
-    assert _sizes(dq_tile, 256, bounded=True, dropout=True) == (64, 16)
-    assert _sizes(dq_tile, 64, torch.float32, bounded=True) == (32, 32)
-    heads = torch.empty(1, 1, 1, 128, dtype=torch.float16)
-    assert dq_tile(heads, Variant(causal=True)).warps == 4
-    assert (
-        dq_tile(heads, Variant(into=True)).warps == dq_tile(heads[..., :40], Variant()).warps == 8
-    )
-    tiles_of(monkeypatch, 80)
-    assert _sizes(dq_tile, 40) == (64, 32)  # four warps that mask columns off
-    assert _sizes(dq_tile, 72) == _sizes(dq_tile, 128, into=True) == (64, 64)
-    assert _sizes(dq_tile, 128) == _sizes(dq_tile, 128, causal=True) == (128, 64)
-    assert _sizes(dkdv_tile, 128, **SHARED) == (16, 128)
-    assert _sizes(dq_tile, 128, **SHARED) == (128, 32)
-    assert _sizes(dkdv_tile, 128) == _sizes(dkdv_tile, 40, dropout=True) == (32, 128)
-    assert _sizes(dkdv_tile, 40, dropout=True, softcap=True) == (16, 128)
-    for more in ({"bounded": True}, {"into": True}):
-        assert _sizes(dkdv_tile, 128, **more) == (64, 64)
-    q = torch.empty(1, 1, 1, 64, dtype=torch.float16)
-    assert dkdv_tile(q, Variant(causal=True)).warps == 4
-    assert dkdv_tile(q, Variant(bounded=True)).warps == dkdv_tile(q[..., :40], Variant()).warps == 8
-
-
-def test_versions_of_triton_that_spill_dk_and_dv_take_smaller_tiles(monkeypatch) -> None:
-    found = {}
-    for version in ("3.6.0", "3.7.1", "3.10.0"):
-        monkeypatch.setattr(attention_tiles.triton, "__version__", version)
-        for arch in (80, 90, 100):
-            tiles_of(monkeypatch, arch)
-            assert _sizes(dkdv_tile, 64, causal=True) == _sizes(dkdv_tile, 64)
-            assert _sizes(dkdv_tile, 128)[0] == (32 if arch == 80 else 64)
-            found[arch, version] = _sizes(dkdv_tile, 128, causal=True)[0]
-    halved = {(80, "3.6.0"): 16, (90, "3.10.0"): 32}
-    assert found == {key: halved.get(key, 32 if key[0] == 80 else 64) for key in found}
-    tiles_of(monkeypatch, 90)
-    assert _sizes(dkdv_tile, 256) == (32, 32)  # of 3.10, which is still set
-    assert _sizes(dkdv_tile, 128, dropout=True) == (16, 128)
-    monkeypatch.setattr(attention_tiles.triton, "__version__", "3.7.1")
-    assert _sizes(dkdv_tile, 256) == (16, 64)
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({}, ""),
+        ({"causal": False}, ""),
+        ({"window": 3}, "bounded"),
+        ({"documents": torch.tensor([[0, 64]])}, "bounded"),
+        ({"softcap": 2.0, "into": True}, "softcap into"),
+        ({"D": 40}, "masked"),
+        ({"D": 40, "dtype": F64}, ""),
+        ({"D": 8}, "masked"),
+        ({"dropout": 0.1}, "shared"),
+        ({"dropout": 0.1, "D": 40}, "shared masked"),
+        ({"dropout": 0.1, "window": 3}, "dropout bounded"),
+        ({"dropout": 0.1, "q_runs": (Run(16, 32), Run(96, 32))}, "shared"),
+        ({"dropout": 0.1, "q_runs": (Run(8, 64),)}, "dropout"),  # four of a draw are split
+        ({"q_runs": (Run(1, 64, 2),)}, "striped"),
+        ({"dropout": 0.1, "k_runs": (Run(0, 64, 2),)}, "dropout striped"),
+    ],
+    ids=str,
+)
+def test_a_variant_is_what_a_call_keeps_beside_plain_attention(given, words) -> None:
+    given = dict(given)
+    D, into = given.pop("D", 64), given.pop("into", False)
+    q = torch.empty(1, 64, 1, D, dtype=given.pop("dtype", torch.float16))
+    runs = {"q_runs": (Run(0, 64),), "k_runs": (Run(0, 64),)}
+    options = AttentionOptions(**runs | given)
+    assert attention_tiles.variant_of(q, options, into) == set(words.split())
 
 
 def test_launches_that_ptxas_would_spill_state_their_registers(monkeypatch) -> None:
     q, tile = torch.empty(1, 1, 1, 64), AttentionTile(64, 32, 8, 2)
 
     def options(q=q, tile=tile, **call):
-        return attention_tiles.launch_options(tile, q, Variant(**call))
+        return attention_tiles.launch_options(tile, q, frozenset(call))
 
     plain = {"num_warps": 8, "num_stages": 2}
     assert options() == {**plain, "maxnreg": 255}
     assert options(tile=tile._replace(warps=16))["maxnreg"] == 128  # of 65536 for 512 threads
     for low in (q.half(), q.bfloat16(), q.double()):
         assert options(low, dropout=True) == plain
-    assert options(q[..., :40].half()) == {**plain, "maxnreg": 255}  # columns are masked off
-    assert options(q[..., :40].double()) == plain
+    assert options(q.half(), masked=True) == {**plain, "maxnreg": 255}
     tiles_of(monkeypatch, 100)
     assert options(q.half()) == plain
-    assert options(q.half(), dropout=True) == {**plain, "maxnreg": 255}
+    for drawn in ("dropout", "shared"):
+        assert options(q.half(), **{drawn: True}) == {**plain, "maxnreg": 255}
     assert options(torch.empty(1, 1, 1, 128).half()) == {**plain, "maxnreg": 255}
 
 

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from itertools import combinations
 from unittest import mock
 
 import pytest
@@ -21,12 +22,14 @@ from warpweave.kernels.runtime.tile_table import (
     KINDS,
     MAX_HEAD_DIM,
     OPTIONAL,
+    VARIANTS,
     AttentionTile,
     GemmTile,
     Row,
     read_table,
     write_table,
 )
+from warpweave.kernels.runtime.tiles import PLAIN
 
 ODD = Row("Planted GPU", "attention_fwd", 2, 96, AttentionTile(32, 16, 2, 1), triton.__version__)
 
@@ -41,13 +44,16 @@ def table(tmp_path):
 # ---------------------------------------------------------------- what is shipped
 
 
-def test_the_shipped_table_answers_every_call_everywhere() -> None:
+def test_the_shipped_table_answers_every_call_everywhere(monkeypatch) -> None:
     rows = tiles.shipped_table()
     groups = {(row.kernel, row.where, row.size) for row in rows}
     for kernel, where, size in groups:
         kinds = {r.kind for r in rows if (r.kernel, r.where, r.size) == (kernel, where, size)}
         gemm_kinds = kinds >= {*KINDS} and kinds <= {*KINDS, *OPTIONAL}
         assert gemm_kinds if kernel == "gemm" else MAX_HEAD_DIM in kinds
+        for kind in kinds:  # and each has a row for every version and variant
+            default = [r for r in rows if (r.kernel, r.where, r.size) == (kernel, where, size)]
+            assert any(r.kind == kind and not r.triton and not r.variants for r in default)
     for kernel in KERNELS:
         assert {(kernel, 0, size) for size in (2, 4, 8)} <= groups
         for arch in (0, 75, 80, 86, 89, 90, 100, 103, 120):
@@ -56,19 +62,59 @@ def test_the_shipped_table_answers_every_call_everywhere() -> None:
                     assert tiles.find_on(kernel, arch, "", size, kind)
 
 
-def test_a_shipped_row_for_one_version_of_triton_is_taken_by_that_one_alone(monkeypatch) -> None:
-    found = {}
-    for version in ("3.6.0", "3.7.1", "3.70.0"):
+def test_every_row_is_reached_by_some_call() -> None:
+    """A row that an earlier one hides would be a tile that nobody takes or compiles."""
+    every = [
+        frozenset(words)
+        for n in range(len(VARIANTS) + 1)
+        for words in combinations(VARIANTS, n)
+        if not {"dropout", "shared"} <= {*words}
+    ]
+    rows = tiles.shipped_table()
+    for version in ((3, 6), (3, 7), (3, 8), (3, 9)):
+        for row in rows:
+            if row.fits(version, frozenset(row.variants[0].split()) if row.variants else PLAIN):
+                same = [r for r in rows if r.key[:4] == row.key[:4]]
+                first = {next(r.key for r in same if r.fits(version, words)) for words in every}
+                own = row.triton or not any(r.triton and r.fits(version, PLAIN) for r in same)
+                assert row.key in first or not own
+
+
+def test_of_rows_for_versions_of_triton_and_variants_the_first_that_fits_is_taken(
+    tmp_path, monkeypatch
+) -> None:
+    made = {"capability": 0, "kernel": "attention_fwd", "element_size": 2, "head_dim": 256}
+    given = [
+        ({"triton": "3.7", "variants": ["into softcap", "masked"]}, 16),
+        ({"triton": "3.9+"}, 32),
+        ({"variants": ["softcap"]}, 64),
+        ({}, 128),
+    ]
+    rows = [made | more | {"tile": {"q": q, "k": 16, "warps": 4, "stages": 1}} for more, q in given]
+    path = tmp_path / "tiles.json"
+    path.write_text(json.dumps({"format": "warpweave tiles 1", "rows": rows}))
+    monkeypatch.setattr(tiles, "shipped_table", lambda: tuple(read_table(path, by="capability")))
+
+    def taken(version: str, words: str) -> int:
         monkeypatch.setattr(triton, "__version__", version)
-        for cached in (tiles.shipped_table, tiles.find_on):
-            cached.cache_clear()
-        found[version] = [tiles.find_on("gemm", a, "", 2, "large")[:2] for a in (80, 90)]
-        assert len({row.key[:4] for row in tiles.shipped_table()}) == len(tiles.shipped_table())
-    monkeypatch.undo()
-    for cached in (tiles.shipped_table, tiles.find_on):
-        cached.cache_clear()
-    assert found["3.7.1"] == [(128, 256), (128, 256)]
-    assert found["3.6.0"] == found["3.70.0"] == [(128, 128), (128, 256)]
+        return tiles.shipped_rows("attention_fwd", 90, 2, frozenset(words.split()))[256].q
+
+    assert [taken("3.7.1", w) for w in ("into softcap bounded", "masked", "softcap", "into")] == [
+        16, 16, 64, 128,
+    ]  # fmt: skip
+    assert [taken("3.70.0", w) for w in ("into softcap", "")] == [32, 32]
+    assert [taken(v, "masked") for v in ("3.6.0", "3.8.1", "3.9.0", "3.10.2", "4.0")] == [
+        128, 128, 32, 32, 32,
+    ]  # fmt: skip
+
+
+def test_a_users_tile_of_attention_is_for_plain_calls_alone(table) -> None:
+    write_table(table, [ODD])
+    tiles.load(table)
+    assert tiles.find_on("attention_fwd", 90, "Planted GPU", 2, 96) == ODD.tile
+    for words in (frozenset({"softcap"}), frozenset({"masked"})):
+        shipped = tiles.find_on("attention_fwd", 90, "", 2, 96, words)
+        assert tiles.find_on("attention_fwd", 90, "Planted GPU", 2, 96, words) == shipped
 
 
 def test_what_no_row_is_for_is_refused() -> None:

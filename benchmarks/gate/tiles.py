@@ -56,7 +56,7 @@ def _attention_tiles() -> list[Case]:
 
 def _attention_variants() -> list[Case]:
     """What keeps more in registers than plain attention does. Each has spilled at a tile that was
-    clean without, or is the next of kin of one that has; `attention.tiles` has the rules."""
+    clean without, or is the next of kin of one that has: `tiles.json` has a row for it."""
     from warpweave.kernels.attention import function as attention
 
     drop = {"dropout": 0.1, "dropout_seed": 7}

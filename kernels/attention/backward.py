@@ -383,8 +383,8 @@ def block_bwd(
 
 def _launch_dkdv(q, k, v, do, lse, delta, dk, dv, options: AttentionOptions, into: bool) -> None:
     (B, _, H, D), Hkv = q.shape, k.shape[2]
-    variant = tiles.variant_of(options, into)
-    tile = tiles.dkdv_tile(q, variant)
+    variant = tiles.variant_of(q, options, into)
+    tile = tiles.find_tile("attention_dkdv", q, variant)
     table, by_sample = launch.table_of(options, B, keys=True)
     step, (of_q, of_k, of_v, of_do, *others) = launch.shared_steps(q, k, v, do, dk, dv)
     of_q, of_do = launch.one_set(of_q, of_do)
@@ -397,8 +397,8 @@ def _launch_dkdv(q, k, v, do, lse, delta, dk, dv, options: AttentionOptions, int
 
 def _launch_dq(q, k, v, do, lse, delta, dq, options: AttentionOptions, into: bool) -> None:
     B, _, H, D = q.shape
-    variant = tiles.variant_of(options, into)
-    tile = tiles.dq_tile(q, variant)
+    variant = tiles.variant_of(q, options, into)
+    tile = tiles.find_tile("attention_dq", q, variant)
     table, by_sample = launch.table_of(options, B)
     step, (of_q, of_k, of_v, *others) = launch.shared_steps(q, k, v, do, dq)
     attention_dq_kernel[(launch.tile_count(options.q_runs, tile.q) * H * B,)](

@@ -204,8 +204,8 @@ def block_fwd(
 
 def _launch(q, k, v, o, lse, sinks, options: AttentionOptions, into: bool) -> None:
     B, _, H, D = q.shape
-    variant = tiles.variant_of(options, into)
-    tile = tiles.forward_tile(q, variant)
+    variant = tiles.variant_of(q, options, into)
+    tile = tiles.find_tile("attention_fwd", q, variant)
     table, by_sample = launch.table_of(options, B)
     step, (of_q, of_k, of_v, of_o) = launch.shared_steps(q, k, v, o)
     attention_fwd_kernel[(launch.tile_count(options.q_runs, tile.q) * H * B,)](

@@ -5,10 +5,13 @@
       {"device": "NVIDIA H100 80GB HBM3", "kernel": "attention_fwd", "element_size": 2,
        "head_dim": 64, "tile": {"q": 128, …}, "triton": "3.7.1", "us": 980.1, "shipped_us": 1012.7}
 
-`tiles.json` beside this file is shipped: its rows are by compute capability, and one with "triton":
-"3.7" is for that version alone, before another. The table of a user, which ``warpweave tune``
-writes, has rows by device. A file that is not exactly this raises
-ValueError: a tile that half fits would be a wrong result on a GPU.
+`tiles.json` beside this file is shipped: its rows are by compute capability. Of its rows for one
+kernel, element size and head dim (or kind) the first one is taken that fits the version of Triton,
+where "triton": "3.7" is for that one and "3.9+" from there on, and the variant of the call, where
+"variants": ["into softcap", "masked"] is for those that keep both, or the other, and maybe more
+(see `attention.tiles`). The table of a user, which ``warpweave tune`` writes, has rows by device. A
+file that is not exactly this raises ValueError: a tile that half fits would be a wrong result on a
+GPU.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ FORMAT = "warpweave tiles 1"
 MAX_HEAD_DIM = 256
 KINDS = ("large", "heavy", "small")
 OPTIONAL = ("wide",)  # kinds with a row only where the large tile will not do
+VARIANTS = ("dropout", "shared", "softcap", "into", "bounded", "striped", "masked")
 
 
 class AttentionTile(NamedTuple):
@@ -76,6 +80,14 @@ def _is_time(x: Any) -> bool:
     return type(x) in (int, float) and 0 < x < math.inf
 
 
+def _are_variants(x: Any) -> bool:
+    return (
+        isinstance(x, list)
+        and x != []
+        and all(isinstance(each, str) and set(each.split(" ")) <= {*VARIANTS} for each in x)
+    )
+
+
 _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "capability": (lambda x: type(x) is int and 0 <= x < 1000, "major * 10 + minor"),
     "device": (lambda x: isinstance(x, str) and x != "", "a device's name"),
@@ -83,6 +95,7 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "element_size": (lambda x: type(x) is int and x in (2, 4, 8), "2, 4 or 8 bytes"),
     "head_dim": (lambda x: type(x) is int and 0 < x <= MAX_HEAD_DIM, f"1..{MAX_HEAD_DIM}"),
     "kind": (lambda x: x in (*KINDS, *OPTIONAL), f"one of {', '.join((*KINDS, *OPTIONAL))}"),
+    "variants": (lambda x: _are_variants(x), f"a list of some of {', '.join(VARIANTS)}"),
     "us": (_is_time, "microseconds"),
     "shipped_us": (_is_time, "microseconds"),
 }
@@ -100,8 +113,9 @@ class Row:
         kind: for attention the head dim up to which it applies; for products one of `KINDS` or of
             `OPTIONAL`.
         triton: the version of Triton that a device's tile was measured under; the minor one that a
-            capability's is for, "" for all.
+            capability's is for, with "+" behind it from there on, "" for all.
         us, shipped_us: microseconds measured then, of this tile and of the shipped one.
+        variants: those of a call of attention that it is for, () for all.
     """
 
     where: int | str
@@ -112,12 +126,21 @@ class Row:
     triton: str = ""
     us: float | None = None
     shipped_us: float | None = None
+    variants: tuple[str, ...] = ()
 
     @property
     def key(self) -> tuple[int | str | Kind, ...]:
         """What a table has at most one row for."""
-        version = (self.triton,) if isinstance(self.where, int) and self.triton else ()
+        version = (self.triton, *self.variants) if isinstance(self.where, int) else ()
         return self.where, self.kernel, self.size, self.kind, *version
+
+    def fits(self, version: tuple[int, int], variant: frozenset[str]) -> bool:
+        """Whether a capability's row is for this version of Triton and this variant."""
+        from_there_on, number = self.triton.endswith("+"), self.triton.removesuffix("+")
+        own = tuple(map(int, number.split("."))) if number else version
+        return (version >= own if from_there_on else version == own) and (
+            not self.variants or any(variant.issuperset(v.split(" ")) for v in self.variants)
+        )
 
 
 def read_table(path: Path, *, by: str) -> list[Row]:
@@ -136,7 +159,7 @@ def _row(fields: Any, by: str) -> Row:
     kind = "kind" if kernel == "gemm" else "head_dim"
     where = {by} if by == "capability" else {by, "triton"}
     needed = {*where, "kernel", "element_size", kind, "tile"}
-    optional = {"triton"} if by == "capability" else {"us", "shipped_us"}
+    optional = {"triton", "variants"} if by == "capability" else {"us", "shipped_us"}
     if not needed <= fields.keys() <= needed | optional:
         raise ValueError(f"it must have {sorted(needed)}, and has {sorted(fields)}")
     for name, value in fields.items():
@@ -144,9 +167,10 @@ def _row(fields: Any, by: str) -> Row:
             is_right, what = _FIELDS[name]
             if not is_right(value):
                 raise ValueError(f"{name} must be {what}, got {value!r}")
-    measured = {name: fields[name] for name in ("triton", "us", "shipped_us") if name in fields}
+    more = {name: fields[name] for name in ("triton", "us", "shipped_us") if name in fields}
+    more["variants"] = tuple(fields.get("variants", ()))
     tile = _tile(KERNELS[kernel], fields["tile"])
-    return Row(fields[by], kernel, fields["element_size"], fields[kind], tile, **measured)
+    return Row(fields[by], kernel, fields["element_size"], fields[kind], tile, **more)
 
 
 def _tile(shape: type[AttentionTile] | type[GemmTile], sizes: Any) -> Tile:

@@ -7,9 +7,10 @@ A launch takes, of its kernel and element size,
   3. the shipped tile (`tiles.json` beside this file) of the largest capability that is not above
      the device's, or that of capability 0: for the interpreter and every device below them.
 For a head dim the row of the smallest one that fits is taken, of 2 and 3 together; of one head dim
-the user's. A product of an optional kind that has no row takes the large tile. In half and single
-precision no tile shipped for A100, H100 and B200 spills registers, nor does what `attention.tiles`
-makes of it in the calls with options that benchmarks/compiled.py compiles. float64 may.
+the user's. A user's tiles of attention are for plain attention, the only one that is measured:
+variants that keep more (`attention.tiles`) take shipped rows. A product of an optional kind that
+has no row takes the large tile. In half and single precision no tile shipped for A100, H100 and
+B200 spills registers in any variant that benchmarks/compiled.py compiles. float64 may.
 
 Nothing is read at import, and no user's table unasked: another tile is another order of sums. One
 that cannot be used raises; it is not passed over. Rows that another version of Triton measured are
@@ -35,6 +36,9 @@ from warpweave.kernels.runtime.tile_table import OPTIONAL, Kind, Row, Tile, read
 Key = tuple[str, int, Kind]
 """Kernel, bytes per element, kind or head dim."""
 
+PLAIN: frozenset[str] = frozenset()
+"""The variant of plain attention, and of a product."""
+
 _pinned: ContextVar[Mapping[Key, Tile] | None] = ContextVar("warpweave_tiles", default=None)
 _loaded: list[Row] = []  # of the process: autograd launches from threads that know no context
 
@@ -50,9 +54,13 @@ def load(path: str | Path | None) -> None:
         cached.cache_clear()
 
 
-def find(kernel: str, device: torch.device, size: int, kind: Kind) -> Any:
-    """The tile of a kernel for elements of `size` bytes and a head dim or kind of product: of the
-    type that `tile_table.KERNELS` has for this kernel.
+def find(
+    kernel: str, device: torch.device, size: int, kind: Kind, variant: frozenset[str] = PLAIN
+) -> Any:
+    """The tile of a kernel for elements of `size` bytes and a head dim or kind of product, and for
+    a variant of attention: of the type that `tile_table.KERNELS` has for this kernel.
+
+    Raises ValueError, which names those that there are, if no row is for it.
     """
     pins = _pinned.get()
     if pins is not None:
@@ -60,15 +68,17 @@ def find(kernel: str, device: torch.device, size: int, kind: Kind) -> Any:
         if tile is not None:
             return tile
     if INTERPRET:
-        return find_on(kernel, 0, "", size, kind)
-    return find_on(kernel, capability(device), device_name(device), size, kind)
+        return find_on(kernel, 0, "", size, kind, variant)
+    return find_on(kernel, capability(device), device_name(device), size, kind, variant)
 
 
 @cache
-def find_on(kernel: str, arch: int, name: str, size: int, kind: Kind) -> Any:
+def find_on(
+    kernel: str, arch: int, name: str, size: int, kind: Kind, variant: frozenset[str] = PLAIN
+) -> Any:
     """What `find` answers on a device of this capability and name; "" has no rows of a user."""
-    rows = shipped_rows(kernel, arch, size)
-    if name:
+    rows = shipped_rows(kernel, arch, size, variant)
+    if name and not variant:
         own = own_rows(name)
         rows |= {row.kind: row.tile for row in own if (row.kernel, row.size) == (kernel, size)}
     tile = _fitting(rows, kind)
@@ -100,21 +110,26 @@ def pinned(tiles: Mapping[Key, Tile]) -> Iterator[None]:
 # ---------------------------------------------------------------- the tables
 
 
-def shipped_rows(kernel: str, arch: int, size: int) -> dict[Kind, Tile]:
-    """Kind or head dim -> shipped tile, on a device of capability `arch`."""
+def shipped_rows(
+    kernel: str, arch: int, size: int, variant: frozenset[str] = PLAIN
+) -> dict[Kind, Tile]:
+    """Kind or head dim -> the tile of its first row for `variant`, on a device of capability
+    `arch`."""
+    version = tuple(map(int, triton.__version__.split(".")[:2])) if HAS_TRITON else (0, 0)
     of_size = [row for row in shipped_table() if (row.kernel, row.size) == (kernel, size)]
     best = max(r.where for r in of_size if isinstance(r.where, int) and r.where <= arch)
-    return {row.kind: row.tile for row in of_size if row.where == best}
+    found: dict[Kind, Tile] = {}
+    for row in of_size:
+        if row.where == best and row.fits(version, variant):
+            found.setdefault(row.kind, row.tile)
+    return found
 
 
 @cache
 def shipped_table() -> tuple[Row, ...]:
-    """Every shipped row for this version of Triton; for each kernel, capability and element size
-    there are all kinds of products, or the largest head dim."""
-    version = ".".join(triton.__version__.split(".")[:2]) if HAS_TRITON else ""
-    rows = read_table(Path(__file__).with_name("tiles.json"), by="capability")
-    ours = [row for row in rows if row.triton in ("", version)]
-    return tuple({row.key[:4]: row for row in sorted(ours, key=lambda row: row.triton)}.values())
+    """Every shipped row; for each kernel, capability and element size there are all kinds of
+    products, or the largest head dim."""
+    return tuple(read_table(Path(__file__).with_name("tiles.json"), by="capability"))
 
 
 @cache
