@@ -32,7 +32,7 @@ from warpweave.gpt import GPT
 from warpweave.kernels.rope_scaling import RopeScaling
 from warpweave.launch import join
 from warpweave.lr_schedule import short_of_peak
-from warpweave.memory import check_memory, estimate
+from warpweave.memory import TrainingStep, check_memory, estimate
 from warpweave.parallel.mesh import AXES, ConnectedMesh, Mesh
 from warpweave.plain_gpt import PlainConfig
 from warpweave.prove.layouts import Layout
@@ -266,7 +266,8 @@ def _memory(free: float, device_type: str = "cpu", ranks: int = 1, **mesh: int) 
     each = [rank.total for rank in estimate(config, sizes, plan, **how)]
     assert len(set(each)) == sizes.pp
     need = max(each) if ranks == 1 else sum(each) * ranks / len(each)
-    check_memory(config, sizes, plan, **how, free=math.floor(need * free), ranks=ranks)
+    step = TrainingStep(config, sizes, plan, **how)
+    check_memory(step, free=math.floor(need * free), ranks=ranks)
 
 
 @rows(

@@ -68,14 +68,7 @@ class MemoryEstimate:
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """A step whose memory is asked for.
-
-    Attributes:
-        config, mesh, plan: as the engine takes them, checked.
-        batch: sequences in a micro-batch.
-        dtype: a key of `DTYPES`, of parameters and activations.
-        device_type: "cpu" or "cuda".
-    """
+    """A step whose memory is asked for; its fields are the arguments of `estimate`."""
 
     config: GPTConfig
     mesh: Mesh
@@ -105,13 +98,19 @@ def estimate(
     dtype: str,
     device_type: str = "cpu",
 ) -> list[MemoryEstimate]:
-    """What a rank of each pipeline rank needs of a `TrainingStep` with these; all ranks of one
-    pipeline rank need the same."""
+    """What a rank of each pipeline rank needs; all ranks of one pipeline rank need the same.
+
+    Args:
+        config, mesh, plan: as the engine takes them, checked.
+        batch: sequences in a micro-batch.
+        dtype: a key of `DTYPES`, of parameters and activations.
+        device_type: "cpu" or "cuda".
+    """
     return estimate_step(TrainingStep(config, mesh, plan, batch, dtype, device_type))
 
 
 def estimate_step(step: TrainingStep) -> list[MemoryEstimate]:
-    """The same of a step."""
+    """What `estimate` says, of a step."""
     config, mesh, plan = step.config, step.mesh, step.plan
     size = DTYPES[step.dtype].itemsize
     master = max(size, 4)
