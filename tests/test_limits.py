@@ -262,11 +262,10 @@ def test_where_a_run_stops_and_from_what_it_goes_on() -> None:
 def _memory(free: float, device_type: str = "cpu", ranks: int = 1, **mesh: int) -> None:
     """`free` as parts of what the rank needs that needs most, or of what `ranks` need together."""
     config, plan, sizes = GPTConfig(300, 64, 3, 64, 4), ParallelPlan(microbatches=2), Mesh(**mesh)
-    how = {"batch": 2, "dtype": "fp32", "device_type": device_type}
-    each = [rank.total for rank in estimate(config, sizes, plan, **how)]
+    step = TrainingStep(config, sizes, plan, 2, "fp32", device_type)
+    each = [rank.total for rank in estimate(step)]
     assert len(set(each)) == sizes.pp
     need = max(each) if ranks == 1 else sum(each) * ranks / len(each)
-    step = TrainingStep(config, sizes, plan, **how)
     check_memory(step, free=math.floor(need * free), ranks=ranks)
 
 

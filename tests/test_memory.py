@@ -72,7 +72,7 @@ def _connected(rank: int, mesh: Mesh, *how) -> dict[str, int]:
 @pytest.mark.parametrize(("mesh", "zero", "dtype", "schedule"), STATES)
 def test_the_states_are_those_that_the_engine_allocates(mesh, zero, dtype, schedule):
     plan = ParallelPlan(zero=zero, schedule=schedule, microbatches=2)
-    expected = estimate(TINY, mesh, plan, batch=2, dtype=dtype)
+    expected = estimate(TrainingStep(TINY, mesh, plan, 2, dtype))
     if mesh.pp == 1:
         found = on_mesh(mesh, _allocated, zero, dtype, schedule)
     else:  # whose messages need processes
@@ -139,7 +139,7 @@ def test_the_estimate_is_a_third_above_the_peak_at_most(name):
         tokens = torch.zeros(1, batch, config.seq_len, dtype=torch.int64)
         for _ in range(2):
             engine.step(tokens, tokens, torch.arange(batch)[None], lr=1e-3)
-    (told,) = estimate(config, Mesh(), plan, batch=batch, dtype=dtype)
+    (told,) = estimate(TrainingStep(config, Mesh(), plan, batch, dtype))
     assert 0.95 < told.total / found.most < 1.33
 
 
@@ -222,7 +222,7 @@ def test_every_number_of_the_estimate_is_what_its_formula_says(form):
                             microbatches=1 + turn % 4, sequence_parallel=turn % 5 < 3)  # fmt: skip
         dtype, on_cpu = ("fp32", "bf16", "fp64")[turn // 2 % 3], turn % 4 < 2
         device = "cpu" if on_cpu else "cuda"
-        found = estimate(config, mesh, plan, batch=2, dtype=dtype, device_type=device)
+        found = estimate(TrainingStep(config, mesh, plan, 2, dtype, device))
         for told, truth in zip(
             found, _documented(config, mesh, plan, 2, dtype, on_cpu), strict=True
         ):
@@ -294,7 +294,7 @@ def _check(free_gib: float, mesh=None, plan=ParallelPlan(), **options) -> None:
 
 
 def test_what_fits_is_not_refused_and_what_does_not_is_with_the_figure():
-    (told,) = estimate(PRESETS["gpt2"], Mesh(), ParallelPlan(), batch=8, dtype="fp32")
+    (told,) = estimate(TrainingStep(PRESETS["gpt2"], Mesh(), ParallelPlan(), 8, "fp32"))
     size = told.total / GIB
     _check(1.001 * size)
     with pytest.raises(ValueError, match=rf"needs about {size:.1f} GiB \(a rank: weights 0.5"):
@@ -357,6 +357,7 @@ def test_llama_8b_in_float64_is_refused_before_anything_is_made(tmp_path, monkey
 
 def test_the_estimate_of_a_large_model_is_quick():
     plan = ParallelPlan(zero=3, microbatches=8)
-    parts = estimate(PRESETS["llama-70b"], Mesh(dp=4, tp=8, pp=4), plan, batch=1, dtype="bf16")
+    mesh = Mesh(dp=4, tp=8, pp=4)
+    parts = estimate(TrainingStep(PRESETS["llama-70b"], mesh, plan, 1, "bf16"))
     assert len(parts) == 4
     assert all(rank.total < 80 * GIB for rank in parts)

@@ -16,7 +16,7 @@ from warpweave.checkpoint import save_checkpoint
 from warpweave.config_file import read_options
 from warpweave.data import open_dataset
 from warpweave.gpt import GPT, PRESETS, GPTConfig
-from warpweave.memory import estimate
+from warpweave.memory import TrainingStep, estimate
 from warpweave.prove import ProveConfig
 from warpweave.sample_config import SampleConfig
 from warpweave.train_config import TrainConfig
@@ -137,9 +137,8 @@ def test_the_figures_of_the_layout_page_are_the_estimates():
             continue
         model, rows = found[1] or model, rows + 1
         config = tyro.cli(TrainConfig, args=["--model", model, *shlex.split(found[2])])
-        ranks = estimate(
-            PRESETS[model], config.mesh, config.plan, batch=1, dtype="bf16", device_type="cuda"
-        )
+        step = TrainingStep(PRESETS[model], config.mesh, config.plan, 1, "bf16", "cuda")
+        ranks = estimate(step)
         most = max(ranks, key=lambda rank: rank.total)
         parts = (most.weights, most.gradients, most.optimizer, most.activations, most.total)
         assert [f"{part / 2**30:.1f}" for part in parts] == re.findall(r"[\d.]+", found[3]), line

@@ -68,7 +68,14 @@ class MemoryEstimate:
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """A step whose memory is asked for; its fields are the arguments of `estimate`."""
+    """A step whose memory is asked for.
+
+    Attributes:
+        config, mesh, plan: as the engine takes them, checked.
+        batch: sequences in a micro-batch.
+        dtype: a key of `DTYPES`, of parameters and activations.
+        device_type: "cpu" or "cuda".
+    """
 
     config: GPTConfig
     mesh: Mesh
@@ -89,28 +96,8 @@ class TrainingStep:
         return self.tokens // self.mesh.tp if self.plan.sequence_parallel else self.tokens
 
 
-def estimate(
-    config: GPTConfig,
-    mesh: Mesh,
-    plan: ParallelPlan,
-    *,
-    batch: int,
-    dtype: str,
-    device_type: str = "cpu",
-) -> list[MemoryEstimate]:
-    """What a rank of each pipeline rank needs; all ranks of one pipeline rank need the same.
-
-    Args:
-        config, mesh, plan: as the engine takes them, checked.
-        batch: sequences in a micro-batch.
-        dtype: a key of `DTYPES`, of parameters and activations.
-        device_type: "cpu" or "cuda".
-    """
-    return estimate_step(TrainingStep(config, mesh, plan, batch, dtype, device_type))
-
-
-def estimate_step(step: TrainingStep) -> list[MemoryEstimate]:
-    """What `estimate` says, of a step."""
+def estimate(step: TrainingStep) -> list[MemoryEstimate]:
+    """What a rank of each pipeline rank needs; all ranks of one pipeline rank need the same."""
     config, mesh, plan = step.config, step.mesh, step.plan
     size = DTYPES[step.dtype].itemsize
     master = max(size, 4)
@@ -239,7 +226,7 @@ def check_memory(step: TrainingStep, *, free: int, ranks: int) -> None:
     memory that `ranks` of the mesh's ranks share: 1 on a GPU, all of this machine's on the CPU."""
 
     def needed(step: TrainingStep) -> float:
-        totals = [rank.total for rank in estimate_step(step)]
+        totals = [rank.total for rank in estimate(step)]
         return max(totals) if ranks == 1 else sum(totals) / len(totals) * ranks
 
     def other(**changes: Any) -> TrainingStep:
@@ -268,7 +255,7 @@ def check_memory(step: TrainingStep, *, free: int, ranks: int) -> None:
         together = other(plan=dataclasses.replace(plan, **spare), batch=1, dtype="bf16")
         every = "all but --tp" if on_gpu else "all of them"
         words += f"; with {every} {needed(together) / _GIB:.1f}"
-    most = max(estimate_step(step), key=lambda rank: rank.total)
+    most = max(estimate(step), key=lambda rank: rank.total)
     parts = ", ".join(
         f"{name} {value / _GIB:.1f}"
         for name, value in dataclasses.asdict(most).items()
