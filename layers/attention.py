@@ -84,10 +84,8 @@ class Attention(nn.Module):
             raise ValueError(f"rope needs an even head size, got {self.head_dim}")
         check_numbers(AttentionOptions(**self._mask))
         qkv_bias = style.bias if style.qkv_bias is None else style.qkv_bias
-        qkv_features, out_features = (
-            kv_heads * (self.group + 2) * self.head_dim,
-            num_heads * self.head_dim,
-        )
+        qkv_features = kv_heads * (self.group + 2) * self.head_dim
+        out_features = num_heads * self.head_dim
         self.qkv = ColumnParallelLinear(embed_dim, qkv_features, qkv_bias, place=place)
         self.out = RowParallelLinear(
             out_features, embed_dim, style.bias, init=out_init, place=place
