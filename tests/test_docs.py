@@ -157,3 +157,24 @@ def test_the_words_of_ours_are_words_of_the_code() -> None:
     assert re.findall(r"`(\w+)`", overlaps) == list(get_args(Overlap))
     layouts = next(line for line in glossary.splitlines() if line.startswith("| zigzag,"))
     assert set(re.findall(r"\w+", layouts.split("|")[1])) == set(get_args(Kind))
+
+
+# What commands write, or others' repositories have.
+WRITTEN = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+WRITTEN |= {"train.py", "prepare.py", "tiles.json", "origin/", "README.md"}
+NAMED = ["README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in DOCS.glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", [page for page in NAMED if page != "docs/map.md"])
+def test_every_file_that_a_page_names_is_there(page) -> None:
+    """By its path from the root, or by its name after another of the same folder; tests by name."""
+    text = re.sub(r"^```.*?^```", "", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)
+    beside = ROOT / "docs"
+    for line in text.splitlines():
+        for name in re.findall(r"`((?:[\w-]+/)*[\w-]+(?:\.py|\.json(?!l)|\.md|/))`", line):
+            if name in WRITTEN:
+                continue
+            places = [ROOT / name, beside / name, ROOT / "tests" / name, ROOT / "benchmarks" / name]
+            found = [place for place in places if place.exists()]
+            assert found, f"{name}: {line}"
+            beside = found[0].parent
