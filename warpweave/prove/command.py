@@ -80,20 +80,20 @@ def table_head(count: int) -> str:
     """What stands above the rows of `count` layouts: what the columns mean, and their names."""
     limits = ", ".join(f"x{LIMITS[dtype]:.0f} in {dtype}" for dtype in LIMITS)
     names = "".join(f"{name:<{_WIDTH}}" for name in _COLUMNS.values())
-    return f"{_LEGEND.format(limits=limits)}{_place(count, count, '')}{names}layout"
+    return f"{_LEGEND.format(limits=limits)}{_row_start(count, count, '')}{names}layout"
 
 
 def table_row(number: int, count: int, layout: Layout, errors: Errors) -> str:
     """The row of a layout: its verdict, its errors, and if it is wrong the command to repeat it."""
     wrong = not errors.worst <= LIMITS[layout.dtype]
-    row = _place(number, count, "WRONG" if wrong else "ok")
+    row = _row_start(number, count, "WRONG" if wrong else "ok")
     for kind in _COLUMNS:
         row += f"{errors.relative[kind]:.1e} x{errors.each[kind]:.2g}".ljust(_WIDTH - 1) + " "
     where = f"; largest: {errors.where}; again: {layout.command}" if wrong else ""
     return f"{row}{layout}{where}"
 
 
-def _place(number: int, count: int, verdict: str) -> str:
+def _row_start(number: int, count: int, verdict: str) -> str:
     """The first two columns: which of how many rows, and the verdict."""
     places = len(str(count))
     text = f"[{number:>{places}}/{count}] {verdict}" if verdict else "row"
