@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import importlib
 import re
+from itertools import pairwise
+from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
@@ -218,3 +222,25 @@ def test_the_flops_of_a_step_are_of_the_parameters_that_multiply_and_of_half_the
     keys = sum(w - w * w / (2 * config.seq_len) for w in reach)  # of a token, over the layers
     scores = 2 * 2 * config.heads * config.head_dim * keys
     assert config.step_flops(48) == 3 * 48 * (2 * weights + scores)
+
+
+@pytest.mark.parametrize(
+    "module", ["train_config", "sample_config", "export_config", "prove.options", "tune.options"]
+)
+def test_the_help_of_an_option_begins_with_what_it_is(module):
+    """With a noun or a verb, "Ulysses degree", and not with a part of a sentence about it."""
+    source = importlib.import_module(f"warpweave.{module}").__file__
+    (record,) = [
+        node
+        for node in ast.parse(Path(source).read_text()).body
+        if isinstance(node, ast.ClassDef) and node.name.endswith("Config")
+    ]
+    helps = {
+        field.target.id: text.value.value
+        for field, text in pairwise(record.body)
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)
+    }
+    assert len(helps) > 4
+    for name, text in helps.items():
+        assert text[0].isupper(), name
+        assert not re.match(r"(Of|What|With|How|Which|It|This|That|And|From|To)\b", text), name

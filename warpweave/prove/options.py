@@ -95,7 +95,7 @@ class ProveConfig:
     """Micro-batches per step; default: more than pipeline stages, where the samples divide by
     it."""
     overlap: Overlap = "bulk"
-    """How messages of tensor ranks and products hide one another; "fused" needs --impl triton."""
+    """Overlap of tensor ranks' collectives with products; fused needs --impl triton."""
     dtype: Literal["fp64", "fp32", "bf16", "fp16", "both"] = "both"
     """Precision of the proof; both is fp64, then fp32."""
     impl: Literal["torch", "triton"] = "torch"
