@@ -19,8 +19,9 @@ from threads import on_mesh  # noqa: E402
 from warpweave import changes  # noqa: E402
 from warpweave.hf import attention, loss, mask, probe, seen, structure  # noqa: E402
 from warpweave.hf.options import HeadVocabulary, Replicas, Spread  # noqa: E402
-from warpweave.hf.parallel import Parallel, hidden_states  # noqa: E402
+from warpweave.hf.parallel import _Entrance  # noqa: E402
 from warpweave.hf.patch import ours_always  # noqa: E402
+from warpweave.hf.plan import Tokens, hidden_states  # noqa: E402
 from warpweave.hf.report import Report  # noqa: E402
 from warpweave.parallel.layout import SequenceLayout  # noqa: E402
 from warpweave.parallel.mesh import Mesh  # noqa: E402
@@ -289,8 +290,9 @@ def test_replicas_on_gpus_are_one_data_rank_and_others_are_refused():
 
 def _through_layers(mesh, sequence_parallel: bool) -> None:
     """Tokens cut in front of the first layer and joined behind the last."""
-    spread = Parallel(nn.Module(), Spread(mesh, sequence_parallel))
-    layer, n = nn.Module(), spread.options.tokens
+    tokens = Tokens(mesh.group("tp"), mesh.group("cp"), sequence_parallel=sequence_parallel)
+    layer, n = nn.Module(), tokens.divisor
+    assert n == Spread(mesh, sequence_parallel).tokens
     parts = mesh.size("cp") * (mesh.size("tp") if sequence_parallel else 1)
     for length, learns, cached, as_tuple in itertools.product(
         (n, 3 * n, n + 1), (True, False), (True, False), (True, False)
@@ -300,18 +302,18 @@ def _through_layers(mesh, sequence_parallel: bool) -> None:
         with torch.set_grad_enabled(learns):
             if learns and length % n:
                 with pytest.raises(ValueError, match=rf"{length} tokens do not divide by {n}, "):
-                    spread._cut_tokens(layer, (x,), kwargs)
+                    tokens.cut(layer, (x,), kwargs)
                 continue
-            cut = spread._cut_tokens(layer, (), {"hidden_states": x, **kwargs})
+            cut = tokens.cut(layer, (), {"hidden_states": x, **kwargs})
             whole = length % n or (cached and not learns)
             assert (cut is None) == bool(whole)
             if whole:
-                assert spread._join_tokens(layer, (), x) is None
+                assert tokens.join(layer, (), x) is None
                 continue
             (own, args), more = (cut[1].pop("hidden_states"), cut[0]), cut[1]
             assert (own.shape, args, more) == ((2, length // parts, 3), (), kwargs)
             out = own * own
-            y = spread._join_tokens(layer, (), (out, "b") if as_tuple else out)
+            y = tokens.join(layer, (), (out, "b") if as_tuple else out)
             y, *rest = y if as_tuple else (y,)
             assert rest == ["b"] * as_tuple
             assert torch.equal(y, x * x)
@@ -344,12 +346,10 @@ def test_a_module_whose_wide_norm_or_cut_layer_changed_is_not_entered():
     module, x = nn.Module(), draw(2, 3)
     module.norm, module.up = nn.RMSNorm(3, 1e-5), nn.Linear(3, 3)
     seen.look(module.norm, ("eps",))
-    part = structure.Part("mlp", module, {module.up: 1}, module.up, (module.norm,))
+    part = structure.CutPart("mlp", module, {module.up: 1}, module.up, (module.norm,))
     groups = {"tp": object(), "cp": None}
-    spread = SimpleNamespace(
-        options=SimpleNamespace(mesh=SimpleNamespace(group=groups.get)), _streams=lambda: False
-    )
-    enter = Parallel._entrance(spread, part)
+    spread = SimpleNamespace(mesh=SimpleNamespace(group=groups.get))
+    enter = _Entrance(part, Tokens(None, None, sequence_parallel=False), spread, None)
     assert enter(module, (x,), {"a": 1}) == ((x,), {"a": 1})
     module.norm.eps = 2e-5  # is read in every call
     assert enter(module, (x,), {}) == ((x,), {})

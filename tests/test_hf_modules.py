@@ -314,7 +314,7 @@ PARTS = {  # how, KV heads, and blocks of the columns
 }
 
 
-def cut(*how: str, ranks: int = 2, **more) -> tuple[nn.Module, structure.Part]:
+def cut(*how: str, ranks: int = 2, **more) -> tuple[nn.Module, structure.CutPart]:
     module = Attention(*how, **more)
     call = structure._Call((torch.randn(2, 5, E),), {})
     return module, structure._attention_part(module, call, ranks)

@@ -3,7 +3,6 @@ the untouched ones on one."""
 
 import functools
 from importlib.util import find_spec
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from hf_models import V, assert_all_close, batch, computed, counted, perturbed  
 from ranks import run_ranks  # noqa: E402
 
 from warpweave.changes import NAME  # noqa: E402
-from warpweave.hf.parallel import Parallel  # noqa: E402
+from warpweave.hf.parallel import own_positions  # noqa: E402
 from warpweave.parallel.context import Links  # noqa: E402
 from warpweave.parallel.layout import SequenceLayout  # noqa: E402
 
@@ -459,10 +458,8 @@ def test_norms_of_cut_tokens_or_features_gather_nothing(two):
 
 def test_an_attention_that_reads_positions_is_given_its_own():
     layout = SequenceLayout(8, 2)
-    mesh = SimpleNamespace(index=lambda axis: 1)
-    spread = SimpleNamespace(options=SimpleNamespace(mesh=mesh))
     positions, pair = torch.arange(8)[None], (torch.randn(1, 8, 4), torch.randn(1, 8, 4))
-    own = functools.partial(Parallel._own_positions, spread, layout=layout)
+    own = functools.partial(own_positions, layout=layout, rank=1)
     assert own("position_ids", positions).tolist() == [layout.positions(1).tolist()]
     for x, y in zip(own("position_embeddings", pair), pair, strict=True):
         assert torch.equal(x, layout.shard(y, 1, dim=1))

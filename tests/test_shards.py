@@ -14,7 +14,8 @@ import torch.distributed as dist
 from threads import on_threads
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from warpweave import shards
@@ -29,18 +30,18 @@ def _rank(rank: int, ranks: int) -> Iterator[DeviceMesh]:
         dist.destroy_process_group()
 
 
-def _shares(p: nn.Parameter, ranks: int, dim: int | None, blocks: int) -> list[torch.Tensor]:
+def _shares(p: nn.Parameter, ranks: int, placement: Placement) -> list[torch.Tensor]:
     """What each rank holds of `p`, once the records of all say that they are of it."""
     found = []
     for rank in range(ranks):
         with _rank(rank, ranks) as mesh:
-            own = shards.placed(p, mesh, dim, blocks)
+            own = shards.placed(p, mesh, placement)
             assert isinstance(own, nn.Parameter)
             assert isinstance(own.data, DTensor)
             assert (own.shape, own.stride(), own.dtype) == (p.shape, p.stride(), p.dtype)
             assert own.requires_grad == p.requires_grad
             share = shards.local(own).detach()
-            assert dim is None or share.untyped_storage().nbytes() == share.nbytes
+            assert placement == Replicate() or share.untyped_storage().nbytes() == share.nbytes
             found.append(share.clone())
     return found
 
@@ -54,7 +55,8 @@ def test_the_shares_of_all_ranks_are_the_parameter(ranks, trains):
         ((7, 3), 0, 1), ((1, 4), 0, 1), ((3, 7), 1, 1),
     ):  # fmt: skip
         p = nn.Parameter(torch.randn(shape), requires_grad=trains)
-        found = _shares(p, ranks, dim, blocks)
+        placement = Shard(dim) if blocks == 1 else _StridedShard(dim, split_factor=blocks)
+        found = _shares(p, ranks, placement)
         rows = -(-shape[dim] // (ranks * blocks))
         assert [s.shape[dim] for s in found[:-1]] == [
             min(rows * blocks, max(0, shape[dim] - r * rows)) for r in range(ranks - 1)
@@ -62,8 +64,8 @@ def test_the_shares_of_all_ranks_are_the_parameter(ranks, trains):
         pieces = [s.chunk(blocks, dim) for s in found]
         whole = [part for block in zip(*pieces, strict=True) for part in block]
         assert torch.equal(torch.cat(whole, dim), p)
-        assert all(torch.equal(s, p) for s in _shares(p, ranks, None, 1))
-    assert shards.placed(p, None, 0, 1) is p
+        assert all(torch.equal(s, p) for s in _shares(p, ranks, Replicate()))
+    assert shards.placed(p, None, Shard(0)) is p
     assert shards.local(p) is p
     assert shards.whole(p) is p
 

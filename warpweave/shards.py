@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from warpweave.parallel.collectives import all_gather, copy_to
@@ -25,29 +25,25 @@ from warpweave.parallel.collectives import all_gather, copy_to
 Groups = tuple[dist.ProcessGroup, ...]
 
 
-def placed(p: nn.Parameter, mesh: DeviceMesh | None, dim: int | None, blocks: int) -> nn.Parameter:
+def placed(p: nn.Parameter, mesh: DeviceMesh | None, placement: Placement) -> nn.Parameter:
     """A whole parameter, the same on every rank, as one of which this rank keeps its share.
 
     Args:
         mesh: the tensor ranks; None for one, and the parameter itself.
-        dim: cut here, None to keep all of it.
-        blocks: equal parts of `dim`, each of which is cut. A single one may be uneven: every rank
-            has ceil(n/R) rows but the last, which has what is left.
+        placement: Replicate(), Shard(dim), which may be uneven: every rank has ceil(n/R) rows but
+            the last, which has what is left; or _StridedShard, equal blocks that are cut each.
     """
     if mesh is None:
         return p
-    whole = p.detach()
-    placement: Placement = Replicate()
-    if dim is not None:
+    whole = shard = p.detach()
+    if isinstance(placement, (Shard, _StridedShard)):
+        dim, blocks = placement.dim, getattr(placement, "split_factor", 1)
         rank, ranks = mesh.get_local_rank(), mesh.size()
         size = -(-whole.shape[dim] // (ranks * blocks))
         pieces = [block.split(size, dim) for block in whole.chunk(blocks, dim)]
         empty = whole.narrow(dim, 0, 0)
         own = [piece[rank] if rank < len(piece) else empty for piece in pieces]
-        placement = Shard(dim) if blocks == 1 else _StridedShard(dim, split_factor=blocks)
         shard = torch.cat(own, dim)  # a copy: the whole is not kept alive
-    else:
-        shard = whole
     return nn.Parameter(_distributed(shard, mesh, placement, whole), p.requires_grad)
 
 

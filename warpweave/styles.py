@@ -125,6 +125,14 @@ class Style(ParallelStyle):
         """Replace the forward of a module whose parameters are cut."""
         module.forward = MethodType(self._forward_on(mesh), module)
 
+    def weight(self, module: Any) -> torch.Tensor:
+        """This rank's part of the weight, (out, in)."""
+        return local(module.weight)
+
+    def bias(self, module: Any, group: Group) -> torch.Tensor | None:
+        """What this rank knows of the bias."""
+        return _bias(module)
+
     def _forward_on(self, mesh: DeviceMesh) -> Any:
         name = type(self).__name__
 
@@ -200,7 +208,7 @@ class ColwiseParallel(Style):
         if out is None:
             y = project(module, x, whole=group, **over)
         else:
-            y = column_parallel_linear(x, local(module.weight), _bias(module), **over)
+            y = column_parallel_linear(x, self.weight(module), self.bias(module, group), **over)
         y = y if tokens is None else y.movedim(0, tokens)
         return y if out in (None, -1) else scatter(gather(y, group, -1), group, out)
 
@@ -236,7 +244,7 @@ class RowwiseParallel(Style):
     ) -> torch.Tensor:
         if dim != -1:
             x = scatter(x if dim is None else gather(x, group, dim), group, -1)
-        w, b = local(module.weight), _bias(module)
+        w, b = self.weight(module), self.bias(module, group)
         over = {**self.over, "group": group}
         if out in (None, -1):
             y = row_parallel_linear(x, w, b, **over)

@@ -9,8 +9,8 @@ only after the old and the new one were seen to agree on a small probe. Paramete
 `model` the public calls · `report` what they print · `patch` a forward replaced and put back ·
 `probe` how two forwards are compared · `seen` whether a module is still what it was · `norm`, `mlp`
 modules · `attention` the function that models call, `mask` what their masks mean to it · `loss` the
-head and its loss · `parallel` a model over ranks: `options` how, `structure` where it can be cut ·
-`styles` for a `tp_plan`.
+head and its loss · `parallel` a model over ranks: `options` how, `structure` where it can be cut,
+`plan` by which styles · `styles` the same for a `tp_plan`.
 """
 
 from typing import Any

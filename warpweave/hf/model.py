@@ -165,8 +165,7 @@ def _spread(
         length = -(-ids.shape[1] // spread.tokens) * spread.tokens
         inputs = {"input_ids": ids.repeat(1, length)[:, :length]}
     wanted = _outputs(model, inputs)
-    ranks = parallel.Parallel(model, spread)
-    ranks.spread(inputs, report)
+    parallel.spread_model(model, spread, inputs, report)
     found = _outputs(model, inputs)
     why = next((x for x in (wanted, found) if isinstance(x, str)), None)
     if why is None and not all(map(agree, wanted, found)):
@@ -174,7 +173,7 @@ def _spread(
     why = why or (loss.differs(model, inputs) if loss.is_installed(model) else None)
     if why is not None:
         raise ValueError(f"{type(model).__name__} cannot be spread over {spread.mesh.sizes}: {why}")
-    ranks.check_next_inputs()
+    parallel.check_next_inputs(model, spread)
 
 
 # ---------------------------------------------------------------- 1. module by module

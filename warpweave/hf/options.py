@@ -29,12 +29,10 @@ class Spread(NamedTuple):
         return shards * cp * (2 if cp > 1 else 1)
 
     @property
-    def over(self) -> dict[str, Any]:
-        """What functions over tensor ranks are told of them."""
+    def options(self) -> dict[str, Any]:
+        """What styles of linear layers are told."""
         workspace = self.mesh.workspace("tp") if self.overlap == "fused" else None
-        return {
-            "group": self.mesh.group("tp"), "overlap": self.overlap, "workspace": workspace,
-        }  # fmt: skip
+        return {"overlap": self.overlap, "workspace": workspace}
 
 
 class Replicas(NamedTuple):

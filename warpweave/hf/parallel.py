@@ -16,25 +16,24 @@ ranks once for all of them; a single column and every row hide their messages by
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from warpweave.changes import changes_of, forget, note
 from warpweave.hf import attention, norm, seen, structure
-from warpweave.hf.mlp import Conv1D, weight_of
 from warpweave.hf.options import HeadVocabulary, Replicas, Spread
 from warpweave.hf.patch import patch
+from warpweave.hf.plan import Column, Row, Tokens, hidden_states, taken
 from warpweave.hf.report import Report
-from warpweave.parallel.collectives import all_gather, copy_to, gather, own_slice, scatter
 from warpweave.parallel.layout import SequenceLayout
-from warpweave.parallel.tensor import column_parallel_linear, cut_rms_norm, row_parallel_linear
+from warpweave.parallel.tensor import cut_rms_norm
 from warpweave.shards import (
+    Groups,
     check_alike,
     check_same_inputs,
     placed,
@@ -43,311 +42,254 @@ from warpweave.shards import (
     use_local,
     whole,
 )
-from warpweave.styles import is_plain_embedding, look_up, project
+from warpweave.styles import ColwiseParallel, Group, RowwiseParallel, Style, is_plain_embedding
 
 # What transformers notes on a model whose ranks share it.
 _TOLD = ("_tp_size", "_is_distributed_loading_by_transformers", "_tp_plan")
+_Plan = dict[nn.Module, Style]
+_Sums = dict[nn.Module, dict[str, Groups]]
 
 
-class Parallel:
-    """A model that is spread over ranks, and the way back."""
+def spread_model(
+    model: Any, spread: Spread, inputs: dict[str, torch.Tensor], report: Report
+) -> None:
+    """Cut an applied model over the tensor and context ranks.
 
-    def __init__(self, model: nn.Module, options: Spread) -> None:
-        self.model, self.options = model, options
-        self.active = False  # tokens are cut between the first layer and the last
+    Raises ValueError, naming module and reason, where it cannot be. `warpweave.changes.undo` of
+    every module is the way back, after `join_parameters`.
+    """
+    mesh, changes = spread.mesh, changes_of(model)
+    tp = mesh.size("tp")
+    names = {m: n for n, m in model.named_modules()}
+    check_alike(model, _groups(spread))
+    dropouts = {m: n for m, n in names.items() if isinstance(m, nn.Dropout)}
+    for module, name in names.items():
+        if isinstance(module, nn.Dropout) and module.p > 0:
+            raise ValueError(f"{name}: dropout {module.p} is not drawn over ranks: set it to 0")
+        if getattr(module, "attention_dropout", 0.0):
+            raise ValueError(f"{name}: attention dropout is not drawn over ranks: set it to 0")
+    parts, kept = structure.find_parts(model, inputs, tp)
+    layers = _layers(model, parts)
+    for name, why in kept.items():
+        report.add(name, "parallel", model.get_submodule(name), why)
+    tokens = Tokens(mesh.group("tp"), mesh.group("cp"), sequence_parallel=spread.sequence_parallel)
+    plan = _plan(model, parts, tokens, spread, report) if tp > 1 else {}
+    sums = _sums(model, parts, layers, spread)
+    head = _head_of(model)
+    if type(head) is nn.Linear:
+        note(head, HeadVocabulary(len(head.weight), head in plan, spread))
+    for part in parts:
+        how = f"{len(part.columns)} columns and a row over {tp}" if tp > 1 else "tokens"
+        report.add(names[part.module], "parallel", part.module, how, replaced=True)
+        enter = _Entrance(part, tokens, spread, model.config)
+        handle = part.module.register_forward_pre_hook(enter, with_kwargs=True)
+        changes_of(part.module).hooks.append(handle)
+    _cut(model, parts, plan, spread)
+    for module in names:
+        if module._parameters and (tp > 1 or sums.get(module)):
+            changes_of(module).hooks += use_local(module, sums.get(module, {}))
+    if tokens.divisor > 1:
+        changes.hooks += tokens.hook(*layers)
+    changes.hooks.append(model.register_forward_pre_hook(partial(_check_dropout, dropouts)))
+    ranks = tp * mesh.size("cp")
+    tp_plan = model.__dict__.get("_tp_plan") if tp > 1 else {}  # by which caches count heads
+    for name, told in zip(_TOLD, (ranks, True, tp_plan)):
+        changes.set(model, name, told)
+    device = next(model.parameters()).device.type
+    changes.set(model.config, "distributed_config", Replicas(ranks, mesh.size("dp"), device))
+    changes.set(model, "save_pretrained", saver(model))
 
-    # ------------------------------------------------------------ there
 
-    def spread(self, inputs: dict[str, torch.Tensor], report: Report) -> None:
-        """Cut the model.
+# ---------------------------------------------------------------- 1. the plan
 
-        Raises ValueError, naming module and reason, where it cannot be; then nothing is changed.
-        """
-        mesh, model = self.options.mesh, self.model
-        tp, changes = mesh.size("tp"), changes_of(model)
-        names = {m: n for n, m in model.named_modules()}
-        check_alike(model, self._groups())
-        self._dropouts = {m: n for m, n in names.items() if isinstance(m, nn.Dropout)}
-        for module, name in names.items():
-            if isinstance(module, nn.Dropout) and module.p > 0:
-                raise ValueError(f"{name}: dropout {module.p} is not drawn over ranks: set it to 0")
-            if getattr(module, "attention_dropout", 0.0):
-                raise ValueError(f"{name}: attention dropout is not drawn over ranks: set it to 0")
-        parts, kept = structure.find_parts(model, inputs, tp)
-        layers = _layers(model, parts)
-        for name, why in kept.items():
-            report.add(name, "parallel", model.get_submodule(name), why)
-        # parameter -> the dim that is cut and into how many blocks it falls; the module's groups
-        cuts: dict[nn.Parameter, tuple[int, int]] = {}
-        sums = self._sums(parts, layers)
-        if tp > 1:
-            for part in parts:
-                self._cut_part(part, cuts)
-            self._cut_vocabulary(cuts, report)
-        head = _head_of(model)
-        if type(head) is nn.Linear:
-            cut = head.weight in cuts
-            note(head, HeadVocabulary(len(head.weight), cut, self.options))
-        for part in parts:
-            how = f"{len(part.columns)} columns and a row over {tp}" if tp > 1 else "tokens"
-            report.add(names[part.module], "parallel", part.module, how, replaced=True)
-            enter = self._entrance(part)
-            changes_of(part.module).hooks.append(
-                part.module.register_forward_pre_hook(enter, with_kwargs=True)
-            )
-        device_mesh = None if tp == 1 else mesh.device_mesh["tp"]
-        replace_parameters(
-            model,
-            {p: placed(p, device_mesh, *cuts.get(p, (None, 1))) for p in model.parameters()},
-        )
-        for module in names:
-            if module._parameters and (tp > 1 or sums.get(module)):
-                changes_of(module).hooks += use_local(module, sums.get(module, {}))
-        if self.options.tokens > 1:
-            first, last = layers
-            changes.hooks += [
-                first.register_forward_pre_hook(self._cut_tokens, with_kwargs=True),
-                last.register_forward_hook(self._join_tokens),
-            ]
-        changes.hooks.append(model.register_forward_pre_hook(self._check_dropout))
-        ranks = tp * mesh.size("cp")
-        plan = model.__dict__.get("_tp_plan") if tp > 1 else {}  # by which caches count heads
-        for name, told in zip(_TOLD, (ranks, True, plan)):
-            changes.set(model, name, told)
-        device = next(model.parameters()).device.type
-        changes.set(model.config, "distributed_config", Replicas(ranks, mesh.size("dp"), device))
-        changes.set(model, "save_pretrained", saver(model))
 
-    def _sums(
-        self, parts: list[structure.Part], layers: tuple[nn.Module, nn.Module]
-    ) -> dict[nn.Module, dict[str, tuple]]:
-        """The groups over which gradients of each module's own parameters must be summed."""
-        tp, cp = (self.options.mesh.group(axis) for axis in ("tp", "cp"))
-        stream = (tp,) if self.options.sequence_parallel else ()
-        over: dict[nn.Module, dict[str, tuple]] = {}
-        for layer in _siblings(self.model, layers):
-            for module in layer.modules():
-                over[module] = dict.fromkeys(module._parameters, (*stream, cp))
-        for part in parts:
-            if part.kind == "attention":  # the norms of a rank's heads
-                for module in part.module.modules():
-                    over[module] = dict.fromkeys(module._parameters, (tp, cp))
-                for module in (part.module, *part.norms):  # what is cut with the heads
-                    over[module] = dict.fromkeys(module._parameters, (cp,))
-            for column in part.columns:
-                over[column] = dict.fromkeys(column._parameters, (cp,))
-                if part.columns[column] > 1:
-                    over[column]["bias"] = (tp, cp)
-            over[part.row] = {"weight": (cp,), "bias": (*stream, cp)}
-        return {
-            module: {n: tuple(g for g in groups if g is not None) for n, groups in names.items()}
-            for module, names in over.items()
-            if any(g is not None for groups in names.values() for g in groups)
-        }
-
-    def _cut_part(self, part: structure.Part, cuts: dict) -> None:
-        tp = self.options.mesh.size("tp")
+def _plan(
+    model: Any, parts: list[structure.CutPart], tokens: Tokens, spread: Spread, report: Report
+) -> _Plan:
+    """The style on each module whose parameters are cut over tensor ranks."""
+    plan: _Plan = {}
+    names = {m: n for n, m in model.named_modules()}
+    for part in parts:
         for linear, blocks in part.columns.items():
-            cuts[linear.weight] = (1 if isinstance(linear, Conv1D) else 0, blocks)
-            if blocks > 1 and cuts[linear.weight][0] == 0 and self.options.mesh.size("dp") > 1:
-                name = next(n for n, m in self.model.named_modules() if m is linear)
+            rows = blocks > 1 and not isinstance(linear, structure.mlp.Conv1D)
+            if rows and spread.mesh.size("dp") > 1:
                 raise ValueError(
-                    f"{name}: {blocks} blocks of rows are cut over tp, which fully_shard over dp "
-                    "would put together in another order"
+                    f"{names[linear]}: {blocks} blocks of rows are cut over tp, which fully_shard "
+                    "over dp would put together in another order"
                 )
-            if linear.bias is not None and blocks == 1:
-                cuts[linear.bias] = (0, 1)
-            taken = _takes_once(part)
-            self._patch(linear, self._linear(column_parallel_linear, taken=taken, blocks=blocks))
+            inside = part.takes_once
+            plan[linear] = Column(tokens, inside=inside, blocks=blocks, **spread.options)
+        plan[part.row] = Row(tokens, **spread.options)
+    embedding, head = model.get_input_embeddings(), _head_of(model)
+    plain = is_plain_embedding(embedding)
+    tied = head is not None and embedding.weight is head.weight
+    cuttable = type(head) is nn.Linear and (plain or not tied)
+    if plain and (cuttable or not tied):
+        plan[embedding] = RowwiseParallel(input_layouts=Replicate())
+        report.add(
+            names[embedding], "parallel", embedding, "embedding, rows over tp", replaced=True
+        )
+    if cuttable:
+        plan[head] = ColwiseParallel(output_layouts=Replicate(), **spread.options)
+        report.add(names[head], "parallel", head, "head, rows over tp", replaced=True)
+    return plan
+
+
+def _cut(model: Any, parts: list[structure.CutPart], plan: _Plan, spread: Spread) -> None:
+    """Put the styles of a plan on their modules, and cut what has one number per head."""
+    tp = spread.mesh.size("tp")
+    if tp == 1:
+        return
+    mesh: Any = spread.mesh.device_mesh
+    mesh = mesh["tp"]
+    cuts: dict[Any, Placement] = {
+        p: style.placement(module, name)
+        for module, style in plan.items()
+        for name, p in module._parameters.items()
+        if p is not None
+    }
+    for part in parts:
+        if part.sinks is not None:
+            cuts[part.sinks] = Shard(0)
         for module in part.norms:
-            cuts[module.weight] = (0, 1)
-            across = partial(cut_rms_norm, group=self.options.mesh.group("tp"))
+            cuts[module.weight] = Shard(0)
+            across = partial(cut_rms_norm, group=spread.mesh.group("tp"))
             form: Any = norm.find_form(module)
             patch(module, form._replace(across=across))
-        if part.sinks is not None:
-            cuts[part.sinks] = (0, 1)
-        cuts[part.row.weight] = (0 if isinstance(part.row, Conv1D) else 1, 1)
-        self._patch(part.row, self._linear(row_parallel_linear))
         if part.kind == "attention" and max(part.columns.values()) > 1:
+            width = part.width
             for name, number in list(vars(part.module).items()):  # by which it splits
-                if type(number) is int and number == part.width:
+                if type(number) is int and number == width:
                     changes_of(part.module).set(part.module, name, number // tp)
+    for module, style in plan.items():
+        changes_of(module).remember(module, "forward")
+        style.install(module, mesh)
+    found = {p: placed(p, mesh, cuts.get(p, Replicate())) for p in model.parameters()}
+    replace_parameters(model, found)
 
-    def _cut_vocabulary(self, cuts: dict, report: Report) -> None:
-        model: Any = self.model
-        names = {m: n for n, m in model.named_modules()}
-        embedding, head = model.get_input_embeddings(), _head_of(model)
-        plain = is_plain_embedding(embedding)
-        tied = head is not None and embedding.weight is head.weight
-        cuttable = type(head) is nn.Linear and (plain or not tied)
-        if plain and (cuttable or not tied):
-            cuts[embedding.weight] = (0, 1)
-            self._patch(embedding, self._embedding())
-            report.add(
-                names[embedding], "parallel", embedding, "embedding, rows over tp", replaced=True
-            )
-        if cuttable:
-            cuts[head.weight] = (0, 1)
-            self._patch(head, self._head())
-            report.add(names[head], "parallel", head, "head, rows over tp", replaced=True)
 
-    def _patch(self, module: nn.Module, forward: Callable) -> None:
-        changes_of(module).set(module, "forward", MethodType(forward, module))
+def _sums(
+    model: Any,
+    parts: list[structure.CutPart],
+    layers: tuple[nn.Module, nn.Module],
+    spread: Spread,
+) -> _Sums:
+    """The groups over which gradients of each module's own parameters must be summed."""
+    tp, cp = (spread.mesh.group(axis) for axis in ("tp", "cp"))
+    over: dict[nn.Module, tuple[Group, ...]] = {}
+    for layer in _siblings(model, layers):
+        tokens = (tp, cp) if spread.sequence_parallel else (cp,)
+        over |= dict.fromkeys(layer.modules(), tokens)
+    for part in parts:
+        if part.kind == "attention":
+            over |= dict.fromkeys(part.module.modules(), (tp, cp))  # norms of a rank's heads
+            over |= dict.fromkeys((part.module, *part.norms), (cp,))  # what is cut with the heads
+        over |= dict.fromkeys((*part.columns, part.row), (cp,))
+    found = {
+        module: dict.fromkeys(module._parameters, tuple(g for g in groups if g is not None))
+        for module, groups in over.items()
+    }
+    for part in parts:
+        for column, blocks in part.columns.items():
+            if blocks > 1:  # whole on every rank, which reads its part
+                found[column]["bias"] = tuple(g for g in (tp, cp) if g is not None)
+    return {module: names for module, names in found.items() if any(names.values())}
 
-    # ------------------------------------------------------------ forwards
 
-    def _linear(self, product: Callable, *, taken: bool = False, blocks: int = 1) -> Callable:
-        """Of a layer that is cut; `taken`: its module's entrance has taken x from the ranks. Of
-        several `blocks` the bias is whole."""
-        tp = self.options.mesh.group("tp")
+# ---------------------------------------------------------------- 2. in every call
 
-        def forward(module: Any, x: torch.Tensor) -> torch.Tensor:
-            w, b = weight_of(module), module.bias
-            if blocks > 1 and b is not None:
-                b = torch.cat([own_slice(block, tp) for block in b.chunk(blocks)])
-            if taken:
-                return product(x, w, b, group=None)
-            if not self._streams():
-                return product(x, w, b, **self.options.over)
-            y = product(x.transpose(0, 1), w, b, sequence_parallel=True, **self.options.over)
-            return y.transpose(0, 1)
 
-        return forward
+class _Entrance:
+    """What goes into a module whose linear layers are cut, or whose tokens are: a pre-hook."""
 
-    def _embedding(self) -> Callable:
-        group = self.options.mesh.group("tp")
-        return lambda module, ids: look_up(module, ids, group)
+    def __init__(
+        self, part: structure.CutPart, tokens: Tokens, spread: Spread, config: Any
+    ) -> None:
+        self.part, self.tokens, self.spread, self.config = part, tokens, spread, config
+        linears = {*part.columns, part.row}
+        self.cut = {n: m for n, m in part.module.named_modules() if m in linears}
 
-    def _head(self) -> Callable:
-        return lambda module, x: project(module, x, **self.options.over)
-
-    # ------------------------------------------------------------ tokens
-
-    def _groups(self) -> tuple:
-        groups = (self.options.mesh.group(axis) for axis in ("tp", "cp"))
-        return tuple(g for g in groups if g is not None)
-
-    def check_next_inputs(self) -> None:
-        """At the next call, compare the ranks' batches once: another one on a rank would be a wrong
-        loss and no error."""
-
-        def check(module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-            check_same_inputs((*args, *kwargs.values()), self._groups())
-            hook.remove()
-
-        hook = self.model.register_forward_pre_hook(check, with_kwargs=True)
-        changes_of(self.model).hooks.append(hook)
-
-    def _is_active(self) -> bool:
-        """Recomputed layers, which nothing enters by the first, run under gradients."""
-        return self.options.tokens > 1 and (self.active or torch.is_grad_enabled())
-
-    def _streams(self) -> bool:
-        return self.options.sequence_parallel and self._is_active()
-
-    def _layout(self, length: int) -> SequenceLayout:
-        return SequenceLayout(length, self.options.mesh.size("cp"))
-
-    def _entrance(self, part: structure.Part) -> Callable:
-        """What goes into a module on this rank."""
-        tp, cp = (self.options.mesh.group(axis) for axis in ("tp", "cp"))
-        once = _takes_once(part)
-        cut = {n: m for n, m in part.module.named_modules() if m in part.columns or m is part.row}
-
-        def enter(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-            for name, linear in cut.items():
-                if tp is not None and module.get_submodule(name) is not linear:
-                    raise ValueError(
-                        f"{type(module).__name__}.{name}: a layer that is cut over "
-                        "ranks was replaced, and adapters do not know how it is cut"
-                    )
-            if any(map(seen.changed, part.norms)):
-                raise ValueError(
-                    f"{type(module).__name__}: a norm whose features are cut over ranks was "
-                    "changed: warpweave.hf.revert first"
-                )
-            if part.kind == "attention":
-                self._check_attention(module)
-            x, put = hidden_states(module, args, kwargs)
-            if once and tp is not None:
-                x = all_gather(x, tp, dim=1) if self._streams() else copy_to(x, tp)
-            args, kwargs = put(x)
-            if part.kind == "mlp" or cp is None:
-                return args, kwargs
-            forget(module, attention.Across)
-            if self._is_active():
-                layout = self._layout(x.shape[1] * self.options.mesh.size("cp"))
-                across = attention.Across(layout, self.options.mesh.context, self.options.strategy)
-                note(module, across)
-                kwargs = {n: self._own_positions(n, v, layout) for n, v in kwargs.items()}
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        part, tp = self.part, self.spread.mesh.group("tp")
+        self.check(module, tp)
+        x, put = hidden_states(module, args, kwargs)
+        if part.takes_once and tp is not None:
+            x = taken(self.tokens, module, x, tp)
+        args, kwargs = put(x)
+        if part.kind == "mlp" or self.tokens.cp is None:
             return args, kwargs
+        forget(module, attention.Across)
+        if self.tokens.are_cut():
+            layout = self.tokens.layout(x.shape[1] * self.spread.mesh.size("cp"))
+            context = self.spread.mesh.context
+            note(module, attention.Across(layout, context, self.spread.strategy))
+            rank = self.spread.mesh.index("cp")
+            kwargs = {n: own_positions(n, v, layout, rank) for n, v in kwargs.items()}
+        return args, kwargs
 
-        return enter
-
-    def _check_attention(self, module: Any) -> None:
+    def check(self, module: Any, tp: Group) -> None:
         """Raise ValueError if what the module computes now would not be that of one rank."""
-        name = type(module).__name__
-        config = getattr(module, "config", self.model.config)
+        kind = type(module).__name__
+        for name, linear in self.cut.items():
+            if tp is not None and module.get_submodule(name) is not linear:
+                raise ValueError(
+                    f"{kind}.{name}: a layer that is cut over "
+                    "ranks was replaced, and adapters do not know how it is cut"
+                )
+        if any(map(seen.changed, self.part.norms)):
+            raise ValueError(
+                f"{kind}: a norm whose features are cut over ranks was "
+                "changed: warpweave.hf.revert first"
+            )
+        if self.part.kind == "mlp":
+            return
+        config = getattr(module, "config", self.config)
         if config._attn_implementation != attention.NAME:
             raise ValueError(
-                f"{name}: over ranks its attention is {attention.NAME}, and was set to "
+                f"{kind}: over ranks its attention is {attention.NAME}, and was set to "
                 f"{config._attn_implementation}: warpweave.hf.revert first"
             )
         if module.training and getattr(module, "attention_dropout", 0.0):
-            raise ValueError(f"{name}: attention dropout is not drawn over ranks: set it to 0")
+            raise ValueError(f"{kind}: attention dropout is not drawn over ranks: set it to 0")
 
-    def _check_dropout(self, model: nn.Module, args: tuple) -> None:
-        for module, name in self._dropouts.items():
-            if module.p > 0 and module.training:
-                raise ValueError(f"{name}: dropout {module.p} is not drawn over ranks: set it to 0")
 
-    def _own_positions(self, name: str, value: Any, layout: SequenceLayout) -> Any:
-        """Of what is given for every position, this rank's."""
-        rank = self.options.mesh.index("cp")
-        if name == "position_embeddings" and isinstance(value, (tuple, list)):
-            return tuple(layout.shard(x, rank, dim=1) for x in value)
-        if name == "position_ids" and value is not None:
-            return layout.shard(value, rank, dim=-1)
-        return value
+def own_positions(name: str, value: Any, layout: SequenceLayout, rank: int) -> Any:
+    """Of an argument that is given for every position, a context rank's part."""
+    if name == "position_embeddings" and isinstance(value, (tuple, list)):
+        return tuple(layout.shard(x, rank, dim=1) for x in value)
+    if name == "position_ids" and value is not None:
+        return layout.shard(value, rank, dim=-1)
+    return value
 
-    def _cut_tokens(self, layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        mesh, n = self.options.mesh, self.options.tokens
-        x, put = hidden_states(layer, args, kwargs)
-        fits = x.shape[1] % n == 0
-        if torch.is_grad_enabled() and not fits:
-            raise ValueError(
-                f"{x.shape[1]} tokens do not divide by {n}, as this mesh needs it: pad the batch "
-                f"(pad_to_multiple_of={n})"
-            )
-        # Without gradients, what a cache goes on from is computed by every rank.
-        cached = kwargs.get("past_key_values") is not None and not torch.is_grad_enabled()
-        self.active = fits and not cached
-        if not self.active:
-            return None
-        if mesh.size("cp") > 1:
-            layout = self._layout(x.shape[1])
-            shards = [layout.shard(x, rank, dim=1) for rank in range(layout.parts)]
-            x = scatter(torch.cat(shards, 1), mesh.group("cp"), dim=1)
-        if self.options.sequence_parallel:
-            x = scatter(x, mesh.group("tp"), dim=1)
-        return put(x)
 
-    def _join_tokens(self, layer: nn.Module, args: tuple, out: Any) -> Any:
-        if not self._is_active():
-            return None
-        mesh = self.options.mesh
-        x = out[0] if isinstance(out, tuple) else out
-        if self.options.sequence_parallel:
-            x = gather(x, mesh.group("tp"), dim=1)
-        if mesh.size("cp") > 1:
-            x = gather(x, mesh.group("cp"), dim=1)
-            layout = self._layout(x.shape[1])
-            x = layout.unshard(x.chunk(layout.parts, 1), dim=1)
-        return (x, *out[1:]) if isinstance(out, tuple) else x
+def _check_dropout(dropouts: dict[Any, str], model: nn.Module, args: tuple) -> None:
+    for module, name in dropouts.items():
+        if module.p > 0 and module.training:
+            raise ValueError(f"{name}: dropout {module.p} is not drawn over ranks: set it to 0")
+
+
+def check_next_inputs(model: nn.Module, spread: Spread) -> None:
+    """At the next call, compare the ranks' batches once: another one on a rank would be a wrong
+    loss and no error."""
+
+    def check(module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        check_same_inputs((*args, *kwargs.values()), _groups(spread))
+        hook.remove()
+
+    hook = model.register_forward_pre_hook(check, with_kwargs=True)
+    changes_of(model).hooks.append(hook)
+
+
+def _groups(spread: Spread) -> Groups:
+    groups = (spread.mesh.group(axis) for axis in ("tp", "cp"))
+    return tuple(g for g in groups if g is not None)
+
+
+# ---------------------------------------------------------------- 3. the model's parts
 
 
 def join_parameters(model: nn.Module) -> None:
-    """Give every rank all of the parameters that `Parallel.spread` cut."""
+    """Give every rank all of the parameters that `spread_model` cut."""
     found = {
         p: nn.Parameter(whole(p.detach()), p.requires_grad)
         for p in model.parameters()
@@ -362,21 +304,6 @@ def _head_of(model: Any) -> Any:
     return getattr(head, "base_layer", head)
 
 
-def _takes_once(part: structure.Part) -> bool:
-    """Whether x is taken from the ranks for all columns at once, and not by a single one."""
-    return part.kind == "attention" or len(part.columns) > 1
-
-
-def hidden_states(module: nn.Module, args: tuple, kwargs: dict) -> tuple[torch.Tensor, Callable]:
-    """The hidden states among a call's arguments, and the arguments with others in their place."""
-    if args and isinstance(args[0], torch.Tensor):
-        return args[0], lambda x: ((x, *args[1:]), kwargs)
-    x = kwargs.get("hidden_states")
-    if not isinstance(x, torch.Tensor):
-        raise ValueError(f"{type(module).__name__}: takes no hidden_states")
-    return x, lambda x: (args, {**kwargs, "hidden_states": x})
-
-
 def _siblings(model: nn.Module, layers: tuple[nn.Module, nn.Module]) -> list[nn.Module]:
     """All layers of the list whose first and last these are."""
     for module in model.modules():
@@ -385,7 +312,7 @@ def _siblings(model: nn.Module, layers: tuple[nn.Module, nn.Module]) -> list[nn.
     return list(dict.fromkeys(layers))
 
 
-def _layers(model: nn.Module, parts: list[structure.Part]) -> tuple[nn.Module, nn.Module]:
+def _layers(model: nn.Module, parts: list[structure.CutPart]) -> tuple[nn.Module, nn.Module]:
     """The first and the last layer: of the list each of whose modules holds attention."""
     callers = [part.module for part in parts if part.kind == "attention"]
     for module in model.modules():

@@ -17,7 +17,7 @@ from warpweave.hf import attention, mlp, norm
 from warpweave.hf.probe import kind_of, noise, quietly
 
 
-class Part(NamedTuple):
+class CutPart(NamedTuple):
     """A module that is cut, and its linear layers.
 
     Attributes:
@@ -37,13 +37,18 @@ class Part(NamedTuple):
     sinks: nn.Parameter | None = None
 
     @property
+    def takes_once(self) -> bool:
+        """Whether x is taken from the ranks for all columns at once, and not by a single one."""
+        return self.kind == "attention" or len(self.columns) > 1
+
+    @property
     def width(self) -> int:
         return min(mlp.out_features(c) // blocks for c, blocks in self.columns.items())
 
 
 def find_parts(
     model: nn.Module, inputs: dict[str, torch.Tensor], ranks: int
-) -> tuple[list[Part], dict[str, str]]:
+) -> tuple[list[CutPart], dict[str, str]]:
     """The modules of an applied model that `ranks` can share, in order, and the feed-forward
     modules that cannot be cut, by name with the reason.
 
@@ -70,7 +75,7 @@ def find_parts(
             continue
         blocks = 2 if form.fused else 1
         columns = {getattr(module, n): blocks for n in (form.gate, form.up) if n is not None}
-        part = Part("mlp", module, columns, getattr(module, form.down))
+        part = CutPart("mlp", module, columns, getattr(module, form.down))
         if part.width % ranks:
             raise ValueError(f"{name}: {part.width} hidden units do not divide by tp = {ranks}")
         found[module] = part
@@ -102,7 +107,7 @@ def _calls(model: nn.Module, inputs: dict[str, torch.Tensor]) -> dict[nn.Module,
     return {module: seen[module] for module in callers if module in seen}
 
 
-def _attention_part(module: nn.Module, call: _Call, ranks: int) -> Part:
+def _attention_part(module: nn.Module, call: _Call, ranks: int) -> CutPart:
     """Of a module that calls the attention once; one more call of it is watched."""
     linears = [m for m in module.modules() if isinstance(m, (nn.Linear, mlp.Conv1D))]
     if not all(map(mlp.is_plain_linear, linears)):
@@ -151,7 +156,7 @@ def _attention_part(module: nn.Module, call: _Call, ranks: int) -> Part:
     others = _others(module, [*linears, *wide])
     if any(p.numel() not in (q.shape[-1], v.shape[-1]) for p in others if p is not sinks):
         raise ValueError("it has other parameters than a norm of each head")
-    return Part("attention", module, columns, row, tuple(normed.values()), sinks)
+    return CutPart("attention", module, columns, row, tuple(normed.values()), sinks)
 
 
 def _wide_norms(module: nn.Module, linears: list[Any]) -> list[nn.Module]:

@@ -38,10 +38,9 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.distributed import DistributedConfig
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
 
-from warpweave.hf.parallel import hidden_states
-from warpweave.parallel.collectives import all_gather, copy_to, gather, scatter
+from warpweave.hf.plan import Column, Row, Tokens, hidden_states, taken
 from warpweave.shards import use_local
-from warpweave.styles import ColwiseParallel, Group, RowwiseParallel, Style
+from warpweave.styles import ColwiseParallel, RowwiseParallel, Style
 
 # ---------------------------------------------------------------- 1. words
 
@@ -61,51 +60,17 @@ class _Linear(TensorParallelLayer):
         return module
 
 
-class _Inside(ColwiseParallel):
-    """Columns of a module whose input `_Input` has taken from the ranks."""
-
-    def compute(self, module: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
-        return super().compute(module, x, None)
-
-
-class _SequenceColumn(ColwiseParallel):
-    """Of x[B, S/R, E]."""
-
-    def compute(self, module: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
-        return super().compute(module, _sequence_of(module, x), group)
-
-
-class _SequenceRow(RowwiseParallel):
-    """To y[B, S/R, E]."""
-
-    def compute(self, module: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
-        return super().compute(module, _sequence_of(module, x), group)
-
-
-def _sequence_of(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """x[B, S, ...], or ValueError: of another number of dims, dim 1 is not the sequence."""
-    if x.ndim != 3:
-        raise ValueError(
-            f"{type(module).__name__}: x{[*x.shape]} has {x.ndim} dims, and a sequence is cut along"
-            " dim 1 of 3: leave this module out of the tp_plan, or cut no sequences"
-        )
-    return x
-
-
 class _Input(TensorParallelLayer):
     """Hidden states come once for all columns of a module, whose gradients are summed once."""
 
-    def __init__(self, *, sequence_parallel: bool) -> None:
-        self.sequence_parallel = sequence_parallel
+    def __init__(self, tokens: Tokens) -> None:
+        self.tokens = tokens
 
     def transform_inputs_pre_forward(
         self, module: nn.Module, args: tuple, kwargs: dict, mesh: DeviceMesh
     ) -> tuple[tuple, dict]:
         x, put = hidden_states(module, args, kwargs)
-        group = mesh.get_group()
-        if self.sequence_parallel:
-            return put(all_gather(_sequence_of(module, x), group, dim=1))
-        return put(copy_to(x, group))
+        return put(taken(self.tokens, module, x, mesh.get_group()))
 
 
 class _Replicated(TensorParallelLayer):
@@ -120,29 +85,18 @@ class _Sequence(TensorParallelLayer):
     """A list of layers, between whose first and last tokens are cut over the ranks."""
 
     def install_forward(self, module: Any, mesh: DeviceMesh) -> nn.Module:
-        group, ranks = mesh.get_group(), mesh.size()
-        summed: list[nn.Module] = []  # modules that see some of the tokens
+        group = mesh.get_group()
 
-        def cut(layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-            x, put = hidden_states(layer, args, kwargs)
-            if x.shape[1] % ranks:
-                raise ValueError(
-                    f"{x.shape[1]} tokens do not divide by {ranks}, as sequence parallelism needs "
-                    f"it: pad the batch (pad_to_multiple_of={ranks})"
-                )
-            if not summed:  # now all styles are on their modules
-                summed.extend(_without_style(module))
-                for part in summed:
-                    use_local(part, dict.fromkeys(part._parameters, (group,)))
-            return put(scatter(x, group, dim=1))
+        def sum_gradients(layer: nn.Module, args: tuple) -> None:
+            """Of modules that see some of the tokens, once all styles are on theirs."""
+            for part in _without_style(module):
+                use_local(part, dict.fromkeys(part._parameters, (group,)))
+            hook.remove()
 
-        def join(layer: nn.Module, args: tuple, out: Any) -> Any:
-            if isinstance(out, tuple):
-                return gather(out[0], group, dim=1), *out[1:]
-            return gather(out, group, dim=1)
-
-        module[0].register_forward_pre_hook(cut, with_kwargs=True)
-        module[-1].register_forward_hook(join)
+        need = "sequence parallelism"
+        tokens = Tokens(group, None, sequence_parallel=True, need=need, always=True)
+        tokens.hook(module[0], module[-1])
+        hook = module[0].register_forward_pre_hook(sum_gradients)
         return module
 
 
@@ -161,24 +115,27 @@ def _without_style(layers: Any) -> list[nn.Module]:
 
 
 WORD = "warpweave_"
-_ENDINGS = {"none": "_none", "bulk": "", "chunked": "_chunked"}
+_ENDINGS = {"bulk": "", "none": "_none", "chunked": "_chunked"}
+_WHOLE = Tokens(None, None, sequence_parallel=False)
+_CUT = Tokens(None, None, sequence_parallel=True, always=True)  # each module's ranks are its mesh's
+_STYLES: dict[str, TensorParallelLayer] = {
+    "embedding_rowwise": _Linear(RowwiseParallel(input_layouts=Replicate())),
+    "inside_colwise": _Linear(Column(_WHOLE, inside=True)),
+    "input": _Input(_WHOLE),
+    "replicated": _Replicated(),
+    "sequence": _Sequence(),
+    "sequence_input": _Input(_CUT),
+}
 for _overlap, _ending in _ENDINGS.items():
     for _word, _style in (
         ("colwise", ColwiseParallel(overlap=_overlap)),
         ("rowwise", RowwiseParallel(overlap=_overlap)),
         ("gather_colwise", ColwiseParallel(output_layouts=Replicate(), overlap=_overlap)),
-        ("sequence_colwise", _SequenceColumn(input_layouts=Shard(1), overlap=_overlap)),
-        ("sequence_rowwise", _SequenceRow(output_layouts=Shard(1), overlap=_overlap)),
+        ("sequence_colwise", Column(_CUT, input_layouts=Shard(1), overlap=_overlap)),
+        ("sequence_rowwise", Row(_CUT, output_layouts=Shard(1), overlap=_overlap)),
     ):
-        ALL_PARALLEL_STYLES.register(f"{WORD}{_word}{_ending}", _Linear(_style))
-for _word, _layer in (
-    ("embedding_rowwise", _Linear(RowwiseParallel(input_layouts=Replicate()))),
-    ("inside_colwise", _Linear(_Inside())),
-    ("input", _Input(sequence_parallel=False)),
-    ("replicated", _Replicated()),
-    ("sequence", _Sequence()),
-    ("sequence_input", _Input(sequence_parallel=True)),
-):
+        _STYLES[f"{_word}{_ending}"] = _Linear(_style)
+for _word, _layer in _STYLES.items():
     ALL_PARALLEL_STYLES.register(WORD + _word, _layer)
 
 

@@ -1,0 +1,201 @@
+"""What cuts a Hugging Face model over ranks: a plan says of each module which style is on it.
+
+`warpweave.hf.parallel` makes such a plan, {module: style}, from what it sees of a model;
+`warpweave.hf.styles` gives the same styles to transformers as words of a `tp_plan`. Those of linear
+layers are `warpweave.styles`, which know here whether the tokens of x[B, S, E] are cut too; the
+others are of whole modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from warpweave.hf.mlp import Conv1D
+from warpweave.parallel.collectives import (
+    all_gather,
+    copy_to,
+    gather,
+    group_size,
+    own_slice,
+    scatter,
+)
+from warpweave.parallel.layout import SequenceLayout
+from warpweave.parallel.tensor import column_parallel_linear
+from warpweave.styles import ColwiseParallel, Group, RowwiseParallel
+
+
+class Tokens:
+    """The tokens of the residual stream between the first layer and the last, x[B, S, E].
+
+    They are cut over the context ranks, in a zigzag of two blocks each, and with sequence
+    parallelism over the tensor ranks as well. Without gradients they may be whole: see `cut`.
+
+    Args:
+        tp, cp: the tensor and context ranks, None for one.
+        sequence_parallel: cut tokens over `tp` too.
+        need: who needs a length that ranks divide, in an error.
+        always: tokens are cut in every call, or it raises ValueError.
+    """
+
+    def __init__(
+        self, tp: Group, cp: Group, *, sequence_parallel: bool, need: str = "this mesh",
+        always: bool = False,
+    ) -> None:  # fmt: skip
+        self.tp, self.cp, self.sequence_parallel = tp, cp, sequence_parallel
+        self.need, self.always = need, always
+        self.active = False  # in the forward that runs
+
+    @property
+    def divisor(self) -> int:
+        """What the number of tokens must divide by."""
+        shards = group_size(self.tp) if self.sequence_parallel else 1
+        cp = group_size(self.cp)
+        return shards * cp * (2 if cp > 1 else 1)
+
+    def are_cut(self) -> bool:
+        """Recomputed layers, which nothing enters by the first, run under gradients."""
+        return self.always or (self.divisor > 1 and (self.active or torch.is_grad_enabled()))
+
+    def dim(self, module: nn.Module, x: torch.Tensor) -> int | None:
+        """The dim of a module's x[B, S, ...] that is cut over the tensor ranks, if one is.
+
+        Raises ValueError where x has another number of dims: dim 1 is not the sequence.
+        """
+        if not (self.sequence_parallel and self.are_cut()):
+            return None
+        if x.ndim != 3:
+            raise ValueError(
+                f"{type(module).__name__}: x{[*x.shape]} has {x.ndim} dims, and a sequence is cut "
+                "along dim 1 of 3: leave this module out of the tp_plan, or cut no sequences"
+            )
+        return 1
+
+    def layout(self, length: int) -> SequenceLayout:
+        """How so many tokens lie on the context ranks."""
+        return SequenceLayout(length, group_size(self.cp))
+
+    def cut(self, layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        """A pre-hook of the first layer. None where tokens are left whole: without gradients, of a
+        length that does not divide, or where a cache goes on from what every rank computes."""
+        x, put = hidden_states(layer, args, kwargs)
+        n, learns = self.divisor, torch.is_grad_enabled()
+        fits = x.shape[1] % n == 0
+        if not fits and (learns or self.always):
+            raise ValueError(
+                f"{x.shape[1]} tokens do not divide by {n}, as {self.need} needs it: pad the batch "
+                f"(pad_to_multiple_of={n})"
+            )
+        cached = kwargs.get("past_key_values") is not None and not learns
+        self.active = fits and not cached
+        if not (self.active or self.always):
+            return None
+        if self.cp is not None:
+            layout = self.layout(x.shape[1])
+            shards = [layout.shard(x, rank, dim=1) for rank in range(layout.parts)]
+            x = scatter(torch.cat(shards, 1), self.cp, dim=1)
+        return put(scatter(x, self.tp, dim=1) if self.sequence_parallel else x)
+
+    def join(self, layer: nn.Module, args: tuple, out: Any) -> Any:
+        """A hook of the last layer."""
+        if not self.are_cut():
+            return None
+        x = out[0] if isinstance(out, tuple) else out
+        if self.sequence_parallel:
+            x = gather(x, self.tp, dim=1)
+        if self.cp is not None:
+            x = gather(x, self.cp, dim=1)
+            layout = self.layout(x.shape[1])
+            x = layout.unshard(x.chunk(layout.parts, 1), dim=1)
+        return (x, *out[1:]) if isinstance(out, tuple) else x
+
+    def hook(self, first: nn.Module, last: nn.Module) -> list[Any]:
+        """Put `cut` and `join` on the layers; the handles."""
+        return [
+            first.register_forward_pre_hook(self.cut, with_kwargs=True),
+            last.register_forward_hook(self.join),
+        ]
+
+
+def hidden_states(module: nn.Module, args: tuple, kwargs: dict) -> tuple[torch.Tensor, Callable]:
+    """The hidden states among a call's arguments, and the arguments with others in their place."""
+    if args and isinstance(args[0], torch.Tensor):
+        return args[0], lambda x: ((x, *args[1:]), kwargs)
+    x = kwargs.get("hidden_states")
+    if not isinstance(x, torch.Tensor):
+        raise ValueError(f"{type(module).__name__}: takes no hidden_states")
+    return x, lambda x: (args, {**kwargs, "hidden_states": x})
+
+
+class Column(ColwiseParallel):
+    """A linear layer of x[B, S, E], whose tokens may be cut, and whose output features are.
+
+    Args:
+        tokens: of x.
+        inside: the module around it has taken x from the ranks, see `taken`.
+        blocks: equal parts of the output features, each of which is cut; of several the bias is
+            whole on every rank.
+        options: as of `ColwiseParallel`.
+    """
+
+    def __init__(
+        self, tokens: Tokens, *, inside: bool = False, blocks: int = 1, **options: Any
+    ) -> None:
+        super().__init__(**options)
+        self.tokens, self.inside, self.blocks = tokens, inside, blocks
+
+    def placement(self, module: Any, name: str) -> Placement:
+        if name == "bias" and self.blocks > 1:
+            return Replicate()
+        dim = 1 if name == "weight" and isinstance(module, Conv1D) else 0
+        return Shard(dim) if self.blocks == 1 else _StridedShard(dim, split_factor=self.blocks)
+
+    def compute(self, module: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
+        if self.inside:
+            w, b = self.weight(module), self.bias(module, group)
+            return column_parallel_linear(x, w, b, group=None)
+        return self._multiply(module, x, group, self.tokens.dim(module, x), -1)
+
+    def weight(self, module: Any) -> torch.Tensor:
+        return _out_in(module, super().weight(module))
+
+    def bias(self, module: Any, group: Group) -> torch.Tensor | None:
+        b = super().bias(module, group)
+        if b is None or self.blocks == 1:
+            return b
+        return torch.cat([own_slice(block, group) for block in b.chunk(self.blocks)])
+
+
+class Row(RowwiseParallel):
+    """A linear layer to y[B, S, E], whose tokens may be cut, and whose input features are."""
+
+    def __init__(self, tokens: Tokens, **options: Any) -> None:
+        super().__init__(**options)
+        self.tokens = tokens
+
+    def placement(self, module: Any, name: str) -> Placement:
+        if name == "weight" and isinstance(module, Conv1D):
+            return Shard(0)
+        return super().placement(module, name)
+
+    def compute(self, module: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
+        return self._multiply(module, x, group, -1, self.tokens.dim(module, x))
+
+    def weight(self, module: Any) -> torch.Tensor:
+        return _out_in(module, super().weight(module))
+
+
+def _out_in(module: Any, weight: torch.Tensor) -> torch.Tensor:
+    """A linear layer's weight as (out, in), also GPT-2's."""
+    return weight.t() if isinstance(module, Conv1D) else weight
+
+
+def taken(tokens: Tokens, module: nn.Module, x: torch.Tensor, group: Group) -> torch.Tensor:
+    """x[B, S, E] for all columns of a module at once, from the ranks where its tokens are cut; the
+    gradient is summed over the ranks once."""
+    return copy_to(x, group) if tokens.dim(module, x) is None else all_gather(x, group, dim=1)
