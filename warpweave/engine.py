@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from warpweave.config import GPTConfig, ParallelPlan
+from warpweave.generate import Sampling, go_on
 from warpweave.gpt import GPT, MicroBatch
 from warpweave.kernels.attention.options import check_packed
 from warpweave.kernels.runtime.dispatch import choose
@@ -374,7 +375,6 @@ class Engine:
                 dist.send(x.contiguous(), group_dst=rank_of[stage + 1], group=self.mesh.group("pp"))
         return x if self.gpt.last else None
 
-    @torch.no_grad()
     def generate(
         self, prompt: Tensor, length: int, *, temperature: float = 0.8, seed: int = 0
     ) -> Tensor:
@@ -386,40 +386,35 @@ class Engine:
         """
         if temperature < 0:
             raise ValueError(f"temperature must not be negative, got {temperature}")
-        generator = torch.Generator().manual_seed(seed % 2**63)
-        tokens, size = prompt.tolist(), self.config.seq_len
+        tokens = prompt.tolist()
         if not tokens:
             raise ValueError("generate needs a prompt of at least one token")
+
+        def step(chosen: Tensor | None) -> tuple[Tensor | None, int]:
+            tokens.extend([] if chosen is None else chosen.tolist())
+            return self._next_logits(tokens)
+
+        (row,) = go_on(self.gpt, 1, Sampling(length, temperature, seed=seed), step)
+        return torch.tensor(prompt.tolist() + row)
+
+    def _next_logits(self, tokens: list[int]) -> tuple[Tensor | None, int]:
+        """The logits [1, V] after `tokens`, on the ranks that hold the last of them, and one of
+        these ranks."""
+        size, layout = self.config.seq_len, self.gpt.layout
+        window = tokens[-size:]
+        padded = torch.tensor(window + [0] * (size - len(window)), device=self.device)
+        padded = padded.expand(self.micro_batch_size, size)
         ones = torch.ones((), device=self.device)
-        with in_mode(self.gpt, training=False):
-            for _ in range(length):
-                window = tokens[-size:]
-                padded = torch.tensor(window + [0] * (size - len(window)), device=self.device)
-                padded = padded.expand(self.micro_batch_size, size)
-                batch = self.gpt.micro_batch(padded, torch.full_like(padded, -100), ones)
-                logits = self._forward(batch, self.gpt.logits)
-                # Drawn on every rank, so that it is the same whichever of them holds the position.
-                draw = torch.empty(self.config.vocab_size, dtype=torch.float64)
-                noise = -draw.exponential_(generator=generator).log()
-                tokens.append(self._sample(logits, len(window) - 1, temperature * noise))
-        return torch.tensor(tokens)
-
-    def _sample(self, logits: Tensor | None, at: int, noise: Tensor) -> int:
-        """The token after position `at`; the rank that holds it tells the rest.
-
-        The largest of logits plus Gumbel noise times temperature is a draw from their softmax.
-        """
-        layout, sizes = self.gpt.layout, self.mesh.sizes
+        batch = self.gpt.micro_batch(padded, torch.full_like(padded, -100), ones)
+        logits = self._forward(batch, self.gpt.logits)
+        at = len(window) - 1
         owner = layout.owner(at)
-        choice = torch.zeros(1, dtype=torch.int64, device=self.device)
-        if logits is not None and self.mesh.index("cp") == owner:
-            row = layout.positions(owner).tolist().index(at)
-            full = gather(logits[row], self.mesh.group("tp"), dim=-1)[: self.config.vocab_size]
-            choice = (full.double().cpu() + noise).argmax().view(1).to(self.device)
-        if self.mesh.group("world") is not None:
-            last = self.gpt.placement[-1]
-            dist.broadcast(choice, sizes.rank_at(dp=0, cp=owner, tp=0, pp=last))
-        return int(choice)
+        source = self.mesh.sizes.rank_at(dp=0, cp=owner, tp=0, pp=self.gpt.placement[-1])
+        if logits is None or self.mesh.index("cp") != owner:
+            return None, source
+        row = layout.positions(owner).tolist().index(at)
+        whole = gather(logits[row : row + 1], self.mesh.group("tp"), dim=-1)
+        return whole[:, : self.config.vocab_size], source
 
     # ------------------------------------------------------------------ state in and out
 

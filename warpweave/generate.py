@@ -1,4 +1,7 @@
-"""Going on with texts: token by token, keys and values of what was read are kept.
+"""Going on with texts, token by token: `go_on` draws what a step of the model makes likely.
+
+The step of `generate` keeps the keys and values of what was read; that of `Engine.generate` runs
+the whole window again, on any mesh.
 
 A batch of prompts of several lengths is padded on the left, so that all of them end at the same
 place: the padding is a document of its own, across whose end no token looks, and learned positions
@@ -9,7 +12,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -55,7 +58,6 @@ class Sampling:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
 
 
-@torch.no_grad()
 def generate(
     gpt: GPT, prompts: Iterable[Iterable[int]], sampling: Sampling = Sampling()
 ) -> list[list[int]]:
@@ -84,28 +86,53 @@ def generate(
     if any(len(prompt) < longest for prompt in prompts):
         ends = torch.full_like(pads, cache.capacity)
         documents = torch.stack((torch.zeros_like(pads), pads, ends), 1)
+    last = gpt.mesh.sizes.rank_at(pp=gpt.placement[-1])
+
+    def step(chosen: Tensor | None) -> tuple[Tensor | None, int]:
+        new = tokens if chosen is None else chosen[:, None]
+        return _logits(gpt, new, pads, documents, cache), last
+
+    return go_on(gpt, len(prompts), sampling, step)
+
+
+@torch.no_grad()
+def go_on(
+    gpt: GPT,
+    count: int,
+    sampling: Sampling,
+    step: Callable[[Tensor | None], tuple[Tensor | None, int]],
+) -> list[list[int]]:
+    """The tokens after each of `count` texts; every rank of the mesh calls it and gets the same.
+
+    Args:
+        gpt: is evaluated, and left in the modes that it was in.
+        step: runs the model one token further. It is given the tokens int64[count] that were chosen
+            last (None at first) and returns the logits float[count, V] of the next, or None on a
+            rank that does not have them, and a rank that has.
+    """
+    device = next(gpt.parameters()).device
     generator = torch.Generator().manual_seed(sampling.seed % 2**63)
     stop = torch.tensor(sampling.stop, dtype=torch.int64, device=device)
-    done = torch.zeros(len(prompts), dtype=torch.bool, device=device)
+    done = torch.zeros(count, dtype=torch.bool, device=device)
     found: list[Tensor] = []
     with in_mode(gpt, training=False):
         for _ in range(sampling.tokens):
-            logits = _logits(gpt, tokens, pads, documents, cache)
+            logits, source = step(found[-1] if found else None)
             # Drawn on every rank, so that it is the same wherever the logits are.
-            noise = torch.empty(len(prompts), gpt.config.vocab_size, dtype=torch.float64)
+            noise = torch.empty(count, gpt.config.vocab_size, dtype=torch.float64)
             noise = -noise.exponential_(generator=generator).log()
-            chosen = torch.zeros(len(prompts), dtype=torch.int64, device=device)
+            chosen = torch.zeros(count, dtype=torch.int64, device=device)
             if logits is not None:
                 chosen = choose_tokens(logits.double(), noise.to(device), sampling)
             if gpt.mesh.group("world") is not None:
-                dist.broadcast(chosen, gpt.mesh.sizes.rank_at(pp=gpt.placement[-1]))
+                dist.broadcast(chosen, source)
             found.append(chosen)
             if sampling.stop:
                 done |= torch.isin(chosen, stop)
                 if bool(done.all()):  # waits for the device, so only where a text may end
                     break
-            tokens = chosen[:, None]
-    return [_until(row, sampling.stop) for row in torch.stack(found, 1).tolist()]
+    rows = torch.stack(found, 1).tolist() if found else [[] for _ in range(count)]
+    return [_until(row, sampling.stop) for row in rows]
 
 
 def choose_tokens(logits: Tensor, noise: Tensor, sampling: Sampling) -> Tensor:
