@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -17,9 +18,9 @@ transformers = pytest.importorskip("transformers", reason="an extra of its own")
 from threads import on_mesh  # noqa: E402
 
 from warpweave import changes  # noqa: E402
-from warpweave.hf import attention, loss, mask, probe, seen, structure  # noqa: E402
+from warpweave.hf import attention, loss, mask, plan, probe, seen, structure  # noqa: E402
 from warpweave.hf.options import HeadVocabulary, Replicas, Spread  # noqa: E402
-from warpweave.hf.parallel import _Entrance  # noqa: E402
+from warpweave.hf.parallel import _Entrance, tokens_of  # noqa: E402
 from warpweave.hf.patch import ours_always  # noqa: E402
 from warpweave.hf.plan import Tokens, hidden_states  # noqa: E402
 from warpweave.hf.report import Report  # noqa: E402
@@ -270,11 +271,12 @@ def test_the_loss_over_ranks_is_that_of_all_logits_under_every_option(mesh, cut)
 def test_a_length_is_taken_wherever_every_rank_has_as_many_tokens(sequence_parallel):
     """In two blocks each over context ranks, whose layout is a zigzag, cut once more over tp."""
     for tp, cp in itertools.product((1, 2, 3), (1, 2, 4)):
-        sizes = SimpleNamespace(size={"tp": tp, "cp": cp}.get)
-        options = Spread(sizes, sequence_parallel)
+        mesh = SimpleNamespace(group={"tp": tp, "cp": cp}.get)
+        tokens = tokens_of(Spread(mesh, sequence_parallel))
         cut = tp if sequence_parallel else 1
         fits = [n for n in range(1, 49) if n % (cp * cut * (2 if cp > 1 else 1)) == 0]
-        assert [n for n in range(1, 49) if n % options.tokens == 0] == fits
+        with mock.patch.object(plan, "group_size", int):
+            assert [n for n in range(1, 49) if n % tokens.divisor == 0] == fits
 
 
 def test_replicas_on_gpus_are_one_data_rank_and_others_are_refused():
@@ -292,7 +294,6 @@ def _through_layers(mesh, sequence_parallel: bool) -> None:
     """Tokens cut in front of the first layer and joined behind the last."""
     tokens = Tokens(mesh.group("tp"), mesh.group("cp"), sequence_parallel=sequence_parallel)
     layer, n = nn.Module(), tokens.divisor
-    assert n == Spread(mesh, sequence_parallel).tokens
     parts = mesh.size("cp") * (mesh.size("tp") if sequence_parallel else 1)
     for length, learns, cached, as_tuple in itertools.product(
         (n, 3 * n, n + 1), (True, False), (True, False), (True, False)

@@ -81,8 +81,12 @@ def _of_two(rank: int, folder: str) -> dict:
                 found["tokens", family] = generated(model.eval(), ids)
     example = {"input_ids": batch()["input_ids"]}
     report = ww.Report()
+    cut = [n for n, p in model.named_parameters() if isinstance(p, DTensor)]
     ww.apply(model, only=["norm", "attention"], example=example, report=report)
     found["applied"] = (len(report.replaced()), computed(model))
+    ww.revert(model)
+    still = [n for n, p in model.named_parameters() if isinstance(p, DTensor)]
+    found["reverted"] = (cut, still, computed(model))
     found["said"] = _refused(mesh, model)
     found["layouts"] = _layouts(mesh)
     found["frozen"] = [
@@ -276,6 +280,9 @@ def test_kernels_go_into_a_model_that_a_tp_plan_cut(two, folder):
     for rank in two:
         replaced, found = rank["applied"]
         assert replaced == 5 * model.config.num_hidden_layers + 1  # norms, attention
+        assert_all_close(found, computed(model))
+        cut, still, found = rank["reverted"]  # it stays as the tp_plan cut it
+        assert still == cut != []
         assert_all_close(found, computed(model))
 
 

@@ -40,9 +40,9 @@ def placed(p: nn.Parameter, mesh: DeviceMesh | None, placement: Placement) -> nn
         dim, blocks = placement.dim, getattr(placement, "split_factor", 1)
         rank, ranks = mesh.get_local_rank(), mesh.size()
         size = -(-whole.shape[dim] // (ranks * blocks))
-        pieces = [block.split(size, dim) for block in whole.chunk(blocks, dim)]
+        shares = [block.split(size, dim) for block in whole.chunk(blocks, dim)]
         empty = whole.narrow(dim, 0, 0)
-        own = [piece[rank] if rank < len(piece) else empty for piece in pieces]
+        own = [share[rank] if rank < len(share) else empty for share in shares]
         shard = torch.cat(own, dim)  # a copy: the whole is not kept alive
     return nn.Parameter(_distributed(shard, mesh, placement, whole), p.requires_grad)
 

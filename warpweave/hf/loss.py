@@ -8,7 +8,7 @@ the meta device.
 
 What a model does to its logits on the way, a factor or a softcap, was seen when `apply` compared
 both (`find_form`), with the fields and numbers that it read; the factor goes to the hidden states,
-and under a softcap blocks of rows are made again in the backward pass. A bias and LoRA's two
+and under a softcap blocks of rows are recomputed in the backward pass. A bias and LoRA's two
 matrices become more columns of the hidden states and of the weight: [x, 1, A x] [W, b, B]^T.
 
 Fused: in training mode, with `labels`, under gradients, as long as the model's loss function is

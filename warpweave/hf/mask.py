@@ -8,9 +8,11 @@ all queries, also from those that are padding: these see tokens, and in front of
 which makes their output 0, as with transformers' "sdpa". What is no interval of keys per query
 raises ValueError.
 
-Models hand the mask on as a tensor, so a `Visible` travels on a `Mask`, a stand-in of the mask's
-shape whose one element is NaN: a model that computes with its mask gets a plain tensor of NaN,
-never a wrong number, and the attention refuses whatever is no `Mask`.
+A `Visible` travels on a `Mask`, a tensor of the mask's shape whose one element is NaN: a model that
+computes with its mask gets a plain tensor of NaN, never a wrong number, and the attention refuses
+whatever is no `Mask`. It must be a tensor because transformers takes only tensors and its own
+BlockMask with four dims for masks that are made already (generation with a static cache makes them
+once and hands them to every forward), and because models move and slice masks.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     plain    y = down(act(up(x)))                 one Function, `kernels.mlp.mlp`
     gated    y = down(act(gate(x)) * up(x))       the middle is one Function, `gated_product`
 
-The gated kernel takes gate and up side by side, [F, 2, E]. A Hugging Face model keeps them apart,
+The gated kernel takes gate and up side by side, [F, 2, E]. A Hugging Face model has two weights,
 and laying them side by side in every step would copy both, so gated modules keep their three
 products and only what stands between them is fused: it keeps gate and up for the backward pass,
 where torch keeps act(gate) too. As the linear layers are still called, LoRA, hooks and parallel

@@ -147,7 +147,8 @@ def _is_applied(model: nn.Module) -> bool:
 
 
 def _undo(model: nn.Module) -> None:
-    parallel.join_parameters(model)
+    for module in model.modules():
+        parallel.join_parameters(module)
     for module in model.modules():
         undo(module)
 
@@ -162,7 +163,8 @@ def _spread(
     inputs = _inputs_of(model, example)
     if example is None:  # as many tokens as ranks can share
         ids = inputs["input_ids"]
-        length = -(-ids.shape[1] // spread.tokens) * spread.tokens
+        n = parallel.tokens_of(spread).divisor
+        length = -(-ids.shape[1] // n) * n
         inputs = {"input_ids": ids.repeat(1, length)[:, :length]}
     wanted = _outputs(model, inputs)
     parallel.spread_model(model, spread, inputs, report)

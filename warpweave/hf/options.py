@@ -22,13 +22,6 @@ class Spread(NamedTuple):
     strategy: Strategy | Links = "auto"
 
     @property
-    def tokens(self) -> int:
-        """What the number of tokens must divide by."""
-        cp = self.mesh.size("cp")
-        shards = self.mesh.size("tp") if self.sequence_parallel else 1
-        return shards * cp * (2 if cp > 1 else 1)
-
-    @property
     def options(self) -> dict[str, Any]:
         """What styles of linear layers are told."""
         workspace = self.mesh.workspace("tp") if self.overlap == "fused" else None

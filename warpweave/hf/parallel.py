@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from warpweave.changes import changes_of, forget, note
+from warpweave.changes import changes_of, forget, known, note
 from warpweave.hf import attention, norm, seen, structure
 from warpweave.hf.options import HeadVocabulary, Replicas, Spread
 from warpweave.hf.patch import patch
@@ -72,7 +72,7 @@ def spread_model(
     layers = _layers(model, parts)
     for name, why in kept.items():
         report.add(name, "parallel", model.get_submodule(name), why)
-    tokens = Tokens(mesh.group("tp"), mesh.group("cp"), sequence_parallel=spread.sequence_parallel)
+    tokens = tokens_of(spread)
     plan = _plan(model, parts, tokens, spread, report) if tp > 1 else {}
     sums = _sums(model, parts, layers, spread)
     head = _head_of(model)
@@ -84,6 +84,7 @@ def spread_model(
         enter = _Entrance(part, tokens, spread, model.config)
         handle = part.module.register_forward_pre_hook(enter, with_kwargs=True)
         changes_of(part.module).hooks.append(handle)
+    note(model, spread)
     _cut(model, parts, plan, spread)
     for module in names:
         if module._parameters and (tp > 1 or sums.get(module)):
@@ -98,6 +99,12 @@ def spread_model(
     device = next(model.parameters()).device.type
     changes.set(model.config, "distributed_config", Replicas(ranks, mesh.size("dp"), device))
     changes.set(model, "save_pretrained", saver(model))
+
+
+def tokens_of(spread: Spread) -> Tokens:
+    """How the tokens of a model lie on the ranks between its layers."""
+    tp, cp = (spread.mesh.group(axis) for axis in ("tp", "cp"))
+    return Tokens(tp, cp, sequence_parallel=spread.sequence_parallel)
 
 
 # ---------------------------------------------------------------- 1. the plan
@@ -289,7 +296,9 @@ def _groups(spread: Spread) -> Groups:
 
 
 def join_parameters(model: nn.Module) -> None:
-    """Give every rank all of the parameters that `spread_model` cut."""
+    """Give every rank all of the parameters of a model that `spread_model` cut, if it did."""
+    if known(model, Spread) is None:
+        return
     found = {
         p: nn.Parameter(whole(p.detach()), p.requires_grad)
         for p in model.parameters()

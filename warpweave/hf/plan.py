@@ -2,8 +2,8 @@
 
 `warpweave.hf.parallel` makes such a plan, {module: style}, from what it sees of a model;
 `warpweave.hf.styles` gives the same styles to transformers as words of a `tp_plan`. Those of linear
-layers are `warpweave.styles`, which know here whether the tokens of x[B, S, E] are cut too; the
-others are of whole modules.
+layers are those of `warpweave.styles`, told whether the tokens of x[B, S, E] are cut too; the
+rest is of whole modules.
 """
 
 from __future__ import annotations
