@@ -1199,8 +1199,8 @@ FAULTS = (
     Fault(
         "spread-fused-bias-unsummed",
         "warpweave/hf/parallel.py",
-        "tuple(g for g in (tp, cp) if g is not None)",
-        "tuple(g for g in (cp,) if g is not None)",
+        'found[column]["bias"] = _some(tp, cp)',
+        'found[column]["bias"] = _some(cp)',
         "the bias of fused columns, whole on every rank, learns from the rank's own features only",
     ),
     Fault(

@@ -61,7 +61,7 @@ def spread_model(
     mesh, changes = spread.mesh, changes_of(model)
     tp = mesh.size("tp")
     names = {m: n for n, m in model.named_modules()}
-    check_alike(model, _groups(spread))
+    check_alike(model, _some(mesh.group("tp"), mesh.group("cp")))
     dropouts = {m: n for m, n in names.items() if isinstance(m, nn.Dropout)}
     for module, name in names.items():
         if isinstance(module, nn.Dropout) and module.p > 0:
@@ -74,7 +74,7 @@ def spread_model(
         report.add(name, "parallel", model.get_submodule(name), why)
     tokens = tokens_of(spread)
     plan = _plan(model, parts, tokens, spread, report) if tp > 1 else {}
-    sums = _sums(model, parts, layers, spread)
+    sums = _sums(parts, layers, spread)
     head = _head_of(model)
     if type(head) is nn.Linear:
         note(head, HeadVocabulary(len(head.weight), head in plan, spread))
@@ -90,7 +90,7 @@ def spread_model(
         if module._parameters and (tp > 1 or sums.get(module)):
             changes_of(module).hooks += use_local(module, sums.get(module, {}))
     if tokens.divisor > 1:
-        changes.hooks += tokens.hook(*layers)
+        changes.hooks += tokens.hook(layers[0], layers[-1])
     changes.hooks.append(model.register_forward_pre_hook(partial(_check_dropout, dropouts)))
     ranks = tp * mesh.size("cp")
     tp_plan = model.__dict__.get("_tp_plan") if tp > 1 else {}  # by which caches count heads
@@ -175,32 +175,28 @@ def _cut(model: Any, parts: list[structure.CutPart], plan: _Plan, spread: Spread
     replace_parameters(model, found)
 
 
-def _sums(
-    model: Any,
-    parts: list[structure.CutPart],
-    layers: tuple[nn.Module, nn.Module],
-    spread: Spread,
-) -> _Sums:
+def _sums(parts: list[structure.CutPart], layers: list[nn.Module], spread: Spread) -> _Sums:
     """The groups over which gradients of each module's own parameters must be summed."""
     tp, cp = (spread.mesh.group(axis) for axis in ("tp", "cp"))
     over: dict[nn.Module, tuple[Group, ...]] = {}
-    for layer in _siblings(model, layers):
-        tokens = (tp, cp) if spread.sequence_parallel else (cp,)
-        over |= dict.fromkeys(layer.modules(), tokens)
+    for layer in layers:
+        over |= dict.fromkeys(layer.modules(), (tp, cp) if spread.sequence_parallel else (cp,))
     for part in parts:
         if part.kind == "attention":
             over |= dict.fromkeys(part.module.modules(), (tp, cp))  # norms of a rank's heads
             over |= dict.fromkeys((part.module, *part.norms), (cp,))  # what is cut with the heads
         over |= dict.fromkeys((*part.columns, part.row), (cp,))
-    found = {
-        module: dict.fromkeys(module._parameters, tuple(g for g in groups if g is not None))
-        for module, groups in over.items()
-    }
+    found = {m: dict.fromkeys(m._parameters, _some(*groups)) for m, groups in over.items()}
     for part in parts:
         for column, blocks in part.columns.items():
-            if blocks > 1:  # whole on every rank, which reads its part
-                found[column]["bias"] = tuple(g for g in (tp, cp) if g is not None)
+            if blocks > 1:  # each rank reads its part of a whole bias
+                found[column]["bias"] = _some(tp, cp)
     return {module: names for module, names in found.items() if any(names.values())}
+
+
+def _some(*groups: Group) -> Groups:
+    """The groups of more than one rank."""
+    return tuple(group for group in groups if group is not None)
 
 
 # ---------------------------------------------------------------- 2. in every call
@@ -279,17 +275,14 @@ def check_next_inputs(model: nn.Module, spread: Spread) -> None:
     """At the next call, compare the ranks' batches once: another one on a rank would be a wrong
     loss and no error."""
 
+    groups = _some(spread.mesh.group("tp"), spread.mesh.group("cp"))
+
     def check(module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-        check_same_inputs((*args, *kwargs.values()), _groups(spread))
+        check_same_inputs((*args, *kwargs.values()), groups)
         hook.remove()
 
     hook = model.register_forward_pre_hook(check, with_kwargs=True)
     changes_of(model).hooks.append(hook)
-
-
-def _groups(spread: Spread) -> Groups:
-    groups = (spread.mesh.group(axis) for axis in ("tp", "cp"))
-    return tuple(g for g in groups if g is not None)
 
 
 # ---------------------------------------------------------------- 3. the model's parts
@@ -313,21 +306,13 @@ def _head_of(model: Any) -> Any:
     return getattr(head, "base_layer", head)
 
 
-def _siblings(model: nn.Module, layers: tuple[nn.Module, nn.Module]) -> list[nn.Module]:
-    """All layers of the list whose first and last these are."""
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) and module[0] is layers[0]:
-            return list(module)
-    return list(dict.fromkeys(layers))
-
-
-def _layers(model: nn.Module, parts: list[structure.CutPart]) -> tuple[nn.Module, nn.Module]:
-    """The first and the last layer: of the list each of whose modules holds attention."""
+def _layers(model: nn.Module, parts: list[structure.CutPart]) -> list[nn.Module]:
+    """The layers: of the list each of whose modules holds attention."""
     callers = [part.module for part in parts if part.kind == "attention"]
     for module in model.modules():
         if not isinstance(module, nn.ModuleList) or not len(module):
             continue
         held = [[m for m in layer.modules() if m in callers] for layer in module]
         if all(held) and sum(map(len, held)) == len(callers):
-            return module[0], module[-1]
+            return list(module)
     raise ValueError(f"{type(model).__name__}: no list of layers holds all of its attention")
