@@ -760,15 +760,15 @@ FAULTS = (
     Fault(
         "engine-sample-past-window",
         "warpweave/engine.py",
-        "self._sample(logits, len(window) - 1,",
-        "self._sample(logits, min(len(tokens), size - 1) - 1,",
+        "at = len(window) - 1",
+        "at = min(len(tokens), size - 1) - 1",
         "once the window is full a token is drawn from the last but one position",
     ),
     Fault(
         "engine-sample-source",
         "warpweave/engine.py",
-        "sizes.rank_at(dp=0, cp=owner, tp=0, pp=last)",
-        "sizes.rank_at(pp=last)",
+        "rank_at(dp=0, cp=owner, tp=0, pp=self.gpt.placement[-1])",
+        "rank_at(pp=self.gpt.placement[-1])",
         "the rank that tells the next token is not the one that holds the position",
     ),
     Fault(
