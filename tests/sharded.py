@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -76,6 +81,127 @@ def part(t: Tensor, dim: int | None) -> Tensor:
     """This rank's chunk along `dim`, or (None) the whole."""
     _, rank, ranks = world()
     return t if dim is None else t.chunk(ranks, dim)[rank]
+
+
+# ---------------------------------------------------------------- functions over ranks
+
+Tensors = dict[str, Tensor]
+BOTH, CUT, UNCUT = (False, True), (True,), (False,)  # whether the tokens are
+
+
+class Given(NamedTuple):
+    """Options: `shape` is of the problem ("without": tensors that are left out), `how` of the
+    function over ranks alone; `sequences` says whether tokens are cut."""
+
+    shape: Mapping[str, Any] = MappingProxyType({})
+    how: Mapping[str, Any] = MappingProxyType({})
+    sequences: tuple[bool, ...] = BOTH
+
+
+@dataclass(frozen=True)
+class Op:
+    """A function over tensor ranks.
+
+    Attributes:
+        sharded: of this rank's tensors by name, `shape`, `how`, group and sequence_parallel.
+        plain: the same of whole tensors by name and `shape`, on one device.
+        tensors: the whole problem of a `shape`, in float64; all of them are differentiated.
+        cuts: by name, the dim that is cut over the ranks.
+        tokens: names that are cut along dim 0 where tokens are.
+        results: names of what the function gives.
+        partial: gradients that are sums over own tokens where tokens are cut: the caller sums.
+        weights: what may be deferred.
+        agree: what is compared with one device, on threads; `fused`, between processes.
+        twins: groups of options whose results have the same bits.
+        ways: options for which gradients are also frozen, deferred and added up.
+        wishes: names whose gradients are wanted together; None is every subset.
+        low: options in which it runs in bfloat16.
+        also: what else is asserted of the results, (found, sequence, shape).
+        within: what surrounds every run.
+    """
+
+    sharded: Callable[..., Any]
+    plain: Callable[..., Any]
+    tensors: Callable[..., Tensors]
+    cuts: dict[str, int]
+    tokens: tuple[str, ...] = ("x", "y")
+    results: tuple[str, ...] = ("y",)
+    partial: tuple[str, ...] = ()
+    weights: tuple[str, ...] = ("weight", "bias")
+    agree: tuple[Given, ...] = (Given(),)
+    fused: tuple[Given, ...] = ()
+    twins: tuple[tuple[Given, ...], ...] = ()
+    ways: tuple[Given, ...] = (Given(),)
+    wishes: tuple[tuple[str, ...], ...] | None = None
+    low: tuple[Given, ...] = ()
+    also: Callable[[Tensors, bool, dict[str, Any]], None] = lambda found, sequence, shape: None
+    within: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    def cut(self, name: str, sequence: bool) -> int | None:
+        """The dim of a tensor that is cut over the ranks, or None."""
+        return 0 if sequence and name in self.tokens else self.cuts.get(name)
+
+    def whole(self, shape: Mapping[str, Any]) -> Tensors:
+        """The whole problem."""
+        drawn = self.tensors(**_options(shape))
+        return {name: t for name, t in drawn.items() if name not in shape.get("without", ())}
+
+    def mine(self, tensors: Tensors, sequence: bool) -> Tensors:
+        """This rank's parts."""
+        return {name: part(t, self.cut(name, sequence)) for name, t in tensors.items()}
+
+    def on_ranks(self, given: Given, sequence: bool, **tensors: Tensor) -> Any:
+        """The function, over this rank's tensor ranks."""
+        over = {"group": world()[0], "sequence_parallel": sequence}
+        return self.sharded(**tensors, **_options(given.shape), **given.how, **over)
+
+    def alone(self, shape: dict[str, Any], **tensors: Tensor) -> Any:
+        """The plain one."""
+        return self.plain(**tensors, **_options(shape))
+
+
+def _options(shape: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in shape.items() if name != "without"}
+
+
+def run(apply: Callable[..., Any], tensors: Tensors, dy: Sequence[Tensor] | None = None) -> tuple:
+    """(leaves by name, results, their gradients: `dy` or drawn ones) of an application, after which
+    the leaves must be what they were."""
+    leaves = {name: t.detach().clone().requires_grad_() for name, t in tensors.items()}
+    found = apply(**leaves)
+    results = found if isinstance(found, tuple) else (found,)
+    if dy is None:
+        dy = [draw(90 + i, *y.shape) for i, y in enumerate(results)]
+    return leaves, results, dy
+
+
+def gradients(op: Op, apply: Callable[..., Any], tensors: Tensors, dy=None) -> tuple:
+    """(results and gradients by name, the gradients `dy` that the results were given)."""
+    leaves, results, dy = run(apply, tensors, dy)
+    wanted = torch.autograd.grad(results, [*leaves.values()], dy)
+    for name, t in tensors.items():
+        assert torch.equal(leaves[name].detach(), t), f"{name} was written over"
+    return dict(zip((*op.results, *leaves), (*(y.detach() for y in results), *wanted))), dy
+
+
+def agrees(op: Op, given: Given, sequence: bool) -> Tensors:
+    """Assert that this rank's results and gradients are its parts of those of one device, in
+    float64; they are returned."""
+    whole = op.whole(given.shape)
+    expected, dy = gradients(op, partial(op.alone, given.shape), whole)
+    dy = [part(t, op.cut(name, sequence)) for name, t in zip(op.results, dy)]
+    mine = op.mine(whole, sequence)
+    found, _ = gradients(op, partial(op.on_ranks, given, sequence), mine, dy)
+    if sequence:  # documented: each rank's own tokens, the caller sums
+        found |= {n: reduce_from(found[n], world()[0]) for n in op.partial if n in found}
+    for name, t in expected.items():
+        assert found[name].dtype == t.dtype
+        assert_close_f64(found[name], part(t, op.cut(name, sequence)), RTOL)
+    op.also(found, sequence, given.shape)
+    return found
+
+
+# ---------------------------------------------------------------- layers
 
 
 def own(x: Tensor, dim: int | None, mesh: ConnectedMesh) -> Tensor:

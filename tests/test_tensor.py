@@ -1,358 +1,34 @@
-"""Tensor-parallel linear layers, embedding and loss equal plain torch on 1 to 4 ranks.
+"""Tensor-parallel linear layers, embedding and loss: autocast, compilers, refusals, typing rules.
 
-Each check makes the whole problem on every rank from the same seeds, runs the function under test
-on this rank's shards and compares its shards of the output and of all gradients with plain torch in
-float64. The planted faults run through the same checks and must fail them.
+That they equal plain torch is in `test_sharded_ops.py`.
 """
 
 from __future__ import annotations
 
 import inspect
-import itertools
-from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from close import assert_close_f64
 from ranks import run_ranks
 from rules import over_group, rulecheck
-from sharded import beside_replicas, draw, fused, noticed, on_first, world
+from sharded import RTOL, Given, draw, world
+from sharded_ops import NARROW, OPS, PADDED, VOCAB, WIDE, WIDTH, T
 from spmd_types import I, R, S
 from spmd_types.rulecheck import RuleCheckError
 from threads import run_threads
 
 from warpweave.kernels.cross_entropy.vocabulary import Vocabulary
-from warpweave.kernels.runtime.wgrad import WeightGradients, accumulate, collect
-from warpweave.parallel import collectives, tensor
+from warpweave.kernels.runtime.wgrad import WeightGradients, collect
+from warpweave.parallel import tensor
 
-T, WIDE, NARROW = 12, 24, 7  # T and WIDE divide by 1, 2, 3 and 4
-VOCAB, PADDED, E = (
-    13,
-    48,
-    5,
-)  # on 4 ranks of 12 columns: one whole, one with one column, two without any
-RTOL = 1e-12
-
-
-def own(x: torch.Tensor | None, dim: int, cut: bool = True) -> torch.Tensor | None:
-    """This rank's slice (or, uncut, the whole) of `x` as a leaf of its own."""
-    if x is None:
-        return None
-    _, rank, ranks = world()
-    part = x.detach().chunk(ranks, dim)[rank] if cut else x.detach()
-    return part.clone().requires_grad_(part.is_floating_point())
+E = WIDTH
 
 
 def leaf(x: torch.Tensor) -> torch.Tensor:
     return x.clone().requires_grad_()
-
-
-def grads(y: torch.Tensor, dy: torch.Tensor, *inputs: torch.Tensor | None) -> list[torch.Tensor]:
-    """Detached [y, gradients of the inputs that are there]."""
-    before = [None if x is None else x.detach().clone() for x in inputs]
-    y.backward(dy)
-    for x, old in zip(inputs, before):
-        assert x is None or torch.equal(x.detach(), old), "an input was written over"
-    return [y.detach(), *(x.grad for x in inputs if x is not None)]
-
-
-def summed(x: torch.Tensor) -> torch.Tensor:
-    return collectives.reduce_from(x, world()[0])
-
-
-def compare(results: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    for actual, truth in zip(results, expected, strict=True):
-        assert_close_f64(actual, truth, RTOL)
-
-
-# ---------------------------------------------------------------- the checks
-
-
-def check_column(
-    column, *, sequence: bool = False, bias: bool = True, shape=(T, NARROW), **more
-) -> list:
-    x, w, b, dy = draw(1, *shape), draw(2, WIDE, shape[-1]), draw(3, WIDE) if bias else None, None
-    dy = draw(4, *shape[:-1], WIDE)
-    wx, ww, wb = leaf(x), leaf(w), None if b is None else leaf(b)
-    truth = grads(F.linear(wx, ww, wb), dy, wx, ww, wb)
-    x, w, b = own(x, 0, sequence), own(w, 0), own(b, 0)
-    y = column(x, w, b, group=world()[0], sequence_parallel=sequence, **more)
-    results = grads(y, own(dy, -1).detach(), x, w, b)
-    cuts = [(-1, True), (0, sequence), (0, True), (0, True)]
-    compare(results, [own(t, *cut) for t, cut in zip(truth, cuts)])
-    return results
-
-
-def check_row(row, *, sequence: bool = False, bias: bool = True, shape=(T, WIDE), **more) -> list:
-    x, w, b = draw(1, *shape), draw(2, NARROW, shape[-1]), draw(3, NARROW) if bias else None
-    dy = draw(4, *shape[:-1], NARROW)
-    wx, ww, wb = leaf(x), leaf(w), None if b is None else leaf(b)
-    truth = grads(F.linear(wx, ww, wb), dy, wx, ww, wb)
-    x, w, b = own(x, -1), own(w, 1), own(b, 0, False)
-    y = row(x, w, b, group=world()[0], sequence_parallel=sequence, **more)
-    results = grads(y, own(dy, 0, sequence).detach(), x, w, b)
-    if sequence and bias:
-        results[-1] = summed(results[-1])  # documented: each rank's own tokens, the caller sums
-    cuts = [(0, sequence), (-1, True), (1, True), (0, False)]
-    compare(results, [own(t, *cut) for t, cut in zip(truth, cuts)])
-    return results
-
-
-def check_embedding(embedding, *, sequence: bool = False, padded: int | None = PADDED) -> list:
-    _, _, ranks = world()
-    size = padded or -(-VOCAB // ranks) * ranks
-    table, dy = draw(1, size, E), draw(2, T, E)
-    ids = torch.tensor([0, 12, 11, 12, 3, 0, 5, 6, 7, 12, 1, 9])
-    whole = leaf(table)
-    truth = grads(F.embedding(ids, whole), dy, whole)
-    w = own(table, 0)
-    y = embedding(
-        ids,
-        w,
-        group=world()[0],
-        vocab_size=VOCAB,
-        sequence_parallel=sequence,
-        padded_vocab_size=padded,
-    )
-    results = grads(y, own(dy, 0, sequence).detach(), w)
-    compare(results, [own(truth[0], 0, sequence), own(truth[1], 0)])
-    return results
-
-
-def check_loss(loss, *, smoothing: float = 0.0, padded: int | None = PADDED, impl=None) -> list:
-    _, _, ranks = world()
-    size = padded or -(-VOCAB // ranks) * ranks
-    z, dloss = draw(1, T, size) * 30, draw(2, T)
-    z[:, VOCAB:] = 1e3  # padding that takes part in anything is seen at once
-    labels = torch.tensor([0, 12, 11, -100, 3, 0, 5, 6, 7, 12, -100, 9])
-    whole = leaf(z)
-    kept = whole[:, :VOCAB]
-    truth = F.cross_entropy(kept, labels, reduction="none", label_smoothing=smoothing)
-    truth = grads(truth, dloss, whole)
-    local = own(z, 1)
-    losses = loss(
-        local,
-        labels,
-        group=world()[0],
-        vocab_size=VOCAB,
-        label_smoothing=smoothing,
-        padded_vocab_size=padded,
-    )
-    results = grads(losses, dloss, local)
-    compare(results, [truth[0], own(truth[1], 1)])
-    return results
-
-
-# ---------------------------------------------------------------- right answers
-
-
-LAYERS = [
-    (check_column, tensor.column_parallel_linear),
-    (check_row, tensor.row_parallel_linear),
-]
-
-
-def _no_tokens_and_many_dims(how: dict[str, object]) -> None:
-    check_row(tensor.row_parallel_linear, shape=(0, WIDE), **how)
-    check_column(tensor.column_parallel_linear, shape=(T, 2, NARROW), sequence=True, **how)
-    check_row(tensor.row_parallel_linear, shape=(T, 2, WIDE), sequence=True, **how)
-
-
-def _fused(rank: int) -> None:
-    """What moves within the products, by kernels that share memory."""
-    workspace = fused()
-    for sequence, bias in itertools.product((False, True), repeat=2):
-        for check, function in LAYERS:
-            check(function, sequence=sequence, bias=bias, **workspace)
-    _no_tokens_and_many_dims(workspace)
-
-
-def _everything(rank: int) -> None:
-    _, _, ranks = world()
-    for sequence in (False, True):
-        for bias in (False, True):
-            for check, function in LAYERS:
-                blocking, overlapped, _ = (
-                    check(function, sequence=sequence, bias=bias, overlap=overlap)
-                    for overlap in ("none", "bulk", "chunked")
-                )
-                assert all(torch.equal(a, b) for a, b in zip(blocking, overlapped, strict=True))
-        for padded in (None, PADDED):
-            check_embedding(tensor.vocab_parallel_embedding, sequence=sequence, padded=padded)
-    check_column(tensor.column_parallel_linear, shape=(2, 5, NARROW))  # any leading dims
-    check_row(tensor.row_parallel_linear, shape=(1, 3, WIDE))
-    for how in ({}, {"overlap": "chunked"}):
-        _no_tokens_and_many_dims(how)
-    for padded in (None, PADDED):
-        for smoothing in (0.0, 0.3):
-            results = check_loss(
-                tensor.vocab_parallel_cross_entropy, smoothing=smoothing, padded=padded
-            )
-            assert results[0][3] == results[0][10] == 0  # ignored
-            assert results[1][[3, 10]].count_nonzero() == 0
-            every = collectives.start_all_gather(results[0].unsqueeze(0), world()[0]).wait()
-            assert torch.equal(every, results[0].expand(ranks, T)), (
-                "losses differ between the ranks"
-            )
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_every_output_and_gradient_equals_plain_torch(ranks: int) -> None:
-    run_threads(ranks, _everything)
-
-
-def _within_products(rank: int) -> None:
-    on_first(rank, (1, 2, 3, 4), _fused)
-    on_first(rank, (1, 2), _fused_and_deferred)
-
-
-def test_so_they_do_where_data_moves_within_the_products() -> None:
-    run_ranks(4, _within_products)
-
-
-def _beside(rank: int) -> None:
-    for check in (_everything, _fused, _deferred, _fused_and_deferred):
-        beside_replicas(rank, check)
-
-
-def test_the_group_need_not_be_the_world() -> None:
-    run_ranks(4, _beside)
-
-
-def test_without_a_group_too() -> None:
-    _everything(0)
-    _fused(0)
-
-
-def test_the_triton_loss_agrees() -> None:
-    def loss(logits, labels, **options):
-        return tensor.vocab_parallel_cross_entropy(logits, labels, impl="triton", **options)
-
-    check_loss(loss, smoothing=0.3)
-
-
-# ---------------------------------------------------------------- deferred weight gradients
-
-
-def _deferred(rank: int) -> None:
-    """With a collector, backward makes dx only; the store makes the same weight gradients."""
-    _deferred_linear({})
-    group, *_ = world()
-    options = {"group": group, "vocab_size": VOCAB, "padded_vocab_size": PADDED}
-    for sequence in (False, True):
-        store, w = WeightGradients(), own(draw(1, PADDED, E), 0)
-        ids = torch.arange(T)
-        y = tensor.vocab_parallel_embedding(ids, w, sequence_parallel=sequence, **options)
-        dy = draw(2, *y.shape)
-        (expected,) = torch.autograd.grad(y, w, dy, retain_graph=True)
-        with collect(store):
-            y.backward(dy)
-        store.run()
-        assert torch.equal(w.grad, expected)
-
-
-def _fused_and_deferred(rank: int) -> None:
-    _deferred_linear(fused())
-
-
-def _deferred_linear(how: dict[str, object]) -> None:
-    group, _, ranks = world()
-    for sequence in (False, True):
-        for function, cut_x, cut_w, width in (
-            (tensor.column_parallel_linear, 0, 0, NARROW),
-            (tensor.row_parallel_linear, -1, 1, WIDE),
-        ):
-            for bias in (None, draw(3, WIDE // ranks if cut_w == 0 else NARROW)):
-                outcomes = []
-                for store in (None, WeightGradients()):
-                    x = own(draw(1, T, width), cut_x, sequence or cut_x == -1)
-                    w = own(draw(2, WIDE + NARROW - width, width), cut_w)
-                    b = None if bias is None else leaf(bias)
-                    y = function(x, w, b, group=group, sequence_parallel=sequence, **how)
-                    if store is None:
-                        y.backward(draw(4, *y.shape))
-                    else:
-                        with collect(store):
-                            y.backward(draw(4, *y.shape))
-                        assert w.grad is None
-                        assert len(store) == 1 + (b is not None)
-                        store.run()
-                    outcomes.append([x.grad, w.grad] + ([] if b is None else [b.grad]))
-                if how:  # dx is another product then, whose ranks add in another order
-                    assert_close_f64(outcomes[1].pop(0), outcomes[0].pop(0), RTOL)
-                assert all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_weight_gradients_can_be_deferred(ranks: int) -> None:
-    run_threads(ranks, _deferred)
-
-
-def _functions(sequence: bool) -> list[tuple]:
-    """(function of all leaves, leaves): each layer with weights, on this rank."""
-    group, *_ = world()
-    options = {"group": group, "sequence_parallel": sequence}
-    words = options | {"vocab_size": VOCAB, "padded_vocab_size": PADDED}
-    return [
-        (
-            lambda x, w, b: tensor.column_parallel_linear(x, w, b, **options),
-            [own(draw(1, T, NARROW), 0, sequence), own(draw(2, WIDE, NARROW), 0),
-             own(draw(3, WIDE), 0)],
-        ),
-        (
-            lambda x, w, b: tensor.row_parallel_linear(x, w, b, **options),
-            [own(draw(1, T, WIDE), -1), own(draw(2, NARROW, WIDE), 1), leaf(draw(3, NARROW))],
-        ),
-        (
-            lambda w: tensor.vocab_parallel_embedding(torch.arange(T) % 5, w, **words),
-            [own(draw(1, PADDED, E), 0)],
-        ),
-    ]  # fmt: skip
-
-
-def _at_home(rank: int) -> None:
-    """A step's first backward pass overwrites a home, whatever it held; the next ones add to it."""
-    for sequence, within in itertools.product((False, True), (accumulate, collect)):
-        for function, leaves in _functions(sequence):
-            weights = leaves[1:] or leaves
-            dy = draw(4, *function(*leaves).shape)
-            expected = torch.autograd.grad(function(*leaves), weights, dy)
-            homes = {w: torch.full_like(w, float("nan")) for w in weights}
-            store = WeightGradients(homes)
-            for times in (1, 2):
-                with within(store):
-                    function(*leaves).backward(dy)
-                store.run()
-                for w, gradient in zip(weights, expected, strict=True):
-                    assert w.grad is homes[w]
-                    assert_close_f64(w.grad, times * gradient, 1e-14)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_gradients_of_micro_batches_add_up_in_their_home(ranks: int) -> None:
-    run_threads(ranks, _at_home)
-
-
-def _frozen(rank: int) -> None:
-    """Only what is wanted is made, and it is the same."""
-    for sequence in (False, True):
-        for function, leaves in _functions(sequence)[:2]:
-            dy = draw(4, *function(*leaves).shape)
-            expected = torch.autograd.grad(function(*leaves), leaves, dy)
-            for wanted in itertools.product((False, True), repeat=3):
-                if not any(wanted):
-                    continue
-                chosen = [leaf(t.detach()).requires_grad_(w) for t, w in zip(leaves, wanted)]
-                function(*chosen).backward(dy)
-                for t, want, gradient in zip(chosen, wanted, expected, strict=True):
-                    assert (t.grad is not None) == want
-                    assert not want or torch.equal(t.grad, gradient)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_frozen_parameters_cost_and_change_nothing(ranks: int) -> None:
-    run_threads(ranks, _frozen)
 
 
 def test_the_gradient_of_a_computed_weight_is_never_deferred() -> None:
@@ -394,10 +70,11 @@ def test_autocast_computes_in_its_dtype_and_keeps_fp32_weights() -> None:
     y.float().sum().backward()
     assert x.grad.dtype == w.grad.dtype == b.grad.dtype == torch.float32
     assert_close_f64(w.grad, x.detach().bfloat16().float().sum(0).expand(WIDE, -1), 1e-6)
-    for function, leaves in _functions(False):  # float64 is asked for, not left over
-        expected = function(*leaves)
+    for op in (OPS["column"], OPS["row"], OPS["embedding"]):  # float64 is asked for, not left over
+        whole = op.whole({})
+        expected = op.on_ranks(Given(), False, **whole)
         with torch.autocast("cpu", torch.bfloat16):
-            assert torch.equal(function(*leaves), expected)
+            assert torch.equal(op.on_ranks(Given(), False, **whole), expected)
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # by dynamo, of any Function
@@ -419,7 +96,20 @@ def test_compiles_whole_without_a_group() -> None:
         losses = fn(*leaves)
         losses.sum().backward()
         outcomes.append([losses.detach(), *(x.grad for x in leaves)])
-    compare(*outcomes)
+    for actual, truth in zip(*outcomes, strict=True):
+        assert_close_f64(actual, truth, RTOL)
+
+
+def _compiled(rank: int) -> None:
+    x, w = draw(rank, 6, 4), draw(1, 8, 4)
+    call = torch.compile(tensor.column_parallel_linear, backend="aot_eager")
+    options = {"group": dist.group.WORLD, "sequence_parallel": True}
+    expected = tensor.column_parallel_linear(x, w, **options)
+    assert torch.equal(call(x, w, **options), expected)
+
+
+def test_a_compiler_leaves_the_collectives_alone() -> None:
+    run_ranks(2, _compiled)
 
 
 # ---------------------------------------------------------------- errors come before any launch
@@ -479,85 +169,6 @@ def _refused(rank: int) -> None:
 
 def test_gathered_logits_and_uneven_tokens_are_refused() -> None:
     run_threads(2, _refused)
-
-
-# ---------------------------------------------------------------- planted faults
-
-
-def bias_on_every_rank(x, w, b, *, group, sequence_parallel):
-    sums = collectives.reduce_scatter if sequence_parallel else collectives.reduce_from
-    return sums(F.linear(x, w, b), group)
-
-
-def no_sum_of_the_output(x, w, b, *, group, sequence_parallel):
-    y = F.linear(x, w, b)
-    return collectives.own_slice(y, group) if sequence_parallel else y
-
-
-def no_sum_of_the_input_gradient(x, w, b, *, group, sequence_parallel):
-    whole = collectives.gather(x, group) if sequence_parallel else x
-    return F.linear(whole, w, b)
-
-
-def no_gather_of_the_input(x, w, b, *, group, sequence_parallel):
-    _, _, ranks = world()
-    return F.linear(x.repeat(ranks, 1) if sequence_parallel else x, w, b)
-
-
-def no_sum_of_the_rows(ids, w, *, group, vocab_size, sequence_parallel, padded_vocab_size):
-    local, elsewhere = tensor.embedding._local_ids(ids, w.shape[0], group)
-    y = F.embedding(local, w).masked_fill(elsewhere.unsqueeze(-1), 0)
-    return collectives.own_slice(y, group) if sequence_parallel else y
-
-
-def foreign_ids_hit_row_zero(ids, w, *, group, vocab_size, sequence_parallel, padded_vocab_size):
-    local, _ = tensor.embedding._local_ids(ids, w.shape[0], group)
-    sums = collectives.reduce_scatter if sequence_parallel else collectives.reduce_from
-    return sums(F.embedding(local, w), group)
-
-
-def smoothing_over_the_local_vocabulary(logits, labels, **options):
-    def local(self, stats, labels):
-        return right(self._replace(size=logits.shape[1]), stats, labels)
-
-    right = Vocabulary.losses
-    with mock.patch.object(Vocabulary, "losses", local):
-        return tensor.vocab_parallel_cross_entropy(logits, labels, **options)
-
-
-def padding_in_the_softmax(logits, labels, *, vocab_size, padded_vocab_size, **options):
-    return tensor.vocab_parallel_cross_entropy(
-        logits, labels, vocab_size=padded_vocab_size, **options
-    )
-
-
-def no_merge_of_the_maxima(logits, labels, **options):
-    with mock.patch.object(tensor.ranks.TensorRanks, "merge", lambda ranks, stats: stats):
-        return tensor.vocab_parallel_cross_entropy(logits, labels, **options)
-
-
-FAULTS = [
-    (check_column, no_sum_of_the_input_gradient, (False, True)),
-    (check_column, no_gather_of_the_input, (True,)),
-    (check_row, bias_on_every_rank, (False, True)),
-    (check_row, no_sum_of_the_output, (False, True)),
-    (check_embedding, no_sum_of_the_rows, (False, True)),
-    (check_embedding, foreign_ids_hit_row_zero, (False, True)),
-    (check_loss, smoothing_over_the_local_vocabulary, ()),
-    (check_loss, padding_in_the_softmax, ()),
-    (check_loss, no_merge_of_the_maxima, ()),
-]
-
-
-def _planted(rank: int) -> None:
-    for check, fault, sequences in FAULTS:
-        for options in [{"sequence": s} for s in sequences] or [{"smoothing": 0.3}]:
-            where = noticed(check, fault, **options)  # not everywhere: rank 0 holds row zero
-            assert where > 0, f"{fault.__name__} {options} was not noticed on any rank"
-
-
-def test_planted_faults_are_noticed() -> None:
-    run_ranks(2, _planted)
 
 
 # ---------------------------------------------------------------- typing rules
