@@ -60,7 +60,7 @@ _LINEAR = {
     "plain": _layer(F.linear),
     "fused": (*each([{}, NO_BIAS], [{}]), Given(MANY, {}, CUT)),
     "twins": (each([{}], [NONE, BULK]), each([NO_BIAS], [NONE, BULK])),
-    "ways": tuple(each([{}, NO_BIAS], [{}])),
+    "ways": tuple(each([{}, NO_BIAS], [{}, CHUNKED])),
 }
 COLUMN = Op(
     sharded=_layer(tensor.column_parallel_linear),
@@ -283,8 +283,10 @@ MLP = Op(
     fused=(Given({"without": ("down_bias", "residual")}, TRITON),
            *each([_SWIGLU | _DROPPED], [TRITON | r for r in _RECOMPUTE])),
     twins=(each([_SWIGLU], [o | r for o in (BULK, NONE) for r in ({}, *_RECOMPUTE)]),),
-    ways=tuple(each([{}, _SWIGLU], _RECOMPUTE)),
-    wishes=(("x",), ("down_weight",), ("up_bias",), ("up_weight", "down_bias")),
+    ways=(*each([_SWIGLU], _RECOMPUTE),
+          *each([{}], [r | o for r in _RECOMPUTE for o in (BULK, CHUNKED)])),
+    wishes=(("x",), ("down_weight",), ("up_bias",), ("down_bias",), ("up_bias", "down_bias"),
+            ("up_weight", "down_bias")),
     low=tuple(each([{"without": ("residual",)}], [BULK, CHUNKED])),
 )  # fmt: skip
 

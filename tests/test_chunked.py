@@ -23,11 +23,9 @@ from threads import run_threads
 
 from warpweave.kernels.dropout import Drop
 from warpweave.kernels.gemm.gradients import linear
-from warpweave.kernels.mlp import RECOMPUTE
-from warpweave.kernels.runtime.wgrad import WeightGradients, collect, rows
+from warpweave.kernels.runtime.wgrad import rows
 from warpweave.parallel import collectives
 from warpweave.parallel.tensor import chunked
-from warpweave.parallel.tensor.mlp import parallel_mlp
 from warpweave.parallel.tensor.overlap import tensor_ranks
 from warpweave.parallel.tensor.ranks import TensorRanks
 from warpweave.parallel.words import Overlap
@@ -133,41 +131,6 @@ def _sums(rank: int) -> None:
 
 def test_terms_are_added_in_the_order_of_ranks_everywhere() -> None:
     run_threads(3, _sums)
-
-
-def _mlp(sequence: bool, recompute: str, wanted: tuple[str, ...], store, overlap: str) -> list:
-    """y and the gradients of an MLP on whole numbers."""
-    group, rank, ranks = world()
-    tensors = {
-        "x": part(whole_numbers(1, SHARE * ranks, K), 0 if sequence else None),
-        "up_weight": whole_numbers(2 + rank, N, K), "down_weight": whole_numbers(7 + rank, K, N),
-        "up_bias": whole_numbers(12 + rank, N), "down_bias": whole_numbers(17, K),
-    }  # fmt: skip
-    leaves = {n: t.clone().requires_grad_(n in wanted) for n, t in tensors.items()}
-    y = parallel_mlp(
-        **leaves, activation="relu2", group=group, sequence_parallel=sequence,
-        recompute=recompute, overlap=overlap,
-    )  # fmt: skip
-    with collect(store):
-        y.backward(part(whole_numbers(18, SHARE * ranks, K), 0 if sequence else None))
-    store.run()
-    assert {n for n, t in leaves.items() if t.grad is not None} == set(wanted)
-    return [y.detach(), *(leaves[n].grad for n in wanted)]
-
-
-def _frozen(rank: int) -> None:
-    names = ("x", "up_weight", "down_weight", "up_bias", "down_bias")
-    wishes = [names, ("x",), ("down_weight",), ("up_bias", "down_bias"), ("down_bias",)]
-    for sequence, recompute, wanted in itertools.product((False, True), RECOMPUTE, wishes):
-        found, twin = (
-            _mlp(sequence, recompute, wanted, WeightGradients(), overlap)
-            for overlap in ("chunked", "none")
-        )
-        assert all(torch.equal(a, b) for a, b in zip(found, twin, strict=True))
-
-
-def test_frozen_parameters_and_deferred_gradients_are_those_of_the_twin() -> None:
-    run_threads(3, _frozen)
 
 
 def test_one_device_and_the_words() -> None:

@@ -153,20 +153,6 @@ def _fusing(rank: int) -> None:
             assert len(store) == waiting
             store.run()
             assert (w.grad is None) == frozen
-    _alone(ranks)
-
-
-def _alone(ranks: dict) -> None:
-    """A gradient that is the only one wanted is that of the blocking twin."""
-    for linear in (column_parallel_linear, row_parallel_linear):
-        for wanted in range(3):
-            found = []
-            for how in (ranks, ranks | {"overlap": "none"}):
-                given = [draw(i, *s) for i, s in enumerate(((6, 5), (8, 5), (8,)))]
-                leaf = given[wanted].requires_grad_()
-                y = linear(*given, sequence_parallel=True, **how)
-                found += torch.autograd.grad(y, leaf, draw(4, *y.shape))
-            assert relative_error(*found) < 1e-12, (linear, wanted)
 
 
 def test_what_has_no_other_product_to_hide_under_is_fused() -> None:
