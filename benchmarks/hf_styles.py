@@ -136,7 +136,8 @@ def _of_two(rank: int) -> list[str]:
 
 
 def main() -> int:
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+    tests = Path(__file__).resolve().parent.parent / "tests"
+    sys.path[:0] = [str(tests), str(tests / "support")]  # whose ranks import conftest
     from ranks import run_ranks
 
     found = run_ranks(RANKS, _of_two)

@@ -11,7 +11,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import clock
 import pytest
 import torch
 from clock import HotLoop, read_loops, reading
@@ -97,8 +96,7 @@ def _described_kernel(
 def found(tmp_path_factory) -> dict:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
-    path = str(Path(clock.__file__).parents[1]), environment.get("PYTHONPATH", "")
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     command = [sys.executable, "-P", __file__]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stderr

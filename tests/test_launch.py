@@ -324,7 +324,7 @@ def test_a_killed_suite_leaves_no_run_behind(tmp_path):
     code = f"import test_launch as t; t._suite(t.Path({str(tmp_path)!r}))"
     suite = subprocess.Popen(
         [sys.executable, "-P", "-c", code],
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent), "STARTED_BY": str(tmp_path)},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "STARTED_BY": str(tmp_path)},
         stdout=subprocess.PIPE,
     )
     try:

@@ -15,7 +15,7 @@ import torch
     reason="this torch cannot register a device from Python",
 )
 def test_a_step_on_a_gpu_uses_one_device_and_reads_nothing_back() -> None:
-    program = Path(__file__).with_name("pretend_gpu.py")
+    program = Path(__file__).parent / "support" / "pretend_gpu.py"
     env = {**os.environ, "TRITON_INTERPRET": "0"}  # so that kernels are compiled ones
     run = subprocess.run(
         [sys.executable, program], env=env, capture_output=True, text=True, timeout=800

@@ -80,7 +80,7 @@ def test_ranks_end_with_a_killed_parent(tmp_path) -> None:
     code = f"import ranks, test_ranks; ranks.run_ranks(2, test_ranks._stay, {fifo!r})"
     parent = subprocess.Popen(
         [sys.executable, "-P", "-c", code],
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent)},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
     )
     said = b""
     with open(fifo, "rb", buffering=0) as pipe:

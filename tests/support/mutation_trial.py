@@ -1,10 +1,10 @@
 """Does the suite see faults? Plants those of `faults.py`, one at a time, in a copy of the sources.
 
-``python tests/mutation_trial.py`` takes hours: for each fault it runs the test files that import
-the faulted module or one that imports it, and if they stay green the rest of the suite. The test
-that fails must pass without the fault. Prints a line per fault and last a line of JSON; exits with
-1 if more than one fault in sixty survives. ``--quick`` leaves out the rest where such files exist,
-``--only NAME ...`` and ``--tests FILE ...`` choose, ``--list`` only tells what there is.
+``python tests/support/mutation_trial.py`` takes hours: for each fault it runs the test files that
+import the faulted module or one that imports it, and if they stay green the rest of the suite. The
+test that fails must pass without the fault. Prints a line per fault and last a line of JSON; exits
+with 1 if more than one fault in sixty survives. ``--quick`` leaves out the rest where such files
+exist, ``--only NAME ...`` and ``--tests FILE ...`` choose, ``--list`` only tells what there is.
 
 The copy is imported from a folder of links in which the four rungs stand where an installation has
 them; on PYTHONPATH it comes before any installed warpweave, in subprocesses and ranks, too.
@@ -29,7 +29,7 @@ from pathlib import Path
 
 from faults import FAULTS, Fault
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 RUNGS = ("kernels", "parallel", "layers")
 # What installs wheels of its own would import the copy instead.
 LEFT_OUT = ("test_packaging.py", "test_mutation_trial.py")

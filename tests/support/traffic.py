@@ -23,7 +23,7 @@ What this cannot see: how lanes are grouped into transactions (128-bit loads are
 
 `measures` lists the ops with the bytes they may move: `kernels/cost.py`, or for attention the I/O
 model of FlashAttention (`attention_io`). `test_traffic.py` asserts them, and
-``python -P tests/traffic.py`` prints the table.
+``python -P tests/support/traffic.py`` prints the table.
 """
 
 from __future__ import annotations
