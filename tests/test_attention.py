@@ -32,8 +32,8 @@ from warpweave.kernels.attention import (
     attention_delta,
     attention_fwd,
     forward,
+    launch,
 )
-from warpweave.kernels.attention import tiles as attention_tiles
 from warpweave.kernels.attention import torch_path as attention_cpu
 from warpweave.kernels.attention.function import attention_bwd_op, attention_op
 from warpweave.kernels.attention.launch import shared_steps
@@ -686,7 +686,7 @@ def test_tiles_are_chosen_by_capability_element_size_and_head_dim(monkeypatch) -
         q = torch.empty(1, 1, 1, D, dtype=dtype)
         kernels = ("attention_fwd", "attention_dkdv", "attention_dq")
         want = [shipped_rows(kernel, row[0], row[1])[row[2]] for kernel in kernels]
-        assert [attention_tiles.find_tile(kernel, q, frozenset()) for kernel in kernels] == want
+        assert [launch.find_tile(kernel, q, frozenset()) for kernel in kernels] == want
 
 
 def test_largest_scores_found_in_halves_as_on_hopper_are_the_same(monkeypatch):

@@ -24,8 +24,8 @@ from warpweave.kernels.attention import (
     attention_delta,
     attention_dsinks,
     attention_fwd,
+    launch,
 )
-from warpweave.kernels.attention import tiles as attention_tiles
 from warpweave.kernels.attention.function import attention_op
 from warpweave.kernels.attention.options import AttentionOptions
 from warpweave.kernels.merge import merge
@@ -343,14 +343,14 @@ def test_a_variant_is_what_a_call_keeps_beside_plain_attention(given, words) -> 
     q = torch.empty(1, 64, 1, D, dtype=given.pop("dtype", torch.float16))
     runs = {"q_runs": (Run(0, 64),), "k_runs": (Run(0, 64),)}
     options = AttentionOptions(**runs | given)
-    assert attention_tiles.variant_of(q, options, into) == set(words.split())
+    assert launch.variant_of(q, options, into) == set(words.split())
 
 
 def test_launches_that_ptxas_would_spill_state_their_registers(monkeypatch) -> None:
     q, tile = torch.empty(1, 1, 1, 64), AttentionTile(64, 32, 8, 2)
 
     def options(q=q, tile=tile, **call):
-        return attention_tiles.launch_options(tile, q, frozenset(call))
+        return launch.launch_options(tile, q, frozenset(call))
 
     plain = {"num_warps": 8, "num_stages": 2}
     assert options() == {**plain, "maxnreg": 255}

@@ -229,7 +229,10 @@ def test_every_import_goes_down_the_ladder() -> None:
         ("warpweave.kernels.reference", "from warpweave.kernels.norm import rms_norm"),
         ("warpweave.kernels.runtime.dispatch", "from .. import norm"),
         ("warpweave.kernels.runtime.tiles", "from warpweave.kernels.gemm import mainloop"),
-        ("warpweave.kernels.gemm.mainloop", "from warpweave.kernels.attention.tiles import padded"),
+        (
+            "warpweave.kernels.gemm.mainloop",
+            "from warpweave.kernels.attention.launch import padded",
+        ),
         ("warpweave.kernels.norm.forward", "from warpweave.kernels.attention import device"),
         ("warpweave.parallel.data.zero", "from warpweave.parallel.pipeline.stage import Segment"),
         ("warpweave.parallel.context.ring", "from warpweave.parallel.tensor import linear"),

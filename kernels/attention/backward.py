@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import torch
 
-from warpweave.kernels.attention import launch, tiles
+from warpweave.kernels.attention import launch
 from warpweave.kernels.attention.device import (
     LOG2E,
     RUNTIME,
@@ -325,7 +325,7 @@ def attention_delta(
         with torch.cuda.device_of(o):
             attention_delta_kernel[(triton.cdiv(S, 64) * H * B,)](
                 o, do, dlse, delta, *steps, (0, 0, 0) if dlse is None else dlse.stride(),
-                H, S, step, D, 64, tiles.padded(D))  # fmt: skip
+                H, S, step, D, 64, launch.padded(D))  # fmt: skip
     return delta
 
 
@@ -383,8 +383,8 @@ def block_bwd(
 
 def _launch_dkdv(q, k, v, do, lse, delta, dk, dv, options: AttentionOptions, into: bool) -> None:
     (B, _, H, D), Hkv = q.shape, k.shape[2]
-    variant = tiles.variant_of(q, options, into)
-    tile = tiles.find_tile("attention_dkdv", q, variant)
+    variant = launch.variant_of(q, options, into)
+    tile = launch.find_tile("attention_dkdv", q, variant)
     table, by_sample = launch.table_of(options, B, keys=True)
     step, (of_q, of_k, of_v, of_do, *others) = launch.shared_steps(q, k, v, do, dk, dv)
     of_q, of_do = launch.one_set(of_q, of_do)
@@ -392,13 +392,13 @@ def _launch_dkdv(q, k, v, do, lse, delta, dk, dv, options: AttentionOptions, int
         q, k, v, do, lse, delta, dk, dv, table,
         of_q, of_k, of_v, of_do, *others, by_sample,
         *launch.numbers(options, Hkv, H // Hkv), *launch.constants(options, into, step, D, tile),
-        **tiles.launch_options(tile, q, variant))  # fmt: skip
+        **launch.launch_options(tile, q, variant))  # fmt: skip
 
 
 def _launch_dq(q, k, v, do, lse, delta, dq, options: AttentionOptions, into: bool) -> None:
     B, _, H, D = q.shape
-    variant = tiles.variant_of(q, options, into)
-    tile = tiles.find_tile("attention_dq", q, variant)
+    variant = launch.variant_of(q, options, into)
+    tile = launch.find_tile("attention_dq", q, variant)
     table, by_sample = launch.table_of(options, B)
     step, (of_q, of_k, of_v, *others) = launch.shared_steps(q, k, v, do, dq)
     attention_dq_kernel[(launch.tile_count(options.q_runs, tile.q) * H * B,)](
@@ -406,4 +406,4 @@ def _launch_dq(q, k, v, do, lse, delta, dq, options: AttentionOptions, into: boo
         of_q, *launch.one_set(of_k, of_v), *others, by_sample,
         *launch.numbers(options, H, H // k.shape[2]),
         *launch.constants(options, into, step, D, tile),
-        **tiles.launch_options(tile, q, variant))  # fmt: skip
+        **launch.launch_options(tile, q, variant))  # fmt: skip

@@ -8,9 +8,8 @@ import torch
 
 from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.runtime.dispatch import check_written, choose
+from warpweave.kernels.runtime.dtypes import FLOATS
 from warpweave.kernels.runtime.tile_table import MAX_HEAD_DIM
-
-_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def heads_per_kv_head(heads: int, kv_heads: int) -> int:
@@ -45,7 +44,7 @@ def check_tensors(
     heads_per_kv_head(Hq, Hkv)
     if not 1 <= D <= MAX_HEAD_DIM:
         raise ValueError(f"head_dim must be in 1..{MAX_HEAD_DIM}, got {D}")
-    if not q.dtype == k.dtype == v.dtype or q.dtype not in _DTYPES:
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in FLOATS:
         raise ValueError(
             f"q, k, v must have one floating dtype of at least 16 bits, got {q.dtype}, {k.dtype}, "
             f"{v.dtype}"
@@ -58,7 +57,7 @@ def check_tensors(
 
 def check_dtype(name: str, dtype: torch.dtype | None) -> None:
     """Raise ValueError on a dtype that attention does not compute in."""
-    if dtype is not None and dtype not in _DTYPES:
+    if dtype is not None and dtype not in FLOATS:
         raise ValueError(f"{name} must be a floating dtype of at least 16 bits, got {dtype}")
 
 

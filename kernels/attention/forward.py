@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import torch
 
-from warpweave.kernels.attention import launch, tiles
+from warpweave.kernels.attention import launch
 from warpweave.kernels.attention.device import (
     LN2,
     LOG2E,
@@ -204,8 +204,8 @@ def block_fwd(
 
 def _launch(q, k, v, o, lse, sinks, options: AttentionOptions, into: bool) -> None:
     B, _, H, D = q.shape
-    variant = tiles.variant_of(q, options, into)
-    tile = tiles.find_tile("attention_fwd", q, variant)
+    variant = launch.variant_of(q, options, into)
+    tile = launch.find_tile("attention_fwd", q, variant)
     table, by_sample = launch.table_of(options, B)
     step, (of_q, of_k, of_v, of_o) = launch.shared_steps(q, k, v, o)
     attention_fwd_kernel[(launch.tile_count(options.q_runs, tile.q) * H * B,)](
@@ -214,4 +214,4 @@ def _launch(q, k, v, o, lse, sinks, options: AttentionOptions, into: bool) -> No
         *launch.numbers(options, H, H // k.shape[2]),
         *launch.constants(options, into, step, D, tile),
         HALVES=capability(q.device) // 10 == 9 and q.element_size() == 2 and not options.softcap,
-        **tiles.launch_options(tile, q, variant))  # fmt: skip
+        **launch.launch_options(tile, q, variant))  # fmt: skip

@@ -37,12 +37,9 @@ from warpweave.kernels.gemm import cpu as gemm_cpu
 from warpweave.kernels.gemm.epilogue import find_precision, launch
 from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.runtime.dispatch import check_written, choose, refuse_graph
-from warpweave.kernels.runtime.dtypes import no_autocast
+from warpweave.kernels.runtime.dtypes import FLOATS, no_autocast
 from warpweave.kernels.runtime.fusion import choose_or_auto, fused_or_apart
 from warpweave.kernels.runtime.op import operator
-
-DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-
 
 # ---------------------------------------------------------------- checks
 
@@ -51,9 +48,9 @@ def check_operands(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) 
     """Raise ValueError unless a[M, K] b[K, N] + bias[N] exists, of one floating dtype."""
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0]:
         raise ValueError(f"need a[M, K] and b[K, N], got {[*a.shape]} and {[*b.shape]}")
-    if a.dtype != b.dtype or a.dtype not in DTYPES:
+    if a.dtype != b.dtype or a.dtype not in FLOATS:
         raise ValueError(f"a and b must have one floating dtype, got {a.dtype} and {b.dtype}")
-    if bias is not None and (bias.shape != b.shape[1:] or bias.dtype not in DTYPES):
+    if bias is not None and (bias.shape != b.shape[1:] or bias.dtype not in FLOATS):
         raise ValueError(
             f"bias must be floating and [N] of b {[*b.shape]}, got {bias.dtype} {[*bias.shape]}"
         )

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from warpweave.kernels.dropout import Drop, check_drop, launch_arguments
-from warpweave.kernels.norm.checks import check_tensors
+from warpweave.kernels.norm.checks import as_rows, check_tensors, contiguous, tile_of
 from warpweave.kernels.norm.device import (
     RUNTIME,
     add_to,
@@ -21,7 +21,6 @@ from warpweave.kernels.norm.device import (
     store_dx,
     vector,
 )
-from warpweave.kernels.norm.launch import as_rows, contiguous, tile_of
 from warpweave.kernels.norm.torch_path import norm_bwd_cpu
 from warpweave.kernels.runtime.dispatch import (
     all_registers,

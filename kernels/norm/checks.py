@@ -1,4 +1,4 @@
-"""The arguments of a norm, checked once and in their simplest form.
+"""The arguments of a norm: checked once, and as its kernels take them.
 
 Everything here is decided on the host from shapes, dtypes and Python numbers. `function` documents
 what the arguments mean.
@@ -7,6 +7,8 @@ what the arguments mean.
 from __future__ import annotations
 
 import torch
+
+from warpweave.kernels.runtime.dispatch import triton
 
 
 def check_tensors(
@@ -39,3 +41,21 @@ def check_tensors(
 def stream_dtype(x: torch.Tensor, residual: torch.Tensor | None) -> torch.dtype:
     """The dtype of s: the wider of those of x and residual."""
     return x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+
+
+def tile_of(E: int) -> tuple[int, int, int]:
+    """ROWS, BLOCK_E and num_warps: 16 elements per thread, several rows per program if rows are
+    short."""
+    block = max(4, triton.next_power_of_2(E))  # dropout draws four columns at a time
+    rows = max(1, 2048 // block)
+    return rows, block, max(4, rows * block // 512)
+
+
+def as_rows(x: torch.Tensor) -> torch.Tensor:
+    """x as [rows, E] with contiguous rows: a view where strides allow it."""
+    x = x.reshape(-1, x.shape[-1])
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
+    return None if x is None else x.contiguous()

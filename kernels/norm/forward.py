@@ -8,9 +8,8 @@ from __future__ import annotations
 import torch
 
 from warpweave.kernels.dropout import Drop, check_drop, launch_arguments
-from warpweave.kernels.norm.checks import check_tensors, stream_dtype
+from warpweave.kernels.norm.checks import as_rows, check_tensors, contiguous, stream_dtype, tile_of
 from warpweave.kernels.norm.device import RUNTIME, columns, load, store_y, sum_of
-from warpweave.kernels.norm.launch import as_rows, contiguous, tile_of
 from warpweave.kernels.norm.torch_path import norm_fwd_cpu, norm_sum
 from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.runtime.dispatch import choose, no_graph, tl, triton

@@ -59,12 +59,11 @@ from warpweave.kernels.runtime.dispatch import (
     once_differentiable,
     refuse_tangents,
 )
+from warpweave.kernels.runtime.dtypes import FLOATS
 from warpweave.kernels.runtime.op import operator
 from warpweave.kernels.runtime.wgrad import grad_dtype
 
 # ---------------------------------------------------------------- registration
-
-_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 class Options(NamedTuple):
@@ -243,8 +242,8 @@ def _norm(x, weight, bias, eps, residual, x_bias, drop, out_dtype, layer, impl):
     alone = residual is None and x_bias is None and drop is None
     drop = check_drop(drop, x.shape[:-1])
     dtype = out_dtype or x.dtype
-    if dtype not in _DTYPES:
-        raise ValueError(f"out_dtype must be one of {_DTYPES}, got {dtype}")
+    if dtype not in FLOATS:
+        raise ValueError(f"out_dtype must be one of {FLOATS}, got {dtype}")
     if impl == "torch":
         s = whole_features(norm_sum(x, x_bias, drop, residual))
         weight, bias = whole_features(weight), bias if bias is None else whole_features(bias)

@@ -31,9 +31,10 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from warpweave.kernels.runtime.dtypes import DTYPES
+
 ALIGNMENT = 256  # bytes: of segments, and of the data in them
 OPERATIONS = ("all_gather_gemm", "qkv_rope", "gemm_reduce_scatter", "gemm_all_reduce")
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class Signature(NamedTuple):
@@ -53,15 +54,15 @@ class Signature(NamedTuple):
             word = word << 20 | size % 2**20
         for log in (size.bit_length() for size in self.part):
             word = word << 4 | log
-        return word << 2 | DTYPES.index(self.dtype)
+        return word << 8 | DTYPES.index(self.dtype)
 
     @classmethod
     def of(cls, word: int) -> Signature:
         """The inverse of `word`."""
-        part = (1 << (word >> 6 & 15)) >> 1, (1 << (word >> 2 & 15)) >> 1
-        rows, columns, op = word >> 30 & 2**20 - 1, word >> 10 & 2**20 - 1, word >> 50
+        part = (1 << (word >> 12 & 15)) >> 1, (1 << (word >> 8 & 15)) >> 1
+        rows, columns, op = word >> 36 & 2**20 - 1, word >> 16 & 2**20 - 1, word >> 56
         name = (*OPERATIONS, "another operation")[op - 1]
-        return cls(name, rows, columns, DTYPES[word & 3], part)
+        return cls(name, rows, columns, DTYPES[word & 255], part)
 
     def __str__(self) -> str:
         parts = " x ".join(map(str, self.part))

@@ -1,4 +1,4 @@
-"""The dtype that an op computes in, and autocast, which must not choose another inside it."""
+"""The dtypes that ops compute in, that of a call, and autocast, which must not choose another."""
 
 from __future__ import annotations
 
@@ -6,6 +6,13 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+"""What ops compute in."""
+
+DTYPES = (*FLOATS, torch.int64, torch.int32)
+"""Every dtype that ranks send one another. One byte on the wire: its place in this list, to which
+new ones are appended."""
 
 
 def operand_dtype(

@@ -9,9 +9,9 @@
 kernel, element size and head dim (or kind) the first one is taken that fits the version of Triton,
 where "triton": "3.7" is for that one and "3.9+" from there on, and the variant of the call, where
 "variants": ["into softcap", "masked"] is for those that keep both, or the other, and maybe more
-(see `attention.tiles`). The table of a user, which ``warpweave tune`` writes, has rows by device. A
-file that is not exactly this raises ValueError: a tile that half fits would be a wrong result on a
-GPU.
+(see `attention.launch`). The table of a user, which ``warpweave tune`` writes, has rows by device.
+A file that is not exactly this raises ValueError: a tile that half fits would be a wrong result on
+a GPU.
 """
 
 from __future__ import annotations

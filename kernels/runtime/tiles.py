@@ -8,7 +8,7 @@ A launch takes, of its kernel and element size,
      the device's, or that of capability 0: for the interpreter and every device below them.
 For a head dim the row of the smallest one that fits is taken, of 2 and 3 together; of one head dim
 the user's. A user's tiles of attention are for plain attention, the only one that is measured:
-variants that keep more (`attention.tiles`) take shipped rows. A product of an optional kind that
+variants that keep more (`attention.launch`) take shipped rows. A product of an optional kind that
 has no row takes the large tile. In half and single precision no tile shipped for A100, H100 and
 B200 spills registers in any variant that benchmarks/compiled.py compiles. float64 may.
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from warpweave.kernels.runtime.dtypes import DTYPES
 from warpweave.parallel.pipeline.interface import Like, Receive, Stage
 from warpweave.parallel.schedule.actions import (
     RECEIVES,
@@ -129,8 +130,6 @@ def _send_of(receive: Action) -> Action:
 
 # ------------------------------------------------------------------ one rank per process
 
-# A dtype travels as its place in this list.
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32)
 _DIMS = 8
 
 
@@ -258,13 +257,13 @@ class Distributed:
         for s in range(1, len(rank_of)):
             for i in range(m) if rank_of[s] == self.rank else ():
                 shape, dtype, _ = stages[s].input_like(i)
-                if len(shape) > _DIMS or dtype not in _DTYPES:
+                if len(shape) > _DIMS or dtype not in DTYPES:
                     raise ValueError(
                         f"rank {self.rank}: input of stage {s} is {tuple(shape)} {dtype}, "
-                        f"allowed are {_DIMS} dims and {_DTYPES}"
+                        f"allowed are {_DIMS} dims and {DTYPES}"
                     )
                 words[s, i, : 2 + len(shape)] = torch.tensor(
-                    [_DTYPES.index(dtype), len(shape), *shape], dtype=torch.int64
+                    [DTYPES.index(dtype), len(shape), *shape], dtype=torch.int64
                 )
         if self._group is not None:
             words = words.to(self._device)
@@ -272,7 +271,7 @@ class Distributed:
         table: dict[tuple[int, int], Like] = {}
         for s, row in enumerate(words.tolist()):
             for i, (dtype, dims, *shape) in enumerate(row):
-                table[s, i] = (tuple(shape[:dims]), _DTYPES[dtype], self._device)
+                table[s, i] = (tuple(shape[:dims]), DTYPES[dtype], self._device)
         return table
 
     def like(self, stage: int, mb: int) -> Like:

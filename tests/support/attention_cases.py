@@ -7,8 +7,7 @@ from close import assert_close_f64
 from torch import Tensor
 
 from warpweave.kernels import reference
-from warpweave.kernels.attention import attention
-from warpweave.kernels.attention import tiles as attention_tiles
+from warpweave.kernels.attention import attention, launch
 from warpweave.kernels.runtime import tiles
 
 F64 = torch.float64
@@ -25,7 +24,7 @@ def draw(B=1, Sq=37, Sk=37, Hq=2, Hkv=1, D=16, dtype=F64) -> list[Tensor]:
 def tiles_of(monkeypatch, arch: int) -> None:
     """From here on the tiles are those of a device of capability `arch`."""
     monkeypatch.setattr(tiles, "INTERPRET", False)
-    for module in (tiles, attention_tiles):
+    for module in (tiles, launch):
         monkeypatch.setattr(module, "capability", lambda device: arch)
 
 
