@@ -166,7 +166,7 @@ def _moved(rank: int) -> None:
     assert _moves("chunked", False) == ("gwgldswldsww", 2 * whole + stats)
 
 
-def test_a_piece_is_on_its_way_under_another_and_no_more_is_moved() -> None:
+def test_a_chunk_is_on_its_way_under_another_and_no_more_is_moved() -> None:
     run_ranks(2, _moved)
 
 

@@ -70,7 +70,7 @@ def vocab_parallel_linear_cross_entropy(
     overlap="chunked" gathers x a rank's tokens after the other under the logits of those before;
     with recompute=False some tokens of every rank at a time, whose dx then leaves under the next
     ones' products. "fused" gathers x within the product of the first block of columns. Only the
-    backward of recompute=True moves x and dx whole: in pieces it would read and write all of dW
+    backward of recompute=True moves x and dx whole: in chunks it would read and write all of dW
     once for each.
 
     Args:
