@@ -28,7 +28,7 @@ from warpweave.changes import changes_of, forget, known, note
 from warpweave.hf import attention, norm, seen, structure
 from warpweave.hf.options import HeadVocabulary, Replicas, Spread
 from warpweave.hf.patch import patch
-from warpweave.hf.plan import Column, Row, Tokens, hidden_states, taken
+from warpweave.hf.plan import Column, Row, Tokens, hidden_states, take_input
 from warpweave.hf.report import Report
 from warpweave.parallel.layout import SequenceLayout
 from warpweave.parallel.tensor import cut_rms_norm
@@ -217,7 +217,7 @@ class _Entrance:
         self.check(module, tp)
         x, put = hidden_states(module, args, kwargs)
         if part.takes_once and tp is not None:
-            x = taken(self.tokens, module, x, tp)
+            x = take_input(self.tokens, module, x, tp)
         args, kwargs = put(x)
         if part.kind == "mlp" or self.tokens.cp is None:
             return args, kwargs

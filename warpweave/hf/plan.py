@@ -137,7 +137,7 @@ class Column(ColwiseParallel):
 
     Args:
         tokens: of x.
-        inside: the module around it has taken x from the ranks, see `taken`.
+        inside: the module around it has taken x from the ranks, see `take_input`.
         blocks: equal parts of the output features, each of which is cut; of several the bias is
             whole on every rank.
         options: as of `ColwiseParallel`.
@@ -195,7 +195,7 @@ def _out_in(module: Any, weight: torch.Tensor) -> torch.Tensor:
     return weight.t() if isinstance(module, Conv1D) else weight
 
 
-def taken(tokens: Tokens, module: nn.Module, x: torch.Tensor, group: Group) -> torch.Tensor:
+def take_input(tokens: Tokens, module: nn.Module, x: torch.Tensor, group: Group) -> torch.Tensor:
     """x[B, S, E] for all columns of a module at once, from the ranks where its tokens are cut; the
     gradient is summed over the ranks once."""
     return copy_to(x, group) if tokens.dim(module, x) is None else all_gather(x, group, dim=1)

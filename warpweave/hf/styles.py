@@ -38,7 +38,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.distributed import DistributedConfig
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
 
-from warpweave.hf.plan import Column, Row, Tokens, hidden_states, taken
+from warpweave.hf.plan import Column, Row, Tokens, hidden_states, take_input
 from warpweave.shards import use_local
 from warpweave.styles import ColwiseParallel, RowwiseParallel, Style
 
@@ -70,7 +70,7 @@ class _Input(TensorParallelLayer):
         self, module: nn.Module, args: tuple, kwargs: dict, mesh: DeviceMesh
     ) -> tuple[tuple, dict]:
         x, put = hidden_states(module, args, kwargs)
-        return put(taken(self.tokens, module, x, mesh.get_group()))
+        return put(take_input(self.tokens, module, x, mesh.get_group()))
 
 
 class _Replicated(TensorParallelLayer):
@@ -86,17 +86,19 @@ class _Sequence(TensorParallelLayer):
 
     def install_forward(self, module: Any, mesh: DeviceMesh) -> nn.Module:
         group = mesh.get_group()
+        summed: list[nn.Module] = []  # modules that see some of the tokens
 
         def sum_gradients(layer: nn.Module, args: tuple) -> None:
-            """Of modules that see some of the tokens, once all styles are on theirs."""
-            for part in _without_style(module):
+            if summed:
+                return
+            summed.extend(_without_style(module))  # now all styles are on their modules
+            for part in summed:
                 use_local(part, dict.fromkeys(part._parameters, (group,)))
-            hook.remove()
 
         need = "sequence parallelism"
         tokens = Tokens(group, None, sequence_parallel=True, need=need, always=True)
         tokens.hook(module[0], module[-1])
-        hook = module[0].register_forward_pre_hook(sum_gradients)
+        module[0].register_forward_pre_hook(sum_gradients)
         return module
 
 
