@@ -224,7 +224,6 @@ BY_TIME = {
     name: (FAULTS[name][0], [FAULTS[name][1:]])
     for name in (
         "a wait removed",
-        "a copy that awaits nobody",
         "no barrier before a release",
         "a relaxed release",
         "one flag for all tiles",
