@@ -282,20 +282,26 @@ def _check_pairs(x: torch.Tensor, activation: str) -> None:
 # ---------------------------------------------------------------- autograd
 
 
-def _save(ctx, inputs, output) -> None:
+def _save_activation(ctx, inputs, output) -> None:
     x, ctx.activation = inputs
     ctx.save_for_backward(x)
 
 
-def _backward(ctx, dy):
+def _activation_backward(ctx, dy):
     return activation_bwd_op(dy, *ctx.saved_tensors, ctx.activation)
 
 
-def _fake(x, activation):
+def _activation_fake(x, activation):
     return x.new_empty(_out_shape(x, ACTIVATIONS[activation].gated))
 
 
-@operator("activation_fwd", _fake, save=_save, backward=_backward, sharding="... -> ...")
+@operator(
+    "activation_fwd",
+    _activation_fake,
+    save=_save_activation,
+    backward=_activation_backward,
+    sharding="... -> ...",
+)
 def activation_op(x: torch.Tensor, activation: str) -> torch.Tensor:
     """The Triton path of `activate`."""
     return activation_fwd(x, activation, impl="triton")

@@ -172,19 +172,19 @@ def dropout_fwd(x: torch.Tensor, drop: Drop) -> torch.Tensor:
     return y
 
 
-def _save(ctx, inputs, output) -> None:
+def _save_dropout(ctx, inputs, output) -> None:
     _, drop = inputs
     ctx.drop = drop._replace(tokens=None)
     ctx.save_for_backward(drop.tokens)
 
 
-def _backward(ctx, dy):
+def _dropout_backward(ctx, dy):
     return dropout_op(dy, ctx.drop._replace(tokens=ctx.saved_tensors[0]))
 
 
 @operator(
-    "dropout", lambda x, drop: x.new_empty(x.shape), records=(Drop,), save=_save,
-    backward=_backward, sharding="t_, t -> t_",
+    "dropout", lambda x, drop: x.new_empty(x.shape), records=(Drop,), save=_save_dropout,
+    backward=_dropout_backward, sharding="t_, t -> t_",
 )  # fmt: skip
 def dropout_op(x: torch.Tensor, drop: Drop) -> torch.Tensor:
     """The Triton path of `dropout`, x[T, E]."""

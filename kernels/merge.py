@@ -31,7 +31,7 @@ def merge(
     o_a, o_b [B, S, H, D] and lse_a, lse_b [B, H, S] (natural logarithm), all float32 or all
     float64. Raises ValueError on other shapes, dtypes or devices.
     """
-    _check(o_a, lse_a, o_b, lse_b)
+    _check_parts(o_a, lse_a, o_b, lse_b)
     return torch.lerp(o_a, o_b, _weight(lse_a, lse_b)), torch.logaddexp(lse_a, lse_b)
 
 
@@ -43,7 +43,7 @@ def merge_(
 
     o = 0 and lse = -inf is the neutral element, so a ring may start from it. Returns (o, lse).
     """
-    _check(o, lse, o_b, lse_b)
+    _check_parts(o, lse, o_b, lse_b)
     o.lerp_(o_b, _weight(lse, lse_b))
     lse.copy_(torch.logaddexp(lse, lse_b))
     return o, lse
@@ -55,7 +55,9 @@ def _weight(lse_a: torch.Tensor, lse_b: torch.Tensor) -> torch.Tensor:
     return weight.transpose(1, 2).unsqueeze(-1)
 
 
-def _check(o_a: torch.Tensor, lse_a: torch.Tensor, o_b: torch.Tensor, lse_b: torch.Tensor) -> None:
+def _check_parts(
+    o_a: torch.Tensor, lse_a: torch.Tensor, o_b: torch.Tensor, lse_b: torch.Tensor
+) -> None:
     if o_a.ndim != 4 or o_b.shape != o_a.shape:
         raise ValueError(
             "o_a and o_b must have one shape [B, S, H, D], "

@@ -21,7 +21,7 @@ from warpweave.layers.norm import ColumnParallelRMSNorm, RMSNorm
 from warpweave.layers.place import Place
 from warpweave.layers.style import AttentionStyle, HeadStyle
 from warpweave.parallel.context import Links, context_attention
-from warpweave.parallel.context.explain import Cost, explain
+from warpweave.parallel.context.explain import StrategyCost, explain
 from warpweave.parallel.layout import SequenceLayout
 from warpweave.parallel.mesh import connected
 from warpweave.parallel.shard import Cut, ParamRecord
@@ -130,7 +130,7 @@ class Attention(nn.Module):
         if self.sinks is not None:
             nn.init.zeros_(self.sinks)
 
-    def context_costs(self, layout: SequenceLayout, batch: int) -> tuple[Cost, ...]:
+    def context_costs(self, layout: SequenceLayout, batch: int) -> tuple[StrategyCost, ...]:
         """What each strategy costs here, and which is taken; see ``parallel.context.explain``."""
         sizes, strategy = self.mesh.sizes, self.strategy
         heads = self.num_heads // sizes.tp

@@ -390,7 +390,7 @@ def test_the_blocks_of_the_torch_path_cover_what_is_visible_exactly_once() -> No
         seen = torch.zeros(len(q_pos), len(k_pos), dtype=torch.int64)
         each = ([reference.Run(*run) for run in runs] for runs in (q_runs, k_runs))
         parts = (attention_cpu._within(runs, 0, 99) for runs in each)
-        for block in attention_cpu._blocks(*parts, True):
+        for block in attention_cpu._visible_blocks(*parts, True):
             part = seen[block.q, block.k]
             part += torch.ones_like(part).tril() if block.causal else 1
         assert torch.equal(seen, (q_pos[:, None] >= k_pos[None, :]).long()), (q_runs, k_runs)
@@ -686,7 +686,7 @@ def test_tiles_are_chosen_by_capability_element_size_and_head_dim(monkeypatch) -
         q = torch.empty(1, 1, 1, D, dtype=dtype)
         kernels = ("attention_fwd", "attention_dkdv", "attention_dq")
         want = [shipped_rows(kernel, row[0], row[1])[row[2]] for kernel in kernels]
-        assert [launch.find_tile(kernel, q, frozenset()) for kernel in kernels] == want
+        assert [launch.find_attention_tile(kernel, q, frozenset()) for kernel in kernels] == want
 
 
 def test_largest_scores_found_in_halves_as_on_hopper_are_the_same(monkeypatch):

@@ -16,7 +16,7 @@ from threads import Group, on_threads
 from warpweave.kernels.attention.options import AttentionOptions
 from warpweave.parallel.context import Links, attention, context_attention, links
 from warpweave.parallel.context.attention import resolve_strategy
-from warpweave.parallel.context.explain import Cost, explain
+from warpweave.parallel.context.explain import StrategyCost, explain
 from warpweave.parallel.context.kept import Kept, attend_once
 from warpweave.parallel.layout import SequenceLayout, balance
 
@@ -27,7 +27,7 @@ BALANCED = balance(24, 4)
 KV = 2**20  # bytes of a rank's K‖V below
 
 
-def costs(layout: SequenceLayout = CONTIGUOUS, **options) -> dict[str, Cost]:
+def costs(layout: SequenceLayout = CONTIGUOUS, **options) -> dict[str, StrategyCost]:
     """Of 4,096 tokens, 16 heads of 64 that read 4 KV heads, in 16 bits, on 4 ranks."""
     layout = dataclasses.replace(layout, seq_len=4096)
     sizes = {"heads": 16, "kv_heads": 4, "head_dim": 64} | options
@@ -138,7 +138,7 @@ def test_each_strategy_runs_where_it_fits(strategy, layout, neighbours, heads, r
 def test_what_is_weighed_is_what_is_attended() -> None:
     """Every size and option of a call reaches `explain`, and by bytes the mask does."""
     given = Links(1.0, 1.0)
-    row = Cost("gather", 0, 0, 0, 0, 0.0, "least exposed")
+    row = StrategyCost("gather", 0, 0, 0, 0, 0.0, "least exposed")
     q, k = torch.randn(3, 6, 10, 7).bfloat16(), torch.randn(3, 6, 5, 7).bfloat16()
     seen = {
         "heads": 10, "kv_heads": 5, "head_dim": 7, "batch": 3, "itemsize": 2, "causal": False,

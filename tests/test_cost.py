@@ -151,7 +151,7 @@ def test_an_mlp_moves_the_tensors_of_its_kernels_and_multiplies_what_torch_multi
     T, E, F = 6, 10, 7
     x, w1, w2 = torch.randn(T, E), torch.randn(2 * F if gated else F, E), torch.randn(E, F)
     name, r = "swiglu" if gated else "relu2", torch.randn(T, E)
-    options = mlp.Options(name, recompute=recompute, impl="torch")
+    options = mlp.MLPOptions(name, recompute=recompute, impl="torch")
     with FlopCounterMode(display=False) as counter:
         y, z, _ = mlp.mlp_fwd(x, w1, None, w2, None, r, options, save=True)
     h = reference.activate(x @ w1.t(), name)

@@ -243,7 +243,7 @@ def test_on_cuda_the_kernel_adds_sixteen_bit_products_to_float32_and_torch_makes
     """Which of them is called; asked of tensors that only say that they are on a GPU."""
     seen = []
     monkeypatch.setattr(kernel, "choose", lambda impl, *tensors: impl or "triton")
-    monkeypatch.setattr(kernel, "launch", lambda *a, **k: seen.append("kernel"))
+    monkeypatch.setattr(kernel, "launch_gemm", lambda *a, **k: seen.append("kernel"))
     monkeypatch.setattr(module, "product_into", lambda *a: seen.append("torch"))
     with FakeTensorMode():
         a = torch.empty(2, 2, dtype=torch.bfloat16, device="cuda")

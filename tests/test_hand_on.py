@@ -26,7 +26,7 @@ from warpweave.layers.style import BlockStyle
 from warpweave.parallel.collectives import Pending
 from warpweave.parallel.context import Links
 from warpweave.parallel.context import attention as context
-from warpweave.parallel.context.explain import Cost
+from warpweave.parallel.context.explain import StrategyCost
 from warpweave.parallel.layout import SequenceLayout
 from warpweave.parallel.mesh import AXES, ConnectedMesh, Mesh
 
@@ -211,7 +211,9 @@ def test_what_a_layer_says_it_costs_is_what_its_call_weighs(ulysses: int) -> Non
 
     def noted(*args, **sizes):
         asked.append((args, sizes))
-        return (Cost("hybrid" if ulysses > 1 else "gather", 0, 0, 0, 0, 0.0, "least exposed"),)
+        return (
+            StrategyCost("hybrid" if ulysses > 1 else "gather", 0, 0, 0, 0, 0.0, "least exposed"),
+        )
 
     def on_rank(mesh: ConnectedMesh) -> None:
         layer = attention.Attention(

@@ -219,7 +219,7 @@ def test_what_apply_refuses(llama):
 
 
 def test_a_model_that_fails_on_the_way_is_left_as_it_was(llama, monkeypatch):
-    monkeypatch.setattr(loss, "find_form", lambda *_: 1 / 0)
+    monkeypatch.setattr(loss, "find_loss_form", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         ww.apply(llama)
     assert llama.config._attn_implementation == "eager"
@@ -292,7 +292,7 @@ def test_a_norm_of_an_unknown_forward_is_not_replaced_twice():
     theirs.forward = lambda x: x
     with pytest.raises(ValueError, match="replaced by somebody else"):
         ww.apply(theirs, only="norm")
-    assert isinstance(norm.find_form(nn.LayerNorm(16)), norm.NormForm)
+    assert isinstance(norm.find_norm_form(nn.LayerNorm(16)), norm.NormForm)
 
 
 @torch.no_grad()
@@ -314,14 +314,14 @@ def test_few_numbers_go_another_way_to_the_same_numbers(families, family, monkey
                 assert_close(found, row)
         with torch.autocast("cpu", torch.bfloat16):
             assert module(x).dtype == original(module)(x).dtype
-        if norm.is_candidate(module):  # where dtypes round, by the original
+        if norm.is_norm_candidate(module):  # where dtypes round, by the original
             for dtype in (torch.bfloat16, torch.float64):
                 with contextlib.suppress(RuntimeError):  # torch refuses two dtypes
                     wanted = original(module)(x.to(dtype))
                     assert torch.equal(module(x.to(dtype)), wanted)
         module, few = module.bfloat16(), x.bfloat16()
         assert module(few).dtype == torch.bfloat16
-        assert not norm.is_candidate(module) or torch.equal(module(few), original(module)(few))
+        assert not norm.is_norm_candidate(module) or torch.equal(module(few), original(module)(few))
 
 
 # ---------------------------------------------------------------- 4. feed-forward modules
@@ -514,9 +514,13 @@ def test_masks_that_are_no_run_of_keys_are_refused(llama):
     with pytest.raises(ValueError, match="knows no mask of or_masks"):
         mask.make_mask(1, 4, 4, mask_function=blocks)
     with pytest.raises(ValueError, match="has no output_attentions"):
-        attention.attend(llama, *[torch.ones(1, 1, 2, 4)] * 3, None, output_attentions=True)
+        attention.attention_forward(
+            llama, *[torch.ones(1, 1, 2, 4)] * 3, None, output_attentions=True
+        )
     with pytest.raises(ValueError, match="3 queries, 5 keys and no mask"):
-        attention.attend(llama, torch.ones(1, 1, 3, 4), *[torch.ones(1, 1, 5, 4)] * 2, None)
+        attention.attention_forward(
+            llama, torch.ones(1, 1, 3, 4), *[torch.ones(1, 1, 5, 4)] * 2, None
+        )
 
 
 def test_a_model_that_computes_with_its_mask_gets_nan_never_a_number():

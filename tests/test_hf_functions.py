@@ -86,7 +86,7 @@ def called(name: str, inputs: list[torch.Tensor], options: dict) -> tuple:
     how = {"batch_size": B, "q_length": length, "kv_length": S, "q_offset": S - length,
            "mask_function": function, "attention_mask": hidden}  # fmt: skip
     visible = functions.sdpa_mask(**how, allow_is_causal_skip=False)
-    found, _ = attention.attend(nn.Module(), q, k, v, mask.make_mask(**how), **options)
+    found, _ = attention.attention_forward(nn.Module(), q, k, v, mask.make_mask(**how), **options)
     return found, eager(q, k, v, visible, **options)
 
 
@@ -117,9 +117,9 @@ def test_who_watches_a_model_hears_its_calls_no_others_and_none_afterwards():
     before = [dict(vars(m)) for m in model.modules()]
     with attention.callers(model) as found:
         for module in (model[1], other):
-            attention.attend(module, *inputs, None)
+            attention.attention_forward(module, *inputs, None)
     assert [dict(vars(m)) for m in model.modules()] == before
-    attention.attend(model[0], *inputs, None)
+    attention.attention_forward(model[0], *inputs, None)
     assert list(found) == [model[1]]
 
 
@@ -135,7 +135,7 @@ def test_without_a_mask_what_is_said_of_causality_goes_before_what_the_module_ha
         q, k, v = (x.requires_grad_(grad) for x in inputs)
         q = q[:, :, -1:] if one else q  # which sees all, wherever it stands
         with torch.set_grad_enabled(grad):
-            found, _ = attention.attend(module, q, k, v, None, is_causal=said)
+            found, _ = attention.attention_forward(module, q, k, v, None, is_causal=said)
         wanted = eager(q, k, v, visible[-1:] if one else visible.tril() if causal else visible)
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
 
@@ -147,7 +147,7 @@ def _over_ranks(mesh, name: str, options: dict) -> torch.Tensor:
     own = [layout.shard(x, mesh.index("cp"), dim=2) for x in inputs]
     _, function, hidden = MASKS[name]
     made = mask.make_mask(B, S, S, mask_function=function, attention_mask=hidden)
-    o, _ = attention.attend(module, *own, made, **options)
+    o, _ = attention.attention_forward(module, *own, made, **options)
     visible = functions.sdpa_mask(B, S, S, mask_function=function, attention_mask=hidden,
                                   allow_is_causal_skip=False)  # fmt: skip
     wanted = layout.shard(eager(*inputs, visible, **options), mesh.index("cp"), dim=1)
@@ -466,12 +466,12 @@ def test_the_blocks_of_a_column_are_found_by_what_makes_each_ranks_heads(blocks,
     y = draw(2, 5, blocks * ranks * 2 * D).requires_grad_()
     heads = tuple(x.unflatten(-1, (2 * ranks, D)) for x in y.mul(1.0).chunk(blocks, -1))
     others = (draw(2, 5, ranks, D),) * (3 - blocks)  # made of another column
-    assert structure._blocks(y, heads + others, ranks) == blocks
+    assert structure._blocks_of_heads(y, heads + others, ranks) == blocks
     shuffled = y[..., torch.arange(y.shape[-1]).roll(D)].unflatten(-1, (-1, D))
     with pytest.raises(ValueError, match="do not lie in one, two or three equal blocks"):
-        structure._blocks(y, (shuffled,), ranks)
+        structure._blocks_of_heads(y, (shuffled,), ranks)
     with pytest.raises(ValueError, match="belongs to heads of several ranks"):
-        structure._blocks(y, (shuffled.cumsum(2),), ranks)
+        structure._blocks_of_heads(y, (shuffled.cumsum(2),), ranks)
 
 
 def test_a_report_is_added_to_and_told_by_kind():

@@ -69,7 +69,7 @@ FORMS = {
 def test_a_norm_is_known_by_what_it_computes_and_computes_it_in_every_dtype(name, weights):
     options, wanted = FORMS[name]
     theirs = Norm(**options).to(weights)
-    found = norm.find_form(theirs)
+    found = norm.find_norm_form(theirs)
     if wanted is None:
         assert found == "its forward computes no RMSNorm or LayerNorm of ours"
         return
@@ -122,7 +122,7 @@ CANDIDATES = {
 
 def test_what_has_other_parts_than_a_norm_is_none():
     for name, (module, known) in CANDIDATES.items():
-        assert norm.is_candidate(module) is known, name
+        assert norm.is_norm_candidate(module) is known, name
 
 
 # ---------------------------------------------------------------- feed-forward layers
@@ -176,7 +176,7 @@ def test_every_shape_of_a_feed_forward_layer_computes_the_same_in_every_mode(sha
     drop = ("", "inside", "after")[([*SHAPES].index(shape) + [*ACTS].index(act)) % 3]
     options = SHAPES[shape]
     theirs = Mlp(ACTS[act], drop=drop, **options).double()
-    found = mlp.find_form(theirs)
+    found = mlp.find_mlp_form(theirs)
     known = act != "relu2"
     if shape == "plain":
         known = act != "silu" and drop != "inside"
@@ -297,9 +297,9 @@ class Attention(nn.Module):
         q, k, v = (y.unflatten(-1, (-1, D)).transpose(1, 2) for y in self.made(x))
         q = q.roll(1, 1) if "rolled" in self.how else q
         q = self.q_norm(q) if "norms of heads" in self.how else q
-        o, _ = attention.attend(self, q, k, v, None, s_aux=self.sinks)
+        o, _ = attention.attention_forward(self, q, k, v, None, s_aux=self.sinks)
         if "twice" in self.how:
-            o, _ = attention.attend(self, o.transpose(1, 2), k, v, None)
+            o, _ = attention.attention_forward(self, o.transpose(1, 2), k, v, None)
         o = o.flatten(2)
         return self.o(o.roll(1, -1) if "turned" in self.how else o)
 

@@ -368,7 +368,7 @@ def _compare(rng: Draw, call: Call, impl: str) -> None:
 @pytest.fixture(autouse=True)
 def _small_parts(monkeypatch) -> None:
     """Of what the CPU takes some at a time there are several parts, and the last is short."""
-    monkeypatch.setattr(blocks, "CPU", blocks.Sizes(1100, 8, 5))
+    monkeypatch.setattr(blocks, "CPU", blocks.BlockSizes(1100, 8, 5))
     monkeypatch.setattr(forward, "_CHUNK", 30)
     monkeypatch.setattr(torch_path, "ROWS", 8)
 

@@ -323,3 +323,38 @@ def test_no_path_of_any_machine_is_written_down() -> None:
         if pattern.search(line)
     ]
     assert not wrong, "\n" + "\n".join(wrong)
+
+
+# ---------------------------------------------------------------- one name, one meaning
+
+# `reference` and `cost` have an entry for each op, under its name; the witness draws for itself;
+# a command is `main`, of which `parse` reads the options and `run` does the work.
+MIRRORS = ("kernels/reference.py", "kernels/cost.py", "warpweave/plain_gpt.py")
+COMMANDS = ("main", "parse", "run")
+
+
+def _doubles(files: dict[str, str]) -> dict[str, list[str]]:
+    """Names of functions and classes at the top of several files -> these files."""
+    places: dict[str, list[str]] = {}
+    for path, text in files.items():
+        for node in ast.parse(text).body:
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                own = path not in MIRRORS and node.name not in COMMANDS
+                if own and path not in places.setdefault(node.name, []):
+                    places[node.name].append(path)
+    return {name: paths for name, paths in places.items() if len(paths) > 1}
+
+
+def test_no_name_stands_in_several_files() -> None:
+    files = {
+        str(path.relative_to(ROOT)): path.read_text()
+        for rung in RUNGS
+        for path in sorted((ROOT / rung).rglob("*.py"))
+    }
+    assert _doubles(files) == {}
+
+
+def test_a_name_in_two_files_is_seen() -> None:
+    one, two = "def _save(): ...\n", "class Row: ...\ndef main(): ...\n"
+    files = {"a.py": one + two, "b.py": one, "c.py": two, "kernels/cost.py": one}
+    assert _doubles(files) == {"_save": ["a.py", "b.py"], "Row": ["a.py", "c.py"]}

@@ -21,13 +21,13 @@ from test_refusals import rows
 
 from warpweave.checkpoint import open_checkpoint, save_checkpoint
 from warpweave.checkpoint.files import CheckpointError
-from warpweave.checkpoint.manifest import dump, parse
+from warpweave.checkpoint.manifest import dump, parse_manifest
 from warpweave.config import GPTConfig, ParallelPlan
 from warpweave.data import Dataset, open_dataset, write_token_file
 from warpweave.data.split import Split
 from warpweave.data.text import open_text
 from warpweave.data.token_file import open_token_file
-from warpweave.generate import Sampling, _check_mesh, check_prompts
+from warpweave.generate import Sampling, _check_ranks, check_prompts
 from warpweave.gpt import GPT
 from warpweave.kernels.rope_scaling import RopeScaling
 from warpweave.launch import join
@@ -294,7 +294,7 @@ def _generating(stages: int = 1, sp: bool = False, **mesh: int) -> None:
     order = "interleaved" if stages > 1 else "1f1b"
     plan = ParallelPlan(schedule=order, chunks=stages, microbatches=2, sequence_parallel=sp)
     place = ConnectedMesh(Mesh(**mesh), 0, dict.fromkeys((*AXES, "data", "world")), None)
-    _check_mesh(GPT(_gpt(layers=4), mesh=place, plan=plan, device="meta"))
+    _check_ranks(GPT(_gpt(layers=4), mesh=place, plan=plan, device="meta"))
 
 
 @rows(
@@ -410,9 +410,12 @@ def _saved(at, *names: object, step: int = 1, **options) -> None:
             (lambda at, part=part: _saved(at, **{part: {"x": {1: 2}}}), rf"{part}\.x: key 1 must")
             for part in ("state", "config", "mesh")
         ),
-        (lambda at: parse(b'{"a": {"b": 1, "b": 1}}'), "names appear twice"),
-        *((lambda at, x=x: parse(x), "is not JSON") for x in (b"NaN", b"[Infinity]", b"-Infinity")),
-        (lambda at: parse(dump({"a": [1, 2.5, None]}, "x")), None),
+        (lambda at: parse_manifest(b'{"a": {"b": 1, "b": 1}}'), "names appear twice"),
+        *(
+            (lambda at, x=x: parse_manifest(x), "is not JSON")
+            for x in (b"NaN", b"[Infinity]", b"-Infinity")
+        ),
+        (lambda at: parse_manifest(dump({"a": [1, 2.5, None]}, "x")), None),
     ]
 )
 def test_checkpoints(call, words, tmp_path) -> None:

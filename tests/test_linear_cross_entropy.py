@@ -39,7 +39,7 @@ RECOMPUTE = pytest.mark.parametrize("recompute", [True, False])
 
 @pytest.fixture(autouse=True)
 def _small_blocks():
-    with mock.patch.object(blocks, "CPU", blocks.Sizes(1100, 8, 5)):  # 8 x 128 and 5 x 128
+    with mock.patch.object(blocks, "CPU", blocks.BlockSizes(1100, 8, 5)):  # 8 x 128 and 5 x 128
         yield
 
 
@@ -398,7 +398,7 @@ def test_a_16_bit_gradient_is_summed_in_float32():
     for dtype in (torch.bfloat16, torch.float32):
         dw = torch.ones(20, 8, dtype=dtype)
         arguments = torch.ones(128), x, w, labels, stats[0], vocabulary
-        with mock.patch.object(blocks, "CPU", blocks.Sizes(160, 8, 8)):
+        with mock.patch.object(blocks, "CPU", blocks.BlockSizes(160, 8, 8)):
             assert linear_cross_entropy_bwd(*arguments, dw=dw, add=True) is None
         results.append(dw)
     assert torch.equal(results[0], results[1].bfloat16())

@@ -87,7 +87,7 @@ def test_logits_may_have_a_softcap(ranks: int) -> None:
 
 def _wide_blocks(rank: int) -> None:
     """Rows of two blocks of columns, of which one gathers, and of one."""
-    with small_blocks(blocks.Sizes(elements=150 * T, most_rows=T, fewest_rows=T)):
+    with small_blocks(blocks.BlockSizes(elements=150 * T, most_rows=T, fewest_rows=T)):
         for recompute in (True, False):
             given = Given({"recompute": recompute, "smoothing": 0.3}, {"impl": "triton"} | fused())
             agrees(LINEAR_LOSS, given, True)

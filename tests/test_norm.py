@@ -10,7 +10,7 @@ from well_formed import well_formed
 from warpweave.kernels import cost, dropout, reference
 from warpweave.kernels.dropout import Drop
 from warpweave.kernels.norm import function as norm
-from warpweave.kernels.norm.function import Options, Wanted, norm_bwd_op, norm_op
+from warpweave.kernels.norm.function import NormOptions, WantedGradients, norm_bwd_op, norm_op
 
 IMPLS = ("torch", "triton")
 SHAPES = ((1, 1), (1, 8), (37, 67), (2, 3, 128), (19, 2049))  # the last: more tiles than programs
@@ -162,12 +162,14 @@ def test_parameter_gradients_are_the_same_bits_every_time() -> None:
 def test_the_operator_is_well_formed() -> None:
     x, w, b, r = _inputs((5, 12), torch.float32, True, True)
     drop, bf16, f32 = Drop(0.5, 3, 1, torch.arange(5)), torch.bfloat16, torch.float32
-    well_formed(norm_op, x, w, b, r, b, drop, Options(True, 1e-5, bf16))
-    well_formed(norm_op, x, w, None, None, None, None, Options(False, 1e-5, f32))
+    well_formed(norm_op, x, w, b, r, b, drop, NormOptions(True, 1e-5, bf16))
+    well_formed(norm_op, x, w, None, None, None, None, NormOptions(False, 1e-5, f32))
     (x, w, r), row = (t.detach() for t in (x, w, r)), torch.rand(5)
-    well_formed(norm_bwd_op, x, r, x, w, row, row, drop, Wanted(True, True, f32, f32))
-    well_formed(norm_bwd_op, x, r, x, w, row, row, None, Wanted(False, False, f32, bf16))
-    well_formed(norm_bwd_op, x, None, x, w, None, row, None, Wanted(False, True, f32, None))
+    well_formed(norm_bwd_op, x, r, x, w, row, row, drop, WantedGradients(True, True, f32, f32))
+    well_formed(norm_bwd_op, x, r, x, w, row, row, None, WantedGradients(False, False, f32, bf16))
+    well_formed(
+        norm_bwd_op, x, None, x, w, None, row, None, WantedGradients(False, True, f32, None)
+    )
 
 
 @pytest.mark.filterwarnings(

@@ -31,13 +31,13 @@ from warpweave.gpt import GPT, PRESETS
 from warpweave.interrupt import Interrupt
 from warpweave.kernels.runtime import tiles
 from warpweave.kernels.runtime.tile_table import AttentionTile, write_table
-from warpweave.kernels.runtime.tile_table import Row as TileRow
+from warpweave.kernels.runtime.tile_table import TileRow as TileRow
 from warpweave.launch import Session
 from warpweave.parallel.mesh import AXES, ConnectedMesh, Mesh
 from warpweave.train_config import TrainConfig, parse
 from warpweave.tune.options import TuneConfig
 from warpweave.tune.options import parse as parse_tune
-from warpweave.tune.search import Report
+from warpweave.tune.search import SearchReport
 
 # -------------------------------------------------------------------------- train
 
@@ -331,9 +331,9 @@ def seen_of_tune(argv: list[str], patch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What ``warpweave tune`` with these options does."""
     seen: dict[str, Any] = {}
 
-    def tuned(todo, bench, output, *, minutes, steps) -> Report:
+    def tuned(todo, bench, output, *, minutes, steps) -> SearchReport:
         seen.update(problems=todo, table=output, minutes=minutes, steps=steps)
-        return Report([], [], [])
+        return SearchReport([], [], [])
 
     def compiled(problem, part, compile_one, steps):
         seen.update({"compiled for": part, "dry steps": steps})

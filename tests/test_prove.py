@@ -48,7 +48,7 @@ from warpweave.prove import (
 )
 from warpweave.prove import truth as truths
 from warpweave.prove import typecheck as typechecks
-from warpweave.prove.layouts import Sizes, Style, _strategies, draw, meshes, smallest, table
+from warpweave.prove.layouts import Sizes, Style, _strategies, all_layouts, draw, meshes, smallest
 
 
 def drawn(mesh: Mesh) -> Layout:
@@ -299,7 +299,7 @@ def test_every_planted_fault_is_caught_far_outside_the_limits_on_every_rank():
 
 def _interpreted(rank: int) -> list[Errors]:
     """One step with every Triton kernel interpreted: two layouts, and one with a wrong kernel."""
-    right = norm._launch_fwd
+    right = norm._launch_norm_fwd
 
     def too_much_eps(*args):
         *others, eps, y, s, mean, rstd = args
@@ -321,7 +321,7 @@ def _interpreted(rank: int) -> list[Errors]:
         gpt2 = Layout(Mesh(tp=2), True, recompute="selective", impl="triton", count=1, drawn=sizes)
         for layout in (llama, gpt2):
             found.append(prove_layout(layout, layout.mesh.connect(), 300.0))
-        with mock.patch.object(norm, "_launch_fwd", too_much_eps):
+        with mock.patch.object(norm, "_launch_norm_fwd", too_much_eps):
             found.append(prove_layout(gpt2, gpt2.mesh.connect(), 300.0))
     return found
 
@@ -661,7 +661,7 @@ def _low_faults(rank: int) -> dict[tuple[str, str], Errors]:
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_the_table_holds_every_mesh_and_every_choice_that_means_something(world):
-    layouts = table(world)
+    layouts = all_layouts(world)
     assert len(layouts) == len(set(layouts))
     sizes = [n for n in (1, 2, 3, 4) if world % n == 0]
     every = {m for m in itertools.product(sizes, repeat=4) if torch.Size(m).numel() == world}
@@ -768,7 +768,9 @@ def test_a_seed_gives_one_layout_and_seeds_reach_every_corner():
     assert some(lambda lay: lay.sizes.dropout == 0)
     assert some(lambda lay: lay.sizes.seq_len % 2)
     for name in ("style", "zero", "schedule", "tied", "recompute", "strategy", "layout"):
-        assert {getattr(lay, name) for lay in layouts} >= {getattr(lay, name) for lay in table(4)}
+        assert {getattr(lay, name) for lay in layouts} >= {
+            getattr(lay, name) for lay in all_layouts(4)
+        }
 
 
 def _cuts_inside_a_sample(layout: Layout) -> bool:
@@ -778,7 +780,7 @@ def _cuts_inside_a_sample(layout: Layout) -> bool:
 
 
 def test_the_command_that_a_layout_prints_gives_that_layout():
-    for layout in [*table(4)[::23], *table(6)[::61], *map(draw, range(20))]:
+    for layout in [*all_layouts(4)[::23], *all_layouts(6)[::61], *map(draw, range(20))]:
         for chosen in (layout, dataclasses.replace(layout, dtype="bf16")):
             _, command, *words = shlex.split(chosen.command)
             (again,) = tyro.cli(ProveConfig, args=words).layouts()
@@ -1120,7 +1122,7 @@ def _told(chosen: dict) -> str:
     """What the program that does the work is told, or the line of a refusal."""
     told, line = [], io.StringIO()
     with (
-        mock.patch.object(options, "table", lambda world, _: [Layout(Mesh(dp=world))]),
+        mock.patch.object(options, "all_layouts", lambda world, _: [Layout(Mesh(dp=world))]),
         mock.patch.object(command, "prove_rank", lambda *args: told.append(args[:2])),
         mock.patch.object(command, "launch", lambda entry, args, mesh: told.append(args[:2])),
         mock.patch.object(typechecks, "typecheck", lambda *of, **how: told.append((of, how))),
@@ -1148,7 +1150,7 @@ def test_every_option_is_passed_on_or_refused():
 
 
 def test_an_engine_is_told_all_that_a_layout_says():
-    for layout in [*table(4)[::7], *map(draw, range(60))]:
+    for layout in [*all_layouts(4)[::7], *map(draw, range(60))]:
         plan = dataclasses.asdict(layout.plan) | {"strategy": layout.plan.cp_strategy}
         told = {name for name in plan if hasattr(layout, name)}
         assert len(told) == len(plan) - 2  # the strategy's other name, early_gradients

@@ -73,7 +73,7 @@ def test_the_shares_of_all_ranks_are_the_parameter(ranks, trains):
 def test_a_ranks_rows_of_a_vocabulary_are_filled_up_with_zeros():
     weight = torch.ones(2, 3)
     for rows, ranks, size in ((8, 4, 2), (5, 2, 3), (9, 2, 5), (4, 3, 2)):
-        found = shards.padded(weight, rows, ranks)
+        found = shards.padded_rows(weight, rows, ranks)
         assert found.shape == (size, 3)
         assert torch.equal(found[:2], weight)
         assert not found[2:].any()

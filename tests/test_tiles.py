@@ -25,13 +25,15 @@ from warpweave.kernels.runtime.tile_table import (
     VARIANTS,
     AttentionTile,
     GemmTile,
-    Row,
+    TileRow,
     read_table,
     write_table,
 )
 from warpweave.kernels.runtime.tiles import PLAIN
 
-ODD = Row("Planted GPU", "attention_fwd", 2, 96, AttentionTile(32, 16, 2, 1), triton.__version__)
+ODD = TileRow(
+    "Planted GPU", "attention_fwd", 2, 96, AttentionTile(32, 16, 2, 1), triton.__version__
+)
 
 
 @pytest.fixture
@@ -141,7 +143,7 @@ def test_a_table_may_lie_in_folders_that_are_not_there_yet(table) -> None:
 
 
 def test_a_users_tile_is_for_its_device_kernel_element_size_and_kind(table) -> None:
-    gemm_row = Row("Planted GPU", "gemm", 4, "heavy", GemmTile(32, 64, 16, 2, 3, 4, 2), "x")
+    gemm_row = TileRow("Planted GPU", "gemm", 4, "heavy", GemmTile(32, 64, 16, 2, 3, 4, 2), "x")
     gemm_row = dataclasses.replace(gemm_row, triton=triton.__version__, us=1.5, shipped_us=2)
     write_table(table, [ODD, dataclasses.replace(ODD, where="Other GPU"), gemm_row])
     tiles.load(table)
@@ -225,7 +227,7 @@ def test_rows_of_another_triton_are_announced_and_left_out(table) -> None:
 def test_what_is_written_is_read_back_and_a_failure_leaves_the_old_file(table) -> None:
     rows = [
         dataclasses.replace(ODD, us=12.5, shipped_us=13),
-        Row("Grün é", "gemm", 8, "small", GemmTile(16, 32, 16, 1, 1, 1, 1), "3.7.1"),
+        TileRow("Grün é", "gemm", 8, "small", GemmTile(16, 32, 16, 1, 1, 1, 1), "3.7.1"),
     ]
     write_table(table, rows)
     assert read_table(table, by="device") == rows
@@ -343,7 +345,7 @@ def test_attention_is_right_under_a_users_odd_tiles(table, fwd, dkdv, dq, causal
     those of `test_kernels_at_random`."""
     names = ("attention_fwd", "attention_dkdv", "attention_dq")
     rows = [
-        Row("X", name, 8, 64, AttentionTile(*tile), "3.7.1")
+        TileRow("X", name, 8, 64, AttentionTile(*tile), "3.7.1")
         for name, tile in zip(names, (fwd, dkdv, dq))
     ]
     with tiles.pinned(_through_a_file(table, rows)):
@@ -355,7 +357,7 @@ def test_attention_is_right_under_a_users_odd_tiles(table, fwd, dkdv, dq, causal
     "tile", [(16, 32, 16, 1, 1, 1, 1), (128, 32, 32, 3, 2, 8, 4), (32, 128, 16, 64, 32, 2, 8)]
 )
 def test_products_are_right_under_a_users_odd_tiles(table, tile) -> None:
-    rows = [Row("X", "gemm", 8, kind, GemmTile(*tile), "3.7.1") for kind in KINDS]
+    rows = [TileRow("X", "gemm", 8, kind, GemmTile(*tile), "3.7.1") for kind in KINDS]
     a, b, bias, r = (
         torch.randn(s, dtype=torch.float64) for s in ((67, 37), (37, 70), 70, (67, 35))
     )

@@ -27,7 +27,7 @@ from warpweave.checkpoint import CheckpointError, config_digest, open_checkpoint
 from warpweave.config import ParallelPlan
 from warpweave.data import write_token_file
 from warpweave.kernels.runtime import tiles
-from warpweave.kernels.runtime.tile_table import AttentionTile, Row, write_table
+from warpweave.kernels.runtime.tile_table import AttentionTile, TileRow, write_table
 from warpweave.launch import Session
 from warpweave.metrics import peak_memory, set_aside, utilisation
 from warpweave.parallel.mesh import Mesh
@@ -635,7 +635,7 @@ def test_tokens_outside_the_data_are_left_out_of_the_sample(tmp_path, monkeypatc
 
 
 def test_launches_of_a_run_take_the_tiles_of_the_table_that_it_was_given(tmp_path):
-    row = Row("GPU", "attention_fwd", 2, 64, AttentionTile(16, 16, 1, 1), triton.__version__)
+    row = TileRow("GPU", "attention_fwd", 2, 64, AttentionTile(16, 16, 1, 1), triton.__version__)
     write_table(tmp_path / "tiles.json", [row])
     try:
         _trainer(_config(tmp_path, tiles=tmp_path / "tiles.json"))

@@ -17,7 +17,7 @@ import triton
 
 from warpweave.kernels.devices import TARGETS
 from warpweave.kernels.runtime import tiles
-from warpweave.kernels.runtime.tile_table import AttentionTile, Row, write_table
+from warpweave.kernels.runtime.tile_table import AttentionTile, TileRow, write_table
 from warpweave.tune import Bench, TuneConfig, aot, command, main, search, tune, tune_here
 from warpweave.tune.aot import Compiled
 from warpweave.tune.calls import Problem, problems
@@ -85,12 +85,12 @@ class FakeGpu:
 
 
 def test_the_fastest_tile_is_written_and_then_taken_by_launches(table) -> None:
-    elsewhere = Row("Other GPU", "attention_fwd", 2, 64, OTHER, "3.0.0")
-    before = Row("Planted GPU", "attention_fwd", 2, 64, OTHER, "3.0.0", 1.0, 2.0)
+    elsewhere = TileRow("Other GPU", "attention_fwd", 2, 64, OTHER, "3.0.0")
+    before = TileRow("Planted GPU", "attention_fwd", 2, 64, OTHER, "3.0.0", 1.0, 2.0)
     write_table(table, [elsewhere, before])
     gpu = FakeGpu({SHIPPED: 1.0, FAST: 0.8, OTHER: 0.9})
     assert gpu.tune(table)[0] == FAST
-    want = Row("Planted GPU", "attention_fwd", 2, 64, FAST, triton.__version__, 800.0, 1000.0)
+    want = TileRow("Planted GPU", "attention_fwd", 2, 64, FAST, triton.__version__, 800.0, 1000.0)
     assert tiles.read_table(table, by="device") == [elsewhere, want]
     assert tiles.find_on("attention_fwd", 90, "Planted GPU", 2, 33) == FAST
     assert tiles.find_on("attention_fwd", 90, "Third GPU", 2, 33) == SHIPPED
@@ -194,7 +194,7 @@ def test_a_broken_table_is_refused_before_anything_is_measured(table) -> None:
 
 def test_rows_replace_those_of_their_key_only(tmp_path) -> None:
     path = tmp_path / "new" / "tiles.json"
-    first, second = (Row("X", "attention_fwd", 2, D, FAST, "3") for D in (64, 128))
+    first, second = (TileRow("X", "attention_fwd", 2, D, FAST, "3") for D in (64, 128))
     add_rows(path, [first, second])
     add_rows(path, [dataclasses.replace(second, tile=OTHER)])
     rows = tiles.read_table(path, by="device")

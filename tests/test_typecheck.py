@@ -427,7 +427,7 @@ def _linear_loss() -> tuple:
 
 
 LOCAL = {
-    norm._Norm: lambda: (
+    norm._TorchNorm: lambda: (
         torch.randn(4, 6, 8, **T64), torch.randn(8, **T64), torch.randn(8, **T64), 1e-5, True,
     ),
     norm_cpu._AddBias: lambda: (torch.randn(4, 6, 8, **T64), torch.randn(8, **T64)),
@@ -440,7 +440,7 @@ LOCAL = {
     linear_cross_entropy._InForward: lambda: _linear_loss(),
     mlp._MLP: lambda: (
         *(torch.randn(*s, **T64) for s in ((4, 6), (8, 6), (8,), (6, 8), (6,), (4, 6))),
-        mlp.Options("gelu", impl="torch"), torch.float64, True, local.LOCAL,
+        mlp.MLPOptions("gelu", impl="torch"), torch.float64, True, local.LOCAL,
     ),
     qkv._QKV: lambda: (
         *(torch.randn(*s, **T64) for s in ((2, 4, 6), (4, 3, 4, 6), (4, 3, 4))),
@@ -477,7 +477,7 @@ class _Halves(activation._Gated):
         return F.silu(gate) * up
 
 
-class _NormOfShards(norm._Norm):
+class _NormOfShards(norm._TorchNorm):
     """As if a shard of E could be normalised alone."""
 
     @staticmethod

@@ -469,7 +469,7 @@ def _joined(rank: int) -> None:
         units = _units(mesh, 0)
         before = [unit.gradients.flat.nbytes for unit in units]
         if joined:
-            reduce.join([unit.gradients for unit in units[::-1]])
+            reduce.end_to_end([unit.gradients for unit in units[::-1]])
             for unit in units:
                 home = unit.gradients.flat.untyped_storage()
                 assert home.nbytes() == sum(before)
@@ -477,7 +477,7 @@ def _joined(rank: int) -> None:
                 assert all(p.grad.untyped_storage().data_ptr() == home.data_ptr()
                            for _, p in unit.params)  # fmt: skip
             storages = {unit.gradients.flat.untyped_storage().data_ptr() for unit in units}
-            reduce.join([unit.gradients for unit in units])  # they stay where they are
+            reduce.end_to_end([unit.gradients for unit in units])  # they stay where they are
             assert {unit.gradients.flat.untyped_storage().data_ptr() for unit in units} == storages
         pairs = list(itertools.pairwise(units[::-1]))
         assert [a.gradients.is_before(b.gradients) for a, b in pairs] == [joined] * len(pairs)

@@ -82,7 +82,7 @@ def read_options(
         try:
             if isinstance(value, str):
                 value = formerly.get((name, value), value)
-            given[name] = _read(kinds[name], value)
+            given[name] = _typed_value(kinds[name], value)
         except (TypeError, OverflowError):
             says = json.dumps(value, default=str, ensure_ascii=False)
             raise ValueError(
@@ -118,7 +118,7 @@ def _alternatives(kind: Any) -> tuple[Any, ...]:
     return tuple(k for k in get_args(kind) if k is not type(None)) if union else (kind,)
 
 
-def _read(kind: Any, value: Any) -> Any:
+def _typed_value(kind: Any, value: Any) -> Any:
     """A value of TOML as one of the type `kind`; TypeError if it is none."""
     for each in _alternatives(kind):
         origin, inner = get_origin(each), get_args(each)
@@ -128,7 +128,7 @@ def _read(kind: Any, value: Any) -> Any:
             if inner[-1] is Ellipsis:
                 inner = (inner[0],) * len(value)
             if len(inner) == len(value):
-                return tuple(map(_read, inner, value))
+                return tuple(map(_typed_value, inner, value))
         elif each is Path and isinstance(value, str):
             return Path(value)
         elif each is float and type(value) is int:

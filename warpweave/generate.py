@@ -70,7 +70,7 @@ def generate(
     the model's sequence, a token is none of the vocabulary, or the mesh has data or context ranks,
     several stages on a rank, or sequence parallelism.
     """
-    _check_mesh(gpt)
+    _check_ranks(gpt)
     prompts = check_prompts(gpt.config, prompts, sampling)
     if not prompts or not sampling.tokens:
         return [[] for _ in prompts]
@@ -214,7 +214,7 @@ def _whole_numbers(prompt: Iterable[int]) -> list[int]:
         raise ValueError(f"a prompt is a row of whole numbers, got {prompt!r}") from None
 
 
-def _check_mesh(gpt: GPT) -> None:
+def _check_ranks(gpt: GPT) -> None:
     sizes, stages = gpt.mesh.sizes, len(gpt.placement)
     if sizes.dp * sizes.cp > 1 or stages > sizes.pp or gpt.sequence_parallel:
         raise ValueError(

@@ -65,7 +65,7 @@ def whole(p: torch.Tensor) -> torch.Tensor:
     return p.full_tensor() if isinstance(p, DTensor) else p
 
 
-def padded(weight: torch.Tensor, rows: int, ranks: int) -> torch.Tensor:
+def padded_rows(weight: torch.Tensor, rows: int, ranks: int) -> torch.Tensor:
     """This rank's rows of a vocabulary, with zeros where the last rank's are missing."""
     missing = -(-rows // ranks) - len(weight)
     return F.pad(weight, (0, 0, 0, missing)) if missing else weight

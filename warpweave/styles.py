@@ -48,7 +48,7 @@ from warpweave.parallel.tensor import (
     vocab_parallel_embedding,
 )
 from warpweave.parallel.tensor.overlap import check_overlap
-from warpweave.shards import local, padded, use_local
+from warpweave.shards import local, padded_rows, use_local
 
 Group = dist.ProcessGroup | None
 
@@ -321,7 +321,7 @@ def look_up(
     """
     if _does_more(module):
         raise ValueError("an embedding with max_norm, scale_grad_by_freq or sparse is not cut")
-    w = padded(local(module.weight), module.num_embeddings, group_size(group))
+    w = padded_rows(local(module.weight), module.num_embeddings, group_size(group))
     own = own_slice(ids, group) if sequence_parallel else ids
     y = vocab_parallel_embedding(
         ids.flatten(), w, group=group, vocab_size=module.num_embeddings,
@@ -353,7 +353,7 @@ def project(
         over: more that `column_parallel_linear` is told.
     """
     whole = group if whole is None else whole
-    w = padded(local(module.weight), module.out_features, group_size(whole))
+    w = padded_rows(local(module.weight), module.out_features, group_size(whole))
     y = gather(column_parallel_linear(x, w, group=group, **over), whole, dim=-1)
     b = _bias(module)
     return y[..., : module.out_features] if b is None else y[..., : module.out_features] + b

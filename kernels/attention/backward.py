@@ -24,9 +24,9 @@ from warpweave.kernels.attention.device import (
     draws,
     elements,
     exp,
-    load,
+    load_rows,
     program,
-    store,
+    store_rows,
     tanh,
 )
 from warpweave.kernels.attention.options import AttentionOptions, resolved
@@ -51,8 +51,8 @@ def attention_delta_kernel(o_ptr, do_ptr, dlse_ptr, delta_ptr, o_stride, do_stri
     rows, i = seq - row, tl.arange(0, BLOCK_M)
     o_ptr += batch * o_stride[0] + row * o_stride[1] + head * o_stride[2]
     do_ptr += batch * do_stride[0] + row * do_stride[1] + head * do_stride[2]
-    o = upcast(load(o_ptr, o_stride[1], rows, BLOCK_M, D, BLOCK_D, True))
-    do = upcast(load(do_ptr, do_stride[1], rows, BLOCK_M, D, BLOCK_D, True))
+    o = upcast(load_rows(o_ptr, o_stride[1], rows, BLOCK_M, D, BLOCK_D, True))
+    do = upcast(load_rows(do_ptr, do_stride[1], rows, BLOCK_M, D, BLOCK_D, True))
     delta = tl.sum(o * do, 1)
     if dlse_ptr is not None:
         dlse_ptr += batch * dlse_stride[0] + head * dlse_stride[1] + row * dlse_stride[2]
@@ -84,8 +84,8 @@ def _dkdv_steps(dk, dv, k, v, k_pos, first, last, q_ptr, do_ptr, lse_ptr, delta_
         q_at, do_at = q_ptr + row * q_stride[1], do_ptr + row * do_stride[1]
         if OWN:  # there are no registers for two sets of distances
             q_at, do_at, begin = q_ptr, do_ptr, row.to(tl.int32)
-        q = load(q_at, q_stride[1], rows, BLOCK_M, D, BLOCK_D, MASK, begin)
-        do = load(do_at, do_stride[1], rows, BLOCK_M, D, BLOCK_D, MASK, begin)
+        q = load_rows(q_at, q_stride[1], rows, BLOCK_M, D, BLOCK_D, MASK, begin)
+        do = load_rows(do_at, do_stride[1], rows, BLOCK_M, D, BLOCK_D, MASK, begin)
         at = at_head + row + i  # lse and delta wait in memory until they are used: fewer registers
 
         # 2. p, transposed: [keys, queries].
@@ -155,8 +155,8 @@ def attention_dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_pt
     kv_head = kv_head.to(tl.int64)
     k_ptr += batch * k_stride[0] + row * k_stride[1] + kv_head * k_stride[2]
     v_ptr += batch * v_stride[0] + row * v_stride[1] + kv_head * v_stride[2]
-    k = load(k_ptr, k_stride[1], rows, BLOCK_N, D, BLOCK_D, True)
-    v = load(v_ptr, v_stride[1], rows, BLOCK_N, D, BLOCK_D, True)
+    k = load_rows(k_ptr, k_stride[1], rows, BLOCK_N, D, BLOCK_D, True)
+    v = load_rows(v_ptr, v_stride[1], rows, BLOCK_N, D, BLOCK_D, True)
     k_pos = position + drawn(BLOCK_N, ALIGNED) * k_stripes
     dk = tl.zeros((BLOCK_N, BLOCK_D), lse_ptr.dtype.element_ty)
     dv = tl.zeros((BLOCK_N, BLOCK_D), lse_ptr.dtype.element_ty)
@@ -188,8 +188,8 @@ def attention_dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_pt
     # 4. Store; ds was the gradient of scale q k^T.
     dk_ptr += batch * dk_stride[0] + row * dk_stride[1] + kv_head * dk_stride[2]
     dv_ptr += batch * dv_stride[0] + row * dv_stride[1] + kv_head * dv_stride[2]
-    store(dk_ptr, dk_stride[1], dk * SCALE, rows, BLOCK_N, D, BLOCK_D, INTO)
-    store(dv_ptr, dv_stride[1], dv, rows, BLOCK_N, D, BLOCK_D, INTO)
+    store_rows(dk_ptr, dk_stride[1], dk * SCALE, rows, BLOCK_N, D, BLOCK_D, INTO)
+    store_rows(dv_ptr, dv_stride[1], dv, rows, BLOCK_N, D, BLOCK_D, INTO)
 
 
 @triton.jit
@@ -209,8 +209,8 @@ def _dq_steps(dq, q, do, lse, delta, q_pos, first, last, k_ptr, v_ptr, k_step, v
     for j in range(span0[1] + span1[1]):
         # 1. p of one tile of keys.
         row, position, rows = rows_of_step(j, span0, span1, k_runs, MASK and FIRST, BLOCK_N)
-        k = load(k_ptr + row * k_step, k_step, rows, BLOCK_N, D, BLOCK_D, MASK)
-        v = load(v_ptr + row * v_step, v_step, rows, BLOCK_N, D, BLOCK_D, MASK)
+        k = load_rows(k_ptr + row * k_step, k_step, rows, BLOCK_N, D, BLOCK_D, MASK)
+        v = load_rows(v_ptr + row * v_step, v_step, rows, BLOCK_N, D, BLOCK_D, MASK)
         zero = tl.zeros((q.shape[0], BLOCK_N), dq.dtype)
         s = dot(q, tl.trans(k), zero)
         if CAP > 0:
@@ -267,8 +267,8 @@ def attention_dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr,
     at = (batch * heads + head) * seq + row
     i = tl.arange(0, BLOCK_M)
     q_pos = position + drawn(BLOCK_M, ALIGNED) * q_stripes
-    q = load(q_ptr, q_stride[1], rows, BLOCK_M, D, BLOCK_D, True)
-    do = load(do_ptr, do_stride[1], rows, BLOCK_M, D, BLOCK_D, True)
+    q = load_rows(q_ptr, q_stride[1], rows, BLOCK_M, D, BLOCK_D, True)
+    do = load_rows(do_ptr, do_stride[1], rows, BLOCK_M, D, BLOCK_D, True)
     lse = tl.load(lse_ptr + at + i, i < rows, float("inf"))
     delta = tl.load(delta_ptr + at + i, i < rows, 0.0)
     dq = tl.zeros((BLOCK_M, BLOCK_D), lse_ptr.dtype.element_ty)
@@ -288,7 +288,7 @@ def attention_dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr,
         dq, q, do, lse, delta, q_pos, first, last, k_ptr, v_ptr, k_stride[1], v_stride[1],
         k_runs, ends, head0 + head, sample + batch, seed, SCALE, CAP, DROP, KEEP, ALIGNED,
         FIRST, CAUSAL or FIRST, True, BLOCK_N, D, BLOCK_D)  # fmt: skip
-    store(dq_ptr, dq_stride[1], dq * SCALE, rows, BLOCK_M, D, BLOCK_D, INTO)
+    store_rows(dq_ptr, dq_stride[1], dq * SCALE, rows, BLOCK_M, D, BLOCK_D, INTO)
 
 
 # ---------------------------------------------------------------- launches
@@ -384,11 +384,11 @@ def block_bwd(
 def _launch_dkdv(q, k, v, do, lse, delta, dk, dv, options: AttentionOptions, into: bool) -> None:
     (B, _, H, D), Hkv = q.shape, k.shape[2]
     variant = launch.variant_of(q, options, into)
-    tile = launch.find_tile("attention_dkdv", q, variant)
+    tile = launch.find_attention_tile("attention_dkdv", q, variant)
     table, by_sample = launch.table_of(options, B, keys=True)
     step, (of_q, of_k, of_v, of_do, *others) = launch.shared_steps(q, k, v, do, dk, dv)
     of_q, of_do = launch.one_set(of_q, of_do)
-    attention_dkdv_kernel[(launch.tile_count(options.k_runs, tile.k) * Hkv * B,)](
+    attention_dkdv_kernel[(launch.count_tiles(options.k_runs, tile.k) * Hkv * B,)](
         q, k, v, do, lse, delta, dk, dv, table,
         of_q, of_k, of_v, of_do, *others, by_sample,
         *launch.numbers(options, Hkv, H // Hkv), *launch.constants(options, into, step, D, tile),
@@ -398,10 +398,10 @@ def _launch_dkdv(q, k, v, do, lse, delta, dk, dv, options: AttentionOptions, int
 def _launch_dq(q, k, v, do, lse, delta, dq, options: AttentionOptions, into: bool) -> None:
     B, _, H, D = q.shape
     variant = launch.variant_of(q, options, into)
-    tile = launch.find_tile("attention_dq", q, variant)
+    tile = launch.find_attention_tile("attention_dq", q, variant)
     table, by_sample = launch.table_of(options, B)
     step, (of_q, of_k, of_v, *others) = launch.shared_steps(q, k, v, do, dq)
-    attention_dq_kernel[(launch.tile_count(options.q_runs, tile.q) * H * B,)](
+    attention_dq_kernel[(launch.count_tiles(options.q_runs, tile.q) * H * B,)](
         q, k, v, do, lse, delta, dq, table,
         of_q, *launch.one_set(of_k, of_v), *others, by_sample,
         *launch.numbers(options, H, H // k.shape[2]),

@@ -19,18 +19,18 @@ def heads_per_kv_head(heads: int, kv_heads: int) -> int:
     return heads // kv_heads
 
 
-def check_qkv(q: object, k: object, v: object) -> None:
+def check_are_tensors(q: object, k: object, v: object) -> None:
     """Raise ValueError on what is no tensor: torch's own message is a schema."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):
             raise ValueError(f"{name} must be a tensor, got {x!r}")
 
 
-def check_tensors(
+def check_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
 ) -> None:
     """Raise ValueError on shapes, heads, head dims, dtypes or devices that do not fit together."""
-    check_qkv(q, k, v)
+    check_are_tensors(q, k, v)
     choose("torch", q, k, v, sinks)  # one device; beside meta tensors nothing would run
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:

@@ -40,7 +40,7 @@ def elements(steps, STEP: tl.constexpr):
 
 
 @triton.jit
-def load(
+def load_rows(
     ptr,
     stride,
     rows,
@@ -66,7 +66,7 @@ def load(
 
 
 @triton.jit
-def store(
+def store_rows(
     ptr,
     stride,
     x,

@@ -23,9 +23,9 @@ from warpweave.kernels.attention.device import (
     draws,
     elements,
     exp,
-    load,
+    load_rows,
     program,
-    store,
+    store_rows,
     tanh,
 )
 from warpweave.kernels.attention.options import AttentionOptions, resolved
@@ -66,7 +66,7 @@ def _fwd_steps(acc, l, m, q, q_pos, first, last, k_ptr, v_ptr, k_step, v_step, k
     for j in range(span0[1] + span1[1]):
         # 1. Scores of one tile of keys.
         row, position, rows = rows_of_step(j, span0, span1, k_runs, MASK and FIRST, BLOCK_N)
-        k = load(k_ptr + row * k_step, k_step, rows, BLOCK_N, D, BLOCK_D, MASK)
+        k = load_rows(k_ptr + row * k_step, k_step, rows, BLOCK_N, D, BLOCK_D, MASK)
         s = dot(q, tl.trans(k), tl.zeros((q.shape[0], BLOCK_N), acc.dtype))
         if CAP > 0:
             s = CAP * tanh(s * (SCALE / CAP), q.dtype == tl.float32)
@@ -88,7 +88,7 @@ def _fwd_steps(acc, l, m, q, q_pos, first, last, k_ptr, v_ptr, k_step, v_step, k
 
         # 3. Accumulate. The normaliser is that of the row before dropout; p is summed before it is
         #    rounded, so that no two copies of it are held.
-        v = load(v_ptr + row * v_step, v_step, rows, BLOCK_N, D, BLOCK_D, MASK)
+        v = load_rows(v_ptr + row * v_step, v_step, rows, BLOCK_N, D, BLOCK_D, MASK)
         l = l * shrink + tl.sum(p, 1)
         weight = p
         if DROP:
@@ -126,7 +126,7 @@ def attention_fwd_kernel(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, table_ptr, sinks_p
     v_ptr += batch * v_stride[0] + (head // group).to(tl.int64) * v_stride[2]
     o_ptr += batch * o_stride[0] + row * o_stride[1] + head.to(tl.int64) * o_stride[2]
     lse_ptr += (batch * heads + head) * seq + row
-    q = load(q_ptr, q_stride[1], rows, BLOCK_M, D, BLOCK_D, True)
+    q = load_rows(q_ptr, q_stride[1], rows, BLOCK_M, D, BLOCK_D, True)
     i = tl.arange(0, BLOCK_M)
     q_pos = position + drawn(BLOCK_M, ALIGNED) * q_stripes
 
@@ -139,7 +139,7 @@ def attention_fwd_kernel(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, table_ptr, sinks_p
     if INTO:
         m = tl.load(lse_ptr + i, i < rows, -float("inf")) * BASE
         l = tl.where(m == -float("inf"), l, 1.0)
-        o = load(o_ptr, o_stride[1], rows, BLOCK_M, D, BLOCK_D, True)
+        o = load_rows(o_ptr, o_stride[1], rows, BLOCK_M, D, BLOCK_D, True)
         acc = tl.where(m[:, None] == -float("inf"), acc, o)
     elif sinks_ptr is not None:
         m = l + tl.load(sinks_ptr + head) * BASE
@@ -163,7 +163,7 @@ def attention_fwd_kernel(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, table_ptr, sinks_p
 
     # 4. Normalise; l = 0 and m = -inf only in rows that saw no key. log2(l) in units of m.
     l = tl.where(l == 0, 1.0, l)
-    store(o_ptr, o_stride[1], acc / l[:, None], rows, BLOCK_M, D, BLOCK_D, False)
+    store_rows(o_ptr, o_stride[1], acc / l[:, None], rows, BLOCK_M, D, BLOCK_D, False)
     tl.store(lse_ptr + i, (m + tl.log2(l) * (BASE * LN2)) * (1 / BASE), i < rows)
 
 
@@ -197,18 +197,18 @@ def block_fwd(
     if o.numel():
         q, k, v, wide = launch.widened(q, q, k, v, o)
         with torch.cuda.device_of(q):
-            _launch(q, k, v, wide, lse, sinks, options, into is not None)
+            _launch_attention_fwd(q, k, v, wide, lse, sinks, options, into is not None)
         launch.narrow_into(wide, o)
     return o, lse
 
 
-def _launch(q, k, v, o, lse, sinks, options: AttentionOptions, into: bool) -> None:
+def _launch_attention_fwd(q, k, v, o, lse, sinks, options: AttentionOptions, into: bool) -> None:
     B, _, H, D = q.shape
     variant = launch.variant_of(q, options, into)
-    tile = launch.find_tile("attention_fwd", q, variant)
+    tile = launch.find_attention_tile("attention_fwd", q, variant)
     table, by_sample = launch.table_of(options, B)
     step, (of_q, of_k, of_v, of_o) = launch.shared_steps(q, k, v, o)
-    attention_fwd_kernel[(launch.tile_count(options.q_runs, tile.q) * H * B,)](
+    attention_fwd_kernel[(launch.count_tiles(options.q_runs, tile.q) * H * B,)](
         q, k, v, o, lse, table, sinks,
         of_q, *launch.one_set(of_k, of_v), of_o, by_sample,
         *launch.numbers(options, H, H // k.shape[2]),

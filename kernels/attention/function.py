@@ -34,10 +34,10 @@ import torch.nn.functional as F
 
 from warpweave.kernels.attention.backward import attention_delta, attention_dsinks, block_bwd
 from warpweave.kernels.attention.checks import (
+    check_are_tensors,
     check_carried,
     check_carried_gradients,
     check_dtype,
-    check_qkv,
     check_row_sums,
 )
 from warpweave.kernels.attention.forward import block_fwd
@@ -55,12 +55,12 @@ from warpweave.kernels.runtime.wgrad import grad_dtype
 # ---------------------------------------------------------------- 1. the operator
 
 
-def _fake(q, k, v, sinks, options):
+def _attention_fake(q, k, v, sinks, options):
     B, S, H, _ = q.shape
     return q.new_empty(q.shape), q.new_empty((B, H, S), dtype=compute_dtype(q))
 
 
-def _sharding(q, k, v, sinks, options) -> str:
+def _attention_sharding(q, k, v, sinks, options) -> str:
     """Over samples and heads; but dropout draws by their numbers, which a shard does not know."""
     if options.dropout:
         return "____, ____, ____, _, __ -> ____, ___"
@@ -69,19 +69,19 @@ def _sharding(q, k, v, sinks, options) -> str:
     return f"b_h_, b_h_, b_h_, h, {of_documents[bounds]} -> b_h_, bh_"
 
 
-def _bwd_fake(do, dlse, o, lse, q, k, v, sinks, options):
+def _attention_bwd_fake(do, dlse, o, lse, q, k, v, sinks, options):
     dsinks = lse.new_empty(0 if sinks is None else sinks.shape)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
 
 
-def _bwd_sharding(do, dlse, o, lse, q, k, v, sinks, options) -> str:
-    inputs, outputs = _sharding(q, k, v, sinks, options).split(" -> ")
+def _attention_bwd_sharding(do, dlse, o, lse, q, k, v, sinks, options) -> str:
+    inputs, outputs = _attention_sharding(q, k, v, sinks, options).split(" -> ")
     *of_qkv, of_sinks, _ = inputs.split(", ")
     dsinks = "whole" if sinks is None else of_sinks
     return f"{outputs}, {outputs}, {inputs} -> {', '.join(of_qkv)}, {dsinks}"
 
 
-def _save(ctx, inputs, output):
+def _save_attention(ctx, inputs, output):
     q, k, v, sinks, ctx.options = inputs
     ctx.of_sinks = None if sinks is None else grad_dtype(sinks)
     ctx.set_materialize_grads(False)
@@ -89,7 +89,7 @@ def _save(ctx, inputs, output):
     ctx.save_for_backward(*output, q, k, v, sinks, documents)
 
 
-def _backward(ctx, do, dlse):
+def _attention_backward(ctx, do, dlse):
     *inputs, documents = ctx.saved_tensors
     do = torch.zeros_like(inputs[0]) if do is None else do
     options = ctx.options._replace(documents=documents)
@@ -98,8 +98,8 @@ def _backward(ctx, do, dlse):
 
 
 @operator(
-    "attention", _fake, records=(AttentionOptions, Run), save=_save, backward=_backward,
-    sharding=_sharding,
+    "attention", _attention_fake, records=(AttentionOptions, Run), save=_save_attention,
+    backward=_attention_backward, sharding=_attention_sharding,
 )  # fmt: skip
 def attention_op(
     q: torch.Tensor,
@@ -113,7 +113,12 @@ def attention_op(
     return block_fwd(q, k, v, options, sinks=sinks)
 
 
-@operator("attention_backward", _bwd_fake, records=(AttentionOptions, Run), sharding=_bwd_sharding)
+@operator(
+    "attention_backward",
+    _attention_bwd_fake,
+    records=(AttentionOptions, Run),
+    sharding=_attention_bwd_sharding,
+)
 def attention_bwd_op(
     do: torch.Tensor,
     dlse: torch.Tensor | None,
@@ -227,7 +232,7 @@ def autocast(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, k and v as the autocast around them has it."""
-    check_qkv(q, k, v)
+    check_are_tensors(q, k, v)
     device = q.device.type
     if q.dtype == torch.float64 or not torch.is_autocast_enabled(device):
         return q, k, v

@@ -58,7 +58,7 @@ def padded(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def find_tile(kernel: str, q: torch.Tensor, variant: frozenset[str]) -> AttentionTile:
+def find_attention_tile(kernel: str, q: torch.Tensor, variant: frozenset[str]) -> AttentionTile:
     """The tile of "attention_fwd", "attention_dkdv" or "attention_dq" for q[B, S, H, D]."""
     return find(kernel, q.device, q.element_size(), q.shape[3], variant)
 
@@ -131,7 +131,7 @@ def table_of(
 # ---------------------------------------------------------------- arguments
 
 
-def tile_count(runs: Sequence[Run], block: int) -> int:
+def count_tiles(runs: Sequence[Run], block: int) -> int:
     """How many tiles of `block` rows there are."""
     return sum(triton.cdiv(run.length, block) for run in runs)
 

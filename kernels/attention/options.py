@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from warpweave.kernels.attention.checks import check_tensors
+from warpweave.kernels.attention.checks import check_attention
 from warpweave.kernels.dropout import check_key
 from warpweave.kernels.reference import Run
 from warpweave.kernels.runtime.dispatch import check_impl, choose
@@ -91,7 +91,7 @@ def checked(
     documents are the affair of `check_boundaries`, which a compiler cannot trace.
     """
     options = check_numbers(options)
-    check_tensors(q, k, v, sinks)
+    check_attention(q, k, v, sinks)
     if options.documents is not None:
         check_documents(options.documents, q, apart=True)
     return options._replace(

@@ -39,12 +39,12 @@ def attention_fwd_cpu(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o[B, Sq, H, D] and lse[B, H, Sq] of resolved options; `into` is changed and returned."""
     blocks = _all_blocks(q, k, options) if _flash_can(q, options) else None
-    if blocks is not None and into is None and sinks is None and _whole(blocks, q):
+    if blocks is not None and into is None and sinks is None and _is_one_block(blocks, q):
         dtype = _torch_dtype(q, out_dtype == q.dtype)
         o, lse = _flash(q.to(dtype), k.to(dtype), v.to(dtype), blocks[0], options.scale)
         return o.contiguous().to(out_dtype), lse.contiguous()
     q, k, v = (x.to(compute_dtype(q)) for x in (q, k, v))
-    o, lse = _start(q, sinks) if into is None else into
+    o, lse = _initial_sums(q, sinks) if into is None else into
     if into is not None:  # what o holds where nothing was seen counts for nothing
         o.masked_fill_(lse.isneginf().transpose(1, 2).unsqueeze(-1), 0.0)
     if blocks is not None:
@@ -54,7 +54,7 @@ def attention_fwd_cpu(
     else:
         with torch.autocast(q.device.type, enabled=False):
             for rows in _row_blocks(q, k, options):
-                part = _attend(rows, q, k, v, options)
+                part = _attend_rows(rows, q, k, v, options)
                 merge_(o[rows.batch, rows.q], lse[rows.batch, :, rows.q], *part)
     return (o if into is not None else o.to(out_dtype)), lse
 
@@ -86,7 +86,7 @@ def attention_bwd_cpu(
     blocks, D = _all_blocks(q, k, options), q.shape[3]
     if not blocks:
         return _finish(_start_gradients(q, k, v, into), grad_dtype, into)
-    whole = _whole(blocks, q) and blocks[0].k == slice(0, k.shape[1]) and into == (None,) * 3
+    whole = _is_one_block(blocks, q) and blocks[0].k == slice(0, k.shape[1]) and into == (None,) * 3
     grads, shapes = into, [x.shape for x in (q, k, v)]
     dtype = _torch_dtype(q, whole and grad_dtype == q.dtype and o is not None)
     do, q, k, v = (x.to(dtype) for x in (do, q, k, v))
@@ -116,7 +116,7 @@ def attention_bwd_cpu(
 # ---------------------------------------------------------------- 1. what is added to
 
 
-def _start(q: torch.Tensor, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _initial_sums(q: torch.Tensor, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows that have seen nothing, or their sink alone."""
     B, S, H, _ = q.shape
     o = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
@@ -167,7 +167,7 @@ def _flash_can(q: torch.Tensor, options: AttentionOptions) -> bool:
     return all(run.stripes == 1 for run in (*options.q_runs, *options.k_runs))
 
 
-def _whole(blocks: list[_Block], q: torch.Tensor) -> bool:
+def _is_one_block(blocks: list[_Block], q: torch.Tensor) -> bool:
     """Whether one block has all queries of all samples."""
     return len(blocks) == 1 and blocks[0].q == slice(0, q.shape[1]) and blocks[0].batch == _ALL
 
@@ -177,9 +177,9 @@ def _all_blocks(q: torch.Tensor, k: torch.Tensor, options: AttentionOptions) -> 
     found: list[_Block] = []
     if not q.numel() or not k.numel():
         return found
-    for batch, of_q, of_k in _documents(options.documents):
+    for batch, of_q, of_k in _document_groups(options.documents):
         q_parts, k_parts = _within(options.q_runs, *of_q), _within(options.k_runs, *of_k)
-        for block in _blocks(q_parts, k_parts, options.causal):
+        for block in _visible_blocks(q_parts, k_parts, options.causal):
             found.append(block._replace(batch=batch))
     return found
 
@@ -187,7 +187,7 @@ def _all_blocks(q: torch.Tensor, k: torch.Tensor, options: AttentionOptions) -> 
 _Ends = tuple[int, int]
 
 
-def _documents(documents: torch.Tensor | None) -> Iterator[tuple[slice, _Ends, _Ends]]:
+def _document_groups(documents: torch.Tensor | None) -> Iterator[tuple[slice, _Ends, _Ends]]:
     """Samples with the same documents, and where each of these begins and ends among queries and
     among keys. Elsewhere than on a CPU reading them waits for the device."""
     if documents is None:
@@ -215,7 +215,7 @@ def _within(runs: Sequence[Run], start: int, stop: int) -> list[_Part]:
     return parts
 
 
-def _blocks(q_parts: list[_Part], k_parts: list[_Part], causal: bool) -> list[_Block]:
+def _visible_blocks(q_parts: list[_Part], k_parts: list[_Part], causal: bool) -> list[_Block]:
     """What is visible, cut into blocks; blocks of neighbouring rows are joined."""
     blocks: list[_Block] = []
     if causal and q_parts and q_parts == k_parts == sorted(q_parts, key=lambda part: part[1].start):
@@ -233,11 +233,13 @@ def _blocks(q_parts: list[_Part], k_parts: list[_Part], causal: bool) -> list[_B
             rows = slice(q_row + first - q_start, q_row + q_len)
             for start, stop, triangle in ((0, diagonal, False), (diagonal, reach, True)):
                 if start < stop and rows.start < rows.stop:
-                    _join(blocks, _Block(rows, slice(k_row + start, k_row + stop), triangle))
+                    _append_block(
+                        blocks, _Block(rows, slice(k_row + start, k_row + stop), triangle)
+                    )
     return blocks
 
 
-def _join(blocks: list[_Block], new: _Block) -> None:
+def _append_block(blocks: list[_Block], new: _Block) -> None:
     """Append `new`, or lengthen a wholly visible block that it continues in rows of q or of k."""
     for n, old in enumerate(blocks):
         if old.causal or new.causal:
@@ -306,7 +308,7 @@ def _row_blocks(q: torch.Tensor, k: torch.Tensor, options: AttentionOptions) -> 
         return
     back, where = options.window - 1 if options.window else _BEYOND, {"device": q.device}
     ahead = 0 if options.causal else back
-    for batch, of_q, (start, stop) in _documents(options.documents):
+    for batch, of_q, (start, stop) in _document_groups(options.documents):
         for row, (position, length, by) in _within(options.q_runs, *of_q):
             for at in range(0, length, ROWS):
                 first, n = position + at * by, min(ROWS, length - at)
@@ -325,13 +327,15 @@ def _row_blocks(q: torch.Tensor, k: torch.Tensor, options: AttentionOptions) -> 
                     )
 
 
-def _attend(rows: _Rows, q, k, v, options: AttentionOptions) -> tuple[torch.Tensor, torch.Tensor]:
+def _attend_rows(
+    rows: _Rows, q, k, v, options: AttentionOptions
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, lse) of some rows; float32 or float64 q, k, v."""
     s, _ = _scores(rows, q, k, options)
     lse = s.logsumexp(-1)
     p = (s - lse.masked_fill(lse.isneginf(), 0.0).unsqueeze(-1)).exp_()
     if options.dropout:
-        p *= _dropout(rows, q, options).view(p.shape)
+        p *= _dropout_factors(rows, q, options).view(p.shape)
     return _rows_of(p.flatten(2, 3) @ v[rows.batch, rows.k].transpose(1, 2), p), lse.flatten(1, 2)
 
 
@@ -346,7 +350,7 @@ def _attend_backward(
     k_rows, v_rows = (x[rows.batch, rows.k].transpose(1, 2) for x in (k, v))
     dp, weight = (do_rows.flatten(2, 3) @ v_rows.mT).view(p.shape), p
     if options.dropout:
-        keep = _dropout(rows, q, options).view(p.shape)
+        keep = _dropout_factors(rows, q, options).view(p.shape)
         dp, weight = dp * keep, p * keep
     ds = (dp - delta) * p * options.scale
     if slope is not None:
@@ -383,7 +387,7 @@ def _scores(rows: _Rows, q, k, options: AttentionOptions):
     return s.masked_fill_(hidden, -float("inf")), slope
 
 
-def _dropout(rows: _Rows, q: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
+def _dropout_factors(rows: _Rows, q: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
     """0 or 1 / (1 - p) for every [B, Hq, row, key] of `rows`: the words that the kernels draw."""
     B, _, H, _ = q.shape
     low, bit, seed = 0xFFFFFFFF, 8, options.dropout_seed

@@ -12,7 +12,7 @@ from warpweave.kernels.cross_entropy.vocabulary import Vocabulary
 from warpweave.kernels.overlap.gathering import Gathering, multiply
 
 
-class Sizes(NamedTuple):
+class BlockSizes(NamedTuple):
     """How many elements of z are held, the most rows of a block, the fewest of a whole-row one; and
     of how many elements z may be to be held at once, where half of its rows would do."""
 
@@ -24,10 +24,10 @@ class Sizes(NamedTuple):
 
 # A CPU's block is 4 MiB of float32: malloc keeps it and caches hold it. A GPU's is 128 MiB of
 # bfloat16: 4096 columns of 16384 rows, products of which are bound by arithmetic.
-CPU, GPU = Sizes(2**20, 2**10, 2**10, 2**23), Sizes(2**26, 2**14, 2**12)
+CPU, GPU = BlockSizes(2**20, 2**10, 2**10, 2**23), BlockSizes(2**26, 2**14, 2**12)
 
 
-def sizes(x: torch.Tensor) -> Sizes:
+def sizes(x: torch.Tensor) -> BlockSizes:
     """Of the device of x."""
     return CPU if x.device.type == "cpu" else GPU
 
@@ -50,7 +50,7 @@ def row_step(x: torch.Tensor, columns: int) -> int:
     return max(sizes(x).most_rows, sizes(x).elements // max(1, columns))
 
 
-def grid(x: torch.Tensor, columns: int) -> Iterator[tuple[slice, list[slice]]]:
+def block_grid(x: torch.Tensor, columns: int) -> Iterator[tuple[slice, list[slice]]]:
     """Row slices of z[T, columns], and the column slices of each: one block at a time is held."""
     for rows in slices(len(x), row_step(x, columns)):
         yield rows, column_slices(columns, rows.stop - rows.start, sizes(x).elements)

@@ -170,16 +170,21 @@ def fwd(
     return _fwd_triton(logits, labels, vocabulary, want_sum)
 
 
-def _fake(logits, labels, vocabulary, want_sum):
+def _cross_entropy_fake(logits, labels, vocabulary, want_sum):
     lse = logits.new_empty(labels.shape, dtype=compute_dtype(logits))
     return lse, torch.empty_like(lse), torch.empty_like(lse) if want_sum else lse.new_empty(0)
 
 
-def _sharding(logits, labels, vocabulary, want_sum) -> str:
+def _cross_entropy_sharding(logits, labels, vocabulary, want_sum) -> str:
     return f"n_, n -> n, n, {'n' if want_sum else 'whole'}"
 
 
-@operator("cross_entropy_fwd", _fake, records=(Vocabulary,), sharding=_sharding)
+@operator(
+    "cross_entropy_fwd",
+    _cross_entropy_fake,
+    records=(Vocabulary,),
+    sharding=_cross_entropy_sharding,
+)
 def cross_entropy_fwd_op(
     logits: torch.Tensor, labels: torch.Tensor, vocabulary: Vocabulary, want_sum: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

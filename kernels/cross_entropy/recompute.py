@@ -21,13 +21,13 @@ from warpweave.kernels.runtime.op import operator
 # ---------------------------------------------------------------- forward
 
 
-def _fwd_fake(x, weight, labels, vocabulary):
+def _recompute_fwd_fake(x, weight, labels, vocabulary):
     # x.shape[0], not len(x): to a compiler that would be a constant.
     kinds = 2 + (vocabulary.label_smoothing != 0.0)
     return x.new_empty(kinds, x.shape[0], dtype=compute_dtype(x))
 
 
-@operator("linear_cross_entropy_fwd", _fwd_fake, records=(Vocabulary,))
+@operator("linear_cross_entropy_fwd", _recompute_fwd_fake, records=(Vocabulary,))
 def _fwd_op(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -38,7 +38,7 @@ def _fwd_op(
     kinds = 2 + (vocabulary.label_smoothing != 0.0)
     out = torch.empty(kinds, len(x), dtype=compute_dtype(x), device=x.device)
     with no_autocast(x):
-        for rows, slices in blocks.grid(x, vocabulary.columns(len(weight))):
+        for rows, slices in blocks.block_grid(x, vocabulary.columns(len(weight))):
             parts = []
             for cols in slices:
                 z = gemm(x[rows], weight[cols].to(x.dtype).t())
@@ -75,11 +75,11 @@ def linear_cross_entropy_fwd(
 # ---------------------------------------------------------------- backward
 
 
-def _bwd_fake(dloss, x, weight, labels, lse, dw, add, want_dx, dx_dtype, vocabulary):
+def _recompute_bwd_fake(dloss, x, weight, labels, lse, dw, add, want_dx, dx_dtype, vocabulary):
     return x.new_empty(x.shape if want_dx else 0, dtype=dx_dtype)
 
 
-@operator("linear_cross_entropy_bwd", _bwd_fake, records=(Vocabulary,), writes=("dw",))
+@operator("linear_cross_entropy_bwd", _recompute_bwd_fake, records=(Vocabulary,), writes=("dw",))
 def _bwd_op(
     dloss: torch.Tensor,
     x: torch.Tensor,
@@ -98,7 +98,7 @@ def _bwd_op(
     if dw.dtype != wide and len(x) > blocks.row_step(x, own):
         total = torch.empty_like(dw, dtype=wide)  # several products are added: not in 16 bits
     with no_autocast(x):
-        for rows, slices in blocks.grid(x, own):
+        for rows, slices in blocks.block_grid(x, own):
             sums = x.new_empty(x[rows].shape if want_dx else 0, dtype=wide)
             for cols in slices:
                 w = weight[cols].to(x.dtype)

@@ -81,22 +81,25 @@ def _multiply_faster(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None
     return _multiply(a, b, bias)
 
 
-def _save(ctx, inputs, output) -> None:
+def _save_linear(ctx, inputs, output) -> None:
     a, bt, _ = inputs
     ctx.save_for_backward(a, bt)
 
 
-def _backward(ctx, dy):
+def _linear_backward(ctx, dy):
     (a, bt), needs = ctx.saved_tensors, ctx.needs_input_grad
-    da = _linear(dy, bt.t(), None) if needs[0] else None
-    dbt = _linear(dy.t(), a.t(), None) if needs[1] else None
+    da = _cpu_linear(dy, bt.t(), None) if needs[0] else None
+    dbt = _cpu_linear(dy.t(), a.t(), None) if needs[1] else None
     return da, dbt, dy.sum(0) if needs[2] else None
 
 
 @operator(
-    "cpu_linear", lambda a, bt, bias: _multiply(a, bt.t(), bias), save=_save, backward=_backward
+    "cpu_linear",
+    lambda a, bt, bias: _multiply(a, bt.t(), bias),
+    save=_save_linear,
+    backward=_linear_backward,
 )
-def _linear(a: torch.Tensor, bt: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _cpu_linear(a: torch.Tensor, bt: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """a[M, K] bt[N, K]^T + bias[N]: b transposed, as weights lie in memory.
 
     So do their gradients then, which are products of the same kind.
@@ -118,7 +121,7 @@ def product(
         return _multiply(a, b, bias)  # only torch's has every derivative
     if torch.compiler.is_compiling():
         ours = dtype == torch.float32 and a.device.type == "cpu"
-        return _linear(a, b.t(), bias) if ours else _multiply(a, b, bias)
+        return _cpu_linear(a, b.t(), bias) if ours else _multiply(a, b, bias)
     return (_multiply if wants_gradient(a, b, bias) else _multiply_faster)(a, b, bias)
 
 

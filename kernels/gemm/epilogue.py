@@ -192,7 +192,7 @@ def _gemm_kernel(
         )  # fmt: skip
 
 
-def launch(
+def launch_gemm(
     a: torch.Tensor,
     b: torch.Tensor,
     bias: torch.Tensor | None,

@@ -34,7 +34,7 @@ import torch
 from warpweave.kernels.activation import activation_fwd, find_activation
 from warpweave.kernels.dropout import Drop, check_drop, dropout
 from warpweave.kernels.gemm import cpu as gemm_cpu
-from warpweave.kernels.gemm.epilogue import find_precision, launch
+from warpweave.kernels.gemm.epilogue import find_precision, launch_gemm
 from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.runtime.dispatch import check_written, choose, refuse_graph
 from warpweave.kernels.runtime.dtypes import FLOATS, no_autocast
@@ -103,7 +103,7 @@ def _gemm(
     precision: str | None,
 ) -> torch.Tensor:
     y = a.new_empty(a.shape[0], b.shape[1], dtype=dtype)
-    launch(a, b, bias, y, precision=precision)
+    launch_gemm(a, b, bias, y, precision=precision)
     return y
 
 
@@ -119,7 +119,7 @@ def _gemm_into(
     if impl == "torch":
         gemm_cpu.product_into(a, b, out, add)
     else:
-        launch(a, b, None, out, add=add, precision=precision)
+        launch_gemm(a, b, None, out, add=add, precision=precision)
 
 
 def _fused_fake(a, b, bias, residual, activation, save_z, drop, dtype, *how):
@@ -144,10 +144,10 @@ def _fused(
     impl = fused_or_apart(impl, epilogue_name(activation, drop, residual), a)
     if impl != "triton":
         after = "torch" if impl == "torch" else "triton"
-        return _apart(a, b, bias, residual, activation, save_z, drop, dtype, after)
+        return _unfused_gemm(a, b, bias, residual, activation, save_z, drop, dtype, after)
     y = a.new_empty(_fused_shape(a, b, activation), dtype=dtype)
     z = a.new_empty(a.shape[0], b.shape[1]) if save_z else None
-    launch(
+    launch_gemm(
         a,
         b,
         bias,
@@ -288,7 +288,7 @@ def fused_gemm(
     return y, z[0] if z else None
 
 
-def _apart(
+def _unfused_gemm(
     a: torch.Tensor,
     b: torch.Tensor,
     bias: torch.Tensor | None,

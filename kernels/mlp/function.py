@@ -22,7 +22,7 @@ from warpweave.kernels.runtime.wgrad import leaf_of, rows
 RECOMPUTE = ("nothing", "activation", "up")
 
 
-class Options(NamedTuple):
+class MLPOptions(NamedTuple):
     """What an MLP is besides its tensors: see `mlp`, which makes and checks it."""
 
     activation: str
@@ -43,7 +43,7 @@ def mlp_fwd(
     down_weight: torch.Tensor,
     down_bias: torch.Tensor | None,
     residual: torch.Tensor | None,
-    options: Options,
+    options: MLPOptions,
     *,
     save: bool,
     ranks: Local = LOCAL,
@@ -69,7 +69,7 @@ def mlp_up_again(
     x: torch.Tensor,
     up_weight: torch.Tensor,
     up_bias: torch.Tensor | None,
-    options: Options,
+    options: MLPOptions,
     *,
     ranks: Local = LOCAL,
 ) -> torch.Tensor:
@@ -89,7 +89,7 @@ def mlp_bwd(
     do: torch.Tensor | Gathering,
     down_weight: torch.Tensor,
     z: torch.Tensor | None,
-    options: Options,
+    options: MLPOptions,
     *,
     want_dz: bool = True,
     want_hidden: bool = True,
@@ -238,7 +238,7 @@ def mlp(
         x,
         *(leaf_of(p, bias=kind.endswith("bias")) for kind, p in parameters.items()),
         added,
-        Options(activation, drop, recompute, precision, impl),
+        MLPOptions(activation, drop, recompute, precision, impl),
         dtype,
         wants_gradient(x, *parameters.values(), added),
         ranks,

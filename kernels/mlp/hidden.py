@@ -173,13 +173,13 @@ def _hidden_bwd_kernel(
         _slope_tile(fourth, z_ptr, dz_ptr, h_ptr, t, col + 3 * STEP, T, F, ACT, GATED)
 
 
-def _fake(dy, down_weight, z, activation, want_hidden, precision, impl):
+def _hidden_bwd_fake(dy, down_weight, z, activation, want_hidden, precision, impl):
     h = z.new_empty(dy.shape[0], down_weight.shape[1])
     return [torch.empty_like(z), h] if want_hidden else [torch.empty_like(z)]
 
 
-@operator("hidden_bwd", _fake, direct=True)
-def _launch(
+@operator("hidden_bwd", _hidden_bwd_fake, direct=True)
+def _launch_hidden_bwd(
     dy: torch.Tensor,
     down_weight: torch.Tensor,
     z: torch.Tensor,
@@ -265,5 +265,7 @@ def hidden_bwd(
         impl = "torch" if impl == "torch" else "triton"
         dz = activation_bwd(dh, z, activation, impl=impl)
         return dz, activation_fwd(z, activation, impl=impl) if want_hidden else None
-    dz, *h = _launch(dy, down_weight, z.contiguous(), activation, want_hidden, precision, impl)
+    dz, *h = _launch_hidden_bwd(
+        dy, down_weight, z.contiguous(), activation, want_hidden, precision, impl
+    )
     return dz, h[0] if h else None

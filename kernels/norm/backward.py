@@ -10,12 +10,12 @@ from typing import NamedTuple
 import torch
 
 from warpweave.kernels.dropout import Drop, check_drop, launch_arguments
-from warpweave.kernels.norm.checks import as_rows, check_tensors, contiguous, tile_of
+from warpweave.kernels.norm.checks import as_rows, check_norm, contiguous, tile_of
 from warpweave.kernels.norm.device import (
     RUNTIME,
     add_to,
     columns,
-    load,
+    load_tile,
     normal,
     row_statistics,
     store_dx,
@@ -61,7 +61,7 @@ def norm_bwd_kernel(dy_ptr, ds_ptr, s_ptr, weight_ptr, mean_ptr, rstd_ptr, token
         n = normal(s_ptr, stride_s, mean_ptr, mean, rstd, row, col, mask)
 
         # 3. Parameter gradients.
-        g = load(dy_ptr, stride_dy, row, col, mask)
+        g = load_tile(dy_ptr, stride_dy, row, col, mask)
         dw += g * n
         if db_ptr is not None:
             db += g
@@ -105,7 +105,7 @@ def norm_bwd_wide_kernel(dy_ptr, ds_ptr, s_ptr, weight_ptr, mean_ptr, rstd_ptr, 
         for start in range(0, E, BLOCK_E):
             col, mask = columns(row, start, rows, E, BLOCK_E)
             n = normal(s_ptr, stride_s, mean_ptr, mean, rstd, row, col, mask)
-            g = load(dy_ptr, stride_dy, row, col, mask) * vector(weight_ptr, col, E)
+            g = load_tile(dy_ptr, stride_dy, row, col, mask) * vector(weight_ptr, col, E)
             along += tl.sum(g * n, 1) / E
             if mean_ptr is not None:
                 level += tl.sum(g, 1) / E
@@ -117,7 +117,7 @@ def norm_bwd_wide_kernel(dy_ptr, ds_ptr, s_ptr, weight_ptr, mean_ptr, rstd_ptr, 
         for start in range(0, E, BLOCK_E):
             col, mask = columns(row, start, rows, E, BLOCK_E)
             n = normal(s_ptr, stride_s, mean_ptr, mean, rstd, row, col, mask)
-            g = load(dy_ptr, stride_dy, row, col, mask)
+            g = load_tile(dy_ptr, stride_dy, row, col, mask)
             at = start + tl.arange(0, BLOCK_E)
             out, inside = tl.program_id(0).to(tl.int64) * E + at, at < E
             add_to(dw_ptr, out, inside, g * n)
@@ -169,7 +169,7 @@ def norm_bwd(
     ValueError as `rms_norm`, and on gradients that are not like s.
     """
     impl = choose(impl, dy, s, weight, mean, rstd, ds, getattr(drop, "tokens", None))
-    check_tensors(s, weight)
+    check_norm(s, weight)
     for name, gradient in (("dy", dy), ("ds", ds)):
         if gradient is not None and gradient.shape != s.shape:
             raise ValueError(f"{name} must be like s {[*s.shape]}, got {[*gradient.shape]}")
@@ -186,14 +186,16 @@ def norm_bwd(
         mean = None if mean is None else mean.unsqueeze(-1)
         found = norm_bwd_cpu(dy, s, weight, mean, rstd.unsqueeze(-1), *more)
     else:
-        found = _launch_bwd(dy, s, weight, mean, rstd, *more)
+        found = _launch_norm_bwd(dy, s, weight, mean, rstd, *more)
     dx, dresidual, dx_bias, dw, db = found
     if residual_dtype is not None and not apart:
         dresidual = dx
     return NormGradients(dx, dresidual, dx_bias, dw, db)
 
 
-def _launch_bwd(dy, s, weight, mean, rstd, ds, bias, x_bias, drop: Drop | None, x_dtype, apart):
+def _launch_norm_bwd(
+    dy, s, weight, mean, rstd, ds, bias, x_bias, drop: Drop | None, x_dtype, apart
+):
     """The fields of `NormGradients`; `apart` is the dtype of a dresidual that is not dx."""
     E, dy2, s2, ds2 = s.shape[-1], as_rows(dy), as_rows(s), None if ds is None else as_rows(ds)
     kernel, (rows, block, warps) = norm_bwd_kernel, tile_of(E)

@@ -11,7 +11,7 @@ import torch
 from warpweave.kernels.runtime.dispatch import triton
 
 
-def check_tensors(
+def check_norm(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,

@@ -27,13 +27,13 @@ def columns(row, start, rows, E: tl.constexpr, BLOCK_E: tl.constexpr):
 
 
 @triton.jit
-def load(ptr, stride, row, col, mask):
+def load_tile(ptr, stride, row, col, mask):
     """A tile in the dtype to compute in, 0 outside."""
     return upcast(tl.load(ptr + row[:, None] * stride + col, mask, 0.0))
 
 
 @triton.jit
-def store(ptr, stride, tile, row, col, mask):
+def store_tile(ptr, stride, tile, row, col, mask):
     # One offset for all tensors of this stride: without the brackets a width spills on sm_80.
     tl.store(ptr + (row[:, None] * stride + col), to_dtype(tile, ptr.dtype.element_ty), mask)
 
@@ -62,13 +62,13 @@ def sum_of(x_ptr, x_bias_ptr, residual_ptr, tokens_ptr, s_ptr, row, start, rows,
          SCALE: tl.constexpr, BLOCK_E: tl.constexpr):  # fmt: skip
     """A tile of s, rounded as it is stored; stored unless it is x."""
     col, mask = columns(row, start, rows, E, BLOCK_E)
-    s = load(x_ptr, stride_x, row, col, mask)
+    s = load_tile(x_ptr, stride_x, row, col, mask)
     if x_bias_ptr is not None:
         s += vector(x_bias_ptr, col, E)
     if tokens_ptr is not None:
         s = drop_mask(s, tokens_ptr, row, start, rows, seed, site, THRESHOLD, SCALE)
     if residual_ptr is not None:
-        s += load(residual_ptr, stride_residual, row, col, mask)
+        s += load_tile(residual_ptr, stride_residual, row, col, mask)
     if s_ptr is not None:
         stored = to_dtype(s, s_ptr.dtype.element_ty)
         tl.store(s_ptr + row[:, None] * E + col, stored, mask)
@@ -82,7 +82,7 @@ def store_y(s, rstd, weight_ptr, bias_ptr, y_ptr, row, col, mask, E: tl.constexp
     y = s * rstd[:, None] * vector(weight_ptr, col, E)
     if bias_ptr is not None:
         y += vector(bias_ptr, col, E)
-    store(y_ptr, E, y, row, col, mask)
+    store_tile(y_ptr, E, y, row, col, mask)
 
 
 @triton.jit
@@ -98,7 +98,7 @@ def row_statistics(mean_ptr, rstd_ptr, row, rows):
 @triton.jit
 def normal(s_ptr, stride_s, mean_ptr, mean, rstd, row, col, mask):
     """A tile of n = (s - mean) * rstd, 0 outside."""
-    n = load(s_ptr, stride_s, row, col, mask)
+    n = load_tile(s_ptr, stride_s, row, col, mask)
     if mean_ptr is not None:
         n = tl.where(mask, n - mean, 0.0)
     return n * rstd
@@ -111,12 +111,12 @@ def store_dx(dx, ds_ptr, tokens_ptr, dx_ptr, dresidual_ptr, row, start, rows, st
     """Add ds, store the gradients of residual and x; returns that of x, not rounded."""
     col, mask = columns(row, start, rows, E, BLOCK_E)
     if ds_ptr is not None:
-        dx += load(ds_ptr, stride_ds, row, col, mask)
+        dx += load_tile(ds_ptr, stride_ds, row, col, mask)
     if dresidual_ptr is not None:
-        store(dresidual_ptr, E, dx, row, col, mask)
+        store_tile(dresidual_ptr, E, dx, row, col, mask)
     if tokens_ptr is not None:
         dx = drop_mask(dx, tokens_ptr, row, start, rows, seed, site, THRESHOLD, SCALE)
-    store(dx_ptr, E, dx, row, col, mask)
+    store_tile(dx_ptr, E, dx, row, col, mask)
     return dx
 
 

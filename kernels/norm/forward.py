@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 
 from warpweave.kernels.dropout import Drop, check_drop, launch_arguments
-from warpweave.kernels.norm.checks import as_rows, check_tensors, contiguous, stream_dtype, tile_of
-from warpweave.kernels.norm.device import RUNTIME, columns, load, store_y, sum_of
-from warpweave.kernels.norm.torch_path import norm_fwd_cpu, norm_sum
+from warpweave.kernels.norm.checks import as_rows, check_norm, contiguous, stream_dtype, tile_of
+from warpweave.kernels.norm.device import RUNTIME, columns, load_tile, store_y, sum_of
+from warpweave.kernels.norm.torch_path import norm_fwd_cpu, residual_sum
 from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.runtime.dispatch import choose, no_graph, tl, triton
 
@@ -78,9 +78,9 @@ def norm_fwd_wide_kernel(x_ptr, x_bias_ptr, residual_ptr, tokens_ptr, weight_ptr
     for start in range(0, E, BLOCK_E):
         col, mask = columns(row, start, rows, E, BLOCK_E)
         if s_ptr is not None:
-            s = load(s_ptr, E, row, col, mask)
+            s = load_tile(s_ptr, E, row, col, mask)
         else:
-            s = load(x_ptr, stride_x, row, col, mask)
+            s = load_tile(x_ptr, stride_x, row, col, mask)
         if mean_ptr is not None:
             s -= mean[:, None]
         store_y(s, rstd, weight_ptr, bias_ptr, y_ptr, row, col, mask, E)
@@ -109,11 +109,11 @@ def norm_fwd(
     nothing is added to x and nothing dropped. mean and rstd are [...], fp32 (fp64).
     """
     impl = choose(impl, x, weight, bias, residual, x_bias, getattr(drop, "tokens", None))
-    check_tensors(x, weight, bias, residual, x_bias, eps)
+    check_norm(x, weight, bias, residual, x_bias, eps)
     drop = check_drop(drop, x.shape[:-1])
     out_dtype = out_dtype or x.dtype
     if impl == "torch":
-        s = norm_sum(x, x_bias, drop, residual)
+        s = residual_sum(x, x_bias, drop, residual)
         y, mean, rstd = norm_fwd_cpu(s, weight, bias, eps, layer, out_dtype)
         return y, s, mean.squeeze(-1) if layer else None, rstd.squeeze(-1)
     s, y = x, torch.empty(x.shape, dtype=out_dtype, device=x.device)
@@ -122,11 +122,11 @@ def norm_fwd(
     rstd = torch.empty(x.shape[:-1], dtype=compute_dtype(s), device=x.device)
     mean = torch.empty_like(rstd) if layer else None
     if rstd.numel():
-        _launch_fwd(x, x_bias, residual, drop, weight, bias, eps, y, s, mean, rstd)
+        _launch_norm_fwd(x, x_bias, residual, drop, weight, bias, eps, y, s, mean, rstd)
     return y, s, mean, rstd
 
 
-def _launch_fwd(
+def _launch_norm_fwd(
     x, x_bias, residual, drop: Drop | None, weight, bias, eps, y, s, mean, rstd
 ) -> None:
     """Fill y[rows, E], s unless it is x, mean and rstd."""

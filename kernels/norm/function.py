@@ -44,13 +44,13 @@ import torch.nn.functional as F
 
 from warpweave.kernels.dropout import Drop, check_drop
 from warpweave.kernels.norm.backward import norm_bwd
-from warpweave.kernels.norm.checks import check_tensors, stream_dtype
+from warpweave.kernels.norm.checks import check_norm, stream_dtype
 from warpweave.kernels.norm.forward import norm_fwd
 from warpweave.kernels.norm.torch_path import (
     cast,
     norm_bwd_cpu,
     norm_fwd_cpu,
-    norm_sum,
+    residual_sum,
     whole_features,
 )
 from warpweave.kernels.reference import compute_dtype
@@ -66,7 +66,7 @@ from warpweave.kernels.runtime.wgrad import grad_dtype
 # ---------------------------------------------------------------- registration
 
 
-class Options(NamedTuple):
+class NormOptions(NamedTuple):
     """What a norm is told besides tensors."""
 
     layer: bool
@@ -74,7 +74,7 @@ class Options(NamedTuple):
     out_dtype: torch.dtype
 
 
-class Wanted(NamedTuple):
+class WantedGradients(NamedTuple):
     """Which sums over tokens its backward makes, and in which dtypes dx and dresidual are wanted;
     residual_dtype is None where there is no residual."""
 
@@ -90,7 +90,7 @@ def _empty(x: torch.Tensor) -> torch.Tensor:
     return x.new_empty(0)
 
 
-def _fake(x, weight, bias, residual, x_bias, drop, options):
+def _norm_fake(x, weight, bias, residual, x_bias, drop, options):
     s = x.new_empty(x.shape, dtype=stream_dtype(x, residual))
     rstd = x.new_empty(x.shape[:-1], dtype=compute_dtype(s))
     if residual is None and x_bias is None and drop is None:
@@ -99,20 +99,20 @@ def _fake(x, weight, bias, residual, x_bias, drop, options):
     return y, s, torch.empty_like(rstd) if options.layer else _empty(rstd), rstd
 
 
-def _sharding(x, weight, bias, residual, x_bias, drop, options) -> str:
+def _norm_sharding(x, weight, bias, residual, x_bias, drop, options) -> str:
     alone = residual is None and x_bias is None and drop is None
     s, mean = "whole" if alone else "..._", "..." if options.layer else "whole"
     return f"..._, _, _, ..._, _, ... -> ..._, {s}, {mean}, ..."
 
 
-def _is_dx(drop: Drop | None, wanted: Wanted) -> bool:
+def _is_dx(drop: Drop | None, wanted: WantedGradients) -> bool:
     """Whether the residual's gradient is that of x, or there is none."""
     return wanted.residual_dtype is None or (
         drop is None and wanted.residual_dtype == wanted.x_dtype
     )
 
 
-def _bwd_fake(dy, ds, s, weight, mean, rstd, drop, wanted):
+def _norm_bwd_fake(dy, ds, s, weight, mean, rstd, drop, wanted):
     dx, dw = s.new_empty(s.shape, dtype=wanted.x_dtype), rstd.new_empty(weight.shape)
     dresidual = _empty(dx)
     if not _is_dx(drop, wanted):
@@ -123,19 +123,19 @@ def _bwd_fake(dy, ds, s, weight, mean, rstd, drop, wanted):
     return dx, dresidual, dx_bias, dw, db
 
 
-def _bwd_sharding(dy, ds, s, weight, mean, rstd, drop, wanted) -> str:
+def _norm_bwd_sharding(dy, ds, s, weight, mean, rstd, drop, wanted) -> str:
     dresidual = "whole" if _is_dx(drop, wanted) else "..._"
     dx_bias, db = ("_" if each else "whole" for each in (wanted.x_bias, wanted.bias))
     return f"..._, ..._, ..._, _, ..., ..., ... -> ..._, {dresidual}, {dx_bias}, _, {db}"
 
 
-def _save(ctx, inputs, output) -> None:
+def _save_norm(ctx, inputs, output) -> None:
     x, weight, bias, residual, x_bias, drop, options = inputs
     _, s, mean, rstd = output
     # The sums over tokens go to the parameters as wide as they are wanted.
     ctx.dtypes = [None if p is None else grad_dtype(p) for p in (weight, bias, x_bias)]
     residual_dtype = None if residual is None else residual.dtype
-    ctx.wanted = Wanted(bias is not None, x_bias is not None, x.dtype, residual_dtype)
+    ctx.wanted = WantedGradients(bias is not None, x_bias is not None, x.dtype, residual_dtype)
     ctx.unchanged = residual is None and x_bias is None and drop is None
     ctx.set_materialize_grads(False)
     ctx.drop, tokens = (None, None) if drop is None else (drop._replace(tokens=None), drop.tokens)
@@ -143,7 +143,7 @@ def _save(ctx, inputs, output) -> None:
     ctx.save_for_backward(saved, weight, mean if options.layer else None, rstd, tokens)
 
 
-def _backward(ctx, dy, ds, dmean, drstd):
+def _norm_backward(ctx, dy, ds, dmean, drstd):
     s, weight, mean, rstd, tokens = ctx.saved_tensors
     if dy is None:
         dy = torch.zeros_like(s)
@@ -163,7 +163,12 @@ def _backward(ctx, dy, ds, dmean, drstd):
 
 
 @operator(
-    "norm_fwd", _fake, records=(Drop, Options), save=_save, backward=_backward, sharding=_sharding
+    "norm_fwd",
+    _norm_fake,
+    records=(Drop, NormOptions),
+    save=_save_norm,
+    backward=_norm_backward,
+    sharding=_norm_sharding,
 )
 def norm_op(
     x: torch.Tensor,
@@ -172,7 +177,7 @@ def norm_op(
     residual: torch.Tensor | None,
     x_bias: torch.Tensor | None,
     drop: Drop | None,
-    options: Options,
+    options: NormOptions,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """y, s unless it is x, mean and rstd."""
     layer, eps, out_dtype = options
@@ -183,7 +188,7 @@ def norm_op(
     return y, _empty(s) if s is x else s, _empty(rstd) if mean is None else mean, rstd
 
 
-@operator("norm_bwd", _bwd_fake, records=(Drop, Wanted), sharding=_bwd_sharding)
+@operator("norm_bwd", _norm_bwd_fake, records=(Drop, WantedGradients), sharding=_norm_bwd_sharding)
 def norm_bwd_op(
     dy: torch.Tensor,
     ds: torch.Tensor | None,
@@ -192,7 +197,7 @@ def norm_bwd_op(
     mean: torch.Tensor | None,
     rstd: torch.Tensor,
     drop: Drop | None,
-    wanted: Wanted,
+    wanted: WantedGradients,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """dx, dresidual unless it is dx, and the sums over tokens dx_bias, dw and db."""
     found = norm_bwd(dy, s, weight, mean, rstd, ds=ds, drop=drop, **wanted._asdict(), impl="triton")
@@ -203,7 +208,7 @@ def norm_bwd_op(
     return dx, dresidual, dx_bias, dw, db
 
 
-class _Norm(torch.autograd.Function):
+class _TorchNorm(torch.autograd.Function):
     """The torch path of both norms. RMSNorm takes half the time of differentiating torch's own on a
     CPU; of LayerNorm it is the way to sums over tokens that are not rounded to 16 bits."""
 
@@ -235,27 +240,27 @@ class _Norm(torch.autograd.Function):
 # ---------------------------------------------------------------- public
 
 
-def _norm(x, weight, bias, eps, residual, x_bias, drop, out_dtype, layer, impl):
+def _either_norm(x, weight, bias, eps, residual, x_bias, drop, out_dtype, layer, impl):
     """Both norms: y, or (y, s) if anything that makes s was given."""
     impl = choose(impl, x, weight, bias, residual, x_bias, getattr(drop, "tokens", None))
-    check_tensors(x, weight, bias, residual, x_bias, eps)
+    check_norm(x, weight, bias, residual, x_bias, eps)
     alone = residual is None and x_bias is None and drop is None
     drop = check_drop(drop, x.shape[:-1])
     dtype = out_dtype or x.dtype
     if dtype not in FLOATS:
         raise ValueError(f"out_dtype must be one of {FLOATS}, got {dtype}")
     if impl == "torch":
-        s = whole_features(norm_sum(x, x_bias, drop, residual))
+        s = whole_features(residual_sum(x, x_bias, drop, residual))
         weight, bias = whole_features(weight), bias if bias is None else whole_features(bias)
         wide = compute_dtype(s)
         if layer and (weight.dtype == wide or torch.compiler.is_compiling()):
             b = None if bias is None else bias.to(wide)
             y = F.layer_norm(s.to(wide), weight.shape, weight.to(wide), b, eps).to(dtype)
         else:
-            y = _Norm.apply(s, weight, bias, eps, layer, dtype)
+            y = _TorchNorm.apply(s, weight, bias, eps, layer, dtype)
     else:
         refuse_tangents("layer_norm" if layer else "rms_norm", x, weight, bias, residual, x_bias)
-        options = Options(bool(layer), eps, dtype)
+        options = NormOptions(bool(layer), eps, dtype)
         y, s, _, _ = norm_op(x, weight, bias, residual, x_bias, drop, options)
         if residual is None and x_bias is None and drop is None:
             s = x
@@ -289,7 +294,7 @@ def rms_norm(
     Raises ValueError on a weight of None, on shapes, dtypes or numbers that do not fit, or if
     `impl` cannot run (`dispatch.choose`). Zhang, Sennrich 2019 (arXiv:1910.07467).
     """
-    return _norm(
+    return _either_norm(
         x, weight, None, eps, residual, x_bias, drop, out_dtype, False, impl
     )  # fmt: skip
 
@@ -307,6 +312,6 @@ def layer_norm(
     impl: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """LayerNorm by weight[E] and bias[E]; the rest as `rms_norm`. Ba et al. 2016."""
-    return _norm(
+    return _either_norm(
         x, weight, bias, eps, residual, x_bias, drop, out_dtype, True, impl
     )  # fmt: skip

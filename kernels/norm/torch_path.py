@@ -37,7 +37,7 @@ class _AddBias(torch.autograd.Function):
         return rules.einsum("..._,_->..._", x, x_bias)
 
 
-def norm_sum(
+def residual_sum(
     x: torch.Tensor,
     x_bias: torch.Tensor | None,
     drop: Drop | None,

@@ -206,11 +206,11 @@ def run_steps(name: str, steps: Steps, memory: Memory) -> Any:
     """The result of this rank's steps, one launch after the other."""
     # A compiler must not move what other ranks wait for; one that nobody has imported cannot, and
     # to import it here would cost a second, and DTensor.
-    run = torch.compiler.disable(_run) if "torch._dynamo" in sys.modules else _run
+    run = torch.compiler.disable(_run_steps) if "torch._dynamo" in sys.modules else _run_steps
     return run(name, steps, memory)
 
 
-def _run(name: str, steps: Steps, memory: Memory) -> Any:
+def _run_steps(name: str, steps: Steps, memory: Memory) -> Any:
     launched = False
     try:
         while True:

@@ -102,7 +102,7 @@ class SymmetricMemory:
     @property
     def data_offset(self) -> int:
         """Where the data of even epochs begins, in bytes."""
-        return _rounded(32 * self.world * self.slots)
+        return _aligned(32 * self.world * self.slots)
 
     def advance(self) -> None:
         """End an epoch, in stream order."""
@@ -172,10 +172,10 @@ class Memory(Protocol):
 
 def segment_bytes(world: int, slots: int, capacity: int) -> int:
     """Bytes of one rank's segment."""
-    return _rounded(32 * world * slots) + 2 * _rounded(capacity)
+    return _aligned(32 * world * slots) + 2 * _aligned(capacity)
 
 
-def _rounded(n: int) -> int:
+def _aligned(n: int) -> int:
     return -(-n // ALIGNMENT) * ALIGNMENT
 
 
@@ -192,7 +192,7 @@ def over_segments(
         torch.zeros(1, dtype=torch.int64, device=device),
         torch.zeros(5, dtype=torch.int64, device=device),
         slots,
-        _rounded(capacity),
+        _aligned(capacity),
         polls,
     )
 

@@ -78,14 +78,14 @@ def _qkv_fwd_kernel(
         turn(z, bias_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr, m, col, M, S, kv_heads, HALF, G)
 
 
-def _fwd_fake(x, weight, bias, cos, sin, precision, impl):
+def _qkv_fwd_fake(x, weight, bias, cos, sin, precision, impl):
     kv_heads, slots, head_dim, _ = weight.shape
     shapes = ((*x.shape[:2], n, head_dim) for n in (kv_heads * (slots - 2), kv_heads, kv_heads))
     return tuple(x.new_empty(shape) for shape in shapes)
 
 
-@operator("qkv_fwd", _fwd_fake, direct=True)
-def _launch_fwd(
+@operator("qkv_fwd", _qkv_fwd_fake, direct=True)
+def _launch_qkv_fwd(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -99,9 +99,9 @@ def _launch_fwd(
     if fused_or_apart(impl, "qkv", flat) == "apart":
         with no_autocast(x):
             z = gemm(flat, rows(weight).t(), flat_bias)
-        q, k, v = _apart(z, (B, S), weight, cos, sin, "triton")
+        q, k, v = _unfused_qkv(z, (B, S), weight, cos, sin, "triton")
         return q.contiguous(), k.contiguous(), v.contiguous()
-    q, k, v = _fwd_fake(x, weight, bias, cos, sin, precision, impl)
+    q, k, v = _qkv_fwd_fake(x, weight, bias, cos, sin, precision, impl)
     if not q.numel():
         return q, k, v
     weight = rows(weight)
@@ -152,8 +152,8 @@ def qkv_fwd(
     flat_bias = None if bias is None else bias.flatten()
     check_operands(rows(x), rows(weight).t(), flat_bias)
     if impl != "torch" and weight.shape[2] % 2 == 0:
-        return _launch_fwd(x, weight, bias, cos, sin, precision, impl)
-    return _apart(gemm(rows(x), rows(weight).t(), flat_bias), x.shape[:2], weight, cos, sin)
+        return _launch_qkv_fwd(x, weight, bias, cos, sin, precision, impl)
+    return _unfused_qkv(gemm(rows(x), rows(weight).t(), flat_bias), x.shape[:2], weight, cos, sin)
 
 
 @no_graph
@@ -173,7 +173,7 @@ def gather_qkv_fwd(
     check_operands(x.shard, rows(weight).t(), flat_bias)
     if weight.shape[2] % 2:  # nothing can turn
         z, _ = multiply(x, rows(weight).t(), flat_bias, precision=precision, impl="triton")
-        return _apart(z, shape, weight, cos, sin)
+        return _unfused_qkv(z, shape, weight, cos, sin)
     options = {"shape": shape, "precision": precision}
     steps = gather_qkv_steps(x.shard, weight, bias, (cos, sin), x.memory, **options)
     *found, whole = run_steps("qkv_rope", steps, x.memory)
@@ -181,7 +181,7 @@ def gather_qkv_fwd(
     return tuple(found)
 
 
-def _apart(
+def _unfused_qkv(
     z: torch.Tensor,
     shape: Sequence[int],
     weight: torch.Tensor,
@@ -239,13 +239,13 @@ def _qkv_bwd_kernel(
     tl.store(at + HALF, to_dtype(d2, dz_ptr.dtype.element_ty), live)
 
 
-def _bwd_fake(dq, dk, dv, cos, sin):
+def _qkv_bwd_fake(dq, dk, dv, cos, sin):
     (B, S, heads, D), kv_heads = dq.shape, dk.shape[2]
     return dq.new_empty(B * S, (heads + 2 * kv_heads) * D)
 
 
-@operator("qkv_bwd", _bwd_fake, direct=True)
-def _launch_bwd(
+@operator("qkv_bwd", _qkv_bwd_fake, direct=True)
+def _launch_qkv_bwd(
     dq: torch.Tensor,
     dk: torch.Tensor,
     dv: torch.Tensor,
@@ -314,7 +314,7 @@ def qkv_bwd(
             (dq.unflatten(2, (kv_heads, group)), dk[:, :, :, None], dv[:, :, :, None]), 3
         )
         return dz.view(B * S, kv_heads * (group + 2) * D)
-    return _launch_bwd(dq, dk, dv, cos, sin)
+    return _launch_qkv_bwd(dq, dk, dv, cos, sin)
 
 
 # ---------------------------------------------------------------- checks

@@ -37,7 +37,7 @@ from warpweave.kernels.runtime.op import operator
 
 
 @triton.jit
-def _rotate(
+def _rotate_tile(
     x_ptr,
     y_ptr,
     cos_ptr,
@@ -122,19 +122,19 @@ def _rope_kernel(
     # The first `tiles` programs turn x into y, the others, if there are any, k into z.
     pid = tl.program_id(0)
     if pid < tiles:
-        _rotate(
+        _rotate_tile(
             x_ptr, y_ptr, cos_ptr, sin_ptr, pid, rows, S, x_strides, y_strides, H, HALF, REST,
             INTERLEAVED, CONJUGATE, ROWS, BLOCK_HALF, BLOCK_REST,
         )  # fmt: skip
     else:
         if k_ptr is not None:
-            _rotate(
+            _rotate_tile(
                 k_ptr, z_ptr, cos_ptr, sin_ptr, pid - tiles, k_rows, S, k_strides, z_strides,
                 KV_HEADS, HALF, REST, INTERLEAVED, CONJUGATE, ROWS, BLOCK_HALF, BLOCK_REST,
             )  # fmt: skip
 
 
-def _launch(x, y, k, z, cos, sin, interleaved: bool, conjugate: bool) -> None:
+def _launch_rope(x, y, k, z, cos, sin, interleaved: bool, conjugate: bool) -> None:
     """Turn x into y and, if there is a k, k into z."""
     B, S, H, D = x.shape
     half, kv_heads = cos.shape[1], 0 if k is None else k.shape[2]
@@ -206,7 +206,7 @@ def check_table(cos: torch.Tensor, sin: torch.Tensor, caller: str = "") -> None:
         raise ValueError(f"{caller}cos and sin get no gradient: detach them")
 
 
-def _check(x, cos, sin) -> None:
+def _check_rope(x, cos, sin) -> None:
     if x.ndim != 4 or not x.dtype.is_floating_point:
         raise ValueError(f"x must be [B, S, H, D] of a float dtype, got {[*x.shape]} {x.dtype}")
     S, D = x.shape[1], x.shape[3]
@@ -220,8 +220,8 @@ def _check(x, cos, sin) -> None:
 
 
 def _check_pair(q, k, cos, sin) -> None:
-    _check(q, cos, sin)
-    _check(k, cos, sin)
+    _check_rope(q, cos, sin)
+    _check_rope(k, cos, sin)
     same = q.ndim == k.ndim and q.shape[:2] == k.shape[:2] and q.shape[3] == k.shape[3]
     if not same or q.dtype != k.dtype:
         raise ValueError(
@@ -243,11 +243,11 @@ def rope_fwd(
     """x[B, S, H, D] rotated by the table's angles, or by their opposites if `conjugate` (the
     backward), into a new contiguous tensor."""
     impl = choose(impl, x, cos, sin)
-    _check(x, cos, sin)
+    _check_rope(x, cos, sin)
     if impl == "torch":
         return _turn_torch(x, cos, sin, interleaved, conjugate)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(x, y, None, None, cos, sin, interleaved, conjugate)
+    _launch_rope(x, y, None, None, cos, sin, interleaved, conjugate)
     return y
 
 
@@ -270,28 +270,28 @@ def rope_qk_fwd(
         return _turn_torch(q, *turn), _turn_torch(k, *turn)
     y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     z = torch.empty(k.shape, dtype=k.dtype, device=k.device)
-    _launch(q, y, k, z, cos, sin, interleaved, conjugate)
+    _launch_rope(q, y, k, z, cos, sin, interleaved, conjugate)
     return y, z
 
 
 # ---------------------------------------------------------------- registration
 
 
-def _save(ctx, inputs, output) -> None:
+def _save_rope(ctx, inputs, output) -> None:
     *_, cos, sin, ctx.interleaved, ctx.conjugate = inputs
     ctx.save_for_backward(cos, sin)
 
 
-def _backward(ctx, dy):
+def _rope_backward(ctx, dy):
     return rope_op(dy, *ctx.saved_tensors, ctx.interleaved, not ctx.conjugate)
 
 
-def _backward_qk(ctx, dy, dz):
+def _rope_qk_backward(ctx, dy, dz):
     return rope_qk_op(dy, dz, *ctx.saved_tensors, ctx.interleaved, not ctx.conjugate)
 
 
 @operator(
-    "rope", lambda x, *_: x.new_empty(x.shape), save=_save, backward=_backward,
+    "rope", lambda x, *_: x.new_empty(x.shape), save=_save_rope, backward=_rope_backward,
     sharding="bsh_, s_, s_ -> bsh_",
 )  # fmt: skip
 def rope_op(
@@ -302,8 +302,8 @@ def rope_op(
 
 
 @operator(
-    "rope_qk", lambda q, k, *_: (q.new_empty(q.shape), k.new_empty(k.shape)), save=_save,
-    backward=_backward_qk, sharding="bsh_, bsh_, s_, s_ -> bsh_, bsh_",
+    "rope_qk", lambda q, k, *_: (q.new_empty(q.shape), k.new_empty(k.shape)), save=_save_rope,
+    backward=_rope_qk_backward, sharding="bsh_, bsh_, s_, s_ -> bsh_, bsh_",
 )  # fmt: skip
 def rope_qk_op(
     q: torch.Tensor,
@@ -358,7 +358,7 @@ def apply_rope(
     (arXiv:2104.09864).
     """
     impl = choose(impl, x, cos, sin)
-    _check(x, cos, sin)
+    _check_rope(x, cos, sin)
     if impl == "torch":
         return _Rope.apply(x, cos, sin, interleaved)
     refuse_tangents("apply_rope", x)

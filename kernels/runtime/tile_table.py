@@ -102,7 +102,7 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 @dataclass(frozen=True)
-class Row:
+class TileRow:
     """One tile, and where it applies.
 
     Attributes:
@@ -143,7 +143,7 @@ class Row:
         )
 
 
-def read_table(path: Path, *, by: str) -> list[Row]:
+def read_table(path: Path, *, by: str) -> list[TileRow]:
     """The rows of a table `by` "capability" (the shipped one) or "device" (a user's).
 
     Raises ValueError, one line that names the file, if it cannot be read or is no such table.
@@ -151,7 +151,7 @@ def read_table(path: Path, *, by: str) -> list[Row]:
     return read_rows(path, "tile table", FORMAT, lambda fields: _row(fields, by))
 
 
-def _row(fields: Any, by: str) -> Row:
+def _row(fields: Any, by: str) -> TileRow:
     """The row that an object of the file stands for, or ValueError."""
     kernel = fields.get("kernel") if isinstance(fields, dict) else None
     if not isinstance(kernel, str) or kernel not in KERNELS:
@@ -170,7 +170,7 @@ def _row(fields: Any, by: str) -> Row:
     more = {name: fields[name] for name in ("triton", "us", "shipped_us") if name in fields}
     more["variants"] = tuple(fields.get("variants", ()))
     tile = _tile(KERNELS[kernel], fields["tile"])
-    return Row(fields[by], kernel, fields["element_size"], fields[kind], tile, **more)
+    return TileRow(fields[by], kernel, fields["element_size"], fields[kind], tile, **more)
 
 
 def _tile(shape: type[AttentionTile] | type[GemmTile], sizes: Any) -> Tile:
@@ -183,12 +183,12 @@ def _tile(shape: type[AttentionTile] | type[GemmTile], sizes: Any) -> Tile:
     return shape(**sizes)
 
 
-def write_table(path: Path, rows: Iterable[Row]) -> None:
+def write_table(path: Path, rows: Iterable[TileRow]) -> None:
     """Write a user's table, whole or not at all; its folder is made. Raises OSError."""
     write_rows(path, FORMAT, map(_fields, rows))
 
 
-def _fields(row: Row) -> dict[str, Any]:
+def _fields(row: TileRow) -> dict[str, Any]:
     by = "device" if isinstance(row.where, str) else "capability"
     kind = "kind" if row.kernel == "gemm" else "head_dim"
     fields = {

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from warpweave.kernels.runtime.dispatch import HAS_TRITON, INTERPRET, capability, triton
-from warpweave.kernels.runtime.tile_table import OPTIONAL, Kind, Row, Tile, read_table
+from warpweave.kernels.runtime.tile_table import OPTIONAL, Kind, Tile, TileRow, read_table
 
 Key = tuple[str, int, Kind]
 """Kernel, bytes per element, kind or head dim."""
@@ -40,7 +40,7 @@ PLAIN: frozenset[str] = frozenset()
 """The variant of plain attention, and of a product."""
 
 _pinned: ContextVar[Mapping[Key, Tile] | None] = ContextVar("warpweave_tiles", default=None)
-_loaded: list[Row] = []  # of the process: autograd launches from threads that know no context
+_loaded: list[TileRow] = []  # of the process: autograd launches from threads that know no context
 
 
 def load(path: str | Path | None) -> None:
@@ -126,14 +126,14 @@ def shipped_rows(
 
 
 @cache
-def shipped_table() -> tuple[Row, ...]:
+def shipped_table() -> tuple[TileRow, ...]:
     """Every shipped row; for each kernel, capability and element size there are all kinds of
     products, or the largest head dim."""
     return tuple(read_table(Path(__file__).with_name("tiles.json"), by="capability"))
 
 
 @cache
-def own_rows(name: str) -> tuple[Row, ...]:
+def own_rows(name: str) -> tuple[TileRow, ...]:
     """The user's rows for the device of this name that this version of Triton measured.
 
     Warns of rows that it leaves out.

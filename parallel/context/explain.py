@@ -25,7 +25,7 @@ from warpweave.parallel.words import Strategy
 
 
 @dataclass(frozen=True)
-class Cost:
+class StrategyCost:
     """One strategy for one rank and one layer.
 
     Attributes:
@@ -60,7 +60,7 @@ def explain(
     window: int | None = None,
     neighbours: int | None = None,
     links: Links | None = None,
-) -> tuple[Cost, ...]:
+) -> tuple[StrategyCost, ...]:
     """The costs of every strategy that fits the layout and the heads, and which of them is "auto".
 
     Args:
@@ -116,7 +116,7 @@ def by_bytes(
     return "gather" if layout.parts <= 1 + heads // kv_heads else "ring"
 
 
-def table(costs: Sequence[Cost]) -> str:
+def cost_table(costs: Sequence[StrategyCost]) -> str:
     """The costs as lines of text."""
     lines = ["strategy  forward MB  backward MB  messages  memory MB  exposed ms (predicted)"]
     for c in costs:
@@ -179,8 +179,8 @@ class _Use:
     hidden: float = 0.0
     bare: tuple[int, int] = (0, 0)
 
-    def cost(self, exposed: float | None) -> Cost:
-        return Cost(self.strategy, *self.sent, self.messages, self.memory, exposed)
+    def cost(self, exposed: float | None) -> StrategyCost:
+        return StrategyCost(self.strategy, *self.sent, self.messages, self.memory, exposed)
 
     def exposed(self, shape: _Shape, links: Links) -> float:
         """Seconds, at these speeds."""

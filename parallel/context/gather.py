@@ -39,15 +39,19 @@ def gather_forward(
     """Forward of this rank's queries over all keys, of `each` KV heads (None: all) at a time; see
     `strategy.ForwardBackward`."""
     o, lse = [], []
-    for heads, k_all, v_all, options in _heads(shards, k, v, each):
+    for heads, k_all, v_all, options in _gathered_heads(shards, k, v, each):
         of_heads = None if sinks is None else sinks[heads]
         calls = [
             block_fwd(q[:, rows, heads], k_all, v_all, of_rows, sinks=of_heads)
-            for rows, of_rows in _calls(shards, options)
+            for rows, of_rows in _kernel_calls(shards, options)
         ]
-        o.append(_join([o for o, _ in calls], 1))
-        lse.append(_join([lse for _, lse in calls], 2))
-    return _join(o, 2), _join(lse, 1), (q, k, v)  # not the whole K‖V: P times less, gathered again
+        o.append(_concatenated([o for o, _ in calls], 1))
+        lse.append(_concatenated([lse for _, lse in calls], 2))
+    return (
+        _concatenated(o, 2),
+        _concatenated(lse, 1),
+        (q, k, v),
+    )  # not the whole K‖V: P times less, gathered again
 
 
 def gather_backward(
@@ -62,9 +66,9 @@ def gather_backward(
     """Backward of this rank's queries over all keys; see `strategy.ForwardBackward`."""
     q, k, v = saved
     grads = []
-    for heads, k_all, v_all, options in _heads(shards, k, v, each):
+    for heads, k_all, v_all, options in _gathered_heads(shards, k, v, each):
         dqs, dk, dv = [], None, None
-        for rows, of_rows in _calls(shards, options):
+        for rows, of_rows in _kernel_calls(shards, options):
             dq, dk, dv = block_bwd(
                 do[:, rows, heads], q[:, rows, heads], k_all, v_all,
                 lse[:, heads, rows], delta[:, heads, rows], of_rows,
@@ -73,16 +77,16 @@ def gather_backward(
             )  # fmt: skip
             dqs.append(dq.to(q.dtype))
         own = _reduce_scatter(dk, dv, shards.layout, shards.group)
-        grads.append((_join(dqs, 1), *(x.to(k.dtype) for x in own)))
-    dq, dk, dv = (_join(of_heads, 2) for of_heads in zip(*grads))
+        grads.append((_concatenated(dqs, 1), *(x.to(k.dtype) for x in own)))
+    dq, dk, dv = (_concatenated(of_heads, 2) for of_heads in zip(*grads))
     return dq, dk, dv
 
 
-def _join(pieces: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+def _concatenated(pieces: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
 
-def _heads(
+def _gathered_heads(
     shards: Shards, k: torch.Tensor, v: torch.Tensor, each: int | None
 ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor, AttentionOptions]]:
     """For `each` KV heads at a time (None: all): the query heads that read them, their gathered
@@ -106,7 +110,9 @@ def _heads(
             pending = start(following)
 
 
-def _calls(shards: Shards, options: AttentionOptions) -> list[tuple[slice, AttentionOptions]]:
+def _kernel_calls(
+    shards: Shards, options: AttentionOptions
+) -> list[tuple[slice, AttentionOptions]]:
     """The rows of q of each call of the kernel, which takes two runs, and its options."""
     runs, calls, row = shards.layout.runs(shards.rank), [], 0
     for i in range(0, len(runs), 2):

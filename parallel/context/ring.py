@@ -52,7 +52,7 @@ from warpweave.parallel.context.strategy import ForwardBackward, Shards
 from warpweave.parallel.layout import SequenceLayout
 
 
-def _visible(q_runs: Sequence[Run], k_runs: Sequence[Run], options: AttentionOptions) -> bool:
+def _sees_any(q_runs: Sequence[Run], k_runs: Sequence[Run], options: AttentionOptions) -> bool:
     """Whether the mask's positions let any of these queries see any of these keys."""
 
     def sees(q: range, k: range) -> bool:
@@ -77,7 +77,7 @@ def distances(layout: SequenceLayout, causal: bool, window: int | None) -> tuple
     """
     runs, options = [layout.runs(r) for r in range(layout.parts)], AttentionOptions(causal, window)
     seen = (
-        any(_visible(mine, runs[r - d], options) for r, mine in enumerate(runs))
+        any(_sees_any(mine, runs[r - d], options) for r, mine in enumerate(runs))
         for d in range(1, layout.parts)
     )
     return 0, *(d for d, visible in enumerate(seen, 1) if visible)
@@ -89,7 +89,7 @@ def reaches(layout: SequenceLayout, causal: bool, window: int | None) -> tuple[i
     runs, options = [layout.runs(r) for r in range(layout.parts)], AttentionOptions(causal, window)
     back = distances(layout, causal, window)[::-1]
     return tuple(
-        next(d for d in back if not d or _visible(runs[(b + d) % layout.parts], block, options))
+        next(d for d in back if not d or _sees_any(runs[(b + d) % layout.parts], block, options))
         for b, block in enumerate(runs)
     )
 
@@ -122,7 +122,7 @@ class _Route:
     def block(self, at: int) -> AttentionOptions | None:
         """The options of the tile with block rank - `at`; None if the mask hides all of it."""
         k_runs = self._runs[(self._rank - at) % self._parts]
-        if at and not _visible(self._runs[self._rank], k_runs, self._options):
+        if at and not _sees_any(self._runs[self._rank], k_runs, self._options):
             return None
         return self._options._replace(k_runs=k_runs)
 
@@ -300,7 +300,7 @@ def ring_backward(
 # ------------------------------------------------------------------ 2. on a process group
 
 
-def _forward(
+def _ring_forward(
     shards: Shards, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, Kept]:
     layout, options = shards.layout, shards.options
@@ -309,7 +309,7 @@ def _forward(
     return o, lse, (q, *kept)
 
 
-def _backward(
+def _ring_backward(
     shards: Shards,
     do: torch.Tensor,
     saved: tuple[torch.Tensor, ...],
@@ -322,4 +322,4 @@ def _backward(
     return run_on_group(steps, shards.group, overlap=shards.overlap)
 
 
-RING = ForwardBackward(_forward, _backward)
+RING = ForwardBackward(_ring_forward, _ring_backward)

@@ -105,7 +105,7 @@ class Trade:
 Shapes = Sequence[Sequence[Sequence[int]]]  # for each neighbour those of its tensors
 
 
-def _start(
+def _start_exchange(
     me: int,
     pieces: Sequence[Sequence[torch.Tensor]],
     dtypes: Sequence[torch.dtype],
@@ -144,7 +144,7 @@ def _message(
     return flat, sizes, tensors
 
 
-def _heads(x: torch.Tensor, heads: range, dim: int = 2) -> torch.Tensor:
+def _share_of_heads(x: torch.Tensor, heads: range, dim: int = 2) -> torch.Tensor:
     return x.narrow(dim, heads.start, len(heads))
 
 
@@ -174,15 +174,16 @@ def ulysses_forward(
     of_q, of_kv = ([len(of(r)) for r in everyone] for of in (trade.q, trade.kv))
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # a head's rows lie together
     pieces = [
-        [_heads(q, trade.q(r), 1), *(_heads(x, trade.kv(r), 1) for x in (k, v))] for r in everyone
+        [_share_of_heads(q, trade.q(r), 1), *(_share_of_heads(x, trade.kv(r), 1) for x in (k, v))]
+        for r in everyone
     ]
     shapes = [(B, n, s, D) for n in (of_q[me], of_kv[me], of_kv[me])]
-    arrived = yield from _start(me, pieces, [narrow] * 3, [shapes] * trade.ranks)
+    arrived = yield from _start_exchange(me, pieces, [narrow] * 3, [shapes] * trade.ranks)
     yield None
     q, k, v = (rows.unshard(x, 2).transpose(1, 2) for x in arrived)
     if not trade.even(me):
         k, v = (x[:, :, trade.read(me)] for x in (k, v))
-    sinks = None if sinks is None else _heads(sinks, trade.q(me), 0)
+    sinks = None if sinks is None else _share_of_heads(sinks, trade.q(me), 0)
     options = trade.of_heads(options, me)
     if trade.ring.parts == 1:
         o, lse = block_fwd(q, k, v, options, sinks=sinks)
@@ -191,7 +192,7 @@ def ulysses_forward(
         o, lse, kept = yield from ring_forward(
             hop, q, k, v, layout=trade.ring, options=options, sinks=sinks
         )
-    of_lse, of_o = yield from _start(
+    of_lse, of_o = yield from _start_exchange(
         me,
         [(rows.shard(lse, r, 2), rows.shard(o, r, 1)) for r in everyone],
         [lse.dtype, narrow],
@@ -223,9 +224,12 @@ def ulysses_backward(
     q, lse, o, *kept = saved
     if through_lse:
         o = None
-    of_delta, of_do = yield from _start(
+    of_delta, of_do = yield from _start_exchange(
         me,
-        [[_heads(x, trade.q(r), 1) for x in (delta, do.transpose(1, 2))] for r in everyone],
+        [
+            [_share_of_heads(x, trade.q(r), 1) for x in (delta, do.transpose(1, 2))]
+            for r in everyone
+        ],
         [delta.dtype, q.dtype],
         [[(B, n_q, s), (B, n_q, s, D)]] * trade.ranks,
     )
@@ -243,25 +247,25 @@ def ulysses_backward(
     if not trade.even(me):
         read = torch.tensor(trade.read(me), device=q.device)
         dk, dv = (x.new_zeros(*x.shape[:2], n_kv, D).index_add_(2, read, x) for x in (dk, dv))
-    *of_dkv, of_dq = yield from _start(
+    *of_dkv, of_dq = yield from _start_exchange(
         me,
         [[rows.shard(x, r, 1) for x in (dk, dv, dq)] for r in everyone],
         [wide if trade.copied else q.dtype] * 2 + [q.dtype],
         [[(B, s, len(of(r)), D) for of in (trade.kv, trade.kv, trade.q)] for r in everyone],
     )
     yield None
-    dk, dv = (_summed(x, trade).to(q.dtype) for x in of_dkv)
+    dk, dv = (_sum_of_shares(x, trade).to(q.dtype) for x in of_dkv)
     return torch.cat(of_dq, 2), dk, dv
 
 
-def _summed(pieces: Tensors, trade: Trade) -> torch.Tensor:
+def _sum_of_shares(pieces: Tensors, trade: Trade) -> torch.Tensor:
     """x[B, S/cp, Hkv, D] of each neighbour's share of the KV heads that it has."""
     if not trade.copied:
         return torch.cat(pieces, 2)
     B, s, _, D = pieces[0].shape
     total = pieces[0].new_zeros(B, s, trade.kv_heads, D)
     for rank, piece in enumerate(pieces):
-        _heads(total, trade.kv(rank)).add_(piece)
+        _share_of_heads(total, trade.kv(rank)).add_(piece)
     return total
 
 
@@ -275,7 +279,7 @@ def _trade(shards: Shards) -> tuple[int, Trade]:
     return rank, Trade(shards.layout, ranks, *shards.heads)
 
 
-def _forward(
+def _ulysses_forward(
     shards: Shards, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, Kept]:
     rank, trade = _trade(shards)
@@ -283,7 +287,7 @@ def _forward(
     return run_on_group(steps, shards.group, shards.neighbours, overlap=shards.overlap)
 
 
-def _backward(
+def _ulysses_backward(
     shards: Shards,
     do: torch.Tensor,
     saved: Tensors,
@@ -298,4 +302,4 @@ def _backward(
     return run_on_group(steps, shards.group, shards.neighbours, overlap=shards.overlap)
 
 
-ULYSSES = ForwardBackward(_forward, _backward)
+ULYSSES = ForwardBackward(_ulysses_forward, _ulysses_backward)

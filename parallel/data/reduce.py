@@ -60,7 +60,7 @@ class FlatGradients:
         if sharded_result:
             self.reduced = torch.zeros(layout.slice_size, dtype=dtype, device=device)
         self.place(torch.zeros(layout.size, dtype=dtype, device=device))
-        self.joined = False  # `join` has decided where the gradients lie
+        self.joined = False  # `end_to_end` has decided where the gradients lie
         self._in_flight: tuple[dist.Work, Tensor] | None = None
         # What holds nothing yet is overwritten, not added to.
         self._flat_is_stale = False
@@ -155,7 +155,7 @@ class FlatGradients:
             free(self.flat)
 
     def is_before(self, other: FlatGradients) -> bool:
-        """Whether the whole gradients `other` lie right behind these, as `join` lays them."""
+        """Whether the whole gradients `other` lie right behind these, as `end_to_end` lays them."""
         mine, following = self.flat, other.flat
         return (
             not self.sharded_result
@@ -164,7 +164,7 @@ class FlatGradients:
         )
 
 
-def join(every: Sequence[FlatGradients]) -> None:
+def end_to_end(every: Sequence[FlatGradients]) -> None:
     """Lay whole gradients (ZeRO 0) end to end, in the order given.
 
     Neighbours can then be reduced in one message. Before the first backward pass: gradients are

@@ -65,10 +65,10 @@ def execute(lists: Schedule, stages: Mapping[int, Stage], transport: Transport) 
     for stage in stages.values():
         stage.start()
     ranks = transport.ranks(lists)
-    transport.drive({rank: _run(rank, lists, stages, transport) for rank in ranks})
+    transport.drive({rank: _run_rank(rank, lists, stages, transport) for rank in ranks})
 
 
-def _run(
+def _run_rank(
     rank: int, lists: Schedule, stages: Mapping[int, Stage], transport: Transport
 ) -> Generator[Receive, Tensor, None]:
     """One rank's list, as a coroutine that yields what it must wait for."""
@@ -120,7 +120,7 @@ def _run(
                 raise RuntimeError(
                     f"rank {rank}: {action} while W is owed for micro-batches {late}"
                 )
-            _whole(stage, op)
+            _is_whole(stage, op)
         done.update(gives(action))
     if owed:
         raise RuntimeError(
@@ -132,7 +132,7 @@ def _run(
         )
 
 
-def _whole(stage: Stage, op: str) -> None:
+def _is_whole(stage: Stage, op: str) -> None:
     if op == UNSHARD:
         stage.unshard()
     elif op == RESHARD:

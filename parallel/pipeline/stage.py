@@ -19,7 +19,7 @@ from torch import Tensor
 
 from warpweave.kernels.runtime.wgrad import WeightGradients, accumulate, collect
 from warpweave.parallel.context.kept import Kept
-from warpweave.parallel.data.reduce import join
+from warpweave.parallel.data.reduce import end_to_end
 from warpweave.parallel.data.zero import Unit
 
 # (x, batch) -> y; x is None for the first segment of the first stage.
@@ -108,7 +108,7 @@ class ChainStage:
         self.segments = self._cut.segments
         self.units = list(dict.fromkeys(unit for s in self.segments for unit in s.units))
         completed = [unit for units in reversed(self._cut.completes) for unit in units]
-        join([unit.gradients for unit in completed])
+        end_to_end([unit.gradients for unit in completed])
         self._order = {unit: i for i, unit in enumerate(completed)}
         self._views = {p: view for unit in self.units for p, view in unit.gradients.views.items()}
         # Every cut costs a little. Where nothing happens between segments there need be none.

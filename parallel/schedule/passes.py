@@ -151,7 +151,7 @@ def with_tie(lists: Schedule) -> Schedule:
     needs none; first and last stage on one rank get a single local TIE.
     """
     rank_of = placement(lists)
-    _refuse(lists, UPDATE, "with_tie")
+    _refuse_action(lists, UPDATE, "with_tie")
     if len(rank_of) == 1:
         return [list(actions) for actions in lists]
     tied = tied_stages(rank_of)
@@ -163,7 +163,7 @@ def with_tie(lists: Schedule) -> Schedule:
 
 def with_update(lists: Schedule) -> Schedule:
     """Adds each stage's optimizer step, which makes version 1, at the end of its rank's list."""
-    _refuse(lists, UPDATE, "with_update")
+    _refuse_action(lists, UPDATE, "with_update")
     rank_of = placement(lists)
     return [
         list(actions) + [Action(UPDATE, s, WHOLE, 1) for s, r in enumerate(rank_of) if r == rank]
@@ -171,7 +171,7 @@ def with_update(lists: Schedule) -> Schedule:
     ]
 
 
-def _refuse(lists: Schedule, op: str, name: str) -> None:
+def _refuse_action(lists: Schedule, op: str, name: str) -> None:
     for rank, actions in enumerate(lists):
         if any(a.op == op for a in actions):
             raise ValueError(f"{name}: rank {rank} has {op} already, add it before")

@@ -930,7 +930,7 @@ FAULTS = (
     Fault(
         "checkpoint-stale-pointer",
         "warpweave/checkpoint/steps.py",
-        'if name in names and read(folder / name / DIGEST, 64).decode("ascii") == digest:',
+        'if name in names and read_at_most(folder / name / DIGEST, 64).decode("ascii") == digest:',
         "if name in names:",
         "a pointer to what was replaced since wins over newer steps",
     ),

@@ -161,13 +161,13 @@ LOSS = Op(
 # 4 ranks of 300: one whole, one of one row, two of padding; 3 x 3 blocks, or 3 of whole rows
 HEAD, HEAD_PADDED = 301, 1200
 HEAD_LABELS = torch.tensor([0, 300, 299, -100, 3, 0, 5, 6, 7, 300, -100, 9])
-SMALL = blocks.Sizes(elements=512, most_rows=4, fewest_rows=5)
+SMALL = blocks.BlockSizes(elements=512, most_rows=4, fewest_rows=5)
 WAYS = [
     {"recompute": r, "reduction": s} for r, s in ((True, "none"), (True, "sum"), (False, "sum"))
 ]
 
 
-def small_blocks(sizes: blocks.Sizes = SMALL) -> AbstractContextManager[Any]:
+def small_blocks(sizes: blocks.BlockSizes = SMALL) -> AbstractContextManager[Any]:
     return mock.patch.object(blocks, "CPU", sizes)
 
 

@@ -47,7 +47,7 @@ def attempt(path: Path, work: Callable[..., dict[str, Any] | None], *args: Any) 
         return {"error": reason(error, path)}
 
 
-def agree(own: dict[str, Any], group: dist.ProcessGroup | None) -> list[dict[str, Any]]:
+def agree_on_all(own: dict[str, Any], group: dist.ProcessGroup | None) -> list[dict[str, Any]]:
     """What every rank's attempt gave; raises the first error of any rank, the same one on all."""
     every = exchange(own, group)
     for result in every:
@@ -107,7 +107,7 @@ def open_regular(path: Path) -> int:
     return file
 
 
-def read(path: Path, most: int) -> bytes:
+def read_at_most(path: Path, most: int) -> bytes:
     """The bytes of a regular file that has at most `most` of them."""
     with os.fdopen(open_regular(path), "rb") as file:
         data = file.read(most + 1)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from warpweave.checkpoint.files import CheckpointError, read, write
+from warpweave.checkpoint.files import CheckpointError, read_at_most, write
 from warpweave.messages import one_line
 
 FORMAT, SCHEMA = "warpweave-checkpoint", 1
@@ -82,22 +82,22 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if not stat.S_ISDIR(os.lstat(folder).st_mode):
         raise CheckpointError(f"{folder} is not a folder (links are refused)")
     path = folder / MANIFEST
-    data = read(path, _MAX_BYTES)
-    expected = read(folder / DIGEST, 64)
+    data = read_at_most(path, _MAX_BYTES)
+    expected = read_at_most(folder / DIGEST, 64)
     digest = hashlib.sha256(data).hexdigest()
     if digest.encode() != expected:
         raise CheckpointError(
             f"{path} is damaged: its SHA-256 is {digest}, {DIGEST} says {expected!r:.70}"
         )
     try:
-        manifest = parse(data)
+        manifest = parse_manifest(data)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not JSON: {one_line(error)}") from None
-    _check(manifest, path)
+    _check_manifest(manifest, path)
     return {**manifest, "sha256": digest}
 
 
-def _check(manifest: Any, path: Path) -> None:
+def _check_manifest(manifest: Any, path: Path) -> None:
     """Raise `CheckpointError` for a manifest at `path` that saving did not write."""
 
     def wrong(what: str) -> NoReturn:
@@ -163,7 +163,7 @@ def dump(value: Any, what: str) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 
-def parse(data: bytes) -> Any:
+def parse_manifest(data: bytes) -> Any:
     """Strict JSON: `ValueError` for names given twice and for NaN, which Python lets pass."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -21,12 +21,19 @@ from warpweave.checkpoint.files import (
     CHUNK,
     CheckpointError,
     CheckpointWarning,
-    agree,
+    agree_on_all,
     open_regular,
     reason,
     stamp,
 )
-from warpweave.checkpoint.manifest import DIGEST, DTYPE_CODES, MANIFEST, dump, parse, read_manifest
+from warpweave.checkpoint.manifest import (
+    DIGEST,
+    DTYPE_CODES,
+    MANIFEST,
+    dump,
+    parse_manifest,
+    read_manifest,
+)
 from warpweave.checkpoint.steps import newest_first
 from warpweave.exchange import exchange
 from warpweave.messages import one_line
@@ -122,7 +129,7 @@ def open_checkpoint(
         verdict = {"manifest": manifest["sha256"]}
     except (CheckpointError, OSError) as error:
         verdict = {"error": reason(error, path)}
-    if any(other != verdict for other in agree(verdict, group)):
+    if any(other != verdict for other in agree_on_all(verdict, group)):
         raise CheckpointError(f"{path} is not the same folder on all {world} ranks")
     return CheckpointReader(
         path=path,
@@ -193,7 +200,7 @@ def _check_shard(path: Path, name: str, manifest: dict[str, Any]) -> None:
                 f"{path}: a header of {length} bytes for {len(expected)} tensors in {size} bytes"
             )
         try:
-            header = parse(file.read(length))
+            header = parse_manifest(file.read(length))
             entries = {
                 key: (e["dtype"], e["shape"], *e["data_offsets"]) for key, e in header.items()
             }

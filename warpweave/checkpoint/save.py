@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save as serialize
 
-from warpweave.checkpoint.files import CheckpointError, agree, attempt, write
+from warpweave.checkpoint.files import CheckpointError, agree_on_all, attempt, write
 from warpweave.checkpoint.manifest import DTYPE_CODES, new_manifest, write_manifest
-from warpweave.checkpoint.steps import begin, discard, prune, publish
+from warpweave.checkpoint.steps import begin, discard, prune, publish_step
 from warpweave.exchange import exchange
 
 _ROWS = torch.contiguous_format
@@ -57,17 +57,17 @@ def save_checkpoint(
         return {"manifest": manifest, "folder": begin(folder, target.name).name}
 
     def seal() -> None:
-        publish(temporary, target, write_manifest(temporary, opened["manifest"], reports))
+        publish_step(temporary, target, write_manifest(temporary, opened["manifest"], reports))
 
     # 1. Rank 0 opens a temporary folder and tells its name.
-    opened = agree(attempt(folder, open_step) if rank == 0 else {}, group)[0]
+    opened = agree_on_all(attempt(folder, open_step) if rank == 0 else {}, group)[0]
     temporary = folder / opened["folder"]
     try:
         # 2. Everyone writes its tensors, then all learn what all wrote, or who failed.
         reports = exchange(_write_shards(temporary, rank, tensors, shard_bytes), group)
         _check_reports(reports)
         # 3. Rank 0 seals the step. Its outcome is everyone's outcome.
-        agree(attempt(temporary, seal) if rank == 0 else {}, group)
+        agree_on_all(attempt(temporary, seal) if rank == 0 else {}, group)
     except BaseException:
         if rank == 0:  # also for KeyboardInterrupt and errors of `tensors` itself
             discard(temporary)

@@ -17,7 +17,7 @@ from warpweave.checkpoint.files import (
     CheckpointError,
     CheckpointWarning,
     flush_folder,
-    read,
+    read_at_most,
     reason,
     write,
 )
@@ -49,8 +49,8 @@ def newest_first(folder: Path) -> list[Path]:
             if match and match[2] == "old" and f"step_{match[1]}" not in names:
                 steps.append(path)
         steps.sort(key=lambda path: int(path.name[5:].split(".")[0]), reverse=True)
-        name, digest = read(folder / _LATEST, 200).decode("ascii").split()
-        if name in names and read(folder / name / DIGEST, 64).decode("ascii") == digest:
+        name, digest = read_at_most(folder / _LATEST, 200).decode("ascii").split()
+        if name in names and read_at_most(folder / name / DIGEST, 64).decode("ascii") == digest:
             steps.remove(folder / name)
             steps.insert(0, folder / name)
     except (CheckpointError, OSError, ValueError):
@@ -91,7 +91,7 @@ def begin(folder: Path, name: str) -> Path:
     return temporary
 
 
-def publish(temporary: Path, step: Path, digest: str) -> None:
+def publish_step(temporary: Path, step: Path, digest: str) -> None:
     """Let a step that is written whole take its name, and let `latest` name it."""
     flush_folder(temporary)
     aside = None

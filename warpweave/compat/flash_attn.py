@@ -55,9 +55,9 @@ def flash_attn_func(
     Returns o[B, Sq, Hq, D]; with `return_attn_probs` (o, lse[B, Hq, Sq], None): the probabilities
     themselves exist nowhere. Raises ValueError on `alibi_slopes`, and as `attention` does.
     """
-    _refuse(alibi_slopes=alibi_slopes)
+    _refuse_given(alibi_slopes=alibi_slopes)
     options = _options(dropout_p, softmax_scale, softcap)
-    return _result(_attend(q, k, v, causal, window_size, options), return_attn_probs)
+    return _result(_attend_at_the_end(q, k, v, causal, window_size, options), return_attn_probs)
 
 
 def flash_attn_kvpacked_func(
@@ -127,7 +127,7 @@ def flash_attn_varlen_func(
     Returns o[Tq, Hq, D]; with `return_attn_probs` (o, lse[Hq, Tq], None). Raises ValueError on
     boundaries that do not fit, on `alibi_slopes` and on `block_table` (a paged cache).
     """
-    _refuse(alibi_slopes=alibi_slopes, block_table=block_table)
+    _refuse_given(alibi_slopes=alibi_slopes, block_table=block_table)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 3:
             raise ValueError(f"{name} must be [tokens, heads, D], got shape {tuple(x.shape)}")
@@ -166,7 +166,7 @@ def flash_attn_varlen_func(
     for number, (a, b, c, d) in enumerate(zip(q_ends, q_ends[1:], k_ends, k_ends[1:])):
         sequence = q[None, a:b], k[None, c:d], v[None, c:d]
         where = options | {"dropout_origin": (number, 0)}
-        o, lse = _attend(*sequence, causal, window_size, where)
+        o, lse = _attend_at_the_end(*sequence, causal, window_size, where)
         parts.append((o[0], lse[0]))
     rest = len(q) - q_ends[-1]
     o = torch.cat([o for o, _ in parts] + [q.new_zeros(rest, q.shape[1], v.shape[2])])
@@ -265,7 +265,7 @@ def flash_attn_with_kvcache(
     ValueError on a cache that is full, on tensors that belong together and are not given so, and on
     `block_table` (a paged cache) and `alibi_slopes`.
     """
-    _refuse(alibi_slopes=alibi_slopes, block_table=block_table)
+    _refuse_given(alibi_slopes=alibi_slopes, block_table=block_table)
     if (k is None) != (v is None) or (rotary_cos is None) != (rotary_sin is None):
         raise ValueError("k and v, and rotary_cos and rotary_sin, are given together or not at all")
     if k is None and rotary_cos is not None:
@@ -310,7 +310,7 @@ def flash_attn_with_kvcache(
             v_cache[cached, length : length + new] = v[these]
         keys, values = (cache[cached, : length + new] for cache in (k_cache, v_cache))
         first = None if begins is None else begins[these]
-        parts.append(_attend(queries, keys, values, causal, window_size, options, first))
+        parts.append(_attend_at_the_end(queries, keys, values, causal, window_size, options, first))
     o, lse = (torch.cat(each) if len(each) > 1 else each[0] for each in zip(*parts))
     return (o, lse) if return_softmax_lse else o
 
@@ -318,7 +318,7 @@ def flash_attn_with_kvcache(
 # ---------------------------------------------------------------- what they share
 
 
-def _attend(
+def _attend_at_the_end(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -369,7 +369,7 @@ def _result(found: tuple[Tensor, Tensor], return_attn_probs: bool) -> Result:
     return (*found, None) if return_attn_probs else found[0]
 
 
-def _refuse(**given: Tensor | None) -> None:
+def _refuse_given(**given: Tensor | None) -> None:
     reasons = {
         "alibi_slopes": "adds no bias to the scores",
         "block_table": "reads no paged cache",

@@ -195,7 +195,7 @@ class _Loss(nn.Module):
         return_z_loss: bool,
     ) -> None:
         super().__init__()
-        _refuse("the kernel returns one sum", return_z_loss=return_z_loss)
+        _refuse_because("the kernel returns one sum", return_z_loss=return_z_loss)
         if not 0 <= label_smoothing <= 1:
             raise ValueError(f"label_smoothing must be in 0..1, got {label_smoothing}")
         if reduction not in ("mean", "sum", "none"):
@@ -260,7 +260,7 @@ def _check_labels(rows: Tensor, target: Tensor) -> None:
         )
 
 
-def _refuse(reason: str, **given: object) -> None:
+def _refuse_because(reason: str, **given: object) -> None:
     for name, value in given.items():
         if value is not None and value is not False:
             raise ValueError(f"{name} = {value} is not supported: {reason}")
@@ -349,9 +349,11 @@ class LigerFusedLinearCrossEntropyLoss(_Loss):
         self.return_token_accuracy = return_token_accuracy
         self.return_predicted_tokens = return_predicted_tokens
         self.use_token_scaling, self.accum_dtype = use_token_scaling, accum_dtype
-        _refuse("losses are not weighted by their tokens", use_token_scaling=use_token_scaling)
+        _refuse_because(
+            "losses are not weighted by their tokens", use_token_scaling=use_token_scaling
+        )
         if accum_dtype is not torch.float32:
-            _refuse("gradients are summed in float32", accum_dtype=accum_dtype)
+            _refuse_because("gradients are summed in float32", accum_dtype=accum_dtype)
         self.ce_weight = ce_weight
 
     def forward(

@@ -122,7 +122,7 @@ def from_hf(folder: str | Path) -> HFFolder:
             rules = rules_of(config, family)
         except (RuntimeError, TypeError, ValueError, OverflowError) as error:
             raise ConvertError(f"no model has these sizes: {one_line(error)}") from None
-        places = _check(_find_tensors(path), rules, family)
+        places = _check_names(_find_tensors(path), rules, family)
         dtypes = {name: _dtype(name, place.dtype) for name, place in places.items()}
         embedding = next(iter(rules["embedding.weight"].shapes))
         found = HFFolder(path, config, fields, dtypes[embedding], rules, places)
@@ -191,7 +191,7 @@ def _find_tensors(path: Path) -> dict[str, StoredTensor]:
     return places
 
 
-def _check(
+def _check_names(
     places: Mapping[str, StoredTensor], rules: Mapping[str, TensorRule], family: Family
 ) -> dict[str, StoredTensor]:
     """The places under the names of the whole model; raises if they do not fit the rules."""

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from warpweave.checkpoint import CheckpointError, CheckpointReader, open_checkpoint
-from warpweave.checkpoint.files import agree, attempt
+from warpweave.checkpoint.files import agree_on_all, attempt
 from warpweave.config import GPTConfig
 from warpweave.convert.beside import (
     GENERATION,
@@ -101,11 +101,11 @@ def to_hf(
         os.rename(temporary, folder)
 
     # Rank 0 opens a temporary folder, everyone writes into it, rank 0 names it.
-    opened = agree(attempt(folder, begin) if rank == 0 else {}, group)[0]
+    opened = agree_on_all(attempt(folder, begin) if rank == 0 else {}, group)[0]
     temporary = folder.with_name(opened["name"])
     try:
-        reports = agree(_write_files(temporary, rank, theirs, dtype, shard_bytes), group)
-        agree(attempt(folder, finish) if rank == 0 else {}, group)
+        reports = agree_on_all(_write_files(temporary, rank, theirs, dtype, shard_bytes), group)
+        agree_on_all(attempt(folder, finish) if rank == 0 else {}, group)
     except BaseException:
         if rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)

@@ -14,7 +14,7 @@ class DataError(ValueError):
     """A source that cannot serve the samples asked for; one line with the path and the sizes."""
 
 
-def read(path: Path) -> bytes:
+def read_whole(path: Path) -> bytes:
     """All of a file, or `DataError`."""
     try:
         return path.read_bytes()
@@ -24,7 +24,7 @@ def read(path: Path) -> bytes:
 
 def sha256(path: Path) -> str:
     """Digest of a file."""
-    return hashlib.sha256(read(path)).hexdigest()
+    return hashlib.sha256(read_whole(path)).hexdigest()
 
 
 def replace(path: Path, write: Callable[[Any], object]) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from warpweave.data.dataset import Corpus
-from warpweave.data.files import DataError, read, replace, sha256
+from warpweave.data.files import DataError, read_whole, replace, sha256
 from warpweave.data.split import Split
 from warpweave.data.token_file import open_token_file, write_token_file
 from warpweave.data.tokenizer import ByteTokenizer, JsonTokenizer
@@ -110,7 +110,7 @@ def _character_start(text: bytes, index: int) -> int:
 
 def _read_text(path: Path) -> bytes:
     """A file that is UTF-8 text; `DataError` says of any other what it is and what to do."""
-    data = read(path)
+    data = read_whole(path)
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise DataError(
             f"{path} is UTF-16 or UTF-32 text; convert it to UTF-8: iconv -f UTF-16 -t UTF-8"
@@ -145,7 +145,7 @@ def _write_cache(path: Path, tokens: np.ndarray, starts: np.ndarray, vocab_size:
 def _read_cache(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """A cache that was damaged or tampered with is an error, never quietly other data."""
     try:
-        digests = json.loads(read(path.with_suffix(".json")))
+        digests = json.loads(read_whole(path.with_suffix(".json")))
     except (ValueError, RecursionError):
         digests = {}
     for suffix in (".bin", ".starts"):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from warpweave.data.dataset import Corpus
-from warpweave.data.files import DataError, read, replace
+from warpweave.data.files import DataError, read_whole, replace
 from warpweave.data.tokenizer import smallest_dtype
 from warpweave.messages import one_line
 
@@ -97,7 +97,7 @@ def _read_header(path: Path) -> dict[str, Any]:
     if not path.exists():
         raise DataError(f"{path} is missing: a .bin token file needs it beside it")
     try:
-        header = json.loads(read(path))
+        header = json.loads(read_whole(path))
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is not JSON: {one_line(error)}") from None
     if not isinstance(header, dict):

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from warpweave.data.files import DataError, read
+from warpweave.data.files import DataError, read_whole
 from warpweave.messages import one_line
 
 
@@ -54,7 +54,7 @@ class JsonTokenizer:
     def __init__(self, path: str | Path) -> None:
         from tokenizers import Tokenizer as HuggingFaceTokenizer
 
-        data = read(Path(path))
+        data = read_whole(Path(path))
         try:
             self._tokenizer = HuggingFaceTokenizer.from_buffer(data)
         except Exception as error:  # the Rust side raises bare Exception

@@ -1,7 +1,7 @@
 """Attention as transformers' models call it, by `kernels.attention`.
 
-`attend` and `mask.make_mask` are registered under one name, because a model whose attention is
-registered without its mask is given none, and silently ignores padding.
+`attention_forward` and `mask.make_mask` are registered under one name, because a model whose
+attention is registered without its mask is given none, and silently ignores padding.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _Watched(NamedTuple):
     watch: Callable
 
 
-def attend(
+def attention_forward(
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -179,8 +179,9 @@ def _visible(
 
 @contextmanager
 def watched(model: nn.Module, watch: Callable) -> Iterator[None]:
-    """Meanwhile `watch(module, q, k, v, o, sinks)` is told of every call of `attend` by a module of
-    the model: heads as the kernel takes them, [B, S, H, D], and [H] or None. One watches at a time.
+    """Meanwhile `watch(module, q, k, v, o, sinks)` is told of every call of `attention_forward` by
+    a module of the model: heads as the kernel takes them, [B, S, H, D], and [H] or None. One
+    watches at a time.
     """
     modules = list(model.modules())
     for module in modules:
@@ -194,11 +195,11 @@ def watched(model: nn.Module, watch: Callable) -> Iterator[None]:
 
 @contextmanager
 def callers(model: nn.Module) -> Iterator[dict[nn.Module, None]]:
-    """The modules of a model that call `attend` meanwhile, in their order."""
+    """The modules of a model that call `attention_forward` meanwhile, in their order."""
     found: dict[nn.Module, None] = {}
     with watched(model, lambda module, *_: found.setdefault(module)):
         yield found
 
 
-AttentionInterface.register(NAME, attend)
+AttentionInterface.register(NAME, attention_forward)
 AttentionMaskInterface.register(NAME, make_mask)

@@ -7,9 +7,9 @@ the head's weights, on one rank or several. Whatever else a forward does with lo
 the meta device.
 
 What a model does to its logits on the way, a factor or a softcap, was seen when `apply` compared
-both (`find_form`), with the fields and numbers that it read; the factor goes to the hidden states,
-and under a softcap blocks of rows are recomputed in the backward pass. A bias and LoRA's two
-matrices become more columns of the hidden states and of the weight: [x, 1, A x] [W, b, B]^T.
+both (`find_loss_form`), with the fields and numbers that it read; the factor goes to the hidden
+states, and under a softcap blocks of rows are recomputed in the backward pass. A bias and LoRA's
+two matrices become more columns of the hidden states and of the weight: [x, 1, A x] [W, b, B]^T.
 
 Fused: in training mode, with `labels`, under gradients, as long as the model's loss function is
 that of transformers and what it does to its logits is what it did. There `logits` is None in what
@@ -252,7 +252,7 @@ def _caught_forward(model: Any, form: LossForm, terms: Callable, args: tuple, kw
         rows = len(caught[1]) if vocabulary is None else vocabulary.size
         return torch.empty(*x.shape[:-1], rows, dtype=x.dtype, device="meta")
 
-    run = _compiled if torch.compiler.is_compiling() else _patched
+    run = _compiled_loss if torch.compiler.is_compiling() else _patched
     before = model.__dict__.get("_loss_function", model)
     model.loss_function = partial(_loss_function, model, form, caught)
     try:
@@ -285,7 +285,7 @@ class _StandIn(nn.Module):
         return self.catch(x)
 
 
-def _compiled(model: Any, head: Any, catch: Callable, run: Callable) -> Any:
+def _compiled_loss(model: Any, head: Any, catch: Callable, run: Callable) -> Any:
     """The same as compilers can follow it, who know no forward that comes and goes. A head that is
     no child of the model makes its logits there."""
     fused: Any = known(model, _Fused)
@@ -305,7 +305,7 @@ def _compiled(model: Any, head: Any, catch: Callable, run: Callable) -> Any:
 # ---------------------------------------------------------------- 4. whether it fits a model
 
 
-def find_form(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> LossForm | str:
+def find_loss_form(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> LossForm | str:
     """What a model makes of its head's output, seen on `inputs` with labels, or why its loss is
     not fused."""
     parameters = inspect.signature(type(model).forward).parameters

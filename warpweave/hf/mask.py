@@ -124,7 +124,7 @@ def _mask_of(
     """`make_mask` of a mask function, as a `Mask` of the shape and dtype of `like`."""
     batch_size, kv_length = len(like), like.shape[-1]
     end = max(sum(q_run), sum(k_run))
-    pattern = _read(function, end)
+    pattern = _pattern_of(function, end)
     causal, window, starts = pattern.causal, pattern.window, list(pattern.starts)
     window = None if window is None or window >= end else window
     hidden = None
@@ -136,7 +136,7 @@ def _mask_of(
         return None
     documents = None
     if starts or hidden is not None:
-        documents = _documents(starts, batch_size, end, like.device)
+        documents = _document_boundaries(starts, batch_size, end, like.device)
     if hidden is not None:
         first, stop = (at + k_run[0] for at in hidden)
         documents = torch.stack((documents, documents.clamp(first, stop)), 1)
@@ -146,7 +146,7 @@ def _mask_of(
 # ---------------------------------------------------------------- 1. closures
 
 
-def _read(function: Callable, end: int, positions: torch.Tensor | None = None) -> _Pattern:
+def _pattern_of(function: Callable, end: int, positions: torch.Tensor | None = None) -> _Pattern:
     """The pattern of a mask function over the keys before `end`, of rows that stand at `positions`
     [B, S] of their packed sequences, if not at their own."""
     name = function.__qualname__.removesuffix(".<locals>.inner_mask")
@@ -158,7 +158,7 @@ def _read(function: Callable, end: int, positions: torch.Tensor | None = None) -
         return _Pattern()
     if function.__module__ == masking_utils.__name__:
         if name == "and_masks.<locals>.and_mask":
-            return _both([_read(part, end, positions) for part in held["mask_functions"]])
+            return _both([_pattern_of(part, end, positions) for part in held["mask_functions"]])
         if name == "sliding_window_overlay":
             return _Pattern(window=held["sliding_window"])
         if name == "sliding_window_bidirectional_overlay":
@@ -172,7 +172,7 @@ def _read(function: Callable, end: int, positions: torch.Tensor | None = None) -
             return _Pattern(starts=(_packed(held["packed_sequence_mask"]),))
         if name == "remap_positions_for_packed_sequence":
             # Within a sequence positions differ as rows do: all but chunks are what they are.
-            return _read(held["mask_function"], end, held["position_ids"])
+            return _pattern_of(held["mask_function"], end, held["position_ids"])
     raise ValueError(
         f"warpweave attention knows no mask of {function.__qualname__}: what a query sees must be "
         "one run of keys; use another attention: model.set_attn_implementation('sdpa')"
@@ -229,7 +229,7 @@ def _padding(mask: torch.Tensor, seen: int) -> tuple[torch.Tensor, torch.Tensor]
     return (first, first + count) if hides else None
 
 
-def _documents(
+def _document_boundaries(
     starts: list[torch.Tensor], batch_size: int, end: int, device: torch.device
 ) -> torch.Tensor:
     """Boundaries [B, n], of everything that begins somewhere, up to the end, by which the attention

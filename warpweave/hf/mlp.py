@@ -81,7 +81,7 @@ def is_activation(module: nn.Module) -> bool:
     return named and next(module.children(), None) is None and not seen.owns_numbers(module)
 
 
-def find_activation(module: nn.Module) -> ActivationForm | str:
+def activation_of(module: nn.Module) -> ActivationForm | str:
     """The activation that a module computes, or why it stays."""
     name = name_of(module)
     if name not in _PLAIN:
@@ -160,7 +160,7 @@ def linears(module: nn.Module) -> dict[str, Any]:
     return {n: c for n, c in module.named_children() if isinstance(c, (nn.Linear, Conv1D))}
 
 
-def is_candidate(module: nn.Module) -> bool:
+def is_mlp_candidate(module: nn.Module) -> bool:
     """Whether a module has two or three linear layers, around an activation, and nothing else."""
     inner = linears(module)
     rest = [c for n, c in module.named_children() if n not in inner]
@@ -168,12 +168,12 @@ def is_candidate(module: nn.Module) -> bool:
         len(inner) in (2, 3)
         and not seen.owns_numbers(module)
         and not any(seen.owns_numbers(part) for c in rest for part in c.modules())
-        and len({_units(c) for c in inner.values()}) <= 2
+        and len({_widths(c) for c in inner.values()}) <= 2
         and bool(_activations(module))
     )
 
 
-def find_form(module: nn.Module) -> MLPForm | str:
+def find_mlp_form(module: nn.Module) -> MLPForm | str:
     """The form that agrees with the module's forward, or why there is none."""
     inner, more = linears(module), takes_more(module)
     if more is not None:
@@ -263,7 +263,7 @@ def out_features(linear: Any) -> int:
     return linear.nf if isinstance(linear, Conv1D) else linear.out_features
 
 
-def _units(module: nn.Module) -> frozenset[int]:
+def _widths(module: nn.Module) -> frozenset[int]:
     """Its two widths, where fused gates and ups count once."""
     return frozenset(getattr(module, "weight", torch.empty(0, 0)).shape)
 

@@ -70,7 +70,7 @@ def apply(
     For what a replaced attention refuses later see `warpweave.hf.attention`; for `logits` while
     training see `warpweave.hf.loss`.
     """
-    kinds = _check(model, only)
+    kinds = _check_model(model, only)
     spread = _check_mesh(model, kinds, mesh, sequence_parallel, overlap, strategy)
     found = Report()
     try:
@@ -107,7 +107,7 @@ def revert(model: nn.Module) -> None:
     _undo(model)
 
 
-def _check(model: nn.Module, only: Collection[str] | None) -> set[str]:
+def _check_model(model: nn.Module, only: Collection[str] | None) -> set[str]:
     if not isinstance(model, nn.Module):
         raise TypeError(f"apply needs a model, got {type(model).__name__}")
     kinds = set(KINDS if only is None else [only] if isinstance(only, str) else only)
@@ -184,12 +184,12 @@ def _spread(
 def _replace_norms(model: nn.Module, report: Report) -> None:
     forms: dict[tuple, Form | str] = {}
     for name, module in model.named_modules():
-        if not norm.is_candidate(module):
+        if not norm.is_norm_candidate(module):
             continue
         if is_foreign(module):
             report.add(name, "norm", module, "its forward was replaced by somebody else")
         else:
-            report.add(name, "norm", module, _replace(module, norm.find_form, forms))
+            report.add(name, "norm", module, _patch_module(module, norm.find_norm_form, forms))
 
 
 def _replace_mlps(model: nn.Module, report: Report) -> None:
@@ -200,18 +200,18 @@ def _replace_mlps(model: nn.Module, report: Report) -> None:
             continue
         if any(p.ndim == 3 for p in module.parameters(recurse=False)):
             report.add(name, "mlp", module, "products of grouped experts")
-        if mlp.is_candidate(module):
-            form = _replace(module, mlp.find_form, forms)
+        if mlp.is_mlp_candidate(module):
+            form = _patch_module(module, mlp.find_mlp_form, forms)
             report.add(name, "mlp", module, form)
             if not isinstance(form, str):
                 inside.update(module.modules())
         elif mlp.is_activation(module):
-            form = _replace(module, mlp.find_activation, forms)
+            form = _patch_module(module, mlp.activation_of, forms)
             if not isinstance(form, str):
                 report.add(name, "mlp", module, form)
 
 
-def _replace(
+def _patch_module(
     module: nn.Module, find: Callable[[Any], Form | str], forms: dict[tuple, Form | str]
 ) -> Form | str:
     """Patch a module by its form, if there is one; `forms` are those of the kinds seen so far."""
@@ -243,7 +243,7 @@ def _replace_whole(
     if "attention" in kinds:
         _replace_attention(model, inputs, report, name)
     if "loss" in kinds:
-        form = loss.find_form(model, inputs)
+        form = loss.find_loss_form(model, inputs)
         if not isinstance(form, str):
             loss.install(model, form)
             why = loss.differs(model, inputs)

@@ -53,13 +53,13 @@ class NormForm(NamedTuple):
 
     @property
     def forward(self) -> Callable:
-        return partial(_forward, self)
+        return partial(_norm_forward, self)
 
     def __str__(self) -> str:
         return ("layer_norm" if self.layer else "rms_norm") + (" of 1 + w" if self.offset else "")
 
 
-def is_candidate(module: nn.Module) -> bool:
+def is_norm_candidate(module: nn.Module) -> bool:
     """Whether a module has the parts of a norm."""
     parameters = dict(module.named_parameters(recurse=False))
     if next(module.children(), None) is not None or parameters.keys() - {"weight", "bias"}:
@@ -70,7 +70,7 @@ def is_candidate(module: nn.Module) -> bool:
     return whole and bool(_eps_names(module)) and (named or "weight" in parameters)
 
 
-def find_form(module: nn.Module) -> NormForm | str:
+def find_norm_form(module: nn.Module) -> NormForm | str:
     """The form that agrees with the module's forward, or why there is none."""
     more, width = takes_more(module), _width(module)
     if more is not None:
@@ -96,7 +96,7 @@ def find_form(module: nn.Module) -> NormForm | str:
     return "its forward computes no RMSNorm or LayerNorm of ours"
 
 
-def _forward(form: NormForm, module: Any, hidden_states: torch.Tensor) -> Any:
+def _norm_forward(form: NormForm, module: Any, hidden_states: torch.Tensor) -> Any:
     """The forward of a module that is a norm of this form."""
     if form.across is None and few(hidden_states):
         return _of_few(form, module, hidden_states)

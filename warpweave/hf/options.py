@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from warpweave.parallel.collectives import copy_to, own_slice
 from warpweave.parallel.context import Links, Strategy
 from warpweave.parallel.mesh import ConnectedMesh
-from warpweave.shards import padded
+from warpweave.shards import padded_rows
 
 
 class Spread(NamedTuple):
@@ -81,7 +81,7 @@ class HeadVocabulary(NamedTuple):
 
     def padded(self, weight: torch.Tensor) -> torch.Tensor:
         """This rank's rows, with zeros where the last ranks' are missing."""
-        return padded(weight, self.size, self.spread.mesh.size("tp"))
+        return padded_rows(weight, self.size, self.spread.mesh.size("tp"))
 
     def own_rows(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's rows, padded, of something that every rank has all of: its gradient is summed

@@ -161,7 +161,7 @@ def _cut(model: Any, parts: list[structure.CutPart], plan: _Plan, spread: Spread
         for module in part.norms:
             cuts[module.weight] = Shard(0)
             across = partial(cut_rms_norm, group=spread.mesh.group("tp"))
-            form: Any = norm.find_form(module)
+            form: Any = norm.find_norm_form(module)
             patch(module, form._replace(across=across))
         if part.kind == "attention" and max(part.columns.values()) > 1:
             width = part.width

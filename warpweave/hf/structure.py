@@ -55,7 +55,7 @@ def find_parts(
     Raises ValueError, naming module and reason, where an attention cannot be cut.
     """
     names = {module: name for name, module in model.named_modules()}
-    calls = _calls(model, inputs)
+    calls = _attention_calls(model, inputs)
     if not calls:
         raise ValueError(f"{type(model).__name__}: no attention of warpweave to cut over ranks")
     found = {}
@@ -66,10 +66,10 @@ def find_parts(
             raise ValueError(f"{names.get(module) or type(module).__name__}: {error}") from None
     kept, forms = {}, {}
     for module, name in names.items():
-        if not mlp.is_candidate(module):
+        if not mlp.is_mlp_candidate(module):
             continue
         kind = kind_of(module)
-        form = forms[kind] = forms[kind] if kind in forms else mlp.find_form(module)
+        form = forms[kind] = forms[kind] if kind in forms else mlp.find_mlp_form(module)
         if isinstance(form, str):
             kept[name] = form
             continue
@@ -90,7 +90,7 @@ class _Call(NamedTuple):
     kwargs: dict[str, Any]
 
 
-def _calls(model: nn.Module, inputs: dict[str, torch.Tensor]) -> dict[nn.Module, _Call]:
+def _attention_calls(model: nn.Module, inputs: dict[str, torch.Tensor]) -> dict[nn.Module, _Call]:
     """The modules that call the attention, and with what they were called themselves."""
     seen: dict[nn.Module, _Call] = {}
 
@@ -150,7 +150,7 @@ def _attention_part(module: nn.Module, call: _Call, ranks: int) -> CutPart:
     ((row, x),) = after.items()
     if x.shape[-1] != o.shape[2:].numel() or not torch.equal(x.flatten(), o.flatten()):
         raise ValueError("what its last linear layer reads are not the heads, one after the other")
-    columns = {c: _blocks(y, (q, k, v), ranks) for c, y in made.items()}
+    columns = {c: _blocks_of_heads(y, (q, k, v), ranks) for c, y in made.items()}
     if any(columns[c] > 1 for c in normed):
         raise ValueError("a norm of queries, keys and values at once")
     others = _others(module, [*linears, *wide])
@@ -165,7 +165,7 @@ def _wide_norms(module: nn.Module, linears: list[Any]) -> list[nn.Module]:
     return [
         m
         for m in module.modules()
-        if norm.is_candidate(m) and isinstance(form := norm.find_form(m), norm.NormForm)
+        if norm.is_norm_candidate(m) and isinstance(form := norm.find_norm_form(m), norm.NormForm)
         and not form.layer and m.weight is not None and len(m.weight) in widths
     ]  # fmt: skip
 
@@ -176,7 +176,7 @@ def _others(module: nn.Module, known: list[nn.Module]) -> list[nn.Parameter]:
     return [p for p in module.parameters() if id(p) not in found]
 
 
-def _blocks(y: torch.Tensor, heads: tuple[torch.Tensor, ...], ranks: int) -> int:
+def _blocks_of_heads(y: torch.Tensor, heads: tuple[torch.Tensor, ...], ranks: int) -> int:
     """The blocks of y[..., N] of which each rank's heads come from one equal share."""
     owner = torch.full((y.shape[-1],), -1)
     for rank in range(ranks):

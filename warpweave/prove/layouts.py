@@ -225,7 +225,7 @@ def _axes(mesh: Mesh) -> int:
     return sum(getattr(mesh, axis) > 1 for axis in AXES)
 
 
-def table(world: int, impl: str = "torch") -> list[Layout]:
+def all_layouts(world: int, impl: str = "torch") -> list[Layout]:
     """Every legal layout of `world` ranks; of more than four, those with the most axes.
 
     Mesh x SP x ZeRO x schedule x context strategy x style x tie, where a choice makes a difference:

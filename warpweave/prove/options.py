@@ -40,7 +40,7 @@ import tyro
 from warpweave.config import Recompute, ScheduleName
 from warpweave.parallel.mesh import Mesh
 from warpweave.parallel.words import Kind, Overlap, Strategy
-from warpweave.prove.layouts import Layout, Style, draw, table
+from warpweave.prove.layouts import Layout, Style, all_layouts, draw
 
 # With --typecheck, which follows one program whatever its values, order and messages are.
 _UNSEEN = ("all", "world", "random", "seed", "zero", "schedule", "cp_strategy", "packed",
@@ -162,7 +162,7 @@ class ProveConfig:
             chosen = [draw(self.seed + i, self.impl) for i in range(self.random)]
         elif self.all:
             worlds = range(1, self.world + 1) if self.world <= 4 else (self.world,)
-            chosen = [layout for world in worlds for layout in table(world, self.impl)]
+            chosen = [layout for world in worlds for layout in all_layouts(world, self.impl)]
         dtypes = ("fp64", "fp32") if self.dtype == "both" else (self.dtype,)
         every = [
             dataclasses.replace(layout, dtype=d, impl=self.impl)

@@ -68,12 +68,12 @@ def typecheck(
                 model = GPT(config, mesh=connected, plan=plan)
                 # Flattened (B, S) with S cut is a plain shard of the rows for one sample only.
                 tokens = torch.zeros(2 if mesh.cp == 1 else 1, config.seq_len, dtype=torch.int64)
-                _run(model, model.micro_batch(tokens, tokens.clone(), torch.tensor(1.0)))
+                _run_model(model, model.micro_batch(tokens, tokens.clone(), torch.tensor(1.0)))
         except SpmdTypeError as error:
             raise TypeError(f"stage {stage} of {mesh}: {_places(error)}") from error
 
 
-def _run(model: GPT, batch: MicroBatch) -> None:
+def _run_model(model: GPT, batch: MicroBatch) -> None:
     """Forward and, on the last stage, backward under the checker."""
     import spmd_types as spmd
     from spmd_types.checker import typecheck as checking

@@ -19,7 +19,7 @@ from torch import Tensor
 from warpweave.kernels.devices import Device
 from warpweave.kernels.runtime import tiles
 from warpweave.kernels.runtime.dispatch import triton
-from warpweave.kernels.runtime.tile_table import Row, Tile, read_table, write_table
+from warpweave.kernels.runtime.tile_table import Tile, TileRow, read_table, write_table
 from warpweave.tune.aot import Compiled
 from warpweave.tune.calls import Call, Problem
 from warpweave.tune.candidates import candidates, fault, resident
@@ -57,7 +57,7 @@ class Outcome(NamedTuple):
     """A problem, the row that was written for it, and the shipped tile; as text, old -> new."""
 
     problem: Problem
-    row: Row
+    row: TileRow
     shipped: Tile
 
     def __str__(self) -> str:
@@ -70,7 +70,7 @@ class Outcome(NamedTuple):
 
 
 @dataclass
-class Report:
+class SearchReport:
     """What has come of it; `wrong` are tiles that computed something else than the shipped one."""
 
     rows: list[Outcome] = field(default_factory=list)
@@ -108,7 +108,9 @@ def fitting(
     return found
 
 
-def agreeing(problem: Problem, found: Sequence[Tile], bench: Bench, report: Report) -> list[Tile]:
+def agreeing(
+    problem: Problem, found: Sequence[Tile], bench: Bench, report: SearchReport
+) -> list[Tile]:
     """The tiles that compute what the first one, the shipped, does; the others are reported."""
     shipped, *others = found
     truth = _under(problem, shipped, bench.call(problem))()
@@ -183,14 +185,14 @@ def _under(problem: Problem, tile: Tile, call: Call) -> Call:
 
 def tune(
     todo: Sequence[Problem], bench: Bench, path: Path, *, minutes: float, steps: int = 2
-) -> Report:
+) -> SearchReport:
     """Tune `todo` on the bench's device; each row is in the table at `path` once it is measured.
 
     Rows that the table has already, for other devices too, stay. Raises ValueError if there is a
     file that is no such table, before anything is measured, and OSError if it cannot be written.
     """
     add_rows(path, [])
-    report, began = Report(), time.monotonic()
+    report, began = SearchReport(), time.monotonic()
     for problem in todo:
         if time.monotonic() - began > minutes * 60:
             report.left_out.append(str(problem))
@@ -198,7 +200,7 @@ def tune(
         found = [*fitting(problem, bench.part, bench.compile, steps)]
         found = agreeing(problem, found, bench, report)
         tile, us, shipped_us = best(problem, found, bench)
-        row = Row(
+        row = TileRow(
             bench.device, problem.kernel, problem.size, problem.kind, tile,
             triton.__version__, round(us, 2), round(shipped_us, 2),
         )  # fmt: skip
@@ -208,7 +210,7 @@ def tune(
     return report
 
 
-def add_rows(path: Path, rows: Sequence[Row]) -> None:
+def add_rows(path: Path, rows: Sequence[TileRow]) -> None:
     """Put rows into the table at `path`, in place of those of the same key; the others stay."""
     kept = read_table(path, by="device") if os.path.lexists(path) else []
     write_table(path, {row.key: row for row in (*kept, *rows)}.values())
