@@ -23,7 +23,7 @@ from warpweave.engine import Engine
 from warpweave.gpt import GPTConfig
 from warpweave.launch import join
 from warpweave.metrics import peak_memory
-from warpweave.parallel.context.explain import cost_table
+from warpweave.parallel.context.explain import table
 from warpweave.parallel.mesh import Mesh
 from warpweave.parallel.words import Choice
 
@@ -58,7 +58,7 @@ def main(config: Config) -> dict[str, list[float]]:
     engine = Engine(model, mesh, plan, device=session.device)
     if session.rank == 0:
         attention = engine.gpt.blocks["0"].attention
-        print(cost_table(attention.context_costs(engine.gpt.layout, 1)))
+        print(table(attention.context_costs(engine.gpt.layout, 1)))
         logits = 4 * config.tokens * config.vocab / 2**20
         print(f"logits of all tokens, which nobody holds: {logits:.0f} MiB")
     before, losses = peak_memory(session.device, mesh), []

@@ -571,7 +571,7 @@ def test_gather_has_the_type_it_states() -> None:
     def call(shards: Shards, options: AttentionOptions) -> list:
         return [(slice(None), options._replace(q_runs=shards.layout.runs(shards.rank)))]
 
-    with mock.patch.multiple(gather, block_fwd=_mapped_kernel, _calls=call):
+    with mock.patch.multiple(gather, block_fwd=_mapped_kernel, _kernel_calls=call):
         assert rulecheck(context._ContextAttention, args).checked == [SHARDED]
         rulecheck(context._ContextAttention, args, SHARDED, mesh={"cp": 4})
 

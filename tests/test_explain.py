@@ -17,7 +17,7 @@ from warpweave.parallel.context import (
     measure_links,
     messages,
 )
-from warpweave.parallel.context.explain import StrategyCost, cost_table, explain
+from warpweave.parallel.context.explain import StrategyCost, explain, table
 from warpweave.parallel.layout import SequenceLayout, balance
 
 
@@ -154,7 +154,7 @@ def test_memory_falls_with_ranks_in_a_ring_and_by_heads_in_a_stream() -> None:
 
 def test_the_table_names_every_strategy_that_fits() -> None:
     sizes = {"heads": 32, "kv_heads": 8, "head_dim": 128}
-    text = cost_table(explain(SequenceLayout(131072, 8), **sizes))
+    text = table(explain(SequenceLayout(131072, 8), **sizes))
     assert {line.split()[0] for line in text.splitlines()[1:]} == {
         "ring", "gather", "stream", "ulysses",
     }  # fmt: skip
@@ -169,13 +169,13 @@ def test_the_table_names_every_strategy_that_fits() -> None:
         explain(SequenceLayout(131072, 8), **sizes, links=Links(n, 4e14)) for n in (1e13, 1e9)
     )
     assert sum(c.exposed for c in near) < sum(c.exposed for c in far)
-    assert cost_table(far).count("auto (least exposed)") == 1
+    assert table(far).count("auto (least exposed)") == 1
 
 
 @pytest.mark.parametrize("links", [None, Links(5e10, 4e14)])
 def test_the_table_has_the_numbers_of_its_rows(links: Links | None) -> None:
     costs = explain(SequenceLayout(131072, 8), heads=32, kv_heads=8, head_dim=128, links=links)
-    for cost, line in zip(costs, cost_table(costs).splitlines()[1:], strict=True):
+    for cost, line in zip(costs, table(costs).splitlines()[1:], strict=True):
         name, *numbers, exposed = line.partition("  auto")[0].split()
         assert name == cost.strategy
         megabytes = [n / 1e6 for n in (cost.forward, cost.backward, cost.memory)]

@@ -258,7 +258,7 @@ FAULTS = {
     "the last dK‖dV is not sent home": lambda parts: {"Hop": _last_gradient_stays(parts)},
     "forward masks by local positions": lambda parts: {"block_fwd": _local_positions(_fwd)},
     "backward masks by local positions": lambda parts: {"block_bwd": _local_positions(_bwd)},
-    "a visible hop is skipped": lambda parts: {"_visible": lambda q, k, options: q == k},
+    "a visible hop is skipped": lambda parts: {"_sees_any": lambda q, k, options: q == k},
 }
 
 

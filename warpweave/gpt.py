@@ -27,7 +27,7 @@ from warpweave.layers.place import Place
 from warpweave.layers.records import collect_records
 from warpweave.parallel.collectives import Pending
 from warpweave.parallel.context import Links, Strategy, measure_links
-from warpweave.parallel.context.explain import cost_table
+from warpweave.parallel.context.explain import table
 from warpweave.parallel.data.zero import Unit
 from warpweave.parallel.layout import SequenceLayout, cut
 from warpweave.parallel.mesh import ConnectedMesh, connected
@@ -168,7 +168,7 @@ class GPT(nn.Module):
             if isinstance(layer, Attention):
                 costs = layer.context_costs(self.layout, batch)
                 taken |= {cost: None for cost in costs if cost.auto}
-        return f"context ranks, {self.strategy}:\n{cost_table([*taken])}"
+        return f"context ranks, {self.strategy}:\n{table([*taken])}"
 
     def layers_of(self, stage: int) -> range:
         """The blocks that lie on pipeline stage `stage`."""

@@ -14,7 +14,7 @@ SHARED_LIMIT = {target: part.block_shared for target, part in TARGETS.items()}
 # labels are single values).
 ROWWISE = ("dropout", "gelu", "layer_norm", "rms_norm", "rope", "swiglu")
 # Kernels in which ranks tell one another by flags in memory, which are atomic exchanges.
-TELLING = ("_publish_kernel", "_partials_kernel", "_arrived_kernel", "_gather_kernel",
+TELLING = ("_publish_kernel", "_partials_kernel", "_gather_kernel",
            "_gather_gemm_kernel", "_gather_qkv_kernel")  # fmt: skip
 
 

@@ -116,7 +116,7 @@ def by_bytes(
     return "gather" if layout.parts <= 1 + heads // kv_heads else "ring"
 
 
-def cost_table(costs: Sequence[StrategyCost]) -> str:
+def table(costs: Sequence[StrategyCost]) -> str:
     """The costs as lines of text."""
     lines = ["strategy  forward MB  backward MB  messages  memory MB  exposed ms (predicted)"]
     for c in costs:
