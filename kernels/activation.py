@@ -298,8 +298,7 @@ def _activation_fake(x, activation):
 @operator(
     "activation_fwd",
     _activation_fake,
-    save=_save_activation,
-    backward=_activation_backward,
+    gradient=(_save_activation, _activation_backward),
     sharding="... -> ...",
 )
 def activation_op(x: torch.Tensor, activation: str) -> torch.Tensor:

@@ -183,8 +183,8 @@ def _dropout_backward(ctx, dy):
 
 
 @operator(
-    "dropout", lambda x, drop: x.new_empty(x.shape), records=(Drop,), save=_save_dropout,
-    backward=_dropout_backward, sharding="t_, t -> t_",
+    "dropout", lambda x, drop: x.new_empty(x.shape), records=(Drop,),
+    gradient=(_save_dropout, _dropout_backward), sharding="t_, t -> t_",
 )  # fmt: skip
 def dropout_op(x: torch.Tensor, drop: Drop) -> torch.Tensor:
     """The Triton path of `dropout`, x[T, E]."""

@@ -81,7 +81,7 @@ def _fake(x, scale, y):
     return torch.empty_like(x)
 
 
-AFFINE = Op("test_affine", _run, _fake, records=RECORDS, save=_save, backward=_backward)
+AFFINE = Op("test_affine", _run, _fake, records=RECORDS, gradient=(_save, _backward))
 DIRECT = Op("test_direct", _run, _fake, records=RECORDS, direct=True)
 
 

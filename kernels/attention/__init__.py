@@ -2,7 +2,7 @@
 
 `function` the public calls and the operator · `options` the record of what they are asked, `checks`
 of tensors · `forward`, `backward` formulas, kernels and launches · `device`, `launch` what those
-share · `visible` which tiles a mask leaves · `tiles` their sizes · `torch_path` on a CPU.
+share, tiles too · `visible` which tiles a mask leaves · `torch_path` on a CPU.
 """
 
 from warpweave.kernels.attention.backward import attention_delta, attention_dsinks

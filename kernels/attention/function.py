@@ -82,11 +82,11 @@ def _attention_bwd_sharding(do, dlse, o, lse, q, k, v, sinks, options) -> str:
 
 
 def _save_attention(ctx, inputs, output):
-    q, k, v, sinks, ctx.options = inputs
+    q, k, v, sinks, options = inputs
+    ctx.options = options._replace(documents=None)
     ctx.of_sinks = None if sinks is None else grad_dtype(sinks)
     ctx.set_materialize_grads(False)
-    documents, ctx.options = ctx.options.documents, ctx.options._replace(documents=None)
-    ctx.save_for_backward(*output, q, k, v, sinks, documents)
+    ctx.save_for_backward(*output, q, k, v, sinks, options.documents)
 
 
 def _attention_backward(ctx, do, dlse):
@@ -98,8 +98,8 @@ def _attention_backward(ctx, do, dlse):
 
 
 @operator(
-    "attention", _attention_fake, records=(AttentionOptions, Run), save=_save_attention,
-    backward=_attention_backward, sharding=_attention_sharding,
+    "attention", _attention_fake, records=(AttentionOptions, Run),
+    gradient=(_save_attention, _attention_backward), sharding=_attention_sharding,
 )  # fmt: skip
 def attention_op(
     q: torch.Tensor,

@@ -96,8 +96,7 @@ def _linear_backward(ctx, dy):
 @operator(
     "cpu_linear",
     lambda a, bt, bias: _multiply(a, bt.t(), bias),
-    save=_save_linear,
-    backward=_linear_backward,
+    gradient=(_save_linear, _linear_backward),
 )
 def _cpu_linear(a: torch.Tensor, bt: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """a[M, K] bt[N, K]^T + bias[N]: b transposed, as weights lie in memory.

@@ -166,8 +166,7 @@ def _norm_backward(ctx, dy, ds, dmean, drstd):
     "norm_fwd",
     _norm_fake,
     records=(Drop, NormOptions),
-    save=_save_norm,
-    backward=_norm_backward,
+    gradient=(_save_norm, _norm_backward),
     sharding=_norm_sharding,
 )
 def norm_op(

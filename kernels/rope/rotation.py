@@ -291,7 +291,7 @@ def _rope_qk_backward(ctx, dy, dz):
 
 
 @operator(
-    "rope", lambda x, *_: x.new_empty(x.shape), save=_save_rope, backward=_rope_backward,
+    "rope", lambda x, *_: x.new_empty(x.shape), gradient=(_save_rope, _rope_backward),
     sharding="bsh_, s_, s_ -> bsh_",
 )  # fmt: skip
 def rope_op(
@@ -302,8 +302,8 @@ def rope_op(
 
 
 @operator(
-    "rope_qk", lambda q, k, *_: (q.new_empty(q.shape), k.new_empty(k.shape)), save=_save_rope,
-    backward=_rope_qk_backward, sharding="bsh_, bsh_, s_, s_ -> bsh_, bsh_",
+    "rope_qk", lambda q, k, *_: (q.new_empty(q.shape), k.new_empty(k.shape)),
+    gradient=(_save_rope, _rope_qk_backward), sharding="bsh_, bsh_, s_, s_ -> bsh_, bsh_",
 )  # fmt: skip
 def rope_qk_op(
     q: torch.Tensor,

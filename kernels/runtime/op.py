@@ -39,7 +39,7 @@ def flatten(value: Any, records: Sequence[type]) -> tuple[int, list[int], list[f
     reals: list[float] = []
     words: list[str] = []
     _put((value,), records, integers, reals, words)
-    return len(integers), integers, reals, " ".join(words)
+    return len(integers), integers, reals, "\n".join(words)
 
 
 def _put(fields: Sequence, records: Sequence[type], integers: list, reals: list, words: list):
@@ -69,7 +69,7 @@ def unflatten(
     integers: Sequence[int], reals: Sequence[float], words: str, records: Sequence[type]
 ) -> Any:
     """What `flatten` took apart, with None for tensors."""
-    return _take(1, iter(integers), iter(reals), iter(words.split()), records)[0]
+    return _take(1, iter(integers), iter(reals), iter(words.split("\n")), records)[0]
 
 
 def _take(
@@ -107,8 +107,6 @@ def operator(
 class Op:
     """An operator, called with positional arguments as `run` takes them.
 
-    One without `backward` has no gradient; Functions that have one call it in both directions.
-
     Args:
         name: of ``torch.ops.warpweave.<name>``.
         run: every argument annotated: a tensor, ``Tensor | None``, ``list[Tensor]``, bool, int,
@@ -116,7 +114,7 @@ class Op:
         fake: see above.
         records: the types of records among the arguments, and of those within them.
         writes: names of the arguments that `run` writes to.
-        save, backward: see above.
+        gradient: (save, backward), see above; without it the operator has none.
         direct: where no compiler traces, a call runs `run` as it is, microseconds faster. For ops
             within Functions, which never meet a tensor of a subclass.
         sharding: the einsum, or a function of run's arguments that makes it, with a term for each
@@ -131,13 +129,11 @@ class Op:
         *,
         records: Sequence[type] = (),
         writes: Sequence[str] = (),
-        save: Callable[..., None] | None = None,
-        backward: Callable[..., Any] | None = None,
+        gradient: tuple[Callable[..., None], Callable[..., Any]] | None = None,
         direct: bool = False,
         sharding: str | Callable[..., str] | None = None,
     ) -> None:
-        self.name, self.run, self.records, self.sharding = name, run, records, sharding
-        self.direct = direct
+        self.run, self.records, self.direct, self.sharding = run, records, direct, sharding
         hints = get_type_hints(run)
         result = hints.pop("return")
         self._tensors = [_tensor_fields(hint, records) for hint in hints.values()]
@@ -155,8 +151,9 @@ class Op:
         )
         self.operator = torch.library.custom_op(f"warpweave::{name}", flat, mutates_args=writes)
         self.operator.register_fake(lambda *args: fake(*self.nested(args)))
-        if backward is None or save is None:
+        if gradient is None:
             return
+        save, backward = gradient
 
         def setup(ctx: Any, inputs: tuple, output: Any) -> None:
             save(ctx, self.nested(inputs), output)

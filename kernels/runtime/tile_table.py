@@ -16,13 +16,14 @@ a GPU.
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
-
-from warpweave.kernels.runtime.json_table import read_rows, write_rows
 
 FORMAT = "warpweave tiles 1"
 MAX_HEAD_DIM = 256
@@ -148,7 +149,27 @@ def read_table(path: Path, *, by: str) -> list[TileRow]:
 
     Raises ValueError, one line that names the file, if it cannot be read or is no such table.
     """
-    return read_rows(path, "tile table", FORMAT, lambda fields: _row(fields, by))
+    try:
+        return _rows(json.loads(path.read_text(encoding="utf-8")), by)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"the tile table {path} cannot be used: {error}") from error
+
+
+def _rows(table: Any, by: str) -> list[TileRow]:
+    if not isinstance(table, dict) or table.get("format") != FORMAT:
+        raise ValueError(f'it does not say "format": "{FORMAT}"')
+    if table.keys() != {"format", "rows"} or not isinstance(table["rows"], list):
+        raise ValueError(f'it must have "format" and a list "rows", and has {sorted(table)}')
+    found: dict[tuple[int | str | Kind, ...], TileRow] = {}
+    for number, fields in enumerate(table["rows"], 1):
+        try:
+            row = _row(fields, by)
+        except ValueError as error:
+            raise ValueError(f"row {number}: {error}") from error
+        if row.key in found:
+            raise ValueError(f"row {number}: there is one for {row.key} already")
+        found[row.key] = row
+    return list(found.values())
 
 
 def _row(fields: Any, by: str) -> TileRow:
@@ -185,7 +206,19 @@ def _tile(shape: type[AttentionTile] | type[GemmTile], sizes: Any) -> Tile:
 
 def write_table(path: Path, rows: Iterable[TileRow]) -> None:
     """Write a user's table, whole or not at all; its folder is made. Raises OSError."""
-    write_rows(path, FORMAT, map(_fields, rows))
+    lines = ",\n".join("  " + json.dumps(_fields(row)) for row in rows)
+    text = f'{{"format": "{FORMAT}",\n "rows": [\n{lines}\n]}}\n'
+    path.parent.mkdir(parents=True, exist_ok=True)
+    number, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with open(number, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(number)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
 
 
 def _fields(row: TileRow) -> dict[str, Any]:
