@@ -32,6 +32,7 @@ RECORDS = (Scale, Inner)
         None,
         Scale(-0.0, (), None),
         Scale(1e-300, (True, 1, False, 0, None), None, torch.bfloat16),
+        Scale(1.0, ("two words", "", Inner(0, "")), None),
         Scale(float("inf"), (Inner(-(2**62), "a"), (Inner(0, None), (3,)), "b"), None),
         (Inner(1, "x"), 2.5, Inner(2, "y")),
     ],
