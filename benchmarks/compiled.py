@@ -22,8 +22,8 @@ Exit status 1 if a kernel spills (float64, for proofs, may), does not fit the pa
 tensor-core instruction that it claims, or has its wgmma run one by one (ptxas' C75xx). So it is if
 a hot loop has 3 % more instructions or stalls per 1,000 FLOPs of the tensor cores than
 benchmarks/results/clock/<target>.json has under the Triton of that table, or is not in it:
-`--accept` (with `--only`, of some) takes the new figures, which a commit then shows. Results go to
-benchmarks/results/compiled/<target>.json.
+`--accept` makes the new figures the table (with `--only`, these lines of it), which a commit then
+shows. Results go to benchmarks/results/compiled/<target>.json.
 """
 
 from __future__ import annotations
@@ -162,7 +162,9 @@ def main(arguments: list[str] | None = None) -> int:
     for target, reports in found.items():
         rows = [row(report) for report in reports]
         table(target, rows)
-        mine = failures(reports) + ratchet(target, reports, accept=given.accept)
+        mine = failures(reports) + ratchet(
+            target, reports, accept=given.accept, only=bool(given.only)
+        )
         wrong += mine
         summary[target] = {"kernels": len(rows), "failures": len(mine)}
         if folder is not None:
@@ -174,10 +176,15 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def ratchet(
-    target: str, reports: list[Report], *, accept: bool, folder: Path | None = None
+    target: str,
+    reports: list[Report],
+    *,
+    accept: bool,
+    only: bool = False,
+    folder: Path | None = None,
 ) -> list[str]:
-    """One line for each kernel whose hot loops cost more than the table has; with `accept` they are
-    put into it instead."""
+    """One line for each kernel whose hot loops cost more than the table has; with `accept` these
+    are the table instead, or with `only`, where not all cases were compiled, some of its lines."""
     path = (folder or CLOCK) / f"{target}.json"
     now, names = dict[str, list[tuple[float, ...]]](), Counter[str]()
     for r in reports:
@@ -187,7 +194,7 @@ def ratchet(
             now[name] = [tuple(round(x, 4) for x in loop.per_1000_flops) for loop in r.loops]
     committed = read_table(path, triton.__version__)
     if accept:
-        write_table(path, triton.__version__, {**(committed or {}), **now})
+        write_table(path, triton.__version__, {**(committed or {}), **now} if only else now)
     elif committed is None:
         print(
             f"{path.name}: no figures under Triton {triton.__version__}, so none can have worsened"

@@ -623,16 +623,24 @@ def test_hot_loops_that_cost_more_than_is_committed_are_told(load, tmp_path):
     row = compiled.row(report)
     assert [row[x] for x in ("ideal", "serial", "bound")] == [0.853, 0.719, "alu"]
 
-    def told(stalls: int, *, accept: bool = False) -> list[str]:
+    def told(stalls: int, case: str = "x", **options) -> list[str]:
         new = dataclasses.replace(loop, stalls=stalls)
-        reports = [dataclasses.replace(report, loops=[loop, new])]
-        return compiled.ratchet("sm_90", reports, accept=accept, folder=tmp_path)
+        reports = [dataclasses.replace(report, case=case, loops=[loop, new])]
+        return compiled.ratchet("sm_90", reports, folder=tmp_path, **{"accept": False, **options})
+
+    def table() -> set[str]:
+        return set(compiled.read_table(tmp_path / "sm_90.json", compiled.triton.__version__))
 
     assert told(200) == []  # there is no table yet
     assert told(200, accept=True) == told(190) == told(205) == []
     (line,) = told(220)
     assert line.startswith("sm_90 x k: hot loop 2 of 2 has 0.220 stalls per 1,000 FLOPs, +10.0%")
     assert told(220, accept=True) == told(220) == []
+    # Some cases join the table; all of them are the table, so that no case that is gone stays.
+    assert told(220, "y", accept=True, only=True) == []
+    assert table() == {"x k", "y k"}
+    assert told(220, "y", accept=True) == []
+    assert table() == {"y k"}
 
 
 def test_compiled_takes_no_case_for_none_wrong_and_keeps_tables_whole(
