@@ -5,16 +5,21 @@ tile are compiled for every part by ``make compiled``, in minutes.
 """
 
 import dataclasses
+import json
+import re
+from pathlib import Path
 
 import pytest
 from clock.kernel import read_kernel, unordered
-from gate.cases import cases
+from gate.cases import GATED, cases
 from gate.compile import compile_targets
 from gate.report import SHARED_LIMIT, TELLING, Report, failures
+from gate.tiles import tile_cases
 
 from warpweave.kernels.devices import TARGETS
 from warpweave.tune.aot import Compiled, compiling, occupancy
 
+ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.timeout(3600)
 # Words in the names of cases.
 CASES = (
@@ -53,6 +58,18 @@ def test_a_planted_fault_is_told(reports, planted, message) -> None:
 def test_every_case_says_what_it_costs() -> None:
     named = [c for c in cases() if "float64" not in c.name]
     assert [c.name for c in named if c.cost is None] == []
+
+
+@pytest.mark.parametrize("target", GATED)
+def test_what_is_committed_is_of_the_cases_that_there_are(target) -> None:
+    """`make compiled` tells the same, twenty minutes later."""
+    results = ROOT / "benchmarks" / "results"
+    rows = json.loads((results / "compiled" / f"{target}.json").read_text())["rows"]
+    compiled = {c.name for c in [*cases(), *tile_cases()] if target in c.targets}
+    assert {row["case"] for row in rows} == compiled
+    clock = json.loads((results / "clock" / f"{target}.json").read_text())["kernels"]
+    products = {f"{r['case']} {r['kernel'].strip('_')}" for r in rows if r["ideal"] is not None}
+    assert {re.sub(r" \d+$", "", name) for name in clock} == products
 
 
 def test_every_failure_is_named() -> None:
