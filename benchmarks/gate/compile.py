@@ -37,10 +37,9 @@ BENCHMARKS = Path(__file__).resolve().parent.parent
 _FOUND: list[Case] = []  # of this process and its forks
 
 
-def _compile_case(task: tuple[str, int, bool]) -> list[Report]:
-    """Compile one case for one target."""
-    target, index, clock = task
-    case = _FOUND[index]
+def compile_case(case: Case, target: str, *, clock: bool) -> list[Report]:
+    """What the compiler makes of each kernel that a case launches on a target; with `clock` their
+    hot loops, too."""
     of_case: dict[str, Any] = {
         "target": target,
         "case": case.name,
@@ -60,6 +59,11 @@ def _compile_case(task: tuple[str, int, bool]) -> list[Report]:
     kept = {field.name for field in dataclasses.fields(Report)}
     figures = [{n: x for n, x in vars(kernel).items() if n in kept} for kernel in kernels]
     return [Report(**of_case, **facts) for facts in figures]
+
+
+def _compile_task(task: tuple[str, int, bool]) -> list[Report]:
+    target, index, clock = task
+    return compile_case(_FOUND[index], target, clock=clock)
 
 
 def _reason(error: BaseException) -> str:
@@ -82,7 +86,7 @@ def _compile_here(
         and (target in case.targets or target not in GATED)
     ]
     with get_context("fork").Pool(jobs) as pool:
-        return [report for reports in pool.imap(_compile_case, tasks) for report in reports]
+        return [report for reports in pool.imap(_compile_task, tasks) for report in reports]
 
 
 # ---------------------------------------------------------------- in the test process

@@ -3,7 +3,7 @@
 A tile is a row of the table for a device, dtype, head dim and variant: what a kernel keeps in
 registers beside plain attention, causal or not. The more it keeps, the smaller the tile that does
 not spill. Which rows there must be, benchmarks/compiled.py tells, which compiles all variants for
-A100, H100 and B200.
+A100, H100 and B200, and benchmarks/tile_rows.py writes those that a compiler makes necessary.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     {"format": "warpweave tiles 1", "rows": [
       {"capability": 90, "kernel": "gemm", "element_size": 2, "kind": "large", "tile": {"m": 128, …
       {"device": "NVIDIA H100 80GB HBM3", "kernel": "attention_fwd", "element_size": 2,
-       "head_dim": 64, "tile": {"q": 128, …}, "triton": "3.7.1", "us": 980.1, "shipped_us": 1012.7}
+       "head_dim": 64, "triton": "3.7.1", "tile": {"q": 128, …}, "us": 980.1, "shipped_us": 1012.7}
 
 `tiles.json` beside this file is shipped: its rows are by compute capability. Of its rows for one
 kernel, element size and head dim (or kind) the first one is taken that fits the version of Triton,
@@ -205,7 +205,7 @@ def _tile(shape: type[AttentionTile] | type[GemmTile], sizes: Any) -> Tile:
 
 
 def write_table(path: Path, rows: Iterable[TileRow]) -> None:
-    """Write a user's table, whole or not at all; its folder is made. Raises OSError."""
+    """Write a table, whole or not at all; its folder is made. Raises OSError."""
     lines = ",\n".join("  " + json.dumps(_fields(row)) for row in rows)
     text = f'{{"format": "{FORMAT}",\n "rows": [\n{lines}\n]}}\n'
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -229,7 +229,10 @@ def _fields(row: TileRow) -> dict[str, Any]:
         "kernel": row.kernel,
         "element_size": row.size,
         kind: row.kind,
+        "variants": [*row.variants],
+        "triton": row.triton,
         "tile": row.tile._asdict(),
+        "us": row.us,
+        "shipped_us": row.shipped_us,
     }
-    measured = {"triton": row.triton, "us": row.us, "shipped_us": row.shipped_us}
-    return fields | {name: value for name, value in measured.items() if value not in ("", None)}
+    return {name: value for name, value in fields.items() if value not in ("", None, [])}
