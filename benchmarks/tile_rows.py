@@ -1,13 +1,17 @@
-"""Write the rows of the tile table that a compiler needs: what spills gets a smaller tile.
+"""Write the rows of the tile table that a compiler needs: what spills gets another tile.
 
-    python benchmarks/tile_rows.py --targets sm_90              # under the Triton that is installed
-    python benchmarks/tile_rows.py --triton 3.9+                # rows for 3.9 and from there on
+    python benchmarks/tile_rows.py                              # under the Triton that is installed
+    python benchmarks/tile_rows.py --targets sm_90 --triton 3.9+  # rows for 3.9 and from there on
 
-Compiles every attention case of the compile gate. Of each kernel that spills, does not fit or
-lacks its tensor-core instruction, the nearest tile (`warpweave.tune.candidates`) without any such
-fault becomes a row for the case's variant, before the row that failed, so that calls which keep
-still more take it, too. A table in which nothing fails stays as it is. Exit status 1 if some kernel
-has no tile up to --steps away; nothing is written then.
+Compiles every attention case of the compile gate. For each kernel that the gate refuses, the
+nearest tile that it does not (`warpweave.tune.candidates`) becomes a row for the case's variant,
+before the row that was taken, so that calls which keep still more take it, too. Then all is
+compiled again, and the table is written once nothing is refused. If no tile up to --steps away is
+clean, the exit status is 1 and nothing is written. Kernels that take no tile from the table are
+left to `compiled.py`.
+
+A row is for the capability of the one that it replaces, which parts above without rows of their own
+share: name them in --targets, too.
 """
 
 from __future__ import annotations
@@ -15,170 +19,133 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from unittest.mock import patch
 
 from gate.cases import GATED, Case, cases
-from gate.compile import compile_case
+from gate.compile import compile_case, in_forks
 from gate.report import failures
 from gate.tiles import tile_cases
 
 from warpweave.kernels.attention import launch
 from warpweave.kernels.devices import TARGETS
 from warpweave.kernels.runtime import tiles
-from warpweave.kernels.runtime.dispatch import triton
-from warpweave.kernels.runtime.tile_table import (
-    KERNELS,
-    AttentionTile,
-    TileRow,
-    read_table,
-    write_table,
-)
+from warpweave.kernels.runtime.tile_table import KERNELS, Tile, TileRow, read_table, write_table
 from warpweave.tune.calls import Problem
 from warpweave.tune.candidates import around, could_fit
 
 SHIPPED = Path(tiles.__file__).with_name("tiles.json")
-NAMES = {2: "bf16", 4: "fp32", 8: "fp64"}
-_TODO: list[tuple[Case, str]] = []  # of this process and its forks: calls cannot be pickled
+DTYPES = {2: "bf16", 4: "fp32", 8: "fp64"}
+PASSES = 5
+
+Lookup = tuple[Problem, frozenset[str]]
+"""What a launch asked the table for: kernel, dtype and head dim, and the variant."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Lookup:
-    """What a launch asked the table for: a kernel, bytes per element, a head dim and a variant."""
+class Fix:
+    """The row whose tile was refused, the row to stand before it (None: no tile is clean), why."""
 
-    kernel: str
-    size: int
-    head_dim: int
-    variant: frozenset[str]
-
-
-@dataclasses.dataclass(frozen=True)
-class Mended:
-    """The row that failed in a case, the row to stand before it (None: no tile is clean), why."""
-
-    failed: TileRow
+    refused: TileRow
     row: TileRow | None
     why: str
 
 
 def compile_with(
-    case: Case, target: str, other: dict[str, AttentionTile] | None = None
+    case: Case, target: str, pins: Mapping[tiles.Key, Tile]
 ) -> tuple[dict[str, Lookup], dict[str, str]]:
-    """What each kernel of the case asked for, and the fault of each that has one; the kernels in
-    `other` get these tiles."""
+    """What each kernel of a case asks the table for, and why the gate refuses those that it does,
+    both by the table's names of kernels."""
     asked: dict[str, Lookup] = {}
 
     def find(kernel, device, size, kind, variant):
-        asked[kernel] = Lookup(kernel, size, kind, variant)
-        return (other or {}).get(kernel) or tiles.find(kernel, device, size, kind, variant)
+        asked[kernel] = Problem(kernel, DTYPES[size], kind), variant
+        return tiles.find(kernel, device, size, kind, variant)
 
-    with patch.object(launch, "find", find):
+    with patch.object(launch, "find", find), tiles.pinned(pins):
         reports = compile_case(case, target, clock=False)
-    names = {r.kernel: next((k for k in KERNELS if k in r.kernel), "") for r in reports}
-    faults: dict[str, str] = {}
-    for r in reports:
-        for line in failures([r]):
-            # A compiler that gives up names no kernel: it was compiling the last that had asked.
-            faults.setdefault(names[r.kernel] or [*asked][-1], line)
-    return asked, faults
+    refused: dict[str, str] = {}
+    for report in reports:
+        # A compiler that gives up names no kernel: it was at the last that had asked.
+        own = [*asked][-1:] if report.error else [k for k in KERNELS if k in report.kernel]
+        refused |= {kernel: line for line in failures([report]) for kernel in own}
+    return asked, refused
 
 
-def mend(case: Case, target: str, triton_range: str, steps: int) -> list[Mended]:
-    """The rows that the kernels of a case need on a target; none if nothing is wrong."""
-    found: list[Mended] = []
-    asked, faults = compile_with(case, target)
-    for kernel, why in faults.items():
-        if kernel not in asked:  # of none that takes its tile from the table
-            continue
-        failed = _row_of(asked[kernel], TARGETS[target].arch)
-        tile = _clean_tile(case, target, asked[kernel], failed.tile, steps)
-        row = None
-        if tile is not None:
-            words = " ".join(sorted(asked[kernel].variant))
-            row = dataclasses.replace(
-                failed, tile=tile, variants=(words,) if words else (), triton=triton_range
-            )
-        found.append(Mended(failed, row, why))
+def fixes_of(case: Case, target: str, steps: int) -> list[Fix]:
+    """A fix for each kernel of a case that the gate refuses."""
+    found: list[Fix] = []
+    asked, refused = compile_with(case, target, {})
+    for kernel, why in refused.items():
+        problem, variant = asked[kernel]
+        arch = TARGETS[target].arch
+        old = tiles.row_on(kernel, arch, "", problem.size, problem.kind, variant)
+        words = (" ".join(sorted(variant)),) if variant else ()
+        row = next(
+            (
+                dataclasses.replace(old, tile=tile, variants=words)
+                for tile in around(old.tile, steps)
+                if tile.q * tile.k <= old.tile.q * old.tile.k
+                and could_fit(problem, tile, TARGETS[target])
+                and kernel not in compile_with(case, target, problem.pins(tile))[1]
+            ),
+            None,
+        )
+        found.append(Fix(old, row, why))
     return found
 
 
-def _clean_tile(
-    case: Case, target: str, lookup: Lookup, start: AttentionTile, steps: int
-) -> AttentionTile | None:
-    """The nearest tile, no larger than `start`, under which the kernel has no fault."""
-    problem = Problem(lookup.kernel, NAMES[lookup.size], lookup.head_dim)
-    for tile in around(start, steps):
-        if tile.q * tile.k <= start.q * start.k and could_fit(problem, tile, TARGETS[target]):
-            _, faults = compile_with(case, target, {lookup.kernel: tile})
-            if lookup.kernel not in faults:
-                return tile
-    return None
-
-
-def _row_of(lookup: Lookup, arch: int) -> TileRow:
-    """The row that answers a lookup on a device of capability `arch`."""
-    tile = tiles.find_on(lookup.kernel, arch, "", lookup.size, lookup.head_dim, lookup.variant)
-    version = tuple(map(int, triton.__version__.split(".")[:2]))
-    rows = [
-        row
-        for row in tiles.shipped_table()
-        if (row.kernel, row.size, row.tile) == (lookup.kernel, lookup.size, tile)
-        and row.kind >= lookup.head_dim
-        and row.where <= arch
-        and row.fits(version, lookup.variant)
-    ]
-    return min(rows, key=lambda row: (-row.where, row.kind))
-
-
-def with_rows(table: Iterable[TileRow], mended: Iterable[Mended]) -> list[TileRow]:
-    """The table with each new row before the one that failed, or in its place if it is for the
-    same calls; of several for one variant the first. Neighbours of one tile become one row."""
+def with_rows(table: Iterable[TileRow], fixes: Iterable[Fix]) -> list[TileRow]:
+    """The table with each new row before the one that was refused, or in its place if both are for
+    the same calls. Neighbours of one tile become one row."""
     rows = list(table)
-    for each in mended:
-        if each.row is None:
-            continue
-        at = next(i for i, row in enumerate(rows) if row.key == each.failed.key)
-        if each.row.key == each.failed.key:
-            rows[at] = each.row
-        elif any(_same_calls(row, each.row) for row in rows[:at]):
-            continue
-        elif at and rows[at - 1] == dataclasses.replace(each.row, variants=rows[at - 1].variants):
-            words = {*rows[at - 1].variants, *each.row.variants}
-            rows[at - 1] = dataclasses.replace(each.row, variants=tuple(sorted(words)))
+    for fix in {fix.row.key: fix for fix in fixes if fix.row}.values():
+        at = next(i for i, row in enumerate(rows) if row.key == fix.refused.key)
+        before = rows[at - 1] if at else None
+        if fix.row.key == fix.refused.key:
+            rows[at] = fix.row
+        elif before == dataclasses.replace(fix.row, variants=before.variants if before else ()):
+            words = tuple(sorted({*before.variants, *fix.row.variants}))
+            rows[at - 1] = dataclasses.replace(before, variants=words)
         else:
-            rows.insert(at, each.row)
+            rows.insert(at, fix.row)
     return rows
 
 
-def _same_calls(row: TileRow, new: TileRow) -> bool:
-    """Whether `row` is for those of `new`, and maybe for more variants."""
-    return row.key[:5] == new.key[:5] and {*row.variants} >= {*new.variants}
-
-
 @contextmanager
-def shipping(table: tuple[TileRow, ...]) -> Iterator[None]:
+def shipping(table: Iterable[TileRow]) -> Iterator[None]:
     """Within this context `table` is the shipped one."""
-    with patch.object(tiles, "shipped_table", lambda: table):
-        tiles.find_on.cache_clear()
+    tiles.row_on.cache_clear()
+    with patch.object(tiles, "shipped_table", lambda: tuple(table)):
         try:
             yield
         finally:
-            tiles.find_on.cache_clear()
+            tiles.row_on.cache_clear()
+
+
+def triton_range(text: str) -> str:
+    """Versions of Triton as the table writes them, the installed one among them."""
+    if not re.fullmatch(r"\d+\.\d+\+?", text):
+        raise argparse.ArgumentTypeError(f"must be like 3.6 or 3.9+, got {text!r}")
+    row = dataclasses.replace(tiles.shipped_table()[0], triton=text, variants=())
+    if not row.fits(tiles.triton_version(), tiles.PLAIN):
+        installed = ".".join(map(str, tiles.triton_version()))
+        raise argparse.ArgumentTypeError(f"rows for {text} are not taken under Triton {installed}")
+    return text
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Compile, search, write; returns the exit status."""
     options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     options.add_argument("--targets", default=",".join(GATED), help=f"of {', '.join(GATED)}")
-    options.add_argument("--only", default="attention", help="cases whose name has this")
+    options.add_argument("--only", default="", help="attention cases whose name has this")
     options.add_argument("--table", type=Path, default=SHIPPED, help="read and written")
     options.add_argument(
-        "--triton", default="", help="for which Triton the new rows are: 3.6, 3.9+"
+        "--triton", type=triton_range, help="versions that new rows are for; the replaced row's"
     )
     options.add_argument("--steps", type=int, default=3, help="how far from a tile to look")
     options.add_argument("--jobs", type=int, default=2, help="compilers at a time")
@@ -186,34 +153,38 @@ def main(arguments: list[str] | None = None) -> int:
     targets = given.targets.split(",")
     if unknown := {*targets} - {*GATED}:
         options.error(f"unknown targets {sorted(unknown)}, rows are for {', '.join(GATED)}")
-    table = tuple(read_table(given.table, by="capability"))
+    table = read_table(given.table, by="capability")
     with shipping(table):
-        todo = [
-            (case, target)
-            for case in {c.name: c for c in [*cases(), *tile_cases()]}.values()
-            for target in targets
-            if "attention" in case.name and given.only in case.name and target in case.targets
-        ]
-        if not todo:
-            options.error(f"no attention case has {given.only!r} in its name")
-        _TODO[:] = todo
-        task = partial(_mend_number, triton_range=given.triton, steps=given.steps)
-        with get_context("fork").Pool(given.jobs) as pool:
-            mended = [m for found in pool.imap(task, range(len(todo))) for m in found]
-    for each in mended:
-        now = "no tile is clean" if each.row is None else f"{each.row.variants} {each.row.tile}"
-        print(f"{each.why}\n    {each.failed.tile} -> {now}")
-    left = sum(each.row is None for each in mended)
-    rows = with_rows(table, mended)
-    if mended and not left:
+        named = {case.name: case for case in [*cases(), *tile_cases()]}
+    todo = [
+        (case, target)
+        for name, case in named.items()
+        for target in targets
+        if name.startswith("attention") and given.only in name and target in case.targets
+    ]
+    if not todo:
+        options.error(f"no attention case has {given.only!r} in its name")
+    rows, fixes = table, list[Fix]()
+    for _ in range(PASSES):
+        with shipping(rows):
+            found = in_forks(lambda task: fixes_of(*task, given.steps), todo, given.jobs)
+        fixes = [fix for each in found for fix in each]
+        for fix in fixes:
+            now = "no tile is clean" if fix.row is None else f"{fix.row.variants} {fix.row.tile}"
+            print(f"{fix.why}\n    {fix.refused.tile} -> {now}", flush=True)
+        if not fixes or not all(fix.row for fix in fixes):
+            break
+        if given.triton:
+            fixes = [
+                dataclasses.replace(fix, row=dataclasses.replace(fix.row, triton=given.triton))
+                for fix in fixes
+            ]
+        rows = with_rows(rows, fixes)
+    if not fixes and rows != table:
         write_table(given.table, rows)
-    added = len(rows) - len(table)
-    print(json.dumps({"cases": len(todo), "mended": len(mended), "added": added, "left": left}))
-    return 1 if left else 0
-
-
-def _mend_number(index: int, *, triton_range: str, steps: int) -> list[Mended]:
-    return mend(*_TODO[index], triton_range, steps)
+    new = [row for row in rows if row not in table]
+    print(json.dumps({"cases": len(todo), "new_rows": len(new), "refused": len(fixes)}))
+    return 1 if fixes else 0
 
 
 if __name__ == "__main__":

@@ -685,7 +685,7 @@ def test_tiles_are_chosen_by_capability_element_size_and_head_dim(monkeypatch) -
         tiles_of(monkeypatch, arch)
         q = torch.empty(1, 1, 1, D, dtype=dtype)
         kernels = ("attention_fwd", "attention_dkdv", "attention_dq")
-        want = [shipped_rows(kernel, row[0], row[1])[row[2]] for kernel in kernels]
+        want = [shipped_rows(kernel, row[0], row[1])[row[2]].tile for kernel in kernels]
         assert [launch.find_attention_tile(kernel, q, frozenset()) for kernel in kernels] == want
 
 

@@ -356,10 +356,10 @@ def test_tiles_are_found_by_device_dtype_and_size(monkeypatch):
 
     monkeypatch.setattr(tiles, "INTERPRET", False)
     shipped = {
-        (arch, size, kind): tile
+        (arch, size, kind): row.tile
         for arch in (0, 80, 90, 100)
         for size in (2, 4, 8)
-        for kind, tile in tiles.shipped_rows("gemm", arch, size).items()
+        for kind, row in tiles.shipped_rows("gemm", arch, size).items()
     }
     assert tile(90) == tile(89 + 10) == shipped[90, 2, "large"]
     assert tile(86) == shipped[80, 2, "large"]

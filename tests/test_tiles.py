@@ -99,7 +99,7 @@ def test_of_rows_for_versions_of_triton_and_variants_the_first_that_fits_is_take
 
     def taken(version: str, words: str) -> int:
         monkeypatch.setattr(triton, "__version__", version)
-        return tiles.shipped_rows("attention_fwd", 90, 2, frozenset(words.split()))[256].q
+        return tiles.shipped_rows("attention_fwd", 90, 2, frozenset(words.split()))[256].tile.q
 
     assert [taken("3.7.1", w) for w in ("into softcap bounded", "masked", "softcap", "into")] == [
         16, 16, 64, 128,

@@ -17,9 +17,10 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from clock import HotLoop
 from clock.kernel import ReadKernel, read_kernel
@@ -34,7 +35,8 @@ BENCHMARKS = Path(__file__).resolve().parent.parent
 
 # ---------------------------------------------------------------- in the subprocess
 
-_FOUND: list[Case] = []  # of this process and its forks
+T, R = TypeVar("T"), TypeVar("R")
+_inherited: list[Callable[[int], Any]] = []  # of a fork
 
 
 def compile_case(case: Case, target: str, *, clock: bool) -> list[Report]:
@@ -61,9 +63,16 @@ def compile_case(case: Case, target: str, *, clock: bool) -> list[Report]:
     return [Report(**of_case, **facts) for facts in figures]
 
 
-def _compile_task(task: tuple[str, int, bool]) -> list[Report]:
-    target, index, clock = task
-    return compile_case(_FOUND[index], target, clock=clock)
+def in_forks(call: Callable[[T], R], items: Sequence[T], jobs: int) -> list[R]:
+    """[call(item) for item in items] by `jobs` forks, which inherit both: cases have lambdas, that
+    no pipe carries."""
+    start = (lambda index: call(items[index]),)
+    with get_context("fork").Pool(jobs, _inherited.append, start) as pool:
+        return pool.map(_call_inherited, range(len(items)), chunksize=1)
+
+
+def _call_inherited(index: int) -> Any:
+    return _inherited[0](index)
 
 
 def _reason(error: BaseException) -> str:
@@ -77,16 +86,16 @@ def _compile_here(
     targets: tuple[str, ...], only: str, *, tiles: bool, planted: bool, clock: bool, jobs: int
 ) -> list[Report]:
     """Compile the cases whose name contains `only`, shared out over `jobs` forks."""
-    _FOUND.extend(tile_cases() if tiles else [*planted_cases(), *cases()] if planted else cases())
+    found = tile_cases() if tiles else [*planted_cases(), *cases()] if planted else cases()
     tasks = [
-        (target, index, clock)
-        for index, case in enumerate(_FOUND)
+        (case, target)
+        for case in found
         for target in targets
         if any(word in case.name for word in only.split("|"))
         and (target in case.targets or target not in GATED)
     ]
-    with get_context("fork").Pool(jobs) as pool:
-        return [report for reports in pool.imap(_compile_task, tasks) for report in reports]
+    compiled = in_forks(lambda task: compile_case(*task, clock=clock), tasks, jobs)
+    return [report for reports in compiled for report in reports]
 
 
 # ---------------------------------------------------------------- in the test process

@@ -26,13 +26,14 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from warpweave.kernels.runtime.dispatch import HAS_TRITON, INTERPRET, capability, triton
 from warpweave.kernels.runtime.tile_table import OPTIONAL, Kind, Tile, TileRow, read_table
 
+T = TypeVar("T", Tile, TileRow)
 Key = tuple[str, int, Kind]
 """Kernel, bytes per element, kind or head dim."""
 
@@ -50,7 +51,7 @@ def load(path: str | Path | None) -> None:
     Raises ValueError, and changes nothing, if the table cannot be used.
     """
     _loaded[:] = [] if path is None else read_table(Path(path), by="device")
-    for cached in (own_rows, find_on):
+    for cached in (own_rows, row_on):
         cached.cache_clear()
 
 
@@ -72,23 +73,30 @@ def find(
     return find_on(kernel, capability(device), device_name(device), size, kind, variant)
 
 
-@cache
 def find_on(
     kernel: str, arch: int, name: str, size: int, kind: Kind, variant: frozenset[str] = PLAIN
 ) -> Any:
     """What `find` answers on a device of this capability and name; "" has no rows of a user."""
+    return row_on(kernel, arch, name, size, kind, variant).tile
+
+
+@cache
+def row_on(
+    kernel: str, arch: int, name: str, size: int, kind: Kind, variant: frozenset[str] = PLAIN
+) -> TileRow:
+    """The row whose tile is `find_on`'s."""
     rows = shipped_rows(kernel, arch, size, variant)
     if name and not variant:
         own = own_rows(name)
-        rows |= {row.kind: row.tile for row in own if (row.kernel, row.size) == (kernel, size)}
-    tile = _fitting(rows, kind)
-    if tile is None:
+        rows |= {row.kind: row for row in own if (row.kernel, row.size) == (kernel, size)}
+    row = _fitting(rows, kind)
+    if row is None:
         raise ValueError(f"no tile of {kernel} is for {kind!r}, they are for {[*rows]}")
-    return tile
+    return row
 
 
-def _fitting(rows: Mapping[Kind, Tile], kind: Kind) -> Tile | None:
-    """The row of this kind, for an optional one that of the large, or of the smallest head dim that
+def _fitting(rows: Mapping[Kind, T], kind: Kind) -> T | None:
+    """The one of this kind, for an optional one that of the large, or of the smallest head dim that
     fits."""
     if isinstance(kind, int):
         kind = min((k for k in rows if isinstance(k, int) and k >= kind), default=kind)
@@ -112,17 +120,22 @@ def pinned(tiles: Mapping[Key, Tile]) -> Iterator[None]:
 
 def shipped_rows(
     kernel: str, arch: int, size: int, variant: frozenset[str] = PLAIN
-) -> dict[Kind, Tile]:
-    """Kind or head dim -> the tile of its first row for `variant`, on a device of capability
-    `arch`."""
-    version = tuple(map(int, triton.__version__.split(".")[:2])) if HAS_TRITON else (0, 0)
+) -> dict[Kind, TileRow]:
+    """Kind or head dim -> its first row for `variant`, on a device of capability `arch`."""
+    version = triton_version()
     of_size = [row for row in shipped_table() if (row.kernel, row.size) == (kernel, size)]
     best = max(r.where for r in of_size if isinstance(r.where, int) and r.where <= arch)
-    found: dict[Kind, Tile] = {}
+    found: dict[Kind, TileRow] = {}
     for row in of_size:
         if row.where == best and row.fits(version, variant):
-            found.setdefault(row.kind, row.tile)
+            found.setdefault(row.kind, row)
     return found
+
+
+def triton_version() -> tuple[int, int]:
+    """Major and minor of the installed Triton; (0, 0) without one."""
+    major, minor = triton.__version__.split(".")[:2] if HAS_TRITON else (0, 0)
+    return int(major), int(minor)
 
 
 @cache
