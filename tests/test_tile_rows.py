@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import tile_rows
 from tile_rows import SHIPPED, Fix, main, with_rows
 
 from warpweave.kernels.runtime.tile_table import AttentionTile, TileRow, read_table, write_table
@@ -51,6 +52,20 @@ def test_a_row_is_written_for_what_spills_until_nothing_does(tmp_path) -> None:
     assert row.tile != plain.tile
     assert row.tile.q * row.tile.k <= plain.tile.q * plain.tile.k
     assert [row for row in rows if row not in without] == [row]
+
+
+def test_nothing_is_written_while_something_is_refused(tmp_path, monkeypatch, capsys) -> None:
+    """Here by a second pass, after a first that had a row for everything."""
+    table = tmp_path / "tiles.json"
+    write_table(table, read_table(SHIPPED, by="capability"))
+    plain = next(row for row in read_table(table, by="capability") if own(row) and not row.variants)
+    into = dataclasses.replace(plain, tile=plain.tile._replace(k=16), variants=("into",))
+    passes = iter([[[Fix(plain, into, "spills")]], [[], [Fix(into, None, "spills still")]]])
+    monkeypatch.setattr(tile_rows, "in_forks", lambda *_: next(passes))
+    assert main([f"--only={CASE}", f"--table={table}"]) == 1
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert last == {"cases": 3, "new_rows": 1, "refused": 1}
+    assert table.read_text() == SHIPPED.read_text()
 
 
 @pytest.mark.parametrize(
