@@ -1,6 +1,6 @@
 """What the compiler makes of every kernel at every tile that is shipped. It needs no GPU.
 
-    python benchmarks/compiled.py                                  # all three parts: 20 minutes
+    python benchmarks/compiled.py                                  # all three parts: 14 minutes
     python benchmarks/compiled.py --targets sm_90 --only attention
     pip install --no-deps --target build/triton-3.9.0 triton==3.9.0
     PYTHONPATH=build/triton-3.9.0 python benchmarks/compiled.py    # with another Triton
@@ -146,7 +146,7 @@ def main(arguments: list[str] | None = None) -> int:
         options.error(f"the tables of {other} are of another Triton: --accept them without --only")
     folder = given.results or (None if given.only else harness.ROOT / "benchmarks" / "results")
 
-    print("compiling; tables at the end, all of it takes 20 minutes on 2 cores", flush=True)
+    print("compiling; tables at the end, all of it takes 14 minutes on 2 cores", flush=True)
     found: dict[str, list[Report]] = {target: [] for target in targets}
     for tiles in (False, True):
         part = compile_targets(
