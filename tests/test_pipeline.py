@@ -20,6 +20,7 @@ from warpweave.parallel.schedule import (
     Action,
     from_csv,
     gpipe,
+    interleaved,
     one_f_one_b,
     placement,
     split_backward,
@@ -389,12 +390,40 @@ class Counting(Distributed):
         self.peak = max(self.peak, len(self._sending))
 
     def _take(self, want) -> Tensor:
-        self.late += want.link not in self._posted
+        self.late += want.action not in self._posted
         return super()._take(want)
+
+
+class AtNeed(Distributed):
+    """Posts receives as on NCCL."""
+
+    def _waits_in_buffers(self) -> bool:
+        return False
 
 
 def _mine(lists, rank: int) -> list[int]:
     return [s for s, r in enumerate(placement(lists)) if r == rank]
+
+
+def _at_need(rank: int) -> list[Tensor]:
+    """Receives posted late, and (two stages per rank) early: the bits of one device."""
+    lists = with_comm(interleaved(2, 4, 2))
+    transport = AtNeed(lists, dist.group.WORLD, timeout=300)
+    assert any(lists[r][i] not in rs for (r, i), rs in transport._posts.items())  # some early
+    stages = build(DEPTH, 4, _mine(lists, rank))
+    for _ in range(2):
+        stages = build(DEPTH, 4, _mine(lists, rank))
+        execute(lists, stages, transport)
+        assert not transport._posted
+    return grads_of(stages)
+
+
+def test_receives_posted_when_they_must_be_change_no_bit() -> None:
+    near, far = run_ranks(2, _at_need)
+    expected = truth(4)[0]
+    each = len(expected) // DEPTH
+    parts = [near[:each], far[:each], near[each:], far[each:]]
+    assert equal([g for part in parts for g in part], expected)
 
 
 def _real(rank: int, p: int) -> dict[str, list[Tensor]]:

@@ -1,5 +1,7 @@
 """Schedules as drawings and against torch's, every rule of the validator by its violation."""
 
+from itertools import chain
+
 import pytest
 import torch.distributed.pipelining.schedules as theirs
 
@@ -12,6 +14,8 @@ from warpweave.parallel.schedule import (
     one_f_one_b,
     order,
     placement,
+    posted_ahead,
+    posted_at_need,
     send_first,
     split_backward,
     to_csv,
@@ -443,3 +447,104 @@ def test_few_sends_are_ever_kept() -> None:
             peak = max(peak, kept)
             kept -= len(known.get(a, ()))
         assert peak <= 2 * (p - rank) + 1, (rank, peak)
+
+
+# ------------------------------------------------------------ when receives are posted
+
+
+def stuck_if_drained(lists, posts) -> bool:
+    """Whether ranks get stuck that wait, before they compute, for all that they have started.
+
+    The rule of NCCL and a host that waits for its device, written once more: a message is a pair of
+    kernels that end together, ranks are taken in turn, one action each.
+    """
+    ends: dict[tuple, set[int]] = {}  # (payload, receiving stage, micro-batch) -> who has begun
+    at, begun = [0] * len(lists), [None] * len(lists)
+
+    def begin(rank: int, op: str, stage: int, mb: int) -> None:
+        ends.setdefault((op, stage, mb), set()).add(rank)
+
+    while True:
+        before = list(at), list(begun)
+        for rank, actions in enumerate(lists):
+            if at[rank] == len(actions):
+                continue
+            action = actions[at[rank]]
+            if begun[rank] != at[rank]:
+                begun[rank] = at[rank]
+                for receive in posts.get((rank, at[rank]), ()):
+                    begin(rank, receive.op, receive.stage, receive.mb)
+            if action.op in ("SEND_F", "SEND_B"):
+                step = 1 if action.op == "SEND_F" else -1
+                begin(rank, action.op.replace("SEND", "RECV"), action.stage + step, action.mb)
+            elif action.op in ("RECV_F", "RECV_B"):
+                assert rank in ends[action.op, action.stage, action.mb], "taken, never posted"
+            elif any(who == {rank} for who in ends.values()):
+                continue
+            at[rank] += 1
+        if (list(at), list(begun)) == before:
+            return at != [len(actions) for actions in lists]
+
+
+def at_their_places(lists):
+    return {
+        (rank, index): [action]
+        for rank, actions in enumerate(lists)
+        for index, action in enumerate(actions)
+        if action.op.startswith("RECV")
+    }
+
+
+def early(lists, posts) -> dict[str, str]:
+    """Receive -> the action before which it is posted, where that is not itself."""
+    return {
+        str(receive): str(lists[rank][index])
+        for (rank, index), receives in posts.items()
+        for receive in receives
+        if receive != lists[rank][index]
+    }
+
+
+@pytest.mark.parametrize("p", [2, 3, 4, 8])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved 2", "interleaved 3"])
+def test_no_rank_computes_under_a_message_that_waits_for_it(p: int, name: str) -> None:
+    counts = (p, 2 * p) if p == 8 else (1, 2, p - 1, p + 1, 2 * p, 4 * p)
+    stuck = 0
+    for m in {m for m in counts if m}:
+        word, _, c = name.partition(" ")
+        plain = {"gpipe": gpipe, "1f1b": one_f_one_b}.get(
+            word, lambda p, m, c=c: interleaved(p, m, int(c))
+        )
+        for split in (list, send_first, split_backward, lambda x: split_backward(x, lag=p - 1)):
+            lists = with_update(with_tie(with_comm(split(plain(p, m)))))
+            posts = posted_at_need(lists)
+            places = at_their_places(lists)
+            assert sorted(chain(*posts.values())) == sorted(chain(*places.values()))
+            assert not stuck_if_drained(lists, posts)
+            ahead = posted_ahead(lists)
+            assert stuck_if_drained(lists, ahead)  # from the first action on: every list
+            if word != "interleaved":
+                assert posts == places
+            needs = stuck_if_drained(lists, places)
+            assert needs == bool(early(lists, posts))
+            stuck += needs
+    assert (stuck > 0) == (word == "interleaved")
+
+
+def test_receives_that_must_be_early_are_those_on_their_way() -> None:
+    lists = with_comm(interleaved(2, 4, 2))
+    moved = early(lists, posted_at_need(lists))
+    assert (moved["2RECV_B1"], moved["1RECV_B0"]) == ("0F3", "1F2")
+
+
+def test_one_receive_of_each_link_is_posted_ahead() -> None:
+    lists = with_comm(one_f_one_b(3, 2))
+    posts = posted_ahead(lists)
+    drawn = {(rank, str(lists[rank][i])): list(map(str, rs)) for (rank, i), rs in posts.items()}
+    assert drawn == {
+        (0, "0F0"): ["0RECV_B0"],
+        (0, "0RECV_B0"): ["0RECV_B1"],
+        (1, "1RECV_F0"): ["1RECV_F0", "1RECV_F1", "1RECV_B0"],
+        (1, "1RECV_B0"): ["1RECV_B1"],
+        (2, "2RECV_F0"): ["2RECV_F0", "2RECV_F1"],
+    }

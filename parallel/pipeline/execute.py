@@ -83,8 +83,9 @@ def _run_rank(
             raise RuntimeError(f"rank {rank}: {action} returned None, stage {stage} waits for data")
         held[kind, stage, mb] = value.detach()
 
-    for action in lists[rank]:
+    for index, action in enumerate(lists[rank]):
         op, s, i, ver = action
+        transport.reach(rank, index)
         for needed in deps(action, len(rank_of), rank_of):
             if rank_of[needed.stage] == rank and needed not in done:
                 raise RuntimeError(f"rank {rank}: {action} comes before {needed}")

@@ -77,6 +77,9 @@ class Transport(Protocol):
     def like(self, stage: int, mb: int) -> Like:
         """What stage `stage` takes as input for `mb`; stages of other ranks included."""
 
+    def reach(self, rank: int, index: int) -> None:
+        """`rank` comes to action `index` of its list: what is to be posted before it, is."""
+
     def send(self, link: Link, action: Action, tensor: Tensor) -> None:
         """Hand over a message without blocking; nobody may write to the tensor afterwards."""
 

@@ -6,7 +6,6 @@ import zlib
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from datetime import timedelta
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,7 +15,6 @@ from torch.distributed import ProcessGroup
 from warpweave.kernels.runtime.dtypes import DTYPES
 from warpweave.parallel.pipeline.interface import Like, Receive, Stage
 from warpweave.parallel.schedule.actions import (
-    RECEIVES,
     RECV_B,
     RECV_F,
     SEND_B,
@@ -31,7 +29,7 @@ from warpweave.parallel.schedule.actions import (
     lowered,
     placement,
 )
-from warpweave.parallel.schedule.ordering import acknowledged
+from warpweave.parallel.schedule.ordering import acknowledged, posted_ahead, posted_at_need
 from warpweave.parallel.schedule.text import to_csv
 from warpweave.parallel.schedule.validation import validate
 
@@ -80,6 +78,9 @@ class InProcess:
     def like(self, stage: int, mb: int) -> Like:
         """Asks the stage itself."""
         return self._stages[stage].input_like(mb)
+
+    def reach(self, rank: int, index: int) -> None:
+        """Nothing: mailboxes are always open."""
 
     def send(self, link: Link, action: Action, tensor: Tensor) -> None:
         """Puts a copy into the link's mailbox."""
@@ -133,19 +134,17 @@ def _send_of(receive: Action) -> Action:
 _DIMS = 8
 
 
-class _Posted(NamedTuple):
-    action: Action
-    work: dist.Work
-    buffer: Tensor
-
-
 class Distributed:
     """This process is one rank of the pipeline group; messages travel by torch.distributed P2P.
 
     * A communicator is a set of links of which no two touch the same rank, so a receive that was
       posted early never holds up a send behind it (NCCL runs what is on one communicator in order).
       Straight pipelines need four, as many as they have kinds of links at a rank.
-    * Of each link one receive is always posted ahead of need, in the order of the list.
+    * Receives are posted where a table made from the lists says so. On gloo, where one is a buffer
+      that waits, one of each link ahead of its need (`schedule.posted_ahead`), so that messages
+      travel while ranks compute; on NCCL and all others, where one may be a running kernel, at
+      need or when it must (`schedule.posted_at_need`), so that no rank ever computes while it has
+      started what only it can end.
     * Sends are asynchronous. A sent tensor is kept until a later message proves its arrival
       (`schedule.acknowledged`), so no rank ever blocks on a send before the end.
     * Every wait ends after `timeout`, with an error that names rank, action and peer. On NCCL the
@@ -183,12 +182,19 @@ class Distributed:
         self.rank = 0 if group is None else group.rank()
         self._lists, self._group, self._timeout = lists, group, timeout
         self._device = torch.device(device)
+        self._rank_of = placement(lists)
         self._arrived = acknowledged(lists)
+        self._posts = (posted_ahead if self._waits_in_buffers() else posted_at_need)(lists)
         self._table: dict[tuple[int, int], Like] | None = None
         self._communicators = self._connect()
-        self._expected: dict[Link, list[Receive]] = {}
-        self._posted: dict[Link, _Posted] = {}
+        self._posted: dict[Action, tuple[dist.Work, Tensor]] = {}
         self._sending: dict[Action, tuple[Link, dist.Work, Tensor]] = {}
+
+    def _waits_in_buffers(self) -> bool:
+        """Whether a receive that was posted is memory, and not a kernel."""
+        if self._group is None:
+            return True
+        return f"{self._device.type}:gloo" in dist.get_backend_config(self._group)
 
     def _connect(self) -> dict[Link, ProcessGroup]:
         """One communicator per matching of links; every link is greeted once."""
@@ -240,15 +246,6 @@ class Distributed:
         _check_stages(lists, stages, self.ranks(lists))
         if self._table is None:
             self._table = self._agree(lists, stages)
-        self._expected = {}
-        rank_of = placement(lists)
-        for a in lists[self.rank]:
-            if a.op in RECEIVES:
-                like = self.like(a.stage + (a.op == RECV_B), a.mb)
-                wire = link(a, rank_of)
-                self._expected.setdefault(wire, []).append(Receive(wire, a, like))
-        for queue in self._expected.values():
-            queue.reverse()  # the next one is popped from the end
 
     def _agree(self, lists: Schedule, stages: Mapping[int, Stage]) -> dict[tuple[int, int], Like]:
         rank_of = placement(lists)
@@ -279,6 +276,12 @@ class Distributed:
         assert self._table is not None
         return self._table[stage, mb]
 
+    def reach(self, rank: int, index: int) -> None:
+        """Posts the receives that the table has there."""
+        for receive in self._posts.get((rank, index), ()):
+            like = self.like(receive.stage + (receive.op == RECV_B), receive.mb)
+            self._post(Receive(link(receive, self._rank_of), receive, like))
+
     def send(self, link: Link, action: Action, tensor: Tensor) -> None:
         """Starts an isend, and keeps the tensor until it has arrived."""
         if action.op in SENDS:
@@ -292,8 +295,6 @@ class Distributed:
     def drive(self, programs: dict[int, Generator[Receive, Tensor, None]]) -> None:
         """Runs this rank's list; ends when all that it sent has arrived."""
         program = programs[self.rank]
-        for queue in self._expected.values():
-            self._post(queue.pop())
         message: Tensor | None = None
         while True:
             try:
@@ -309,20 +310,16 @@ class Distributed:
         buffer = torch.empty(tuple(shape), dtype=dtype, device=device)
         work = dist.irecv(buffer, group_src=want.link.src, group=self._communicators[want.link])
         assert work is not None
-        self._posted[want.link] = _Posted(want.action, work, buffer)
+        self._posted[want.action] = work, buffer
 
     def _take(self, want: Receive) -> Tensor:
-        if want.link not in self._posted:  # a TIE, whose shape only its stage knows
+        if want.action not in self._posted:  # a TIE, whose shape only its stage knows
             self._post(want)
-        posted = self._posted.pop(want.link)
-        if posted.action != want.action:
-            raise RuntimeError(f"rank {self.rank}: {want.action} finds {posted.action} posted")
-        if self._expected.get(want.link):
-            self._post(self._expected[want.link].pop())
-        self._wait(posted.work, f"{want.action} from rank {want.link.src}")
+        work, buffer = self._posted.pop(want.action)
+        self._wait(work, f"{want.action} from rank {want.link.src}")
         for action in self._arrived.get(want.action, ()):
             self._arrive(action)
-        return posted.buffer
+        return buffer
 
     def _arrive(self, action: Action) -> None:
         link, work, _ = self._sending.pop(action)

@@ -7,7 +7,12 @@ whether they are right · `text` as torch's runtime reads them.
 
 from warpweave.parallel.schedule.actions import Action, Link, Schedule, placement
 from warpweave.parallel.schedule.gpipe_1f1b import gpipe, interleaved, one_f_one_b
-from warpweave.parallel.schedule.ordering import acknowledged, order
+from warpweave.parallel.schedule.ordering import (
+    acknowledged,
+    order,
+    posted_ahead,
+    posted_at_need,
+)
 from warpweave.parallel.schedule.passes import (
     send_first,
     split_backward,
@@ -31,6 +36,8 @@ __all__ = [
     "one_f_one_b",
     "order",
     "placement",
+    "posted_ahead",
+    "posted_at_need",
     "send_first",
     "split_backward",
     "to_csv",

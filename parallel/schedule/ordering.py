@@ -1,4 +1,4 @@
-"""In which order the lists can run: who waits for whom, and what a message tells its receiver."""
+"""In which order the lists can run: who waits for whom, what a message tells, when to receive."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from warpweave.parallel.schedule.actions import (
     SENDS,
     TIE,
     Action,
+    Link,
     Schedule,
     deps,
     gives,
+    link,
     lowered,
     placement,
     tied_stages,
@@ -94,3 +96,84 @@ def acknowledged(lists: Schedule) -> dict[Action, list[Action]]:
             pending[rank] = [entry for entry in pending[rank] if clock[rank][entry[1]] <= entry[2]]
         clock[rank][rank] = index + 1
     return result
+
+
+Position = tuple[int, int]  # (rank, index in its list)
+
+
+def posted_ahead(lists: Schedule) -> dict[Position, list[Action]]:
+    """Position -> the receives to post just before it: on each link one ahead of its need.
+
+    The first of a link before everything else, the next when the one before it is taken. Every
+    message then travels while its receiver computes. For gloo, where a posted receive is a buffer
+    that waits.
+    """
+    rank_of = placement(lists)
+    posts: dict[Position, list[Action]] = {}
+    for rank, actions in enumerate(lists):
+        latest: dict[Link, int] = {}
+        for index, action in enumerate(actions):
+            if action.op in RECEIVES:
+                taken = latest.get(link(action, rank_of), 0)
+                posts.setdefault((rank, taken), []).append(action)
+                latest[link(action, rank_of)] = index
+    return posts
+
+
+def posted_at_need(lists: Schedule) -> dict[Position, list[Action]]:
+    """Position -> the receives to post just before it: each at its own place, or when it must.
+
+    For NCCL, where a posted receive is a running kernel, and so is a send that nobody receives. A
+    host that waits for its device waits for both (it does at the first launch of a kernel, which
+    loads it; when an allocator that is short gives memory back; when somebody reads a number). A
+    rank that has started what only its own later actions bring to an end then waits for ever. So
+    whatever a rank has started must end without what it does next. At their own places receives
+    keep to that, except where ranks hold several stages (interleaved 1F1B):
+
+    ====  =====================  ==============  ========================================
+    rank  has started            stands at       where it waits for the other, to post
+    ====  =====================  ==============  ========================================
+    0     2SEND_B0               0F3             1RECV_B0, which comes after 1F2
+    1     3SEND_B1               1F2             2RECV_B1, which comes after 0F3
+    ====  =====================  ==============  ========================================
+
+    So the lists are walked with every action that is no message waiting like this; where all ranks
+    are stuck, each posts the receives of what is on its way to it.
+    """
+    order(lists)  # which says so of lists that are stuck for another reason
+    rank_of = placement(lists)
+    posts: dict[Position, list[Action]] = {}
+    early: set[Action] = set()
+    sent: dict[Action, int] = {}  # receive that nobody has posted yet -> the rank that has sent it
+    waiting: dict[Action, int] = {}  # receive that nobody has sent yet -> the rank that waits
+    at = [0] * len(lists)
+
+    def post(receive: Action) -> None:
+        rank = rank_of[receive.stage]
+        posts.setdefault((rank, at[rank]), []).append(receive)
+        if sent.pop(receive, None) is None:
+            waiting[receive] = rank
+
+    def passes(rank: int, action: Action) -> bool:
+        if action.op in SENDS:
+            receive = Action(MATCHING[action.op], action.stage + AFTER[action.op], action.mb)
+            if waiting.pop(receive, None) is None:
+                sent[receive] = rank
+        elif action.op in RECEIVES:
+            if action not in early:
+                post(action)
+        else:
+            return rank not in sent.values() and rank not in waiting.values()
+        return True
+
+    while True:
+        moved = False
+        for rank, actions in enumerate(lists):
+            while at[rank] < len(actions) and passes(rank, actions[at[rank]]):
+                at[rank] += 1
+                moved = True
+        if not moved and not sent:
+            return posts
+        for receive in list(sent) if not moved else ():
+            early.add(receive)
+            post(receive)

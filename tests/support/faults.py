@@ -348,6 +348,27 @@ FAULTS = (
         "a send's place in its own list is taken for the receive's in the other's",
     ),
     Fault(
+        "schedule-posts-under-sends",
+        "parallel/schedule/ordering.py",
+        "return rank not in sent.values() and rank not in waiting.values()",
+        "return rank not in waiting.values()",
+        "a rank computes on NCCL while its send waits for what only it can bring about",
+    ),
+    Fault(
+        "schedule-posts-once-more",
+        "parallel/schedule/ordering.py",
+        "if action not in early:",
+        "if True:",
+        "a receive that was posted early is posted again at its own place",
+    ),
+    Fault(
+        "schedule-ahead-same-link",
+        "parallel/schedule/ordering.py",
+        "taken = latest.get(link(action, rank_of), 0)",
+        "taken = max(latest.values(), default=0)",
+        "receives are posted late by those of other links",
+    ),
+    Fault(
         "schedule-staleness-newest",
         "parallel/schedule/validation.py",
         "oldest = min(gradients, key=lambda g: g.ver)",
