@@ -36,7 +36,7 @@ from warpweave.kernels.runtime.dispatch import (
     tl,
     triton,
 )
-from warpweave.kernels.runtime.numeric import to_dtype, upcast
+from warpweave.kernels.runtime.dtypes import to_dtype, upcast
 from warpweave.kernels.runtime.op import operator
 
 _SLOPE = 2 * math.sqrt(2 / math.pi)  # of GELU's sigmoid at 0

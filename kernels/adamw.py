@@ -33,7 +33,7 @@ import torch
 
 from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.runtime.dispatch import choose, no_graph, tl, triton
-from warpweave.kernels.runtime.numeric import to_dtype, upcast
+from warpweave.kernels.runtime.dtypes import to_dtype, upcast
 from warpweave.kernels.runtime.op import operator
 
 _BLOCK = 1024  # elements of a program in the update

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 
 from warpweave.kernels.runtime.dispatch import choose, no_graph, refuse_tangents, tl, triton
-from warpweave.kernels.runtime.numeric import to_dtype, upcast
+from warpweave.kernels.runtime.dtypes import to_dtype, upcast
 from warpweave.kernels.runtime.op import operator
 
 _LOW = 0xFFFFFFFF

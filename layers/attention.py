@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from warpweave.kernels.attention import attention
-from warpweave.kernels.attention.checks import heads_per_kv_head
-from warpweave.kernels.attention.options import AttentionOptions, check_numbers
+from warpweave.kernels.attention.options import AttentionOptions, check_numbers, heads_per_kv_head
 from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.rope import apply_rope_qk, rope_table
 from warpweave.layers.context import TokenContext

@@ -5,7 +5,7 @@ import torch
 from close import assert_close_f64, relative_error
 
 from warpweave.kernels.runtime.dispatch import tl, triton
-from warpweave.kernels.runtime.numeric import dot, to_dtype, upcast
+from warpweave.kernels.runtime.dtypes import dot, to_dtype, upcast
 
 
 @triton.jit

@@ -1,8 +1,8 @@
 """Attention: `attention`, and its halves for autograd Functions of one's own.
 
-`function` the public calls and the operator · `options` the record of what they are asked, `checks`
-of tensors · `forward`, `backward` formulas, kernels and launches · `device`, `launch` what those
-share, tiles too · `visible` which tiles a mask leaves · `torch_path` on a CPU.
+`function` the public calls and the operator · `options` the record of what they are asked, and the
+checks · `forward`, `backward` formulas, kernels and launches · `device`, `launch` what those share,
+tiles too · `visible` which tiles a mask leaves · `torch_path` on a CPU.
 """
 
 from warpweave.kernels.attention.backward import attention_delta, attention_dsinks

@@ -34,7 +34,7 @@ from warpweave.kernels.attention.torch_path import attention_bwd_cpu
 from warpweave.kernels.attention.visible import reach, rows_of_step, rows_of_tile, span
 from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.runtime.dispatch import choose, no_graph, tl, triton
-from warpweave.kernels.runtime.numeric import dot, to_dtype, upcast
+from warpweave.kernels.runtime.dtypes import dot, to_dtype, upcast
 
 # ---------------------------------------------------------------- kernels
 

@@ -16,7 +16,7 @@ the counter without their bit 3, and the two bits number the word.
 from __future__ import annotations
 
 from warpweave.kernels.runtime.dispatch import tl, triton
-from warpweave.kernels.runtime.numeric import to_dtype
+from warpweave.kernels.runtime.dtypes import to_dtype
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)

@@ -33,18 +33,16 @@ import torch
 import torch.nn.functional as F
 
 from warpweave.kernels.attention.backward import attention_delta, attention_dsinks, block_bwd
-from warpweave.kernels.attention.checks import (
-    check_are_tensors,
-    check_carried,
-    check_carried_gradients,
-    check_dtype,
-    check_row_sums,
-)
 from warpweave.kernels.attention.forward import block_fwd
 from warpweave.kernels.attention.options import (
     AttentionOptions,
     Runs,
+    check_are_tensors,
     check_boundaries,
+    check_carried,
+    check_carried_gradients,
+    check_dtype,
+    check_row_sums,
     checked,
 )
 from warpweave.kernels.reference import Run, compute_dtype

@@ -14,7 +14,7 @@ import torch
 from warpweave.kernels.cross_entropy.forward import chunks, local_columns, tile
 from warpweave.kernels.cross_entropy.vocabulary import Vocabulary, check_logits
 from warpweave.kernels.runtime.dispatch import check_written, choose, no_graph, tl, triton
-from warpweave.kernels.runtime.numeric import to_dtype, upcast
+from warpweave.kernels.runtime.dtypes import to_dtype, upcast
 from warpweave.kernels.runtime.op import operator
 
 # ---------------------------------------------------------------- Triton

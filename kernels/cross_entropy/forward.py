@@ -15,7 +15,7 @@ import torch
 from warpweave.kernels.cross_entropy.vocabulary import Vocabulary, check_logits
 from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.runtime.dispatch import choose, no_graph, tl, triton
-from warpweave.kernels.runtime.numeric import upcast
+from warpweave.kernels.runtime.dtypes import upcast
 from warpweave.kernels.runtime.op import operator
 
 _CHUNK = 2**18  # elements the CPU path works on at a time: its passes then hit the cache

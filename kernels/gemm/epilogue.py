@@ -19,7 +19,7 @@ from warpweave.kernels.gemm.mainloop import (
     tile_product,
 )
 from warpweave.kernels.runtime.dispatch import tl, triton
-from warpweave.kernels.runtime.numeric import to_dtype, upcast
+from warpweave.kernels.runtime.dtypes import to_dtype, upcast
 
 
 @triton.jit

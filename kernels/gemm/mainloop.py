@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from warpweave.kernels.runtime.dispatch import all_registers, capability, processors, tl, triton
-from warpweave.kernels.runtime.numeric import dot
+from warpweave.kernels.runtime.dtypes import dot
 from warpweave.kernels.runtime.tile_table import GemmTile
 from warpweave.kernels.runtime.tiles import find
 

@@ -31,9 +31,8 @@ from warpweave.kernels.gemm.mainloop import (
 )
 from warpweave.kernels.overlap.gathering import Gathering, multiply
 from warpweave.kernels.runtime.dispatch import choose, no_graph, tl, triton
-from warpweave.kernels.runtime.dtypes import no_autocast
+from warpweave.kernels.runtime.dtypes import no_autocast, to_dtype, upcast
 from warpweave.kernels.runtime.fusion import choose_or_auto, fused_or_apart
-from warpweave.kernels.runtime.numeric import to_dtype, upcast
 from warpweave.kernels.runtime.op import operator
 
 # ---------------------------------------------------------------- forward

@@ -3,8 +3,8 @@
 The sum in the kernel saves 2 of the 10 bytes an element that it and a norm of it move in 16 bits,
 dropout in it 4 more.
 
-`function` the ops · `forward`, `backward` kernels with their launches · `device` what kernels share
-· `checks` arguments, checked and as kernels take them · `torch_path` on a CPU.
+`function` the ops · `forward`, `backward` kernels with their launches · `shared` what those share,
+on the host and inside the kernels · `torch_path` on a CPU.
 """
 
 from warpweave.kernels.norm.backward import NormGradients, norm_bwd

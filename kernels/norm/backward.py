@@ -10,15 +10,18 @@ from typing import NamedTuple
 import torch
 
 from warpweave.kernels.dropout import Drop, check_drop, launch_arguments
-from warpweave.kernels.norm.checks import as_rows, check_norm, contiguous, tile_of
-from warpweave.kernels.norm.device import (
+from warpweave.kernels.norm.shared import (
     RUNTIME,
     add_to,
+    as_rows,
+    check_norm,
     columns,
+    contiguous,
     load_tile,
     normal,
     row_statistics,
     store_dx,
+    tile_of,
     vector,
 )
 from warpweave.kernels.norm.torch_path import norm_bwd_cpu

@@ -8,8 +8,18 @@ from __future__ import annotations
 import torch
 
 from warpweave.kernels.dropout import Drop, check_drop, launch_arguments
-from warpweave.kernels.norm.checks import as_rows, check_norm, contiguous, stream_dtype, tile_of
-from warpweave.kernels.norm.device import RUNTIME, columns, load_tile, store_y, sum_of
+from warpweave.kernels.norm.shared import (
+    RUNTIME,
+    as_rows,
+    check_norm,
+    columns,
+    contiguous,
+    load_tile,
+    store_y,
+    stream_dtype,
+    sum_of,
+    tile_of,
+)
 from warpweave.kernels.norm.torch_path import norm_fwd_cpu, residual_sum
 from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.runtime.dispatch import choose, no_graph, tl, triton

@@ -44,8 +44,8 @@ import torch.nn.functional as F
 
 from warpweave.kernels.dropout import Drop, check_drop
 from warpweave.kernels.norm.backward import norm_bwd
-from warpweave.kernels.norm.checks import check_norm, stream_dtype
 from warpweave.kernels.norm.forward import norm_fwd
+from warpweave.kernels.norm.shared import check_norm, stream_dtype
 from warpweave.kernels.norm.torch_path import (
     cast,
     norm_bwd_cpu,

@@ -40,7 +40,7 @@ from warpweave.kernels.overlap.signals import (
 from warpweave.kernels.overlap.symmetric import Memory, Signature
 from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.runtime.dispatch import tl, triton
-from warpweave.kernels.runtime.numeric import to_dtype
+from warpweave.kernels.runtime.dtypes import to_dtype
 
 
 @triton.jit(do_not_specialize=["rank", "signature"])

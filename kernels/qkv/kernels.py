@@ -24,9 +24,8 @@ from warpweave.kernels.qkv.gathered import gather_qkv_steps
 from warpweave.kernels.qkv.pairs import angles, columns_of_pairs, places, turn
 from warpweave.kernels.rope import check_table, rope_fwd, rope_qk_fwd
 from warpweave.kernels.runtime.dispatch import choose, no_graph, tl, triton
-from warpweave.kernels.runtime.dtypes import no_autocast
+from warpweave.kernels.runtime.dtypes import no_autocast, to_dtype, upcast
 from warpweave.kernels.runtime.fusion import choose_or_auto, fused_or_apart
-from warpweave.kernels.runtime.numeric import to_dtype, upcast
 from warpweave.kernels.runtime.op import operator
 from warpweave.kernels.runtime.wgrad import rows
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from warpweave.kernels.gemm.mainloop import split_columns
 from warpweave.kernels.runtime.dispatch import tl, triton
-from warpweave.kernels.runtime.numeric import to_dtype, upcast
+from warpweave.kernels.runtime.dtypes import to_dtype, upcast
 
 
 @triton.jit

@@ -30,7 +30,7 @@ from warpweave.kernels.runtime.dispatch import (
     triton,
     wants_gradient,
 )
-from warpweave.kernels.runtime.numeric import to_dtype, upcast
+from warpweave.kernels.runtime.dtypes import to_dtype, upcast
 from warpweave.kernels.runtime.op import operator
 
 # ---------------------------------------------------------------- Triton

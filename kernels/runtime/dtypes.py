@@ -1,4 +1,14 @@
-"""The dtypes that ops compute in, that of a call, and autocast, which must not choose another."""
+"""Dtypes: those that ops compute in, that of a call, and casts and products inside kernels.
+
+Autocast must not choose another one within a Function: there the dtypes are settled. Triton's
+interpreter keeps bfloat16 as bare 16-bit patterns: arithmetic and `tl.dot` on them return garbage
+and a float32 -> bfloat16 cast truncates (Triton 3.4 to 3.9, triton#11584). So a kernel
+  * loads through `upcast` (float32, or float64 for float64 tensors) before any arithmetic,
+  * multiplies matrices through `dot`,
+  * casts through `to_dtype`, also right before `tl.store` (the store's implicit cast truncates
+    too).
+On a GPU `dot` is `tl.dot` and `to_dtype` is `.to`: the branches are decided at compile time.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +16,9 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+
+from warpweave.kernels.runtime import dispatch
+from warpweave.kernels.runtime.dispatch import tl, triton
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """What ops compute in."""
@@ -36,3 +49,48 @@ def no_autocast(x: torch.Tensor) -> AbstractContextManager[object]:
     device = x.device.type
     on = not x.is_meta and torch.is_autocast_enabled(device)
     return torch.autocast(device, enabled=False) if on else nullcontext()
+
+
+# ---------------------------------------------------------------- inside kernels
+
+_INTERPRET = tl.constexpr(dispatch.INTERPRET)
+_IEEE = tl.constexpr("ieee")  # Triton 3.6 takes no bare string as a default
+
+
+@triton.jit
+def dot(a, b, acc, PRECISION: tl.constexpr = _IEEE):
+    """acc + a @ b; `acc` is float32 (float64 for float64 operands), a and b have one dtype.
+
+    PRECISION matters for float32 operands on a GPU only: "ieee" (exact products), "tf32" or
+    "tf32x3".
+    """
+    if _INTERPRET:
+        return tl.dot(a.to(acc.dtype), b.to(acc.dtype), acc, out_dtype=acc.dtype)
+    else:
+        return tl.dot(a, b, acc, input_precision=PRECISION, out_dtype=acc.dtype)
+
+
+@triton.jit
+def to_dtype(x, DTYPE: tl.constexpr):
+    """x cast to DTYPE, rounding to nearest even; NaN stays NaN.
+
+    For a store: ``tl.store(p, to_dtype(v, p.dtype.element_ty), mask)``.
+    """
+    if _INTERPRET and tl.bfloat16 == DTYPE and x.dtype != tl.bfloat16:
+        value = x.to(tl.float32)
+        bits = value.to(tl.int32, bitcast=True)
+        nearest_even = bits + 0x7FFF + ((bits >> 16) & 1)
+        # Rounding could carry a NaN's payload into infinity or zero: keep it, quiet bit set.
+        bits = tl.where(value != value, bits | 0x400000, nearest_even) >> 16
+        return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)  # a cast would flush subnormals
+    else:
+        return x.to(DTYPE)
+
+
+@triton.jit
+def upcast(x):
+    """x in the dtype to compute in: float64 stays, every other float becomes float32."""
+    if x.dtype == tl.float64:
+        return x
+    else:
+        return x.to(tl.float32)
