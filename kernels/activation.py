@@ -57,6 +57,8 @@ ACTIVATIONS = {
     "swiglu": Activation("silu", True),
     "geglu": Activation("gelu", True),
 }
+RECOMPUTE = ("nothing", "activation", "up")
+"""What the backward of an MLP may compute again instead of keeping it; see ``kernels.mlp``."""
 
 
 def find_activation(name: str) -> Activation:

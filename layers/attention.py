@@ -13,9 +13,8 @@ from warpweave.kernels.attention.options import AttentionOptions, check_numbers,
 from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.rope import apply_rope_qk, rope_table
 from warpweave.layers.context import TokenContext
-from warpweave.layers.fusable import fusable
 from warpweave.layers.keywords import fields_as_keywords
-from warpweave.layers.linear import ColumnParallelLinear, RowParallelLinear
+from warpweave.layers.linear import ColumnParallelLinear, RowParallelLinear, fusable
 from warpweave.layers.norm import ColumnParallelRMSNorm, RMSNorm
 from warpweave.layers.place import Place
 from warpweave.layers.style import AttentionStyle, HeadStyle

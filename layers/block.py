@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from warpweave.kernels.dropout import Drop, dropout
 from warpweave.layers.attention import Attention
 from warpweave.layers.context import TokenContext
-from warpweave.layers.fusable import fusable
 from warpweave.layers.keywords import fields_as_keywords
-from warpweave.layers.linear import RowParallelLinear
+from warpweave.layers.linear import RowParallelLinear, fusable
 from warpweave.layers.mlp import MLP
 from warpweave.layers.norm import make_norm
 from warpweave.layers.place import Place

@@ -9,7 +9,7 @@ from warpweave.layers.keywords import fields_as_keywords
 from warpweave.layers.place import Place
 from warpweave.parallel.mesh import connected
 from warpweave.parallel.shard import Cut, ParamRecord
-from warpweave.parallel.tensor import vocab_parallel_embedding
+from warpweave.parallel.tensor.embedding import vocab_parallel_embedding
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -16,7 +16,7 @@ from warpweave.layers.place import Place
 from warpweave.parallel.collectives import gather, scatter
 from warpweave.parallel.mesh import connected
 from warpweave.parallel.shard import Cut, ParamRecord
-from warpweave.parallel.tensor import column_parallel_linear, row_parallel_linear
+from warpweave.parallel.tensor.linear import column_parallel_linear, row_parallel_linear
 
 _UNUSED = ("strategy", "recompute", "impl")  # of a `Place`: what a product by itself has no use for
 
@@ -114,7 +114,7 @@ class ColumnParallelLinear(_ParallelLinear):
         sequence_parallel: the input is x[T/tp, in], its rows cut over the tensor axis, and is
             gathered here; otherwise it is x[..., in], the same on every tensor rank.
         overlap: how collectives and products hide one another: "none", "bulk", "chunked" or
-            "fused", see ``parallel.tensor.overlap``.
+            "fused", see ``parallel.tensor.ranks``.
         place: a `Place` that has these, device and dtype, instead of them one by one.
         gather_output: return y[..., out] whole on every rank instead of y[..., out/tp].
         init: standard deviation by which a keyed initialisation (``GPT``) draws the weight.
@@ -184,3 +184,19 @@ class RowParallelLinear(_ParallelLinear):
             x = scatter(x, self.mesh.group("tp"), dim=-1)
         bias = self.bias if add_bias else None
         return row_parallel_linear(x, self.weight, bias, **self.over_ranks)
+
+
+def fusable(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether a layer may use the parameters of `module` in a fused Function instead of calling it:
+    it is a plain `kind` that nobody has wrapped, replaced, sharded or hooked.
+
+    Adapters, quantisers and parametrizations replace a module or its class, FSDP2 changes its class
+    and frees its parameters outside of its forward; they all count on its being called.
+    """
+    hooks = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
+    return type(module) is kind and not any(hooks)

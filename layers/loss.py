@@ -10,8 +10,8 @@ from warpweave.layers.keywords import fields_as_keywords
 from warpweave.layers.place import Place
 from warpweave.parallel.collectives import Pending
 from warpweave.parallel.mesh import ConnectedMesh, connected
-from warpweave.parallel.tensor import vocab_parallel_cross_entropy
 from warpweave.parallel.tensor.linear_loss import vocab_parallel_linear_cross_entropy
+from warpweave.parallel.tensor.loss import vocab_parallel_cross_entropy
 
 
 class VocabParallelCrossEntropy(nn.Module):

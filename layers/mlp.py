@@ -8,9 +8,8 @@ from torch.utils.checkpoint import checkpoint
 
 from warpweave.kernels.activation import activate, find_activation
 from warpweave.kernels.dropout import Drop, dropout
-from warpweave.layers.fusable import fusable
 from warpweave.layers.keywords import fields_as_keywords
-from warpweave.layers.linear import ColumnParallelLinear, RowParallelLinear
+from warpweave.layers.linear import ColumnParallelLinear, RowParallelLinear, fusable
 from warpweave.layers.place import Place
 from warpweave.layers.style import MLPStyle
 from warpweave.parallel.mesh import connected

@@ -16,7 +16,7 @@ from warpweave.layers.place import Place
 from warpweave.layers.style import NormStyle
 from warpweave.parallel.mesh import connected
 from warpweave.parallel.shard import Cut, ParamRecord
-from warpweave.parallel.tensor import cut_rms_norm
+from warpweave.parallel.tensor.norm import cut_rms_norm
 
 _UNUSED = ("overlap", "strategy", "recompute")  # of a `Place`: what a norm has no use for
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from warpweave.kernels.mlp import RECOMPUTE
+from warpweave.kernels.activation import RECOMPUTE
 from warpweave.kernels.overlap.gathering import check_fusing
 from warpweave.kernels.runtime.dispatch import check_impl
 from warpweave.parallel.context import Links, Strategy, check_strategy
 from warpweave.parallel.mesh import ConnectedMesh, connected
-from warpweave.parallel.tensor.overlap import check_overlap
+from warpweave.parallel.tensor.ranks import check_overlap
 from warpweave.parallel.words import Overlap
 
 
@@ -25,7 +25,7 @@ class Place:
         mesh: the connected mesh; None is one device.
         sequence_parallel: the residual stream is x[T/tp, E], its rows cut over the tensor axis.
         overlap: how collectives of tensor ranks and products hide one another: "none", "bulk",
-            "chunked" or "fused", see ``parallel.tensor.overlap``.
+            "chunked" or "fused", see ``parallel.tensor.ranks``.
         strategy: how ranks of the context axis attend to one another's tokens: "ring", "gather",
             "stream", "ulysses", "hybrid", "auto" or `Links`, see ``parallel.context``.
         recompute: what the backward of an MLP computes again instead of keeping it: "nothing",

@@ -10,4 +10,4 @@ from typing import Literal
 Kind = Literal["zigzag", "contiguous", "striped", "balanced"]  # how the sequence is cut: `layout`
 Strategy = Literal["auto", "ring", "gather", "stream", "ulysses", "hybrid"]  # of `context`
 Choice = Literal[Strategy, "measured"]  # of a plan: "auto" by links that the run has measured
-Overlap = Literal["none", "bulk", "chunked", "fused"]  # of `tensor.overlap`
+Overlap = Literal["none", "bulk", "chunked", "fused"]  # of `tensor.ranks`

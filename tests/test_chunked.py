@@ -22,12 +22,11 @@ from sharded import beside_replicas, draw, noticed, part, world
 from threads import run_threads
 
 from warpweave.kernels.dropout import Drop
-from warpweave.kernels.gemm.gradients import linear
+from warpweave.kernels.gemm.local import linear
 from warpweave.kernels.runtime.wgrad import rows
 from warpweave.parallel import collectives
 from warpweave.parallel.tensor import chunked
-from warpweave.parallel.tensor.overlap import tensor_ranks
-from warpweave.parallel.tensor.ranks import TensorRanks
+from warpweave.parallel.tensor.ranks import TensorRanks, tensor_ranks
 from warpweave.parallel.words import Overlap
 
 K, N = 7, 5

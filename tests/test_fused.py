@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from warpweave.kernels.dropout import Drop, dropout
-from warpweave.kernels.overlap import all_gather_gemm, gemm_reduce_scatter
+from warpweave.kernels.overlap import all_gather_gemm, gathering, gemm_reduce_scatter
 from warpweave.kernels.overlap.epilogue import Epilogue
 from warpweave.kernels.overlap.symmetric import local_memory
 from warpweave.kernels.rope import apply_rope, rope_table
@@ -33,7 +33,7 @@ from warpweave.layers.records import collect_records
 from warpweave.parallel.collectives import reduce_from
 from warpweave.parallel.mesh import ConnectedMesh, Mesh
 from warpweave.parallel.symmetric import Workspace
-from warpweave.parallel.tensor import column_parallel_linear, fused, row_parallel_linear
+from warpweave.parallel.tensor import column_parallel_linear, row_parallel_linear
 from warpweave.parallel.tensor.mlp import parallel_mlp
 from warpweave.parallel.tensor.qkv import parallel_qkv_rope
 
@@ -143,7 +143,7 @@ def _fusing(rank: int) -> None:
             w = draw(2, 8, 5).requires_grad_(not frozen)
             y = column_parallel_linear(x, w, sequence_parallel=sequence, **ranks)
             store = WeightGradients()
-            with mock.patch.object(fused, name, wraps=getattr(fused, name)) as called:
+            with mock.patch.object(gathering, name, wraps=getattr(gathering, name)) as called:
                 if waiting:
                     with collect(store):
                         y.backward(draw(3, *y.shape))
@@ -346,7 +346,8 @@ def _averaged(wrap: Callable[..., nn.Module], mesh: ConnectedMesh) -> float:
     for step in range(2):
         x, dy = draw(step, 2, tokens, 8), draw(step + 10, 2, tokens, 8)
         replica = mesh.index("dp")
-        with mock.patch.object(fused, "gemm_reduce_scatter", wraps=gemm_reduce_scatter) as called:
+        spy = mock.patch.object(gathering, "gemm_reduce_scatter", wraps=gemm_reduce_scatter)
+        with spy as called:
             y = wrapped(part_of(x[replica], mesh), context)
             y.backward(part_of(dy[replica], mesh))
         assert called.call_count == 2  # out, down

@@ -14,7 +14,7 @@ from warpweave.kernels.activation import ACTIVATIONS, activate
 from warpweave.kernels.cross_entropy import cross_entropy, linear_cross_entropy
 from warpweave.kernels.dropout import Drop, dropout
 from warpweave.kernels.gemm import gemm
-from warpweave.kernels.gemm.gradients import weight_gradient
+from warpweave.kernels.gemm.local import weight_gradient
 from warpweave.kernels.mlp import mlp
 from warpweave.kernels.norm import layer_norm, rms_norm
 from warpweave.kernels.qkv import qkv_rope

@@ -47,7 +47,7 @@ from warpweave.parallel.tensor import (
     row_parallel_linear,
     vocab_parallel_embedding,
 )
-from warpweave.parallel.tensor.overlap import check_overlap
+from warpweave.parallel.tensor.ranks import check_overlap
 from warpweave.shards import local, padded_rows, use_local
 
 Group = dist.ProcessGroup | None

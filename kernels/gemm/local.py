@@ -8,6 +8,9 @@ of the last needs all tokens of dy. A fused layer's Function asks its `ranks` fo
 product together with what moves around it, so that the move may run before it, after it, in chunks
 of it or within its kernel. A head and its loss are a column-parallel product whose columns are the
 vocabulary. `Local` moves nothing; `parallel.tensor.ranks` has the one that does.
+
+A weight may have more dims than two: W[F, 2, K] is rows F 2. Its gradient dW = dy^T x is made in
+its ``grad_dtype`` and goes through `runtime.wgrad`, as db does.
 """
 
 from __future__ import annotations
@@ -18,13 +21,42 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from warpweave.kernels.dropout import Drop, dropout
-from warpweave.kernels.gemm.fused import fused_gemm, gemm
-from warpweave.kernels.gemm.gradients import weight_gradient
+from warpweave.kernels.gemm.fused import fused_gemm, gemm, gemm_into
 from warpweave.kernels.runtime.dispatch import choose
-from warpweave.kernels.runtime.wgrad import bias_gradient, rows
+from warpweave.kernels.runtime.wgrad import bias_gradient, grad_dtype, rows, wgrad
 
 _Made = TypeVar("_Made")
 _Gradient = torch.Tensor | None
+
+
+# ---------------------------------------------------------------- the product and its weight
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x[..., K] weight[N, K]^T + bias[N] of one dtype, as `gemm` multiplies."""
+    return gemm(rows(x), weight.t(), bias).view(*x.shape[:-1], weight.shape[0])
+
+
+def weight_gradient(
+    weight: torch.Tensor, operands: Callable[[], tuple[torch.Tensor, torch.Tensor]]
+) -> torch.Tensor | None:
+    """dW[N, K] = dy[..., N]^T x[..., K] with (dy, x) from ``operands()``, or None: see `wgrad`.
+
+    `weight` is the parameter itself, not what a saved tensor came back as.
+    """
+
+    def make() -> torch.Tensor:
+        dy, x = operands()
+        return gemm(rows(dy).t(), rows(x), out_dtype=grad_dtype(weight)).view(weight.shape)
+
+    def into(buffer: torch.Tensor, add: bool) -> None:
+        dy, x = operands()
+        gemm_into(rows(dy).t(), rows(x), buffer.view(-1, buffer.shape[-1]), add)
+
+    return wgrad(weight, make, into)
+
+
+# ---------------------------------------------------------------- what moves around it
 
 
 class Chunks(NamedTuple):

@@ -9,17 +9,14 @@ from typing import NamedTuple
 
 import torch
 
-from warpweave.kernels.activation import activation_fwd, find_activation
+from warpweave.kernels.activation import RECOMPUTE, activation_fwd, find_activation
 from warpweave.kernels.dropout import Drop, check_drop, dropout
-from warpweave.kernels.gemm.gradients import weight_gradient
-from warpweave.kernels.gemm.local import LOCAL, Local
+from warpweave.kernels.gemm.local import LOCAL, Local, weight_gradient
 from warpweave.kernels.mlp.hidden import hidden_again, hidden_bwd, hidden_fwd
 from warpweave.kernels.overlap.gathering import Gathering
 from warpweave.kernels.runtime.dispatch import choose, no_graph, once_differentiable, wants_gradient
 from warpweave.kernels.runtime.dtypes import no_autocast, operand_dtype
 from warpweave.kernels.runtime.wgrad import leaf_of, rows
-
-RECOMPUTE = ("nothing", "activation", "up")
 
 
 class MLPOptions(NamedTuple):

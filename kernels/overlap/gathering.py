@@ -1,4 +1,12 @@
-"""Rows on their way: what a column-parallel product is given instead of all tokens."""
+"""What layers ask of overlapped products: rows on their way, which a column-parallel product is
+given instead of all tokens, and sums over ranks within a row-parallel product's own kernel.
+
+column-parallel   forward    all-gather -> GEMM, this rank's shard first (`Gathering`)
+                  backward   whole collectives under the two products; where dW is not made now
+                             there is but one: GEMM -> reduce-scatter
+row-parallel      forward    GEMM -> reduce-scatter, or -> all-reduce, and what follows the sum
+                  backward   all-gather -> GEMM; the gathered dy serves dW, too
+"""
 
 from __future__ import annotations
 
@@ -7,7 +15,11 @@ from typing import Any
 import torch
 
 from warpweave.kernels.gemm.fused import fused_gemm
-from warpweave.kernels.overlap.function import all_gather_gemm
+from warpweave.kernels.overlap.function import (
+    all_gather_gemm,
+    gemm_all_reduce,
+    gemm_reduce_scatter,
+)
 from warpweave.kernels.overlap.symmetric import Memory
 from warpweave.kernels.runtime.wgrad import rows
 
@@ -58,3 +70,13 @@ def multiply(
     y, z, whole = all_gather_gemm(rows(x.shard), b, bias, memory=x.memory, **options)
     x.arrived(whole)
     return y, z
+
+
+def sum_of_products(
+    a: torch.Tensor, b: torch.Tensor, memory: Memory, scatter: bool, **options: Any
+) -> torch.Tensor:
+    """The sum over ranks of a[T, ..., K] b[K, N]: [T/R, ..., N], this rank's tokens of it, if it is
+    to be scattered, otherwise [T, ..., N]. `options` are those of `gemm_reduce_scatter`."""
+    product = gemm_reduce_scatter if scatter else gemm_all_reduce
+    y = product(rows(a), b, memory=memory, **options)
+    return y.view(len(a) // memory.world if scatter else len(a), *a.shape[1:-1], b.shape[1])

@@ -22,8 +22,8 @@ copy (checkpointing detaches it), which knows no grad_dtype and whose .grad nobo
 Under autocast the linear layers compute in its dtype; weights stay as they are. ``torch.compile``
 traces the Functions with group=None only; a compiled backward defers no weight gradient.
 
-`ranks` what moves around a column- and a row-parallel product, `chunked` under chunks of it,
-`fused` within its kernel, `overlap` the words · `linear` the two · `embedding`, `loss` over a cut
+`ranks` what moves around a column- and a row-parallel product, `chunked` under chunks of it, both
+chosen by a word · `linear` the two · `embedding`, `loss` over a cut
 vocabulary · `linear_loss` head and loss in one · `mlp`, `qkv` two products, or one with its
 rotation, fused · `norm` of features that are cut.
 """

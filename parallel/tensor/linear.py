@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from warpweave.kernels.gemm.gradients import linear, weight_gradient
+from warpweave.kernels.gemm.local import linear, weight_gradient
 from warpweave.kernels.overlap.gathering import Gathering, multiply
 from warpweave.kernels.runtime.dispatch import once_differentiable
 from warpweave.kernels.runtime.dtypes import no_autocast, operand_dtype
 from warpweave.parallel.collectives import group_rank, group_size
 from warpweave.parallel.symmetric import Workspace
-from warpweave.parallel.tensor.overlap import tensor_ranks
+from warpweave.parallel.tensor.ranks import tensor_ranks
 
 
 def _arriving_linear(
@@ -87,7 +87,7 @@ def column_parallel_linear(
         bias: bias[N/R] or None; the leaf parameter.
         group: the R tensor ranks; None for one.
         sequence_parallel: tokens of x are cut over the group along dim 0.
-        overlap: "none", "bulk", "chunked" or "fused", with equal results: see ``overlap``. In the
+        overlap: "none", "bulk", "chunked" or "fused", with equal results: see ``ranks``. In the
             backward of all but "none", the gather of x runs under the GEMM of dx and the sum of dx
             under the GEMM of dW.
         workspace: symmetric memory of the group, without which nothing is fused.

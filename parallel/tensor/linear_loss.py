@@ -23,7 +23,7 @@ from warpweave.parallel.symmetric import Workspace
 from warpweave.parallel.tensor.embedding import check_vocabulary
 from warpweave.parallel.tensor.linear import column_parallel_linear
 from warpweave.parallel.tensor.loss import vocab_parallel_cross_entropy
-from warpweave.parallel.tensor.overlap import tensor_ranks
+from warpweave.parallel.tensor.ranks import tensor_ranks
 
 CAPPED = (1024, 2**26)  # rows of each rank at a time under a softcap, of so many logits at most
 

@@ -10,7 +10,7 @@ from warpweave.kernels.cross_entropy.vocabulary import Vocabulary
 from warpweave.kernels.runtime.dispatch import choose
 from warpweave.parallel.collectives import group_rank
 from warpweave.parallel.tensor.embedding import check_vocabulary
-from warpweave.parallel.tensor.overlap import tensor_ranks
+from warpweave.parallel.tensor.ranks import tensor_ranks
 
 
 def vocab_parallel_cross_entropy(

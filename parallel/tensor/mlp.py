@@ -14,7 +14,7 @@ import torch.distributed as dist
 from warpweave.kernels.dropout import Drop
 from warpweave.kernels.mlp import mlp
 from warpweave.parallel.symmetric import Workspace
-from warpweave.parallel.tensor.overlap import tensor_ranks
+from warpweave.parallel.tensor.ranks import tensor_ranks
 
 
 def parallel_mlp(

@@ -15,7 +15,7 @@ from warpweave.kernels.qkv import qkv_rope
 from warpweave.kernels.qkv.kernels import QKV
 from warpweave.parallel.collectives import group_rank, group_size
 from warpweave.parallel.symmetric import Workspace
-from warpweave.parallel.tensor.overlap import tensor_ranks
+from warpweave.parallel.tensor.ranks import tensor_ranks
 
 
 def parallel_qkv_rope(

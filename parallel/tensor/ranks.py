@@ -3,11 +3,20 @@
     column-parallel   x: whole, or gathered from shards of tokens    dx: all-reduce, reduce-scatter
     row-parallel      y: all-reduce, or reduce-scatter               dy: whole, or gathered
 
-One record says over which ranks, and which word of `overlap` the moves follow:
+One record says over which ranks, and by which word of `overlap` collectives and products hide one
+another:
 
-    none, bulk   whole collectives before and after whole products: what stands in this file
-    chunked      messages under chunks of a product: `chunked`
-    fused        tiles of a product that await, or leave for, other ranks: `fused`
+    none      every collective is waited for at once: the blocking twin, equal in its results
+    bulk      the default: in the backward of a column-parallel product, which has two products and
+              two collectives, each collective runs under a product; blocking otherwise
+    chunked   a rank's share of the tokens after the other: messages under products of other shares
+              (`chunked`)
+    fused     within the kernels of the products, whose tiles await, or leave for, other ranks
+              through symmetric memory (`kernels.overlap`)
+
+The backward of a column-parallel product is that of `bulk` in the last two as well. Whole
+collectives before and after whole products stand in this file. ``benchmarks/overlap.py`` prints
+which word is fastest on the ranks that it runs on.
 
 Types and conventions are those of the room's ``__init__``.
 """
@@ -16,16 +25,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast, get_args
 
 import torch
 import torch.distributed as dist
 
 from warpweave.kernels.dropout import Drop, dropout
-from warpweave.kernels.gemm import gemm
-from warpweave.kernels.gemm.gradients import weight_gradient
-from warpweave.kernels.gemm.local import Chunks, Local
-from warpweave.kernels.overlap.gathering import Gathering
+from warpweave.kernels.gemm.fused import gemm
+from warpweave.kernels.gemm.local import LOCAL, Chunks, Local, weight_gradient
+from warpweave.kernels.overlap.gathering import Gathering, check_fusing, sum_of_products
+from warpweave.kernels.runtime.dispatch import choose
 from warpweave.kernels.runtime.wgrad import bias_gradient, rows, waits
 from warpweave.parallel.collectives import (
     Pending,
@@ -37,7 +46,7 @@ from warpweave.parallel.collectives import (
     sum_dtype,
 )
 from warpweave.parallel.symmetric import Workspace
-from warpweave.parallel.tensor import chunked, fused
+from warpweave.parallel.tensor import chunked
 from warpweave.parallel.words import Overlap
 
 Made = TypeVar("Made")
@@ -51,7 +60,7 @@ class TensorRanks(Local):
     Attributes:
         group: the ranks, over which features are cut.
         sequence_parallel: dim 0 of x and y, the tokens, is cut over them, too.
-        overlap: how collectives and products hide one another, with equal results; see `overlap`.
+        overlap: how collectives and products hide one another, with equal results; see above.
         workspace: the group's symmetric memory, with "fused": all ranks have the same number of
             tokens and want the same gradients, since which operation comes next follows from both.
     """
@@ -119,7 +128,7 @@ class TensorRanks(Local):
         pending: list[Pending] = []
         dx = None
         if todo and self.overlap == "fused" and not (needs[1] and not waits(leaf)):
-            dx = fused.sum_of_products(dz, weight, self.workspace, self.sequence_parallel)
+            dx = sum_of_products(dz, weight, self.workspace, self.sequence_parallel)
             todo.clear()
 
         def operands() -> tuple[torch.Tensor, torch.Tensor]:
@@ -153,7 +162,7 @@ class TensorRanks(Local):
         if self.overlap == "fused":
             options = {"bias": bias, "drop": drop, "residual": residual, "precision": precision}
             where = self.workspace, self.sequence_parallel
-            return fused.sum_of_products(h, weight.t(), *where, **options)
+            return sum_of_products(h, weight.t(), *where, **options)
 
         def multiply(h: torch.Tensor) -> torch.Tensor:
             terms = gemm(rows(h), weight.t(), out_dtype=sum_dtype(h.dtype))
@@ -263,3 +272,43 @@ class TensorRanks(Local):
 
         # exp-sum, target logit and sum of logits are each a sum over v
         return rules.all_reduce(rules.einsum(equation, *operands), self.group, src=P, dst=I)
+
+
+# ---------------------------------------------------------------- which record
+
+
+def check_overlap(overlap: str) -> Overlap:
+    """`overlap`, or ValueError if it is none of the words."""
+    if overlap not in get_args(Overlap):
+        raise ValueError(f"overlap must be one of {', '.join(get_args(Overlap))}, got {overlap!r}")
+    return cast(Overlap, overlap)
+
+
+def tensor_ranks(
+    group: dist.ProcessGroup | None,
+    sequence_parallel: bool,
+    overlap: str = "bulk",
+    workspace: Workspace | None = None,
+    *,
+    x: torch.Tensor | None = None,
+    impl: str | None = "triton",
+) -> Local:
+    """The ranks of `group` as a layer's Function sees them; a group of None is one device.
+
+    Args:
+        overlap: a word of the table above.
+        workspace: the group's symmetric memory, which `fused` needs.
+        x, impl: what is multiplied, and by which implementation.
+
+    Raises:
+        ValueError: `overlap` is no such word, or what is fused cannot run.
+    """
+    word = check_overlap(overlap)
+    if group is None:
+        return LOCAL
+    if word == "fused":
+        if workspace is None:
+            raise ValueError("overlap='fused' needs the workspace of the group, got None")
+        if x is not None:
+            check_fusing(choose(impl, x))
+    return TensorRanks(group, sequence_parallel, word, workspace if word == "fused" else None)

@@ -599,14 +599,14 @@ FAULTS = (
     ),
     Fault(
         "fusable-subclass",
-        "layers/fusable.py",
+        "layers/linear.py",
         "return type(module) is kind and not any(hooks)",
         "return isinstance(module, kind) and not any(hooks)",
         "a subclass's forward (FSDP2's, an adapter's) is passed over",
     ),
     Fault(
         "fusable-pre-hooks",
-        "layers/fusable.py",
+        "layers/linear.py",
         "        module._forward_pre_hooks,\n",
         "",
         "forward pre-hooks of a projection are never called",

@@ -25,7 +25,7 @@ from warpweave.kernels.mlp import mlp
 from warpweave.kernels.norm import layer_norm, rms_norm
 from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.rope import apply_rope_qk
-from warpweave.layers.fusable import fusable
+from warpweave.layers.linear import fusable
 from warpweave.parallel.tensor import vocab_parallel_linear_cross_entropy
 
 

@@ -20,7 +20,7 @@ from warpweave.hf.report import Report
 from warpweave.messages import one_line
 from warpweave.parallel.context import Links, Strategy, check_strategy
 from warpweave.parallel.mesh import ConnectedMesh, connected
-from warpweave.parallel.tensor.overlap import check_overlap
+from warpweave.parallel.tensor.ranks import check_overlap
 
 KINDS = ("norm", "mlp", "attention", "loss")
 _IMPLEMENTATION = "_attn_implementation_internal"  # where a configuration has it
@@ -58,7 +58,7 @@ def apply(
             tokens and share their work; see `warpweave.hf.parallel`. Every rank calls `apply`, and
             later the model's forward, `save_pretrained` and `revert`.
         sequence_parallel: between the layers, tokens are cut over the tensor ranks too.
-        overlap: how messages and products hide one another, see `parallel.tensor.overlap`.
+        overlap: how messages and products hide one another, see `parallel.tensor.ranks`.
         strategy: of attention over context ranks, or their speeds, see `parallel.context`.
         report: a `Report` to add each module to, replaced or kept, and why. Without one a short
             table of that is printed, by the first rank.

@@ -19,7 +19,7 @@ and, between the first layer and the last with tokens that are cut over the rank
     warpweave_sequence_input, warpweave_sequence_colwise, warpweave_sequence_rowwise
 
 Those whose messages can hide also exist as `..._none` and `..._chunked`, see
-`parallel.tensor.overlap`; without an ending it is "bulk". A sequence must divide by the ranks, so
+`parallel.tensor.ranks`; without an ending it is "bulk". A sequence must divide by the ranks, so
 that with the latter no token is generated after another: `warpweave.hf.apply(mesh=...)` can.
 Experts keep transformers' own styles, and are refused where tokens are cut.
 """
