@@ -141,7 +141,7 @@ class Attention(nn.Module):
             itemsize=self.qkv.weight.itemsize,
             causal=self.style.causal,
             window=self.style.window,
-            neighbours=sizes.ulysses if sizes.ulysses > 1 else None,
+            ulysses=sizes.ulysses if sizes.ulysses > 1 else None,
             links=strategy if isinstance(strategy, Links) else None,
         )
 

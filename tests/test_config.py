@@ -157,8 +157,8 @@ def test_a_plan_that_the_model_cannot_follow_is_refused(plan, message):
 @pytest.mark.parametrize(
     ("mesh", "strategy", "message"),
     [
-        (Mesh(cp=8), "ulysses", "8 ranks that trade rows for heads need .*, got 4"),
-        (Mesh(tp=4, cp=2), "ulysses", "2 ranks that trade rows for heads need .*, got 1"),
+        (Mesh(cp=8), "ulysses", "Ulysses over 8 ranks needs .*, got 4"),
+        (Mesh(tp=4, cp=2), "ulysses", "Ulysses over 2 ranks needs .*, got 1"),
         (Mesh(cp=4), "hybrid", "strategy 'hybrid' needs a pair of groups, got one"),
         (Mesh(cp=4, ulysses=2), "ring", "strategy 'ring' needs one group, got a pair"),
         (Mesh(cp=4, ulysses=2), "measured", "cp_strategy = 'measured' has no choice with .*: .*"),

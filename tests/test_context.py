@@ -156,10 +156,10 @@ def test_masks_scores_sinks_and_dropout_equal_one_device(world: int) -> None:
     on_threads(world, _every_option, problems)
 
 
-@pytest.mark.parametrize("neighbours", [2, 3])  # of six: fewer than the ring has ranks, and more
-def test_so_they_do_on_a_ring_of_neighbours_that_trade(neighbours: int) -> None:
+@pytest.mark.parametrize("ulysses", [2, 3])  # of six: fewer than the ring has ranks, and more
+def test_so_they_do_in_the_hybrid_with_ulysses(ulysses: int) -> None:
     problems = _problems(6, ("zigzag", "contiguous"), (1, 7, 8, 9))
-    mesh = Mesh(cp=6, ulysses=neighbours)
+    mesh = Mesh(cp=6, ulysses=ulysses)
     on_mesh(mesh, lambda connected: _every_option(connected.context, problems))
 
 
@@ -435,7 +435,7 @@ def _refused(rank: int) -> None:
         (
             (q[:, :, :1], kv[:, :, :1], kv[:, :, :1]),
             {"strategy": "ulysses"},
-            "2 ranks that trade rows for heads need as many query heads, got 1",
+            "Ulysses over 2 ranks needs at least 2 query heads, got 1",
         ),
         ((q, kv, kv), {"strategy": "hybrid"}, "'hybrid' needs a pair of groups, got one"),
         (
@@ -478,7 +478,7 @@ class _LocalRing(context._ContextAttention):
     """The ring on LocalTensors; a world of one has the shards of all ranks in a row."""
 
     @staticmethod
-    def forward(ctx, q, k, v, sinks, strategy, layout, group, neighbours, options, overlap):
+    def forward(ctx, q, k, v, sinks, strategy, layout, group, ulysses_group, options, overlap):
         given = {"layout": layout, "options": options}
         inputs = [x._local_tensors for x in (q, k, v)]
         with maybe_disable_local_tensor_mode():
@@ -581,7 +581,7 @@ def test_a_wrong_rule_is_found() -> None:
         """Attends to its own keys only, with the same rule."""
 
         @staticmethod
-        def forward(ctx, q, k, v, sinks, strategy, layout, group, neighbours, options, overlap):
+        def forward(ctx, q, k, v, sinks, strategy, layout, group, ulysses_group, options, overlap):
             return whole_attention(q, k, v, options.causal)
 
     args = (

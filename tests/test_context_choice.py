@@ -57,7 +57,7 @@ def test_tiles_are_those_of_the_keys_that_a_query_sees(mask: dict, keys: int) ->
 
 def test_only_a_pair_of_groups_has_a_nearer_link() -> None:
     """What a hybrid trades goes over the near link, its ring and all of Ulysses over the other."""
-    for options, strategy in (({}, "ulysses"), ({"neighbours": 2}, "hybrid")):
+    for options, strategy in (({}, "ulysses"), ({"ulysses": 2}, "hybrid")):
         of = {
             near: costs(**options, links=Links(1e9, 1e30, near))[strategy] for near in (None, 5e8)
         }
@@ -77,7 +77,7 @@ def test_memory_is_that_of_the_buffers() -> None:
     assert found["gather"] == 4 * (2 * KV + 3 * 2 * KV)
     assert found["stream"] == 4 * (3 * KV + 3 * 2 * KV) // 4
     assert found["ulysses"] == 2 * (2 * 1024 * 16 * 64 * 2 + KV)
-    (pair,) = costs(neighbours=2).values()
+    (pair,) = costs(ulysses=2).values()
     assert pair.memory == found["ulysses"] + found["ring"]
     wide = {name: cost.memory for name, cost in costs(itemsize=8).items()}
     assert wide["ring"] == 2 * (4 * KV + 4 * KV) + 4 * KV  # in fp64 gradients are as wide
@@ -105,7 +105,7 @@ def test_the_least_exposed_that_fits_is_marked_and_a_tie_goes_to_fewer_messages(
 
 
 @pytest.mark.parametrize(
-    ("strategy", "layout", "neighbours", "heads", "refusal"),
+    ("strategy", "layout", "ulysses", "heads", "refusal"),
     [
         ("ring", BALANCED, None, 4, "balanced layout is for .* not 'ring'"),
         ("hybrid", BALANCED, 2, 4, "balanced layout is for .* not 'hybrid'"),
@@ -116,17 +116,17 @@ def test_the_least_exposed_that_fits_is_marked_and_a_tie_goes_to_fewer_messages(
         ("hybrid", STRIPED, 1, 4, None),  # a ring alone
         ("hybrid", STRIPED, 4, 4, None),  # a trade alone
         ("hybrid", ZIGZAG, 2, 2, None),
-        ("hybrid", ZIGZAG, 2, 1, "2 ranks that trade rows for heads .* got 1"),
+        ("hybrid", ZIGZAG, 2, 1, "Ulysses over 2 ranks .* got 1"),
         ("ulysses", STRIPED, None, 4, None),
-        ("ulysses", ZIGZAG, None, 3, "4 ranks that trade rows for heads .* got 3"),
+        ("ulysses", ZIGZAG, None, 3, "Ulysses over 4 ranks .* got 3"),
         ("stream", ZIGZAG, None, 1, None),
         ("stream", ZIGZAG, 2, 4, "'stream' needs one group, got a pair"),
         ("hybrid", ZIGZAG, None, 4, "'hybrid' needs a pair of groups, got one"),
     ],
 )
-def test_each_strategy_runs_where_it_fits(strategy, layout, neighbours, heads, refusal) -> None:
+def test_each_strategy_runs_where_it_fits(strategy, layout, ulysses, heads, refusal) -> None:
     def resolved() -> str:
-        return resolve_strategy(strategy, layout, (heads, 1), neighbours)
+        return resolve_strategy(strategy, layout, (heads, 1), ulysses)
 
     if refusal is None:
         assert resolved() == strategy
@@ -142,7 +142,7 @@ def test_what_is_weighed_is_what_is_attended() -> None:
     q, k = torch.randn(3, 6, 10, 7).bfloat16(), torch.randn(3, 6, 5, 7).bfloat16()
     seen = {
         "heads": 10, "kv_heads": 5, "head_dim": 7, "batch": 3, "itemsize": 2, "causal": False,
-        "window": 5, "neighbours": None, "links": given,
+        "window": 5, "ulysses": None, "links": given,
     }  # fmt: skip
 
     def call(group: Group, strategy) -> None:

@@ -103,17 +103,17 @@ def test_bytes_and_messages_are_those_that_leave_a_rank(world: int) -> None:
 
 
 def _hybrid(rank: int) -> None:
-    rings, trading = [[0, 2], [1, 3]], [[0, 1], [2, 3]]
-    pair = tuple(dist.new_subgroups_by_enumeration(of)[0] for of in (rings, trading))
+    rings, groups = [[0, 2], [1, 3]], [[0, 1], [2, 3]]
+    pair = tuple(dist.new_subgroups_by_enumeration(of)[0] for of in (rings, groups))
     case = Case(SequenceLayout(32, 4), heads=8, kv_heads=4, dtype=torch.bfloat16)
     sizes = {"heads": 8, "kv_heads": 4, "head_dim": case.dim, "batch": case.batch}
-    (cost,) = explain(case.layout, **sizes, neighbours=2)
+    (cost,) = explain(case.layout, **sizes, ulysses=2)
     forward, backward, _ = _run(case, rank, "hybrid", pair)
     found = sum(forward), sum(backward), len(forward + backward)
     assert found == (cost.forward, cost.backward, cost.messages)
     assert cost.strategy == "hybrid"
     slow, fast = (
-        explain(case.layout, **sizes, neighbours=2, links=Links(n, 1e14))[0] for n in (1e6, 1e20)
+        explain(case.layout, **sizes, ulysses=2, links=Links(n, 1e14))[0] for n in (1e6, 1e20)
     )
     assert slow.exposed > sum(sum(x) for x in (forward[:1], backward[:1])) / 1e6 > fast.exposed
 
@@ -127,8 +127,8 @@ def test_a_layout_without_a_hybrid_has_no_row_for_a_pair(layout: SequenceLayout)
     """Then "auto" is told by `resolve_strategy` what does not fit."""
     sizes = {"heads": 4, "kv_heads": 2, "head_dim": 8}
     for links in (None, Links(1e9, 1e14)):
-        assert explain(layout, **sizes, neighbours=2, links=links) == ()
-    assert explain(SequenceLayout(96, 4, "striped"), **sizes, neighbours=4)
+        assert explain(layout, **sizes, ulysses=2, links=links) == ()
+    assert explain(SequenceLayout(96, 4, "striped"), **sizes, ulysses=4)
 
 
 def _measured(rank: int, world: int, length: int) -> dict[str, int]:

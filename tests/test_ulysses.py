@@ -27,21 +27,21 @@ Tensors = tuple[torch.Tensor, ...]
 
 def emulate(
     case: Case,
-    neighbours: int,
+    degree: int,
     options: AttentionOptions | None = None,
     sinks: torch.Tensor | None = None,
     *,
     overlap: bool = True,
 ) -> Tensors:
-    """The whole o, lse, dq, dk, dv of ranks of which `neighbours` in a row trade."""
+    """The whole o, lse, dq, dk, dv of ranks, with a Ulysses degree of `degree`."""
     ranks = range(case.layout.parts)
     shards = [case.shard(rank) for rank in ranks]
     options = checked(options or AttentionOptions(case.causal), *shards[0][0], sinks)
     given = {
-        "trade": ulysses.Trade(case.layout, neighbours, case.heads, case.kv_heads),
+        "split": ulysses.HeadSplit(case.layout, degree, case.heads, case.kv_heads),
         "options": options,
     }
-    how = {"neighbours": neighbours, "overlap": overlap}
+    how = {"neighbours": degree, "overlap": overlap}
     forward = messages.run_in_process(
         [ulysses.ulysses_forward(r, *shards[r][0], sinks=sinks, **given) for r in ranks], **how
     )
@@ -59,25 +59,25 @@ def emulate(
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (8, 2), (8, 1), (9, 3), (10, 2), (12, 4)])
 @pytest.mark.parametrize(
-    ("ring", "neighbours"),
+    ("ring", "degree"),
     [(1, 1), (1, 2), (1, 3), (1, 4), (1, 6), (1, 8), (2, 2), (2, 3), (3, 2), (2, 4), (4, 2)],
 )
-def test_it_equals_whole_attention(ring: int, neighbours: int, heads: int, kv_heads: int) -> None:
-    """Heads that divide by the neighbours, and heads that do not; KV heads that are copied."""
+def test_it_equals_whole_attention(ring: int, degree: int, heads: int, kv_heads: int) -> None:
+    """Heads that divide by the Ulysses degree, and heads that do not; KV heads that are copied."""
     for kind in ("zigzag", "contiguous", "striped"):
-        if kind == "striped" and min(ring, neighbours) > 1:
+        if kind == "striped" and min(ring, degree) > 1:
             continue
-        layout = SequenceLayout(6 * ring * neighbours, ring * neighbours, kind)
+        layout = SequenceLayout(6 * ring * degree, ring * degree, kind)
         case = Case(layout, causal=kind != "contiguous", heads=heads, kv_heads=kv_heads)
-        assert_equal_to_whole(case, emulate(case, neighbours))
+        assert_equal_to_whole(case, emulate(case, degree))
 
 
-@pytest.mark.parametrize(("ring", "neighbours"), [(1, 3), (2, 2), (3, 2), (2, 3)])
+@pytest.mark.parametrize(("ring", "degree"), [(1, 3), (2, 2), (3, 2), (2, 3)])
 @pytest.mark.parametrize("length", [2, 13, 29])
-def test_a_length_that_does_not_divide(ring: int, neighbours: int, length: int) -> None:
+def test_a_length_that_does_not_divide(ring: int, degree: int, length: int) -> None:
     for kind in ("zigzag", "contiguous"):
-        case = Case(SequenceLayout(length, ring * neighbours, kind), heads=6, kv_heads=3)
-        assert_equal_to_whole(case, emulate(case, neighbours))
+        case = Case(SequenceLayout(length, ring * degree, kind), heads=6, kv_heads=3)
+        assert_equal_to_whole(case, emulate(case, degree))
 
 
 SINKS = torch.tensor([0.3, -2.0, 1.0, -torch.inf, 0.0, 0.1], dtype=torch.float64)
@@ -98,9 +98,9 @@ def _options(length: int) -> list[tuple[AttentionOptions, torch.Tensor | None]]:
 
 
 @pytest.mark.parametrize("option", range(7))
-@pytest.mark.parametrize(("ring", "neighbours"), [(1, 2), (1, 4), (2, 2), (3, 2), (2, 3)])
-def test_masks_scores_sinks_and_dropout(ring: int, neighbours: int, option: int) -> None:
-    case = Case(SequenceLayout(8 * ring * neighbours, ring * neighbours), heads=6, kv_heads=3)
+@pytest.mark.parametrize(("ring", "degree"), [(1, 2), (1, 4), (2, 2), (3, 2), (2, 3)])
+def test_masks_scores_sinks_and_dropout(ring: int, degree: int, option: int) -> None:
+    case = Case(SequenceLayout(8 * ring * degree, ring * degree), heads=6, kv_heads=3)
     options, sinks = _options(case.layout.seq_len)[option]
     whole, (do, dlse) = case.draw()
     whole = [x.clone().requires_grad_() for x in whole]
@@ -109,7 +109,7 @@ def test_masks_scores_sinks_and_dropout(ring: int, neighbours: int, option: int)
     o, lse = reference.attention(*whole, sinks=sinks, **told)
     seen = lse.detach().isfinite()
     grads = torch.autograd.grad((o, lse.where(seen, 0)), whole, (do, dlse.where(seen, 0)))
-    got = emulate(case, neighbours, options, sinks)
+    got = emulate(case, degree, options, sinks)
     assert torch.equal(got[1].isfinite(), seen)
     truth = (o.detach(), lse.detach().where(seen, 0), *grads)
     for a, b in zip((got[0], got[1].where(seen, 0), *got[2:]), truth):
@@ -138,10 +138,10 @@ def test_error_does_not_grow_with_ranks(dtype: torch.dtype, kv_heads: int) -> No
         return [float((a.double() - b).norm() / b.norm()) for a, b in zip(got, truth)]
 
     alone, limit = errors(emulate(case, 1)), 2.0 if dtype == torch.float32 else 1.1
-    for ring, neighbours in ((1, 8), (2, 4), (4, 2), (4, 8)):
-        cut = replace(case, layout=SequenceLayout(64, ring * neighbours))
-        ratios = [e / a for e, a in zip(errors(emulate(cut, neighbours)), alone)]
-        assert all(ratio <= limit for ratio in ratios), (ring, neighbours, ratios)
+    for ring, degree in ((1, 8), (2, 4), (4, 2), (4, 8)):
+        cut = replace(case, layout=SequenceLayout(64, ring * degree))
+        ratios = [e / a for e, a in zip(errors(emulate(cut, degree)), alone)]
+        assert all(ratio <= limit for ratio in ratios), (ring, degree, ratios)
 
 
 def test_messages_hold_an_odd_number_of_16_bit_elements_beside_fp32() -> None:
@@ -193,17 +193,17 @@ def test_bytes_are_those_of_the_formula(kv_heads: int, ranks: int) -> None:
 # ------------------------------------------------------------------ 3. planted faults
 
 
-def _contiguous(trade: ulysses.Trade) -> SequenceLayout:
-    return SequenceLayout(trade.layout.local_len * trade.ranks, trade.ranks, "contiguous")
+def _contiguous(split: ulysses.HeadSplit) -> SequenceLayout:
+    return SequenceLayout(split.layout.local_len * split.ranks, split.ranks, "contiguous")
 
 
-_read = ulysses.Trade.read
+_read = ulysses.HeadSplit.read
 FAULTS = {
-    "dropout keyed by local heads": ("of_heads", lambda trade, options, rank: options),
+    "dropout keyed by local heads": ("of_heads", lambda split, options, rank: options),
     "rows in the order of ranks": ("rows", property(_contiguous)),
     "query heads read each other's KV heads": (
         "read",
-        lambda trade, rank: _read(trade, rank)[::-1],
+        lambda split, rank: _read(split, rank)[::-1],
     ),
 }
 
@@ -213,7 +213,7 @@ def test_planted_faults_show(fault: str) -> None:
     case = Case(SequenceLayout(24, 3), heads=8, kv_heads=2)  # rank 1 reads both KV heads unevenly
     options = AttentionOptions(dropout=0.3, dropout_seed=7)
     right = emulate(case, 3, options)
-    with mock.patch.object(ulysses.Trade, *FAULTS[fault]):
+    with mock.patch.object(ulysses.HeadSplit, *FAULTS[fault]):
         wrong = emulate(case, 3, options)
     assert max(relative_error(a, b) for a, b in zip(wrong, right)) > 1e-2
 
@@ -221,10 +221,10 @@ def test_planted_faults_show(fault: str) -> None:
 # ------------------------------------------------------------------ 4. on two groups
 
 
-def _hybrid(rank: int, world: int, neighbours: int) -> None:
-    trading = [list(range(i, i + neighbours)) for i in range(0, world, neighbours)]
-    rings = [list(range(i, world, neighbours)) for i in range(neighbours)]
-    pair = tuple(dist.new_subgroups_by_enumeration(of)[0] for of in (rings, trading))
+def _hybrid(rank: int, world: int, degree: int) -> None:
+    groups = [list(range(i, i + degree)) for i in range(0, world, degree)]
+    rings = [list(range(i, world, degree)) for i in range(degree)]
+    pair = tuple(dist.new_subgroups_by_enumeration(of)[0] for of in (rings, groups))
     for kind, kv_heads in itertools.product(("zigzag", "contiguous"), (4, 1)):
         case = Case(SequenceLayout(8 * world, world, kind), heads=4, kv_heads=kv_heads)
         inputs, cotangents = case.shard(rank)
@@ -245,6 +245,6 @@ def _hybrid(rank: int, world: int, neighbours: int) -> None:
         context_attention(*cut.shard(rank)[0], **given)
 
 
-@pytest.mark.parametrize(("world", "neighbours"), [(4, 2), (6, 2), (6, 3)])
-def test_the_hybrid_on_a_pair_of_groups(world: int, neighbours: int) -> None:
-    run_ranks(world, _hybrid, world, neighbours)
+@pytest.mark.parametrize(("world", "degree"), [(4, 2), (6, 2), (6, 3)])
+def test_the_hybrid_on_a_pair_of_groups(world: int, degree: int) -> None:
+    run_ranks(world, _hybrid, world, degree)

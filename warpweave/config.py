@@ -253,13 +253,13 @@ class GPTConfig(HeadStyle, MLPStyle):
         layout = cut(self.seq_len, mesh.cp, plan.layout)
         if mesh.cp > 1:
             heads = self.heads // mesh.tp, self.num_kv_heads // mesh.tp
-            neighbours = mesh.ulysses if mesh.ulysses > 1 else None
+            ulysses = mesh.ulysses if mesh.ulysses > 1 else None
             measured = plan.cp_strategy == "measured"
-            if measured and neighbours is not None:
+            if measured and ulysses is not None:
                 raise ValueError(
-                    f"cp_strategy = 'measured' has no choice with ulysses = {neighbours}: 'hybrid'"
+                    f"cp_strategy = 'measured' has no choice with ulysses = {ulysses}: 'hybrid'"
                 )
-            resolve_strategy("auto" if measured else plan.cp_strategy, layout, heads, neighbours)
+            resolve_strategy("auto" if measured else plan.cp_strategy, layout, heads, ulysses)
 
 
 _LLAMA: dict = {"positions": "rope", "norm": "rms", "activation": "swiglu", "bias": False}

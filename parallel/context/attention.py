@@ -1,24 +1,29 @@
-"""Context-parallel attention: the sequence is sharded over the cp axis, every strategy in one call.
+"""Context-parallel attention: one call for every strategy, on a sequence sharded over the cp axis.
 
-For q[B, S/cp, Hq, D] and k, v[B, S/cp, Hkv, D] in a `SequenceLayout`
+Rank r holds q[B, S/cp, Hq, D] and k, v[B, S/cp, Hkv, D], its rows in a `SequenceLayout`:
 
-    o, lse = attention(q, K, V)        K, V = the whole sequence's keys and values
-    dq = local                         dk, dv = this rank's rows of sum over ranks of dK, dV
+    o, lse = attention(q, K, V)        K, V = keys and values of the whole sequence
+    dq                                 of this rank's rows
+    dk, dv                             this rank's rows of dK, dV summed over all ranks
 
-    "ring"     K‖V travel hop by hop, hidden behind the tiles; memory for two blocks (ring.py).
-               Forward P-1 messages, backward P. Partial results merge.
-    "ulysses"  rows are traded for heads and back, all-to-all (ulysses.py): a rank attends its heads
-               of the whole sequence. Exposed, but bytes fall with cp, and nothing merges.
-    "hybrid"   neighbours trade rows for heads, and a ring goes over groups of neighbours.
-    "gather"   all-gather of K‖V, one attention call, and a reduce-scatter of fp32 dK‖dV backward
-               (gather.py); exposed, and memory for the whole K‖V (and backward dK‖dV).
-    "stream"   the same for one KV head after the other, the next one's K‖V under compute; memory
-               for two of them.
-    "auto"     one of them by bytes; given `Links` instead of a name, the one that leaves least
-               exposed of those that fit the memory. `explain` has bytes, memory and seconds of
-               each, and says which it is; shapes, mask and speeds decide, so ranks agree.
+    strategy    what moves                                        memory beyond q, k, v, o
+    "ring"      K‖V rotate: P-1 messages forward, P backward,     two blocks of K‖V
+                hidden behind the tiles; partial results merge
+                by their lse (ring.py)
+    "ulysses"   all-to-all from sequence shards to head shards    q, k, v of the whole sequence
+                and back; exposed, but bytes fall with cp, and    for 1/cp of the heads
+                nothing merges (ulysses.py)
+    "hybrid"    Ulysses within groups, a ring over the groups     both, for 1/U of the heads
+    "gather"    all-gather of K‖V and one attention call;         K‖V of the whole sequence (in
+                backward a reduce-scatter of fp32 dK‖dV;          the backward also dK‖dV)
+                exposed (gather.py)
+    "stream"    "gather" head by head: the next KV head's         K‖V of two KV heads
+                all-gather hidden behind this one's attention
+    "auto"      one of them, by bytes sent; given measured `Links` instead of a name, the one with
+                the least exposed time that fits the memory. `explain` lists bytes, memory and
+                seconds of each. Only shapes, mask and speeds decide, so ranks agree.
 
-Every result equals attention on the whole sequence up to the order of sums.
+Every result equals attention of the whole sequence up to the order of sums.
 """
 
 from __future__ import annotations
@@ -75,27 +80,27 @@ def context_attention(
     overlap: bool = True,
     impl: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention of this rank's queries to the whole sequence.
+    """Attention of this rank's queries to keys and values of the whole sequence.
 
     Args:
-        q: [B, S/cp, Hq, D], this rank's rows of `layout`, in its order.
+        q: [B, S/cp, Hq, D], this rank's rows in the order of `layout`.
         k, v: [B, S/cp, Hkv, D] and [B, S/cp, Hkv, Dv] of the same dtype; Hkv divides Hq (grouped
-            queries). Under autocast q, k and v are cast first, so messages are as small as the
-            tensors that are attended; zeros make up for Dv other than D, and are sent too.
-        layout: who owns which position; masks compare global positions.
-        group: the cp process group, ``layout.parts`` ranks; None for one part. For "hybrid" a pair:
-            the ring, and the neighbours that trade rows for heads. Rank (i, u) of them is cp rank
-            i U + u of the layout, which may not be striped.
-        causal, window, documents, scale, softcap: as `attention`, in global positions, the same on
-            every rank.
-        sinks: [Hq], replicated; its gradient is that of this rank's rows, a partial sum.
-        dropout, dropout_seed, dropout_origin: as `attention`: the mask is that of one device.
-        strategy: "ring", "gather", "stream", "ulysses", "hybrid" or "auto" (see the module), or the
-            speeds by which to choose, the same on every rank (`measure_links`).
+            queries). Under autocast q, k and v are cast before they are sent. If Dv differs from D
+            the narrower is padded with zeros, which are sent too.
+        layout: which rank holds which positions; masks compare global positions.
+        group: the cp process group, ``layout.parts`` ranks; None for one rank. For "hybrid" a pair
+            of groups: the ring, and the Ulysses group. Rank i of the ring and u of the Ulysses
+            group, of U ranks, is cp rank i U + u of the layout, which may not be striped.
+        causal, window, documents, scale, softcap: as in `attention`, in global positions, the same
+            on every rank.
+        sinks: [Hq], replicated; its gradient is {partial cp}: the sum over this rank's rows.
+        dropout, dropout_seed, dropout_origin: as in `attention`; the mask is that of one device.
+        strategy: "ring", "gather", "stream", "ulysses", "hybrid" or "auto" (see the module), or
+            `Links`, the speeds by which to choose, the same on every rank (`measure_links`).
         return_lse: also return lse[B, Hq, S/cp] (natural log; fp32, or float64 for float64).
-        overlap: False waits for each ring message before computing; the results are bitwise equal.
-            In "stream" a gather waits for the head before; "gather" and "ulysses" have nothing to
-            overlap.
+        overlap: False waits for each message of the ring before its tile; the results are bitwise
+            equal. "stream" then starts an all-gather only after the attention of the head before;
+            "gather" and "ulysses" have nothing to overlap.
         impl: None, "triton" or "torch" for the kernels.
 
     Returns o[B, S/cp, Hq, Dv] in q's dtype, or (o, lse); both are differentiable. Every rank must
@@ -105,9 +110,9 @@ def context_attention(
     devices contradict each other, the layout or the group.
     """
     check_strategy(strategy)
-    ring, neighbours = group if isinstance(group, tuple) else (group, None)
-    rank = group_rank(ring) * group_size(neighbours) + group_rank(neighbours)
-    size = group_size(ring) * group_size(neighbours)
+    ring, ulysses_group = group if isinstance(group, tuple) else (group, None)
+    rank = group_rank(ring) * group_size(ulysses_group) + group_rank(ulysses_group)
+    size = group_size(ring) * group_size(ulysses_group)
     options = AttentionOptions(
         causal, window, documents, scale, softcap, dropout, dropout_seed, dropout_origin, impl=impl
     )
@@ -120,21 +125,21 @@ def context_attention(
         if size > 1:  # on one device the operator looks at documents
             check_boundaries(options, layout.seq_len, layout.seq_len)
             heads = q.shape[2], k.shape[2]
-            trading = group_size(neighbours) if isinstance(group, tuple) else None
+            ulysses = group_size(ulysses_group) if isinstance(group, tuple) else None
             if isinstance(strategy, Links):
-                taken = _least_exposed(layout, q, k, options, trading, strategy)
+                taken = _least_exposed(layout, q, k, options, ulysses, strategy)
             else:
                 taken = strategy
-            taken = resolve_strategy(taken, layout, heads, trading, causal=causal, window=window)
+            taken = resolve_strategy(taken, layout, heads, ulysses, causal=causal, window=window)
             options = _without_padding(options, layout, q.device)
             if taken == "ulysses":
-                ring, neighbours = None, ring
+                ring, ulysses_group = None, ring
     except ValueError as error:
         raise ValueError(f"context_attention, cp rank {rank} of {size}: {error}") from None
     if size == 1:
         o, lse = attend(q, k, v, sinks, options)
     else:
-        where = layout, ring, neighbours
+        where = layout, ring, ulysses_group
         o, lse = _ContextAttention.apply(
             q, k, v, sinks, _STRATEGIES[taken], *where, options, overlap
         )
@@ -143,7 +148,7 @@ def context_attention(
 
 
 def check_strategy(strategy: Strategy | Links) -> Strategy | Links:
-    """`strategy` itself; ValueError if it is no known name. Layers ask when they are made."""
+    """`strategy` itself; ValueError if it is not a known name. Layers call it when constructed."""
     if not isinstance(strategy, Links) and strategy not in get_args(Strategy):
         raise ValueError(f"strategy must be Links or one of {get_args(Strategy)}, got {strategy!r}")
     return strategy
@@ -154,14 +159,18 @@ def _least_exposed(
     q: torch.Tensor,
     k: torch.Tensor,
     options: AttentionOptions,
-    neighbours: int | None,
+    ulysses: int | None,
     links: Links,
 ) -> Strategy:
-    """What `explain` marks."""
+    """The strategy that `explain` marks as "auto" at these speeds.
+
+    Raises:
+        ValueError: none fits ``links.memory``.
+    """
     B, _, heads, head_dim = q.shape
     costs = explain(
         layout, heads=heads, kv_heads=k.shape[2], head_dim=head_dim, batch=B, itemsize=q.itemsize,
-        causal=options.causal, window=options.window, neighbours=neighbours, links=links,
+        causal=options.causal, window=options.window, ulysses=ulysses, links=links,
     )  # fmt: skip
     if not costs:
         return "hybrid"  # does not fit; `resolve_strategy` says why
@@ -188,8 +197,8 @@ def _check_layout(layout: SequenceLayout, size: int, q: torch.Tensor, k: torch.T
 def _without_padding(
     options: AttentionOptions, layout: SequenceLayout, device: torch.device
 ) -> AttentionOptions:
-    """The options with the layout's padding hidden: from the causal mask's it lies ahead anyway,
-    without one it is a document of its own."""
+    """The options with a mask that hides the layout's padding: a document of its own. A causal mask
+    hides it anyway, because padding has the last positions."""
     if options.causal or layout.padded_len == layout.seq_len:
         return options
     end = torch.full((1,), layout.seq_len, device=device)
@@ -204,21 +213,26 @@ def resolve_strategy(
     strategy: Strategy,
     layout: SequenceLayout,
     heads: tuple[int, int],
-    neighbours: int | None,
+    ulysses: int | None,
     *,
     causal: bool = True,
     window: int | None = None,
 ) -> Strategy:
-    """What "auto" is by bytes for these query and KV heads of a rank.
+    """The strategy, with "auto" resolved by bytes sent.
 
-    `neighbours` trade rows for heads; None is one group of ranks instead of a pair.
+    Args:
+        strategy: a name.
+        layout: of the sequence over all cp ranks.
+        heads: query heads and KV heads of a rank.
+        ulysses: the Ulysses degree of a pair of groups (ring, Ulysses group); None for one group.
+        causal, window: the mask.
 
     Raises:
         ValueError: the strategy does not fit the groups, the layout or the number of heads.
     """
-    pair = neighbours is not None
+    pair = ulysses is not None
     if strategy == "auto":
-        strategy = by_bytes(layout, *heads, causal, window, neighbours)
+        strategy = by_bytes(layout, *heads, causal, window, ulysses)
     if pair != (strategy == "hybrid"):
         raise ValueError(
             f"strategy {strategy!r} needs {'one group' if pair else 'a pair of groups'}, got "
@@ -230,21 +244,21 @@ def resolve_strategy(
         )
     if strategy not in ("ulysses", "hybrid"):
         return strategy
-    trading = layout.parts if neighbours is None else neighbours
-    if heads[0] < trading:
+    degree = layout.parts if ulysses is None else ulysses
+    if heads[0] < degree:
         raise ValueError(
-            f"{trading} ranks that trade rows for heads need as many query heads, got {heads[0]}"
+            f"Ulysses over {degree} ranks needs at least {degree} query heads, got {heads[0]}"
         )
-    if layout.kind == "striped" and 1 < trading < layout.parts:
+    if layout.kind == "striped" and 1 < degree < layout.parts:
         raise ValueError("strategy 'hybrid' needs a zigzag or contiguous layout, got striped")
     return strategy
 
 
 class _ContextAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, sinks, strategy, layout, group, neighbours, options, overlap):
+    def forward(ctx, q, k, v, sinks, strategy, layout, group, ulysses_group, options, overlap):
         heads = q.shape[2], k.shape[2]
-        shards = Shards(layout, group, options, heads, neighbours, overlap)
+        shards = Shards(layout, group, options, heads, ulysses_group, overlap)
         o, lse, saved = attend_once(lambda: strategy.forward(shards, q, k, v, sinks), (q, k, v))
         ctx.save_for_backward(sinks, o, lse, *saved)
         ctx.strategy, ctx.shards = strategy, shards
@@ -261,7 +275,7 @@ class _ContextAttention(torch.autograd.Function):
         grads = ctx.strategy.backward(
             ctx.shards, do, saved, lse, delta, o if dlse is None else None
         )
-        dsinks = None  # {partial cp}: the share of this rank's rows
+        dsinks = None  # {partial cp}: the sum over this rank's rows
         if sinks is not None:
             dsinks = attention_dsinks(sinks, lse, delta).to(ctx.of_sinks)
         return *grads, dsinks, *[None] * 6
@@ -274,19 +288,19 @@ class _ContextAttention(torch.autograd.Function):
         v: Any,
         sinks: Any,
         group: Any,
-        neighbours: Any,
+        ulysses_group: Any,
         options: AttentionOptions,
     ) -> tuple[Any, Any]:
-        """Attention of the whole sequence, of which every rank keeps its own rows.
+        """Typed as attention of the whole sequence, of which every rank keeps its own rows.
 
-        q, k, v{S(1) cp} in the layout's order are gathered, attended (heads, and their sinks, may
-        be sharded on other axes, sequence and head_dim not; linear in v alone), and the result is
-        sharded again. spmd_types is imported here only: it is a development extra.
+        q, k, v{S(1) cp} are gathered, attended (linear in v alone; heads and their sinks may be
+        sharded on other axes, sequence and head_dim may not), and o and lse are sharded again.
+        spmd_types is imported in this rule only: it is a development extra.
         """
         from spmd_types import R, S, rules
 
         documents = options.documents
-        axes = [axis for axis in (neighbours, group) if axis is not None]
+        axes = [axis for axis in (ulysses_group, group) if axis is not None]
         for axis in axes:
             q, k, v = (rules.all_gather(x, axis, src=S(1), dst=R) for x in (q, k, v))
         if documents is not None:

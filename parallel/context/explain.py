@@ -1,13 +1,13 @@
-"""What each strategy of context parallelism sends, holds and leaves exposed, and which of them
-"auto" takes: arithmetic, not a run.
+"""What each strategy of context parallelism sends, holds in memory and leaves exposed, and which of
+them "auto" is: arithmetic, nothing is run.
 
     links = Links(link=50e9, flops=400e12)
     print(table(explain(SequenceLayout(131072, 8), heads=32, kv_heads=8, head_dim=64, links=links)))
 
-Bytes are those that leave a rank, exactly (`test_explain.py` counts them). Memory is what the
-strategy's own buffers take at once, to leading order: not q, k, v, o and their gradients, nor what
-a kernel takes while it runs. Seconds are a prediction: the given speeds, every message alone on its
-link, compute spread evenly over hops.
+Bytes are those that leave a rank, exactly (`test_explain.py` counts them). Memory is the largest
+total of the strategy's own buffers, to leading order, without q, k, v, o and their gradients and
+without the workspace of a kernel. Seconds are a prediction from the given speeds: each message
+alone on its link, compute spread evenly over the steps of the ring.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from itertools import pairwise
 
 from warpweave.parallel.context.links import Links
 from warpweave.parallel.context.ring import distances, reaches
-from warpweave.parallel.context.ulysses import Trade
+from warpweave.parallel.context.ulysses import HeadSplit
 from warpweave.parallel.layout import SequenceLayout
 from warpweave.parallel.words import Strategy
 
 
 @dataclass(frozen=True)
 class StrategyCost:
-    """One strategy for one rank and one layer.
+    """What a strategy costs one rank in the attention of one layer.
 
     Attributes:
         strategy: its name.
-        forward, backward: bytes that leave the rank; of "ulysses" and "hybrid", and of a ring in
-            which not all blocks are seen by as many ranks, the mean over ranks.
-        messages: collectives or hops in forward and backward, counted over all ranks.
-        memory: bytes held at the worst moment of forward or backward besides inputs and results.
+        forward, backward: bytes that leave the rank; the mean over ranks where ranks differ
+            ("ulysses" and "hybrid", and a ring whose blocks travel unequally far).
+        messages: collectives, or sends of the ring, in forward and backward.
+        memory: the largest number of bytes held in forward or backward besides inputs and results.
         exposed: predicted seconds in which a link is busy and the rank waits; None without speeds.
-        auto: why "auto" takes this strategy; empty for the others.
+        auto: why "auto" is this strategy; empty for the others.
     """
 
     strategy: Strategy
@@ -58,30 +58,31 @@ def explain(
     itemsize: int = 2,
     causal: bool = True,
     window: int | None = None,
-    neighbours: int | None = None,
+    ulysses: int | None = None,
     links: Links | None = None,
 ) -> tuple[StrategyCost, ...]:
     """The costs of every strategy that fits the layout and the heads, and which of them is "auto".
 
     Args:
-        layout: who holds which positions.
+        layout: which rank holds which positions.
         heads, kv_heads, head_dim, batch: of this rank's q and k.
         itemsize: bytes of an element of q, k and v.
-        causal, window: the mask, which may spare hops of the ring.
-        neighbours: of a pair of groups, the ranks that trade rows for heads: "hybrid" alone then.
-        links: measured speeds. With them the strategies are in order of exposed time, then of
-            messages, and "auto" is the first that holds no more than ``links.memory``, if any does.
-            Without they are in order of bytes, and "auto" is what `by_bytes` says.
+        causal, window: the mask, which may save messages of the ring.
+        ulysses: the Ulysses degree of a pair of groups, for which "hybrid" is the only strategy;
+            None for one group.
+        links: measured speeds. With them strategies are sorted by exposed time, then by messages,
+            and "auto" is the first that holds at most ``links.memory`` bytes, if any does. Without
+            them they are sorted by bytes, and "auto" is what `by_bytes` returns.
     """
     shape = _Shape(layout, heads, kv_heads, head_dim, batch, itemsize, causal, window)
-    if neighbours is not None:
-        found = [*_hybrid(shape, neighbours)]
+    if ulysses is not None:
+        found = [*_hybrid(shape, ulysses)]
     else:
         found = [*_ring(shape), *_gathers(shape), *_ulysses(shape)]
     if links is None:
         costs = [use.cost(None) for use in found]
         costs.sort(key=lambda cost: (cost.forward + cost.backward, cost.memory))
-        taken = by_bytes(layout, heads, kv_heads, causal, window, neighbours)
+        taken = by_bytes(layout, heads, kv_heads, causal, window, ulysses)
         why = "by bytes: no link speeds were given"
         return tuple(replace(c, auto=why if c.strategy == taken else "") for c in costs)
     costs = sorted(
@@ -101,13 +102,16 @@ def by_bytes(
     kv_heads: int,
     causal: bool,
     window: int | None,
-    neighbours: int | None,
+    ulysses: int | None,
 ) -> Strategy:
-    """What "auto" takes without link speeds: "hybrid" for a pair of groups. "ring" if the mask
-    spares it hops, as it sends least then. Else "gather" if P <= 1 + Hq/Hkv, where it sends no more
-    forward than Ulysses would, in one kernel call; else "ring", which sends as much as "gather" and
-    holds two blocks (a balanced layout has no ring)."""
-    if neighbours is not None:
+    """What "auto" is without link speeds.
+
+    "hybrid" for a pair of groups. For one group of P ranks: "ring" if the mask saves it messages,
+    because it then sends least; else "gather" if P <= 1 + Hq/Hkv, when its forward sends no more
+    than that of Ulysses, in one kernel call; else "ring", which sends as much as "gather" and holds
+    only two blocks. A balanced layout cannot have a ring: "gather".
+    """
+    if ulysses is not None:
         return "hybrid"
     if layout.kind == "balanced":
         return "gather"
@@ -158,7 +162,7 @@ class _Shape:
         return 2 * self.batch * self.layout.local_len * self.kv_heads * self.head_dim
 
     def tiles(self, flops: float) -> float:
-        """Seconds of a forward's tiles on a rank; the backward has 2.5 times as many FLOPs."""
+        """Seconds of a rank's attention forward; the backward has 2.5 times as many FLOPs."""
         seen = self.layout.seq_len / (2 if self.causal else 1)
         if self.window is not None:
             seen = min(seen, self.window if self.causal else 2 * self.window)
@@ -167,9 +171,14 @@ class _Shape:
 
 @dataclass(frozen=True)
 class _Use:
-    """`sent` leaves a rank in forward and backward, `carried` leaves the busiest one by messages of
-    which compute hides `hidden` of its time, and `bare` by messages among neighbours that nothing
-    hides."""
+    """What a strategy uses of a rank, each as (forward, backward).
+
+    Attributes:
+        sent: bytes that leave a rank, the mean over ranks.
+        carried: bytes that leave the busiest rank in messages that compute can hide.
+        hidden: the fraction of the compute time that hides them.
+        bare: bytes of the Ulysses group's all-to-alls, which nothing hides.
+    """
 
     strategy: Strategy
     sent: tuple[int, int]
@@ -193,11 +202,12 @@ class _Use:
 
 
 def _hops(shape: _Shape, layout: SequenceLayout) -> tuple[int, int, float]:
-    """Hops, messages, and how many times its K‖V the mean rank sends in one direction."""
+    """Steps of the ring, messages in both directions, and how many blocks of K‖V the mean rank
+    sends in the forward."""
     visits, reach = (of(layout, shape.causal, shape.window) for of in (distances, reaches))
     n, gaps = len(visits) - 1, [b - a for a, b in pairwise(visits)]
-    extra = sum(a != b for a, b in pairwise(gaps))  # K‖V and dK‖dV go on separately
-    extra += len({d for d in reach if 0 < d < visits[-1]})  # and some start at home
+    extra = sum(a != b for a, b in pairwise(gaps))  # K‖V and dK‖dV in separate messages
+    extra += len({d for d in reach if 0 < d < visits[-1]})  # and owners send theirs anew
     return n, n + (n + 1 + extra if n else 0), sum(map(visits.index, reach)) / layout.parts
 
 
@@ -207,34 +217,34 @@ def _ring(shape: _Shape) -> Iterator[_Use]:
     n, messages, each = _hops(shape, shape.layout)
     width = shape.itemsize, shape.itemsize + shape.wide
     sent, carried = (tuple(int(hops * shape.kv) * w for w in width) for hops in (each, n))
-    # A hop hides behind its tile, and one has none: of the backward that is the first K‖V.
+    # n messages hide behind n of the n + 1 tiles; the backward's first K‖V has no tile to itself.
     yield _Use("ring", sent, messages, _buffers(shape, shape.kv), carried, n / (n + 1))
 
 
 def _buffers(shape: _Shape, kv: int) -> int:
-    """Two messages of K‖V and dK‖dV, and a tile's gradient."""
+    """Memory of a ring: two buffers of K‖V and dK‖dV, and the gradient of one tile."""
     return 2 * kv * (shape.itemsize + shape.wide) + kv * shape.wide
 
 
 def _gathers(shape: _Shape) -> Iterator[_Use]:
     others, item, wide = (shape.layout.parts - 1) * shape.kv, shape.itemsize, shape.wide
     whole, sent = shape.layout.parts * shape.kv, (others * item, others * (item + wide))
-    # What arrived and its order by position; dK‖dV, one behind the other, and cut into shards.
+    # K‖V as gathered and in order of position; dK, dV, both stacked, and both cut into shards.
     yield _Use("gather", sent, 3, 2 * whole * item + 3 * whole * wide, sent)
     share, heads = whole // shape.kv_heads, shape.kv_heads
     held = 3 * share * item + 3 * share * wide
     yield _Use("stream", sent, 3 * heads, held, sent, 0.5 * (heads - 1) / heads)
 
 
-def _traded(shape: _Shape, ranks: int) -> tuple[tuple[int, int], int, int]:
-    """Of `ranks` that trade: mean bytes that leave one in forward and backward, the memory, and the
-    elements of K‖V of the mean rank's heads."""
-    trade = Trade(shape.layout, ranks, shape.heads, shape.kv_heads)
+def _all_to_all(shape: _Shape, ranks: int) -> tuple[tuple[int, int], int, int]:
+    """Of a Ulysses group of `ranks`: mean bytes that leave a rank in forward and backward, memory,
+    and the elements of K‖V of the heads that the mean rank attends."""
+    split = HeadSplit(shape.layout, ranks, shape.heads, shape.kv_heads)
     each = shape.kv // shape.kv_heads  # of one head
-    copies = sum(len(trade.kv(r)) for r in range(ranks))
-    read = sum(len(trade.kv(r)) if trade.even(r) else len(trade.q(r)) for r in range(ranks))
+    copies = sum(len(split.kv(r)) for r in range(ranks))
+    read = sum(len(split.kv(r)) if split.even(r) else len(split.q(r)) for r in range(ranks))
     common = 2 * shape.rows * shape.head_dim * shape.itemsize + shape.rows * shape.wide
-    back = shape.wide if trade.copied else shape.itemsize
+    back = shape.wide if split.copied else shape.itemsize
     forward, backward = (
         (common + copies * each * width) * (ranks - 1) // ranks for width in (shape.itemsize, back)
     )
@@ -245,7 +255,7 @@ def _traded(shape: _Shape, ranks: int) -> tuple[tuple[int, int], int, int]:
 def _ulysses(shape: _Shape) -> Iterator[_Use]:
     ranks = shape.layout.parts
     if shape.heads >= ranks:
-        sent, held, _ = _traded(shape, ranks)
+        sent, held, _ = _all_to_all(shape, ranks)
         yield _Use("ulysses", sent, 2 + 2, held, bare=sent)
 
 
@@ -255,9 +265,9 @@ def _hybrid(shape: _Shape, ranks: int) -> Iterator[_Use]:
         return
     if layout.kind == "striped" and 1 < ranks < layout.parts:
         return
-    trade = Trade(layout, ranks, shape.heads, shape.kv_heads)
-    bare, held, kv = _traded(shape, ranks)
-    n, messages, each = _hops(shape, trade.ring)
+    split = HeadSplit(layout, ranks, shape.heads, shape.kv_heads)
+    bare, held, kv = _all_to_all(shape, ranks)
+    n, messages, each = _hops(shape, split.ring)
     width = shape.itemsize, shape.itemsize + shape.wide
     carried = tuple(n * kv * w for w in width)
     sent = tuple(b + int(each * kv) * w for b, w in zip(bare, width))

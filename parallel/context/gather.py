@@ -1,12 +1,20 @@
-"""Context parallelism by gathering K and V of the whole sequence (Llama 3, arXiv:2407.21783).
+"""Context parallelism by all-gather of K and V (Llama 3, arXiv:2407.21783).
 
-An all-gather of K‖V, one attention call, and in the backward the same all-gather again and a
-reduce-scatter of fp32 dK‖dV. As many bytes as the ring, over all links at once, and no merge; but
-exposed, and with memory for the whole K‖V (and backward dK‖dV).
+    forward    K‖V = all-gather of k‖v      [B, S/cp, Hkv, D] -> [B, S, Hkv, D]
+               o = attention(q, K, V)       of this rank's rows, one call
+    backward   K‖V = the same all-gather    not kept: it is cp times as large as k‖v
+               dq, dK‖dV{partial cp} = backward of that call
+               dk‖dv = reduce-scatter of dK‖dV, fp32 (float64 for float64), sums re-associated
 
-"stream" does so for one KV head after the other: the next head's K‖V travels while this one is
-attended, and the memory is that of two heads' K‖V (and backward one's dK‖dV). As many bytes in
-Hkv times as many messages.
+It sends as many bytes as a ring that skips nothing, needs no merge, but is exposed and holds K‖V of
+the whole sequence (and dK‖dV in the backward).
+
+"stream" does this for one KV head at a time and starts the next head's all-gather before it attends
+this one: as many bytes in Hkv times as many messages, and memory for K‖V of two heads.
+
+    "stream", three KV heads; what a rank does over time
+    network    gather h0 | gather h1 | gather h2 |
+    compute              | attend h0 | attend h1 | attend h2
 """
 
 from __future__ import annotations
@@ -36,8 +44,8 @@ def gather_forward(
     sinks: torch.Tensor | None,
     each: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, Tensors]:
-    """Forward of this rank's queries over all keys, of `each` KV heads (None: all) at a time; see
-    `strategy.ForwardBackward`."""
+    """Forward of this rank's queries over all keys, gathered for `each` KV heads at a time (None:
+    all at once); tensors as in `strategy.ForwardBackward`."""
     o, lse = [], []
     for heads, k_all, v_all, options in _gathered_heads(shards, k, v, each):
         of_heads = None if sinks is None else sinks[heads]
@@ -47,11 +55,7 @@ def gather_forward(
         ]
         o.append(_concatenated([o for o, _ in calls], 1))
         lse.append(_concatenated([lse for _, lse in calls], 2))
-    return (
-        _concatenated(o, 2),
-        _concatenated(lse, 1),
-        (q, k, v),
-    )  # not the whole K‖V: P times less, gathered again
+    return _concatenated(o, 2), _concatenated(lse, 1), (q, k, v)  # K‖V is gathered again
 
 
 def gather_backward(
@@ -63,7 +67,8 @@ def gather_backward(
     o: torch.Tensor | None,
     each: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Backward of this rank's queries over all keys; see `strategy.ForwardBackward`."""
+    """Backward of `gather_forward`, with the same `each`; tensors as in
+    `strategy.ForwardBackward`."""
     q, k, v = saved
     grads = []
     for heads, k_all, v_all, options in _gathered_heads(shards, k, v, each):
@@ -82,15 +87,15 @@ def gather_backward(
     return dq, dk, dv
 
 
-def _concatenated(pieces: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+def _concatenated(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def _gathered_heads(
     shards: Shards, k: torch.Tensor, v: torch.Tensor, each: int | None
 ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor, AttentionOptions]]:
-    """For `each` KV heads at a time (None: all): the query heads that read them, their gathered
-    K and V, and their options. The next ones are under way meanwhile, with `overlap`."""
+    """Yield for `each` KV heads at a time (None: all) the query heads that read them, K and V of
+    the whole sequence, and their options. With `overlap` the next heads' all-gather has started."""
     H, Hkv = shards.heads
     groups = [slice(at, at + (each or Hkv)) for at in range(0, Hkv, each or Hkv)]
     sample, first = shards.options.dropout_origin
@@ -113,7 +118,11 @@ def _gathered_heads(
 def _kernel_calls(
     shards: Shards, options: AttentionOptions
 ) -> list[tuple[slice, AttentionOptions]]:
-    """The rows of q of each call of the kernel, which takes two runs, and its options."""
+    """The kernel calls for this rank's queries: for each the rows of q and the options.
+
+    A kernel takes at most two runs of positions (a zigzag layout has two); a balanced layout may
+    need more calls.
+    """
     runs, calls, row = shards.layout.runs(shards.rank), [], 0
     for i in range(0, len(runs), 2):
         pair = runs[i : i + 2]
@@ -130,9 +139,9 @@ STREAM = ForwardBackward(partial(gather_forward, each=1), partial(gather_backwar
 def _start_gather(
     k: torch.Tensor, v: torch.Tensor, layout: SequenceLayout, group: dist.ProcessGroup
 ) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
-    """Send k, v[B, S/cp, H, D] in one all-gather; the result waits for k, v[B, S, H, D].
+    """Start one all-gather of k, v[B, S/cp, H, D]; calling the result waits for K, V[B, S, H, D].
 
-    Those are in order of position, one run, so the kernel sees no layout but that of its queries.
+    K and V are in the order of positions, so that only the queries have a layout for the kernel.
     """
     pending = start_all_gather(torch.stack((k, v)), group)
 
@@ -147,7 +156,7 @@ def _start_gather(
 def _reduce_scatter(
     dk: torch.Tensor, dv: torch.Tensor, layout: SequenceLayout, group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """dk, dv[B, S, H, D]{partial cp} -> this rank's rows of their sums, [B, S/cp, H, D]."""
+    """dK, dV[B, S, H, D]{partial cp} -> dk, dv[B, S/cp, H, D], this rank's rows of the sums."""
     whole = torch.stack((dk, dv))
     terms = torch.cat([layout.shard(whole, rank, 2) for rank in range(layout.parts)])
     dk, dv = start_reduce_scatter(terms, group).wait()

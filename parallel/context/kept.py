@@ -1,10 +1,11 @@
-"""What attention over context ranks computed, kept from a block's first run for its second.
+"""Full activation checkpointing that does not recompute attention over the context ranks (LightSeq,
+Li et al. 2023, arXiv:2310.03294).
 
-Full recomputation keeps a block's input and runs the block again in the backward. Of a long
-sequence the second run's attention would be the dearest part, every message and tile of it. Within
-`Kept.first` what a strategy's forward returns is kept: o, lse and what its backward needs besides
-q, k and v, which are made again. Within `Kept.second` the calls get it in the same order: nothing
-is sent or attended (LightSeq's checkpoints, Li et al. 2023, arXiv:2310.03294).
+Full checkpointing keeps a block's input and runs the block's forward again in the backward. On a
+long sequence the attention, every message and tile of it, is most of that second forward. So within
+`Kept.first` the results of each attention call are kept: o, lse and what its backward needs besides
+q, k and v, which are recomputed. Within `Kept.second` the same calls, in the same order, return
+them: nothing is sent or attended again.
 """
 
 from __future__ import annotations
@@ -20,26 +21,26 @@ Attended = tuple[torch.Tensor, torch.Tensor, Sequence[torch.Tensor | None]]
 
 
 class Kept:
-    """Results of one run's calls: per token o, lse and, of a ring, the farthest K‖V; of Ulysses
-    also the q, k, v, o and lse of this rank's heads."""
+    """The attention results of a block's forward, one entry per call: o and lse; for a ring also
+    the K‖V received last, for Ulysses also q, k, v, o and lse of this rank's heads."""
 
     def __init__(self) -> None:
         self._calls: deque[tuple[Attended, list[int | None]]] = deque()
 
     @contextmanager
     def first(self) -> Iterator[None]:
-        """Within, calls are kept."""
+        """A context in which attention calls keep their results."""
         with _set(self.keep):
             yield
 
     @contextmanager
     def second(self) -> Iterator[None]:
-        """Within, calls get what was kept, each once."""
+        """A context in which attention calls return the results kept in `first`, each once."""
         with _set(self.take):
             yield
 
     def keep(self, run: Callable[[], Attended], inputs: Sequence[torch.Tensor]) -> Attended:
-        """``run()``."""
+        """The result of ``run()``, which is kept; saved tensors that are inputs are not."""
         o, lse, saved = run()
         places = [next((i for i, x in enumerate(inputs) if x is t), None) for t in saved]
         others = [None if at is not None else t for t, at in zip(saved, places)]
@@ -47,7 +48,7 @@ class Kept:
         return o, lse, saved
 
     def take(self, run: Callable[[], Attended], inputs: Sequence[torch.Tensor]) -> Attended:
-        """What ``run()`` would return for these inputs, which are those of the first run."""
+        """What ``run()`` returned in `first`, with the saved inputs replaced by `inputs`."""
         (o, lse, others), places = self._calls.popleft()
         return o, lse, [t if at is None else inputs[at] for t, at in zip(others, places)]
 
@@ -65,6 +66,6 @@ def _set(how: Callable[..., Attended]) -> Iterator[None]:
 
 
 def attend_once(run: Callable[[], Attended], inputs: Sequence[torch.Tensor]) -> Attended:
-    """``run()`` of these q, k and v, or in a second run what it was in the first."""
+    """``run()`` for these q, k and v, or the kept result of the first forward (see `Kept`)."""
     how = _active.get()
     return run() if how is None else how(run, inputs)

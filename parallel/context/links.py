@@ -1,4 +1,5 @@
-"""How fast ranks send and attend: what "auto" of context parallelism weighs, given or measured."""
+"""Link bandwidth and attention FLOP/s, given or measured: by them "auto" chooses a strategy of
+context parallelism."""
 
 from __future__ import annotations
 
@@ -16,13 +17,14 @@ from warpweave.parallel.collectives import start_exchange
 
 @dataclass(frozen=True)
 class Links:
-    """Speeds, the same on every rank: strategies that differ would wait for each other for ever.
+    """Speeds of a rank; must be the same on every rank, or ranks choose different strategies and
+    deadlock.
 
     Attributes:
         link: bytes per second that a rank sends to others of its group, in one direction.
         flops: FLOP/s that attention reaches.
-        near: bytes per second among the neighbours of a pair of groups; None is `link`.
-        memory: bytes that a strategy may hold besides inputs and results; None is any.
+        near: bytes per second within the Ulysses group of a hybrid; None is `link`.
+        memory: bytes that a strategy may hold besides inputs and results; None for no limit.
 
     Raises:
         ValueError: something is not positive.
@@ -42,13 +44,15 @@ class Links:
 def measure_links(
     group: dist.ProcessGroup, x: torch.Tensor, *, size: int = 2**22, rounds: int = 5
 ) -> Links:
-    """The slowest rank's speeds: `size` bytes to the next rank, and attention forward of x to x.
+    """Measure the speeds of the slowest rank: of `size` bytes sent to the next rank, and of the
+    attention forward of x to itself.
 
     Args:
         group: two ranks or more, all of which call this.
-        x: [B, S, H, D] on the device and of the dtype that are meant; long enough that a call takes
+        x: [B, S, H, D] on the device and in the dtype of the run; long enough that a call takes
             much longer than its launch.
-        size, rounds: bytes of a message; the median of so many runs counts.
+        size: bytes of a message.
+        rounds: runs of each, of which the median counts.
     """
     sent = torch.empty(size, dtype=torch.uint8, device=x.device)
     arrived = torch.empty_like(sent)

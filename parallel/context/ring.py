@@ -1,37 +1,57 @@
-"""Ring attention: queries stay, K and V travel round the ranks (Liu et al. 2023, arXiv:2310.01889).
+"""Ring attention (Liu et al. 2023, arXiv:2310.01889): each rank keeps its queries, and the K‖V
+blocks of the sequence rotate round the ranks.
 
-Rank r holds q_r, k_r, v_r[B, S/cp, H, D] of a `SequenceLayout`. With P ranks, hop i of a ring in
-which every rank sees something of every other's block
+Rank r of P holds q_r, k_r, v_r[B, S/cp, H, D], block r of a `SequenceLayout`. Forward, step i:
+attend q_r to block r-i and send that block to rank r+1. Each step yields a softmax over one block,
+and the partial results are merged by their log-sum-exp:
 
-    forward    attends q_r to block r-i and sends that block to rank r+1. The partial results,
-               each a softmax over one block, merge by their lse:
-                   lse = logaddexp(lse_a, lse_b)
-                   o = exp(lse_a - lse) o_a + exp(lse_b - lse) o_b
-               P-1 messages of K‖V.
-    backward   runs the other way, from the block r+1 that the forward left here: hop i attends
-               q_r to block r+1+i and sends to rank r-1 that block and the gradient before it,
-                   [K‖V of block r+1+i, dK‖dV of block r+i],
-               so a gradient trails its block by one hop and comes home with the last message,
-               which travels while the diagonal tile is computed. P messages that hold P-1 times
-               K‖V and P-1 times dK‖dV (the schedule of TransformerEngine; others need P gradient
-               hops and expose the last).
+    lse = logaddexp(lse_a, lse_b)
+    o = exp(lse_a - lse) o_a + exp(lse_b - lse) o_b
 
-Each tile of the backward uses the final lse and delta = rowsum(o do) - dlse, so it is the true
-global probability of its pairs: the gradients are exact, not an approximation. Sums over blocks
-are re-associated. Partial outputs, dq and the travelling dK‖dV are fp32 (float64 for float64
-inputs), because sums kept in bf16 lose a factor that grows with P.
+Backward: the ring turns the other way and starts with the block that the forward received last, so
+that block is not sent again. Step i: attend q_r to block r+1+i, and send to rank r-1 the K‖V of
+that block together with dK‖dV of the block of the step before. A gradient follows its block one
+step behind; the last message, which returns dK‖dV to the block's owner, is hidden behind the
+diagonal tile. (The schedule of TransformerEngine; others need P gradient messages and expose the
+last.)
 
-What the mask hides is not sent: hops that all ranks would make for nothing are left out
-(`distances`), and a block travels as far as the last rank that sees something of it (`reaches`),
-passed on by the ranks in between. With contiguous blocks under a causal mask that is rank P-1 (or
-where the window ends): block b makes P-1-b hops forward, P(P-1)/2 for all blocks instead of P(P-1).
-In the backward a block that got as far as any starts where the forward left it; one that did not,
-as there rank P-1 has seen later ones since, is sent from home to the last rank that sees it, and
-its own rank keeps it: again P-1-b hops of K‖V, and as many of dK‖dV.
+    four ranks, every block seen by every rank (zigzag layout, or no causal mask)
 
-The order of messages and tiles is a generator per rank (`ring_forward`, `ring_backward`) that knows
-no transport (`messages`). A message starts before the tile of its hop and is waited for after it;
-two buffers are enough: a block is computed and sent from one while the next arrives in the other.
+             attended by rank                          attended by rank     sent to rank r-1
+    forward   0   1   2   3    sent to r+1   backward   0   1   2   3       K‖V of    dK‖dV of
+    step 0   b0  b1  b2  b3    K‖V           step 0    b1  b2  b3  b0       b(r+1)
+    step 1   b3  b0  b1  b2    K‖V           step 1    b2  b3  b0  b1       b(r+2)    b(r+1)
+    step 2   b2  b3  b0  b1    K‖V           step 2    b3  b0  b1  b2       b(r+3)    b(r+2)
+    step 3   b1  b2  b3  b0                  step 3    b0  b1  b2  b3                 b(r+3)
+             P-1 messages                              P messages, P-1 times K‖V and dK‖dV
+
+Every tile of the backward uses the final lse and delta = rowsum(o do) - dlse, so its probabilities
+are those of the whole softmax: the gradients are exact. Sums over blocks are re-associated. Partial
+outputs, dq and the dK‖dV that travels are fp32 (float64 for float64 inputs), because sums kept in
+bf16 lose a factor that grows with P.
+
+Exception: K‖V that the mask hides is not sent. Steps that no rank needs are left out (`distances`),
+and a block travels only to the last rank that sees any of it (`reaches`), forwarded by the ranks in
+between. With contiguous blocks under a causal mask that is rank P-1, and block b is sent P-1-b
+times:
+
+    four ranks, contiguous layout, causal mask; * sent by the block's owner
+
+    forward   0   1   2   3                  backward   0   1   2   3
+    step 0   b0  b1  b2  b3                  step 0     -   -   -   b0
+    step 1    -  b0  b1  b2                  step 1     -   -  b0   b1*
+    step 2    -   -  b0  b1                  step 2     -  b0  b1   b2*
+    step 3    -   -   -  b0                  step 3    b0  b1  b2   b3
+
+In the backward the blocks that travelled farthest start on the rank where the forward left them (b0
+on rank 3); the buffer of any other was overwritten by later blocks, so its owner keeps it and sends
+it once more to the last rank that sees it. That is again P-1-b messages of K‖V, and as many of
+dK‖dV.
+
+The order of messages and tiles is a generator per rank (`ring_forward`, `ring_backward`), executed
+on process groups or in one process (`messages`). A message starts before the tile of its step and
+is waited for after it; two buffers are enough: a block is attended and sent from one while the next
+block is received into the other.
 """
 
 from __future__ import annotations
@@ -58,22 +78,24 @@ def _sees_any(q_runs: Sequence[Run], k_runs: Sequence[Run], options: AttentionOp
     def sees(q: range, k: range) -> bool:
         if not q or not k:
             return False
-        apart = range(q[0] - k[-1], q[-1] - k[0] + 1, q.step)  # of any query and key
-        ahead = 1 - options.window if options.window else apart[0]
-        least = max(0 if options.causal else ahead, apart[0])
-        most = options.window - 1 if options.window else apart[-1]
-        nearest = least + (apart[0] - least) % q.step
-        return nearest <= min(most, apart[-1])
+        offsets = range(q[0] - k[-1], q[-1] - k[0] + 1, q.step)  # query minus key position
+        ahead = 1 - options.window if options.window else offsets[0]
+        least = max(0 if options.causal else ahead, offsets[0])
+        most = options.window - 1 if options.window else offsets[-1]
+        nearest = least + (offsets[0] - least) % q.step
+        return nearest <= min(most, offsets[-1])
 
     return any(sees(q.positions, k.positions) for q in q_runs for k in k_runs)
 
 
 @lru_cache(maxsize=64)
 def distances(layout: SequenceLayout, causal: bool, window: int | None) -> tuple[int, ...]:
-    """The d of which some rank r sees something of block r-d, ascending from the own block's 0.
+    """The steps d of the forward that are not skipped: those in which some rank r sees any of block
+    r-d. Ascending; 0, a rank's own block, is always among them.
 
-    With blocks of s tokens and a window of W, w = ceil((W-1) / s): a contiguous causal ring visits
-    0 to w; without the causal mask, and on zigzag halves with s/2 for s, also the last w of P.
+    With blocks of s tokens, a window of W and w = ceil((W-1) / s), a contiguous causal ring has the
+    steps 0 to w; without the causal mask, and on a zigzag layout with s/2 for s, also the last w of
+    the P steps.
     """
     runs, options = [layout.runs(r) for r in range(layout.parts)], AttentionOptions(causal, window)
     seen = (
@@ -85,7 +107,8 @@ def distances(layout: SequenceLayout, causal: bool, window: int | None) -> tuple
 
 @lru_cache(maxsize=64)
 def reaches(layout: SequenceLayout, causal: bool, window: int | None) -> tuple[int, ...]:
-    """For each block b the largest d of which rank b+d sees something of it, 0 for none."""
+    """For each block b the largest d for which rank b+d sees any of it; 0 if only its owner
+    does."""
     runs, options = [layout.runs(r) for r in range(layout.parts)], AttentionOptions(causal, window)
     back = distances(layout, causal, window)[::-1]
     return tuple(
@@ -95,7 +118,10 @@ def reaches(layout: SequenceLayout, causal: bool, window: int | None) -> tuple[i
 
 
 class _Route:
-    """Which messages a rank has part in: every block visits what `distances` and `reaches` say."""
+    """Which blocks a rank attends, receives and forwards: `distances` and `reaches` seen by it.
+
+    The block at distance d is that of rank - d; distance 0 is the rank's own block.
+    """
 
     def __init__(self, rank: int, layout: SequenceLayout, options: AttentionOptions) -> None:
         self._rank, self._parts = rank, layout.parts
@@ -103,24 +129,26 @@ class _Route:
         self._options = options._replace(q_runs=self._runs[rank])
         self.visits = distances(layout, options.causal, options.window)
         self._reach = reaches(layout, options.causal, options.window)
-        self.starts = {d for d in self._reach if 0 < d < self.visits[-1]}  # from home, backward
+        # At these distances the backward begins with a block that its owner sends anew.
+        self.starts = {d for d in self._reach if 0 < d < self.visits[-1]}
 
     def reach(self, at: int) -> int:
-        """How far block rank - `at` travels, which is here if that is at least `at`."""
+        """How far block rank - `at` travels; at least `at` if this rank receives it."""
         return self._reach[(self._rank - at) % self._parts]
 
     @property
     def stays(self) -> bool:
-        """Whether the own block ends nearer than others, so that the backward sends it anew."""
+        """Whether this rank's own block travels less far than others: it stays on its owner, which
+        sends it anew in the backward."""
         return self.reach(0) < self.visits[-1]
 
     def comes_back(self, at: int, origin: int, target: int) -> bool:
-        """Whether K‖V of block rank - `at` goes from distance `origin` to `target` in the backward:
-        home only where it is not kept."""
+        """Whether K‖V of block rank - `at` is sent from distance `origin` to `target` in the
+        backward: to its owner (`target` 0) only if the owner has not kept it."""
         return self.reach(at) >= origin and (target > 0 or self.reach(at) == self.visits[-1])
 
     def block(self, at: int) -> AttentionOptions | None:
-        """The options of the tile with block rank - `at`; None if the mask hides all of it."""
+        """The attention options for block rank - `at`; None if the mask hides all of it."""
         k_runs = self._runs[(self._rank - at) % self._parts]
         if at and not _sees_any(self._runs[self._rank], k_runs, self._options):
             return None
@@ -129,15 +157,15 @@ class _Route:
 
 # ------------------------------------------------------------------ 1. the steps of one rank
 
-# What the backward starts from: K‖V[2, B, Hkv, S/cp, D] of the farthest block, which the last hop
-# left here, and k and v of the own one; None where it is not needed.
+# Saved for the backward: K‖V[2, B, Hkv, S/cp, D] of the block received last, and this rank's own k
+# and v; None for what the backward does not need.
 Kept = Sequence[torch.Tensor | None]
 
 
 def _heads_first(
     k: torch.Tensor, v: torch.Tensor, *, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """k and v as one message [2, B, H, S/cp, D], in which a head's rows lie together."""
+    """k and v[B, S/cp, H, D] as one contiguous message [2, B, H, S/cp, D]."""
     B, s, H, D = k.shape  # `stack` may lay them out otherwise, by the inputs' strides
     kv = k.new_empty(2, B, H, s, D) if out is None else out
     for part, x in zip(kv, (k, v)):
@@ -157,7 +185,7 @@ def ring_forward(
 ) -> Steps[tuple[torch.Tensor, torch.Tensor, Kept]]:
     """Forward of one rank: q[B, S/cp, Hq, D], k and v[B, S/cp, Hkv, D], sinks[Hq] or None.
 
-    Returns o (like q), lse[B, Hq, S/cp] (fp32 or float64) and what the backward starts from.
+    Returns o (like q), lse[B, Hq, S/cp] (fp32 or float64) and the K‖V saved for the backward.
     """
     route = _Route(rank, layout, options)
     if choose(options.impl, q) == "torch":  # the copy takes less than torch's kernel gains by it
@@ -170,7 +198,7 @@ def ring_forward(
             goes, comes = route.reach(at) >= onward, route.reach(onward) >= onward
             yield Hop(here if goes else None, spare if comes else None, onward - at)
         block, kv = route.block(at), here.transpose(2, 3)
-        if o is None:  # the own block, and what each row has once
+        if o is None:  # the diagonal tile; sinks count once per row
             o, lse = block_fwd(q, kv[0], kv[1], block, sinks=sinks, out_dtype=compute_dtype(q))
         elif block is not None:
             o, lse = block_fwd(q, kv[0], kv[1], block, into=(o, lse))
@@ -184,9 +212,9 @@ def ring_forward(
 
 
 class _Message:
-    """K‖V and dK‖dV in one flat buffer: one message a hop pays for launch and latency once.
+    """K‖V and dK‖dV in one flat buffer, so that a step of the backward sends one message.
 
-    Bytes, because K‖V travels in its own dtype and the gradient in fp32 (or float64).
+    A buffer of bytes, because K‖V has the inputs' dtype and dK‖dV is fp32 (or float64).
     """
 
     def __init__(self, like: torch.Tensor, shape: Sequence[int], grad_dtype: torch.dtype) -> None:
@@ -204,13 +232,13 @@ class _Message:
 
 
 class _Kept:
-    """The K‖V that the forward left here, if any, of which there is no gradient to send yet."""
+    """The K‖V that the forward received last, if any; it has no dK‖dV to be sent yet."""
 
     def __init__(self, kv: torch.Tensor | None) -> None:
         self.kv = kv
 
     def part(self, kv: bool, dkv: bool) -> torch.Tensor | None:
-        """Its bytes, or None."""
+        """The bytes of K‖V, or None."""
         return self.kv.view(-1).view(torch.uint8) if kv else None
 
 
@@ -221,9 +249,18 @@ def _backward_hops(
     own: Kept,
     at: tuple[int, int, int],
 ) -> list[Hop]:
-    """Where `at` is the distance of the block before, of this one and of the next: this one's K‖V
-    goes on to the next distance, and dK‖dV of the one before to this one, in one message where they
-    go equally far. A block that starts at the next distance is sent there from home."""
+    """The messages of one step of the backward.
+
+    `at` are the distances (before, now, onward) of the blocks of the previous, this and the next
+    step; without a mask d+1, d, d-1. Sent are
+
+        K‖V of this step's block               now - onward ranks back, to be attended next
+        dK‖dV of the previous step's block     before - now ranks back, to be added to there
+        K‖V of this rank's own block           onward ranks ahead, if it stayed on its owner and
+                                               that is the last rank which sees it
+
+    The first two are one message where they go equally far, which is always so without a mask.
+    """
     before, now, onward = at
     kv, dkv = now - onward, before - now
     goes = bool(kv) and route.comes_back(now, now, onward)
@@ -257,11 +294,12 @@ def ring_backward(
     options: AttentionOptions,
     kv_grad_dtype: torch.dtype | None = None,
 ) -> Steps[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Backward of one rank from what `ring_forward` returned and delta[B, Hq, S/cp].
+    """Backward of one rank: do and q[B, S/cp, Hq, D], `kept` and lse from `ring_forward`, and
+    delta[B, Hq, S/cp] = rowsum(o do) - dlse.
 
-    `o` may be given if no gradient came through lse: it spares the CPU path a copy, no more.
-    Returns dq, dk, dv of this rank's own rows, summed over all ranks, in the inputs' dtypes; dk and
-    dv in `kv_grad_dtype` where they are to be added to others.
+    `o` may be given if no gradient came through lse: it only saves the CPU path a copy.
+    Returns dq, dk, dv of this rank's rows, summed over all ranks, in q's dtype; dk and dv in
+    `kv_grad_dtype` if that is given (the hybrid adds them to those of other ranks).
     """
     route, grad_dtype = _Route(rank, layout, options), compute_dtype(q)
     visits, (far, *own) = route.visits[::-1], kept
@@ -276,7 +314,7 @@ def ring_backward(
         yield from _backward_hops(route, here, spare, own, (before, at, onward))
         block, first = route.block(at), route.reach(at) == at
         into: Sequence[torch.Tensor | None] = (None, None)
-        if first:  # no gradient arrives beside this tile: it is made where it is sent from
+        if first:  # no dK‖dV is received for this block: its sum starts on this rank
             into = [*spare.dkv.zero_().transpose(2, 3)]
         if block is not None:
             k, v = here.kv.transpose(2, 3)
@@ -284,7 +322,7 @@ def ring_backward(
                 do, q, k, v, lse, delta, block,
                 o=o, grad_dtype=grad_dtype, into=(dq, *into),
             )  # fmt: skip
-        yield None  # the gradient that arrives is of the block just computed
+        yield None  # dK‖dV received is that of the block just attended
         if block is not None and not first:
             for whole, part in zip(spare.dkv.transpose(2, 3), tile):
                 whole.add_(part)

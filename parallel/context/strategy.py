@@ -1,9 +1,10 @@
-"""What a strategy of context parallelism is: a forward and a backward over shards of the sequence.
+"""What a strategy of context parallelism is: a forward and a backward on sequence shards.
 
-`attention._ContextAttention` is the one autograd Function; a strategy only moves keys, values and
-their gradients between the ranks, and calls `block_fwd` and `block_bwd` for what is here. Every
-argument has been checked. A new strategy is a file with one `ForwardBackward`, a word in
-`parallel.words.Strategy`, a row in `attention._STRATEGIES` and its needs in `resolve_strategy`.
+`attention._ContextAttention` is the one autograd Function. A strategy moves k, v and their
+gradients (Ulysses also q, o and theirs) between ranks and calls `block_fwd` and `block_bwd` on what
+a rank then holds. Arguments have been checked. A new strategy is a file with one `ForwardBackward`,
+a word in `parallel.words.Strategy`, a row in `attention._STRATEGIES` and its constraints in
+`resolve_strategy`.
 """
 
 from __future__ import annotations
@@ -22,41 +23,41 @@ from warpweave.parallel.layout import SequenceLayout
 
 @dataclass(frozen=True)
 class Shards:
-    """Where this rank's rows lie and what is attended: all that a strategy is told besides tensors.
+    """What a strategy is told besides tensors: the layout, the groups and the attention options.
 
     Attributes:
         layout: which positions each rank holds.
-        group: the ranks between which keys and values travel; None for one.
-        options: of the whole sequence's attention; the runs are each block's own.
-        heads: query heads and KV heads of this rank before anything moves.
-        neighbours: the neighbours that trade rows for heads; None for one. The cp ranks are those
-            of `group` times these, neighbours first.
-        overlap: hide messages behind compute; without it the same bits, one after the other.
+        group: the ring, or the ranks that gather; None for one rank.
+        options: of the attention of the whole sequence; each call sets its own runs of positions.
+        heads: query heads and KV heads of a rank before any all-to-all.
+        ulysses_group: the ranks of the all-to-alls; None for one rank. cp rank = rank in `group`
+            times its size + rank in it.
+        overlap: hide messages behind compute; False gives the same bits, one after the other.
     """
 
     layout: SequenceLayout
     group: dist.ProcessGroup | None
     options: AttentionOptions
     heads: tuple[int, int]
-    neighbours: dist.ProcessGroup | None = None
+    ulysses_group: dist.ProcessGroup | None = None
     overlap: bool = True
 
     @property
     def rank(self) -> int:
-        """This rank's place in the group."""
+        """This rank's index in `group`."""
         return group_rank(self.group)
 
 
 class ForwardBackward(NamedTuple):
-    """A strategy.
+    """A strategy's two halves.
 
     ``forward(shards, q, k, v, sinks)`` with q[B, S/cp, Hq, D], k and v[B, S/cp, Hkv, D] and
     sinks[Hq] or None returns o (like q), lse[B, Hq, S/cp] (fp32 or float64) and a tuple of the
     tensors that the backward needs besides o and lse.
 
     ``backward(shards, do, saved, lse, delta, o)`` with those and delta[B, Hq, S/cp] returns dq,
-    dk, dv of this rank's own rows, summed over all ranks, in the inputs' dtypes. `o` is None if a
-    gradient came through lse; otherwise it spares the CPU path a copy.
+    dk, dv of this rank's rows, summed over all ranks, in the inputs' dtypes. `o` is None if a
+    gradient came through lse; otherwise it saves the CPU path a copy.
     """
 
     forward: Callable[..., tuple[torch.Tensor, torch.Tensor, Sequence[torch.Tensor | None]]]

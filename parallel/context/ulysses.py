@@ -1,25 +1,34 @@
-"""Ulysses: ranks trade rows for heads (Jacobs et al. 2023, arXiv:2309.14509), and its hybrid with a
-ring (Fang and Zhao 2024, arXiv:2405.07719).
+"""Ulysses (Jacobs et al. 2023, arXiv:2309.14509): an all-to-all turns a sequence shard of all heads
+into the whole sequence of some heads; and its hybrid with ring attention (Fang and Zhao 2024,
+arXiv:2405.07719).
 
-Of the cp ranks, U neighbours trade: each sends the others its rows of q, k, v for the heads that
-they attend, and has afterwards the U ranks' rows of its own heads:
+With U ranks in the Ulysses group (the Ulysses degree; U = cp for pure Ulysses):
 
-    q, k, v[B, S/cp, H, D]  --all-to-all-->  [B, U S/cp, H/U, D]  --attention-->  o  --all-to-all-->
+    q, k, v[B, S/cp, H, D]  --all-to-all-->  q, k, v[B, U S/cp, H/U, D]
+                                             attention of the rank's own heads
+    o[B, S/cp, H, D]        <--all-to-all--  o[B, U S/cp, H/U, D]
 
-With U = cp those are all rows, and attention is that of one device on fewer heads. With U < cp the
-ring goes over what is left, ``cp / U`` ranks that hold the same heads: the hybrid, in which every
-hop carries 1/U of the heads and there are U times fewer hops.
+    cp = 4, U = 4: eight heads h0..h7,        cp = 4, U = 2: hybrid of two Ulysses groups and two
+    sequence shards s0..s3                    rings; each step of a ring carries 1/U of the heads
 
-Query heads are cut as evenly as they come, rank u has those from ``H u / U`` on, and the KV heads
-that they read. Where several ranks read one KV head each gets a copy, and its gradient, a sum over
-those ranks, travels in fp32; otherwise all is in the inputs' dtype but lse and delta, a number per
-row and head. One message there, q, k and v, and one back, lse and o; the backward's are delta and
-do, and dk, dv and dq. In elements that leave a rank if U divides H and Hkv:
-forward (2 H + 2 Hkv) D S/cp (U-1)/U and H S/cp (U-1)/U of lse, the backward as many again.
+    rank  before      attends                 rank  before      attends      rings
+      0   s0, h0-h7   s0-s3, h0-h1              0   s0, h0-h7   s0-s1, h0-h3  ranks 0 and 2
+      1   s1, h0-h7   s0-s3, h2-h3              1   s1, h0-h7   s0-s1, h4-h7  ranks 1 and 3
+      2   s2, h0-h7   s0-s3, h4-h5              2   s2, h0-h7   s2-s3, h0-h3
+      3   s3, h0-h7   s0-s3, h6-h7              3   s3, h0-h7   s2-s3, h4-h7
 
-With U = cp nothing is re-associated but dk and dv of KV heads that are copied, or that a rank's
-query heads read unevenly.
-"""
+The backward does the same with do and delta one way, and dq, dk and dv the other way.
+
+One all-to-all carries q, k and v, one carries o and lse back; the backward's carry do and delta,
+and dq, dk and dv. Elements that leave a rank, if U divides H and Hkv: forward (2 H + 2 Hkv) D S/cp
+(U-1)/U and H S/cp (U-1)/U of lse, and the same number backward. Everything is sent in the inputs'
+dtype but lse and delta, one fp32 number (float64 for float64) per row and head.
+
+Exceptions. H need not divide by U: rank u has the query heads from floor(H u / U) on. If several
+ranks' query heads read one KV head (GQA with Hkv < U), each of these ranks gets a copy of it, and
+its gradient, a sum over them, is sent in fp32. With U = cp all results are exact but dk and dv of
+KV heads that are copied, or read by unequally many of a rank's query heads: those are
+re-associated."""
 
 from __future__ import annotations
 
@@ -44,13 +53,14 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True)
-class Trade:
-    """Who attends what among `ranks` neighbours that trade rows of `heads` and `kv_heads`.
+class HeadSplit:
+    """Which heads and which rows each of the `ranks` of a Ulysses group attends.
 
     Attributes:
         layout: of the sequence over all cp ranks.
-        ranks: U, which divides ``layout.parts``; neighbours in rank order.
-        heads, kv_heads: of q, and of k and v.
+        ranks: U, the Ulysses degree, which divides ``layout.parts``; U consecutive cp ranks are a
+            group.
+        heads, kv_heads: of q, and of k and v, on one rank before the all-to-all.
     """
 
     layout: SequenceLayout
@@ -60,71 +70,72 @@ class Trade:
 
     @property
     def rows(self) -> SequenceLayout:
-        """How the rows of the U neighbours lie among one another."""
+        """The layout of a group's rows over its U ranks."""
         if self.ranks == self.layout.parts:
             return self.layout.padded
         return SequenceLayout(self.layout.local_len * self.ranks, self.ranks, self.layout.kind)
 
     @property
     def ring(self) -> SequenceLayout:
-        """How the sequence lies on groups of U neighbours."""
+        """The layout of the sequence over the ring: over cp / U Ulysses groups."""
         parts = self.layout.parts // self.ranks
         kind = "contiguous" if parts == 1 else self.layout.kind
         return SequenceLayout(self.layout.padded_len, parts, kind)
 
     def q(self, rank: int) -> range:
-        """The query heads that neighbour `rank` attends."""
+        """The query heads that rank `rank` of the group attends."""
         return range(self.heads * rank // self.ranks, self.heads * (rank + 1) // self.ranks)
 
     def kv(self, rank: int) -> range:
-        """The KV heads that those read."""
+        """The KV heads that these query heads read."""
         group, q = self.heads // self.kv_heads, self.q(rank)
         return range(q.start // group, (q.stop - 1) // group + 1)
 
     def read(self, rank: int) -> list[int]:
-        """For each of `rank`'s query heads its KV head, counted from the first that it has."""
+        """For each query head of `rank` the KV head that it reads, as an index into `kv(rank)`."""
         group, q = self.heads // self.kv_heads, self.q(rank)
         return [head // group - q.start // group for head in q]
 
     def even(self, rank: int) -> bool:
-        """Whether every KV head of `rank` is read by as many of its query heads."""
+        """Whether each KV head of `rank` is read by the same number of its query heads."""
         read = self.read(rank)
         return len({read.count(head) for head in read}) == 1
 
     @property
     def copied(self) -> bool:
-        """Whether some KV head is read on several ranks."""
+        """Whether some KV head is read on several ranks, and so copied to each of them."""
         return sum(len(self.kv(r)) for r in range(self.ranks)) > self.kv_heads
 
     def of_heads(self, options: AttentionOptions, rank: int) -> AttentionOptions:
-        """The options of `rank`'s heads: dropout is keyed by the heads' numbers in the whole."""
+        """`rank`'s attention options: dropout is keyed by the index of a head among all heads."""
         sample, head = options.dropout_origin
         return options._replace(dropout_origin=(sample, head + self.q(rank).start))
 
 
-Shapes = Sequence[Sequence[Sequence[int]]]  # for each neighbour those of its tensors
+Shapes = Sequence[Sequence[Sequence[int]]]  # per rank of the group, the shapes of its tensors
 
 
 def _start_exchange(
     me: int,
-    pieces: Sequence[Sequence[torch.Tensor]],
+    parts: Sequence[Sequence[torch.Tensor]],
     dtypes: Sequence[torch.dtype],
     shapes: Shapes,
 ) -> Steps[list[Tensors]]:
-    """Send the tensors of piece r to neighbour r in these dtypes, the widest first, in one message.
+    """Start one all-to-all in which rank r of the group gets the tensors ``parts[r]``.
 
-    Returns for each tensor what every neighbour sent, of the given shapes, there at the next wait;
-    of the own piece, which is not copied into the message, the tensor itself.
+    `dtypes` are those of the tensors in the message, the widest first. Returns for each tensor what
+    every rank sent, of the given shapes, valid after the next wait; what this rank sends to itself
+    is not copied into the message.
     """
-    device = pieces[0][0].device
-    own = [x.to(dtype) for x, dtype in zip(pieces[me], dtypes)]
-    theirs = [[x.shape for x in p] if r != me else [] for r, p in enumerate(pieces)]
+    device = parts[0][0].device
+    own = [x.to(dtype) for x, dtype in zip(parts[me], dtypes)]
+    theirs = [[x.shape for x in part] if r != me else [] for r, part in enumerate(parts)]
     send, sizes, leaving = _message(theirs, dtypes, device)
     mine = [of if r != me else [] for r, of in enumerate(shapes)]
     recv, recv_sizes, arriving = _message(mine, dtypes, device)
-    for there, piece in zip(leaving, pieces):
-        for part, x in zip(there, piece):
-            part.copy_(x)
+    for slots, part in zip(leaving, parts):
+        for slot, x in zip(slots, part):
+            slot.copy_(x)
     yield AllToAll(send, recv, sizes, recv_sizes)
     return [*zip(*(part or own for part in arriving))]
 
@@ -132,14 +143,14 @@ def _start_exchange(
 def _message(
     shapes: Shapes, dtypes: Sequence[torch.dtype], device: torch.device
 ) -> tuple[torch.Tensor, list[int], list[list[torch.Tensor]]]:
-    """A flat buffer, the bytes of each neighbour's part, and the tensors in it."""
+    """A flat buffer, the bytes of each rank's part of it, and the tensors in each part as views."""
     widths = [dtype.itemsize for dtype in dtypes]
     counts = [[math.prod(shape) * n for shape, n in zip(part, widths)] for part in shapes]
     sizes = [-(-sum(part) // widths[0]) * widths[0] for part in counts]  # the next one's alignment
     flat = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
     tensors = []
-    for part, numbers, piece in zip(shapes, counts, flat.split_with_sizes(sizes)):
-        cut = piece.split_with_sizes([*numbers, len(piece) - sum(numbers)])
+    for part, numbers, data in zip(shapes, counts, flat.split_with_sizes(sizes)):
+        cut = data.split_with_sizes([*numbers, len(data) - sum(numbers)])
         tensors.append([x.view(t).view(shape) for x, t, shape in zip(cut, dtypes, part)])
     return flat, sizes, tensors
 
@@ -157,40 +168,40 @@ def ulysses_forward(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    trade: Trade,
+    split: HeadSplit,
     options: AttentionOptions,
     sinks: torch.Tensor | None = None,
 ) -> Steps[tuple[torch.Tensor, torch.Tensor, Kept]]:
     """Forward of cp rank `rank`: q[B, S/cp, Hq, D], k and v[B, S/cp, Hkv, D], sinks[Hq] or None.
 
-    Returns o (like q), lse[B, Hq, S/cp] (fp32 or float64) and what `ulysses_backward` wants: of
-    this rank's heads q, lse, o (on the CPU path, which it spares a copy; else None) and k, v (or
-    the K‖V that a ring kept here).
+    Returns o (like q), lse[B, Hq, S/cp] (fp32 or float64) and what `ulysses_backward` needs: q, lse
+    and o of this rank's heads (o on the CPU path only, where it saves a copy; else None), and their
+    k and v (in the hybrid the K‖V that `ring_forward` saved).
     """
-    hop, me = divmod(rank, trade.ranks)
-    everyone, rows = range(trade.ranks), trade.rows
+    hop, me = divmod(rank, split.ranks)
+    everyone, rows = range(split.ranks), split.rows
     B, s, _, D = q.shape
     narrow = q.dtype
-    of_q, of_kv = ([len(of(r)) for r in everyone] for of in (trade.q, trade.kv))
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # a head's rows lie together
-    pieces = [
-        [_share_of_heads(q, trade.q(r), 1), *(_share_of_heads(x, trade.kv(r), 1) for x in (k, v))]
+    of_q, of_kv = ([len(of(r)) for r in everyone] for of in (split.q, split.kv))
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # a head's rows are contiguous
+    parts = [
+        [_share_of_heads(q, split.q(r), 1), *(_share_of_heads(x, split.kv(r), 1) for x in (k, v))]
         for r in everyone
     ]
     shapes = [(B, n, s, D) for n in (of_q[me], of_kv[me], of_kv[me])]
-    arrived = yield from _start_exchange(me, pieces, [narrow] * 3, [shapes] * trade.ranks)
+    arrived = yield from _start_exchange(me, parts, [narrow] * 3, [shapes] * split.ranks)
     yield None
     q, k, v = (rows.unshard(x, 2).transpose(1, 2) for x in arrived)
-    if not trade.even(me):
-        k, v = (x[:, :, trade.read(me)] for x in (k, v))
-    sinks = None if sinks is None else _share_of_heads(sinks, trade.q(me), 0)
-    options = trade.of_heads(options, me)
-    if trade.ring.parts == 1:
+    if not split.even(me):
+        k, v = (x[:, :, split.read(me)] for x in (k, v))
+    sinks = None if sinks is None else _share_of_heads(sinks, split.q(me), 0)
+    options = split.of_heads(options, me)
+    if split.ring.parts == 1:
         o, lse = block_fwd(q, k, v, options, sinks=sinks)
         kept: Kept = (k, v)
     else:
         o, lse, kept = yield from ring_forward(
-            hop, q, k, v, layout=trade.ring, options=options, sinks=sinks
+            hop, q, k, v, layout=split.ring, options=options, sinks=sinks
         )
     of_lse, of_o = yield from _start_exchange(
         me,
@@ -209,82 +220,83 @@ def ulysses_backward(
     saved: Kept,
     delta: torch.Tensor,
     *,
-    trade: Trade,
+    split: HeadSplit,
     options: AttentionOptions,
     through_lse: bool,
 ) -> Steps[Tensors]:
-    """Backward of one rank from what `ulysses_forward` saved and delta[B, Hq, S/cp]; whether a
-    gradient came through lse, too, so that delta is not that of o alone.
+    """Backward of cp rank `rank`: do[B, S/cp, Hq, D], what `ulysses_forward` saved, and
+    delta[B, Hq, S/cp] = rowsum(o do) - dlse; `through_lse` says whether there is a dlse.
 
-    Returns dq, dk, dv of this rank's own rows, summed over all ranks, in the inputs' dtypes.
+    Returns dq, dk, dv of this rank's rows, summed over all ranks, in the inputs' dtypes.
     """
-    hop, me = divmod(rank, trade.ranks)
-    everyone, rows = range(trade.ranks), trade.rows
-    (B, s, _, D), n_q, n_kv = do.shape, len(trade.q(me)), len(trade.kv(me))
+    hop, me = divmod(rank, split.ranks)
+    everyone, rows = range(split.ranks), split.rows
+    (B, s, _, D), n_q, n_kv = do.shape, len(split.q(me)), len(split.kv(me))
     q, lse, o, *kept = saved
     if through_lse:
         o = None
     of_delta, of_do = yield from _start_exchange(
         me,
         [
-            [_share_of_heads(x, trade.q(r), 1) for x in (delta, do.transpose(1, 2))]
+            [_share_of_heads(x, split.q(r), 1) for x in (delta, do.transpose(1, 2))]
             for r in everyone
         ],
         [delta.dtype, q.dtype],
-        [[(B, n_q, s), (B, n_q, s, D)]] * trade.ranks,
+        [[(B, n_q, s), (B, n_q, s, D)]] * split.ranks,
     )
     yield None
     do, delta = rows.unshard(of_do, 2).transpose(1, 2), rows.unshard(of_delta, 2)
-    options, wide = trade.of_heads(options, me), compute_dtype(q)
-    if trade.ring.parts == 1:
+    options, wide = split.of_heads(options, me), compute_dtype(q)
+    if split.ring.parts == 1:
         k, v = kept
         dq, dk, dv = block_bwd(do, q, k, v, lse, delta, options, o=o, grad_dtype=wide)
     else:
         dq, dk, dv = yield from ring_backward(
             hop, do, q, kept, lse, delta, o=o,
-            layout=trade.ring, options=options, kv_grad_dtype=wide,
+            layout=split.ring, options=options, kv_grad_dtype=wide,
         )  # fmt: skip
-    if not trade.even(me):
-        read = torch.tensor(trade.read(me), device=q.device)
+    if not split.even(me):
+        read = torch.tensor(split.read(me), device=q.device)
         dk, dv = (x.new_zeros(*x.shape[:2], n_kv, D).index_add_(2, read, x) for x in (dk, dv))
     *of_dkv, of_dq = yield from _start_exchange(
         me,
         [[rows.shard(x, r, 1) for x in (dk, dv, dq)] for r in everyone],
-        [wide if trade.copied else q.dtype] * 2 + [q.dtype],
-        [[(B, s, len(of(r)), D) for of in (trade.kv, trade.kv, trade.q)] for r in everyone],
+        [wide if split.copied else q.dtype] * 2 + [q.dtype],
+        [[(B, s, len(of(r)), D) for of in (split.kv, split.kv, split.q)] for r in everyone],
     )
     yield None
-    dk, dv = (_sum_of_shares(x, trade).to(q.dtype) for x in of_dkv)
+    dk, dv = (_sum_of_shares(x, split).to(q.dtype) for x in of_dkv)
     return torch.cat(of_dq, 2), dk, dv
 
 
-def _sum_of_shares(pieces: Tensors, trade: Trade) -> torch.Tensor:
-    """x[B, S/cp, Hkv, D] of each neighbour's share of the KV heads that it has."""
-    if not trade.copied:
-        return torch.cat(pieces, 2)
-    B, s, _, D = pieces[0].shape
-    total = pieces[0].new_zeros(B, s, trade.kv_heads, D)
-    for rank, piece in enumerate(pieces):
-        _share_of_heads(total, trade.kv(rank)).add_(piece)
+def _sum_of_shares(parts: Tensors, split: HeadSplit) -> torch.Tensor:
+    """dk or dv[B, S/cp, Hkv, D] from every rank's gradient of the KV heads that it reads; gradients
+    of one KV head from several ranks are added."""
+    if not split.copied:
+        return torch.cat(parts, 2)
+    B, s, _, D = parts[0].shape
+    total = parts[0].new_zeros(B, s, split.kv_heads, D)
+    for rank, part in enumerate(parts):
+        _share_of_heads(total, split.kv(rank)).add_(part)
     return total
 
 
 # ------------------------------------------------------------------ 2. on process groups
 
 
-def _trade(shards: Shards) -> tuple[int, Trade]:
-    """This rank of the cp axis, and the trade."""
-    ranks = group_size(shards.neighbours)
-    rank = group_rank(shards.group) * ranks + group_rank(shards.neighbours)
-    return rank, Trade(shards.layout, ranks, *shards.heads)
+def _head_split(shards: Shards) -> tuple[int, HeadSplit]:
+    """This rank's index on the cp axis, and which heads and rows each rank attends."""
+    ranks = group_size(shards.ulysses_group)
+    rank = group_rank(shards.group) * ranks + group_rank(shards.ulysses_group)
+    return rank, HeadSplit(shards.layout, ranks, *shards.heads)
 
 
 def _ulysses_forward(
     shards: Shards, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, Kept]:
-    rank, trade = _trade(shards)
-    steps = ulysses_forward(rank, q, k, v, trade=trade, options=shards.options, sinks=sinks)
-    return run_on_group(steps, shards.group, shards.neighbours, overlap=shards.overlap)
+    rank, split = _head_split(shards)
+    steps = ulysses_forward(rank, q, k, v, split=split, options=shards.options, sinks=sinks)
+    return run_on_group(steps, shards.group, shards.ulysses_group, overlap=shards.overlap)
 
 
 def _ulysses_backward(
@@ -295,11 +307,11 @@ def _ulysses_backward(
     delta: torch.Tensor,
     o: torch.Tensor | None,
 ) -> Tensors:
-    rank, trade = _trade(shards)  # its own lse and o are of other heads and rows
+    rank, split = _head_split(shards)  # saved lse and o are of this rank's heads
     steps = ulysses_backward(
-        rank, do, saved, delta, trade=trade, options=shards.options, through_lse=o is None
+        rank, do, saved, delta, split=split, options=shards.options, through_lse=o is None
     )
-    return run_on_group(steps, shards.group, shards.neighbours, overlap=shards.overlap)
+    return run_on_group(steps, shards.group, shards.ulysses_group, overlap=shards.overlap)
 
 
 ULYSSES = ForwardBackward(_ulysses_forward, _ulysses_backward)
