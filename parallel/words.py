@@ -1,13 +1,13 @@
-"""The words by which a cut over ranks is chosen: of the standard library alone.
+"""The words by which layouts, strategies and overlap are chosen; imports the standard library only.
 
-A command line offers them as options, and answers a wrong one without torch.
+The command line offers them as options, and refuses a wrong one without importing torch.
 """
 
 from __future__ import annotations
 
 from typing import Literal
 
-Kind = Literal["zigzag", "contiguous", "striped", "balanced"]  # how the sequence is cut: `layout`
+Kind = Literal["zigzag", "contiguous", "striped", "balanced"]  # sequence layout: `layout`
 Strategy = Literal["auto", "ring", "gather", "stream", "ulysses", "hybrid"]  # of `context`
-Choice = Literal[Strategy, "measured"]  # of a plan: "auto" by links that the run has measured
+Choice = Literal[Strategy, "measured"]  # of a plan; "measured": "auto" by measured links
 Overlap = Literal["none", "bulk", "chunked", "fused"]  # of `tensor.ranks`

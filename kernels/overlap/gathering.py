@@ -75,8 +75,8 @@ def multiply(
 def sum_of_products(
     a: torch.Tensor, b: torch.Tensor, memory: Memory, scatter: bool, **options: Any
 ) -> torch.Tensor:
-    """The sum over ranks of a[T, ..., K] b[K, N]: [T/R, ..., N], this rank's tokens of it, if it is
-    to be scattered, otherwise [T, ..., N]. `options` are those of `gemm_reduce_scatter`."""
+    """a[T, ..., K] b[K, N] summed over the ranks: reduce-scattered to [T/R, ..., N] if `scatter`,
+    else all-reduced to [T, ..., N]. `options` are those of `gemm_reduce_scatter`."""
     product = gemm_reduce_scatter if scatter else gemm_all_reduce
     y = product(rows(a), b, memory=memory, **options)
     return y.view(len(a) // memory.world if scatter else len(a), *a.shape[1:-1], b.shape[1])

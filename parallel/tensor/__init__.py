@@ -1,31 +1,44 @@
-"""Tensor parallelism: linear layers, embedding and loss with weights cut over the ranks of a group.
+"""Tensor parallelism (Shoeybi et al. 2019, arXiv:1909.08053) with sequence parallelism (Korthikanti
+et al. 2022, arXiv:2205.05198): weights and activations sharded over the ranks of a group.
 
-Column-parallel cuts a weight's output features, row-parallel its input features; one after the
-other they need one sum over the ranks in each direction (Shoeybi et al. 2019, arXiv:1909.08053).
-With sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198) the activations between such
-pairs are cut along their tokens, and each all-reduce becomes a reduce-scatter here and an
-all-gather there. The vocabulary's embedding and loss are cut along the vocabulary.
+A column-parallel linear layer shards the output features of its weight, a row-parallel one the
+input features. One after the other they need one all-reduce forward and one backward. With sequence
+parallelism activations outside the pair are sharded along the tokens, and each all-reduce becomes
+an all-gather and a reduce-scatter. Embedding and loss are sharded along the vocabulary.
 
-Types are those of ``collectives``: R replicated with a partial gradient, I invariant, S(d) sharded,
-P partial. R ranks in the group; T tokens (any leading dims where sequence parallelism is off), K
-input and N output features, V the vocabulary padded to a multiple of R. ``group=None`` is an axis
-of size 1.
+    four ranks, MLP y = act(x W1^T) W2^T, W1[F, E] in four blocks of rows, W2[E, F] of columns
 
-Sums over ranks are re-associated, everything else is exact: with one rank less, the same numbers.
-In bf16 and fp16 the terms of such a sum are fp32 (the GEMM's accumulators), rounded once after the
-sum. Gradients of weights are made in ``weight.grad_dtype``: fp32 if the parameter says so. They go
-through ``wgrad``, so that a pipeline schedule can have them made later; the collectives that they
-need are then called at that time, and every rank of the group must make them in the same order. The
-Functions keep the parameters themselves besides what they save: a saved tensor may come back as a
-copy (checkpointing detaches it), which knows no grad_dtype and whose .grad nobody reads.
+                        tensor parallel                    with sequence parallelism
+    x                   [T, E] on every rank               [T/4, E] per rank
+                        no collective                      all-gather of x
+    h = act(x W1r^T)    [T, F/4] per rank                  [T, F/4] per rank
+    h W2r^T             [T, E], partial sums               [T, E], partial sums
+                        all-reduce                         reduce-scatter
+    y                   [T, E] on every rank               [T/4, E] per rank
+
+    backward            all-reduce of dx                   all-gather of dy, reduce-scatter of dx,
+                                                           all-gather of x again, for dW1
+
+Types are those of ``collectives``: R replicated with a partial gradient, I invariant, S(d) sharded
+along dim d, P partial. R ranks in the group; T tokens (any leading dims where sequence parallelism
+is off), K input and N output features, V the vocabulary padded to a multiple of R. ``group=None``
+is an axis of size 1.
+
+Sums over ranks are re-associated; everything else is exact. In bf16 and fp16 the terms of such a
+sum are fp32 (the GEMM's accumulators), rounded once after the sum. Weight gradients have the dtype
+``weight.grad_dtype``: fp32 if the parameter says so. They go through ``wgrad``, so that a pipeline
+schedule can defer them; the collectives that they need are deferred with them, and every rank of
+the group must compute them in the same order. The Functions keep the parameters themselves besides
+what they save: a saved tensor may come back as a copy (checkpointing detaches it), which has no
+grad_dtype and whose .grad nobody reads.
 
 Under autocast the linear layers compute in its dtype; weights stay as they are. ``torch.compile``
 traces the Functions with group=None only; a compiled backward defers no weight gradient.
 
-`ranks` what moves around a column- and a row-parallel product, `chunked` under chunks of it, both
-chosen by a word · `linear` the two · `embedding`, `loss` over a cut
-vocabulary · `linear_loss` head and loss in one · `mlp`, `qkv` two products, or one with its
-rotation, fused · `norm` of features that are cut.
+`ranks` the collectives around a column- and a row-parallel product and the words of `overlap`,
+`chunked` overlapped with chunks of the product · `linear` the two layers · `embedding`, `loss`
+sharded over the vocabulary · `linear_loss` head and loss in one function · `mlp` both products,
+`qkv` one product and its rotary embedding, fused · `norm` over sharded features.
 """
 
 from warpweave.parallel.tensor.embedding import vocab_parallel_embedding

@@ -1,24 +1,29 @@
-"""Products whose messages run under chunks of the product: plain process groups, any network.
+"""Overlap by chunks: a product in chunks of tokens, each hiding the messages of another chunk.
+Plain point-to-point messages of the process group, so it works on any network.
 
-    column-parallel   own tokens first, then those of rank + 1, ..., each as it arrives
-    row-parallel      the tokens of rank + 1 first, ..., own last; each chunk leaves for its owner
-                      while the next is multiplied, and the owner adds the terms in rank order
+A chunk is one rank's T/R tokens. With every step each rank sends one chunk and receives one.
 
-A chunk is one rank's share of the tokens, and goes straight between the two ranks: at step k every
-rank sends one and receives one, so that one message at least is under way under every product. What
-is sent is what the blocking twin sends, in the same dtype. Where tokens are not cut nothing is
-gathered; then a row-parallel product is made in as many chunks of rows, each of which is summed
-over the ranks while the next is multiplied.
+    column-parallel, all-gather of x          row-parallel, reduce-scatter of y
+    (rank 0 of 4)                             (rank 0 of 4)
+    step   multiplied   in flight             step   multiplied   sent to its owner
+    0      x0 (own)     x1, x2, x3            0      y1
+    1      x1           x2, x3                1      y2           y1
+    2      x2           x3                    2      y3           y2
+    3      x3                                 3      y0 (own)     y3
+                                              then y0 = sum of the terms, in rank order
 
-Equal to the blocking twin: what is gathered in every bit, and so all gradients of a row-parallel
-product but dh; the other results but for rounding, since a product of fewer rows may add its terms
-in another order (where it does not, they are equal in every bit on two ranks, whose sum has one
-order). Repeated calls give the same bits where tokens are cut, whatever order chunks arrive in.
+Volume and dtype of the messages are those of the blocking collective. Without sequence parallelism
+nothing is gathered; a row-parallel product is then computed in R chunks of rows, and each chunk's
+all-reduce is hidden behind the next chunk's product.
 
-Cost beside the twin: results of chunks are copied once, into one tensor, and this rank's tokens to
-their place beside those that arrive; a row-parallel product holds the terms that it sends and those
-that it receives, about 2 [T, N] in all, until it adds them. Every wait ends with the group's
-timeout.
+Against overlap "none", x and dy as gathered are bitwise equal, and so all gradients of a
+row-parallel product but dh. Other results are equal up to rounding, because a product of fewer rows
+may add its terms in another order. With sequence parallelism repeated calls give the same bits, in
+whatever order chunks are received.
+
+It costs a copy of each chunk's result into one tensor, and of x into the gathered x; a row-parallel
+product holds the terms that it sends and receives, about 2 [T, N], until it adds them. Every wait
+ends with the group's timeout.
 """
 
 from __future__ import annotations
@@ -41,7 +46,7 @@ Made = TypeVar("Made")
 
 
 def joined(chunks: list[Any]) -> Any:
-    """Results of runs of tokens, in token order, as one: tensors, None, or tuples of these."""
+    """Results of consecutive runs of tokens concatenated: tensors, None, or tuples of these."""
     first = chunks[0]
     if isinstance(first, tuple):
         return tuple(map(joined, zip(*chunks)))
@@ -51,7 +56,8 @@ def joined(chunks: list[Any]) -> Any:
 def gather_product(
     x: torch.Tensor, multiply: Callable[[torch.Tensor, int], Made], group: dist.ProcessGroup
 ) -> tuple[Made, torch.Tensor]:
-    """``multiply(part, first)`` of each rank's x[T/R, ...] as it arrives, and x[T, ...]."""
+    """``multiply(part, first)`` of each rank's x[T/R, ...] as it is received, the results
+    concatenated in token order; and x[T, ...] as gathered. `first` is a part's first token."""
     rank, ranks = group_rank(group), group_size(group)
     order = [(rank + step) % ranks for step in range(ranks)]
     whole = x.new_empty(ranks, *x.shape)
@@ -69,7 +75,8 @@ def gather_product(
 def product_scatter(
     h: torch.Tensor, multiply: Callable[[torch.Tensor], torch.Tensor], group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """This rank's tokens of the sum over ranks of ``multiply(h)``, of all tokens h[T, ...]."""
+    """Reduce-scatter of ``multiply(h)``, for all tokens h[T, ...]: this rank's T/R tokens of the
+    sum over ranks."""
     rank, ranks = group_rank(group), group_size(group)
     chunks = h.tensor_split(ranks)
     arriving: dict[int, Pending] = {}
@@ -88,7 +95,7 @@ def product_scatter(
 def product_reduce(
     h: torch.Tensor, multiply: Callable[[torch.Tensor], torch.Tensor], group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """The sum over ranks of ``multiply(h)``, of all tokens h[T, ...]."""
+    """All-reduce of ``multiply(h)``, for all tokens h[T, ...], in R chunks of tokens."""
     chunks = h.tensor_split(group_size(group))
     sums = [start_all_reduce_(multiply(chunk), group) for chunk in chunks]
     return joined([pending.wait() for pending in sums])

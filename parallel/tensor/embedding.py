@@ -1,4 +1,12 @@
-"""Embedding whose rows, the vocabulary, are cut over the tensor axis."""
+"""Vocabulary-parallel embedding (Shoeybi et al. 2019, arXiv:1909.08053): the table's rows are
+sharded over the tensor axis.
+
+    four ranks, V = 8; ids [5, 0, 3]; rank r holds rows 2r and 2r+1 of W
+    rank 0   [0,  W0, 0 ]
+    rank 1   [0,  0,  W3]       y = their sum [W5, W0, W3], by all-reduce;
+    rank 2   [W5, 0,  0 ]       with sequence parallelism by reduce-scatter, T/4 tokens each
+    rank 3   [0,  0,  0 ]
+"""
 
 from __future__ import annotations
 
@@ -32,7 +40,7 @@ class _VocabParallelEmbedding(torch.autograd.Function):
             return F.embedding(ids, weight)
         local, elsewhere = _local_ids(ids, weight.shape[0], group)
         y = F.embedding(local, weight).masked_fill_(elsewhere.unsqueeze(-1), 0)
-        # One term of each sum is not zero, so that the sum is exact in any dtype.
+        # At most one term of each sum is not zero, so the sum is exact in any dtype.
         sums = start_reduce_scatter if sequence_parallel else start_all_reduce_
         return sums(y, group).wait()
 
@@ -52,7 +60,7 @@ class _VocabParallelEmbedding(torch.autograd.Function):
 
         def weight_gradient() -> torch.Tensor:
             local, terms = addends()
-            # torch's own kernel sorts the ids where index_add_ would add atomically in any order
+            # torch's own kernel sorts the ids; index_add_ on CUDA adds atomically, in any order
             dw = torch.ops.aten.embedding_dense_backward(terms, local, weight.shape[0], -1, False)
             return dw.to(grad_dtype(weight))
 
@@ -60,9 +68,9 @@ class _VocabParallelEmbedding(torch.autograd.Function):
             local, terms = addends()
             if not add:
                 buffer.zero_()
-            if buffer.is_cuda:  # likewise: this one sorts
+            if buffer.is_cuda:  # deterministic: it sorts the ids
                 buffer.index_put_((local,), terms.to(buffer.dtype), accumulate=True)
-            else:  # and on a CPU that one adds atomically, while this one takes row after row
+            else:  # on a CPU index_put_ adds atomically, and index_add_ goes row by row
                 buffer.index_add_(0, local, terms.to(buffer.dtype))
 
         return None, wgrad(weight, weight_gradient, into), None, None, None
@@ -82,7 +90,8 @@ class _VocabParallelEmbedding(torch.autograd.Function):
 def _local_ids(
     ids: torch.Tensor, rows: int, group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's row for each id (0 where another rank has it), and where another rank has it."""
+    """For each id its row in this rank's shard, 0 if it is another rank's, and a mask of the
+    latter."""
     local = ids - dist.get_rank(group) * rows
     elsewhere = (local < 0) | (local >= rows)
     return local.masked_fill(elsewhere, 0), elsewhere
@@ -97,10 +106,10 @@ def vocab_parallel_embedding(
     sequence_parallel: bool = False,
     padded_vocab_size: int | None = None,
 ) -> torch.Tensor:
-    """Rows of an embedding table whose rows are cut over the group.
+    """Embedding lookup in a table whose rows are sharded over the group.
 
-    Forward:         y[T, E]{I} = all-reduce(onehot(ids)[T, V/R] W[V/R, E]{S(0)}): each rank gives
-                     the rows that it holds and zeros for the others; exact, one term is not zero
+    Forward:         y[T, E]{I} = all-reduce(onehot(ids)[T, V/R] W[V/R, E]{S(0)}): each rank
+                     contributes its rows, and zeros for other ranks' rows; exact
     Weight gradient: dW[V/R, E]{S(0)} = onehot(ids)^T dy[T, E]{I}, no collective; summed in a fixed
                      order in fp32, so deterministic
 
@@ -114,7 +123,7 @@ def vocab_parallel_embedding(
         weight: weight[V/R, E], rows [r V/R, (r+1) V/R) of the table on rank r; the leaf parameter.
         group: the R tensor ranks; None for one.
         vocab_size: ids lie in [0, vocab_size); rows past it are padding and never looked up.
-        sequence_parallel: cut the output's tokens over the group along dim 0.
+        sequence_parallel: shard the output's tokens over the group along dim 0.
         padded_vocab_size: V; None is `vocab_size` rounded up to a multiple of R.
 
     Returns:

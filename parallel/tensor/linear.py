@@ -1,4 +1,14 @@
-"""Column- and row-parallel linear products; types and numbers as the room's `__init__` says."""
+"""Column- and row-parallel linear layers (Shoeybi et al. 2019, arXiv:1909.08053), with and without
+sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198).
+
+    two ranks; W[N, K] is sharded by rows (column-parallel) or by columns (row-parallel)
+
+    column-parallel                           row-parallel
+    rank 0   x[T, K]  W0[N/2, K]  y0[T, N/2]  rank 0  x0[T, K/2]  W0[N, K/2]  y = x0 W0^T + x1 W1^T
+    rank 1   x[T, K]  W1[N/2, K]  y1[T, N/2]  rank 1  x1[T, K/2]  W1[N, K/2]  by all-reduce
+
+Types and conventions are those of ``tensor``.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +27,7 @@ from warpweave.parallel.tensor.ranks import tensor_ranks
 def _arriving_linear(
     x: torch.Tensor | Gathering, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """`linear` of x[..., K], which is gathered on the way if it is to be."""
+    """`linear` of x[..., K]; of a `Gathering`, which is gathered within the product's kernel."""
     if isinstance(x, torch.Tensor):
         return linear(x, weight, bias)
     y, _ = multiply(x, weight.t(), bias)
@@ -33,7 +43,7 @@ class _ColumnParallelLinear(torch.autograd.Function):
         ctx.ranks, ctx.x_dtype, ctx.leaves = ranks, x.dtype, (weight, bias)
         with no_autocast(x):
             x = x.to(dtype)
-            # The shard is kept and gathered again in the backward: 1/R of the memory.
+            # The shard is saved, and gathered again in the backward: 1/R of the memory.
             ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
             w, b = (t if t is None else t.to(dtype) for t in (weight, bias))
             return ranks.column_product(x, lambda x, _: _arriving_linear(x, w, b))
@@ -67,7 +77,7 @@ def column_parallel_linear(
     overlap: str = "bulk",
     workspace: Workspace | None = None,
 ) -> torch.Tensor:
-    """Linear layer that makes this rank's slice of the output features.
+    """Column-parallel linear layer: rank r computes output features [r N/R, (r+1) N/R).
 
     Forward:         y[T, N/R]{S(-1)} = x[T, K]{I} W[N/R, K]{S(0)}^T + b[N/R]{S(0)}, no collective
     Input gradient:  dx[T, K]{I}      = all-reduce(dy[T, N/R] W[N/R, K])
@@ -76,21 +86,21 @@ def column_parallel_linear(
 
     With sequence_parallel the input is x[T/R, K]{S(0)} and
 
-    Forward:         y[T, N/R]{S(-1)} = all-gather(x) W^T + b; the shard of x is kept, not the whole
+    Forward:         y[T, N/R]{S(-1)} = all-gather(x) W^T + b; only the shard of x is saved
     Input gradient:  dx[T/R, K]{S(0)} = reduce-scatter(dy[T, N/R] W)
     Weight gradient: dW[N/R, K]{S(0)} = dy^T all-gather(x), exact
     Bias gradient:   as above
 
     Args:
         x: x[..., K] replicated, or x[T/R, ..., K] with sequence_parallel.
-        weight: weight[N/R, K], rows [r N/R, (r+1) N/R) of the whole on rank r; the leaf parameter.
+        weight: weight[N/R, K], rows [r N/R, (r+1) N/R) of W on rank r; the leaf parameter.
         bias: bias[N/R] or None; the leaf parameter.
         group: the R tensor ranks; None for one.
-        sequence_parallel: tokens of x are cut over the group along dim 0.
+        sequence_parallel: tokens of x are sharded over the group along dim 0.
         overlap: "none", "bulk", "chunked" or "fused", with equal results: see ``ranks``. In the
-            backward of all but "none", the gather of x runs under the GEMM of dx and the sum of dx
-            under the GEMM of dW.
-        workspace: symmetric memory of the group, without which nothing is fused.
+            backward of all but "none", the all-gather of x is hidden behind the GEMM of dx and the
+            reduction of dx behind the GEMM of dW.
+        workspace: symmetric memory of the group, for "fused".
 
     Returns:
         y[..., N/R], in the dtype of `x` or of autocast.
@@ -149,7 +159,8 @@ def row_parallel_linear(
     overlap: str = "bulk",
     workspace: Workspace | None = None,
 ) -> torch.Tensor:
-    """Linear layer over this rank's slice of the input features; the ranks' results are summed.
+    """Row-parallel linear layer: rank r holds input features [r K/R, (r+1) K/R), and the ranks'
+    products are summed.
 
     Forward:         y[T, N]{I}        = all-reduce(x[T, K/R]{S(-1)} W[N, K/R]{S(1)}^T) + b[N]{I}
     Input gradient:  dx[T, K/R]{S(-1)} = dy[T, N]{I} W, no collective, exact
@@ -165,18 +176,18 @@ def row_parallel_linear(
                                          the caller sums over the group with its other gradients
 
     Args:
-        x: x[..., K/R], the slice of features that belongs to the weight's.
-        weight: weight[N, K/R], columns [r K/R, (r+1) K/R) of the whole on rank r; a leaf.
-        bias: bias[N], whole on every rank, or None; a leaf.
+        x: x[..., K/R], input features [r K/R, (r+1) K/R) on rank r.
+        weight: weight[N, K/R], columns [r K/R, (r+1) K/R) of W on rank r; the leaf parameter.
+        bias: bias[N], the same on every rank, or None; the leaf parameter.
         group: the R tensor ranks; None for one.
-        sequence_parallel: cut the output's tokens over the group along dim 0.
+        sequence_parallel: shard the output's tokens over the group along dim 0.
         overlap, workspace: as for `column_parallel_linear`.
 
     Returns:
         y[..., N], or y[T/R, ..., N] with sequence_parallel, in the dtype of `x` or of autocast.
 
     Raises:
-        ValueError: shapes or dtypes do not fit, or R does not divide the T to be cut.
+        ValueError: shapes or dtypes do not fit, or R does not divide T with sequence_parallel.
     """
     dtype = _check_linear("row_parallel_linear", x, weight, bias, group)
     if sequence_parallel and x.shape[0] % group_size(group):
@@ -195,7 +206,7 @@ def _check_linear(
     bias: torch.Tensor | None,
     group: dist.ProcessGroup | None,
 ) -> torch.dtype:
-    """The dtype to compute in, or ValueError."""
+    """The dtype to compute in; ValueError if shapes or dtypes do not fit."""
     if (x.dim() < 2 and group is not None) or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"{name} on rank {group_rank(group)}: x{tuple(x.shape)} and weight{tuple(weight.shape)}"

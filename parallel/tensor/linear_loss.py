@@ -1,9 +1,16 @@
-"""The head of a language model in one function: a linear layer whose output features, the
-vocabulary, are cut over the tensor ranks, and the cross entropy of what it makes.
+"""The head of a language model and its loss in one function: a linear layer whose output features,
+the vocabulary, are sharded over the tensor ranks, and the cross entropy of its logits.
 
-Neither forward nor backward holds logits: each rank goes over blocks of its own vocabulary shard
-(`kernels.cross_entropy.linear` describes the two orders of work and what they cost), and the ranks
-tell each other three numbers per token. Types and conventions are those of ``tensor``; E features.
+    four ranks, z = x W^T, W[V, E] sharded by rows: rank r has the logits of V/4 words
+    rank r   for each block of its columns: z[T, block], and of it per token max and sum of exp,
+             the label's logit (and with label smoothing the sum of z); the block is then discarded
+    all      one all-gather of these 2 or 3 numbers per token, merged to lse and loss
+    rank r   backward: z[T, block] once more, dz, dW[block] += dz^T x, dx{P} += dz W
+    all      all-reduce (sequence parallel: reduce-scatter) of dx
+
+Neither forward nor backward holds the logits [T, V/R]. The gradients may also be computed in the
+forward (``recompute=False``): `kernels.cross_entropy.linear` describes the two orders of work and
+their costs. Types and conventions are those of ``tensor``; E features.
 """
 
 from __future__ import annotations
@@ -25,7 +32,7 @@ from warpweave.parallel.tensor.linear import column_parallel_linear
 from warpweave.parallel.tensor.loss import vocab_parallel_cross_entropy
 from warpweave.parallel.tensor.ranks import tensor_ranks
 
-CAPPED = (1024, 2**26)  # rows of each rank at a time under a softcap, of so many logits at most
+CAPPED = (1024, 2**26)  # with a softcap: rows of each rank at a time, and logits, at most
 
 
 def vocab_parallel_linear_cross_entropy(
@@ -47,14 +54,14 @@ def vocab_parallel_linear_cross_entropy(
     workspace: Workspace | None = None,
     impl: str | None = None,
 ) -> torch.Tensor:
-    """Cross entropy of the logits x weight^T, whose columns are cut over the group.
+    """Cross entropy of the logits x weight^T, whose vocabulary is sharded over the group.
 
     With z[T, V/R] = x[T, E] W[V/R, E]^T and dz = dloss (softmax(z) (1 + 2 c lse) - (1 - e)
-    onehot(label) - e/vocab_size), made and forgotten block by block,
+    onehot(label) - e/vocab_size), computed and discarded block by block,
 
     Forward:         loss[T]{I} = lse - (1 - e) z[label] - e/vocab_size sum_v z[v] + c lse^2 by one
                      all-gather of log-sum-exp, label's logit and (for e > 0) sum of each rank's
-                     columns: 2 or 3 numbers per token and rank. "sum" adds them up.
+                     columns: 2 or 3 numbers per token and rank. "sum" adds the losses.
     Input gradient:  dx[T, E]{I} = all-reduce(dz[T, V/R] W), its terms in fp32
     Weight gradient: dW[V/R, E]{S(0)} = dz^T x, no collective; exact
 
@@ -63,36 +70,36 @@ def vocab_parallel_linear_cross_entropy(
 
     Input gradient:  dx[T/R, E]{S(0)} = reduce-scatter(dz W)
 
-    With recompute=False the gradients are made in the forward, collectives too; one all-gather of
-    statistics per slice of rows is called there, and the backward calls none. A deferred weight
-    gradient is then merely added later; with recompute=True it comes with dx and is not deferred.
+    With recompute=False the gradients and their collectives are computed in the forward, with one
+    all-gather of statistics per slice of rows; the backward has no collective. A deferred weight
+    gradient is then only added later; with recompute=True it is computed with dx, never deferred.
 
-    overlap="chunked" gathers x a rank's tokens after the other under the logits of those before;
-    with recompute=False some tokens of every rank at a time, whose dx then leaves under the next
-    ones' products. "fused" gathers x within the product of the first block of columns. Only the
-    backward of recompute=True moves x and dx whole: in chunks it would read and write all of dW
-    once for each.
+    overlap="chunked" multiplies one rank's tokens while the next rank's are received; with
+    recompute=False some tokens of every rank at a time, whose dx is reduced during the products of
+    the next. "fused" gathers x within the product with the first block of columns. The backward of
+    recompute=True always gathers x and reduces dx whole: in chunks it would read and write all of
+    dW once per chunk.
 
     Args:
         x: x[..., E] replicated, or x[T/R, ..., E] with sequence_parallel.
-        weight: weight[V/R, E], rows [r V/R, (r+1) V/R) of the whole on rank r; the leaf parameter.
+        weight: weight[V/R, E], rows [r V/R, (r+1) V/R) of W on rank r; the leaf parameter.
         labels: int64[...] or int64[T, ...], the same on every rank of the group.
         group: the R tensor ranks; None for one.
         vocab_size: size of the vocabulary without padding; padding rows get gradient 0.
-        sequence_parallel: tokens of x are cut over the group along dim 0.
+        sequence_parallel: tokens of x are sharded over the group along dim 0.
         ignore_index: tokens with this label have loss zero and no gradient.
         label_smoothing, z_loss: e in [0, 1] and c >= 0.
         reduction: "sum", 0-dim, or "none", losses like `labels`.
         recompute: as for `linear_cross_entropy`; None is False on CPU tensors and "sum".
-        softcap: the loss is that of softcap * tanh(z / softcap): composed, some rows of each rank
-            at a time (`CAPPED`), whose logits the backward makes again; None is none.
+        softcap: the loss is that of softcap * tanh(z / softcap), computed for some rows of each
+            rank at a time (`CAPPED`), whose logits the backward recomputes; None is no softcap.
         padded_vocab_size: V; None is `vocab_size` rounded up to a multiple of R.
         overlap, workspace: as for `column_parallel_linear`.
         impl: as for `linear_cross_entropy`.
 
     Returns:
-        The loss in fp32 (fp64 for fp64), bit-equal on every rank of the group. The sum is to be
-        divided by the global number of valid tokens.
+        The loss in fp32 (fp64 for fp64), bitwise equal on every rank of the group. The caller
+        divides the sum by the global number of valid tokens.
 
     Raises:
         ValueError: the weight does not have V/R rows, other shapes, dtypes or options do not fit,
@@ -142,10 +149,10 @@ def _by_rows(
     labels: torch.Tensor,
     parts: int,
 ) -> torch.Tensor:
-    """losses(x, weight, labels) of some rows of every rank at a time, made again in the backward.
+    """losses(x, weight, labels) for some rows of every rank at a time, each under activation
+    checkpointing.
 
-    x[T/parts, ..., E] and labels[T, ...]: what `losses` gathers is the ranks' rows one rank after
-    the other.
+    x[T/parts, ..., E] and labels[T, ...]: `losses` gathers the ranks' rows in rank order.
     """
     again = {"use_reentrant": False, "preserve_rng_state": False}
     rows, most = x.flatten(0, -2), max(1, min(CAPPED[0], CAPPED[1] // len(weight)))

@@ -1,4 +1,13 @@
-"""Cross entropy of logits whose columns, the vocabulary, are cut over the tensor axis."""
+"""Vocabulary-parallel cross entropy (Shoeybi et al. 2019, arXiv:1909.08053): logits whose columns,
+the vocabulary, are sharded over the tensor axis.
+
+    four ranks, per token
+    rank r   of its V/4 columns: lse_r = log sum exp z, the label's logit if it has that column, and
+             with label smoothing the sum of z
+    all      one all-gather of these 2 or 3 numbers (Megatron: three all-reduces)
+    all      lse = logsumexp over r of lse_r, loss = lse - z[label], the same on every rank
+    rank r   backward: dz = dloss (exp(z - lse) - onehot(label)) of its columns, no collective
+"""
 
 from __future__ import annotations
 
@@ -25,7 +34,7 @@ def vocab_parallel_cross_entropy(
     padded_vocab_size: int | None = None,
     impl: str | None = None,
 ) -> torch.Tensor:
-    """Cross entropy of each token over logits whose columns are cut over the group.
+    """Cross entropy of each token over logits whose vocabulary is sharded over the group.
 
     With e = label_smoothing, c = z_loss and sums over the global vocabulary of `vocab_size`, per
     token
@@ -49,8 +58,8 @@ def vocab_parallel_cross_entropy(
         impl: "triton", "torch" or None to choose by device.
 
     Returns:
-        losses[T] in fp32 (fp64 for fp64), bit-equal on every rank of the group. Their sum over all
-        tokens is to be divided by the global number of valid tokens.
+        losses[T] in fp32 (fp64 for fp64), bitwise equal on every rank of the group. The caller
+        divides their sum by the global number of valid tokens.
 
     Raises:
         ValueError: the logits do not have V/R columns (gathered logits, for example), labels are

@@ -1,9 +1,9 @@
-"""The feed-forward half of a transformer block, its hidden units cut over the tensor ranks.
+"""Tensor-parallel MLP: its hidden units are sharded over the tensor ranks.
 
-What a column-parallel layer, an activation and a row-parallel layer compute one after the other, in
-one Function: the activation is the epilogue of the first product, its slope that of the first
-product of the backward, and the hidden activations need not be kept (`kernels.mlp`). Collectives,
-types and conventions are those of the two layers in ``tensor``.
+A column-parallel layer, an activation and a row-parallel layer in one autograd Function: the
+activation is the epilogue of the first product, its derivative that of the first product of the
+backward, and the hidden activations may be recomputed (`kernels.mlp`). Collectives, types and the
+four-rank picture are those of ``tensor``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def parallel_mlp(
     workspace: Workspace | None = None,
     impl: str | None = None,
 ) -> torch.Tensor:
-    """y = residual + dropout(act(x W1^T + b1) W2^T + b2), hidden units cut over the group.
+    """y = residual + dropout(act(x W1^T + b1) W2^T + b2), hidden units sharded over the group.
 
     Forward:          h[T, F/R]{S(-1)} = act(z), z = x[T, E]{I} W1[F/R, E]{S(0)}^T + b1[F/R]{S(0)}
                       y[T, E]{I} = all-reduce(h W2[E, F/R]{S(1)}^T) + b2[E]{I}
@@ -42,20 +42,21 @@ def parallel_mlp(
     Weight gradients: dW1[F/R, E]{S(0)} = dz^T x      dW2[E, F/R]{S(1)} = dy^T h, no collective
     Bias gradients:   db1[F/R]{S(0)}, db2[E]{I} = sums over tokens of dz and dy, no collective
 
-    With sequence_parallel x[T/R, E]{S(0)} and dy[T/R, E]{S(0)} are gathered, y and dx reduced and
-    scattered, and db2{P} is the sum over this rank's own tokens, as in the two linear layers.
-    A gated activation has W1[F/R, 2, E], gate and up side by side, and b1[F/R, 2].
+    With sequence_parallel x[T/R, E]{S(0)} and dy[T/R, E]{S(0)} are all-gathered, y and dx
+    reduce-scattered, and db2{P} is the sum over this rank's own tokens, as in the two linear
+    layers. A gated activation has W1[F/R, 2, E], the rows of gate and up interleaved, and b1[F/R,
+    2].
 
     Args:
         x: x[..., E] replicated, or x[T/R, ..., E] with sequence_parallel.
-        up_weight, up_bias, down_weight, down_bias: this rank's shards (b2 is whole); leaves, or
-            views of leaves.
+        up_weight, up_bias, down_weight, down_bias: this rank's shards of W1, b1 and W2, and all of
+            b2; leaf parameters, or views of them.
         activation: "gelu", "gelu_erf", "relu2", "swiglu" or "geglu".
         group: the R tensor ranks; None for one.
-        sequence_parallel: tokens of x and y are cut over the group along dim 0.
-        residual, drop: like y, and the key of its dropout: see `kernels.mlp.mlp`.
+        sequence_parallel: tokens of x and y are sharded over the group along dim 0.
+        residual, drop: a tensor like y, and the key of the dropout: see `kernels.mlp.mlp`.
         recompute: "nothing", "activation" or "up"; None chooses, see `kernels.mlp.mlp`. "up"
-            gathers x once more.
+            all-gathers x once more.
         overlap, workspace: as for `column_parallel_linear`.
         impl: "triton", "torch" or None to choose by device.
 

@@ -1,6 +1,9 @@
-"""RMSNorm of features that are cut over the tensor ranks; types and numbers as the room's
-`__init__` says. Where a model normalises all heads of a query or key at once, each rank has some of
-them: what is sent is a number per token, never the features."""
+"""RMSNorm of features that are sharded over the tensor ranks: the all-reduce is of one number per
+token, never of the features.
+
+For models that normalise all heads of a query or key together, of which each rank has some. Types
+and conventions are those of ``tensor``.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +22,16 @@ def cut_rms_norm(
     group: dist.ProcessGroup | None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """RMSNorm over the last dim, of which each rank has a slice.
+    """RMSNorm over the last dim, which is sharded over the group.
 
     Forward:         s[T]{I} = all-reduce(sum over features of x[T, N/R]{S(-1)}^2)
                      y[T, N/R]{S(-1)} = x weight / sqrt(s / N + eps)
-    Input gradient:  that of s[T] is all-reduced; the rest is local
+    Input gradient:  dx = local + 2 x all-reduce(ds[T]), one number per token
     Weight gradient: dweight[N/R]{S(0)}, no collective, exact
 
     Args:
         x: x[..., N/R].
-        weight: weight[N/R], the rank's slice.
+        weight: weight[N/R], this rank's shard.
         eps: added to the mean of the squares.
         group: the R tensor ranks; None for one.
         out_dtype: of y; by default that of x.

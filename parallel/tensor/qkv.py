@@ -1,9 +1,8 @@
-"""Queries, keys and values of this rank's heads: a column-parallel product that ends in the rotary
-embedding.
+"""Tensor-parallel q, k and v projection with rotary embedding: heads are sharded over the ranks.
 
-The product, its bias, the cut into heads and the rotation are one kernel (`kernels.qkv`), and so is
-the way back. The collectives are those of a column-parallel linear layer; types and conventions are
-those of ``tensor``.
+A column-parallel product, its bias, the split into heads and the rotation are one kernel
+(`kernels.qkv`), and so is its backward. The collectives are those of a column-parallel linear
+layer; types and conventions are those of ``tensor``.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def parallel_qkv_rope(
     workspace: Workspace | None = None,
     impl: str | None = None,
 ) -> QKV:
-    """q, k and v of the heads that this rank holds, rotated.
+    """q, k and v of this rank's heads, q and k with rotary embedding.
 
     Forward:         z[T, N/R]{S(-1)} = x[T, E]{I} W[N/R, E]{S(0)}^T + b[N/R]{S(0)}, no collective
                      q, k = rope(z of their rows), v = z of its rows, heads {S(2)}
@@ -44,12 +43,12 @@ def parallel_qkv_rope(
 
     Args:
         x: x[T, E] replicated, or x[T/R, E] with sequence_parallel; T = B S, sample by sample.
-        weight: weight[Hkv/R, G + 2, D, E], N/R rows, see `kernels.qkv`; a leaf or a view of one.
-        bias: [Hkv/R, G + 2, D] or None; a leaf or a view of one.
-        cos, sin: [S, D/2] of `rope_table`, of these positions; or None to rotate nothing.
+        weight: weight[Hkv/R, G + 2, D, E], N/R rows, see `kernels.qkv`; a leaf parameter or a view.
+        bias: [Hkv/R, G + 2, D] or None; a leaf parameter or a view.
+        cos, sin: [S, D/2] from `rope_table` for these positions; None for no rotation.
         shape: (B, S).
         group: the R tensor ranks; None for one.
-        sequence_parallel: tokens of x are cut over the group along dim 0.
+        sequence_parallel: tokens of x are sharded over the group along dim 0.
         overlap, workspace: as for `column_parallel_linear`.
         impl: "triton", "torch" or None to choose by device.
 

@@ -1,24 +1,35 @@
-"""Tensor ranks: what moves around the first and the last product of a layer cut over a group.
+"""The collectives of a column- and a row-parallel product, and how they overlap with the product.
 
-    column-parallel   x: whole, or gathered from shards of tokens    dx: all-reduce, reduce-scatter
-    row-parallel      y: all-reduce, or reduce-scatter               dy: whole, or gathered
+    product           without sequence parallelism             with it
+    column-parallel   forward  x replicated, no collective     all-gather of x[T/R, K]
+                      backward all-reduce of dx                reduce-scatter of dx (all-gather of x
+                                                               for dW)
+    row-parallel      forward  all-reduce of y                 reduce-scatter of y
+                      backward dy replicated, no collective    all-gather of dy[T/R, N]
 
-One record says over which ranks, and by which word of `overlap` collectives and products hide one
-another:
+`TensorRanks` is one record of the group and of the word of `overlap`, which says how collectives
+overlap with the products next to them:
 
-    none      every collective is waited for at once: the blocking twin, equal in its results
-    bulk      the default: in the backward of a column-parallel product, which has two products and
-              two collectives, each collective runs under a product; blocking otherwise
-    chunked   a rank's share of the tokens after the other: messages under products of other shares
-              (`chunked`)
-    fused     within the kernels of the products, whose tiles await, or leave for, other ranks
-              through symmetric memory (`kernels.overlap`)
+    none      blocking: each collective is waited for before anything else is launched
+    bulk      the default: blocking, but in the backward of a column-parallel product the all-gather
+              of x is hidden behind the GEMM of dx, and the reduction of dx behind the GEMM of dW
+    chunked   a product in chunks of tokens, each hiding the messages of another chunk (`chunked`)
+    fused     collective and product in one kernel, through symmetric memory (`kernels.overlap`)
 
-The backward of a column-parallel product is that of `bulk` in the last two as well. Whole
-collectives before and after whole products stand in this file. ``benchmarks/overlap.py`` prints
-which word is fastest on the ranks that it runs on.
+    time of a row-parallel product and its reduction
 
-Types and conventions are those of the room's ``__init__``.
+    none, bulk   compute  |--------- GEMM ---------|
+                 network                           |--- reduce-scatter ---|
+    chunked      compute  |- 1 -|- 2 -|- 3 -|- 0 -|add
+                 network        |- 1 -|- 2 -|- 3 -|
+    fused        compute  |--- GEMM, tiles sent as they finish ---|add
+
+The results are equal, up to rounding where sums are associated differently. In "chunked" and
+"fused" the backward of a column-parallel product is that of "bulk", but where dW is deferred or not
+needed "fused" has GEMM -> reduce-scatter in one kernel.
+``benchmarks/overlap.py`` prints which word is fastest on the ranks that it runs on.
+
+Types and conventions are those of ``tensor``.
 """
 
 from __future__ import annotations
@@ -55,14 +66,15 @@ Gradient = torch.Tensor | None
 
 @dataclass(frozen=True)
 class TensorRanks(Local):
-    """The R ranks of a group, as a layer's Function sees them.
+    """The R ranks of a tensor-parallel group, as a layer's Function uses them.
 
     Attributes:
-        group: the ranks, over which features are cut.
-        sequence_parallel: dim 0 of x and y, the tokens, is cut over them, too.
-        overlap: how collectives and products hide one another, with equal results; see above.
-        workspace: the group's symmetric memory, with "fused": all ranks have the same number of
-            tokens and want the same gradients, since which operation comes next follows from both.
+        group: the ranks, over which features are sharded.
+        sequence_parallel: dim 0 of x and y, the tokens, is sharded over them, too.
+        overlap: how collectives and products overlap, with equal results; see above.
+        workspace: the group's symmetric memory, for "fused". All ranks must then have the same
+            number of tokens and need the same gradients: their sequence of operations follows from
+            both, and must be one.
     """
 
     group: dist.ProcessGroup
@@ -76,23 +88,24 @@ class TensorRanks(Local):
     # ---------------------------------------------------------------- whole collectives
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """All tokens of x[T/R, ...], or x itself where tokens are not cut."""
+        """x[T, ...], all-gathered from x[T/R, ...]; x itself without sequence parallelism."""
         return start_all_gather(x, self.group).wait() if self.sequence_parallel else x
 
     def start_sum(self, terms: torch.Tensor) -> Pending:
-        """The sum over ranks of terms[T, ...], or this rank's tokens of it, on its way."""
+        """Start the sum over ranks of terms[T, ...]: a reduce-scatter along the tokens, or an
+        all-reduce without sequence parallelism."""
         start = start_reduce_scatter if self.sequence_parallel else start_all_reduce_
         return start(terms, self.group)
 
     def sum(self, terms: torch.Tensor) -> torch.Tensor:
-        """The sum over ranks of terms[T, ...], or this rank's tokens of it."""
+        """`start_sum`, waited for."""
         return self.start_sum(terms).wait()
 
     def term_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return sum_dtype(dtype)
 
     def _launched(self, pending: Pending) -> Pending:
-        """The blocking twin waits before anything else is launched."""
+        """`pending`; with overlap "none" waited for at once, before anything else is launched."""
         if self.overlap == "none":
             pending.wait()
         return pending
@@ -114,16 +127,19 @@ class TensorRanks(Local):
         leaves: tuple[torch.Tensor, torch.Tensor | None],
         needs: Sequence[bool],
     ) -> tuple[Gradient, Gradient, Gradient]:
-        """Unless overlap is "none", the gather of x runs under the GEMM of dx and the sum of dx
-        under that of dW: whole collectives under whole products. Where dW is not made now there is
-        but one product, and "fused" reduces dx within it."""
+        """dx = sum over ranks of dz W, dW = dz^T x and db, whole collectives and whole products.
+
+        Unless overlap is "none", the all-gather of x is hidden behind the GEMM of dx, and the
+        reduction of dx behind the GEMM of dW. If dW is deferred or not needed there is only the one
+        GEMM, and "fused" reduces dx within it.
+        """
         leaf, bias = leaves
 
         def start_input_gradient() -> Pending:
             terms = gemm(rows(dz), weight, out_dtype=sum_dtype(dz.dtype))
             return self._launched(self.start_sum(terms.view(*dz.shape[:-1], weight.shape[1])))
 
-        # Popped when it runs: a weight gradient that is deferred then keeps no dx alive.
+        # Popped when it runs, so that a deferred weight gradient keeps no dx alive.
         todo = [start_input_gradient] if needs[0] else []
         pending: list[Pending] = []
         dx = None
@@ -137,8 +153,8 @@ class TensorRanks(Local):
             else:
                 gathering = self._launched(start_all_gather(x, self.group))
             if todo:
-                pending.append(todo.pop()())  # the GEMM of dx hides the gather of x,
-            return dz, x if gathering is None else gathering.wait()  # that of dW the sum of dx
+                pending.append(todo.pop()())  # GEMM of dx while x is gathered; then GEMM of dW
+            return dz, x if gathering is None else gathering.wait()  # while dx is reduced
 
         dw = weight_gradient(leaf, operands) if needs[1] else None
         if todo:
@@ -170,7 +186,7 @@ class TensorRanks(Local):
 
         y = self.sum_product(h, multiply)
         if bias is not None:
-            y += bias  # after the sum: once, not once per rank
+            y += bias  # after the sum, so that it is added once and not once per rank
         y = y.to(h.dtype)
         if drop is not None:
             y = dropout(y, drop, impl=impl)
@@ -179,8 +195,7 @@ class TensorRanks(Local):
     def sum_product(
         self, h: torch.Tensor, multiply: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """The sum over ranks of ``multiply(h)`` of all tokens h[T, ...], or this rank's tokens of
-        it; `multiply` gives a new tensor."""
+        """`sum` of ``multiply(h)`` for all tokens h[T, ...]; `multiply` returns a new tensor."""
         if self.overlap != "chunked":
             return self.sum(multiply(h))
         if self.sequence_parallel:
@@ -193,7 +208,7 @@ class TensorRanks(Local):
         bias: torch.Tensor | None,
         multiply: Callable[[Any, int], Made],
     ) -> tuple[Made, torch.Tensor, Gradient]:
-        """db is of this rank's own tokens, made while the others' arrive."""
+        """As `Local.row_gradients`; db of this rank's tokens is computed during the all-gather."""
 
         def bias_gradient_of_own() -> Gradient:
             return None if bias is None else bias_gradient(bias, dy)
@@ -212,21 +227,23 @@ class TensorRanks(Local):
         db, whole = bias_gradient_of_own(), gathering.wait()
         return multiply(whole, 0), whole, db
 
-    # ---------------------------------------------------------------- a cut vocabulary
+    # ---------------------------------------------------------------- sharded vocabulary
 
     def first_column(self, width: int) -> int:
         return group_rank(self.group) * width
 
     def merge(self, stats: torch.Tensor) -> torch.Tensor:
-        """By one all-gather, merged on every rank in the same order."""
+        """`stats` of all ranks, by one all-gather, merged on every rank in the same order."""
         every = start_all_gather(stats.unsqueeze(0), self.group).wait()
         return torch.cat((every[:, 0].logsumexp(0)[None], every[:, 1:].sum(0)))
 
     @property
     def chunks(self) -> Chunks | None:
-        """Chunks of every rank's tokens, of which ranks tell each other the statistics: with
-        "chunked" as many as ranks at least, so that one is on its way while another is multiplied;
-        with "fused" a chunk is gathered within the product of its first columns."""
+        """How head and loss go over chunks of every rank's tokens, for "chunked" and "fused".
+
+        "chunked" has at least R chunks, so that one is gathered while another is multiplied.
+        "fused" gathers a chunk within the product with the first block of the vocabulary.
+        """
         if self.overlap not in ("chunked", "fused"):
             return None
         ranks = group_size(self.group)
@@ -293,15 +310,17 @@ def tensor_ranks(
     x: torch.Tensor | None = None,
     impl: str | None = "triton",
 ) -> Local:
-    """The ranks of `group` as a layer's Function sees them; a group of None is one device.
+    """The ranks of `group` as a layer's Function uses them; None is one device.
 
     Args:
+        group: the tensor ranks.
+        sequence_parallel: tokens are sharded over them.
         overlap: a word of the table above.
-        workspace: the group's symmetric memory, which `fused` needs.
-        x, impl: what is multiplied, and by which implementation.
+        workspace: the group's symmetric memory, which "fused" needs.
+        x, impl: the input of the product and the implementation that computes it, for "fused".
 
     Raises:
-        ValueError: `overlap` is no such word, or what is fused cannot run.
+        ValueError: `overlap` is none of the words, or "fused" cannot run.
     """
     word = check_overlap(overlap)
     if group is None:
