@@ -1,12 +1,13 @@
-"""What a schedule costs: the timeline that its lists give under a time per action and per message.
+"""Simulation of a pipeline schedule: the timeline of its lists, given a time per action and per
+message.
 
-The simulator reads the same lists that the executor runs, and waits for the same `deps`. A rank
-does one action at a time; sends cost the sender nothing and arrive `comm` later. It reports both
-`span` (first start to last end over all ranks, what a step with a global clip or barrier takes)
-and `width` (each rank's own window), since "zero bubble" holds for the second only (zero-bubble,
-arXiv:2401.10241).
+The simulator reads the lists that the executor runs and waits for the same `deps`. A rank does one
+action at a time; a send costs the sender nothing and is received `comm` later. Reported are `span`
+(first start to last end over all ranks: a step with a global gradient norm or barrier) and `width`
+(each rank's own first start to last end), because "zero bubble" holds for the latter only
+(arXiv:2401.10241).
 
-Memory is counted at F (+1) and at B or W (-1), as almost nothing is freed between I and W.
+Activations are counted at F (+1) and at B or W (-1), as almost nothing is freed between I and W.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Timeline:
     """A simulated step. Times are in the unit of `cost`; per-rank figures are in rank order."""
 
     cells: tuple[tuple[Cell, ...], ...]  # per rank, in the order of its list
-    activations: tuple[float, ...]  # peak, in micro-batches of the rank's whole share of the model
+    activations: tuple[float, ...]  # peak, in micro-batches through all stages of the rank
     versions: tuple[int, ...]  # peak number of weight versions alive
 
     @property
@@ -61,7 +62,7 @@ class Timeline:
 
     @property
     def width(self) -> tuple[float, ...]:
-        """Each rank's own window, from its first start to its last end."""
+        """Each rank's own time from its first start to its last end."""
         return tuple(row[-1].end - row[0].start if row else 0 for row in self.cells)
 
     @property
@@ -76,13 +77,15 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Idle part of the ranks' time, 0 to 1: (p-1)/(m+p-1) for GPipe and 1F1B without `comm`."""
+        """The bubble as a fraction of the ranks' time: (p-1)/(m+p-1) for GPipe and 1F1B without
+        `comm`."""
         return sum(self.idle) / (self.span * len(self.cells))
 
     def draw(self, tick: float = 1.0) -> str:
-        """A Gantt chart: a line per rank, a column per `tick`; ``.`` idle, ``-`` the same cell on.
+        """A Gantt chart of the compute actions: a line per rank, a column per `tick` of time.
 
-        Cells name op and micro-batch, and the stage too where ranks hold several. Compute only.
+        A cell names op and micro-batch, and before them the stage if ranks hold several; ``-``
+        continues a cell, ``.`` is idle.
         """
         several = any(len({c.action.stage for c in row}) > 1 for row in self.cells)
         begin = min(cell.start for row in self.cells for cell in row)
@@ -101,11 +104,16 @@ class Timeline:
 
 
 def simulate(lists: Schedule, cost: Cost, comm: float = 0) -> Timeline:
-    """Run `lists` on paper. `cost` is seconds per op (a B left out costs I + W) or of any `Action`.
+    """The timeline of `lists`, before or after `with_comm` with the same result.
 
-    `comm` is the time of one message between ranks; lists may be lowered or not, with the same
-    result. Ops that `cost` does not name take no time. A receive or TIE that waits counts as
-    idle. Raises ``ValueError`` with what each rank waits for when the lists deadlock.
+    Args:
+        lists: the schedule.
+        cost: time per op ({"F": 1, "B": 2}; B is I + W if left out, other ops 0), or a function of
+            an `Action`.
+        comm: time of one message between ranks. A receive or TIE that waits counts as idle.
+
+    Raises:
+        ValueError: the lists deadlock; names what each rank waits for.
     """
     rank_of = placement(lists)
     places = rank_of if lowered(lists) else None

@@ -1,8 +1,9 @@
 """Pipeline schedules as data, of the standard library alone.
 
-`actions` what a rank can do and what it waits for · `gpipe_1f1b` GPipe, 1F1B, interleaved 1F1B ·
-`passes` what is added to a schedule · `ordering` whether and how lists can run · `validation`
-whether they are right · `text` as torch's runtime reads them.
+`actions` the actions of a schedule and what each depends on · `gpipe_1f1b` GPipe, 1F1B, interleaved
+1F1B · `passes` that add sends, ZeRO's collectives, ties and updates · `ordering` the order in which
+lists can run, deadlocks · `validation` whether lists are right · `text` in the form of torch's
+runtime.
 """
 
 from warpweave.parallel.schedule.actions import Action, Link, Schedule, placement

@@ -1,27 +1,33 @@
-"""Pipeline schedules as data: one list of actions per rank, run, simulated and validated as it is.
+"""Pipeline schedules as data: one list of actions per rank, which executor, simulator and validator
+read alike.
 
-A schedule is ``list[list[Action]]``: ``lists[r]`` is what rank `r` does, in order. Nothing else
-knows the schedule, so a drawing, a cost or a proof of a list is one of what runs. Synchronous
-gradients only need the *generators* here (`gpipe`, `one_f_one_b`); naive model parallelism is
-``gpipe(p, 1)`` and gradient accumulation is ``gpipe(1, m)``. *Passes* are pure functions from
-lists to lists that add what a schedule leaves out: sends and receives, ZeRO's gathers and
-reductions, tied weights, the update.
+A schedule is ``list[list[Action]]``: ``lists[r]`` is what rank `r` does, in order. 1F1B for two
+ranks and two micro-batches, stage before the op and micro-batch behind it, and the same with
+messages:
+
+    rank 0   0F0 0F1 0B0 0B1         0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1
+    rank 1   1F0 1B0 1F1 1B1         1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1
+
+A *generator* (`gpipe`, `one_f_one_b`, `interleaved`) makes the list of F and B; naive model
+parallelism is ``gpipe(p, 1)`` and gradient accumulation is ``gpipe(1, m)``. *Passes* are pure
+functions from lists to lists that add what a generator leaves out: sends and receives, ZeRO's
+all-gathers and reductions, the sum of tied weights' gradients, the optimizer step.
 
 ===========  ===================================================================================
 ``F``        forward of one micro-batch through one stage
-``B``        whole backward; the same as ``I`` and ``W`` in one
-``I``        backward of the input only (what the previous stage waits for)
-``W``        backward of the weights that ``I`` left behind (zero-bubble, arXiv:2401.10241)
-``SEND_F``   the stage's output leaves;         ``RECV_F``  the stage's input arrives
-``SEND_B``   the input's gradient leaves;       ``RECV_B``  the output's gradient arrives
-``UNSHARD``  parameters gathered (ZeRO-3);      ``RESHARD`` gathered parameters dropped
-``REDUCE``   gradients summed over data ranks; ``TIE``     first and last stage's shared weight
+``B``        whole backward: ``I`` and ``W`` in one
+``I``        backward for the input's gradient only, which the previous stage waits for
+``W``        backward for the weights' gradients, after its ``I`` (zero-bubble, arXiv:2401.10241)
+``SEND_F``   send the stage's output;           ``RECV_F``  receive the stage's input
+``SEND_B``   send the input's gradient;         ``RECV_B``  receive the output's gradient
+``UNSHARD``  all-gather parameters (ZeRO-3);    ``RESHARD`` free the gathered parameters
+``REDUCE``   sum gradients over data ranks;     ``TIE``     sum the gradients of a tied weight
 ``UPDATE``   the optimizer step; its `ver` is the version of the weights that it produces
 ===========  ===================================================================================
 
-Where a stage lives is read off the lists (`placement`), so V-shaped and looped placements need
-nothing new. `Action.ver` is the version of the weights that an ``F`` reads; synchronous schedules
-read version 0 all through a step. Sources: GPipe (arXiv:1811.06965), 1F1B (PipeDream-Flush,
+The rank of each stage follows from the lists (`placement`), so looped and V-shaped placements need
+nothing else. `Action.ver` is the version of the weights that an ``F`` reads; a synchronous schedule
+reads version 0 in all of a step. Sources: GPipe (arXiv:1811.06965), 1F1B (PipeDream-Flush,
 arXiv:2006.09503).
 
 Standard library only. Every error is a ``ValueError`` of one line with the numbers in it.
@@ -40,14 +46,15 @@ COMPUTE = (F, B, I, W)
 SENDS, RECEIVES = (SEND_F, SEND_B), (RECV_F, RECV_B)
 WHOLE = -1  # the micro-batch of an action that concerns the stage and no micro-batch
 
-READS = (F, B, I)  # need the parameters; W multiplies only what I left behind
+READS = (F, B, I)  # need the parameters; W needs only activations and their gradients
 FINISHES = (B, W)  # complete a micro-batch's gradient
 MATCHING = {SEND_F: RECV_F, SEND_B: RECV_B, RECV_F: SEND_F, RECV_B: SEND_B}
-AFTER = {SEND_F: 1, RECV_F: -1, SEND_B: -1, RECV_B: 1}  # the peer's stage, seen from ours
+AFTER = {SEND_F: 1, RECV_F: -1, SEND_B: -1, RECV_B: 1}  # the peer's stage minus this one
 
 
 class Action(NamedTuple):
-    """What a rank does: `op` on `stage` for micro-batch `mb`, with weights of version `ver`."""
+    """One entry of a rank's list: `op` on `stage` for micro-batch `mb`, with weights of version
+    `ver`."""
 
     op: str
     stage: int
@@ -72,26 +79,30 @@ class Link(NamedTuple):
 
 
 def deps(action: Action, stages: int, rank_of: Sequence[int] | None = None) -> tuple[Action, ...]:
-    """The events that must have happened before `action`, out of `stages` stages.
+    """The events that `action` depends on, in a pipeline of `stages` stages.
 
-    This is the only place that knows the data flow of a pipeline. Events are actions of version
-    0; a
-    ``B`` makes the events ``I`` and ``W`` happen (`gives`). With `rank_of` (the rank of each stage)
-    the answer is for lowered lists, where neighbours on different ranks meet in SEND and RECV;
-    without it a compute action waits for its neighbour's compute action.
+    This is the only place that knows the data flow of a pipeline:
+
+        F of stage s          F of stage s-1
+        B or I of stage s     F of stage s and I of stage s+1
+        W of stage s          I of stage s
+
+    Events are actions of version 0; a ``B`` is the events ``I`` and ``W`` (`gives`). With `rank_of`
+    (the rank of each stage) the answer is for lowered lists, in which an F or B waits for its RECV
+    where the other stage is on another rank, and a RECV for its SEND.
     """
     op, s, i, ver = action
     if op == F:
         earlier = [Action(UPDATE, s, WHOLE, ver)] if ver else []
         if s > 0:
-            apart = rank_of is not None and rank_of[s - 1] != rank_of[s]
-            earlier.append(Action(RECV_F, s, i) if apart else Action(F, s - 1, i))
+            remote = rank_of is not None and rank_of[s - 1] != rank_of[s]
+            earlier.append(Action(RECV_F, s, i) if remote else Action(F, s - 1, i))
         return tuple(earlier)
     if op in (B, I):
         if s == stages - 1:
             return (Action(F, s, i),)
-        apart = rank_of is not None and rank_of[s + 1] != rank_of[s]
-        return (Action(F, s, i), Action(RECV_B, s, i) if apart else Action(I, s + 1, i))
+        remote = rank_of is not None and rank_of[s + 1] != rank_of[s]
+        return (Action(F, s, i), Action(RECV_B, s, i) if remote else Action(I, s + 1, i))
     if op in (W, SEND_B):
         return (Action(I, s, i),)
     if op == SEND_F:
@@ -99,12 +110,12 @@ def deps(action: Action, stages: int, rank_of: Sequence[int] | None = None) -> t
     if op in RECEIVES:
         return (Action(MATCHING[op], s + AFTER[op], i),)
     if op in (UNSHARD, RESHARD, REDUCE, TIE, UPDATE):
-        return ()  # their place in the list says it all
+        return ()  # ordered by their position in the list alone
     raise ValueError(f"unknown op {op!r} of stage {s} micro-batch {i}")
 
 
 def gives(action: Action) -> tuple[Action, ...]:
-    """The events that `action` makes happen: itself without its version, and I and W for a B."""
+    """The events that `action` completes: itself without its version, and I and W for a B."""
     op, s, i, _ = action
     if op == UPDATE:
         return (action,)
@@ -114,7 +125,7 @@ def gives(action: Action) -> tuple[Action, ...]:
 
 
 def placement(lists: Schedule) -> list[int]:
-    """The rank of each stage. Raises when a stage is on two ranks or a number is left out."""
+    """The rank of each stage. ValueError if a stage is on two ranks or stages are not 0 to n-1."""
     rank_of: dict[int, int] = {}
     for rank, actions in enumerate(lists):
         for action in actions:
@@ -128,7 +139,7 @@ def placement(lists: Schedule) -> list[int]:
 
 
 def lowered(lists: Schedule) -> bool:
-    """Whether the lists say how data moves between ranks (they have been through `with_comm`)."""
+    """Whether the lists contain sends and receives: they have been through `with_comm`."""
     return any(a.op in SENDS or a.op in RECEIVES for actions in lists for a in actions)
 
 
@@ -140,7 +151,7 @@ def link(action: Action, rank_of: Sequence[int]) -> Link:
 
 
 def tied_stages(rank_of: Sequence[int]) -> tuple[int, ...]:
-    """The stages that get a TIE: first and last, or only the first where both are on one rank."""
+    """The stages that get a TIE: first and last, or only the first if both are on one rank."""
     last = len(rank_of) - 1
     return (0, last) if rank_of[0] != rank_of[last] else (0,)
 

@@ -1,7 +1,23 @@
-"""Schedules that end every step with a flush: all gradients are of the weights they will change.
+"""Synchronous schedules, which end every step with a flush: GPipe (arXiv:1811.06965), 1F1B
+(PipeDream-Flush, arXiv:2006.09503) and interleaved 1F1B (Narayanan et al. 2021, arXiv:2104.04473).
 
-GPipe (arXiv:1811.06965), 1F1B (PipeDream-Flush, arXiv:2006.09503) and 1F1B interleaved over several
-stages per rank (Narayanan et al. 2021, arXiv:2104.04473).
+A line per rank, a column per time step; F one and B two steps long; ``.`` idle (`Timeline.draw`):
+
+    GPipe, four ranks and micro-batches
+    F0 F1 F2 F3 .  .  .  .  .  .  .  .  .  B0 -  B1 -  B2 -  B3 -
+    .  F0 F1 F2 F3 .  .  .  .  .  .  B0 -  B1 -  B2 -  B3 -  .  .
+    .  .  F0 F1 F2 F3 .  .  .  B0 -  B1 -  B2 -  B3 -  .  .  .  .
+    .  .  .  F0 F1 F2 F3 B0 -  B1 -  B2 -  B3 -  .  .  .  .  .  .
+
+    1F1B, the same
+    F0 F1 F2 F3 .  .  .  .  .  .  B0 -  .  B1 -  .  B2 -  .  B3 -
+    .  F0 F1 F2 .  .  .  .  B0 -  F3 B1 -  .  B2 -  .  B3 -  .  .
+    .  .  F0 F1 .  .  B0 -  F2 B1 -  F3 B2 -  .  B3 -  .  .  .  .
+    .  .  .  F0 B0 -  F1 B1 -  F2 B2 -  F3 B3 -  .  .  .  .  .  .
+
+    interleaved 1F1B, two ranks with two stages each (stage before the op), first part
+    0F0 0F1 2F0 2F1 0F2 .   2B0 -   0F3 2B1 -   2F2 0B0 -   2F3 0B1 -   .   2B2 -   .   2B3 -
+    .   1F0 1F1 3F0 3B0 -   3F1 3B1 -   1F2 1B0 -   1F3 1B1 -   3F2 3B2 -   3F3 3B3 -   1B2 -
 """
 
 from __future__ import annotations
@@ -10,10 +26,10 @@ from warpweave.parallel.schedule.actions import Action, B, F, Schedule
 
 
 def gpipe(p: int, m: int) -> Schedule:
-    """All forwards, then all backwards: `p` stages on `p` ranks, `m` micro-batches.
+    """GPipe: all forwards, then all backwards, of `m` micro-batches in `p` stages on `p` ranks.
 
-    Idle time over the ideal m(F+B) is (p-1)(F+B); m micro-batches of activations live on every
-    rank.
+    The bubble is (p-1)(F+B) beside the ideal m(F+B); every rank holds the activations of m
+    micro-batches.
     """
     _need("GPipe", p, m)
     return [
@@ -22,10 +38,10 @@ def gpipe(p: int, m: int) -> Schedule:
 
 
 def one_f_one_b(p: int, m: int) -> Schedule:
-    """One forward, one backward in turn after min(m, p-1-s) warm-up forwards on stage s.
+    """1F1B: min(m, p-1-s) warm-up forwards on stage s, then one forward and one backward in turn.
 
-    As idle as GPipe, but stage s holds min(m, p-s) micro-batches of activations. Any m >= 1 will
-    do.
+    The bubble is that of GPipe, but stage s holds the activations of min(m, p-s) micro-batches
+    only. Any m >= 1.
     """
     _need("1F1B", p, m)
     lists = []
@@ -39,12 +55,12 @@ def one_f_one_b(p: int, m: int) -> Schedule:
 
 
 def interleaved(p: int, m: int, c: int) -> Schedule:
-    """1F1B over p * c stages, of which rank r holds r, r + p, ..., r + (c-1) p.
+    """Interleaved 1F1B: p * c stages on p ranks, of which rank r holds r, r + p, ..., r + (c-1) p.
 
-    Micro-batches go through in groups of p (p to 2p - 1, as even as can be, where p does not divide
-    m): on each rank a group passes one stage after the other. Idle time over the ideal is that of
-    1F1B with an F and a B that are c times shorter, for c times the messages and up to
-    (1 + (p-1)/(p c)) times the activations of rank 0.
+    Micro-batches pass in groups of p: on each rank a whole group passes one of its stages before
+    the next. If p does not divide m, groups have p to 2p - 1 micro-batches, as even as possible.
+    The bubble is c times smaller than that of 1F1B, for c times the messages and up to
+    1 + (p-1)/(p c) times the activations on rank 0.
     """
     _need("interleaved 1F1B", p, m)
     if c < 1:

@@ -1,4 +1,5 @@
-"""In which order the lists can run: who waits for whom, what a message tells, when to receive."""
+"""In which order the lists of all ranks can run (or that they deadlock), which sends a received
+message acknowledges, and when receives are posted."""
 
 from __future__ import annotations
 
@@ -21,10 +22,10 @@ from warpweave.parallel.schedule.actions import (
 
 
 def order(lists: Schedule) -> list[tuple[int, int]]:
-    """Positions (rank, index) in an order in which all lists can run to their ends.
+    """A topological order of all actions, as positions (rank, index).
 
-    A receive waits for its send, and the two TIEs wait for each other. Raises with what each rank
-    waits for when there is no such order.
+    A receive waits for its send, and the two TIEs wait for each other. ValueError, with what each
+    rank waits for, if there is none: the lists deadlock.
     """
     rank_of = placement(lists)
     places = rank_of if lowered(lists) else None
@@ -70,12 +71,13 @@ def order(lists: Schedule) -> list[tuple[int, int]]:
 
 
 def acknowledged(lists: Schedule) -> dict[Action, list[Action]]:
-    """For each receive of a lowered schedule, the sends of its rank that arrived by then for sure.
+    """For each receive of a lowered schedule, the earlier sends of its rank that it acknowledges.
 
-    A message tells what its sender had received before it, so a send buffer can be freed without
-    asking the network, which matters because gloo's ``is_completed`` stays false until one waits.
-    Vector clocks over `order`: clock[r][q] counts the actions of rank q known on rank r to have
-    finished. Sends that no later message answers are missing; they end with the step.
+    A message implies that its sender had completed all receives before it. So the buffers of those
+    sends can be freed without asking the network, which matters because gloo's ``is_completed``
+    stays false until one waits. Vector clocks over `order`: clock[r][q] counts the actions of rank
+    q that rank r knows to have finished. Sends that no later message acknowledges are missing; they
+    complete at the end of the step.
     """
     rank_of = placement(lists)
     position = {a: i for actions in lists for i, a in enumerate(actions) if a.op in RECEIVES}

@@ -1,4 +1,18 @@
-"""Passes: pure functions from lists to lists that add what a schedule leaves out."""
+"""Passes: pure functions from lists to lists that add to a schedule of F and B its messages, ZeRO's
+collectives, the tie of first and last stage, and the optimizer step.
+
+    1F1B on two ranks, one micro-batch, ZeRO-1, tied embedding
+    generator     rank 0   0F0 0B0
+                  rank 1   1F0 1B0
+    with_reduce   rank 0   0F0 0B0 0REDUCE
+                  rank 1   1F0 1B0 1REDUCE
+    with_tie      rank 0   0F0 0B0 0REDUCE 0TIE
+                  rank 1   1F0 1B0 1REDUCE 1TIE
+    with_update   rank 0   0F0 0B0 0REDUCE 0TIE 0UPDATE@1
+                  rank 1   1F0 1B0 1REDUCE 1TIE 1UPDATE@1
+    with_comm     rank 0   0F0 0SEND_F0 0RECV_B0 0B0 0REDUCE 0TIE 0UPDATE@1
+                  rank 1   1RECV_F0 1F0 1B0 1SEND_B0 1REDUCE 1TIE 1UPDATE@1
+"""
 
 from __future__ import annotations
 
@@ -30,7 +44,8 @@ from warpweave.parallel.schedule.actions import (
 
 
 def split_backward(lists: Schedule, *, lag: int = 0) -> Schedule:
-    """Every B becomes an I and a W, the W `lag` backwards later; those left stand at the end."""
+    """Splits every B into I and W (zero-bubble, arXiv:2401.10241), each W delayed by `lag`
+    backwards of its stage; the remaining W come last."""
     if lag < 0:
         raise ValueError(f"lag must be >= 0, got {lag}")
     result = []
@@ -51,12 +66,19 @@ def split_backward(lists: Schedule, *, lag: int = 0) -> Schedule:
 
 
 def send_first(lists: Schedule) -> Schedule:
-    """Every B whose gradient another rank waits for becomes an I and a W, between which it leaves.
+    """Splits every B whose input gradient another rank waits for into I, then W, so that the
+    gradient is sent in between ("early gradients").
 
-    Each hop of the gradients through the pipeline then takes an I instead of a B: with p stages on
-    p ranks (p-1) W less of idle time, the first step towards zero bubbles (arXiv:2401.10241).
-    Between I and W a stage holds the operands of one micro-batch's weight gradients; as stage 0,
-    which holds the most activations, has nobody to send to, 1F1B's largest rank does not grow.
+        1F1B, F, I and W one time step each
+        F0 F1 F2 F3 .  .  .  B0 -  .  B1 -  .  B2 -  .  B3 -
+        .  F0 F1 F2 .  .  I0 W0 F3 I1 W1 .  I2 W2 .  I3 W3 .
+        .  .  F0 F1 .  I0 W0 F2 I1 W1 F3 I2 W2 .  I3 W3 .  .
+        .  .  .  F0 I0 W0 F1 I1 W1 F2 I2 W2 F3 I3 W3 .  .  .
+
+    Gradients pass p-1 stages in an I each instead of a B, so the bubble is (p-1) W smaller: the
+    first step towards zero bubble (arXiv:2401.10241). Between I and W a stage holds the operands of
+    one micro-batch's weight gradients. Stage 0 of 1F1B holds the most activations and has no one to
+    send to, so the peak memory over ranks does not grow.
     """
     rank_of = placement(lists)
     if lowered(lists):
@@ -74,10 +96,10 @@ def send_first(lists: Schedule) -> Schedule:
 def with_comm(lists: Schedule) -> Schedule:
     """Adds a send after each F, B or I that another rank waits for, and a receive where it waits.
 
-    Sends do not block, so a send stands where its data exists and a receive where it is consumed;
-    transports post receives earlier. Activations and gradients travel on links of their own, on
-    which the order of receives is the order of sends in every known schedule; `validate` checks
-    yours.
+    Sends do not block, so a send follows directly what computes its data, and a receive directly
+    precedes what uses it; transports post receives earlier. Activations and gradients have separate
+    links. On each, receives must be in the order of sends; they are in every known schedule, and
+    `validate` checks it.
     """
     rank_of = placement(lists)
     if lowered(lists):
@@ -100,10 +122,10 @@ def with_comm(lists: Schedule) -> Schedule:
 
 
 def with_reduce(lists: Schedule, *, each: bool = False) -> Schedule:
-    """Adds the sum over data ranks (ZeRO-0 to 3) after the last B or W of each stage.
+    """Adds the gradients' sum over data ranks (ZeRO-0 to 3) after the last B or W of each stage.
 
-    With `each`, after every B or W: whole gradients are then held for no longer than a micro-batch
-    (ZeRO-2 inside a pipeline), for m times the traffic.
+    With `each` after every B or W, so that a stage holds unreduced gradients of one micro-batch at
+    a time (ZeRO-2 with a pipeline), for m times the traffic.
     """
     return [
         _insert(actions, REDUCE, lambda a, last: a.op in FINISHES and (each or last), FINISHES)
@@ -112,12 +134,12 @@ def with_reduce(lists: Schedule, *, each: bool = False) -> Schedule:
 
 
 def with_unshard(lists: Schedule, *, window: int | None = None) -> Schedule:
-    """Adds ZeRO-3's gathers: UNSHARD before a stage's parameters are read, RESHARD after.
+    """Adds ZeRO-3's all-gathers: UNSHARD before a stage's parameters are read, RESHARD after.
 
-    `window=None` keeps a stage gathered from its first use to its last (one gather per step); ``k
-    >= 1`` keeps at most k stages per rank, dropping the one needed furthest in the future; 0
-    gathers for each F, B and I (2m gathers per stage, the least memory). W reads no parameters
-    and needs no gather.
+    `window=None` keeps a stage gathered from its first use to its last (one all-gather per step);
+    k >= 1 keeps at most k stages per rank gathered, and frees the one whose next use is furthest in
+    the future; 0 gathers for each F, B and I (2m all-gathers per stage, the least memory). W reads
+    no parameters and needs no all-gather.
     """
     if window is not None and window < 0:
         raise ValueError(f"window must be None or >= 0 stages, got {window}")
@@ -145,10 +167,11 @@ def with_unshard(lists: Schedule, *, window: int | None = None) -> Schedule:
 
 
 def with_tie(lists: Schedule) -> Schedule:
-    """Adds the sum of the tied weight's gradient over first and last stage, at their lists' ends.
+    """Adds the sum of the tied weight's gradients (embedding and head) over first and last stage,
+    at the end of their lists.
 
-    Comes after `with_reduce` and before `with_update`. One stage alone shares the parameter and
-    needs none; first and last stage on one rank get a single local TIE.
+    Apply it after `with_reduce` and before `with_update`. A single stage has the parameter once and
+    needs no TIE; first and last stage on one rank get a single local one.
     """
     rank_of = placement(lists)
     _refuse_action(lists, UPDATE, "with_tie")
@@ -162,7 +185,7 @@ def with_tie(lists: Schedule) -> Schedule:
 
 
 def with_update(lists: Schedule) -> Schedule:
-    """Adds each stage's optimizer step, which makes version 1, at the end of its rank's list."""
+    """Adds each stage's optimizer step, which produces version 1, at the end of its rank's list."""
     _refuse_action(lists, UPDATE, "with_update")
     rank_of = placement(lists)
     return [
@@ -180,7 +203,8 @@ def _refuse_action(lists: Schedule, op: str, name: str) -> None:
 def _insert(
     actions: list[Action], op: str, wanted: Callable[[Action, bool], bool], ops: tuple[str, ...]
 ) -> list[Action]:
-    """`actions` with `op` after those `wanted`, which is told if it is the last of `ops`."""
+    """`actions` with `op` after each for which ``wanted(action, last)``; `last` is whether it is
+    its stage's last action out of `ops`."""
     last = {a.stage: index for index, a in enumerate(actions) if a.op in ops}
     out = []
     for index, action in enumerate(actions):

@@ -29,8 +29,8 @@ _PATTERN = re.compile(r"(\d+)([A-Z]+(?:_[A-Z]+)?)(\d*)(?:@(\d+))?")
 def to_csv(lists: Schedule) -> str:
     """One row per rank, one cell per action, in the form that torch's pipelining runtime reads.
 
-    ``"2F0"`` is stage, op, micro-batch. TIE, UPDATE and the suffix ``@version`` are ours alone, so
-    add them after an exchange with torch.
+    ``"2F0"`` is stage, op, micro-batch. torch does not know TIE, UPDATE and the suffix
+    ``@version``: exchange lists with it before the passes that add them.
     """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")

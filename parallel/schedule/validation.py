@@ -1,4 +1,4 @@
-"""Whether lists are complete, consistent and can run to their ends."""
+"""Whether a schedule is complete, consistent and free of deadlock."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ def validate(
     microbatches: int | None = None,
     staleness: int = 0,
 ) -> None:
-    """Raise ``ValueError`` in one line unless the schedule is complete, consistent and can finish.
+    """ValueError, in one line, unless the schedule is complete, consistent and free of deadlock.
 
-    * every stage on one rank; every (stage, micro-batch) has one F and either one B or one I and
-      one W, for the same number of micro-batches (`microbatches`, when given) on every stage;
-    * backward runs on the version that its F read, that version exists by then, each UPDATE makes
-      the next one from gradients at most `staleness` versions old, no W is owed at it and no
-      gradient is left behind after the last; all stages make the same number of updates;
-    * after `with_comm`: every crossing has one send and one receive, in the same order on each
-      link;
-    * where there is any REDUCE, all gradients pass through one before TIE, UPDATE or the end;
-      where there is any UNSHARD, parameters are gathered when read, gathered once and dropped;
-      where there is a TIE, both ends have it, after REDUCE and before UPDATE;
-    * no deadlock (`order`).
+    * Each stage is on one rank. Each (stage, micro-batch) has one F and either one B or one I and
+      one W, for the same number of micro-batches (`microbatches`, if given) on every stage.
+    * A backward uses the version that its F read, and an F a version that exists. Each UPDATE
+      produces the next version from gradients at most `staleness` versions old; no W is missing
+      before it, and no gradient comes after the last. All stages have equally many UPDATEs.
+    * After `with_comm` every activation or gradient that crosses ranks has one send and one
+      receive, in the same order on each link.
+    * If there is any REDUCE, every gradient is reduced before TIE, UPDATE or the end. If there is
+      any UNSHARD, parameters are gathered when read, not gathered twice, and freed. If there is a
+      TIE, both ends have it, after REDUCE and before UPDATE.
+    * No deadlock (`order`).
     """
     rank_of = placement(lists)
     per_stage: list[list[Action]] = [[] for _ in rank_of]
@@ -167,7 +167,7 @@ def _check_tied(lists: Schedule, rank_of: list[int]) -> None:
     ends = {0, len(rank_of) - 1}
     for a in (a for actions in lists for a in actions if a.op == TIE):
         if a.stage not in tied_stages(rank_of):
-            raise ValueError(f"{a}: only stages {list(tied_stages(rank_of))} have a TIE here")
+            raise ValueError(f"{a}: only stages {list(tied_stages(rank_of))} have a TIE")
     for s in tied_stages(rank_of):
         own = [a for a in lists[rank_of[s]] if a.stage in ends]
         _check_collected(s, own, TIE, (UPDATE,), "are not tied before")
