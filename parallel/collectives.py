@@ -1,9 +1,10 @@
-"""Collectives over one group: six differentiable ones in three dual pairs, and bare ones in flight.
+"""Collectives over one group: six differentiable ones in three dual pairs, and asynchronous ones
+without gradients.
 
-Along one mesh axis a tensor is Replicated (R: one value, its gradient a pending sum), Invariant (I:
-one value, one gradient), Sharded (S(d): slices of dim d) or Partial (P: a pending sum, its gradient
-replicated). A differentiable collective changes that type; its gradient is the collective that goes
-back between the gradients' types::
+Along one mesh axis a tensor is Replicated (R: one value, its gradient a partial sum), Invariant (I:
+one value, one gradient), Sharded (S(d): slices along dim d) or Partial (P: a partial sum, its
+gradient replicated). A differentiable collective changes that type; its gradient is the dual
+collective between the gradients' types::
 
     function          type       forward             gradient            dual
     copy_to           I -> R     x                   all-reduce          reduce_from
@@ -13,15 +14,21 @@ back between the gradients' types::
     all_gather        S(d) -> R  all-gather          reduce-scatter      reduce_scatter
     reduce_scatter    P -> S(d)  reduce-scatter      all-gather          all_gather
 
-``gather`` and ``all_gather`` move the same bytes forward; they differ in who will use the result.
-What every rank goes on to use identically is I (``gather``: each rank's gradient is complete
-already), what ranks use for different purposes is R (``all_gather``: their gradients are terms of a
-sum).
+    four ranks, x of length 4
+    rank   all_gather: x -> y                     reduce_scatter: x -> y (sums over ranks)
+      0    [a]  ->  [a b c d]                     [a0 b0 c0 d0]  ->  [a0+a1+a2+a3]
+      1    [b]  ->  [a b c d]                     [a1 b1 c1 d1]  ->  [b0+b1+b2+b3]
+      2    [c]  ->  [a b c d]                     [a2 b2 c2 d2]  ->  [c0+c1+c2+c3]
+      3    [d]  ->  [a b c d]                     [a3 b3 c3 d3]  ->  [d0+d1+d2+d3]
 
-Forward results are bit-equal on all ranks of the group wherever the type is R or I. Gathers and
-slices are exact; sums over ranks are re-associated. A sum of bf16 or fp16 terms is carried in fp32
-and rounded once at the end. Dim 0 is gathered and scattered without a local copy; another dim costs
-one. Gradients of gradients do not exist.
+``gather`` and ``all_gather`` have the same forward; they differ in what uses the result. If every
+rank uses it identically it is I (``gather``: each rank has the complete gradient already); if ranks
+compute different things with it, it is R (``all_gather``: their gradients are terms of a sum).
+
+Results of type R or I are bitwise equal on all ranks of the group. Gathers and slices are exact;
+sums over ranks are re-associated. A sum of bf16 or fp16 terms is fp32, rounded once at the end. Dim
+0 is gathered and scattered without a local copy; another dim costs one. There are no second
+derivatives.
 
 ``group=None`` is an axis of size 1: no process group is needed and the functions return `x` itself.
 
@@ -62,11 +69,12 @@ def group_rank(group: dist.ProcessGroup | None) -> int:
     return 0 if group is None else dist.get_rank(group)
 
 
-# ---------------------------------------------------------------- in flight, without gradients
+# ---------------------------------------------------------------- asynchronous, without gradients
 
 
 class Pending:
-    """A collective in flight; ``wait()`` returns its result (on CUDA in stream order, no sync)."""
+    """A collective that has been started; ``wait()`` returns its result (on CUDA in stream order,
+    without a host sync)."""
 
     def __init__(self, work: dist.Work | None, finish: Callable[[], torch.Tensor]) -> None:
         self._work = work
@@ -75,7 +83,7 @@ class Pending:
         )
 
     def wait(self) -> torch.Tensor:
-        """Let the caller's stream (on CPU, the caller) wait for the collective; its result."""
+        """The result; the current stream (on a CPU, the caller) waits for the collective."""
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -86,7 +94,8 @@ def start_all_reduce_(x: torch.Tensor, group: dist.ProcessGroup | None) -> Pendi
     """Start summing `x` over the ranks of `group`, in place and in the dtype of `x`.
 
     Args:
-        x: contiguous, the same shape and dtype on every rank; until ``wait()`` nobody may touch it.
+        x: contiguous, the same shape and dtype on every rank; not to be read or written before
+            ``wait()``.
         group: the ranks to sum over; None leaves `x` as it is.
 
     Returns:
@@ -105,7 +114,7 @@ def start_all_reduce_(x: torch.Tensor, group: dist.ProcessGroup | None) -> Pendi
 
 
 def start_all_gather(x: torch.Tensor, group: dist.ProcessGroup | None, dim: int = 0) -> Pending:
-    """Start joining the slices `x` of all ranks of `group` along `dim`, in rank order.
+    """Start an all-gather: the slices `x` of all ranks of `group` along `dim`, in rank order.
 
     Args:
         x: x[..., n/R, ...] at `dim`, the same shape and dtype on every rank; not to be written to
@@ -137,9 +146,9 @@ def start_all_gather(x: torch.Tensor, group: dist.ProcessGroup | None, dim: int 
 
 
 def start_reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup | None, dim: int = 0) -> Pending:
-    """Start summing `x` over the ranks of `group`, each rank keeping its own slice of `dim`.
+    """Start a reduce-scatter: `x` summed over the ranks of `group`, each rank its slice of `dim`.
 
-    The sum is made in the dtype of `x`: pass fp32 where terms in low precision are to be added.
+    The sum is in the dtype of `x`: pass fp32 to add terms of low precision.
 
     Args:
         x: x[..., n, ...] at `dim`, the same shape and dtype on every rank; not to be written to
@@ -172,18 +181,18 @@ def start_reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup | None, dim: 
 def start_exchange(
     send: torch.Tensor | None, recv: torch.Tensor | None, step: int, group: dist.ProcessGroup
 ) -> Pending:
-    """Start sending `send` to rank + `step` of `group` and filling `recv` by rank - `step`.
+    """Start sending `send` to rank + `step` of `group` and receiving `recv` from rank - `step`.
 
-    A message of every rank at once: both tensors contiguous, of the same dtype and, over all ranks,
-    of the same size; until ``wait()`` nobody may touch `recv` or write to `send`. None is no
-    message that way, which the rank at the other end knows too.
+    Every rank calls it at once. Both tensors are contiguous, of one dtype and, over all ranks, of
+    one size; `recv` is not to be read or written, and `send` not written, before ``wait()``. None
+    is no message in that direction; the other rank must pass None for it, too.
 
     Returns:
         A ``Pending`` whose result is `recv`.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     there, back = (rank + step) % size, (rank - step) % size
-    # One batch: NCCL deadlocks when neighbours order single sends and receives differently.
+    # One batch: NCCL deadlocks when two ranks order single sends and receives differently.
     ends = (dist.isend, send, there), (dist.irecv, recv, back)
     batch = [dist.P2POp(op, x, group=group, group_peer=at) for op, x, at in ends if x is not None]
     works = dist.batch_isend_irecv(batch) if batch else []
@@ -209,10 +218,11 @@ def start_all_to_all(
     recv_sizes: list[int],
     group: dist.ProcessGroup | None,
 ) -> Pending:
-    """Start sending every rank of `group` its part of `send`, and filling `recv` by their parts.
+    """Start an all-to-all: part r of `send` goes to rank r, and part r of `recv` comes from it.
 
-    Both are flat and contiguous, of one dtype; parts lie in rank order, this rank's own among them.
-    What rank a sends to b is what b expects of a. Until ``wait()`` nobody may touch either.
+    Both are flat and contiguous, of one dtype, with parts in rank order, one for this rank itself.
+    What rank a sends to b has the size that b expects from a. Neither is to be read or written
+    before ``wait()``.
 
     Returns:
         A ``Pending`` whose result is `recv`.
@@ -372,7 +382,7 @@ class _ReduceScatter(torch.autograd.Function):
 
 
 def copy_to(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Hand the invariant `x` to work that differs per rank of `group`.
+    """Megatron's f: the invariant `x`, used differently by each rank of `group`.
 
     Forward:  y{R} = x{I}, a view.
     Gradient: dx{I} = all-reduce(dy{P}), the sum over the ranks, re-associated.
@@ -381,7 +391,7 @@ def copy_to(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
 
 
 def reduce_from(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Sum the partial results `x` of the ranks of `group`; every rank gets the sum.
+    """Megatron's g: the sum over the ranks of `group` of their partial results `x`, on every rank.
 
     Forward:  y{I} = all-reduce(x{P}), re-associated; a new tensor.
     Gradient: dx{R} = dy{I}, exact.
@@ -390,7 +400,7 @@ def reduce_from(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tenso
 
 
 def scatter(x: torch.Tensor, group: dist.ProcessGroup | None, dim: int = 0) -> torch.Tensor:
-    """Keep this rank's slice of the invariant `x` along `dim`.
+    """This rank's slice of the invariant `x` along `dim`.
 
     Forward:  y[n/R]{S(dim)} = own slice of x[n]{I}, a view; no communication.
     Gradient: dx[n]{I} = all-gather(dy[n/R]{S(dim)}), exact.
@@ -401,7 +411,7 @@ def scatter(x: torch.Tensor, group: dist.ProcessGroup | None, dim: int = 0) -> t
 
 
 def gather(x: torch.Tensor, group: dist.ProcessGroup | None, dim: int = 0) -> torch.Tensor:
-    """Join the slices of all ranks along `dim` into a tensor that every rank then uses identically.
+    """All-gather along `dim` of a tensor that every rank then uses identically.
 
     Forward:  y[n]{I} = all-gather(x[n/R]{S(dim)}), exact.
     Gradient: dx[n/R]{S(dim)} = own slice of dy[n]{I}, a view; no communication.
@@ -412,7 +422,7 @@ def gather(x: torch.Tensor, group: dist.ProcessGroup | None, dim: int = 0) -> to
 
 
 def all_gather(x: torch.Tensor, group: dist.ProcessGroup | None, dim: int = 0) -> torch.Tensor:
-    """Join the slices of all ranks along `dim` for work that differs per rank.
+    """All-gather along `dim` of a tensor that each rank then uses differently.
 
     Forward:  y[n]{R} = all-gather(x[n/R]{S(dim)}), exact.
     Gradient: dx[n/R]{S(dim)} = reduce-scatter(dy[n]{P}), re-associated.
@@ -423,7 +433,7 @@ def all_gather(x: torch.Tensor, group: dist.ProcessGroup | None, dim: int = 0) -
 
 
 def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup | None, dim: int = 0) -> torch.Tensor:
-    """Sum the partial results of the ranks; every rank keeps its slice of the sum along `dim`.
+    """Reduce-scatter: the partial results summed over the ranks, each rank its slice along `dim`.
 
     Forward:  y[n/R]{S(dim)} = reduce-scatter(x[n]{P}), re-associated.
     Gradient: dx[n]{R} = all-gather(dy[n/R]{S(dim)}), exact.

@@ -1,27 +1,33 @@
-"""Which rank of the cp axis holds which positions of the sequence.
+"""Sequence layouts of context parallelism: which rank of the cp axis holds which positions.
 
-One object answers every question that depends on it: the positions for RoPE, the runs the
-attention kernels mask by, the shard of tokens, labels or activations, and the way back. So they
-cannot disagree.
+    sequence of 16 tokens on four ranks: the rank that holds each position
 
-    contiguous   rank r holds chunk r of P chunks. Under a causal mask rank 0 has 1/P of the work of
-                 the last rank, so every ring step waits for the busiest one.
-    zigzag       the sequence is cut into 2P chunks and rank r holds chunks r and 2P-1-r (Zhu 2024,
-                 zigzag ring attention; "head-tail" elsewhere). Every rank then has the same number
-                 of visible (query, key) pairs under a causal mask, in total and in every ring step.
-    striped      rank r holds the positions r, r + P, r + 2P, ... (Brandon et al. 2023, Striped
-                 Attention, arXiv:2311.09431). Under a causal mask the ranks' work in a ring step
-                 differs by the diagonal alone. No token has a neighbour on its rank, so windows and
-                 documents leave more tiles to visit than with the others.
-    balanced     many equal chunks, as many on each rank, chosen by their work: with packed
-                 documents equal chunks are not equal work. `balance` chooses, for the documents of
-                 a batch. For "gather", "stream" and "ulysses": the hops of a ring are balanced by
-                 nothing.
+    position     0  1  2  3  4  5  6  7  8  9 10 11 12 13 14 15    causal pairs of ranks 0 to 3
+    contiguous   0  0  0  0  1  1  1  1  2  2  2  2  3  3  3  3    10 26 42 58
+    zigzag       0  0  1  1  2  2  3  3  3  3  2  2  1  1  0  0    34 34 34 34
+    striped      0  1  2  3  0  1  2  3  0  1  2  3  0  1  2  3    28 32 36 40
 
-Local rows are in ascending order of position, at most two runs per rank if not balanced. Every rank
-has as many rows: a length that does not divide is padded behind its end. The padding is in no whole
-sequence, neither one given to `shard` nor one from `unshard`; on its rank it has the positions from
-`seq_len` on, which no token attends to, and labels that are ignored.
+    contiguous   rank r holds chunk r of P. Under a causal mask the last rank has almost twice the
+                 mean work, and every step of a ring waits for the busiest rank.
+    zigzag       of 2P chunks rank r holds chunks r and 2P-1-r (Zhu 2024, zigzag ring attention;
+                 "head-tail" elsewhere). Under a causal mask every rank has the same number of
+                 visible pairs, in total and in every step of a ring.
+    striped      rank r holds positions r, r + P, r + 2P, ... (Brandon et al. 2023, Striped
+                 Attention, arXiv:2311.09431). In a step of a causal ring ranks differ by the
+                 diagonal only. No two adjacent tokens are on one rank, so windows and documents
+                 leave more tiles to visit than in the other layouts.
+    balanced     equally many equal chunks per rank, assigned by their work: with packed documents
+                 equal chunks are unequal work. `balance` assigns them for the documents of a batch.
+                 For "gather", "stream" and "ulysses" only: the steps of a ring are not balanced.
+
+`SequenceLayout` answers every question that depends on the layout, so that answers cannot disagree:
+the positions for RoPE, the runs of positions for the attention mask, a rank's shard of tokens,
+labels or activations, and the whole sequence from shards.
+
+Local rows are in ascending order of position, in at most two runs per rank unless balanced. Every
+rank has the same number of rows: a length that does not divide is padded at its end. `shard` takes
+and `unshard` returns the sequence without padding; on a rank padding has the positions from
+`seq_len` on, which no token attends to, and ignored labels.
 """
 
 from __future__ import annotations
@@ -35,21 +41,27 @@ import torch
 from warpweave.kernels.reference import Run
 from warpweave.parallel.words import Kind
 
-# Boundaries of packed documents, of one sample or of several; None is one document.
+# Boundaries of packed documents, of one sample or several; None is one document.
 Documents = Sequence[int] | torch.Tensor | None
-FEWEST_ROWS = 128  # of a chunk: a tile of the attention kernels
+FEWEST_ROWS = 128  # of a chunk of a balanced layout: a tile of the attention kernels
 
 
 @dataclass(frozen=True)
 class SequenceLayout:
-    """How a sequence of `seq_len` tokens lies on `parts` ranks, `local_len` rows on each.
+    """The layout of `seq_len` tokens on `parts` ranks, `local_len` rows on each.
 
-    Ranks exchange messages of one size, so the last rows of all may be padding: fewer than `parts`
-    times the chunks of a rank (zigzag: two; contiguous, striped: one). `chunks` is of "balanced"
-    alone: the numbers of every rank's chunks, as `balance` makes them.
+    Attributes:
+        seq_len: length of the sequence without padding.
+        parts: P, the cp ranks.
+        kind: "zigzag", "contiguous", "striped" or "balanced".
+        chunks: for "balanced" only: each rank's chunks, by number, as `balance` assigns them.
 
-    Raises ``ValueError`` for another kind, no part, a negative length, or chunks of which a rank
-    has more than another, or that are not each of them once.
+    Messages have one size, so the sequence is padded to a multiple of P times the chunks of a rank
+    (zigzag: two; contiguous, striped: one).
+
+    Raises:
+        ValueError: another kind, no part, a negative length, or chunks that are not each on exactly
+            one rank, equally many on every rank.
     """
 
     seq_len: int
@@ -85,16 +97,16 @@ class SequenceLayout:
 
     @property
     def padded_len(self) -> int:
-        """Rows of all ranks."""
+        """Rows of all ranks together, padding included."""
         return self.local_len * self.parts
 
     @property
     def padded(self) -> SequenceLayout:
-        """The same rows, with padding taken for tokens."""
+        """The same layout with padding counted as tokens."""
         return replace(self, seq_len=self.padded_len)
 
     def runs(self, rank: int) -> tuple[Run, ...]:
-        """The global positions of `rank`'s local rows, as one or two runs; if balanced, more."""
+        """The global positions of `rank`'s rows as runs: one or two, in a balanced layout more."""
         if not 0 <= rank < self.parts:
             raise ValueError(f"rank must be in [0, {self.parts}), got {rank}")
         length = self.local_len
@@ -104,12 +116,12 @@ class SequenceLayout:
             return (Run(rank, length, self.parts),)
         if self.chunks is not None:
             chunk, starts = length // len(self.chunks[0]), self.chunks[rank]
-            first = [n for n in starts if n - 1 not in starts]  # neighbours are one run
+            first = [n for n in starts if n - 1 not in starts]  # adjacent chunks are one run
             last = [n for n in starts if n + 1 not in starts]
             return tuple(Run(a * chunk, (b - a + 1) * chunk) for a, b in zip(first, last))
         chunk = length // 2
         head, tail = rank * chunk, (2 * self.parts - 1 - rank) * chunk
-        if head + chunk == tail:  # the last rank's chunks are neighbours: one run, fewer tiles
+        if head + chunk == tail:  # the last rank's chunks are adjacent: one run, fewer tiles
             return (Run(head, length),)
         return Run(head, chunk), Run(tail, chunk)
 
@@ -130,10 +142,11 @@ class SequenceLayout:
         return [run.positions for run in self.runs(rank)]
 
     def shard(self, x: torch.Tensor, rank: int, dim: int, fill: float = 0) -> torch.Tensor:
-        """`rank`'s rows of the whole `x[..., seq_len, ...]` along `dim`, padding being `fill`.
+        """`rank`'s shard x[..., local_len, ...] of `x[..., seq_len, ...]` along `dim`, padding
+        being `fill`.
 
-        A view of `x` when the rows are one run (striped rows are not contiguous in it) and nothing
-        is padded, a copy otherwise; differentiable either way.
+        A view of `x` if the rows are one run and nothing is padded, else a copy; differentiable
+        either way.
         """
         if x.shape[dim] != self.seq_len:
             raise ValueError(
@@ -147,14 +160,14 @@ class SequenceLayout:
         if self.kind == "striped":
             rows = x.unflatten(dim, (self.local_len, self.parts))
             return rows.select(dim % x.dim() + 1, runs[0].start)
-        pieces = [x.narrow(dim, run.start, run.length) for run in runs]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+        parts = [x.narrow(dim, run.start, run.length) for run in runs]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
     def unshard(self, shards: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-        """The whole sequence in order of position from every rank's shard: inverse of `shard`."""
+        """x[..., seq_len, ...] in order of position from every rank's shard: inverse of `shard`."""
         if len(shards) != self.parts:
             raise ValueError(f"needs one shard per rank, {self.parts}, got {len(shards)}")
-        pieces: list[tuple[int, torch.Tensor]] = []
+        parts: list[tuple[int, torch.Tensor]] = []
         for rank, shard in enumerate(shards):
             if shard.shape[dim] != self.local_len:
                 raise ValueError(
@@ -162,27 +175,27 @@ class SequenceLayout:
                     f"got {shard.shape[dim]}"
                 )
             runs = self.runs(rank)
-            pieces += zip(
+            parts += zip(
                 [run.start for run in runs], shard.split([run.length for run in runs], dim)
             )
         if self.kind == "striped":
             dim %= shards[0].dim()
             whole = torch.stack(tuple(shards), dim + 1).flatten(dim, dim + 1)
         else:
-            pieces.sort(key=lambda entry: entry[0])
-            whole = torch.cat([piece for _, piece in pieces], dim)
+            parts.sort(key=lambda entry: entry[0])
+            whole = torch.cat([part for _, part in parts], dim)
         return whole if self.padded_len == self.seq_len else whole.narrow(dim, 0, self.seq_len)
 
     def for_documents(self, documents: Documents) -> SequenceLayout:
-        """The layout of a batch of these documents (`balance`): if balanced, with as many chunks of
-        the same size on each rank, but others; else itself."""
+        """The layout for a batch of these documents: a balanced one with its chunks assigned anew
+        (`balance`), of the same number and size; any other itself."""
         if self.chunks is None:
             return self
         return balance(self.seq_len, self.parts, documents, each=len(self.chunks[0]))
 
     def pairs(self, documents: Documents = None) -> list[int]:
-        """Every rank's visible (query, key) pairs under a causal mask within documents (`balance`):
-        its share of attention's work. Padding has none."""
+        """Per rank the visible (query, key) pairs under a causal mask within documents: its work in
+        attention. Padding has none."""
         seen = _keys_seen(self.seq_len, documents)
         return [
             sum(int(seen[at.start : at.stop : at.step].sum()) for at in self._ranges(rank))
@@ -190,10 +203,10 @@ class SequenceLayout:
         ]
 
     def draw(self, documents: Sequence[int] | None = None, width: int = 64) -> str:
-        """A picture of who computes what under a causal mask within documents (`balance`).
+        """A picture of each rank's queries and keys under a causal mask within documents.
 
-        A line for each rank, at most `width` letters for the sequence: ``#`` where it has queries,
-        ``-`` where it only reads keys. At the end its `pairs`, in multiples of the mean.
+        A line per rank, at most `width` letters for the sequence: ``#`` its queries, ``-`` keys
+        that they see; then its `pairs`, in multiples of the mean.
         """
         seen, work = _keys_seen(self.seq_len, documents).tolist(), self.pairs(documents)
         mean, step = sum(work) / self.parts or 1, max(1, -(-self.seq_len // width))
@@ -212,8 +225,8 @@ class SequenceLayout:
 
 
 def _keys_seen(seq_len: int, documents: Documents) -> torch.Tensor:
-    """How many keys each position sees, int64[seq_len]: itself and those before it in its document;
-    summed over samples."""
+    """The number of keys that each position sees, int64[seq_len]: itself and those before it in its
+    document; summed over samples."""
     given = [0] if documents is None else documents
     position = torch.arange(seq_len)
     seen = torch.zeros_like(position)
@@ -226,17 +239,18 @@ def _keys_seen(seq_len: int, documents: Documents) -> torch.Tensor:
 def balance(
     seq_len: int, parts: int, documents: Documents = None, *, each: int | None = None
 ) -> SequenceLayout:
-    """The balanced layout for these documents: `pairs` differ little between ranks.
+    """The balanced layout for these documents, in which `pairs` differ little between ranks.
 
-    With 2 chunks for each rank, and twice as many until no rank has 2 % more than the mean (or
-    there are 32): the dearest chunk goes to the rank with the least work that has room.
+    Greedy assignment: the chunk with the most work goes to the rank with the least work that has
+    fewer than its number of chunks. With 2 chunks per rank, then 4, ..., 32, until no rank has more
+    than 1.02 times the mean work.
 
     Args:
         seq_len, parts: of the layout.
-        documents: boundaries [n + 1] that ascend from 0, as attention's, by value; positions from
-            the last one on are one more document. None is one document. Of several samples
-            [B, n + 1], for which one layout must do, the work is added.
-        each: so many chunks for each rank, whatever comes of it.
+        documents: boundaries [n + 1] that ascend from 0, as for attention, by value; positions from
+            the last one on are one more document. None is one document. [B, n + 1] for several
+            samples that share a layout; their work is added.
+        each: use this number of chunks per rank.
     """
     sums = torch.cat((torch.zeros(1, dtype=torch.int64), _keys_seen(seq_len, documents).cumsum(0)))
     found: list[tuple[float, SequenceLayout]] = []
@@ -254,7 +268,7 @@ def balance(
 
 
 def _assign(costs: list[int], parts: int) -> tuple[tuple[int, ...], ...]:
-    """Which chunks each of `parts` ranks has, as many each, by the chunks' costs."""
+    """The chunks of each of `parts` ranks, equally many, assigned greedily by the chunks' costs."""
     each, ranks = len(costs) // parts, range(parts)
     own: list[list[int]] = [[] for _ in ranks]
     work = [0] * parts
@@ -266,8 +280,8 @@ def _assign(costs: list[int], parts: int) -> tuple[tuple[int, ...], ...]:
 
 
 def cut(seq_len: int, parts: int, kind: Kind) -> SequenceLayout:
-    """The layout of that kind. If balanced, it is for one document, and `for_documents` for others:
-    with 16 chunks on each rank, or as many, at least 2, as have `FEWEST_ROWS` rows."""
+    """The layout of that kind. A balanced one is for one document, and its `for_documents` for
+    others: with 16 chunks per rank, or 8, 4 or 2 so that a chunk has `FEWEST_ROWS` rows."""
     if kind != "balanced":
         return SequenceLayout(seq_len, parts, kind)
     rows = seq_len // parts
@@ -276,10 +290,10 @@ def cut(seq_len: int, parts: int, kind: Kind) -> SequenceLayout:
 
 
 def shift_labels(tokens: torch.Tensor, *, dim: int = -1, ignore_index: int = -100) -> torch.Tensor:
-    """Next-token labels of the whole sequence: ``labels[i] = tokens[i + 1]``, the last is ignored.
+    """Next-token labels of the whole sequence: ``labels[i] = tokens[i + 1]``; the last is ignored.
 
-    Shift first and shard the result: the label of a shard's last row is the first token of another
-    run, often on another rank, so shifting after sharding trains on wrong pairs without any error.
+    Shift first, then shard: the label of a run's last token is on another run, often on another
+    rank, so that shifting shards trains on wrong labels without any error.
     """
     labels = torch.full_like(tokens, ignore_index)
     labels.narrow(dim, 0, tokens.shape[dim] - 1).copy_(tokens.narrow(dim, 1, tokens.shape[dim] - 1))

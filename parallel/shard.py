@@ -1,7 +1,12 @@
-"""One record per parameter: everything the library must know about it, in one place.
+"""One record per parameter: how it is sharded, initialised, decayed, tied, and over which ranks its
+gradient is summed.
+
+    weight[6, E] of a column-parallel layer on tp = 4, sharded along dim 0 in blocks of ceil(6 / 4)
+    tp rank   0        1        2        3
+    rows      0, 1     2, 3     4, 5     padding, padding (always zero)
 
 Initialisation, gradient sums, the global norm, ZeRO slices and checkpoints all read this record, so
-they cannot disagree (the idea is nanotron's tied-parameter record, widened).
+that they cannot disagree (the idea is nanotron's tied-parameter record, widened).
 """
 
 from __future__ import annotations
@@ -15,10 +20,10 @@ import torch
 
 @dataclass(frozen=True)
 class Cut:
-    """Dim `dim` of a parameter is cut over the `parts` ranks of the mesh's `axis`.
+    """A parameter is sharded along `dim` over the `parts` ranks of the mesh's `axis`.
 
-    Rank r of the axis holds rows ``[r * n, (r + 1) * n)`` of n = ceil(length / parts) each; rows
-    past the end are padding, always zero.
+    Rank r of the axis holds rows ``[r * n, (r + 1) * n)`` with n = ceil(length / parts); rows past
+    the end are padding, always zero.
     """
 
     axis: str
@@ -32,11 +37,11 @@ class ParamRecord:
 
     Attributes:
         name: its full logical name, the same on every mesh, e.g. ``blocks.3.mlp.up.weight``.
-        shape: its logical (uncut, unpadded) shape.
-        cuts: how it is cut over the axes of the mesh, one after the other; every rank of an axis
-            that is not named holds the same.
-        partial: the axes whose ranks hold the same but see only a part of the tokens (sequence
-            parallelism over "tp"), so that its gradients must be summed over them.
+        shape: its logical shape, before sharding and without padding.
+        cuts: the dims along which it is sharded over axes of the mesh, one after the other; over
+            axes that are not named it is replicated.
+        partial: the axes over which it is replicated but whose ranks see different tokens (sequence
+            parallelism over "tp"), so that gradients are summed over them, too.
         init: "zeros", "ones", or a standard deviation.
         decay: weight decay applies.
         tied: the stages that hold a copy, first is the owner; () if only one stage holds it.
@@ -62,7 +67,7 @@ class ParamRecord:
         return tuple(cut.axis for cut in self.cuts if cut.parts > 1)
 
     def _lengths(self) -> Iterator[tuple[Cut, int, int]]:
-        """Each cut with the length of its dim before it and after it, padding included."""
+        """Each of `cuts` with the length of its dim before and after it, padding included."""
         shape = list(self.shape)
         for cut in self.cuts:
             before = shape[cut.dim]
@@ -78,7 +83,8 @@ class ParamRecord:
         return tuple(shape)
 
     def slice(self, full: torch.Tensor, at: Mapping[str, int]) -> torch.Tensor:
-        """What the rank at coordinates `at` holds of the logical tensor `full`, zeros past its end.
+        """The shard of the logical tensor `full` on the rank at mesh coordinates `at`, padded with
+        zeros.
 
         Raises ValueError if `full` has another shape.
         """
@@ -97,7 +103,8 @@ class ParamRecord:
     def assemble(
         self, local: torch.Tensor, gather: Callable[[torch.Tensor, str], list[torch.Tensor]]
     ) -> torch.Tensor:
-        """The logical tensor from one rank's part; the inverse of `slice`.
+        """The logical tensor from the ranks' shards, of which `local` is this rank's; the inverse
+        of `slice`.
 
         ``gather(x, axis)`` returns the x of every rank along `axis`, in order.
         """
@@ -107,10 +114,10 @@ class ParamRecord:
         return local
 
     def draw(self, seed: int, *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The initial logical tensor, a function of `seed` and the name alone.
+        """The initial logical tensor, a function of `seed` and the name only.
 
         Drawn in float32 on the CPU and then cast, so that every mesh, device and dtype starts from
-        the same numbers.
+        the same values.
         """
         if self.init == "zeros":
             return torch.zeros(self.shape, dtype=dtype)

@@ -1,9 +1,9 @@
-"""Symmetric memory for the ranks of a process group: who makes it, and how the ranks find it.
+"""Symmetric memory of a process group: buffers that every rank of the group can read and write.
 
-On CUDA it is torch's (`torch.distributed._symmetric_memory`: NVLink peers of one node; that has not
-been run yet); on a CPU, for kernels in Triton's interpreter, files in /dev/shm that every rank
-maps. Both need all ranks on one machine. A group needs one memory per stream that it works on, see
-`kernels.overlap.symmetric`; `Workspace` makes it as it is needed.
+On CUDA it is torch's (`torch.distributed._symmetric_memory`, NVLink within a node; that has not
+been run yet). On a CPU, for kernels in Triton's interpreter, it is files in /dev/shm that every
+rank maps. All ranks must be on one machine. A group needs one memory per stream; its layout and its
+signals are described in `kernels.overlap.symmetric`. `Workspace` allocates it on demand.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from warpweave.kernels.overlap.symmetric import (
 )
 
 FOLDER = Path("/dev/shm")
-LOOKS = 10_000  # per second: of an interpreter that takes about a tenth of a millisecond for each
+LOOKS = 10_000  # polls per second in the interpreter, about a tenth of a millisecond each
 TIMEOUT = timedelta(seconds=100)
 
 
@@ -38,20 +38,21 @@ def symmetric_memory(
     timeout: timedelta = TIMEOUT,
     polls: int | None = None,
 ) -> SymmetricMemory:
-    """Make the memory of `group`; every rank calls it, with the same numbers.
+    """Allocate the symmetric memory of `group`; every rank calls it, with the same sizes.
 
     Args:
         group: ranks of one machine.
         device: this rank's, CUDA or CPU.
-        slots: parts that a rank may publish in one operation: tiles of its rows.
-        capacity: bytes of data in one operation.
-        timeout: about how long a wait looks on a CPU before it gives up, longer where that is slow:
-            no kernel of the interpreter knows the time.
-        polls: how often a wait looks, wherever it is; 0 for ever, as by default on a GPU.
+        slots: signals per rank in one operation, one for each tile of its rows.
+        capacity: bytes of data per rank in one operation.
+        timeout: on a CPU the approximate time after which a wait raises; longer on a slow machine,
+            because a kernel in the interpreter cannot read a clock.
+        polls: the number of polls after which a wait raises, in place of `timeout`; 0 is no limit,
+            the default on a GPU.
 
     Raises:
-        ValueError: on a CPU, on all ranks: some cannot make their files or see the others', or
-            asked for other sizes. On CUDA torch raises what it raises.
+        ValueError: on a CPU, on all ranks: some rank cannot create its file or map the others', or
+            passed other sizes. On CUDA torch's own errors.
     """
     device = torch.device(device)
     rank, world = dist.get_rank(group), dist.get_world_size(group)
@@ -67,7 +68,7 @@ def symmetric_memory(
         segments: list[torch.Tensor] = []
         problem = _attempt(lambda: segments.extend(map_file(file, size) for file in files))
         _agree(problem, group, "map")
-    finally:  # a mapping outlives the name, and a crash from here on leaves nothing behind
+    finally:  # the mapping outlives the file name, so a later crash leaves no file
         files[rank].unlink(missing_ok=True)
     if polls is None:
         polls = max(1, int(timeout.total_seconds() * LOOKS))
@@ -75,12 +76,12 @@ def symmetric_memory(
 
 
 class Workspace:
-    """The symmetric memory of one group and one stream: made when first needed, and made anew, by
-    all ranks together, when an operation needs more than there is.
+    """The symmetric memory of one group and one stream, allocated when an operation first needs it,
+    and reallocated, by all ranks together, when one needs more.
 
-    Operations fit it as they fit the memory itself, on all ranks in the same order and sizes, and
-    wait as long as `timeout` and `polls` of `symmetric_memory` say (None: its defaults). Under
-    capture of a CUDA graph it cannot grow: run the step before, on the stream of the capture.
+    All ranks must call the same operations in the same order with the same sizes. `timeout` and
+    `polls` bound every wait, as in `symmetric_memory` (None: its defaults). During capture of a
+    CUDA graph it cannot grow: run a step before, on the stream of the capture.
     """
 
     def __init__(
@@ -96,11 +97,11 @@ class Workspace:
         self._stream: int | None = None
 
     def fitting(self, name: str, device: torch.device, slots: int, size: int) -> SymmetricMemory:
-        """The memory, in which an epoch of `slots` parts and `size` bytes fits.
+        """The memory, large enough for an operation of `slots` signals and `size` bytes.
 
         Raises:
-            ValueError: it is used from another stream or device than before, it would have to grow
-                under capture, or it cannot be made.
+            ValueError: another stream or device than before, growth during graph capture, or it
+                cannot be allocated.
         """
         self._check_stream(name, device)
         memory = self._memory
@@ -135,8 +136,8 @@ class Workspace:
             self._memory.leave(name)
 
     def renew(self) -> None:
-        """Forget the memory, as after an error that ended an operation midway: the next one makes
-        it anew. Every rank calls this, when none of them is in an operation."""
+        """Discard the memory after an error within an operation; the next operation allocates it.
+        Every rank calls this, while no rank is in an operation."""
         self._memory = None
 
     def _check_stream(self, name: str, device: torch.device) -> None:
@@ -151,7 +152,7 @@ class Workspace:
 
 
 def _attempt(action: Callable[[], object]) -> str:
-    """What went wrong, or nothing."""
+    """The first line of the error, empty without one."""
     try:
         action()
     except (OSError, RuntimeError) as error:
@@ -160,7 +161,7 @@ def _attempt(action: Callable[[], object]) -> str:
 
 
 def _agree(problem: str, group: dist.ProcessGroup, verb: str) -> None:
-    """Raise on every rank what went wrong on one."""
+    """Raise on every rank if `problem` is not empty on any."""
     failed = torch.zeros(dist.get_world_size(group), dtype=torch.int64)
     failed[dist.get_rank(group)] = bool(problem)
     dist.all_reduce(failed, group=group)
@@ -175,7 +176,7 @@ def _agree(problem: str, group: dist.ProcessGroup, verb: str) -> None:
 def _over_peers(
     group: dist.ProcessGroup, device: torch.device, slots: int, capacity: int, polls: int
 ) -> SymmetricMemory:
-    """Over NVLink, by torch's own symmetric memory."""
+    """torch's own symmetric memory, over NVLink."""
     import torch.distributed._symmetric_memory as symm_mem
 
     rank, world = dist.get_rank(group), dist.get_world_size(group)
