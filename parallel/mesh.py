@@ -1,18 +1,27 @@
 """The mesh: how many ranks each axis has, where a rank stands, and the groups it talks to.
 
-Axes, outermost first: ``pp`` (pipeline stages), ``dp`` (data replicas), ``cp`` (sequence shards of
-context parallelism), ``tp`` (tensor shards). Tensor ranks are neighbours, because they talk most.
-The cp axis may itself be two, a ring of groups of neighbours that trade rows for heads
-(`parallel.context`): ``ulysses`` neighbours.
-Two derived axes: ``data`` = dp x cp, the ranks over which gradients are summed and ZeRO shards lie
-(ranks of both hold the same parameters and different tokens), and ``world``.
+Axes are rows of three tables. The four of `AXES`, outermost first: ``pp`` (pipeline stages), ``dp``
+(data replicas), ``cp`` (sequence shards of context parallelism), ``tp`` (tensor shards). Tensor
+ranks are neighbours, because they talk most. An axis of `SPLITS` is itself two, groups of
+neighbours: cp a ``ring`` of ``ulysses`` groups (`parallel.context`), dp replicas of the
+``dp_shard`` ranks that ZeRO shards lie over. `PRODUCTS` are several axes taken as one: ``data`` =
+dp x cp, whose ranks hold the same parameters and different tokens, and sum their gradients;
+``shard`` = dp_shard x cp, those of them over which ZeRO shards lie; and ``world``. Eight ranks of
+Mesh(dp=4, cp=2, dp_shard=2):
+
+    rank        0  1  2  3  4  5  6  7
+    dp          0  0  1  1  2  2  3  3
+    replica     0  0  0  0  1  1  1  1
+    dp_shard    0  0  1  1  0  0  1  1
+    cp          0  1  0  1  0  1  0  1
+    shard       0  1  2  3  0  1  2  3      two groups, of ranks 0 to 3 and 4 to 7
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from datetime import timedelta
-from itertools import product
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -22,15 +31,34 @@ if TYPE_CHECKING:
     from warpweave.parallel.symmetric import Workspace
 
 AXES = ("pp", "dp", "cp", "tp")
-PRODUCTS = {"data": ("dp", "cp"), "world": AXES}  # the derived axes, as products of the four
+# Axis -> (groups, neighbours in a group); a field of `Mesh` says how many neighbours.
+SPLITS = {"dp": ("replica", "dp_shard"), "cp": ("ring", "ulysses")}
+# Outermost first, as in `AXES`.
+PRODUCTS = {"data": ("dp", "cp"), "shard": ("dp_shard", "cp"), "world": AXES}
+
+
+def factors(axis: str) -> tuple[str, ...]:
+    """The axes, themselves neither split nor products, that `axis` consists of, outermost first.
+
+    ("ring", "ulysses") for "cp", ("tp",) for "tp".
+    """
+    parts = (SPLITS | PRODUCTS).get(axis)
+    return (axis,) if parts is None else tuple(f for part in parts for f in factors(part))
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Sizes of the four axes, and the neighbours among the cp ranks; no process group.
+    """Sizes of the axes; no process group.
+
+    Attributes:
+        dp, cp, tp, pp: sizes of the four axes.
+        ulysses: neighbours among the cp ranks that exchange sequence for heads.
+        dp_shard: neighbours among the dp ranks that ZeRO shards lie over, with replicas of them
+            across the dp / dp_shard groups (hybrid sharding); None is all dp.
 
     Raises:
-        ValueError: one is not a positive integer, or `ulysses` does not divide `cp`.
+        ValueError: one is not a positive integer, `ulysses` does not divide `cp`, or `dp_shard`
+            does not divide `dp`.
     """
 
     dp: int = 1
@@ -38,50 +66,101 @@ class Mesh:
     tp: int = 1
     pp: int = 1
     ulysses: int = 1
+    dp_shard: int | None = None
 
     def __post_init__(self) -> None:
-        for axis in (*AXES, "ulysses"):
-            size = getattr(self, axis)
-            if not isinstance(size, int) or size < 1:
-                raise ValueError(f"mesh axis {axis} must be a positive integer, got {size!r}")
-        if self.cp % self.ulysses:
-            raise ValueError(f"ulysses = {self.ulysses} does not divide cp = {self.cp}")
+        for axis in AXES:
+            _check_size(axis, getattr(self, axis))
+        for axis, (_, neighbours) in SPLITS.items():
+            size, parts = getattr(self, axis), getattr(self, neighbours)
+            if parts is None:  # all of the axis
+                continue
+            _check_size(neighbours, parts)
+            if size % parts:
+                raise ValueError(f"{neighbours} = {parts} does not divide {axis} = {size}")
 
     @property
     def world(self) -> int:
         """Number of ranks, dp * cp * tp * pp."""
-        return self.dp * self.cp * self.tp * self.pp
+        return self.size("world")
 
     @property
     def data(self) -> int:
         """Number of ranks that hold the same parameters and different tokens, dp * cp."""
-        return self.dp * self.cp
+        return self.size("data")
+
+    def _lengths(self) -> dict[str, int]:
+        """Ranks along each of the `factors` of the world, outermost first."""
+        lengths: dict[str, int] = {}
+        for axis in AXES:
+            size = getattr(self, axis)
+            if axis in SPLITS:
+                groups, neighbours = SPLITS[axis]
+                inner = getattr(self, neighbours)
+                inner = size if inner is None else inner
+                lengths |= {groups: size // inner, neighbours: inner}
+            else:
+                lengths[axis] = size
+        return lengths
 
     def size(self, axis: str) -> int:
-        """Ranks along `axis`, which may be one of the four or "data" or "world"."""
-        return int(getattr(self, axis))
+        """Ranks along `axis`: one of the four, a part of one, or a product."""
+        lengths = self._lengths()
+        return math.prod(lengths[f] for f in factors(axis))
 
-    def coordinates(self, rank: int) -> dict[str, int]:
-        """Axis name -> coordinate of `rank`; the inverse of `rank_at`."""
+    def index(self, axis: str, rank: int) -> int:
+        """Coordinate of `rank` along `axis`; raises ValueError for a rank outside the mesh."""
+        at, lengths, index = self._place(rank), self._lengths(), 0
+        for f in factors(axis):
+            index = index * lengths[f] + at[f]
+        return index
+
+    def _place(self, rank: int) -> dict[str, int]:
+        """Coordinates of `rank` on the `factors` of the world."""
         if not 0 <= rank < self.world:
             raise ValueError(f"rank {rank} is outside the mesh of {self.world} ranks")
-        coordinates = {}
-        for axis in reversed(AXES):
-            rank, coordinates[axis] = divmod(rank, getattr(self, axis))
-        return {axis: coordinates[axis] for axis in AXES}
+        at = {}
+        for f, length in reversed(self._lengths().items()):
+            rank, at[f] = divmod(rank, length)
+        return at
 
-    def rank_at(self, *, dp: int = 0, cp: int = 0, tp: int = 0, pp: int = 0) -> int:
-        """The rank at the given coordinates; raises ValueError for one outside its axis."""
-        for axis, at in (("pp", pp), ("dp", dp), ("cp", cp), ("tp", tp)):
-            if not 0 <= at < getattr(self, axis):
-                raise ValueError(f"{axis} = {at} is outside the mesh's {getattr(self, axis)}")
-        return ((pp * self.dp + dp) * self.cp + cp) * self.tp + tp
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Axis name -> coordinate of `rank` on the four axes; the inverse of `rank_at`."""
+        return {axis: self.index(axis, rank) for axis in AXES}
+
+    def rank_at(self, **at: int) -> int:
+        """The rank at the given coordinates on the four axes, those left out 0.
+
+        Raises ValueError for a coordinate outside its axis.
+        """
+        rank = 0
+        for axis in AXES:
+            size, index = getattr(self, axis), at.pop(axis, 0)
+            if not 0 <= index < size:
+                raise ValueError(f"{axis} = {index} is outside the mesh's {size}")
+            rank = rank * size + index
+        if at:
+            raise ValueError(f"a rank has coordinates on {AXES}, got {sorted(at)}")
+        return rank
+
+    def members(self, axis: str) -> list[list[int]]:
+        """The ranks of every group along `axis`, each in the order of their coordinates there."""
+        others = [f for f in factors("world") if f not in factors(axis)]
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world):
+            at = self._place(rank)
+            groups.setdefault(tuple(at[f] for f in others), []).append(rank)
+        return list(groups.values())
 
     def describe(self, rank: int) -> str:
         """ "rank 5 (pp=1, tp=1)": the rank and its coordinates on every axis longer than one."""
         at = self.coordinates(rank)
         inside = ", ".join(f"{axis}={at[axis]}" for axis in AXES if getattr(self, axis) > 1)
         return f"rank {rank} ({inside})" if inside else f"rank {rank}"
+
+    def seen_from(self, rank: int) -> ConnectedMesh:
+        """The mesh as `rank` sees it before it is connected: every group is None."""
+        return ConnectedMesh(self, rank, dict.fromkeys(_names()), None)
 
     def connect(
         self, device_type: str = "cpu", *, timeout: timedelta | None = None
@@ -112,17 +191,11 @@ class Mesh:
                 f"{self.world} ranks, but {found}"
             )
         if self.world == 1:
-            return ConnectedMesh(self, 0, dict.fromkeys((*AXES, "data", "world")), None)
+            return self.seen_from(0)
         device_mesh = init_device_mesh(
             device_type, tuple(getattr(self, axis) for axis in AXES), mesh_dim_names=AXES
         )
-        groups: dict[str, ProcessGroup | None] = {
-            axis: device_mesh.get_group(axis) if self.size(axis) > 1 else None for axis in AXES
-        }
-        if self.dp > 1 and self.cp > 1:
-            groups["data"] = device_mesh["dp", "cp"]._flatten("data").get_group()
-        else:
-            groups["data"] = groups["dp"] or groups["cp"]
+        groups = self._make_groups(device_mesh)
         if timeout is not None:
             # Public from torch 2.14 on, where the private name warns.
             set_timeout = (
@@ -130,28 +203,40 @@ class Mesh:
             )
             for group in {id(g): g for g in groups.values() if g is not None}.values():
                 set_timeout(timeout, group)
-        if self.ulysses > 1:
-            groups |= self._context_groups(timeout)
         groups["world"] = dist.group.WORLD
         return ConnectedMesh(self, dist.get_rank(), groups, device_mesh, timeout)
 
-    def _context_groups(self, timeout: timedelta | None) -> dict[str, ProcessGroup | None]:
-        """This rank's groups within the cp axis: {"ring", "ulysses"}. Collective over all ranks."""
+    def _make_groups(self, device_mesh: DeviceMesh) -> dict[str, ProcessGroup | None]:
+        """This rank's group along every axis but the world, None where it would be alone.
+
+        Collective over all ranks, which make them in the same order. Axes of the same ranks share
+        one group: "data" is "dp" where cp = 1.
+        """
         import torch.distributed as dist
 
-        members: dict[str, list[list[int]]] = {"ring": [], "ulysses": []}
-        for pp, dp, tp in product(range(self.pp), range(self.dp), range(self.tp)):
-            line = [self.rank_at(pp=pp, dp=dp, cp=cp, tp=tp) for cp in range(self.cp)]
-            members["ring"] += [line[u :: self.ulysses] for u in range(self.ulysses)]
-            members["ulysses"] += [
-                line[first : first + self.ulysses] for first in range(0, self.cp, self.ulysses)
-            ]
-        return {
-            name: dist.new_subgroups_by_enumeration(ranks, timeout=timeout)[0]
-            if len(ranks[0]) > 1
-            else None
-            for name, ranks in members.items()
-        }
+        lengths = self._lengths()
+        made: dict[tuple[str, ...], ProcessGroup | None] = {(): None}
+        groups: dict[str, ProcessGroup | None] = {}
+        for axis in _names():
+            along = tuple(f for f in factors(axis) if lengths[f] > 1)
+            if axis == "world":  # the default group, always a group of its own
+                continue
+            if along not in made and axis in AXES:
+                made[along] = device_mesh.get_group(axis)
+            elif along not in made:
+                made[along] = dist.new_subgroups_by_enumeration(self.members(axis))[0]
+            groups[axis] = made[along]
+        return groups
+
+
+def _names() -> tuple[str, ...]:
+    """Every axis: the four, their parts, and the products."""
+    return (*AXES, *(part for parts in SPLITS.values() for part in parts), *PRODUCTS)
+
+
+def _check_size(axis: str, size: object) -> None:
+    if not isinstance(size, int) or size < 1:
+        raise ValueError(f"mesh axis {axis} must be a positive integer, got {size!r}")
 
 
 @dataclass(frozen=True)
@@ -174,7 +259,7 @@ class ConnectedMesh:
     _workspaces: dict[str, Workspace] = field(default_factory=dict, repr=False, compare=False)
 
     def group(self, axis: str) -> ProcessGroup | None:
-        """The group along `axis` ("pp" "dp" "cp" "tp" "data" "world"), None if it has one rank."""
+        """The group along `axis` (see the module's docstring), None if it has one rank."""
         return self.groups[axis]
 
     @property
@@ -199,10 +284,7 @@ class ConnectedMesh:
 
     def index(self, axis: str) -> int:
         """This rank's coordinate along `axis`."""
-        at = self.sizes.coordinates(self.rank)
-        if axis == "data":
-            return at["dp"] * self.sizes.cp + at["cp"]
-        return self.rank if axis == "world" else at[axis]
+        return self.sizes.index(axis, self.rank)
 
     def __deepcopy__(self, memo: dict) -> ConnectedMesh:
         """Itself: copies of a module talk to the same groups, which cannot be copied."""
@@ -213,14 +295,10 @@ class ConnectedMesh:
         """Axis name -> this rank's coordinate, outermost axis first."""
         return self.sizes.coordinates(self.rank)
 
-    def factors(self, axis: str) -> tuple[str, ...]:
-        """The axes whose product `axis` is: ("dp", "cp") for "data", itself for one of the four."""
-        return PRODUCTS.get(axis, (axis,))
-
 
 def single() -> ConnectedMesh:
     """The mesh of one device; needs no process group."""
-    return ConnectedMesh(Mesh(), 0, dict.fromkeys((*AXES, "data", "world")), None)
+    return Mesh().seen_from(0)
 
 
 def connected(mesh: ConnectedMesh | None) -> ConnectedMesh:

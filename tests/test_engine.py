@@ -14,7 +14,7 @@ from ranks import run_ranks
 from warpweave.config import GPTConfig, ParallelPlan
 from warpweave.engine import Engine
 from warpweave.kernels.runtime import dispatch
-from warpweave.parallel.mesh import AXES, ConnectedMesh, Mesh, single
+from warpweave.parallel.mesh import ConnectedMesh, Mesh, single
 from warpweave.plain_gpt import PlainConfig, plain_gpt_logits, plain_gpt_loss, plain_init
 
 SAMPLES, SEQ_LEN, VOCAB = 8, 16, 37
@@ -198,7 +198,7 @@ def test_valid_tokens_are_counted_beyond_what_float32_counts():
 
 def _place(**sizes: int) -> ConnectedMesh:
     """Rank 0 of a mesh without process groups: whatever is refused is refused before a message."""
-    return ConnectedMesh(Mesh(**sizes), 0, dict.fromkeys((*AXES, "data", "world")), None)
+    return Mesh(**sizes).seen_from(0)
 
 
 REFUSED = {

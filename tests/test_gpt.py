@@ -66,8 +66,7 @@ DYNAMO = pytest.mark.filterwarnings("ignore:.*should not be instantiated:Depreca
 
 def _place(sizes: Mesh, rank: int) -> ConnectedMesh:
     """A rank of a mesh that nobody connected: enough to construct its part."""
-    axes = ("pp", "dp", "cp", "tp", "data", "world")
-    return ConnectedMesh(sizes, rank, dict.fromkeys(axes), None)
+    return sizes.seen_from(rank)
 
 
 def _tokens(B: int = 4, S: int = 12, valid: bool = False) -> tuple[Tensor, Tensor]:
@@ -355,9 +354,7 @@ def test_a_balanced_plan_cuts_every_micro_batch_by_its_documents():
     documents = torch.tensor([[0, 8, 12]]).expand(len(tokens), -1).clone()
     shards = []
     for rank in range(3):
-        mesh = ConnectedMesh(
-            sizes, rank, dict.fromkeys(("pp", "dp", "cp", "tp", "data", "world")), None
-        )
+        mesh = sizes.seen_from(rank)
         gpt = GPT(CONFIGS["llama"], mesh=mesh, plan=plan, device="meta")
         batch = gpt.micro_batch(tokens, labels, torch.ones(()), documents=documents)
         layout = batch.context.layout
@@ -381,8 +378,7 @@ def test_a_layer_drops_by_the_number_of_the_token_wherever_it_lies(kind):
     for documents, sizes in ((None, Mesh(cp=3)), (each, Mesh(cp=3)), (each, Mesh(cp=2))):
         shards = []
         for rank in range(sizes.cp):
-            names = ("pp", "dp", "cp", "tp", "data", "world")
-            mesh = ConnectedMesh(sizes, rank, dict.fromkeys(names), None)
+            mesh = sizes.seen_from(rank)
             gpt = GPT(config, mesh=mesh, plan=plan, device="meta")
             given = {"sample_ids": ids, "documents": documents}
             context = gpt.micro_batch(tokens, labels, torch.ones(()), **given).context

@@ -33,7 +33,7 @@ from warpweave.kernels.rope_scaling import RopeScaling
 from warpweave.launch import join
 from warpweave.lr_schedule import short_of_peak
 from warpweave.memory import TrainingStep, check_memory, estimate
-from warpweave.parallel.mesh import AXES, ConnectedMesh, Mesh
+from warpweave.parallel.mesh import Mesh
 from warpweave.plain_gpt import PlainConfig
 from warpweave.prove.layouts import Layout
 from warpweave.prove.options import ProveConfig
@@ -293,7 +293,7 @@ def _prompt(*tokens: object, new: int = 3) -> None:
 def _generating(stages: int = 1, sp: bool = False, **mesh: int) -> None:
     order = "interleaved" if stages > 1 else "1f1b"
     plan = ParallelPlan(schedule=order, chunks=stages, microbatches=2, sequence_parallel=sp)
-    place = ConnectedMesh(Mesh(**mesh), 0, dict.fromkeys((*AXES, "data", "world")), None)
+    place = Mesh(**mesh).seen_from(0)
     _check_ranks(GPT(_gpt(layers=4), mesh=place, plan=plan, device="meta"))
 
 

@@ -24,7 +24,7 @@ BOTH = pytest.mark.parametrize("layer", [ColumnParallelLinear, RowParallelLinear
 def _mesh(tp: int) -> ConnectedMesh:
     """Rank 0 of a tensor axis that nobody connected: enough to construct."""
     sizes = Mesh(tp=tp)
-    return ConnectedMesh(sizes, 0, dict.fromkeys(("pp", "dp", "cp", "tp", "data", "world")), None)
+    return sizes.seen_from(0)
 
 
 @BOTH

@@ -14,6 +14,7 @@ from warpweave.layers.linear import ColumnParallelLinear
 from warpweave.parallel.mesh import AXES, ConnectedMesh, Mesh, single
 
 VARIES = {axis: (axis,) for axis in AXES} | {"data": ("dp", "cp"), "world": AXES}
+PARTS = ("replica", "dp_shard", "ring", "ulysses", "shard")
 
 
 def _meshes(world: int) -> list[Mesh]:
@@ -77,6 +78,65 @@ def test_groups_hold_exactly_the_right_ranks_on_meshes_of_eight():
     run_ranks(8, _check_groups, [*three, Mesh(4, 2), Mesh(2, 4), Mesh(tp=4, pp=2), Mesh(dp=8)])
 
 
+def _position(sizes: Mesh, rank: int, axis: str) -> tuple[int, int]:
+    """(which group, place in it) of `rank` along an axis that is a part of dp or cp."""
+    at, parts = sizes.coordinates(rank), sizes.dp if sizes.dp_shard is None else sizes.dp_shard
+    replica, shard = divmod(at["dp"], parts)
+    ring, neighbour = divmod(at["cp"], sizes.ulysses)
+    rest = (at["pp"], at["tp"])
+    return {
+        "replica": ((*rest, shard, at["cp"]), replica),
+        "dp_shard": ((*rest, replica, at["cp"]), shard),
+        "ring": ((*rest, at["dp"], neighbour), ring),
+        "ulysses": ((*rest, at["dp"], ring), neighbour),
+        "shard": ((*rest, replica), shard * sizes.cp + at["cp"]),
+    }[axis]
+
+
+def _check_parts(rank: int, meshes: list[Mesh]) -> None:
+    for sizes in meshes:
+        mesh = sizes.connect()
+        for axis in PARTS:
+            group, _ = _position(sizes, rank, axis)
+            there = [(*_position(sizes, r, axis), r) for r in range(sizes.world)]
+            members = [r for other, _, r in sorted(there) if other == group]
+            assert mesh.size(axis) == len(members), (sizes, axis)
+            assert mesh.index(axis) == members.index(rank), (sizes, axis)
+            found = [rank]
+            if mesh.group(axis) is not None:
+                found = dist.get_process_group_ranks(mesh.group(axis))
+                assert len(found) > 1, (sizes, axis)
+            assert found == members, (sizes, axis)
+            assert members in sizes.members(axis), (sizes, axis)
+
+
+def test_parts_of_an_axis_are_neighbours_and_groups_of_them():
+    hybrid = [Mesh(dp=4, cp=2, dp_shard=2), Mesh(dp=4, tp=2, dp_shard=2), Mesh(dp=8, dp_shard=4),
+              Mesh(dp=4, pp=2, dp_shard=1), Mesh(dp=2, cp=4, ulysses=2, dp_shard=1)]  # fmt: skip
+    run_ranks(8, _check_parts, [*hybrid, Mesh(dp=4, cp=2)])
+
+
+def _shared_groups(rank: int) -> None:
+    one = Mesh(dp=4).connect()
+    assert len({id(one.group(axis)) for axis in ("dp", "dp_shard", "data", "shard")}) == 1
+    two = Mesh(dp=4, dp_shard=2).connect()
+    assert two.group("shard") is two.group("dp_shard") is not two.group("data") is two.group("dp")
+
+
+def test_axes_of_the_same_ranks_share_a_group():
+    """Each one costs threads and sockets, or a communicator's buffers."""
+    run_ranks(4, _shared_groups)
+
+
+def test_replicas_are_as_many_as_groups_that_divide_them():
+    assert [Mesh(dp=6, cp=2, dp_shard=n).size("replica") for n in (None, 6, 3, 1)] == [1, 1, 2, 6]
+    assert [Mesh(dp=6, cp=2, dp_shard=n).size("shard") for n in (None, 6, 3, 1)] == [12, 12, 6, 2]
+    with pytest.raises(ValueError, match=r"^dp_shard = 4 does not divide dp = 6$"):
+        Mesh(dp=6, dp_shard=4)
+    with pytest.raises(ValueError, match=r"axis dp_shard must be a positive integer, got 0"):
+        Mesh(dp=6, dp_shard=0)
+
+
 def _check_pairs(rank: int) -> None:
     for sizes in (Mesh(cp=6, ulysses=2), Mesh(cp=6, ulysses=3), Mesh(cp=3, tp=2, ulysses=3)):
         mesh = sizes.connect(timeout=timedelta(seconds=7))
@@ -137,6 +197,8 @@ def test_ranks_and_coordinates_outside_the_mesh_are_refused():
         (axis,) = at
         with pytest.raises(ValueError, match=f"{axis} = {at[axis]} is outside"):
             mesh.rank_at(**at)
+    with pytest.raises(ValueError, match=r"coordinates on .*'tp'.*, got \['data'\]"):
+        mesh.rank_at(dp=1, data=1)
 
 
 def test_a_mesh_of_another_size_than_the_ranks_running_is_refused():

@@ -33,7 +33,7 @@ from warpweave.kernels.runtime import tiles
 from warpweave.kernels.runtime.tile_table import AttentionTile, write_table
 from warpweave.kernels.runtime.tile_table import TileRow as TileRow
 from warpweave.launch import Session
-from warpweave.parallel.mesh import AXES, ConnectedMesh, Mesh
+from warpweave.parallel.mesh import ConnectedMesh, Mesh
 from warpweave.train_config import TrainConfig, parse
 from warpweave.tune.options import TuneConfig
 from warpweave.tune.options import parse as parse_tune
@@ -214,8 +214,7 @@ def seen_of_train(argv: list[str], patch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     def connect(mesh: Mesh, device: str, *, timeout) -> ConnectedMesh:
         seen["mesh timeout"] = timeout
-        names = (*AXES, "data", "world", "ring", "ulysses")
-        return ConnectedMesh(mesh, 0, dict.fromkeys(names), None)
+        return mesh.seen_from(0)
 
     def opened(source, **options):
         data = open_dataset(source, **options)

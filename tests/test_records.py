@@ -10,10 +10,10 @@ from warpweave.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from warpweave.layers.linear import ColumnParallelLinear, RowParallelLinear
 from warpweave.layers.norm import RMSNorm
 from warpweave.layers.records import collect_records
-from warpweave.parallel.mesh import ConnectedMesh, Mesh
+from warpweave.parallel.mesh import Mesh
 from warpweave.parallel.shard import ParamRecord
 
-TP2 = ConnectedMesh(Mesh(tp=2), 0, dict.fromkeys(("pp", "dp", "cp", "tp", "data", "world")), None)
+TP2 = Mesh(tp=2).seen_from(0)
 
 
 def _block(**options) -> TransformerBlock:

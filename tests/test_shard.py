@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from warpweave.gpt import GPT, GPTConfig
-from warpweave.parallel.mesh import AXES, ConnectedMesh, Mesh
+from warpweave.parallel.mesh import ConnectedMesh, Mesh
 from warpweave.parallel.shard import Cut, ParamRecord
 from warpweave.plain_gpt import PlainConfig, plain_init
 
@@ -80,7 +80,7 @@ def test_the_draw_has_the_standard_deviation_it_names():
 
 def _place(sizes: Mesh, rank: int) -> ConnectedMesh:
     """A rank's place without its process groups: enough to build a model."""
-    return ConnectedMesh(sizes, rank, dict.fromkeys((*AXES, "data", "world")), None)
+    return sizes.seen_from(rank)
 
 
 @pytest.mark.parametrize("style", [{}, LLAMA], ids=["gpt2", "llama"])

@@ -17,11 +17,11 @@ from close import relative_error
 from ranks import run_ranks
 from threads import run_threads
 from torch import nn
-from torch.distributed import device_mesh
 
 from warpweave.checkpoint import open_checkpoint, save_checkpoint
 from warpweave.layers.linear import ColumnParallelLinear
 from warpweave.layers.records import collect_records
+from warpweave.parallel import mesh as mesh_tables
 from warpweave.parallel.data import parameters, reduce
 from warpweave.parallel.data.optimizer import SGD, AdamW, LossScale
 from warpweave.parallel.data.zero import Unit, ZeroOptimizer
@@ -708,40 +708,20 @@ EXPERTS = {  # name, shape, cut over: experts lie on different ranks of the made
 
 
 @dataclasses.dataclass(frozen=True)
-class _ExpertMesh:
-    """A mesh of axes pp, dp, ep, tp that the library has never heard of; data = dp x ep."""
+class _ExpertMesh(Mesh):
+    """A mesh with an axis that the library has never heard of; its rows are below."""
 
-    sizes: dict[str, int]
-    rank: int
-    groups: dict[str, object]
+    ep: int = 1
 
-    @classmethod
-    def connect(cls, **sizes: int) -> _ExpertMesh:
-        sizes = {"pp": 1, "dp": 1, "ep": 1, "tp": 1} | sizes
-        axes = device_mesh.init_device_mesh("cpu", (*sizes.values(),), mesh_dim_names=(*sizes,))
-        groups = {axis: axes.get_group(axis) if n > 1 else None for axis, n in sizes.items()}
-        groups["data"] = axes["dp", "ep"]._flatten("data").get_group()
-        return cls(sizes, dist.get_rank(), groups | {"world": dist.group.WORLD})
 
-    @property
-    def coords(self) -> dict[str, int]:
-        at, rank = {}, self.rank
-        for axis, size in reversed(self.sizes.items()):
-            rank, at[axis] = divmod(rank, size)
-        return {axis: at[axis] for axis in self.sizes}
+EP_AXES = ("pp", "dp", "ep", "cp", "tp")
+EP_PRODUCTS = {"data": ("dp", "ep", "cp"), "shard": ("dp_shard", "ep", "cp"), "world": EP_AXES}
 
-    def factors(self, axis: str) -> tuple[str, ...]:
-        return {"data": ("dp", "ep")}.get(axis, (axis,))
 
-    def group(self, axis: str):
-        return self.groups[axis]
-
-    def size(self, axis: str) -> int:
-        return math.prod(self.sizes[a] for a in self.factors(axis))
-
-    def index(self, axis: str) -> int:
-        at = self.coords
-        return at["dp"] * self.sizes["ep"] + at["ep"] if axis == "data" else at[axis]
+@pytest.fixture
+def ep_rows(monkeypatch):
+    monkeypatch.setattr(mesh_tables, "AXES", EP_AXES)
+    monkeypatch.setattr(mesh_tables, "PRODUCTS", EP_PRODUCTS)
 
 
 def _expert_term(name: str, step: int, mesh) -> torch.Tensor:
@@ -762,7 +742,7 @@ def _expert_units(mesh, zero: int) -> list[Unit]:
 
 
 def _experts(rank: int, sizes: dict[str, int], folder) -> None:
-    mesh = _ExpertMesh.connect(**sizes)
+    mesh = _ExpertMesh(**sizes).connect()
     terms = {"dp": mesh.size("dp"), "data": mesh.size("data")}
     whole = {n: _start(n, shape) for n, (shape, _) in EXPERTS.items()}
     truth = [torch.nn.Parameter(t) for t in whole.values()]
@@ -790,7 +770,7 @@ def _experts(rank: int, sizes: dict[str, int], folder) -> None:
         for name, p in zip(EXPERTS, truth, strict=True):
             assert relative_error(found[name], p.detach()) < 1e-12, (zero, name)
         mine = ((n, t) for n, t in found.items() if _writer(n) % dist.get_world_size() == rank)
-        save_checkpoint(folder / str(zero), 2, mine, config={}, state={}, mesh=mesh.sizes,
+        save_checkpoint(folder / str(zero), 2, mine, config={}, state={}, mesh=sizes,
                         group=dist.group.WORLD)  # fmt: skip
         saved = open_checkpoint(folder / str(zero) / "step_00000002")
         for unit in _expert_units(mesh, 3 - zero):  # onto another placement
@@ -806,7 +786,7 @@ def _writer(name: str) -> int:
 
 def _unlike_stages(rank: int) -> None:
     """Stage 0 holds whole parameters, stage 1 experts: their gradients lie over other axes."""
-    mesh = _ExpertMesh.connect(pp=2, ep=2)
+    mesh = _ExpertMesh(pp=2, ep=2).connect()
     stage = mesh.index("pp")
     whole = {n: _start(n, shape) for n, (shape, _) in EXPERTS.items()}
     truth = math.sqrt(sum(float(t.square().sum()) for t in whole.values()))
@@ -821,10 +801,10 @@ def _unlike_stages(rank: int) -> None:
         assert float(optimizer.norm()) == pytest.approx(truth, rel=1e-13), zero
 
 
-def test_the_norm_is_right_where_stages_lie_over_other_data_axes():
+def test_the_norm_is_right_where_stages_lie_over_other_data_axes(ep_rows):
     run_threads(4, _unlike_stages)
 
 
 @pytest.mark.parametrize("sizes", [{"ep": 2, "tp": 2}, {"dp": 2, "ep": 2}, {"ep": 3}], ids=str)
-def test_a_made_up_axis_is_data_for_zero_the_norm_and_checkpoints(sizes, tmp_path):
+def test_a_made_up_axis_is_data_for_zero_the_norm_and_checkpoints(sizes, tmp_path, ep_rows):
     run_threads(math.prod(sizes.values()), _experts, sizes, tmp_path)

@@ -43,7 +43,7 @@ from warpweave.dtypes import DTYPES
 from warpweave.gpt import GPT
 from warpweave.kernels.activation import find_activation
 from warpweave.parallel.layout import cut
-from warpweave.parallel.mesh import AXES, ConnectedMesh, Mesh
+from warpweave.parallel.mesh import Mesh
 from warpweave.parallel.schedule.actions import FINISHES, F
 from warpweave.parallel.tensor.linear_loss import CAPPED
 
@@ -133,9 +133,7 @@ def estimate(step: TrainingStep) -> list[MemoryEstimate]:
 
 def _units(config: GPTConfig, mesh: Mesh, plan: ParallelPlan, rank: int) -> Counter[str]:
     """Elements of each ZeRO unit on a pipeline rank, counted on the meta device."""
-    alone = ConnectedMesh(
-        mesh, mesh.rank_at(pp=rank), dict.fromkeys((*AXES, "data", "world")), None
-    )
+    alone = mesh.seen_from(mesh.rank_at(pp=rank))
     whole = plan if mesh.pp > 1 else dataclasses.replace(plan, schedule="1f1b", chunks=1)
     units: Counter[str] = Counter()
     for name, param in GPT(config, mesh=alone, plan=whole, device="meta").named_parameters():

@@ -31,7 +31,7 @@ from warpweave.parallel.data.flat import FlatLayout
 from warpweave.parallel.data.optimizer import LossScale, OptimizerState, Piece, Rule, master_dtype
 from warpweave.parallel.data.parameters import FlatParameters
 from warpweave.parallel.data.reduce import FlatGradients
-from warpweave.parallel.mesh import ConnectedMesh
+from warpweave.parallel.mesh import ConnectedMesh, factors
 from warpweave.parallel.shard import ParamRecord
 
 
@@ -128,11 +128,12 @@ class Unit:
             return []
         own = {"pp"}  # axes along which all of the unit differs
         if self.placement.optim:
-            own.update(self.mesh.factors(self.axis))
+            own.update(factors(self.axis))
         first_on = {axis for axis in summed if self.mesh.index(axis) == 0}
         counted: list[slice] = []
         for r, part in self.layout.ranges_of(self.state.region):
-            if not set(summed) <= first_on | own | set(r.cut_axes):
+            cut = {factor for axis in r.cut_axes for factor in factors(axis)}
+            if not set(summed) <= first_on | own | cut:
                 continue
             if counted and counted[-1].stop == part.start:
                 part = slice(counted.pop().start, part.stop)
@@ -214,15 +215,15 @@ class ZeroOptimizer:
         self.count = zero  # updates made; equal on every rank
         self.finite = torch.ones((), device=device)  # this rank's own gradients were, last time
         self._norm_axes = self._find_norm_axes()
-        self._in_one_message = self._agree(len(self._norm_axes) == len(mesh.coords))
+        self._in_one_message = self._agree(self._norm_axes == factors("world"))
 
     def _find_norm_axes(self) -> tuple[str, ...]:
         """The axes along which some rank counts what another does not hold, outermost first."""
-        shared = set(self.mesh.coords)
+        shared = set(factors("world"))
         for unit in self.units:
-            same = () if unit.placement.optim else self.mesh.factors(unit.axis)
+            same = () if unit.placement.optim else factors(unit.axis)
             shared &= set(same)
-        return tuple(axis for axis in self.mesh.coords if axis not in shared)
+        return tuple(axis for axis in factors("world") if axis not in shared)
 
     def _agree(self, mine: bool) -> bool:
         """Whether it is so on every pipeline stage: their units may lie over other data axes."""

@@ -180,8 +180,8 @@ FAULTS = (
     Fault(
         "mesh-data-index",
         "parallel/mesh.py",
-        'return at["dp"] * self.sizes.cp + at["cp"]',
-        'return at["cp"] * self.sizes.dp + at["dp"]',
+        "for f in factors(axis):\n            index = ",
+        "for f in reversed(factors(axis)):\n            index = ",
         "with dp and cp a rank takes another's ZeRO slice for its own",
     ),
     Fault(
@@ -194,8 +194,8 @@ FAULTS = (
     Fault(
         "mesh-rank-outside",
         "parallel/mesh.py",
-        "if not 0 <= at < getattr(self, axis):",
-        "if not 0 <= at <= getattr(self, axis):",
+        "if not 0 <= index < size:",
+        "if not 0 <= index <= size:",
         "a coordinate one past its axis names somebody else's rank",
     ),
     Fault(

@@ -201,9 +201,6 @@ class _Axes:
     def __getitem__(self, along: str | tuple[str, ...]) -> _Axes:
         return _Axes(self._number, self._sizes, (along,) if isinstance(along, str) else along)
 
-    def _flatten(self, name: str) -> _Axes:
-        return self
-
     def get_group(self, axis: str | None = None) -> Group:
         along = self._along if axis is None else (axis,)
         at = _coordinates(_here.rank, self._sizes)
