@@ -141,7 +141,7 @@ def test_sampling_follows_the_models_chances_and_the_seed():
     engine.load("param", lambda r: r.draw(0, dtype=torch.float64) * 4)
     batch = engine.gpt.micro_batch(torch.zeros(1, 4, dtype=torch.int64),
                                    torch.full((1, 4), -100), torch.ones(()))  # fmt: skip
-    logits = engine.stages[0].evaluate(None, batch, engine.gpt.logits)[0]
+    logits = engine.stages[0].evaluate(None, batch, engine.gpt.logits)[0][0]
     prompt = torch.tensor([0])
     drawn = [int(engine.generate(prompt, 1, temperature=2.0, seed=s)[1]) for s in range(600)]
     shares = torch.bincount(torch.tensor(drawn), minlength=5) / 600

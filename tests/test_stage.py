@@ -21,6 +21,7 @@ from warpweave.parallel.context import attention
 from warpweave.parallel.context.kept import Kept
 from warpweave.parallel.data.zero import Unit
 from warpweave.parallel.mesh import ConnectedMesh, Mesh, single
+from warpweave.parallel.pipeline.losses import LOSS
 from warpweave.parallel.pipeline.stage import ChainStage, Segment
 from warpweave.parallel.shard import ParamRecord
 
@@ -78,11 +79,11 @@ def _chain(
         def fn(x, batch):
             trace(k)
             y = layer(batch if x is None else x)
-            return (y * y).sum() if last else y
+            return (None, {LOSS: (y * y).sum()}) if last else y
 
         return Segment(f"{k}", fn, (_unit(k, layer, mesh or single(), stage),), recompute)
 
-    return ChainStage([segment(k, layer) for k, layer in enumerate(layers)], last=True, **options)
+    return ChainStage([segment(k, layer) for k, layer in enumerate(layers)], **options)
 
 
 def _batches(dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -104,6 +105,10 @@ def _go(chain: ChainStage, batches, order: str = "FB", seed=None) -> None:
         for mb, op in itertools.product(range(len(batches)), phase):
             does[op](mb)
     chain.reduce()
+
+
+def _losses(chain: ChainStage) -> list[torch.Tensor]:
+    return [losses[LOSS] for losses in chain.losses.values()]
 
 
 def _run(chain: ChainStage, *args, **options) -> list[torch.Tensor]:
@@ -134,7 +139,7 @@ def test_backward_through_cut_segments_equals_one_autograd_graph_bit_for_bit(
     chain = _chain(_layers(4, dtype), recompute=recompute)
     found = _run(chain, _batches(dtype), order)
     assert all(torch.equal(a, b) for a, b in zip(found, grads, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(chain.losses, losses, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(_losses(chain), losses, strict=True))
 
 
 @pytest.mark.parametrize("order", ["FIW", "FI W", "F I W"])
@@ -170,12 +175,13 @@ def test_a_middle_stage_passes_activations_and_gradients_on():
     y.backward(dy)
     parts = [Segment(f"{k}", lambda x, _, m=m: m(x), (_unit(k, m, single()),))
              for k, m in enumerate(_layers(2, torch.float64))]  # fmt: skip
-    chain = ChainStage(parts, last=False)
+    chain = ChainStage(parts)
     chain.begin([None])
     assert torch.equal(chain.forward(0, x), y.detach())
     assert torch.equal(chain.backward(0, dy), entry.grad)
-    assert torch.equal(chain.evaluate(x, None), y.detach())
-    assert chain.losses == []
+    found, losses = chain.evaluate(x, None)
+    assert torch.equal(found, y.detach())
+    assert (chain.losses, losses) == ({0: {}}, {})
 
 
 def test_the_loss_scale_multiplies_every_gradient_and_not_the_loss():
@@ -183,7 +189,7 @@ def test_the_loss_scale_multiplies_every_gradient_and_not_the_loss():
     expected = _run(plain, _batches())
     found = _run(scaled, _batches(), seed=torch.tensor(1024.0))
     assert all(torch.equal(a, b * 1024) for a, b in zip(found, expected, strict=True))
-    assert torch.equal(torch.stack(plain.losses), torch.stack(scaled.losses))
+    assert _losses(plain) == _losses(scaled)
 
 
 CONFIGS = {
@@ -198,7 +204,7 @@ CONFIGS = {
 def _gpt_grads(config: GPTConfig, recompute: str, mesh=None, **plan) -> dict[str, torch.Tensor]:
     plan = ParallelPlan(recompute=recompute, **plan)
     model = GPT(config, mesh=mesh, plan=plan, dtype=torch.float32)
-    chain = ChainStage(model.segments()[0], last=True)
+    chain = ChainStage(model.segments()[0])
     tokens = torch.randint(0, 23, (2, 3, 9), generator=torch.Generator().manual_seed(4))
     batches = [
         model.micro_batch(t[:, :-1], t[:, 1:], torch.tensor(48.0), sample_ids=ids, seed=11)
@@ -251,10 +257,10 @@ def _two_readers(mesh, stage: int) -> None:
         dist.all_reduce(gradient)
     units = [_unit(k, layer, mesh, stage) for k, layer in enumerate(layers)]
     fns = (lambda x, b: layers[0](b), lambda x, b: layers[1](x),
-           lambda x, b: (layers[0](x) ** 2).sum())  # fmt: skip
+           lambda x, b: (None, {LOSS: (layers[0](x) ** 2).sum()}))  # fmt: skip
     order = (units[0], units[1], units[0])
     segments = [Segment("s", f, (u,)) for f, u in zip(fns, order)]
-    chain = ChainStage(segments, last=True, bucket_bytes=0)
+    chain = ChainStage(segments, bucket_bytes=0)
     assert chain.units == units
     _go(chain, batches)
     found = [gradient for unit in units for _, gradient in unit.read("grad")]
@@ -422,10 +428,10 @@ def test_what_stands_in_for_the_last_segment_is_run_once_and_no_other_is_left_ou
         Segment(str(k), lambda x, batch, k=k: 10 * (batch if x is None else x) + k, (unit,))
         for k in range(1, 4)
     ]
-    stage = ChainStage(chain, last=False)
-    assert stage.evaluate(None, 7) == 7123
-    assert stage.evaluate(None, 7, lambda x, batch: 10 * x + batch) == 7127
-    assert stage.evaluate(8, 7) == 8123
+    stage = ChainStage(chain)
+    assert stage.evaluate(None, 7) == (7123, {})
+    assert stage.evaluate(None, 7, lambda x, batch: 10 * x + batch) == (7127, {})
+    assert stage.evaluate(8, 7) == (8123, {})
 
 
 def _two_kinds(mesh: ConnectedMesh) -> None:
@@ -438,7 +444,7 @@ def _two_kinds(mesh: ConnectedMesh) -> None:
         record = ParamRecord(name, (2,), group="dp" if name == "d" else "data")
         units.append(Unit(name, [(record, p)], mesh))
     segments = [Segment(u.name, lambda x, _: x, (u,)) for u in units]
-    stage = ChainStage(segments, last=True)
+    stage = ChainStage(segments)
     assert units[2].gradients.is_before(units[0].gradients)  # complete in the other order
     assert not units[1].gradients.is_before(units[0].gradients)
     for unit, term in zip(units, (terms[0], terms[0] + terms[1], terms[0], terms[0])):
@@ -479,7 +485,7 @@ def test_a_step_begins_with_nothing_of_the_one_before() -> None:
         for unit in chain.units:
             unit.gradients.clear()
     _go(again, _batches())
-    assert torch.equal(torch.stack(chain.losses), torch.stack(again.losses))
+    assert _losses(chain) == _losses(again)
     assert not chain._saved
 
 
@@ -487,9 +493,9 @@ def _left_to_another(mesh: ConnectedMesh, layers: list[_Layer], every: list, cut
     """One list of layers for each rank; a segment that is recomputed is cut from the others."""
     first, second = mine = layers[2 * mesh.rank : 2 * mesh.rank + 2]
     units = [_unit(k, layer, mesh) for k, layer in enumerate(mine)]
-    fns = (lambda x, b: first(b), lambda x, b: second(x).square().sum())
+    fns = (lambda x, b: first(b), lambda x, b: (None, {LOSS: second(x).square().sum()}))
     segments = [Segment("s", f, (u,), cut) for f, u in zip(fns, units)]
-    _go(ChainStage(segments, last=True, shared=units[:1]), _batches() + mesh.rank)
+    _go(ChainStage(segments, shared=units[:1]), _batches() + mesh.rank)
     found = [p.grad for layer in mine for p in (layer.weight, layer.bias)]
     total = [sum(terms) for terms in zip(*every)]
     for grad, expected in zip(found, every[mesh.rank][:2] + total[2:], strict=True):

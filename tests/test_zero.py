@@ -26,6 +26,7 @@ from warpweave.parallel.data import parameters, reduce
 from warpweave.parallel.data.optimizer import SGD, AdamW, LossScale
 from warpweave.parallel.data.zero import Unit, ZeroOptimizer
 from warpweave.parallel.mesh import Mesh, single
+from warpweave.parallel.pipeline.losses import LOSS
 from warpweave.parallel.pipeline.stage import ChainStage, Segment
 from warpweave.parallel.shard import Cut, ParamRecord
 
@@ -417,14 +418,14 @@ def _chain(mesh, stage: int, dtype, layers: int = 3, width: int = 8):
         unit = Unit(f"linear {k}", params, mesh, zero=stage)
         last = k == layers - 1
         segments.append(Segment(unit.name, _layer(linear, last), (unit,)))
-    chain = ChainStage(segments, last=True)
+    chain = ChainStage(segments)
     return chain, ZeroOptimizer(chain.units, mesh, AdamW(**ADAMW), clip=CLIP)
 
 
 def _layer(linear: nn.Linear, last: bool):
     def fn(x, batch):
         y = torch.tanh(linear(batch if x is None else x))
-        return (y * y).sum() if last else y
+        return (None, {LOSS: (y * y).sum()}) if last else y
 
     return fn
 
@@ -504,10 +505,10 @@ def _two_chains(rank: int) -> None:
     linear = nn.Linear(4, 4, bias=False)
     params = [(collect_records(ColumnParallelLinear(4, 4, bias=False))["weight"], linear.weight)]
     shared = Unit("shared", params, mesh)
-    first = ChainStage([Segment("a", lambda x, _: linear(x), (shared,))], last=True)
+    first = ChainStage([Segment("a", lambda x, _: linear(x), (shared,))])
     home = shared.gradients.flat.data_ptr()
     other = _units(mesh, 0)[0]
-    ChainStage([Segment("a", lambda x, _: linear(x), (shared, other))], last=True)
+    ChainStage([Segment("a", lambda x, _: linear(x), (shared, other))])
     assert shared.gradients.flat.data_ptr() == home
     assert first._views[linear.weight].data_ptr() == home
 

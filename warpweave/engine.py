@@ -7,7 +7,7 @@ the chain they run in (`pipeline.stage`), the schedule and its executor (`parall
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +26,7 @@ from warpweave.parallel.data.optimizer import AdamW, LossScale, Rule
 from warpweave.parallel.data.zero import Unit, ZeroOptimizer
 from warpweave.parallel.mesh import ConnectedMesh
 from warpweave.parallel.pipeline import Distributed, Like, execute
+from warpweave.parallel.pipeline.losses import Losses
 from warpweave.parallel.pipeline.stage import ChainStage, Segment
 from warpweave.parallel.shard import ParamRecord
 
@@ -51,14 +52,21 @@ class StepResult:
     """What a step reports, still on the device: 0-dim tensors, the same on every rank.
 
     Attributes:
-        loss: mean loss over all valid tokens of the global batch, before the update.
+        losses: name -> loss over the whole global batch, before the update: "loss" is the mean
+            over its valid tokens, others are auxiliary ones (`pipeline.losses`).
         norm: global gradient norm before clipping.
         interrupts: number of ranks that were asked to stop.
     """
 
-    loss: Tensor
+    losses: Mapping[str, Tensor]
     norm: Tensor
     interrupts: Tensor
+
+    @property
+    def loss(self) -> Tensor:
+        """The sum of all losses, of which the step's gradient is."""
+        first, *others = self.losses.values()
+        return sum(others, start=first)
 
     def all(self) -> Tensor:
         """[loss, norm, interrupts] as one tensor, for one transfer to the host."""
@@ -68,15 +76,15 @@ class StepResult:
 class _RankUpdate:
     """The one optimizer step of all stages of a rank: made when the last of them asks for it.
 
-    The global norm needs every stage's gradients, and the loss travels meanwhile.
+    The global norm needs every stage's gradients, and the losses travel meanwhile.
     """
 
     def __init__(self, optimizer: ZeroOptimizer, stages: int) -> None:
         self.optimizer, self.stages = optimizer, stages
 
-    def begin(self, lr: float | None, start_loss: Callable[[], Pending]) -> None:
+    def begin(self, lr: float | None, start_losses: Callable[[], Pending]) -> None:
         """Before a step; with `lr` None only the norm is computed and gradients are kept."""
-        self._lr, self._start_loss, self._missing = lr, start_loss, self.stages
+        self._lr, self._start_losses, self._missing = lr, start_losses, self.stages
 
     def arrive(self) -> None:
         """A stage has its gradients summed over the data ranks, and tied."""
@@ -84,7 +92,7 @@ class _RankUpdate:
         if self._missing:
             return
         self.optimizer.sum_partials()
-        self.loss = self._start_loss()
+        self.losses = self._start_losses()
         self.norm = self.optimizer.norm() if self._lr is None else self.optimizer.step(self._lr)
 
 
@@ -97,10 +105,9 @@ class _EngineStage(ChainStage):
         update: _RankUpdate,
         message: Like,
         *,
-        last: bool,
         shared: list[Unit],
     ) -> None:
-        super().__init__(segments, last=last, shared=shared)
+        super().__init__(segments, shared=shared)
         self.message, self._update = message, update
 
     def input_like(self, mb: int) -> Like:
@@ -206,10 +213,7 @@ class Engine:
         self.stages: dict[int, _EngineStage] = {}
         for stage, chain in chains.items():
             earlier = [unit for other in self.stages.values() for unit in other.units]
-            is_last = stage == len(self.gpt.placement) - 1
-            self.stages[stage] = _EngineStage(
-                chain, self._update, self.message, last=is_last, shared=earlier
-            )
+            self.stages[stage] = _EngineStage(chain, self._update, self.message, shared=earlier)
         self.transport = Distributed(
             self.schedule, mesh.group("pp"), device=self.device, timeout=timeout
         )
@@ -279,11 +283,12 @@ class Engine:
         scale = self.optimizer.loss_scale
         for stage in self.stages.values():
             stage.begin(batches, scale.value if scale is not None else None)
-        self._update.begin(lr, lambda: self._start_global_loss(interrupted))
+        self._update.begin(lr, lambda: self._start_global_losses(self._own_losses(), interrupted))
         execute(self.schedule, self.stages, self.transport)
         valid.wait()  # where no loss did
-        loss, interrupts = self._update.loss.wait()
-        return StepResult(loss, self._update.norm, interrupts)
+        *losses, interrupts = self._update.losses.wait()
+        named = dict(zip(self.gpt.loss_names, losses, strict=True))
+        return StepResult(named, self._update.norm, interrupts)
 
     def _micro_batches(
         self,
@@ -307,21 +312,28 @@ class Engine:
         pending = start_all_reduce_(total, self.mesh.group("dp"))
         return Pending(None, lambda: pending.wait().clamp(min=1).to(wide))
 
-    def _start_global_loss(self, interrupted: bool = False) -> Pending:
-        """Start summing [mean loss, number of interrupted ranks] over the mesh, in one message."""
-        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
-        sums = torch.zeros(2, dtype=wide, device=self.device)
-        if self.gpt.last and self.mesh.index("tp") == 0:  # tensor ranks hold the same share
-            sums[0] = torch.stack(self._last_stage.losses).sum()
-        if interrupted:
-            sums[1] = 1.0
-        self.finite = sums[0].isfinite()
-        return start_all_reduce_(sums, self.mesh.group("world"))
+    def _own_losses(self) -> list[Losses]:
+        """The losses of this rank's stages and micro-batches in the step."""
+        return [of_mb for stage in self.stages.values() for of_mb in stage.losses.values()]
 
-    @property
-    def _last_stage(self) -> _EngineStage:
-        """The model's last stage, on the rank that holds it."""
-        return self.stages[len(self.gpt.placement) - 1]
+    def _start_global_losses(self, own: list[Losses], interrupted: bool = False) -> Pending:
+        """Start summing [each loss, number of interrupted ranks] over the mesh, in one message."""
+        names = self.gpt.loss_names
+        if unknown := sorted({name for losses in own for name in losses} - {*names}):
+            raise ValueError(
+                f"rank {self.mesh.rank}: a stage returned losses {unknown}, the model's are "
+                f"{[*names]}"
+            )
+        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+        sums = torch.zeros(len(names) + 1, dtype=wide, device=self.device)
+        for at, name in enumerate(names):
+            shares = [losses[name] for losses in own if name in losses]
+            if shares and self.mesh.index("tp") == 0:  # tensor ranks hold the same share
+                sums[at] = torch.stack(shares).sum()
+        if interrupted:
+            sums[-1] = 1.0
+        self.finite = sums.isfinite().all()
+        return start_all_reduce_(sums, self.mesh.group("world"))
 
     def not_finite_ranks(self) -> list[int]:
         """The ranks whose own loss share or gradients were not finite in the last step; collective.
@@ -336,9 +348,10 @@ class Engine:
     # ------------------------------------------------------------------ without training
 
     def evaluate(self, tokens: Tensor, labels: Tensor, documents: Tensor | None = None) -> Tensor:
-        """Mean loss of [n, micro_batch_size, S] sequences per data replica, no dropout, 0-dim.
+        """Loss of [n, micro_batch_size, S] sequences per data replica, no dropout, 0-dim.
 
-        Every data replica may bring other sequences; the mean is over all valid tokens of all.
+        Every data replica may bring other sequences; the mean is over all valid tokens of all. As
+        that of a step it is the sum with auxiliary losses.
         `documents` are as for `step`, [n, micro_batch_size, boundaries].
         """
         size, length = self.micro_batch_size, self.config.seq_len
@@ -354,26 +367,27 @@ class Engine:
         ids = torch.zeros(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
         batches = self._micro_batches(tokens, labels, ids, valid, 0, documents)
         with in_mode(self.gpt, training=False):
-            every = [self._forward(batch) for batch in batches]
-        if self.gpt.last:
-            self._last_stage.losses = [loss for loss in every if loss is not None]
+            every = [losses for batch in batches for losses in self._forward(batch)[1]]
         valid.wait()
-        return self._start_global_loss().wait()[0]
+        return self._start_global_losses(every).wait()[:-1].sum()
 
     def _forward(
         self, batch: MicroBatch, final: Callable[[Tensor | None, MicroBatch], Tensor] | None = None
-    ) -> Tensor | None:
-        """One micro-batch through all stages; the last stage returns its loss (or `final`'s)."""
-        rank_of, x = self.gpt.placement, None
+    ) -> tuple[Tensor | None, list[Losses]]:
+        """One micro-batch through all stages: on the last what `final` gives, and this rank's
+        losses."""
+        rank_of, x, every = self.gpt.placement, None, []
+        at_end = len(rank_of) - 1
         shape, dtype, device = self.message
         for stage, chain in self.stages.items():
             if stage > 0 and rank_of[stage - 1] != rank_of[stage]:
                 x = torch.empty(tuple(shape), dtype=dtype, device=device)
                 dist.recv(x, group_src=rank_of[stage - 1], group=self.mesh.group("pp"))
-            x = chain.evaluate(x, batch, final if chain.last else None)
-            if not chain.last and rank_of[stage + 1] != rank_of[stage]:
+            x, losses = chain.evaluate(x, batch, final if stage == at_end else None)
+            every.append(losses)
+            if x is not None and stage < at_end and rank_of[stage + 1] != rank_of[stage]:
                 dist.send(x.contiguous(), group_dst=rank_of[stage + 1], group=self.mesh.group("pp"))
-        return x if self.gpt.last else None
+        return x if self.gpt.last else None, every
 
     def generate(
         self, prompt: Tensor, length: int, *, temperature: float = 0.8, seed: int = 0
@@ -406,7 +420,7 @@ class Engine:
         padded = padded.expand(self.micro_batch_size, size)
         ones = torch.ones((), device=self.device)
         batch = self.gpt.micro_batch(padded, torch.full_like(padded, -100), ones)
-        logits = self._forward(batch, self.gpt.logits)
+        logits, _ = self._forward(batch, self.gpt.logits)
         at = len(window) - 1
         owner = layout.owner(at)
         source = self.mesh.sizes.rank_at(dp=0, cp=owner, tp=0, pp=self.gpt.placement[-1])

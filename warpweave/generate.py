@@ -25,6 +25,7 @@ from warpweave.layers.context import KVCache, TokenContext
 from warpweave.modes import in_mode
 from warpweave.parallel.collectives import gather
 from warpweave.parallel.layout import SequenceLayout
+from warpweave.parallel.pipeline.losses import split_losses
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,7 @@ def _logits(
         x = like.new_empty(B * n, gpt.config.width)
         dist.recv(x, group_src=here - 1, group=group)
     for block in gpt.blocks.values():
-        x = block(x, context)
+        x, _ = split_losses(block(x, context))
     cache.start += n
     if not gpt.last:
         dist.send(x.contiguous(), group_dst=here + 1, group=group)

@@ -31,6 +31,7 @@ from warpweave.parallel.context.explain import table
 from warpweave.parallel.data.zero import Unit
 from warpweave.parallel.layout import SequenceLayout, cut
 from warpweave.parallel.mesh import ConnectedMesh, connected
+from warpweave.parallel.pipeline.losses import LOSS, Output, add_losses, split_losses
 from warpweave.parallel.pipeline.stage import Segment
 from warpweave.parallel.shard import ParamRecord
 from warpweave.parallel.tensor import column_parallel_linear
@@ -85,9 +86,15 @@ class GPT(nn.Module):
         device, dtype: of the parameters; on "meta" nothing is drawn.
         impl: "triton", "torch" or None, as for the kernels.
 
+    Attributes:
+        loss_names: names of the losses that its stages return, the same on every rank, as their
+            values are summed over the mesh in one message; the loss of a step is their sum.
+
     Raises:
         ValueError: the model cannot be cut over the mesh.
     """
+
+    loss_names: tuple[str, ...] = (LOSS,)
 
     def __init__(
         self,
@@ -341,7 +348,7 @@ class GPT(nn.Module):
             documents: boundaries of packed documents; see `micro_batch`.
 
         Returns logits[B, S/cp, ceil(V/tp)], or with `labels` this rank's share of the loss averaged
-        over the valid tokens of the given batch (0-dim).
+        over the valid tokens of the given batch (0-dim), and of auxiliary ones of the blocks.
 
         Raises:
             ValueError: the model is cut into stages, the tokens do not fit it, or the seed is
@@ -359,11 +366,12 @@ class GPT(nn.Module):
         batch = self.micro_batch(
             tokens, targets, valid, sample_ids=sample_ids, seed=seed or 0, documents=documents
         )
-        x = self.embed(None, batch)
+        x, losses = self.embed(None, batch), {}
         for block in self.blocks.values():
-            x = block(x, batch.context)
+            x, more = split_losses(block(x, batch.context))
+            add_losses(losses, more)
         if labels is not None:
-            return self.head_loss(x, batch)
+            return sum(losses.values(), start=self.head_loss(x, batch))
         rows, local = tokens.shape[0], batch.context.layout.local_len
         return self.logits(x, batch).unflatten(0, (rows, local))
 
@@ -402,15 +410,18 @@ class GPT(nn.Module):
         def block(i: int) -> Segment:
             module = self.blocks[str(i)]
 
-            def run(x: Tensor | None, batch: MicroBatch) -> Tensor:
+            def run(x: Tensor | None, batch: MicroBatch) -> Output:
                 return module(x, batch.context)
 
             own = unit(f"block {i}", (f"blocks.{i}.",))
             return Segment(f"block {i}", run, (own,), self.plan.recompute == "full")
 
+        def loss(x: Tensor | None, batch: MicroBatch) -> Output:
+            return None, {LOSS: self.head_loss(x, batch)}
+
         def last() -> Segment:
             units = (unit("head", ("final_norm.", "head.")),)
-            return Segment("head", self.head_loss, units if shared is None else (shared, *units))
+            return Segment("head", loss, units if shared is None else (shared, *units))
 
         chains = {s: [block(i) for i in self.layers_of(s)] for s in self.stages}
         if self.first:

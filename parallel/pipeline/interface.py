@@ -25,8 +25,9 @@ class Stage(Protocol):
     def forward(self, mb: int, x: Tensor | None, version: int) -> Tensor | None:
         """Output of micro-batch `mb` by the weights of `version`, which its backward uses too.
 
-        Stage 0 has its own input (x None), the last returns None. Raises ValueError if the stage
-        does not hold that version.
+        Stage 0 has its own input (x None), the last returns None. Losses stay with their stage,
+        whose backward starts from them, too (`losses`). Raises ValueError if the stage does not
+        hold that version.
         """
 
     def backward(self, mb: int, dy: Tensor | None) -> Tensor | None:

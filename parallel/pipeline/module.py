@@ -13,13 +13,15 @@ from torch.func import functional_call
 
 from warpweave.kernels.runtime.wgrad import WeightGradients, collect
 from warpweave.parallel.pipeline.interface import Like
+from warpweave.parallel.pipeline.losses import LOSS, Losses, Output, split_losses
 
 
 class ModuleStage:
     """Any ``nn.Module`` as a stage, with whole parameters: the plain case, for users and proofs.
 
     Args:
-        module: x -> y, with floating-point x and y.
+        module: x -> y, with floating-point x and y; or x -> (y, losses), with auxiliary losses by
+            name (`losses`), whose gradients join in this stage's backward.
         inputs: mb -> input; on the first stage, and only there.
         like: (shape, dtype, device) of x; on all but the first.
         loss: (mb, y) -> scalar, already normalised; on the last stage, and only there.
@@ -30,8 +32,8 @@ class ModuleStage:
             PipeDream, arXiv:1806.03377): with more than one, a micro-batch may run backward after
             an UPDATE, on the weights that its forward read.
 
-    Gradients are in the parameters' ``.grad``; `losses` maps mb to the detached loss of the last
-    run.
+    Gradients are in the parameters' ``.grad``; `losses` maps mb to name to the detached loss of the
+    last run: the model's own is called "loss".
     """
 
     def __init__(
@@ -49,10 +51,11 @@ class ModuleStage:
         if (inputs is None) == (like is None):
             raise ValueError("a stage has either inputs (the first one) or like (the others)")
         self.module, self.tied, self.optimizer, self.group = module, tied, optimizer, group
-        self.losses: dict[int, Tensor] = {}
+        self.losses: dict[int, Losses] = {}
         self._inputs, self._like, self._loss = inputs, like, loss
-        # The graph's end and not y itself is kept: y's memory is free as soon as it has been sent.
-        self._graphs: dict[int, tuple[Tensor | None, GradientEdge | None]] = {}
+        # The graph's ends and not y itself are kept: y's memory is free as soon as it has been
+        # sent. That of y comes first, None if it needs no gradient, then those of the losses.
+        self._graphs: dict[int, tuple[Tensor | None, list[GradientEdge | None]]] = {}
         self._owed: dict[int, WeightGradients] = {}
         self._versions = versions
         self.start()
@@ -71,16 +74,20 @@ class ModuleStage:
         return self._like
 
     def forward(self, mb: int, x: Tensor | None, version: int = 0) -> Tensor | None:
-        """Runs the module; the last stage keeps its loss in `losses`."""
+        """Runs the module; every stage keeps its losses in `losses`, the last returns None."""
         if x is not None:
             x = x.detach().requires_grad_()
         given = self._inputs(mb) if self._inputs is not None else x
-        y = self._at(version, mb)(given)
+        y, losses = split_losses(self._at(version, mb)(given))
         if self._loss is not None:
-            y = self._loss(mb, y)
-            self.losses[mb] = y.detach()
-        self._graphs[mb] = (x, get_gradient_edge(y) if y.requires_grad else None)
-        return y.detach() if self._loss is None else None
+            losses, y = {LOSS: self._loss(mb, y), **losses}, None
+        self.losses[mb] = {name: loss.detach() for name, loss in losses.items()}
+        ends = [
+            get_gradient_edge(end) if end is not None and end.requires_grad else None
+            for end in (y, *losses.values())
+        ]
+        self._graphs[mb] = (x, ends)
+        return None if y is None else y.detach()
 
     def backward(self, mb: int, dy: Tensor | None) -> Tensor | None:
         """Autograd through the module's graph of `mb`."""
@@ -101,9 +108,11 @@ class ModuleStage:
 
     def _backward(self, mb: int, dy: Tensor | None) -> Tensor | None:
         self._need(self._read[mb], mb)
-        x, edge = self._graphs.pop(mb)
-        if edge is not None:
-            torch.autograd.backward((edge,), None if dy is None else (dy,))
+        x, ends = self._graphs.pop(mb)
+        seeds = (dy, *[None] * (len(ends) - 1))
+        roots = [(end, seed) for end, seed in zip(ends, seeds) if end is not None]
+        if roots:
+            torch.autograd.backward(*zip(*roots))
         return None if x is None else x.grad
 
     # ------------------------------------------------------------------ versions of the weights
@@ -123,7 +132,7 @@ class ModuleStage:
         if version not in kept:
             raise ValueError(f"micro-batch {mb} reads version {version}, the stage holds {kept}")
 
-    def _at(self, version: int, mb: int) -> Callable[[Tensor], Tensor]:
+    def _at(self, version: int, mb: int) -> Callable[[Tensor], Output]:
         """The module with the weights of `version`."""
         self._need(version, mb)
         self._read[mb] = version

@@ -21,9 +21,11 @@ from warpweave.kernels.runtime.wgrad import WeightGradients, accumulate, collect
 from warpweave.parallel.context.kept import Kept
 from warpweave.parallel.data.reduce import end_to_end
 from warpweave.parallel.data.zero import Unit
+from warpweave.parallel.pipeline.losses import Losses, Output, add_losses, split_losses
 
-# (x, batch) -> y; x is None for the first segment of the first stage.
-SegmentFn = Callable[[Tensor | None, Any], Tensor]
+# (x, batch) -> y, or (y, losses): x is None for the first segment of the first stage, y for the
+# last one of the last, of which the losses are all.
+SegmentFn = Callable[[Tensor | None, Any], Output]
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,8 @@ class Segment:
 
     Attributes:
         name: for messages.
-        fn: computes the output from the input and the micro-batch's data.
+        fn: computes the activation, and losses if it has any (`losses`), from the input and the
+            micro-batch's data.
         units: the units whose parameters `fn` reads.
         recompute: keep only the input in the forward pass and run `fn` again in the backward pass
             (full activation checkpointing, Chen et al. 2016, arXiv:1604.06174); of attention over
@@ -62,14 +65,20 @@ class _Chain:
     def fused(self) -> _Chain:
         """The same computation as one segment: one autograd graph, nothing done in between."""
 
-        def run(x: Tensor | None, batch: Any) -> Tensor:
+        def run(x: Tensor | None, batch: Any) -> Output:
+            total: dict[str, Tensor] = {}
             for segment in self.segments:
-                x = segment.fn(x, batch)
-            assert x is not None
-            return x
+                x, losses = split_losses(segment.fn(x, batch))
+                add_losses(total, losses)
+            return x, total
 
         units = tuple(dict.fromkeys(unit for s in self.segments for unit in s.units))
         return _Chain([Segment("stage", run, units)], self._shared)
+
+
+def _roots(y: Tensor | None, losses: Losses) -> tuple[Tensor, ...]:
+    """What a segment's backward pass starts from: its activation, if there is one, and losses."""
+    return (*(() if y is None else (y,)), *losses.values())
 
 
 @dataclass
@@ -79,7 +88,7 @@ class _Saved:
     chain: _Chain
     weights: list[WeightGradients]
     inputs: list[Tensor | None] = field(default_factory=list)
-    outputs: list[Tensor | Kept] = field(default_factory=list)
+    outputs: list[tuple[Tensor, ...] | Kept] = field(default_factory=list)  # roots of backward
 
 
 class ChainStage:
@@ -87,23 +96,23 @@ class ChainStage:
 
     Args:
         segments: the chain, in forward order.
-        last: this is the last stage, whose final segment returns the loss, 0-dim and already
-            divided by the global number of valid tokens.
         shared: units whose gradients another stage of this rank completes (a tied embedding where
             first and last stage are on one rank): left to that one to reduce.
         bucket_bytes: whole gradients (stages 0 and 1) are reduced in buckets of at least so much;
             fewer bytes cost more in messages than they hide. As torch's DDP, by default 25 MiB.
+
+    Attributes:
+        losses: micro-batch -> name -> loss, detached, of the step so far.
     """
 
     def __init__(
         self,
         segments: Sequence[Segment],
         *,
-        last: bool,
         shared: Collection[Unit] = (),
         bucket_bytes: int = 25 * 2**20,
     ) -> None:
-        self.last, self.bucket_bytes = last, bucket_bytes
+        self.bucket_bytes = bucket_bytes
         self._cut = _Chain(segments, shared)
         self.segments = self._cut.segments
         self.units = list(dict.fromkeys(unit for s in self.segments for unit in s.units))
@@ -126,24 +135,24 @@ class ChainStage:
         self._dloss: Tensor | None = None
         self._bucket: list[Unit] = []  # complete gradients that are too few to be reduced yet
         self._reducing: list[Unit] = []
-        self.losses: list[Tensor] = []
+        self.losses: dict[int, Losses] = {}
 
     def begin(self, batches: Sequence[Any], dloss: Tensor | None = None) -> None:
         """Start a step: `batches[mb]` is what the segments get as micro-batch `mb`'s data.
 
-        `dloss` is the gradient of the loss with itself, 0-dim: the loss scale, by default 1.
+        `dloss` is the gradient of every loss with itself, 0-dim: the loss scale, by default 1.
         """
         self._batches, self._backwards_left, self._dloss = batches, len(batches), dloss
         self._saved.clear()
-        self.losses = []
+        self.losses = {}
 
     # ------------------------------------------------------------------ forward
 
     def forward(self, mb: int, x: Tensor | None, version: int = 0) -> Tensor | None:
         """Run the chain on micro-batch `mb`; returns the activation for the next stage.
 
-        The last stage appends its loss to `losses` and returns None. There is one version of the
-        weights: any other than 0 raises ValueError.
+        The last stage returns None. There is one version of the weights: any other than 0 raises
+        ValueError.
         """
         if version:
             raise ValueError(f"micro-batch {mb} reads version {version}, a chain holds one")
@@ -151,20 +160,20 @@ class ChainStage:
         segments = chain.segments
         saved = _Saved(chain, [WeightGradients(self._views) for _ in segments])
         self._saved[mb] = saved
+        total: dict[str, Tensor] = {}
         for k, segment in enumerate(segments):
             self._enter(segments, k, k + 1)
             entry = None if x is None else x.detach().requires_grad_()
             kept = Kept() if segment.recompute else None
             with torch.set_grad_enabled(kept is None), kept.first() if kept else nullcontext():
-                y = segment.fn(entry, self._batches[mb])
+                y, losses = split_losses(segment.fn(entry, self._batches[mb]))
             saved.inputs.append(entry)
-            saved.outputs.append(y if kept is None else kept)
-            x = y.detach()
+            saved.outputs.append(_roots(y, losses) if kept is None else kept)
+            x = None if y is None else y.detach()
+            add_losses(total, {name: loss.detach() for name, loss in losses.items()})
             if k + 1 < len(segments):  # the last one is needed first in the backward pass
                 self._leave(segments, k, k + 1)
-        if self.last:
-            self.losses.append(x)
-            return None
+        self.losses[mb] = total
         return x
 
     def _chain(self, mb: int) -> _Chain:
@@ -177,15 +186,20 @@ class ChainStage:
         return self._fused
 
     @torch.no_grad()
-    def evaluate(self, x: Tensor | None, batch: Any, final: SegmentFn | None = None) -> Tensor:
-        """Run the chain without keeping anything; `final` may stand in for the last segment."""
+    def evaluate(
+        self, x: Tensor | None, batch: Any, final: SegmentFn | None = None
+    ) -> tuple[Tensor | None, Losses]:
+        """(y, losses) of the chain without keeping anything; `final` may stand in for the last
+        segment."""
+        total: dict[str, Tensor] = {}
         for k, segment in enumerate(self.segments):
             self._enter(self.segments, k, k + 1)
             replaced = final is not None and k + 1 == len(self.segments)
-            x = final(x, batch) if replaced and final is not None else segment.fn(x, batch)
+            fn = final if replaced and final is not None else segment.fn
+            x, losses = split_losses(fn(x, batch))
+            add_losses(total, losses)
             self._leave(self.segments, k, k + 1)
-        assert x is not None
-        return x
+        return x, total
 
     # ------------------------------------------------------------------ backward
 
@@ -218,23 +232,26 @@ class ChainStage:
         saved = self._saved[mb] if deferred else self._saved.pop(mb)
         if not deferred:
             self._backwards_left -= 1
-        gradient = self._dloss if self.last else dy
+        gradient = dy
         segments = saved.chain.segments
         for k in reversed(range(len(segments))):
             segment = segments[k]
             self._enter(segments, k, k - 1)
-            entry, y = saved.inputs.pop(), saved.outputs.pop()
-            if isinstance(y, Kept):
-                with torch.enable_grad(), y.second():
-                    y = segment.fn(entry, self._batches[mb])
+            entry, roots = saved.inputs.pop(), saved.outputs.pop()
+            if isinstance(roots, Kept):
+                with torch.enable_grad(), roots.second():
+                    roots = _roots(*split_losses(segment.fn(entry, self._batches[mb])))
+            # The activation is the first of them, if there is one; all others are losses.
+            of_y = () if gradient is None else (gradient,)
+            seeds = of_y + (self._dloss,) * (len(roots) - len(of_y))
             for unit in segment.units:
                 unit.gradients.before_backward()
             with (collect if deferred else accumulate)(saved.weights[k]):
-                torch.autograd.backward(y, gradient)
+                torch.autograd.backward(roots, seeds)
             for unit in segment.units:
                 unit.gradients.after_backward()
             gradient = None if entry is None else entry.grad
-            del y
+            del roots
             self._leave(segments, k, k - 1)
             if not deferred:
                 self._reduce_completed(saved.chain.completes[k])

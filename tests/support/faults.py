@@ -425,12 +425,17 @@ FAULTS = (
         "gradients are summed over the replicas after the last but one micro-batch, too",
     ),
     Fault(
+        "stage-losses-unscaled",
+        "parallel/pipeline/stage.py",
+        "(self._dloss,) * (len(roots) - len(of_y))",
+        "(None if of_y else self._dloss,) * (len(roots) - len(of_y))",
+        "the loss scale multiplies the gradient of the model's own loss and no auxiliary one's",
+    ),
+    Fault(
         "stage-recompute-first-batch",
         "parallel/pipeline/stage.py",
-        "                with torch.enable_grad(), y.second():\n"
-        "                    y = segment.fn(entry, self._batches[mb])",
-        "                with torch.enable_grad(), y.second():\n"
-        "                    y = segment.fn(entry, self._batches[0])",
+        "roots = _roots(*split_losses(segment.fn(entry, self._batches[mb])))",
+        "roots = _roots(*split_losses(segment.fn(entry, self._batches[0])))",
         "a block is recomputed with the first micro-batch's positions and dropout",
     ),
     Fault(
@@ -754,12 +759,19 @@ FAULTS = (
         "a stop asked of any but the last stage's ranks is not heard",
     ),
     Fault(
+        "engine-losses-of-one-stage",
+        "warpweave/engine.py",
+        "for stage in self.stages.values() for of_mb in",
+        "for stage in [*self.stages.values()][-1:] for of_mb in",
+        "auxiliary losses of a rank's other stages are missing in what a step reports",
+    ),
+    Fault(
         "engine-blames-everyone",
         "warpweave/engine.py",
-        "        self.finite = sums[0].isfinite()\n"
+        "        self.finite = sums.isfinite().all()\n"
         '        return start_all_reduce_(sums, self.mesh.group("world"))',
         '        pending = start_all_reduce_(sums, self.mesh.group("world"))\n'
-        "        self.finite = pending.wait()[0].isfinite()\n"
+        "        self.finite = pending.wait().isfinite().all()\n"
         "        return pending",
         "every rank is named for a loss that one rank made",
     ),

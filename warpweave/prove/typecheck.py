@@ -24,6 +24,7 @@ from torch import Tensor
 from warpweave.config import ParallelPlan
 from warpweave.gpt import GPT, GPTConfig, MicroBatch
 from warpweave.parallel.mesh import ConnectedMesh, Mesh
+from warpweave.parallel.pipeline.losses import split_losses
 
 
 def typecheck(
@@ -89,7 +90,7 @@ def _run_model(model: GPT, batch: MicroBatch) -> None:
         if model.first:
             x = model.embed(None, batch)
         for block in model.blocks.values():
-            x = block(x, batch.context)
+            x, _ = split_losses(block(x, batch.context))
         _typed(mesh, x, **stream)  # what the next stage takes on trust
         if model.last:
             loss = model.head_loss(x, batch)
