@@ -114,7 +114,8 @@ def keep_mask(
         return drawn.to(tl.int64) >= THRESHOLD
 
 
-@triton.jit
+# They change from step to step and compile no kernel of their own.
+@triton.jit(do_not_specialize=["seed", "site"])
 def _dropout_kernel(
     x_ptr,
     tokens_ptr,

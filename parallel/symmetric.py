@@ -115,7 +115,8 @@ class Workspace:
                         f"{size} bytes of symmetric memory, which cannot grow while a graph is "
                         "captured: run the step before, on this stream"
                     )
-                torch.cuda.synchronize(device)  # peers may read the old one up to here
+                if memory is not None:  # peers may read it up to here
+                    torch.cuda.current_stream(device).synchronize()
             slots, size = (1 << (n - 1).bit_length() for n in (slots, size))
             if memory is not None:
                 slots, size = max(slots, memory.slots), max(size, memory.capacity)

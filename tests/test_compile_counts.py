@@ -2,18 +2,24 @@
 
 The first compilation takes every number for a constant; the first that changes makes it a symbol,
 and with that it must be done, whatever comes. A row of `CASES` is an op and its arguments for n:
-lengths, positions, seeds and sites all depend on it. A new op is a new row.
+lengths, positions, seeds and sites all depend on it. A new op is a new row. Triton likewise: no
+kernel is compiled for what is another at every step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ast
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from warpweave import kernels
 from warpweave.kernels.activation import activate
 from warpweave.kernels.adamw import adamw_step, sum_of_squares
 from warpweave.kernels.cross_entropy import cross_entropy
@@ -143,3 +149,28 @@ def test_two_compilations_are_enough_whatever_comes(name, impl, gradients):
             sum(t.sum() for t in (y if isinstance(y, tuple) else (y,))).backward()
             assert x.grad.isfinite().all()
     assert counter.frame_count <= 2
+
+
+def _jitted() -> Iterator[tuple[str, ast.FunctionDef, ast.expr]]:
+    """(module, function, decorator) of every kernel that is launched."""
+    for found in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
+        source = Path(importlib.import_module(found.name).__file__).read_text()
+        for node in ast.walk(ast.parse(source)):
+            for decorator in node.decorator_list if isinstance(node, ast.FunctionDef) else ():
+                if node.name.endswith("_kernel") and ast.unparse(decorator).startswith(
+                    "triton.jit"
+                ):
+                    yield found.name, node, decorator
+
+
+def test_no_kernel_is_compiled_for_a_seed_or_a_rank():
+    """Triton compiles anew for a number that is 1, or divisible by 16, or needs 64 bits."""
+    with_a_seed = 0
+    for module, function, decorator in _jitted():
+        runtime = {a.arg for a in function.args.args if a.annotation is None}
+        changing = runtime & {"seed", "site", "rank", "signature", "step", "epoch"}
+        written = next((k.value for k in getattr(decorator, "keywords", ())), ast.List([]))
+        listed = eval(ast.unparse(written), vars(importlib.import_module(module)))
+        assert changing <= {*listed}, f"{module}.{function.name} is compiled anew for {changing}"
+        with_a_seed += bool(changing)
+    assert with_a_seed >= 14

@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from warpweave.config import GPTConfig, ParallelPlan
 from warpweave.engine import Engine
@@ -134,6 +136,45 @@ def test_generation_at_temperature_zero_takes_the_plain_models_likeliest_token()
     engine = _engine(CONFIG, single())
     engine.load("param", lambda record: params[record.name])
     assert engine.generate(torch.tensor([4, 7]), 20, temperature=0.0).tolist() == text
+
+
+class _Largest(TorchDispatchMode):
+    """The most elements of a tensor that an operation has made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        given, made = (
+            [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor)] for tree in (args, out)
+        )
+        old = {x.untyped_storage().data_ptr() for x in given}
+        new = (x.numel() for x in made if x.untyped_storage().data_ptr() not in old)
+        self.elements = max(self.elements, *new, 0)
+        return out
+
+
+def _largest(rank: int) -> list[int]:
+    mesh = Mesh(tp=2, pp=2).connect() if dist.is_initialized() else single()
+    config = GPTConfig(vocab_size=6000, seq_len=256, layers=2, width=8, heads=2)
+    engine = Engine(config, mesh, ParallelPlan(zero=0, sequence_parallel=True), micro_batch_size=4)
+    found = []
+    for prompt in ([1, 2], [3] * 200):
+        with _Largest() as largest:
+            engine.generate(torch.tensor(prompt), 2)
+        found.append(largest.elements)
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_sampled_token_costs_one_sequence_and_one_row_of_logits(ranks):
+    """Not a micro-batch of whole sequences with the logits of all their tokens."""
+    every = run_ranks(ranks, _largest) if ranks > 1 else [_largest(0)]
+    for short, long in every:  # a row of logits is 6,000, 128 and 256 tokens of 32 features less
+        assert short <= 6000
+        assert long <= 256 * 32
 
 
 def test_sampling_follows_the_models_chances_and_the_seed():

@@ -30,6 +30,7 @@ from warpweave.layers.context import TokenContext
 from warpweave.layers.linear import ColumnParallelLinear
 from warpweave.layers.mlp import MLP
 from warpweave.layers.records import collect_records
+from warpweave.parallel import symmetric
 from warpweave.parallel.collectives import reduce_from
 from warpweave.parallel.mesh import ConnectedMesh, Mesh
 from warpweave.parallel.symmetric import Workspace
@@ -237,6 +238,24 @@ def _growing(rank: int) -> None:
         capturing = mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True)
         with capturing, pytest.raises(ValueError, match=r"2 parts and 99 .* graph is captured"):
             captured.fitting("op", cuda, 2, 99)
+    # The host waits for its own stream, and only where there is something that peers may read: a
+    # device that has posted a receive is never idle.
+    waits = mock.Mock(cuda_stream=1)
+    with (
+        mock.patch.object(torch.cuda, "current_stream", return_value=waits),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
+        mock.patch.object(torch.cuda, "synchronize", side_effect=AssertionError),
+        mock.patch.object(symmetric, "symmetric_memory") as made,
+    ):
+        made.return_value = mock.Mock(left="", slots=2, capacity=128)
+        made.return_value.epoch.device = cuda
+        workspace = Workspace(dist.group.WORLD)
+        workspace.fitting("op", cuda, 2, 99)
+        assert not waits.synchronize.called
+        workspace.fitting("op", cuda, 2, 128)
+        assert made.call_count == 1
+        workspace.fitting("op", cuda, 2, 129)
+        assert (made.call_count, waits.synchronize.call_count) == (2, 1)
 
 
 def test_a_workspace_grows_but_not_under_capture_and_not_for_two_streams() -> None:

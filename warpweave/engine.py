@@ -7,6 +7,7 @@ the chain they run in (`pipeline.stage`), the schedule and its executor (`parall
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -29,6 +30,8 @@ from warpweave.parallel.pipeline import Distributed, Like, execute
 from warpweave.parallel.pipeline.losses import Losses
 from warpweave.parallel.pipeline.stage import ChainStage, Segment
 from warpweave.parallel.shard import ParamRecord
+
+_STEP = 128  # tokens by which the window of `generate` grows
 
 
 def _check_int64(tokens: Tensor, labels: Tensor) -> None:
@@ -378,10 +381,11 @@ class Engine:
         losses."""
         rank_of, x, every = self.gpt.placement, None, []
         at_end = len(rank_of) - 1
-        shape, dtype, device = self.message
+        _, dtype, device = self.message
+        shape = (len(batch.positions), self.config.width)
         for stage, chain in self.stages.items():
             if stage > 0 and rank_of[stage - 1] != rank_of[stage]:
-                x = torch.empty(tuple(shape), dtype=dtype, device=device)
+                x = torch.empty(shape, dtype=dtype, device=device)
                 dist.recv(x, group_src=rank_of[stage - 1], group=self.mesh.group("pp"))
             x, losses = chain.evaluate(x, batch, final if stage == at_end else None)
             every.append(losses)
@@ -394,9 +398,9 @@ class Engine:
     ) -> Tensor:
         """Continue `prompt` (int64 [n]) by `length` sampled tokens; the same on every rank.
 
-        The whole window is run again for every token, through all stages: simple, and right on
-        every mesh. A window longer than the model's sequence drops its oldest tokens. Temperature 0
-        takes the likeliest token.
+        The whole window is run again for every token, through all stages, as one sequence: simple,
+        and right on every mesh. A window longer than the model's sequence drops its oldest tokens.
+        Temperature 0 takes the likeliest token.
         """
         if temperature < 0:
             raise ValueError(f"temperature must not be negative, got {temperature}")
@@ -413,22 +417,36 @@ class Engine:
 
     def _next_logits(self, tokens: list[int]) -> tuple[Tensor | None, int]:
         """The logits [1, V] after `tokens`, on the ranks that hold the last of them, and one of
-        these ranks."""
-        size, layout = self.config.seq_len, self.gpt.layout
+        these ranks.
+
+        One sequence goes through the stages (with sequence parallelism as many copies as tensor
+        ranks can share), and one token of it through the head.
+        """
+        size, layout, tp = self.config.seq_len, self.gpt.layout, self.mesh.size("tp")
         window = tokens[-size:]
+        if layout.parts == 1:  # it may be shorter: in steps, for the sake of kernels' shapes
+            size = min(size, -(-len(window) // _STEP) * _STEP)
+        local = size if layout.parts == 1 else layout.local_len
+        copies = tp // math.gcd(tp, local) if self.gpt.sequence_parallel else 1
         padded = torch.tensor(window + [0] * (size - len(window)), device=self.device)
-        padded = padded.expand(self.micro_batch_size, size)
+        padded = padded.expand(copies, size)
         ones = torch.ones((), device=self.device)
         batch = self.gpt.micro_batch(padded, torch.full_like(padded, -100), ones)
-        logits, _ = self._forward(batch, self.gpt.logits)
         at = len(window) - 1
         owner = layout.owner(at)
-        source = self.mesh.sizes.rank_at(dp=0, cp=owner, tp=0, pp=self.gpt.placement[-1])
-        if logits is None or self.mesh.index("cp") != owner:
-            return None, source
-        row = layout.positions(owner).tolist().index(at)
-        whole = gather(logits[row : row + 1], self.mesh.group("tp"), dim=-1)
-        return whole[:, : self.config.vocab_size], source
+        here = self.mesh.index("cp") == owner
+        row = layout.positions(owner).tolist().index(at) if here else 0
+
+        def final(x: Tensor | None, batch: MicroBatch) -> Tensor:
+            if self.gpt.sequence_parallel:
+                x = gather(x, self.mesh.group("tp"))
+            # With sequence parallelism the head takes a token of every tensor rank: this, tp times.
+            logits = self.gpt.logits(x[row : row + 1], batch)[:1]
+            return gather(logits, self.mesh.group("tp"), dim=-1)[:, : self.config.vocab_size]
+
+        logits, _ = self._forward(batch, final)
+        source = self.mesh.sizes.rank_at(cp=owner, pp=self.gpt.placement[-1])
+        return (logits if here else None), source
 
     # ------------------------------------------------------------------ state in and out
 

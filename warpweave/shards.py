@@ -106,7 +106,7 @@ def use_local(module: nn.Module, sums: dict[str, Groups]) -> list[Any]:
 
 def check_alike(model: nn.Module, groups: Groups) -> None:
     """Raise ValueError, on every rank, unless the ranks of all groups hold the same parameters."""
-    sums = torch.stack([p.detach().double().sum() for p in model.parameters()])
+    sums = torch.stack([p.detach().sum(dtype=torch.float64) for p in model.parameters()])
     for (name, _), alike in zip(model.named_parameters(), _alike(sums, groups), strict=True):
         if not alike:
             raise ValueError(
