@@ -19,7 +19,6 @@ Mesh(dp=4, cp=2, dp_shard=2):
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -42,8 +41,12 @@ def factors(axis: str) -> tuple[str, ...]:
 
     ("ring", "ulysses") for "cp", ("tp",) for "tp".
     """
-    parts = (SPLITS | PRODUCTS).get(axis)
-    return (axis,) if parts is None else tuple(f for part in parts for f in factors(part))
+    if axis not in SPLITS and axis not in PRODUCTS:
+        return (axis,)
+    found: tuple[str, ...] = ()
+    for part in SPLITS[axis] if axis in SPLITS else PRODUCTS[axis]:
+        found += factors(part)
+    return found
 
 
 @dataclass(frozen=True)
@@ -105,24 +108,22 @@ class Mesh:
 
     def size(self, axis: str) -> int:
         """Ranks along `axis`: one of the four, a part of one, or a product."""
-        lengths = self._lengths()
-        return math.prod(lengths[f] for f in factors(axis))
+        lengths, size = self._lengths(), 1
+        for f in factors(axis):  # torch.compile reads loops
+            size *= lengths[f]
+        return size
 
     def index(self, axis: str, rank: int) -> int:
         """Coordinate of `rank` along `axis`; raises ValueError for a rank outside the mesh."""
-        at, lengths, index = self._place(rank), self._lengths(), 0
-        for f in factors(axis):
-            index = index * lengths[f] + at[f]
-        return index
-
-    def _place(self, rank: int) -> dict[str, int]:
-        """Coordinates of `rank` on the `factors` of the world."""
-        if not 0 <= rank < self.world:
-            raise ValueError(f"rank {rank} is outside the mesh of {self.world} ranks")
-        at = {}
+        inside, rest, index, stride = factors(axis), rank, 0, 1
         for f, length in reversed(self._lengths().items()):
-            rank, at[f] = divmod(rank, length)
-        return at
+            rest, at = divmod(rest, length)
+            if f in inside:
+                index += at * stride
+                stride *= length
+        if rest:
+            raise ValueError(f"rank {rank} is outside the mesh of {self.world} ranks")
+        return index
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Axis name -> coordinate of `rank` on the four axes; the inverse of `rank_at`."""
@@ -148,8 +149,7 @@ class Mesh:
         others = [f for f in factors("world") if f not in factors(axis)]
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world):
-            at = self._place(rank)
-            groups.setdefault(tuple(at[f] for f in others), []).append(rank)
+            groups.setdefault(tuple(self.index(f, rank) for f in others), []).append(rank)
         return list(groups.values())
 
     def describe(self, rank: int) -> str:

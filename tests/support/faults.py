@@ -180,8 +180,8 @@ FAULTS = (
     Fault(
         "mesh-data-index",
         "parallel/mesh.py",
-        "for f in factors(axis):\n            index = ",
-        "for f in reversed(factors(axis)):\n            index = ",
+        "for f, length in reversed(self._lengths().items()):",
+        "for f, length in self._lengths().items():",
         "with dp and cp a rank takes another's ZeRO slice for its own",
     ),
     Fault(
