@@ -45,7 +45,8 @@ class ParamRecord:
         init: "zeros", "ones", or a standard deviation.
         decay: weight decay applies.
         tied: the stages that hold a copy, first is the owner; () if only one stage holds it.
-        group: the axis of the mesh over which its gradient is summed and ZeRO shards lie.
+        sum_over: the axis of the mesh whose ranks saw different tokens of those that it works on:
+            its gradient is summed over them, and ZeRO shards lie there.
     """
 
     name: str
@@ -55,7 +56,7 @@ class ParamRecord:
     init: str | float = 0.02
     decay: bool = True
     tied: tuple[int, ...] = ()
-    group: str = "data"
+    sum_over: str = "data"
 
     def renamed(self, name: str) -> ParamRecord:
         """The same record under another name."""

@@ -281,7 +281,7 @@ def test_each_planted_fault_is_seen(module: str, text: str) -> None:
         ("warpweave.layers.norm", "from warpweave.kernels import norm\nimport torch"),
         ("warpweave.kernels.runtime.dispatch", "from warpweave.kernels.reference import x"),
         ("warpweave.kernels.norm.forward", "from warpweave.kernels.norm.shared import load"),
-        ("warpweave.parallel.pipeline.stage", "from warpweave.parallel.data.zero import Unit"),
+        ("warpweave.parallel.pipeline.stage", "from warpweave.parallel.data.unit import Unit"),
         ("warpweave.prove.proof", "from warpweave.engine import Engine"),
         ("warpweave.tune", "from warpweave.tune.command import main"),
         ("warpweave.__main__", "from warpweave import __version__, cli"),

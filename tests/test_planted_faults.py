@@ -42,7 +42,8 @@ from warpweave.parallel.context import ring
 from warpweave.parallel.data.flat import FlatLayout
 from warpweave.parallel.data.optimizer import AdamW
 from warpweave.parallel.data.reduce import FlatGradients
-from warpweave.parallel.data.zero import Unit, ZeroOptimizer
+from warpweave.parallel.data.unit import Unit, make_unit
+from warpweave.parallel.data.zero import ZeroOptimizer
 from warpweave.parallel.mesh import ConnectedMesh, Mesh, single
 from warpweave.parallel.pipeline.stage import ChainStage
 from warpweave.parallel.shard import ParamRecord
@@ -139,7 +140,7 @@ def _trained(mesh: ConnectedMesh) -> dict[str, torch.Tensor]:
     """Gradients and weights of three Adam steps on a block with a norm over heads."""
     model = _NormOverHeads(mesh)
     records = gpt.collect_records(model)
-    unit = Unit("heads", [(records[n], p) for n, p in model.named_parameters()], mesh)
+    unit = make_unit("heads", [(records[n], p) for n, p in model.named_parameters()], mesh)
     optimizer = ZeroOptimizer([unit], mesh, AdamW())
     generator = torch.Generator().manual_seed(1)
     x, dy = torch.randn(2, 5, 8, generator=generator, dtype=torch.float64)
@@ -653,10 +654,10 @@ def reduction_overtakes_its_producer(mesh):
         before.update((u.gradients, u.gradients.flat.clone()) for u in self.units)
         return right_backward(self, mb, dy)
 
-    def reduce(self, following=()):
+    def reduce(self, following=(), **options):
         for gradients in (self, *following):
             gradients.flat.copy_(before[gradients])
-        right(self, following)
+        right(self, following, **options)
 
     return [(ChainStage, "backward", backward), (FlatGradients, "start", reduce)]
 

@@ -30,7 +30,7 @@ from warpweave.config import GPTConfig, ParallelPlan
 from warpweave.dtypes import DTYPES
 from warpweave.kernels.norm import forward as norm
 from warpweave.launch import Session, Stopped
-from warpweave.parallel.data import parameters, reduce, zero
+from warpweave.parallel.data import parameters, reduce, unit, zero
 from warpweave.parallel.mesh import AXES, Mesh, single
 from warpweave.parallel.shard import ParamRecord
 from warpweave.parallel.words import Strategy
@@ -256,14 +256,14 @@ FAULTS = {
         _with_valid(lambda valid, labels: valid * len(labels))),
     "tied gradients not summed over the stages": (PP, engines._EngineStage, "tie",
                                                   lambda _: lambda self: None),
-    "tied parameter counted twice in the norm": (PP, zero.Unit, "counted_grads", _count_all),
+    "tied parameter counted twice in the norm": (PP, unit.Unit, "counted_grads", _count_all),
     "replicated parameters counted once per tensor rank": (
-        Layout(Mesh(tp=2)), zero.Unit, "counted_grads", _count_all),
+        Layout(Mesh(tp=2)), unit.Unit, "counted_grads", _count_all),
     "norm and row-bias gradients not summed over tensor ranks": (
         SP, zero.ZeroOptimizer, "sum_partials", lambda _: lambda self: None),
     "gradients not summed over context ranks": (
         Layout(Mesh(cp=2)), reduce.FlatGradients, "start",
-        lambda _: lambda self, following=(): None),
+        lambda _: lambda self, following=(), **options: None),
     "every tensor rank loads the first one's slice": (
         Layout(Mesh(tp=2), style="llama"), ParamRecord, "slice",
         lambda original: lambda self, full, at: original(self, full, at | {"tp": 0})),

@@ -17,7 +17,8 @@ from warpweave.layers.mlp import MLP
 from warpweave.parallel import collectives, tensor
 from warpweave.parallel.context import Links, check_strategy, context_attention
 from warpweave.parallel.data.optimizer import SGD
-from warpweave.parallel.data.zero import Unit, ZeroOptimizer
+from warpweave.parallel.data.unit import make_unit
+from warpweave.parallel.data.zero import ZeroOptimizer
 from warpweave.parallel.layout import SequenceLayout
 from warpweave.parallel.mesh import Mesh, single
 from warpweave.parallel.pipeline.execute import execute
@@ -59,7 +60,7 @@ def _layout(*of: tuple[int, ...], parts: int = 2) -> SequenceLayout:
 
 def _optimizer(clip: float | None) -> ZeroOptimizer:
     p = torch.nn.Parameter(torch.zeros(3))
-    unit = Unit("unit", [(ParamRecord("p", (3,)), p)], single())
+    unit = make_unit("unit", [(ParamRecord("p", (3,)), p)], single())
     return ZeroOptimizer([unit], single(), SGD(), clip=clip)
 
 

@@ -19,7 +19,7 @@ from warpweave.kernels.runtime.wgrad import wgrad
 from warpweave.layers.records import collect_records
 from warpweave.parallel.context import attention
 from warpweave.parallel.context.kept import Kept
-from warpweave.parallel.data.zero import Unit
+from warpweave.parallel.data.unit import Unit, make_unit
 from warpweave.parallel.mesh import ConnectedMesh, Mesh, single
 from warpweave.parallel.pipeline.losses import LOSS
 from warpweave.parallel.pipeline.stage import ChainStage, Segment
@@ -64,7 +64,9 @@ def _layers(count: int, dtype: torch.dtype = torch.float32) -> list[_Layer]:
 
 def _unit(k: int, layer: nn.Module, mesh, stage: int = 0) -> Unit:
     records = {n: r.renamed(f"{k}.{n}") for n, r in collect_records(layer).items()}
-    return Unit(f"{k}", [(records[n], p) for n, p in layer.named_parameters()], mesh, zero=stage)
+    return make_unit(
+        f"{k}", [(records[n], p) for n, p in layer.named_parameters()], mesh, zero=stage
+    )
 
 
 def _chain(
@@ -300,9 +302,9 @@ class _Trace:
             weight.register_hook(lambda g, k=k: self._backward(k))
 
     def _noted(self, event: str, k: int, fn, state):
-        def run(*following):
+        def run(*following, **options):
             before = state()
-            fn(*following)
+            fn(*following, **options)
             if event == "reduce":
                 self.messages.append(1 + sum(map(len, following)))
             if event != "gather" or state() is not before:
@@ -423,7 +425,7 @@ def test_gathers_start_ahead_parameters_are_freed_and_reductions_start_early():
 
 def test_what_stands_in_for_the_last_segment_is_run_once_and_no_other_is_left_out() -> None:
     p = nn.Parameter(torch.ones(1))
-    unit = Unit("unit", [(ParamRecord("p", (1,)), p)], single())
+    unit = make_unit("unit", [(ParamRecord("p", (1,)), p)], single())
     chain = [
         Segment(str(k), lambda x, batch, k=k: 10 * (batch if x is None else x) + k, (unit,))
         for k in range(1, 4)
@@ -441,8 +443,8 @@ def _two_kinds(mesh: ConnectedMesh) -> None:
     for name, dtype in (("a", torch.float32), ("b", torch.float64), ("c", torch.float32),
                         ("d", torch.float32)):  # fmt: skip
         p = nn.Parameter(torch.ones(2, dtype=dtype))
-        record = ParamRecord(name, (2,), group="dp" if name == "d" else "data")
-        units.append(Unit(name, [(record, p)], mesh))
+        record = ParamRecord(name, (2,), sum_over="dp" if name == "d" else "data")
+        units.append(make_unit(name, [(record, p)], mesh))
     segments = [Segment(u.name, lambda x, _: x, (u,)) for u in units]
     stage = ChainStage(segments)
     assert units[2].gradients.is_before(units[0].gradients)  # complete in the other order
@@ -465,7 +467,7 @@ def test_gradients_of_two_dtypes_or_groups_are_reduced_in_their_own() -> None:
 
 def test_a_parameter_that_a_step_does_not_reach_has_no_gradient() -> None:
     p, q = (nn.Parameter(torch.ones(3)) for _ in "pq")
-    unit = Unit("unit", [(ParamRecord("p", (3,)), p), (ParamRecord("q", (3,)), q)], single())
+    unit = make_unit("unit", [(ParamRecord("p", (3,)), p), (ParamRecord("q", (3,)), q)], single())
     for loss, grads in ((lambda: (p + 2 * q).sum(), (1, 2)), (lambda: (3 * p).sum(), (3, 0))):
         unit.gradients.before_backward()
         loss().backward()

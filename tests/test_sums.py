@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from warpweave.parallel import collectives, tensor
 from warpweave.parallel.collectives import group_rank, group_size
 from warpweave.parallel.data.optimizer import SGD, AdamW
-from warpweave.parallel.data.zero import Unit, ZeroOptimizer
+from warpweave.parallel.data.unit import make_unit
+from warpweave.parallel.data.zero import ZeroOptimizer
 from warpweave.parallel.mesh import ConnectedMesh, Mesh, single
 from warpweave.parallel.shard import Cut, ParamRecord
 
@@ -299,7 +300,7 @@ def _zero(mesh: ConnectedMesh, stage: int) -> None:
         record = ParamRecord(name, shape, cuts, ("tp",) if partial and tp > 1 else ())
         start = record.slice(whole(len(name) + pp, *shape), mesh.coords)
         params.append((record, nn.Parameter(start.to(torch.bfloat16))))
-    unit = Unit("unit", params, mesh, zero=stage)
+    unit = make_unit("unit", params, mesh, zero=stage)
     optimizer = ZeroOptimizer([unit], mesh, SGD(momentum=0.0), clip=None)
     for micro in range(3):
         unit.parameters.unshard()
@@ -346,7 +347,7 @@ def test_gradients_in_16_bits_are_summed_in_fp32_over_micro_batches_and_ranks(me
 @pytest.mark.parametrize("rule", [AdamW(), SGD()])
 def test_an_update_after_two_to_the_24_is_counted_and_none_that_was_skipped(rule) -> None:
     """fp32 has no odd numbers there."""
-    unit = Unit("unit", [(ParamRecord("p", (3,)), nn.Parameter(torch.ones(3)))], single())
+    unit = make_unit("unit", [(ParamRecord("p", (3,)), nn.Parameter(torch.ones(3)))], single())
     optimizer = ZeroOptimizer([unit], single(), rule)
     optimizer.load_state({"count": 2.0**24})
     for gradient in (0.0, 1.0, math.inf, 2.0):

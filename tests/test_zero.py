@@ -24,7 +24,8 @@ from warpweave.layers.records import collect_records
 from warpweave.parallel import mesh as mesh_tables
 from warpweave.parallel.data import parameters, reduce
 from warpweave.parallel.data.optimizer import SGD, AdamW, LossScale
-from warpweave.parallel.data.zero import Unit, ZeroOptimizer
+from warpweave.parallel.data.unit import Unit, make_unit
+from warpweave.parallel.data.zero import ZeroOptimizer
 from warpweave.parallel.mesh import Mesh, single
 from warpweave.parallel.pipeline.losses import LOSS
 from warpweave.parallel.pipeline.stage import ChainStage, Segment
@@ -116,7 +117,7 @@ def _units(mesh, stage: int, dtype=torch.float64) -> list[Unit]:
                 (record, nn.Parameter(record.slice(_start(name, shape), mesh.coords).to(dtype)))
             )
         tied = unit == "embedding" and mesh.size("pp") > 1
-        units.append(Unit(unit, params, mesh, zero=stage, tied=tied, owner=not last))
+        units.append(make_unit(unit, params, mesh, zero=stage, tied=tied, owner=not last))
     return units
 
 
@@ -149,7 +150,7 @@ def _accumulate(unit: Unit, mesh, step: int, scale: float = 1.0, poison: int | N
             unit.params[-1][1].grad.view(-1)[0] = float("inf")
         unit.parameters.reshard()
         if unit.placement.grad or mb == MICRO_BATCHES - 1:
-            unit.gradients.start()
+            unit.gradients.start(last=mb == MICRO_BATCHES - 1)
     unit.gradients.finish()
 
 
@@ -207,6 +208,9 @@ MESHES = {
     2: [Mesh(dp=2), Mesh(cp=2), Mesh(tp=2), Mesh(pp=2)],
     3: [Mesh(dp=3), Mesh(tp=3)],
     4: [Mesh(dp=4), Mesh(dp=2, cp=2), Mesh(dp=2, tp=2), Mesh(cp=2, pp=2), Mesh(tp=2, pp=2)],
+    "4 hybrid": [Mesh(dp=4, dp_shard=2), Mesh(dp=2, cp=2, dp_shard=1)],
+    "6 hybrid": [Mesh(dp=6, dp_shard=3), Mesh(dp=6, dp_shard=2)],
+    "8 hybrid": [Mesh(dp=4, tp=2, dp_shard=2), Mesh(dp=4, pp=2, dp_shard=2)],
 }
 
 
@@ -216,7 +220,7 @@ def test_one_device_equals_textbook_adamw_with_a_global_clip():
 
 @pytest.mark.parametrize("world", MESHES)
 def test_every_stage_on_every_mesh_equals_textbook_adamw_with_a_global_clip(world):
-    run_threads(world, _check_meshes, MESHES[world])
+    run_threads(MESHES[world][0].world, _check_meshes, MESHES[world])
 
 
 def test_so_it_does_on_processes():
@@ -415,7 +419,7 @@ def _chain(mesh, stage: int, dtype, layers: int = 3, width: int = 8):
         linear = nn.Linear(width, width, dtype=dtype)
         records = {n: r.renamed(f"{k}.{n}") for n, r in collect_records(linear).items()}
         params = [(records[n], p) for n, p in linear.named_parameters()]
-        unit = Unit(f"linear {k}", params, mesh, zero=stage)
+        unit = make_unit(f"linear {k}", params, mesh, zero=stage)
         last = k == layers - 1
         segments.append(Segment(unit.name, _layer(linear, last), (unit,)))
     chain = ChainStage(segments)
@@ -504,7 +508,7 @@ def _two_chains(rank: int) -> None:
     mesh = Mesh(dp=2).connect()
     linear = nn.Linear(4, 4, bias=False)
     params = [(collect_records(ColumnParallelLinear(4, 4, bias=False))["weight"], linear.weight)]
-    shared = Unit("shared", params, mesh)
+    shared = make_unit("shared", params, mesh)
     first = ChainStage([Segment("a", lambda x, _: linear(x), (shared,))])
     home = shared.gradients.flat.data_ptr()
     other = _units(mesh, 0)[0]
@@ -650,12 +654,12 @@ def test_wrong_stages_dtypes_and_shapes_are_refused_in_one_line():
     weight = nn.Parameter(torch.zeros(3, 2))
     record = ParamRecord("w", (3, 2))
     with pytest.raises(ValueError, match="zero must be one of 0, 1, 2, 3, got 4"):
-        Unit("u", [(record, weight)], single(), zero=4)
+        make_unit("u", [(record, weight)], single(), zero=4)
     half = (ParamRecord("h", (2,)), nn.Parameter(torch.zeros(2, dtype=torch.float16)))
     with pytest.raises(ValueError, match=r"unit u mixes parameter dtypes .*float16.*float32"):
-        Unit("u", [(record, weight), half], single())
+        make_unit("u", [(record, weight), half], single())
     with pytest.raises(ValueError, match=r"w has shape \(3, 2\), its record says \(2, 3\)"):
-        Unit("u", [(ParamRecord("w", (2, 3)), weight)], single())
+        make_unit("u", [(ParamRecord("w", (2, 3)), weight)], single())
 
 
 # -------------------------------------------------------------------------- another optimizer
@@ -736,10 +740,10 @@ def _expert_units(mesh, zero: int) -> list[Unit]:
     params: dict[str, list] = {"dp": [], "data": []}
     for name, (shape, cuts) in EXPERTS.items():
         cut = tuple(Cut(axis, dim, mesh.size(axis)) for axis, dim in cuts.items())
-        record = ParamRecord(name, shape, cut, decay=False, group="dp" if cuts else "data")
+        record = ParamRecord(name, shape, cut, decay=False, sum_over="dp" if cuts else "data")
         local = record.slice(_start(name, shape), mesh.coords)
-        params[record.group].append((record, nn.Parameter(local.clone())))
-    return [Unit(axis, params[axis], mesh, zero=zero) for axis in params]
+        params[record.sum_over].append((record, nn.Parameter(local.clone())))
+    return [make_unit(axis, params[axis], mesh, zero=zero) for axis in params]
 
 
 def _experts(rank: int, sizes: dict[str, int], folder) -> None:
@@ -792,10 +796,14 @@ def _unlike_stages(rank: int) -> None:
     whole = {n: _start(n, shape) for n, (shape, _) in EXPERTS.items()}
     truth = math.sqrt(sum(float(t.square().sum()) for t in whole.values()))
     for zero in range(4):
-        units = [u for u in _expert_units(mesh, zero) if u.axis == ("data", "dp")[stage]]
+        units = [
+            u for u in _expert_units(mesh, zero) if u.placement.sum_over == ("data", "dp")[stage]
+        ]
         optimizer = ZeroOptimizer(units, mesh, AdamW(), clip=CLIP)
         for unit in units:
-            first = mesh.index(unit.axis) == 0  # one rank has the gradient, the others add nothing
+            first = (
+                mesh.index(unit.placement.sum_over) == 0
+            )  # one rank has the gradient, the others add nothing
             _add(unit, [first * r.slice(whole[r.name], mesh.coords) for r, _ in unit.params])
             unit.gradients.start()
             unit.gradients.finish()

@@ -24,7 +24,8 @@ from warpweave.modes import in_mode
 from warpweave.parallel import schedule as schedules
 from warpweave.parallel.collectives import Pending, gather, start_all_reduce_
 from warpweave.parallel.data.optimizer import AdamW, LossScale, Rule
-from warpweave.parallel.data.zero import Unit, ZeroOptimizer
+from warpweave.parallel.data.unit import Unit
+from warpweave.parallel.data.zero import ZeroOptimizer
 from warpweave.parallel.mesh import ConnectedMesh
 from warpweave.parallel.pipeline import Distributed, Like, execute
 from warpweave.parallel.pipeline.losses import Losses
@@ -225,7 +226,7 @@ class Engine:
     def _make_schedule(self) -> schedules.Schedule:
         """The plan's schedule with everything that happens once a step, and all communication."""
         lists = self.plan.make_schedule(self.mesh.size("pp"))
-        if self.plan.early_gradients and not (self.plan.zero >= 2 and self.mesh.size("data") > 1):
+        if self.plan.early_gradients and not (self.plan.zero >= 2 and self.mesh.size("shard") > 1):
             lists = schedules.send_first(lists)
         lists = schedules.with_reduce(schedules.with_comm(lists))
         if self.config.tied:

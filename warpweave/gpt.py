@@ -28,7 +28,7 @@ from warpweave.layers.records import collect_records
 from warpweave.parallel.collectives import Pending
 from warpweave.parallel.context import Links, Strategy, measure_links
 from warpweave.parallel.context.explain import table
-from warpweave.parallel.data.zero import Unit
+from warpweave.parallel.data.unit import Unit, make_unit
 from warpweave.parallel.layout import SequenceLayout, cut
 from warpweave.parallel.mesh import ConnectedMesh, connected
 from warpweave.parallel.pipeline.losses import LOSS, Output, add_losses, split_losses
@@ -392,7 +392,9 @@ class GPT(nn.Module):
         def unit(name: str, prefixes: tuple[str, ...], tied: bool = False) -> Unit:
             chosen = [(records[n], p) for n, p in params.items() if n.startswith(prefixes)]
             owner = self.first or not tied
-            return Unit(name, chosen, self.mesh, zero=zero, device=device, tied=tied, owner=owner)
+            return make_unit(
+                name, chosen, self.mesh, zero=zero, device=device, tied=tied, owner=owner
+            )
 
         shared = None
         if self.config.tied and (self.first or self.last):

@@ -1,4 +1,4 @@
-"""A unit's parameters in one flat buffer: whole on every data rank, or a slice on each (ZeRO 3).
+"""A unit's parameters in one flat buffer: whole on every rank, or a slice on each (ZeRO 3).
 
 ``unshard`` starts an all-gather and ``wait`` ends it, so that a unit's parameters travel while
 another unit computes.
@@ -18,16 +18,17 @@ from warpweave.parallel.shard import ParamRecord
 
 
 class FlatParameters:
-    """Storage of parameters as views of one flat buffer, and its gathering over the data group.
+    """Storage of parameters as views of one flat buffer, and its gathering over the shard group.
 
     Args:
         layout: where each of them lies.
         params: (record, parameter) pairs of one dtype; their ``.data`` become views.
-        group: the data ranks; None is one.
+        group: the ranks that shards lie over; None is one.
         sharded: between uses only this rank's slice is kept.
         device: where the buffers live.
 
     Attributes:
+        layout, params, group: as given.
         flat: [layout.size], the whole buffer; without memory while not `materialised`.
         shard: [layout.slice_size], this rank's slice of sharded parameters; otherwise None.
     """
@@ -41,7 +42,7 @@ class FlatParameters:
         sharded: bool,
         device: torch.device,
     ) -> None:
-        self.layout, self.group = layout, group
+        self.layout, self.params, self.group = layout, list(params), group
         dtype = params[0][1].dtype
         self.flat = torch.zeros(layout.size, dtype=dtype, device=device)
         self.shard = self.flat.new_zeros(layout.slice_size) if sharded else None
@@ -80,7 +81,7 @@ class FlatParameters:
         self._gather = all_gather_into(self.flat, self.shard, group=self.group, async_op=True)
 
     def publish(self) -> None:
-        """Start giving every data rank the slices of whole parameters that the others updated."""
+        """Start giving every rank the slices of whole parameters that the others updated."""
         self._gather = all_gather_into(self.flat, self.own, group=self.group, async_op=True)
 
     def wait(self) -> None:

@@ -7,6 +7,7 @@ every reduction is a SUM: the loss was divided by the global number of valid tok
     whole result            one all-reduce a step
     sharded result          one reduce-scatter a step
     sharded accumulation    one reduce-scatter per micro-batch; the accumulator is freed in between
+    replicas of shards      then, once a step, one all-reduce of the slice over the replicas
 """
 
 from __future__ import annotations
@@ -23,12 +24,15 @@ from warpweave.parallel.shard import ParamRecord
 
 
 class FlatGradients:
-    """The gradient buffer of a unit and its reduction over the data group.
+    """The gradient buffer of a unit and its reduction over the data ranks.
 
     Args:
         layout: where each parameter's gradient lies.
         params: the (record, parameter) pairs whose ``.grad`` become views.
-        group: the data ranks; None is one.
+        group: the ranks over which it is reduced, those of one shard group if the result is
+            sharded; None is one.
+        replicas: the ranks that hold the same slice of a sharded result, over which it is summed
+            afterwards; None is one.
         sharded_result: each rank gets the sum of its own slice, otherwise every rank the whole sum.
         sharded_accumulation: reduce after every micro-batch and keep only the slice; then
             `sharded_result`, too.
@@ -47,12 +51,13 @@ class FlatGradients:
         params: Sequence[tuple[ParamRecord, nn.Parameter]],
         group: dist.ProcessGroup | None,
         *,
+        replicas: dist.ProcessGroup | None = None,
         sharded_result: bool,
         sharded_accumulation: bool,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.layout, self.group = layout, group
+        self.layout, self.group, self.replicas = layout, group, replicas
         self.sharded_result, self.sharded_accumulation = sharded_result, sharded_accumulation
         self._params = tuple(params)
         for _, param in self._params:
@@ -61,7 +66,9 @@ class FlatGradients:
             self.reduced = torch.zeros(layout.slice_size, dtype=dtype, device=device)
         self.place(torch.zeros(layout.size, dtype=dtype, device=device))
         self.joined = False  # `end_to_end` has decided where the gradients lie
-        self._in_flight: tuple[dist.Work, Tensor] | None = None
+        self._in_flight: tuple[dist.Work, Tensor] | None = None  # over `group`
+        self._is_last = False  # of the step
+        self._over_replicas: dist.Work | None = None
         # What holds nothing yet is overwritten, not added to.
         self._flat_is_stale = False
         self._reduced_is_stale = True
@@ -122,10 +129,12 @@ class FlatGradients:
 
     # ------------------------------------------------------------------ reduction
 
-    def start(self, following: Sequence[FlatGradients] = ()) -> None:
-        """Start summing the accumulated gradients over the data group; `finish` ends it.
+    def start(self, following: Sequence[FlatGradients] = (), *, last: bool = True) -> None:
+        """Start summing the accumulated gradients over `group`; `finish` ends it.
 
-        Those of `following`, which lie right behind (`is_before`), come in the same message.
+        Those of `following`, which lie right behind (`is_before`), come in the same message. `last`
+        is False for sharded accumulation before the step's last micro-batch: the sum over replicas
+        waits for that.
         """
         if self.group is None:
             return
@@ -139,10 +148,13 @@ class FlatGradients:
         self.finish()  # at most one reduction in flight
         out = self.reduced if self._reduced_is_stale else torch.empty_like(self.reduced)
         work = reduce_scatter_into(out, self.flat, group=self.group, async_op=True)
-        self._in_flight = (work, out)
+        self._in_flight, self._is_last = (work, out), last
 
-    def finish(self) -> None:
-        """Wait for the reduction in flight, add it to the reduced slice, free what is not kept."""
+    def advance(self) -> None:
+        """Wait for the reduction over `group`, add it to the reduced slice, free what is not kept.
+
+        After the step's last it starts the sum over replicas, which `finish` ends.
+        """
         if self._in_flight is None:
             return
         work, out = self._in_flight
@@ -153,6 +165,15 @@ class FlatGradients:
         self._reduced_is_stale = False
         if self.sharded_accumulation:
             free(self.flat)
+        if self._is_last and self.replicas is not None:
+            self._over_replicas = dist.all_reduce(self.reduced, group=self.replicas, async_op=True)
+
+    def finish(self) -> None:
+        """Wait for all that `start` began: `reduced` is the sum."""
+        self.advance()
+        if self._over_replicas is not None:
+            self._over_replicas.wait()
+            self._over_replicas = None
 
     def is_before(self, other: FlatGradients) -> bool:
         """Whether the whole gradients `other` lie right behind these, as `end_to_end` lays them."""

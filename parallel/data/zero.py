@@ -1,15 +1,4 @@
-"""ZeRO stages 0 to 3 as one code path: flat units whose three states are replicated or sharded.
-
-A unit is the parameters of one block, laid end to end in one flat buffer (`flat`). Its parameters
-(`parameters`), gradients (`reduce`) and optimizer state (`optimizer`) each have a placement over
-the ranks of its data axis, by default ``data`` = dp x cp, and the four stages of ZeRO (Rajbhandari
-et al. 2020, arXiv:1910.02054) are four triples:
-
-    stage   param       grad        optim
-    0       replicate   replicate   replicate     all-reduce of gradients
-    1       replicate   replicate   shard         one reduce-scatter a step, then an all-gather
-    2       replicate   shard       shard         reduce-scatter after every micro-batch
-    3       shard       shard       shard         and all-gather before every use
+"""The optimizer of ZeRO stages 0 to 3 as one code path, whatever the placement of its units.
 
 Every element is counted once in the global norm: along each axis over which the norm is summed, by
 all ranks if they hold different values and by the first if they hold the same; by the owner if
@@ -18,165 +7,16 @@ pipeline stages share it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from warpweave.kernels.adamw import sum_of_squares
-from warpweave.parallel.collectives import all_gather_into
-from warpweave.parallel.data.flat import FlatLayout
-from warpweave.parallel.data.optimizer import LossScale, OptimizerState, Piece, Rule, master_dtype
-from warpweave.parallel.data.parameters import FlatParameters
-from warpweave.parallel.data.reduce import FlatGradients
+from warpweave.parallel.data.optimizer import LossScale, Piece, Rule
+from warpweave.parallel.data.unit import Unit
 from warpweave.parallel.mesh import ConnectedMesh, factors
-from warpweave.parallel.shard import ParamRecord
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Which of the three states is sharded over the data ranks."""
-
-    param: bool
-    grad: bool
-    optim: bool
-
-
-PLACEMENTS = {
-    0: Placement(param=False, grad=False, optim=False),
-    1: Placement(param=False, grad=False, optim=True),
-    2: Placement(param=False, grad=True, optim=True),
-    3: Placement(param=True, grad=True, optim=True),
-}
-
-
-class Unit:
-    """One block's parameters: their flat layout, storage, gradients and optimizer state.
-
-    Args:
-        name: for messages.
-        params: (record, parameter) pairs of one dtype and one ``record.group``. Their ``.data`` and
-            ``.grad`` become views into the unit's flat buffers; their values move with them (zeros
-            from meta).
-        mesh: this rank's place; shards lie over its ``record.group`` axis.
-        zero: ZeRO stage, 0 to 3.
-        device: where the buffers live.
-        tied: another pipeline stage holds the same (tied) parameters.
-        owner: False if another stage owns this (tied) parameter and counts it in the norm.
-
-    Raises:
-        ValueError: another stage than these, several dtypes or groups, or a shape that is not its
-            record's.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        params: Iterable[tuple[ParamRecord, nn.Parameter]],
-        mesh: ConnectedMesh,
-        *,
-        zero: int = 0,
-        device: torch.device | str = "cpu",
-        tied: bool = False,
-        owner: bool = True,
-    ) -> None:
-        if zero not in PLACEMENTS:
-            raise ValueError(f"zero must be one of 0, 1, 2, 3, got {zero}")
-        self.name, self.mesh, self.tied, self.owner = name, mesh, tied, owner
-        given = {record.name: (record, param) for record, param in params}
-        dtypes = {param.dtype for _, param in given.values()}
-        if len(dtypes) != 1:
-            raise ValueError(f"unit {name} mixes parameter dtypes {sorted(map(str, dtypes))}")
-        axes = {record.group for record, _ in given.values()}
-        if len(axes) != 1:
-            raise ValueError(f"unit {name} mixes gradients summed over {sorted(axes)}")
-        (dtype,), (self.axis,) = dtypes, axes
-        group = mesh.group(self.axis)
-        self.placement = place = PLACEMENTS[zero if group is not None else 0]
-        self.layout = layout = FlatLayout(
-            (record for record, _ in given.values()), mesh.size(self.axis), mesh.index(self.axis)
-        )
-        self.params = [given[record.name] for record in layout.records]
-        device = torch.device(device)
-        self.parameters = FlatParameters(
-            layout, self.params, group, sharded=place.param, device=device
-        )
-        self.gradients = FlatGradients(
-            layout,
-            self.params,
-            group,
-            sharded_result=place.optim,
-            sharded_accumulation=place.grad,
-            dtype=master_dtype(dtype),
-            device=device,
-        )
-        region = layout.own if place.optim else slice(0, layout.size)
-        self.state = OptimizerState(self.parameters, region)
-
-    # ------------------------------------------------------------------ pieces of the gradients
-
-    def partial_grads(self, axis: str) -> list[Tensor]:
-        """Views of the reduced gradients that are still partial sums over `axis`."""
-        ranges = self.layout.ranges_of(self.state.region)
-        return [self.gradients.reduced[part] for r, part in ranges if axis in r.partial]
-
-    def counted_grads(self, summed: Iterable[str]) -> list[Tensor]:
-        """Views of the reduced gradients that this rank counts in a norm over the axes `summed`."""
-        if not self.owner:
-            return []
-        own = {"pp"}  # axes along which all of the unit differs
-        if self.placement.optim:
-            own.update(factors(self.axis))
-        first_on = {axis for axis in summed if self.mesh.index(axis) == 0}
-        counted: list[slice] = []
-        for r, part in self.layout.ranges_of(self.state.region):
-            cut = {factor for axis in r.cut_axes for factor in factors(axis)}
-            if not set(summed) <= first_on | own | cut:
-                continue
-            if counted and counted[-1].stop == part.start:
-                part = slice(counted.pop().start, part.stop)
-            counted.append(part)
-        return [self.gradients.reduced[part] for part in counted]
-
-    # ------------------------------------------------------------------ state in and out
-
-    def buffer(self, kind: str) -> Tensor:
-        """The flat buffer of "param" (the master), "grad" (reduced) or a moment."""
-        own = {"param": self.state.master, "grad": self.gradients.reduced}
-        return own[kind] if kind in own else self.state.moments[kind]
-
-    @torch.no_grad()
-    def write(self, kind: str, value: Callable[[ParamRecord], Tensor]) -> None:
-        """Set a state from logical tensors: ``value(record)`` returns the whole, uncut tensor.
-
-        "param" sets the master and the parameter that is computed with.
-        """
-        buffer = self.buffer(kind)
-        whole = torch.zeros(self.layout.size, dtype=buffer.dtype, device=buffer.device)
-        for record, _ in self.params:
-            local = record.slice(value(record), self.mesh.coords)
-            self.layout.view(whole, record).copy_(local)
-        if kind == "param":
-            self.parameters.set(whole)
-        buffer.copy_(whole[self.state.region])
-
-    @torch.no_grad()
-    def read(self, kind: str) -> Iterator[tuple[ParamRecord, Tensor]]:
-        """Yield (record, logical tensor) of a state. Collective over the data and cut axes."""
-        flat = self.buffer(kind)
-        if self.placement.optim:
-            whole = torch.empty(self.layout.size, dtype=flat.dtype, device=flat.device)
-            all_gather_into(whole, flat.contiguous(), group=self.mesh.group(self.axis))
-            flat = whole
-        for record, _ in self.params:
-            yield record, record.assemble(self.layout.view(flat, record), self._gather)
-
-    def _gather(self, x: Tensor, axis: str) -> list[Tensor]:
-        parts = [torch.empty_like(x) for _ in range(self.mesh.size(axis))]
-        dist.all_gather(parts, x.contiguous(), group=self.mesh.group(axis))
-        return parts
 
 
 class ZeroOptimizer:
@@ -221,7 +61,7 @@ class ZeroOptimizer:
         """The axes along which some rank counts what another does not hold, outermost first."""
         shared = set(factors("world"))
         for unit in self.units:
-            same = () if unit.placement.optim else factors(unit.axis)
+            same = () if unit.placement.optim else factors(unit.placement.sum_over)
             shared &= set(same)
         return tuple(axis for axis in factors("world") if axis not in shared)
 
@@ -247,9 +87,10 @@ class ZeroOptimizer:
     def norm(self) -> Tensor:
         """The global norm of the reduced gradients, 0-dim and the same on every rank; collective.
 
-        Summed over the whole mesh where shards lie over the data ranks of every stage. Gradients
-        that all of them hold are counted by each alike, and summed over the other axes only, the
-        stages last.
+        Summed over the whole mesh where every stage has shards: one message, so that replicas of a
+        shard scale it by the very same number, though only the first counts it. Gradients that all
+        data ranks hold are counted by each alike, and summed over the other axes only, the stages
+        last.
         """
         squares = [
             sum_of_squares(piece, impl=self.impl)

@@ -20,7 +20,7 @@ from torch import Tensor
 from warpweave.kernels.runtime.wgrad import WeightGradients, accumulate, collect
 from warpweave.parallel.context.kept import Kept
 from warpweave.parallel.data.reduce import end_to_end
-from warpweave.parallel.data.zero import Unit
+from warpweave.parallel.data.unit import Unit
 from warpweave.parallel.pipeline.losses import Losses, Output, add_losses, split_losses
 
 # (x, batch) -> y, or (y, losses): x is None for the first segment of the first stage, y for the
@@ -286,14 +286,15 @@ class ChainStage:
             if unit.placement.grad:
                 self._start_reducing(unit)
                 if len(self._reducing) > 2:
-                    self._reducing.pop(0).gradients.finish()
+                    self._reducing.pop(0).gradients.advance()
             elif self._backwards_left == 0:
                 self._bucket.append(unit)
                 if sum(u.gradients.flat.nbytes for u in self._bucket) >= self.bucket_bytes:
                     self._empty_bucket()
 
     def _start_reducing(self, unit: Unit, following: Sequence[Unit] = ()) -> None:
-        unit.gradients.start([other.gradients for other in following])
+        last = self._backwards_left == 0
+        unit.gradients.start([other.gradients for other in following], last=last)
         self._reducing += [unit, *following]
 
     def _follows(self, at: int) -> bool:
@@ -316,4 +317,6 @@ class ChainStage:
         """Start the reductions that are left, and wait until all have ended."""
         self._empty_bucket()
         while self._reducing:
-            self._reducing.pop(0).gradients.finish()
+            self._reducing.pop(0).gradients.advance()
+        for unit in self._order:
+            unit.gradients.finish()

@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch.distributed import device_mesh
 
 from warpweave.parallel import collectives
-from warpweave.parallel.data import parameters, reduce, zero
+from warpweave.parallel.data import parameters, reduce, unit, zero
 from warpweave.parallel.mesh import Mesh
 
 
@@ -428,7 +428,7 @@ def run_threads(ranks: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
     with ExitStack() as patches:
         patches.enter_context(mock.patch.multiple(dist, **_PRETENDED))
         patches.enter_context(mock.patch.object(device_mesh, "init_device_mesh", _init_device_mesh))
-        for module in (collectives, parameters, reduce, zero):
+        for module in (collectives, parameters, reduce, unit, zero):
             for name in _BY_NAME.keys() & vars(module).keys():
                 patches.enter_context(mock.patch.object(module, name, _BY_NAME[name]))
         threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]

@@ -1,0 +1,233 @@
+"""A unit: one block's parameters in one flat buffer, and where its three states lie.
+
+A unit is given its parts: parameters (`parameters`), gradients (`reduce`) and optimizer state
+(`optimizer`), each with a placement over the ranks that saw different tokens, by default ``data`` =
+dp x cp. The stages of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054) are four placements of the
+three:
+
+    stage   param       grad        optim
+    0       replicate   replicate   replicate     all-reduce of gradients
+    1       replicate   replicate   shard         one reduce-scatter a step, then an all-gather
+    2       replicate   shard       shard         reduce-scatter after every micro-batch
+    3       shard       shard       shard         and all-gather before every use
+
+Shards may lie over a part of these ranks, neighbours, and be replicated over the rest: hybrid
+sharding (MiCS, Zhang et al. 2022, arXiv:2205.00119; FSDP, Zhao et al. 2023, arXiv:2304.11277).
+Gathers and scatters then stay among the neighbours, and once a step an all-reduce sums each shard's
+gradient over its replicas. Four data ranks with dp_shard = 2 and gradients g0 to g3 of halves a, b:
+
+    rank                           0             1             2             3
+    reduce-scatter, neighbours     g0a + g1a     g0b + g1b     g2a + g3a     g2b + g3b
+    all-reduce, replicas           ga            gb            ga            gb
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from warpweave.parallel.collectives import all_gather_into
+from warpweave.parallel.data.flat import FlatLayout
+from warpweave.parallel.data.optimizer import OptimizerState, master_dtype
+from warpweave.parallel.data.parameters import FlatParameters
+from warpweave.parallel.data.reduce import FlatGradients
+from warpweave.parallel.mesh import ConnectedMesh, factors
+from warpweave.parallel.shard import ParamRecord
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Over which axes of the mesh gradients are summed, and which states are sharded over which.
+
+    Attributes:
+        sum_over: its ranks saw different tokens; gradients are summed over it.
+        shard_over: the part of `sum_over` over which shards lie.
+        replicate_over: the rest of `sum_over`, whose ranks hold equal shards; None without any.
+        param, grad, optim: this state is sharded; otherwise whole on every rank.
+    """
+
+    sum_over: str
+    shard_over: str
+    replicate_over: str | None
+    param: bool = False
+    grad: bool = False
+    optim: bool = False
+
+
+# ZeRO stage -> which states it shards.
+STAGES = {
+    0: {},
+    1: {"optim": True},
+    2: {"optim": True, "grad": True},
+    3: {"optim": True, "grad": True, "param": True},
+}
+# Axis over which gradients are summed -> over which shards lie, over which these are replicated.
+SHARDS = {"data": ("shard", "replica"), "dp": ("dp_shard", "replica")}
+
+
+def zero_placement(zero: int, sum_over: str, mesh: ConnectedMesh) -> Placement:
+    """The placement of ZeRO stage `zero`; of stage 0 where shards would lie on one rank.
+
+    Raises:
+        ValueError: another stage than 0 to 3.
+    """
+    if zero not in STAGES:
+        raise ValueError(f"zero must be one of 0, 1, 2, 3, got {zero}")
+    shard_over, replicate_over = SHARDS.get(sum_over, (sum_over, None))
+    states = STAGES[zero if mesh.group(shard_over) is not None else 0]
+    return Placement(sum_over, shard_over, replicate_over, **states)
+
+
+@dataclass(eq=False)
+class Unit:
+    """One block's parameters, gradients and optimizer state; `make_unit` makes all of it.
+
+    Attributes:
+        name: for messages.
+        mesh: this rank's place.
+        placement: over which of its axes gradients are summed and states are sharded.
+        parameters, gradients, state: the parts, of one layout.
+        tied: another pipeline stage holds the same (tied) parameters.
+        owner: False if another stage owns this (tied) parameter and counts it in the norm.
+    """
+
+    name: str
+    mesh: ConnectedMesh
+    placement: Placement
+    parameters: FlatParameters
+    gradients: FlatGradients
+    state: OptimizerState
+    tied: bool = False
+    owner: bool = True
+
+    @property
+    def layout(self) -> FlatLayout:
+        """Where each parameter lies in the flat buffers."""
+        return self.parameters.layout
+
+    @property
+    def params(self) -> list[tuple[ParamRecord, nn.Parameter]]:
+        """(record, parameter) pairs in the order in which they lie."""
+        return self.parameters.params
+
+    # ------------------------------------------------------------------ pieces of the gradients
+
+    def partial_grads(self, axis: str) -> list[Tensor]:
+        """Views of the reduced gradients that are still partial sums over `axis`."""
+        ranges = self.layout.ranges_of(self.state.region)
+        return [self.gradients.reduced[part] for r, part in ranges if axis in r.partial]
+
+    def counted_grads(self, summed: Iterable[str]) -> list[Tensor]:
+        """Views of the reduced gradients that this rank counts in a norm over the axes `summed`."""
+        if not self.owner:
+            return []
+        own = {"pp"}  # axes along which all of the unit differs
+        if self.placement.optim:
+            own.update(factors(self.placement.shard_over))
+        first_on = {axis for axis in summed if self.mesh.index(axis) == 0}
+        counted: list[slice] = []
+        for r, part in self.layout.ranges_of(self.state.region):
+            cut = {factor for axis in r.cut_axes for factor in factors(axis)}
+            if not set(summed) <= first_on | own | cut:
+                continue
+            if counted and counted[-1].stop == part.start:
+                part = slice(counted.pop().start, part.stop)
+            counted.append(part)
+        return [self.gradients.reduced[part] for part in counted]
+
+    # ------------------------------------------------------------------ state in and out
+
+    def buffer(self, kind: str) -> Tensor:
+        """The flat buffer of "param" (the master), "grad" (reduced) or a moment."""
+        own = {"param": self.state.master, "grad": self.gradients.reduced}
+        return own[kind] if kind in own else self.state.moments[kind]
+
+    @torch.no_grad()
+    def write(self, kind: str, value: Callable[[ParamRecord], Tensor]) -> None:
+        """Set a state from logical tensors: ``value(record)`` returns the whole, uncut tensor.
+
+        "param" sets the master and the parameter that is computed with.
+        """
+        buffer = self.buffer(kind)
+        whole = torch.zeros(self.layout.size, dtype=buffer.dtype, device=buffer.device)
+        for record, _ in self.params:
+            local = record.slice(value(record), self.mesh.coords)
+            self.layout.view(whole, record).copy_(local)
+        if kind == "param":
+            self.parameters.set(whole)
+        buffer.copy_(whole[self.state.region])
+
+    @torch.no_grad()
+    def read(self, kind: str) -> Iterator[tuple[ParamRecord, Tensor]]:
+        """Yield (record, logical tensor) of a state. Collective over the shard and cut axes."""
+        flat = self.buffer(kind)
+        if self.placement.optim:
+            whole = torch.empty(self.layout.size, dtype=flat.dtype, device=flat.device)
+            all_gather_into(whole, flat.contiguous(), group=self.parameters.group)
+            flat = whole
+        for record, _ in self.params:
+            yield record, record.assemble(self.layout.view(flat, record), self._gather)
+
+    def _gather(self, x: Tensor, axis: str) -> list[Tensor]:
+        parts = [torch.empty_like(x) for _ in range(self.mesh.size(axis))]
+        dist.all_gather(parts, x.contiguous(), group=self.mesh.group(axis))
+        return parts
+
+
+def make_unit(
+    name: str,
+    params: Iterable[tuple[ParamRecord, nn.Parameter]],
+    mesh: ConnectedMesh,
+    *,
+    zero: int = 0,
+    device: torch.device | str = "cpu",
+    tied: bool = False,
+    owner: bool = True,
+) -> Unit:
+    """A unit of the given ZeRO stage.
+
+    Args:
+        name: for messages.
+        params: (record, parameter) pairs of one dtype and one ``record.sum_over``. Their ``.data``
+            and ``.grad`` become views into the unit's flat buffers; their values move with them
+            (zeros from meta).
+        mesh: this rank's place.
+        zero: ZeRO stage, 0 to 3.
+        device: where the buffers live.
+        tied, owner: as of `Unit`.
+
+    Raises:
+        ValueError: another stage than these, several dtypes or axes to sum over, or a shape that is
+            not its record's.
+    """
+    given = {record.name: (record, param) for record, param in params}
+    dtypes = {param.dtype for _, param in given.values()}
+    if len(dtypes) != 1:
+        raise ValueError(f"unit {name} mixes parameter dtypes {sorted(map(str, dtypes))}")
+    axes = {record.sum_over for record, _ in given.values()}
+    if len(axes) != 1:
+        raise ValueError(f"unit {name} mixes gradients summed over {sorted(axes)}")
+    (dtype,), (sum_over,), device = dtypes, axes, torch.device(device)
+    place = zero_placement(zero, sum_over, mesh)
+    shards, index = mesh.size(place.shard_over), mesh.index(place.shard_over)
+    layout = FlatLayout((record for record, _ in given.values()), shards, index)
+    ordered = [given[record.name] for record in layout.records]
+    group = mesh.group(place.shard_over)
+    parameters = FlatParameters(layout, ordered, group, sharded=place.param, device=device)
+    replicated = place.optim and place.replicate_over is not None
+    gradients = FlatGradients(
+        layout,
+        ordered,
+        group if place.optim else mesh.group(sum_over),
+        replicas=mesh.group(place.replicate_over) if replicated else None,
+        sharded_result=place.optim,
+        sharded_accumulation=place.grad,
+        dtype=master_dtype(dtype),
+        device=device,
+    )
+    state = OptimizerState(parameters, layout.own if place.optim else slice(0, layout.size))
+    return Unit(name, mesh, place, parameters, gradients, state, tied=tied, owner=owner)
