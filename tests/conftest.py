@@ -17,32 +17,11 @@ if find_spec("warpweave") is None:  # a checkout that is not installed; processe
     os.environ["PYTHONPATH"] = os.pathsep.join(_given)
 
 import pytest
+import quick_interpreter
 import torch
-from triton.runtime import interpreter
 
 torch.set_num_threads(1)
-
-
-def _prepare_the_language_once() -> None:
-    """Triton's interpreter replaces the functions of `triton.language` by its own at every call of
-    a device function, which is up to half of its time: here once a launch for each module."""
-    launch, prepare = interpreter.GridExecutor.__call__, interpreter._patch_lang
-    prepared: set[str] = set()
-
-    def launch_afresh(self, *args, **options):
-        prepared.clear()
-        return launch(self, *args, **options)
-
-    def prepare_once(function):
-        if (module := function.__globals__["__name__"]) in prepared:
-            return None  # of a device function, which takes nothing back
-        prepared.add(module)
-        return prepare(function)
-
-    interpreter.GridExecutor.__call__, interpreter._patch_lang = launch_afresh, prepare_once
-
-
-_prepare_the_language_once()
+quick_interpreter.install()
 
 
 @pytest.fixture(autouse=True, scope="module")

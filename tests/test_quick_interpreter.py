@@ -1,0 +1,79 @@
+"""What makes Triton's interpreter quick for the tests changes no bit of what it computes."""
+
+import pytest
+import torch
+from quick_interpreter import uninstalled
+from torch import Tensor
+from triton.language import core
+from triton.runtime import interpreter
+
+from warpweave.kernels.attention import attention
+from warpweave.kernels.dropout import Drop, dropout
+from warpweave.kernels.norm import layer_norm
+
+
+def _attention(q, k, v):
+    return attention(*(x[None, :, None] for x in (q, k, v)), causal=True, window=5, impl="triton")
+
+
+def _dropout(x):
+    return dropout(x, Drop(0.3, 7, 1, torch.arange(len(x))), impl="triton")
+
+
+OPS = {
+    "attention": (_attention, ((19, 40), (19, 40), (19, 40))),
+    "dropout": (_dropout, ((3, 41),)),
+    "norm": (lambda *x: layer_norm(*x, impl="triton"), ((5, 37), (37,), (37,))),
+}
+
+
+def _computed(op: str, dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    run, shapes = OPS[op]
+    leaves = [torch.randn(s, generator=generator).to(dtype).requires_grad_() for s in shapes]
+    y = run(*leaves)
+    dy = torch.randn(y.shape, generator=generator).to(y.dtype)
+    return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("op", OPS)
+def test_every_bit_is_that_of_tritons_own_interpreter(op, dtype):
+    first, again = (
+        _computed(op, dtype),
+        _computed(op, dtype),
+    )  # what is kept is used the second time
+    with uninstalled():
+        expected = _computed(op, dtype)
+    for a, b, c in zip(first, again, expected):
+        assert torch.equal(a, c)
+        assert torch.equal(b, c)
+
+
+def _told(element: core.dtype, shape: object) -> object:
+    """What Triton says of a block of this shape: its size, dtype and name, or its error."""
+    try:
+        block = core.block_type(element, shape)
+    except Exception as error:
+        return type(error), str(error)
+    other = core.block_type(core.int8, shape)
+    tensor = core.tensor(None, block)
+    return (
+        *(block.name, block.numel, repr(block.shape), interpreter._get_np_dtype(block)),
+        *(bool(block == core.block_type(element, [*shape])), bool(block == other), block == 3),
+        *(tensor.numel.value, [s.value for s in tensor.shape], tensor.dtype.name),
+    )
+
+
+@pytest.mark.parametrize("element", [core.float16, core.bfloat16, core.pointer_type(core.int64)])
+@pytest.mark.parametrize(
+    "shape", [[4], [4, 8], [core.constexpr(4), 8], core.tuple([2, 1]), [3], [], (4, 8), [2.0]]
+)
+def test_types_and_their_errors_are_tritons(element, shape):
+    found = _told(element, shape), _told(element, shape)
+    with uninstalled():
+        assert found == (_told(element, shape),) * 2
+
+
+def test_the_sum_that_is_left_out_was_for_nothing():
+    assert not interpreter.interpreter_builder.options.debug  # `device_assert` returns at once
