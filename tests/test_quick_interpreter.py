@@ -1,5 +1,8 @@
 """What makes Triton's interpreter quick for the tests changes no bit of what it computes."""
 
+import dataclasses
+
+import numpy as np
 import pytest
 import torch
 from quick_interpreter import uninstalled
@@ -75,5 +78,23 @@ def test_types_and_their_errors_are_tritons(element, shape):
         assert found == (_told(element, shape),) * 2
 
 
-def test_the_sum_that_is_left_out_was_for_nothing():
-    assert not interpreter.interpreter_builder.options.debug  # `device_assert` returns at once
+@pytest.mark.parametrize("operation", ["add", "sub", "mul"])
+def test_an_overflow_is_told_where_triton_tells_it(operation, monkeypatch):
+    semantic, builder = interpreter.interpreter_semantic, interpreter.interpreter_builder
+    large, other = (semantic.scalar_constant(n, core.int32) for n in (2**30, -(2**31) + 2**29))
+    operands = (large, large) if operation != "sub" else (other, large)
+
+    def told() -> str:
+        try:
+            with np.errstate(over="ignore"):
+                getattr(semantic, operation)(*operands, True)
+        except AssertionError as error:
+            return str(error)
+        return ""
+
+    for debug in (False, True):
+        monkeypatch.setattr(builder, "options", dataclasses.replace(builder.options, debug=debug))
+        found = told()
+        with uninstalled():
+            assert found == told()
+        assert bool(found) == debug

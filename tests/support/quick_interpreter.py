@@ -10,13 +10,12 @@ Triton's (`tests/test_quick_interpreter.py` runs programs with it and without).
 from __future__ import annotations
 
 import builtins
-import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-from triton.language import core
+from triton.language import core, semantic
 from triton.runtime import interpreter
 
 Places = list[tuple[object, str, Any]]  # place, attribute, replacement
@@ -126,11 +125,15 @@ def _types() -> Places:
 
 
 def _sums() -> Places:
-    """No sum is made again for `device_assert`, which does nothing unless `debug` is set."""
-    builder = interpreter.interpreter_builder
-    if builder.options.debug:
-        return []
-    return [(builder, "options", dataclasses.replace(builder.options, sanitize_overflow=False))]
+    """No sum is made again for `device_assert` where that does nothing, as `debug` is not set."""
+    right = semantic.TritonSemantic.binary_op_sanitize_overflow_impl
+
+    def assert_no_overflow(self, lhs, rhs, operation):
+        if self.builder.options.debug:
+            right(self, lhs, rhs, operation)
+
+    place = semantic.TritonSemantic
+    return [(place, "binary_op_sanitize_overflow_impl", assert_no_overflow)]
 
 
 _plain: Places = []  # what was replaced
