@@ -302,8 +302,8 @@ def _interpreted(rank: int) -> list[Errors]:
     right = norm._launch_norm_fwd
 
     def too_much_eps(*args):
-        *others, eps, y, s, mean, rstd = args
-        return right(*others, eps + 0.01, y, s, mean, rstd)
+        *others, options = args
+        return right(*others, options._replace(eps=options.eps + 0.01))
 
     found = []
     with mock.patch.object(expected, "STEPS", 1), mock.patch.object(proof, "STEPS", 1):

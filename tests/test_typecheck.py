@@ -428,7 +428,8 @@ def _linear_loss() -> tuple:
 
 LOCAL = {
     norm._TorchNorm: lambda: (
-        torch.randn(4, 6, 8, **T64), torch.randn(8, **T64), torch.randn(8, **T64), 1e-5, True,
+        torch.randn(4, 6, 8, **T64), torch.randn(8, **T64), torch.randn(8, **T64),
+        norm.NormOptions(True, 1e-5, torch.float64),
     ),
     norm_cpu._AddBias: lambda: (torch.randn(4, 6, 8, **T64), torch.randn(8, **T64)),
     rotation._Rope: lambda: (torch.randn(2, 4, 6, 8, **T64), torch.randn(4, 4), torch.randn(4, 4)),

@@ -9,9 +9,11 @@ from typing import NamedTuple
 
 import torch
 
-from warpweave.kernels.dropout import Drop, check_drop, launch_arguments
+from warpweave.kernels.dropout import Drop, launch_arguments
 from warpweave.kernels.norm.shared import (
     RUNTIME,
+    Terms,
+    WantedGradients,
     add_to,
     as_rows,
     check_norm,
@@ -172,7 +174,7 @@ def norm_bwd(
     ValueError as `rms_norm`, and on gradients that are not like s.
     """
     impl = choose(impl, dy, s, weight, mean, rstd, ds, getattr(drop, "tokens", None))
-    check_norm(s, weight)
+    drop = check_norm(s, weight, None, Terms(drop=drop)).drop
     for name, gradient in (("dy", dy), ("ds", ds)):
         if gradient is not None and gradient.shape != s.shape:
             raise ValueError(f"{name} must be like s {[*s.shape]}, got {[*gradient.shape]}")
@@ -181,25 +183,30 @@ def norm_bwd(
             raise ValueError(
                 f"{name} must be {[*s.shape[:-1]]} of s {[*s.shape]}, got {[*statistic.shape]}"
             )
-    drop = check_drop(drop, s.shape[:-1])
-    x_dtype = s.dtype if x_dtype is None else x_dtype
-    apart = residual_dtype is not None and (drop is not None or residual_dtype != x_dtype)
-    more = (ds, bias, x_bias, drop, x_dtype, residual_dtype if apart else None)
+    wanted = WantedGradients(bias, x_bias, x_dtype or s.dtype, residual_dtype)
     if impl == "torch":
         mean = None if mean is None else mean.unsqueeze(-1)
-        found = norm_bwd_cpu(dy, s, weight, mean, rstd.unsqueeze(-1), *more)
+        found = norm_bwd_cpu(dy, s, weight, mean, rstd.unsqueeze(-1), wanted, ds, drop)
     else:
-        found = _launch_norm_bwd(dy, s, weight, mean, rstd, *more)
-    dx, dresidual, dx_bias, dw, db = found
-    if residual_dtype is not None and not apart:
-        dresidual = dx
-    return NormGradients(dx, dresidual, dx_bias, dw, db)
+        found = _launch_norm_bwd(dy, s, weight, mean, rstd, wanted, ds, drop)
+    gradients = NormGradients(*found)
+    if residual_dtype is not None and gradients.dresidual is None:
+        return gradients._replace(dresidual=gradients.dx)
+    return gradients
 
 
 def _launch_norm_bwd(
-    dy, s, weight, mean, rstd, ds, bias, x_bias, drop: Drop | None, x_dtype, apart
-):
-    """The fields of `NormGradients`; `apart` is the dtype of a dresidual that is not dx."""
+    dy: torch.Tensor,
+    s: torch.Tensor,
+    weight: torch.Tensor,
+    mean: torch.Tensor | None,
+    rstd: torch.Tensor,
+    wanted: WantedGradients,
+    ds: torch.Tensor | None,
+    drop: Drop | None,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    """The fields of `NormGradients`; dresidual is None where it is dx."""
+    bias, x_bias, apart = wanted.bias, wanted.x_bias, wanted.apart(drop)
     E, dy2, s2, ds2 = s.shape[-1], as_rows(dy), as_rows(s), None if ds is None else as_rows(ds)
     kernel, (rows, block, warps) = norm_bwd_kernel, tile_of(E)
     warps = min(16, 2 * warps)  # 8 elements per thread, up to 4096: with 16 some spill on sm_100
@@ -212,7 +219,7 @@ def _launch_norm_bwd(
         kernel, (rows, block), held = norm_bwd_wide_kernel, (4, 1024), 1
         options = all_registers(16)  # as there is but one program
     programs = min(triton.cdiv(len(s2), rows), held * processors(s.device))
-    dx = torch.empty(s.shape, dtype=x_dtype, device=s.device)
+    dx = torch.empty(s.shape, dtype=wanted.x_dtype, device=s.device)
     dresidual = None if apart is None else torch.empty_like(dx, dtype=apart)
     partial = torch.empty(1 + bias + x_bias, programs, E, dtype=rstd.dtype, device=s.device)
     if widest < E:

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import torch
 
-from warpweave.kernels.dropout import Drop, check_drop, launch_arguments
+from warpweave.kernels.dropout import Drop, launch_arguments
 from warpweave.kernels.norm.shared import (
     RUNTIME,
+    NormOptions,
+    Terms,
     as_rows,
     check_norm,
     columns,
     contiguous,
     load_tile,
     store_y,
-    stream_dtype,
     sum_of,
     tile_of,
 )
@@ -118,37 +119,41 @@ def norm_fwd(
     Arguments and errors as `rms_norm`. y is new; s is x itself where
     nothing is added to x and nothing dropped. mean and rstd are [...], fp32 (fp64).
     """
-    impl = choose(impl, x, weight, bias, residual, x_bias, getattr(drop, "tokens", None))
-    check_norm(x, weight, bias, residual, x_bias, eps)
-    drop = check_drop(drop, x.shape[:-1])
-    out_dtype = out_dtype or x.dtype
+    terms = Terms(residual, x_bias, drop)
+    impl = choose(impl, x, weight, bias, *terms.tensors)
+    terms = check_norm(x, weight, bias, terms, eps)
+    options = NormOptions(layer, eps, out_dtype or x.dtype)
     if impl == "torch":
-        s = residual_sum(x, x_bias, drop, residual)
-        y, mean, rstd = norm_fwd_cpu(s, weight, bias, eps, layer, out_dtype)
-        return y, s, mean.squeeze(-1) if layer else None, rstd.squeeze(-1)
-    s, y = x, torch.empty(x.shape, dtype=out_dtype, device=x.device)
-    if residual is not None or x_bias is not None or drop is not None:
-        s = torch.empty(x.shape, dtype=stream_dtype(x, residual), device=x.device)
-    rstd = torch.empty(x.shape[:-1], dtype=compute_dtype(s), device=x.device)
-    mean = torch.empty_like(rstd) if layer else None
-    if rstd.numel():
-        _launch_norm_fwd(x, x_bias, residual, drop, weight, bias, eps, y, s, mean, rstd)
-    return y, s, mean, rstd
+        s = residual_sum(x, terms)
+        y, mean, rstd = norm_fwd_cpu(s, weight, bias, options)
+        return y, s, mean.squeeze(-1) if mean is not None else None, rstd.squeeze(-1)
+    return _launch_norm_fwd(x, weight, bias, terms, options)
 
 
 def _launch_norm_fwd(
-    x, x_bias, residual, drop: Drop | None, weight, bias, eps, y, s, mean, rstd
-) -> None:
-    """Fill y[rows, E], s unless it is x, mean and rstd."""
-    E, x2, r2 = x.shape[-1], as_rows(x), None if residual is None else as_rows(residual)
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    terms: Terms,
+    options: NormOptions,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    s, y = x, torch.empty(x.shape, dtype=options.out_dtype, device=x.device)
+    if not terms.absent:
+        s = torch.empty(x.shape, dtype=terms.dtype(x), device=x.device)
+    rstd = torch.empty(x.shape[:-1], dtype=compute_dtype(s), device=x.device)
+    mean = torch.empty_like(rstd) if options.layer else None
+    if not rstd.numel():
+        return y, s, mean, rstd
+    E, x2, r2 = x.shape[-1], as_rows(x), None if terms.residual is None else as_rows(terms.residual)
     kernel, (rows, block, warps) = norm_fwd_kernel, tile_of(E)
     if E > FWD_WIDTH:
         kernel, (rows, block, warps) = norm_fwd_wide_kernel, (1, 8192, 16)
-    tokens, seed, site, constants = launch_arguments(drop)
+    tokens, seed, site, constants = launch_arguments(terms.drop)
     with torch.cuda.device_of(x):
         kernel[(triton.cdiv(len(x2), rows),)](
-            x2, contiguous(x_bias), r2, tokens, weight.contiguous(), contiguous(bias),
+            x2, contiguous(terms.x_bias), r2, tokens, weight.contiguous(), contiguous(bias),
             y, None if s is x else s, mean, rstd,
             len(x2), x2.stride(0), 0 if r2 is None else r2.stride(0),
-            seed, site, E, eps, *constants, rows, block,
+            seed, site, E, options.eps, *constants, rows, block,
             num_warps=warps)  # fmt: skip
+    return y, s, mean, rstd

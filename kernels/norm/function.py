@@ -37,15 +37,13 @@ chain: Dao's layer_norm of flash-attention.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 
-from warpweave.kernels.dropout import Drop, check_drop
+from warpweave.kernels.dropout import Drop
 from warpweave.kernels.norm.backward import norm_bwd
 from warpweave.kernels.norm.forward import norm_fwd
-from warpweave.kernels.norm.shared import check_norm, stream_dtype
+from warpweave.kernels.norm.shared import NormOptions, Terms, WantedGradients, check_norm
 from warpweave.kernels.norm.torch_path import (
     cast,
     norm_bwd_cpu,
@@ -66,24 +64,6 @@ from warpweave.kernels.runtime.wgrad import grad_dtype
 # ---------------------------------------------------------------- registration
 
 
-class NormOptions(NamedTuple):
-    """What a norm is told besides tensors."""
-
-    layer: bool
-    eps: float
-    out_dtype: torch.dtype
-
-
-class WantedGradients(NamedTuple):
-    """Which sums over tokens its backward makes, and in which dtypes dx and dresidual are wanted;
-    residual_dtype is None where there is no residual."""
-
-    bias: bool
-    x_bias: bool
-    x_dtype: torch.dtype
-    residual_dtype: torch.dtype | None
-
-
 def _empty(x: torch.Tensor) -> torch.Tensor:
     """An operator's outputs cannot be None and cannot be its inputs: this stands for absent
     ones."""
@@ -91,32 +71,25 @@ def _empty(x: torch.Tensor) -> torch.Tensor:
 
 
 def _norm_fake(x, weight, bias, residual, x_bias, drop, options):
-    s = x.new_empty(x.shape, dtype=stream_dtype(x, residual))
+    terms = Terms(residual, x_bias, drop)
+    s = x.new_empty(x.shape, dtype=terms.dtype(x))
     rstd = x.new_empty(x.shape[:-1], dtype=compute_dtype(s))
-    if residual is None and x_bias is None and drop is None:
+    if terms.absent:
         s = _empty(x)
     y = x.new_empty(x.shape, dtype=options.out_dtype)
     return y, s, torch.empty_like(rstd) if options.layer else _empty(rstd), rstd
 
 
 def _norm_sharding(x, weight, bias, residual, x_bias, drop, options) -> str:
-    alone = residual is None and x_bias is None and drop is None
+    alone = Terms(residual, x_bias, drop).absent
     s, mean = "whole" if alone else "..._", "..." if options.layer else "whole"
     return f"..._, _, _, ..._, _, ... -> ..._, {s}, {mean}, ..."
 
 
-def _is_dx(drop: Drop | None, wanted: WantedGradients) -> bool:
-    """Whether the residual's gradient is that of x, or there is none."""
-    return wanted.residual_dtype is None or (
-        drop is None and wanted.residual_dtype == wanted.x_dtype
-    )
-
-
 def _norm_bwd_fake(dy, ds, s, weight, mean, rstd, drop, wanted):
     dx, dw = s.new_empty(s.shape, dtype=wanted.x_dtype), rstd.new_empty(weight.shape)
-    dresidual = _empty(dx)
-    if not _is_dx(drop, wanted):
-        dresidual = s.new_empty(s.shape, dtype=wanted.residual_dtype)
+    apart = wanted.apart(drop)
+    dresidual = _empty(dx) if apart is None else s.new_empty(s.shape, dtype=apart)
     dx_bias, db = (
         torch.empty_like(dw) if each else _empty(rstd) for each in (wanted.x_bias, wanted.bias)
     )
@@ -124,7 +97,7 @@ def _norm_bwd_fake(dy, ds, s, weight, mean, rstd, drop, wanted):
 
 
 def _norm_bwd_sharding(dy, ds, s, weight, mean, rstd, drop, wanted) -> str:
-    dresidual = "whole" if _is_dx(drop, wanted) else "..._"
+    dresidual = "whole" if wanted.apart(drop) is None else "..._"
     dx_bias, db = ("_" if each else "whole" for each in (wanted.x_bias, wanted.bias))
     return f"..._, ..._, ..._, _, ..., ..., ... -> ..._, {dresidual}, {dx_bias}, _, {db}"
 
@@ -136,7 +109,7 @@ def _save_norm(ctx, inputs, output) -> None:
     ctx.dtypes = [None if p is None else grad_dtype(p) for p in (weight, bias, x_bias)]
     residual_dtype = None if residual is None else residual.dtype
     ctx.wanted = WantedGradients(bias is not None, x_bias is not None, x.dtype, residual_dtype)
-    ctx.unchanged = residual is None and x_bias is None and drop is None
+    ctx.unchanged = Terms(residual, x_bias, drop).absent
     ctx.set_materialize_grads(False)
     ctx.drop, tokens = (None, None) if drop is None else (drop._replace(tokens=None), drop.tokens)
     saved = x if ctx.unchanged else s
@@ -157,7 +130,7 @@ def _norm_backward(ctx, dy, ds, dmean, drstd):
     )
     if ctx.wanted.residual_dtype is None:
         dresidual = None
-    elif _is_dx(drop, ctx.wanted):
+    elif ctx.wanted.apart(drop) is None:
         dresidual = dx
     return dx, dw, db, dresidual, dx_bias
 
@@ -212,21 +185,20 @@ class _TorchNorm(torch.autograd.Function):
     CPU; of LayerNorm it is the way to sums over tokens that are not rounded to 16 bits."""
 
     @staticmethod
-    def forward(ctx, s, weight, bias, eps, layer, out_dtype=None):
-        y, mean, rstd = norm_fwd_cpu(s, weight, bias, eps, layer, out_dtype or s.dtype)
+    def forward(ctx, s, weight, bias, options):
+        y, mean, rstd = norm_fwd_cpu(s, weight, bias, options)
         ctx.save_for_backward(s, weight, mean, rstd, bias)
-        ctx.wanted = [None if p is None else grad_dtype(p) for p in (weight, bias)]
+        ctx.dtypes = [None if p is None else grad_dtype(p) for p in (weight, bias)]
         return y
 
     @staticmethod
     @once_differentiable  # rstd is saved as a constant: a second derivative would be wrong
     def backward(ctx, dy):
         s, weight, mean, rstd, _ = ctx.saved_tensors
-        of_weight, of_bias = ctx.wanted
-        dx, _, _, dw, db = norm_bwd_cpu(
-            dy, s, weight, mean, rstd, bias=of_bias is not None, x_dtype=s.dtype
-        )
-        return dx, cast(dw, of_weight), None if db is None else cast(db, of_bias), *[None] * 3
+        of_weight, of_bias = ctx.dtypes
+        wanted = WantedGradients(of_bias is not None, False, s.dtype, None)
+        dx, _, _, dw, db = norm_bwd_cpu(dy, s, weight, mean, rstd, wanted)
+        return dx, cast(dw, of_weight), None if db is None else cast(db, of_bias), None
 
     @staticmethod
     def spmd_typecheck(*, s, weight, bias):
@@ -239,30 +211,37 @@ class _TorchNorm(torch.autograd.Function):
 # ---------------------------------------------------------------- public
 
 
-def _either_norm(x, weight, bias, eps, residual, x_bias, drop, out_dtype, layer, impl):
+def _either_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    terms: Terms,
+    layer: bool,
+    eps: float,
+    out_dtype: torch.dtype | None,
+    impl: str | None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Both norms: y, or (y, s) if anything that makes s was given."""
-    impl = choose(impl, x, weight, bias, residual, x_bias, getattr(drop, "tokens", None))
-    check_norm(x, weight, bias, residual, x_bias, eps)
-    alone = residual is None and x_bias is None and drop is None
-    drop = check_drop(drop, x.shape[:-1])
+    impl, alone = choose(impl, x, weight, bias, *terms.tensors), terms.absent
+    terms = check_norm(x, weight, bias, terms, eps)
     dtype = out_dtype or x.dtype
+    options = NormOptions(layer, eps, dtype)
     if dtype not in FLOATS:
         raise ValueError(f"out_dtype must be one of {FLOATS}, got {dtype}")
     if impl == "torch":
-        s = whole_features(residual_sum(x, x_bias, drop, residual))
+        s = whole_features(residual_sum(x, terms))
         weight, bias = whole_features(weight), bias if bias is None else whole_features(bias)
         wide = compute_dtype(s)
         if layer and (weight.dtype == wide or torch.compiler.is_compiling()):
             b = None if bias is None else bias.to(wide)
             y = F.layer_norm(s.to(wide), weight.shape, weight.to(wide), b, eps).to(dtype)
         else:
-            y = _TorchNorm.apply(s, weight, bias, eps, layer, dtype)
+            y = _TorchNorm.apply(s, weight, bias, options)
     else:
-        refuse_tangents("layer_norm" if layer else "rms_norm", x, weight, bias, residual, x_bias)
-        options = NormOptions(bool(layer), eps, dtype)
-        y, s, _, _ = norm_op(x, weight, bias, residual, x_bias, drop, options)
-        if residual is None and x_bias is None and drop is None:
-            s = x
+        name = "layer_norm" if layer else "rms_norm"
+        refuse_tangents(name, x, weight, bias, terms.residual, terms.x_bias)
+        y, s, _, _ = norm_op(x, weight, bias, *terms, options)
+        s = x if terms.absent else s
     return y if alone else (y, s)
 
 
@@ -293,9 +272,8 @@ def rms_norm(
     Raises ValueError on a weight of None, on shapes, dtypes or numbers that do not fit, or if
     `impl` cannot run (`dispatch.choose`). Zhang, Sennrich 2019 (arXiv:1910.07467).
     """
-    return _either_norm(
-        x, weight, None, eps, residual, x_bias, drop, out_dtype, False, impl
-    )  # fmt: skip
+    terms = Terms(residual, x_bias, drop)
+    return _either_norm(x, weight, None, terms, False, eps, out_dtype, impl)
 
 
 def layer_norm(
@@ -311,6 +289,5 @@ def layer_norm(
     impl: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """LayerNorm by weight[E] and bias[E]; the rest as `rms_norm`. Ba et al. 2016."""
-    return _either_norm(
-        x, weight, bias, eps, residual, x_bias, drop, out_dtype, True, impl
-    )  # fmt: skip
+    terms = Terms(residual, x_bias, drop)
+    return _either_norm(x, weight, bias, terms, True, eps, out_dtype, impl)

@@ -12,25 +12,76 @@ Source of the running statistics of the wide forward: Chan, Golub and LeVeque 19
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from warpweave.kernels import dropout as keyed
+from warpweave.kernels.dropout import Drop, check_drop
 from warpweave.kernels.runtime.dispatch import tl, triton
 from warpweave.kernels.runtime.dtypes import to_dtype, upcast
 
 # ---------------------------------------------------------------- on the host
 
 
+class NormOptions(NamedTuple):
+    """What a norm is told besides tensors."""
+
+    layer: bool
+    eps: float
+    out_dtype: torch.dtype
+
+
+class Terms(NamedTuple):
+    """What makes s = residual + dropout(x + x_bias) of x, each of them optional."""
+
+    residual: torch.Tensor | None = None
+    x_bias: torch.Tensor | None = None
+    drop: Drop | None = None
+
+    @property
+    def absent(self) -> bool:
+        """Whether s is x itself."""
+        return self.residual is None and self.x_bias is None and self.drop is None
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """Residual, x_bias and tokens."""
+        return self.residual, self.x_bias, getattr(self.drop, "tokens", None)
+
+    def dtype(self, x: torch.Tensor) -> torch.dtype:
+        """That of s: the wider of those of x and residual."""
+        return (
+            x.dtype if self.residual is None else torch.promote_types(x.dtype, self.residual.dtype)
+        )
+
+
+class WantedGradients(NamedTuple):
+    """Which sums over tokens a norm's backward makes, and in which dtypes dx and dresidual are
+    wanted; residual_dtype is None where there is no residual."""
+
+    bias: bool
+    x_bias: bool
+    x_dtype: torch.dtype
+    residual_dtype: torch.dtype | None
+
+    def apart(self, drop: Drop | None) -> torch.dtype | None:
+        """The dtype of a dresidual that is not dx; None if it is dx, or there is none."""
+        same = drop is None and self.residual_dtype == self.x_dtype
+        return None if same else self.residual_dtype
+
+
 def check_norm(
     x: torch.Tensor,
     weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-    x_bias: torch.Tensor | None = None,
+    bias: torch.Tensor | None,
+    terms: Terms,
     eps: float = 0.0,
-) -> None:
-    """Raise ValueError unless weight, bias and x_bias are [E], E > 0, of x[..., E], residual is
-    like x, all have float dtypes, and eps is not negative."""
+) -> Terms:
+    """The terms, without a dropout that drops nothing. Raises ValueError unless weight, bias and
+    x_bias are [E], E > 0, of x[..., E], residual is like x, all have float dtypes, the dropout is
+    one of these rows, and eps is not negative."""
+    residual, x_bias, drop = terms
     if not eps >= 0:
         raise ValueError(f"eps must be at least 0, got {eps}")
     if weight is None:
@@ -46,11 +97,7 @@ def check_norm(
     for name, v in given.items():
         if v is not None and not v.dtype.is_floating_point:
             raise ValueError(f"{name} must have a float dtype, got {v.dtype}")
-
-
-def stream_dtype(x: torch.Tensor, residual: torch.Tensor | None) -> torch.dtype:
-    """The dtype of s: the wider of those of x and residual."""
-    return x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+    return terms._replace(drop=check_drop(drop, x.shape[:-1]))
 
 
 def tile_of(E: int) -> tuple[int, int, int]:

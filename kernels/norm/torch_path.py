@@ -13,6 +13,7 @@ from typing import cast as cast_type
 import torch
 
 from warpweave.kernels.dropout import Drop, dropout, dropped
+from warpweave.kernels.norm.shared import NormOptions, Terms, WantedGradients
 from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.runtime.dtypes import no_autocast
 from warpweave.kernels.runtime.wgrad import bias_gradient
@@ -37,14 +38,9 @@ class _AddBias(torch.autograd.Function):
         return rules.einsum("..._,_->..._", x, x_bias)
 
 
-def residual_sum(
-    x: torch.Tensor,
-    x_bias: torch.Tensor | None,
-    drop: Drop | None,
-    residual: torch.Tensor | None,
-) -> torch.Tensor:
+def residual_sum(x: torch.Tensor, terms: Terms) -> torch.Tensor:
     """s, differentiable; x itself where nothing is added or dropped."""
-    s = x
+    s, (residual, x_bias, drop) = x, terms
     if x_bias is not None:
         compiling = torch.compiler.is_compiling()
         s = (x + x_bias).to(x.dtype) if compiling else _AddBias.apply(x, x_bias)
@@ -73,11 +69,10 @@ def norm_fwd_cpu(
     s: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    eps: float,
-    layer: bool,
-    out_dtype: torch.dtype,
+    options: NormOptions,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """y, mean[..., 1] (None in RMSNorm) and rstd[..., 1] of checked s, weight and bias."""
+    layer, eps, out_dtype = options
     wide, E = compute_dtype(s), s.shape[-1]
     sw = cast(s, wide)
     if layer:
@@ -95,19 +90,13 @@ def norm_bwd_cpu(
     weight: torch.Tensor,
     mean: torch.Tensor | None,
     rstd: torch.Tensor,
+    wanted: WantedGradients,
     ds: torch.Tensor | None = None,
-    bias: bool = False,
-    x_bias: bool = False,
     drop: Drop | None = None,
-    x_dtype: torch.dtype | None = None,
-    apart: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor, torch.Tensor]:
-    """dx, dresidual, dx_bias, dw and db of checked tensors; absent ones are None.
-
-    mean and rstd are [..., 1]. `apart` is the dtype of a dresidual that is not dx, None if there is
-    none; x_dtype is by default that of s.
-    """
-    E, wide = s.shape[-1], rstd.dtype
+    """dx, dresidual, dx_bias, dw and db of checked tensors; absent ones are None, and so is a
+    dresidual that is dx. mean and rstd are [..., 1]."""
+    E, wide, bias, apart = s.shape[-1], rstd.dtype, wanted.bias, wanted.apart(drop)
     dyw, w = cast(dy, wide), cast(weight, wide)
     dx, dw, db = torch.ops.aten.native_layer_norm_backward.default(
         dyw, cast(s, wide), (E,), torch.zeros_like(rstd) if mean is None else mean, rstd,
@@ -124,6 +113,6 @@ def norm_bwd_cpu(
     if drop is not None:
         mask = dropped(drop._replace(tokens=drop.tokens.reshape(-1)), E)
         dx.mul_(1 / (1 - drop.p)).masked_fill_(mask.view(s.shape), 0)
-    dx_bias = dx.reshape(-1, E).sum(0) if x_bias else None
-    dx = cast(dx, s.dtype if x_dtype is None else x_dtype)
+    dx_bias = dx.reshape(-1, E).sum(0) if wanted.x_bias else None
+    dx = cast(dx, wanted.x_dtype)
     return dx, dresidual, dx_bias, dw, db if bias else None
