@@ -23,7 +23,7 @@ from warpweave.kernels.runtime.wgrad import wgrad
 from warpweave.layers.block import TransformerBlock
 from warpweave.layers.records import collect_records
 from warpweave.parallel.collectives import reduce_from
-from warpweave.parallel.data.zero import Unit
+from warpweave.parallel.data.unit import make_unit
 from warpweave.parallel.mesh import Mesh, single
 from warpweave.parallel.pipeline import InProcess, ModuleStage, execute
 from warpweave.parallel.pipeline.losses import LOSS, split_losses
@@ -112,7 +112,7 @@ def _segments(recompute: bool) -> list[Segment]:
     for k in range(4):
         layer = _Layer(k)
         records = {n: r.renamed(f"{k}.{n}") for n, r in collect_records(layer).items()}
-        unit = Unit(f"{k}", [(records[n], p) for n, p in layer.named_parameters()], single())
+        unit = make_unit(f"{k}", [(records[n], p) for n, p in layer.named_parameters()], single())
 
         def fn(x, batch, layer=layer):
             y, losses = split_losses(layer(batch if x is None else x))
