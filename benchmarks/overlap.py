@@ -32,8 +32,8 @@ from harness import (
 )
 from torch import Tensor
 
+from warpweave.kernels.gemm.epilogue import Epilogue
 from warpweave.kernels.overlap import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter
-from warpweave.kernels.overlap.epilogue import Epilogue
 from warpweave.kernels.overlap.function import (
     all_gather_gemm_steps,
     gemm_all_reduce_steps,

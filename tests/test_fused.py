@@ -19,8 +19,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from warpweave.kernels.dropout import Drop, dropout
+from warpweave.kernels.gemm.epilogue import Epilogue
 from warpweave.kernels.overlap import all_gather_gemm, gathering, gemm_reduce_scatter
-from warpweave.kernels.overlap.epilogue import Epilogue
 from warpweave.kernels.overlap.symmetric import local_memory
 from warpweave.kernels.rope import apply_rope, rope_table
 from warpweave.kernels.runtime.wgrad import WeightGradients, collect

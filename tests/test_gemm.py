@@ -16,6 +16,7 @@ from warpweave.kernels.dropout import Drop
 from warpweave.kernels.gemm import cpu as module
 from warpweave.kernels.gemm import fused, fused_gemm, gemm, gemm_into, mainloop
 from warpweave.kernels.gemm import fused as kernel
+from warpweave.kernels.gemm.epilogue import Epilogue, find_precision
 from warpweave.kernels.runtime import tiles
 from warpweave.kernels.runtime.tile_table import GemmTile
 from warpweave.kernels.runtime.tiles import pinned
@@ -414,14 +415,14 @@ def test_descriptors_are_for_large_products_of_aligned_16_bits_from_hopper_on(mo
 
 
 def test_float32_is_multiplied_as_torch_is_set_to_or_as_asked():
-    assert kernel.find_precision(None) == "ieee"
+    assert find_precision(None) == "ieee"
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("high")
-        assert kernel.find_precision(None) == "tf32"
+        assert find_precision(None) == "tf32"
     finally:
         torch.set_float32_matmul_precision(before)
-    assert kernel.find_precision("tf32x3") == "tf32x3"
+    assert find_precision("tf32x3") == "tf32x3"
 
 
 def test_launches_that_ptxas_would_spill_may_take_all_registers(monkeypatch):
@@ -500,8 +501,8 @@ def test_operators_pass_opcheck(impl):
         r = _draw(7, 3 if activation == "swiglu" else 6)
         drop = Drop(0.25, 2**40, 3, tokens)
         for bias, residual, drops in ((None, None, None), (_draw(6), r, drop)):
-            how = (activation, save_z, drops, torch.float64, None, impl)
-            well_formed(fused._fused, a, b, bias, residual, *how)
+            after = Epilogue(bias, activation, save_z, None, residual, torch.float64)
+            well_formed(fused._fused, a, b, after, drops, impl)
 
 
 @IMPLS

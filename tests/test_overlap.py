@@ -15,6 +15,7 @@ from triton.runtime.interpreter import interpreter_builder
 
 from warpweave.kernels.dropout import Drop
 from warpweave.kernels.gemm import fused_gemm, gemm
+from warpweave.kernels.gemm.epilogue import Epilogue
 from warpweave.kernels.gemm.mainloop import find_tile
 from warpweave.kernels.overlap import (
     all_gather_gemm,
@@ -22,7 +23,6 @@ from warpweave.kernels.overlap import (
     gemm_reduce_scatter,
 )
 from warpweave.kernels.overlap import function as overlap_function
-from warpweave.kernels.overlap.epilogue import Epilogue
 from warpweave.kernels.overlap.function import (
     all_gather_gemm_steps,
     gemm_all_reduce_steps,

@@ -9,8 +9,8 @@ import pytest
 import torch
 from interleavings import Recorder, explore, races
 
+from warpweave.kernels.gemm.epilogue import Epilogue
 from warpweave.kernels.overlap import gather, scatter
-from warpweave.kernels.overlap.epilogue import Epilogue
 from warpweave.kernels.overlap.symmetric import local_memory
 from warpweave.kernels.runtime.tile_table import KINDS, GemmTile
 from warpweave.kernels.runtime.tiles import pinned

@@ -325,7 +325,7 @@ def _adamw_cases(adamw) -> list[Case]:
 
 def _overlap_cases() -> list[Case]:
     """Overlapped products, of one of eight ranks, in the shapes of an 8B Llama."""
-    from warpweave.kernels.overlap.epilogue import Epilogue
+    from warpweave.kernels.gemm.epilogue import Epilogue
     from warpweave.kernels.overlap.gather import all_gather_steps, gather_steps
     from warpweave.kernels.overlap.scatter import scatter_steps
     from warpweave.kernels.overlap.symmetric import SymmetricMemory

@@ -1,14 +1,18 @@
-"""The kernel of a product and all that follows it up to the next one; see `fused` for what that is.
+"""A product and all that follows it up to the next one: the record of that, and the kernel; see
+`fused` for the formula.
 
-Programs are persistent (see `mainloop`).
+Programs are persistent (see `mainloop`). Products that overlap with messages end in the same record
+and device helpers (`kernels.overlap`).
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from warpweave.kernels.activation import find_activation, pointwise
-from warpweave.kernels.dropout import Drop, keep_mask, launch_arguments
+from warpweave.kernels.dropout import Drop, check_drop, keep_mask, launch_arguments
 from warpweave.kernels.gemm.mainloop import (
     find_tile,
     gemm_options,
@@ -20,6 +24,102 @@ from warpweave.kernels.gemm.mainloop import (
 )
 from warpweave.kernels.runtime.dispatch import tl, triton
 from warpweave.kernels.runtime.dtypes import to_dtype, upcast
+
+# ---------------------------------------------------------------- the record
+
+
+class Arguments(NamedTuple):
+    """An epilogue as kernels take it: bias, z, tokens and residual; seed and site; the residual's
+    strides; ACT, GATED, THRESHOLD and SCALE."""
+
+    tensors: tuple[torch.Tensor | None, ...]
+    key: tuple[int, int]
+    strides: tuple[int, ...]
+    constants: tuple[str | None, bool, int, float]
+
+
+class Epilogue(NamedTuple):
+    """residual + dropout(act(product + bias)), each optional; `save_z` saves the argument of act.
+
+    Its tensors are those of the rows that are stored: residual [M, N], drop.tokens [M].
+    """
+
+    bias: torch.Tensor | None = None
+    activation: str | None = None
+    save_z: bool = False
+    drop: Drop | None = None
+    residual: torch.Tensor | None = None
+    out_dtype: torch.dtype | None = None
+    precision: str | None = None
+
+    @property
+    def name(self) -> str:
+        """What `runtime.fusion` calls it."""
+        rest = ["dropout"] * (self.drop is not None) + ["residual"] * (self.residual is not None)
+        return " and ".join([self.activation] * (self.activation is not None) + rest) or "bias"
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """Bias, residual and tokens."""
+        return self.bias, self.residual, getattr(self.drop, "tokens", None)
+
+    def columns(self, N: int) -> int:
+        """Of the result of N columns of products: half of them where the activation is gated."""
+        gated = self.activation is not None and find_activation(self.activation).gated
+        return N // 2 if gated else N
+
+    def checked(self, shape: tuple[int, int]) -> Epilogue:
+        """This, without a dropout that drops nothing; ValueError unless it can follow [M, N] =
+        `shape` products."""
+        if self.precision is not None:  # None is asked of torch at the launch, no compiler can
+            find_precision(self.precision)
+        made = shape[0], self.columns(shape[1])
+        if made[1] < shape[1] and shape[1] % 2:
+            raise ValueError(
+                f"{self.activation} needs b[K, 2F] of gate, up pairs, got N = {shape[1]}"
+            )
+        if self.save_z and self.activation is None:
+            raise ValueError("save_z=True saves the argument of an activation: activation is None")
+        if self.residual is not None and self.residual.shape != made:
+            raise ValueError(
+                f"residual must be {[*made]} as the result, got {[*self.residual.shape]}"
+            )
+        return self._replace(drop=check_drop(self.drop, torch.Size(made[:1])))
+
+    def of_rows(self, rows: slice) -> Epilogue:
+        """What follows these rows of the products alone."""
+        drop, residual = self.drop, self.residual
+        return self._replace(
+            drop=drop and drop._replace(tokens=drop.tokens[rows]),
+            residual=None if residual is None else residual[rows],
+        )
+
+    def outputs(self, a: torch.Tensor, M: int, N: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Empty y[M, N or N / 2] and z[M, N] or None of a product with rows like a's."""
+        dtype = a.dtype if self.out_dtype is None else self.out_dtype
+        z = a.new_empty(M, N) if self.save_z else None
+        return a.new_empty(M, self.columns(N), dtype=dtype), z
+
+    def arguments(self, z: torch.Tensor | None) -> Arguments:
+        """As the kernels take it."""
+        name, gated = (None, False) if self.activation is None else find_activation(self.activation)
+        tokens, seed, site, dropping = launch_arguments(self.drop)
+        bias = None if self.bias is None else self.bias.contiguous()
+        strides = (0, 0) if self.residual is None else self.residual.stride()
+        tensors = bias, z, tokens, self.residual
+        return Arguments(tensors, (seed, site), strides, (name, gated, *dropping))
+
+
+def find_precision(precision: str | None) -> str:
+    """How Triton multiplies float32: as asked, or by None as torch's own products do."""
+    if precision is None:
+        return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    if precision not in ("ieee", "tf32", "tf32x3"):
+        raise ValueError(f'precision must be None, "ieee", "tf32" or "tf32x3", got {precision!r}')
+    return precision
+
+
+# ---------------------------------------------------------------- the kernel
 
 
 @triton.jit
@@ -195,60 +295,23 @@ def _gemm_kernel(
 def launch_gemm(
     a: torch.Tensor,
     b: torch.Tensor,
-    bias: torch.Tensor | None,
     y: torch.Tensor,
+    after: Epilogue,
     *,
-    activation: str | None = None,
     z: torch.Tensor | None = None,
-    drop: Drop | None = None,
-    residual: torch.Tensor | None = None,
     add: bool = False,
-    precision: str | None = None,
 ) -> None:
     """Fill y, or add to it, and fill z; nothing is checked."""
     (M, K), N = a.shape, b.shape[1]
     if y.numel() == 0:
         return
-    name, gated = (None, False) if activation is None else find_activation(activation)
-    heavy = add or (drop is not None and residual is not None)
-    tile = find_tile(a, b, "heavy" if heavy else "large")
-    tokens, seed, site, constants = launch_arguments(drop)
+    heavy = add or (after.drop is not None and after.residual is not None)
+    tile, given = find_tile(a, b, "heavy" if heavy else "large"), after.arguments(z)
     a_tiles, b_tiles, strides = operands(a, b, tile)
     with torch.cuda.device_of(a):
         _gemm_kernel[grid(tile, M, N, a.device)](
-            a_tiles,
-            b_tiles,
-            None if bias is None else bias.contiguous(),
-            z,
-            tokens,
-            residual,
-            y,
-            seed,
-            site,
-            M,
-            N,
-            K,
-            *strides,
-            *((0, 0) if residual is None else residual.stride()),
-            *y.stride(),
-            name,
-            gated,
-            *constants,
-            add,
-            find_precision(precision),
-            K % tile.k == 0,
-            tile.m,
-            tile.n,
-            tile.k,
-            tile.group,
-            **gemm_options(tile, a),
-        )
-
-
-def find_precision(precision: str | None) -> str:
-    """How Triton multiplies float32: as asked, or by None as torch's own products do."""
-    if precision is None:
-        return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
-    if precision not in ("ieee", "tf32", "tf32x3"):
-        raise ValueError(f'precision must be None, "ieee", "tf32" or "tf32x3", got {precision!r}')
-    return precision
+            a_tiles, b_tiles, *given.tensors, y, *given.key, M, N, K,
+            *strides, *given.strides, *y.stride(), *given.constants, add,
+            find_precision(after.precision), K % tile.k == 0,
+            tile.m, tile.n, tile.k, tile.group, **gemm_options(tile, a),
+        )  # fmt: skip

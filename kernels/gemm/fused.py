@@ -31,10 +31,10 @@ from __future__ import annotations
 
 import torch
 
-from warpweave.kernels.activation import activation_fwd, find_activation
-from warpweave.kernels.dropout import Drop, check_drop, dropout
+from warpweave.kernels.activation import activation_fwd
+from warpweave.kernels.dropout import Drop, dropout
 from warpweave.kernels.gemm import cpu as gemm_cpu
-from warpweave.kernels.gemm.epilogue import find_precision, launch_gemm
+from warpweave.kernels.gemm.epilogue import Epilogue, launch_gemm
 from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.runtime.dispatch import check_written, choose, refuse_graph
 from warpweave.kernels.runtime.dtypes import FLOATS, no_autocast
@@ -56,32 +56,10 @@ def check_operands(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) 
         )
 
 
-def check_epilogue(
-    shape: tuple[int, int],
-    activation: str | None,
-    save_z: bool,
-    residual: torch.Tensor | None,
-    drop: Drop | None,
-    precision: str | None,
-) -> Drop | None:
-    """`drop`, or None if it drops nothing; ValueError unless all this can follow [M, N] = `shape`
-    products."""
-    if precision is not None:  # None is asked of torch at the launch: compilers cannot trace it
-        find_precision(precision)
-    gated = activation is not None and find_activation(activation).gated
-    if gated and shape[1] % 2:
-        raise ValueError(f"{activation} needs b[K, 2F] of gate, up pairs, got N = {shape[1]}")
-    if save_z and activation is None:
-        raise ValueError("save_z=True saves the argument of an activation: activation is None")
-    made = (shape[0], shape[1] // 2 if gated else shape[1])
-    if residual is not None and residual.shape != made:
-        raise ValueError(f"residual must be {[*made]} as the result, got {[*residual.shape]}")
-    return check_drop(drop, torch.Size(made[:1]))
-
-
-def check_result(a: torch.Tensor, dtype: torch.dtype) -> None:
-    """Raise ValueError unless a product with `a` can be given in this dtype."""
-    if dtype not in (a.dtype, compute_dtype(a)):
+def check_result(a: torch.Tensor, dtype: torch.dtype | None) -> None:
+    """Raise ValueError unless a product with `a` can be given in this dtype, None being that of
+    `a`."""
+    if dtype is not None and dtype not in (a.dtype, compute_dtype(a)):
         raise ValueError(
             f"the product of {a.dtype} is given in {a.dtype} or {compute_dtype(a)}, not in {dtype}"
         )
@@ -103,7 +81,7 @@ def _gemm(
     precision: str | None,
 ) -> torch.Tensor:
     y = a.new_empty(a.shape[0], b.shape[1], dtype=dtype)
-    launch_gemm(a, b, bias, y, precision=precision)
+    launch_gemm(a, b, y, Epilogue(bias, precision=precision))
     return y
 
 
@@ -119,57 +97,26 @@ def _gemm_into(
     if impl == "torch":
         gemm_cpu.product_into(a, b, out, add)
     else:
-        launch_gemm(a, b, None, out, add=add, precision=precision)
+        launch_gemm(a, b, out, Epilogue(precision=precision), add=add)
 
 
-def _fused_fake(a, b, bias, residual, activation, save_z, drop, dtype, *how):
-    y = a.new_empty(_fused_shape(a, b, activation), dtype=dtype)
-    return [y, a.new_empty(a.shape[0], b.shape[1])] if save_z else [y]
+def _fused_fake(a, b, after, drop, impl):
+    return [x for x in after.outputs(a, a.shape[0], b.shape[1]) if x is not None]
 
 
-@operator("fused_gemm", _fused_fake, records=(Drop,), direct=True)
+@operator("fused_gemm", _fused_fake, records=(Epilogue, Drop), direct=True)
 def _fused(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    activation: str | None,
-    save_z: bool,
-    drop: Drop | None,
-    dtype: torch.dtype,
-    precision: str | None,
-    impl: str,
+    a: torch.Tensor, b: torch.Tensor, after: Epilogue, drop: Drop | None, impl: str
 ) -> list[torch.Tensor]:
-    """[y], or [y, z]."""
-    impl = fused_or_apart(impl, epilogue_name(activation, drop, residual), a)
+    """[y], or [y, z]; the epilogue's dropout comes beside it, as an operator's records hold no
+    tensors of records within them."""
+    after = after._replace(drop=drop)
+    impl = fused_or_apart(impl, after.name, a)
     if impl != "triton":
-        after = "torch" if impl == "torch" else "triton"
-        return _unfused_gemm(a, b, bias, residual, activation, save_z, drop, dtype, after)
-    y = a.new_empty(_fused_shape(a, b, activation), dtype=dtype)
-    z = a.new_empty(a.shape[0], b.shape[1]) if save_z else None
-    launch_gemm(
-        a,
-        b,
-        bias,
-        y,
-        activation=activation,
-        z=z,
-        drop=drop,
-        residual=residual,
-        precision=precision,
-    )
+        return _unfused_gemm(a, b, after, "torch" if impl == "torch" else "triton")
+    y, z = after.outputs(a, a.shape[0], b.shape[1])
+    launch_gemm(a, b, y, after, z=z)
     return [y] if z is None else [y, z]
-
-
-def epilogue_name(activation: str | None, drop: Drop | None, residual: torch.Tensor | None) -> str:
-    """What `runtime.fusion` calls an epilogue."""
-    rest = ["dropout"] * (drop is not None) + ["residual"] * (residual is not None)
-    return " and ".join(([] if activation is None else [activation]) + rest) or "bias"
-
-
-def _fused_shape(a: torch.Tensor, b: torch.Tensor, activation: str | None) -> tuple[int, int]:
-    gated = activation is not None and find_activation(activation).gated
-    return a.shape[0], b.shape[1] // 2 if gated else b.shape[1]
 
 
 # ---------------------------------------------------------------- public
@@ -277,38 +224,30 @@ def fused_gemm(
         ValueError: shapes, dtypes or numbers do not fit, something requires a gradient, or `impl`
             cannot run.
     """
-    impl = choose_or_auto(impl, a, b, bias, residual, getattr(drop, "tokens", None))
+    after = Epilogue(bias, activation, save_z, drop, residual, out_dtype, precision)
+    impl = choose_or_auto(impl, a, b, *after.tensors)
     check_operands(a, b, bias)
     refuse_graph("fused_gemm", a, b, bias, residual)
-    dtype = a.dtype if out_dtype is None else out_dtype
-    check_result(a, dtype)
-    products = a.shape[0], b.shape[1]
-    drop = check_epilogue(products, activation, save_z, residual, drop, precision)
-    y, *z = _fused(a, b, bias, residual, activation, save_z, drop, dtype, precision, impl)
+    check_result(a, out_dtype)
+    after = after.checked((a.shape[0], b.shape[1]))
+    y, *z = _fused(a, b, after._replace(drop=None), after.drop, impl)
     return y, z[0] if z else None
 
 
 def _unfused_gemm(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    activation: str | None,
-    save_z: bool,
-    drop: Drop | None,
-    dtype: torch.dtype,
-    impl: str,
+    a: torch.Tensor, b: torch.Tensor, after: Epilogue, impl: str
 ) -> list[torch.Tensor]:
     """Torch's product, and one operator of `impl` after the other; each rounds to the dtype of its
     result."""
+    activation, dtype = after.activation, after.out_dtype or a.dtype
     with no_autocast(a):
-        z = gemm_cpu.product(a, b, bias, dtype if activation is None else a.dtype)
+        z = gemm_cpu.product(a, b, after.bias, dtype if activation is None else a.dtype)
     if activation is None:
         y = z
     else:
         y = activation_fwd(z.to(dtype), activation, impl=impl)
-    if drop is not None:
-        y = dropout(y, drop, impl=impl)
-    if residual is not None:
-        y += residual
-    return [y, z] if save_z else [y]
+    if after.drop is not None:
+        y = dropout(y, after.drop, impl=impl)
+    if after.residual is not None:
+        y += after.residual
+    return [y, z] if after.save_z else [y]

@@ -33,6 +33,21 @@ def find_tile(a: torch.Tensor, b: torch.Tensor, kind: str) -> GemmTile:
     return tile
 
 
+def shared_tile(a: torch.Tensor, rows: int, b: torch.Tensor, kind: str = "large") -> GemmTile:
+    """The tile for so many rows [rows, K] like a's, times b[K, N]: the same on every rank, by sizes
+    alone; that of `kind` where they are many: "large", "heavy", or "wide" for what leaves in a
+    wider dtype than it is multiplied in.
+
+    Parts are tiles, so ranks must agree on them; `find_tile` also looks at where the
+    operands of this rank lie in memory.
+    """
+    tile = find("gemm", a.device, a.element_size(), kind)
+    odd = a.shape[1] % 16 or b.shape[1] % 16  # not to be loaded 16 bytes at a time
+    if odd or tile_count(tile, rows, b.shape[1]) < processors(a.device):
+        tile = find("gemm", a.device, a.element_size(), "small")
+    return tile
+
+
 def _is_aligned(x: torch.Tensor) -> bool:
     """Rows, or columns, are contiguous and apart, and all start where 16 bytes can be loaded at a
     time (what Triton asks for: addresses that are multiples of 16 bytes, strides of 16 elements).

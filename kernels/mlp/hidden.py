@@ -19,7 +19,8 @@ from warpweave.kernels.activation import (
     find_activation,
     pointwise_and_slope,
 )
-from warpweave.kernels.gemm.fused import check_operands, find_precision, gemm
+from warpweave.kernels.gemm.epilogue import find_precision
+from warpweave.kernels.gemm.fused import check_operands, gemm
 from warpweave.kernels.gemm.mainloop import (
     find_tile,
     gemm_options,

@@ -4,7 +4,7 @@ GEMM -> all-reduce, in plain Triton over symmetric memory.
     symmetric   a segment per rank that all can reach, its layout and its epochs
     signals     publish and await, on the device
     gather      all-gather -> GEMM          scatter    GEMM -> reduce-scatter, GEMM -> all-reduce
-    epilogue    what follows a product      function   the public functions and their checks
+    function    the public functions        gathering  what layers ask of them
 """
 
 from warpweave.kernels.overlap.function import (

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from warpweave.kernels.dropout import Drop
+from warpweave.kernels.gemm.epilogue import Epilogue
 from warpweave.kernels.gemm.fused import check_operands, check_result
-from warpweave.kernels.overlap.epilogue import Epilogue
 from warpweave.kernels.overlap.gather import all_gather_steps, gather_steps
 from warpweave.kernels.overlap.scatter import scatter_steps
 from warpweave.kernels.overlap.symmetric import Memory
@@ -180,10 +180,9 @@ def _two_shots(
 
 def _checked(a: torch.Tensor, b: torch.Tensor, epilogue: Epilogue, rows: int) -> Epilogue:
     """`epilogue`, of so many `rows`; ValueError unless it, a and b fit one another."""
-    tokens = getattr(epilogue.drop, "tokens", None)
-    choose("triton", a, b, epilogue.bias, epilogue.residual, tokens)
+    choose("triton", a, b, *epilogue.tensors)
     check_operands(a, b, epilogue.bias)
-    check_result(a, a.dtype if epilogue.out_dtype is None else epilogue.out_dtype)
+    check_result(a, epilogue.out_dtype)
     return epilogue.checked((rows, b.shape[1]))
 
 

@@ -27,9 +27,8 @@ from typing import NamedTuple
 
 import torch
 
-from warpweave.kernels.gemm.epilogue import find_precision, finish_tile
-from warpweave.kernels.gemm.mainloop import gemm_options, grid, mainloop, tile_origin
-from warpweave.kernels.overlap.epilogue import Epilogue, shared_tile
+from warpweave.kernels.gemm.epilogue import Epilogue, find_precision, finish_tile
+from warpweave.kernels.gemm.mainloop import gemm_options, grid, mainloop, shared_tile, tile_origin
 from warpweave.kernels.overlap.signals import (
     await_,
     await_part,

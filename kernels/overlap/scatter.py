@@ -25,9 +25,8 @@ from collections.abc import Generator
 
 import torch
 
-from warpweave.kernels.gemm.epilogue import epilogue, find_precision
-from warpweave.kernels.gemm.mainloop import gemm_options, grid, mainloop, tile_origin
-from warpweave.kernels.overlap.epilogue import Epilogue, shared_tile
+from warpweave.kernels.gemm.epilogue import Epilogue, epilogue, find_precision
+from warpweave.kernels.gemm.mainloop import gemm_options, grid, mainloop, shared_tile, tile_origin
 from warpweave.kernels.overlap.signals import (
     await_part,
     data_of,

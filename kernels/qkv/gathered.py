@@ -6,8 +6,7 @@ from __future__ import annotations
 import torch
 
 from warpweave.kernels.gemm.epilogue import find_precision
-from warpweave.kernels.gemm.mainloop import gemm_options, grid, mainloop
-from warpweave.kernels.overlap.epilogue import shared_tile
+from warpweave.kernels.gemm.mainloop import gemm_options, grid, mainloop, shared_tile
 from warpweave.kernels.overlap.function import Steps
 from warpweave.kernels.overlap.gather import (
     Peers,

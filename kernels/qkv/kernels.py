@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
-from warpweave.kernels.gemm.fused import check_operands, find_precision, gemm
+from warpweave.kernels.gemm.epilogue import find_precision
+from warpweave.kernels.gemm.fused import check_operands, gemm
 from warpweave.kernels.gemm.mainloop import (
     find_tile,
     gemm_options,
