@@ -132,7 +132,7 @@ def test_each_part_of_a_block_takes_the_record_of_the_block():
         ({"overlap": "fast"}, "overlap must be one of"),
         ({"strategy": "rings"}, "strategy must be Links or one of"),
         ({"recompute": "all"}, "recompute must be one of"),
-        ({"overlap": "fused", "impl": "torch"}, "overlap='fused' is within Triton's kernels"),
+        ({"overlap": "fused", "impl": "torch"}, "overlap='fused' needs Triton's kernels"),
     ],
 )
 def test_a_place_of_other_words_is_refused(given, message):

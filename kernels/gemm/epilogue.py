@@ -69,8 +69,8 @@ class Epilogue(NamedTuple):
         return N // 2 if gated else N
 
     def checked(self, shape: tuple[int, int]) -> Epilogue:
-        """This, without a dropout that drops nothing; ValueError unless it can follow [M, N] =
-        `shape` products."""
+        """This epilogue, without a dropout of probability 0; ValueError unless it fits a product of
+        `shape` [M, N]."""
         if self.precision is not None:  # None is asked of torch at the launch, no compiler can
             find_precision(self.precision)
         made = shape[0], self.columns(shape[1])
@@ -87,7 +87,7 @@ class Epilogue(NamedTuple):
         return self._replace(drop=check_drop(self.drop, torch.Size(made[:1])))
 
     def of_rows(self, rows: slice) -> Epilogue:
-        """What follows these rows of the products alone."""
+        """The epilogue of these rows alone."""
         drop, residual = self.drop, self.residual
         return self._replace(
             drop=drop and drop._replace(tokens=drop.tokens[rows]),
@@ -101,7 +101,7 @@ class Epilogue(NamedTuple):
         return a.new_empty(M, self.columns(N), dtype=dtype), z
 
     def arguments(self, z: torch.Tensor | None) -> Arguments:
-        """As the kernels take it."""
+        """The epilogue as arguments of the kernels."""
         name, gated = (None, False) if self.activation is None else find_activation(self.activation)
         tokens, seed, site, dropping = launch_arguments(self.drop)
         bias = None if self.bias is None else self.bias.contiguous()

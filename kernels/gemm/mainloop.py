@@ -34,15 +34,14 @@ def find_tile(a: torch.Tensor, b: torch.Tensor, kind: str) -> GemmTile:
 
 
 def shared_tile(a: torch.Tensor, rows: int, b: torch.Tensor, kind: str = "large") -> GemmTile:
-    """The tile for so many rows [rows, K] like a's, times b[K, N]: the same on every rank, by sizes
-    alone; that of `kind` where they are many: "large", "heavy", or "wide" for what leaves in a
-    wider dtype than it is multiplied in.
+    """The tile for the product of [rows, K], of a's dtype, with b[K, N]: the same on every rank.
 
-    Parts are tiles, so ranks must agree on them; `find_tile` also looks at where the
-    operands of this rank lie in memory.
+    Ranks must agree on it, because parts are tiles; so it depends on sizes only, where `find_tile`
+    also considers the alignment of this rank's operands. For large products it is that of `kind`:
+    "large", "heavy", or "wide" for a result in a wider dtype than the operands.
     """
     tile = find("gemm", a.device, a.element_size(), kind)
-    odd = a.shape[1] % 16 or b.shape[1] % 16  # not to be loaded 16 bytes at a time
+    odd = a.shape[1] % 16 or b.shape[1] % 16  # no loads of 16 bytes
     if odd or tile_count(tile, rows, b.shape[1]) < processors(a.device):
         tile = find("gemm", a.device, a.element_size(), "small")
     return tile

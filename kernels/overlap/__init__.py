@@ -1,10 +1,12 @@
-"""Products under whose tiles the ranks' data moves: all-gather -> GEMM, GEMM -> reduce-scatter and
-GEMM -> all-reduce, in plain Triton over symmetric memory.
+"""Fused communication and GEMM: all-gather -> GEMM, GEMM -> reduce-scatter and GEMM -> all-reduce
+in one or two Triton kernels over symmetric memory.
 
-    symmetric   a segment per rank that all can reach, its layout and its epochs
-    signals     publish and await, on the device
+    symmetric   the memory: a segment per rank that all ranks can read and write, flags, epochs
+    signals     publish and await flags, in a kernel
     gather      all-gather -> GEMM          scatter    GEMM -> reduce-scatter, GEMM -> all-reduce
-    function    the public functions        gathering  what layers ask of them
+    gathering   what layers ask of them: the gathered input of a column-parallel product, the summed
+                result of a row-parallel one
+    function    the public functions and their checks
 """
 
 from warpweave.kernels.overlap.function import (

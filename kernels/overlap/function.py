@@ -1,7 +1,7 @@
-"""The overlapped products as functions: checks, then the launches of one rank one after the other.
+"""The public functions of fused communication and GEMM: checks, then the launches of one rank.
 
 Every rank of the group calls the same function with the same shapes, in the same order, on one
-stream. See `gather` and `scatter` for what they compute and move.
+stream. `gather` and `scatter` describe what they compute and send.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from warpweave.kernels.overlap.symmetric import Memory
 from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.runtime.dispatch import choose, no_graph
 
-ONE_SHOT = 3_600_000  # bytes: what NVLink moves in the 8 us of one more wait (predicted)
+ONE_SHOT = 3_600_000  # bytes that NVLink moves in the time of one more wait (predicted)
 
 Steps = Generator[None, None, Any]
 
@@ -40,22 +40,22 @@ def all_gather_gemm(
     out_dtype: torch.dtype | None = None,
     precision: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """(y, z or None, whole) of this rank's shard x[S, K] and its b[K, N].
+    """All-gather -> GEMM: (y, z or None, whole) from this rank's shard x[S, K] and its b[K, N].
 
-    whole[W S, K] = all-gather(x), y[W S, N] = residual + dropout(act(whole @ b + bias)):
-    the bits of `fused_gemm` at the same tile.
+    whole[W S, K] = all-gather(x), y[W S, N] = residual + dropout(act(whole @ b + bias)), bitwise
+    equal to `fused_gemm` of the gathered rows with the same tile.
 
     Args:
-        memory: the group's symmetric memory, of S K elements of x and ceil(S / 16) slots at
-            least (fewer do where the tile has more rows: what is missing is said).
+        memory: the group's symmetric memory, of at least S K elements of x and ceil(S / 16) slots
+            (fewer if the tile has more rows; the error names the number).
         bias, activation, save_z, drop, residual, out_dtype, precision: as for `gemm.fused_gemm` of
             the gathered rows.
 
     Raises:
         ValueError: shapes, dtypes or options do not fit, the memory is too small, something
             requires a gradient, or Triton cannot run.
-        TimeoutError: with bounded waits on a CPU, a rank did not publish what was awaited; it is a
-            ValueError that a rank is in another operation, or in one of other sizes or dtypes.
+        TimeoutError: with bounded waits, on a CPU: a rank did not publish its rows in time. If it
+            is in another operation, or in one of other sizes or dtypes, that is a ValueError.
     """
     epilogue = Epilogue(bias, activation, save_z, drop, residual, out_dtype, precision)
     steps = all_gather_gemm_steps(x, b, memory, epilogue)
@@ -74,16 +74,16 @@ def gemm_reduce_scatter(
     out_dtype: torch.dtype | None = None,
     precision: str | None = None,
 ) -> torch.Tensor:
-    """y[S, N] of a[W S, K] and b[K, N]: this rank's rows of the sum of a b over the ranks.
+    """GEMM -> reduce-scatter: y[S, N], this rank's rows of the sum over ranks of a[W S, K] b[K, N].
 
-    y = residual + dropout(sum + bias), the sum in the order of the ranks. Partial products travel
-    and are added in float32 (float64 for float64), unrounded.
+    y = residual + dropout(sum + bias). Partial products are sent and added in float32 (float64 for
+    float64), unrounded, in rank order.
 
     Args:
-        memory: the group's symmetric memory, of W S N elements of float32 and ceil(S / 16)
-            ceil(N / 32) slots at least (as above).
+        memory: the group's symmetric memory, of at least W S N elements of float32 and
+            ceil(S / 16) ceil(N / 32) slots (or fewer, as for `all_gather_gemm`).
         bias, drop, residual, out_dtype, precision: as for `gemm.fused_gemm` of this rank's rows;
-            bias is added once, by the rank that has the rows.
+            bias is added once, after the sum.
 
     Raises what `all_gather_gemm` raises, and ValueError if the ranks do not divide the rows.
     """
@@ -104,11 +104,12 @@ def gemm_all_reduce(
     out_dtype: torch.dtype | None = None,
     precision: str | None = None,
 ) -> torch.Tensor:
-    """y[M, N] of a[M, K] and b[K, N]: the sum of a b over the ranks, the same bits on all of them.
+    """GEMM -> all-reduce: y[M, N], the sum over ranks of a[M, K] b[K, N], bitwise equal on all
+    ranks.
 
-    In one shot, in which every rank reads all partial products; or, where the ranks divide the rows
-    and the bytes that it saves take longer than a wait (`ONE_SHOT`), in two: a reduce-scatter and
-    an all-gather of its result.
+    One-shot, in which every rank reads all partial products; or, if the ranks divide the rows and
+    there are more bytes than `ONE_SHOT`, two-shot: a reduce-scatter and an all-gather of its
+    result, fewer bytes for one more wait.
 
     Args:
         memory, bias, ...: as for `gemm_reduce_scatter`, for all rows.
@@ -122,7 +123,8 @@ def gemm_all_reduce(
 
 # ---------------------------------------------------------------- steps
 
-# What the functions do, with a yield after each launch: W virtual ranks on one device take turns.
+# The functions as generators that yield after each launch, so that W virtual ranks on one device
+# can take turns.
 
 
 def all_gather_gemm_steps(
@@ -179,7 +181,7 @@ def _two_shots(
 
 
 def _checked(a: torch.Tensor, b: torch.Tensor, epilogue: Epilogue, rows: int) -> Epilogue:
-    """`epilogue`, of so many `rows`; ValueError unless it, a and b fit one another."""
+    """`epilogue`, checked for `rows` rows; ValueError unless it, a and b fit one another."""
     choose("triton", a, b, *epilogue.tensors)
     check_operands(a, b, epilogue.bias)
     check_result(a, epilogue.out_dtype)
@@ -187,8 +189,8 @@ def _checked(a: torch.Tensor, b: torch.Tensor, epilogue: Epilogue, rows: int) ->
 
 
 def run_local(ranks: Sequence[Steps]) -> list[Any]:
-    """The results of virtual ranks on one device, launch after launch: each waits for earlier ones
-    only, so one stream is enough."""
+    """The results of virtual ranks on one device, their launches in turn on one stream: a launch
+    waits only for earlier ones, so it cannot deadlock."""
     results: dict[int, Any] = {}
     while len(results) < len(ranks):
         for rank, steps in enumerate(ranks):
@@ -203,8 +205,8 @@ def run_local(ranks: Sequence[Steps]) -> list[Any]:
 
 def run_steps(name: str, steps: Steps, memory: Memory) -> Any:
     """The result of this rank's steps, one launch after the other."""
-    # A compiler must not move what other ranks wait for; one that nobody has imported cannot, and
-    # to import it here would cost a second, and DTensor.
+    # A compiler must not reorder what other ranks wait for. If it has not been imported it cannot,
+    # and importing it would cost a second.
     run = torch.compiler.disable(_run_steps) if "torch._dynamo" in sys.modules else _run_steps
     return run(name, steps, memory)
 

@@ -1,23 +1,29 @@
-"""All-gather -> GEMM: products with the first shards run while the others are still on their way.
+"""All-gather -> GEMM (FLUX, Chang et al. 2024, arXiv:2406.06858; Triton-distributed, Zheng et al.
+2025, arXiv:2504.19442): the product begins with this rank's own rows while the others' are copied.
 
     whole[W S, K] = all-gather(x[S, K])        y[W S, N] = epilogue(whole @ b[K, N])
 
-Two launches. `_publish_kernel` puts this rank's shard where peers can read it (and into `whole`)
-and publishes it, BLOCK_M rows a part. In `_gather_gemm_kernel` the first programs copy the peers'
-parts into `whole`, each as soon as it is published, and the others walk over the tiles of y in the
-order in which the rows arrive: those of this rank first, which wait for nothing, then those of rank
-+ 1, + 2, ... A tile lies in one shard, whatever the shard's length.
+    rank 0 of 4, time from left to right
+    launch 1   publish x0
+    launch 2   copiers      copy x1    copy x2    copy x3
+               other        tiles of   tiles of   tiles of   tiles of
+               programs     x0 @ b     x1 @ b     x2 @ b     x3 @ b
 
-Nobody can wait for ever: what publishes waits for nobody, the copying programs wait only for what
-peers' first launches publish, the tiles for copying programs, which are the first of their grid to
-start. That holds where one program runs at a time, too: so the interpreter runs it as it is.
+`_publish_kernel` copies this rank's shard to symmetric memory (and to `whole`) and sets a flag per
+BLOCK_M rows. In `_gather_gemm_kernel` the first programs of the grid, the copiers, copy other
+ranks' rows into `whole`, each block as soon as its flag is set. The other programs compute the
+tiles of y in the order in which rows become available: those of this rank first, which wait for
+nothing, then those of rank + 1, + 2, ... A tile lies within one shard, whatever the shard's length.
 
-`whole` is returned: the gradient of b is a product with it. Remote bytes of a rank: (W - 1) S K
-elements. The epilogue is that of `gemm.fused_gemm`; sums are over K alone, so y is bit by bit that
-of the gathered product at the same tile.
+It cannot deadlock: the publishing launch waits for nothing, copiers wait only for peers' publishing
+launches, tiles only for copiers, which start before them. That also holds if one program runs at a
+time, as in the interpreter.
 
-Sources: Chang et al. 2024 (FLUX, arXiv:2406.06858); Zheng et al. 2025 (Triton-distributed,
-arXiv:2504.19442). Limits: not differentiable; shards of one shape.
+`whole` is returned, because the gradient of b is a product with it. A rank reads (W - 1) S K remote
+elements. The epilogue is that of `gemm.fused_gemm`; the sums are over K only, so y is bitwise equal
+to the product of the gathered rows with the same tile.
+
+Limits: not differentiable; equally large shards.
 """
 
 from __future__ import annotations
@@ -43,7 +49,7 @@ from warpweave.kernels.runtime.dispatch import tl, triton
 from warpweave.kernels.runtime.tile_table import GemmTile
 from warpweave.kernels.runtime.tiles import find
 
-COPIERS = 16  # programs that copy: enough to fill NVLink, an eighth of the processors (predicted)
+COPIERS = 16  # programs that copy: enough to saturate NVLink with an eighth of the SMs (predicted)
 
 
 @triton.jit(do_not_specialize=["rank", "signature"])
@@ -67,7 +73,7 @@ def _publish_kernel(
     BLOCK_S: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Publish BLOCK_S rows of this rank's shard."""
+    """Copy BLOCK_S rows of this rank's shard to symmetric memory and set their flag."""
     epoch, part = this_epoch(epoch_ptr), tl.program_id(0)
     own = data_of(addresses_ptr, rank, epoch, data, capacity, x_ptr)
     s = tl.cast(part, tl.int64) * BLOCK_S + tl.arange(0, BLOCK_S)[:, None]
@@ -80,7 +86,7 @@ def _publish_kernel(
     publish_to_all(addresses_ptr, rank, part, slots, epoch, world, signature, PEERS, SIGNED)
 
 
-# ---------------------------------------------------------------- what a gathering product does
+# ---------------------------------------------------------------- within the kernels
 
 
 @triton.jit
@@ -103,8 +109,8 @@ def copy_parts(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """What the first COPYING programs do, the copiers: copy the peers' shards, BLOCK_M rows at a
-    time, the next rank's first, as each is published."""
+    """The copiers, the first COPYING programs: copy the other ranks' shards, that of rank + 1
+    first, BLOCK_M rows at a time, each as soon as it is published."""
     parts = tl.cdiv(S, BLOCK_M)
     for index in range(copier, (WORLD - 1) * parts, COPYING if COPYING > 0 else 1):
         source, part = (rank + 1 + index // parts) % WORLD, index % parts
@@ -138,8 +144,8 @@ def await_tile(
     BLOCK_N: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """(first, row, col) of a tile whose rows have arrived: `row` of the shard that begins at row
-    `first` of the whole. Shard after shard, own first."""
+    """Wait for the rows of tile `index` of y; (first, row, col): its `row` in the shard that begins
+    at row `first` of all rows. Tiles are in the order of shards, this rank's first."""
     each = tl.cdiv(S, BLOCK_M) * tl.cdiv(N, BLOCK_N)
     source = (rank + index // each) % WORLD
     row, col = tile_origin(index % each, S, N, BLOCK_M, BLOCK_N, GROUP)
@@ -154,7 +160,7 @@ def await_tile(
 
 @triton.jit
 def tile_count_of(S, N, WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Tiles of the products with all shards."""
+    """The number of tiles of y, over all shards."""
     return WORLD * tl.cdiv(S, BLOCK_M) * tl.cdiv(N, BLOCK_N)
 
 
@@ -242,7 +248,7 @@ def _gather_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """No product: all programs copy."""
+    """All-gather alone: all programs are copiers."""
     copy_parts(
         tl.program_id(0), whole_ptr, addresses_ptr, this_epoch(epoch_ptr), error_ptr, rank, slots,
         data, capacity, signature, S, K, WORLD, COPYING, POLLS, BLOCK_M, BLOCK_K,
@@ -253,8 +259,8 @@ def _gather_kernel(
 
 
 class Peers(NamedTuple):
-    """What a gathering product is told of the ranks: the arguments, and the constants, of
-    `copy_parts` and `await_tile` in their order, and how many programs copy."""
+    """The arguments and the constants of `copy_parts` and `await_tile`, in their order, and the
+    number of copiers."""
 
     where: tuple[torch.Tensor | int, ...]
     constants: tuple[int, int, int]
@@ -268,7 +274,8 @@ def gathered(
     tile: GemmTile,
     launch: Callable[[torch.Tensor, Peers], object],
 ) -> Generator[None, None, torch.Tensor]:
-    """whole[W S, K] of x[S, K], multiplied on its way by ``launch(whole, peers)``."""
+    """whole[W S, K] = all-gather(x[S, K]); ``launch(whole, peers)`` launches the kernel that copies
+    and multiplies."""
     (S, K), world = x.shape, memory.world
     whole = x.new_empty(world * S, K)
     if whole.numel() == 0:
@@ -299,7 +306,7 @@ def gathered(
 def all_gather_steps(
     name: str, x: torch.Tensor, memory: Memory
 ) -> Generator[None, None, torch.Tensor]:
-    """whole[W S, N] of x[S, N], with a yield after each launch."""
+    """whole[W S, N] = all-gather(x[S, N]), with a yield after each launch."""
     tile = find("gemm", x.device, x.element_size(), "small")
 
     def launch(whole: torch.Tensor, peers: Peers) -> None:
@@ -318,7 +325,7 @@ def gather_steps(
     memory: Memory,
     epilogue: Epilogue,
 ) -> Generator[None, None, tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]]:
-    """(y, z or None, whole), with a yield after each launch; nothing but the size is checked."""
+    """`all_gather_gemm` with a yield after each launch; only the size of the memory is checked."""
     (S, K), N, rows = x.shape, b.shape[1], memory.world * len(x)
     y, z = epilogue.outputs(x, rows, N)
     given, tile = epilogue.arguments(z), shared_tile(x, rows, b)

@@ -1,11 +1,13 @@
-"""What layers ask of overlapped products: rows on their way, which a column-parallel product is
-given instead of all tokens, and sums over ranks within a row-parallel product's own kernel.
+"""What layers with overlap="fused" ask of products: the input of a column-parallel product, a shard
+of tokens that the product's own kernel gathers, and the result of a row-parallel one, summed over
+the ranks in its own kernel.
 
-column-parallel   forward    all-gather -> GEMM, this rank's shard first (`Gathering`)
-                  backward   whole collectives under the two products; where dW is not made now
-                             there is but one: GEMM -> reduce-scatter
-row-parallel      forward    GEMM -> reduce-scatter, or -> all-reduce, and what follows the sum
-                  backward   all-gather -> GEMM; the gathered dy serves dW, too
+column-parallel   forward    all-gather -> GEMM in one kernel, this rank's shard first (`Gathering`)
+                  backward   as "bulk": whole collectives hidden behind the GEMMs of dx and dW; if
+                             dW is deferred or not needed, GEMM -> reduce-scatter in one kernel
+row-parallel      forward    GEMM -> reduce-scatter (or all-reduce), bias, dropout and residual in
+                             one kernel
+                  backward   all-gather -> GEMM in one kernel; the gathered dy is used for dW, too
 """
 
 from __future__ import annotations
@@ -25,12 +27,13 @@ from warpweave.kernels.runtime.wgrad import rows
 
 
 class Gathering:
-    """The rows of all ranks, of which this rank has `shard`: a product gathers them under itself.
+    """All ranks' rows x[T, ..., K], of which this rank holds `shard`; the all-gather is part of the
+    product's kernel (`all_gather_gemm`).
 
     Attributes:
         shard: x[T/W, ..., K] of this rank.
         memory: the group's symmetric memory.
-        whole: x[T, ..., K], once a product has gathered it.
+        whole: x[T, ..., K] after a product has gathered it, None before.
     """
 
     def __init__(self, shard: torch.Tensor, memory: Memory) -> None:
@@ -39,20 +42,20 @@ class Gathering:
 
     @property
     def shape(self) -> torch.Size:
-        """That of the whole."""
+        """[T, ..., K]."""
         return torch.Size((self.memory.world * len(self.shard), *self.shard.shape[1:]))
 
     def arrived(self, whole: torch.Tensor) -> None:
-        """Keep what a product has gathered, as [T ..., K]."""
+        """Set `whole` to the rows that a product has gathered."""
         self.whole = whole.view(self.shape)
 
 
 def check_fusing(impl: str | None) -> None:
-    """Raise ValueError if a product under which rows are gathered is not to be Triton's."""
+    """ValueError if `impl`, after the choice by device, is not Triton: only its kernels gather."""
     if impl == "torch":
         raise ValueError(
-            "overlap='fused' is within Triton's kernels, and impl is 'torch' here (what None is on "
-            "a CPU): pass impl='triton', or another overlap"
+            "overlap='fused' needs Triton's kernels, got impl='torch' (None on a CPU): pass "
+            "impl='triton', or another overlap"
         )
 
 
@@ -64,7 +67,8 @@ def multiply(
     impl: str | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`fused_gemm` of the rows of x[..., K] and b[K, N], which are gathered if they are to be."""
+    """`fused_gemm` of the rows of x[..., K] and b[K, N]; `all_gather_gemm` if x is a
+    `Gathering`."""
     if not isinstance(x, Gathering):
         return fused_gemm(rows(x), b, bias, impl=impl, **options)
     y, z, whole = all_gather_gemm(rows(x.shard), b, bias, memory=x.memory, **options)

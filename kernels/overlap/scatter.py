@@ -1,22 +1,27 @@
-"""GEMM -> reduce-scatter, and GEMM -> all-reduce: tiles leave as soon as they are multiplied.
+"""GEMM -> reduce-scatter and GEMM -> all-reduce (sources as in `gather`): each tile of the partial
+product is sent as soon as it is computed.
 
     y[S, N] = epilogue(sum over ranks r of (a_r b_r)[own S rows])        a_r[W S, K], b_r[K, N]
 
-Two launches. `_partials_kernel` multiplies tile after tile and stores each where it will be added,
-rows of the next rank first, its own last, so that peers' rows travel while it multiplies on.
-`_sum_kernel` awaits a tile from every rank and adds them in the order of the ranks, in float32:
-nothing is added by atomics, so the sum is the same bits on every run, and for an all-reduce on
-every rank. Bias, dropout and residual follow the sum, once.
+    rank 0 of 4, time from left to right; rows i are those that rank i owns
+    launch 1   tiles of rows 1   of rows 2   of rows 3   of rows 0
+               each stored on    rank 1      rank 2      rank 3      rank 0
+    launch 2   rows 0: wait for the tile of each rank, add the four in rank order, epilogue
 
-A reduce-scatter stores a tile into the memory of the rank that owns its rows, an all-reduce in one
-shot into this rank's own, for all peers to read. Remote elements of a rank, in float32:
-(W - 1) S N sent, or (W - 1) M N read. In two shots, a reduce-scatter and an all-gather of its
-result, it is (W - 1) S N sent and as many read, in the dtype of y, and one wait more.
+`_partials_kernel` computes the rows of the next rank first and its own last, so that remote stores
+are hidden behind the rest of the product. `_sum_kernel` waits for a tile of every rank and adds
+them in rank order in float32, without atomics, so the sum is bitwise the same on every run, and in
+an all-reduce on every rank. Bias, dropout and residual follow the sum, once.
 
-Nobody can wait for ever: `_partials_kernel` waits for nobody, `_sum_kernel` only for what that
-publishes.
+A reduce-scatter stores a tile in the memory of the rank that owns its rows; a one-shot all-reduce
+stores it in this rank's own, from which all ranks read. Remote elements of a rank, in float32:
+(W - 1) S N sent, or (W - 1) M N read. A two-shot all-reduce, a reduce-scatter and an all-gather of
+its result, sends (W - 1) S N and reads as many in the dtype of y, with one more wait.
 
-Sources: as `gather`. Limits: not differentiable; W divides the rows that are scattered.
+It cannot deadlock: `_partials_kernel` waits for nothing, `_sum_kernel` only for
+`_partials_kernel`s.
+
+Limits: not differentiable; W divides the rows of a reduce-scatter.
 """
 
 from __future__ import annotations
@@ -72,12 +77,13 @@ def _partials_kernel(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Multiply and hand out; rows belong to OWNERS ranks, S to each (1: all rows to everyone)."""
+    """Compute and publish partial products; OWNERS ranks own S rows each (all-reduce: OWNERS =
+    1)."""
     epoch = this_epoch(epoch_ptr)
     columns = tl.cdiv(N, BLOCK_N)
     each = tl.cdiv(S, BLOCK_M) * columns
     for index in range(tl.program_id(0), OWNERS * each, tl.num_programs(0)):
-        # 1. A tile: the next rank's rows first, own last.
+        # 1. A tile; rows of the next rank first, this rank's last.
         owner = (rank + 1 + index // each) % OWNERS
         row, col = tile_origin(index % each, S, N, BLOCK_M, BLOCK_N, GROUP)
         s, n = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
@@ -87,7 +93,7 @@ def _partials_kernel(
             PRECISION, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
 
-        # 2. To where it is added.
+        # 2. Store it where it will be added, and publish.
         slot = (row // BLOCK_M) * columns + col // BLOCK_N
         live = (s < S)[:, None] & (n < N)[None, :]
         at = s[:, None] * N + n[None, :]
@@ -136,7 +142,7 @@ def _sum_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Add a quarter of a tile from every rank, in their order, and finish it."""
+    """Add a quarter of a tile over all ranks, in rank order, and apply the epilogue."""
     epoch = this_epoch(epoch_ptr)
     COLS: tl.constexpr = BLOCK_N // 4
     slot = tl.program_id(0) // 4
@@ -173,7 +179,8 @@ def scatter_steps(
     owners: int,
     name: str,
 ) -> Generator[None, None, torch.Tensor]:
-    """y of this rank's rows (owners = W) or of all (owners = 1), with a yield after each launch."""
+    """Reduce-scatter (owners = W) or one-shot all-reduce (owners = 1), with a yield after each
+    launch."""
     (M, K), N, world = a.shape, b.shape[1], memory.world
     S = M // owners
     y, _ = after.outputs(a, S, N)

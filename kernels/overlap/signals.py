@@ -1,17 +1,24 @@
-"""What kernels say to one another through symmetric memory, by functions named for what they grant.
+"""Signals between kernels of different ranks: flags in symmetric memory, set and awaited in a
+kernel.
 
-    publish    whoever has awaited this epoch sees all that this program stored before
-    await_     what was published for this epoch can be read from here on
-    await_part what a rank published of this operation can be read, or `error` says so
+    rank 0, kernel A                     rank 1, kernel B
+    store data (its own or rank 1's)
+    publish: barrier, then release       await_part: acquire loop until flags[0, i] >= epoch,
+      store of epoch to flags[0, i]        then barrier
+      in rank 1's memory                 load data: sees everything stored before the publish
 
-Built on `tl.atomic_*` and `tl.debug_barrier` alone, so that Triton's interpreter runs them. A
-program is many threads and one of them makes the atomic: the barrier before a release collects what
-the others have stored (up to Triton 3.8 a release does not do that itself), the one after an
-acquire holds them back until it has been seen. Flags that a peer waits for have scope "sys"; flags
-within one device need no more than "gpu".
+    publish      sets a flag; whoever has awaited it sees all that this program stored before
+    await_       waits for a flag; after it what was published can be loaded
+    await_part   the same for part i of a rank, with a bounded wait that reports in `error`
 
-Nothing stored by an asynchronous bulk copy (TMA) may be published: up to Triton 3.7.1 the release
-does not wait for it.
+Built on `tl.atomic_*` and `tl.debug_barrier` alone, so that Triton's interpreter runs them. One
+thread of a program issues the atomic: the barrier before a release orders the stores of the other
+threads before it (up to Triton 3.8 a release does not do so itself), the barrier after an acquire
+holds them until the flag has been seen. Flags for another rank have scope "sys", flags within a
+device "gpu".
+
+Exception: stores by asynchronous bulk copy (TMA) must not be published; up to Triton 3.7.1 the
+release does not wait for them.
 """
 
 from __future__ import annotations
@@ -21,7 +28,7 @@ from warpweave.kernels.runtime.dispatch import tl, triton
 
 @triton.jit
 def this_epoch(epoch_ptr):
-    """The number of the operation that runs."""
+    """The number of this operation."""
     return tl.load(epoch_ptr) + 1
 
 
@@ -41,13 +48,13 @@ def flag_of(addresses_ptr, rank, source, slot, slots):
 
 @triton.jit
 def signature_of(addresses_ptr, rank, source, epoch, slot, slots, world):
-    """A pointer to what `source` signs its part with, in the memory of `rank`."""
+    """A pointer to the signature of `source`'s part, in the memory of `rank`."""
     return flag_of(addresses_ptr, rank, (2 + epoch % 2) * world + source, slot, slots)
 
 
 @triton.jit
 def publish(flag_ptr, epoch, SCOPE: tl.constexpr):
-    """Set a flag, after everything that this program has stored."""
+    """Set a flag with release order: after all stores of this program."""
     tl.debug_barrier()
     tl.atomic_xchg(flag_ptr, epoch, sem="release", scope=SCOPE)
 
@@ -64,9 +71,11 @@ def publish_to_all(
     PEERS: tl.constexpr,
     SIGNED: tl.constexpr,
 ):
-    """Set flags[source, slot] of every rank, one thread each, with a signature beside each if it is
-    to be SIGNED; PEERS is the power of 2 >= `world`. A loop over the ranks would take registers
-    that a product has not to spare."""
+    """`publish` to flags[source, slot] of every rank, with a signature if SIGNED.
+
+    One thread per rank; PEERS is the power of 2 >= `world`. A loop over the ranks would take
+    registers that the product needs.
+    """
     peer = tl.arange(0, PEERS)
     flags = tl.load(addresses_ptr + peer, peer < world, 0).to(tl.pointer_type(tl.int64))
     value = tl.zeros((PEERS,), tl.int64) + epoch
@@ -81,14 +90,17 @@ def publish_to_all(
 
 @triton.jit
 def await_(flag_ptr, epoch, error_ptr, source, slot, POLLS: tl.constexpr, SCOPE: tl.constexpr):
-    """Wait until a flag has reached `epoch`. With POLLS > 0 look that often at most; then `error`
-    says what did not come, and the program goes on with what it finds."""
+    """Wait with acquire order until a flag has reached `epoch`.
+
+    With POLLS > 0 at most so many polls; then `error` names the rank and part, and the program
+    continues with whatever data there is.
+    """
     seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope=SCOPE)
     if POLLS == 0:
         while seen < epoch:
             seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope=SCOPE)
     else:
-        given_up = tl.load(error_ptr)  # after one wait in vain none is long
+        given_up = tl.load(error_ptr)  # after one wait that gave up, later ones are short
         left = tl.where(given_up == 0, POLLS, 0)
         while (seen < epoch) & (left > 0):
             seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope=SCOPE)
@@ -102,8 +114,8 @@ def await_(flag_ptr, epoch, error_ptr, source, slot, POLLS: tl.constexpr, SCOPE:
 
 @triton.jit
 def compare(word_ptr, signature, epoch, error_ptr, source, slot):
-    """After a bounded wait: does the signature beside what came fit that of this rank? Where not,
-    `error` says so, as if it had not come; the program goes on with what it finds."""
+    """After a bounded wait: compare the signature of the part with this rank's. If they differ,
+    `error` says so, as after a wait that gave up, and the program continues."""
     theirs = tl.load(word_ptr)
     if (theirs != signature) & (tl.load(error_ptr) == 0):
         tl.store(error_ptr + 1, source)

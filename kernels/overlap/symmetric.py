@@ -1,24 +1,28 @@
 """Symmetric memory: a segment per rank that every rank can read and write, and the epoch it is in.
 
+    the segments of four ranks; each rank has the addresses of all of them
+
+    rank 0 [flags | even data | odd data]    rank 1 [...]    rank 2 [...]    rank 3 [...]
+
     segment of a rank:   flags int64[4 W, slots]   data of even epochs   data of odd epochs
     flags[s, i]          the last epoch in which rank s published its part i to this rank
-    flags[W + s, i]      the last epoch in which part i of rank s arrived in this rank's own memory
-    flags[2 W + s, i]    no flag but the `Signature` of the operation in which rank s published its
-    flags[3 W + s, i]    part i, of even epochs and of odd ones: written where waits are bounded
+    flags[W + s, i]      the last epoch in which part i of rank s was copied to this rank
+    flags[2 W + s, i]    not a flag: the `Signature` of the operation in which rank s published its
+    flags[3 W + s, i]    part i, of even epochs and of odd ones; written if waits are bounded
 
-A kernel is given the addresses of all W segments, as they are seen from its own rank, and neither a
-process group nor a device: so one kernel serves NVLink peers, W virtual ranks on one device, and
-processes over POSIX shared memory in Triton's interpreter.
+A kernel is given the addresses of all W segments as seen from its own rank, and neither a process
+group nor a device. So one kernel serves NVLink peers, W virtual ranks on one device, and processes
+over POSIX shared memory in Triton's interpreter.
 
-Every operation is one epoch, one more than the last, on all ranks alike. Flags only grow, so none
-is ever reset. Data of epoch e and e + 2 lie in the same place, and nobody needs a barrier at the
-end of an operation: each waits for something from every peer, so a rank that has finished epoch
-e + 1 knows that all have begun e + 1, and so have read all they needed of e. Two conditions follow.
-The operations of one memory follow one another on one stream (two streams, or two groups, need two
-memories), and an operation that would wait for nobody, because it is empty, is no epoch. The epoch
-is read from memory by the kernels, so that a captured graph counts on when it is replayed.
+Every operation is one epoch, numbered alike on all ranks. Flags only grow, so none is ever reset.
+Epochs e and e + 2 use the same data (double buffering, as in Triton-distributed, Zheng et al. 2025,
+arXiv:2504.19442), without a barrier at the end of an operation: each operation waits for every
+peer, so a rank that has finished epoch e + 1 knows that all have begun e + 1, and so have read all
+of e.
 
-Sources: Triton-distributed (Zheng et al. 2025, arXiv:2504.19442) for the alternating halves.
+Two conditions follow. The operations of one memory must be on one stream (two streams, or two
+groups, need two memories), and an operation that waits for no one, because it is empty, is no
+epoch. Kernels load the epoch from memory, so that replays of a captured graph advance it.
 """
 
 from __future__ import annotations
@@ -38,8 +42,8 @@ OPERATIONS = ("all_gather_gemm", "qkv_rope", "gemm_reduce_scatter", "gemm_all_re
 
 
 class Signature(NamedTuple):
-    """What the ranks of an operation must agree on, or flags and data would not be where they are
-    looked for: what each moves, [rows, columns], of which dtype, and the parts it is cut into."""
+    """What all ranks of an operation must agree on, because it decides where flags and data are:
+    the operation, the rows, columns and dtype that each rank sends, and its parts."""
 
     name: str
     rows: int
@@ -75,17 +79,18 @@ class SymmetricMemory:
 
     Attributes:
         rank, world: this rank, and how many there are.
-        segments: uint8[bytes] of each rank, as this process sees them; zero when nothing has run.
-        addresses: int64[world], where they lie.
-        epoch: int64[1], how many operations have run.
-        error: int64[5]: the epoch in which a wait gave up (0: none has), the rank and the part that
-            it waited for; where that came of another operation, the words of the two signatures,
-            the other's and this rank's. See `check`.
+        segments: uint8[bytes] of each rank, as mapped in this process; zero before the first
+            operation.
+        addresses: int64[world], their addresses.
+        epoch: int64[1], the number of operations that have run.
+        error: int64[5]: the epoch in which a wait gave up (0: none), the rank and the part that it
+            waited for; and if that part belongs to another operation, the two signatures, its own
+            and this rank's. See `check`.
         slots: parts that a rank may publish in one epoch.
         capacity: bytes of data in an epoch.
-        polls: how often a wait looks before it gives up; 0 for ever.
-        left: operations that an error ended midway. Others may have awaited what they published, so
-            their epoch cannot begin again: the memory of all ranks is to be made anew.
+        polls: polls after which a wait gives up; 0 is no limit.
+        left: operations that an error ended midway. Other ranks may have awaited their flags, so
+            the epoch cannot be repeated: all ranks must allocate the memory anew.
     """
 
     rank: int
@@ -101,7 +106,7 @@ class SymmetricMemory:
 
     @property
     def data_offset(self) -> int:
-        """Where the data of even epochs begins, in bytes."""
+        """Offset in bytes of the data of even epochs."""
         return _aligned(32 * self.world * self.slots)
 
     def advance(self) -> None:
@@ -112,8 +117,8 @@ class SymmetricMemory:
         """Raise TimeoutError if a wait of operation `name` has given up, ValueError if it has found
         a rank in another operation.
 
-        Then what it returned is wrong. Waits for the device: operations check themselves on a CPU
-        only, on a GPU it is for those who bound their waits.
+        Its result is then wrong. Synchronises with the device: operations call it themselves on a
+        CPU only; on a GPU the caller may, if waits are bounded.
         """
         epoch, source, slot, theirs, own = self.error.tolist()
         where = f"{name} on rank {self.rank} of {self.world}, epoch {epoch}"
@@ -128,7 +133,7 @@ class SymmetricMemory:
             )
 
     def settle(self, name: str) -> None:
-        """`check`, where waits are bounded and looking makes nobody wait: on a CPU."""
+        """`check` on a CPU with bounded waits, where it needs no synchronisation; else nothing."""
         if self.polls and not self.epoch.is_cuda:
             self.check(name)
 
@@ -137,8 +142,8 @@ class SymmetricMemory:
         self.left.append(name)
 
     def fitting(self, name: str, device: torch.device, slots: int, size: int) -> SymmetricMemory:
-        """This; ValueError unless it is on `device`, no operation was left midway and an epoch of
-        operation `name` fits, of `slots` parts and `size` bytes."""
+        """This memory; ValueError unless it is on `device`, no operation was ended midway, and
+        `slots` parts and `size` bytes fit, which operation `name` needs."""
         if self.left:
             raise ValueError(
                 f"{name} on rank {self.rank} of {self.world}: an error ended {self.left[0]} "
@@ -157,7 +162,7 @@ class SymmetricMemory:
 
 
 class Memory(Protocol):
-    """What an operation is given: memory, or that which finds it."""
+    """What an operation is given: a `SymmetricMemory`, or a workspace that allocates one."""
 
     @property
     def rank(self) -> int: ...
@@ -182,7 +187,8 @@ def _aligned(n: int) -> int:
 def over_segments(
     segments: Sequence[torch.Tensor], rank: int, *, slots: int, capacity: int, polls: int
 ) -> SymmetricMemory:
-    """The view of `rank` of zeroed uint8 segments, one per rank, that this process can address."""
+    """The memory of `rank` over zeroed uint8 segments, one per rank, that this process can
+    address."""
     device = segments[rank].device
     return SymmetricMemory(
         rank,
@@ -218,7 +224,7 @@ def local_memory(
 
 
 def create_file(path: Path, size: int) -> None:
-    """Make a zeroed file of `size` bytes, all of them reserved: a full /dev/shm is an OSError here
+    """Create a zeroed file of `size` bytes and reserve them, so that a full /dev/shm is an OSError
     and not a bus error at the first write."""
     number = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     try:
@@ -232,6 +238,6 @@ def map_file(path: Path, size: int) -> torch.Tensor:
 
     Raises OSError if there is no such file, or one of another size.
     """
-    if (found := os.stat(path).st_size) != size:  # torch would make it, or make it longer
+    if (found := os.stat(path).st_size) != size:  # torch would create or extend it
         raise OSError(f"{path.name} has {found} bytes, {size} are expected")
     return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
