@@ -1,4 +1,4 @@
-"""What of a checkpoint decides whether a run may go on from it, and as what it goes on."""
+"""Resuming a run: whether a checkpoint fits the run, and the progress that it records."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from warpweave.train_config import TrainConfig
 
 @dataclasses.dataclass
 class Progress:
-    """How far a run has come, as a checkpoint's state has it.
+    """The progress of a run, as saved in a checkpoint's state.
 
     Attributes:
         tokens: positions that it was trained on, over all ranks.
@@ -35,7 +35,7 @@ class Progress:
     since: int = 0
 
     def see(self, step: int, val_loss: float) -> bool:
-        """Count the evaluation after `step`; True if none before was lower or as low."""
+        """Record the evaluation after `step`; True if its loss is lower than all before."""
         self.evaluated = step
         if self.best is not None and val_loss >= self.best:
             self.since += 1
@@ -48,7 +48,7 @@ class Progress:
         return 0 < patience <= self.since
 
     def why(self, step: int, steps: int) -> str:
-        """What a run of `steps` that is over at `step` has done."""
+        """A phrase: what a run of `steps` steps had done when it ended at `step`."""
         if step >= steps:
             return f"has all of the {steps} steps"
         return (
@@ -103,9 +103,9 @@ def check_run(reader: CheckpointReader, config: TrainConfig, data: Dataset) -> N
 
 
 def differences(reader: CheckpointReader, config: TrainConfig, sequences_per_step: int) -> str:
-    """The settings that are not those of the checkpoint, which a user may want; "" if none."""
+    """The settings that differ from the checkpoint's, which is allowed, as text; "" if none."""
     now: dict[str, Any] = config.settings | {"sequences_per_step": sequences_per_step}
-    # A setting that was no option yet had what is now its default.
+    # A setting that did not exist yet had what is now its default.
     before = TrainConfig().settings | reader.state["settings"]
     before["sequences_per_step"] = reader.state["data"]["sequences_per_step"]
     return "; ".join(
@@ -114,7 +114,7 @@ def differences(reader: CheckpointReader, config: TrainConfig, sequences_per_ste
 
 
 def progress_of(reader: CheckpointReader, seq_len: int) -> Progress:
-    """How far the run had come; what an older version of the trainer did not save, is derived."""
+    """The progress of the run; fields that an older version did not save are derived."""
     step, sequences = reader.step, reader.state["data"]["sequences_per_step"]
     old = {"tokens": step * sequences * seq_len, "evaluated": step}
     return Progress(**old | reader.state.get("progress", {}))

@@ -1,28 +1,37 @@
 """Checkpoints that survive crashes, full disks, flipped bits and hostile files: the file layer.
 
-This room knows names, tensors and JSON; models, meshes and optimizers are its callers' business. It
-stores whole logical tensors, so a checkpoint does not know the layout that wrote it.
+It knows names, tensors and JSON; models, meshes and optimizers are its callers' business. It stores
+whole logical tensors, neither sharded nor padded, so that a checkpoint is independent of the mesh
+that wrote it, and any other can load it.
 
 On disk::
 
     folder/
-      latest                       "step_00000123 <digest of its manifest>", replaced by rename
+      latest                           "step_00000123 <digest of its manifest>", replaced by rename
       step_00000123/
-        manifest.json              format, schema, step, config, state, mesh, files, tensors
-        manifest.sha256            digest of manifest.json
-        rank00000-00000.safetensors ...
+        manifest.json                  format, schema, step, config, state, mesh, files, tensors
+        manifest.sha256                SHA-256 of manifest.json
+        rank00000-00000.safetensors    file 0 of rank 0: the tensors that rank 0 has written
+        rank00001-00000.safetensors    file 0 of rank 1, ...
 
-Saving writes ``step_00000123.tmp-<id>/``, flushes files and folder to the disk and renames the
-folder: a step is there whole or not at all. Opening checks everything first (folder listing,
-manifest digest and schema, sizes, safetensors headers, SHA-256 of every file) and only then hands
-out a tensor. Nothing is ever unpickled, links are refused, and no name in a manifest can leave the
-folder. A digest detects damage, not forgery: who can write a whole consistent checkpoint can choose
-its numbers, not run code.
+    saving on four ranks
+    rank 0      creates step_00000123.tmp-<id>/, broadcasts the name
+    each rank   writes its tensors to files of its own, flushes them, hashes what it wrote
+    all         gather the reports, or the error of any rank
+    rank 0      writes manifest and digest, flushes the folder, renames it to step_00000123,
+                replaces `latest`, removes old steps
+
+The rename makes a step visible whole or not at all. Opening verifies everything first (folder
+listing, manifest digest and schema, sizes, safetensors headers, SHA-256 of every file) and only
+then returns a tensor. Nothing is ever unpickled, links are refused, and no name in a manifest can
+lead out of the folder. A digest detects damage, not forgery: whoever can write a whole consistent
+checkpoint can choose its numbers, but cannot run code.
 
 One job at a time writes into a folder, which all its ranks share.
 
-`save` and `read` one step · `steps` the folder of them: how one appears whole, which stay, which is
-the newest · `manifest` what a step says of itself, in strict JSON · `files` what that stands on.
+`save` and `read` one step · `steps` the folder of steps: atomic publication, which are kept, which
+is the newest · `manifest` the description of a step, in strict JSON · `files` durable writes, and
+errors that all ranks share.
 """
 
 from warpweave.checkpoint.files import CheckpointError, CheckpointWarning

@@ -1,6 +1,7 @@
-"""What a checkpoint stands on: files that are really on the disk, and errors that all ranks share.
+"""Durable files, and errors that all ranks share.
 
-Files are written once and never reached through a link. One rank's error is every rank's.
+Files are written once, flushed to the disk and never reached through a link. If one rank fails,
+every rank raises its error.
 """
 
 from __future__ import annotations
@@ -19,28 +20,28 @@ from safetensors import SafetensorError
 from warpweave.exchange import exchange
 from warpweave.messages import one_line
 
-CHUNK = 16 << 20  # bytes that are written or hashed at once
+CHUNK = 16 << 20  # bytes written or hashed at a time
 
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that could not be written or must not be read; one line, naming the file."""
+    """A checkpoint could not be written or must not be read; one line that names the file."""
 
 
 class CheckpointWarning(UserWarning):
-    """A damaged checkpoint was passed over, or something unknown was left alone."""
+    """A damaged checkpoint was skipped, or an unknown file left in place."""
 
 
 def reason(error: Exception, path: Path) -> str:
-    """An error in one line; `path` is what it was about, if it does not say so itself."""
+    """An error as one line, with `path` if it names none itself."""
     if isinstance(error, OSError):
         return f"{error.filename or path}: {error.strerror or one_line(error)}"
     return one_line(error)
 
 
 def attempt(path: Path, work: Callable[..., dict[str, Any] | None], *args: Any) -> dict[str, Any]:
-    """What ``work(*args)`` gives ({} for nothing), or {"error": why it could not}."""
+    """The result of ``work(*args)`` ({} for None), or {"error": the reason} if it raised."""
     try:
         return work(*args) or {}
     except (CheckpointError, OSError, SafetensorError) as error:
@@ -48,7 +49,8 @@ def attempt(path: Path, work: Callable[..., dict[str, Any] | None], *args: Any) 
 
 
 def agree_on_all(own: dict[str, Any], group: dist.ProcessGroup | None) -> list[dict[str, Any]]:
-    """What every rank's attempt gave; raises the first error of any rank, the same one on all."""
+    """The results of `attempt` on all ranks; raises the first rank's error, the same on all
+    ranks."""
     every = exchange(own, group)
     for result in every:
         if "error" in result:
@@ -60,10 +62,9 @@ def agree_on_all(own: dict[str, Any], group: dist.ProcessGroup | None) -> list[d
 
 
 def write(path: Path, data: bytes) -> str:
-    """Create a file (0600, never through a link), flush it to the disk; the SHA-256 of `data`.
+    """Create a file (mode 0600, never through a link), flush it to the disk; the SHA-256 of `data`.
 
-    The digest is of what was meant to be written, so a disk that lies is found out at the next
-    opening.
+    The digest is of the data in memory, so that what the disk changed is detected when it is read.
     """
     view, done, digest = memoryview(data), 0, hashlib.sha256(data).hexdigest()
     try:
@@ -84,7 +85,7 @@ def write(path: Path, data: bytes) -> str:
 
 
 def flush_folder(path: Path) -> None:
-    """Have the names in a folder on the disk, too."""
+    """Flush a folder's entries to the disk."""
     file = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(file)
@@ -117,5 +118,5 @@ def read_at_most(path: Path, most: int) -> bytes:
 
 
 def stamp(status: os.stat_result) -> tuple[int, ...]:
-    """What changes when a file is replaced or written to."""
+    """A value that changes when the file is replaced or written to."""
     return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_mode)

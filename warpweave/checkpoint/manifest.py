@@ -1,4 +1,4 @@
-"""The manifest: what a step says of itself, and the strict JSON that it is written in."""
+"""The manifest, which describes a step, and the strict JSON in which it is written."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ DTYPE_CODES = {
 _KEYS = frozenset(
     ("format", "schema", "step", "config", "config_sha256", "state", "mesh", "files", "tensors")
 )
-_MAX_BYTES = 64 << 20  # bounds the cost of a hostile one; 300,000 tensors fit
+_MAX_BYTES = 64 << 20  # bounds the cost of a hostile manifest; 300,000 tensors fit
 
 
 def config_digest(config: Mapping[str, Any]) -> str:
@@ -50,7 +50,7 @@ def config_digest(config: Mapping[str, Any]) -> str:
 def new_manifest(
     step: int, config: Mapping[str, Any], state: Mapping[str, Any], mesh: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """A manifest without its files and tensors; `CheckpointError` for what is not JSON."""
+    """A manifest without files and tensors; `CheckpointError` if an argument is not JSON."""
     parts = {"config": config, "state": state, "mesh": {} if mesh is None else mesh}
     return {
         "format": FORMAT,
@@ -64,7 +64,7 @@ def new_manifest(
 def write_manifest(
     folder: Path, manifest: dict[str, Any], reports: Sequence[dict[str, Any]]
 ) -> str:
-    """Write the manifest, with the files and tensors of all ranks' reports; its digest."""
+    """Write the manifest, with the files and tensors that all ranks reported; its digest."""
     for part in ("files", "tensors"):
         manifest[part] = {name: entry for report in reports for name, entry in report[part].items()}
     data = dump(manifest, "manifest")
@@ -133,7 +133,7 @@ def _check_manifest(manifest: Any, path: Path) -> None:
             wrong(f"tensor {name!r} must have file, shape and dtype")
         shape, dtype, file = entry["shape"], entry["dtype"], entry["file"]
         sizes_fit = isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape)
-        # Bounded one by one and then together: Python will not even print a larger number.
+        # Bounded one by one and then together: Python refuses to print a larger number.
         sizes_fit = sizes_fit and len(shape) <= 64 and max(shape, default=0) < 1 << 62
         sizes_fit = sizes_fit and math.prod(shape) < 1 << 62
         names_fit = isinstance(dtype, str) and isinstance(file, str) and dtype in DTYPE_CODES
@@ -164,7 +164,7 @@ def dump(value: Any, what: str) -> bytes:
 
 
 def parse_manifest(data: bytes) -> Any:
-    """Strict JSON: `ValueError` for names given twice and for NaN, which Python lets pass."""
+    """Parse strict JSON: `ValueError` for duplicate names and for NaN, which Python accepts."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)

@@ -1,4 +1,4 @@
-"""Opening a step: every byte is verified before a tensor is handed out."""
+"""Opening a step: every byte is verified before a tensor is returned."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from warpweave.messages import one_line
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointReader:
-    """A checkpoint whose every byte is verified; `config`, `state`, `mesh` are JSON objects."""
+    """A verified checkpoint; `config`, `state` and `mesh` are JSON objects."""
 
     path: Path
     step: int
@@ -65,10 +65,10 @@ class CheckpointReader:
         return getattr(torch, self._entry(name)["dtype"])
 
     def tensor(self, name: str, index: tuple[slice, ...] | None = None) -> torch.Tensor:
-        """A whole tensor, or with `index` (one slice per leading dim) only that part of the file.
+        """The logical tensor, or with `index` (one slice per leading dim) only that part of it.
 
-        The result owns its memory. Raises `CheckpointError` for a name that is not here, and when
-        the file is no longer the one that was verified.
+        The result owns its memory. Raises `CheckpointError` for an unknown name, and if the file
+        has changed since it was verified.
         """
         entry = self._entry(name)
         path = self.path / entry["file"]
@@ -85,9 +85,9 @@ class CheckpointReader:
     def require_config(
         self, config: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
     ) -> None:
-        """Raise `CheckpointError` listing the fields in which `config` is not the saved one.
+        """Raise `CheckpointError` with the fields in which `config` differs from the saved one.
 
-        A field that was none yet when the checkpoint was written had its value in `defaults`.
+        A field that did not exist when the checkpoint was written has its value in `defaults`.
         """
         current = json.loads(dump(config, "config"))
         saved = json.loads(dump(defaults or {}, "defaults")) | self.config
@@ -114,8 +114,8 @@ def open_checkpoint(
 ) -> CheckpointReader:
     """Verify a step folder completely and return its reader; every rank of `group` calls it.
 
-    The ranks share the hashing of the files. Raises `CheckpointError` (on every rank) for anything
-    that is not exactly what `save_checkpoint` wrote.
+    Each rank hashes some of the files. Raises `CheckpointError`, on every rank, for anything that
+    is not exactly what `save_checkpoint` wrote.
     """
     path = Path(path)
     rank, world = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
@@ -145,10 +145,10 @@ def open_checkpoint(
 def open_latest(
     folder: str | Path, *, fallback: bool = True, group: dist.ProcessGroup | None = None
 ) -> CheckpointReader | None:
-    """Open and verify the newest step, or None when there is none; every rank of `group` calls it.
+    """Open and verify the newest step; None if there is none. Every rank of `group` calls it.
 
-    With `fallback`, a damaged step is passed over with a `CheckpointWarning` that names the bad
-    file, and the next older good one is opened; `CheckpointError` when none is good.
+    With `fallback` a damaged step is skipped with a `CheckpointWarning` that names the file, and
+    the next older one is opened; `CheckpointError` if all are damaged.
     """
     folder = Path(folder)
     rank = 0 if group is None else dist.get_rank(group)
@@ -170,7 +170,8 @@ def open_latest(
 
 
 def _check_listing(folder: Path, files: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Exactly the files of the manifest are there, regular and of their sizes; their stamps."""
+    """Check that the folder has exactly the manifest's files, regular, of their sizes; their
+    stamps."""
     found = {path.name: os.lstat(path) for path in list(folder.iterdir())}
     for name in sorted(set(found) - set(files) - {MANIFEST, DIGEST}):
         raise CheckpointError(f"{folder / name} does not belong to this checkpoint")
@@ -188,12 +189,12 @@ def _check_listing(folder: Path, files: dict[str, Any]) -> dict[str, tuple[int, 
 
 
 def _check_shard(path: Path, name: str, manifest: dict[str, Any]) -> None:
-    """The safetensors header says what the manifest says, and every byte is what was written."""
+    """Check that the safetensors header agrees with the manifest, and the SHA-256 of the file."""
     size = manifest["files"][name]["bytes"]
     expected = {key: e for key, e in manifest["tensors"].items() if e["file"] == name}
     with os.fdopen(open_regular(path), "rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        # Bounded by what the manifest lists before it is read, so that it costs no memory or time.
+        # Bounded by the manifest before it is read, so that a hostile one costs no memory or time.
         room = 4096 + sum(200 + 6 * len(key) + 24 * len(e["shape"]) for key, e in expected.items())
         if size < 8 or length > min(size - 8, room):
             raise CheckpointError(

@@ -1,4 +1,5 @@
-"""Saving a step: every rank writes its tensors, rank 0 seals what all have written."""
+"""Saving a step: every rank writes its tensors, then rank 0 writes the manifest and publishes
+it."""
 
 from __future__ import annotations
 
@@ -34,15 +35,14 @@ def save_checkpoint(
     """Write ``folder/step_<step>`` and return its path; every rank of `group` calls it.
 
     `tensors` yields (name, whole logical CPU tensor) for the names that this rank writes; a name
-    has exactly one writer. Each is a tensor of its own, not a buffer that is filled again: it is
-    read when its file is full. The iterable may run collectives as it goes: it is always drained to
-    its end, also when this rank's disk is full. Files hold up to `shard_bytes`, or one tensor.
-    `config`, `state` and `mesh` are JSON (rank 0's count); floats must be finite and come back bit
-    for bit.
+    has exactly one writer. Tensors must not share a buffer that is filled again: each is read when
+    its file is full. The iterable may run collectives, so it is always exhausted, even if this
+    rank's disk is full. Files hold up to `shard_bytes`, or one tensor. `config`, `state` and `mesh`
+    are JSON (those of rank 0 are written); floats must be finite and are restored bit for bit.
 
     Afterwards the folder keeps this step, the `keep` - 1 highest others and step `spare`. A step
-    that already exists is replaced. Raises `CheckpointError` on every rank when any rank failed;
-    whatever was in the folder before is then untouched and no partial step is visible.
+    that already exists is replaced. Raises `CheckpointError` on every rank if any rank failed; what
+    was in the folder before is then untouched and no partial step is visible.
     """
     if step < 0 or keep < 1 or shard_bytes < 1:
         raise CheckpointError(
@@ -59,14 +59,14 @@ def save_checkpoint(
     def seal() -> None:
         publish_step(temporary, target, write_manifest(temporary, opened["manifest"], reports))
 
-    # 1. Rank 0 opens a temporary folder and tells its name.
+    # 1. Rank 0 creates a temporary folder and broadcasts its name.
     opened = agree_on_all(attempt(folder, open_step) if rank == 0 else {}, group)[0]
     temporary = folder / opened["folder"]
     try:
-        # 2. Everyone writes its tensors, then all learn what all wrote, or who failed.
+        # 2. Every rank writes its tensors; reports and errors are gathered on all ranks.
         reports = exchange(_write_shards(temporary, rank, tensors, shard_bytes), group)
         _check_reports(reports)
-        # 3. Rank 0 seals the step. Its outcome is everyone's outcome.
+        # 3. Rank 0 writes the manifest and renames the folder. If it fails, every rank raises.
         agree_on_all(attempt(temporary, seal) if rank == 0 else {}, group)
     except BaseException:
         if rank == 0:  # also for KeyboardInterrupt and errors of `tensors` itself
@@ -78,7 +78,7 @@ def save_checkpoint(
 
 
 def _check_reports(reports: Sequence[dict[str, Any]]) -> None:
-    """Raise if a rank has failed, or if two have written the same tensor."""
+    """Raise if any rank failed, or two ranks wrote the same tensor."""
     for rank, report in enumerate(reports):
         if "error" in report:
             raise CheckpointError(f"rank {rank}: {report['error']}")
@@ -95,11 +95,11 @@ def _check_reports(reports: Sequence[dict[str, Any]]) -> None:
 def _write_shards(
     folder: Path, rank: int, tensors: Iterable[tuple[str, torch.Tensor]], shard_bytes: int
 ) -> dict[str, Any]:
-    """What this rank wrote, {"files": ..., "tensors": ...}, or {"error": what went wrong}."""
+    """This rank's report: {"files": ..., "tensors": ...}, or {"error": the reason}."""
     shards, problem = _Shards(folder, rank, shard_bytes), {}
     for name, tensor in tensors:
         if problem:
-            continue  # `tensors` may run collectives, so peers need us to draw it to its end
+            continue  # `tensors` may run collectives with other ranks
         problem = attempt(folder, shards.add, name, tensor)
         if problem:
             shards.clear()
@@ -107,7 +107,7 @@ def _write_shards(
 
 
 class _Shards:
-    """The files of one rank, each written as soon as the next tensor does not fit into it."""
+    """The files of one rank, each written when the next tensor does not fit into it."""
 
     def __init__(self, folder: Path, rank: int, most: int) -> None:
         self.folder, self.rank, self.most = folder, rank, most
@@ -138,7 +138,7 @@ class _Shards:
         self.bytes += size
 
     def flush(self) -> None:
-        """Write what waits into a file of its own."""
+        """Write the pending tensors to a file."""
         if not self.waiting:
             return
         name = f"rank{self.rank:05d}-{len(self.files):05d}.safetensors"

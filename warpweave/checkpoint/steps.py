@@ -1,7 +1,7 @@
-"""The folder of steps: how one appears whole, which of them stay, and which is the newest.
+"""The folder of steps: atomic publication, which steps are kept, which is the newest.
 
-A step is written under a temporary name and renamed. Replacing one takes two renames: the old step
-is set aside first (``.old-<id>``), and a crash in between is mended by the next saving.
+A step is written under a temporary name and renamed. Replacing a step takes two renames: the old
+one is first renamed to ``.old-<id>``; after a crash between the two, the next save restores it.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ _UNFINISHED = re.compile(r"step_(\d{8,18})\.(tmp|old)-[0-9a-f]{16}")
 
 
 def latest(folder: str | Path) -> Path | None:
-    """The step to resume from: what the `latest` file names if it is there whole, else the highest.
+    """The step to resume from: the one that `latest` names if it is complete, else the highest.
 
-    None when there is no step. Nothing is verified yet: see `open_latest`.
+    None if there is no step. Nothing is verified yet: see `open_latest`.
     """
     return next(iter(newest_first(Path(folder))), None)
 
 
 def newest_first(folder: Path) -> list[Path]:
-    """The steps that one may resume from, in the order in which to try them."""
+    """The steps to resume from, in the order in which to try them."""
     steps = _steps(folder)
     names = {path.name for path in steps}
     try:
-        # Steps that a crash in the middle of a replacement left under their second name.
+        # Steps that a crash between the two renames left under their temporary name.
         for path in sorted(folder.iterdir()):
             match = _UNFINISHED.fullmatch(path.name)
             if match and match[2] == "old" and f"step_{match[1]}" not in names:
@@ -54,7 +54,7 @@ def newest_first(folder: Path) -> list[Path]:
             steps.remove(folder / name)
             steps.insert(0, folder / name)
     except (CheckpointError, OSError, ValueError):
-        pass  # the pointer is a help, not a need: a missing or damaged one decides nothing
+        pass  # a missing or damaged `latest` is ignored
     return steps
 
 
@@ -71,7 +71,7 @@ def _steps(folder: Path) -> list[Path]:
 
 
 def begin(folder: Path, name: str) -> Path:
-    """Make the folder and a fresh temporary one in it, and tidy what earlier crashes left."""
+    """Create the folder and a new temporary one in it, and clean up after earlier crashes."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     for path in sorted(folder.iterdir()):
         match = _UNFINISHED.fullmatch(path.name)
@@ -81,7 +81,7 @@ def begin(folder: Path, name: str) -> Path:
             continue
         whole = folder / f"step_{match[1]}"
         if match[2] == "old" and not os.path.lexists(whole):
-            os.rename(path, whole)  # a crash came between the two renames of a replacement
+            os.rename(path, whole)  # after a crash between the two renames
         else:
             discard(path)
     if os.path.lexists(folder / name) and not _is_ours(folder / name):
@@ -92,11 +92,11 @@ def begin(folder: Path, name: str) -> Path:
 
 
 def publish_step(temporary: Path, step: Path, digest: str) -> None:
-    """Let a step that is written whole take its name, and let `latest` name it."""
+    """Rename a completely written step to its name, and point `latest` to it."""
     flush_folder(temporary)
     aside = None
     if os.path.lexists(step):
-        # Two renames; a crash between them is mended by `begin` and seen through by `latest`.
+        # Two renames; after a crash between them `begin` restores the step, and `latest` finds it.
         aside = step.with_name(f"{step.name}.old-{secrets.token_hex(8)}")
         os.rename(step, aside)
     try:
@@ -128,17 +128,17 @@ def prune(folder: Path, newest: Path, keep: int, spare: int | None) -> None:
         try:
             if not _is_ours(path):
                 raise CheckpointError(f"{path} holds what saving did not write")
-            # Renamed first, so that a crash half way through leaves no partial step to be found.
+            # Renamed first, so that a crash during removal leaves no partial step.
             doomed = path.with_name(f"{path.name}.tmp-{secrets.token_hex(8)}")
             os.rename(path, doomed)
             discard(doomed)
         except (CheckpointError, OSError) as error:
-            # The new step is safe, so this is no reason to stop a run.
+            # The new step is safe: a failure to remove an old one does not end the run.
             warnings.warn(f"{reason(error, path)}; not removed", CheckpointWarning, stacklevel=3)
 
 
 def discard(folder: Path) -> None:
-    """Remove a temporary folder, unless it holds anything that saving does not write."""
+    """Remove a temporary folder, unless it contains something that saving does not write."""
     try:
         if folder.exists() and _is_ours(folder):
             for path in list(folder.iterdir()):
@@ -149,7 +149,7 @@ def discard(folder: Path) -> None:
 
 
 def _is_ours(folder: Path) -> bool:
-    """A real folder with nothing in it but the files that saving writes."""
+    """Whether it is a real folder with only files that saving writes."""
     return stat.S_ISDIR(os.lstat(folder).st_mode) and all(
         (path.name in (MANIFEST, DIGEST) or SHARD.fullmatch(path.name))
         and stat.S_ISREG(os.lstat(path).st_mode)
