@@ -1,4 +1,15 @@
-"""Self-attention with heads cut over the tensor axis and tokens over the context axis."""
+"""Self-attention, its heads sharded over the tensor axis and its tokens over the context axis.
+
+    eight heads on cp = 2, tp = 2; s0 and s1 are the rows of the two cp ranks
+
+    rank (cp, tp)   qkv (column-parallel)   attention (context-parallel)   out (row-parallel)
+    (0, 0)          heads 0-3 of s0         s0 to all keys, heads 0-3      y of s0, summed over tp
+    (0, 1)          heads 4-7 of s0         s0 to all keys, heads 4-7      y of s0, summed over tp
+    (1, 0)          heads 0-3 of s1         s1 to all keys, heads 0-3      y of s1, summed over tp
+    (1, 1)          heads 4-7 of s1         s1 to all keys, heads 4-7      y of s1, summed over tp
+
+With sequence parallelism the tokens of a cp rank are sharded over tp outside of qkv and out.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +41,13 @@ class Attention(nn.Module):
     """Multi-head or grouped-query self-attention: qkv projection, rotary, attention, projection.
 
     ``qkv.weight`` has shape ((heads + 2 * kv_heads) * head_dim, E), grouped by KV head: for each KV
-    head the rows of its query heads, then of its key, then of its value. So that a plain cut of the
-    rows gives every tensor rank whole groups. Projection and rotary embedding run in one Function
+    head the rows of its query heads, then of its key, then of its value, so that sharding the rows
+    evenly gives every tensor rank whole groups. Projection and rotary embedding are one Function
     (``parallel.tensor.qkv``), unless ``qkv`` has been replaced, wrapped or hooked.
 
     Args:
-        embed_dim, num_heads: as ``nn.MultiheadAttention``, whose probabilities' dropout there is
-            none of.
+        embed_dim, num_heads: as ``nn.MultiheadAttention``; there is no dropout of the attention
+            probabilities.
         style, place: `AttentionStyle` and `Place`, or fields of theirs by keyword: num_kv_heads,
             window, rope_theta, mesh and so on. Its norms, over query and key heads, are RMSNorms
             whatever `norm` says, but their factors are 1 + weight if it is "rms1p".
@@ -45,7 +56,7 @@ class Attention(nn.Module):
     Raises:
         ValueError: heads do not divide embed_dim (and there is no head_size), KV heads do not
             divide heads, the tensor axis does not divide the KV heads, a rotary embedding needs an
-            even head size, or window, softcap, strategy or impl is no such thing.
+            even head size, or window, softcap, strategy or impl is invalid.
     """
 
     @fields_as_keywords(
@@ -101,7 +112,7 @@ class Attention(nn.Module):
             self.sinks = nn.Parameter(zeros)
 
     def _head_norm(self, heads: int, place: Place) -> RMSNorm | ColumnParallelRMSNorm | None:
-        """The norm over each query (or key) head or over all of them, if the style has one."""
+        """The QK norm over each query (or key) head or over all of them, if the style has one."""
         style = self.style
         if not style.qk_norm:
             return None
@@ -113,7 +124,7 @@ class Attention(nn.Module):
 
     @property
     def _mask(self) -> dict[str, Any]:
-        """What attention is told of scores and mask, by the names of its arguments."""
+        """The arguments of attention that concern scores and mask, by name."""
         style = self.style
         return {
             "causal": style.causal,
@@ -124,12 +135,13 @@ class Attention(nn.Module):
         }
 
     def reset_parameters(self) -> None:
-        """Sinks 0; the projections have their own."""
+        """Set the sinks to 0; the projections have a `reset_parameters` of their own."""
         if self.sinks is not None:
             nn.init.zeros_(self.sinks)
 
     def context_costs(self, layout: SequenceLayout, batch: int) -> tuple[StrategyCost, ...]:
-        """What each strategy costs here, and which is taken; see ``parallel.context.explain``."""
+        """The costs of each context-parallel strategy, and which one "auto" is; see
+        ``parallel.context.explain``."""
         sizes, strategy = self.mesh.sizes, self.strategy
         heads = self.num_heads // sizes.tp
         return explain(
@@ -154,8 +166,8 @@ class Attention(nn.Module):
         caller adds ``out.bias``.
 
         Raises:
-            ValueError: x has no batch though there is no `context`, or a rotary embedding finds no
-                table in it.
+            ValueError: x has no batch dim and there is no `context`, or the context has no table
+                for the rotary embedding.
         """
         if context is None and x.dim() != 3:
             raise ValueError(f"without a context attention needs x[B, S, E], got {[*x.shape]}")
@@ -211,12 +223,12 @@ class Attention(nn.Module):
         return q, k, v
 
     def _composed(self, x: Tensor, context: TokenContext | None) -> tuple[Tensor, Tensor, Tensor]:
-        """The same by calling ``qkv``, whatever it has become."""
+        """As `_heads`, by calling ``qkv`` and then the rotary embedding."""
         qkv = self.qkv(x)
         if context is not None:
             qkv = qkv.unflatten(0, (context.batch, -1))
         qkv = qkv.unflatten(-1, (-1, self.group + 2, self.head_dim))
-        # One split: its backward writes each gradient once, three slices would add three buffers.
+        # One split: its backward writes the gradient once; that of three slices adds three buffers.
         q, k, v = qkv.split((self.group, 1, 1), dim=3)
         q, k, v = q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
         q, k = self._turned(q, k, self._rope(q.shape[1], q, context))
@@ -225,7 +237,7 @@ class Attention(nn.Module):
     def _turned(
         self, q: Tensor, k: Tensor, rope: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor]:
-        """Queries and keys as they are attended, of projected ones: normalised, then rotated."""
+        """Projected queries and keys after QK norm and rotary embedding."""
         if self.q_norm is not None:
             if self.style.qk_norm_whole:
                 q, k = (

@@ -23,9 +23,9 @@ class TransformerBlock(nn.Module):
     Args:
         embed_dim, num_heads, hidden_dim: E, H and F.
         style, place: `BlockStyle` and `Place`, or fields of theirs by keyword: norm, activation,
-            num_kv_heads, rope_theta, dropout, mesh and so on. With norm_place "pre" norms stand
-            before attention and MLP; with "post" they are of what these give, before it is added to
-            the stream, ``x + norm(attention(x))`` (OLMo 2); "sandwich" is both (Gemma 2).
+            num_kv_heads, rope_theta, dropout, mesh and so on. norm_place "pre" is
+            ``x + attention(norm(x))``, "post" ``x + norm(attention(x))`` (OLMo 2), "sandwich" both
+            (Gemma 2); the MLP alike.
         site: number of the first of the block's two dropout sites.
         out_init: standard deviation of a keyed initialisation of both output projections.
     """
@@ -63,7 +63,7 @@ class TransformerBlock(nn.Module):
         """x[B, S, E] -> y[B, S, E]; with `context`, x[T, E] or x[T/tp, E] -> the same shape."""
         if self.mlp_post_norm is not None:
             return self._with_post_norms(x, context)
-        # The norm adds attention's bias in passing, if nothing keeps it from being read here.
+        # The next norm's kernel adds attention's bias, if nothing else must add it.
         out = self.attention.out
         fuses = fusable(self.attention, Attention) and fusable(out, RowParallelLinear)
         a = self.attention(self.attention_norm(x), context, add_bias=not fuses)

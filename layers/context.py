@@ -1,4 +1,5 @@
-"""What the layers must know about the tokens they process, beyond the activations."""
+"""What layers need to know about the tokens of an activation: positions, documents, dropout keys,
+the KV cache."""
 
 from __future__ import annotations
 
@@ -12,11 +13,11 @@ from warpweave.parallel.layout import SequenceLayout
 
 @dataclass
 class KVCache:
-    """Keys and values of the tokens so far, of every attention layer: what decoding needs of them.
+    """The KV cache of decoding: keys and values of the earlier tokens, of every attention layer.
 
     Attributes:
-        capacity: tokens that a sequence may have.
-        start: tokens that all layers have seen; whoever runs the model moves it on.
+        capacity: the largest number of tokens of a sequence.
+        start: tokens that all layers have seen; the caller advances it after each forward.
     """
 
     capacity: int
@@ -24,9 +25,10 @@ class KVCache:
     _kept: dict[Hashable, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
 
     def extend(self, layer: Hashable, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep k and v[B, n, Hkv/tp, D] of positions start to start + n; all so far, views.
+        """Append k and v[B, n, Hkv/tp, D] of positions start to start + n; returns K and V of all
+        positions up to there, as views.
 
-        Raises ``ValueError`` if they are more than the cache holds.
+        Raises ``ValueError`` if they do not fit.
         """
         end = self.start + k.shape[1]
         if end > self.capacity:
@@ -42,22 +44,22 @@ class KVCache:
 
 @dataclass(frozen=True)
 class TokenContext:
-    """Where the rows of an activation x[T, E] come from.
+    """The tokens of the rows of an activation x[T, E].
 
     Attributes:
         batch: number of samples B; after gathering over the tensor axis, T = B * S/cp.
         layout: which positions each rank of the context axis holds; None is the whole sequence.
         rope: (cos, sin), each [S/cp, D/2], of this rank's positions; None without rotary embedding.
-        local_rope: the same for layers with a window, where they have another; None is `rope`.
+        local_rope: the table for layers with a window, if it differs; None is `rope`.
         seed: dropout key of this step.
         token_ids: int64, one per row of the residual stream (T, or T/tp with sequence
-            parallelism): the token's number in the whole global batch, by which dropout is keyed.
-        documents: int32 or int64 [n + 1] or [B, n + 1], boundaries of packed documents from 0 to S,
-            across which attention does not look; None is one document.
-        cache: keys and values of the tokens before these, whose positions then begin at
-            ``cache.start``; on one context rank, without gradients.
+            parallelism): the token's index in the global batch, by which dropout is keyed.
+        documents: int32 or int64 [n + 1] or [B, n + 1], boundaries of packed documents from 0 to S;
+            attention is within a document; None is one document.
+        cache: the KV cache of earlier tokens; the positions of these tokens begin at
+            ``cache.start``. On one context rank, without gradients.
 
-    Two packed documents, of 10 and 6 tokens, whose rotations start anew::
+    Two packed documents, of 10 and 6 tokens, each with positions from 0::
 
         positions = torch.cat((torch.arange(10), torch.arange(6)))
         context = TokenContext(

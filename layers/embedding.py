@@ -13,16 +13,16 @@ from warpweave.parallel.tensor.embedding import vocab_parallel_embedding
 
 
 class VocabParallelEmbedding(nn.Module):
-    """``nn.Embedding`` whose rows (vocabulary) are cut over the tensor axis.
+    """``nn.Embedding`` whose vocabulary (rows) is sharded over the tensor axis.
 
     weight[ceil(V/tp), E]; rows past V on the last ranks are padding and stay zero.
 
     Args:
         num_embeddings, embedding_dim, device, dtype: as ``nn.Embedding``.
         mesh: the connected mesh; None is one device.
-        sequence_parallel: return y[T/tp, E], cut over the tensor axis (ids must then be 1-D).
-        place: a `Place` that has these, device and dtype, instead of them one by one.
-        init: standard deviation by which a keyed initialisation (``GPT``) draws the weight.
+        sequence_parallel: return y[T/tp, E], tokens sharded over the tensor axis (ids 1-D).
+        place: a `Place` in place of these, device and dtype.
+        init: standard deviation of the weight in a keyed initialisation (``GPT``).
     """
 
     @fields_as_keywords(unused=("overlap", "strategy", "recompute", "impl"), place=Place)
@@ -42,7 +42,8 @@ class VocabParallelEmbedding(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw as ``nn.Embedding`` does (standard normal), whole, and keep this rank's rows."""
+        """Draw the whole table as ``nn.Embedding`` does (standard normal) and keep this rank's
+        rows."""
         if not self.weight.is_meta:
             full = self.weight.new_empty(self.records["weight"].shape).normal_()
             self.weight.copy_(self.records["weight"].slice(full, self.mesh.coords))
@@ -65,12 +66,12 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class PositionEmbedding(nn.Module):
-    """Learned absolute positions: weight[seq_len, E], held whole by every tensor rank.
+    """Learned absolute positions: weight[seq_len, E], replicated over the tensor axis.
 
     Args:
         seq_len, embedding_dim: shape of the table.
-        partial: tensor ranks look up the positions of different tokens (sequence parallelism), so
-            that the table's gradient is a partial sum over the tensor axis.
+        partial: tensor ranks look up positions of different tokens (sequence parallelism), so
+            that the table's gradient is {partial tp}.
         init: standard deviation of a keyed initialisation.
     """
 

@@ -1,4 +1,4 @@
-"""Constructors that take records, whole or field by field."""
+"""Constructors that take records of options, or the records' fields as keywords."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from typing import Any
 def fields_as_keywords(
     *positional: str, unused: tuple[str, ...] = (), **records: Any
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorate a constructor that takes records: it takes their fields as keywords, too.
+    """Decorator for a constructor that takes records: accept their fields as keywords, too.
 
     With ``@fields_as_keywords(style=AttentionStyle, place=Place)`` the call
     ``Attention(64, 8, window=3, mesh=mesh)`` is
     ``Attention(64, 8, style=AttentionStyle(window=3), place=Place(mesh=mesh))``. A field that is
     given beside its record replaces the record's value. ``inspect.signature`` shows the fields; a
-    keyword that is none raises TypeError.
+    keyword that is no field raises TypeError.
 
     Args:
         positional: fields that may be given without their names, after the constructor's own.
-        unused: fields that the layer has no use for, which are no keywords.
+        unused: fields that the layer does not use and does not accept.
         records: parameter of the constructor, by keyword only -> the frozen dataclass it takes.
     """
     offered = {
@@ -53,7 +53,7 @@ def fields_as_keywords(
 
 
 def _with_fields(own: Signature, positional: tuple[str, ...], offered: dict) -> Signature:
-    """`own`, whose records are optional, with the fields that are offered of each."""
+    """The signature `own`, its records optional, with the fields of each as keywords."""
     by_keyword, by_place = Parameter.KEYWORD_ONLY, Parameter.POSITIONAL_OR_KEYWORD
     parameters = own.parameters.values()
     first = [p for p in parameters if p.kind is not by_keyword]

@@ -18,7 +18,7 @@ from warpweave.parallel.mesh import connected
 from warpweave.parallel.shard import Cut, ParamRecord
 from warpweave.parallel.tensor.linear import column_parallel_linear, row_parallel_linear
 
-_UNUSED = ("strategy", "recompute", "impl")  # of a `Place`: what a product by itself has no use for
+_UNUSED = ("strategy", "recompute", "impl")  # fields of `Place` that a linear layer does not use
 
 
 def _check_divides(what: str, size: int, parts: int) -> None:
@@ -27,7 +27,7 @@ def _check_divides(what: str, size: int, parts: int) -> None:
 
 
 class _ParallelLinear(nn.Module):
-    """What both layers share: the parameters, their records and ``nn.Linear``'s initialisation."""
+    """Base of both layers: the parameters, their records and ``nn.Linear``'s initialisation."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class _ParallelLinear(nn.Module):
         if self.weight.is_meta:
             return
         here = self.mesh.coords
-        full = self.weight.new_empty(self.records["weight"].shape)  # its dtype and device draw
+        full = self.weight.new_empty(self.records["weight"].shape)  # in its dtype, on its device
         nn.init.kaiming_uniform_(full, a=math.sqrt(5))
         self.weight.copy_(self.records["weight"].slice(full, here))
         if self.bias is not None:
@@ -88,7 +88,7 @@ class _ParallelLinear(nn.Module):
 
     @property
     def over_ranks(self) -> dict[str, Any]:
-        """What a function over the tensor ranks is told of them."""
+        """The keyword arguments for a function over the tensor ranks."""
         return {
             "group": self.mesh.group("tp"),
             "sequence_parallel": self.sequence_parallel,
@@ -105,19 +105,19 @@ class _ParallelLinear(nn.Module):
 
 
 class ColumnParallelLinear(_ParallelLinear):
-    """A linear layer whose output features are cut over the tensor axis: ``y = x W^T + b``.
+    """Column-parallel linear layer ``y = x W^T + b``: output features sharded over the tensor axis.
 
     weight[out/tp, in], bias[out/tp]. Arguments as ``nn.Linear``, then:
 
     Args:
         mesh: the connected mesh; None is one device.
-        sequence_parallel: the input is x[T/tp, in], its rows cut over the tensor axis, and is
-            gathered here; otherwise it is x[..., in], the same on every tensor rank.
-        overlap: how collectives and products hide one another: "none", "bulk", "chunked" or
-            "fused", see ``parallel.tensor.ranks``.
-        place: a `Place` that has these, device and dtype, instead of them one by one.
-        gather_output: return y[..., out] whole on every rank instead of y[..., out/tp].
-        init: standard deviation by which a keyed initialisation (``GPT``) draws the weight.
+        sequence_parallel: the input is x[T/tp, in], tokens sharded over the tensor axis, and is
+            all-gathered; otherwise it is x[..., in], the same on every tensor rank.
+        overlap: how collectives overlap with products: "none", "bulk", "chunked" or "fused", see
+            ``parallel.tensor.ranks``.
+        place: a `Place` in place of these, device and dtype.
+        gather_output: return y[..., out], all-gathered, instead of y[..., out/tp].
+        init: standard deviation of the weight in a keyed initialisation (``GPT``).
 
     Raises:
         ValueError: out_features does not divide by tp.
@@ -144,18 +144,20 @@ class ColumnParallelLinear(_ParallelLinear):
 
 
 class RowParallelLinear(_ParallelLinear):
-    """A linear layer whose input features are cut over the tensor axis: ``y = sum x_r W_r^T + b``.
+    """Row-parallel linear layer ``y = sum over r of x_r W_r^T + b``: input features sharded over
+    the tensor axis.
 
     weight[out, in/tp], bias[out], added once. Arguments as ``nn.Linear``, then:
 
     Args:
         mesh: the connected mesh; None is one device.
-        sequence_parallel: the output is y[T/tp, out], summed and cut over the tensor axis;
-            otherwise y[..., out], summed and the same on every tensor rank.
-        overlap: as ``ColumnParallelLinear``.
-        place: a `Place` that has these, device and dtype, instead of them one by one.
-        input_is_parallel: the input is already x[..., in/tp]; otherwise it is whole, cut here.
-        init: standard deviation by which a keyed initialisation (``GPT``) draws the weight.
+        sequence_parallel: the output is y[T/tp, out], reduce-scattered over the tensor axis;
+            otherwise y[..., out], all-reduced.
+        overlap: as for ``ColumnParallelLinear``.
+        place: a `Place` in place of these, device and dtype.
+        input_is_parallel: the input is x[..., in/tp], already sharded; otherwise it is x[..., in],
+            of which each rank takes its slice.
+        init: standard deviation of the weight in a keyed initialisation (``GPT``).
 
     Raises:
         ValueError: in_features does not divide by tp.

@@ -1,4 +1,5 @@
-"""The language model's loss, of logits or of the head's input, the vocabulary cut over tp."""
+"""The language model's loss, from logits or from the head's input, the vocabulary sharded over
+tp."""
 
 from __future__ import annotations
 
@@ -15,10 +16,10 @@ from warpweave.parallel.tensor.loss import vocab_parallel_cross_entropy
 
 
 class VocabParallelCrossEntropy(nn.Module):
-    """Sum of token losses divided by a normaliser that the caller knows beforehand.
+    """Sum of token losses divided by a normaliser that is known before the forward.
 
-    The normaliser is the number of valid tokens of the whole global batch, over all micro-batches,
-    data and context ranks. Losses and gradients of all of them are then simply summed.
+    The normaliser is the number of valid tokens of the global batch, over all micro-batches, data
+    and context ranks; losses and gradients of all of them are then summed, never averaged.
 
     Args:
         vocab_size: logical vocabulary; padding columns of the logits take no part.
@@ -56,21 +57,21 @@ class VocabParallelCrossEntropy(nn.Module):
 
 
 class VocabParallelLinearCrossEntropy(nn.Module):
-    """The same of the head's input: head and loss in one, so that nobody holds the logits.
+    """Head and loss in one function, which never holds all logits.
 
-    It has no parameters: the head's weight, which an embedding may share, is an argument.
+    It has no parameters: the head's weight, which may be tied to the embedding, is an argument.
 
     Args:
         vocab_size: logical vocabulary; padding rows of the weight take no part.
         label_smoothing, z_loss: as for ``kernels.cross_entropy``.
-        recompute: make the logits again in the backward; None chooses by device, see
+        recompute: recompute the logits in the backward; None chooses by device, see
             ``kernels.linear_cross_entropy``.
-        softcap: the logits are softcap * tanh(logits / softcap); None is none.
+        softcap: the logits are softcap * tanh(logits / softcap); None is no softcap.
         mesh: the connected mesh; None is one device.
-        sequence_parallel: the input is x[T/tp, E], its rows cut over the tensor axis.
-        overlap: as ``ColumnParallelLinear``.
+        sequence_parallel: the input is x[T/tp, E], tokens sharded over the tensor axis.
+        overlap: as for ``ColumnParallelLinear``.
         impl: "triton", "torch" or None, as for the kernels.
-        place: a `Place` that has these four, instead of them one by one.
+        place: a `Place` in place of these four.
     """
 
     @fields_as_keywords(unused=("device", "dtype", "strategy", "recompute"), place=Place)
@@ -95,8 +96,8 @@ class VocabParallelLinearCrossEntropy(nn.Module):
     ) -> Tensor:
         """x[..., E], weight[ceil(V/tp), E], labels int64[...] (-100: no loss) -> loss.
 
-        With sequence parallelism x[T/tp, ..., E] of labels int64[T, ...]. 0-dim, fp32 or fp64. A
-        normaliser that is on its way is waited for after the loss is made.
+        With sequence parallelism x[T/tp, ..., E] for labels int64[T, ...]. 0-dim, fp32 or fp64. A
+        pending normaliser is waited for after the loss has been computed.
         """
         total = vocab_parallel_linear_cross_entropy(
             x,

@@ -1,4 +1,4 @@
-"""The feed-forward half of a transformer block, its hidden units cut over the tensor axis."""
+"""The MLP of a transformer block, its hidden units sharded over the tensor axis."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class MLP(nn.Module):
     """``down(act(up(x)))``, gated or not (Shazeer 2020, arXiv:2002.05202).
 
     ``up.weight`` is (F, E), or for a gated activation (F, 2, E) flattened to (2F, E): rows gate,
-    up, gate, up, ... so that a plain cut of the rows gives every tensor rank matching pairs. Both
-    layers run in one Function (``tensor.mlp``), or one after the other if one of them has been
-    replaced, wrapped or hooked.
+    up, gate, up, ... so that sharding the rows evenly gives every tensor rank matching pairs. Both
+    layers are one Function (``tensor.mlp``), or are called one after the other if one of them has
+    been replaced, wrapped or hooked.
 
     Args:
         embed_dim, hidden_dim: E and F.
@@ -63,7 +63,7 @@ class MLP(nn.Module):
     def forward(
         self, x: Tensor, residual: Tensor | None = None, drop: Drop | None = None
     ) -> Tensor:
-        """x[..., E] -> y[..., E] (rows cut over the tensor axis with sequence parallelism).
+        """x[..., E] -> y[..., E] (x[T/tp, E] -> y[T/tp, E] with sequence parallelism).
 
         With `residual` and `drop` (the key of a dropout, see ``kernels.dropout``), both like y, it
         is residual + dropout(y).
@@ -89,7 +89,7 @@ class MLP(nn.Module):
         )
 
     def _composed(self, x: Tensor, residual: Tensor | None, drop: Drop | None) -> Tensor:
-        """The same by calling ``up`` and ``down``, whatever they have become."""
+        """The same by calling ``up``, the activation and ``down``."""
 
         def hidden(x: Tensor) -> Tensor:
             return activate(self.up(x), self.activation, impl=self.impl)

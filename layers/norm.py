@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm with the residual add fused in, and RMSNorm of features that are cut."""
+"""RMSNorm and LayerNorm, fused with the residual add; and RMSNorm over sharded features."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from warpweave.parallel.mesh import connected
 from warpweave.parallel.shard import Cut, ParamRecord
 from warpweave.parallel.tensor.norm import cut_rms_norm
 
-_UNUSED = ("overlap", "strategy", "recompute")  # of a `Place`: what a norm has no use for
+_UNUSED = ("overlap", "strategy", "recompute")  # fields of `Place` that a norm does not use
 
 
 class _Norm(nn.Module):
-    """The parameters of all norms: whole on every tensor rank, unless they have `cuts`."""
+    """The parameters of all norms: replicated over the tensor axis, unless sharded by `cuts`."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class _Norm(nn.Module):
         return nn.Parameter(fill(record.local_shape, device=place.device, dtype=place.dtype))
 
     def reset_parameters(self) -> None:
-        """Weight 1 (0 with an offset) and bias 0."""
+        """Set the weight to 1 (0 with an offset) and the bias to 0."""
         nn.init.constant_(self.weight, 0.0 if self.offset else 1.0)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
@@ -66,10 +66,10 @@ class _Norm(nn.Module):
         return f"{self.normalized_shape}, eps={self.eps}, bias={self.bias is not None}{shown}"
 
     def _factors(self) -> Tensor:
-        """What the normalised features are multiplied by."""
+        """The factors of the normalised features."""
         if not self.offset:
             return self.weight
-        return 1.0 + self.weight.to(compute_dtype(self.weight))  # bf16 has no 1.001
+        return 1.0 + self.weight.to(compute_dtype(self.weight))  # 1 + w would round to 1 in bf16
 
 
 class RMSNorm(_Norm):
@@ -110,14 +110,14 @@ class RMSNorm(_Norm):
 
 
 class ColumnParallelRMSNorm(_Norm):
-    """RMSNorm over features that are cut over the tensor axis, as a column-parallel layer leaves
-    them: weight[E/tp], and one sum of squares over all of them.
+    """RMSNorm over features that are sharded over the tensor axis, the output of a column-parallel
+    layer: weight[E/tp], mean square over all E features.
 
-    With more than one rank it is composed of torch's operations, with an all-reduce of one number
-    per token in the forward and in the backward.
+    With more than one rank it is composed of torch operations, with an all-reduce of one number per
+    token in forward and backward.
 
     Args:
-        num_features: E, of all ranks together, which the tensor axis divides.
+        num_features: E, over all ranks; the tensor axis divides it.
         eps, device, dtype, offset, mesh, impl, place: as ``RMSNorm``.
     """
 

@@ -1,4 +1,4 @@
-"""Where a layer lies and how it is computed."""
+"""Device, mesh and implementation of a layer, as one record."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from warpweave.parallel.words import Overlap
 
 @dataclass(frozen=True)
 class Place:
-    """Where the parameters of a layer lie and how it is computed: none of it changes what is
-    computed, but `dtype` its rounding. A layer hands it whole to the layers inside it.
+    """Where the parameters of a layer are and how it is computed. Except for the rounding of
+    `dtype` it does not change the results. A layer passes it on to the layers inside it.
 
     Attributes:
         device, dtype: of the parameters.
         mesh: the connected mesh; None is one device.
-        sequence_parallel: the residual stream is x[T/tp, E], its rows cut over the tensor axis.
-        overlap: how collectives of tensor ranks and products hide one another: "none", "bulk",
-            "chunked" or "fused", see ``parallel.tensor.ranks``.
-        strategy: how ranks of the context axis attend to one another's tokens: "ring", "gather",
-            "stream", "ulysses", "hybrid", "auto" or `Links`, see ``parallel.context``.
-        recompute: what the backward of an MLP computes again instead of keeping it: "nothing",
-            "activation" (the hidden activations) or "up" (the up projection, too); None is
-            "activation" on a GPU and "nothing" on a CPU.
+        sequence_parallel: the residual stream is x[T/tp, E], tokens sharded over the tensor axis.
+        overlap: how collectives of tensor ranks overlap with products: "none", "bulk", "chunked" or
+            "fused", see ``parallel.tensor.ranks``.
+        strategy: context-parallel attention: "ring", "gather", "stream", "ulysses", "hybrid",
+            "auto" or `Links`, see ``parallel.context``.
+        recompute: what the backward of an MLP recomputes: "nothing", "activation" (the hidden
+            activations) or "up" (the up projection, too); None is "activation" on a GPU and
+            "nothing" on a CPU.
         impl: "triton", "torch" or None, as for the kernels.
 
     Raises:
-        ValueError: the mesh is not connected, a word is none of those, or "fused" is asked of
-            torch.
+        ValueError: the mesh is not connected, a word is unknown, or "fused" is combined with
+            impl="torch".
     """
 
     device: torch.device | str | None = None

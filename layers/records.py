@@ -1,4 +1,4 @@
-"""From a module to the records of all its parameters."""
+"""The records of all parameters of a module."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def collect_records(module: nn.Module, prefix: str = "") -> dict[str, ParamRecor
 
     A layer of this package keeps ``self.records``, from its own parameters' short names to records.
     Names follow ``named_parameters`` with `prefix` in front. A parameter without a record (of a
-    foreign module) gets one that says: held whole by every tensor rank, decays if it is a matrix.
+    foreign module) gets one: replicated over the tensor axis, with weight decay if it is a matrix.
     """
     records: dict[str, ParamRecord] = {}
     for path, child in module.named_modules(prefix=prefix):

@@ -1,4 +1,5 @@
-"""How the transformers of different families differ: records of options, without torch.
+"""Architecture options of transformer families (GPT-2, Llama, Gemma, ...) as records, without
+torch.
 
 A layer takes its record whole (``style``), and so does each layer inside it: `BlockStyle` is an
 `AttentionStyle`, which is a `NormStyle`, and an `MLPStyle`. ``GPTConfig`` has the same fields. For
@@ -35,7 +36,7 @@ class NormStyle:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadStyle(NormStyle):
-    """What the attention heads of all blocks of a model have alike.
+    """The attention options that all blocks of a model share.
 
     Attributes:
         head_size: Head dim; without, model width / heads.

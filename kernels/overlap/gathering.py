@@ -1,10 +1,9 @@
-"""What layers with overlap="fused" ask of products: the input of a column-parallel product, a shard
-of tokens that the product's own kernel gathers, and the result of a row-parallel one, summed over
-the ranks in its own kernel.
+"""Fused communication as layers use it (overlap="fused"): the input of a product that the product's
+own kernel gathers, and a product whose kernel sums over the ranks.
 
 column-parallel   forward    all-gather -> GEMM in one kernel, this rank's shard first (`Gathering`)
-                  backward   as "bulk": whole collectives hidden behind the GEMMs of dx and dW; if
-                             dW is deferred or not needed, GEMM -> reduce-scatter in one kernel
+                  backward   whole collectives hidden behind the GEMMs of dx and dW; if dW is
+                             deferred or not needed, GEMM -> reduce-scatter in one kernel
 row-parallel      forward    GEMM -> reduce-scatter (or all-reduce), bias, dropout and residual in
                              one kernel
                   backward   all-gather -> GEMM in one kernel; the gathered dy is used for dW, too
