@@ -1,9 +1,9 @@
 """The backward half of cross entropy, on whole logits or on one shard of the vocabulary.
 
-`cross_entropy_bwd` needs of the other shards only the combined lse; the formula stands in
-`vocabulary`. Saved for it: the logits, which exist anyway, and lse[N]; the softmax is recomputed
-from them. It reads the logits once and writes dlogits once, in their place if it may; the kernel
-does not read ignored rows at all. Computed in float32 (float64 for float64); dlogits have the dtype
+`cross_entropy_bwd` needs the lse over all shards, no communication; `vocabulary` has the formula.
+Saved for it: the logits, which exist anyway, and lse[N], from which the softmax is recomputed. It
+reads the logits once and writes dlogits once, in place if allowed; the kernel does not read ignored
+rows. Computed in float32 (float64 for float64); dlogits have the dtype
 of the logits.
 """
 
@@ -59,8 +59,8 @@ def _cross_entropy_bwd_kernel(
     if SMOOTHING != 0.0:
         dz -= (SMOOTHING + tl.zeros((1, 1), dz.dtype)) / vocab_size
 
-    # 3. Times the gradient of the row's loss. The logits may lie where dz goes: no other program
-    # reads this tile.
+    # 3. Times the gradient of the row's loss. dz may overwrite the logits: no other program reads
+    # this tile.
     dz = to_dtype(tl.where(mask, dz * dloss[:, None], 0.0), dlogits_ptr.dtype.element_ty)
     out = dlogits_ptr + row[:, None] * stride_out + col[None, :]
     tl.store(out, dz, (row < rows)[:, None] & (col < width)[None, :])
@@ -111,7 +111,8 @@ def _bwd_torch(
     out: torch.Tensor | None = None,
     own_lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """With `own_lse`, theirs alone, the logits are no more: `out` holds their softmax."""
+    """The torch path. With `own_lse`, the lse of this shard, `out` holds the softmax of the shard
+    in place of the logits."""
     start, size, ignore_index, smoothing, z_loss, _ = vocabulary
     columns = vocabulary.columns(logits.shape[1])
     dlogits = logits.new_empty(logits.shape) if out is None else out
@@ -127,7 +128,7 @@ def _bwd_torch(
     local, here = local_columns(labels, start, columns)
     at_label = torch.where(here, (smoothing - 1.0) * scale, 0.0).unsqueeze(1)
     everywhere = (scale * (-smoothing / size)).unsqueeze(1)
-    # With all columns here, lse is these columns' own, and torch's softmax is faster.
+    # Without other shards lse is that of these columns, and torch's softmax is faster.
     complete = columns == size
     direct, buffer = dlogits.dtype == lse.dtype, None
     for at in chunks(logits):
@@ -150,9 +151,9 @@ def _bwd_torch(
         dz.scatter_add_(1, local[at], at_label[at])
         if not direct:
             dlogits[at, :columns] = dz
-    # Ignored rows are 0 by now unless their logits are inf or NaN; those must not matter either.
+    # Ignored rows are 0 already unless their logits are inf or NaN, which must not matter either.
     if dlogits.device.type == "cpu":
-        # Touches these rows only; on a GPU their number would make the host wait.
+        # Writes these rows only; on a GPU their number would need a host sync.
         return dlogits.index_fill_(0, ignored.nonzero().squeeze(1), 0.0)
     return dlogits.masked_fill_(ignored.unsqueeze(1), 0.0)
 
@@ -169,7 +170,7 @@ def bwd(
     out: torch.Tensor | None = None,
     own_lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`cross_entropy_bwd` of checked arguments, without an operator around it."""
+    """`cross_entropy_bwd` of checked arguments, not as an operator."""
     if vocabulary.impl == "torch":
         return _bwd_torch(dloss, logits, labels, lse, vocabulary, out, own_lse)
     return _bwd_triton(dloss, logits, labels, lse, vocabulary, out)
@@ -217,8 +218,8 @@ def cross_entropy_bwd(
 ) -> torch.Tensor:
     """dlogits[N, V/tp], in the dtype of logits[N, V/tp], from the losses' gradients dloss[N].
 
-    lse[N] is the log-sum-exp over the whole vocabulary, so combined over the shards; each shard
-    then gets its own columns without communication. Ignored rows and padding columns are exactly 0.
+    lse[N] is the log-sum-exp over the whole vocabulary, merged over the shards; each shard then
+    computes its columns without communication. Ignored rows and padding columns are exactly 0.
     With `in_place` the result overwrites the logits, whose rows must be contiguous.
     """
     impl = choose(impl, dloss, logits, labels, lse)

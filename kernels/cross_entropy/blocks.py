@@ -1,4 +1,4 @@
-"""Blocks of the logits z[T, V] = x[T, E] W[V, E]^T, of which one or a few are held at a time."""
+"""Blocks of the logits z[T, V] = x[T, E] W[V, E]^T: at most a few are held at a time."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def slices(length: int, step: int) -> list[slice]:
 
 
 def column_slices(columns: int, rows: int, elements: int) -> list[slice]:
-    """Column slices of a block of `rows` rows; one empty one for a shard that is all padding."""
+    """Column slices of a block of `rows` rows; a single empty one for a shard of padding only."""
     if columns == 0:
         return [slice(0, 0)]
     wide = elements // max(1, rows)
@@ -51,33 +51,36 @@ def row_step(x: torch.Tensor, columns: int) -> int:
 
 
 def block_grid(x: torch.Tensor, columns: int) -> Iterator[tuple[slice, list[slice]]]:
-    """Row slices of z[T, columns], and the column slices of each: one block at a time is held."""
+    """Row slices of z[T, columns] and the column slices of each, so that one block is held at a
+    time."""
     for rows in slices(len(x), row_step(x, columns)):
         yield rows, column_slices(columns, rows.stop - rows.start, sizes(x).elements)
 
 
 def gathering_product(x: Gathering, weight: torch.Tensor) -> torch.Tensor:
-    """The first columns of z[T, V] while x[T, E] is gathered: as many as the first block has, or a
-    few more, on all ranks alike, padding or not."""
+    """The first block of columns of z[T, V], by a product that gathers x[T, E] in its kernel:
+    equally wide on all ranks, possibly a few columns wider than the block, with or without
+    padding."""
     wide = sizes(x.shard).elements // max(1, *x.shape)
     cut = max(128, -(-wide // 128) * 128)
     return multiply(x, weight[:cut].to(x.shard.dtype).t())[0]
 
 
 def product_impl(impl: str) -> str | None:
-    """Products are torch's where all is to be torch, else as `gemm_into` thinks best."""
+    """The `impl` of the products: torch if `impl` is "torch", else None, the choice of
+    `gemm_into`."""
     return "torch" if impl == "torch" else None
 
 
 def from_column(vocabulary: Vocabulary, first: int) -> Vocabulary:
-    """What a block stands for whose first column is the weight's row `first`."""
+    """The `Vocabulary` of a block whose first column is the weight's row `first`."""
     return vocabulary._replace(start=vocabulary.start + first)
 
 
 def block_stats(
     z: torch.Tensor, labels: torch.Tensor, vocabulary: Vocabulary, keep_softmax: bool = False
 ) -> torch.Tensor:
-    """stats[2 or 3, N] of the block z: lse, target and, with smoothing, logit_sum of its columns.
+    """stats[2 or 3, N] of the block z: lse, the label's logit and, with smoothing, the logit sum.
 
     With `keep_softmax` the block is overwritten by its softmax.
     """
@@ -86,7 +89,7 @@ def block_stats(
 
 
 def merged(parts: list[torch.Tensor], labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
-    """stats[k, N] of adjacent blocks as those of one; 0 in ignored rows."""
+    """stats[k, N] of adjacent blocks merged into those of one; 0 in ignored rows."""
     if len(parts) == 1:
         return parts[0]
     part = torch.stack(parts)

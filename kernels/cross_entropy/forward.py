@@ -1,7 +1,7 @@
 """The forward half of cross entropy, on whole logits or on one shard of the vocabulary.
 
-`cross_entropy_fwd` gives what is to be combined over the shards, `token_losses` makes losses of the
-combined values. The formula stands in `vocabulary`.
+`cross_entropy_fwd` returns statistics that are merged over the shards, `token_losses` computes the
+losses from the merged ones. `vocabulary` has the formula.
 
 Forward reads the logits once (running maximum and sum, Milakov and Gimelshein 2018,
 arXiv:1805.02867); the kernel does not read ignored rows at all. Computed in float32 (float64 for
@@ -112,7 +112,8 @@ def _fwd_triton(logits, labels, vocabulary: Vocabulary, want_sum: bool):
 
 
 def local_columns(labels, vocab_start: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each label's column in this shard, int64[N, 1], and which have one (the others get any)."""
+    """Each label's column in this shard, int64[N, 1], and a mask of those that are in it (the
+    others have an arbitrary column)."""
     local = labels - vocab_start
     here = (local >= 0) & (local < columns)
     return local.clamp_(0, columns - 1).unsqueeze(1), here
@@ -126,7 +127,8 @@ def chunks(logits: torch.Tensor) -> list[slice]:
 
 
 def _fwd_torch(logits, labels, vocabulary: Vocabulary, want_sum: bool, keep_softmax: bool = False):
-    """With `keep_softmax` the logits, in the dtype to compute in, are overwritten by theirs."""
+    """The torch path. With `keep_softmax` the logits, in the compute dtype, are overwritten by
+    their softmax."""
     columns = vocabulary.columns(logits.shape[1])
     logits, dtype = logits[:, :columns], compute_dtype(logits)
     ignored, wrong = labels == vocabulary.ignore_index, vocabulary.outside(labels)
@@ -164,7 +166,7 @@ def fwd(
     want_sum: bool,
     keep_softmax: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`cross_entropy_fwd` of checked arguments, without an operator around it."""
+    """`cross_entropy_fwd` of checked arguments, not as an operator."""
     if vocabulary.impl == "torch":
         return _fwd_torch(logits, labels, vocabulary, want_sum, keep_softmax)
     return _fwd_triton(logits, labels, vocabulary, want_sum)

@@ -1,7 +1,7 @@
 """Cross entropy without a copy of the logits: the Function and the op.
 
-`vocabulary` has the formula and says what becomes of wrong labels, `forward` and `backward` how it
-is computed. Saved for backward are the logits, which exist anyway, and lse.
+`vocabulary` has the formula and the treatment of invalid labels, `forward` and `backward` compute
+it. Saved for backward are the logits, which exist anyway, and lse.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def cross_entropy(
 ) -> torch.Tensor:
     """Cross entropy of logits[N, V] and labels int64[N]; differentiable in the logits.
 
-    Every token that is not ignored also loses `z_loss` * lse^2, inside the mean.
+    `z_loss` * lse^2 is added to the loss of every token that is not ignored, before the mean.
 
     reduction: "mean" over the labels that are not `ignore_index` (0 if there are none; torch gives
     NaN), "sum", or "none" for losses[N]. The result is fp32, fp64 for fp64 logits. Columns from

@@ -1,7 +1,7 @@
-"""The loss of a linear head whose forward makes the gradients too: see `linear`.
+"""The loss of a linear head whose forward also computes the gradients: see `linear`.
 
-Forward makes z of some rows, in blocks, and their statistics; with those of all columns it turns
-the blocks into dz where they lie, and multiplies, for a gradient of 1 per token.
+For some rows at a time: the forward computes z in blocks and their statistics, merges these over
+all columns, turns the blocks into dz in place, and multiplies, for a gradient of 1 per token.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from warpweave.kernels.runtime.op import operator
 
 
 def _keeps_softmax(x: torch.Tensor, impl: str) -> bool:
-    """Between statistics and gradients a block is its softmax: one exponential less per element.
+    """Whether a block holds its softmax between statistics and gradients, which saves one
+    exponential per element.
 
-    Not in 16 bits, where it would be rounded, and Triton's kernels gain nothing: they wait for
-    memory.
+    Not in 16 bits, where the softmax would be rounded, nor with Triton's kernels, which are bound
+    by memory and gain nothing.
     """
     return impl == "torch" and x.dtype == compute_dtype(x)
 
@@ -114,7 +115,7 @@ def _rows_bwd_op(
 
 
 def _arriving(x: torch.Tensor, step: int, chunks: Chunks) -> Iterator[tuple[slice, Any]]:
-    """(rows, their chunk), while the next one is on its way."""
+    """Yield (rows, their chunk of x), with the gather of the next chunk already started."""
     starting = ((rows, chunks.start_gather(x[rows])) for rows in blocks.slices(len(x), step))
     following = next(starting, None)
     while following is not None:
@@ -136,12 +137,11 @@ def linear_cross_entropy_fwd_bwd(
     dx_dtype: torch.dtype | None = None,
     want_dw: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(losses[T], dx[S, E], dW[V/tp, E]), the gradients being those of the losses' plain sum.
+    """(losses[T], dx[S, E], dW[V/tp, E]), the gradients of the sum of the losses.
 
-    x[S, E] are all T rows, or this rank's share of them where they come in `chunks`. dx has
-    `dx_dtype` (None: it is empty); dW is float32 (float64 for float64), empty without `want_dw`.
-    `merge` combines the stats[k, N] of N rows of this shard with those of the others; it is called
-    once per chunk, equally often for every shard.
+    x[S, E] are all T rows, or with `chunks` this rank's. dx has `dx_dtype` (None: it is empty); dW
+    is float32 (float64 for float64), empty without `want_dw`. `merge` merges the stats[k, N] of N
+    rows over the vocabulary shards; it is called once per chunk, equally often on every shard.
     """
     chunks = Chunks() if chunks is None else chunks
     wide, sizes, S, parts = compute_dtype(x), blocks.sizes(x), len(x), chunks.parts
@@ -167,7 +167,7 @@ def linear_cross_entropy_fwd_bwd(
         if parts > 1 and dx_dtype is not None:  # of all ranks' tokens
             terms = torch.empty_like(chunk, dtype=dx_dtype)
         _rows_bwd_op(chunk, w, mine, stats[0], own_lse, held, terms, dw, rows.start > 0, vocabulary)
-        del held, first  # before the next ones are made
+        del held, first  # freed before the next ones are allocated
         if dx_dtype is not None:
             leaving.append((rows, terms, chunks.start_sum(terms)))
     for rows, terms, wait in leaving:
@@ -194,7 +194,7 @@ def fwd_bwd_op(
     want_dw: bool,
     vocabulary: Vocabulary,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The same as one operator, which a compiler takes whole, for any number of tokens."""
+    """`linear_cross_entropy_fwd_bwd` as one operator for compilers, for any number of tokens."""
     dtype = x.dtype if want_dx else None
     return linear_cross_entropy_fwd_bwd(
         x, weight, labels, vocabulary, dx_dtype=dtype, want_dw=want_dw

@@ -3,36 +3,31 @@
     z[T, V] = x[T, E] W[V, E]^T                loss, dz: as in `cross_entropy`, from z's rows
     dx[T, E] = dz W                            dW[V, E] = dz^T x
 
-A block of the vocabulary is to a device what a vocabulary shard is to a group: it gives the
-log-sum-exp, target logit and sum of logits of its own columns, which merge, and with the merged
-log-sum-exp it makes its own columns of dz. So the kernels here are those of `cross_entropy`, and
-the products are the vendor's, on one block of z at a time that dz then overwrites. There are two
-orders of work:
+The vocabulary is processed in blocks, each as a vocabulary shard is in `parallel.tensor.loss`: a
+block yields log-sum-exp, target logit and logit sum of its columns; these are merged; and with the
+merged log-sum-exp its columns of dz are computed, in place of its logits. The kernels are those of
+`cross_entropy`, the products the vendor's. There are two orders of work:
 
-recompute       Forward goes over blocks of z and keeps lse[T]; backward makes each block again.
+recompute       Forward computes the blocks of z and keeps lse[T]; backward recomputes each block.
                 8 T V E FLOPs in all instead of 6. Holds one block of z (2^26 elements on a GPU,
                 2^20 on a CPU, however large T and V are) and float32 sums of dx for the block's
-                rows. Takes any gradient per token. All of dW's rows for a block come from one
-                product over (up to 16384) tokens and are written once, in float32 and where they
-                are kept. (Wijmans et al. 2024, arXiv:2411.09009, fused into one kernel.)
-in forward      For a sum or a mean every token's loss has one gradient g, unknown but common: so
-                forward makes dx and dW for g = 1 while a block is there, and backward multiplies by
-                g, which nobody reads on the host. 6 T V E FLOPs. Holds z of some rows (2^26 or 2^20
-                elements, but 4096 or 1024 rows at least) and, from forward to backward, dx and a
-                float32 dW[V, E], which is read and written once per block.
-                (Hsu et al. 2024, arXiv:2410.10989.)
+                rows. Any gradient per token. A block's rows of dW are one product over (up to
+                16384) tokens, written once, in float32, to the gradient buffer if there is one.
+                (Wijmans et al. 2024, arXiv:2411.09009, fused into one kernel.)
+in forward      For a sum or a mean all tokens have the same loss gradient g, so forward computes dx
+                and dW for g = 1 from each block, and backward multiplies them by g, on the device.
+                6 T V E FLOPs. Holds z of some rows (2^26 or 2^20 elements, but at least 4096 or
+                1024 rows) and, from forward to backward, dx and a float32 dW[V, E], which is read
+                and written once per block. (Liger, Hsu et al. 2024, arXiv:2410.10989.)
 
-Which is better: adding dW once per block moves 8 to 20 V E bytes where recomputing the block's C
-rows takes 2 C V E FLOPs. A CPU does about ten FLOPs in the time of a byte, so with C of some
-hundreds the second order wins, and there FLOPs are what the head costs. A GPU does 200 (H100): the
-two meet at one or two thousand rows, where z[C, V] and dW are gigabytes: with Llama 3's 128256 x
-4096, 1 GB and 2.1 GB, to save a quarter of the head at most, which is 1 % of a step of the 8B
-model. So recompute=None recomputes on a GPU and on a CPU does not.
+Which is faster: adding to dW moves 8 to 20 V E bytes per block, recomputing the block's C rows
+takes 2 C V E FLOPs. A CPU does about ten FLOPs in the time of a byte, so "in forward" wins from
+some hundred rows on. An H100 does 200: the two are equal at one or two thousand rows, where z[C, V]
+and dW are gigabytes (1 GB and 2.1 GB for Llama 3's 128256 x 4096), to save at most a quarter of the
+head. So recompute=None recomputes on a GPU and not on a CPU.
 
-A forward kernel that keeps tiles of z in registers would save writing and reading the block, 4
-bytes per element against 2 E FLOPs (10 % on an H100 at E = 4096), and lose as much or more against
-the vendor's products; so there is none. All passes over the logits take about 4 % of the time of
-the products on an H100 (by their bytes and cuBLAS' published figures).
+A forward kernel that keeps tiles of z in registers would save writing and reading each block, and
+lose as much or more against the vendor's products, so there is none (docs/performance.md).
 
 z is rounded to the dtype of x, as the output of a linear layer is; everything after it is float32
 (float64 for float64), as in `cross_entropy`. Sums over blocks are float32. Deterministic.
@@ -55,7 +50,7 @@ from warpweave.kernels.runtime.wgrad import grad_dtype, wgrad, wgrad_buffer
 
 
 class _Recomputed(torch.autograd.Function):
-    """losses[T]; backward makes the logits again."""
+    """losses[T]; backward recomputes the logits."""
 
     @staticmethod
     def forward(ctx, x, weight, labels, vocabulary, dtype, ranks):
@@ -78,7 +73,7 @@ class _Recomputed(torch.autograd.Function):
     def backward(ctx, dloss):
         (x, weight, labels, lse, _), ranks, leaf = ctx.saved_tensors, ctx.ranks, ctx.leaf
         want_dx, want_dw, *_ = ctx.needs_input_grad
-        # dW comes with dx from logits that would have to be made once more: it cannot wait.
+        # dW is computed with dx from one recomputation of the logits: it is not deferred.
         buffer, add, dw = wgrad_buffer(leaf, grad_dtype(leaf)) if want_dw else (None, False, None)
         dx = linear_cross_entropy_bwd(
             dloss,
@@ -101,7 +96,7 @@ class _Recomputed(torch.autograd.Function):
 
 
 class _InForward(torch.autograd.Function):
-    """The losses' sum, 0-dim; forward makes the gradients, backward scales them."""
+    """The sum of the losses, 0-dim; forward computes the gradients, backward scales them."""
 
     @staticmethod
     def forward(ctx, x, weight, labels, vocabulary, dtype, ranks):
@@ -146,7 +141,7 @@ def _fwd_bwd(
     dx_dtype: torch.dtype | None,
     want_dw: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`linear_cross_entropy_fwd_bwd` of this rank's tokens of x; dx is the sum over the ranks."""
+    """`linear_cross_entropy_fwd_bwd` for this rank's tokens; dx is summed over the ranks."""
     if ranks is LOCAL:  # one operator, which a compiler takes whole
         return fwd_bwd_op(x, weight, labels, dx_dtype is not None, want_dw, vocabulary)
     wanted = {"merge": ranks.merge, "dx_dtype": dx_dtype, "want_dw": want_dw}
@@ -160,7 +155,7 @@ def _fwd_bwd(
 def _scaled(
     weight: torch.Tensor, dw: torch.Tensor, g: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor | None:
-    """dw[V, E] times the 0-dim g, as a tensor or where `wgrad` says; `dw` stays as it is."""
+    """dw[V, E] times the 0-dim g, returned or passed to `wgrad`; `dw` itself is not changed."""
 
     def into(buffer: torch.Tensor, add: bool) -> None:
         if add:
@@ -194,11 +189,11 @@ def linear_cross_entropy(
         vocab_size: rows of the weight from there on are padding: outside softmax and smoothing,
             gradient 0. By default there is none.
         ignore_index, label_smoothing, z_loss, reduction: as for `cross_entropy`.
-        recompute: True makes the logits a second time in the backward pass, False makes the
-            gradients in the forward pass, for "mean" and "sum" only, and keeps dx and a float32 dW
-            until then (the module's docstring compares them). None: False on a CPU where it can.
-        impl: "triton", "torch" or None, for what is no product. Products are torch's, but
-            `gemm_into` may take Triton unless this is "torch".
+        recompute: True recomputes the logits in the backward pass; False computes the gradients in
+            the forward pass, for "mean" and "sum" only, and keeps dx and a float32 dW until the
+            backward (the module's docstring compares them). None: False on a CPU where possible.
+        impl: "triton", "torch" or None, for the kernels of the loss. Products are torch's, but
+            `gemm_into` may choose Triton unless this is "torch".
 
     Returns:
         The loss, 0-dim, or losses[...]; float32, float64 for float64.
@@ -230,7 +225,7 @@ def head_loss(
 ) -> torch.Tensor:
     """losses[...], or their sum unless `reduction` is "none", of checked arguments.
 
-    Raises ValueError where gradients cannot be made in the forward pass.
+    Raises ValueError if recompute=False is not possible.
     """
     if recompute is False and reduction == "none":
         raise ValueError(

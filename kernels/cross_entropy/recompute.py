@@ -1,7 +1,7 @@
-"""The loss of a linear head whose backward makes the logits again: see `linear`.
+"""The loss of a linear head whose backward recomputes the logits: see `linear`.
 
-Forward goes over blocks of z and keeps lse[T]; backward makes each block again, turns it into dz
-where it lies, and multiplies.
+Forward computes blocks of z and keeps lse[T]; backward recomputes each block, turns it into dz in
+place, and multiplies.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _fwd_op(
                 z = gemm(x[rows], weight[cols].to(x.dtype).t())
                 block = blocks.from_column(vocabulary, cols.start)
                 parts.append(blocks.block_stats(z, labels[rows], block))
-                del z  # before the next block is made
+                del z  # freed before the next block is allocated
             out[:, rows] = blocks.merged(parts, labels[rows], vocabulary.ignore_index)
     return out
 
@@ -55,16 +55,16 @@ def linear_cross_entropy_fwd(
 ) -> torch.Tensor:
     """stats[2 or 3, T]: lse, target and (with smoothing) logit_sum of x[T, E] weight[V/tp, E]^T.
 
-    They are those of `cross_entropy_fwd`, made block by block: nothing of the logits is kept. The
-    weight may have another dtype than x, which is then the one to compute in. Rows that are to be
-    gathered arrive under the product of the first columns, and the others follow.
+    They are those of `cross_entropy_fwd`, block by block; no logits are kept. Products are in the
+    dtype of x if the weight has another one. A `Gathering` is gathered within the product with the
+    first block of columns.
     """
     if isinstance(x, torch.Tensor):
         return _fwd_op(x, weight, labels, vocabulary)
     z = blocks.gathering_product(x, weight)
     cut = z.shape[1]
     first = blocks.block_stats(z, labels, vocabulary)
-    del z  # before the next block is made
+    del z  # freed before the next block is allocated
     if cut == len(weight):
         return first
     others = blocks.from_column(vocabulary, cut)
@@ -96,7 +96,7 @@ def _bwd_op(
     dx = x.new_empty(x.shape if want_dx else 0, dtype=dx_dtype)
     total, product = dw, blocks.product_impl(vocabulary.impl)
     if dw.dtype != wide and len(x) > blocks.row_step(x, own):
-        total = torch.empty_like(dw, dtype=wide)  # several products are added: not in 16 bits
+        total = torch.empty_like(dw, dtype=wide)  # several products are added, not in 16 bits
     with no_autocast(x):
         for rows, slices in blocks.block_grid(x, own):
             sums = x.new_empty(x[rows].shape if want_dx else 0, dtype=wide)
@@ -134,11 +134,11 @@ def linear_cross_entropy_bwd(
     add: bool = False,
     dx_dtype: torch.dtype | None = None,
 ) -> torch.Tensor | None:
-    """dx[T, E] in `dx_dtype` (None: not made), with dW added to `dw` or written over it.
+    """dx[T, E] in `dx_dtype` (None: not computed); dW is added to `dw`, or overwrites it.
 
     dloss[T] are the losses' gradients and lse[T] the log-sum-exp over all shards. dw[V/tp, E] has
-    the weight's dtype, float32 or float64; its padding rows get nothing. With 16-bit `dw` and more
-    tokens than a block has rows, a float32 sum stands beside it.
+    the weight's dtype, float32 or float64; padding rows get 0. With 16-bit `dw` and more tokens
+    than a block has rows, dW is summed in an additional float32 buffer.
     """
     want_dx = dx_dtype is not None
     into = x.new_empty(0) if dw is None else dw

@@ -1,4 +1,4 @@
-"""Which columns of the vocabulary a shard holds, and the loss over all of them.
+"""The formula of cross entropy, and the columns of the vocabulary that a shard holds.
 
 For a row z of logits with label t, over the vocabulary of V columns, and with label smoothing s and
 z-loss c:
@@ -9,8 +9,8 @@ z-loss c:
 The z-loss keeps the softmax's normaliser near 1, so that logits in low precision do not drift
 (Chowdhery et al. 2022, arXiv:2204.02311, with c = 1e-4).
 
-A label that is neither in [0, V) nor `ignore_index` raises ValueError on CPU tensors. On a GPU
-looking would make the host wait: there that row's loss and gradient are NaN, never just wrong.
+A label that is neither in [0, V) nor `ignore_index` raises ValueError on CPU tensors. On a GPU the
+check would need a host sync: there the loss and the gradient of such a row are NaN.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import torch
 
 
 class Vocabulary(NamedTuple):
-    """What logits[N, V/tp], or the rows of a weight[V/tp, E], stand for.
+    """The part of the vocabulary that logits[N, V/tp] or a weight[V/tp, E] hold, and the options.
 
     Attributes:
-        start: their first column in the whole vocabulary.
-        size: of the whole vocabulary; columns from there on are padding: outside softmax and
+        start: the index of their first column in the whole vocabulary.
+        size: of the whole vocabulary; columns from there on are padding: not in the softmax or the
             smoothing, gradient 0.
         ignore_index, label_smoothing, z_loss, impl: as for `cross_entropy`.
     """
@@ -39,15 +39,15 @@ class Vocabulary(NamedTuple):
     impl: str = "torch"
 
     def columns(self, width: int) -> int:
-        """How many of the `width` columns are no padding."""
+        """The number of the `width` columns that are not padding."""
         return max(0, min(width, self.size - self.start))
 
     def outside(self, labels: torch.Tensor) -> torch.Tensor:
-        """bool[N]: the labels that name no column and are not ignored."""
+        """bool[N]: the labels that are invalid: not in the vocabulary and not ignored."""
         return (labels != self.ignore_index) & ((labels < 0) | (labels >= self.size))
 
     def check_labels(self, labels: torch.Tensor) -> None:
-        """Raise ValueError for CPU labels that name no column and are not ignored."""
+        """Raise ValueError for invalid labels on a CPU."""
         if labels.device.type == "cpu" and (wrong := self.outside(labels)).any():
             first = labels[wrong][0].item()
             raise ValueError(
@@ -89,7 +89,7 @@ def token_losses(
 
 
 def check_options(reduction: str, label_smoothing: float, z_loss: float) -> None:
-    """Raise ValueError for an option that means nothing."""
+    """Raise ValueError for an invalid option."""
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f'reduction must be "mean", "sum" or "none", got {reduction!r}')
     if not 0.0 <= label_smoothing <= 1.0:

@@ -1,16 +1,21 @@
-"""A layer's first and last product, and its loss, on one device, as tensor parallelism sees them.
+"""The products of a layer as tensor parallelism splits them, on one device.
 
-    z[T, N] = x[T, K] W[N, K]^T + b        the first: column-parallel, by output features
-    y[T, N] = h[T, K] W[N, K]^T + b        the last: row-parallel, by input features
+    z[T, N] = x[T, K] W[N, K]^T + b        first product, column-parallel: sharded output features
+    y[T, N] = h[T, K] W[N, K]^T + b        last product, row-parallel: sharded input features
 
-Over ranks the first needs all tokens of x, and dx is a sum over ranks; y is a sum, and the backward
-of the last needs all tokens of dy. A fused layer's Function asks its `ranks` for these four, each a
-product together with what moves around it, so that the move may run before it, after it, in chunks
-of it or within its kernel. A head and its loss are a column-parallel product whose columns are the
-vocabulary. `Local` moves nothing; `parallel.tensor.ranks` has the one that does.
+A fused layer's Function calls four methods of its `ranks`, each a product with its collective:
 
-A weight may have more dims than two: W[F, 2, K] is rows F 2. Its gradient dW = dy^T x is made in
-its ``grad_dtype`` and goes through `runtime.wgrad`, as db does.
+    column_product      z, from all tokens of x (all-gather with sequence parallelism)
+    column_gradients    dx = dz W, summed over ranks; dW, db
+    row_product         y = h W^T, summed over ranks; then bias, dropout, residual
+    row_gradients       dh = dy W, from all tokens of dy (all-gather with sequence parallelism)
+
+The collective may run before the product, after it, in chunks of it or within its kernel. A head
+and its loss are a column-parallel product whose columns are the vocabulary. `Local` is one device,
+without collectives; `parallel.tensor.ranks.TensorRanks` is a group.
+
+A weight may have more dims than two: W[F, 2, K] is rows F 2. Its gradient dW = dy^T x has its
+``grad_dtype`` and goes through `runtime.wgrad`, as db does.
 """
 
 from __future__ import annotations
@@ -42,7 +47,7 @@ def weight_gradient(
 ) -> torch.Tensor | None:
     """dW[N, K] = dy[..., N]^T x[..., K] with (dy, x) from ``operands()``, or None: see `wgrad`.
 
-    `weight` is the parameter itself, not what a saved tensor came back as.
+    `weight` is the parameter itself, not the tensor that autograd saved.
     """
 
     def make() -> torch.Tensor:
@@ -60,18 +65,18 @@ def weight_gradient(
 
 
 class Chunks(NamedTuple):
-    """How rows of x[S, E] come to a product and those of its gradient dx go, some at a time.
+    """How x[S, E] is gathered, and its gradient dx summed, in chunks of tokens.
 
-    A chunk is the same rows of every rank's S tokens, so that all ranks work on one at a time. By
-    default one device has all of them.
+    A chunk consists of the same rows of every rank's S tokens, so that all ranks work on one chunk
+    at a time. The default is one device.
 
     Attributes:
-        parts: ranks whose tokens make a chunk; T = parts S.
-        fewest: chunks, where there are as many rows.
-        start_gather: of a rank's rows x[s, E]: what waits for, and gives, the chunk x[parts s, E]
-            or an `overlap.gathering.Gathering` of it.
-        start_sum: of a chunk's terms dx[parts s, E]: what waits for, and gives, this rank's rows of
-            their sum over the ranks.
+        parts: the ranks whose tokens form a chunk; T = parts S.
+        fewest: the least number of chunks, unless there are fewer rows.
+        start_gather: starts the gather of a rank's rows x[s, E]; the result waits for and returns
+            the chunk x[parts s, E], or an `overlap.gathering.Gathering` of it.
+        start_sum: starts the sum over ranks of a chunk's terms dx[parts s, E]; the result waits for
+            and returns this rank's rows of the sum.
     """
 
     parts: int = 1
@@ -81,18 +86,18 @@ class Chunks(NamedTuple):
 
 
 class Local:
-    """One device: it has all tokens and all features."""
+    """One device, with all tokens and all features."""
 
     def name(self, op: str) -> str:
-        """What errors call the op."""
+        """The name of the op in error messages."""
         return op
 
     def column_product(self, x: torch.Tensor, multiply: Callable[[Any, int], _Made]) -> _Made:
         """``multiply(x, 0)`` of all tokens x[T, ..., K].
 
-        ``multiply(part, first)`` works on each token by itself, so on any run of tokens that begins
-        at `first`, and gives a tensor of as many rows, None, or a tuple of these. A part is a
-        tensor, or an `overlap.gathering.Gathering` of all tokens.
+        ``multiply(part, first)`` is tokenwise: it can be called for any run of tokens, beginning at
+        token `first`, and returns a tensor with as many rows, None, or a tuple of these. `part` is
+        a tensor, or an `overlap.gathering.Gathering` of all tokens.
         """
         return multiply(x, 0)
 
@@ -104,16 +109,17 @@ class Local:
         leaves: tuple[torch.Tensor, torch.Tensor | None],
         needs: Sequence[bool],
     ) -> tuple[_Gradient, _Gradient, _Gradient]:
-        """The gradients (dx, dW, db) of z = x W^T + b that `needs` says are wanted.
+        """The gradients (dx, dW, db) of z = x W^T + b for which `needs` is true, else None.
 
         Args:
             dz: dz[T, ..., N] of all tokens.
-            x: what `column_product` was given; None if dW is not wanted.
-            weight: weight[N, K] in the dtype of dz; `leaves` are those of weight and bias.
+            x: the argument of `column_product`; None if dW is not needed.
+            weight: weight[N, K] in the dtype of dz; `leaves` are the leaf parameters of weight and
+                bias.
 
         Returns:
-            dx like x, in the dtype of dz or of its sum; dW and db may have gone elsewhere
-            (`wgrad`).
+            dx like x, in the dtype of dz or of its sum; dW and db are None if `wgrad` has taken
+            them.
         """
         leaf, bias = leaves
         dx = gemm(rows(dz), weight).view(*dz.shape[:-1], weight.shape[1]) if needs[0] else None
@@ -139,7 +145,7 @@ class Local:
         if choose(impl, flat) == "triton" and not (drop is None and residual is None):
             options = {"drop": drop, "residual": residual, "precision": precision, "impl": impl}
             y, _ = fused_gemm(flat, weight.t(), bias, **options)
-        else:  # by torch one after the other: a compiler fuses them
+        else:  # torch's ops one after the other, which a compiler fuses
             y = gemm(flat, weight.t(), bias)
             y = y if drop is None else dropout(y, drop, impl="torch")
             y = y if residual is None else y.add_(residual)
@@ -151,23 +157,22 @@ class Local:
         bias: torch.Tensor | None,
         multiply: Callable[[Any, int], _Made],
     ) -> tuple[_Made, torch.Tensor, _Gradient]:
-        """``multiply(dy, 0)``, with it dh, and dy[T, ..., N], both of all tokens; and db.
+        """(``multiply(dy, 0)``, which computes dh; dy[T, ..., N] of all tokens; db).
 
-        `multiply` is as for `column_product`: it works on each token by itself. `bias` is the leaf
-        whose gradient is wanted, or None: db is the sum of this rank's tokens.
+        `multiply` is tokenwise, as for `column_product`. `bias` is the leaf parameter whose
+        gradient is needed, or None; db is the sum over this rank's tokens.
         """
         db = None if bias is None else bias_gradient(bias, dy)
         return multiply(dy, 0), dy, db
 
-    # What a loss asks of the ranks that have columns of the vocabulary each.
+    # For a loss over a vocabulary that is sharded over the ranks.
 
     def first_column(self, width: int) -> int:
         """The first of this rank's `width` columns."""
         return 0
 
     def merge(self, stats: torch.Tensor) -> torch.Tensor:
-        """This rank's stats[k, N] (lse, target and, with smoothing, logit_sum) combined with those
-        of the others."""
+        """stats[k, N] (lse, target and, with smoothing, logit_sum) merged over the ranks."""
         return stats
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -175,26 +180,26 @@ class Local:
         return x
 
     def sum(self, terms: torch.Tensor) -> torch.Tensor:
-        """The sum of the ranks' terms[T, ...], this rank's tokens of it."""
+        """terms[T, ...] summed over the ranks; of the sum, this rank's tokens."""
         return terms
 
     def term_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """That of a rank's terms of a dx of this dtype."""
+        """The dtype of a rank's terms of a dx of `dtype`."""
         return dtype
 
     @property
     def chunks(self) -> Chunks | None:
-        """How a head and loss whose forward makes the gradients moves x and dx; None is whole."""
+        """The chunks of head and loss whose forward computes the gradients; None is all at once."""
         return None
 
-    # What typing rules say of the moves.
+    # Typing rules of the collectives.
 
     def column_input_type(self, x: Any) -> Any:
         """The type of x in `column_product`, whose gradient `column_gradients` sums."""
         return x
 
     def row_output_type(self, y: Any) -> Any:
-        """The type of the product in `row_product`, before its bias, from that of a rank's term."""
+        """The type of the sum in `row_product`, before the bias, from that of a rank's term."""
         return y
 
     def row_tokens_type(self, tokens: Any) -> Any:
@@ -205,7 +210,7 @@ class Local:
         """The type of losses whose einsum over the columns v of the vocabulary is `equation`."""
         from spmd_types import rules
 
-        return rules.einsum(equation.replace("v", "_"), *operands)  # v is whole
+        return rules.einsum(equation.replace("v", "_"), *operands)  # v is not sharded
 
 
 LOCAL = Local()
