@@ -1,8 +1,9 @@
-"""Attention: `attention`, and its halves for autograd Functions of one's own.
+"""FlashAttention under masks of global positions: `attention`, and its forward and backward halves
+for autograd Functions of your own.
 
-`function` the public calls and the operator · `options` the record of what they are asked, and the
-checks · `forward`, `backward` formulas, kernels and launches · `device`, `launch` what those share,
-tiles too · `visible` which tiles a mask leaves · `torch_path` on a CPU.
+`function` the public functions and the operator · `options` their options and checks, as one record
+· `forward`, `backward` formulas, kernels and launches · `device`, `launch` what both share, and
+tiles · `visible` the keys that a query sees, and so the tiles to visit · `torch_path` the CPU path.
 """
 
 from warpweave.kernels.attention.backward import attention_delta, attention_dsinks

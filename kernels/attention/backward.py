@@ -5,11 +5,11 @@
     dq = scale ds k       dk = scale ds^T q    dv = (keep p)^T do
     dsink = -sum over the head's rows of exp(sink - lse) delta
 
-s and keep as in `forward`, lse and delta [B, Hq, Sq] of the whole row, float32 (float64 for
-float64). With them p of any block of keys is its share of the whole, so `attention_bwd` over
-blocks, summed, is exact: that is ring attention. The gradient through lse only shifts delta. Three
-kernels, of seven products, without atomics: every result is deterministic. `device` has what both
-directions load and draw.
+s and keep as in `forward`; lse and delta [B, Hq, Sq] over all keys of a row, float32 (float64 for
+float64). With them p of a block of keys is that of the softmax over all keys, so the sum of
+`attention_bwd` over blocks is exact: that is ring attention. A gradient through lse only changes
+delta. Three kernels with seven products, without atomics: every result is deterministic. `device`
+has the loads and the dropout of both directions.
 """
 
 from __future__ import annotations
@@ -273,7 +273,7 @@ def attention_dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr,
     delta = tl.load(delta_ptr + at + i, i < rows, 0.0)
     dq = tl.zeros((BLOCK_M, BLOCK_D), lse_ptr.dtype.element_ty)
 
-    # 2. The keys that all of its rows see, then those at the ends of intervals and of runs.
+    # 2. Tiles of keys that all rows see, without a mask; then those that some rows see in part.
     FIRST: tl.constexpr = WINDOW or table_ptr is not None
     if table_ptr is not None:
         table_ptr += batch * table_stride + row
@@ -333,8 +333,8 @@ def attention_delta(
 def attention_dsinks(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
     """Return dsinks[Hq] = -sum over samples and rows of exp(sinks - lse) delta.
 
-    lse and delta[B, Hq, S] are the final ones of these rows; the result has their dtype. The rows
-    of other ranks add up. One pass over two small tensors: torch does it.
+    lse and delta[B, Hq, S] are the final ones of these rows; the result has their dtype. Over ranks
+    with different rows it is a partial sum. In torch: one pass over two small tensors.
     """
     share = (sinks.to(lse.dtype)[:, None] - lse).exp()
     # exp(-inf - -inf): a sink of -inf is none, and a row that saw nothing else.

@@ -5,9 +5,9 @@
 
 q, o: [B, Sq, Hq, D]; k, v: [B, Sk, Hkv, D], Hkv dividing Hq; lse: [B, Hq, Sq], natural logarithm,
 float32 (float64 for float64); keep is 0 or 1 / (1 - dropout). A program holds a tile of queries of
-one head and goes through the tiles of keys that any of its rows sees (`visible`), with the maximum
-m and the sum l of the weights so far: where m grows, acc and l shrink. At the end o = acc / l and
-lse = m + log l. `function` has the sources, `device` what both directions load and draw.
+one head and loops over the tiles of keys that any of its rows sees (`visible`), with the running
+maximum m and sum l of the weights: when m grows, acc and l are rescaled. At the end o = acc / l and
+lse = m + log l. `function` has the sources, `device` the loads and the dropout of both directions.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from warpweave.kernels.runtime.dtypes import dot, to_dtype
 
 @triton.jit
 def _row_max(s, HALVES: tl.constexpr):
-    """The largest of each row. In HALVES ptxas has four chains of comparisons to interleave and not
-    two: 5 % of a step's stalls on Hopper. Elsewhere it costs more: on Blackwell the halves of a row
-    lie in different warps."""
+    """The maximum of each row. With HALVES ptxas interleaves four chains of comparisons, not two,
+    which hides latency on Hopper. Elsewhere it costs time: on Blackwell the halves of a row are in
+    different warps."""
     if HALVES:
         left, right = tl.split(s.reshape(s.shape[0], 2, s.shape[1] // 2).permute(0, 2, 1))
         s = tl.maximum(left, right)
@@ -130,7 +130,8 @@ def attention_fwd_kernel(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, table_ptr, sinks_p
     i = tl.arange(0, BLOCK_M)
     q_pos = position + drawn(BLOCK_M, ALIGNED) * q_stripes
 
-    # 2. Nothing is seen yet but what earlier calls carry over, or a sink: a logit without a value.
+    # 2. The sums start from earlier calls (`into`), from a sink (a logit without a value) or from
+    # 0.
     ACC: tl.constexpr = lse_ptr.dtype.element_ty
     BASE: tl.constexpr = 1.0 if q.dtype == tl.float32 else LOG2E
     acc = tl.zeros((BLOCK_M, BLOCK_D), ACC)
@@ -145,7 +146,7 @@ def attention_fwd_kernel(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, table_ptr, sinks_p
         m = l + tl.load(sinks_ptr + head) * BASE
         l = tl.where(m == -float("inf"), l, 1.0)
 
-    # 3. The keys that all of its rows see, then those at the ends of intervals and of runs.
+    # 3. Tiles of keys that all rows see, without a mask; then those that some rows see in part.
     FIRST: tl.constexpr = WINDOW or table_ptr is not None
     if table_ptr is not None:
         table_ptr += batch * table_stride + row

@@ -1,28 +1,28 @@
-"""Attention under a mask that is a function of global token positions: right for any layout.
+"""FlashAttention whose mask is a function of global token positions, and so right for any layout.
 
     o = softmax(scale q k^T + mask) v         lse, the log of the softmax's denominator
 
-`forward` and `backward` have the formulas. What is visible (causal, window, documents) is an
-interval of positions per row, see `visible`: wholly masked tiles are skipped, wholly visible ones
-pay for no mask. Dropout is drawn from global indices, see `device`.
+`forward` and `backward` have the formulas. Causal mask, window and documents leave an interval of
+positions per row (`visible`): tiles that are masked entirely are skipped, tiles that are visible
+entirely need no mask. Dropout is keyed by global indices (`device`).
 
-Saved for backward: q, k, v, o and lse; p is recomputed. `into` carries sums from block to block of
-keys inside the kernels: the forward goes on from (o, lse), the backward adds to dq, dk and dv, both
-in float32, in place.
+Saved for backward: q, k, v, o and lse; p is recomputed. `into` accumulates over blocks of keys
+within the kernels: the forward continues from (o, lse), the backward adds to dq, dk and dv, in
+float32 and in place.
 
-A sink is one more logit per head, with no value. lse INCLUDES it, so it must enter a row once: give
-`sinks` to one block's call and none to the others', or start `into` from o = 0, lse = sinks. The
-backward needs no sinks but for their own gradient, which lse and delta give (`attention_dsinks`).
+A sink is one more logit per head, without a value. lse INCLUDES it, so it must be counted once per
+row: pass `sinks` for one block of keys only, or start `into` from o = 0, lse = sinks. The backward
+needs no sinks; their own gradient follows from lse and delta (`attention_dsinks`).
 
 Rows that see neither key nor sink have o = 0, lse = -inf and zero gradients. Matrix products
-accumulate in float32, half-precision p and ds are rounded before they are multiplied. The torch
-path of the CPU is in `torch_path`.
+accumulate in float32; half-precision p and ds are rounded before they are multiplied. `torch_path`
+is the CPU path.
 
 Sources: Dao 2023 (arXiv:2307.08691); Milakov and Gimelshein 2018 (arXiv:1805.02867) for the online
 normaliser; Gemma 2 (arXiv:2408.00118) for the softcap; Xiao et al. 2023 (arXiv:2309.17453) and
-gpt-oss (arXiv:2508.10925) for sinks. Limits: D <= 256; tensors are copied where the strides between
-the elements of one head are not 1, or D is no multiple of 8 (but for float64); scale > 0; gradients
-of gradients do not exist.
+gpt-oss (arXiv:2508.10925) for sinks. Limits: D <= 256; tensors are copied if the elements of a head
+are not contiguous or D is not a multiple of 8 (except in float64); scale > 0; no second
+derivatives.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def _attention_fake(q, k, v, sinks, options):
 
 
 def _attention_sharding(q, k, v, sinks, options) -> str:
-    """Over samples and heads; but dropout draws by their numbers, which a shard does not know."""
+    """Samples and heads may be sharded, but not with dropout, which is keyed by their global
+    indices."""
     if options.dropout:
         return "____, ____, ____, _, __ -> ____, ___"
     of_documents = {None: "", 1: "_", 2: "b_", 3: "b__"}
@@ -178,27 +179,27 @@ def attention(
     Args:
         q: [B, Sq, Hq, D]; any strides; any size may be 0 but head_dim and Hkv.
         k, v: [B, Sk, Hkv, D] and [B, Sk, Hkv, Dv] of q's dtype, each head serving Hq / Hkv
-            neighbouring query heads. Where Dv is not D, the narrower are copied with zeros behind.
+            consecutive query heads. If Dv is not D, the narrower are copied and padded with zeros.
         causal: a query sees the keys at positions up to its own.
         window: and less than `window` >= 1 away from its own, on both sides if not causal.
         documents: and of its own document only. int32 or int64 [n + 1], or [B, n + 1] where samples
             differ: cumulative boundaries in global positions (not the number of each token's
             document), ascending from 0 to the end of the sequence: the longer of Sq and Sk, with
             runs at least the last position. Documents may be empty, and padding behind the last
-            one is a document, too. [B, 2, n + 1] are the boundaries of queries, up to Sq, and,
-            apart, of keys, anywhere up to Sk: a query of document j sees keys of document j, so
-            that ``stack((ends, ends.clamp(first, stop)), 1)`` hides all keys but those at positions
-            first to stop - 1. On a GPU nobody reads them but the kernels, so that wrong ones are an
-            error on a CPU only: there a document begins at 0 and one at the last boundary.
+            one is a document, too. [B, 2, n + 1] are separate boundaries of queries, up to Sq, and
+            of keys, anywhere up to Sk: a query of document j sees keys of document j. So
+            ``stack((ends, ends.clamp(first, stop)), 1)`` hides all keys but those at positions
+            first to stop - 1. Values are checked on a CPU only, because a GPU would need a host
+            sync; there a document begins at 0, and one at the last boundary, whatever they are.
         scale: of the scores, D**-0.5 by default.
         softcap: scores become softcap * tanh(score / softcap).
-        sinks: [Hq], floating: one more logit per head, in the normaliser, with no value.
-        dropout: the probability with which weights are zeroed, the others divided by 1 - dropout;
-            lse is that of the row before. The mask depends on `dropout_seed` and the global
-            numbers of sample, head, query and key alone: every layer and step needs its own seed.
-            Fastest where each run begins at a multiple of 16 and has no stripes: four probabilities
-            then share a draw.
-        dropout_origin: the global numbers of q's first sample and first head.
+        sinks: [Hq], floating: one more logit per head, in the normaliser, without a value.
+        dropout: the probability with which attention weights are zeroed, the others divided by
+            1 - dropout; lse is that before dropout. The mask is a function of `dropout_seed` and
+            the global indices of sample, head, query and key: every layer and step needs its own
+            seed. Fastest if each run begins at a multiple of 16 and has no stripes, because four
+            probabilities then share a draw.
+        dropout_origin: the global indices of q's first sample and first head.
         q_runs, k_runs: the global positions of the rows, by default ((0, S),): at most two runs
             (start, length), or (start, length, stripes) for start, start + stripes, ... The last Sq
             of Sk tokens, as in decoding, are ``q_runs=((Sk - Sq, Sq),)``.
@@ -229,7 +230,7 @@ def attention(
 def autocast(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k and v as the autocast around them has it."""
+    """q, k and v in the dtype of an active autocast."""
     check_are_tensors(q, k, v)
     device = q.device.type
     if q.dtype == torch.float64 or not torch.is_autocast_enabled(device):
@@ -241,8 +242,9 @@ def autocast(
 def even_heads(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, AttentionOptions]:
-    """q and k, or v, with zeros up to the head dim of the other, and the scale of q's own: no score
-    changes, and o has zeros behind. What fits nothing goes on as it is, to `checked`."""
+    """q and k, or v, padded with zeros to the larger of D and Dv, with the scale of the original D:
+    no score changes, and o is padded with zeros. Invalid shapes are returned as they are, for
+    `checked` to refuse."""
     if not q.ndim == k.ndim == v.ndim == 4:
         return q, k, v, options
     D, Dv = q.shape[3], v.shape[3]

@@ -1,12 +1,11 @@
-"""What a call of attention is given, checked once where it comes in: the options, a record that is
-passed whole below, and its tensors.
+"""The options and the tensors of an attention call, checked once by the public functions.
 
 `attention`, `attention_fwd`, `attention_bwd` and `context_attention` make an `AttentionOptions` of
-their keywords and ask `checked` for it; operators, launches, the torch path and the strategies of
+their keywords and pass it to `checked`; operators, launches, the torch path and the strategies of
 context parallelism take the record and check nothing again. Each block of queries and keys has its
-own `q_runs` and `k_runs`, all else is the same for the whole sequence. Shapes, dtypes and numbers
-decide everything: nothing waits for a device, and a compiler may trace `checked`, which compares
-no symbol with anything but a bound.
+own `q_runs` and `k_runs`, everything else is the same for the whole sequence. The checks use
+shapes, dtypes and numbers only, without a host sync, and a compiler can trace `checked`, because it
+compares symbols with bounds only.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from warpweave.kernels.runtime.dispatch import check_impl, check_written, choose
 from warpweave.kernels.runtime.dtypes import FLOATS
 from warpweave.kernels.runtime.tile_table import MAX_HEAD_DIM
 
-Runs = Sequence[tuple[int, ...]]  # each a `Run`, or what one is made from
+Runs = Sequence[tuple[int, ...]]  # each a `Run` or its fields
 
 FARTHEST = 2**31 - 2  # kernels and the tables of documents hold positions in int32
 
@@ -40,7 +39,7 @@ class AttentionOptions(NamedTuple):
     dropout: float = 0.0
     dropout_seed: int = 0
     dropout_origin: Sequence[int] = (0, 0)
-    q_runs: Sequence[Run] | None = None  # from `checked` on; a user gives what they are made from
+    q_runs: Sequence[Run] | None = None  # after `checked`; users pass `Runs`
     k_runs: Sequence[Run] | None = None
     impl: str | None = None
 
@@ -49,7 +48,8 @@ class AttentionOptions(NamedTuple):
 
 
 def check_numbers(options: AttentionOptions) -> AttentionOptions:
-    """The options with their numbers as numbers; ValueError on one that is none or out of range."""
+    """The options, numbers converted to int and float; ValueError if one is invalid or out of
+    range."""
     check_impl(options.impl)
     causal, origin = options.causal, options.dropout_origin
     if not isinstance(causal, int):
@@ -87,10 +87,10 @@ def checked(
     v: torch.Tensor,
     sinks: torch.Tensor | None = None,
 ) -> AttentionOptions:
-    """The options with their numbers as numbers and their runs as `Run`s.
+    """The options, numbers converted to int and float and runs to `Run`.
 
-    Raises ValueError if they, or q, k, v and sinks, are not what `attention` says. The values of
-    documents are the affair of `check_boundaries`, which a compiler cannot trace.
+    Raises ValueError if they, or q, k, v and sinks, are not as `attention` requires. The values of
+    documents are checked by `check_boundaries`, which a compiler cannot trace.
     """
     options = check_numbers(options)
     check_attention(q, k, v, sinks)
@@ -103,8 +103,8 @@ def checked(
 
 
 def _integer(name: str, n: Any) -> int:
-    """n as an integer. A compiler's symbol remains one: `operator.index` would make it a constant,
-    and every other value a compilation of its own."""
+    """n as an int. A compiler's symbol stays a symbol: `operator.index` would make it a constant,
+    and compile every other value anew."""
     try:
         return n if type(n) in (int, torch.SymInt) else int(operator.index(n))
     except TypeError:
@@ -112,7 +112,7 @@ def _integer(name: str, n: Any) -> int:
 
 
 def _real(name: str, x: Any) -> float:
-    if type(x) in (float, torch.SymFloat):  # of a compiler's symbol nothing can be asked
+    if type(x) in (float, torch.SymFloat):  # a compiler's symbol has no value
         return float(x)
     if isinstance(x, torch.Tensor) or not hasattr(x, "__float__"):
         raise ValueError(f"{name} must be a number, got {x!r}")
@@ -142,8 +142,8 @@ def _checked_runs(name: str, runs: Runs | None, length: int) -> tuple[Run, ...] 
 
 
 def check_documents(documents: torch.Tensor, q: torch.Tensor, *, apart: bool = False) -> None:
-    """Raise ValueError on documents that are no boundaries of q[B, ...], on its device; keys may
-    have boundaries of their own if `apart`."""
+    """Raise ValueError unless documents have the form of boundaries for q[B, ...], on its device;
+    with `apart` keys may have separate boundaries."""
     if not isinstance(documents, torch.Tensor):
         raise ValueError(f"documents must be a tensor of boundaries, got {documents!r}")
     choose("torch", q, documents)  # one device
@@ -157,12 +157,12 @@ def check_documents(documents: torch.Tensor, q: torch.Tensor, *, apart: bool = F
 
 
 def check_boundaries(options: AttentionOptions, queries: int, keys: int) -> None:
-    """Raise ValueError on documents of checked options that do not ascend from 0 to the end of the
-    sequence, or that seem to be the number of each token's document: they are as many as tokens.
+    """Raise ValueError if the documents of checked options do not ascend from 0 to the end of the
+    sequence, or if there are as many as tokens: they then look like document ids per token.
 
-    The sequence ends with the last of so many `queries` and `keys`, where runs cut it no earlier
-    than with their last position. Keys' own boundaries may begin and end anywhere before. Values
-    are read on a CPU only: elsewhere that would wait for the device, and a compiler has none yet.
+    The sequence ends with the larger of `queries` and `keys`, or with runs at least at their last
+    position. Separate boundaries of keys may begin and end anywhere before. Values are checked on a
+    CPU only: on a GPU that would need a host sync, and a compiler has no values yet.
     """
     documents = options.documents
     if documents is None:
@@ -207,7 +207,7 @@ def check_packed(documents: torch.Tensor | None, tokens: torch.Tensor) -> None:
 
 
 def _end(runs: Sequence[Run] | None, rows: int) -> int:
-    """The position behind the last one."""
+    """One past the last position."""
     if runs is None:
         return rows
     return max((run.positions[-1] + 1 for run in runs if run.length), default=0)
@@ -224,14 +224,14 @@ def _boundaries_of_each(documents: torch.Tensor) -> str:
 
 
 def heads_per_kv_head(heads: int, kv_heads: int) -> int:
-    """How many query heads each KV head serves; ValueError unless they divide evenly."""
+    """Query heads per KV head; ValueError unless they divide evenly."""
     if kv_heads < 1 or heads % kv_heads:
         raise ValueError(f"{heads} query heads do not divide by {kv_heads} KV heads")
     return heads // kv_heads
 
 
 def check_are_tensors(q: object, k: object, v: object) -> None:
-    """Raise ValueError on what is no tensor: torch's own message is a schema."""
+    """Raise ValueError if an argument is not a tensor: torch's own message prints a schema."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):
             raise ValueError(f"{name} must be a tensor, got {x!r}")
@@ -304,7 +304,8 @@ def check_carried(
     out_dtype: torch.dtype | None,
     into: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> None:
-    """Raise ValueError unless `into` is None or an (o, lse) of q's rows that can go on in place."""
+    """Raise ValueError unless `into` is None or an (o, lse) of q's rows that can be updated in
+    place."""
     if into is None:
         return
     if isinstance(into, torch.Tensor) or len(into) != 2:
@@ -352,11 +353,12 @@ def _check_into(name: str, into: torch.Tensor, like: torch.Tensor) -> None:
 
 
 def resolved(options: AttentionOptions, q: torch.Tensor, k: torch.Tensor) -> AttentionOptions:
-    """Checked options with nothing left open and nothing that has no effect on this block.
+    """Checked options in normal form, without options that have no effect on this block.
 
-    The scale is given, runs are neither None nor empty nor neighbours, documents have two dims, and
-    no window is wider than the sequence. Positions become rows where no one could tell: dropout
-    draws by them. Raises ValueError on positions that a kernel cannot hold.
+    The scale is set, runs are neither None nor empty and adjacent runs are joined, documents have
+    two dims, and a window as wide as the sequence is None. Where only the causal mask uses
+    positions, runs are replaced by equivalent ones from row 0; not with dropout, which is keyed by
+    positions. Raises ValueError on positions that a kernel cannot hold.
     """
     causal, window, documents, scale, *_ = options
     q_runs, k_runs = _joined(options.q_runs, q.shape[1]), _joined(options.k_runs, k.shape[1])
@@ -379,7 +381,7 @@ def resolved(options: AttentionOptions, q: torch.Tensor, k: torch.Tensor) -> Att
 
 
 def _joined(runs: Runs | None, length: int) -> tuple[Run, ...]:
-    """The runs without empty ones, neighbours joined."""
+    """The runs without empty ones, adjacent ones joined."""
     runs = ((0, length),) if runs is None else runs
     found = tuple(run for run in (Run(*run) for run in runs) if run.length)
     if len(found) == 2 and found[0].positions.stop == found[1].start:
@@ -390,7 +392,7 @@ def _joined(runs: Runs | None, length: int) -> tuple[Run, ...]:
 def _as_rows(
     causal: bool, q: tuple[Run, ...], k: tuple[Run, ...]
 ) -> tuple[tuple[Run, ...], tuple[Run, ...]]:
-    """Runs that compare as `q` and `k` do where nothing but the causal mask asks."""
+    """Runs from row 0 with the same causal mask as `q` and `k`, if there are any."""
     q_rows, k_rows = (sum(run.length for run in runs) for runs in (q, k))
     ascending = len(q) < 2 or q[0].positions[-1] < q[1].start
     if not causal or (q == k and ascending):  # equal ascending positions compare like rows

@@ -1,24 +1,26 @@
-"""Which keys a query sees: an interval of global positions, and so which tiles a kernel visits.
+"""Masks as intervals: which keys a query sees, in global positions, and so which tiles a kernel
+visits.
 
     first(p) = max(start of p's document, p - window + 1)
     last(p)  = min(end of p's document - 1, p if causal, p + window - 1 if not)
 
 A query at position p sees the keys at positions first(p)..last(p); a key at p is seen by the
-queries of the mirrored interval (back and ahead swapped). Both ends grow with p. So of a tile of
-rows, whose positions ascend, the first and the last row alone say which tiles of the other side
-any of its rows sees, and which all of its rows see whole: the former are visited, the latter pay
-for no mask. Rows hold at most two runs of positions start, start + stripes, start + 2 stripes, ...:
-with stripes = 1 what a rank of a contiguous or zigzag layout owns, with as many stripes as ranks
-what one of a striped layout owns. Tiles never straddle two runs. On the device a side's runs are
-five numbers, (start, length) of the first and of the second and `stripes`, which they share.
+queries of the mirrored interval (back and ahead swapped). Both ends grow with p, and the positions
+in a tile of rows ascend. So the tile's first and last row determine which tiles of the other side
+any of its rows sees (only these are visited), and which all of its rows see entirely (these need no
+mask).
 
-Documents are cumulative boundaries in global positions, as FlashAttention's cu_seqlens: position p
-belongs to the document [documents[j], documents[j + 1]) that holds it; documents may be empty, and
-positions from the last boundary on (a layout's padding) are one more. Keys may have boundaries of
-their own: a query of document j sees keys of document j, start and end above are theirs, and keys
-that no query's document holds (padding among tokens) are hidden. `document_table` turns both into
-the first and the last position that every row's document has on the other side, on their device and
-without waiting for it.
+Rows hold at most two runs of positions start, start + stripes, start + 2 stripes, ...: with stripes
+= 1 those of a rank in a contiguous or zigzag layout, with as many stripes as ranks those in a
+striped layout. A tile lies within one run. In a kernel the runs of queries, or of keys, are five
+numbers: (start, length) of both runs and the common `stripes`.
+
+Documents are cumulative boundaries in global positions, as FlashAttention's cu_seqlens: document j
+is the positions from documents[j] to documents[j + 1] - 1; it may be empty, and positions from the
+last boundary on (a layout's padding) are one more document. Keys may have separate boundaries: a
+query of document j then sees keys of document j, by the keys' boundaries, and keys in no document
+(padding among tokens) are hidden. `document_table` converts the boundaries to the first and last
+position of every row's document on the other side, on their device and without a host sync.
 
 Window: Beltagy et al. 2020 (arXiv:2004.05150). Packing: Krell et al. 2021 (arXiv:2107.02027).
 """
@@ -41,8 +43,8 @@ def document_table(
     """int32[1 or B, 2, S]: the first and the last position that the document of every row has on
     the other side.
 
-    documents[1 or B, n + 1], or [B, 2, n + 1] where keys have boundaries of their own; the S rows,
-    of queries or of `keys`, hold the `runs`. Never waits for the device.
+    documents[1 or B, n + 1], or [B, 2, n + 1] if keys have separate boundaries; the S rows, of
+    queries or of `keys`, have the positions `runs`. No host sync.
     """
     documents = documents.clamp(max=_FAR)  # a table's entries are int32
     own, other = (documents, documents) if documents.ndim == 2 else documents.unbind(1)
@@ -62,7 +64,7 @@ def document_table(
 
 @triton.jit
 def rows_before(position, start, length, stripes):
-    """How many rows of the run (start, length) lie at positions before `position`."""
+    """The number of rows of the run (start, length) at positions before `position`."""
     before = tl.maximum(position - start, 0)
     # Not tl.cdiv: the last, open document ends where adding to it overflows.
     rows = before // stripes + (before % stripes != 0).to(tl.int32)
@@ -101,8 +103,8 @@ def _interval(
     WINDOW: tl.constexpr,
     DOCUMENTS: tl.constexpr,
 ):
-    """The positions first..last that `position` reaches, back and ahead; none if last < first. An
-    end that nothing bounds is `position`, and nobody asks for it."""
+    """The interval first..last that `position` sees, `back` and `ahead`; empty if last < first. An
+    end that no option bounds is `position`, and is not used."""
     first, last = position, position
     if BACK and WINDOW:
         first = position - window + 1
