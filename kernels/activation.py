@@ -8,7 +8,7 @@
     geglu(x)  = gelu(gate) * up    (by tanh)
 
 Gate and up are interleaved, x[..., 2F]: the fused projection's weight is (F, 2, E), so that each
-slice of hidden units (x[T, 2F/tp]) holds matching gates and ups, and one pair is one load here.
+shard of hidden units (x[T, 2F/tp]) holds matching gates and ups, and a pair is one load.
 
 Saved for backward: the pre-activation x alone; everything else is recomputed from it. Computed in
 float32 (float64 for float64 x), cast at the store. The device helpers `pointwise` and
@@ -44,7 +44,7 @@ _BLOCK = 2048  # elements of x per program: 16 per thread of 4 warps
 
 
 class Activation(NamedTuple):
-    """What a kernel needs to know: a function of single elements, and whether it gates pairs."""
+    """An activation: its elementwise function, and whether that gates pairs."""
 
     pointwise: str
     gated: bool
@@ -199,10 +199,10 @@ def _gelu_sigmoids(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.T
 
 
 def _value(x: torch.Tensor, name: str) -> torch.Tensor:
-    """The function of single elements by torch's own fused operators.
+    """The elementwise function, by torch's own fused operators.
 
-    For compilers GELU is spelled out as in the kernels: inductor's tanh on a CPU takes six times
-    its exp, and what stands between is fused.
+    Under a compiler GELU is written out as in the kernels: inductor's tanh on a CPU takes six times
+    as long as its exp, and it fuses the rest.
     """
     if name == "silu":
         return F.silu(x)
@@ -317,7 +317,7 @@ def activation_bwd_op(dy: torch.Tensor, x: torch.Tensor, activation: str) -> tor
 
 
 class _Gated(torch.autograd.Function):
-    """The torch path of both gated activations: half the time of differentiating through strided
+    """The torch path of both gated activations, in half the time of autograd through strided
     views."""
 
     @staticmethod
@@ -335,7 +335,7 @@ class _Gated(torch.autograd.Function):
     def spmd_typecheck(*, x):
         from spmd_types import rules
 
-        # Pairs lie side by side: a shard of the output is the output of a shard.
+        # Pairs are adjacent, so that a shard of the output is the output of a shard.
         return rules.einsum("...f->...f", x)
 
 

@@ -1,4 +1,4 @@
-"""AdamW over flat buffers, one pass over memory: what an optimizer does to one shard.
+"""AdamW on a flat buffer, such as one ZeRO shard, in one pass over memory.
 
 For gradient g = grad * grad_scale and step number t (Loshchilov and Hutter 2019, arXiv:1711.05101):
 
@@ -7,15 +7,15 @@ For gradient g = grad * grad_scale and step number t (Loshchilov and Hutter 2019
 
 `adamw_step` reads and writes the master weights w and both moments once, reads the gradient once
 and can write the low precision copy that the next forward uses in the same pass: 28 bytes per
-element for fp32, 30 with a bf16 copy. `sum_of_squares` is the shard's share of the gradient's norm.
-The norm, the clipping factor (grad_scale) and the decision to skip all stay on the device: the host
-never waits.
+element for fp32, 30 with a bf16 copy. `sum_of_squares` is the shard's term of the gradient norm.
+The norm, the clipping factor (grad_scale) and the decision to skip stay on the device, without a
+host sync.
 
 The moments and the arithmetic have the dtype of the master weights, fp32 or fp64; grad and the copy
 may have any float dtype.
 
-Weight decay is one number per call. Where biases and norms, which do not decay, lie between the
-matrices of a buffer, each range of the buffer is stepped by a call of its own.
+Weight decay is one number per call. A buffer with parameters that decay and others that do not
+(biases, norms) is stepped range by range.
 
 Bias corrections are computed in fp64: 1 - 0.999 in fp32 has four digits. The update is elementwise,
 so Triton gives the same bits for any partition into shards (on a CPU, torch may round the last few
@@ -114,7 +114,7 @@ def _adamw_torch(master, grad, m, v, param, step, grad_scale, skip, rates: _Rate
     """torch's fused AdamW; its own grad_scale divides, and overwrites the gradient, so not used."""
     n, found_inf = master.numel(), None
     if skip is not None and skip.device.type == "cpu":
-        if skip.item() != 0:  # on a CPU there is nobody to wait for
+        if skip.item() != 0:  # on a CPU this is no sync
             return
     elif skip is not None:
         found_inf = (skip != 0).float()
@@ -185,7 +185,7 @@ def _adamw_step(
     rates: _Rates,
     impl: str,
 ) -> None:
-    # Counted before the kernel reads it: a program that wrote it would race with the others.
+    # Incremented before the launch: a program that wrote it would race with the others.
     step.add_(1 if skip is None else (skip == 0).to(step.dtype))
     if master.numel() == 0:
         return
@@ -213,8 +213,8 @@ def adamw_step(
 ) -> None:
     """One AdamW step in place on flat shards master[n], m[n], v[n] (fp32 or fp64), from grad[n].
 
-    step: 0-dim fp32 or fp64, the number of steps done so far; this call counts it up, so every
-    shard has one of its own. grad_scale: 0-dim tensor that multiplies the gradient. skip: 0-dim
+    step: 0-dim fp32 or fp64, the number of steps done before; this call increments it, so every
+    shard has its own. grad_scale: 0-dim tensor that multiplies the gradient. skip: 0-dim
     tensor; if it is not zero nothing changes, step included. param[n]: gets master, cast to its
     dtype. grad is only read.
 
@@ -299,8 +299,8 @@ def _sum_of_squares(flat: torch.Tensor, impl: str) -> torch.Tensor:
 def sum_of_squares(flat: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
     """The sum of the squares of flat[n], 0-dim, fp32 (fp64 for fp64), the same bits every time.
 
-    Of a shard it is the shard's share: sum over the ranks, then take the root. Overflow gives inf
-    and NaN stays NaN, so the result also tells whether every gradient is finite.
+    The norm over shards is the root of the sum over ranks. Overflow gives inf and NaN stays NaN, so
+    the result also tells whether every gradient is finite.
     """
     impl = choose(impl, flat)
     if flat.ndim != 1 or not flat.is_contiguous() or not flat.dtype.is_floating_point:

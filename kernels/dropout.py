@@ -7,12 +7,11 @@ same.
 
 x, y: [T, E]; tokens[T] are the global indices (batch index * sequence length + position) of the
 local rows, whatever the sharding of T; `site` numbers the place in the network (and, in training,
-the step's seed the step). E is whole: a shard of E would need a column offset, which nothing here
-shards.
+the step's seed the step). E must not be sharded: a shard would need a column offset.
 
-Saved for backward: tokens; Triton draws the mask again, which is cheaper than a read from memory.
-The torch path keeps the mask (one byte per element), because drawing it is what costs on a CPU. The
-masks of both are the same bits. Dropped elements are exact zeros, even of infinite x.
+Saved for backward: tokens; Triton recomputes the mask, which is cheaper than reading it. The torch
+path saves the mask (one byte per element), because computing it is most of the cost on a CPU. Both
+masks are bitwise equal. Dropped elements are exact zeros, even for infinite x.
 
 Sources: Srivastava et al. 2014; Salmon et al. 2011 (Random123). Limits: 0 <= seed < 2^63, 0 <= site
 < 2^32.
@@ -41,7 +40,7 @@ class Drop(NamedTuple):
 
 
 def check_drop(drop: Drop | None, shape: torch.Size) -> Drop | None:
-    """`drop` with tokens of this shape, that of x[..., E] without E; None if it drops nothing.
+    """`drop` with its tokens in this shape, that of x[..., E] without E; None if p is 0.
 
     Raises ValueError unless it is a Drop of 0 <= p < 1, of as many int64 tokens, of 0 <= seed <
     2^63 and 0 <= site < 2^32.
@@ -78,8 +77,8 @@ def threshold(p: float) -> int:
 def launch_arguments(
     drop: Drop | None,
 ) -> tuple[torch.Tensor | None, int, int, tuple[int, float]]:
-    """A kernel's tokens, seed, site and (THRESHOLD, SCALE); without dropout all alike, so that one
-    kernel serves."""
+    """A kernel's tokens, seed, site and (THRESHOLD, SCALE); constants without dropout, so that one
+    compiled kernel is enough."""
     if drop is None:
         return None, 0, 0, (0, 1.0)
     p, seed, site, tokens = drop
@@ -105,10 +104,10 @@ def words(seed, first, c2, c3, ROWS: tl.constexpr, GROUPS: tl.constexpr):
 def keep_mask(
     seed, site, token, group, THRESHOLD: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr
 ):
-    """bool[ROWS, 4 GROUPS]: which columns 4g, 4g + 1, 4g + 2, 4g + 3 stay, for token[ROWS, 1]
-    (int64) and the g of group[1, GROUPS]."""
+    """bool[ROWS, 4 GROUPS]: which of the columns 4g to 4g + 3 are kept, for token[ROWS, 1] (int64)
+    and g of group[1, GROUPS]."""
     drawn = words(seed, token, group, site, ROWS, GROUPS)
-    if THRESHOLD < 4294967296:  # else p is 1 but for rounding, and no word stays
+    if THRESHOLD < 4294967296:  # else p rounds to 1, and everything is dropped
         return drawn >= tl.full((1, 1), THRESHOLD, tl.uint32)
     else:
         return drawn.to(tl.int64) >= THRESHOLD
@@ -136,7 +135,7 @@ def _dropout_kernel(
     group = (tl.program_id(1) * GROUPS + tl.arange(0, GROUPS))[None, :]
     keep = keep_mask(seed, site, token, group, THRESHOLD, ROWS, GROUPS)
 
-    # 2. Scale what stays.
+    # 2. Scale what is kept.
     col = (tl.program_id(1) * 4 * GROUPS + tl.arange(0, 4 * GROUPS))[None, :]
     live = (row[:, None] < rows) & (col < E)
     x = upcast(tl.load(x_ptr + row[:, None] * stride_x + col, live, 0.0))

@@ -1,4 +1,5 @@
-"""How the rotary embedding of a model was changed for longer sequences; a record without torch."""
+"""Context extension of a rotary embedding (linear, NTK, YaRN, Llama 3), as a record without
+torch."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How the frequencies of a model trained on `original_length` positions are changed, so that it
-    reads `factor` times as many.
+    """How the frequencies of a model trained on `original_length` positions are changed for
+    `factor` times as many positions.
 
     kind:
         "linear"  position interpolation: every frequency / factor (Chen et al. 2023,
@@ -30,7 +31,7 @@ class RopeScaling:
 
     attention_factor replaces YaRN's multiplier of queries and keys (scores get its square); models
     that put the temperature into the softmax scale themselves pass 1.0. It is folded into cos and
-    sin, so dims that do not turn are not multiplied, as in Hugging Face transformers.
+    sin, so dims that are not rotated are not multiplied, as in Hugging Face transformers.
     """
 
     kind: str
@@ -42,7 +43,7 @@ class RopeScaling:
     truncate: bool = True
 
     def __post_init__(self) -> None:
-        """Raises ValueError for what no table can be made of."""
+        """ValueError for values that give no table."""
         if self.kind not in ("linear", "ntk", "yarn", "llama3"):
             raise ValueError(f'kind must be linear, ntk, yarn or llama3, got "{self.kind}"')
         if not self.factor >= 1:
@@ -59,14 +60,14 @@ class RopeScaling:
 
     @property
     def multiplier(self) -> float:
-        """What cos and sin are multiplied by."""
+        """The factor of cos and sin."""
         if self.attention_factor is not None:
             return self.attention_factor
         return 0.1 * math.log(self.factor) + 1 if self.kind == "yarn" else 1.0
 
     def scale(self, frequencies: torch.Tensor, theta: float) -> torch.Tensor:
-        """The changed frequencies[R/2] of plain ones, theta^(-2i / R)."""
-        import torch  # a command line does without
+        """The changed frequencies[R/2] from the plain ones, theta^(-2i / R)."""
+        import torch  # not needed by the command line
 
         if self.kind == "linear":
             return frequencies / self.factor
@@ -79,7 +80,7 @@ class RopeScaling:
             stay = (turns - self.low) / (self._high - self.low)
         else:
 
-            def dim(turns: float) -> float:  # the dim that turns so often
+            def dim(turns: float) -> float:  # the dim with so many turns
                 found = math.log(self.original_length / (turns * 2 * math.pi))
                 return R * found / (2 * math.log(theta))
 

@@ -47,8 +47,9 @@ def norm_bwd_kernel(dy_ptr, ds_ptr, s_ptr, weight_ptr, mean_ptr, rstd_ptr, token
                     rows, stride_dy, stride_ds, stride_s, seed, site,
                     E: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr,
                     ROWS: tl.constexpr, BLOCK_E: tl.constexpr):  # fmt: skip
-    # 1. This program owns tiles pid, pid + programs, ...; its share of the sums is in registers.
-    #    With the one of x_bias they leave none for the weight, which is then loaded with every row.
+    # 1. This program has tiles pid, pid + programs, ...; its partial sums are in registers. With
+    # that
+    #    of x_bias there are none left for the weight, which is then loaded with every row.
     col = tl.arange(0, BLOCK_E)[None, :]
     if dx_bias_ptr is None:
         weight = vector(weight_ptr, col, E)
@@ -61,7 +62,7 @@ def norm_bwd_kernel(dy_ptr, ds_ptr, s_ptr, weight_ptr, mean_ptr, rstd_ptr, token
         row = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
         mask = (row[:, None] < rows) & (col < E)
 
-        # 2. The normalised row, again.
+        # 2. The normalised row, recomputed.
         mean, rstd = row_statistics(mean_ptr, rstd_ptr, row, rows)
         n = normal(s_ptr, stride_s, mean_ptr, mean, rstd, row, col, mask)
 
@@ -99,7 +100,7 @@ def norm_bwd_wide_kernel(dy_ptr, ds_ptr, s_ptr, weight_ptr, mean_ptr, rstd_ptr, 
                          rows, stride_dy, stride_ds, stride_s, seed, site,
                          E: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr,
                          ROWS: tl.constexpr, BLOCK_E: tl.constexpr):  # fmt: skip
-    # 1. As above, but this program's share of the sums is in memory (in the L2 cache), zero so far.
+    # 1. As above, but this program's partial sums are in memory (in the L2 cache), zero at first.
     dtype: tl.constexpr = dw_ptr.dtype.element_ty
     for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
         row = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -134,7 +135,7 @@ def norm_bwd_wide_kernel(dy_ptr, ds_ptr, s_ptr, weight_ptr, mean_ptr, rstd_ptr, 
                            stride_ds, seed, site, E, THRESHOLD, SCALE, BLOCK_E)  # fmt: skip
             if dx_bias_ptr is not None:
                 add_to(dx_bias_ptr, out, inside, dx)
-        tl.debug_barrier()  # the sums are read again, by other threads perhaps
+        tl.debug_barrier()  # the sums are read by other threads
 
 
 # ---------------------------------------------------------------- launch
@@ -223,7 +224,7 @@ def _launch_norm_bwd(
     dresidual = None if apart is None else torch.empty_like(dx, dtype=apart)
     partial = torch.empty(1 + bias + x_bias, programs, E, dtype=rstd.dtype, device=s.device)
     if widest < E:
-        partial.zero_()  # that kernel adds to them
+        partial.zero_()  # this kernel adds to them
     tokens, seed, site, constants = launch_arguments(drop)
     if programs:
         with torch.cuda.device_of(s):
@@ -234,6 +235,6 @@ def _launch_norm_bwd(
                 len(s2), dy2.stride(0), 0 if ds2 is None else ds2.stride(0), s2.stride(0),
                 seed, site, E, *constants, rows, block,
                 **options)  # fmt: skip
-    dw = partial[0].sum(0)  # sums apart: outputs of an operator share no storage
+    dw = partial[0].sum(0)  # separate tensors: outputs of an operator must not share storage
     db = partial[1].sum(0) if bias else None
     return dx, dresidual, partial[-1].sum(0) if x_bias else None, dw, db

@@ -36,7 +36,7 @@ def norm_fwd_kernel(x_ptr, x_bias_ptr, residual_ptr, tokens_ptr, weight_ptr, bia
                     rows, stride_x, stride_residual, seed, site,
                     E: tl.constexpr, EPS: tl.constexpr, THRESHOLD: tl.constexpr,
                     SCALE: tl.constexpr, ROWS: tl.constexpr, BLOCK_E: tl.constexpr):  # fmt: skip
-    # 1. One tile of whole rows; go on with what is stored.
+    # 1. A tile of whole rows of s, as rounded by the store.
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col, mask = columns(row, 0, rows, E, BLOCK_E)
     s = sum_of(x_ptr, x_bias_ptr, residual_ptr, tokens_ptr, s_ptr, row, 0, rows, stride_x,
@@ -61,7 +61,7 @@ def norm_fwd_wide_kernel(x_ptr, x_bias_ptr, residual_ptr, tokens_ptr, weight_ptr
                          E: tl.constexpr, EPS: tl.constexpr, THRESHOLD: tl.constexpr,
                          SCALE: tl.constexpr, ROWS: tl.constexpr,
                          BLOCK_E: tl.constexpr):  # fmt: skip
-    # 1. Blocks of columns in turn: s, and the statistics so far.
+    # 1. Block by block of columns: s, and the running statistics.
     dtype: tl.constexpr = rstd_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     mean, squares = tl.zeros((ROWS,), dtype), tl.zeros((ROWS,), dtype)
@@ -84,7 +84,7 @@ def norm_fwd_wide_kernel(x_ptr, x_bias_ptr, residual_ptr, tokens_ptr, weight_ptr
     if mean_ptr is not None:
         tl.store(mean_ptr + row, mean, row < rows)
 
-    # 2. The same blocks again, as they were stored (by other threads, perhaps).
+    # 2. The same blocks again, loaded as stored (possibly by other threads).
     tl.debug_barrier()
     for start in range(0, E, BLOCK_E):
         col, mask = columns(row, start, rows, E, BLOCK_E)
@@ -116,7 +116,7 @@ def norm_fwd(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """(y, s, mean or None, rstd): the forward half of both norms, of LayerNorm if `layer`.
 
-    Arguments and errors as `rms_norm`. y is new; s is x itself where
+    Arguments and errors as `rms_norm`. y is new; s is x itself if
     nothing is added to x and nothing dropped. mean and rstd are [...], fp32 (fp64).
     """
     terms = Terms(residual, x_bias, drop)

@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm with all that stands between a linear layer and its successor fused in.
+"""RMSNorm and LayerNorm, fused with the bias, dropout and residual add before them.
 
     s = residual + dropout(x + x_bias)           each term optional; returned: the next residual
     RMSNorm    y = s * rstd * w                  rstd = 1 / sqrt(mean(s^2) + eps)
@@ -6,8 +6,8 @@
 
 x, residual, y, s: [..., E]; w, b, x_bias: [E]; mean, rstd, tokens: [...]. Statistics are over dim
 -1, so any sharding of the other dims (x[T/tp, E] of sequence parallelism) is exact; dw, db and
-dx_bias are then partial over that axis. `x_bias` is the bias that the layer before left out of its
-product; the mask is `dropout.dropout`'s, a function of the global token and the column.
+dx_bias are then partial sums over that axis. `x_bias` is the bias of the linear layer before, which
+leaves it out; the mask is that of `dropout.dropout`, keyed by global token and column.
 
 Backward, with n = (s - mean) * rstd and g = dy * w:
 
@@ -15,9 +15,9 @@ Backward, with n = (s - mean) * rstd and g = dy * w:
     dx = dresidual * mask / (1 - p)              dx_bias = sum_rows(dx)
     dw = sum_rows(dy * n)                        db = sum_rows(dy)
 
-Saved for backward: s (which the network keeps anyway as its residual stream), w, and per row rstd
-and mean: n is recomputed, because re-reading s costs what reading a saved n would, and saves its
-memory; the mask is drawn again from `tokens`.
+Saved for backward: s (kept anyway, as the residual stream), w, and per row rstd and mean. n is
+recomputed, because reading s costs as much as reading a saved n, and needs no memory; the mask is
+recomputed from `tokens`.
 
 Dtypes: y has `out_dtype` (by default that of x), s the wider of those of x and residual, so a
 float32 stream under bfloat16 layers stays float32. Computed in float32 (float64 if s is), cast at
@@ -65,8 +65,7 @@ from warpweave.kernels.runtime.wgrad import grad_dtype
 
 
 def _empty(x: torch.Tensor) -> torch.Tensor:
-    """An operator's outputs cannot be None and cannot be its inputs: this stands for absent
-    ones."""
+    """A placeholder for absent outputs: an operator's outputs cannot be None or its inputs."""
     return x.new_empty(0)
 
 
@@ -105,7 +104,7 @@ def _norm_bwd_sharding(dy, ds, s, weight, mean, rstd, drop, wanted) -> str:
 def _save_norm(ctx, inputs, output) -> None:
     x, weight, bias, residual, x_bias, drop, options = inputs
     _, s, mean, rstd = output
-    # The sums over tokens go to the parameters as wide as they are wanted.
+    # The sums over tokens are returned in the parameters' grad_dtype.
     ctx.dtypes = [None if p is None else grad_dtype(p) for p in (weight, bias, x_bias)]
     residual_dtype = None if residual is None else residual.dtype
     ctx.wanted = WantedGradients(bias is not None, x_bias is not None, x.dtype, residual_dtype)
@@ -121,7 +120,7 @@ def _norm_backward(ctx, dy, ds, dmean, drstd):
     if dy is None:
         dy = torch.zeros_like(s)
     if ctx.unchanged:
-        ds = None  # the gradient of a stand-in
+        ds = None  # the gradient of a placeholder
     drop = None if ctx.drop is None else ctx.drop._replace(tokens=tokens)
     dx, dresidual, dx_bias, *sums = norm_bwd_op(dy, ds, s, weight, mean, rstd, drop, ctx.wanted)
     dw, db, dx_bias = (
@@ -181,8 +180,8 @@ def norm_bwd_op(
 
 
 class _TorchNorm(torch.autograd.Function):
-    """The torch path of both norms. RMSNorm takes half the time of differentiating torch's own on a
-    CPU; of LayerNorm it is the way to sums over tokens that are not rounded to 16 bits."""
+    """The torch path of both norms. For RMSNorm it takes half the time of differentiating torch's
+    own on a CPU; for LayerNorm it keeps the sums over tokens from being rounded to 16 bits."""
 
     @staticmethod
     def forward(ctx, s, weight, bias, options):
@@ -204,7 +203,7 @@ class _TorchNorm(torch.autograd.Function):
     def spmd_typecheck(*, s, weight, bias):
         from spmd_types import rules
 
-        y = rules.einsum("..._,_->..._", s, weight)  # rows may be cut, E not
+        y = rules.einsum("..._,_->..._", s, weight)  # rows may be sharded, E may not
         return y if bias is None else rules.einsum("..._,_->..._", y, bias)
 
 

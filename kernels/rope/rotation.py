@@ -2,7 +2,7 @@
 
     with pairs (x1, x2) of a head:    y1 = x1 cos - x2 sin      y2 = x2 cos + x1 sin
 
-The first R dims of a head turn, the rest stay (partial rotary: GPT-NeoX, Phi). Pairs are (i, i +
+The first R dims of a head are rotated (partial rotary: GPT-NeoX, Phi). Pairs are (i, i +
 R/2), the two halves (Llama, GPT-NeoX), or (2i, 2i + 1), `interleaved` (GPT-J, the paper).
 
 x, y: [B, S, H, D]; cos, sin: [S, R/2], of `table`, hold the angles of the *global* positions of the
@@ -56,7 +56,7 @@ def _rotate_tile(
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):
-    """Turn the tile of heads number `tile`, and copy the REST dims behind the 2 HALF that turn."""
+    """Rotate the first 2 HALF dims of a tile of heads, and copy the REST dims after them."""
     # 1. A tile of heads: row = (b * S + s) * H + h.
     row = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
     b, s, h = row // H // S, row // H % S, row % H
@@ -86,7 +86,7 @@ def _rotate_tile(
         tl.store(y_ptrs + col, to_dtype(x1 * cos - x2 * sin, dtype), mask)
         tl.store(y_ptrs + HALF + col, to_dtype(x2 * cos + x1 * sin, dtype), mask)
 
-    # 4. What does not turn.
+    # 4. The dims that are not rotated.
     if REST > 0:
         at = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
         inside = (row < rows) & (at < 2 * HALF + REST)
@@ -119,7 +119,7 @@ def _rope_kernel(
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):
-    # The first `tiles` programs turn x into y, the others, if there are any, k into z.
+    # The first `tiles` programs rotate x, the others k.
     pid = tl.program_id(0)
     if pid < tiles:
         _rotate_tile(
@@ -135,7 +135,7 @@ def _rope_kernel(
 
 
 def _launch_rope(x, y, k, z, cos, sin, interleaved: bool, conjugate: bool) -> None:
-    """Turn x into y and, if there is a k, k into z."""
+    """y = x rotated and, if k is given, z = k rotated."""
     B, S, H, D = x.shape
     half, kv_heads = cos.shape[1], 0 if k is None else k.shape[2]
     if B * S * (H + kv_heads) * D == 0:
@@ -179,7 +179,7 @@ def _launch_rope(x, y, k, z, cos, sin, interleaved: bool, conjugate: bool) -> No
 
 
 def _turn_torch(x, cos, sin, interleaved: bool, conjugate: bool) -> torch.Tensor:
-    """x turned by torch's operators."""
+    """x rotated, by torch's operators."""
     wide, R = compute_dtype(x), 2 * cos.shape[1]
     turning = x if x.shape[-1] == R else x[..., :R]
     c, s = cos.to(wide)[:, None], sin.to(wide)[:, None]
@@ -197,7 +197,7 @@ def _turn_torch(x, cos, sin, interleaved: bool, conjugate: bool) -> torch.Tensor
 
 
 def check_table(cos: torch.Tensor, sin: torch.Tensor, caller: str = "") -> None:
-    """Raise ValueError, in the caller's name, on tables that are no floats or want a gradient."""
+    """Raise ValueError, naming the caller, if tables are not floating or require a gradient."""
     if not (cos.dtype.is_floating_point and sin.dtype.is_floating_point):
         raise ValueError(
             f"{caller}cos and sin must be of a float dtype, got {cos.dtype} and {sin.dtype}"
@@ -351,8 +351,8 @@ def apply_rope(
 ) -> torch.Tensor:
     """x[B, S, H, D] (S and H may be sharded) rotated by `rope_table`'s cos and sin[S, R/2].
 
-    The first R <= D dims of each head turn: pairs (i, i + R/2), or (2i, 2i + 1) if `interleaved`.
-    Differentiable in x; the result is contiguous and has the dtype of x.
+    The first R <= D dims of each head are rotated: pairs (i, i + R/2), or (2i, 2i + 1) if
+    `interleaved`. Differentiable in x; the result is contiguous and has the dtype of x.
 
     Raises ValueError on shapes that do not fit or if `impl` cannot run. Su et al. 2021
     (arXiv:2104.09864).
@@ -374,8 +374,7 @@ def apply_rope_qk(
     interleaved: bool = False,
     impl: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`apply_rope` of q[B, S, H, D] and k[B, S, Hkv, D], in one launch where that runs in
-    Triton."""
+    """`apply_rope` of q[B, S, H, D] and k[B, S, Hkv, D], with Triton in one launch."""
     impl = choose(impl, q, k, cos, sin)
     _check_pair(q, k, cos, sin)
     if impl == "torch":

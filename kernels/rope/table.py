@@ -1,9 +1,9 @@
-"""Tables of the rotary embedding's angles, also for models whose context was extended.
+"""Tables of cos and sin for the rotary embedding, also for models with an extended context.
 
     angle[s, i] = position[s] * frequency[i],   frequency[i] = theta^(-2i / R), i < R / 2
 
-Positions are global: the table of the rows that a rank holds is rows of the whole one. It is built
-in float64: at position 10^6 a float32 angle is already wrong by 0.03 radians.
+Positions are global: a rank's table is the rows of the whole table for its positions. Angles are
+computed in float64: at position 10^6 a float32 angle is wrong by 0.03 radians.
 
 Sources: Su et al. 2021 (arXiv:2104.09864); see `RopeScaling` for the others.
 """
@@ -25,9 +25,9 @@ def rope_table(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(cos[S, R/2], sin[S, R/2]) for the global `positions`[S] (int64) of the local rows.
 
-    R = `rotary_dim` is the head dim, or the part of it that turns. YaRN's multiplier is in both.
-    Raises ValueError if R is odd or not positive, positions is not one-dimensional or theta not
-    greater than 1.
+    R = `rotary_dim` is the head dim, or the part of it that is rotated. Both contain YaRN's
+    multiplier. Raises ValueError if R is odd or not positive, positions is not one-dimensional or
+    theta not greater than 1.
     """
     if rotary_dim % 2 or rotary_dim < 1 or positions.ndim != 1:
         raise ValueError(

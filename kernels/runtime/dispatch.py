@@ -53,7 +53,7 @@ else:
 
 
 def check_impl(impl: str | None) -> str | None:
-    """`impl` itself; ValueError if it is no known name. Layers ask when they are made."""
+    """`impl` itself; ValueError if it is not a known name. Layers call it when constructed."""
     if impl not in (None, "triton", "torch"):
         raise ValueError(f'impl must be None, "triton" or "torch", got {impl!r}')
     return impl
@@ -62,9 +62,8 @@ def check_impl(impl: str | None) -> str | None:
 def choose(impl: str | None, *tensors: torch.Tensor | None) -> str:
     """Return "triton" or "torch" for a call on `tensors` (None among them is skipped).
 
-    Raises ValueError if `impl` is no known name, if something is no tensor, if the tensors are on
-    more than one device, or if the Triton kernel was asked for (or is the default) where it cannot
-    run.
+    Raises ValueError if `impl` is not a known name, an argument is not a tensor, the tensors are on
+    more than one device, or the Triton kernel was requested (or is the default) and cannot run.
     """
     check_impl(impl)
     device = None
@@ -108,7 +107,7 @@ def refuse_tangents(name: str, *given: object) -> None:
     """Raise RuntimeError if a tensor among those given carries a tangent: torch drops those that
     enter an operator of ours or are read by a half, and `torch.func.jvp` would be a silent 0.
 
-    While a compiler traces nobody can tell who carries one: there any forward mode is refused.
+    While a compiler traces, tangents cannot be seen: any forward mode is then refused.
     """
     if forward_ad._current_level < 0:  # no forward mode
         return
@@ -123,8 +122,8 @@ def refuse_tangents(name: str, *given: object) -> None:
 
 
 def refuse_graph(name: str, *given: object) -> None:
-    """Raise ValueError if a gradient is wanted through `name`, which has none, to what is given,
-    and RuntimeError if something given carries a tangent."""
+    """For `name`, which is not differentiable: ValueError if a gradient is required through it to
+    one of the tensors, RuntimeError if one carries a tangent."""
     refuse_tangents(name, *given)
     if wants_gradient(*given):
         shapes = [[*x.shape] for x in given if isinstance(x, torch.Tensor) and x.requires_grad]
@@ -135,8 +134,8 @@ def refuse_graph(name: str, *given: object) -> None:
 
 
 def no_graph(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Decorate one half of an autograd Function: called where a gradient is wanted through it, it
-    raises ValueError instead of returning what no gradient comes back from."""
+    """Decorator for a half of an autograd Function: if called where a gradient through it is
+    required, it raises ValueError instead of returning a result without one."""
 
     @wraps(function)
     def checked(*args: _Arguments.args, **options: _Arguments.kwargs) -> _Result:
@@ -163,13 +162,13 @@ class _Final(torch.autograd.Function):
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate the backward of an autograd Function that has no second derivative: whoever asks for
-    one gets a RuntimeError, whatever other path leads to the same input.
+    """Decorator for the backward of an autograd Function without second derivatives: requiring one
+    raises RuntimeError, even if another path leads to the same input.
 
-    torch's decorator of this name raises only where the incoming gradient requires one, and at a
-    node that leads nowhere: ``autograd.grad`` passes it by and drops its terms. Here the gradients
-    depend on the incoming ones, on what was saved, and so on every input of the Function: what
-    neither a saved input or output nor a leaf leads to is refused at once.
+    torch's decorator of this name raises only if the incoming gradient requires one, at a node
+    without inputs, which ``autograd.grad`` skips, silently dropping its terms. With this one the
+    gradients depend on the incoming ones and on the saved tensors, and so on every input of the
+    Function; an input that is neither a leaf nor reached from a saved tensor is refused at once.
     """
 
     @wraps(backward)
@@ -196,7 +195,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_written(name: str, x: torch.Tensor) -> None:
-    """Raise ValueError if elements of x, which is written, are one in memory (an expanded view)."""
+    """Raise ValueError if elements of x, which is written to, share memory (an expanded view)."""
     if any(n > 1 and step == 0 for n, step in zip(x.shape, x.stride())):
         raise ValueError(
             f"{name} is written and needs every element once, got {[*x.shape]} of strides "
@@ -232,8 +231,8 @@ def all_registers(warps: int) -> dict[str, int]:
     """Triton's options for a launch of `warps` warps whose threads may take all the registers that
     there are: 65,536 per multiprocessor, at most 255 each, on every NVIDIA GPU since 2012.
 
-    Told nothing, ptxas also tries to fit one program more into a multiprocessor, and at times
-    spills a few registers for it.
+    Without it ptxas also tries to fit one more program into a multiprocessor, and sometimes spills
+    a few registers for that.
     """
     options = {"num_warps": warps}
     if torch.version.hip is None:

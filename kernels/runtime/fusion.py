@@ -1,10 +1,10 @@
-"""Whether a product and what follows it are one kernel of ours, or torch's product (cuBLAS) and
-then our kernels over its result ("apart").
+"""Whether a product and its epilogue are one fused kernel of ours, or torch's product (cuBLAS) and
+then our kernels on its result ("apart": unfused).
 
-impl="triton" is always one kernel: it needs no memory for the product in between. impl=None on CUDA
-tensors goes by this table for 16-bit operands on a GPU that is in it; on every other GPU, and in
-float32 and float64, the product is fused. Forward decides by op, dtype and device, not by what is
-saved for backward: what is recomputed is what it saw.
+impl="triton" always fuses: no memory for the product in between. impl=None on CUDA tensors follows
+this table for 16-bit operands on a GPU that is in it; on other GPUs, and in float32 and float64, it
+fuses. Forward decides by op, dtype and device only, not by what is saved for backward, so that what
+is recomputed equals what was computed.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ import torch
 
 from warpweave.kernels.runtime.dispatch import capability, choose
 
-# The ops that one kernel does faster, by compute capability: PREDICTED for Llama 8B's sizes with
-# 16,384 tokens (benchmarks/fusion.py, results/clock/fusion.md), measured by nobody. All others are
-# apart there: a fused epilogue saves a pass over the result, and cuBLAS saves more, whose main loop
-# is faster than ours (by about 20 % on A100, 7 % on H100, 64 % on B200).
+# The ops that are faster fused, by compute capability: PREDICTED for Llama 8B's sizes with 16,384
+# tokens (benchmarks/fusion.py, docs/performance.md), not measured. All others are unfused there: a
+# fused epilogue saves a pass over the result, but cuBLAS, whose main loop is faster, saves more.
 FUSED: dict[int, tuple[str, ...]] = {
     80: (),  # A100
     90: (  # H100
@@ -28,18 +27,19 @@ FUSED: dict[int, tuple[str, ...]] = {
 
 
 def choose_or_auto(impl: str | None, *tensors: torch.Tensor | None) -> str:
-    """`choose`, but "auto" where nobody asked for Triton: an operator then asks `fused_or_apart`
-    when it runs, which a compiler could not while it traces. Raises what `choose` raises."""
+    """`choose`, but "auto" for Triton by default (impl=None): an operator then calls
+    `fused_or_apart` when it runs, which a compiler could not while it traces. Errors as
+    `choose`."""
     chosen = choose(impl, *tensors)
     return "auto" if impl is None and chosen == "triton" else chosen
 
 
 def fused_or_apart(impl: str, op: str, x: torch.Tensor) -> str:
-    """What an operator does that was given `impl` by `choose_or_auto`, for an operand x: "triton",
-    one kernel; "torch", all of it by torch; "apart", torch's product and then our kernels.
+    """How an operator with `impl` from `choose_or_auto` runs for an operand x: "triton", one fused
+    kernel; "torch", all of it by torch; "apart", torch's product and then our kernels.
 
     `op` is an activation, "slope of" one, "dropout", "residual", "dropout and residual", "qkv", or
-    "bias" where nothing follows that is worth a kernel.
+    "bias" if nothing but a bias follows.
     """
     if impl != "auto":
         return impl

@@ -1,17 +1,17 @@
-"""The one way in which a function becomes an operator ``torch.ops.warpweave.<name>``.
+"""Registration of a function as an operator ``torch.ops.warpweave.<name>``; the only one there is.
 
-Compilers can trace no launch of Triton and DTensor no kernel, so both see an operator. An `Op` is
-made of plain functions and a line:
+Compilers cannot trace a Triton launch, and DTensor cannot shard one, so both see an operator. An
+`Op` consists of plain functions and an einsum:
 
-    run       the work: tensors, numbers and records in; a tensor, a tuple or list of them, or None
+    run       computes: tensors, numbers and records in; a tensor, a tuple or list of them, or None
     fake      the same signature: empty outputs of the right shapes and dtypes
     save      what the backward needs: ``save(ctx, inputs, output)``, as `torch.autograd` has it
-    backward  gradients of run's arguments, of records None, from those of the outputs; what is
-              left out at the end is None
-    sharding  the dims that ranks may cut, as an einsum: "b_h_, b_h_, b_h_ -> b_h_, bh_"
+    backward  gradients of run's arguments (None for records) from those of the outputs; trailing
+              Nones may be left out
+    sharding  the dims that may be sharded, as an einsum: "b_h_, b_h_, b_h_ -> b_h_, bh_"
 
-An operator of torch takes no records, so a NamedTuple crosses its border as its tensors, integers,
-reals and words, see `flatten`.
+torch's operators take no records, so a NamedTuple is passed as its tensors and lists of integers,
+floats and strings (`flatten`).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _put(fields: Sequence, records: Sequence[type], integers: list, reals: list,
 def unflatten(
     integers: Sequence[int], reals: Sequence[float], words: str, records: Sequence[type]
 ) -> Any:
-    """What `flatten` took apart, with None for tensors."""
+    """The record that `flatten` was given, with None for tensors."""
     return _take(1, iter(integers), iter(reals), iter(words.split("\n")), records)[0]
 
 
@@ -100,7 +100,7 @@ def _take(
 def operator(
     name: str, fake: Callable[..., Any], **options: Any
 ) -> Callable[[Callable[..., Any]], Op]:
-    """Decorate the `run` of an `Op`: from there on the name is the Op."""
+    """Decorator that turns a `run` function into an `Op`."""
     return lambda run: Op(name, run, fake, **options)
 
 

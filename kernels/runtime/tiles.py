@@ -1,21 +1,21 @@
-"""Which tile an attention or product kernel takes on a device: looked up, never searched for.
+"""The tile with which an attention or product kernel is launched: looked up, never searched for.
 
-A launch takes, of its kernel and element size,
+For its kernel and element size a launch uses
   1. the tile of a `pinned` block around it (tests, and ``warpweave tune`` while it measures);
   2. the tile for exactly this device in the user's table, which ``warpweave tune`` has measured, if
      one was given to `load`;
   3. the shipped tile (`tiles.json` beside this file) of the largest capability that is not above
      the device's, or that of capability 0: for the interpreter and every device below them.
-For a head dim the row of the smallest one that fits is taken, of 2 and 3 together; of one head dim
-the user's. A user's tiles of attention are for plain attention, the only one that is measured:
-variants that keep more (`attention.launch`) take shipped rows. A product of an optional kind that
-has no row takes the large tile. In half and single precision no tile shipped for A100, H100 and
-B200 spills registers in any variant that benchmarks/compiled.py compiles. float64 may.
+For a head dim it is the row of the smallest head dim that fits, out of 2 and 3 together; of two
+rows for one head dim the user's. A user's tiles of attention are for plain attention, the only one
+that is measured: variants that keep more (`attention.launch`) use shipped rows. A product of an
+optional kind without a row uses the large tile. In half and single precision no tile shipped for
+A100, H100 and B200 spills registers in any variant that benchmarks/compiled.py compiles. float64
+may.
 
-Nothing is read at import, and no user's table unasked: another tile is another order of sums. One
-that cannot be used raises; it is not passed over. Rows that another version of Triton measured are
-left out, with a warning: another compiler may spill or run out of shared memory where that one did
-not.
+Nothing is read at import, and a user's table only by `load`, because another tile is another order
+of sums. A table that cannot be used raises ValueError. Rows measured under another version of
+Triton are skipped with a warning: another compiler may spill or run out of shared memory.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _loaded: list[TileRow] = []  # of the process: autograd launches from threads th
 
 
 def load(path: str | Path | None) -> None:
-    """From here on launches of this process take the tiles that the user's table at `path` has for
-    their device; None: only shipped ones.
+    """Let later launches of this process use the tiles that the user's table at `path` has for
+    their device; None: shipped tiles only.
 
     Raises ValueError, and changes nothing, if the table cannot be used.
     """
@@ -76,7 +76,7 @@ def find(
 def find_on(
     kernel: str, arch: int, name: str, size: int, kind: Kind, variant: frozenset[str] = PLAIN
 ) -> Any:
-    """What `find` answers on a device of this capability and name; "" has no rows of a user."""
+    """`find` for a device of this capability and name; "" for no rows of a user."""
     return row_on(kernel, arch, name, size, kind, variant).tile
 
 
@@ -107,7 +107,7 @@ def _fitting(rows: Mapping[Kind, T], kind: Kind) -> T | None:
 
 @contextmanager
 def pinned(tiles: Mapping[Key, Tile]) -> Iterator[None]:
-    """Within this context, launches of this thread take these tiles, wherever they run."""
+    """A context in which launches of this thread use these tiles, on any device."""
     token = _pinned.set(tiles)
     try:
         yield
@@ -164,5 +164,5 @@ def own_rows(name: str) -> tuple[TileRow, ...]:
 
 @cache
 def device_name(device: torch.device) -> str:
-    """What a user's rows call a CUDA device; "" for any other."""
+    """The name of a CUDA device in a user's rows; "" for other devices."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else ""

@@ -1,16 +1,16 @@
-"""Weight gradients, where and when they are wanted: an ambient place that a backward pass fills.
+"""Weight gradients: returned to autograd, deferred, or added to a gradient buffer at once.
 
-A linear layer's backward owes two products: the gradient of its input, which the previous stage
-waits for, and the gradient of its weight, which nobody waits for. Zero-bubble schedules (Qi et al.
-2023, arXiv:2401.10241) run the second one later. torch's own input/weight split runs the whole
-backward of a custom ``autograd.Function`` twice (pytorch#174017), so the Functions of this project
-hand the second product over themselves: ``return dx, wgrad(weight, lambda: dy.T @ x)``.
+    context       return dx, wgrad(weight, lambda: dy.T @ x)
+    none          computes dW and returns it to autograd (hooks, DDP and FSDP2 see nothing unusual)
+    collect       keeps the closure and returns None; ``WeightGradients.run`` computes dW later
+    accumulate    computes dW at once, adds it to the parameter's gradient buffer, and returns None
 
-With nothing active the gradient is computed and returned, and autograd (hooks, DDP, FSDP2) sees
-nothing unusual. Within `collect` the closure is kept and ``None`` is returned;
-``WeightGradients.run`` computes it. Within `accumulate` it is computed at once and added where the
-parameter's gradient is kept, so that no layer's gradient is ever held beside that place, and the
-rows of an embedding are added without a table of zeros around them.
+A linear layer's backward has two products: the input gradient, which the previous pipeline stage
+waits for, and the weight gradient, which no one waits for, so that zero-bubble schedules (Qi et al.
+2023, arXiv:2401.10241) compute it later: `collect`. torch's own input/weight split runs the whole
+backward of a custom ``autograd.Function`` twice (pytorch#174017), so Functions pass the second
+product to `wgrad` themselves. With `accumulate` no layer's gradient is held beside the buffer, and
+an embedding adds rows to it instead of a table of zeros.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ _Into = Callable[[torch.Tensor, bool], object]
 
 
 class WeightGradients:
-    """The weight gradients of one backward pass (one stage, one micro-batch), and where they go.
+    """The deferred weight gradients of one backward pass (one stage, one micro-batch), and the
+    buffers of all weight gradients.
 
     Args:
-        buffers: parameter -> the gradient buffer, of its shape, in which its gradient is kept. A
-            parameter whose ``.grad`` is None gets this buffer as its ``.grad``, overwritten. A
-            parameter without a buffer gets the first gradient itself.
+        buffers: parameter -> gradient buffer, of its shape. If a parameter's ``.grad`` is None, the
+            buffer becomes its ``.grad`` and is overwritten; later gradients are added. A parameter
+            without a buffer gets the first gradient as its ``.grad``.
     """
 
     def __init__(self, buffers: Mapping[torch.Tensor, torch.Tensor] | None = None) -> None:
@@ -44,7 +45,7 @@ class WeightGradients:
         return len(self._entries)
 
     def append(self, weight: torch.Tensor, make: _Make, into: _Into | None = None) -> None:
-        """Keep for `run` what `write` would do now."""
+        """Defer `write` to `run`."""
         self._entries.append((weight, make, into))
 
     @torch.no_grad()
@@ -72,7 +73,7 @@ class WeightGradients:
         return weight.grad, add
 
     def run(self) -> None:
-        """Write every kept gradient, in order, and forget it."""
+        """Compute and add all deferred gradients, in order."""
         entries, self._entries = self._entries, []
         for entry in entries:
             self.write(*entry)
@@ -95,7 +96,7 @@ def _use(store: WeightGradients, later: bool) -> Iterator[WeightGradients]:
 
 
 def collect(store: WeightGradients) -> AbstractContextManager[WeightGradients]:
-    """Within this context, `store` keeps what weight gradients need, and ``store.run`` makes them.
+    """A context in which weight gradients are deferred to ``store.run``.
 
     The backward pass runs in the calling thread meanwhile.
     """
@@ -103,7 +104,7 @@ def collect(store: WeightGradients) -> AbstractContextManager[WeightGradients]:
 
 
 def accumulate(store: WeightGradients) -> AbstractContextManager[WeightGradients]:
-    """Within this context, gradients of parameters that have a buffer in `store` go there at once.
+    """A context in which gradients of parameters with a buffer in `store` are added to it at once.
 
     The backward pass runs in the calling thread meanwhile; hooks on these parameters do not see
     their gradients, as autograd does not.
@@ -112,16 +113,16 @@ def accumulate(store: WeightGradients) -> AbstractContextManager[WeightGradients
 
 
 def wgrad(weight: torch.Tensor, make: _Make, into: _Into | None = None) -> torch.Tensor | None:
-    """Return ``make()``, or let the active context have it and return None.
+    """Return ``make()``, or pass it to the active context and return None.
 
-    A gradient that is handed over is added to the ``.grad`` of `weight`. One that is computed from
-    others (a weight norm, an adapter) has none: its gradient goes on through autograd.
+    The context adds the gradient to the ``.grad`` of `weight`. A weight that is computed from
+    others (a weight norm, an adapter) has none: its gradient is returned to autograd.
 
     Args:
         weight: the leaf parameter.
         make: computes the gradient, in the shape of `weight` and its ``grad_dtype``.
         into: ``into(buffer, add)`` adds the same gradient to a buffer, or overwrites the buffer;
-            given where that costs less than making it.
+            given if that is cheaper than ``make``.
     """
     active = None if torch.compiler.is_compiling() else _active.get()
     if active is None or not weight.is_leaf:
@@ -137,7 +138,7 @@ def wgrad(weight: torch.Tensor, make: _Make, into: _Into | None = None) -> torch
 
 
 def waits(weight: torch.Tensor) -> bool:
-    """Whether the gradient of `weight` is made later, within `collect`."""
+    """Whether the gradient of `weight` is deferred by `collect`."""
     active = None if torch.compiler.is_compiling() else _active.get()
     return active is not None and active[1] and weight.is_leaf
 
@@ -145,10 +146,11 @@ def waits(weight: torch.Tensor) -> bool:
 def wgrad_buffer(
     weight: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, bool, torch.Tensor | None]:
-    """(buffer, add, gradient) of a weight gradient that cannot wait, as it comes with the input's.
+    """(buffer, add, gradient) for a weight gradient that is computed with the input's, not
+    deferred.
 
-    The caller adds it to `buffer`, or overwrites that, and returns `gradient`: the buffer, or None
-    where the active context has it.
+    The caller adds it to `buffer` if `add`, else overwrites it, and returns `gradient` to autograd:
+    the buffer, or None if it is the active context's.
     """
     active = None if torch.compiler.is_compiling() else _active.get()
     if active is not None and weight.is_leaf:
@@ -163,19 +165,19 @@ def wgrad_buffer(
 
 
 def grad_dtype(parameter: torch.Tensor) -> torch.dtype:
-    """The dtype in which the gradient of a parameter is wanted."""
-    # One computed from others (a weight norm, an adapter) has no say, and dynamo knows no say.
+    """The dtype of a parameter's gradient: its ``grad_dtype``, by default its own."""
+    # Only leaves have a grad_dtype, and dynamo does not know it.
     if torch.compiler.is_compiling() or not parameter.is_leaf:
         return parameter.dtype
     return parameter.grad_dtype or parameter.dtype  # None means that any dtype will do
 
 
 def leaf_of(parameter: torch.Tensor | None, *, bias: bool = False) -> torch.Tensor | None:
-    """The leaf that `parameter` is a view of the whole of, or else `parameter` itself.
+    """The leaf parameter if `parameter` is a view of all of it, else `parameter` itself.
 
-    Functions are given the leaf: through a view its gradient could be neither collected nor wider
-    than the parameter, because autograd rounds it to the dtype of the view. They know a weight by
-    its rows, so its leaf must have rows as long; that of a `bias` may have any shape.
+    Functions use the leaf: through a view the gradient could not be deferred, nor be wider than the
+    parameter, because autograd rounds it to the view's dtype. A weight's leaf must have equally
+    long rows; that of a `bias` may have any shape.
     """
     if parameter is None or torch.compiler.is_compiling() or parameter.is_leaf:
         return parameter
