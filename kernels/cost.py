@@ -259,40 +259,27 @@ def gpt_step(
     *,
     tokens: int,
     seq_len: int,
+    weights: int,
     layers: int,
-    width: int,
     heads: int,
-    kv_heads: int,
     head_dim: int,
-    hidden: int,
-    vocab: int,
-    gated: bool,
     causal: bool = True,
     windows: Sequence[int | None] = (),
 ) -> int:
     """Model FLOPs of one training step on `tokens` tokens in sequences of `seq_len`; the MFU
     numerator.
 
-        3 * tokens * (2 * gpt_weights + layers * 4 * seq_len * heads * head_dim [/ 2 if causal])
+        3 * tokens * (2 * weights + layers * 4 * seq_len * heads * head_dim [/ 2 if causal])
 
-    `windows` holds the sliding window of each causal layer, None for none: a window W < seq_len
-    shows a token W (1 - W / (2 seq_len)) keys on average, in the place of seq_len / 2.
+    `weights` are those of `gpt_weights`; `windows` holds the sliding window of each causal layer,
+    None for none: a window W < seq_len shows a token W (1 - W / (2 seq_len)) keys on average, in
+    the place of seq_len / 2.
     Forward once, backward twice; what is recomputed (attention's scores, checkpointed layers) does
     not count, and neither do elementwise ops. MFU = gpt_step / (step seconds * devices * peak
     FLOP/s). PaLM's formula (Chowdhery et al. 2022, arXiv:2204.02311, appendix B; 6 N + 12 L H Q T
     per token) does not halve causal attention: pass causal=False to compare with figures made by
     it.
     """
-    weights = gpt_weights(
-        layers=layers,
-        width=width,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        hidden=hidden,
-        vocab=vocab,
-        gated=gated,
-    )
     visible = layers * seq_len * 2 * seq_len  # keys of 2 seq_len tokens, summed over the layers
     if causal:
         reach = [min(window or seq_len, seq_len) for window in windows or [None] * layers]

@@ -216,18 +216,18 @@ def test_a_gpt_step_counts_what_torch_counts_in_forward_and_backward(gated: bool
     shape |= {"vocab": V, "gated": gated}
     assert cost.gpt_weights(**shape) == sum(w.numel() for w in weights)
     counted = counter.get_total_flops()
-    assert cost.gpt_step(tokens=B * S, seq_len=S, causal=False, **shape) == counted
-    causal = cost.gpt_step(tokens=B * S, seq_len=S, **shape)
+    step = {"tokens": B * S, "seq_len": S, "weights": cost.gpt_weights(**shape)}
+    step |= {name: shape[name] for name in ("layers", "heads", "head_dim")}
+    assert cost.gpt_step(**step, causal=False) == counted
+    causal = cost.gpt_step(**step)
     assert counted - causal == 3 * L * 2 * B * H * S * S * D
 
 
 def test_a_gpt_step_counts_the_keys_that_a_window_shows() -> None:
     """Of S keys that causal attention shows, W: as for a whole layer, half of the last one."""
-    shape = {"layers": 3, "width": 8, "heads": 4, "kv_heads": 2, "head_dim": 5, "hidden": 7}
-    shape |= {"vocab": 11, "gated": False}
+    shape = {"layers": 3, "heads": 4, "head_dim": 5}
     S, windows = 24, [6, None, 40]
     pairs = [min(q + 1, W or S) for W in windows for q in range(S)]
     halves = sum(min(W or S, S) / 2 for W in windows)
-    counted = cost.gpt_step(tokens=S, seq_len=S, windows=windows, **shape)
-    weights = 2 * S * cost.gpt_weights(**shape)
-    assert counted == 3 * (weights + 4 * 4 * 5 * (sum(pairs) - halves))
+    counted = cost.gpt_step(tokens=S, seq_len=S, weights=700, windows=windows, **shape)
+    assert counted == 3 * (2 * S * 700 + 4 * 4 * 5 * (sum(pairs) - halves))

@@ -485,8 +485,9 @@ def test_operators_pass_opcheck(impl):
     well_formed(recompute._fwd_op, x, w, labels, vocabulary)
     stats = linear_cross_entropy_fwd(x, w, labels, vocabulary)
     dw = torch.zeros(150, 4)
-    given = torch.ones(9), x, w, labels, stats[0], dw, True, True, x.dtype, vocabulary
-    well_formed(recompute._bwd_op, *given)
+    for dtype in (x.dtype, None):
+        given = torch.ones(9), x, w, labels, stats[0], dw, True, dtype, vocabulary
+        well_formed(recompute._bwd_op, *given)
     well_formed(in_forward.fwd_bwd_op, x, w, labels, True, True, vocabulary)
     for first in ([], [x @ w[:128].t()]) if impl == "triton" else ([],):
         well_formed(in_forward._rows_fwd_op, x, w, labels, first, vocabulary)

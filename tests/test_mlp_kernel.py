@@ -293,10 +293,10 @@ def test_slices_of_the_hidden_units_are_partial_sums_and_slices_of_gradients(act
 
 def test_the_typing_rule_holds_on_every_placement() -> None:
     """What is cut where: tokens by themselves; hidden units would leave a partial sum."""
-    options = module.MLPOptions("swiglu", impl="torch")
     x, up, down, up_bias, down_bias = (t.detach() for t in _tensors("swiglu", (4,), 6, 8))
+    options = module.MLPOptions("swiglu", impl="torch", dtype=x.dtype)
     for biases, residual in (((up_bias, down_bias), x.clone()), ((None, None), None)):
-        arguments = (x, up, biases[0], down, biases[1], residual, options, x.dtype, True, LOCAL)
+        arguments = (x, up, biases[0], down, biases[1], residual, options, True, LOCAL)
         report = rulecheck(module._MLP, arguments)
         assert len(report.checked) > 2
         assert report.rejected

@@ -106,7 +106,8 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent() -> None:
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 def test_the_typing_rule_holds_numerically(activation: str, sequence: bool) -> None:
     rows = 8 if activation == "swiglu" else 4
-    more = (None, MLPOptions(activation, impl="torch"), torch.float64, False, "tp", sequence)
+    options = MLPOptions(activation, impl="torch", dtype=torch.float64)
+    more = (None, options, False, "tp", sequence)
     tensors = draw(1, 6, 5), draw(2, rows, 5), draw(3, rows), draw(4, 5, 4), draw(5, 5)
     places = {"x": S(0) if sequence else I, "up_weight": S(0), "up_bias": S(0),
               "down_weight": S(1), "down_bias": R if sequence else I}  # fmt: skip

@@ -67,7 +67,7 @@ def test_the_typing_rule_holds_numerically(sequence: bool, batch: int) -> None:
     tensors = draw(1, 6, 5), draw(2, 2, 3, 4, 5), draw(3, 2, 3, 4), *table(4)
     tensors = tuple(t[: 6 // batch] if i > 2 else t for i, t in enumerate(tensors))
     shape = batch, 6 // batch
-    more = (shape, (3, 4), torch.float64, None, "torch", "tp", sequence)
+    more = (qkv.QKVOptions(shape, (3, 4), torch.float64, impl="torch"), "tp", sequence)
     places = {"x": S(0) if sequence else I, "weight": S(0), "bias": S(0), "cos": R, "sin": R}
     places = {name: {"tp": place} for name, place in places.items()}
     rulecheck(over_group(qkv._QKV), (*tensors, *more), places, mesh={"tp": 2})

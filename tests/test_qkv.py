@@ -156,7 +156,7 @@ def test_the_typing_rule_holds_on_every_placement() -> None:
     tensors, table = _tensors(B=2, S=4, E=6, D=4, G=1, kv=4)
     x, weight, bias = (t.detach() for t in tensors)
     for b in (bias, None):
-        arguments = (x, weight, b, *table, None, (3, 4), x.dtype, None, None, LOCAL)
+        arguments = (x, weight, b, *table, module.QKVOptions(None, (3, 4), x.dtype), LOCAL)
         report = rulecheck(module._QKV, arguments)
         assert len(report.checked) == 5  # batch, sequence, heads, and nothing cut twice
         assert report.rejected

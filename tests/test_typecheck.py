@@ -441,12 +441,12 @@ LOCAL = {
     linear_cross_entropy._InForward: lambda: _linear_loss(),
     mlp._MLP: lambda: (
         *(torch.randn(*s, **T64) for s in ((4, 6), (8, 6), (8,), (6, 8), (6,), (4, 6))),
-        mlp.MLPOptions("gelu", impl="torch"), torch.float64, True, local.LOCAL,
+        mlp.MLPOptions("gelu", impl="torch", dtype=torch.float64), True, local.LOCAL,
     ),
     qkv._QKV: lambda: (
         *(torch.randn(*s, **T64) for s in ((2, 4, 6), (4, 3, 4, 6), (4, 3, 4))),
         torch.randn(4, 2, **T64), torch.randn(4, 2, **T64),
-        None, (3, 4), torch.float64, None, None, local.LOCAL,
+        qkv.QKVOptions(None, (3, 4), torch.float64), local.LOCAL,
     ),
 }  # fmt: skip
 

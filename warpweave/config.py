@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Literal, get_args, get_origin, get_type_hints
 
-from warpweave.kernels.cost import gpt_step
+from warpweave.kernels.cost import gpt_step, gpt_weights
 from warpweave.kernels.rope_scaling import RopeScaling
 from warpweave.layers.style import BlockStyle, HeadStyle, MLPStyle
 from warpweave.parallel import schedule as schedules
@@ -223,18 +223,18 @@ class GPTConfig(HeadStyle, MLPStyle):
         """Model FLOPs of a training step on `tokens` of whole sequences, by ``cost.gpt_step``."""
         from warpweave.kernels.activation import find_activation
 
-        return gpt_step(
-            tokens=tokens,
-            seq_len=self.seq_len,
-            layers=self.layers,
+        heads = {"layers": self.layers, "heads": self.heads, "head_dim": self.head_dim}
+        weights = gpt_weights(
+            **heads,
             width=self.width,
-            heads=self.heads,
             kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
             hidden=self.num_hidden,
             vocab=self.vocab_size,
             gated=find_activation(self.activation).gated,
-            windows=[self.window(layer) for layer in range(self.layers)],
+        )
+        windows = [self.window(layer) for layer in range(self.layers)]
+        return gpt_step(
+            tokens=tokens, seq_len=self.seq_len, weights=weights, windows=windows, **heads
         )
 
     def check(self, mesh: Mesh, plan: ParallelPlan = ParallelPlan()) -> None:

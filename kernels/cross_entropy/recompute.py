@@ -75,8 +75,8 @@ def linear_cross_entropy_fwd(
 # ---------------------------------------------------------------- backward
 
 
-def _recompute_bwd_fake(dloss, x, weight, labels, lse, dw, add, want_dx, dx_dtype, vocabulary):
-    return x.new_empty(x.shape if want_dx else 0, dtype=dx_dtype)
+def _recompute_bwd_fake(dloss, x, weight, labels, lse, dw, add, dx_dtype, vocabulary):
+    return x.new_empty(0 if dx_dtype is None else x.shape, dtype=dx_dtype)
 
 
 @operator("linear_cross_entropy_bwd", _recompute_bwd_fake, records=(Vocabulary,), writes=("dw",))
@@ -88,11 +88,11 @@ def _bwd_op(
     lse: torch.Tensor,
     dw: torch.Tensor,
     add: bool,
-    want_dx: bool,
-    dx_dtype: torch.dtype,
+    dx_dtype: torch.dtype | None,
     vocabulary: Vocabulary,
 ) -> torch.Tensor:
-    own, wide, want_dw = vocabulary.columns(len(weight)), compute_dtype(x), dw.numel() > 0
+    own, wide = vocabulary.columns(len(weight)), compute_dtype(x)
+    want_dx, want_dw = dx_dtype is not None, dw.numel() > 0
     dx = x.new_empty(x.shape if want_dx else 0, dtype=dx_dtype)
     total, product = dw, blocks.product_impl(vocabulary.impl)
     if dw.dtype != wide and len(x) > blocks.row_step(x, own):
@@ -140,8 +140,6 @@ def linear_cross_entropy_bwd(
     the weight's dtype, float32 or float64; padding rows get 0. With 16-bit `dw` and more tokens
     than a block has rows, dW is summed in an additional float32 buffer.
     """
-    want_dx = dx_dtype is not None
     into = x.new_empty(0) if dw is None else dw
-    dtype = dx_dtype or x.dtype
-    dx = _bwd_op(dloss, x, weight, labels, lse, into, add, want_dx, dtype, vocabulary)
-    return dx if want_dx else None
+    dx = _bwd_op(dloss, x, weight, labels, lse, into, add, dx_dtype, vocabulary)
+    return None if dx_dtype is None else dx

@@ -27,6 +27,7 @@ class MLPOptions(NamedTuple):
     recompute: str = "activation"
     precision: str | None = None
     impl: str | None = None
+    dtype: torch.dtype | None = None  # that the Function computes in
 
 
 # ---------------------------------------------------------------- autograd
@@ -46,7 +47,7 @@ def mlp_fwd(
     ranks: Local = LOCAL,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """(y, z, h) of x[T, E] and two-dimensional weights; z and h are None unless they are saved."""
-    activation, drop, recompute, precision, impl = options
+    activation, drop, recompute, precision, impl, _ = options
 
     def up(x: torch.Tensor | Gathering, first: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         return hidden_fwd(
@@ -92,7 +93,7 @@ def mlp_bwd(
     want_hidden: bool = True,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """(dz, h), as far as they are wanted, from do[T, E] and z of any tokens."""
-    activation, _, _, precision, impl = options
+    activation, precision, impl = options.activation, options.precision, options.impl
     if want_dz:
         return hidden_bwd(
             do, down_weight, z,
@@ -103,10 +104,8 @@ def mlp_bwd(
 
 class _MLP(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx, x, up_weight, up_bias, down_weight, down_bias, residual, options, dtype, save, ranks
-    ):
-        ctx.options, ctx.ranks, ctx.shape, ctx.dtypes = options, ranks, x.shape, (x.dtype, dtype)
+    def forward(ctx, x, up_weight, up_bias, down_weight, down_bias, residual, options, save, ranks):
+        ctx.options, ctx.ranks, ctx.like, dtype = options, ranks, (x.shape, x.dtype), options.dtype
         ctx.leaves = (up_weight, up_bias), (down_weight, down_bias)
         with no_autocast(x):
             x = x.to(dtype)
@@ -117,14 +116,14 @@ class _MLP(torch.autograd.Function):
             # Over ranks the shard of x is kept and gathered again: 1/R of the memory.
             needs_x = ctx.needs_input_grad[1] or options.recompute == "up"
             ctx.save_for_backward(x if needs_x else None, up_weight, up_bias, down_weight, z, h)
-            return y.view(ctx.shape)
+            return y.view(ctx.like[0])
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         (x, up, up_bias, down, z, h), needs = ctx.saved_tensors, ctx.needs_input_grad
-        (up_leaves, (down_leaf, bias_leaf)), (x_dtype, dtype) = ctx.leaves, ctx.dtypes
-        options, ranks, dw2 = ctx.options, ctx.ranks, None
+        (up_leaves, (down_leaf, bias_leaf)), (shape, x_dtype) = ctx.leaves, ctx.like
+        options, ranks, dtype, dw2 = ctx.options, ctx.ranks, ctx.options.dtype, None
         with no_autocast(dy):
             x, do = None if x is None else rows(x), rows(dy)
             up, up_bias = _flat(up, up_bias, dtype)
@@ -144,8 +143,8 @@ class _MLP(torch.autograd.Function):
             if needs[3]:
                 dw2 = weight_gradient(down_leaf, lambda: (do, h))
             dx, dw1, db1 = ranks.column_gradients(dz, x, up, up_leaves, needs[:3])
-            dx = None if dx is None else dx.view(ctx.shape).to(x_dtype)
-        return dx, dw1, db1, dw2, db2, dy if needs[5] else None, *[None] * 4
+            dx = None if dx is None else dx.view(shape).to(x_dtype)
+        return dx, dw1, db1, dw2, db2, dy if needs[5] else None, *[None] * 3
 
     @staticmethod
     def spmd_typecheck(*, x, up_weight, up_bias, down_weight, down_bias, residual, options, ranks):
@@ -235,8 +234,7 @@ def mlp(
         x,
         *(leaf_of(p, bias=kind.endswith("bias")) for kind, p in parameters.items()),
         added,
-        MLPOptions(activation, drop, recompute, precision, impl),
-        dtype,
+        MLPOptions(activation, drop, recompute, precision, impl, dtype),
         wants_gradient(x, *parameters.values(), added),
         ranks,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from warpweave.kernels.gemm.local import LOCAL, Local
@@ -12,13 +14,22 @@ from warpweave.kernels.runtime.dtypes import no_autocast, operand_dtype
 from warpweave.kernels.runtime.wgrad import leaf_of, rows
 
 
-class _QKV(torch.autograd.Function):
-    """x is [B, S, E], or tokens [T, E] of `shape` (B, S), of which q, k and v are then, too."""
+class QKVOptions(NamedTuple):
+    """What the projection is besides its tensors: see `qkv_rope`, which makes and checks it."""
 
+    shape: tuple[int, int] | None  # (B, S) of tokens x[T, E], of which q, k and v are then, too
+    heads: tuple[int, int]  # G + 2 and D, as the leaves may be flat
+    dtype: torch.dtype  # that the Function computes in
+    precision: str | None = None
+    impl: str | None = None
+
+
+class _QKV(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, cos, sin, shape, heads, dtype, precision, impl, ranks):
-        ctx.leaves, ctx.like, ctx.dtype = (weight, bias), (x.shape, x.dtype), dtype
-        ctx.shape, ctx.impl, ctx.ranks = shape, impl, ranks
+    def forward(ctx, x, weight, bias, cos, sin, options, ranks):
+        shape, heads, dtype, precision, impl = options
+        ctx.leaves, ctx.like = (weight, bias), (x.shape, x.dtype)
+        ctx.options, ctx.ranks = options, ranks
         with no_autocast(x):
             x = x.to(dtype)
             # Over ranks the shard of x is kept and gathered again: 1/R of the memory.
@@ -26,17 +37,17 @@ class _QKV(torch.autograd.Function):
             w, b = _by_head(weight, bias, heads, dtype)
 
             def project(x: torch.Tensor | Gathering, first: int) -> tuple[torch.Tensor, ...]:
-                options = {"precision": precision, "impl": impl}
+                how = {"precision": precision, "impl": impl}
                 if shape is None:
-                    return qkv_fwd(x, w, b, cos, sin, **options)
+                    return qkv_fwd(x, w, b, cos, sin, **how)
                 if isinstance(x, Gathering):
                     found = gather_qkv_fwd(x, w, b, cos, sin, shape=shape, precision=precision)
                 elif len(x) == shape[0] * shape[1]:
-                    found = qkv_fwd(x.unflatten(0, shape), w, b, cos, sin, **options)
+                    found = qkv_fwd(x.unflatten(0, shape), w, b, cos, sin, **how)
                 else:  # a run of tokens, as one sample of their positions
                     at = torch.arange(first, first + len(x), device=x.device) % shape[1]
                     table = (None, None) if cos is None else (cos[at], sin[at])
-                    found = qkv_fwd(x[None], w, b, *table, **options)
+                    found = qkv_fwd(x[None], w, b, *table, **how)
                 q, k, v = (t.flatten(0, 1) for t in found)
                 return q, k, v
 
@@ -46,20 +57,22 @@ class _QKV(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dq, dk, dv):
         (x, w, cos, sin), (like, x_dtype) = ctx.saved_tensors, ctx.like
+        options = ctx.options
         with no_autocast(dq):
-            if ctx.shape is not None:
-                dq, dk, dv = (t.unflatten(0, ctx.shape) for t in (dq, dk, dv))
-            dz = qkv_bwd(dq, dk, dv, cos, sin, impl=ctx.impl)
+            if options.shape is not None:
+                dq, dk, dv = (t.unflatten(0, options.shape) for t in (dq, dk, dv))
+            dz = qkv_bwd(dq, dk, dv, cos, sin, impl=options.impl)
             dx, dw, db = ctx.ranks.column_gradients(
-                dz, x, rows(w).to(ctx.dtype), ctx.leaves, ctx.needs_input_grad[:3]
+                dz, x, rows(w).to(options.dtype), ctx.leaves, ctx.needs_input_grad[:3]
             )
             dx = None if dx is None else dx.view(like).to(x_dtype)
-        return dx, dw, db, *[None] * 8
+        return dx, dw, db, *[None] * 4
 
     @staticmethod
-    def spmd_typecheck(*, x, weight, bias, cos, sin, shape, ranks):
+    def spmd_typecheck(*, x, weight, bias, cos, sin, options, ranks):
         from spmd_types import rules
 
+        shape = options.shape
         # The weight is cut in whole groups of heads; each output has its share of them.
         tokens = "bs" if shape is None else "t"
         x = ranks.column_input_type(x)
@@ -120,7 +133,8 @@ def qkv_rope(
     check_qkv(x.shape if shape is None else (*shape, x.shape[-1]), weight, bias, cos, sin, name)
     dtype = operand_dtype(name, x, {"weight": weight, "bias": bias})
     leaves, heads = (leaf_of(weight), leaf_of(bias, bias=True)), tuple(weight.shape[1:3])
-    found = _QKV.apply(x, *leaves, cos, sin, shape, heads, dtype, precision, impl, ranks)
+    options = QKVOptions(shape, heads, dtype, precision, impl)
+    found = _QKV.apply(x, *leaves, cos, sin, options, ranks)
     if shape is None:
         return found
     # the length as -1: sizes as such would not do for typechecking a sequence that is cut
