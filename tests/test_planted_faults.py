@@ -430,12 +430,12 @@ def ring_backward_keeps_the_first_keys(mesh):
     """diffusers #14265: every hop of the backward uses the K and V of the first."""
     right_ring, right, first = ring.ring_backward, ring.block_bwd, []
 
-    def ring_backward(rank, do, q, kept, *args, **options):
+    def ring_backward(rank, upstream, q, kept, **options):
         first[:] = kept[0].clone().transpose(2, 3)
-        return right_ring(rank, do, q, kept, *args, **options)
+        return right_ring(rank, upstream, q, kept, **options)
 
-    def block_bwd(do, q, k, v, *args, **options):
-        return right(do, q, *first, *args, **options)
+    def block_bwd(upstream, q, k, v, *args, **options):
+        return right(upstream, q, *first, *args, **options)
 
     return [(ring, "ring_backward", ring_backward), (ring, "block_bwd", block_bwd)]
 
@@ -455,9 +455,9 @@ def ring_backward_with_the_lse_of_one_hop(mesh):
     """The same in the ring: each tile is normalised by its own softmax, not by the whole one."""
     right = ring.block_bwd
 
-    def block_bwd(do, q, k, v, lse, delta, options, **more):
+    def block_bwd(upstream, q, k, v, options, **more):
         own = ring.block_fwd(q, k, v, options)[1]
-        return right(do, q, k, v, own, delta, options, **more)
+        return right(upstream._replace(lse=own), q, k, v, options, **more)
 
     return [(ring, "block_bwd", block_bwd)]
 

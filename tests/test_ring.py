@@ -19,7 +19,7 @@ from close import assert_close_f64, relative_error
 from ranks import NotedWork, run_ranks
 
 from warpweave.kernels.attention import attention_delta
-from warpweave.kernels.attention.options import AttentionOptions
+from warpweave.kernels.attention.options import AttentionOptions, Upstream
 from warpweave.parallel.context import context_attention, messages, ring
 from warpweave.parallel.layout import SequenceLayout
 
@@ -112,7 +112,7 @@ def emulate(
             mine = case.layout.shard(do_mask, rank, 0)
             do, dlse = do * mine[None, :, None, None], dlse * mine
         delta = attention_delta(o, do, dlse)
-        backward.append(ring.ring_backward(rank, do, q, kv, lse, delta, **options))
+        backward.append(ring.ring_backward(rank, Upstream(do, lse, delta), q, kv, **options))
     grads = messages.run_in_process(backward, overlap=overlap)
     return case.unshard([(o, lse, *g) for (o, lse, _), g in zip(forward, grads)])
 

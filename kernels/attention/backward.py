@@ -29,7 +29,7 @@ from warpweave.kernels.attention.device import (
     store_rows,
     tanh,
 )
-from warpweave.kernels.attention.options import AttentionOptions, resolved
+from warpweave.kernels.attention.options import AttentionOptions, Upstream, resolved
 from warpweave.kernels.attention.torch_path import attention_bwd_cpu
 from warpweave.kernels.attention.visible import reach, rows_of_step, rows_of_tile, span
 from warpweave.kernels.reference import compute_dtype
@@ -343,46 +343,47 @@ def attention_dsinks(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor
 
 @no_graph
 def block_bwd(
-    do: torch.Tensor,
+    upstream: Upstream,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    lse: torch.Tensor,
-    delta: torch.Tensor | None,
     options: AttentionOptions,
     *,
-    o: torch.Tensor | None = None,
     grad_dtype: torch.dtype | None = None,
     into: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None] = (None, None, None),
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`attention_bwd` of arguments that have been checked: (dq, dk, dv) of these rows and keys."""
     options = resolved(options, q, k)
-    q, k, v, do = launch.unit_stride(q, k, v, do.to(q.dtype))
-    lse = lse.contiguous()
+    q, k, v, do = launch.unit_stride(q, k, v, upstream.do.to(q.dtype))
+    upstream = upstream._replace(do=do, lse=upstream.lse.contiguous())
     grad_dtype = q.dtype if grad_dtype is None else grad_dtype
     impl = choose(options.impl, q)
     if impl == "torch":
-        dq, dk, dv = attention_bwd_cpu(do, q, k, v, lse, delta, o, options, grad_dtype, into)
+        dq, dk, dv = attention_bwd_cpu(upstream, q, k, v, options, grad_dtype, into)
         return dq, dk, dv
-    delta = attention_delta(o, do, impl=impl) if delta is None else delta.contiguous()
+    delta = upstream.delta
+    delta = attention_delta(upstream.o, do, impl=impl) if delta is None else delta.contiguous()
     dq, dk, dv = (
         torch.empty(x.shape, dtype=grad_dtype, device=x.device) if given is None else given
         for x, given in zip((q, k, v), into)
     )
     q, k, v, do, wide_dq, wide_dk, wide_dv = launch.widened(q, q, k, v, do, dq, dk, dv)
+    upstream = upstream._replace(do=do, delta=delta)
     carried = [x is not None for x in into]
     with torch.cuda.device_of(q):
         if k.numel():
-            _launch_dkdv(q, k, v, do, lse, delta, wide_dk, wide_dv, options, carried[1])
+            _launch_dkdv(upstream, q, k, v, wide_dk, wide_dv, options, carried[1])
         if q.numel():
-            _launch_dq(q, k, v, do, lse, delta, wide_dq, options, carried[0])
+            _launch_dq(upstream, q, k, v, wide_dq, options, carried[0])
     for wide, given in ((wide_dq, dq), (wide_dk, dk), (wide_dv, dv)):
         launch.narrow_into(wide, given)
     return dq, dk, dv
 
 
-def _launch_dkdv(q, k, v, do, lse, delta, dk, dv, options: AttentionOptions, into: bool) -> None:
-    (B, _, H, D), Hkv = q.shape, k.shape[2]
+def _launch_dkdv(
+    upstream: Upstream, q, k, v, dk, dv, options: AttentionOptions, into: bool
+) -> None:
+    (B, _, H, D), Hkv, (do, lse, delta, _) = q.shape, k.shape[2], upstream
     variant = launch.variant_of(q, options, into)
     tile = launch.find_attention_tile("attention_dkdv", q, variant)
     table, by_sample = launch.table_of(options, B, keys=True)
@@ -395,8 +396,8 @@ def _launch_dkdv(q, k, v, do, lse, delta, dk, dv, options: AttentionOptions, int
         **launch.launch_options(tile, q, variant))  # fmt: skip
 
 
-def _launch_dq(q, k, v, do, lse, delta, dq, options: AttentionOptions, into: bool) -> None:
-    B, _, H, D = q.shape
+def _launch_dq(upstream: Upstream, q, k, v, dq, options: AttentionOptions, into: bool) -> None:
+    (B, _, H, D), (do, lse, delta, _) = q.shape, upstream
     variant = launch.variant_of(q, options, into)
     tile = launch.find_attention_tile("attention_dq", q, variant)
     table, by_sample = launch.table_of(options, B)

@@ -37,12 +37,13 @@ from warpweave.kernels.attention.forward import block_fwd
 from warpweave.kernels.attention.options import (
     AttentionOptions,
     Runs,
+    Upstream,
     check_are_tensors,
     check_boundaries,
     check_carried,
     check_carried_gradients,
     check_dtype,
-    check_row_sums,
+    check_upstream,
     checked,
 )
 from warpweave.kernels.reference import Run, compute_dtype
@@ -135,7 +136,8 @@ def attention_bwd_op(
         delta = attention_delta(o, do, dlse, impl=options.impl)
     if sinks is not None:
         dsinks = attention_dsinks(sinks, lse, delta)
-    grads = block_bwd(do, q, k, v, lse, delta, options, o=o if dlse is None else None)
+    upstream = Upstream(do, lse, delta, o if dlse is None else None)
+    grads = block_bwd(upstream, q, k, v, options)
     dq, dk, dv = (x.contiguous() for x in grads)
     return dq, dk, dv, dsinks
 
@@ -339,6 +341,7 @@ def attention_bwd(
     options = checked(options, q, k, v)
     check_boundaries(options, q.shape[1], k.shape[1])
     check_dtype("grad_dtype", grad_dtype)
-    check_row_sums(q, do, lse, delta, o)
+    upstream = Upstream(do, lse, delta, o)
+    check_upstream(q, upstream)
     check_carried_gradients(into, q, k, v)
-    return block_bwd(do, q, k, v, lse, delta, options, o=o, grad_dtype=grad_dtype, into=into)
+    return block_bwd(upstream, q, k, v, options, grad_dtype=grad_dtype, into=into)

@@ -275,15 +275,31 @@ def check_dtype(name: str, dtype: torch.dtype | None) -> None:
 # ---------------------------------------------------------------- 3. tensors of the halves
 
 
-def check_row_sums(
-    q: torch.Tensor,
-    do: torch.Tensor,
-    lse: torch.Tensor,
-    delta: torch.Tensor | None,
-    o: torch.Tensor | None,
-) -> None:
+class Upstream(NamedTuple):
+    """What the backward is given of the rows of q, of all their keys: the gradient do[B, S, Hq, D]
+    of o, lse[B, Hq, S], and delta[B, Hq, S] of `attention_delta` or o itself. o is given where no
+    gradient came through lse: it spares the CPU path a copy, and delta may then be None."""
+
+    do: torch.Tensor
+    lse: torch.Tensor
+    delta: torch.Tensor | None
+    o: torch.Tensor | None = None
+
+    def part(self, rows: slice, heads: slice) -> Upstream:
+        """That of some rows and heads of q."""
+        do, lse, delta, o = self
+        return Upstream(
+            do[:, rows, heads],
+            lse[:, heads, rows],
+            None if delta is None else delta[:, heads, rows],
+            None if o is None else o[:, rows, heads],
+        )
+
+
+def check_upstream(q: torch.Tensor, upstream: Upstream) -> None:
     """Raise ValueError unless do and o are shaped like q and lse and delta [B, Hq, Sq]."""
-    choose("torch", q, do, lse, delta, o)
+    do, lse, delta, o = upstream
+    choose("torch", q, *upstream)
     for name, x in (("do", do), ("o", o)):
         if x is not None and x.shape != q.shape:
             raise ValueError(f"{name} must have q's shape {tuple(q.shape)}, got {tuple(x.shape)}")

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from warpweave.kernels.attention.options import AttentionOptions
+from warpweave.kernels.attention.options import AttentionOptions, Upstream
 from warpweave.kernels.merge import merge_
 from warpweave.kernels.reference import Run, compute_dtype, philox
 
@@ -60,28 +60,27 @@ def attention_fwd_cpu(
 
 
 def attention_bwd_cpu(
-    do: torch.Tensor,
+    upstream: Upstream,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    lse: torch.Tensor,
-    delta: torch.Tensor | None,
-    o: torch.Tensor | None,
     options: AttentionOptions,
     grad_dtype: torch.dtype,
     into: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
 ) -> _Gradients:
     """dq, dk, dv of resolved options; those in `into` are added to and returned. New ones may have
     any strides: as a rule those of q, k and v."""
+    do, lse, delta, o = upstream
     if not _flash_can(q, options):
         grads = _start_gradients(q, k, v, into)
         wide = compute_dtype(q)
         do, q, k, v = (x.to(wide) for x in (do, q, k, v))
         if delta is None and o is not None:
             delta = (o.to(wide) * do).sum(-1).transpose(1, 2)
+        upstream = Upstream(do, lse, delta)
         with torch.autocast(q.device.type, enabled=False):
             for rows in _row_blocks(q, k, options):
-                _attend_backward(rows, do, q, k, v, lse, delta, options, grads)
+                _attend_backward(rows, upstream, q, k, v, options, grads)
         return _finish(grads, grad_dtype, into)
     blocks, D = _all_blocks(q, k, options), q.shape[3]
     if not blocks:
@@ -340,9 +339,10 @@ def _attend_rows(
 
 
 def _attend_backward(
-    rows: _Rows, do, q, k, v, lse, delta, options: AttentionOptions, grads: _Gradients
+    rows: _Rows, upstream: Upstream, q, k, v, options: AttentionOptions, grads: _Gradients
 ) -> None:
     """Add the gradients of some rows to `grads`."""
+    do, lse, delta, _ = upstream
     s, slope = _scores(rows, q, k, options)
     lse, delta = (x[rows.batch, :, rows.q].reshape(*s.shape[:4], 1) for x in (lse, delta))
     p = (s - lse.masked_fill(lse.isneginf(), 0.0)).exp_()  # masked: exp(-inf) = 0

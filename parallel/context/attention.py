@@ -35,7 +35,12 @@ import torch.distributed as dist
 
 from warpweave.kernels.attention import attention_delta, attention_dsinks
 from warpweave.kernels.attention.function import attend, autocast, even_heads
-from warpweave.kernels.attention.options import AttentionOptions, check_boundaries, checked
+from warpweave.kernels.attention.options import (
+    AttentionOptions,
+    Upstream,
+    check_boundaries,
+    checked,
+)
 from warpweave.kernels.runtime.dispatch import once_differentiable
 from warpweave.kernels.runtime.wgrad import grad_dtype
 from warpweave.parallel.collectives import group_rank, group_size
@@ -272,9 +277,8 @@ class _ContextAttention(torch.autograd.Function):
         sinks, o, lse, *saved = ctx.saved_tensors
         do = torch.zeros_like(o) if do is None else do.contiguous()
         delta = attention_delta(o, do, dlse, impl=ctx.shards.options.impl)
-        grads = ctx.strategy.backward(
-            ctx.shards, do, saved, lse, delta, o if dlse is None else None
-        )
+        upstream = Upstream(do, lse, delta, o if dlse is None else None)
+        grads = ctx.strategy.backward(ctx.shards, upstream, saved)
         dsinks = None  # {partial cp}: the sum over this rank's rows
         if sinks is not None:
             dsinks = attention_dsinks(sinks, lse, delta).to(ctx.of_sinks)

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from warpweave.kernels.attention.backward import block_bwd
 from warpweave.kernels.attention.forward import block_fwd
-from warpweave.kernels.attention.options import AttentionOptions
+from warpweave.kernels.attention.options import AttentionOptions, Upstream
 from warpweave.kernels.reference import compute_dtype
 from warpweave.parallel.collectives import start_all_gather, start_reduce_scatter
 from warpweave.parallel.context.strategy import ForwardBackward, Shards
@@ -59,13 +59,7 @@ def gather_forward(
 
 
 def gather_backward(
-    shards: Shards,
-    do: torch.Tensor,
-    saved: Tensors,
-    lse: torch.Tensor,
-    delta: torch.Tensor,
-    o: torch.Tensor | None,
-    each: int | None = None,
+    shards: Shards, upstream: Upstream, saved: Tensors, each: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Backward of `gather_forward`, with the same `each`; tensors as in
     `strategy.ForwardBackward`."""
@@ -75,9 +69,7 @@ def gather_backward(
         dqs, dk, dv = [], None, None
         for rows, of_rows in _kernel_calls(shards, options):
             dq, dk, dv = block_bwd(
-                do[:, rows, heads], q[:, rows, heads], k_all, v_all,
-                lse[:, heads, rows], delta[:, heads, rows], of_rows,
-                o=None if o is None else o[:, rows, heads],
+                upstream.part(rows, heads), q[:, rows, heads], k_all, v_all, of_rows,
                 grad_dtype=compute_dtype(q), into=(None, dk, dv),
             )  # fmt: skip
             dqs.append(dq.to(q.dtype))

@@ -64,7 +64,7 @@ import torch
 
 from warpweave.kernels.attention.backward import block_bwd
 from warpweave.kernels.attention.forward import block_fwd
-from warpweave.kernels.attention.options import AttentionOptions
+from warpweave.kernels.attention.options import AttentionOptions, Upstream
 from warpweave.kernels.reference import Run, compute_dtype
 from warpweave.kernels.runtime.dispatch import choose
 from warpweave.parallel.context.messages import Hop, Steps, run_on_group
@@ -283,21 +283,17 @@ def _backward_hops(
 
 def ring_backward(
     rank: int,
-    do: torch.Tensor,
+    upstream: Upstream,
     q: torch.Tensor,
     kept: Kept,
-    lse: torch.Tensor,
-    delta: torch.Tensor,
     *,
-    o: torch.Tensor | None = None,
     layout: SequenceLayout,
     options: AttentionOptions,
     kv_grad_dtype: torch.dtype | None = None,
 ) -> Steps[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Backward of one rank: do and q[B, S/cp, Hq, D], `kept` and lse from `ring_forward`, and
-    delta[B, Hq, S/cp] = rowsum(o do) - dlse.
+    """Backward of one rank: q[B, S/cp, Hq, D], `kept` from `ring_forward`, and the `Upstream` of
+    this rank's rows.
 
-    `o` may be given if no gradient came through lse: it only saves the CPU path a copy.
     Returns dq, dk, dv of this rank's rows, summed over all ranks, in q's dtype; dk and dv in
     `kv_grad_dtype` if that is given (the hybrid adds them to those of other ranks).
     """
@@ -318,10 +314,7 @@ def ring_backward(
             into = [*spare.dkv.zero_().transpose(2, 3)]
         if block is not None:
             k, v = here.kv.transpose(2, 3)
-            dq, *tile = block_bwd(
-                do, q, k, v, lse, delta, block,
-                o=o, grad_dtype=grad_dtype, into=(dq, *into),
-            )  # fmt: skip
+            dq, *tile = block_bwd(upstream, q, k, v, block, grad_dtype=grad_dtype, into=(dq, *into))
         yield None  # dK‖dV received is that of the block just attended
         if block is not None and not first:
             for whole, part in zip(spare.dkv.transpose(2, 3), tile):
@@ -348,15 +341,10 @@ def _ring_forward(
 
 
 def _ring_backward(
-    shards: Shards,
-    do: torch.Tensor,
-    saved: tuple[torch.Tensor, ...],
-    lse: torch.Tensor,
-    delta: torch.Tensor,
-    o: torch.Tensor | None,
+    shards: Shards, upstream: Upstream, saved: tuple[torch.Tensor, ...]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     (q, *kept), layout, options = saved, shards.layout, shards.options
-    steps = ring_backward(shards.rank, do, q, kept, lse, delta, o=o, layout=layout, options=options)
+    steps = ring_backward(shards.rank, upstream, q, kept, layout=layout, options=options)
     return run_on_group(steps, shards.group, overlap=shards.overlap)
 
 

@@ -55,9 +55,8 @@ class ForwardBackward(NamedTuple):
     sinks[Hq] or None returns o (like q), lse[B, Hq, S/cp] (fp32 or float64) and a tuple of the
     tensors that the backward needs besides o and lse.
 
-    ``backward(shards, do, saved, lse, delta, o)`` with those and delta[B, Hq, S/cp] returns dq,
-    dk, dv of this rank's rows, summed over all ranks, in the inputs' dtypes. `o` is None if a
-    gradient came through lse; otherwise it saves the CPU path a copy.
+    ``backward(shards, upstream, saved)`` with those and the `Upstream` of this rank's rows returns
+    dq, dk, dv of its rows, summed over all ranks, in the inputs' dtypes.
     """
 
     forward: Callable[..., tuple[torch.Tensor, torch.Tensor, Sequence[torch.Tensor | None]]]

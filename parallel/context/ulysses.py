@@ -40,7 +40,7 @@ import torch
 
 from warpweave.kernels.attention.backward import block_bwd
 from warpweave.kernels.attention.forward import block_fwd
-from warpweave.kernels.attention.options import AttentionOptions
+from warpweave.kernels.attention.options import AttentionOptions, Upstream
 from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.runtime.dispatch import choose
 from warpweave.parallel.collectives import group_rank, group_size
@@ -247,14 +247,14 @@ def ulysses_backward(
     yield None
     do, delta = rows.unshard(of_do, 2).transpose(1, 2), rows.unshard(of_delta, 2)
     options, wide = split.of_heads(options, me), compute_dtype(q)
+    upstream = Upstream(do, lse, delta, o)
     if split.ring.parts == 1:
         k, v = kept
-        dq, dk, dv = block_bwd(do, q, k, v, lse, delta, options, o=o, grad_dtype=wide)
+        dq, dk, dv = block_bwd(upstream, q, k, v, options, grad_dtype=wide)
     else:
         dq, dk, dv = yield from ring_backward(
-            hop, do, q, kept, lse, delta, o=o,
-            layout=split.ring, options=options, kv_grad_dtype=wide,
-        )  # fmt: skip
+            hop, upstream, q, kept, layout=split.ring, options=options, kv_grad_dtype=wide
+        )
     if not split.even(me):
         read = torch.tensor(split.read(me), device=q.device)
         dk, dv = (x.new_zeros(*x.shape[:2], n_kv, D).index_add_(2, read, x) for x in (dk, dv))
@@ -299,15 +299,9 @@ def _ulysses_forward(
     return run_on_group(steps, shards.group, shards.ulysses_group, overlap=shards.overlap)
 
 
-def _ulysses_backward(
-    shards: Shards,
-    do: torch.Tensor,
-    saved: Tensors,
-    lse: torch.Tensor,
-    delta: torch.Tensor,
-    o: torch.Tensor | None,
-) -> Tensors:
-    rank, split = _head_split(shards)  # saved lse and o are of this rank's heads
+def _ulysses_backward(shards: Shards, upstream: Upstream, saved: Tensors) -> Tensors:
+    rank, split = _head_split(shards)
+    do, _, delta, o = upstream  # saved lse and o are of this rank's heads
     steps = ulysses_backward(
         rank, do, saved, delta, split=split, options=shards.options, through_lse=o is None
     )
