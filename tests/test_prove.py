@@ -28,7 +28,7 @@ from warpweave import engine as engines
 from warpweave import gpt
 from warpweave.config import GPTConfig, ParallelPlan
 from warpweave.dtypes import DTYPES
-from warpweave.kernels.norm import forward as norm
+from warpweave.kernels.norm import function as norm
 from warpweave.launch import Session, Stopped
 from warpweave.parallel.data import parameters, reduce, unit, zero
 from warpweave.parallel.mesh import AXES, Mesh, single
@@ -299,7 +299,7 @@ def test_every_planted_fault_is_caught_far_outside_the_limits_on_every_rank():
 
 def _interpreted(rank: int) -> list[Errors]:
     """One step with every Triton kernel interpreted: two layouts, and one with a wrong kernel."""
-    right = norm._launch_norm_fwd
+    right = norm.launch_norm_fwd
 
     def too_much_eps(*args):
         *others, options = args
@@ -321,7 +321,7 @@ def _interpreted(rank: int) -> list[Errors]:
         gpt2 = Layout(Mesh(tp=2), True, recompute="selective", impl="triton", count=1, drawn=sizes)
         for layout in (llama, gpt2):
             found.append(prove_layout(layout, layout.mesh.connect(), 300.0))
-        with mock.patch.object(norm, "_launch_norm_fwd", too_much_eps):
+        with mock.patch.object(norm, "launch_norm_fwd", too_much_eps):
             found.append(prove_layout(gpt2, gpt2.mesh.connect(), 300.0))
     return found
 

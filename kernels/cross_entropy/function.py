@@ -8,32 +8,29 @@ from __future__ import annotations
 
 import torch
 
-from warpweave.kernels.cross_entropy.backward import cross_entropy_bwd
-from warpweave.kernels.cross_entropy.forward import cross_entropy_fwd
+from warpweave.kernels.cross_entropy.backward import cross_entropy_bwd_op
+from warpweave.kernels.cross_entropy.forward import cross_entropy_fwd_op
 from warpweave.kernels.cross_entropy.vocabulary import Vocabulary, check_logits, check_options
 from warpweave.kernels.gemm.local import LOCAL
 from warpweave.kernels.runtime.dispatch import choose, once_differentiable
 
 
 class CrossEntropy(torch.autograd.Function):
-    """losses[N] of logits[N, V/tp]."""
+    """losses[N] of logits[N, V/tp], all checked."""
 
     @staticmethod
     def forward(ctx, logits, labels, vocabulary, ranks):
-        vocabulary = vocabulary._replace(start=ranks.first_column(logits.shape[1]))
-        start, size, ignore_index, label_smoothing, z_loss, impl = vocabulary
-        where = {"vocab_start": start, "vocab_size": size, "ignore_index": ignore_index}
-        want_sum = label_smoothing != 0.0
-        parts = cross_entropy_fwd(logits, labels, want_sum=want_sum, impl=impl, **where)
+        ctx.vocabulary = vocabulary._replace(start=ranks.first_column(logits.shape[1]))
+        want_sum = vocabulary.label_smoothing != 0.0
+        parts = cross_entropy_fwd_op(logits, labels, ctx.vocabulary, want_sum)
         stats = ranks.merge(torch.stack(parts[: 2 + want_sum]))
         ctx.save_for_backward(logits, labels, stats[0].clone())  # not all of the stats
-        ctx.options = where | {"label_smoothing": label_smoothing, "z_loss": z_loss, "impl": impl}
         return vocabulary.losses(stats, labels)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dloss):
-        return cross_entropy_bwd(dloss, *ctx.saved_tensors, **ctx.options), *[None] * 3
+        return cross_entropy_bwd_op(dloss, *ctx.saved_tensors, ctx.vocabulary), *[None] * 3
 
     @staticmethod
     def spmd_typecheck(*, logits, labels, ranks):

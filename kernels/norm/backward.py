@@ -189,14 +189,14 @@ def norm_bwd(
         mean = None if mean is None else mean.unsqueeze(-1)
         found = norm_bwd_cpu(dy, s, weight, mean, rstd.unsqueeze(-1), wanted, ds, drop)
     else:
-        found = _launch_norm_bwd(dy, s, weight, mean, rstd, wanted, ds, drop)
+        found = launch_norm_bwd(dy, s, weight, mean, rstd, wanted, ds, drop)
     gradients = NormGradients(*found)
     if residual_dtype is not None and gradients.dresidual is None:
         return gradients._replace(dresidual=gradients.dx)
     return gradients
 
 
-def _launch_norm_bwd(
+def launch_norm_bwd(
     dy: torch.Tensor,
     s: torch.Tensor,
     weight: torch.Tensor,
@@ -206,7 +206,8 @@ def _launch_norm_bwd(
     ds: torch.Tensor | None,
     drop: Drop | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor, torch.Tensor]:
-    """The fields of `NormGradients`; dresidual is None where it is dx."""
+    """The fields of `NormGradients` by the kernel, of checked arguments; dresidual is None where it
+    is dx."""
     bias, x_bias, apart = wanted.bias, wanted.x_bias, wanted.apart(drop)
     E, dy2, s2, ds2 = s.shape[-1], as_rows(dy), as_rows(s), None if ds is None else as_rows(ds)
     kernel, (rows, block, warps) = norm_bwd_kernel, tile_of(E)

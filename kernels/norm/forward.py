@@ -127,16 +127,17 @@ def norm_fwd(
         s = residual_sum(x, terms)
         y, mean, rstd = norm_fwd_cpu(s, weight, bias, options)
         return y, s, mean.squeeze(-1) if mean is not None else None, rstd.squeeze(-1)
-    return _launch_norm_fwd(x, weight, bias, terms, options)
+    return launch_norm_fwd(x, weight, bias, terms, options)
 
 
-def _launch_norm_fwd(
+def launch_norm_fwd(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     terms: Terms,
     options: NormOptions,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """`norm_fwd` of checked arguments by the kernel."""
     s, y = x, torch.empty(x.shape, dtype=options.out_dtype, device=x.device)
     if not terms.absent:
         s = torch.empty(x.shape, dtype=terms.dtype(x), device=x.device)

@@ -41,8 +41,8 @@ import torch
 import torch.nn.functional as F
 
 from warpweave.kernels.dropout import Drop
-from warpweave.kernels.norm.backward import norm_bwd
-from warpweave.kernels.norm.forward import norm_fwd
+from warpweave.kernels.norm.backward import launch_norm_bwd
+from warpweave.kernels.norm.forward import launch_norm_fwd
 from warpweave.kernels.norm.shared import NormOptions, Terms, WantedGradients, check_norm
 from warpweave.kernels.norm.torch_path import (
     cast,
@@ -151,11 +151,8 @@ def norm_op(
     options: NormOptions,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """y, s unless it is x, mean and rstd."""
-    layer, eps, out_dtype = options
-    y, s, mean, rstd = norm_fwd(
-        x, weight, bias, eps, layer=layer, residual=residual, x_bias=x_bias, drop=drop,
-        out_dtype=out_dtype, impl="triton",
-    )  # fmt: skip
+    terms = Terms(residual, x_bias, drop)
+    y, s, mean, rstd = launch_norm_fwd(x, weight, bias, terms, options)
     return y, _empty(s) if s is x else s, _empty(rstd) if mean is None else mean, rstd
 
 
@@ -171,12 +168,9 @@ def norm_bwd_op(
     wanted: WantedGradients,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """dx, dresidual unless it is dx, and the sums over tokens dx_bias, dw and db."""
-    found = norm_bwd(dy, s, weight, mean, rstd, ds=ds, drop=drop, **wanted._asdict(), impl="triton")
-    dx, dresidual, *sums = found
-    if dresidual is None or dresidual is dx:
-        dresidual = _empty(dx)
+    dx, dresidual, *sums = launch_norm_bwd(dy, s, weight, mean, rstd, wanted, ds, drop)
     dx_bias, dw, db = (_empty(rstd) if total is None else total for total in sums)
-    return dx, dresidual, dx_bias, dw, db
+    return dx, _empty(dx) if dresidual is None else dresidual, dx_bias, dw, db
 
 
 class _TorchNorm(torch.autograd.Function):

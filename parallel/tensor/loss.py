@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from warpweave.kernels.cross_entropy.function import CrossEntropy
-from warpweave.kernels.cross_entropy.vocabulary import Vocabulary
+from warpweave.kernels.cross_entropy.vocabulary import Vocabulary, check_logits
 from warpweave.kernels.runtime.dispatch import choose
 from warpweave.parallel.collectives import group_rank
 from warpweave.parallel.tensor.embedding import check_vocabulary
@@ -79,5 +79,6 @@ def vocab_parallel_cross_entropy(
         raise ValueError(f"{name}: z_loss must not be negative, got {z_loss}")
     check_vocabulary(name, "logits columns", logits.shape[1], group, vocab_size, padded_vocab_size)
     impl = choose(impl, logits, labels)
+    check_logits(logits, labels, group_rank(group) * logits.shape[1], vocab_size)
     vocabulary = Vocabulary(0, vocab_size, ignore_index, label_smoothing, z_loss, impl)
     return CrossEntropy.apply(logits, labels, vocabulary, tensor_ranks(group, False))
