@@ -96,7 +96,8 @@ def test_the_help_says_what_each_option_is_and_its_default(capsys):
         "--layers {None}|INT Number of transformer blocks. (default: the preset's)",
         "--vocab-size {None}|INT Size of the vocabulary. (default: the larger of the preset's and "
         "the data's)",
-        "--zero {0,1,2,3} ZeRO stage, sharded over the dp x cp ranks. (default: 1)",
+        "--zero {0,1,2,3} ZeRO stage, sharded over the dp x cp ranks (hybrid: dp_shard x cp). "
+        "(default: 1)",
         "--schedule {gpipe,1f1b,interleaved} Pipeline schedule: the order of the micro-batches. "
         "(default: 1f1b)",
         "--batch INT Micro-batch size: sequences per micro-batch. (default: 8)",
@@ -171,6 +172,13 @@ def test_a_context_that_the_mesh_cannot_follow_is_refused(mesh, strategy, messag
 
 def test_the_mesh_of_a_run_has_its_neighbours():
     assert TrainConfig(cp=4, ulysses=2).mesh == Mesh(cp=4, ulysses=2)
+    assert TrainConfig(dp=4, dp_shard=2).mesh == Mesh(dp=4, dp_shard=2)
+
+
+def test_shards_over_neighbours_need_a_zero_stage_that_has_shards():
+    PRESETS["toy"].check(Mesh(dp=4, dp_shard=2), ParallelPlan(zero=1))
+    with pytest.raises(ValueError, match=r"^dp_shard = 2 needs ZeRO 1 to 3, got zero = 0$"):
+        PRESETS["toy"].check(Mesh(dp=4, dp_shard=2), ParallelPlan(zero=0))
 
 
 def test_stages_lie_where_the_schedule_has_them():

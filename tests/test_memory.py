@@ -37,6 +37,7 @@ STATES = [
     (Mesh(dp=2), 1, "bf16", "1f1b"),
     (Mesh(cp=2), 2, "fp64", "1f1b"),
     (Mesh(dp=2), 3, "bf16", "1f1b"),
+    (Mesh(dp=4, dp_shard=2), 3, "fp32", "1f1b"),
     (Mesh(pp=2), 1, "fp32", "gpipe"),
 ]
 
@@ -147,7 +148,7 @@ def _documented(
     c: GPTConfig, mesh: Mesh, plan: ParallelPlan, batch: int, dtype: str, on_cpu: bool
 ) -> list[dict[str, float]]:
     """The formulas of the module's docstring, where everything divides, for gpipe and 1f1b."""
-    b, D = DTYPES[dtype].itemsize, mesh.data
+    b, D = DTYPES[dtype].itemsize, (mesh.dp_shard or mesh.dp) * mesh.cp
     m, zero = max(b, 4), plan.zero if D > 1 else 0
     heads, kv, V = c.heads * c.head_dim, c.num_kv_heads * c.head_dim, c.vocab_size / mesh.tp
     gated, rope = c.activation.endswith("glu"), c.positions == "rope"
@@ -203,7 +204,8 @@ FORMS = {
     "llama": {"vocab_size": 4096, "kv_heads": 2, "hidden": 96, **LLAMA},
     "gemma": {"vocab_size": 4096, "kv_heads": 2, "head_size": 16, **GEMMA},
 }
-SHAPES = [Mesh(), Mesh(dp=2), Mesh(cp=2, tp=2), Mesh(tp=2, pp=2), Mesh(dp=2, cp=2, pp=2)]
+SHAPES = [Mesh(), Mesh(dp=2), Mesh(cp=2, tp=2), Mesh(tp=2, pp=2), Mesh(dp=4, dp_shard=2),
+          Mesh(dp=2, cp=2, pp=2)]  # fmt: skip
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -215,7 +217,7 @@ def test_every_number_of_the_estimate_is_what_its_formula_says(form):
         SHAPES, (0, 1, 2, 3), ("none", "selective", "full")
     ):
         turn += 1
-        if turn % 3 and mesh != SHAPES[-1]:
+        if (turn % 3 and mesh != SHAPES[-1]) or (mesh.dp_shard and not zero):
             continue
         schedule = ("1f1b", "gpipe")[turn % 2]
         plan = ParallelPlan(zero=zero, recompute=recompute, schedule=schedule,
@@ -313,6 +315,11 @@ def test_what_fits_is_not_refused_and_what_does_not_is_with_the_figure():
         ({"dtype": "fp64"}, "--dtype bf16", {"dtype": "bf16"}),
         ({"mesh": Mesh(dp=8), "batch": 1}, "--zero 3", {"plan": ParallelPlan(zero=3)}),
         ({"device_type": "cuda", "ranks": 1}, "--tp 4", {"mesh": Mesh(tp=4)}),
+        (
+            {"mesh": Mesh(dp=8, dp_shard=2), "plan": ParallelPlan(zero=3)},
+            "--dp-shard 8",
+            {"mesh": Mesh(dp=8)},
+        ),
     ],
 )
 def test_the_flag_that_is_named_makes_the_memory_that_is_named_enough(options, flag, way):

@@ -53,6 +53,7 @@ TRAIN = {
     "packed": Row("--packed", {"documents"}),
     "separator": Row("--separator 32", {"data.separator", "documents"}, "--packed"),
     "dp": Row("--dp 2", {"mesh.dp", "validation", "tokens"}),
+    "dp_shard": Row("--dp-shard 1", {"mesh.dp_shard"}, "--dp 2"),
     "tp": Row("--tp 2", {"mesh.tp"}),
     "cp": Row("--cp 2", {"mesh.cp"}),
     "ulysses": Row("--ulysses 2", {"mesh.ulysses"}, "--cp 2"),

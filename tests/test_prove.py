@@ -689,6 +689,11 @@ def test_the_table_holds_every_mesh_and_every_choice_that_means_something(world)
                 min(lay.microbatches for lay in mine) < pp < max(lay.microbatches for lay in mine)
             )
     assert {lay.recompute for lay in layouts} == {"none", "selective", "full"}
+    hybrid = [lay for lay in layouts if lay.mesh.dp_shard is not None]
+    assert all(lay.mesh.size("shard") > 1 < lay.mesh.size("replica") for lay in hybrid)
+    met = {(lay.mesh.dp, lay.zero, lay.tied) for lay in hybrid}
+    replicas = (2, 4) if world == 4 else ()  # beside two context ranks, and alone
+    assert met == set(itertools.product(replicas, (1, 2, 3), (True, False)))
     if world == 4:  # every strategy on every cut that it knows, of windows and of packed documents
         sequences = [lay for lay in layouts if lay.mesh.cp > 1]
         cuts = {(lay.strategy, lay.layout) for lay in sequences}
@@ -767,6 +772,7 @@ def test_a_seed_gives_one_layout_and_seeds_reach_every_corner():
     assert some(lambda lay: 1 < lay.sizes.kv_heads < lay.sizes.heads)
     assert some(lambda lay: lay.sizes.dropout == 0)
     assert some(lambda lay: lay.sizes.seq_len % 2)
+    assert some(lambda lay: lay.mesh.dp_shard is not None)
     for name in ("style", "zero", "schedule", "tied", "recompute", "strategy", "layout"):
         assert {getattr(lay, name) for lay in layouts} >= {
             getattr(lay, name) for lay in all_layouts(4)
@@ -1108,6 +1114,7 @@ def test_what_is_ignored_does_not_stop_a_proof():
 OPTIONS = {
     "all": (True, {}), "world": (2, {"all": True}), "random": (2, {}), "seed": (3, {"random": 2}),
     "dp": (2, {}), "tp": (2, {}), "cp": (2, {}), "pp": (2, {}), "ulysses": (2, {"cp": 4}),
+    "dp_shard": (2, {"dp": 4}),
     "zero": (3, {}), "schedule": ("gpipe", {}), "sequence_parallel": (False, {"tp": 2}),
     "style": ("olmo", {}), "tied": (False, {}), "recompute": ("full", {}), "packed": (True, {}),
     "cp_strategy": ("gather", {}), "layout": ("striped", {}), "microbatches": (6, {}),
@@ -1165,6 +1172,7 @@ def test_the_line_of_a_layout_tells_it_from_every_other():
         other = {"tp": 2, "cp": 4} | {name: OPTIONS[name][0]}
         layouts = ProveConfig(tp=2, cp=4).given(), ProveConfig(**other).given()
         assert str(layouts[0]) != str(layouts[1]), name
+    assert str(Layout(Mesh(dp=4, dp_shard=2))) != str(Layout(Mesh(dp=4)))
 
 
 @pytest.mark.parametrize(

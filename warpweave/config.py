@@ -43,7 +43,7 @@ class ParallelPlan:
     """How the model, the batch and the work of a step are cut over the ranks of a mesh.
 
     Attributes:
-        zero: ZeRO stage, sharded over the dp x cp ranks.
+        zero: ZeRO stage, sharded over the dp x cp ranks (hybrid: dp_shard x cp).
         schedule: Pipeline schedule: the order of the micro-batches.
         chunks: Model chunks (virtual stages) of each pipeline rank, with the interleaved schedule.
         microbatches: Micro-batches per step and data replica: gradient accumulation.
@@ -242,6 +242,8 @@ class GPTConfig(HeadStyle, MLPStyle):
         from warpweave.parallel.context import resolve_strategy  # and torch: options do without
         from warpweave.parallel.layout import cut
 
+        if mesh.dp_shard is not None and plan.zero == 0:
+            raise ValueError(f"dp_shard = {mesh.dp_shard} needs ZeRO 1 to 3, got zero = 0")
         if self.num_kv_heads % mesh.tp:
             raise ValueError(f"kv_heads = {self.num_kv_heads} does not divide by tp = {mesh.tp}")
         if self.num_hidden % mesh.tp:

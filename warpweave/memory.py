@@ -1,8 +1,8 @@
 """What a training step needs of a rank's memory, before anything is allocated, and what there is.
 
-Per rank, in bytes, with P the rank's own parameters, D = dp x cp the ranks that ZeRO cuts over, b
-bytes of a parameter and m of its master (8 for float64, otherwise 4), U the largest unit (a block,
-the embedding or the head):
+Per rank, in bytes, with P the rank's own parameters, D = dp x cp the ranks that ZeRO shards over
+(dp_shard x cp if the mesh says so), b bytes of a parameter and m of its master (8 for float64,
+otherwise 4), U the largest unit (a block, the embedding or the head):
 
     weights       P b                                        ZeRO 3: P b / D + 2 U b
     gradients     P m, ZeRO 1: + P m / D                     ZeRO 2, 3: P m / D + 2 U m
@@ -110,7 +110,8 @@ def estimate(step: TrainingStep) -> list[MemoryEstimate]:
     attended = 2 * heads * config.head_dim * size + 8 * config.heads if mesh.cp > 1 else 0
     again = stream + attended * step.tokens // mesh.tp
     kept = {"none": whole, "selective": whole - spared, "full": again}[plan.recompute]
-    data, zero, found = mesh.data, plan.zero if mesh.data > 1 else 0, []
+    data = mesh.size("shard")
+    zero, found = plan.zero if data > 1 else 0, []
     for rank, units in enumerate(each):
         P, U = sum(units.values()), max(units.values())
         weights = P * size if zero < 3 else P * size // data + 2 * U * size
@@ -238,6 +239,9 @@ def check_memory(step: TrainingStep, *, free: int, ranks: int) -> None:
         f"--{name} {value}": other(plan=dataclasses.replace(plan, **{name: value}))
         for name, value in spare.items()
     }
+    no_replicas = dataclasses.replace(mesh, dp_shard=None)
+    if mesh.size("replica") > 1:
+        ways[f"--dp-shard {mesh.dp}"] = other(mesh=no_replicas)
     ways |= {"--dtype bf16": other(dtype="bf16"), "--batch 1": other(batch=1)}
     for tp in (2, 4, 8) if on_gpu else ():  # on CPUs they share the memory
         wider = dataclasses.replace(mesh, tp=mesh.tp * tp)
@@ -250,7 +254,9 @@ def check_memory(step: TrainingStep, *, free: int, ranks: int) -> None:
     helps = sorted((size, name) for name, size in less.items() if size < 0.95 * now)
     words = ", ".join(f"{name} {size / _GIB:.1f} GiB" for size, name in helps)
     if helps and helps[0][0] > free:
-        together = other(plan=dataclasses.replace(plan, **spare), batch=1, dtype="bf16")
+        together = other(
+            mesh=no_replicas, plan=dataclasses.replace(plan, **spare), batch=1, dtype="bf16"
+        )
         every = "all but --tp" if on_gpu else "all of them"
         words += f"; with {every} {needed(together) / _GIB:.1f}"
     most = max(estimate(step), key=lambda rank: rank.total)

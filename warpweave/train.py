@@ -114,7 +114,9 @@ class Trainer:
         count = sum(p.numel() for p in GPT(self.model, device="meta").parameters())
         ranks = "1 rank" if m.world == 1 else f"{m.world} ranks"
         return (
-            f"{ranks} ({self.session.where}), dp={m.dp} tp={m.tp} cp={m.cp} pp={m.pp}, "
+            f"{ranks} ({self.session.where}), dp={m.dp} "
+            + (f"dp_shard={m.dp_shard} " if m.dp_shard is not None else "")
+            + f"tp={m.tp} cp={m.cp} pp={m.pp}, "
             f"ZeRO {plan.zero}, {plan.schedule} with {plan.microbatches} micro-batches of "
             f"{c.batch}; "
             f"{count:,} parameters in {c.dtype}, {self.tokens_per_step:,} tokens per step"

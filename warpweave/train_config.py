@@ -99,6 +99,9 @@ class TrainConfig:
     dp: int | None = None
     """Data-parallel degree: replicas. Default: as many as torchrun's ranks allow, 1 without
     torchrun."""
+    dp_shard: int | None = None
+    """Sharding degree (hybrid sharding): neighbouring data replicas that ZeRO shards over, with
+    replicas of the shards across the dp / dp_shard groups. Default: all of them."""
     tp: int = 1
     """Tensor-parallel degree."""
     cp: int = 1
@@ -173,7 +176,7 @@ class TrainConfig:
     def mesh(self) -> Mesh:
         """The mesh's sizes; an open `dp` is 1."""
         dp = 1 if self.dp is None else self.dp
-        return Mesh(dp=dp, cp=self.cp, tp=self.tp, pp=self.pp, ulysses=self.ulysses)
+        return Mesh(dp, self.cp, self.tp, self.pp, self.ulysses, self.dp_shard)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -218,18 +221,20 @@ class TrainConfig:
         Raises:
             ValueError: the mesh does not have that many ranks.
         """
-        mesh = self.mesh
-        if self.dp is None:
-            mesh = dataclasses.replace(mesh, dp=max(1, ranks // mesh.world))
-        if mesh.world != ranks:
+        dp = self.dp
+        if dp is None:
+            others = dataclasses.replace(self, dp=1, dp_shard=None).mesh.world
+            dp = max(1, ranks // others)
+        filled = dataclasses.replace(self, dp=dp)
+        if (found := filled.mesh.world) != ranks:
             axes = " x ".join(
                 f"{axis}={getattr(self, axis) or 'any'}" for axis in ("dp", "cp", "tp", "pp")
             )
             raise ValueError(
-                f"mesh {axes} does not fit {ranks} ranks: it has {mesh.world}, and their number "
+                f"mesh {axes} does not fit {ranks} ranks: it has {found}, and their number "
                 "must be the axes' product"
             )
-        return dataclasses.replace(self, dp=mesh.dp)
+        return filled
 
     def model_config(self, vocab_size: int) -> GPTConfig:
         """The model, with a vocabulary of at least `vocab_size`."""

@@ -178,8 +178,10 @@ class Layout:
         """The command that proves this layout again, alone."""
         words = [f"--random 1 --seed {self.drawn.seed}"] if self.drawn is not None else []
         if not words:
-            axes = (*AXES, "ulysses")
-            words = [f"--{axis} {n}" for axis in axes if (n := getattr(self.mesh, axis)) > 1]
+            given = ((a, getattr(self.mesh, a)) for a in (*AXES, "ulysses", "dp_shard"))
+            words = [
+                f"--{axis.replace('_', '-')} {n}" for axis, n in given if n != getattr(Mesh(), axis)
+            ]
             words += [
                 f"--zero {self.zero} --schedule {self.schedule} --style {self.style}",
                 f"--recompute {self.recompute} --cp-strategy {self.strategy}",
@@ -197,6 +199,7 @@ class Layout:
         m, s = self.mesh, self.sizes
         words = [] if self.drawn is None else [f"seed {s.seed}:"]
         words += [f"{axis}={getattr(m, axis)}" for axis in ("dp", "tp", "cp", "pp")]
+        words += [f"dp-shard={m.dp_shard}"] if m.dp_shard is not None else []
         words += [f"batch={m.dp}x{self.microbatches}x{self.micro_batch_size}x{s.seq_len}"]
         words += [f"zero={self.zero}", f"schedule={self.schedule}", f"style={self.style}"]
         words += ["tied" if self.tied else "no-tied"]
@@ -231,8 +234,8 @@ def all_layouts(world: int, impl: str = "torch") -> list[Layout]:
     Mesh x SP x ZeRO x schedule x context strategy x style x tie, where a choice makes a difference:
     SP needs tensor ranks, ZeRO data ranks, a strategy context ranks. Recomputation, the ways to cut
     the sequence, the numbers of micro-batches, fewer and more than stages, and for tensor ranks the
-    ways to overlap that `impl` can run, samples of one or several documents, and "llama" without or
-    "qwen" with windows and sinks take turns.
+    ways to overlap that `impl` can run, samples of one or several documents, shards over all data
+    ranks or with replicas, and "llama" without or "qwen" with windows and sinks take turns.
     """
     every = list(meshes(world))
     if world > 4:
@@ -255,9 +258,10 @@ def all_layouts(world: int, impl: str = "torch") -> list[Layout]:
             turn = len(layouts)
             if style == "llama" and turn % 7 < 3:
                 style = "qwen"
+            shards = _shardings(mesh, zero)
             layouts.append(
                 Layout(
-                    mesh,
+                    replace(mesh, dp_shard=shards[turn // 3 % len(shards)]),
                     sp,
                     zero,
                     schedule,
@@ -272,6 +276,12 @@ def all_layouts(world: int, impl: str = "torch") -> list[Layout]:
                 )
             )
     return layouts
+
+
+def _shardings(mesh: Mesh, zero: int) -> tuple[int | None, ...]:
+    """What `dp_shard` may be: all data replicas, and what leaves several shards and replicas."""
+    fewer = [n for n in _divisors(mesh.dp)[:-1] if n * mesh.cp > 1]
+    return (None, *fewer) if zero else (None,)
 
 
 def _strategies(mesh: Mesh, heads: int) -> tuple[Strategy, ...]:
@@ -335,7 +345,7 @@ def draw(seed: int, impl: str = "torch") -> Layout:
         dropout=rng.choice((0.0, 0.1, 0.3)),
         seed=seed,
     )
-    return Layout(
+    layout = Layout(
         mesh,
         sp,
         rng.randrange(4) if mesh.data > 1 else 0,
@@ -350,3 +360,5 @@ def draw(seed: int, impl: str = "torch") -> Layout:
         count=count,
         drawn=sizes,
     )
+    shards = rng.choice(_shardings(mesh, layout.zero))  # last: an earlier seed keeps all the rest
+    return replace(layout, mesh=replace(mesh, dp_shard=shards))

@@ -43,8 +43,8 @@ from warpweave.parallel.words import Kind, Overlap, Strategy
 from warpweave.prove.layouts import Layout, Style, all_layouts, draw
 
 # With --typecheck, which follows one program whatever its values, order and messages are.
-_UNSEEN = ("all", "world", "random", "seed", "zero", "schedule", "cp_strategy", "packed",
-           "microbatches", "overlap", "dtype", "impl", "timeout")  # fmt: skip
+_UNSEEN = ("all", "world", "random", "seed", "dp_shard", "zero", "schedule", "cp_strategy",
+           "packed", "microbatches", "overlap", "dtype", "impl", "timeout")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,9 @@ class ProveConfig:
     """Random seed of --random: layout i is drawn from seed + i."""
     dp: int = 1
     """Data-parallel degree."""
+    dp_shard: int | None = None
+    """Sharding degree (hybrid sharding): neighbouring data replicas that ZeRO shards over, with
+    replicas of the shards across the dp / dp_shard groups. Default: all of them."""
     tp: int = 1
     """Tensor-parallel degree."""
     cp: int = 1
@@ -72,7 +75,7 @@ class ProveConfig:
     """Ulysses degree: neighbouring context ranks that exchange sequence for heads by all-to-all; a
     ring runs over the cp / ulysses groups of them. 1 for a ring alone."""
     zero: Literal[0, 1, 2, 3] = 1
-    """ZeRO stage, sharded over the dp x cp ranks."""
+    """ZeRO stage, sharded over the dp x cp ranks (hybrid: dp_shard x cp)."""
     schedule: ScheduleName = "1f1b"
     """Pipeline schedule: the order of the micro-batches."""
     sequence_parallel: bool = True
@@ -111,7 +114,7 @@ class ProveConfig:
 
     def given(self) -> Layout:
         """The layout that the axes give."""
-        mesh = Mesh(self.dp, self.cp, self.tp, self.pp, self.ulysses)
+        mesh = Mesh(self.dp, self.cp, self.tp, self.pp, self.ulysses, self.dp_shard)
         return Layout(
             mesh,
             self.sequence_parallel and mesh.tp > 1,
