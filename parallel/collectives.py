@@ -179,21 +179,24 @@ def start_reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup | None, dim: 
 
 
 def start_exchange(
-    send: torch.Tensor | None, recv: torch.Tensor | None, step: int, group: dist.ProcessGroup
+    send: torch.Tensor | None,
+    recv: torch.Tensor | None,
+    dest: int,
+    source: int,
+    group: dist.ProcessGroup,
 ) -> Pending:
-    """Start sending `send` to rank + `step` of `group` and receiving `recv` from rank - `step`.
+    """Start sending `send` to rank `dest` of `group` and receiving `recv` from rank `source`.
 
-    Every rank calls it at once. Both tensors are contiguous, of one dtype and, over all ranks, of
-    one size; `recv` is not to be read or written, and `send` not written, before ``wait()``. None
-    is no message in that direction; the other rank must pass None for it, too.
+    Both tensors are contiguous, and of the dtype and size that the other end receives or sends;
+    `recv` is not to be read or written, and `send` not written, before ``wait()``. None is no
+    message in that direction; the other rank must pass None for it, too.
 
     Returns:
         A ``Pending`` whose result is `recv`.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    there, back = (rank + step) % size, (rank - step) % size
     # One batch: NCCL deadlocks when two ranks order single sends and receives differently.
-    ends = (dist.isend, send, there), (dist.irecv, recv, back)
+    ends = (dist.isend, send, dest), (dist.irecv, recv, source)
     batch = [dist.P2POp(op, x, group=group, group_peer=at) for op, x, at in ends if x is not None]
     works = dist.batch_isend_irecv(batch) if batch else []
 
@@ -203,7 +206,7 @@ def start_exchange(
                 works.pop().wait()
         except RuntimeError as error:
             raise RuntimeError(
-                f"rank {rank} of {size}: the message from rank {back} or that to rank {there} "
+                f"rank {rank} of {size}: the message from rank {source} or that to rank {dest} "
                 f"failed: {str(error).splitlines()[0]}"
             ) from error
         return (send, recv)[1]

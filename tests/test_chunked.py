@@ -204,15 +204,15 @@ EXCHANGE, JOINED = chunked.start_exchange, chunked.joined
 GATHER, SCATTER, ROW = chunked.gather_product, chunked.product_scatter, TensorRanks.row_product
 
 
-def _stale(send, recv, step, group):
+def _stale(send, recv, dest, source, group):
     """A chunk is used before it has arrived: its place holds what it held."""
-    EXCHANGE(send, torch.empty_like(recv), step, group).wait()
+    EXCHANGE(send, torch.empty_like(recv), dest, source, group).wait()
     return collectives.Pending(None, recv.zero_)
 
 
-def _the_other_way(send, recv, step, group):
+def _the_other_way(send, recv, dest, source, group):
     """Messages go round the other way, which is seen on three ranks and more."""
-    return EXCHANGE(send, recv, -step, group)
+    return EXCHANGE(send, recv, source, dest, group)
 
 
 def _by_arrival(chunks):

@@ -32,10 +32,10 @@ from warpweave.kernels.attention.options import AttentionOptions
 from warpweave.parallel.collectives import group_rank, group_size, reduce_from
 from warpweave.parallel.context import attention as context
 from warpweave.parallel.context import context_attention, gather, ring
-from warpweave.parallel.context.messages import run_in_process
 from warpweave.parallel.context.strategy import Shards
 from warpweave.parallel.layout import SequenceLayout, balance
 from warpweave.parallel.mesh import Mesh
+from warpweave.parallel.messages import run_in_process
 
 STRATEGIES = ["ring", "gather", "stream", "ulysses", "auto"]
 Tensors = tuple[torch.Tensor, ...]

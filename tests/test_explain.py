@@ -9,13 +9,13 @@ from ranks import run_ranks
 from test_memory import Peak
 from test_ring import Case
 
+from warpweave.parallel import messages
 from warpweave.parallel.context import (
     Links,
     attention,
     context_attention,
     gather,
     measure_links,
-    messages,
 )
 from warpweave.parallel.context.explain import StrategyCost, explain, table
 from warpweave.parallel.layout import SequenceLayout, balance
@@ -39,9 +39,9 @@ def _run(
     sent: list[int] = []
     world, peak = dist.get_world_size(), Peak()
 
-    def hop(send, recv, step, group):
+    def hop(send, recv, *ends):
         sent.append(0 if send is None else send.numel() * send.element_size())
-        return exchange(send, recv, step, group)
+        return exchange(send, recv, *ends)
 
     def trade(send, recv, sizes, recv_sizes, group):
         sent.append((send.numel() - sizes[dist.get_rank(group)]) * send.element_size())

@@ -19,7 +19,8 @@ from test_ring import Case, assert_equal_to_whole
 from warpweave.kernels import reference
 from warpweave.kernels.attention import attention_delta
 from warpweave.kernels.attention.options import AttentionOptions, checked
-from warpweave.parallel.context import Links, context_attention, messages, ulysses
+from warpweave.parallel import messages
+from warpweave.parallel.context import Links, context_attention, ulysses
 from warpweave.parallel.layout import SequenceLayout, balance
 
 Tensors = tuple[torch.Tensor, ...]
@@ -160,16 +161,15 @@ class _Sent:
 
     sizes: list[int]
 
-    def deliver(self, sent: list, neighbours: int) -> None:
-        for rank, message in enumerate(sent):
-            if isinstance(message, messages.AllToAll):
-                me = rank % neighbours
-                n = sum(s for other, s in enumerate(message.send_sizes) if other != me)
-                self.sizes[rank] += n * message.send.element_size()
-        _deliver(sent, neighbours)
+    def ends(self, rank: int, message, neighbours: int) -> messages._Ends:
+        if isinstance(message, messages.AllToAll):
+            me = rank % neighbours
+            n = sum(s for other, s in enumerate(message.send_sizes) if other != me)
+            self.sizes[rank] += n * message.send.element_size()
+        return _ends(rank, message, neighbours)
 
 
-_deliver = messages._deliver
+_ends = messages._ends
 
 
 @pytest.mark.parametrize(("kv_heads", "ranks"), [(8, 2), (4, 4), (8, 8), (2, 4)])
@@ -178,7 +178,7 @@ def test_bytes_are_those_of_the_formula(kv_heads: int, ranks: int) -> None:
     several ranks read travels once to each, and its gradient in fp32."""
     case = Case(SequenceLayout(6 * ranks, ranks), heads=8, kv_heads=kv_heads, dtype=torch.bfloat16)
     sent = _Sent([0] * ranks)
-    with mock.patch.object(messages, "_deliver", sent.deliver):
+    with mock.patch.object(messages, "_ends", sent.ends):
         emulate(case, ranks)
     rows, others = case.batch * 6, ranks - 1
     copies = max(kv_heads, ranks) // ranks  # KV heads that a rank has

@@ -58,7 +58,9 @@ def measure_links(
     arrived = torch.empty_like(sent)
     x = x.detach()
     B, S, H, D = x.shape
-    hop = _seconds(lambda: start_exchange(sent, arrived, 1, group).wait(), x.device, rounds)
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    ends = (rank + 1) % ranks, (rank - 1) % ranks
+    hop = _seconds(lambda: start_exchange(sent, arrived, *ends, group).wait(), x.device, rounds)
     tile = _seconds(lambda: attention(x, x, x, causal=False), x.device, rounds)
     speeds = torch.tensor([size / hop, 4 * B * H * S * S * D / tile], device=x.device)
     dist.all_reduce(speeds, dist.ReduceOp.MIN, group)

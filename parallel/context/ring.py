@@ -67,9 +67,9 @@ from warpweave.kernels.attention.forward import block_fwd
 from warpweave.kernels.attention.options import AttentionOptions, Upstream
 from warpweave.kernels.reference import Run, compute_dtype
 from warpweave.kernels.runtime.dispatch import choose
-from warpweave.parallel.context.messages import Hop, Steps, run_on_group
 from warpweave.parallel.context.strategy import ForwardBackward, Shards
 from warpweave.parallel.layout import SequenceLayout
+from warpweave.parallel.messages import Hop, Steps, run_on_group
 
 
 def _sees_any(q_runs: Sequence[Run], k_runs: Sequence[Run], options: AttentionOptions) -> bool:
@@ -147,6 +147,10 @@ class _Route:
         backward: to its owner (`target` 0) only if the owner has not kept it."""
         return self.reach(at) >= origin and (target > 0 or self.reach(at) == self.visits[-1])
 
+    def hop(self, send: torch.Tensor | None, recv: torch.Tensor | None, step: int) -> Hop:
+        """`send` goes `step` ranks on, and `recv` is from as many ranks back."""
+        return Hop(send, recv, (self._rank + step) % self._parts, (self._rank - step) % self._parts)
+
     def block(self, at: int) -> AttentionOptions | None:
         """The attention options for block rank - `at`; None if the mask hides all of it."""
         k_runs = self._runs[(self._rank - at) % self._parts]
@@ -196,7 +200,7 @@ def ring_forward(
     for at, onward in zip(route.visits, (*route.visits[1:], None)):
         if onward is not None:
             goes, comes = route.reach(at) >= onward, route.reach(onward) >= onward
-            yield Hop(here if goes else None, spare if comes else None, onward - at)
+            yield route.hop(here if goes else None, spare if comes else None, onward - at)
         block, kv = route.block(at), here.transpose(2, 3)
         if o is None:  # the diagonal tile; sinks count once per row
             o, lse = block_fwd(q, kv[0], kv[1], block, sinks=sinks, out_dtype=compute_dtype(q))
@@ -269,15 +273,17 @@ def _backward_hops(
     grad_comes = bool(dkv) and route.reach(now) >= before
     hops = []
     if kv == dkv:
-        hops.append(Hop(here.part(goes, grad_goes), spare.part(comes, grad_comes), -kv))
+        hops.append(route.hop(here.part(goes, grad_goes), spare.part(comes, grad_comes), -kv))
     else:
-        hops += [Hop(here.part(goes, False), spare.part(comes, False), -kv)] * bool(kv)
-        hops += [Hop(here.part(False, grad_goes), spare.part(False, grad_comes), -dkv)] * bool(dkv)
+        if kv:
+            hops.append(route.hop(here.part(goes, False), spare.part(comes, False), -kv))
+        if dkv:
+            ends = here.part(False, grad_goes), spare.part(False, grad_comes)
+            hops.append(route.hop(*ends, -dkv))
     if onward < now and onward in route.starts:
         starts, arrives = route.reach(0) == onward, route.reach(onward) == onward
-        hops.append(
-            Hop(_heads_first(*own) if starts else None, spare.kv if arrives else None, onward)
-        )
+        ends = _heads_first(*own) if starts else None, spare.kv if arrives else None
+        hops.append(route.hop(*ends, onward))
     return hops
 
 

@@ -44,10 +44,10 @@ from warpweave.kernels.attention.options import AttentionOptions, Upstream
 from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.runtime.dispatch import choose
 from warpweave.parallel.collectives import group_rank, group_size
-from warpweave.parallel.context.messages import AllToAll, Steps, run_on_group
 from warpweave.parallel.context.ring import Kept, ring_backward, ring_forward
 from warpweave.parallel.context.strategy import ForwardBackward, Shards
 from warpweave.parallel.layout import SequenceLayout
+from warpweave.parallel.messages import AllToAll, Steps, run_on_group
 
 Tensors = tuple[torch.Tensor, ...]
 

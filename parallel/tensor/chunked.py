@@ -63,7 +63,7 @@ def gather_product(
     whole = x.new_empty(ranks, *x.shape)
     whole[rank] = x
     arriving = [
-        start_exchange(whole[rank], whole[owner], -step, group)
+        start_exchange(whole[rank], whole[owner], (rank - step) % ranks, owner, group)
         for step, owner in enumerate(order[1:], 1)
     ]
     made: dict[int, Made] = {rank: multiply(whole[rank], rank * len(x))}
@@ -81,10 +81,9 @@ def product_scatter(
     chunks = h.tensor_split(ranks)
     arriving: dict[int, Pending] = {}
     for step in range(1, ranks):
-        theirs = multiply(chunks[(rank + step) % ranks])
-        arriving[(rank - step) % ranks] = start_exchange(
-            theirs, torch.empty_like(theirs), step, group
-        )
+        dest, source = (rank + step) % ranks, (rank - step) % ranks
+        theirs = multiply(chunks[dest])
+        arriving[source] = start_exchange(theirs, torch.empty_like(theirs), dest, source, group)
     own = multiply(chunks[rank])
     terms = [own if r == rank else arriving[r].wait() for r in range(ranks)]
     for term in terms[1:]:

@@ -99,7 +99,8 @@ def assert_all_close(found: dict, wanted: dict, limit: float = 1e-5) -> None:
 def counted(run: Callable[[], Any]) -> tuple[Any, Counter]:
     """What `run()` returns, and how often meanwhile a product hid its messages (by what it does)
     and attention over context ranks began some."""
-    from warpweave.parallel.context import gather, messages
+    from warpweave.parallel import messages
+    from warpweave.parallel.context import gather
     from warpweave.parallel.tensor import chunked
 
     calls: Counter = Counter()

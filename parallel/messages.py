@@ -1,0 +1,205 @@
+"""Messages between ranks, without a transport: what a rank does is a generator of them.
+
+An algorithm over ranks (a ring, recursive doubling, a tree, ring attention) is a generator for each
+rank. It yields a message to start it, and None to wait for all that this rank has under way:
+
+    def all_gather(rank, ranks, x):  # of x[ranks, n] this rank's row is there
+        right, left = (rank + 1) % ranks, (rank - 1) % ranks
+        for hop in range(ranks - 1):
+            yield Hop(x[rank - hop], x[rank - hop - 1], right, left)
+            yield None
+
+`run_on_group` executes one rank's steps on process groups, `run_in_process` those of all ranks in
+one process. A message starts before the work that hides it and is waited for after it. Ranks need
+not take equally many steps.
+
+The pipeline's executor (`pipeline.execute`) is a generator of what a rank waits for, too, with
+transports of its own. Here buffers are the algorithm's, and a wait is for everything under way.
+There the transport has the schedule's list: it owns the buffers, posts receives ahead of need, and
+lets go of a sent tensor when a later message proves its arrival, so that no rank waits for a send.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from warpweave.parallel.collectives import Pending, start_all_to_all, start_exchange
+
+T = TypeVar("T")
+
+
+class Hop(NamedTuple):
+    """`send` goes to rank `dest`, `recv` is from rank `source`, at once (MPI's sendrecv).
+
+    Both are contiguous, and what one rank sends to another has the dtype and size of what that one
+    receives. None where nothing is sent, or nothing arrives, on this rank.
+    """
+
+    send: torch.Tensor | None
+    recv: torch.Tensor | None
+    dest: int
+    source: int
+
+
+class AllToAll(NamedTuple):
+    """Messages between all ranks of an Ulysses group: the first ``send_sizes[0]`` elements go to
+    rank 0 of it, and so on; `recv` is filled alike. Flat tensors of one dtype; what a rank sends to
+    itself is copied.
+    """
+
+    send: torch.Tensor
+    recv: torch.Tensor
+    send_sizes: list[int]
+    recv_sizes: list[int]
+
+
+# What one rank does: yields messages to start them and None to wait for all that are under way.
+Steps = Generator["Hop | AllToAll | None", None, T]
+
+
+def run_on_group(
+    steps: Steps[T],
+    group: dist.ProcessGroup | None,
+    neighbours: dist.ProcessGroup | None = None,
+    *,
+    overlap: bool = True,
+) -> T:
+    """Execute this rank's `steps`: hops on `group`, all-to-alls on `neighbours`; its result.
+
+    ``overlap=False`` waits for every message before the tile that could hide it. The operations and
+    their order are the same, so the results are bitwise equal.
+
+    On a CPU a thread starts the hops: where the receiver waits already, gloo's isend returns when
+    the message has been copied into the socket, and the tile would begin only then.
+    """
+    pending: list[Pending | Future[Pending]] = []
+    with ThreadPoolExecutor(1) as thread:
+        while True:
+            try:
+                message = next(steps)
+            except StopIteration as stop:
+                return stop.value
+            if isinstance(message, AllToAll):
+                pending.append(start_all_to_all(*message, neighbours))
+            elif message is not None and overlap and _by_gloo(message, group):
+                pending.append(thread.submit(start_exchange, *message, group))
+            elif message is not None:
+                pending.append(start_exchange(*message, group))
+            if message is None or not overlap:
+                for started in pending:
+                    (started if isinstance(started, Pending) else started.result()).wait()
+                pending = []
+
+
+def _by_gloo(hop: Hop, group: dist.ProcessGroup | None) -> bool:
+    tensors = [x for x in (hop.send, hop.recv) if x is not None and x.device.type == "cpu"]
+    return bool(tensors) and "cpu:gloo" in dist.get_backend_config(group)
+
+
+# ------------------------------------------------------------------ all ranks in a process
+
+
+class _Ends(NamedTuple):
+    """What is left to do of a message of one rank: to whom parts go, from whom they come."""
+
+    sends: dict[int, torch.Tensor]
+    receives: dict[int, torch.Tensor]
+
+
+# For each kind of message (of each process group) those under way, in order.
+_Queues = dict[type, "deque[_Ends]"]
+
+
+def run_in_process(
+    every: Sequence[Steps[T]], *, neighbours: int = 1, overlap: bool = True
+) -> list[T]:
+    """Execute the steps of all ranks in turn in this process, without any group.
+
+    `neighbours` ranks in a row are a group of all-to-alls, hops go over ranks that far apart.
+    Messages are copies, delivered when sender and receiver wait for them (``overlap=False``: where
+    they start), so that who reads or writes too early is seen.
+
+    The order is NCCL's: a rank's hops run one after the other, each of them when its peers have
+    come to theirs (all-to-alls likewise, beside the hops). What would wait for ever there, though
+    not on gloo, is a deadlock here.
+
+    Raises:
+        RuntimeError: a deadlock, a rank that ends with messages under way, or two ends of a message
+        that differ; names the ranks.
+    """
+    queues: list[_Queues] = [{Hop: deque(), AllToAll: deque()} for _ in every]
+    results: dict[int, T] = {}
+    while len(results) < len(every):
+        moved = False
+        for rank, steps in enumerate(every):
+            if rank in results or any(queues[rank].values()):
+                continue
+            moved = True
+            try:
+                while (message := next(steps)) is not None:
+                    queues[rank][type(message)].append(_ends(rank, message, neighbours))
+                    if not overlap:
+                        break
+            except StopIteration as stop:
+                if any(queues[rank].values()):
+                    raise RuntimeError(f"rank {rank} ends with messages under way") from None
+                results[rank] = stop.value
+        while _deliver(queues):
+            moved = True
+        if not moved:
+            raise RuntimeError(f"deadlock: {'; '.join(_waits(queues))}")
+    return [results[rank] for rank in range(len(every))]
+
+
+def _ends(rank: int, message: Hop | AllToAll, neighbours: int) -> _Ends:
+    """A message with the peers' numbers among all ranks."""
+    first, place = rank - rank % neighbours, rank % neighbours
+    if isinstance(message, Hop):
+        dest, source = (at * neighbours + place for at in (message.dest, message.source))
+        return _Ends(
+            {} if message.send is None else {dest: message.send},
+            {} if message.recv is None else {source: message.recv},
+        )
+    sends, receives = message.send.split(message.send_sizes), message.recv.split(message.recv_sizes)
+    return _Ends(*(dict(enumerate(parts, first)) for parts in (sends, receives)))
+
+
+def _deliver(queues: list[_Queues]) -> bool:
+    """Copy what is sent to where it is received, of each rank's first message; whether any was."""
+    moved = False
+    for rank, own in enumerate(queues):
+        for kind, queue in own.items():
+            for peer in list(queue[0].sends) if queue else ():
+                theirs = queues[peer][kind]
+                if not theirs or rank not in theirs[0].receives:
+                    continue
+                part, into = queue[0].sends.pop(peer), theirs[0].receives.pop(rank)
+                if (part.numel(), part.dtype) != (into.numel(), into.dtype):
+                    raise RuntimeError(
+                        f"rank {rank} sends {part.numel()} elements of {part.dtype}, rank {peer} "
+                        f"receives {into.numel()} of {into.dtype}"
+                    )
+                into.view(-1).copy_(part.view(-1))
+                moved = True
+    for own in queues:
+        for queue in own.values():
+            while queue and not any(queue[0]):
+                queue.popleft()
+                moved = True
+    return moved
+
+
+def _waits(queues: list[_Queues]) -> list[str]:
+    """For each rank that waits: for whom."""
+    return [
+        f"rank {rank} waits for ranks {sorted({*queue[0].sends, *queue[0].receives})}"
+        for rank, own in enumerate(queues)
+        for queue in own.values()
+        if queue
+    ]
