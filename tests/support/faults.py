@@ -229,8 +229,8 @@ FAULTS = (
     Fault(
         "chunked-wrong-owner",
         "parallel/tensor/chunked.py",
-        "multiply(chunks[(rank + step) % ranks])",
-        "multiply(chunks[(rank - step) % ranks])",
+        "multiply(chunks[dest])",
+        "multiply(chunks[source])",
         "on three ranks and more a chunk goes to another rank than that of its tokens",
     ),
     Fault(
