@@ -129,19 +129,6 @@ def test_the_operators_are_well_formed() -> None:
         well_formed(activation_bwd_op, activation_op(x.detach(), name), x.detach(), name)
 
 
-@impls
-def test_they_compile_without_breaks(impl) -> None:
-    def chain(x):
-        for name in ("gelu", "gelu_erf", "relu2", "swiglu", "geglu"):
-            x = activate(x, name, impl=impl)
-        return x
-
-    x = _input(5, 12)
-    compiled = torch.compile(chain, fullgraph=True, backend="aot_eager")
-    for a, b in zip(_with_gradient(compiled, x), _with_gradient(chain, x)):
-        assert_close_f64(a, b, 1e-13)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_compiled_gelu_rounds_no_more_than_its_dtype_and_stays_finite(dtype) -> None:
     """It is spelled out there, in float32, and nothing cancels: 1 - sigmoid(x) would."""

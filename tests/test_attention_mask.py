@@ -367,19 +367,10 @@ def test_gradients_pass_gradcheck(impl) -> None:
 
 
 @IMPLS
-def test_the_custom_op_passes_opcheck_and_compiles(impl) -> None:
+def test_the_custom_op_passes_opcheck(impl) -> None:
     qkv, documents = draw(Sq=5, Sk=5, D=4), _documents(2, 3)
     options = AttentionOptions(window=2, documents=documents, impl=impl)
     well_formed(attention_op, *qkv, None, options)
-
-    def loss(q, k, v, documents):
-        return attention(q, k, v, window=3, documents=documents, impl=impl).square().sum()
-
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    got, want = compiled(*qkv, documents), loss(*qkv, documents)
-    assert torch.equal(got, want)
-    for g, w in zip(torch.autograd.grad(got, qkv), torch.autograd.grad(want, qkv)):
-        assert torch.equal(g, w)
 
 
 def test_it_follows_autocast_and_checkpointing() -> None:

@@ -452,32 +452,6 @@ def test_under_checkpointing(recompute, reduction, reentrant):
         assert_close_f64(w.grad, truth[2], 1e-13)
 
 
-# Dynamo itself instantiates autograd.Function when it traces one, and torch warns about that.
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@IMPLS
-@pytest.mark.parametrize(("recompute", "reduction"), [(True, "none"), (False, "mean")])
-def test_compiles_whole(recompute, reduction, impl):
-    x, w, labels = _case(6, 150, 4, torch.float32)
-
-    def loss(x, w):
-        return linear_cross_entropy(
-            x * 2,
-            w,
-            labels,
-            label_smoothing=0.1,
-            z_loss=0.01,
-            reduction=reduction,
-            recompute=recompute,
-            impl=impl,
-        )
-
-    dloss = _dloss(labels, reduction)
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    ours, plain = _everything(compiled, x, w, dloss), _everything(loss, x, w, dloss)
-    for a, b in zip(ours, plain, strict=True):
-        assert_close_f64(a, b, 1e-6)
-
-
 @IMPLS
 def test_operators_pass_opcheck(impl):
     x, w, labels = (t.detach() for t in _case(9, 150, 4, torch.float32, vocab=149))

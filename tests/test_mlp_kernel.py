@@ -338,36 +338,6 @@ def test_the_operator_is_well_formed() -> None:
         torch.library.opcheck(torch.ops.warpweave.hidden_again.default, arguments)
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's
-@impls
-@pytest.mark.parametrize("recompute", [None, "up"])
-def test_it_compiles_without_breaks(recompute, impl) -> None:
-    tensors, drop = _tensors("swiglu"), _drop()
-    residual = torch.randn(2, 3, 20, dtype=torch.float64)
-    options = {"activation": "swiglu", "drop": drop, "residual": residual, "recompute": recompute}
-    run = partial(mlp, impl=impl)
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
-    ours, eager = (_with_gradients(f, tensors, **options) for f in (compiled, run))
-    for a, b in zip(ours, eager):
-        assert_close_f64(a, b, 1e-13)
-    with torch.no_grad():
-        assert_close_f64(compiled(*tensors, **options), run(*tensors, **options), 1e-13)
-
-
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's
-@impls
-def test_the_input_itself_as_residual_compiles_without_breaks(impl) -> None:
-    x, *weights = _tensors("gelu")
-
-    def run(x, *weights):
-        return mlp(x, *weights, activation="gelu", residual=x, impl=impl)
-
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
-    ours, eager = (_with_gradients(f, (x, *weights)) for f in (compiled, run))
-    for a, b in zip(ours, eager):
-        assert_close_f64(a, b, 1e-13)
-
-
 @impls
 def test_a_residual_stream_that_is_kept_wider_stays_wide(impl) -> None:
     x, *weights = (t.half() for t in _tensors("gelu"))

@@ -172,23 +172,6 @@ def test_the_operator_is_well_formed() -> None:
     )
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.*should not be instantiated:DeprecationWarning"
-)  # Dynamo's own
-@pytest.mark.parametrize("impl", IMPLS)
-def test_it_compiles_without_breaks(impl) -> None:
-    x, w, _, r = _inputs((5, 12), torch.float32, False, True)
-
-    def loss(x, w, r):
-        y, s = norm.rms_norm(x, w, residual=r, impl=impl)
-        return (y * y).sum() + s.sum()
-
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    eager = torch.autograd.grad(loss(x, w, r), (x, w, r))
-    for a, b in zip(torch.autograd.grad(compiled(x, w, r), (x, w, r)), eager):
-        assert torch.equal(a, b)
-
-
 # ------------------------------------------------------------ the chain before the norm, fused
 
 P, KEY = 0.4, {"seed": 2**40 + 5, "site": 2}
@@ -462,18 +445,12 @@ def _loss(x, w, b, r, x_bias, impl):
     return (y * y).sum() + s.sum()
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.*should not be instantiated:DeprecationWarning"
-)  # Dynamo's own
 @pytest.mark.parametrize("impl", IMPLS)
-def test_the_chain_compiles_checkpoints_and_autocasts(impl) -> None:
+def test_the_chain_checkpoints_and_autocasts(impl) -> None:
     inputs = [t.requires_grad_() for t in _chain_inputs((5, 12), torch.float32)]
     eager = torch.autograd.grad(_loss(*inputs, impl), inputs)
-    compiled = torch.compile(_loss, fullgraph=True, backend="aot_eager")
-    again = checkpoint(_loss, *inputs, impl, use_reentrant=False)
-    for loss in (compiled(*inputs, impl), again):
-        for a, b in zip(torch.autograd.grad(loss, inputs), eager, strict=True):
-            assert torch.equal(a, b)
+    again = torch.autograd.grad(checkpoint(_loss, *inputs, impl, use_reentrant=False), inputs)
+    assert all(map(torch.equal, again, eager))
     with torch.autocast("cpu", torch.bfloat16):
         gradients = torch.autograd.grad(_loss(*inputs, impl), inputs)
         x = inputs[0]

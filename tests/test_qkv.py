@@ -188,16 +188,6 @@ def test_the_operators_are_well_formed() -> None:
         torch.library.opcheck(ops.qkv_bwd.default, (*heads, *turned))
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's
-@impls
-def test_it_compiles_without_breaks(impl) -> None:
-    tensors, table = _tensors()
-    run = partial(qkv_rope, impl=impl)
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
-    ours = _with_gradients(compiled, tensors, table)
-    _assert_equal(ours, _with_gradients(run, tensors, table), 1e-13)
-
-
 @pytest.mark.parametrize("fault", ["keys do not turn", "turned the other way in backward"])
 def test_planted_faults_exceed_the_tolerance(fault, monkeypatch) -> None:
     tensors, table = _tensors()
