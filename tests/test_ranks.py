@@ -15,6 +15,7 @@ import ranks
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from triton.runtime import interpreter
 
 
 def _sum(rank: int, value: float) -> float:
@@ -32,6 +33,15 @@ def _fail(rank: int) -> None:
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_results_come_back_in_rank_order(world: int) -> None:
     assert run_ranks(world, _sum, 2.0) == [world * (world + 1.0)] * world
+
+
+def _interpreter(rank: int) -> str:
+    return interpreter._patch_lang.__module__
+
+
+def test_ranks_interpret_kernels_as_quickly_as_this_process() -> None:
+    assert run_ranks(1, _interpreter) == [interpreter._patch_lang.__module__]
+    assert _interpreter(0) == "quick_interpreter"
 
 
 def test_the_failing_rank_is_named() -> None:

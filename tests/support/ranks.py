@@ -19,7 +19,9 @@ from multiprocessing.connection import wait
 from typing import Any
 
 # What ranks of many files import, which would take each of them longer than most tests: all of the
-# package, and what Triton's interpreter, torch.compile and FSDP2 ask for.
+# package, and what Triton's interpreter, torch.compile and FSDP2 ask for. Nothing of tests: before
+# Python 3.13 a forkserver has not the path of the process that starts it, and passes over what it
+# does not find.
 _PRELOAD = [
     "torch",
     "torch.distributed",
@@ -27,9 +29,6 @@ _PRELOAD = [
     "torch.testing._comparison",
     "torch._dynamo.backends.debugging",
     "triton.experimental.gluon.language",
-    "conftest",
-    "ranks",
-    "close",
     "warpweave.prove",
     "warpweave.train",
 ]
@@ -52,12 +51,14 @@ def _child(
 ) -> None:
     import datetime
 
+    import quick_interpreter
     import torch
     import torch.distributed as dist
 
     from warpweave.launch import end_with_parent
 
     end_with_parent()
+    quick_interpreter.install()
     _look_at_leisure()
     torch.set_num_threads(1)
     torch.manual_seed(0)
