@@ -87,18 +87,19 @@ def _child(
 
 
 def _look_at_leisure() -> None:
-    """A kernel that waits in Triton's interpreter sleeps between its looks, a millisecond each:
-    the rank that it waits for needs the processor."""
+    """A kernel that waits in Triton's interpreter sleeps between its looks, twice as long after each,
+    up to 8 milliseconds: the rank that it waits for needs the processor."""
     from triton.runtime.interpreter import InterpreterBuilder
 
-    look, last = InterpreterBuilder.create_atomic_rmw, None
+    look, last, pause = InterpreterBuilder.create_atomic_rmw, None, 0.0
 
     def patient(builder, op, ptr, val, mask, sem, scope):
-        nonlocal last
+        nonlocal last, pause
         if sem.name == "ACQUIRE":
             this = ptr.data.item(), builder.grid_idx
+            pause = min(2 * pause, 0.008) if this == last else 0.0005
             if this == last:
-                time.sleep(0.001)
+                time.sleep(pause)
             last = this
         return look(builder, op, ptr, val, mask, sem, scope)
 
