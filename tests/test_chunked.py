@@ -17,8 +17,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from plants import instead, noticed, planted
 from ranks import NotedWork, run_ranks
-from sharded import beside_replicas, draw, noticed, part, world
+from sharded import beside_replicas, draw, part, world
 from threads import run_threads
 
 from warpweave.kernels.dropout import Drop
@@ -250,8 +251,8 @@ def _planted(rank: int) -> None:
     given = operands(torch.float32)
     for name, (where, place, fault, products, ranks) in FAULTS.items():
         for product in products if world()[2] >= ranks else ():
-            with mock.patch.object(where, place, fault):
-                found = noticed(check, product, True, given)
+            with planted(instead(where, place, fault)):
+                found = noticed(world()[0], check, product, True, given)
             assert found >= world()[2] - 1, f"{name}, {product.__name__}: noticed on {found} ranks"
 
 

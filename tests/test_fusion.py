@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from close import assert_close_f64, assert_error_budget
+from plants import Plant, planted
 
 from warpweave.kernels import mlp, reference
 from warpweave.kernels.activation import ACTIVATIONS, activation_fwd
@@ -203,33 +204,32 @@ def _added_twice(dropout):
 
 
 FAULTS = {
-    "the bias is forgotten": (fused.gemm_cpu, "product", _no_bias),
-    "another activation": (fused, "activation_fwd", _other),
-    "another slope": (hidden, "activation_bwd", _other),
-    "h of another": (hidden, "activation_fwd", _other),
-    "dropped out twice": (fused, "dropout", _added_twice),
+    "the bias is forgotten": Plant(fused.gemm_cpu, "product", _no_bias),
+    "another activation": Plant(fused, "activation_fwd", _other),
+    "another slope": Plant(hidden, "activation_bwd", _other),
+    "h of another": Plant(hidden, "activation_fwd", _other),
+    "dropped out twice": Plant(fused, "dropout", _added_twice),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_slip_apart_is_noticed(fault, gpu, monkeypatch) -> None:
+def test_a_slip_apart_is_noticed(fault, gpu) -> None:
     gpu("apart")
-    place, name, broken = FAULTS[fault]
-    monkeypatch.setattr(place, name, broken(getattr(place, name)))
-    with pytest.raises(AssertionError):
+    with planted(FAULTS[fault]), pytest.raises(AssertionError):
         _check_mlp("swiglu")
 
 
-def test_keys_that_are_not_turned_are_noticed(gpu, monkeypatch) -> None:
-    gpu("apart")
-    turn = kernels.rope_qk_fwd
-
+def _keys_not_turned(turn):
     def broken(q, k, *table, impl):
         turned = turn(q, k, *table, impl=impl)
         return turned if impl == "torch" else (turned[0], k)
 
-    monkeypatch.setattr(kernels, "rope_qk_fwd", broken)
-    with pytest.raises(AssertionError):
+    return broken
+
+
+def test_keys_that_are_not_turned_are_noticed(gpu) -> None:
+    gpu("apart")
+    with planted(Plant(kernels, "rope_qk_fwd", _keys_not_turned)), pytest.raises(AssertionError):
         _check_qkv(True)
 
 

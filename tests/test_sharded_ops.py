@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
-from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from close import assert_close_f64, assert_error_budget
+from plants import instead, noticed, planted
 from ranks import run_ranks
 from sharded import (
     RTOL,
@@ -29,11 +28,11 @@ from sharded import (
     beside_replicas,
     fused,
     gradients,
-    noticed,
     on_first,
     own_tokens_again,
     part,
     without_the_sum_of_dx,
+    world,
 )
 from sharded import run as results_of
 from sharded_ops import IDS, OPS, PADDED, each
@@ -368,16 +367,14 @@ FAULTS = (
 
 def _planted(rank: int) -> None:
     for op, where, name, fault, givens, everywhere in FAULTS:
-        planted = replace(OPS[op], also=lambda *_: None)  # where ranks would wait for one another
-        patch = nullcontext()
+        row = replace(OPS[op], also=lambda *_: None)  # where ranks would wait for one another
+        plants = () if where == op else (instead(where, name, fault),)
         if where == op:
-            planted = replace(planted, **{name: fault})
-        else:
-            patch = mock.patch.object(where, name, fault)
+            row = replace(row, **{name: fault})
         for given in givens:
             for sequence in given.sequences:
-                with patch, planted.within():
-                    found = noticed(agrees, planted, given, sequence)
+                with planted(*plants), row.within():
+                    found = noticed(world()[0], agrees, row, given, sequence)
                 told = f"{op}: {fault.__name__}, {given}, {sequence}: noticed on {found} ranks"
                 assert found == 2 if everywhere else found > 0, told
 

@@ -87,8 +87,8 @@ def _child(
 
 
 def _look_at_leisure() -> None:
-    """A kernel that waits in Triton's interpreter sleeps between its looks, twice as long after each,
-    up to 8 milliseconds: the rank that it waits for needs the processor."""
+    """A kernel that waits in Triton's interpreter sleeps between its looks, longer after each, up
+    to 8 milliseconds: the rank that it waits for needs the processor."""
     from triton.runtime.interpreter import InterpreterBuilder
 
     look, last, pause = InterpreterBuilder.create_atomic_rmw, None, 0.0

@@ -269,16 +269,6 @@ def check_layer(
 # ---------------------------------------------------------------- planted faults
 
 
-def noticed(check: Callable[..., object], *args: object, **options: object) -> int:
-    """On how many ranks ``check(*args, **options)`` fails; collective."""
-    try:
-        check(*args, **options)
-        failed = torch.zeros(())
-    except AssertionError:
-        failed = torch.ones(())
-    return int(reduce_from(failed, world()[0]))
-
-
 def own_tokens_again(ranks: TensorRanks, x: Tensor) -> Tensor:
     """For ``TensorRanks.gather``: this rank's tokens stand for those of the others."""
     return x.repeat(group_size(ranks.group), 1) if ranks.sequence_parallel else x
