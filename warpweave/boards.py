@@ -1,8 +1,8 @@
-"""Where a run's rows are also shown: TensorBoard events, and a run of Weights & Biases.
+"""Metrics on TensorBoard and Weights & Biases.
 
-A board is given a run's folder, the step that it goes on from, and then every row of
-`metrics.Metrics` as it is written. Neither library is needed unless it is asked for, and
-`check_boards` says which is missing before anything is launched.
+A board gets a run's folder, the step from which it resumes, and then every row of `metrics.Metrics`
+as it is written. Neither library is needed unless its board is requested, and `check_boards` names
+a missing one before any rank is started.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ class Board(Protocol):
     """What `metrics.Metrics` needs of a board."""
 
     def row(self, row: dict[str, Any]) -> None:
-        """Show a row; its ``step`` counts on, those of one step come one after the other."""
+        """Show a row; its ``step`` never decreases, and rows of one step are consecutive."""
 
     def flush(self) -> None:
-        """Let no row so far be lost if this process is killed."""
+        """Flush, so that no row is lost if this process is killed."""
 
     def close(self) -> None:
-        """No row comes any more."""
+        """Close the board after the last row."""
 
 
 class TensorBoard:
@@ -43,7 +43,7 @@ class TensorBoard:
                 self._writer.add_scalar(name, value, int(row["step"]))
 
     def flush(self) -> None:
-        """Write what waits, which otherwise may be two minutes old."""
+        """Write pending events, which may otherwise wait for two minutes."""
         self._writer.flush()
 
     def close(self) -> None:
@@ -54,11 +54,10 @@ class TensorBoard:
 class WeightsAndBiases:
     """A run of `project` in W&B, with every option as its config.
 
-    A resumed run goes on in the same one, whose name is in ``wandb/run-id``. What W&B has of it
-    cannot be taken back there: steps that it has already, of a run that died after its last
-    checkpoint, are not sent again, and the evaluation that an interrupted run still owes at its
-    last step comes with the next one. With ``WANDB_MODE=offline`` there is nobody to ask, and
-    ``wandb sync --append`` joins the parts.
+    A resumed run continues the W&B run whose id is in ``wandb/run-id``. Rows cannot be removed from
+    W&B: steps that it already has, from a run that died after its last checkpoint, are not sent
+    again, and an evaluation missing at the last step of an interrupted run is sent with the next
+    one. With ``WANDB_MODE=offline``, ``wandb sync --append`` joins the parts.
 
     Raises:
         ValueError: W&B refuses, such as without a key (``wandb login``); one line.
@@ -91,7 +90,7 @@ class WeightsAndBiases:
             self._run.log(numbers, step=max(row["step"], self._first))
 
     def flush(self) -> None:
-        """Nothing to do: a process of W&B's own has the rows."""
+        """Nothing to do: W&B's own process already has the rows."""
 
     def close(self) -> None:
         """Wait until W&B has all of it."""

@@ -1,8 +1,8 @@
-"""One record on each module that warpweave changed: what was there before, and how to undo it.
+"""The record of changes on a module of another library: its previous attributes, to undo them.
 
 The record is the attribute `_warpweave` of the module. It holds data and no closure, so that a deep
-copy of a module has a record of its own. The facts in it are what replaced forwards must know of
-their module, at most one of each class: `note`, `known` and `forget` write, read and remove one.
+copy of a module has its own record. Its facts are what replaced forwards need to know about their
+module, at most one per class: `note`, `known` and `forget` write, read and remove one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Changes:
     facts: dict[type, Any] = field(default_factory=dict)
 
     def remember(self, owner: Any, name: str) -> None:
-        """Let `undo` put back the value that an attribute has now, if none is remembered yet."""
+        """Remember an attribute's value for `undo`, unless one is remembered already."""
         if not any(known is owner and other == name for known, other, _ in self.before):
             value = (owner.__dict__[name],) if name in owner.__dict__ else ()
             self.before.append((owner, name, value))
@@ -73,12 +73,12 @@ def undo(module: nn.Module) -> None:
 
 
 def note(module: nn.Module, fact: Any) -> None:
-    """Let a module be known by a fact, in the place of another of its class."""
+    """Record a fact about a module, replacing one of the same class."""
     changes_of(module).facts[type(fact)] = fact
 
 
 def known(module: nn.Module, kind: type[_Fact]) -> _Fact | None:
-    """The fact of a class that is known of a module, or None."""
+    """The fact of a class about a module, or None."""
     changes: Changes | None = module.__dict__.get(NAME)
     return None if changes is None else changes.facts.get(kind)
 

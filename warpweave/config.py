@@ -1,6 +1,6 @@
-"""What is trained, and how it is laid over ranks: the two records that say so.
+"""The model and its parallelism as two records.
 
-`GPTConfig` is the model, `PRESETS` are those with names. `ParallelPlan` is how a step is cut over a
+`GPTConfig` is the model, `PRESETS` are named ones. `ParallelPlan` is how a step is sharded over a
 mesh, which changes no result beyond the order of sums. Every field of both is an option of
 ``warpweave train`` (`train_config`), whose help is the field's line here.
 """
@@ -23,8 +23,8 @@ Recompute = Literal["none", "selective", "full"]
 
 
 def _check_words(record: GPTConfig | ParallelPlan) -> None:
-    """Raise ``ValueError`` if a field that is one of several words holds another, or a number is
-    of another kind, as in JSON that somebody else wrote."""
+    """Raise ``ValueError`` if a field has a word that is not one of its choices, or a number of the
+    wrong type, as may happen with JSON from elsewhere."""
     for name, kind in get_type_hints(type(record)).items():
         value = getattr(record, name)
         if get_origin(kind) is Literal and value not in get_args(kind):
@@ -40,7 +40,7 @@ def _check_words(record: GPTConfig | ParallelPlan) -> None:
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """How the model, the batch and the work of a step are cut over the ranks of a mesh.
+    """How the model, the batch and the work of a step are distributed over the ranks of a mesh.
 
     Attributes:
         zero: ZeRO stage, sharded over the dp x cp ranks (hybrid: dp_shard x cp).
@@ -50,19 +50,20 @@ class ParallelPlan:
         early_gradients: Early input gradients: a pipeline stage sends its input's gradient before
             it computes those of its weights, the same bits, sooner. Not with ZeRO 2 and 3 over data
             ranks, which free gradients block by block.
-        sequence_parallel: Sequence parallelism: with tp > 1, cut the residual stream's tokens over
-            the tensor ranks.
+        sequence_parallel: Sequence parallelism: with tp > 1, shard the residual stream's tokens
+            over the tensor ranks.
         overlap: Overlap of tensor ranks' collectives with products: not at all (none),
             whole collectives in the backward only (bulk), chunk by chunk of the tokens (chunked),
             or within Triton's kernels (fused; ranks of one machine).
         recompute: Activation checkpointing: of the MLP's hidden activations (selective), or of all
-            but each block's input and what attention over context ranks made (full).
-        layout: Sequence sharding over the context ranks; balanced cuts each micro-batch by the work
-            of its documents.
-        cp_strategy: Context-parallel attention: keys and values go round a ring (ring), are
+            but each block's input and the results of attention over context ranks (full).
+        layout: Sequence sharding over the context ranks; balanced assigns chunks of each
+            micro-batch by the work of its documents.
+        cp_strategy: Context-parallel attention: keys and values rotate round a ring (ring) or are
             all-gathered (gather; stream: head by head), all-to-alls exchange sequence for heads
-            (ulysses), or both (hybrid, with ulysses > 1). auto takes what sends least, measured
-            what keeps ranks waiting least at the link speeds that the run measures when it starts.
+            (ulysses), or both (hybrid, with ulysses > 1). auto is the one that sends least,
+            measured the one with the least exposed time at the link speeds that the run measures
+            when it starts.
     """
 
     zero: Literal[0, 1, 2, 3] = 1
@@ -80,7 +81,7 @@ class ParallelPlan:
         _check_words(self)
 
     def make_schedule(self, ranks: int) -> schedules.Schedule:
-        """The lists of actions of `ranks` pipeline ranks, without any communication yet.
+        """The schedule of `ranks` pipeline ranks: forwards and backwards, without communication.
 
         Raises ValueError if there is no micro-batch, or there are several stages on a rank though
         the schedule is not interleaved.
@@ -98,7 +99,7 @@ class ParallelPlan:
         return generators[self.schedule](ranks, self.microbatches)
 
     def placement(self, ranks: int) -> list[int]:
-        """The pipeline rank, of `ranks`, that holds each stage."""
+        """The pipeline rank of each stage, with `ranks` pipeline ranks."""
         return schedules.placement(self.make_schedule(ranks))
 
 
@@ -106,9 +107,9 @@ class ParallelPlan:
 class GPTConfig(HeadStyle, MLPStyle):
     """Sizes and style of a GPT. The defaults are GPT-2's style.
 
-    Without `kv_heads` there are as many as `heads`, without `hidden` it is 4 * width, without
-    `head_size` it is width / heads. What blocks of all kinds have are fields of ``layers.style``.
-    JSON of ``dataclasses.asdict`` makes the same record again.
+    Defaults: `kv_heads` = `heads`, `hidden` = 4 * width, `head_size` = width / heads. The options
+    of blocks are the fields of ``layers.style``. ``GPTConfig(**...)`` of the JSON of
+    ``dataclasses.asdict`` is the same record.
 
     Attributes:
         vocab_size: Size of the vocabulary.
@@ -125,8 +126,8 @@ class GPTConfig(HeadStyle, MLPStyle):
         windows: Sliding windows in tokens, one for each layer in turn; 0 is full attention.
         logit_softcap: Softcap of the logits, softcap * tanh(logit / softcap).
         embedding_scale: Scale by which the token embedding is multiplied.
-        local_rope_theta: Base of the rotary embedding in layers with a window, if it is another;
-            rope_scaling is then of the others alone.
+        local_rope_theta: Base of the rotary embedding in layers with a window, if it differs;
+            rope_scaling then applies to layers without one only.
     """
 
     vocab_size: int

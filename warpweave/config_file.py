@@ -1,9 +1,8 @@
-"""Options of a command as TOML: `read_options` from a file of a user's, `write_options` of a run.
+"""Options of a command as TOML: `read_options` reads a user's file, `write_options` writes a run's.
 
-A key is an option's name, with underscores or with hyphens as on the command line; the records in
-an options' record (a model's overrides, a plan) have no table of their own, as they have no prefix
-there. TOML has no null: a key that is not there is the default, which `write_options` leaves as a
-comment.
+A key is an option's name, with underscores or with hyphens as on the command line; nested records
+of options (model overrides, the plan) have no table of their own, as they have no prefix there.
+TOML has no null: a missing key is the default, which `write_options` writes as a comment.
 """
 
 from __future__ import annotations
@@ -56,12 +55,12 @@ def read_options(
     without: tuple[str, ...] = (),
     formerly: Mapping[tuple[str, str], str] = MappingProxyType({}),
 ) -> _Record:
-    """`defaults` with the values that the TOML file at `path` has of its options; `formerly` has
-    those words of files of earlier versions that are other words today: {(name, then): now}.
+    """`defaults` with the values in the TOML file at `path`. `formerly` maps values in files of
+    earlier versions to today's: {(name, then): now}.
 
     Raises:
-        ValueError: no such file, no TOML, a key that is no option (or one of those `without`), a
-            value of another type; one line that names file and key.
+        ValueError: no such file, invalid TOML, a key that is not an option (or is in `without`), a
+            value of the wrong type; one line that names file and key.
     """
     try:
         found = tomllib.loads(path.read_bytes().decode())
@@ -95,7 +94,7 @@ def read_options(
 
 
 def write_options(record: Any, without: tuple[str, ...] = ()) -> str:
-    """TOML of every option of `record`; `read_options` makes the same record of it."""
+    """TOML of every option of `record`, from which `read_options` restores it."""
     lines = []
     for name, value in options_of(record).items():
         if name not in without:
@@ -119,7 +118,7 @@ def _alternatives(kind: Any) -> tuple[Any, ...]:
 
 
 def _typed_value(kind: Any, value: Any) -> Any:
-    """A value of TOML as one of the type `kind`; TypeError if it is none."""
+    """A TOML value converted to the type `kind`; TypeError if it is not one."""
     for each in _alternatives(kind):
         origin, inner = get_origin(each), get_args(each)
         if origin is Literal and any(type(value) is type(x) and value == x for x in inner):
@@ -139,7 +138,7 @@ def _typed_value(kind: Any, value: Any) -> Any:
 
 
 def _described(kind: Any) -> str:
-    """A type as a sentence has it."""
+    """A type in words."""
     words = []
     for each in _alternatives(kind):
         origin, inner = get_origin(each), get_args(each)
@@ -154,7 +153,7 @@ def _described(kind: Any) -> str:
 
 
 def _toml(value: Any) -> str:
-    """A value as TOML has it; numbers come back bit for bit."""
+    """A value as TOML, from which numbers are restored bit for bit."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, (int, float)):

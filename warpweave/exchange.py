@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 
 def exchange(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """Every rank's JSON value, in the order of ranks; every rank of `group` calls it."""
+    """All-gather of JSON values, in rank order; every rank of `group` calls it."""
     if group is None:
         return [value]
     nccl = dist.get_backend(group) == "nccl"

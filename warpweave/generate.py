@@ -1,11 +1,12 @@
-"""Going on with texts, token by token: `go_on` draws what a step of the model makes likely.
+"""Autoregressive generation, token by token: `go_on` samples from the logits of a step of the
+model.
 
-The step of `generate` keeps the keys and values of what was read; that of `Engine.generate` runs
-the whole window again, on any mesh.
+The step of `generate` has a KV cache; that of `Engine.generate` recomputes the whole window for
+every token, on any mesh.
 
-A batch of prompts of several lengths is padded on the left, so that all of them end at the same
-place: the padding is a document of its own, across whose end no token looks, and learned positions
-count from a prompt's first token (a rotary embedding only knows distances).
+Prompts of different lengths are padded on the left, so that all end at the same position: the
+padding is a document of its own, which other tokens do not attend to, and learned positions count
+from a prompt's first token (a rotary embedding depends on distances only).
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ from warpweave.parallel.pipeline.losses import split_losses
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next tokens are chosen.
+    """How the next tokens are sampled.
 
     Attributes:
-        tokens: how many, at most.
-        temperature: of the softmax that is drawn from; 0 takes the likeliest token.
-        top_k: draw from so many of the likeliest tokens; 0 from all.
-        top_p: draw from the fewest of the likeliest tokens that have this probability together.
+        tokens: the largest number of new tokens.
+        temperature: of the softmax that is sampled from; 0 is greedy.
+        top_k: sample from the k most likely tokens; 0 from all.
+        top_p: nucleus sampling: from the fewest most likely tokens with this total probability.
         stop: tokens that end a text.
-        seed: of the draws.
+        seed: of the random numbers.
     """
 
     tokens: int = 100
@@ -62,13 +63,13 @@ class Sampling:
 def generate(
     gpt: GPT, prompts: Iterable[Iterable[int]], sampling: Sampling = Sampling()
 ) -> list[list[int]]:
-    """The tokens after each of the prompts (token ids), with the token that ended it if one did.
+    """The tokens generated after each prompt (token ids), up to and with a stop token.
 
-    Prompts are of their own lengths, without padding. On a mesh of tensor ranks and pipeline stages
-    every rank calls it and gets the same. Modules are left in the modes that they were in.
+    Prompts may have different lengths and have no padding. On a mesh of tensor ranks and pipeline
+    stages every rank calls it and gets the same result. Modules keep their training modes.
 
-    Raises ``ValueError``: a prompt is empty or no whole numbers, or its text would be longer than
-    the model's sequence, a token is none of the vocabulary, or the mesh has data or context ranks,
+    Raises ``ValueError``: a prompt is empty or not of integers, its text would be longer than the
+    model's sequence, a token is not in the vocabulary, or the mesh has data or context ranks,
     several stages on a rank, or sequence parallelism.
     """
     _check_ranks(gpt)
@@ -103,13 +104,14 @@ def go_on(
     sampling: Sampling,
     step: Callable[[Tensor | None], tuple[Tensor | None, int]],
 ) -> list[list[int]]:
-    """The tokens after each of `count` texts; every rank of the mesh calls it and gets the same.
+    """The tokens generated after each of `count` texts; every rank of the mesh calls it, with the
+    same result.
 
     Args:
-        gpt: is evaluated, and left in the modes that it was in.
-        step: runs the model one token further. It is given the tokens int64[count] that were chosen
-            last (None at first) and returns the logits float[count, V] of the next, or None on a
-            rank that does not have them, and a rank that has.
+        gpt: runs in evaluation mode; its modules' modes are restored.
+        step: one step of the model: from the tokens int64[count] sampled last (None at first) to
+            the logits float[count, V] of the next (None on a rank that does not have them), and the
+            index of a rank that has them.
     """
     device = next(gpt.parameters()).device
     generator = torch.Generator().manual_seed(sampling.seed % 2**63)
@@ -130,16 +132,16 @@ def go_on(
             found.append(chosen)
             if sampling.stop:
                 done |= torch.isin(chosen, stop)
-                if bool(done.all()):  # waits for the device, so only where a text may end
+                if bool(done.all()):  # a host sync, so only if there are stop tokens
                     break
     rows = torch.stack(found, 1).tolist() if found else [[] for _ in range(count)]
     return [_until(row, sampling.stop) for row in rows]
 
 
 def choose_tokens(logits: Tensor, noise: Tensor, sampling: Sampling) -> Tensor:
-    """The next tokens int64[B] of logits[B, V]; noise[B, V] is standard Gumbel.
+    """The next tokens int64[B] from logits[B, V] and standard Gumbel noise[B, V].
 
-    The largest of logits plus Gumbel noise is a draw from their softmax.
+    Gumbel-max: the argmax of logits plus Gumbel noise is a sample of their softmax.
     """
     if sampling.temperature == 0:
         return logits.argmax(-1)
@@ -147,7 +149,7 @@ def choose_tokens(logits: Tensor, noise: Tensor, sampling: Sampling) -> Tensor:
 
 
 def kept(logits: Tensor, sampling: Sampling) -> Tensor:
-    """logits[B, V] with -inf for the tokens that top_k and then top_p leave out."""
+    """logits[B, V] with -inf for the tokens that top_k and then top_p exclude."""
     if 0 < sampling.top_k < logits.shape[-1]:
         least = logits.topk(sampling.top_k).values[:, -1:]
         logits = logits.masked_fill(logits < least, -math.inf)
@@ -193,7 +195,7 @@ def _logits(
 def check_prompts(
     config: GPTConfig, prompts: Iterable[Iterable[int]], sampling: Sampling
 ) -> list[list[int]]:
-    """The prompts as lists; raises ``ValueError`` for what a model cannot go on with."""
+    """The prompts as lists; ``ValueError`` if the model cannot continue one of them."""
     rows = [_whole_numbers(prompt) for prompt in prompts]
     if not all(rows):
         raise ValueError("a prompt must have at least one token")
@@ -225,6 +227,6 @@ def _check_ranks(gpt: GPT) -> None:
 
 
 def _until(row: list[int], stop: tuple[int, ...]) -> list[int]:
-    """A row up to its first token that ends it, with it."""
+    """A row up to and with its first stop token."""
     ends = [i for i, token in enumerate(row) if token in stop]
     return row[: ends[0] + 1] if ends else row

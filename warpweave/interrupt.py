@@ -1,4 +1,4 @@
-"""How a person or a scheduler stops a run: by a signal, which is kept until the step is done."""
+"""Stopping a run by a signal, which takes effect after the current step."""
 
 from __future__ import annotations
 

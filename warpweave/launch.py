@@ -1,11 +1,11 @@
-"""Ranks: started by torchrun's launcher, connected, and able to say which of them failed.
+"""Ranks: started by torchrun's launcher, connected, with errors that name the rank that failed.
 
 On one machine every socket of ours listens on loopback only. Under ``torchrun`` (one machine or
 several) the launcher has opened its store already, on every interface, and we join it.
 
-Ctrl-C and SIGTERM: `launch` passes the first one on, once, as SIGTERM; ranks finish their step and
-save. A second one kills them. Ranks start with both signals blocked and `join` lets them in, so
-that a signal during the seconds of imports is neither lost nor a traceback from every rank. If
+Ctrl-C and SIGTERM: `launch` forwards the first one, once, as SIGTERM; ranks finish their step and
+save. A second one kills them. Ranks start with both signals blocked and `join` unblocks them, so
+that a signal during the seconds of imports is neither lost nor a traceback on every rank. If
 `launch`'s own process or torchrun dies, by SIGKILL too, its ranks end at once (`end_with_parent`).
 """
 
@@ -152,9 +152,9 @@ def _environment(**values: str) -> Iterator[None]:
 
 
 def _watch(launcher: threading.Thread, world: int, received: list[int]) -> None:
-    """Until the launcher's thread ends: pass signals on, and stop ranks that outlive a failure.
+    """Until the launcher's thread ends: forward signals, and stop ranks that outlive a failure.
 
-    torch's launcher would give a rank that hangs 30 seconds.
+    torch's launcher would wait 30 seconds for a rank that hangs.
     """
     children: list[Any] = []
     passed_on, failed_at = False, None
@@ -187,7 +187,7 @@ def _failed(child: Any) -> bool:
 
 
 def _exit_for(error: Any, mesh: Mesh, store: dist.Store, received: list[int]) -> None:
-    """Say what the ranks could not say themselves, and exit."""
+    """Report failures that the ranks could not report themselves, and exit."""
     rank, failure = min(error.failures.items())
     if received and failure.exitcode < 0:
         if len(received) > 1:
@@ -249,16 +249,16 @@ class Session:
     _renewals: int = 0
 
     def beat(self, step: int, phase: str) -> None:
-        """Leave word of where this rank is, for the others to read if it falls silent."""
+        """Record the progress of this rank in the store, for others to report if it hangs."""
         if self.store is not None:
             self.store.set(f"beat/{self.rank}", json.dumps([step, phase, time.time()]))
 
     def explain(self, error: BaseException, common: tuple[type, ...] = ()) -> str | None:
-        """Turn `error` into one line that names the rank at fault; None if another says it.
+        """`error` as one line that names the rank at fault; None if another rank reports it.
 
-        Errors of the types in `common` are raised by all ranks alike, and name who is to blame
-        themselves. A rank with an error of its own is the cause and says so. A rank that only lost
-        its peers waits a moment for reports; the ranks that stay silent are the ones at fault.
+        Errors of the types in `common` are raised by all ranks alike, and name the rank themselves.
+        A rank with another error than a lost connection is the cause and reports it. A rank that
+        lost its peers waits a moment for reports; the ranks that do not report are at fault.
         """
         words = one_line(error)
         text = words if isinstance(error, (ValueError, *common)) else type(error).__name__
@@ -362,11 +362,12 @@ def end_with_parent(last_words: str | None = None) -> None:
 def reported(
     session: Session, common: tuple[type, ...] = (), *, refused: tuple[type, ...] = ()
 ) -> Iterator[None]:
-    """End this process on an error, after one rank has said in one line who is at fault.
+    """End this process on an error, after one rank has named the rank at fault in one line.
 
-    With 2 for the types in `refused`, 130 for KeyboardInterrupt, else 1. Errors that are bugs
-    rather than refusals come with their traceback, once; `common` is that of `Session.explain`. Not
-    by the interpreter's usual way out: a process group cannot be left in order once a peer is gone.
+    Exit code 2 for the types in `refused`, 130 for KeyboardInterrupt, else 1. Errors that are bugs
+    rather than refusals are printed with their traceback, once; `common` is as for
+    `Session.explain`. Skips the interpreter's shutdown: a process group cannot be destroyed in
+    order after a peer is gone.
     """
     try:
         yield
@@ -384,9 +385,9 @@ def reported(
 
 
 def leave(code: int) -> NoReturn:
-    """End this process, without the interpreter's way out.
+    """End this process without the interpreter's shutdown.
 
-    Threads of process groups may outlive it there: after a run that went well, one rank in some
+    Threads of process groups may outlive it: after a run that went well, one rank in some
     dozens was seen to abort (torch 2.13, "terminate called without an active exception").
     """
     sys.stdout.flush()
@@ -395,7 +396,7 @@ def leave(code: int) -> NoReturn:
 
 
 def _is_connection_error(error: BaseException) -> bool:
-    """True for what torch.distributed raises when a peer is gone or late."""
+    """Whether it is an error that torch.distributed raises for a lost or late peer."""
     return isinstance(error, dist.DistError) or (
         type(error) is RuntimeError
         and any(

@@ -1,6 +1,6 @@
 """The learning rate of a step, by the name of its schedule; functions of the step alone.
 
-A resumed run therefore goes on where it was, if `steps` and the other numbers are what they were.
+A resumed run therefore continues the schedule, if `steps` and the other numbers are the same.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ LRSchedule = Literal["cosine", "linear", "constant", "wsd"]
 
 
 class LRConfig(Protocol):
-    """What the learning rate follows from: these fields of `TrainConfig`."""
+    """The fields of `TrainConfig` that determine the learning rate."""
 
     lr: float
     min_lr: float

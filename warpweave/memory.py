@@ -1,8 +1,9 @@
-"""What a training step needs of a rank's memory, before anything is allocated, and what there is.
+"""The memory of a training step per rank, estimated before anything is allocated, and the free
+memory.
 
-Per rank, in bytes, with P the rank's own parameters, D = dp x cp the ranks that ZeRO shards over
-(dp_shard x cp if the mesh says so), b bytes of a parameter and m of its master (8 for float64,
-otherwise 4), U the largest unit (a block, the embedding or the head):
+Per rank, in bytes, with P the rank's parameters (its stage, its tensor shard), D = dp x cp the
+ranks over which ZeRO shards (dp_shard x cp if the mesh says so), b bytes of a parameter and m of
+its master (8 for float64, otherwise 4), U the largest unit (a block, the embedding or the head):
 
     weights       P b                                        ZeRO 3: P b / D + 2 U b
     gradients     P m, ZeRO 1: + P m / D                     ZeRO 2, 3: P m / D + 2 U m
@@ -11,21 +12,20 @@ otherwise 4), U the largest unit (a block, the embedding or the head):
 
                       b (n t E + T (A + H D + Z) / tp) + 4 T H / tp   (lse)
 
-                  with T = batch seq_len / cp tokens, t = T / tp of them with sequence parallelism
-                  (n = 4: two norms and what they give; 6 in a sandwich), A the queries, keys and
-                  values (twice q and k where they are rotated), Z the MLP's hidden values: before
-                  (twice as many if it is gated) and after the activation, the latter on a CPU only;
-                  none of them with recompute "selective". With "full" b t E a block, and over
-                  context ranks T (b (2 H + 2 Hkv) D + 8 H) / tp of what attention made, which is
-                  what Ulysses keeps of it; a ring less. Either way
-                  three whole blocks more for the one that is being differentiated (what it keeps,
-                  the gradients of that, and what is made along the way: measured on CPUs, not
-                  derived); and on the rank that has the loss, its block of logits (under a softcap
-                  with two copies) and (on a CPU) dW, V E m / tp.
-    loading       the largest unit whole, in float32, twice: drawn and scaled, before any step
+                  with T = batch seq_len / cp tokens, t = T / tp with sequence parallelism, else T;
+                  n = 4 (two norms and their outputs; 6 with norm_place "sandwich"); A the queries,
+                  keys and values (q and k twice with a rotary embedding); Z the MLP's hidden
+                  activations: before the activation function (twice as many if it is gated) and, on
+                  a CPU only, after it; none with recompute "selective". With "full" b t E per
+                  block, and over context ranks T (b (2 H + 2 Hkv) D + 8 H) / tp of attention
+                  results (those of Ulysses; a ring keeps less). In addition three whole blocks for
+                  the block in its backward (its activations, their gradients and temporaries:
+                  measured on CPUs, not derived), and on the rank with the loss its block of logits
+                  (with a softcap also two fp32 copies) and (on a CPU) dW, V E m / tp.
+    loading       the largest unit, unsharded, in float32, twice: drawn and scaled, before any step
 
-Their sum, with the larger of the last two. Buffers of messages, the allocator's losses and what a
-process holds without any model (about 0.3 GiB) are not in it.
+The estimate is their sum, with the larger of the last two. Message buffers, fragmentation of the
+allocator and the memory of a process without a model (about 0.3 GiB) are not included.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes of one rank; the module's docstring has their formulas."""
+    """Bytes on one rank; the module's docstring has the formulas."""
 
     weights: int
     gradients: int
@@ -62,13 +62,13 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        """The most that is there at once."""
+        """The peak."""
         return self.weights + self.gradients + self.optimizer + max(self.activations, self.loading)
 
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """A step whose memory is asked for.
+    """The training step whose memory is estimated.
 
     Attributes:
         config, mesh, plan: as the engine takes them, checked.
@@ -86,7 +86,7 @@ class TrainingStep:
 
     @property
     def tokens(self) -> int:
-        """T, of a micro-batch on a context rank."""
+        """T: tokens of a micro-batch on a context rank."""
         layout = cut(self.config.seq_len, self.mesh.cp, self.plan.layout)
         return self.batch * layout.local_len
 
@@ -97,7 +97,7 @@ class TrainingStep:
 
 
 def estimate(step: TrainingStep) -> list[MemoryEstimate]:
-    """What a rank of each pipeline rank needs; all ranks of one pipeline rank need the same."""
+    """The estimate for each pipeline rank; all ranks at the same pipeline index need the same."""
     config, mesh, plan = step.config, step.mesh, step.plan
     size = DTYPES[step.dtype].itemsize
     master = max(size, 4)
@@ -144,8 +144,8 @@ def _units(config: GPTConfig, mesh: Mesh, plan: ParallelPlan, rank: int) -> Coun
 
 
 def _block(step: TrainingStep, size: int) -> tuple[int, int]:
-    """Bytes that one block keeps of a micro-batch for its backward, and how many of them are the
-    MLP's hidden values."""
+    """Bytes of activations that one block keeps per micro-batch, and how many of them are the MLP's
+    hidden activations."""
     config, tp = step.config, step.mesh.tp
     q, kv = config.heads * config.head_dim, config.num_kv_heads * config.head_dim
     attention = 2 * q + 2 * kv + (q + kv if config.positions == "rope" else 0)
@@ -158,7 +158,7 @@ def _block(step: TrainingStep, size: int) -> tuple[int, int]:
 
 
 def _loss(step: TrainingStep, size: int, master: int) -> int:
-    """Bytes of the head's blocks of logits, and of what it keeps until the backward."""
+    """Bytes of the head's blocks of logits, and of what head and loss keep for the backward."""
     config, tokens, on_cpu = step.config, step.tokens, step.device_type == "cpu"
     vocabulary = math.ceil(config.vocab_size / step.mesh.tp)
     most, rows = (2**20, 2**10) if on_cpu else (2**26, 2**12)
@@ -172,10 +172,9 @@ def _loss(step: TrainingStep, size: int, master: int) -> int:
 
 
 def free_host_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes that this machine, and the control groups that this process is in, still give.
+    """Free bytes of this machine within the limits of this process's control groups.
 
-    Of a group's use what it caches of files counts as free. Where the system tells neither (not on
-    Linux) it is all of the machine's memory.
+    File cache counts as free. Where neither is known (not on Linux), all of the machine's memory.
     """
     try:
         lines = (proc / "meminfo").read_text().splitlines()
@@ -221,8 +220,8 @@ def _limits(proc: Path, cgroups: Path) -> list[int]:
 
 
 def check_memory(step: TrainingStep, *, free: int, ranks: int) -> None:
-    """Raise a one-line ``ValueError`` if a training step does not fit into `free` bytes of the
-    memory that `ranks` of the mesh's ranks share: 1 on a GPU, all of this machine's on the CPU."""
+    """Raise a one-line ``ValueError`` if a training step does not fit into `free` bytes of memory,
+    shared by `ranks` ranks: 1 on a GPU, all of this machine's on a CPU."""
 
     def needed(step: TrainingStep) -> float:
         totals = [rank.total for rank in estimate(step)]

@@ -1,4 +1,4 @@
-"""What a command says to people: one line, on stderr."""
+"""Messages of the commands: one line each, on stderr."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import sys
 
 
 def one_line(error: BaseException) -> str:
-    """The words of an error, whatever line breaks they came with."""
+    """The text of an error as one line."""
     return " ".join(str(error).split())
 
 
 def say(message: str) -> None:
-    """One line on stderr, below whatever progress bar is there."""
+    """Print one line on stderr, below a progress bar if there is one."""
     print(f"\nwarpweave: {message}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""What a run measures and leaves to look at: JSONL, its options, a plot of the loss, `boards`.
+"""The metrics of a run: JSON lines, its options, a plot of the loss, and `boards`.
 
 A metric of a step is a field of the row of `Metrics.trained`, one of an evaluation of that of
 `Metrics.evaluated`. What the progress bar shows of them is in `train`.
@@ -53,11 +53,11 @@ def peak_memory(device: torch.device, mesh: ConnectedMesh) -> list[float]:
 
 
 class Metrics:
-    """Metrics as JSONL, on the boards that are asked for, and as a plot; on rank 0.
+    """Metrics as JSON lines, on the requested boards, and as a plot; on rank 0.
 
-    A run that goes on from step `step` forgets the rows after it, which it will write again, and
-    with `evaluates` the evaluation at it; a new run moves what is in its folder into a folder
-    ``earlier-N`` beside it. The run's options stand in ``config.toml``.
+    A run that resumes from step `step` removes the rows after it, which it will write again, and
+    with `evaluates` the evaluation at it; a new run moves the contents of its folder into a
+    subfolder ``earlier-N``. The run's options are written to ``config.toml``.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Metrics:
                 board.row(row)
 
     def flush(self) -> None:
-        """Let no row so far be lost if this process is killed."""
+        """Flush, so that no row is lost if this process is killed."""
         for board in self.boards:
             board.flush()
 
@@ -121,7 +121,7 @@ class Metrics:
         os.replace(new, self.path)
 
     def _rows(self) -> list[dict[str, Any]]:
-        """All rows; a crash may have left half of the last one."""
+        """All rows; after a crash the last one may be incomplete and is skipped."""
         lines = self.path.read_text().split("\n")
         return [json.loads(line) for line in lines[:-1]]
 

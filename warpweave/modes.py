@@ -1,4 +1,4 @@
-"""Training and evaluation mode, for the length of a call."""
+"""Training or evaluation mode of a model within a context."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 @contextmanager
 def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """All modules in one mode; each in its own again afterwards, whatever happens."""
+    """Set all modules to one mode, and restore each module's own mode on exit."""
     before = {module: module.training for module in model.modules()}
     try:
         model.train(training)

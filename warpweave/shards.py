@@ -1,10 +1,9 @@
-"""Parameters of somebody else's model on a mesh: how each lies on the ranks, and what a module's
-forward sees of it.
+"""Sharding of another library's model (Hugging Face) over tensor ranks, with DTensor parameters.
 
-Over tensor ranks every parameter is a DTensor, cut or replicated, so that what asks for all of a
-model (clipping by the global norm, optimizers, saving) gets the whole and not a rank's share.
-While a module's own forward runs, its parameters are this rank's plain tensors; one that meets only
-a part of the tokens or heads there has its gradient summed over those ranks.
+Every parameter is a DTensor, sharded or replicated, so that clipping by the global norm, optimizers
+and saving see logical tensors. During a module's forward its parameters are this rank's plain
+tensors; the gradient of a replicated one that sees only some of the tokens or heads is summed over
+the ranks.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ Groups = tuple[dist.ProcessGroup, ...]
 
 
 def placed(p: nn.Parameter, mesh: DeviceMesh | None, placement: Placement) -> nn.Parameter:
-    """A whole parameter, the same on every rank, as one of which this rank keeps its share.
+    """A parameter, the same on every rank, as a DTensor of which this rank keeps its shard.
 
     Args:
         mesh: the tensor ranks; None for one, and the parameter itself.
-        placement: Replicate(), Shard(dim), which may be uneven: every rank has ceil(n/R) rows but
-            the last, which has what is left; or _StridedShard, equal blocks that are cut each.
+        placement: Replicate(); Shard(dim), possibly uneven: ceil(n/R) rows per rank, the rest on
+            the last; or _StridedShard: equal blocks, each of which is sharded.
     """
     if mesh is None:
         return p
@@ -56,23 +55,23 @@ def _distributed(
 
 
 def local(p: torch.Tensor) -> torch.Tensor:
-    """This rank's share of a parameter."""
+    """This rank's shard of a parameter, as a plain tensor."""
     return p.to_local() if isinstance(p, DTensor) else p
 
 
 def whole(p: torch.Tensor) -> torch.Tensor:
-    """All of a parameter; every rank of its mesh calls it."""
+    """The logical parameter, all-gathered; every rank of its mesh calls it."""
     return p.full_tensor() if isinstance(p, DTensor) else p
 
 
 def padded_rows(weight: torch.Tensor, rows: int, ranks: int) -> torch.Tensor:
-    """This rank's rows of a vocabulary, with zeros where the last rank's are missing."""
+    """This rank's rows of a vocabulary, padded with zeros on the last ranks."""
     missing = -(-rows // ranks) - len(weight)
     return F.pad(weight, (0, 0, 0, missing)) if missing else weight
 
 
 def replace_parameters(model: nn.Module, found: dict[nn.Parameter, nn.Parameter]) -> None:
-    """Put others in parameters' places, tied ones everywhere at once."""
+    """Replace parameters of a model, tied ones in all places."""
     for module in model.modules():
         for name, p in module._parameters.items():
             if p is not None and p in found:
@@ -80,8 +79,8 @@ def replace_parameters(model: nn.Module, found: dict[nn.Parameter, nn.Parameter]
 
 
 def use_local(module: nn.Module, sums: dict[str, Groups]) -> list[Any]:
-    """While the module's forward runs, let its own parameters be plain tensors of this rank, whose
-    gradients are summed over the groups in `sums`. Returns the hooks."""
+    """During the module's forward, make its own parameters this rank's plain tensors, with
+    gradients summed over the groups in `sums`. Returns the hooks."""
 
     whole: dict[nn.Module, dict[str, Any]] = {}  # of the module or a copy, while it runs
 
@@ -105,7 +104,7 @@ def use_local(module: nn.Module, sums: dict[str, Groups]) -> list[Any]:
 
 
 def check_alike(model: nn.Module, groups: Groups) -> None:
-    """Raise ValueError, on every rank, unless the ranks of all groups hold the same parameters."""
+    """Raise ValueError, on every rank, unless parameters are equal on the ranks of all groups."""
     sums = torch.stack([p.detach().sum(dtype=torch.float64) for p in model.parameters()])
     for (name, _), alike in zip(model.named_parameters(), _alike(sums, groups), strict=True):
         if not alike:
@@ -116,8 +115,8 @@ def check_alike(model: nn.Module, groups: Groups) -> None:
 
 
 def check_same_inputs(inputs: Iterable[Any], groups: Groups) -> None:
-    """Raise ValueError, on every rank, unless the ranks of all groups are given the same integers
-    (ids, labels, masks) in tensors of the same sizes."""
+    """Raise ValueError, on every rank, unless integer inputs (ids, labels, masks) are equal, with
+    the same shapes, on the ranks of all groups."""
     tensors = (x for x in inputs if isinstance(x, torch.Tensor) and not x.is_floating_point())
     given = [x.double().flatten() for x in tensors]
     if given:
@@ -141,7 +140,7 @@ def _alike(numbers: torch.Tensor, groups: Groups) -> list[bool]:
 
 
 def saver(model: Any) -> Any:
-    """`save_pretrained` of a model whose parameters are spread: rank 0 writes them whole."""
+    """`save_pretrained` of a model with sharded parameters: rank 0 writes the logical tensors."""
     before = model.save_pretrained
 
     def save_pretrained(*args: Any, state_dict: dict | None = None, **kwargs: Any) -> None:

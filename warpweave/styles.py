@@ -3,18 +3,17 @@
     plan = {"up": ColwiseParallel(overlap="chunked"), "down": RowwiseParallel(overlap="chunked")}
     parallelize_module(model, mesh["tp"], plan)
 
-Names, arguments and layouts are those of `torch.distributed.tensor.parallel`, beside whose styles
-these may stand in a plan; what runs are the functions of `parallel.tensor`, whose messages hide
-under the products by `overlap`. Parameters become DTensors, cut as by torch, with the numbers of
-the mesh's first rank, so that optimizers, clipping and saving see whole ones.
+Names, arguments and layouts are those of `torch.distributed.tensor.parallel`, and a plan may mix
+both libraries' styles. They run the functions of `parallel.tensor`, whose collectives overlap with
+products as `overlap` says. Parameters become DTensors, sharded as by torch, with the values of the
+mesh's first rank, so that optimizers, clipping and saving see logical tensors.
 
-A layout says how a tensor lies on the ranks: Replicate(), or Shard(d), whose dim d, of however many
-there are, is cut evenly. The last dim, Shard(-1), is the features, any other is tokens. For
-sequences that are cut as well:
+A layout is Replicate(), or Shard(d): dim d is sharded evenly. The last dim, Shard(-1), is features,
+any other is tokens. With sequence parallelism:
 
-    ColwiseParallel(input_layouts=Shard(1))    x[B, S/R, E] is gathered under the product
-    RowwiseParallel(output_layouts=Shard(1))   y[B, S/R, E] is the scattered sum
-    SequenceParallel()                         between them, a norm's own tokens: no message forward
+    ColwiseParallel(input_layouts=Shard(1))    all-gather of x[B, S/R, E], then the product
+    RowwiseParallel(output_layouts=Shard(1))   the product, then reduce-scatter to y[B, S/R, E]
+    SequenceParallel()                         norms between them, on S/R tokens, no collective
 
 `warpweave.hf.styles` are the same as words of a `tp_plan` of transformers.
 """
@@ -54,17 +53,18 @@ Group = dist.ProcessGroup | None
 
 
 class Style(ParallelStyle):
-    """What columns and rows share: linear layers and embeddings whose weight is cut.
+    """Base of `ColwiseParallel` and `RowwiseParallel`: linear layers and embeddings with a sharded
+    weight.
 
     Args:
-        input_layouts, output_layouts: how what comes in and goes out lies on the ranks, Replicate()
-            or Shard(d); features and tokens must divide by the ranks where they are cut.
-        use_local_output: give a plain tensor, not a DTensor.
-        overlap, workspace: as `column_parallel_linear` takes them; "fused" needs the latter.
+        input_layouts, output_layouts: layouts of input and output, Replicate() or Shard(d); the
+            number of ranks must divide what is sharded.
+        use_local_output: return a plain tensor, not a DTensor.
+        overlap, workspace: as for `column_parallel_linear`; "fused" needs the latter.
 
-    Raises ValueError on a layout or an overlap that there is not; where it is put on a module, if
-    the module is of another class or the ranks do not divide its features; in a call, if a layout
-    is of a dim that the tensor does not have, or that the ranks do not divide.
+    Raises ValueError for an unknown layout or overlap; when applied to a module, if it is of
+    another class or the ranks do not divide its features; when called, if the tensor does not have
+    a layout's dim or the ranks do not divide it.
     """
 
     inputs: Placement = Replicate()  # the default
@@ -99,7 +99,7 @@ class Style(ParallelStyle):
         return module
 
     def cut(self, module: Any, name: str, mesh: DeviceMesh, source: int | None) -> None:
-        """Make a parameter of the module a DTensor, of this rank's numbers if `source` is None."""
+        """Make a parameter of the module a DTensor, from this rank's values if `source` is None."""
         p = module._parameters[name]
         if p is not None:
             placements = [self.placement(module, name)]
@@ -107,7 +107,7 @@ class Style(ParallelStyle):
             module._parameters[name] = nn.Parameter(shard, p.requires_grad)
 
     def check(self, module: Any, ranks: int) -> None:
-        """Raise ValueError, naming the module, if this style cannot be put on it."""
+        """Raise ValueError, naming the module, if this style cannot be applied to it."""
         if type(module) not in (nn.Linear, nn.Embedding):
             kind = type(module).__name__
             raise ValueError(f"{type(self).__name__} cuts Linear or Embedding, not {kind}")
@@ -118,11 +118,11 @@ class Style(ParallelStyle):
             )
 
     def placement(self, module: Any, name: str) -> Placement:
-        """How a parameter of the module lies on the ranks."""
+        """The placement of a parameter of the module."""
         raise NotImplementedError
 
     def install(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        """Replace the forward of a module whose parameters are cut."""
+        """Replace the forward of a module whose parameters are sharded."""
         module.forward = MethodType(self._forward_on(mesh), module)
 
     def weight(self, module: Any) -> torch.Tensor:
@@ -130,7 +130,7 @@ class Style(ParallelStyle):
         return local(module.weight)
 
     def bias(self, module: Any, group: Group) -> torch.Tensor | None:
-        """What this rank knows of the bias."""
+        """This rank's part of the bias."""
         return _bias(module)
 
     def _forward_on(self, mesh: DeviceMesh) -> Any:
@@ -162,11 +162,12 @@ class Style(ParallelStyle):
     def _multiply(
         self, module: Any, x: torch.Tensor, group: Group, dim: int | None, out: int | None
     ) -> torch.Tensor:
-        """Of a linear layer; x is cut along `dim` and y along `out`: -1 for features, or None."""
+        """A linear layer with x sharded along `dim` and y along `out`: -1 is features, None
+        none."""
         raise NotImplementedError
 
     def _look_up(self, module: Any, ids: torch.Tensor, group: Group, out: int | None) -> Any:
-        """Of an embedding and ids that every rank has; y is cut along `out`."""
+        """An embedding of replicated ids, with y sharded along `out`."""
         raise NotImplementedError
 
     def _check_features(self, what: str, features: int, ranks: int) -> None:
@@ -177,10 +178,10 @@ class Style(ParallelStyle):
 
 
 class ColwiseParallel(Style):
-    """A linear layer or an embedding whose output features are cut.
+    """A linear layer or an embedding with sharded output features.
 
-    By default `input_layouts` is Replicate() and `output_layouts` Shard(-1); Replicate() out of a
-    linear layer needs no ranks that divide its features. Others as `Style`.
+    By default `input_layouts` is Replicate() and `output_layouts` Shard(-1). A linear layer with
+    output Replicate() may have features that the ranks do not divide. Others as for `Style`.
     """
 
     outputs = Shard(-1)
@@ -221,10 +222,10 @@ class ColwiseParallel(Style):
 
 
 class RowwiseParallel(Style):
-    """A linear layer whose input features are cut, or an embedding whose rows are.
+    """A linear layer with sharded input features, or an embedding with a sharded vocabulary.
 
-    By default `input_layouts` is Shard(-1), also of an embedding's ids (a model's are mostly
-    Replicate()), and `output_layouts` Replicate(). Others as `Style`.
+    By default `input_layouts` is Shard(-1), even for an embedding's ids (which are mostly
+    Replicate()), and `output_layouts` Replicate(). Others as for `Style`.
     """
 
     inputs = Shard(-1)
@@ -262,15 +263,15 @@ class RowwiseParallel(Style):
 
 
 class SequenceParallel(ParallelStyle):
-    """A module, as a norm, that computes each token alone, of a sequence that is cut.
+    """A tokenwise module, such as a norm, on a sequence that is sharded over the ranks.
 
-    Nothing is sent forward, and backward the sums of its parameters' gradients.
+    No collective in the forward; in the backward its parameters' gradients are all-reduced.
 
     Args:
-        sequence_dim: the dim of x that is cut.
-        use_local_output: give a plain tensor, not a DTensor.
+        sequence_dim: the dim of x that is sharded.
+        use_local_output: return a plain tensor, not a DTensor.
 
-    Raises ValueError in a call, if that dim is none of x, or its last, the features.
+    Raises ValueError when called, if x does not have that dim or it is the last, the features.
     """
 
     def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:
@@ -311,13 +312,13 @@ class SequenceParallel(ParallelStyle):
 def look_up(
     module: Any, ids: torch.Tensor, group: Group, *, sequence_parallel: bool = False
 ) -> torch.Tensor:
-    """y[..., E] of an embedding whose rows are cut into parts of ceil(V/R), the last one shorter.
+    """y[..., E] of an embedding whose rows are sharded, ceil(V/R) per rank, fewer on the last.
 
     Args:
-        module: an `nn.Embedding`, whose `padding_idx` learns nothing.
-        ids: int64[...], whole on every rank.
+        module: an `nn.Embedding`; its `padding_idx` gets no gradient.
+        ids: int64[...], replicated.
         group: the tensor ranks.
-        sequence_parallel: cut dim 0 of the output over them, which they must divide.
+        sequence_parallel: shard dim 0 of the output over them, which they must divide.
     """
     if _does_more(module):
         raise ValueError("an embedding with max_norm, scale_grad_by_freq or sparse is not cut")
@@ -333,7 +334,7 @@ def look_up(
 
 
 def is_plain_embedding(module: Any) -> bool:
-    """Whether an embedding is its rows and nothing more, which `look_up` computes."""
+    """Whether an embedding is a plain lookup, as `look_up` computes it."""
     return type(module) is nn.Embedding and not _does_more(module)
 
 
@@ -344,13 +345,13 @@ def _does_more(embedding: Any) -> bool:
 def project(
     module: Any, x: torch.Tensor, *, group: Group, whole: Group = None, **over: Any
 ) -> torch.Tensor:
-    """The whole y[..., V] of a linear layer whose rows are cut into parts of ceil(V/R), the last
-    one shorter, and whose bias is whole.
+    """y[..., V], all-gathered, of a linear layer whose rows are sharded, ceil(V/R) per rank, fewer
+    on the last, and whose bias is replicated.
 
     Args:
-        group: the ranks that x is to be taken from, None where that was done.
-        whole: the ranks that share the rows, by default `group`.
-        over: more that `column_parallel_linear` is told.
+        group: the ranks over which x is gathered or its gradient summed; None if that is done.
+        whole: the ranks over which the rows are sharded, by default `group`.
+        over: more arguments of `column_parallel_linear`.
     """
     whole = group if whole is None else whole
     w = padded_rows(local(module.weight), module.out_features, group_size(whole))
@@ -364,7 +365,7 @@ def _bias(module: Any) -> torch.Tensor | None:
 
 
 def dim_of(layout: Placement, ndim: int, what: str = "layout") -> int | None:
-    """The dim that is cut of a tensor of so many dims: -1 for the last, None if none is cut."""
+    """The sharded dim of a tensor with `ndim` dims: -1 for the last, None if it is replicated."""
     if not isinstance(layout, Shard):
         return None
     if not -ndim <= layout.dim < ndim:
@@ -374,7 +375,7 @@ def dim_of(layout: Placement, ndim: int, what: str = "layout") -> int | None:
 
 
 def _local(x: torch.Tensor, mesh: DeviceMesh, layout: Placement, what: str) -> torch.Tensor:
-    """This rank's part of x, which lies on the ranks by `layout` if it is plain."""
+    """This rank's part of x, which has `layout` if it is a plain tensor."""
     dim = dim_of(layout, x.ndim, what)
     if not isinstance(x, DTensor):
         return x

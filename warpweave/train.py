@@ -1,4 +1,5 @@
-"""What ``warpweave train`` does: the loop on each rank, and the ranks; options: `train_config`."""
+"""``warpweave train``: the training loop of each rank, and its launch; options are in
+`train_config`."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ from warpweave.train_config import CHECKPOINTS, TrainConfig, parse
 
 
 class TrainingStopped(RuntimeError):
-    """Training cannot go on: a loss or gradient that is not a number."""
+    """A loss or gradient is not finite, and training stops."""
 
 
 _RAISED_BY_ALL = (TrainingStopped, CheckpointError)  # on every rank alike
@@ -55,7 +56,7 @@ class Trainer:
     Args:
         config: what to train; its mesh has the session's ranks.
         session: this rank's connection.
-        interrupt: how this rank learns that it is to stop; None is never.
+        interrupt: tells this rank to stop; None for never.
     """
 
     def __init__(
@@ -161,7 +162,7 @@ class Trainer:
         return seconds
 
     def _final_loss(self) -> float:
-        """The validation loss of the last step, which an early stop has been told already."""
+        """The validation loss of the last step, evaluated unless an early stop already has."""
         step, value = self._evaluation
         return value if step == self.step else self.evaluate()
 
@@ -173,7 +174,7 @@ class Trainer:
 
     @property
     def _due(self) -> bool:
-        """It is time for an evaluation that has not been yet."""
+        """Whether an evaluation is due at this step."""
         every = self.config.eval_every
         return every > 0 and self.step > self.progress.evaluated and self.step % every == 0
 
@@ -399,7 +400,7 @@ def _key(seed: int, step: int) -> int:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold the folder, so that two jobs cannot write into it; the system lets go at any exit."""
+    """Lock the folder, so that two jobs cannot write into it; the lock ends with the process."""
     import fcntl
 
     try:
