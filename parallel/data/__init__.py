@@ -1,6 +1,7 @@
-"""Data parallelism: what the ranks that see different tokens do with parameters and gradients.
+"""Data parallelism and ZeRO: sharded parameters, gradients and optimizer states over the ranks that
+see different tokens.
 
-`flat` where parameters lie in a flat buffer · `parameters` their storage and gathering · `reduce`
-accumulation and reduction of gradients · `optimizer` update rules and their state · `unit` the
-three of a block, placed as ZeRO stages 0 to 3 say · `zero` the optimizer over units.
+`flat` the flat buffer of a unit's parameters · `parameters` their storage and all-gather · `reduce`
+gradient accumulation and reduction · `optimizer` update rules and their state · `unit` the three
+for one block, sharded as a ZeRO stage says · `zero` the optimizer over all units.
 """

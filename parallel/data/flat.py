@@ -1,7 +1,12 @@
-"""Where a unit's parameters lie in a flat buffer, and which slice of it belongs to a data rank.
+"""The flat buffer of a unit: the offset of each parameter, and each data rank's slice.
 
-The parameters are ordered so that each property that somebody asks for (does it decay, over which
-axes is it cut, over which must its gradient still be summed) is true of few contiguous ranges.
+    parameters of a block, concatenated and padded; ZeRO over four data ranks
+    [ qkv.weight | out.weight | up.weight | down.weight | norms and biases | padding ]
+    [     rank 0      |      rank 1      |      rank 2      |       rank 3           ]
+
+Slices are equal and ignore the boundaries of parameters. Parameters are ordered so that those with
+the same properties (weight decay, the axes over which they are sharded, the axes over which their
+gradient is still a partial sum) form few contiguous ranges.
 """
 
 from __future__ import annotations
@@ -32,15 +37,15 @@ class Range:
 
 
 class FlatLayout:
-    """The geometry of one flat buffer, cut into equal slices for the ranks of a data axis.
+    """The layout of one flat buffer, with an equal slice for each rank of a data axis.
 
     Args:
-        records: the parameters that lie in it.
+        records: the parameters in it.
         ranks: number of ranks of the data axis.
-        index: this rank's place on it.
+        index: this rank's index on it.
 
     Attributes:
-        records: in the order in which they lie.
+        records: in the order of the buffer.
         offsets: name -> first element.
         ranges: contiguous ranges of equal properties, in order.
         size: elements of the buffer, padding included; `ranks` times the slice's.
@@ -73,13 +78,13 @@ class FlatLayout:
         return self.own.stop - self.own.start
 
     def view(self, buffer: Tensor, record: ParamRecord) -> Tensor:
-        """The parameter of `record`, of its local shape, inside the whole flat `buffer`."""
+        """The parameter of `record` as a view of the flat `buffer`, in its local shape."""
         offset = self.offsets[record.name]
         shape = record.local_shape
         return buffer[offset : offset + torch.Size(shape).numel()].view(shape)
 
     def ranges_of(self, region: slice) -> Iterator[tuple[Range, slice]]:
-        """Each range that meets `region` of the buffer, and where in `region` it lies."""
+        """Each range that intersects `region` of the buffer, and its position within `region`."""
         for r in self.ranges:
             start, stop = max(r.start, region.start), min(r.stop, region.stop)
             if start < stop:
@@ -87,12 +92,12 @@ class FlatLayout:
 
 
 def free(buffer: Tensor) -> None:
-    """Give back the memory of `buffer`, which keeps its shape and its views."""
+    """Free the memory of `buffer`, which keeps its shape and its views."""
     buffer.untyped_storage().resize_(0)
 
 
 def allocate(buffer: Tensor) -> None:
-    """Undo `free`: memory for `buffer` again, with nothing in it."""
+    """Undo `free`: allocate memory for `buffer`, uninitialised."""
     buffer.untyped_storage().resize_(buffer.numel() * buffer.element_size())
 
 

@@ -1,8 +1,9 @@
-"""What an optimizer keeps and does: update rules on flat shards, their state, fp16's loss scale.
+"""Optimizers on flat shards: update rules, master weights and moments, fp16's loss scale.
 
-A rule is a frozen record that names its moments and updates one flat piece in place. Masters and
-moments are float32 (float64 for float64 parameters) and cover the same region of a unit's buffer
-as its reduced gradients: this rank's slice, or everything.
+A rule is a frozen record that names its moments and updates one flat `Piece`, a contiguous range of
+a unit's buffer, in place. Master weights and moments are float32 (float64 for float64 parameters)
+and cover the same elements of a unit's buffer as its reduced gradients: this rank's slice (ZeRO 1
+to 3), or all (ZeRO 0).
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ def master_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class OptimizerState:
-    """The master weights of a unit, and the moments that its optimizer asks for.
+    """The master weights and the moments of a unit.
 
     Args:
-        parameters: those of the unit. Where their dtype is the masters' they are their own.
+        parameters: the unit's parameters. If they have the masters' dtype they are the masters.
         region: the elements of the flat buffer that are covered.
     """
 
     def __init__(self, parameters: FlatParameters, region: slice) -> None:
         self.region = region
         flat, shard = parameters.flat, parameters.shard
-        # What is computed with, where the masters lie: the same memory if no cast is needed.
+        # The masters' part of the parameters: the same memory if no cast is needed.
         self.param = flat[region] if shard is None else shard
         self.is_master = self.param.dtype == master_dtype(self.param.dtype)
         self.master = (
@@ -43,7 +44,7 @@ class OptimizerState:
         self.moments: dict[str, Tensor] = {}
 
     def add_moments(self, names: Sequence[str]) -> None:
-        """Allocate a zero buffer, like the masters, for each of `names` that is not there yet."""
+        """Allocate a zero buffer, like the masters, for each new name in `names`."""
         for name in names:
             if name not in self.moments:
                 self.moments[name] = torch.zeros_like(self.master)
@@ -51,14 +52,15 @@ class OptimizerState:
 
 @dataclass(frozen=True)
 class Piece:
-    """What a rule updates: flat tensors [n] of one range of a unit, all of one master dtype.
+    """A range of a unit's buffer that a rule updates: flat tensors [n] of one master dtype.
 
     Attributes:
         master: the weights.
         grad: the summed gradient; only read.
         moments: name -> state, in place.
-        param: gets the new weights in the parameters' own dtype; None if `master` is them.
-        step: 0-dim, the number of updates made so far, this piece's own; the rule counts it up.
+        param: set to the new weights in the parameters' dtype; None if `master` is the parameters.
+        step: 0-dim, the number of updates before this one, one tensor per piece; the rule
+            increments it.
         decay: weight decay applies.
     """
 
@@ -81,7 +83,7 @@ class Rule(Protocol):
     def update(self, piece: Piece, lr: float, scale: Tensor, skip: Tensor) -> None:
         """Update `piece` in place from its gradient times `scale` (0-dim).
 
-        A non-zero `skip` (0-dim) leaves all of it as it is. Nothing is read back to the host.
+        A non-zero `skip` (0-dim) changes nothing. No host sync.
         """
         ...
 
@@ -143,8 +145,8 @@ class SGD:
 class LossScale:
     """Dynamic loss scaling for fp16 (Micikevicius et al. 2018, arXiv:1710.03740), on the device.
 
-    The scale halves on a step whose gradients overflow (every rank skips that step alike, as the
-    global norm is the flag) and doubles after `interval` good steps.
+    The scale halves on a step whose gradients overflow (all ranks skip that step, because the flag
+    is the global norm) and doubles after `interval` steps without overflow.
     """
 
     def __init__(self, initial: float = 2.0**16, interval: int = 2000) -> None:

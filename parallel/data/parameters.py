@@ -1,7 +1,11 @@
-"""A unit's parameters in one flat buffer: whole on every rank, or a slice on each (ZeRO 3).
+"""A unit's parameters in one flat buffer: replicated, or a slice on each rank (ZeRO 3).
 
-``unshard`` starts an all-gather and ``wait`` ends it, so that a unit's parameters travel while
-another unit computes.
+``unshard`` starts an all-gather and ``wait`` ends it, so that the all-gather of one unit's
+parameters is hidden behind the computation of another:
+
+    ZeRO 3, forward of blocks 0, 1, 2
+    network   gather 0 | gather 1   | gather 2   |
+    compute            | F0, free 0 | F1, free 1 | F2, free 2
 """
 
 from __future__ import annotations
@@ -18,18 +22,18 @@ from warpweave.parallel.shard import ParamRecord
 
 
 class FlatParameters:
-    """Storage of parameters as views of one flat buffer, and its gathering over the shard group.
+    """Parameters as views of one flat buffer, and its all-gather over the shard group.
 
     Args:
-        layout: where each of them lies.
+        layout: the offsets and slices.
         params: (record, parameter) pairs of one dtype; their ``.data`` become views.
-        group: the ranks that shards lie over; None is one.
-        sharded: between uses only this rank's slice is kept.
-        device: where the buffers live.
+        group: the ranks over which parameters are sharded; None is one.
+        sharded: ZeRO 3: between uses only this rank's slice is kept.
+        device: of the buffers.
 
     Attributes:
         layout, params, group: as given.
-        flat: [layout.size], the whole buffer; without memory while not `materialised`.
+        flat: [layout.size], the gathered buffer; without memory while not `materialised`.
         shard: [layout.slice_size], this rank's slice of sharded parameters; otherwise None.
     """
 
@@ -59,7 +63,7 @@ class FlatParameters:
                 torch.utils.swap_tensors(
                     param, nn.Parameter(torch.empty(0, dtype=dtype, device=device))
                 )
-            # Assigning ``.data`` keeps the parameter's own version counter: autograd does not mind
+            # Assigning ``.data`` keeps the parameter's version counter, so that autograd accepts
             # that the flat buffer is freed and gathered again between forward and backward.
             param.data = layout.view(self.flat, record)
             if value is not None:
@@ -70,37 +74,39 @@ class FlatParameters:
 
     @property
     def own(self) -> Tensor:
-        """This rank's slice [layout.slice_size], where it persists."""
+        """This rank's slice [layout.slice_size], in the memory that persists between uses."""
         return self.flat[self.layout.own] if self.shard is None else self.shard
 
     def unshard(self) -> None:
-        """Start gathering the parameters, if they are not there; `wait` finishes it."""
+        """Start the all-gather of sharded parameters, unless they are gathered; `wait` ends it."""
         if self.materialised or self._gather is not None:
             return
         allocate(self.flat)
         self._gather = all_gather_into(self.flat, self.shard, group=self.group, async_op=True)
 
     def publish(self) -> None:
-        """Start giving every rank the slices of whole parameters that the others updated."""
+        """Start the all-gather of the slices of replicated parameters that each rank has updated
+        (ZeRO 1 and 2); `wait` ends it."""
         self._gather = all_gather_into(self.flat, self.own, group=self.group, async_op=True)
 
     def wait(self) -> None:
-        """Finish a gather that `unshard` or `publish` started: the parameters are now usable."""
+        """Wait for the all-gather that `unshard` or `publish` started."""
         if self._gather is not None:
             self._gather.wait()
             self._gather = None
             self.materialised = True
 
     def reshard(self) -> None:
-        """Free the gathered parameters of a sharded unit; their own slice stays."""
+        """Free the gathered parameters of a sharded unit; this rank's slice stays."""
         if self.shard is not None and self.materialised:
             free(self.flat)
             self.materialised = False
 
     @torch.no_grad()
     def set(self, whole: Tensor) -> None:
-        """Take the values `whole` [layout.size], of any dtype; the same on every data rank."""
-        self.wait()  # a gather in flight would put the old values back
+        """Set the parameters to `whole` [layout.size], of any dtype, the same on every data
+        rank."""
+        self.wait()  # or a pending all-gather would restore the old values
         if self.shard is None:
             self.flat.copy_(whole)
             return

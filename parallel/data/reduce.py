@@ -1,13 +1,19 @@
 """A unit's gradients: accumulated over micro-batches in a flat buffer, summed over the data ranks.
 
-Gradients accumulate in float32 (float64 for float64 parameters) whatever the parameters' dtype, and
-every reduction is a SUM: the loss was divided by the global number of valid tokens beforehand.
+Gradients accumulate in float32 (float64 for float64 parameters) in any dtype of parameters, and
+every reduction is a SUM, because the loss is already divided by the global number of valid tokens.
 
-    placement               reduction
-    whole result            one all-reduce a step
-    sharded result          one reduce-scatter a step
-    sharded accumulation    one reduce-scatter per micro-batch; the accumulator is freed in between
-    replicas of shards      then, once a step, one all-reduce of the slice over the replicas
+    ZeRO stage   gradients                reduction
+    0            replicated               one all-reduce per step
+    1            sharded result           one reduce-scatter per step
+    2, 3         sharded accumulation     one reduce-scatter per micro-batch; the flat buffer is
+                                          freed in between
+    hybrid       replicas of shards       then, once per step, one all-reduce of the slice over the
+                                          replicas
+
+    ZeRO 2, two micro-batches, four data ranks; g[m, r] of micro-batch m on rank r, slices a to d
+    rank r, after micro-batch 0    slice r of  sum over r' of g[0, r']
+    rank r, after micro-batch 1    slice r of  sum over r' of g[0, r'] + g[1, r']
 """
 
 from __future__ import annotations
@@ -27,20 +33,20 @@ class FlatGradients:
     """The gradient buffer of a unit and its reduction over the data ranks.
 
     Args:
-        layout: where each parameter's gradient lies.
+        layout: the offsets and slices.
         params: the (record, parameter) pairs whose ``.grad`` become views.
-        group: the ranks over which it is reduced, those of one shard group if the result is
-            sharded; None is one.
-        replicas: the ranks that hold the same slice of a sharded result, over which it is summed
-            afterwards; None is one.
-        sharded_result: each rank gets the sum of its own slice, otherwise every rank the whole sum.
-        sharded_accumulation: reduce after every micro-batch and keep only the slice; then
-            `sharded_result`, too.
+        group: the ranks over which it is reduced: a shard group if the result is sharded; None is
+            one.
+        replicas: the ranks that hold the same slice of a sharded result, over which that is
+            all-reduced afterwards (hybrid sharding); None is one.
+        sharded_result: reduce-scatter: each rank gets its slice of the sum; otherwise all-reduce.
+        sharded_accumulation: reduce-scatter after every micro-batch and keep only the slice; needs
+            `sharded_result`.
         dtype: in which gradients accumulate and are summed.
-        device: where the buffers live.
+        device: of the buffers.
 
     Attributes:
-        flat: [layout.size], what backward passes add to.
+        flat: [layout.size], the buffer to which backward passes add.
         reduced: the sum over the data ranks: [layout.slice_size] if sharded, otherwise `flat`.
         views: parameter -> its part of `flat`.
     """
@@ -65,18 +71,18 @@ class FlatGradients:
         if sharded_result:
             self.reduced = torch.zeros(layout.slice_size, dtype=dtype, device=device)
         self.place(torch.zeros(layout.size, dtype=dtype, device=device))
-        self.joined = False  # `end_to_end` has decided where the gradients lie
+        self.joined = False  # True once `end_to_end` has allocated the buffer
         self._in_flight: tuple[dist.Work, Tensor] | None = None  # over `group`
         self._is_last = False  # of the step
         self._over_replicas: dist.Work | None = None
-        # What holds nothing yet is overwritten, not added to.
+        # A gradient without a value yet is overwritten, not added to.
         self._flat_is_stale = False
         self._reduced_is_stale = True
         if sharded_accumulation:
             free(self.flat)
 
     def place(self, buffer: Tensor) -> None:
-        """Accumulate in `buffer`, zeros [layout.size]: every ``.grad`` is a view of it."""
+        """Use `buffer`, zeros [layout.size], as `flat`: every ``.grad`` becomes a view of it."""
         self.flat = buffer
         self.views: dict[Tensor, Tensor] = {}
         for record, param in self._params:
@@ -87,11 +93,11 @@ class FlatGradients:
     # ------------------------------------------------------------------ accumulation
 
     def before_backward(self) -> None:
-        """Make ready for a backward pass, which `after_backward` will follow.
+        """Prepare for a backward pass; `after_backward` must follow it.
 
-        The first gradients of a step need no zeros to be added to: ``.grad`` is None. What
-        `runtime.wgrad` writes goes to its place in `views` at once; autograd puts what it has made
-        into ``.grad``, and `after_backward` copies it.
+        The first gradients of a step are written, not added to zeros: ``.grad`` is None. Those of
+        `runtime.wgrad` are written to their view in `views` directly; those that autograd puts into
+        ``.grad`` are copied there by `after_backward`.
         """
         if self.sharded_accumulation:
             self.finish()  # which may still be reading the buffer
@@ -103,13 +109,13 @@ class FlatGradients:
                 param.grad = None
 
     def after_backward(self) -> None:
-        """Every ``.grad`` is a view of the flat buffer again."""
+        """Make every ``.grad`` a view of the flat buffer again, with its gradient in it."""
         if not self._flat_is_stale:
             return
         end = 0
         for record, param in self._params:
             view, offset = self.views[param], self.layout.offsets[record.name]
-            self.flat[end:offset].zero_()  # the gap after the parameter before
+            self.flat[end:offset].zero_()  # the padding after the previous parameter
             end = offset + view.numel()
             if param.grad is view:  # written in place
                 continue
@@ -122,7 +128,7 @@ class FlatGradients:
         self._flat_is_stale = False
 
     def clear(self) -> None:
-        """After the optimizer step: forget the gradients; the next ones overwrite them."""
+        """After the optimizer step: mark the gradients as used, so that the next overwrite them."""
         self._reduced_is_stale = True
         if not self.sharded_accumulation:
             self._flat_is_stale = True
@@ -130,11 +136,11 @@ class FlatGradients:
     # ------------------------------------------------------------------ reduction
 
     def start(self, following: Sequence[FlatGradients] = (), *, last: bool = True) -> None:
-        """Start summing the accumulated gradients over `group`; `finish` ends it.
+        """Start the reduction of the accumulated gradients over `group`; `finish` ends it.
 
-        Those of `following`, which lie right behind (`is_before`), come in the same message. `last`
-        is False for sharded accumulation before the step's last micro-batch: the sum over replicas
-        waits for that.
+        The gradients of `following`, which are adjacent in memory (`is_before`), are in the same
+        message. `last` is False for sharded accumulation before the step's last micro-batch, after
+        which the all-reduce over replicas follows.
         """
         if self.group is None:
             return
@@ -145,16 +151,16 @@ class FlatGradients:
             for gradients in (self, *following):
                 gradients._in_flight = (work, gradients.flat)
             return
-        self.finish()  # at most one reduction in flight
+        self.finish()  # at most one pending reduction
         out = self.reduced if self._reduced_is_stale else torch.empty_like(self.reduced)
         work = reduce_scatter_into(out, self.flat, group=self.group, async_op=True)
         self._in_flight, self._is_last = (work, out), last
 
     def advance(self) -> None:
-        """Wait for the reduction over `group`, add it to the reduced slice, free what is not kept.
+        """Wait for the reduction over `group`, add it to the reduced slice, free the flat buffer.
 
-        After the step's last it starts the sum over replicas, which `finish` ends.
-        """
+        After the step's last micro-batch this starts the all-reduce over replicas; `finish` ends
+        it."""
         if self._in_flight is None:
             return
         work, out = self._in_flight
@@ -169,14 +175,15 @@ class FlatGradients:
             self._over_replicas = dist.all_reduce(self.reduced, group=self.replicas, async_op=True)
 
     def finish(self) -> None:
-        """Wait for all that `start` began: `reduced` is the sum."""
+        """Wait for all reductions: `reduced` is then the sum over the data ranks."""
         self.advance()
         if self._over_replicas is not None:
             self._over_replicas.wait()
             self._over_replicas = None
 
     def is_before(self, other: FlatGradients) -> bool:
-        """Whether the whole gradients `other` lie right behind these, as `end_to_end` lays them."""
+        """Whether the replicated gradients `other` directly follow these in memory
+        (`end_to_end`)."""
         mine, following = self.flat, other.flat
         return (
             not self.sharded_result
@@ -186,17 +193,19 @@ class FlatGradients:
 
 
 def end_to_end(every: Sequence[FlatGradients]) -> None:
-    """Lay whole gradients (ZeRO 0) end to end, in the order given.
+    """Allocate the replicated gradients (ZeRO 0) of several units in one buffer, in the order
+    given.
 
-    Neighbours can then be reduced in one message. Before the first backward pass: gradients are
-    zeros again. Those without a data group stay, and those that have been through here before:
-    somebody may know where they are. Only those of one data group share a buffer.
+    Adjacent ones can then be reduced in one message. To be called before the first backward pass:
+    gradients are reset to zero. Gradients without a data group keep their buffers, and so do those
+    that were joined before, because others may hold views of them. Only gradients of one data group
+    share a buffer.
     """
     whole = [g for g in every if g.group is not None and not g.sharded_result and not g.joined]
     kinds = dict.fromkeys((g.group, g.flat.dtype, g.flat.device) for g in whole)
     for kind in kinds:
         alike = [g for g in whole if (g.group, g.flat.dtype, g.flat.device) == kind]
-        for gradients in alike:  # before the joined buffer is made: never twice the memory
+        for gradients in alike:  # freed before the joined buffer is allocated
             gradients.joined = True
             free(gradients.flat)
         sizes = [g.layout.size for g in alike]

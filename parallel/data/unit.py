@@ -1,24 +1,36 @@
-"""A unit: one block's parameters in one flat buffer, and where its three states lie.
+"""ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054) for one unit: a block's parameters, gradients
+and optimizer state, each replicated or sharded over the data ranks.
 
 A unit is given its parts: parameters (`parameters`), gradients (`reduce`) and optimizer state
-(`optimizer`), each with a placement over the ranks that saw different tokens, by default ``data`` =
-dp x cp. The stages of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054) are four placements of the
-three:
+(`optimizer`), with a placement over the ranks that see different tokens, by default ``data`` = dp x
+cp. A ZeRO stage says which of the three are sharded:
 
-    stage   param       grad        optim
-    0       replicate   replicate   replicate     all-reduce of gradients
-    1       replicate   replicate   shard         one reduce-scatter a step, then an all-gather
-    2       replicate   shard       shard         reduce-scatter after every micro-batch
-    3       shard       shard       shard         and all-gather before every use
+    stage   param       grad        optim         collectives
+    0       replicate   replicate   replicate     all-reduce of gradients, once a step
+    1       replicate   replicate   shard         reduce-scatter of gradients and all-gather of
+                                                  updated parameters, once a step
+    2       replicate   shard       shard         reduce-scatter after every micro-batch, all-gather
+                                                  of updated parameters once a step
+    3       shard       shard       shard         reduce-scatter after every micro-batch, all-gather
+                                                  of parameters before every forward and backward
 
-Shards may lie over a part of these ranks, neighbours, and be replicated over the rest: hybrid
-sharding (MiCS, Zhang et al. 2022, arXiv:2205.00119; FSDP, Zhao et al. 2023, arXiv:2304.11277).
-Gathers and scatters then stay among the neighbours, and once a step an all-reduce sums each shard's
-gradient over its replicas. Four data ranks with dp_shard = 2 and gradients g0 to g3 of halves a, b:
+    what four ranks hold between steps, of 4 slices a b c d each
+            parameters                   master weights and moments
+    rank    0 to 2        3              0        1 to 3
+    0       a b c d       a              a b c d  a
+    1       a b c d       b              a b c d  b
+    2       a b c d       c              a b c d  c
+    3       a b c d       d              a b c d  d
+
+Hybrid sharding (MiCS, Zhang et al. 2022, arXiv:2205.00119; FSDP, Zhao et al. 2023,
+arXiv:2304.11277) shards over groups of adjacent data ranks, and replicates over the groups.
+All-gathers and reduce-scatters are then within a group, and once a step an all-reduce over the
+replicas sums each slice's gradient. Four data ranks with dp_shard = 2 and gradients g0 to g3 of
+slices a, b:
 
     rank                           0             1             2             3
-    reduce-scatter, neighbours     g0a + g1a     g0b + g1b     g2a + g3a     g2b + g3b
-    all-reduce, replicas           ga            gb            ga            gb
+    reduce-scatter in the group    g0a + g1a     g0b + g1b     g2a + g3a     g2b + g3b
+    all-reduce over replicas       ga            gb            ga            gb
 """
 
 from __future__ import annotations
@@ -44,10 +56,10 @@ class Placement:
     """Over which axes of the mesh gradients are summed, and which states are sharded over which.
 
     Attributes:
-        sum_over: its ranks saw different tokens; gradients are summed over it.
-        shard_over: the part of `sum_over` over which shards lie.
+        sum_over: the axis whose ranks see different tokens; gradients are summed over it.
+        shard_over: the part of `sum_over` over which states are sharded.
         replicate_over: the rest of `sum_over`, whose ranks hold equal shards; None without any.
-        param, grad, optim: this state is sharded; otherwise whole on every rank.
+        param, grad, optim: whether this state is sharded; otherwise it is replicated.
     """
 
     sum_over: str
@@ -70,7 +82,7 @@ SHARDS = {"data": ("shard", "replica"), "dp": ("dp_shard", "replica")}
 
 
 def zero_placement(zero: int, sum_over: str, mesh: ConnectedMesh) -> Placement:
-    """The placement of ZeRO stage `zero`; of stage 0 where shards would lie on one rank.
+    """The placement of ZeRO stage `zero`; of stage 0 if there is only one rank to shard over.
 
     Raises:
         ValueError: another stage than 0 to 3.
@@ -84,15 +96,15 @@ def zero_placement(zero: int, sum_over: str, mesh: ConnectedMesh) -> Placement:
 
 @dataclass(eq=False)
 class Unit:
-    """One block's parameters, gradients and optimizer state; `make_unit` makes all of it.
+    """One block's parameters, gradients and optimizer state; `make_unit` constructs it.
 
     Attributes:
-        name: for messages.
-        mesh: this rank's place.
+        name: in error messages.
+        mesh: the connected mesh.
         placement: over which of its axes gradients are summed and states are sharded.
         parameters, gradients, state: the parts, of one layout.
         tied: another pipeline stage holds the same (tied) parameters.
-        owner: False if another stage owns this (tied) parameter and counts it in the norm.
+        owner: False if another stage counts this (tied) parameter in the gradient norm.
     """
 
     name: str
@@ -106,12 +118,12 @@ class Unit:
 
     @property
     def layout(self) -> FlatLayout:
-        """Where each parameter lies in the flat buffers."""
+        """The layout of the flat buffers."""
         return self.parameters.layout
 
     @property
     def params(self) -> list[tuple[ParamRecord, nn.Parameter]]:
-        """(record, parameter) pairs in the order in which they lie."""
+        """(record, parameter) pairs in the order of the flat buffers."""
         return self.parameters.params
 
     # ------------------------------------------------------------------ pieces of the gradients
@@ -148,9 +160,9 @@ class Unit:
 
     @torch.no_grad()
     def write(self, kind: str, value: Callable[[ParamRecord], Tensor]) -> None:
-        """Set a state from logical tensors: ``value(record)`` returns the whole, uncut tensor.
+        """Set a state from logical tensors: ``value(record)`` returns the unsharded tensor.
 
-        "param" sets the master and the parameter that is computed with.
+        "param" sets the master weights and the parameters.
         """
         buffer = self.buffer(kind)
         whole = torch.zeros(self.layout.size, dtype=buffer.dtype, device=buffer.device)
@@ -163,7 +175,7 @@ class Unit:
 
     @torch.no_grad()
     def read(self, kind: str) -> Iterator[tuple[ParamRecord, Tensor]]:
-        """Yield (record, logical tensor) of a state. Collective over the shard and cut axes."""
+        """Yield (record, logical tensor) of a state. Collective over all axes that shard it."""
         flat = self.buffer(kind)
         if self.placement.optim:
             whole = torch.empty(self.layout.size, dtype=flat.dtype, device=flat.device)
@@ -191,13 +203,13 @@ def make_unit(
     """A unit of the given ZeRO stage.
 
     Args:
-        name: for messages.
+        name: in error messages.
         params: (record, parameter) pairs of one dtype and one ``record.sum_over``. Their ``.data``
             and ``.grad`` become views into the unit's flat buffers; their values move with them
             (zeros from meta).
-        mesh: this rank's place.
+        mesh: the connected mesh.
         zero: ZeRO stage, 0 to 3.
-        device: where the buffers live.
+        device: of the buffers.
         tied, owner: as of `Unit`.
 
     Raises:

@@ -1,8 +1,14 @@
-"""The optimizer of ZeRO stages 0 to 3 as one code path, whatever the placement of its units.
+"""The optimizer of ZeRO stages 0 to 3, one code path for all placements of units.
 
-Every element is counted once in the global norm: along each axis over which the norm is summed, by
-all ranks if they hold different values and by the first if they hold the same; by the owner if
-pipeline stages share it.
+    a step, on every rank
+    1. gradients are reduced already (all-reduce or reduce-scatter, `reduce`)
+    2. global gradient norm: sum of squares of this rank's elements, all-reduced
+    3. update of this rank's slice of master weights (ZeRO 0: of all)
+    4. ZeRO 1 and 2: start the all-gather of the updated parameters (3 gathers them before use)
+
+Every element is counted once in the global norm. Along an axis over which the norm is summed: by
+all ranks if the parameter is sharded over it, by the first rank if it is replicated; if pipeline
+stages share it (tied), by the owner.
 """
 
 from __future__ import annotations
@@ -20,14 +26,14 @@ from warpweave.parallel.mesh import ConnectedMesh, factors
 
 
 class ZeroOptimizer:
-    """An update rule over units, with one global norm clip.
+    """An update rule over units, with clipping by the global gradient norm.
 
     Args:
         units: this rank's units, in the same order on all ranks of a stage.
-        mesh: this rank's place.
-        rule: the optimizer's arithmetic, such as ``AdamW()``.
+        mesh: the connected mesh.
+        rule: the update rule, such as ``AdamW()``.
         clip: largest global gradient norm; None for no clipping.
-        loss_scale: for fp16; the gradient that the backward pass starts with is to be its value.
+        loss_scale: for fp16; the backward pass must start from its value as the loss's gradient.
         impl: "triton", "torch" or None, as for the kernels; of the norm.
 
     Building one is collective over the pipeline stages.
@@ -53,12 +59,13 @@ class ZeroOptimizer:
         zero = torch.zeros((), dtype=torch.float64, device=device)  # fp32 counts to 2**24
         self.steps = [[zero.clone() for _ in u.layout.ranges] for u in units]
         self.count = zero  # updates made; equal on every rank
-        self.finite = torch.ones((), device=device)  # this rank's own gradients were, last time
+        self.finite = torch.ones((), device=device)  # this rank's gradients in the last step
         self._norm_axes = self._find_norm_axes()
         self._in_one_message = self._agree(self._norm_axes == factors("world"))
 
     def _find_norm_axes(self) -> tuple[str, ...]:
-        """The axes along which some rank counts what another does not hold, outermost first."""
+        """The axes over which the norm is summed, because ranks count different elements; outermost
+        first."""
         shared = set(factors("world"))
         for unit in self.units:
             same = () if unit.placement.optim else factors(unit.placement.sum_over)
@@ -66,14 +73,15 @@ class ZeroOptimizer:
         return tuple(axis for axis in factors("world") if axis not in shared)
 
     def _agree(self, mine: bool) -> bool:
-        """Whether it is so on every pipeline stage: their units may lie over other data axes."""
+        """Whether it holds on every pipeline stage, whose units may have other data axes."""
         every, group = torch.tensor(float(mine), device=self.count.device), self.mesh.group("pp")
         if group is not None:
             dist.all_reduce(every, dist.ReduceOp.MIN, group=group)
         return bool(every)
 
     def sum_partials(self) -> None:
-        """Sum the gradients of parameters whose ranks see a part of the tokens each."""
+        """All-reduce the gradients of replicated parameters whose ranks see different tokens
+        (`ParamRecord.partial`: sequence parallelism)."""
         for axis in self.mesh.coords:
             group = self.mesh.group(axis)
             pieces = [piece for unit in self.units for piece in unit.partial_grads(axis)]
@@ -110,8 +118,7 @@ class ZeroOptimizer:
     def step(self, lr: float) -> Tensor:
         """One update of every parameter; returns the global gradient norm before clipping, 0-dim.
 
-        A norm that is not finite leaves every parameter and all state untouched, on every rank.
-        Nothing is read back to the host.
+        If the norm is not finite no parameter or state changes, on any rank. No host sync.
         """
         norm = self.norm()
         skip = (~norm.isfinite()).to(norm.dtype)
@@ -144,7 +151,7 @@ class ZeroOptimizer:
             )
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint keeps beside the tensors, as JSON numbers."""
+        """The state besides tensors, as JSON numbers, for a checkpoint."""
         state = {"count": float(self.count)}
         if self.loss_scale is not None:
             state["loss_scale"] = float(self.loss_scale.value)
