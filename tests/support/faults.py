@@ -273,8 +273,8 @@ FAULTS = (
     Fault(
         "pipeline-gradient-shape",
         "parallel/pipeline/transport.py",
-        "like = self.like(a.stage + (a.op == RECV_B), a.mb)",
-        "like = self.like(a.stage, a.mb)",
+        "like = self.like(receive.stage + (receive.op == RECV_B), receive.mb)",
+        "like = self.like(receive.stage, receive.mb)",
         "a gradient is received into the shape of the stage's input",
     ),
     Fault(
@@ -835,7 +835,7 @@ FAULTS = (
     Fault(
         "engine-sample-source",
         "warpweave/engine.py",
-        "rank_at(dp=0, cp=owner, tp=0, pp=self.gpt.placement[-1])",
+        "rank_at(cp=owner, pp=self.gpt.placement[-1])",
         "rank_at(pp=self.gpt.placement[-1])",
         "the rank that tells the next token is not the one that holds the position",
     ),
