@@ -1,13 +1,12 @@
-"""The mesh: how many ranks each axis has, where a rank stands, and the groups it talks to.
+"""The mesh: the sizes of the parallel axes, a rank's coordinates, and its process groups.
 
-Axes are rows of three tables. The four of `AXES`, outermost first: ``pp`` (pipeline stages), ``dp``
-(data replicas), ``cp`` (sequence shards of context parallelism), ``tp`` (tensor shards). Tensor
-ranks are neighbours, because they talk most. An axis of `SPLITS` is itself two, groups of
-neighbours: cp a ``ring`` of ``ulysses`` groups (`parallel.context`), dp replicas of the
-``dp_shard`` ranks that ZeRO shards lie over. `PRODUCTS` are several axes taken as one: ``data`` =
-dp x cp, whose ranks hold the same parameters and different tokens, and sum their gradients;
-``shard`` = dp_shard x cp, those of them over which ZeRO shards lie; and ``world``. Eight ranks of
-Mesh(dp=4, cp=2, dp_shard=2):
+The four axes, outermost first (`AXES`): ``pp`` pipeline parallel, ``dp`` data parallel, ``cp``
+context parallel, ``tp`` tensor parallel; tp varies fastest over ranks, because it communicates
+most. An axis may be split in two (`SPLITS`): cp into a ``ring`` of ``ulysses`` groups (hybrid
+context parallelism), dp into replicas of ``dp_shard`` groups (hybrid sharding). Several axes may be
+taken as one (`PRODUCTS`): ``data`` = dp x cp, the ranks that hold the same parameters, see
+different tokens and sum their gradients; ``shard`` = dp_shard x cp, those of them over which ZeRO
+shards; and ``world``. Eight ranks of Mesh(dp=4, cp=2, dp_shard=2):
 
     rank        0  1  2  3  4  5  6  7
     dp          0  0  1  1  2  2  3  3
@@ -30,14 +29,15 @@ if TYPE_CHECKING:
     from warpweave.parallel.symmetric import Workspace
 
 AXES = ("pp", "dp", "cp", "tp")
-# Axis -> (groups, neighbours in a group); a field of `Mesh` says how many neighbours.
+# Axis -> (groups, ranks in a group); the field of `Mesh` of that name is the size of a group.
 SPLITS = {"dp": ("replica", "dp_shard"), "cp": ("ring", "ulysses")}
 # Outermost first, as in `AXES`.
 PRODUCTS = {"data": ("dp", "cp"), "shard": ("dp_shard", "cp"), "world": AXES}
 
 
 def factors(axis: str) -> tuple[str, ...]:
-    """The axes, themselves neither split nor products, that `axis` consists of, outermost first.
+    """The factors of `axis`: the axes, neither split nor products, that it consists of, outermost
+    first.
 
     ("ring", "ulysses") for "cp", ("tp",) for "tp".
     """
@@ -55,9 +55,10 @@ class Mesh:
 
     Attributes:
         dp, cp, tp, pp: sizes of the four axes.
-        ulysses: neighbours among the cp ranks that exchange sequence for heads.
-        dp_shard: neighbours among the dp ranks that ZeRO shards lie over, with replicas of them
-            across the dp / dp_shard groups (hybrid sharding); None is all dp.
+        ulysses: Ulysses degree: size of the groups of cp ranks with all-to-all; a ring runs over
+            the cp / ulysses groups.
+        dp_shard: hybrid sharding: size of the groups of dp ranks over which ZeRO shards, replicated
+            over the dp / dp_shard groups; None is all of dp.
 
     Raises:
         ValueError: one is not a positive integer, `ulysses` does not divide `cp`, or `dp_shard`
@@ -93,7 +94,7 @@ class Mesh:
         return self.size("data")
 
     def _lengths(self) -> dict[str, int]:
-        """Ranks along each of the `factors` of the world, outermost first."""
+        """Sizes of the `factors` of the world, outermost first."""
         lengths: dict[str, int] = {}
         for axis in AXES:
             size = getattr(self, axis)
@@ -107,7 +108,7 @@ class Mesh:
         return lengths
 
     def size(self, axis: str) -> int:
-        """Ranks along `axis`: one of the four, a part of one, or a product."""
+        """Size of `axis`: one of the four, a part of one, or a product."""
         lengths, size = self._lengths(), 1
         for f in factors(axis):  # torch.compile reads loops
             size *= lengths[f]
@@ -130,7 +131,7 @@ class Mesh:
         return {axis: self.index(axis, rank) for axis in AXES}
 
     def rank_at(self, **at: int) -> int:
-        """The rank at the given coordinates on the four axes, those left out 0.
+        """The rank at the given coordinates on the four axes, by default 0.
 
         Raises ValueError for a coordinate outside its axis.
         """
@@ -145,7 +146,7 @@ class Mesh:
         return rank
 
     def members(self, axis: str) -> list[list[int]]:
-        """The ranks of every group along `axis`, each in the order of their coordinates there."""
+        """The ranks of every group along `axis`, each in the order of their coordinates."""
         others = [f for f in factors("world") if f not in factors(axis)]
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world):
@@ -159,16 +160,16 @@ class Mesh:
         return f"rank {rank} ({inside})" if inside else f"rank {rank}"
 
     def seen_from(self, rank: int) -> ConnectedMesh:
-        """The mesh as `rank` sees it before it is connected: every group is None."""
+        """The mesh from the view of `rank`, without process groups: every group is None."""
         return ConnectedMesh(self, rank, dict.fromkeys(_names()), None)
 
     def connect(
         self, device_type: str = "cpu", *, timeout: timedelta | None = None
     ) -> ConnectedMesh:
-        """Join the mesh: make this rank's process groups.
+        """Create this rank's process groups.
 
         Collective over the default process group, which must exist when the mesh has several ranks.
-        `timeout` bounds every collective of the groups made here, and on a CPU about every wait
+        `timeout` bounds every collective of these groups, and on a CPU approximately every wait
         within a kernel; None is torch's default (half an hour on gloo, whatever the default group's
         is), and some minutes for those waits.
 
@@ -207,10 +208,10 @@ class Mesh:
         return ConnectedMesh(self, dist.get_rank(), groups, device_mesh, timeout)
 
     def _make_groups(self, device_mesh: DeviceMesh) -> dict[str, ProcessGroup | None]:
-        """This rank's group along every axis but the world, None where it would be alone.
+        """This rank's group along every axis but the world, None for an axis of size 1.
 
-        Collective over all ranks, which make them in the same order. Axes of the same ranks share
-        one group: "data" is "dp" where cp = 1.
+        Collective over all ranks, which create the groups in the same order. Axes with the same
+        ranks share a group: "data" is "dp" if cp = 1.
         """
         import torch.distributed as dist
 
@@ -241,14 +242,14 @@ def _check_size(axis: str, size: object) -> None:
 
 @dataclass(frozen=True)
 class ConnectedMesh:
-    """A mesh seen from one of its ranks, with this rank's process groups.
+    """A mesh with the process groups of one of its ranks.
 
     Attributes:
         sizes: the mesh.
         rank: this rank in the default process group.
         groups: axis name -> process group, None where the axis has one rank.
         device_mesh: the torch DeviceMesh over (pp, dp, cp, tp), None for a single rank.
-        timeout: what `Mesh.connect` was given.
+        timeout: that of `Mesh.connect`.
     """
 
     sizes: Mesh
@@ -264,7 +265,8 @@ class ConnectedMesh:
 
     @property
     def context(self) -> ProcessGroup | tuple[ProcessGroup | None, ProcessGroup | None] | None:
-        """The `group` of `parallel.context`: the cp axis, or the pair that it is."""
+        """The `group` of `parallel.context`: the cp axis, or with ulysses > 1 the pair (ring,
+        Ulysses group)."""
         if self.sizes.ulysses > 1:
             return self.groups["ring"], self.groups["ulysses"]
         return self.groups["cp"]
@@ -279,7 +281,7 @@ class ConnectedMesh:
         return self._workspaces.get(axis)
 
     def size(self, axis: str) -> int:
-        """Ranks along `axis`."""
+        """Size of `axis`."""
         return self.sizes.size(axis)
 
     def index(self, axis: str) -> int:
@@ -287,7 +289,7 @@ class ConnectedMesh:
         return self.sizes.index(axis, self.rank)
 
     def __deepcopy__(self, memo: dict) -> ConnectedMesh:
-        """Itself: copies of a module talk to the same groups, which cannot be copied."""
+        """Itself: copies of a module use the same process groups, which cannot be copied."""
         return self
 
     @property
@@ -302,10 +304,10 @@ def single() -> ConnectedMesh:
 
 
 def connected(mesh: ConnectedMesh | None) -> ConnectedMesh:
-    """What a layer's `mesh` argument means: None is one device.
+    """The mesh of a layer's `mesh` argument; None is one device.
 
     Raises:
-        ValueError: the mesh is only sizes, not connected.
+        ValueError: the mesh is not connected (`Mesh.connect`).
     """
     if isinstance(mesh, Mesh):
         raise ValueError(f"mesh must be connected, {mesh} is sizes only: pass mesh.connect()")

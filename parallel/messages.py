@@ -1,22 +1,28 @@
-"""Messages between ranks, without a transport: what a rank does is a generator of them.
+"""Algorithms over ranks as generators of messages, independent of how messages are sent.
 
-An algorithm over ranks (a ring, recursive doubling, a tree, ring attention) is a generator for each
-rank. It yields a message to start it, and None to wait for all that this rank has under way:
+An algorithm (a ring, recursive doubling, a tree, ring attention) is one generator per rank. It
+yields a message to start it, and None to wait for all pending messages of this rank:
 
-    def all_gather(rank, ranks, x):  # of x[ranks, n] this rank's row is there
+    def all_gather(rank, ranks, x):  # row `rank` of x[ranks, n] is set
         right, left = (rank + 1) % ranks, (rank - 1) % ranks
         for hop in range(ranks - 1):
             yield Hop(x[rank - hop], x[rank - hop - 1], right, left)
             yield None
 
-`run_on_group` executes one rank's steps on process groups, `run_in_process` those of all ranks in
-one process. A message starts before the work that hides it and is waited for after it. Ranks need
-not take equally many steps.
+`run_on_group` executes one rank's generator on process groups, `run_in_process` those of all ranks
+in one process. A message starts before the work that hides it and is waited for after it. Ranks
+need not have equally many steps.
 
-The pipeline's executor (`pipeline.execute`) is a generator of what a rank waits for, too, with
-transports of its own. Here buffers are the algorithm's, and a wait is for everything under way.
-There the transport has the schedule's list: it owns the buffers, posts receives ahead of need, and
-lets go of a sent tensor when a later message proves its arrival, so that no rank waits for a send.
+    the ring above on four ranks; row that each receives, and from whom
+             rank 0        rank 1        rank 2        rank 3
+    hop 0    3 from 3      0 from 0      1 from 1      2 from 2
+    hop 1    2 from 3      3 from 0      0 from 1      1 from 2
+    hop 2    1 from 3      2 from 0      3 from 1      0 from 2
+
+The pipeline's executor (`pipeline.execute`) is a generator of waits, too, with transports of its
+own. Here an algorithm owns its buffers, and a wait is for all pending messages. There the transport
+knows the schedule: it owns the buffers, posts receives ahead of need, and frees a sent tensor when
+a later message acknowledges it, so that no rank waits for a send.
 """
 
 from __future__ import annotations
@@ -35,10 +41,10 @@ T = TypeVar("T")
 
 
 class Hop(NamedTuple):
-    """`send` goes to rank `dest`, `recv` is from rank `source`, at once (MPI's sendrecv).
+    """MPI's sendrecv: `send` goes to rank `dest`, `recv` comes from rank `source`.
 
-    Both are contiguous, and what one rank sends to another has the dtype and size of what that one
-    receives. None where nothing is sent, or nothing arrives, on this rank.
+    Both are contiguous; what a rank sends has the dtype and size of what the other receives. None
+    if this rank sends nothing, or receives nothing.
     """
 
     send: torch.Tensor | None
@@ -59,24 +65,24 @@ class AllToAll(NamedTuple):
     recv_sizes: list[int]
 
 
-# What one rank does: yields messages to start them and None to wait for all that are under way.
+# A rank's algorithm: yields messages to start them, and None to wait for all pending ones.
 Steps = Generator["Hop | AllToAll | None", None, T]
 
 
 def run_on_group(
     steps: Steps[T],
     group: dist.ProcessGroup | None,
-    neighbours: dist.ProcessGroup | None = None,
+    inner_group: dist.ProcessGroup | None = None,
     *,
     overlap: bool = True,
 ) -> T:
-    """Execute this rank's `steps`: hops on `group`, all-to-alls on `neighbours`; its result.
+    """Execute this rank's `steps`: hops on `group`, all-to-alls on `inner_group`; its result.
 
     ``overlap=False`` waits for every message before the tile that could hide it. The operations and
     their order are the same, so the results are bitwise equal.
 
-    On a CPU a thread starts the hops: where the receiver waits already, gloo's isend returns when
-    the message has been copied into the socket, and the tile would begin only then.
+    On a CPU a thread starts the hops: if the receiver is waiting already, gloo's isend returns only
+    after the message has been copied into the socket, and would delay the tile.
     """
     pending: list[Pending | Future[Pending]] = []
     with ThreadPoolExecutor(1) as thread:
@@ -86,7 +92,7 @@ def run_on_group(
             except StopIteration as stop:
                 return stop.value
             if isinstance(message, AllToAll):
-                pending.append(start_all_to_all(*message, neighbours))
+                pending.append(start_all_to_all(*message, inner_group))
             elif message is not None and overlap and _by_gloo(message, group):
                 pending.append(thread.submit(start_exchange, *message, group))
             elif message is not None:
@@ -106,7 +112,7 @@ def _by_gloo(hop: Hop, group: dist.ProcessGroup | None) -> bool:
 
 
 class _Ends(NamedTuple):
-    """What is left to do of a message of one rank: to whom parts go, from whom they come."""
+    """The parts of a rank's message that are not delivered yet: their destinations and sources."""
 
     sends: dict[int, torch.Tensor]
     receives: dict[int, torch.Tensor]
@@ -116,21 +122,20 @@ class _Ends(NamedTuple):
 _Queues = dict[type, "deque[_Ends]"]
 
 
-def run_in_process(
-    every: Sequence[Steps[T]], *, neighbours: int = 1, overlap: bool = True
-) -> list[T]:
+def run_in_process(every: Sequence[Steps[T]], *, inner: int = 1, overlap: bool = True) -> list[T]:
     """Execute the steps of all ranks in turn in this process, without any group.
 
-    `neighbours` ranks in a row are a group of all-to-alls, hops go over ranks that far apart.
-    Messages are copies, delivered when sender and receiver wait for them (``overlap=False``: where
-    they start), so that who reads or writes too early is seen.
+    All-to-alls are within groups of `inner` consecutive ranks; hops are between ranks with the same
+    index in their groups. Messages are copies, delivered when sender and receiver wait for them
+    (``overlap=False``: when they start), so that reading or writing a buffer too early gives wrong
+    results.
 
-    The order is NCCL's: a rank's hops run one after the other, each of them when its peers have
-    come to theirs (all-to-alls likewise, beside the hops). What would wait for ever there, though
+    The order is NCCL's: a rank's hops run one after the other, each when its peers have reached
+    theirs (all-to-alls likewise, concurrently with the hops). What would deadlock on NCCL, though
     not on gloo, is a deadlock here.
 
     Raises:
-        RuntimeError: a deadlock, a rank that ends with messages under way, or two ends of a message
+        RuntimeError: a deadlock, a rank that ends with pending messages, or two ends of a message
         that differ; names the ranks.
     """
     queues: list[_Queues] = [{Hop: deque(), AllToAll: deque()} for _ in every]
@@ -143,7 +148,7 @@ def run_in_process(
             moved = True
             try:
                 while (message := next(steps)) is not None:
-                    queues[rank][type(message)].append(_ends(rank, message, neighbours))
+                    queues[rank][type(message)].append(_ends(rank, message, inner))
                     if not overlap:
                         break
             except StopIteration as stop:
@@ -157,11 +162,11 @@ def run_in_process(
     return [results[rank] for rank in range(len(every))]
 
 
-def _ends(rank: int, message: Hop | AllToAll, neighbours: int) -> _Ends:
-    """A message with the peers' numbers among all ranks."""
-    first, place = rank - rank % neighbours, rank % neighbours
+def _ends(rank: int, message: Hop | AllToAll, inner: int) -> _Ends:
+    """A message with the global ranks of its peers."""
+    first, place = rank - rank % inner, rank % inner
     if isinstance(message, Hop):
-        dest, source = (at * neighbours + place for at in (message.dest, message.source))
+        dest, source = (at * inner + place for at in (message.dest, message.source))
         return _Ends(
             {} if message.send is None else {dest: message.send},
             {} if message.recv is None else {source: message.recv},
@@ -171,7 +176,7 @@ def _ends(rank: int, message: Hop | AllToAll, neighbours: int) -> _Ends:
 
 
 def _deliver(queues: list[_Queues]) -> bool:
-    """Copy what is sent to where it is received, of each rank's first message; whether any was."""
+    """Deliver what is possible of each rank's first message; whether anything was delivered."""
     moved = False
     for rank, own in enumerate(queues):
         for kind, queue in own.items():
@@ -196,7 +201,7 @@ def _deliver(queues: list[_Queues]) -> bool:
 
 
 def _waits(queues: list[_Queues]) -> list[str]:
-    """For each rank that waits: for whom."""
+    """For each waiting rank, the ranks that it waits for."""
     return [
         f"rank {rank} waits for ranks {sorted({*queue[0].sends, *queue[0].receives})}"
         for rank, own in enumerate(queues)

@@ -527,9 +527,9 @@ def test_a_hop_that_the_window_hides_from_all_is_not_made(kind: str, causal: boo
             case = Case(layout, causal=causal, window=window, heads=2, batch=1, dim=3)
             sent: list[list[int]] = [[] for _ in range(parts)]
 
-            def ends(rank: int, hop: messages.Hop, neighbours: int, sent=sent) -> messages._Ends:
+            def ends(rank: int, hop: messages.Hop, inner: int, sent=sent) -> messages._Ends:
                 sent[rank].append(0 if hop.send is None else hop.send.nbytes)
-                return _ends(rank, hop, neighbours)
+                return _ends(rank, hop, inner)
 
             with mock.patch.object(messages, "_ends", ends):
                 assert_equal_to_whole(case, emulate(case))

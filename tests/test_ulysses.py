@@ -42,7 +42,7 @@ def emulate(
         "split": ulysses.HeadSplit(case.layout, degree, case.heads, case.kv_heads),
         "options": options,
     }
-    how = {"neighbours": degree, "overlap": overlap}
+    how = {"inner": degree, "overlap": overlap}
     forward = messages.run_in_process(
         [ulysses.ulysses_forward(r, *shards[r][0], sinks=sinks, **given) for r in ranks], **how
     )
@@ -161,12 +161,12 @@ class _Sent:
 
     sizes: list[int]
 
-    def ends(self, rank: int, message, neighbours: int) -> messages._Ends:
+    def ends(self, rank: int, message, inner: int) -> messages._Ends:
         if isinstance(message, messages.AllToAll):
-            me = rank % neighbours
+            me = rank % inner
             n = sum(s for other, s in enumerate(message.send_sizes) if other != me)
             self.sizes[rank] += n * message.send.element_size()
-        return _ends(rank, message, neighbours)
+        return _ends(rank, message, inner)
 
 
 _ends = messages._ends

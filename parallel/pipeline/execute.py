@@ -1,13 +1,22 @@
 """The executor: runs a schedule's lists on stages, in one process or over torch.distributed.
 
-`execute` walks each rank's list as a coroutine that stops where it must wait for a message;
-nothing here knows any schedule. A transport drives the coroutines: `InProcess` runs all ranks in
+Each rank's list is run as a coroutine that yields where it must wait for a message; the executor
+does not depend on the schedule. A transport drives the coroutines: `InProcess` runs all ranks in
 turn in this process (for proofs, debuggers and Triton's interpreter), `Distributed` runs this
-process's rank over a pipeline group. Same code, same order of operations, so the same bits.
+process's rank over a pipeline group. Both run the same operations in the same order, so results are
+bitwise equal.
 
-Messages carry no tags, as on NCCL: they are told apart by their place on a link, one link per
-payload (activation, gradient), source and destination. `validate` has compared the orders of both
-ends. Shapes and dtypes are fixed by the stages and compared once; no message describes itself.
+    rank 1 of four, 1F1B; a line is an action, -> what it does
+    RECV_F 0   -> yields until the activation of micro-batch 0 has been received from rank 0
+    F 0        -> stage.forward
+    SEND_F 0   -> starts the send of the activation to rank 2
+    RECV_B 0   -> yields until its gradient has been received from rank 2
+    B 0        -> stage.backward
+    SEND_B 0   -> starts the send of the input's gradient to rank 0
+
+Messages have no tags, as on NCCL: they are identified by their order on a link, one link per
+payload (activation, gradient), source and destination. `validate` has checked that both ends have
+the same order. Shapes and dtypes are fixed by the stages and compared once, not sent with messages.
 """
 
 from __future__ import annotations
@@ -52,14 +61,14 @@ def execute(lists: Schedule, stages: Mapping[int, Stage], transport: Transport) 
         transport: `InProcess` or `Distributed`.
 
     Gradients are accumulated in the order of the list's B and W, ascending micro-batches in all
-    known schedules, so they equal plain accumulation on one device bit for bit. Divide nothing by
-    the number of micro-batches: the loss is normalised once, where it is computed.
+    known schedules, so they are bitwise equal to gradient accumulation on one device. They are not
+    divided by the number of micro-batches: the loss is normalised where it is computed.
 
     Raises:
-        ValueError: a list asks for what the stages do not hold, or a message has the wrong shape.
-        RuntimeError: an action comes before what it needs, a weight gradient is still owed at
-        UPDATE or at the end, data is left over, or no rank can go on (all in one line, naming
-        ranks). The stages' state is undefined then.
+        ValueError: a list needs a stage that is not given, or a message has the wrong shape.
+        RuntimeError: an action comes before what it depends on, a W is missing at UPDATE or at the
+        end, data is left over, or no rank can proceed (all in one line that names ranks). The state
+        of the stages is then undefined.
     """
     transport.open(lists, stages)
     for stage in stages.values():
@@ -71,7 +80,7 @@ def execute(lists: Schedule, stages: Mapping[int, Stage], transport: Transport) 
 def _run_rank(
     rank: int, lists: Schedule, stages: Mapping[int, Stage], transport: Transport
 ) -> Generator[Receive, Tensor, None]:
-    """One rank's list, as a coroutine that yields what it must wait for."""
+    """One rank's list as a coroutine that yields the messages it waits for."""
     rank_of = placement(lists)
     last = len(rank_of) - 1
     done: set[Action] = set()
@@ -147,7 +156,12 @@ def _is_whole(stage: Stage, op: str) -> None:
 def _tie(
     action: Action, rank_of: list[int], stages: Mapping[int, Stage], transport: Transport
 ) -> Generator[Receive, Tensor, None]:
-    """Add the other end's gradient: a + b on one end and b + a on the other, the same bits."""
+    """Exchange and add the tied weight's gradient: a + b on one end, b + a on the other, which are
+    bitwise equal.
+
+        stage 0 (embedding)   gradient a   --a-->   a + b
+        last stage (head)     gradient b   --b-->   b + a
+    """
     own = stages[action.stage].tie()
     if len(tied_stages(rank_of)) == 1:
         other = stages[len(rank_of) - 1].tie()

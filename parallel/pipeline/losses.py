@@ -1,8 +1,9 @@
-"""Losses that arise beside an activation, in any block on any pipeline stage.
+"""Losses that a stage returns beside its activation: the model's own, and auxiliary ones of any
+block.
 
 A language model's loss is the last stage's. A mixture of experts has others in every block: the
-load-balancing loss (arXiv:2101.03961) and the router's z-loss (arXiv:2202.08906). Whatever computes
-a part of a stage therefore returns y, or (y, losses):
+load-balancing loss (arXiv:2101.03961) and the router's z-loss (arXiv:2202.08906). So a stage, and
+any segment of it, returns y or (y, losses):
 
     losses["loss"]      the model's own: the last stage's, which has no y (None)
     losses[other name]  auxiliary ones, which are added to it

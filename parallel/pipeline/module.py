@@ -17,7 +17,7 @@ from warpweave.parallel.pipeline.losses import LOSS, Losses, Output, split_losse
 
 
 class ModuleStage:
-    """Any ``nn.Module`` as a stage, with whole parameters: the plain case, for users and proofs.
+    """Any ``nn.Module`` as a stage, with replicated parameters, for users and proofs.
 
     Args:
         module: x -> y, with floating-point x and y; or x -> (y, losses), with auxiliary losses by
@@ -28,9 +28,9 @@ class ModuleStage:
         tied: the parameter that first and last stage share, where there is a TIE.
         optimizer: stepped, and its gradients cleared, at UPDATE.
         group: the ranks over which REDUCE sums gradients; None is one.
-        versions: how many of the newest versions of the weights are kept (weight stashing,
-            PipeDream, arXiv:1806.03377): with more than one, a micro-batch may run backward after
-            an UPDATE, on the weights that its forward read.
+        versions: weight stashing (PipeDream, arXiv:1806.03377): the number of newest versions of
+            the weights that are kept. With more than one, a micro-batch may run backward after an
+            UPDATE, with the weights of its forward.
 
     Gradients are in the parameters' ``.grad``; `losses` maps mb to name to the detached loss of the
     last run: the model's own is called "loss".
@@ -61,7 +61,7 @@ class ModuleStage:
         self.start()
 
     def start(self) -> None:
-        """A run of the lists begins: the weights of now are version 0."""
+        """A run of the lists begins: the current weights are version 0."""
         self._newest = 0
         self._stash: dict[int, dict[str, Tensor]] = {}  # version -> name -> weight, if several
         self._read: dict[int, int] = {}  # micro-batch -> version, from forward to backward
@@ -96,13 +96,13 @@ class ModuleStage:
         return dx
 
     def backward_input(self, mb: int, dy: Tensor | None) -> Tensor | None:
-        """The same under `collect`: what Functions defer waits for `backward_weight`."""
+        """The same under `wgrad.collect`: weight gradients are deferred to `backward_weight`."""
         store = self._owed[mb] = WeightGradients()
         with collect(store):
             return self._backward(mb, dy)
 
     def backward_weight(self, mb: int) -> None:
-        """Runs what was deferred."""
+        """Computes the deferred weight gradients."""
         self._owed.pop(mb).run()
         self._collect_stashed(mb)
 
@@ -118,7 +118,7 @@ class ModuleStage:
     # ------------------------------------------------------------------ versions of the weights
 
     def _stash_newest(self) -> None:
-        """Keep a copy of the weights, if several versions are to be kept; drop the oldest."""
+        """With several versions, stash a copy of the weights and free the oldest one."""
         if self._versions > 1:
             self._stash[self._newest] = {
                 name: p.detach().clone().requires_grad_(p.requires_grad)
@@ -127,7 +127,7 @@ class ModuleStage:
             self._stash.pop(self._newest - self._versions, None)
 
     def _need(self, version: int, mb: int) -> None:
-        """Raise ValueError unless the weights of `version` are still there."""
+        """Raise ValueError unless the weights of `version` are stashed or current."""
         kept = sorted(self._stash) or [self._newest]
         if version not in kept:
             raise ValueError(f"micro-batch {mb} reads version {version}, the stage holds {kept}")
@@ -142,7 +142,7 @@ class ModuleStage:
         return lambda x: functional_call(self.module, weights, (x,))
 
     def _collect_stashed(self, mb: int) -> None:
-        """Add the gradients that `mb` left in copies of the weights to the parameters' own."""
+        """Add the gradients of `mb` from stashed copies of the weights to the parameters'."""
         copies = self._stash.get(self._read.pop(mb), {})
         for name, copy in copies.items():
             if copy.grad is not None:
@@ -152,7 +152,7 @@ class ModuleStage:
                 copy.grad = None
 
     def unshard(self) -> None:
-        """Nothing: the parameters are whole."""
+        """Nothing: the parameters are not sharded."""
 
     def reshard(self) -> None:
         """Nothing."""

@@ -1,10 +1,16 @@
-"""A pipeline stage: a chain of segments whose autograd graph is cut at every boundary.
+"""A pipeline stage: a chain of segments with an autograd graph of its own for each.
 
-A segment is a callable with the units (flat parameter buffers) it reads, usually one transformer
-block. Because the graph ends at each boundary, the stage decides itself what happens between two
-segments, in plain sight and without hooks: gather the next segment's parameters while this one
-computes, free them, keep or recompute activations, start a unit's gradient reduction while earlier
-segments are still in their backward pass.
+A segment is a callable with the units (flat parameter buffers) that it reads, usually one
+transformer block. Because the graph ends at each boundary, the stage itself schedules what happens
+between two segments, without hooks: all-gather the next segment's parameters during this one, free
+them, keep or recompute activations, start a unit's gradient reduction during the backward of
+earlier segments.
+
+    ZeRO 3, three segments; one micro-batch, time from left to right
+    compute             F0        F1        F2        B2        B1           B0
+    network   gather 0  gather 1  gather 2  -         gather 1  gather 0,    reduce-
+                                                                reduce-      scatter 1
+                                                                scatter 2    and then 0
 """
 
 from __future__ import annotations
@@ -33,13 +39,13 @@ class Segment:
     """One link of the chain.
 
     Attributes:
-        name: for messages.
+        name: in error messages.
         fn: computes the activation, and losses if it has any (`losses`), from the input and the
             micro-batch's data.
         units: the units whose parameters `fn` reads.
-        recompute: keep only the input in the forward pass and run `fn` again in the backward pass
-            (full activation checkpointing, Chen et al. 2016, arXiv:1604.06174); of attention over
-            context ranks its results too (`parallel.context.kept`).
+        recompute: full activation checkpointing (Chen et al. 2016, arXiv:1604.06174): keep only the
+            input, and the results of attention over context ranks (`parallel.context.kept`), and
+            run `fn` again in the backward pass.
     """
 
     name: str
@@ -63,7 +69,7 @@ class _Chain:
             self.completes[first].append(unit)
 
     def fused(self) -> _Chain:
-        """The same computation as one segment: one autograd graph, nothing done in between."""
+        """The chain as one segment with one autograd graph, and nothing between segments."""
 
         def run(x: Tensor | None, batch: Any) -> Output:
             total: dict[str, Tensor] = {}
@@ -77,13 +83,13 @@ class _Chain:
 
 
 def _roots(y: Tensor | None, losses: Losses) -> tuple[Tensor, ...]:
-    """What a segment's backward pass starts from: its activation, if there is one, and losses."""
+    """The roots of a segment's backward pass: its activation, if there is one, and its losses."""
     return (*(() if y is None else (y,)), *losses.values())
 
 
 @dataclass
 class _Saved:
-    """What one micro-batch keeps between its forward and its backward pass; lists by segment."""
+    """What a micro-batch keeps from its forward for its backward pass; lists by segment."""
 
     chain: _Chain
     weights: list[WeightGradients]
@@ -96,10 +102,10 @@ class ChainStage:
 
     Args:
         segments: the chain, in forward order.
-        shared: units whose gradients another stage of this rank completes (a tied embedding where
-            first and last stage are on one rank): left to that one to reduce.
-        bucket_bytes: whole gradients (stages 0 and 1) are reduced in buckets of at least so much;
-            fewer bytes cost more in messages than they hide. As torch's DDP, by default 25 MiB.
+        shared: units that another stage of this rank reduces (a tied embedding with first and last
+            stage on one rank).
+        bucket_bytes: the least size of a bucket in which gradients of ZeRO 0 and 1 are reduced, by
+            default 25 MiB as in torch's DDP: small messages cost more than their overlap saves.
 
     Attributes:
         losses: micro-batch -> name -> loss, detached, of the step so far.
@@ -120,12 +126,12 @@ class ChainStage:
         end_to_end([unit.gradients for unit in completed])
         self._order = {unit: i for i, unit in enumerate(completed)}
         self._views = {p: view for unit in self.units for p, view in unit.gradients.views.items()}
-        # Every cut costs a little. Where nothing happens between segments there need be none.
+        # A boundary costs a little, so there is none where nothing happens between segments.
         self._must_cut = any(s.recompute for s in self.segments) or any(
             unit.placement.param or unit.placement.grad for unit in self.units
         )
         self._fused = self._cut.fused()
-        # Gradients that fill no bucket before the last of them are there have nothing to overlap.
+        # Gradients that do not fill a bucket before the last one is complete cannot overlap.
         later = [unit.gradients for unit in self.units[1:]]
         whole = sum(g.flat.nbytes for g in later if g.group is not None)
         self._overlaps = whole > 0 and whole >= bucket_bytes
@@ -133,14 +139,15 @@ class ChainStage:
         self._batches: Sequence[Any] = ()
         self._backwards_left = 0
         self._dloss: Tensor | None = None
-        self._bucket: list[Unit] = []  # complete gradients that are too few to be reduced yet
+        self._bucket: list[Unit] = []  # complete gradients that do not fill a bucket yet
         self._reducing: list[Unit] = []
         self.losses: dict[int, Losses] = {}
 
     def begin(self, batches: Sequence[Any], dloss: Tensor | None = None) -> None:
-        """Start a step: `batches[mb]` is what the segments get as micro-batch `mb`'s data.
+        """Start a step: `batches[mb]` is passed to the segments as the data of micro-batch `mb`.
 
-        `dloss` is the gradient of every loss with itself, 0-dim: the loss scale, by default 1.
+        `dloss`, 0-dim, is the gradient from which every loss's backward starts: the loss scale, by
+        default 1.
         """
         self._batches, self._backwards_left, self._dloss = batches, len(batches), dloss
         self._saved.clear()
@@ -151,8 +158,8 @@ class ChainStage:
     def forward(self, mb: int, x: Tensor | None, version: int = 0) -> Tensor | None:
         """Run the chain on micro-batch `mb`; returns the activation for the next stage.
 
-        The last stage returns None. There is one version of the weights: any other than 0 raises
-        ValueError.
+        The last stage returns None. There is only one version of the weights: ValueError for any
+        other than 0.
         """
         if version:
             raise ValueError(f"micro-batch {mb} reads version {version}, a chain holds one")
@@ -177,9 +184,10 @@ class ChainStage:
         return x
 
     def _chain(self, mb: int) -> _Chain:
-        """How to run `mb`: cut where parameters or gradients move between segments, else fused.
+        """The chain for `mb`: segmented if parameters are gathered or gradients reduced between
+        segments, else fused.
 
-        Whole gradients move once, after the last micro-batch, and overlap its backward pass.
+        Gradients of ZeRO 0 and 1 are reduced once, during the backward of the last micro-batch.
         """
         if self._must_cut or (self._overlaps and mb == len(self._batches) - 1):
             return self._cut
@@ -189,7 +197,7 @@ class ChainStage:
     def evaluate(
         self, x: Tensor | None, batch: Any, final: SegmentFn | None = None
     ) -> tuple[Tensor | None, Losses]:
-        """(y, losses) of the chain without keeping anything; `final` may stand in for the last
+        """(y, losses) of the chain without keeping activations; `final` replaces the last
         segment."""
         total: dict[str, Tensor] = {}
         for k, segment in enumerate(self.segments):
@@ -211,11 +219,11 @@ class ChainStage:
         return self._backward(mb, dy, deferred=False)
 
     def backward_input(self, mb: int, dy: Tensor | None) -> Tensor | None:
-        """As `backward`, but the weight gradients of the linear layers are left to do."""
+        """As `backward`, with the weight gradients of linear layers deferred."""
         return self._backward(mb, dy, deferred=True)
 
     def backward_weight(self, mb: int) -> None:
-        """The weight gradients that `backward_input` left to do."""
+        """Compute the deferred weight gradients of `mb`."""
         saved = self._saved.pop(mb)
         self._backwards_left -= 1
         for segment, weights, completed in reversed(
@@ -260,7 +268,7 @@ class ChainStage:
     # ------------------------------------------------------------------ parameters and gradients
 
     def _enter(self, segments: Sequence[Segment], k: int, following: int) -> None:
-        """Have segment k's parameters; start gathering those of the segment that comes next."""
+        """Wait for segment k's parameters; start the all-gather of the next segment's."""
         for unit in segments[k].units:
             unit.parameters.unshard()
         for unit in segments[k].units:
@@ -270,17 +278,18 @@ class ChainStage:
                 unit.parameters.unshard()
 
     def _leave(self, segments: Sequence[Segment], k: int, following: int) -> None:
-        """Free segment k's parameters, unless the segment that comes next reads them too."""
+        """Free segment k's parameters, unless the next segment reads them, too."""
         kept = segments[following].units if 0 <= following < len(segments) else ()
         for unit in segments[k].units:
             if unit not in kept:
                 unit.parameters.reshard()
 
     def _reduce_completed(self, units: Sequence[Unit]) -> None:
-        """Start reducing `units`, whose gradients a segment has just completed, if it is time to.
+        """Start reducing `units`, whose gradients a segment has just completed, if they are due.
 
-        Sharded gradients are reduced after every micro-batch, at most two units at a time, so that
-        their full buffers do not pile up. Whole ones are reduced after the last, in buckets.
+        Sharded gradients (ZeRO 2 and 3) are reduced after every micro-batch, at most two units at a
+        time, to bound the memory of unreduced buffers. Those of ZeRO 0 and 1 are reduced after the
+        last micro-batch, in buckets.
         """
         for unit in units:
             if unit.placement.grad:
@@ -298,12 +307,13 @@ class ChainStage:
         self._reducing += [unit, *following]
 
     def _follows(self, at: int) -> bool:
-        """Whether the gradients in place `at` of the bucket lie right behind those before them."""
+        """Whether the gradients at index `at` of the bucket directly follow the previous ones in
+        memory."""
         before, unit = self._bucket[at - 1 : at + 1]
         return before.gradients.is_before(unit.gradients)
 
     def _empty_bucket(self) -> None:
-        """Start reducing what is in the bucket: gradients that lie end to end in one message."""
+        """Start reducing the bucket: gradients that are adjacent in memory in one message."""
         self._bucket.sort(key=lambda unit: self._order[unit])
         while self._bucket:
             end = 1
@@ -314,7 +324,7 @@ class ChainStage:
             self._start_reducing(first, following)
 
     def reduce(self) -> None:
-        """Start the reductions that are left, and wait until all have ended."""
+        """Start the remaining reductions, and wait for all of them."""
         self._empty_bucket()
         while self._reducing:
             self._reducing.pop(0).gradients.advance()

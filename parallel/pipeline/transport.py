@@ -1,4 +1,13 @@
-"""How messages travel between the ranks of a pipeline: inside one process, or over a group."""
+"""Transports of a pipeline: messages between ranks within one process, or over a process group.
+
+`Distributed`, four ranks; a line is a link, a letter the communicator that carries it
+
+activations   rank 0 --A--> rank 1 --B--> rank 2 --A--> rank 3
+gradients     rank 0 <--C-- rank 1 <--D-- rank 2 <--C-- rank 3
+
+No two links of a communicator share a rank, so that on NCCL, which runs a communicator's
+operations in order, a posted receive never blocks a send.
+"""
 
 from __future__ import annotations
 
@@ -56,10 +65,10 @@ def _check_stages(lists: Schedule, stages: Mapping[int, Stage], ranks: Sequence[
 
 
 class InProcess:
-    """All ranks in this process, one at a time: a rank runs until it waits, then the next one does.
+    """All ranks in this process, in turn: each runs until it waits for a message.
 
-    Messages are copied, so that stages cannot share memory by accident. Deadlocks and messages in
-    the wrong order are found while running, without `validate`.
+    Messages are copied, so that stages do not share memory by accident. Deadlocks and messages in
+    the wrong order are detected during the run, without `validate`.
     """
 
     def __init__(self) -> None:
@@ -71,12 +80,12 @@ class InProcess:
         return range(len(lists))
 
     def open(self, lists: Schedule, stages: Mapping[int, Stage]) -> None:
-        """Empties the mailboxes. Raises ``ValueError`` when a stage is missing."""
+        """Empties the mailboxes. ``ValueError`` if a stage is missing."""
         _check_stages(lists, stages, self.ranks(lists))
         self._stages, self._boxes = stages, {}
 
     def like(self, stage: int, mb: int) -> Like:
-        """Asks the stage itself."""
+        """That of the stage itself."""
         return self._stages[stage].input_like(mb)
 
     def reach(self, rank: int, index: int) -> None:
@@ -87,7 +96,7 @@ class InProcess:
         self._boxes.setdefault(link, deque()).append((action, tensor.clone()))
 
     def drive(self, programs: dict[int, Generator[Receive, Tensor, None]]) -> None:
-        """Runs one rank after the other to their ends; ``RuntimeError`` when none can move."""
+        """Runs the ranks in turn to their ends; ``RuntimeError`` if none can proceed."""
         waiting: dict[int, Receive | None] = dict.fromkeys(programs)
         while waiting:
             moved = False
@@ -135,35 +144,38 @@ _DIMS = 8
 
 
 class Distributed:
-    """This process is one rank of the pipeline group; messages travel by torch.distributed P2P.
+    """This process is one rank of the pipeline group; messages are torch.distributed P2P
+    operations.
 
-    * A communicator is a set of links of which no two touch the same rank, so a receive that was
-      posted early never holds up a send behind it (NCCL runs what is on one communicator in order).
-      Straight pipelines need four, as many as they have kinds of links at a rank.
-    * Receives are posted where a table made from the lists says so. On gloo, where one is a buffer
-      that waits, one of each link ahead of its need (`schedule.posted_ahead`), so that messages
-      travel while ranks compute; on NCCL and all others, where one may be a running kernel, at
-      need or when it must (`schedule.posted_at_need`), so that no rank ever computes while it has
-      started what only it can end.
-    * Sends are asynchronous. A sent tensor is kept until a later message proves its arrival
-      (`schedule.acknowledged`), so no rank ever blocks on a send before the end.
+    * No two links of a communicator share a rank, so that a receive posted early never blocks a
+      send after it (NCCL runs the operations of a communicator in order). A linear pipeline needs
+      four communicators, because a rank has up to four links.
+    * Receives are posted at the positions of a table computed from the lists. On gloo, where a
+      posted receive is only a buffer, one per link is posted ahead of its need
+      (`schedule.posted_ahead`), so that messages are hidden behind compute. On NCCL and all others,
+      where it may be a running kernel, it is posted at its need, or earlier where that is necessary
+      (`schedule.posted_at_need`), so that no rank computes while an operation of its own is waiting
+      for it.
+    * Sends are asynchronous. A sent tensor is kept until a later message acknowledges it
+      (`schedule.acknowledged`), so that no rank blocks on a send before the end of the step.
     * Every wait ends after `timeout`, with an error that names rank, action and peer. On NCCL the
       wait is the stream's, and torch's watchdog keeps the time.
 
     Args:
         lists: the schedule, validated here; `execute` accepts no other.
         group: the pipeline group, whose rank r runs ``lists[r]``; None for a single rank.
-        device: where receive buffers live; the group's backend must take it.
+        device: of the receive buffers; the group's backend must support it.
         timeout: seconds.
-        staleness: by how many versions a gradient may be older than the weights it changes.
+        staleness: the largest number of versions by which a gradient may be older than the weights
+            that it updates.
 
     Building one is collective over `group`, and its members must have built the same number of
-    process groups before (torch derives the new groups' names from that number). After an error,
-    throw it away.
+    process groups before (torch derives the new groups' names from that number). It cannot be used
+    again after an error.
 
     Raises:
-        ValueError: the schedule is not valid, or has not as many ranks as the group, or the ranks
-        hold different schedules.
+        ValueError: the schedule is invalid, has another number of ranks than the group, or differs
+        between ranks.
     """
 
     def __init__(
@@ -191,13 +203,13 @@ class Distributed:
         self._sending: dict[Action, tuple[Link, dist.Work, Tensor]] = {}
 
     def _waits_in_buffers(self) -> bool:
-        """Whether a receive that was posted is memory, and not a kernel."""
+        """Whether a posted receive is only a buffer, and not a running kernel."""
         if self._group is None:
             return True
         return f"{self._device.type}:gloo" in dist.get_backend_config(self._group)
 
     def _connect(self) -> dict[Link, ProcessGroup]:
-        """One communicator per matching of links; every link is greeted once."""
+        """Create the communicators, and send one message on every link."""
         if self._group is None:
             return {}
         mine = zlib.crc32(to_csv(self._lists).encode())
@@ -225,8 +237,8 @@ class Distributed:
                 use_local_synchronization=True,
             )
             result.update(dict.fromkeys(matching, communicator))
-        # NCCL connects a pair at its first message and blocks until the peer joins in: one order
-        # for all ranks, once, rather than a deadlock in the first step.
+        # NCCL connects two ranks at their first message and blocks until both call it: connecting
+        # in one order on all ranks avoids a deadlock in the first step.
         greeting = torch.zeros(1, device=self._device)
         for wire in sorted(result):
             if wire.src == self.rank:
@@ -236,11 +248,11 @@ class Distributed:
         return result
 
     def ranks(self, lists: Schedule) -> Sequence[int]:
-        """The one rank that this process is."""
+        """The rank of this process."""
         return (self.rank,)
 
     def open(self, lists: Schedule, stages: Mapping[int, Stage]) -> None:
-        """The first time, collective: all ranks learn what each stage takes as input."""
+        """In the first run, collective: all ranks exchange the inputs' shapes and dtypes."""
         if lists != self._lists:
             raise ValueError(f"rank {self.rank}: this transport was built for another schedule")
         _check_stages(lists, stages, self.ranks(lists))
@@ -272,18 +284,18 @@ class Distributed:
         return table
 
     def like(self, stage: int, mb: int) -> Like:
-        """Reads the table that the ranks agreed on."""
+        """From the table that the ranks exchanged in `open`."""
         assert self._table is not None
         return self._table[stage, mb]
 
     def reach(self, rank: int, index: int) -> None:
-        """Posts the receives that the table has there."""
+        """Posts the receives that the table has at this position."""
         for receive in self._posts.get((rank, index), ()):
             like = self.like(receive.stage + (receive.op == RECV_B), receive.mb)
             self._post(Receive(link(receive, self._rank_of), receive, like))
 
     def send(self, link: Link, action: Action, tensor: Tensor) -> None:
-        """Starts an isend, and keeps the tensor until it has arrived."""
+        """Starts an isend, and keeps the tensor until it is acknowledged."""
         if action.op in SENDS:
             stage = action.stage + (action.op == SEND_F)
             _check_like(action, tensor, self.like(stage, action.mb))
@@ -293,7 +305,7 @@ class Distributed:
         self._sending[action] = (link, work, tensor)
 
     def drive(self, programs: dict[int, Generator[Receive, Tensor, None]]) -> None:
-        """Runs this rank's list; ends when all that it sent has arrived."""
+        """Runs this rank's list, and waits for its sends at the end."""
         program = programs[self.rank]
         message: Tensor | None = None
         while True:
@@ -313,7 +325,7 @@ class Distributed:
         self._posted[want.action] = work, buffer
 
     def _take(self, want: Receive) -> Tensor:
-        if want.action not in self._posted:  # a TIE, whose shape only its stage knows
+        if want.action not in self._posted:  # a TIE: only its stage knows its shape
             self._post(want)
         work, buffer = self._posted.pop(want.action)
         self._wait(work, f"{want.action} from rank {want.link.src}")
