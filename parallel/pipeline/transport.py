@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from warpweave.kernels.runtime.dtypes import DTYPES
+from warpweave.parallel.collectives import group_rank, group_size
 from warpweave.parallel.pipeline.interface import Like, Receive, Stage
 from warpweave.parallel.schedule.actions import (
     RECV_B,
@@ -188,10 +189,10 @@ class Distributed:
         staleness: int = 0,
     ) -> None:
         validate(lists, staleness=staleness)
-        size = 1 if group is None else group.size()
+        size = group_size(group)
         if size != len(lists):
             raise ValueError(f"the schedule has {len(lists)} ranks, the pipeline group {size}")
-        self.rank = 0 if group is None else group.rank()
+        self.rank = group_rank(group)
         self._lists, self._group, self._timeout = lists, group, timeout
         self._device = torch.device(device)
         self._rank_of = placement(lists)

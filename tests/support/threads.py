@@ -43,7 +43,7 @@ class _StoppedError(Exception):
     """Another rank failed."""
 
 
-class _Turns:
+class Turns:
     """Lets one rank run at a time, until it waits."""
 
     def __init__(self, ranks: int) -> None:
@@ -91,11 +91,11 @@ class _Collective:
 
 
 @dataclass
-class _Shared:
+class Shared:
     """What the ranks of one group have in common."""
 
     members: tuple[int, ...]  # ranks of the world
-    turns: _Turns
+    turns: Turns
     flights: dict[int, _Collective] = field(default_factory=dict)
     groups: dict[int, Group] = field(default_factory=dict)
     sent: dict[tuple[int, int, int], torch.Tensor] = field(default_factory=dict)  # src, dst, number
@@ -103,9 +103,10 @@ class _Shared:
 
 
 class Group:
-    """A process group, seen from `rank`."""
+    """A process group, seen from `rank`, in which messages are as fast as gloo's: what is given is
+    read at once, and what arrives stands in its place when it is waited for."""
 
-    def __init__(self, shared: _Shared, rank: int) -> None:
+    def __init__(self, shared: Shared, rank: int) -> None:
         self.shared, self.rank, self.ranks = shared, rank, len(shared.members)
         self._begun = 0
         self._sends: dict[int, Iterator[int]] = defaultdict(itertools.count)  # numbers, by peer
@@ -117,67 +118,91 @@ class Group:
         return self.shared.sums
 
     def begin(
-        self, begun: tuple[Any, ...], given: Any, make: Callable[[list[Any]], Any]
-    ) -> Callable[[], Any]:
-        """Take part in a collective of all ranks; gives what waits for ``make(every given)``, which
-        is one object for all."""
-        number, flights = self._begun, self.shared.flights
-        self._begun += 1
-        flight = flights.setdefault(number, _Collective(begun))
-        assert flight.begun == begun, (
-            f"the ranks of a group begin different collectives: {flight.begun}, on rank "
-            f"{self.rank} {begun}"
-        )
-        flight.given[self.rank] = given
+        self,
+        begun: tuple[Any, ...],
+        given: list[torch.Tensor],
+        out: list[torch.Tensor],
+        make: Callable[[list[Any]], Any],
+        take: Callable[[Any], object],
+    ) -> Callable[[], object]:
+        """Take part in a collective of all ranks, giving and to be given these tensors.
+
+        Returns what waits for ``take(make(every rank's given))``; what is made is one object for
+        all.
+        """
+        flight = self._join(begun)
+        flight.given[self.rank] = [x.detach().clone() for x in given]
         if len(flight.given) == self.ranks:
             flight.result = make([flight.given[rank] for rank in range(self.ranks)])
             self.shared.turns.turn.notify_all()
 
-        def finish() -> Any:
+        def finish() -> None:
             self._wait(f"{begun[0]} of {self.shared.members}", lambda: self._full(flight))
-            flight.taken += 1
-            if flight.taken == self.ranks:
-                del flights[number]
-            return flight.result
+            take(flight.result)
 
         return finish
+
+    def _join(self, begun: tuple[Any, ...]) -> _Collective:
+        """The collective that is this rank's next."""
+        flight = self.shared.flights.setdefault(self._begun, _Collective(begun))
+        self._begun += 1
+        assert flight.begun == begun, (
+            f"the ranks of a group begin different collectives: {flight.begun}, on rank "
+            f"{self.rank} {begun}"
+        )
+        flight.taken += 1
+        if flight.taken == self.ranks:
+            del self.shared.flights[self._begun - 1]
+        return flight
 
     def _full(self, flight: _Collective) -> bool:
         return len(flight.given) == self.ranks
 
-    def send(self, x: torch.Tensor, peer: int) -> None:
+    def send(self, x: torch.Tensor, peer: int) -> Callable[[], object]:
         """Its copy is on its way."""
         self.shared.sent[self.rank, peer, next(self._sends[peer])] = x.detach().clone()
         self.shared.turns.turn.notify_all()
+        return lambda: None
 
-    def receive(self, x: torch.Tensor, peer: int) -> Callable[[], None]:
+    def receive(self, x: torch.Tensor, peer: int) -> Callable[[], object]:
         """What waits for the next message of `peer`."""
         end, sent = (peer, self.rank, next(self._receives[peer])), self.shared.sent
 
         def finish() -> None:
             self._wait(f"a message of {self.shared.members[peer]}", lambda: end in sent)
-            message = sent.pop(end)
-            assert (message.shape, message.dtype) == (x.shape, x.dtype), "sent and received differ"
-            x.detach().copy_(message)
+            deliver(sent.pop(end), x)
 
         return finish
+
+    def batch(self, messages: Sequence[_Message]) -> list[Callable[[], object]]:
+        """All of them at once."""
+        return [
+            self.send(x, peer) if op is _isend else self.receive(x, peer)
+            for op, x, _, peer in messages
+        ]
 
     def _wait(self, what: str, ready: Callable[[], bool]) -> None:
         self.shared.turns.wait(self.shared.members[self.rank], what, ready)
 
 
+def deliver(message: torch.Tensor, x: torch.Tensor) -> None:
+    """Put a message where it is received."""
+    assert (message.shape, message.dtype) == (x.shape, x.dtype), "sent and received differ"
+    x.detach().copy_(message)
+
+
 class _World:
     """All ranks, and the groups that they make."""
 
-    def __init__(self, ranks: int) -> None:
-        self.turns = _Turns(ranks)
-        self.shared: dict[tuple[Any, ...], _Shared] = {}
+    def __init__(self, ranks: int, kind: type[Group]) -> None:
+        self.turns, self.kind = Turns(ranks), kind
+        self.shared: dict[tuple[Any, ...], Shared] = {}
 
     def group(self, name: tuple[Any, ...], members: Sequence[int], rank: int) -> Group:
         members = tuple(members)
-        shared = self.shared.setdefault((*name, members), _Shared(members, self.turns))
+        shared = self.shared.setdefault((*name, members), Shared(members, self.turns))
         at = members.index(rank)
-        return shared.groups.setdefault(at, Group(shared, at))
+        return shared.groups.setdefault(at, self.kind(shared, at))
 
 
 class _Here(threading.local):
@@ -259,16 +284,16 @@ class _Work:
         return True
 
 
-def _given(x: torch.Tensor) -> torch.Tensor:
-    assert x.is_contiguous(), "gloo takes contiguous tensors"
-    return x.detach().clone()
+def _collective(op, x, out, make, take, group, async_op) -> _Work | None:
+    """The collective `op` that is given `x` and fills `out`: ``take(make(every x))`` when it is
+    waited for."""
+    assert x.is_contiguous(), "gloo and NCCL take contiguous tensors"
 
+    def make_of(every: list[list[torch.Tensor]]) -> Any:
+        return make([x for (x,) in every])
 
-def _collective(op, x, make, take, group, async_op) -> _Work | None:
-    """The collective `op` that is given `x`; ``take(make(every x))`` when it is waited for."""
-    group = _of(group)
-    arrive = group.begin((op, tuple(x.shape), x.dtype), _given(x), make)
-    work = _Work(lambda: take(arrive()))
+    begun = op, tuple(x.shape), x.dtype
+    work = _Work(_of(group).begin(begun, [x], out, make_of, take))
     if async_op:
         return work
     work.wait()
@@ -290,7 +315,7 @@ def _all_reduce(x, op=dist.ReduceOp.SUM, group=None, async_op=False):
     else:
         pick = {dist.ReduceOp.MIN: torch.amin, dist.ReduceOp.MAX: torch.amax}[op]
         name, make = f"all_reduce {op}", lambda terms: pick(torch.stack(terms), 0)
-    return _collective(name, x, make, x.detach().copy_, group, async_op)
+    return _collective(name, x, [x], make, x.detach().copy_, group, async_op)
 
 
 def _note_sum(x: torch.Tensor, group: Group) -> None:
@@ -302,7 +327,7 @@ def _all_gather_into(out, x, group=None, async_op=False):
     def take(whole: torch.Tensor) -> None:
         out.detach().copy_(whole.view(out.shape))
 
-    return _collective("all_gather", x, torch.cat, take, group, async_op)
+    return _collective("all_gather", x, [out], torch.cat, take, group, async_op)
 
 
 def _all_gather(out, x, group=None, async_op=False):
@@ -310,7 +335,7 @@ def _all_gather(out, x, group=None, async_op=False):
         for mine, theirs in zip(out, parts, strict=True):
             mine.copy_(theirs)
 
-    return _collective("all_gather", x, list, take, group, async_op)
+    return _collective("all_gather", x, out, list, take, group, async_op)
 
 
 def _reduce_scatter_into(out, x, group=None, async_op=False):
@@ -322,28 +347,32 @@ def _reduce_scatter_into(out, x, group=None, async_op=False):
         mine = total.view(-1).narrow(0, group.rank * out.numel(), out.numel())
         out.detach().copy_(mine.view(out.shape))
 
-    return _collective("reduce_scatter", x, _sum, take, group, async_op)
+    return _collective("reduce_scatter", x, [out], _sum, take, group, async_op)
 
 
 def _broadcast(x, src=None, group=None, async_op=False, group_src=None):
     group = _of(group)
     source = _peer(group, src, group_src)
+    take = x.detach().copy_
     return _collective(
-        f"broadcast of {source}", x, lambda given: given[source], x.detach().copy_, group, async_op
+        f"broadcast of {source}", x, [x], lambda given: given[source], take, group, async_op
     )
 
 
 def _barrier(group=None, async_op=False):
-    return _collective("barrier", torch.empty(0), list, list, group, async_op)
+    return _collective("barrier", torch.empty(0), [], list, list, group, async_op)
 
 
 def _all_to_all(recv, send, recv_sizes, send_sizes, group=None, async_op=False):
-    """Parts of a message differ in size, so each travels by itself."""
     group = _of(group)
-    for peer, part in enumerate(send.split(send_sizes)):
-        group.send(part, peer)
-    parts = [group.receive(part, peer) for peer, part in enumerate(recv.split(recv_sizes))]
-    work = _Work(lambda: [finish() for finish in parts])
+
+    def take(every: list[list[torch.Tensor]]) -> None:
+        parts = [theirs[group.rank] for theirs in every]
+        assert [len(part) for part in parts] == recv_sizes, "sent and received differ"
+        recv.detach().copy_(torch.cat(parts))
+
+    begun = "all_to_all", send.dtype
+    work = _Work(group.begin(begun, [*send.split(send_sizes)], [recv], list, take))
     return work if async_op else work.wait()
 
 
@@ -353,8 +382,8 @@ def _peer(group: Group, rank: int | None, in_group: int | None) -> int:
 
 def _isend(x, dst=None, group=None, tag=0, group_dst=None):
     group = _of(group)
-    group.send(_given(x), _peer(group, dst, group_dst))
-    return _Work()
+    assert x.is_contiguous(), "gloo and NCCL take contiguous tensors"
+    return _Work(group.send(x, _peer(group, dst, group_dst)))
 
 
 def _irecv(x, src=None, group=None, tag=0, group_src=None):
@@ -363,7 +392,11 @@ def _irecv(x, src=None, group=None, tag=0, group_src=None):
 
 
 def _batch(messages: Sequence[_Message]) -> list[_Work]:
-    return [op(x, None, group, 0, peer) for op, x, group, peer in messages]
+    return [_Work(finish) for finish in messages[0].group.batch(messages)]
+
+
+def _new_group(ranks, timeout=None, use_local_synchronization=False):
+    return _here.world.group((next(_here.made),), ranks, _here.rank)
 
 
 def _of(group: Group | None) -> Group:
@@ -384,6 +417,7 @@ _PRETENDED = {
     "barrier": _barrier,
     "all_to_all_single": _all_to_all,
     "new_subgroups_by_enumeration": _subgroups,
+    "new_group": _new_group,
     "P2POp": _Message,
     "isend": _isend,
     "irecv": _irecv,
@@ -404,9 +438,12 @@ def on_mesh(mesh: Mesh, fn: Callable[..., Any], *args: Any) -> list[Any]:
     return run_threads(mesh.world, lambda rank: fn(mesh.connect(), *args))
 
 
-def run_threads(ranks: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
-    """``fn(rank, *args)`` on every rank; the error of the first rank that fails by itself."""
-    world, results, errors = _World(ranks), [None] * ranks, {}
+def run_threads(
+    ranks: int, fn: Callable[..., Any], *args: Any, kind: type[Group] = Group
+) -> list[Any]:
+    """``fn(rank, *args)`` on every rank, whose groups are of `kind`; the error of the first rank
+    that fails by itself."""
+    world, results, errors = _World(ranks, kind), [None] * ranks, {}
 
     def run(rank: int) -> None:
         _here.world, _here.rank, _here.made = world, rank, itertools.count()

@@ -1,0 +1,298 @@
+"""Process groups that decide *when* as NCCL does, on ranks that are threads (`threads`).
+
+gloo is kind: what is sent is copied at once, a posted receive is memory, and nobody waits for the
+host. On NCCL an operation is a kernel on a stream of its communicator. So here
+
+* what is on one communicator of a rank runs in the order in which it was begun, and an operation
+  only when it is the next on all its ranks: a send needs its receive, and a batch is one operation.
+  Between communicators there is no order;
+* what is given is read as late as it can be, and what is to be filled is NaN until it is waited
+  for. A rank that meanwhile writes to the one, or touches the other, is told both places;
+* memory that is given back under way is an error;
+* a host that waits for its device waits for all that its rank has begun: it does when a number is
+  read (``.item()``), and, as `drains` says, when an operator runs for the first time (its kernel is
+  loaded), at every one, or at some by chance (an allocator that is short). If all ranks wait, that
+  is the deadlock it would be.
+
+``run_nccl(4, fn, *args, drains="first")`` is `threads.run_threads` with this. What it cannot tell:
+the room that kernels need on a GPU's processors, and how many streams a device has.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import traceback
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from threads import Group, Shared, deliver, run_threads
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+Drains = Literal["never", "first", "always"] | float  # or the share of operators
+_ROOT = str(Path(__file__).resolve().parents[2])
+_here = threading.local()  # .device: this rank's
+
+
+def run_nccl(
+    ranks: int, fn: Callable[..., Any], *args: Any, drains: Drains = "first", seed: int = 0
+) -> list[Any]:
+    """``fn(rank, *args)`` on every rank, with groups like NCCL's; the results in rank order."""
+
+    def run(rank: int) -> Any:
+        _here.device = _Device(rank, drains, random.Random(f"{seed} {rank}"))
+        with _here.device:
+            result = fn(rank, *args)
+            _here.device.drain("the end")
+            return result
+
+    return run_threads(ranks, run, kind=NcclGroup)
+
+
+def _where() -> str:
+    """The innermost line of ours."""
+    for frame in reversed(traceback.extract_stack()):
+        if frame.filename.startswith(_ROOT) and "/tests/support/" not in frame.filename:
+            return f"{Path(frame.filename).relative_to(_ROOT)}:{frame.lineno}"
+    return "?"
+
+
+# ---------------------------------------------------------------- operations under way
+
+
+@dataclass
+class _Span:
+    """The bytes of a tensor."""
+
+    storage: int
+    start: int
+    stop: int
+
+    @classmethod
+    def of(cls, x: torch.Tensor) -> _Span:
+        last = sum((n - 1) * step for n, step in zip(x.shape, x.stride())) if x.numel() else -1
+        start = x.storage_offset() * x.element_size()
+        stop = start + (last + 1) * x.element_size()
+        return cls(x.untyped_storage()._cdata, start, stop)
+
+    def meets(self, other: _Span) -> bool:
+        return self.storage == other.storage and self.start < other.stop and other.start < self.stop
+
+
+@dataclass(eq=False)
+class _Operation:
+    """One that a rank has begun: a collective (of a flight), or a batch of messages."""
+
+    name: str
+    rank: int  # in the group
+    where: str
+    given: list[torch.Tensor]
+    out: list[torch.Tensor]
+    flight: Any = None
+    messages: list[_Message] = field(default_factory=list)
+    done: bool = False
+    reads: list[_Span] = field(init=False)
+    writes: list[_Span] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.reads, self.writes = [_Span.of(x) for x in self.given], [_Span.of(x) for x in self.out]
+
+    def check_memory(self) -> None:
+        for x, span in zip((*self.given, *self.out), (*self.reads, *self.writes), strict=True):
+            assert x.untyped_storage().size() >= span.stop, (
+                f"{self.name} begun at {self.where}: its memory was given back under way"
+            )
+
+
+@dataclass(eq=False)
+class _Message:
+    """One end of a message."""
+
+    sends: bool
+    peer: int
+    x: torch.Tensor
+    arrived: torch.Tensor | None = None
+    done: bool = False
+
+
+def _poison(out: Sequence[torch.Tensor]) -> None:
+    for x in out:
+        x.detach().fill_(torch.nan if x.is_floating_point() else 0x7F)
+
+
+class NcclGroup(Group):
+    """A communicator, seen from `rank`."""
+
+    def __init__(self, shared: Shared, rank: int) -> None:
+        super().__init__(shared, rank)
+        self.queue: deque[_Operation] = deque()  # begun and not run
+        self.unsettled: deque[_Operation] = deque()  # begun and not known to be over
+
+    # ------------------------------------------------------------ what ranks call
+
+    def begin(self, begun, given, out, make, take):
+        flight = self._join(begun)
+        with _disable_current_modes():
+            spans = [_Span.of(x) for x in out]
+            # Memory that is read and written both (in place) is read at once.
+            own = [x.clone() if any(_Span.of(x).meets(s) for s in spans) else x for x in given]
+            operation = _Operation(begun[0], self.rank, _where(), own, out, flight)
+            flight.given[self.rank] = operation
+            flight.make = make
+            _poison(out)
+        return self._start(operation, lambda: take(flight.result))
+
+    def batch(self, messages):
+        ends = [_Message(op.__name__ == "_isend", peer, x) for op, x, _, peer in messages]
+        given, out = [m.x for m in ends if m.sends], [m.x for m in ends if not m.sends]
+        name = " and ".join(f"{'send to' if m.sends else 'receive of'} {m.peer}" for m in ends)
+        with _disable_current_modes():
+            operation = _Operation(name, self.rank, _where(), given, out, messages=ends)
+            _poison(out)
+
+        def take() -> None:
+            for message in ends:
+                if not message.sends:
+                    deliver(message.arrived, message.x)
+
+        finish = self._start(operation, take)
+        return [finish, *(lambda: None for _ in ends[1:])]
+
+    def send(self, x, peer):
+        return self._single(True, x, peer)
+
+    def receive(self, x, peer):
+        return self._single(False, x, peer)
+
+    def _single(self, sends: bool, x: torch.Tensor, peer: int) -> Callable[[], object]:
+        def _isend() -> None: ...
+        def _irecv() -> None: ...
+
+        (finish,) = self.batch([(_isend if sends else _irecv, x, self, peer)])
+        return finish
+
+    def _start(self, operation: _Operation, take: Callable[[], object]) -> Callable[[], object]:
+        _here.device.groups.add(self)
+        self.queue.append(operation)
+        self.unsettled.append(operation)
+
+        def finish() -> None:
+            self._wait(f"{operation.name} of {self.shared.members}", lambda: self.runs(operation))
+            with _disable_current_modes():
+                operation.check_memory()
+                take()
+            while operation in self.unsettled:  # and whatever was before it
+                self.unsettled.popleft()
+
+        return finish
+
+    # ------------------------------------------------------------ what the device does
+
+    def runs(self, operation: _Operation) -> bool:
+        """Run what can, until `operation` has."""
+        with _disable_current_modes():
+            while not operation.done and self._advance():
+                pass
+        return operation.done
+
+    def _advance(self) -> bool:
+        """Run what is next on this communicator's ranks; False if nothing can."""
+        heads = {r: g.queue[0] for r, g in self.shared.groups.items() if g.queue}
+        moved = False
+        for rank, head in heads.items():
+            if head.done:
+                continue
+            if head.flight is not None:
+                everybody = [heads.get(r) for r in range(self.ranks)]
+                if all(h is not None and h.flight is head.flight for h in everybody):
+                    self._run(head.flight, everybody)
+                    moved = True
+                continue
+            for message in head.messages:
+                there = heads.get(message.peer)
+                if message.done or not message.sends or there is None:
+                    continue
+                fits = (m for m in there.messages if m.peer == rank and not m.sends and not m.done)
+                if (end := next(fits, None)) is not None:
+                    head.check_memory()
+                    end.arrived, end.done, message.done = message.x.detach().clone(), True, True
+                    moved = True
+        for head in heads.values():
+            head.done |= bool(head.messages) and all(m.done for m in head.messages)
+            if head.done:
+                self.shared.groups[head.rank].queue.popleft()
+                moved = True
+        if moved:
+            self.shared.turns.turn.notify_all()
+        return moved
+
+    def _run(self, flight: Any, every: list[_Operation]) -> None:
+        for operation in every:
+            operation.check_memory()
+            operation.done = True
+        flight.result = flight.make([[x.detach().clone() for x in o.given] for o in every])
+
+
+# ---------------------------------------------------------------- a rank's device
+
+
+class _Device(TorchDispatchMode):
+    """Sees every operator of a rank: what it touches, and whether the host waits there."""
+
+    def __init__(self, rank: int, drains: Drains, chance: random.Random) -> None:
+        super().__init__()
+        self.rank, self.drains, self.chance = rank, drains, chance
+        self.groups: set[NcclGroup] = set()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = str(func)
+        if not func.is_view and not name.startswith(
+            ("aten.detach", "aten.empty", "aten.new_empty")
+        ):
+            self._check_access(func, args, kwargs)
+            if self._waits(name):
+                self.drain(name)
+        return func(*args, **kwargs)
+
+    def _waits(self, name: str) -> bool:
+        self.seen[name] += 1
+        if "_local_scalar_dense" in name or self.drains == "always":
+            return True
+        if isinstance(self.drains, float):
+            return self.chance.random() < self.drains
+        return self.drains == "first" and self.seen[name] == 1
+
+    def drain(self, what: str) -> None:
+        """Wait for all that this rank has begun."""
+        for group in list(self.groups):
+            while group.queue:
+                last = group.queue[-1]
+                text = f"the device at {what} with {last.name} of {group.shared.members} under way"
+                group._wait(text, lambda last=last, group=group: group.runs(last))
+
+    def _check_access(self, func, args, kwargs) -> None:
+        under_way = [operation for group in self.groups for operation in group.unsettled]
+        if not under_way:
+            return
+        given = list(zip(func._schema.arguments, args))
+        given += [(a, kwargs[a.name]) for a in func._schema.arguments if a.name in kwargs]
+        for argument, value in given:
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            for x in tree_leaves(value):
+                if not isinstance(x, torch.Tensor) or x.device.type != "cpu":
+                    continue
+                span = _Span.of(x)
+                for operation in under_way:
+                    spans = (*operation.writes, *(operation.reads if written else ()))
+                    verb = "writes to" if written else "reads"
+                    assert not any(span.meets(s) for s in spans), (
+                        f"rank {self.rank}: {func} at {_where()} {verb} what {operation.name}, "
+                        f"begun at {operation.where}, has under way"
+                    )
