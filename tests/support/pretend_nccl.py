@@ -120,9 +120,18 @@ class _Message:
     done: bool = False
 
 
-def _poison(out: Sequence[torch.Tensor]) -> None:
-    for x in out:
-        x.detach().fill_(torch.nan if x.is_floating_point() else 0x7F)
+def _meet(x: torch.Tensor, y: torch.Tensor) -> bool:
+    return _Span.of(x).meets(_Span.of(y))
+
+
+def _but(y: torch.Tensor, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """`y` without what is gathered into it in place, which stays as it is and may be read."""
+    for x in given:
+        if _meet(x, y) and x.numel() < y.numel():
+            flat, first = y.view(-1), x.storage_offset() - y.storage_offset()
+            parts = flat[:first], flat[first + x.numel() :]
+            return [part for part in parts if part.numel()]
+    return [y]
 
 
 class NcclGroup(Group):
@@ -138,13 +147,12 @@ class NcclGroup(Group):
     def begin(self, begun, given, out, make, take):
         flight = self._join(begun)
         with _disable_current_modes():
-            spans = [_Span.of(x) for x in out]
-            # Memory that is read and written both (in place) is read at once.
-            own = [x.clone() if any(_Span.of(x).meets(s) for s in spans) else x for x in given]
-            operation = _Operation(begun[0], self.rank, _where(), own, out, flight)
+            filled = [part for y in out for part in _but(y, given)]
+            # What is read and written both is read at once.
+            own = [x.clone() if any(_meet(x, y) for y in filled) else x for x in given]
+            operation = _Operation(begun[0], self.rank, _where(), own, filled, flight)
             flight.given[self.rank] = operation
             flight.make = make
-            _poison(out)
         return self._start(operation, lambda: take(flight.result))
 
     def batch(self, messages):
@@ -153,7 +161,6 @@ class NcclGroup(Group):
         name = " and ".join(f"{'send to' if m.sends else 'receive of'} {m.peer}" for m in ends)
         with _disable_current_modes():
             operation = _Operation(name, self.rank, _where(), given, out, messages=ends)
-            _poison(out)
 
         def take() -> None:
             for message in ends:
@@ -177,7 +184,14 @@ class NcclGroup(Group):
         return finish
 
     def _start(self, operation: _Operation, take: Callable[[], object]) -> Callable[[], object]:
-        _here.device.groups.add(self)
+        device = _here.device
+        with _disable_current_modes():
+            for x in operation.given:
+                device.check(operation.name, x, written=False, but=self)
+            for x in operation.out:
+                device.check(operation.name, x, written=True, but=self)
+                x.detach().fill_(torch.nan if x.is_floating_point() else 0x7F)
+        device.groups.add(self)
         self.queue.append(operation)
         self.unsettled.append(operation)
 
@@ -278,21 +292,25 @@ class _Device(TorchDispatchMode):
                 group._wait(text, lambda last=last, group=group: group.runs(last))
 
     def _check_access(self, func, args, kwargs) -> None:
-        under_way = [operation for group in self.groups for operation in group.unsettled]
-        if not under_way:
+        if not any(group.unsettled for group in self.groups):
             return
         given = list(zip(func._schema.arguments, args))
         given += [(a, kwargs[a.name]) for a in func._schema.arguments if a.name in kwargs]
         for argument, value in given:
             written = argument.alias_info is not None and argument.alias_info.is_write
             for x in tree_leaves(value):
-                if not isinstance(x, torch.Tensor) or x.device.type != "cpu":
-                    continue
-                span = _Span.of(x)
-                for operation in under_way:
-                    spans = (*operation.writes, *(operation.reads if written else ()))
-                    verb = "writes to" if written else "reads"
-                    assert not any(span.meets(s) for s in spans), (
-                        f"rank {self.rank}: {func} at {_where()} {verb} what {operation.name}, "
-                        f"begun at {operation.where}, has under way"
-                    )
+                if isinstance(x, torch.Tensor) and x.device.type == "cpu":
+                    self.check(str(func), x, written=written)
+
+    def check(self, what: str, x: torch.Tensor, *, written: bool, but: object = None) -> None:
+        """Raise if an operation under way reads or fills what `what` is about to write or read.
+
+        That of the same communicator comes before it, and is left out by `but`.
+        """
+        span, verb = _Span.of(x), "writes to" if written else "reads"
+        for operation in (o for group in self.groups - {but} for o in group.unsettled):
+            spans = (*operation.writes, *(operation.reads if written else ()))
+            assert not any(span.meets(s) for s in spans), (
+                f"rank {self.rank}: {what} at {_where()} {verb} what {operation.name}, begun at "
+                f"{operation.where}, has under way"
+            )
