@@ -5,9 +5,18 @@ transports · `stage` a chain of segments over ZeRO units as a stage · `module`
 a stage · `losses` the losses that either may return beside its activation.
 """
 
-from warpweave.parallel.pipeline.execute import execute
+from warpweave.parallel.pipeline.execute import InFlight, execute
 from warpweave.parallel.pipeline.interface import Like, Stage, Transport
 from warpweave.parallel.pipeline.module import ModuleStage
 from warpweave.parallel.pipeline.transport import Distributed, InProcess
 
-__all__ = ["Distributed", "InProcess", "Like", "ModuleStage", "Stage", "Transport", "execute"]
+__all__ = [
+    "Distributed",
+    "InFlight",
+    "InProcess",
+    "Like",
+    "ModuleStage",
+    "Stage",
+    "Transport",
+    "execute",
+]

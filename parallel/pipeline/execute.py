@@ -22,6 +22,7 @@ the same order. Shapes and dtypes are fixed by the stages and compared once, not
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -52,13 +53,67 @@ from warpweave.parallel.schedule.actions import (
 )
 
 
-def execute(lists: Schedule, stages: Mapping[int, Stage], transport: Transport) -> None:
+@dataclass
+class _RankState:
+    """What one rank has done and holds; keys are numbered as in the list that it is in."""
+
+    done: set[Action] = field(default_factory=set)
+    owed: set[tuple[int, int]] = field(default_factory=set)  # (stage, micro-batch) between I and W
+    # (F, s, i): input of F; (B, s, i): dy of B or I
+    held: dict[tuple[str, int, int], Tensor] = field(default_factory=dict)
+    newest: dict[int, int] = field(default_factory=dict)  # stage -> version that UPDATE made last
+
+    def renumbered(self, mbs: int, versions: int) -> _RankState:
+        """The same with both added to its numbers, without events that nothing can wait for."""
+        ended = {(s, i) for op, s, i, _ in self.done if op == W}
+        return _RankState(
+            {a._replace(mb=a.mb + mbs) for a in self.done
+             if a.mb != WHOLE and (a.stage, a.mb) not in ended},
+            {(s, i + mbs) for s, i in self.owed},
+            {(kind, s, i + mbs): data for (kind, s, i), data in self.held.items()},
+            {s: version + versions for s, version in self.newest.items()},
+        )  # fmt: skip
+
+
+class InFlight:
+    """What is under way between the passes of a run that are left open (`schedule.open_passes`):
+    activations, weight gradients that are owed, versions of the weights.
+
+    A pass's micro-batch 0 and version 0 are the run's `microbatches` and `versions`, both 0 at
+    first; `advance` moves them on.
+    """
+
+    def __init__(self) -> None:
+        self.microbatches = self.versions = 0
+        self.ranks: dict[int, _RankState] = {}
+
+    def advance(self, microbatches: int, versions: int = 0) -> None:
+        """The next pass begins so many micro-batches and versions after the last one."""
+        self.microbatches += microbatches
+        self.versions += versions
+
+    def check_ended(self) -> None:
+        """RuntimeError, in one line, unless every micro-batch that has begun has ended."""
+        for rank, state in sorted(self.ranks.items()):
+            if state.done:
+                left = sorted({(a.stage, a.mb) for a in state.done})
+                raise RuntimeError(f"rank {rank}: the run ends with (stage, mb) {left} under way")
+
+
+def execute(
+    lists: Schedule,
+    stages: Mapping[int, Stage],
+    transport: Transport,
+    in_flight: InFlight | None = None,
+) -> None:
     """Run one pass of a schedule.
 
     Args:
         lists: all ranks' actions, lowered by ``with_comm`` when there are several ranks.
         stages: stage index -> stage, for the stages of the ranks that run in this process.
         transport: `InProcess` or `Distributed`.
+        in_flight: leaves the pass open: what is under way at its end goes on in the next call with
+            the same record. Stages then see the micro-batches and versions of the run.
 
     Gradients are accumulated in the order of the list's B and W, ascending micro-batches in all
     known schedules, so they are bitwise equal to gradient accumulation on one device. They are not
@@ -71,21 +126,50 @@ def execute(lists: Schedule, stages: Mapping[int, Stage], transport: Transport) 
         of the stages is then undefined.
     """
     transport.open(lists, stages)
-    for stage in stages.values():
-        stage.start()
-    ranks = transport.ranks(lists)
-    transport.drive({rank: _run_rank(rank, lists, stages, transport) for rank in ranks})
+    run = InFlight() if in_flight is None else in_flight
+    if not run.ranks:
+        for stage in stages.values():
+            stage.start()
+    first = run.microbatches, run.versions
+    before = {rank: run.ranks.get(rank, _RankState()) for rank in transport.ranks(lists)}
+    states = {rank: state.renumbered(-first[0], -first[1]) for rank, state in before.items()}
+
+    def program(rank: int, state: _RankState) -> Generator[Receive, Tensor, None]:
+        yield from _run_rank(rank, lists, stages, transport, state, first)
+        if in_flight is None:
+            _check_closed(rank, state)
+
+    transport.drive({rank: program(rank, state) for rank, state in states.items()})
+    if in_flight is not None:
+        run.ranks |= {rank: state.renumbered(*first) for rank, state in states.items()}
+
+
+def _check_closed(rank: int, state: _RankState) -> None:
+    if state.owed:
+        raise RuntimeError(
+            f"rank {rank}: the list ends while W is owed for (stage, mb) {sorted(state.owed)}"
+        )
+    if state.held:
+        raise RuntimeError(
+            f"rank {rank}: the list ends with unused (kind, stage, mb) {sorted(state.held)}"
+        )
 
 
 def _run_rank(
-    rank: int, lists: Schedule, stages: Mapping[int, Stage], transport: Transport
+    rank: int,
+    lists: Schedule,
+    stages: Mapping[int, Stage],
+    transport: Transport,
+    state: _RankState,
+    first: tuple[int, int],
 ) -> Generator[Receive, Tensor, None]:
-    """One rank's list as a coroutine that yields the messages it waits for."""
+    """One rank's list as a coroutine that yields the messages it waits for; changes `state`.
+
+    `first` are the numbers in the run of the list's micro-batch 0 and version 0.
+    """
     rank_of = placement(lists)
     last = len(rank_of) - 1
-    done: set[Action] = set()
-    owed: set[tuple[int, int]] = set()  # (stage, micro-batch) between I and W
-    held: dict[tuple[str, int, int], Tensor] = {}  # (F, s, i): input of F; (B, s, i): dy of B or I
+    done, owed, held, newest = state.done, state.owed, state.held, state.newest
 
     def keep(kind: str, stage: int, mb: int, value: Tensor | None, action: Action) -> None:
         if value is None:
@@ -96,24 +180,28 @@ def _run_rank(
         op, s, i, ver = action
         transport.reach(rank, index)
         for needed in deps(action, len(rank_of), rank_of):
-            if rank_of[needed.stage] == rank and needed not in done:
+            if needed.op == UPDATE:
+                met = needed.ver <= newest.get(s, 0)
+            else:
+                met = rank_of[needed.stage] != rank or needed in done
+            if not met:
                 raise RuntimeError(f"rank {rank}: {action} comes before {needed}")
         if i != WHOLE and done.intersection(gives(action)):
             raise RuntimeError(f"rank {rank}: {action} occurs twice")
-        stage = stages[s]
+        stage, mb = stages[s], i + first[0]
         if op == F:
-            y = stage.forward(i, held.pop((F, s, i)) if s > 0 else None, ver)
+            y = stage.forward(mb, held.pop((F, s, i)) if s > 0 else None, ver + first[1])
             if s < last:
                 keep(F, s + 1, i, y, action)
         elif op in (B, I):
             run = stage.backward if op == B else stage.backward_input
-            dx = run(i, held.pop((B, s, i)) if s < last else None)
+            dx = run(mb, held.pop((B, s, i)) if s < last else None)
             if s > 0:
                 keep(B, s - 1, i, dx, action)
             if op == I:
                 owed.add((s, i))
         elif op == W:
-            stage.backward_weight(i)
+            stage.backward_weight(mb)
             owed.remove((s, i))
         elif op in SENDS:
             kind, peer = (F, s + 1) if op == SEND_F else (B, s - 1)
@@ -131,15 +219,9 @@ def _run_rank(
                     f"rank {rank}: {action} while W is owed for micro-batches {late}"
                 )
             _is_whole(stage, op)
+            if op == UPDATE:
+                newest[s] = ver
         done.update(gives(action))
-    if owed:
-        raise RuntimeError(
-            f"rank {rank}: the list ends while W is owed for (stage, mb) {sorted(owed)}"
-        )
-    if held:
-        raise RuntimeError(
-            f"rank {rank}: the list ends with unused (kind, stage, mb) {sorted(held)}"
-        )
 
 
 def _is_whole(stage: Stage, op: str) -> None:

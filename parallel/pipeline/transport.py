@@ -39,6 +39,7 @@ from warpweave.parallel.schedule.actions import (
     lowered,
     placement,
 )
+from warpweave.parallel.schedule.open_passes import validate_pass
 from warpweave.parallel.schedule.ordering import acknowledged, posted_ahead, posted_at_need
 from warpweave.parallel.schedule.text import to_csv
 from warpweave.parallel.schedule.validation import validate
@@ -169,6 +170,8 @@ class Distributed:
         timeout: seconds.
         staleness: the largest number of versions by which a gradient may be older than the weights
             that it updates.
+        open: `lists` are a pass that is left open (`schedule.open_passes`) of a run that the caller
+            has validated.
 
     Building one is collective over `group`, and its members must have built the same number of
     process groups before (torch derives the new groups' names from that number). It cannot be used
@@ -187,8 +190,12 @@ class Distributed:
         device: torch.device | str = "cpu",
         timeout: float = 300.0,
         staleness: int = 0,
+        open: bool = False,
     ) -> None:
-        validate(lists, staleness=staleness)
+        if open:
+            validate_pass(lists)
+        else:
+            validate(lists, staleness=staleness)
         size = group_size(group)
         if size != len(lists):
             raise ValueError(f"the schedule has {len(lists)} ranks, the pipeline group {size}")

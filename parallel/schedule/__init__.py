@@ -2,12 +2,13 @@
 
 `actions` the actions of a schedule and what each depends on · `gpipe_1f1b` GPipe, 1F1B, interleaved
 1F1B · `passes` that add sends, ZeRO's collectives, ties and updates · `ordering` the order in which
-lists can run, deadlocks · `validation` whether lists are right · `text` in the form of torch's
-runtime.
+lists can run, deadlocks · `validation` whether lists are right · `open_passes` a run cut into passes
+that are left open · `text` in the form of torch's runtime.
 """
 
 from warpweave.parallel.schedule.actions import Action, Link, Schedule, placement
 from warpweave.parallel.schedule.gpipe_1f1b import gpipe, interleaved, one_f_one_b
+from warpweave.parallel.schedule.open_passes import cut_into_passes, renumbered, validate_pass
 from warpweave.parallel.schedule.ordering import (
     acknowledged,
     order,
@@ -31,6 +32,7 @@ __all__ = [
     "Link",
     "Schedule",
     "acknowledged",
+    "cut_into_passes",
     "from_csv",
     "gpipe",
     "interleaved",
@@ -39,10 +41,12 @@ __all__ = [
     "placement",
     "posted_ahead",
     "posted_at_need",
+    "renumbered",
     "send_first",
     "split_backward",
     "to_csv",
     "validate",
+    "validate_pass",
     "with_comm",
     "with_reduce",
     "with_tie",

@@ -3,6 +3,8 @@ message acknowledges, and when receives are posted."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from warpweave.parallel.schedule.actions import (
     AFTER,
     MATCHING,
@@ -21,15 +23,28 @@ from warpweave.parallel.schedule.actions import (
 )
 
 
-def order(lists: Schedule) -> list[tuple[int, int]]:
-    """A topological order of all actions, as positions (rank, index).
+def begun_before(lists: Schedule) -> set[Action]:
+    """The events that a pass needs and does not make: an earlier pass did (`open_passes`).
+
+    Receives need none of them: their sends are in the same pass. A whole schedule has none.
+    """
+    rank_of = placement(lists)
+    places = rank_of if lowered(lists) else None
+    every = [a for actions in lists for a in actions]
+    made = {event for a in every for event in gives(a)}
+    needed = {event for a in every for event in deps(a, len(rank_of), places)}
+    return {event for event in needed - made if event.op not in SENDS}
+
+
+def order(lists: Schedule, before: Iterable[Action] = ()) -> list[tuple[int, int]]:
+    """A topological order of all actions, as positions (rank, index), after the events `before`.
 
     A receive waits for its send, and the two TIEs wait for each other. ValueError, with what each
     rank waits for, if there is none: the lists deadlock.
     """
     rank_of = placement(lists)
     places = rank_of if lowered(lists) else None
-    at, done, result = [0] * len(lists), set(), []
+    at, done, result = [0] * len(lists), set(before), []
 
     def head(rank: int) -> Action | None:
         return lists[rank][at[rank]] if at[rank] < len(lists[rank]) else None
@@ -85,7 +100,7 @@ def acknowledged(lists: Schedule) -> dict[Action, list[Action]]:
     at_send: dict[Action, list[int]] = {}
     pending: list[list[tuple[Action, int, int]]] = [[] for _ in lists]
     result: dict[Action, list[Action]] = {}
-    for rank, index in order(lists):
+    for rank, index in order(lists, begun_before(lists)):
         action = lists[rank][index]
         if action.op in SENDS:
             at_send[action] = list(clock[rank])
@@ -142,7 +157,7 @@ def posted_at_need(lists: Schedule) -> dict[Position, list[Action]]:
     So the lists are walked with every action that is no message waiting like this; where all ranks
     are stuck, each posts the receives of what is on its way to it.
     """
-    order(lists)  # which says so of lists that are stuck for another reason
+    order(lists, begun_before(lists))  # which says so of lists that are stuck for another reason
     rank_of = placement(lists)
     posts: dict[Position, list[Action]] = {}
     early: set[Action] = set()

@@ -37,6 +37,7 @@ from warpweave.parallel.schedule.actions import (
     I,
     Schedule,
     W,
+    gives,
     lowered,
     placement,
     tied_stages,
@@ -99,26 +100,33 @@ def with_comm(lists: Schedule) -> Schedule:
     Sends do not block, so a send follows directly what computes its data, and a receive directly
     precedes what uses it; transports post receives earlier. Activations and gradients have separate
     links. On each, receives must be in the order of sends; they are in every known schedule, and
-    `validate` checks it.
+    `validate` checks it. In a pass that is left open (`open_passes`), what only a later one uses is
+    received at the end, and what an earlier one received is not received again.
     """
     rank_of = placement(lists)
     if lowered(lists):
         raise ValueError("with_comm: the lists hold sends and receives already")
-    result = []
-    for actions in lists:
-        out = []
+    made = {event for actions in lists for a in actions for event in gives(a)}
+    result: Schedule = [[] for _ in lists]
+    left: Schedule = [[] for _ in lists]  # receives whose data a later pass uses
+    for actions, out in zip(lists, result):
         for action in actions:
             s, i = action.stage, action.mb
             ahead = s + 1 < len(rank_of) and rank_of[s + 1] != rank_of[s]
             behind = s > 0 and rank_of[s - 1] != rank_of[s]
             if action.op == F:
-                out += [Action(RECV_F, s, i)] * behind + [action] + [Action(SEND_F, s, i)] * ahead
+                out += [Action(RECV_F, s, i)] * (behind and Action(F, s - 1, i) in made)
+                out += [action] + [Action(SEND_F, s, i)] * ahead
+                if ahead and Action(F, s + 1, i) not in made:
+                    left[rank_of[s + 1]].append(Action(RECV_F, s + 1, i))
             elif action.op in (B, I):
-                out += [Action(RECV_B, s, i)] * ahead + [action] + [Action(SEND_B, s, i)] * behind
+                out += [Action(RECV_B, s, i)] * (ahead and Action(I, s + 1, i) in made)
+                out += [action] + [Action(SEND_B, s, i)] * behind
+                if behind and Action(I, s - 1, i) not in made:
+                    left[rank_of[s - 1]].append(Action(RECV_B, s - 1, i))
             else:
                 out.append(action)
-        result.append(out)
-    return result
+    return [out + receives for out, receives in zip(result, left)]
 
 
 def with_reduce(lists: Schedule, *, each: bool = False) -> Schedule:

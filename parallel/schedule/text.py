@@ -23,7 +23,7 @@ from warpweave.parallel.schedule.actions import (
 
 _TORCH_NAME = {REDUCE: "REDUCE_GRAD"}
 _OUR_NAME = {theirs: ours for ours, theirs in _TORCH_NAME.items()}
-_PATTERN = re.compile(r"(\d+)([A-Z]+(?:_[A-Z]+)?)(\d*)(?:@(\d+))?")
+_PATTERN = re.compile(r"(\d+)([A-Z]+(?:_[A-Z]+)?)(\d*)(?:@(-?\d+))?")
 
 
 def to_csv(lists: Schedule) -> str:

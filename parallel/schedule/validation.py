@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from warpweave.parallel.schedule.actions import (
     AFTER,
     COMPUTE,
@@ -75,7 +77,10 @@ def validate(
     if len(set(updates)) > 1:
         raise ValueError(f"stages 0 to {len(rank_of) - 1} make {updates} updates, must be equal")
     if lowered(lists):
-        _check_links(lists, rank_of, microbatches or 0)
+        crossings = [s for s in range(len(rank_of) - 1) if rank_of[s] != rank_of[s + 1]]
+        ends = [(Action(SEND_F, s, 0), Action(SEND_B, s + 1, 0)) for s in crossings]
+        mbs = range(microbatches or 0)
+        check_links(lists, [a._replace(mb=i) for pair in ends for i in mbs for a in pair])
     order(lists)
 
 
@@ -173,7 +178,9 @@ def _check_tied(lists: Schedule, rank_of: list[int]) -> None:
         _check_collected(s, own, TIE, (UPDATE,), "are not tied before")
 
 
-def _check_links(lists: Schedule, rank_of: list[int], m: int) -> None:
+def check_links(lists: Schedule, expected: Iterable[Action]) -> None:
+    """ValueError unless every send `expected` and its receive occur once, in one order per link."""
+    rank_of = placement(lists)
     count: dict[Action, int] = {}
     sent: dict[Link, list[Action]] = {}
     received: dict[Link, list[Action]] = {}
@@ -187,14 +194,10 @@ def _check_links(lists: Schedule, rank_of: list[int], m: int) -> None:
         else:
             send = Action(MATCHING[a.op], peer, a.mb)
             received.setdefault(link(a, rank_of), []).append(send)
-    for s in range(len(rank_of) - 1):
-        if rank_of[s] == rank_of[s + 1]:
-            continue
-        for i in range(m):
-            for a in (Action(SEND_F, s, i), Action(SEND_B, s + 1, i)):
-                for end in (a, Action(MATCHING[a.op], a.stage + AFTER[a.op], i)):
-                    if count.get(end, 0) != 1:
-                        raise ValueError(f"{end} occurs {count.get(end, 0)} times, needs 1")
+    for a in expected:
+        for end in (a, Action(MATCHING[a.op], a.stage + AFTER[a.op], a.mb)):
+            if count.get(end, 0) != 1:
+                raise ValueError(f"{end} occurs {count.get(end, 0)} times, needs 1")
     for channel, sends in sent.items():
         for place, (a, b) in enumerate(zip(sends, received[channel])):
             if a != b:

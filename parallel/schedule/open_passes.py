@@ -1,0 +1,91 @@
+"""A run as passes that are left open: what is under way at the end of one goes on in the next.
+
+An asynchronous schedule (PipeDream, arXiv:1806.03377) has no flush, so no place at which every
+micro-batch that has begun has ended. Its list for a whole run is a schedule like any other, with
+micro-batches and versions numbered from 0, and `validate` checks it whole. `cut_into_passes` cuts
+it behind every few updates, for a trainer that does something in between. Two ranks, an update
+after each micro-batch, cut after two (UPDATE as U):
+
+    rank 0   0F0 0F1 0B0 0U1 0F2 0B1 0U2  |  0F3@1 0B2 0U3 0F4@2 0B3@1 0U4  |  ...
+    rank 1   1F0 1B0 1U1 1F1@1 1B1@1 1U2  |  1F2@2 1B2@2 1U3 1F3@3 1B3@3 1U4  |  ...
+
+Rank 0 has begun micro-batch 2 at the cut, and ends it behind it. A message ends in the pass in
+which it begins: `with_comm` lets rank 1 receive the input of 2 before the cut, and use it after.
+From the second on passes are the same but for their numbers, which `renumbered` takes away; so one
+transport serves all of them.
+"""
+
+from __future__ import annotations
+
+from warpweave.parallel.schedule.actions import (
+    AFTER,
+    COMPUTE,
+    FINISHES,
+    MATCHING,
+    RECEIVES,
+    SENDS,
+    UPDATE,
+    WHOLE,
+    Action,
+    Schedule,
+    lowered,
+)
+from warpweave.parallel.schedule.ordering import begun_before, order
+from warpweave.parallel.schedule.validation import check_links
+
+
+def cut_into_passes(lists: Schedule, each: int) -> list[Schedule]:
+    """The passes of a run: of each list a pass ends when its stages have finished `each` more
+    micro-batches, with the actions of whole stages that follow directly (REDUCE, UPDATE).
+
+    Raises:
+        ValueError: `each` does not divide the micro-batches, or the lists hold messages already.
+    """
+    if lowered(lists):
+        raise ValueError("cut_into_passes: the lists hold sends and receives already")
+    count = 1 + max(a.mb for actions in lists for a in actions)
+    if each < 1 or count % each:
+        raise ValueError(f"{count} micro-batches do not divide into passes of {each}")
+    passes: list[Schedule] = [[[] for _ in lists] for _ in range(count // each)]
+    for rank, actions in enumerate(lists):
+        stages, finished, at = len({a.stage for a in actions}), 0, 0
+        for action in actions:
+            full = finished == (at + 1) * each * stages
+            if full and action.mb != WHOLE and at + 1 < len(passes):
+                at += 1
+            passes[at][rank].append(action)
+            finished += action.op in FINISHES
+    return passes
+
+
+def renumbered(lists: Schedule, microbatches: int, versions: int = 0) -> Schedule:
+    """The lists with both subtracted from their numbers of micro-batches and versions."""
+
+    def moved(a: Action) -> Action:
+        return a._replace(
+            mb=a.mb if a.mb == WHOLE else a.mb - microbatches,
+            ver=a.ver - versions if a.op in (*COMPUTE, UPDATE) else a.ver,
+        )
+
+    return [[moved(a) for a in actions] for actions in lists]
+
+
+def validate_pass(lists: Schedule) -> None:
+    """ValueError, in one line, unless a pass of a valid run can be executed by itself.
+
+    Nothing in it occurs twice, every message has one send and one receive, in the same order on
+    each link, and it is free of deadlock, given what began before (`begun_before`): whether that
+    has begun is seen when it runs.
+    """
+    seen: set[Action] = set()
+    for a in (a._replace(ver=0) for actions in lists for a in actions if a.mb != WHOLE):
+        if a in seen:
+            raise ValueError(f"{a} occurs twice in a pass")
+        seen.add(a)
+    sends = {
+        Action(MATCHING[a.op], a.stage + AFTER[a.op], a.mb) if a.op in RECEIVES else a
+        for a in seen
+        if a.op in SENDS + RECEIVES
+    }
+    check_links(lists, sorted(sends))
+    order(lists, begun_before(lists))

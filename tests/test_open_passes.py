@@ -1,0 +1,219 @@
+"""PipeDream in passes that are left open: bit for bit the delayed update rule, on one process.
+
+The truth is `_delayed`: every stage's gradient at the weights that its forward read, in plain
+autograd. Nothing in it knows of schedules, versions or passes.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import Tensor, nn
+
+from warpweave.parallel.pipeline import Distributed, InFlight, InProcess, ModuleStage, execute
+from warpweave.parallel.schedule import (
+    Action,
+    Schedule,
+    cut_into_passes,
+    from_csv,
+    renumbered,
+    to_csv,
+    validate,
+    validate_pass,
+    with_comm,
+)
+
+WIDTHS = (6, 5, 7, 6, 5, 4, 6, 5, 3)  # eight blocks, unequal so that every link has its own shape
+CPU = torch.device("cpu")
+LR = 0.2
+
+
+def pipedream(p: int, n: int, split: bool = False) -> Schedule:
+    """1F1B without a flush (arXiv:1806.03377): an update after each B; F reads the newest."""
+    rows = []
+    for s in range(p):
+        warm = min(p - 1 - s, n)
+        row = [Action("F", s, i, 0) for i in range(warm)]
+        for i in range(n):
+            if i + warm < n:
+                row.append(Action("F", s, i + warm, i))
+            ver = max(i - warm, 0)
+            row += [Action(op, s, i, ver) for op in (("I", "W") if split else ("B",))]
+            row.append(Action("UPDATE", s, ver=i + 1))
+        rows.append(row)
+    return rows
+
+
+def _block(k: int) -> nn.Sequential:
+    torch.manual_seed(k)
+    return nn.Sequential(nn.Linear(WIDTHS[k], WIDTHS[k + 1]), nn.Tanh())
+
+
+def _data(n: int) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(5)
+    shape = (n, 3)
+    return torch.randn(*shape, WIDTHS[0], generator=draw), torch.randn(*shape, 1, generator=draw)
+
+
+def _stages(p: int) -> list[nn.Sequential]:
+    return [nn.Sequential(*map(_block, range(8 * s // p, 8 * (s + 1) // p))) for s in range(p)]
+
+
+def _optimizer(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), lr=LR, foreach=False)
+
+
+def _delayed(p: int, n: int, delay=lambda p, s: p - 1 - s) -> tuple[list[Tensor], list[Tensor]]:
+    """w_s(t+1) is AdamW's step from w_s(t) by the gradient of minibatch t, in which every stage has
+    its weights of `delay` updates ago; the final weights and all losses."""
+    modules, (x, target) = _stages(p), _data(n)
+    optimizers = [_optimizer(module) for module in modules]
+    history = [[[w.detach().clone() for w in m.parameters()] for m in modules]]
+    losses = []
+    for t in range(n):
+        y, read = x[t], []
+        for s, module in enumerate(modules):
+            old = [w.clone().requires_grad_() for w in history[max(t - delay(p, s), 0)][s]]
+            read.append(old)
+            names = [name for name, _ in module.named_parameters()]
+            y = torch.func.functional_call(module, dict(zip(names, old)), (y,))
+        loss = ((y - target[t]) ** 2).sum()
+        loss.backward()
+        losses.append(loss.detach())
+        for module, optimizer, old in zip(modules, optimizers, read):
+            for w, copy in zip(module.parameters(), old):
+                w.grad = copy.grad
+            optimizer.step()
+        history.append([[w.detach().clone() for w in m.parameters()] for m in modules])
+    return [w for of_stage in history[-1] for w in of_stage], losses
+
+
+def _build(p: int, n: int, mine: range, versions=None) -> dict[int, ModuleStage]:
+    modules, (x, target) = _stages(p), _data(n)
+    result = {}
+    for s in mine:
+        first = 8 * s // p
+        result[s] = ModuleStage(
+            modules[s],
+            inputs=(lambda mb: x[mb]) if s == 0 else None,
+            like=None if s == 0 else ((3, WIDTHS[first]), torch.float32, CPU),
+            loss=(lambda mb, y: ((y - target[mb]) ** 2).sum()) if s == p - 1 else None,
+            optimizer=_optimizer(modules[s]),
+            versions=p - s if versions is None else versions,
+        )
+    return result
+
+
+def _passes(p: int, each: int, count: int, split: bool = False) -> list[Schedule]:
+    """The first pass, the one that is repeated, and the last."""
+    lists = pipedream(p, each * count, split)
+    validate(lists, staleness=p - 1)
+    validate(with_comm(lists), staleness=p - 1)
+    passes = [
+        renumbered(with_comm(one), k * each, k * each)
+        for k, one in enumerate(cut_into_passes(lists, each))
+    ]
+    assert all(one == passes[1] for one in passes[1:-1])
+    return [passes[0], passes[1], passes[-1]]
+
+
+def _run(stages, transports, passes, each: int, count: int) -> None:
+    in_flight = InFlight()
+    for k in range(count):
+        which = 0 if k == 0 else 1 if k < count - 1 else 2
+        execute(passes[which], stages, transports[which], in_flight)
+        in_flight.advance(each, each)
+    in_flight.check_ended()
+
+
+def _weights(stages: dict[int, ModuleStage]) -> list[Tensor]:
+    return [w.detach() for s in sorted(stages) for w in stages[s].module.parameters()]
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("split", [False, True], ids=["B", "I and W"])
+def test_pipedream_in_open_passes_is_the_delayed_rule_bit_for_bit(p: int, split: bool) -> None:
+    each, count = max(3, p - 1), 4
+    stages = _build(p, each * count, range(p))
+    passes = _passes(p, each, count, split)
+    for one in passes:
+        validate_pass(one)
+        assert from_csv(to_csv(one)) == one
+    _run(stages, [InProcess()] * 3, passes, each, count)
+    expected, losses = _delayed(p, each * count)
+    assert all(map(torch.equal, _weights(stages), expected))
+    assert [stages[p - 1].losses[t]["loss"] for t in range(each * count)] == losses
+    if p > 1:  # the delay shows
+        fresh, _ = _delayed(p, each * count, lambda p, s: 0)
+        assert max((a - b).abs().max() for a, b in zip(expected, fresh)) > 1e-3
+
+
+def _on_gloo(rank: int, p: int, each: int, count: int) -> list[Tensor]:
+    passes = _passes(p, each, count)
+    transports = [Distributed(one, dist.group.WORLD, open=True, timeout=300) for one in passes]
+    stages = _build(p, each * count, range(rank, rank + 1))
+    _run(stages, transports, passes, each, count)
+    return _weights(stages)
+
+
+def test_pipedream_on_real_ranks_is_the_delayed_rule_bit_for_bit() -> None:
+    p, each, count = 3, 3, 5
+    found = [w for rank in run_ranks(p, _on_gloo, p, each, count) for w in rank]
+    assert all(map(torch.equal, found, _delayed(p, each * count)[0]))
+
+
+# ----------------------------------------------------------------------------- what is refused
+
+
+def test_a_pass_holds_what_is_under_way_and_says_what_never_ends() -> None:
+    passes, stages = _passes(3, 3, 3), _build(3, 9, range(3))
+    in_flight = InFlight()
+    execute(passes[0], stages, InProcess(), in_flight)
+    words = r"^rank 0: the run ends with \(stage, mb\) \[\(0, 3\), \(0, 4\)\] under way$"
+    with pytest.raises(RuntimeError, match=words):
+        in_flight.check_ended()
+    with pytest.raises(RuntimeError, match="rank 1: 1F1 comes before 1RECV_F1"):
+        execute(passes[1], stages, InProcess(), InFlight())  # nothing is under way
+    with pytest.raises(RuntimeError, match=r"list ends with unused .*\('F', 1, 4\)"):
+        execute(passes[0], _build(3, 9, range(3)), InProcess())  # closed
+    stages = _build(3, 9, range(3), versions=2)
+    with pytest.raises(ValueError, match="micro-batch 2 reads version 0, the stage holds"):
+        _run(stages, [InProcess()] * 3, passes, 3, 3)
+
+
+def _without(lists: Schedule, *cells: str) -> Schedule:
+    return [[a for a in row if str(a) not in cells] for row in lists]
+
+
+def test_a_pass_that_cannot_be_is_refused() -> None:
+    first, steady, _ = _passes(3, 3, 4)
+    for lists, words in (
+        (_without(first, "1RECV_F4"), "1RECV_F4 occurs 0 times"),
+        (_without(steady, "0SEND_F3"), "0SEND_F3 occurs 0 times"),
+        ([row + row[:1] for row in steady], "occurs twice in a pass"),
+        ([row[::-1] for row in steady], "sent as|deadlock"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            validate_pass(lists)
+    with pytest.raises(ValueError, match="12 micro-batches do not divide into passes of 5"):
+        cut_into_passes(pipedream(2, 12), 5)
+    with pytest.raises(ValueError, match="hold sends and receives already"):
+        cut_into_passes(first, 3)
+    wrong = pipedream(2, 4)
+    wrong[0][-2] = wrong[0][-2]._replace(ver=1)
+    with pytest.raises(ValueError, match="its F read version"):
+        validate(wrong, staleness=1)
+
+
+def test_messages_end_in_the_pass_in_which_they_begin() -> None:
+    """What only the next pass uses is received at the end, and not received again there."""
+    first, steady, last = ([" ".join(map(str, row)) for row in one] for one in _passes(2, 2, 3))
+    assert first[1] == (
+        "1RECV_F0 1F0 1B0 1SEND_B0 1UPDATE@1 1RECV_F1 1F1@1 1B1@1 1SEND_B1 1UPDATE@2 1RECV_F2"
+    )
+    assert steady[1] == (
+        "1F0 1B0 1SEND_B0 1UPDATE@1 1RECV_F1 1F1@1 1B1@1 1SEND_B1 1UPDATE@2 1RECV_F2"
+    )
+    assert last[1] == "1F0 1B0 1SEND_B0 1UPDATE@1 1RECV_F1 1F1@1 1B1@1 1SEND_B1 1UPDATE@2"
