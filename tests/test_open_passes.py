@@ -12,7 +12,14 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor, nn
 
+from warpweave.layers.records import collect_records
+from warpweave.parallel.data.optimizer import SGD
+from warpweave.parallel.data.unit import make_unit
+from warpweave.parallel.data.zero import ZeroOptimizer
+from warpweave.parallel.mesh import single
 from warpweave.parallel.pipeline import Distributed, InFlight, InProcess, ModuleStage, execute
+from warpweave.parallel.pipeline.losses import LOSS
+from warpweave.parallel.pipeline.stage import ChainStage, Segment
 from warpweave.parallel.schedule import (
     Action,
     Schedule,
@@ -217,3 +224,97 @@ def test_messages_end_in_the_pass_in_which_they_begin() -> None:
         "1F0 1B0 1SEND_B0 1UPDATE@1 1RECV_F1 1F1@1 1B1@1 1SEND_B1 1UPDATE@2 1RECV_F2"
     )
     assert last[1] == "1F0 1B0 1SEND_B0 1UPDATE@1 1RECV_F1 1F1@1 1B1@1 1SEND_B1 1UPDATE@2"
+
+
+# ----------------------------------------------------------------------------- units with versions
+
+
+class _Updating(ChainStage):
+    """A chain of one segment per block, with an optimizer of its own."""
+
+    def __init__(self, p: int, s: int, mesh=None, *, zero: int = 0, versions: int, rule) -> None:
+        mesh, modules, segments = mesh or single(), _stages(p)[s].to(torch.float64), []
+        for k, block in enumerate(modules):
+            records = {n: r.renamed(f"{k}.{n}") for n, r in collect_records(block).items()}
+            params = [(records[n], w) for n, w in block.named_parameters()]
+            last = s == p - 1 and k == len(modules) - 1
+
+            def fn(x, batch, block=block, last=last):
+                y = block(batch[0] if x is None else x)
+                return (None, {LOSS: ((y - batch[1]) ** 2).sum()}) if last else y
+
+            segments.append(
+                Segment(f"{k}", fn, (make_unit(f"{k}", params, mesh, zero=zero),), k == 1)
+            )
+        super().__init__(segments, versions=versions)
+        self.optimizer = ZeroOptimizer(self.units, mesh, rule, clip=None)
+        self.width, self.lr = modules[0][0].in_features, LR
+
+    def input_like(self, mb: int):
+        return (3, self.width), torch.float64, CPU
+
+    def update(self) -> None:
+        self.optimizer.step(self.lr)
+        self.updated()
+
+    def weights(self) -> list[Tensor]:
+        found = [(r.name, t.clone()) for unit in self.units for r, t in unit.read("param")]
+        order = [n for n, _ in _stages(1)[0].named_parameters()]
+        return [t for _, t in sorted(found, key=lambda pair: order.index(pair[0]))]
+
+
+def _rule_of_sgd(weights, grads, moments, lr: float) -> None:
+    for w, g, b in zip(weights, grads, moments):
+        b.copy_(0.9 * b + g)
+        w.copy_(w - lr * b)
+
+
+def _delayed_sgd(p: int, n: int, each: int, delay, terms: int = 1) -> list[Tensor]:
+    """As `_delayed`, with momentum, in float64, over `each` minibatches of `terms` replicas."""
+    modules = [module.to(torch.float64) for module in _stages(p)]
+    x, target = (part.double() for part in _data(n * terms))
+    weights = [[w.detach().clone() for w in m.parameters()] for m in modules]
+    moments = [[torch.zeros_like(w) for w in of] for of in weights]
+    history = [[[w.clone() for w in of] for of in weights]]
+    for t in range(n // each):
+        old = [
+            [w.clone().requires_grad_() for w in history[max(t - delay(p, s), 0)][s]]
+            for s in range(p)
+        ]
+        for mb in range(t * each * terms, (t + 1) * each * terms):
+            y = x[mb]
+            for module, of in zip(modules, old):
+                names = [name for name, _ in module.named_parameters()]
+                y = torch.func.functional_call(module, dict(zip(names, of)), (y,))
+            ((y - target[mb]) ** 2).sum().backward()
+        for of, read, b in zip(weights, old, moments):
+            _rule_of_sgd(of, [w.grad for w in read], b, LR / 8)
+        history.append([[w.clone() for w in of] for of in weights])
+    return [w for of in history[-1] for w in of]
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4])
+@pytest.mark.parametrize("split", [False, True], ids=["B", "I and W"])
+def test_versions_of_units_are_the_delayed_rule_bit_for_bit(p: int, split: bool) -> None:
+    each, count = max(3, p - 1), 4
+    x, target = (part.double() for part in _data(each * count))
+    batches = list(zip(x, target))
+    passes = _passes(p, each, count, split)
+    stages = {s: _Updating(p, s, versions=p - s, rule=SGD()) for s in range(p)}
+    in_flight = InFlight()
+    for stage in stages.values():
+        stage.lr = LR / 8
+        stage.begin(batches[: each + p], each=1)
+    for k in range(count):
+        which = 0 if k == 0 else 1 if k < count - 1 else 2
+        execute(passes[which], stages, InProcess(), in_flight)
+        in_flight.advance(each, each)
+        for stage in stages.values():
+            stage.feed(batches[each * (k + 1) + p : each * (k + 2) + p])
+            assert not stage._saved or k < count - 1
+    in_flight.check_ended()
+    found = [w for s in range(p) for w in stages[s].weights()]
+    expected = _delayed_sgd(p, each * count, 1, lambda p, s: p - 1 - s)
+    assert all(map(torch.equal, found, expected))
+    assert [len({u.parameters.kept for u in stages[s].units}) for s in range(p)] == [1] * p
+    assert [stages[s].units[0].parameters.kept for s in range(p)] == [p - s for s in range(p)]

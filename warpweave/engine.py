@@ -118,9 +118,6 @@ class _EngineStage(ChainStage):
         """A pipeline message: one micro-batch's residual stream."""
         return self.message
 
-    def start(self) -> None:
-        """Nothing: the engine begins a step with its data."""
-
     def unshard(self) -> None:
         """Nothing: the chain gathers unit by unit, just ahead of use."""
 
@@ -137,6 +134,7 @@ class _EngineStage(ChainStage):
     def update(self) -> None:
         """This stage's share of the step is there."""
         self._update.arrive()
+        self.updated()
 
 
 def _guard_state_dict(gpt: GPT, units: list[Unit]) -> None:

@@ -33,15 +33,22 @@ class OptimizerState:
     """
 
     def __init__(self, parameters: FlatParameters, region: slice) -> None:
-        self.region = region
-        flat, shard = parameters.flat, parameters.shard
-        # The masters' part of the parameters: the same memory if no cast is needed.
-        self.param = flat[region] if shard is None else shard
-        self.is_master = self.param.dtype == master_dtype(self.param.dtype)
-        self.master = (
-            self.param if self.is_master else self.param.to(master_dtype(self.param.dtype))
-        )
+        self.region, self._parameters = region, parameters
+        wide = master_dtype(self.param.dtype)
+        self.is_master = self.param.dtype == wide
+        self._own_master = None if self.is_master else self.param.to(wide)
         self.moments: dict[str, Tensor] = {}
+
+    @property
+    def param(self) -> Tensor:
+        """What is computed with in `region`, in its newest version."""
+        flat, shard = self._parameters.flat, self._parameters.shard
+        return flat[self.region] if shard is None else shard
+
+    @property
+    def master(self) -> Tensor:
+        """The master weights: the memory of `param` if no cast is needed."""
+        return self.param if self._own_master is None else self._own_master
 
     def add_moments(self, names: Sequence[str]) -> None:
         """Allocate a zero buffer, like the masters, for each new name in `names`."""

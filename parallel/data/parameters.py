@@ -6,6 +6,10 @@ parameters is hidden behind the computation of another:
     ZeRO 3, forward of blocks 0, 1, 2
     network   gather 0 | gather 1   | gather 2   |
     compute            | F0, free 0 | F1, free 1 | F2, free 2
+
+Weight stashing (PipeDream, arXiv:1806.03377) keeps several versions: each is a buffer that nobody
+writes once it has been updated. An update takes the next buffer, and a forward or backward pass has
+the parameters point to the buffer of its version (`show`); no weights are copied back and forth.
 """
 
 from __future__ import annotations
@@ -33,7 +37,8 @@ class FlatParameters:
 
     Attributes:
         layout, params, group: as given.
-        flat: [layout.size], the gathered buffer; without memory while not `materialised`.
+        flat: [layout.size], the gathered buffer of the newest version; without memory while not
+            `materialised`.
         shard: [layout.slice_size], this rank's slice of sharded parameters; otherwise None.
     """
 
@@ -52,6 +57,8 @@ class FlatParameters:
         self.shard = self.flat.new_zeros(layout.slice_size) if sharded else None
         self.materialised = True
         self._gather: dist.Work | None = None
+        self._versions, self._shown = 1, 0
+        self._older: list[Tensor] = []  # buffers of older versions, the newest of them first
         for record, param in params:
             if tuple(param.shape) != record.local_shape:
                 raise ValueError(
@@ -101,6 +108,50 @@ class FlatParameters:
         if self.shard is not None and self.materialised:
             free(self.flat)
             self.materialised = False
+
+    # ------------------------------------------------------------------ versions
+
+    @property
+    def kept(self) -> int:
+        """How many versions are there: those of age 0 (the newest) to `kept` - 1 updates."""
+        return 1 + len(self._older)
+
+    def keep_versions(self, count: int) -> None:
+        """Keep the `count` newest versions from now on.
+
+        Raises:
+            ValueError: none, or several of sharded parameters (ZeRO 3).
+        """
+        if count < 1 or (count > 1 and self.shard is not None):
+            raise ValueError(
+                f"versions must be at least 1, and 1 where ZeRO 3 shards parameters, got {count}"
+            )
+        self._versions = count
+
+    @torch.no_grad()
+    def next_version(self, region: slice) -> None:
+        """Before an update in place of `region`: if older versions are kept, the newest becomes one
+        of them, and `flat` a buffer with its values in `region`. The oldest gives its memory."""
+        if self._versions == 1:
+            return
+        self.wait()
+        full = self.kept == self._versions
+        buffer = self._older.pop() if full else torch.zeros_like(self.flat)
+        buffer[region].copy_(self.flat[region])
+        self._older.insert(0, self.flat)
+        self.flat = buffer
+        self._point_to(buffer)
+        self._shown = 0
+
+    def show(self, age: int) -> None:
+        """The parameters are those of `age` updates ago, which must be kept."""
+        if age != self._shown:
+            self._point_to(self._older[age - 1] if age else self.flat)
+            self._shown = age
+
+    def _point_to(self, buffer: Tensor) -> None:
+        for record, param in self.params:
+            param.data = self.layout.view(buffer, record)
 
     @torch.no_grad()
     def set(self, whole: Tensor) -> None:

@@ -128,6 +128,7 @@ class ZeroOptimizer:
         if self.loss_scale is not None:
             scale = scale / self.loss_scale.value
         for unit, steps in zip(self.units, self.steps, strict=True):
+            unit.parameters.next_version(unit.state.region)
             for piece in self._pieces(unit, steps):
                 self.rule.update(piece, lr, scale, skip)
             unit.gradients.clear()
@@ -139,13 +140,13 @@ class ZeroOptimizer:
         return norm
 
     def _pieces(self, unit: Unit, steps: list[Tensor]) -> Iterator[Piece]:
-        state = unit.state
+        state, master, param = unit.state, unit.state.master, unit.state.param
         for r, part in unit.layout.ranges_of(state.region):
             yield Piece(
-                state.master[part],
+                master[part],
                 unit.gradients.reduced[part],
                 {name: moment[part] for name, moment in state.moments.items()},
-                None if state.is_master else state.param[part],
+                None if state.is_master else param[part],
                 steps[unit.layout.ranges.index(r)],
                 r.decay,
             )

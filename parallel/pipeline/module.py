@@ -118,10 +118,11 @@ class ModuleStage:
     # ------------------------------------------------------------------ versions of the weights
 
     def _stash_newest(self) -> None:
-        """With several versions, stash a copy of the weights and free the oldest one."""
+        """With several versions, stash the buffers of the newest weights and drop the oldest:
+        tensors of their own, which do not see that the parameters get another buffer."""
         if self._versions > 1:
             self._stash[self._newest] = {
-                name: p.detach().clone().requires_grad_(p.requires_grad)
+                name: p.data.requires_grad_(p.requires_grad)
                 for name, p in self.module.named_parameters()
             }
             self._stash.pop(self._newest - self._versions, None)
@@ -172,6 +173,9 @@ class ModuleStage:
         """Optimizer step; clears the gradients."""
         if self.optimizer is None:
             raise ValueError("UPDATE on a stage without an optimizer")
+        if self._versions > 1:  # the optimizer writes in place: not into a version that is read
+            for parameter in self.module.parameters():
+                parameter.data = parameter.data.clone()
         self.optimizer.step()
         self.optimizer.zero_grad()
         self._newest += 1

@@ -93,6 +93,7 @@ class _Saved:
 
     chain: _Chain
     weights: list[WeightGradients]
+    version: int  # of the weights that it reads
     inputs: list[Tensor | None] = field(default_factory=list)
     outputs: list[tuple[Tensor, ...] | Kept] = field(default_factory=list)  # roots of backward
 
@@ -106,6 +107,9 @@ class ChainStage:
             stage on one rank).
         bucket_bytes: the least size of a bucket in which gradients of ZeRO 0 and 1 are reduced, by
             default 25 MiB as in torch's DDP: small messages cost more than their overlap saves.
+        versions: how many of the newest versions of the weights are kept (weight stashing): with
+            more than one, a micro-batch may run backward after an UPDATE, on the weights that its
+            forward read. Not of parameters that ZeRO 3 shards.
 
     Attributes:
         losses: micro-batch -> name -> loss, detached, of the step so far.
@@ -117,6 +121,7 @@ class ChainStage:
         *,
         shared: Collection[Unit] = (),
         bucket_bytes: int = 25 * 2**20,
+        versions: int = 1,
     ) -> None:
         self.bucket_bytes = bucket_bytes
         self._cut = _Chain(segments, shared)
@@ -136,40 +141,71 @@ class ChainStage:
         whole = sum(g.flat.nbytes for g in later if g.group is not None)
         self._overlaps = whole > 0 and whole >= bucket_bytes
         self._saved: dict[int, _Saved] = {}
-        self._batches: Sequence[Any] = ()
-        self._backwards_left = 0
+        for unit in self.units if versions > 1 else ():
+            unit.parameters.keep_versions(versions)
+        self._newest = 0  # version of the weights, counted from the start of a run
+        self._batches: dict[int, Any] = {}  # of micro-batches that have not ended
+        self._fed = 0
+        self._each = self._backwards_left = 0  # micro-batches from one REDUCE to the next
         self._dloss: Tensor | None = None
         self._bucket: list[Unit] = []  # complete gradients that do not fill a bucket yet
         self._reducing: list[Unit] = []
         self.losses: dict[int, Losses] = {}
 
-    def begin(self, batches: Sequence[Any], dloss: Tensor | None = None) -> None:
+    def begin(
+        self, batches: Sequence[Any], dloss: Tensor | None = None, *, each: int | None = None
+    ) -> None:
         """Start a step: `batches[mb]` is passed to the segments as the data of micro-batch `mb`.
 
         `dloss`, 0-dim, is the gradient from which every loss's backward starts: the loss scale, by
-        default 1.
+        default 1. `each` is how many micro-batches there are from one REDUCE to the next, by
+        default all.
         """
-        self._batches, self._backwards_left, self._dloss = batches, len(batches), dloss
+        self._batches, self._fed, self._dloss = dict(enumerate(batches)), len(batches), dloss
+        self._each = self._backwards_left = len(batches) if each is None else each
         self._saved.clear()
         self.losses = {}
+
+    def feed(self, batches: Sequence[Any]) -> None:
+        """The data of the micro-batches that follow, for the next pass of a run that is left open;
+        forgets the losses."""
+        self._batches |= enumerate(batches, self._fed)
+        self._fed += len(batches)
+        self.losses = {}
+
+    def start(self) -> None:
+        """A run of the lists begins: the weights of now are version 0."""
+        self._newest = 0
+
+    def updated(self) -> None:
+        """UPDATE has made the next version."""
+        self._newest += 1
+
+    def _age(self, mb: int) -> int:
+        """By how many updates the weights that `mb` reads are older than the newest."""
+        version = self._saved[mb].version
+        age = self._newest - version
+        kept = min(unit.parameters.kept for unit in self.units) if age else 1
+        if not 0 <= age < kept:
+            held = list(range(self._newest - kept + 1, self._newest + 1))
+            raise ValueError(f"micro-batch {mb} reads version {version}, the stage holds {held}")
+        return age
 
     # ------------------------------------------------------------------ forward
 
     def forward(self, mb: int, x: Tensor | None, version: int = 0) -> Tensor | None:
         """Run the chain on micro-batch `mb`; returns the activation for the next stage.
 
-        The last stage returns None. There is only one version of the weights: ValueError for any
-        other than 0.
+        The last stage returns None. Raises ValueError if the stage does not hold `version`.
         """
-        if version:
-            raise ValueError(f"micro-batch {mb} reads version {version}, a chain holds one")
         chain = self._chain(mb)
         segments = chain.segments
-        saved = _Saved(chain, [WeightGradients(self._views) for _ in segments])
+        saved = _Saved(chain, [WeightGradients(self._views) for _ in segments], version)
         self._saved[mb] = saved
+        age = self._age(mb)
         total: dict[str, Tensor] = {}
         for k, segment in enumerate(segments):
-            self._enter(segments, k, k + 1)
+            self._enter(segments, k, k + 1, age)
             entry = None if x is None else x.detach().requires_grad_()
             kept = Kept() if segment.recompute else None
             with torch.set_grad_enabled(kept is None), kept.first() if kept else nullcontext():
@@ -189,7 +225,7 @@ class ChainStage:
 
         Gradients of ZeRO 0 and 1 are reduced once, during the backward of the last micro-batch.
         """
-        if self._must_cut or (self._overlaps and mb == len(self._batches) - 1):
+        if self._must_cut or (self._overlaps and mb % self._each == self._each - 1):
             return self._cut
         return self._fused
 
@@ -224,19 +260,23 @@ class ChainStage:
 
     def backward_weight(self, mb: int) -> None:
         """Compute the deferred weight gradients of `mb`."""
+        age = self._age(mb)
         saved = self._saved.pop(mb)
         self._backwards_left -= 1
         for segment, weights, completed in reversed(
             list(zip(saved.chain.segments, saved.weights, saved.chain.completes, strict=True))
         ):
             for unit in segment.units:
+                unit.parameters.show(age)
                 unit.gradients.before_backward()
             weights.run()
             for unit in segment.units:
                 unit.gradients.after_backward()
             self._reduce_completed(completed)
+        del self._batches[mb]
 
     def _backward(self, mb: int, dy: Tensor | None, *, deferred: bool) -> Tensor | None:
+        age = self._age(mb)
         saved = self._saved[mb] if deferred else self._saved.pop(mb)
         if not deferred:
             self._backwards_left -= 1
@@ -244,7 +284,7 @@ class ChainStage:
         segments = saved.chain.segments
         for k in reversed(range(len(segments))):
             segment = segments[k]
-            self._enter(segments, k, k - 1)
+            self._enter(segments, k, k - 1, age)
             entry, roots = saved.inputs.pop(), saved.outputs.pop()
             if isinstance(roots, Kept):
                 with torch.enable_grad(), roots.second():
@@ -263,16 +303,20 @@ class ChainStage:
             self._leave(segments, k, k - 1)
             if not deferred:
                 self._reduce_completed(saved.chain.completes[k])
+        if not deferred:
+            del self._batches[mb]
         return gradient
 
     # ------------------------------------------------------------------ parameters and gradients
 
-    def _enter(self, segments: Sequence[Segment], k: int, following: int) -> None:
-        """Wait for segment k's parameters; start the all-gather of the next segment's."""
+    def _enter(self, segments: Sequence[Segment], k: int, following: int, age: int = 0) -> None:
+        """Wait for segment k's parameters, `age` updates old; start the all-gather of the next
+        segment's."""
         for unit in segments[k].units:
             unit.parameters.unshard()
         for unit in segments[k].units:
             unit.parameters.wait()
+            unit.parameters.show(age)
         if 0 <= following < len(segments):
             for unit in segments[following].units:
                 unit.parameters.unshard()
@@ -330,3 +374,4 @@ class ChainStage:
             self._reducing.pop(0).gradients.advance()
         for unit in self._order:
             unit.gradients.finish()
+        self._backwards_left = self._each

@@ -2,8 +2,8 @@
 
 `actions` the actions of a schedule and what each depends on · `gpipe_1f1b` GPipe, 1F1B, interleaved
 1F1B · `passes` that add sends, ZeRO's collectives, ties and updates · `ordering` the order in which
-lists can run, deadlocks · `validation` whether lists are right · `open_passes` a run cut into passes
-that are left open · `text` in the form of torch's runtime.
+lists can run, deadlocks · `validation` whether lists are right · `open_passes` a run cut into
+passes that are left open · `text` in the form of torch's runtime.
 """
 
 from warpweave.parallel.schedule.actions import Action, Link, Schedule, placement
