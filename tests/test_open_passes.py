@@ -30,6 +30,7 @@ from warpweave.parallel.schedule import (
     validate,
     validate_pass,
     with_comm,
+    with_reduce,
 )
 
 WIDTHS = (6, 5, 7, 6, 5, 4, 6, 5, 3)  # eight blocks, unequal so that every link has its own shape
@@ -318,3 +319,64 @@ def test_versions_of_units_are_the_delayed_rule_bit_for_bit(p: int, split: bool)
     assert all(map(torch.equal, found, expected))
     assert [len({u.parameters.kept for u in stages[s].units}) for s in range(p)] == [1] * p
     assert [stages[s].units[0].parameters.kept for s in range(p)] == [p - s for s in range(p)]
+
+
+def two_buffered(n: int, each: int) -> Schedule:
+    """PipeDream-2BW (arXiv:2006.09503) on one stage: an update after every `each` micro-batches, by
+    gradients of the weights before the newest."""
+    row = [Action("F", 0, mb, 0) for mb in range(each)]
+    for t in range(n // each):
+        row += [Action("F", 0, mb, t) for mb in range((t + 1) * each, min((t + 2) * each, n))]
+        done = range(t * each, (t + 1) * each)
+        row += [Action("B", 0, mb, max(t - 1, 0)) for mb in done]
+        row.append(Action("UPDATE", 0, ver=t + 1))
+    return [row]
+
+
+def _replicas(rank: int, n: int, each: int) -> list[list[Tensor]]:
+    mesh, found = Mesh(dp=2).connect(), []
+    x, target = (part.double() for part in _data(2 * n))
+    lists = with_reduce(two_buffered(n, each))
+    assert [a.op for a in lists[0]].count("REDUCE") == n // each
+    for zero in (0, 1, 2):
+        stage = _Updating(1, 0, mesh, zero=zero, versions=2, rule=SGD())
+        stage.lr = LR / 8
+        stage.begin(list(zip(x[rank::2], target[rank::2])), each=each)
+        execute(lists, {0: stage}, Distributed(lists, None, staleness=1))
+        assert all(unit.parameters.kept == 2 for unit in stage.units)
+        found.append(stage.weights())
+    return found
+
+
+def test_replicas_reduce_before_each_update_of_a_list_and_keep_two_versions() -> None:
+    n, each = 9, 3
+    expected = _delayed_sgd(1, n, each, lambda p, s: 1, terms=2)
+    synchronous = _delayed_sgd(1, n, each, lambda p, s: 0, terms=2)
+    assert max((a - b).abs().max() for a, b in zip(expected, synchronous)) > 1e-3
+    for rank in run_ranks(2, _replicas, n, each):
+        for found in rank:
+            for a, b in zip(found, expected, strict=True):
+                assert (a - b).abs().max() <= 1e-13
+
+
+def _sharded(rank: int) -> str:
+    with pytest.raises(ValueError, match="1 where ZeRO 3 shards parameters, got 2") as error:
+        _Updating(1, 0, Mesh(dp=2).connect(), zero=3, versions=2, rule=SGD())
+    return str(error.value)
+
+
+def test_versions_of_sharded_parameters_and_of_weights_that_are_gone_are_refused() -> None:
+    run_ranks(2, _sharded)
+    stage = _Updating(1, 0, versions=2, rule=SGD())
+    x, target = (part.double() for part in _data(4))
+    stage.begin(list(zip(x, target)), each=1)
+    for version in (-1, 1):
+        with pytest.raises(ValueError, match=rf"reads version {version}, the stage holds \[0\]"):
+            stage.forward(0, None, version)
+    stage.forward(0, None, 0)
+    for _ in range(2):
+        stage.updated()
+        for unit in stage.units:
+            unit.parameters.next_version(unit.state.region)
+    with pytest.raises(ValueError, match=r"batch 0 reads version 0, the stage holds \[1, 2\]"):
+        stage.backward(0, None)

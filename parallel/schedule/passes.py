@@ -130,7 +130,8 @@ def with_comm(lists: Schedule) -> Schedule:
 
 
 def with_reduce(lists: Schedule, *, each: bool = False) -> Schedule:
-    """Adds the gradients' sum over data ranks (ZeRO-0 to 3) after the last B or W of each stage.
+    """Adds the gradients' sum over data ranks (ZeRO-0 to 3) after the last B or W of each stage, or
+    the last before each UPDATE that the lists hold.
 
     With `each` after every B or W, so that a stage holds unreduced gradients of one micro-batch at
     a time (ZeRO-2 with a pipeline), for m times the traffic.
@@ -212,11 +213,18 @@ def _insert(
     actions: list[Action], op: str, wanted: Callable[[Action, bool], bool], ops: tuple[str, ...]
 ) -> list[Action]:
     """`actions` with `op` after each for which ``wanted(action, last)``; `last` is whether it is
-    its stage's last action out of `ops`."""
-    last = {a.stage: index for index, a in enumerate(actions) if a.op in ops}
+    its stage's last action out of `ops`, in all or before an UPDATE."""
+    latest: dict[int, int] = {}  # of each stage, since its last UPDATE
+    last = set()
+    for index, a in enumerate(actions):
+        if a.op == UPDATE and a.stage in latest:
+            last.add(latest.pop(a.stage))
+        elif a.op in ops:
+            latest[a.stage] = index
+    last.update(latest.values())
     out = []
     for index, action in enumerate(actions):
         out.append(action)
-        if wanted(action, last.get(action.stage) == index):
+        if wanted(action, index in last):
             out.append(Action(op, action.stage))
     return out
