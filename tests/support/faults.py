@@ -425,6 +425,27 @@ FAULTS = (
         "gradients are summed over the replicas after the last but one micro-batch, too",
     ),
     Fault(
+        "stage-backward-newest",
+        "parallel/pipeline/stage.py",
+        "self._enter(segments, k, k - 1, age)",
+        "self._enter(segments, k, k - 1)",
+        "with several versions of the weights a backward pass runs on the newest",
+    ),
+    Fault(
+        "reduce-at-the-end",
+        "parallel/schedule/passes.py",
+        "if a.op == UPDATE and a.stage in latest:",
+        "if False:",
+        "in a list of several updates only the last one's gradients are summed over the replicas",
+    ),
+    Fault(
+        "open-pass-loses-data",
+        "parallel/pipeline/execute.py",
+        "{(kind, s, i + mbs): data for (kind, s, i), data in self.held.items()}",
+        "{}",
+        "what was received and not yet used at the end of an open pass is gone",
+    ),
+    Fault(
         "stage-losses-unscaled",
         "parallel/pipeline/stage.py",
         "(self._dloss,) * (len(roots) - len(of_y))",
