@@ -435,8 +435,8 @@ def no_sum_over_context_ranks(mesh):
     """picotron: gradients are summed over dp alone, so not at all when dp = 1."""
     right = Unit.__init__
 
-    def init(self, name, params, mesh, **options):
-        right(self, name, params, mesh, **options)
+    def init(self, *parts, **options):
+        right(self, *parts, **options)
         self.gradients.group = mesh.group("dp")
 
     return [(Unit, "__init__", init)]
