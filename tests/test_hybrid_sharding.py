@@ -7,6 +7,7 @@ the bytes that each kind of group moves. `test_zero.py` has the optimizer alone 
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -25,6 +26,8 @@ from warpweave.parallel.data.optimizer import AdamW
 from warpweave.parallel.mesh import ConnectedMesh, Mesh
 from warpweave.prove.layouts import Layout, draw
 from warpweave.prove.proof import prove_layout
+from warpweave.train import Trainer
+from warpweave.train_config import TrainConfig
 
 ENOUGH = 32.0  # times what rounding does, in float64; see `prove`
 
@@ -64,6 +67,14 @@ HYBRID = {
 @pytest.mark.parametrize("world", HYBRID)
 def test_replicated_shards_train_as_one_device_does(world):
     run_ranks(world, _proven, HYBRID[world])
+
+
+def test_a_run_says_over_how_many_ranks_its_shards_lie():
+    for given, said in (({}, "dp=4 tp=1"), ({"dp_shard": 2}, "dp=4 dp_shard=2 tp=1")):
+        config = TrainConfig(model="toy", dp=4, **given)
+        trainer = SimpleNamespace(config=config, model=config.base, step=0, tokens_per_step=1,
+                                  session=SimpleNamespace(where="cpu"))  # fmt: skip
+        assert said in Trainer.describe(trainer)
 
 
 # -------------------------------------------------------------------------- checkpoints

@@ -116,6 +116,10 @@ class Unit:
     tied: bool = False
     owner: bool = True
 
+    def __post_init__(self) -> None:
+        """Once, not in every step: the axes on which this rank comes first."""
+        self._first_on = {f for f in factors("world") if self.mesh.index(f) == 0}
+
     @property
     def layout(self) -> FlatLayout:
         """The layout of the flat buffers."""
@@ -140,11 +144,10 @@ class Unit:
         own = {"pp"}  # axes along which all of the unit differs
         if self.placement.optim:
             own.update(factors(self.placement.shard_over))
-        first_on = {axis for axis in summed if self.mesh.index(axis) == 0}
         counted: list[slice] = []
         for r, part in self.layout.ranges_of(self.state.region):
             cut = {factor for axis in r.cut_axes for factor in factors(axis)}
-            if not set(summed) <= first_on | own | cut:
+            if not set(summed) <= self._first_on | own | cut:
                 continue
             if counted and counted[-1].stop == part.start:
                 part = slice(counted.pop().start, part.stop)
