@@ -135,17 +135,19 @@ class _Wire:
 
     def __init__(self, mesh: ConnectedMesh) -> None:
         self.moved: dict[tuple[str, str], int] = {}
+        self.order: list[tuple[str, str]] = []
         self._axes = {id(mesh.group(axis)): axis for axis in ("world", "shard", "replica")}
 
     def counted(self, name: str, fn, whole: int):
         def run(*args, group=None, **options):
             at = name, self._axes[id(group)]
             self.moved[at] = self.moved.get(at, 0) + args[whole].nbytes
+            self.order.append(at)
             return fn(*args, group=group, **options)
 
         return run
 
-    def __enter__(self) -> dict[tuple[str, str], int]:
+    def __enter__(self) -> _Wire:
         self._patches = [
             mock.patch.object(place, name, self.counted(name, getattr(place, name), whole))
             for place, name, whole in ((parameters, "all_gather_into", 0),
@@ -153,7 +155,7 @@ class _Wire:
         ]  # fmt: skip
         for patch in self._patches:
             patch.start()
-        return self.moved
+        return self
 
     def __exit__(self, *error: object) -> None:
         for patch in self._patches:
@@ -167,12 +169,16 @@ def _moved(rank: int) -> None:
         size = sum(unit.gradients.flat.nbytes for unit in engine.units)
         assert size == 2 * sum(unit.gradients.reduced.nbytes for unit in engine.units)
         engine._count_valid = lambda labels: Pending(None, lambda: torch.tensor(56.0))  # over dp
-        with _Wire(mesh) as moved:
+        with _Wire(mesh) as wire:
             engine.step(*_batch(mesh, 0), lr=0.01)
-        mine, scatters = engine.plan.microbatches, 1 if stage == 1 else 2
-        assert mine == 2
-        assert moved.pop(("reduce_scatter_into", "shard")) == scatters * size, stage
-        assert moved.pop(("all_reduce", "replica")) == size // 2, stage  # a shard, once a step
+        moved = wire.moved
+        scatter, replicas = ("reduce_scatter_into", "shard"), ("all_reduce", "replica")
+        if stage > 1:  # while earlier segments are still in their backward
+            last = len(wire.order) - 1 - wire.order[::-1].index(scatter)
+            assert wire.order.index(replicas) < last
+        assert engine.plan.microbatches == 2
+        assert moved.pop(scatter) == (size if stage == 1 else 2 * size), stage
+        assert moved.pop(replicas) == size // 2, stage  # a shard, once a step
         # ZeRO 3 gathers a unit for each pass; the head's stays from its forward to its backward,
         # the embedding's is read at both ends.
         of = {unit.name: unit.gradients.flat.nbytes for unit in engine.units}
