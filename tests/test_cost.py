@@ -4,12 +4,11 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from warpweave.kernels import cost, reference
+from warpweave.kernels import cost, norm, reference
 from warpweave.kernels.cost import Cost
 from warpweave.kernels.dropout import Drop
 from warpweave.kernels.gemm.local import LOCAL
 from warpweave.kernels.mlp import function as mlp
-from warpweave.kernels.norm import function as norm
 
 
 def _bytes(*tensors: torch.Tensor) -> int:

@@ -7,9 +7,9 @@ from torch.utils.checkpoint import checkpoint
 from traffic import traffic
 from well_formed import well_formed
 
-from warpweave.kernels import cost, dropout, reference
+from warpweave.kernels import cost, dropout, norm, reference
 from warpweave.kernels.dropout import Drop
-from warpweave.kernels.norm import function as norm
+from warpweave.kernels.norm import function
 from warpweave.kernels.norm.function import NormOptions, WantedGradients, norm_bwd_op, norm_op
 
 IMPLS = ("torch", "triton")
@@ -389,19 +389,19 @@ def test_the_comparison_sees_planted_faults_of_the_chain(fault, monkeypatch) -> 
     inputs = _chain_inputs((37, 67))
     dy, ds = torch.randn(2, 37, 67, dtype=torch.float64)
     truth = _chain_run(reference, TERMS[-1], True, inputs, dy, ds)
-    run = norm.norm_bwd
+    run = function.launch_norm_bwd
 
-    def faulty(dy, s, weight, mean, rstd, **options):
+    def faulty(dy, s, weight, mean, rstd, wanted, ds, drop):
         if fault == "mask of another site":
-            options["drop"] = options["drop"]._replace(site=3)
+            drop = drop._replace(site=3)
         if fault == "stale s":
             s = s.roll(1, 0)
-        found = run(dy, s, weight, mean, rstd, **options)
+        found = norm.NormGradients(*run(dy, s, weight, mean, rstd, wanted, ds, drop))
         if fault == "bias of x twice":
             found = found._replace(dx_bias=2 * found.dx_bias)
         return found._replace(dresidual=found.dx.clone()) if fault == "no dresidual" else found
 
-    monkeypatch.setattr(norm, "norm_bwd", faulty)
+    monkeypatch.setattr(function, "launch_norm_bwd", faulty)
     wrong = _chain_run(norm, TERMS[-1], True, inputs, dy, ds, impl="triton")
     assert max(relative_error(a, b) for a, b in zip(wrong, truth, strict=True)) > 0.1
 

@@ -7,10 +7,9 @@ import torch
 import traffic as meter
 from traffic import Measure, measure, traffic
 
-from warpweave.kernels import reference
+from warpweave.kernels import norm, reference
 from warpweave.kernels.attention import function as attention
 from warpweave.kernels.gemm.epilogue import Epilogue
-from warpweave.kernels.norm import function as norm
 from warpweave.kernels.overlap import function
 from warpweave.kernels.overlap.symmetric import local_memory
 from warpweave.kernels.runtime.dispatch import tl, triton

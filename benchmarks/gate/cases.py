@@ -46,11 +46,10 @@ def m(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 def cases() -> list[Case]:
     """A case of each family and option; called in the subprocess only."""
-    from warpweave.kernels import activation, adamw, cost, dropout, rope
+    from warpweave.kernels import activation, adamw, cost, dropout, norm, rope
     from warpweave.kernels.attention import function as attention
     from warpweave.kernels.cross_entropy import backward, forward
     from warpweave.kernels.cross_entropy.vocabulary import Vocabulary
-    from warpweave.kernels.norm import function as norm
 
     T, fp32 = 8192, torch.float32
     f2, h = m(128, 64, dtype=fp32), m(T, 4096)

@@ -125,10 +125,9 @@ def _product_tiles() -> list[Case]:
 
 def _row_tiles() -> list[Case]:
     """Norms of every padded width, losses of every padded vocabulary up to the block's limit."""
-    from warpweave.kernels import cost
+    from warpweave.kernels import cost, norm
     from warpweave.kernels.cross_entropy import backward, forward
     from warpweave.kernels.cross_entropy.vocabulary import Vocabulary
-    from warpweave.kernels.norm import function as norm
 
     found, T = [], 8192
     for power in range(4, 17):
