@@ -1,46 +1,261 @@
-"""Training steps under NCCL's order: no rank waits for ever, and every bit is as on gloo's."""
+"""Whole training steps in NCCL's order: nobody waits for ever, and every bit is as in gloo's.
+
+What `pretend_nccl` imposes is listed there. Each fault of `FAULTS` is one that gloo forgives or may
+forgive, and must be told here.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
 import pytest
 import torch
-from pretend_nccl import run_nccl
+import torch.distributed as dist
+from plants import Plant, instead, planted
+from pretend_nccl import Drains, run_nccl
 from threads import run_threads
 
 from warpweave.config import GPTConfig, ParallelPlan
 from warpweave.engine import Engine
+from warpweave.parallel import collectives, messages
+from warpweave.parallel.data import reduce
+from warpweave.parallel.data.parameters import FlatParameters
+from warpweave.parallel.data.reduce import FlatGradients
 from warpweave.parallel.mesh import Mesh
+from warpweave.parallel.pipeline.stage import ChainStage
+from warpweave.parallel.pipeline.transport import Distributed
 
-CONFIG = GPTConfig(vocab_size=37, seq_len=16, layers=4, width=16, heads=4, hidden=20, dropout=0.1)
+SIZES = {"vocab_size": 23, "seq_len": 8, "width": 8, "heads": 4, "hidden": 12}
 
 
-def _steps(rank: int, sizes: Mesh, plan: dict) -> list[torch.Tensor]:
+def _steps(rank: int, sizes: Mesh, plan: ParallelPlan) -> list[torch.Tensor]:
+    """Two steps: losses, norms and this rank's weights."""
     mesh = sizes.connect()
-    plan = ParallelPlan(**{"microbatches": 4, **plan})
-    engine = Engine(CONFIG, mesh, plan, micro_batch_size=2, dtype=torch.float64, seed=3)
-    generator = torch.Generator().manual_seed(mesh.index("dp"))
-    tokens = torch.randint(0, 37, (2, 4, 2, 17), generator=generator)
-    ids = torch.arange(8).view(4, 2) + 8 * mesh.index("dp")
+    config = GPTConfig(**SIZES, layers=2 * plan.chunks)
+    engine = Engine(config, mesh, plan, micro_batch_size=2, dtype=torch.float64, seed=3)
+    draw = torch.Generator().manual_seed(mesh.index("dp"))
+    ids = torch.arange(2 * plan.microbatches).view(-1, 2)
     found = []
     for key in range(2):
-        x, y = tokens[key, ..., :-1].contiguous(), tokens[key, ..., 1:].contiguous()
-        result = engine.step(x, y, ids, lr=0.02, key=key)
-        found.append(result.all().clone())
+        text = torch.randint(0, SIZES["vocab_size"], (plan.microbatches, 2, 9), generator=draw)
+        inputs, labels = text[..., :-1].contiguous(), text[..., 1:].contiguous()
+        found.append(engine.step(inputs, labels, ids, lr=0.02, key=key).all())
     return [*found, *(t for _, t, _ in engine.read("param"))]
 
 
 CASES = {
-    "pp2": (Mesh(pp=2), {}),
-    "pp2 gpipe": (Mesh(pp=2), {"schedule": "gpipe"}),
-    "pp4": (Mesh(pp=4), {}),
+    "1f1b": (Mesh(pp=2), {}),
+    "gpipe": (Mesh(pp=2), {"schedule": "gpipe"}),
+    "interleaved": (Mesh(pp=2), {"schedule": "interleaved", "chunks": 2}),
+    "late gradients": (Mesh(pp=2), {"early_gradients": False}),
+    "zero 0": (Mesh(dp=2), {"zero": 0}),
+    "zero 1": (Mesh(dp=2), {"zero": 1}),
+    "zero 2": (Mesh(dp=2), {"zero": 2}),
+    "zero 3": (Mesh(dp=2), {"zero": 3}),
+    "hybrid sharding": (Mesh(dp=4, dp_shard=2), {"zero": 3}),
+    "tensor": (Mesh(tp=2), {"sequence_parallel": False}),
+    "sequence, none": (Mesh(tp=2), {"overlap": "none"}),
+    "sequence, bulk": (Mesh(tp=2), {"overlap": "bulk"}),
+    "sequence, chunked": (Mesh(tp=2), {"overlap": "chunked"}),
+    "ring": (Mesh(cp=2), {"cp_strategy": "ring"}),
+    "gather": (Mesh(cp=2), {"cp_strategy": "gather"}),
+    "stream": (Mesh(cp=2), {"cp_strategy": "stream"}),
+    "ulysses": (Mesh(cp=2), {"cp_strategy": "ulysses"}),
+    "ulysses and ring": (Mesh(cp=4, ulysses=2), {"cp_strategy": "hybrid"}),
+    "pipeline of zero 2": (Mesh(pp=2, dp=2), {"zero": 2}),
+    "pipeline of zero 3": (Mesh(pp=2, dp=2), {"zero": 3}),
+    "pipeline of tensor": (Mesh(pp=2, tp=2), {"recompute": "full"}),
 }
 
 
-@pytest.mark.parametrize("drains", ["never", "first", "always"])
-@pytest.mark.parametrize("name", CASES)
-def test_a_step_is_that_of_gloo_to_the_bit(name: str, drains: str) -> None:
-    sizes, plan = CASES[name]
-    expected = run_threads(sizes.world, _steps, sizes, plan)
+def _case(name: str) -> tuple[Mesh, ParallelPlan]:
+    sizes, options = CASES[name]
+    return sizes, ParallelPlan(microbatches=4 if sizes.pp > 1 else 2, **options)
+
+
+@cache
+def _plainly(name: str) -> list[list[torch.Tensor]]:
+    sizes, plan = _case(name)
+    return run_threads(sizes.world, _steps, sizes, plan)
+
+
+def _is_right(name: str, drains: Drains) -> None:
+    sizes, plan = _case(name)
     found = run_nccl(sizes.world, _steps, sizes, plan, drains=drains)
-    for a, b in zip(found, expected, strict=True):
-        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    for mine, plain in zip(found, _plainly(name), strict=True):
+        for a, b in zip(mine, plain, strict=True):
+            assert torch.equal(a, b), "another number"
+
+
+@pytest.mark.parametrize("drains", ["never", "always"])
+@pytest.mark.parametrize("name", CASES)
+def test_steps_end_and_every_bit_is_as_in_gloos_order(name: str, drains: Drains) -> None:
+    _is_right(name, drains)
+
+
+@pytest.mark.parametrize("drains", ["first", 0.05])
+@pytest.mark.parametrize("name", ["interleaved", "pipeline of zero 3"])
+def test_hosts_that_wait_now_and_then(name: str, drains: Drains) -> None:
+    _is_right(name, drains)
+
+
+# ---------------------------------------------------------------- faults
+
+
+class Fault(NamedTuple):
+    """Planted in a case it is told in these words."""
+
+    case: str
+    plants: Callable[[], tuple[Plant, ...]]
+    told: str
+    drains: Drains = "never"
+
+
+def _ahead() -> Plant:
+    """Receives are posted as on gloo."""
+    return instead(Distributed, "_waits_in_buffers", lambda self: True)
+
+
+def _a_number_is_read(right: Callable) -> Callable:
+    def forward(self, *args, **options):
+        y = right(self, *args, **options)
+        float(torch.ones(()))
+        return y
+
+    return forward
+
+
+def _no_wait(right: Callable) -> Callable:
+    """What a wait returns, at once."""
+    return lambda self: self._finish()
+
+
+def _forgets(right: Callable) -> Callable:
+    def forget(self):
+        self._gather = None
+
+    return forget
+
+
+def _written_once_more(right: Callable) -> Callable:
+    def send(self, link, action, tensor):
+        right(self, link, action, tensor)
+        tensor.mul_(1.0)
+
+    return send
+
+
+def _unbatched(send, recv, to, source, group):
+    works = []
+    if send is not None:
+        works.append(dist.isend(send, group=group, group_dst=to))
+    if recv is not None:
+        works.append(dist.irecv(recv, group=group, group_src=source))
+    return collectives.Pending(None, lambda: ([work.wait() for work in works], recv)[1])
+
+
+def _swapped(right: Callable) -> Callable:
+    def connect(self):
+        made = right(self)
+        one, two, *_ = made
+        return {**made, one: made[two], two: made[one]} if self.rank else made
+
+    return connect
+
+
+def _freed_early(right: Callable) -> Callable:
+    def start(self, *args, **options):
+        right(self, *args, **options)
+        reduce.free(self.flat)
+
+    return start
+
+
+def _accumulates(right: Callable) -> Callable:
+    def start(self, *args, **options):
+        right(self, *args, **options)
+        self.flat.add_(0.0)
+
+    return start
+
+
+def _one_more(right: Callable) -> Callable:
+    def start(self, *args, **options):
+        if self.mesh.rank == 1:
+            collectives.start_all_reduce_(torch.zeros(5), self.mesh.group("world"))
+        return right(self, *args, **options)
+
+    return start
+
+
+def _another_message(right: Callable) -> Callable:
+    """The wait for a receive is that for the send before it."""
+
+    def take(self, want):
+        if self._sending and want.action in self._posted:
+            _, other, _ = next(iter(self._sending.values()))
+            self._posted[want.action] = other, self._posted[want.action][1]
+        return right(self, want)
+
+    return take
+
+
+FAULTS = {
+    "receives posted ahead, a kernel is loaded": Fault(
+        "1f1b", lambda: (_ahead(),), "ranks .* wait: .*the device", "first"
+    ),
+    "receives posted ahead, a number is read": Fault(
+        "1f1b",
+        lambda: (_ahead(), Plant(ChainStage, "forward", _a_number_is_read)),
+        "wait: .*_local_scalar_dense",
+    ),
+    "gathered parameters are not waited for": Fault(
+        "zero 3", lambda: (Plant(FlatParameters, "wait", _forgets),), "reads what all_gather"
+    ),
+    "published parameters are not waited for": Fault(
+        "zero 1", lambda: (Plant(FlatParameters, "wait", _forgets),), "reads what all_gather"
+    ),
+    "no wait for a collective": Fault(
+        "sequence, bulk",
+        lambda: (Plant(collectives.Pending, "wait", _no_wait),),
+        "has under way",
+    ),
+    "a sent tensor is written to": Fault(
+        "1f1b", lambda: (Plant(Distributed, "send", _written_once_more),), "writes to what send"
+    ),
+    "an exchange is two operations": Fault(
+        "ring", lambda: (instead(messages, "start_exchange", _unbatched),), "ranks .* wait: "
+    ),
+    "two communicators are swapped": Fault(
+        "1f1b",
+        lambda: (Plant(Distributed, "_connect", _swapped),),
+        "wait: |sent and received differ",
+    ),
+    "a gradient's memory is given back early": Fault(
+        "zero 2", lambda: (Plant(FlatGradients, "start", _freed_early),), "given back under way"
+    ),
+    "a gradient is added to under way": Fault(
+        "zero 2",
+        lambda: (Plant(FlatGradients, "start", _accumulates),),
+        "writes to what reduce_scatter",
+    ),
+    "one rank begins a collective more": Fault(
+        "zero 0",
+        lambda: (Plant(Engine, "_start_global_losses", _one_more),),
+        "different collectives",
+    ),
+    "the wait is for another message": Fault(
+        "gpipe", lambda: (Plant(Distributed, "_take", _another_message),), "has under way"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_gloo_forgives_is_told(name: str) -> None:
+    fault = FAULTS[name]
+    _plainly(fault.case)
+    told = pytest.raises((AssertionError, RuntimeError), match=fault.told)
+    with told, planted(*fault.plants()):
+        _is_right(fault.case, fault.drains)
