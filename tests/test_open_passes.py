@@ -16,7 +16,7 @@ from warpweave.layers.records import collect_records
 from warpweave.parallel.data.optimizer import SGD
 from warpweave.parallel.data.unit import make_unit
 from warpweave.parallel.data.zero import ZeroOptimizer
-from warpweave.parallel.mesh import single
+from warpweave.parallel.mesh import Mesh, single
 from warpweave.parallel.pipeline import Distributed, InFlight, InProcess, ModuleStage, execute
 from warpweave.parallel.pipeline.losses import LOSS
 from warpweave.parallel.pipeline.stage import ChainStage, Segment
