@@ -2,8 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 from unittest import mock
@@ -12,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from close import assert_close_f64, relative_error
+from plants import Plant, instead, planted
 from ranks import run_ranks
 from rules import rulecheck
 from spmd_types import P, R, S, assert_type
@@ -354,20 +354,18 @@ def _not_summed(dk: torch.Tensor, dv: torch.Tensor, layout: SequenceLayout, grou
     return layout.shard(dk, rank, 1), layout.shard(dv, rank, 1)
 
 
-FAULTS: dict[str, tuple[Callable, set[str]]] = {
-    "no fault": (nullcontext, set()),
+FAULTS: dict[str, tuple[tuple[Plant, ...], set[str]]] = {
+    "no fault": ((), set()),
     "K‖V stay in rank order": (
-        lambda: mock.patch.object(SequenceLayout, "unshard", _unsorted),
+        (instead(SequenceLayout, "unshard", _unsorted),),
         set(NAMES),
     ),
     "dK‖dV are not summed over ranks": (
-        lambda: mock.patch.object(gather, "_reduce_scatter", _not_summed),
+        (instead(gather, "_reduce_scatter", _not_summed),),
         {"dk", "dv"},
     ),
     "the gradient through lse is dropped": (
-        lambda: mock.patch.object(
-            context, "attention_delta", lambda o, do, dlse, impl: _delta(o, do)
-        ),
+        (instead(context, "attention_delta", lambda o, do, dlse, impl: _delta(o, do)),),
         {"dq", "dk"},
     ),
 }
@@ -376,8 +374,8 @@ _delta = context.attention_delta
 
 def _gather_with_faults(rank: int) -> None:
     case = Case(SequenceLayout(24, 3))
-    for fault, (plant, wrong) in FAULTS.items():
-        with plant():
+    for fault, (plants, wrong) in FAULTS.items():
+        with planted(*plants):
             errors = _errors(case, rank, "gather")
         assert {n for n, error in errors.items() if error > 1e-3} == wrong, f"{fault}: {errors}"
         assert all(error <= 1e-11 for n, error in errors.items() if n not in wrong), fault

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from close import assert_close_f64, relative_error
+from plants import instead, planted
 from ranks import NotedWork, run_ranks
 
 from warpweave.kernels.attention import attention_delta
@@ -271,7 +272,7 @@ def test_planted_fault_shows(fault: str, kind: str, parts: int) -> None:
     case = Case(SequenceLayout(6 * parts, parts, kind))
     assert_equal_to_whole(case, emulate(case))
     with (
-        mock.patch.multiple(ring, **FAULTS[fault](parts)),
+        planted(*(instead(ring, *plant) for plant in FAULTS[fault](parts).items())),
         pytest.raises((AssertionError, RuntimeError), match=r"Case|deadlock"),
     ):
         assert_equal_to_whole(case, emulate(case), rtol=1e-2)

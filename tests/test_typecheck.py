@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from plants import instead, planted
 from rules import rulecheck
 from spmd_types import rules
 from spmd_types.rulecheck import RuleCheckError
@@ -106,7 +107,7 @@ def test_norms_of_heads_typecheck_if_their_gradients_are_summed_over_tensor_rank
     )
     mesh = Mesh(dp=2, cp=2, tp=8)
     typecheck(config, mesh, sequence_parallel=sp)
-    wrong = mock.patch.object(GPT, "parameter_records", flipped("q_norm.weight"))
+    wrong = planted(instead(GPT, "parameter_records", flipped("q_norm.weight")))
     with wrong, pytest.raises(TypeError, match="in _turned"):
         typecheck(config, mesh, sequence_parallel=sp)
 
@@ -118,7 +119,7 @@ def test_norms_after_a_branch_and_caps_typecheck(config, sp: bool) -> None:
 
 
 def test_a_norm_over_all_heads_needs_the_sum_of_every_ranks_squares() -> None:
-    alone = mock.patch.object(tensor.norm, "reduce_from", lambda x, group: x)
+    alone = planted(instead(tensor.norm, "reduce_from", lambda x, group: x))
     with alone, pytest.raises(TypeError, match="in _turned"):
         typecheck(dataclasses.replace(OLMO, layers=1), Mesh(dp=2, tp=8))
 
@@ -350,7 +351,7 @@ FAULTS = {
 def test_one_collective_or_flag_less_is_refused_at_its_line(fault: str) -> None:
     (place, name, replacement), style, sp, where = FAULTS[fault]
     with (
-        mock.patch.object(place, name, replacement),
+        planted(instead(place, name, replacement)),
         pytest.raises(TypeError, match=r"stage 0 of Mesh") as error,
     ):
         typecheck(ONE_LAYER[style], Mesh(dp=64, cp=2, tp=8), sequence_parallel=sp)
@@ -362,7 +363,7 @@ def test_one_collective_or_flag_less_is_refused_at_its_line(fault: str) -> None:
 
 def test_context_ranks_alone_are_checked_too() -> None:
     with (
-        mock.patch.object(LAYER, "context_attention", local_attention),
+        planted(instead(LAYER, "context_attention", local_attention)),
         pytest.raises(TypeError, match=r"stage 0 of Mesh"),
     ):
         typecheck(ONE_LAYER["gpt2"], Mesh(dp=2, cp=2))
@@ -387,7 +388,7 @@ def test_the_backward_pass_runs_too() -> None:
         return _NoWayBack.apply(tensor.row_parallel_linear(*args, **options))
 
     with (
-        mock.patch.object(LINEAR, "row_parallel_linear", row),
+        planted(instead(LINEAR, "row_parallel_linear", row)),
         pytest.raises(TypeError, match="the way back was checked"),
     ):
         typecheck(ONE_LAYER["gpt2"], Mesh(tp=2))
@@ -403,13 +404,13 @@ def test_what_a_stage_hands_on_is_held_to_what_the_next_one_takes() -> None:
             return collectives.gather(super().forward(x, context), self.attention.mesh.group("tp"))
 
     with (
-        mock.patch.object(warpweave.gpt, "TransformerBlock", Gathered),
+        planted(instead(warpweave.gpt, "TransformerBlock", Gathered)),
         pytest.raises(TypeError, match="between the stage and its neighbours"),
     ):
         typecheck(GPT2, mesh, sequence_parallel=True)
     assert gathered
     with (
-        mock.patch.object(warpweave.layers.linear, "row_parallel_linear", plain_row),
+        planted(instead(warpweave.layers.linear, "row_parallel_linear", plain_row)),
         pytest.raises(TypeError, match="stage 1 of Mesh"),
     ):
         typecheck(GPT2, mesh, stages=range(1, 2))
@@ -505,7 +506,7 @@ def test_a_wrong_typing_rule_is_seen(wrong: type) -> None:
 
 def test_nothing_is_left_behind() -> None:
     with (
-        mock.patch.object(warpweave.layers.linear, "row_parallel_linear", plain_row),
+        planted(instead(warpweave.layers.linear, "row_parallel_linear", plain_row)),
         pytest.raises(TypeError),
     ):
         typecheck(ONE_LAYER["llama"], Mesh(dp=3, tp=8))
@@ -547,7 +548,7 @@ def test_the_command_line(capsys: pytest.CaptureFixture) -> None:
     assert code == 0
     assert result.pop("seconds") < 60
     assert result == {"typechecked": 2, "ranks": 256, "passed": True}
-    with mock.patch.object(warpweave.layers.linear, "row_parallel_linear", plain_row):
+    with planted(instead(warpweave.layers.linear, "row_parallel_linear", plain_row)):
         code, result = prove_typecheck(capsys, *options)
     assert code == 1
     assert result["passed"] is False

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from close import relative_error
+from plants import instead, planted
 from ranks import run_ranks
 from test_ring import Case, assert_equal_to_whole
 
@@ -213,7 +214,7 @@ def test_planted_faults_show(fault: str) -> None:
     case = Case(SequenceLayout(24, 3), heads=8, kv_heads=2)  # rank 1 reads both KV heads unevenly
     options = AttentionOptions(dropout=0.3, dropout_seed=7)
     right = emulate(case, 3, options)
-    with mock.patch.object(ulysses.HeadSplit, *FAULTS[fault]):
+    with planted(instead(ulysses.HeadSplit, *FAULTS[fault])):
         wrong = emulate(case, 3, options)
     assert max(relative_error(a, b) for a, b in zip(wrong, right)) > 1e-2
 
