@@ -92,7 +92,7 @@ def test_real_numbers_may_change_under_a_compiler(dynamic) -> None:
 
     def f(q, k, v, scale, softcap):
         own = attention(q, k, v, scale=scale, softcap=softcap)
-        return own.sin() + attention(q, k, v, scale=q.shape[3] ** -0.5) + attention(q, k, v)
+        return own.sin() + attention(q, k, v, scale=q.shape[3] ** -0.5 if dynamic else None)
 
     torch._dynamo.reset()
     compiled = torch.compile(f, fullgraph=True, backend="aot_eager", dynamic=dynamic)
@@ -638,7 +638,8 @@ _CALLS = {
 
 @pytest.mark.parametrize(
     ("case", "impl", "grad"),
-    [(case, "torch", grad) for case in _CALLS for grad in (False, True)]
+    [(case, "torch", True) for case in _CALLS]
+    + [("decoding", "torch", False), ("documents", "torch", False)]
     + [("seed", "triton", True), ("position", "triton", True), ("decoding", "triton", False)],
 )
 def test_integers_that_change_are_symbols_to_a_compiler(case, impl, grad) -> None:
