@@ -767,8 +767,6 @@ def test_a_compiler_follows(llama):
         found = compiled(ids(), attention_mask=padded, use_cache=False).logits
         wanted = llama(ids(), attention_mask=padded, use_cache=False).logits
     assert_close(found[real], wanted[real])
-    loss = compiled.train()(ids(), labels=ids(), use_cache=False).loss
-    assert_close(loss, llama.train()(ids(), labels=ids()).loss)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:.*should not be instantiated")
