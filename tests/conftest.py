@@ -23,6 +23,19 @@ import torch
 torch.set_num_threads(1)
 quick_interpreter.install()
 
+# Files of half a minute and more, in the order in which processes that share the suite take them.
+_LONGEST = (
+    "launch", "prove", "compile_counts", "train", "hf", "benchmarks", "attention", "fused", "gemm",
+    "planted_faults", "compiles", "tune", "gpt", "zero", "typecheck", "hf_training", "hf_parallel",
+    "checkpoint", "attention_mask", "overlap_fuzz", "generate", "styles", "packaging",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files come first, so that processes that share the suite end together."""
+    place = {f"test_{name}": i for i, name in enumerate(_LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+
 
 @pytest.fixture(autouse=True, scope="module")
 def _fresh_compiler() -> Iterator[None]:

@@ -29,6 +29,12 @@ HEADER = {"kind", "device", "cpu_count", "torch", "triton", "commit", "dirty", "
 ROW = {"name", "shape", "dtype", "ms", "p20", "p80", "tokens_per_s", "ratios"}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _ranks_are_prepared():
+    """The forkserver of this process is that of the tests, which has imported what ranks need."""
+    run_ranks(1, int)
+
+
 @pytest.fixture
 def load(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
