@@ -216,10 +216,11 @@ def test_an_unknown_norm_is_refused():
 # ------------------------------------------------------------------- an ordinary module
 
 
-@DYNAMO
-@pytest.mark.parametrize(
-    "style", [*ALL.values(), GPT2 | {"recompute": "up"}], ids=[*ALL.keys(), "selective"]
-)
+COMPILED = {"llama": LLAMA, "gemma": GEMMA, "olmo": OLMO, "selective": GPT2 | {"recompute": "up"}}
+
+
+@DYNAMO  # a block of GPT-2 in test_gpt.py
+@pytest.mark.parametrize("style", COMPILED.values(), ids=COMPILED.keys())
 def test_it_compiles_without_a_graph_break(style):
     block, x = _block(style, dropout=0.3), draw(1, 12, E)
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
