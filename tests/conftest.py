@@ -31,10 +31,12 @@ _LONGEST = (
 )  # fmt: skip
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files come first, so that processes that share the suite end together."""
-    place = {f"test_{name}": i for i, name in enumerate(_LONGEST)}
-    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The longest files come first where processes share the suite, so that they end together; one
+    process alone takes files as they were given."""
+    if hasattr(config, "workerinput"):
+        place = {f"test_{name}": i for i, name in enumerate(_LONGEST)}
+        items.sort(key=lambda item: place.get(item.path.stem, len(place)))
 
 
 @pytest.fixture(autouse=True, scope="module")

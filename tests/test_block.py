@@ -8,7 +8,7 @@ import inspect
 import pytest
 import torch
 import torch.nn.functional as F
-from close import assert_close_f64, assert_error_budget
+from close import assert_all_close, assert_close_f64, assert_error_budget, assert_same_bits
 from ranks import run_ranks
 from sharded import MESHES, RTOL, check_layer, draw
 from torch import Tensor, nn
@@ -56,15 +56,6 @@ def _results(block: nn.Module, x: Tensor, run=None) -> list[Tensor]:
     return [y.detach(), leaf.grad, *(p.grad.clone() for p in block.parameters())]
 
 
-def _bitwise(a: list[Tensor], b: list[Tensor]) -> None:
-    assert all(torch.equal(s, t) for s, t in zip(a, b, strict=True))
-
-
-def _close(a: list[Tensor], b: list[Tensor]) -> None:
-    for s, t in zip(a, b, strict=True):
-        assert_close_f64(s, t, RTOL)
-
-
 def _twin_of_torch(dtype: torch.dtype) -> tuple[nn.TransformerEncoderLayer, TransformerBlock]:
     theirs = nn.TransformerEncoderLayer(
         E, HEADS, HIDDEN, 0.0, lambda x: F.gelu(x, approximate="tanh"),
@@ -98,7 +89,7 @@ def test_it_computes_as_torchs_encoder_layer_with_the_norm_first():
     wide = draw(1, 2, 7, 2 * E)
     for x in (wide[..., ::2], wide[:1, :1, :E], wide[..., :E].transpose(0, 1)):
         expected = _results(theirs, x, lambda x: _encoder(theirs, x))
-        _close(_results(ours, x)[:2], expected[:2])
+        assert_all_close(_results(ours, x)[:2], expected[:2])
         assert_close_f64(ours.mlp.up.weight.grad, theirs.linear1.weight.grad, RTOL)
         assert_close_f64(ours.attention_norm.bias.grad, theirs.norm1.bias.grad, RTOL)
 
@@ -148,7 +139,7 @@ def test_recomputing_the_hidden_activations_changes_no_bit_but_keeps_less(style)
             y = block(draw(1, 12, E), _context())
         del y
         results.append(_results(block, draw(1, 12, E), lambda x, b=block: b(x, _context())))
-    _bitwise(*results)
+    assert_same_bits(*results)
     assert kept[1] < kept[0]
 
 
@@ -157,7 +148,7 @@ def test_checkpointing_the_whole_block_changes_no_bit(style):
     block = _block(style, dropout=0.3)
     x = draw(1, 12, E)
     again = _results(block, x, lambda x: checkpoint(block, x, _context(), use_reentrant=False))
-    _bitwise(again, _results(block, x, lambda x: block(x, _context())))
+    assert_same_bits(again, _results(block, x, lambda x: block(x, _context())))
 
 
 def test_dropout_is_keyed_by_seed_and_token_and_only_while_training():
@@ -225,7 +216,7 @@ def test_it_compiles_without_a_graph_break(style):
     block, x = _block(style, dropout=0.3), draw(1, 12, E)
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
     mine = _results(block, x, lambda x: compiled(x, _context()))
-    _close(mine, _results(block, x, lambda x: block(x, _context())))
+    assert_all_close(mine, _results(block, x, lambda x: block(x, _context())))
 
 
 @STYLES
@@ -235,11 +226,11 @@ def test_copies_and_loaded_states_compute_the_same(style):
     twin = copy.deepcopy(block)
     late = TransformerBlock(E, HEADS, HIDDEN, **F64, **style, device="meta").to_empty(device="cpu")
     late.load_state_dict(block.state_dict(), strict=True)
-    _bitwise(_results(late, x), expected)
+    assert_same_bits(_results(late, x), expected)
     with torch.no_grad():
         for p in block.parameters():
             p.zero_()
-    _bitwise(_results(twin, x), expected)
+    assert_same_bits(_results(twin, x), expected)
 
 
 @STYLES
@@ -251,7 +242,7 @@ def test_every_module_inside_can_be_drawn_again_after_meta(style):
     for module in late.modules():
         if any(True for _ in module.parameters(recurse=False)):
             module.reset_parameters()
-    _bitwise(list(late.parameters()), list(expected.parameters()))
+    assert_same_bits(list(late.parameters()), list(expected.parameters()))
 
 
 def test_halves_of_a_batch_accumulate_to_the_gradient_of_the_whole():
@@ -261,7 +252,7 @@ def test_halves_of_a_batch_accumulate_to_the_gradient_of_the_whole():
     block.zero_grad()
     for half in x.chunk(2):
         block(half).square().sum().backward()
-    _close([p.grad for p in block.parameters()], whole)
+    assert_all_close([p.grad for p in block.parameters()], whole)
 
 
 def test_the_arguments_after_the_sizes_are_keywords():
@@ -325,7 +316,7 @@ def _on_data_ranks(rank: int) -> None:
             wrapped = wrap(_block(style))
             mine, *parameters = _train(wrapped, x.chunk(2)[rank])
             torch.distributed.all_reduce(mine)
-            _close([mine / 2, *parameters], [losses, *expected])
+            assert_all_close([mine / 2, *parameters], [losses, *expected])
 
 
 def test_ddp_and_fsdp2_train_it_as_one_device_does():
@@ -385,7 +376,7 @@ def test_a_part_that_became_a_subclass_is_called(style, name):
             return super().forward(*args, **options)
 
     part.__class__ = Wrapped
-    _close(_results(block, x, lambda x: block(x, _context())), expected)
+    assert_all_close(_results(block, x, lambda x: block(x, _context())), expected)
     assert seen == [name]
 
 
@@ -397,7 +388,7 @@ def test_hooks_of_projections_are_called_and_change_no_number(style, kind):
     for name in PROJECTIONS:
         register = getattr(block.get_submodule(name), f"register_{kind}_hook")
         register(lambda *_, name=name: seen.append(name))
-    _close(_results(block, x, lambda x: block(x, _context())), expected)
+    assert_all_close(_results(block, x, lambda x: block(x, _context())), expected)
     assert set(seen) == set(PROJECTIONS)
 
 
@@ -428,7 +419,7 @@ def _submodules_sharded(rank: int) -> None:
             fully_shard(block.get_submodule(name))
         mine, *parameters = _train(fully_shard(block), x.chunk(2)[rank])
         torch.distributed.all_reduce(mine)
-        _close([mine / 2, *parameters], [losses, *expected])
+        assert_all_close([mine / 2, *parameters], [losses, *expected])
 
 
 def test_fsdp2_may_shard_submodules():

@@ -18,6 +18,7 @@ import ranks
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from refused import one_line
 
 from warpweave.checkpoint import (
     CheckpointError,
@@ -67,12 +68,6 @@ def rewrite(step: Path, change, *, name: str = "manifest.json") -> None:
     data = json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode()
     (step / name).write_bytes(data)
     (step / "manifest.sha256").write_text(hashlib.sha256(data).hexdigest())
-
-
-def one_line(error: pytest.ExceptionInfo) -> str:
-    message = str(error.value)
-    assert "\n" not in message
-    return message
 
 
 # ---- round trip ----------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from refused import one_line
 
 from warpweave.data import (
     IGNORE,
@@ -27,12 +28,6 @@ def folder_of(path: Path, count: int = 10, size: int = 300) -> Path:
     for i in range(count):
         (path / f"{i:02d}.txt").write_bytes(bytes([65 + i]) * size)
     return path
-
-
-def one_line(error: pytest.ExceptionInfo) -> str:
-    message = str(error.value)
-    assert "\n" not in message
-    return message
 
 
 # ---- samples -------------------------------------------------------------------------------------

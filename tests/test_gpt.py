@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from close import assert_close_f64, relative_error
+from close import assert_all_close, assert_close_f64, assert_same_bits, relative_error
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch._inductor import config as inductor
@@ -105,15 +105,6 @@ def _results(gpt: nn.Module, *batch: Tensor, run=None) -> list[Tensor]:
     loss = gpt(*batch, seed=0) if run is None else run(*batch)
     loss.backward()
     return [loss.detach(), *(p.grad.clone() for p in gpt.parameters())]
-
-
-def _bitwise(a: list[Tensor], b: list[Tensor]) -> None:
-    assert all(torch.equal(s, t) for s, t in zip(a, b, strict=True))
-
-
-def _close(a: list[Tensor], b: list[Tensor]) -> None:
-    for s, t in zip(a, b, strict=True):
-        assert_close_f64(s, t, RTOL)
 
 
 # ------------------------------------------------------------------- configurations
@@ -232,7 +223,7 @@ def test_nothing_on_meta_but_after_to_empty_the_seed_gives_all():
     gpt = GPT(CONFIGS["llama"], device="meta", seed=3)
     assert all(p.is_meta for p in gpt.parameters())
     gpt.to_empty(device="cpu").initialise(4)
-    _bitwise(list(gpt.parameters()), list(GPT(CONFIGS["llama"], seed=4).parameters()))
+    assert_same_bits(list(gpt.parameters()), list(GPT(CONFIGS["llama"], seed=4).parameters()))
 
 
 # ------------------------------------------------------------------- one device
@@ -247,7 +238,7 @@ def test_logits_loss_and_gradients_are_the_plain_models(config, length):
     loss, grads = _truth(config, params, tokens, labels)
     mine, *own = _results(gpt, tokens, labels)
     assert mine.shape == ()
-    _close([mine, *own], [loss, *(grads[name] for name, _ in gpt.named_parameters())])
+    assert_all_close([mine, *own], [loss, *(grads[name] for name, _ in gpt.named_parameters())])
 
 
 @pytest.mark.parametrize(
@@ -306,7 +297,9 @@ def test_training_drops_what_the_plain_model_drops_and_eval_nothing(config):
     gpt, params = _scattered(config)
     batch = _tokens()
     loss, grads = _truth(config, params, *batch)
-    _close(_results(gpt, *batch), [loss, *(grads[name] for name, _ in gpt.named_parameters())])
+    assert_all_close(
+        _results(gpt, *batch), [loss, *(grads[name] for name, _ in gpt.named_parameters())]
+    )
     gpt.eval()
     still, _ = _truth(dataclasses.replace(config, dropout=0.0), params, *batch)
     assert_close_f64(gpt(*batch), still, RTOL)
@@ -455,16 +448,16 @@ def test_recomputing_or_checkpointing_changes_no_bit(config):
     batch = _tokens()
     gpt, _ = _scattered(config)
     expected = _results(gpt, *batch)
-    _bitwise(_results(_scattered(config, recompute="selective")[0], *batch), expected)
+    assert_same_bits(_results(_scattered(config, recompute="selective")[0], *batch), expected)
     again = _results(gpt, *batch, run=lambda *b: checkpoint(gpt, *b, use_reentrant=False, seed=0))
-    _bitwise(again, expected)
+    assert_same_bits(again, expected)
 
 
 @DYNAMO  # a llama is what inductor compiles; blocks that recompute, in test_block.py
 def test_it_compiles_without_a_graph_break():
     gpt, _ = _scattered(dataclasses.replace(DROPPED["gpt2"], layers=1))
     compiled = torch.compile(gpt, fullgraph=True, backend="aot_eager")
-    _close(
+    assert_all_close(
         _results(gpt, *_tokens(), run=lambda *b: compiled(*b, seed=0)), _results(gpt, *_tokens())
     )
 
@@ -496,8 +489,8 @@ def test_copies_and_loaded_states_compute_the_same():
         with torch.no_grad():
             for p in gpt.parameters():
                 p.zero_()
-        _bitwise(_results(twin, *_tokens()), expected)
-        _bitwise(_results(late, *_tokens()), expected)
+        assert_same_bits(_results(twin, *_tokens()), expected)
+        assert_same_bits(_results(late, *_tokens()), expected)
 
 
 @EACH
@@ -610,7 +603,7 @@ def _train_on_data_ranks(rank: int) -> None:
         for wrapped in (DistributedDataParallel(_scattered(config)[0]), fully_shard(sharded)):
             mine, *parameters = _train(wrapped, *(t.chunk(2)[rank] for t in batch))
             dist.all_reduce(mine)
-            _close([mine / 2, *parameters], [losses, *expected])
+            assert_all_close([mine / 2, *parameters], [losses, *expected])
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])

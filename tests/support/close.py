@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 
@@ -25,6 +27,19 @@ def assert_close_f64(actual: torch.Tensor, expected: torch.Tensor, rtol: float =
     """Assert that `actual` equals `expected` up to `rtol` of the largest expected magnitude."""
     error = relative_error(actual, expected)
     assert error <= rtol, f"relative error {error:.3e} > {rtol:.1e}"
+
+
+def assert_all_close(
+    actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], rtol: float = 1e-12
+) -> None:
+    """`assert_close_f64` of each pair, of which there are as many on both sides."""
+    for a, b in zip(actual, expected, strict=True):
+        assert_close_f64(a, b, rtol)
+
+
+def assert_same_bits(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
+    """Assert that each of `actual` is equal to its own of `expected`."""
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 def assert_error_budget(

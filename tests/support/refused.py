@@ -32,6 +32,13 @@ def rows(cases: list[tuple[Callable[..., object], str | None]]):
     return pytest.mark.parametrize(("call", "words"), cases, ids=numbers)
 
 
+def one_line(error: pytest.ExceptionInfo) -> str:
+    """What an error says, which must be one line."""
+    message = str(error.value)
+    assert "\n" not in message
+    return message
+
+
 class Table(NamedTuple):
     """A call of these keywords fits; `rows` change some of them."""
 
