@@ -1,8 +1,8 @@
 """The engine: one training step of a GPT on any mesh, from the schedule's list of actions.
 
-It puts the pieces together and adds no algorithm: the model's segments over ZeRO units (`gpt`),
-the chain they run in (`pipeline.stage`), the schedule and its executor (`parallel.schedule`,
-`parallel.pipeline`), the sharded optimizer (`data.zero`). The trainer and `prove` drive it.
+It combines, and adds no algorithm: the model's segments over ZeRO units (`gpt`), the pipeline stage
+that runs them (`pipeline.stage`), the schedule and its executor (`parallel.schedule`,
+`parallel.pipeline`), the sharded optimizer (`data.zero`). The trainer and `prove` call it.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ def _check_documents(documents: Tensor | None, tokens: Tensor) -> None:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step reports, still on the device: 0-dim tensors, the same on every rank.
+    """The results of a step: 0-dim tensors on the device, the same on every rank.
 
     Attributes:
         losses: name -> loss over the whole global batch, before the update: "loss" is the mean
             over its valid tokens, others are auxiliary ones (`pipeline.losses`).
         norm: global gradient norm before clipping.
-        interrupts: number of ranks that were asked to stop.
+        interrupts: number of ranks that were interrupted.
     """
 
     losses: Mapping[str, Tensor]
@@ -78,20 +78,21 @@ class StepResult:
 
 
 class _RankUpdate:
-    """The one optimizer step of all stages of a rank: made when the last of them asks for it.
+    """The optimizer step of all stages of a rank, run at the UPDATE of the last of them.
 
-    The global norm needs every stage's gradients, and the losses travel meanwhile.
+    The global norm needs every stage's gradients; the losses are summed over ranks meanwhile.
     """
 
     def __init__(self, optimizer: ZeroOptimizer, stages: int) -> None:
         self.optimizer, self.stages = optimizer, stages
 
     def begin(self, lr: float | None, start_losses: Callable[[], Pending]) -> None:
-        """Before a step; with `lr` None only the norm is computed and gradients are kept."""
+        """Before a step; with `lr` None only the norm is computed, and gradients are kept."""
         self._lr, self._start_losses, self._missing = lr, start_losses, self.stages
 
     def arrive(self) -> None:
-        """A stage has its gradients summed over the data ranks, and tied."""
+        """Called by each stage when its gradients are reduced and tied; the last starts the
+        update."""
         self._missing -= 1
         if self._missing:
             return
@@ -101,7 +102,7 @@ class _RankUpdate:
 
 
 class _EngineStage(ChainStage):
-    """A chain with what happens to its gradients once a step: reduce, tie, update."""
+    """A `ChainStage` with the tie and the update of a step."""
 
     def __init__(
         self,
@@ -115,11 +116,11 @@ class _EngineStage(ChainStage):
         self.message, self._update = message, update
 
     def input_like(self, mb: int) -> Like:
-        """A pipeline message: one micro-batch's residual stream."""
+        """(shape, dtype, device) of a pipeline message: one micro-batch's residual stream."""
         return self.message
 
     def unshard(self) -> None:
-        """Nothing: the chain gathers unit by unit, just ahead of use."""
+        """Nothing: the chain all-gathers unit by unit, just ahead of use."""
 
     def reshard(self) -> None:
         """Nothing, likewise."""
@@ -127,18 +128,18 @@ class _EngineStage(ChainStage):
     def tie(self) -> Tensor | None:
         """The reduced gradient of the tied embedding, to which the other end's is added.
 
-        Both ends cut the embedding's unit alike, so this rank's slice matches its peer's.
+        Both ends shard the embedding's unit equally, so that this rank's slice matches its peer's.
         """
         return next((u.gradients.reduced for u in self.units if u.tied), None)
 
     def update(self) -> None:
-        """This stage's share of the step is there."""
+        """This stage is ready for the optimizer step."""
         self._update.arrive()
         self.updated()
 
 
 def _guard_state_dict(gpt: GPT, units: list[Unit]) -> None:
-    """No ``state_dict`` of parameters that are still on their way, or freed."""
+    """Make ``state_dict`` wait for a pending all-gather, and refuse freed parameters (ZeRO 3)."""
 
     def check(module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
         for unit in units:
@@ -155,19 +156,19 @@ def _guard_state_dict(gpt: GPT, units: list[Unit]) -> None:
 class Engine:
     """A GPT being trained on this rank's part of a mesh.
 
-    Between steps `gpt`'s own parameters may still be on their way (ZeRO 1 and 2; ``state_dict``
-    waits for them) or not be there at all (ZeRO 3; ``state_dict`` refuses): `read` gives whole
+    Between steps the all-gather of `gpt`'s parameters may be pending (ZeRO 1 and 2; ``state_dict``
+    waits for it), or they are freed (ZeRO 3; ``state_dict`` refuses): `read` returns logical
     weights at any time.
 
     Args:
         config: the model.
         mesh: the connected mesh.
-        plan: how model, batch and work are cut over it.
+        plan: how model, batch and work are distributed over it.
         micro_batch_size: sequences in a micro-batch.
         dtype: of the parameters; float32, float64, bfloat16 or float16 (with dynamic loss scale).
-        device: where everything lives.
+        device: of all tensors.
         seed: of the initialisation.
-        rule: the optimizer's arithmetic; None is ``AdamW()``.
+        rule: the update rule; None is ``AdamW()``.
         clip: largest gradient norm; None for none.
         impl: "triton", "torch" or None, as for the kernels.
         timeout: seconds that a pipeline message may take.
@@ -222,7 +223,7 @@ class Engine:
         self.load("param", lambda record: record.draw(seed))
 
     def _make_schedule(self) -> schedules.Schedule:
-        """The plan's schedule with everything that happens once a step, and all communication."""
+        """The plan's schedule with reductions, tie, update and all messages."""
         lists = self.plan.make_schedule(self.mesh.size("pp"))
         if self.plan.early_gradients and not (self.plan.zero >= 2 and self.mesh.size("shard") > 1):
             lists = schedules.send_first(lists)
@@ -251,10 +252,10 @@ class Engine:
         Args:
             tokens, labels: int64 [microbatches, micro_batch_size, S], whole sequences; the same on
                 all ranks of a data replica.
-            sample_ids: int64 [microbatches, micro_batch_size], numbers in the global batch.
-            lr: learning rate; None leaves weights and gradients as they are after the reduction.
+            sample_ids: int64 [microbatches, micro_batch_size], indices in the global batch.
+            lr: learning rate; None for no update, with gradients kept as reduced.
             key: dropout key of this step.
-            interrupted: this rank was asked to stop; all ranks learn how many were.
+            interrupted: this rank was interrupted; all ranks get the number of such ranks.
             documents: int64 [microbatches, micro_batch_size, n + 1], boundaries of the documents
                 that are packed into each sequence (`GPT.micro_batch`), which may repeat the last.
 
@@ -308,7 +309,8 @@ class Engine:
         ]
 
     def _count_valid(self, labels: Tensor) -> Pending:
-        """Start summing the numbers of valid tokens over the replicas: at least 1, fp32 or fp64."""
+        """Start the sum of valid tokens over data replicas; the result is at least 1, fp32 or
+        fp64."""
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
         total = (labels != -100).sum().to(torch.float64)  # fp32 does not count beyond 2**24
         pending = start_all_reduce_(total, self.mesh.group("dp"))
@@ -338,9 +340,9 @@ class Engine:
         return start_all_reduce_(sums, self.mesh.group("world"))
 
     def not_finite_ranks(self) -> list[int]:
-        """The ranks whose own loss share or gradients were not finite in the last step; collective.
+        """The ranks with a loss or gradients that were not finite in the last step; collective.
 
-        The loss decides where it is to blame; gradients are named when every loss was finite.
+        Those with such a loss if there are any, otherwise those with such gradients.
         """
         flags = torch.stack([~self.finite, ~self.optimizer.finite.bool()]).to(torch.int32)
         table = gather(flags[None], self.mesh.group("world")).tolist()
@@ -352,8 +354,8 @@ class Engine:
     def evaluate(self, tokens: Tensor, labels: Tensor, documents: Tensor | None = None) -> Tensor:
         """Loss of [n, micro_batch_size, S] sequences per data replica, no dropout, 0-dim.
 
-        Every data replica may bring other sequences; the mean is over all valid tokens of all. As
-        that of a step it is the sum with auxiliary losses.
+        Data replicas may have different sequences; the mean is over the valid tokens of all. As in
+        a step, auxiliary losses are added.
         `documents` are as for `step`, [n, micro_batch_size, boundaries].
         """
         size, length = self.micro_batch_size, self.config.seq_len
@@ -376,8 +378,8 @@ class Engine:
     def _forward(
         self, batch: MicroBatch, final: Callable[[Tensor | None, MicroBatch], Tensor] | None = None
     ) -> tuple[Tensor | None, list[Losses]]:
-        """One micro-batch through all stages: on the last what `final` gives, and this rank's
-        losses."""
+        """Forward of one micro-batch through all stages: on the last the result of `final`, and
+        this rank's losses."""
         rank_of, x, every = self.gpt.placement, None, []
         at_end = len(rank_of) - 1
         _, dtype, device = self.message
@@ -415,8 +417,8 @@ class Engine:
         return torch.tensor(prompt.tolist() + row)
 
     def _next_logits(self, tokens: list[int]) -> tuple[Tensor | None, int]:
-        """The logits [1, V] after `tokens`, on the ranks that hold the last of them, and one of
-        these ranks.
+        """The logits [1, V] after `tokens`, on the ranks that hold the last token, and the index of
+        one of these ranks.
 
         One sequence goes through the stages (with sequence parallelism as many copies as tensor
         ranks can share), and one token of it through the head.

@@ -1,7 +1,7 @@
-"""The GPT reference model: GPT-2, Llama, Gemma and what lies between, cut over any mesh.
+"""GPT: GPT-2, Llama, Gemma and the models between them, on any mesh.
 
 ``GPT(config)`` on one device is an ordinary module. ``GPT(config, mesh=...)`` is this rank's part:
-its pipeline stage's blocks, with heads, hidden units and vocabulary cut over the tensor axis.
+its pipeline stages' blocks, with heads, hidden units and vocabulary sharded over the tensor axis.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class MicroBatch:
         positions: int64, the position in its document of each row of the residual stream ([T], or
             [T/tp] with sequence parallelism).
         context: what the blocks need.
-        normaliser: global number of valid tokens of the whole step, 0-dim; it may still be on its
-            way, as only the loss waits for it.
+        normaliser: global number of valid tokens of the whole step, 0-dim, or its pending
+            all-reduce, which only the loss waits for.
     """
 
     tokens: Tensor
@@ -78,10 +78,9 @@ class GPT(nn.Module):
     Args:
         config: sizes and style.
         mesh: the connected mesh; None is one device.
-        plan: how the model is cut over it; of its recomputations, "full" is applied by `segments`.
-            With ``cp_strategy="measured"`` context ranks exchange and attend here, to time it.
-            Left out, tensor ranks do not cut the tokens; a plan that is given cuts them unless it
-            says otherwise.
+        plan: how the model is distributed over it; recompute "full" is applied by `segments`. With
+            ``cp_strategy="measured"`` the constructor times messages and attention. Without a plan
+            there is no sequence parallelism; a plan has it by default.
         seed: of the initialisation.
         device, dtype: of the parameters; on "meta" nothing is drawn.
         impl: "triton", "torch" or None, as for the kernels.
@@ -91,7 +90,7 @@ class GPT(nn.Module):
             values are summed over the mesh in one message; the loss of a step is their sum.
 
     Raises:
-        ValueError: the model cannot be cut over the mesh.
+        ValueError: the model cannot be sharded over the mesh.
     """
 
     loss_names: tuple[str, ...] = (LOSS,)
@@ -157,7 +156,7 @@ class GPT(nn.Module):
         )
 
     def _strategy(self, dtype: torch.dtype | None) -> Strategy | Links:
-        """What the plan says, or how fast these context ranks are."""
+        """The plan's strategy, or for "measured" the measured `Links`."""
         choice, ranks = self.plan.cp_strategy, self.mesh.device_mesh
         if choice != "measured":
             return choice
@@ -169,7 +168,8 @@ class GPT(nn.Module):
         return measure_links(group, torch.zeros(shape, dtype=dtype, device=ranks.device_type))
 
     def explain_context(self, batch: int) -> str:
-        """The speeds of context ranks, if known, and what attention of so many samples does."""
+        """The measured speeds of context ranks, if any, and the costs of attention for `batch`
+        samples."""
         taken = {}
         for layer in self.modules():
             if isinstance(layer, Attention):
@@ -178,7 +178,7 @@ class GPT(nn.Module):
         return f"context ranks, {self.strategy}:\n{table([*taken])}"
 
     def layers_of(self, stage: int) -> range:
-        """The blocks that lie on pipeline stage `stage`."""
+        """The blocks of pipeline stage `stage`."""
         return self.config.blocks_of(stage, len(self.placement))
 
     def parameter_records(self) -> dict[str, ParamRecord]:
@@ -210,8 +210,8 @@ class GPT(nn.Module):
 
         Args:
             tokens, labels: int64 [B, S]; labels are already the next tokens, -100 has no loss.
-            normaliser: global number of valid tokens of the step, 0-dim, or its sum in flight.
-            sample_ids: int64 [B], each sample's number in the global batch; keys the dropout.
+            normaliser: global number of valid tokens of the step, 0-dim, or its pending sum.
+            sample_ids: int64 [B], each sample's index in the global batch; keys the dropout.
             seed: dropout key of this step.
             documents: int32 or int64 [n + 1] or [B, n + 1], boundaries of packed documents from 0
                 to S, the same on all ranks: attention stays within them, and learned positions
@@ -279,7 +279,7 @@ class GPT(nn.Module):
         return next(self.parameters()).dtype
 
     def own_rows(self, tokens: int) -> slice:
-        """The rows of the residual stream that this tensor rank holds."""
+        """This tensor rank's rows of the residual stream."""
         if not self.sequence_parallel:
             return slice(0, tokens)
         tp, index = self.mesh.size("tp"), self.mesh.index("tp")
@@ -321,9 +321,9 @@ class GPT(nn.Module):
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def head_loss(self, x: Tensor | None, batch: MicroBatch) -> Tensor:
-        """Final norm, head and loss -> 0-dim, this context rank's share of the global mean.
+        """Final norm, head and loss -> 0-dim, this context rank's term of the global mean.
 
-        The logits are made and forgotten block by block.
+        The logits are computed and discarded block by block.
         """
         return self.loss(self.final_norm(x), self.head_weight, batch.labels, batch.normaliser)
 
@@ -343,8 +343,8 @@ class GPT(nn.Module):
             labels: int64 [B, S], already the next tokens; -100 has no loss.
             seed: key of the dropout: the number of the step, for example. Needed while a model with
                 dropout is training: equal keys drop the same elements.
-            sample_ids: int64 [B], each sample's number in the global batch, by default 0, 1, ...;
-                replicas that hold other samples give other numbers, or they drop alike.
+            sample_ids: int64 [B], each sample's index in the global batch, by default 0, 1, ...;
+                replicas with different samples must pass different ids, or their dropout is equal.
             documents: boundaries of packed documents; see `micro_batch`.
 
         Returns logits[B, S/cp, ceil(V/tp)], or with `labels` this rank's share of the loss averaged
@@ -382,9 +382,9 @@ class GPT(nn.Module):
     ) -> dict[int, list[Segment]]:
         """Stage -> its chain of segments over ZeRO units, one block each, for this rank's stages.
 
-        A tied embedding is a unit of its own, so that the two stages that hold it cut it alike; on
-        one rank they share it. The parameters' storage moves into the units' flat buffers, their
-        values with it.
+        A tied embedding is a unit of its own, so that both stages that hold it shard it equally; on
+        one rank they share it. The parameters become views of the units' flat buffers, with the
+        same values.
         """
         records = self.parameter_records()
         params = dict(self.named_parameters())

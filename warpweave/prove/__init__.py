@@ -1,8 +1,9 @@
 """``warpweave prove``: show that a layout computes what one plain device computes.
 
-`options` the command line, without torch · `command` the ranks it starts and their verdict ·
-`layouts` what is proven, listed or drawn · `proof` of one layout, and its limits · `expected` its
-batches and what `plain_gpt` makes of them · `typecheck` the types of a program, without any ranks.
+`options` the command line, without torch · `command` the ranks that it starts and their verdict ·
+`layouts` the layouts, listed or drawn · `proof` of one layout, and its limits · `expected` the
+batches, and the plain model's training on them · `truth` the reference values and the effect of
+rounding · `typecheck` the types of a program, without any ranks.
 """
 
 from typing import TYPE_CHECKING

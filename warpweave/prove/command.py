@@ -28,8 +28,8 @@ from warpweave.prove.proof import LIMITS, Errors, prove_layout
 def prove_rank(layouts: list[Layout], timeout: float, path: str, port: int | None = None) -> None:
     """Prove `layouts`, largest worlds first, as one rank of the first; rank 0 writes to `path`.
 
-    One line of JSON for each layout as soon as it is proven. A rank that the rest of the layouts
-    are too small for has done its part.
+    One line of JSON for each layout as soon as it is proven. A rank that no remaining layout needs
+    leaves.
     """
     session = join(layouts[0].mesh, timeout=timeout, backend="gloo", port=port)
     torch.set_num_threads(1)
@@ -77,7 +77,7 @@ of `warpweave prove`, batch = data ranks x micro-batches x sequences x tokens.
 
 
 def table_head(count: int) -> str:
-    """What stands above the rows of `count` layouts: what the columns mean, and their names."""
+    """The header of the table of `count` layouts: what the columns mean, and their names."""
     limits = ", ".join(f"x{LIMITS[dtype]:.0f} in {dtype}" for dtype in LIMITS)
     names = "".join(f"{name:<{_WIDTH}}" for name in _COLUMNS.values())
     return f"{_LEGEND.format(limits=limits)}{_row_start(count, count, '')}{names}layout"
@@ -94,7 +94,7 @@ def table_row(number: int, count: int, layout: Layout, errors: Errors) -> str:
 
 
 def _row_start(number: int, count: int, verdict: str) -> str:
-    """The first two columns: which of how many rows, and the verdict."""
+    """The first two columns: the row's number and the verdict."""
     places = len(str(count))
     text = f"[{number:>{places}}/{count}] {verdict}" if verdict else "row"
     return text.ljust(2 * places + 10)
@@ -126,11 +126,11 @@ def judge(layouts: Sequence[Layout], lines: Sequence[str]) -> dict:
 
 
 class _RefusedError(Exception):
-    """What was asked for cannot be; its words are all that is said."""
+    """A request that cannot be fulfilled; only its message is printed."""
 
 
 def _prove(config: ProveConfig, summary: dict) -> None:
-    """Prove layouts on ranks of this machine; `summary` says what was, whatever ends them."""
+    """Prove layouts on ranks of this machine; `summary` is filled in however they end."""
     try:
         layouts = config.layouts()
     except (ValueError, ImportError) as error:
@@ -180,10 +180,11 @@ def _typecheck(config: ProveConfig, summary: dict) -> None:
 
 @contextmanager
 def _stoppable() -> Iterator[list[int]]:
-    """Signals that ask to end raise `Stopped`, here or in `launch`; the numbers of those that came.
+    """A context in which terminating signals raise `Stopped`, here or in `launch`; yields the list
+    of signals received.
 
-    SIGHUP, of a terminal that is gone, is passed on as SIGTERM, which `launch` knows. What is
-    ignored stays so (nohup).
+    SIGHUP, of a closed terminal, is forwarded as SIGTERM, which `launch` handles. Ignored signals
+    stay ignored (nohup).
     """
     received: list[int] = []
 
@@ -208,8 +209,8 @@ def _stoppable() -> Iterator[list[int]]:
 def run(config: ProveConfig) -> NoReturn:
     """The command ``warpweave prove``: exits with 0 if everything was proven, else with 1.
 
-    2 is for layouts that cannot be, 128 and its number for a signal. Whatever ends the ranks, the
-    last line says what was proven; where a signal did, neither that all passed nor that not.
+    2 for invalid layouts, 128 plus its number for a signal. However the ranks end, the last line
+    reports what was proven; after a signal ``passed`` is null.
     """
     began, code = time.perf_counter(), 1
     summary: dict = {"passed": None}

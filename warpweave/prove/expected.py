@@ -1,4 +1,4 @@
-"""The run that every layout must reproduce: its batches, and what the plain model makes of them."""
+"""The run that every layout must reproduce: its batches, and the plain model's training on them."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ KEY = 3 << 32  # of the first step's dropout: both words of the key count
 
 @lru_cache(maxsize=8)
 def batch(sizes: Sizes, step: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens and labels [samples, seq_len] of a step, with holes where ranks have nothing to do.
+    """Tokens, labels [samples, seq_len] and sample ids of a step, with ranks that have no label.
 
-    The third are the samples' numbers. Steps from STEPS on are those of evaluations.
+    Steps from STEPS on are evaluations.
     """
     n, length = sizes.samples, sizes.seq_len
     generator = torch.Generator().manual_seed(1000 * (1 + sizes.seed) + step)
@@ -102,7 +102,7 @@ def compared(config: PlainConfig) -> dict[str, dict[str, tuple[int, ...]]]:
 
 
 def _moved(params: dict[str, Tensor], number: int) -> dict[str, Tensor]:
-    """Every weight moved by about one unit in its last place, up or down as `number` draws."""
+    """Every weight changed by about one unit in the last place, up or down at random (`number`)."""
     generator = torch.Generator().manual_seed(number)
 
     def signs(p: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""What `prove` trains: ways to lay a tiny GPT over ranks, listed or drawn at random.
+"""The layouts that `prove` trains a tiny GPT on, listed or drawn at random.
 
-A `Layout` is a mesh and everything that must not change the numbers, with the style of its model.
+A `Layout` is a mesh and every option that must not change the results, and a model style.
 `Sizes` are those of the model and the batch, as small as the mesh allows, or drawn with it.
 """
 
@@ -87,7 +87,7 @@ def smallest(mesh: Mesh, style: str, chunks: int = 1) -> Sizes:
 
 @dataclass(frozen=True)
 class Layout:
-    """One way to train: a mesh and everything that must not change the numbers.
+    """A mesh and every option that must not change the results.
 
     `count` is the number of micro-batches (None: the first that divides the samples and is more
     than the stages); `drawn` are the sizes of a random layout (None: the smallest that fit).
@@ -142,7 +142,7 @@ class Layout:
 
     @property
     def plan(self) -> ParallelPlan:
-        """What the engine is told of it."""
+        """The engine's plan."""
         return ParallelPlan(
             zero=self.zero,
             schedule=self.schedule,
@@ -285,7 +285,7 @@ def _shardings(mesh: Mesh, zero: int) -> tuple[int | None, ...]:
 
 
 def _strategies(mesh: Mesh, heads: int) -> tuple[Strategy, ...]:
-    """What has a name on this mesh; rows are traded if a rank has `heads` enough."""
+    """The strategies that fit this mesh; Ulysses needs enough `heads` on a rank."""
     if mesh.cp == 1:
         return ("auto",)
     if mesh.ulysses > 1:
@@ -295,7 +295,7 @@ def _strategies(mesh: Mesh, heads: int) -> tuple[Strategy, ...]:
 
 
 def _kinds(mesh: Mesh, strategy: Strategy) -> tuple[Kind, ...]:
-    """The ways to cut the sequence that the strategy knows."""
+    """The sequence layouts that the strategy supports."""
     if mesh.cp == 1:
         return ("zigzag",)
     unknown = {"ring": ("balanced",), "hybrid": ("striped", "balanced")}.get(strategy, ())

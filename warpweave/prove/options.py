@@ -3,16 +3,16 @@
 ``warpweave prove --all --world 4`` trains a tiny GPT for a few steps on every mesh of 1 to 4 ranks,
 times every ZeRO stage, schedule and model style, with real gloo processes. It compares with
 `plain_gpt`, a model that shares no code with the rest of the library: the loss of every step, every
-gathered gradient, the gradient norm, the losses of an evaluation and the tokens of a text after
-every step, and after the last one the weights, as they are gathered and as every rank computes with
-them, and the optimizer's moments. Every rank judges what it holds; the worst of all ranks counts.
+gathered gradient, the gradient norm, the losses of an evaluation and the tokens of a generated text
+after every step, and after the last step the weights, gathered and as each rank holds them, and the
+optimizer's moments. Every rank compares what it holds; the worst of all ranks counts.
 
-It prints a table with a row for each layout and a column for each kind of number. An error is
-counted in what rounding alone does to that number in the plain model, when its initial weights move
-by one unit in the last place (`truth` beside this file): ``1.3e-15 x0.9`` is an error of 1.3e-15 of
-the number's size, 0.9 times what rounding does. Up to 32 times is ok in fp64 and fp32, up to 8 in
-bf16 and fp16, more is WRONG. In the line of JSON at the end ``worst`` and ``limits`` are such
-multiples; a signal that ends the proof leaves ``"stopped": true`` there and ``"passed": null``.
+It prints a table with a row for each layout and a column for each kind of number. The unit of an
+error is how far rounding alone moves that number in the plain model, when its initial weights
+change by one unit in the last place (`truth` beside this file): ``1.3e-15 x0.9`` is a relative
+error of 1.3e-15, 0.9 times that of rounding. Up to 32 times is ok in fp64 and fp32, up to 8 in bf16
+and fp16, more is WRONG. In the line of JSON at the end ``worst`` and ``limits`` are such multiples;
+a signal that ends the proof leaves ``"stopped": true`` there and ``"passed": null``.
 
 ``warpweave prove --random 50 --seed 1`` does the same for layouts drawn at random, up to 8 ranks
 with axes of 3, 5 and 6 and other sizes each time. Layout i is drawn from seed + i alone.
@@ -24,9 +24,9 @@ seconds.
 ``TRITON_INTERPRET=1 warpweave prove --dp 2 --tp 2 --impl triton`` proves a layout and the kernels
 in one: everything that has a Triton kernel runs it, in the interpreter.
 
-The batch is made to be nasty: numbers of valid tokens differ between ranks, some ranks have none at
-all, the vocabulary and the layers do not divide evenly, dropout is on and its token numbers pass
-2**32, the learning rate changes, and clipping is active in one step and not in the next.
+The batch is adversarial: numbers of valid tokens differ between ranks, some ranks have none at all,
+the vocabulary and the layers do not divide evenly, dropout is on with token indices beyond 2**32,
+the learning rate changes, and clipping is active in one step and not in the next.
 """
 
 from __future__ import annotations

@@ -29,12 +29,13 @@ LIMITS = {"fp64": 32.0, "fp32": 32.0, "bf16": 8.0, "fp16": 8.0}
 
 @dataclass(frozen=True)
 class Errors:
-    """Largest errors of a layout, and what the largest of them was of.
+    """Largest errors of a layout, and the tensor and rank of the largest.
 
-    Each in multiples of what rounding alone does to that number (`truth`). `evaluation` is that of
-    losses without training; `token` is by how much the plain logit of a generated token is below
-    the largest, in twice what rounding does to logits: 0 for the one that the plain model takes.
-    `relative` are the same errors as parts of the numbers' size.
+    Each in multiples of the effect of rounding alone on that number (`truth`). `evaluation` is that
+    of losses without training; `token` is by how much the plain model's logit of a generated token
+    is below the largest logit, in multiples of twice the effect of rounding: 0 for the token that
+        the
+    plain model generates. `relative` are the same errors relative to the numbers' size.
     """
 
     loss: float
@@ -62,7 +63,7 @@ KINDS = tuple(f.name for f in dataclasses.fields(Errors) if f.type == "float")
 
 
 class _Comparison:
-    """This rank's largest error of each kind, and what the largest of all was of."""
+    """This rank's largest error of each kind, and the tensor of the largest of all."""
 
     def __init__(self, truth: Truth) -> None:
         self.truth = truth
@@ -116,7 +117,7 @@ class _Comparison:
 
 
 def _ratio(error: float, unit: float) -> float:
-    """How many units an error is: none is 0 of anything, any is infinite where none may be."""
+    """An error in units: 0 for no error, infinite for an error if the unit is 0."""
     return error / unit if error and unit else math.inf if error else 0.0
 
 
@@ -193,7 +194,7 @@ def prove_layout(layout: Layout, mesh: ConnectedMesh, timeout: float = 60.0) -> 
 def _compare_parameters(
     compare: _Comparison, engine: Engine, mesh: ConnectedMesh, what: str
 ) -> None:
-    """Compare what this very rank computes with, padding included."""
+    """Compare the parameters that this rank computes with, padding included."""
     for unit in engine.units:
         unit.parameters.unshard()
         unit.parameters.wait()

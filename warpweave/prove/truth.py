@@ -1,13 +1,13 @@
 """The numbers that a layout must reproduce, and how far rounding alone moves each of them.
 
-A layout adds the same terms in another order, so that every number differs by some units in the
-last place, times what the model itself makes of them: a norm of something small multiplies them,
-a gradient whose terms cancel is made of little else. How much that is, the plain model says. It is
-trained again with its initial weights moved by one unit in the last place, in the dtype that is
-proven, some times with other signs: every product behind them is then another number with the same
-rounding errors as in another order. (Low dtypes round as they do; their masters, in float32, are
-what moves.) The largest change of a number, or one unit in the last place of its size where that is
-more, is what a proof counts errors in. Nothing that is proven has a part in it.
+A layout adds the same terms in another order, so every number differs by some units in the last
+place, amplified by the model: a norm of small values amplifies them, and a gradient whose terms
+cancel consists of little else. The amplification is measured on the plain model. It is trained
+again, a few times, with its initial weights changed by one unit in the last place of the proven
+dtype, with random signs: every later product then has other rounding errors, as in another order.
+(With 16-bit dtypes the float32 masters are changed.) The unit in which a proof measures the error
+of a number is its largest change, or one unit in the last place of its size if that is more.
+Nothing that is proven takes part in it.
 """
 
 from __future__ import annotations

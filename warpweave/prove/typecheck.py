@@ -1,13 +1,13 @@
-"""Does a GPT compose on a mesh, of thousands of ranks if need be, that nobody has at hand?
+"""Type-checks the collectives of a GPT on any mesh, without its ranks.
 
 ``typecheck(config, Mesh(dp=128, cp=4, tp=8, pp=4))`` runs forward and backward of one rank of each
-pipeline stage on tensors without data and a process group without peers, while spmd_types follows
-what each tensor is on every axis: Replicate, Invariant, Shard or Partial. A missing, doubled or
+pipeline stage on tensors without data and a process group without peers, while spmd_types infers
+the type of each tensor on every axis: Replicate, Invariant, Shard or Partial. A missing, doubled or
 wrong collective is a type error at the line where its result is used.
 
-Taken on trust: tokens are cut over dp and cp, parameters are what their `ParamRecord` says (and the
-trainer sums their gradients accordingly), stages hand the residual stream on, and a distributed
-Function does what its typing rule says (tested against its numbers). Values are not seen.
+Assumed: tokens are sharded over dp and cp, parameters are as their `ParamRecord` says (and the
+trainer sums their gradients accordingly), stages send the residual stream, and a distributed
+Function does what its typing rule says (which is tested numerically). Values are not checked.
 """
 
 from __future__ import annotations
