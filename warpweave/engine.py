@@ -399,9 +399,9 @@ class Engine:
     ) -> Tensor:
         """Continue `prompt` (int64 [n]) by `length` sampled tokens; the same on every rank.
 
-        The whole window is run again for every token, through all stages, as one sequence: simple,
-        and right on every mesh. A window longer than the model's sequence drops its oldest tokens.
-        Temperature 0 takes the likeliest token.
+        Without a KV cache: every token recomputes the whole window, as one sequence, through all
+        stages, on any mesh. A window longer than the model's sequence drops its oldest tokens.
+        Temperature 0 is greedy.
         """
         if temperature < 0:
             raise ValueError(f"temperature must not be negative, got {temperature}")
