@@ -2,14 +2,14 @@
 
     model = warpweave.hf.apply(AutoModelForCausalLM.from_pretrained(ID))
 
-Modules are found by what they are made of, not by their model's name, and each forward is replaced
-only after the old and the new one were seen to agree on a small probe. Parameters, their names,
-`state_dict`, `save_pretrained` and the signature of `forward` stay as they are.
+Modules are found by their structure, not by their model's name, and a forward is replaced only
+after the old and the new one agree on a small probe. Parameters, their names, `state_dict`,
+`save_pretrained` and the signature of `forward` stay as they are.
 
-`model` the public calls · `report` what they print · `patch` a forward replaced and put back ·
-`probe` how two forwards are compared · `seen` whether a module is still what it was · `norm`, `mlp`
-modules · `attention` the function that models call, `mask` what their masks mean to it · `loss` the
-head and its loss · `parallel` a model over ranks: `options` how, `structure` where it can be cut,
+`model` the public calls · `report` what they print · `patch` replaces a forward and restores it ·
+`probe` compares two forwards · `seen` detects later changes of a module · `norm`, `mlp` modules ·
+`attention` the function that models call, `mask` the conversion of their masks · `loss` head and
+loss, fused · `parallel` a model over ranks: `options` of it, `structure` where it can be sharded,
 `plan` by which styles · `styles` the same for a `tp_plan`.
 """
 

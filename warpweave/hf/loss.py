@@ -1,14 +1,14 @@
-"""The head and its loss as one: a causal language model's logits are never held while it trains.
+"""Head and loss of a causal language model, fused: its logits are never held in training.
 
-A model's own forward runs unchanged. Where it calls its head, the hidden states are caught and a
-tensor without memory (on the meta device) goes on in place of the logits; where it calls its loss
-function with that, `vocab_parallel_linear_cross_entropy` makes the loss of the hidden states and
-the head's weights, on one rank or several. Whatever else a forward does with logits fails loudly on
-the meta device.
+The model's own forward runs unchanged. When it calls its head, the hidden states are saved and a
+tensor on the meta device, without memory, is returned in place of the logits; when it calls its
+loss function with that, `vocab_parallel_linear_cross_entropy` computes the loss from the hidden
+states and the head's weight, on one rank or several. Anything else that a forward does with logits
+raises an error on the meta device.
 
-What a model does to its logits on the way, a factor or a softcap, was seen when `apply` compared
-both (`find_loss_form`), with the fields and numbers that it read; the factor goes to the hidden
-states, and under a softcap blocks of rows are recomputed in the backward pass. A bias and LoRA's
+What a model does to its logits, a factor or a softcap, was determined when `apply` compared both
+(`find_loss_form`), with the fields and numbers that it read; the factor is applied to the hidden
+states, and with a softcap blocks of rows are recomputed in the backward pass. A bias and LoRA's
 two matrices become more columns of the hidden states and of the weight: [x, 1, A x] [W, b, B]^T.
 
 Fused: in training mode, with `labels`, under gradients, as long as the model's loss function is

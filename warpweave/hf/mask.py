@@ -1,18 +1,17 @@
-"""What a Hugging Face mask means to our attention: causal or not, a window, documents, positions.
+"""Hugging Face masks as options of our attention: causal or not, a window, documents, positions.
 
 transformers describes a mask as a function of (sample, head, query, key), composed of closures, and
-asks the attention's own mask function to make something of it. Ours makes no S x S tensor: it reads
-the closures and writes a `Visible`, once for a forward (which waits for the device where tokens are
-padded or packed). Packed sequences and chunks are documents. Padding at either end is hidden from
-all queries, also from those that are padding: these see tokens, and in front of all tokens nothing,
-which makes their output 0, as with transformers' "sdpa". What is no interval of keys per query
-raises ValueError.
+calls the attention's own mask function with it. Ours does not allocate an S x S tensor: it reads
+the closures and returns a `Visible`, once per forward (with a host sync if tokens are padded or
+packed). Packed sequences and chunks are documents. Padding at either end is hidden from all
+queries, also from padding itself; padding before all tokens sees nothing, so its output is 0, as
+with transformers' "sdpa". A mask that is not an interval of keys per query raises ValueError.
 
-A `Visible` travels on a `Mask`, a tensor of the mask's shape whose one element is NaN: a model that
-computes with its mask gets a plain tensor of NaN, never a wrong number, and the attention refuses
-whatever is no `Mask`. It must be a tensor because transformers takes only tensors and its own
-BlockMask with four dims for masks that are made already (generation with a static cache makes them
-once and hands them to every forward), and because models move and slice masks.
+A `Visible` is an attribute of a `Mask`, a tensor of the mask's shape with a single NaN element: a
+model that computes with its mask gets NaN, never a wrong number, and the attention refuses anything
+but a `Mask`. It must be a tensor because transformers accepts only tensors, and its own BlockMask,
+as masks that exist already (generation with a static cache creates them once and passes them to
+every forward), and because models move and slice masks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""`apply`: warpweave inside a model, module by module; `revert`: all of it undone."""
+"""`apply` replaces forwards of a Hugging Face model, module by module; `revert` undoes all of
+it."""
 
 from __future__ import annotations
 
@@ -39,12 +40,12 @@ def apply(
     strategy: Strategy | Links = "auto",
     report: Report | None = None,
 ) -> _Model:
-    """Let a model compute with warpweave's kernels wherever that was seen to compute the same, and
-    over the tensor and context ranks of a mesh.
+    """Replace the forwards of a model's modules by warpweave's where both agree on a probe, and
+    shard the model over the tensor and context ranks of a mesh.
 
     Norms and feed-forward modules are compared one of each kind, attention and loss by the whole
-    model on a few tokens (twice, padded too), with nothing left behind: neither gradients nor
-    another random state. Names of parameters, `state_dict` and the signature of `forward` stay.
+    model on a few tokens (twice, once with padding). The comparison changes neither gradients nor
+    random state. Names of parameters, `state_dict` and the signature of `forward` stay.
     Call it before the model is wrapped (DDP, FSDP, compile), before or after peft.
 
     Args:
@@ -54,21 +55,21 @@ def apply(
         dry: report what would be replaced and leave the model as it is.
         example: the inputs to compare on, as `model(**example)` takes them, for a model that does
             not run on its own `dummy_inputs`.
-        mesh: a connected mesh, whose ranks along tp and cp hold the same model, are given the same
-            tokens and share their work; see `warpweave.hf.parallel`. Every rank calls `apply`, and
-            later the model's forward, `save_pretrained` and `revert`.
-        sequence_parallel: between the layers, tokens are cut over the tensor ranks too.
-        overlap: how messages and products hide one another, see `parallel.tensor.ranks`.
-        strategy: of attention over context ranks, or their speeds, see `parallel.context`.
-        report: a `Report` to add each module to, replaced or kept, and why. Without one a short
-            table of that is printed, by the first rank.
+        mesh: a connected mesh. Its ranks along tp and cp have the same model and the same tokens,
+            and share the work; see `warpweave.hf.parallel`. Every rank calls `apply`, and later the
+            model's forward, `save_pretrained` and `revert`.
+        sequence_parallel: shard tokens over the tensor ranks, too, between the layers.
+        overlap: how collectives overlap with products, see `parallel.tensor.ranks`.
+        strategy: of context-parallel attention, or `Links`, see `parallel.context`.
+        report: a `Report` to which each module is added, replaced or kept, with the reason. Without
+            one the first rank prints it as a short table.
 
     Returns the model itself.
 
     Raises ValueError if `only` names another kind, if it was applied already, if there is nothing
-    to replace, or (naming the module) if ranks cannot share it. TypeError if `model` is no module.
-    For what a replaced attention refuses later see `warpweave.hf.attention`; for `logits` while
-    training see `warpweave.hf.loss`.
+    to replace, or (naming the module) if it cannot be sharded. TypeError if `model` is no module.
+    `warpweave.hf.attention` lists what a replaced attention refuses later, `warpweave.hf.loss` says
+    what becomes of `logits` in training.
     """
     kinds = _check_model(model, only)
     spread = _check_mesh(model, kinds, mesh, sequence_parallel, overlap, strategy)
@@ -98,7 +99,7 @@ def apply(
 
 
 def revert(model: nn.Module) -> None:
-    """Undo `apply`: every forward, the attention and the loss function are what they were.
+    """Undo `apply`: restore every forward, the attention and the loss function.
 
     Raises ValueError if `apply` was not called.
     """
@@ -159,7 +160,7 @@ def _spread(
     example: dict[str, torch.Tensor] | None,
     report: Report,
 ) -> None:
-    """Spread an applied model and see that it computes what it did."""
+    """Shard an applied model over ranks and check that it computes the same as before."""
     inputs = _inputs_of(model, example)
     if example is None:  # as many tokens as ranks can share
         ids = inputs["input_ids"]
@@ -256,7 +257,7 @@ def _replace_whole(
 def _inputs_of(
     model: PreTrainedModel, example: dict[str, torch.Tensor] | None
 ) -> dict[str, torch.Tensor]:
-    """What a model is compared on."""
+    """The inputs on which a model is compared."""
     inputs = dict(model.dummy_inputs if example is None else example)
     if example is None:
         inputs.pop("attention_mask", None)  # `_paddings` makes its own
@@ -266,7 +267,7 @@ def _inputs_of(
 def _replace_attention(
     model: PreTrainedModel, inputs: dict[str, torch.Tensor], report: Report, own_name: str
 ) -> None:
-    """Switch the attention and keep it so if the whole model's output stays what it was."""
+    """Replace the attention, and keep it if the whole model's output agrees with the original's."""
     names = {m: f"{own_name}.{n}".strip(".") for n, m in model.named_modules()}
     for module, name in names.items():
         if "inv_freq" in dict(module.named_buffers(recurse=False)):

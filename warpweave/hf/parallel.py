@@ -1,17 +1,19 @@
 """An applied model over tensor and context ranks: see `apply(model, mesh=...)`.
 
-Every rank is given the same tokens and ends with the same loss, and its parameters with their whole
-gradients, or its share of them.
+Every rank has the same tokens and returns the same loss; its parameters get their gradients summed
+over all ranks, sharded as the parameters are.
 
-    tensor ranks     heads and hidden units are cut (`structure`), the embedding and the head by
-                     the vocabulary, over which the loss is parallel too
-    sequence         between the first layer and the last, tokens of the residual stream are cut
-                     over the tensor ranks as well
-    context ranks    there they are cut over the context ranks, also within the layers: attention
-                     goes over all of them (`parallel.context`); the loss shares its tokens out
+    tensor parallel     heads and hidden units are sharded (`structure`), embedding and head along
+                        the vocabulary, with a vocabulary-parallel loss
+    sequence parallel   tokens of the residual stream, between the first and the last layer, are
+                        sharded over the tensor ranks, too
+    context parallel    tokens are sharded over the context ranks, also within layers, with
+                        context-parallel attention (`parallel.context`); each rank computes the loss
+                        of some tokens
 
-A module with several columns (queries, keys and values, or gate and up) takes its input from the
-ranks once for all of them; a single column and every row hide their messages by `overlap`.
+A module with several column-parallel layers (queries, keys and values, or gate and up) gathers its
+input once for all of them; the collectives of a single column-parallel layer, and of every
+row-parallel layer, overlap with its product as `overlap` says.
 """
 
 from __future__ import annotations
@@ -53,10 +55,10 @@ _Sums = dict[nn.Module, dict[str, Groups]]
 def spread_model(
     model: Any, spread: Spread, inputs: dict[str, torch.Tensor], report: Report
 ) -> None:
-    """Cut an applied model over the tensor and context ranks.
+    """Shard an applied model over the tensor and context ranks.
 
-    Raises ValueError, naming module and reason, where it cannot be. `warpweave.changes.undo` of
-    every module is the way back, after `join_parameters`.
+    Raises ValueError, naming module and reason, if that is not possible. To undo it, call
+    `join_parameters`, then `warpweave.changes.undo` of every module.
     """
     mesh, changes = spread.mesh, changes_of(model)
     tp = mesh.size("tp")
@@ -102,7 +104,7 @@ def spread_model(
 
 
 def tokens_of(spread: Spread) -> Tokens:
-    """How the tokens of a model lie on the ranks between its layers."""
+    """The sharding of a model's tokens between its layers."""
     tp, cp = (spread.mesh.group(axis) for axis in ("tp", "cp"))
     return Tokens(tp, cp, sequence_parallel=spread.sequence_parallel)
 
@@ -113,7 +115,7 @@ def tokens_of(spread: Spread) -> Tokens:
 def _plan(
     model: Any, parts: list[structure.CutPart], tokens: Tokens, spread: Spread, report: Report
 ) -> _Plan:
-    """The style on each module whose parameters are cut over tensor ranks."""
+    """The style of each module whose parameters are sharded over tensor ranks."""
     plan: _Plan = {}
     names = {m: n for n, m in model.named_modules()}
     for part in parts:
@@ -143,7 +145,8 @@ def _plan(
 
 
 def _cut(model: Any, parts: list[structure.CutPart], plan: _Plan, spread: Spread) -> None:
-    """Put the styles of a plan on their modules, and cut what has one number per head."""
+    """Apply the styles of a plan to their modules, and shard parameters with one number per
+    head."""
     tp = spread.mesh.size("tp")
     if tp == 1:
         return
@@ -203,7 +206,7 @@ def _some(*groups: Group) -> Groups:
 
 
 class _Entrance:
-    """What goes into a module whose linear layers are cut, or whose tokens are: a pre-hook."""
+    """A pre-hook that prepares the input of a module with sharded linear layers or tokens."""
 
     def __init__(
         self, part: structure.CutPart, tokens: Tokens, spread: Spread, config: Any
@@ -257,7 +260,7 @@ class _Entrance:
 
 
 def own_positions(name: str, value: Any, layout: SequenceLayout, rank: int) -> Any:
-    """Of an argument that is given for every position, a context rank's part."""
+    """A context rank's part of an argument with one entry per position."""
     if name == "position_embeddings" and isinstance(value, (tuple, list)):
         return tuple(layout.shard(x, rank, dim=1) for x in value)
     if name == "position_ids" and value is not None:
@@ -272,8 +275,8 @@ def _check_dropout(dropouts: dict[Any, str], model: nn.Module, args: tuple) -> N
 
 
 def check_next_inputs(model: nn.Module, spread: Spread) -> None:
-    """At the next call, compare the ranks' batches once: another one on a rank would be a wrong
-    loss and no error."""
+    """At the next call, compare the ranks' batches once: with different ones the loss would be
+    wrong without an error."""
 
     groups = _some(spread.mesh.group("tp"), spread.mesh.group("cp"))
 
@@ -289,7 +292,7 @@ def check_next_inputs(model: nn.Module, spread: Spread) -> None:
 
 
 def join_parameters(model: nn.Module) -> None:
-    """Give every rank all of the parameters of a model that `spread_model` cut, if it did."""
+    """All-gather the parameters of a model that `spread_model` has sharded, if it has."""
     if known(model, Spread) is None:
         return
     found = {

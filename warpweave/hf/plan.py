@@ -1,9 +1,9 @@
-"""What cuts a Hugging Face model over ranks: a plan says of each module which style is on it.
+"""The sharding plan of a Hugging Face model: a parallel style for each module.
 
 `warpweave.hf.parallel` makes such a plan, {module: style}, from what it sees of a model;
-`warpweave.hf.styles` gives the same styles to transformers as words of a `tp_plan`. Those of linear
-layers are those of `warpweave.styles`, told whether the tokens of x[B, S, E] are cut too; the
-rest is of whole modules.
+`warpweave.hf.styles` registers the same styles with transformers as words of a `tp_plan`. Those of
+linear layers are those of `warpweave.styles`, with sharded tokens of x[B, S, E] if requested; the
+others are for whole modules.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from warpweave.styles import ColwiseParallel, Group, RowwiseParallel
 class Tokens:
     """The tokens of the residual stream between the first layer and the last, x[B, S, E].
 
-    They are cut over the context ranks, in a zigzag of two blocks each, and with sequence
-    parallelism over the tensor ranks as well. Without gradients they may be whole: see `cut`.
+    They are sharded over the context ranks, in a zigzag layout, and with sequence parallelism over
+    the tensor ranks, too. Without gradients they may be replicated: see `cut`.
 
     Args:
         tp, cp: the tensor and context ranks, None for one.
-        sequence_parallel: cut tokens over `tp` too.
-        need: who needs a length that ranks divide, in an error.
-        always: tokens are cut in every call, or it raises ValueError.
+        sequence_parallel: shard tokens over `tp`, too.
+        need: in an error, what requires a length that the ranks divide.
+        always: shard tokens in every call, ValueError if that is not possible.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Tokens:
 
     @property
     def divisor(self) -> int:
-        """What the number of tokens must divide by."""
+        """The number that must divide the number of tokens."""
         shards = group_size(self.tp) if self.sequence_parallel else 1
         cp = group_size(self.cp)
         return shards * cp * (2 if cp > 1 else 1)
@@ -77,7 +77,7 @@ class Tokens:
         return 1
 
     def layout(self, length: int) -> SequenceLayout:
-        """How so many tokens lie on the context ranks."""
+        """The layout of so many tokens on the context ranks."""
         return SequenceLayout(length, group_size(self.cp))
 
     def cut(self, layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
@@ -133,13 +133,13 @@ def hidden_states(module: nn.Module, args: tuple, kwargs: dict) -> tuple[torch.T
 
 
 class Column(ColwiseParallel):
-    """A linear layer of x[B, S, E], whose tokens may be cut, and whose output features are.
+    """A column-parallel linear layer of x[B, S, E], whose tokens may be sharded.
 
     Args:
         tokens: of x.
-        inside: the module around it has taken x from the ranks, see `take_input`.
-        blocks: equal parts of the output features, each of which is cut; of several the bias is
-            whole on every rank.
+        inside: the enclosing module has gathered x already, see `take_input`.
+        blocks: equal blocks of output features, each of which is sharded; with several the bias is
+            replicated.
         options: as of `ColwiseParallel`.
     """
 
@@ -172,7 +172,7 @@ class Column(ColwiseParallel):
 
 
 class Row(RowwiseParallel):
-    """A linear layer to y[B, S, E], whose tokens may be cut, and whose input features are."""
+    """A row-parallel linear layer to y[B, S, E], whose tokens may be sharded."""
 
     def __init__(self, tokens: Tokens, **options: Any) -> None:
         super().__init__(**options)
@@ -196,6 +196,6 @@ def _out_in(module: Any, weight: torch.Tensor) -> torch.Tensor:
 
 
 def take_input(tokens: Tokens, module: nn.Module, x: torch.Tensor, group: Group) -> torch.Tensor:
-    """x[B, S, E] for all columns of a module at once, from the ranks where its tokens are cut; the
-    gradient is summed over the ranks once."""
+    """x[B, S, E] for all column-parallel layers of a module, all-gathered once if its tokens are
+    sharded; the gradient is summed over the ranks once."""
     return copy_to(x, group) if tokens.dim(module, x) is None else all_gather(x, group, dim=1)

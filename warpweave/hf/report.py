@@ -1,4 +1,4 @@
-"""What `apply` did with each module of a model, and why."""
+"""The report of `apply`: for each module whether it was replaced, and why."""
 
 from __future__ import annotations
 
