@@ -33,9 +33,9 @@ class Errors:
 
     Each in multiples of the effect of rounding alone on that number (`truth`). `evaluation` is that
     of losses without training; `token` is by how much the plain model's logit of a generated token
-    is below the largest logit, in multiples of twice the effect of rounding: 0 for the
-    token that the plain model generates. `relative` are the same errors relative to the numbers'
-    size. """
+    is below the largest logit, in multiples of twice the effect of rounding: 0 for the token that
+    the plain model generates. `relative` are the same errors relative to the numbers' size.
+    """
 
     loss: float
     grad: float
