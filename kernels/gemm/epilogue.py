@@ -1,8 +1,8 @@
-"""A product and all that follows it up to the next one: the record of that, and the kernel; see
-`fused` for the formula.
+"""The epilogue of a product as a record, and the kernel of a product with it; `fused` has the
+formula.
 
-Programs are persistent (see `mainloop`). Products that overlap with messages end in the same record
-and device helpers (`kernels.overlap`).
+Programs are persistent (see `mainloop`). Products fused with communication use the same record and
+device helpers (`kernels.overlap`).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Epilogue(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What `runtime.fusion` calls it."""
+        """Its name in `runtime.fusion`."""
         rest = ["dropout"] * (self.drop is not None) + ["residual"] * (self.residual is not None)
         return " and ".join([self.activation] * (self.activation is not None) + rest) or "bias"
 
@@ -64,7 +64,7 @@ class Epilogue(NamedTuple):
         return self.bias, self.residual, getattr(self.drop, "tokens", None)
 
     def columns(self, N: int) -> int:
-        """Of the result of N columns of products: half of them where the activation is gated."""
+        """Columns of the result of a product with N columns: half if the activation is gated."""
         gated = self.activation is not None and find_activation(self.activation).gated
         return N // 2 if gated else N
 
@@ -111,7 +111,7 @@ class Epilogue(NamedTuple):
 
 
 def find_precision(precision: str | None) -> str:
-    """How Triton multiplies float32: as asked, or by None as torch's own products do."""
+    """Triton's precision for float32 products: as given, or for None that of torch's products."""
     if precision is None:
         return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
     if precision not in ("ieee", "tf32", "tf32x3"):
@@ -147,7 +147,7 @@ def epilogue(
     SCALE: tl.constexpr,
     ADD: tl.constexpr,
 ):
-    """All that follows the product, of accumulators at rows m and columns from `col`."""
+    """The epilogue of accumulators at rows m and columns from `col`."""
     COLS: tl.constexpr = y.shape[1] // 2 if GATED else y.shape[1]
     n = col + tl.arange(0, y.shape[1])
     live = (m < M)[:, None] & (n < N)[None, :]
@@ -215,8 +215,8 @@ def finish_tile(
     SCALE: tl.constexpr,
     ADD: tl.constexpr,
 ):
-    """`epilogue` of a tile, a quarter of the columns at a time: with what it reads, a whole tile is
-    more than the registers."""
+    """`epilogue` of a tile, a quarter of the columns at a time: with all that it loads, a whole
+    tile does not fit into the registers."""
     left, right = split_columns(y)
     first, second = split_columns(left)
     third, fourth = split_columns(right)
@@ -284,7 +284,7 @@ def _gemm_kernel(
             PRECISION, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
 
-        # 2. All that follows.
+        # 2. The epilogue.
         finish_tile(
             y, bias_ptr, z_ptr, tokens_ptr, residual_ptr, y_ptr, seed, site,
             row + tl.arange(0, BLOCK_M), col, M, N, stride_rm, stride_rn, stride_ym, stride_yn,
@@ -301,7 +301,7 @@ def launch_gemm(
     z: torch.Tensor | None = None,
     add: bool = False,
 ) -> None:
-    """Fill y, or add to it, and fill z; nothing is checked."""
+    """Write y, or add to it, and write z; nothing is checked."""
     (M, K), N = a.shape, b.shape[1]
     if y.numel() == 0:
         return

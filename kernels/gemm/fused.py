@@ -1,4 +1,4 @@
-"""Matrix products, and products whose epilogue is everything up to the next one.
+"""Matrix products, and products fused with an epilogue: bias, activation, dropout, residual.
 
     y[M, N] = a[M, K] b[K, N] + bias[N]          out[M, N] (+)= a[M, K] b[K, N]
 
@@ -7,24 +7,24 @@
     h = h / (1 - p) where kept, else 0           the mask of `dropout`: tokens, columns, seed, site
     y = h + residual                             all from the accumulators, rounded once
 
-act: see `activation`; a gated one makes y[M, N/2] of z[M, N], its gates and ups interleaved. It is
-applied to z as rounded to its dtype, so that what is recomputed from z is what forward saw.
+act: see `activation`; with a gated one z[M, N] has gate and up interleaved, and y is [M, N/2]. act
+is applied to z as rounded to its dtype, so that recomputation from a saved z gives the same h.
 
 Any strides; sums in float32 (float64 for float64), with
 `out_dtype` float32 unrounded. float32 operands are multiplied exactly ("ieee") or on tensor cores
 ("tf32", "tf32x3").
 
-Products with nothing to fuse go to torch (cuBLAS; `cpu` on a CPU): no Triton kernel beats it
-there, and what an epilogue saves is memory, not arithmetic. Triton also adds a 16-bit product to a
-float32 buffer, where torch would need a float32 matrix beside it.
+Products without an epilogue are torch's (cuBLAS; `cpu` on a CPU), which is faster than a Triton
+kernel. Triton also adds a 16-bit product to a float32 buffer, for which torch would need another
+float32 matrix.
 
-An epilogue saves a pass over the result in memory, its launch and the memory for what lies between.
-It pays where our main loop is not slower than cuBLAS' by more than that: `runtime.fusion` has the
-GPUs and epilogues on which impl=None takes torch's product and then our kernels instead.
+A fused epilogue saves a pass over the result, a launch and the memory of the intermediate result.
+It pays unless our main loop is slower than cuBLAS' by more than that: `runtime.fusion` lists the
+GPUs and epilogues for which impl=None runs torch's product and then our kernels instead.
 
 Sources: Kerr et al. 2017 (CUTLASS) for the epilogue; Korthikanti et al. 2022 (arXiv:2205.05198) for
 what is worth keeping. Limits: not differentiable (the callers are the halves of autograd
-Functions), but for `gemm` by torch; with dropout, N (of y) is whole on every rank.
+Functions), except `gemm` by torch; with dropout, N (of y) must not be sharded.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def gemm_into(
     impl = choose(impl, a, b, out)
     if impl == "triton":
         check_operands(a, b, None)
-    check_result(a, out.dtype)  # torch would cast the operands to it: to integers, without a word
+    check_result(a, out.dtype)  # torch would cast the operands to it, silently, even to integers
     refuse_graph("gemm_into", a, b, out)
     _gemm_into(a, b, out, add, precision, impl)
 
@@ -214,8 +214,9 @@ def fused_gemm(
         residual: [M, N] (N/2 if gated), any strides.
         out_dtype: of the result; float32 with 16-bit operands leaves it unrounded.
         precision: as for `gemm`.
-        impl: None is torch on all but CUDA tensors, and there the kernel, or torch's product with
-            our kernels after it where `runtime.fusion` has that for faster; "triton" is the kernel.
+        impl: None is torch except for CUDA tensors, and for these the kernel, or torch's product
+            and then our kernels where `runtime.fusion` lists that as faster; "triton" is the
+            kernel.
 
     Returns:
         (y, z or None).

@@ -1,9 +1,9 @@
-"""What every kernel that multiplies matrices shares: its tile, its grid, and its main loop.
+"""The tile, the grid and the main loop of every kernel that multiplies matrices.
 
-`gemm` and `mlp` put their own epilogues behind `tile_product`, `qkv` and what overlaps with
-communication behind `mainloop`, which takes pointers only. Their programs are persistent: a
-tile's `residents` per multiprocessor walk over the tiles, column groups of GROUP rows first, so
-that the programs of one moment share operands in L2 (Kerr et al. 2017, CUTLASS).
+`gemm` and `mlp` call `tile_product` and then their epilogues, `qkv` and the kernels fused with
+communication call `mainloop`, which takes pointers only. Programs are persistent: `residents`
+programs per multiprocessor loop over the tiles, in groups of GROUP rows of tiles, column after
+column, so that concurrent programs share operands in L2 (Kerr et al. 2017, CUTLASS).
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def shared_tile(a: torch.Tensor, rows: int, b: torch.Tensor, kind: str = "large"
 
 
 def _is_aligned(x: torch.Tensor) -> bool:
-    """Rows, or columns, are contiguous and apart, and all start where 16 bytes can be loaded at a
-    time (what Triton asks for: addresses that are multiples of 16 bytes, strides of 16 elements).
-    A descriptor, see `operands`, asks for no more but that there be some, and fewer than 2^31."""
+    """Whether rows, or columns, are contiguous, do not overlap, and are aligned for loads of 16
+    bytes (Triton requires addresses that are multiples of 16 bytes, and strides of 16 elements). A
+    descriptor, see `operands`, requires the same, and at least 1 and fewer than 2^31 of them."""
     (m, n), (s, t) = x.shape, x.stride()
     rows, columns = t == 1 and s % 16 == 0 and s >= n, s == 1 and t % 16 == 0 and t >= m
     return (rows or columns) and x.data_ptr() % 16 == 0 and 0 < min(m, n) <= max(m, n) < 2**31
@@ -84,12 +84,12 @@ def _descriptor(x: torch.Tensor, rows: int, columns: int) -> tuple[Any, tuple[in
 
 
 def tile_count(tile: GemmTile, M: int, N: int) -> int:
-    """How many tiles cover [M, N]."""
+    """The number of tiles that cover [M, N]."""
     return -(-M // tile.m) * -(-N // tile.n)
 
 
 def grid(tile: GemmTile, M: int, N: int, device: torch.device) -> tuple[int]:
-    """As many programs as run at once, or as there are tiles."""
+    """The number of programs: as many as run at once, at most one per tile."""
     return (min(tile_count(tile, M, N), tile.residents * processors(device)),)
 
 
@@ -176,7 +176,7 @@ def tile_product(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """The accumulators of the tile at `row` and `col` of a b, which are what `operands` made of
+    """The accumulators of the tile of a b at `row` and `col`, with a and b as `operands` returns
     them."""
     if stride_am is None or stride_ak is None:
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)

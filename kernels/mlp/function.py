@@ -1,6 +1,6 @@
-"""The feed-forward half of a block as one autograd Function, on one device or over tensor ranks.
+"""The MLP as one autograd Function, on one device or over tensor ranks.
 
-See the room's ``__init__`` for the formulas, and for what is saved.
+The package's docstring has the formulas, and says what is saved.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from warpweave.kernels.runtime.wgrad import leaf_of, rows
 
 
 class MLPOptions(NamedTuple):
-    """What an MLP is besides its tensors: see `mlp`, which makes and checks it."""
+    """The options of an MLP: see `mlp`, which creates and checks the record."""
 
     activation: str
     drop: Drop | None = None
@@ -71,7 +71,7 @@ def mlp_up_again(
     *,
     ranks: Local = LOCAL,
 ) -> torch.Tensor:
-    """z of all tokens, as the forward made it."""
+    """z of all tokens, recomputed as in the forward."""
 
     def up(x: torch.Tensor | Gathering, first: int) -> torch.Tensor:
         return hidden_again(
@@ -92,7 +92,7 @@ def mlp_bwd(
     want_dz: bool = True,
     want_hidden: bool = True,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """(dz, h), as far as they are wanted, from do[T, E] and z of any tokens."""
+    """(dz, h), each if needed, from do[T, E] and z of any tokens."""
     activation, precision, impl = options.activation, options.precision, options.impl
     if want_dz:
         return hidden_bwd(
@@ -113,7 +113,7 @@ class _MLP(torch.autograd.Function):
                 rows(x), *_flat(up_weight, up_bias, dtype), down_weight.to(dtype), down_bias,
                 None if residual is None else rows(residual), options, save=save, ranks=ranks,
             )  # fmt: skip
-            # Over ranks the shard of x is kept and gathered again: 1/R of the memory.
+            # Over ranks the shard of x is saved, and gathered again: 1/R of the memory.
             needs_x = ctx.needs_input_grad[1] or options.recompute == "up"
             ctx.save_for_backward(x if needs_x else None, up_weight, up_bias, down_weight, z, h)
             return y.view(ctx.like[0])
@@ -194,20 +194,19 @@ def mlp(
 
     Args:
         x: x[..., E] (any sharding of the tokens).
-        up_weight: W1[F, E], or [F, 2, E] where the activation is gated; a leaf or a view of one, if
-            its gradient is to be collected. Of a [gate; up] concatenation it is
-            torch.stack([gate, up], 1).
+        up_weight: W1[F, E], or [F, 2, E] if the activation is gated; a leaf parameter or a view of
+            one, for its gradient to be deferred. From separate weights: torch.stack([gate, up], 1).
         down_weight: W2[E, F].
         up_bias, down_bias: b1[F] or [F, 2], b2[E]; or None.
         activation: "gelu", "gelu_erf", "relu2", "swiglu" or "geglu".
         residual: of the shape of x, or None. One of another dtype is added in the wider of both,
             which y then has.
         drop: probability, seed, site and the global indices of x's tokens: see `dropout`.
-        recompute: what backward computes again instead of keeping it: "activation" (the default),
-            "up" (the first product too) or "nothing" (the default where torch computes on a CPU).
+        recompute: what backward recomputes: "activation" (the default), "up" (the first product,
+            too) or "nothing" (the default of the torch path on a CPU).
         precision: how Triton multiplies float32, see `gemm`.
-        impl: None is torch on all but CUDA tensors, and there as for `fused_gemm`.
-        ranks: over which F is cut; `parallel.tensor.parallel_mlp` gives others than this one.
+        impl: None is torch except for CUDA tensors, and for these as for `fused_gemm`.
+        ranks: the ranks over which F is sharded, set by `parallel.tensor.parallel_mlp`.
 
     Under autocast everything is computed in its dtype.
 
@@ -242,7 +241,7 @@ def mlp(
 
 
 def choose_recompute(recompute: str | None, impl: str, x: torch.Tensor) -> str:
-    """What `recompute` means where `impl` computes on x's device; ValueError for an unknown one."""
+    """`recompute` with None resolved for `impl` and x's device; ValueError for an unknown one."""
     if recompute is None:
         return "nothing" if impl == "torch" and x.device.type == "cpu" else "activation"
     if recompute not in RECOMPUTE:
@@ -325,7 +324,7 @@ def swiglu_mlp(
     precision: str | None = None,
     impl: str | None = None,
 ) -> torch.Tensor:
-    """`mlp` with SwiGLU: up_weight[F, 2, E], gate and up side by side."""
+    """`mlp` with SwiGLU: up_weight[F, 2, E], gate and up interleaved."""
     return mlp(
         x,
         up_weight,

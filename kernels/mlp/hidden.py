@@ -1,12 +1,12 @@
-"""The hidden units of an MLP and their gradient: a product and the activation behind it, both ways.
+"""The hidden activations of an MLP and their gradient: a product fused with the activation, or with
+its derivative.
 
-    z = x W1^T + b1      h = act(z)        forward: `gemm`'s kernel, with z stored on the way
-    dz = (dy W2) act'(z)                   backward: a kernel of its own, which can make h again
+    z = x W1^T + b1      h = act(z)        forward: `gemm`'s kernel, which also stores z
+    dz = (dy W2) act'(z)                   backward: a kernel of its own, which can recompute h
 
-dh = dy W2 never leaves the registers. Any slice of the hidden units is a problem of its own.
-
-That saves the passes of dh through memory; where they cost less than what our main loop loses
-against cuBLAS, impl=None takes torch's product and then kernels over dh (`runtime.fusion`).
+dh = dy W2 stays in registers, which saves its passes through memory; where these cost less than our
+main loop loses against cuBLAS, impl=None runs torch's product and then kernels on dh
+(`runtime.fusion`). Hidden units are independent of each other, so F may be sharded.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def hidden_fwd(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(h[T, F], z or None) of x[T, E] and up_weight[F or 2F, E]: the first kernel of the forward.
 
-    With `save_z`, z[T, F or 2F] is what `hidden_bwd` needs. x may be on its way, see
-    `overlap.gathering`. Raises what `fused_gemm` raises.
+    With `save_z` also z[T, F or 2F], which `hidden_bwd` needs. x may be a `Gathering`
+    (`overlap.gathering`). Errors as `fused_gemm`.
     """
     here = isinstance(x, torch.Tensor)
     if choose(impl, up_weight, up_bias) == "torch" and here:  # apart: a compiler fuses them
@@ -93,7 +93,7 @@ def hidden_again(
     precision: str | None = None,
     impl: str | None = None,
 ) -> torch.Tensor:
-    """z of `hidden_fwd` with these arguments, by the kernel or by torch as there."""
+    """z of `hidden_fwd` with these arguments, recomputed in the same way."""
     if not isinstance(x, torch.Tensor):
         return multiply(x, up_weight.t(), up_bias, precision=precision, impl="triton")[0]
     if (impl := choose_or_auto(impl, x, up_weight, up_bias)) == "torch":
@@ -238,8 +238,8 @@ def hidden_bwd(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(dz, h or None) from dy[T, E], down_weight[E, F] and z[T, F or 2F]: dz = (dy W2) act'(z).
 
-    Of a dy that is on its way the product is made alone and the slope in a pass of its own: in one
-    kernel with the waits it would be serialised where act is gated (ptxas' C7515, sm_90).
+    For a dy that is a `Gathering` the derivative is applied in a separate pass: fused into the
+    kernel that waits for rows, a gated act would serialise wgmma (ptxas' C7515, sm_90).
 
     Args:
         want_hidden: return h[T, F] = act(z) too, as the forward did.

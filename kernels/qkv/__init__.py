@@ -6,21 +6,21 @@
 x: [B, S, E]; W: [Hkv, G + 2, D, E], for each KV head its G query heads, then its key, then its
 value, so that a slice of KV heads is a slice of W; b: [Hkv, G + 2, D]; q: [B, S, Hkv G, D]; k, v:
 [B, S, Hkv, D], contiguous, which is how attention reads them; cos, sin: [S, D/2] of `rope_table`.
-The shape says the order: all queries before all keys, in two dims, would be taken for it.
+W must have four dims: a matrix with all queries before all keys could not be told from this order.
 
-The two halves of a rotated pair lie D/2 columns apart. The kernel numbers its columns by pairs, so
-that both are in one tile, side by side, whatever D is: column 2p + h of the product is row
+The two elements of a rotated pair are D/2 columns from each other. The kernel orders its columns by
+pairs, so that both are adjacent, in one tile, for any D: column 2p + h of the product is row
 (p // (D/2)) D + h D/2 + p % (D/2) of W, flattened. Values go through with an angle of 0.
 
 Saved for backward: x and the table. One kernel rotates dq and dk back and writes dz; the products
 are torch's. Rotation is in float32 (float64 for float64) from the accumulators, rounded once.
 
-Where `runtime.fusion` has that for faster, impl=None takes torch's product, then a copy of q, the
+Where `runtime.fusion` lists that as faster, impl=None runs torch's product, then a copy of q, the
 kernel of `rope` and a copy of v.
 
 Sources: Su et al. 2021 (arXiv:2104.09864); Ainslie et al. 2023 (arXiv:2305.13245) for the groups.
-Limits: all of D is rotated, half with half (not the interleaved pairs of GPT-J); gradients of
-gradients do not exist. With an odd D nothing can turn and nothing is fused: a product, and views.
+Limits: all of D is rotated, in pairs of halves (not the interleaved pairs of GPT-J); no second
+derivatives. An odd D cannot be rotated, and nothing is fused: a product, and views.
 
 `function` the Function and the public op · `kernels` the kernels, both ways.
 """

@@ -15,7 +15,7 @@ from warpweave.kernels.runtime.wgrad import leaf_of, rows
 
 
 class QKVOptions(NamedTuple):
-    """What the projection is besides its tensors: see `qkv_rope`, which makes and checks it."""
+    """The options of the projection: see `qkv_rope`, which creates and checks the record."""
 
     shape: tuple[int, int] | None  # (B, S) of tokens x[T, E], of which q, k and v are then, too
     heads: tuple[int, int]  # G + 2 and D, as the leaves may be flat
@@ -32,7 +32,7 @@ class _QKV(torch.autograd.Function):
         ctx.options, ctx.ranks = options, ranks
         with no_autocast(x):
             x = x.to(dtype)
-            # Over ranks the shard of x is kept and gathered again: 1/R of the memory.
+            # Over ranks the shard of x is saved, and gathered again: 1/R of the memory.
             ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, cos, sin)
             w, b = _by_head(weight, bias, heads, dtype)
 
@@ -116,11 +116,11 @@ def qkv_rope(
             its key and its value: of separate ones torch.cat((q.view(Hkv, G, D, E), k.view(Hkv, 1,
             D, E), v.view(Hkv, 1, D, E)), 1).
         bias: [Hkv, G + 2, D], or None.
-        cos, sin: [S, D/2] of `rope_table`, or both None to rotate nothing.
+        cos, sin: [S, D/2] from `rope_table`, or both None for no rotation.
         precision: how Triton multiplies float32, see `gemm`.
-        impl: None is torch on all but CUDA tensors, and there as for `fused_gemm`.
-        shape, ranks: of x[T, E] with T = B S the (B, S), and over which ranks heads are cut:
-            `parallel.tensor.parallel_qkv_rope` gives them.
+        impl: None is torch except for CUDA tensors, and for these as for `fused_gemm`.
+        shape, ranks: (B, S) of x[T, E] with T = B S, and the ranks over which heads are sharded,
+            set by `parallel.tensor.parallel_qkv_rope`.
 
     Returns:
         q[B, S, Hkv G, D], k and v[B, S, Hkv, D], in the dtype of x or of autocast.

@@ -1,5 +1,5 @@
-"""Queries, keys and values of rows that are still on their way: the projection's forward kernel,
-under which the ranks' rows are gathered, see `kernels.overlap.gather`."""
+"""The QKV projection of tokens that are sharded over the ranks: its forward kernel gathers them,
+see `kernels.overlap.gather`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The kernels of the QKV projection, and their launchers; see the room's ``__init__``.
+"""The kernels of the QKV projection, and their launchers; the package's docstring has the formulas.
 
-Forward is a product whose epilogue rotates; backward rotates dq and dk back and writes dz, of which
-products of torch's make the gradients.
+Forward is a product whose epilogue rotates; backward rotates dq and dk back and writes dz, from
+which torch's products compute the gradients.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def gather_qkv_fwd(
     shape: tuple[int, int],
     precision: str | None = None,
 ) -> QKV:
-    """The same of tokens x[T, E] of `shape` (B, S), which are gathered under the product."""
+    """`qkv_fwd` of tokens x[T, E] of `shape` (B, S), gathered within the product's kernel."""
     check_qkv((*shape, x.shape[1]), weight, bias, cos, sin)
     flat_bias = None if bias is None else bias.flatten()
     check_operands(x.shard, rows(weight).t(), flat_bias)
@@ -189,7 +189,7 @@ def _unfused_qkv(
     sin: torch.Tensor | None,
     impl: str = "torch",
 ) -> QKV:
-    """q, k and v of the products z[B S, N], where nothing is fused; rotated by `impl`."""
+    """q, k and v from the product z[B S, N], unfused; rotated by `impl`."""
     slots = weight.shape[1]
     z = z.view(*shape, *weight.shape[:3])
     q, k, v = z.split((slots - 2, 1, 1), 3)
@@ -328,7 +328,7 @@ def check_qkv(
     sin: torch.Tensor | None,
     name: str = "qkv_rope",
 ) -> None:
-    """Raise ValueError, in this name, on what is no projection of x[B, S, E] = `shape`."""
+    """Raise ValueError, naming the caller, unless the shapes are a projection of x[B, S, E]."""
     if (
         len(shape) != 3
         or weight.ndim != 4
