@@ -1,4 +1,4 @@
-"""The public path of `linear_cross_entropy`, which stands in the room `cross_entropy`."""
+"""The public path of `linear_cross_entropy`, defined in `cross_entropy.linear`."""
 
 from warpweave.kernels.cross_entropy.linear import linear_cross_entropy
 

@@ -2,7 +2,7 @@
 
 ``register_shardings()`` tells torch which shards of an operator's inputs give which shard of its
 outputs, one mesh axis at a time: for every letter of the op's einsum (see `runtime.op`), inputs and
-outputs are cut along the dims of that letter. An input without it is whole on every rank, an output
+outputs are sharded along its dims. An input without the letter is replicated, an output
 without it a partial sum. "..." are all leading dims; "_" is a dim that no rank may cut; "whole" an
 output that every rank has. Without this an operator refuses DTensors. Whatever else is asked for,
 DTensor gathers first. An axis that cuts heads or pairs must divide their number.
@@ -66,7 +66,7 @@ def _rules(op: Op) -> Callable[..., _Rules]:
 
 
 def _place(term: str, letter: str | None, without: Any) -> Any:
-    """Where a tensor lies if the dims of `letter` are cut, or none are."""
+    """The placement of a tensor if the dims of `letter` are sharded, or none are."""
     if letter is None or term == "whole":
         return Replicate()
     return Shard(term.index(letter)) if letter in term else without

@@ -190,7 +190,7 @@ class RowParallelLinear(_ParallelLinear):
 
 def fusable(module: nn.Module, kind: type[nn.Module]) -> bool:
     """Whether a layer may use the parameters of `module` in a fused Function instead of calling it:
-    it is a plain `kind` that nobody has wrapped, replaced, sharded or hooked.
+    it is a plain `kind`, not wrapped, replaced, sharded or hooked.
 
     Adapters, quantisers and parametrizations replace a module or its class, FSDP2 changes its class
     and frees its parameters outside of its forward; they all count on its being called.

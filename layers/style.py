@@ -3,7 +3,7 @@ torch.
 
 A layer takes its record whole (``style``), and so does each layer inside it: `BlockStyle` is an
 `AttentionStyle`, which is a `NormStyle`, and an `MLPStyle`. ``GPTConfig`` has the same fields. For
-whoever uses one layer alone they are keywords too (``layers.keywords``).
+the use of single layers they are keywords, too (``layers.keywords``).
 """
 
 from __future__ import annotations

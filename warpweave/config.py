@@ -239,7 +239,7 @@ class GPTConfig(HeadStyle, MLPStyle):
         )
 
     def check(self, mesh: Mesh, plan: ParallelPlan = ParallelPlan()) -> None:
-        """Raise a one-line ``ValueError`` if this model cannot be cut over `mesh` by `plan`."""
+        """Raise a one-line ``ValueError`` if this model cannot be sharded over `mesh` by `plan`."""
         from warpweave.parallel.context import resolve_strategy  # and torch: options do without
         from warpweave.parallel.layout import cut
 

@@ -219,9 +219,9 @@ class GPT(nn.Module):
                 document.
 
         Raises:
-            ValueError: S is not the model's sequence length while it is cut over the context axis,
-                is longer than it, the tensor axis does not divide the micro-batch's tokens, or
-                documents are no boundaries from 0 to S (on a GPU their values are not read).
+            ValueError: S is not the model's sequence length while it is sharded over the context
+                axis, is longer than it, the tensor axis does not divide the micro-batch's tokens,
+                or documents are no boundaries from 0 to S (on a GPU their values are not read).
         """
         batch, length = tokens.shape
         layout = self.layout
@@ -351,7 +351,7 @@ class GPT(nn.Module):
         over the valid tokens of the given batch (0-dim), and of auxiliary ones of the blocks.
 
         Raises:
-            ValueError: the model is cut into stages, the tokens do not fit it, or the seed is
+            ValueError: the model has several stages, the tokens do not fit it, or the seed is
                 missing.
         """
         if len(self.stages) < len(self.placement):

@@ -152,7 +152,7 @@ def saver(model: Any) -> Any:
             value = whole(value)
             if first:
                 gathered[name] = value.cpu()
-        if first:  # which gathers no more, and waits for nobody
+        if first:  # which is after the last gather, and waits for no other rank
             told = model.config.__dict__.pop("distributed_config", None)
             try:
                 before(*args, state_dict=gathered, **kwargs)

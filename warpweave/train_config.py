@@ -105,14 +105,14 @@ class TrainConfig:
     tp: int = 1
     """Tensor-parallel degree."""
     cp: int = 1
-    """Context-parallel degree: ranks over which the sequence is cut."""
+    """Context-parallel degree: ranks over which the sequence is sharded."""
     ulysses: int = 1
     """Ulysses degree: neighbouring context ranks that exchange sequence for heads by all-to-all; a
     ring runs over the cp / ulysses groups of them. 1 for a ring alone."""
     pp: int = 1
     """Pipeline-parallel degree."""
     plan: ParallelPlan = ParallelPlan()
-    """Parallel plan: how a step is cut over the ranks."""
+    """Parallel plan: how a step is distributed over the ranks."""
     batch: int = 8
     """Micro-batch size: sequences per micro-batch."""
 

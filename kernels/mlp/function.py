@@ -150,7 +150,7 @@ class _MLP(torch.autograd.Function):
     def spmd_typecheck(*, x, up_weight, up_bias, down_weight, down_bias, residual, options, ranks):
         from spmd_types import rules
 
-        # Units are cut in whole pairs; act is not linear, so the sum over E must be whole.
+        # Units are sharded in whole pairs; act is not linear, so the sum over E must be complete.
         x = ranks.column_input_type(x)
         pairs = "_" * (up_weight.dim() - 2)
         h = rules.einsum(f"..._,f{pairs}_->...f", x, up_weight)

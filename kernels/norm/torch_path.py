@@ -50,7 +50,7 @@ def residual_sum(x: torch.Tensor, terms: Terms) -> torch.Tensor:
 
 
 def whole_features(x: torch.Tensor) -> torch.Tensor:
-    """x[..., E], gathered if it is a DTensor that is cut on E: as `sharding` does for operators."""
+    """x[..., E], gathered if it is a DTensor sharded on E: as `sharding` does for operators."""
     if not hasattr(x, "placements"):
         return x
     from torch.distributed.tensor import DTensor, Replicate  # imported already: x is one

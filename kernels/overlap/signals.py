@@ -7,7 +7,7 @@ kernel.
       store of epoch to flags[0, i]        then barrier
       in rank 1's memory                 load data: sees everything stored before the publish
 
-    publish      sets a flag; whoever has awaited it sees all that this program stored before
+    publish      sets a flag; a rank that has awaited it sees all that this program stored before
     await_       waits for a flag; after it what was published can be loaded
     await_part   the same for part i of a rank, with a bounded wait that reports in `error`
 

@@ -73,7 +73,7 @@ class _QKV(torch.autograd.Function):
         from spmd_types import rules
 
         shape = options.shape
-        # The weight is cut in whole groups of heads; each output has its share of them.
+        # The weight is sharded in whole groups of heads; each output has some of them.
         tokens = "bs" if shape is None else "t"
         x = ranks.column_input_type(x)
         z = rules.einsum(f"{tokens}_,n{'_' * (weight.dim() - 1)}->{tokens}n", x, weight)
@@ -137,7 +137,7 @@ def qkv_rope(
     found = _QKV.apply(x, *leaves, cos, sin, options, ranks)
     if shape is None:
         return found
-    # the length as -1: sizes as such would not do for typechecking a sequence that is cut
+    # the length as -1: sizes as such would not do for typechecking a sharded sequence
     B, S = shape
     q, k, v = (t.unflatten(0, (B, -1 if B else S)) for t in found)
     return q, k, v

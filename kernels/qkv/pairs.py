@@ -1,5 +1,5 @@
 """Columns by pairs, on the device: which columns of the product turn together, by which angle, and
-where they go. See the room's ``__init__``."""
+where they go; the package's docstring has the order of columns."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class AttentionTile(NamedTuple):
 
 
 class GemmTile(NamedTuple):
-    """How a product is cut: a tile's rows, columns and depth per step, rows of tiles per group of
+    """The tile of a product: its rows, columns and depth per step, rows of tiles per group of
     the walk, programs per multiprocessor, and Triton's launch options."""
 
     m: int

@@ -130,7 +130,7 @@ class Unit:
         """(record, parameter) pairs in the order of the flat buffers."""
         return self.parameters.params
 
-    # ------------------------------------------------------------------ pieces of the gradients
+    # ------------------------------------------------------------------ parts of the gradients
 
     def partial_grads(self, axis: str) -> list[Tensor]:
         """Views of the reduced gradients that are still partial sums over `axis`."""

@@ -155,7 +155,7 @@ def posted_at_need(lists: Schedule) -> dict[Position, list[Action]]:
     ====  =====================  ==============  ========================================
 
     So the lists are walked with every action that is no message waiting like this; where all ranks
-    are stuck, each posts the receives of what is on its way to it.
+    are stuck, each posts the receives of messages that have been sent to it.
     """
     order(lists, begun_before(lists))  # which says so of lists that are stuck for another reason
     rank_of = placement(lists)

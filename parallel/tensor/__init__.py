@@ -30,7 +30,7 @@ sum are fp32 (the GEMM's accumulators), rounded once after the sum. Weight gradi
 schedule can defer them; the collectives that they need are deferred with them, and every rank of
 the group must compute them in the same order. The Functions keep the parameters themselves besides
 what they save: a saved tensor may come back as a copy (checkpointing detaches it), which has no
-grad_dtype and whose .grad nobody reads.
+grad_dtype and whose .grad is never read.
 
 Under autocast the linear layers compute in its dtype; weights stay as they are. ``torch.compile``
 traces the Functions with group=None only; a compiled backward defers no weight gradient.

@@ -322,7 +322,7 @@ class LigerFusedLinearCrossEntropyLoss(_Loss):
         accum_dtype: of the weight's gradient while it is summed: always float32 here (float64 for
             float64); anything else is refused.
         softcap: as for ``LigerCrossEntropyLoss``; some rows at a time, whose logits the backward
-            makes again.
+            recomputes.
         return_token_accuracy, return_predicted_tokens: return a `CrossEntropyOutput`, for which the
             logits are made once more, some rows at a time.
         return_z_loss, use_token_scaling: refused.

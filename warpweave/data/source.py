@@ -26,7 +26,7 @@ def open_dataset(
     cache: str | Path | None = None,
     separator: int | None = None,
 ) -> Dataset:
-    """Open one split ("train", "validation" or "all") of a source (see the room's docstring).
+    """Open one split ("train", "validation" or "all") of a source (see the package's docstring).
 
     `tokenizer` is the path of a tokenizer JSON (default: bytes); `pattern` filters the file names
     of a folder; `cache` is a folder that keeps the ids of tokenised text under a hash of the text,

@@ -109,7 +109,7 @@ def head_terms(head: Any) -> Callable | None:
 
 
 def _is_linear(head: Any) -> bool:
-    """Whether a head is a plain linear layer, or one whose rows are cut."""
+    """Whether a head is a plain linear layer, or one whose rows are sharded."""
     return isinstance(head, nn.Linear) and (is_plain_linear(head) or _is_cut(head))
 
 
@@ -130,7 +130,8 @@ def _bias_columns(head: nn.Linear, x: torch.Tensor) -> _Columns:
 def _with_columns(
     x: torch.Tensor, head: nn.Linear, columns: _Columns
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The terms of a head with more columns; of one whose rows are cut, this rank's rows of all."""
+    """The terms of a head with more columns; of one whose rows are sharded, this rank's rows of
+    all."""
     weight, vocabulary = local(head.weight), vocabulary_of(head)
     if vocabulary is not None and vocabulary.cut:
         weight = vocabulary.padded(weight)
@@ -156,7 +157,7 @@ def fused_loss(
     vocabulary: HeadVocabulary | None = None,
 ) -> torch.Tensor:
     """`ForCausalLMLoss` of the logits that x[B, S, E] and weight[V, E] would make by `form`; of
-    weight[V/R, E] where a `vocabulary` is cut."""
+    weight[V/R, E] if a `vocabulary` is sharded."""
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     shift_labels = shift_labels.to(x.device).reshape(x.shape[:-1])
@@ -244,7 +245,7 @@ def _forward_of(form: LossForm) -> Callable:
 def _caught_forward(model: Any, form: LossForm, terms: Callable, args: tuple, kwargs: dict) -> Any:
     """The model's own forward, without logits."""
     head = model.get_output_embeddings()
-    caught: list[torch.Tensor] = []  # x' and W', on their way from the head to the loss
+    caught: list[torch.Tensor] = []  # x' and W', from the head to the loss
     vocabulary = vocabulary_of(head)
 
     def catch(x):

@@ -36,7 +36,7 @@ class NormForm(NamedTuple):
         out: the dtype that comes out: "x" the input's, "weight" the weight's, "wider" of both.
         autocast: whether float32 comes out under autocast, as of torch's own norms.
         fields: what it read of its configuration.
-        across: what takes the place of `rms_norm` where features are cut over ranks.
+        across: the replacement of `rms_norm` for features that are sharded over ranks.
     """
 
     layer: bool

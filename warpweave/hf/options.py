@@ -62,12 +62,12 @@ class Replicas(NamedTuple):
 
 
 class HeadVocabulary(NamedTuple):
-    """Of a head whose rows are cut over tensor ranks, and whose loss's tokens over context ranks; a
+    """A head whose rows are sharded over tensor ranks, and its loss's tokens over context ranks; a
     fact of the head.
 
     Attributes:
         size: of the whole vocabulary.
-        cut: whether rows are cut, or each rank has all.
+        cut: whether rows are sharded, or replicated.
     """
 
     size: int

@@ -63,7 +63,7 @@ class Tokens:
         return self.always or (self.divisor > 1 and (self.active or torch.is_grad_enabled()))
 
     def dim(self, module: nn.Module, x: torch.Tensor) -> int | None:
-        """The dim of a module's x[B, S, ...] that is cut over the tensor ranks, if one is.
+        """The dim of a module's x[B, S, ...] that is sharded over the tensor ranks, or None.
 
         Raises ValueError where x has another number of dims: dim 1 is not the sequence.
         """

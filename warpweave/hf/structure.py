@@ -1,8 +1,8 @@
-"""Where a model can be cut over tensor ranks, seen in what it computes: see `find_parts`.
+"""Where a model can be sharded over tensor ranks, determined by what it computes: see `find_parts`.
 
 attention     linear layers before the call of the attention function are columns, the one after
               it is the row; which features make which head is read from gradients. A norm of all
-              heads at once is cut with the column before it, a sink of each head with the heads
+              heads at once is sharded with the column before it, a sink of each head with the heads
 feed-forward  the forms of `warpweave.hf.mlp`: gate and up are columns, down is the row
 """
 
@@ -18,12 +18,12 @@ from warpweave.hf.probe import kind_of, noise, quietly
 
 
 class CutPart(NamedTuple):
-    """A module that is cut, and its linear layers.
+    """A module to be sharded, and its linear layers.
 
     Attributes:
         columns: each with the number of equal blocks that its features fall into (3 where queries,
-            keys and values lie side by side), every one of which is cut.
-        row: the one whose input features are cut.
+            keys and values lie side by side), each of which is sharded.
+        row: the row-parallel one.
         norms: those that are as wide as a column.
         sinks: a number of each head, the module's own.
         width: features of a block, before the cut.

@@ -6,14 +6,14 @@ model with them while it loads, and no rank ever holds the whole.
 
 `planned` writes a model's own plan in these words, which importing `warpweave.hf` registers:
 
-    warpweave_colwise, warpweave_rowwise    a linear layer whose output or input features are cut
+    warpweave_colwise, warpweave_rowwise    a linear layer with sharded output or input features
     warpweave_gather_colwise                a head: its output is gathered
     warpweave_embedding_rowwise             an embedding, cut along the vocabulary
     warpweave_input                         a module whose hidden states come from the ranks once
     warpweave_inside_colwise                for all of its columns, and these columns
     warpweave_replicated                    a module that sees a rank's heads only, as their norm
 
-and, between the first layer and the last with tokens that are cut over the ranks as well,
+and, between the first layer and the last with tokens that are sharded over the ranks, too,
 
     warpweave_sequence                      on the list of layers
     warpweave_sequence_input, warpweave_sequence_colwise, warpweave_sequence_rowwise
@@ -21,7 +21,7 @@ and, between the first layer and the last with tokens that are cut over the rank
 Those whose messages can hide also exist as `..._none` and `..._chunked`, see
 `parallel.tensor.ranks`; without an ending it is "bulk". A sequence must divide by the ranks, so
 that with the latter no token is generated after another: `warpweave.hf.apply(mesh=...)` can.
-Experts keep transformers' own styles, and are refused where tokens are cut.
+Experts keep transformers' own styles, and are refused if tokens are sharded.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class _Replicated(TensorParallelLayer):
 
 
 class _Sequence(TensorParallelLayer):
-    """A list of layers, between whose first and last tokens are cut over the ranks."""
+    """A list of layers, between whose first and last tokens are sharded over the ranks."""
 
     def install_forward(self, module: Any, mesh: DeviceMesh) -> nn.Module:
         group = mesh.get_group()

@@ -56,7 +56,7 @@ def batch(sizes: Sizes, step: int) -> tuple[Tensor, Tensor, Tensor]:
 def documents(sizes: Sizes, step: int) -> Tensor | None:
     """Boundaries [samples, n + 1] of the documents of a step's samples; None for one in each.
 
-    Every sample is cut elsewhere, and some have empty documents; the last is the rest.
+    Boundaries differ between samples, and some documents are empty; the last is the rest.
     """
     if sizes.documents == 1:
         return None

@@ -68,7 +68,7 @@ class ProveConfig:
     tp: int = 1
     """Tensor-parallel degree."""
     cp: int = 1
-    """Context-parallel degree: ranks over which the sequence is cut."""
+    """Context-parallel degree: ranks over which the sequence is sharded."""
     pp: int = 1
     """Pipeline-parallel degree."""
     ulysses: int = 1

@@ -40,7 +40,7 @@ def typecheck(
 
     Raises:
         TypeError: it does not; the message names the stage, the file and the line.
-        ValueError: the model cannot be cut over the mesh at all.
+        ValueError: the model cannot be sharded over the mesh at all.
         ImportError: spmd_types, of the extra `typecheck`, is not installed, or torch is too old.
         RuntimeError: a process group exists (a pretended one is made here).
     """
