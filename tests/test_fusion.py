@@ -1,4 +1,4 @@
-"""Fused or apart: both ways give the same values and gradients, and the table says which runs."""
+"""Fused or unfused: both ways give the same values and gradients, and the table says which runs."""
 
 import re
 import sys
@@ -17,7 +17,7 @@ from warpweave.kernels.mlp import hidden
 from warpweave.kernels.qkv import kernels, qkv_rope
 from warpweave.kernels.rope import rope_table
 from warpweave.kernels.runtime import fusion
-from warpweave.kernels.runtime.fusion import FUSED, fused_or_apart
+from warpweave.kernels.runtime.fusion import FUSED, fused_or_unfused
 
 SAVED = Path(__file__).resolve().parent.parent / "benchmarks" / "results" / "clock" / "fusion.md"
 OPS = (
@@ -83,7 +83,7 @@ def _check_mlp(activation: str, **how) -> None:
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("way", ["fused", "apart"])
+@pytest.mark.parametrize("way", ["fused", "unfused"])
 def test_an_mlp_is_right_either_way_and_takes_what_the_table_says(way, activation, gpu) -> None:
     ran = gpu(way)
     _check_mlp(activation)
@@ -91,7 +91,7 @@ def test_an_mlp_is_right_either_way_and_takes_what_the_table_says(way, activatio
 
 
 @pytest.mark.parametrize("recompute", ["nothing", "up"])
-@pytest.mark.parametrize("way", ["fused", "apart"])
+@pytest.mark.parametrize("way", ["fused", "unfused"])
 def test_what_is_recomputed_is_made_the_same_way(way, recompute, gpu) -> None:
     ran = gpu(way)
     _check_mlp("swiglu", recompute=recompute)
@@ -99,7 +99,7 @@ def test_what_is_recomputed_is_made_the_same_way(way, recompute, gpu) -> None:
     assert ran == (["epilogue", "epilogue", *again, "hidden"] if way == "fused" else [])
 
 
-@pytest.mark.parametrize("way", ["fused", "apart"])
+@pytest.mark.parametrize("way", ["fused", "unfused"])
 def test_a_compiler_of_any_length_finds_no_way_while_it_traces(way, gpu) -> None:
     ran, options = gpu(way), {"activation": "swiglu", "recompute": "up"}
     (x, *weights), _ = _mlp("swiglu")
@@ -116,8 +116,8 @@ def test_a_compiler_of_any_length_finds_no_way_while_it_traces(way, gpu) -> None
 
 @pytest.mark.parametrize("impl", ["torch", None])
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
-def test_float32_of_16_bits_is_not_rounded_apart_either(activation, impl, gpu) -> None:
-    gpu("apart")
+def test_float32_of_16_bits_is_not_rounded_unfused_either(activation, impl, gpu) -> None:
+    gpu("unfused")
     (x, up, *_), _ = _mlp(activation)
     given = (x, up.flatten(0, -2).t())
     options = {"activation": activation, "out_dtype": torch.float32}
@@ -148,8 +148,8 @@ def test_each_product_is_decided_by_its_own_row(product, recompute, gpu, monkeyp
     assert how == {"triton"}  # what follows torch's product is ours
 
 
-def test_apart_too_h_is_made_where_it_is_wanted(gpu) -> None:
-    gpu("apart")
+def test_unfused_too_h_is_made_where_it_is_wanted(gpu) -> None:
+    gpu("unfused")
     (_, _, down, *_, dy), _ = _mlp("swiglu")
     for wanted in (True, False):
         _, h = hidden.hidden_bwd(dy, down, dy.new_ones(37, 48), activation="swiglu",
@@ -158,7 +158,7 @@ def test_apart_too_h_is_made_where_it_is_wanted(gpu) -> None:
 
 
 def test_who_asks_for_the_kernel_gets_it_and_float32_is_fused(gpu) -> None:
-    ran = gpu("apart")
+    ran = gpu("unfused")
     _check_mlp("gelu", impl="triton")
     tensors, _ = _mlp("gelu", torch.float32)
     _run(mlp.mlp, tensors, activation="gelu")
@@ -184,9 +184,9 @@ def _check_qkv(turned: bool) -> None:
 
 
 @pytest.mark.parametrize("turned", [True, False])
-@pytest.mark.parametrize("way", ["fused", "apart"])
+@pytest.mark.parametrize("way", ["fused", "unfused"])
 def test_qkv_is_right_either_way_and_takes_what_the_table_says(way, turned, gpu) -> None:
-    ran = gpu("fused" if way == "apart" else "apart", "qkv")  # all others the other way
+    ran = gpu("fused" if way == "unfused" else "unfused", "qkv")  # all others the other way
     _check_qkv(turned)
     assert ran == (["kernels"] if way == "fused" else [])
 
@@ -213,8 +213,8 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_slip_apart_is_noticed(fault, gpu) -> None:
-    gpu("apart")
+def test_a_slip_unfused_is_noticed(fault, gpu) -> None:
+    gpu("unfused")
     with planted(FAULTS[fault]), pytest.raises(AssertionError):
         _check_mlp("swiglu")
 
@@ -228,7 +228,7 @@ def _keys_not_turned(turn):
 
 
 def test_keys_that_are_not_turned_are_noticed(gpu) -> None:
-    gpu("apart")
+    gpu("unfused")
     with planted(Plant(kernels, "rope_qk_fwd", _keys_not_turned)), pytest.raises(AssertionError):
         _check_qkv(True)
 
@@ -241,10 +241,10 @@ def test_the_table_is_for_16_bits_on_its_gpus_where_nobody_asked(monkeypatch) ->
 
     def way(impl: str, op: str, arch: int = 90, dtype: torch.dtype = torch.bfloat16) -> str:
         monkeypatch.setattr(fusion, "capability", lambda device: arch)
-        return fused_or_apart(impl, op, torch.empty(1, dtype=dtype))
+        return fused_or_unfused(impl, op, torch.empty(1, dtype=dtype))
 
-    assert (way("auto", "gelu"), way("auto", "swiglu")) == ("triton", "apart")
-    assert way("auto", "gelu", arch=80) == way("auto", "swiglu", dtype=torch.float16) == "apart"
+    assert (way("auto", "gelu"), way("auto", "swiglu")) == ("triton", "unfused")
+    assert way("auto", "gelu", arch=80) == way("auto", "swiglu", dtype=torch.float16) == "unfused"
     for elsewhere in ({"arch": 120}, {"arch": 0}, {"dtype": torch.float32}):
         assert way("auto", "swiglu", **elsewhere) == "triton", elsewhere
     assert [way(impl, "swiglu") for impl in ("triton", "torch")] == ["triton", "torch"]
@@ -255,7 +255,9 @@ def test_the_table_is_its_sources() -> None:
     found = {}
     for part in SAVED.read_text().split("\n## ")[1:]:
         name, *lines = part.splitlines()
-        rows = re.findall(r"^\| ([\w ]+) \|.*\| (fused|apart) \|$", "\n".join(lines), re.MULTILINE)
+        rows = re.findall(
+            r"^\| ([\w ]+) \|.*\| (fused|unfused) \|$", "\n".join(lines), re.MULTILINE
+        )
         assert {op for op, _ in rows} == {*OPS}
         found[name] = {op for op, way in rows if way == "fused"}
     assert found == {

@@ -38,7 +38,7 @@ from warpweave.kernels.gemm.epilogue import Epilogue, launch_gemm
 from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.runtime.dispatch import check_written, choose, refuse_graph
 from warpweave.kernels.runtime.dtypes import FLOATS, no_autocast
-from warpweave.kernels.runtime.fusion import choose_or_auto, fused_or_apart
+from warpweave.kernels.runtime.fusion import choose_or_auto, fused_or_unfused
 from warpweave.kernels.runtime.op import operator
 
 # ---------------------------------------------------------------- checks
@@ -111,7 +111,7 @@ def _fused(
     """[y], or [y, z]; the epilogue's dropout comes beside it, as an operator's records hold no
     tensors of records within them."""
     after = after._replace(drop=drop)
-    impl = fused_or_apart(impl, after.name, a)
+    impl = fused_or_unfused(impl, after.name, a)
     if impl != "triton":
         return _unfused_gemm(a, b, after, "torch" if impl == "torch" else "triton")
     y, z = after.outputs(a, a.shape[0], b.shape[1])

@@ -33,7 +33,7 @@ from warpweave.kernels.gemm.mainloop import (
 from warpweave.kernels.overlap.gathering import Gathering, multiply
 from warpweave.kernels.runtime.dispatch import choose, no_graph, tl, triton
 from warpweave.kernels.runtime.dtypes import no_autocast, to_dtype, upcast
-from warpweave.kernels.runtime.fusion import choose_or_auto, fused_or_apart
+from warpweave.kernels.runtime.fusion import choose_or_auto, fused_or_unfused
 from warpweave.kernels.runtime.op import operator
 
 # ---------------------------------------------------------------- forward
@@ -56,7 +56,7 @@ def hidden_fwd(
     (`overlap.gathering`). Errors as `fused_gemm`.
     """
     here = isinstance(x, torch.Tensor)
-    if choose(impl, up_weight, up_bias) == "torch" and here:  # apart: a compiler fuses them
+    if choose(impl, up_weight, up_bias) == "torch" and here:  # a compiler fuses them
         check_operands(x, up_weight.t(), up_bias)
         z = gemm(x, up_weight.t(), up_bias)
         return activation_fwd(z, activation, impl="torch"), z if save_z else None
@@ -77,7 +77,7 @@ def _again(
     precision: str | None,
     impl: str,
 ) -> torch.Tensor:
-    if fused_or_apart(impl, activation, x) == "triton":
+    if fused_or_unfused(impl, activation, x) == "triton":
         return gemm(x, up_weight.t(), up_bias, precision=precision, impl="triton")
     with no_autocast(x):
         return gemm(x, up_weight.t(), up_bias)
@@ -190,7 +190,7 @@ def _launch_hidden_bwd(
 ) -> list[torch.Tensor]:
     """[dz], or [dz, h]."""
     (T, E), F = dy.shape, down_weight.shape[1]
-    if fused_or_apart(impl, f"slope of {activation}", dy) == "apart":
+    if fused_or_unfused(impl, f"slope of {activation}", dy) == "unfused":
         with no_autocast(dy):
             dz = activation_bwd(gemm(dy, down_weight), z, activation, impl="triton")
         return [dz, activation_fwd(z, activation, impl="triton")] if want_hidden else [dz]

@@ -26,7 +26,7 @@ from warpweave.kernels.qkv.pairs import angles, columns_of_pairs, places, turn
 from warpweave.kernels.rope import check_table, rope_fwd, rope_qk_fwd
 from warpweave.kernels.runtime.dispatch import choose, no_graph, tl, triton
 from warpweave.kernels.runtime.dtypes import no_autocast, to_dtype, upcast
-from warpweave.kernels.runtime.fusion import choose_or_auto, fused_or_apart
+from warpweave.kernels.runtime.fusion import choose_or_auto, fused_or_unfused
 from warpweave.kernels.runtime.op import operator
 from warpweave.kernels.runtime.wgrad import rows
 
@@ -96,7 +96,7 @@ def _launch_qkv_fwd(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     (B, S, E), (kv_heads, slots, head_dim, _) = x.shape, weight.shape
     flat, flat_bias = rows(x), None if bias is None else bias.flatten().contiguous()
-    if fused_or_apart(impl, "qkv", flat) == "apart":
+    if fused_or_unfused(impl, "qkv", flat) == "unfused":
         with no_autocast(x):
             z = gemm(flat, rows(weight).t(), flat_bias)
         q, k, v = _unfused_qkv(z, (B, S), weight, cos, sin, "triton")

@@ -1,5 +1,5 @@
 """Whether a product and its epilogue are one fused kernel of ours, or torch's product (cuBLAS) and
-then our kernels on its result ("apart": unfused).
+then our kernels on its result ("unfused").
 
 impl="triton" always fuses: no memory for the product in between. impl=None on CUDA tensors follows
 this table for 16-bit operands on a GPU that is in it; on other GPUs, and in float32 and float64, it
@@ -28,15 +28,15 @@ FUSED: dict[int, tuple[str, ...]] = {
 
 def choose_or_auto(impl: str | None, *tensors: torch.Tensor | None) -> str:
     """`choose`, but "auto" for Triton by default (impl=None): an operator then calls
-    `fused_or_apart` when it runs, which a compiler could not while it traces. Errors as
+    `fused_or_unfused` when it runs, which a compiler could not while it traces. Errors as
     `choose`."""
     chosen = choose(impl, *tensors)
     return "auto" if impl is None and chosen == "triton" else chosen
 
 
-def fused_or_apart(impl: str, op: str, x: torch.Tensor) -> str:
+def fused_or_unfused(impl: str, op: str, x: torch.Tensor) -> str:
     """How an operator with `impl` from `choose_or_auto` runs for an operand x: "triton", one fused
-    kernel; "torch", all of it by torch; "apart", torch's product and then our kernels.
+    kernel; "torch", all of it by torch; "unfused", torch's product and then our kernels.
 
     `op` is an activation, "slope of" one, "dropout", "residual", "dropout and residual", "qkv", or
     "bias" if nothing but a bias follows.
@@ -46,4 +46,4 @@ def fused_or_apart(impl: str, op: str, x: torch.Tensor) -> str:
     fused = FUSED.get(capability(x.device))
     if fused is None or op in fused or x.dtype not in (torch.bfloat16, torch.float16):
         return "triton"
-    return "apart"
+    return "unfused"
