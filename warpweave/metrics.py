@@ -169,4 +169,4 @@ def set_aside(folder: Path) -> None:
     for name in (*names, ORIGIN):
         if (folder / name).exists():
             (folder / name).rename(aside / name)
-    say(f"the earlier run in {folder} was moved to {aside} (--resume would have gone on with it)")
+    say(f"the earlier run in {folder} was moved to {aside} (--resume would have continued it)")

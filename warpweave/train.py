@@ -345,7 +345,7 @@ class Trainer:
         self.checkpoint = reader.path
         if self.session.rank == 0:
             if differing := differences(reader, self.config, self.sequences_per_step):
-                say(f"goes on with other settings than {reader.path}: {differing}")
+                say(f"resumes with other settings than {reader.path}: {differing}")
             if self.over:
                 why = self.progress.why(self.step, self.config.steps)
                 say(f"{reader.path} {why}: there is nothing to train, only to evaluate")
@@ -431,7 +431,7 @@ def train_rank(config: TrainConfig, port: int | None = None) -> int:
     try:
         session = join(config.mesh, timeout=config.timeout, port=port)
     except dist.DistError as error:
-        say(f"rank {os.environ.get('RANK', '0')} found no way to the others: {error}")
+        say(f"rank {os.environ.get('RANK', '0')} could not connect to the other ranks: {error}")
         sys.exit(1)
     interrupt.listen()  # not earlier under torchrun, which ends ranks that still wait by SIGTERM
     with reported(session, _RAISED_BY_ALL, refused=(ValueError, CheckpointError)):

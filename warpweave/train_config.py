@@ -4,7 +4,7 @@
 several machines, `out` must be a folder that all of them share).
 
 Ctrl-C or SIGTERM finishes the step, saves and stops. Exit codes: 0 done, 1 failed, 2 refused before
-the first step (a checkpoint that cannot be gone on from, too), with nothing written, 130 (Ctrl-C)
+the first step (also for a checkpoint that does not fit the run), with nothing written, 130 (Ctrl-C)
 or 143 (SIGTERM) interrupted and saved. Under torchrun an interrupted run ends with 0, because
 torchrun would take anything else for a failed rank; a failed or refused one ends with torchrun's 1.
 """

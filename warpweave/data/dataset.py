@@ -1,4 +1,4 @@
-"""Samples of a row of tokens: which window of it a sample is, from (seed, step, number) alone."""
+"""Training samples as windows of a token sequence, a function of (seed, step, number) only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _M64 = (1 << 64) - 1
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """The tokens of all files of a split, in a row.
+    """The tokens of all files of a split, concatenated.
 
     tokens[N] unsigned; starts[files] int64 ascending, the first token of each file; `name` says
     where the text came from; `fingerprint` is equal exactly when the tokens and the tokenizer are
@@ -47,7 +47,7 @@ class Corpus:
 
 @dataclasses.dataclass(frozen=True)
 class Dataset(Corpus):
-    """A corpus, and the rule that cuts samples of `seq_len` tokens out of it.
+    """A corpus, and the rule that selects samples of `seq_len` tokens from it.
 
     A token `separator` (None: there is none) ends a document, as the end of a file does.
     """

@@ -1,8 +1,8 @@
 """``warpweave tune``: measure tiles on this GPU and keep the best; without one, compile them.
 
-`options` the command line, without torch · `command` what it does · `search` which tile wins ·
-`candidates` which are tried, and what is wrong with one · `calls` what they are compared by ·
-`timing` on a CUDA device · `aot` compiles for GPUs that are not there.
+`options` the command line, without torch · `command` runs it · `search` for the fastest tile ·
+`candidates` tiles to try, and faults of compiled ones · `calls` by which they are compared ·
+`timing` on a CUDA device · `aot` compilation for a GPU that is not present.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Compile kernels for GPUs that are not there, and report what the compiler made of them.
+"""Ahead-of-time compilation of kernels for a GPU that is not present, and the compiler's figures.
 
     with compiling("sm_90") as found:
         attention_fwd(q, k, v)                # an ordinary launcher, on meta tensors
@@ -32,7 +32,7 @@ from warpweave.kernels.runtime import dispatch
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler made of one launch.
+    """The compiled kernel of one launch.
 
     Attributes:
         kernel: its name.
@@ -177,7 +177,7 @@ def run_tool(tool: str, *options: str, cubin: bytes) -> str:
 
 
 def occupancy(part: Device, *, warps: int, registers: int, shared: int) -> int:
-    """How many programs of `warps` warps one multiprocessor holds; 0 if not even one fits.
+    """Programs of `warps` warps that one multiprocessor holds at once; 0 if none fits.
 
     The least of what warps, program slots, registers and shared memory allow. A multiprocessor has
     65,536 registers, which go to warps in units of 256, and warps to one of four schedulers; each

@@ -1,4 +1,4 @@
-"""The tiles that a kernel could take, and what the compiler makes of each; no GPU is needed.
+"""Candidate tiles of a kernel, and what is wrong with each once compiled; no GPU is needed.
 
 Candidates lie a step or two from the shipped tile; a step doubles or halves one side or the warps,
 or is one stage more or less. Those that a lower bound on shared memory or registers rules out are
@@ -54,7 +54,7 @@ def _next(tile: Tile) -> list[Tile]:
 
 
 def could_fit(problem: Problem, tile: Tile, part: Device) -> bool:
-    """False if not even the least that a tile needs is there.
+    """False if a lower bound of a tile's needs exceeds the device.
 
     That is, in shared memory, the operands of the steps in flight (Triton keeps one of `stages` in
     registers in some versions), and in registers the sums and one tile of scores.

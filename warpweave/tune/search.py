@@ -1,4 +1,4 @@
-"""The search of one tile after the other: compile, compare with the shipped one, time, keep.
+"""The search for the fastest tile: compile, compare with the shipped one, time, keep the best.
 
 A `Bench` is the device it runs on; tests have one of their own.
 """
@@ -144,9 +144,9 @@ def difference(actual: Tensor, expected: Tensor) -> float:
 def best(problem: Problem, found: Sequence[Tile], bench: Bench) -> tuple[Tile, float, float]:
     """(tile, its microseconds, those of the first one, the shipped), by interleaved rounds.
 
-    The fastest few of a first pass run again, for the winner of many may have been lucky; whoever
-    is not faster by `GAIN` in that second pass, or has a fault in another call, has lost.
-    """
+    The fastest few of a first pass are timed again, because the fastest of many may have been
+    lucky; a tile that is not faster by `GAIN` in that second pass, or fails in another call, is
+    rejected."""
     shipped, call = found[0], bench.call(problem)
     calls = {tile: _under(problem, tile, call) for tile in found}
     first = _ratios(interleave(calls, bench.timer, rounds=ROUNDS), shipped)
