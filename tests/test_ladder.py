@@ -51,7 +51,7 @@ ROOMS = {
     "warpweave.parallel": (
         ("words",),
         ("shard", "layout", "collectives", "schedule", "symmetric"),
-        ("mesh",),
+        ("mesh", "messages"),
         ("simulate", "context", "data", "tensor"),
         ("pipeline",),
     ),
