@@ -138,7 +138,7 @@ def flash_attn_varlen_func(
     both = ("cu_seqlens_q", cu_seqlens_q, q), ("cu_seqlens_k", cu_seqlens_k, k)
     if q.is_cpu:  # elsewhere reading them waits for the device
         for each in both:
-            _ends(*each)
+            _boundaries(*each)
     same = cu_seqlens_q is cu_seqlens_k and len(q) == len(k)
     unmasked = not causal and max(window_size) < 0 and len(cu_seqlens_q) == len(cu_seqlens_k)
     one_call = _mask(causal, window_size, len(q), len(q))
@@ -152,7 +152,7 @@ def flash_attn_varlen_func(
             q[None], k[None], v[None], documents=documents, return_lse=True, **one_call, **options
         )
         return _result((o[0], lse[0]), return_attn_probs)
-    q_ends, k_ends = (_ends(*each) for each in both)
+    q_ends, k_ends = (_boundaries(*each) for each in both)
     if len(q_ends) != len(k_ends):
         raise ValueError(
             f"cu_seqlens_q has {len(q_ends) - 1} sequences, cu_seqlens_k {len(k_ends) - 1}"
@@ -386,7 +386,7 @@ def _unpacked(name: str, packed: Tensor, parts: int, ndim: int) -> tuple[Tensor,
     return packed.unbind(-3)
 
 
-def _ends(name: str, boundaries: Tensor, x: Tensor) -> list[int]:
+def _boundaries(name: str, boundaries: Tensor, x: Tensor) -> list[int]:
     """The boundaries as numbers; ValueError unless they ascend from 0 to at most x's rows."""
     ends = boundaries.tolist()
     if ends[0] != 0 or ends != sorted(ends) or ends[-1] > len(x):
