@@ -420,14 +420,18 @@ def gradients_divided_by_micro_batches(mesh):
 @fault(9, PP)
 def gradients_divided_by_tokens_again(mesh):
     """torchtitan #2972: the pipeline scales gradients by the global tokens a second time."""
-    right = engine._EngineStage.reduce
+    begins, right = ChainStage.begin, engine._EngineStage.reduce
+
+    def begin(self, batches, *args):
+        self.tokens = batches[0].normaliser
+        begins(self, batches, *args)
 
     def reduce(self):
         right(self)
         for unit in self.units:
-            unit.gradients.reduced.div_(self._batches[0].normaliser.wait())
+            unit.gradients.reduced.div_(self.tokens.wait())
 
-    return [(engine._EngineStage, "reduce", reduce)]
+    return [(ChainStage, "begin", begin), (engine._EngineStage, "reduce", reduce)]
 
 
 @fault(10, CP)
