@@ -33,6 +33,7 @@ from warpweave.kernels.norm import function as norm
 from warpweave.launch import Session, Stopped
 from warpweave.parallel.data import parameters, zero
 from warpweave.parallel.mesh import AXES, Mesh, single
+from warpweave.parallel.pipeline.losses import LOSS
 from warpweave.parallel.shard import ParamRecord
 from warpweave.parallel.words import Strategy
 from warpweave.prove import (
@@ -359,18 +360,22 @@ def _padding(original):
     return step
 
 
+def _with_loss(result, loss):
+    return dataclasses.replace(result, losses={LOSS: loss})
+
+
 NAN = float("nan")
 DP, DP1 = Layout(Mesh(dp=2)), Layout(Mesh(dp=2), zero=1)
 ON_ONE_RANK = {
-    "loss": _says("step", lambda r: dataclasses.replace(r, loss=r.loss * (1 + 1e-12))),
+    "loss": _says("step", lambda r: _with_loss(r, r.loss * (1 + 1e-12))),
     "norm": _says("step", lambda r: dataclasses.replace(r, norm=r.norm * (1 + 1e-12))),
     "evaluation": _says("evaluate", lambda loss: loss * (1 + 1e-12)),
     "text": _says("generate", lambda text: torch.cat([text[:-1], (text[-1:] + 1) % 37])),
     "prompt": _says("generate", lambda text: torch.cat([(text[:1] + 1) % 37, text[1:]])),
-    "loss NaN": _says("step", lambda r: dataclasses.replace(r, loss=r.loss * NAN)),
+    "loss NaN": _says("step", lambda r: _with_loss(r, r.loss * NAN)),
     "norm NaN": _says("step", lambda r: dataclasses.replace(r, norm=r.norm * NAN)),
     "evaluation NaN": _says("evaluate", lambda loss: loss * NAN),
-    "loss of another shape": _says("step", lambda r: dataclasses.replace(r, loss=r.loss[None])),
+    "loss of another shape": _says("step", lambda r: _with_loss(r, r.loss[None])),
     **{
         f"{kind} {words}": _reads(kind, change)
         for kind in ("grad", "param", "exp_avg", "exp_avg_sq")
