@@ -389,7 +389,7 @@ def test_the_comparison_sees_planted_faults_of_the_chain(fault, monkeypatch) -> 
     inputs = _chain_inputs((37, 67))
     dy, ds = torch.randn(2, 37, 67, dtype=torch.float64)
     truth = _chain_run(reference, TERMS[-1], True, inputs, dy, ds)
-    run = function.launch_norm_bwd
+    run = function.launch_backward
 
     def faulty(dy, s, weight, mean, rstd, wanted, ds, drop):
         if fault == "mask of another site":
@@ -401,7 +401,7 @@ def test_the_comparison_sees_planted_faults_of_the_chain(fault, monkeypatch) -> 
             found = found._replace(dx_bias=2 * found.dx_bias)
         return found._replace(dresidual=found.dx.clone()) if fault == "no dresidual" else found
 
-    monkeypatch.setattr(function, "launch_norm_bwd", faulty)
+    monkeypatch.setattr(function, "launch_backward", faulty)
     wrong = _chain_run(norm, TERMS[-1], True, inputs, dy, ds, impl="triton")
     assert max(relative_error(a, b) for a, b in zip(wrong, truth, strict=True)) > 0.1
 

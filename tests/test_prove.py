@@ -208,7 +208,7 @@ DOUBLED = Plant(engines.Engine, "_micro_batches", _doubled)
 
 def _interpreted(rank: int) -> list[Errors]:
     """One step with every Triton kernel interpreted: two layouts, and one with a wrong kernel."""
-    right = norm.launch_norm_fwd
+    right = norm.launch_forward
 
     def too_much_eps(*args):
         *others, options = args
@@ -230,7 +230,7 @@ def _interpreted(rank: int) -> list[Errors]:
         gpt2 = Layout(Mesh(tp=2), True, recompute="selective", impl="triton", count=1, drawn=sizes)
         for layout in (llama, gpt2):
             found.append(prove_layout(layout, layout.mesh.connect(), 300.0))
-        with mock.patch.object(norm, "launch_norm_fwd", too_much_eps):
+        with mock.patch.object(norm, "launch_forward", too_much_eps):
             found.append(prove_layout(gpt2, gpt2.mesh.connect(), 300.0))
     return found
 

@@ -53,7 +53,7 @@ def test_the_draw_depends_on_the_seed_and_the_name_alone():
     first = record.draw(7)
     torch.manual_seed(99)
     before = torch.get_rng_state()
-    other = {"cuts": (Cut("ep", 1, 5),), "partial": ("tp",), "tied": (0, 3), "group": "edp"}
+    other = {"cuts": (Cut("ep", 1, 5),), "partial": ("tp",), "tied": (0, 3), "sum_over": "edp"}
     other_cut = dataclasses.replace(record, **other)
     assert torch.equal(other_cut.draw(7), first)
     assert torch.equal(torch.get_rng_state(), before), "the draw touched the global generator"

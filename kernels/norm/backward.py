@@ -189,14 +189,14 @@ def norm_bwd(
         mean = None if mean is None else mean.unsqueeze(-1)
         found = norm_bwd_cpu(dy, s, weight, mean, rstd.unsqueeze(-1), wanted, ds, drop)
     else:
-        found = launch_norm_bwd(dy, s, weight, mean, rstd, wanted, ds, drop)
+        found = launch_backward(dy, s, weight, mean, rstd, wanted, ds, drop)
     gradients = NormGradients(*found)
     if residual_dtype is not None and gradients.dresidual is None:
         return gradients._replace(dresidual=gradients.dx)
     return gradients
 
 
-def launch_norm_bwd(
+def launch_backward(
     dy: torch.Tensor,
     s: torch.Tensor,
     weight: torch.Tensor,

@@ -127,10 +127,10 @@ def norm_fwd(
         s = residual_sum(x, terms)
         y, mean, rstd = norm_fwd_cpu(s, weight, bias, options)
         return y, s, mean.squeeze(-1) if mean is not None else None, rstd.squeeze(-1)
-    return launch_norm_fwd(x, weight, bias, terms, options)
+    return launch_forward(x, weight, bias, terms, options)
 
 
-def launch_norm_fwd(
+def launch_forward(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,

@@ -41,8 +41,8 @@ import torch
 import torch.nn.functional as F
 
 from warpweave.kernels.dropout import Drop
-from warpweave.kernels.norm.backward import launch_norm_bwd
-from warpweave.kernels.norm.forward import launch_norm_fwd
+from warpweave.kernels.norm.backward import launch_backward
+from warpweave.kernels.norm.forward import launch_forward
 from warpweave.kernels.norm.shared import NormOptions, Terms, WantedGradients, check_norm
 from warpweave.kernels.norm.torch_path import (
     cast,
@@ -152,7 +152,7 @@ def norm_op(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """y, s unless it is x, mean and rstd."""
     terms = Terms(residual, x_bias, drop)
-    y, s, mean, rstd = launch_norm_fwd(x, weight, bias, terms, options)
+    y, s, mean, rstd = launch_forward(x, weight, bias, terms, options)
     return y, _empty(s) if s is x else s, _empty(rstd) if mean is None else mean, rstd
 
 
@@ -168,7 +168,7 @@ def norm_bwd_op(
     wanted: WantedGradients,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """dx, dresidual unless it is dx, and the sums over tokens dx_bias, dw and db."""
-    dx, dresidual, *sums = launch_norm_bwd(dy, s, weight, mean, rstd, wanted, ds, drop)
+    dx, dresidual, *sums = launch_backward(dy, s, weight, mean, rstd, wanted, ds, drop)
     dx_bias, dw, db = (_empty(rstd) if total is None else total for total in sums)
     return dx, _empty(dx) if dresidual is None else dresidual, dx_bias, dw, db
 

@@ -90,6 +90,8 @@ def _types() -> Places:
         if type(shape) not in (list, core.tuple):
             return right_block(self, element_ty, shape)
         key = (element_ty.name, *map(unwrap, shape))
+        if any(type(size) is not int for size in key[1:]):  # 2.0 is equal to 2, but no size
+            return right_block(self, element_ty, shape)
         if (found := blocks.get(key)) is None:
             right_block(self, element_ty, shape)
             blocks[key] = self.shape, self.numel, self.name
