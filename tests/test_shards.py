@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from warpweave import shards
 
@@ -141,6 +142,27 @@ def test_every_rank_names_the_first_parameter_that_some_rank_has_otherwise():
         said = on_threads(3, _alike, culprit)
         assert len(set(said)) == 1
         assert said[0].startswith("1.bias: the ranks hold different numbers")
+
+
+def _compares(group, largest: list[int]) -> None:
+    class Made(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.dtype == torch.float64:
+                largest[0] = max(largest[0], out.numel())
+            return out
+
+    torch.manual_seed(0)
+    model = nn.Linear(50, 40)
+    with Made():
+        shards.check_alike(model, (group,))
+
+
+def test_parameters_are_compared_without_a_copy_of_any():
+    """In float64 one would be twice as large as the parameter."""
+    largest = [0]
+    on_threads(2, _compares, largest)
+    assert 0 < largest[0] <= 2 * 2  # a sum of each parameter, from each rank
 
 
 @pytest.mark.parametrize("rank", [0, 1])

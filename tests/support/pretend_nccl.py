@@ -94,7 +94,7 @@ class _Operation:
     given: list[torch.Tensor]
     out: list[torch.Tensor]
     flight: Any = None
-    messages: list[_Message] = field(default_factory=list)
+    messages: list[_End] = field(default_factory=list)
     done: bool = False
     reads: list[_Span] = field(init=False)
     writes: list[_Span] = field(init=False)
@@ -110,7 +110,7 @@ class _Operation:
 
 
 @dataclass(eq=False)
-class _Message:
+class _End:
     """One end of a message."""
 
     sends: bool
@@ -155,8 +155,8 @@ class NcclGroup(Group):
             flight.make = make
         return self._start(operation, lambda: take(flight.result))
 
-    def batch(self, messages):
-        ends = [_Message(op.__name__ == "_isend", peer, x) for op, x, _, peer in messages]
+    def batch(self, ends):
+        ends = [_End(sent, peer, x) for sent, x, peer in ends]
         given, out = [m.x for m in ends if m.sends], [m.x for m in ends if not m.sends]
         name = " and ".join(f"{'send to' if m.sends else 'receive of'} {m.peer}" for m in ends)
         with _disable_current_modes():
@@ -171,16 +171,11 @@ class NcclGroup(Group):
         return [finish, *(lambda: None for _ in ends[1:])]
 
     def send(self, x, peer):
-        return self._single(True, x, peer)
+        (finish,) = self.batch([(True, x, peer)])
+        return finish
 
     def receive(self, x, peer):
-        return self._single(False, x, peer)
-
-    def _single(self, sends: bool, x: torch.Tensor, peer: int) -> Callable[[], object]:
-        def _isend() -> None: ...
-        def _irecv() -> None: ...
-
-        (finish,) = self.batch([(_isend if sends else _irecv, x, self, peer)])
+        (finish,) = self.batch([(False, x, peer)])
         return finish
 
     def _start(self, operation: _Operation, take: Callable[[], object]) -> Callable[[], object]:
@@ -191,7 +186,7 @@ class NcclGroup(Group):
             for x in operation.out:
                 device.check(operation.name, x, written=True, but=self)
                 x.detach().fill_(torch.nan if x.is_floating_point() else 0x7F)
-        device.groups.add(self)
+        device.groups[self] = None
         self.queue.append(operation)
         self.unsettled.append(operation)
 
@@ -261,7 +256,7 @@ class _Device(TorchDispatchMode):
     def __init__(self, rank: int, drains: Drains, chance: random.Random) -> None:
         super().__init__()
         self.rank, self.drains, self.chance = rank, drains, chance
-        self.groups: set[NcclGroup] = set()
+        self.groups: dict[NcclGroup, None] = {}  # those it has begun something on, in order
         self.seen: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -308,7 +303,8 @@ class _Device(TorchDispatchMode):
         That of the same communicator comes before it, and is left out by `but`.
         """
         span, verb = _Span.of(x), "writes to" if written else "reads"
-        for operation in (o for group in self.groups - {but} for o in group.unsettled):
+        others = (group for group in self.groups if group is not but)
+        for operation in (o for group in others for o in group.unsettled):
             spans = (*operation.writes, *(operation.reads if written else ()))
             assert not any(span.meets(s) for s in spans), (
                 f"rank {self.rank}: {what} at {_where()} {verb} what {operation.name}, begun at "

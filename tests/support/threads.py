@@ -174,12 +174,9 @@ class Group:
 
         return finish
 
-    def batch(self, messages: Sequence[_Message]) -> list[Callable[[], object]]:
-        """All of them at once."""
-        return [
-            self.send(x, peer) if op is _isend else self.receive(x, peer)
-            for op, x, _, peer in messages
-        ]
+    def batch(self, ends: Sequence[tuple[bool, torch.Tensor, int]]) -> list[Callable[[], object]]:
+        """Several messages at once: (whether it is sent, the tensor, the peer) of each."""
+        return [self.send(x, peer) if sent else self.receive(x, peer) for sent, x, peer in ends]
 
     def _wait(self, what: str, ready: Callable[[], bool]) -> None:
         self.shared.turns.wait(self.shared.members[self.rank], what, ready)
@@ -392,7 +389,8 @@ def _irecv(x, src=None, group=None, tag=0, group_src=None):
 
 
 def _batch(messages: Sequence[_Message]) -> list[_Work]:
-    return [_Work(finish) for finish in messages[0].group.batch(messages)]
+    ends = [(op is _isend, x, peer) for op, x, _, peer in messages]
+    return [_Work(finish) for finish in messages[0].group.batch(ends)]
 
 
 def _new_group(ranks, timeout=None, use_local_synchronization=False):
