@@ -22,6 +22,8 @@ from warpweave.parallel.schedule.actions import (
     tied_stages,
 )
 
+Position = tuple[int, int]  # (rank, index in its list)
+
 
 def begun_before(lists: Schedule) -> set[Action]:
     """The events that a pass needs and does not make: an earlier pass did (`open_passes`).
@@ -36,7 +38,7 @@ def begun_before(lists: Schedule) -> set[Action]:
     return {event for event in needed - made if event.op not in SENDS}
 
 
-def order(lists: Schedule, before: Iterable[Action] = ()) -> list[tuple[int, int]]:
+def order(lists: Schedule, before: Iterable[Action] = ()) -> list[Position]:
     """A topological order of all actions, as positions (rank, index), after the events `before`.
 
     A receive waits for its send, and the two TIEs wait for each other. ValueError, with what each
@@ -113,9 +115,6 @@ def acknowledged(lists: Schedule) -> dict[Action, list[Action]]:
             pending[rank] = [entry for entry in pending[rank] if clock[rank][entry[1]] <= entry[2]]
         clock[rank][rank] = index + 1
     return result
-
-
-Position = tuple[int, int]  # (rank, index in its list)
 
 
 def posted_ahead(lists: Schedule) -> dict[Position, list[Action]]:
