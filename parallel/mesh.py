@@ -75,13 +75,13 @@ class Mesh:
     def __post_init__(self) -> None:
         for axis in AXES:
             _check_size(axis, getattr(self, axis))
-        for axis, (_, neighbours) in SPLITS.items():
-            size, parts = getattr(self, axis), getattr(self, neighbours)
-            if parts is None:  # all of the axis
+        for axis, (_, inner) in SPLITS.items():
+            size, length = getattr(self, axis), getattr(self, inner)
+            if length is None:  # all of the axis
                 continue
-            _check_size(neighbours, parts)
-            if size % parts:
-                raise ValueError(f"{neighbours} = {parts} does not divide {axis} = {size}")
+            _check_size(inner, length)
+            if size % length:
+                raise ValueError(f"{inner} = {length} does not divide {axis} = {size}")
 
     @property
     def world(self) -> int:
@@ -99,10 +99,10 @@ class Mesh:
         for axis in AXES:
             size = getattr(self, axis)
             if axis in SPLITS:
-                groups, neighbours = SPLITS[axis]
-                inner = getattr(self, neighbours)
-                inner = size if inner is None else inner
-                lengths |= {groups: size // inner, neighbours: inner}
+                outer, inner = SPLITS[axis]
+                length = getattr(self, inner)
+                length = size if length is None else length
+                lengths |= {outer: size // length, inner: length}
             else:
                 lengths[axis] = size
         return lengths

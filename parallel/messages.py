@@ -54,7 +54,7 @@ class Hop(NamedTuple):
 
 
 class AllToAll(NamedTuple):
-    """Messages between all ranks of an Ulysses group: the first ``send_sizes[0]`` elements go to
+    """Messages between all ranks of a Ulysses group: the first ``send_sizes[0]`` elements go to
     rank 0 of it, and so on; `recv` is filled alike. Flat tensors of one dtype; what a rank sends to
     itself is copied.
     """

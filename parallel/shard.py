@@ -45,8 +45,8 @@ class ParamRecord:
         init: "zeros", "ones", or a standard deviation.
         decay: weight decay applies.
         tied: the stages that hold a copy, first is the owner; () if only one stage holds it.
-        sum_over: the axis of the mesh whose ranks saw different tokens of those that it works on:
-            its gradient is summed over them, and ZeRO shards lie there.
+        sum_over: the axis of the mesh whose ranks apply it to different tokens: its gradient is
+            summed, and ZeRO shards it, over this axis.
     """
 
     name: str

@@ -28,7 +28,8 @@ Exceptions. H need not divide by U: rank u has the query heads from floor(H u / 
 ranks' query heads read one KV head (GQA with Hkv < U), each of these ranks gets a copy of it, and
 its gradient, a sum over them, is sent in fp32. With U = cp all results are exact but dk and dv of
 KV heads that are copied, or read by unequally many of a rank's query heads: those are
-re-associated."""
+re-associated.
+"""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class OptimizerState:
 
     @property
     def param(self) -> Tensor:
-        """What is computed with in `region`, in its newest version."""
+        """The weights of `region` in the parameters' dtype, in their newest version."""
         flat, shard = self._parameters.flat, self._parameters.shard
         return flat[self.region] if shard is None else shard
 

@@ -79,7 +79,7 @@ class Transport(Protocol):
         """(shape, dtype, device) of the input of any stage for `mb`, also on other ranks."""
 
     def reach(self, rank: int, index: int) -> None:
-        """`rank` comes to action `index` of its list: what is to be posted before it, is."""
+        """Called before action `index` of `rank`'s list: posts the receives that are due there."""
 
     def send(self, link: Link, action: Action, tensor: Tensor) -> None:
         """Start a send without blocking; the tensor must not be written to afterwards."""

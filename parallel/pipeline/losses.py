@@ -8,9 +8,9 @@ any segment of it, returns y or (y, losses):
     losses["loss"]      the model's own: the last stage's, which has no y (None)
     losses[other name]  auxiliary ones, which are added to it
 
-A loss is 0-dim, in float32 or wider where its sum shall be, and already divided by the number of
-tokens of the whole global batch: this micro-batch's and this data and context rank's share of one
-sum, the same on every tensor rank. Losses of one name are added. Each is a root of the stage's
+A loss is 0-dim, in the dtype in which it is to be summed (float32 or wider), and already divided by
+the number of tokens of the whole global batch: this micro-batch's and this data and context rank's
+share of one sum, the same on every tensor rank. Losses of one name are added. Each is a root of the stage's
 backward pass, beside y, and its gradient is 1 (times the loss scale).
 """
 

@@ -29,8 +29,8 @@ from warpweave.parallel.data.reduce import end_to_end
 from warpweave.parallel.data.unit import Unit
 from warpweave.parallel.pipeline.losses import Losses, Output, add_losses, split_losses
 
-# (x, batch) -> y, or (y, losses): x is None for the first segment of the first stage, y for the
-# last one of the last, of which the losses are all.
+# (x, batch) -> y, or (y, losses): x is None for the first segment of the first stage, y is None
+# for the last segment of the last stage, which returns losses only.
 SegmentFn = Callable[[Tensor | None, Any], Output]
 
 
@@ -174,7 +174,7 @@ class ChainStage:
         self.losses = {}
 
     def start(self) -> None:
-        """A run of the lists begins: the weights of now are version 0."""
+        """A run of the lists begins: the current weights are version 0."""
         self._newest = 0
 
     def updated(self) -> None:

@@ -2,8 +2,8 @@
 
 `Distributed`, four ranks; a line is a link, a letter the communicator that carries it
 
-activations   rank 0 --A--> rank 1 --B--> rank 2 --A--> rank 3
-gradients     rank 0 <--C-- rank 1 <--D-- rank 2 <--C-- rank 3
+    activations   rank 0 --A--> rank 1 --B--> rank 2 --A--> rank 3
+    gradients     rank 0 <--C-- rank 1 <--D-- rank 2 <--C-- rank 3
 
 No two links of a communicator share a rank, so that on NCCL, which runs a communicator's
 operations in order, a posted receive never blocks a send.

@@ -1,7 +1,7 @@
 """Overlap by chunks: a product in chunks of tokens, each hiding the messages of another chunk.
 Plain point-to-point messages of the process group, so it works on any network.
 
-A chunk is one rank's T/R tokens. With every step each rank sends one chunk and receives one.
+A chunk is one rank's T/R tokens. In every step each rank sends one chunk and receives one.
 
     column-parallel, all-gather of x          row-parallel, reduce-scatter of y
     (rank 0 of 4)                             (rank 0 of 4)

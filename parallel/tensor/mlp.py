@@ -44,8 +44,8 @@ def parallel_mlp(
 
     With sequence_parallel x[T/R, E]{S(0)} and dy[T/R, E]{S(0)} are all-gathered, y and dx
     reduce-scattered, and db2{P} is the sum over this rank's own tokens, as in the two linear
-    layers. A gated activation has W1[F/R, 2, E], the rows of gate and up interleaved, and b1[F/R,
-    2].
+    layers. A gated activation has W1[F/R, 2, E] and b1[F/R, 2], the rows of gate and up
+    interleaved.
 
     Args:
         x: x[..., E] replicated, or x[T/R, ..., E] with sequence_parallel.
