@@ -214,9 +214,9 @@ def adamw_step(
     """One AdamW step in place on flat shards master[n], m[n], v[n] (fp32 or fp64), from grad[n].
 
     step: 0-dim fp32 or fp64, the number of steps done before; this call increments it, so every
-    shard has its own. grad_scale: 0-dim tensor that multiplies the gradient. skip: 0-dim
-    tensor; if it is not zero nothing changes, step included. param[n]: gets master, cast to its
-    dtype. grad is only read.
+    shard has its own. grad_scale: 0-dim tensor that multiplies the gradient. skip: 0-dim tensor; if
+    it is not zero nothing changes, step included. param[n]: gets master, cast to its dtype. grad is
+    only read.
 
     Raises ValueError for other shapes, dtypes, strides or rates.
     """

@@ -274,6 +274,7 @@ def gpt_step(
     `weights` are those of `gpt_weights`; `windows` holds the sliding window of each causal layer,
     None for none: a window W < seq_len shows a token W (1 - W / (2 seq_len)) keys on average, in
     the place of seq_len / 2.
+
     Forward once, backward twice; what is recomputed (attention's scores, checkpointed layers) does
     not count, and neither do elementwise ops. MFU = gpt_step / (step seconds * devices * peak
     FLOP/s). PaLM's formula (Chowdhery et al. 2022, arXiv:2204.02311, appendix B; 6 N + 12 L H Q T

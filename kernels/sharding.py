@@ -2,10 +2,10 @@
 
 ``register_shardings()`` tells torch which shards of an operator's inputs give which shard of its
 outputs, one mesh axis at a time: for every letter of the op's einsum (see `runtime.op`), inputs and
-outputs are sharded along its dims. An input without the letter is replicated, an output
-without it a partial sum. "..." are all leading dims; "_" is a dim that no rank may cut; "whole" an
-output that every rank has. Without this an operator refuses DTensors. Whatever else is asked for,
-DTensor gathers first. An axis that cuts heads or pairs must divide their number.
+outputs are sharded along its dims. An input without the letter is replicated, an output without it
+a partial sum. "..." are all leading dims; "_" is a dim that must not be sharded; "whole" an output
+that is replicated. Without this an operator refuses DTensors. For any other placement DTensor
+gathers first. An axis over which heads or pairs are sharded must divide their number.
 
 Nothing else imports this file: DTensor takes seconds to import, and plain tensors need none of it.
 The ops' torch paths are made of torch's own operators, which have rules already.

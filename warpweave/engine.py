@@ -68,7 +68,7 @@ class StepResult:
 
     @property
     def loss(self) -> Tensor:
-        """The sum of all losses, of which the step's gradient is."""
+        """The sum of all losses, whose gradient the step uses."""
         first, *others = self.losses.values()
         return sum(others, start=first)
 
@@ -355,8 +355,7 @@ class Engine:
         """Loss of [n, micro_batch_size, S] sequences per data replica, no dropout, 0-dim.
 
         Data replicas may have different sequences; the mean is over the valid tokens of all. As in
-        a step, auxiliary losses are added.
-        `documents` are as for `step`, [n, micro_batch_size, boundaries].
+        a step, auxiliary losses are added. `documents` are as for `step`, of n micro-batches.
         """
         size, length = self.micro_batch_size, self.config.seq_len
         fits = len(tokens) > 0 and tuple(tokens.shape[1:]) == (size, length)

@@ -387,8 +387,8 @@ def reported(
 def leave(code: int) -> NoReturn:
     """End this process without the interpreter's shutdown.
 
-    Threads of process groups may outlive it: after a run that went well, one rank in some
-    dozens was seen to abort (torch 2.13, "terminate called without an active exception").
+    Threads of process groups may outlive it: after a run that went well, one rank in some dozens
+    was seen to abort (torch 2.13, "terminate called without an active exception").
     """
     sys.stdout.flush()
     sys.stderr.flush()

@@ -130,8 +130,7 @@ def attention_fwd_kernel(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, table_ptr, sinks_p
     i = tl.arange(0, BLOCK_M)
     q_pos = position + drawn(BLOCK_M, ALIGNED) * q_stripes
 
-    # 2. The sums start from earlier calls (`into`), from a sink (a logit without a value) or from
-    # 0.
+    # 2. The sums start from earlier calls (`into`), a sink (a logit without a value) or 0.
     ACC: tl.constexpr = lse_ptr.dtype.element_ty
     BASE: tl.constexpr = 1.0 if q.dtype == tl.float32 else LOG2E
     acc = tl.zeros((BLOCK_M, BLOCK_D), ACC)

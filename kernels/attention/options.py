@@ -276,9 +276,14 @@ def check_dtype(name: str, dtype: torch.dtype | None) -> None:
 
 
 class Upstream(NamedTuple):
-    """What the backward is given of the rows of q, of all their keys: the gradient do[B, S, Hq, D]
-    of o, lse[B, Hq, S], and delta[B, Hq, S] of `attention_delta` or o itself. o is given where no
-    gradient came through lse: it spares the CPU path a copy, and delta may then be None."""
+    """What the backward of some rows of q needs besides q, k and v; all of it is over all keys.
+
+    Attributes:
+        do: [B, S, Hq, D], the gradient of o.
+        lse: [B, Hq, S].
+        delta: [B, Hq, S], of `attention_delta`; may be None if o is given.
+        o: [B, S, Hq, D], given if no gradient came through lse; it saves the CPU path a copy.
+    """
 
     do: torch.Tensor
     lse: torch.Tensor
@@ -286,7 +291,7 @@ class Upstream(NamedTuple):
     o: torch.Tensor | None = None
 
     def part(self, rows: slice, heads: slice) -> Upstream:
-        """That of some rows and heads of q."""
+        """The same for some rows and heads of q."""
         do, lse, delta, o = self
         return Upstream(
             do[:, rows, heads],

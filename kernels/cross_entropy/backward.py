@@ -3,8 +3,8 @@
 `cross_entropy_bwd` needs the lse over all shards, no communication; `vocabulary` has the formula.
 Saved for it: the logits, which exist anyway, and lse[N], from which the softmax is recomputed. It
 reads the logits once and writes dlogits once, in place if allowed; the kernel does not read ignored
-rows. Computed in float32 (float64 for float64); dlogits have the dtype
-of the logits.
+rows. Computed in float32 (float64 for float64); dlogits have the dtype of the
+logits.
 """
 
 from __future__ import annotations

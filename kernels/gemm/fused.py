@@ -10,9 +10,8 @@
 act: see `activation`; with a gated one z[M, N] has gate and up interleaved, and y is [M, N/2]. act
 is applied to z as rounded to its dtype, so that recomputation from a saved z gives the same h.
 
-Any strides; sums in float32 (float64 for float64), with
-`out_dtype` float32 unrounded. float32 operands are multiplied exactly ("ieee") or on tensor cores
-("tf32", "tf32x3").
+Any strides; sums in float32 (float64 for float64), with `out_dtype` float32 unrounded. float32
+operands are multiplied exactly ("ieee") or on tensor cores ("tf32", "tf32x3").
 
 Products without an epilogue are torch's (cuBLAS; `cpu` on a CPU), which is faster than a Triton
 kernel. Triton also adds a 16-bit product to a float32 buffer, for which torch would need another

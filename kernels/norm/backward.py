@@ -48,8 +48,7 @@ def norm_bwd_kernel(dy_ptr, ds_ptr, s_ptr, weight_ptr, mean_ptr, rstd_ptr, token
                     E: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr,
                     ROWS: tl.constexpr, BLOCK_E: tl.constexpr):  # fmt: skip
     # 1. This program has tiles pid, pid + programs, ...; its partial sums are in registers. With
-    # that
-    #    of x_bias there are none left for the weight, which is then loaded with every row.
+    #    those of x_bias none are left for the weight, which is then loaded with every row.
     col = tl.arange(0, BLOCK_E)[None, :]
     if dx_bias_ptr is None:
         weight = vector(weight_ptr, col, E)

@@ -116,8 +116,8 @@ def norm_fwd(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """(y, s, mean or None, rstd): the forward half of both norms, of LayerNorm if `layer`.
 
-    Arguments and errors as `rms_norm`. y is new; s is x itself if
-    nothing is added to x and nothing dropped. mean and rstd are [...], fp32 (fp64).
+    Arguments and errors as `rms_norm`. y is new; s is x itself if nothing is added
+    to x and nothing dropped. mean and rstd are [...], fp32 (fp64).
     """
     terms = Terms(residual, x_bias, drop)
     impl = choose(impl, x, weight, bias, *terms.tensors)

@@ -1,5 +1,5 @@
 """Fused communication and GEMM: all-gather -> GEMM, GEMM -> reduce-scatter and GEMM -> all-reduce
-in one or two Triton kernels over symmetric memory.
+in Triton kernels over symmetric memory.
 
     symmetric   the memory: a segment per rank that all ranks can read and write, flags, epochs
     signals     publish and await flags, in a kernel

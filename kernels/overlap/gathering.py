@@ -1,12 +1,12 @@
 """Fused communication as layers use it (overlap="fused"): the input of a product that the product's
 own kernel gathers, and a product whose kernel sums over the ranks.
 
-column-parallel   forward    all-gather -> GEMM in one kernel, this rank's shard first (`Gathering`)
-                  backward   whole collectives hidden behind the GEMMs of dx and dW; if dW is
-                             deferred or not needed, GEMM -> reduce-scatter in one kernel
-row-parallel      forward    GEMM -> reduce-scatter (or all-reduce), bias, dropout and residual in
-                             one kernel
-                  backward   all-gather -> GEMM in one kernel; the gathered dy is used for dW, too
+    column-parallel   forward    all-gather -> GEMM fused, this rank's shard first (`Gathering`)
+                      backward   whole collectives hidden behind the GEMMs of dx and dW; if dW is
+                                 deferred or not needed, GEMM -> reduce-scatter fused
+    row-parallel      forward    GEMM -> reduce-scatter (or all-reduce) fused, with bias, dropout
+                                 and residual after the sum
+                      backward   all-gather -> GEMM fused; the gathered dy is used for dW, too
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     with pairs (x1, x2) of a head:    y1 = x1 cos - x2 sin      y2 = x2 cos + x1 sin
 
-The first R dims of a head are rotated (partial rotary: GPT-NeoX, Phi). Pairs are (i, i +
-R/2), the two halves (Llama, GPT-NeoX), or (2i, 2i + 1), `interleaved` (GPT-J, the paper).
+The first R dims of a head are rotated (partial rotary: GPT-NeoX, Phi). Pairs are
+(i, i + R/2), the two halves (Llama, GPT-NeoX), or (2i, 2i + 1), `interleaved` (GPT-J, the paper).
 
 x, y: [B, S, H, D]; cos, sin: [S, R/2], of `table`, hold the angles of the *global* positions of the
 local rows, so any sharding of S (zigzag context parallelism) or of H (tensor parallelism) is exact.

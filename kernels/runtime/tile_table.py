@@ -42,8 +42,8 @@ class AttentionTile(NamedTuple):
 
 
 class GemmTile(NamedTuple):
-    """The tile of a product: its rows, columns and depth per step, rows of tiles per group of
-    the walk, programs per multiprocessor, and Triton's launch options."""
+    """The tile of a product: its rows, columns and depth per step, rows of tiles per group of the
+    walk, programs per multiprocessor, and Triton's launch options."""
 
     m: int
     n: int

@@ -160,7 +160,8 @@ class FlatGradients:
         """Wait for the reduction over `group`, add it to the reduced slice, free the flat buffer.
 
         After the step's last micro-batch this starts the all-reduce over replicas; `finish` ends
-        it."""
+        it.
+        """
         if self._in_flight is None:
             return
         work, out = self._in_flight

@@ -14,7 +14,7 @@ overlap with the products next to them:
     bulk      the default: blocking, but in the backward of a column-parallel product the all-gather
               of x is hidden behind the GEMM of dx, and the reduction of dx behind the GEMM of dW
     chunked   a product in chunks of tokens, each hiding the messages of another chunk (`chunked`)
-    fused     collective and product in one kernel, through symmetric memory (`kernels.overlap`)
+    fused     within the product's kernels, tile by tile, over symmetric memory (`kernels.overlap`)
 
     time of a row-parallel product and its reduction
 
@@ -26,8 +26,8 @@ overlap with the products next to them:
 
 The results are equal, up to rounding where sums are associated differently. In "chunked" and
 "fused" the backward of a column-parallel product is that of "bulk", but where dW is deferred or not
-needed "fused" has GEMM -> reduce-scatter in one kernel.
-``benchmarks/overlap.py`` prints which word is fastest on the ranks that it runs on.
+needed "fused" has GEMM -> reduce-scatter fused. ``benchmarks/overlap.py`` prints which word is
+fastest on the ranks that it runs on.
 
 Types and conventions are those of ``tensor``.
 """

@@ -107,8 +107,8 @@ def from_hf(folder: str | Path) -> HFFolder:
 
     Its ``config.seq_len`` is the longest sequence that the folder names, 131072 of Llama 3.1. With
     rotary positions a shorter one is the same model: ``replace(found.config, seq_len=2048)`` is
-    what to train, shard over ranks or estimate the memory of (``train --init-from --seq-len
-    2048``).
+    what to train, shard over ranks or estimate the memory of
+    (``train --init-from --seq-len 2048``).
 
     Raises `ConvertError` in one line: no such folder, no config.json or safetensors in it, an
     unknown model_type, what a GPT of ours cannot be, tensors missing, left over, quantised or of a

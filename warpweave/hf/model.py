@@ -45,8 +45,8 @@ def apply(
 
     Norms and feed-forward modules are compared one of each kind, attention and loss by the whole
     model on a few tokens (twice, once with padding). The comparison changes neither gradients nor
-    random state. Names of parameters, `state_dict` and the signature of `forward` stay.
-    Call it before the model is wrapped (DDP, FSDP, compile), before or after peft.
+    random state. Names of parameters, `state_dict` and the signature of `forward` stay. Call it
+    before the model is wrapped (DDP, FSDP, compile), before or after peft.
 
     Args:
         model: a transformers model, or one in peft's; of any other `nn.Module`, norms and

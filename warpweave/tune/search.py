@@ -146,7 +146,8 @@ def best(problem: Problem, found: Sequence[Tile], bench: Bench) -> tuple[Tile, f
 
     The fastest few of a first pass are timed again, because the fastest of many may have been
     lucky; a tile that is not faster by `GAIN` in that second pass, or fails in another call, is
-    rejected."""
+    rejected.
+    """
     shipped, call = found[0], bench.call(problem)
     calls = {tile: _under(problem, tile, call) for tile in found}
     first = _ratios(interleave(calls, bench.timer, rounds=ROUNDS), shipped)
