@@ -63,7 +63,7 @@ class _RankState:
     held: dict[tuple[str, int, int], Tensor] = field(default_factory=dict)
     newest: dict[int, int] = field(default_factory=dict)  # stage -> version that UPDATE made last
 
-    def renumbered(self, mbs: int, versions: int) -> _RankState:
+    def shifted(self, mbs: int, versions: int) -> _RankState:
         """The same with both added to its numbers, without events that nothing can wait for."""
         ended = {(s, i) for op, s, i, _ in self.done if op == W}
         return _RankState(
@@ -132,7 +132,7 @@ def execute(
             stage.start()
     first = run.microbatches, run.versions
     before = {rank: run.ranks.get(rank, _RankState()) for rank in transport.ranks(lists)}
-    states = {rank: state.renumbered(-first[0], -first[1]) for rank, state in before.items()}
+    states = {rank: state.shifted(-first[0], -first[1]) for rank, state in before.items()}
 
     def program(rank: int, state: _RankState) -> Generator[Receive, Tensor, None]:
         yield from _run_rank(rank, lists, stages, transport, state, first)
@@ -141,7 +141,7 @@ def execute(
 
     transport.drive({rank: program(rank, state) for rank, state in states.items()})
     if in_flight is not None:
-        run.ranks |= {rank: state.renumbered(*first) for rank, state in states.items()}
+        run.ranks |= {rank: state.shifted(*first) for rank, state in states.items()}
 
 
 def _check_closed(rank: int, state: _RankState) -> None:
