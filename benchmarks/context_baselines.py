@@ -106,7 +106,7 @@ def exact_ring(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 # ---------------------------------------------------------------- Ulysses
 
 
-class _Trade(torch.autograd.Function):
+class _AllToAll(torch.autograd.Function):
     """x cut along `cut` is joined along `join`, one all-to-all; backward the other way round."""
 
     @staticmethod
@@ -120,13 +120,13 @@ class _Trade(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dx):
-        return _Trade.apply(dx, *ctx.dims), None, None
+        return _AllToAll.apply(dx, *ctx.dims), None, None
 
 
 def plain_ulysses(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """See the module."""
-    q, k, v = (_Trade.apply(x, 1, 2) for x in (q, k, v))
-    return _Trade.apply(F.scaled_dot_product_attention(q, k, v, is_causal=True), 2, 1)
+    q, k, v = (_AllToAll.apply(x, 1, 2) for x in (q, k, v))
+    return _AllToAll.apply(F.scaled_dot_product_attention(q, k, v, is_causal=True), 2, 1)
 
 
 # ---------------------------------------------------------------- ring self-attention

@@ -56,22 +56,22 @@ def test_tiles_are_those_of_the_keys_that_a_query_sees(mask: dict, keys: int) ->
 
 
 def test_only_a_pair_of_groups_has_a_nearer_link() -> None:
-    """What a hybrid trades goes over the near link, its ring and all of Ulysses over the other."""
+    """A hybrid's all-to-alls use the near link, its ring and all of Ulysses the other."""
     for options, strategy in (({}, "ulysses"), ({"ulysses": 2}, "hybrid")):
         of = {
             near: costs(**options, links=Links(1e9, 1e30, near))[strategy] for near in (None, 5e8)
         }
-        traded = {"ulysses": 0, "hybrid": None}[strategy]
-        if traded is None:
+        near_bytes = {"ulysses": 0, "hybrid": None}[strategy]
+        if near_bytes is None:
             ring = costs(SequenceLayout(0, 2, "contiguous"), heads=8, kv_heads=2)["ring"]
             whole = sum(dataclasses.astuple(of[None])[1:3])
-            traded = whole - ring.forward - ring.backward  # of half the heads, on two ranks
-        assert of[5e8].exposed - of[None].exposed == pytest.approx(traded / 1e9, rel=0.01)
+            near_bytes = whole - ring.forward - ring.backward  # of half the heads, on two ranks
+        assert of[5e8].exposed - of[None].exposed == pytest.approx(near_bytes / 1e9, rel=0.01)
 
 
 def test_memory_is_that_of_the_buffers() -> None:
     """Two messages of K‖V and fp32 dK‖dV and a tile's gradient; all or two heads of all K‖V; and
-    what is traded, sent and received."""
+    what all-to-alls send and receive."""
     found = {name: cost.memory for name, cost in costs().items()}
     assert found["ring"] == 2 * (KV + 2 * KV) + 2 * KV
     assert found["gather"] == 4 * (2 * KV + 3 * 2 * KV)
@@ -114,7 +114,7 @@ def test_the_least_exposed_that_fits_is_marked_and_a_tie_goes_to_fewer_messages(
         ("ring", STRIPED, None, 1, None),
         ("hybrid", STRIPED, 2, 4, "needs a zigzag or contiguous layout, got striped"),
         ("hybrid", STRIPED, 1, 4, None),  # a ring alone
-        ("hybrid", STRIPED, 4, 4, None),  # a trade alone
+        ("hybrid", STRIPED, 4, 4, None),  # Ulysses alone
         ("hybrid", ZIGZAG, 2, 2, None),
         ("hybrid", ZIGZAG, 2, 1, "Ulysses over 2 ranks .* got 1"),
         ("ulysses", STRIPED, None, 4, None),

@@ -43,7 +43,7 @@ def _run(
         sent.append(0 if send is None else send.numel() * send.element_size())
         return exchange(send, recv, *ends)
 
-    def trade(send, recv, sizes, recv_sizes, group):
+    def swap(send, recv, sizes, recv_sizes, group):
         sent.append((send.numel() - sizes[dist.get_rank(group)]) * send.element_size())
         return all_to_all(send, recv, sizes, recv_sizes, group)
 
@@ -60,7 +60,7 @@ def _run(
     inputs, (do, _) = case.shard(rank)
     inputs = [x.clone().requires_grad_() for x in inputs]
     with (
-        mock.patch.multiple(messages, start_exchange=hop, start_all_to_all=trade),
+        mock.patch.multiple(messages, start_exchange=hop, start_all_to_all=swap),
         mock.patch.multiple(gather, start_all_gather=collect, start_reduce_scatter=scatter),
         peak,
     ):
