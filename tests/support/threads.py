@@ -71,7 +71,7 @@ class Turns:
         if self.over or not self.waits or self.waits.keys() != self.left:
             return
         if not any(ready() for _, ready in self.waits.values()):
-            waits = ", ".join(f"rank {r} for {what}" for r, (what, _) in self.waits.items())
+            waits = ", ".join(f"rank {r} for {what}" for r, (what, _) in sorted(self.waits.items()))
             raise RuntimeError(f"all ranks that are left wait: {waits}")
 
     def end(self, rank: int, failed: bool) -> None:
