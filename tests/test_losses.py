@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from itertools import product
 from unittest import mock
 
@@ -185,6 +186,38 @@ def test_a_loss_reaches_a_stage_whose_activation_needs_no_gradient() -> None:
     stage.forward(0, None)
     stage.backward(0, torch.ones(2, **WIDE))
     assert weight.grad.tolist() == [3, 3]
+
+
+def test_a_modules_loss_of_the_models_name_is_added_to_it() -> None:
+    weight = nn.Parameter(torch.full((2,), 2.0, **WIDE))
+    module = nn.Module()
+    module.weight, module.forward = weight, lambda x: (x * weight, {LOSS: weight.sum()})
+    stage = ModuleStage(
+        module, inputs=lambda mb: torch.ones(2, **WIDE), loss=lambda mb, y: 3 * y.sum()
+    )
+    stage.forward(0, None)
+    stage.backward(0, None)
+    assert (stage.losses[0][LOSS].item(), weight.grad.tolist()) == (16, [4, 4])
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["fused", "cut and recomputed"])
+def test_a_loss_that_depends_on_nothing_is_counted_and_has_no_gradient(recompute) -> None:
+    """Of a router that no token has reached, or a number to be reported."""
+    grads, losses = _truth(4)
+    segments = _segments(recompute)
+
+    def fn(x, batch):
+        y, own = split_losses(segments[1].fn(x, batch))
+        return y, {"idle": torch.tensor(0.25, **WIDE), **own}
+
+    chain = ChainStage([segments[0], replace(segments[1], fn=fn), *segments[2:]])
+    chain.begin(_batches())
+    for mb in range(MICRO_BATCHES):
+        chain.forward(mb, None)
+        chain.backward(mb, None)
+    chain.reduce()
+    _close([p.grad for unit in chain.units for _, p in unit.params], grads)
+    _same_losses(chain.losses, [{**of, "idle": torch.tensor(0.25, **WIDE)} for of in losses])
 
 
 # ----------------------------------------------------------------------------- GPT on any mesh

@@ -11,7 +11,8 @@ any segment of it, returns y or (y, losses):
 A loss is 0-dim, in the dtype in which it is to be summed (float32 or wider), and already divided by
 the number of tokens of the whole global batch: this micro-batch's and this data and context rank's
 share of one sum, the same on every tensor rank. Losses of one name are added. Each is a root of the
-stage's backward pass, beside y, and its gradient is 1 (times the loss scale).
+stage's backward pass, beside y, and its gradient is 1 (times the loss scale); one that depends on
+no parameter is only counted.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from torch.func import functional_call
 
 from warpweave.kernels.runtime.wgrad import WeightGradients, collect
 from warpweave.parallel.pipeline.interface import Like
-from warpweave.parallel.pipeline.losses import LOSS, Losses, Output, split_losses
+from warpweave.parallel.pipeline.losses import LOSS, Losses, Output, add_losses, split_losses
 
 
 class ModuleStage:
@@ -80,7 +80,9 @@ class ModuleStage:
         given = self._inputs(mb) if self._inputs is not None else x
         y, losses = split_losses(self._at(version, mb)(given))
         if self._loss is not None:
-            losses, y = {LOSS: self._loss(mb, y), **losses}, None
+            total = {LOSS: self._loss(mb, y)}
+            add_losses(total, losses)
+            losses, y = total, None
         self.losses[mb] = {name: loss.detach() for name, loss in losses.items()}
         ends = [
             get_gradient_edge(end) if end is not None and end.requires_grad else None

@@ -83,8 +83,10 @@ class _Chain:
 
 
 def _roots(y: Tensor | None, losses: Losses) -> tuple[Tensor, ...]:
-    """The roots of a segment's backward pass: its activation, if there is one, and its losses."""
-    return (*(() if y is None else (y,)), *losses.values())
+    """The roots of a segment's backward pass: its activation, if there is one, and its losses that
+    depend on anything."""
+    ends = (loss for loss in losses.values() if loss.requires_grad)
+    return (*(() if y is None else (y,)), *ends)
 
 
 @dataclass
