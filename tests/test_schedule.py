@@ -456,8 +456,10 @@ def stuck_if_drained(lists, posts) -> bool:
     """Whether ranks get stuck that wait, before they compute, for all that they have started.
 
     The rule of NCCL and a host that waits for its device, written once more: a message is a pair of
-    kernels that end together, ranks are taken in turn, one action each.
+    kernels that end together, ranks are taken in turn, one action each. A TIE is a message each
+    way, and the sum of both.
     """
+    met: set[tuple[int, int]] = set()  # (rank, number of its TIE)
     ends: dict[tuple, set[int]] = {}  # (payload, receiving stage, micro-batch) -> who has begun
     at, begun = [0] * len(lists), [None] * len(lists)
 
@@ -481,6 +483,11 @@ def stuck_if_drained(lists, posts) -> bool:
                 assert rank in ends[action.op, action.stage, action.mb], "taken, never posted"
             elif any(who == {rank} for who in ends.values()):
                 continue
+            elif action.op == "TIE":
+                number = sum(a.op == "TIE" for a in actions[: at[rank]])
+                met.add((rank, number))
+                if sum(n == number for _, n in met) < 2:
+                    continue
             at[rank] += 1
         if (list(at), list(begun)) == before:
             return at != [len(actions) for actions in lists]
@@ -535,6 +542,20 @@ def test_receives_that_must_be_early_are_those_on_their_way() -> None:
     lists = with_comm(interleaved(2, 4, 2))
     moved = early(lists, posted_at_need(lists))
     assert (moved["2RECV_B1"], moved["1RECV_B0"]) == ("0F3", "1F2")
+
+
+def test_a_rank_at_a_tie_has_posted_what_the_other_end_must_send_first() -> None:
+    """An update after each micro-batch: 0F1's message is on its way when rank 1 comes to its first
+    TIE, and rank 0 does not come to its own before that has ended."""
+    end = "{0}REDUCE_GRAD,{0}TIE,{0}UPDATE@{1}"
+    rows = ("0F0,0F1,0B0", "0B1"), ("1F0,1B0", "1F1@1,1B1@1")
+    text = [",".join((a, end.format(s, 1), b, end.format(s, 2))) for s, (a, b) in enumerate(rows)]
+    lists = with_comm(from_csv("\n".join(text)))
+    validate(lists, staleness=1)
+    posts = posted_at_need(lists)
+    assert early(lists, posts) == {"1RECV_F1": "1TIE"}
+    assert stuck_if_drained(lists, at_their_places(lists))
+    assert not stuck_if_drained(lists, posts)
 
 
 def test_one_receive_of_each_link_is_posted_ahead() -> None:

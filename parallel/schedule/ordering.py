@@ -153,15 +153,18 @@ def posted_at_need(lists: Schedule) -> dict[Position, list[Action]]:
     1     3SEND_B1               1F2             2RECV_B1, which comes after 0F3
     ====  =====================  ==============  ========================================
 
-    So the lists are walked with every action that is no message waiting like this; where all ranks
-    are stuck, each posts the receives of messages that have been sent to it.
+    So the lists are walked with every action that is no message waiting like this, and a TIE for
+    its peer's, too; where all ranks are stuck, each posts the receives of messages that have been
+    sent to it.
     """
     order(lists, begun_before(lists))  # which says so of lists that are stuck for another reason
     rank_of = placement(lists)
+    last = len(rank_of) - 1
     posts: dict[Position, list[Action]] = {}
     early: set[Action] = set()
     sent: dict[Action, int] = {}  # receive that nobody has posted yet -> the rank that has sent it
     waiting: dict[Action, int] = {}  # receive that nobody has sent yet -> the rank that waits
+    tied: dict[int, list[int]] = {}  # stage -> the indices of its TIEs that have begun
     at = [0] * len(lists)
 
     def post(receive: Action) -> None:
@@ -178,8 +181,13 @@ def posted_at_need(lists: Schedule) -> dict[Position, list[Action]]:
         elif action.op in RECEIVES:
             if action not in early:
                 post(action)
-        else:
-            return rank not in sent.values() and rank not in waiting.values()
+        elif rank in sent.values() or rank in waiting.values():
+            return False
+        elif action.op == TIE and len(tied_stages(rank_of)) == 2:
+            mine, peer = (tied.setdefault(s, []) for s in (action.stage, last - action.stage))
+            if at[rank] not in mine:
+                mine.append(at[rank])
+            return len(peer) >= len(mine)
         return True
 
     while True:
