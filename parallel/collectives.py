@@ -69,6 +69,14 @@ def group_rank(group: dist.ProcessGroup | None) -> int:
     return 0 if group is None else dist.get_rank(group)
 
 
+def by_gloo(group: dist.ProcessGroup | None, device: torch.device) -> bool:
+    """Whether messages of `device` within `group` are gloo's: a posted receive is then a buffer.
+
+    On NCCL it is a kernel that runs until the message comes.
+    """
+    return f"{device.type}:gloo" in dist.get_backend_config(group)
+
+
 # ---------------------------------------------------------------- asynchronous, without gradients
 
 

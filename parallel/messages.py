@@ -35,7 +35,7 @@ from typing import NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from warpweave.parallel.collectives import Pending, start_all_to_all, start_exchange
+from warpweave.parallel.collectives import Pending, by_gloo, start_all_to_all, start_exchange
 
 T = TypeVar("T")
 
@@ -93,7 +93,7 @@ def run_on_group(
                 return stop.value
             if isinstance(message, AllToAll):
                 pending.append(start_all_to_all(*message, inner_group))
-            elif message is not None and overlap and _by_gloo(message, group):
+            elif message is not None and overlap and _on_cpu_by_gloo(message, group):
                 pending.append(thread.submit(start_exchange, *message, group))
             elif message is not None:
                 pending.append(start_exchange(*message, group))
@@ -103,9 +103,9 @@ def run_on_group(
                 pending = []
 
 
-def _by_gloo(hop: Hop, group: dist.ProcessGroup | None) -> bool:
-    tensors = [x for x in (hop.send, hop.recv) if x is not None and x.device.type == "cpu"]
-    return bool(tensors) and "cpu:gloo" in dist.get_backend_config(group)
+def _on_cpu_by_gloo(hop: Hop, group: dist.ProcessGroup | None) -> bool:
+    tensor = hop.recv if hop.send is None else hop.send
+    return tensor is not None and tensor.device.type == "cpu" and by_gloo(group, tensor.device)
 
 
 # ------------------------------------------------------------------ all ranks in a process

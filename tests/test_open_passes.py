@@ -160,7 +160,7 @@ def test_pipedream_in_open_passes_is_the_delayed_rule_bit_for_bit(p: int, split:
 
 def _on_gloo(rank: int, p: int, each: int, count: int) -> list[Tensor]:
     passes = _passes(p, each, count)
-    transports = [Distributed(one, dist.group.WORLD, open=True, timeout=300) for one in passes]
+    transports = [Distributed(one, dist.group.WORLD, open_pass=True, timeout=300) for one in passes]
     stages = _build(p, each * count, range(rank, rank + 1))
     _run(stages, transports, passes, each, count)
     return _weights(stages)

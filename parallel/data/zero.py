@@ -22,7 +22,7 @@ from torch import Tensor
 from warpweave.kernels.adamw import sum_of_squares
 from warpweave.parallel.data.optimizer import LossScale, Piece, Rule
 from warpweave.parallel.data.unit import Unit
-from warpweave.parallel.mesh import ConnectedMesh, factors
+from warpweave.parallel.mesh import AXES, ConnectedMesh, factors
 
 
 class ZeroOptimizer:
@@ -82,7 +82,7 @@ class ZeroOptimizer:
     def sum_partials(self) -> None:
         """All-reduce the gradients of replicated parameters whose ranks see different tokens
         (`ParamRecord.partial`: sequence parallelism)."""
-        for axis in self.mesh.coords:
+        for axis in AXES:
             group = self.mesh.group(axis)
             pieces = [piece for unit in self.units for piece in unit.partial_grads(axis)]
             if group is None or not pieces:

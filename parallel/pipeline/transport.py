@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from warpweave.kernels.runtime.dtypes import DTYPES
-from warpweave.parallel.collectives import group_rank, group_size
+from warpweave.parallel.collectives import by_gloo, group_rank, group_size
 from warpweave.parallel.pipeline.interface import Like, Receive, Stage
 from warpweave.parallel.schedule.actions import (
     RECV_B,
@@ -170,8 +170,8 @@ class Distributed:
         timeout: seconds.
         staleness: the largest number of versions by which a gradient may be older than the weights
             that it updates.
-        open: `lists` are a pass that is left open (`schedule.open_passes`) of a run that the caller
-            has validated.
+        open_pass: `lists` are a pass that is left open (`schedule.open_passes`) of a run that the
+            caller has validated.
 
     Building one is collective over `group`, and its members must have built the same number of
     process groups before (torch derives the new groups' names from that number). It cannot be used
@@ -190,9 +190,9 @@ class Distributed:
         device: torch.device | str = "cpu",
         timeout: float = 300.0,
         staleness: int = 0,
-        open: bool = False,
+        open_pass: bool = False,
     ) -> None:
-        if open:
+        if open_pass:
             validate_pass(lists)
         else:
             validate(lists, staleness=staleness)
@@ -204,17 +204,12 @@ class Distributed:
         self._device = torch.device(device)
         self._rank_of = placement(lists)
         self._arrived = acknowledged(lists)
-        self._posts = (posted_ahead if self._waits_in_buffers() else posted_at_need)(lists)
+        ahead = group is None or by_gloo(group, self._device)
+        self._posts = (posted_ahead if ahead else posted_at_need)(lists)
         self._table: dict[tuple[int, int], Like] | None = None
         self._communicators = self._connect()
         self._posted: dict[Action, tuple[dist.Work, Tensor]] = {}
         self._sending: dict[Action, tuple[Link, dist.Work, Tensor]] = {}
-
-    def _waits_in_buffers(self) -> bool:
-        """Whether a posted receive is only a buffer, and not a running kernel."""
-        if self._group is None:
-            return True
-        return f"{self._device.type}:gloo" in dist.get_backend_config(self._group)
 
     def _connect(self) -> dict[Link, ProcessGroup]:
         """Create the communicators, and send one message on every link."""
