@@ -39,7 +39,7 @@ the ``spmd_typecheck`` rules below.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -84,13 +84,13 @@ class Pending:
     """A collective that has been started; ``wait()`` returns its result (on CUDA in stream order,
     without a host sync)."""
 
-    def __init__(self, work: dist.Work | None, finish: Callable[[], torch.Tensor]) -> None:
+    def __init__(self, work: dist.Work | None, finish: Callable[[], Any]) -> None:
         self._work = work
         self._finish = (
             finish  # holds the buffers, so none is freed while a transfer reads or writes it
         )
 
-    def wait(self) -> torch.Tensor:
+    def wait(self) -> Any:
         """The result; the current stream (on a CPU, the caller) waits for the collective."""
         if self._work is not None:
             self._work.wait()
@@ -202,22 +202,46 @@ def start_exchange(
     Returns:
         A ``Pending`` whose result is `recv`.
     """
+    sends = [] if send is None else [(send, dest)]
+    receives = [] if recv is None else [(recv, source)]
+    batch = start_batch(sends, receives, group)
+    return Pending(None, lambda: (batch.wait(), send, recv)[2])
+
+
+def start_batch(
+    sends: Sequence[tuple[torch.Tensor, int]],
+    receives: Sequence[tuple[torch.Tensor, int]],
+    group: dist.ProcessGroup,
+) -> Pending:
+    """Start messages to and from ranks of `group` that begin and end together.
+
+    Args:
+        sends: contiguous tensors, and the rank that each goes to; not to be written before
+            ``wait()``.
+        receives: buffers of the dtype and size of what is sent, and the rank that each is filled
+            from; not to be read or written before ``wait()``. What one rank sends another arrives
+            in the order of either list.
+
+    Returns:
+        A ``Pending`` whose result is `receives`.
+    """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     # One batch: NCCL deadlocks when two ranks order single sends and receives differently.
-    ends = (dist.isend, send, dest), (dist.irecv, recv, source)
-    batch = [dist.P2POp(op, x, group=group, group_peer=at) for op, x, at in ends if x is not None]
+    ends = [(dist.isend, *send) for send in sends] + [(dist.irecv, *recv) for recv in receives]
+    batch = [dist.P2POp(op, x, group=group, group_peer=at) for op, x, at in ends]
     works = dist.batch_isend_irecv(batch) if batch else []
 
-    def finish() -> torch.Tensor | None:
+    def finish() -> Any:
         try:
             while works:
                 works.pop().wait()
         except RuntimeError as error:
+            peers = sorted({at for _, _, at in ends})
             raise RuntimeError(
-                f"rank {rank} of {size}: the message from rank {source} or that to rank {dest} "
-                f"failed: {str(error).splitlines()[0]}"
+                f"rank {rank} of {size}: a message from or to ranks {peers} failed: "
+                f"{str(error).splitlines()[0]}"
             ) from error
-        return (send, recv)[1]
+        return (sends, receives)[1]
 
     return Pending(None, finish)
 

@@ -35,7 +35,7 @@ from typing import NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from warpweave.parallel.collectives import Pending, by_gloo, start_all_to_all, start_exchange
+from warpweave.parallel.collectives import Pending, by_gloo, start_all_to_all, start_batch
 
 T = TypeVar("T")
 
@@ -52,6 +52,27 @@ class Hop(NamedTuple):
     dest: int
     source: int
 
+    @property
+    def batch(self) -> Batch:
+        """The same as a `Batch`."""
+        return Batch(
+            [] if self.send is None else [(self.send, self.dest)],
+            [] if self.recv is None else [(self.recv, self.source)],
+        )
+
+
+class Batch(NamedTuple):
+    """Messages between ranks of a group that begin and end together: one group of NCCL's.
+
+    Attributes:
+        sends: tensors, and the rank that each goes to.
+        receives: buffers, and the rank that each is filled from. What one rank sends another
+            arrives in the order of either list.
+    """
+
+    sends: Sequence[tuple[torch.Tensor, int]]
+    receives: Sequence[tuple[torch.Tensor, int]]
+
 
 class AllToAll(NamedTuple):
     """Messages between all ranks of a Ulysses group: the first ``send_sizes[0]`` elements go to
@@ -66,7 +87,7 @@ class AllToAll(NamedTuple):
 
 
 # A rank's algorithm: yields messages to start them, and None to wait for all pending ones.
-Steps = Generator["Hop | AllToAll | None", None, T]
+Steps = Generator["Hop | Batch | AllToAll | None", None, T]
 
 
 def run_on_group(
@@ -91,31 +112,34 @@ def run_on_group(
                 message = next(steps)
             except StopIteration as stop:
                 return stop.value
+            if isinstance(message, Hop):
+                message = message.batch
             if isinstance(message, AllToAll):
                 pending.append(start_all_to_all(*message, inner_group))
             elif message is not None and overlap and _on_cpu_by_gloo(message, group):
-                pending.append(thread.submit(start_exchange, *message, group))
+                pending.append(thread.submit(start_batch, *message, group))
             elif message is not None:
-                pending.append(start_exchange(*message, group))
+                pending.append(start_batch(*message, group))
             if message is None or not overlap:
                 for started in pending:
                     (started if isinstance(started, Pending) else started.result()).wait()
                 pending = []
 
 
-def _on_cpu_by_gloo(hop: Hop, group: dist.ProcessGroup | None) -> bool:
-    tensor = hop.recv if hop.send is None else hop.send
-    return tensor is not None and tensor.device.type == "cpu" and by_gloo(group, tensor.device)
+def _on_cpu_by_gloo(batch: Batch, group: dist.ProcessGroup | None) -> bool:
+    tensors = [x for x, _ in (*batch.sends, *batch.receives)]
+    cpu = torch.device("cpu")
+    return any(x.device == cpu for x in tensors) and by_gloo(group, cpu)
 
 
 # ------------------------------------------------------------------ all ranks in a process
 
 
 class _Ends(NamedTuple):
-    """The parts of a rank's message that are not delivered yet: their destinations and sources."""
+    """The parts of a rank's message that are not delivered yet, by destination and by source."""
 
-    sends: dict[int, torch.Tensor]
-    receives: dict[int, torch.Tensor]
+    sends: dict[int, list[torch.Tensor]]
+    receives: dict[int, list[torch.Tensor]]
 
 
 # For each kind of message (of each process group) those under way, in order.
@@ -138,7 +162,7 @@ def run_in_process(every: Sequence[Steps[T]], *, inner: int = 1, overlap: bool =
         RuntimeError: a deadlock, a rank that ends with pending messages, or two ends of a message
         that differ; names the ranks.
     """
-    queues: list[_Queues] = [{Hop: deque(), AllToAll: deque()} for _ in every]
+    queues: list[_Queues] = [{Batch: deque(), AllToAll: deque()} for _ in every]
     results: dict[int, T] = {}
     while len(results) < len(every):
         moved = False
@@ -148,7 +172,8 @@ def run_in_process(every: Sequence[Steps[T]], *, inner: int = 1, overlap: bool =
             moved = True
             try:
                 while (message := next(steps)) is not None:
-                    queues[rank][type(message)].append(_ends(rank, message, inner))
+                    kind = AllToAll if isinstance(message, AllToAll) else Batch
+                    queues[rank][kind].append(_ends(rank, message, inner))
                     if not overlap:
                         break
             except StopIteration as stop:
@@ -162,17 +187,22 @@ def run_in_process(every: Sequence[Steps[T]], *, inner: int = 1, overlap: bool =
     return [results[rank] for rank in range(len(every))]
 
 
-def _ends(rank: int, message: Hop | AllToAll, inner: int) -> _Ends:
+def _ends(rank: int, message: Hop | Batch | AllToAll, inner: int) -> _Ends:
     """A message with the global ranks of its peers."""
     first, place = rank - rank % inner, rank % inner
+    ends = _Ends({}, {})
+    if isinstance(message, AllToAll):
+        for i, x in enumerate(message.send.split(message.send_sizes), first):
+            ends.sends[i] = [x]
+        for i, x in enumerate(message.recv.split(message.recv_sizes), first):
+            ends.receives[i] = [x]
+        return ends
     if isinstance(message, Hop):
-        dest, source = (at * inner + place for at in (message.dest, message.source))
-        return _Ends(
-            {} if message.send is None else {dest: message.send},
-            {} if message.recv is None else {source: message.recv},
-        )
-    sends, receives = message.send.split(message.send_sizes), message.recv.split(message.recv_sizes)
-    return _Ends(*(dict(enumerate(parts, first)) for parts in (sends, receives)))
+        message = message.batch
+    for tensors, peers in zip(message, ends, strict=True):
+        for x, at in tensors:
+            peers.setdefault(at * inner + place, []).append(x)
+    return ends
 
 
 def _deliver(queues: list[_Queues]) -> bool:
@@ -184,13 +214,19 @@ def _deliver(queues: list[_Queues]) -> bool:
                 theirs = queues[peer][kind]
                 if not theirs or rank not in theirs[0].receives:
                     continue
-                part, into = queue[0].sends.pop(peer), theirs[0].receives.pop(rank)
-                if (part.numel(), part.dtype) != (into.numel(), into.dtype):
+                parts, buffers = queue[0].sends.pop(peer), theirs[0].receives.pop(rank)
+                if len(parts) != len(buffers):
                     raise RuntimeError(
-                        f"rank {rank} sends {part.numel()} elements of {part.dtype}, rank {peer} "
-                        f"receives {into.numel()} of {into.dtype}"
+                        f"rank {rank} sends {len(parts)} messages, rank {peer} receives "
+                        f"{len(buffers)}"
                     )
-                into.view(-1).copy_(part.view(-1))
+                for part, into in zip(parts, buffers, strict=True):
+                    if (part.numel(), part.dtype) != (into.numel(), into.dtype):
+                        raise RuntimeError(
+                            f"rank {rank} sends {part.numel()} elements of {part.dtype}, rank "
+                            f"{peer} receives {into.numel()} of {into.dtype}"
+                        )
+                    into.view(-1).copy_(part.view(-1))
                 moved = True
     for own in queues:
         for queue in own.values():

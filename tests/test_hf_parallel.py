@@ -155,7 +155,7 @@ def test_where_transformers_computes_in_float64_so_do_ranks(two):
 
 
 CUT = ("gather_product", "product_scatter")  # products that hide messages of cut tokens
-SENDS = {"ring": "start_exchange", "ulysses": "start_all_to_all", "gather": "start_all_gather"}
+SENDS = {"ring": "start_batch", "ulysses": "start_all_to_all", "gather": "start_all_gather"}
 
 
 def test_overlap_and_strategy_reach_products_and_attention(two):

@@ -50,9 +50,9 @@ ROOMS = {
     ),
     "warpweave.parallel": (
         ("words",),
-        ("shard", "layout", "collectives", "schedule", "symmetric"),
+        ("shard", "layout", "collectives", "algorithms", "schedule", "symmetric"),
         ("mesh", "messages"),
-        ("simulate", "context", "data", "tensor"),
+        ("run_collective", "simulate", "context", "data", "tensor"),
         ("pipeline",),
     ),
     "warpweave.checkpoint": (("files",), ("manifest",), ("steps",), ("read", "save")),
@@ -88,7 +88,11 @@ ROOMS = {
         ("command",),
     ),
 }
-STDLIB_ONLY = ("warpweave.parallel.schedule", "warpweave.parallel.simulate")
+STDLIB_ONLY = (
+    "warpweave.parallel.algorithms",
+    "warpweave.parallel.schedule",
+    "warpweave.parallel.simulate",
+)
 ALONE = {"warpweave.plain_gpt"}
 LOWER_DEPENDENCIES = {"torch", "triton", "numpy", "spmd_types"}
 TOP_DEPENDENCIES = LOWER_DEPENDENCIES | {

@@ -1,128 +1,13 @@
-"""Algorithms over ranks as generators of messages: run in one process and on gloo, the same bits.
-
-The all-reduces below are the tests' own, as short as they can be. What one process refuses is what
-would wait for ever on NCCL, or what a message under way would spoil.
+"""What the executor in one process refuses: what would wait for ever on NCCL, or what a message
+under way would spoil. Algorithms that run are in test_algorithms.py and test_ring.py.
 """
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
-import torch.distributed as dist
-from ranks import run_ranks
-from torch import Tensor
 
-from warpweave.parallel.messages import Hop, Steps, run_in_process, run_on_group
-
-
-def ring(rank: int, ranks: int, x: Tensor) -> Steps[Tensor]:
-    """Reduce-scatter and all-gather round a ring (Patarasuk & Yuan 2009), over chunks of x[n].
-
-    Of four ranks the sum of chunk 0 begins on rank 0; chunk c is whole on rank c-1 after 3 hops:
-
-        hop 0   rank r sends chunk r to r+1, which adds it
-        hop 1   chunk r-1        hop 2   chunk r-2        then whole chunks, r+1 first
-    """
-    chunks, right, left = x.tensor_split(ranks), (rank + 1) % ranks, (rank - 1) % ranks
-    for hop in range(ranks - 1):
-        goes, comes = chunks[(rank - hop) % ranks], chunks[(rank - hop - 1) % ranks]
-        arriving = torch.empty_like(comes)
-        yield Hop(goes, arriving, right, left)
-        yield None
-        comes += arriving
-    for hop in range(ranks - 1):
-        yield Hop(chunks[(rank - hop + 1) % ranks], chunks[(rank - hop) % ranks], right, left)
-        yield None
-    return x
-
-
-def doubling(rank: int, ranks: int, x: Tensor) -> Steps[Tensor]:
-    """Recursive doubling; ranks beyond a power of two give theirs to another and get the sum."""
-    power, spare = 1 << (ranks.bit_length() - 1), torch.empty_like(x)
-    extra = rank + power if rank + power < ranks else None
-    if rank >= power:
-        yield Hop(x, None, rank - power, rank - power)
-        yield Hop(None, x, rank - power, rank - power)
-        yield None
-        return x
-    if extra is not None:
-        yield Hop(None, spare, extra, extra)
-        yield None
-        x += spare
-    for bit in range(power.bit_length() - 1):
-        peer = rank ^ (1 << bit)
-        yield Hop(x, spare, peer, peer)
-        yield None
-        x += spare
-    if extra is not None:
-        yield Hop(x, None, extra, extra)
-        yield None
-    return x
-
-
-def tree(rank: int, ranks: int, x: Tensor) -> Steps[Tensor]:
-    """A binary tree: children's sums up to rank 0, the whole one down again."""
-    children = [c for c in (2 * rank + 1, 2 * rank + 2) if c < ranks]
-    parts = [torch.empty_like(x) for _ in children]
-    for child, part in zip(children, parts):
-        yield Hop(None, part, child, child)
-    yield None
-    for part in parts:
-        x += part
-    if rank > 0:
-        parent = (rank - 1) // 2
-        yield Hop(x, None, parent, parent)
-        yield None
-        yield Hop(None, x, parent, parent)
-        yield None
-    for child in children:
-        yield Hop(x, None, child, child)
-    yield None
-    return x
-
-
-ALGORITHMS = {"ring": ring, "recursive doubling": doubling, "binary tree": tree}
-SIZES = (1, 7, 1000)
-
-
-def _inputs(ranks: int, size: int) -> list[Tensor]:
-    draw = torch.Generator().manual_seed(size)
-    return [torch.randn(size, generator=draw, dtype=torch.float64) for _ in range(ranks)]
-
-
-@pytest.mark.parametrize("name", ALGORITHMS)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("overlap", [True, False])
-def test_an_all_reduce_in_one_process_gives_every_rank_the_sum(name, ranks, overlap) -> None:
-    for size in SIZES:
-        given = _inputs(ranks, size)
-        steps = [ALGORITHMS[name](r, ranks, x.clone()) for r, x in enumerate(given)]
-        found = run_in_process(steps, overlap=overlap)
-        expected = torch.stack(given).sum(0)
-        assert all(torch.equal(x, found[0]) for x in found)  # the same bits on every rank
-        assert (found[0] - expected).abs().max() <= 1e-14 * ranks
-
-
-def _on_gloo(rank: int, ranks: int) -> list[Tensor]:
-    return [
-        run_on_group(run(rank, ranks, _inputs(ranks, size)[rank]), dist.group.WORLD, overlap=hides)
-        for run, size, hides in itertools.product(ALGORITHMS.values(), SIZES, (True, False))
-    ]
-
-
-def test_an_all_reduce_on_gloo_has_the_bits_of_the_one_in_one_process() -> None:
-    ranks = 3
-    expected = [
-        run_in_process([run(r, ranks, x) for r, x in enumerate(_inputs(ranks, size))])[0]
-        for run, size, _ in itertools.product(ALGORITHMS.values(), SIZES, (True, False))
-    ]
-    for found in run_ranks(ranks, _on_gloo, ranks):
-        assert all(map(torch.equal, found, expected))
-
-
-# ----------------------------------------------------------------------------- what is refused
+from warpweave.parallel.messages import Batch, Hop, Steps, run_in_process
 
 
 def _peers(first: Hop, second: Hop, waits: bool = False) -> Steps[None]:
@@ -145,6 +30,23 @@ def test_messages_that_nccl_could_not_start_in_that_order_are_a_deadlock() -> No
     for waits in (False, True):
         run_in_process([_peers(sends[0], receives[0], waits), _peers(receives[1], sends[1], waits)])
         assert [part.tolist() for part in into] == [[1, 1], [0, 0]]
+
+
+def test_messages_of_a_batch_begin_together_and_arrive_in_their_order() -> None:
+    """What would be a deadlock one after the other; and two messages to one rank."""
+    x = [torch.tensor([10.0 * rank, 10.0 * rank + 1]) for rank in range(2)]
+    into = [torch.zeros(2) for _ in range(2)]
+
+    def one(rank: int, count: int) -> Steps[None]:
+        there = [(x[rank][k : k + 1], 1 - rank) for k in range(2)]
+        back = [(into[rank][k : k + 1], 1 - rank) for k in range(count)]
+        yield Batch(there, back)
+        yield None
+
+    run_in_process([one(0, 2), one(1, 2)])
+    assert [part.tolist() for part in into] == [[10, 11], [0, 1]]
+    with pytest.raises(RuntimeError, match=r"^rank 0 sends 2 messages, rank 1 receives 1$"):
+        run_in_process([one(0, 2), one(1, 1)])
 
 
 def test_a_message_is_delivered_when_both_ends_wait_and_not_before() -> None:

@@ -106,7 +106,7 @@ def counted(run: Callable[[], Any]) -> tuple[Any, Counter]:
     calls: Counter = Counter()
     products = ("gather_product", "product_scatter", "product_reduce")
     spied = [(chunked, name) for name in products]
-    spied += [(messages, "start_exchange"), (messages, "start_all_to_all")]
+    spied += [(messages, "start_batch"), (messages, "start_all_to_all")]
     spied += [(gather, "start_all_gather")]
     theirs = [getattr(where, name) for where, name in spied]
 

@@ -1,0 +1,79 @@
+"""Collectives of ``parallel.algorithms`` executed on tensors, as steps of ``parallel.messages``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+
+from warpweave.parallel.algorithms.rounds import Algorithm, Recv, Round
+from warpweave.parallel.messages import Batch, Steps, run_on_group
+
+
+def run_collective(
+    algorithm: Algorithm, x: torch.Tensor, group: dist.ProcessGroup | None
+) -> torch.Tensor:
+    """This rank's part of a collective over `group`, on x[n], in place; returns `x`.
+
+    Args:
+        algorithm: such as ``algorithms.ring.ring_all_reduce``; the same on every rank.
+        x: contiguous, of one size on all ranks, in the dtype in which is summed.
+        group: the ranks; None for one, which has nothing to do.
+
+    Raises:
+        ValueError: `x` is not a contiguous vector.
+    """
+    if group is None:
+        return x
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    # There is no compute to hide messages behind, so that none needs a thread of its own.
+    steps = collective_steps(rank, algorithm(rank, ranks, x.numel()), x)
+    return run_on_group(steps, group, overlap=False)
+
+
+def collective_steps(rank: int, rounds: Iterable[Round], x: torch.Tensor) -> Steps[torch.Tensor]:
+    """`rounds` of `rank` on x[n], in place; returns `x`. Each round is one batch of messages.
+
+    Args:
+        rank: this rank, as the rounds count them.
+        x: contiguous, of the dtype in which is summed.
+
+    Raises:
+        ValueError: `x` is not a contiguous vector.
+    """
+    if x.ndim != 1 or not x.is_contiguous():
+        raise ValueError(
+            f"need a contiguous vector, got shape {[*x.shape]} with strides {[*x.stride()]}"
+        )
+    for sends, receives in rounds:
+        goes = [(x[start:stop], dest) for dest, start, stop in sends if start < stop]
+        comes = [r for r in receives if r.start < r.stop]
+        arriving = [
+            torch.empty_like(x[r.start : r.stop])
+            if r.adds or any(r.start < s.stop and s.start < r.stop for s in sends)
+            else x[r.start : r.stop]
+            for r in comes
+        ]
+        if goes or comes:
+            yield Batch(goes, [(into, r.source) for into, r in zip(arriving, comes, strict=True)])
+            yield None
+        _put_in(rank, x, list(zip(comes, arriving, strict=True)))
+    return x
+
+
+def _put_in(rank: int, x: torch.Tensor, arrived: list[tuple[Recv, torch.Tensor]]) -> None:
+    """Put what has arrived into x: sums in rank order, this rank's own term at its place."""
+    terms: dict[tuple[int, int], dict[int, torch.Tensor]] = {}
+    for (source, start, stop, adds), value in arrived:
+        if adds:
+            terms.setdefault((start, stop), {})[source] = value
+        elif value.data_ptr() != x[start:stop].data_ptr():
+            x[start:stop] = value
+    for (start, stop), of in terms.items():
+        own = of[rank] = x[start:stop]
+        total, *others = (term for _, term in sorted(of.items()))
+        for term in others:
+            total += term
+        if total is not own:
+            own.copy_(total)
