@@ -32,6 +32,7 @@ from warpweave.parallel.schedule import (
     with_comm,
     with_reduce,
 )
+from warpweave.parallel.schedule.ordering import order
 
 WIDTHS = (6, 5, 7, 6, 5, 4, 6, 5, 3)  # eight blocks, unequal so that every link has its own shape
 CPU = torch.device("cpu")
@@ -158,6 +159,28 @@ def test_pipedream_in_open_passes_is_the_delayed_rule_bit_for_bit(p: int, split:
         assert max((a - b).abs().max() for a, b in zip(expected, fresh)) > 1e-3
 
 
+def _vee(stages: int, n: int, split: bool = False) -> Schedule:
+    """The same, folded: stages s and `stages` - 1 - s on one rank."""
+    flat, lists = pipedream(stages, n, split), [[] for _ in range(-(-stages // 2))]
+    for s, index in order(flat):
+        lists[min(s, stages - 1 - s)].append(flat[s][index])
+    return lists
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("split", [False, True], ids=["B", "I and W"])
+def test_stages_of_one_rank_wait_for_each_other_over_passes(count: int, split: bool) -> None:
+    """A micro-batch that has ended on one stage of a rank goes on in the next pass on the other."""
+    lists, stages, in_flight = _vee(count, 12, split), _build(count, 12, range(count)), InFlight()
+    for k, one in enumerate(cut_into_passes(lists, 3)):
+        one = renumbered(with_comm(one), 3 * k, 3 * k)
+        validate_pass(one)
+        execute(one, stages, InProcess(), in_flight)
+        in_flight.advance(3, 3)
+    in_flight.check_ended()
+    assert all(map(torch.equal, _weights(stages), _delayed(count, 12)[0]))
+
+
 def _on_gloo(rank: int, p: int, each: int, count: int) -> list[Tensor]:
     passes = _passes(p, each, count)
     transports = [Distributed(one, dist.group.WORLD, open_pass=True, timeout=300) for one in passes]
@@ -209,6 +232,12 @@ def test_a_pass_that_cannot_be_is_refused() -> None:
         cut_into_passes(pipedream(2, 12), 5)
     with pytest.raises(ValueError, match="hold sends and receives already"):
         cut_into_passes(first, 3)
+    with pytest.raises(ValueError, match="pass 1 would need 2F7, which a later one makes"):
+        cut_into_passes(_vee(4, 12), 3)
+    with pytest.raises(ValueError, match=r"pass 0 would have no action of stages \[0\]"):
+        cut_into_passes([[Action(op, s, i) for s in (1, 0) for i in (0, 1) for op in "FB"]], 1)
+    with pytest.raises(ValueError, match=r"run stages \[0, 1\], got \[0, 1, 2\]"):
+        execute(first[:2], _build(3, 12, range(3)), InProcess(), InFlight())
     wrong = pipedream(2, 4)
     wrong[0][-2] = wrong[0][-2]._replace(ver=1)
     with pytest.raises(ValueError, match="its F read version"):

@@ -63,16 +63,21 @@ class _RankState:
     held: dict[tuple[str, int, int], Tensor] = field(default_factory=dict)
     newest: dict[int, int] = field(default_factory=dict)  # stage -> version that UPDATE made last
 
+    def under_way(self) -> set[tuple[int, int]]:
+        """The (stage, micro-batch) that have begun and not ended."""
+        ended = {(a.stage, a.mb) for a in self.done if a.op == W}
+        return {(a.stage, a.mb) for a in self.done if a.mb != WHOLE} - ended
+
     def shifted(self, mbs: int, versions: int) -> _RankState:
-        """The same with both added to its numbers, without events that nothing can wait for."""
-        ended = {(s, i) for op, s, i, _ in self.done if op == W}
+        """The same with both added to its numbers, without events that nothing can wait for: those
+        of micro-batches that have ended on every stage of the rank."""
+        open_ = {i for _, i in self.under_way()}
         return _RankState(
-            {a._replace(mb=a.mb + mbs) for a in self.done
-             if a.mb != WHOLE and (a.stage, a.mb) not in ended},
+            {a._replace(mb=a.mb + mbs) for a in self.done if a.mb in open_},
             {(s, i + mbs) for s, i in self.owed},
             {(kind, s, i + mbs): data for (kind, s, i), data in self.held.items()},
             {s: version + versions for s, version in self.newest.items()},
-        )  # fmt: skip
+        )
 
 
 class InFlight:
@@ -95,8 +100,7 @@ class InFlight:
     def check_ended(self) -> None:
         """RuntimeError, in one line, unless every micro-batch that has begun has ended."""
         for rank, state in sorted(self.ranks.items()):
-            if state.done:
-                left = sorted({(a.stage, a.mb) for a in state.done})
+            if left := sorted(state.under_way()):
                 raise RuntimeError(f"rank {rank}: the run ends with (stage, mb) {left} under way")
 
 

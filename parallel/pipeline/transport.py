@@ -55,7 +55,7 @@ def _check_like(action: Action, tensor: Tensor, like: Like) -> None:
 
 def _check_stages(lists: Schedule, stages: Mapping[int, Stage], ranks: Sequence[int]) -> None:
     wanted = {a.stage for rank in ranks for a in lists[rank]}
-    if not wanted <= set(stages):
+    if wanted != set(stages):
         raise ValueError(f"ranks {list(ranks)} run stages {sorted(wanted)}, got {sorted(stages)}")
     if len(set(placement(lists))) > 1 and not lowered(lists):
         raise ValueError(

@@ -28,6 +28,7 @@ from warpweave.parallel.schedule.actions import (
     WHOLE,
     Action,
     Schedule,
+    gives,
     lowered,
 )
 from warpweave.parallel.schedule.ordering import begun_before, order
@@ -39,7 +40,8 @@ def cut_into_passes(lists: Schedule, each: int) -> list[Schedule]:
     micro-batches, with the actions of whole stages that follow directly (REDUCE, UPDATE).
 
     Raises:
-        ValueError: `each` does not divide the micro-batches, or the lists hold messages already.
+        ValueError: `each` does not divide the micro-batches, the lists hold messages already, or a
+            pass would need what a later one makes, or have no action of a stage.
     """
     if lowered(lists):
         raise ValueError("cut_into_passes: the lists hold sends and receives already")
@@ -55,6 +57,13 @@ def cut_into_passes(lists: Schedule, each: int) -> list[Schedule]:
                 at += 1
             passes[at][rank].append(action)
             finished += action.op in FINISHES
+    made: set[Action] = set()
+    for at, one in enumerate(passes):
+        if idle := {a.stage for row in lists for a in row} - {a.stage for row in one for a in row}:
+            raise ValueError(f"pass {at} would have no action of stages {sorted(idle)}")
+        if early := begun_before(one) - made:
+            raise ValueError(f"pass {at} would need {min(early)}, which a later one makes")
+        made.update(event for row in one for a in row for event in gives(a))
     return passes
 
 
