@@ -302,6 +302,8 @@ class Distributed:
         if action.op in SENDS:
             stage = action.stage + (action.op == SEND_F)
             _check_like(action, tensor, self.like(stage, action.mb))
+        if action in self._sending:  # an earlier TIE, whose answer is here
+            self._arrive(action)
         tensor = tensor.contiguous()
         work = dist.isend(tensor, group_dst=link.dst, group=self._communicators[link])
         assert work is not None
