@@ -77,7 +77,7 @@ class Mesh:
             _check_size(axis, getattr(self, axis))
         for axis, (_, inner) in SPLITS.items():
             size, length = getattr(self, axis), getattr(self, inner)
-            if length is None:  # all of the axis
+            if length is None and inner == "dp_shard":  # all of the axis
                 continue
             _check_size(inner, length)
             if size % length:
@@ -236,7 +236,7 @@ def _names() -> tuple[str, ...]:
 
 
 def _check_size(axis: str, size: object) -> None:
-    if not isinstance(size, int) or size < 1:
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise ValueError(f"mesh axis {axis} must be a positive integer, got {size!r}")
 
 

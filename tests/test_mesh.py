@@ -181,8 +181,10 @@ def test_one_device_needs_no_process_group_and_has_none():
         assert all(mesh.group(axis) is None and mesh.index(axis) == 0 for axis in VARIES)
 
 
-@pytest.mark.parametrize("axis", AXES)
-@pytest.mark.parametrize("size", [0, -2, 1.5, "2", None])
+_SIZES = [*itertools.product((*AXES, "ulysses", "dp_shard"), (0, -2, 1.5, "2", True, None))]
+
+
+@pytest.mark.parametrize(("axis", "size"), [s for s in _SIZES if s != ("dp_shard", None)])
 def test_an_axis_that_is_no_positive_integer_is_refused_by_name(axis, size):
     with pytest.raises(ValueError, match=f"axis {axis} must be a positive integer, got "):
         Mesh(**{axis: size})
