@@ -173,7 +173,10 @@ def run_in_process(every: Sequence[Steps[T]], *, inner: int = 1, overlap: bool =
             try:
                 while (message := next(steps)) is not None:
                     kind = AllToAll if isinstance(message, AllToAll) else Batch
-                    queues[rank][kind].append(_ends(rank, message, inner))
+                    ends = _ends(rank, message, inner)
+                    if kind is Batch:
+                        _check_peers(rank, ends, len(every))
+                    queues[rank][kind].append(ends)
                     if not overlap:
                         break
             except StopIteration as stop:
@@ -203,6 +206,12 @@ def _ends(rank: int, message: Hop | Batch | AllToAll, inner: int) -> _Ends:
         for x, at in tensors:
             peers.setdefault(at * inner + place, []).append(x)
     return ends
+
+
+def _check_peers(rank: int, ends: _Ends, ranks: int) -> None:
+    for at in (*ends.sends, *ends.receives):
+        if at == rank or not 0 <= at < ranks:
+            raise RuntimeError(f"rank {rank} hops to or from rank {at}, no other of {ranks}")
 
 
 def _deliver(queues: list[_Queues]) -> bool:
