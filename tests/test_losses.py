@@ -143,9 +143,17 @@ def test_a_chain_starts_backward_from_every_loss_and_counts_each_once(recompute,
     _same_losses([found], losses[:1])
 
 
-def test_a_loss_with_a_shape_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"the loss 'z' must be 0-dim, got shape \(3,\)"):
-        split_losses((None, {"z": torch.ones(3)}))
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (torch.ones(3), r"torch.float32 \[3\]"),
+        (torch.ones((), dtype=torch.bfloat16), r"torch.bfloat16 \[\]"),  # sums would round
+        (0.5, "0.5"),
+    ],
+)
+def test_what_is_no_loss_is_refused(loss, words: str) -> None:
+    with pytest.raises(ValueError, match=f"the loss 'z' must be a 0-dim .* summed, got {words}$"):
+        split_losses((None, {"z": loss}))
 
 
 # ----------------------------------------------------------------------------- modules as stages

@@ -31,14 +31,18 @@ def split_losses(output: Output) -> tuple[Tensor | None, Losses]:
     """(y, losses) of an output that is y or both.
 
     Raises:
-        ValueError: a loss is not a 0-dim tensor.
+        ValueError: a loss is not a 0-dim tensor of 32 bits or more.
     """
     if not isinstance(output, tuple):
         return output, {}
     y, losses = output
     for name, value in losses.items():
-        if value.ndim:
-            raise ValueError(f"the loss {name!r} must be 0-dim, got shape {tuple(value.shape)}")
+        if not isinstance(value, Tensor) or value.ndim or value.dtype.itemsize < 4:
+            found = (value.dtype, [*value.shape]) if isinstance(value, Tensor) else (value,)
+            raise ValueError(
+                f"the loss {name!r} must be a 0-dim tensor of 32 bits or more, in which it is "
+                f"summed, got {' '.join(map(str, found))}"
+            )
     return y, losses
 
 
