@@ -229,6 +229,8 @@ def _growing(rank: int) -> None:
     assert workspace.fitting("op", cpu, 4, 512) is small
     large = workspace.fitting("op", cpu, 2, 513)
     assert (large.slots, large.capacity) == (4, 1024)
+    more = workspace.fitting("op", cpu, 5, 1)
+    assert (more.slots, more.capacity) == (8, 1024)
     streams = mock.Mock(side_effect=[mock.Mock(cuda_stream=n) for n in (1, 2, 1)])
     with mock.patch.object(torch.cuda, "current_stream", streams):
         with pytest.raises(ValueError, match="symmetric memory on cpu, tensors on cuda:0"):
