@@ -23,6 +23,7 @@ from test_train import _config, _replace, _rows, _trainer
 
 import warpweave.launch as launch
 import warpweave.train as train
+from warpweave.blame import End
 from warpweave.checkpoint import CheckpointError
 from warpweave.config import ParallelPlan
 from warpweave.launch import Session, Stopped, reported
@@ -129,16 +130,16 @@ def _child(end: Callable[[], object]) -> SimpleNamespace:
 
 @pytest.mark.skipif(not hasattr(os, "waitid"), reason="no way to look without collecting")
 def test_a_child_that_ended_badly_is_seen_and_left_for_others_to_collect():
-    ends = {"pass": False, "import os; os._exit(3)": True, "import os; os.abort()": True}
+    ends = {"pass": 0, "import os; os._exit(3)": 3, "import os; os.abort()": -signal.SIGABRT}
     children = {end: _child(end) for end in ends}
     sleeping = _child("import time; time.sleep(99)")
-    for end, failed in ends.items():
+    for end, exitcode in ends.items():
         os.waitid(os.P_PID, children[end].pid, os.WEXITED | os.WNOWAIT)
-        assert launch._failed(children[end]) is failed, end
+        assert launch._failed(children[end]) == exitcode, end
         os.waitpid(children[end].pid, 0)
         for code in (None, 0, 3):  # what multiprocessing has collected
             children[end].exitcode = code
-            assert launch._failed(children[end]) is (code == 3)
+            assert launch._failed(children[end]) == (code or 0)
     assert not launch._failed(sleeping)
     os.kill(sleeping.pid, signal.SIGKILL)
     os.waitpid(sleeping.pid, 0)
@@ -148,7 +149,7 @@ def test_a_child_that_ended_badly_is_seen_and_left_for_others_to_collect():
     ("codes", "received", "raised", "said"),
     [
         ({1: 2}, [], SystemExit(2), "word"),
-        ({1: 2, 0: 5}, [], SystemExit(5), "word"),
+        ({1: 2, 0: 5}, [], SystemExit(2), "word"),
         ({1: -9}, [], SystemExit(1), "rank 1 (tp=1) was killed by SIGKILL before its first step"),
         ({0: -11, 1: 1}, [], SystemExit(1), "rank 0 (tp=0) was killed by SIGSEGV, last seen at"),
         ({1: -9}, [15], Stopped(15), ""),
@@ -162,9 +163,9 @@ def test_a_launch_ends_as_its_first_rank_did_or_as_the_signal_says(
     store = dist.HashStore()
     store.set("verdict", "word")
     store.set("beat/0", json.dumps([4, "saving", 0.0]))
-    failures = {rank: SimpleNamespace(exitcode=code) for rank, code in codes.items()}
+    ends = [End(rank, code) for rank, code in codes.items()]
     with pytest.raises(SystemExit) as caught:
-        launch._exit_for(SimpleNamespace(failures=failures), Mesh(tp=2), store, received)
+        launch._exit_for(ends, Mesh(tp=2), store, received, None)
     assert (type(caught.value), caught.value.code) == (type(raised), raised.code)
     assert getattr(caught.value, "number", None) == getattr(raised, "number", None)
     err = capsys.readouterr().err
@@ -332,13 +333,14 @@ def test_one_rank_checks_one_locks_and_each_ends_as_it_should(monkeypatch, capsy
         yield
 
     monkeypatch.setattr(TrainConfig, "check", lambda config: done.update(checked=config.dp))
-    monkeypatch.setattr(train, "gpu_count", lambda: 1)
+    backend = lambda here, *_, **__: "nccl" if here == 1 else "gloo"  # noqa: E731
+    monkeypatch.setattr(train, "choose_backend", backend)
     monkeypatch.setattr(train, "free_host_memory", lambda: 77)
     memory = lambda _, __, free, here: done.update(memory=(free, here))  # noqa: E731
     monkeypatch.setattr(train, "_check_memory", memory)
     monkeypatch.setattr(train, "_locked", locked)
     monkeypatch.setattr(train, "train_rank", lambda config: done.update(alone=config.dp) or 143)
-    told = lambda entry, args, mesh: done.update(launched=mesh) or 130  # noqa: E731
+    told = lambda entry, args, mesh, **_: done.update(launched=mesh) or 130  # noqa: E731
     monkeypatch.setattr(train, "launch", told)
     _leaves(monkeypatch, train)
     config = TrainConfig(model="toy", tp=1 if ranks == "one" else 2, warmup=3, steps=2)

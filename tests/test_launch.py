@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from support.gpus import pretend_gpus
 
 from warpweave.checkpoint import CheckpointError, open_latest
 from warpweave.launch import Session, _loopback_listener, _store, join
@@ -442,26 +443,28 @@ def test_as_many_ranks_as_the_mesh_needs_are_wanted(monkeypatch, tp):
 
 
 @pytest.mark.parametrize(
-    ("gpus", "backend", "device", "where"),
+    ("gpus", "asked", "backend", "device", "where"),
     [
-        (2, "nccl", "cuda:1", "H, nccl"),
-        (1, "gloo", "cpu", "cpu, as 1 GPU(s) are too few for 2 ranks, gloo"),
-        (0, "gloo", "cpu", "cpu, gloo"),
+        (2, None, "nccl", "cuda:1", "H, nccl"),
+        (1, None, "nccl", "cuda:0", "H, nccl"),  # each rank is shown its own, as SLURM may
+        (2, "gloo", "gloo", "cpu", "cpu, gloo"),
+        (0, None, "gloo", "cpu", "cpu, gloo"),
     ],
 )
-def test_a_gpu_for_every_local_rank_means_nccl(monkeypatch, gpus, backend, device, where):
+def test_a_gpu_for_every_local_rank_means_nccl(monkeypatch, gpus, asked, backend, device, where):
     """The choice alone: CUDA's answers are made up and nothing is connected."""
-    chosen, groups = [], []
+    groups = []
     _torchrun(monkeypatch)
     threads = torch.get_num_threads()
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(8), raising=False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H")
-    monkeypatch.setattr("warpweave.launch._store", lambda *args: "store")
+    chosen = pretend_gpus(monkeypatch, gpus)
+    store = dist.HashStore()
+    for rank in (0, 1, 2):
+        name = "H" if backend == "nccl" else "cpu"
+        store.set(f"device/{rank}", json.dumps({"name": name, "uuid": f"of {rank}"}))
+    monkeypatch.setattr("warpweave.launch._store", lambda *args: store)
     monkeypatch.setattr(dist, "init_process_group", lambda *a, **k: groups.append((a, k)))
-    session = join(Mesh(tp=2, pp=2))
+    session = join(Mesh(tp=2, pp=2), backend=asked)
     if backend == "gloo" and sys.platform == "linux":
         assert torch.get_num_threads() == 4  # of 8 cores, with another rank on this machine
     torch.set_num_threads(threads)
@@ -470,6 +473,27 @@ def test_a_gpu_for_every_local_rank_means_nccl(monkeypatch, gpus, backend, devic
     ((name,), options) = groups[0]
     assert (name, options["rank"], options["world_size"]) == (backend, 3, 4)
     assert options["device_id"] == (session.device if backend == "nccl" else None)
+
+
+@pytest.mark.parametrize("port", [None, 1])
+def test_ranks_that_cannot_compute_together_say_so_before_they_connect(monkeypatch, port):
+    """Under torchrun as an error of all ranks alike, under `launch` in the line that it says."""
+    _torchrun(monkeypatch)
+    monkeypatch.setattr("warpweave.launch.end_with_parent", lambda words: None)
+    pretend_gpus(monkeypatch, 2)
+    store = dist.HashStore()
+    for rank, uuid in enumerate(("0", "1", "2")):
+        store.set(f"device/{rank}", json.dumps({"name": "H", "uuid": uuid}))
+    monkeypatch.setattr("warpweave.launch._store", lambda *args: store)
+    monkeypatch.setattr(dist, "init_process_group", None)
+    line = "ranks 1, 3 are shown one GPU (1)"
+    with pytest.raises(ValueError if port is None else SystemExit) as end:
+        join(Mesh(tp=2, pp=2), port=port)
+    if port is None:
+        assert line in str(end.value)
+    else:
+        assert end.value.code == 2
+        assert line in store.get("verdict").decode()
 
 
 def test_ranks_that_torchrun_starts_again_do_not_read_what_the_dead_wrote(monkeypatch):

@@ -346,7 +346,7 @@ def test_llama_8b_in_float64_is_refused_before_anything_is_made(tmp_path, monkey
     text = tmp_path / "text.txt"
     text.write_text("what is read " * 20000)
     monkeypatch.setattr(train, "free_host_memory", lambda: 16 * GIB)
-    monkeypatch.setattr(train, "gpu_count", lambda: 0)
+    monkeypatch.setattr(train, "choose_backend", lambda *_, **__: "gloo")
     monkeypatch.setattr(train, "launch", None)
     monkeypatch.setattr(train, "train_rank", None)
     arguments = ["--model", "llama-8b", "--dtype", "fp64", "--data", str(text)]

@@ -29,16 +29,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection, resource_tracker
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
+from warpweave.blame import DUMPS, End, fault, last_seen, recorded, told_ranks
+from warpweave.gpus import disagreement, take_device
 from warpweave.messages import one_line, say
 from warpweave.parallel.mesh import Mesh
 
 _GRACE = 3.0  # seconds in which ranks that saw an error wait for the others' reports
-_LINGER = _GRACE + 2.0  # seconds after a rank's failure in which the others must have ended
+# Seconds after a rank's failure in which the others must have ended; on NCCL their flight recorders
+# write first, and communicators are aborted.
+_LINGER = {"gloo": _GRACE + 2.0, "nccl": 30.0}
 _STOPS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -55,18 +60,14 @@ def under_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def gpu_count() -> int:
-    """GPUs of this machine; ranks use them where each has its own."""
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
-def launch(entry: Callable[..., Any], args: tuple, mesh: Mesh) -> Any:
+def launch(entry: Callable[..., Any], args: tuple, mesh: Mesh, *, backend: str = "gloo") -> Any:
     """Run ``entry(*args, port)`` on every rank of `mesh` on this machine; rank 0's result.
 
     `port` is where this process keeps the ranks' store, for `join`; the store outlives any rank, so
     that the survivors can ask it who is missing. `entry` must be importable (a module-level
     function). No restarts: a run is resumed from its last checkpoint by the same command with
-    ``--resume``. Must be called from the main thread.
+    ``--resume``. `backend` is that on which the ranks will `join`. Must be called from the main
+    thread.
 
     Exits with a rank's exit code (1 for one that was killed) if a rank fails, with `Stopped` if a
     signal came; no rank outlives this call.
@@ -116,22 +117,22 @@ def launch(entry: Callable[..., Any], args: tuple, mesh: Mesh) -> Any:
     before = {n: signal.signal(n, lambda number, _: received.append(number)) for n in _STOPS}
     resource_tracker.ensure_running()  # it would unblock the signals in the thread that starts it
     launcher = threading.Thread(target=run, name="launcher", daemon=True)
+    told, dumps, began = told_ranks(backend, folder), None, time.time()
     try:
-        with _environment(
-            # A rank's failure is told in one line (`Session.explain`), not in every peer's stack.
-            TORCH_CPP_LOG_LEVEL=os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL"),
-            # torch would open a store for the ranks on all interfaces; ours is on loopback.
-            TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
-        ):
+        with _environment(**told):
             launcher.start()
-            _watch(launcher, mesh.world, received)
+            ends = _watch(launcher, mesh.world, received, _LINGER[backend])
+        if errors and isinstance(errors[0], ChildFailedError):
+            # None was seen where a rank ended before the last one had started.
+            ends = ends or [End(r, end.exitcode) for r, end in errors[0].failures.items()]
+            dumps = recorded(told.get(DUMPS), mesh.world, began)
+            _exit_for(ends, mesh, store, received, dumps)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        shutil.rmtree(folder, ignore_errors=True)
-    if errors and isinstance(errors[0], ChildFailedError):
-        _exit_for(errors[0], mesh, store, received)
-    elif errors:
+        if not dumps or DUMPS in os.environ:  # else the recorders' files are in it
+            shutil.rmtree(folder, ignore_errors=True)
+    if errors:
         raise errors[0]
     if received:
         raise Stopped(received[0])
@@ -151,54 +152,68 @@ def _environment(**values: str) -> Iterator[None]:
         os.environ.update(before)
 
 
-def _watch(launcher: threading.Thread, world: int, received: list[int]) -> None:
-    """Until the launcher's thread ends: forward signals, and stop ranks that outlive a failure.
-
-    torch's launcher would wait 30 seconds for a rank that hangs.
-    """
+def _watch(launcher: threading.Thread, world: int, received: list[int], linger: float) -> list[End]:
+    """Until the launcher's thread ends: forward signals, and stop ranks that outlive a failure by
+    `linger` seconds (torch's launcher would wait 30). The ranks that ended badly, in the order in
+    which they did."""
+    others = set(multiprocessing.active_children())
     children: list[Any] = []
-    passed_on, failed_at = False, None
+    passed_on, failed_at, ends = False, None, dict[int, End]()
     while launcher.is_alive():
-        launcher.join(0.1)
         if len(children) < world:
-            children = multiprocessing.active_children()
+            launcher.join(0.1)
+            started = set(multiprocessing.active_children()) - others
+            children = sorted(started, key=lambda child: child._identity)
             continue
+        launcher.join(0.02)  # ranks that end within it count as one after the other
         if received and not passed_on:
             passed_on = True
             for child in children:
                 child.terminate()
-        if failed_at is None and any(_failed(child) for child in children):
-            failed_at = time.monotonic()
-        late = failed_at is not None and time.monotonic() > failed_at + _LINGER
+        for rank, child in enumerate(children):
+            if rank not in ends and (code := _failed(child)):
+                ends[rank] = End(rank, code)
+                failed_at = failed_at or time.monotonic()
+        late = failed_at is not None and time.monotonic() > failed_at + linger
         if late or len(received) > 1:
             for child in children:
                 child.kill()
+    for rank, child in enumerate(children):
+        if rank not in ends and child.exitcode:
+            ends[rank] = End(rank, child.exitcode)
+    return list(ends.values())
 
 
-def _failed(child: Any) -> bool:
-    """True if a child process has ended badly; leaves it for the launcher's thread to collect."""
-    if not hasattr(os, "waitid"):  # some macOS: torch's own 30 seconds apply
-        return False
+def _failed(child: Any) -> int:
+    """The exit code of a child process that has ended badly, else 0; leaves it for the launcher's
+    thread to collect."""
+    if not hasattr(os, "waitid"):  # some macOS: known once the launcher has ended
+        return 0
     try:
         end = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:  # it has been collected
-        return child.exitcode not in (None, 0)
-    return end is not None and (end.si_code != os.CLD_EXITED or end.si_status != 0)
+        return child.exitcode or 0
+    if end is None:
+        return 0
+    return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
 
 
-def _exit_for(error: Any, mesh: Mesh, store: dist.Store, received: list[int]) -> None:
+def _exit_for(
+    ends: list[End],
+    mesh: Mesh,
+    store: dist.Store,
+    received: list[int],
+    dumps: dict[int, Path] | None,
+) -> NoReturn:
     """Report failures that the ranks could not report themselves, and exit."""
-    rank, failure = min(error.failures.items())
-    if received and failure.exitcode < 0:
+    code = ends[0].code
+    if received and code < 0:
         if len(received) > 1:
             say("stopped at once, without saving")
         raise Stopped(received[0])
-    if failure.exitcode < 0:
-        name = signal.Signals(-failure.exitcode).name
-        say(f"{mesh.describe(rank)} was killed by {name}{_last_seen(store, rank)}")
-    elif store.check(["verdict"]):
-        say(store.get("verdict").decode())
-    code = failure.exitcode if failure.exitcode > 0 else 1
+    if (line := fault(ends, mesh, store, dumps)) is not None:
+        say(line)
+    code = code if code > 0 else 1
     raise Stopped(received[0], code) if received else SystemExit(code)
 
 
@@ -216,14 +231,6 @@ def _loopback_listener(port: int) -> socket.socket:
     return listener
 
 
-def _last_seen(store: dist.Store, rank: int) -> str:
-    """ ", last seen at step 3 (saving), 0.4 s ago", from the rank's last `Session.beat`."""
-    if not store.check([f"beat/{rank}"]):
-        return " before its first step"
-    step, phase, then = json.loads(store.get(f"beat/{rank}"))
-    return f", last seen at step {step} ({phase}), {time.time() - then:.1f} s ago"
-
-
 @dataclass
 class Session:
     """One rank's connection to the others.
@@ -234,7 +241,7 @@ class Session:
         store: the key-value store that the ranks share; None for a single process.
         timeout: seconds that any collective may take.
         mesh: sizes, for the names of ranks in messages.
-        where: the device and backend in words, with the reason if there are GPUs but it is none.
+        where: the device and backend in words.
         launched: `launch` started this rank and speaks for ranks that have fallen silent.
     """
 
@@ -283,7 +290,7 @@ class Session:
             if silent:
                 verdict = "; ".join(
                     f"no word from {self.mesh.describe(r)}: it died or hangs"
-                    f"{_last_seen(self.store, r)}"
+                    f"{last_seen(self.store, r)}"
                     for r in silent
                 )
             if not self.launched:
@@ -415,12 +422,13 @@ def join(
     """Connect this process to the others, as the launcher's environment says.
 
     With one rank and no launcher there is nothing to connect, and torch keeps its threads.
-    `backend` is "gloo", "nccl", or None for NCCL where every local rank has a GPU of its own.
+    `backend` is "gloo" (CPU), "nccl" (GPUs), or None for NCCL where there are GPUs.
     `port` is what `launch` passes on. On the CPU the local ranks share the cores, whatever
     OMP_NUM_THREADS says (torchrun sets it to 1).
 
     Raises:
-        ValueError: the mesh does not have as many ranks as were started.
+        ValueError: the mesh does not have as many ranks as were started, or their GPUs cannot be
+            used (`gpus`); the same on all ranks where they are several.
     """
     env = os.environ
     if port is not None:
@@ -429,22 +437,15 @@ def join(
     elif "TORCHELASTIC_RUN_ID" in env:  # a rank that keeps the store itself would never notice
         end_with_parent(f"rank {env['RANK']} stops: the launcher is gone")
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)  # see `launch`
-    local_world = int(env.get("LOCAL_WORLD_SIZE", "1"))
-    gpus = gpu_count()
-    if backend is None:
-        backend = "nccl" if gpus >= local_world else "gloo"
-    device, where = torch.device("cpu"), "cpu"
-    if backend == "nccl":
-        device = torch.device("cuda", int(env.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-        where = torch.cuda.get_device_name(device)
-    elif gpus:
-        where = f"cpu, as {gpus} GPU(s) are too few for {local_world} ranks"
+    backend, device, own = take_device(backend, launched=port is not None)
     if not under_torchrun():
         if mesh.world != 1:
             raise ValueError(f"the mesh needs {mesh.world} ranks, but 1 process is running")
-        return Session(device, 0, 1, None, timeout, mesh, where)
-    if backend != "nccl":
+        if (line := disagreement(None, 0, mesh, own)) is not None:
+            raise ValueError(line)
+        return Session(device, 0, 1, None, timeout, mesh, own["name"])
+    local_world = int(env.get("LOCAL_WORLD_SIZE", "1"))
+    if backend == "gloo":
         cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
         torch.set_num_threads(max(1, cores // local_world))
     rank, world = int(env["RANK"]), int(env["WORLD_SIZE"])
@@ -454,6 +455,11 @@ def join(
             f"ranks, but {world} were started"
         )
     store = _store(rank, world, local_world, timedelta(seconds=timeout), port)
+    if (line := disagreement(store, rank, mesh, own)) is not None:
+        if port is None:
+            raise ValueError(line)
+        store.set("verdict", line)  # for `launch`, as no rank speaks for it
+        sys.exit(2)
     dist.init_process_group(
         backend,
         store=store,
@@ -462,8 +468,8 @@ def join(
         timeout=timedelta(seconds=timeout),
         device_id=device if backend == "nccl" else None,
     )
-    where = f"{where}, {backend}"
-    return Session(device, rank, world, store, timeout, mesh, where, launched=port is not None)
+    where, launched = f"{own['name']}, {backend}", port is not None
+    return Session(device, rank, world, store, timeout, mesh, where, launched=launched)
 
 
 def _store(

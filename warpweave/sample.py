@@ -11,6 +11,7 @@ from warpweave.convert.source import open_model
 from warpweave.dtypes import DTYPES
 from warpweave.generate import generate
 from warpweave.gpt import GPT
+from warpweave.gpus import BACKENDS, choose_backend
 from warpweave.launch import join, launch, reported, under_torchrun
 from warpweave.messages import one_line, say
 from warpweave.sample_config import SampleConfig, parse
@@ -18,7 +19,8 @@ from warpweave.sample_config import SampleConfig, parse
 
 def sample_rank(config: SampleConfig, port: int | None = None) -> None:
     """Generate as one rank; rank 0 prints the texts and the result's JSON line."""
-    session = join(config.mesh, timeout=config.timeout, port=port)
+    backend = BACKENDS[config.device]
+    session = join(config.mesh, timeout=config.timeout, backend=backend, port=port)
     with reported(session, (CheckpointError,), refused=(ValueError, CheckpointError)):
         mesh = config.mesh.connect(session.device.type)
         source = open_model(config.model, mesh.group("world"))
@@ -54,7 +56,8 @@ def run(config: SampleConfig) -> None:
         if config.mesh.world == 1:
             sample_rank(config)
         else:
-            launch(sample_rank, (config,), config.mesh)
+            backend = choose_backend(config.mesh.world, BACKENDS[config.device])
+            launch(sample_rank, (config,), config.mesh, backend=backend)
     except (ValueError, ImportError, OSError, CheckpointError) as error:
         say(one_line(error))
         sys.exit(2)

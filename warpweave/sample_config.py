@@ -48,6 +48,8 @@ class SampleConfig:
     """Pipeline-parallel degree."""
     dtype: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
     """Precision of parameters and activations."""
+    device: Literal["cpu", "cuda"] | None = None
+    """Device that computes; default: GPUs where there are any, one for each rank."""
     impl: Literal["triton", "torch"] | None = None
     """Implementation that computes; default: the Triton kernels on a GPU, torch on the CPU."""
     timeout: float = 300.0

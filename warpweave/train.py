@@ -30,9 +30,10 @@ from warpweave.data import boundaries
 from warpweave.dtypes import DTYPES
 from warpweave.engine import Engine
 from warpweave.gpt import GPT
+from warpweave.gpus import BACKENDS, choose_backend
 from warpweave.interrupt import Interrupt
 from warpweave.kernels.runtime import tiles
-from warpweave.launch import Session, gpu_count, join, launch, leave, reported, under_torchrun
+from warpweave.launch import Session, join, launch, leave, reported, under_torchrun
 from warpweave.lr_schedule import learning_rate, short_of_peak
 from warpweave.memory import TrainingStep, check_memory, free_host_memory
 from warpweave.messages import one_line, say
@@ -429,7 +430,9 @@ def train_rank(config: TrainConfig, port: int | None = None) -> int:
     if port is not None or not under_torchrun():
         interrupt.listen()
     try:
-        session = join(config.mesh, timeout=config.timeout, port=port)
+        session = join(
+            config.mesh, timeout=config.timeout, backend=BACKENDS[config.device], port=port
+        )
     except dist.DistError as error:
         say(f"rank {os.environ.get('RANK', '0')} could not connect to the other ranks: {error}")
         sys.exit(1)
@@ -461,10 +464,11 @@ def run(config: TrainConfig) -> NoReturn:
     rank, local_rank = (int(os.environ.get(n, "0")) for n in ("RANK", "LOCAL_RANK"))
     try:
         config = config.for_ranks(int(os.environ["WORLD_SIZE"]) if torchrun else config.mesh.world)
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if torchrun else config.mesh.world
+        backend = choose_backend(here, BACKENDS[config.device], launched=not torchrun)
         if local_rank == 0:  # the others wait for it in `join`, and find its tokens in the cache
             config.check()
-            here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if torchrun else config.mesh.world
-            if gpu_count() < here:
+            if backend == "gloo":
                 _check_memory(config, config.model_config(1), free_host_memory(), here)
         with _locked(config.out) if rank == 0 else nullcontext():
             if rank == 0 and (line := short_of_peak(config)):
@@ -475,7 +479,7 @@ def run(config: TrainConfig) -> NoReturn:
             elif config.mesh.world == 1:
                 code = train_rank(config)
             else:
-                code = launch(train_rank, (config,), config.mesh)
+                code = launch(train_rank, (config,), config.mesh, backend=backend)
     except (ValueError, ImportError, OSError, CheckpointError) as error:
         if local_rank == 0:
             say(one_line(error))

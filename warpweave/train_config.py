@@ -165,6 +165,8 @@ class TrainConfig:
     """TensorBoard events are written, too (needs warpweave[tensorboard])."""
     wandb: str | None = None
     """Weights & Biases project to log to (needs warpweave[wandb])."""
+    device: Literal["cpu", "cuda"] | None = None
+    """Device that computes; default: GPUs where there are any, one for each rank."""
     impl: Literal["triton", "torch"] | None = None
     """Implementation that computes; default: the Triton kernels on a GPU, torch on the CPU."""
     tiles: Path | None = None

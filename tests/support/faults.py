@@ -568,9 +568,8 @@ FAULTS = (
     Fault("launch-everyone-speaks", "warpweave/launch.py",
         'first = self.store.add("causes", 1) == 1', 'first = self.store.add("causes", 1) > 0',
         "every rank that fails for a reason of its own says so"),
-    Fault("launch-nccl-shared", "warpweave/launch.py",
-        'backend = "nccl" if gpus >= local_world else "gloo"',
-        'backend = "nccl" if gpus else "gloo"',
+    Fault("launch-nccl-shared", "warpweave/gpus.py",
+        "if gpus < local_world and (launched or gpus > 1):", "if 1 < gpus < local_world:",
         "ranks that share a GPU are given NCCL"),
     # ---- model ------------------------------------------------------------------------------
     Fault("gpt-rope-dtype", "warpweave/gpt.py",

@@ -1,0 +1,163 @@
+"""Who is blamed where nothing raises: ranks that end as NCCL's watchdog ends them, and what torch's
+flight recorder has of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.ranks import run_ranks
+
+from warpweave import launch
+from warpweave.blame import DUMPS, End, behind, fault, recorded, told_ranks
+from warpweave.parallel.mesh import Mesh
+
+ABORTED = -signal.SIGABRT
+WORDS = "[Rank {}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=12, OpType=SEND)"
+
+
+def _watched(port: int) -> None:
+    """Rank 1 hangs; the watchdogs of 0 and 2 speak, have the recorder write, and abort."""
+    import faulthandler
+
+    faulthandler.disable()  # of the test's own
+    rank = int(os.environ["RANK"])
+    assert "TORCH_CPP_LOG_LEVEL" not in os.environ
+    if rank == 1:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(600)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    store.set(f"ready/{rank}", "")
+    store.wait(["ready/0", "ready/2"])
+    store.set("beat/1", json.dumps([7, "saving", time.time()]))
+    print(WORDS.format(rank), file=sys.stderr, flush=True)
+    Path(f"{os.environ[DUMPS]}{rank}").write_bytes(pickle.dumps({"entries": []}))
+    os.kill(os.getpid(), signal.SIGABRT)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at children without collecting them")
+def test_after_a_watchdog_the_rank_that_hung_is_named_and_its_words_and_dumps_stay(
+    monkeypatch, capfd, tmp_path
+):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setitem(launch._LINGER, "nccl", 1.0)
+    monkeypatch.delenv("TORCH_CPP_LOG_LEVEL", raising=False)
+    with pytest.raises(SystemExit) as end:
+        launch.launch(_watched, (), Mesh(tp=3), backend="nccl")
+    err = capfd.readouterr().err
+    (said,) = [line for line in err.splitlines() if line.startswith("warpweave: ")]
+    assert end.value.code == 1
+    assert WORDS.format(0) in err
+    assert WORDS.format(2) in err
+    found = re.fullmatch(
+        r"warpweave: ranks 0, 2 were ended by SIGABRT, as by NCCL's watchdog \(its words are "
+        r"above\); not so rank 1 \(tp=1\), last seen at step 7 \(saving\), (\d+\.\d) s ago", said
+    )  # fmt: skip
+    assert found, said
+    assert float(found[1]) < 20  # it ignores SIGTERM, and torch's launcher waits for 30
+    assert len([*tmp_path.rglob("flight_recorder_rank_*")]) == 2
+
+
+def _store(**beats: list) -> dist.Store:
+    store = dist.HashStore()
+    store.set("verdict", "what the ranks found")
+    for rank, beat in beats.items():
+        store.set(f"beat/{rank[1:]}", json.dumps([*beat, time.time()]))
+    return store
+
+
+WATCHDOG = "ended by SIGABRT, as by NCCL's watchdog (its words are above)"
+
+
+@pytest.mark.parametrize(
+    ("ends", "dumps", "said"),
+    [
+        # One that died by itself is the cause, also where lower ranks end after it.
+        ([(2, -9), (0, ABORTED), (1, ABORTED)], {}, "rank 2 (tp=2) was killed by SIGKILL before"),
+        ([(1, 3), (0, ABORTED)], {}, "what the ranks found"),
+        # Under gloo an abort is a rank's own.
+        ([(1, ABORTED), (0, 1)], None, "rank 1 (tp=1) was killed by SIGABRT before its first step"),
+        # The launcher's signals are no evidence against those that outlived the watchdog's.
+        ([(1, ABORTED), (0, -15), (2, -9)], {}, f"rank 1 (tp=1) was {WATCHDOG}; not so rank 0 "
+         "(tp=0) before its first step; not so rank 2 (tp=2) before"),
+        ([(1, 134), (2, 134)], {}, f"ranks 1, 2 were {WATCHDOG}; not so rank 0 (tp=0) before"),
+        ([(2, ABORTED), (0, ABORTED), (1, ABORTED)], {},
+         f"all ranks were {WATCHDOG}; nothing names the rank at fault before its first step"),
+    ],
+)  # fmt: skip
+def test_evidence_names_a_rank_and_its_number_does_not(ends, dumps, said):
+    line = fault([End(*end) for end in ends], Mesh(tp=3), _store(), dumps)
+    assert line.startswith(said)
+
+
+def _recorded(rank: int) -> bytes:
+    """A rank's flight recorder after a run in which rank 1 of 3 leaves out the second collective of
+    a group, on which nobody waits."""
+    import torch._C._distributed_c10d as c10d
+
+    group = dist.new_group([0, 1, 2], backend="gloo")
+    x = torch.ones(2)
+    dist.all_reduce(x, group=group)
+    dist.all_reduce(x)
+    if rank != 1:
+        dist.all_reduce(x, group=group, async_op=True)
+    return c10d._dump_fr_trace(True, False, False)
+
+
+def test_the_flight_recorder_names_the_rank_that_did_not_join(tmp_path):
+    dumps = dict(enumerate(run_ranks(3, _recorded)))
+    assert behind({rank: dumps[rank] for rank in (0, 2)}) == {}
+    (rank, what), = behind(dumps).items()  # fmt: skip
+    assert rank == 1
+    assert re.fullmatch(r"did not join gloo:all_reduce \(number \d+ of group \d+\)", what)
+    for rank, data in dumps.items():
+        (tmp_path / f"r{rank}").write_bytes(data)
+    files = recorded(f"{tmp_path}/r", 4, 0.0)
+    ends = [End(rank, ABORTED) for rank in range(3)]
+    line = fault(ends, Mesh(tp=3), _store(), files)
+    assert re.fullmatch(
+        rf"all ranks were {re.escape(WATCHDOG)}; rank 1 \(tp=1\) did not join gloo:all_reduce "
+        rf"\(number \d+ of group \d+\), says the flight recorder \({tmp_path}/r0 and others\)", line
+    )  # fmt: skip
+    assert recorded(f"{tmp_path}/r", 4, time.time() + 9) == {}  # those of an earlier run
+
+
+def test_a_member_that_never_joined_a_group_is_behind_and_messages_between_two_are_not_counted():
+    """What gloo's recorder lacks: members of groups, point-to-point entries."""
+
+    def dump(*entries: tuple[int, str, bool]) -> bytes:
+        config = {"5": {"name": "5", "desc": "tp", "ranks": "[0, 1]"}}
+        rows = [
+            {"process_group": ("5", "tp"), "collective_seq_id": number, "profiling_name": name,
+             "is_p2p": alone}
+            for number, name, alone in entries
+        ]  # fmt: skip
+        return pickle.dumps({"pg_config": config, "entries": rows}, protocol=2)
+
+    joined = dump((1, "nccl:all_gather", False))
+    found = behind({0: joined, 1: dump(), 2: dump()})
+    assert found == {1: "did not join nccl:all_gather (number 1 of group 5)"}
+    assert behind({0: joined, 1: joined + dump((9, "nccl:send 1->0", True))}) == {}
+
+
+def test_the_watchdog_speaks_and_gloo_does_not(monkeypatch):
+    for name in (DUMPS, "TORCH_CPP_LOG_LEVEL"):
+        monkeypatch.delenv(name, raising=False)
+    assert told_ranks("gloo", "/f")["TORCH_CPP_LOG_LEVEL"] == "FATAL"
+    nccl = told_ranks("nccl", "/f")
+    assert "TORCH_CPP_LOG_LEVEL" not in nccl
+    assert (nccl[DUMPS], nccl["TORCH_NCCL_DUMP_ON_TIMEOUT"]) == ("/f/flight_recorder_rank_", "1")
+    monkeypatch.setenv(DUMPS, "/mine_")
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "INFO")
+    assert told_ranks("gloo", "/f")["TORCH_CPP_LOG_LEVEL"] == "INFO"
+    assert told_ranks("nccl", "/f")[DUMPS] == "/mine_"

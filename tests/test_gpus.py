@@ -1,0 +1,147 @@
+"""GPUs that cannot be used: one line for each reason, and no step down to the CPU."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+import torch
+from support.gpus import pretend_gpus
+
+from warpweave import gpus
+from warpweave.gpus import choose_backend, refusal, take_device
+from warpweave.parallel.mesh import Mesh
+
+AGAIN = "or pass --device cpu"
+CONNECTIONS, ORDER = "CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_LAUNCH_ORDER_IMPLICIT"
+
+
+@pytest.mark.parametrize(
+    ("there", "ranks", "options", "found"),
+    [
+        (0, 1, {}, "gloo"),
+        (0, 8, {}, "gloo"),
+        (0, 1, {"asked": "nccl"}, "this process is shown no GPU by torch"),
+        (8, 8, {}, "nccl"),
+        (8, 8, {"asked": "gloo"}, "gloo"),
+        (9, 8, {"launched": False}, "nccl"),
+        (7, 8, {}, f"7 GPU(s) are too few for 8 ranks: start as many ranks, {AGAIN}"),
+        (7, 8, {"launched": False}, "7 GPU(s) are too few for 8 ranks"),
+        (1, 8, {}, "1 GPU(s) are too few for 8 ranks"),
+        (1, 8, {"launched": False}, "nccl"),  # perhaps another one to each
+        (7, 8, {"asked": "nccl"}, "7 GPU(s) are too few for 8 ranks"),
+        (7, 8, {"asked": "gloo"}, "gloo"),
+    ],
+)
+def test_ranks_compute_on_gpus_or_are_refused_and_on_the_cpu_if_asked(
+    monkeypatch, tmp_path, there, ranks, options, found
+):
+    pretend_gpus(monkeypatch, there)
+    monkeypatch.setattr(gpus, "_DRIVER", tmp_path / "none")
+    if found in ("nccl", "gloo"):
+        assert choose_backend(ranks, **options) == found
+    else:
+        with pytest.raises(ValueError, match=re.escape(found)):
+            choose_backend(ranks, **options)
+
+
+def test_a_torch_that_does_not_see_the_gpus_of_its_machine_is_not_taken_for_a_cpu(
+    monkeypatch, tmp_path
+):
+    pretend_gpus(monkeypatch, 0)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(gpus, "_DRIVER", tmp_path)
+    line = f"NVIDIA's driver, but torch {torch.__version__} finds no GPU: install one for its CUDA"
+    with pytest.raises(ValueError, match=re.escape(f"{line}, {AGAIN}")):
+        choose_backend(1)
+    assert choose_backend(1, "gloo") == "gloo"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # hidden by the user
+    assert choose_backend(1) == "gloo"
+
+
+def test_a_torch_without_nccl_is_named_where_ranks_are_several(monkeypatch):
+    pretend_gpus(monkeypatch, 2, nccl=False)
+    assert choose_backend(1) == "nccl"  # for a rank that is alone
+    with pytest.raises(ValueError, match=rf"has no NCCL, which 2 ranks on GPUs need: .*{AGAIN}"):
+        choose_backend(2)
+
+
+def _rank(monkeypatch, local: int, world: int) -> None:
+    for name, value in (("WORLD_SIZE", world), ("LOCAL_WORLD_SIZE", world), ("LOCAL_RANK", local)):
+        monkeypatch.setenv(name, str(value))
+
+
+@pytest.mark.parametrize(("count", "index"), [(1, 0), (4, 2)])
+def test_a_rank_takes_the_only_gpu_that_it_is_shown_or_that_of_its_number(
+    monkeypatch, count, index
+):
+    chosen = pretend_gpus(monkeypatch, count)
+    _rank(monkeypatch, 2, 3)
+    backend, device, own = take_device(None, launched=False)
+    assert (backend, device, own) == (
+        "nccl", torch.device("cuda", index), {"name": "H", "uuid": str(index)},
+    )  # fmt: skip
+    assert chosen == [device]
+
+
+@pytest.mark.parametrize(
+    ("world", "driver", "given", "connections", "order"),
+    [
+        (2, 12080, {}, "32", "1"),
+        (2, 12020, {}, "32", None),  # would run the operations one by one
+        (2, 12080, {CONNECTIONS: "1", ORDER: "0"}, "1", "0"),
+        (1, 12080, {}, None, None),
+    ],
+)  # fmt: skip
+def test_cuda_and_nccl_are_told_of_many_communicators_before_they_start(
+    monkeypatch, world, driver, given, connections, order
+):
+    pretend_gpus(monkeypatch, 2, driver=driver)
+    _rank(monkeypatch, 0, world)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    seen = []
+    started = lambda _: seen.append((os.environ.get(CONNECTIONS), os.environ.get(ORDER)))  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "set_device", started)
+    take_device(None, launched=False)
+    assert seen == [(connections, order)]
+
+
+def test_a_gpu_that_others_fill_is_named_with_its_rank(monkeypatch):
+    pretend_gpus(monkeypatch, 2, problem="CUDA error: out of memory\nSearch for `cudaError`")
+    _rank(monkeypatch, 1, 2)
+    _, _, own = take_device(None, launched=False)
+    found = refusal([{"name": "H", "uuid": "0"}, own], Mesh(dp=2))
+    assert found == "rank 1 (dp=1) cannot use cuda:1: CUDA error: out of memory"
+
+
+def _gpus(*names: str) -> list[dict]:
+    return [{"name": name, "uuid": f"u{i}"} for i, name in enumerate(names)]
+
+
+SLICE = "NVIDIA A100-SXM4-40GB MIG 1g.5gb"
+ALIKE = "ranks must compute alike, on devices of one kind, but"
+
+
+@pytest.mark.parametrize(
+    ("devices", "line"),
+    [
+        (_gpus("H", "H", "H"), None),
+        ([{"name": "cpu"}] * 3, None),
+        (_gpus(SLICE), None),  # alone it is a GPU like others
+        (
+            _gpus(SLICE, SLICE),
+            f"rank 0 (dp=0) has {SLICE}, a MIG slice, which NCCL does not connect",
+        ),
+        (_gpus("H", "H", "A"), f"{ALIKE} rank 0 (dp=0) has H, rank 2 (dp=2) has A"),
+        ([*_gpus("H"), {"name": "cpu"}], f"{ALIKE} rank 0 (dp=0) has H, rank 1 (dp=1) has cpu"),
+        (
+            [*_gpus("H", "H"), {"name": "H", "uuid": "u1"}],
+            "ranks 1, 2 are shown one GPU (u1) and need one each: start as many ranks as GPUs, "
+            f"{AGAIN}",
+        ),
+    ],
+)
+def test_why_ranks_cannot_compute_together_is_said_in_one_line(devices, line):
+    assert refusal(devices, Mesh(dp=len(devices))) == line
