@@ -26,6 +26,7 @@ import warpweave.train as train
 from warpweave.blame import End
 from warpweave.checkpoint import CheckpointError
 from warpweave.config import ParallelPlan
+from warpweave.dtypes import DTYPES
 from warpweave.launch import Session, Stopped, reported
 from warpweave.metrics import peak_memory
 from warpweave.parallel.mesh import Mesh
@@ -311,6 +312,25 @@ def test_the_peak_of_a_process_is_what_the_system_says_in_mib():
     (line,) = [x for x in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in x]
     (peak,) = peak_memory(torch.device("cpu"), mock.Mock(group=lambda axis: None))
     assert peak == pytest.approx(int(line.split()[1]) / 1024, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("device", "given", "dtype"),
+    [("cuda", None, "bf16"), ("cpu", None, "fp32"), ("cuda", "fp32", "fp32")],
+)
+def test_a_gpu_trains_in_bf16_unless_told_and_its_memory_is_judged_by_that(
+    monkeypatch, tmp_path, device, given, dtype
+):
+    """With an engine and a GPU that are not there."""
+    judged = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1, 2))
+    monkeypatch.setattr(train, "check_memory", lambda step, **_: judged.append(step.dtype))
+    monkeypatch.setattr(train, "Engine", mock.Mock(side_effect=LeftError))
+    session = Session(torch.device(device), 0, 1, None, 9.0, Mesh())
+    with pytest.raises(LeftError):
+        Trainer(_config(tmp_path, dtype=given), session)
+    assert train.Engine.call_args.kwargs["dtype"] == DTYPES[dtype]
+    assert judged == ([dtype] if device == "cuda" else [])
 
 
 # -------------------------------------------------------------------------- the command

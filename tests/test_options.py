@@ -85,6 +85,7 @@ TRAIN = {
     "sample": Row("--sample 9", {"sample"}),
     "tensorboard": Row("--tensorboard", {"boards"}),
     "wandb": Row("--wandb project", {"boards"}),
+    "device": Row("--device cpu", {"join backend"}),
     "impl": Row("--impl torch", {"engine.impl", "rule.impl"}),
     "tiles": Row("--tiles tiles.json", {"tiles"}),
     "timeout": Row("--timeout 77", {"engine.timeout", "join timeout", "mesh timeout"}),
@@ -209,8 +210,8 @@ def seen_of_train(argv: list[str], patch: pytest.MonkeyPatch) -> dict[str, Any]:
     seen["boards"] = []
     open_dataset, save = warpweave.data.open_dataset, save_checkpoint
 
-    def join(mesh: Mesh, *, timeout: float, port: int | None) -> Session:
-        seen["join timeout"] = timeout
+    def join(mesh: Mesh, *, timeout: float, backend: str | None, port: int | None) -> Session:
+        seen["join timeout"], seen["join backend"] = timeout, backend
         return Session(torch.device("cpu"), 0, mesh.world, None, timeout, mesh)
 
     def connect(mesh: Mesh, device: str, *, timeout) -> ConnectedMesh:

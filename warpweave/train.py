@@ -63,6 +63,7 @@ class Trainer:
     def __init__(
         self, config: TrainConfig, session: Session, interrupt: Interrupt | None = None
     ) -> None:
+        config = config.on(session.device.type)
         self.config, self.session = config, session
         self.interrupt = interrupt if interrupt is not None else Interrupt()
         tiles.load(config.tiles)
@@ -78,7 +79,7 @@ class Trainer:
             self.mesh,
             config.plan,
             micro_batch_size=config.batch,
-            dtype=DTYPES[config.dtype],
+            dtype=DTYPES[str(config.dtype)],
             device=session.device,
             seed=config.seed,
             rule=AdamW(config.betas, config.eps, config.weight_decay, config.impl),
@@ -390,7 +391,7 @@ def _check_memory(config: TrainConfig, model: GPTConfig, free: int, cpu_ranks: i
     """Raise a one-line ``ValueError`` if a step will not fit into a GPU's `free` bytes, or those
     that `cpu_ranks` ranks share."""
     device = "cpu" if cpu_ranks else "cuda"
-    step = TrainingStep(model, config.mesh, config.plan, config.batch, config.dtype, device)
+    step = TrainingStep(model, config.mesh, config.plan, config.batch, str(config.dtype), device)
     check_memory(step, free=free, ranks=cpu_ranks or 1)
 
 
@@ -469,7 +470,8 @@ def run(config: TrainConfig) -> NoReturn:
         if local_rank == 0:  # the others wait for it in `join`, and find its tokens in the cache
             config.check()
             if backend == "gloo":
-                _check_memory(config, config.model_config(1), free_host_memory(), here)
+                cpu = config.on("cpu")
+                _check_memory(cpu, cpu.model_config(1), free_host_memory(), here)
         with _locked(config.out) if rank == 0 else nullcontext():
             if rank == 0 and (line := short_of_peak(config)):
                 say(line)

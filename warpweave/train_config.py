@@ -116,9 +116,9 @@ class TrainConfig:
     batch: int = 8
     """Micro-batch size: sequences per micro-batch."""
 
-    dtype: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
+    dtype: Literal["fp32", "bf16", "fp16", "fp64"] | None = None
     """Precision of parameters and activations; master weights, gradients and sums are fp32 (fp64
-    for fp64)."""
+    for fp64). Default: bf16 on a GPU, whose tensor cores fp32 does not use, and fp32 on a CPU."""
     steps: int = 500
     """Training steps (optimizer steps) of the whole run."""
     lr: float = 1e-3
@@ -237,6 +237,11 @@ class TrainConfig:
                 "must be the axes' product"
             )
         return filled
+
+    def on(self, device_type: str) -> TrainConfig:
+        """This configuration with `dtype` filled in for "cpu" or "cuda"."""
+        default = "bf16" if device_type == "cuda" else "fp32"
+        return dataclasses.replace(self, dtype=self.dtype or default)
 
     def model_config(self, vocab_size: int) -> GPTConfig:
         """The model, with a vocabulary of at least `vocab_size`."""
