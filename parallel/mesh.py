@@ -169,8 +169,8 @@ class Mesh:
         """Create this rank's process groups.
 
         Collective over the default process group, which must exist when the mesh has several ranks.
-        `timeout` bounds every collective of these groups, and on a CPU approximately every wait
-        within a kernel; None is torch's default (half an hour on gloo, whatever the default group's
+        `timeout` bounds every collective of these groups, and approximately every wait within a
+        kernel; None is torch's default (half an hour on gloo, whatever the default group's
         is), and some minutes for those waits.
 
         Raises:
@@ -279,6 +279,12 @@ class ConnectedMesh:
 
             self._workspaces[axis] = Workspace(group, timeout=self.timeout)
         return self._workspaces.get(axis)
+
+    def check_waits(self) -> None:
+        """Raise for the first wait within a kernel that gave up (`SymmetricMemory.check`), once a
+        result of the device has been read."""
+        for workspace in self._workspaces.values():
+            workspace.check()
 
     def size(self, axis: str) -> int:
         """Size of `axis`."""

@@ -1,9 +1,10 @@
 """Symmetric memory of a process group: buffers that every rank of the group can read and write.
 
 On CUDA it is torch's (`torch.distributed._symmetric_memory`, NVLink within a node; that has not
-been run yet). On a CPU, for kernels in Triton's interpreter, it is files in /dev/shm that every
-rank maps. All ranks must be on one machine. A group needs one memory per stream; its layout and its
-signals are described in `kernels.overlap.symmetric`. `Workspace` allocates it on demand.
+been run yet), where each GPU reaches the others' memory with atomics. On a CPU, for kernels in
+Triton's interpreter, it is files in /dev/shm that every rank maps. All ranks must be on one
+machine. A group needs one memory per stream; its layout and its signals are described in
+`kernels.overlap.symmetric`. `Workspace` allocates it on demand.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import secrets
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +27,9 @@ from warpweave.kernels.overlap.symmetric import (
 )
 
 FOLDER = Path("/dev/shm")
-LOOKS = 10_000  # polls per second in the interpreter, about a tenth of a millisecond each
+# Polls per second: in the interpreter about a tenth of a millisecond each; on a GPU a prediction, 1
+# to 2 us for an atomic, a barrier and a broadcast, so that a wait ends before NCCL's watchdog does.
+LOOKS = {"cpu": 10_000, "cuda": 500_000}
 TIMEOUT = timedelta(seconds=100)
 
 
@@ -45,33 +49,33 @@ def symmetric_memory(
         device: this rank's, CUDA or CPU.
         slots: signals per rank in one operation, one for each tile of its rows.
         capacity: bytes of data per rank in one operation.
-        timeout: on a CPU the approximate time after which a wait raises; longer on a slow machine,
-            because a kernel in the interpreter cannot read a clock.
-        polls: the number of polls after which a wait raises, in place of `timeout`; 0 is no limit,
-            the default on a GPU.
+        timeout: the approximate time after which a wait gives up, counted in polls; longer on a
+            slow machine.
+        polls: the number of polls, in place of `timeout`; 0 is no limit.
 
     Raises:
-        ValueError: on a CPU, on all ranks: some rank cannot create its file or map the others', or
-            passed other sizes. On CUDA torch's own errors.
+        ValueError: on all ranks: on a CPU some rank cannot create its file or map the others', or
+            passed other sizes; on GPUs some cannot reach another's, or not with atomics.
     """
     device = torch.device(device)
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     size = segment_bytes(world, slots, capacity)
+    if polls is None:
+        polls = max(1, int(timeout.total_seconds() * LOOKS[device.type]))
     if device.type == "cuda":
-        return _over_peers(group, device, slots, capacity, polls or 0)
+        return _over_peers(group, device, slots, capacity, polls)
     token = torch.tensor([secrets.randbits(62)])
     dist.broadcast(token, group_src=0, group=group)
     files = [FOLDER / f"warpweave-{token.item():016x}-{peer}" for peer in range(world)]
+    of_group = f"files of their group in {FOLDER} (the ranks must share one machine)"
     try:
         problem = _attempt(lambda: create_file(files[rank], size))
-        _agree(problem, group, "make")
+        _agree(problem, group, f"cannot make the {of_group}")
         segments: list[torch.Tensor] = []
         problem = _attempt(lambda: segments.extend(map_file(file, size) for file in files))
-        _agree(problem, group, "map")
+        _agree(problem, group, f"cannot map the {of_group}")
     finally:  # the mapping outlives the file name, so a later crash leaves no file
         files[rank].unlink(missing_ok=True)
-    if polls is None:
-        polls = max(1, int(timeout.total_seconds() * LOOKS))
     return over_segments(segments, rank, slots=slots, capacity=capacity, polls=polls)
 
 
@@ -117,6 +121,7 @@ class Workspace:
                     )
                 if memory is not None:  # peers may read it up to here
                     torch.cuda.current_stream(device).synchronize()
+                    memory.check()
             slots, size = (1 << (n - 1).bit_length() for n in (slots, size))
             if memory is not None:
                 slots, size = max(slots, memory.slots), max(size, memory.capacity)
@@ -126,10 +131,15 @@ class Workspace:
             )
         return self._memory.fitting(name, device, slots, size)
 
-    def settle(self, name: str) -> None:
+    def settle(self) -> None:
         """See `SymmetricMemory.settle`."""
         if self._memory is not None:
-            self._memory.settle(name)
+            self._memory.settle()
+
+    def check(self) -> None:
+        """See `SymmetricMemory.check`."""
+        if self._memory is not None:
+            self._memory.check()
 
     def leave(self, name: str) -> None:
         """See `SymmetricMemory.leave`."""
@@ -161,16 +171,15 @@ def _attempt(action: Callable[[], object]) -> str:
     return ""
 
 
-def _agree(problem: str, group: dist.ProcessGroup, verb: str) -> None:
+def _agree(problem: str, group: dist.ProcessGroup, what: str, device: Any = "cpu") -> None:
     """Raise on every rank if `problem` is not empty on any."""
-    failed = torch.zeros(dist.get_world_size(group), dtype=torch.int64)
+    failed = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=device)
     failed[dist.get_rank(group)] = bool(problem)
     dist.all_reduce(failed, group=group)
     if failed.any():
         ranks = failed.nonzero().flatten().tolist()
         raise ValueError(
-            f"symmetric memory: ranks {ranks} cannot {verb} the files of their group in {FOLDER} "
-            f"(the ranks must share one machine): {problem or 'see their own message'}"
+            f"symmetric memory: ranks {ranks} {what}: {problem or 'see their own message'}"
         )
 
 
@@ -181,6 +190,11 @@ def _over_peers(
     import torch.distributed._symmetric_memory as symm_mem
 
     rank, world = dist.get_rank(group), dist.get_world_size(group)
+    index = torch.zeros(world, dtype=torch.int64, device=device)
+    index[rank] = device.index
+    dist.all_reduce(index, group=group)
+    problem = unreachable(device.index, index.tolist(), native_atomics)
+    _agree(problem, group, "cannot use the GPUs of their group", device)
     size = segment_bytes(world, slots, capacity)
     own = symm_mem.empty(size, dtype=torch.uint8, device=device).zero_()
     handle = symm_mem.rendezvous(own, group)
@@ -188,3 +202,30 @@ def _over_peers(
     segments[rank] = own
     handle.barrier()  # all are zero
     return over_segments(segments, rank, slots=slots, capacity=capacity, polls=polls)
+
+
+def unreachable(own: int, peers: list[int], atomics: Callable[[int, int], bool]) -> str:
+    """Why kernels on GPU `own` cannot signal to GPUs `peers`, by rank; "" if they can.
+
+    A flag is set by an atomic exchange in the peer's memory: NVLink has such atomics, PCIe has not.
+    """
+    if len(set(peers)) < len(peers):
+        return f"ranks have GPUs {peers}; each process must be shown all of the group's, one a rank"
+    for rank, peer in enumerate(peers):
+        if peer == own:
+            continue
+        if not torch.cuda.can_device_access_peer(own, peer):
+            return f"cuda:{own} has no peer access to cuda:{peer} of rank {rank}"
+        if not atomics(own, peer):
+            return f"cuda:{own} has no native atomics in cuda:{peer} of rank {rank} (PCIe)"
+    return ""
+
+
+def native_atomics(own: int, peer: int) -> bool:
+    """Whether the link from one GPU to another carries 64-bit atomics, by the driver's word."""
+    import ctypes
+
+    found = ctypes.c_int()
+    # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED; devices are numbered as torch numbers them.
+    ask = ctypes.CDLL("libcuda.so.1").cuDeviceGetP2PAttribute
+    return ask(ctypes.byref(found), 3, own, peer) == 0 and bool(found.value)

@@ -29,7 +29,7 @@ from warpweave.config import ParallelPlan
 from warpweave.dtypes import DTYPES
 from warpweave.launch import Session, Stopped, reported
 from warpweave.metrics import peak_memory
-from warpweave.parallel.mesh import Mesh
+from warpweave.parallel.mesh import ConnectedMesh, Mesh
 from warpweave.resume import Progress
 from warpweave.train import Interrupt, Trainer, TrainingStopped
 from warpweave.train_config import TrainConfig
@@ -233,6 +233,15 @@ def test_an_interrupted_run_saves_and_leaves_evaluation_sample_and_last_loss_to_
         evaluated = [row["step"] for row in _rows(config.out) if "val_loss" in row]
         assert evaluated == [2, 4]
         assert (resumed.progress.evaluated, resumed.progress.since) == (2, 0)
+
+
+def test_a_wait_that_gave_up_ends_the_run_before_its_numbers_are_used(monkeypatch, tmp_path):
+    trainer = _trainer(_config(tmp_path))
+    monkeypatch.setattr(ConnectedMesh, "check_waits", mock.Mock(side_effect=LeftError))
+    for call in (trainer._train_step, trainer.evaluate):
+        with pytest.raises(LeftError):
+            call()
+    assert (trainer.step, trainer._evaluation[0]) == (0, -1)
 
 
 @pytest.mark.parametrize(

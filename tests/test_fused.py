@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from warpweave.kernels.dropout import Drop, dropout
 from warpweave.kernels.gemm.epilogue import Epilogue
 from warpweave.kernels.overlap import all_gather_gemm, gathering, gemm_reduce_scatter
-from warpweave.kernels.overlap.symmetric import local_memory
+from warpweave.kernels.overlap.symmetric import Signature, local_memory
 from warpweave.kernels.rope import apply_rope, rope_table
 from warpweave.kernels.runtime.wgrad import WeightGradients, collect
 from warpweave.layers.attention import Attention
@@ -289,19 +289,51 @@ def _left(rank: int) -> None:
 
 
 def _bounded(rank: int) -> None:
-    """On a CPU the timeout of the mesh bounds the waits within kernels: 10,000 looks a second."""
+    """The timeout of the mesh bounds the waits within kernels: 10,000 looks a second on a CPU,
+    500,000 on a GPU. A step's caller is told of one that gave up by the mesh."""
     for seconds, polls in ((None, 1_000_000), (0.0005, 5)):
         timeout = None if seconds is None else timedelta(seconds=seconds)
         workspace = Workspace(dist.group.WORLD, timeout=timeout)
         memory = workspace.fitting("op", torch.device("cpu"), 4, 1 << 10)
         assert memory.polls == polls
     mesh = Mesh(tp=2).connect(timeout=timedelta(seconds=7))
-    assert mesh.workspace("tp").fitting("op", torch.device("cpu"), 1, 1).polls == 70_000
+    memory = mesh.workspace("tp").fitting("op", torch.device("cpu"), 1, 1)
+    assert memory.polls == 70_000
+    mesh.check_waits()
+    word = Signature("qkv_rope", 3, 5, torch.float32, (1, 1)).word()
+    memory.error.copy_(torch.tensor([9, 1, 2, word, word]))  # as a kernel on a GPU leaves it
+    with pytest.raises(TimeoutError, match=rf"^qkv_rope on rank {rank} of 2, epoch 9: rank 1 did"):
+        mesh.check_waits()
+    with mock.patch.object(symmetric, "_over_peers") as made:
+        mesh.workspace("tp").renew()
+        mesh.workspace("tp")._memory = symmetric.symmetric_memory(
+            dist.group.WORLD, "cuda:0", slots=1, capacity=1, timeout=mesh.timeout
+        )
+    assert made.call_args.args[-1] == 3_500_000
     if rank == 0:  # the other never comes
         with pytest.raises(
             TimeoutError, match=r"on rank 0 of 2, epoch 1: rank 1 did not .* 5 polls"
         ):
             gemm_reduce_scatter(torch.ones(4, 3), torch.ones(3, 2), memory=workspace)
+
+
+@pytest.mark.parametrize(
+    ("peers", "reached", "atomic", "said"),
+    [
+        ([0, 1, 2], {0, 2}, {0, 2}, ""),
+        ([0, 1, 2], {0}, {0, 2}, "cuda:1 has no peer access to cuda:2 of rank 2"),
+        ([2, 1, 0], {0, 2}, {0}, "cuda:1 has no native atomics in cuda:2 of rank 0 (PCIe)"),
+        ([1, 1], {0, 2}, {0, 2}, "ranks have GPUs [1, 1]; each process must be shown all of the"),
+    ],
+)
+def test_gpus_that_cannot_signal_are_refused_in_one_line(
+    monkeypatch, peers, reached, atomic, said
+) -> None:
+    """What GPU 1 says of the GPUs that it is to reach."""
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda own, peer: peer in reached)
+    found = symmetric.unreachable(1, peers, lambda own, peer: own == 1 and peer in atomic)
+    assert found.startswith(said)
+    assert bool(found) == bool(said)
 
 
 def test_waits_within_kernels_follow_the_timeout_of_the_mesh() -> None:

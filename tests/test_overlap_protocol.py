@@ -133,7 +133,7 @@ def clean_modules():
         sys.modules.pop(f"planted_{name}", None)
 
 
-AWAIT = '    await_(flag, epoch, error_ptr, source, part, POLLS, "sys")\n'
+AWAIT = '    await_(flag, epoch, error_ptr, source, part, signature, POLLS, "sys")\n'
 STORE = "            tl.store(there + tl.cast(rank, tl.int64) * S * N + at, y, live)\n"
 BULK = """            block = tl.make_tensor_descriptor(
                 there + tl.cast(rank, tl.int64) * S * N, [S, N], [N, 1], [BLOCK_M, BLOCK_N]
@@ -152,7 +152,7 @@ FAULTS = {
     "a relaxed release": ("scatter", "signals", 'sem="release"', 'sem="relaxed"'),
     "a relaxed acquire": ("reduce", "signals", 'sem="acquire"', 'sem="relaxed"'),
     "no barrier after an acquire": (
-        "scatter", "signals", "epoch)\n    tl.debug_barrier()", "epoch)",
+        "scatter", "signals", "signature)\n    tl.debug_barrier()", "signature)",
     ),
     "the scope of one device": ("reduce", "signals", 'POLLS, "sys")', 'POLLS, "gpu")'),
     "no parity": ("scatter", "signals", "(epoch % 2)", "(epoch * 0)"),

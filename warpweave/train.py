@@ -213,6 +213,7 @@ class Trainer:
             documents=documents,
         )
         loss, norm, interrupts = (float(x) for x in result.all().cpu())
+        self.mesh.check_waits()
         # fp16 may overflow under its loss scale, which then shrinks; at 1 it is not to blame.
         scale = self.engine.optimizer.loss_scale
         overflow = scale is not None and not math.isfinite(norm) and float(scale.value) > 1.0
@@ -273,6 +274,7 @@ class Trainer:
         mine = range(dp * count, (dp + 1) * count)
         samples = self.val_data.fixed_batch(mine, count=count * c.mesh.dp)
         value = float(self.engine.evaluate(*self._micro_batches(*samples)))
+        self.mesh.check_waits()
         if not math.isfinite(value):
             self._stop(value, 0.0, "validation loss")
         self._evaluation = (self.step, value)

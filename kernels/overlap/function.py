@@ -224,7 +224,7 @@ def _run_steps(name: str, steps: Steps, memory: Memory) -> Any:
             memory.leave(name)
         raise
     try:
-        memory.settle(name)
+        memory.settle()
     except (TimeoutError, ValueError):
         memory.leave(name)
         raise

@@ -151,9 +151,9 @@ def await_tile(
     row, col = tile_origin(index % each, S, N, BLOCK_M, BLOCK_N, GROUP)
     if source != rank:
         part = row // BLOCK_M
-        await_(
+        await_(  # longer than the copier, which names the operation
             flag_of(addresses_ptr, rank, WORLD + source, part, slots), epoch,
-            error_ptr, source, part, POLLS, "gpu",
+            error_ptr, source, part, 0, 2 * POLLS, "gpu",
         )  # fmt: skip
     return tl.cast(source, tl.int64) * S, row, col
 

@@ -89,27 +89,41 @@ def publish_to_all(
 
 
 @triton.jit
-def await_(flag_ptr, epoch, error_ptr, source, slot, POLLS: tl.constexpr, SCOPE: tl.constexpr):
+def await_(
+    flag_ptr, epoch, error_ptr, source, slot, signature, POLLS: tl.constexpr, SCOPE: tl.constexpr
+):
     """Wait with acquire order until a flag has reached `epoch`.
 
-    With POLLS > 0 at most so many polls; then `error` names the rank and part, and the program
-    continues with whatever data there is.
+    With POLLS > 0 at most so many polls; then `error` names the rank, the part and this rank's
+    operation, and the program continues with whatever data there is. A count, because each thread
+    would read a clock of its own and leave the loop, which all must leave together, at another
+    time. `error` may lie in the host's memory: it is read where a wait has to wait.
     """
     seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope=SCOPE)
     if POLLS == 0:
         while seen < epoch:
             seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope=SCOPE)
     else:
-        given_up = tl.load(error_ptr)  # after one wait that gave up, later ones are short
-        left = tl.where(given_up == 0, POLLS, 0)
-        while (seen < epoch) & (left > 0):
-            seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope=SCOPE)
-            left -= 1
-        if (seen < epoch) & (given_up == 0):
-            tl.store(error_ptr + 1, source)
-            tl.store(error_ptr + 2, slot)
-            tl.store(error_ptr, epoch)
+        if seen < epoch:
+            # After one wait that gave up, later ones are short.
+            left = tl.where(tl.load(error_ptr) == 0, POLLS, 0)
+            while (seen < epoch) & (left > 0):
+                seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope=SCOPE)
+                left -= 1
+            if seen < epoch:
+                report(error_ptr, epoch, source, slot, signature, signature)
     tl.debug_barrier()
+
+
+@triton.jit
+def report(error_ptr, epoch, source, slot, theirs, own):
+    """Note in `error`, unless there is an earlier one, what was wrong with a part of `source`."""
+    if tl.load(error_ptr) == 0:
+        tl.store(error_ptr + 1, source)
+        tl.store(error_ptr + 2, slot)
+        tl.store(error_ptr + 3, theirs)
+        tl.store(error_ptr + 4, own)
+        tl.store(error_ptr, epoch)
 
 
 @triton.jit
@@ -117,12 +131,8 @@ def compare(word_ptr, signature, epoch, error_ptr, source, slot):
     """After a bounded wait: compare the signature of the part with this rank's. If they differ,
     `error` says so, as after a wait that gave up, and the program continues."""
     theirs = tl.load(word_ptr)
-    if (theirs != signature) & (tl.load(error_ptr) == 0):
-        tl.store(error_ptr + 1, source)
-        tl.store(error_ptr + 2, slot)
-        tl.store(error_ptr + 3, theirs)
-        tl.store(error_ptr + 4, signature)
-        tl.store(error_ptr, epoch)
+    if theirs != signature:
+        report(error_ptr, epoch, source, slot, theirs, signature)
 
 
 @triton.jit
@@ -140,7 +150,7 @@ def await_part(
 ):
     """Wait until `source` has published a part to this `rank`, and `compare` signatures."""
     flag = flag_of(addresses_ptr, rank, source, part, slots)
-    await_(flag, epoch, error_ptr, source, part, POLLS, "sys")
+    await_(flag, epoch, error_ptr, source, part, signature, POLLS, "sys")
     if POLLS > 0:
         word = signature_of(addresses_ptr, rank, source, epoch, part, slots, WORLD)
         compare(word, signature, epoch, error_ptr, source, part)

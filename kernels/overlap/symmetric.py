@@ -83,9 +83,9 @@ class SymmetricMemory:
             operation.
         addresses: int64[world], their addresses.
         epoch: int64[1], the number of operations that have run.
-        error: int64[5]: the epoch in which a wait gave up (0: none), the rank and the part that it
-            waited for; and if that part belongs to another operation, the two signatures, its own
-            and this rank's. See `check`.
+        error: int64[5], in the host's memory: the epoch in which a wait gave up (0: none), the rank
+            and the part that it waited for, and the signatures of that part, if it has come, and
+            of this rank's operation. See `check`.
         slots: parts that a rank may publish in one epoch.
         capacity: bytes of data in an epoch.
         polls: polls after which a wait gives up; 0 is no limit.
@@ -113,15 +113,15 @@ class SymmetricMemory:
         """End an epoch, in stream order."""
         self.epoch.add_(1)
 
-    def check(self, name: str) -> None:
-        """Raise TimeoutError if a wait of operation `name` has given up, ValueError if it has found
-        a rank in another operation.
+    def check(self) -> None:
+        """Raise TimeoutError if a wait has given up, ValueError if it has found a rank in another
+        operation; the result of the operation that is named is then wrong.
 
-        Its result is then wrong. Synchronises with the device: operations call it themselves on a
-        CPU only; on a GPU the caller may, if waits are bounded.
+        Reads the host's memory: on a GPU it tells of what has run, so that a caller who has just
+        read another result of the device (a trainer its loss) need not synchronise again.
         """
         epoch, source, slot, theirs, own = self.error.tolist()
-        where = f"{name} on rank {self.rank} of {self.world}, epoch {epoch}"
+        where = f"{Signature.of(own).name} on rank {self.rank} of {self.world}, epoch {epoch}"
         if theirs != own:
             raise ValueError(
                 f"{where}: rank {source} is in {Signature.of(theirs)}, this rank in "
@@ -132,10 +132,10 @@ class SymmetricMemory:
                 f"{where}: rank {source} did not publish part {slot} within {self.polls} polls"
             )
 
-    def settle(self, name: str) -> None:
-        """`check` on a CPU with bounded waits, where it needs no synchronisation; else nothing."""
-        if self.polls and not self.epoch.is_cuda:
-            self.check(name)
+    def settle(self) -> None:
+        """`check` at the end of an operation on a CPU, where it has run."""
+        if not self.epoch.is_cuda:
+            self.check()
 
     def leave(self, name: str) -> None:
         """Note that an error ended operation `name` midway."""
@@ -171,7 +171,7 @@ class Memory(Protocol):
     def fitting(
         self, name: str, device: torch.device, slots: int, size: int
     ) -> SymmetricMemory: ...
-    def settle(self, name: str) -> None: ...
+    def settle(self) -> None: ...
     def leave(self, name: str) -> None: ...
 
 
@@ -196,7 +196,7 @@ def over_segments(
         tuple(segments),
         torch.tensor([segment.data_ptr() for segment in segments], device=device),
         torch.zeros(1, dtype=torch.int64, device=device),
-        torch.zeros(5, dtype=torch.int64, device=device),
+        torch.zeros(5, dtype=torch.int64, pin_memory=device.type == "cuda"),
         slots,
         _aligned(capacity),
         polls,
