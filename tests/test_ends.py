@@ -365,7 +365,7 @@ def test_one_rank_checks_one_locks_and_each_ends_as_it_should(monkeypatch, capsy
     backend = lambda here, *_, **__: "nccl" if here == 1 else "gloo"  # noqa: E731
     monkeypatch.setattr(train, "choose_backend", backend)
     monkeypatch.setattr(train, "free_host_memory", lambda: 77)
-    memory = lambda _, __, free, here: done.update(memory=(free, here))  # noqa: E731
+    memory = lambda *_, free, ranks: done.update(memory=(free, ranks))  # noqa: E731
     monkeypatch.setattr(train, "_check_memory", memory)
     monkeypatch.setattr(train, "_locked", locked)
     monkeypatch.setattr(train, "train_rank", lambda config: done.update(alone=config.dp) or 143)

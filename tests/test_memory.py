@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import weakref
 
 import pytest
@@ -144,6 +145,16 @@ def test_the_estimate_is_a_third_above_the_peak_at_most(name):
     assert 0.95 < told.total / found.most < 1.33
 
 
+def _beside(c: GPTConfig, mesh: Mesh, plan: ParallelPlan, tokens: float, m: int) -> float:
+    """What a GPU holds beside a step's tensors: communicators of `SHAPES`, counted by hand."""
+    communicators = {"": 0, "dp": 2, "cp tp": 3, "tp pp": 7, "dp cp pp": 9, "dp shards": 4}
+    axes = " ".join(axis for axis in ("dp", "cp", "tp", "pp") if getattr(mesh, axis) > 1)
+    held = communicators["dp shards" if mesh.dp_shard else axes] * 200 + 400 + 64
+    term = tokens * c.width * m if mesh.tp > 1 else 0
+    fused = 2 ** math.ceil(math.log2(term)) if term and plan.overlap == "fused" else 0
+    return held * 2**20 + 2 * term + 2 * fused
+
+
 def _documented(
     c: GPTConfig, mesh: Mesh, plan: ParallelPlan, batch: int, dtype: str, on_cpu: bool
 ) -> list[dict[str, float]]:
@@ -195,6 +206,7 @@ def _documented(
             "optimizer": (2 + (b != m)) * P * m / (D if zero else 1),
             "activations": flight * layers * kept + 3 * whole + (last and loss),
             "loading": loading,
+            "gpu": 0 if on_cpu else _beside(c, mesh, plan, T, m),
         })  # fmt: skip
     return found
 
@@ -221,7 +233,8 @@ def test_every_number_of_the_estimate_is_what_its_formula_says(form):
             continue
         schedule = ("1f1b", "gpipe")[turn % 2]
         plan = ParallelPlan(zero=zero, recompute=recompute, schedule=schedule,
-                            microbatches=1 + turn % 4, sequence_parallel=turn % 5 < 3)  # fmt: skip
+                            microbatches=1 + turn % 4, sequence_parallel=turn % 5 < 3,
+                            overlap=("bulk", "fused")[turn // 3 % 2])  # fmt: skip
         dtype, on_cpu = ("fp32", "bf16", "fp64")[turn // 2 % 3], turn % 4 < 2
         device = "cpu" if on_cpu else "cuda"
         found = estimate(TrainingStep(config, mesh, plan, 2, dtype, device))
@@ -230,7 +243,8 @@ def test_every_number_of_the_estimate_is_what_its_formula_says(form):
         ):
             assert dataclasses.asdict(told) == pytest.approx(truth), (mesh, plan, dtype)
             states = truth["weights"] + truth["gradients"] + truth["optimizer"]
-            assert told.total == pytest.approx(states + max(truth["activations"], truth["loading"]))
+            most = max(truth["activations"], truth["loading"]) + truth["gpu"]
+            assert told.total == pytest.approx(states + most)
 
 
 # ---------------------------------------------------------------- what there is
@@ -340,6 +354,14 @@ def test_what_all_flags_together_make_of_it_is_said_where_none_is_enough():
     _check(named + 0.06, Mesh(dp=2), **all_of_them)
     with pytest.raises(ValueError, match="GiB free"):
         _check(named - 0.06, Mesh(dp=2), **all_of_them)
+
+
+def test_a_gpu_that_is_busy_is_told_by_what_it_has_free_of_all(monkeypatch):
+    step = TrainingStep(PRESETS["gpt2"], Mesh(dp=2), ParallelPlan(), 8, "bf16", "cuda")
+    with pytest.raises(ValueError, match=r"gpu 0\.8\), this GPU has 3\.0 of 79\.6 GiB free"):
+        check_memory(step, free=3 * GIB, ranks=1, total=int(79.6 * GIB))
+    with pytest.raises(ValueError, match=r"activations \d+\.\d\), this machine has 3\.0 GiB free"):
+        _check(3.0)
 
 
 def test_llama_8b_in_float64_is_refused_before_anything_is_made(tmp_path, monkeypatch, capsys):

@@ -23,9 +23,17 @@ its master (8 for float64, otherwise 4), U the largest unit (a block, the embedd
                   measured on CPUs, not derived), and on the rank with the loss its block of logits
                   (with a softcap also two fp32 copies) and (on a CPU) dW, V E m / tp.
     loading       the largest unit, unsharded, in float32, twice: drawn and scaled, before any step
+    gpu           on GPUs only, what is no tensor of the step; each a constant below, with its
+                  source, none of them measured here: modules, cuBLAS's workspaces, NCCL's buffers
+                  (C communicators: the world, one per axis or product of axes with ranks of its
+                  own, four between pipeline stages), with tensor parallelism two of the terms
+                  [T, E] of its sums, T E m each, and with overlap "fused" two symmetric buffers of
+                  such a term, rounded up to a power of two
 
-The estimate is their sum, with the larger of the last two. Message buffers, fragmentation of the
-allocator and the memory of a process without a model (about 0.3 GiB) are not included.
+The estimate is their sum, with the larger of activations and loading. Sampling needs less than a
+step: it is one sequence, without gradients, and one row of logits. Message buffers, fragmentation
+of the allocator and the memory of a process without a model (0.3 GiB on a CPU; on a GPU its
+context, which is there when the free memory is read) are not included.
 """
 
 from __future__ import annotations
@@ -48,6 +56,16 @@ from warpweave.parallel.schedule.actions import FINISHES, F
 from warpweave.parallel.tensor.linear_loss import CAPPED
 
 _GIB = 2**30
+_MIB = 2**20
+# Kernels of torch, cuBLAS and Triton, loaded at their first launch: read off public reports of 0.6
+# to 1 GiB for context and modules, of which the context alone is about half.
+_MODULES = 400 * _MIB
+# torch's default on Hopper (CUBLAS_WORKSPACE_CONFIG=:4096:8), on the main and the side stream.
+_CUBLAS = 2 * 32 * _MIB
+# 100 to 300 MiB at eight ranks by public reports: some 24 channels with buffers of 4 MiB
+# (NCCL_BUFFSIZE) for each of a channel's neighbours.
+_COMMUNICATOR = 200 * _MIB
+_BETWEEN_STAGES = 4  # communicators of a pipeline's links (`transport`)
 
 
 @dataclass(frozen=True)
@@ -59,11 +77,13 @@ class MemoryEstimate:
     optimizer: int
     activations: int
     loading: int
+    gpu: int = 0
 
     @property
     def total(self) -> int:
         """The peak."""
-        return self.weights + self.gradients + self.optimizer + max(self.activations, self.loading)
+        states = self.weights + self.gradients + self.optimizer
+        return states + max(self.activations, self.loading) + self.gpu
 
 
 @dataclass(frozen=True)
@@ -128,8 +148,26 @@ def estimate(step: TrainingStep) -> list[MemoryEstimate]:
         if placement[-1] == rank:
             activations += _loss(step, size, master)
         loading = max(_units(config, Mesh(), plan, 0).values()) * 4 * 2
-        found.append(MemoryEstimate(weights, gradients, optimizer, activations, loading))
+        parts = weights, gradients, optimizer, activations, loading, _gpu(step, master)
+        found.append(MemoryEstimate(*parts))
     return found
+
+
+def _gpu(step: TrainingStep, master: int) -> int:
+    """Bytes that a rank has on a GPU beside the tensors of its step; 0 on a CPU."""
+    if step.device_type == "cpu":
+        return 0
+    mesh, held = step.mesh, _MODULES + _CUBLAS
+    axes = [axis for axis in mesh.seen_from(0).groups if axis != "world" and mesh.size(axis) > 1]
+    if mesh.world > 1:
+        groups = {tuple(map(tuple, mesh.members(axis))) for axis in axes}
+        held += _COMMUNICATOR * (1 + len(groups) + _BETWEEN_STAGES * (mesh.pp > 1))
+    if mesh.tp > 1:
+        term = step.tokens * step.config.width * master
+        held += 2 * term
+        if step.plan.overlap == "fused":
+            held += 2 * (1 << (term - 1).bit_length())
+    return held
 
 
 def _units(config: GPTConfig, mesh: Mesh, plan: ParallelPlan, rank: int) -> Counter[str]:
@@ -219,9 +257,9 @@ def _limits(proc: Path, cgroups: Path) -> list[int]:
 # ---------------------------------------------------------------- the refusal
 
 
-def check_memory(step: TrainingStep, *, free: int, ranks: int) -> None:
+def check_memory(step: TrainingStep, *, free: int, ranks: int, total: int | None = None) -> None:
     """Raise a one-line ``ValueError`` if a training step does not fit into `free` bytes of memory,
-    shared by `ranks` ranks: 1 on a GPU, all of this machine's on a CPU."""
+    shared by `ranks` ranks: 1 on a GPU, all of this machine's on a CPU. `total` is a GPU's."""
 
     def needed(step: TrainingStep) -> float:
         totals = [rank.total for rank in estimate(step)]
@@ -262,12 +300,13 @@ def check_memory(step: TrainingStep, *, free: int, ranks: int) -> None:
     parts = ", ".join(
         f"{name} {value / _GIB:.1f}"
         for name, value in dataclasses.asdict(most).items()
-        if name != "loading"
+        if name != "loading" and (name != "gpu" or value)
     )
+    of_all = "" if total is None else f" of {total / _GIB:.1f}"
     where = "this GPU" if on_gpu else "this machine"
     of = "" if ranks == 1 else f" for {ranks} ranks"
     raise ValueError(
         f"training needs about {now / _GIB:.1f} GiB{of} (a rank: {parts}), {where} has "
-        f"{free / _GIB:.1f} GiB free; "
+        f"{free / _GIB:.1f}{of_all} GiB free; "
         + (f"it would need, with {words}" if words else "take a smaller --model")
     )

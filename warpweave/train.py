@@ -73,7 +73,8 @@ class Trainer:
             session.device.type, timeout=timedelta(seconds=session.timeout)
         )
         if session.device.type == "cuda":  # on CPUs `main` has asked for all ranks of a machine
-            _check_memory(config, self.model, torch.cuda.mem_get_info(session.device)[0])
+            free, total = torch.cuda.mem_get_info(session.device)
+            _check_memory(config, self.model, "cuda", free=free, total=total, ranks=1)
         self.engine = Engine(
             self.model,
             self.mesh,
@@ -389,12 +390,10 @@ class Trainer:
         return self.train_data.decode([t for t in tokens if t < self.train_data.vocab_size])
 
 
-def _check_memory(config: TrainConfig, model: GPTConfig, free: int, cpu_ranks: int = 0) -> None:
-    """Raise a one-line ``ValueError`` if a step will not fit into a GPU's `free` bytes, or those
-    that `cpu_ranks` ranks share."""
-    device = "cpu" if cpu_ranks else "cuda"
+def _check_memory(config: TrainConfig, model: GPTConfig, device: str, **memory: int) -> None:
+    """`check_memory` of a step on "cpu" or "cuda"."""
     step = TrainingStep(model, config.mesh, config.plan, config.batch, str(config.dtype), device)
-    check_memory(step, free=free, ranks=cpu_ranks or 1)
+    check_memory(step, **memory)
 
 
 def _key(seed: int, step: int) -> int:
@@ -473,7 +472,8 @@ def run(config: TrainConfig) -> NoReturn:
             config.check()
             if backend == "gloo":
                 cpu = config.on("cpu")
-                _check_memory(cpu, cpu.model_config(1), free_host_memory(), here)
+                free = free_host_memory()
+                _check_memory(cpu, cpu.model_config(1), "cpu", free=free, ranks=here)
         with _locked(config.out) if rank == 0 else nullcontext():
             if rank == 0 and (line := short_of_peak(config)):
                 say(line)
