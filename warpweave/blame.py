@@ -21,7 +21,6 @@ import pickletools
 import signal
 import time
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,13 +122,13 @@ def behind(dumps: dict[int, bytes]) -> dict[int, str]:
     collectives on a communicator than another member, and the first one that each did not join."""
     issued: dict[str, dict[int, int]] = defaultdict(dict)  # communicator -> rank -> how many
     names: dict[tuple[str, int], str] = {}
-    for rank, data in dumps.items():
+    read = {rank: values for rank, data in dumps.items() if (values := _constants(data))}
+    for rank, values in read.items():
         field: dict[object, Any] = {}
-        values = list(_constants(data))
         for key, value in itertools.pairwise(values):
             field[key] = value
             if key == "ranks":  # of the communicator "name", as JSON
-                for member in dumps.keys() & json.loads(value):
+                for member in read.keys() & json.loads(value):
                     issued[field["name"]].setdefault(member, 0)
             if key == "is_p2p" and value is False:  # the last field of an entry
                 group, number = field["process_group"], field["collective_seq_id"]
@@ -144,17 +143,22 @@ def behind(dumps: dict[int, bytes]) -> dict[int, str]:
     return found
 
 
-def _constants(data: bytes) -> Iterator[object]:
+def _constants(data: bytes) -> list[Any]:
     """Strings, numbers and truth values of a pickle in the order in which they stand: its opcodes
-    are listed, none is executed."""
+    are listed, none is executed. Empty where it is cut short, as of a rank killed while writing."""
     memo: dict[Any, object] = {}
     last: object = None
-    for opcode, argument, _ in pickletools.genops(data):
-        if "PUT" in opcode.name:
-            memo[argument] = last
-            continue
-        last = {"NEWTRUE": True, "NEWFALSE": False}.get(opcode.name, argument)
-        if "GET" in opcode.name:
-            last = memo[argument]
-        if last is not None:
-            yield last
+    found: list[object] = []
+    try:
+        for opcode, argument, _ in pickletools.genops(data):
+            if "PUT" in opcode.name:
+                memo[argument] = last
+                continue
+            last = {"NEWTRUE": True, "NEWFALSE": False}.get(opcode.name, argument)
+            if "GET" in opcode.name:
+                last = memo[argument]
+            if last is not None:
+                found.append(last)
+    except ValueError:
+        return []
+    return found
