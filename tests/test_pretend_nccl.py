@@ -11,11 +11,13 @@ from functools import cache
 from typing import NamedTuple
 
 import pytest
+import threads
 import torch
 import torch.distributed as dist
 from plants import Plant, instead, planted
 from pretend_nccl import Drains, run_nccl
 from threads import run_threads
+from torch import nn
 
 from warpweave.config import GPTConfig, ParallelPlan
 from warpweave.engine import Engine
@@ -24,9 +26,10 @@ from warpweave.parallel.data import reduce
 from warpweave.parallel.data.parameters import FlatParameters
 from warpweave.parallel.data.reduce import FlatGradients
 from warpweave.parallel.mesh import Mesh
-from warpweave.parallel.pipeline import transport
+from warpweave.parallel.pipeline import ModuleStage, execute, transport
 from warpweave.parallel.pipeline.stage import ChainStage
 from warpweave.parallel.pipeline.transport import Distributed
+from warpweave.parallel.schedule import interleaved, one_f_one_b, with_comm
 
 SIZES = {"vocab_size": 23, "seq_len": 8, "width": 8, "heads": 4, "hidden": 12}
 
@@ -82,9 +85,9 @@ def _plainly(name: str) -> list[list[torch.Tensor]]:
     return run_threads(sizes.world, _steps, sizes, plan)
 
 
-def _is_right(name: str, drains: Drains) -> None:
+def _is_right(name: str, drains: Drains, lazily: bool = False) -> None:
     sizes, plan = _case(name)
-    found = run_nccl(sizes.world, _steps, sizes, plan, drains=drains)
+    found = run_nccl(sizes.world, _steps, sizes, plan, drains=drains, lazily=lazily)
     for mine, plain in zip(found, _plainly(name), strict=True):
         for a, b in zip(mine, plain, strict=True):
             assert torch.equal(a, b), "another number"
@@ -102,6 +105,56 @@ def test_hosts_that_wait_now_and_then(name: str, drains: Drains) -> None:
     _is_right(name, drains)
 
 
+@pytest.mark.parametrize("name", ["1f1b", "ring", "hybrid sharding"])
+def test_communicators_made_at_their_first_use(name: str) -> None:
+    _is_right(name, "never", lazily=True)
+
+
+def _unlike(rank: int) -> list[torch.Tensor]:
+    """Rank 0 or 1 of a pipeline beside another, which has two stages per rank and twice the
+    links: the gradients of its layers."""
+    group = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])[0]
+    chunks, at = 1 + rank % 2, rank // 2
+    lists = with_comm(interleaved(2, 2, chunks) if chunks > 1 else one_f_one_b(2, 2))
+    torch.manual_seed(3)
+    layers, (x, y) = [nn.Linear(3, 3) for _ in range(4)], torch.randn(2, 2, 5, 3)
+    each, last = 2 // chunks, 2 * chunks - 1
+    stages = {
+        s: ModuleStage(
+            nn.Sequential(*layers[each * s : each * (s + 1)]),
+            inputs=(lambda mb: x[mb]) if s == 0 else None,
+            like=((5, 3), torch.float32, torch.device("cpu")) if s else None,
+            loss=(lambda mb, z: ((z - y[mb]) ** 2).sum()) if s == last else None,
+        )
+        for s in range(at, 2 * chunks, 2)
+    }
+    execute(lists, stages, Distributed(lists, group))
+    return [layer.weight.grad for layer in layers]
+
+
+def test_pipelines_side_by_side_may_have_unlike_lists() -> None:
+    one, another, *rest = run_nccl(4, _unlike)
+    for mine, theirs in ((one, rest[0]), (another, rest[1])):
+        assert all((a is None) != (b is None) for a, b in zip(mine, theirs, strict=True))
+    whole, parts = (
+        [a if b is None else b for a, b in zip(*pair)]
+        for pair in ((one, rest[0]), (another, rest[1]))
+    )
+    assert all(map(torch.equal, whole, parts))
+
+
+def _by_its_ranks(self, number):
+    """A pipeline's groups as if nobody else took part."""
+    members = dist.get_process_group_ranks(self._group)
+    return [dist.new_group(members, use_local_synchronization=True) for _ in range(number)]
+
+
+def test_groups_that_only_their_ranks_make_are_told() -> None:
+    told = pytest.raises(RuntimeError, match=r"wait: rank 1 for the communicator of \(1, 3\)")
+    with told, planted(instead(Distributed, "_make_groups", _by_its_ranks)):
+        run_nccl(4, _unlike)
+
+
 # ---------------------------------------------------------------- faults
 
 
@@ -112,6 +165,7 @@ class Fault(NamedTuple):
     plants: Callable[[], tuple[Plant, ...]]
     told: str
     drains: Drains = "never"
+    lazily: bool = False
 
 
 def _ahead() -> Plant:
@@ -203,6 +257,8 @@ def _another_message(right: Callable) -> Callable:
     return take
 
 
+_NO_GREETING = {"send": lambda *args, **options: None, "recv": lambda *args, **options: None}
+
 FAULTS = {
     "receives posted ahead, a kernel is loaded": Fault(
         "1f1b", lambda: (_ahead(),), "ranks .* wait: .*the device", "first"
@@ -247,6 +303,12 @@ FAULTS = {
         lambda: (Plant(Engine, "_start_global_losses", _one_more),),
         "different collectives",
     ),
+    "links are not greeted, and connect at their first message": Fault(
+        "1f1b",
+        lambda: (Plant(threads, "_PRETENDED", lambda right: {**right, **_NO_GREETING}),),
+        r"wait: rank 0 for the communicator of \(0, 1\)",
+        lazily=True,
+    ),
     "the wait is for another message": Fault(
         "gpipe", lambda: (Plant(Distributed, "_take", _another_message),), "has under way"
     ),
@@ -259,4 +321,4 @@ def test_what_gloo_forgives_is_told(name: str) -> None:
     _plainly(fault.case)
     told = pytest.raises((AssertionError, RuntimeError), match=fault.told)
     with told, planted(*fault.plants()):
-        _is_right(fault.case, fault.drains)
+        _is_right(fault.case, fault.drains, fault.lazily)

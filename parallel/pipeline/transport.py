@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from warpweave.kernels.runtime.dtypes import DTYPES
-from warpweave.parallel.collectives import by_gloo, group_rank, group_size
+from warpweave.parallel.collectives import by_gloo, group_rank, group_size, start_all_gather
 from warpweave.parallel.pipeline.interface import Like, Receive, Stage
 from warpweave.parallel.schedule.actions import (
     RECV_B,
@@ -173,9 +173,8 @@ class Distributed:
         open_pass: `lists` are a pass that is left open (`schedule.open_passes`) of a run that the
             caller has validated.
 
-    Building one is collective over `group`, and its members must have built the same number of
-    process groups before (torch derives the new groups' names from that number). It cannot be used
-    again after an error.
+    Building one is collective over all ranks, not only those of `group`: each rank builds that of
+    its own pipeline, whose lists may be others. It cannot be used again after an error.
 
     Raises:
         ValueError: the schedule is invalid, has another number of ranks than the group, or differs
@@ -215,13 +214,6 @@ class Distributed:
         """Create the communicators, and send one message on every link."""
         if self._group is None:
             return {}
-        mine = zlib.crc32(to_csv(self._lists).encode())
-        sums = torch.tensor([mine, -mine], dtype=torch.int64, device=self._device)
-        dist.all_reduce(sums, dist.ReduceOp.MAX, self._group)
-        if sums[0] != -sums[1]:
-            raise ValueError(
-                f"the ranks of the pipeline group hold different schedules, checksum {mine}"
-            )
         matchings: list[list[Link]] = []
         for wire in links(self._lists):
             touched = {wire.src, wire.dst}
@@ -231,15 +223,12 @@ class Distributed:
                 matchings.append([wire])
             else:
                 matching.append(wire)
-        ranks = dist.get_process_group_ranks(self._group)
-        result: dict[Link, ProcessGroup] = {}
-        for matching in matchings:
-            communicator = dist.new_group(
-                ranks,
-                timeout=timedelta(seconds=self._timeout),
-                use_local_synchronization=True,
-            )
-            result.update(dict.fromkeys(matching, communicator))
+        groups = self._make_groups(len(matchings))
+        result = {
+            wire: made
+            for matching, made in zip(matchings, groups, strict=True)
+            for wire in matching
+        }
         # NCCL connects two ranks at their first message and blocks until both call it: connecting
         # in one order on all ranks avoids a deadlock in the first step.
         greeting = torch.zeros(1, device=self._device)
@@ -249,6 +238,30 @@ class Distributed:
             elif wire.dst == self.rank:
                 dist.recv(greeting, group_src=wire.src, group=result[wire])
         return result
+
+    def _make_groups(self, number: int) -> list[ProcessGroup]:
+        """`number` process groups of the pipeline's ranks.
+
+        All ranks of the default group create those of all pipelines, in one order: on NCCL they are
+        split off the default group (ncclCommSplit), whose ranks all take part.
+        """
+        ranks = dist.get_process_group_ranks(self._group)
+        checksum = zlib.crc32(to_csv(self._lists).encode())
+        row = [checksum, number, *(rank in ranks for rank in range(dist.get_world_size()))]
+        own = torch.tensor([row], dtype=torch.int64, device=self._device)
+        rows = dict.fromkeys(map(tuple, start_all_gather(own, dist.group.WORLD).wait().tolist()))
+        pipelines = [[r for r, inside in enumerate(row[2:]) if inside] for row in rows]
+        if len({*map(tuple, pipelines)}) < len(rows):
+            raise ValueError(
+                f"the ranks of the pipeline group hold different schedules, checksum {checksum}"
+            )
+        made = []
+        for (_, count, *_), members in zip(rows, pipelines, strict=True):
+            for _ in range(count):
+                group = dist.new_group(members, timedelta(seconds=self._timeout))
+                if members == ranks:
+                    made.append(group)
+        return made
 
     def ranks(self, lists: Schedule) -> Sequence[int]:
         """The rank of this process."""

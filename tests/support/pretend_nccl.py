@@ -9,6 +9,9 @@ host. On NCCL an operation is a kernel on a stream of its communicator. So here
 * what is given is read as late as it can be, and what is to be filled is NaN until it is waited
   for. A rank that meanwhile writes to the one, or touches the other, is told both places;
 * memory that is given back under way is an error;
+* groups are communicators split off that of all ranks, for which the host waits until every rank
+  comes, a member or not; or, `lazily`, made at their first use, for which it waits until their
+  ranks come (a message outside a batch then has a communicator of two ranks);
 * a host that waits for its device waits for all that its rank has begun: it does when a number is
   read (``.item()``), and, as `drains` says, when an operator runs for the first time (its kernel is
   loaded), at every one, or at some by chance (an allocator that is short). If all ranks wait, that
@@ -20,6 +23,7 @@ the room that kernels need on a GPU's processors, and how many streams a device 
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 import traceback
@@ -40,7 +44,12 @@ _here = threading.local()  # .device: this rank's
 
 
 def run_nccl(
-    ranks: int, fn: Callable[..., Any], *args: Any, drains: Drains = "first", seed: int = 0
+    ranks: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    drains: Drains = "first",
+    seed: int = 0,
+    lazily: bool = False,
 ) -> list[Any]:
     """``fn(rank, *args)`` on every rank, with groups like NCCL's; the results in rank order."""
 
@@ -51,7 +60,7 @@ def run_nccl(
             _here.device.drain("the end")
             return result
 
-    return run_threads(ranks, run, kind=NcclGroup)
+    return run_threads(ranks, run, kind=LazyGroup if lazily else NcclGroup)
 
 
 def _where() -> str:
@@ -141,8 +150,21 @@ class NcclGroup(Group):
         super().__init__(shared, rank)
         self.queue: deque[_Operation] = deque()  # begun and not run
         self.unsettled: deque[_Operation] = deque()  # begun and not known to be over
+        self._splits = itertools.count()
 
     # ------------------------------------------------------------ what ranks call
+
+    def split(self, members, options=None):
+        """Of all ranks, as ncclCommSplit: those that name the same members get a communicator."""
+        number, all_splits = next(self._splits), self.shared.splits
+        if number == len(all_splits):
+            all_splits.append({})
+        split, mine = all_splits[number], tuple(members)
+        split[self.rank] = mine
+        self.shared.turns.turn.notify_all()
+        self._wait(f"the communicator of {mine}", lambda: len(split) == self.ranks)
+        found = [split[r] for r in mine] if self.rank in mine else []
+        assert all(f == mine for f in found), f"ranks of one group make different ones: {found}"
 
     def begin(self, begun, given, out, make, take):
         flight = self._join(begun)
@@ -245,6 +267,34 @@ class NcclGroup(Group):
             operation.check_memory()
             operation.done = True
         flight.result = flight.make([[x.detach().clone() for x in o.given] for o in every])
+
+
+class LazyGroup(NcclGroup):
+    """One whose communicator is made at its first use."""
+
+    used = False
+
+    def split(self, members, options=None):
+        pass
+
+    def send(self, x, peer):
+        return self._pair(peer).batch([(True, x, int(peer > self.rank))])[0]
+
+    def receive(self, x, peer):
+        return self._pair(peer).batch([(False, x, int(peer > self.rank))])[0]
+
+    def _pair(self, peer: int) -> LazyGroup:
+        ends = min(self.rank, peer), max(self.rank, peer)
+        members = tuple(self.shared.members[end] for end in ends)
+        pair = self.shared.pairs.setdefault(ends, Shared(members, self.shared.turns))
+        at = int(self.rank > peer)
+        return pair.groups.setdefault(at, LazyGroup(pair, at))
+
+    def _start(self, operation, take):
+        if not self.used:
+            self.used = True
+            super().split(range(self.ranks))
+        return super()._start(operation, take)
 
 
 # ---------------------------------------------------------------- a rank's device

@@ -100,6 +100,8 @@ class Shared:
     groups: dict[int, Group] = field(default_factory=dict)
     sent: dict[tuple[int, int, int], torch.Tensor] = field(default_factory=dict)  # src, dst, number
     sums: list[torch.dtype] = field(default_factory=list)  # of every sum, as rank 0 began it
+    splits: list[dict[int, tuple[int, ...]]] = field(default_factory=list)  # of NCCL's groups
+    pairs: dict[tuple[int, int], Shared] = field(default_factory=dict)
 
 
 class Group:
@@ -111,6 +113,9 @@ class Group:
         self._begun = 0
         self._sends: dict[int, Iterator[int]] = defaultdict(itertools.count)  # numbers, by peer
         self._receives: dict[int, Iterator[int]] = defaultdict(itertools.count)
+
+    def split(self, members: Sequence[int], options: Any = None) -> None:
+        """This rank is about to make a group of the `members`, perhaps without it: nobody waits."""
 
     @property
     def sums(self) -> list[torch.dtype]:
@@ -240,15 +245,17 @@ def _coordinates(rank: int, sizes: dict[str, int]) -> dict[str, int]:
 
 def _init_device_mesh(device_type, shape, *, mesh_dim_names):
     sizes = dict(zip(mesh_dim_names, shape, strict=True))
-    return _Axes(next(_here.made), sizes, mesh_dim_names)
+    axes = _Axes(next(_here.made), sizes, mesh_dim_names)
+    for axis in sizes:
+        members = axes.get_group(axis).shared.members
+        if len(members) < len(_here.group.shared.members):  # else it is the default group
+            _here.group.split(members)
+    return axes
 
 
-def _subgroups(ranks_per_subgroup, timeout=None):
-    number = next(_here.made)
-    for members in ranks_per_subgroup:
-        if _here.rank in members:
-            return _here.world.group((number,), members, _here.rank), []
-    return None, []
+def _subgroups(ranks_per_subgroup, timeout=None, backend=None, options=None):
+    every = [_new_group(members, timeout, backend, options) for members in ranks_per_subgroup]
+    return next((group for group in every if group is not None), None), every
 
 
 class _Groups(type):
@@ -393,8 +400,12 @@ def _batch(messages: Sequence[_Message]) -> list[_Work]:
     return [_Work(finish) for finish in messages[0].group.batch(ends)]
 
 
-def _new_group(ranks, timeout=None, use_local_synchronization=False):
-    return _here.world.group((next(_here.made),), ranks, _here.rank)
+def _new_group(ranks, timeout=None, backend=None, options=None, use_local_synchronization=False):
+    if use_local_synchronization and _here.rank not in ranks:
+        return None
+    number = next(_here.made)
+    _here.group.split(ranks, options)
+    return _here.world.group((number,), ranks, _here.rank) if _here.rank in ranks else None
 
 
 def _of(group: Group | None) -> Group:
