@@ -33,6 +33,9 @@ AXES = ("pp", "dp", "cp", "tp")
 SPLITS = {"dp": ("replica", "dp_shard"), "cp": ("ring", "ulysses")}
 # Outermost first, as in `AXES`.
 PRODUCTS = {"data": ("dp", "cp"), "shard": ("dp_shard", "cp"), "world": AXES}
+# Of NCCL's thread blocks in an operation of an axis, which products beside it do without. A guess:
+# NCCL itself takes up to 32 within a node.
+CTAS = 16
 
 
 def factors(axis: str) -> tuple[str, ...]:
@@ -179,6 +182,8 @@ class Mesh:
         import torch.distributed as dist  # sizes, and a command line, do without
         from torch.distributed.device_mesh import init_device_mesh
 
+        from warpweave.parallel.collectives import group_options
+
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         if ranks != self.world:
             found = f"{ranks} {'is' if ranks == 1 else 'are'} running"
@@ -193,10 +198,15 @@ class Mesh:
             )
         if self.world == 1:
             return self.seen_from(0)
+        sizes = {axis: getattr(self, axis) for axis in AXES}
+        options = {axis: group_options(device_type, CTAS, timeout) for axis in AXES}
         device_mesh = init_device_mesh(
-            device_type, tuple(getattr(self, axis) for axis in AXES), mesh_dim_names=AXES
+            device_type,
+            tuple(sizes.values()),
+            mesh_dim_names=AXES,
+            backend_override={axis: o for axis, o in options.items() if o and sizes[axis] > 1},
         )
-        groups = self._make_groups(device_mesh)
+        groups = self._make_groups(device_mesh, timeout)
         if timeout is not None:
             # Public from torch 2.14 on, where the private name warns.
             set_timeout = (
@@ -207,13 +217,17 @@ class Mesh:
         groups["world"] = dist.group.WORLD
         return ConnectedMesh(self, dist.get_rank(), groups, device_mesh, timeout)
 
-    def _make_groups(self, device_mesh: DeviceMesh) -> dict[str, ProcessGroup | None]:
+    def _make_groups(
+        self, device_mesh: DeviceMesh, timeout: timedelta | None
+    ) -> dict[str, ProcessGroup | None]:
         """This rank's group along every axis but the world, None for an axis of size 1.
 
         Collective over all ranks, which create the groups in the same order. Axes with the same
         ranks share a group: "data" is "dp" if cp = 1.
         """
         import torch.distributed as dist
+
+        from warpweave.parallel.collectives import group_options
 
         lengths = self._lengths()
         made: dict[tuple[str, ...], ProcessGroup | None] = {(): None}
@@ -225,7 +239,11 @@ class Mesh:
             if along not in made and axis in AXES:
                 made[along] = device_mesh.get_group(axis)
             elif along not in made:
-                made[along] = dist.new_subgroups_by_enumeration(self.members(axis))[0]
+                made[along], _ = dist.new_subgroups_by_enumeration(
+                    self.members(axis),
+                    timeout,
+                    pg_options=group_options(device_mesh.device_type, CTAS, timeout),
+                )
             groups[axis] = made[along]
         return groups
 

@@ -110,6 +110,21 @@ def test_communicators_made_at_their_first_use(name: str) -> None:
     _is_right(name, "never", lazily=True)
 
 
+def _blocks(rank: int) -> tuple[set, set]:
+    """(Most thread blocks, high priority) of the communicators of axes and of links."""
+    mesh = Mesh(pp=2, dp=2, cp=2).connect()
+    links = Distributed(with_comm(one_f_one_b(2, 1)), mesh.group("pp"))._communicators.values()
+    axes = [group for axis, group in mesh.groups.items() if group and axis != "world"]
+    return tuple(
+        {(g.options.config.max_ctas, g.options.is_high_priority_stream) for g in groups}
+        for groups in (axes, links)
+    )
+
+
+def test_communicators_say_how_many_processors_they_take() -> None:
+    assert run_nccl(8, _blocks) == [({(16, False)}, {(4, True)})] * 8
+
+
 def _unlike(rank: int) -> list[torch.Tensor]:
     """Rank 0 or 1 of a pipeline beside another, which has two stages per rank and twice the
     links: the gradients of its layers."""

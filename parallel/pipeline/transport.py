@@ -22,7 +22,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from warpweave.kernels.runtime.dtypes import DTYPES
-from warpweave.parallel.collectives import by_gloo, group_rank, group_size, start_all_gather
+from warpweave.parallel.collectives import (
+    by_gloo,
+    group_options,
+    group_rank,
+    group_size,
+    start_all_gather,
+)
 from warpweave.parallel.pipeline.interface import Like, Receive, Stage
 from warpweave.parallel.schedule.actions import (
     RECV_B,
@@ -143,6 +149,7 @@ def _send_of(receive: Action) -> Action:
 # ------------------------------------------------------------------ one rank per process
 
 _DIMS = 8
+_CTAS = 4  # of NCCL's thread blocks in a message, which a receive holds from its post to its end
 
 
 class Distributed:
@@ -255,10 +262,11 @@ class Distributed:
             raise ValueError(
                 f"the ranks of the pipeline group hold different schedules, checksum {checksum}"
             )
-        made = []
+        made, timeout = [], timedelta(seconds=self._timeout)
         for (_, count, *_), members in zip(rows, pipelines, strict=True):
             for _ in range(count):
-                group = dist.new_group(members, timedelta(seconds=self._timeout))
+                options = group_options(self._device.type, _CTAS, timeout, urgent=True)
+                group = dist.new_group(members, timeout, pg_options=options)
                 if members == ranks:
                     made.append(group)
         return made

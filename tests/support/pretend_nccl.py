@@ -31,9 +31,12 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from threads import Group, Shared, deliver, run_threads
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -60,7 +63,10 @@ def run_nccl(
             _here.device.drain("the end")
             return result
 
-    return run_threads(ranks, run, kind=LazyGroup if lazily else NcclGroup)
+    with mock.patch.object(
+        dist, "ProcessGroupNCCL", SimpleNamespace(Options=_Options), create=True
+    ):
+        return run_threads(ranks, run, kind=LazyGroup if lazily else NcclGroup)
 
 
 def _where() -> str:
@@ -143,8 +149,19 @@ def _but(y: torch.Tensor, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [y]
 
 
+class _Options:
+    """torch's `ProcessGroupNCCL.Options`, as far as it is used."""
+
+    def __init__(self, is_high_priority_stream: bool = False) -> None:
+        self.is_high_priority_stream = is_high_priority_stream
+        self.config, self._timeout = SimpleNamespace(max_ctas=32), None
+
+
 class NcclGroup(Group):
     """A communicator, seen from `rank`."""
+
+    backend = "cpu:nccl"
+    options = _Options()
 
     def __init__(self, shared: Shared, rank: int) -> None:
         super().__init__(shared, rank)
@@ -154,7 +171,7 @@ class NcclGroup(Group):
 
     # ------------------------------------------------------------ what ranks call
 
-    def split(self, members, options=None):
+    def split(self, members):
         """Of all ranks, as ncclCommSplit: those that name the same members get a communicator."""
         number, all_splits = next(self._splits), self.shared.splits
         if number == len(all_splits):
@@ -274,7 +291,7 @@ class LazyGroup(NcclGroup):
 
     used = False
 
-    def split(self, members, options=None):
+    def split(self, members):
         pass
 
     def send(self, x, peer):

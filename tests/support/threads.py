@@ -108,13 +108,16 @@ class Group:
     """A process group, seen from `rank`, in which messages are as fast as gloo's: what is given is
     read at once, and what arrives stands in its place when it is waited for."""
 
+    backend = "threads"
+    options: Any = None  # torch's, with which it was made
+
     def __init__(self, shared: Shared, rank: int) -> None:
         self.shared, self.rank, self.ranks = shared, rank, len(shared.members)
         self._begun = 0
         self._sends: dict[int, Iterator[int]] = defaultdict(itertools.count)  # numbers, by peer
         self._receives: dict[int, Iterator[int]] = defaultdict(itertools.count)
 
-    def split(self, members: Sequence[int], options: Any = None) -> None:
+    def split(self, members: Sequence[int]) -> None:
         """This rank is about to make a group of the `members`, perhaps without it: nobody waits."""
 
     @property
@@ -224,6 +227,7 @@ class _Axes:
 
     def __init__(self, number: int, sizes: dict[str, int], along: tuple[str, ...]) -> None:
         self._number, self._sizes, self._along = number, sizes, along
+        self.device_type = "cpu"
 
     def __getitem__(self, along: str | tuple[str, ...]) -> _Axes:
         return _Axes(self._number, self._sizes, (along,) if isinstance(along, str) else along)
@@ -243,18 +247,18 @@ def _coordinates(rank: int, sizes: dict[str, int]) -> dict[str, int]:
     return at
 
 
-def _init_device_mesh(device_type, shape, *, mesh_dim_names):
+def _init_device_mesh(device_type, shape, *, mesh_dim_names, backend_override):
     sizes = dict(zip(mesh_dim_names, shape, strict=True))
     axes = _Axes(next(_here.made), sizes, mesh_dim_names)
     for axis in sizes:
-        members = axes.get_group(axis).shared.members
-        if len(members) < len(_here.group.shared.members):  # else it is the default group
-            _here.group.split(members)
+        group = axes.get_group(axis)
+        _here.group.split(group.shared.members)
+        group.options = backend_override.get(axis)
     return axes
 
 
-def _subgroups(ranks_per_subgroup, timeout=None, backend=None, options=None):
-    every = [_new_group(members, timeout, backend, options) for members in ranks_per_subgroup]
+def _subgroups(ranks_per_subgroup, timeout=None, pg_options=None):
+    every = [_new_group(m, timeout, pg_options=pg_options) for m in ranks_per_subgroup]
     return next((group for group in every if group is not None), None), every
 
 
@@ -400,12 +404,17 @@ def _batch(messages: Sequence[_Message]) -> list[_Work]:
     return [_Work(finish) for finish in messages[0].group.batch(ends)]
 
 
-def _new_group(ranks, timeout=None, backend=None, options=None, use_local_synchronization=False):
+def _new_group(ranks, timeout=None, pg_options=None, use_local_synchronization=False):
     if use_local_synchronization and _here.rank not in ranks:
         return None
+    assert pg_options is None or pg_options._timeout == timeout, "torch warns of two time-outs"
     number = next(_here.made)
-    _here.group.split(ranks, options)
-    return _here.world.group((number,), ranks, _here.rank) if _here.rank in ranks else None
+    _here.group.split(ranks)
+    if _here.rank not in ranks:
+        return None
+    group = _here.world.group((number,), ranks, _here.rank)
+    group.options = pg_options
+    return group
 
 
 def _of(group: Group | None) -> Group:
@@ -419,7 +428,7 @@ _PRETENDED = {
     "get_world_size": lambda group=None: _of(group).ranks,
     "get_process_group_ranks": lambda group=None: [*_of(group).shared.members],
     "get_backend": lambda group=None: "threads",
-    "get_backend_config": lambda group=None: "threads",
+    "get_backend_config": lambda group=None: _here.world.kind.backend,
     "all_reduce": _all_reduce,
     "all_gather": _all_gather,
     "broadcast": _broadcast,
