@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from plants import Plant, instead, planted
 from pretend_nccl import Drains, run_nccl
+from processors import Device, stuck
 from threads import run_threads
 from torch import nn
 
@@ -168,6 +169,25 @@ def test_groups_that_only_their_ranks_make_are_told() -> None:
     told = pytest.raises(RuntimeError, match=r"wait: rank 1 for the communicator of \(1, 3\)")
     with told, planted(instead(Distributed, "_make_groups", _by_its_ranks)):
         run_nccl(4, _unlike)
+
+
+# ---------------------------------------------------------------- processors
+
+
+def test_fused_products_beside_a_pipeline_need_processors_left_for_messages() -> None:
+    lists = with_comm(one_f_one_b(2, 2))
+    left = "0SEND_F1, (0, 0) 0B0 runs, (0, 1) 0RECV_B0 runs, (1, 0) 1RECV_F1 runs, (1, 1) 1SEND_B0"
+    assert left in stuck(lists, 2, Device())
+    assert not stuck(lists, 2, Device(fused=False))
+    assert not stuck(lists, 2, Device(grid=132 - 2 * 4))  # a rank has two links
+
+
+def test_fused_products_beside_a_pipeline_are_refused_on_a_gpu() -> None:
+    mesh = Mesh(pp=2, tp=2).seen_from(0)
+    with pytest.raises(
+        ValueError, match=r"^overlap 'fused' with pp = 2 may hang on a GPU: .*need$"
+    ):
+        Engine(GPTConfig(**SIZES, layers=2), mesh, ParallelPlan(overlap="fused"), device="cuda")
 
 
 # ---------------------------------------------------------------- faults

@@ -194,6 +194,11 @@ class Engine:
     ) -> None:
         if micro_batch_size < 1:
             raise ValueError(f"micro_batch_size must be at least 1, got {micro_batch_size}")
+        if plan.overlap == "fused" and mesh.size("pp") > 1 and torch.device(device).type == "cuda":
+            raise ValueError(
+                f"overlap 'fused' with pp = {mesh.size('pp')} may hang on a GPU: its products wait "
+                "for tensor ranks and hold the processors that messages between stages need"
+            )
         self.config, self.mesh, self.plan, self.dtype = config, mesh, plan, dtype
         self.micro_batch_size, self.device = micro_batch_size, torch.device(device)
         choose(impl, torch.empty(0, device=self.device))  # or a line that says what is missing

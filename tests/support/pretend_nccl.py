@@ -18,7 +18,7 @@ host. On NCCL an operation is a kernel on a stream of its communicator. So here
   is the deadlock it would be.
 
 ``run_nccl(4, fn, *args, drains="first")`` is `threads.run_threads` with this. What it cannot tell:
-the room that kernels need on a GPU's processors, and how many streams a device has.
+the room that kernels need on a GPU's processors (`processors` can), and how many queues it has.
 """
 
 from __future__ import annotations
