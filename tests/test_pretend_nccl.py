@@ -15,7 +15,7 @@ import threads
 import torch
 import torch.distributed as dist
 from plants import Plant, instead, planted
-from pretend_nccl import Drains, run_nccl
+from pretend_nccl import Drains, most_held, run_nccl
 from processors import Device, stuck
 from threads import run_threads
 from torch import nn
@@ -171,6 +171,19 @@ def test_groups_that_only_their_ranks_make_are_told() -> None:
         run_nccl(4, _unlike)
 
 
+def _held(rank: int, sizes: Mesh, plan: ParallelPlan) -> int:
+    _steps(rank, sizes, plan)
+    return most_held()
+
+
+def test_messages_of_more_micro_batches_hold_no_more_memory() -> None:
+    held = {}
+    for count in (4, 6):
+        plan = ParallelPlan(microbatches=count)
+        held[count] = run_nccl(2, _held, Mesh(pp=2), plan, drains="never")
+    assert held[4] == held[6]
+
+
 # ---------------------------------------------------------------- processors
 
 
@@ -229,10 +242,10 @@ def _forgets(right: Callable) -> Callable:
     return forget
 
 
-def _written_once_more(right: Callable) -> Callable:
+def _free_at_once(right: Callable) -> Callable:
     def send(self, link, action, tensor):
         right(self, link, action, tensor)
-        tensor.mul_(1.0)
+        self._give_back(self._sending[action][2])
 
     return send
 
@@ -314,8 +327,11 @@ FAULTS = {
         lambda: (Plant(collectives.Pending, "wait", _no_wait),),
         "has under way",
     ),
-    "a sent tensor is written to": Fault(
-        "1f1b", lambda: (Plant(Distributed, "send", _written_once_more),), "writes to what send"
+    "what is sent is written to": Fault(
+        "gpipe", lambda: (Plant(Distributed, "send", _free_at_once),), "has under way"
+    ),
+    "what was received is written to before its backward": Fault(
+        "gpipe", lambda: (instead(transport, "_LAST", ("F",)),), "another number|inplace operation"
     ),
     "an exchange is two operations": Fault(
         "ring", lambda: (instead(messages, "start_exchange", _unbatched),), "ranks .* wait: "

@@ -14,7 +14,8 @@ Like = tuple[Sequence[int], torch.dtype, torch.device]
 
 
 class Stage(Protocol):
-    """A pipeline stage. `x`, `y`, `dx`, `dy` are tensors without an autograd graph."""
+    """A pipeline stage. `x`, `y`, `dx`, `dy` are tensors without an autograd graph; the memory of
+    `x` and `dy` is the stage's until the micro-batch's backward is over."""
 
     def input_like(self, mb: int) -> Like:
         """(shape, dtype, device) of the input of `forward`; not called for stage 0."""

@@ -12,7 +12,7 @@ operations in order, a posted receive never blocks a send.
 from __future__ import annotations
 
 import zlib
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Generator, Mapping, Sequence
 from datetime import timedelta
 
@@ -31,6 +31,7 @@ from warpweave.parallel.collectives import (
 )
 from warpweave.parallel.pipeline.interface import Like, Receive, Stage
 from warpweave.parallel.schedule.actions import (
+    RECEIVES,
     RECV_B,
     RECV_F,
     SEND_B,
@@ -38,8 +39,10 @@ from warpweave.parallel.schedule.actions import (
     SENDS,
     TIE,
     Action,
+    B,
     Link,
     Schedule,
+    W,
     link,
     links,
     lowered,
@@ -149,6 +152,7 @@ def _send_of(receive: Action) -> Action:
 # ------------------------------------------------------------------ one rank per process
 
 _DIMS = 8
+_LAST = (B, W)  # one of them ends a micro-batch on a stage
 _CTAS = 4  # of NCCL's thread blocks in a message, which a receive holds from its post to its end
 
 
@@ -165,8 +169,12 @@ class Distributed:
       where it may be a running kernel, it is posted at its need, or earlier where that is necessary
       (`schedule.posted_at_need`), so that no rank computes while an operation of its own is waiting
       for it.
-    * Sends are asynchronous. A sent tensor is kept until a later message acknowledges it
+    * Sends are asynchronous. What is sent is kept until a later message acknowledges it
       (`schedule.acknowledged`), so that no rank blocks on a send before the end of the step.
+    * Activations and gradients travel in buffers that are used again: one that was received when
+      its micro-batch's backward is over, a copy that was sent when it has arrived. On NCCL a fresh
+      block could serve again only once the device is past its message (record_stream), and a host
+      that is ahead of its device would hold a block for every micro-batch.
     * Every wait ends after `timeout`, with an error that names rank, action and peer. On NCCL the
       wait is the stream's, and torch's watchdog keeps the time.
 
@@ -216,6 +224,9 @@ class Distributed:
         self._communicators = self._connect()
         self._posted: dict[Action, tuple[dist.Work, Tensor]] = {}
         self._sending: dict[Action, tuple[Link, dist.Work, Tensor]] = {}
+        self._ending = {a[1:3] for a in lists[self.rank] if a.op in _LAST}  # (stage, micro-batch)
+        self._received: dict[tuple[int, int], list[Tensor]] = defaultdict(list)  # by those
+        self._free: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = defaultdict(list)
 
     def _connect(self) -> dict[Link, ProcessGroup]:
         """Create the communicators, and send one message on every link."""
@@ -313,19 +324,24 @@ class Distributed:
         return self._table[stage, mb]
 
     def reach(self, rank: int, index: int) -> None:
-        """Posts the receives that the table has at this position."""
+        """Frees the buffers of a micro-batch that is over, and posts the receives that the table
+        has at this position."""
+        before = self._lists[rank][index - 1] if index else None
+        if before is not None and before.op in _LAST:
+            for buffer in self._received.pop((before.stage, before.mb), ()):
+                self._give_back(buffer)
         for receive in self._posts.get((rank, index), ()):
             like = self.like(receive.stage + (receive.op == RECV_B), receive.mb)
             self._post(Receive(link(receive, self._rank_of), receive, like))
 
     def send(self, link: Link, action: Action, tensor: Tensor) -> None:
-        """Starts an isend, and keeps the tensor until it is acknowledged."""
+        """Starts an isend, and keeps what it sends until it is acknowledged."""
         if action.op in SENDS:
             stage = action.stage + (action.op == SEND_F)
             _check_like(action, tensor, self.like(stage, action.mb))
+            tensor = self._buffer(tensor.shape, tensor.dtype).copy_(tensor)
         if action in self._sending:  # an earlier TIE, whose answer is here
             self._arrive(action)
-        tensor = tensor.contiguous()
         work = dist.isend(tensor, group_dst=link.dst, group=self._communicators[link])
         assert work is not None
         self._sending[action] = (link, work, tensor)
@@ -344,8 +360,7 @@ class Distributed:
             self._arrive(action)
 
     def _post(self, want: Receive) -> None:
-        shape, dtype, device = want.like
-        buffer = torch.empty(tuple(shape), dtype=dtype, device=device)
+        buffer = self._buffer(torch.Size(want.like[0]), want.like[1])
         work = dist.irecv(buffer, group_src=want.link.src, group=self._communicators[want.link])
         assert work is not None
         self._posted[want.action] = work, buffer
@@ -357,11 +372,22 @@ class Distributed:
         self._wait(work, f"{want.action} from rank {want.link.src}")
         for action in self._arrived.get(want.action, ()):
             self._arrive(action)
+        if want.action.op in RECEIVES and want.action[1:3] in self._ending:
+            self._received[want.action[1:3]].append(buffer)
         return buffer
 
     def _arrive(self, action: Action) -> None:
-        link, work, _ = self._sending.pop(action)
+        link, work, buffer = self._sending.pop(action)
         self._wait(work, f"{action} to rank {link.dst}")
+        if action.op in SENDS:
+            self._give_back(buffer)
+
+    def _buffer(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        free = self._free[shape, dtype]
+        return free.pop() if free else torch.empty(shape, dtype=dtype, device=self._device)
+
+    def _give_back(self, buffer: Tensor) -> None:
+        self._free[buffer.shape, buffer.dtype].append(buffer)
 
     def _wait(self, work: dist.Work, words: str) -> None:
         try:

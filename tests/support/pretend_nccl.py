@@ -12,6 +12,8 @@ host. On NCCL an operation is a kernel on a stream of its communicator. So here
 * groups are communicators split off that of all ranks, for which the host waits until every rank
   comes, a member or not; or, `lazily`, made at their first use, for which it waits until their
   ranks come (a message outside a batch then has a communicator of two ranks);
+* the memory of messages is not another's (record_stream) until the host has waited for its device,
+  as it may be ahead of it by any number of operations: `most_held` bytes;
 * a host that waits for its device waits for all that its rank has begun: it does when a number is
   read (``.item()``), and, as `drains` says, when an operator runs for the first time (its kernel is
   loaded), at every one, or at some by chance (an allocator that is short). If all ranks wait, that
@@ -28,7 +30,7 @@ import random
 import threading
 import traceback
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -67,6 +69,11 @@ def run_nccl(
         dist, "ProcessGroupNCCL", SimpleNamespace(Options=_Options), create=True
     ):
         return run_threads(ranks, run, kind=LazyGroup if lazily else NcclGroup)
+
+
+def most_held() -> int:
+    """The most bytes that this rank's messages have held at once so far."""
+    return _here.device.most_held
 
 
 def _where() -> str:
@@ -197,6 +204,7 @@ class NcclGroup(Group):
     def batch(self, ends):
         ends = [_End(sent, peer, x) for sent, x, peer in ends]
         given, out = [m.x for m in ends if m.sends], [m.x for m in ends if not m.sends]
+        _here.device.hold(m.x for m in ends)
         name = " and ".join(f"{'send to' if m.sends else 'receive of'} {m.peer}" for m in ends)
         with _disable_current_modes():
             operation = _Operation(name, self.rank, _where(), given, out, messages=ends)
@@ -325,6 +333,8 @@ class _Device(TorchDispatchMode):
         self.rank, self.drains, self.chance = rank, drains, chance
         self.groups: dict[NcclGroup, None] = {}  # those it has begun something on, in order
         self.seen: Counter[str] = Counter()
+        self.held: dict[int, torch.UntypedStorage] = {}  # of messages
+        self.most_held = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -345,6 +355,11 @@ class _Device(TorchDispatchMode):
             return self.chance.random() < self.drains
         return self.drains == "first" and self.seen[name] == 1
 
+    def hold(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Messages read and write these."""
+        self.held |= {(s := x.untyped_storage())._cdata: s for x in tensors}
+        self.most_held = max(self.most_held, sum(s.nbytes() for s in self.held.values()))
+
     def drain(self, what: str) -> None:
         """Wait for all that this rank has begun."""
         for group in list(self.groups):
@@ -352,6 +367,7 @@ class _Device(TorchDispatchMode):
                 last = group.queue[-1]
                 text = f"the device at {what} with {last.name} of {group.shared.members} under way"
                 group._wait(text, lambda last=last, group=group: group.runs(last))
+        self.held.clear()
 
     def _check_access(self, func, args, kwargs) -> None:
         if not any(group.unsettled for group in self.groups):
