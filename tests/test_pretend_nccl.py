@@ -15,7 +15,7 @@ import threads
 import torch
 import torch.distributed as dist
 from plants import Plant, instead, planted
-from pretend_nccl import Drains, most_held, run_nccl
+from pretend_nccl import AbortedError, Drains, most_held, run_nccl
 from processors import Device, stuck
 from threads import run_threads
 from torch import nn
@@ -30,7 +30,7 @@ from warpweave.parallel.mesh import Mesh
 from warpweave.parallel.pipeline import ModuleStage, execute, transport
 from warpweave.parallel.pipeline.stage import ChainStage
 from warpweave.parallel.pipeline.transport import Distributed
-from warpweave.parallel.schedule import interleaved, one_f_one_b, with_comm
+from warpweave.parallel.schedule import gpipe, interleaved, one_f_one_b, with_comm
 
 SIZES = {"vocab_size": 23, "seq_len": 8, "width": 8, "heads": 4, "hidden": 12}
 
@@ -166,7 +166,8 @@ def _by_its_ranks(self, number):
 
 
 def test_groups_that_only_their_ranks_make_are_told() -> None:
-    told = pytest.raises(RuntimeError, match=r"wait: rank 1 for the communicator of \(1, 3\)")
+    words = r"wait: rank 1 for the communicator of \(1, 3\)"
+    told = pytest.raises((RuntimeError, AbortedError), match=words)
     with told, planted(instead(Distributed, "_make_groups", _by_its_ranks)):
         run_nccl(4, _unlike)
 
@@ -182,6 +183,31 @@ def test_messages_of_more_micro_batches_hold_no_more_memory() -> None:
         plan = ParallelPlan(microbatches=count)
         held[count] = run_nccl(2, _held, Mesh(pp=2), plan, drains="never")
     assert held[4] == held[6]
+
+
+def _one_fails(rank: int, seen: list[Exception]) -> None:
+    """Rank 1 leaves; what the other sees of it goes into `seen`."""
+    transport = Distributed(lists := with_comm(gpipe(2, 1)), dist.group.WORLD)
+    if rank == 1:
+        raise ValueError("no batch")
+    torch.manual_seed(3)
+    stage = ModuleStage(nn.Linear(3, 3), inputs=lambda mb: torch.ones(5, 3))
+    try:
+        execute(lists, {0: stage}, transport)
+    except Exception as error:
+        seen.append(error)
+
+
+def test_nothing_raises_in_a_rank_whose_peer_has_failed() -> None:
+    with pytest.raises(ValueError, match=r"^no batch$"):
+        run_nccl(2, _one_fails, seen := [])
+    assert not seen
+
+
+def test_a_deadlock_is_not_told_by_an_error_of_ours() -> None:
+    told = pytest.raises(AbortedError, match=r"^all ranks that are left wait: ")
+    with told, planted(Plant(Distributed, "_connect", _swapped)):
+        _is_right("1f1b", "never")
 
 
 # ---------------------------------------------------------------- processors
@@ -370,6 +396,6 @@ FAULTS = {
 def test_what_gloo_forgives_is_told(name: str) -> None:
     fault = FAULTS[name]
     _plainly(fault.case)
-    told = pytest.raises((AssertionError, RuntimeError), match=fault.told)
+    told = pytest.raises((AssertionError, RuntimeError, AbortedError), match=fault.told)
     with told, planted(*fault.plants()):
         _is_right(fault.case, fault.drains, fault.lazily)

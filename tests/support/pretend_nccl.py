@@ -17,7 +17,9 @@ host. On NCCL an operation is a kernel on a stream of its communicator. So here
 * a host that waits for its device waits for all that its rank has begun: it does when a number is
   read (``.item()``), and, as `drains` says, when an operator runs for the first time (its kernel is
   loaded), at every one, or at some by chance (an allocator that is short). If all ranks wait, that
-  is the deadlock it would be.
+  is the deadlock it would be;
+* no wait raises: what comes to no end, as when a peer has failed, ends the rank (`AbortedError`, as
+  NCCL's watchdog would), and no `except` of what runs here sees it.
 
 ``run_nccl(4, fn, *args, drains="first")`` is `threads.run_threads` with this. What it cannot tell:
 the room that kernels need on a GPU's processors (`processors` can), and how many queues it has.
@@ -85,6 +87,10 @@ def _where() -> str:
 
 
 # ---------------------------------------------------------------- operations under way
+
+
+class AbortedError(BaseException):
+    """This rank's process ends."""
 
 
 @dataclass
@@ -246,6 +252,12 @@ class NcclGroup(Group):
                 self.unsettled.popleft()
 
         return finish
+
+    def _wait(self, what, ready):
+        try:
+            super()._wait(what, ready)
+        except RuntimeError as error:
+            raise AbortedError(str(error)) from None
 
     # ------------------------------------------------------------ what the device does
 

@@ -39,7 +39,7 @@ from warpweave.parallel.data import parameters, reduce, unit, zero
 from warpweave.parallel.mesh import Mesh
 
 
-class _StoppedError(Exception):
+class _StoppedError(BaseException):
     """Another rank failed."""
 
 
