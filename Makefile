@@ -1,12 +1,12 @@
-# make venv | test | train | compiled | check | docs | clean. PYTHON chooses the interpreter, ARGS goes to
-# the command.
+# make venv | test | train | compiled | pretend | check | docs | clean. PYTHON chooses the interpreter,
+# ARGS goes to the command.
 
 PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.installed
 TYPECHECK := build/typecheck
 
-.PHONY: venv test train compiled check docs clean
+.PHONY: venv test train compiled pretend check docs clean
 .DELETE_ON_ERROR:
 
 venv: $(STAMP)
@@ -48,6 +48,10 @@ ifdef TRITON
 endif
 	PYTHONPATH=$(if $(TRITON),$(TRITONS)$(TRITON)) $(VENV)/bin/python benchmarks/compiled.py \
 	  --results build/results$(if $(TRITON),-$(TRITON)) $(ARGS)
+
+# Planted faults as a table, then random layouts, in NCCL's order on a CPU; ARGS="--first 40 --count 200".
+pretend: venv
+	PYTHONPATH=tests:tests/support $(VENV)/bin/python -P tests/support/pretend_run.py $(ARGS)
 
 # Type checkers do not follow setuptools' package-dir mapping, so mypy reads a tree of links in which
 # the four folders stand where they are imported.

@@ -6,6 +6,7 @@ forgive, and must be told here.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
@@ -81,7 +82,7 @@ def _case(name: str) -> tuple[Mesh, ParallelPlan]:
 
 
 @cache
-def _plainly(name: str) -> list[list[torch.Tensor]]:
+def plainly(name: str) -> list[list[torch.Tensor]]:
     sizes, plan = _case(name)
     return run_threads(sizes.world, _steps, sizes, plan)
 
@@ -89,7 +90,7 @@ def _plainly(name: str) -> list[list[torch.Tensor]]:
 def _is_right(name: str, drains: Drains, lazily: bool = False) -> None:
     sizes, plan = _case(name)
     found = run_nccl(sizes.world, _steps, sizes, plan, drains=drains, lazily=lazily)
-    for mine, plain in zip(found, _plainly(name), strict=True):
+    for mine, plain in zip(found, plainly(name), strict=True):
         for a, b in zip(mine, plain, strict=True):
             assert torch.equal(a, b), "another number"
 
@@ -123,7 +124,8 @@ def _blocks(rank: int) -> tuple[set, set]:
 
 
 def test_communicators_say_how_many_processors_they_take() -> None:
-    assert run_nccl(8, _blocks) == [({(16, False)}, {(4, True)})] * 8
+    found = run_nccl(8, _blocks)
+    assert found == [({(16, False)}, {(4, True)})] * 8, f"axes and links take {found[0]}"
 
 
 def _unlike(rank: int) -> list[torch.Tensor]:
@@ -165,13 +167,6 @@ def _by_its_ranks(self, number):
     return [dist.new_group(members, use_local_synchronization=True) for _ in range(number)]
 
 
-def test_groups_that_only_their_ranks_make_are_told() -> None:
-    words = r"wait: rank 1 for the communicator of \(1, 3\)"
-    told = pytest.raises((RuntimeError, AbortedError), match=words)
-    with told, planted(instead(Distributed, "_make_groups", _by_its_ranks)):
-        run_nccl(4, _unlike)
-
-
 def _held(rank: int, sizes: Mesh, plan: ParallelPlan) -> int:
     _steps(rank, sizes, plan)
     return most_held()
@@ -182,7 +177,7 @@ def test_messages_of_more_micro_batches_hold_no_more_memory() -> None:
     for count in (4, 6):
         plan = ParallelPlan(microbatches=count)
         held[count] = run_nccl(2, _held, Mesh(pp=2), plan, drains="never")
-    assert held[4] == held[6]
+    assert held[4] == held[6], f"more is held: {held}"
 
 
 def _one_fails(rank: int, seen: list[Exception]) -> None:
@@ -218,7 +213,15 @@ def test_fused_products_beside_a_pipeline_need_processors_left_for_messages() ->
     left = "0SEND_F1, (0, 0) 0B0 runs, (0, 1) 0RECV_B0 runs, (1, 0) 1RECV_F1 runs, (1, 1) 1SEND_B0"
     assert left in stuck(lists, 2, Device())
     assert not stuck(lists, 2, Device(fused=False))
-    assert not stuck(lists, 2, Device(grid=132 - 2 * 4))  # a rank has two links
+    _fused_fit()
+
+
+_LEFT = 2 * 4  # processors that products leave: a rank has two links
+
+
+def _fused_fit() -> None:
+    left = stuck(with_comm(one_f_one_b(2, 2)), 2, Device(grid=132 - _LEFT))
+    assert not left, f"no room: {left}"
 
 
 def test_fused_products_beside_a_pipeline_are_refused_on_a_gpu() -> None:
@@ -233,7 +236,7 @@ def test_fused_products_beside_a_pipeline_are_refused_on_a_gpu() -> None:
 
 
 class Fault(NamedTuple):
-    """Planted in a case it is told in these words."""
+    """Planted in a case, or a check, it is told in these words."""
 
     case: str
     plants: Callable[[], tuple[Plant, ...]]
@@ -331,6 +334,12 @@ def _another_message(right: Callable) -> Callable:
     return take
 
 
+CHECKS = {
+    "pipelines with unlike lists": test_pipelines_side_by_side_may_have_unlike_lists,
+    "thread blocks": test_communicators_say_how_many_processors_they_take,
+    "more micro-batches": test_messages_of_more_micro_batches_hold_no_more_memory,
+    "fused products": _fused_fit,
+}
 _NO_GREETING = {"send": lambda *args, **options: None, "recv": lambda *args, **options: None}
 
 FAULTS = {
@@ -386,16 +395,43 @@ FAULTS = {
         r"wait: rank 0 for the communicator of \(0, 1\)",
         lazily=True,
     ),
+    "a pipeline's groups are made by its ranks alone": Fault(
+        "pipelines with unlike lists",
+        lambda: (instead(Distributed, "_make_groups", _by_its_ranks),),
+        r"wait: rank 1 for the communicator of \(1, 3\)",
+    ),
+    "links take as many thread blocks as NCCL likes": Fault(
+        "thread blocks",
+        lambda: (instead(transport, "_CTAS", 32),),
+        r"\(32, True\)",
+    ),
+    "every message has memory of its own": Fault(
+        "more micro-batches", lambda: (instead(Distributed, "_give_back", id),), "held"
+    ),
+    "fused products leave no processor to messages": Fault(
+        "fused products",
+        lambda: (instead(sys.modules[__name__], "_LEFT", 0),),
+        r"no room: .*0SEND_F1, \(0, 0\) 0B0 runs",
+    ),
     "the wait is for another message": Fault(
         "gpipe", lambda: (Plant(Distributed, "_take", _another_message),), "has under way"
     ),
 }
 
 
+def shows(fault: Fault) -> None:
+    """Raises if the fault is planted."""
+    if fault.case in CHECKS:
+        CHECKS[fault.case]()
+    else:
+        _is_right(fault.case, fault.drains, fault.lazily)
+
+
 @pytest.mark.parametrize("name", FAULTS)
 def test_what_gloo_forgives_is_told(name: str) -> None:
     fault = FAULTS[name]
-    _plainly(fault.case)
+    if fault.case in CASES:
+        plainly(fault.case)
     told = pytest.raises((AssertionError, RuntimeError, AbortedError), match=fault.told)
     with told, planted(*fault.plants()):
-        _is_right(fault.case, fault.drains, fault.lazily)
+        shows(fault)
