@@ -16,7 +16,7 @@ import threads
 import torch
 import torch.distributed as dist
 from plants import Plant, instead, planted
-from pretend_nccl import AbortedError, Drains, most_held, run_nccl
+from pretend_nccl import AbortedError, Drains, loaded_beside_messages, most_held, run_nccl
 from processors import Device, stuck
 from threads import run_threads
 from torch import nn
@@ -110,6 +110,38 @@ def test_hosts_that_wait_now_and_then(name: str, drains: Drains) -> None:
 @pytest.mark.parametrize("name", ["1f1b", "ring", "hybrid sharding"])
 def test_communicators_made_at_their_first_use(name: str) -> None:
     _is_right(name, "never", lazily=True)
+
+
+def _cold(right: Callable) -> Callable:
+    """An engine that warms its stages up, as on a GPU."""
+
+    def init(self, *args, **options):
+        right(self, *args, **options)
+        self._cold = True
+
+    return init
+
+
+@pytest.mark.parametrize(
+    "name", ["1f1b", "interleaved", "pipeline of zero 2", "pipeline of zero 3"]
+)
+def test_stages_that_are_warmed_up_change_no_bit(name: str) -> None:
+    plainly(name)
+    with planted(Plant(Engine, "__init__", _cold)):
+        _is_right(name, "first")
+
+
+def _loaded(rank: int, sizes: Mesh, plan: ParallelPlan) -> bool:
+    _steps(rank, sizes, plan)
+    return any("backward" in name for name in loaded_beside_messages())
+
+
+def test_stages_are_warmed_up_before_a_message_is_under_way() -> None:
+    late = {}
+    for plants in ((), (Plant(Engine, "__init__", _cold),)):
+        with planted(*plants):
+            late[len(plants)] = run_nccl(2, _loaded, *_case("interleaved"), drains="never")
+    assert late == {0: [True, False], 1: [False, False]}
 
 
 def _blocks(rank: int) -> tuple[set, set]:

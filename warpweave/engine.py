@@ -225,6 +225,7 @@ class Engine:
         self.transport = Distributed(
             self.schedule, mesh.group("pp"), device=self.device, timeout=timeout
         )
+        self._cold = self.device.type == "cuda" and mesh.size("pp") > 1  # see `_warm_up`
         self.load("param", lambda record: record.draw(seed))
 
     def _make_schedule(self) -> schedules.Schedule:
@@ -288,15 +289,34 @@ class Engine:
         batches = self._micro_batches(tokens, labels, sample_ids, valid, key, documents)
         if not self.gpt.training:  # it walks over all modules
             self.gpt.train()
-        scale = self.optimizer.loss_scale
+        scaler = self.optimizer.loss_scale
+        scale = scaler.value if scaler is not None else None
+        if self._cold:
+            self._warm_up(batches[0], scale)
         for stage in self.stages.values():
-            stage.begin(batches, scale.value if scale is not None else None)
+            stage.begin(batches, scale)
         self._update.begin(lr, lambda: self._start_global_losses(self._own_losses(), interrupted))
         execute(self.schedule, self.stages, self.transport)
         valid.wait()  # where no loss did
         *losses, interrupts = self._update.losses.wait()
         named = dict(zip(self.gpt.loss_names, losses, strict=True))
         return StepResult(named, self._update.norm, interrupts)
+
+    def _warm_up(self, batch: MicroBatch, scale: Tensor | None) -> None:
+        """Launch the kernels of each stage once, on zeros, before the first message between stages.
+
+        At its first launch a kernel is compiled and loaded, which takes seconds and may wait for
+        the device, where a message may be waiting for a peer. The gradients are thrown away.
+        """
+        shape, dtype, device = self.message
+        for number, stage in self.stages.items():
+            stage.begin([batch], scale)
+            y = stage.forward(0, torch.zeros(shape, dtype=dtype, device=device) if number else None)
+            stage.backward(0, None if y is None else torch.zeros_like(y))
+            stage.reduce()
+        for unit in self.units:
+            unit.gradients.clear()
+        self._cold = False
 
     def _micro_batches(
         self,

@@ -78,6 +78,11 @@ def most_held() -> int:
     return _here.device.most_held
 
 
+def loaded_beside_messages() -> set[str]:
+    """The operators that this rank has run for the first time while messages were under way."""
+    return _here.device.loaded
+
+
 def _where() -> str:
     """The innermost line of ours."""
     for frame in reversed(traceback.extract_stack()):
@@ -345,6 +350,7 @@ class _Device(TorchDispatchMode):
         self.rank, self.drains, self.chance = rank, drains, chance
         self.groups: dict[NcclGroup, None] = {}  # those it has begun something on, in order
         self.seen: Counter[str] = Counter()
+        self.loaded: set[str] = set()  # operators that have run first beside a message
         self.held: dict[int, torch.UntypedStorage] = {}  # of messages
         self.most_held = 0
 
@@ -361,6 +367,8 @@ class _Device(TorchDispatchMode):
 
     def _waits(self, name: str) -> bool:
         self.seen[name] += 1
+        if self.seen[name] == 1 and any(o.messages for g in self.groups for o in g.queue):
+            self.loaded.add(name)
         if "_local_scalar_dense" in name or self.drains == "always":
             return True
         if isinstance(self.drains, float):
