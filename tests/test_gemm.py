@@ -2,12 +2,15 @@
 the operands; the kernel's epilogues against the reference."""
 
 import math
+import random
+from contextlib import contextmanager
 
 import pytest
 import torch
 from close import assert_close_f64, assert_error_budget, relative_error
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
+from triton.runtime.interpreter import interpreter_builder
 from well_formed import well_formed
 
 from warpweave.kernels import reference
@@ -339,13 +342,69 @@ def test_rows_times_strides_past_two_to_the_31_do_not_wrap():
     assert torch.equal(gemm(a, eye, impl="triton"), a)
 
 
-def test_large_persistent_products_visit_every_tile_once():
-    """More tiles than programs, an incomplete group of rows, tiles of every residue."""
+@contextmanager
+def _in_any_order(programs: int, tiles: int, seed: int):
+    """Whatever program takes a tile from a counter, as if they ran at once: each its first, of the
+    others an ascending share, then one past the end."""
+    rng, left = random.Random(seed), dict[int, list[int]]()
+    take = interpreter_builder.create_atomic_rmw
+
+    def begin(x, y, z):
+        if x == 0:  # a launch
+            shares = [rng.randrange(programs) for _ in range(programs, tiles)]
+            for p in range(programs):
+                left[p] = [t - programs for t, of in enumerate(shares, programs) if of == p]
+        type(interpreter_builder).set_grid_idx(interpreter_builder, x, y, z)
+
+    def taken(*args):
+        found, (mine, *_) = take(*args), interpreter_builder.grid_idx
+        found.data[...] = left[mine].pop(0) if left[mine] else tiles
+        return found
+
+    interpreter_builder.set_grid_idx, interpreter_builder.create_atomic_rmw = begin, taken
+    try:
+        yield
+    finally:
+        del interpreter_builder.set_grid_idx, interpreter_builder.create_atomic_rmw
+
+
+@pytest.mark.parametrize("programs", [1, 2, 7, 132])
+def test_every_tile_is_summed_once_whichever_program_takes_it(monkeypatch, programs):
+    """More tiles than programs and fewer, an incomplete group of rows, tiles of every residue."""
     a, b = _draw(16 * 7 + 3, 5), _draw(5, 16 * 4 + 9)
-    out = torch.zeros(115, 73, dtype=torch.float64)
-    with pinned({("gemm", 8, "small"): GemmTile(16, 32, 16, 3, 1, 4, 1)}):  # of odd strides
-        gemm_into(a, b, out, True, impl="triton")
-    assert_close_f64(out, a @ b, 1e-13)
+    before, tiles = _draw(115, 73), 8 * 3
+    many = min(programs, tiles)
+
+    def made():
+        out = before.clone()
+        with pinned({("gemm", 8, "small"): GemmTile(16, 32, 16, 3, 1, 4, 1)}):  # of odd strides
+            gemm_into(a, b, out, True, impl="triton")
+        return out
+
+    dealt = made()
+    assert_close_f64(dealt, before + a @ b, 1e-13)
+    monkeypatch.setattr(mainloop, "processors", lambda device: programs + 16)
+    with mainloop.leaving(16):
+        assert torch.equal(made(), dealt)
+        assert torch.equal(made(), dealt)  # its counter begins anew
+        for seed in range(3):
+            with _in_any_order(many, tiles, seed):
+                assert torch.equal(made(), dealt)
+
+
+def test_products_leave_room_where_it_is_asked_for(monkeypatch):
+    tile, device = GemmTile(128, 256, 64, 8, 1, 8, 3), torch.device("cpu")
+    monkeypatch.setattr(mainloop, "processors", lambda device: 132)
+    assert mainloop.grid(tile, 8192, 4096, device) == (132,)
+    assert mainloop.grid(tile, 100, 100, device) == (1,)
+    assert mainloop.tile_counter(device) is None
+    with mainloop.leaving(8):
+        assert mainloop.grid(tile, 8192, 4096, device) == (124,)
+        assert mainloop.grid(tile, 8192, 4096, device, spare=32) == (100,)
+        assert mainloop.grid(tile._replace(residents=2), 8192, 4096, device) == (248,)
+    with mainloop.leaving(200):
+        assert mainloop.grid(tile, 8192, 4096, device) == (1,)
+    assert mainloop.grid(tile, 8192, 4096, device) == (132,)
 
 
 def test_tiles_are_found_by_device_dtype_and_size(monkeypatch):
@@ -371,9 +430,6 @@ def test_tiles_are_found_by_device_dtype_and_size(monkeypatch):
     assert tile(90, torch.float32) == shipped[80, 4, "large"]
     assert tile(90, torch.float64, rows=64) == shipped[80, 8, "large"]
     assert tile(75) == shipped[0, 2, "large"]
-    monkeypatch.setattr(mainloop, "processors", lambda device: 132)
-    assert mainloop.grid(shipped[90, 2, "large"], 8192, 4096, torch.device("cpu")) == (132,)
-    assert mainloop.grid(shipped[90, 2, "large"], 100, 100, torch.device("cpu")) == (1,)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -19,6 +19,7 @@ from warpweave.config import GPTConfig, ParallelPlan
 from warpweave.generate import Sampling, go_on
 from warpweave.gpt import GPT, MicroBatch
 from warpweave.kernels.attention.options import check_packed
+from warpweave.kernels.gemm.mainloop import SPARE, leaving
 from warpweave.kernels.runtime.dispatch import choose
 from warpweave.modes import in_mode
 from warpweave.parallel import schedule as schedules
@@ -296,7 +297,8 @@ class Engine:
         for stage in self.stages.values():
             stage.begin(batches, scale)
         self._update.begin(lr, lambda: self._start_global_losses(self._own_losses(), interrupted))
-        execute(self.schedule, self.stages, self.transport)
+        with leaving(SPARE if self.mesh.world > 1 else 0):
+            execute(self.schedule, self.stages, self.transport)
         valid.wait()  # where no loss did
         *losses, interrupts = self._update.losses.wait()
         named = dict(zip(self.gpt.loss_names, losses, strict=True))

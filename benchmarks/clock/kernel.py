@@ -16,7 +16,7 @@ _INSTRUCTIONS = {
     "tma": r"\bcp\.async\.bulk\.tensor\b",
     "load": r"\bld\.global\b",
     "load_128_bit": r"\bld\.global\S*\.v(?:4\.b32|2\.b64|8\.b16)\b",
-    "atomic": r"\b(?:atom|red)\.",
+    "atomic": r"\b(?:atom|red)\.(?!\S*\.add\.[su]32\b)",  # that adds a count sums nothing
     "flag": r"\batom\.\S*\.exch\b",
     "float64": r"\b(?:add|mul|fma|div)\S*\.f64\b",
 }

@@ -17,8 +17,10 @@ from warpweave.kernels.gemm.mainloop import (
     find_tile,
     gemm_options,
     grid,
+    next_tile,
     operands,
     split_columns,
+    tile_counter,
     tile_origin,
     tile_product,
 )
@@ -248,6 +250,7 @@ def _gemm_kernel(
     tokens_ptr,
     residual_ptr,
     y_ptr,
+    counter_ptr,
     seed,
     site,
     M,
@@ -276,8 +279,10 @@ def _gemm_kernel(
     DESCRIBED: tl.constexpr = stride_am is None or stride_ak is None
     DTYPE: tl.constexpr = a.dtype if DESCRIBED else a.dtype.element_ty
     tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
-    for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
+    index = tl.program_id(0)
+    while index < tiles:
         # 1. The accumulators of a tile.
+        following = next_tile(index, counter_ptr)
         row, col = tile_origin(index, M, N, BLOCK_M, BLOCK_N, GROUP)
         y = tile_product(
             a, b, row, col, M, N, K, stride_am, stride_ak, stride_bk, stride_bn,
@@ -290,6 +295,7 @@ def _gemm_kernel(
             row + tl.arange(0, BLOCK_M), col, M, N, stride_rm, stride_rn, stride_ym, stride_yn,
             DTYPE, ACT, GATED, THRESHOLD, SCALE, ADD,
         )  # fmt: skip
+        index = following
 
 
 def launch_gemm(
@@ -310,7 +316,7 @@ def launch_gemm(
     a_tiles, b_tiles, strides = operands(a, b, tile)
     with torch.cuda.device_of(a):
         _gemm_kernel[grid(tile, M, N, a.device)](
-            a_tiles, b_tiles, *given.tensors, y, *given.key, M, N, K,
+            a_tiles, b_tiles, *given.tensors, y, tile_counter(a.device), *given.key, M, N, K,
             *strides, *given.strides, *y.stride(), *given.constants, add,
             find_precision(after.precision), K % tile.k == 0,
             tile.m, tile.n, tile.k, tile.group, **gemm_options(tile, a),

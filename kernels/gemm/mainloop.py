@@ -4,10 +4,19 @@
 communication call `mainloop`, which takes pointers only. Programs are persistent: `residents`
 programs per multiprocessor loop over the tiles, in groups of GROUP rows of tiles, column after
 column, so that concurrent programs share operands in L2 (Kerr et al. 2017, CUTLASS).
+
+Beside a collective such a kernel would keep NCCL's off the multiprocessors until it ends, or, where
+NCCL's came first, run the programs that found no room after all others (NVIDIA/nccl#689). Under
+`leaving` a product leaves some multiprocessors alone, and its programs take tiles from a counter
+instead of every n-th one, so that a late program finds little or nothing to do. Each tile is summed
+by one program in one order either way: the results are bitwise the same.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -88,9 +97,36 @@ def tile_count(tile: GemmTile, M: int, N: int) -> int:
     return -(-M // tile.m) * -(-N // tile.n)
 
 
-def grid(tile: GemmTile, M: int, N: int, device: torch.device) -> tuple[int]:
-    """The number of programs: as many as run at once, at most one per tile."""
-    return (min(tile_count(tile, M, N), tile.residents * processors(device)),)
+SPARE = 8  # multiprocessors of a collective over NVLink: NVLS needs no more of NCCL's programs
+_spare: ContextVar[int] = ContextVar("warpweave_spare", default=0)
+
+
+@contextmanager
+def leaving(count: int) -> Iterator[None]:
+    """A context whose products leave `count` multiprocessors to collectives that are under way; 0
+    leaves none. It holds in the calling thread, so not in autograd's."""
+    token = _spare.set(count)
+    try:
+        yield
+    finally:
+        _spare.reset(token)
+
+
+def grid(tile: GemmTile, M: int, N: int, device: torch.device, spare: int = 0) -> tuple[int]:
+    """The number of programs: as many as run at once on all but the `spare` multiprocessors, or
+    those of `leaving` where these are more; at most one per tile, at least one."""
+    here = max(1, processors(device) - max(spare, _spare.get()))
+    return (min(tile_count(tile, M, N), tile.residents * here),)
+
+
+def tile_counter(device: torch.device) -> torch.Tensor | None:
+    """The argument `counter_ptr` of `next_tile` for one launch: int32[1], 0, under `leaving`; else
+    None.
+
+    Each launch has its own, which costs the fill of one number: a counter that outlived a launch
+    would be shared by streams and by replays of captured graphs.
+    """
+    return torch.zeros(1, dtype=torch.int32, device=device) if _spare.get() else None
 
 
 def gemm_options(tile: GemmTile, a: torch.Tensor) -> dict[str, int]:
@@ -114,6 +150,16 @@ def tile_origin(index, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP
     inside = index % (GROUP * cols)
     i, j = first + inside % height, inside // height
     return i.to(tl.int64) * BLOCK_M, j.to(tl.int64) * BLOCK_N
+
+
+@triton.jit
+def next_tile(index, counter_ptr):
+    """The tile that a program takes after tile `index`; its first is its own number. Called before
+    the product of tile `index`, which hides the latency of the atomic."""
+    if counter_ptr is None:
+        return index + tl.num_programs(0)
+    else:
+        return tl.num_programs(0) + tl.atomic_add(counter_ptr, 1, sem="relaxed")
 
 
 @triton.jit

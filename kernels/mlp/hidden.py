@@ -25,8 +25,10 @@ from warpweave.kernels.gemm.mainloop import (
     find_tile,
     gemm_options,
     grid,
+    next_tile,
     operands,
     split_columns,
+    tile_counter,
     tile_origin,
     tile_product,
 )
@@ -135,6 +137,7 @@ def _hidden_bwd_kernel(
     z_ptr,
     dz_ptr,
     h_ptr,
+    counter_ptr,
     T,
     F,
     E,
@@ -152,8 +155,10 @@ def _hidden_bwd_kernel(
     GROUP: tl.constexpr,
 ):
     tiles = tl.cdiv(T, BLOCK_T) * tl.cdiv(F, BLOCK_F)
-    for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
+    index = tl.program_id(0)
+    while index < tiles:
         # 1. dh of a tile.
+        following = next_tile(index, counter_ptr)
         row, col = tile_origin(index, T, F, BLOCK_T, BLOCK_F, GROUP)
         dh = tile_product(
             dy, w, row, col, T, F, E, stride_yt, stride_ye, stride_we, stride_wf,
@@ -171,6 +176,7 @@ def _hidden_bwd_kernel(
         _slope_tile(second, z_ptr, dz_ptr, h_ptr, t, col + STEP, T, F, ACT, GATED)
         _slope_tile(third, z_ptr, dz_ptr, h_ptr, t, col + 2 * STEP, T, F, ACT, GATED)
         _slope_tile(fourth, z_ptr, dz_ptr, h_ptr, t, col + 3 * STEP, T, F, ACT, GATED)
+        index = following
 
 
 def _hidden_bwd_fake(dy, down_weight, z, activation, want_hidden, precision, impl):
@@ -208,6 +214,7 @@ def _launch_hidden_bwd(
             z,
             dz,
             h,
+            tile_counter(dy.device),
             T,
             F,
             E,

@@ -17,6 +17,8 @@ from warpweave.kernels.gemm.mainloop import (
     gemm_options,
     grid,
     mainloop,
+    next_tile,
+    tile_counter,
     tile_origin,
 )
 from warpweave.kernels.overlap.function import run_steps
@@ -46,6 +48,7 @@ def _qkv_fwd_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
+    counter_ptr,
     M,
     S,
     E,
@@ -65,8 +68,10 @@ def _qkv_fwd_kernel(
 ):
     N = kv_heads * (G + 2) * (2 * HALF)
     tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
-    for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
+    index = tl.program_id(0)
+    while index < tiles:
         # 1. The accumulators of a tile, its columns in the order of pairs.
+        following = next_tile(index, counter_ptr)
         row, col = tile_origin(index, M, N, BLOCK_M, BLOCK_N, GROUP)
         m, n = row + tl.arange(0, BLOCK_M), columns_of_pairs(col, HALF, BLOCK_N)
         z = mainloop(
@@ -76,6 +81,7 @@ def _qkv_fwd_kernel(
 
         # 2. The rest.
         turn(z, bias_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr, m, col, M, S, kv_heads, HALF, G)
+        index = following
 
 
 def _qkv_fwd_fake(x, weight, bias, cos, sin, precision, impl):
@@ -116,6 +122,7 @@ def _launch_qkv_fwd(
             q,
             k,
             v,
+            tile_counter(x.device),
             B * S,
             S,
             E,
