@@ -15,7 +15,10 @@ from torch.utils._pytree import tree_leaves
 
 from warpweave.config import GPTConfig, ParallelPlan
 from warpweave.engine import Engine
+from warpweave.kernels.gemm import cpu as gemm_cpu
+from warpweave.kernels.gemm import mainloop
 from warpweave.kernels.runtime import dispatch
+from warpweave.kernels.runtime.tile_table import GemmTile
 from warpweave.parallel.mesh import ConnectedMesh, Mesh, single
 from warpweave.plain_gpt import PlainConfig, plain_gpt_logits, plain_gpt_loss, plain_init
 
@@ -196,8 +199,32 @@ def test_sampling_follows_the_models_chances_and_the_seed():
 # -------------------------------------------------------------------------- low precision
 
 
+def _programs(engine: Engine) -> set[int]:
+    """How many programs the forward's and the backward's products of a step would launch."""
+    found: dict[str, int] = {}
+
+    def spy(name, real, *args):
+        tile = GemmTile(128, 256, 64, 8, 1, 8, 3)
+        (found[name],) = mainloop.grid(tile, 8192, 8192, torch.device("cpu"))
+        return real(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mainloop, "processors", lambda device: 132)
+        for name in ("product", "product_into"):
+            real = getattr(gemm_cpu, name)
+            patch.setattr(gemm_cpu, name, functools.partial(spy, name, real))
+        engine.step(*_data(0, engine.mesh), lr=None)
+    assert len(found) == 2
+    return {*found.values()}
+
+
+def test_products_on_one_device_leave_no_room() -> None:
+    assert _programs(_engine(CONFIG, single())) == {132}
+
+
 def _falls(rank: int) -> list[tuple[str, list[float], float]]:
     mesh, found = Mesh(dp=2).connect(), []
+    assert _programs(_engine(CONFIG, mesh)) == {132 - mainloop.SPARE}
     for dtype, zero in ((torch.bfloat16, 2), (torch.float16, 3), (torch.float16, 1)):
         engine = _engine(GPTConfig(**SIZES), mesh, dtype=dtype, zero=zero)
         tokens, labels, ids = _data(0, mesh)

@@ -297,7 +297,7 @@ class Engine:
         for stage in self.stages.values():
             stage.begin(batches, scale)
         self._update.begin(lr, lambda: self._start_global_losses(self._own_losses(), interrupted))
-        with leaving(SPARE if self.mesh.world > 1 else 0):
+        with leaving(SPARE if self.mesh.size("world") > 1 else 0):
             execute(self.schedule, self.stages, self.transport)
         valid.wait()  # where no loss did
         *losses, interrupts = self._update.losses.wait()
