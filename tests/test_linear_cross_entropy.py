@@ -355,6 +355,32 @@ def test_the_weight_gradient_goes_where_the_store_says(recompute, within):
         assert_close_f64(home, times * truth[2], 1e-6)
 
 
+@IMPLS
+@RECOMPUTE
+@pytest.mark.parametrize(("T", "V"), [(3, 50257), (70, 1105), (9, 131), (1, 1)])
+def test_rows_of_the_logits_are_aligned_whatever_the_vocabulary(T, V, recompute, impl):
+    x, w, labels = _case(T, V, 16, torch.float32)
+    seen, packed = [], lambda x, columns: x.new_empty(len(x), columns)
+
+    def everything():
+        return _everything(
+            lambda x, w: linear_cross_entropy(x, w, labels, recompute=recompute, impl=impl),
+            x, w, torch.ones(()),
+        )  # fmt: skip
+
+    def spy(z, *args, real=blocks.block_stats, **options):
+        seen.append(z.stride(0))
+        return real(z, *args, **options)
+
+    sizes = mock.patch.object(blocks, "CPU", blocks.BlockSizes(2**18, 64, 64))
+    with sizes, mock.patch.object(blocks, "block_stats", spy):
+        found = everything()
+        assert not any(by % 128 for by in seen)
+        with mock.patch.object(blocks, "aligned_empty", packed):
+            assert all(map(torch.equal, found, everything()))
+    assert any(by % 128 for by in seen)  # of packed ones
+
+
 def test_logits_that_are_made_again_are_made_once_for_both_gradients():
     """Deferred or not: later they would have to be made a third time, from a weight that may be
     gone."""

@@ -9,6 +9,7 @@ import torch
 
 from warpweave.kernels.cross_entropy.forward import fwd
 from warpweave.kernels.cross_entropy.vocabulary import Vocabulary
+from warpweave.kernels.gemm.fused import gemm, gemm_into
 from warpweave.kernels.overlap.gathering import Gathering, multiply
 
 
@@ -55,6 +56,27 @@ def block_grid(x: torch.Tensor, columns: int) -> Iterator[tuple[slice, list[slic
     time."""
     for rows in slices(len(x), row_step(x, columns)):
         yield rows, column_slices(columns, rows.stop - rows.start, sizes(x).elements)
+
+
+def aligned_empty(x: torch.Tensor, columns: int) -> torch.Tensor:
+    """An empty block of z for the rows x[N, E]: [N, columns] of rows that are multiples of 128
+    elements apart, as a GPU's copies of 16 bytes and its tensor descriptors need them. A vocabulary
+    that is no multiple of 128 has one such block, which may be most of it."""
+    return x.new_empty(x.shape[0], columns + -columns % 128)[:, :columns]
+
+
+def aligned_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The block z[N, V] = x[N, E] weight[V, E]^T, torch's product, in `aligned_empty` memory."""
+    if len(weight) % 128 == 0:
+        return gemm(x, weight.t())
+    z = aligned_empty(x, len(weight))
+    gemm_into(x, weight.t(), z, False, impl="torch")
+    return z
+
+
+def aligned(z: torch.Tensor) -> torch.Tensor:
+    """The block z[N, V], copied to `aligned_empty` memory unless its rows are as far apart."""
+    return z if z.stride(0) % 128 == 0 else aligned_empty(z, z.shape[1]).copy_(z)
 
 
 def gathering_product(x: Gathering, weight: torch.Tensor) -> torch.Tensor:

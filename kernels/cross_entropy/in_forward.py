@@ -14,7 +14,7 @@ import torch
 from warpweave.kernels.cross_entropy import blocks
 from warpweave.kernels.cross_entropy.backward import bwd
 from warpweave.kernels.cross_entropy.vocabulary import Vocabulary
-from warpweave.kernels.gemm.fused import gemm, gemm_into
+from warpweave.kernels.gemm.fused import gemm_into
 from warpweave.kernels.gemm.local import Chunks
 from warpweave.kernels.overlap.gathering import Gathering
 from warpweave.kernels.reference import compute_dtype
@@ -43,7 +43,7 @@ def _narrow(x: torch.Tensor, columns: int) -> list[slice]:
 def _rows_fwd_fake(x, weight, labels, first, vocabulary):
     own, kinds = vocabulary.columns(len(weight)), 2 + (vocabulary.label_smoothing != 0.0)
     stats = x.new_empty(kinds, len(x), dtype=compute_dtype(x))
-    held = [x.new_empty(len(x), cols.stop - cols.start) for cols in _narrow(x, own)]
+    held = [blocks.aligned_empty(x, cols.stop - cols.start) for cols in _narrow(x, own)]
     return [stats, stats.new_empty(len(held), len(x)), *held[len(first) :]]
 
 
@@ -65,7 +65,7 @@ def _rows_fwd_op(
     with no_autocast(x):
         for i, cols in enumerate(_narrow(x, vocabulary.columns(len(weight)))):
             if i == len(held):
-                held.append(gemm(x, weight[cols].t()))
+                held.append(blocks.aligned_product(x, weight[cols]))
             block = blocks.from_column(vocabulary, cols.start)
             parts.append(
                 blocks.block_stats(held[i], labels, block, _keeps_softmax(x, vocabulary.impl))
@@ -159,7 +159,7 @@ def linear_cross_entropy_fwd_bwd(
         if isinstance(chunk, Gathering):
             z, chunk = blocks.gathering_product(chunk, w), chunk.whole
             cols, *_ = _narrow(chunk, vocabulary.columns(len(w)))
-            first = [z[:, cols].contiguous()]
+            first = [blocks.aligned(z[:, cols])]
         stats, own_lse, *held = _rows_fwd_op(chunk, w, mine, first, vocabulary)
         stats, held = merge(stats), first + held
         losses[:, rows] = vocabulary.losses(stats, mine).view(parts, -1)

@@ -11,7 +11,7 @@ import torch
 from warpweave.kernels.cross_entropy import blocks
 from warpweave.kernels.cross_entropy.backward import bwd
 from warpweave.kernels.cross_entropy.vocabulary import Vocabulary
-from warpweave.kernels.gemm.fused import gemm, gemm_into
+from warpweave.kernels.gemm.fused import gemm_into
 from warpweave.kernels.overlap.gathering import Gathering
 from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.runtime.dispatch import no_graph
@@ -41,7 +41,7 @@ def _fwd_op(
         for rows, slices in blocks.block_grid(x, vocabulary.columns(len(weight))):
             parts = []
             for cols in slices:
-                z = gemm(x[rows], weight[cols].to(x.dtype).t())
+                z = blocks.aligned_product(x[rows], weight[cols].to(x.dtype))
                 block = blocks.from_column(vocabulary, cols.start)
                 parts.append(blocks.block_stats(z, labels[rows], block))
                 del z  # freed before the next block is allocated
@@ -102,7 +102,7 @@ def _bwd_op(
             sums = x.new_empty(x[rows].shape if want_dx else 0, dtype=wide)
             for cols in slices:
                 w = weight[cols].to(x.dtype)
-                z = gemm(x[rows], w.t())
+                z = blocks.aligned_product(x[rows], w)
                 block = blocks.from_column(vocabulary, cols.start)
                 bwd(dloss[rows], z, labels[rows], lse[rows], block, out=z)
                 if want_dx:

@@ -99,7 +99,7 @@ FAULTS = (
         "blocks.from_column(vocabulary, cut)", "blocks.from_column(vocabulary, 0)",
         "columns after those that gather x are taken for the first"),
     Fault("head-loss-gathering-block", "kernels/cross_entropy/in_forward.py",
-        "first = [z[:, cols].contiguous()]", "first = [z[:, cols].contiguous().zero_()]",
+        "first = [blocks.aligned(z[:, cols])]", "first = [blocks.aligned(z[:, cols]).zero_()]",
         "the logits that were made while x was gathered are lost"),
     Fault("mesh-data-index", "parallel/mesh.py",
         "for f, length in reversed(self._lengths().items()):",
