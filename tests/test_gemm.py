@@ -400,7 +400,6 @@ def test_products_leave_room_where_it_is_asked_for(monkeypatch):
     assert mainloop.tile_counter(device) is None
     with mainloop.leaving(8):
         assert mainloop.grid(tile, 8192, 4096, device) == (124,)
-        assert mainloop.grid(tile, 8192, 4096, device, spare=32) == (100,)
         assert mainloop.grid(tile._replace(residents=2), 8192, 4096, device) == (248,)
     with mainloop.leaving(200):
         assert mainloop.grid(tile, 8192, 4096, device) == (1,)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,8 +48,17 @@ OPS = {
 }
 
 
-def record(names, world, modules=None, sizes=ONE_TILE, streams=1, between=None):
-    """The programs of operations that follow one another on every stream of `world` ranks."""
+def record(names, world, modules=None, sizes=ONE_TILE, *, beside=4, **options):
+    """The programs of operations that follow one another on every stream of `world` ranks, which
+    may wait on `beside` multiprocessors."""
+    many = gather.ROOM + beside
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (gather, *(modules or {}).values()):
+            patch.setattr(module, "processors", lambda device: many, raising=False)
+        return _recorded(names, world, modules, sizes, **options)
+
+
+def _recorded(names, world, modules, sizes, streams=1, between=None):
     memories = local_memory(world, slots=4, capacity=1 << 14, polls=2)
     epochs = [[torch.zeros_like(m.epoch) for m in memories] for _ in range(streams)]
     recorder, kept = Recorder(apart=[m.error for m in memories]), []
@@ -94,6 +104,17 @@ def test_no_order_of_events_is_wrong(names, world, residents):
     print(names, world, residents, found.states)
     assert found.problems == []
     assert found.states > 100
+
+
+@pytest.mark.parametrize("beside", [3, 5])
+def test_programs_that_wait_leave_room_for_messages(beside):
+    waiting = Counter(
+        (op, p.stream, p.launch)
+        for op in OPS
+        for p in record([op], 2, beside=beside, sizes=MORE)
+        if any(event.kind == "await" for event in p.events)
+    )
+    assert max(waiting.values()) == beside
 
 
 # ---------------------------------------------------------------- faults

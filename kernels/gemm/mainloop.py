@@ -112,10 +112,10 @@ def leaving(count: int) -> Iterator[None]:
         _spare.reset(token)
 
 
-def grid(tile: GemmTile, M: int, N: int, device: torch.device, spare: int = 0) -> tuple[int]:
-    """The number of programs: as many as run at once on all but the `spare` multiprocessors, or
-    those of `leaving` where these are more; at most one per tile, at least one."""
-    here = max(1, processors(device) - max(spare, _spare.get()))
+def grid(tile: GemmTile, M: int, N: int, device: torch.device) -> tuple[int]:
+    """The number of programs: as many as run at once on all multiprocessors but those of `leaving`,
+    at most one per tile."""
+    here = max(1, processors(device) - _spare.get())
     return (min(tile_count(tile, M, N), tile.residents * here),)
 
 
@@ -155,7 +155,7 @@ def tile_origin(index, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP
 @triton.jit
 def next_tile(index, counter_ptr):
     """The tile that a program takes after tile `index`; its first is its own number. Called before
-    the product of tile `index`, which hides the latency of the atomic."""
+    the product of tile `index` it costs a register, and the product hides the atomic's latency."""
     if counter_ptr is None:
         return index + tl.num_programs(0)
     else:

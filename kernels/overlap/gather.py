@@ -34,7 +34,13 @@ from typing import NamedTuple
 import torch
 
 from warpweave.kernels.gemm.epilogue import Epilogue, find_precision, finish_tile
-from warpweave.kernels.gemm.mainloop import gemm_options, grid, mainloop, shared_tile, tile_origin
+from warpweave.kernels.gemm.mainloop import (
+    gemm_options,
+    mainloop,
+    shared_tile,
+    tile_count,
+    tile_origin,
+)
 from warpweave.kernels.overlap.signals import (
     await_,
     await_part,
@@ -45,11 +51,12 @@ from warpweave.kernels.overlap.signals import (
     this_epoch,
 )
 from warpweave.kernels.overlap.symmetric import Memory, Signature
-from warpweave.kernels.runtime.dispatch import tl, triton
+from warpweave.kernels.runtime.dispatch import processors, tl, triton
 from warpweave.kernels.runtime.tile_table import GemmTile
 from warpweave.kernels.runtime.tiles import find
 
 COPIERS = 16  # programs that copy: enough to saturate NVLink with an eighth of the SMs (predicted)
+ROOM = 16  # multiprocessors without a program that waits
 
 
 @triton.jit(do_not_specialize=["rank", "signature"])
@@ -258,6 +265,16 @@ def _gather_kernel(
 # ---------------------------------------------------------------- launchers
 
 
+def waiting_programs(parts: int, device: torch.device) -> int:
+    """The number of programs of a launch that waits for peers: at most one on each multiprocessor,
+    none on `ROOM` of them, and one per part of the work.
+
+    A peer that is waited for may itself wait for a message of this rank, whose kernel would never
+    start if the waiting programs held all multiprocessors until they end.
+    """
+    return min(parts, max(1, processors(device) - ROOM))
+
+
 class Peers(NamedTuple):
     """The arguments and the constants of `copy_parts` and `await_tile`, in their order, and the
     number of copiers."""
@@ -265,6 +282,11 @@ class Peers(NamedTuple):
     where: tuple[torch.Tensor | int, ...]
     constants: tuple[int, int, int]
     copying: int
+
+    def grid(self, tiles: int, device: torch.device) -> tuple[int]:
+        """Copiers, and programs for the tiles, of which there is one at least."""
+        programs = waiting_programs(self.copying + tiles, device)
+        return (max(programs, self.copying + 1),)
 
 
 def gathered(
@@ -331,8 +353,7 @@ def gather_steps(
     given, tile = epilogue.arguments(z), shared_tile(x, rows, b)
 
     def launch(whole: torch.Tensor, peers: Peers) -> None:
-        workers = grid(tile, rows, N, x.device)[0]
-        _gather_gemm_kernel[(peers.copying + workers,)](
+        _gather_gemm_kernel[peers.grid(tile_count(tile, rows, N), x.device)](
             whole, b, *given.tensors, y, *peers.where, *given.key, S, N, K, *b.stride(),
             *given.strides, *given.constants, find_precision(epilogue.precision), K % tile.k == 0,
             *peers.constants, tile.m, tile.n, tile.k, tile.group, **gemm_options(tile, x),

@@ -32,6 +32,7 @@ import torch
 
 from warpweave.kernels.gemm.epilogue import Epilogue, epilogue, find_precision
 from warpweave.kernels.gemm.mainloop import gemm_options, grid, mainloop, shared_tile, tile_origin
+from warpweave.kernels.overlap.gather import waiting_programs
 from warpweave.kernels.overlap.signals import (
     await_part,
     data_of,
@@ -142,32 +143,33 @@ def _sum_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Add a quarter of a tile over all ranks, in rank order, and apply the epilogue."""
+    """Add quarters of tiles over all ranks, in rank order, and apply the epilogue."""
     epoch = this_epoch(epoch_ptr)
     COLS: tl.constexpr = BLOCK_N // 4
-    slot = tl.program_id(0) // 4
     columns = tl.cdiv(N, BLOCK_N)
-    row = tl.cast(slot // columns, tl.int64) * BLOCK_M
-    col = tl.cast(slot % columns * 4 + tl.program_id(0) % 4, tl.int64) * COLS
-    s, n = row + tl.arange(0, BLOCK_M), col + tl.arange(0, COLS)
-    live = (s < S)[:, None] & (n < N)[None, :]
     wide: tl.constexpr = tl.float64 if like_ptr.dtype.element_ty == tl.float64 else tl.float32
-    y = tl.zeros((BLOCK_M, COLS), wide)
-    for source in range(WORLD):
-        await_part(
-            addresses_ptr, epoch, error_ptr, rank, slots, signature, source, slot, WORLD, POLLS
-        )
-        if OWNERS > 1:
-            there = data_of(addresses_ptr, rank, epoch, data, capacity, like_ptr)
-            there += tl.cast(source, tl.int64) * S * N
-        else:
-            there = data_of(addresses_ptr, source, epoch, data, capacity, like_ptr)
-        y += tl.load(there + s[:, None] * N + n[None, :], live, 0.0).to(wide)
-    epilogue(
-        y, bias_ptr, z_ptr, tokens_ptr, residual_ptr, y_ptr, seed, site, s, col,
-        S, N, stride_rm, stride_rn, N, 1,
-        like_ptr.dtype.element_ty, ACT, GATED, THRESHOLD, SCALE, False,
-    )  # fmt: skip
+    for index in range(tl.program_id(0), 4 * tl.cdiv(S, BLOCK_M) * columns, tl.num_programs(0)):
+        slot = index // 4
+        row = tl.cast(slot // columns, tl.int64) * BLOCK_M
+        col = tl.cast(slot % columns * 4 + index % 4, tl.int64) * COLS
+        s, n = row + tl.arange(0, BLOCK_M), col + tl.arange(0, COLS)
+        live = (s < S)[:, None] & (n < N)[None, :]
+        y = tl.zeros((BLOCK_M, COLS), wide)
+        for source in range(WORLD):
+            await_part(
+                addresses_ptr, epoch, error_ptr, rank, slots, signature, source, slot, WORLD, POLLS
+            )
+            if OWNERS > 1:
+                there = data_of(addresses_ptr, rank, epoch, data, capacity, like_ptr)
+                there += tl.cast(source, tl.int64) * S * N
+            else:
+                there = data_of(addresses_ptr, source, epoch, data, capacity, like_ptr)
+            y += tl.load(there + s[:, None] * N + n[None, :], live, 0.0).to(wide)
+        epilogue(
+            y, bias_ptr, z_ptr, tokens_ptr, residual_ptr, y_ptr, seed, site, s, col,
+            S, N, stride_rm, stride_rn, N, 1,
+            like_ptr.dtype.element_ty, ACT, GATED, THRESHOLD, SCALE, False,
+        )  # fmt: skip
 
 
 def scatter_steps(
@@ -204,7 +206,7 @@ def scatter_steps(
     yield
     given = after.arguments(None)
     with torch.cuda.device_of(a):
-        _sum_kernel[(4 * rows * columns,)](
+        _sum_kernel[(waiting_programs(4 * rows * columns, a.device),)](
             like, *given.tensors, y, memory.addresses, memory.epoch, memory.error,
             *where, signature, *given.key, S, N, *given.strides,
             *given.constants, world, owners, memory.polls, tile.m, tile.n,

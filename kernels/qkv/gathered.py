@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from warpweave.kernels.gemm.epilogue import find_precision
-from warpweave.kernels.gemm.mainloop import gemm_options, grid, mainloop, shared_tile
+from warpweave.kernels.gemm.mainloop import gemm_options, mainloop, shared_tile, tile_count
 from warpweave.kernels.overlap.function import Steps
 from warpweave.kernels.overlap.gather import (
     Peers,
@@ -104,8 +104,7 @@ def gather_qkv_steps(
     tile = shared_tile(x, T, w.t(), "heavy")
 
     def launch(whole: torch.Tensor, peers: Peers) -> None:
-        workers = grid(tile, T, len(w), x.device)[0]
-        _gather_qkv_kernel[(peers.copying + workers,)](
+        _gather_qkv_kernel[peers.grid(tile_count(tile, T, len(w)), x.device)](
             whole, w, flat, cos, sin, q, k, v, *peers.where, S, shape[1], E, kv_heads,
             *w.stride(), head_dim // 2, slots - 2, find_precision(precision), E % tile.k == 0,
             *peers.constants, tile.m, tile.n, tile.k, tile.group, **gemm_options(tile, x),

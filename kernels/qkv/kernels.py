@@ -71,7 +71,6 @@ def _qkv_fwd_kernel(
     index = tl.program_id(0)
     while index < tiles:
         # 1. The accumulators of a tile, its columns in the order of pairs.
-        following = next_tile(index, counter_ptr)
         row, col = tile_origin(index, M, N, BLOCK_M, BLOCK_N, GROUP)
         m, n = row + tl.arange(0, BLOCK_M), columns_of_pairs(col, HALF, BLOCK_N)
         z = mainloop(
@@ -79,9 +78,9 @@ def _qkv_fwd_kernel(
             PRECISION, EVEN_E, BLOCK_M, BLOCK_N, BLOCK_E,
         )  # fmt: skip
 
-        # 2. The rest.
+        # 2. The rest. A100 has no register for the next tile before it is over.
         turn(z, bias_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr, m, col, M, S, kv_heads, HALF, G)
-        index = following
+        index = next_tile(index, counter_ptr)
 
 
 def _qkv_fwd_fake(x, weight, bias, cos, sin, precision, impl):
