@@ -23,7 +23,14 @@ from typing import NamedTuple
 
 import torch
 
-from warpweave.kernels.runtime.dispatch import choose, no_graph, refuse_tangents, tl, triton
+from warpweave.kernels.runtime.dispatch import (
+    RUNTIME,
+    choose,
+    no_graph,
+    refuse_tangents,
+    tl,
+    triton,
+)
 from warpweave.kernels.runtime.dtypes import to_dtype, upcast
 from warpweave.kernels.runtime.op import operator
 
@@ -114,7 +121,7 @@ def keep_mask(
 
 
 # They change from step to step and compile no kernel of their own.
-@triton.jit(do_not_specialize=["seed", "site"])
+@triton.jit(do_not_specialize=RUNTIME)
 def _dropout_kernel(
     x_ptr,
     tokens_ptr,

@@ -19,7 +19,6 @@ import torch
 from warpweave.kernels.attention import launch
 from warpweave.kernels.attention.device import (
     LOG2E,
-    RUNTIME,
     drawn,
     draws,
     elements,
@@ -33,7 +32,7 @@ from warpweave.kernels.attention.options import AttentionOptions, Upstream, reso
 from warpweave.kernels.attention.torch_path import attention_bwd_cpu
 from warpweave.kernels.attention.visible import reach, rows_of_step, rows_of_tile, span
 from warpweave.kernels.reference import compute_dtype
-from warpweave.kernels.runtime.dispatch import choose, no_graph, tl, triton
+from warpweave.kernels.runtime.dispatch import RUNTIME, choose, no_graph, tl, triton
 from warpweave.kernels.runtime.dtypes import dot, to_dtype, upcast
 
 # ---------------------------------------------------------------- kernels

@@ -22,10 +22,6 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 ROUNDS = tl.constexpr(7)  # of philox: the fewest that no known test rejects (Salmon et al. 2011)
 
-# They change from one ring hop, layer or step to the next: plain arguments (Triton specialises the
-# elements of a tuple whatever one says), so that none of them compiles a kernel of its own.
-RUNTIME = ["q_start0", "q_start1", "k_start0", "k_start1", "window", "seed", "sample", "head0"]
-
 
 @triton.jit
 def elements(steps, STEP: tl.constexpr):

@@ -18,7 +18,6 @@ from warpweave.kernels.attention import launch
 from warpweave.kernels.attention.device import (
     LN2,
     LOG2E,
-    RUNTIME,
     drawn,
     draws,
     elements,
@@ -32,7 +31,7 @@ from warpweave.kernels.attention.options import AttentionOptions, resolved
 from warpweave.kernels.attention.torch_path import attention_fwd_cpu
 from warpweave.kernels.attention.visible import reach, rows_of_step, rows_of_tile, span
 from warpweave.kernels.reference import compute_dtype
-from warpweave.kernels.runtime.dispatch import capability, choose, no_graph, tl, triton
+from warpweave.kernels.runtime.dispatch import RUNTIME, capability, choose, no_graph, tl, triton
 from warpweave.kernels.runtime.dtypes import dot, to_dtype
 
 # ---------------------------------------------------------------- kernel

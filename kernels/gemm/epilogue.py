@@ -24,7 +24,7 @@ from warpweave.kernels.gemm.mainloop import (
     tile_origin,
     tile_product,
 )
-from warpweave.kernels.runtime.dispatch import tl, triton
+from warpweave.kernels.runtime.dispatch import RUNTIME, tl, triton
 from warpweave.kernels.runtime.dtypes import to_dtype, upcast
 
 # ---------------------------------------------------------------- the record
@@ -241,7 +241,7 @@ def finish_tile(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["seed", "site"])
+@triton.jit(do_not_specialize=RUNTIME)
 def _gemm_kernel(
     a,
     b,

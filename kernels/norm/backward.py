@@ -11,7 +11,6 @@ import torch
 
 from warpweave.kernels.dropout import Drop, launch_arguments
 from warpweave.kernels.norm.shared import (
-    RUNTIME,
     Terms,
     WantedGradients,
     add_to,
@@ -28,6 +27,7 @@ from warpweave.kernels.norm.shared import (
 )
 from warpweave.kernels.norm.torch_path import norm_bwd_cpu
 from warpweave.kernels.runtime.dispatch import (
+    RUNTIME,
     all_registers,
     choose,
     no_graph,

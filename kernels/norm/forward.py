@@ -9,7 +9,6 @@ import torch
 
 from warpweave.kernels.dropout import Drop, launch_arguments
 from warpweave.kernels.norm.shared import (
-    RUNTIME,
     NormOptions,
     Terms,
     as_rows,
@@ -23,7 +22,7 @@ from warpweave.kernels.norm.shared import (
 )
 from warpweave.kernels.norm.torch_path import norm_fwd_cpu, residual_sum
 from warpweave.kernels.reference import compute_dtype
-from warpweave.kernels.runtime.dispatch import choose, no_graph, tl, triton
+from warpweave.kernels.runtime.dispatch import RUNTIME, choose, no_graph, tl, triton
 
 FWD_WIDTH = 16384  # longest rows that are held in registers
 

@@ -120,9 +120,6 @@ def contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
 
 # ---------------------------------------------------------------- inside the kernels
 
-# They change from one site of the network or step to the next and compile no kernel of their own.
-RUNTIME = ("seed", "site")
-
 
 @triton.jit
 def columns(row, start, rows, E: tl.constexpr, BLOCK_E: tl.constexpr):

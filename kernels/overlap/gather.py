@@ -51,7 +51,7 @@ from warpweave.kernels.overlap.signals import (
     this_epoch,
 )
 from warpweave.kernels.overlap.symmetric import Memory, Signature
-from warpweave.kernels.runtime.dispatch import processors, tl, triton
+from warpweave.kernels.runtime.dispatch import RUNTIME, processors, tl, triton
 from warpweave.kernels.runtime.tile_table import GemmTile
 from warpweave.kernels.runtime.tiles import find
 
@@ -59,7 +59,7 @@ COPIERS = 16  # programs that copy: enough to saturate NVLink with an eighth of 
 ROOM = 16  # multiprocessors without a program that waits
 
 
-@triton.jit(do_not_specialize=["rank", "signature"])
+@triton.jit(do_not_specialize=RUNTIME)
 def _publish_kernel(
     x_ptr,
     whole_ptr,
@@ -171,7 +171,7 @@ def tile_count_of(S, N, WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.
     return WORLD * tl.cdiv(S, BLOCK_M) * tl.cdiv(N, BLOCK_N)
 
 
-@triton.jit(do_not_specialize=["rank", "signature", "seed", "site"])
+@triton.jit(do_not_specialize=RUNTIME)
 def _gather_gemm_kernel(
     whole_ptr,
     b_ptr,
@@ -236,7 +236,7 @@ def _gather_gemm_kernel(
             )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["rank", "signature"])
+@triton.jit(do_not_specialize=RUNTIME)
 def _gather_kernel(
     whole_ptr,
     addresses_ptr,

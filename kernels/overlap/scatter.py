@@ -44,11 +44,11 @@ from warpweave.kernels.overlap.signals import (
 )
 from warpweave.kernels.overlap.symmetric import Memory, Signature
 from warpweave.kernels.reference import compute_dtype
-from warpweave.kernels.runtime.dispatch import tl, triton
+from warpweave.kernels.runtime.dispatch import RUNTIME, tl, triton
 from warpweave.kernels.runtime.dtypes import to_dtype
 
 
-@triton.jit(do_not_specialize=["rank", "signature"])
+@triton.jit(do_not_specialize=RUNTIME)
 def _partials_kernel(
     a_ptr,
     b_ptr,
@@ -111,7 +111,7 @@ def _partials_kernel(
             publish_to_all(addresses_ptr, rank, slot, slots, epoch, world, signature, PEERS, SIGNED)
 
 
-@triton.jit(do_not_specialize=["rank", "signature", "seed", "site"])
+@triton.jit(do_not_specialize=RUNTIME)
 def _sum_kernel(
     like_ptr,
     bias_ptr,

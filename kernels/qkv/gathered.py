@@ -18,11 +18,11 @@ from warpweave.kernels.overlap.gather import (
 from warpweave.kernels.overlap.signals import this_epoch
 from warpweave.kernels.overlap.symmetric import Memory
 from warpweave.kernels.qkv.pairs import columns_of_pairs, turn
-from warpweave.kernels.runtime.dispatch import tl, triton
+from warpweave.kernels.runtime.dispatch import RUNTIME, tl, triton
 from warpweave.kernels.runtime.wgrad import rows
 
 
-@triton.jit(do_not_specialize=["rank", "signature"])
+@triton.jit(do_not_specialize=RUNTIME)
 def _gather_qkv_kernel(
     whole_ptr,
     w_ptr,

@@ -52,6 +52,15 @@ else:
     triton = tl = _NoTriton()
 
 
+RUNTIME = (
+    *("seed", "site", "sample", "head0", "window", "rank", "signature"),
+    *("q_start0", "q_start1", "k_start0", "k_start1"),
+)
+"""Arguments that change from one call to the next (a layer, a step, a ring hop) or between ranks.
+``@triton.jit(do_not_specialize=RUNTIME)`` keeps each value from compiling a kernel of its own; they
+must be plain arguments: of a tuple Triton specialises the elements whatever one says."""
+
+
 def check_impl(impl: str | None) -> str | None:
     """`impl` itself; ValueError if it is not a known name. Layers call it when constructed."""
     if impl not in (None, "triton", "torch"):
