@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from warpweave.kernels.attention.visible import Packed
 from warpweave.parallel.layout import SequenceLayout
 
 
@@ -55,7 +56,8 @@ class TokenContext:
         token_ids: int64, one per row of the residual stream (T, or T/tp with sequence
             parallelism): the token's index in the global batch, by which dropout is keyed.
         documents: int32 or int64 [n + 1] or [B, n + 1], boundaries of packed documents from 0 to S;
-            attention is within a document; None is one document.
+            attention is within a document; None is one document. `Packed` ones have the table that
+            every layer would else make of them.
         cache: the KV cache of earlier tokens; the positions of these tokens begin at
             ``cache.start``. On one context rank, without gradients.
 
@@ -73,6 +75,6 @@ class TokenContext:
     rope: tuple[Tensor, Tensor] | None = None
     seed: int = 0
     token_ids: Tensor | None = None
-    documents: Tensor | None = None
+    documents: Tensor | Packed | None = None
     cache: KVCache | None = None
     local_rope: tuple[Tensor, Tensor] | None = None

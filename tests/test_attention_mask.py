@@ -36,7 +36,7 @@ from warpweave.kernels.attention.options import (
     check_packed,
     checked,
 )
-from warpweave.kernels.attention.visible import document_table, rows_before
+from warpweave.kernels.attention.visible import document_table, packed, rows_before, rows_of
 from warpweave.kernels.runtime.dispatch import tl, triton
 from warpweave.layers.attention import Attention
 from warpweave.layers.context import TokenContext
@@ -396,6 +396,9 @@ def test_the_table_has_the_document_of_every_row_and_waits_for_no_device(documen
             assert a <= p <= b
             assert a == max(x for x in (0, *boundaries) if x <= p)
             assert b == min(x for x in (*boundaries, 2**31 - 1) if x > p) - 1
+    whole = packed(documents.int(), 70).table
+    for some in (runs, runs[:1], (reference.Run(3, 40),)):
+        assert torch.equal(rows_of(whole, some), document_table(documents.int(), some))
     meta = document_table(documents.to("meta"), runs)  # values do not exist: .item() would fail
     assert (meta.shape, meta.dtype) == (table.shape, table.dtype)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from warpweave.config import PRESETS, GPTConfig, ParallelPlan
 from warpweave.kernels.attention.options import check_packed
-from warpweave.kernels.attention.visible import document_table
+from warpweave.kernels.attention.visible import packed, rows_of
 from warpweave.kernels.dropout import Drop, dropout
 from warpweave.kernels.rope import rope_table
 from warpweave.layers.attention import Attention
@@ -234,8 +234,10 @@ class GPT(nn.Module):
         index, device = self.mesh.index("cp"), tokens.device
         local = layout.positions(index, device)
         positions = local.expand(batch, -1)
+        within = None
         if documents is not None:
-            table = document_table(torch.atleast_2d(documents), layout.runs(index))
+            within = packed(documents, layout.padded_len)
+            table = rows_of(within.table, layout.runs(index))
             positions = positions - table[:, 0]
         positions = positions.clamp(max=self.config.seq_len - 1)  # of the layout's padding
         tokens = layout.shard(tokens, index, 1).reshape(-1)
@@ -255,7 +257,7 @@ class GPT(nn.Module):
                 layout,
                 seed=seed,
                 token_ids=token_ids,
-                documents=documents,
+                documents=within,
                 **self.rope_tables(local),
             ),
             normaliser,

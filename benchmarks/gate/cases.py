@@ -430,6 +430,7 @@ def _linear_cases() -> list[Case]:
         calls[f"qkv fwd D={D}"] = lambda D=D: qkv.qkv_fwd(
             x.view(2, 4096, E), m(8, 6, D, E), m(8, 6, D), table[D], table[D], impl="triton"
         )
+
     def beside(call):
         with leaving(8):
             call()

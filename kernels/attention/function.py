@@ -63,10 +63,11 @@ def _attention_sharding(q, k, v, sinks, options) -> str:
     """Samples and heads may be sharded, but not with dropout, which is keyed by their global
     indices."""
     if options.dropout:
-        return "____, ____, ____, _, __ -> ____, ___"
+        return "____, ____, ____, _, __, ___ -> ____, ___"
     of_documents = {None: "", 1: "_", 2: "b_", 3: "b__"}
     bounds = None if options.documents is None else len(options.documents.shape)
-    return f"b_h_, b_h_, b_h_, h, {of_documents[bounds]} -> b_h_, bh_"
+    of_table = "b__" if bounds == 2 else "___"
+    return f"b_h_, b_h_, b_h_, h, {of_documents[bounds]}, {of_table} -> b_h_, bh_"
 
 
 def _attention_bwd_fake(do, dlse, o, lse, q, k, v, sinks, options):
@@ -76,23 +77,23 @@ def _attention_bwd_fake(do, dlse, o, lse, q, k, v, sinks, options):
 
 def _attention_bwd_sharding(do, dlse, o, lse, q, k, v, sinks, options) -> str:
     inputs, outputs = _attention_sharding(q, k, v, sinks, options).split(" -> ")
-    *of_qkv, of_sinks, _ = inputs.split(", ")
+    *of_qkv, of_sinks, _, _ = inputs.split(", ")
     dsinks = "whole" if sinks is None else of_sinks
     return f"{outputs}, {outputs}, {inputs} -> {', '.join(of_qkv)}, {dsinks}"
 
 
 def _save_attention(ctx, inputs, output):
     q, k, v, sinks, options = inputs
-    ctx.options = options._replace(documents=None)
+    ctx.options = options._replace(documents=None, table=None)
     ctx.of_sinks = None if sinks is None else grad_dtype(sinks)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*output, q, k, v, sinks, options.documents)
+    ctx.save_for_backward(*output, q, k, v, sinks, options.documents, options.table)
 
 
 def _attention_backward(ctx, do, dlse):
-    *inputs, documents = ctx.saved_tensors
+    *inputs, documents, table = ctx.saved_tensors
     do = torch.zeros_like(inputs[0]) if do is None else do
-    options = ctx.options._replace(documents=documents)
+    options = ctx.options._replace(documents=documents, table=table)
     dq, dk, dv, dsinks = attention_bwd_op(do, dlse, *inputs, options)
     return dq, dk, dv, None if ctx.of_sinks is None else dsinks.to(ctx.of_sinks)
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from warpweave.kernels.attention.options import AttentionOptions
-from warpweave.kernels.attention.visible import document_table
+from warpweave.kernels.attention.visible import document_table, rows_of
 from warpweave.kernels.reference import Run
 from warpweave.kernels.runtime.dispatch import all_registers, capability, triton
 from warpweave.kernels.runtime.tile_table import AttentionTile
@@ -124,7 +124,11 @@ def table_of(
     sample."""
     if options.documents is None:
         return None, 0
-    table = document_table(options.documents, options.k_runs if keys else options.q_runs, keys)
+    runs = options.k_runs if keys else options.q_runs
+    if options.table is None:
+        table = document_table(options.documents, runs, keys)
+    else:
+        table = rows_of(options.table, runs)
     return table, 0 if len(table) < batch else table.stride(0)
 
 

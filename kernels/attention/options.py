@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from warpweave.kernels.attention.visible import Packed
 from warpweave.kernels.dropout import check_key
 from warpweave.kernels.reference import Run, compute_dtype
 from warpweave.kernels.runtime.dispatch import check_impl, check_written, choose
@@ -33,7 +34,7 @@ class AttentionOptions(NamedTuple):
 
     causal: bool = True
     window: int | None = None
-    documents: torch.Tensor | None = None
+    documents: torch.Tensor | Packed | None = None  # after `checked` a tensor
     scale: float | None = None
     softcap: float | None = None
     dropout: float = 0.0
@@ -42,6 +43,7 @@ class AttentionOptions(NamedTuple):
     q_runs: Sequence[Run] | None = None  # after `checked`; users pass `Runs`
     k_runs: Sequence[Run] | None = None
     impl: str | None = None
+    table: torch.Tensor | None = None  # of `Packed` documents
 
 
 # ---------------------------------------------------------------- 1. options at the boundary
@@ -94,6 +96,9 @@ def checked(
     """
     options = check_numbers(options)
     check_attention(q, k, v, sinks)
+    if isinstance(options.documents, Packed):
+        documents, table = options.documents
+        options = options._replace(documents=documents, table=table)
     if options.documents is not None:
         check_documents(options.documents, q, apart=True)
     return options._replace(

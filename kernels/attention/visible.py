@@ -20,7 +20,8 @@ is the positions from documents[j] to documents[j + 1] - 1; it may be empty, and
 last boundary on (a layout's padding) are one more document. Keys may have separate boundaries: a
 query of document j then sees keys of document j, by the keys' boundaries, and keys in no document
 (padding among tokens) are hidden. `document_table` converts the boundaries to the first and last
-position of every row's document on the other side, on their device and without a host sync.
+position of every row's document on the other side, on their device and without a host sync. It is
+a dozen small kernels: `Packed` has the table of a whole sequence, made once for all layers.
 
 Window: Beltagy et al. 2020 (arXiv:2004.05150). Packing: Krell et al. 2021 (arXiv:2107.02027).
 """
@@ -28,6 +29,7 @@ Window: Beltagy et al. 2020 (arXiv:2004.05150). Packing: Krell et al. 2021 (arXi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -57,6 +59,29 @@ def document_table(
     bounds = torch.nn.functional.pad(torch.nn.functional.pad(other, (1, 0)), (0, 1), value=_FAR)
     table = torch.stack((bounds.gather(1, after), bounds.gather(1, after + 1) - 1), 1)
     return table.to(torch.int32)
+
+
+class Packed(NamedTuple):
+    """Boundaries of documents, the same for queries and keys, and what all calls read of them.
+
+    Attributes:
+        boundaries: int32 or int64 [n + 1] or [B, n + 1].
+        table: int32[1 or B, 2, S], their `document_table` of the positions 0 to S - 1.
+    """
+
+    boundaries: torch.Tensor
+    table: torch.Tensor
+
+
+def packed(documents: torch.Tensor, length: int) -> Packed:
+    """These boundaries, [n + 1] or [B, n + 1], with the table of `length` positions."""
+    return Packed(documents, document_table(torch.atleast_2d(documents), [Run(0, length)]))
+
+
+def rows_of(table: torch.Tensor, runs: Sequence[Run]) -> torch.Tensor:
+    """The `document_table` of rows with the positions `runs`, out of a whole sequence's."""
+    parts = [table[:, :, start : start + n * by : by] for start, n, by in runs]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts, 2)).contiguous()
 
 
 # ---------------------------------------------------------------- device: runs and tiles

@@ -41,6 +41,7 @@ from warpweave.kernels.attention.options import (
     check_boundaries,
     checked,
 )
+from warpweave.kernels.attention.visible import Packed
 from warpweave.kernels.runtime.dispatch import once_differentiable
 from warpweave.kernels.runtime.wgrad import grad_dtype
 from warpweave.parallel.collectives import group_rank, group_size
@@ -73,7 +74,7 @@ def context_attention(
     group: ContextGroup,
     causal: bool = True,
     window: int | None = None,
-    documents: torch.Tensor | None = None,
+    documents: torch.Tensor | Packed | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
@@ -211,7 +212,8 @@ def _without_padding(
     if documents is None:
         documents = torch.zeros_like(end)
     end = end.to(documents.dtype).expand(*documents.shape[:-1], 1)
-    return options._replace(documents=torch.cat((documents.clamp(max=layout.seq_len), end), -1))
+    bounds = torch.cat((documents.clamp(max=layout.seq_len), end), -1)
+    return options._replace(documents=bounds, table=None)
 
 
 def resolve_strategy(
