@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from warpweave.config import GPTConfig, ParallelPlan
@@ -23,7 +23,7 @@ from warpweave.kernels.gemm.mainloop import SPARE, leaving
 from warpweave.kernels.runtime.dispatch import choose
 from warpweave.modes import in_mode
 from warpweave.parallel import schedule as schedules
-from warpweave.parallel.collectives import Pending, gather, start_all_reduce_
+from warpweave.parallel.collectives import Pending, gather, start_all_reduce_, start_exchange
 from warpweave.parallel.data.optimizer import AdamW, LossScale, Rule
 from warpweave.parallel.data.unit import Unit
 from warpweave.parallel.data.zero import ZeroOptimizer
@@ -32,6 +32,7 @@ from warpweave.parallel.pipeline import Distributed, Like, execute
 from warpweave.parallel.pipeline.losses import Losses
 from warpweave.parallel.pipeline.stage import ChainStage, Segment
 from warpweave.parallel.shard import ParamRecord
+from warpweave.transfer import upload
 
 _STEP = 128  # tokens by which the window of `generate` grows
 
@@ -413,11 +414,13 @@ class Engine:
         for stage, chain in self.stages.items():
             if stage > 0 and rank_of[stage - 1] != rank_of[stage]:
                 x = torch.empty(shape, dtype=dtype, device=device)
-                dist.recv(x, group_src=rank_of[stage - 1], group=self.mesh.group("pp"))
+                source = rank_of[stage - 1]
+                start_exchange(None, x, source, source, self.mesh.group("pp")).wait()
             x, losses = chain.evaluate(x, batch, final if stage == at_end else None)
             every.append(losses)
             if x is not None and stage < at_end and rank_of[stage + 1] != rank_of[stage]:
-                dist.send(x.contiguous(), group_dst=rank_of[stage + 1], group=self.mesh.group("pp"))
+                dest = rank_of[stage + 1]
+                start_exchange(x.contiguous(), None, dest, dest, self.mesh.group("pp")).wait()
         return x if self.gpt.last else None, every
 
     def generate(
@@ -431,20 +434,20 @@ class Engine:
         """
         if temperature < 0:
             raise ValueError(f"temperature must not be negative, got {temperature}")
-        tokens = prompt.tolist()
-        if not tokens:
+        if not len(prompt):
             raise ValueError("generate needs a prompt of at least one token")
+        tokens = [upload(prompt, self.device)]
 
         def step(chosen: Tensor | None) -> tuple[Tensor | None, int]:
-            tokens.extend([] if chosen is None else chosen.tolist())
-            return self._next_logits(tokens)
+            tokens.extend([] if chosen is None else [chosen])
+            return self._next_logits(torch.cat(tokens))
 
         (row,) = go_on(self.gpt, 1, Sampling(length, temperature, seed=seed), step)
         return torch.tensor(prompt.tolist() + row)
 
-    def _next_logits(self, tokens: list[int]) -> tuple[Tensor | None, int]:
-        """The logits [1, V] after `tokens`, on the ranks that hold the last token, and the index of
-        one of these ranks.
+    def _next_logits(self, tokens: Tensor) -> tuple[Tensor | None, int]:
+        """The logits [1, V] after tokens[n], on the ranks that hold the last token, and the index
+        of one of these ranks.
 
         One sequence goes through the stages (with sequence parallelism as many copies as tensor
         ranks can share), and one token of it through the head.
@@ -455,8 +458,7 @@ class Engine:
             size = min(size, -(-len(window) // _STEP) * _STEP)
         local = size if layout.parts == 1 else layout.local_len
         copies = tp // math.gcd(tp, local) if self.gpt.sequence_parallel else 1
-        padded = torch.tensor(window + [0] * (size - len(window)), device=self.device)
-        padded = padded.expand(copies, size)
+        padded = F.pad(window, (0, size - len(window))).expand(copies, size)
         ones = torch.ones((), device=self.device)
         batch = self.gpt.micro_batch(padded, torch.full_like(padded, -100), ones)
         at = len(window) - 1

@@ -24,9 +24,14 @@ from warpweave.config import GPTConfig
 from warpweave.gpt import GPT, MicroBatch
 from warpweave.layers.context import KVCache, TokenContext
 from warpweave.modes import in_mode
-from warpweave.parallel.collectives import gather
+from warpweave.parallel.collectives import gather, start_exchange
 from warpweave.parallel.layout import SequenceLayout
 from warpweave.parallel.pipeline.losses import split_losses
+from warpweave.transfer import upload
+
+# Tokens between two looks at whether all texts have ended: a look waits for a GPU, and what is
+# sampled after a text's end is cut off.
+_STOP_EVERY = 16
 
 
 @dataclass(frozen=True)
@@ -78,11 +83,11 @@ def generate(
         return [[] for _ in prompts]
     device = next(gpt.parameters()).device
     longest = max(map(len, prompts))
-    pads = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)
+    pads = upload(torch.tensor([longest - len(prompt) for prompt in prompts]), device)
     tokens = torch.zeros(len(prompts), longest, dtype=torch.int64)
     for row, prompt in zip(tokens, prompts):
         row[longest - len(prompt) :] = torch.tensor(prompt)
-    tokens = tokens.to(device)
+    tokens = upload(tokens, device)
 
     cache, documents = KVCache(longest + sampling.tokens), None
     if any(len(prompt) < longest for prompt in prompts):
@@ -115,7 +120,8 @@ def go_on(
     """
     device = next(gpt.parameters()).device
     generator = torch.Generator().manual_seed(sampling.seed % 2**63)
-    stop = torch.tensor(sampling.stop, dtype=torch.int64, device=device)
+    stop = upload(torch.tensor(sampling.stop, dtype=torch.int64), device)
+    every = 1 if device.type == "cpu" else _STOP_EVERY
     done = torch.zeros(count, dtype=torch.bool, device=device)
     found: list[Tensor] = []
     with in_mode(gpt, training=False):
@@ -126,13 +132,13 @@ def go_on(
             noise = -noise.exponential_(generator=generator).log()
             chosen = torch.zeros(count, dtype=torch.int64, device=device)
             if logits is not None:
-                chosen = choose_tokens(logits.double(), noise.to(device), sampling)
+                chosen = choose_tokens(logits.double(), upload(noise, device), sampling)
             if gpt.mesh.group("world") is not None:
                 dist.broadcast(chosen, source)
             found.append(chosen)
             if sampling.stop:
                 done |= torch.isin(chosen, stop)
-                if bool(done.all()):  # a host sync, so only if there are stop tokens
+                if len(found) % every == 0 and bool(done.all()):
                     break
     rows = torch.stack(found, 1).tolist() if found else [[] for _ in range(count)]
     return [_until(row, sampling.stop) for row in rows]
@@ -181,12 +187,12 @@ def _logits(
     else:
         like = next(gpt.parameters())
         x = like.new_empty(B * n, gpt.config.width)
-        dist.recv(x, group_src=here - 1, group=group)
+        start_exchange(None, x, here - 1, here - 1, group).wait()
     for block in gpt.blocks.values():
         x, _ = split_losses(block(x, context))
     cache.start += n
     if not gpt.last:
-        dist.send(x.contiguous(), group_dst=here + 1, group=group)
+        start_exchange(x.contiguous(), None, here + 1, here + 1, group).wait()
         return None
     last = x.unflatten(0, (B, n))[:, -1].contiguous()
     return gather(gpt.logits(last, batch), mesh.group("tp"), dim=-1)[:, : gpt.config.vocab_size]

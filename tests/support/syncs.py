@@ -1,0 +1,184 @@
+"""A device that is not there: its tensors are computed on the CPU, and what its host waits for is
+counted.
+
+A GPU computes behind its host, which waits for it where a number is read (``.item()``, ``bool(x)``,
+``.tolist()``, ``.cpu()``), where a shape depends on numbers (`nonzero`), and where one of the two
+copies from ordinary memory of the other: ``.to("cuda")`` and ``torch.tensor(..., device="cuda")``
+wait as well, if they are not ``non_blocking``. On a CPU none of that shows. Here a tensor on
+`DEVICE` holds one on the CPU, on which every operator runs, and `Device.waits` counts by the
+function of ours that asked. Our operators take torch's path, with gradients.
+
+    with Device() as device:
+        model(**device.put(inputs))      # after device.put(model)
+    device.waits                         # Counter({"warpweave/hf/mask.py _padding": 1})
+
+Run as a program, because the device is registered for the whole process: prints a JSON object,
+case -> waits.
+"""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from warpweave.config import GPTConfig
+from warpweave.generate import Sampling, generate
+from warpweave.gpt import GPT
+
+_setup_privateuseone_for_python_backend("pretended")
+torch.pretended.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
+DEVICE = torch.device("pretended", 0)
+_ROOT = Path(__file__).resolve().parents[2]
+_aten = torch.ops.aten
+_READING = {  # a number, or a shape that depends on numbers
+    _aten._local_scalar_dense, _aten.equal, _aten.is_nonzero, _aten.nonzero, _aten._unique2,
+    _aten.masked_select, _aten.unique_consecutive, _aten.repeat_interleave, _aten.bincount,
+}  # fmt: skip
+
+
+class _There(torch.Tensor):
+    """A tensor on the device; `held` is its numbers."""
+
+    held: torch.Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, held: torch.Tensor) -> _There:
+        layout = {"strides": held.stride(), "storage_offset": held.storage_offset()}
+        kind = {"dtype": held.dtype, "device": DEVICE}
+        found = torch.Tensor._make_wrapper_subclass(cls, held.shape, **layout, **kind)
+        found.held = held
+        return found
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise RuntimeError(f"{func} on a tensor whose Device has been left")
+
+    def tolist(self) -> Any:
+        """As torch's, which refuses subclasses."""
+        return self.cpu().tolist()
+
+
+class Device(TorchDispatchMode):
+    """Within it `DEVICE` exists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: Counter[str] = Counter()
+        self.found: dict[str, Counter[str]] = {}
+
+    def __enter__(self) -> Device:
+        torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=) is a copy
+        return super().__enter__()
+
+    def __exit__(self, *error) -> None:
+        torch._C._set_only_lift_cpu_tensors(False)
+        super().__exit__(*error)
+
+    @contextmanager
+    def counted(self, case: str) -> Iterator[None]:
+        """Enter what is waited for meanwhile as `found[case]`."""
+        self.waits = self.found[case] = Counter()
+        yield
+
+    def put(self, what: Any) -> Any:
+        """Tensors, or a module with its parameters and buffers, on the device."""
+        if not isinstance(what, torch.nn.Module):
+            return tree_map_only(torch.Tensor, _There, what)
+        for module in what.modules():
+            for name, p in module._parameters.items():
+                if p is not None:
+                    there = torch.nn.Parameter(_There(p.detach()), requires_grad=p.requires_grad)
+                    module._parameters[name] = there
+            for name, b in module._buffers.items():
+                module._buffers[name] = None if b is None else _There(b)
+        return what
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if func.overloadpacket is _aten.is_pinned:
+            return False
+        if func.overloadpacket in (_aten.pin_memory, _aten._pin_memory):
+            pinned = args[0].clone()
+            pinned.is_pinned_here = True
+            return pinned
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        there = any(isinstance(x, _There) for x in given)
+        if self._is_waited_for(func.overloadpacket, args, kwargs, there):
+            self.waits[_asked()] += 1
+        if kwargs.get("device") is not None:
+            there = torch.device(kwargs["device"]).type == DEVICE.type
+            kwargs["device"] = torch.device("cpu")
+        held = {id(x.held): x for x in given if isinstance(x, _There)}
+        args, kwargs = tree_map_only(_There, lambda x: x.held, (args, kwargs))
+        out = func(*args, **kwargs)
+        if not there:
+            return out
+
+        def wrapped(x: torch.Tensor) -> _There:  # one that was written into is the one given
+            return held[id(x)] if id(x) in held else _There(x)
+
+        return tree_map_only(torch.Tensor, wrapped, out)
+
+    @staticmethod
+    def _is_waited_for(packet: Any, args: tuple, kwargs: dict, there: bool) -> bool:
+        if packet is _aten.copy_:
+            blocking = not kwargs.get("non_blocking") and not (len(args) > 2 and args[2])
+            return blocking and isinstance(args[0], _There) != isinstance(args[1], _There)
+        if packet is _aten._to_copy and kwargs.get("device") is not None:
+            goes = torch.device(kwargs["device"]).type == DEVICE.type
+            free = kwargs.get("non_blocking") and hasattr(args[0], "is_pinned_here")
+            return goes != there and not free
+        by_mask = packet in (_aten.index, _aten.index_put_) and any(
+            x is not None and x.dtype == torch.bool for x in args[1]
+        )
+        return there and (packet in _READING or by_mask)
+
+
+def _asked() -> str:
+    """The innermost function of ours that is running, or else the innermost of transformers."""
+    theirs = "elsewhere"
+    for frame in reversed(traceback.extract_stack()):
+        path = Path(frame.filename)
+        if path.is_relative_to(_ROOT) and path.parts[len(_ROOT.parts)] not in ("tests", ".venv"):
+            return f"{path.relative_to(_ROOT)} {frame.name}"
+        if theirs == "elsewhere" and "transformers" in path.parts:
+            theirs = f"transformers {path.name} {frame.name}"
+    return theirs
+
+
+# ---------------------------------------------------------------- cases
+
+
+def ours(device: Device, positions: str) -> None:
+    """Decoding of two prompts, whose texts end after three tokens at the latest."""
+    gpt = GPT(GPTConfig(61, 40, 2, 16, 4, positions=positions))
+    prompts = [[1, 2, 3], [4, 5]]
+    stop = tuple(text[2] for text in generate(gpt, prompts, Sampling(3)))
+    texts = generate(gpt, prompts, Sampling(20, stop=stop))
+    device.put(gpt)
+    for tokens in (4, 20):
+        with device.counted(f"generate {positions} {tokens}"):
+            assert generate(gpt, prompts, Sampling(tokens, stop=stop)) == texts
+
+
+def main() -> None:
+    """All cases."""
+    with Device() as device:
+        for positions in ("learned", "rope"):
+            ours(device, positions)
+    print(json.dumps(device.found))
+
+
+if __name__ == "__main__":
+    main()
