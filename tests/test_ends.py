@@ -258,7 +258,7 @@ def test_a_wait_that_gave_up_ends_the_run_before_its_numbers_are_used(monkeypatc
 def test_a_run_that_cannot_go_on_says_what_where_and_what_is_left(
     loss, norm, what, words, ranks, checkpoint
 ):
-    engine = mock.Mock(not_finite_ranks=lambda: ranks)
+    engine = mock.Mock(not_finite_ranks=lambda *_: ranks)
     trainer = SimpleNamespace(
         step=7, engine=engine, config=TrainConfig(dp=2, tp=2), checkpoint=checkpoint
     )
@@ -367,7 +367,7 @@ def test_one_rank_checks_one_locks_and_each_ends_as_it_should(monkeypatch, capsy
     monkeypatch.setattr(train, "free_host_memory", lambda: 77)
     memory = lambda *_, free, ranks: done.update(memory=(free, ranks))  # noqa: E731
     monkeypatch.setattr(train, "_check_memory", memory)
-    monkeypatch.setattr(train, "_locked", locked)
+    monkeypatch.setattr(train, "locked", locked)
     monkeypatch.setattr(train, "train_rank", lambda config: done.update(alone=config.dp) or 143)
     told = lambda entry, args, mesh, **_: done.update(launched=mesh) or 130  # noqa: E731
     monkeypatch.setattr(train, "launch", told)

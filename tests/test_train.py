@@ -29,12 +29,13 @@ from warpweave.data import write_token_file
 from warpweave.kernels.runtime import tiles
 from warpweave.kernels.runtime.tile_table import AttentionTile, TileRow, write_table
 from warpweave.launch import Session
-from warpweave.metrics import peak_memory, set_aside, utilisation
+from warpweave.metrics import locked, peak_memory, set_aside, utilisation
 from warpweave.parallel.mesh import Mesh
 from warpweave.plain_gpt import PlainConfig, plain_adamw_step, plain_gpt_loss, plain_init
 from warpweave.resume import check_run, differences
 from warpweave.train import Interrupt, TrainConfig, Trainer, TrainingStopped, learning_rate
 from warpweave.train_config import GPTOverrides, parse
+from warpweave.transfer import upload
 
 RESULT = ["val_loss", "steps", "stopped", "tokens_per_second", "mesh", "zero", "checkpoint", "plot"]
 REFUSALS = (TrainingStopped, CheckpointError)
@@ -417,14 +418,72 @@ def test_a_damaged_checkpoint_is_passed_over_by_name(tmp_path, capsys):
         _trainer(config)
 
 
+# -------------------------------------------------------------------------- ahead of the loss
+
+
+def _begins(trainer: Trainer) -> list:
+    """The steps that the trainer begins, in a list that grows."""
+    begun, begin = [], trainer._begin
+
+    def spied(step, *before):
+        begun.append(step)
+        return begin(step, *before)
+
+    trainer._begin = spied
+    return begun
+
+
+def test_steps_that_begin_before_the_last_loss_is_read_are_the_same_run(tmp_path):
+    """Evaluations, checkpoints and an interrupt come after the same steps, bit for bit."""
+    config = _config(tmp_path, dtype="fp16", steps=7, eval_every=3, layers=1)
+    plain = _trainer(config)
+    plain.engine.optimizer.loss_scale.interval = 2
+    plain.run()
+    ahead = _replace(config, out=tmp_path / "ahead", save_every=0)
+    for stop, order in ((4, "b0 b1 r1 b2 r2 r3 e3 b3 b4 r4"), (None, "b4 b5 r5 r6 e6 b6 r7 e7")):
+        trainer = _trainer(ahead)
+        trainer.ahead, trainer.engine.optimizer.loss_scale.interval = True, 2
+        begun, seen, write = _begins(trainer), [], trainer.metrics.write
+
+        def spied(row, begun=begun, seen=seen, write=write):
+            seen.extend(
+                [*(f"b{step}" for step in begun), f"{'re'['val_loss' in row]}{row['step']}"]
+            )
+            begun.clear()
+            write(row)
+
+        def interrupt(*given, t=trainer, stop=stop, begin=trainer._begin):
+            t.interrupt.number = 15 if given[0] + 1 == stop else t.interrupt.number
+            return begin(*given)
+
+        trainer.metrics.write, trainer._begin = spied, interrupt
+        result = trainer.run()
+        assert (" ".join(seen), result["steps"]) == (order, stop or 7)
+        ahead = _replace(ahead, resume=True)
+        end = f"step_0000000{stop or 7}"
+        here, there = (open_checkpoint(c.out / "checkpoints" / end) for c in (ahead, config))
+        assert here.state["optimizer"] == there.state["optimizer"]
+        assert _same(*({n: r.tensor(n) for n in r.names} for r in (here, there)))
+    assert _rows(ahead.out) == _rows(config.out)
+
+
+def test_batches_go_to_a_gpu_by_pinned_memory_and_the_host_goes_on():
+    x = mock.Mock(is_cpu=True)
+    found = upload(x, torch.device("cuda", 1))
+    x.pin_memory().to.assert_called_once_with(torch.device("cuda", 1), non_blocking=True)
+    assert found is x.pin_memory().to()
+
+
 # -------------------------------------------------------------------------- what is not a number
 
 
 def _poisoned(rank: int, config: TrainConfig, where: str) -> tuple[str, bool, int]:
     trainer = _trainer(config, rank)
+    trainer.ahead = True  # step 4 has begun when the loss of step 3 is read
+    begun = _begins(trainer)
 
     def poison(_module, _inputs, out):
-        if trainer.step == 2:
+        if begun[-1:] == [2]:
             if where == "loss":
                 return out * math.nan
             out.register_hook(lambda gradient: gradient * math.nan)
@@ -436,6 +495,7 @@ def _poisoned(rank: int, config: TrainConfig, where: str) -> tuple[str, bool, in
         trainer.engine.gpt.blocks["0"].register_forward_hook(poison)
     with pytest.raises(TrainingStopped) as caught:
         trainer.run()
+    assert begun == [0, 1, 2, 3]
     held, saved = _held(trainer), _saved(config.out, 2)
     return str(caught.value), all(torch.equal(held[n], saved[n]) for n in held), trainer.step
 
@@ -444,7 +504,7 @@ def _poisoned(rank: int, config: TrainConfig, where: str) -> tuple[str, bool, in
     ("where", "axis", "rank"), [("loss", "dp", "1 (dp=1)"), ("gradient norm", "pp", "0 (pp=0)")]
 )
 def test_nan_on_one_rank_stops_all_and_names_step_and_rank(tmp_path, where, axis, rank):
-    config = _config(tmp_path, **{axis: 2}, zero=2, eval_every=0, dropout=0.0)
+    config = _config(tmp_path, **{axis: 2}, zero=2, eval_every=0, save_every=2, dropout=0.0)
     first, second = run_ranks(2, _poisoned, config, where)
     assert first == second
     message, untouched, step = first
@@ -783,12 +843,12 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path, capsys):
 
 def test_two_jobs_cannot_share_a_folder(tmp_path, capsys):
     config = _config(tmp_path)
-    with train._locked(config.out), pytest.raises(SystemExit) as caught:
+    with locked(config.out), pytest.raises(SystemExit) as caught:
         train.main(_arguments(config))
     assert caught.value.code == 2
     assert f"another job is training into {config.out}" in capsys.readouterr().err
     with contextlib.ExitStack() as stack:  # and the folder is free again
-        stack.enter_context(train._locked(config.out))
+        stack.enter_context(locked(config.out))
 
 
 def test_torchruns_other_ranks_stay_silent_about_a_mesh_that_does_not_fit(

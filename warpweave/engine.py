@@ -62,11 +62,15 @@ class StepResult:
             over its valid tokens, others are auxiliary ones (`pipeline.losses`).
         norm: global gradient norm before clipping.
         interrupts: number of ranks that were interrupted.
+        overflow: the norm is not finite, but for fp16's loss scale, which can still shrink.
+        finite: bool[2], whether this rank's own losses and gradients are finite.
     """
 
     losses: Mapping[str, Tensor]
     norm: Tensor
     interrupts: Tensor
+    overflow: Tensor
+    finite: Tensor
 
     @property
     def loss(self) -> Tensor:
@@ -74,9 +78,16 @@ class StepResult:
         first, *others = self.losses.values()
         return sum(others, start=first)
 
+    @property
+    def stops(self) -> Tensor:
+        """Whether training stops with this step: a number is not finite, or a rank interrupted."""
+        good = self.loss.isfinite() & (self.norm.isfinite() | self.overflow)
+        return ~good | (self.interrupts > 0)
+
     def all(self) -> Tensor:
-        """[loss, norm, interrupts] as one tensor, for one transfer to the host."""
-        return torch.stack([self.loss, self.norm.to(self.loss), self.interrupts.to(self.loss)])
+        """[loss, norm, interrupts, overflow] as one tensor, for one transfer to the host."""
+        every = self.loss, self.norm, self.interrupts, self.overflow
+        return torch.stack([x.to(self.loss) for x in every])
 
 
 class _RankUpdate:
@@ -88,9 +99,12 @@ class _RankUpdate:
     def __init__(self, optimizer: ZeroOptimizer, stages: int) -> None:
         self.optimizer, self.stages = optimizer, stages
 
-    def begin(self, lr: float | None, start_losses: Callable[[], Pending]) -> None:
+    def begin(
+        self, lr: float | None, halted: Tensor | None, start_losses: Callable[[], Pending]
+    ) -> None:
         """Before a step; with `lr` None only the norm is computed, and gradients are kept."""
-        self._lr, self._start_losses, self._missing = lr, start_losses, self.stages
+        self._lr, self._halted = lr, halted
+        self._start_losses, self._missing = start_losses, self.stages
 
     def arrive(self) -> None:
         """Called by each stage when its gradients are reduced and tied; the last starts the
@@ -100,7 +114,10 @@ class _RankUpdate:
             return
         self.optimizer.sum_partials()
         self.losses = self._start_losses()
-        self.norm = self.optimizer.norm() if self._lr is None else self.optimizer.step(self._lr)
+        if self._lr is None:
+            self.norm = self.optimizer.norm()
+        else:
+            self.norm = self.optimizer.step(self._lr, self._halted)
 
 
 class _EngineStage(ChainStage):
@@ -254,6 +271,7 @@ class Engine:
         key: int = 0,
         interrupted: bool = False,
         documents: Tensor | None = None,
+        halted: Tensor | None = None,
     ) -> StepResult:
         """One optimizer step on this data replica's part of the global batch.
 
@@ -266,6 +284,8 @@ class Engine:
             interrupted: this rank was interrupted; all ranks get the number of such ranks.
             documents: int64 [microbatches, micro_batch_size, n + 1], boundaries of the documents
                 that are packed into each sequence (`GPT.micro_batch`), which may repeat the last.
+            halted: 0-dim, equal on all ranks; non-zero changes no weight or state. `stops` of the
+                step before, for a step that begins before that was read.
 
         Raises:
             ValueError: shapes or dtypes do not fit, or a parameter is frozen; nothing was sent.
@@ -297,13 +317,18 @@ class Engine:
             self._warm_up(batches[0], scale)
         for stage in self.stages.values():
             stage.begin(batches, scale)
-        self._update.begin(lr, lambda: self._start_global_losses(self._own_losses(), interrupted))
+        self._update.begin(
+            lr, halted, lambda: self._start_global_losses(self._own_losses(), interrupted)
+        )
         with leaving(SPARE if self.mesh.size("world") > 1 else 0):
             execute(self.schedule, self.stages, self.transport)
         valid.wait()  # where no loss did
         *losses, interrupts = self._update.losses.wait()
         named = dict(zip(self.gpt.loss_names, losses, strict=True))
-        return StepResult(named, self._update.norm, interrupts)
+        norm = self._update.norm
+        # The scale after the update: at 1 it is not to blame.
+        overflow = ~norm.isfinite() & (scaler is not None and scaler.value > 1.0)
+        return StepResult(named, norm, interrupts, overflow, self._own_finite())
 
     def _warm_up(self, batch: MicroBatch, scale: Tensor | None) -> None:
         """Launch the kernels of each stage once, on zeros, before the first message between stages.
@@ -367,12 +392,14 @@ class Engine:
         self.finite = sums.isfinite().all()
         return start_all_reduce_(sums, self.mesh.group("world"))
 
-    def not_finite_ranks(self) -> list[int]:
-        """The ranks with a loss or gradients that were not finite in the last step; collective.
+    def _own_finite(self) -> Tensor:
+        """bool[2]: this rank's losses and gradients of what ran last are finite."""
+        return torch.stack([self.finite, self.optimizer.finite.bool()])
 
-        Those with such a loss if there are any, otherwise those with such gradients.
-        """
-        flags = torch.stack([~self.finite, ~self.optimizer.finite.bool()]).to(torch.int32)
+    def not_finite_ranks(self, step: StepResult | None = None) -> list[int]:
+        """The ranks with a loss that was not finite in a step (None: in what ran last), or if there
+        are none with such gradients; collective."""
+        flags = (~(self._own_finite() if step is None else step.finite)).to(torch.int32)
         table = gather(flags[None], self.mesh.group("world")).tolist()
         by_loss = [rank for rank, (loss, _) in enumerate(table) if loss]
         return by_loss or [rank for rank, (_, gradient) in enumerate(table) if gradient]

@@ -1,7 +1,8 @@
 """The metrics of a run: JSON lines, its options, a plot of the loss, and `boards`.
 
 A metric of a step is a field of the row of `Metrics.trained`, one of an evaluation of that of
-`Metrics.evaluated`. What the progress bar shows of them is in `train`.
+`Metrics.evaluated`. What the progress bar shows of them is in `train`. One job at a time writes
+into a folder (`locked`).
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import json
 import os
 import resource
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -170,3 +173,25 @@ def set_aside(folder: Path) -> None:
         if (folder / name).exists():
             (folder / name).rename(aside / name)
     say(f"the earlier run in {folder} was moved to {aside} (--resume would have continued it)")
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Lock the folder, so that two jobs cannot write into it; the lock ends with the process."""
+    import fcntl
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / "lock").open("a")
+    except OSError as error:
+        raise ValueError(f"--out {folder} cannot be written: {error.strerror}") from None
+    with lock as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"another job is training into {folder}; give this one another --out"
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+        yield

@@ -12,10 +12,10 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from warpweave.convert.beside import keep_origin
 from warpweave.convert.source import open_model
 from warpweave.data import boundaries
 from warpweave.dtypes import DTYPES
-from warpweave.engine import Engine
+from warpweave.engine import Engine, StepResult
 from warpweave.gpt import GPT
 from warpweave.gpus import BACKENDS, choose_backend
 from warpweave.interrupt import Interrupt
@@ -37,11 +37,12 @@ from warpweave.launch import Session, join, launch, leave, reported, under_torch
 from warpweave.lr_schedule import learning_rate, short_of_peak
 from warpweave.memory import TrainingStep, check_memory, free_host_memory
 from warpweave.messages import one_line, say
-from warpweave.metrics import Metrics, peak_memory
+from warpweave.metrics import Metrics, locked, peak_memory
 from warpweave.parallel.data.optimizer import AdamW
 from warpweave.parallel.shard import ParamRecord
 from warpweave.resume import Progress, check_run, differences, open_run, progress_of
 from warpweave.train_config import CHECKPOINTS, TrainConfig, parse
+from warpweave.transfer import upload
 
 
 class TrainingStopped(RuntimeError):
@@ -49,6 +50,14 @@ class TrainingStopped(RuntimeError):
 
 
 _RAISED_BY_ALL = (TrainingStopped, CheckpointError)  # on every rank alike
+
+
+class _Begun(NamedTuple):
+    """A step that the device was given: its result, learning rate and time of begin."""
+
+    result: StepResult
+    lr: float
+    began: float
 
 
 class Trainer:
@@ -89,6 +98,9 @@ class Trainer:
             timeout=config.timeout,
         )
         self.step, self.progress, self.stopped = 0, Progress(), False
+        self.ahead = session.device.type != "cpu"  # a step is begun before the last one is read
+        self._begun: _Begun | None = None
+        self._read = 0.0  # when the last step's result came
         self._evaluation = (-1, math.nan)  # step and loss of the last one in this process
         self.checkpoint: Path | None = None
         self.sequences_per_step = config.mesh.dp * config.plan.microbatches * config.batch
@@ -199,32 +211,48 @@ class Trainer:
         return lowest
 
     def _train_step(self) -> tuple[dict[str, Any], float, bool]:
-        """One step: (its row of metrics, its seconds, True if a rank was asked to stop)."""
-        self.session.beat(self.step, "training step")
+        """One step: (its row of metrics, its seconds, True if a rank was asked to stop).
+
+        A GPU gets the next step before the loss of this one is read, unless something is to be done
+        in between. If this one stops the run, the next one changes nothing (`StepResult.stops`).
+        """
+        now = self._begun or self._begin(self.step)
+        early = self.ahead and not self._pauses(self.step + 1)
+        self._begun = self._begin(self.step + 1, now) if early else None
+        loss, norm, interrupts, overflow = (float(x) for x in now.result.all().cpu())
+        self.mesh.check_waits()
+        # fp16 may overflow under its loss scale, which then shrinks.
+        if not math.isfinite(loss) or (not math.isfinite(norm) and not overflow):
+            self._stop(loss, norm, step=now.result)
+        self.step += 1
+        self.progress.tokens += self.tokens_per_step
+        row = {"step": self.step, "loss": loss, "grad_norm": None if overflow else norm,
+               "lr": now.lr, "tokens": self.progress.tokens}  # fmt: skip
+        began, self._read = max(now.began, self._read), time.perf_counter()
+        return row, self._read - began, interrupts > 0
+
+    def _begin(self, step: int, before: _Begun | None = None) -> _Begun:
+        """Give a step to the device, behind the step `before` if that was not read yet."""
+        self.session.beat(step, "training step")
         began = time.perf_counter()
-        tokens, labels, documents, ids = self._batch(self.step)
-        lr = learning_rate(self.config, self.step)
+        tokens, labels, documents, ids = self._batch(step)
+        lr = learning_rate(self.config, step)
         result = self.engine.step(
             tokens,
             labels,
             ids,
             lr=lr,
-            key=_key(self.config.seed, self.step),
+            key=_key(self.config.seed, step),
             interrupted=self.interrupt.number is not None,
             documents=documents,
+            halted=None if before is None else before.result.stops,
         )
-        loss, norm, interrupts = (float(x) for x in result.all().cpu())
-        self.mesh.check_waits()
-        # fp16 may overflow under its loss scale, which then shrinks; at 1 it is not to blame.
-        scale = self.engine.optimizer.loss_scale
-        overflow = scale is not None and not math.isfinite(norm) and float(scale.value) > 1.0
-        if not math.isfinite(loss) or (not math.isfinite(norm) and not overflow):
-            self._stop(loss, norm)
-        self.step += 1
-        self.progress.tokens += self.tokens_per_step
-        row = {"step": self.step, "loss": loss, "grad_norm": None if overflow else norm, "lr": lr,
-               "tokens": self.progress.tokens}  # fmt: skip
-        return row, time.perf_counter() - began, interrupts > 0
+        return _Begun(result, lr, began)
+
+    def _pauses(self, step: int) -> bool:
+        """Whether an evaluation, a checkpoint or the end follows `step`."""
+        c = self.config
+        return step >= c.steps or any(n and step % n == 0 for n in (c.save_every, c.eval_every))
 
     def _log(self, bar: tqdm, row: dict[str, Any], seconds: float) -> None:
         """A step's metrics, and the progress bar; on rank 0."""
@@ -245,18 +273,21 @@ class Trainer:
         m, b, dp = self.config.plan.microbatches, self.config.batch, self.mesh.index("dp")
         ids = torch.arange(dp * m * b, (dp + 1) * m * b)
         cut = self._micro_batches(*self.train_data.batch(step, ids.tolist()))
-        return *cut, ids.view(m, b).to(self.session.device)
+        return *cut, upload(ids.view(m, b), self.session.device)
 
     def _micro_batches(self, *samples: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Tokens and labels [n * b, S] as micro-batches [n, b, S] with documents, on the device."""
         every = (*samples, boundaries(samples[1])) if self.config.packed else samples
-        cut = [x.unflatten(0, (-1, self.config.batch)).to(self.session.device) for x in every]
+        size, device = self.config.batch, self.session.device
+        cut = [upload(x.unflatten(0, (-1, size)), device) for x in every]
         return cut[0], cut[1], cut[2] if self.config.packed else None
 
-    def _stop(self, loss: float, norm: float, what: str = "loss") -> NoReturn:
+    def _stop(
+        self, loss: float, norm: float, what: str = "loss", step: StepResult | None = None
+    ) -> NoReturn:
         """Raise on every rank, naming the ranks whose loss or gradients are no longer numbers."""
-        step = self.step + (what == "loss")
-        ranks = self.engine.not_finite_ranks()
+        number = self.step + (what == "loss")
+        ranks = self.engine.not_finite_ranks(step)
         words = f"{what} is {loss}" if not math.isfinite(loss) else f"gradient norm is {norm}"
         names = ", ".join(self.config.mesh.describe(r) for r in ranks) or "no single rank"
         # The optimizer leaves everything untouched when the norm is not finite.
@@ -264,7 +295,7 @@ class Trainer:
         last = "there is no checkpoint"
         if self.checkpoint is not None:
             last = f"the last good checkpoint is {self.checkpoint}"
-        raise TrainingStopped(f"{words} at step {step}, first seen on {names}; {kept}{last}")
+        raise TrainingStopped(f"{words} at step {number}, first seen on {names}; {kept}{last}")
 
     def evaluate(self) -> float:
         """Mean loss on fixed validation samples, in nats per token."""
@@ -401,28 +432,6 @@ def _key(seed: int, step: int) -> int:
     return ((seed & 0x7FFFFFFF) << 32) | (step & 0xFFFFFFFF)
 
 
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Lock the folder, so that two jobs cannot write into it; the lock ends with the process."""
-    import fcntl
-
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / "lock").open("a")
-    except OSError as error:
-        raise ValueError(f"--out {folder} cannot be written: {error.strerror}") from None
-    with lock as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(
-                f"another job is training into {folder}; give this one another --out"
-            ) from None
-        except OSError:
-            pass  # a file system without locks
-        yield
-
-
 def train_rank(config: TrainConfig, port: int | None = None) -> int:
     """Train as one rank of a launched (or single) job; rank 0 prints the result's JSON line.
 
@@ -474,7 +483,7 @@ def run(config: TrainConfig) -> NoReturn:
                 cpu = config.on("cpu")
                 free = free_host_memory()
                 _check_memory(cpu, cpu.model_config(1), "cpu", free=free, ranks=here)
-        with _locked(config.out) if rank == 0 else nullcontext():
+        with locked(config.out) if rank == 0 else nullcontext():
             if rank == 0 and (line := short_of_peak(config)):
                 say(line)
             if torchrun:

@@ -161,14 +161,18 @@ class LossScale:
         self.good_steps = torch.zeros(())
         self.interval = interval
 
-    def update(self, overflow: Tensor) -> None:
-        """Adapt after a step; `overflow` is a 0-dim tensor, non-zero if the step was skipped."""
+    def update(self, overflow: Tensor, halted: Tensor | None = None) -> None:
+        """Adapt after a step; `overflow` is a 0-dim tensor, non-zero if the step was skipped for
+        its gradients. `halted`, if non-zero, changes nothing."""
         bad = overflow.bool()
-        self.good_steps = torch.where(bad, 0.0, self.good_steps + 1)
-        grow = self.good_steps >= self.interval
+        good = torch.where(bad, 0.0, self.good_steps + 1)
+        grow = good >= self.interval
         factor = torch.where(bad, 0.5, torch.where(grow, 2.0, 1.0))
-        self.value = (self.value * factor).clamp(1.0, 2.0**24)
-        self.good_steps = torch.where(grow, 0.0, self.good_steps)
+        value, good = (self.value * factor).clamp(1.0, 2.0**24), torch.where(grow, 0.0, good)
+        if halted is not None:
+            value = torch.where(halted.bool(), self.value, value)
+            good = torch.where(halted.bool(), self.good_steps, good)
+        self.value, self.good_steps = value, good
 
     def to(self, device: torch.device) -> LossScale:
         """Move the scale's tensors."""

@@ -115,13 +115,15 @@ class ZeroOptimizer:
         return norm / self.loss_scale.value if self.loss_scale is not None else norm
 
     @torch.no_grad()
-    def step(self, lr: float) -> Tensor:
+    def step(self, lr: float, halted: Tensor | None = None) -> Tensor:
         """One update of every parameter; returns the global gradient norm before clipping, 0-dim.
 
-        If the norm is not finite no parameter or state changes, on any rank. No host sync.
+        If the norm is not finite no parameter or state changes, on any rank; nor, the loss scale
+        included, if `halted` (0-dim, equal on all ranks) is non-zero. No host sync.
         """
         norm = self.norm()
-        skip = (~norm.isfinite()).to(norm.dtype)
+        bad = ~norm.isfinite()
+        skip = (bad if halted is None else bad | halted.bool()).to(norm.dtype)
         scale = torch.ones_like(norm)
         if self.clip is not None:
             scale = (self.clip / (norm + 1e-6)).clamp(max=1.0)
@@ -136,7 +138,7 @@ class ZeroOptimizer:
                 unit.parameters.publish()
         self.count += 1 - skip.to(self.count.dtype)
         if self.loss_scale is not None:
-            self.loss_scale.update(skip)
+            self.loss_scale.update(skip, halted)
         return norm
 
     def _pieces(self, unit: Unit, steps: list[Tensor]) -> Iterator[Piece]:

@@ -258,6 +258,6 @@ def _tie(
         return
     peer = len(rank_of) - 1 - action.stage
     here, there = rank_of[action.stage], rank_of[peer]
-    transport.send(Link(TIE, here, there), action, own.clone(memory_format=torch.contiguous_format))
+    transport.send(Link(TIE, here, there), action, own.clone())
     like = (tuple(own.shape), own.dtype, own.device)
     own.add_((yield Receive(Link(TIE, there, here), action._replace(stage=peer), like)))

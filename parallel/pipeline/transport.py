@@ -340,8 +340,9 @@ class Distributed:
             stage = action.stage + (action.op == SEND_F)
             _check_like(action, tensor, self.like(stage, action.mb))
             tensor = self._buffer(tensor.shape, tensor.dtype).copy_(tensor)
-        if action in self._sending:  # an earlier TIE, whose answer is here
+        elif action in self._sending:  # an earlier TIE, whose answer is here
             self._arrive(action)
+        tensor = tensor.contiguous()
         work = dist.isend(tensor, group_dst=link.dst, group=self._communicators[link])
         assert work is not None
         self._sending[action] = (link, work, tensor)
