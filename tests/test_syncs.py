@@ -24,7 +24,23 @@ def waits() -> dict[str, dict[str, int]]:
     return json.loads(run.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("positions", ["learned", "rope"])
-def test_generation_reads_its_tokens_once_and_looks_for_ends_every_sixteen(waits, positions):
-    assert waits[f"generate {positions} 4"] == {"warpweave/generate.py go_on": 1}
-    assert waits[f"generate {positions} 20"] == {"warpweave/generate.py go_on": 2}
+def _ours(found: dict[str, int]) -> dict[str, int]:
+    return {place: n for place, n in found.items() if place.startswith("warpweave/")}
+
+
+def test_generation_reads_its_tokens_once_and_looks_for_ends_every_sixteen(waits):
+    assert waits["generate 4"] == {"warpweave/generate.py go_on": 1}
+    assert waits["generate 20"] == {"warpweave/generate.py go_on": 2}
+
+
+def test_a_hugging_face_model_reads_its_mask_once_a_forward_and_never_while_it_decodes(waits):
+    """Once for each of gemma 2's two masks."""
+    for case in ("forward", "dynamic", "static"):
+        assert _ours(waits[case]) == {"warpweave/hf/mask.py _padding": 2}, case
+
+
+def test_flash_attentions_boundaries_are_read_once_for_all_layers(waits):
+    """And again after they were written to: two tensors, and two versions of each."""
+    assert _ours(waits["flash same"]) == {}
+    for case in ("flash lopsided", "flash two", "flash cache"):
+        assert _ours(waits[case]) == {"warpweave/compat/flash_attn.py _numbers": 4}, case

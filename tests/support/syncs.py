@@ -26,14 +26,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import hf_models
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from warpweave import hf
+from warpweave.compat.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 from warpweave.config import GPTConfig
 from warpweave.generate import Sampling, generate
 from warpweave.gpt import GPT
+from warpweave.hf import mask as masks
 
 _setup_privateuseone_for_python_backend("pretended")
 torch.pretended.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
@@ -160,23 +165,90 @@ def _asked() -> str:
 # ---------------------------------------------------------------- cases
 
 
-def ours(device: Device, positions: str) -> None:
+def ours(device: Device) -> None:
     """Decoding of two prompts, whose texts end after three tokens at the latest."""
-    gpt = GPT(GPTConfig(61, 40, 2, 16, 4, positions=positions))
+    gpt = GPT(GPTConfig(61, 40, 2, 16, 4, positions="rope"))
     prompts = [[1, 2, 3], [4, 5]]
     stop = tuple(text[2] for text in generate(gpt, prompts, Sampling(3)))
     texts = generate(gpt, prompts, Sampling(20, stop=stop))
     device.put(gpt)
     for tokens in (4, 20):
-        with device.counted(f"generate {positions} {tokens}"):
+        with device.counted(f"generate {tokens}"):
             assert generate(gpt, prompts, Sampling(tokens, stop=stop)) == texts
+
+
+def theirs(device: Device) -> None:
+    """A Hugging Face model with windows in every other layer: forwards without padding and with it,
+    and six tokens decoded with either cache."""
+    model = hf.apply(hf_models.make("gemma2").eval(), report=hf.Report())
+    ids = torch.randint(3, hf_models.V, (2, 14), generator=torch.Generator().manual_seed(1))
+    ones, mask = torch.ones_like(ids), torch.ones_like(ids)
+    mask[0, :5] = 0
+    caches = {"dynamic": {}, "static": {"cache_implementation": "static", "disable_compile": True}}
+    length = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    padded = {"input_ids": ids, "attention_mask": mask}
+    logits = model(**padded, use_cache=False).logits
+    texts = {name: model.generate(**padded, **length, **cache) for name, cache in caches.items()}
+    for name in [name for name in vars(model) if name == "_cache"]:
+        delattr(model, name)  # the static one, of the CPU
+    device.put(model)
+    padded = device.put(padded)
+    with device.counted("forward"):
+        found = model(**padded, use_cache=False).logits
+    torch.testing.assert_close(found.cpu()[mask.bool()], logits[mask.bool()])
+    for name, cache in caches.items():
+        with device.counted(name):
+            found = model.generate(**padded, **length, **cache)
+        assert torch.equal(found.cpu(), texts[name]), name
+    broken = torch.ones(2, 14, dtype=torch.int64)
+    broken[0, 4] = 0
+    past = model(**device.put({"input_ids": ids, "attention_mask": ones})).past_key_values
+    step = {"input_ids": ids[:, :1], "attention_mask": torch.cat((broken, broken[:, :1]), 1)}
+    with pytest.raises(RuntimeError, match="zeros between its ones"):  # of the device, on a GPU
+        model(**device.put(step), past_key_values=past)
+
+
+def flash(device: Device, kind: str) -> None:
+    """Three layers of a call of flash-attention, and three after its boundaries were written to."""
+    generator = torch.Generator().manual_seed(2)
+    q = torch.randn(10, 2, 8, generator=generator)
+    cache = torch.randn(2, 16, 2, 8, generator=generator)
+    numbers, written = torch.tensor([0, 4, 10]), torch.tensor([0, 7, 10])
+    if kind == "cache":
+        q, numbers = q[None, :2].transpose(0, 1), torch.tensor([3, 5])
+        written = numbers + 1
+
+    def layer(q: torch.Tensor, numbers: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        if kind == "cache":
+            kept = cache.clone() if q.is_cpu else device.put(cache.clone())
+            rows = {"cache_seqlens": numbers, "cache_leftpad": other}
+            return flash_attn_with_kvcache(q, kept, kept, q, q, **rows, causal=True)
+        window = (3, 1) if kind == "lopsided" else (-1, -1)
+        ends = (numbers, numbers if kind == "same" else other, 6, 6)
+        return flash_attn_varlen_func(q, q, q, *ends, causal=True, window_size=window)
+
+    wanted = [layer(q, x, x.clone()) for x in (numbers, written)]
+    q, numbers, other, written = device.put((q, numbers.clone(), numbers.clone(), written))
+    with device.counted(f"flash {kind}"):
+        found = [layer(q, numbers, other) for _ in range(3)]
+        numbers.copy_(written)
+        other.copy_(written)
+        found += [layer(q, numbers, other) for _ in range(3)]
+    for number, o in enumerate(found):
+        torch.testing.assert_close(o.cpu(), wanted[number // 3])
 
 
 def main() -> None:
     """All cases."""
-    with Device() as device:
-        for positions in ("learned", "rope"):
-            ours(device, positions)
+    make = masks.masked  # of two subclasses a tensor can only be one
+    masks.masked = lambda like, visible: make(
+        torch.empty((), dtype=like.dtype).expand(like.shape), visible
+    )
+    with Device() as device, torch.no_grad():
+        ours(device)
+        for kind in ("same", "lopsided", "two", "cache"):
+            flash(device, kind)
+        theirs(device)
     print(json.dumps(device.found))
 
 

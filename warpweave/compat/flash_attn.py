@@ -11,7 +11,8 @@ How that is said in our kernel, whose window has the same width on both sides: a
 stands `right` positions further sees just as far ahead, so a lopsided window is a causal one of
 left + right + 1 keys. Packed sequences (`varlen`) are one call with documents, without waiting for
 the device, if they have no mask or one tensor of boundaries; others, and those with a lopsided
-window, are one call for each sequence after their boundaries were read, if these differ.
+window, are one call for each sequence after their boundaries were read, if these differ: once for
+all layers that are given the same tensor.
 
 Any floating dtype of at least 16 bits and any head size up to 256. Results do not depend on
 `deterministic`: the backward has no atomics, so both values mean the same. Dropout zeroes weights
@@ -29,6 +30,7 @@ from torch import Tensor
 
 from warpweave.kernels.attention import attention
 from warpweave.kernels.rope import apply_rope
+from warpweave.transfer import upload
 
 Window = tuple[int, int]
 Result = Tensor | tuple[Tensor, Tensor, None]
@@ -293,7 +295,7 @@ def flash_attn_with_kvcache(
     begins = None
     if cache_leftpad is not None:
         found = _integers("cache_leftpad", cache_leftpad, batch, k_cache.shape[1])
-        begins = torch.tensor(found, device=q.device)
+        begins = upload(torch.tensor(found), q.device)
     options = _options(0.0, softmax_scale, softcap)
     as_one = len(set(filled)) == 1 and rows == list(range(len(k_cache)))
     parts = []
@@ -333,7 +335,7 @@ def _attend_at_the_end(
         start = max(q.shape[1] - k.shape[1], 0)  # where the keys' rows begin
         # beyond every position, also of a lopsided window's
         end = 2 * (q.shape[1] + k.shape[1]) if "q_runs" in mask else q.shape[1]
-        ends = torch.tensor([[0, end]], device=q.device).expand(len(q), -1)
+        ends = (torch.arange(2, device=q.device) * end).expand(len(q), -1)
         mask["documents"] = torch.stack((ends, ends.clamp(min=start + first[:, None])), 1)
     o, lse = attention(q, k, v, return_lse=True, **mask, **options)
     return o, lse
@@ -388,17 +390,29 @@ def _unpacked(name: str, packed: Tensor, parts: int, ndim: int) -> tuple[Tensor,
 
 def _boundaries(name: str, boundaries: Tensor, x: Tensor) -> list[int]:
     """The boundaries as numbers; ValueError unless they ascend from 0 to at most x's rows."""
-    ends = boundaries.tolist()
+    ends = _numbers(boundaries)
     if ends[0] != 0 or ends != sorted(ends) or ends[-1] > len(x):
         raise ValueError(f"{name} must ascend from 0 to at most {len(x)} rows, got {ends}")
     return ends
+
+
+def _numbers(x: Tensor) -> int | list[int]:
+    """``x.tolist()``, which waits for a GPU once for all layers: read again only if torch has
+    written to `x` since (what writes to it by its address is not seen)."""
+    if x.is_cpu or x.is_inference():  # the latter counts no writes
+        return x.tolist()
+    version, found = getattr(x, "_numbers_read", (-1, []))
+    if version != x._version:
+        found = x.tolist()
+        x._numbers_read = x._version, found
+    return list(found) if isinstance(found, list) else found
 
 
 def _integers(
     name: str, value: int | Tensor | Sequence[int], batch: int, highest: int
 ) -> list[int]:
     """One number per sample; ValueError unless all lie in 0 .. highest."""
-    found = value.tolist() if isinstance(value, Tensor) else value
+    found = _numbers(value) if isinstance(value, Tensor) else value
     found = list(found) if isinstance(found, (list, tuple, range)) else [found] * batch
     fit = all(isinstance(n, int) and 0 <= n <= highest for n in found)
     if len(found) != batch or not fit:

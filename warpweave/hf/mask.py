@@ -3,9 +3,10 @@
 transformers describes a mask as a function of (sample, head, query, key), composed of closures, and
 calls the attention's own mask function with it. Ours does not allocate an S x S tensor: it reads
 the closures and returns a `Visible`, once per forward (with a host sync if tokens are padded or
-packed). Packed sequences and chunks are documents. Padding at either end is hidden from all
-queries, also from padding itself; padding before all tokens sees nothing, so its output is 0, as
-with transformers' "sdpa". A mask that is not an interval of keys per query raises ValueError.
+packed; none where one token is decoded). Packed sequences and chunks are documents. Padding at
+either end is hidden from all queries, also from padding itself; padding before all tokens sees
+nothing, so its output is 0, as with transformers' "sdpa". A mask that is not an interval of keys
+per query raises ValueError.
 
 A `Visible` is an attribute of a `Mask`, a tensor of the mask's shape with a single NaN element: a
 model that computes with its mask gets NaN, never a wrong number, and the attention refuses anything
@@ -23,6 +24,10 @@ import torch
 from transformers import masking_utils
 
 _Run = tuple[int, int]
+_BROKEN = (
+    "warpweave attention takes padding at the ends of a sample, and attention_mask has zeros "
+    "between its ones: pad on the left, or use set_attn_implementation('sdpa')"
+)
 
 
 class Visible(NamedTuple):
@@ -107,8 +112,11 @@ def make_mask(
     plain = mask_function is masking_utils.causal_mask_function and attention_mask is None
     if plain and isinstance(q_offset, int) and q_offset == kv_offset == 0 and q_length == kv_length:
         return None
-    q_run, k_run = (int(q_offset), q_length), (int(kv_offset), kv_length)
     like = torch.empty((), dtype=dtype, device=device).expand(batch_size, 1, q_length, kv_length)
+    reads = attention_mask is not None or not isinstance(q_offset, int)
+    if q_length == 1 and reads and isinstance(kv_offset, int) and not like.is_cpu:
+        return _mask_of_one(mask_function, attention_mask, q_offset, kv_offset, like)
+    q_run, k_run = (int(q_offset), q_length), (int(kv_offset), kv_length)
     return _mask_of(mask_function, attention_mask, q_run, k_run, like)
 
 
@@ -140,6 +148,36 @@ def _mask_of(
         first, stop = (at + k_run[0] for at in hidden)
         documents = torch.stack((documents, documents.clamp(first, stop)), 1)
     return masked(like, Visible(causal, window, documents, q_run, k_run))
+
+
+@torch.compiler.disable
+def _mask_of_one(
+    function: Callable,
+    attention_mask: torch.Tensor | None,
+    q_offset: int | torch.Tensor,
+    kv_offset: int,
+    like: torch.Tensor,
+) -> Mask:
+    """`make_mask` of one query, whose keys are found on the device: no number is read. Padding in
+    the middle is an assertion there, as an index out of range is."""
+    keys = like.shape[-1]
+    pattern = _pattern_of(function, kv_offset + keys)
+    at, own = torch.arange(keys, device=like.device), q_offset - kv_offset
+    seen = (at <= own if pattern.causal else at >= 0).expand(len(like), -1)
+    if pattern.window is not None:
+        seen = seen & ((at - own).abs() < pattern.window)
+    for starts in pattern.starts:
+        before = starts[:, :, None] - kv_offset <= at  # [B, n, keys]
+        seen = seen & (before == (starts - kv_offset <= own)[:, :, None]).all(1)
+    if attention_mask is not None:
+        real = attention_mask[:, kv_offset:][:, :keys].bool()
+        seen = seen & torch.nn.functional.pad(real, (0, keys - real.shape[1]))
+    first, run = _run_of(seen)
+    torch._assert_async((run == seen).all(), _BROKEN)
+    of_key = torch.cat((first, first + seen.sum(1, keepdim=True)), 1)
+    of_query = torch.arange(2, device=like.device).expand_as(of_key)
+    documents = torch.stack((of_query, of_key), 1)
+    return masked(like, Visible(False, None, documents, (0, 1), (0, keys)))
 
 
 # ---------------------------------------------------------------- 1. closures
@@ -216,16 +254,19 @@ def _padding(mask: torch.Tensor, seen: int) -> tuple[torch.Tensor, torch.Tensor]
     if mask.is_cpu and mask.shape[1] == seen and bool(mask.all()):  # a GPU is waited for once
         return None
     mask = torch.nn.functional.pad(mask, (0, seen - mask.shape[1]))
-    first, count = mask.int().argmax(1, keepdim=True), mask.sum(1, keepdim=True)
-    at = torch.arange(seen, device=mask.device)
-    run = (at >= first) & (at < first + count)
-    hides, broken = torch.stack(((count < seen).any(), (run != mask).any())).tolist()
+    first, run = _run_of(mask)
+    hides, broken = torch.stack((~mask.all(), (run != mask).any())).tolist()
     if broken:
-        raise ValueError(
-            "warpweave attention takes padding at the ends of a sample, and attention_mask has "
-            "zeros between its ones: pad on the left, or use set_attn_implementation('sdpa')"
-        )
-    return (first, first + count) if hides else None
+        raise ValueError(_BROKEN)
+    return (first, first + mask.sum(1, keepdim=True)) if hides else None
+
+
+def _run_of(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first True of each row of bool[B, S], [B, 1], and the run of as many as it has from
+    there."""
+    first = mask.int().argmax(1, keepdim=True)
+    at = torch.arange(mask.shape[1], device=mask.device)
+    return first, (at >= first) & (at < first + mask.sum(1, keepdim=True))
 
 
 def _document_boundaries(
