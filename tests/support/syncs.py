@@ -95,6 +95,7 @@ class Device(TorchDispatchMode):
         """Enter what is waited for meanwhile as `found[case]`."""
         self.waits = self.found[case] = Counter()
         yield
+        self.waits = Counter()
 
     def put(self, what: Any) -> Any:
         """Tensors, or a module with its parameters and buffers, on the device."""
