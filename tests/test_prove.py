@@ -27,6 +27,7 @@ from plants import Plant, planted
 from ranks import run_ranks
 
 from warpweave import engine as engines
+from warpweave import gpus
 from warpweave.config import GPTConfig, ParallelPlan
 from warpweave.dtypes import DTYPES
 from warpweave.kernels.norm import function as norm
@@ -456,7 +457,7 @@ def test_nothing_is_allowed_where_rounding_overflows_in_the_plain_model_or_does_
         assert compare.errors == {"grad": times}
 
     def overflowing(*args):
-        return {w: v * NAN if args[-1] == 2 else v for w, v in expected.train(*args).items()}
+        return {w: v * NAN if args[3] == 2 else v for w, v in expected.train(*args).items()}
 
     with mock.patch.object(truths, "train", overflowing):
         assert set(_truth(LLAMA).rounding.values()) == {0.0}
@@ -1007,7 +1008,8 @@ OPTIONS = {
     "zero": (3, {}), "schedule": ("gpipe", {}), "sequence_parallel": (False, {"tp": 2}),
     "style": ("olmo", {}), "tied": (False, {}), "recompute": ("full", {}), "packed": (True, {}),
     "cp_strategy": ("gather", {}), "layout": ("striped", {}), "microbatches": (6, {}),
-    "overlap": ("chunked", {}), "dtype": ("bf16", {}), "impl": ("triton", {}), "timeout": (9.0, {}),
+    "overlap": ("chunked", {}), "dtype": ("bf16", {}), "device": ("cuda", {}),
+    "impl": ("triton", {}), "timeout": (9.0, {}),
     "typecheck": (True, {}), "model": ("small", {"typecheck": True}),
 }  # fmt: skip
 SEEN_BY_TYPES = {"dp", "tp", "cp", "pp", "sequence_parallel", "style", "tied", "recompute",
@@ -1020,7 +1022,8 @@ def _told(chosen: dict) -> str:
     with (
         mock.patch.object(options, "all_layouts", lambda world, _: [Layout(Mesh(dp=world))]),
         mock.patch.object(command, "prove_rank", lambda *args: told.append(args[:2])),
-        mock.patch.object(command, "launch", lambda entry, args, mesh: told.append(args[:2])),
+        mock.patch.object(command, "launch", lambda entry, args, *_, **how: told.append(args[:2])),
+        mock.patch.object(gpus, "choose_backend", lambda ranks, asked: told.append(ranks)),
         mock.patch.object(typechecks, "typecheck", lambda *of, **how: told.append((of, how))),
         contextlib.redirect_stdout(io.StringIO()),
         contextlib.redirect_stderr(line),
@@ -1069,7 +1072,8 @@ def test_the_line_of_a_layout_tells_it_from_every_other():
     [(("--microbatches", "5"), "12 samples over dp = 1 do not divide by 5 micro-batches\n"),
      (("--tp", "0"), "mesh axis tp must be a positive integer, got 0"),
      (("--packed", "--typecheck"), "--packed: types do not see it, prove it with ranks"),
-     (("--tp", "2", "--overlap", "fused"), "it needs --impl triton")],
+     (("--tp", "2", "--overlap", "fused"), "it needs --impl triton"),
+     (("--tp", "2", "--device", "cuda"), "device cuda needs a GPU, and ")],
 )  # fmt: skip
 def test_the_command_exits_with_two_and_one_line_for_a_layout_that_cannot_be(argv, message, capsys):
     with pytest.raises(SystemExit) as caught:

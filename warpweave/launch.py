@@ -316,7 +316,7 @@ class Session:
         return reported
 
     def renew(self, mesh: Mesh) -> None:
-        """Replace the process groups by a fresh default one on gloo; collective over `mesh`.
+        """Replace the process groups by a fresh default one; collective over `mesh`.
 
         Every group keeps threads and sockets, and torch reuses the names of groups that were
         destroyed one by one; a process that builds many engines starts over instead. The first
@@ -328,12 +328,14 @@ class Session:
         dist.destroy_process_group()
         self._renewals += 1
         self.mesh, self.world = mesh, mesh.world
+        nccl = self.device.type == "cuda"
         dist.init_process_group(
-            "gloo",
+            "nccl" if nccl else "gloo",
             store=dist.PrefixStore(f"renewal_{self._renewals}", self.store),
             rank=self.rank,
             world_size=self.world,
             timeout=timedelta(seconds=self.timeout),
+            device_id=self.device if nccl else None,
         )
 
     def close(self) -> None:

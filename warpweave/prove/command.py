@@ -31,7 +31,8 @@ def prove_rank(layouts: list[Layout], timeout: float, path: str, port: int | Non
     One line of JSON for each layout as soon as it is proven. A rank that no remaining layout needs
     leaves.
     """
-    session = join(layouts[0].mesh, timeout=timeout, backend="gloo", port=port)
+    backend = "nccl" if layouts[0].device == "cuda" else "gloo"
+    session = join(layouts[0].mesh, timeout=timeout, backend=backend, port=port)
     torch.set_num_threads(1)
     if session.store is not None:  # a process of its own
         gc.freeze()  # what is imported stays: collecting a layout's groups need not go through it
@@ -41,12 +42,12 @@ def prove_rank(layouts: list[Layout], timeout: float, path: str, port: int | Non
                 break
             session.beat(number, str(layout))
             if number == 0:
-                mesh = layout.mesh.connect()
+                mesh = layout.mesh.connect(layout.device)
             elif (
                 dataclasses.replace(layout, dtype=layouts[number - 1].dtype) != layouts[number - 1]
             ):
                 session.renew(layout.mesh)  # the same one in another dtype keeps its groups
-                mesh = layout.mesh.connect()
+                mesh = layout.mesh.connect(layout.device)
             errors = prove_layout(layout, mesh, timeout)
             if session.rank == 0:
                 with open(path, "a") as file:
@@ -143,7 +144,9 @@ def _prove(config: ProveConfig, summary: dict) -> None:
             if world == 1:
                 prove_rank(layouts, config.timeout, file.name)
             else:
-                launch(prove_rank, (layouts, config.timeout, file.name), Mesh(dp=world))
+                backend = "nccl" if layouts[0].device == "cuda" else "gloo"
+                args = (layouts, config.timeout, file.name)
+                launch(prove_rank, args, Mesh(dp=world), backend=backend)
         finally:  # a rank that died has its own exit code, and what is missing is not proven
             summary |= judge(layouts, file.readlines())
 

@@ -111,6 +111,10 @@ def _moved(params: dict[str, Tensor], number: int) -> dict[str, Tensor]:
     return {name: p + torch.finfo(p.dtype).eps * p * signs(p) for name, p in params.items()}
 
 
+def _on(device: torch.device | str, *tensors: Tensor | None) -> list[Tensor | None]:
+    return [None if x is None else x.to(device) for x in tensors]
+
+
 def last_logits(params: dict[str, Tensor], tokens: Tensor, config: PlainConfig) -> Tensor:
     """The logits [V] of the token after `tokens`."""
     window = tokens[None, -config.seq_len :]
@@ -119,9 +123,13 @@ def last_logits(params: dict[str, Tensor], tokens: Tensor, config: PlainConfig) 
 
 @lru_cache(maxsize=16)
 def train(
-    model: GPTConfig, sizes: Sizes, dtype: torch.dtype = torch.float64, moved: int = 0
+    model: GPTConfig,
+    sizes: Sizes,
+    dtype: torch.dtype = torch.float64,
+    moved: int = 0,
+    device: torch.device | str = "cpu",
 ) -> dict[str, Tensor]:
-    """Train the plain model on one device for STEPS steps; all that `compared` names.
+    """Train the plain model on one `device` for STEPS steps; all that `compared` names, on the CPU.
 
     In float64 it is the truth. With `moved` > 0 the initial weights are first moved by one unit in
     the last place of `dtype`, in a pattern of that number. Low dtypes have masters in float32.
@@ -131,14 +139,15 @@ def train(
     masters = plain_init(config, sizes.seed, wide)
     if moved:
         masters = _moved(masters, moved)
+    masters = {name: p.to(device) for name, p in masters.items()}
     moments: dict[str, dict[str, Tensor]] = {}
     values: dict[str, Tensor] = {}
     for step in range(STEPS):
-        tokens, labels, ids = batch(sizes, step)
+        tokens, labels, ids, packed = _on(device, *batch(sizes, step), _numbers(sizes, step))
         params = {name: p.to(dtype, copy=True).requires_grad_() for name, p in masters.items()}
         total, valid = plain_gpt_loss(
             params, tokens, labels, config,
-            seed=KEY + step, sample_ids=ids, document=_numbers(sizes, step),
+            seed=KEY + step, sample_ids=ids, document=packed,
         )  # fmt: skip
         loss = total / max(valid, 1)
         grads = {
@@ -152,13 +161,14 @@ def train(
             masters, grads, moments, step + 1, lr=RATES[step], clip=CLIP, **ADAMW
         )
         values |= {f"{name} after step {step}": p for name, p in masters.items()}
-        tokens, labels, _ = batch(sizes, STEPS + step)
+        at = STEPS + step
+        tokens, labels, _, packed = _on(device, *batch(sizes, at), _numbers(sizes, at))
         params = {name: p.to(dtype) for name, p in masters.items()}
-        total, valid = plain_gpt_loss(
-            params, tokens, labels, config, dropout=0.0, document=_numbers(sizes, STEPS + step)
-        )
+        total, valid = plain_gpt_loss(params, tokens, labels, config, dropout=0.0, document=packed)
         values[f"evaluation after step {step}"] = total / max(valid, 1)
-        values[f"logits after step {step}"] = last_logits(params, prompt(sizes, step), config)
+        values[f"logits after step {step}"] = last_logits(
+            params, prompt(sizes, step).to(device), config
+        )
     for name, moment in moments.items():
         values[f"exp_avg of {name}"], values[f"exp_avg_sq of {name}"] = moment["m"], moment["v"]
-    return values
+    return {what: value.cpu() for what, value in values.items()}

@@ -108,6 +108,7 @@ class Layout:
     packed: bool = False
     count: int | None = None
     drawn: Sizes | None = None
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         if self.sizes.samples % (self.mesh.dp * self.microbatches):
@@ -191,6 +192,7 @@ class Layout:
                 "--sequence-parallel" if self.sequence_parallel else "--no-sequence-parallel",
                 *["--packed"] * self.packed,
             ]
+        words += [f"--device {self.device}"] if self.device != "cpu" else []
         return " ".join(["warpweave prove", *words, f"--dtype {self.dtype} --impl {self.impl}"])
 
     def __str__(self) -> str:
@@ -209,6 +211,7 @@ class Layout:
             words += [f"cp-strategy={self.strategy}{neighbours} layout={self.layout}"]
         if m.tp > 1:
             words += ["sequence-parallel"] * self.sequence_parallel + [f"overlap={self.overlap}"]
+        words += [f"device={self.device}"] if self.device != "cpu" else []
         return " ".join([*words, f"dtype={self.dtype}", f"impl={self.impl}"])
 
 

@@ -1,7 +1,8 @@
 """Show that a layout computes what one plain device computes.
 
 ``warpweave prove --all --world 4`` trains a tiny GPT for a few steps on every mesh of 1 to 4 ranks,
-times every ZeRO stage, schedule and model style, with real gloo processes. It compares with
+times every ZeRO stage, schedule and model style, with real processes: gloo on a CPU, NCCL with
+``--device cuda``, each rank on a GPU of its own. It compares with
 `plain_gpt`, a model that shares no code with the rest of the library: the loss of every step, every
 gathered gradient, the gradient norm, the losses of an evaluation and the tokens of a generated text
 after every step, and after the last step the weights, gathered and as each rank holds them, and the
@@ -44,7 +45,8 @@ from warpweave.prove.layouts import Layout, Style, all_layouts, draw
 
 # With --typecheck, which follows one program whatever its values, order and messages are.
 _UNSEEN = ("all", "world", "random", "seed", "dp_shard", "zero", "schedule", "cp_strategy",
-           "packed", "microbatches", "overlap", "dtype", "impl", "timeout")  # fmt: skip
+           "packed", "microbatches", "overlap", "dtype", "device", "impl",
+           "timeout")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -100,10 +102,13 @@ class ProveConfig:
     overlap: Overlap = "bulk"
     """Overlap of tensor ranks' collectives with products; fused needs --impl triton."""
     dtype: Literal["fp64", "fp32", "bf16", "fp16", "both"] = "both"
-    """Precision of the proof; both is fp64, then fp32."""
-    impl: Literal["torch", "triton"] = "torch"
-    """Implementation that computes on the CPU: torch, or the Triton kernels in Triton's interpreter
-    (needs TRITON_INTERPRET=1; a minute for a layout)."""
+    """Precision of the proof; both is fp64, then fp32, on GPUs fp32, then bf16."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where ranks, and the plain model, compute: cpu with gloo, or cuda with NCCL, a GPU for each
+    rank."""
+    impl: Literal["torch", "triton"] | None = None
+    """Implementation: torch, the default on the CPU, or the Triton kernels, the default on GPUs (on
+    the CPU in Triton's interpreter: needs TRITON_INTERPRET=1; a minute for a layout)."""
     timeout: float = 60.0
     """Timeout in seconds of any message between ranks."""
     typecheck: bool = False
@@ -146,10 +151,13 @@ class ProveConfig:
             raise ValueError(f"model = {self.model!r} needs --typecheck: a proof trains a tiny one")
         import torch  # and the kernels: a command line does without
 
+        from warpweave.gpus import choose_backend
         from warpweave.kernels.runtime.dispatch import choose
 
-        choose(self.impl, torch.empty(0))  # or a line that says what is missing
-        if self.overlap == "fused" and self.impl == "torch":
+        impl = self.impl or ("triton" if self.device == "cuda" else "torch")
+        if self.device == "cpu":
+            choose(impl, torch.empty(0))  # or a line that says what is missing
+        if self.overlap == "fused" and impl == "torch":
             raise ValueError("--overlap fused is within Triton's kernels: it needs --impl triton")
         chosen = [self.given()]
         several = self.all or self.random != 0
@@ -162,19 +170,23 @@ class ProveConfig:
                 f"world and random must be at least 1, got {self.world} and {self.random}"
             )
         if self.random:
-            chosen = [draw(self.seed + i, self.impl) for i in range(self.random)]
+            chosen = [draw(self.seed + i, impl) for i in range(self.random)]
         elif self.all:
             worlds = range(1, self.world + 1) if self.world <= 4 else (self.world,)
-            chosen = [layout for world in worlds for layout in all_layouts(world, self.impl)]
-        dtypes = ("fp64", "fp32") if self.dtype == "both" else (self.dtype,)
+            chosen = [layout for world in worlds for layout in all_layouts(world, impl)]
+        both = ("fp64", "fp32") if self.device == "cpu" else ("fp32", "bf16")
+        dtypes = both if self.dtype == "both" else (self.dtype,)
         every = [
-            dataclasses.replace(layout, dtype=d, impl=self.impl)
+            dataclasses.replace(layout, dtype=d, device=self.device, impl=impl)
             for layout in chosen
             for d in dtypes
         ]
         for layout in every:
             layout.model.check(layout.mesh, layout.plan)
-        return sorted(every, key=lambda layout: -layout.mesh.world)
+        every.sort(key=lambda layout: -layout.mesh.world)
+        if self.device == "cuda":
+            choose_backend(every[0].mesh.world, "nccl")
+        return every
 
 
 def parse(argv: list[str] | None = None) -> ProveConfig:

@@ -96,7 +96,7 @@ class _Comparison:
         if actual.shape != expected.shape:
             self.add(kind, what, math.inf)
             return
-        by = (actual.double() - expected).abs().max().item() if actual.numel() else 0.0
+        by = (actual.double().cpu() - expected).abs().max().item() if actual.numel() else 0.0
         self.difference(kind, what, what, by)
 
     def text(self, text: Tensor, start: Tensor, step: int, new: int) -> None:
@@ -128,6 +128,7 @@ def _engine(layout: Layout, mesh: ConnectedMesh, timeout: float) -> Engine:
         layout.plan,
         micro_batch_size=layout.micro_batch_size,
         dtype=DTYPES[layout.dtype],
+        device=torch.empty(0, device=layout.device).device,  # with this rank's number
         seed=layout.sizes.seed,
         rule=AdamW(**ADAMW, impl=layout.impl),
         clip=CLIP,
@@ -143,15 +144,16 @@ def prove_layout(layout: Layout, mesh: ConnectedMesh, timeout: float = 60.0) -> 
     """
     sizes = layout.sizes
     engine = _engine(layout, mesh, timeout)
-    dtype = DTYPES[layout.dtype]
-    compare = _Comparison(truth(layout.model, sizes, dtype, mesh.group("world")))
+    group, device = mesh.group("world"), engine.device
+    compare = _Comparison(truth(layout.model, sizes, DTYPES[layout.dtype], group, device))
     shape = (layout.mesh.dp, layout.microbatches, layout.micro_batch_size)
     owners = dict.fromkeys(compare.truth.names, 0)  # ranks that say a tensor is theirs to write
 
     def mine(step: int) -> list[Tensor | None]:
         """This replica's part of a batch and of its documents, by micro-batches."""
         every = (*batch(sizes, step), documents(sizes, step))
-        return [None if x is None else x.unflatten(0, shape)[mesh.index("dp")] for x in every]
+        whole = [None if x is None else x.unflatten(0, shape) for x in every]
+        return [None if x is None else x[mesh.index("dp")].to(device) for x in whole]
 
     def read(kind: str, state: str, what: str, scale: float = 1.0) -> None:
         for record, tensor, owned in engine.read(state):
@@ -179,8 +181,8 @@ def prove_layout(layout: Layout, mesh: ConnectedMesh, timeout: float = 60.0) -> 
     read("moment", "exp_avg", "exp_avg of {}")
     read("moment", "exp_avg_sq", "exp_avg_sq of {}")
     _compare_parameters(compare, engine, mesh, after)
-    counts = torch.tensor(list(owners.values()))
-    if mesh.group("world") is not None:
+    counts = torch.tensor(list(owners.values()), device=device)
+    if group is not None:
         dist.all_reduce(counts)
     for name, count in zip(owners, counts.tolist(), strict=True):
         if count != STEPS + 3:  # lost in a checkpoint, or written twice

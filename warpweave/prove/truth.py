@@ -58,17 +58,19 @@ def truth(
     sizes: Sizes,
     dtype: torch.dtype = torch.float64,
     group: dist.ProcessGroup | None = None,
+    device: torch.device | str = "cpu",
 ) -> Truth:
     """What every layout of `model` in `dtype` is compared with; collective over `group`.
 
-    Each training of the plain model is one rank's, who tells the others.
+    Each training of the plain model is one rank's, on its `device`, who tells the others. The
+    values are on the CPU.
     """
     shapes = compared(plain_config(model))
     words = [what.format(name) for what, family in shapes.items() for name in family]
     lengths = [torch.Size(s) for family in shapes.values() for s in family.values()]
     rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     mine = {
-        n: train(model, sizes, dtype if n else torch.float64, n)
+        n: train(model, sizes, dtype if n else torch.float64, n, device)
         for n in range(rank, 1 + MOVED, ranks)
     }
     if rank == 0:
@@ -76,7 +78,9 @@ def truth(
     else:
         flat = torch.empty(sum(s.numel() for s in lengths), dtype=torch.float64)
     if group is not None:
+        flat = flat.to(device)
         dist.broadcast(flat, group_src=0, group=group)
+        flat = flat.cpu()
     parts = flat.split([s.numel() for s in lengths])
     values = {what: part.view(shape) for what, part, shape in zip(words, parts, lengths)}
     moved = torch.zeros(len(words), dtype=torch.float64)
@@ -84,6 +88,7 @@ def truth(
         change = [(mine[n][what].double() - value).abs().max() for what, value in values.items()]
         moved = torch.maximum(moved, torch.stack(change).nan_to_num(nan=torch.inf))
     if group is not None:
+        moved = moved.to(device)
         dist.all_reduce(moved, dist.ReduceOp.MAX, group=group)
     large = dict(zip(words, torch.stack([part.abs().max() for part in parts]).tolist()))
     for what, family in shapes.items():

@@ -1,0 +1,166 @@
+"""A device that computes on the CPU and can be told from it, of torch's private-use type.
+
+Its tensors know that they are elsewhere and hold one of the CPU with their numbers. An operation on
+tensors of both raises, as on a GPU, but for scalars and copies. So a whole proof can run on a GPU
+that is not there, numbers included (`pretend_gpu.py` follows devices alone and computes nothing).
+
+Run as a program, because the device is registered for the whole process: it proves a layout of one
+rank and one of two on it, the first with each fault of `FAULTS`, too, and prints one JSON object:
+the worst error of each, or what was raised.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import warnings
+from typing import Any
+
+import torch
+from plants import Plant, planted
+from threads import on_mesh
+from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from warpweave.parallel.mesh import ConnectedMesh, Mesh
+from warpweave.prove import Layout, expected, proof
+from warpweave.prove import truth as truths
+
+DEVICE = "elsewhere"
+aten = torch.ops.aten
+_COPIES = (aten.copy_.default, aten._to_copy.default)
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor on the device, whose numbers are `here`."""
+
+    here: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, here: torch.Tensor) -> Elsewhere:
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, here.shape, strides=here.stride(), storage_offset=here.storage_offset(),
+            dtype=here.dtype, device=torch.device(DEVICE, 0),
+        )  # fmt: skip
+        made.here = here
+        return made
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.here.untyped_storage()
+
+    def tolist(self) -> Any:
+        return self.here.tolist()
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return _run(func, args, kwargs or {})
+
+    @property
+    def data(self) -> Elsewhere:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Elsewhere) -> None:
+        _set_data(self, value)
+
+
+_DATA = torch.Tensor.data
+
+
+def _set_data(x: torch.Tensor, value: torch.Tensor) -> None:
+    """``x.data = value``, where `x` may be a parameter on no device."""
+    if not isinstance(value, Elsewhere):
+        _DATA.__set__(x, value)
+        return
+    x.__class__, x._is_param, x.here = Elsewhere, isinstance(x, torch.nn.Parameter), value.here
+    torch._C._swap_tensor_impl(x, value.detach().requires_grad_(x.requires_grad))
+
+
+def _run(func, args: tuple, kwargs: dict) -> Any:
+    """`func` on the CPU; its results are on the device if a tensor, or the option, is."""
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    there = [x for x in tensors if isinstance(x, Elsewhere)]
+    strangers = [x for x in tensors if not isinstance(x, Elsewhere) and x.ndim and there]
+    if strangers and func not in _COPIES and func is not aten.index.Tensor:
+        raise RuntimeError(f"{func} of tensors on the CPU and on {DEVICE}")
+    device = kwargs.get("device")
+    elsewhere = bool(there) if device is None else torch.device(device).type == DEVICE
+    options = {**kwargs, "device": torch.device("cpu")} if device is not None else kwargs
+    args_here, options = tree_map(
+        lambda x: x.here if isinstance(x, Elsewhere) else x, (args, options)
+    )
+    found = func(*args_here, **options)
+    if func is aten.copy_.default:
+        return args[0]
+    if not elsewhere:
+        return found
+    wrapped = tree_map(lambda x: Elsewhere(x) if isinstance(x, torch.Tensor) else x, found)
+    return return_and_correct_aliasing(func, args, kwargs, wrapped)
+
+
+class Factories(TorchDispatchMode):
+    """Within it what is made on the device, or moved to it, is there."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return _run(func, args, kwargs or {})
+
+
+def prove(mesh: ConnectedMesh, layout: Layout) -> float:
+    with Factories():
+        return proof.prove_layout(layout, mesh).worst
+
+
+def _moved_home(right):
+    """The engine has forgotten the layout's device."""
+    return lambda layout, *rest: right(dataclasses.replace(layout, device="cpu"), *rest)
+
+
+def _stays(right):
+    """The plain model's weights are elsewhere, its tokens are not."""
+    return lambda device, *tensors: [*tensors]
+
+
+FAULTS = {
+    "engine": Plant(proof, "_engine", _moved_home),
+    "plain model's batch": Plant(expected, "_on", _stays),
+}
+
+
+DEVICES_OF_THE_PLAIN_MODEL: set[str] = set()
+
+
+def _noted(right):
+    def train(*args):
+        DEVICES_OF_THE_PLAIN_MODEL.add(str(args[4]))
+        return right(*args)
+
+    return train
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    make = torch.tensor  # writes to the device past every mode
+    torch.tensor = lambda data, device=None, **how: make(data, **how).to(device)
+    torch.nn.Parameter.data = property(_DATA.__get__, _set_data)
+    _setup_privateuseone_for_python_backend(DEVICE)
+    alone = Layout(Mesh(), style="llama", packed=True, device=DEVICE)
+    ranks = Layout(Mesh(dp=2), device=DEVICE, dtype="fp32")
+    with planted(Plant(truths, "train", _noted)):
+        found: dict[str, Any] = {
+            "alone": max(on_mesh(alone.mesh, prove, alone)),
+            "ranks": max(on_mesh(ranks.mesh, prove, ranks)),
+        }
+    found["plain model"] = sorted(DEVICES_OF_THE_PLAIN_MODEL)
+    for name, fault in FAULTS.items():
+        expected.train.cache_clear()
+        with planted(fault):
+            try:
+                found[name] = max(on_mesh(alone.mesh, prove, alone))
+            except RuntimeError as error:
+                found[name] = str(error)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
